@@ -1,0 +1,44 @@
+# Each target makes .venv and installs what it needs; nothing has to be installed before but Python >= 3.11.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: train test lint bench-cpu clean
+
+train: $(VENV)/.core
+	$(BIN)/fdp train
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest --cov=fdp --cov-report=term:skip-covered --cov-fail-under=90
+
+lint: $(VENV)/.test $(VENV)/.lint
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+bench-cpu: $(VENV)/.bench
+	$(BIN)/python benchmarks/cpu.py
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.core: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) torch==2.13.0
+	$(PIP) --editable .
+	touch $@
+
+$(VENV)/.test: $(VENV)/.core
+	$(PIP) --editable '.[test]'
+	touch $@
+
+$(VENV)/.lint: $(VENV)/.core
+	$(PIP) --editable '.[lint]'
+	touch $@
+
+$(VENV)/.bench: $(VENV)/.core
+	$(PIP) --editable '.[bench]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs

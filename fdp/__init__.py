@@ -1,0 +1,1 @@
+"""fdp: functional, differentially private, fully sharded training on PyTorch."""

@@ -1,0 +1,99 @@
+"""Pytrees addressed by path: the one door to optree.
+
+A leaf's path is the dotted list of keys that lead to it, ``blocks.0.attention.qkv``. Everything that must not depend
+on the order of leaves (noise, initialisation, checkpoints, hashes) is derived from the path.
+
+    >>> params = {"embed": {"tokens": w}, "blocks": [{"scale": s}]}
+    >>> flatten(params)                                # {'blocks.0.scale': s, 'embed.tokens': w}
+    >>> unflatten(params, flatten(params))             # params again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import optree
+from torch import Tensor
+
+from fdp.types import FdpError, Flat, Path, Tree
+
+
+def paths(tree: Tree) -> list[Path]:
+    """The path of every leaf, in optree's order (dictionary keys sorted)."""
+    return [".".join(_name(entry) for entry in accessor) for accessor in optree.tree_accessors(tree)]
+
+
+def leaves(tree: Tree) -> list[Any]:
+    """Every leaf, in the order of :func:`paths`."""
+    return optree.tree_leaves(tree)
+
+
+def flatten(tree: Tree) -> dict[Path, Any]:
+    """``{path: leaf}``. Two leaves with one path (keys that hold dots) are an error."""
+    names, values = paths(tree), leaves(tree)
+    flat = dict(zip(names, values))
+    if len(flat) != len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise FdpError(f"expected every leaf to have its own path, got {twice} twice; rename keys that contain dots")
+    return flat
+
+
+def unflatten(like: Tree, flat: Mapping[Path, Any]) -> Tree:
+    """The tree of ``like``'s structure whose leaf at each path is ``flat[path]``."""
+    names = paths(like)
+    missing, extra = sorted(set(names) - set(flat)), sorted(set(flat) - set(names))
+    if missing or extra:
+        raise FdpError(f"expected leaves {names[:4]}...: missing {missing}, not in the tree {extra}")
+    return optree.tree_unflatten(optree.tree_structure(like), [flat[name] for name in names])
+
+
+def map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
+    """``fn`` applied leaf by leaf to trees of one structure."""
+    return optree.tree_map(fn, tree, *rest)
+
+
+def nest(flat: Mapping[Path, Any]) -> Tree:
+    """A nested dictionary from ``{path: leaf}``; runs of keys ``0..n-1`` become lists. The inverse of :func:`flatten`."""
+    root: dict[str, Any] = {}
+    for path, leaf in flat.items():
+        *parents, last = path.split(".")
+        node = root
+        for part in parents:
+            node = node.setdefault(part, {})
+        node[last] = leaf
+    return _lists(root)
+
+
+def select(flat: Mapping[Path, Any], paths_tree: Tree) -> Tree:
+    """Replace each path at the leaves of ``paths_tree`` by ``flat[path]``: a block's own view of the parameters."""
+    return optree.tree_map(lambda path: flat[path], paths_tree)
+
+
+def size(tree: Tree) -> int:
+    """Number of elements over all leaves."""
+    return sum(leaf.numel() for leaf in leaves(tree))
+
+
+def global_norm(tree: Tree) -> Tensor:
+    """``sqrt(sum of squares)`` over all leaves, added up in float64."""
+    squares = [leaf.detach().double().square().sum() for leaf in leaves(tree)]
+    return sum(squares[1:], start=squares[0]).sqrt()
+
+
+def add(left: Flat, right: Flat) -> Flat:
+    """Leaf by leaf sum of two flat trees with the same paths."""
+    return {path: leaf + right[path] for path, leaf in left.items()}
+
+
+def _name(entry: optree.PyTreeEntry) -> str:
+    return entry.field if isinstance(entry, optree.NamedTupleEntry) else str(entry.entry)
+
+
+def _lists(node: Any) -> Any:
+    if not isinstance(node, dict):
+        return node
+    children = {key: _lists(child) for key, child in node.items()}
+    if children and sorted(children) == sorted(str(i) for i in range(len(children))):
+        return [children[str(i)] for i in range(len(children))]
+    return children

@@ -1,0 +1,100 @@
+"""The values that flow through a private step.
+
+    (params, batch) -> Norms -> Clip -> ClippedSum -> noisy sum -> update
+
+A number that must stay with a tensor travels in the same value: the sensitivity of a sum is a field of the sum,
+so that the noise can only ever be scaled by the bound that the clipping established.
+
+    >>> total = clipped_sum(stash, clip)              # ClippedSum(value, sensitivity)
+    >>> noisy = add_gaussian(total, key=key, noise_multiplier=1.0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+Tree: TypeAlias = Any
+"""A pytree: nested dict, list, tuple or NamedTuple with tensors (or other values) at the leaves."""
+
+Path: TypeAlias = str
+"""Where a leaf sits in its tree, e.g. ``blocks.0.attention.qkv``."""
+
+Flat: TypeAlias = dict[Path, Tensor]
+"""A tree as a flat dictionary: one entry per leaf, keys in path order."""
+
+Key: TypeAlias = Int[Tensor, " 8"]
+"""A ChaCha20 key: eight 32-bit words, held in int64."""
+
+
+class FdpError(ValueError):
+    """A mistake in what fdp was given: says what was expected, what was found, where, and what to do."""
+
+
+class Norms(NamedTuple):
+    """Squared gradient norms of every sample, leaf by leaf; a tied leaf is one entry, cross terms included."""
+
+    squared: dict[Path, Float[Tensor, " batch"]]
+
+    def total(self) -> Float[Tensor, " batch"]:
+        """The norm of each sample's whole gradient, added up in float64."""
+        squares = [square.double() for square in self.squared.values()]
+        return sum(squares[1:], start=squares[0]).sqrt().float()
+
+
+class Clip(NamedTuple):
+    """What to multiply each sample's gradient by, leaf by leaf.
+
+    Guarantees:
+      - the sample's gradient, each leaf times its factor, has norm at most ``sensitivity``.
+    """
+
+    factors: dict[Path, Float[Tensor, " batch"]]
+    sensitivity: Tensor
+
+    def masked(self, mask: Float[Tensor, " batch"]) -> Clip:
+        """The same, with factor exactly 0 for every sample that is padding (mask 0)."""
+        keep = mask > 0
+        return Clip({path: f.where(keep, f.new_zeros(())) for path, f in self.factors.items()}, self.sensitivity)
+
+
+class ClippedSum(NamedTuple):
+    """A sum of clipped per-sample gradients.
+
+    Guarantees:
+      - adding or removing one sample moves ``value`` by at most ``sensitivity`` in the Euclidean norm over all leaves.
+    """
+
+    value: Flat
+    sensitivity: Tensor
+
+
+class TrainState(NamedTuple):
+    """All that a step reads and writes: ``step(state, batch, key) -> (state, metrics)``."""
+
+    params: Tree
+    opt: Tree
+    clip: Tree
+    step: Int[Tensor, ""]
+
+
+class Batch(NamedTuple):
+    """Microbatches of fixed shape: every data leaf is ``(microbatches, samples, ...)``; mask 1 is a sample, 0 padding."""
+
+    data: Tree
+    mask: Float[Tensor, "microbatches samples"]
+
+
+class Metrics(NamedTuple):
+    """What a step saw, computed on private data and **not** covered by the privacy budget."""
+
+    losses: Float[Tensor, " samples"]
+    norms: Float[Tensor, " samples"]
+    factors: Float[Tensor, " samples"]
+    mask: Float[Tensor, " samples"]
+
+
+Step: TypeAlias = Callable[[TrainState, Batch, Key], tuple[TrainState, Metrics]]

@@ -1,0 +1,1 @@
+"""Device kernels of fdp, one per file. Imports nothing of ``fdp``."""
