@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -41,8 +42,8 @@ class Norms(NamedTuple):
 
     def total(self) -> Float[Tensor, " batch"]:
         """The norm of each sample's whole gradient, added up in float64."""
-        squares = [square.double() for square in self.squared.values()]
-        return sum(squares[1:], start=squares[0]).sqrt().float()
+        first, *rest = self.squared.values()
+        return sum((square.double() for square in rest), start=first.double()).sqrt().to(first.dtype)
 
 
 class Clip(NamedTuple):
@@ -54,6 +55,10 @@ class Clip(NamedTuple):
 
     factors: dict[Path, Float[Tensor, " batch"]]
     sensitivity: Tensor
+
+    def smallest(self) -> Float[Tensor, " batch"]:
+        """The least factor of each sample over all leaves: below 1 where anything of it was clipped."""
+        return torch.stack(list(self.factors.values())).amin(0)
 
     def masked(self, mask: Float[Tensor, " batch"]) -> Clip:
         """The same, with factor exactly 0 for every sample that is padding (mask 0)."""

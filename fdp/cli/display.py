@@ -1,0 +1,190 @@
+"""What a run shows: a header, a line that moves (or, in a log, one line in ten), and a closing statement.
+
+    >>> show_header(console, run, state, settings)
+    >>> for state, record in follow(steps(run, state), run, console): ...
+    >>> show_closing(console, summary, folder)
+
+On a terminal the progress is redrawn in place; anywhere else it is plain lines without control codes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from fdp import tree
+from fdp.accounting import delta_advice
+from fdp.methods import Method
+from fdp.run import Record, Run
+from fdp.types import TrainState
+
+BARS = "▁▂▃▄▅▆▇█"
+WINDOW = 20
+"""Steps over which speed is averaged."""
+
+COVERED = "the parameters: model.safetensors, and all that is computed from it alone"
+NOT_COVERED = (
+    "every loss, norm, clipped fraction, sample count and time: metrics.jsonl, report.png, summary.json and "
+    "this screen. They are computed on the private data; guard them as you guard the data"
+)
+FIXED_SEED = (
+    "the noise can be repeated, and taken away, by whoever guesses it. For a real release leave --seed out"
+)
+
+
+def show_header(console: Console, run: Run, state: TrainState, settings: Mapping[str, Any]) -> None:
+    """The run in words, before it starts; ``settings`` are the names it was asked for by."""
+    config, model, rate = run.config, run.config.model, run.mechanism.sampling.rate
+    size, unit = len(config.dataset), getattr(config.dataset, "unit", "one sample")
+    rows = [
+        (
+            "model",
+            f"{model.name}, {tree.size(state.params):,} parameters"
+            + (f", context {model.context}" if model.context else ""),
+        ),
+        ("data", f"{settings['data']}, {size:,} samples"),
+        (
+            "training",
+            f"{config.steps} steps of {settings['optimizer']}, learning rate {settings['lr']:g} "
+            f"({settings['schedule']}), {settings['dtype']} on {config.device.type}"
+            + (", compiled" if config.compiled else ""),
+        ),
+        (
+            "sampling",
+            f"Poisson, {config.batch_size} of {size:,} expected per step (rate {rate:.3g}), "
+            f"{config.microbatch_size} at a time",
+        ),
+    ]
+    if config.method is not Method.NONE:
+        rows += [
+            ("clipping", f"{config.clip.name}, C = {settings['max_norm']:g}, method {config.method.value}"),
+            ("noise", f"{run.mechanism.noise_multiplier:.4g} x C on the sum of the clipped gradients"),
+        ]
+    if run.epsilons is None:
+        rows.append(("privacy", "none: this run is not private"))
+    else:
+        longer = "; a longer text is several" if model.context else ""
+        rows += [
+            ("unit of privacy", f"{unit}, added or removed{longer}"),
+            (
+                "budget",
+                f"epsilon {run.epsilons[-1]:.3f} at delta {config.delta:.3g} after {config.steps} steps",
+            ),
+        ]
+    console.print(_panel("fdp train", rows))
+    if run.epsilons is not None:
+        if advice := delta_advice(size, config.delta):
+            console.print(Text(advice, style="yellow"))
+        if config.seed is not None:
+            console.print(Text(f"seed {config.seed}: {FIXED_SEED}", style="yellow"))
+
+
+def show_closing(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
+    """The result in words, and which outputs the budget covers."""
+    first, last = _number(summary["loss_first"]), _number(summary["loss_last"])
+    rows = [("loss", f"{first} → {last} in {summary['steps']} steps")]
+    if summary["private"]:
+        rows += [
+            ("privacy", f"epsilon {summary['epsilon']:.3f} at delta {summary['delta']:.3g}"),
+            ("covered", COVERED),
+            ("not covered", NOT_COVERED),
+        ]
+    else:
+        rows.append(("privacy", "none: the parameters may reveal the data they were trained on"))
+    rows.append(("files", str(folder)))
+    console.print(_panel("done", rows))
+
+
+def follow(
+    stream: Iterable[tuple[TrainState, Record]], run: Run, console: Console
+) -> Iterator[tuple[TrainState, Record]]:
+    """The same stream, shown as it passes."""
+    return (_live if console.is_terminal else _lines)(stream, run.config.steps, console)
+
+
+def _lines(
+    stream: Iterable[tuple[TrainState, Record]], total: int, console: Console
+) -> Iterator[tuple[TrainState, Record]]:
+    recent: deque[Record] = deque(maxlen=WINDOW)
+    every = max(1, total // 10)
+    for state, record in stream:
+        recent.append(record)
+        if record.step == 1 or record.step % every == 0 or record.step == total:
+            console.print(
+                f"step {record.step:>{len(str(total))}}/{total}  " + "  ".join(_facts(recent, total))
+            )
+        yield state, record
+
+
+def _live(
+    stream: Iterable[tuple[TrainState, Record]], total: int, console: Console
+) -> Iterator[tuple[TrainState, Record]]:
+    recent: deque[Record] = deque(maxlen=WINDOW)
+    losses: list[float] = []
+    bar = Progress(
+        TextColumn("step {task.completed}/{task.total}"),
+        BarColumn(bar_width=None, complete_style="cyan", finished_style="cyan"),
+        TaskProgressColumn(),
+        console=console,
+        expand=True,
+    )
+    task = bar.add_task("train", total=total)
+    line = Text("waiting for the first step", style="dim")
+    with Live(Group(bar, line), console=console, refresh_per_second=8) as live:
+        for state, record in stream:
+            recent.append(record)
+            losses += [record.loss] if record.loss is not None else []
+            bar.update(task, completed=record.step)
+            line = Text("  ·  ".join(_facts(recent, total)) + "   ") + Text(sparkline(losses), style="cyan")
+            live.update(Group(bar, line))
+            yield state, record
+
+
+def _facts(recent: deque[Record], total: int) -> list[str]:
+    """Loss, epsilon spent, samples per second and time left."""
+    last = recent[-1]
+    seconds = sum(record.seconds for record in recent)
+    rate = sum(record.samples for record in recent) / seconds
+    left = (total - last.step) * seconds / len(recent)
+    spent = "not private" if last.epsilon is None else f"epsilon {last.epsilon:.3f}"
+    return [f"loss {_number(last.loss)}", spent, f"{rate:,.0f} samples/s", f"{_duration(left)} left"]
+
+
+def sparkline(values: list[float], width: int = 24) -> str:
+    """The values as a row of bars, averaged into at most ``width`` groups, from the least to the greatest."""
+    if len(values) < 2:
+        return ""
+    count = min(width, len(values))
+    edges = [len(values) * i // count for i in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, high = min(means), max(means)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BARS[round((mean - low) * scale)] for mean in means)
+
+
+def _panel(title: str, rows: list[tuple[str, str]]) -> Panel:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, Text(value))
+    return Panel(table, title=title, title_align="left", border_style="cyan", expand=False)
+
+
+def _number(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:.4f}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"

@@ -1,0 +1,161 @@
+"""``fdp epsilon``: what a mechanism costs, or how much noise a budget needs, without training.
+
+    fdp epsilon --noise-multiplier 1.1 --delta 1e-6 --dataset-size 50000 --batch-size 256 --steps 1000
+    fdp epsilon --epsilon 3 --delta 1e-6 --dataset-size 50000 --batch-size 256 --steps 1000 --plot budget.png
+
+Exactly one of ``--noise-multiplier`` and ``--epsilon`` is given; the other is the answer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from rich.console import Console
+from rich.table import Table
+from typer import Option
+
+if TYPE_CHECKING:
+    from fdp.mechanism import Mechanism
+
+
+class AccountantName(StrEnum):
+    """The accountants by the names the command line takes."""
+
+    pld = "pld"
+    rdp = "rdp"
+
+
+def epsilon_command(
+    delta: Annotated[float, Option(help="The probability that the bound may fail; below 1 / dataset size.")],
+    dataset_size: Annotated[int, Option(help="Samples in the data.")],
+    batch_size: Annotated[float, Option(help="Expected samples per step (Poisson).")],
+    steps: Annotated[int, Option(help="Steps.")],
+    noise_multiplier: Annotated[float | None, Option(help="Noise as a multiple of C: gives epsilon.")] = None,
+    epsilon: Annotated[float | None, Option(help="Budget: gives the noise multiplier.")] = None,
+    accountant: Annotated[
+        AccountantName, Option(help="Whose epsilon counts; both are shown.")
+    ] = AccountantName.pld,
+    max_batch_size: Annotated[
+        int | None, Option(help="Truncate larger draws to this many samples; PLD only.")
+    ] = None,
+    count_noise: Annotated[
+        float | None, Option(help="Quantile clipping: the noise on its count, in samples.")
+    ] = None,
+    plot: Annotated[Path | None, Option(help="Draw epsilon against steps into this .png file.")] = None,
+    as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object, last.")] = False,
+) -> None:
+    """What a mechanism costs, or the noise for a budget. Neighbours: one sample added or removed."""
+    # torch takes seconds to import, and --help and mistakes on the command line should not.
+    from fdp import accounting
+    from fdp.clipping import flat
+    from fdp.mechanism import Mechanism
+    from fdp.sampling import poisson
+    from fdp.types import FdpError
+
+    if (noise_multiplier is None) == (epsilon is None):
+        got = "neither" if epsilon is None else "both"
+        raise FdpError(
+            f"expected exactly one of --noise-multiplier and --epsilon, got {got}; the other is computed"
+        )
+    if plot is not None and (plot.suffix != ".png" or not plot.parent.is_dir()):
+        raise FdpError(f"--plot: expected a .png file in a folder that exists, got {plot}")
+    used = accounting.Accountant(accountant.value)
+    sampling = poisson(dataset_size, expected_batch_size=batch_size, max_batch_size=max_batch_size)
+    # The budget does not depend on C, and on the clip style only through what its count releases.
+    clip = flat(max_norm=1.0)._replace(count_noise=count_noise)
+    if epsilon is not None:
+        noise_multiplier = accounting.noise_multiplier_for(
+            sampling, clip, epsilon=epsilon, delta=delta, steps=steps, accountant=used
+        )
+    assert noise_multiplier is not None
+    mechanism = Mechanism(sampling, clip, noise_multiplier)
+    spent = accounting.epsilon(mechanism, steps=steps, delta=delta, accountant=used)
+    counts = sorted({max(1, round(steps * part)) for part in (0.01, 0.1, 0.25, 0.5, 0.75, 1.0)})
+    pld, rdp = ({t: _bound(mechanism, t, delta, name) for t in counts} for name in AccountantName)
+
+    console = Console(highlight=False)
+    console.print(
+        _table(pld, rdp, title=f"epsilon at delta {delta:g}, noise multiplier {noise_multiplier:.5g}")
+    )
+    answer = f"noise multiplier {noise_multiplier:.5g}: epsilon {spent:.4g}"
+    console.print(
+        f"{answer} at delta {delta:g} after {steps} steps at rate {sampling.rate:.4g} ({used.name})"
+    )
+    if advice := accounting.delta_advice(dataset_size, delta):
+        console.print(f"[yellow]{advice}[/]")
+    if plot is not None:
+        _draw(plot, mechanism, steps=steps, delta=delta)
+        console.print(f"drawn in {plot}", soft_wrap=True)
+    if as_json:
+        result = {
+            "noise_multiplier": noise_multiplier,
+            "effective_noise_multiplier": accounting.effective_noise_multiplier(mechanism),
+            "epsilon": _finite(spent),
+            "accountant": used.value,
+            "epsilon_pld": _finite(pld[steps]),
+            "epsilon_rdp": _finite(rdp[steps]),
+            "delta": delta,
+            "steps": steps,
+            "sampling_rate": sampling.rate,
+            "dataset_size": dataset_size,
+            "expected_batch_size": batch_size,
+            "max_batch_size": max_batch_size,
+            "count_noise": count_noise,
+            "neighbours": "add or remove one",
+        }
+        print(json.dumps(result))
+
+
+def _bound(mechanism: Mechanism, steps: int, delta: float, name: AccountantName) -> float | None:
+    """Epsilon by one accountant, None where it has none to offer."""
+    from fdp import accounting
+
+    pld = name is AccountantName.pld
+    if delta < accounting.SMALLEST_DELTA if pld else mechanism.sampling.max_batch_size is not None:
+        return None
+    return accounting.epsilon(
+        mechanism, steps=steps, delta=delta, accountant=accounting.Accountant(name.value)
+    )
+
+
+def _table(pld: dict[int, float | None], rdp: dict[int, float | None], *, title: str) -> Table:
+    table = Table(title=title)
+    for heading in ("steps", "PLD", "RDP"):
+        table.add_column(heading, justify="right")
+    for count in pld:
+        row = (pld[count], rdp[count])
+        table.add_row(f"{count:,}", *("-" if value is None else f"{value:.4g}" for value in row))
+    return table
+
+
+def _draw(path: Path, mechanism: Mechanism, *, steps: int, delta: float) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    from fdp import accounting
+
+    counts = sorted({max(1, round(steps * part / 200)) for part in range(201)})
+    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
+    axes = figure.add_subplot()
+    for name in AccountantName:
+        if _bound(mechanism, 1, delta, name) not in (None, math.inf):
+            used = accounting.Accountant(name.value)
+            curve = accounting.epsilon_curve(mechanism, steps=counts, delta=delta, accountant=used)
+            axes.plot(counts, curve, label=used.name)
+    axes.set(xlabel="steps", ylabel=f"epsilon at delta {delta:g}", xlim=(0, steps), ylim=(0, None))
+    axes.set_title(
+        f"noise multiplier {mechanism.noise_multiplier:.4g}, sampling rate {mechanism.sampling.rate:.3g}"
+    )
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend()
+    FigureCanvasAgg(figure).print_png(str(path))
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no infinity: null is "no finite bound"."""
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,79 @@
+"""``fdp``: the commands, their errors and their exit codes.
+
+    fdp train                       a private run with the defaults, on the data that Python brings along
+    fdp epsilon --help              what a mechanism costs, without training
+
+Exit code 0: done; 1: a fault of fdp itself, with a traceback; 2: a mistake in what it was given, explained in
+one paragraph on stderr; 130: interrupted. With ``--json`` the last line of stdout is one JSON object: the
+result, or ``{"error": ...}``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from fdp.cli import version_of
+from fdp.cli.epsilon import epsilon_command
+from fdp.cli.train import train_command
+
+# What typer raises for a mistake on the command line; only its subclass has a public name.
+_UsageError: Any = typer.BadParameter.__bases__[0]
+
+app = typer.Typer(
+    help="Functional, differentially private, fully sharded training on PyTorch.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("train")(train_command)
+app.command("epsilon")(epsilon_command)
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        print(f"fdp {version_of('fdp')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    show_version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version and exit.", callback=_show_version, is_eager=True),
+    ] = False,
+) -> None:
+    pass
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command and exit: 0, or 2 with the mistake explained on stderr."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = app(args=words, prog_name="fdp", standalone_mode=False)
+    except (ValueError, OSError) as error:
+        _explain(error, words)
+        code = 2
+    except _UsageError as error:
+        _explain(error, words)
+        code = 2
+    except (KeyboardInterrupt, typer.Abort):
+        code = 130
+    sys.exit(code or 0)
+
+
+def _explain(error: Exception, words: Sequence[str]) -> None:
+    from fdp.types import FdpError  # here, since it brings torch along, which takes seconds
+
+    if isinstance(error, ValueError) and not isinstance(error, FdpError):
+        raise error
+    message = getattr(error, "format_message", error.__str__)()
+    Console(stderr=True).print(Text("fdp: ", style="bold red") + Text(message, style="red"), soft_wrap=True)
+    if "--json" in words:
+        print(json.dumps({"error": message}))

@@ -1,0 +1,166 @@
+"""The files a run leaves, none of which is ever overwritten.
+
+    DIR/config.json          every setting, and the versions it ran with
+    DIR/metrics.jsonl        one line per step, written as the step ends
+    DIR/summary.json         the result
+    DIR/model.safetensors    the trained parameters: float32 leaves by path
+    DIR/report.png           loss, epsilon, and the norms of the gradients against C
+
+Only the parameters are covered by the privacy budget.
+
+    >>> folder = claim(out, model="gpt-nano", data="stdlib")
+    >>> for record in write_metrics(records, folder): ...
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fdp import tree
+from fdp.cli import version_of
+from fdp.methods import Method
+from fdp.run import Record, Run
+from fdp.types import FdpError, TrainState, Tree
+
+FILES = ("config.json", "metrics.jsonl", "summary.json", "model.safetensors", "report.png")
+LEFT, MIDDLE, QUIET = "#0b7285", "#d9480f", "#868e96"
+
+
+def check_free(out: Path) -> None:
+    """Refuse a directory that already holds a run, or a path that is no directory."""
+    if out.exists() and not out.is_dir():
+        raise FdpError(f"--out: expected a directory, got the file {out}")
+    if held := [name for name in FILES if (out / name).exists()]:
+        raise FdpError(f"--out: {out} already holds a run ({', '.join(held)}); give another directory")
+
+
+def claim(out: Path | None, *, model: str, data: str) -> Path:
+    """The directory of this run, made now: ``out`` or the first free of ``runs/<model>-<data>-1, -2 ...``."""
+    if out is not None:
+        check_free(out)
+        out.mkdir(parents=True, exist_ok=True)
+        return out
+    Path("runs").mkdir(exist_ok=True)
+    for number in count(1):
+        folder = Path("runs", f"{model}-{Path(data).stem}-{number}")
+        try:
+            folder.mkdir()
+        except FileExistsError:  # taken, perhaps by a run that started a moment ago
+            continue
+        return folder
+    raise AssertionError
+
+
+def write_config(folder: Path, settings: Mapping[str, Any], run: Run) -> None:
+    """``config.json``: every setting as given, what followed from them, and the versions it ran with."""
+    versions = {name: version_of(name) for name in ("fdp", "torch", "numpy", "dp-accounting")}
+    _write_json(
+        folder / "config.json",
+        {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
+        | {
+            "delta": run.config.delta,
+            "noise_multiplier": run.mechanism.noise_multiplier,
+            "epsilon": run.config.epsilon,
+            "samples": len(run.config.dataset),
+            "device": run.config.device.type,
+            "versions": versions | {"python": platform.python_version()},
+        },
+    )
+
+
+def write_metrics(
+    stream: Iterable[tuple[TrainState, Record]], folder: Path
+) -> Iterator[tuple[TrainState, Record]]:
+    """The same stream, each record also a line of ``metrics.jsonl``, on disk before the next step begins."""
+    with (folder / "metrics.jsonl").open("x") as lines:
+        for state, record in stream:
+            lines.write(json.dumps(record._asdict(), allow_nan=False) + "\n")
+            lines.flush()
+            yield state, record
+
+
+def write_summary(folder: Path, summary: dict[str, Any]) -> None:
+    """``summary.json``."""
+    _write_json(folder / "summary.json", summary)
+
+
+def write_model(folder: Path, params: Tree) -> None:
+    """``model.safetensors``: every leaf in float32, named by its path."""
+    from safetensors.torch import save
+
+    flat = {path: leaf.detach().float().cpu().contiguous() for path, leaf in tree.flatten(params).items()}
+    with (folder / "model.safetensors").open("xb") as file:
+        file.write(save(flat, metadata={"format": "pt"}))
+
+
+def write_report(folder: Path, run: Run, records: Sequence[Record], *, title: str) -> None:
+    """``report.png``: three panels over the steps."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    steps = np.array([record.step for record in records])
+
+    def series(name: str) -> np.ndarray:
+        values = [getattr(record, name) for record in records]
+        return np.array([math.nan if value is None else value for value in values], dtype=float)
+
+    figure = Figure(figsize=(13, 4), dpi=130, layout="constrained")
+    loss, epsilon, norms = figure.subplots(1, 3)
+
+    losses = series("loss")
+    loss.plot(steps, losses, color=LEFT, alpha=0.3, linewidth=1)
+    loss.plot(steps, smooth(losses), color=LEFT, linewidth=2)
+    loss.set_title("loss per sample")
+
+    if run.epsilons is None:
+        epsilon.text(
+            0.5, 0.5, "not private", ha="center", va="center", transform=epsilon.transAxes, color=QUIET
+        )
+    else:
+        epsilon.plot(steps, series("epsilon"), color=MIDDLE, linewidth=2)
+        epsilon.set_ylim(bottom=0)
+    epsilon.set_title(f"epsilon spent at delta {run.config.delta:.3g}")
+
+    low, middle, high = (series(name) for name in ("norm_q10", "norm_q50", "norm_q90"))
+    norms.fill_between(steps, low, high, color=LEFT, alpha=0.2, linewidth=0, label="10 % to 90 %")
+    norms.plot(steps, middle, color=LEFT, linewidth=1.5, label="median")
+    if run.config.method is not Method.NONE:
+        norms.plot(steps, series("max_norm"), color=MIDDLE, linewidth=1.5, linestyle="--", label="C")
+    if np.nanmin(low, initial=math.inf) > 0 and np.isfinite(low).any():
+        norms.set_yscale("log")
+    norms.set_title("gradient norm of a sample")
+    norms.legend(frameon=False)
+
+    for axes in (loss, epsilon, norms):
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.2)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title, fontsize=12)
+    figure.supxlabel(
+        "losses and norms are computed on private data: the budget covers the parameters only", fontsize=8
+    )
+    with (folder / "report.png").open("xb") as file:
+        FigureCanvasAgg(figure).print_png(file)
+
+
+def smooth(values: np.ndarray) -> np.ndarray:
+    """Running mean over a twentieth of the steps, centred, missing values left out."""
+    half = max(1, len(values) // 40)
+    present = np.isfinite(values)
+    kernel = np.ones(2 * half + 1)
+    total = np.convolve(np.where(present, values, 0.0), kernel)[half:-half]
+    weight = np.convolve(present.astype(float), kernel)[half:-half]
+    return np.divide(total, weight, out=np.full(len(values), math.nan), where=weight > 0)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    with path.open("x") as file:
+        file.write(json.dumps(value, indent=2, allow_nan=False) + "\n")

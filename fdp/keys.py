@@ -1,0 +1,193 @@
+"""Explicit random keys: every random number is a function of a key and of the element's place.
+
+    value[i] = f(words 2i, 2i + 1 of ChaCha20(key)),      i the row-major index in the *global* tensor
+    split, fold_in:  child = the first 256 bits of ChaCha20(key, nonce = purpose | data)
+
+ChaCha20 is RFC 8439 (2018). The purpose is part of the nonce, so children and draws never share a stream.
+Element ``i`` does not depend on which other elements are drawn: a shard draws its own window and gets exactly
+its slice of the whole.
+
+    >>> root = key()                                          # 256 bits from the operating system
+    >>> leaf = fold_in(fold_in(root, step), "blocks.0.qkv")   # one key per step and leaf; draw from each once
+    >>> noise = normal(leaf, (1024, 768), window=((512, 512), (0, 768)))
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import secrets
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+from fdp_kernels import chacha20
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from fdp.types import FdpError, Key
+
+Window: TypeAlias = Sequence[tuple[int, int]]
+"""A box inside a tensor: ``(start, length)`` for every dim."""
+
+_SPLIT, _FOLD_INT, _FOLD_STR = 1, 2, 3  # low byte of the nonce's first word; draws have nonce 0
+_FAR = 37.0  # beyond it the normal law has no mass that float64 could hold
+_MAX_ELEMENTS = chacha20.MAX_BLOCKS * chacha20.ELEMENTS
+
+
+def key(seed: int | None = None) -> Key:
+    """A new key: 256 bits from the operating system or, for experiments to be repeated, SHA-256 of a seed.
+
+    Guarantees:
+      - without a seed the key is unpredictable;
+      - with one it is a function of the seed: whoever guesses the seed can subtract the noise.
+    """
+    if seed is None:
+        raw = secrets.token_bytes(32)
+    elif isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0:
+        raw = hashlib.sha256(f"fdp.keys.key seed {seed}".encode()).digest()
+    else:
+        raise FdpError(
+            f"seed: expected a non-negative int or None, got {seed!r}; pass None for an unpredictable key"
+        )
+    return torch.tensor(_words(raw))
+
+
+def split(key: Key, n: int) -> Int[Tensor, "n 8"]:
+    """``n`` new keys: words ``8j .. 8j + 7`` of the split stream are key ``j``.
+
+    Guarantees:
+      - the children differ from each other, from every ``fold_in`` of the key and from what is drawn from it.
+    """
+    _check_key(key)
+    if n < 0:
+        raise FdpError(f"split: expected a number of keys n >= 0, got {n}")
+    words = chacha20.keystream(key, _nonce(key, _SPLIT, 0, 0), 0, (n + 1) // 2)
+    return words[: 8 * n].view(n, 8)
+
+
+def fold_in(key: Key, data: int | str | Int[Tensor, ""]) -> Key:
+    """The key for ``data``: a number such as the step (int or 0-d tensor, with the same result), or a path.
+
+    Guarantees:
+      - different data select different streams (numbers: always; paths: up to 88 bits of SHA-256);
+      - a number and a path never select the same stream, nor that of ``split`` or of a draw.
+    """
+    _check_key(key)
+    if isinstance(data, str):
+        nonce = _nonce(key, *_path_words(data))
+    elif isinstance(data, Tensor):
+        if data.dim() != 0 or data.is_floating_point() or data.is_complex() or data.dtype == torch.bool:
+            raise FdpError(
+                f"fold_in: expected a 0-d integer tensor, got {data.dtype} of shape {tuple(data.shape)}"
+            )
+        data = data.to(key.device, torch.int64)
+        nonce = torch.stack([torch.full_like(data, _FOLD_INT), data & 0xFFFFFFFF, data >> 32 & 0xFFFFFFFF])
+    else:
+        if data < 0 or data >= 1 << 63:
+            raise FdpError(
+                f"fold_in: expected an int in [0, 2^63), got {data}; fold in a str for anything else"
+            )
+        nonce = _nonce(key, _FOLD_INT, data & 0xFFFFFFFF, data >> 32)
+    return chacha20.keystream(key, nonce, 0, 1)[:8]
+
+
+def bits(key: Key, shape: Sequence[int], *, window: Window | None = None) -> Int[Tensor, "..."]:
+    """64 random bits per element, as int64.
+
+    Guarantees:
+      - with a window, bitwise the same slice of the draw without one, and no more memory than that slice.
+    """
+    _check_key(key)
+    return chacha20.bits(key, *_box(shape, window))
+
+
+def uniform(
+    key: Key, shape: Sequence[int], *, dtype: torch.dtype = torch.float32, window: Window | None = None
+) -> Float[Tensor, "..."]:
+    """``floor(2^p u) / 2^p`` with ``p`` the digits of ``dtype``: in [0, 1), exact in ``dtype``, never 1."""
+    _check_float(dtype)
+    digits = 1 - round(math.log2(torch.finfo(dtype).eps))
+    top = bits(key, shape, window=window) >> (64 - digits) & ((1 << digits) - 1)
+    return top.to(dtype) * 2.0**-digits
+
+
+def normal(
+    key: Key, shape: Sequence[int], *, dtype: torch.dtype = torch.float32, window: Window | None = None
+) -> Float[Tensor, "..."]:
+    """N(0, 1) by inverse CDF in float64, then rounded to ``dtype``: ``±Φ⁻¹((t + 1/2) 2⁻⁶⁴)``, ``t < 2⁶³``.
+
+    Guarantees:
+      - symmetric; values out to 9.1 sigma occur with their true probability;
+      - with a window, bitwise the same slice of the draw without one.
+    """
+    return truncated_normal(key, shape, lower=-math.inf, upper=math.inf, dtype=dtype, window=window)
+
+
+def truncated_normal(
+    key: Key,
+    shape: Sequence[int],
+    *,
+    lower: float = -2.0,
+    upper: float = 2.0,
+    dtype: torch.dtype = torch.float32,
+    window: Window | None = None,
+) -> Float[Tensor, "..."]:
+    """N(0, 1) given that it lies in [lower, upper]: inverse CDF in float64, no rejection, then ``dtype``."""
+    _check_key(key)
+    _check_float(dtype)
+    if not (lower < upper and lower < _FAR and upper > -_FAR):
+        raise FdpError(
+            f"truncated_normal: expected lower < upper, and some of it in ±{_FAR}, got [{lower}, {upper}]"
+        )
+    return chacha20.normal(key, *_box(shape, window), float(lower), float(upper), dtype)
+
+
+def _words(raw: bytes) -> list[int]:
+    return [int.from_bytes(raw[i : i + 4], "little") for i in range(0, len(raw), 4)]
+
+
+@torch.compiler.assume_constant_result
+def _path_words(path: str) -> list[int]:
+    """The nonce of a path, hashed when traced: 8 bits of purpose, 88 bits of SHA-256."""
+    first, second, third, *_ = _words(hashlib.sha256(path.encode()).digest())
+    return [first & 0xFFFFFF00 | _FOLD_STR, second, third]
+
+
+def _nonce(key: Key, *words: int) -> Int[Tensor, " 3"]:
+    # on a GPU, filled there: a copy from the host could not be captured in a CUDA graph
+    if key.device.type == "cpu":
+        return torch.tensor(words)
+    return torch.stack([key.new_full((), word) for word in words])
+
+
+def _box(shape: Sequence[int], window: Window | None) -> tuple[list[int], list[int], list[int]]:
+    """Shape, starts and lengths, checked."""
+    shape = list(shape)
+    if math.prod(shape) > _MAX_ELEMENTS:
+        raise FdpError(
+            f"shape {shape}: expected at most 2^35 elements per key (2^32 blocks); split the key instead"
+        )
+    if window is None:
+        return shape, [0] * len(shape), shape
+    if len(window) != len(shape):
+        raise FdpError(f"window {window}: expected one (start, length) per dim of shape {shape}")
+    for dim, ((start, length), extent) in enumerate(zip(window, shape)):
+        if start < 0 or length < 0 or start + length > extent:
+            raise FdpError(
+                f"window, dim {dim}: expected a range inside 0..{extent}, got {start}..{start + length}"
+            )
+    return shape, [start for start, _ in window], [length for _, length in window]
+
+
+def _check_key(key: Key) -> None:
+    if not isinstance(key, Tensor) or key.dtype != torch.int64 or key.shape != (8,):
+        got = f"{key.dtype} of shape {tuple(key.shape)}" if isinstance(key, Tensor) else type(key).__name__
+        raise FdpError(
+            f"key: expected an int64 tensor of shape (8,), got {got}; make one with fdp.keys.key(seed)"
+        )
+
+
+def _check_float(dtype: torch.dtype) -> None:
+    if not dtype.is_floating_point:
+        raise FdpError(f"dtype: expected a floating point type, got {dtype}; fdp.keys.bits draws integers")

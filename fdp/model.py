@@ -1,0 +1,98 @@
+"""A model is a stack of blocks: ``carry_0 = (), carry_i = block_i(params_i, carry_{i-1}, data), losses = carry_n``.
+
+Each block names the leaves it uses by path, so that a loop can gather, differentiate and release one block at a time;
+a tied leaf is one leaf that two blocks name. The last block returns the loss of every sample, shape (batch,).
+
+    >>> model = gpt(GPTConfig(layers=4, width=128, heads=4, context=128, vocab_size=256))
+    >>> params = model.init(keys.key(0))
+    >>> losses = model.loss(params, {"tokens": tokens})
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from fdp import keys, tree
+from fdp.init import Init, constant
+from fdp.types import FdpError, Key, Path, Tree
+
+
+class LeafSpec(NamedTuple):
+    """A parameter before it exists: its shape and how its elements are drawn."""
+
+    shape: tuple[int, ...]
+    init: Init
+
+
+class Block(NamedTuple):
+    """One stage of a stack: ``carry = apply(params, carry, data)``.
+
+    ``params`` is a tree of *paths*; ``apply`` receives the same tree with the leaves in their place. Blocks that
+    compute the same function share the same ``apply`` object.
+    """
+
+    name: str
+    params: Tree
+    apply: Callable[[Tree, Tree, Tree], Tree]
+
+
+class Model(NamedTuple):
+    """A stack of blocks and the leaves they use."""
+
+    name: str
+    leaves: dict[Path, LeafSpec]
+    blocks: tuple[Block, ...]
+    context: int | None = None
+    vocab_size: int | None = None
+    frozen: frozenset[Path] = frozenset()
+
+    def init(self, key: Key, *, dtype: torch.dtype = torch.float32) -> Tree:
+        """The parameters, each leaf a function of (key, path)."""
+        flat = {
+            path: leaf.init(keys.fold_in(key, path), leaf.shape, dtype=dtype) for path, leaf in self.leaves.items()
+        }
+        return tree.nest(flat)
+
+    def loss(self, params: Tree, data: Tree) -> Float[Tensor, " batch"]:
+        """The loss of every sample."""
+        flat = tree.flatten(params)
+        carry: Tree = ()
+        for block in self.blocks:
+            carry = block.apply(tree.select(flat, block.params), carry, data)
+        return carry
+
+    @property
+    def trainable(self) -> frozenset[Path]:
+        """Paths of the leaves that are trained."""
+        return frozenset(self.leaves) - self.frozen
+
+
+def from_loss(loss: Callable[[Tree, Tree], Tensor], params: Tree, *, name: str = "loss") -> Model:
+    """A model of one block from any ``loss(params, data) -> (batch,)``; ``params`` gives the structure and shapes."""
+    flat = tree.flatten(params)
+    leaves = {path: LeafSpec(tuple(leaf.shape), constant(0.0)) for path, leaf in flat.items()}
+    block = Block(name, tree.unflatten(params, {path: path for path in flat}), lambda p, _, data: loss(p, data))
+    return Model(name, leaves, (block,))
+
+
+def check_params(model: Model, params: Tree) -> None:
+    """Refuse parameters that are not the model's: missing or extra leaves, shapes, integers, NaN or infinity."""
+    flat = tree.flatten(params)
+    missing, extra = sorted(set(model.leaves) - set(flat)), sorted(set(flat) - set(model.leaves))
+    if missing or extra:
+        raise FdpError(f"params of {model.name}: missing leaves {missing}, unknown leaves {extra}; use model.init(key)")
+    owned = {path for block in model.blocks for path in tree.leaves(block.params)}
+    if orphans := sorted(set(flat) - owned):
+        raise FdpError(f"params of {model.name}: no block uses {orphans}; name them in a block or remove them")
+    for path, leaf in flat.items():
+        if tuple(leaf.shape) != tuple(model.leaves[path].shape):
+            raise FdpError(f"{path}: expected shape {model.leaves[path].shape}, got {tuple(leaf.shape)}")
+        if not leaf.is_floating_point():
+            raise FdpError(f"{path}: expected a floating-point parameter, got {leaf.dtype}; convert it or freeze it")
+        if not bool(torch.isfinite(leaf).all()):
+            raise FdpError(f"{path}: holds NaN or infinity; start from finite parameters")

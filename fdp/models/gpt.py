@@ -1,0 +1,98 @@
+"""GPT-2 style decoder: learned positions, pre-norm blocks, GELU, biases; head tied to the embedding or not.
+
+    h = E[tokens] + P;   h += W_o attention(LN(h));   h += W_2 gelu(W_1 LN(h));   logits = LN(h) W_head^T
+    loss_b = mean over tokens of the cross-entropy of the next token
+
+Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
+
+    >>> model = gpt(GPTConfig(layers=4, width=128, heads=4, context=128, vocab_size=256))
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import NamedTuple
+
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from fdp import ops
+from fdp.init import constant, normal
+from fdp.model import Block, LeafSpec, Model
+from fdp.models.language import inputs_of, token_losses
+from fdp.types import Path, Tree
+
+
+class GPTConfig(NamedTuple):
+    layers: int
+    width: int
+    heads: int
+    context: int
+    vocab_size: int
+    tied: bool = True
+
+
+def gpt(config: GPTConfig, *, name: str = "gpt") -> Model:
+    """The model as a stack: embed, ``layers`` equal blocks, head with the loss."""
+    c = config
+    leaves: dict[Path, LeafSpec] = {
+        "embed.tokens": LeafSpec((c.vocab_size, c.width), normal(0.02)),
+        "embed.positions": LeafSpec((c.context, c.width), normal(0.01)),
+    }
+    apply_layer = partial(_layer, heads=c.heads)
+    layers = []
+    for i in range(c.layers):
+        specs = _layer_leaves(c)
+        leaves |= {f"blocks.{i}.{leaf}": spec for leaf, spec in specs.items()}
+        layers.append(Block(f"blocks.{i}", {leaf: f"blocks.{i}.{leaf}" for leaf in specs}, apply_layer))
+    leaves |= {
+        "head.norm": LeafSpec((c.width,), constant(1.0)),
+        "head.norm_bias": LeafSpec((c.width,), constant(0.0)),
+    }
+    head = {"norm": "head.norm", "norm_bias": "head.norm_bias", "weight": "embed.tokens"}
+    if not c.tied:
+        leaves["head.weight"] = LeafSpec((c.vocab_size, c.width), normal(0.02))
+        head["weight"] = "head.weight"
+    embed = Block("embed", {"tokens": "embed.tokens", "positions": "embed.positions"}, _embed)
+    blocks = (embed, *layers, Block("head", head, _head))
+    return Model(name, leaves, blocks, context=c.context, vocab_size=c.vocab_size)
+
+
+def _layer_leaves(c: GPTConfig) -> dict[str, LeafSpec]:
+    one, zero = constant(1.0), constant(0.0)
+    out = normal(0.02 / math.sqrt(2 * c.layers))
+    return {
+        "norm1": LeafSpec((c.width,), one),
+        "norm1_bias": LeafSpec((c.width,), zero),
+        "qkv": LeafSpec((3 * c.width, c.width), normal(0.02)),
+        "qkv_bias": LeafSpec((3 * c.width,), zero),
+        "out": LeafSpec((c.width, c.width), out),
+        "out_bias": LeafSpec((c.width,), zero),
+        "norm2": LeafSpec((c.width,), one),
+        "norm2_bias": LeafSpec((c.width,), zero),
+        "up": LeafSpec((4 * c.width, c.width), normal(0.02)),
+        "up_bias": LeafSpec((4 * c.width,), zero),
+        "down": LeafSpec((c.width, 4 * c.width), out),
+        "down_bias": LeafSpec((c.width,), zero),
+    }
+
+
+def _embed(p: Tree, carry: Tree, data: Tree) -> Float[Tensor, "batch tokens width"]:
+    return ops.add(ops.embedding(inputs_of(data), p["tokens"]), p["positions"])
+
+
+def _layer(p: Tree, h: Tensor, data: Tree, *, heads: int) -> Float[Tensor, "batch tokens width"]:
+    B, T, D = h.shape
+    qkv = ops.linear(ops.layer_norm(h, p["norm1"], p["norm1_bias"]), p["qkv"], p["qkv_bias"])
+    q, k, v = (z.reshape(B, T, heads, D // heads).transpose(1, 2) for z in qkv.chunk(3, dim=-1))
+    mixed = ops.attention(q, k, v).transpose(1, 2).reshape(B, T, D)
+    h = h + ops.linear(mixed, p["out"], p["out_bias"])
+    up = ops.linear(ops.layer_norm(h, p["norm2"], p["norm2_bias"]), p["up"], p["up_bias"])
+    return h + ops.linear(F.gelu(up, approximate="tanh"), p["down"], p["down_bias"])
+
+
+def _head(p: Tree, h: Tensor, data: Tree) -> Float[Tensor, " batch"]:
+    logits = ops.linear(ops.layer_norm(h, p["norm"], p["norm_bias"]), p["weight"])
+    return token_losses(logits, data)

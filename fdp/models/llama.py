@@ -1,0 +1,104 @@
+"""Llama style decoder: RMSNorm, rotary positions, grouped queries, SwiGLU, no biases.
+
+    h += W_o attention(rope(W_q n), rope(W_k n), W_v n),  n = RMS(h);   h += W_2 (silu(W_1 m) * W_3 m),  m = RMS(h)
+
+Touvron et al. 2023, arXiv 2302.13971; rotary positions: Su et al. 2021, arXiv 2104.09864.
+
+    >>> model = llama(LlamaConfig(layers=4, width=128, heads=4, key_heads=2, hidden=344, context=128, vocab_size=256))
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from fdp import ops
+from fdp.init import constant, normal
+from fdp.model import Block, LeafSpec, Model
+from fdp.models.language import inputs_of, token_losses
+from fdp.types import Path, Tree
+
+
+class LlamaConfig(NamedTuple):
+    layers: int
+    width: int
+    heads: int
+    key_heads: int
+    hidden: int
+    context: int
+    vocab_size: int
+    tied: bool = False
+    rope_base: float = 10_000.0
+
+
+def llama(config: LlamaConfig, *, name: str = "llama") -> Model:
+    """The model as a stack: embed, ``layers`` equal blocks, head with the loss."""
+    c = config
+    leaves: dict[Path, LeafSpec] = {"embed.tokens": LeafSpec((c.vocab_size, c.width), normal(0.02))}
+    apply_layer = partial(_layer, config=c)
+    layers = []
+    for i in range(c.layers):
+        specs = _layer_leaves(c)
+        leaves |= {f"blocks.{i}.{leaf}": spec for leaf, spec in specs.items()}
+        layers.append(Block(f"blocks.{i}", {leaf: f"blocks.{i}.{leaf}" for leaf in specs}, apply_layer))
+    leaves["head.norm"] = LeafSpec((c.width,), constant(1.0))
+    head = {"norm": "head.norm", "weight": "embed.tokens"}
+    if not c.tied:
+        leaves["head.weight"] = LeafSpec((c.vocab_size, c.width), normal(0.02))
+        head["weight"] = "head.weight"
+    blocks = (Block("embed", {"tokens": "embed.tokens"}, _embed), *layers, Block("head", head, _head))
+    return Model(name, leaves, blocks, context=c.context, vocab_size=c.vocab_size)
+
+
+def _layer_leaves(c: LlamaConfig) -> dict[str, LeafSpec]:
+    features = c.width // c.heads
+    out = normal(0.02 / math.sqrt(2 * c.layers))
+    return {
+        "norm1": LeafSpec((c.width,), constant(1.0)),
+        "query": LeafSpec((c.heads * features, c.width), normal(0.02)),
+        "key": LeafSpec((c.key_heads * features, c.width), normal(0.02)),
+        "value": LeafSpec((c.key_heads * features, c.width), normal(0.02)),
+        "out": LeafSpec((c.width, c.heads * features), out),
+        "norm2": LeafSpec((c.width,), constant(1.0)),
+        "gate": LeafSpec((c.hidden, c.width), normal(0.02)),
+        "up": LeafSpec((c.hidden, c.width), normal(0.02)),
+        "down": LeafSpec((c.width, c.hidden), out),
+    }
+
+
+def _embed(p: Tree, carry: Tree, data: Tree) -> Float[Tensor, "batch tokens width"]:
+    return ops.embedding(inputs_of(data), p["tokens"])
+
+
+def _layer(p: Tree, h: Tensor, data: Tree, *, config: LlamaConfig) -> Float[Tensor, "batch tokens width"]:
+    B, T, D = h.shape
+    n = ops.rms_norm(h, p["norm1"])
+    q, k, v = (ops.linear(n, p[w]).reshape(B, T, -1, D // config.heads).transpose(1, 2) for w in ("query", "key", "value"))
+    cos, sin = rotary(T, D // config.heads, base=config.rope_base, like=h)
+    mixed = ops.attention(rotate(q, cos, sin), rotate(k, cos, sin), v).transpose(1, 2).reshape(B, T, -1)
+    h = h + ops.linear(mixed, p["out"])
+    m = ops.rms_norm(h, p["norm2"])
+    return h + ops.linear(F.silu(ops.linear(m, p["gate"])) * ops.linear(m, p["up"]), p["down"])
+
+
+def _head(p: Tree, h: Tensor, data: Tree) -> Float[Tensor, " batch"]:
+    return token_losses(ops.linear(ops.rms_norm(h, p["norm"]), p["weight"]), data)
+
+
+def rotary(tokens: int, features: int, *, base: float, like: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin of ``position * base^(-2i / features)``, both (tokens, features), the halves repeated."""
+    frequency = base ** (-torch.arange(0, features, 2, dtype=torch.float32, device=like.device) / features)
+    angle = torch.outer(torch.arange(tokens, dtype=torch.float32, device=like.device), frequency).repeat(1, 2)
+    return angle.cos().to(like.dtype), angle.sin().to(like.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (x_i, x_{i + features/2}) by their angles."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin

@@ -1,0 +1,166 @@
+"""The operations of a model: ordinary tensor functions that also accept watched parameters (see ``fdp.taps``).
+
+Every function takes the input first, samples in dimension 0, and parameters as plain tensors or ``Watched`` values.
+Called on plain tensors they are what their names say; called on watched ones they leave the record of the use.
+
+    >>> h = h + linear(attention(q, k, v), p["out"], p["out_bias"])
+
+Your own operation: a :class:`fdp.rules.Rule` and ``use(rule, x, weight)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from fdp.rules import OneHot, Pair, Rule, rows
+from fdp.taps import Watched
+
+Weight: TypeAlias = Tensor | Watched
+
+
+def use(rule: Rule, x: Tensor, weight: Weight, **options: Any) -> Tensor:
+    """``rule.forward(x, weight, **options)``, recorded if ``weight`` is watched."""
+    if isinstance(weight, Watched):
+        return weight.tape.output(rule, x, weight, options)
+    return rule.forward(x, weight, **options)
+
+
+LINEAR = Rule("linear", F.linear, lambda x, g, shape: Pair(rows(g), rows(x), shape))
+EMBEDDING = Rule(
+    "embedding", F.embedding, lambda ids, g, shape: Pair(OneHot(ids.reshape(ids.shape[0], -1)), rows(g), shape)
+)
+
+
+def linear(
+    x: Float[Tensor, " batch *tokens inputs"], weight: Weight, bias: Weight | None = None
+) -> Float[Tensor, " batch *tokens outputs"]:
+    """``x W^T + b`` on inputs of any rank."""
+    if bias is not None and not isinstance(weight, Watched) and not isinstance(bias, Watched):
+        return F.linear(x, weight, bias)
+    y = use(LINEAR, x, weight)
+    return y if bias is None else add(y, bias)
+
+
+def embedding(ids: Int[Tensor, " batch *tokens"], table: Weight) -> Float[Tensor, " batch *tokens features"]:
+    """``table[ids]``."""
+    return use(EMBEDDING, ids, table)
+
+
+def add(x: Float[Tensor, " batch *shape"], bias: Weight) -> Float[Tensor, " batch *shape"]:
+    """``x + bias``, the bias aligned with the last dimensions of ``x``."""
+    return x + _copies(bias, x)
+
+
+def scale(x: Float[Tensor, " batch *shape"], weight: Weight) -> Float[Tensor, " batch *shape"]:
+    """``x * weight``, the weight aligned with the last dimensions of ``x``."""
+    return x * _copies(weight, x)
+
+
+def layer_norm(
+    x: Float[Tensor, " batch *tokens features"], weight: Weight, bias: Weight | None = None, *, eps: float = 1e-5
+) -> Float[Tensor, " batch *tokens features"]:
+    """``(x - mean) / sqrt(var + eps) * weight + bias`` over the last dimension."""
+    if not isinstance(weight, Watched) and not isinstance(bias, Watched):
+        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    normal = F.layer_norm(x, x.shape[-1:], eps=eps)
+    if bias is None:
+        return normal * _copies(weight, x)
+    return torch.addcmul(_copies(bias, x), normal, _copies(weight, x))
+
+
+def rms_norm(
+    x: Float[Tensor, " batch *tokens features"], weight: Weight, *, eps: float = 1e-6
+) -> Float[Tensor, " batch *tokens features"]:
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, the mean in float32."""
+    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return normal.to(x.dtype) * _copies(weight, x)
+
+
+def conv1d(
+    x: Float[Tensor, "batch channels length"],
+    weight: Weight,
+    bias: Weight | None = None,
+    *,
+    stride: int = 1,
+    padding: int = 0,
+    dilation: int = 1,
+    groups: int = 1,
+) -> Float[Tensor, "batch filters length2"]:
+    """``F.conv1d``; weight of shape (filters, channels / groups, kernel)."""
+    return _conv(CONV1D, x, weight, bias, stride, padding, dilation, groups)
+
+
+def conv2d(
+    x: Float[Tensor, "batch channels height width"],
+    weight: Weight,
+    bias: Weight | None = None,
+    *,
+    stride: int = 1,
+    padding: int = 0,
+    dilation: int = 1,
+    groups: int = 1,
+) -> Float[Tensor, "batch filters height2 width2"]:
+    """``F.conv2d``; weight of shape (filters, channels / groups, kernel, kernel)."""
+    return _conv(CONV2D, x, weight, bias, stride, padding, dilation, groups)
+
+
+def attention(
+    q: Float[Tensor, "batch heads tokens features"],
+    k: Float[Tensor, "batch key_heads tokens features"],
+    v: Float[Tensor, "batch key_heads tokens features"],
+    *,
+    causal: bool = True,
+) -> Float[Tensor, "batch heads tokens features"]:
+    """``softmax(q k^T / sqrt(features)) v`` with fewer key heads than query heads allowed (grouped queries)."""
+    if k.shape[1] != q.shape[1]:
+        repeat = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+
+def _copies(weight: Weight, x: Tensor) -> Tensor:
+    """The weight shaped to multiply or add to ``x``: one copy per sample if watched, a plain broadcast if not."""
+    if not isinstance(weight, Watched):
+        return weight
+    copies = weight.tape.expanded(weight)
+    gap = x.ndim - copies.ndim
+    return copies.reshape(copies.shape[0], *[1] * gap, *copies.shape[1:]) if gap else copies
+
+
+def _conv(
+    rule: Rule, x: Tensor, weight: Weight, bias: Weight | None, stride: int, padding: int, dilation: int, groups: int
+) -> Tensor:
+    y = use(rule, x, weight, stride=stride, padding=padding, dilation=dilation, groups=groups)
+    return y if bias is None else add(y.movedim(1, -1), bias).movedim(-1, 1)
+
+
+def _conv_record(unfold: Callable[..., Tensor]) -> Callable[..., Pair]:
+    def record(x: Tensor, g: Tensor, shape: Sequence[int], *, groups: int, **options: int) -> Pair:
+        """A convolution is a linear layer on patches: left = g, right = the patch each output position saw."""
+        batch = x.shape[0]
+        patches = unfold(x, shape[2:], **options)  # (batch, channels * kernel, positions)
+        right = patches.reshape(batch, groups, -1, patches.shape[-1]).transpose(-1, -2)
+        left = g.reshape(batch, groups, g.shape[1] // groups, -1).transpose(-1, -2)
+        return Pair(left, right, tuple(shape))
+
+    return record
+
+
+def _unfold1d(x: Tensor, kernel: Sequence[int], **options: int) -> Tensor:
+    wide = {name: (1, value) for name, value in options.items()} | {"padding": (0, options["padding"])}
+    return F.unfold(x.unsqueeze(2), (1, *kernel), **wide)  # type: ignore[arg-type]
+
+
+def _unfold2d(x: Tensor, kernel: Sequence[int], **options: int) -> Tensor:
+    return F.unfold(x, tuple(kernel), **options)  # type: ignore[arg-type]
+
+
+CONV1D = Rule("conv1d", F.conv1d, _conv_record(_unfold1d))
+CONV2D = Rule("conv2d", F.conv2d, _conv_record(_unfold2d))

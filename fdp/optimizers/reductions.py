@@ -1,0 +1,50 @@
+"""The sums over a whole parameter that some optimizers need, in one replaceable place.
+
+    sum_of_squares(w) = ||w||^2      size(w) = number of elements      mean(w, dim), mean_of_squares(w, dim)
+
+Everything else in an optimizer is element by element, and so exact on a shard as it stands. These four are
+not: where a tree holds shards, give an optimizer a ``Reductions`` that adds up over ranks. Each maps a whole
+tree, so that a sharded version can pack all leaves into one collective.
+
+    >>> lamb(1e-3)                                     # every leaf is whole: LOCAL
+    >>> lamb(1e-3, reductions=Reductions(...))         # shards
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from fdp import tree
+from fdp.types import Tree
+
+
+class Reductions(NamedTuple):
+    """Reductions over whole parameters, each from a tree to a tree of the same structure.
+
+    ``sum_of_squares(tree)`` and ``size(tree)`` give a 0-d tensor and an int per leaf. ``mean(tree, dim)``
+    and ``mean_of_squares(tree, dim)`` reduce dimension ``dim`` (-1 or -2, kept with size 1) of every leaf
+    that has two or more; other leaves come back as they are, or squared.
+    """
+
+    sum_of_squares: Callable[[Tree], Tree]
+    size: Callable[[Tree], Tree]
+    mean: Callable[[Tree, int], Tree]
+    mean_of_squares: Callable[[Tree, int], Tree]
+
+
+def _mean(values: Tree, dim: int) -> Tree:
+    return tree.map(lambda v: v.mean(dim, keepdim=True) if v.ndim > 1 else v, values)
+
+
+def _mean_of_squares(values: Tree, dim: int) -> Tree:
+    return tree.map(lambda v: v.square().mean(dim, keepdim=True) if v.ndim > 1 else v.square(), values)
+
+
+LOCAL = Reductions(
+    sum_of_squares=lambda values: tree.map(lambda v: v.square().sum(), values),
+    size=lambda values: tree.map(lambda v: v.numel(), values),
+    mean=_mean,
+    mean_of_squares=_mean_of_squares,
+)
+"""Every leaf is the whole parameter."""

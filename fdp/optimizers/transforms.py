@@ -1,0 +1,101 @@
+"""Small transformations of gradients, to be chained.
+
+    scale:  c g        weight decay:  g + lambda p        global clip:  g min(1, C / ||g||)
+
+A transformation is an :class:`Optimizer` whose updates go to the next one. What comes out of the last is
+*added* to the parameters: ``scale_by_learning_rate`` holds the minus sign.
+
+    >>> l2 = chain(add_decayed_weights(1e-4), trace(0.9), scale_by_learning_rate(0.1))
+    >>> no_bias = add_decayed_weights(0.01, mask=lambda params: tree.map(lambda p: p.ndim > 1, params))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from fdp import tree
+from fdp.optimizers import checks
+from fdp.optimizers.base import Optimizer, cast, stateless, zero_step
+from fdp.optimizers.reductions import LOCAL, Reductions
+from fdp.optimizers.schedules import Schedule
+from fdp.types import Tree
+
+
+class ScheduleState(NamedTuple):
+    """How many updates there have been."""
+
+    step: Int[Tensor, ""]
+
+
+def scale(factor: float) -> Optimizer:
+    """``u = factor g``."""
+    return stateless(lambda grads, params: tree.map(lambda g: g * factor, grads))
+
+
+def scale_by_schedule(schedule: Schedule) -> Optimizer:
+    """``u_t = schedule(t) g_t``."""
+
+    def update(grads: Tree, state: ScheduleState, params: Tree) -> tuple[Tree, ScheduleState]:
+        factor = schedule(state.step)
+        return tree.map(lambda g: times(g, factor), grads), ScheduleState(state.step + 1)
+
+    return Optimizer(lambda params: ScheduleState(zero_step(params)), update)
+
+
+def scale_by_learning_rate(learning_rate: float | Schedule) -> Optimizer:
+    """``u_t = -lr(t) g_t``: the last of a chain, where a gradient becomes a descent."""
+    if callable(learning_rate):
+        return scale_by_schedule(lambda step: -learning_rate(step))
+    checks.nonnegative("learning_rate", learning_rate)
+    return scale(-learning_rate)
+
+
+def add_decayed_weights(
+    weight_decay: float | Schedule, *, mask: Callable[[Tree], Tree] | None = None
+) -> Optimizer:
+    """``u = g + weight_decay p``.
+
+    Before the moments it is L2 regularisation; after them, decoupled weight decay (Loshchilov & Hutter, arXiv
+    1711.05101). ``mask(params)`` is a tree of booleans: where false, the leaf is left alone.
+    """
+
+    def where_masked(fn: Callable[[Tensor, Tensor], Tensor], grads: Tree, params: Tree) -> Tree:
+        if mask is None:
+            return tree.map(fn, grads, params)
+        return tree.map(lambda g, p, keep: fn(g, p) if keep else g, grads, params, mask(params))
+
+    if not callable(weight_decay):
+        checks.nonnegative("weight_decay", weight_decay)
+        return stateless(partial(where_masked, lambda g, p: torch.add(g, p, alpha=weight_decay)))
+
+    def update(grads: Tree, state: ScheduleState, params: Tree) -> tuple[Tree, ScheduleState]:
+        strength = weight_decay(state.step)
+        return where_masked(lambda g, p: g + times(p, strength), grads, params), ScheduleState(state.step + 1)
+
+    return Optimizer(lambda params: ScheduleState(zero_step(params)), update)
+
+
+def clip_by_global_norm(max_norm: float, *, reductions: Reductions = LOCAL) -> Optimizer:
+    """``u = g min(1, max_norm / ||g||)``, the norm over all leaves.
+
+    For training without privacy: it clips the *mean* gradient, which bounds no sample's part in it.
+    """
+    checks.positive("max_norm", max_norm)
+
+    def update(grads: Tree, params: Tree) -> Tree:
+        norm = torch.stack(tree.leaves(reductions.sum_of_squares(grads))).sum().sqrt()
+        factor = (max_norm / norm).clamp(max=1)
+        return tree.map(lambda g: times(g, factor), grads)
+
+    return stateless(update)
+
+
+def times(leaf: Float[Tensor, " *shape"], factor: Float[Tensor, ""]) -> Float[Tensor, " *shape"]:
+    """``factor leaf`` in the leaf's own dtype, also for a 0-d leaf, which a float64 factor would promote."""
+    return cast(leaf * factor, leaf.dtype)

@@ -1,0 +1,189 @@
+"""Poisson sampling of the global batch, cut into microbatches of fixed shape.
+
+    i is in this step's batch  iff  u_i < q,   u_i = uniform(key, i),   q = expected_batch_size / dataset_size
+
+The draw is a function of the key alone: the same on every rank and host, and again after a restart. With
+``max_batch_size`` it is truncated Poisson (arXiv 2508.15089): when more are drawn, those with the smallest
+``u_i`` stay, which is a uniformly random subset.
+
+    >>> sampling = poisson(50_000, expected_batch_size=256)
+    >>> batch = sample_batch(dataset, sampling, keys.fold_in(key, step), microbatch_size=64)
+    >>> state, metrics = train_step(state, batch, key)
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from fdp import keys, tree
+from fdp.types import Batch, FdpError, Key, Tree
+
+
+class Poisson(NamedTuple):
+    """Who is in a step's batch: public constants of the mechanism. :func:`poisson` builds and checks it.
+
+    The accountant charges for ``rate``, and so takes ``dataset_size`` as announced: one sample more or less
+    must not change it. ``max_batch_size`` None: never truncated.
+    """
+
+    dataset_size: int
+    expected_batch_size: float
+    max_batch_size: int | None = None
+
+    @property
+    def rate(self) -> float:
+        """The probability q that one sample is drawn in one step."""
+        return self.expected_batch_size / self.dataset_size
+
+
+@runtime_checkable
+class Dataset(Protocol):
+    """Data read on demand: ``fetch`` returns a tree whose leaves are ``(len(indices), ...)`` tensors."""
+
+    def __len__(self) -> int: ...
+
+    def fetch(self, indices: np.ndarray) -> Tree: ...
+
+
+def poisson(dataset_size: int, *, expected_batch_size: float, max_batch_size: int | None = None) -> Poisson:
+    """A checked :class:`Poisson`: ``0 < expected_batch_size <= dataset_size`` and ``max_batch_size >= 1``."""
+    sampling = Poisson(dataset_size, expected_batch_size, max_batch_size)
+    check(sampling)
+    return sampling
+
+
+def check(sampling: Poisson) -> None:
+    """Raise :class:`FdpError` unless ``sampling`` describes a draw that exists."""
+    size, expected, most = sampling
+    if not _whole(size) or size < 1:
+        raise FdpError(f"dataset_size: expected a whole number of samples, 1 or more, got {size!r}")
+    if isinstance(expected, bool) or not isinstance(expected, (int, float)) or not math.isfinite(expected):
+        raise FdpError(f"expected_batch_size: expected a finite number, got {expected!r}")
+    if expected <= 0:
+        raise FdpError(
+            f"expected_batch_size: expected a number above 0, got {expected}; nothing would ever be sampled"
+        )
+    if expected > size:
+        raise FdpError(
+            f"expected_batch_size: expected at most the dataset_size {size}, got {expected}: a batch larger "
+            f"than the data. Lower it, or check that dataset_size counts samples and not batches"
+        )
+    if most is not None and (not _whole(most) or most < 1):
+        raise FdpError(f"max_batch_size: expected None or a whole number, 1 or more, got {most!r}")
+
+
+def sample(sampling: Poisson, key: Key) -> Int[Tensor, " drawn"]:
+    """The indices of this step's samples, ascending.
+
+    Guarantees:
+      - index i is drawn independently of the others with probability ``floor(q 2^64) / 2^64``, never above q;
+      - the result is a function of ``(sampling, key)``;
+      - with ``max_batch_size`` m, at most m are kept, every m-subset of the draw being equally likely.
+    """
+    check(sampling)
+    bits = keys.bits(key, (sampling.dataset_size,))
+    # 64 random bits as a signed number are uniform on [-2^63, 2^63): compare with the q-quantile, exactly.
+    last = math.floor(Fraction(sampling.rate) * 2**64) - 2**63 - 1
+    if last < -(2**63):
+        return torch.empty(0, dtype=torch.int64, device=bits.device)
+    drawn = torch.nonzero(bits <= last).flatten()
+    if sampling.max_batch_size is None or len(drawn) <= sampling.max_batch_size:
+        return drawn
+    # Given that they are drawn, the u_i are independent and uniform below q: they serve as random priorities.
+    kept = torch.argsort(bits[drawn], stable=True)[: sampling.max_batch_size]
+    return drawn[kept].sort().values
+
+
+def microbatches(
+    indices: Int[Tensor, " drawn"], *, microbatch_size: int
+) -> tuple[Int[Tensor, "microbatches samples"], Float[Tensor, "microbatches samples"]]:
+    """``indices`` in rows of ``microbatch_size``, and the mask: 1 a sample, 0 padding (pointing at index 0).
+
+    There are ``max(1, ceil(n / microbatch_size))`` rows: an empty draw is one row of padding, a normal step.
+    """
+    if not _whole(microbatch_size) or microbatch_size < 1:
+        raise FdpError(f"microbatch_size: expected a whole number, 1 or more, got {microbatch_size!r}")
+    count = len(indices)
+    rows = max(1, -(-count // microbatch_size))
+    matrix = indices.new_zeros(rows * microbatch_size, dtype=torch.int64)
+    mask = torch.zeros(rows * microbatch_size, dtype=torch.float32, device=indices.device)
+    matrix[:count], mask[:count] = indices, 1.0
+    return matrix.view(rows, microbatch_size), mask.view(rows, microbatch_size)
+
+
+def gather(dataset: Dataset | Tree, index_matrix: Int[Tensor, "microbatches samples"]) -> Tree:
+    """The rows of every data leaf, ``(microbatches, samples, ...)``, in the structure of the data.
+
+    ``dataset`` is a :class:`Dataset`, or a tree of tensors and numpy arrays (memory-mapped ones are read only
+    where needed) with one leading sample dimension. Tensors stay on their device.
+    """
+    flat = index_matrix.flatten()
+    shape = tuple(index_matrix.shape)
+    size = length(dataset)
+    if len(flat) and not 0 <= int(flat.min()) <= int(flat.max()) < size:
+        raise FdpError(
+            f"index_matrix: expected indices in [0, {size}), got {int(flat.min())} to {int(flat.max())}"
+        )
+    if isinstance(dataset, Dataset):
+        rows = dataset.fetch(flat.cpu().numpy())
+    else:
+        rows = tree.map(lambda leaf: _rows(leaf, flat), dataset)
+    for path, leaf in tree.flatten(rows).items():
+        if not isinstance(leaf, Tensor) or leaf.shape[:1] != flat.shape:
+            got = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
+            raise FdpError(
+                f"dataset{_at(path)}: expected fetch to return a tensor of {len(flat)} rows, got {got}"
+            )
+    return tree.map(lambda leaf: leaf.view(*shape, *leaf.shape[1:]), rows)
+
+
+def length(dataset: Dataset | Tree) -> int:
+    """The number of samples: the leading dimension that all leaves share."""
+    if isinstance(dataset, Dataset):
+        return len(dataset)
+    flat = tree.flatten(dataset)
+    for path, leaf in flat.items():
+        if not isinstance(leaf, (Tensor, np.ndarray)) or leaf.ndim == 0:
+            raise FdpError(
+                f"dataset{_at(path)}: expected a tensor or numpy array with a leading sample dimension, got "
+                f"{type(leaf).__name__}"
+            )
+    sizes = {path: int(leaf.shape[0]) for path, leaf in flat.items()}
+    if len(set(sizes.values())) != 1:
+        raise FdpError(f"dataset: expected leaves with one common leading sample dimension, got {sizes}")
+    return next(iter(sizes.values()))
+
+
+def sample_batch(dataset: Dataset | Tree, sampling: Poisson, key: Key, *, microbatch_size: int) -> Batch:
+    """Draw, cut and fetch: the global batch of one step. ``key`` must differ from step to step.
+
+    A rank that holds a part of each microbatch calls the three functions itself and fetches only its columns.
+    """
+    if length(dataset) != sampling.dataset_size:
+        raise FdpError(
+            f"sampling.dataset_size: expected the {length(dataset)} samples of the dataset, got "
+            f"{sampling.dataset_size}; the accountant would charge for another rate"
+        )
+    matrix, mask = microbatches(sample(sampling, key), microbatch_size=microbatch_size)
+    return Batch(gather(dataset, matrix), mask)
+
+
+def _rows(leaf: Tensor | np.ndarray, flat: Int[Tensor, " rows"]) -> Tensor:
+    if isinstance(leaf, Tensor):
+        return leaf[flat.to(leaf.device)]
+    return torch.from_numpy(np.asarray(leaf[flat.cpu().numpy()]))
+
+
+def _at(path: str) -> str:
+    return f".{path}" if path else ""
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
