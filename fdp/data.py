@@ -105,6 +105,10 @@ def load(
     """
     source = os.fspath(name_or_path)
     path = Path(source)
+    if source not in NAMES and not path.exists():
+        near = difflib.get_close_matches(source, NAMES, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise FdpError(f"data: expected {' or '.join(NAMES)}, or a path that exists, got {source!r}.{hint}")
     if source == "digits":
         if context is not None:
             raise FdpError(
@@ -117,10 +121,6 @@ def load(
         )
     if source == "stdlib":
         return windows(stdlib(), context=context, vocab_size=vocab_size, where="stdlib", token="byte")
-    if not path.exists():
-        near = difflib.get_close_matches(source, NAMES, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise FdpError(f"data: expected one of {list(NAMES)} or a path that exists, got {source!r}.{hint}")
     if path.suffix in (".npy", ".bin"):
         tokens, token = (_read_npy(path) if path.suffix == ".npy" else _read_bin(path)), "token"
     elif path.suffix == ".jsonl":

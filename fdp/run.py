@@ -40,9 +40,9 @@ from fdp.types import FdpError, Key, Metrics, Norms, Step, TrainState, Tree
 class RunConfig:
     """All that decides a run.
 
-    Exactly one of ``noise_multiplier`` and ``epsilon`` is given; with ``Method.NONE``, neither. ``batch_size``
-    is the expected one of Poisson sampling; ``microbatch_size``, ``memory_budget`` (bytes), ``compiled`` and
-    ``device`` change how a run computes, not what. ``seed=None`` takes the key from the operating system.
+    Exactly one of ``noise_multiplier`` and ``epsilon`` is given; with ``Method.NONE``, neither.
+    ``batch_size`` is the expected one of Poisson sampling. ``microbatch_size``, ``memory_budget`` (bytes),
+    ``compiled`` and ``device`` change how a run computes, not what. ``seed=None``: a key from the system.
     """
 
     model: Model
@@ -79,8 +79,8 @@ class Run(NamedTuple):
 class Record(NamedTuple):
     """What one step saw. All but ``step`` and ``epsilon`` is computed on private data, outside the budget.
 
-    ``loss`` and the norms are over the samples whose own are finite, None where there are none; ``max_norm`` is
-    the bound C that the step clipped to, None where it did not clip.
+    ``loss`` and the norms are over the samples whose own are finite, None where there are none; ``max_norm``
+    is the bound C that the step clipped to, None where it did not clip.
     """
 
     step: int

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from fdp_kernels import chacha20
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy import special
 from torch import Tensor
@@ -104,6 +104,9 @@ def test_any_box_is_the_slice_of_the_whole_stream(piece, gap, monkeypatch):
 
     @settings(deadline=None, max_examples=40)
     @given(box=boxes())
+    @example(box=([13, 7], [0, 0], [13, 7]))
+    @example(box=([9, 41], [1, 3], [8, 35]))
+    @example(box=([5, 6, 7], [1, 2, 3], [3, 3, 4]))
     def check(box):
         shape, start, size = box
         key = random_words(8, 3)

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.utils import run_and_get_code
 
 from fdp import optimizers as fo
 from fdp import tree
@@ -114,6 +115,19 @@ def test_adafactor_small_parameters_take_the_floor_of_the_step():
     assert_close(run(fo.adafactor(0.1, eps2=1e-2), params), want, 1e-12)
 
 
+def test_adafactor_small_gradients_take_the_floor_of_the_row_mean():
+    weight = torch.ones(3, 4, dtype=torch.float64)
+    grad = (
+        0.05 * make_grads({"w": weight}, 0)["w"]
+    )  # g^2 about 0.0025 < eps1, and its share still above eps1^2
+    theirs = weight.clone().requires_grad_()
+    theirs.grad = grad
+    torch.optim.Adafactor([theirs], lr=0.1, eps=(1e-2, 1e-3)).step()
+    optimizer = fo.adafactor(0.1, eps1=1e-2)
+    updates, _ = optimizer.update({"w": grad}, optimizer.init({"w": weight}), {"w": weight})
+    assert_close(fo.apply_updates({"w": weight}, updates), {"w": theirs.detach()}, 1e-12)
+
+
 def test_adafactor_state_of_a_matrix_is_a_row_and_a_column():
     state = fo.scale_by_factored_rms().init({"w": torch.zeros(64, 32), "b": torch.zeros(9)})
     assert tree.size(state) == 1 + 64 + 32 + 9
@@ -209,7 +223,7 @@ def test_corrected_second_moment_is_unbiased_for_the_signal_squared(steps):
     square, factor = state.square["w"], torch.tensor(1 / (1 - 0.9**steps))
     corrected = second_moment(square, factor=factor, noise_std=noise_std, eps_root=0.0)
     plain = second_moment(square, factor=factor, noise_std=None, eps_root=0.0)
-    # Var(g^2) = 2 sigma^4 + 4 s^2 sigma^2 = 48: over 400,000 coordinates 5 deviations are 5 sqrt(48 / 400,000).
+    # Var(g^2) = 2 sigma^4 + 4 s^2 sigma^2 = 48: 5 deviations of the mean are 5 sqrt(48 / 400,000) = 0.055.
     assert abs(corrected.mean().item() - 1) < 0.055
     assert abs(plain.mean().item() - (1 + 4)) < 0.055
 
@@ -303,6 +317,7 @@ OPTIMIZERS: dict[str, fo.Optimizer] = {
     "lamb": fo.lamb(0.1),
     "adafactor": fo.adafactor(0.1, weight_decay=0.1),
     "clipped": fo.chain(fo.clip_by_global_norm(0.5), fo.adamw(fo.constant(0.1))),
+    "momentum of adam": fo.chain(fo.scale_by_adam(), fo.trace(0.9), fo.scale(-0.1)),
     "plain": fo.chain(fo.scale(1.0)),
     "empty": fo.chain(),
 }
@@ -428,6 +443,16 @@ def test_one_graph_eager_equals_compiled(name):
         compiled, fast_state = fast(grads, fast_state, compiled)
         assert_close(compiled, eager, 1e-6)
     assert counted.frame_count == 1
+
+
+@pytest.mark.slow
+def test_compiled_scalars_are_computed_once_not_once_per_element():
+    optimizer, params = OPTIMIZERS["adam"], [torch.ones(8, 8), torch.ones(100)]
+    torch.compiler.reset()
+    compiled = torch.compile(optimizer.update, fullgraph=True)
+    _, code = run_and_get_code(compiled, params, optimizer.init(params), params)
+    assert "".join(code).count("expm1(") == 2  # one for each moment, whatever the number of leaves
+    assert "".join(code).count("cos(") == 1
 
 
 # Errors.

@@ -54,10 +54,10 @@ def test_indices_ascend_without_repeats_within_the_data(size, part, seed):
 
 @pytest.mark.parametrize("rate", [0.002, 0.05, 0.5, 0.97])
 def test_every_index_is_drawn_with_probability_rate(rate):
-    size, count = 400, 1500
+    size, count = 400, 800
     table = included(poisson(size, expected_batch_size=rate * size), count)
     total = int(table.sum())
-    assert 1e-5 < stats.binomtest(total, size * count, rate).pvalue
+    assert stats.binomtest(total, size * count, rate).pvalue > 1e-5
     # each index on its own: the counts are binomial, so their p-values are not too small for 400 of them
     each = stats.binom.sf(table.sum(0).numpy() - 1, count, rate)
     assert each.min() > 1e-7
@@ -68,13 +68,13 @@ def test_every_index_is_drawn_with_probability_rate(rate):
 
 
 def test_indices_are_drawn_independently():
-    table = included(poisson(40, expected_batch_size=12), 3000)
+    table = included(poisson(40, expected_batch_size=12), 2000)
     correlation = torch.corrcoef(table.T)
     off = correlation[~torch.eye(40, dtype=torch.bool)]
-    assert off.abs().max() < 5.5 / 3000**0.5
+    assert off.abs().max() < 5.5 / 2000**0.5
     steps = table[1:].flatten() - 0.3
     before = table[:-1].flatten() - 0.3
-    assert abs(float((steps * before).mean()) / 0.21) < 5 / (40 * 2999) ** 0.5
+    assert abs(float((steps * before).mean()) / 0.21) < 5 / (40 * 1999) ** 0.5
 
 
 def test_the_rate_is_exact_to_64_bits(monkeypatch):
@@ -96,7 +96,7 @@ def test_all_samples_at_rate_one_and_few_at_tiny_rates():
 def test_truncation_keeps_a_subset_of_the_draw_of_at_most_that_size():
     whole = poisson(200, expected_batch_size=20)
     for most in (1, 15, 20, 200):
-        for full, cut in zip(draws(whole, 100), draws(whole._replace(max_batch_size=most), 100)):
+        for full, cut in zip(draws(whole, 40), draws(whole._replace(max_batch_size=most), 40)):
             assert len(cut) == min(len(full), most)
             assert set(cut.tolist()) <= set(full.tolist())
             assert (cut[1:] > cut[:-1]).all()
@@ -104,7 +104,7 @@ def test_truncation_keeps_a_subset_of_the_draw_of_at_most_that_size():
 
 def test_every_subset_of_a_truncated_draw_is_equally_likely():
     pairs: dict[tuple[int, ...], int] = {}
-    for indices in draws(poisson(5, expected_batch_size=5, max_batch_size=2), 4000):
+    for indices in draws(poisson(5, expected_batch_size=5, max_batch_size=2), 2000):
         pairs[tuple(indices.tolist())] = pairs.get(tuple(indices.tolist()), 0) + 1
     assert len(pairs) == 10
     assert stats.chisquare(list(pairs.values())).pvalue > 1e-5

@@ -66,8 +66,10 @@ def show_header(console: Console, run: Run, state: TrainState, settings: Mapping
         ),
     ]
     if config.method is not Method.NONE:
+        start = "C = " if config.clip.count_noise is None else "adapting from C = "
+        bound = f"{start}{settings['max_norm']:g}"
         rows += [
-            ("clipping", f"{config.clip.name}, C = {settings['max_norm']:g}, method {config.method.value}"),
+            ("clipping", f"{config.clip.name}, {bound}, method {config.method.value}"),
             ("noise", f"{run.mechanism.noise_multiplier:.4g} x C on the sum of the clipped gradients"),
         ]
     if run.epsilons is None:

@@ -138,13 +138,15 @@ def _draw(path: Path, mechanism: Mechanism, *, steps: int, delta: float) -> None
 
     from fdp import accounting
 
-    counts = sorted({max(1, round(steps * part / 200)) for part in range(201)})
+    counts = sorted({max(1, round(steps * (part / 40) ** 2)) for part in range(41)})  # denser where it bends
     figure = Figure(figsize=(6.4, 4.0), layout="constrained")
     axes = figure.add_subplot()
     for name in AccountantName:
         if _bound(mechanism, 1, delta, name) not in (None, math.inf):
             used = accounting.Accountant(name.value)
-            curve = accounting.epsilon_curve(mechanism, steps=counts, delta=delta, accountant=used)
+            curve = accounting.epsilon_curve(
+                mechanism, steps=counts, delta=delta, accountant=used, tolerance=0
+            )
             axes.plot(counts, curve, label=used.name)
     axes.set(xlabel="steps", ylabel=f"epsilon at delta {delta:g}", xlim=(0, steps), ylim=(0, None))
     axes.set_title(

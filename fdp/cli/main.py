@@ -74,6 +74,8 @@ def _explain(error: Exception, words: Sequence[str]) -> None:
     if isinstance(error, ValueError) and not isinstance(error, FdpError):
         raise error
     message = getattr(error, "format_message", error.__str__)()
-    Console(stderr=True).print(Text("fdp: ", style="bold red") + Text(message, style="red"), soft_wrap=True)
+    console = Console(stderr=True)
+    paragraph = Text("fdp: ", style="bold red") + Text(message, style="red")
+    console.print(paragraph, soft_wrap=not console.is_terminal)  # in a log, one line that can be searched
     if "--json" in words:
         print(json.dumps({"error": message}))

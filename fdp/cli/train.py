@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from rich.console import Console
-from typer import Option
+from typer import Exit, Option
 
 if TYPE_CHECKING:
     from fdp.run import RunConfig
 
 T = TypeVar("T")
 DEFAULT_EPSILON = 8.0
+INTERRUPTED = 130
 WHAT, PRIVACY, TRAINING, HOW = "What to train", "Privacy", "Training", "How to run"
 
 
@@ -112,11 +113,11 @@ def train_command(
 
     if out is not None:
         report.check_free(out)  # before the data is loaded, and once more before the first file
-    run, state = runs.prepare(configure(settings))
+    console = Console(quiet=quiet, highlight=False)
+    with console.status("checking the data, the model and the budget"):
+        run, state = runs.prepare(configure(settings))
     folder = report.claim(out, model=model, data=data)
     report.write_config(folder, settings, run)
-
-    console = Console(quiet=quiet, highlight=False)
     display.show_header(console, run, state, settings)
     records: list[runs.Record] = []
     stream = report.write_metrics(runs.steps(run, state), folder)
@@ -124,7 +125,7 @@ def train_command(
         for state, record in display.follow(stream, run, console):  # noqa: B007
             records.append(record)
     except KeyboardInterrupt:
-        console.print(f"interrupted after {len(records)} steps: keeping what they gave")
+        console.print(f"interrupted after {len(records)} steps; what they gave is kept")
     summary = runs.summarise(run, state, records)
     report.write_model(folder, state.params)
     report.write_summary(folder, summary)
@@ -132,6 +133,8 @@ def train_command(
     display.show_closing(console, summary, folder)
     if as_json:
         print(json.dumps(summary | {"out": str(folder)}))
+    if len(records) < steps:
+        raise Exit(INTERRUPTED)
 
 
 def configure(settings: Mapping[str, Any]) -> RunConfig:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fdp import tree
 from fdp.optimizers import checks
-from fdp.optimizers.base import Optimizer, chain, stateless, zero_step
+from fdp.optimizers.base import Optimizer, chain, once, stateless, zero_step
 from fdp.optimizers.reductions import LOCAL, Reductions
 from fdp.optimizers.schedules import Schedule, as_schedule
 from fdp.optimizers.transforms import add_decayed_weights, scale_by_learning_rate, times
@@ -59,7 +59,7 @@ def scale_by_factored_rms(
 
     def update(grads: Tree, state: FactoredState, params: Tree) -> tuple[Tree, FactoredState]:
         step = state.step + 1
-        new_weight = step.double() ** beta2_decay
+        new_weight = once(step.double() ** beta2_decay)
 
         def averaged(old: Tensor, new: Tensor) -> Tensor:
             return old + times(new - old, new_weight) if old.numel() else old
@@ -83,7 +83,7 @@ def clip_by_rms(threshold: float, *, reductions: Reductions = LOCAL) -> Optimize
 
     def update(grads: Tree, params: Tree) -> Tree:
         rms = _rms(grads, reductions)
-        return tree.map(lambda g, r: times(g, 1 / (r / threshold).clamp(min=1)), grads, rms)
+        return tree.map(lambda g, r: times(g, once(1 / (r / threshold).clamp(min=1))), grads, rms)
 
     return stateless(update)
 
@@ -93,7 +93,7 @@ def scale_by_param_rms(*, floor: float = 1e-3, reductions: Reductions = LOCAL) -
     checks.nonnegative("floor", floor)
 
     def update(grads: Tree, params: Tree) -> Tree:
-        return tree.map(lambda g, r: times(g, r.clamp(min=floor)), grads, _rms(params, reductions))
+        return tree.map(lambda g, r: times(g, once(r.clamp(min=floor))), grads, _rms(params, reductions))
 
     return stateless(update)
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fdp import tree
 from fdp.optimizers import checks
-from fdp.optimizers.base import Optimizer, cast, chain, zero_step
+from fdp.optimizers.base import Optimizer, cast, chain, once, zero_step
 from fdp.optimizers.schedules import Schedule
 from fdp.optimizers.transforms import add_decayed_weights, scale_by_learning_rate
 from fdp.types import FdpError, Tree
@@ -130,4 +130,4 @@ def adamw(
 
 def _unbias(decay: float, step: Int[Tensor, ""]) -> Float[Tensor, ""]:
     """``1 / (1 - decay^t)``: one over the weight that a running mean from zero has given out so far."""
-    return -1 / torch.expm1(step.double() * (math.log(decay) if decay else -math.inf))
+    return once(-1 / torch.expm1(step.double() * (math.log(decay) if decay else -math.inf)))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fdp import tree
 from fdp.optimizers.adam import scale_by_adam
-from fdp.optimizers.base import Optimizer, chain, stateless
+from fdp.optimizers.base import Optimizer, chain, once, stateless
 from fdp.optimizers.reductions import LOCAL, Reductions
 from fdp.optimizers.schedules import Schedule
 from fdp.optimizers.transforms import add_decayed_weights, scale_by_learning_rate, times
@@ -31,7 +31,8 @@ def scale_by_trust_ratio(*, reductions: Reductions = LOCAL) -> Optimizer:
 
     def scaled(g: Tensor, p_square: Tensor, g_square: Tensor) -> Tensor:
         ratio = p_square.sqrt() / g_square.sqrt()
-        return times(g, torch.where((p_square > 0) & (g_square > 0), ratio, torch.ones_like(ratio)))
+        ratio = torch.where((p_square > 0) & (g_square > 0), ratio, torch.ones_like(ratio))
+        return times(g, once(ratio))
 
     def update(grads: Tree, params: Tree) -> Tree:
         squares = reductions.sum_of_squares

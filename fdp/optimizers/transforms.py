@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fdp import tree
 from fdp.optimizers import checks
-from fdp.optimizers.base import Optimizer, cast, stateless, zero_step
+from fdp.optimizers.base import Optimizer, cast, once, stateless, zero_step
 from fdp.optimizers.reductions import LOCAL, Reductions
 from fdp.optimizers.schedules import Schedule
 from fdp.types import Tree
@@ -42,7 +42,7 @@ def scale_by_schedule(schedule: Schedule) -> Optimizer:
     """``u_t = schedule(t) g_t``."""
 
     def update(grads: Tree, state: ScheduleState, params: Tree) -> tuple[Tree, ScheduleState]:
-        factor = schedule(state.step)
+        factor = once(schedule(state.step))
         return tree.map(lambda g: times(g, factor), grads), ScheduleState(state.step + 1)
 
     return Optimizer(lambda params: ScheduleState(zero_step(params)), update)
@@ -75,7 +75,7 @@ def add_decayed_weights(
         return stateless(partial(where_masked, lambda g, p: torch.add(g, p, alpha=weight_decay)))
 
     def update(grads: Tree, state: ScheduleState, params: Tree) -> tuple[Tree, ScheduleState]:
-        strength = weight_decay(state.step)
+        strength = once(weight_decay(state.step))
         return where_masked(lambda g, p: g + times(p, strength), grads, params), ScheduleState(state.step + 1)
 
     return Optimizer(lambda params: ScheduleState(zero_step(params)), update)
@@ -90,7 +90,7 @@ def clip_by_global_norm(max_norm: float, *, reductions: Reductions = LOCAL) -> O
 
     def update(grads: Tree, params: Tree) -> Tree:
         norm = torch.stack(tree.leaves(reductions.sum_of_squares(grads))).sum().sqrt()
-        factor = (max_norm / norm).clamp(max=1)
+        factor = once((max_norm / norm).clamp(max=1))
         return tree.map(lambda g: times(g, factor), grads)
 
     return stateless(update)

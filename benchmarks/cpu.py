@@ -1,0 +1,455 @@
+"""Seconds and memory of one training step on the CPU: every method of fdp, plain torch, and Opacus.
+
+    make bench-cpu            # one table, and runs/bench_cpu.json
+
+All rows train the same model (gpt-nano, head *untied*, because Opacus' ghost mode refuses tied weights) from
+the same weights on the same 16 samples, eagerly and in float32, with AdamW, flat clipping and noise
+multiplier 1. Plain torch and Opacus run the same architecture as an ``nn.Module`` with torch's fused AdamW;
+Opacus is set up by its own ``PrivacyEngine.make_private``. fdp's noise is ChaCha20, Opacus' comes from
+torch's generator (its ``secure_mode`` is off, the fast default).
+
+Before anything is timed, one step of every row (no noise, SGD) is compared with a loop over single samples:
+losses, gradient norms, parameters after the step. A row that differs is not timed.
+
+Each row is a process of its own that uses all cores and waits between its turns. A round is one step of every
+row in turn, so that a disturbance of the machine falls on all of them; the time is the median over rounds.
+Memory is the growth of the process's peak resident set over all its steps, from when model and batch are in
+place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import platform
+import resource
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Generator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from importlib.metadata import version
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from opacus import PrivacyEngine
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from fdp import data, keys, tree
+from fdp.clipping import flat
+from fdp.mechanism import Mechanism
+from fdp.methods import Method, make_plan
+from fdp.model import Model
+from fdp.models import LANGUAGE, build
+from fdp.optimizers import adamw, sgd
+from fdp.sampling import poisson
+from fdp.step import init_state, make_train_step
+from fdp.types import Batch, Flat, Tree
+
+BATCH_SIZE = 16
+MAX_NORM = 1.0
+WARM_UP = 2
+ROUNDS = {128: 20, 512: 10}
+TARGETS = "targets: auto / none at most 1.5, best Opacus / auto at least 1.5"
+OUT = Path("runs/bench_cpu.json")
+# The same two optimizers for both sides: AdamW is timed, SGD with rate 1 shows the gradient that was applied.
+OPTIMIZERS: dict[str, tuple[Any, Callable[..., torch.optim.Optimizer]]] = {
+    "adamw": (
+        adamw(1e-3, weight_decay=0.01),
+        partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.01, fused=True),
+    ),
+    "sgd": (sgd(1.0), partial(torch.optim.SGD, lr=1.0)),
+}
+
+
+class Seen(NamedTuple):
+    """A row's state: losses at its present parameters, gradient norms of its last step, parameters."""
+
+    losses: Float[Tensor, " batch"]
+    norms: Float[Tensor, " batch"] | None
+    params: Flat
+
+
+Steps: TypeAlias = Generator[Callable[[], Seen], None, None]
+"""The first ``next`` puts model and batch in place, each further one is a step. Yields a look at it."""
+
+
+def starting_point(context: int) -> tuple[Model, Tree, Int[Tensor, "batch tokens"]]:
+    """Model, initial parameters and batch: the same for every row."""
+    model = build("gpt-nano", context=context, tied=False)
+    dataset = data.load("stdlib", context=context)
+    tokens = dataset.fetch(np.linspace(0, len(dataset) - 1, BATCH_SIZE).astype(np.int64))["tokens"]
+    return model, model.init(keys.key(0)), tokens
+
+
+def fdp_steps(context: int, *, noise: float, optimizer: str, method: Method) -> Steps:
+    """fdp: the composed step, eager."""
+    model, params, tokens = starting_point(context)
+    noise = noise if method is not Method.NONE else 0.0
+    mechanism = Mechanism(poisson(10_000, expected_batch_size=BATCH_SIZE), flat(max_norm=MAX_NORM), noise)
+    plan = make_plan(model, params, {"tokens": tokens}, method=method)
+    opt = OPTIMIZERS[optimizer][0]
+    step = make_train_step(model, opt, mechanism=mechanism, plan=plan)
+    batch = Batch({"tokens": tokens.unsqueeze(0)}, torch.ones(1, BATCH_SIZE))
+    key = keys.key(1)
+    yield lambda: Seen(model.loss(params, {"tokens": tokens}), None, tree.flatten(params))
+    state = init_state(model, params, opt, mechanism)
+    while True:
+        state, metrics = step(state, batch, keys.fold_in(key, state.step))
+
+        def look(params: Tree = state.params, norms: Tensor = metrics.norms) -> Seen:
+            losses = model.loss(params, {"tokens": tokens})
+            return Seen(losses, None if method is Method.NONE else norms, tree.flatten(params))
+
+        yield look
+
+
+def torch_steps(context: int, *, noise: float, optimizer: str) -> Steps:
+    """Plain torch: an ``nn.Module``, its mean loss, no privacy."""
+    module, tokens = torch_module(context)
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    criterion = nn.CrossEntropyLoss()
+    yield lambda: Seen(sample_losses(module, tokens), None, by_path(module))
+    opt = OPTIMIZERS[optimizer][1](module.parameters())
+    while True:
+        opt.zero_grad(set_to_none=True)
+        criterion(module(inputs).flatten(0, 1), targets.flatten()).backward()
+        opt.step()
+        yield lambda: Seen(sample_losses(module, tokens), None, by_path(module))
+
+
+def opacus_hooks_steps(context: int, *, noise: float, optimizer: str) -> Steps:
+    """Opacus, per-sample gradients by hooks (its default)."""
+    plain, tokens = torch_module(context)
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    criterion = nn.CrossEntropyLoss()
+    yield lambda: Seen(sample_losses(plain, tokens), None, by_path(plain))
+    module, opt, _ = private(plain, tokens, noise=noise, optimizer=optimizer, grad_sample_mode="hooks")
+    while True:
+        opt.zero_grad(set_to_none=True)
+        criterion(module(inputs).flatten(0, 1), targets.flatten()).backward()
+        opt.step()
+
+        def look() -> Seen:
+            norms = torch.stack([g.flatten(1).norm(dim=1) for g in opt.grad_samples]).norm(dim=0)
+            return Seen(sample_losses(plain, tokens), norms, by_path(plain))
+
+        yield look
+
+
+def opacus_ghost_steps(context: int, *, noise: float, optimizer: str) -> Steps:
+    """Opacus, ghost clipping: norms in a first backward, the clipped sum in a second."""
+    plain, tokens = torch_module(context)
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    yield lambda: Seen(sample_losses(plain, tokens), None, by_path(plain))
+    module, opt, criterion, _ = private(
+        plain, tokens, noise=noise, optimizer=optimizer, grad_sample_mode="ghost"
+    )
+    while True:
+        opt.zero_grad(set_to_none=True)
+        logits = module(inputs)
+        criterion(logits.flatten(0, 1), targets.flatten(), shape=logits.shape).backward()
+        opt.step()
+        yield lambda: Seen(sample_losses(plain, tokens), module.per_sample_gradient_norms, by_path(plain))
+
+
+ROWS: dict[str, Callable[..., Steps]] = {
+    **{method.value: partial(fdp_steps, method=method) for method in Method},
+    "torch": torch_steps,
+    "opacus_hooks": opacus_hooks_steps,
+    "opacus_ghost": opacus_ghost_steps,
+}
+NOT_PRIVATE = ("none", "torch")
+OPACUS = ("opacus_hooks", "opacus_ghost")
+TITLES = {"none": "fdp none (no privacy)", "torch": "torch nn.Module (no privacy)"}
+TITLES |= {"opacus_hooks": "Opacus hooks", "opacus_ghost": "Opacus ghost"}
+
+
+class GPTBlock(nn.Module):
+    """The block of ``fdp.models.gpt``, in modules."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, h: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens width"]:
+        B, T, D = h.shape
+        q, k, v = (
+            z.reshape(B, T, self.heads, D // self.heads).transpose(1, 2)
+            for z in self.qkv(self.norm1(h)).chunk(3, dim=-1)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(B, T, D)
+        h = h + self.out(mixed)
+        return h + self.down(F.gelu(self.up(self.norm2(h)), approximate="tanh"))
+
+
+class GPT(nn.Module):
+    """The model of ``fdp.models.gpt``, untied, in modules that Opacus has rules for; see :func:`by_path`."""
+
+    def __init__(self, *, layers: int, width: int, heads: int, context: int, vocab_size: int):
+        super().__init__()
+        tokens, positions = nn.Embedding(vocab_size, width), nn.Embedding(context, width)
+        self.embed = nn.ModuleDict({"tokens": tokens, "positions": positions})
+        self.blocks = nn.ModuleList(GPTBlock(width, heads) for _ in range(layers))
+        self.head = nn.ModuleDict(
+            {"norm": nn.LayerNorm(width), "weight": nn.Linear(width, vocab_size, bias=False)}
+        )
+
+    def forward(self, ids: Int[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens vocab"]:
+        places = torch.arange(ids.shape[1]).repeat(ids.shape[0], 1)  # one row per sample, for Opacus
+        h = self.embed["tokens"](ids) + self.embed["positions"](places)
+        for block in self.blocks:
+            h = block(h)
+        return self.head["weight"](self.head["norm"](h))
+
+
+def torch_module(context: int) -> tuple[GPT, Int[Tensor, "batch tokens"]]:
+    """The starting point as an ``nn.Module``."""
+    _, params, tokens = starting_point(context)
+    config = LANGUAGE["gpt-nano"]
+    module = GPT(
+        layers=config.layers,
+        width=config.width,
+        heads=config.heads,
+        context=context,
+        vocab_size=config.vocab_size,
+    )
+    mine, theirs = by_path(module), tree.flatten(params)
+    assert mine.keys() == theirs.keys()
+    for path, leaf in mine.items():
+        leaf.copy_(theirs[path])
+    return module, tokens
+
+
+def private(module: nn.Module, tokens: Tensor, *, noise: float, optimizer: str, grad_sample_mode: str) -> Any:
+    """Opacus as its users set it up. Sampling is left out: every row gets the same batch."""
+    warnings.filterwarnings("ignore", message="Secure RNG turned off")
+    warnings.filterwarnings("ignore", message="Full backward hook is firing")
+    return PrivacyEngine().make_private(
+        module=module,
+        optimizer=OPTIMIZERS[optimizer][1](module.parameters()),
+        criterion=nn.CrossEntropyLoss(),
+        data_loader=DataLoader(TensorDataset(tokens), batch_size=len(tokens)),
+        noise_multiplier=noise,
+        max_grad_norm=MAX_NORM,
+        poisson_sampling=False,
+        grad_sample_mode=grad_sample_mode,
+    )
+
+
+def by_path(module: nn.Module) -> Flat:
+    """The module's parameters under fdp's names: ``qkv.weight`` is ``qkv``, ``qkv.bias`` is ``qkv_bias``."""
+    named = {
+        name.removesuffix(".weight").replace(".bias", "_bias"): p for name, p in module.named_parameters()
+    }
+    return {path: named[path].detach() for path in sorted(named)}
+
+
+def sample_losses(module: nn.Module, tokens: Int[Tensor, "batch tokens"]) -> Float[Tensor, " batch"]:
+    """The mean cross-entropy of each sample."""
+    with torch.no_grad():
+        return _losses(module, tokens)
+
+
+def _losses(module: nn.Module, tokens: Int[Tensor, "batch tokens"]) -> Float[Tensor, " batch"]:
+    targets = tokens[:, 1:]
+    logits = module(tokens[:, :-1]).transpose(1, 2)
+    return F.cross_entropy(logits, targets, reduction="none").mean(1)
+
+
+def one_by_one(context: int, *, max_norm: float) -> tuple[Seen, Seen]:
+    """Before and after one SGD step with rate 1, from gradients of single samples by ordinary backwards."""
+    module, tokens = torch_module(context)
+    before = Seen(
+        sample_losses(module, tokens), None, {p: leaf.clone() for p, leaf in by_path(module).items()}
+    )
+    parameters, norms = list(module.parameters()), []
+    total = [torch.zeros_like(p) for p in parameters]
+    for i in range(len(tokens)):
+        gradient = torch.autograd.grad(_losses(module, tokens[i : i + 1]).sum(), parameters)
+        norm = float(torch.stack([g.double().square().sum() for g in gradient]).sum().sqrt())
+        for leaf, g in zip(total, gradient):
+            leaf += g * min(1.0, max_norm / norm)
+        norms.append(norm)
+    with torch.no_grad():
+        for p, leaf in zip(parameters, total):
+            p -= leaf / len(tokens)
+    return before, Seen(sample_losses(module, tokens), torch.tensor(norms), by_path(module))
+
+
+def check(context: int) -> dict[str, str]:
+    """What is wrong with each row's first step; rows that agree are left out."""
+    wrong = {}
+    references = {bound: one_by_one(context, max_norm=bound) for bound in (MAX_NORM, float("inf"))}
+    for row, make in ROWS.items():
+        before, after = references[float("inf") if row in NOT_PRIVATE else MAX_NORM]
+        steps = make(context, noise=0.0, optimizer="sgd")
+        first = next(steps)()
+        moved = tree.map(lambda a, b: a - b, after.params, before.params)
+        first = first._replace(params={path: leaf.clone() for path, leaf in first.params.items()})
+        second = next(steps)()
+        error = {
+            "losses": (first.losses - before.losses).abs().max(),
+            "losses after the step": (second.losses - after.losses).abs().max(),
+            "update": tree.global_norm(tree.map(lambda a, b: a - b, second.params, after.params))
+            / tree.global_norm(moved),
+        }
+        if second.norms is not None and after.norms is not None:
+            error["norms"] = ((second.norms - after.norms) / after.norms).abs().max()
+        allowed = {"losses": 1e-5, "losses after the step": 1e-4, "update": 1e-3, "norms": 1e-3}
+        bad = [f"{what} off by {float(e):.1e}" for what, e in error.items() if not e <= allowed[what]]
+        if bad:
+            wrong[row] = ", ".join(bad)
+    return wrong
+
+
+def peak_memory() -> int:
+    """The most memory this process has held so far, in bytes."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def worker(row: str, context: int, pipe: Connection) -> None:
+    """A row in its own process: a step and its time for every True received, at the end its memory."""
+    steps = ROWS[row](context, noise=1.0, optimizer="adamw")
+    next(steps)
+    before = peak_memory()
+    pipe.send(torch.get_num_threads())
+    while pipe.recv():
+        start = time.perf_counter()
+        next(steps)
+        pipe.send(time.perf_counter() - start)
+    pipe.send(peak_memory() - before)
+
+
+def measure(rows: list[str], context: int, rounds: int, console: Console) -> tuple[list[dict[str, Any]], int]:
+    """Time ``rows`` in turn, ``rounds`` times; the result rows and the number of threads each used."""
+    spawn = multiprocessing.get_context("spawn")
+    pipes, processes, threads = {}, [], 0
+    for row in rows:
+        pipes[row], theirs = spawn.Pipe()
+        processes.append(spawn.Process(target=worker, args=(row, context, theirs), daemon=True))
+        processes[-1].start()
+        theirs.close()  # so that a worker that dies is an end of file here, not a wait
+        threads = pipes[row].recv()
+    seconds: dict[str, list[float]] = {row: [] for row in rows}
+    for turn in range(WARM_UP + rounds):
+        console.print(f"context {context}, round {turn + 1} of {WARM_UP + rounds}", end="\r")
+        for row in rows:
+            pipes[row].send(True)
+            seconds[row].append(pipes[row].recv())
+    results = []
+    for row in rows:
+        pipes[row].send(False)
+        taken = seconds[row][WARM_UP:]
+        low, high = np.quantile(taken, (0.2, 0.8))
+        results.append(
+            {
+                "method": row,
+                "context": context,
+                "batch_size": BATCH_SIZE,
+                "seconds_per_step": statistics.median(taken),
+                "peak_memory_bytes": pipes[row].recv(),
+                "seconds_20": float(low),
+                "seconds_80": float(high),
+            }
+        )
+    for process in processes:
+        process.join()
+    return results, threads
+
+
+def show(
+    results: list[dict[str, Any]], wrong: dict[int, dict[str, str]], threads: int, console: Console
+) -> None:
+    """The table, and the two ratios that matter in plain lines."""
+    table = Table(
+        title=f"One step of gpt-nano (untied head), batch {BATCH_SIZE}, CPU, {threads} threads",
+        caption="Median seconds over interleaved rounds, one process per row. Memory: growth of the peak "
+        "resident set from before the first step. fdp draws its noise with ChaCha20, Opacus with torch's "
+        "generator. Before timing, losses, norms and update of every row were compared with a loop over "
+        "single samples.",
+    )
+    for column in ("context", "method", "seconds", "(20-80 %)", "memory MiB", "x none", "x best Opacus"):
+        table.add_column(column, justify="left" if column == "method" else "right")
+    lines = []
+    for context in wrong:
+        mine = {result["method"]: result for result in results if result["context"] == context}
+        times = {row: result["seconds_per_step"] for row, result in mine.items()}
+        plain, opacus = times.get("none"), min((times[row] for row in OPACUS if row in times), default=None)
+        for row in ROWS:
+            name = TITLES.get(row, f"fdp {row}")
+            if row not in mine:
+                table.add_row(str(context), name, f"not timed: {wrong[context][row]}")
+                continue
+            r = mine[row]
+            table.add_row(
+                str(context),
+                name,
+                f"{r['seconds_per_step']:.3f}",
+                f"{r['seconds_20']:.3f}-{r['seconds_80']:.3f}",
+                f"{r['peak_memory_bytes'] / 2**20:.0f}",
+                f"{times[row] / plain:.2f}" if plain else "",
+                f"{times[row] / opacus:.2f}" if opacus else "",
+            )
+        table.add_section()
+        if plain and opacus and "auto" in times:
+            dear, fast = times["auto"] / plain, opacus / times["auto"]
+            lines.append(f"context {context}: auto / none = {dear:.2f}, best Opacus / auto = {fast:.2f}")
+    console.print(table)
+    for line in [*lines, TARGETS]:
+        console.print(line, highlight=False)
+
+
+def main() -> None:
+    """Check, measure, show, write."""
+    parser = argparse.ArgumentParser(
+        description="Seconds and memory per private step on the CPU, against Opacus."
+    )
+    parser.add_argument("--contexts", type=int, nargs="+", default=list(ROUNDS), help="sequence lengths")
+    parser.add_argument(
+        "--rounds", type=int, help="timed steps of every row (default: 20 at 128 tokens, else 10)"
+    )
+    arguments = parser.parse_args()
+    console = Console()
+    spawn = multiprocessing.get_context("spawn")
+    # This process computes nothing: a child starts with its parent's peak memory as its own.
+    with ProcessPoolExecutor(max_workers=1, mp_context=spawn) as pool:
+        wrong = {context: pool.submit(check, context).result() for context in arguments.contexts}
+    results, threads = [], 0
+    for context in arguments.contexts:
+        rounds = arguments.rounds or ROUNDS.get(context, 10)
+        found, threads = measure([row for row in ROWS if row not in wrong[context]], context, rounds, console)
+        results += found
+    show(results, wrong, threads, console)
+    report = {
+        "rows": results,
+        "not_timed": {f"{row} at {context}": why for context in wrong for row, why in wrong[context].items()},
+        "versions": {name: version(name) for name in ("torch", "opacus", "numpy", "fdp")}
+        | {"python": platform.python_version(), "machine": platform.machine()},
+        "command": " ".join(["python", *sys.argv]),
+        "torch_threads": threads,
+    }
+    OUT.parent.mkdir(parents=True, exist_ok=True)
+    OUT.write_text(json.dumps(report, indent=2) + "\n")
+    console.print(f"written to {OUT}", highlight=False)
+    if any(wrong.values()):
+        sys.exit("some rows were not timed: they compute something else than a loop over single samples")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""Tiny models with every kind of sharing between leaves, and helpers that many test files use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import settings
+
+from fdp import ops, tree
+from fdp.audit import reference_gradients
+from fdp.model import Model, from_loss
+from fdp.models import GPTConfig, LlamaConfig, cnn, gpt, llama, mlp
+from fdp.types import Flat, Tree
+
+torch.set_num_threads(1)
+torch.use_deterministic_algorithms(True)  # also fills torch.empty with NaN: an unwritten output cannot pass
+settings.register_profile("fdp", deadline=None, derandomize=True)
+settings.load_profile("fdp")
+
+SAMPLES = 3
+
+
+class Case(NamedTuple):
+    """A model, parameters and a microbatch of ``SAMPLES`` samples, all in float64."""
+
+    model: Model
+    params: Tree
+    data: Tree
+
+
+def cast(values: Tree, dtype: torch.dtype) -> Tree:
+    """Floating-point leaves in another dtype."""
+    return tree.map(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, values)
+
+
+def random_like(model: Model, *, std: float = 0.5, seed: int = 0) -> Tree:
+    """Random values for every leaf, so that no zero bias or unit scale hides a mistake."""
+    draw = torch.Generator().manual_seed(seed)
+    flat = {
+        path: std * torch.randn(spec.shape, dtype=torch.float64, generator=draw)
+        for path, spec in model.leaves.items()
+    }
+    return tree.nest(flat)
+
+
+def randn(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def _tokens(context: int, vocab_size: int) -> Tree:
+    tokens = torch.randint(0, vocab_size, (SAMPLES, context + 1), generator=torch.Generator().manual_seed(2))
+    tokens[:, 1] = tokens[:, 0]  # a token twice in a row: repeated rows, and an input that is also its target
+    return {"tokens": tokens}
+
+
+def _gpt(tied: bool) -> Case:
+    model = gpt(GPTConfig(layers=2 if tied else 1, width=8, heads=2, context=5, vocab_size=7, tied=tied))
+    return Case(model, random_like(model), _tokens(5, 7))
+
+
+def _llama(tied: bool) -> Case:
+    config = LlamaConfig(
+        layers=1, width=8, heads=4, key_heads=2, hidden=9, context=5, vocab_size=7, tied=tied
+    )
+    model = llama(config)
+    return Case(model, random_like(model), _tokens(5, 7))
+
+
+def _images(*shape: int) -> Tree:
+    return {"image": randn(SAMPLES, *shape), "label": torch.tensor([0, 3, 1])}
+
+
+def _mlp() -> Case:
+    model = mlp(widths=(6, 5, 7), classes=4)
+    return Case(model, random_like(model), _images(2, 3))
+
+
+def _cnn() -> Case:
+    model = cnn(channels=(3, 4), side=5, classes=4)
+    return Case(model, random_like(model), _images(1, 5, 5))
+
+
+def _of(loss: Callable[[Tree, Tree], torch.Tensor], shapes: dict[str, tuple[int, ...]], data: Tree) -> Case:
+    params = {path: 0.5 * randn(*shape, seed=len(path)) for path, shape in shapes.items()}
+    return Case(from_loss(loss, params), params, data)
+
+
+def _loop() -> Case:
+    """One weight and one bias used three times in a row."""
+
+    def loss(p: Tree, data: Tree) -> torch.Tensor:
+        h = data["x"]
+        for _ in range(3):
+            h = ops.linear(h, p["weight"], p["bias"]).tanh()
+        return h.square().sum((1, 2))
+
+    return _of(loss, {"weight": (4, 4), "bias": (4,)}, {"x": randn(SAMPLES, 6, 4)})
+
+
+def _scales() -> Case:
+    """Scales and biases of several ranks, each used twice."""
+
+    def loss(p: Tree, data: Tree) -> torch.Tensor:
+        h = ops.scale(data["x"], p["scale"]).tanh()
+        h = ops.add(ops.scale(h, p["scale"]), p["table"]).tanh()
+        h = ops.add(ops.rms_norm(h, p["norm"]), p["table"])
+        return ops.scale(ops.layer_norm(h, p["norm"], p["shift"]).square(), p["one"]).sum((1, 2))
+
+    shapes = {"scale": (4,), "table": (6, 4), "norm": (4,), "shift": (4,), "one": (1, 1)}
+    return _of(loss, shapes, {"x": randn(SAMPLES, 6, 4)})
+
+
+def _all_ways() -> Case:
+    """One leaf as an embedding table, as a linear weight and, expanded, as an addend."""
+
+    def loss(p: Tree, data: Tree) -> torch.Tensor:
+        h = ops.add(ops.embedding(data["ids"], p["w"]), p["w"]).tanh()
+        return ops.linear(h, p["w"]).sin().sum((1, 2))
+
+    ids = torch.tensor([[0, 1, 1, 4, 2], [3, 3, 3, 3, 3], [4, 0, 2, 1, 3]])
+    return _of(loss, {"w": (5, 4)}, {"ids": ids})
+
+
+def _convolutions() -> Case:
+    """A grouped convolution weight used twice, with other options, and a one-dimensional one."""
+
+    def loss(p: Tree, data: Tree) -> torch.Tensor:
+        h = ops.conv2d(data["x"], p["kernel"], p["bias"], padding=1, groups=2).tanh()
+        h = ops.conv2d(h, p["kernel"], p["bias"], stride=2, dilation=2, padding=2, groups=2).tanh()
+        return ops.conv1d(h.flatten(2), p["line"], stride=2, padding=1).square().sum((1, 2))
+
+    shapes = {"kernel": (4, 2, 3, 3), "bias": (4,), "line": (3, 4, 3)}
+    return _of(loss, shapes, {"x": randn(SAMPLES, 4, 5, 6)})
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "gpt": lambda: _gpt(tied=True),
+    "gpt-untied": lambda: _gpt(tied=False),
+    "llama-tied": lambda: _llama(tied=True),
+    "llama": lambda: _llama(tied=False),
+    "mlp": _mlp,
+    "cnn": _cnn,
+    "loop": _loop,
+    "scales": _scales,
+    "all-ways": _all_ways,
+    "convolutions": _convolutions,
+}
+
+
+@cache
+def case_named(name: str) -> Case:
+    return CASES[name]()
+
+
+@cache
+def reference_of(name: str) -> Flat:
+    """Every sample's gradient of every leaf, in float64, by the definition."""
+    return reference_gradients(*case_named(name))
+
+
+@pytest.fixture(params=CASES)
+def case_name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def case(case_name: str) -> Case:
+    return case_named(case_name)
+
+
+@pytest.fixture
+def reference(case_name: str) -> Flat:
+    return reference_of(case_name)

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import Case, case_named, randn
+
+from fdp import ops, tree
+from fdp.audit import check_independent, check_norms, reference_gradients
+from fdp.methods import Method, make_plan
+from fdp.model import from_loss
+from fdp.rules import Pair, Rule, rows
+from fdp.types import FdpError
+
+PARAMS, DATA = {"w": randn(5, 4)}, {"x": randn(6, 4)}
+
+
+def model_of(loss):
+    return from_loss(loss, PARAMS, name="mixed")
+
+
+def batch_norm(p, d):
+    return ops.linear(F.batch_norm(d["x"], None, None, training=True), p["w"]).square().sum(1)
+
+
+def in_batch_softmax(p, d):
+    h = ops.linear(d["x"], p["w"])
+    return F.cross_entropy(h @ h.T, torch.arange(len(h)), reduction="none")
+
+
+def mean_subtracted(p, d):
+    losses = ops.linear(d["x"], p["w"]).square().sum(1)
+    return losses - losses.mean()
+
+
+def batch_mean(p, d):
+    losses = ops.linear(d["x"], p["w"]).square().sum(1)
+    return losses.mean().expand(len(losses))
+
+
+def running(p, d):
+    return ops.linear(d["x"], p["w"]).square().sum(1).cumsum(0)
+
+
+def by_position(p, d):
+    return ops.linear(d["x"], p["w"]).square().sum(1) * torch.arange(1, 1 + len(d["x"]))
+
+
+def capacity(p, d):
+    """Routing: the three samples with the largest scores are served, the others are not."""
+    scores = ops.linear(d["x"], p["w"]).square().sum(1)
+    return torch.where(scores >= scores.sort().values[-3], scores, 0.0)
+
+
+@pytest.mark.parametrize(
+    "loss", [batch_norm, in_batch_softmax, mean_subtracted, batch_mean, running, by_position, capacity]
+)
+def test_a_loss_that_depends_on_other_samples_is_refused(loss):
+    with pytest.raises(FdpError, match="mixed: the loss of a sample changed by .* not independent"):
+        check_independent(model_of(loss), PARAMS, DATA)
+
+
+def test_independent_losses_pass(case: Case):
+    check_independent(*case, tolerance=1e-12)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e200])
+def test_a_bad_sample_of_an_honest_model_passes(bad):
+    case = case_named("loop")
+    data = {"x": case.data["x"].clone()}
+    data["x"][1] = bad
+    check_independent(case.model, case.params, data)
+
+
+def test_a_bad_sample_that_spreads_is_refused():
+    data = {"x": DATA["x"].clone()}
+    data["x"][1] = float("nan")
+    with pytest.raises(FdpError, match="not independent"):
+        check_independent(model_of(mean_subtracted), PARAMS, data)
+
+
+def test_group_normalisation_passes():
+    def loss(p, d):
+        return ops.linear(F.group_norm(d["x"], 2), p["w"]).square().sum(1)
+
+    check_independent(model_of(loss), PARAMS, DATA)
+
+
+def test_one_sample_or_an_averaged_loss_cannot_be_checked():
+    with pytest.raises(FdpError, match="at least 2 samples, got 1"):
+        check_independent(model_of(batch_norm), PARAMS, {"x": DATA["x"][:1]})
+    with pytest.raises(FdpError, match=r"shape \(6,\), got \(\)"):
+        check_independent(model_of(lambda p, d: ops.linear(d["x"], p["w"]).mean()), PARAMS, DATA)
+
+
+@pytest.mark.parametrize("method", [Method.MATERIALIZE, Method.GHOST, Method.AUTO])
+def test_honest_norms_pass(case: Case, method):
+    check_norms(*case, plan=make_plan(*case, method=method, dtype=torch.float64), tolerance=1e-10)
+
+
+def forgetful(x, g, shape) -> Pair:
+    """A wrong rule: the last token only."""
+    return Pair(rows(g)[:, :, -1:], rows(x)[:, :, -1:], shape)
+
+
+def wrong_model(x):
+    rule = Rule("forgetful", F.linear, forgetful)
+    params, data = {"good": randn(4, 4), "bad": randn(5, 4)}, {"x": x}
+
+    def loss(p, d):
+        return ops.use(rule, ops.linear(d["x"], p["good"]).tanh(), p["bad"]).square().sum((1, 2))
+
+    return from_loss(loss, params), params, data
+
+
+@pytest.mark.parametrize("method", [Method.GHOST, Method.GHOST_BK, Method.AUTO])
+def test_a_wrong_rule_is_caught_and_its_leaf_is_named(method):
+    model, params, data = wrong_model(randn(3, 6, 4))
+    plan = make_plan(model, params, data, method=method, dtype=torch.float64)
+    with pytest.raises(FdpError, match=r"^bad: per-sample norm differs from vmap\(grad\)"):
+        check_norms(model, params, data, plan=plan)
+
+
+@pytest.mark.xfail(strict=True, reason="errors are relative to the largest norm of the batch")
+def test_a_wrong_norm_is_caught_beside_an_outlier():
+    # The outlier has one token that matters, so the wrong rule is right on it, and its norm dwarfs the others.
+    x = randn(3, 6, 4)
+    x[0, :-1] = 0.0
+    rule = Rule("forgetful", F.linear, forgetful)
+    params, data = {"w": randn(5, 4)}, {"x": x * torch.tensor([1e4, 1.0, 1.0])[:, None, None]}
+    model = from_loss(lambda p, d: ops.use(rule, d["x"], p["w"]).square().sum((1, 2)), params)
+    plan = make_plan(model, params, data, method=Method.GHOST, dtype=torch.float64)
+    with pytest.raises(FdpError, match="w: per-sample norm differs"):
+        check_norms(model, params, data, plan=plan)
+
+
+def test_a_dimension_taken_for_the_samples_is_caught():
+    # As many tokens as samples, tokens first: the uses look right by shape and are not.
+    params, data = {"w": randn(5, 4)}, {"x": randn(3, 3, 4)}
+    model = from_loss(lambda p, d: ops.linear(d["x"].transpose(0, 1), p["w"]).sin().sum((0, 2)), params)
+    with pytest.raises(FdpError, match="per-sample norm differs|sample dimension"):
+        plan = make_plan(model, params, data, method=Method.AUTO, dtype=torch.float64)
+        check_norms(model, params, data, plan=plan)
+
+
+def test_frozen_leaves_have_no_norm_to_check():
+    case = case_named("mlp")
+    model = case.model._replace(frozen=frozenset({"head.weight"}))
+    plan = make_plan(model, case.params, case.data, method=Method.AUTO, dtype=torch.float64)
+    check_norms(model, case.params, case.data, plan=plan)
+
+
+def test_the_reference_is_a_loop_of_single_sample_gradients(case: Case):
+    reference = reference_gradients(*case)
+    for b in range(3):
+        flat = {path: leaf.clone().requires_grad_() for path, leaf in tree.flatten(case.params).items()}
+        one = tree.map(lambda leaf: leaf[b : b + 1], case.data)  # noqa: B023
+        loss = case.model.loss(tree.unflatten(case.params, flat), one)
+        gradients = torch.autograd.grad(loss.sum(), list(flat.values()))
+        for (path, leaf), gradient in zip(reference.items(), gradients, strict=True):
+            torch.testing.assert_close(leaf[b], gradient, rtol=1e-9, atol=1e-12, msg=path)

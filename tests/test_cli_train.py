@@ -1,0 +1,355 @@
+"""``fdp train`` as a user meets it: files, screen, exit codes, and mistakes that leave nothing behind."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from fdp import run as runs
+from fdp.cli import display, report
+from fdp.cli.main import main
+from fdp.cli.train import configure, train_command
+from fdp.run import fingerprint
+
+SMALL = shlex.split(
+    "--model logistic --data digits --noise-multiplier 1 --batch-size 32 --microbatch 16 --warmup 1"
+)
+FILES = {"config.json", "metrics.jsonl", "summary.json", "model.safetensors", "report.png"}
+
+
+def call(*words: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    return int(caught.value.code or 0)
+
+
+def train(out: Path, *words: str, steps: int = 3) -> int:
+    return call("train", *SMALL, "--steps", str(steps), "--out", str(out), *words)
+
+
+def last_json(text: str) -> dict[str, Any]:
+    return json.loads(text.splitlines()[-1])
+
+
+def test_a_run_leaves_its_five_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    assert train(out, "--json", "--seed", "3") == 0
+    printed = last_json(capsys.readouterr().out)
+    assert {path.name for path in out.iterdir()} == FILES
+    summary = json.loads((out / "summary.json").read_text())
+    assert printed == summary | {"out": str(out)}
+    assert " ".join(summary) == (
+        "loss_first loss_last private epsilon delta noise_multiplier steps parameter_count parameter_norm "
+        "parameter_sha256 seconds_per_step peak_memory_bytes method world_size seed"
+    )
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert set(lines[0]) == set(runs.Record._fields)
+    assert (lines[0]["loss"], lines[-1]["loss"]) == (summary["loss_first"], summary["loss_last"])
+    assert lines[-1]["epsilon"] == summary["epsilon"]
+    config = json.loads((out / "config.json").read_text())
+    assert (config["model"], config["seed"], config["steps"], config["samples"]) == ("logistic", 3, 3, 1437)
+    assert config["versions"]["torch"] == torch.__version__
+    assert (out / "report.png").read_bytes().startswith(b"\x89PNG")
+    leaves = load_file(out / "model.safetensors")
+    assert all(leaf.dtype == torch.float32 for leaf in leaves.values())
+    assert (
+        fingerprint({path.replace(".", "/"): leaf for path, leaf in leaves.items()})
+        == summary["parameter_sha256"]
+    )
+
+
+def test_a_seed_repeats_a_run_and_quiet_says_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hashes = []
+    for name in ("a", "b"):
+        assert train(tmp_path / name, "--quiet", "--json", "--seed", "1", steps=2) == 0
+        printed = capsys.readouterr()
+        assert len(printed.out.splitlines()) == 1
+        assert printed.err == ""
+        hashes.append(last_json(printed.out)["parameter_sha256"])
+    assert hashes[0] == hashes[1]
+
+
+def test_a_log_gets_plain_lines_and_the_statement_of_what_is_covered(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(tmp_path / "run", steps=30) == 0
+    text = capsys.readouterr().out
+    assert "\x1b" not in text
+    assert sum(line.startswith("step ") for line in text.splitlines()) == 11  # the first, then one in ten
+    flat = " ".join(text.replace("│", " ").split())
+    assert display.COVERED in flat
+    assert display.NOT_COVERED in flat
+    assert "one labelled image, added or removed" in flat
+    assert "samples/s" in flat
+
+
+def test_a_fixed_seed_is_warned_about(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(tmp_path / "run", "--seed", "1", steps=2) == 0
+    assert display.FIXED_SEED in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_out_that_holds_a_run_is_refused_and_untouched(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert train(out, "--quiet", steps=2) == 0
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    assert train(out, "--json", steps=2) == 2
+    printed = capsys.readouterr()
+    assert "already holds a run" in last_json(printed.out)["error"]
+    assert "already holds a run" in printed.err.replace("\n", " ")
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_any_one_file_of_a_run_makes_a_directory_taken(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("mine")
+    assert train(tmp_path, "--quiet", steps=2) == 2
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name).read_text() == "mine"
+
+
+def test_without_out_runs_are_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert call("train", *SMALL, "--steps", "2", "--quiet") == 0
+    assert report.claim(None, model="logistic", data="digits") == Path("runs/logistic-digits-2")
+    assert report.claim(None, model="gpt-nano", data="/some/where/notes.jsonl") == Path(
+        "runs/gpt-nano-notes-1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--model", "gpt-nan"], "Did you mean 'gpt-nano'?"),
+        (["--method", "gost"], "Did you mean 'ghost'?"),
+        (["--clip", "automatc"], "Did you mean 'automatic'?"),
+        (["--optimizer", "adamm"], "Did you mean 'adam"),
+        (["--schedule", "cosin"], "Did you mean 'cosine'?"),
+        (["--dtype", "float3"], "Did you mean 'float32'?"),
+        (["--dtype", "xyz"], "expected one of float32, bfloat16; got 'xyz'."),
+        (["--compile", "stp"], "Did you mean 'step'?"),
+        (["--device", "cud"], "Did you mean 'cuda'?"),
+        (["--data", "digit"], "Did you mean 'digits'?"),
+        (["--max-norm", "0"], "max_norm: expected a positive number"),
+        (["--max-norm", "nan"], "max_norm: expected a positive number"),
+        (["--delta", "1.5"], "delta: expected a number in (0, 1)"),
+        (["--epsilon", "3"], "either an epsilon or a noise multiplier"),
+        (["--noise-multiplier", "-1"], "0 or more"),
+        (["--batch-size", "5000"], "batch larger than the data"),
+        (["--batch-size", "0"], "at least 1"),
+        (["--steps", "0"], "at least 1"),
+        (["--warmup", "3"], "--warmup: expected fewer than the 3 steps"),
+        (["--microbatch", "0"], "at least 1"),
+        (["--lr", "-1"], "-1"),
+        (["--weight-decay", "-1"], "-1"),
+        (["--memory-budget", "0"], "--memory-budget: expected a positive number"),
+        (["--context", "8"], "a classifier has no"),
+        (["--data", "stdlib"], "expected a language model"),
+        (["--method", "none"], "trains without privacy"),
+        (["--steps", "many"], "--steps"),
+        (["--nonsense"], "--nonsense"),
+    ],
+)
+def test_a_mistake_is_explained_and_leaves_nothing_behind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: Sequence[str], message: str
+) -> None:
+    out = tmp_path / "run"
+    assert train(out, "--json", *words) == 2
+    printed = capsys.readouterr()
+    assert message in last_json(printed.out)["error"]
+    assert printed.err.startswith("fdp: ")
+    assert not out.exists()
+
+
+def test_an_unreachable_epsilon_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "--model",
+        "logistic",
+        "--data",
+        "digits",
+        "--epsilon",
+        "1e7",
+        "--json",
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    assert call("train", *words) == 2
+    assert "epsilon" in last_json(capsys.readouterr().out)["error"]
+    assert not (tmp_path / "run").exists()
+
+
+def test_text_of_ones_own_trains_a_language_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "notes.jsonl"
+    text.write_text("\n".join(json.dumps({"body": f"note {i} says nothing"}) for i in range(40)))
+    words = shlex.split(
+        "--context 8 --batch-size 8 --microbatch 8 --steps 2 --warmup 0 --epsilon 5 --field body"
+    )
+    assert call("train", "--data", str(text), *words, "--out", str(tmp_path / "run"), "--json") == 0
+    printed = capsys.readouterr().out
+    assert 4.5 < last_json(printed)["epsilon"] <= 5
+    assert "one window of 9 bytes, added or removed; a longer text is several" in " ".join(
+        printed.replace("│", " ").split()
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"", "empty"), (b"\xff" * 100, "UTF-8"), (b"short", "at least one window of 129")],
+)
+def test_a_file_that_is_no_text_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, message: str
+) -> None:
+    (tmp_path / "text.txt").write_bytes(content)
+    assert call("train", "--data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "run"), "--json") == 2
+    assert message in last_json(capsys.readouterr().out)["error"]
+
+
+def test_tokens_outside_the_vocabulary_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.save(tmp_path / "tokens.npy", np.full(1000, 256, dtype=np.uint16))
+    assert (
+        call("train", "--data", str(tmp_path / "tokens.npy"), "--out", str(tmp_path / "run"), "--json") == 2
+    )
+    assert "from 0 to 255, got 256 at position 0" in last_json(capsys.readouterr().out)["error"]
+
+
+def test_a_run_without_privacy_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = shlex.split("--model mlp --data digits --method none --steps 3 --warmup 0 --batch-size 64 --json")
+    assert call("train", *words, "--out", str(tmp_path / "run")) == 0
+    printed = capsys.readouterr().out
+    assert "not private" in printed
+    assert "unit of privacy" not in printed
+    summary = last_json(printed)
+    assert summary["private"] is False
+    assert summary["epsilon"] is None
+    assert summary["method"] == "none"
+
+
+def settings(**changes: Any) -> dict[str, Any]:
+    """The defaults of the command line, for the smallest model there is."""
+    names = inspect.signature(train_command).parameters
+    small = {"model": "logistic", "data": "digits", "noise_multiplier": 1.0, "steps": 4, "warmup": 1}
+    return {name: names[name].default for name in names} | small | changes
+
+
+@pytest.mark.parametrize("clip", ["flat", "per-layer", "automatic", "quantile"])
+def test_every_clip_style_has_a_name(clip: str) -> None:
+    assert configure(settings(clip=clip)).clip.name == clip
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd", "lamb", "adafactor"])
+def test_every_optimizer_follows_the_schedule_and_decays(optimizer: str) -> None:
+    built = configure(settings(optimizer=optimizer, weight_decay=0.1, lr=0.01, warmup=2, steps=6)).optimizer
+    params = {"w": torch.ones(3)}
+    state, sizes = built.init(params), []
+    for _ in range(7):
+        updates, state = built.update({"w": torch.zeros(3)}, state, params)
+        sizes.append(float(updates["w"].abs().max()))
+    assert 0 < sizes[0] < sizes[1]  # no gradient: what moves is decay, and it warms up
+    assert sizes[-1] < 1e-6  # a cosine ends at 0
+
+
+def test_an_interrupted_run_keeps_the_steps_it_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = runs.steps
+
+    def interrupted(run, state):
+        for done, (after, record) in enumerate(whole(run, state)):
+            if done == 2:
+                raise KeyboardInterrupt
+            yield after, record
+
+    monkeypatch.setattr(runs, "steps", interrupted)
+    out = tmp_path / "run"
+    assert train(out, "--json", steps=5) == 130
+    summary = last_json(capsys.readouterr().out)
+    assert summary["steps"] == 2
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 2
+    assert summary["epsilon"] == lines[-1]["epsilon"]
+    assert {path.name for path in out.iterdir()} == FILES
+
+
+def test_a_run_that_fails_midway_keeps_its_metrics_and_has_no_summary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--optimizer", "sgd", "--lr", "1e38", "--noise-multiplier", "1e4", "--warmup", "0"]
+    assert train(tmp_path / "run", "--json", *words, steps=9) == 2
+    assert "became NaN or infinite" in last_json(capsys.readouterr().out)["error"]
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.json", "metrics.jsonl"}
+
+
+def test_a_path_that_cannot_be_written_is_explained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert train(tmp_path / "file", "--json") == 2
+    assert "expected a directory" in last_json(capsys.readouterr().out)["error"]
+    assert train(tmp_path / "file" / "below", "--json") == 2
+    assert last_json(capsys.readouterr().out)["error"]
+
+
+def test_a_fault_of_fdp_itself_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(config):
+        raise ValueError("a fault")
+
+    monkeypatch.setattr(runs, "prepare", broken)
+    with pytest.raises(ValueError, match="a fault"):
+        main(["train", *SMALL, "--out", str(tmp_path / "run")])
+
+
+def test_a_terminal_gets_one_line_that_moves() -> None:
+    run, state = runs.prepare(configure(settings()))
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=100, height=30)
+    seen = list(display.follow(runs.steps(run, state), run, console))
+    assert [record.step for _, record in seen] == [1, 2, 3, 4]
+    text = screen.getvalue()
+    assert "\x1b[" in text
+    assert "step 4/4" in text
+    assert "epsilon" in text
+    assert "0:00 left" in text
+
+
+def test_a_sparkline_falls_as_its_values_do() -> None:
+    assert display.sparkline([float(9 - i) for i in range(8)]) == "█▇▆▅▄▃▂▁"
+    assert len(display.sparkline([float(i) for i in range(1000)])) == 24
+    assert display.sparkline([1.0]) == ""
+    assert display.sparkline([1.0, 1.0]) == "▁▁"
+
+
+def test_smoothing_keeps_the_length_and_skips_missing_values() -> None:
+    values = np.array([1.0, np.nan, 3.0, 5.0])
+    assert report.smooth(values).tolist() == [1.0, 2.0, 4.0, 4.0]
+    assert len(report.smooth(np.arange(100.0))) == 100
+
+
+def test_help_and_version_do_not_load_torch() -> None:
+    code = "import sys, fdp.cli.main; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env=None, check=False).returncode == 0
+
+
+def test_the_module_is_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "fdp", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("fdp ")

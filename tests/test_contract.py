@@ -1,0 +1,324 @@
+"""The privacy contract, and proof that these tests would notice a breach.
+
+Every check is a plain function of the code under test. It is run on the real code, over methods, clipping styles,
+dtypes, tied and untied models and extreme samples; then it is run on code broken on purpose, where it must fail.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fdp.per_sample
+import fdp.rules
+import fdp.step
+import fdp.types
+from fdp import clipping, keys, tree
+from fdp.mechanism import Mechanism
+from fdp.methods import Method, make_plan
+from fdp.model import Model
+from fdp.models import GPTConfig, cnn, gpt
+from fdp.noise import add_gaussian
+from fdp.optimizers import sgd
+from fdp.per_sample import clipped_sum, per_sample_norms
+from fdp.sampling import poisson
+from fdp.step import init_state, make_train_step
+from fdp.types import Batch, ClippedSum, Norms
+
+METHODS = [Method.MATERIALIZE, Method.GHOST, Method.GHOST_BK, Method.AUTO]
+STYLES = {
+    "flat": clipping.flat(max_norm=0.25),
+    "per-layer": clipping.per_layer(max_norm=0.25),
+    "automatic": clipping.automatic(max_norm=0.25),
+    "quantile": clipping.quantile(max_norm=0.25, target_quantile=0.5, learning_rate=0.2, count_noise=1.0),
+}
+SLACK = {torch.float32: 1e-6, torch.bfloat16: 1e-3}
+GAINS = {"ordinary": 1.0, "outlier": 1e6, "huge": 1e30, "nan": torch.nan, "inf": torch.inf, "zero": 0.0}
+BATCH = 4
+
+
+def with_gain(model: Model) -> Model:
+    """The model with each sample's loss multiplied by its own ``gain``: a sample as extreme as we like."""
+    *blocks, last = model.blocks
+    scaled = last._replace(apply=lambda p, carry, data: last.apply(p, carry, data) * data["gain"])
+    return model._replace(blocks=(*blocks, scaled))
+
+
+def language_model(*, tied: bool) -> Model:
+    return with_gain(gpt(GPTConfig(layers=1, width=8, heads=2, context=6, vocab_size=11, tied=tied)))
+
+
+def language_data(gain: float) -> dict[str, torch.Tensor]:
+    tokens = torch.randint(0, 11, (BATCH, 7), generator=torch.Generator().manual_seed(1))
+    gains = torch.ones(BATCH)
+    gains[1] = gain
+    return {"tokens": tokens, "gain": gains}
+
+
+def params_of(model: Model, seed: int = 0) -> Any:
+    """Parameters far from their small initial values, so that every leaf has a gradient that matters."""
+    key = keys.key(seed)
+    flat = tree.flatten(model.init(key))
+    return tree.nest({p: w + 0.5 * keys.normal(keys.fold_in(key, f"test {p}"), tuple(w.shape)) for p, w in flat.items()})
+
+
+def total_of(model: Model, params: Any, data: Any, mask: torch.Tensor, *, plan: Any, style: Any) -> ClippedSum:
+    _, norms, stash = per_sample_norms(model, params, data, plan=plan)
+    return clipped_sum(stash, style.clip(norms, style.init()).masked(mask))
+
+
+def distance(a: ClippedSum, b: ClippedSum) -> float:
+    return float(sum((a.value[p].double() - b.value[p].double()).square().sum() for p in a.value) ** 0.5)
+
+
+def check_one_sample_moves_the_sum_by_at_most_its_sensitivity(
+    model: Model, params: Any, data: Any, *, method: Method, style: Any, dtype: torch.dtype
+) -> None:
+    plan = make_plan(model, params, data, method=method, dtype=dtype)
+    everyone = torch.ones(BATCH)
+    present = total_of(model, params, data, everyone, plan=plan, style=style)
+    assert all(torch.isfinite(leaf).all() for leaf in present.value.values()), "a sample poisoned the sum"
+    assert set(present.value) == model.trainable, "a leaf is missing from the sum"
+    for b in range(BATCH):
+        mask = everyone.clone()
+        mask[b] = 0
+        absent = total_of(model, params, data, mask, plan=plan, style=style)
+        moved, bound = distance(present, absent), float(present.sensitivity)
+        assert moved <= bound * (1 + SLACK[dtype]), f"sample {b} moved the sum by {moved}, allowed {bound}"
+
+
+@pytest.mark.parametrize("gain", GAINS)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("dtype", list(SLACK), ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.value)
+def test_one_sample_moves_the_sum_by_at_most_its_sensitivity(method, style, dtype, tied, gain):
+    model = language_model(tied=tied)
+    params = params_of(model)
+    check_one_sample_moves_the_sum_by_at_most_its_sensitivity(
+        model, params, language_data(GAINS[gain]), method=method, style=STYLES[style], dtype=dtype
+    )
+
+
+@pytest.mark.parametrize("pixel", [1e6, -1e20, torch.nan, torch.inf, 0.0])
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.value)
+def test_extreme_inputs_move_the_sum_by_at_most_its_sensitivity(method, pixel):
+    model = cnn(channels=(3, 4), side=4, classes=3)
+    image = torch.rand(BATCH, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    image[1] = pixel
+    data = {"image": image, "label": torch.tensor([0, 1, 2, 0])}
+    check_one_sample_moves_the_sum_by_at_most_its_sensitivity(
+        model, params_of(model), data, method=method, style=STYLES["flat"], dtype=torch.float32
+    )
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.value)
+@settings(max_examples=15, deadline=None)
+@given(gain=st.floats(0, 1e8, width=32), bound=st.floats(1e-3, 1e3), seed=st.integers(0, 100))
+def test_any_sample_and_any_bound(method, gain, bound, seed):
+    model = language_model(tied=True)
+    check_one_sample_moves_the_sum_by_at_most_its_sensitivity(
+        model,
+        params_of(model, seed),
+        language_data(gain),
+        method=method,
+        style=clipping.flat(max_norm=bound),
+        dtype=torch.float32,
+    )
+
+
+def check_padding_is_invisible(model: Model, params: Any, *, method: Method) -> None:
+    """The content of a padded sample changes not one bit of the sum."""
+    mask = torch.tensor([1.0, 0.0, 1.0, 1.0])
+    totals = []
+    for gain in (1.0, 1e6, torch.nan):
+        data = language_data(gain)
+        plan = make_plan(model, params, data, method=method)
+        totals.append(total_of(model, params, data, mask, plan=plan, style=STYLES["flat"]))
+    for other in totals[1:]:
+        assert all(torch.equal(totals[0].value[p], other.value[p]) for p in other.value)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.value)
+def test_padding_is_invisible(method):
+    model = language_model(tied=True)
+    check_padding_is_invisible(model, params_of(model), method=method)
+
+
+fold_in, normal = keys.fold_in, keys.normal  # as they are before any mutation
+
+
+def check_noise_is_added_once_and_scaled_by_the_sensitivity(*, microbatches: int) -> None:
+    """With plain SGD at rate 1 the step subtracts the noised mean: times B, minus the clipped sum, it is the noise."""
+    key, z, expected_batch_size = keys.key(7), 200.0, 32
+    model = language_model(tied=True)
+    params, everything = params_of(model), language_data(2.0)
+    plan = make_plan(model, params, everything, method=Method.MATERIALIZE)
+    clean = total_of(model, params, everything, torch.ones(BATCH), plan=plan, style=STYLES["flat"])
+
+    data = tree.map(lambda leaf: leaf.reshape(microbatches, -1, *leaf.shape[1:]), everything)
+    plan = make_plan(model, params, tree.map(lambda leaf: leaf[0], data), method=Method.AUTO)
+    mechanism = Mechanism(poisson(100, expected_batch_size=expected_batch_size), STYLES["flat"], z)
+    step = make_train_step(model, sgd(1.0), mechanism=mechanism, plan=plan)
+    state = init_state(model, params, sgd(1.0), mechanism)
+    after, _ = step(state, Batch(data, torch.ones(microbatches, BATCH // microbatches)), key)
+
+    before, now = tree.flatten(state.params), tree.flatten(after.params)
+    for path, value in clean.value.items():
+        noise = (before[path] - now[path]).double() * expected_batch_size - value
+        expected = z * 0.25 * normal(fold_in(key, path), tuple(value.shape), dtype=torch.float64)
+        torch.testing.assert_close(noise, expected, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 4])
+def test_noise_is_added_once_and_scaled_by_the_sensitivity(microbatches):
+    check_noise_is_added_once_and_scaled_by_the_sensitivity(microbatches=microbatches)
+
+
+# --- mutations: each is a mistake someone has made; the checks above must fail on it --------------------------------
+
+
+def run_sensitivity_check(*, dtype: torch.dtype = torch.float32, style: str = "flat") -> None:
+    model = language_model(tied=True)
+    for seed in range(3):
+        for method in (Method.GHOST_BK, Method.AUTO):
+            check_one_sample_moves_the_sum_by_at_most_its_sensitivity(
+                model, params_of(model, seed), language_data(3.0), method=method, style=STYLES[style], dtype=dtype
+            )
+
+
+def norm_of_the_output_gradient_only(monkeypatch):
+    real = fdp.rules.Pair
+
+    def wrong(record):
+        if isinstance(record, real) and not isinstance(record.left, fdp.rules.OneHot):
+            return record.left.float().square().sum((1, 2, 3))
+        return fdp.rules.squared_norm(record)
+
+    monkeypatch.setattr(fdp.per_sample, "gram_squared_norm", wrong)
+
+
+def cross_terms_of_a_tied_leaf_forgotten(monkeypatch):
+    monkeypatch.setattr(fdp.per_sample, "cross_term", lambda a, b: torch.zeros(BATCH))
+    monkeypatch.setattr(fdp.per_sample, "_merge", lambda records, choice: records)
+
+    def no_cross(records, choice):
+        return sum(fdp.rules.squared_norm(record) for record in records)
+
+    monkeypatch.setattr(fdp.per_sample, "_squared", no_cross)
+
+
+def factor_rounded_to_bfloat16(monkeypatch):
+    real = fdp.rules.weighted_gradient
+    monkeypatch.setattr(fdp.per_sample, "weighted_gradient", lambda r, f: real(r, f.bfloat16().float()))
+
+
+def factor_applied_without_a_guard_for_nan(monkeypatch):
+    def wrong(record, factors):
+        return torch.einsum("b,b...->...", factors, fdp.rules.per_sample_gradient(record))
+
+    monkeypatch.setattr(fdp.per_sample, "weighted_gradient", wrong)
+
+
+def not_clipped_at_all(monkeypatch):
+    monkeypatch.setattr(clipping, "clip_factors", lambda norms, max_norm: torch.ones_like(norms))
+
+
+def sensitivity_of_one_layer_claimed_for_all(monkeypatch):
+    real = clipping._joined
+    monkeypatch.setattr(clipping, "_joined", lambda n, parts: real(n, parts)._replace(sensitivity=parts[0].sensitivity))
+
+
+def noise_skipped(monkeypatch):
+    monkeypatch.setattr(fdp.step, "add_gaussian", lambda total, key, noise_multiplier: total.value)
+
+
+def noise_once_per_microbatch(monkeypatch):
+    real = fdp.step.clipped_sum
+
+    def wrong(stash, clip):
+        total = real(stash, clip)
+        return total._replace(value=add_gaussian(total, key=keys.key(7), noise_multiplier=200.0))
+
+    monkeypatch.setattr(fdp.step, "clipped_sum", wrong)
+
+
+def mean_before_noise(monkeypatch):
+    real = fdp.step.add_gaussian
+
+    def wrong(total, key, noise_multiplier):
+        mean = total._replace(value={p: v / 32 for p, v in total.value.items()})
+        return real(mean, key=key, noise_multiplier=noise_multiplier)
+
+    monkeypatch.setattr(fdp.step, "add_gaussian", wrong)
+    monkeypatch.setattr(fdp.step, "scale", lambda leaves, factor: leaves)
+
+
+def noise_scaled_by_the_batch(monkeypatch):
+    real = fdp.step.add_gaussian
+
+    def wrong(total, key, noise_multiplier):
+        return real(total._replace(sensitivity=total.sensitivity / 32), key=key, noise_multiplier=noise_multiplier)
+
+    monkeypatch.setattr(fdp.step, "add_gaussian", wrong)
+
+
+def the_same_noise_for_every_leaf(monkeypatch):
+    monkeypatch.setattr("fdp.noise.keys.fold_in", lambda key, path: key)
+
+
+def padding_counted(monkeypatch):
+    monkeypatch.setattr("fdp.types.Clip.masked", lambda self, mask: self)
+
+
+def run_nan_check() -> None:
+    model = language_model(tied=True)
+    check_one_sample_moves_the_sum_by_at_most_its_sensitivity(
+        model, params_of(model), language_data(torch.nan), method=Method.AUTO, style=STYLES["flat"],
+        dtype=torch.float32,
+    )  # fmt: skip
+
+
+def run_padding_check() -> None:
+    model = language_model(tied=True)
+    check_padding_is_invisible(model, params_of(model), method=Method.AUTO)
+
+
+def run_noise_check() -> None:
+    check_noise_is_added_once_and_scaled_by_the_sensitivity(microbatches=2)
+
+
+MUTATIONS = [
+    (norm_of_the_output_gradient_only, run_sensitivity_check),
+    (cross_terms_of_a_tied_leaf_forgotten, run_sensitivity_check),
+    (factor_rounded_to_bfloat16, run_sensitivity_check),
+    (not_clipped_at_all, run_sensitivity_check),
+    (sensitivity_of_one_layer_claimed_for_all, lambda: run_sensitivity_check(style="per-layer")),
+    (factor_applied_without_a_guard_for_nan, run_nan_check),
+    (padding_counted, run_padding_check),
+    (noise_skipped, run_noise_check),
+    (noise_once_per_microbatch, run_noise_check),
+    (mean_before_noise, run_noise_check),
+    (noise_scaled_by_the_batch, run_noise_check),
+    (the_same_noise_for_every_leaf, run_noise_check),
+]
+
+
+@pytest.mark.parametrize(("mutate", "check"), MUTATIONS, ids=[mutate.__name__ for mutate, _ in MUTATIONS])
+def test_the_check_notices(mutate, check, monkeypatch):
+    check()
+    mutate(monkeypatch)
+    with pytest.raises(AssertionError):
+        check()
+
+
+@pytest.mark.parametrize("leaf", sorted(language_model(tied=True).leaves))
+def test_the_check_notices_a_leaf_left_out_of_the_norm(leaf, monkeypatch):
+    real = fdp.types.Norms.total
+    monkeypatch.setattr("fdp.types.Norms.total", lambda self: real(Norms(self.squared | {leaf: 0 * self.squared[leaf]})))
+    with pytest.raises(AssertionError):
+        run_sensitivity_check()

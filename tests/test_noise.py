@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from scipy import stats
+
+from fdp import keys
+from fdp.noise import add_gaussian, scale
+from fdp.types import ClippedSum, FdpError
+
+KEY = keys.key(11)
+
+
+def total_of(value, sensitivity: float = 1.0) -> ClippedSum:
+    return ClippedSum(value, torch.tensor(sensitivity))
+
+
+@pytest.mark.parametrize(("multiplier", "sensitivity"), [(1.0, 1.0), (0.7, 3.0), (4.0, 0.01)])
+def test_the_noise_has_standard_deviation_multiplier_times_sensitivity(multiplier, sensitivity):
+    noisy = add_gaussian(
+        total_of({"w": torch.zeros(64, 100)}, sensitivity), key=KEY, noise_multiplier=multiplier
+    )
+    draws = noisy["w"].flatten().numpy()
+    std = multiplier * sensitivity
+    assert stats.kstest(draws, stats.norm(0, std).cdf).pvalue > 1e-3
+    for wrong in (2 / 3, 3 / 2):
+        assert stats.kstest(draws, stats.norm(0, wrong * std).cdf).pvalue < 1e-9
+
+
+def test_noise_is_added_to_the_value_and_does_not_depend_on_it():
+    zero, seven = (
+        add_gaussian(
+            total_of({"w": torch.full((50,), v, dtype=torch.float64)}), key=KEY, noise_multiplier=1.0
+        )["w"]
+        for v in (0.0, 7.0)
+    )
+    torch.testing.assert_close(seven - 7.0, zero, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "not_a_clipped_sum", [{"w": torch.zeros(3)}, ({"w": torch.zeros(3)}, torch.tensor(1.0)), None]
+)
+def test_nothing_but_a_clipped_sum_is_accepted(not_a_clipped_sum):
+    with pytest.raises(FdpError, match="expected a ClippedSum"):
+        add_gaussian(not_a_clipped_sum, key=KEY, noise_multiplier=1.0)
+
+
+@pytest.mark.parametrize(
+    "multiplier",
+    [
+        -1.0,
+        -1e-9,
+        pytest.param(float("nan"), marks=pytest.mark.xfail(strict=True, reason="NaN passes `< 0`")),
+        pytest.param(float("inf"), marks=pytest.mark.xfail(strict=True, reason="infinity passes `< 0`")),
+    ],
+)
+def test_a_multiplier_that_is_no_number_from_zero_on_is_refused(multiplier):
+    with pytest.raises(FdpError, match="noise_multiplier: expected"):
+        add_gaussian(total_of({"w": torch.zeros(3)}), key=KEY, noise_multiplier=multiplier)
+
+
+def test_a_zero_multiplier_returns_the_value_bit_for_bit():
+    value = {"w": torch.randn(5, 3), "b": torch.tensor([-0.0, 1e-45])}
+    same = add_gaussian(total_of(value), key=KEY, noise_multiplier=0.0)
+    assert list(same) == list(value)
+    assert all(torch.equal(same[path].view(torch.int32), value[path].view(torch.int32)) for path in value)
+
+
+def test_no_two_leaves_elements_or_keys_share_a_draw():
+    value = {"a": torch.zeros(300), "b": torch.zeros(300), "c.0": torch.zeros(20, 15), "c.1": torch.zeros(7)}
+    noisy = [
+        add_gaussian(total_of(value), key=keys.fold_in(KEY, step), noise_multiplier=1.0) for step in range(2)
+    ]
+    draws = torch.cat([leaf.flatten() for leaves in noisy for leaf in leaves.values()])
+    assert len(draws.unique()) >= len(draws) - 2  # float32 rounding may make two different draws meet
+    a, b = noisy[0]["a"], noisy[0]["b"]
+    assert abs(stats.pearsonr(a.numpy(), b.numpy()).statistic) < 0.25
+
+
+def test_noise_does_not_depend_on_the_order_or_company_of_leaves():
+    value = {"a": torch.zeros(6), "b": torch.zeros(2, 3)}
+    forward = add_gaussian(total_of(value), key=KEY, noise_multiplier=1.0)
+    backward = add_gaussian(total_of(dict(reversed(value.items()))), key=KEY, noise_multiplier=1.0)
+    alone = add_gaussian(total_of({"b": value["b"]}), key=KEY, noise_multiplier=1.0)
+    assert torch.equal(forward["a"], backward["a"])
+    assert torch.equal(forward["b"], backward["b"])
+    assert torch.equal(forward["b"], alone["b"])
+
+
+def test_inputs_are_not_modified():
+    value = {"w": torch.zeros(4)}
+    add_gaussian(total_of(value), key=KEY, noise_multiplier=1.0)
+    assert (value["w"] == 0).all()
+
+
+def test_scale_multiplies_every_leaf():
+    scaled = scale({"a": torch.ones(2), "b": torch.full((), 4.0)}, 0.25)
+    assert scaled["a"].tolist() == [0.25, 0.25]
+    assert scaled["b"].item() == 1.0

@@ -1,0 +1,346 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fdp import rules
+from fdp.ops import CONV1D, CONV2D, EMBEDDING, LINEAR
+from fdp.rules import Dense, OneHot, Pair, Record, Rule, check_rule, rows
+from fdp.types import FdpError
+
+INF, NAN = float("inf"), float("nan")
+CONV = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def ids_of(*shape: int, rows: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, rows, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def linear_pair(
+    batch: int, tokens: int, out: int, inputs: int, *, seed: int = 0, dtype=torch.float64
+) -> Pair:
+    left, right = (
+        randn(batch, 1, tokens, n, seed=seed + i, dtype=dtype) for i, n in enumerate((out, inputs))
+    )
+    return Pair(left, right, (out, inputs))
+
+
+def embedding_pair(
+    batch: int, tokens: int, table: int, features: int, *, seed: int = 0, dtype=torch.float64
+) -> Pair:
+    right = randn(batch, 1, tokens, features, seed=seed, dtype=dtype)
+    return Pair(OneHot(ids_of(batch, tokens, rows=table, seed=seed)), right, (table, features))
+
+
+def exact(record: Record) -> Tensor:
+    """``G_b`` in float64, one token at a time: independent of the code under test."""
+    if isinstance(record, Dense):
+        return record.gradient.double()
+    left, right, shape = record
+    if isinstance(left, OneHot):
+        left = F.one_hot(left.ids, shape[0]).unsqueeze(1)
+    out = sum(
+        l.double().unsqueeze(-1) * r.double().unsqueeze(-2) for l, r in zip(left.unbind(2), right.unbind(2))
+    )
+    return torch.as_tensor(out).reshape(right.shape[0], *shape)
+
+
+def close(got: Tensor, expected: Tensor, tolerance: float) -> bool:
+    return bool((got.double() - expected).abs().max() <= tolerance * expected.abs().max().clamp_min(1e-300))
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 3), (4, 3), (3, 1, 5), (2, 63, 4), (2, 3, 2, 4), (1, 100, 2), (3, 2, 2, 2, 1)]
+)
+@pytest.mark.parametrize("outputs", [1, 7])
+def test_linear_agrees_with_vmap_grad(shape, outputs):
+    check_rule(LINEAR, randn(*shape), randn(outputs, shape[-1], seed=1), tolerance=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(1,), (4,), (3, 1), (2, 63), (3, 4, 5), (1, 100)])
+def test_embedding_agrees_with_vmap_grad(shape):
+    check_rule(EMBEDDING, ids_of(*shape, rows=6), randn(6, 3), tolerance=1e-12)
+
+
+OPTIONS = [
+    CONV | dict(zip(("stride", "padding", "dilation", "groups"), values))
+    for values in itertools.product((1, 2, 3), (0, 2), (1, 2), (1, 2))
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(map(str, o.values())))
+@pytest.mark.parametrize("batch", [1, 3])
+def test_conv1d_agrees_with_vmap_grad(options, batch):
+    check_rule(CONV1D, randn(batch, 4, 13), randn(6, 4 // options["groups"], 3), tolerance=1e-12, **options)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(map(str, o.values())))
+def test_conv2d_agrees_with_vmap_grad(options):
+    check_rule(CONV2D, randn(2, 4, 9, 7), randn(6, 4 // options["groups"], 3, 2), tolerance=1e-12, **options)
+
+
+def test_depthwise_and_pointwise_convolutions_agree_with_vmap_grad():
+    check_rule(
+        CONV2D, randn(2, 4, 5, 5), randn(4, 1, 3, 3), tolerance=1e-12, **CONV | {"groups": 4, "padding": 1}
+    )
+    check_rule(CONV2D, randn(2, 4, 5, 5), randn(3, 4, 1, 1), tolerance=1e-12, **CONV)
+    check_rule(CONV2D, randn(2, 4, 3, 3), randn(3, 4, 3, 3), tolerance=1e-12, **CONV)  # one position: no sum
+
+
+def last_token(x: Tensor, g: Tensor, shape) -> Pair:
+    return Pair(rows(g)[:, :, -1:], rows(x)[:, :, -1:], shape)
+
+
+def averaged(x: Tensor, g: Tensor, shape) -> Pair:
+    return Pair(rows(g) / rows(g).shape[2], rows(x), shape)
+
+
+def one_sample_off(x: Tensor, g: Tensor, shape) -> Pair:
+    return Pair(rows(g), rows(x.roll(1, 0)), shape)
+
+
+def all_samples(x: Tensor, g: Tensor, shape) -> Dense:
+    total = torch.einsum("b...o,b...i->oi", g, x)
+    return Dense(total.expand(x.shape[0], *shape))
+
+
+def transposed(x: Tensor, g: Tensor, shape) -> Pair:
+    return Pair(rows(x), rows(g), shape)
+
+
+def transposed_shape(x: Tensor, g: Tensor, shape) -> Pair:
+    return Pair(rows(x), rows(g), shape[::-1])
+
+
+def negated(x: Tensor, g: Tensor, shape) -> Pair:
+    return Pair(-rows(g), rows(x), shape)
+
+
+def without_batch(x: Tensor, g: Tensor, shape) -> Dense:
+    return Dense(torch.einsum("b...o,b...i->oi", g, x)[None])
+
+
+def not_a_number(x: Tensor, g: Tensor, shape) -> Pair:
+    return Pair(rows(g) * NAN, rows(x), shape)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (last_token, "per-sample gradient differs"),
+        (averaged, "per-sample gradient differs"),
+        (one_sample_off, "per-sample gradient differs"),
+        (all_samples, "per-sample gradient differs"),
+        (transposed, "per-sample gradient differs"),
+        (transposed_shape, "expected shape .*5, 3.*got"),
+        (negated, "per-sample gradient differs"),
+        (without_batch, "expected shape"),
+        (not_a_number, "per-sample gradient differs"),
+    ],
+)
+def test_check_rule_catches_a_wrong_record(record, message):
+    outputs = (
+        5 if record is transposed_shape else 3
+    )  # a square weight hides a transposed shape, not its values
+    with pytest.raises(FdpError, match=f"rule wrong: .*{message}"):
+        check_rule(Rule("wrong", F.linear, record), randn(3, 4, 3, seed=7), randn(outputs, 3))
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda x, w: F.linear(x - x.mean(0), w),
+        lambda x, w: F.linear(x, w) / x.shape[0],
+        lambda x, w: F.linear(x, w).cumsum(0),
+    ],
+)
+def test_check_rule_catches_an_operation_that_mixes_samples(forward):
+    with pytest.raises(FdpError, match="one sample alone differs"):
+        check_rule(Rule("mixing", forward, LINEAR.record), randn(3, 4, 5), randn(2, 5))
+
+
+def test_check_rule_catches_a_wrong_norm_of_a_right_gradient(monkeypatch):
+    x, weight = randn(3, 4, 5), randn(2, 5)
+    for name in ("squared_norm", "gram_squared_norm", "weighted_gradient"):
+        with monkeypatch.context() as patch:
+            right = getattr(rules, name)
+            patch.setattr(rules, name, lambda *args, right=right: right(*args) * 1.01)
+            with pytest.raises(FdpError, match="differs from vmap"):
+                check_rule(LINEAR, x, weight)
+
+
+RECORDS = {
+    "linear": lambda dtype: linear_pair(3, 5, 4, 6, dtype=dtype),
+    "one token": lambda dtype: linear_pair(3, 1, 4, 6, dtype=dtype),
+    "embedding": lambda dtype: embedding_pair(3, 9, 5, 4, dtype=dtype),
+    "groups": lambda dtype: Pair(
+        randn(3, 2, 5, 3, dtype=dtype), randn(3, 2, 5, 4, seed=1, dtype=dtype), (6, 2, 2)
+    ),
+    "dense": lambda dtype: Dense(randn(3, 4, 2, dtype=dtype)),
+    "single": lambda dtype: Dense(randn(3, dtype=dtype)),
+}
+
+
+SINGLE = pytest.param(
+    "single", marks=pytest.mark.xfail(strict=True, reason="flatten(1) of a one-dimensional tensor")
+)
+
+
+@pytest.fixture(params=[*(name for name in RECORDS if name != "single"), SINGLE])
+def record_of(request):
+    return RECORDS[request.param]
+
+
+# float32 and bf16 compared with float64 arithmetic on the same stored numbers; the direct bf16 norm is that of the
+# per-sample gradient as it is stored, rounded to bf16.
+@pytest.mark.parametrize(
+    ("dtype", "exactly", "direct"),
+    [(torch.float64, 1e-14, 1e-14), (torch.float32, 1e-6, 1e-6), (torch.bfloat16, 1e-6, 1e-2)],
+)
+def test_every_form_agrees_with_the_definition(record_of, dtype, exactly, direct):
+    record = record_of(dtype)
+    G = exact(record)
+    square = G.flatten(1).square().sum(1)
+    factors = torch.tensor([0.3, 0.0, 0.9], dtype=torch.float64)
+    assert rules.per_sample_gradient(record).shape == G.shape
+    assert close(rules.per_sample_gradient(record), G, direct)
+    assert close(rules.squared_norm(record), square, direct)
+    assert close(rules.gram_squared_norm(record), square, exactly)
+    expected = torch.einsum(
+        "b,b...->...", factors.to(torch.float32 if dtype != torch.float64 else dtype).double(), G
+    )
+    got = rules.weighted_gradient(record, factors)
+    assert close(got, expected, exactly)
+    assert got.shape == G.shape[1:]
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert got.dtype == rules.squared_norm(record).dtype == rules.gram_squared_norm(record).dtype == wide
+
+
+def poisoned(record: Record, sample: int, value: float) -> Record:
+    def poison(x: Tensor) -> Tensor:
+        x = x.clone()
+        x[sample] = value
+        return x
+
+    if isinstance(record, Dense):
+        return Dense(poison(record.gradient))
+    left = record.left if isinstance(record.left, OneHot) else poison(record.left)
+    return Pair(left, poison(record.right), record.shape)
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF, 3e38])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_sample_whose_factor_is_zero_contributes_exactly_zero(name, dtype, value):
+    record = RECORDS[name](dtype)
+    factors = torch.tensor([0.3, 0.0, 0.9])
+    expected = rules.weighted_gradient(record, factors)
+    assert torch.equal(rules.weighted_gradient(poisoned(record, 1, value), factors), expected)
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_a_bad_sample_has_a_norm_that_is_not_finite_and_leaves_the_others_alone(record_of, value):
+    record = record_of(torch.float32)
+    bad = poisoned(record, 1, value)
+    for norm in (rules.squared_norm, rules.gram_squared_norm):
+        assert not norm(bad)[1].isfinite()
+        assert torch.equal(norm(bad)[[0, 2]], norm(record)[[0, 2]])
+
+
+def test_factors_are_not_rounded_to_the_dtype_of_the_record():
+    factor = 1 - 2.0**-10  # rounds up to 1 in bf16
+    for record in (linear_pair(1, 1, 3, 4, dtype=torch.bfloat16), Dense(randn(1, 5, dtype=torch.bfloat16))):
+        got = rules.weighted_gradient(record, torch.tensor([factor]))
+        assert close(got, factor * exact(record)[0], 1e-6)
+
+
+def test_squares_of_bf16_are_added_up_in_float32():
+    ones = torch.ones(2, 5000, dtype=torch.bfloat16)  # a bf16 sum would stop at 256
+    assert rules.squared_norm(Dense(ones)).tolist() == [5000.0, 5000.0]
+    # one token, so the gradient itself is exact
+    pair = Pair(ones.view(2, 1, 1, -1)[..., :50], ones.view(2, 1, 1, -1)[..., :100], (50, 100))
+    assert rules.squared_norm(pair).tolist() == [5000.0, 5000.0]
+    assert rules.gram_squared_norm(pair).tolist() == [5000.0, 5000.0]
+
+
+def test_the_float32_sum_of_squares_of_many_elements_is_accurate():
+    G = randn(1, 3_000_000, dtype=torch.float32)
+    assert close(rules.squared_norm(Dense(G)), G.double().square().sum(1), 1e-6)
+
+
+def cancelling(tokens: int, *, seed: int, dtype: torch.dtype, spread: float) -> Pair:
+    """Inputs nearly constant over tokens, output gradients that sum to about zero: the Gram terms cancel."""
+    right = randn(2, 1, 1, 24, seed=seed) + spread * randn(2, 1, tokens, 24, seed=seed + 1)
+    left = randn(2, 1, tokens, 16, seed=seed + 2)
+    left = left - left.mean(2, keepdim=True)
+    return Pair(left.to(dtype), right.to(dtype), (16, 24))
+
+
+@pytest.mark.parametrize("tokens", [64, 256])
+@pytest.mark.parametrize("spread", [1e-2, 1e-4])
+@pytest.mark.parametrize("seed", [0, 10, 20])
+def test_the_gram_norm_of_cancelling_float32_data_is_exact(tokens, spread, seed):
+    pair = cancelling(tokens, seed=seed, dtype=torch.float32, spread=spread)
+    square = exact(pair).flatten(1).square().sum(1)
+    torch.testing.assert_close(
+        rules.gram_squared_norm(pair).double().sqrt(), square.sqrt(), rtol=1e-6, atol=0
+    )
+
+
+@pytest.mark.parametrize("seed", [0, 10, 20])
+def test_the_gram_norm_of_cancelling_bf16_data_stays_within_a_thousandth(seed):
+    pair = cancelling(256, seed=seed, dtype=torch.bfloat16, spread=3e-2)
+    square = exact(pair).flatten(1).square().sum(1)
+    torch.testing.assert_close(
+        rules.gram_squared_norm(pair).double().sqrt(), square.sqrt(), rtol=1e-3, atol=0
+    )
+
+
+PAIRS = {
+    "linear x linear, other tokens": lambda: (linear_pair(3, 5, 6, 4), linear_pair(3, 2, 6, 4, seed=5)),
+    "embedding x linear": lambda: (embedding_pair(3, 7, 6, 4), linear_pair(3, 5, 6, 4, seed=5)),
+    "embedding x embedding": lambda: (embedding_pair(3, 7, 6, 4), embedding_pair(3, 5, 6, 4, seed=5)),
+    "dense x linear": lambda: (Dense(randn(3, 6, 4)), linear_pair(3, 5, 6, 4)),
+    "dense x embedding": lambda: (Dense(randn(3, 6, 4)), embedding_pair(3, 5, 6, 4)),
+    "dense x dense": lambda: (Dense(randn(3, 6, 4)), Dense(randn(3, 6, 4, seed=5))),
+    "groups x groups": lambda: (
+        Pair(randn(3, 2, 5, 3), randn(3, 2, 5, 4, seed=1), (6, 4)),
+        Pair(randn(3, 2, 3, 3, seed=2), randn(3, 2, 3, 4, seed=3), (6, 4)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_cross_term_is_the_inner_product_of_two_uses(name):
+    a, b = PAIRS[name]()
+    expected = (exact(a) * exact(b)).flatten(1).sum(1)
+    assert close(rules.cross_term(a, b), expected, 1e-13)
+    assert close(rules.cross_term(b, a), expected, 1e-13)
+    assert expected.abs().min() > 1e-3
+
+
+@given(
+    batch=st.integers(1, 4),
+    tokens=st.integers(1, 9),
+    out=st.integers(1, 7),
+    inputs=st.integers(1, 7),
+    seed=st.integers(0, 1000),
+)
+def test_direct_and_gram_norms_agree_on_every_shape(batch, tokens, out, inputs, seed):
+    for pair in (
+        linear_pair(batch, tokens, out, inputs, seed=seed),
+        embedding_pair(batch, tokens, out, inputs, seed=seed),
+    ):
+        torch.testing.assert_close(
+            rules.gram_squared_norm(pair), rules.squared_norm(pair), rtol=1e-10, atol=1e-12
+        )

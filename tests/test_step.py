@@ -1,0 +1,229 @@
+"""The step as a whole: the limit of plain training, purity, microbatches, methods, compilation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fdp import clipping, keys, tree
+from fdp.mechanism import Mechanism
+from fdp.methods import Method, make_plan
+from fdp.models import GPTConfig, gpt, mlp
+from fdp.optimizers import adamw, sgd
+from fdp.sampling import poisson
+from fdp.step import init_state, make_train_step
+from fdp.types import Batch, FdpError
+
+PRIVATE = [Method.MATERIALIZE, Method.GHOST, Method.GHOST_BK, Method.AUTO]
+GPT = gpt(GPTConfig(layers=2, width=16, heads=2, context=8, vocab_size=13))
+MLP = mlp(widths=(5, 7), classes=3)
+
+
+def tokens(samples: int) -> dict[str, torch.Tensor]:
+    return {"tokens": torch.randint(0, 13, (samples, 9), generator=torch.Generator().manual_seed(0))}
+
+
+def images(samples: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "image": torch.randn(samples, 5, generator=generator),
+        "label": torch.randint(0, 3, (samples,), generator=generator),
+    }
+
+
+def batch_of(data, *, microbatch: int) -> Batch:
+    """Samples in order, padded to whole microbatches with copies of the first one and mask 0."""
+    samples = len(tree.leaves(data)[0])
+    padded = -(-samples // microbatch) * microbatch
+    rows = torch.arange(padded) * (torch.arange(padded) < samples)
+    mask = (torch.arange(padded) < samples).float().view(-1, microbatch)
+    return Batch(tree.map(lambda leaf: leaf[rows].reshape(-1, microbatch, *leaf.shape[1:]), data), mask)
+
+
+def train(
+    model, data, *, method, z=1.0, microbatch=6, style=None, optimizer=None, steps=3, expected=6.0, wrap=None, **options
+):
+    mechanism = Mechanism(poisson(100, expected_batch_size=expected), style or clipping.flat(max_norm=0.5), z)
+    params = model.init(keys.key(0))
+    batch = batch_of(data, microbatch=microbatch)
+    plan = make_plan(model, params, tree.map(lambda leaf: leaf[0], batch.data), method=method)
+    optimizer = optimizer or adamw(1e-2)
+    step = make_train_step(model, optimizer, mechanism=mechanism, plan=plan, **options)
+    step = wrap(step) if wrap else step
+    state = init_state(model, params, optimizer, mechanism)
+    for t in range(steps):
+        state, metrics = step(state, batch, keys.fold_in(keys.key(1), t))
+    return state, metrics
+
+
+def assert_same(a, b, *, rtol=1e-5, atol=1e-6):
+    a, b = tree.flatten(a.params), tree.flatten(b.params)
+    for path, leaf in a.items():
+        torch.testing.assert_close(leaf, b[path], rtol=rtol, atol=atol, msg=lambda m, path=path: f"{path}: {m}")
+
+
+@pytest.mark.parametrize("method", [*PRIVATE, Method.NONE], ids=lambda m: m.value)
+def test_without_clipping_and_noise_it_is_torch_optim_on_the_mean_loss(method):
+    data = tokens(6)
+    style = clipping.flat(max_norm=1e6)
+    state, _ = train(GPT, data, method=method, z=0.0, style=style, optimizer=adamw(1e-2, weight_decay=0.1))
+    params = tree.map(lambda leaf: leaf.requires_grad_(), GPT.init(keys.key(0)))
+    optimizer = torch.optim.AdamW(tree.leaves(params), lr=1e-2, weight_decay=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        GPT.loss(params, data).mean().backward()
+        optimizer.step()
+    # Adam turns a gradient of rounding size into a full step where the true gradient is zero (the key bias).
+    expected = {p: leaf.detach() for p, leaf in tree.flatten(params).items()}
+    for path, leaf in tree.flatten(state.params).items():
+        if "qkv_bias" not in path:
+            torch.testing.assert_close(leaf, expected[path], rtol=1e-4, atol=2e-5, msg=lambda m, path=path: f"{path}: {m}")
+
+
+@pytest.mark.parametrize("style", ["flat", "per-layer", "automatic", "quantile"])
+@pytest.mark.parametrize("method", PRIVATE, ids=lambda m: m.value)
+def test_every_method_takes_the_same_steps(method, style):
+    styles = {
+        "flat": clipping.flat(max_norm=0.5),
+        "per-layer": clipping.per_layer(max_norm=0.5),
+        "automatic": clipping.automatic(max_norm=0.5),
+        "quantile": clipping.quantile(max_norm=0.5, target_quantile=0.5, learning_rate=0.3, count_noise=1.0),
+    }
+    options = {"z": 1.0, "style": styles[style], "optimizer": sgd(0.1)}
+    state, metrics = train(GPT, tokens(6), method=method, **options)
+    truth, expected = train(GPT, tokens(6), method=Method.MATERIALIZE, **options)
+    assert_same(state, truth)
+    torch.testing.assert_close(metrics.norms, expected.norms, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(state.clip, truth.clip)
+    assert bool((metrics.factors < 1).any()), "the bound must clip someone for this test to mean anything"
+
+
+@pytest.mark.parametrize("method", PRIVATE, ids=lambda m: m.value)
+@pytest.mark.parametrize("microbatch", [1, 4])
+def test_the_microbatch_size_changes_nothing_but_rounding(microbatch, method):
+    whole, _ = train(GPT, tokens(6), method=method, microbatch=6, optimizer=sgd(0.1))
+    parts, metrics = train(GPT, tokens(6), method=method, microbatch=microbatch, optimizer=sgd(0.1))
+    assert_same(whole, parts)
+    assert int(metrics.mask.sum()) == 6
+
+
+def test_an_empty_batch_is_a_step_of_pure_noise():
+    mechanism = Mechanism(poisson(100, expected_batch_size=6), clipping.flat(max_norm=0.5), 1.0)
+    params = MLP.init(keys.key(0))
+    data = images(4)
+    plan = make_plan(MLP, params, data)
+    step = make_train_step(MLP, sgd(1.0), mechanism=mechanism, plan=plan)
+    batch = Batch(tree.map(lambda leaf: leaf[None], data), torch.zeros(1, 4))
+    state, _ = step(init_state(MLP, params, sgd(1.0), mechanism), batch, keys.key(3))
+    for path, leaf in tree.flatten(state.params).items():
+        noise = keys.normal(keys.fold_in(keys.key(3), path), tuple(leaf.shape)) * 0.5 / 6
+        torch.testing.assert_close(tree.flatten(params)[path] - leaf, noise)
+
+
+def test_inputs_are_left_as_they_were_and_the_same_inputs_give_the_same_bits():
+    mechanism = Mechanism(poisson(100, expected_batch_size=6), clipping.flat(max_norm=0.5), 1.0)
+    params = GPT.init(keys.key(0))
+    plan = make_plan(GPT, params, tokens(6))
+    optimizer = adamw(1e-2)
+    step = make_train_step(GPT, optimizer, mechanism=mechanism, plan=plan)
+    state = init_state(GPT, params, optimizer, mechanism)
+    batch, key = batch_of(tokens(6), microbatch=6), keys.key(1)
+    copies = tree.map(torch.clone, (state, batch, key))
+    first, _ = step(state, batch, key)
+    second, _ = step(state, batch, key)
+    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(copies), tree.leaves((state, batch, key))))
+    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(first), tree.leaves(second)))
+    assert not torch.equal(tree.leaves(first.params)[0], tree.leaves(state.params)[0])
+
+
+def test_a_donated_state_is_written_in_place_with_the_same_values():
+    kept, _ = train(GPT, tokens(6), method=Method.AUTO)
+    donated, _ = train(GPT, tokens(6), method=Method.AUTO, donate=("state",))
+    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(kept), tree.leaves(donated)))
+    mechanism = Mechanism(poisson(100, expected_batch_size=6), clipping.flat(max_norm=0.5), 1.0)
+    params = MLP.init(keys.key(0))
+    step = make_train_step(
+        MLP, sgd(1.0), mechanism=mechanism, plan=make_plan(MLP, params, images(6)), donate=("state",)
+    )
+    state = init_state(MLP, params, sgd(1.0), mechanism)
+    places = [leaf.data_ptr() for leaf in tree.leaves(state)]
+    after, _ = step(state, batch_of(images(6), microbatch=6), keys.key(0))
+    assert [leaf.data_ptr() for leaf in tree.leaves(after)] == places
+
+
+def test_frozen_leaves_stay_and_are_not_in_the_norm():
+    frozen = GPT._replace(frozen=frozenset(path for path in GPT.leaves if path.startswith(("embed", "blocks.0"))))
+    start = tree.flatten(GPT.init(keys.key(0)))
+    for method in [*PRIVATE, Method.NONE]:
+        z = 0.0 if method is Method.NONE else 1.0
+        state, metrics = train(frozen, tokens(6), method=method, z=z, optimizer=adamw(1e-2, weight_decay=0.5))
+        for path, leaf in tree.flatten(state.params).items():
+            assert torch.equal(leaf, start[path]) == (path in frozen.frozen), path
+        if method is not Method.NONE:
+            _, everything = train(GPT, tokens(6), method=method, steps=1)
+            _, part = train(frozen, tokens(6), method=method, steps=1)
+            assert bool((part.norms < everything.norms).all())
+
+
+@pytest.mark.parametrize("method", [*PRIVATE, Method.NONE], ids=lambda m: m.value)
+def test_the_whole_step_is_one_graph(method):
+    torch._dynamo.reset()
+    z = 0.0 if method is Method.NONE else 1.0
+    model = gpt(GPTConfig(layers=1, width=8, heads=2, context=8, vocab_size=13))
+    eager, _ = train(model, tokens(6), method=method, z=z, microbatch=4, steps=2, optimizer=sgd(0.1))
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def wrap(step):
+        return torch.compile(step, fullgraph=True, dynamic=False, backend=count)
+
+    traced, _ = train(model, tokens(6), method=method, z=z, microbatch=4, steps=2, optimizer=sgd(0.1), wrap=wrap)
+    assert_same(eager, traced)
+    assert len(graphs) == 1, "a new key and a new state must not need a new graph"
+
+
+@pytest.mark.parametrize("method", [Method.AUTO, Method.GHOST], ids=lambda m: m.value)
+def test_compiled_equals_eager(method):
+    torch._dynamo.reset()
+    model = gpt(GPTConfig(layers=1, width=8, heads=2, context=8, vocab_size=13))
+    options = {"method": method, "microbatch": 4, "steps": 2, "optimizer": sgd(0.1)}
+    eager, seen = train(model, tokens(6), **options)
+    compiled, metrics = train(model, tokens(6), compiled=True, **options)
+    assert_same(eager, compiled)
+    torch.testing.assert_close(metrics.norms, seen.norms, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [*PRIVATE, Method.NONE], ids=lambda m: m.value)
+def test_the_whole_step_compiles_to_one_graph_and_equals_eager(method):
+    torch._dynamo.reset()
+    z = 0.0 if method is Method.NONE else 1.0
+    options = {"method": method, "z": z, "microbatch": 4, "steps": 2, "optimizer": adamw(1e-2)}
+
+    def wrap(step):
+        return torch.compile(step, fullgraph=True, dynamic=False)
+
+    assert_same(train(GPT, tokens(6), **options)[0], train(GPT, tokens(6), wrap=wrap, **options)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_mistakes_are_refused():
+    mechanism = Mechanism(poisson(100, expected_batch_size=6), clipping.flat(max_norm=0.5), 1.0)
+    params = MLP.init(keys.key(0))
+    plan = make_plan(MLP, params, images(4))
+    with pytest.raises(FdpError, match="donate"):
+        make_train_step(MLP, sgd(1.0), mechanism=mechanism, plan=plan, donate=("batch",))
+    with pytest.raises(FdpError, match="trainable"):
+        make_train_step(
+            MLP._replace(frozen=frozenset({"head.bias"})), sgd(1.0), mechanism=mechanism, plan=plan
+        )
+    with pytest.raises(FdpError, match="without privacy"):
+        none = make_plan(MLP, params, images(4), method=Method.NONE)
+        make_train_step(MLP, sgd(1.0), mechanism=mechanism, plan=none)
+    step = make_train_step(MLP, sgd(1.0), mechanism=mechanism, plan=plan)
+    with pytest.raises(FdpError, match="expected 4 samples"):
+        step(init_state(MLP, params, sgd(1.0), mechanism), batch_of(images(6), microbatch=6), keys.key(0))
+    with pytest.raises(FdpError, match="floating-point"):
+        init_state(MLP, params | {"head": tree.map(lambda leaf: leaf.long(), params["head"])}, sgd(1.0), mechanism)
