@@ -42,6 +42,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from opacus import PrivacyEngine
 from rich.console import Console
+from rich.status import Status
 from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -172,7 +173,7 @@ ROWS: dict[str, Callable[..., Steps]] = {
 }
 NOT_PRIVATE = ("none", "torch")
 OPACUS = ("opacus_hooks", "opacus_ghost")
-TITLES = {"none": "fdp none (no privacy)", "torch": "torch nn.Module (no privacy)"}
+TITLES = {"none": "fdp none", "torch": "torch nn.Module"}
 TITLES |= {"opacus_hooks": "Opacus hooks", "opacus_ghost": "Opacus ghost"}
 
 
@@ -336,7 +337,7 @@ def worker(row: str, context: int, pipe: Connection) -> None:
     pipe.send(peak_memory() - before)
 
 
-def measure(rows: list[str], context: int, rounds: int, console: Console) -> tuple[list[dict[str, Any]], int]:
+def measure(rows: list[str], context: int, rounds: int, status: Status) -> tuple[list[dict[str, Any]], int]:
     """Time ``rows`` in turn, ``rounds`` times; the result rows and the number of threads each used."""
     spawn = multiprocessing.get_context("spawn")
     pipes, processes, threads = {}, [], 0
@@ -348,7 +349,7 @@ def measure(rows: list[str], context: int, rounds: int, console: Console) -> tup
         threads = pipes[row].recv()
     seconds: dict[str, list[float]] = {row: [] for row in rows}
     for turn in range(WARM_UP + rounds):
-        console.print(f"context {context}, round {turn + 1} of {WARM_UP + rounds}", end="\r")
+        status.update(f"context {context}, round {turn + 1} of {WARM_UP + rounds}")
         for row in rows:
             pipes[row].send(True)
             seconds[row].append(pipes[row].recv())
@@ -381,11 +382,11 @@ def show(
         title=f"One step of gpt-nano (untied head), batch {BATCH_SIZE}, CPU, {threads} threads",
         caption="Median seconds over interleaved rounds, one process per row. Memory: growth of the peak "
         "resident set from before the first step. fdp draws its noise with ChaCha20, Opacus with torch's "
-        "generator. Before timing, losses, norms and update of every row were compared with a loop over "
-        "single samples.",
+        "generator; none and torch train without privacy. Before timing, losses, norms and update of "
+        "every row were compared with a loop over single samples.",
     )
     for column in ("context", "method", "seconds", "(20-80 %)", "memory MiB", "x none", "x best Opacus"):
-        table.add_column(column, justify="left" if column == "method" else "right")
+        table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
     lines = []
     for context in wrong:
         mine = {result["method"]: result for result in results if result["context"] == context}
@@ -425,21 +426,22 @@ def main() -> None:
         "--rounds", type=int, help="timed steps of every row (default: 20 at 128 tokens, else 10)"
     )
     arguments = parser.parse_args()
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 100)
     spawn = multiprocessing.get_context("spawn")
     # This process computes nothing: a child starts with its parent's peak memory as its own.
-    with ProcessPoolExecutor(max_workers=1, mp_context=spawn) as pool:
+    with ProcessPoolExecutor(max_workers=1, mp_context=spawn) as pool, console.status("comparing all rows"):
         wrong = {context: pool.submit(check, context).result() for context in arguments.contexts}
     results, threads = [], 0
-    for context in arguments.contexts:
-        rounds = arguments.rounds or ROUNDS.get(context, 10)
-        found, threads = measure([row for row in ROWS if row not in wrong[context]], context, rounds, console)
-        results += found
+    with console.status("starting") as status:
+        for context in arguments.contexts:
+            rows = [row for row in ROWS if row not in wrong[context]]
+            found, threads = measure(rows, context, arguments.rounds or ROUNDS.get(context, 10), status)
+            results += found
     show(results, wrong, threads, console)
     report = {
         "rows": results,
         "not_timed": {f"{row} at {context}": why for context in wrong for row, why in wrong[context].items()},
-        "versions": {name: version(name) for name in ("torch", "opacus", "numpy", "fdp")}
+        "versions": {name: version(name) for name in ("torch", "opacus", "numpy")}
         | {"python": platform.python_version(), "machine": platform.machine()},
         "command": " ".join(["python", *sys.argv]),
         "torch_threads": threads,

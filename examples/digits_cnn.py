@@ -27,8 +27,8 @@ from fdp.step import init_state, make_train_step
 DELTA = 1e-5
 BATCH_SIZE = 512  # expected, of 1437 images: with little data, large batches spend a budget best
 MICROBATCH_SIZE = 256  # how much is computed at once; changes nothing but memory and speed
-MAX_NORM = 1.0
-LEARNING_RATE, MOMENTUM = 0.5, 0.9
+MAX_NORM = 0.3
+LEARNING_RATE, MOMENTUM = 0.7, 0.9
 
 parser = argparse.ArgumentParser(description="A private convolutional net on the digits, at epsilon 3 and 8.")
 parser.add_argument("--steps", type=int, default=100, help="fewer steps need less noise for the same epsilon")

@@ -27,14 +27,15 @@ from fdp.sampling import poisson, sample_batch
 from fdp.types import ClippedSum
 
 EPSILON, DELTA = 8.0, 1e-6  # what one window of the text may cost, over the whole run
-BATCH_SIZE = 64  # expected samples per step
 MICROBATCH_SIZE = 16  # computed at once; changes nothing but memory and speed
 MAX_NORM = 1.0
 LEARNING_RATE = 2e-3
 
 parser = argparse.ArgumentParser(description="A small private GPT on the standard library.")
 parser.add_argument("--steps", type=int, default=100, help="fewer steps need less noise for the same epsilon")
-steps = parser.parse_args().steps
+parser.add_argument("--batch-size", type=int, default=128, help="samples per step, expected")
+arguments = parser.parse_args()
+steps, batch_size = arguments.steps, arguments.batch_size
 
 # Text. The last thousand windows are held out: not trained on, so not protected, and free to be looked at.
 model = models.build(
@@ -45,7 +46,7 @@ everything = windows.fetch(np.random.default_rng(0).permutation(len(windows)))["
 dataset, held_out = {"tokens": everything[:-1000]}, {"tokens": everything[-1000:][:128]}
 
 # The mechanism: sampling, clipping, noise. The sampler, the step and the accountant read this one object.
-sampling, clip = poisson(len(dataset["tokens"]), expected_batch_size=BATCH_SIZE), flat(max_norm=MAX_NORM)
+sampling, clip = poisson(len(dataset["tokens"]), expected_batch_size=batch_size), flat(max_norm=MAX_NORM)
 z = noise_multiplier_for(sampling, clip, epsilon=EPSILON, delta=DELTA, steps=steps)
 mechanism = Mechanism(sampling, clip, z)
 
@@ -72,7 +73,7 @@ def train_step(params, opt, batch, key):
             value, part.sensitivity
         )  # other samples: one still moves the sum by at most MAX_NORM
     noisy = add_gaussian(total, key=key, noise_multiplier=z)  # once per step, scaled by total.sensitivity
-    mean = scale(noisy, 1 / BATCH_SIZE)  # the expected size, which is public; not how many were drawn
+    mean = scale(noisy, 1 / batch_size)  # the expected size, which is public; not how many were drawn
     updates, opt = optimizer.update(mean, opt, params)
     return apply_updates(params, updates), opt
 
@@ -100,4 +101,4 @@ print(
     f"held-out loss {held_out_loss():.3f} at epsilon {spent:.2f}, delta {DELTA:g} after {steps} steps",
     end=" ",
 )
-print(f"of {BATCH_SIZE} of {sampling.dataset_size} windows (noise multiplier {z:.2f}, fixed seed)")
+print(f"of {batch_size} of {sampling.dataset_size} windows (noise multiplier {z:.2f}, fixed seed)")

@@ -117,13 +117,13 @@ def test_one_subsampled_step_is_the_closed_form():
 
 
 @pytest.mark.parametrize(
-    "built", [GOLDEN, mechanism(0.02, 0.9, count_noise=3.0), mechanism(0.01, 1.0, most=120)]
+    "built", [GOLDEN, mechanism(0.02, 0.9, count_noise=3.0), mechanism(0.01, 2.5, most=120)]
 )
 def test_figures_are_those_of_dp_accounting_on_the_event(built):
     total = event(built, 300)
-    reference = PLDAccountant(accounting.NEIGHBOURS, value_discretization_interval=1e-3).compose(total)
+    reference = PLDAccountant(accounting.NEIGHBOURS, value_discretization_interval=4e-4).compose(total)
     assert epsilon(built, steps=300, delta=1e-6) == pytest.approx(reference.get_epsilon(1e-6), rel=2e-3)
-    assert delta(built, steps=300, epsilon=1.0) == pytest.approx(reference.get_delta(1.0), rel=2e-2)
+    assert delta(built, steps=300, epsilon=0.4) == pytest.approx(reference.get_delta(0.4), rel=2e-2)
     if built.sampling.max_batch_size is None:
         renyi = RdpAccountant(neighboring_relation=accounting.NEIGHBOURS).compose(total)
         assert epsilon(built, steps=300, delta=1e-6, accountant=Accountant.RDP) == renyi.get_epsilon(1e-6)
@@ -198,7 +198,7 @@ def test_truncation_costs_little_when_rare_and_much_when_common():
     assert event(never, 3) == event(mechanism(0.01, 1.0), 3)
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     q=st.floats(1e-3, 0.3),
     z=st.floats(0.7, 6.0),
@@ -230,7 +230,7 @@ def test_pld_is_below_rdp(q, z, steps):
         (0.005, 0.5, 300, Accountant.PLD),
         (0.01, 3.0, 5000, Accountant.PLD),
         (1.0, 1.0, 10, Accountant.PLD),
-        (0.1, 30.0, 500, Accountant.PLD),
+        (0.1, 20.0, 200, Accountant.PLD),
         (0.01, 3.0, 5000, Accountant.RDP),
         (1.0, 1.0, 10, Accountant.RDP),
     ],
@@ -247,10 +247,10 @@ def test_the_noise_for_a_budget_meets_it_closely(q, target, steps, accountant):
 @pytest.mark.parametrize("built", [mechanism(0.01, 1.0, most=120), mechanism(0.02, 1.0, count_noise=2.0)])
 def test_the_noise_for_a_budget_covers_truncation_and_count(built):
     sampling, clip = built.sampling, built.clip
-    z = noise_multiplier_for(sampling, clip, epsilon=2.0, delta=1e-6, steps=300)
-    assert 1.98 <= epsilon(Mechanism(sampling, clip, z), steps=300, delta=1e-6) <= 2.0
+    z = noise_multiplier_for(sampling, clip, epsilon=0.7, delta=1e-6, steps=300)
+    assert 0.693 <= epsilon(Mechanism(sampling, clip, z), steps=300, delta=1e-6) <= 0.7
     plain = sampling._replace(max_batch_size=None)
-    assert z > noise_multiplier_for(plain, FLAT, epsilon=2.0, delta=1e-6, steps=300)
+    assert z > noise_multiplier_for(plain, FLAT, epsilon=0.7, delta=1e-6, steps=300)
 
 
 @pytest.mark.parametrize("accountant", Accountant)

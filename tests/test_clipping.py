@@ -23,7 +23,7 @@ from fdp.types import FdpError, Norms
 INF, NAN = float("inf"), float("nan")
 KEY = keys.key(5)
 
-# Norms and bounds are float32 numbers, as in a step, so that "at most" can be checked without slack in float64.
+# Norms and bounds are float32 numbers, as in a step: "at most" can be checked without slack in float64.
 finite = st.floats(0, 2.0**60, width=32)
 norm_lists = st.lists(finite | st.sampled_from([0.0, NAN, INF, 1e-30, 1e18]), min_size=1, max_size=6)
 bounds = st.floats(2.0**-20, 2.0**20, width=32)
@@ -91,7 +91,7 @@ def of(norms: dict[str, list[float]]) -> Norms:
 
 
 def moved(norms: Norms, clip) -> torch.Tensor:
-    """How far each sample moves the sum: the norm over leaves of factor times gradient; 0 for a factor of 0."""
+    """How far each sample moves the sum: the norm over leaves of factor times gradient."""
     parts = [
         torch.where(clip.factors[p] > 0, clip.factors[p].double().square() * norms.squared[p].double(), 0)
         for p in norms.squared

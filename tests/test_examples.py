@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import runpy
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,25 +22,36 @@ from fdp.step import init_state, make_train_step
 from fdp.types import Tree
 
 ROOT = Path(__file__).parent.parent
-EXAMPLES = ROOT / "examples"
 NUMBERS = {"logistic": r"test accuracy ([\d.]+)", "digits_cnn": r"test accuracy ([\d.]+)"}
 NUMBERS |= {"nano_gpt": r"held-out loss ([\d.]+) at"}
 BUDGETS = {"logistic": [3.0], "digits_cnn": [3.0, 8.0], "nano_gpt": [8.0]}
+TINY = {"logistic": ["--steps", "2"], "digits_cnn": ["--steps", "2"]}
+TINY |= {"nano_gpt": ["--steps", "2", "--batch-size", "24"]}
 
 
-def run(name: str, *arguments: str) -> str:
-    """What the example prints, in a fresh process where every warning is an error."""
-    env = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
-    strict = ["-W", "error", "-W", "ignore:.*torch.jit.*:DeprecationWarning"]
-    command = [sys.executable, *strict, str(EXAMPLES / f"{name}.py"), *arguments]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+class Ran(NamedTuple):
+    """What an example printed, and its variables at the end."""
+
+    shown: str
+    variables: dict[str, Any]
+
+
+@cache
+def tiny(name: str) -> Ran:
+    """The example from top to bottom, in this process, for two steps."""
+    arguments, printed = sys.argv, io.StringIO()
+    sys.argv = [name, *TINY[name]]
+    try:
+        with contextlib.redirect_stdout(printed):
+            variables = runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
+    finally:
+        sys.argv = arguments
+    return Ran(printed.getvalue(), variables)
 
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_it_runs_and_stays_within_its_budget(name: str) -> None:
-    shown = run(name, "--steps", "2")
+    shown = tiny(name).shown
     spent = [float(value) for value in re.findall(r"epsilon ([\d.]+)", shown)]
     assert len(spent) == len(BUDGETS[name])
     assert all(0.9 * budget < value <= budget for value, budget in zip(spent, BUDGETS[name]))
@@ -44,18 +59,16 @@ def test_it_runs_and_stays_within_its_budget(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["logistic", "nano_gpt"])
-def test_the_step_written_out_is_the_composed_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", [name, "--steps", "2"])
-    example = runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
-    model, mechanism, key = example["model"], example["mechanism"], example["key"]
-    train_step = make_train_step(model, example["optimizer"], mechanism=mechanism, plan=example["plan"])
-    state = init_state(model, first_params(name, example), example["optimizer"], mechanism)
+def test_the_step_written_out_is_the_composed_step(name: str) -> None:
+    example = tiny(name).variables
+    model, mechanism, plan, optimizer = (example[part] for part in ("model", "mechanism", "plan", "optimizer"))
+    train_step = make_train_step(model, optimizer, mechanism=mechanism, plan=plan)
+    state = init_state(model, first_params(name, example), optimizer, mechanism)
     samples = example["train"] if name == "logistic" else example["dataset"]
     for step in range(2):
-        step_key = keys.fold_in(key, step)
+        step_key = keys.fold_in(example["key"], step)
         sample_key, noise_key = keys.fold_in(step_key, "sample"), keys.fold_in(step_key, "noise")
-        size = example["plan"].batch_size
-        batch = sample_batch(samples, mechanism.sampling, sample_key, microbatch_size=size)
+        batch = sample_batch(samples, mechanism.sampling, sample_key, microbatch_size=plan.batch_size)
         state, _ = train_step(state, batch, noise_key)
     composed = tree.flatten(state.params)
     for path, leaf in tree.flatten(example["params"]).items():
@@ -65,16 +78,21 @@ def test_the_step_written_out_is_the_composed_step(name: str, monkeypatch: pytes
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NUMBERS)
 def test_the_header_states_the_number_you_see(name: str) -> None:
-    header = (EXAMPLES / f"{name}.py").read_text().split('"""')[1]
-    stated = [float(value) for value in re.findall(NUMBERS[name], header)]
-    shown = [float(value) for value in re.findall(NUMBERS[name], run(name))]
+    script = ROOT / "examples" / f"{name}.py"
+    env = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
+    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    stated, shown = (
+        [float(value) for value in re.findall(NUMBERS[name], text)]
+        for text in (script.read_text().split('"""')[1], done.stdout)
+    )
     assert len(stated) == len(BUDGETS[name])
     # Other processors and thread counts round differently: a few test images, a few hundredths of a nat.
     assert shown == pytest.approx(stated, abs=0.03 if name == "nano_gpt" else 0.012)
 
 
-def first_params(name: str, example: dict[str, object]) -> Tree:
+def first_params(name: str, example: dict[str, Any]) -> Tree:
     """The parameters the example starts from."""
     if name == "logistic":
-        return {path: torch.zeros_like(leaf) for path, leaf in tree.flatten(example["params"]).items()}
-    return example["model"].init(keys.fold_in(example["key"], "init"))  # type: ignore[attr-defined]
+        return tree.map(torch.zeros_like, example["params"])
+    return example["model"].init(keys.fold_in(example["key"], "init"))

@@ -1,4 +1,4 @@
-"""Who may import whom: stages do not know each other, only the step joins them, kernels know nothing of fdp."""
+"""Who may import whom: stages do not know each other, the step joins them, kernels know nothing of fdp."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GROUND = {"per_sample": {"rules", "taps", "methods", "model"}}
 
 
 def imports(path: Path) -> set[str]:
-    """Every module imported anywhere in the file, functions and TYPE_CHECKING included, as absolute dotted names."""
+    """Every module imported anywhere in the file, inside functions too, as absolute dotted names."""
     found: set[str] = set()
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
     for node in ast.walk(ast.parse(path.read_text())):

@@ -6,6 +6,8 @@ import pytest
 import torch
 from conftest import Case, case_named, randn
 
+from torch._subclasses.fake_tensor import FakeTensor
+
 from fdp import ops, tree
 from fdp.methods import Choice, Method, NormBy, Plan, SumBy, explain, make_plan
 from fdp.model import Model, from_loss
@@ -87,9 +89,11 @@ def test_a_loss_that_is_not_a_tensor_is_refused():
         make_plan(model, params, {"x": randn(3, 4)}, dtype=torch.float64)
 
 
-# The table of fdp.methods written out for B samples of T tokens and a square weight, float32: what moves counts 32
-# flops an element, and a Gram matrix of float32 data is made in float64, at twice the price.
 def table(B: int, T: int, n: int) -> dict[NormBy, float]:
+    """The table of fdp.methods for B samples of T tokens and a square float32 weight.
+
+    Moving an element counts 32 flops; a Gram matrix of float32 data is made in float64, at twice the price.
+    """
     W, moved = 2 * B * T * n * n, 32 * B * n * n
     return {
         NormBy.KEEP: W + 2 * moved,
@@ -108,6 +112,18 @@ def test_auto_takes_the_cheapest_row_of_the_table(tokens, width, norm):
     assert choice.norm is norm
     assert choice.flops == costs[norm]
     assert choice.sum is (SumBy.REUSE if norm is NormBy.KEEP else SumBy.PAIR)
+
+
+def test_gram_norms_of_repeated_uses_pay_for_their_cross_terms():
+    params, (B, T, n) = {"w": torch.zeros(8, 8)}, (2, 12, 8)
+
+    def loss(p, d):
+        return ops.linear(ops.linear(ops.linear(d["x"], p["w"]), p["w"]), p["w"]).sum((1, 2))
+
+    plan = make_plan(from_loss(loss, params), params, {"x": torch.zeros(B, T, n)}, method=Method.GHOST_BK)
+    grams, sums = 6 * 2 * (2 * B * T * T * (n + n)), 3 * (2 * B * T * n * n)  # 3 squares and 3 cross terms
+    assert plan.choices["w"].flops == grams + sums
+    assert plan.kept_bytes == 3 * B * T * (n + n) * 4
 
 
 def test_kept_bytes_are_those_of_the_table():
@@ -142,7 +158,7 @@ def test_planning_a_large_model_takes_no_memory(monkeypatch):
 
     def empty(*size, **options):
         out = real(*size, **options)
-        largest.append(0 if type(out) is not torch.Tensor else out.untyped_storage().nbytes())
+        largest.append(0 if isinstance(out, FakeTensor) or out.is_meta else out.untyped_storage().nbytes())
         return out
 
     monkeypatch.setattr(torch, "empty", empty)

@@ -279,7 +279,8 @@ def test_uses_of_a_leaf_that_cancel_do_not_hide_the_norm(plan_name):
     data = {"a": a, "b": a + 30 * randn(4, 8, seed=5).float()}
     moved, norms = one_sample_bound(Case(model, params, data), plan_name)
     expected = (data["a"].double() - data["b"].double()).norm(dim=1)
-    torch.testing.assert_close(norms.double(), expected, rtol=1e-2, atol=0)
+    assert (norms >= expected * (1 - 1e-6)).all()
+    assert (norms <= expected * 1.1).all()
     assert (moved <= 1 + 1e-6).all()
 
 

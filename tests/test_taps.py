@@ -10,7 +10,7 @@ from fdp.methods import Method, make_plan
 from fdp.model import Block, from_loss
 from fdp.rules import per_sample_gradient
 from fdp.taps import EXPANDED, Tape, Use, Watched, batch_size_of, tapped_vjp, trace
-from fdp.types import FdpError
+from fdp.types import FdpError, Tree
 
 x = randn(3, 4)
 ids = torch.tensor([0, 1, 2])
@@ -110,7 +110,8 @@ def test_positions_are_not_taken_for_samples_when_there_are_as_many():
 
 def test_trace_finds_every_use_with_its_shapes(case: Case):
     flat = tree.flatten(case.params)
-    carry, found = (), set()
+    carry: Tree = ()
+    found = set()
     for block in case.model.blocks:
         uses, carry = trace(block, flat, case.model.trainable, carry, case.data)
         found |= {use.path for use in uses}
