@@ -2,7 +2,7 @@
 
     python examples/logistic.py
 
-You should see: test accuracy ACCURACY at epsilon 3, after a few seconds.
+You should see: test accuracy 0.944 at epsilon 3, delta 1e-5, after a few seconds.
 
 This is Algorithm 1 of Abadi et al. 2016 (arXiv 1607.00133); copy it and change a line. The loss can be any
 function of (params, data) that returns one number per sample.
@@ -57,8 +57,8 @@ plan = make_plan(model, params, train.fetch(torch.arange(len(train)).numpy()), m
 optimizer = sgd(LEARNING_RATE)
 opt = optimizer.init(params)
 
-# 4. Train. A fixed seed makes the number above repeatable, and the noise known to whoever reads it. To release a
-#    model, keys.key() takes 256 bits from the operating system.
+# 4. Train. A fixed seed makes the number above repeatable, and the noise known to whoever reads it. To
+#    release a model, keys.key() takes 256 bits from the operating system.
 key = keys.key(0)
 for step in range(steps):
     step_key = keys.fold_in(key, step)

@@ -37,28 +37,25 @@ parser.add_argument("--batch-size", type=int, default=128, help="samples per ste
 arguments = parser.parse_args()
 steps, batch_size = arguments.steps, arguments.batch_size
 
-# Text. The last thousand windows are held out: not trained on, so not protected, and free to be looked at.
-model = models.build(
-    "gpt-nano"
-)  # 4 layers, width 128, bytes, head tied to the embedding: 0.84 million parameters
+# Text as bytes. The last windows are held out: not trained on, so not protected, and free to be looked at.
 windows = load("stdlib", context=128)
 everything = windows.fetch(np.random.default_rng(0).permutation(len(windows)))["tokens"]
-dataset, held_out = {"tokens": everything[:-1000]}, {"tokens": everything[-1000:][:128]}
+dataset, held_out = {"tokens": everything[:-128]}, {"tokens": everything[-128:]}
 
 # The mechanism: sampling, clipping, noise. The sampler, the step and the accountant read this one object.
 sampling, clip = poisson(len(dataset["tokens"]), expected_batch_size=batch_size), flat(max_norm=MAX_NORM)
 z = noise_multiplier_for(sampling, clip, epsilon=EPSILON, delta=DELTA, steps=steps)
 mechanism = Mechanism(sampling, clip, z)
 
-# Parameters by path, {"blocks.0.qkv": tensor, ...}. A fixed seed makes the number above repeatable, and the noise
-# known to whoever reads it. To release a model, keys.key() takes 256 bits from the operating system.
+# 4 layers of width 128, head tied to the embedding; parameters by path, {"blocks.0.qkv": tensor, ...}. A
+# fixed seed makes the number above repeatable, and the noise known to whoever reads it. To release a model,
+# keys.key() takes 256 bits from the operating system.
+model = models.build("gpt-nano")
 key = keys.key(0)
 params = tree.flatten(model.init(keys.fold_in(key, "init")))
 optimizer = adamw(warmup_cosine(LEARNING_RATE, warmup_steps=max(1, steps // 10), steps=steps + 1))
 example = {"tokens": dataset["tokens"][:MICROBATCH_SIZE]}
-plan = make_plan(
-    model, params, example, method=Method.AUTO
-)  # how each norm is computed: print(explain(plan))
+plan = make_plan(model, params, example, method=Method.AUTO)  # fdp.methods.explain(plan) says what it chose
 
 
 def train_step(params, opt, batch, key):
@@ -69,9 +66,8 @@ def train_step(params, opt, batch, key):
         factors = clip_to(norms, max_norm=MAX_NORM).masked(mask)  # padding counts for nothing
         part = clipped_sum(stash, factors)
         value = part.value if value is None else tree.add(value, part.value)
-        total = ClippedSum(
-            value, part.sensitivity
-        )  # other samples: one still moves the sum by at most MAX_NORM
+        # Microbatches hold different samples: one of them moves the whole sum as far as it moves its part.
+        total = ClippedSum(value, part.sensitivity)
     noisy = add_gaussian(total, key=key, noise_multiplier=z)  # once per step, scaled by total.sensitivity
     mean = scale(noisy, 1 / batch_size)  # the expected size, which is public; not how many were drawn
     updates, opt = optimizer.update(mean, opt, params)
@@ -86,19 +82,14 @@ def held_out_loss():
 opt = optimizer.init(params)
 start = time.perf_counter()
 for step in range(steps):
-    if step % 20 == 0:
-        print(
-            f"step {step:3d}   held-out loss {held_out_loss():.3f}   {time.perf_counter() - start:3.0f} s",
-            flush=True,
-        )
+    if step % 10 == 0:
+        seconds = time.perf_counter() - start
+        print(f"step {step:3d}   held-out loss {held_out_loss():.3f}   {seconds:3.0f} s", flush=True)
     step_key = keys.fold_in(key, step)
     sample_key, noise_key = keys.fold_in(step_key, "sample"), keys.fold_in(step_key, "noise")
     batch = sample_batch(dataset, sampling, sample_key, microbatch_size=MICROBATCH_SIZE)
     params, opt = train_step(params, opt, batch, noise_key)
 
 spent = epsilon(mechanism, steps=steps, delta=DELTA)
-print(
-    f"held-out loss {held_out_loss():.3f} at epsilon {spent:.2f}, delta {DELTA:g} after {steps} steps",
-    end=" ",
-)
-print(f"of {batch_size} of {sampling.dataset_size} windows (noise multiplier {z:.2f}, fixed seed)")
+print(f"held-out loss {held_out_loss():.3f} at epsilon {spent:.2f}, delta {DELTA:g}", end=" ")
+print(f"({steps} steps, noise multiplier {z:.2f}, fixed seed)")

@@ -88,9 +88,7 @@ def event(mechanism: Mechanism, steps: int) -> dp_accounting.DpEvent:
     return dp_accounting.SelfComposedDpEvent(step, steps)
 
 
-def epsilon(
-    mechanism: Mechanism, *, steps: int, delta: float, accountant: Accountant = Accountant.PLD
-) -> float:
+def epsilon(mechanism: Mechanism, *, steps: int, delta: float, accountant: Accountant = Accountant.PLD) -> float:
     """The epsilon of ``steps`` steps at ``delta``; ``inf`` without noise, and possibly where it exceeds 700.
 
     Choose ``delta`` well below ``1 / dataset_size``: see :func:`delta_advice`.
@@ -103,9 +101,7 @@ def epsilon(
     return _epsilon(event(mechanism, steps), delta, accountant)
 
 
-def delta(
-    mechanism: Mechanism, *, steps: int, epsilon: float, accountant: Accountant = Accountant.PLD
-) -> float:
+def delta(mechanism: Mechanism, *, steps: int, epsilon: float, accountant: Accountant = Accountant.PLD) -> float:
     """The delta of ``steps`` steps at ``epsilon``, an upper bound; by PLD at least ``SMALLEST_DELTA``."""
     if not epsilon >= 0:
         raise FdpError(f"epsilon: expected a number, 0 or more, got {epsilon}")
@@ -337,9 +333,7 @@ def _bracket(
 
 def _check_delta(delta: float, accountant: Accountant) -> None:
     if not 0 < delta < 1:
-        raise FdpError(
-            f"delta: expected a probability in (0, 1), got {delta}; below 1 / dataset_size is usual"
-        )
+        raise FdpError(f"delta: expected a probability in (0, 1), got {delta}; below 1 / dataset_size is usual")
     if accountant is Accountant.PLD and delta < SMALLEST_DELTA:
         raise FdpError(
             f"delta: expected at least {SMALLEST_DELTA:g} for the PLD accountant, whose arithmetic is not "

@@ -5,7 +5,7 @@ A style says how far one sample can move the sum. Let n_b be the norm of sample 
 - ``flat``       factor ``min(1, C / n_b)``                          (Abadi et al. 2016, arXiv 1607.00133)
 - ``per_layer``  the same in every group of leaves with its own C_k;  total sensitivity ``sqrt(sum_k C_k^2)``
 - ``automatic``  factor ``C / (n_b + gamma)``, no threshold           (Bu et al. 2023, arXiv 2206.07136)
-- ``quantile``   flat, with C following a quantile of the norms by a noised count   (Andrew et al. 2021, arXiv 1905.03871)
+- ``quantile``   flat, with C following a quantile of the norms      (Andrew et al. 2021, arXiv 1905.03871)
 
     >>> clip = clip_to(norms, max_norm=1.0)              # Clip(factors, sensitivity)
     >>> style = per_layer(max_norm=1.0)                  # a style to put into a Mechanism
@@ -76,7 +76,9 @@ def clip_to(norms: Norms, *, max_norm: float | Tensor) -> Clip:
     """
     total = norms.total()
     factors = clip_factors(total, max_norm=max_norm)
-    return Clip(dict.fromkeys(norms.squared, factors), torch.as_tensor(max_norm, dtype=total.dtype, device=total.device))
+    return Clip(
+        dict.fromkeys(norms.squared, factors), torch.as_tensor(max_norm, dtype=total.dtype, device=total.device)
+    )
 
 
 def flat(*, max_norm: float) -> ClipStyle:

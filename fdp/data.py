@@ -111,14 +111,10 @@ def load(
         raise FdpError(f"data: expected {' or '.join(NAMES)}, or a path that exists, got {source!r}.{hint}")
     if source == "digits":
         if context is not None:
-            raise FdpError(
-                "data 'digits' is images: expected a classifier (mlp, logistic, cnn), got a language model"
-            )
+            raise FdpError("data 'digits' is images: expected a classifier (mlp, logistic, cnn), got a language model")
         return digits()[0]
     if context is None:
-        raise FdpError(
-            f"data {source!r} is text: expected a language model, got a classifier; its data is 'digits'"
-        )
+        raise FdpError(f"data {source!r} is text: expected a language model, got a classifier; its data is 'digits'")
     if source == "stdlib":
         return windows(stdlib(), context=context, vocab_size=vocab_size, where="stdlib", token="byte")
     if path.suffix in (".npy", ".bin"):
@@ -132,9 +128,7 @@ def load(
     return windows(tokens, context=context, vocab_size=vocab_size, where=source, token=token)
 
 
-def windows(
-    tokens: np.ndarray, *, context: int, vocab_size: int, where: str, token: str = "token"
-) -> Windows:
+def windows(tokens: np.ndarray, *, context: int, vocab_size: int, where: str, token: str = "token") -> Windows:
     """Check tokens, cut them into windows; ``where`` names the source. A shorter last window is left out."""
     if context < 1:
         raise FdpError(f"context: expected at least 1, got {context}")
@@ -164,9 +158,7 @@ def windows(
 def examples(image: Tensor, label: Tensor, *, where: str) -> Examples:
     """Checked images and labels; ``where`` names the source in errors."""
     if len(image) != len(label) or len(label) == 0:
-        raise FdpError(
-            f"{where}: expected as many labels as images, got {len(image)} images and {len(label)} labels"
-        )
+        raise FdpError(f"{where}: expected as many labels as images, got {len(image)} images and {len(label)} labels")
     bad = ~torch.isfinite(image).flatten(1).all(1)
     if bool(bad.any()):
         raise FdpError(
@@ -184,9 +176,7 @@ def stdlib() -> np.ndarray:
         folders[:] = sorted(name for name in folders if name not in _SKIPPED)
         pieces.extend(Path(folder, name).read_bytes() for name in sorted(names) if name.endswith(".py"))
     if not any(pieces):
-        raise FdpError(
-            f"stdlib: expected Python sources under {root}, got none; give a text file with --data instead"
-        )
+        raise FdpError(f"stdlib: expected Python sources under {root}, got none; give a text file with --data instead")
     return np.frombuffer(b"\n".join(pieces), dtype=np.uint8)
 
 
@@ -227,9 +217,7 @@ def _records(path: Path, field: str) -> Iterator[bytes]:
             try:
                 record = json.loads(line)
             except ValueError as error:
-                raise FdpError(
-                    f"{path}, line {number}: expected a JSON object in UTF-8, got {error}"
-                ) from None
+                raise FdpError(f"{path}, line {number}: expected a JSON object in UTF-8, got {error}") from None
             if not isinstance(record, dict) or not isinstance(record.get(field), str):
                 found = sorted(record) if isinstance(record, dict) else type(record).__name__
                 raise FdpError(
@@ -239,9 +227,7 @@ def _records(path: Path, field: str) -> Iterator[bytes]:
             try:
                 yield record[field].encode()
             except UnicodeEncodeError as error:
-                raise FdpError(
-                    f"{path}, line {number}: expected text, got a lone surrogate: {error}"
-                ) from None
+                raise FdpError(f"{path}, line {number}: expected text, got a lone surrogate: {error}") from None
 
 
 def _read_text(path: Path) -> np.ndarray:
@@ -279,7 +265,5 @@ def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:
     if size == 0:
         raise FdpError(f"{path}: expected text or tokens, got an empty file")
     if size % dtype.itemsize:
-        raise FdpError(
-            f"{path}: expected whole {dtype.name} tokens, got {size} bytes; is it another dtype? Use .npy"
-        )
+        raise FdpError(f"{path}: expected whole {dtype.name} tokens, got {size} bytes; is it another dtype? Use .npy")
     return np.memmap(path, dtype=dtype, mode="r")

@@ -47,9 +47,7 @@ def key(seed: int | None = None) -> Key:
     elif isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0:
         raw = hashlib.sha256(f"fdp.keys.key seed {seed}".encode()).digest()
     else:
-        raise FdpError(
-            f"seed: expected a non-negative int or None, got {seed!r}; pass None for an unpredictable key"
-        )
+        raise FdpError(f"seed: expected a non-negative int or None, got {seed!r}; pass None for an unpredictable key")
     return torch.tensor(_words(raw))
 
 
@@ -78,16 +76,12 @@ def fold_in(key: Key, data: int | str | Int[Tensor, ""]) -> Key:
         nonce = _nonce(key, *_path_words(data))
     elif isinstance(data, Tensor):
         if data.dim() != 0 or data.is_floating_point() or data.is_complex() or data.dtype == torch.bool:
-            raise FdpError(
-                f"fold_in: expected a 0-d integer tensor, got {data.dtype} of shape {tuple(data.shape)}"
-            )
+            raise FdpError(f"fold_in: expected a 0-d integer tensor, got {data.dtype} of shape {tuple(data.shape)}")
         data = data.to(key.device, torch.int64)
         nonce = torch.stack([torch.full_like(data, _FOLD_INT), data & 0xFFFFFFFF, data >> 32 & 0xFFFFFFFF])
     else:
         if data < 0 or data >= 1 << 63:
-            raise FdpError(
-                f"fold_in: expected an int in [0, 2^63), got {data}; fold in a str for anything else"
-            )
+            raise FdpError(f"fold_in: expected an int in [0, 2^63), got {data}; fold in a str for anything else")
         nonce = _nonce(key, _FOLD_INT, data & 0xFFFFFFFF, data >> 32)
     return chacha20.keystream(key, nonce, 0, 1)[:8]
 
@@ -137,9 +131,7 @@ def truncated_normal(
     _check_key(key)
     _check_float(dtype)
     if not (lower < upper and lower < _FAR and upper > -_FAR):
-        raise FdpError(
-            f"truncated_normal: expected lower < upper, and some of it in ±{_FAR}, got [{lower}, {upper}]"
-        )
+        raise FdpError(f"truncated_normal: expected lower < upper, and some of it in ±{_FAR}, got [{lower}, {upper}]")
     return chacha20.normal(key, *_box(shape, window), float(lower), float(upper), dtype)
 
 
@@ -165,27 +157,21 @@ def _box(shape: Sequence[int], window: Window | None) -> tuple[list[int], list[i
     """Shape, starts and lengths, checked."""
     shape = list(shape)
     if math.prod(shape) > _MAX_ELEMENTS:
-        raise FdpError(
-            f"shape {shape}: expected at most 2^35 elements per key (2^32 blocks); split the key instead"
-        )
+        raise FdpError(f"shape {shape}: expected at most 2^35 elements per key (2^32 blocks); split the key instead")
     if window is None:
         return shape, [0] * len(shape), shape
     if len(window) != len(shape):
         raise FdpError(f"window {window}: expected one (start, length) per dim of shape {shape}")
     for dim, ((start, length), extent) in enumerate(zip(window, shape)):
         if start < 0 or length < 0 or start + length > extent:
-            raise FdpError(
-                f"window, dim {dim}: expected a range inside 0..{extent}, got {start}..{start + length}"
-            )
+            raise FdpError(f"window, dim {dim}: expected a range inside 0..{extent}, got {start}..{start + length}")
     return shape, [start for start, _ in window], [length for _, length in window]
 
 
 def _check_key(key: Key) -> None:
     if not isinstance(key, Tensor) or key.dtype != torch.int64 or key.shape != (8,):
         got = f"{key.dtype} of shape {tuple(key.shape)}" if isinstance(key, Tensor) else type(key).__name__
-        raise FdpError(
-            f"key: expected an int64 tensor of shape (8,), got {got}; make one with fdp.keys.key(seed)"
-        )
+        raise FdpError(f"key: expected an int64 tensor of shape (8,), got {got}; make one with fdp.keys.key(seed)")
 
 
 def _check_float(dtype: torch.dtype) -> None:

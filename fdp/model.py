@@ -53,9 +53,7 @@ class Model(NamedTuple):
 
     def init(self, key: Key, *, dtype: torch.dtype = torch.float32) -> Tree:
         """The parameters, each leaf a function of (key, path)."""
-        flat = {
-            path: leaf.init(keys.fold_in(key, path), leaf.shape, dtype=dtype) for path, leaf in self.leaves.items()
-        }
+        flat = {path: leaf.init(keys.fold_in(key, path), leaf.shape, dtype=dtype) for path, leaf in self.leaves.items()}
         return tree.nest(flat)
 
     def loss(self, params: Tree, data: Tree) -> Float[Tensor, " batch"]:

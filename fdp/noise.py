@@ -23,7 +23,9 @@ def add_gaussian(total: ClippedSum, *, key: Key, noise_multiplier: float) -> Fla
       - each element's noise is drawn from (key, path, index), so no two elements or keys share a draw.
     """
     if not isinstance(total, ClippedSum):
-        raise FdpError(f"add_gaussian: expected a ClippedSum, which carries its sensitivity, got {type(total).__name__}")
+        raise FdpError(
+            f"add_gaussian: expected a ClippedSum, which carries its sensitivity, got {type(total).__name__}"
+        )
     if noise_multiplier < 0:
         raise FdpError(f"noise_multiplier: expected a number >= 0, got {noise_multiplier}")
     if noise_multiplier == 0:

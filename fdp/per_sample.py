@@ -1,13 +1,13 @@
 """The block loop: per-sample norms in one backward, and the clipped sum from what it left behind.
 
-    forward    carry_i = block_i(weights_i, carry_{i-1})                          weights gathered block by block
-    backward   (g_{i-1}, records_i) = pull_i(g_i)                                 taps: no weight gradient yet
-    norms      |G_b|^2 per leaf from its records                                  all uses of a tied leaf together
-    sum        sum_b c_b G_b per leaf, block by block                             from kept gradients or kept pairs, or
-                                                                                  by a second backward, as planned
+forward    carry_i = block_i(weights_i, carry_{i-1})                          weights gathered block by block
+backward   (g_{i-1}, records_i) = pull_i(g_i)                                 taps: no weight gradient yet
+norms      |G_b|^2 per leaf from its records                                  all uses of a tied leaf together
+sum        sum_b c_b G_b per leaf, block by block                             from kept gradients or kept pairs, or
+                                                                              by a second backward, as planned
 
-    >>> losses, norms, stash = per_sample_norms(model, params, data, plan=plan)
-    >>> total = clipped_sum(stash, clip_to(norms, max_norm=1.0))                  # ClippedSum(value, sensitivity)
+>>> losses, norms, stash = per_sample_norms(model, params, data, plan=plan)
+>>> total = clipped_sum(stash, clip_to(norms, max_norm=1.0))                  # ClippedSum(value, sensitivity)
 """
 
 from __future__ import annotations

@@ -115,9 +115,7 @@ def prepare(config: RunConfig) -> tuple[Run, TrainState]:
     check_params(model, params)
     example = _move(config.dataset.fetch(np.arange(config.microbatch_size) % size), config.device)
     _check_example(model, params, example, size=config.microbatch_size)
-    audit.check_independent(
-        model, params, _move(config.dataset.fetch(np.arange(min(4, size))), config.device)
-    )
+    audit.check_independent(model, params, _move(config.dataset.fetch(np.arange(min(4, size))), config.device))
     plan = make_plan(
         model,
         params,
@@ -131,9 +129,7 @@ def prepare(config: RunConfig) -> tuple[Run, TrainState]:
     if mechanism.noise_multiplier > 0:
         counts = range(1, config.steps + 1)
         epsilons = accounting.epsilon_curve(mechanism, steps=counts, delta=config.delta)
-    return Run(config, mechanism, step, root, epsilons), init_state(
-        model, params, config.optimizer, mechanism
-    )
+    return Run(config, mechanism, step, root, epsilons), init_state(model, params, config.optimizer, mechanism)
 
 
 def steps(run: Run, state: TrainState) -> Iterator[tuple[TrainState, Record]]:
@@ -151,9 +147,7 @@ def steps(run: Run, state: TrainState) -> Iterator[tuple[TrainState, Record]]:
         start = time.perf_counter()
         step_key = keys.fold_in(every_step, t)
         sample_key = keys.fold_in(step_key, "sample")
-        batch = sample_batch(
-            config.dataset, run.mechanism.sampling, sample_key, microbatch_size=config.microbatch_size
-        )
+        batch = sample_batch(config.dataset, run.mechanism.sampling, sample_key, microbatch_size=config.microbatch_size)
         bound = _bound(run, state)
         noise_key = keys.fold_in(step_key, "noise").to(config.device)
         state, metrics = run.step(state, _move(batch, config.device), noise_key)
@@ -239,9 +233,7 @@ def _check(config: RunConfig) -> None:
     if not 0 < config.delta < 1:
         raise FdpError(f"delta: expected a number in (0, 1), got {config.delta}; below 1 / samples is usual")
     if config.noise_multiplier is not None and not 0 <= config.noise_multiplier < float("inf"):
-        raise FdpError(
-            f"noise multiplier: expected a finite number, 0 or more, got {config.noise_multiplier}"
-        )
+        raise FdpError(f"noise multiplier: expected a finite number, 0 or more, got {config.noise_multiplier}")
     if config.method is Method.NONE and (config.epsilon is not None or config.noise_multiplier):
         raise FdpError("method none trains without privacy: expected no epsilon and no noise; leave them out")
     if config.method is not Method.NONE and (config.epsilon is None) == (config.noise_multiplier is None):

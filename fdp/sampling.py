@@ -67,9 +67,7 @@ def check(sampling: Poisson) -> None:
     if isinstance(expected, bool) or not isinstance(expected, (int, float)) or not math.isfinite(expected):
         raise FdpError(f"expected_batch_size: expected a finite number, got {expected!r}")
     if expected <= 0:
-        raise FdpError(
-            f"expected_batch_size: expected a number above 0, got {expected}; nothing would ever be sampled"
-        )
+        raise FdpError(f"expected_batch_size: expected a number above 0, got {expected}; nothing would ever be sampled")
     if expected > size:
         raise FdpError(
             f"expected_batch_size: expected at most the dataset_size {size}, got {expected}: a batch larger "
@@ -128,9 +126,7 @@ def gather(dataset: Dataset | Tree, index_matrix: Int[Tensor, "microbatches samp
     shape = tuple(index_matrix.shape)
     size = length(dataset)
     if len(flat) and not 0 <= int(flat.min()) <= int(flat.max()) < size:
-        raise FdpError(
-            f"index_matrix: expected indices in [0, {size}), got {int(flat.min())} to {int(flat.max())}"
-        )
+        raise FdpError(f"index_matrix: expected indices in [0, {size}), got {int(flat.min())} to {int(flat.max())}")
     if isinstance(dataset, Dataset):
         rows = dataset.fetch(flat.cpu().numpy())
     else:
@@ -138,9 +134,7 @@ def gather(dataset: Dataset | Tree, index_matrix: Int[Tensor, "microbatches samp
     for path, leaf in tree.flatten(rows).items():
         if not isinstance(leaf, Tensor) or leaf.shape[:1] != flat.shape:
             got = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
-            raise FdpError(
-                f"dataset{_at(path)}: expected fetch to return a tensor of {len(flat)} rows, got {got}"
-            )
+            raise FdpError(f"dataset{_at(path)}: expected fetch to return a tensor of {len(flat)} rows, got {got}")
     return tree.map(lambda leaf: leaf.view(*shape, *leaf.shape[1:]), rows)
 
 

@@ -1,13 +1,13 @@
 """The private step, and nothing but: Algorithm 1 of Abadi et al. 2016 (arXiv 1607.00133) as one pure function.
 
-    sum     S = sum_b min(1, C / |G_b|) G_b                 over all samples of all microbatches
-    noise   S + z C N(0, I)                                 one draw per element, once per step
-    mean    / B                                             the public expected batch size
-    update  params + optimizer(mean)
+sum     S = sum_b min(1, C / |G_b|) G_b                 over all samples of all microbatches
+noise   S + z C N(0, I)                                 one draw per element, once per step
+mean    / B                                             the public expected batch size
+update  params + optimizer(mean)
 
-    >>> step = make_train_step(model, adamw(1e-3), mechanism=mechanism, plan=plan)
-    >>> state = init_state(model, params, optimizer, mechanism)
-    >>> state, metrics = step(state, batch, key)
+>>> step = make_train_step(model, adamw(1e-3), mechanism=mechanism, plan=plan)
+>>> state = init_state(model, params, optimizer, mechanism)
+>>> state, metrics = step(state, batch, key)
 """
 
 from __future__ import annotations

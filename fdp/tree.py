@@ -54,7 +54,7 @@ def map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
 
 
 def nest(flat: Mapping[Path, Any]) -> Tree:
-    """A nested dictionary from ``{path: leaf}``; runs of keys ``0..n-1`` become lists. The inverse of :func:`flatten`."""
+    """A nested dictionary from ``{path: leaf}``; runs of keys ``0..n-1`` become lists; undoes :func:`flatten`."""
     root: dict[str, Any] = {}
     for path, leaf in flat.items():
         *parents, last = path.split(".")

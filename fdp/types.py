@@ -87,7 +87,7 @@ class TrainState(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Microbatches of fixed shape: every data leaf is ``(microbatches, samples, ...)``; mask 1 is a sample, 0 padding."""
+    """Microbatches of fixed shape: data leaves are ``(microbatches, samples, ...)``; mask 1 is a sample, 0 padding."""
 
     data: Tree
     mask: Float[Tensor, "microbatches samples"]

@@ -41,8 +41,7 @@ def random_like(model: Model, *, std: float = 0.5, seed: int = 0) -> Tree:
     """Random values for every leaf, so that no zero bias or unit scale hides a mistake."""
     draw = torch.Generator().manual_seed(seed)
     flat = {
-        path: std * torch.randn(spec.shape, dtype=torch.float64, generator=draw)
-        for path, spec in model.leaves.items()
+        path: std * torch.randn(spec.shape, dtype=torch.float64, generator=draw) for path, spec in model.leaves.items()
     }
     return tree.nest(flat)
 
@@ -63,9 +62,7 @@ def _gpt(tied: bool) -> Case:
 
 
 def _llama(tied: bool) -> Case:
-    config = LlamaConfig(
-        layers=1, width=8, heads=4, key_heads=2, hidden=9, context=5, vocab_size=7, tied=tied
-    )
+    config = LlamaConfig(layers=1, width=8, heads=4, key_heads=2, hidden=9, context=5, vocab_size=7, tied=tied)
     model = llama(config)
     return Case(model, random_like(model), _tokens(5, 7))
 

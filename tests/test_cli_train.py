@@ -47,7 +47,9 @@ def last_json(text: str) -> dict[str, Any]:
 def test_a_run_leaves_its_five_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
     assert train(out, "--json", "--seed", "3") == 0
-    printed = last_json(capsys.readouterr().out)
+    text = capsys.readouterr().out
+    printed = last_json(text)
+    assert display.FIXED_SEED in " ".join(text.split())
     assert {path.name for path in out.iterdir()} == FILES
     summary = json.loads((out / "summary.json").read_text())
     assert printed == summary | {"out": str(out)}
@@ -99,9 +101,11 @@ def test_a_log_gets_plain_lines_and_the_statement_of_what_is_covered(
     assert "samples/s" in flat
 
 
-def test_a_fixed_seed_is_warned_about(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train(tmp_path / "run", "--seed", "1", steps=2) == 0
-    assert display.FIXED_SEED in " ".join(capsys.readouterr().out.split())
+def test_the_epsilon_shown_is_never_below_the_one_spent() -> None:
+    record = runs.Record(1, 1.0, 0.00042, 1.0, 1.0, 1.0, 1.0, 1.0, samples=8, seconds=2.0)
+    assert display.facts([record], total=3) == ["loss 1.0000", "epsilon 0.001", "4.0 samples/s", "0:04 left"]
+    assert display.facts([record._replace(epsilon=7.9931)], total=1)[1] == "epsilon 7.994"
+    assert display.facts([record._replace(epsilon=None)], total=1)[1] == "not private"
 
 
 def test_an_out_that_holds_a_run_is_refused_and_untouched(

@@ -80,9 +80,7 @@ def test_a_bound_that_float32_cannot_hold_is_kept_to_a_rounding():
         assert (clip_factors(norms, max_norm=bound).double() * norms.double() <= bound * (1 + 1e-7)).all()
 
 
-leaf_norms = st.dictionaries(
-    st.sampled_from("abcd"), st.lists(finite, min_size=3, max_size=3), min_size=1, max_size=4
-)
+leaf_norms = st.dictionaries(st.sampled_from("abcd"), st.lists(finite, min_size=3, max_size=3), min_size=1, max_size=4)
 
 
 def of(norms: dict[str, list[float]]) -> Norms:
@@ -106,8 +104,7 @@ STYLES = {
     "per-group": lambda bound, paths: (
         lambda norms: per_group(
             groups={"first": paths[:1]} | ({"rest": paths[1:]} if paths[1:] else {}),
-            max_norms={"first": 0.6 * bound if paths[1:] else bound}
-            | ({"rest": 0.8 * bound} if paths[1:] else {}),
+            max_norms={"first": 0.6 * bound if paths[1:] else bound} | ({"rest": 0.8 * bound} if paths[1:] else {}),
         ).clip(norms, ())
     ),
     "automatic": lambda bound, paths: lambda norms: automatic(max_norm=bound).clip(norms, ()),
@@ -175,12 +172,8 @@ def test_bounds_that_bound_nothing_are_refused(number):
             lambda: per_group(groups={"x": ["a"]}, max_norms={"x": number}),
         ],
         "gamma": [lambda: automatic(max_norm=1.0, gamma=number)],
-        "count_noise": [
-            lambda: quantile(max_norm=1.0, target_quantile=0.5, learning_rate=0.2, count_noise=number)
-        ],
-        "learning_rate": [
-            lambda: quantile(max_norm=1.0, target_quantile=0.5, learning_rate=number, count_noise=1.0)
-        ],
+        "count_noise": [lambda: quantile(max_norm=1.0, target_quantile=0.5, learning_rate=0.2, count_noise=number)],
+        "learning_rate": [lambda: quantile(max_norm=1.0, target_quantile=0.5, learning_rate=number, count_noise=1.0)],
     }
     for name, calls in makers.items():
         for call in calls:
@@ -205,9 +198,7 @@ def test_groups_must_hold_every_leaf_exactly_once():
             style.clip(of({p: [1.0] for p in leaves}), ())
 
 
-@pytest.mark.xfail(
-    strict=True, raises=ValueError, reason="an empty group is found only in the step, by an unpacking"
-)
+@pytest.mark.xfail(strict=True, raises=ValueError, reason="an empty group is found only in the step, by an unpacking")
 def test_an_empty_group_is_refused():
     with pytest.raises(FdpError):
         per_group(groups={"x": ["a"], "y": []}, max_norms={"x": 1.0, "y": 1.0}).clip(of({"a": [1.0]}), ())
@@ -282,9 +273,7 @@ def test_the_next_bound_depends_on_the_data_only_through_the_noised_count():
 
 def test_the_count_is_noised_with_its_stated_deviation():
     style, state = adaptive(noise=3.0), torch.tensor(1.0)
-    bounds_ = torch.stack(
-        [style.update(state, torch.tensor(0.0), keys.fold_in(KEY, i), 10.0) for i in range(400)]
-    )
+    bounds_ = torch.stack([style.update(state, torch.tensor(0.0), keys.fold_in(KEY, i), 10.0) for i in range(400)])
     noise = -bounds_.log() / 0.2 * 10.0
     assert float(noise.std()) == pytest.approx(3.0, rel=0.15)
     assert abs(float(noise.mean())) < 0.6

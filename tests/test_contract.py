@@ -63,7 +63,9 @@ def params_of(model: Model, seed: int = 0) -> Any:
     """Parameters far from their small initial values, so that every leaf has a gradient that matters."""
     key = keys.key(seed)
     flat = tree.flatten(model.init(key))
-    return tree.nest({p: w + 0.5 * keys.normal(keys.fold_in(key, f"test {p}"), tuple(w.shape)) for p, w in flat.items()})
+    return tree.nest(
+        {p: w + 0.5 * keys.normal(keys.fold_in(key, f"test {p}"), tuple(w.shape)) for p, w in flat.items()}
+    )
 
 
 def total_of(model: Model, params: Any, data: Any, mask: torch.Tensor, *, plan: Any, style: Any) -> ClippedSum:
@@ -319,6 +321,8 @@ def test_the_check_notices(mutate, check, monkeypatch):
 @pytest.mark.parametrize("leaf", sorted(language_model(tied=True).leaves))
 def test_the_check_notices_a_leaf_left_out_of_the_norm(leaf, monkeypatch):
     real = fdp.types.Norms.total
-    monkeypatch.setattr("fdp.types.Norms.total", lambda self: real(Norms(self.squared | {leaf: 0 * self.squared[leaf]})))
+    monkeypatch.setattr(
+        "fdp.types.Norms.total", lambda self: real(Norms(self.squared | {leaf: 0 * self.squared[leaf]}))
+    )
     with pytest.raises(AssertionError):
         run_sensitivity_check()

@@ -75,9 +75,7 @@ def test_no_file_is_over_400_lines(path):
 def test_stages_do_not_import_each_other(stage):
     for path in FILES:
         if module_of(path) == stage:
-            assert uses(path) <= {"types", "tree", "keys"} | GROUND.get(stage, set()) | KNOWN.get(
-                stage, set()
-            )
+            assert uses(path) <= {"types", "tree", "keys"} | GROUND.get(stage, set()) | KNOWN.get(stage, set())
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))

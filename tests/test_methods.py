@@ -5,7 +5,6 @@ from functools import cache
 import pytest
 import torch
 from conftest import Case, case_named, randn
-
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fdp import ops, tree
@@ -34,9 +33,7 @@ def plan_named(name: str, method: Method) -> Plan:
 
 @pytest.mark.parametrize("method", [*TRACED, Method.MATERIALIZE])
 def test_every_trainable_leaf_has_a_choice(case_name, case: Case, method):
-    assert (
-        set(plan_named(case_name, method).choices) == case.model.trainable == set(tree.flatten(case.params))
-    )
+    assert set(plan_named(case_name, method).choices) == case.model.trainable == set(tree.flatten(case.params))
 
 
 def test_plain_training_makes_no_choice():
@@ -52,9 +49,7 @@ def test_a_leaf_that_the_loss_never_uses_is_an_error_naming_it(method):
     with pytest.raises(FdpError, match=r"never uses \['layers\.0\.idle'\]; freeze"):
         make_plan(model, params, {"x": randn(3, 4)}, method=method)
     frozen = model._replace(frozen=frozenset({"layers.0.idle"}))
-    assert set(make_plan(frozen, params, {"x": randn(3, 4)}, method=method, dtype=torch.float64).choices) == {
-        "w"
-    }
+    assert set(make_plan(frozen, params, {"x": randn(3, 4)}, method=method, dtype=torch.float64).choices) == {"w"}
 
 
 def unshaped(kind: str) -> tuple[Model, dict, dict]:
@@ -63,16 +58,12 @@ def unshaped(kind: str) -> tuple[Model, dict, dict]:
     return from_loss(lambda p, d: ops.linear(d["x"], p["w"]).sum(over), params), params, data
 
 
-@pytest.mark.parametrize(
-    ("kind", "got"), [("scalar", r"\(\)"), ("tokens", r"\(3, 2\)"), ("other", r"\(2,\)")]
-)
+@pytest.mark.parametrize(("kind", "got"), [("scalar", r"\(\)"), ("tokens", r"\(3, 2\)"), ("other", r"\(2,\)")])
 @pytest.mark.parametrize(
     "method",
     [
         *TRACED,
-        pytest.param(
-            Method.MATERIALIZE, marks=pytest.mark.xfail(strict=True, reason="the loss is not traced")
-        ),
+        pytest.param(Method.MATERIALIZE, marks=pytest.mark.xfail(strict=True, reason="the loss is not traced")),
         pytest.param(Method.NONE, marks=pytest.mark.xfail(strict=True, reason="the loss is not traced")),
     ],
 )

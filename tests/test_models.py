@@ -151,9 +151,7 @@ def test_rotation_turns_pairs_by_position_times_frequency():
     x = randn(6, 8)
     turned = rotate(x, cos, sin)
     angle = torch.arange(6)[:, None] * 100.0 ** (-torch.arange(0, 8, 2) / 8)
-    expected = torch.complex(x[:, :4], x[:, 4:]) * torch.polar(torch.ones_like(angle), angle).to(
-        torch.complex128
-    )
+    expected = torch.complex(x[:, :4], x[:, 4:]) * torch.polar(torch.ones_like(angle), angle).to(torch.complex128)
     torch.testing.assert_close(turned[:, :4], expected.real, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(turned[:, 4:], expected.imag, rtol=1e-6, atol=1e-6)
 
@@ -172,9 +170,7 @@ def test_rotary_scores_depend_on_the_distance_only():
 def test_token_losses_are_the_mean_over_next_tokens():
     scores, tokens = randn(2, 4, 7), torch.tensor([[1, 2, 3, 4, 5], [6, 0, 1, 1, 2]])
     log = scores.log_softmax(-1)
-    expected = torch.stack(
-        [-torch.stack([log[b, t, tokens[b, t + 1]] for t in range(4)]).mean() for b in range(2)]
-    )
+    expected = torch.stack([-torch.stack([log[b, t, tokens[b, t + 1]] for t in range(4)]).mean() for b in range(2)])
     torch.testing.assert_close(token_losses(scores, {"tokens": tokens}), expected)
     assert token_losses(scores.bfloat16(), {"tokens": tokens}).dtype == torch.float32
 

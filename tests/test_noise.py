@@ -17,9 +17,7 @@ def total_of(value, sensitivity: float = 1.0) -> ClippedSum:
 
 @pytest.mark.parametrize(("multiplier", "sensitivity"), [(1.0, 1.0), (0.7, 3.0), (4.0, 0.01)])
 def test_the_noise_has_standard_deviation_multiplier_times_sensitivity(multiplier, sensitivity):
-    noisy = add_gaussian(
-        total_of({"w": torch.zeros(64, 100)}, sensitivity), key=KEY, noise_multiplier=multiplier
-    )
+    noisy = add_gaussian(total_of({"w": torch.zeros(64, 100)}, sensitivity), key=KEY, noise_multiplier=multiplier)
     draws = noisy["w"].flatten().numpy()
     std = multiplier * sensitivity
     assert stats.kstest(draws, stats.norm(0, std).cdf).pvalue > 1e-3
@@ -29,17 +27,13 @@ def test_the_noise_has_standard_deviation_multiplier_times_sensitivity(multiplie
 
 def test_noise_is_added_to_the_value_and_does_not_depend_on_it():
     zero, seven = (
-        add_gaussian(
-            total_of({"w": torch.full((50,), v, dtype=torch.float64)}), key=KEY, noise_multiplier=1.0
-        )["w"]
+        add_gaussian(total_of({"w": torch.full((50,), v, dtype=torch.float64)}), key=KEY, noise_multiplier=1.0)["w"]
         for v in (0.0, 7.0)
     )
     torch.testing.assert_close(seven - 7.0, zero, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "not_a_clipped_sum", [{"w": torch.zeros(3)}, ({"w": torch.zeros(3)}, torch.tensor(1.0)), None]
-)
+@pytest.mark.parametrize("not_a_clipped_sum", [{"w": torch.zeros(3)}, ({"w": torch.zeros(3)}, torch.tensor(1.0)), None])
 def test_nothing_but_a_clipped_sum_is_accepted(not_a_clipped_sum):
     with pytest.raises(FdpError, match="expected a ClippedSum"):
         add_gaussian(not_a_clipped_sum, key=KEY, noise_multiplier=1.0)
@@ -68,9 +62,7 @@ def test_a_zero_multiplier_returns_the_value_bit_for_bit():
 
 def test_no_two_leaves_elements_or_keys_share_a_draw():
     value = {"a": torch.zeros(300), "b": torch.zeros(300), "c.0": torch.zeros(20, 15), "c.1": torch.zeros(7)}
-    noisy = [
-        add_gaussian(total_of(value), key=keys.fold_in(KEY, step), noise_multiplier=1.0) for step in range(2)
-    ]
+    noisy = [add_gaussian(total_of(value), key=keys.fold_in(KEY, step), noise_multiplier=1.0) for step in range(2)]
     draws = torch.cat([leaf.flatten() for leaves in noisy for leaf in leaves.values()])
     assert len(draws.unique()) >= len(draws) - 2  # float32 rounding may make two different draws meet
     a, b = noisy[0]["a"], noisy[0]["b"]

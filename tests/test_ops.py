@@ -80,9 +80,7 @@ def test_attention_is_softmax_of_scores(causal):
     scores = q @ K.mT / 2.0
     if causal:
         scores = scores.masked_fill(torch.ones(5, 5, dtype=torch.bool).triu(1), -torch.inf)
-    torch.testing.assert_close(
-        ops.attention(q, k, v, causal=causal), scores.softmax(-1) @ V, rtol=1e-12, atol=1e-12
-    )
+    torch.testing.assert_close(ops.attention(q, k, v, causal=causal), scores.softmax(-1) @ V, rtol=1e-12, atol=1e-12)
 
 
 def test_a_rule_of_your_own_is_used_like_the_others():
@@ -95,9 +93,7 @@ def test_a_rule_of_your_own_is_used_like_the_others():
     torch.testing.assert_close(norms.squared["w"], expected, rtol=1e-12, atol=0)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="_copies: a weight of the input's own rank is aligned with the samples"
-)
+@pytest.mark.xfail(strict=True, reason="_copies: a weight of the input's own rank is aligned with the samples")
 @pytest.mark.parametrize("shape", [(1, 4), (3, 4), (1, 1, 4)])
 def test_a_parameter_with_as_many_dimensions_as_the_input_is_refused_or_right(shape):
     params, data = {"w": randn(*shape)}, {"x": x[:, 0]}

@@ -66,9 +66,7 @@ def run(name: str, plan_name: str, dtype: torch.dtype = torch.float64):
 def test_norms_and_sums_are_those_of_the_definition(case_name, case: Case, reference: Flat, plan_name, dtype):
     losses, norms, stash = run(case_name, plan_name, dtype)
     tolerance = TOLERANCE[dtype]
-    torch.testing.assert_close(
-        losses.double(), case.model.loss(case.params, case.data), rtol=tolerance, atol=tolerance
-    )
+    torch.testing.assert_close(losses.double(), case.model.loss(case.params, case.data), rtol=tolerance, atol=tolerance)
     assert_trees_close(norms.squared, squares(reference), 10 * tolerance)
     norm = norms.total().median()
     clip = clip_to(norms, max_norm=float(norm))  # one sample below, one at and one above the bound
@@ -86,9 +84,7 @@ STYLES = {
         max_norms={path[:8]: 0.1 * (1 + i % 3) for i, path in enumerate(paths)},
     ),
     "automatic": lambda paths: clipping.automatic(max_norm=0.5),
-    "quantile": lambda paths: clipping.quantile(
-        max_norm=0.5, target_quantile=0.5, learning_rate=0.2, count_noise=1.0
-    ),
+    "quantile": lambda paths: clipping.quantile(max_norm=0.5, target_quantile=0.5, learning_rate=0.2, count_noise=1.0),
 }
 
 
@@ -104,10 +100,7 @@ def test_every_clip_style_works_with_every_method(name, plan_name, style_name):
     assert_trees_close(total.value, weighted(reference, clip.factors), 1e-9)
     # one sample moves the sum by its factors times its true gradient: at most the sensitivity
     for b in range(3):
-        moved = (
-            sum(clip.factors[path][b].square() * square[b] for path, square in squares(reference).items())
-            ** 0.5
-        )
+        moved = sum(clip.factors[path][b].square() * square[b] for path, square in squares(reference).items()) ** 0.5
         assert moved <= total.sensitivity * (1 + 1e-6)
     assert (clip.smallest() < 1).all()
 
@@ -266,9 +259,7 @@ METHODS_ALONE = ["materialize", "ghost", "ghost_bk", "auto"]
     [
         "materialize",
         *(
-            pytest.param(
-                name, marks=pytest.mark.xfail(strict=True, reason="Gram terms are rounded before they cancel")
-            )
+            pytest.param(name, marks=pytest.mark.xfail(strict=True, reason="Gram terms are rounded before they cancel"))
             for name in METHODS_ALONE[1:]
         ),
     ],
@@ -289,9 +280,7 @@ def test_uses_of_a_leaf_that_cancel_do_not_hide_the_norm(plan_name):
     [
         "materialize",
         *(
-            pytest.param(
-                name, marks=pytest.mark.xfail(strict=True, reason="the norm is not that of the rounded sum")
-            )
+            pytest.param(name, marks=pytest.mark.xfail(strict=True, reason="the norm is not that of the rounded sum"))
             for name in ("ghost", "ghost_bk", "auto")
         ),
     ],

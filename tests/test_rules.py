@@ -26,18 +26,12 @@ def ids_of(*shape: int, rows: int, seed: int = 0) -> Tensor:
     return torch.randint(0, rows, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def linear_pair(
-    batch: int, tokens: int, out: int, inputs: int, *, seed: int = 0, dtype=torch.float64
-) -> Pair:
-    left, right = (
-        randn(batch, 1, tokens, n, seed=seed + i, dtype=dtype) for i, n in enumerate((out, inputs))
-    )
+def linear_pair(batch: int, tokens: int, out: int, inputs: int, *, seed: int = 0, dtype=torch.float64) -> Pair:
+    left, right = (randn(batch, 1, tokens, n, seed=seed + i, dtype=dtype) for i, n in enumerate((out, inputs)))
     return Pair(left, right, (out, inputs))
 
 
-def embedding_pair(
-    batch: int, tokens: int, table: int, features: int, *, seed: int = 0, dtype=torch.float64
-) -> Pair:
+def embedding_pair(batch: int, tokens: int, table: int, features: int, *, seed: int = 0, dtype=torch.float64) -> Pair:
     right = randn(batch, 1, tokens, features, seed=seed, dtype=dtype)
     return Pair(OneHot(ids_of(batch, tokens, rows=table, seed=seed)), right, (table, features))
 
@@ -49,9 +43,7 @@ def exact(record: Record) -> Tensor:
     left, right, shape = record
     if isinstance(left, OneHot):
         left = F.one_hot(left.ids, shape[0]).unsqueeze(1)
-    out = sum(
-        a.double().unsqueeze(-1) * b.double().unsqueeze(-2) for a, b in zip(left.unbind(2), right.unbind(2))
-    )
+    out = sum(a.double().unsqueeze(-1) * b.double().unsqueeze(-2) for a, b in zip(left.unbind(2), right.unbind(2)))
     return torch.as_tensor(out).reshape(right.shape[0], *shape)
 
 
@@ -59,9 +51,7 @@ def close(got: Tensor, expected: Tensor, tolerance: float) -> bool:
     return bool((got.double() - expected).abs().max() <= tolerance * expected.abs().max().clamp_min(1e-300))
 
 
-@pytest.mark.parametrize(
-    "shape", [(1, 3), (4, 3), (3, 1, 5), (2, 63, 4), (2, 3, 2, 4), (1, 100, 2), (3, 2, 2, 2, 1)]
-)
+@pytest.mark.parametrize("shape", [(1, 3), (4, 3), (3, 1, 5), (2, 63, 4), (2, 3, 2, 4), (1, 100, 2), (3, 2, 2, 2, 1)])
 @pytest.mark.parametrize("outputs", [1, 7])
 def test_linear_agrees_with_vmap_grad(shape, outputs):
     check_rule(LINEAR, randn(*shape), randn(outputs, shape[-1], seed=1), tolerance=1e-12)
@@ -90,9 +80,7 @@ def test_conv2d_agrees_with_vmap_grad(options):
 
 
 def test_depthwise_and_pointwise_convolutions_agree_with_vmap_grad():
-    check_rule(
-        CONV2D, randn(2, 4, 5, 5), randn(4, 1, 3, 3), tolerance=1e-12, **CONV | {"groups": 4, "padding": 1}
-    )
+    check_rule(CONV2D, randn(2, 4, 5, 5), randn(4, 1, 3, 3), tolerance=1e-12, **CONV | {"groups": 4, "padding": 1})
     check_rule(CONV2D, randn(2, 4, 5, 5), randn(3, 4, 1, 1), tolerance=1e-12, **CONV)
     check_rule(CONV2D, randn(2, 4, 3, 3), randn(3, 4, 3, 3), tolerance=1e-12, **CONV)  # one position: no sum
 
@@ -149,9 +137,7 @@ def not_a_number(x: Tensor, g: Tensor, shape) -> Pair:
     ],
 )
 def test_check_rule_catches_a_wrong_record(record, message):
-    outputs = (
-        5 if record is transposed_shape else 3
-    )  # a square weight hides a transposed shape, not its values
+    outputs = 5 if record is transposed_shape else 3  # a square weight hides a transposed shape, not its values
     with pytest.raises(FdpError, match=f"rule wrong: .*{message}"):
         check_rule(Rule("wrong", F.linear, record), randn(3, 4, 3, seed=7), randn(outputs, 3))
 
@@ -183,17 +169,13 @@ RECORDS = {
     "linear": lambda dtype: linear_pair(3, 5, 4, 6, dtype=dtype),
     "one token": lambda dtype: linear_pair(3, 1, 4, 6, dtype=dtype),
     "embedding": lambda dtype: embedding_pair(3, 9, 5, 4, dtype=dtype),
-    "groups": lambda dtype: Pair(
-        randn(3, 2, 5, 3, dtype=dtype), randn(3, 2, 5, 4, seed=1, dtype=dtype), (6, 2, 2)
-    ),
+    "groups": lambda dtype: Pair(randn(3, 2, 5, 3, dtype=dtype), randn(3, 2, 5, 4, seed=1, dtype=dtype), (6, 2, 2)),
     "dense": lambda dtype: Dense(randn(3, 4, 2, dtype=dtype)),
     "single": lambda dtype: Dense(randn(3, dtype=dtype)),
 }
 
 
-SINGLE = pytest.param(
-    "single", marks=pytest.mark.xfail(strict=True, reason="flatten(1) of a one-dimensional tensor")
-)
+SINGLE = pytest.param("single", marks=pytest.mark.xfail(strict=True, reason="flatten(1) of a one-dimensional tensor"))
 
 
 @pytest.fixture(params=[*(name for name in RECORDS if name != "single"), SINGLE])
@@ -216,9 +198,7 @@ def test_every_form_agrees_with_the_definition(record_of, dtype, exactly, direct
     assert close(rules.per_sample_gradient(record), G, direct)
     assert close(rules.squared_norm(record), square, direct)
     assert close(rules.gram_squared_norm(record), square, exactly)
-    expected = torch.einsum(
-        "b,b...->...", factors.to(torch.float32 if dtype != torch.float64 else dtype).double(), G
-    )
+    expected = torch.einsum("b,b...->...", factors.to(torch.float32 if dtype != torch.float64 else dtype).double(), G)
     got = rules.weighted_gradient(record, factors)
     assert close(got, expected, exactly)
     assert got.shape == G.shape[1:]
@@ -293,18 +273,14 @@ def cancelling(tokens: int, *, seed: int, dtype: torch.dtype, spread: float) -> 
 def test_the_gram_norm_of_cancelling_float32_data_is_exact(tokens, spread, seed):
     pair = cancelling(tokens, seed=seed, dtype=torch.float32, spread=spread)
     square = exact(pair).flatten(1).square().sum(1)
-    torch.testing.assert_close(
-        rules.gram_squared_norm(pair).double().sqrt(), square.sqrt(), rtol=1e-6, atol=0
-    )
+    torch.testing.assert_close(rules.gram_squared_norm(pair).double().sqrt(), square.sqrt(), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("seed", [0, 10, 20])
 def test_the_gram_norm_of_cancelling_bf16_data_stays_within_a_thousandth(seed):
     pair = cancelling(256, seed=seed, dtype=torch.bfloat16, spread=3e-2)
     square = exact(pair).flatten(1).square().sum(1)
-    torch.testing.assert_close(
-        rules.gram_squared_norm(pair).double().sqrt(), square.sqrt(), rtol=1e-3, atol=0
-    )
+    torch.testing.assert_close(rules.gram_squared_norm(pair).double().sqrt(), square.sqrt(), rtol=1e-3, atol=0)
 
 
 PAIRS = {
@@ -342,6 +318,4 @@ def test_direct_and_gram_norms_agree_on_every_shape(batch, tokens, out, inputs, 
         linear_pair(batch, tokens, out, inputs, seed=seed),
         embedding_pair(batch, tokens, out, inputs, seed=seed),
     ):
-        torch.testing.assert_close(
-            rules.gram_squared_norm(pair), rules.squared_norm(pair), rtol=1e-10, atol=1e-12
-        )
+        torch.testing.assert_close(rules.gram_squared_norm(pair), rules.squared_norm(pair), rtol=1e-10, atol=1e-12)

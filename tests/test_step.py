@@ -77,7 +77,9 @@ def test_without_clipping_and_noise_it_is_torch_optim_on_the_mean_loss(method):
     expected = {p: leaf.detach() for p, leaf in tree.flatten(params).items()}
     for path, leaf in tree.flatten(state.params).items():
         if "qkv_bias" not in path:
-            torch.testing.assert_close(leaf, expected[path], rtol=1e-4, atol=2e-5, msg=lambda m, path=path: f"{path}: {m}")
+            torch.testing.assert_close(
+                leaf, expected[path], rtol=1e-4, atol=2e-5, msg=lambda m, path=path: f"{path}: {m}"
+            )
 
 
 @pytest.mark.parametrize("style", ["flat", "per-layer", "automatic", "quantile"])
@@ -206,7 +208,9 @@ def test_the_whole_step_compiles_to_one_graph_and_equals_eager(method):
     def wrap(step):
         return torch.compile(step, fullgraph=True, dynamic=False)
 
-    assert_same(train(GPT, tokens(6), **options)[0], train(GPT, tokens(6), wrap=wrap, **options)[0], rtol=1e-4, atol=1e-5)
+    assert_same(
+        train(GPT, tokens(6), **options)[0], train(GPT, tokens(6), wrap=wrap, **options)[0], rtol=1e-4, atol=1e-5
+    )
 
 
 def test_mistakes_are_refused():
@@ -216,9 +220,7 @@ def test_mistakes_are_refused():
     with pytest.raises(FdpError, match="donate"):
         make_train_step(MLP, sgd(1.0), mechanism=mechanism, plan=plan, donate=("batch",))
     with pytest.raises(FdpError, match="trainable"):
-        make_train_step(
-            MLP._replace(frozen=frozenset({"head.bias"})), sgd(1.0), mechanism=mechanism, plan=plan
-        )
+        make_train_step(MLP._replace(frozen=frozenset({"head.bias"})), sgd(1.0), mechanism=mechanism, plan=plan)
     with pytest.raises(FdpError, match="without privacy"):
         none = make_plan(MLP, params, images(4), method=Method.NONE)
         make_train_step(MLP, sgd(1.0), mechanism=mechanism, plan=none)

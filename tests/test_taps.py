@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from conftest import Case, randn
 
 from fdp import ops, tree
+from fdp.audit import check_norms
 from fdp.methods import Method, make_plan
 from fdp.model import Block, from_loss
 from fdp.rules import per_sample_gradient
@@ -88,15 +89,11 @@ def test_an_escape_inside_a_model_is_caught_when_it_is_traced(name):
 @pytest.mark.parametrize("inputs", [randn(6, 4), randn(4), torch.tensor(1.0)])
 def test_an_input_without_a_leading_sample_dimension_is_refused(inputs):
     leaf = Watched(randn(5, 4), "w", Tape(3, None))
-    with pytest.raises(
-        FdpError, match=r"w: used by linear on an input of shape .* leading sample dimension of 3"
-    ):
+    with pytest.raises(FdpError, match=r"w: used by linear on an input of shape .* leading sample dimension of 3"):
         ops.linear(inputs, leaf)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a dimension that happens to equal the batch size is taken for the samples"
-)
+@pytest.mark.xfail(strict=True, reason="a dimension that happens to equal the batch size is taken for the samples")
 def test_positions_are_not_taken_for_samples_when_there_are_as_many():
     params = {"positions": randn(3, 4)}  # 3 tokens, 3 samples: arange(3) looks like one id per sample
 
@@ -106,6 +103,17 @@ def test_positions_are_not_taken_for_samples_when_there_are_as_many():
     model = from_loss(loss, params)
     with pytest.raises(FdpError, match="sample dimension"):
         make_plan(model, params, {"x": randn(3, 3, 4)}, method=Method.AUTO, dtype=torch.float64)
+
+
+@pytest.mark.xfail(strict=True, reason="the taps of 'w' and of 'w#0' have one name")
+def test_a_leaf_called_like_the_use_of_another_is_refused_or_right():
+    params, data = {"w": randn(5, 4), "w#0": randn(5)}, {"x": x}
+    model = from_loss(lambda p, d: ops.linear(d["x"], p["w"], p["w#0"]).sin().sum(1), params)
+    try:
+        plan = make_plan(model, params, data, method=Method.GHOST_BK, dtype=torch.float64)
+    except FdpError:
+        return
+    check_norms(model, params, data, plan=plan)
 
 
 def test_trace_finds_every_use_with_its_shapes(case: Case):

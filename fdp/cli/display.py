@@ -9,8 +9,10 @@ On a terminal the progress is redrawn in place; anywhere else it is plain lines 
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -37,9 +39,7 @@ NOT_COVERED = (
     "every loss, norm, clipped fraction, sample count and time: metrics.jsonl, report.png, summary.json and "
     "this screen. They are computed on the private data; guard them as you guard the data"
 )
-FIXED_SEED = (
-    "the noise can be repeated, and taken away, by whoever guesses it. For a real release leave --seed out"
-)
+FIXED_SEED = "the noise can be repeated, and taken away, by whoever guesses it. For a real release leave --seed out"
 
 
 def show_header(console: Console, run: Run, state: TrainState, settings: Mapping[str, Any]) -> None:
@@ -80,7 +80,7 @@ def show_header(console: Console, run: Run, state: TrainState, settings: Mapping
             ("unit of privacy", f"{unit}, added or removed{longer}"),
             (
                 "budget",
-                f"epsilon {run.epsilons[-1]:.3f} at delta {config.delta:.3g} after {config.steps} steps",
+                f"epsilon {_spent(run.epsilons[-1])} at delta {config.delta:.3g} after {config.steps} steps",
             ),
         ]
     console.print(_panel("fdp train", rows))
@@ -97,7 +97,7 @@ def show_closing(console: Console, summary: Mapping[str, Any], folder: Path) -> 
     rows = [("loss", f"{first} → {last} in {summary['steps']} steps")]
     if summary["private"]:
         rows += [
-            ("privacy", f"epsilon {summary['epsilon']:.3f} at delta {summary['delta']:.3g}"),
+            ("privacy", f"epsilon {_spent(summary['epsilon'])} at delta {summary['delta']:.3g}"),
             ("covered", COVERED),
             ("not covered", NOT_COVERED),
         ]
@@ -122,9 +122,7 @@ def _lines(
     for state, record in stream:
         recent.append(record)
         if record.step == 1 or record.step % every == 0 or record.step == total:
-            console.print(
-                f"step {record.step:>{len(str(total))}}/{total}  " + "  ".join(_facts(recent, total))
-            )
+            console.print(f"step {record.step:>{len(str(total))}}/{total}  " + "  ".join(facts(recent, total)))
         yield state, record
 
 
@@ -147,19 +145,20 @@ def _live(
             recent.append(record)
             losses += [record.loss] if record.loss is not None else []
             bar.update(task, completed=record.step)
-            line = Text("  ·  ".join(_facts(recent, total)) + "   ") + Text(sparkline(losses), style="cyan")
+            line = Text("  ·  ".join(facts(recent, total)) + "   ") + Text(sparkline(losses), style="cyan")
             live.update(Group(bar, line))
             yield state, record
 
 
-def _facts(recent: deque[Record], total: int) -> list[str]:
+def facts(recent: Sequence[Record], total: int) -> list[str]:
     """Loss, epsilon spent, samples per second and time left."""
     last = recent[-1]
-    seconds = sum(record.seconds for record in recent)
-    rate = sum(record.samples for record in recent) / seconds
-    left = (total - last.step) * seconds / len(recent)
-    spent = "not private" if last.epsilon is None else f"epsilon {last.epsilon:.3f}"
-    return [f"loss {_number(last.loss)}", spent, f"{rate:,.0f} samples/s", f"{_duration(left)} left"]
+    seconds = statistics.median(record.seconds for record in recent)  # the first step may have compiled
+    rate = statistics.mean(record.samples for record in recent) / seconds
+    left = (total - last.step) * seconds
+    spent = "not private" if last.epsilon is None else f"epsilon {_spent(last.epsilon)}"
+    speed = f"{rate:,.0f}" if rate >= 10 else f"{rate:.1f}"
+    return [f"loss {_number(last.loss)}", spent, f"{speed} samples/s", f"{_duration(left)} left"]
 
 
 def sparkline(values: list[float], width: int = 24) -> str:
@@ -181,6 +180,11 @@ def _panel(title: str, rows: list[tuple[str, str]]) -> Panel:
     for name, value in rows:
         table.add_row(name, Text(value))
     return Panel(table, title=title, title_align="left", border_style="cyan", expand=False)
+
+
+def _spent(epsilon: float) -> str:
+    """Three decimals, rounded up: what is shown is never below what was spent."""
+    return f"{math.ceil(epsilon * 1000) / 1000:.3f}"
 
 
 def _number(value: float | None) -> str:

@@ -36,15 +36,9 @@ def epsilon_command(
     steps: Annotated[int, Option(help="Steps.")],
     noise_multiplier: Annotated[float | None, Option(help="Noise as a multiple of C: gives epsilon.")] = None,
     epsilon: Annotated[float | None, Option(help="Budget: gives the noise multiplier.")] = None,
-    accountant: Annotated[
-        AccountantName, Option(help="Whose epsilon counts; both are shown.")
-    ] = AccountantName.pld,
-    max_batch_size: Annotated[
-        int | None, Option(help="Truncate larger draws to this many samples; PLD only.")
-    ] = None,
-    count_noise: Annotated[
-        float | None, Option(help="Quantile clipping: the noise on its count, in samples.")
-    ] = None,
+    accountant: Annotated[AccountantName, Option(help="Whose epsilon counts; both are shown.")] = AccountantName.pld,
+    max_batch_size: Annotated[int | None, Option(help="Truncate larger draws to this many samples; PLD only.")] = None,
+    count_noise: Annotated[float | None, Option(help="Quantile clipping: the noise on its count, in samples.")] = None,
     plot: Annotated[Path | None, Option(help="Draw epsilon against steps into this .png file.")] = None,
     as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object, last.")] = False,
 ) -> None:
@@ -58,9 +52,7 @@ def epsilon_command(
 
     if (noise_multiplier is None) == (epsilon is None):
         got = "neither" if epsilon is None else "both"
-        raise FdpError(
-            f"expected exactly one of --noise-multiplier and --epsilon, got {got}; the other is computed"
-        )
+        raise FdpError(f"expected exactly one of --noise-multiplier and --epsilon, got {got}; the other is computed")
     if plot is not None and (plot.suffix != ".png" or not plot.parent.is_dir()):
         raise FdpError(f"--plot: expected a .png file in a folder that exists, got {plot}")
     used = accounting.Accountant(accountant.value)
@@ -78,13 +70,9 @@ def epsilon_command(
     pld, rdp = ({t: _bound(mechanism, t, delta, name) for t in counts} for name in AccountantName)
 
     console = Console(highlight=False)
-    console.print(
-        _table(pld, rdp, title=f"epsilon at delta {delta:g}, noise multiplier {noise_multiplier:.5g}")
-    )
+    console.print(_table(pld, rdp, title=f"epsilon at delta {delta:g}, noise multiplier {noise_multiplier:.5g}"))
     answer = f"noise multiplier {noise_multiplier:.5g}: epsilon {spent:.4g}"
-    console.print(
-        f"{answer} at delta {delta:g} after {steps} steps at rate {sampling.rate:.4g} ({used.name})"
-    )
+    console.print(f"{answer} at delta {delta:g} after {steps} steps at rate {sampling.rate:.4g} ({used.name})")
     if advice := accounting.delta_advice(dataset_size, delta):
         console.print(f"[yellow]{advice}[/]")
     if plot is not None:
@@ -117,9 +105,7 @@ def _bound(mechanism: Mechanism, steps: int, delta: float, name: AccountantName)
     pld = name is AccountantName.pld
     if delta < accounting.SMALLEST_DELTA if pld else mechanism.sampling.max_batch_size is not None:
         return None
-    return accounting.epsilon(
-        mechanism, steps=steps, delta=delta, accountant=accounting.Accountant(name.value)
-    )
+    return accounting.epsilon(mechanism, steps=steps, delta=delta, accountant=accounting.Accountant(name.value))
 
 
 def _table(pld: dict[int, float | None], rdp: dict[int, float | None], *, title: str) -> Table:
@@ -144,14 +130,10 @@ def _draw(path: Path, mechanism: Mechanism, *, steps: int, delta: float) -> None
     for name in AccountantName:
         if _bound(mechanism, 1, delta, name) not in (None, math.inf):
             used = accounting.Accountant(name.value)
-            curve = accounting.epsilon_curve(
-                mechanism, steps=counts, delta=delta, accountant=used, tolerance=0
-            )
+            curve = accounting.epsilon_curve(mechanism, steps=counts, delta=delta, accountant=used, tolerance=0)
             axes.plot(counts, curve, label=used.name)
     axes.set(xlabel="steps", ylabel=f"epsilon at delta {delta:g}", xlim=(0, steps), ylim=(0, None))
-    axes.set_title(
-        f"noise multiplier {mechanism.noise_multiplier:.4g}, sampling rate {mechanism.sampling.rate:.3g}"
-    )
+    axes.set_title(f"noise multiplier {mechanism.noise_multiplier:.4g}, sampling rate {mechanism.sampling.rate:.3g}")
     axes.grid(alpha=0.3)
     if axes.lines:
         axes.legend()

@@ -76,9 +76,7 @@ def write_config(folder: Path, settings: Mapping[str, Any], run: Run) -> None:
     )
 
 
-def write_metrics(
-    stream: Iterable[tuple[TrainState, Record]], folder: Path
-) -> Iterator[tuple[TrainState, Record]]:
+def write_metrics(stream: Iterable[tuple[TrainState, Record]], folder: Path) -> Iterator[tuple[TrainState, Record]]:
     """The same stream, each record also a line of ``metrics.jsonl``, on disk before the next step begins."""
     with (folder / "metrics.jsonl").open("x") as lines:
         for state, record in stream:
@@ -121,9 +119,7 @@ def write_report(folder: Path, run: Run, records: Sequence[Record], *, title: st
     loss.set_title("loss per sample")
 
     if run.epsilons is None:
-        epsilon.text(
-            0.5, 0.5, "not private", ha="center", va="center", transform=epsilon.transAxes, color=QUIET
-        )
+        epsilon.text(0.5, 0.5, "not private", ha="center", va="center", transform=epsilon.transAxes, color=QUIET)
     else:
         epsilon.plot(steps, series("epsilon"), color=MIDDLE, linewidth=2)
         epsilon.set_ylim(bottom=0)
@@ -144,9 +140,7 @@ def write_report(folder: Path, run: Run, records: Sequence[Record], *, title: st
         axes.grid(alpha=0.2)
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=12)
-    figure.supxlabel(
-        "losses and norms are computed on private data: the budget covers the parameters only", fontsize=8
-    )
+    figure.supxlabel("losses and norms are computed on private data: the budget covers the parameters only", fontsize=8)
     with (folder / "report.png").open("xb") as file:
         FigureCanvasAgg(figure).print_png(file)
 

@@ -26,9 +26,7 @@ WHAT, PRIVACY, TRAINING, HOW = "What to train", "Privacy", "Training", "How to r
 
 
 def train_command(
-    model: Annotated[
-        str, Option(help="A preset, such as gpt-nano or mlp.", rich_help_panel=WHAT)
-    ] = "gpt-nano",
+    model: Annotated[str, Option(help="A preset, such as gpt-nano or mlp.", rich_help_panel=WHAT)] = "gpt-nano",
     data: Annotated[
         str,
         Option(
@@ -36,9 +34,7 @@ def train_command(
             rich_help_panel=WHAT,
         ),
     ] = "stdlib",
-    field: Annotated[
-        str, Option(help="The field of a .jsonl record that is read.", rich_help_panel=WHAT)
-    ] = "text",
+    field: Annotated[str, Option(help="The field of a .jsonl record that is read.", rich_help_panel=WHAT)] = "text",
     context: Annotated[
         int | None,
         Option(help="Tokens a language model sees; default: the model's own.", rich_help_panel=WHAT),
@@ -53,9 +49,7 @@ def train_command(
     delta: Annotated[
         float | None, Option(help="Default: min(1e-6, N^-1.1) of N samples.", rich_help_panel=PRIVACY)
     ] = None,
-    clip: Annotated[
-        str, Option(help="flat, per-layer, automatic or quantile.", rich_help_panel=PRIVACY)
-    ] = "flat",
+    clip: Annotated[str, Option(help="flat, per-layer, automatic or quantile.", rich_help_panel=PRIVACY)] = "flat",
     max_norm: Annotated[
         float, Option(help="C: the most one sample can add to the sum.", rich_help_panel=PRIVACY)
     ] = 1.0,
@@ -66,17 +60,13 @@ def train_command(
             rich_help_panel=PRIVACY,
         ),
     ] = "auto",
-    batch_size: Annotated[
-        int, Option(help="Expected samples per step (Poisson).", rich_help_panel=TRAINING)
-    ] = 256,
-    steps: Annotated[int, Option(help="Steps.", rich_help_panel=TRAINING)] = 300,
-    lr: Annotated[float, Option(help="Peak learning rate.", rich_help_panel=TRAINING)] = 2e-3,
-    optimizer: Annotated[
-        str, Option(help="adamw, adam, sgd, lamb or adafactor.", rich_help_panel=TRAINING)
-    ] = "adamw",
+    batch_size: Annotated[int, Option(help="Expected samples per step (Poisson).", rich_help_panel=TRAINING)] = 64,
+    steps: Annotated[int, Option(help="Steps.", rich_help_panel=TRAINING)] = 60,
+    lr: Annotated[float, Option(help="Peak learning rate.", rich_help_panel=TRAINING)] = 3e-3,
+    optimizer: Annotated[str, Option(help="adamw, adam, sgd, lamb or adafactor.", rich_help_panel=TRAINING)] = "adamw",
     weight_decay: Annotated[float, Option(help="Weight decay.", rich_help_panel=TRAINING)] = 0.0,
     schedule: Annotated[str, Option(help="constant or cosine.", rich_help_panel=TRAINING)] = "cosine",
-    warmup: Annotated[int, Option(help="Steps of linear warm-up.", rich_help_panel=TRAINING)] = 10,
+    warmup: Annotated[int, Option(help="Steps of linear warm-up.", rich_help_panel=TRAINING)] = 5,
     seed: Annotated[
         int | None,
         Option(
@@ -86,7 +76,7 @@ def train_command(
     ] = None,
     microbatch: Annotated[
         int, Option(help="Samples computed at once; changes speed and memory only.", rich_help_panel=HOW)
-    ] = 64,
+    ] = 32,
     dtype: Annotated[str, Option(help="float32 or bfloat16.", rich_help_panel=HOW)] = "float32",
     compile: Annotated[
         str, Option(help="none, or step: the whole step as one torch.compile graph.", rich_help_panel=HOW)
@@ -182,9 +172,7 @@ def configure(settings: Mapping[str, Any]) -> RunConfig:
         {
             "adamw": lambda rate: optimizers.adamw(rate, weight_decay=decay),
             # as in torch.optim, Adam's decay is L2 regularisation: before the moments
-            "adam": lambda rate: optimizers.chain(
-                optimizers.add_decayed_weights(decay), optimizers.adam(rate)
-            ),
+            "adam": lambda rate: optimizers.chain(optimizers.add_decayed_weights(decay), optimizers.adam(rate)),
             "sgd": lambda rate: optimizers.sgd(rate, weight_decay=decay),
             "lamb": lambda rate: optimizers.lamb(rate, weight_decay=decay),
             "adafactor": lambda rate: optimizers.adafactor(rate, weight_decay=decay),
@@ -211,9 +199,7 @@ def configure(settings: Mapping[str, Any]) -> RunConfig:
 
     model = models.build(name, context=settings["context"])
     vocab_size = data.BYTES if model.vocab_size is None else model.vocab_size
-    dataset = data.load(
-        settings["data"], context=model.context, field=settings["field"], vocab_size=vocab_size
-    )
+    dataset = data.load(settings["data"], context=model.context, field=settings["field"], vocab_size=vocab_size)
     return RunConfig(
         model=model,
         dataset=dataset,

@@ -1,6 +1,6 @@
 """Models as stacks of blocks, and the named presets of the command line.
 
-    >>> model = build("gpt-nano", context=128)
+>>> model = build("gpt-nano", context=128)
 """
 
 from __future__ import annotations

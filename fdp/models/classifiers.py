@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 
 import torch.nn.functional as F
 from jaxtyping import Float
@@ -30,7 +31,7 @@ def mlp(*, widths: Sequence[int], classes: int, name: str = "mlp") -> Model:
     """``widths[0]`` inputs, a tanh layer for every further width, then a linear head."""
     leaves: dict[Path, LeafSpec] = {}
     blocks = []
-    for i, (inputs, outputs) in enumerate(zip(widths, widths[1:])):
+    for i, (inputs, outputs) in enumerate(pairwise(widths)):
         leaves |= _dense_leaves(f"layers.{i}", inputs, outputs)
         paths = {"weight": f"layers.{i}.weight", "bias": f"layers.{i}.bias"}
         blocks.append(Block(f"layers.{i}", paths, _tanh_layer))
@@ -40,9 +41,9 @@ def mlp(*, widths: Sequence[int], classes: int, name: str = "mlp") -> Model:
 
 
 def cnn(*, channels: Sequence[int], side: int, classes: int, inputs: int = 1, name: str = "cnn") -> Model:
-    """3x3 convolutions with tanh, each but the first halving the side (tanh: bounded, good under clipping), linear head.
+    """3x3 convolutions with tanh, each but the first halving the side, then a linear head.
 
-    Papernot et al. 2021, arXiv 2007.14191, on tempered activations for private training.
+    Bounded activations do well under clipping: Papernot et al. 2021, arXiv 2007.14191.
     """
     leaves: dict[Path, LeafSpec] = {}
     blocks = []

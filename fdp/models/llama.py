@@ -79,7 +79,9 @@ def _embed(p: Tree, carry: Tree, data: Tree) -> Float[Tensor, "batch tokens widt
 def _layer(p: Tree, h: Tensor, data: Tree, *, config: LlamaConfig) -> Float[Tensor, "batch tokens width"]:
     B, T, D = h.shape
     n = ops.rms_norm(h, p["norm1"])
-    q, k, v = (ops.linear(n, p[w]).reshape(B, T, -1, D // config.heads).transpose(1, 2) for w in ("query", "key", "value"))
+    q, k, v = (
+        ops.linear(n, p[w]).reshape(B, T, -1, D // config.heads).transpose(1, 2) for w in ("query", "key", "value")
+    )
     cos, sin = rotary(T, D // config.heads, base=config.rope_base, like=h)
     mixed = ops.attention(rotate(q, cos, sin), rotate(k, cos, sin), v).transpose(1, 2).reshape(B, T, -1)
     h = h + ops.linear(mixed, p["out"])

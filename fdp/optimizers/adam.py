@@ -63,9 +63,7 @@ def scale_by_adam(
             )
 
     def init(params: Tree) -> AdamState:
-        return AdamState(
-            zero_step(params), tree.map(torch.zeros_like, params), tree.map(torch.zeros_like, params)
-        )
+        return AdamState(zero_step(params), tree.map(torch.zeros_like, params), tree.map(torch.zeros_like, params))
 
     def update(grads: Tree, state: AdamState, params: Tree) -> tuple[Tree, AdamState]:
         step = state.step + 1
@@ -123,9 +121,7 @@ def adamw(
 ) -> Optimizer:
     """Adam with decoupled weight decay: ``p <- p - lr (u_t + weight_decay p)``, decay where ``mask`` says."""
     direction = scale_by_adam(b1=b1, b2=b2, eps=eps, noise_std=noise_std, eps_root=eps_root)
-    return chain(
-        direction, add_decayed_weights(weight_decay, mask=mask), scale_by_learning_rate(learning_rate)
-    )
+    return chain(direction, add_decayed_weights(weight_decay, mask=mask), scale_by_learning_rate(learning_rate))
 
 
 def _unbias(decay: float, step: Int[Tensor, ""]) -> Float[Tensor, ""]:

@@ -54,9 +54,7 @@ def chain(*parts: Optimizer) -> Optimizer:
 
     def update(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
         if len(state) != len(parts):
-            raise FdpError(
-                f"state: expected that of a chain of {len(parts)}, got {len(state)} states; call init"
-            )
+            raise FdpError(f"state: expected that of a chain of {len(parts)}, got {len(state)} states; call init")
         precise = tree.map(_precise, params)
         updates = checks.pairwise("grads", lambda p, g: cast(g, p.dtype), precise, grads)
         states = []

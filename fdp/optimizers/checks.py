@@ -54,9 +54,7 @@ def floating(params: Tree) -> None:
 def pairwise(name: str, fn: Callable[[Any, Any], Any], params: Tree, other: Tree) -> Tree:
     """``fn(param, leaf)`` per leaf; ``other`` must have the structure and the shapes of ``params``."""
     try:
-        same = all(
-            tree.leaves(tree.map(lambda p, leaf: p.shape == getattr(leaf, "shape", None), params, other))
-        )
+        same = all(tree.leaves(tree.map(lambda p, leaf: p.shape == getattr(leaf, "shape", None), params, other)))
     except ValueError:
         same = False
     if not same:

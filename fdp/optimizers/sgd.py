@@ -53,9 +53,7 @@ def sgd(
     checks.decay_rate("momentum", momentum)
     checks.nonnegative("weight_decay", weight_decay)
     if nesterov and momentum == 0:
-        raise FdpError(
-            "nesterov: expected momentum > 0 with it, got momentum 0; give momentum or leave nesterov out"
-        )
+        raise FdpError("nesterov: expected momentum > 0 with it, got momentum 0; give momentum or leave nesterov out")
     parts = [add_decayed_weights(weight_decay)] if weight_decay else []
     parts += [trace(momentum, nesterov=nesterov)] if momentum else []
     return chain(*parts, scale_by_learning_rate(learning_rate))

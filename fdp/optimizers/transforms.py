@@ -56,9 +56,7 @@ def scale_by_learning_rate(learning_rate: float | Schedule) -> Optimizer:
     return scale(-learning_rate)
 
 
-def add_decayed_weights(
-    weight_decay: float | Schedule, *, mask: Callable[[Tree], Tree] | None = None
-) -> Optimizer:
+def add_decayed_weights(weight_decay: float | Schedule, *, mask: Callable[[Tree], Tree] | None = None) -> Optimizer:
     """``u = g + weight_decay p``.
 
     Before the moments it is L2 regularisation; after them, decoupled weight decay (Loshchilov & Hutter, arXiv
