@@ -29,11 +29,11 @@ from fdp.types import ClippedSum
 EPSILON, DELTA = 8.0, 1e-6  # what one window of the text may cost, over the whole run
 MICROBATCH_SIZE = 16  # computed at once; changes nothing but memory and speed
 MAX_NORM = 1.0
-LEARNING_RATE = 2e-3
+LEARNING_RATE = 4e-3
 
 parser = argparse.ArgumentParser(description="A small private GPT on the standard library.")
-parser.add_argument("--steps", type=int, default=100, help="fewer steps need less noise for the same epsilon")
-parser.add_argument("--batch-size", type=int, default=128, help="samples per step, expected")
+parser.add_argument("--steps", type=int, default=40, help="fewer steps need less noise for the same epsilon")
+parser.add_argument("--batch-size", type=int, default=64, help="samples per step, expected")
 arguments = parser.parse_args()
 steps, batch_size = arguments.steps, arguments.batch_size
 

@@ -33,6 +33,7 @@ from fdp.rules import (
 )
 from fdp.taps import batch_size_of, tapped_vjp
 from fdp.types import Clip, ClippedSum, FdpError, Flat, Norms, Path, Tree
+from fdp.vjp import vjp
 
 
 class Stash(NamedTuple):
@@ -146,8 +147,8 @@ def _vmapped_vjp(block: Block, weights: Flat, carry: Tree, data: Tree, trainable
         out = block.apply(tree.select(trained | rest, block.params), *one)
         return tree.map(lambda leaf: leaf.squeeze(0), out)
 
-    def pull_one(carry: Tree, data: Tree, gradient: Tree) -> tuple[Flat, Tree]:
-        _, pull = torch.func.vjp(lambda w, c: alone(w, c, data), trained, carry)
+    def pull_one(carry: Tree, data: Tree, gradient: Tree) -> tuple[Tree, ...]:
+        _, pull, _ = vjp(lambda w, c: (alone(w, c, data), ()), trained, carry)
         return pull(gradient)
 
     with torch.no_grad():
@@ -165,16 +166,11 @@ def _plain_vjp(block: Block, weights: Flat, carry: Tree, data: Tree, trainable: 
     trained = {path: w for path, w in weights.items() if path in trainable}
     rest = {path: w for path, w in weights.items() if path not in trainable}
 
-    def run(trained: Flat, carry: Tree) -> Tree:
-        return block.apply(tree.select(trained | rest, block.params), carry, data)
+    def run(trained: Flat, carry: Tree) -> tuple[Tree, tuple[()]]:
+        return block.apply(tree.select(trained | rest, block.params), carry, data), ()
 
-    out, pull = torch.func.vjp(run, trained, carry)
-
-    def pull_plain(gradient: Tree) -> tuple[Flat, Tree]:
-        with torch.no_grad():
-            return pull(gradient)
-
-    return out, pull_plain
+    out, pull, _ = vjp(run, trained, carry)
+    return out, pull
 
 
 def _second_backward(stash: Stash, clip: Clip) -> Flat:

@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fdp import tree
 from fdp.rules import Dense, Record, Rule
 from fdp.types import FdpError, Flat, Path, Tree
+from fdp.vjp import vjp
 
 EXPANDED = "expanded"
 
@@ -142,11 +143,10 @@ def tapped_vjp(
         rules.update(tape.rules)
         return out, tape.inputs
 
-    out, pull, inputs = torch.func.vjp(run, carry, _make_taps(uses, weights), has_aux=True)
+    out, pull, inputs = vjp(run, carry, _make_taps(uses, weights))
 
     def pull_records(gradient: Tree) -> tuple[Tree, dict[Path, list[Record]]]:
-        with torch.no_grad():  # torch.func would otherwise keep a graph of the backward itself
-            carry_gradient, tap_gradients = pull(gradient)
+        carry_gradient, tap_gradients = pull(gradient)
         records: dict[Path, list[Record]] = {}
         for use in uses:
             g = tap_gradients[use.name]
@@ -163,10 +163,11 @@ def tapped_vjp(
 
 def batch_size_of(data: Tree) -> int:
     """The leading size that all leaves of ``data`` share."""
-    sizes = {path: leaf.shape[0] if leaf.ndim else None for path, leaf in tree.flatten(data).items()}
-    if len(set(sizes.values())) != 1 or None in sizes.values():
+    sizes = {path: tuple(leaf.shape[:1]) for path, leaf in tree.flatten(data).items()}
+    if len(set(sizes.values())) != 1 or () in sizes.values():
         raise FdpError(f"batch: expected every leaf to have the same leading sample dimension, got sizes {sizes}")
-    return next(iter(sizes.values()))
+    ((size,),) = set(sizes.values())
+    return size
 
 
 def _make_taps(uses: tuple[Use, ...], weights: Flat) -> Flat:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import optree
+import torch
 from torch import Tensor
 
 from fdp.types import FdpError, Flat, Path, Tree
@@ -77,8 +78,8 @@ def size(tree: Tree) -> int:
 
 def global_norm(tree: Tree) -> Tensor:
     """``sqrt(sum of squares)`` over all leaves, added up in float64."""
-    squares = [leaf.detach().double().square().sum() for leaf in leaves(tree)]
-    return sum(squares[1:], start=squares[0]).sqrt()
+    first, *rest = [leaf.detach().double().square().sum() for leaf in leaves(tree)]
+    return torch.as_tensor(sum(rest, start=first)).sqrt()
 
 
 def add(left: Flat, right: Flat) -> Flat:

@@ -24,9 +24,7 @@ from fdp.cli.main import main
 from fdp.cli.train import configure, train_command
 from fdp.run import fingerprint
 
-SMALL = shlex.split(
-    "--model logistic --data digits --noise-multiplier 1 --batch-size 32 --microbatch 16 --warmup 1"
-)
+SMALL = shlex.split("--model logistic --data digits --noise-multiplier 1 --batch-size 32 --microbatch 16 --warmup 1")
 FILES = {"config.json", "metrics.jsonl", "summary.json", "model.safetensors", "report.png"}
 
 
@@ -68,15 +66,10 @@ def test_a_run_leaves_its_five_files(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert (out / "report.png").read_bytes().startswith(b"\x89PNG")
     leaves = load_file(out / "model.safetensors")
     assert all(leaf.dtype == torch.float32 for leaf in leaves.values())
-    assert (
-        fingerprint({path.replace(".", "/"): leaf for path, leaf in leaves.items()})
-        == summary["parameter_sha256"]
-    )
+    assert fingerprint({path.replace(".", "/"): leaf for path, leaf in leaves.items()}) == summary["parameter_sha256"]
 
 
-def test_a_seed_repeats_a_run_and_quiet_says_nothing_else(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_seed_repeats_a_run_and_quiet_says_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hashes = []
     for name in ("a", "b"):
         assert train(tmp_path / name, "--quiet", "--json", "--seed", "1", steps=2) == 0
@@ -108,9 +101,7 @@ def test_the_epsilon_shown_is_never_below_the_one_spent() -> None:
     assert display.facts([record._replace(epsilon=None)], total=1)[1] == "not private"
 
 
-def test_an_out_that_holds_a_run_is_refused_and_untouched(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_out_that_holds_a_run_is_refused_and_untouched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
     assert train(out, "--quiet", steps=2) == 0
     before = {path.name: path.read_bytes() for path in out.iterdir()}
@@ -133,9 +124,7 @@ def test_without_out_runs_are_numbered(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     assert call("train", *SMALL, "--steps", "2", "--quiet") == 0
     assert report.claim(None, model="logistic", data="digits") == Path("runs/logistic-digits-2")
-    assert report.claim(None, model="gpt-nano", data="/some/where/notes.jsonl") == Path(
-        "runs/gpt-nano-notes-1"
-    )
+    assert report.claim(None, model="gpt-nano", data="/some/where/notes.jsonl") == Path("runs/gpt-nano-notes-1")
 
 
 @pytest.mark.parametrize(
@@ -202,9 +191,7 @@ def test_an_unreachable_epsilon_is_explained(tmp_path: Path, capsys: pytest.Capt
 def test_text_of_ones_own_trains_a_language_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "notes.jsonl"
     text.write_text("\n".join(json.dumps({"body": f"note {i} says nothing"}) for i in range(40)))
-    words = shlex.split(
-        "--context 8 --batch-size 8 --microbatch 8 --steps 2 --warmup 0 --epsilon 5 --field body"
-    )
+    words = shlex.split("--context 8 --batch-size 8 --microbatch 8 --steps 2 --warmup 0 --epsilon 5 --field body")
     assert call("train", "--data", str(text), *words, "--out", str(tmp_path / "run"), "--json") == 0
     printed = capsys.readouterr().out
     assert 4.5 < last_json(printed)["epsilon"] <= 5
@@ -225,13 +212,9 @@ def test_a_file_that_is_no_text_is_refused(
     assert message in last_json(capsys.readouterr().out)["error"]
 
 
-def test_tokens_outside_the_vocabulary_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tokens_outside_the_vocabulary_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.save(tmp_path / "tokens.npy", np.full(1000, 256, dtype=np.uint16))
-    assert (
-        call("train", "--data", str(tmp_path / "tokens.npy"), "--out", str(tmp_path / "run"), "--json") == 2
-    )
+    assert call("train", "--data", str(tmp_path / "tokens.npy"), "--out", str(tmp_path / "run"), "--json") == 2
     assert "from 0 to 255, got 256 at position 0" in last_json(capsys.readouterr().out)["error"]
 
 
@@ -302,9 +285,7 @@ def test_a_run_that_fails_midway_keeps_its_metrics_and_has_no_summary(
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.json", "metrics.jsonl"}
 
 
-def test_a_path_that_cannot_be_written_is_explained(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_path_that_cannot_be_written_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     assert train(tmp_path / "file", "--json") == 2
     assert "expected a directory" in last_json(capsys.readouterr().out)["error"]
@@ -353,7 +334,5 @@ def test_help_and_version_do_not_load_torch() -> None:
 
 
 def test_the_module_is_the_command() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "fdp", "--version"], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-m", "fdp", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("fdp ")

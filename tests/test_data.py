@@ -65,9 +65,7 @@ def test_jsonl_reads_one_field_of_every_record(tmp_path: Path) -> None:
     dataset = data.load(path, context=2, field="body")
     assert isinstance(dataset, data.Windows)
     assert dataset.tokens.tobytes() == b"one\ntwo"
-    with pytest.raises(
-        FdpError, match=r"line 1: expected an object with text in field 'text', got \['body'\]"
-    ):
+    with pytest.raises(FdpError, match=r"line 1: expected an object with text in field 'text', got \['body'\]"):
         data.load(path, context=2)
 
 
@@ -134,9 +132,7 @@ def test_a_character_across_two_chunks_is_still_utf8(tmp_path: Path, monkeypatch
         ("broken.npy", b"not an array", "cannot be read"),
     ],
 )
-def test_a_file_without_usable_text_is_refused(
-    tmp_path: Path, name: str, content: bytes, message: str
-) -> None:
+def test_a_file_without_usable_text_is_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(FdpError, match=message):

@@ -13,14 +13,34 @@ import fdp
 
 
 def test_the_surface_is_frozen():
-    assert (
-        fdp.__all__
-        == (
-            "Batch Block FdpError LeafSpec Mechanism Method Model Rule TrainState add_gaussian check_independent check_norms "
-            "check_rule clip_to clipped_sum epsilon fold_in from_loss init_state key make_plan make_train_step "
-            "noise_multiplier_for per_sample_norms poisson sample_batch"
-        ).split()
-    )
+    assert fdp.__all__ == [
+        "Batch",
+        "Block",
+        "FdpError",
+        "LeafSpec",
+        "Mechanism",
+        "Method",
+        "Model",
+        "Rule",
+        "TrainState",
+        "add_gaussian",
+        "check_independent",
+        "check_norms",
+        "check_rule",
+        "clip_to",
+        "clipped_sum",
+        "epsilon",
+        "fold_in",
+        "from_loss",
+        "init_state",
+        "key",
+        "make_plan",
+        "make_train_step",
+        "noise_multiplier_for",
+        "per_sample_norms",
+        "poisson",
+        "sample_batch",
+    ]
 
 
 @pytest.mark.parametrize("name", fdp.__all__)

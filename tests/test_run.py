@@ -167,9 +167,7 @@ def test_epsilon_never_falls_and_ends_where_the_accountant_says() -> None:
     assert all(a <= b for a, b in pairwise(spent))
     assert summary["epsilon"] == accounting.epsilon(run.mechanism, steps=20, delta=settings.delta)
     for step in (1, 10):
-        assert spent[step - 1] >= accounting.epsilon(run.mechanism, steps=step, delta=settings.delta) * (
-            1 - 1e-9
-        )
+        assert spent[step - 1] >= accounting.epsilon(run.mechanism, steps=step, delta=settings.delta) * (1 - 1e-9)
 
 
 def test_a_target_epsilon_is_kept() -> None:
@@ -270,9 +268,7 @@ def batch_norm(params: Tree, batch: Tree) -> Tensor:
         ({"model": mean_model(batch_norm)}, "samples are not independent"),
     ],
 )
-def test_what_cannot_be_trained_is_refused_before_the_first_step(
-    changes: dict[str, Any], message: str
-) -> None:
+def test_what_cannot_be_trained_is_refused_before_the_first_step(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(FdpError, match=message):
         prepare(config(**changes))
 

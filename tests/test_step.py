@@ -158,7 +158,7 @@ def test_frozen_leaves_stay_and_are_not_in_the_norm():
     start = tree.flatten(GPT.init(keys.key(0)))
     for method in [*PRIVATE, Method.NONE]:
         z = 0.0 if method is Method.NONE else 1.0
-        state, metrics = train(frozen, tokens(6), method=method, z=z, optimizer=adamw(1e-2, weight_decay=0.5))
+        state, _ = train(frozen, tokens(6), method=method, z=z, optimizer=adamw(1e-2, weight_decay=0.5))
         for path, leaf in tree.flatten(state.params).items():
             assert torch.equal(leaf, start[path]) == (path in frozen.frozen), path
         if method is not Method.NONE:
@@ -221,8 +221,8 @@ def test_mistakes_are_refused():
         make_train_step(MLP, sgd(1.0), mechanism=mechanism, plan=plan, donate=("batch",))
     with pytest.raises(FdpError, match="trainable"):
         make_train_step(MLP._replace(frozen=frozenset({"head.bias"})), sgd(1.0), mechanism=mechanism, plan=plan)
+    none = make_plan(MLP, params, images(4), method=Method.NONE)
     with pytest.raises(FdpError, match="without privacy"):
-        none = make_plan(MLP, params, images(4), method=Method.NONE)
         make_train_step(MLP, sgd(1.0), mechanism=mechanism, plan=none)
     step = make_train_step(MLP, sgd(1.0), mechanism=mechanism, plan=plan)
     with pytest.raises(FdpError, match="expected 4 samples"):
