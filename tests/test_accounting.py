@@ -31,9 +31,7 @@ from fdp.types import FdpError
 FLAT = flat(max_norm=1.0)
 
 
-def mechanism(
-    q: float, z: float, *, count_noise: float | None = None, size: int = 10_000, most: int | None = None
-):
+def mechanism(q: float, z: float, *, count_noise: float | None = None, size: int = 10_000, most: int | None = None):
     sampling = poisson(size, expected_batch_size=q * size, max_batch_size=most)
     return Mechanism(sampling, FLAT._replace(count_noise=count_noise), z)
 
@@ -45,9 +43,7 @@ def gaussian_epsilon(z: float, target: float) -> float:
     """The exact epsilon of one Gaussian release (Balle & Wang 2018, arXiv 1805.06530, Theorem 8)."""
 
     def gap(e: float) -> float:
-        return (
-            float(stats.norm.cdf(0.5 / z - e * z) - math.exp(e) * stats.norm.cdf(-0.5 / z - e * z)) - target
-        )
+        return float(stats.norm.cdf(0.5 / z - e * z) - math.exp(e) * stats.norm.cdf(-0.5 / z - e * z)) - target
 
     return optimize.root_scalar(gap, bracket=(0, 200), xtol=1e-12).root
 
@@ -64,8 +60,7 @@ def exact_rdp_epsilon(q: float, z: float, steps: int, target: float) -> float:
 
     orders = [1 + tenth / 10 for tenth in range(1, 71)]
     return min(
-        steps * math.log(moment(a)) / (a - 1) + math.log1p(-1 / a) - math.log(target * a) / (a - 1)
-        for a in orders
+        steps * math.log(moment(a)) / (a - 1) + math.log1p(-1 / a) - math.log(target * a) / (a - 1) for a in orders
     )
 
 
@@ -116,9 +111,7 @@ def test_one_subsampled_step_is_the_closed_form():
     assert exact - 1e-9 <= epsilon(mechanism(q, z), steps=1, delta=target) <= exact * 1.001
 
 
-@pytest.mark.parametrize(
-    "built", [GOLDEN, mechanism(0.02, 0.9, count_noise=3.0), mechanism(0.01, 2.5, most=120)]
-)
+@pytest.mark.parametrize("built", [GOLDEN, mechanism(0.02, 0.9, count_noise=3.0), mechanism(0.01, 2.5, most=120)])
 def test_figures_are_those_of_dp_accounting_on_the_event(built):
     total = event(built, 300)
     reference = PLDAccountant(accounting.NEIGHBOURS, value_discretization_interval=4e-4).compose(total)
@@ -170,13 +163,9 @@ def test_sum_and_count_are_one_release_with_the_effective_multiplier(z, b):
 def test_the_effective_multiplier_is_that_of_the_two_releases_composed():
     # on the whole data: the sum with multiplier z, and a count of sensitivity 1/2 with noise b
     z, b = 2.0, 1.5
-    two = dp_accounting.ComposedDpEvent(
-        [dp_accounting.GaussianDpEvent(z), dp_accounting.GaussianDpEvent(2 * b)]
-    )
+    two = dp_accounting.ComposedDpEvent([dp_accounting.GaussianDpEvent(z), dp_accounting.GaussianDpEvent(2 * b)])
     reference = PLDAccountant(accounting.NEIGHBOURS).compose(two).get_epsilon(1e-6)
-    assert epsilon(mechanism(1.0, z, count_noise=b), steps=1, delta=1e-6) == pytest.approx(
-        reference, rel=1e-3
-    )
+    assert epsilon(mechanism(1.0, z, count_noise=b), steps=1, delta=1e-6) == pytest.approx(reference, rel=1e-3)
 
 
 def test_no_noise_is_no_privacy():
@@ -279,9 +268,7 @@ def test_the_curve_follows_the_order_it_was_asked_in():
 def test_delta_and_epsilon_are_inverse():
     spent = epsilon(GOLDEN, steps=100, delta=1e-6)
     assert delta(GOLDEN, steps=100, epsilon=spent) == pytest.approx(1e-6, rel=1e-2)
-    assert (
-        delta(GOLDEN, steps=100, epsilon=spent * 0.9) > 1e-6 > delta(GOLDEN, steps=100, epsilon=spent * 1.1)
-    )
+    assert delta(GOLDEN, steps=100, epsilon=spent * 0.9) > 1e-6 > delta(GOLDEN, steps=100, epsilon=spent * 1.1)
     assert delta(GOLDEN, steps=1, epsilon=60.0) == accounting.SMALLEST_DELTA
 
 

@@ -32,9 +32,7 @@ def test_noise_gives_epsilon(run):
     answer = run(f"--noise-multiplier 1.5 {SETTING} --json")
     got = result(answer)
     mechanism = Mechanism(poisson(10_000, expected_batch_size=400), flat(max_norm=1.0), 1.5)
-    pld, rdp = (
-        accounting.epsilon(mechanism, steps=200, delta=1e-5, accountant=a) for a in accounting.Accountant
-    )
+    pld, rdp = (accounting.epsilon(mechanism, steps=200, delta=1e-5, accountant=a) for a in accounting.Accountant)
     assert got["epsilon"] == got["epsilon_pld"] == pld
     assert got["epsilon_rdp"] == rdp
     assert (got["noise_multiplier"], got["delta"], got["steps"]) == (1.5, 1e-5, 200)

@@ -79,9 +79,7 @@ def test_indices_are_drawn_independently():
 
 def test_the_rate_is_exact_to_64_bits(monkeypatch):
     last_in, first_out = -(2**63) + 2**62 - 1, -(2**63) + 2**62  # the boundary of q = 1/4, as signed numbers
-    monkeypatch.setattr(
-        keys, "bits", lambda key, shape: torch.tensor([-(2**63), last_in, first_out, 2**63 - 1])
-    )
+    monkeypatch.setattr(keys, "bits", lambda key, shape: torch.tensor([-(2**63), last_in, first_out, 2**63 - 1]))
     assert sample(poisson(4, expected_batch_size=1), KEY).tolist() == [0, 1]
     assert sample(poisson(4, expected_batch_size=4), KEY).tolist() == [0, 1, 2, 3]
     assert sample(poisson(4, expected_batch_size=4 * 2.0**-64), KEY).tolist() == [0]
