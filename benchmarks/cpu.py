@@ -154,9 +154,7 @@ def opacus_ghost_steps(context: int, *, noise: float, optimizer: str) -> Steps:
     plain, tokens = torch_module(context)
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     yield lambda: Seen(sample_losses(plain, tokens), None, by_path(plain))
-    module, opt, criterion, _ = private(
-        plain, tokens, noise=noise, optimizer=optimizer, grad_sample_mode="ghost"
-    )
+    module, opt, criterion, _ = private(plain, tokens, noise=noise, optimizer=optimizer, grad_sample_mode="ghost")
     while True:
         opt.zero_grad(set_to_none=True)
         logits = module(inputs)
@@ -206,9 +204,7 @@ class GPT(nn.Module):
         tokens, positions = nn.Embedding(vocab_size, width), nn.Embedding(context, width)
         self.embed = nn.ModuleDict({"tokens": tokens, "positions": positions})
         self.blocks = nn.ModuleList(GPTBlock(width, heads) for _ in range(layers))
-        self.head = nn.ModuleDict(
-            {"norm": nn.LayerNorm(width), "weight": nn.Linear(width, vocab_size, bias=False)}
-        )
+        self.head = nn.ModuleDict({"norm": nn.LayerNorm(width), "weight": nn.Linear(width, vocab_size, bias=False)})
 
     def forward(self, ids: Int[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens vocab"]:
         places = torch.arange(ids.shape[1]).repeat(ids.shape[0], 1)  # one row per sample, for Opacus
@@ -254,9 +250,7 @@ def private(module: nn.Module, tokens: Tensor, *, noise: float, optimizer: str, 
 
 def by_path(module: nn.Module) -> Flat:
     """The module's parameters under fdp's names: ``qkv.weight`` is ``qkv``, ``qkv.bias`` is ``qkv_bias``."""
-    named = {
-        name.removesuffix(".weight").replace(".bias", "_bias"): p for name, p in module.named_parameters()
-    }
+    named = {name.removesuffix(".weight").replace(".bias", "_bias"): p for name, p in module.named_parameters()}
     return {path: named[path].detach() for path in sorted(named)}
 
 
@@ -275,9 +269,7 @@ def _losses(module: nn.Module, tokens: Int[Tensor, "batch tokens"]) -> Float[Ten
 def one_by_one(context: int, *, max_norm: float) -> tuple[Seen, Seen]:
     """Before and after one SGD step with rate 1, from gradients of single samples by ordinary backwards."""
     module, tokens = torch_module(context)
-    before = Seen(
-        sample_losses(module, tokens), None, {p: leaf.clone() for p, leaf in by_path(module).items()}
-    )
+    before = Seen(sample_losses(module, tokens), None, {p: leaf.clone() for p, leaf in by_path(module).items()})
     parameters, norms = list(module.parameters()), []
     total = [torch.zeros_like(p) for p in parameters]
     for i in range(len(tokens)):
@@ -374,9 +366,7 @@ def measure(rows: list[str], context: int, rounds: int, status: Status) -> tuple
     return results, threads
 
 
-def show(
-    results: list[dict[str, Any]], wrong: dict[int, dict[str, str]], threads: int, console: Console
-) -> None:
+def show(results: list[dict[str, Any]], wrong: dict[int, dict[str, str]], threads: int, console: Console) -> None:
     """The table, and the two ratios that matter in plain lines."""
     table = Table(
         title=f"One step of gpt-nano (untied head), batch {BATCH_SIZE}, CPU, {threads} threads",
@@ -418,13 +408,9 @@ def show(
 
 def main() -> None:
     """Check, measure, show, write."""
-    parser = argparse.ArgumentParser(
-        description="Seconds and memory per private step on the CPU, against Opacus."
-    )
+    parser = argparse.ArgumentParser(description="Seconds and memory per private step on the CPU, against Opacus.")
     parser.add_argument("--contexts", type=int, nargs="+", default=list(ROUNDS), help="sequence lengths")
-    parser.add_argument(
-        "--rounds", type=int, help="timed steps of every row (default: 20 at 128 tokens, else 10)"
-    )
+    parser.add_argument("--rounds", type=int, help="timed steps of every row (default: 20 at 128 tokens, else 10)")
     arguments = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 100)
     spawn = multiprocessing.get_context("spawn")

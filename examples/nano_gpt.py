@@ -2,8 +2,9 @@
 
     python examples/nano_gpt.py
 
-You should see: held-out loss LOSS at epsilon 8, down from FIRST, in about a minute on two cores. (In nats per
-byte; byte frequencies alone give FREQUENCY. A good private model takes far more steps than fit in a minute.)
+You should see: held-out loss 2.920 at epsilon 8, delta 1e-6, down from 5.369, after about a minute on two
+cores. (In nats per byte; the frequencies of bytes alone give 3.16. A good private model takes more than a
+minute: 40 steps of 64 windows are 4 % of the text.)
 
 A sample, the unit of privacy, is one window of 129 bytes. Copy ``train_step`` and change a line.
 """

@@ -58,8 +58,9 @@ def check_norms(model: Model, params: Tree, data: Tree, *, plan: Plan, tolerance
     for path, gradient in reference_gradients(model, params, data).items():
         if path not in plan.trainable:
             continue
-        expected = gradient.double().flatten(1).square().sum(1).sqrt()
-        moved = _relative(norms.squared[path].double().sqrt(), expected)
+        expected = gradient.double().reshape(len(gradient), -1).square().sum(1).sqrt()
+        got = norms.squared[path].double().sqrt()
+        moved = max(_relative(got[b : b + 1], expected[b : b + 1]) for b in range(len(got)))
         if not moved <= tolerance:
             raise FdpError(f"{path}: per-sample norm differs from vmap(grad) by {moved:.1e} (allowed {tolerance:.0e})")
 

@@ -51,8 +51,8 @@ def clip_factors(norms: Float[Tensor, " batch"], *, max_norm: float | Tensor) ->
       - a sample whose norm is NaN or infinite has factor exactly 0;
       - a sample whose norm is at most ``max_norm`` has factor exactly 1.
     """
-    factors = torch.where(norms > max_norm, max_norm / norms * _ROUND_DOWN, torch.ones_like(norms))
-    return torch.where(torch.isfinite(norms), factors, torch.zeros_like(norms))
+    factors = torch.where(norms <= max_norm, torch.ones_like(norms), max_norm / norms * _ROUND_DOWN)
+    return torch.where(torch.isfinite(norms) & torch.isfinite(factors), factors, torch.zeros_like(norms))
 
 
 def normalising_factors(
@@ -109,6 +109,8 @@ def per_group(*, groups: Mapping[str, Sequence[Path]], max_norms: Mapping[str, f
         raise FdpError(f"groups: expected a max_norm for each of {sorted(groups)}, got {sorted(max_norms)}")
     for group, max_norm in max_norms.items():
         _positive(f"max_norms[{group!r}]", max_norm)
+    if empty := sorted(group for group, paths in groups.items() if not paths):
+        raise FdpError(f"groups: expected at least one leaf in every group, got none in {empty}")
     members = [path for group in groups.values() for path in group]
     if twice := sorted({path for path in members if members.count(path) > 1}):
         raise FdpError(f"groups: expected every leaf in one group, got {twice} in two")
@@ -160,7 +162,8 @@ def quantile(*, max_norm: float, target_quantile: float, learning_rate: float, c
         return torch.where(mask > 0, inside, torch.zeros_like(inside)).sum()
 
     def update(bound: Tensor, total: Tensor, key: Key, expected_batch_size: float) -> Tensor:
-        noise = keys.normal(keys.fold_in(key, "quantile count"), (), dtype=torch.float32).to(total.device)
+        # A number, not a path: no leaf's noise can share the draw.
+        noise = keys.normal(keys.fold_in(key, 0), (), dtype=torch.float32).to(total.device)
         fraction = (total + count_noise * noise) / expected_batch_size + 0.5
         return bound * torch.exp(-learning_rate * (fraction - target_quantile))
 

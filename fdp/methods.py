@@ -26,9 +26,9 @@ from typing import NamedTuple
 import torch
 
 from fdp import tree
-from fdp.model import Model
+from fdp.model import Model, check_losses
 from fdp.taps import EXPANDED, Use, batch_size_of, trace
-from fdp.types import FdpError, Path, Tree
+from fdp.types import FdpError, Flat, Path, Tree
 
 
 class Method(Enum):
@@ -82,8 +82,8 @@ class Plan(NamedTuple):
         return sum(choice.kept_bytes for choice in self.choices.values())
 
 
-# A float64 product on the CPU takes twice a float32 one, and Gram matrices of float32 data are formed in float64.
-GRAM_PENALTY = {torch.float32: 2.0, torch.float64: 1.0, torch.bfloat16: 1.0, torch.float16: 1.0}
+# Gram matrices are formed in float64, whatever the records; on the CPU that takes twice the time of float32.
+GRAM_PENALTY = {torch.float32: 2.0, torch.float64: 1.0, torch.bfloat16: 2.0, torch.float16: 2.0}
 # What moving one kept element costs, in flops of a matrix product that could have been done in the time.
 FLOPS_PER_ELEMENT_MOVED = 32.0
 
@@ -99,26 +99,27 @@ def make_plan(
 ) -> Plan:
     """Trace ``model`` on the shapes of ``microbatch`` and decide for every trainable leaf.
 
-    ``memory_budget`` (bytes) bounds what is kept between the norms and the sum; beyond it ``auto`` recomputes pairs in
-    a second backward. Default: no bound.
+    ``memory_budget`` (bytes) bounds what ``auto`` keeps of all leaves between norms and sum; beyond it pairs are
+    recomputed in a second backward, from the input of every block. Default: no bound.
 
     Guarantees:
       - every trainable leaf has a choice: one that no block uses is an error naming it, never a silent skip.
     """
-    flat = {p: leaf.to(dtype) if leaf.is_meta else leaf for p, leaf in tree.flatten(params).items()}
+    flat = tree.flatten(params)
     batch_size = batch_size_of(microbatch)
-    if method is Method.MATERIALIZE:
-        uses = tuple(() for _ in model.blocks)
-        choices = {
-            path: Choice(NormBy.VMAP, SumBy.REUSE, math.nan, batch_size * flat[path].numel() * dtype.itemsize)
-            for path in flat
-            if path in model.trainable
-        }
-        return Plan(method, uses, choices, model.trainable, batch_size, dtype)
+    watched = model.trainable if method not in (Method.NONE, Method.MATERIALIZE) else frozenset()
+    uses = _trace_model(model, flat, microbatch, dtype, watched)
+    # Once more with another number of samples: a dimension that only happens to be as long is then refused.
+    more = tree.map(lambda leaf: leaf[:1].expand(batch_size + 1, *leaf.shape[1:]), microbatch)
+    _trace_model(model, flat, more, dtype, watched)
     if method is Method.NONE:
-        return Plan(method, tuple(() for _ in model.blocks), {}, model.trainable, batch_size, dtype)
+        return Plan(method, uses, {}, model.trainable, batch_size, dtype)
+    if method is Method.MATERIALIZE:
+        sizes = {path: batch_size * leaf.numel() * dtype.itemsize for path, leaf in flat.items()}
+        every = {path: Choice(NormBy.VMAP, SumBy.REUSE, math.nan, sizes[path]) for path in flat}
+        choices = {path: choice for path, choice in every.items() if path in model.trainable}
+        return Plan(method, uses, choices, model.trainable, batch_size, dtype)
 
-    uses = _trace_model(model, flat, microbatch, dtype)
     by_leaf: dict[Path, list[Use]] = {path: [] for path in flat if path in model.trainable}
     for use in (use for block in uses for use in block):
         by_leaf[use.path].append(use)
@@ -149,21 +150,15 @@ def explain(plan: Plan) -> str:
 
 
 def _trace_model(
-    model: Model, flat: dict[Path, torch.Tensor], microbatch: Tree, dtype: torch.dtype
+    model: Model, flat: Flat, microbatch: Tree, dtype: torch.dtype, watched: frozenset[Path]
 ) -> tuple[tuple[Use, ...], ...]:
-    meta = {path: torch.empty(leaf.shape, dtype=dtype, device=leaf.device) for path, leaf in flat.items()}
+    meta = {path: leaf.new_empty((), dtype=dtype).expand(leaf.shape) for path, leaf in flat.items()}
     carry: Tree = ()
     uses = []
     for block in model.blocks:
-        block_uses, carry = trace(block, meta, model.trainable, carry, microbatch)
+        block_uses, carry = trace(block, meta, watched, carry, microbatch)
         uses.append(block_uses)
-    batch_size = batch_size_of(microbatch)
-    if not isinstance(carry, torch.Tensor) or tuple(carry.shape) != (batch_size,):
-        got = tuple(carry.shape) if isinstance(carry, torch.Tensor) else type(carry).__name__
-        raise FdpError(
-            f"{model.name}: expected the loss of every sample, shape ({batch_size},), got {got}; do not average over "
-            f"the batch (reduction='none', then a mean over everything but dimension 0)"
-        )
+    check_losses(model, carry, batch_size_of(microbatch))
     return tuple(uses)
 
 

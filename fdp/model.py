@@ -78,6 +78,17 @@ def from_loss(loss: Callable[[Tree, Tree], Tensor], params: Tree, *, name: str =
     return Model(name, leaves, (block,))
 
 
+def check_losses(model: Model, losses: Tree, batch_size: int) -> Float[Tensor, " batch"]:
+    """What the last block returned, if it is the loss of every sample; else an error that says what to do."""
+    if isinstance(losses, Tensor) and tuple(losses.shape) == (batch_size,):
+        return losses
+    got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+    raise FdpError(
+        f"{model.name}: expected the loss of every sample, shape ({batch_size},), got {got}; do not average over the "
+        f"batch (reduction='none', then a mean over everything but dimension 0)"
+    )
+
+
 def check_params(model: Model, params: Tree) -> None:
     """Refuse parameters that are not the model's: missing or extra leaves, shapes, integers, NaN or infinity."""
     flat = tree.flatten(params)

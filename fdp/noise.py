@@ -9,6 +9,8 @@ for every way of cutting the batch or the parameters.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from fdp import keys
@@ -26,8 +28,8 @@ def add_gaussian(total: ClippedSum, *, key: Key, noise_multiplier: float) -> Fla
         raise FdpError(
             f"add_gaussian: expected a ClippedSum, which carries its sensitivity, got {type(total).__name__}"
         )
-    if noise_multiplier < 0:
-        raise FdpError(f"noise_multiplier: expected a number >= 0, got {noise_multiplier}")
+    if not 0 <= noise_multiplier < math.inf:
+        raise FdpError(f"noise_multiplier: expected a finite number, 0 or more, got {noise_multiplier}")
     if noise_multiplier == 0:
         return total.value
     noisy = {}

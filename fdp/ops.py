@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fdp.rules import OneHot, Pair, Rule, rows
 from fdp.taps import Watched
+from fdp.types import FdpError
 
 Weight: TypeAlias = Tensor | Watched
 
@@ -131,6 +132,11 @@ def _copies(weight: Weight, x: Tensor) -> Tensor:
         return weight
     copies = weight.tape.expanded(weight)
     gap = x.ndim - copies.ndim
+    if gap < 0:
+        raise FdpError(
+            f"{weight.path} (shape {tuple(weight.shape)}): added to or multiplied with an input of {tuple(x.shape)}; "
+            f"expected at most the {x.ndim - 1} dimensions after the samples. Reshape the parameter"
+        )
     return copies.reshape(copies.shape[0], *[1] * gap, *copies.shape[1:]) if gap else copies
 
 

@@ -21,15 +21,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fdp import tree
 from fdp.methods import Choice, NormBy, Plan, SumBy
-from fdp.model import Block, Model
+from fdp.model import Block, Model, check_losses
 from fdp.rules import (
     Dense,
     Record,
     cross_term,
     gram_squared_norm,
+    magnitude,
     per_sample_gradient,
     squared_norm,
     weighted_gradient,
+    widened,
 )
 from fdp.taps import batch_size_of, tapped_vjp
 from fdp.types import Clip, ClippedSum, FdpError, Flat, Norms, Path, Tree
@@ -64,7 +66,7 @@ def per_sample_norms(
         carries.append(carry)
         carry, pull = _open(block, gather(block, flat, plan), carry, data, uses, plan)
         pulls.append(pull)
-    losses = carry
+    losses = check_losses(model, carry, plan.batch_size)
     gradient: Tree = torch.ones_like(losses)
     waiting = _count_uses(model, plan)
     open_records: dict[Path, list[Record]] = {}
@@ -115,7 +117,7 @@ def plain_sum(
     for block in model.blocks:
         carry, pull = _plain_vjp(block, gather(block, flat, plan), carry, data, plan.trainable)
         pulls.append(pull)
-    losses = carry
+    losses = check_losses(model, carry, plan.batch_size)
     gradient: Tree = torch.where(mask > 0, torch.ones_like(losses), torch.zeros_like(losses))
     total: Flat = {}
     while pulls:
@@ -134,7 +136,7 @@ def gather(block: Block, flat: Flat, plan: Plan) -> Flat:
 def _open(block: Block, weights: Flat, carry: Tree, data: Tree, uses: Any, plan: Plan):
     if any(path in plan.choices and plan.choices[path].norm is NormBy.VMAP for path in weights):
         return _vmapped_vjp(block, weights, carry, data, plan.trainable)
-    return tapped_vjp(block, weights, carry, data, uses)
+    return tapped_vjp(block, weights, carry, data, uses, plan.trainable)
 
 
 def _vmapped_vjp(block: Block, weights: Flat, carry: Tree, data: Tree, trainable: frozenset[Path]):
@@ -198,13 +200,30 @@ def _merge(records: list[Record], choice: Choice) -> list[Record]:
 
 
 def _squared(records: list[Record], choice: Choice) -> Tensor:
+    """The squared norm of what the sum will add for each sample, all uses of the leaf together.
+
+    Kept gradients are themselves what is added. Otherwise a float32 matrix product makes the sum later, and its
+    rounding comes on top: up to about ``eps sum_t |left_t| |right_t|``, which an adversarial sample can make large
+    beside a norm that cancels. Twice that is added to the norm, so that the bound holds for the rounded sum.
+    """
     if choice.norm is NormBy.GRAM:
         total = sum(gram_squared_norm(record) for record in records)
         crossed = [(a, b) for i, a in enumerate(records) for b in records[:i]]
         # Rounding may leave a square that cancels to zero slightly below it.
-        return torch.as_tensor(total + 2 * sum(cross_term(a, b) for a, b in crossed)).clamp_min(0)
-    first, *rest = [per_sample_gradient(record) for record in records]
-    return squared_norm(Dense(sum(rest, start=first)))
+        square = torch.as_tensor(total + 2 * sum(cross_term(a, b) for a, b in crossed)).clamp_min(0)
+    else:
+        wide = records if choice.sum is SumBy.REUSE else [widened(record) for record in records]
+        first, *rest = [per_sample_gradient(record) for record in wide]
+        square = squared_norm(Dense(sum(rest, start=first)))
+    if choice.sum is SumBy.REUSE:
+        return square
+    dtype = _wide(_dtype(records[0]))
+    slack = 2 * torch.finfo(dtype).eps * sum(magnitude(record) for record in records)
+    return (square.double().sqrt() + slack).square().to(dtype)
+
+
+def _dtype(record: Record) -> torch.dtype:
+    return record.gradient.dtype if isinstance(record, Dense) else record.right.dtype
 
 
 def _weighted(records: list[Record], factors: Tensor) -> Tensor:

@@ -89,23 +89,41 @@ def squared_norm(record: Record) -> Float[Tensor, " batch"]:
 
 def gram_squared_norm(record: Record) -> Float[Tensor, " batch"]:
     """``|G_b|^2 = <left left^T, right right^T>`` without forming ``G_b``."""
-    return squared_norm(record) if isinstance(record, Dense) else cross_term(record, record)
+    return cross_term(record, record)
 
 
 def cross_term(a: Record, b: Record) -> Float[Tensor, " batch"]:
     """``<G_b, H_b>`` of two uses of one leaf.
 
     For pairs it is ``sum_{t,s} (left_t . left'_s) (right_t . right'_s)``. The terms can cancel (nearly constant
-    inputs, output gradients that sum to zero), so float32 pairs are multiplied in float64: in float32 the result was
-    seen wrong by 4e-4 of the norm, which would break the clipping bound by as much.
+    inputs, output gradients that sum to zero; two uses of a leaf against each other), so all is done in float64 and
+    stays there until the terms of a leaf are added: in float32 norms were seen wrong by 4e-4, in bfloat16 by half.
     """
     if isinstance(a, Pair) and isinstance(b, Pair):
-        wide = torch.float32 if a.right.dtype in (torch.bfloat16, torch.float16) else torch.float64
-        left = _left_products(a.left, b.left, wide)
-        right = a.right.to(wide) @ b.right.to(wide).transpose(-1, -2)
-        return (left * right).sum((1, 2, 3)).to(_norm_dtype(a.right.dtype))
+        right = a.right.double() @ b.right.double().transpose(-1, -2)
+        return (_left_products(a.left, b.left) * right).sum((1, 2, 3))
     G, H = per_sample_gradient(a), per_sample_gradient(b)
-    return (G.to(_norm_dtype(G.dtype)) * H).flatten(1).sum(1)
+    return (G.double() * H.double()).reshape(len(G), -1).sum(1)
+
+
+def magnitude(record: Record) -> Float[Tensor, " batch"]:
+    """``sum_t |left_t| |right_t|``, in float64: rounding in a matrix product moves ``G_b`` by about an ulp of this."""
+    if isinstance(record, Dense):
+        return squared_norm(record).double().sqrt()
+    right = torch.linalg.vector_norm(record.right, dim=-1, dtype=torch.float64)
+    left = (
+        1.0 if isinstance(record.left, OneHot) else torch.linalg.vector_norm(record.left, dim=-1, dtype=torch.float64)
+    )
+    return (left * right).sum((1, 2))
+
+
+def widened(record: Record) -> Record:
+    """The record in float32 or better, the precision of the sum."""
+    if isinstance(record, Dense):
+        return Dense(record.gradient.to(_norm_dtype(record.gradient.dtype)))
+    wide = _norm_dtype(record.right.dtype)
+    left = record.left if isinstance(record.left, OneHot) else record.left.to(wide)
+    return Pair(left, record.right.to(wide), record.shape)
 
 
 def weighted_gradient(record: Record, factors: Float[Tensor, " batch"]) -> Float[Tensor, " *shape"]:
@@ -139,7 +157,7 @@ def check_rule(rule: Rule, x: Tensor, weight: Tensor, *, tolerance: float = 1e-4
     """
     x = x.double() if x.is_floating_point() else x
     weight = weight.double()
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(7_046_029)  # not a seed that x may come from
     y = rule.forward(x, weight, **options)
     g = torch.randn(y.shape, dtype=y.dtype, generator=generator)
     factors = torch.rand(x.shape[0], dtype=y.dtype, generator=generator)
@@ -168,16 +186,16 @@ def check_rule(rule: Rule, x: Tensor, weight: Tensor, *, tolerance: float = 1e-4
             raise FdpError(f"rule {rule.name}: {what} differs from vmap(grad) by {error:.2e} (allowed {tolerance:.0e})")
 
 
-def _left_products(a: Tensor | OneHot, b: Tensor | OneHot, dtype: torch.dtype) -> Tensor:
-    """``left_t . left'_s`` for all t, s: (batch, groups, tokens, tokens')."""
+def _left_products(a: Tensor | OneHot, b: Tensor | OneHot) -> Tensor:
+    """``left_t . left'_s`` for all t, s, in float64: (batch, groups, tokens, tokens')."""
     if isinstance(a, OneHot) and isinstance(b, OneHot):
-        return (a.ids.unsqueeze(2) == b.ids.unsqueeze(1)).unsqueeze(1).to(dtype)
+        return (a.ids.unsqueeze(2) == b.ids.unsqueeze(1)).unsqueeze(1).double()
     if isinstance(a, OneHot):
-        return _left_products(b, a, dtype).transpose(-1, -2)
+        return _left_products(b, a).transpose(-1, -2)
     if isinstance(b, OneHot):
         index = b.ids[:, None, None, :].expand(-1, a.shape[1], a.shape[2], -1)
-        return a.gather(3, index).to(dtype)
-    return a.to(dtype) @ b.to(dtype).transpose(-1, -2)
+        return a.gather(3, index).double()
+    return a.double() @ b.double().transpose(-1, -2)
 
 
 def _scaled(x: Tensor, factors: Tensor) -> Tensor:
@@ -192,4 +210,4 @@ def _norm_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _sum_of_squares(gradient: Tensor) -> Tensor:
     # Not torch.linalg.vector_norm: in float32 on the CPU it was 2e-3 off at 10M elements, sum() is 3e-8 off.
-    return gradient.to(_norm_dtype(gradient.dtype)).flatten(1).square().sum(1)
+    return gradient.to(_norm_dtype(gradient.dtype)).reshape(len(gradient), -1).square().sum(1)

@@ -98,7 +98,14 @@ class Tape:
         self.uses.append(Use(name, leaf.path, rule.name, tuple(x.shape), tuple(y.shape), tuple(leaf.shape)))
         self.rules[name] = (rule, options)
         self.inputs[name] = x
-        return y if self.taps is None else y + self.taps[name]
+        if self.taps is None:
+            return y
+        if self.taps[name].shape != y.shape:
+            planned, got = tuple(self.taps[name].shape), tuple(y.shape)
+            raise FdpError(
+                f"{leaf.path}: expected an output of shape {planned}, as planned, got {got}; make a plan for it"
+            )
+        return y + self.taps[name]
 
     def expanded(self, leaf: Watched) -> Tensor:
         """``leaf`` as one copy per sample: ``(batch, *leaf.shape)``. All uses share the copies."""
@@ -123,18 +130,22 @@ def trace(block: Any, leaves: Mapping[Path, Tensor], trainable: frozenset[Path],
     tape = Tape(batch_size_of(data), None)
     with mode, torch.no_grad():
         out = block.apply(_watch(block, weights, trainable, tape), tree.map(fake, carry), tree.map(fake, data))
+    names = [use.name for use in tape.uses]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise FdpError(
+            f"{block.name}: expected distinct names of uses, got {twice} twice; rename leaves that contain '#'"
+        )
     return tuple(tape.uses), out
 
 
 def tapped_vjp(
-    block: Any, weights: Flat, carry: Tree, data: Tree, uses: tuple[Use, ...]
+    block: Any, weights: Flat, carry: Tree, data: Tree, uses: tuple[Use, ...], trainable: frozenset[Path]
 ) -> tuple[Tree, Callable[[Tree], tuple[Tree, dict[Path, list[Record]]]]]:
     """A block's output and the pull-back of an output gradient to its carry and to its parameters' records.
 
     The weights themselves are constants of the differentiation: no weight gradient is computed here.
     """
     batch_size = batch_size_of(data)
-    trainable = frozenset(use.path for use in uses)
     rules: dict[str, tuple[Rule, dict[str, Any]]] = {}
 
     def run(carry: Tree, taps: Flat):

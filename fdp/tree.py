@@ -62,6 +62,8 @@ def nest(flat: Mapping[Path, Any]) -> Tree:
         node = root
         for part in parents:
             node = node.setdefault(part, {})
+        if not isinstance(node, dict) or last in node:
+            raise FdpError(f"{path}: expected a leaf or a branch at each path, got both; rename one")
         node[last] = leaf
     return _lists(root)
 

@@ -72,9 +72,7 @@ def random_words(n: int, seed: int) -> Tensor:
     return torch.from_numpy(np.random.default_rng(seed).integers(0, 1 << 32, n))
 
 
-@pytest.mark.parametrize(
-    "function", [chacha20.keystream_reference, chacha20.keystream], ids=["reference", "op"]
-)
+@pytest.mark.parametrize("function", [chacha20.keystream_reference, chacha20.keystream], ids=["reference", "op"])
 @pytest.mark.parametrize("name", VECTORS)
 def test_block_function_has_the_rfc_vectors(name, function):
     key, nonce, counter, block = VECTORS[name]
@@ -110,9 +108,7 @@ def test_any_box_is_the_slice_of_the_whole_stream(piece, gap, monkeypatch):
     def check(box):
         shape, start, size = box
         key = random_words(8, 3)
-        stream = chacha20.keystream_reference(
-            key, torch.zeros(3, dtype=torch.int64), 0, -(-math.prod(shape) // 8)
-        )
+        stream = chacha20.keystream_reference(key, torch.zeros(3, dtype=torch.int64), 0, -(-math.prod(shape) // 8))
         whole = (stream[0::2] | stream[1::2] << 32)[: math.prod(shape)].view(shape)
         want = whole[tuple(slice(b, b + n) for b, n in zip(start, size))]
         assert torch.equal(chacha20.bits(key, *box), want)
@@ -213,6 +209,4 @@ def test_gpu_has_the_bits_of_the_cpu():
     assert torch.equal(stream, chacha20.keystream(key, nonce, 9, 100))
     assert torch.equal(chacha20.bits(key.cuda(), *box).cpu(), chacha20.bits(key, *box))
     there = chacha20.normal(key.cuda(), *box, -INF, INF, torch.float64).cpu()
-    torch.testing.assert_close(
-        there, chacha20.normal(key, *box, -INF, INF, torch.float64), rtol=1e-14, atol=0
-    )
+    torch.testing.assert_close(there, chacha20.normal(key, *box, -INF, INF, torch.float64), rtol=1e-14, atol=0)

@@ -198,13 +198,11 @@ def test_groups_must_hold_every_leaf_exactly_once():
             style.clip(of({p: [1.0] for p in leaves}), ())
 
 
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="an empty group is found only in the step, by an unpacking")
 def test_an_empty_group_is_refused():
     with pytest.raises(FdpError):
         per_group(groups={"x": ["a"], "y": []}, max_norms={"x": 1.0, "y": 1.0}).clip(of({"a": [1.0]}), ())
 
 
-@pytest.mark.xfail(strict=True, reason="`norms > NaN` is False, so nothing is clipped")
 def test_a_bound_that_is_not_a_number_clips_everything_away():
     assert float(clip_factors(tensor([5.0]), max_norm=torch.tensor(NAN))) == 0
 
@@ -266,7 +264,7 @@ def test_the_next_bound_depends_on_the_data_only_through_the_noised_count():
     ]
     same, also, other = (float(style.update(state, tally, KEY, 4.0)) for tally in tallies)
     assert same == also != other
-    noise = 3.0 * float(keys.normal(keys.fold_in(KEY, "quantile count"), ()))
+    noise = 3.0 * float(keys.normal(keys.fold_in(KEY, 0), ()))
     assert same == pytest.approx(math.exp(-0.2 * (noise / 4)), rel=1e-5)
     assert other == pytest.approx(math.exp(-0.2 * ((1 + noise) / 4)), rel=1e-5)
 

@@ -61,9 +61,7 @@ def test_it_runs_and_stays_within_its_budget(name: str) -> None:
 @pytest.mark.parametrize("name", ["logistic", "nano_gpt"])
 def test_the_step_written_out_is_the_composed_step(name: str) -> None:
     example = tiny(name).variables
-    model, mechanism, plan, optimizer = (
-        example[part] for part in ("model", "mechanism", "plan", "optimizer")
-    )
+    model, mechanism, plan, optimizer = (example[part] for part in ("model", "mechanism", "plan", "optimizer"))
     train_step = make_train_step(model, optimizer, mechanism=mechanism, plan=plan)
     state = init_state(model, first_params(name, example), optimizer, mechanism)
     samples = example["train"] if name == "logistic" else example["dataset"]

@@ -143,9 +143,7 @@ def test_uniform_passes_kolmogorov_smirnov(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_uniform_is_never_one(dtype, monkeypatch):
-    edges = torch.tensor(
-        [-1, 0, (1 << 63) - 1, -(1 << 63)]
-    )  # all ones, all zeros, just below and at the middle
+    edges = torch.tensor([-1, 0, (1 << 63) - 1, -(1 << 63)])  # all ones, all zeros, just below and at the middle
     monkeypatch.setattr(keys, "bits", lambda key, shape, *, window=None: edges)
     x = keys.uniform(ROOT, (4,), dtype=dtype)
     assert x[0] == 1 - torch.finfo(dtype).eps / 2

@@ -93,7 +93,6 @@ def test_a_rule_of_your_own_is_used_like_the_others():
     torch.testing.assert_close(norms.squared["w"], expected, rtol=1e-12, atol=0)
 
 
-@pytest.mark.xfail(strict=True, reason="_copies: a weight of the input's own rank is aligned with the samples")
 @pytest.mark.parametrize("shape", [(1, 4), (3, 4), (1, 1, 4)])
 def test_a_parameter_with_as_many_dimensions_as_the_input_is_refused_or_right(shape):
     params, data = {"w": randn(*shape)}, {"x": x[:, 0]}

@@ -117,9 +117,7 @@ def test_adafactor_small_parameters_take_the_floor_of_the_step():
 
 def test_adafactor_small_gradients_take_the_floor_of_the_row_mean():
     weight = torch.ones(3, 4, dtype=torch.float64)
-    grad = (
-        0.05 * make_grads({"w": weight}, 0)["w"]
-    )  # g^2 about 0.0025 < eps1, and its share still above eps1^2
+    grad = 0.05 * make_grads({"w": weight}, 0)["w"]  # g^2 about 0.0025 < eps1, and its share still above eps1^2
     theirs = weight.clone().requires_grad_()
     theirs.grad = grad
     torch.optim.Adafactor([theirs], lr=0.1, eps=(1e-2, 1e-3)).step()
@@ -181,9 +179,7 @@ def test_every_sum_over_a_leaf_goes_through_the_reductions(make):
     halves = lambda t: {"w": t["w"].reshape(2, 3, 4)}  # noqa: E731
 
     def mean(values: Tree, dim: int) -> Tree:  # dim -2 of the whole is dims 0 and -2 of the halves
-        return tree.map(
-            lambda v: v.mean((0, -2) if dim == -2 else -1, keepdim=True).expand(2, -1, -1), values
-        )
+        return tree.map(lambda v: v.mean((0, -2) if dim == -2 else -1, keepdim=True).expand(2, -1, -1), values)
 
     shards = fo.Reductions(
         sum_of_squares=fo.LOCAL.sum_of_squares,
@@ -245,9 +241,7 @@ def test_correction_has_a_floor():
 
 def test_no_noise_and_a_floor_out_of_reach_is_adam():
     params = make_params(torch.float64)
-    assert_close(
-        run(fo.adamw(1e-2, noise_std=0.0, eps_root=1e-12), params), run(fo.adamw(1e-2), params), 1e-14
-    )
+    assert_close(run(fo.adamw(1e-2, noise_std=0.0, eps_root=1e-12), params), run(fo.adamw(1e-2), params), 1e-14)
 
 
 # Schedules.
