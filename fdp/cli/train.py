@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -97,6 +98,8 @@ def train_command(
 ) -> None:
     """Train a model privately. The budget covers the parameters, not the metrics shown on the way."""
     settings = dict(locals())
+    # On a CPU without bfloat16 torch says so with a stack trace of its own for a warning, and goes on.
+    warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
     # torch takes seconds to import, and --help and mistakes on the command line should not.
     from fdp import run as runs
     from fdp.cli import display, report
