@@ -61,7 +61,7 @@ from fdp.types import Batch, Flat, Tree
 BATCH_SIZE = 16
 MAX_NORM = 1.0
 WARM_UP = 2
-ROUNDS = {128: 20, 512: 10}
+ROUNDS = {128: 15, 512: 7}
 TARGETS = "targets: auto / none at most 1.5, best Opacus / auto at least 1.5"
 OUT = Path("runs/bench_cpu.json")
 # The same two optimizers for both sides: AdamW is timed, SGD with rate 1 shows the gradient that was applied.
@@ -410,7 +410,7 @@ def main() -> None:
     """Check, measure, show, write."""
     parser = argparse.ArgumentParser(description="Seconds and memory per private step on the CPU, against Opacus.")
     parser.add_argument("--contexts", type=int, nargs="+", default=list(ROUNDS), help="sequence lengths")
-    parser.add_argument("--rounds", type=int, help="timed steps of every row (default: 20 at 128 tokens, else 10)")
+    parser.add_argument("--rounds", type=int, help="timed steps of every row (default: 15 at 128 tokens, else 7)")
     arguments = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 100)
     spawn = multiprocessing.get_context("spawn")
@@ -421,7 +421,7 @@ def main() -> None:
     with console.status("starting") as status:
         for context in arguments.contexts:
             rows = [row for row in ROWS if row not in wrong[context]]
-            found, threads = measure(rows, context, arguments.rounds or ROUNDS.get(context, 10), status)
+            found, threads = measure(rows, context, arguments.rounds or ROUNDS.get(context, 7), status)
             results += found
     show(results, wrong, threads, console)
     report = {

@@ -115,13 +115,13 @@ def _plain_part(model: Model, plan: Plan, params: Tree, data: Tree, mask: Tensor
 
 
 def _joined(parts: list[Part]) -> Part:
-    """The sum of all microbatches. They hold different samples, so the sensitivity of the sum is that of one."""
+    """The sum of all microbatches, which hold different samples."""
     first, *rest = parts
-    value, tally = first.total.value, first.tally
+    total, tally = first.total, first.tally
     for part in rest:
-        value, tally = tree.add(value, part.total.value), tally + part.tally
+        total, tally = total.plus(part.total), tally + part.tally
     metrics = Metrics(*(torch.cat(fields) for fields in zip(*(part.metrics for part in parts))))
-    return Part(ClippedSum(value, first.total.sensitivity), tally, metrics)
+    return Part(total, tally, metrics)
 
 
 def _trained(model: Model, flat: Flat) -> Flat:

@@ -17,7 +17,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fdp.types import FdpError, Flat, Path, Tree
+from fdp.types import FdpError, Path, Tree
 
 
 def paths(tree: Tree) -> list[Path]:
@@ -82,11 +82,6 @@ def global_norm(tree: Tree) -> Tensor:
     """``sqrt(sum of squares)`` over all leaves, added up in float64."""
     first, *rest = [leaf.detach().double().square().sum() for leaf in leaves(tree)]
     return torch.as_tensor(sum(rest, start=first)).sqrt()
-
-
-def add(left: Flat, right: Flat) -> Flat:
-    """Leaf by leaf sum of two flat trees with the same paths."""
-    return {path: leaf + right[path] for path, leaf in left.items()}
 
 
 def _name(entry: optree.PyTreeEntry) -> str:

@@ -76,6 +76,15 @@ class ClippedSum(NamedTuple):
     value: Flat
     sensitivity: Tensor
 
+    def plus(self, other: ClippedSum) -> ClippedSum:
+        """The sum over the samples of both. They must be different samples, clipped to the same bound.
+
+        Guarantees:
+          - the sensitivity is that of one: a sample is in one of the two sums only.
+        """
+        value = {path: leaf + other.value[path] for path, leaf in self.value.items()}
+        return ClippedSum(value, torch.maximum(self.sensitivity, other.sensitivity))
+
 
 class TrainState(NamedTuple):
     """All that a step reads and writes: ``step(state, batch, key) -> (state, metrics)``."""

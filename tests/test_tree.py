@@ -93,17 +93,6 @@ def test_map_and_select_go_leaf_by_leaf():
     }
 
 
-def test_size_norm_and_sum():
-    left = {"a": torch.full((2, 3), 2.0), "b": torch.tensor(5.0)}
-    assert tree.size(left) == 7
-    assert tree.global_norm(left).item() == 7.0
-    assert tree.global_norm(left).dtype == torch.float64
-    total = tree.add(left, {"b": torch.tensor(1.0), "a": torch.ones(2, 3)})
-    assert list(total) == ["a", "b"]
-    assert total["b"].item() == 6.0
-    assert (total["a"] == 3.0).all()
-
-
 def test_the_global_norm_of_a_large_leaf_is_added_up_in_float64():
     leaf = torch.full((3_000_000,), 0.1)
     assert tree.global_norm({"w": leaf}).item() == pytest.approx(leaf[0].item() * 3e6**0.5, rel=1e-12)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from fdp.types import Clip, FdpError, Norms
+from fdp.types import Clip, ClippedSum, FdpError, Norms
 
 
 def test_the_total_norm_is_over_all_leaves():
@@ -38,3 +38,10 @@ def test_padding_has_factor_exactly_zero_whatever_its_norm():
 
 def test_an_error_is_a_value_error():
     assert issubclass(FdpError, ValueError)
+
+
+def test_the_sum_of_two_sums_of_different_samples_keeps_the_sensitivity_of_one():
+    a = ClippedSum({"w": torch.tensor([1.0, 2.0])}, torch.tensor(0.5))
+    b = ClippedSum({"w": torch.tensor([3.0, 5.0])}, torch.tensor(0.5))
+    assert a.plus(b).value["w"].tolist() == [4.0, 7.0]
+    assert float(a.plus(b).sensitivity) == 0.5

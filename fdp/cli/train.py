@@ -62,12 +62,14 @@ def train_command(
         ),
     ] = "auto",
     batch_size: Annotated[int, Option(help="Expected samples per step (Poisson).", rich_help_panel=TRAINING)] = 64,
-    steps: Annotated[int, Option(help="Steps.", rich_help_panel=TRAINING)] = 60,
-    lr: Annotated[float, Option(help="Peak learning rate.", rich_help_panel=TRAINING)] = 3e-3,
+    steps: Annotated[int, Option(help="Steps.", rich_help_panel=TRAINING)] = 40,
+    lr: Annotated[float, Option(help="Peak learning rate.", rich_help_panel=TRAINING)] = 4e-3,
     optimizer: Annotated[str, Option(help="adamw, adam, sgd, lamb or adafactor.", rich_help_panel=TRAINING)] = "adamw",
     weight_decay: Annotated[float, Option(help="Weight decay.", rich_help_panel=TRAINING)] = 0.0,
     schedule: Annotated[str, Option(help="constant or cosine.", rich_help_panel=TRAINING)] = "cosine",
-    warmup: Annotated[int, Option(help="Steps of linear warm-up.", rich_help_panel=TRAINING)] = 5,
+    warmup: Annotated[
+        int | None, Option(help="Steps of linear warm-up; default: a tenth of the steps.", rich_help_panel=TRAINING)
+    ] = None,
     seed: Annotated[
         int | None,
         Option(
@@ -148,7 +150,8 @@ def configure(settings: Mapping[str, Any]) -> RunConfig:
         raise FdpError(f"--{option}: expected one of {', '.join(known)}; got {name!r}.{hint}")
 
     max_norm, batch_size, steps = settings["max_norm"], settings["batch_size"], settings["steps"]
-    lr, warmup, decay = settings["lr"], settings["warmup"], settings["weight_decay"]
+    lr, decay = settings["lr"], settings["weight_decay"]
+    warmup = steps // 10 if settings["warmup"] is None else settings["warmup"]
     name = choose("model", {name: name for name in models.PRESETS})
     method = choose("method", {method.value: method for method in Method})
     clip = choose(

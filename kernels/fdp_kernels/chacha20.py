@@ -140,9 +140,7 @@ def _law(lower: float, upper: float) -> Callable[[Tensor], Tensor]:
     return lambda bits: truncated_normal_from_bits(bits, lower, upper)
 
 
-def _runs(
-    shape: Sequence[int], start: Sequence[int], size: Sequence[int]
-) -> tuple[int, list[tuple[int, int]], int]:
+def _runs(shape: Sequence[int], start: Sequence[int], size: Sequence[int]) -> tuple[int, list[tuple[int, int]], int]:
     """The box as runs: the first element of all, (count, stride) of each outer dim, the length of a run."""
     _check_range(0, -(-math.prod(shape) // ELEMENTS))
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
