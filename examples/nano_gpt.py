@@ -11,6 +11,7 @@ A sample, the unit of privacy, is one window of 129 bytes. Copy ``train_step`` a
 
 import argparse
 import time
+from functools import reduce
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from fdp.noise import add_gaussian, scale
 from fdp.optimizers import adamw, apply_updates, warmup_cosine
 from fdp.per_sample import clipped_sum, per_sample_norms
 from fdp.sampling import poisson, sample_batch
+from fdp.types import ClippedSum
 
 EPSILON, DELTA = 8.0, 1e-6  # what one window of the text may cost, over the whole run
 MICROBATCH_SIZE = 16  # computed at once; changes nothing but memory and speed
@@ -60,12 +62,12 @@ plan = make_plan(model, params, example, method=Method.AUTO)  # fdp.methods.expl
 
 def train_step(params, opt, batch, key):
     """One step of DP-SGD, with Adam after the noise."""
-    total = None
+    parts = []
     for tokens, mask in zip(batch.data["tokens"], batch.mask):
         _, norms, stash = per_sample_norms(model, params, {"tokens": tokens}, plan=plan)
         factors = clip_to(norms, max_norm=MAX_NORM).masked(mask)  # padding counts for nothing
-        part = clipped_sum(stash, factors)
-        total = part if total is None else total.plus(part)  # different samples: the sensitivity stays that of one
+        parts.append(clipped_sum(stash, factors))
+    total = reduce(ClippedSum.plus, parts)  # different samples: the sensitivity stays that of one
     noisy = add_gaussian(total, key=key, noise_multiplier=z)  # once per step, scaled by total.sensitivity
     mean = scale(noisy, 1 / batch_size)  # the expected size, which is public; not how many were drawn
     updates, opt = optimizer.update(mean, opt, params)

@@ -93,6 +93,13 @@ def test_map_and_select_go_leaf_by_leaf():
     }
 
 
+def test_size_and_norm():
+    left = {"a": torch.full((2, 3), 2.0), "b": torch.tensor(5.0)}
+    assert tree.size(left) == 7
+    assert tree.global_norm(left).item() == 7.0
+    assert tree.global_norm(left).dtype == torch.float64
+
+
 def test_the_global_norm_of_a_large_leaf_is_added_up_in_float64():
     leaf = torch.full((3_000_000,), 0.1)
     assert tree.global_norm({"w": leaf}).item() == pytest.approx(leaf[0].item() * 3e6**0.5, rel=1e-12)
