@@ -40,7 +40,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from opacus import PrivacyEngine
+from opacus import PrivacyEngine  # pyright: ignore[reportMissingImports] (the extra `bench` installs it)
 from rich.console import Console
 from rich.status import Status
 from rich.table import Table

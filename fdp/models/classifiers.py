@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 
+import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from fdp import ops
+from fdp import ops, tree
 from fdp.init import constant, normal
 from fdp.model import Block, LeafSpec, Model
 from fdp.types import Path, Tree
@@ -63,18 +64,11 @@ def cnn(*, channels: Sequence[int], side: int, classes: int, inputs: int = 1, na
 
 def logits(model: Model, params: Tree, data: Tree) -> Float[Tensor, "batch classes"]:
     """The scores before the softmax, for prediction."""
+    flat = tree.flatten(params)
     carry: Tree = ()
-    flat = params
     for block in model.blocks[:-1]:
-        carry = block.apply(_pick(flat, block), carry, data)
-    return _scores(_pick(flat, model.blocks[-1]), carry, data)
-
-
-def _pick(params: Tree, block: Block) -> Tree:
-    node = params
-    for part in block.name.split("."):
-        node = node[int(part)] if isinstance(node, list) else node[part]
-    return node
+        carry = block.apply(tree.select(flat, block.params), carry, data)
+    return _scores(tree.select(flat, model.blocks[-1].params), carry, data)
 
 
 def _dense_leaves(name: str, inputs: int, outputs: int) -> dict[Path, LeafSpec]:
@@ -84,7 +78,7 @@ def _dense_leaves(name: str, inputs: int, outputs: int) -> dict[Path, LeafSpec]:
     }
 
 
-def _input(carry: Tree, data: Tree, dtype) -> Tensor:
+def _input(carry: Tree, data: Tree, dtype: torch.dtype) -> Tensor:
     return carry if isinstance(carry, Tensor) else data["image"].to(dtype)
 
 
