@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fdp import keys, tree
 from fdp.init import Init, constant
@@ -103,5 +104,6 @@ def check_params(model: Model, params: Tree) -> None:
             raise FdpError(f"{path}: expected shape {model.leaves[path].shape}, got {tuple(leaf.shape)}")
         if not leaf.is_floating_point():
             raise FdpError(f"{path}: expected a floating-point parameter, got {leaf.dtype}; convert it or freeze it")
-        if not bool(torch.isfinite(leaf).all()):
+        part = leaf.to_local() if isinstance(leaf, DTensor) else leaf
+        if not bool(torch.isfinite(part).all()):
             raise FdpError(f"{path}: holds NaN or infinity; start from finite parameters")

@@ -10,15 +10,20 @@ for every way of cutting the batch or the parameters.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 
 from fdp import keys
-from fdp.types import ClippedSum, FdpError, Flat, Key
+from fdp.types import ClippedSum, FdpError, Flat, Key, Path, Place
 
 
-def add_gaussian(total: ClippedSum, *, key: Key, noise_multiplier: float) -> Flat:
+def add_gaussian(
+    total: ClippedSum, *, key: Key, noise_multiplier: float, places: Mapping[Path, Place] | None = None
+) -> Flat:
     """``total.value + noise_multiplier * total.sensitivity * N(0, I)``.
+
+    ``places`` says where in its leaf each value sits, if they are parts; a part gets its part of the leaf's noise.
 
     Guarantees:
       - the scale comes from ``total.sensitivity``: nothing but a ClippedSum is accepted;
@@ -34,7 +39,8 @@ def add_gaussian(total: ClippedSum, *, key: Key, noise_multiplier: float) -> Fla
         return total.value
     noisy = {}
     for path, value in total.value.items():
-        draw = keys.normal(keys.fold_in(key, path), tuple(value.shape), dtype=torch.float32)
+        shape, window = (tuple(value.shape), None) if places is None else places[path]
+        draw = keys.normal(keys.fold_in(key, path), shape, dtype=torch.float32, window=window)
         noisy[path] = value + draw.to(value) * (noise_multiplier * total.sensitivity).to(value)
     return noisy
 

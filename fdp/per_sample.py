@@ -12,6 +12,7 @@ sum        sum_b c_b G_b per leaf, block by block                             fr
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ from fdp.rules import (
     weighted_gradient,
     widened,
 )
+from fdp.sharding import Pending, Sharding, Zero, finish_gather, reduce_scatter, start_gather
 from fdp.taps import batch_size_of, tapped_vjp
 from fdp.types import Clip, ClippedSum, FdpError, Flat, Norms, Path, Tree
 from fdp.vjp import vjp
@@ -43,16 +45,40 @@ class Stash(NamedTuple):
 
     records: dict[Path, list[Record]]
     carries: tuple[Tree, ...]
-    model: Model
-    flat: Flat
+    weights: Weights
     data: Tree
     plan: Plan
 
 
+class Weights(NamedTuple):
+    """Where a block's weights come from: this rank's parts of all leaves, and how wholes are made of them."""
+
+    model: Model
+    parts: Flat
+    dtype: torch.dtype
+    sharding: Sharding | None
+
+    def start(self, i: int, token: Tree) -> Pending:
+        """Send for the weights of block ``i``; ``token`` as in ``start_gather``."""
+        paths = list(dict.fromkeys(tree.leaves(self.model.blocks[i].params)))
+        return start_gather(self.sharding, paths, self.parts, dtype=self.dtype, token=token)
+
+    def finish(self, pending: Pending) -> Flat:
+        return finish_gather(self.sharding, pending)
+
+    @property
+    def dropped(self) -> bool:
+        """Whether whole weights are dropped after a block's forward, to be gathered again for its backward."""
+        return self.sharding is not None and self.sharding.zero is Zero.THREE
+
+
 def per_sample_norms(
-    model: Model, params: Tree, data: Tree, *, plan: Plan
+    model: Model, params: Tree, data: Tree, *, plan: Plan, sharding: Sharding | None = None
 ) -> tuple[Float[Tensor, " batch"], Norms, Stash]:
     """Losses, squared gradient norms per sample and leaf, and what the clipped sum needs. One forward, one backward.
+
+    With ``sharding``, ``params`` are this rank's parts and ``data`` this rank's samples; a sample's norm needs nothing
+    from other ranks, because its whole gradient is computed where the sample is.
 
     Guarantees:
       - every trainable leaf is in the norms, all its uses together (cross terms included);
@@ -60,20 +86,13 @@ def per_sample_norms(
     """
     _check_shape(plan, data)
     flat = tree.flatten(params)
-    pulls, carries = [], []
-    carry: Tree = ()
-    for block, uses in zip(model.blocks, plan.uses):
-        carries.append(carry)
-        carry, pull = _open(block, gather(block, flat, plan), carry, data, uses, plan)
-        pulls.append(pull)
-    losses = check_losses(model, carry, plan.batch_size)
-    gradient: Tree = torch.ones_like(losses)
+    weights = Weights(model, flat, plan.dtype, sharding)
+    losses, pulls, carries = _forward(weights, data, plan)
     waiting = _count_uses(model, plan)
     open_records: dict[Path, list[Record]] = {}
     kept: dict[Path, list[Record]] = {}
     squared: dict[Path, Tensor] = {}
-    while pulls:
-        gradient, records = pulls.pop()(gradient)
+    for _, records in _backward(weights, losses, pulls, carries, data, plan):
         for path, found in records.items():
             choice = plan.choices[path]
             open_records[path] = _merge(open_records.get(path, []) + found, choice)
@@ -85,55 +104,119 @@ def per_sample_norms(
                     kept[path] = done
     norms = Norms({path: squared[path] for path in flat if path in plan.trainable})
     second = any(choice.sum is SumBy.SECOND for choice in plan.choices.values())
-    stash = Stash(kept, tuple(carries) if second else (), model, flat, data, plan)
+    stash = Stash(kept, tuple(carries) if second else (), weights, data, plan)
     return losses.to(_wide(losses.dtype)), norms, stash
 
 
 def clipped_sum(stash: Stash, clip: Clip) -> ClippedSum:
-    """``sum_b factor_b G_b`` per leaf, in float32.
+    """``sum_b factor_b G_b`` per leaf, in float32; with sharding, over all ranks' samples and this rank's part of it.
+
+    Each block's sums are reduced as soon as they are made, so that one block's whole gradients are alive at a time.
 
     Guarantees:
       - every leaf in the norms is in the sum, scaled by its own factor;
       - a sample whose factor is 0 contributes exactly 0, even if its gradient is NaN or infinite.
     """
+    weights, plan = stash.weights, stash.plan
     total: Flat = {}
-    for path, records in stash.records.items():
-        total[path] = _weighted(records, clip.factors[path])
     if stash.carries:
-        total |= _second_backward(stash, clip)
+        whole: Flat = {}
+        for i, records in _backward(weights, None, [], stash.carries, stash.data, plan):
+            for path, found in records.items():
+                if plan.choices[path].sum is SumBy.SECOND:
+                    part = _weighted(found, clip.factors[path])
+                    whole[path] = whole[path] + part if path in whole else part
+            done = [path for path in _owned(weights.model, i) if path in whole]
+            total |= reduce_scatter(weights.sharding, {path: whole.pop(path) for path in done})
+    for i in range(len(weights.model.blocks)):
+        kept = [path for path in _owned(weights.model, i) if path in stash.records]
+        sums = {path: _weighted(stash.records[path], clip.factors[path]) for path in kept}
+        total |= reduce_scatter(weights.sharding, sums) if sums else {}
     if set(total) != set(clip.factors):
         raise FdpError(f"clipped_sum: leaves {sorted(set(total) ^ set(clip.factors))} are in the norms or the sum only")
     return ClippedSum({path: total[path] for path in clip.factors}, clip.sensitivity)
 
 
 def plain_sum(
-    model: Model, params: Tree, data: Tree, mask: Float[Tensor, " batch"], *, plan: Plan
+    model: Model,
+    params: Tree,
+    data: Tree,
+    mask: Float[Tensor, " batch"],
+    *,
+    plan: Plan,
+    sharding: Sharding | None = None,
 ) -> tuple[Float[Tensor, " batch"], Flat]:
     """Losses and ``sum_b mask_b G_b``: the same loop without privacy, one ordinary backward."""
     _check_shape(plan, data)
     flat = tree.flatten(params)
-    pulls = []
-    carry: Tree = ()
-    for block in model.blocks:
-        carry, pull = _plain_vjp(block, gather(block, flat, plan), carry, data, plan.trainable)
-        pulls.append(pull)
-    losses = check_losses(model, carry, plan.batch_size)
-    gradient: Tree = torch.where(mask > 0, torch.ones_like(losses), torch.zeros_like(losses))
+    weights = Weights(model, flat, plan.dtype, sharding)
+    losses, pulls, carries = _forward(weights, data, plan)
+    start = torch.where(mask > 0, torch.ones_like(losses), torch.zeros_like(losses))
+    whole: Flat = {}
     total: Flat = {}
-    while pulls:
-        found, gradient = pulls.pop()(gradient)
+    for i, found in _backward(weights, start, pulls, carries, data, plan):
         for path, leaf in found.items():
             leaf = leaf.to(_wide(leaf.dtype))
-            total[path] = total[path] + leaf if path in total else leaf
+            whole[path] = whole[path] + leaf if path in whole else leaf
+        done = [path for path in _owned(model, i) if path in whole]
+        total |= reduce_scatter(sharding, {path: whole.pop(path) for path in done})
     return losses.to(_wide(losses.dtype)), {path: total[path] for path in flat if path in plan.trainable}
 
 
-def gather(block: Block, flat: Flat, plan: Plan) -> Flat:
-    """A block's full weights in the compute dtype. On one device: a cast."""
-    return {path: flat[path].to(plan.dtype) for path in dict.fromkeys(tree.leaves(block.params))}
+def _forward(weights: Weights, data: Tree, plan: Plan) -> tuple[Tensor, list[Any], list[Tree]]:
+    """Losses, the pull-back of every block (of the last one only, if weights are dropped) and every block's input."""
+    blocks = weights.model.blocks
+    pulls, carries = [], []
+    carry: Tree = ()
+    pending = weights.start(0, token=())
+    for i, block in enumerate(blocks):
+        whole = weights.finish(pending)
+        last = i + 1 == len(blocks)
+        pending = pending if last else weights.start(i + 1, token=carry)
+        carries.append(carry)
+        if weights.dropped and not last:
+            with torch.no_grad():
+                carry = block.apply(tree.select(whole, block.params), carry, data)
+        else:
+            carry, pull = _open(block, whole, carry, data, plan.uses[i], plan)
+            pulls.append(pull)
+    return check_losses(weights.model, carry, plan.batch_size), pulls, carries
+
+
+def _backward(
+    weights: Weights, losses: Tensor | None, pulls: list[Any], carries: Sequence[Tree], data: Tree, plan: Plan
+) -> Iterator[tuple[int, dict[Path, Any]]]:
+    """Block by block from the last: its number and what its pull-back found of its leaves.
+
+    A block without a pull-back is gathered and run again, from its input, the next one already on its way. ``losses``
+    is the gradient to start from for plain training, or gives its shape; None: the last block is run again, too.
+    """
+    blocks = weights.model.blocks
+    gradient: Tree = None if losses is None else (losses if not plan.private else torch.ones_like(losses))
+    pending = None
+    for i in range(len(blocks) - 1, -1, -1):
+        if pulls:
+            pull = pulls.pop()
+        else:
+            here = weights.start(i, token=gradient if gradient is not None else ()) if pending is None else pending
+            whole = weights.finish(here)
+            pending = weights.start(i - 1, token=gradient if gradient is not None else ()) if i else None
+            out, pull = _open(blocks[i], whole, carries[i], data, plan.uses[i], plan)
+            gradient = torch.ones_like(out) if gradient is None else gradient
+        gradient, found = pull(gradient)
+        yield i, found
+
+
+def _owned(model: Model, i: int) -> list[Path]:
+    """The leaves whose first block is ``i``: in a backward, the block after which their sums are complete."""
+    earlier = {path for block in model.blocks[:i] for path in tree.leaves(block.params)}
+    return [path for path in dict.fromkeys(tree.leaves(model.blocks[i].params)) if path not in earlier]
 
 
 def _open(block: Block, weights: Flat, carry: Tree, data: Tree, uses: Any, plan: Plan):
+    """A block's output and its pull-back: to (carry, what is found of its leaves)."""
+    if not plan.private:
+        return _plain_vjp(block, weights, carry, data, plan.trainable)
     if any(path in plan.choices and plan.choices[path].norm is NormBy.VMAP for path in weights):
         return _vmapped_vjp(block, weights, carry, data, plan.trainable)
     return tapped_vjp(block, weights, carry, data, uses, plan.trainable)
@@ -168,27 +251,11 @@ def _plain_vjp(block: Block, weights: Flat, carry: Tree, data: Tree, trainable: 
     trained = {path: w for path, w in weights.items() if path in trainable}
     rest = {path: w for path, w in weights.items() if path not in trainable}
 
-    def run(trained: Flat, carry: Tree) -> tuple[Tree, tuple[()]]:
+    def run(carry: Tree, trained: Flat) -> tuple[Tree, tuple[()]]:
         return block.apply(tree.select(trained | rest, block.params), carry, data), ()
 
-    out, pull, _ = vjp(run, trained, carry)
+    out, pull, _ = vjp(run, carry, trained)
     return out, pull
-
-
-def _second_backward(stash: Stash, clip: Clip) -> Flat:
-    """Recompute each block's records from its input and weigh them at once; nothing is kept."""
-    model, plan = stash.model, stash.plan
-    total: Flat = {}
-    gradient: Tree = None
-    for block, uses, carry in reversed(list(zip(model.blocks, plan.uses, stash.carries))):
-        out, pull = _open(block, gather(block, stash.flat, plan), carry, stash.data, uses, plan)
-        gradient = torch.ones_like(out) if gradient is None else gradient
-        gradient, records = pull(gradient)
-        for path, found in records.items():
-            if plan.choices[path].sum is SumBy.SECOND:
-                part = _weighted(found, clip.factors[path])
-                total[path] = total[path] + part if path in total else part
-    return total
 
 
 def _merge(records: list[Record], choice: Choice) -> list[Record]:

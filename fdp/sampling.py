@@ -155,18 +155,26 @@ def length(dataset: Dataset | Tree) -> int:
     return next(iter(sizes.values()))
 
 
-def sample_batch(dataset: Dataset | Tree, sampling: Poisson, key: Key, *, microbatch_size: int) -> Batch:
+def sample_batch(
+    dataset: Dataset | Tree, sampling: Poisson, key: Key, *, microbatch_size: int, rank: int = 0, ranks: int = 1
+) -> Batch:
     """Draw, cut and fetch: the global batch of one step. ``key`` must differ from step to step.
 
-    A rank that holds a part of each microbatch calls the three functions itself and fetches only its columns.
+    ``microbatch_size`` counts the samples of all ranks. Every rank draws the same batch and fetches its own columns of
+    every microbatch, as many as the others, so that all take part in every collective.
     """
+    if not 0 <= rank < ranks:
+        raise FdpError(f"rank: expected 0 <= rank < ranks, got rank {rank} of {ranks}")
     if length(dataset) != sampling.dataset_size:
         raise FdpError(
             f"sampling.dataset_size: expected the {length(dataset)} samples of the dataset, got "
             f"{sampling.dataset_size}; the accountant would charge for another rate"
         )
     matrix, mask = microbatches(sample(sampling, key), microbatch_size=microbatch_size)
-    return Batch(gather(dataset, matrix), mask)
+    columns = -(-microbatch_size // ranks)
+    matrix, mask = (torch.nn.functional.pad(m, (0, columns * ranks - microbatch_size)) for m in (matrix, mask))
+    mine = slice(rank * columns, (rank + 1) * columns)
+    return Batch(gather(dataset, matrix[:, mine]), mask[:, mine])
 
 
 def _rows(leaf: Tensor | np.ndarray, flat: Int[Tensor, " rows"]) -> Tensor:

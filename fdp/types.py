@@ -31,6 +31,13 @@ Key: TypeAlias = Int[Tensor, " 8"]
 """A ChaCha20 key: eight 32-bit words, held in int64."""
 
 
+class Place(NamedTuple):
+    """Where a part sits in its leaf: the leaf's shape, and (start, length) of the part per dim."""
+
+    shape: tuple[int, ...]
+    window: tuple[tuple[int, int], ...]
+
+
 class FdpError(ValueError):
     """A mistake in what fdp was given: says what was expected, what was found, where, and what to do."""
 

@@ -15,9 +15,24 @@ STAGES = {"per_sample", "clipping", "noise", "sampling", "accounting", "optimize
 JOINERS = {"step", "run", "cli", "audit", "mechanism", "__main__", "__init__"}
 # The accountant is given the mechanism, which names who is sampled and how a sample is clipped.
 KNOWN = {"accounting": {"mechanism", "clipping", "sampling"}}
-FOUNDATIONS = {"types", "tree", "keys", "rules", "vjp", "taps", "ops", "init", "model", "models", "methods"}
+FOUNDATIONS = {
+    "types",
+    "tree",
+    "keys",
+    "rules",
+    "vjp",
+    "taps",
+    "ops",
+    "init",
+    "model",
+    "collectives",
+    "mesh",
+    "sharding",
+    "models",
+    "methods",
+}
 # What a stage may stand on, besides types, tree and keys.
-GROUND = {"per_sample": {"rules", "vjp", "taps", "methods", "model"}}
+GROUND = {"per_sample": {"rules", "vjp", "taps", "sharding", "methods", "model"}}
 
 
 def imports(path: Path) -> set[str]:
@@ -93,7 +108,22 @@ def test_the_mechanism_knows_only_who_is_sampled_and_how_a_sample_is_clipped():
 
 
 def test_the_foundations_stand_in_order():
-    order = ["types", "tree", "keys", "rules", "vjp", "taps", "ops", "init", "model", "models", "methods"]
+    order = [
+        "types",
+        "tree",
+        "keys",
+        "rules",
+        "vjp",
+        "taps",
+        "ops",
+        "init",
+        "model",
+        "collectives",
+        "mesh",
+        "sharding",
+        "models",
+        "methods",
+    ]
     for path in FILES:
         module = module_of(path)
         if module in order:

@@ -74,7 +74,7 @@ def scale_by_factored_rms(
 
         return tree.map(scaled, grads, rows, cols, reductions.mean(rows, -2)), FactoredState(step, rows, cols)
 
-    return Optimizer(init, update)
+    return Optimizer(init, update, exact_on_parts=reductions is not LOCAL)
 
 
 def clip_by_rms(threshold: float, *, reductions: Reductions = LOCAL) -> Optimizer:
@@ -85,7 +85,7 @@ def clip_by_rms(threshold: float, *, reductions: Reductions = LOCAL) -> Optimize
         rms = _rms(grads, reductions)
         return tree.map(lambda g, r: times(g, once(1 / (r / threshold).clamp(min=1))), grads, rms)
 
-    return stateless(update)
+    return stateless(update)._replace(exact_on_parts=reductions is not LOCAL)
 
 
 def scale_by_param_rms(*, floor: float = 1e-3, reductions: Reductions = LOCAL) -> Optimizer:
@@ -95,7 +95,7 @@ def scale_by_param_rms(*, floor: float = 1e-3, reductions: Reductions = LOCAL) -
     def update(grads: Tree, params: Tree) -> Tree:
         return tree.map(lambda g, r: times(g, once(r.clamp(min=floor))), grads, _rms(params, reductions))
 
-    return stateless(update)
+    return stateless(update)._replace(exact_on_parts=reductions is not LOCAL)
 
 
 def adafactor(

@@ -36,6 +36,8 @@ class Optimizer(NamedTuple):
 
     init: Callable[[Tree], Tree]
     update: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
+    exact_on_parts: bool = True
+    """Whether a rank that holds a part of a leaf may update it alone: element by element, or by sharded reductions."""
 
 
 def chain(*parts: Optimizer) -> Optimizer:
@@ -63,7 +65,7 @@ def chain(*parts: Optimizer) -> Optimizer:
             states.append(part_state)
         return tree.map(lambda u, p: cast(u, p.dtype), updates, params), tuple(states)
 
-    return Optimizer(init, update)
+    return Optimizer(init, update, all(part.exact_on_parts for part in parts))
 
 
 def stateless(update: Callable[[Tree, Tree], Tree]) -> Optimizer:

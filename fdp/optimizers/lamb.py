@@ -38,7 +38,7 @@ def scale_by_trust_ratio(*, reductions: Reductions = LOCAL) -> Optimizer:
         squares = reductions.sum_of_squares
         return tree.map(scaled, grads, squares(params), squares(grads))
 
-    return stateless(update)
+    return stateless(update)._replace(exact_on_parts=reductions is not LOCAL)
 
 
 def lamb(

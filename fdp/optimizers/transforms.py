@@ -91,7 +91,7 @@ def clip_by_global_norm(max_norm: float, *, reductions: Reductions = LOCAL) -> O
         factor = once((max_norm / norm).clamp(max=1))
         return tree.map(lambda g: times(g, factor), grads)
 
-    return stateless(update)
+    return stateless(update)._replace(exact_on_parts=reductions is not LOCAL)
 
 
 def times(leaf: Float[Tensor, " *shape"], factor: Float[Tensor, ""]) -> Float[Tensor, " *shape"]:

@@ -1,0 +1,76 @@
+"""Every collective of fdp, by name. Nothing else communicates, and nothing here looks at the rank.
+
+A collective starts at once and returns a tensor that must not be read before :func:`wait`; between the two, other work
+goes on. All are functions of plain tensors, traced by ``torch.compile`` as they stand.
+
+    >>> pending = all_gather(shard, axis)
+    >>> full = wait(pending)
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+_functional = torch.ops._c10d_functional
+
+_LIBRARY = torch.library.Library("fdp_collectives", "DEF")
+_LIBRARY.define("after(Tensor x, Tensor token) -> Tensor")
+
+
+@torch.library.impl(_LIBRARY, "after", "CompositeExplicitAutograd")
+def _after(x: Tensor, token: Tensor) -> Tensor:
+    return x.clone()
+
+
+@torch.library.register_fake("fdp_collectives::after", lib=_LIBRARY)
+def _(x: Tensor, token: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+class Axis(NamedTuple):
+    """One axis of the mesh, seen from this rank."""
+
+    name: str
+    size: int
+    rank: int
+    group: str
+
+
+def axis_of(mesh: DeviceMesh, name: str) -> Axis:
+    """The axis called ``name``, with this rank's place on it."""
+    group = mesh.get_group(name)
+    return Axis(name, group.size(), mesh.get_local_rank(name), group.group_name)
+
+
+def after(x: Tensor, token: Tensor) -> Tensor:
+    """A copy of ``x`` that cannot be made before ``token`` is known.
+
+    A compiler moves a gather that depends only on the graph's inputs to the front, and all gathered weights are then
+    alive at once. A gather of ``after(shard, activation)`` stays where it was written.
+    """
+    return torch.ops.fdp_collectives.after(x, token)
+
+
+def all_gather(x: Float[Tensor, " local"], axis: Axis) -> Float[Tensor, " ranks*local"]:
+    """The tensors of all ranks of ``axis``, one after the other."""
+    return _functional.all_gather_into_tensor(x.contiguous(), axis.size, axis.group)
+
+
+def reduce_scatter(x: Float[Tensor, " ranks*local"], axis: Axis) -> Float[Tensor, " local"]:
+    """This rank's part of the **sum** over the ranks of ``axis``."""
+    return _functional.reduce_scatter_tensor(x.contiguous(), "sum", axis.size, axis.group)
+
+
+def all_reduce(x: Tensor, axis: Axis) -> Tensor:
+    """The **sum** over the ranks of ``axis``."""
+    return _functional.all_reduce(x.contiguous(), "sum", axis.group)
+
+
+def wait(pending: Tensor) -> Tensor:
+    """The result of a collective, once it has arrived."""
+    return _functional.wait_tensor(pending)
