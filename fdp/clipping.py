@@ -65,7 +65,7 @@ def normalising_factors(
       - a sample whose norm is NaN or infinite has factor exactly 0.
     """
     factors = max_norm / (norms + gamma) * _ROUND_DOWN
-    return torch.where(torch.isfinite(norms), factors, torch.zeros_like(norms))
+    return torch.where(torch.isfinite(norms) & torch.isfinite(factors), factors, torch.zeros_like(norms))
 
 
 def clip_to(norms: Norms, *, max_norm: float | Tensor) -> Clip:
@@ -184,7 +184,8 @@ def _static(name: str, clip: Callable[[Norms], Clip]) -> ClipStyle:
 
 def _joined(norms: Norms, parts: Sequence[Clip]) -> Clip:
     """Clips of disjoint groups as one: a sample moves the sum by at most the root of the squares of its parts."""
-    factors = {path: factor for part in parts for path, factor in part.factors.items()}
+    finite = torch.isfinite(norms.total())  # a sample that is not finite anywhere contributes nothing anywhere
+    factors = {path: factor * finite for part in parts for path, factor in part.factors.items()}
     bound = torch.stack([part.sensitivity for part in parts]).square().sum().sqrt()
     return Clip({path: factors[path] for path in norms.squared}, bound)
 

@@ -99,11 +99,13 @@ def check_params(model: Model, params: Tree) -> None:
     owned = {path for block in model.blocks for path in tree.leaves(block.params)}
     if orphans := sorted(set(flat) - owned):
         raise FdpError(f"params of {model.name}: no block uses {orphans}; name them in a block or remove them")
+    if unknown := sorted(model.frozen - set(flat)):
+        raise FdpError(f"frozen leaves of {model.name}: expected paths of its leaves, got {unknown}")
     for path, leaf in flat.items():
         if tuple(leaf.shape) != tuple(model.leaves[path].shape):
             raise FdpError(f"{path}: expected shape {model.leaves[path].shape}, got {tuple(leaf.shape)}")
         if not leaf.is_floating_point():
-            raise FdpError(f"{path}: expected a floating-point parameter, got {leaf.dtype}; convert it or freeze it")
+            raise FdpError(f"{path}: expected a floating-point parameter, got {leaf.dtype}; convert it")
         part = leaf.to_local() if isinstance(leaf, DTensor) else leaf
         if not bool(torch.isfinite(part).all()):
             raise FdpError(f"{path}: holds NaN or infinity; start from finite parameters")

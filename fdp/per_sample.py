@@ -27,8 +27,8 @@ from fdp.rules import (
     Dense,
     Record,
     cross_term,
+    gram_rounding,
     gram_squared_norm,
-    magnitude,
     per_sample_gradient,
     squared_norm,
     weighted_gradient,
@@ -82,7 +82,7 @@ def per_sample_norms(
 
     Guarantees:
       - every trainable leaf is in the norms, all its uses together (cross terms included);
-      - sums of squares are accumulated in float32 or better, whatever the compute dtype.
+      - sums of squares are accumulated in float64, whatever the compute dtype.
     """
     _check_shape(plan, data)
     flat = tree.flatten(params)
@@ -109,7 +109,7 @@ def per_sample_norms(
 
 
 def clipped_sum(stash: Stash, clip: Clip) -> ClippedSum:
-    """``sum_b factor_b G_b`` per leaf, in float32; with sharding, over all ranks' samples and this rank's part of it.
+    """``sum_b factor_b G_b`` per leaf, in float64; with sharding, over all ranks' samples and this rank's part of it.
 
     Each block's sums are reduced as soon as they are made, so that one block's whole gradients are alive at a time.
 
@@ -267,30 +267,16 @@ def _merge(records: list[Record], choice: Choice) -> list[Record]:
 
 
 def _squared(records: list[Record], choice: Choice) -> Tensor:
-    """The squared norm of what the sum will add for each sample, all uses of the leaf together.
-
-    Kept gradients are themselves what is added. Otherwise a float32 matrix product makes the sum later, and its
-    rounding comes on top: up to about ``eps sum_t |left_t| |right_t|``, which an adversarial sample can make large
-    beside a norm that cancels. Twice that is added to the norm, so that the bound holds for the rounded sum.
-    """
+    """The squared norm, in float64, of exactly what the sum will add for each sample, all uses of the leaf together."""
     if choice.norm is NormBy.GRAM:
         total = sum(gram_squared_norm(record) for record in records)
         crossed = [(a, b) for i, a in enumerate(records) for b in records[:i]]
-        # Rounding may leave a square that cancels to zero slightly below it.
-        square = torch.as_tensor(total + 2 * sum(cross_term(a, b) for a, b in crossed)).clamp_min(0)
-    else:
-        wide = records if choice.sum is SumBy.REUSE else [widened(record) for record in records]
-        first, *rest = [per_sample_gradient(record) for record in wide]
-        square = squared_norm(Dense(sum(rest, start=first)))
-    if choice.sum is SumBy.REUSE:
-        return square
-    dtype = _wide(_dtype(records[0]))
-    slack = 2 * torch.finfo(dtype).eps * sum(magnitude(record) for record in records)
-    return (square.double().sqrt() + slack).square().to(dtype)
-
-
-def _dtype(record: Record) -> torch.dtype:
-    return record.gradient.dtype if isinstance(record, Dense) else record.right.dtype
+        square = torch.as_tensor(total + 2 * sum(cross_term(a, b) for a, b in crossed))
+        return square.clamp_min(0) + gram_rounding(records)
+    # Kept gradients are added as they are; pairs are multiplied out in float64 by the sum, and so here.
+    exact = records if choice.sum is SumBy.REUSE else [widened(record) for record in records]
+    first, *rest = [per_sample_gradient(record) for record in exact]
+    return squared_norm(Dense(sum(rest, start=first)))
 
 
 def _weighted(records: list[Record], factors: Tensor) -> Tensor:

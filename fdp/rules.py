@@ -19,7 +19,7 @@ A new operation needs a :class:`Rule`, two functions; :func:`check_rule` compare
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -83,7 +83,7 @@ def per_sample_gradient(record: Record) -> Float[Tensor, " batch *shape"]:
 
 
 def squared_norm(record: Record) -> Float[Tensor, " batch"]:
-    """``|G_b|^2`` from ``G_b``, accumulated in float32 or better."""
+    """``|G_b|^2`` from ``G_b``, accumulated in float64."""
     return _sum_of_squares(per_sample_gradient(record))
 
 
@@ -106,44 +106,54 @@ def cross_term(a: Record, b: Record) -> Float[Tensor, " batch"]:
     return (G.double() * H.double()).reshape(len(G), -1).sum(1)
 
 
-def magnitude(record: Record) -> Float[Tensor, " batch"]:
-    """``sum_t |left_t| |right_t|``, in float64: rounding in a matrix product moves ``G_b`` by about an ulp of this."""
-    if isinstance(record, Dense):
-        return squared_norm(record).double().sqrt()
-    right = torch.linalg.vector_norm(record.right, dim=-1, dtype=torch.float64)
-    left = (
-        1.0 if isinstance(record.left, OneHot) else torch.linalg.vector_norm(record.left, dim=-1, dtype=torch.float64)
-    )
-    return (left * right).sum((1, 2))
+def gram_rounding(records: Sequence[Record]) -> Float[Tensor, " batch"]:
+    """What rounding may take from a squared norm by Gram matrices: ``n eps (sum_t |left_t| |right_t|)^2`` in float64.
+
+    Nothing beside an ordinary norm, but all of the norm of a sample whose tokens cancel: it is added, so that a norm is
+    never understated.
+    """
+    depth, total = 0, torch.zeros((), dtype=torch.float64)
+    for record in records:
+        if isinstance(record, Dense):
+            total = total + squared_norm(record).sqrt()
+            continue
+        right = torch.linalg.vector_norm(record.right, dim=-1, dtype=torch.float64)
+        one_hot = isinstance(record.left, OneHot)
+        left = 1.0 if one_hot else torch.linalg.vector_norm(record.left, dim=-1, dtype=torch.float64)
+        total = total + (left * right).sum((1, 2))
+        width = record.right.shape[-1] + (1 if isinstance(record.left, OneHot) else record.left.shape[-1])
+        depth = max(depth, record.right.shape[-2] + width)
+    return depth * torch.finfo(torch.float64).eps * total.square()
 
 
 def widened(record: Record) -> Record:
-    """The record in float32 or better, the precision of the sum."""
+    """The record in float64, the precision of the sum."""
     if isinstance(record, Dense):
-        return Dense(record.gradient.to(_norm_dtype(record.gradient.dtype)))
-    wide = _norm_dtype(record.right.dtype)
-    left = record.left if isinstance(record.left, OneHot) else record.left.to(wide)
-    return Pair(left, record.right.to(wide), record.shape)
+        return Dense(record.gradient.double())
+    left = record.left if isinstance(record.left, OneHot) else record.left.double()
+    return Pair(left, record.right.double(), record.shape)
 
 
 def weighted_gradient(record: Record, factors: Float[Tensor, " batch"]) -> Float[Tensor, " *shape"]:
-    """``sum_b factors_b G_b`` in float32 (float64 for float64 records).
+    """``sum_b factors_b G_b`` in float64.
+
+    In float32 the rounding of a matrix product can exceed the clipping bound: a sample whose tokens cancel leaves
+    ``eps sum_t |left_t| |right_t|``, and everyone else's part is rounded to its size; and a sum over thousands of
+    samples is rounded to the size of all. In float64 neither matters.
 
     Guarantees:
       - a sample whose factor is 0 contributes exactly 0, even if its gradient is NaN or infinite;
-      - factors are applied in float32 or better, never rounded to the record's dtype.
+      - factors and sums are in float64, never rounded to the record's dtype.
     """
-    wide = _norm_dtype(record.gradient.dtype if isinstance(record, Dense) else record.right.dtype)
-    factors = factors.to(wide)
+    factors = factors.double()
     if isinstance(record, Dense):
-        keep = (factors > 0).view(-1, *[1] * (record.gradient.ndim - 1))
-        safe = torch.where(keep, record.gradient.to(wide), factors.new_zeros(()))
+        safe = _scaled(record.gradient, (factors > 0).double())
         return torch.tensordot(factors, safe, dims=1)
     left, right, shape = record
     if isinstance(left, OneHot):
-        table = right.new_zeros(shape[0], right.shape[-1], dtype=wide)
+        table = right.new_zeros(shape[0], right.shape[-1], dtype=torch.float64)
         return table.index_add(0, left.ids.flatten(), _scaled(right, factors).flatten(0, 2)).reshape(shape)
-    left, right = _scaled(left, factors), _scaled(right, (factors > 0).to(wide))
+    left, right = _scaled(left, factors), _scaled(right, (factors > 0).double())
     groups = left.shape[1]
     left, right = (z.transpose(0, 1).reshape(groups, -1, z.shape[-1]) for z in (left, right))
     return (left.transpose(-1, -2) @ right).reshape(shape)
@@ -204,10 +214,6 @@ def _scaled(x: Tensor, factors: Tensor) -> Tensor:
     return torch.where(factors > 0, x * factors, factors.new_zeros(()))
 
 
-def _norm_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _sum_of_squares(gradient: Tensor) -> Tensor:
-    # Not torch.linalg.vector_norm: in float32 on the CPU it was 2e-3 off at 10M elements, sum() is 3e-8 off.
-    return gradient.to(_norm_dtype(gradient.dtype)).reshape(len(gradient), -1).square().sum(1)
+    # In float64: squares of small float32 numbers are zero in float32, and its vector_norm is 2e-3 off at 10M elements.
+    return torch.linalg.vector_norm(gradient.reshape(len(gradient), -1), dim=1, dtype=torch.float64).square()

@@ -35,6 +35,9 @@ from fdp.sampling import Dataset, poisson, sample_batch
 from fdp.step import init_state, make_train_step
 from fdp.types import FdpError, Key, Metrics, Norms, Step, TrainState, Tree
 
+NORMS_CHECKED_UP_TO = 20_000_000
+"""Parameters up to which a run starts by comparing its per-sample norms with ``vmap(grad)``, on two samples."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
@@ -124,6 +127,9 @@ def prepare(config: RunConfig) -> tuple[Run, TrainState]:
         memory_budget=config.memory_budget,
         dtype=config.dtype,
     )
+    if config.method not in (Method.NONE, Method.MATERIALIZE) and tree.size(params) <= NORMS_CHECKED_UP_TO:
+        few = _move(config.dataset.fetch(np.arange(2) % size), config.device)
+        audit.check_norms(model, params, few, plan=make_plan(model, params, few, method=config.method))
     step = make_train_step(model, config.optimizer, mechanism=mechanism, plan=plan, compiled=config.compiled)
     epsilons = None
     if mechanism.noise_multiplier > 0:
@@ -158,15 +164,16 @@ def steps(run: Run, state: TrainState) -> Iterator[tuple[TrainState, Record]]:
 def summarise(run: Run, state: TrainState, records: Sequence[Record]) -> dict[str, Any]:
     """The result of a run, as ``summary.json`` holds it; ``seconds_per_step`` is the median."""
     losses = [record.loss for record in records if record.loss is not None]
-    private = run.epsilons is not None
+    private, done = run.epsilons is not None, int(state.step)
     return {
         "loss_first": losses[0] if losses else None,
         "loss_last": losses[-1] if losses else None,
         "private": private,
-        "epsilon": records[-1].epsilon if records else (0.0 if private else None),
+        # by the state itself: an interruption may fall between a step and its record
+        "epsilon": None if run.epsilons is None else (float(run.epsilons[done - 1]) if done else 0.0),
         "delta": run.config.delta if private else None,
         "noise_multiplier": run.mechanism.noise_multiplier,
-        "steps": len(records),
+        "steps": done,
         "parameter_count": tree.size(state.params),
         "parameter_norm": float(tree.global_norm(state.params)),
         "parameter_sha256": fingerprint(state.params),

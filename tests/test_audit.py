@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import Case, case_named, randn
 
 from fdp import ops, tree
 from fdp.audit import check_independent, check_norms, reference_gradients
@@ -11,6 +10,7 @@ from fdp.methods import Method, make_plan
 from fdp.model import from_loss
 from fdp.rules import Pair, Rule, rows
 from fdp.types import FdpError
+from tests.conftest import Case, case_named, randn
 
 PARAMS, DATA = {"w": randn(5, 4)}, {"x": randn(6, 4)}
 

@@ -17,10 +17,10 @@ import fdp.per_sample
 import fdp.rules
 import fdp.step
 import fdp.types
-from fdp import clipping, keys, tree
+from fdp import clipping, keys, ops, tree
 from fdp.mechanism import Mechanism
 from fdp.methods import Method, make_plan
-from fdp.model import Model
+from fdp.model import Model, from_loss
 from fdp.models import GPTConfig, cnn, gpt
 from fdp.noise import add_gaussian
 from fdp.optimizers import sgd
@@ -133,6 +133,57 @@ def test_any_sample_and_any_bound(method, gain, bound, seed):
     )
 
 
+def linear_case(x: torch.Tensor, g: torch.Tensor) -> tuple[Model, Any, Any]:
+    """One linear layer whose inputs are ``x`` and whose output gradients are ``g``."""
+    params = {"w": torch.zeros(g.shape[-1], x.shape[-1])}
+    model = from_loss(lambda p, d: (ops.linear(d["x"], p["w"]) * d["g"]).sum((1, 2)), params)
+    return model, params, {"x": x, "g": g}
+
+
+def moves(model: Model, params: Any, data: Any, *, method: Method) -> list[float]:
+    """How far removing each of the first samples moves the sum, clipped to 1."""
+    plan, style = make_plan(model, params, data, method=method), clipping.flat(max_norm=1.0)
+    everyone = torch.ones(plan.batch_size)
+    present = total_of(model, params, data, everyone, plan=plan, style=style)
+    found = []
+    for b in range(min(4, plan.batch_size)):
+        mask = everyone.clone()
+        mask[b] = 0
+        found.append(distance(present, total_of(model, params, data, mask, plan=plan, style=style)))
+    return found
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.value)
+def test_tokens_that_each_round_up_move_the_sum_by_at_most_its_sensitivity(method):
+    """In float32, every token between two that cancel would be rounded up to twice its size."""
+    x = torch.full((2, 240, 16), 0.5)
+    x[:, 0], x[:, -1] = 1.3 * 2**23, -1.3 * 2**23
+    assert max(moves(*linear_case(x, torch.ones(2, 240, 16)), method=method)) <= 1 + 1e-6
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.value)
+def test_a_sample_that_cancels_does_not_magnify_another(method):
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(3, 2, 5, generator=generator)
+    x[0] = 10.0
+    x[1, 0] = 1e6 * torch.randn(5, generator=generator)
+    x[1, 1] = -x[1, 0]
+    assert max(moves(*linear_case(x, torch.ones(3, 2, 3)), method=method)) <= 1 + 1e-6
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.value)
+def test_a_large_batch_of_aligned_samples_is_not_rounded_over_the_bound(method):
+    x = torch.linspace(1, 2, 6).expand(1024, 1, 6) * torch.linspace(2, 3, 1024).view(-1, 1, 1)
+    assert max(moves(*linear_case(x, torch.ones(1024, 1, 4)), method=method)) <= 1 + 1e-6
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_sample_that_is_not_finite_in_one_leaf_contributes_nothing_to_any(style):
+    norms = Norms({"a": torch.tensor([0.1, torch.nan, 0.1]), "b": torch.tensor([0.1, 0.1, torch.inf])})
+    clip = STYLES[style].clip(norms, STYLES[style].init())
+    assert all(factor[1:].tolist() == [0.0, 0.0] and factor[0] > 0 for factor in clip.factors.values())
+
+
 def check_padding_is_invisible(model: Model, params: Any, *, method: Method) -> None:
     """The content of a padded sample changes not one bit of the sum."""
     mask = torch.tensor([1.0, 0.0, 1.0, 1.0])
@@ -221,7 +272,7 @@ def factor_rounded_to_bfloat16(monkeypatch):
 
 def factor_applied_without_a_guard_for_nan(monkeypatch):
     def wrong(record, factors):
-        return torch.einsum("b,b...->...", factors, fdp.rules.per_sample_gradient(record))
+        return torch.einsum("b,b...->...", factors, fdp.rules.per_sample_gradient(record).double())
 
     monkeypatch.setattr(fdp.per_sample, "weighted_gradient", wrong)
 
@@ -236,7 +287,7 @@ def sensitivity_of_one_layer_claimed_for_all(monkeypatch):
 
 
 def noise_skipped(monkeypatch):
-    monkeypatch.setattr(fdp.step, "add_gaussian", lambda total, key, noise_multiplier: total.value)
+    monkeypatch.setattr(fdp.step, "add_gaussian", lambda total, key, noise_multiplier, places: total.value)
 
 
 def noise_once_per_microbatch(monkeypatch):
@@ -252,7 +303,7 @@ def noise_once_per_microbatch(monkeypatch):
 def mean_before_noise(monkeypatch):
     real = fdp.step.add_gaussian
 
-    def wrong(total, key, noise_multiplier):
+    def wrong(total, key, noise_multiplier, places):
         mean = total._replace(value={p: v / 32 for p, v in total.value.items()})
         return real(mean, key=key, noise_multiplier=noise_multiplier)
 
@@ -263,7 +314,7 @@ def mean_before_noise(monkeypatch):
 def noise_scaled_by_the_batch(monkeypatch):
     real = fdp.step.add_gaussian
 
-    def wrong(total, key, noise_multiplier):
+    def wrong(total, key, noise_multiplier, places):
         return real(total._replace(sensitivity=total.sensitivity / 32), key=key, noise_multiplier=noise_multiplier)
 
     monkeypatch.setattr(fdp.step, "add_gaussian", wrong)

@@ -4,7 +4,6 @@ from functools import cache
 
 import pytest
 import torch
-from conftest import Case, case_named, randn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fdp import ops, tree
@@ -12,6 +11,7 @@ from fdp.methods import Choice, Method, NormBy, Plan, SumBy, explain, make_plan
 from fdp.model import Model, from_loss
 from fdp.models import build
 from fdp.types import FdpError
+from tests.conftest import Case, case_named, randn
 
 TRACED = [Method.GHOST, Method.GHOST_BK, Method.AUTO]
 

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import Case, randn
 
 from fdp import keys, ops, tree
 from fdp.init import constant
 from fdp.model import Block, LeafSpec, Model, check_params, from_loss
 from fdp.types import FdpError
+from tests.conftest import Case, randn
 
 
 def two_blocks() -> Model:

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import Case, case_named, randn
 from torch import nn
 
 from fdp import keys, ops, tree
@@ -14,6 +13,7 @@ from fdp.models import PRESETS, build, cnn, logits, mlp
 from fdp.models.language import token_losses
 from fdp.models.llama import rotary, rotate
 from fdp.types import FdpError, Flat, Tree
+from tests.conftest import Case, case_named, randn
 
 
 def count(model: Model) -> int:

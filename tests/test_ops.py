@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import randn
 
 from fdp import ops
 from fdp.methods import Method, make_plan
@@ -12,6 +11,7 @@ from fdp.per_sample import per_sample_norms
 from fdp.rules import Dense, Rule
 from fdp.taps import Tape, Watched
 from fdp.types import FdpError
+from tests.conftest import randn
 
 
 def watched(value, batch: int = 3) -> Watched:

@@ -4,7 +4,6 @@ from functools import cache
 
 import pytest
 import torch
-from conftest import Case, case_named, cast, randn, reference_of
 
 from fdp import clipping, ops, tree
 from fdp.clipping import clip_to
@@ -12,6 +11,7 @@ from fdp.methods import Method, Plan, SumBy, make_plan
 from fdp.model import from_loss
 from fdp.per_sample import clipped_sum, per_sample_norms, plain_sum
 from fdp.types import Clip, FdpError, Flat
+from tests.conftest import Case, case_named, cast, randn, reference_of
 
 # Every method, and auto under a budget: a fraction of what it would like to keep (0: a second backward).
 PLANS: dict[str, tuple[Method, float | None]] = {
@@ -73,7 +73,7 @@ def test_norms_and_sums_are_those_of_the_definition(case_name, case: Case, refer
     total = clipped_sum(stash, clip)
     assert_trees_close(total.value, weighted(reference, clip.factors), 10 * tolerance)
     assert total.sensitivity == norm
-    assert all(value.dtype == dtype for value in total.value.values())
+    assert all(value.dtype == torch.float64 for value in total.value.values())
 
 
 STYLES = {
@@ -167,14 +167,14 @@ def test_a_sample_whose_factor_is_zero_contributes_exactly_zero(plan_name, value
 
 
 @pytest.mark.parametrize("plan_name", ["materialize", "ghost", "auto"])
-def test_the_work_is_done_in_the_dtype_of_the_plan_and_the_sum_is_float32(plan_name):
+def test_the_work_is_done_in_the_dtype_of_the_plan_and_the_sum_is_float64(plan_name):
     case, reference = case_named("gpt"), reference_of("gpt")
     narrow = Case(case.model, cast(case.params, torch.float32), case.data)
     _, norms, stash = per_sample_norms(*narrow, plan=planned(narrow, plan_name, torch.bfloat16))
     clip = clip_to(norms, max_norm=0.5)
     total = clipped_sum(stash, clip)
-    assert {value.dtype for value in norms.squared.values()} == {torch.float32}
-    assert {value.dtype for value in total.value.values()} == {torch.float32}
+    assert {value.dtype for value in norms.squared.values()} == {torch.float64}
+    assert {value.dtype for value in total.value.values()} == {torch.float64}
     expected = sum(squares(reference).values())
     torch.testing.assert_close(norms.total().double().square(), expected, rtol=0.1, atol=0)
     # the norm is that of the numbers that are summed: no sample moves the sum by more than the bound

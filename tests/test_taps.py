@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import Case, randn
 
 from fdp import ops, tree
 from fdp.audit import check_norms
@@ -12,6 +11,7 @@ from fdp.model import Block, from_loss
 from fdp.rules import per_sample_gradient
 from fdp.taps import EXPANDED, Tape, Use, Watched, batch_size_of, tapped_vjp, trace
 from fdp.types import FdpError, Tree
+from tests.conftest import Case, randn
 
 x = randn(3, 4)
 ids = torch.tensor([0, 1, 2])

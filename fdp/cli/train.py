@@ -82,7 +82,10 @@ def train_command(
     ] = 32,
     dtype: Annotated[str, Option(help="float32 or bfloat16.", rich_help_panel=HOW)] = "float32",
     compile: Annotated[
-        str, Option(help="none, or step: the whole step as one torch.compile graph.", rich_help_panel=HOW)
+        str,
+        Option(
+            help="none, or step: torch.compile, one graph per microbatch and one for the update.", rich_help_panel=HOW
+        ),
     ] = "none",
     device: Annotated[str, Option(help="auto, cpu or cuda.", rich_help_panel=HOW)] = "auto",
     memory_budget: Annotated[

@@ -22,7 +22,7 @@ from fdp import ops
 from fdp.init import constant, normal
 from fdp.model import Block, LeafSpec, Model
 from fdp.models.language import inputs_of, token_losses
-from fdp.types import Path, Tree
+from fdp.types import FdpError, Path, Tree
 
 
 class GPTConfig(NamedTuple):
@@ -80,7 +80,12 @@ def _layer_leaves(c: GPTConfig) -> dict[str, LeafSpec]:
 
 
 def _embed(p: Tree, carry: Tree, data: Tree) -> Float[Tensor, "batch tokens width"]:
-    return ops.add(ops.embedding(inputs_of(data), p["tokens"]), p["positions"])
+    tokens, context = inputs_of(data), p["positions"].shape[0]
+    if tokens.shape[1] != context:
+        raise FdpError(
+            f"tokens: expected {context} inputs and a target, the model's context, got {tokens.shape[1]} inputs"
+        )
+    return ops.add(ops.embedding(tokens, p["tokens"]), p["positions"])
 
 
 def _layer(p: Tree, h: Tensor, data: Tree, *, heads: int) -> Float[Tensor, "batch tokens width"]:
