@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fdp import tree
 from fdp.methods import Plan
-from fdp.model import Model
+from fdp.model import Model, check_losses
 from fdp.per_sample import per_sample_norms
 from fdp.taps import batch_size_of
 from fdp.types import FdpError, Flat, Tree
@@ -31,12 +31,7 @@ def check_independent(model: Model, params: Tree, data: Tree, *, tolerance: floa
     if size < 2:
         raise FdpError(f"check_independent: expected a batch of at least 2 samples, got {size}")
     with torch.no_grad():
-        losses = model.loss(params, data)
-        if tuple(losses.shape) != (size,):
-            raise FdpError(
-                f"{model.name}: expected the loss of every sample, shape ({size},), got {tuple(losses.shape)}; do not "
-                f"average over the batch"
-            )
+        losses = check_losses(model, model.loss(params, data), size)
         trials = {"reversing the batch": torch.arange(size - 1, -1, -1, device=losses.device)}
         for i in (0, size - 1):
             trials[f"replacing all samples but {i}"] = torch.full((size,), i, device=losses.device)

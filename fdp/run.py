@@ -117,7 +117,7 @@ def prepare(config: RunConfig) -> tuple[Run, TrainState]:
     params = model.init(keys.fold_in(root, "init").to(config.device))
     check_params(model, params)
     example = _move(config.dataset.fetch(np.arange(config.microbatch_size) % size), config.device)
-    _check_example(model, params, example, size=config.microbatch_size)
+    _check_example(model, example)
     audit.check_independent(model, params, _move(config.dataset.fetch(np.arange(min(4, size))), config.device))
     plan = make_plan(
         model,
@@ -249,7 +249,7 @@ def _check(config: RunConfig) -> None:
         raise FdpError("run: expected one process, got several; each would train, and spend, on its own")
 
 
-def _check_example(model: Model, params: Tree, example: Tree, *, size: int) -> None:
+def _check_example(model: Model, example: Tree) -> None:
     tokens = example.get("tokens") if isinstance(example, dict) else None
     if tokens is not None and model.context is not None and tokens.shape[1] - 1 > model.context:
         raise FdpError(
@@ -259,13 +259,6 @@ def _check_example(model: Model, params: Tree, example: Tree, *, size: int) -> N
     for path, leaf in tree.flatten(example).items():
         if leaf.is_floating_point() and not bool(torch.isfinite(leaf).all()):
             raise FdpError(f"data {path}: holds NaN or infinity; repair or drop those samples")
-    with torch.no_grad():
-        losses = model.loss(params, example)
-    if tuple(losses.shape) != (size,):
-        raise FdpError(
-            f"loss of {model.name}: expected one number per sample, shape ({size},), "
-            f"got {tuple(losses.shape)}; do not average over the batch"
-        )
 
 
 def _check_finite(params: Tree, *, step: int) -> None:
