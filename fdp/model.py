@@ -19,15 +19,17 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fdp import keys, tree
+from fdp.collectives import Axis
 from fdp.init import Init, constant
 from fdp.types import FdpError, Key, Path, Tree
 
 
 class LeafSpec(NamedTuple):
-    """A parameter before it exists: its shape and how its elements are drawn."""
+    """A parameter before it exists: its shape, how its elements are drawn, which dim a tensor axis cuts, if any."""
 
     shape: tuple[int, ...]
     init: Init
+    tensor_dim: int | None = None
 
 
 class Block(NamedTuple):
@@ -43,7 +45,10 @@ class Block(NamedTuple):
 
 
 class Model(NamedTuple):
-    """A stack of blocks and the leaves they use."""
+    """A stack of blocks and the leaves they use.
+
+    ``parallel(axis)`` is the same model with its layers cut over a tensor axis: same leaves, same losses.
+    """
 
     name: str
     leaves: dict[Path, LeafSpec]
@@ -51,6 +56,7 @@ class Model(NamedTuple):
     context: int | None = None
     vocab_size: int | None = None
     frozen: frozenset[Path] = frozenset()
+    parallel: Callable[[Axis], Model] | None = None
 
     def init(self, key: Key, *, dtype: torch.dtype = torch.float32) -> Tree:
         """The parameters, each leaf a function of (key, path)."""

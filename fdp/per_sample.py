@@ -1,7 +1,5 @@
-"""The block loop: per-sample norms in one backward, and the clipped sum from what it left behind.
+"""Per-sample norms in one backward, and the clipped sum from what it left behind.
 
-forward    carry_i = block_i(weights_i, carry_{i-1})                          weights gathered block by block
-backward   (g_{i-1}, records_i) = pull_i(g_i)                                 taps: no weight gradient yet
 norms      |G_b|^2 per leaf from its records                                  all uses of a tied leaf together
 sum        sum_b c_b G_b per leaf, block by block                             from kept gradients or kept pairs, or
                                                                               by a second backward, as planned
@@ -12,17 +10,17 @@ sum        sum_b c_b G_b per leaf, block by block                             fr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fdp import tree
+from fdp.block_loop import ALL_KEPT, NOTHING_LEFT, Left, Memory, Weights, backward, forward, make_weights
 from fdp.methods import Choice, NormBy, Plan, SumBy
-from fdp.model import Block, Model, check_losses
+from fdp.model import Model
 from fdp.rules import (
     Dense,
     Record,
@@ -34,10 +32,9 @@ from fdp.rules import (
     weighted_gradient,
     widened,
 )
-from fdp.sharding import Pending, Sharding, Zero, finish_gather, reduce_scatter, start_gather
-from fdp.taps import batch_size_of, tapped_vjp
+from fdp.sharding import Reduce, Sharding
+from fdp.traffic import owned, reduced, sum_over_parts
 from fdp.types import Clip, ClippedSum, FdpError, Flat, Norms, Path, Tree
-from fdp.vjp import vjp
 
 
 class Stash(NamedTuple):
@@ -50,49 +47,33 @@ class Stash(NamedTuple):
     plan: Plan
 
 
-class Weights(NamedTuple):
-    """Where a block's weights come from: this rank's parts of all leaves, and how wholes are made of them."""
-
-    model: Model
-    parts: Flat
-    dtype: torch.dtype
-    sharding: Sharding | None
-
-    def start(self, i: int, token: Tree) -> Pending:
-        """Send for the weights of block ``i``; ``token`` as in ``start_gather``."""
-        paths = list(dict.fromkeys(tree.leaves(self.model.blocks[i].params)))
-        return start_gather(self.sharding, paths, self.parts, dtype=self.dtype, token=token)
-
-    def finish(self, pending: Pending) -> Flat:
-        return finish_gather(self.sharding, pending)
-
-    @property
-    def dropped(self) -> bool:
-        """Whether whole weights are dropped after a block's forward, to be gathered again for its backward."""
-        return self.sharding is not None and self.sharding.zero is Zero.THREE
-
-
 def per_sample_norms(
-    model: Model, params: Tree, data: Tree, *, plan: Plan, sharding: Sharding | None = None
+    model: Model,
+    params: Tree,
+    data: Tree,
+    *,
+    plan: Plan,
+    sharding: Sharding | None = None,
+    memory: Memory = ALL_KEPT,
 ) -> tuple[Float[Tensor, " batch"], Norms, Stash]:
     """Losses, squared gradient norms per sample and leaf, and what the clipped sum needs. One forward, one backward.
 
-    With ``sharding``, ``params`` are this rank's parts and ``data`` this rank's samples; a sample's norm needs nothing
-    from other ranks, because its whole gradient is computed where the sample is.
+    With ``sharding``, ``params`` are this rank's parts and ``data`` this rank's samples. A sample's norm needs nothing
+    from ranks with other samples; what ranks along ``tensor`` found of it is added up, leaf by leaf.
 
     Guarantees:
       - every trainable leaf is in the norms, all its uses together (cross terms included);
       - sums of squares are accumulated in float64, whatever the compute dtype.
     """
-    _check_shape(plan, data)
-    flat = tree.flatten(params)
-    weights = Weights(model, flat, plan.dtype, sharding)
-    losses, pulls, carries = _forward(weights, data, plan)
+    weights = make_weights(model, params, data, plan, sharding, memory)
+    losses, opened, carries = forward(weights, data, plan)
+    second = any(choice.sum is SumBy.SECOND for choice in plan.choices.values())
+    inputs = tuple(carries) if second else ()
     waiting = _count_uses(model, plan)
     open_records: dict[Path, list[Record]] = {}
     kept: dict[Path, list[Record]] = {}
     squared: dict[Path, Tensor] = {}
-    for _, records in _backward(weights, losses, pulls, carries, data, plan):
+    for _, records in backward(weights, losses, opened, carries, data, plan):
         for path, found in records.items():
             choice = plan.choices[path]
             open_records[path] = _merge(open_records.get(path, []) + found, choice)
@@ -102,36 +83,23 @@ def per_sample_norms(
                 squared[path] = _squared(done, choice)
                 if choice.sum is not SumBy.SECOND:
                     kept[path] = done
-    norms = Norms({path: squared[path] for path in flat if path in plan.trainable})
-    second = any(choice.sum is SumBy.SECOND for choice in plan.choices.values())
-    stash = Stash(kept, tuple(carries) if second else (), weights, data, plan)
-    return losses.to(_wide(losses.dtype)), norms, stash
+    norms = Norms({path: squared[path] for path in weights.parts if path in plan.trainable})
+    stash = Stash(kept, inputs, weights, data, plan)
+    return losses.to(_wide(losses.dtype)), sum_over_parts(sharding, norms), stash
 
 
 def clipped_sum(stash: Stash, clip: Clip) -> ClippedSum:
-    """``sum_b factor_b G_b`` per leaf, in float64; with sharding, over all ranks' samples and this rank's part of it.
+    """``sum_b factor_b G_b`` per leaf, in float64, over this rank's samples.
 
-    Each block's sums are reduced as soon as they are made, so that one block's whole gradients are alive at a time.
+    Where sums are reduced in every microbatch, over all ranks' samples, and this rank's part of it: each block's sums
+    travel while the next block's are made, so that no more than two blocks' whole gradients are alive at a time.
 
     Guarantees:
       - every leaf in the norms is in the sum, scaled by its own factor;
       - a sample whose factor is 0 contributes exactly 0, even if its gradient is NaN or infinite.
     """
-    weights, plan = stash.weights, stash.plan
-    total: Flat = {}
-    if stash.carries:
-        whole: Flat = {}
-        for i, records in _backward(weights, None, [], stash.carries, stash.data, plan):
-            for path, found in records.items():
-                if plan.choices[path].sum is SumBy.SECOND:
-                    part = _weighted(found, clip.factors[path])
-                    whole[path] = whole[path] + part if path in whole else part
-            done = [path for path in _owned(weights.model, i) if path in whole]
-            total |= reduce_scatter(weights.sharding, {path: whole.pop(path) for path in done})
-    for i in range(len(weights.model.blocks)):
-        kept = [path for path in _owned(weights.model, i) if path in stash.records]
-        sums = {path: _weighted(stash.records[path], clip.factors[path]) for path in kept}
-        total |= reduce_scatter(weights.sharding, sums) if sums else {}
+    sharding, memory = stash.weights.sharding, stash.weights.memory
+    total = reduced(_reducing(sharding), _weighted_blocks(stash, clip), device=memory.sums_on)
     if set(total) != set(clip.factors):
         raise FdpError(f"clipped_sum: leaves {sorted(set(total) ^ set(clip.factors))} are in the norms or the sum only")
     return ClippedSum({path: total[path] for path in clip.factors}, clip.sensitivity)
@@ -145,117 +113,60 @@ def plain_sum(
     *,
     plan: Plan,
     sharding: Sharding | None = None,
+    memory: Memory = ALL_KEPT,
 ) -> tuple[Float[Tensor, " batch"], Flat]:
     """Losses and ``sum_b mask_b G_b``: the same loop without privacy, one ordinary backward."""
-    _check_shape(plan, data)
-    flat = tree.flatten(params)
-    weights = Weights(model, flat, plan.dtype, sharding)
-    losses, pulls, carries = _forward(weights, data, plan)
+    weights = make_weights(model, params, data, plan, sharding, memory)
+    losses, opened, carries = forward(weights, data, plan)
     start = torch.where(mask > 0, torch.ones_like(losses), torch.zeros_like(losses))
+    blocks = _plain_blocks(weights, start, opened, carries, data, plan)
+    total = reduced(_reducing(sharding), blocks, device=memory.sums_on)
+    return losses.to(_wide(losses.dtype)), {path: total[path] for path in weights.parts if path in plan.trainable}
+
+
+def losses_of(
+    model: Model, params: Tree, data: Tree, *, plan: Plan, sharding: Sharding | None = None
+) -> Float[Tensor, " batch"]:
+    """The loss of every sample, by the same loop: one block's whole weights at a time."""
+    weights = make_weights(model, params, data, plan, sharding, Memory(recompute=True, refetch=True))
+    return forward(weights, data, plan)[0].detach()
+
+
+def _reducing(sharding: Sharding | None) -> Sharding | None:
+    """The plan by which a block's sums are reduced as soon as they are made; None: they stay this rank's own."""
+    return sharding if sharding is not None and sharding.reduce is Reduce.PER_MICROBATCH else None
+
+
+def _weighted_blocks(stash: Stash, clip: Clip) -> Iterator[Flat]:
+    """Block by block, the weighted sums of the leaves that are complete with it."""
+    weights, plan = stash.weights, stash.plan
+    blocks = range(len(weights.model.blocks))
+    if stash.carries:
+        whole: Flat = {}
+        for i, records in backward(
+            weights, None, [NOTHING_LEFT for _ in blocks], list(stash.carries), stash.data, plan
+        ):
+            for path, found in records.items():
+                if plan.choices[path].sum is SumBy.SECOND:
+                    part = _weighted(found, clip.factors[path])
+                    whole[path] = whole[path] + part if path in whole else part
+            done = [path for path in owned(weights.model, i) if path in whole]
+            yield {path: whole.pop(path) for path in done}
+    for i in blocks:
+        kept = [path for path in owned(weights.model, i) if path in stash.records]
+        yield {path: _weighted(stash.records[path], clip.factors[path]) for path in kept}
+
+
+def _plain_blocks(
+    weights: Weights, start: Tensor, opened: list[Left], carries: list[Tree], data: Tree, plan: Plan
+) -> Iterator[Flat]:
     whole: Flat = {}
-    total: Flat = {}
-    for i, found in _backward(weights, start, pulls, carries, data, plan):
+    for i, found in backward(weights, start, opened, carries, data, plan):
         for path, leaf in found.items():
             leaf = leaf.to(_wide(leaf.dtype))
             whole[path] = whole[path] + leaf if path in whole else leaf
-        done = [path for path in _owned(model, i) if path in whole]
-        total |= reduce_scatter(sharding, {path: whole.pop(path) for path in done})
-    return losses.to(_wide(losses.dtype)), {path: total[path] for path in flat if path in plan.trainable}
-
-
-def _forward(weights: Weights, data: Tree, plan: Plan) -> tuple[Tensor, list[Any], list[Tree]]:
-    """Losses, the pull-back of every block (of the last one only, if weights are dropped) and every block's input."""
-    blocks = weights.model.blocks
-    pulls, carries = [], []
-    carry: Tree = ()
-    pending = weights.start(0, token=())
-    for i, block in enumerate(blocks):
-        whole = weights.finish(pending)
-        last = i + 1 == len(blocks)
-        pending = pending if last else weights.start(i + 1, token=carry)
-        carries.append(carry)
-        if weights.dropped and not last:
-            with torch.no_grad():
-                carry = block.apply(tree.select(whole, block.params), carry, data)
-        else:
-            carry, pull = _open(block, whole, carry, data, plan.uses[i], plan)
-            pulls.append(pull)
-    return check_losses(weights.model, carry, plan.batch_size), pulls, carries
-
-
-def _backward(
-    weights: Weights, losses: Tensor | None, pulls: list[Any], carries: Sequence[Tree], data: Tree, plan: Plan
-) -> Iterator[tuple[int, dict[Path, Any]]]:
-    """Block by block from the last: its number and what its pull-back found of its leaves.
-
-    A block without a pull-back is gathered and run again, from its input, the next one already on its way. ``losses``
-    is the gradient to start from for plain training, or gives its shape; None: the last block is run again, too.
-    """
-    blocks = weights.model.blocks
-    gradient: Tree = None if losses is None else (losses if not plan.private else torch.ones_like(losses))
-    pending = None
-    for i in range(len(blocks) - 1, -1, -1):
-        if pulls:
-            pull = pulls.pop()
-        else:
-            here = weights.start(i, token=gradient if gradient is not None else ()) if pending is None else pending
-            whole = weights.finish(here)
-            pending = weights.start(i - 1, token=gradient if gradient is not None else ()) if i else None
-            out, pull = _open(blocks[i], whole, carries[i], data, plan.uses[i], plan)
-            gradient = torch.ones_like(out) if gradient is None else gradient
-        gradient, found = pull(gradient)
-        yield i, found
-
-
-def _owned(model: Model, i: int) -> list[Path]:
-    """The leaves whose first block is ``i``: in a backward, the block after which their sums are complete."""
-    earlier = {path for block in model.blocks[:i] for path in tree.leaves(block.params)}
-    return [path for path in dict.fromkeys(tree.leaves(model.blocks[i].params)) if path not in earlier]
-
-
-def _open(block: Block, weights: Flat, carry: Tree, data: Tree, uses: Any, plan: Plan):
-    """A block's output and its pull-back: to (carry, what is found of its leaves)."""
-    if not plan.private:
-        return _plain_vjp(block, weights, carry, data, plan.trainable)
-    if any(path in plan.choices and plan.choices[path].norm is NormBy.VMAP for path in weights):
-        return _vmapped_vjp(block, weights, carry, data, plan.trainable)
-    return tapped_vjp(block, weights, carry, data, uses, plan.trainable)
-
-
-def _vmapped_vjp(block: Block, weights: Flat, carry: Tree, data: Tree, trainable: frozenset[Path]):
-    """As ``tapped_vjp`` for any block at all: every sample's vector-Jacobian product by itself, under ``vmap``."""
-    trained = {path: w for path, w in weights.items() if path in trainable}
-    rest = {path: w for path, w in weights.items() if path not in trainable}
-
-    def alone(trained: Flat, carry: Tree, data: Tree) -> Tree:
-        one = tree.map(lambda leaf: leaf.unsqueeze(0), (carry, data))
-        out = block.apply(tree.select(trained | rest, block.params), *one)
-        return tree.map(lambda leaf: leaf.squeeze(0), out)
-
-    def pull_one(carry: Tree, data: Tree, gradient: Tree) -> tuple[Tree, ...]:
-        _, pull, _ = vjp(lambda w, c: (alone(w, c, data), ()), trained, carry)
-        return pull(gradient)
-
-    with torch.no_grad():
-        out = block.apply(tree.select(weights, block.params), carry, data)
-
-    def pull(gradient: Tree) -> tuple[Tree, dict[Path, list[Record]]]:
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # the fused CPU attention has no batching rule
-            per_sample, carry_gradient = torch.func.vmap(pull_one)(carry, data, gradient)
-        return carry_gradient, {path: [Dense(leaf)] for path, leaf in per_sample.items()}
-
-    return out, pull
-
-
-def _plain_vjp(block: Block, weights: Flat, carry: Tree, data: Tree, trainable: frozenset[Path]):
-    trained = {path: w for path, w in weights.items() if path in trainable}
-    rest = {path: w for path, w in weights.items() if path not in trainable}
-
-    def run(carry: Tree, trained: Flat) -> tuple[Tree, tuple[()]]:
-        return block.apply(tree.select(trained | rest, block.params), carry, data), ()
-
-    out, pull, _ = vjp(run, carry, trained)
-    return out, pull
+        done = [path for path in owned(weights.model, i) if path in whole]
+        yield {path: whole.pop(path) for path in done}
 
 
 def _merge(records: list[Record], choice: Choice) -> list[Record]:
@@ -292,14 +203,6 @@ def _count_uses(model: Model, plan: Plan) -> dict[Path, int]:
         for path in {use.path for use in uses} | set(by_vmap):
             counts[path] += 1
     return counts
-
-
-def _check_shape(plan: Plan, data: Tree) -> None:
-    if batch_size_of(data) != plan.batch_size:
-        raise FdpError(
-            f"batch: expected {plan.batch_size} samples, the plan's microbatch, got {batch_size_of(data)}; pad the "
-            f"microbatch with a mask, or make a plan for this shape"
-        )
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

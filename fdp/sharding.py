@@ -1,8 +1,8 @@
-"""Sharding: which part of every leaf this rank holds, and how a block's whole weights are made from the parts.
+"""Sharding: which part of every leaf this rank holds, decided once, before anything exists.
 
-A leaf of shape (n, ...) is cut along dim 0 into chunks of ``ceil(n / size)`` rows over the axis ``shard``, the last
-ones shorter or empty, as DTensor does; over ``replicate`` it is repeated. The leaves of one block travel together: one
-gather, one reduce-scatter.
+A leaf of shape (n, ...) is cut first over ``tensor`` along the dim its model names, then over ``shard`` along dim 0
+into chunks of ``ceil(n / size)`` rows, the last ones shorter or empty, as DTensor does; over ``replicate`` it is
+repeated.
 
     ZeRO-0   parameters whole on every rank;   sums all-reduced
     ZeRO-2   parameters and state in parts;    gathered once per step, sums reduce-scattered      2 units of traffic
@@ -17,20 +17,22 @@ Rajbhandari et al. 2020, arXiv 1910.02054.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from enum import Enum
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fdp import collectives, keys, tree
 from fdp.collectives import Axis
-from fdp.init import Window
+from fdp.init import Init, Window
+from fdp.mesh import AXES
 from fdp.model import Model
-from fdp.types import Flat, Key, Path, Place, Tree
+from fdp.types import FdpError, Key, Path, Place, Tree
 
 
 class Zero(Enum):
@@ -41,67 +43,203 @@ class Zero(Enum):
     THREE = 3
 
 
+class Data(Enum):
+    """Whether ranks along the data axes hold different samples, or all the same ones."""
+
+    SPLIT = "split"
+    REPLICATED = "replicated"
+
+
+class Reduce(Enum):
+    """When sums of gradients travel: once per step, held whole until then, or block by block in every microbatch."""
+
+    PER_STEP = "step"
+    PER_MICROBATCH = "microbatch"
+
+
+class LeafPlan(NamedTuple):
+    """One leaf's place: its shape, the (axis, dim) pairs that cut it, and what this rank has of it.
+
+    ``whole`` is the shape a block computes with, after a gather over ``shard``; ``window`` is this rank's part of the
+    leaf; ``padded`` the elements that every rank sends for it, the last ones with padding. The first of ``blocks``
+    owns the leaf; it is tied to the others.
+    """
+
+    shape: tuple[int, ...]
+    cuts: tuple[tuple[Axis, int], ...]
+    whole: tuple[int, ...]
+    window: Window
+    padded: int
+    blocks: tuple[str, ...]
+    frozen: bool
+
+    @property
+    def part(self) -> tuple[int, ...]:
+        """The shape of this rank's part."""
+        return tuple(length for _, length in self.window)
+
+    def cut_by(self, axis: str) -> bool:
+        return any(by.name == axis for by, _ in self.cuts)
+
+
 class Sharding(NamedTuple):
-    """The static plan of a sharded run."""
+    """The static plan of a sharded run. ``reduce_dtype`` None: sums travel in the dtype they are made in.
+
+    ``host`` is the mesh of the same ranks for what is kept on the CPU.
+    """
 
     mesh: DeviceMesh
+    host: DeviceMesh
     zero: Zero
     replicate: Axis
+    tensor: Axis
     shard: Axis
-    shapes: dict[Path, tuple[int, ...]]
+    world: Axis
+    leaves: dict[Path, LeafPlan]
+    data: Data
+    reduce: Reduce
+    reduce_dtype: torch.dtype | None
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The axes along which there is more than one rank."""
+        return tuple(axis for axis in (self.replicate, self.tensor, self.shard) if axis.size > 1)
 
     @property
     def ranks(self) -> int:
-        """Ranks that hold different samples."""
-        return self.replicate.size * self.shard.size
+        """How many different shares of a batch there are."""
+        return self.replicate.size * self.shard.size if self.data is Data.SPLIT else 1
 
     @property
     def rank(self) -> int:
-        """This rank's place among them."""
-        return self.replicate.rank * self.shard.size + self.shard.rank
+        """Which of them is this rank's."""
+        return self.replicate.rank * self.shard.size + self.shard.rank if self.data is Data.SPLIT else 0
 
 
-def make_sharding(model: Model, mesh: DeviceMesh, *, zero: Zero) -> Sharding:
-    """Every leaf of ``model`` in its place on ``mesh``."""
-    shapes = {path: leaf.shape for path, leaf in model.leaves.items()}
-    return Sharding(mesh, zero, collectives.axis_of(mesh, "replicate"), collectives.axis_of(mesh, "shard"), shapes)
+def make_sharding(
+    model: Model,
+    mesh: DeviceMesh,
+    *,
+    zero: Zero,
+    data: Data = Data.SPLIT,
+    reduce: Reduce | None = None,
+    reduce_dtype: torch.dtype | None = None,
+) -> Sharding:
+    """Every leaf of ``model`` in its place on ``mesh``.
+
+    ``reduce`` defaults to once per step, for ZeRO-3 to every microbatch, where no whole gradient fits. Sums of private
+    gradients are float64; sending them in a narrower ``reduce_dtype`` halves the traffic and rounds a sum S by
+    ``eps |S|``, so that one sample may move it by as much more than C: 6e-8 B for float32 and B samples.
+
+    Guarantees:
+      - every leaf is in exactly one place: a leaf that no block uses, or a block's leaf that the model does not have,
+        is an error that names it.
+    """
+    if mesh.mesh_dim_names != AXES:
+        raise FdpError(f"mesh: expected the axes {AXES}, got {mesh.mesh_dim_names}; use make_mesh")
+    replicate, tensor, shard = (collectives.axis_of(mesh, name) for name in AXES)
+    users: dict[Path, list[str]] = {path: [] for path in model.leaves}
+    for block in model.blocks:
+        for path in dict.fromkeys(tree.leaves(block.params)):
+            if path not in users:
+                raise FdpError(f"{model.name}: block {block.name} uses {path!r}, which is not a leaf of the model")
+            users[path].append(block.name)
+    if orphans := [path for path, blocks in users.items() if not blocks]:
+        raise FdpError(f"{model.name}: no block uses {orphans}; name them in a block or remove them")
+    leaves = {}
+    for path, spec in model.leaves.items():
+        shape = tuple(spec.shape)
+        cuts = []
+        if spec.tensor_dim is not None and tensor.size > 1:
+            if shape[spec.tensor_dim] % tensor.size:
+                raise FdpError(
+                    f"{path}: expected dim {spec.tensor_dim} of {shape} to be a multiple of the {tensor.size} ranks "
+                    f"of the tensor axis; use another mesh"
+                )
+            cuts.append((tensor, spec.tensor_dim))
+        whole = _whole(shape, cuts)
+        if zero is not Zero.NONE and shard.size > 1 and whole and whole[0] > 1:
+            cuts.append((shard, 0))
+        padded = math.prod((_chunk(whole[0], shard.size), *whole[1:])) if whole else 1
+        leaves[path] = LeafPlan(
+            shape, tuple(cuts), whole, _window(shape, cuts), padded, tuple(users[path]), path in model.frozen
+        )
+    world = dist.group.WORLD
+    everyone = Axis("world", dist.get_world_size(), dist.get_rank(), world.group_name if world else "")
+    when = reduce or (Reduce.PER_MICROBATCH if zero is Zero.THREE else Reduce.PER_STEP)
+    host = mesh if mesh.device_type == "cpu" else DeviceMesh("cpu", mesh.mesh, mesh_dim_names=AXES)
+    return Sharding(mesh, host, zero, replicate, tensor, shard, everyone, leaves, data, when, reduce_dtype)
 
 
-def is_cut(sharding: Sharding, path: Path) -> bool:
-    """Whether the ranks of ``shard`` hold different parts of the leaf. A scalar cannot be cut."""
-    return sharding.zero is not Zero.NONE and sharding.shard.size > 1 and sharding.shapes[path] != ()
+def over_tensor_axis(model: Model, mesh: DeviceMesh) -> Model:
+    """The model with its layers cut over the mesh's tensor axis; itself if that axis has one rank."""
+    axis = collectives.axis_of(mesh, "tensor")
+    if axis.size == 1:
+        return model
+    if model.parallel is None:
+        raise FdpError(f"{model.name}: has no tensor-parallel form; expected a mesh with tensor=1, got {axis.size}")
+    return model.parallel(axis)
 
 
-def window(sharding: Sharding, path: Path) -> Window:
-    """The part of a leaf that this rank holds: (start, length) per dim."""
-    shape = sharding.shapes[path]
-    if not is_cut(sharding, path):
-        return tuple((0, n) for n in shape)
-    chunk = _chunk(shape[0], sharding.shard.size)
-    start = min(sharding.shard.rank * chunk, shape[0])
-    return ((start, min(chunk, shape[0] - start)), *((0, n) for n in shape[1:]))
+def gathered_view(sharding: Sharding) -> Sharding:
+    """The same plan once the parts along ``shard`` have been gathered: every leaf cut over ``tensor`` only."""
+    leaves = {}
+    for path, leaf in sharding.leaves.items():
+        cuts = tuple(cut for cut in leaf.cuts if cut[0].name != "shard")
+        leaves[path] = leaf._replace(cuts=cuts, window=_window(leaf.shape, cuts))
+    return sharding._replace(leaves=leaves)
+
+
+def abstract_params(model: Model, sharding: Sharding | None, *, device: torch.device | str = "cpu") -> Tree:
+    """Parameters without memory, in the shapes that blocks compute with: what ``make_plan`` needs to know."""
+    shapes = {
+        path: leaf.shape if sharding is None else sharding.leaves[path].whole for path, leaf in model.leaves.items()
+    }
+    return tree.nest({path: torch.empty((), device=device).expand(shape) for path, shape in shapes.items()})
 
 
 def places(sharding: Sharding) -> dict[Path, Place]:
     """Where this rank's part of every leaf sits."""
-    return {path: Place(shape, window(sharding, path)) for path, shape in sharding.shapes.items()}
+    return {path: Place(leaf.shape, leaf.window) for path, leaf in sharding.leaves.items()}
 
 
-def init_params(model: Model, key: Key, sharding: Sharding, *, dtype: torch.dtype = torch.float32) -> Tree:
-    """The parameters of ``model.init(key)`` as DTensors; each rank draws its own part and nothing else."""
-    local = {
-        path: leaf.init(keys.fold_in(key, path), leaf.shape, dtype=dtype, window=window(sharding, path))
-        for path, leaf in model.leaves.items()
-    }
-    return tree.nest({path: as_dtensor(leaf, path, sharding) for path, leaf in local.items()})
+def init_params(
+    model: Model,
+    key: Key,
+    sharding: Sharding,
+    *,
+    dtype: torch.dtype = torch.float32,
+    inits: Mapping[Path, Init] | None = None,
+) -> Tree:
+    """The parameters of ``model.init(key)`` as DTensors; each rank draws its own part and nothing else.
+
+    ``inits`` replaces the initialiser of the leaves it names.
+    """
+    own = {} if inits is None else dict(inits)
+    if unknown := sorted(set(own) - set(model.leaves)):
+        raise FdpError(f"inits: expected paths of leaves of {model.name}, got {unknown}")
+    flat = {}
+    for path, leaf in model.leaves.items():
+        window = sharding.leaves[path].window
+        local = own.get(path, leaf.init)(keys.fold_in(key, path), leaf.shape, dtype=dtype, window=window)
+        flat[path] = as_dtensor(local, path, sharding)
+    return tree.nest(flat)
+
+
+def cut_out(whole: Tensor, path: Path, sharding: Sharding) -> DTensor:
+    """This rank's part of a whole leaf, copied out of it, as a DTensor."""
+    leaf = sharding.leaves[path]
+    if tuple(whole.shape) != leaf.shape:
+        raise FdpError(f"{path}: expected shape {leaf.shape}, got {tuple(whole.shape)}")
+    for dim, (start, length) in enumerate(leaf.window):
+        whole = whole.narrow(dim, start, length)
+    return as_dtensor(whole.clone(memory_format=torch.contiguous_format), path, sharding)
 
 
 def as_dtensor(local: Tensor, path: Path, sharding: Sharding) -> DTensor:
     """This rank's part as a DTensor of the whole leaf."""
-    shape = torch.Size(sharding.shapes[path])
-    stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-    placements: tuple[Placement, Placement] = (Replicate(), Shard(0) if is_cut(sharding, path) else Replicate())
-    return DTensor.from_local(local, sharding.mesh, placements, run_check=False, shape=shape, stride=stride)
+    leaf = sharding.leaves[path]
+    return _wrap(local, leaf.shape, leaf.cuts, sharding)
 
 
 def localize(state: Tree) -> Tree:
@@ -109,18 +247,27 @@ def localize(state: Tree) -> Tree:
     return tree.map(lambda leaf: leaf.to_local() if isinstance(leaf, DTensor) else leaf, state)
 
 
-def globalize_state(state: Tree, sharding: Sharding) -> Tree:
-    """Optimizer state as DTensors wherever a leaf of it is shaped and named like this rank's part of a parameter."""
+def globalize_state(state: Tree, shapes: Tree, sharding: Sharding) -> Tree:
+    """Optimizer state as DTensors wherever a leaf of it belongs to a parameter; ``shapes`` has the global shapes.
+
+    A dim that is as long as the parameter's is cut as the parameter's is; one that was reduced to 1 is not.
+    """
     flat = {}
-    for name, leaf in tree.flatten(state).items():
-        path = next((p for p in sharding.shapes if name == p or name.endswith(f".{p}")), None)
-        like = path is not None and tuple(leaf.shape) == tuple(length for _, length in window(sharding, path))
-        flat[name] = as_dtensor(leaf, path, sharding) if like and path is not None else leaf
+    wholes = tree.flatten(shapes)
+    for name, part in tree.flatten(state).items():
+        owners = [path for path in sharding.leaves if name == path or name.endswith(f".{path}")]
+        shape = tuple(wholes[name].shape)
+        if not owners or len(shape) != len(sharding.leaves[max(owners, key=len)].shape) or math.prod(shape) == 0:
+            flat[name] = part
+            continue
+        leaf = sharding.leaves[max(owners, key=len)]
+        cuts = tuple((axis, dim) for axis, dim in leaf.cuts if shape[dim] == leaf.shape[dim])
+        flat[name] = _wrap(part, shape, cuts, sharding)
     return tree.unflatten(state, flat)
 
 
 def globalize(parts: Tree, like: Tree) -> Tree:
-    """The inverse: parts become DTensors wherever ``like``, a tree of the same structure, has one."""
+    """The inverse of ``localize``: parts become DTensors wherever ``like``, a tree of the same structure, has one."""
 
     def wrap(part: Tensor, old: Tensor) -> Tensor:
         if not isinstance(old, DTensor):
@@ -132,105 +279,28 @@ def globalize(parts: Tree, like: Tree) -> Tree:
     return tree.map(wrap, parts, like)
 
 
-class Pending(NamedTuple):
-    """A block's weights on their way: those that are whole already, and the bucket of all ranks' parts of the rest."""
-
-    whole: Flat
-    cut: tuple[Path, ...]
-    bucket: Tensor | None
-
-
-def start_gather(
-    sharding: Sharding | None, paths: Sequence[Path], parts: Flat, *, dtype: torch.dtype, token: Tree
-) -> Pending:
-    """Begin to make the whole leaves ``paths`` in the compute dtype; one collective for all of them.
-
-    The cast comes first, so that what travels is of the compute dtype. ``token`` is an activation that must exist
-    before the gather may start: it keeps the gather at its place in a compiled graph.
-    """
-    local = {path: parts[path].to(dtype) for path in paths}
-    cut = tuple(path for path in local if sharding is not None and is_cut(sharding, path))
-    whole = {path: leaf for path, leaf in local.items() if path not in cut}
-    if sharding is None or not cut:
-        return Pending(whole, (), None)
-    bucket = torch.cat([_padded(local[path], _part_size(path, sharding)) for path in cut])
-    tokens = [leaf for leaf in tree.leaves(token) if isinstance(leaf, Tensor)]
-    bucket = collectives.after(bucket, tokens[0]) if tokens else bucket
-    return Pending(whole, cut, collectives.all_gather(bucket, sharding.shard))
+def _wrap(local: Tensor, shape: tuple[int, ...], cuts: tuple[tuple[Axis, int], ...], sharding: Sharding) -> DTensor:
+    dims = {axis.name: dim for axis, dim in cuts}
+    placements: list[Placement] = [Shard(dims[name]) if name in dims else Replicate() for name in AXES]
+    stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    mesh = sharding.host if local.device.type == "cpu" else sharding.mesh
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
-def finish_gather(sharding: Sharding | None, pending: Pending) -> Flat:
-    """The whole leaves, once they have arrived."""
-    if sharding is None or pending.bucket is None:
-        return pending.whole
-    bucket = collectives.wait(pending.bucket).view(sharding.shard.size, -1)
-    arrived = {}
-    for path, part in zip(pending.cut, bucket.split([_part_size(path, sharding) for path in pending.cut], dim=1)):
-        shape = sharding.shapes[path]
-        arrived[path] = part.reshape(-1)[: math.prod(shape)].view(shape)
-    return pending.whole | arrived
+def _whole(shape: tuple[int, ...], cuts: list[tuple[Axis, int]]) -> tuple[int, ...]:
+    return tuple(length for _, length in _window(shape, cuts))
 
 
-def reduce_scatter(sharding: Sharding | None, sums: Flat) -> Flat:
-    """This rank's part of the **sum** over all ranks with different samples, for the leaves of one block.
-
-    One reduce-scatter over ``shard`` for the leaves that are cut, an all-reduce for those that are not, and an
-    all-reduce over ``replicate`` if there is such an axis. On one device: the sums themselves.
-    """
-    if sharding is None:
-        return sums
-    cut = [path for path in sums if is_cut(sharding, path)]
-    whole = [path for path in sums if path not in cut]
-    local: Flat = {}
-    if cut:
-        ranks = sharding.shard.size
-        columns = [_padded(sums[path], ranks * _part_size(path, sharding)).view(ranks, -1) for path in cut]
-        reduced = collectives.wait(collectives.reduce_scatter(torch.cat(columns, dim=1).flatten(), sharding.shard))
-        reduced = _all_reduced(reduced, (sharding.replicate,))
-        for path, part in zip(cut, reduced.split([_part_size(path, sharding) for path in cut])):
-            size = tuple(length for _, length in window(sharding, path))
-            local[path] = part[: math.prod(size)].view(size)
-    if whole:
-        reduced = _all_reduced(
-            torch.cat([sums[path].flatten() for path in whole]), (sharding.shard, sharding.replicate)
-        )
-        for path, part in zip(whole, reduced.split([sums[path].numel() for path in whole])):
-            local[path] = part.view(sums[path].shape)
-    return {path: local[path] for path in sums}
-
-
-def sum_over_samples(sharding: Sharding | None, x: Tensor) -> Tensor:
-    """The sum of ``x`` over all ranks that hold different samples."""
-    return x if sharding is None else _all_reduced(x, (sharding.shard, sharding.replicate))
-
-
-def gather_samples(sharding: Sharding | None, x: Tensor) -> Tensor:
-    """Per-sample values ``(microbatches, this rank's samples)`` as ``(microbatches, all samples)``, in global order."""
-    if sharding is None or sharding.ranks == 1:
-        return x
-    columns = x.t().contiguous()
-    for axis in (sharding.shard, sharding.replicate):
-        if axis.size > 1:
-            shape = (axis.size * columns.shape[0], columns.shape[1])
-            columns = collectives.wait(collectives.all_gather(columns.flatten(), axis)).view(shape)
-    return columns.t()
-
-
-def _all_reduced(x: Tensor, axes: Sequence[Axis]) -> Tensor:
-    for axis in axes:
-        x = collectives.wait(collectives.all_reduce(x, axis)) if axis.size > 1 else x
-    return x
+def _window(shape: tuple[int, ...], cuts: list[tuple[Axis, int]] | tuple[tuple[Axis, int], ...]) -> Window:
+    """(start, length) per dim of this rank's part, the cuts made one after the other."""
+    window = [(0, n) for n in shape]
+    for axis, dim in cuts:
+        start, length = window[dim]
+        chunk = _chunk(length, axis.size)
+        first = min(axis.rank * chunk, length)
+        window[dim] = (start + first, min(chunk, length - first))
+    return tuple(window)
 
 
 def _chunk(rows: int, ranks: int) -> int:
     return -(-rows // ranks)
-
-
-def _part_size(path: Path, sharding: Sharding) -> int:
-    """Elements of a full part: every rank sends as many, the last ones with padding."""
-    shape = sharding.shapes[path]
-    return _chunk(shape[0], sharding.shard.size) * math.prod(shape[1:])
-
-
-def _padded(x: Tensor, size: int) -> Tensor:
-    return torch.cat([x.flatten(), x.new_zeros(size - x.numel())]) if x.numel() < size else x.flatten()

@@ -12,29 +12,34 @@ update  params + optimizer(mean)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fdp import tree
+from fdp.block_loop import Memory
 from fdp.mechanism import Mechanism
 from fdp.methods import Plan
 from fdp.model import Model, check_params
 from fdp.noise import add_gaussian, scale
-from fdp.optimizers import Optimizer, apply_updates
+from fdp.offload import CPU, NOTHING, Offload, settle
+from fdp.optimizers import LOCAL, Optimizer, apply_updates
 from fdp.per_sample import clipped_sum, per_sample_norms, plain_sum
+from fdp.reductions import sharded_reductions
 from fdp.sharding import (
+    Reduce,
     Sharding,
-    gather_samples,
+    Zero,
+    as_dtensor,
+    gathered_view,
     globalize,
     globalize_state,
-    is_cut,
     localize,
     places,
-    sum_over_samples,
 )
+from fdp.traffic import gather_all, gather_samples, reduce_all, sum_over_samples
 from fdp.types import Batch, ClippedSum, FdpError, Flat, Key, Metrics, Step, TrainState, Tree
 
 
@@ -46,17 +51,49 @@ class Part(NamedTuple):
     metrics: Metrics
 
 
+class Stages(NamedTuple):
+    """A step in pieces, all on this rank's plain parts; ``make_train_step`` puts them together.
+
+    ``weights(params, device)`` is what the microbatches compute with; ``gradient(weights, clip_state, data, mask)`` a
+    microbatch's part; ``reduce(total)`` the sum over all ranks; ``noise(total, key)`` the noised sum;
+    ``update(state, noisy, tally, key)`` the next state.
+    """
+
+    weights: Callable[[Tree, torch.device], Tree]
+    gradient: Callable[[Tree, Tree, Tree, Tensor], Part]
+    reduce: Callable[[ClippedSum], ClippedSum]
+    noise: Callable[[ClippedSum, Key], Flat]
+    update: Callable[[TrainState, Flat, Tensor, Key], TrainState]
+
+
 def init_state(
-    model: Model, params: Tree, optimizer: Optimizer, mechanism: Mechanism, *, sharding: Sharding | None = None
+    model: Model,
+    params: Tree,
+    optimizer: Optimizer,
+    mechanism: Mechanism,
+    *,
+    sharding: Sharding | None = None,
+    offload: Offload = NOTHING,
+    device: torch.device | None = None,
 ) -> TrainState:
-    """The state before the first step. The optimizer sees the trainable leaves only, by path."""
+    """The state before the first step. The optimizer sees the trainable leaves only, by path.
+
+    ``device`` is where steps will compute; default: where the parameters are.
+    """
     check_params(model, params)
-    local = localize(params)
-    device = tree.leaves(local)[0].device
-    clip = tree.map(lambda leaf: leaf.to(device), mechanism.clip.init())
-    opt = optimizer.init(_trained(model, tree.flatten(local)))
-    opt = opt if sharding is None else globalize_state(opt, sharding)
-    return TrainState(params, opt, clip, torch.zeros((), dtype=torch.int64, device=device))
+    local = tree.flatten(localize(params))
+    there = next(iter(local.values())).device if device is None else device
+    clip = tree.map(lambda leaf: leaf.to(there), mechanism.clip.init())
+    trained = _trained(model, local)
+    reductions = LOCAL if sharding is None else sharded_reductions(sharding)
+    opt = optimizer.init(trained, reductions)
+    state = TrainState(tree.unflatten(params, local), opt, clip, torch.zeros((), dtype=torch.int64, device=there))
+    state = settle(state, offload, there)
+    if sharding is None:
+        return state
+    shapes = optimizer.init({path: torch.empty(model.leaves[path].shape, device="meta") for path in trained})
+    flat = {path: as_dtensor(leaf, path, sharding) for path, leaf in tree.flatten(state.params).items()}
+    return state._replace(params=tree.unflatten(params, flat), opt=globalize_state(state.opt, shapes, sharding))
 
 
 def make_train_step(
@@ -66,6 +103,8 @@ def make_train_step(
     mechanism: Mechanism,
     plan: Plan,
     sharding: Sharding | None = None,
+    offload: Offload = NOTHING,
+    checkpoint_activations: bool = False,
     donate: Sequence[str] = (),
     compiled: bool = False,
 ) -> Step:
@@ -75,71 +114,112 @@ def make_train_step(
     full graph of the work on a microbatch and one of the update, so that any number of microbatches needs no new
     graph; ``torch.compile(step, fullgraph=True)`` of the whole step works as well, with one graph per number.
     With ``sharding``, the state is of DTensors and the batch holds this rank's samples; every rank calls the step.
+    ``checkpoint_activations`` keeps only every block's input and runs its forward again, as ZeRO-3 always does.
 
     Guarantees:
       - the update depends on the data only through one noised sum per step (and the noised count of an adaptive
         clipping style), which are the events the accountant is given;
-      - the microbatch size and the number of ranks change nothing but rounding;
+      - the microbatch size, the number of ranks, offload and activation checkpoints change nothing but rounding;
       - no input is modified unless donated.
     """
     if set(donate) - {"state"}:
         raise FdpError(f"donate: expected ('state',) or (), got {tuple(donate)}")
-    if plan.trainable != model.trainable:
-        raise FdpError("plan: made for other trainable leaves than the model's; call make_plan with this model")
-    if not plan.private and mechanism.noise_multiplier != 0:
-        raise FdpError("method none trains without privacy and adds no noise; expected noise_multiplier 0")
-    if sharding is not None and not optimizer.exact_on_parts and any(is_cut(sharding, path) for path in model.leaves):
-        raise FdpError(
-            "optimizer: expected one that is exact on parts of a leaf, got one that needs norms or means of whole "
-            "leaves; give it sharded reductions, or keep parameters whole (Zero.NONE)"
-        )
-    z, expected = mechanism.noise_multiplier, mechanism.sampling.expected_batch_size
-    where = None if sharding is None else places(sharding)
+    stages = make_stages(
+        model,
+        optimizer,
+        mechanism=mechanism,
+        plan=plan,
+        sharding=sharding,
+        offload=offload,
+        checkpoint_activations=checkpoint_activations,
+    )
 
-    def gradient_of(params: Tree, clip_state: Tree, data: Tree, mask: Tensor) -> Part:
-        if not plan.private:
-            return _plain_part(model, plan, params, data, mask, sharding)
-        losses, norms, stash = per_sample_norms(model, params, data, plan=plan, sharding=sharding)
-        clip = mechanism.clip.clip(norms, clip_state).masked(mask)
-        total = clipped_sum(stash, clip)  # with sharding: over all ranks' samples, this rank's part
-        tally = mechanism.clip.tally(norms, mask, clip_state)
-        return Part(total, tally, Metrics(losses, norms.total(), clip.smallest(), mask))
-
-    def update(state: TrainState, total: ClippedSum, tally: Tensor, key: Key) -> TrainState:
-        noisy = add_gaussian(total, key=key, noise_multiplier=z, places=where)
-        mean = scale(noisy, 1 / expected)
-        flat = tree.flatten(state.params)
-        trained = _trained(model, flat)
-        updates, opt = optimizer.update(mean, state.opt, trained)
-        params = tree.unflatten(state.params, flat | apply_updates(trained, updates))
-        clip = mechanism.clip.update(state.clip, sum_over_samples(sharding, tally), key, expected)
-        after = TrainState(params, opt, clip, state.step + 1)
+    def finish(state: TrainState, total: ClippedSum, tally: Tensor, key: Key) -> TrainState:
+        after = stages.update(state, stages.noise(total, key), tally, key)
         return _write_into(state, after) if donate else after
 
-    if compiled:
-        gradient_of = torch.compile(gradient_of, fullgraph=True, dynamic=False)
-        update = torch.compile(update, fullgraph=True, dynamic=False)
+    gradient = torch.compile(stages.gradient, fullgraph=True, dynamic=False) if compiled else stages.gradient
+    finish = torch.compile(finish, fullgraph=True, dynamic=False) if compiled else finish
 
     def train_step(state: TrainState, batch: Batch, key: Key) -> tuple[TrainState, Metrics]:
         here = localize(state)
+        weights = stages.weights(here.params, batch.mask.device)
         parts = [
-            gradient_of(here.params, here.clip, tree.map(lambda leaf: leaf[i], batch.data), batch.mask[i])  # noqa: B023
+            gradient(weights, here.clip, tree.map(lambda leaf: leaf[i], batch.data), batch.mask[i])  # noqa: B023
             for i in range(batch.mask.shape[0])
         ]
-        total, tally, metrics = _joined(parts)
-        after = globalize(update(here, total, tally, key), like=state)
-        return after, _everyones(metrics, batch.mask.shape, sharding)
+        total, tally, metrics = joined(parts)
+        after = globalize(finish(here, stages.reduce(total), tally, key), like=state)
+        return after, everyones(metrics, batch.mask.shape, sharding)
 
     return train_step
 
 
-def _plain_part(model: Model, plan: Plan, params: Tree, data: Tree, mask: Tensor, sharding: Sharding | None) -> Part:
-    losses, value = plain_sum(model, params, data, mask, plan=plan, sharding=sharding)
+def make_stages(
+    model: Model,
+    optimizer: Optimizer,
+    *,
+    mechanism: Mechanism,
+    plan: Plan,
+    sharding: Sharding | None = None,
+    offload: Offload = NOTHING,
+    checkpoint_activations: bool = False,
+) -> Stages:
+    """The pieces of the step, for ``make_train_step`` and for those who want to look between them."""
+    if plan.trainable != model.trainable:
+        raise FdpError("plan: made for other trainable leaves than the model's; call make_plan with this model")
+    if not plan.private and mechanism.noise_multiplier != 0:
+        raise FdpError("method none trains without privacy and adds no noise; expected noise_multiplier 0")
+    z, expected = mechanism.noise_multiplier, mechanism.sampling.expected_batch_size
+    once = sharding is not None and sharding.reduce is Reduce.PER_STEP
+    gathers_once = once and sharding is not None and sharding.zero is Zero.TWO
+    inside = gathered_view(sharding) if sharding is not None and gathers_once else sharding
+    where = None if sharding is None else places(sharding)
+    reductions = LOCAL if sharding is None else sharded_reductions(sharding)
+    memory = Memory(checkpoint_activations, offload.params, CPU if offload.grads else None)
+
+    def weights(params: Tree, device: torch.device) -> Tree:
+        return gather_all(sharding, model, params, dtype=plan.dtype, device=device) if gathers_once else params
+
+    def gradient(params: Tree, clip_state: Tree, data: Tree, mask: Tensor) -> Part:
+        if not plan.private:
+            return _plain_part(model, plan, params, data, mask, inside, memory)
+        losses, norms, stash = per_sample_norms(model, params, data, plan=plan, sharding=inside, memory=memory)
+        clip = mechanism.clip.clip(norms, clip_state).masked(mask)
+        total = clipped_sum(stash, clip)
+        tally = mechanism.clip.tally(norms, mask, clip_state)
+        return Part(total, tally, Metrics(losses, norms.total(), clip.smallest(), mask))
+
+    def reduce(total: ClippedSum) -> ClippedSum:
+        return total._replace(value=reduce_all(sharding, model, total.value)) if once else total
+
+    def noise(total: ClippedSum, key: Key) -> Flat:
+        home = CPU if offload.optimizer else key.device
+        value = {path: leaf.to(home) for path, leaf in total.value.items()}
+        return add_gaussian(total._replace(value=value), key=key.to(home), noise_multiplier=z, places=where)
+
+    def update(state: TrainState, noisy: Flat, tally: Tensor, key: Key) -> TrainState:
+        mean = scale(noisy, 1 / expected)
+        flat = tree.flatten(state.params)
+        trained = {path: leaf.to(mean[path].device) for path, leaf in _trained(model, flat).items()}
+        updates, opt = optimizer.update(mean, state.opt, trained, reductions)
+        changed = {path: leaf.to(flat[path].device) for path, leaf in apply_updates(trained, updates).items()}
+        params = tree.unflatten(state.params, flat | changed)
+        clip = mechanism.clip.update(state.clip, sum_over_samples(sharding, tally), key, expected)
+        return TrainState(params, opt, clip, state.step + 1)
+
+    return Stages(weights, gradient, reduce, noise, update)
+
+
+def _plain_part(
+    model: Model, plan: Plan, params: Tree, data: Tree, mask: Tensor, sharding: Sharding | None, memory: Memory
+) -> Part:
+    losses, value = plain_sum(model, params, data, mask, plan=plan, sharding=sharding, memory=memory)
     metrics = Metrics(losses, torch.full_like(losses, torch.nan), torch.ones_like(losses), mask)
     return Part(ClippedSum(value, losses.new_tensor(torch.inf)), losses.new_zeros(()), metrics)
 
 
-def _joined(parts: list[Part]) -> Part:
+def joined(parts: list[Part]) -> Part:
     """The sum of all microbatches, which hold different samples."""
     first, *rest = parts
     total, tally = first.total, first.tally
@@ -149,7 +229,7 @@ def _joined(parts: list[Part]) -> Part:
     return Part(total, tally, metrics)
 
 
-def _everyones(metrics: Metrics, shape: Sequence[int], sharding: Sharding | None) -> Metrics:
+def everyones(metrics: Metrics, shape: Sequence[int], sharding: Sharding | None) -> Metrics:
     """The metrics of all ranks' samples, in global order."""
     if sharding is None:
         return metrics

@@ -12,7 +12,19 @@ FILES = sorted((ROOT / "fdp").rglob("*.py"))
 KERNELS = sorted((ROOT / "kernels").rglob("*.py"))
 
 STAGES = {"per_sample", "clipping", "noise", "sampling", "accounting", "optimizers"}
-JOINERS = {"step", "run", "cli", "audit", "mechanism", "__main__", "__init__"}
+JOINERS = {
+    "step",
+    "run",
+    "cli",
+    "audit",
+    "mechanism",
+    "reductions",
+    "checkpoint",
+    "plan",
+    "compare",
+    "__main__",
+    "__init__",
+}
 # The accountant is given the mechanism, which names who is sampled and how a sample is clipped.
 KNOWN = {"accounting": {"mechanism", "clipping", "sampling"}}
 # In order: each may import those before it.
@@ -25,16 +37,21 @@ ORDER = (
     "taps",
     "ops",
     "init",
-    "model",
+    "torch_init",
     "collectives",
+    "parallel",
+    "model",
     "mesh",
     "sharding",
+    "traffic",
+    "offload",
     "models",
     "methods",
+    "block_loop",
 )
 FOUNDATIONS = set(ORDER)
 # What a stage may stand on, besides types, tree and keys.
-GROUND = {"per_sample": {"rules", "vjp", "taps", "sharding", "methods", "model"}}
+GROUND = {"per_sample": {"rules", "sharding", "traffic", "methods", "model", "block_loop"}}
 
 
 def imports(path: Path) -> set[str]:

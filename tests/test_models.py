@@ -139,7 +139,13 @@ def test_the_gpt_block_is_torchs_pre_norm_transformer_layer():
         "linear2.weight": "down",
         "linear2.bias": "down_bias",
     }
-    layer.load_state_dict({theirs: p[ours] for theirs, ours in names.items()})
+
+    def in_order_of_torch(name: str) -> torch.Tensor:
+        """Ours goes head by head, q k v of each; torch's is all q, all k, all v."""
+        leaf = p[name]
+        return leaf.unflatten(0, (2, 3, 4)).transpose(0, 1).flatten(0, 2) if name.startswith("qkv") else leaf
+
+    layer.load_state_dict({theirs: in_order_of_torch(ours) for theirs, ours in names.items()})
     h = randn(3, 5, 8)
     mask = nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
     expected = layer(h, src_mask=mask, is_causal=True)

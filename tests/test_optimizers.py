@@ -188,15 +188,39 @@ def test_every_sum_over_a_leaf_goes_through_the_reductions(make):
         mean_of_squares=lambda values, dim: mean(tree.map(torch.square, values), dim),
     )
     want, got = whole, halves(whole)
-    optimizer, sharded = make(0.1), make(0.1, reductions=shards)
-    state, sharded_state = optimizer.init(want), sharded.init(got)
+    optimizer = make(0.1)
+    state, sharded_state = optimizer.init(want), optimizer.init(got, shards)
     for step in range(3):
         grads = make_grads(want, step)
         updates, state = optimizer.update(grads, state, want)
         want = fo.apply_updates(want, updates)
-        updates, sharded_state = sharded.update(halves(grads), sharded_state, got)
+        updates, sharded_state = optimizer.update(halves(grads), sharded_state, got, shards)
         got = fo.apply_updates(got, updates)
     assert_close(got, halves(want), 1e-12)
+
+
+def test_a_chain_passes_the_reductions_on_to_every_part():
+    params = {"w": torch.ones(4)}
+    pretended = fo.LOCAL._replace(sum_of_squares=lambda values: {"w": torch.tensor(100.0)})
+    optimizer = fo.chain(fo.chain(fo.clip_by_global_norm(1.0)), fo.scale(2.0))
+    updates, _ = optimizer.update(params, optimizer.init(params, pretended), params, reductions=pretended)
+    torch.testing.assert_close(updates["w"], torch.full((4,), 0.2))
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "momentum of adam"])
+def test_what_goes_element_by_element_asks_for_no_reduction(name):
+    def refuse(*_: Any) -> Tree:
+        raise AssertionError("asked for a reduction")
+
+    optimizer, params = OPTIMIZERS[name], make_params()
+    state = optimizer.init(params, fo.Reductions(refuse, refuse, refuse, refuse))
+    optimizer.update(make_grads(params, 0), state, params, fo.Reductions(refuse, refuse, refuse, refuse))
+
+
+def test_the_state_of_adafactor_on_a_part_without_rows_is_finite():
+    state = fo.adafactor(0.1).init({"w": torch.zeros(0, 4)})
+    assert [tuple(leaf.shape) for leaf in (state[0].rows["w"], state[0].cols["w"])] == [(0, 1), (1, 4)]
+    assert torch.equal(state[0].cols["w"], torch.zeros(1, 4))
 
 
 # Adam without the noise in its second moment.

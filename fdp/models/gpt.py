@@ -19,9 +19,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fdp import ops
+from fdp.collectives import Axis
 from fdp.init import constant, normal
 from fdp.model import Block, LeafSpec, Model
-from fdp.models.language import inputs_of, token_losses
+from fdp.models.language import check_divides, inputs_of, project, token_losses
+from fdp.parallel import enter
 from fdp.types import FdpError, Path, Tree
 
 
@@ -34,14 +36,18 @@ class GPTConfig(NamedTuple):
     tied: bool = True
 
 
-def gpt(config: GPTConfig, *, name: str = "gpt") -> Model:
-    """The model as a stack: embed, ``layers`` equal blocks, head with the loss."""
+def gpt(config: GPTConfig, *, name: str = "gpt", tensor: Axis | None = None) -> Model:
+    """The model as a stack: embed, ``layers`` equal blocks, head with the loss.
+
+    With ``tensor`` the heads and hidden units of the layers are cut over that axis; embedding and head are not.
+    """
     c = config
+    check_divides(tensor, heads=c.heads)
     leaves: dict[Path, LeafSpec] = {
         "embed.tokens": LeafSpec((c.vocab_size, c.width), normal(0.02)),
         "embed.positions": LeafSpec((c.context, c.width), normal(0.01)),
     }
-    apply_layer = partial(_layer, heads=c.heads)
+    apply_layer = partial(_layer, heads=c.heads, tensor=tensor)
     layers = []
     for i in range(c.layers):
         specs = _layer_leaves(c)
@@ -57,7 +63,12 @@ def gpt(config: GPTConfig, *, name: str = "gpt") -> Model:
         head["weight"] = "head.weight"
     embed = Block("embed", {"tokens": "embed.tokens", "positions": "embed.positions"}, _embed)
     blocks = (embed, *layers, Block("head", head, _head))
-    return Model(name, leaves, blocks, context=c.context, vocab_size=c.vocab_size)
+    parallel = partial(_parallel, config, name)
+    return Model(name, leaves, blocks, context=c.context, vocab_size=c.vocab_size, parallel=parallel)
+
+
+def _parallel(config: GPTConfig, name: str, axis: Axis) -> Model:
+    return gpt(config, name=name, tensor=axis)
 
 
 def _layer_leaves(c: GPTConfig) -> dict[str, LeafSpec]:
@@ -66,15 +77,15 @@ def _layer_leaves(c: GPTConfig) -> dict[str, LeafSpec]:
     return {
         "norm1": LeafSpec((c.width,), one),
         "norm1_bias": LeafSpec((c.width,), zero),
-        "qkv": LeafSpec((3 * c.width, c.width), normal(0.02)),
-        "qkv_bias": LeafSpec((3 * c.width,), zero),
-        "out": LeafSpec((c.width, c.width), out),
+        "qkv": LeafSpec((3 * c.width, c.width), normal(0.02), tensor_dim=0),  # head by head: its q, its k, its v
+        "qkv_bias": LeafSpec((3 * c.width,), zero, tensor_dim=0),
+        "out": LeafSpec((c.width, c.width), out, tensor_dim=1),
         "out_bias": LeafSpec((c.width,), zero),
         "norm2": LeafSpec((c.width,), one),
         "norm2_bias": LeafSpec((c.width,), zero),
-        "up": LeafSpec((4 * c.width, c.width), normal(0.02)),
-        "up_bias": LeafSpec((4 * c.width,), zero),
-        "down": LeafSpec((c.width, 4 * c.width), out),
+        "up": LeafSpec((4 * c.width, c.width), normal(0.02), tensor_dim=0),
+        "up_bias": LeafSpec((4 * c.width,), zero, tensor_dim=0),
+        "down": LeafSpec((c.width, 4 * c.width), out, tensor_dim=1),
         "down_bias": LeafSpec((c.width,), zero),
     }
 
@@ -88,14 +99,15 @@ def _embed(p: Tree, carry: Tree, data: Tree) -> Float[Tensor, "batch tokens widt
     return ops.add(ops.embedding(tokens, p["tokens"]), p["positions"])
 
 
-def _layer(p: Tree, h: Tensor, data: Tree, *, heads: int) -> Float[Tensor, "batch tokens width"]:
+def _layer(p: Tree, h: Tensor, data: Tree, *, heads: int, tensor: Axis | None) -> Float[Tensor, "batch tokens width"]:
     B, T, D = h.shape
-    qkv = ops.linear(ops.layer_norm(h, p["norm1"], p["norm1_bias"]), p["qkv"], p["qkv_bias"])
-    q, k, v = (z.reshape(B, T, heads, D // heads).transpose(1, 2) for z in qkv.chunk(3, dim=-1))
-    mixed = ops.attention(q, k, v).transpose(1, 2).reshape(B, T, D)
-    h = h + ops.linear(mixed, p["out"], p["out_bias"])
-    up = ops.linear(ops.layer_norm(h, p["norm2"], p["norm2_bias"]), p["up"], p["up_bias"])
-    return h + ops.linear(F.gelu(up, approximate="tanh"), p["down"], p["down_bias"])
+    n = enter(ops.layer_norm(h, p["norm1"], p["norm1_bias"]), tensor)
+    q, k, v = ops.linear(n, p["qkv"], p["qkv_bias"]).reshape(B, T, -1, 3, D // heads).transpose(1, 2).unbind(3)
+    mixed = ops.attention(q, k, v).transpose(1, 2).reshape(B, T, -1)
+    h = h + project(mixed, p["out"], p["out_bias"], tensor)
+    m = enter(ops.layer_norm(h, p["norm2"], p["norm2_bias"]), tensor)
+    up = ops.linear(m, p["up"], p["up_bias"])
+    return h + project(F.gelu(up, approximate="tanh"), p["down"], p["down_bias"], tensor)
 
 
 def _head(p: Tree, h: Tensor, data: Tree) -> Float[Tensor, " batch"]:

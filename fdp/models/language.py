@@ -6,7 +6,10 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fdp.types import Tree
+from fdp import ops
+from fdp.collectives import Axis
+from fdp.parallel import leave
+from fdp.types import FdpError, Tree
 
 
 def inputs_of(data: Tree) -> Int[Tensor, "batch tokens"]:
@@ -19,3 +22,22 @@ def token_losses(logits: Float[Tensor, "batch tokens vocab"], data: Tree) -> Flo
     targets = data["tokens"][:, 1:]
     wide = logits if logits.element_size() >= 4 else logits.float()
     return F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape).mean(1)
+
+
+def project(
+    x: Float[Tensor, "batch tokens inputs"], weight: ops.Weight, bias: ops.Weight | None, tensor: Axis | None
+) -> Float[Tensor, "batch tokens outputs"]:
+    """``x W^T + b``; with ``tensor``, of inputs and columns of W that are cut over it, the bias added once."""
+    if tensor is None:
+        return ops.linear(x, weight, bias)
+    y = leave(ops.linear(x, weight), tensor)
+    return y if bias is None else ops.add(y, bias)
+
+
+def check_divides(tensor: Axis | None, **counts: int) -> None:
+    """Refuse to cut heads or hidden units into parts that are not equal."""
+    for what, count in counts.items():
+        if tensor is not None and count % tensor.size:
+            raise FdpError(
+                f"mesh: expected a tensor axis that divides the model's {count} {what}, got {tensor.size} ranks"
+            )

@@ -19,9 +19,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fdp import ops
+from fdp.collectives import Axis
 from fdp.init import constant, normal
 from fdp.model import Block, LeafSpec, Model
-from fdp.models.language import inputs_of, token_losses
+from fdp.models.language import check_divides, inputs_of, project, token_losses
+from fdp.parallel import enter
 from fdp.types import Path, Tree
 
 
@@ -37,11 +39,15 @@ class LlamaConfig(NamedTuple):
     rope_base: float = 10_000.0
 
 
-def llama(config: LlamaConfig, *, name: str = "llama") -> Model:
-    """The model as a stack: embed, ``layers`` equal blocks, head with the loss."""
+def llama(config: LlamaConfig, *, name: str = "llama", tensor: Axis | None = None) -> Model:
+    """The model as a stack: embed, ``layers`` equal blocks, head with the loss.
+
+    With ``tensor`` the heads and hidden units of the layers are cut over that axis; embedding and head are not.
+    """
     c = config
+    check_divides(tensor, heads=c.heads, key_heads=c.key_heads, hidden=c.hidden)
     leaves: dict[Path, LeafSpec] = {"embed.tokens": LeafSpec((c.vocab_size, c.width), normal(0.02))}
-    apply_layer = partial(_layer, config=c)
+    apply_layer = partial(_layer, config=c, tensor=tensor)
     layers = []
     for i in range(c.layers):
         specs = _layer_leaves(c)
@@ -53,7 +59,12 @@ def llama(config: LlamaConfig, *, name: str = "llama") -> Model:
         leaves["head.weight"] = LeafSpec((c.vocab_size, c.width), normal(0.02))
         head["weight"] = "head.weight"
     blocks = (Block("embed", {"tokens": "embed.tokens"}, _embed), *layers, Block("head", head, _head))
-    return Model(name, leaves, blocks, context=c.context, vocab_size=c.vocab_size)
+    parallel = partial(_parallel, config, name)
+    return Model(name, leaves, blocks, context=c.context, vocab_size=c.vocab_size, parallel=parallel)
+
+
+def _parallel(config: LlamaConfig, name: str, axis: Axis) -> Model:
+    return llama(config, name=name, tensor=axis)
 
 
 def _layer_leaves(c: LlamaConfig) -> dict[str, LeafSpec]:
@@ -61,14 +72,14 @@ def _layer_leaves(c: LlamaConfig) -> dict[str, LeafSpec]:
     out = normal(0.02 / math.sqrt(2 * c.layers))
     return {
         "norm1": LeafSpec((c.width,), constant(1.0)),
-        "query": LeafSpec((c.heads * features, c.width), normal(0.02)),
-        "key": LeafSpec((c.key_heads * features, c.width), normal(0.02)),
-        "value": LeafSpec((c.key_heads * features, c.width), normal(0.02)),
-        "out": LeafSpec((c.width, c.heads * features), out),
+        "query": LeafSpec((c.heads * features, c.width), normal(0.02), tensor_dim=0),
+        "key": LeafSpec((c.key_heads * features, c.width), normal(0.02), tensor_dim=0),
+        "value": LeafSpec((c.key_heads * features, c.width), normal(0.02), tensor_dim=0),
+        "out": LeafSpec((c.width, c.heads * features), out, tensor_dim=1),
         "norm2": LeafSpec((c.width,), constant(1.0)),
-        "gate": LeafSpec((c.hidden, c.width), normal(0.02)),
-        "up": LeafSpec((c.hidden, c.width), normal(0.02)),
-        "down": LeafSpec((c.width, c.hidden), out),
+        "gate": LeafSpec((c.hidden, c.width), normal(0.02), tensor_dim=0),
+        "up": LeafSpec((c.hidden, c.width), normal(0.02), tensor_dim=0),
+        "down": LeafSpec((c.width, c.hidden), out, tensor_dim=1),
     }
 
 
@@ -76,17 +87,19 @@ def _embed(p: Tree, carry: Tree, data: Tree) -> Float[Tensor, "batch tokens widt
     return ops.embedding(inputs_of(data), p["tokens"])
 
 
-def _layer(p: Tree, h: Tensor, data: Tree, *, config: LlamaConfig) -> Float[Tensor, "batch tokens width"]:
+def _layer(
+    p: Tree, h: Tensor, data: Tree, *, config: LlamaConfig, tensor: Axis | None
+) -> Float[Tensor, "batch tokens width"]:
     B, T, D = h.shape
-    n = ops.rms_norm(h, p["norm1"])
+    n = enter(ops.rms_norm(h, p["norm1"]), tensor)
     q, k, v = (
         ops.linear(n, p[w]).reshape(B, T, -1, D // config.heads).transpose(1, 2) for w in ("query", "key", "value")
     )
     cos, sin = rotary(T, D // config.heads, base=config.rope_base, like=h)
     mixed = ops.attention(rotate(q, cos, sin), rotate(k, cos, sin), v).transpose(1, 2).reshape(B, T, -1)
-    h = h + ops.linear(mixed, p["out"])
-    m = ops.rms_norm(h, p["norm2"])
-    return h + ops.linear(F.silu(ops.linear(m, p["gate"])) * ops.linear(m, p["up"]), p["down"])
+    h = h + project(mixed, p["out"], None, tensor)
+    m = enter(ops.rms_norm(h, p["norm2"]), tensor)
+    return h + project(F.silu(ops.linear(m, p["gate"])) * ops.linear(m, p["up"]), p["down"], None, tensor)
 
 
 def _head(p: Tree, h: Tensor, data: Tree) -> Float[Tensor, " batch"]:

@@ -42,22 +42,22 @@ class FactoredState(NamedTuple):
     cols: Tree
 
 
-def scale_by_factored_rms(
-    *, beta2_decay: float = -0.8, eps1: float | None = None, reductions: Reductions = LOCAL
-) -> Optimizer:
+def scale_by_factored_rms(*, beta2_decay: float = -0.8, eps1: float | None = None) -> Optimizer:
     """``u = g / sqrt(max(R C / mean(R), eps1^2))``; ``eps1`` defaults to the machine epsilon."""
     if not beta2_decay <= 0:
         raise FdpError(f"beta2_decay: expected an exponent <= 0, got {beta2_decay}")
     if eps1 is not None:
         checks.nonnegative("eps1", eps1)
 
-    def init(params: Tree) -> FactoredState:
-        zeros = tree.map(torch.zeros_like, params)
-        # Shapes come from the reductions themselves, so that a sharded version decides them too.
-        cols = tree.map(lambda c: c if c.ndim > 1 else c.new_zeros(0), reductions.mean(zeros, -2))
-        return FactoredState(zero_step(params), reductions.mean(zeros, -1), cols)
+    def init(params: Tree, reductions: Reductions = LOCAL) -> FactoredState:
+        # A mean over ranks has the shape of the mean over the part at hand: zeros need no reductions.
+        rows = tree.map(lambda p: p.new_zeros((*p.shape[:-1], 1) if p.ndim > 1 else p.shape), params)
+        cols = tree.map(lambda p: p.new_zeros((*p.shape[:-2], 1, p.shape[-1]) if p.ndim > 1 else 0), params)
+        return FactoredState(zero_step(params), rows, cols)
 
-    def update(grads: Tree, state: FactoredState, params: Tree) -> tuple[Tree, FactoredState]:
+    def update(
+        grads: Tree, state: FactoredState, params: Tree, reductions: Reductions = LOCAL
+    ) -> tuple[Tree, FactoredState]:
         step = state.step + 1
         new_weight = once(step.double() ** beta2_decay)
 
@@ -74,28 +74,28 @@ def scale_by_factored_rms(
 
         return tree.map(scaled, grads, rows, cols, reductions.mean(rows, -2)), FactoredState(step, rows, cols)
 
-    return Optimizer(init, update, exact_on_parts=reductions is not LOCAL)
+    return Optimizer(init, update)
 
 
-def clip_by_rms(threshold: float, *, reductions: Reductions = LOCAL) -> Optimizer:
+def clip_by_rms(threshold: float) -> Optimizer:
     """``u = g / max(1, RMS(g) / threshold)`` per leaf."""
     checks.positive("threshold", threshold)
 
-    def update(grads: Tree, params: Tree) -> Tree:
+    def update(grads: Tree, params: Tree, reductions: Reductions) -> Tree:
         rms = _rms(grads, reductions)
         return tree.map(lambda g, r: times(g, once(1 / (r / threshold).clamp(min=1))), grads, rms)
 
-    return stateless(update)._replace(exact_on_parts=reductions is not LOCAL)
+    return stateless(update)
 
 
-def scale_by_param_rms(*, floor: float = 1e-3, reductions: Reductions = LOCAL) -> Optimizer:
+def scale_by_param_rms(*, floor: float = 1e-3) -> Optimizer:
     """``u = max(floor, RMS(p)) g`` per leaf."""
     checks.nonnegative("floor", floor)
 
-    def update(grads: Tree, params: Tree) -> Tree:
+    def update(grads: Tree, params: Tree, reductions: Reductions) -> Tree:
         return tree.map(lambda g, r: times(g, once(r.clamp(min=floor))), grads, _rms(params, reductions))
 
-    return stateless(update)._replace(exact_on_parts=reductions is not LOCAL)
+    return stateless(update)
 
 
 def adafactor(
@@ -106,15 +106,14 @@ def adafactor(
     eps2: float = 1e-3,
     clip_threshold: float = 1.0,
     weight_decay: float = 0.0,
-    reductions: Reductions = LOCAL,
 ) -> Optimizer:
     """``torch.optim.Adafactor``; ``clip_threshold`` is its ``d``, the learning rate a cap on the step."""
     checks.nonnegative("weight_decay", weight_decay)
     rate = as_schedule(learning_rate)
     return chain(
-        scale_by_factored_rms(beta2_decay=beta2_decay, eps1=eps1, reductions=reductions),
-        clip_by_rms(clip_threshold, reductions=reductions),
-        scale_by_param_rms(floor=eps2, reductions=reductions),
+        scale_by_factored_rms(beta2_decay=beta2_decay, eps1=eps1),
+        clip_by_rms(clip_threshold),
+        scale_by_param_rms(floor=eps2),
         scale_by_learning_rate(lambda step: torch.minimum(rate(step), (step + 1).double().rsqrt())),
         # After the minus sign, and in proportion to the rate itself, not to the relative step.
         add_decayed_weights(lambda step: -weight_decay * rate(step)),

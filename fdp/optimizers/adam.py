@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fdp import tree
 from fdp.optimizers import checks
-from fdp.optimizers.base import Optimizer, cast, chain, once, zero_step
+from fdp.optimizers.base import Optimizer, cast, chain, once, pointwise, zero_step
 from fdp.optimizers.schedules import Schedule
 from fdp.optimizers.transforms import add_decayed_weights, scale_by_learning_rate
 from fdp.types import FdpError, Tree
@@ -77,7 +77,7 @@ def scale_by_adam(
 
         return tree.map(direction, mean, square), AdamState(step, mean, square)
 
-    return Optimizer(init, update)
+    return pointwise(init, update)
 
 
 def second_moment(

@@ -5,7 +5,8 @@
     params         = params + updates
 
 The shape is optax's (github.com/google-deepmind/optax). A chain is the door: it checks that gradients fit the
-parameters and hands every part float32 (float64 for float64 parameters), whatever the dtypes outside.
+parameters and hands every part float32 (float64 for float64 parameters), whatever the dtypes outside. Who calls
+with parts of leaves says how to reduce over the whole of them: ``update(grads, state, params, reductions)``.
 
     >>> optimizer = chain(clip_by_global_norm(1.0), adamw(warmup_cosine(3e-4, warmup_steps=100, steps=5000)))
     >>> updates, state = optimizer.update(grads, state, params)
@@ -15,7 +16,7 @@ parameters and hands every part float32 (float64 for float64 parameters), whatev
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from jaxtyping import Float, Int
@@ -23,21 +24,35 @@ from torch import Tensor
 
 from fdp import tree
 from fdp.optimizers import checks
+from fdp.optimizers.reductions import LOCAL, Reductions
 from fdp.types import FdpError, Tree
+
+
+class Init(Protocol):
+    """``init(params) -> state``."""
+
+    def __call__(self, params: Tree, reductions: Reductions = LOCAL) -> Tree: ...
+
+
+class Update(Protocol):
+    """``update(grads, state, params) -> (updates, state)``."""
+
+    def __call__(self, grads: Tree, state: Tree, params: Tree, reductions: Reductions = LOCAL) -> tuple[Tree, Tree]: ...
 
 
 class Optimizer(NamedTuple):
     """``init(params) -> state`` and ``update(grads, state, params) -> (updates, state)``.
 
+    ``reductions`` says how sums over whole leaves are made of the leaves given: as they stand, or over ranks.
+
     Guarantees:
       - neither function modifies an argument;
-      - state is tensors in tuples, with the structure, shapes and dtypes that ``init`` gave it.
+      - state is tensors in tuples, with the structure, shapes and dtypes that ``init`` gave it;
+      - on parts of leaves, with the reductions of those parts, the updates are the parts of the whole's updates.
     """
 
-    init: Callable[[Tree], Tree]
-    update: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
-    exact_on_parts: bool = True
-    """Whether a rank that holds a part of a leaf may update it alone: element by element, or by sharded reductions."""
+    init: Init
+    update: Update
 
 
 def chain(*parts: Optimizer) -> Optimizer:
@@ -49,28 +64,39 @@ def chain(*parts: Optimizer) -> Optimizer:
       - a gradient of another structure or shape than its parameter is an error that names the path.
     """
 
-    def init(params: Tree) -> Tree:
+    def init(params: Tree, reductions: Reductions = LOCAL) -> Tree:
         checks.floating(params)
         precise = tree.map(_precise, params)
-        return tuple(part.init(precise) for part in parts)
+        return tuple(part.init(precise, reductions) for part in parts)
 
-    def update(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+    def update(grads: Tree, state: Tree, params: Tree, reductions: Reductions = LOCAL) -> tuple[Tree, Tree]:
         if len(state) != len(parts):
             raise FdpError(f"state: expected that of a chain of {len(parts)}, got {len(state)} states; call init")
         precise = tree.map(_precise, params)
         updates = checks.pairwise("grads", lambda p, g: cast(g, p.dtype), precise, grads)
         states = []
         for part, part_state in zip(parts, state):
-            updates, part_state = part.update(updates, part_state, precise)
+            updates, part_state = part.update(updates, part_state, precise, reductions)
             states.append(part_state)
         return tree.map(lambda u, p: cast(u, p.dtype), updates, params), tuple(states)
 
-    return Optimizer(init, update, all(part.exact_on_parts for part in parts))
+    return Optimizer(init, update)
 
 
-def stateless(update: Callable[[Tree, Tree], Tree]) -> Optimizer:
-    """An optimizer without memory, from ``update(grads, params) -> updates``."""
-    return Optimizer(lambda params: (), lambda grads, state, params: (update(grads, params), state))
+def pointwise(init: Callable[[Tree], Tree], update: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]) -> Optimizer:
+    """An optimizer in which every element goes its own way, and a part of a leaf needs nothing of the rest."""
+    return Optimizer(
+        lambda params, reductions=LOCAL: init(params),
+        lambda grads, state, params, reductions=LOCAL: update(grads, state, params),
+    )
+
+
+def stateless(update: Callable[[Tree, Tree, Reductions], Tree]) -> Optimizer:
+    """An optimizer without memory, from ``update(grads, params, reductions) -> updates``."""
+    return Optimizer(
+        lambda params, reductions=LOCAL: (),
+        lambda grads, state, params, reductions=LOCAL: (update(grads, params, reductions), state),
+    )
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:

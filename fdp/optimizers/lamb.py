@@ -20,13 +20,13 @@ from torch import Tensor
 from fdp import tree
 from fdp.optimizers.adam import scale_by_adam
 from fdp.optimizers.base import Optimizer, chain, once, stateless
-from fdp.optimizers.reductions import LOCAL, Reductions
+from fdp.optimizers.reductions import Reductions
 from fdp.optimizers.schedules import Schedule
 from fdp.optimizers.transforms import add_decayed_weights, scale_by_learning_rate, times
 from fdp.types import Tree
 
 
-def scale_by_trust_ratio(*, reductions: Reductions = LOCAL) -> Optimizer:
+def scale_by_trust_ratio() -> Optimizer:
     """``u = (||p|| / ||g||) g`` per leaf; ``u = g`` where either norm is 0."""
 
     def scaled(g: Tensor, p_square: Tensor, g_square: Tensor) -> Tensor:
@@ -34,11 +34,11 @@ def scale_by_trust_ratio(*, reductions: Reductions = LOCAL) -> Optimizer:
         ratio = torch.where((p_square > 0) & (g_square > 0), ratio, torch.ones_like(ratio))
         return times(g, once(ratio))
 
-    def update(grads: Tree, params: Tree) -> Tree:
+    def update(grads: Tree, params: Tree, reductions: Reductions) -> Tree:
         squares = reductions.sum_of_squares
         return tree.map(scaled, grads, squares(params), squares(grads))
 
-    return stateless(update)._replace(exact_on_parts=reductions is not LOCAL)
+    return stateless(update)
 
 
 def lamb(
@@ -49,12 +49,11 @@ def lamb(
     eps: float = 1e-6,
     weight_decay: float = 0.01,
     mask: Callable[[Tree], Tree] | None = None,
-    reductions: Reductions = LOCAL,
 ) -> Optimizer:
-    """LAMB, decay where ``mask`` says. ``reductions``: sums over whole leaves, see there."""
+    """LAMB, decay where ``mask`` says."""
     return chain(
         scale_by_adam(b1=b1, b2=b2, eps=eps),
         add_decayed_weights(weight_decay, mask=mask),
-        scale_by_trust_ratio(reductions=reductions),
+        scale_by_trust_ratio(),
         scale_by_learning_rate(learning_rate),
     )

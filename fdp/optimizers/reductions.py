@@ -2,18 +2,22 @@
 
     sum_of_squares(w) = ||w||^2      size(w) = number of elements      mean(w, dim), mean_of_squares(w, dim)
 
-Everything else in an optimizer is element by element, and so exact on a shard as it stands. These four are
-not: where a tree holds shards, give an optimizer a ``Reductions`` that adds up over ranks. Each maps a whole
-tree, so that a sharded version can pack all leaves into one collective.
+Everything else in an optimizer is element by element, and so exact on a part as it stands. These four are not:
+where a tree holds parts, give ``update`` a ``Reductions`` that adds up over ranks (``fdp.reductions`` makes it).
+Each maps a whole tree, so that a sharded version can pack all leaves into one collective.
 
-    >>> lamb(1e-3)                                     # every leaf is whole: LOCAL
-    >>> lamb(1e-3, reductions=Reductions(...))         # shards
+    >>> optimizer.update(grads, state, params)                                    # every leaf is whole: LOCAL
+    >>> optimizer.update(grads, state, params, sharded_reductions(sharding))      # parts
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from fdp import tree
 from fdp.types import Tree
@@ -33,6 +37,11 @@ class Reductions(NamedTuple):
     mean_of_squares: Callable[[Tree, int], Tree]
 
 
+def squared_norm(leaf: Float[Tensor, " *shape"]) -> Float[Tensor, ""]:
+    """``||leaf||^2``, squared and added up in float64; left there, so that parts can still be added."""
+    return leaf.to(torch.float64).square().sum()
+
+
 def _mean(values: Tree, dim: int) -> Tree:
     return tree.map(lambda v: v.mean(dim, keepdim=True) if v.ndim > 1 else v, values)
 
@@ -42,7 +51,7 @@ def _mean_of_squares(values: Tree, dim: int) -> Tree:
 
 
 LOCAL = Reductions(
-    sum_of_squares=lambda values: tree.map(lambda v: v.square().sum(), values),
+    sum_of_squares=lambda values: tree.map(lambda v: squared_norm(v).to(v.dtype), values),
     size=lambda values: tree.map(lambda v: v.numel(), values),
     mean=_mean,
     mean_of_squares=_mean_of_squares,

@@ -18,7 +18,7 @@ import torch
 
 from fdp import tree
 from fdp.optimizers import checks
-from fdp.optimizers.base import Optimizer, chain
+from fdp.optimizers.base import Optimizer, chain, pointwise
 from fdp.optimizers.schedules import Schedule
 from fdp.optimizers.transforms import add_decayed_weights, scale_by_learning_rate
 from fdp.types import FdpError, Tree
@@ -39,7 +39,7 @@ def trace(momentum: float, *, nesterov: bool = False) -> Optimizer:
         ahead = tree.map(lambda g, m: torch.add(g, m, alpha=momentum), grads, summed) if nesterov else summed
         return ahead, TraceState(summed)
 
-    return Optimizer(lambda params: TraceState(tree.map(torch.zeros_like, params)), update)
+    return pointwise(lambda params: TraceState(tree.map(torch.zeros_like, params)), update)
 
 
 def sgd(

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from fdp import tree
 from fdp.optimizers import checks
-from fdp.optimizers.base import Optimizer, cast, once, stateless, zero_step
-from fdp.optimizers.reductions import LOCAL, Reductions
+from fdp.optimizers.base import Optimizer, cast, once, pointwise, stateless, zero_step
+from fdp.optimizers.reductions import Reductions
 from fdp.optimizers.schedules import Schedule
 from fdp.types import Tree
 
@@ -35,7 +35,7 @@ class ScheduleState(NamedTuple):
 
 def scale(factor: float) -> Optimizer:
     """``u = factor g``."""
-    return stateless(lambda grads, params: tree.map(lambda g: g * factor, grads))
+    return stateless(lambda grads, params, _: tree.map(lambda g: g * factor, grads))
 
 
 def scale_by_schedule(schedule: Schedule) -> Optimizer:
@@ -45,7 +45,7 @@ def scale_by_schedule(schedule: Schedule) -> Optimizer:
         factor = once(schedule(state.step))
         return tree.map(lambda g: times(g, factor), grads), ScheduleState(state.step + 1)
 
-    return Optimizer(lambda params: ScheduleState(zero_step(params)), update)
+    return pointwise(lambda params: ScheduleState(zero_step(params)), update)
 
 
 def scale_by_learning_rate(learning_rate: float | Schedule) -> Optimizer:
@@ -70,28 +70,29 @@ def add_decayed_weights(weight_decay: float | Schedule, *, mask: Callable[[Tree]
 
     if not callable(weight_decay):
         checks.nonnegative("weight_decay", weight_decay)
-        return stateless(partial(where_masked, lambda g, p: torch.add(g, p, alpha=weight_decay)))
+        add = partial(where_masked, lambda g, p: torch.add(g, p, alpha=weight_decay))
+        return stateless(lambda grads, params, _: add(grads, params))
 
     def update(grads: Tree, state: ScheduleState, params: Tree) -> tuple[Tree, ScheduleState]:
         strength = once(weight_decay(state.step))
         return where_masked(lambda g, p: g + times(p, strength), grads, params), ScheduleState(state.step + 1)
 
-    return Optimizer(lambda params: ScheduleState(zero_step(params)), update)
+    return pointwise(lambda params: ScheduleState(zero_step(params)), update)
 
 
-def clip_by_global_norm(max_norm: float, *, reductions: Reductions = LOCAL) -> Optimizer:
+def clip_by_global_norm(max_norm: float) -> Optimizer:
     """``u = g min(1, max_norm / ||g||)``, the norm over all leaves.
 
     For training without privacy: it clips the *mean* gradient, which bounds no sample's part in it.
     """
     checks.positive("max_norm", max_norm)
 
-    def update(grads: Tree, params: Tree) -> Tree:
+    def update(grads: Tree, params: Tree, reductions: Reductions) -> Tree:
         norm = torch.stack(tree.leaves(reductions.sum_of_squares(grads))).sum().sqrt()
         factor = once((max_norm / norm).clamp(max=1))
         return tree.map(lambda g: times(g, factor), grads)
 
-    return stateless(update)._replace(exact_on_parts=reductions is not LOCAL)
+    return stateless(update)
 
 
 def times(leaf: Float[Tensor, " *shape"], factor: Float[Tensor, ""]) -> Float[Tensor, " *shape"]:
