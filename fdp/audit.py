@@ -10,6 +10,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -18,25 +20,34 @@ from fdp.methods import Plan
 from fdp.model import Model, check_losses
 from fdp.per_sample import per_sample_norms
 from fdp.taps import batch_size_of
-from fdp.types import FdpError, Flat, Tree
+from fdp.types import FdpError, Flat, Norms, Tree
 
 
-def check_independent(model: Model, params: Tree, data: Tree, *, tolerance: float = 1e-4) -> None:
+def check_independent(
+    model: Model,
+    params: Tree,
+    data: Tree,
+    *,
+    losses_of: Callable[[Tree], Tensor] | None = None,
+    tolerance: float = 1e-4,
+) -> None:
     """Replace every sample but one, for the first and the last sample; the loss of that one must stay.
 
     The others become copies of the sample itself, which is valid data whatever the model expects, and are also put in
-    reverse order. Raises an error that says which sample moved and by how much.
+    reverse order. Raises an error that says which sample moved and by how much. ``losses_of(data)`` computes the
+    losses where ``model.loss(params, data)`` cannot, because the parameters are in parts.
     """
     size = batch_size_of(data)
     if size < 2:
         raise FdpError(f"check_independent: expected a batch of at least 2 samples, got {size}")
+    compute = (lambda data: model.loss(params, data)) if losses_of is None else losses_of
     with torch.no_grad():
-        losses = check_losses(model, model.loss(params, data), size)
+        losses = check_losses(model, compute(data), size)
         trials = {"reversing the batch": torch.arange(size - 1, -1, -1, device=losses.device)}
         for i in (0, size - 1):
             trials[f"replacing all samples but {i}"] = torch.full((size,), i, device=losses.device)
         for change, source in trials.items():
-            got = model.loss(params, tree.map(lambda leaf: leaf[source], data))  # noqa: B023
+            got = compute(tree.map(lambda leaf: leaf[source], data))  # noqa: B023
             expected = losses[source]
             moved = _relative(got, expected)
             if not moved <= tolerance:
@@ -47,9 +58,14 @@ def check_independent(model: Model, params: Tree, data: Tree, *, tolerance: floa
                 )
 
 
-def check_norms(model: Model, params: Tree, data: Tree, *, plan: Plan, tolerance: float = 1e-3) -> None:
-    """Compare the plan's norms with ``vmap(grad)`` of the whole loss, leaf by leaf. The error names the leaf."""
-    _, norms, _ = per_sample_norms(model, params, data, plan=plan)
+def check_norms(
+    model: Model, params: Tree, data: Tree, *, plan: Plan, measured: Norms | None = None, tolerance: float = 1e-3
+) -> None:
+    """Compare the plan's norms with ``vmap(grad)`` of the whole loss, leaf by leaf. The error names the leaf.
+
+    ``measured`` are norms that were computed elsewhere, by ranks that hold parts; default: by the plan, here.
+    """
+    norms = per_sample_norms(model, params, data, plan=plan)[1] if measured is None else measured
     for path, gradient in reference_gradients(model, params, data).items():
         if path not in plan.trainable:
             continue

@@ -71,6 +71,11 @@ def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     return _functional.all_reduce(x.contiguous(), "sum", axis.group)
 
 
+def broadcast(x: Tensor, axis: Axis) -> Tensor:
+    """The tensor of the first rank of ``axis``."""
+    return _functional.broadcast(x.contiguous(), 0, axis.group)
+
+
 def wait(pending: Tensor) -> Tensor:
     """The result of a collective, once it has arrived."""
     return _functional.wait_tensor(pending)

@@ -13,30 +13,51 @@ so that everything is a function of (seed, t). Nothing is written to disk here.
 
 from __future__ import annotations
 
-import hashlib
-import os
-import resource
-import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from fdp import accounting, audit, keys, tree
+from fdp import accounting, audit, collectives, keys, launch, tree
 from fdp.clipping import ClipStyle
 from fdp.mechanism import Mechanism
-from fdp.methods import Method, make_plan
-from fdp.model import Model, check_params
+from fdp.mesh import make_mesh
+from fdp.methods import Method, Plan, make_plan
+from fdp.model import Model
+from fdp.offload import NOTHING, Offload
 from fdp.optimizers import Optimizer
+from fdp.per_sample import losses_of, per_sample_norms
+from fdp.records import Record, record_of, whole
 from fdp.sampling import Dataset, poisson, sample_batch
+from fdp.sharding import (
+    Data,
+    Reduce,
+    Sharding,
+    Zero,
+    abstract_params,
+    init_params,
+    localize,
+    make_sharding,
+    over_tensor_axis,
+)
 from fdp.step import init_state, make_train_step
-from fdp.types import FdpError, Key, Metrics, Norms, Step, TrainState, Tree
+from fdp.types import FdpError, Key, Norms, Step, TrainState, Tree
 
 NORMS_CHECKED_UP_TO = 20_000_000
 """Parameters up to which a run starts by comparing its per-sample norms with ``vmap(grad)``, on two samples."""
+
+
+class Layout(NamedTuple):
+    """How a run lies on several ranks: the sizes of the mesh's axes, and what is cut along them."""
+
+    axes: Mapping[str, int]
+    zero: Zero
+    data: Data = Data.SPLIT
+    reduce: Reduce | None = None
+    reduce_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +66,8 @@ class RunConfig:
 
     Exactly one of ``noise_multiplier`` and ``epsilon`` is given; with ``Method.NONE``, neither.
     ``batch_size`` is the expected one of Poisson sampling. ``microbatch_size``, ``memory_budget`` (bytes),
-    ``compiled`` and ``device`` change how a run computes, not what. ``seed=None``: a key from the system.
+    ``compiled``, ``device``, ``layout`` (None: one process), ``offload`` and ``checkpoint_activations`` change how a
+    run computes, not what. ``seed=None``: a key from the system.
     """
 
     model: Model
@@ -64,6 +86,9 @@ class RunConfig:
     memory_budget: float | None
     compiled: bool
     device: torch.device
+    layout: Layout | None = None
+    offload: Offload = NOTHING
+    checkpoint_activations: bool = False
 
 
 class Run(NamedTuple):
@@ -77,25 +102,7 @@ class Run(NamedTuple):
     step: Step
     root: Key
     epsilons: Sequence[float] | None
-
-
-class Record(NamedTuple):
-    """What one step saw. All but ``step`` and ``epsilon`` is computed on private data, outside the budget.
-
-    ``loss`` and the norms are over the samples whose own are finite, None where there are none; ``max_norm``
-    is the bound C that the step clipped to, None where it did not clip.
-    """
-
-    step: int
-    loss: float | None
-    epsilon: float | None
-    clipped_fraction: float | None
-    norm_q10: float | None
-    norm_q50: float | None
-    norm_q90: float | None
-    max_norm: float | None
-    samples: int
-    seconds: float
+    sharding: Sharding | None
 
 
 def default_delta(dataset_size: int) -> float:
@@ -103,115 +110,125 @@ def default_delta(dataset_size: int) -> float:
     return min(1e-6, dataset_size**-1.1)
 
 
-def prepare(config: RunConfig) -> tuple[Run, TrainState]:
-    """The run and its first state.
+def prepare(config: RunConfig, *, root: Key | None = None) -> tuple[Run, TrainState]:
+    """The run and its first state. ``root`` is the key of a run that is taken up again; default: from the seed.
 
     Guarantees:
       - nothing is written and no noise is drawn;
       - settings, data, parameters or a model that could not be trained privately are errors here, not later.
     """
     _check(config)
-    model, size = config.model, len(config.dataset)
     mechanism = _mechanism(config)
-    root = keys.key(config.seed)
-    params = model.init(keys.fold_in(root, "init").to(config.device))
-    check_params(model, params)
-    example = _move(config.dataset.fetch(np.arange(config.microbatch_size) % size), config.device)
-    _check_example(model, example)
-    audit.check_independent(model, params, _move(config.dataset.fetch(np.arange(min(4, size))), config.device))
-    plan = make_plan(
+    _check_example(config.model, _examples(config, config.microbatch_size))
+    model, sharding = _laid_out(config)
+    root = _shared(keys.key(config.seed) if root is None else root, sharding)
+    key = keys.fold_in(root, "init").to("cpu" if config.offload.params else config.device)
+    params = model.init(key) if sharding is None else init_params(model, key, sharding)
+    state = init_state(
         model,
         params,
-        example,
-        method=config.method,
-        memory_budget=config.memory_budget,
-        dtype=config.dtype,
+        config.optimizer,
+        mechanism,
+        sharding=sharding,
+        offload=config.offload,
+        device=config.device,
     )
-    if config.method not in (Method.NONE, Method.MATERIALIZE) and tree.size(params) <= NORMS_CHECKED_UP_TO:
-        few = _move(config.dataset.fetch(np.arange(2) % size), config.device)
-        audit.check_norms(model, params, few, plan=make_plan(model, params, few, method=config.method))
-    step = make_train_step(model, config.optimizer, mechanism=mechanism, plan=plan, compiled=config.compiled)
+    share = -(-config.microbatch_size // (1 if sharding is None else sharding.ranks))
+    plan = _plan(config, model, sharding, share, config.method, config.memory_budget, config.dtype)
+    _check_model(config, model, sharding, state.params)
+    step = make_train_step(
+        model,
+        config.optimizer,
+        mechanism=mechanism,
+        plan=plan,
+        sharding=sharding,
+        offload=config.offload,
+        checkpoint_activations=config.checkpoint_activations,
+        compiled=config.compiled,
+    )
     epsilons = None
     if mechanism.noise_multiplier > 0:
         counts = range(1, config.steps + 1)
         epsilons = accounting.epsilon_curve(mechanism, steps=counts, delta=config.delta)
-    return Run(config, mechanism, step, root, epsilons), init_state(model, params, config.optimizer, mechanism)
+    return Run(config, mechanism, step, root, epsilons, sharding), state
 
 
 def steps(run: Run, state: TrainState) -> Iterator[tuple[TrainState, Record]]:
-    """Every step of the run: the state after it and what it saw.
+    """Every step of the run that ``state`` has not made yet: the state after it and what it saw.
 
     Guarantees:
-      - the same seed gives the same states;
-      - parameters that stop being finite end the run at that step, with an error that names the leaf.
+      - the same seed gives the same states, also when taken up again from one of them;
+      - parameters that stop being finite end the run at that step, on every rank, with an error that names the leaf.
     """
-    config = run.config
+    config, sharding = run.config, run.sharding
+    share = {} if sharding is None else {"rank": sharding.rank, "ranks": sharding.ranks}
     if config.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(config.device)
     every_step = keys.fold_in(run.root, "step")
-    for t in range(config.steps):
+    for t in range(int(state.step), config.steps):
         start = time.perf_counter()
         step_key = keys.fold_in(every_step, t)
         sample_key = keys.fold_in(step_key, "sample")
-        batch = sample_batch(config.dataset, run.mechanism.sampling, sample_key, microbatch_size=config.microbatch_size)
+        batch = sample_batch(
+            config.dataset, run.mechanism.sampling, sample_key, microbatch_size=config.microbatch_size, **share
+        )
         bound = _bound(run, state)
         noise_key = keys.fold_in(step_key, "noise").to(config.device)
         state, metrics = run.step(state, _move(batch, config.device), noise_key)
-        _check_finite(state.params, step=t + 1)
-        yield state, _record(run, t, metrics, bound=bound, start=start)
+        _check_finite(run, state.params, step=t + 1)
+        yield state, record_of(run, t, metrics, bound=bound, seconds=time.perf_counter() - start)
 
 
-def summarise(run: Run, state: TrainState, records: Sequence[Record]) -> dict[str, Any]:
-    """The result of a run, as ``summary.json`` holds it; ``seconds_per_step`` is the median."""
-    losses = [record.loss for record in records if record.loss is not None]
-    private, done = run.epsilons is not None, int(state.step)
-    return {
-        "loss_first": losses[0] if losses else None,
-        "loss_last": losses[-1] if losses else None,
-        "private": private,
-        # by the state itself: an interruption may fall between a step and its record
-        "epsilon": None if run.epsilons is None else (float(run.epsilons[done - 1]) if done else 0.0),
-        "delta": run.config.delta if private else None,
-        "noise_multiplier": run.mechanism.noise_multiplier,
-        "steps": done,
-        "parameter_count": tree.size(state.params),
-        "parameter_norm": float(tree.global_norm(state.params)),
-        "parameter_sha256": fingerprint(state.params),
-        "seconds_per_step": statistics.median(record.seconds for record in records) if records else None,
-        "peak_memory_bytes": _peak_memory(run.config.device),
-        "method": run.config.method.value,
-        "world_size": 1,
-        "seed": "os" if run.config.seed is None else run.config.seed,
-    }
+def _laid_out(config: RunConfig) -> tuple[Model, Sharding | None]:
+    if config.layout is None:
+        return config.model, None
+    axes, zero, data, reduce, reduce_dtype = config.layout
+    mesh = make_mesh(axes, device_type=config.device.type)
+    model = over_tensor_axis(config.model, mesh)
+    return model, make_sharding(model, mesh, zero=zero, data=data, reduce=reduce, reduce_dtype=reduce_dtype)
 
 
-def fingerprint(params: Tree) -> str:
-    """SHA-256 of the float32 bytes of every leaf, in path order."""
-    digest = hashlib.sha256()
-    for leaf in tree.flatten(params).values():
-        digest.update(leaf.detach().float().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()
+def _shared(key: Key, sharding: Sharding | None) -> Key:
+    """The first rank's key: without a seed every rank would draw its own."""
+    return key if sharding is None else collectives.wait(collectives.broadcast(key, sharding.world))
 
 
-def _record(run: Run, t: int, metrics: Metrics, *, bound: float | None, start: float) -> Record:
-    real = metrics.mask > 0
-    losses, norms = metrics.losses[real].float(), metrics.norms[real].float()
-    losses = losses[torch.isfinite(losses)]
-    quantiles: list[float | None] = [None, None, None]
-    if finite := norms[torch.isfinite(norms)].tolist():
-        quantiles = [float(q) for q in np.quantile(finite, (0.1, 0.5, 0.9))]
-    return Record(
-        step=t + 1,
-        loss=float(losses.mean()) if len(losses) else None,
-        epsilon=None if run.epsilons is None else float(run.epsilons[t]),
-        clipped_fraction=float((metrics.factors[real] < 1).float().mean()) if finite else None,
-        norm_q10=quantiles[0],
-        norm_q50=quantiles[1],
-        norm_q90=quantiles[2],
-        max_norm=bound,
-        samples=len(norms),
-        seconds=time.perf_counter() - start,
+def _plan(
+    config: RunConfig,
+    model: Model,
+    sharding: Sharding | None,
+    samples: int,
+    method: Method,
+    memory_budget: float | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Plan:
+    params = abstract_params(model, sharding, device=config.device)
+    example = _examples(config, samples)
+    return make_plan(model, params, example, method=method, memory_budget=memory_budget, dtype=dtype)
+
+
+def _check_model(config: RunConfig, model: Model, sharding: Sharding | None, params: Tree) -> None:
+    """The same few samples on every rank: that they are independent, and that the method finds their norms."""
+    parts, few = localize(params), min(4, len(config.dataset))
+    plan = _plan(config, model, sharding, few, Method.NONE)
+    audit.check_independent(
+        model,
+        params,
+        _examples(config, few),
+        losses_of=lambda data: losses_of(model, parts, data, plan=plan, sharding=sharding),
     )
+    if config.method in (Method.NONE, Method.MATERIALIZE) or tree.size(params) > NORMS_CHECKED_UP_TO:
+        return
+    pair = _examples(config, 2)
+    plan = _plan(config, model, sharding, 2, config.method)
+    _, norms, _ = per_sample_norms(model, parts, pair, plan=plan, sharding=sharding)
+    wholes = tree.map(lambda leaf: whole(leaf).to(config.device), params)
+    audit.check_norms(config.model, wholes, pair, plan=plan, measured=norms)
+
+
+def _examples(config: RunConfig, count: int) -> Tree:
+    """The first samples, for their shapes and for checks."""
+    return _move(config.dataset.fetch(np.arange(count) % len(config.dataset)), config.device)
 
 
 def _mechanism(config: RunConfig) -> Mechanism:
@@ -245,8 +262,11 @@ def _check(config: RunConfig) -> None:
         raise FdpError("method none trains without privacy: expected no epsilon and no noise; leave them out")
     if config.method is not Method.NONE and (config.epsilon is None) == (config.noise_multiplier is None):
         raise FdpError("privacy: expected either an epsilon or a noise multiplier, got both or neither")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise FdpError("run: expected one process, got several; each would train, and spend, on its own")
+    if config.layout is None and launch.world_size() > 1:
+        raise FdpError(
+            f"mesh: expected the axes of a mesh for {launch.world_size()} processes, such as "
+            f"shard={launch.world_size()}, got none; each would train, and spend, on its own"
+        )
 
 
 def _check_example(model: Model, example: Tree) -> None:
@@ -261,19 +281,15 @@ def _check_example(model: Model, example: Tree) -> None:
             raise FdpError(f"data {path}: holds NaN or infinity; repair or drop those samples")
 
 
-def _check_finite(params: Tree, *, step: int) -> None:
-    flat = tree.flatten(params)
-    largest = torch.stack([leaf.detach().abs().max().float() for leaf in flat.values()])
-    if not bool(torch.isfinite(largest).all()):
-        path = list(flat)[int((~torch.isfinite(largest)).int().argmax())]
+def _check_finite(run: Run, params: Tree, *, step: int) -> None:
+    flat = tree.flatten(localize(params))
+    bad = torch.stack([(~torch.isfinite(leaf.detach())).any().to(run.config.device) for leaf in flat.values()]).long()
+    if run.sharding is not None:
+        bad = collectives.wait(collectives.all_reduce(bad, run.sharding.world))
+    if bool(bad.any()):
+        path = list(flat)[int((bad > 0).int().argmax())]
         raise FdpError(f"step {step}: {path} became NaN or infinite; lower the learning rate or the noise")
 
 
 def _move(data: Tree, device: torch.device) -> Tree:
     return tree.map(lambda leaf: leaf.to(device), data)
-
-
-def _peak_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -41,6 +41,9 @@ class Place(NamedTuple):
 class FdpError(ValueError):
     """A mistake in what fdp was given: says what was expected, what was found, where, and what to do."""
 
+    everywhere = False
+    """Whether every rank of the run raises it."""
+
 
 class Norms(NamedTuple):
     """Squared gradient norms of every sample, leaf by leaf; a tied leaf is one entry, cross terms included."""

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from fdp import accounting, clipping, data, init, keys, model, optimizers, sampling
 from fdp.methods import Method, make_plan
-from fdp.run import Record, RunConfig, default_delta, fingerprint, prepare, steps, summarise
+from fdp.records import Record, fingerprint, summarise
+from fdp.run import RunConfig, default_delta, prepare, steps
 from fdp.step import init_state, make_train_step
 from fdp.types import FdpError, TrainState, Tree
 
@@ -288,7 +289,7 @@ def test_a_sequence_longer_than_the_context_is_refused() -> None:
 
 def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(FdpError, match="expected one process"):
+    with pytest.raises(FdpError, match="expected the axes of a mesh"):
         prepare(config())
 
 

@@ -27,7 +27,8 @@ from rich.text import Text
 from fdp import tree
 from fdp.accounting import delta_advice
 from fdp.methods import Method
-from fdp.run import Record, Run
+from fdp.records import Record
+from fdp.run import Run
 from fdp.types import TrainState
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -65,6 +66,11 @@ def show_header(console: Console, run: Run, state: TrainState, settings: Mapping
             f"{config.microbatch_size} at a time",
         ),
     ]
+    if run.sharding is not None and config.layout is not None:
+        axes = ", ".join(f"{axis}={size}" for axis, size in config.layout.axes.items())
+        rows.append(("ranks", f"{run.sharding.world.size}: {axes}, ZeRO-{config.layout.zero.value}"))
+    if kept := [name for name, on_cpu in config.offload._asdict().items() if on_cpu]:
+        rows.append(("on the CPU", ", ".join(kept)))
     if config.method is not Method.NONE:
         start = "C = " if config.clip.count_noise is None else "adapting from C = "
         bound = f"{start}{settings['max_norm']:g}"

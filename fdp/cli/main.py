@@ -60,6 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (ValueError, OSError) as error:
         _explain(error, words)
         code = 2
+    except RuntimeError as error:
+        if type(error).__name__ != "LostRank":
+            raise
+        _explain(error, words)
+        code = 1
     except _UsageError as error:
         _explain(error, words)
         code = 2
@@ -69,11 +74,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _explain(error: Exception, words: Sequence[str]) -> None:
-    from fdp.types import FdpError  # here, since it brings torch along, which takes seconds
+    from fdp import launch  # here, since they bring torch along, which takes seconds
+    from fdp.types import FdpError
 
     if isinstance(error, ValueError) and not isinstance(error, FdpError):
         raise error
     message = getattr(error, "format_message", error.__str__)()
+    if launch.rank() > 0 and getattr(error, "everywhere", False):
+        return  # every rank raised it; the first one says it
+    message = message if launch.rank() == 0 else f"rank {launch.rank()}: {message}"
     console = Console(stderr=True)
     paragraph = Text("fdp: ", style="bold red") + Text(message, style="red")
     console.print(paragraph, soft_wrap=not console.is_terminal)  # in a log, one line that can be searched

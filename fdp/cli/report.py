@@ -1,4 +1,4 @@
-"""The files a run leaves, none of which is ever overwritten.
+"""The files a run leaves, none of which another run ever overwrites.
 
     DIR/config.json          every setting, and the versions it ran with
     DIR/metrics.jsonl        one line per step, written as the step ends
@@ -24,22 +24,22 @@ from typing import Any
 
 import numpy as np
 
-from fdp import tree
 from fdp.cli import version_of
 from fdp.methods import Method
-from fdp.run import Record, Run
-from fdp.types import FdpError, TrainState, Tree
+from fdp.records import Record
+from fdp.run import Run
+from fdp.types import FdpError, TrainState
 
 FILES = ("config.json", "metrics.jsonl", "summary.json", "model.safetensors", "report.png")
 LEFT, MIDDLE, QUIET = "#0b7285", "#d9480f", "#868e96"
 
 
-def check_free(out: Path) -> None:
+def check_free(out: Path, *, hint: str = "") -> None:
     """Refuse a directory that already holds a run, or a path that is no directory."""
     if out.exists() and not out.is_dir():
         raise FdpError(f"--out: expected a directory, got the file {out}")
     if held := [name for name in FILES if (out / name).exists()]:
-        raise FdpError(f"--out: {out} already holds a run ({', '.join(held)}); give another directory")
+        raise FdpError(f"--out: {out} already holds a run ({', '.join(held)}); give another directory{hint}")
 
 
 def claim(out: Path | None, *, model: str, data: str) -> Path:
@@ -64,8 +64,8 @@ def write_config(folder: Path, settings: Mapping[str, Any], run: Run) -> None:
     versions = {name: version_of(name) for name in ("fdp", "torch", "numpy", "dp-accounting")}
     _write_json(
         folder / "config.json",
-        {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
-        | {
+        {
+            "settings": {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()},
             "delta": run.config.delta,
             "noise_multiplier": run.mechanism.noise_multiplier,
             "epsilon": run.config.epsilon,
@@ -76,9 +76,27 @@ def write_config(folder: Path, settings: Mapping[str, Any], run: Run) -> None:
     )
 
 
-def write_metrics(stream: Iterable[tuple[TrainState, Record]], folder: Path) -> Iterator[tuple[TrainState, Record]]:
-    """The same stream, each record also a line of ``metrics.jsonl``, on disk before the next step begins."""
-    with (folder / "metrics.jsonl").open("x") as lines:
+def read_metrics(folder: Path, *, upto: int) -> list[Record]:
+    """The records of the first ``upto`` steps of a run that is taken up again."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    records = [Record(**json.loads(line)) for line in lines[:upto]]
+    if [record.step for record in records] != list(range(1, upto + 1)):
+        raise FdpError(f"{path}: expected one line for each of the {upto} steps made, got {len(lines)} lines")
+    return records
+
+
+def write_metrics(
+    stream: Iterable[tuple[TrainState, Record]], folder: Path, *, upto: int = 0
+) -> Iterator[tuple[TrainState, Record]]:
+    """The same stream, each record also a line of ``metrics.jsonl``, on disk before the next step begins.
+
+    The first ``upto`` lines stay; lines of steps that were made after the last checkpoint, and lost, are dropped.
+    """
+    path = folder / "metrics.jsonl"
+    kept = path.read_text().splitlines(keepends=True)[:upto] if upto else []
+    with path.open("w") as lines:
+        lines.writelines(kept)
         for state, record in stream:
             lines.write(json.dumps(record._asdict(), allow_nan=False) + "\n")
             lines.flush()
@@ -88,15 +106,6 @@ def write_metrics(stream: Iterable[tuple[TrainState, Record]], folder: Path) -> 
 def write_summary(folder: Path, summary: dict[str, Any]) -> None:
     """``summary.json``."""
     _write_json(folder / "summary.json", summary)
-
-
-def write_model(folder: Path, params: Tree) -> None:
-    """``model.safetensors``: every leaf in float32, named by its path."""
-    from safetensors.torch import save
-
-    flat = {path: leaf.detach().float().cpu().contiguous() for path, leaf in tree.flatten(params).items()}
-    with (folder / "model.safetensors").open("xb") as file:
-        file.write(save(flat, metadata={"format": "pt"}))
 
 
 def write_report(folder: Path, run: Run, records: Sequence[Record], *, title: str) -> None:

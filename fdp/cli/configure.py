@@ -1,0 +1,166 @@
+"""The door of ``fdp train``: names and numbers of the command line to the values of a run.
+
+An unknown name is an error that suggests the nearest and lists all. Nothing further in knows a name.
+
+    >>> config = configure(settings)                   # settings: the options of the command, by name
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from fdp import clipping, data, launch, models, optimizers
+from fdp.methods import Method
+from fdp.offload import Offload
+from fdp.run import Layout, RunConfig, default_delta
+from fdp.sharding import Data, Reduce, Zero
+from fdp.types import FdpError
+
+T = TypeVar("T")
+DEFAULT_EPSILON = 8.0
+
+
+def choose(option: str, name: str, known: Mapping[str, T]) -> T:
+    """``known[name]``, or an error that says what could have been meant."""
+    if name in known:
+        return known[name]
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise FdpError(f"--{option}: expected one of {', '.join(known)}; got {name!r}.{hint}")
+
+
+def mesh_axes(text: str) -> dict[str, int]:
+    """``shard=4,tensor=2`` as sizes by axis."""
+    axes: dict[str, int] = {}
+    for part in text.split(","):
+        name, equals, size = (word.strip() for word in part.partition("="))
+        if not equals or not size.isdigit() or name in axes:
+            raise FdpError(f"--mesh: expected axes with sizes, such as shard=4 or replicate=2,shard=4, got {text!r}")
+        axes[name] = int(size)
+    return axes
+
+
+def offloaded(text: str) -> Offload:
+    """``params,optimizer`` as what is kept on the CPU; ``none`` and ``all`` stand alone."""
+    if text in ("none", "all"):
+        return Offload(*[text == "all"] * 3)
+    parts = {part.strip(): True for part in text.split(",")}
+    for part in parts:
+        choose("offload", part, dict.fromkeys(("none", "all", *Offload._fields)))
+    if {"none", "all"} & set(parts):
+        raise FdpError(
+            f"--offload: expected none or all alone, or a list of {', '.join(Offload._fields)}, got {text!r}"
+        )
+    return Offload(**parts)
+
+
+def laid_out(settings: Mapping[str, Any]) -> Layout | None:
+    """Where a run of several processes puts what; None for one process."""
+    zero = choose("zero", str(settings["zero"]), {str(stage.value): stage for stage in Zero})
+    reduce = choose(
+        "reduce", settings["reduce"], {"auto": None, "step": Reduce.PER_STEP, "microbatch": Reduce.PER_MICROBATCH}
+    )
+    dtypes = {"auto": None, "float32": torch.float32, "float64": torch.float64}
+    reduce_dtype = choose("reduce-dtype", settings["reduce_dtype"], dtypes)
+    spread = Data.REPLICATED if settings["replicate_data"] else Data.SPLIT
+    axes = None if settings["mesh"] is None else mesh_axes(settings["mesh"])
+    ranks = launch.world_size()
+    if axes is None:
+        if ranks > 1:
+            raise FdpError(f"--mesh: expected the axes for {ranks} processes, such as shard={ranks}, got none")
+        return None
+    if math.prod(axes.values()) != ranks:
+        start = "" if launch.started() else f"; start them with torchrun --nproc-per-node {math.prod(axes.values())}"
+        raise FdpError(f"--mesh: expected sizes that multiply to the {ranks} processes, got {settings['mesh']}{start}")
+    return Layout(axes, zero, spread, reduce, reduce_dtype) if launch.started() else None
+
+
+def configure(settings: Mapping[str, Any]) -> RunConfig:
+    """The run that was asked for."""
+
+    def chosen_by(option: str, known: Mapping[str, T]) -> T:
+        return choose(option, settings[option], known)
+
+    max_norm, batch_size, steps = settings["max_norm"], settings["batch_size"], settings["steps"]
+    lr, decay = settings["lr"], settings["weight_decay"]
+    warmup = steps // 10 if settings["warmup"] is None else settings["warmup"]
+    name = chosen_by("model", {name: name for name in models.PRESETS})
+    method = chosen_by("method", {method.value: method for method in Method})
+    clip = chosen_by(
+        "clip",
+        {
+            "flat": lambda: clipping.flat(max_norm=max_norm),
+            "per-layer": lambda: clipping.per_layer(max_norm=max_norm),
+            "automatic": lambda: clipping.automatic(max_norm=max_norm),
+            # as in Andrew et al. 2021: the median, a rate of 0.2, count noise of a twentieth of the batch
+            "quantile": lambda: clipping.quantile(
+                max_norm=max_norm, target_quantile=0.5, learning_rate=0.2, count_noise=batch_size / 20
+            ),
+        },
+    )
+    schedule = chosen_by(
+        "schedule",
+        {
+            "constant": lambda: optimizers.constant(lr),
+            "cosine": lambda: optimizers.cosine(lr, steps=steps - warmup),
+        },
+    )
+    optimizer = chosen_by(
+        "optimizer",
+        {
+            "adamw": lambda rate: optimizers.adamw(rate, weight_decay=decay),
+            # as in torch.optim, Adam's decay is L2 regularisation: before the moments
+            "adam": lambda rate: optimizers.chain(optimizers.add_decayed_weights(decay), optimizers.adam(rate)),
+            "sgd": lambda rate: optimizers.sgd(rate, weight_decay=decay),
+            "lamb": lambda rate: optimizers.lamb(rate, weight_decay=decay),
+            "adafactor": lambda rate: optimizers.adafactor(rate, weight_decay=decay),
+        },
+    )
+    dtype = chosen_by("dtype", {"float32": torch.float32, "bfloat16": torch.bfloat16})
+    compiled = chosen_by("compile", {"none": False, "step": True})
+    has_cuda = torch.cuda.is_available()
+    device = chosen_by("device", {"auto": "cuda" if has_cuda else "cpu", "cpu": "cpu", "cuda": "cuda"})
+
+    if device == "cuda" and not has_cuda:
+        raise FdpError("--device: expected a CUDA device, found none; use --device cpu")
+    if batch_size < 1 or steps < 1:
+        raise FdpError(f"expected --batch-size and --steps of at least 1, got {batch_size} and {steps}")
+    if not 0 <= warmup < steps:
+        raise FdpError(f"--warmup: expected fewer than the {steps} steps of the run, got {warmup}")
+    epsilon, budget = settings["epsilon"], settings["memory_budget"]
+    if epsilon is None and settings["noise_multiplier"] is None and method is not Method.NONE:
+        epsilon = DEFAULT_EPSILON
+    if budget is not None and not budget > 0:
+        raise FdpError(f"--memory-budget: expected a positive number of GiB, got {budget}")
+    rate = schedule() if warmup == 0 else optimizers.warmup(schedule(), steps=warmup)
+    style, chosen = clip(), optimizer(rate)
+
+    model = models.build(name, context=settings["context"])
+    vocab_size = data.BYTES if model.vocab_size is None else model.vocab_size
+    dataset = data.load(settings["data"], context=model.context, field=settings["field"], vocab_size=vocab_size)
+    return RunConfig(
+        model=model,
+        dataset=dataset,
+        method=method,
+        clip=style,
+        noise_multiplier=settings["noise_multiplier"],
+        epsilon=epsilon,
+        delta=default_delta(len(dataset)) if settings["delta"] is None else settings["delta"],
+        batch_size=batch_size,
+        steps=steps,
+        optimizer=chosen,
+        seed=settings["seed"],
+        dtype=dtype,
+        microbatch_size=settings["microbatch"],
+        memory_budget=None if budget is None else budget * 2**30,
+        compiled=compiled,
+        device=torch.device(device),
+        layout=laid_out(settings),
+        offload=offloaded(settings["offload"]),
+        checkpoint_activations=settings["checkpoint_activations"],
+    )

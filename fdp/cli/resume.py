@@ -1,0 +1,103 @@
+"""Taking a run up again: which checkpoint, whether it is of the same run, and what a checkpoint must remember.
+
+A run is the same if everything that decides its result is the same. How it is computed (ranks, ZeRO stage, offload,
+compilation, microbatches, device) may change: the numbers do not, beyond rounding.
+
+    >>> taken_up = find(settings)                       # None: a new run
+    >>> checkpoint.save(root_of(folder), state, meta=meta(run, settings, state), keep=2)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fdp import checkpoint
+from fdp.cli import report
+from fdp.run import Run
+from fdp.types import FdpError, Key, TrainState
+
+DECIDING = (
+    "model", "data", "field", "context", "epsilon", "noise_multiplier", "delta", "clip", "max_norm", "method",
+    "batch_size", "steps", "lr", "optimizer", "weight_decay", "schedule", "warmup", "seed", "dtype",
+)  # fmt: skip
+"""The settings that decide a result."""
+
+
+class TakenUp(NamedTuple):
+    """A run that is already in the folder: its newest checkpoint and its key, None where it never saved one."""
+
+    checkpoint: Path | None
+    root: Key | None
+    meta: dict[str, Any]
+
+
+def root_of(folder: Path) -> Path:
+    """Where a run's checkpoints are."""
+    return folder / "checkpoints"
+
+
+def find(settings: Mapping[str, Any]) -> TakenUp | None:
+    """The unfinished run in ``--out``, if it is this one; None if the folder is free; else an error that says why."""
+    out = settings["out"]
+    if out is None or not (out / "config.json").exists() or (out / "summary.json").exists():
+        if out is not None:
+            report.check_free(out)
+        return None
+    if settings["save_every"] is None:
+        report.check_free(out, hint="; with --save-every the command that began it resumes it")
+    _same(json.loads((out / "config.json").read_text())["settings"], settings, out)
+    path = checkpoint.latest(root_of(out)) if root_of(out).exists() else None
+    if path is None:
+        return TakenUp(None, None, {})
+    meta = checkpoint.read_meta(path)
+    _same(meta["settings"], settings, path)
+    return TakenUp(path, torch.tensor(meta["key"]), meta)
+
+
+def meta(run: Run, settings: Mapping[str, Any], state: TrainState) -> dict[str, Any]:
+    """What a checkpoint holds beside the state: settings, the key, where the sampler stands, what has been spent.
+
+    The key is all there is to know about the noise: whoever reads a checkpoint of a private run can take it away.
+    """
+    step, sampling = int(state.step), run.mechanism.sampling
+    return {
+        "settings": {name: settings[name] for name in DECIDING},
+        "step": step,
+        "key": run.root.tolist(),
+        "sampler": {"samples": sampling.dataset_size, "next_step": step},
+        "accountant": {
+            "steps": step,
+            "noise_multiplier": run.mechanism.noise_multiplier,
+            "sampling_rate": sampling.rate,
+            "clip": run.mechanism.clip.name,
+            "count_noise": run.mechanism.clip.count_noise,
+            "delta": run.config.delta,
+            "epsilon": None if run.epsilons is None or not step else float(run.epsilons[step - 1]),
+        },
+    }
+
+
+def check(taken_up: TakenUp, run: Run) -> None:
+    """Refuse to go on with other data or another mechanism than the ones the budget has been spent on."""
+    found = taken_up.meta
+    expected = {
+        "samples": (found["sampler"]["samples"], run.mechanism.sampling.dataset_size),
+        "noise multiplier": (found["accountant"]["noise_multiplier"], run.mechanism.noise_multiplier),
+    }
+    for what, (then, now) in expected.items():
+        if then != now:
+            raise FdpError(
+                f"{taken_up.checkpoint}: expected a run with {then} as its {what}, got {now}; has the data changed? "
+                f"Give another --out to start anew"
+            )
+
+
+def _same(then: Mapping[str, Any], now: Mapping[str, Any], where: Path) -> None:
+    if differing := [name for name in DECIDING if then.get(name) != now[name]]:
+        said = ", ".join(f"--{name.replace('_', '-')} {then.get(name)} there, {now[name]} here" for name in differing)
+        raise FdpError(f"{where}: holds a run of another configuration ({said}); give another --out")

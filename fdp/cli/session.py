@@ -1,0 +1,114 @@
+"""One ``fdp train``, from settings to files: every rank computes, the first one speaks and writes.
+
+checks -> a new folder, or the last checkpoint of the same run -> steps, saving on the way -> the result
+
+>>> code = train(settings)                          # 0, or 130 if interrupted
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from fdp import checkpoint, launch
+from fdp.cli import display, report, resume
+from fdp.cli.configure import configure
+from fdp.records import Record, summarise
+from fdp.run import Run, prepare, steps
+from fdp.safetensors_io import export_safetensors
+from fdp.types import FdpError, TrainState
+from fdp.unison import everyones, in_unison
+
+INTERRUPTED = 130
+
+
+def train(settings: Mapping[str, Any]) -> int:
+    """Train, and leave the run's files. The exit code."""
+    first = launch.rank() == 0
+    out, save_every = settings["out"], settings["save_every"]
+    if save_every is not None and (save_every < 1 or settings["keep"] < 1):
+        raise FdpError(f"expected --save-every and --keep of at least 1, got {save_every} and {settings['keep']}")
+    if save_every is not None and out is None:
+        raise FdpError("--save-every: expected an --out to save to, and to resume from")
+    taken_up = in_unison(lambda: resume.find(settings), None)  # before the data is loaded
+    config = in_unison(lambda: configure(settings), None)
+    console = Console(quiet=settings["quiet"] or not first, highlight=False)
+    with console.status("checking the data, the model and the budget"):
+        run, state = prepare(config, root=None if taken_up is None else taken_up.root)
+    if taken_up is not None and taken_up.checkpoint is not None:
+        in_unison(lambda: resume.check(taken_up, run), None)
+        state = checkpoint.load(taken_up.checkpoint, like=state)
+    folder = in_unison(lambda: _folder(settings, run, again=taken_up is not None) if first else None, None)
+    folder = everyones(folder, None)[0]
+    assert folder is not None
+    display.show_header(console, run, state, settings)
+    if int(state.step):
+        console.print(f"resumed after step {int(state.step)}, from {taken_up.checkpoint if taken_up else folder}")
+    records = report.read_metrics(folder, upto=int(state.step)) if first else []
+    stream = _saved(steps(run, state), run, settings, folder)
+    stream = report.write_metrics(stream, folder, upto=int(state.step)) if first else stream
+    interrupted = False
+    try:
+        for state, record in display.follow(stream, run, console):  # noqa: B007
+            records.append(record)
+    except KeyboardInterrupt:
+        if run.sharding is not None:  # the ranks may have stopped at different steps
+            raise
+        interrupted = True
+        console.print(f"interrupted after {int(state.step)} steps; what they gave is kept")
+    if interrupted and save_every is not None:
+        checkpoint.save(resume.root_of(folder), state, meta=resume.meta(run, settings, state), keep=settings["keep"])
+        console.print("the same command resumes")
+        return INTERRUPTED
+    _finish(run, state, records, settings, folder, console)
+    return INTERRUPTED if interrupted else 0
+
+
+def _folder(settings: Mapping[str, Any], run: Run, *, again: bool) -> Path:
+    if again:
+        return Path(settings["out"])
+    folder = report.claim(settings["out"], model=settings["model"], data=settings["data"])
+    report.write_config(folder, settings, run)
+    return folder
+
+
+def _saved(
+    stream: Iterator[tuple[TrainState, Record]], run: Run, settings: Mapping[str, Any], folder: Path
+) -> Iterator[tuple[TrainState, Record]]:
+    """The same stream, with a checkpoint on its way to disk after every so many steps."""
+    every = settings["save_every"]
+    if every is None:
+        yield from stream
+        return
+    group, saving = checkpoint.make_group(), None
+    for state, record in stream:
+        yield state, record  # first on record, then saved: what is resumed has its metrics
+        if record.step % every == 0:
+            if saving is not None:
+                checkpoint.finish_save(saving)
+            saving = checkpoint.start_save(
+                resume.root_of(folder),
+                state,
+                meta=resume.meta(run, settings, state),
+                keep=settings["keep"],
+                group=group,
+            )
+    if saving is not None:
+        checkpoint.finish_save(saving)
+
+
+def _finish(
+    run: Run, state: TrainState, records: list[Record], settings: Mapping[str, Any], folder: Path, console: Console
+) -> None:
+    summary = summarise(run, state, records)
+    export_safetensors(state.params, folder / "model.safetensors")
+    if launch.rank() == 0:
+        report.write_report(folder, run, records, title=f"{settings['model']} on {settings['data']}")
+        report.write_summary(folder, summary)  # last: a folder with a summary is a finished run
+        display.show_closing(console, summary, folder)
+        if settings["as_json"]:
+            print(json.dumps(summary | {"out": str(folder)}))

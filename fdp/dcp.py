@@ -1,0 +1,124 @@
+"""Parts of leaves on disk, by ``torch.distributed.checkpoint``; the one door to it.
+
+Every rank writes its own parts of a flat ``{path: tensor or DTensor}`` into one file, and an index says which part is
+where; reading takes from any files what a rank's present parts overlap. Two things differ from the library as it
+comes: files are readable by their owner only, and the index, a pickle, is read without giving it anything to call.
+
+    >>> write_parts(folder, named, group, copy_ahead=0)
+    >>> read_parts(folder, named, group)                        # in place
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    FileSystemReader,
+    FileSystemWriter,
+    Metadata,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+# The public save and load are these two, and a warning on every call without a process group that cannot be silenced
+# from a background thread: warning filters belong to the process.
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
+
+from fdp.types import FdpError, Flat
+from fdp.unison import local, several
+
+INDEX = ".metadata"
+# What an index is made of, besides the classes of the library's own metadata and torch's dtypes.
+PLAIN = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "WindowsPath"),
+}
+
+
+def write_parts(folder: Path, named: Flat, group: ProcessGroup | None, *, copy_ahead: int) -> None:
+    """Write every rank's parts into ``folder`` and sync them to disk; returns when all ranks have finished.
+
+    ``copy_ahead`` bytes are copied from a GPU while others are written; 0 for leaves in host memory.
+    """
+    writer = FileSystemWriter(folder, per_thread_copy_ahead=copy_ahead, sync_files=True)
+    writer.fs = OwnersOnly()
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    try:
+        _save_state_dict(_held(named), writer, process_group=group, no_dist=not several(), planner=planner)
+    except CheckpointException as error:
+        raise FdpError(f"{folder}: could not be written: {_cause(error)}") from error
+
+
+def read_parts(folder: Path, named: Flat, group: ProcessGroup | None) -> None:
+    """Fill this rank's parts of ``named`` from ``folder``: one saved part at a time, those that overlap only."""
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    try:
+        _load_state_dict(_held(named), _Reader(folder), process_group=group, no_dist=not several(), planner=planner)
+    except CheckpointException as error:
+        raise FdpError(f"{folder}: expected readable parts, got {_cause(error)}; use an older checkpoint") from error
+
+
+def read_index(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of every leaf that has any element in ``folder``."""
+    try:
+        stored = _Reader(folder).read_metadata().state_dict_metadata
+    except Exception as error:  # a pickle of something else can fail in any way
+        raise FdpError(f"{folder / INDEX}: expected an index of parts, got {error}; use an older checkpoint") from error
+    leaves = {}
+    for path, entry in stored.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            raise FdpError(f"{folder / INDEX}: {path}: expected a tensor, got {type(entry).__name__}")
+        leaves[path] = (tuple(entry.size), entry.properties.dtype)
+    return leaves
+
+
+class OwnersOnly(FileSystem):
+    """Files that nobody but their owner can read."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[IO[Any]]:  # type: ignore[override]
+        """Open a file; a new one has mode 0600."""
+        with open(path, mode, opener=lambda name, flags: os.open(name, flags, 0o600)) as stream:
+            yield stream
+
+
+class _Reader(FileSystemReader):
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with (Path(self.path) / INDEX).open("rb") as file:
+            return _Unpickler(file).load()
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module in ("torch", Metadata.__module__) or (module, name) in PLAIN:
+            found = super().find_class(module, name)
+            own = isinstance(found, type) and found.__module__ == Metadata.__module__
+            if own or isinstance(found, torch.dtype) or (module, name) in PLAIN:
+                return found
+        raise FdpError(f"a reference to {module}.{name}, which no index has")
+
+
+def _held(named: Flat) -> dict[str, Tensor]:
+    """The leaves of which this rank has any element. Of an empty part there is nothing to write or read."""
+    return {path: leaf for path, leaf in named.items() if local(leaf).numel()}
+
+
+def _cause(error: CheckpointException) -> str:
+    rank, (cause, _) = next(iter(error.failures.items()))
+    return f"{type(cause).__name__} on rank {rank}: {cause}"

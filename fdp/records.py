@@ -1,0 +1,118 @@
+"""What a run leaves on record: one :class:`Record` per step, and a summary at the end.
+
+Everything but the step and the epsilon spent is computed on private data and **not** covered by the budget.
+
+    >>> record = record_of(run, t, metrics, bound=bound, seconds=seconds)
+    >>> summarise(run, state, records)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import resource
+import statistics
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fdp import tree
+from fdp.reductions import global_norm
+from fdp.sharding import localize
+from fdp.types import Metrics, TrainState, Tree
+
+if TYPE_CHECKING:
+    from fdp.run import Run
+
+
+class Record(NamedTuple):
+    """What one step saw. All but ``step`` and ``epsilon`` is computed on private data, outside the budget.
+
+    ``loss`` and the norms are over the samples whose own are finite, None where there are none; ``max_norm``
+    is the bound C that the step clipped to, None where it did not clip.
+    """
+
+    step: int
+    loss: float | None
+    epsilon: float | None
+    clipped_fraction: float | None
+    norm_q10: float | None
+    norm_q50: float | None
+    norm_q90: float | None
+    max_norm: float | None
+    samples: int
+    seconds: float
+
+
+def record_of(run: Run, t: int, metrics: Metrics, *, bound: float | None, seconds: float) -> Record:
+    """What step ``t`` (from 0) saw, in numbers."""
+    real = metrics.mask > 0
+    losses, norms = metrics.losses[real].float(), metrics.norms[real].float()
+    losses = losses[torch.isfinite(losses)]
+    quantiles: list[float | None] = [None, None, None]
+    if finite := norms[torch.isfinite(norms)].tolist():
+        quantiles = [float(q) for q in np.quantile(finite, (0.1, 0.5, 0.9))]
+    return Record(
+        step=t + 1,
+        loss=float(losses.mean()) if len(losses) else None,
+        epsilon=None if run.epsilons is None else float(run.epsilons[t]),
+        clipped_fraction=float((metrics.factors[real] < 1).float().mean()) if finite else None,
+        norm_q10=quantiles[0],
+        norm_q50=quantiles[1],
+        norm_q90=quantiles[2],
+        max_norm=bound,
+        samples=len(norms),
+        seconds=seconds,
+    )
+
+
+def summarise(run: Run, state: TrainState, records: Sequence[Record]) -> dict[str, Any]:
+    """The result of a run, as ``summary.json`` holds it; every rank calls it. ``seconds_per_step`` is the median."""
+    losses = [record.loss for record in records if record.loss is not None]
+    private, done = run.epsilons is not None, int(state.step)
+    return {
+        "loss_first": losses[0] if losses else None,
+        "loss_last": losses[-1] if losses else None,
+        "private": private,
+        # by the state itself: an interruption may fall between a step and its record
+        "epsilon": None if run.epsilons is None else (float(run.epsilons[done - 1]) if done else 0.0),
+        "delta": run.config.delta if private else None,
+        "noise_multiplier": run.mechanism.noise_multiplier,
+        "steps": done,
+        "parameter_count": tree.size(state.params),
+        "parameter_norm": float(_norm(run, state.params)),
+        "parameter_sha256": fingerprint(state.params),
+        "seconds_per_step": statistics.median(record.seconds for record in records) if records else None,
+        "peak_memory_bytes": _peak_memory(run.config.device),
+        "method": run.config.method.value,
+        "world_size": 1 if run.sharding is None else run.sharding.world.size,
+        "seed": "os" if run.config.seed is None else run.config.seed,
+    }
+
+
+def fingerprint(params: Tree) -> str:
+    """SHA-256 of the float32 bytes of every leaf, in path order; of DTensors, one whole leaf at a time."""
+    digest = hashlib.sha256()
+    for leaf in tree.flatten(params).values():
+        digest.update(whole(leaf).detach().float().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def whole(leaf: Tensor) -> Tensor:
+    """All of a leaf, on every rank."""
+    return leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
+
+
+def _norm(run: Run, params: Tree) -> Tensor:
+    if run.sharding is None:
+        return tree.global_norm(params)
+    return global_norm(tree.flatten(localize(params)), run.sharding)
+
+
+def _peak_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
