@@ -21,8 +21,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ from fdp.types import FdpError, Flat, TrainState
 from fdp.unison import in_place_of, in_unison, local, rank_in, several
 
 FORMAT, VERSION, RECORD = "fdp-checkpoint", 1, "complete.json"
+FIELDS = {"meta", "leaves", "files"}
 PUBLISHED = re.compile(r"step-(\d{8,})")
 LEFTOVER = re.compile(r"\.step-\d{8,}\.partial")
 
@@ -140,6 +142,15 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What the disk refuses, as an error about ``path``."""
+    try:
+        yield
+    except OSError as error:
+        raise FdpError(f"{path}: could not be written: {error}") from error
+
+
 def _save(
     root: Path, named: Flat, record: str, step: int, keep: int, group: ProcessGroup | None, *, copy_ahead: int
 ) -> Path:
@@ -160,16 +171,17 @@ def _begin(final: Path, step: int, keep: int) -> None:
     root = final.parent
     if keep < 1:
         raise FdpError(f"{root}: expected keep to be at least 1, got {keep}")
-    # Owner only, here and for every file: meta may hold the noise key, and with it the noise can be subtracted.
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
     newest = max(_published(root), default=-1)
     if newest >= step or final.exists():
         raise FdpError(
             f"{root}: expected no checkpoint of step {step} or later, got step {max(newest, step)};"
             " resume from it, or give another directory"
         )
-    clean(root)
-    _hidden(final).mkdir(mode=0o700)
+    with writing(final):
+        # Owner only, here and for every file: meta may hold the noise key, and with it the noise can be subtracted.
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        clean(root)
+        _hidden(final).mkdir(mode=0o700)
 
 
 def _check_shared(partial: Path) -> None:
@@ -179,18 +191,20 @@ def _check_shared(partial: Path) -> None:
 
 def _publish(final: Path, record: str, keep: int) -> None:
     partial = _hidden(final)
-    files = {entry.name: entry.stat().st_size for entry in sorted(partial.iterdir())}
-    with OwnersOnly().create_stream(partial / RECORD, "wb") as file:
-        file.write(json.dumps(json.loads(record) | {"files": files}, indent=1).encode())
-        file.flush()
-        os.fsync(file.fileno())
-    sync_folder(partial)
-    partial.rename(final)
-    sync_folder(final.parent)
+    with writing(final):
+        files = {entry.name: entry.stat().st_size for entry in sorted(partial.iterdir())}
+        with OwnersOnly().create_stream(partial / RECORD, "wb") as file:
+            file.write(json.dumps(json.loads(record) | {"files": files}, indent=1).encode())
+            file.flush()
+            os.fsync(file.fileno())
+        sync_folder(partial)
+        partial.rename(final)
+        sync_folder(final.parent)
     published = _published(final.parent)
     for step in sorted(published)[:-keep]:
         # Out of sight first: a deletion that is interrupted must not leave half a checkpoint under a good name.
-        shutil.rmtree(published[step].rename(_hidden(published[step])), ignore_errors=True)
+        with writing(published[step]):
+            shutil.rmtree(published[step].rename(_hidden(published[step])), ignore_errors=True)
 
 
 def _hidden(final: Path) -> Path:
@@ -224,6 +238,8 @@ def _read_record(path: Path) -> dict[str, Any]:
         raise FdpError(f"{what}, its {RECORD} is of something else; give a directory that latest() returns")
     if record.get("version") != VERSION:
         raise FdpError(f"{what} of version {VERSION}, got version {record.get('version')}; use the fdp that wrote it")
+    if missing := sorted(FIELDS - record.keys()):
+        raise FdpError(f"{what}, its {RECORD} lacks {missing}; use an older checkpoint")
     return record
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fdp import tree
-from fdp.checkpoint import sync_folder
+from fdp.checkpoint import sync_folder, writing
 from fdp.types import FdpError, Flat, Place, Tree
 from fdp.unison import everyones, in_place_of, in_unison, local, place, rank_in
 
@@ -73,18 +73,20 @@ def _begin(file: Path, partial: Path, flat: Flat) -> None:
         entries[path] = {"dtype": "F32", "shape": list(leaf.shape), "data_offsets": [start, end]}
     header = json.dumps({"__metadata__": {"format": "pt"}} | entries).encode()
     header += b" " * (-len(header) % 8)  # values begin at a multiple of 8
-    partial.write_bytes(len(header).to_bytes(8, "little") + header)
+    with writing(file):
+        partial.write_bytes(len(header).to_bytes(8, "little") + header)
 
 
 def _publish(file: Path, partial: Path, problem: OSError | None) -> None:
-    if problem is not None:
-        partial.unlink(missing_ok=True)
-        raise FdpError(f"{file}: could not be written: {problem}") from problem
-    with partial.open("rb") as done:
-        os.fsync(done.fileno())
-    _refuse_existing(file)
-    partial.rename(file)
-    sync_folder(file.parent)
+    with writing(file):
+        if problem is not None:
+            partial.unlink(missing_ok=True)
+            raise problem
+        with partial.open("rb") as done:
+            os.fsync(done.fileno())
+        _refuse_existing(file)
+        partial.rename(file)
+        sync_folder(file.parent)
 
 
 def _refuse_existing(file: Path) -> None:

@@ -30,7 +30,6 @@ from fdp import checkpoint, tree
 from fdp.checkpoint import finish_save, latest, load, make_group, read_meta, save, start_save
 from fdp.safetensors_io import export_safetensors, import_safetensors
 from fdp.types import FdpError, TrainState
-from fdp.unison import in_unison
 from tests.ranks import run_on_ranks
 
 META = {"key": [1, 2**31], "history": {"steps": 10, "epsilon": 1.5}, "config": {"model": "gpt-nano", "clip": None}}
@@ -245,6 +244,9 @@ def test_files_that_are_cut_short_or_of_something_else_are_refused(tmp_path):
     assert "could not read" in refused(lambda path: (path / "complete.json").write_text('{"format": "fdp'))
     assert "something else" in refused(lambda path: (path / "complete.json").write_text("[]"))
     assert "something else" in refused(lambda path: edit(path, format="other"))
+    assert "lacks ['files'" in refused(
+        lambda path: (path / "complete.json").write_text('{"format": "fdp-checkpoint", "version": 1}')
+    )
     assert "version 1, got version 2" in refused(lambda path: edit(path, version=2))
     assert "found no complete.json" in failure(lambda: load(tmp_path / "nowhere", like))
     # A record and an index that do not belong together.
@@ -545,8 +547,3 @@ def test_safetensors_that_do_not_fit_are_refused(tmp_path):
     save_file(like, file)
     file.write_bytes(file.read_bytes()[:-1])
     assert "expected a whole file" in failure(lambda: import_safetensors(file, like))
-
-
-def test_what_fails_in_unison_is_an_fdp_error():
-    assert failure(lambda: in_unison(lambda: 1 // 0, None)).startswith("ZeroDivisionError")
-    assert in_unison(lambda: 3, None) == 3

@@ -19,10 +19,11 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from fdp import run as runs
-from fdp.cli import display, report
+from fdp.cli import display, report, session
+from fdp.cli.configure import configure
 from fdp.cli.main import main
-from fdp.cli.train import configure, train_command
-from fdp.run import fingerprint
+from fdp.cli.train import train_command
+from fdp.records import Record, fingerprint
 
 SMALL = shlex.split("--model logistic --data digits --noise-multiplier 1 --batch-size 32 --microbatch 16 --warmup 1")
 FILES = {"config.json", "metrics.jsonl", "summary.json", "model.safetensors", "report.png"}
@@ -57,11 +58,12 @@ def test_a_run_leaves_its_five_files(tmp_path: Path, capsys: pytest.CaptureFixtu
     )
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
-    assert set(lines[0]) == set(runs.Record._fields)
+    assert set(lines[0]) == set(Record._fields)
     assert (lines[0]["loss"], lines[-1]["loss"]) == (summary["loss_first"], summary["loss_last"])
     assert lines[-1]["epsilon"] == summary["epsilon"]
     config = json.loads((out / "config.json").read_text())
-    assert (config["model"], config["seed"], config["steps"], config["samples"]) == ("logistic", 3, 3, 1437)
+    given = config["settings"]
+    assert (given["model"], given["seed"], given["steps"], config["samples"]) == ("logistic", 3, 3, 1437)
     assert config["versions"]["torch"] == torch.__version__
     assert (out / "report.png").read_bytes().startswith(b"\x89PNG")
     leaves = load_file(out / "model.safetensors")
@@ -95,7 +97,7 @@ def test_a_log_gets_plain_lines_and_the_statement_of_what_is_covered(
 
 
 def test_the_epsilon_shown_is_never_below_the_one_spent() -> None:
-    record = runs.Record(1, 1.0, 0.00042, 1.0, 1.0, 1.0, 1.0, 1.0, samples=8, seconds=2.0)
+    record = Record(1, 1.0, 0.00042, 1.0, 1.0, 1.0, 1.0, 1.0, samples=8, seconds=2.0)
     assert display.facts([record], total=3) == ["loss 1.0000", "epsilon 0.001", "4.0 samples/s", "0:04 left"]
     assert display.facts([record._replace(epsilon=7.9931)], total=1)[1] == "epsilon 7.994"
     assert display.facts([record._replace(epsilon=None)], total=1)[1] == "not private"
@@ -254,18 +256,100 @@ def test_every_optimizer_follows_the_schedule_and_decays(optimizer: str) -> None
     assert sizes[-1] < 1e-6  # a cosine ends at 0
 
 
-def test_an_interrupted_run_keeps_the_steps_it_made(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = runs.steps
-
+def interrupt_after(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(run, state):
-        for done, (after, record) in enumerate(whole(run, state)):
-            if done == 2:
+        for after, record in runs.steps(run, state):
+            if record.step == steps + 1:
                 raise KeyboardInterrupt
             yield after, record
 
-    monkeypatch.setattr(runs, "steps", interrupted)
+    monkeypatch.setattr(session, "steps", interrupted)
+
+
+@pytest.mark.parametrize("seed", [["--seed", "3"], []], ids=["seed", "entropy"])
+def test_an_interrupted_run_that_saves_is_taken_up_again_bit_by_bit(
+    seed: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--json", "--save-every", "2", "--optimizer", "adamw", "--clip", "quantile", *seed]
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        interrupt_after(3, patch)
+        assert train(out, *words, steps=6) == 130
+    assert "the same command resumes" in capsys.readouterr().out
+    assert {path.name for path in out.iterdir()} == {"config.json", "metrics.jsonl", "checkpoints"}
+    assert train(out, *words, "--microbatch", "16", steps=6) == 0
+    text = capsys.readouterr().out
+    assert "resumed after step 3" in text
+    summary = last_json(text)
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert summary["steps"] == 6
+    if seed:
+        assert train(tmp_path / "whole", *words, steps=6) == 0
+        whole = last_json(capsys.readouterr().out)
+        assert whole["parameter_sha256"] == summary["parameter_sha256"]
+        assert whole["epsilon"] == summary["epsilon"]
+    assert train(out, *words, steps=6) == 2  # it is finished now
+    assert "already holds a run" in last_json(capsys.readouterr().out)["error"]
+
+
+def test_a_checkpoint_of_another_run_is_refused_and_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        interrupt_after(3, patch)
+        assert train(out, "--save-every", "2", "--seed", "3", steps=6) == 130
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    for words, said in (
+        (["--save-every", "2", "--seed", "4"], "--seed 3 there, 4 here"),
+        (["--save-every", "2", "--seed", "3", "--lr", "0.5"], "--lr 0.004 there, 0.5 here"),
+        (["--seed", "3"], "with --save-every"),
+    ):
+        capsys.readouterr()
+        assert train(out, "--json", *words, steps=6) == 2
+        assert said in last_json(capsys.readouterr().out)["error"]
+    part = next(path for path in before if path.suffix == ".distcp" and "00000003" in str(path))
+    part.write_bytes(before[part][:-100])
+    capsys.readouterr()
+    assert train(out, "--json", "--save-every", "2", "--seed", "3", steps=6) == 2
+    assert part.name in last_json(capsys.readouterr().out)["error"]
+    part.write_bytes(before[part])
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
+def test_settings_of_several_ranks_are_checked_at_the_door(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in (
+        (["--mesh", "shard=2"], "torchrun --nproc-per-node 2"),
+        (["--mesh", "shard"], "expected axes with sizes"),
+        (["--mesh", "shard=1", "--zero", "1"], "--zero: expected one of 0, 2, 3"),
+        (["--offload", "weights"], "--offload: expected one of"),
+        (["--offload", "all,params"], "expected none or all alone"),
+        (["--reduce", "never"], "--reduce: expected one of"),
+        (["--reduce-dtype", "int8"], "--reduce-dtype: expected one of"),
+        (["--save-every", "0"], "at least 1"),
+    ):
+        assert train(tmp_path / "run", "--json", *words) == 2
+        assert said in last_json(capsys.readouterr().out)["error"]
+    assert not (tmp_path / "run").exists()
+    assert call("train", *SMALL, "--json", "--save-every", "2") == 2
+    assert "--out" in last_json(capsys.readouterr().out)["error"]
+
+
+def test_offload_and_activation_checkpoints_change_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sums = set()
+    for number, words in enumerate(
+        ([], ["--offload", "all"], ["--offload", "params,grads"], ["--checkpoint-activations"])
+    ):
+        assert train(tmp_path / str(number), "--json", "--seed", "3", *words) == 0
+        sums.add(last_json(capsys.readouterr().out)["parameter_sha256"])
+    assert len(sums) == 1
+
+
+def test_an_interrupted_run_keeps_the_steps_it_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt_after(2, monkeypatch)
     out = tmp_path / "run"
     assert train(out, "--json", steps=5) == 130
     summary = last_json(capsys.readouterr().out)
@@ -294,10 +378,10 @@ def test_a_path_that_cannot_be_written_is_explained(tmp_path: Path, capsys: pyte
 
 
 def test_a_fault_of_fdp_itself_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(config):
+    def broken(config, *, root):
         raise ValueError("a fault")
 
-    monkeypatch.setattr(runs, "prepare", broken)
+    monkeypatch.setattr(session, "prepare", broken)
     with pytest.raises(ValueError, match="a fault"):
         main(["train", *SMALL, "--out", str(tmp_path / "run")])
 

@@ -1,0 +1,272 @@
+"""A step at any scale before it exists: memory by kind, traffic and flops of one rank, on any machine.
+
+    peak  = max over phases of (parameters + optimizer + gathered + gradients + kept pairs + activations)
+    units = elements sent / elements of the model        ZeRO-2: 2, ZeRO-3: 3 (Rajbhandari et al., arXiv 1910.02054)
+
+The step of :func:`fdp.step.make_train_step` itself runs, as rank 0 of a group of ranks that are not there and on
+tensors that have shapes but no memory, so that what it would hold and send can be read off. Nothing is assumed about
+it: a change of the step is a change of its plan.
+
+    >>> scale = Scale({"shard": 128}, Zero.THREE)
+    >>> found = plan_at_scale(build("gpt3-175b"), tokens, scale=scale, method=Method.GHOST, dtype=torch.bfloat16)
+    >>> found.device.total / 2**30, found.device.by_kind[Kind.KEPT], found.units
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fdp import clipping, tree
+from fdp.clipping import ClipStyle
+from fdp.footprint import DEVICE, HOST, Kind, Ledger, Peak, Phase, Transfer, fused_attention
+from fdp.mechanism import Mechanism
+from fdp.mesh import make_mesh
+from fdp.methods import Method, Plan, make_plan
+from fdp.model import Model
+from fdp.offload import NOTHING, Offload
+from fdp.optimizers import LOCAL, Optimizer, Reductions, adamw
+from fdp.sampling import poisson
+from fdp.sharding import Reduce, Sharding, Zero, abstract_params, make_sharding, over_tensor_axis
+from fdp.step import make_train_step
+from fdp.types import Batch, Clip, FdpError, Norms, TrainState, Tree
+
+TRACED = 3
+"""Microbatches that are traced; what more of them add is what the third added to the second."""
+
+
+class Scale(NamedTuple):
+    """How many ranks there are along each axis of the mesh, and what is cut over ``shard``."""
+
+    axes: Mapping[str, int]
+    zero: Zero
+    reduce: Reduce | None = None
+    reduce_dtype: torch.dtype | None = None
+
+
+class Footprint(NamedTuple):
+    """What one rank holds, sends and multiplies in a step. ``phases``: the peaks on the device and on the host."""
+
+    parameters: int
+    phases: dict[Phase, tuple[Peak, Peak]]
+    transfers: tuple[Transfer, ...]
+    flops: dict[torch.dtype, float]
+    plan: Plan
+
+    @property
+    def phase(self) -> Phase:
+        """When the device holds most."""
+        return max(self.phases, key=lambda phase: self.phases[phase][0].total)
+
+    @property
+    def device(self) -> Peak:
+        """The peak on the device."""
+        return self.phases[self.phase][0]
+
+    @property
+    def host(self) -> Peak:
+        """The peak in CPU memory."""
+        return max((host for _, host in self.phases.values()), key=lambda peak: peak.total)
+
+    @property
+    def units(self) -> float:
+        """Elements sent over the data axes, in numbers of parameters; an all-reduce sends everything twice."""
+        sent = [each.passes * each.elements for each in self.transfers if each.axis in ("shard", "replicate")]
+        return sum(sent) / self.parameters
+
+
+def plan_at_scale(
+    model: Model,
+    microbatch: Tree,
+    *,
+    scale: Scale | None = None,
+    method: Method = Method.AUTO,
+    dtype: torch.dtype = torch.float32,
+    optimizer: Optimizer | None = None,
+    offload: Offload = NOTHING,
+    checkpoint_activations: bool = False,
+    memory_budget: float | None = None,
+    microbatches: int = 1,
+) -> Footprint:
+    """Trace one step of ``model`` on ``microbatches`` of the shapes of ``microbatch``, per rank.
+
+    Master weights are float32; the optimizer defaults to AdamW. No ``scale``: one device, no process group. Only
+    shapes and dtypes are read of the microbatch. What no trace can see is left out: the CUDA context, workspaces of
+    cuBLAS and NCCL, fragmentation.
+
+    Guarantees:
+      - the kinds add up to the peak;
+      - the operations are those of the step, in its order; no memory of their size is used;
+      - more than 3 microbatches are not traced but continued from the 2nd and 3rd, phase by phase.
+    """
+    if microbatches < 1:
+        raise FdpError(f"microbatches: expected at least 1, got {microbatches}")
+    chosen = adamw(1e-3) if optimizer is None else optimizer
+    with _ranks(model, scale) as (cut, sharding):
+        shapes = tree.map(lambda leaf: torch.empty((), dtype=leaf.dtype).expand(leaf.shape), microbatch)
+        parts = abstract_params(cut, sharding)
+        plan = make_plan(cut, parts, shapes, method=method, memory_budget=memory_budget, dtype=dtype)
+
+        def traced(count: int) -> Footprint:
+            ledger = _trace(cut, chosen, plan, sharding, shapes, count, offload, checkpoint_activations)
+            device, host = ledger.peaks(host=False), ledger.peaks(host=True)
+            nothing = Peak(0, dict.fromkeys(Kind, 0))
+            phases = {phase: (device[phase], host.get(phase, nothing)) for phase in device}
+            size = sum(math.prod(leaf.shape) for leaf in cut.leaves.values())
+            return Footprint(size, phases, ledger.transfers(), ledger.flops, plan)
+
+        if microbatches <= TRACED:
+            return traced(microbatches)
+        return continued(traced(TRACED - 1), traced(TRACED), more=microbatches - TRACED)
+
+
+def continued(before: Footprint, last: Footprint, *, more: int) -> Footprint:
+    """``last + more (last - before)``, number by number."""
+
+    def on(a: int, b: int) -> int:
+        return b + more * (b - a)
+
+    def peak(a: Peak, b: Peak) -> Peak:
+        return Peak(on(a.total, b.total), {kind: on(a.by_kind[kind], b.by_kind[kind]) for kind in Kind})
+
+    phases = {
+        phase: (peak(before.phases[phase][0], device), peak(before.phases[phase][1], host))
+        for phase, (device, host) in last.phases.items()
+    }
+    # Only the gather of the metrics, whose size depends on the number, is not one call more for every microbatch.
+    transfers = tuple(
+        b._replace(calls=on(a.calls, b.calls), elements=on(a.elements, b.elements))
+        for a, b in zip(before.transfers, last.transfers, strict=True)
+    )
+    flops = {dtype: count + more * (count - before.flops[dtype]) for dtype, count in last.flops.items()}
+    return last._replace(phases=phases, transfers=transfers, flops=flops)
+
+
+@contextmanager
+def _ranks(model: Model, scale: Scale | None) -> Iterator[tuple[Model, Sharding | None]]:
+    """The model and its sharding as rank 0 of ranks that are not there sees them."""
+    if scale is None:
+        yield model, None
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise FdpError("plan: found a process group; a plan makes its own of ranks that are not there. Plan before")
+    world = math.prod(scale.axes.values())
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    try:
+        mesh = make_mesh(scale.axes, device_type="cpu")
+        cut = over_tensor_axis(model, mesh)
+        yield (
+            cut,
+            make_sharding(cut, mesh, zero=scale.zero, reduce=scale.reduce, reduce_dtype=scale.reduce_dtype),
+        )
+    finally:
+        dist.destroy_process_group()
+
+
+def _trace(
+    model: Model,
+    optimizer: Optimizer,
+    plan: Plan,
+    sharding: Sharding | None,
+    shapes: Tree,
+    microbatches: int,
+    offload: Offload,
+    checkpoint_activations: bool,
+) -> Ledger:
+    """Run one step on tensors without memory; the ledger of it."""
+    ledger = Ledger(_groups(sharding))
+    with FakeTensorMode(allow_non_fake_inputs=True), ledger, fused_attention():
+        state = _state(model, optimizer, sharding, offload)
+        ledger.label(state.params, Kind.PARAMETERS)
+        ledger.label(state.opt, Kind.OPTIMIZER)
+        data = tree.map(lambda x: torch.empty((microbatches, *x.shape), dtype=x.dtype, device=DEVICE), shapes)
+        batch = Batch(data, torch.ones(microbatches, plan.batch_size, device=DEVICE))
+        key = torch.empty(8, dtype=torch.int64, device=DEVICE)
+        watch = _Watch(ledger, plan, microbatches)
+        style = watch.style(clipping.flat(max_norm=1.0))
+        step = make_train_step(
+            model,
+            watch.optimizer(optimizer),
+            mechanism=Mechanism(poisson(1 << 20, expected_batch_size=1024), style, 1.0 if plan.private else 0.0),
+            plan=plan,
+            sharding=sharding,
+            offload=offload,
+            checkpoint_activations=checkpoint_activations,
+        )
+        after, _ = step(state, batch, key)
+        ledger.label(after.params, Kind.PARAMETERS)
+    return ledger
+
+
+def _state(model: Model, optimizer: Optimizer, sharding: Sharding | None, offload: Offload) -> TrainState:
+    """This rank's parts, where they are kept between steps."""
+    parts = {
+        path: torch.empty(spec.shape if sharding is None else sharding.leaves[path].part, device=DEVICE)
+        for path, spec in model.leaves.items()
+    }
+
+    def there(values: Tree, *, on_host: bool) -> Tree:
+        return tree.map(lambda leaf: leaf.to(HOST if on_host else DEVICE), values)
+
+    opt = optimizer.init({path: leaf for path, leaf in parts.items() if path in model.trainable})
+    params = tree.nest(there(parts, on_host=offload.params))
+    count = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    return TrainState(params, there(opt, on_host=offload.optimizer), (), count)
+
+
+class _Watch:
+    """Names what passes from one part of a step to the next, seen from the functions that it is composed of."""
+
+    def __init__(self, ledger: Ledger, plan: Plan, microbatches: int):
+        self.ledger = ledger
+        self.keeps = plan.kept_bytes > 0
+        self.left = microbatches
+        self.start = self.since = ledger.begin(Phase.PASS)
+
+    def style(self, style: ClipStyle) -> ClipStyle:
+        """The same style. What is alive when a microbatch is clipped was kept for the sum; what comes of it, is it."""
+
+        def clip(norms: Norms, state: Tree) -> Clip:
+            if self.keeps:
+                self.ledger.relabel(Kind.KEPT, since=self.since)
+            self.since = self.ledger.begin(Phase.SUM)
+            return style.clip(norms, state)
+
+        def tally(norms: Norms, mask: Tensor, state: Tree) -> Tensor:
+            self.ledger.relabel(Kind.GRADIENTS, since=self.since)
+            self.left -= 1
+            self.since = self.ledger.begin(Phase.PASS if self.left else Phase.NOISE)
+            return style.tally(norms, mask, state)
+
+        return style._replace(clip=clip, tally=tally)
+
+    def optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """The same optimizer. What is alive when it is called are sums; what it makes is its state, or an update."""
+
+        def update(
+            grads: Tree, state: Tree, params: Tree, reductions: Reductions = LOCAL
+        ) -> tuple[Tree, Tree]:
+            self.ledger.relabel(Kind.GRADIENTS, since=self.start)
+            self.ledger.begin(Phase.UPDATE)
+            self.ledger.default = Kind.GRADIENTS
+            updates, after = optimizer.update(grads, state, params, reductions)
+            self.ledger.label(after, Kind.OPTIMIZER)
+            return updates, after
+
+        return optimizer._replace(update=update)
+
+
+def _groups(sharding: Sharding | None) -> dict[str, tuple[str, int]]:
+    if sharding is None:
+        return {}
+    axes = (sharding.world, sharding.replicate, sharding.tensor, sharding.shard)
+    return {axis.group: (axis.name, axis.size) for axis in axes}
