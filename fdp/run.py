@@ -43,7 +43,7 @@ from fdp.sharding import (
     make_sharding,
     over_tensor_axis,
 )
-from fdp.step import init_state, make_train_step
+from fdp.step import Stages, compose, init_state, make_stages
 from fdp.types import FdpError, Key, Norms, Step, TrainState, Tree
 
 NORMS_CHECKED_UP_TO = 20_000_000
@@ -99,6 +99,7 @@ class Run(NamedTuple):
 
     config: RunConfig
     mechanism: Mechanism
+    stages: Stages
     step: Step
     root: Key
     epsilons: Sequence[float] | None
@@ -136,7 +137,7 @@ def prepare(config: RunConfig, *, root: Key | None = None) -> tuple[Run, TrainSt
     share = -(-config.microbatch_size // (1 if sharding is None else sharding.ranks))
     plan = _plan(config, model, sharding, share, config.method, config.memory_budget, config.dtype)
     _check_model(config, model, sharding, state.params)
-    step = make_train_step(
+    stages = make_stages(
         model,
         config.optimizer,
         mechanism=mechanism,
@@ -144,13 +145,13 @@ def prepare(config: RunConfig, *, root: Key | None = None) -> tuple[Run, TrainSt
         sharding=sharding,
         offload=config.offload,
         checkpoint_activations=config.checkpoint_activations,
-        compiled=config.compiled,
     )
     epsilons = None
     if mechanism.noise_multiplier > 0:
         counts = range(1, config.steps + 1)
         epsilons = accounting.epsilon_curve(mechanism, steps=counts, delta=config.delta)
-    return Run(config, mechanism, step, root, epsilons, sharding), state
+    step = compose(stages, compiled=config.compiled)
+    return Run(config, mechanism, stages, step, root, epsilons, sharding), state
 
 
 def steps(run: Run, state: TrainState) -> Iterator[tuple[TrainState, Record]]:

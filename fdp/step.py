@@ -64,6 +64,7 @@ class Stages(NamedTuple):
     reduce: Callable[[ClippedSum], ClippedSum]
     noise: Callable[[ClippedSum, Key], Flat]
     update: Callable[[TrainState, Flat, Tensor, Key], TrainState]
+    sharding: Sharding | None
 
 
 def init_state(
@@ -122,8 +123,6 @@ def make_train_step(
       - the microbatch size, the number of ranks, offload and activation checkpoints change nothing but rounding;
       - no input is modified unless donated.
     """
-    if set(donate) - {"state"}:
-        raise FdpError(f"donate: expected ('state',) or (), got {tuple(donate)}")
     stages = make_stages(
         model,
         optimizer,
@@ -133,6 +132,13 @@ def make_train_step(
         offload=offload,
         checkpoint_activations=checkpoint_activations,
     )
+    return compose(stages, donate=donate, compiled=compiled)
+
+
+def compose(stages: Stages, *, donate: Sequence[str] = (), compiled: bool = False) -> Step:
+    """The pieces of a step, one after the other; ``donate`` and ``compiled`` as in ``make_train_step``."""
+    if set(donate) - {"state"}:
+        raise FdpError(f"donate: expected ('state',) or (), got {tuple(donate)}")
 
     def finish(state: TrainState, total: ClippedSum, tally: Tensor, key: Key) -> TrainState:
         after = stages.update(state, stages.noise(total, key), tally, key)
@@ -150,7 +156,7 @@ def make_train_step(
         ]
         total, tally, metrics = joined(parts)
         after = globalize(finish(here, stages.reduce(total), tally, key), like=state)
-        return after, everyones(metrics, batch.mask.shape, sharding)
+        return after, everyones(metrics, batch.mask.shape, stages.sharding)
 
     return train_step
 
@@ -208,7 +214,7 @@ def make_stages(
         clip = mechanism.clip.update(state.clip, sum_over_samples(sharding, tally), key, expected)
         return TrainState(params, opt, clip, state.step + 1)
 
-    return Stages(weights, gradient, reduce, noise, update)
+    return Stages(weights, gradient, reduce, noise, update, sharding)
 
 
 def _plain_part(

@@ -141,7 +141,7 @@ class _Tape(TorchDispatchMode):
 
     def record(self, factory: Callable[[], nn.Module]) -> nn.Module:
         try:
-            with warnings.catch_warnings(), self:
+            with warnings.catch_warnings(), torch.device("cpu"), self:
                 warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # copy.deepcopy asks
                 return factory()
         except RuntimeError as error:
@@ -274,11 +274,11 @@ class _Tape(TorchDispatchMode):
                     out = op.func(*args, **kwargs)
         for real, view in zip(_tensors(out), op.made):
             if view is not None:
-                if (real.dtype, tuple(real.shape), real.stride()) != (view.dtype, view.size, view.stride):
+                found = _View(view.storage, real.dtype, tuple(real.shape), real.stride(), int(real.storage_offset()))
+                if found != view:
                     raise FdpError(
-                        f"expected {op.func} to give {view.dtype} of size {view.size} and stride {view.stride}, as on "
-                        f"shapes alone, got {real.dtype}, {tuple(real.shape)}, {real.stride()}; keep global settings "
-                        "such as the default dtype as they were, or leave this operation out of the constructor"
+                        f"expected {op.func} to give {view} as on shapes alone, got {found}; keep global settings such "
+                        "as the default dtype as they were, or leave this operation out of the constructor"
                     )
                 env[view.storage] = real.untyped_storage()
         return out
@@ -313,11 +313,11 @@ def _covers(tensor: Tensor) -> bool:
 
 
 def _window(storage: torch.UntypedStorage, view: _View) -> Tensor:
-    return torch.empty(0, dtype=view.dtype).set_(storage, view.offset, view.size, view.stride)
+    return torch.empty(0, dtype=view.dtype, device="cpu").set_(storage, view.offset, view.size, view.stride)
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8).set_(storage)
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
 
 
 def _same_memory(part: Tensor, leaf: Tensor) -> bool:
