@@ -8,7 +8,7 @@ its backward needs: a pull-back (nothing), its whole weights (its forward again)
 
 >>> weights = make_weights(model, params, data, plan, sharding, memory)
 >>> losses, opened, carries = forward(weights, data, plan)
->>> for i, found in backward(weights, losses, opened, carries, data, plan): ...
+>>> for i, found in backward(weights, ones, opened, carries, data, plan, token=losses): ...
 """
 
 from __future__ import annotations
@@ -125,27 +125,33 @@ def _forward_block(weights: Weights, i: int, whole: Flat, carry: Tree, data: Tre
 
 
 def backward(
-    weights: Weights, losses: Tensor | None, opened: list[Left], carries: list[Tree], data: Tree, plan: Plan
+    weights: Weights,
+    gradient: Tensor | None,
+    opened: list[Left],
+    carries: list[Tree],
+    data: Tree,
+    plan: Plan,
+    *,
+    token: Tree,
 ) -> Iterator[tuple[int, dict[Path, Any]]]:
     """Block by block from the last: its number and what its pull-back found of its leaves.
 
-    A block of which nothing is left is gathered and run again, the next one already on its way. ``losses`` is the
-    gradient to start from for plain training, or gives its shape; None: the last block is run again, too. Uses up
+    A block of which nothing is left is gathered and run again, the next one already on its way. ``gradient`` is that
+    of the losses, None for all ones; ``token`` is what the first gather waits for, as in ``start_gather``. Uses up
     ``opened`` and ``carries``, so that nothing outlives its use.
     """
-    gradient: Tree = None if losses is None else (losses if not plan.private else torch.ones_like(losses))
     pending: Pending | None = None
     for i in range(len(weights.model.blocks) - 1, -1, -1):
         left = opened.pop()
         if left.pull is None and left.whole is None:
-            here = weights.start(i, token=_token(gradient)) if pending is None else pending
+            here = weights.start(i, token=token) if pending is None else pending
             left = Left(None, weights.finish(here))
             here = None
         pending = None
         if i and opened[-1].pull is None and opened[-1].whole is None:
-            pending = weights.start(i - 1, token=_token(gradient))
+            pending = weights.start(i - 1, token=token)
         gradient, found = _pull_block(weights, i, left, carries.pop(), gradient, data, plan)
-        left = NOTHING_LEFT
+        left, token = NOTHING_LEFT, gradient
         yield i, found
         found = {}
 
@@ -158,10 +164,6 @@ def _pull_block(
     assert left.whole is not None
     out, pull = _open(weights.model.blocks[i], left.whole, carry, data, plan.uses[i], plan)
     return pull(torch.ones_like(out) if gradient is None else gradient)
-
-
-def _token(gradient: Tree) -> Tree:
-    return () if gradient is None else gradient
 
 
 def _open(block: Block, weights: Flat, carry: Tree, data: Tree, uses: Any, plan: Plan):

@@ -8,7 +8,7 @@ the flops. What a storage was for is often known only later (a pair that is kept
 outlives its backward), so the log is read after the run, with the final labels.
 
     >>> ledger = Ledger(axes={"0": ("shard", 8)})
-    >>> with FakeTensorMode(), ledger, fused_attention(): step(state, batch, key)   # on the device DEVICE
+    >>> with ledger, fused_attention(): step(state, batch, key)                         # tensors on DEVICE
     >>> ledger.peaks(host=False)[Phase.PASS].total
 """
 
@@ -16,17 +16,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from fdp import collectives as collectives
 from fdp import tree
 from fdp.types import Tree
 from fdp.workspace import workspace
@@ -38,12 +39,7 @@ ROUNDED_TO = 512
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 _DEVICE_OF = torch.ops.prim.device.default
-_COPIES = {
-    _aten.clone.default,
-    _aten._to_copy.default,
-    _aten.cat.default,
-    torch.ops.fdp_collectives.after.default,  # of fdp.collectives
-}
+_COPIES = {"aten::clone", "aten::_to_copy", "aten::cat", "fdp_collectives::after"}
 _COLLECTIVES = {
     _c10d.all_gather_into_tensor.default: "all-gather",
     _c10d.reduce_scatter_tensor.default: "reduce-scatter",
@@ -72,7 +68,7 @@ class Phase(Enum):
 
     PASS = "forward and backward"
     SUM = "clipped sum"
-    NOISE = "reduce and noise"
+    NOISE = "noise"
     UPDATE = "update"
 
 
@@ -132,7 +128,10 @@ class Held:
 
 
 class Ledger(TorchDispatchMode):
-    """Notes every storage, collective and flop of what runs inside. ``axes``: name and size by process group."""
+    """Notes every storage, collective and flop of what runs inside. ``axes``: name and size by process group.
+
+    Tensors are on DEVICE, or were sent from there to the host.
+    """
 
     def __init__(self, axes: Mapping[str, tuple[str, int]]):
         super().__init__()
@@ -144,15 +143,19 @@ class Ledger(TorchDispatchMode):
         self._alive: dict[int, tuple[Any, Held, int]] = {}
         self._transfers: dict[tuple[str, str, int, torch.dtype], tuple[int, int]] = {}
         self._measurements: dict[Any, int] = {}
+        self._awaited: dict[Any, Phase] = {}
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is _DEVICE_OF:
             return args[0].fake_device
+        if func in self._awaited:
+            self.begin(self._awaited.pop(func))
         if extra := workspace(func, args, kwargs, measure=self._measured):
             passing = Held(_rounded(extra), False, Kind.ACTIVATIONS, ())
             self._log += [(passing, 1), (passing, -1)]
-        out = func(*args, **kwargs)
+        out = self._call(func, args, kwargs)
         made = [value for value in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(value, Tensor)]
         if func.overloadpacket in flop_registry:
             count = flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
@@ -166,6 +169,10 @@ class Ledger(TorchDispatchMode):
         """What follows belongs to ``phase``; returns the time, for ``relabel``."""
         self._phases.append((len(self._log), phase))
         return len(self._log)
+
+    def begin_at(self, operation: Any, phase: Phase) -> None:
+        """``phase`` begins when ``operation`` is next called."""
+        self._awaited[operation] = phase
 
     def label(self, values: Tree, kind: Kind) -> None:
         """Every storage of a tree is of this kind, and was from the start."""
@@ -201,11 +208,19 @@ class Ledger(TorchDispatchMode):
             found[held.kind] += sign * held.bytes if held.host == host else 0
         return found
 
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """``func``. Tensors on the host are fake ones, and a copy from or to DEVICE has nothing to copy."""
+        target = kwargs.get("device") if func is _aten._to_copy.default else None
+        if target is None or target == args[0].device:
+            return func(*args, **kwargs)
+        with self._fake if target == HOST else nullcontext():
+            return torch.empty(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device=target)
+
     def _origin(self, func: Any, args: Any, made: list[Tensor]) -> tuple[Kind, tuple[Held, ...]]:
         """What a new storage is for, as far as the operation that made it tells, and what it was copied from."""
         if func in _COLLECTIVES:
             return self._collective(func, args, made[0])
-        if func not in _COPIES:
+        if func._schema.name not in _COPIES:
             return self.default, ()
         given = args[0] if isinstance(args[0], (tuple, list)) else [args[0]]
         sources = tuple(held for value in given if (held := self._held(value)))

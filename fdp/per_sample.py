@@ -73,7 +73,8 @@ def per_sample_norms(
     open_records: dict[Path, list[Record]] = {}
     kept: dict[Path, list[Record]] = {}
     squared: dict[Path, Tensor] = {}
-    for _, records in backward(weights, losses, opened, carries, data, plan):
+    ones = torch.ones_like(losses)
+    for _, records in backward(weights, ones, opened, carries, data, plan, token=losses):
         for path, found in records.items():
             choice = plan.choices[path]
             open_records[path] = _merge(open_records.get(path, []) + found, choice)
@@ -119,7 +120,7 @@ def plain_sum(
     weights = make_weights(model, params, data, plan, sharding, memory)
     losses, opened, carries = forward(weights, data, plan)
     start = torch.where(mask > 0, torch.ones_like(losses), torch.zeros_like(losses))
-    blocks = _plain_blocks(weights, start, opened, carries, data, plan)
+    blocks = _plain_blocks(weights, start, opened, carries, data, plan, token=losses)
     total = reduced(_reducing(sharding), blocks, device=memory.sums_on)
     return losses.to(_wide(losses.dtype)), {path: total[path] for path in weights.parts if path in plan.trainable}
 
@@ -143,9 +144,9 @@ def _weighted_blocks(stash: Stash, clip: Clip) -> Iterator[Flat]:
     blocks = range(len(weights.model.blocks))
     if stash.carries:
         whole: Flat = {}
-        for i, records in backward(
-            weights, None, [NOTHING_LEFT for _ in blocks], list(stash.carries), stash.data, plan
-        ):
+        opened, carries = [NOTHING_LEFT for _ in blocks], list(stash.carries)
+        factors = next(iter(clip.factors.values()))
+        for i, records in backward(weights, None, opened, carries, stash.data, plan, token=factors):
             for path, found in records.items():
                 if plan.choices[path].sum is SumBy.SECOND:
                     part = _weighted(found, clip.factors[path])
@@ -158,10 +159,10 @@ def _weighted_blocks(stash: Stash, clip: Clip) -> Iterator[Flat]:
 
 
 def _plain_blocks(
-    weights: Weights, start: Tensor, opened: list[Left], carries: list[Tree], data: Tree, plan: Plan
+    weights: Weights, start: Tensor, opened: list[Left], carries: list[Tree], data: Tree, plan: Plan, *, token: Tree
 ) -> Iterator[Flat]:
     whole: Flat = {}
-    for i, found in backward(weights, start, opened, carries, data, plan):
+    for i, found in backward(weights, start, opened, carries, data, plan, token=token):
         for path, leaf in found.items():
             leaf = leaf.to(_wide(leaf.dtype))
             whole[path] = whole[path] + leaf if path in whole else leaf

@@ -22,7 +22,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fdp import clipping, tree
 from fdp.clipping import ClipStyle
@@ -39,7 +38,7 @@ from fdp.step import make_train_step
 from fdp.types import Batch, Clip, FdpError, Norms, TrainState, Tree
 
 TRACED = 3
-"""Microbatches that are traced; what more of them add is what the third added to the second."""
+"""Microbatches that are traced: from the third on a step holds no more, and sends what the third added."""
 
 
 class Scale(NamedTuple):
@@ -104,7 +103,7 @@ def plan_at_scale(
     Guarantees:
       - the kinds add up to the peak;
       - the operations are those of the step, in its order; no memory of their size is used;
-      - more than 3 microbatches are not traced but continued from the 2nd and 3rd, phase by phase.
+      - of more than 3 microbatches no more than 3 are traced, with the result of a trace of all.
     """
     if microbatches < 1:
         raise FdpError(f"microbatches: expected at least 1, got {microbatches}")
@@ -128,25 +127,13 @@ def plan_at_scale(
 
 
 def continued(before: Footprint, last: Footprint, *, more: int) -> Footprint:
-    """``last + more (last - before)``, number by number."""
-
-    def on(a: int, b: int) -> int:
-        return b + more * (b - a)
-
-    def peak(a: Peak, b: Peak) -> Peak:
-        return Peak(on(a.total, b.total), {kind: on(a.by_kind[kind], b.by_kind[kind]) for kind in Kind})
-
-    phases = {
-        phase: (peak(before.phases[phase][0], device), peak(before.phases[phase][1], host))
-        for phase, (device, host) in last.phases.items()
-    }
-    # Only the gather of the metrics, whose size depends on the number, is not one call more for every microbatch.
+    """``last`` with ``more`` microbatches, each of which sends and multiplies what the last of them added."""
     transfers = tuple(
-        b._replace(calls=on(a.calls, b.calls), elements=on(a.elements, b.elements))
+        b._replace(calls=b.calls + more * (b.calls - a.calls), elements=b.elements + more * (b.elements - a.elements))
         for a, b in zip(before.transfers, last.transfers, strict=True)
     )
     flops = {dtype: count + more * (count - before.flops[dtype]) for dtype, count in last.flops.items()}
-    return last._replace(phases=phases, transfers=transfers, flops=flops)
+    return last._replace(transfers=transfers, flops=flops)
 
 
 @contextmanager
@@ -184,17 +171,17 @@ def _trace(
 ) -> Ledger:
     """Run one step on tensors without memory; the ledger of it."""
     ledger = Ledger(_groups(sharding))
-    with FakeTensorMode(allow_non_fake_inputs=True), ledger, fused_attention():
+    with ledger, fused_attention():
         state = _state(model, optimizer, sharding, offload)
         ledger.label(state.params, Kind.PARAMETERS)
         ledger.label(state.opt, Kind.OPTIMIZER)
         data = tree.map(lambda x: torch.empty((microbatches, *x.shape), dtype=x.dtype, device=DEVICE), shapes)
         batch = Batch(data, torch.ones(microbatches, plan.batch_size, device=DEVICE))
         key = torch.empty(8, dtype=torch.int64, device=DEVICE)
-        watch = _Watch(ledger, plan, microbatches)
+        watch = _Watch(ledger, plan)
         style = watch.style(clipping.flat(max_norm=1.0))
         step = make_train_step(
-            model,
+            watch.model(model),
             watch.optimizer(optimizer),
             mechanism=Mechanism(poisson(1 << 20, expected_batch_size=1024), style, 1.0 if plan.private else 0.0),
             plan=plan,
@@ -226,11 +213,23 @@ def _state(model: Model, optimizer: Optimizer, sharding: Sharding | None, offloa
 class _Watch:
     """Names what passes from one part of a step to the next, seen from the functions that it is composed of."""
 
-    def __init__(self, ledger: Ledger, plan: Plan, microbatches: int):
+    def __init__(self, ledger: Ledger, plan: Plan):
         self.ledger = ledger
         self.keeps = plan.kept_bytes > 0
-        self.left = microbatches
+        self.ended = False
         self.start = self.since = ledger.begin(Phase.PASS)
+
+    def model(self, model: Model) -> Model:
+        """The same model. Its first block is the first that runs of a microbatch."""
+        first, *rest = model.blocks
+
+        def apply(params: Tree, carry: Tree, data: Tree) -> Tree:
+            if self.ended:
+                self.since = self.ledger.begin(Phase.PASS)
+                self.ended = False
+            return first.apply(params, carry, data)
+
+        return model._replace(blocks=(first._replace(apply=apply), *rest))
 
     def style(self, style: ClipStyle) -> ClipStyle:
         """The same style. What is alive when a microbatch is clipped was kept for the sum; what comes of it, is it."""
@@ -239,12 +238,12 @@ class _Watch:
             if self.keeps:
                 self.ledger.relabel(Kind.KEPT, since=self.since)
             self.since = self.ledger.begin(Phase.SUM)
+            self.ledger.begin_at(torch.ops.fdp_kernels.normal.default, Phase.NOISE)
             return style.clip(norms, state)
 
         def tally(norms: Norms, mask: Tensor, state: Tree) -> Tensor:
             self.ledger.relabel(Kind.GRADIENTS, since=self.since)
-            self.left -= 1
-            self.since = self.ledger.begin(Phase.PASS if self.left else Phase.NOISE)
+            self.ended = True
             return style.tally(norms, mask, state)
 
         return style._replace(clip=clip, tally=tally)
@@ -252,9 +251,7 @@ class _Watch:
     def optimizer(self, optimizer: Optimizer) -> Optimizer:
         """The same optimizer. What is alive when it is called are sums; what it makes is its state, or an update."""
 
-        def update(
-            grads: Tree, state: Tree, params: Tree, reductions: Reductions = LOCAL
-        ) -> tuple[Tree, Tree]:
+        def update(grads: Tree, state: Tree, params: Tree, reductions: Reductions = LOCAL) -> tuple[Tree, Tree]:
             self.ledger.relabel(Kind.GRADIENTS, since=self.start)
             self.ledger.begin(Phase.UPDATE)
             self.ledger.default = Kind.GRADIENTS

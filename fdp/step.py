@@ -12,7 +12,7 @@ update  params + optimizer(mean)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -150,11 +150,10 @@ def compose(stages: Stages, *, donate: Sequence[str] = (), compiled: bool = Fals
     def train_step(state: TrainState, batch: Batch, key: Key) -> tuple[TrainState, Metrics]:
         here = localize(state)
         weights = stages.weights(here.params, batch.mask.device)
-        parts = [
+        total, tally, metrics = joined(
             gradient(weights, here.clip, tree.map(lambda leaf: leaf[i], batch.data), batch.mask[i])  # noqa: B023
             for i in range(batch.mask.shape[0])
-        ]
-        total, tally, metrics = joined(parts)
+        )
         after = globalize(finish(here, stages.reduce(total), tally, key), like=state)
         return after, everyones(metrics, batch.mask.shape, stages.sharding)
 
@@ -225,14 +224,16 @@ def _plain_part(
     return Part(ClippedSum(value, losses.new_tensor(torch.inf)), losses.new_zeros(()), metrics)
 
 
-def joined(parts: list[Part]) -> Part:
-    """The sum of all microbatches, which hold different samples."""
-    first, *rest = parts
-    total, tally = first.total, first.tally
-    for part in rest:
-        total, tally = total.plus(part.total), tally + part.tally
-    metrics = Metrics(*(torch.cat(fields) for fields in zip(*(part.metrics for part in parts))))
-    return Part(total, tally, metrics)
+def joined(parts: Iterable[Part]) -> Part:
+    """The sum of all microbatches, which hold different samples; two sums are held at a time."""
+    total, tally, metrics = None, None, []
+    for part in parts:
+        total = part.total if total is None else total.plus(part.total)
+        tally = part.tally if tally is None else tally + part.tally
+        metrics.append(part.metrics)
+    assert total is not None
+    assert tally is not None
+    return Part(total, tally, Metrics(*(torch.cat(fields) for fields in zip(*metrics))))
 
 
 def everyones(metrics: Metrics, shape: Sequence[int], sharding: Sharding | None) -> Metrics:

@@ -1,10 +1,10 @@
 """What CUDA kernels hold in passing and no operation returns: the memory that a trace of outputs would miss.
 
-    vector_norm, sum, mean    x.to(dtype), whole, when they reduce in another dtype (but for half to float32)
-    attention, backward       the gradient of the queries in float32, while it is added up
-    normal noise              the rounds of ChaCha20 in int64, unless a CUDA kernel draws it
+vector_norm, sum, mean    x.to(dtype), whole, when they reduce in another dtype (but for half to float32)
+attention, backward       the gradient of the queries in float32, while it is added up
+normal noise              the rounds of ChaCha20 in int64, unless a CUDA kernel draws it
 
-    >>> workspace(torch.ops.aten.linalg_vector_norm.default, (x, 2, [1], False), {"dtype": torch.float64}, measure=...)
+>>> workspace(torch.ops.aten.linalg_vector_norm.default, (x, 2, [1], False), {"dtype": torch.float64}, measure=...)
 """
 
 from __future__ import annotations

@@ -26,6 +26,8 @@ LANGUAGE: dict[str, GPTConfig | LlamaConfig] = {
     "gpt2-medium": GPT2._replace(layers=24, width=1024, heads=16),
     "gpt2-large": GPT2._replace(layers=36, width=1280, heads=20),
     "gpt2-xl": GPT2._replace(layers=48, width=1600, heads=25),
+    "gpt3-175b": GPTConfig(layers=96, width=12288, heads=96, context=2048, vocab_size=50257),
+    "gpt-1t": GPTConfig(layers=128, width=25600, heads=160, context=2048, vocab_size=51200),
     "llama-nano": LlamaConfig(
         layers=4, width=128, heads=4, key_heads=2, hidden=344, context=128, vocab_size=256
     ),
@@ -38,6 +40,9 @@ LANGUAGE: dict[str, GPTConfig | LlamaConfig] = {
     ),
     "llama-13b": LlamaConfig(
         layers=40, width=5120, heads=40, key_heads=40, hidden=13824, context=2048, vocab_size=32000
+    ),
+    "llama-70b": LlamaConfig(
+        layers=80, width=8192, heads=64, key_heads=8, hidden=28672, context=4096, vocab_size=32000
     ),
 }  # fmt: skip
 CLASSIFIERS: dict[str, Callable[..., Model]] = {
