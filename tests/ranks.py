@@ -13,6 +13,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+# Ranks are forked from a process that has imported torch, once, and done nothing with it.
+mp.get_context("forkserver").set_forkserver_preload(["tests.preload"])
+
 
 def run_on_ranks(fn: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
     """``[fn(*args) on rank 0, on rank 1, ...]``. ``fn`` must be importable; a rank that fails fails the call."""
@@ -20,7 +23,7 @@ def run_on_ranks(fn: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_enter, args=(fn, ranks, port, folder, args), nprocs=ranks, join=True)
+        mp.start_processes(_enter, (fn, ranks, port, folder, args), nprocs=ranks, start_method="forkserver")
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 

@@ -176,11 +176,6 @@ def test_how_a_run_computes_makes_no_difference(one_rank: list[Seen], changes: d
     assert found_first(observed(**changes), one_rank) is None
 
 
-@pytest.mark.slow
-def test_a_compiled_run_is_the_eager_one(one_rank: list[Seen]) -> None:
-    assert found_first(observed(compiled=True), one_rank) is None
-
-
 @pytest.mark.parametrize(
     ("changes", "number", "stage"),
     [

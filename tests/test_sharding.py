@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from fdp.sampling import poisson, sample_batch
 from fdp.sharding import (
     Data,
     Reduce,
+    Sharding,
     Zero,
     abstract_params,
     cut_out,
@@ -28,13 +30,16 @@ from fdp.sharding import (
     over_tensor_axis,
 )
 from fdp.step import init_state, make_train_step
+from fdp.torch_init import place_leaves, torch_leaves
 from fdp.types import FdpError
+from tests.fake_ranks import fake_ranks
 from tests.ranks import run_on_ranks
 
 # 13 tokens of vocabulary and a context of 6: dims that no number of ranks below divides.
 MODELS = {
     "gpt": gpt(GPTConfig(layers=2, width=8, heads=4, context=6, vocab_size=13)),
     "gpt untied": gpt(GPTConfig(layers=2, width=8, heads=4, context=6, vocab_size=13, tied=False)),
+    "large vocabulary": gpt(GPTConfig(layers=1, width=8, heads=4, context=6, vocab_size=50257)),
     "llama": llama(LlamaConfig(layers=2, width=8, heads=4, key_heads=2, hidden=12, context=6, vocab_size=13)),
 }
 STYLES = {
@@ -51,7 +56,7 @@ OPTIMIZERS = {
 }
 DATA = {"tokens": torch.randint(0, 13, (40, 7), generator=torch.Generator().manual_seed(0))}
 SAMPLING = poisson(40, expected_batch_size=10)
-STEPS = 5
+STEPS = 3
 ALL = Offload(params=True, grads=True, optimizer=True)
 
 
@@ -195,10 +200,21 @@ def cases(ranks: int) -> dict[str, dict[str, Any]]:
                 f"{name}, adafactor": {"axes": other, "optimizer": "adafactor"},
                 f"{name}, replicated data": {"axes": other, "data": Data.REPLICATED},
             }
-    if ranks == 8:  # eight processes on few cores: the meshes that only they can form
-        keep = ("zero", "x", "replicated data", "offload", "lamb")
-        found = {name: case for name, case in found.items() if name.startswith(keep[:1]) or "x" in name.split()}
+    found["large vocabulary"] = {"axes": first, "model": "large vocabulary"}
+    for name in ("zero 3, auto", "zero 3, none"):  # the experiment of the issue: five steps
+        found[name] = {"axes": first, "steps": 5, "method": Method(name.split()[-1])}
     return found
+
+
+SHORT = {
+    4: (
+        "zero 0, auto", "zero 2, auto", "zero 3, auto", "zero 3, none", "large vocabulary", "offload",
+        "replicated data", "replicate=2 x shard=2", "tensor=2 x shard=2", "tensor=2 x shard=2, llama",
+        "tensor=2 x shard=2, lamb",
+    ),
+    8: ("zero 3, auto", "zero 3, none", "replicate=2 x tensor=2 x shard=2", "replicate=2 x tensor=2 x shard=2, lamb"),
+}  # fmt: skip
+"""What is run on more ranks than the machine has cores; everything else is marked slow."""
 
 
 def everything(names: list[str], ranks: int) -> dict[str, Any]:
@@ -214,11 +230,9 @@ def alone(settings: dict[str, Any]) -> dict[str, Any]:
     return _ALONE.setdefault(repr(kept), train(None, **kept)) if repr(kept) not in _ALONE else _ALONE[repr(kept)]
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_the_same_numbers_on_any_number_of_ranks(ranks):
+def check(ranks: int, names: list[str]) -> dict[str, Any]:
     settings = cases(ranks)
-    first, *rest = run_on_ranks(everything, ranks, list(settings), ranks)
+    first, *rest = run_on_ranks(everything, ranks, names, ranks)
     for name, got in first.items():
         assert_same(got, alone(settings[name]), f"{ranks} ranks, {name}")
     for other in rest:
@@ -226,4 +240,145 @@ def test_the_same_numbers_on_any_number_of_ranks(ranks):
             assert torch.equal(got["losses"], first[name]["losses"]), f"{name}: ranks saw different losses"
             for path, leaf in first[name]["params"].items():
                 assert torch.equal(got["params"][path], leaf), f"{name}: {path}: ranks hold different values"
-    assert first["zero 3, auto"]["held"] < 1.4 * first["zero 0, auto"]["held"] / ranks
+    return first
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_the_same_numbers_on_any_number_of_ranks(ranks):
+    results = check(ranks, list(SHORT.get(ranks, cases(ranks))))
+    for name in ("zero 3, auto", "zero 3, none"):  # 1 rank against N from abstract init: losses to 1e-6
+        truth = alone(cases(ranks)[name])
+        torch.testing.assert_close(results[name]["losses"], truth["losses"], rtol=1e-6, atol=0)
+        sums = [sum(float(leaf.double().sum()) for leaf in run["params"].values()) for run in (results[name], truth)]
+        assert abs(sums[0] - sums[1]) < 1e-6 * abs(sums[1])
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_the_same_numbers_in_every_combination(ranks):
+    check(ranks, [name for name in cases(ranks) if name not in SHORT[ranks]])
+
+
+def test_one_rank_of_a_mesh_of_one_is_the_same_as_none():
+    with fake_ranks(1):
+        got = train({"shard": 1})
+    assert_same(got, train(None), "one rank")
+
+
+def test_a_mesh_names_its_axes_and_multiplies_to_the_world():
+    with pytest.raises(FdpError, match="torchrun"):
+        make_mesh({"shard": 2}, device_type="cpu")
+    with fake_ranks(8, rank=6):
+        for axes, said in (
+            ({"shard": 3}, "multiply to the 8 ranks"),
+            ({"shards": 8}, "expected axes among"),
+            ({"shard": 0}, "at least 1"),
+        ):
+            with pytest.raises(FdpError, match=said):
+                make_mesh(axes, device_type="cpu")
+        mesh = make_mesh({"replicate": 2, "shard": 2, "tensor": 2}, device_type="cpu")
+        sharding = make_sharding(MODELS["gpt"], mesh, zero=Zero.THREE)
+    places = [(axis.name, axis.rank, axis.size) for axis in sharding.axes]
+    assert places == [("replicate", 1, 2), ("tensor", 0, 2), ("shard", 1, 2)]  # neighbours lie along tensor
+    assert (sharding.rank, sharding.ranks, sharding.world.size) == (3, 4, 8)
+
+
+def test_what_cannot_be_cut_as_asked_is_refused():
+    with fake_ranks(3):
+        mesh = make_mesh({"tensor": 3}, device_type="cpu")
+        with pytest.raises(FdpError, match=r"divides the model's 4 heads, got 3 ranks"):
+            over_tensor_axis(MODELS["gpt"], mesh)
+        with pytest.raises(FdpError, match=r"blocks\.0\.out: expected dim 1 of \(8, 8\)"):
+            make_sharding(
+                MODELS["gpt untied"]._replace(parallel=None), make_mesh({"tensor": 3}, device_type="cpu"), zero=Zero.TWO
+            )
+        with pytest.raises(FdpError, match="no tensor-parallel form"):
+            over_tensor_axis(MODELS["gpt"]._replace(parallel=None), mesh)
+
+
+def test_every_leaf_has_one_owner_and_no_leaf_is_left_out():
+    model = MODELS["gpt"]
+    spec = LeafSpec((2,), uniform(1.0))
+    with fake_ranks(2):
+        mesh = make_mesh({"shard": 2}, device_type="cpu")
+        with pytest.raises(FdpError, match=r"no block uses \['spare'\]"):
+            make_sharding(model._replace(leaves=model.leaves | {"spare": spec}), mesh, zero=Zero.TWO)
+        lost = Block("lost", {"w": "nowhere"}, lambda p, h, data: h)
+        with pytest.raises(FdpError, match="block lost uses 'nowhere'"):
+            make_sharding(Model("m", {}, (lost,)), mesh, zero=Zero.TWO)
+        sharding = make_sharding(model, mesh, zero=Zero.TWO)
+    assert sharding.leaves["embed.tokens"].blocks == ("embed", "head")  # tied: one leaf, owned by the first
+    assert sharding.leaves["embed.tokens"].padded == 7 * 8
+    for zero in (Zero.NONE, Zero.TWO):
+        for axes in ({"shard": 4}, {"tensor": 2, "shard": 2}, {"replicate": 2, "shard": 2}):
+            counted = {path: torch.zeros(leaf.shape) for path, leaf in model.leaves.items()}
+            for rank in range(4):
+                with fake_ranks(4, rank=rank):
+                    plan = make_sharding(model, make_mesh(axes, device_type="cpu"), zero=zero)
+                for path, leaf in plan.leaves.items():
+                    box = tuple(slice(start, start + length) for start, length in leaf.window)
+                    counted[path][box] += 1
+                    copies = 4 // torch.Size([axis.size for axis, _ in leaf.cuts]).numel()
+                    counted[path][box] -= 1 - 1 / copies
+            for path, count in counted.items():
+                torch.testing.assert_close(count, torch.ones_like(count), msg=f"{path}: {axes}: not one owner each")
+
+
+def test_initial_values_have_the_same_bits_however_they_are_cut():
+    model, key = MODELS["gpt"], keys.key(3)
+    whole_leaves = tree.flatten(model.init(key))
+    own = {"blocks.0.up": uniform(0.5)}
+    for axes in ({"shard": 4}, {"tensor": 4}, {"tensor": 2, "shard": 2}):
+        for rank in range(4):
+            with fake_ranks(4, rank=rank):
+                sharding = make_sharding(model, make_mesh(axes, device_type="cpu"), zero=Zero.THREE)
+                drawn = tree.flatten(init_params(model, key, sharding))
+                other = tree.flatten(init_params(model, key, sharding, inits=own))
+                for path, leaf in whole_leaves.items():
+                    mine = cut_out(leaf, path, sharding)
+                    assert torch.equal(mine.to_local(), drawn[path].to_local()), path
+                    assert torch.equal(mine.to_local(), other[path].to_local()) == (
+                        path not in own or mine.to_local().numel() == 0
+                    )
+                with pytest.raises(FdpError, match=r"inits.*\['up'\]"):
+                    init_params(model, key, sharding, inits={"up": uniform(0.5)})
+                with pytest.raises(FdpError, match=r"head\.norm: expected shape \(8,\), got \(9,\)"):
+                    cut_out(torch.zeros(9), "head.norm", sharding)
+
+
+def cut_into(sharding: Sharding, path: str, leaf: torch.Tensor) -> torch.Tensor:
+    return cut_out(leaf, path, sharding)
+
+
+def test_a_module_of_torch_brings_its_own_initial_values_one_leaf_at_a_time():
+    def factory() -> torch.nn.Module:
+        return torch.nn.ModuleDict({"up": torch.nn.Linear(6, 13), "down": torch.nn.Linear(13, 6)})
+
+    spec = {"up.weight": (13, 6), "up.bias": (13,), "down.weight": (6, 13), "down.bias": (6,)}
+    leaves = {path: LeafSpec(shape, uniform(1.0)) for path, shape in spec.items()}
+    model = Model("mlp", leaves, (Block("all", {path: path for path in leaves}, lambda p, h, data: h),))
+    torch.manual_seed(5)
+    expected = dict(factory().named_parameters())
+    for rank in range(4):
+        with fake_ranks(4, rank=rank):
+            sharding = make_sharding(model, make_mesh({"shard": 4}, device_type="cpu"), zero=Zero.THREE)
+            place = partial(cut_into, sharding)
+            got = place_leaves(torch_leaves(factory, seed=5), place)
+            for path, leaf in expected.items():
+                part = got[path]
+                assert isinstance(part, DTensor)
+                assert torch.equal(part.to_local(), cut_out(leaf.detach(), path, sharding).to_local())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_the_ranks_hold_the_global_batch_between_them(ranks):
+    everyone = sample_batch(DATA, SAMPLING, keys.key(5), microbatch_size=6)
+    parts = [sample_batch(DATA, SAMPLING, keys.key(5), microbatch_size=6, rank=r, ranks=ranks) for r in range(ranks)]
+    assert len({part.mask.shape for part in parts}) == 1
+    mask = torch.cat([part.mask for part in parts], dim=1)
+    tokens = torch.cat([part.data["tokens"] for part in parts], dim=1)
+    assert torch.equal(tokens[mask > 0], everyone.data["tokens"][everyone.mask > 0])
+    with pytest.raises(FdpError, match="rank"):
+        sample_batch(DATA, SAMPLING, keys.key(5), microbatch_size=6, rank=ranks, ranks=ranks)

@@ -29,7 +29,7 @@ HINTS = {
     "parameters": "more ranks along shard, or --offload params",
     "optimizer": "more ranks along shard, or --offload optimizer",
     "gathered": "--zero 3, or a tensor axis (--mesh shard=..,tensor=..)",
-    "gradients": "a tensor axis (--mesh shard=..,tensor=..), or --offload grads",
+    "gradients": "--offload grads,optimizer, more ranks along shard, or a tensor axis, which cuts whole gradients too",
     "kept pairs": "--memory-budget, --method ghost, or a smaller --microbatch",
     "activations": "--checkpoint-activations, a smaller --microbatch, or a tensor axis",
 }
@@ -200,7 +200,7 @@ def _traffic(found: Footprint) -> Table:
 
 
 def _flops(found: Footprint) -> Table:
-    table = _table("matrix products and attention of a step, per rank", "dtype", "Tflop")
+    table = _table("flops of one rank", "dtype", "Tflop")
     for dtype, count in found.flops.items():
         table.add_row(_name(dtype), f"{count / 1e12:,.2f}")
     return table

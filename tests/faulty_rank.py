@@ -1,0 +1,26 @@
+"""``fdp`` with one rank that does not do what the others do: ``torchrun tests/faulty_rank.py FAULT train ...``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import fdp.checkpoint
+from fdp.cli.main import main
+
+fault, *words = sys.argv[1:]
+if os.environ["RANK"] == "1":
+    if fault == "other-settings":
+        words += ["--lr", "0.125"]
+    elif fault == "dies-while-saving":
+        write, saves = fdp.checkpoint.write_parts, []
+
+        def killed(*args, **kwargs):
+            saves.append(1)
+            if len(saves) == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return write(*args, **kwargs)
+
+        fdp.checkpoint.write_parts = killed
+main(words)
