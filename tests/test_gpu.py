@@ -124,7 +124,7 @@ def test_offload_takes_less_of_the_gpu():
         state = init_state(big, params, optimizer, mechanism, offload=offload, device=there)
         del params
         batch = sample_batch(DATA, SAMPLING, keys.key(1), microbatch_size=4)
-        batch = tree.map(lambda leaf: leaf.to(there), batch)
+        batch = tree.map(lambda leaf: leaf.to("cuda"), batch)
         example = {"tokens": batch.data["tokens"][0]}
         plan = make_plan(big, abstract_params(big, None, device=there), example, method=Method.NONE)
         step = make_train_step(big, optimizer, mechanism=mechanism, plan=plan, offload=offload)
