@@ -15,9 +15,10 @@ outlives its backward), so the log is read after the run, with the final labels.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from enum import Enum
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -142,7 +143,6 @@ class Ledger(TorchDispatchMode):
         self._phases: list[tuple[int, Phase]] = []
         self._alive: dict[int, tuple[Any, Held, int]] = {}
         self._transfers: dict[tuple[str, str, int, torch.dtype], tuple[int, int]] = {}
-        self._measurements: dict[Any, int] = {}
         self._awaited: dict[Any, Phase] = {}
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -152,7 +152,7 @@ class Ledger(TorchDispatchMode):
             return args[0].fake_device
         if func in self._awaited:
             self.begin(self._awaited.pop(func))
-        if extra := workspace(func, args, kwargs, measure=self._measured):
+        if extra := workspace(func, args, kwargs, measure=_measured):
             passing = Held(_rounded(extra), False, Kind.ACTIVATIONS, ())
             self._log += [(passing, 1), (passing, -1)]
         out = self._call(func, args, kwargs)
@@ -260,17 +260,6 @@ class Ledger(TorchDispatchMode):
         self._alive[address] = (weakref.ref(storage, gone), held, len(self._log))
         self._log.append((held, 1))
 
-    def _measured(self, what: Any, fn: Callable[[], Tensor]) -> int:
-        """The most that ``fn`` holds at a time on the device, its result left out."""
-        if what not in self._measurements:
-            inner = Ledger(self.axes)
-            with inner:
-                inner.begin(Phase.PASS)
-                result = fn()
-            own = _rounded(result.untyped_storage().nbytes())
-            self._measurements[what] = inner.peaks(host=False)[Phase.PASS].total - own
-        return self._measurements[what]
-
 
 class fused_attention(TorchFunctionMode):
     """Attention as a GPU computes it, without the matrix of all pairs of tokens, unless that is switched off."""
@@ -288,3 +277,15 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
 
 def _rounded(size: int) -> int:
     return -(-size // ROUNDED_TO) * ROUNDED_TO
+
+
+@cache
+def _measured(draw: Callable[..., Tensor], shape: Sequence[int], size: Sequence[int], *rest: Any) -> int:
+    """The most that a draw of that size holds at a time, its result left out."""
+    ledger = Ledger({})
+    with ledger:
+        key = torch.empty(8, dtype=torch.int64, device=DEVICE)
+        ledger.begin(Phase.PASS)
+        result = draw(key, shape, [0] * len(shape), size, *rest)
+        own = _rounded(key.nbytes) + _rounded(result.untyped_storage().nbytes())
+    return ledger.peaks(host=False)[Phase.PASS].total - own

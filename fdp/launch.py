@@ -60,7 +60,10 @@ def joined(device_type: str, *, timeout: float) -> Iterator[None]:
     An error that comes from a lost connection is raised as one that names the ranks that are gone, if they ran here.
     """
     if device_type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        here, found = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if here >= found:
+            raise FdpError(f"ranks: expected a GPU for each process on this machine, found {found}; use --device cpu")
+        torch.cuda.set_device(here)
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
     peers = everyones(Peer(socket.gethostname(), os.getpid()), None)

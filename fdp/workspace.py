@@ -32,10 +32,10 @@ _DRAWS = {
 }
 
 
-def workspace(func: Any, args: Any, kwargs: Any, *, measure: Callable[[Any, Callable[[], Any]], int]) -> int:
+def workspace(func: Any, args: Any, kwargs: Any, *, measure: Callable[..., int]) -> int:
     """Bytes that ``func`` holds on a GPU beside its arguments and results.
 
-    ``measure(what, fn)`` is the same of a function of plain torch, measured once for every ``what``.
+    ``measure(draw, shape, size, *rest)`` is the same of a draw in plain torch, which depends on the sizes only.
     """
     if func in _REDUCTIONS and (dtype := kwargs.get("dtype")) is not None:
         x = args[0]
@@ -46,7 +46,7 @@ def workspace(func: Any, args: Any, kwargs: Any, *, measure: Callable[[Any, Call
         return 4 * (queries.numel() + math.prod(queries.shape[:3])) if queries.dtype in _HALF else 0
     if func in _DRAWS and not _on_host(args[0]) and not _has_kernel(func):
         _, shape, _, size, *rest = args
-        return measure((func, tuple(shape), tuple(size), *rest), lambda: _DRAWS[func](*args))
+        return measure(_DRAWS[func], tuple(shape), tuple(size), *rest)
     return 0
 
 

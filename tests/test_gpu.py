@@ -65,7 +65,12 @@ def assert_same(got: dict[str, Any], expected: dict[str, Any], *, tolerance: flo
     for what, value in expected.items():
         # Adam's first steps divide tiny gradients by themselves: rounding shows in proportion to the rate, 1e-2.
         torch.testing.assert_close(
-            got[what], value, rtol=tolerance, atol=10 * tolerance * 1e-1, msg=lambda m, w=what: f"{w}: {m}"
+            got[what],
+            value,
+            rtol=tolerance,
+            equal_nan=True,
+            atol=10 * tolerance * 1e-1,
+            msg=lambda m, w=what: f"{w}: {m}",
         )
 
 

@@ -21,7 +21,7 @@ from fdp.model import Model
 from fdp.models import GPTConfig, LlamaConfig, gpt, llama
 from fdp.offload import NOTHING, Offload
 from fdp.optimizers import adamw, lamb
-from fdp.plan import Scale, plan_at_scale
+from fdp.plan import Footprint, Scale, plan_at_scale
 from fdp.sampling import poisson
 from fdp.sharding import Reduce, Zero, abstract_params, init_params, make_sharding, over_tensor_axis
 from fdp.step import init_state, make_train_step
@@ -30,18 +30,19 @@ from tests.fake_ranks import fake_ranks
 from tests.ranks import run_on_ranks
 
 # Every leaf has many times 8 rows and 512 bytes, so that parts are equal and rounding is small.
-WIDE = GPTConfig(layers=3, width=512, heads=8, context=64, vocab_size=1024, tied=False)
-SMALL = GPTConfig(layers=2, width=16, heads=2, context=8, vocab_size=24, tied=False)
+WIDE = GPTConfig(layers=2, width=512, heads=8, context=64, vocab_size=1024, tied=False)
+SMALL = GPTConfig(layers=1, width=16, heads=2, context=8, vocab_size=24, tied=False)
 ALL = Offload(params=True, grads=True, optimizer=True)
 STATE = (Kind.PARAMETERS, Kind.OPTIMIZER)
-GROUPS = (
-    ("zero 0", Zero.NONE, {"shard": 2}, Method.AUTO),
-    ("zero 2", Zero.TWO, {"shard": 2}, Method.AUTO),
-    ("zero 3", Zero.THREE, {"shard": 2}, Method.AUTO),
-    ("zero 3, ghost", Zero.THREE, {"shard": 2}, Method.GHOST),
-    ("zero 3, plain", Zero.THREE, {"shard": 2}, Method.NONE),
-    ("replicate", Zero.THREE, {"replicate": 2}, Method.AUTO),
-    ("tensor", Zero.THREE, {"tensor": 2}, Method.GHOST_BK),
+# Stage, axes, method and microbatches of what two ranks run; 13 microbatches are never traced whole.
+RUNS = (
+    (Zero.NONE, {"shard": 2}, Method.AUTO, 1),
+    (Zero.TWO, {"shard": 2}, Method.AUTO, 13),
+    (Zero.THREE, {"shard": 2}, Method.AUTO, 13),
+    (Zero.THREE, {"shard": 2}, Method.GHOST, 1),
+    (Zero.THREE, {"shard": 2}, Method.NONE, 2),
+    (Zero.THREE, {"replicate": 2}, Method.AUTO, 1),
+    (Zero.THREE, {"tensor": 2}, Method.GHOST_BK, 1),
 )
 
 
@@ -54,9 +55,16 @@ def size_of(model: Model, block: str = "") -> int:
     return sum(math.prod(spec.shape) for path, spec in model.leaves.items() if path.startswith(block))
 
 
-def planned(config: GPTConfig = WIDE, axes: dict[str, int] | None = None, zero: Zero = Zero.THREE, **settings: Any):
+def planned(
+    config: GPTConfig = WIDE,
+    axes: dict[str, int] | None = None,
+    zero: Zero = Zero.THREE,
+    *,
+    samples: int = 2,
+    **settings: Any,
+) -> Footprint:
     model = gpt(config)
-    return plan_at_scale(model, tokens(model), scale=None if axes is None else Scale(axes, zero), **settings)
+    return plan_at_scale(model, tokens(model, samples), scale=None if axes is None else Scale(axes, zero), **settings)
 
 
 @pytest.mark.parametrize("method", Method)
@@ -109,7 +117,7 @@ def test_traffic_in_units_of_the_parameters():
     whole, head = size_of(model), size_of(model, "head.")
 
     def elements(zero: Zero, method: Method = Method.AUTO) -> dict[str, int]:
-        found = planned(axes={"shard": 8}, zero=zero, method=method)
+        found = planned(axes={"shard": 8}, zero=zero, method=method, dtype=torch.bfloat16)
         # what is not a leaf is a few numbers per sample
         big = [each for each in found.transfers if each.elements > 1000]
         assert {each.axis for each in big} == {"shard"}
@@ -146,7 +154,7 @@ def test_what_is_kept_is_what_the_method_said_it_would_keep():
 
 
 def test_zero_3_gathers_a_few_blocks_where_zero_2_has_them_all():
-    deep = WIDE._replace(layers=12)
+    deep = WIDE._replace(layers=8)
     held = {
         zero: planned(deep, {"shard": 8}, zero).phases[Phase.PASS][0].by_kind[Kind.GATHERED]
         for zero in (Zero.TWO, Zero.THREE)
@@ -156,24 +164,26 @@ def test_zero_3_gathers_a_few_blocks_where_zero_2_has_them_all():
 
 
 def test_checkpoints_hold_fewer_activations():
-    deep = WIDE._replace(layers=12)
+    deep = WIDE._replace(layers=6)
 
     def activations(*, checkpoint: bool) -> int:
-        found = planned(deep, method=Method.NONE, checkpoint_activations=checkpoint)
+        found = planned(deep, samples=64, method=Method.NONE, checkpoint_activations=checkpoint)
         return found.phases[Phase.PASS][0].by_kind[Kind.ACTIVATIONS]
 
     assert activations(checkpoint=True) < 0.6 * activations(checkpoint=False)
 
 
-@pytest.mark.parametrize("zero", Zero)
-@pytest.mark.parametrize("method", [Method.AUTO, Method.NONE])
+@pytest.mark.parametrize(
+    ("zero", "method"), [(Zero.NONE, Method.NONE), (Zero.TWO, Method.AUTO), (Zero.THREE, Method.AUTO)]
+)
 def test_many_microbatches_are_continued_from_three(zero, method, monkeypatch):
-    short = planned(axes={"shard": 8}, zero=zero, method=method, microbatches=6)
-    monkeypatch.setattr(plan, "TRACED", 6)
-    whole = planned(axes={"shard": 8}, zero=zero, method=method, microbatches=6)
+    thin = WIDE._replace(layers=1)
+    short = planned(thin, {"shard": 8}, zero, method=method, microbatches=5)
+    monkeypatch.setattr(plan, "TRACED", 5)
+    whole = planned(thin, {"shard": 8}, zero, method=method, microbatches=5)
     assert short.transfers == whole.transfers
     assert short.flops == whole.flops
-    # metrics of six microbatches are a few numbers more than those of three
+    # metrics of five microbatches are a few numbers more than those of three
     assert short.device.total == pytest.approx(whole.device.total, rel=1e-3)
 
 
@@ -208,12 +218,12 @@ def test_a_plan_is_the_memory_of_a_step_that_runs(microbatches):
     batch = Batch({"tokens": torch.zeros(shape, dtype=torch.int64)}, torch.ones(shape[:2]))
     chosen = make_plan(model, abstract_params(model, None), tokens(model), method=Method.NONE)
     step = make_train_step(model, optimizer, mechanism=mechanism, plan=chosen)
-    before = sum(leaf.nbytes for leaf in tree.leaves((state, batch)))
     ledger = Ledger({})
     with ledger:
         ledger.begin(Phase.PASS)
-        step(state, batch, keys.key(1))
-    measured = before + ledger.peaks(host=True)[Phase.PASS].total
+        views = tree.map(lambda leaf: leaf.view_as(leaf), (state, batch))  # seen by the ledger, as every view is
+        step(views[0], views[1], keys.key(1))
+    measured = ledger.peaks(host=True)[Phase.PASS].total
     assert max(device.total for device, _ in predicted.values()) == pytest.approx(measured, rel=0.01)
 
 
@@ -251,7 +261,7 @@ def count_on_rank(zero: Zero, axes: dict[str, int], method: Method, microbatches
 
 
 def count_all() -> list[dict[Any, int]]:
-    return [count_on_rank(zero, axes, method, n) for n in (1, 4) for _, zero, axes, method in GROUPS]
+    return [count_on_rank(*run) for run in RUNS]
 
 
 @pytest.mark.ranks
@@ -262,12 +272,11 @@ def test_the_bytes_of_a_plan_are_those_that_two_ranks_send():
         "all-reduce": "all_reduce",
     }
     expected = []
-    for n in (1, 4):
-        for _, zero, axes, method in GROUPS:
-            seen: Counter[tuple[str, str, str]] = Counter()
-            for each in planned(SMALL, axes, zero, method=method, microbatches=n).transfers:
-                seen[names[each.collective], str(each.dtype), "bytes"] += each.bytes
-                seen[names[each.collective], str(each.dtype), "calls"] += each.calls
-            expected.append(dict(seen))
+    for zero, axes, method, microbatches in RUNS:
+        seen: Counter[tuple[str, str, str]] = Counter()
+        for each in planned(SMALL, axes, zero, method=method, microbatches=microbatches).transfers:
+            seen[names[each.collective], str(each.dtype), "bytes"] += each.bytes
+            seen[names[each.collective], str(each.dtype), "calls"] += each.calls
+        expected.append(dict(seen))
     for rank in run_on_ranks(count_all, 2):
         assert rank == expected

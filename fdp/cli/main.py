@@ -2,9 +2,10 @@
 
     fdp train                       a private run with the defaults, on the data that Python brings along
     fdp epsilon --help              what a mechanism costs, without training
+    fdp compare ranks=1 ranks=4     two configurations, stage by stage: where they first differ
 
 Exit code 0: done; 1: a fault of fdp itself, with a traceback; 2: a mistake in what it was given, explained in
-one paragraph on stderr; 130: interrupted. With ``--json`` the last line of stdout is one JSON object: the
+one paragraph on stderr; 3: ``compare`` found a difference; 130: interrupted. With ``--json`` the last line of stdout is one JSON object: the
 result, or ``{"error": ...}``.
 """
 
@@ -20,6 +21,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fdp.cli import version_of
+from fdp.cli.compare import compare_command
 from fdp.cli.epsilon import epsilon_command
 from fdp.cli.train import train_command
 
@@ -34,6 +36,7 @@ app = typer.Typer(
 )
 app.command("train")(train_command)
 app.command("epsilon")(epsilon_command)
+app.command("compare")(compare_command)
 
 
 def _show_version(value: bool) -> None:
