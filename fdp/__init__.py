@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fdp.keys import fold_in as fold_in
     from fdp.keys import key as key
     from fdp.mechanism import Mechanism as Mechanism
+    from fdp.mesh import make_mesh as make_mesh
     from fdp.methods import Method as Method
     from fdp.methods import make_plan as make_plan
     from fdp.model import Block as Block
@@ -28,12 +29,16 @@ if TYPE_CHECKING:
     from fdp.model import Model as Model
     from fdp.model import from_loss as from_loss
     from fdp.noise import add_gaussian as add_gaussian
+    from fdp.offload import Offload as Offload
     from fdp.per_sample import clipped_sum as clipped_sum
     from fdp.per_sample import per_sample_norms as per_sample_norms
     from fdp.rules import Rule as Rule
     from fdp.rules import check_rule as check_rule
     from fdp.sampling import poisson as poisson
     from fdp.sampling import sample_batch as sample_batch
+    from fdp.sharding import Zero as Zero
+    from fdp.sharding import init_params as init_params
+    from fdp.sharding import make_sharding as make_sharding
     from fdp.step import init_state as init_state
     from fdp.step import make_train_step as make_train_step
     from fdp.types import Batch as Batch
@@ -46,12 +51,15 @@ _HOME = {
     "clipping": ("clip_to",),
     "keys": ("fold_in", "key"),
     "mechanism": ("Mechanism",),
+    "mesh": ("make_mesh",),
     "methods": ("Method", "make_plan"),
     "model": ("Block", "LeafSpec", "Model", "from_loss"),
     "noise": ("add_gaussian",),
+    "offload": ("Offload",),
     "per_sample": ("clipped_sum", "per_sample_norms"),
     "rules": ("Rule", "check_rule"),
     "sampling": ("poisson", "sample_batch"),
+    "sharding": ("Zero", "init_params", "make_sharding"),
     "step": ("init_state", "make_train_step"),
     "types": ("Batch", "FdpError", "TrainState"),
 }

@@ -1,4 +1,5 @@
-"""Every collective of fdp, by name. Nothing else communicates, and nothing here looks at the rank.
+"""Every collective of a step, by name; nothing here looks at the rank. What ranks say to each other outside of steps,
+about files and settings, is in ``unison``, ``dcp`` and ``safetensors_io``.
 
 A collective starts at once and returns a tensor that must not be read before :func:`wait`; between the two, other work
 goes on. All are functions of plain tensors, traced by ``torch.compile`` as they stand.

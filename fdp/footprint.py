@@ -41,6 +41,8 @@ ROUNDED_TO = 512
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 _DEVICE_OF = torch.ops.prim.device.default
 _COPIES = {"aten::clone", "aten::_to_copy", "aten::cat", "fdp_collectives::after"}
+_SUMS = {"aten::add": 2, "aten::index_add": 1}
+"""How many of the first arguments are summands: sums of a leaf's uses are as much gradients as the total."""
 _COLLECTIVES = {
     _c10d.all_gather_into_tensor.default: "all-gather",
     _c10d.reduce_scatter_tensor.default: "reduce-scatter",
@@ -110,7 +112,7 @@ class Transfer(NamedTuple):
 
 
 class Held:
-    """A storage: its size, where it is, what it is for, and what it was copied from."""
+    """A storage: its size, where it is, what it is for, and what it was copied or added up from."""
 
     __slots__ = ("bytes", "host", "kind", "sources")
 
@@ -121,7 +123,7 @@ class Held:
         self.sources = sources
 
     def is_gradient(self) -> None:
-        """So are the sums that this bucket was filled from."""
+        """So are the sums that it was filled from."""
         if self.kind is Kind.ACTIVATIONS:
             self.kind = Kind.GRADIENTS
             for source in self.sources:
@@ -217,13 +219,16 @@ class Ledger(TorchDispatchMode):
             return torch.empty(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device=target)
 
     def _origin(self, func: Any, args: Any, made: list[Tensor]) -> tuple[Kind, tuple[Held, ...]]:
-        """What a new storage is for, as far as the operation that made it tells, and what it was copied from."""
+        """What a new storage is for, as far as the operation that made it tells, and what it was made from."""
         if func in _COLLECTIVES:
             return self._collective(func, args, made[0])
-        if func._schema.name not in _COPIES:
+        name = func._schema.name
+        if name in _SUMS:
+            return self.default, self._all_held(args[: _SUMS[name]])
+        if name not in _COPIES:
             return self.default, ()
         given = args[0] if isinstance(args[0], (tuple, list)) else [args[0]]
-        sources = tuple(held for value in given if (held := self._held(value)))
+        sources = self._all_held(given)
         kinds = {source.kind for source in sources}
         if kinds & {Kind.PARAMETERS, Kind.GATHERED}:
             return Kind.GATHERED, sources
@@ -241,6 +246,9 @@ class Ledger(TorchDispatchMode):
         if source.kind is Kind.ACTIVATIONS and collective != "all-gather":
             source.is_gradient()
         return source.kind, ()
+
+    def _all_held(self, values: Sequence[Any]) -> tuple[Held, ...]:
+        return tuple(held for value in values if isinstance(value, Tensor) and (held := self._held(value)))
 
     def _held(self, value: Tensor) -> Held | None:
         found = self._alive.get(value.untyped_storage()._cdata)

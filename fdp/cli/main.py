@@ -4,9 +4,9 @@
     fdp epsilon --help              what a mechanism costs, without training
     fdp compare ranks=1 ranks=4     two configurations, stage by stage: where they first differ
 
-Exit code 0: done; 1: a fault of fdp itself, with a traceback; 2: a mistake in what it was given, explained in
-one paragraph on stderr; 3: ``compare`` found a difference; 130: interrupted. With ``--json`` the last line of stdout is one JSON object: the
-result, or ``{"error": ...}``.
+Exit code 0: done; 1: a fault of fdp itself, with a traceback, or another rank is gone; 2: a mistake in what it was
+given, explained in one paragraph on stderr; 3: ``compare`` found a difference; 130: interrupted. With ``--json`` the
+last line of stdout is one JSON object: the result, or ``{"error": ...}``.
 """
 
 from __future__ import annotations
