@@ -93,7 +93,8 @@ def observe(run: Run, state: TrainState) -> Iterator[Seen]:
         noisy = stages.noise(total, key)
         added = {path: leaf - total.value[path].to(leaf) for path, leaf in noisy.items()}
         yield Seen(t + 1, Stage.NOISE, *_wholes(added, sharding))
-        state = globalize(stages.update(here, noisy, tally, key), like=state)
+        mean = stages.mean(noisy, here.params)
+        state = globalize(stages.update(here, mean, tally, key), like=state)
         yield Seen(t + 1, Stage.UPDATE, *_wholes(tree.flatten(localize(state.params)), sharding))
 
 

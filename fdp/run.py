@@ -150,7 +150,8 @@ def prepare(config: RunConfig, *, root: Key | None = None) -> tuple[Run, TrainSt
     if mechanism.noise_multiplier > 0:
         counts = range(1, config.steps + 1)
         epsilons = accounting.epsilon_curve(mechanism, steps=counts, delta=config.delta)
-    step = compose(stages, compiled=config.compiled)
+    # What is kept on the CPU is pinned there, and stays so only if it is written in place.
+    step = compose(stages, donate=("state",) if any(config.offload) else (), compiled=config.compiled)
     return Run(config, mechanism, stages, step, root, epsilons, sharding), state
 
 

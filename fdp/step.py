@@ -56,13 +56,15 @@ class Stages(NamedTuple):
 
     ``weights(params, device)`` is what the microbatches compute with; ``gradient(weights, clip_state, data, mask)`` a
     microbatch's part; ``reduce(total)`` the sum over all ranks; ``noise(total, key)`` the noised sum;
-    ``update(state, noisy, tally, key)`` the next state.
+    ``mean(noisy, params)`` that over the expected batch size, as the optimizer takes it;
+    ``update(state, mean, tally, key)`` the next state.
     """
 
     weights: Callable[[Tree, torch.device], Tree]
     gradient: Callable[[Tree, Tree, Tree, Tensor], Part]
     reduce: Callable[[ClippedSum], ClippedSum]
     noise: Callable[[ClippedSum, Key], Flat]
+    mean: Callable[[Flat, Tree], Flat]
     update: Callable[[TrainState, Flat, Tensor, Key], TrainState]
     sharding: Sharding | None
 
@@ -141,7 +143,12 @@ def compose(stages: Stages, *, donate: Sequence[str] = (), compiled: bool = Fals
         raise FdpError(f"donate: expected ('state',) or (), got {tuple(donate)}")
 
     def finish(state: TrainState, total: ClippedSum, tally: Tensor, key: Key) -> TrainState:
-        after = stages.update(state, stages.noise(total, key), tally, key)
+        mean: Flat = {}
+        for path in list(total.value):  # leaf by leaf, each wide sum released as soon as it is noised
+            value = total.value[path] if compiled else total.value.pop(path)
+            mean |= stages.mean(stages.noise(total._replace(value={path: value}), key), state.params)
+            del value
+        after = stages.update(state, mean, tally, key)
         return _write_into(state, after) if donate else after
 
     gradient = torch.compile(stages.gradient, fullgraph=True, dynamic=False) if compiled else stages.gradient
@@ -203,8 +210,12 @@ def make_stages(
         value = {path: leaf.to(home) for path, leaf in total.value.items()}
         return add_gaussian(total._replace(value=value), key=key.to(home), noise_multiplier=z, places=where)
 
-    def update(state: TrainState, noisy: Flat, tally: Tensor, key: Key) -> TrainState:
-        mean = scale(noisy, 1 / expected)
+    def mean_of(noisy: Flat, params: Tree) -> Flat:
+        flat = tree.flatten(params)
+        wide = {path: torch.promote_types(flat[path].dtype, torch.float32) for path in noisy}
+        return {path: leaf.to(wide[path]) for path, leaf in scale(noisy, 1 / expected).items()}
+
+    def update(state: TrainState, mean: Flat, tally: Tensor, key: Key) -> TrainState:
         flat = tree.flatten(state.params)
         trained = {path: leaf.to(mean[path].device) for path, leaf in _trained(model, flat).items()}
         updates, opt = optimizer.update(mean, state.opt, trained, reductions)
@@ -213,7 +224,7 @@ def make_stages(
         clip = mechanism.clip.update(state.clip, sum_over_samples(sharding, tally), key, expected)
         return TrainState(params, opt, clip, state.step + 1)
 
-    return Stages(weights, gradient, reduce, noise, update, sharding)
+    return Stages(weights, gradient, reduce, noise, mean_of, update, sharding)
 
 
 def _plain_part(

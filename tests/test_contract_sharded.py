@@ -74,7 +74,7 @@ def inputs(ranks: int, last: float) -> Tree:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(SHARE * ranks, 5, generator=generator)
     x[-1] *= last
-    return {"x": x, "y": torch.randint(0, 3, (SHARE * ranks,), generator=generator)}
+    return {"image": x, "label": torch.randint(0, 3, (SHARE * ranks,), generator=generator)}
 
 
 def movements(mutated: bool) -> dict[str, float]:

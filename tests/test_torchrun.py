@@ -16,7 +16,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 COMMON = shlex.split(
-    "--model mlp --data digits --noise-multiplier 1 --seed 0 --batch-size 24 --microbatch 12 --warmup 1 --json --device cpu"
+    "--model mlp --data digits --noise-multiplier 1 --seed 0 --batch-size 24 --microbatch 12 --warmup 1 "
+    "--json --device cpu"
 )
 
 

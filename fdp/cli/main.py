@@ -2,6 +2,7 @@
 
     fdp train                       a private run with the defaults, on the data that Python brings along
     fdp epsilon --help              what a mechanism costs, without training
+    fdp plan --world 8              memory, traffic and flops of a step on machines one does not have
     fdp compare ranks=1 ranks=4     two configurations, stage by stage: where they first differ
 
 Exit code 0: done; 1: a fault of fdp itself, with a traceback, or another rank is gone; 2: a mistake in what it was
@@ -23,6 +24,7 @@ from rich.text import Text
 from fdp.cli import version_of
 from fdp.cli.compare import compare_command
 from fdp.cli.epsilon import epsilon_command
+from fdp.cli.plan import plan_command
 from fdp.cli.train import train_command
 
 # What typer raises for a mistake on the command line; only its subclass has a public name.
@@ -37,6 +39,7 @@ app = typer.Typer(
 app.command("train")(train_command)
 app.command("epsilon")(epsilon_command)
 app.command("compare")(compare_command)
+app.command("plan")(plan_command)
 
 
 def _show_version(value: bool) -> None:
@@ -57,7 +60,7 @@ def _options(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and exit: 0, or 2 with the mistake explained on stderr."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    words = _offload_all(list(sys.argv[1:] if arguments is None else arguments))
     try:
         code = app(args=words, prog_name="fdp", standalone_mode=False)
     except (ValueError, OSError) as error:
@@ -74,6 +77,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (KeyboardInterrupt, typer.Abort):
         code = 130
     sys.exit(code or 0)
+
+
+def _offload_all(words: list[str]) -> list[str]:
+    """``--offload`` with nothing after it is ``--offload all``."""
+    full = []
+    for word, after in zip(words, [*words[1:], "--"]):
+        full += [word, "all"] if word == "--offload" and after.startswith("-") else [word]
+    return full
 
 
 def _explain(error: Exception, words: Sequence[str]) -> None:

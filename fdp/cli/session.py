@@ -56,8 +56,8 @@ def train(settings: Mapping[str, Any]) -> int:
         for state, record in display.follow(stream, run, console):  # noqa: B007
             records.append(record)
     except KeyboardInterrupt:
-        if run.sharding is not None:  # the ranks may have stopped at different steps
-            raise
+        if run.sharding is not None or any(run.config.offload):
+            raise  # the ranks may have stopped at different steps, or in the middle of writing the state
         interrupted = True
         console.print(f"interrupted after {int(state.step)} steps; what they gave is kept")
     if interrupted and save_every is not None:
