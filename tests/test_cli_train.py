@@ -64,7 +64,7 @@ def test_a_run_leaves_its_five_files(tmp_path: Path, capsys: pytest.CaptureFixtu
     config = json.loads((out / "config.json").read_text())
     given = config["settings"]
     assert (given["model"], given["seed"], given["steps"], config["samples"]) == ("logistic", 3, 3, 1437)
-    assert config["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(config["versions"]["torch"])
     assert (out / "report.png").read_bytes().startswith(b"\x89PNG")
     leaves = load_file(out / "model.safetensors")
     assert all(leaf.dtype == torch.float32 for leaf in leaves.values())

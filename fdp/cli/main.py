@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -95,7 +96,8 @@ def _explain(error: Exception, words: Sequence[str]) -> None:
         raise error
     message = getattr(error, "format_message", error.__str__)()
     if launch.rank() > 0 and getattr(error, "everywhere", False):
-        return  # every rank raised it; the first one says it
+        time.sleep(3)  # every rank raised it and the first one says it: torchrun would stop it when another ends
+        return
     message = message if launch.rank() == 0 else f"rank {launch.rank()}: {message}"
     console = Console(stderr=True)
     paragraph = Text("fdp: ", style="bold red") + Text(message, style="red")
