@@ -39,6 +39,7 @@ from tests.ranks import run_on_ranks
 MODELS = {
     "gpt": gpt(GPTConfig(layers=2, width=8, heads=4, context=6, vocab_size=13)),
     "gpt untied": gpt(GPTConfig(layers=2, width=8, heads=4, context=6, vocab_size=13, tied=False)),
+    "one layer": gpt(GPTConfig(layers=1, width=8, heads=2, context=6, vocab_size=13)),
     "large vocabulary": gpt(GPTConfig(layers=1, width=8, heads=4, context=6, vocab_size=50257)),
     "llama": llama(LlamaConfig(layers=2, width=8, heads=4, key_heads=2, hidden=12, context=6, vocab_size=13)),
 }
@@ -76,6 +77,7 @@ def train(
     microbatch_size: int = 6,
     memory_budget: float | None = None,
     steps: int = STEPS,
+    backend: str | None = None,
 ) -> dict[str, Any]:
     """A few steps; on one rank if ``axes`` is None. Parameters come back whole."""
     net, chosen, root = MODELS[model], OPTIMIZERS[optimizer], keys.key(0)
@@ -102,6 +104,8 @@ def train(
         offload=offload,
         checkpoint_activations=checkpoint_activations,
     )
+    if backend is not None:
+        step = torch.compile(step, fullgraph=True, dynamic=False, backend=backend)
     state = init_state(net, params, chosen, mechanism, sharding=sharding, offload=offload)
     first = whole(state.params)
     losses, norms = [], []
@@ -259,6 +263,37 @@ def test_the_same_numbers_on_any_number_of_ranks(ranks):
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_the_same_numbers_in_every_combination(ranks):
     check(ranks, [name for name in cases(ranks) if name not in SHORT[ranks]])
+
+
+COMPILED = {
+    "tensor": {"model": "one layer", "zero": Zero.TWO, "axes": {"tensor": 2}},
+    "shard": {"axes": {"shard": 2}},
+    "ghost": {"axes": {"shard": 2}, "method": Method.GHOST},
+    "llama": {"axes": {"tensor": 2}, "model": "llama"},
+}
+
+
+def compiled(names: list[str], backend: str) -> dict[str, Any]:
+    # One microbatch of every step's samples: one graph for all steps.
+    return {name: train(**COMPILED[name], backend=backend, microbatch_size=24, steps=2) for name in names}
+
+
+def check_compiled(names: list[str], backend: str) -> None:
+    for results in run_on_ranks(compiled, 2, names, backend):
+        for name, got in results.items():
+            assert_same(got, alone(COMPILED[name] | {"steps": 2}), f"{name}, {backend}")
+
+
+@pytest.mark.ranks
+def test_the_whole_sharded_step_is_one_graph_and_agrees_with_eager():
+    check_compiled(["tensor"], "eager")
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_every_compiled_sharded_step_agrees_with_eager(backend):
+    check_compiled(list(COMPILED), backend)
 
 
 def test_one_rank_of_a_mesh_of_one_is_the_same_as_none():
