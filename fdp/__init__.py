@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from fdp.sharding import Zero as Zero
     from fdp.sharding import init_params as init_params
     from fdp.sharding import make_sharding as make_sharding
+    from fdp.sharding import over_tensor_axis as over_tensor_axis
+    from fdp.sharding import shared_key as shared_key
     from fdp.step import init_state as init_state
     from fdp.step import make_train_step as make_train_step
     from fdp.types import Batch as Batch
@@ -59,7 +61,7 @@ _HOME = {
     "per_sample": ("clipped_sum", "per_sample_norms"),
     "rules": ("Rule", "check_rule"),
     "sampling": ("poisson", "sample_batch"),
-    "sharding": ("Zero", "init_params", "make_sharding"),
+    "sharding": ("Zero", "init_params", "make_sharding", "over_tensor_axis", "shared_key"),
     "step": ("init_state", "make_train_step"),
     "types": ("Batch", "FdpError", "TrainState"),
 }

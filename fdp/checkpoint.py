@@ -110,7 +110,7 @@ def load(path: Path, like: TrainState, *, group: ProcessGroup | None = None) -> 
     """
     named = _named(like)
     in_unison(lambda: _check(path, named), group)
-    fresh = {name: in_place_of(leaf, torch.empty_like(local(leaf))) for name, leaf in named.items()}
+    fresh = {name: in_place_of(leaf, _empty_like(local(leaf))) for name, leaf in named.items()}
     read_parts(path, fresh, group)
     return tree.unflatten(like, fresh)
 
@@ -119,6 +119,11 @@ def latest(root: Path) -> Path | None:
     """The published checkpoint with the most steps; None if there is none. Whatever else is in ``root`` is ignored."""
     found = _published(root)
     return found[max(found)] if found else None
+
+
+def holds(root: Path, step: int) -> bool:
+    """Whether a checkpoint of ``step``, or of a later one, has been published."""
+    return any(found >= step for found in _published(root)) if root.exists() else False
 
 
 def read_meta(path: Path) -> dict[str, Any]:
@@ -282,6 +287,10 @@ def _named(state: TrainState) -> Flat:
 
 def _step_of(state: TrainState) -> int:
     return int(local(state.step))
+
+
+def _empty_like(part: Tensor) -> Tensor:
+    return torch.empty_like(part, pin_memory=True) if part.is_pinned() else torch.empty_like(part)
 
 
 def _staged(part: Tensor) -> Tensor:

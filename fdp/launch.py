@@ -93,7 +93,9 @@ def check_agreement(settings: Mapping[str, Any]) -> None:
                 f"{name} {settings.get(name)!r} on rank {rank()}, {theirs.get(name)!r} on rank {other}"
                 for name in sorted(differing)
             )
-            raise FdpError(f"ranks: expected the same settings everywhere, got {said}; start all with one command")
+            error = FdpError(f"ranks: expected the same settings and data everywhere, got {said}")
+            error.everywhere = True  # whoever differs from one is differed from
+            raise error
 
 
 def _gone(peers: list[Peer], *, patience: float) -> list[int]:

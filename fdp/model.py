@@ -47,7 +47,8 @@ class Block(NamedTuple):
 class Model(NamedTuple):
     """A stack of blocks and the leaves they use.
 
-    ``parallel(axis)`` is the same model with its layers cut over a tensor axis: same leaves, same losses.
+    ``parallel(axis)`` is the same model with its layers cut over a tensor axis: same leaves, same losses. ``tensor`` is
+    the axis over which they are cut.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Model(NamedTuple):
     vocab_size: int | None = None
     frozen: frozenset[Path] = frozenset()
     parallel: Callable[[Axis], Model] | None = None
+    tensor: Axis | None = None
 
     def init(self, key: Key, *, dtype: torch.dtype = torch.float32) -> Tree:
         """The parameters, each leaf a function of (key, path)."""

@@ -35,7 +35,7 @@ from fdp.optimizers import LOCAL, Optimizer, Reductions, adamw
 from fdp.sampling import poisson
 from fdp.sharding import Reduce, Sharding, Zero, abstract_params, make_sharding, over_tensor_axis
 from fdp.step import make_train_step
-from fdp.types import Batch, Clip, FdpError, Norms, TrainState, Tree
+from fdp.types import Batch, Clip, FdpError, Norms, Share, TrainState, Tree
 
 TRACED = 3
 """Microbatches that are traced: from the third on a step holds no more, and sends what the third added."""
@@ -176,7 +176,8 @@ def _trace(
         ledger.label(state.params, Kind.PARAMETERS)
         ledger.label(state.opt, Kind.OPTIMIZER)
         data = tree.map(lambda x: torch.empty((microbatches, *x.shape), dtype=x.dtype, device=DEVICE), shapes)
-        batch = Batch(data, torch.ones(microbatches, plan.batch_size, device=DEVICE))
+        share = Share(0, 1 if sharding is None else sharding.ranks)
+        batch = Batch(data, torch.ones(microbatches, plan.batch_size, device=DEVICE), share)
         key = torch.empty(8, dtype=torch.int64, device=DEVICE)
         watch = _Watch(ledger, plan)
         style = watch.style(clipping.flat(max_norm=1.0))

@@ -13,6 +13,7 @@ so that everything is a function of (seed, t). Nothing is written to disk here.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ from fdp.sharding import (
     localize,
     make_sharding,
     over_tensor_axis,
+    shared_key,
 )
 from fdp.step import Stages, compose, init_state, make_stages
 from fdp.types import FdpError, Key, Norms, Step, TrainState, Tree
@@ -104,11 +106,25 @@ class Run(NamedTuple):
     root: Key
     epsilons: Sequence[float] | None
     sharding: Sharding | None
+    data_digest: str
 
 
 def default_delta(dataset_size: int) -> float:
     """``min(1e-6, N^-1.1)``: well below 1/N, at which releasing one sample whole would count as private."""
     return min(1e-6, dataset_size**-1.1)
+
+
+def data_digest(dataset: Dataset) -> str:
+    """SHA-256 of the size and of up to 256 samples all over the data, to notice that they are not the same data.
+
+    Not covered by any budget: it belongs beside the data.
+    """
+    digest = hashlib.sha256(str(len(dataset)).encode())
+    some = np.unique(np.linspace(0, len(dataset) - 1, 256).round().astype(np.int64))
+    for path, leaf in tree.flatten(dataset.fetch(some)).items():
+        digest.update(path.encode())
+        digest.update(leaf.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def prepare(config: RunConfig, *, root: Key | None = None) -> tuple[Run, TrainState]:
@@ -122,6 +138,18 @@ def prepare(config: RunConfig, *, root: Key | None = None) -> tuple[Run, TrainSt
     mechanism = _mechanism(config)
     _check_example(config.model, _examples(config, config.microbatch_size))
     model, sharding = _laid_out(config)
+    digest = data_digest(config.dataset)
+    if sharding is not None:
+        launch.check_agreement(
+            {
+                "samples": len(config.dataset),
+                "data": digest,
+                "noise multiplier": mechanism.noise_multiplier,
+                "batch size": config.batch_size,
+                "microbatch": config.microbatch_size,
+                "steps": config.steps,
+            }
+        )
     root = _shared(keys.key(config.seed) if root is None else root, sharding)
     key = keys.fold_in(root, "init").to("cpu" if config.offload.params else config.device)
     params = model.init(key) if sharding is None else init_params(model, key, sharding)
@@ -152,7 +180,7 @@ def prepare(config: RunConfig, *, root: Key | None = None) -> tuple[Run, TrainSt
         epsilons = accounting.epsilon_curve(mechanism, steps=counts, delta=config.delta)
     # What is kept on the CPU is pinned there, and stays so only if it is written in place.
     step = compose(stages, donate=("state",) if any(config.offload) else (), compiled=config.compiled)
-    return Run(config, mechanism, stages, step, root, epsilons, sharding), state
+    return Run(config, mechanism, stages, step, root, epsilons, sharding, digest), state
 
 
 def steps(run: Run, state: TrainState) -> Iterator[tuple[TrainState, Record]]:
@@ -192,7 +220,7 @@ def _laid_out(config: RunConfig) -> tuple[Model, Sharding | None]:
 
 def _shared(key: Key, sharding: Sharding | None) -> Key:
     """The first rank's key: without a seed every rank would draw its own."""
-    return key if sharding is None else collectives.wait(collectives.broadcast(key, sharding.world))
+    return key if sharding is None else shared_key(key, sharding)
 
 
 def _plan(
@@ -211,7 +239,7 @@ def _plan(
 
 def _check_model(config: RunConfig, model: Model, sharding: Sharding | None, params: Tree) -> None:
     """The same few samples on every rank: that they are independent, and that the method finds their norms."""
-    parts, few = localize(params), min(4, len(config.dataset))
+    parts, few = localize(params), max(2, min(4, len(config.dataset)))
     plan = _plan(config, model, sharding, few, Method.NONE)
     audit.check_independent(
         model,

@@ -23,7 +23,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fdp import keys, tree
-from fdp.types import Batch, FdpError, Key, Tree
+from fdp.types import Batch, FdpError, Key, Share, Tree
 
 
 class Poisson(NamedTuple):
@@ -174,7 +174,7 @@ def sample_batch(
     columns = -(-microbatch_size // ranks)
     matrix, mask = (torch.nn.functional.pad(m, (0, columns * ranks - microbatch_size)) for m in (matrix, mask))
     mine = slice(rank * columns, (rank + 1) * columns)
-    return Batch(gather(dataset, matrix[:, mine]), mask[:, mine])
+    return Batch(gather(dataset, matrix[:, mine]), mask[:, mine], Share(rank, ranks))
 
 
 def _rows(leaf: Tensor | np.ndarray, flat: Int[Tensor, " rows"]) -> Tensor:

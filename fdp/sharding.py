@@ -138,6 +138,15 @@ def make_sharding(
     if mesh.mesh_dim_names != AXES:
         raise FdpError(f"mesh: expected the axes {AXES}, got {mesh.mesh_dim_names}; use make_mesh")
     replicate, tensor, shard = (collectives.axis_of(mesh, name) for name in AXES)
+    if (
+        tensor.size > 1
+        and model.tensor != tensor
+        and any(leaf.tensor_dim is not None for leaf in model.leaves.values())
+    ):
+        raise FdpError(
+            f"{model.name}: expected the model with its layers cut over the {tensor.size} ranks of the mesh's tensor "
+            f"axis, got one cut over {model.tensor}; call over_tensor_axis(model, mesh) first"
+        )
     users: dict[Path, list[str]] = {path: [] for path in model.leaves}
     for block in model.blocks:
         for path in dict.fromkeys(tree.leaves(block.params)):
@@ -214,7 +223,11 @@ def init_params(
     """The parameters of ``model.init(key)`` as DTensors; each rank draws its own part and nothing else.
 
     ``inits`` replaces the initialiser of the leaves it names.
+
+    Guarantees:
+      - keys that differ between ranks, from which samples would be drawn twice and noise not be shared, are refused.
     """
+    _check_shared(key, sharding)
     own = {} if inits is None else dict(inits)
     if unknown := sorted(set(own) - set(model.leaves)):
         raise FdpError(f"inits: expected paths of leaves of {model.name}, got {unknown}")
@@ -224,6 +237,17 @@ def init_params(
         local = own.get(path, leaf.init)(keys.fold_in(key, path), leaf.shape, dtype=dtype, window=window)
         flat[path] = as_dtensor(local, path, sharding)
     return tree.nest(flat)
+
+
+def shared_key(key: Key, sharding: Sharding) -> Key:
+    """The first rank's key, on every rank. A key from the system differs from process to process."""
+    return collectives.wait(collectives.broadcast(key, sharding.world))
+
+
+def _check_shared(key: Key, sharding: Sharding) -> None:
+    differs = (shared_key(key, sharding) != key).any().long().reshape(1)
+    if bool(collectives.wait(collectives.all_reduce(differs, sharding.world))):
+        raise FdpError("key: expected the same key on every rank, got different ones; use shared_key(key, sharding)")
 
 
 def cut_out(whole: Tensor, path: Path, sharding: Sharding) -> DTensor:

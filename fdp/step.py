@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fdp import tree
 from fdp.block_loop import Memory
@@ -40,7 +41,7 @@ from fdp.sharding import (
     places,
 )
 from fdp.traffic import gather_all, gather_samples, reduce_all, sum_over_samples
-from fdp.types import Batch, ClippedSum, FdpError, Flat, Key, Metrics, Step, TrainState, Tree
+from fdp.types import Batch, ClippedSum, FdpError, Flat, Key, Metrics, Share, Step, TrainState, Tree
 
 
 class Part(NamedTuple):
@@ -155,6 +156,7 @@ def compose(stages: Stages, *, donate: Sequence[str] = (), compiled: bool = Fals
     finish = torch.compile(finish, fullgraph=True, dynamic=False) if compiled else finish
 
     def train_step(state: TrainState, batch: Batch, key: Key) -> tuple[TrainState, Metrics]:
+        _check_fits(state, batch, stages.sharding)
         here = localize(state)
         weights = stages.weights(here.params, batch.mask.device)
         total, tally, metrics = joined(
@@ -182,6 +184,12 @@ def make_stages(
         raise FdpError("plan: made for other trainable leaves than the model's; call make_plan with this model")
     if not plan.private and mechanism.noise_multiplier != 0:
         raise FdpError("method none trains without privacy and adds no noise; expected noise_multiplier 0")
+    exact = (None, torch.float32, torch.float64)
+    if plan.private and sharding is not None and sharding.reduce_dtype not in exact:
+        raise FdpError(
+            f"reduce_dtype: expected float64 or float32 for private sums, got {sharding.reduce_dtype}: rounding by "
+            f"2^-8 of a sum is more than one sample may move it"
+        )
     z, expected = mechanism.noise_multiplier, mechanism.sampling.expected_batch_size
     once = sharding is not None and sharding.reduce is Reduce.PER_STEP
     gathers_once = once and sharding is not None and sharding.zero is Zero.TWO
@@ -233,6 +241,28 @@ def _plain_part(
     losses, value = plain_sum(model, params, data, mask, plan=plan, sharding=sharding, memory=memory)
     metrics = Metrics(losses, torch.full_like(losses, torch.nan), torch.ones_like(losses), mask)
     return Part(ClippedSum(value, losses.new_tensor(torch.inf)), losses.new_zeros(()), metrics)
+
+
+def _check_fits(state: TrainState, batch: Batch, sharding: Sharding | None) -> None:
+    """Refuse a state that is not placed as the step expects, and another rank's samples."""
+    for path, leaf in tree.flatten(state.params).items():
+        if isinstance(leaf, DTensor) and sharding is None:
+            raise FdpError(
+                f"{path}: expected a plain tensor, since the step has no sharding and every rank would clip and noise "
+                f"on its own, got a DTensor; give make_train_step the sharding of the state"
+            )
+        part = leaf.to_local() if isinstance(leaf, DTensor) else leaf
+        if sharding is not None and tuple(part.shape) != sharding.leaves[path].part:
+            raise FdpError(
+                f"{path}: expected a part of shape {sharding.leaves[path].part}, got {tuple(part.shape)}; give "
+                f"init_state and make_train_step the same sharding"
+            )
+    mine = Share(0, 1) if sharding is None else Share(sharding.rank, sharding.ranks)
+    if batch.share != mine:
+        raise FdpError(
+            f"batch: expected the share of rank {mine.rank} of {mine.ranks}, got that of rank {batch.share.rank} of "
+            f"{batch.share.ranks}; call sample_batch(..., rank=sharding.rank, ranks=sharding.ranks)"
+        )
 
 
 def joined(parts: Iterable[Part]) -> Part:

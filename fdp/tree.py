@@ -17,7 +17,15 @@ import optree
 import torch
 from torch import Tensor
 
-from fdp.types import FdpError, Path, Tree
+from fdp.types import FdpError, Path, Share, Tree
+
+# A part of the structure, without leaves.
+optree.register_pytree_node(
+    Share,  # pyright: ignore
+    lambda share: ((), share, ()),  # pyright: ignore
+    lambda share, _: share,  # pyright: ignore
+    namespace=optree.registry.__GLOBAL_NAMESPACE,  # pyright: ignore
+)
 
 
 def paths(tree: Tree) -> list[Path]:

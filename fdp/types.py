@@ -12,6 +12,7 @@ so that the noise can only ever be scaled by the bound that the clipping establi
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -105,11 +106,23 @@ class TrainState(NamedTuple):
     step: Int[Tensor, ""]
 
 
+@dataclass(frozen=True)
+class Share:
+    """Whose part of a global batch: that of ``rank`` among ``ranks`` that hold different samples. Not a leaf."""
+
+    rank: int
+    ranks: int
+
+
 class Batch(NamedTuple):
-    """Microbatches of fixed shape: data leaves are ``(microbatches, samples, ...)``; mask 1 is a sample, 0 padding."""
+    """Microbatches of fixed shape: data leaves are ``(microbatches, samples, ...)``; mask 1 is a sample, 0 padding.
+
+    A step refuses a share that is not its rank's: two ranks with the same samples would add each of them twice.
+    """
 
     data: Tree
     mask: Float[Tensor, "microbatches samples"]
+    share: Share = Share(0, 1)
 
 
 class Metrics(NamedTuple):

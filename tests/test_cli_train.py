@@ -6,6 +6,7 @@ import inspect
 import io
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -19,11 +20,12 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from fdp import run as runs
-from fdp.cli import display, report, session
+from fdp.cli import display, report, resume, session
 from fdp.cli.configure import configure
 from fdp.cli.main import main
 from fdp.cli.train import train_command
 from fdp.records import Record, fingerprint
+from fdp.types import FdpError
 
 SMALL = shlex.split("--model logistic --data digits --noise-multiplier 1 --batch-size 32 --microbatch 16 --warmup 1")
 FILES = {"config.json", "metrics.jsonl", "summary.json", "model.safetensors", "report.png"}
@@ -291,6 +293,59 @@ def test_an_interrupted_run_that_saves_is_taken_up_again_bit_by_bit(
         assert whole["epsilon"] == summary["epsilon"]
     assert train(out, *words, steps=6) == 2  # it is finished now
     assert "already holds a run" in last_json(capsys.readouterr().out)["error"]
+
+
+def test_an_interruption_right_after_a_save_and_a_torn_line_do_no_harm(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words, out = ["--json", "--save-every", "2", "--seed", "3"], tmp_path / "run"
+    with monkeypatch.context() as patch:
+        interrupt_after(2, patch)
+        assert train(out, *words, steps=4) == 130
+    lines = (out / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (out / "metrics.jsonl").write_text(lines[0] + lines[1][:20])  # as a machine that loses power may leave it
+    assert train(out, *words, steps=4) == 0
+    got = last_json(capsys.readouterr().out)
+    steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 3, 4]
+    assert train(tmp_path / "whole", *words, steps=4) == 0
+    assert last_json(capsys.readouterr().out)["parameter_sha256"] == got["parameter_sha256"]
+
+
+def test_an_end_that_was_cut_short_is_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words, out = ["--json", "--save-every", "2", "--seed", "3"], tmp_path / "run"
+    assert train(out, *words, steps=4) == 0
+    first = last_json(capsys.readouterr().out)
+    (out / "summary.json").unlink()  # it is written last
+    assert train(out, *words, steps=4) == 0
+    again = last_json(capsys.readouterr().out)
+    assert (again["steps"], again["parameter_sha256"]) == (4, first["parameter_sha256"])
+    assert {path.name for path in out.iterdir()} == FILES | {"checkpoints"}
+
+
+def test_a_run_that_saved_nothing_starts_anew_with_its_present_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, out = ["--json", "--save-every", "2", "--seed", "3"], tmp_path / "run"
+    assert train(out, *words, steps=4) == 0
+    first = last_json(capsys.readouterr().out)
+    shutil.rmtree(out / "checkpoints")
+    (out / "summary.json").unlink()
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | {"samples": 7}))
+    assert train(out, *words, steps=4) == 0
+    assert last_json(capsys.readouterr().out)["parameter_sha256"] == first["parameter_sha256"]
+    assert json.loads((out / "config.json").read_text())["samples"] == config["samples"]
+
+
+def test_noise_drawn_for_other_data_is_not_used_again() -> None:
+    run, state = runs.prepare(configure(settings()))
+    meta = resume.meta(run, settings(), state)
+    resume.check(resume.TakenUp(Path("run"), run.root, meta), run)
+    for field, other in (("data", "0" * 64), ("samples", 3)):
+        changed = meta | {"sampler": meta["sampler"] | {field: other}}
+        with pytest.raises(FdpError, match="must not be used again"):
+            resume.check(resume.TakenUp(Path("run"), run.root, changed), run)
 
 
 def test_a_checkpoint_of_another_run_is_refused_and_left_alone(

@@ -42,9 +42,11 @@ def test_the_surface_is_frozen():
         "make_sharding",
         "make_train_step",
         "noise_multiplier_for",
+        "over_tensor_axis",
         "per_sample_norms",
         "poisson",
         "sample_batch",
+        "shared_key",
     ]
 
 

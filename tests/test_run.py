@@ -17,7 +17,7 @@ from torch import Tensor
 from fdp import accounting, clipping, data, init, keys, model, optimizers, sampling
 from fdp.methods import Method, make_plan
 from fdp.records import Record, fingerprint, summarise
-from fdp.run import RunConfig, default_delta, prepare, steps
+from fdp.run import RunConfig, data_digest, default_delta, prepare, steps
 from fdp.step import init_state, make_train_step
 from fdp.types import FdpError, TrainState, Tree
 
@@ -285,6 +285,19 @@ def test_a_sequence_longer_than_the_context_is_refused() -> None:
     long = data.windows(np.zeros(400, dtype=np.uint8), context=9, vocab_size=256, where="here")
     with pytest.raises(FdpError, match="at most the 8 tokens of mean's context, got 9"):
         prepare(config(model=short, dataset=long))
+
+
+def test_a_digest_notices_other_data():
+    same, other, shorter = rows(), rows(), rows(SIZE - 1)
+    other.x = other.x.clone()
+    other.x[17, 2] += 1
+    assert data_digest(same) == data_digest(rows())
+    assert len({data_digest(each) for each in (same, other, shorter)}) == 3
+
+
+def test_a_dataset_of_one_sample_can_be_trained_on():
+    run, state = prepare(config(dataset=rows(1), batch_size=1, microbatch_size=1, delta=0.5))
+    assert len(list(steps(run, state))) == 4
 
 
 def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fdp import clipping, keys, optimizers, tree
+from fdp.collectives import axis_of
 from fdp.init import uniform
+from fdp.launch import check_agreement
 from fdp.mechanism import Mechanism
 from fdp.mesh import make_mesh
 from fdp.methods import Method, make_plan
@@ -28,6 +30,7 @@ from fdp.sharding import (
     init_params,
     make_sharding,
     over_tensor_axis,
+    shared_key,
 )
 from fdp.step import init_state, make_train_step
 from fdp.torch_init import place_leaves, torch_leaves
@@ -314,7 +317,7 @@ def test_a_mesh_names_its_axes_and_multiplies_to_the_world():
             with pytest.raises(FdpError, match=said):
                 make_mesh(axes, device_type="cpu")
         mesh = make_mesh({"replicate": 2, "shard": 2, "tensor": 2}, device_type="cpu")
-        sharding = make_sharding(MODELS["gpt"], mesh, zero=Zero.THREE)
+        sharding = make_sharding(over_tensor_axis(MODELS["gpt"], mesh), mesh, zero=Zero.THREE)
     places = [(axis.name, axis.rank, axis.size) for axis in sharding.axes]
     assert places == [("replicate", 1, 2), ("tensor", 0, 2), ("shard", 1, 2)]  # neighbours lie along tensor
     assert (sharding.rank, sharding.ranks, sharding.world.size) == (3, 4, 8)
@@ -325,10 +328,11 @@ def test_what_cannot_be_cut_as_asked_is_refused():
         mesh = make_mesh({"tensor": 3}, device_type="cpu")
         with pytest.raises(FdpError, match=r"divides the model's 4 heads, got 3 ranks"):
             over_tensor_axis(MODELS["gpt"], mesh)
+        with pytest.raises(FdpError, match=r"call over_tensor_axis\(model, mesh\) first"):
+            make_sharding(MODELS["gpt"], mesh, zero=Zero.TWO)
+        axis = axis_of(mesh, "tensor")
         with pytest.raises(FdpError, match=r"blocks\.0\.out: expected dim 1 of \(8, 8\)"):
-            make_sharding(
-                MODELS["gpt untied"]._replace(parallel=None), make_mesh({"tensor": 3}, device_type="cpu"), zero=Zero.TWO
-            )
+            make_sharding(MODELS["gpt"]._replace(tensor=axis), mesh, zero=Zero.TWO)
         with pytest.raises(FdpError, match="no tensor-parallel form"):
             over_tensor_axis(MODELS["gpt"]._replace(parallel=None), mesh)
 
@@ -351,7 +355,8 @@ def test_every_leaf_has_one_owner_and_no_leaf_is_left_out():
             counted = {path: torch.zeros(leaf.shape) for path, leaf in model.leaves.items()}
             for rank in range(4):
                 with fake_ranks(4, rank=rank):
-                    plan = make_sharding(model, make_mesh(axes, device_type="cpu"), zero=zero)
+                    mesh = make_mesh(axes, device_type="cpu")
+                    plan = make_sharding(over_tensor_axis(model, mesh), mesh, zero=zero)
                 for path, leaf in plan.leaves.items():
                     box = tuple(slice(start, start + length) for start, length in leaf.window)
                     counted[path][box] += 1
@@ -368,7 +373,8 @@ def test_initial_values_have_the_same_bits_however_they_are_cut():
     for axes in ({"shard": 4}, {"tensor": 4}, {"tensor": 2, "shard": 2}):
         for rank in range(4):
             with fake_ranks(4, rank=rank):
-                sharding = make_sharding(model, make_mesh(axes, device_type="cpu"), zero=Zero.THREE)
+                mesh = make_mesh(axes, device_type="cpu")
+                sharding = make_sharding(over_tensor_axis(model, mesh), mesh, zero=Zero.THREE)
                 drawn = tree.flatten(init_params(model, key, sharding))
                 other = tree.flatten(init_params(model, key, sharding, inits=own))
                 for path, leaf in whole_leaves.items():
@@ -417,3 +423,51 @@ def test_the_ranks_hold_the_global_batch_between_them(ranks):
     assert torch.equal(tokens[mask > 0], everyone.data["tokens"][everyone.mask > 0])
     with pytest.raises(FdpError, match="rank"):
         sample_batch(DATA, SAMPLING, keys.key(5), microbatch_size=6, rank=ranks, ranks=ranks)
+
+
+def mistaken() -> list[str]:
+    """Each of these would add a sample twice, or noise on every rank by itself. What is said of it."""
+    net, chosen = MODELS["gpt"], OPTIMIZERS["sgd"]
+    mechanism = Mechanism(SAMPLING, STYLES["flat"], 1.0)
+    sharding = make_sharding(net, make_mesh({"shard": 2}, device_type="cpu"), zero=Zero.TWO)
+    key = keys.key(0)
+    params = init_params(net, key, sharding)
+    share = {"rank": sharding.rank, "ranks": sharding.ranks}
+    batch = sample_batch(DATA, SAMPLING, key, microbatch_size=6, **share)
+    plan = make_plan(net, abstract_params(net, sharding), {"tokens": batch.data["tokens"][0]})
+    state = init_state(net, params, chosen, mechanism, sharding=sharding)
+    low = sharding._replace(reduce_dtype=torch.bfloat16)
+    other = make_sharding(net, sharding.mesh, zero=Zero.NONE)
+    step = make_train_step(net, chosen, mechanism=mechanism, plan=plan, sharding=sharding)
+    attempts = [
+        lambda: init_params(net, keys.key(sharding.shard.rank), sharding),
+        lambda: make_train_step(net, chosen, mechanism=mechanism, plan=plan)(state, batch, key),
+        lambda: step(state, sample_batch(DATA, SAMPLING, key, microbatch_size=6), key),
+        lambda: make_train_step(net, chosen, mechanism=mechanism, plan=plan, sharding=other)(state, batch, key),
+        lambda: make_train_step(net, chosen, mechanism=mechanism, plan=plan, sharding=low),
+        lambda: check_agreement({"data": sharding.shard.rank, "steps": 3}),
+    ]
+    found = []
+    for attempt in attempts:
+        try:
+            attempt()
+            found.append("nothing was said")
+        except FdpError as error:
+            found.append(str(error))
+    step(state, batch, shared_key(keys.key(), sharding))
+    return found
+
+
+@pytest.mark.ranks
+def test_what_would_count_a_sample_twice_is_refused_on_every_rank():
+    expected = (
+        "the same key on every rank",
+        "got a DTensor; give make_train_step the sharding",
+        "expected the share of rank",
+        "expected a part of shape",
+        "reduce_dtype: expected float64 or float32",
+        "expected the same settings and data everywhere",
+    )
+    for found in run_on_ranks(mistaken, 2):
+        for said, words in zip(found, expected, strict=True):
+            assert words in said

@@ -136,7 +136,7 @@ def test_ranks_that_disagree_are_refused_before_anything_is_written(tmp_path):
     script = (str(ROOT / "tests" / "faulty_rank.py"), "other-settings")
     code, text = finished(start(2, "--steps", "3", "--out", str(tmp_path / "run"), script=script), seconds=60)
     assert code != 0
-    assert "expected the same settings everywhere" in " ".join(text.split())
+    assert "expected the same settings and data everywhere" in " ".join(text.split())
     assert "0.125" in text
     assert not (tmp_path / "run").exists()
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
@@ -77,30 +78,35 @@ def write_config(folder: Path, settings: Mapping[str, Any], run: Run) -> None:
 
 
 def read_metrics(folder: Path, *, upto: int) -> list[Record]:
-    """The records of the first ``upto`` steps of a run that is taken up again."""
+    """The records of the first ``upto`` steps of a run that is taken up again, as far as they can be read."""
     path = folder / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    records = [Record(**json.loads(line)) for line in lines[:upto]]
-    if [record.step for record in records] != list(range(1, upto + 1)):
-        raise FdpError(f"{path}: expected one line for each of the {upto} steps made, got {len(lines)} lines")
+    records: list[Record] = []
+    for line in path.read_text().splitlines()[:upto] if path.exists() else []:
+        try:
+            records.append(Record(**json.loads(line)))
+        except (ValueError, TypeError):  # a line that was being written when the machine stopped
+            break
     return records
 
 
 def write_metrics(
-    stream: Iterable[tuple[TrainState, Record]], folder: Path, *, upto: int = 0
+    stream: Iterable[tuple[TrainState, Record]], folder: Path, *, kept: Sequence[Record] = ()
 ) -> Iterator[tuple[TrainState, Record]]:
     """The same stream, each record also a line of ``metrics.jsonl``, on disk before the next step begins.
 
-    The first ``upto`` lines stay; lines of steps that were made after the last checkpoint, and lost, are dropped.
+    ``kept`` are the records of a run that is taken up again; lines of steps that were made and lost are dropped.
     """
-    path = folder / "metrics.jsonl"
-    kept = path.read_text().splitlines(keepends=True)[:upto] if upto else []
-    with path.open("w") as lines:
-        lines.writelines(kept)
+    with (folder / "metrics.jsonl").open("w") as lines:
+        lines.writelines(_line(record) for record in kept)
         for state, record in stream:
-            lines.write(json.dumps(record._asdict(), allow_nan=False) + "\n")
+            lines.write(_line(record))
             lines.flush()
+            os.fsync(lines.fileno())
             yield state, record
+
+
+def _line(record: Record) -> str:
+    return json.dumps(record._asdict(), allow_nan=False) + "\n"
 
 
 def write_summary(folder: Path, summary: dict[str, Any]) -> None:

@@ -69,7 +69,7 @@ def meta(run: Run, settings: Mapping[str, Any], state: TrainState) -> dict[str, 
         "settings": {name: settings[name] for name in DECIDING},
         "step": step,
         "key": run.root.tolist(),
-        "sampler": {"samples": sampling.dataset_size, "next_step": step},
+        "sampler": {"samples": sampling.dataset_size, "data": run.data_digest, "next_step": step},
         "accountant": {
             "steps": step,
             "noise_multiplier": run.mechanism.noise_multiplier,
@@ -87,13 +87,14 @@ def check(taken_up: TakenUp, run: Run) -> None:
     found = taken_up.meta
     expected = {
         "samples": (found["sampler"]["samples"], run.mechanism.sampling.dataset_size),
+        "data": (found["sampler"]["data"], run.data_digest),
         "noise multiplier": (found["accountant"]["noise_multiplier"], run.mechanism.noise_multiplier),
     }
     for what, (then, now) in expected.items():
         if then != now:
             raise FdpError(
-                f"{taken_up.checkpoint}: expected a run with {then} as its {what}, got {now}; has the data changed? "
-                f"Give another --out to start anew"
+                f"{taken_up.checkpoint}: expected a run with {then} as its {what}, got {now}. Noise that was drawn for "
+                f"other data must not be used again: put the data back, or give another --out to start anew"
             )
 
 

@@ -8,7 +8,7 @@ checks -> a new folder, or the last checkpoint of the same run -> steps, saving 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +42,15 @@ def train(settings: Mapping[str, Any]) -> int:
     if taken_up is not None and taken_up.checkpoint is not None:
         in_unison(lambda: resume.check(taken_up, run), None)
         state = checkpoint.load(taken_up.checkpoint, like=state)
-    folder = in_unison(lambda: _folder(settings, run, again=taken_up is not None) if first else None, None)
+    folder = in_unison(lambda: _folder(settings, run, state, again=taken_up is not None) if first else None, None)
     folder = everyones(folder, None)[0]
     assert folder is not None
     display.show_header(console, run, state, settings)
     if int(state.step):
         console.print(f"resumed after step {int(state.step)}, from {taken_up.checkpoint if taken_up else folder}")
     records = report.read_metrics(folder, upto=int(state.step)) if first else []
-    stream = _saved(steps(run, state), run, settings, folder)
-    stream = report.write_metrics(stream, folder, upto=int(state.step)) if first else stream
+    made = report.write_metrics(steps(run, state), folder, kept=records) if first else steps(run, state)
+    stream = _saved(made, run, settings, folder)
     interrupted = False
     try:
         for state, record in display.follow(stream, run, console):  # noqa: B007
@@ -59,18 +59,27 @@ def train(settings: Mapping[str, Any]) -> int:
         if run.sharding is not None or any(run.config.offload):
             raise  # the ranks may have stopped at different steps, or in the middle of writing the state
         interrupted = True
+        stream.close()  # a save that is under way is finished first
         console.print(f"interrupted after {int(state.step)} steps; what they gave is kept")
     if interrupted and save_every is not None:
-        checkpoint.save(resume.root_of(folder), state, meta=resume.meta(run, settings, state), keep=settings["keep"])
+        if not checkpoint.holds(resume.root_of(folder), int(state.step)):
+            meta = resume.meta(run, settings, state)
+            checkpoint.save(resume.root_of(folder), state, meta=meta, keep=settings["keep"])
         console.print("the same command resumes")
         return INTERRUPTED
     _finish(run, state, records, settings, folder, console)
     return INTERRUPTED if interrupted else 0
 
 
-def _folder(settings: Mapping[str, Any], run: Run, *, again: bool) -> Path:
+def _folder(settings: Mapping[str, Any], run: Run, state: TrainState, *, again: bool) -> Path:
     if again:
-        return Path(settings["out"])
+        folder = Path(settings["out"])
+        for name in ("model.safetensors", "report.png"):  # of an end that was cut short
+            (folder / name).unlink(missing_ok=True)
+        if int(state.step) == 0:  # nothing of the former attempt is left but its settings
+            (folder / "config.json").unlink()
+            report.write_config(folder, settings, run)
+        return folder
     folder = report.claim(settings["out"], model=settings["model"], data=settings["data"])
     report.write_config(folder, settings, run)
     return folder
@@ -78,27 +87,29 @@ def _folder(settings: Mapping[str, Any], run: Run, *, again: bool) -> Path:
 
 def _saved(
     stream: Iterator[tuple[TrainState, Record]], run: Run, settings: Mapping[str, Any], folder: Path
-) -> Iterator[tuple[TrainState, Record]]:
+) -> Generator[tuple[TrainState, Record], None, None]:
     """The same stream, with a checkpoint on its way to disk after every so many steps."""
     every = settings["save_every"]
     if every is None:
         yield from stream
         return
     group, saving = checkpoint.make_group(), None
-    for state, record in stream:
-        yield state, record  # first on record, then saved: what is resumed has its metrics
-        if record.step % every == 0:
-            if saving is not None:
-                checkpoint.finish_save(saving)
-            saving = checkpoint.start_save(
-                resume.root_of(folder),
-                state,
-                meta=resume.meta(run, settings, state),
-                keep=settings["keep"],
-                group=group,
-            )
-    if saving is not None:
-        checkpoint.finish_save(saving)
+    try:
+        for state, record in stream:
+            if record.step % every == 0:
+                if saving is not None:
+                    checkpoint.finish_save(saving)
+                saving = checkpoint.start_save(
+                    resume.root_of(folder),
+                    state,
+                    meta=resume.meta(run, settings, state),
+                    keep=settings["keep"],
+                    group=group,
+                )
+            yield state, record
+    finally:
+        if saving is not None:
+            checkpoint.finish_save(saving)
 
 
 def _finish(

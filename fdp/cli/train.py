@@ -69,7 +69,7 @@ def train_command(
         ),
     ] = None,
     microbatch: Annotated[
-        int, Option(help="Samples computed at once; changes speed and memory only.", rich_help_panel=HOW)
+        int, Option(help="Samples of all ranks computed at once; changes speed and memory only.", rich_help_panel=HOW)
     ] = 32,
     dtype: Annotated[str, Option(help="float32 or bfloat16.", rich_help_panel=HOW)] = "float32",
     compile: Annotated[
