@@ -10,7 +10,7 @@ train: $(VENV)/.core
 	$(BIN)/fdp train
 
 test: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --cov=fdp --cov-report=term:skip-covered --cov-fail-under=90
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --cov=fdp --cov-report=term:skip-covered --cov-fail-under=90
 
 lint: $(VENV)/.test $(VENV)/.lint
 	$(BIN)/ruff format --check .

@@ -37,8 +37,9 @@ WINDOW = 20
 
 COVERED = "the parameters: model.safetensors, and all that is computed from it alone"
 NOT_COVERED = (
-    "every loss, norm, clipped fraction, sample count and time: metrics.jsonl, report.png, summary.json and "
-    "this screen. They are computed on the private data; guard them as you guard the data"
+    "every loss, norm, clipped fraction, sample count and time: metrics.jsonl, report.png, summary.json, "
+    "this screen, computed on the private data; and checkpoints/, which hold the key of the noise. Guard them as you "
+    "guard the data"
 )
 FIXED_SEED = "the noise can be repeated, and taken away, by whoever guesses it. For a real release leave --seed out"
 
