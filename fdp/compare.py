@@ -26,12 +26,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fdp import keys, step, tree, unison
+from fdp import step, tree, unison
 from fdp.records import whole
-from fdp.run import Run
-from fdp.sampling import sample_batch
+from fdp.run import Run, drawn
 from fdp.sharding import Sharding, as_dtensor, globalize, localize
-from fdp.types import Batch, FdpError, Flat, Key, TrainState
+from fdp.types import Batch, FdpError, Flat, TrainState
 
 
 class Stage(Enum):
@@ -81,7 +80,7 @@ def observe(run: Run, state: TrainState) -> Iterator[Seen]:
     stages = _compiled(run.stages) if config.compiled else run.stages
     yield Seen(0, Stage.INIT, *_wholes(tree.flatten(localize(state.params)), sharding))
     for t in range(int(state.step), config.steps):
-        batch, key = _drawn(run, t)
+        batch, key = drawn(run, t)
         here = localize(state)
         total, tally, metrics = _gradient(stages, here, batch)
         metrics = step.everyones(metrics, batch.mask.shape, sharding)
@@ -151,18 +150,6 @@ def read(folder: Path) -> Iterator[Seen]:
     for path in sorted(folder.glob("*.pt")):
         number, stage, values, apart = torch.load(path, weights_only=True)
         yield Seen(number, Stage(stage), values, apart)
-
-
-def _drawn(run: Run, t: int) -> tuple[Batch, Key]:
-    """This rank's samples of step ``t`` (from 0) and the key of its noise, by the keys of ``fdp.run``."""
-    config, sharding = run.config, run.sharding
-    share = {} if sharding is None else {"rank": sharding.rank, "ranks": sharding.ranks}
-    step_key = keys.fold_in(keys.fold_in(run.root, "step"), t)
-    sample_key = keys.fold_in(step_key, "sample")
-    batch = sample_batch(
-        config.dataset, run.mechanism.sampling, sample_key, microbatch_size=config.microbatch_size, **share
-    )
-    return tree.map(lambda leaf: leaf.to(config.device), batch), keys.fold_in(step_key, "noise").to(config.device)
 
 
 def _compiled(stages: step.Stages) -> step.Stages:

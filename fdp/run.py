@@ -46,7 +46,7 @@ from fdp.sharding import (
     shared_key,
 )
 from fdp.step import Stages, compose, init_state, make_stages
-from fdp.types import FdpError, Key, Norms, Step, TrainState, Tree
+from fdp.types import Batch, FdpError, Key, Norms, Step, TrainState, Tree
 
 NORMS_CHECKED_UP_TO = 20_000_000
 """Parameters up to which a run starts by comparing its per-sample norms with ``vmap(grad)``, on two samples."""
@@ -186,27 +186,32 @@ def prepare(config: RunConfig, *, root: Key | None = None) -> tuple[Run, TrainSt
 def steps(run: Run, state: TrainState) -> Iterator[tuple[TrainState, Record]]:
     """Every step of the run that ``state`` has not made yet: the state after it and what it saw.
 
+    With offload the next state is written into the last one, so that what is pinned stays so.
+
     Guarantees:
       - the same seed gives the same states, also when taken up again from one of them;
       - parameters that stop being finite end the run at that step, on every rank, with an error that names the leaf.
     """
-    config, sharding = run.config, run.sharding
-    share = {} if sharding is None else {"rank": sharding.rank, "ranks": sharding.ranks}
+    config = run.config
     if config.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(config.device)
-    every_step = keys.fold_in(run.root, "step")
     for t in range(int(state.step), config.steps):
         start = time.perf_counter()
-        step_key = keys.fold_in(every_step, t)
-        sample_key = keys.fold_in(step_key, "sample")
-        batch = sample_batch(
-            config.dataset, run.mechanism.sampling, sample_key, microbatch_size=config.microbatch_size, **share
-        )
+        batch, noise_key = drawn(run, t)
         bound = _bound(run, state)
-        noise_key = keys.fold_in(step_key, "noise").to(config.device)
-        state, metrics = run.step(state, _move(batch, config.device), noise_key)
+        state, metrics = run.step(state, batch, noise_key)
         _check_finite(run, state.params, step=t + 1)
         yield state, record_of(run, t, metrics, bound=bound, seconds=time.perf_counter() - start)
+
+
+def drawn(run: Run, t: int) -> tuple[Batch, Key]:
+    """This rank's samples of step ``t`` (from 0), on the device, and the key of the step's noise."""
+    config, sharding = run.config, run.sharding
+    share = {} if sharding is None else {"rank": sharding.rank, "ranks": sharding.ranks}
+    key = keys.fold_in(keys.fold_in(run.root, "step"), t)
+    sampling, size = run.mechanism.sampling, config.microbatch_size
+    batch = sample_batch(config.dataset, sampling, keys.fold_in(key, "sample"), microbatch_size=size, **share)
+    return _move(batch, config.device), keys.fold_in(key, "noise").to(config.device)
 
 
 def _laid_out(config: RunConfig) -> tuple[Model, Sharding | None]:
