@@ -123,7 +123,7 @@ def latest(root: Path) -> Path | None:
 
 def holds(root: Path, step: int) -> bool:
     """Whether a checkpoint of ``step``, or of a later one, has been published."""
-    return any(found >= step for found in _published(root)) if root.exists() else False
+    return any(found >= step for found in _published(root))
 
 
 def read_meta(path: Path) -> dict[str, Any]:

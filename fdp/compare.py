@@ -30,7 +30,7 @@ from fdp import step, tree, unison
 from fdp.records import whole
 from fdp.run import Run, drawn
 from fdp.sharding import Sharding, as_dtensor, globalize, localize
-from fdp.types import Batch, FdpError, Flat, TrainState
+from fdp.types import FdpError, Flat, TrainState
 
 
 class Stage(Enum):
@@ -82,7 +82,7 @@ def observe(run: Run, state: TrainState) -> Iterator[Seen]:
     for t in range(int(state.step), config.steps):
         batch, key = drawn(run, t)
         here = localize(state)
-        total, tally, metrics = _gradient(stages, here, batch)
+        total, tally, metrics = step.all_microbatches(stages, here, batch)
         metrics = step.everyones(metrics, batch.mask.shape, sharding)
         real = metrics.mask > 0
         yield Seen(t + 1, Stage.LOSS, *_samples(metrics.losses[real]))
@@ -156,16 +156,6 @@ def _compiled(stages: step.Stages) -> step.Stages:
     """Each compiled stage of ``fdp.step.compose`` as a graph of its own; noise and update are one there."""
     graph = partial(torch.compile, fullgraph=True, dynamic=False)
     return stages._replace(gradient=graph(stages.gradient), noise=graph(stages.noise), update=graph(stages.update))
-
-
-def _gradient(stages: step.Stages, here: TrainState, batch: Batch) -> step.Part:
-    """This rank's sum over all microbatches. By itself, so that what they compute with is released after them."""
-    weights = stages.weights(here.params, batch.mask.device)
-    parts = [
-        stages.gradient(weights, here.clip, tree.map(lambda leaf: leaf[i], batch.data), batch.mask[i])  # noqa: B023
-        for i in range(batch.mask.shape[0])
-    ]
-    return step.joined(parts)
 
 
 def _samples(values: Float[Tensor, " samples"]) -> tuple[Flat, dict[str, float]]:

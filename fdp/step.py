@@ -152,17 +152,14 @@ def compose(stages: Stages, *, donate: Sequence[str] = (), compiled: bool = Fals
         after = stages.update(state, mean, tally, key)
         return _write_into(state, after) if donate else after
 
-    gradient = torch.compile(stages.gradient, fullgraph=True, dynamic=False) if compiled else stages.gradient
-    finish = torch.compile(finish, fullgraph=True, dynamic=False) if compiled else finish
+    if compiled:
+        stages = stages._replace(gradient=torch.compile(stages.gradient, fullgraph=True, dynamic=False))
+        finish = torch.compile(finish, fullgraph=True, dynamic=False)
 
     def train_step(state: TrainState, batch: Batch, key: Key) -> tuple[TrainState, Metrics]:
         _check_fits(state, batch, stages.sharding)
         here = localize(state)
-        weights = stages.weights(here.params, batch.mask.device)
-        total, tally, metrics = joined(
-            gradient(weights, here.clip, tree.map(lambda leaf: leaf[i], batch.data), batch.mask[i])  # noqa: B023
-            for i in range(batch.mask.shape[0])
-        )
+        total, tally, metrics = all_microbatches(stages, here, batch)
         after = globalize(finish(here, stages.reduce(total), tally, key), like=state)
         return after, everyones(metrics, batch.mask.shape, stages.sharding)
 
@@ -263,6 +260,15 @@ def _check_fits(state: TrainState, batch: Batch, sharding: Sharding | None) -> N
             f"batch: expected the share of rank {mine.rank} of {mine.ranks}, got that of rank {batch.share.rank} of "
             f"{batch.share.ranks}; call sample_batch(..., rank=sharding.rank, ranks=sharding.ranks)"
         )
+
+
+def all_microbatches(stages: Stages, here: TrainState, batch: Batch) -> Part:
+    """This rank's part of a step: the sum over its microbatches. What they compute with is released with them."""
+    weights = stages.weights(here.params, batch.mask.device)
+    return joined(
+        stages.gradient(weights, here.clip, tree.map(lambda leaf: leaf[i], batch.data), batch.mask[i])  # noqa: B023
+        for i in range(batch.mask.shape[0])
+    )
 
 
 def joined(parts: Iterable[Part]) -> Part:

@@ -94,11 +94,9 @@ def start_reduce(sharding: Sharding | None, sums: Flat) -> PendingSums:
         ranks = sharding.shard.size
         columns = [_padded(sums[path], ranks * sharding.leaves[path].padded).view(ranks, -1) for path in cut]
         scattered = collectives.reduce_scatter(torch.cat(columns, dim=1).flatten().to(dtype), sharding.shard)
-    if whole and sharding.shard.size > 1:
+    if whole:
         bucket = torch.cat([sums[path].flatten() for path in whole]).to(dtype)
-        reduced = collectives.all_reduce(bucket, sharding.shard)
-    elif whole:
-        reduced = torch.cat([sums[path].flatten() for path in whole]).to(dtype)
+        reduced = collectives.all_reduce(bucket, sharding.shard) if sharding.shard.size > 1 else bucket
     # Of the sums themselves only dtype and shape are needed from here on.
     return PendingSums(
         {path: sums[path].new_empty(()).expand(sums[path].shape) for path in sums}, cut, scattered, reduced

@@ -51,7 +51,7 @@ def find(settings: Mapping[str, Any]) -> TakenUp | None:
     if settings["save_every"] is None:
         report.check_free(out, hint="; with --save-every the command that began it resumes it")
     _same(json.loads((out / "config.json").read_text())["settings"], settings, out)
-    path = checkpoint.latest(root_of(out)) if root_of(out).exists() else None
+    path = checkpoint.latest(root_of(out))
     if path is None:
         return TakenUp(None, None, {})
     meta = checkpoint.read_meta(path)
