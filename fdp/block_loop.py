@@ -21,7 +21,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fdp import tree
-from fdp.methods import NormBy, Plan
+from fdp.compiled import Blocks
+from fdp.costs import NormBy
+from fdp.fused_head import can_fuse, fused_vjp
+from fdp.methods import Plan
 from fdp.model import Block, Model, check_losses
 from fdp.rules import Dense, Record
 from fdp.sharding import Sharding, Zero
@@ -48,7 +51,10 @@ ALL_KEPT = Memory()
 
 
 class Weights(NamedTuple):
-    """Where a block's weights come from: this rank's parts of all leaves, and how wholes are made of them."""
+    """Where a block's weights come from: this rank's parts of all leaves, and how wholes are made of them.
+
+    ``blocks``: blocks are compiled by kind, and a model's head is fused with its loss; None: as they stand.
+    """
 
     model: Model
     parts: Flat
@@ -56,6 +62,7 @@ class Weights(NamedTuple):
     device: torch.device
     sharding: Sharding | None
     memory: Memory
+    blocks: Blocks | None = None
 
     def start(self, i: int, token: Tree) -> Pending:
         """Send for the weights of block ``i``; ``token`` as in ``start_gather``."""
@@ -82,7 +89,13 @@ NOTHING_LEFT = Left(None, None)
 
 
 def make_weights(
-    model: Model, params: Tree, data: Tree, plan: Plan, sharding: Sharding | None, memory: Memory
+    model: Model,
+    params: Tree,
+    data: Tree,
+    plan: Plan,
+    sharding: Sharding | None,
+    memory: Memory,
+    blocks: Blocks | None = None,
 ) -> Weights:
     """Where ``model``'s blocks find their weights, for one microbatch of the plan's shape."""
     if batch_size_of(data) != plan.batch_size:
@@ -90,11 +103,16 @@ def make_weights(
             f"batch: expected {plan.batch_size} samples, the plan's microbatch, got {batch_size_of(data)}; pad the "
             f"microbatch with a mask, or make a plan for this shape"
         )
-    return Weights(model, tree.flatten(params), plan.dtype, tree.leaves(data)[0].device, sharding, memory)
+    return Weights(model, tree.flatten(params), plan.dtype, tree.leaves(data)[0].device, sharding, memory, blocks)
 
 
-def forward(weights: Weights, data: Tree, plan: Plan) -> tuple[Tensor, list[Left], list[Tree]]:
-    """Losses; what the forward left of every block; every block's input."""
+def forward(
+    weights: Weights, data: Tree, plan: Plan, *, gradient: Tensor | None = None
+) -> tuple[Tensor, list[Left], list[Tree]]:
+    """Losses; what the forward left of every block; every block's input.
+
+    ``gradient`` is that of the losses, None for all ones: a fused head makes its backward at once.
+    """
     count = len(weights.model.blocks)
     opened: list[Left] = []
     carries: list[Tree] = []
@@ -106,18 +124,23 @@ def forward(weights: Weights, data: Tree, plan: Plan) -> tuple[Tensor, list[Left
         pending = None  # the bucket is released before the next one is filled
         pending = weights.start(i + 1, token=carry) if i + 1 < count else None
         carries.append(carry)
-        carry, left = _forward_block(weights, i, whole, carry, data, plan)
+        carry, left = _forward_block(weights, i, whole, carry, data, plan, gradient)
         opened.append(left)
         whole, left = {}, NOTHING_LEFT
     return check_losses(weights.model, carry, plan.batch_size), opened, carries
 
 
-def _forward_block(weights: Weights, i: int, whole: Flat, carry: Tree, data: Tree, plan: Plan) -> tuple[Tree, Left]:
+def _forward_block(
+    weights: Weights, i: int, whole: Flat, carry: Tree, data: Tree, plan: Plan, gradient: Tensor | None
+) -> tuple[Tree, Left]:
     """A block's output and what is left of it. The last block's backward comes at once: it is never run twice."""
     block = weights.model.blocks[i]
     last = i + 1 == len(weights.model.blocks)
+    if last and weights.blocks is not None and can_fuse(block, plan):
+        out, pull = fused_vjp(weights.blocks, block, whole, carry, data, plan.uses[i], plan, gradient)
+        return out, Left(pull, None)
     if last or not (weights.dropped or weights.memory.recompute):
-        out, pull = _open(block, whole, carry, data, plan.uses[i], plan)
+        out, pull = _open(weights, block, whole, carry, data, plan.uses[i], plan)
         return out, Left(pull, None)
     with torch.no_grad():
         out = block.apply(tree.select(whole, block.params), carry, data)
@@ -162,17 +185,22 @@ def _pull_block(
     if left.pull is not None:
         return left.pull(gradient)
     assert left.whole is not None
-    out, pull = _open(weights.model.blocks[i], left.whole, carry, data, plan.uses[i], plan)
-    return pull(torch.ones_like(out) if gradient is None else gradient)
+    _, pull = _open(weights, weights.model.blocks[i], left.whole, carry, data, plan.uses[i], plan)
+    return pull(gradient)
 
 
-def _open(block: Block, weights: Flat, carry: Tree, data: Tree, uses: Any, plan: Plan):
-    """A block's output and its pull-back: to (carry, what is found of its leaves)."""
+def _open(weights: Weights, block: Block, whole: Flat, carry: Tree, data: Tree, uses: Any, plan: Plan):
+    """A block's output and its pull-back: to (carry, what is found of its leaves). A gradient of None is all ones."""
+    blocks = weights.blocks
     if not plan.private:
-        return _plain_vjp(block, weights, carry, data, plan.trainable)
-    if any(path in plan.choices and plan.choices[path].norm is NormBy.VMAP for path in weights):
-        return _vmapped_vjp(block, weights, carry, data, plan.trainable)
-    return tapped_vjp(block, weights, carry, data, uses, plan.trainable)
+        plain = _plain_vjp if blocks is None else blocks.plain_vjp
+        out, pull = plain(block, whole, carry, data, plan.trainable)
+    elif any(path in plan.choices and plan.choices[path].norm is NormBy.VMAP for path in whole):
+        out, pull = _vmapped_vjp(block, whole, carry, data, plan.trainable)
+    else:
+        tapped = tapped_vjp if blocks is None else blocks.tapped_vjp
+        out, pull = tapped(block, whole, carry, data, uses, plan.trainable)
+    return out, lambda gradient: pull(torch.ones_like(out) if gradient is None else gradient)
 
 
 def _vmapped_vjp(block: Block, weights: Flat, carry: Tree, data: Tree, trainable: frozenset[Path]):

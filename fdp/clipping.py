@@ -76,9 +76,9 @@ def clip_to(norms: Norms, *, max_norm: float | Tensor) -> Clip:
     """
     total = norms.total()
     factors = clip_factors(total, max_norm=max_norm)
-    return Clip(
-        dict.fromkeys(norms.squared, factors), torch.as_tensor(max_norm, dtype=total.dtype, device=total.device)
-    )
+    # Filled on the device: a copy from the host could not be captured in a CUDA graph.
+    bound = max_norm.to(total) if isinstance(max_norm, Tensor) else total.new_full((), max_norm)
+    return Clip(dict.fromkeys(norms.squared, factors), bound)
 
 
 def flat(*, max_norm: float) -> ClipStyle:
@@ -95,7 +95,7 @@ def automatic(*, max_norm: float, gamma: float = 0.01) -> ClipStyle:
     def clip(norms: Norms) -> Clip:
         total = norms.total()
         factors = normalising_factors(total, max_norm=max_norm, gamma=gamma)
-        return Clip(dict.fromkeys(norms.squared, factors), total.new_tensor(max_norm))
+        return Clip(dict.fromkeys(norms.squared, factors), total.new_full((), max_norm))
 
     return _static("automatic", clip)
 

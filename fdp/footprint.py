@@ -15,10 +15,9 @@ outlives its backward), so the log is read after the run, with the final labels.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from enum import Enum
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -154,7 +153,7 @@ class Ledger(TorchDispatchMode):
             return args[0].fake_device
         if func in self._awaited:
             self.begin(self._awaited.pop(func))
-        if extra := workspace(func, args, kwargs, measure=_measured):
+        if extra := workspace(func, args, kwargs):
             passing = Held(_rounded(extra), False, Kind.ACTIVATIONS, ())
             self._log += [(passing, 1), (passing, -1)]
         out = self._call(func, args, kwargs)
@@ -285,15 +284,3 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
 
 def _rounded(size: int) -> int:
     return -(-size // ROUNDED_TO) * ROUNDED_TO
-
-
-@cache
-def _measured(draw: Callable[..., Tensor], shape: Sequence[int], size: Sequence[int], *rest: Any) -> int:
-    """The most that a draw of that size holds at a time, its result left out."""
-    ledger = Ledger({})
-    with ledger:
-        key = torch.empty(8, dtype=torch.int64, device=DEVICE)
-        ledger.begin(Phase.PASS)
-        result = draw(key, shape, [0] * len(shape), size, *rest)
-        own = _rounded(key.nbytes) + _rounded(result.untyped_storage().nbytes())
-    return ledger.peaks(host=False)[Phase.PASS].total - own

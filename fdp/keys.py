@@ -1,6 +1,7 @@
 """Explicit random keys: every random number is a function of a key and of the element's place.
 
     value[i] = f(words 2i, 2i + 1 of ChaCha20(key)),      i the row-major index in the *global* tensor
+    normal[i] = ±Φ⁻¹ of word i,                           and, one time in 2^15, of 32 bits more
     split, fold_in:  child = the first 256 bits of ChaCha20(key, nonce = purpose | data)
 
 ChaCha20 is RFC 8439 (2018). The purpose is part of the nonce, so children and draws never share a stream.
@@ -30,9 +31,9 @@ from fdp.types import FdpError, Key
 Window: TypeAlias = Sequence[tuple[int, int]]
 """A box inside a tensor: ``(start, length)`` for every dim."""
 
-_SPLIT, _FOLD_INT, _FOLD_STR = 1, 2, 3  # low byte of the nonce's first word; draws have nonce 0
+# Low byte of the nonce's first word; draws have nonce 0 and, for the tails of the normal law, chacha20.FINE.
+_SPLIT, _FOLD_INT, _FOLD_STR = 1, 2, 3
 _FAR = 37.0  # beyond it the normal law has no mass that float64 could hold
-_MAX_ELEMENTS = chacha20.MAX_BLOCKS * chacha20.ELEMENTS
 
 
 def key(seed: int | None = None) -> Key:
@@ -86,6 +87,31 @@ def fold_in(key: Key, data: int | str | Int[Tensor, ""]) -> Key:
     return chacha20.keystream(key, nonce, 0, 1)[:8]
 
 
+def path_nonces(paths: Sequence[str], device: torch.device | str | None = None) -> Int[Tensor, "paths 3"]:
+    """What ``fold_in`` makes of each path, on a device: made once, so that a captured step copies nothing there."""
+    return torch.tensor([_path_words(path) for path in paths], dtype=torch.int64).view(-1, 3).to(device)
+
+
+def fold_in_nonces(key: Key, nonces: Int[Tensor, "paths 3"]) -> Int[Tensor, "paths 8"]:
+    """The keys of many paths at once.
+
+    Guarantees:
+      - row ``i`` is ``fold_in(key, paths[i])`` for ``nonces = path_nonces(paths)``.
+    """
+    _check_key(key)
+    if nonces.dtype != torch.int64 or nonces.dim() != 2 or nonces.shape[1] != 3:
+        raise FdpError(
+            f"nonces: expected int64 of shape (paths, 3), got {nonces.dtype} of shape {tuple(nonces.shape)}; "
+            "make them with fdp.keys.path_nonces(paths, device)"
+        )
+    return chacha20.children(key, nonces)
+
+
+def fold_in_all(key: Key, paths: Sequence[str]) -> Int[Tensor, "paths 8"]:
+    """``fold_in(key, path)`` for every path, in one go."""
+    return fold_in_nonces(key, path_nonces(paths, key.device))
+
+
 def bits(key: Key, shape: Sequence[int], *, window: Window | None = None) -> Int[Tensor, "..."]:
     """64 random bits per element, as int64.
 
@@ -93,7 +119,7 @@ def bits(key: Key, shape: Sequence[int], *, window: Window | None = None) -> Int
       - with a window, bitwise the same slice of the draw without one, and no more memory than that slice.
     """
     _check_key(key)
-    return chacha20.bits(key, *_box(shape, window))
+    return chacha20.bits(key, *_box(shape, window, per_block=chacha20.ELEMENTS))
 
 
 def uniform(
@@ -109,13 +135,17 @@ def uniform(
 def normal(
     key: Key, shape: Sequence[int], *, dtype: torch.dtype = torch.float32, window: Window | None = None
 ) -> Float[Tensor, "..."]:
-    """N(0, 1) by inverse CDF in float64, then rounded to ``dtype``: ``±Φ⁻¹((t + 1/2) 2⁻⁶⁴)``, ``t < 2⁶³``.
+    """N(0, 1) by inverse CDF, in ``dtype``: ``±Φ⁻¹((m + 1/2) 2⁻³²)``, ``m < 2³¹``; 32 bits more where ``m < 2¹⁶``.
+
+    Computed in float64 and rounded; up to float32 on a GPU, from the same bits in float32 (within 1e-6 of the value).
 
     Guarantees:
       - symmetric; values out to 9.1 sigma occur with their true probability;
       - with a window, bitwise the same slice of the draw without one.
     """
-    return truncated_normal(key, shape, lower=-math.inf, upper=math.inf, dtype=dtype, window=window)
+    _check_key(key)
+    _check_float(dtype)
+    return chacha20.normal(key, *_box(shape, window, per_block=chacha20.WORDS), -math.inf, math.inf, dtype)
 
 
 def truncated_normal(
@@ -130,9 +160,12 @@ def truncated_normal(
     """N(0, 1) given that it lies in [lower, upper]: inverse CDF in float64, no rejection, then ``dtype``."""
     _check_key(key)
     _check_float(dtype)
+    if (lower, upper) == (-math.inf, math.inf):
+        return normal(key, shape, dtype=dtype, window=window)
     if not (lower < upper and lower < _FAR and upper > -_FAR):
         raise FdpError(f"truncated_normal: expected lower < upper, and some of it in ±{_FAR}, got [{lower}, {upper}]")
-    return chacha20.normal(key, *_box(shape, window), float(lower), float(upper), dtype)
+    box = _box(shape, window, per_block=chacha20.ELEMENTS)
+    return chacha20.normal(key, *box, float(lower), float(upper), dtype)
 
 
 def _words(raw: bytes) -> list[int]:
@@ -153,11 +186,15 @@ def _nonce(key: Key, *words: int) -> Int[Tensor, " 3"]:
     return torch.stack([key.new_full((), word) for word in words])
 
 
-def _box(shape: Sequence[int], window: Window | None) -> tuple[list[int], list[int], list[int]]:
+def _box(shape: Sequence[int], window: Window | None, *, per_block: int) -> tuple[list[int], list[int], list[int]]:
     """Shape, starts and lengths, checked."""
     shape = list(shape)
-    if math.prod(shape) > _MAX_ELEMENTS:
-        raise FdpError(f"shape {shape}: expected at most 2^35 elements per key (2^32 blocks); split the key instead")
+    if math.prod(shape) > chacha20.MAX_BLOCKS * per_block:
+        power = 31 + per_block.bit_length()
+        raise FdpError(
+            f"shape {shape}: expected at most 2^{power} elements per key (2^32 blocks of {per_block}); "
+            "split the key instead"
+        )
     if window is None:
         return shape, [0] * len(shape), shape
     if len(window) != len(shape):

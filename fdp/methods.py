@@ -1,17 +1,16 @@
 """Methods as plans: for every use of a parameter, how its norm is found and how its part of the sum is made.
 
-Let x: (B, T, d) be the input and g: (B, T, p) the output gradient of a linear layer; W = 2BTdp flops make one ordinary
-weight gradient.
+| method        | norms by                                  | sum by                                   |
+|---------------|-------------------------------------------|------------------------------------------|
+| none          | no norms: plain training                  | one ordinary backward                    |
+| materialize   | VMAP, every sample's gradient in memory   | REUSE of what was kept                   |
+| ghost         | GRAM matrices                             | SECOND backward, nothing kept            |
+| ghost_bk      | GRAM matrices                             | kept PAIRs (x, g), one weighted product  |
+| flash         | DIRECT or SYMMETRIC, the cheaper          | SECOND backward                          |
+| flash_bk      | DIRECT or SYMMETRIC, the cheaper          | kept PAIRs                               |
+| auto          | the cheapest of all, under a budget       | the one that goes with it                |
 
-| norm by  | flops of the norm    | kept until the sum        | flops of the sum      |
-|----------|----------------------|---------------------------|-----------------------|
-| VMAP     | W, one sample a time | B p d (any operation)     | B p d                 |
-| KEEP     | W                    | B p d                     | B p d (a weighted sum)|
-| DIRECT   | W                    | B T (p + d), or nothing   | W                     |
-| GRAM     | 2 B T^2 (p + d)      | B T (p + d), or nothing   | W                     |
-
-The sum is made by REUSE of kept per-sample gradients, from a kept PAIR (x, g) by one weighted matrix product, or by a
-SECOND backward that recomputes the pairs block by block and keeps nothing.
+What each costs is in ``fdp.costs``; what it cost on this device, once timed, in ``fdp.timing``.
 
     >>> plan = make_plan(model, params, microbatch, method=Method.AUTO)
     >>> print(explain(plan))
@@ -26,8 +25,10 @@ from typing import NamedTuple
 import torch
 
 from fdp import tree
+from fdp.costs import Choice, NormBy, Rates, SumBy, candidates, rates_of, second_backward
 from fdp.model import Model, check_losses
-from fdp.taps import EXPANDED, Use, batch_size_of, trace
+from fdp.taps import Use, batch_size_of, trace
+from fdp.timing import Timings, signature
 from fdp.types import FdpError, Flat, Path, Tree
 
 
@@ -38,29 +39,9 @@ class Method(Enum):
     MATERIALIZE = "materialize"
     GHOST = "ghost"
     GHOST_BK = "ghost_bk"
+    FLASH = "flash"
+    FLASH_BK = "flash_bk"
     AUTO = "auto"
-
-
-class NormBy(Enum):
-    VMAP = "vmap"
-    KEEP = "keep"
-    DIRECT = "direct"
-    GRAM = "gram"
-
-
-class SumBy(Enum):
-    REUSE = "reuse"
-    PAIR = "pair"
-    SECOND = "second backward"
-
-
-class Choice(NamedTuple):
-    """How one leaf's norm and sum are computed, with the predicted cost of both and the bytes kept in between."""
-
-    norm: NormBy
-    sum: SumBy
-    flops: float
-    kept_bytes: float
 
 
 class Plan(NamedTuple):
@@ -82,12 +63,6 @@ class Plan(NamedTuple):
         return sum(choice.kept_bytes for choice in self.choices.values())
 
 
-# Gram matrices are formed in float64, whatever the records; on the CPU that takes twice the time of float32.
-GRAM_PENALTY = {torch.float32: 2.0, torch.float64: 1.0, torch.bfloat16: 2.0, torch.float16: 2.0}
-# What moving one kept element costs, in flops of a matrix product that could have been done in the time.
-FLOPS_PER_ELEMENT_MOVED = 32.0
-
-
 def make_plan(
     model: Model,
     params: Tree,
@@ -96,8 +71,11 @@ def make_plan(
     method: Method = Method.AUTO,
     memory_budget: float | None = None,
     dtype: torch.dtype = torch.float32,
+    timings: Timings | None = None,
 ) -> Plan:
     """Trace ``model`` on the shapes of ``microbatch`` and decide for every trainable leaf.
+
+    ``timings`` gives measured seconds of choices for ``auto`` and the flash methods to go by, where it has any.
 
     ``memory_budget`` (bytes) bounds what ``auto`` keeps of all leaves between norms and sum; beyond it pairs are
     recomputed in a second backward, from the input of every block. Default: no bound.
@@ -125,25 +103,37 @@ def make_plan(
         by_leaf[use.path].append(use)
     if unused := [path for path, leaf_uses in by_leaf.items() if not leaf_uses]:
         raise FdpError(f"{model.name}: the loss never uses {unused}; freeze them (Model.frozen) or remove them")
-    choices = {path: _choose(leaf_uses, method, dtype) for path, leaf_uses in by_leaf.items()}
+    rates = rates_of(tree.leaves(microbatch)[0].device, dtype)
+    ways = {
+        path: _timed(candidates(uses, dtype=dtype, rates=rates), uses, dtype, timings) for path, uses in by_leaf.items()
+    }
+    choices = {path: _choose(ways[path], by_leaf[path], method, rates) for path in by_leaf}
+    if method is Method.AUTO and rates.kernels:
+        # A head whose per-sample gradients are kept is fused with its loss: no logits to hold, or to write and read.
+        heads = {block.params[block.head.weight] for block in model.blocks if block.head is not None}
+        choices |= {path: ways[path][NormBy.KEEP] for path in heads & set(choices)}
     if method is Method.AUTO and memory_budget is not None:
-        choices = _within(choices, by_leaf, memory_budget, dtype)
+        choices = _within(choices, ways, by_leaf, memory_budget, rates)
     return Plan(method, uses, choices, model.trainable, batch_size, dtype)
 
 
 def explain(plan: Plan) -> str:
-    """The plan as a table: one line per use of a leaf, with its choice and why (flops, bytes kept)."""
+    """The plan as a table: one line per use of a leaf, with its choice and why (seconds, bytes kept)."""
     lines = [f"method {plan.method.value}, microbatch {plan.batch_size}, {str(plan.dtype).removeprefix('torch.')}"]
-    lines.append(f"{'leaf':40} {'use':10} {'input':18} {'norm':8} {'sum':16} {'Mflop':>9} {'kept MiB':>9}")
+    lines.append(
+        f"{'leaf':40} {'use':10} {'input':18} {'norm':10} {'sum':16} {'predicted ms':>12} {'measured ms':>11} "
+        f"{'kept MiB':>9}"
+    )
     rows = [use for block in plan.uses for use in block] or [
         Use(path, path, "any", (), (), ()) for path in plan.choices
     ]
     for use in rows:
         choice = plan.choices[use.path]
         shape = "x".join(map(str, use.input_shape))
+        measured = "" if choice.measured is None else f"{choice.measured * 1e3:.3f}"
         lines.append(
-            f"{use.path:40} {use.rule:10} {shape:18} {choice.norm.value:8} {choice.sum.value:16} "
-            f"{choice.flops / 1e6:9.1f} {choice.kept_bytes / 2**20:9.2f}"
+            f"{use.path:40} {use.rule:10} {shape:18} {choice.norm.value:10} {choice.sum.value:16} "
+            f"{choice.seconds * 1e3:12.3f} {measured:>11} {choice.kept_bytes / 2**20:9.2f}"
         )
     lines.append(f"kept between norms and sum: {plan.kept_bytes / 2**20:.1f} MiB")
     return "\n".join(lines)
@@ -162,28 +152,41 @@ def _trace_model(
     return tuple(uses)
 
 
-def _choose(uses: list[Use], method: Method, dtype: torch.dtype) -> Choice:
-    """The cheapest choice for one leaf; ``ghost`` and ``ghost_bk`` fix the norm to GRAM and differ in the sum."""
-    keep, pair = _keep(uses, dtype), _pair(uses, dtype)
-    if uses[0].rule == EXPANDED and len({use.rule for use in uses}) == 1:
-        return keep if method is not Method.GHOST else _second(pair, uses)
-    if method is Method.GHOST_BK:
-        return pair
-    if method is Method.GHOST:
-        return _second(pair, uses)
-    return min(keep, pair, _direct(uses, dtype), key=lambda choice: choice.flops)
+def _timed(
+    ways: dict[NormBy, Choice], uses: list[Use], dtype: torch.dtype, timings: Timings | None
+) -> dict[NormBy, Choice]:
+    if timings is None or len(uses) != 1:
+        return ways
+    return {by: way._replace(measured=timings.get(signature(uses[0], by, dtype))) for by, way in ways.items()}
+
+
+def _choose(ways: dict[NormBy, Choice], uses: list[Use], method: Method, rates: Rates) -> Choice:
+    """The cheapest choice for one leaf among those of the method. Small parameters have one way only."""
+    allowed = {
+        Method.GHOST: (NormBy.GRAM,),
+        Method.GHOST_BK: (NormBy.GRAM,),
+        Method.FLASH: (NormBy.DIRECT, NormBy.SYMMETRIC),
+        Method.FLASH_BK: (NormBy.DIRECT, NormBy.SYMMETRIC),
+        Method.AUTO: tuple(ways),
+    }[method]
+    best = min((ways[by] for by in allowed if by in ways), key=lambda way: way.price, default=ways[NormBy.KEEP])
+    return second_backward(best, uses, rates=rates) if method in (Method.GHOST, Method.FLASH) else best
 
 
 def _within(
-    choices: dict[Path, Choice], by_leaf: dict[Path, list[Use]], budget: float, dtype: torch.dtype
+    choices: dict[Path, Choice],
+    ways: dict[Path, dict[NormBy, Choice]],
+    by_leaf: dict[Path, list[Use]],
+    budget: float,
+    rates: Rates,
 ) -> dict[Path, Choice]:
-    """Keep less, largest saving per extra flop first; if that is not enough, keep nothing and go back twice."""
+    """Keep less, largest saving per extra second first; if that is not enough, keep nothing and go back twice."""
     choices = dict(choices)
     smaller = []
     for path, choice in choices.items():
-        other = min(_keep(by_leaf[path], dtype), _pair(by_leaf[path], dtype), key=lambda c: c.kept_bytes)
+        other = min(ways[path].values(), key=lambda way: (way.kept_bytes, way.price))
         if other.kept_bytes < choice.kept_bytes:
-            price = (other.flops - choice.flops) / (choice.kept_bytes - other.kept_bytes)
+            price = (other.price - choice.price) / (choice.kept_bytes - other.kept_bytes)
             smaller.append((price, path, other))
     for _, path, other in sorted(smaller, key=lambda entry: entry[:2]):
         if sum(choice.kept_bytes for choice in choices.values()) <= budget:
@@ -191,68 +194,4 @@ def _within(
         choices[path] = other
     if sum(choice.kept_bytes for choice in choices.values()) <= budget:
         return choices
-    return {path: _second(choice, by_leaf[path]) for path, choice in choices.items()}
-
-
-def _sizes(use: Use) -> tuple[int, int, int, int]:
-    """B, T, and the two sides of the leaf as a matrix: rows p and columns d (per group for convolutions)."""
-    batch, *_ = use.input_shape
-    rows = use.leaf_shape[0] if use.leaf_shape else 1
-    columns = math.prod(use.leaf_shape[1:])
-    if use.rule == EXPANDED:
-        return batch, 1, rows, columns
-    width = columns if use.rule == "embedding" else rows
-    return batch, max(1, math.prod(use.output_shape[1:]) // max(1, width)), rows, columns
-
-
-def _gradient_flops(use: Use) -> float:
-    batch, tokens, rows, columns = _sizes(use)
-    if use.rule == EXPANDED:
-        return 0.0
-    return 2.0 * batch * tokens * columns * (1 if use.rule == "embedding" else rows)
-
-
-def _keep(uses: list[Use], dtype: torch.dtype) -> Choice:
-    batch, _, rows, columns = _sizes(uses[0])
-    elements = batch * rows * columns
-    moved = elements * FLOPS_PER_ELEMENT_MOVED * (len(uses) + 1)
-    flops = sum(_gradient_flops(use) for use in uses) + moved
-    return Choice(NormBy.KEEP, SumBy.REUSE, flops, elements * dtype.itemsize)
-
-
-def _pair_bytes(uses: list[Use], dtype: torch.dtype) -> float:
-    total = 0.0
-    for use in uses:
-        batch, tokens, rows, columns = _sizes(use)
-        if use.rule == EXPANDED:
-            total += batch * rows * columns * dtype.itemsize
-        elif use.rule == "embedding":
-            total += batch * tokens * (columns * dtype.itemsize + 8)
-        else:
-            total += batch * tokens * (rows + columns) * dtype.itemsize
-    return total
-
-
-def _pair(uses: list[Use], dtype: torch.dtype) -> Choice:
-    """Gram norms, cross terms between all uses included."""
-    flops = 0.0
-    for i, use in enumerate(uses):
-        batch, tokens, rows, columns = _sizes(use)
-        left = 1 if use.rule == "embedding" else rows
-        for other in uses[: i + 1]:
-            products = 2.0 * batch * tokens * _sizes(other)[1] * (left + columns)
-            flops += products * GRAM_PENALTY[dtype]
-        flops += _gradient_flops(use)
-    return Choice(NormBy.GRAM, SumBy.PAIR, flops, _pair_bytes(uses, dtype))
-
-
-def _direct(uses: list[Use], dtype: torch.dtype) -> Choice:
-    batch, _, rows, columns = _sizes(uses[0])
-    moved = batch * rows * columns * FLOPS_PER_ELEMENT_MOVED
-    flops = 2 * sum(_gradient_flops(use) for use in uses) + moved
-    return Choice(NormBy.DIRECT, SumBy.PAIR, flops, _pair_bytes(uses, dtype))
-
-
-def _second(choice: Choice, uses: list[Use]) -> Choice:
-    norm = NormBy.DIRECT if choice.norm is NormBy.KEEP else choice.norm
-    return Choice(norm, SumBy.SECOND, choice.flops + 2 * sum(_gradient_flops(use) for use in uses), 0.0)
+    return {path: second_backward(choice, by_leaf[path], rates=rates) for path, choice in choices.items()}

@@ -32,16 +32,29 @@ class LeafSpec(NamedTuple):
     tensor_dim: int | None = None
 
 
+class LossHead(NamedTuple):
+    """The end of a language model in parts: ``losses_b = mean_t cross_entropy(features_bt W^T, targets_bt)``.
+
+    ``features(params, carry, data)`` is what meets the weight; ``weight`` its name in the block's params;
+    ``targets(data)`` the tokens to predict. A loop that knows the parts need never hold the logits whole.
+    """
+
+    features: Callable[[Tree, Tree, Tree], Tensor]
+    weight: str
+    targets: Callable[[Tree], Tensor]
+
+
 class Block(NamedTuple):
     """One stage of a stack: ``carry = apply(params, carry, data)``.
 
     ``params`` is a tree of *paths*; ``apply`` receives the same tree with the leaves in their place. Blocks that
-    compute the same function share the same ``apply`` object.
+    compute the same function share the same ``apply`` object. ``head`` says the same as ``apply``, in parts.
     """
 
     name: str
     params: Tree
     apply: Callable[[Tree, Tree, Tree], Tree]
+    head: LossHead | None = None
 
 
 class Model(NamedTuple):

@@ -11,12 +11,14 @@ Your own operation: a :class:`fdp.rules.Rule` and ``use(rule, x, weight)``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fdp.rules import OneHot, Pair, Rule, rows
 from fdp.taps import Watched
@@ -44,6 +46,8 @@ def linear(
     """``x W^T + b`` on inputs of any rank."""
     if bias is not None and not isinstance(weight, Watched) and not isinstance(bias, Watched):
         return F.linear(x, weight, bias)
+    if isinstance(weight, Watched) and isinstance(bias, Watched) and weight.tape.attached:
+        return weight.tape.output_with_bias(LINEAR, x, weight, bias)
     y = use(LINEAR, x, weight)
     return y if bias is None else add(y, bias)
 
@@ -124,6 +128,14 @@ def attention(
         repeat = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+
+def fast_attention(device: torch.device) -> AbstractContextManager[Any]:
+    """On a GPU, inside: attention by cuDNN where it can, which on Hopper is well ahead of torch's first choice."""
+    if device.type != "cuda":
+        return nullcontext()
+    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return sdpa_kernel(order, set_priority=True)
 
 
 def _copies(weight: Weight, x: Tensor) -> Tensor:

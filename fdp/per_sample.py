@@ -10,31 +10,40 @@ sum        sum_b c_b G_b per leaf, block by block                             fr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
+from fdp_kernels.keep import squared_parts
 from jaxtyping import Float
 from torch import Tensor
 
 from fdp import tree
 from fdp.block_loop import ALL_KEPT, NOTHING_LEFT, Left, Memory, Weights, backward, forward, make_weights
-from fdp.methods import Choice, NormBy, Plan, SumBy
+from fdp.compiled import Blocks
+from fdp.costs import Choice, NormBy, SumBy
+from fdp.methods import Plan
 from fdp.model import Model
 from fdp.rules import (
     Dense,
     Record,
     cross_term,
+    direct_squared_norm,
     gram_rounding,
     gram_squared_norm,
     per_sample_gradient,
     squared_norm,
+    stored_squared_norm,
+    symmetric_squared_norm,
     weighted_gradient,
     widened,
 )
 from fdp.sharding import Reduce, Sharding
 from fdp.traffic import owned, reduced, sum_over_parts
-from fdp.types import Clip, ClippedSum, FdpError, Flat, Norms, Path, Tree
+from fdp.types import Clip, ClippedSum, FdpError, Flat, Norms, Path, Tree, Weighted
+
+SMALL = 1 << 16
+"""Elements of a leaf up to which per-sample gradients wait for others of their size before their norms are taken."""
 
 
 class Stash(NamedTuple):
@@ -55,6 +64,7 @@ def per_sample_norms(
     plan: Plan,
     sharding: Sharding | None = None,
     memory: Memory = ALL_KEPT,
+    blocks: Blocks | None = None,
 ) -> tuple[Float[Tensor, " batch"], Norms, Stash]:
     """Losses, squared gradient norms per sample and leaf, and what the clipped sum needs. One forward, one backward.
 
@@ -65,7 +75,7 @@ def per_sample_norms(
       - every trainable leaf is in the norms, all its uses together (cross terms included);
       - sums of squares are accumulated in float64, whatever the compute dtype.
     """
-    weights = make_weights(model, params, data, plan, sharding, memory)
+    weights = make_weights(model, params, data, plan, sharding, memory, blocks)
     losses, opened, carries = forward(weights, data, plan)
     second = any(choice.sum is SumBy.SECOND for choice in plan.choices.values())
     inputs = tuple(carries) if second else ()
@@ -73,24 +83,35 @@ def per_sample_norms(
     open_records: dict[Path, list[Record]] = {}
     kept: dict[Path, list[Record]] = {}
     squared: dict[Path, Tensor] = {}
-    ones = torch.ones_like(losses)
-    for _, records in backward(weights, ones, opened, carries, data, plan, token=losses):
+    small: Flat = {}
+    squares: Flat = {}
+    for _, records in backward(weights, None, opened, carries, data, plan, token=losses):
         for path, found in records.items():
             choice = plan.choices[path]
             open_records[path] = _merge(open_records.get(path, []) + found, choice)
             waiting[path] -= 1
             if waiting[path] == 0:
                 done = open_records.pop(path)
-                squared[path] = _squared(done, choice)
+                first, *more = done
+                if more or not isinstance(first, Dense):
+                    squared[path] = _squared(done, choice)
+                elif first.gradient[0].numel() <= SMALL:
+                    small[path] = first.gradient
+                else:
+                    squares[path] = squared_parts(first.gradient.reshape(plan.batch_size, -1))
                 if choice.sum is not SumBy.SECOND:
                     kept[path] = done
+    squared |= _together(small, lambda these: torch.linalg.vector_norm(these, dim=-1, dtype=torch.float64).square())
+    squared |= _together(squares, lambda parts: parts.sum(-1))
     norms = Norms({path: squared[path] for path in weights.parts if path in plan.trainable})
     stash = Stash(kept, inputs, weights, data, plan)
     return losses.to(_wide(losses.dtype)), sum_over_parts(sharding, norms), stash
 
 
-def clipped_sum(stash: Stash, clip: Clip) -> ClippedSum:
+def clipped_sum(stash: Stash, clip: Clip, *, made: bool = True) -> ClippedSum:
     """``sum_b factor_b G_b`` per leaf, in float64, over this rank's samples.
+
+    With ``made=False`` the sums of kept per-sample gradients are left to be made, for who adds noise in the same pass.
 
     Where sums are reduced in every microbatch, over all ranks' samples, and this rank's part of it: each block's sums
     travel while the next block's are made, so that no more than two blocks' whole gradients are alive at a time.
@@ -100,7 +121,7 @@ def clipped_sum(stash: Stash, clip: Clip) -> ClippedSum:
       - a sample whose factor is 0 contributes exactly 0, even if its gradient is NaN or infinite.
     """
     sharding, memory = stash.weights.sharding, stash.weights.memory
-    total = reduced(_reducing(sharding), _weighted_blocks(stash, clip), device=memory.sums_on)
+    total = reduced(_reducing(sharding), _weighted_blocks(stash, clip, made), device=memory.sums_on)
     if set(total) != set(clip.factors):
         raise FdpError(f"clipped_sum: leaves {sorted(set(total) ^ set(clip.factors))} are in the norms or the sum only")
     return ClippedSum({path: total[path] for path in clip.factors}, clip.sensitivity)
@@ -115,13 +136,19 @@ def plain_sum(
     plan: Plan,
     sharding: Sharding | None = None,
     memory: Memory = ALL_KEPT,
-) -> tuple[Float[Tensor, " batch"], Flat]:
-    """Losses and ``sum_b mask_b G_b``: the same loop without privacy, one ordinary backward."""
-    weights = make_weights(model, params, data, plan, sharding, memory)
-    losses, opened, carries = forward(weights, data, plan)
-    start = torch.where(mask > 0, torch.ones_like(losses), torch.zeros_like(losses))
-    blocks = _plain_blocks(weights, start, opened, carries, data, plan, token=losses)
-    total = reduced(_reducing(sharding), blocks, device=memory.sums_on)
+    blocks: Blocks | None = None,
+    made: bool = True,
+) -> tuple[Float[Tensor, " batch"], dict[Path, Any]]:
+    """Losses and ``sum_b mask_b G_b``: the same loop without privacy, one ordinary backward.
+
+    With ``made=False`` the sums are left in the dtype they were computed in, as in ``clipped_sum``.
+    """
+    weights = make_weights(model, params, data, plan, sharding, memory, blocks)
+    counted = (mask > 0).to(torch.float32)
+    losses, opened, carries = forward(weights, data, plan, gradient=counted)
+    start = counted.to(losses.dtype)
+    stream = _plain_blocks(weights, start, opened, carries, data, plan, made, token=losses)
+    total = reduced(_reducing(sharding), stream, device=memory.sums_on)
     return losses.to(_wide(losses.dtype)), {path: total[path] for path in weights.parts if path in plan.trainable}
 
 
@@ -138,7 +165,7 @@ def _reducing(sharding: Sharding | None) -> Sharding | None:
     return sharding if sharding is not None and sharding.reduce is Reduce.PER_MICROBATCH else None
 
 
-def _weighted_blocks(stash: Stash, clip: Clip) -> Iterator[Flat]:
+def _weighted_blocks(stash: Stash, clip: Clip, made: bool) -> Iterator[dict[Path, Any]]:
     """Block by block, the weighted sums of the leaves that are complete with it."""
     weights, plan = stash.weights, stash.plan
     blocks = range(len(weights.model.blocks))
@@ -155,19 +182,33 @@ def _weighted_blocks(stash: Stash, clip: Clip) -> Iterator[Flat]:
             yield {path: whole.pop(path) for path in done}
     for i in blocks:
         kept = [path for path in owned(weights.model, i) if path in stash.records]
-        yield {path: _weighted(stash.records[path], clip.factors[path]) for path in kept}
+        if made:
+            yield {path: _weighted(stash.records[path], clip.factors[path]) for path in kept}
+        else:
+            yield {path: _to_weigh(stash.records[path], clip.factors[path]) for path in kept}
 
 
 def _plain_blocks(
-    weights: Weights, start: Tensor, opened: list[Left], carries: list[Tree], data: Tree, plan: Plan, *, token: Tree
-) -> Iterator[Flat]:
+    weights: Weights,
+    start: Tensor,
+    opened: list[Left],
+    carries: list[Tree],
+    data: Tree,
+    plan: Plan,
+    made: bool,
+    *,
+    token: Tree,
+) -> Iterator[dict[Path, Any]]:
     whole: Flat = {}
+    one = start.new_ones(1)
     for i, found in backward(weights, start, opened, carries, data, plan, token=token):
         for path, leaf in found.items():
-            leaf = leaf.to(_wide(leaf.dtype))
-            whole[path] = whole[path] + leaf if path in whole else leaf
+            whole[path] = _widened(whole[path]) + _widened(leaf) if path in whole else leaf
         done = [path for path in owned(weights.model, i) if path in whole]
-        yield {path: whole.pop(path) for path in done}
+        if made:
+            yield {path: _widened(whole.pop(path)) for path in done}
+        else:
+            yield {path: Weighted(whole.pop(path).unsqueeze(0), one) for path in done}
 
 
 def _merge(records: list[Record], choice: Choice) -> list[Record]:
@@ -180,15 +221,38 @@ def _merge(records: list[Record], choice: Choice) -> list[Record]:
 
 def _squared(records: list[Record], choice: Choice) -> Tensor:
     """The squared norm, in float64, of exactly what the sum will add for each sample, all uses of the leaf together."""
-    if choice.norm is NormBy.GRAM:
+    if len(records) == 1 and choice.norm is NormBy.GRAM:
+        return stored_squared_norm(records[0])
+    if len(records) == 1 and choice.norm is NormBy.SYMMETRIC:
+        return symmetric_squared_norm(records[0])
+    if len(records) == 1 and choice.norm is NormBy.DIRECT and choice.sum is not SumBy.REUSE:
+        return direct_squared_norm(records[0])
+    if choice.norm in (NormBy.GRAM, NormBy.SYMMETRIC):
         total = sum(gram_squared_norm(record) for record in records)
         crossed = [(a, b) for i, a in enumerate(records) for b in records[:i]]
         square = torch.as_tensor(total + 2 * sum(cross_term(a, b) for a, b in crossed))
         return square.clamp_min(0) + gram_rounding(records)
-    # Kept gradients are added as they are; pairs are multiplied out in float64 by the sum, and so here.
-    exact = records if choice.sum is SumBy.REUSE else [widened(record) for record in records]
-    first, *rest = [per_sample_gradient(record) for record in exact]
+    # Several uses of pairs, which the sum multiplies out in float64; so here.
+    first, *rest = [per_sample_gradient(widened(record)) for record in records]
     return squared_norm(Dense(sum(rest, start=first)))
+
+
+def _together(leaves: Flat, norms: Callable[[Tensor], Tensor]) -> Flat:
+    """``norms`` of many leaves, (batch, ...) each: those of equal size in one go, not leaf by leaf."""
+    by_size: dict[tuple[int, torch.dtype], list[Path]] = {}
+    for path, leaf in leaves.items():
+        by_size.setdefault((leaf[0].numel(), leaf.dtype), []).append(path)
+    found: Flat = {}
+    for paths in by_size.values():
+        stacked = torch.stack([leaves[path].reshape(len(leaves[path]), -1) for path in paths])
+        found |= dict(zip(paths, norms(stacked).unbind()))
+    return found
+
+
+def _to_weigh(records: list[Record], factors: Tensor) -> Weighted | Tensor:
+    """The sum of one leaf, not yet made if it is one of kept per-sample gradients."""
+    first, *rest = records
+    return Weighted(first.gradient, factors) if isinstance(first, Dense) and not rest else _weighted(records, factors)
 
 
 def _weighted(records: list[Record], factors: Tensor) -> Tensor:
@@ -204,6 +268,10 @@ def _count_uses(model: Model, plan: Plan) -> dict[Path, int]:
         for path in {use.path for use in uses} | set(by_vmap):
             counts[path] += 1
     return counts
+
+
+def _widened(leaf: Tensor) -> Tensor:
+    return leaf.to(_wide(leaf.dtype))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

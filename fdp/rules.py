@@ -7,6 +7,9 @@ A use is recorded in one of two forms.
   convolution is a linear layer on unfolded patches, one group at a time.
 - ``Dense(gradient)``: ``G_b`` itself, for small parameters and for anything without structure.
 
+In half precision on a GPU the products run by the kernels of ``fdp_kernels``, each of which says what rounding it
+leaves; everywhere else all that bears on privacy is done in float64.
+
 On either form:  ``per_sample_gradient``  G_b;  ``squared_norm``  |G_b|^2, from G_b or from Gram matrices without
 forming it (Goodfellow 2015, arXiv 1510.01799; Li et al. 2022, arXiv 2110.05679);  ``cross_term``  <G_b, H_b> of two
 uses of one leaf, because |G + H|^2 = |G|^2 + 2<G, H> + |H|^2;  ``weighted_gradient``  sum_b c_b G_b.
@@ -23,6 +26,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from fdp_kernels.direct import direct
+from fdp_kernels.embedding import embedding_norms, embedding_sum
+from fdp_kernels.ghost import ghost
+from fdp_kernels.keep import squared_norms, weighted_sum
+from fdp_kernels.stored_gram import stored_gram
+from fdp_kernels.weighted import weighted
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -87,6 +96,47 @@ def squared_norm(record: Record) -> Float[Tensor, " batch"]:
     return _sum_of_squares(per_sample_gradient(record))
 
 
+def direct_squared_norm(record: Record) -> Float[Tensor, " batch"]:
+    """``|G_b|^2`` of exactly what ``weighted_gradient`` adds for the sample, ``G_b`` not stored where a kernel can.
+
+    Float32 pairs are multiplied out in float64 by the sum, and so here.
+    """
+    if not has_kernels(record):
+        return squared_norm(widened(record))
+    assert isinstance(record, Pair)
+    if isinstance(record.left, OneHot):
+        return embedding_norms(record.left.ids, record.right.squeeze(1))
+    return _over_groups(direct, record)
+
+
+def symmetric_squared_norm(record: Record) -> Float[Tensor, " batch"]:
+    """``|G_b|^2`` by half the tiles of both Gram matrices, none stored; never understated by rounding."""
+    if not has_kernels(record):
+        return stored_squared_norm(record)
+    assert isinstance(record, Pair)
+    return direct_squared_norm(record) if isinstance(record.left, OneHot) else _over_groups(ghost, record)
+
+
+def stored_squared_norm(record: Record) -> Float[Tensor, " batch"]:
+    """``|G_b|^2`` by Gram matrices, stored; never understated by rounding."""
+    if not has_kernels(record):
+        return gram_squared_norm(record).clamp_min(0) + gram_rounding([record])
+    assert isinstance(record, Pair)
+    return direct_squared_norm(record) if isinstance(record.left, OneHot) else _over_groups(stored_gram, record)
+
+
+def has_kernels(record: Record) -> bool:
+    """Whether the record is a pair in half precision on a GPU: there the products run by kernels, in float32."""
+    return isinstance(record, Pair) and record.right.is_cuda and record.right.dtype in (torch.bfloat16, torch.float16)
+
+
+def _over_groups(norms: Callable[[Tensor, Tensor], Tensor], record: Pair) -> Float[Tensor, " batch"]:
+    """Squared norms add up over groups, which a kernel sees as samples."""
+    left, right = record.left, record.right
+    assert isinstance(left, Tensor)
+    return norms(left.flatten(0, 1), right.flatten(0, 1)).view(left.shape[:2]).sum(1)
+
+
 def gram_squared_norm(record: Record) -> Float[Tensor, " batch"]:
     """``|G_b|^2 = <left left^T, right right^T>`` without forming ``G_b``."""
     return cross_term(record, record)
@@ -139,16 +189,20 @@ def weighted_gradient(record: Record, factors: Float[Tensor, " batch"]) -> Float
 
     In float32 the rounding of a matrix product can exceed the clipping bound: a sample whose tokens cancel leaves
     ``eps sum_t |left_t| |right_t|``, and everyone else's part is rounded to its size; and a sum over thousands of
-    samples is rounded to the size of all. In float64 neither matters.
+    samples is rounded to the size of all. In float64 neither matters. Pairs in half precision on a GPU are summed in
+    float32 by kernels, in the order in which ``direct_squared_norm`` measured them: what cancels in the one cancels in
+    the other, and the sum over B samples is rounded to its size, B^2 2^-24 of one sample's bound at the worst.
 
     Guarantees:
       - a sample whose factor is 0 contributes exactly 0, even if its gradient is NaN or infinite;
-      - factors and sums are in float64, never rounded to the record's dtype.
+      - factors are never rounded to the record's dtype.
     """
     factors = factors.double()
     if isinstance(record, Dense):
-        safe = _scaled(record.gradient, (factors > 0).double())
-        return torch.tensordot(factors, safe, dims=1)
+        flat = weighted_sum(record.gradient.reshape(len(factors), -1), factors, torch.float64)
+        return flat.view(record.gradient.shape[1:])
+    if has_kernels(record):
+        return _half_weighted(record, factors)
     left, right, shape = record
     if isinstance(left, OneHot):
         table = right.new_zeros(shape[0], right.shape[-1], dtype=torch.float64)
@@ -157,6 +211,14 @@ def weighted_gradient(record: Record, factors: Float[Tensor, " batch"]) -> Float
     groups = left.shape[1]
     left, right = (z.transpose(0, 1).reshape(groups, -1, z.shape[-1]) for z in (left, right))
     return (left.transpose(-1, -2) @ right).reshape(shape)
+
+
+def _half_weighted(record: Pair, factors: Tensor) -> Tensor:
+    left, right, shape = record
+    if isinstance(left, OneHot):
+        return embedding_sum(left.ids, right.squeeze(1), factors, shape[0]).reshape(shape)
+    parts = [weighted(g, x, factors.float()) for g, x in zip(left.unbind(1), right.unbind(1))]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(shape)
 
 
 def check_rule(rule: Rule, x: Tensor, weight: Tensor, *, tolerance: float = 1e-4, **options: Any) -> None:
@@ -180,15 +242,17 @@ def check_rule(rule: Rule, x: Tensor, weight: Tensor, *, tolerance: float = 1e-4
     square = _sum_of_squares(truth)
     record = rule.record(x, g, tuple(weight.shape), **options)
     alone = torch.cat([rule.forward(x[b : b + 1], weight, **options) for b in range(x.shape[0])])
-    results = {
-        "output of one sample alone": (alone, y),
-        "per-sample gradient": (per_sample_gradient(record), truth),
-        "squared norm": (squared_norm(record), square),
-        "squared norm by Gram": (gram_squared_norm(record), square),
-        "cross term": (cross_term(record, record), square),
-        "weighted gradient": (weighted_gradient(record, factors), torch.einsum("b,b...->...", factors, truth)),
+    mean = torch.einsum("b,b...->...", factors, truth)
+    results: dict[str, tuple[Callable[[], Tensor], Tensor]] = {
+        "output of one sample alone": (lambda: alone, y),
+        "per-sample gradient": (lambda: per_sample_gradient(record), truth),
+        "squared norm": (lambda: squared_norm(record), square),
+        "squared norm by Gram": (lambda: gram_squared_norm(record), square),
+        "cross term": (lambda: cross_term(record, record), square),
+        "weighted gradient": (lambda: weighted_gradient(record, factors), mean),
     }
-    for what, (got, expected) in results.items():
+    for what, (compute, expected) in results.items():
+        got = compute()
         if got.shape != expected.shape:
             raise FdpError(f"rule {rule.name}: {what}: expected shape {tuple(expected.shape)}, got {tuple(got.shape)}")
         error = float((got - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
@@ -216,4 +280,4 @@ def _scaled(x: Tensor, factors: Tensor) -> Tensor:
 
 def _sum_of_squares(gradient: Tensor) -> Tensor:
     # In float64: squares of small float32 numbers are zero in float32, and its vector_norm is 2e-3 off at 10M elements.
-    return torch.linalg.vector_norm(gradient.reshape(len(gradient), -1), dim=1, dtype=torch.float64).square()
+    return squared_norms(gradient.reshape(len(gradient), -1))

@@ -45,7 +45,7 @@ from fdp.sharding import (
     over_tensor_axis,
     shared_key,
 )
-from fdp.step import Stages, compose, init_state, make_stages
+from fdp.step import Compile, Stages, compose, init_state, make_stages
 from fdp.types import Batch, FdpError, Key, Norms, Step, TrainState, Tree
 
 NORMS_CHECKED_UP_TO = 20_000_000
@@ -68,8 +68,8 @@ class RunConfig:
 
     Exactly one of ``noise_multiplier`` and ``epsilon`` is given; with ``Method.NONE``, neither.
     ``batch_size`` is the expected one of Poisson sampling. ``microbatch_size``, ``memory_budget`` (bytes),
-    ``compiled``, ``device``, ``layout`` (None: one process), ``offload`` and ``checkpoint_activations`` change how a
-    run computes, not what. ``seed=None``: a key from the system.
+    ``compile``, ``cuda_graph``, ``device``, ``layout`` (None: one process), ``offload`` and ``checkpoint_activations``
+    change how a run computes, not what. ``seed=None``: a key from the system.
     """
 
     model: Model
@@ -86,11 +86,12 @@ class RunConfig:
     dtype: torch.dtype
     microbatch_size: int
     memory_budget: float | None
-    compiled: bool
+    compile: Compile
     device: torch.device
     layout: Layout | None = None
     offload: Offload = NOTHING
     checkpoint_activations: bool = False
+    cuda_graph: bool = False
 
 
 class Run(NamedTuple):
@@ -173,13 +174,15 @@ def prepare(config: RunConfig, *, root: Key | None = None) -> tuple[Run, TrainSt
         sharding=sharding,
         offload=config.offload,
         checkpoint_activations=config.checkpoint_activations,
+        compile=config.compile,
     )
     epsilons = None
     if mechanism.noise_multiplier > 0:
         counts = range(1, config.steps + 1)
         epsilons = accounting.epsilon_curve(mechanism, steps=counts, delta=config.delta)
-    # What is kept on the CPU is pinned there, and stays so only if it is written in place.
-    step = compose(stages, donate=("state",) if any(config.offload) else (), compiled=config.compiled)
+    # What is kept on the CPU is pinned there, and stays so only if it is written in place; kernels write in place.
+    in_place = any(config.offload) or config.compile is Compile.BLOCK or config.cuda_graph
+    step = compose(stages, donate=("state",) if in_place else (), cuda_graph=config.cuda_graph)
     return Run(config, mechanism, stages, step, root, epsilons, sharding, digest), state
 
 

@@ -13,6 +13,7 @@ update  params + optimizer(mean)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
 from typing import NamedTuple
 
 import torch
@@ -21,11 +22,15 @@ from torch.distributed.tensor import DTensor
 
 from fdp import tree
 from fdp.block_loop import Memory
+from fdp.compiled import Blocks
+from fdp.cuda_graph import captured
+from fdp.fused_update import FusedUpdate
 from fdp.mechanism import Mechanism
 from fdp.methods import Plan
 from fdp.model import Model, check_params
 from fdp.noise import add_gaussian, scale
 from fdp.offload import CPU, NOTHING, Offload, settle
+from fdp.ops import fast_attention
 from fdp.optimizers import LOCAL, Optimizer, apply_updates
 from fdp.per_sample import clipped_sum, per_sample_norms, plain_sum
 from fdp.reductions import sharded_reductions
@@ -41,7 +46,7 @@ from fdp.sharding import (
     places,
 )
 from fdp.traffic import gather_all, gather_samples, reduce_all, sum_over_samples
-from fdp.types import Batch, ClippedSum, FdpError, Flat, Key, Metrics, Share, Step, TrainState, Tree
+from fdp.types import Batch, ClippedSum, FdpError, Flat, Key, Metrics, Share, Step, TrainState, Tree, Weighted
 
 
 class Part(NamedTuple):
@@ -52,13 +57,22 @@ class Part(NamedTuple):
     metrics: Metrics
 
 
+class Compile(Enum):
+    """What torch.compile is given: nothing; one block of every kind; or a microbatch's whole work, and the update's."""
+
+    NONE = "none"
+    BLOCK = "block"
+    STEP = "step"
+
+
 class Stages(NamedTuple):
     """A step in pieces, all on this rank's plain parts; ``make_train_step`` puts them together.
 
     ``weights(params, device)`` is what the microbatches compute with; ``gradient(weights, clip_state, data, mask)`` a
     microbatch's part; ``reduce(total)`` the sum over all ranks; ``noise(total, key)`` the noised sum;
     ``mean(noisy, params)`` that over the expected batch size, as the optimizer takes it;
-    ``update(state, mean, tally, key)`` the next state.
+    ``update(state, mean, tally, key)`` the next state. ``fused``, where there is one, does all after ``reduce`` in one
+    pass over every leaf, in place, on sums that ``gradient`` then leaves to be made.
     """
 
     weights: Callable[[Tree, torch.device], Tree]
@@ -68,6 +82,8 @@ class Stages(NamedTuple):
     mean: Callable[[Flat, Tree], Flat]
     update: Callable[[TrainState, Flat, Tensor, Key], TrainState]
     sharding: Sharding | None
+    compile: Compile
+    fused: FusedUpdate | None
 
 
 def init_state(
@@ -110,13 +126,16 @@ def make_train_step(
     offload: Offload = NOTHING,
     checkpoint_activations: bool = False,
     donate: Sequence[str] = (),
-    compiled: bool = False,
+    compile: Compile = Compile.NONE,
+    cuda_graph: bool = False,
 ) -> Step:
     """Compose ``step(state, batch, key) -> (state, metrics)``.
 
-    ``donate=("state",)`` lets the step write the new state into the tensors of the old one. ``compiled`` makes one
-    full graph of the work on a microbatch and one of the update, so that any number of microbatches needs no new
-    graph; ``torch.compile(step, fullgraph=True)`` of the whole step works as well, with one graph per number.
+    ``donate=("state",)`` lets the step write the new state into the tensors of the old one. ``Compile.BLOCK`` compiles
+    one block of every kind and, for a donated state of AdamW on one device, leaves the rest to kernels: the quickest
+    start and step. ``Compile.STEP`` makes one full graph of the work on a microbatch and one of the update, so that any
+    number of microbatches needs no new graph; ``torch.compile(step, fullgraph=True)`` of the whole step works as well,
+    with one graph per number. ``cuda_graph`` records the whole step once and replays it; the state must be donated.
     With ``sharding``, the state is of DTensors and the batch holds this rank's samples; every rank calls the step.
     ``checkpoint_activations`` keeps only every block's input and runs its forward again, as ZeRO-3 always does.
 
@@ -134,19 +153,24 @@ def make_train_step(
         sharding=sharding,
         offload=offload,
         checkpoint_activations=checkpoint_activations,
+        compile=compile,
     )
-    return compose(stages, donate=donate, compiled=compiled)
+    return compose(stages, donate=donate, cuda_graph=cuda_graph)
 
 
-def compose(stages: Stages, *, donate: Sequence[str] = (), compiled: bool = False) -> Step:
-    """The pieces of a step, one after the other; ``donate`` and ``compiled`` as in ``make_train_step``."""
+def compose(stages: Stages, *, donate: Sequence[str] = (), cuda_graph: bool = False) -> Step:
+    """The pieces of a step, one after the other; ``donate`` and ``cuda_graph`` as in ``make_train_step``."""
     if set(donate) - {"state"}:
         raise FdpError(f"donate: expected ('state',) or (), got {tuple(donate)}")
+    if cuda_graph and not donate:
+        raise FdpError("cuda_graph: expected donate=('state',), since a recorded step writes where it was recorded")
+    compiled, fused = stages.compile is Compile.STEP, stages.fused if donate else None
 
     def finish(state: TrainState, total: ClippedSum, tally: Tensor, key: Key) -> TrainState:
         mean: Flat = {}
         for path in list(total.value):  # leaf by leaf, each wide sum released as soon as it is noised
             value = total.value[path] if compiled else total.value.pop(path)
+            value = value.total() if isinstance(value, Weighted) else value
             mean |= stages.mean(stages.noise(total._replace(value={path: value}), key), state.params)
             del value
         after = stages.update(state, mean, tally, key)
@@ -156,12 +180,22 @@ def compose(stages: Stages, *, donate: Sequence[str] = (), compiled: bool = Fals
         stages = stages._replace(gradient=torch.compile(stages.gradient, fullgraph=True, dynamic=False))
         finish = torch.compile(finish, fullgraph=True, dynamic=False)
 
+    def body(here: TrainState, batch: Batch, key: Key) -> tuple[TrainState, Metrics]:
+        total, tally, metrics = all_microbatches(stages, here, batch)
+        last = finish if fused is None else fused
+        after = last(here, stages.reduce(total), tally, key)
+        return after, everyones(metrics, batch.mask.shape, stages.sharding)
+
+    body = captured(body) if cuda_graph else body
+
     def train_step(state: TrainState, batch: Batch, key: Key) -> tuple[TrainState, Metrics]:
         _check_fits(state, batch, stages.sharding)
         here = localize(state)
-        total, tally, metrics = all_microbatches(stages, here, batch)
-        after = globalize(finish(here, stages.reduce(total), tally, key), like=state)
-        return after, everyones(metrics, batch.mask.shape, stages.sharding)
+        if fused is not None:
+            fused.attend(here.params)
+        with fast_attention(key.device):
+            after, metrics = body(here, batch, key)
+        return globalize(after, like=state), metrics
 
     return train_step
 
@@ -175,6 +209,7 @@ def make_stages(
     sharding: Sharding | None = None,
     offload: Offload = NOTHING,
     checkpoint_activations: bool = False,
+    compile: Compile = Compile.NONE,
 ) -> Stages:
     """The pieces of the step, for ``make_train_step`` and for those who want to look between them."""
     if plan.trainable != model.trainable:
@@ -194,16 +229,24 @@ def make_stages(
     where = None if sharding is None else places(sharding)
     reductions = LOCAL if sharding is None else sharded_reductions(sharding)
     memory = Memory(checkpoint_activations, offload.params, CPU if offload.grads else None)
+    blocks = Blocks() if compile is Compile.BLOCK else None
+    fused = None
+    if compile is Compile.BLOCK and optimizer.adamw is not None and sharding is None and not any(offload):
+        fused = FusedUpdate(model, optimizer.adamw, mechanism, plan.dtype)
 
     def weights(params: Tree, device: torch.device) -> Tree:
+        if fused is not None:
+            return fused.compute_weights(params)
         return gather_all(sharding, model, params, dtype=plan.dtype, device=device) if gathers_once else params
 
     def gradient(params: Tree, clip_state: Tree, data: Tree, mask: Tensor) -> Part:
         if not plan.private:
-            return _plain_part(model, plan, params, data, mask, inside, memory)
-        losses, norms, stash = per_sample_norms(model, params, data, plan=plan, sharding=inside, memory=memory)
+            return _plain_part(model, plan, params, data, mask, inside, memory, blocks, made=fused is None)
+        losses, norms, stash = per_sample_norms(
+            model, params, data, plan=plan, sharding=inside, memory=memory, blocks=blocks
+        )
         clip = mechanism.clip.clip(norms, clip_state).masked(mask)
-        total = clipped_sum(stash, clip)
+        total = clipped_sum(stash, clip, made=fused is None)
         tally = mechanism.clip.tally(norms, mask, clip_state)
         return Part(total, tally, Metrics(losses, norms.total(), clip.smallest(), mask))
 
@@ -229,15 +272,26 @@ def make_stages(
         clip = mechanism.clip.update(state.clip, sum_over_samples(sharding, tally), key, expected)
         return TrainState(params, opt, clip, state.step + 1)
 
-    return Stages(weights, gradient, reduce, noise, mean_of, update, sharding)
+    return Stages(weights, gradient, reduce, noise, mean_of, update, sharding, compile, fused)
 
 
 def _plain_part(
-    model: Model, plan: Plan, params: Tree, data: Tree, mask: Tensor, sharding: Sharding | None, memory: Memory
+    model: Model,
+    plan: Plan,
+    params: Tree,
+    data: Tree,
+    mask: Tensor,
+    sharding: Sharding | None,
+    memory: Memory,
+    blocks: Blocks | None,
+    *,
+    made: bool,
 ) -> Part:
-    losses, value = plain_sum(model, params, data, mask, plan=plan, sharding=sharding, memory=memory)
+    losses, value = plain_sum(
+        model, params, data, mask, plan=plan, sharding=sharding, memory=memory, blocks=blocks, made=made
+    )
     metrics = Metrics(losses, torch.full_like(losses, torch.nan), torch.ones_like(losses), mask)
-    return Part(ClippedSum(value, losses.new_tensor(torch.inf)), losses.new_zeros(()), metrics)
+    return Part(ClippedSum(value, losses.new_full((), torch.inf)), losses.new_zeros(()), metrics)
 
 
 def _check_fits(state: TrainState, batch: Batch, sharding: Sharding | None) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -77,23 +78,38 @@ class Watched:
 
 
 class Tape:
-    """What one run of a block sees: the taps it was given, the uses and inputs it recorded."""
+    """What one run of a block sees: the taps it was given, the uses and inputs it recorded.
 
-    def __init__(self, batch_size: int, taps: Mapping[str, Tensor] | None):
+    ``attached``: taps are not added but attached (see ``attach``), which costs nothing and is for plain autograd only.
+    """
+
+    def __init__(self, batch_size: int, taps: Mapping[str, Tensor] | None, *, attached: bool = False):
         self.batch_size = batch_size
         self.taps = taps
+        self.attached = attached
         self.uses: list[Use] = []
         self.rules: dict[str, tuple[Rule, dict[str, Any]]] = {}
         self.inputs: dict[str, Tensor] = {}
 
     def output(self, rule: Rule, x: Tensor, leaf: Watched, options: dict[str, Any]) -> Tensor:
         """``rule.forward(x, leaf)`` plus its tap."""
+        self._check_samples(rule, x, leaf)
+        return self._tapped(rule, x, leaf, options, rule.forward(x, leaf.value, **options))
+
+    def output_with_bias(self, rule: Rule, x: Tensor, leaf: Watched, bias: Watched) -> Tensor:
+        """``rule.forward(x, leaf, bias)`` in one operation, with the taps of both attached to its output."""
+        self._check_samples(rule, x, leaf)
+        y = self._tapped(rule, x, leaf, {}, rule.forward(x, leaf.value, bias.value))
+        return attach_bias(y, self.expanded(bias))
+
+    def _check_samples(self, rule: Rule, x: Tensor, leaf: Watched) -> None:
         if x.ndim == 0 or x.shape[0] != self.batch_size:
             raise FdpError(
                 f"{leaf.path}: used by {rule.name} on an input of shape {tuple(x.shape)}; expected a leading sample "
                 f"dimension of {self.batch_size}. Keep samples in dimension 0 (or use the method 'materialize')"
             )
-        y = rule.forward(x, leaf.value, **options)
+
+    def _tapped(self, rule: Rule, x: Tensor, leaf: Watched, options: dict[str, Any], y: Tensor) -> Tensor:
         name = f"{leaf.path}#{sum(use.path == leaf.path for use in self.uses)}"
         self.uses.append(Use(name, leaf.path, rule.name, tuple(x.shape), tuple(y.shape), tuple(leaf.shape)))
         self.rules[name] = (rule, options)
@@ -105,7 +121,7 @@ class Tape:
             raise FdpError(
                 f"{leaf.path}: expected an output of shape {planned}, as planned, got {got}; make a plan for it"
             )
-        return y + self.taps[name]
+        return attach(y, self.taps[name]) if self.attached else y + self.taps[name]
 
     def expanded(self, leaf: Watched) -> Tensor:
         """``leaf`` as one copy per sample: ``(batch, *leaf.shape)``. All uses share the copies."""
@@ -115,11 +131,55 @@ class Tape:
         return leaf.value.expand(shape) if self.taps is None else self.taps[leaf.path]
 
 
-def trace(block: Any, leaves: Mapping[Path, Tensor], trainable: frozenset[Path], carry: Tree, data: Tree):
+class _Attach(torch.autograd.Function):
+    @staticmethod
+    def forward(y: Tensor, tap: Tensor, copies: Tensor | None) -> Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        copies = inputs[2]
+        ctx.copies = None if copies is None else copies.shape
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:  # pyright: ignore
+        if ctx.copies is None:
+            return gradient, gradient, None
+        tokens = tuple(range(1, gradient.ndim - len(ctx.copies) + 1))
+        return gradient, None, gradient.sum(tokens) if tokens else gradient
+
+
+@torch.compiler.allow_in_graph
+def attach(y: Float[Tensor, " batch *shape"], tap: Float[Tensor, " batch *shape"]) -> Float[Tensor, " batch *shape"]:
+    """``y + tap`` for a tap of zeros: its value without the addition, its derivative in both.
+
+    For plain autograd only. Under ``torch.func`` and ``torch.compile`` together a backward of one's own can get lost;
+    here a lost one is an error, because the tap would then be an input that the output does not depend on.
+    """
+    return _Attach.apply(y, tap, None)  # pyright: ignore
+
+
+@torch.compiler.allow_in_graph
+def attach_bias(y: Float[Tensor, " batch *tokens p"], copies: Float[Tensor, "batch p"]) -> Float[Tensor, "..."]:
+    """``y``, to which a bias has been added already, as if it were added as one copy per sample; see ``attach``."""
+    return _Attach.apply(y, None, copies)  # pyright: ignore
+
+
+def trace(
+    block: Any, leaves: Mapping[Path, Tensor], trainable: frozenset[Path], carry: Tree, data: Tree
+) -> tuple[tuple[Use, ...], Tree]:
     """The uses of every trainable leaf in ``block`` and the shapes of its output, without computing anything.
 
     Tensors may be real or fake; only shapes, dtypes and devices are read. Returns ``(uses, fake output)``.
     """
+    tape, out = traced(block, leaves, trainable, carry, data)
+    return tuple(tape.uses), out
+
+
+def traced(
+    block: Any, leaves: Mapping[Path, Tensor], trainable: frozenset[Path], carry: Tree, data: Tree
+) -> tuple[Tape, Tree]:
+    """As ``trace``, with all that the tape saw: rules and options too."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(leaf: Tensor) -> Tensor:
@@ -129,13 +189,13 @@ def trace(block: Any, leaves: Mapping[Path, Tensor], trainable: frozenset[Path],
     weights = {path: fake(leaves[path]) for path in tree.leaves(block.params)}
     tape = Tape(batch_size_of(data), None)
     with mode, torch.no_grad():
-        out = block.apply(_watch(block, weights, trainable, tape), tree.map(fake, carry), tree.map(fake, data))
+        out = block.apply(watch(block, weights, trainable, tape), tree.map(fake, carry), tree.map(fake, data))
     names = [use.name for use in tape.uses]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise FdpError(
             f"{block.name}: expected distinct names of uses, got {twice} twice; rename leaves that contain '#'"
         )
-    return tuple(tape.uses), out
+    return tape, out
 
 
 def tapped_vjp(
@@ -150,26 +210,33 @@ def tapped_vjp(
 
     def run(carry: Tree, taps: Flat):
         tape = Tape(batch_size, taps)
-        out = block.apply(_watch(block, weights, trainable, tape), carry, data)
+        out = block.apply(watch(block, weights, trainable, tape), carry, data)
         rules.update(tape.rules)
         return out, tape.inputs
 
-    out, pull, inputs = vjp(run, carry, _make_taps(uses, weights))
+    out, pull, inputs = vjp(run, carry, make_taps(uses, weights))
 
     def pull_records(gradient: Tree) -> tuple[Tree, dict[Path, list[Record]]]:
         carry_gradient, tap_gradients = pull(gradient)
-        records: dict[Path, list[Record]] = {}
-        for use in uses:
-            g = tap_gradients[use.name]
-            if use.rule == EXPANDED:
-                record = Dense(g)
-            else:
-                rule, options = rules[use.name]
-                record = rule.record(inputs[use.name], g, use.leaf_shape, **options)
-            records.setdefault(use.path, []).append(record)
-        return carry_gradient, records
+        return carry_gradient, records_of(uses, rules, inputs, tap_gradients)
 
     return out, pull_records
+
+
+def records_of(
+    uses: tuple[Use, ...], rules: Mapping[str, tuple[Rule, dict[str, Any]]], inputs: Flat, tap_gradients: Flat
+) -> dict[Path, list[Record]]:
+    """What each leaf's uses left behind: by rule from input and output gradient, or the per-sample gradient itself."""
+    records: dict[Path, list[Record]] = {}
+    for use in uses:
+        g = tap_gradients[use.name]
+        if use.rule == EXPANDED:
+            record = Dense(g)
+        else:
+            rule, options = rules[use.name]
+            record = rule.record(inputs[use.name], g, use.leaf_shape, **options)
+        records.setdefault(use.path, []).append(record)
+    return records
 
 
 def batch_size_of(data: Tree) -> int:
@@ -181,7 +248,8 @@ def batch_size_of(data: Tree) -> int:
     return size
 
 
-def _make_taps(uses: tuple[Use, ...], weights: Flat) -> Flat:
+def make_taps(uses: tuple[Use, ...], weights: Flat) -> Flat:
+    """A tap for every use: zeros that take no memory, or one copy of a small parameter per sample."""
     taps = {}
     for use in uses:
         weight = weights[use.path]
@@ -190,7 +258,8 @@ def _make_taps(uses: tuple[Use, ...], weights: Flat) -> Flat:
     return taps
 
 
-def _watch(block: Any, weights: Flat, trainable: frozenset[Path], tape: Tape) -> Tree:
+def watch(block: Any, weights: Flat, trainable: frozenset[Path], tape: Tape) -> Tree:
+    """The block's parameters, those that are trained as values whose uses ``tape`` records."""
     handed = {p: Watched(w, p, tape) if p in trainable else w for p, w in weights.items()}
     return tree.select(handed, block.params)
 

@@ -53,8 +53,8 @@ class Norms(NamedTuple):
 
     def total(self) -> Float[Tensor, " batch"]:
         """The norm of each sample's whole gradient, added up in float64."""
-        first, *rest = self.squared.values()
-        return sum((square.double() for square in rest), start=first.double()).sqrt().to(first.dtype)
+        squares = list(self.squared.values())
+        return torch.stack(squares).double().sum(0).sqrt().to(squares[0].dtype)
 
 
 class Clip(NamedTuple):
@@ -69,23 +69,46 @@ class Clip(NamedTuple):
 
     def smallest(self) -> Float[Tensor, " batch"]:
         """The least factor of each sample over all leaves: below 1 where anything of it was clipped."""
-        return torch.stack(list(self.factors.values())).amin(0)
+        return torch.stack(list({id(f): f for f in self.factors.values()}.values())).amin(0)
 
     def masked(self, mask: Float[Tensor, " batch"]) -> Clip:
         """The same, with factor exactly 0 for every sample that is padding (mask 0)."""
         keep = mask > 0
-        return Clip({path: f.where(keep, f.new_zeros(())) for path, f in self.factors.items()}, self.sensitivity)
+        shared = {id(f): f for f in self.factors.values()}  # flat clipping has one tensor for all leaves
+        masked = {which: f.where(keep, f.new_zeros(())) for which, f in shared.items()}
+        return Clip({path: masked[id(f)] for path, f in self.factors.items()}, self.sensitivity)
+
+
+class Weighted(NamedTuple):
+    """A sum not yet made, ``sum_s factors_s rows_s``: what is noised next need not be rounded, or stored, before."""
+
+    rows: Float[Tensor, " samples *shape"]
+    factors: Float[Tensor, " samples"]
+
+    def total(self) -> Float[Tensor, " *shape"]:
+        """The sum, in the dtype of the factors: float64 where they clip.
+
+        Guarantees:
+          - a row whose factor is 0 contributes exactly 0, even if it holds NaN or infinity.
+        """
+        keep = (self.factors > 0).view(-1, *[1] * (self.rows.ndim - 1))
+        return torch.tensordot(self.factors, torch.where(keep, self.rows.to(self.factors), 0.0), dims=1)
 
 
 class ClippedSum(NamedTuple):
-    """A sum of clipped per-sample gradients.
+    """A sum of clipped per-sample gradients; leaves may be sums not yet made.
 
     Guarantees:
       - adding or removing one sample moves ``value`` by at most ``sensitivity`` in the Euclidean norm over all leaves.
     """
 
-    value: Flat
+    value: dict[Path, Any]
     sensitivity: Tensor
+
+    def made(self) -> ClippedSum:
+        """The same, every leaf's sum made."""
+        made = {path: leaf.total() if isinstance(leaf, Weighted) else leaf for path, leaf in self.value.items()}
+        return ClippedSum(made, self.sensitivity)
 
     def plus(self, other: ClippedSum) -> ClippedSum:
         """The sum over the samples of both. They must be different samples, clipped to the same bound.
@@ -93,7 +116,8 @@ class ClippedSum(NamedTuple):
         Guarantees:
           - the sensitivity is that of one: a sample is in one of the two sums only.
         """
-        value = {path: leaf + other.value[path] for path, leaf in self.value.items()}
+        more = other.made().value
+        value = {path: leaf + more[path] for path, leaf in self.made().value.items()}
         return ClippedSum(value, torch.maximum(self.sensitivity, other.sensitivity))
 
 

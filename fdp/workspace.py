@@ -2,19 +2,17 @@
 
 vector_norm, sum, mean    x.to(dtype), whole, when they reduce in another dtype (but for half to float32)
 attention, backward       the gradient of the queries in float32, while it is added up
-normal noise              the rounds of ChaCha20 in int64, unless a CUDA kernel draws it
+truncated normal draws    their bits, and the law in float64; unbounded ones in float32 are one kernel
 
->>> workspace(torch.ops.aten.linalg_vector_norm.default, (x, 2, [1], False), {"dtype": torch.float64}, measure=...)
+>>> workspace(torch.ops.aten.linalg_vector_norm.default, (x, 2, [1], False), {"dtype": torch.float64})
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from fdp_kernels import chacha20
 from torch import Tensor
 
 _aten = torch.ops.aten
@@ -26,17 +24,10 @@ _REDUCTIONS = {
     _aten.mean.dim,
 }
 _HALF = (torch.bfloat16, torch.float16)
-_DRAWS = {
-    torch.ops.fdp_kernels.normal.default: chacha20.normal_reference,
-    torch.ops.fdp_kernels.bits.default: chacha20.bits_reference,
-}
 
 
-def workspace(func: Any, args: Any, kwargs: Any, *, measure: Callable[..., int]) -> int:
-    """Bytes that ``func`` holds on a GPU beside its arguments and results.
-
-    ``measure(draw, shape, size, *rest)`` is the same of a draw in plain torch, which depends on the sizes only.
-    """
+def workspace(func: Any, args: Any, kwargs: Any) -> int:
+    """Bytes that ``func`` holds on a GPU beside its arguments and results."""
     if func in _REDUCTIONS and (dtype := kwargs.get("dtype")) is not None:
         x = args[0]
         fused = x.dtype == dtype or (x.dtype in _HALF and dtype == torch.float32)
@@ -44,14 +35,11 @@ def workspace(func: Any, args: Any, kwargs: Any, *, measure: Callable[..., int])
     if func is _aten._scaled_dot_product_flash_attention_backward.default:
         queries = args[1]
         return 4 * (queries.numel() + math.prod(queries.shape[:3])) if queries.dtype in _HALF else 0
-    if func in _DRAWS and not _on_host(args[0]) and not _has_kernel(func):
-        _, shape, _, size, *rest = args
-        return measure(_DRAWS[func], tuple(shape), tuple(size), *rest)
+    if func is torch.ops.fdp_kernels.normal.default and not _on_host(args[0]):
+        _, _, _, size, lower, upper, dtype = args
+        one_kernel = lower == -math.inf and upper == math.inf and dtype != torch.float64
+        return 0 if one_kernel else 32 * math.prod(size)  # else bits, and their law in float64 by torch
     return 0
-
-
-def _has_kernel(func: Any) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func._schema.name, "CUDA")
 
 
 def _on_host(x: Tensor) -> bool:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():  # before anything imports Triton: kernel bodies then run on the CPU
+    os.environ["TRITON_INTERPRET"] = "1"
+
 from hypothesis import settings
 
 from fdp import ops, tree

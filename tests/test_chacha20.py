@@ -1,20 +1,24 @@
-"""The cipher against RFC 8439, the ops against their references, the normal law against scipy."""
+"""The cipher against RFC 8439, the ops and kernel bodies against their references, the normal law against scipy."""
 
 from __future__ import annotations
 
 import math
 import struct
+from functools import cache
 
 import numpy as np
 import pytest
 import torch
 from fdp_kernels import chacha20
+from fdp_kernels.op import jit, tl
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy import special
 from torch import Tensor
 
 INF = math.inf
+NO_NONCE = torch.zeros(3, dtype=torch.int64)
+FINE_NONCE = torch.tensor([chacha20.FINE, 0, 0])
 ZERO = "00" * 32
 # (key, nonce, counter, block): RFC 8439 section 2.3.2, then appendix A.1 #1..#5
 VECTORS = {
@@ -88,6 +92,13 @@ def test_op_equals_reference(seed, first, blocks):
     assert torch.equal(got, chacha20.keystream_reference(key, nonce, first, blocks))
 
 
+def test_children_are_the_first_words_of_their_streams():
+    key, nonces = random_words(8, 20), random_words(3 * 5, 21).view(5, 3)
+    want = torch.stack([chacha20.keystream_reference(key, nonce, 0, 1)[:8] for nonce in nonces])
+    assert torch.equal(chacha20.children(key, nonces), want)
+    assert chacha20.children(key, nonces[:0]).shape == (0, 8)
+
+
 @st.composite
 def boxes(draw):
     shape = draw(st.lists(st.integers(1, 13), max_size=4))
@@ -107,16 +118,20 @@ def test_any_box_is_the_slice_of_the_whole_stream(piece, gap, monkeypatch):
     @example(box=([5, 6, 7], [1, 2, 3], [3, 3, 4]))
     def check(box):
         shape, start, size = box
-        key = random_words(8, 3)
-        stream = chacha20.keystream_reference(key, torch.zeros(3, dtype=torch.int64), 0, -(-math.prod(shape) // 8))
-        whole = (stream[0::2] | stream[1::2] << 32)[: math.prod(shape)].view(shape)
-        want = whole[tuple(slice(b, b + n) for b, n in zip(start, size))]
+        key, count = random_words(8, 3), math.prod(shape)
+        inside = tuple(slice(b, b + n) for b, n in zip(start, size))
+        stream = chacha20.keystream_reference(key, NO_NONCE, 0, -(-count // 8))
+        want = (stream[0::2] | stream[1::2] << 32)[:count].view(shape)[inside]
         assert torch.equal(chacha20.bits(key, *box), want)
         assert torch.equal(chacha20.bits_reference(key, *box), want)
+        fine = chacha20.keystream_reference(key, FINE_NONCE, 0, -(-count // 16))
+        z = chacha20.normal_from_words(stream[:count].view(shape)[inside], fine[:count].view(shape)[inside])
+        cut = chacha20.truncated_normal_from_bits(want, -1, 2)
+        assert torch.equal(chacha20.normal_reference(key, shape, start, size, -INF, INF, torch.float64), z)
+        assert torch.equal(chacha20.normal_reference(key, shape, start, size, -1, 2, torch.bfloat16), cut.bfloat16())
         for dtype in (torch.float32, torch.float64, torch.bfloat16):
-            normal = chacha20.normal_from_bits(want).to(dtype)
-            assert torch.equal(chacha20.normal(key, *box, -INF, INF, dtype), normal)
-            assert torch.equal(chacha20.normal_reference(key, shape, start, size, -INF, INF, dtype), normal)
+            assert torch.equal(chacha20.normal(key, *box, -INF, INF, dtype), z.to(dtype))
+            assert torch.equal(chacha20.normal(key, *box, -1, 2, dtype), cut.to(dtype))
 
     check()
 
@@ -141,6 +156,14 @@ def test_blocks_past_the_counter_are_refused():
     assert torch.equal(last, chacha20.bits_reference(key, [1 << 35], [(1 << 35) - 3], [3]))
     with pytest.raises(ValueError, match="2\\^32"):
         chacha20.bits(key, [(1 << 35) + 1], [0], [1])
+    box = [1 << 36], [(1 << 36) - 3], [3]
+    last = chacha20.normal(key, *box, -INF, INF, torch.float64)
+    assert torch.equal(last, chacha20.normal_reference(key, *box, -INF, INF, torch.float64))
+    assert torch.equal(
+        last, chacha20.normal_from_words(chacha20.keystream(key, NO_NONCE, (1 << 32) - 1, 1)[-3:], NO_NONCE)
+    )
+    with pytest.raises(ValueError, match="2\\^32"):
+        chacha20.normal(key, [(1 << 36) + 1], [0], [1], -INF, INF, torch.float64)
 
 
 def extreme_bits() -> Tensor:
@@ -149,25 +172,78 @@ def extreme_bits() -> Tensor:
     return torch.tensor(tails + [-1 - tail for tail in tails])
 
 
+# ---------------------------------------------------------------- the normal law
+
+RARE = 1 << 16
+TOP = (1 << 31) - 1
+# Tails and further bits on both sides of every seam: of the refinement, of the rational functions, of the middle.
+SPLIT = round((0.5 - 0.425) * 2**32)
+TAILS = [0, 1, 2, 7, 255, RARE - 1, RARE, RARE + 1, 1 << 20, SPLIT - 1, SPLIT, SPLIT + 1, 1 << 30, TOP - 1, TOP]
+FINES = [0, 1, 1 << 20, 59_600_000, 59_700_000, (1 << 32) - 1]  # e^-25, where the farther tail begins, between
+
+
+def planted_words() -> tuple[Tensor, Tensor]:
+    tail, fine = torch.tensor([(tail, fine) for tail in TAILS for fine in FINES]).T
+    return tail, fine
+
+
+def probability(tail: int, fine: int) -> float:
+    return (tail * 2**32 + fine + 0.5) * 2.0**-64 if tail < RARE else (tail + 0.5) * 2.0**-32
+
+
 def test_tails_beyond_eight_sigma_are_reached_and_symmetric():
-    values = chacha20.normal_from_bits(torch.tensor([0, -1]))
-    assert values[0] > 9.1
-    assert values[0] == -values[1]
-    every = chacha20.normal_from_bits(extreme_bits())
-    assert every.isfinite().all()
-    half = len(every) // 2
-    assert torch.equal(every[:half], -every[half:])
-    tail = chacha20.normal_from_bits(torch.arange(1, 2000))
-    assert (tail > 8).all()
-    assert (tail.diff() < 0).all()
+    tail, fine = planted_words()
+    up, down = chacha20.normal_from_words(tail, fine), chacha20.normal_from_words(tail + (1 << 31), fine)
+    assert torch.equal(up, -down)
+    assert (up > 0).all()
+    assert up.isfinite().all()
+    assert up[0] == up.max() > 9.1
+    assert 0 < up.min() < 1e-9
 
 
-@pytest.mark.parametrize("bits", [extreme_bits(), random_words(4000, 7) << 32 | random_words(4000, 8)])
-def test_normal_has_its_tail_probability(bits):
-    signed = [(int(b) + 0.5) * 2.0**-64 if abs(int(b)) < 1 << 52 else int(b) * 2.0**-64 for b in bits]
-    x = chacha20.normal_from_bits(bits).numpy()
-    error = special.log_ndtr(-np.abs(x)) - np.log(np.abs(signed))
-    assert np.abs(error).max() < 2e-13
+def test_normal_has_its_tail_probability():
+    tail = torch.cat([planted_words()[0], random_words(4000, 7) >> 1, random_words(4000, 17) >> 17])
+    fine = torch.cat([planted_words()[1], random_words(8000, 8)])
+    p = np.array([probability(*pair) for pair in zip(tail.tolist(), fine.tolist())])
+    x = chacha20.normal_from_words(tail, fine).numpy()
+    assert np.abs(special.log_ndtr(-x) - np.log(p)).max() < 2e-13
+
+
+def test_only_far_tails_take_further_bits_and_those_refine_them():
+    fine, other = torch.full((2,), 5), torch.full((2,), 1 << 31)
+    words = torch.tensor([RARE, RARE - 1])
+    same, moved = chacha20.normal_from_words(words, fine) == chacha20.normal_from_words(words, other)
+    assert same
+    assert not moved
+    between = chacha20.normal_from_words(torch.full((1000,), 77), torch.arange(1000) << 22)
+    assert (between.diff() < 0).all()
+    step = chacha20.normal_from_words(torch.tensor([76, 77, 78]), torch.tensor([1 << 31] * 3))
+    assert step[0] > between[0] > between[-1] > step[2]
+
+
+@cache
+def rare_places() -> tuple[Tensor, Tensor]:
+    """A key, and the elements among its first 2^20 that lie far out: about 32."""
+    key = random_words(8, 4)
+    stream = chacha20.keystream(key, NO_NONCE, 0, 1 << 16)
+    return key, (stream & TOP < RARE).nonzero()[:, 0]
+
+
+def test_far_tails_of_any_window_take_their_bits_from_the_same_place_of_the_second_stream():
+    key, places = rare_places()
+    assert 12 < len(places) < 60
+    whole = chacha20.normal(key, [1 << 20], [0], [1 << 20], -INF, INF, torch.float64)
+    assert torch.equal(whole, chacha20.normal_reference(key, [1 << 20], [0], [1 << 20], -INF, INF, torch.float64))
+    assert set((whole.abs() > special.ndtri(1 - 2.0**-16)).nonzero()[:, 0].tolist()) == set(places.tolist())
+    for i in places.tolist():
+        word = chacha20.keystream(key, NO_NONCE, i // 16, 1)[i % 16]
+        fine = chacha20.keystream(key, FINE_NONCE, i // 16, 1)[i % 16]
+        assert whole[i] == chacha20.normal_from_words(word, fine)
+        row, column = divmod(i, 1024)
+        low, left = max(row - 1, 0), max(column - 2, 0)
+        box = [1024, 1024], [low, left], [row - low + 1, column - left + 1]
+        window = chacha20.normal(key, *box, -INF, INF, torch.float64)
+        assert torch.equal(window, whole.view(1024, 1024)[low : row + 1, left : column + 1])
 
 
 @pytest.mark.parametrize(
@@ -188,25 +264,131 @@ def test_truncated_normal_inverts_its_distribution(lower, upper):
     assert np.abs(got - want).max() < 1e-12
 
 
-def test_untruncated_limits_are_the_plain_normal():
-    bits = extreme_bits()
-    assert torch.equal(chacha20.truncated_normal_from_bits(bits, -INF, INF), chacha20.normal_from_bits(bits))
-
-
 def test_ops_pass_opcheck():
     key, nonce = random_words(8, 11), random_words(3, 12)
     box = ([6, 5], [1, 2], [4, 3])
     torch.library.opcheck(chacha20.keystream.default, (key, nonce, 3, 2))
+    torch.library.opcheck(chacha20.children.default, (key, random_words(6, 13).view(2, 3)))
     torch.library.opcheck(chacha20.bits.default, (key, *box))
     torch.library.opcheck(chacha20.normal.default, (key, *box, -INF, INF, torch.bfloat16))
 
 
+# ---------------------------------------------------------------- kernel bodies, in the interpreter
+
+
+interpreted = pytest.mark.skipif(not chacha20.INTERPRETED, reason="Triton's interpreter runs where there is no GPU")
+
+
+@interpreted
+def test_the_block_body_is_the_cipher():
+    key, nonces = random_words(8, 30), random_words(3 * 33, 31).view(33, 3)
+    first = (1 << 32) - 33
+    assert torch.equal(
+        chacha20.launch_keystream(key, nonces[0], first, 33), chacha20.keystream_reference(key, nonces[0], first, 33)
+    )
+    assert torch.equal(chacha20.launch_children(key, nonces), chacha20.children_reference(key, nonces))
+    assert chacha20.launch_children(key, nonces[:0]).shape == (0, 8)
+
+
+@interpreted
+@pytest.mark.parametrize("box", [([700], [13], [601]), ([3, 41], [1, 5], [2, 30]), ([], [], []), ([4], [2], [0])])
+def test_the_bodies_of_draws_have_the_bits_of_the_reference(box):
+    key = random_words(8, 32)
+    assert torch.equal(chacha20.launch_bits(key, *box), chacha20.bits_reference(key, *box))
+    words = chacha20.launch_words(key, chacha20.FINE, *box)
+    assert torch.equal(words, chacha20.words_reference(key, chacha20.FINE, *box))
+    shape, start, size = box
+    close(chacha20.launch_normal(key, shape, start, size, -INF, INF, torch.float32), key, box, rtol=5e-7)
+
+
+def close(got: Tensor, key: Tensor, box, *, rtol: float) -> None:
+    shape, start, size = box
+    want = chacha20.normal_reference(key.cpu(), shape, start, size, -INF, INF, torch.float64)
+    torch.testing.assert_close(got.cpu().double(), want, rtol=rtol, atol=0)
+
+
+@interpreted
+def test_the_normal_body_refines_far_tails():
+    key, places = rare_places()
+    for i in places[:2].tolist():
+        box = [1 << 20], [i - 5], [9]
+        z = chacha20.launch_normal(key, *box, -INF, INF, torch.float32)
+        assert z.abs().max() > 4.1
+        close(z, key, box, rtol=5e-7)
+
+
+@interpreted
+def test_the_float32_law_is_within_5e_7_of_the_inverse_distribution():
+    tail = torch.cat([planted_words()[0], random_words(2000, 33) >> 1, random_words(2000, 34) >> 17])
+    fine = torch.cat([planted_words()[1], random_words(4000, 35)])
+    out = torch.empty(len(tail))
+    _law_body[(1,)](tail, fine, out, len(tail), BLOCK=8192)
+    torch.testing.assert_close(out.double(), chacha20.normal_from_words(tail, fine), rtol=5e-7, atol=0)
+    _law_body[(1,)](tail + (1 << 31), fine, out, len(tail), BLOCK=8192)
+    torch.testing.assert_close(-out.double(), chacha20.normal_from_words(tail, fine), rtol=5e-7, atol=0)
+
+
+@jit
+def _law_body(words_ptr, fine_ptr, out_ptr, count, BLOCK: tl.constexpr):
+    index = tl.arange(0, BLOCK)
+    words = tl.load(words_ptr + index, mask=index < count, other=0).to(tl.uint32)
+    fine = tl.load(fine_ptr + index, mask=index < count, other=0).to(tl.uint32)
+    tail = words & 0x7FFFFFFF
+    z = tl.where(tail < 65536, chacha20._far(tail, fine), chacha20._near(tail))
+    tl.store(out_ptr + index, chacha20._signed(z, words), mask=index < count)
+
+
+# ---------------------------------------------------------------- on a GPU
+
+BOXES = [([100, 63], [7, 5], [90, 50]), ([1 << 20], [0], [1 << 20]), ([1 << 36], [(1 << 36) - 40], [40]), ([], [], [])]
+
+
 @pytest.mark.gpu
-def test_gpu_has_the_bits_of_the_cpu():
-    key, nonce = random_words(8, 13), random_words(3, 14)
-    box = ([100, 63], [7, 5], [90, 50])
-    stream = chacha20.keystream(key.cuda(), nonce.cuda(), 9, 100).cpu()
-    assert torch.equal(stream, chacha20.keystream(key, nonce, 9, 100))
-    assert torch.equal(chacha20.bits(key.cuda(), *box).cpu(), chacha20.bits(key, *box))
-    there = chacha20.normal(key.cuda(), *box, -INF, INF, torch.float64).cpu()
-    torch.testing.assert_close(there, chacha20.normal(key, *box, -INF, INF, torch.float64), rtol=1e-14, atol=0)
+@pytest.mark.parametrize("box", BOXES)
+def test_gpu_has_the_bits_of_the_cpu(box):
+    key, nonces = rare_places()[0], random_words(3 * 100, 14).view(100, 3)
+    there = key.cuda()
+    assert torch.equal(
+        chacha20.keystream(there, nonces[0].cuda(), 9, 100).cpu(), chacha20.keystream(key, nonces[0], 9, 100)
+    )
+    assert torch.equal(chacha20.children(there, nonces.cuda()).cpu(), chacha20.children(key, nonces))
+    for purpose in (0, chacha20.FINE):
+        words = chacha20.words_reference(key, purpose, *box)
+        assert torch.equal(chacha20.launch_words(there, purpose, *box).cpu(), words)
+    if box[0] != [1 << 36]:
+        assert torch.equal(chacha20.bits(there, *box).cpu(), chacha20.bits(key, *box))
+        cut = chacha20.normal(there, *box, -1, 2, torch.float64).cpu()
+        torch.testing.assert_close(cut, chacha20.normal(key, *box, -1, 2, torch.float64), rtol=1e-13, atol=1e-15)
+    close(chacha20.normal(there, *box, -INF, INF, torch.float64), key, box, rtol=1e-14)
+    z = chacha20.normal(there, *box, -INF, INF, torch.float32)
+    close(z, key, box, rtol=1e-6)
+    assert torch.equal(z, chacha20.normal(there, *box, -INF, INF, torch.float32))
+    assert torch.equal(z.bfloat16(), chacha20.normal(there, *box, -INF, INF, torch.bfloat16))
+
+
+@pytest.mark.gpu
+def test_gpu_windows_are_bitwise_slices():
+    key = rare_places()[0].cuda()
+    whole = chacha20.normal(key, [1024, 1024], [0, 0], [1024, 1024], -INF, INF, torch.float32)
+    for (row, rows), (column, columns) in [((0, 512), (0, 1024)), ((3, 77), (0, 1024)), ((0, 1024), (130, 700))]:
+        part = chacha20.normal(key, [1024, 1024], [row, column], [rows, columns], -INF, INF, torch.float32)
+        assert torch.equal(part, whole[row : row + rows, column : column + columns])
+
+
+@pytest.mark.gpu
+def test_gpu_draws_replay_in_a_graph():
+    key, nonces = random_words(8, 40).cuda(), random_words(6, 41).view(2, 3).cuda()
+
+    def draws() -> list[Tensor]:
+        children = chacha20.children(key, nonces)
+        return [children, chacha20.normal(children[1], [500, 70], [3, 1], [400, 60], -INF, INF, torch.float32)]
+
+    draws()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = draws()
+    for seed in (42, 43):
+        key.copy_(random_words(8, seed))
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(recorded, draws()))

@@ -20,6 +20,7 @@ from fdp.methods import Method
 from fdp.models import GPTConfig, gpt
 from fdp.run import Layout, RunConfig, prepare, steps
 from fdp.sharding import Data, Reduce, Zero
+from fdp.step import Compile
 from fdp.types import ClippedSum, FdpError, Norms
 from tests.ranks import run_on_ranks
 
@@ -47,7 +48,7 @@ def config(**changes: Any) -> RunConfig:
         dtype=torch.float32,
         microbatch_size=5,
         memory_budget=None,
-        compiled=False,
+        compile=Compile.NONE,
         device=torch.device("cpu"),
     )
     return dataclasses.replace(plain, **changes)

@@ -101,11 +101,13 @@ def test_a_reduction_in_another_dtype_copies_its_input(dtype, wide, copied):
     assert held(norms) == 8 * KIB * dtype.itemsize + max(copied * 8 * KIB, 512)
 
 
-def test_noise_holds_the_rounds_of_its_cipher_on_the_device_and_nothing_on_the_host():
+def test_noise_holds_nothing_but_itself_and_truncated_draws_their_bits_and_law():
     key = keys.key(0)
     on_device = held(lambda _: keys.normal(empty(8, dtype=torch.int64), (64, KIB)))
+    truncated = held(lambda _: keys.truncated_normal(empty(8, dtype=torch.int64), (64, KIB)))
     on_host = held(lambda _: keys.normal(empty(8, dtype=torch.int64).to(HOST), (64, KIB)), host=True)
-    assert on_device > 10 * 4 * 64 * KIB
+    assert on_device == 4 * 64 * KIB + 512
+    assert truncated == (4 + 32) * 64 * KIB + 512
     assert on_host == 4 * 64 * KIB + 512
     assert keys.normal(key, (2, 3)).shape == (2, 3)  # and outside a ledger nothing has changed
 

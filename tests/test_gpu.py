@@ -17,7 +17,7 @@ from fdp.models import GPTConfig, gpt
 from fdp.offload import NOTHING, Offload
 from fdp.sampling import poisson, sample_batch
 from fdp.sharding import Zero, abstract_params, init_params, localize, make_sharding
-from fdp.step import init_state, make_train_step
+from fdp.step import Compile, init_state, make_train_step
 from fdp.types import TrainState
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -34,7 +34,7 @@ def train(
     zero: Zero | None = None,
     method: Method = Method.AUTO,
     dtype: torch.dtype = torch.float32,
-    compiled: bool = False,
+    compile: Compile = Compile.NONE,
     steps: int = 3,
 ) -> tuple[TrainState, dict[str, Any]]:
     mechanism = Mechanism(SAMPLING, clipping.flat(max_norm=0.3), 0.0 if method is Method.NONE else 1.0)
@@ -46,7 +46,7 @@ def train(
     example = {"tokens": DATA["tokens"][:6].to(there)}
     plan = make_plan(MODEL, abstract_params(MODEL, sharding, device=there), example, method=method, dtype=dtype)
     step = make_train_step(
-        MODEL, optimizer, mechanism=mechanism, plan=plan, sharding=sharding, offload=offload, compiled=compiled
+        MODEL, optimizer, mechanism=mechanism, plan=plan, sharding=sharding, offload=offload, compile=compile
     )
     losses, norms = [], []
     for t in range(steps):
@@ -111,8 +111,8 @@ def test_a_mesh_of_one_rank_over_nccl_is_the_same_as_none(zero, offload, plain):
 
 
 def test_compiled_equals_eager_also_with_offload(plain):
-    assert_same(train("cuda", compiled=True)[1], plain)
-    assert_same(train("cuda", compiled=True, offload=ALL)[1], plain)
+    assert_same(train("cuda", compile=Compile.STEP)[1], plain)
+    assert_same(train("cuda", compile=Compile.STEP, offload=ALL)[1], plain)
 
 
 def test_offload_takes_less_of_the_gpu():

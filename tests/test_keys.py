@@ -60,7 +60,13 @@ def test_streams_do_not_change_between_versions():
     low, high = child(0, 0, 0).view(8, 2).T
     assert torch.equal(keys.bits(ROOT, (8,)), low | high << 32)
     signed = (keys.bits(ROOT, (2,)).double() + 0.5) / 2.0**64
-    assert torch.equal(keys.normal(ROOT, (2,)), torch.special.ndtri(signed.abs()).copysign(signed).float())
+    cut = keys.truncated_normal(ROOT, (2,), lower=-50, upper=50, dtype=torch.float64)
+    assert torch.allclose(cut, torch.special.ndtri(signed.abs()).copysign(signed), rtol=1e-12, atol=0)
+    words = child(0, 0, 0)
+    tail, sign = (words & 0x7FFFFFFF).double(), 1 - 2 * (words >> 31)
+    assert torch.equal(keys.normal(ROOT, (16,)), (-sign * torch.special.ndtri((tail + 0.5) / 2.0**32)).float())
+    golden = [-0.6154462, -0.7984508, -0.4057299, 0.3106435]
+    assert torch.allclose(keys.normal(ROOT, (4,)), torch.tensor(golden), rtol=1e-5)
 
 
 def test_a_number_folds_in_as_an_int_or_as_a_tensor():
@@ -79,9 +85,25 @@ def test_no_stream_serves_two_purposes():
 
 
 def test_purposes_have_their_own_nonces():
-    purposes = {0, keys._SPLIT, keys._FOLD_INT, keys._FOLD_STR}
-    assert len(purposes) == 4
+    purposes = {0, keys._SPLIT, keys._FOLD_INT, keys._FOLD_STR, chacha20.FINE}
+    assert len(purposes) == 5
     assert {keys._path_words(f"blocks.{i}")[0] & 0xFF for i in range(300)} == {keys._FOLD_STR}
+
+
+@pytest.mark.parametrize("paths", [[], ["a"], ["", "blocks.0.qkv", "blocks.1.qkv", "a.b"]])
+def test_many_paths_fold_in_at_once_as_one_by_one(paths):
+    children = keys.fold_in_all(ROOT, paths)
+    assert children.shape == (len(paths), 8)
+    assert all(torch.equal(child, keys.fold_in(ROOT, path)) for child, path in zip(children, paths))
+    assert torch.equal(keys.fold_in_nonces(ROOT, keys.path_nonces(paths)), children)
+
+
+@pytest.mark.gpu
+def test_many_paths_fold_in_at_once_on_a_gpu():
+    paths = [f"blocks.{i}.weight" for i in range(100)]
+    children = keys.fold_in_all(ROOT.cuda(), paths)
+    assert torch.equal(children.cpu(), keys.fold_in_all(ROOT, paths))
+    assert torch.equal(children[7], keys.fold_in(ROOT.cuda(), paths[7]))
 
 
 def test_every_bit_of_the_key_and_of_the_data_matters():
@@ -130,8 +152,21 @@ def test_normal_has_the_moments_of_the_normal_law():
     x = keys.normal(keys.key(1), (n,), dtype=torch.float64)
     for power, want, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
         assert abs(float((x**power).mean()) - want) < 4 * math.sqrt(variance / n)
-    for lag in (1, 2, 7, 8, 64):  # neighbours share a ChaCha20 block
+    for lag in (1, 2, 7, 8, 15, 16, 64):  # neighbours share a ChaCha20 block
         assert abs(float((x[lag:] * x[:-lag]).mean())) < 4 / math.sqrt(n)
+
+
+def test_normal_has_the_tails_of_the_normal_law():
+    n = 1 << 22
+    x = keys.normal(keys.key(2), (n,), dtype=torch.float64)
+    assert abs(int((x > 0).sum()) - n / 2) < 4 * math.sqrt(n) / 2
+    seam = -stats.norm.ppf(2.0**-16)  # beyond it, 32 more bits
+    for beyond in (3.0, 4.0, seam):
+        expected = 2 * n * stats.norm.sf(beyond)
+        assert abs(int((x.abs() > beyond).sum()) - expected) < 4 * math.sqrt(expected)
+    far = x[x.abs() > float(seam)]
+    assert stats.kstest(stats.norm.sf(far.abs().numpy()) * 2**16, stats.uniform.cdf).pvalue > 0.01
+    assert len(far.unique()) == len(far) > 80
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -276,7 +311,9 @@ def test_a_wrong_seed_is_refused(seed):
         (lambda: keys.fold_in(ROOT, torch.tensor([1])), "0-d integer"),
         (lambda: keys.split(ROOT, -1), "n >= 0"),
         (lambda: keys.bits(ROOT, ((1 << 35) + 1,), window=((0, 1),)), "2\\^35"),
-        (lambda: keys.normal(ROOT, (1 << 20, 1 << 20)), "2\\^35"),
+        (lambda: keys.truncated_normal(ROOT, ((1 << 35) + 1,), window=((0, 1),)), "2\\^35"),
+        (lambda: keys.normal(ROOT, ((1 << 36) + 1,), window=((0, 1),)), "2\\^36"),
+        (lambda: keys.fold_in_nonces(ROOT, torch.zeros(3, dtype=torch.int64)), "path_nonces"),
         (lambda: keys.bits(ROOT, (4, 4), window=((0, 4),)), "per dim"),
         (lambda: keys.bits(ROOT, (4, 4), window=((0, 4), (2, 3))), "dim 1"),
         (lambda: keys.bits(ROOT, (4,), window=((-1, 2),)), "dim 0"),

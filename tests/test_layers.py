@@ -14,6 +14,8 @@ KERNELS = sorted((ROOT / "kernels").rglob("*.py"))
 STAGES = {"per_sample", "clipping", "noise", "sampling", "accounting", "optimizers"}
 JOINERS = {
     "step",
+    "noisy_update",
+    "fused_update",
     "run",
     "cli",
     "audit",
@@ -46,12 +48,17 @@ ORDER = (
     "traffic",
     "offload",
     "models",
+    "costs",
+    "timing",
     "methods",
+    "head",
+    "compiled",
+    "fused_head",
     "block_loop",
 )
 FOUNDATIONS = set(ORDER)
 # What a stage may stand on, besides types, tree and keys.
-GROUND = {"per_sample": {"rules", "sharding", "traffic", "methods", "model", "block_loop"}}
+GROUND = {"per_sample": {"rules", "sharding", "traffic", "costs", "methods", "model", "compiled", "block_loop"}}
 
 
 def imports(path: Path) -> set[str]:

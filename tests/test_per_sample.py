@@ -7,7 +7,8 @@ import torch
 
 from fdp import clipping, ops, tree
 from fdp.clipping import clip_to
-from fdp.methods import Method, Plan, SumBy, make_plan
+from fdp.costs import SumBy
+from fdp.methods import Method, Plan, make_plan
 from fdp.model import from_loss
 from fdp.per_sample import clipped_sum, per_sample_norms, plain_sum
 from fdp.types import Clip, FdpError, Flat

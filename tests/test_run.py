@@ -18,7 +18,7 @@ from fdp import accounting, clipping, data, init, keys, model, optimizers, sampl
 from fdp.methods import Method, make_plan
 from fdp.records import Record, fingerprint, summarise
 from fdp.run import RunConfig, data_digest, default_delta, prepare, steps
-from fdp.step import init_state, make_train_step
+from fdp.step import Compile, init_state, make_train_step
 from fdp.types import FdpError, TrainState, Tree
 
 SIZE, WIDTH = 60, 5
@@ -67,7 +67,7 @@ def config(**changes: Any) -> RunConfig:
         dtype=torch.float32,
         microbatch_size=4,
         memory_budget=None,
-        compiled=False,
+        compile=Compile.NONE,
         device=torch.device("cpu"),
     )
     return dataclasses.replace(plain, **changes)

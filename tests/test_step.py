@@ -11,7 +11,7 @@ from fdp.methods import Method, make_plan
 from fdp.models import GPTConfig, gpt, mlp
 from fdp.optimizers import adamw, sgd
 from fdp.sampling import poisson
-from fdp.step import init_state, make_train_step
+from fdp.step import Compile, init_state, make_train_step
 from fdp.types import Batch, FdpError
 
 PRIVATE = [Method.MATERIALIZE, Method.GHOST, Method.GHOST_BK, Method.AUTO]
@@ -193,7 +193,7 @@ def test_compiled_equals_eager(method):
     model = gpt(GPTConfig(layers=1, width=8, heads=2, context=8, vocab_size=13))
     options = {"method": method, "microbatch": 4, "steps": 2, "optimizer": sgd(0.1)}
     eager, seen = train(model, tokens(6), **options)
-    compiled, metrics = train(model, tokens(6), compiled=True, **options)
+    compiled, metrics = train(model, tokens(6), compile=Compile.STEP, **options)
     assert_same(eager, compiled)
     torch.testing.assert_close(metrics.norms, seen.norms, rtol=1e-5, atol=1e-6)
 

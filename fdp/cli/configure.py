@@ -19,6 +19,7 @@ from fdp.methods import Method
 from fdp.offload import Offload
 from fdp.run import Layout, RunConfig, default_delta
 from fdp.sharding import Data, Reduce, Zero
+from fdp.step import Compile
 from fdp.types import FdpError
 
 T = TypeVar("T")
@@ -122,12 +123,14 @@ def configure(settings: Mapping[str, Any]) -> RunConfig:
         },
     )
     dtype = chosen_by("dtype", {"float32": torch.float32, "bfloat16": torch.bfloat16})
-    compiled = chosen_by("compile", {"none": False, "step": True})
+    compile = chosen_by("compile", {choice.value: choice for choice in Compile})
     has_cuda = torch.cuda.is_available()
     device = chosen_by("device", {"auto": "cuda" if has_cuda else "cpu", "cpu": "cpu", "cuda": "cuda"})
 
     if device == "cuda" and not has_cuda:
         raise FdpError("--device: expected a CUDA device, found none; use --device cpu")
+    if settings["cuda_graph"] and device != "cuda":
+        raise FdpError("--cuda-graph: expected a CUDA device to record on, got --device cpu; leave it out")
     if batch_size < 1 or steps < 1:
         raise FdpError(f"expected --batch-size and --steps of at least 1, got {batch_size} and {steps}")
     if not 0 <= warmup < steps:
@@ -158,7 +161,8 @@ def configure(settings: Mapping[str, Any]) -> RunConfig:
         dtype=dtype,
         microbatch_size=settings["microbatch"],
         memory_budget=None if budget is None else budget * 2**30,
-        compiled=compiled,
+        compile=compile,
+        cuda_graph=settings["cuda_graph"],
         device=torch.device(device),
         layout=laid_out(settings),
         offload=offloaded(settings["offload"]),

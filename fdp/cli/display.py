@@ -29,6 +29,7 @@ from fdp.accounting import delta_advice
 from fdp.methods import Method
 from fdp.records import Record
 from fdp.run import Run
+from fdp.step import Compile
 from fdp.types import TrainState
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -59,7 +60,8 @@ def show_header(console: Console, run: Run, state: TrainState, settings: Mapping
             "training",
             f"{config.steps} steps of {settings['optimizer']}, learning rate {settings['lr']:g} "
             f"({settings['schedule']}), {settings['dtype']} on {config.device.type}"
-            + (", compiled" if config.compiled else ""),
+            + ("" if config.compile is Compile.NONE else f", compiled by {config.compile.value}")
+            + (", replayed as a CUDA graph" if config.cuda_graph else ""),
         ),
         (
             "sampling",

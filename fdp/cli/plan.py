@@ -17,6 +17,7 @@ from rich.table import Table
 from typer import Option
 
 if TYPE_CHECKING:
+    from fdp.costs import Choice
     from fdp.methods import Plan
     from fdp.plan import Footprint
 
@@ -210,15 +211,22 @@ def _choices(plan: Plan) -> Table:
     """How norms and sums are made, leaves that differ only in their layer as one row."""
     table = _table(
         f"method {plan.method.value}: {plan.kept_bytes / GIB:.2f} GiB kept between norms and sum",
-        *("leaf", "leaves", "norm by", "sum by", "kept GiB"),
+        *("leaf", "leaves", "norm by", "sum by", "predicted ms", "measured ms", "kept GiB"),
     )
-    alike: dict[tuple[str, str, str], list[float]] = {}
+    alike: dict[tuple[str, str, str], list[Choice]] = {}
     for path, choice in plan.choices.items():
         leaf = re.sub(r"\.\d+\.", ".*.", path)
-        alike.setdefault((leaf, choice.norm.value, choice.sum.value), []).append(choice.kept_bytes)
+        alike.setdefault((leaf, choice.norm.value, choice.sum.value), []).append(choice)
     for (leaf, norm, by), kept in alike.items():
-        table.add_row(leaf, f"{len(kept):,}", norm, by, _gib(sum(kept)))
+        predicted = _milliseconds(choice.seconds for choice in kept)
+        measured = _milliseconds(choice.measured for choice in kept)
+        table.add_row(leaf, f"{len(kept):,}", norm, by, predicted, measured, _gib(sum(c.kept_bytes for c in kept)))
     return table
+
+
+def _milliseconds(seconds: Iterable[float | None]) -> str:
+    known = [one for one in seconds if one is not None]
+    return f"{sum(known) * 1e3:.3f}" if known else ""
 
 
 def _verdict(found: Footprint, room: float) -> str:

@@ -75,9 +75,14 @@ def train_command(
     compile: Annotated[
         str,
         Option(
-            help="none, or step: torch.compile, one graph per microbatch and one for the update.", rich_help_panel=HOW
+            help="none; block: every kind of block once, the rest by kernels (quick start); step: one graph per "
+            "microbatch and one for the update.",
+            rich_help_panel=HOW,
         ),
     ] = "none",
+    cuda_graph: Annotated[
+        bool, Option("--cuda-graph", help="Record the whole step once and replay it (GPU).", rich_help_panel=HOW)
+    ] = False,
     device: Annotated[str, Option(help="auto, cpu or cuda.", rich_help_panel=HOW)] = "auto",
     memory_budget: Annotated[
         float | None,

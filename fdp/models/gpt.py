@@ -22,7 +22,7 @@ from fdp import ops
 from fdp.collectives import Axis
 from fdp.init import constant, normal
 from fdp.model import Block, LeafSpec, Model
-from fdp.models.language import check_divides, inputs_of, project, token_losses
+from fdp.models.language import check_divides, head_block, inputs_of, project
 from fdp.parallel import enter
 from fdp.types import FdpError, Path, Tree
 
@@ -62,7 +62,7 @@ def gpt(config: GPTConfig, *, name: str = "gpt", tensor: Axis | None = None) -> 
         leaves["head.weight"] = LeafSpec((c.vocab_size, c.width), normal(0.02))
         head["weight"] = "head.weight"
     embed = Block("embed", {"tokens": "embed.tokens", "positions": "embed.positions"}, _embed)
-    blocks = (embed, *layers, Block("head", head, _head))
+    blocks = (embed, *layers, head_block(head, _features))
     parallel = partial(_parallel, config, name)
     return Model(name, leaves, blocks, context=c.context, vocab_size=c.vocab_size, parallel=parallel, tensor=tensor)
 
@@ -110,6 +110,5 @@ def _layer(p: Tree, h: Tensor, data: Tree, *, heads: int, tensor: Axis | None) -
     return h + project(F.gelu(up, approximate="tanh"), p["down"], p["down_bias"], tensor)
 
 
-def _head(p: Tree, h: Tensor, data: Tree) -> Float[Tensor, " batch"]:
-    logits = ops.linear(ops.layer_norm(h, p["norm"], p["norm_bias"]), p["weight"])
-    return token_losses(logits, data)
+def _features(p: Tree, h: Tensor, data: Tree) -> Float[Tensor, "batch tokens width"]:
+    return ops.layer_norm(h, p["norm"], p["norm_bias"])

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from fdp import ops
 from fdp.collectives import Axis
+from fdp.model import Block, LossHead
 from fdp.parallel import leave
-from fdp.types import FdpError, Tree
+from fdp.types import FdpError, Path, Tree
+
+
+def head_block(params: dict[str, Path], features: Callable[[Tree, Tree, Tree], Tensor]) -> Block:
+    """The last block: the cross-entropy of ``features(params, h, data) W^T``, W the leaf ``params["weight"]``."""
+
+    def losses(p: Tree, h: Tensor, data: Tree) -> Float[Tensor, " batch"]:
+        return token_losses(ops.linear(features(p, h, data), p["weight"]), data)
+
+    return Block("head", params, losses, LossHead(features, "weight", targets_of))
 
 
 def inputs_of(data: Tree) -> Int[Tensor, "batch tokens"]:
@@ -17,9 +29,14 @@ def inputs_of(data: Tree) -> Int[Tensor, "batch tokens"]:
     return data["tokens"][:, :-1]
 
 
+def targets_of(data: Tree) -> Int[Tensor, "batch tokens"]:
+    """All tokens but the first."""
+    return data["tokens"][:, 1:]
+
+
 def token_losses(logits: Float[Tensor, "batch tokens vocab"], data: Tree) -> Float[Tensor, " batch"]:
     """Mean cross-entropy of the next token, per sample, in float32 or better."""
-    targets = data["tokens"][:, 1:]
+    targets = targets_of(data)
     wide = logits if logits.element_size() >= 4 else logits.float()
     return F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape).mean(1)
 

@@ -22,7 +22,7 @@ from fdp import ops
 from fdp.collectives import Axis
 from fdp.init import constant, normal
 from fdp.model import Block, LeafSpec, Model
-from fdp.models.language import check_divides, inputs_of, project, token_losses
+from fdp.models.language import check_divides, head_block, inputs_of, project
 from fdp.parallel import enter
 from fdp.types import Path, Tree
 
@@ -58,7 +58,7 @@ def llama(config: LlamaConfig, *, name: str = "llama", tensor: Axis | None = Non
     if not c.tied:
         leaves["head.weight"] = LeafSpec((c.vocab_size, c.width), normal(0.02))
         head["weight"] = "head.weight"
-    blocks = (Block("embed", {"tokens": "embed.tokens"}, _embed), *layers, Block("head", head, _head))
+    blocks = (Block("embed", {"tokens": "embed.tokens"}, _embed), *layers, head_block(head, _features))
     parallel = partial(_parallel, config, name)
     return Model(name, leaves, blocks, context=c.context, vocab_size=c.vocab_size, parallel=parallel, tensor=tensor)
 
@@ -102,8 +102,8 @@ def _layer(
     return h + project(F.silu(ops.linear(m, p["gate"])) * ops.linear(m, p["up"]), p["down"], None, tensor)
 
 
-def _head(p: Tree, h: Tensor, data: Tree) -> Float[Tensor, " batch"]:
-    return token_losses(ops.linear(ops.rms_norm(h, p["norm"]), p["weight"]), data)
+def _features(p: Tree, h: Tensor, data: Tree) -> Float[Tensor, "batch tokens width"]:
+    return ops.rms_norm(h, p["norm"])
 
 
 def rotary(tokens: int, features: int, *, base: float, like: Tensor) -> tuple[Tensor, Tensor]:

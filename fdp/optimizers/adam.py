@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fdp import tree
 from fdp.optimizers import checks
-from fdp.optimizers.base import Optimizer, cast, chain, once, pointwise, zero_step
+from fdp.optimizers.base import AdamW, Optimizer, cast, chain, once, pointwise, zero_step
 from fdp.optimizers.schedules import Schedule
 from fdp.optimizers.transforms import add_decayed_weights, scale_by_learning_rate
 from fdp.types import FdpError, Tree
@@ -69,7 +69,7 @@ def scale_by_adam(
         step = state.step + 1
         mean = tree.map(lambda m, g: torch.lerp(m, g, 1 - b1), state.mean, grads)
         square = tree.map(lambda v, g: torch.lerp(v, g.square(), 1 - b2), state.square, grads)
-        mean_factor, square_factor = _unbias(b1, step), _unbias(b2, step)
+        mean_factor, square_factor = unbias(b1, step), unbias(b2, step)
 
         def direction(m: Tensor, v: Tensor) -> Tensor:
             moment = second_moment(v, factor=square_factor, noise_std=noise_std, eps_root=eps_root)
@@ -105,7 +105,8 @@ def adam(
 ) -> Optimizer:
     """Adam, without weight decay; L2 regularisation is ``chain(add_decayed_weights(wd), adam(lr))``."""
     direction = scale_by_adam(b1=b1, b2=b2, eps=eps, noise_std=noise_std, eps_root=eps_root)
-    return chain(direction, scale_by_learning_rate(learning_rate))
+    whole = AdamW(learning_rate, b1, b2, eps, 0.0, None, noise_std, eps_root)
+    return chain(direction, scale_by_learning_rate(learning_rate))._replace(adamw=whole)
 
 
 def adamw(
@@ -121,9 +122,11 @@ def adamw(
 ) -> Optimizer:
     """Adam with decoupled weight decay: ``p <- p - lr (u_t + weight_decay p)``, decay where ``mask`` says."""
     direction = scale_by_adam(b1=b1, b2=b2, eps=eps, noise_std=noise_std, eps_root=eps_root)
-    return chain(direction, add_decayed_weights(weight_decay, mask=mask), scale_by_learning_rate(learning_rate))
+    decay = add_decayed_weights(weight_decay, mask=mask)
+    whole = AdamW(learning_rate, b1, b2, eps, weight_decay, mask, noise_std, eps_root)
+    return chain(direction, decay, scale_by_learning_rate(learning_rate))._replace(adamw=whole)
 
 
-def _unbias(decay: float, step: Int[Tensor, ""]) -> Float[Tensor, ""]:
+def unbias(decay: float, step: Int[Tensor, ""]) -> Float[Tensor, ""]:
     """``1 / (1 - decay^t)``: one over the weight that a running mean from zero has given out so far."""
     return once(-1 / torch.expm1(step.double() * (math.log(decay) if decay else -math.inf)))

@@ -25,6 +25,7 @@ from torch import Tensor
 from fdp import tree
 from fdp.optimizers import checks
 from fdp.optimizers.reductions import LOCAL, Reductions
+from fdp.optimizers.schedules import Schedule
 from fdp.types import FdpError, Tree
 
 
@@ -40,10 +41,24 @@ class Update(Protocol):
     def __call__(self, grads: Tree, state: Tree, params: Tree, reductions: Reductions = LOCAL) -> tuple[Tree, Tree]: ...
 
 
+class AdamW(NamedTuple):
+    """The hyper-parameters of Adam with decoupled weight decay, for who makes its update in another way."""
+
+    learning_rate: float | Schedule
+    b1: float
+    b2: float
+    eps: float
+    weight_decay: float
+    mask: Callable[[Tree], Tree] | None
+    noise_std: float | None
+    eps_root: float
+
+
 class Optimizer(NamedTuple):
     """``init(params) -> state`` and ``update(grads, state, params) -> (updates, state)``.
 
-    ``reductions`` says how sums over whole leaves are made of the leaves given: as they stand, or over ranks.
+    ``reductions`` says how sums over whole leaves are made of the leaves given: as they stand, or over ranks. ``adamw``
+    is there if the whole optimizer is that one and nothing else.
 
     Guarantees:
       - neither function modifies an argument;
@@ -53,6 +68,7 @@ class Optimizer(NamedTuple):
 
     init: Init
     update: Update
+    adamw: AdamW | None = None
 
 
 def chain(*parts: Optimizer) -> Optimizer:

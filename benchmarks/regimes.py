@@ -1,0 +1,235 @@
+"""A step outside GPT-2-Large at B = 4: a large batch, Llama at 1B and 3B, low-rank adapters on a frozen model.
+
+    python -m benchmarks.regimes --json runs/regimes.json --budget 500     # again and again, until all is there
+    python -m benchmarks.regimes --render runs/regimes.json                # the page; needs no GPU
+
+| regime          | model                                                        | B  | T    |
+|-----------------|--------------------------------------------------------------|----|------|
+| `large_batch`   | GPT-2-Large, untied                                          | 32 | 512  |
+| `llama_1b`      | Llama, 16 layers of width 2048, vocabulary 32000 (1.1B)      | 8  | 2048 |
+| `llama_1b_tied` | the same with vocabulary 128256, head tied (Llama-3.2-1B)    | 8  | 2048 |
+| `llama_3b`      | Llama, 28 layers of width 3072, vocabulary 32000 (3.0B)      | 4  | 2048 |
+| `lora`          | GPT-2-Large, frozen, with rank-16 adapters on all its layers | 4  | 2048 |
+
+bfloat16 compute, float32 master weights, AdamW. How modes are checked and measured: ``benchmarks/harness.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from textwrap import fill
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from benchmarks.gpt2_large import CHECKED_CONTEXT, CHECKED_LAYERS, CONFIG, RESULTS, WIDTH
+from benchmarks.harness import (
+    FAST,
+    GIB,
+    OURS,
+    Case,
+    Limits,
+    Row,
+    Speed,
+    arguments,
+    choose_sdpa,
+    open_report,
+    slug,
+    speed_of,
+    sweep,
+)
+from fdp import ops
+from fdp.init import normal
+from fdp.model import Block, LeafSpec, Model
+from fdp.models import GPTConfig, LlamaConfig, gpt, llama
+from fdp.types import Tree
+
+MODES = ("none", "ghost_bk", "auto")
+LLAMA_1B = LlamaConfig(
+    layers=16, width=2048, heads=32, key_heads=8, hidden=8192, context=2048, vocab_size=32000, rope_base=500_000.0
+)
+LLAMA_3B = LLAMA_1B._replace(layers=28, width=3072, heads=24)
+RANK, ALPHA = 16, 32.0
+ADAPTED = ("qkv", "out", "up", "down")
+
+
+def lora_gpt(config: GPTConfig, *, rank: int = RANK, name: str = "gpt-lora") -> Model:
+    """GPT, frozen, with ``y = W x + b + (alpha / rank) B A x`` in every layer (Hu et al., arXiv 2106.09685).
+
+    Both factors start at random: with ``B = 0``, as usual, the gradient of ``A`` would be 0 and a check would see
+    nothing of it.
+    """
+    base = gpt(config, name=name)
+    leaves, blocks = dict(base.leaves), []
+    apply_layer = partial(_lora_layer, heads=config.heads, scale=ALPHA / rank)
+    for block in base.blocks:
+        if not block.name.startswith("blocks."):
+            blocks.append(block)
+            continue
+        paths = dict(block.params)
+        for weight in ADAPTED:
+            rows, columns = base.leaves[block.params[weight]].shape
+            for factor, shape in (("a", (rank, columns)), ("b", (rows, rank))):
+                paths[f"{weight}_{factor}"] = f"{block.params[weight]}_{factor}"
+                leaves[paths[f"{weight}_{factor}"]] = LeafSpec(shape, normal(0.02))
+        blocks.append(Block(block.name, paths, apply_layer))
+    return base._replace(leaves=leaves, blocks=tuple(blocks), frozen=frozenset(base.leaves), parallel=None)
+
+
+def _lora_layer(p: Tree, h: Tensor, data: Tree, *, heads: int, scale: float) -> Float[Tensor, "batch tokens width"]:
+    B, T, D = h.shape
+
+    def adapted(x: Tensor, weight: str) -> Tensor:
+        low = ops.linear(ops.linear(x, p[f"{weight}_a"]), p[f"{weight}_b"])
+        return ops.linear(x, p[weight], p[f"{weight}_bias"]) + scale * low
+
+    n = ops.layer_norm(h, p["norm1"], p["norm1_bias"])
+    q, k, v = adapted(n, "qkv").reshape(B, T, -1, 3, D // heads).transpose(1, 2).unbind(3)
+    h = h + adapted(ops.attention(q, k, v).transpose(1, 2).reshape(B, T, -1), "out")
+    m = ops.layer_norm(h, p["norm2"], p["norm2_bias"])
+    return h + adapted(F.gelu(adapted(m, "up"), approximate="tanh"), "down")
+
+
+class Regime(NamedTuple):
+    """How a model is made of a configuration, and its batch. ``least``: the speed of auto / none to reach, if any."""
+
+    make: Callable[..., Model]
+    config: GPTConfig | LlamaConfig
+    batch_size: int
+    least: float | None = None
+    most_memory: float | None = None
+
+
+REGIMES = {
+    "large_batch": Regime(gpt, CONFIG, 32, 0.92, 1.15),
+    "llama_1b": Regime(llama, LLAMA_1B, 8, 0.92),
+    "llama_1b_tied": Regime(llama, LLAMA_1B._replace(vocab_size=128256, tied=True), 8),
+    "llama_3b": Regime(llama, LLAMA_3B, 4),
+    "lora": Regime(lora_gpt, CONFIG._replace(context=2048), 4),
+}
+
+
+def make_case(
+    name: str,
+    *,
+    speed: Speed = FAST,
+    layers: int | None = None,
+    memory_budget: float | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Case:
+    """The case of a regime."""
+    regime = REGIMES[name]
+    config = regime.config._replace(layers=layers or regime.config.layers)
+    few, short = min(CHECKED_LAYERS, config.layers), min(CHECKED_CONTEXT, config.context)
+    small = regime.make(config._replace(layers=few, context=short), name=f"{name}, {few} layers, {short} tokens")
+    return Case(name, config.layers, regime.make(config), small, regime.batch_size, speed, dtype, memory_budget)
+
+
+def page(content: dict[str, Any], *, name: str) -> str:
+    """The Markdown page of a report."""
+    rows: list[Row] = content["rows"]
+    versions = ", ".join(f"{what} {which}" for what, which in content["versions"].items())
+    lines = [
+        f"# A step in other regimes on one {content['hardware']}, {content['date']}",
+        "",
+        f"    {content['command']}",
+        "",
+        fill(
+            f"{versions}; commit {', '.join(sorted({row['commit'] for row in rows}))}; attention kernel: "
+            f"{content['settings']['sdpa']}. Rows: `{name}.json`. Models and measurement: `benchmarks/regimes.py`, "
+            "`benchmarks/harness.py`.",
+            WIDTH,
+        ),
+        "",
+        "| regime | layers | B | T | mode | ms | 20-80 % | tokens/s | peak GiB | speed / `none` | memory / `none` |",
+        "|---" * 11 + "|",
+    ]
+    for regime in REGIMES:
+        mine = [row for row in rows if row["regime"] == regime]
+        plain = next((row for row in mine if row["mode"] == "none" and "failed" not in row), None)
+        for row in sorted(mine, key=lambda row: OURS.index(row["mode"])):
+            where = f"| {regime} | {row['layers']} | {row['batch_size']} | {row['context']} | {row['mode']}"
+            if "failed" in row:
+                lines.append(f"{where} | not timed: {row['failed']} | | | | | |")
+                continue
+            speed, memory = (f"{value:.3f}" if value else "" for value in against(row, plain))
+            peak = "" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}"
+            lines.append(
+                f"{where} | {row['ms']:.1f} | {row['ms_p20']:.1f}-{row['ms_p80']:.1f} | "
+                f"{row['tokens_per_second']:,.0f} | {peak} | {speed} | {memory} |"
+            )
+    lines += ["", "| figure | target | measured | |", "|---|---|---|---|"]
+    for name_, regime in REGIMES.items():
+        timed = {row["mode"]: row for row in rows if row["regime"] == name_ and "failed" not in row}
+        speed, memory = against(timed.get("auto"), timed.get("none"))
+        if regime.least is not None:
+            lines.append(verdict(f"speed, `auto` / `none`, {name_}", ">=", regime.least, speed))
+        if regime.most_memory is not None:
+            lines.append(verdict(f"peak memory, `auto` / `none`, {name_}", "<=", regime.most_memory, memory))
+    return "\n".join(lines) + "\n"
+
+
+def against(row: Row | None, plain: Row | None) -> tuple[float | None, float | None]:
+    """Speed and memory of a row over those of ``none``."""
+    if row is None or plain is None:
+        return None, None
+    memory = row["peak_gib"] / plain["peak_gib"] if row["peak_gib"] and plain["peak_gib"] else None
+    return plain["ms"] / row["ms"], memory
+
+
+def verdict(figure: str, sign: str, bound: float, value: float | None) -> str:
+    if value is None or math.isnan(value):
+        return f"| {figure} | {sign} {bound:g} | not measured | |"
+    met = value >= bound if sign == ">=" else value <= bound
+    return f"| {figure} | {sign} {bound:g} | {value:.4f} | {'met' if met else '**short**'} |"
+
+
+def render(source: Path, folder: Path = RESULTS) -> Path:
+    """Page and rows of a report as ``regimes_<hardware>_<yyyymm>.{md,json}``; returns the page."""
+    content = json.loads(source.read_text())
+    name = f"regimes_{slug(content['hardware'])}_{content['date'][:7].replace('-', '')}"
+    folder.mkdir(parents=True, exist_ok=True)
+    written = folder / f"{name}.md"
+    written.write_text(page(content, name=name))
+    if source.resolve() != (folder / f"{name}.json").resolve():
+        shutil.copyfile(source, folder / f"{name}.json")
+    return written
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = arguments("Milliseconds and memory of a step in other regimes.", modes=MODES)
+    parser.add_argument("--regimes", nargs="+", choices=REGIMES, default=list(REGIMES), metavar="REGIME")
+    options = parser.parse_args(argv)
+    if options.render:
+        print(f"written: {render(options.render)}")
+        return
+    device = torch.device(options.device)
+    choose_sdpa(options.sdpa)
+    report = open_report(options, "regimes", device)
+    budget = None if options.memory_budget is None else options.memory_budget * GIB
+    cases = [
+        make_case(name, speed=speed_of(options), layers=options.layers, memory_budget=budget)
+        for name in options.regimes
+    ]
+    sweep(
+        report,
+        cases,
+        options.modes,
+        device=device,
+        limits=Limits(cap=options.cap),
+        budget=options.budget,
+        profiled=options.profile,
+        retry=options.retry,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Noise, mean, AdamW and the cast to the compute dtype in one pass over every leaf, in place.
+
+    sum + z C N(0, I)  ->  / B  ->  AdamW  ->  parameters, moments, and the parameters as the next step computes with
+
+The weighted sum over samples is part of the pass: nothing is rounded to less than float64 before the noise is added.
+The cast parameters are kept for the next step. They are nothing but ``cast(params)``, and are made anew whenever the
+parameters are other tensors or were changed by anyone else.
+
+    >>> update = FusedUpdate(model, optimizer.adamw, mechanism, torch.bfloat16)
+    >>> update.attend(state.params)
+    >>> weights = update.compute_weights(state.params)
+    >>> state = update(state, total, tally, key)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fdp import tree
+from fdp.mechanism import Mechanism
+from fdp.model import Model
+from fdp.noisy_update import NoisyUpdate
+from fdp.optimizers.base import AdamW
+from fdp.types import ClippedSum, Flat, Key, TrainState, Tree, Weighted
+
+
+class FusedUpdate:
+    """``finish`` of a step with AdamW on one device, as one kernel; on a CPU, the same in plain torch."""
+
+    def __init__(self, model: Model, adamw: AdamW, mechanism: Mechanism, dtype: torch.dtype):
+        self.trainable = [path for path in model.leaves if path in model.trainable]
+        self.mechanism = mechanism
+        self.dtype = dtype
+        self.noisy = NoisyUpdate(adamw)
+        self.copies: Flat = {}
+        self.seen: tuple[tuple[int, int], ...] = ()
+
+    def attend(self, params: Tree) -> None:
+        """Cast the parameters anew if they are not those that this update wrote last. Not for a recorded graph."""
+        flat = tree.flatten(params)
+        if _marks(flat) == self.seen:
+            return
+        for path, leaf in flat.items():
+            if leaf.dtype == self.dtype:
+                continue
+            if path in self.copies and self.copies[path].device == leaf.device:
+                self.copies[path].copy_(leaf)  # where a recorded graph may look for it
+            else:
+                self.copies[path] = leaf.detach().to(self.dtype)
+        self.seen = _marks(flat)
+
+    def compute_weights(self, params: Tree) -> Tree:
+        """The parameters in the compute dtype."""
+        flat = tree.flatten(params)
+        return tree.unflatten(params, {path: self.copies.get(path, leaf) for path, leaf in flat.items()})
+
+    def __call__(self, state: TrainState, total: ClippedSum, tally: Tensor, key: Key) -> TrainState:
+        """The next state, written into this one.
+
+        Guarantees:
+          - as ``add_gaussian``, ``scale``, ``optimizer.update`` and ``apply_updates``: the same draws, scaled by the
+            sensitivity that the sum carries, once; rounding apart, the same state.
+        """
+        flat = tree.flatten(state.params)
+        trained = {path: flat[path] for path in self.trainable}
+        z, expected = self.mechanism.noise_multiplier, self.mechanism.sampling.expected_batch_size
+        one = total.sensitivity.new_ones(1, dtype=torch.float64)
+        sums = {path: _rows(total.value[path], one) for path in self.trainable}
+        copies = {path: self.copies[path] for path in self.trainable if path in self.copies}
+        scale = total.sensitivity.double() * z if z else None
+        self.noisy(trained, state.opt, sums, copies, key=key, noise_scale=scale, expected_batch_size=expected)
+        clip = self.mechanism.clip.update(state.clip, tally, key, expected)
+        tree.map(lambda old, new: old.copy_(new), state.clip, clip)
+        state.step.add_(1)
+        self.seen = _marks(flat)
+        return state
+
+
+def _rows(leaf: Tensor | Weighted, one: Tensor) -> Weighted:
+    return leaf if isinstance(leaf, Weighted) else Weighted(leaf.unsqueeze(0), one)
+
+
+def _marks(flat: Flat) -> tuple[tuple[int, int], ...]:
+    """Where the leaves are and how often torch has written to them; kernels write without its knowledge."""
+    return tuple((leaf.data_ptr(), leaf._version) for leaf in flat.values())

@@ -1,0 +1,391 @@
+"""Squared norms and the weighted sum of an embedding's per-sample gradients, without one-hot rows or host sorts.
+
+    G_b[v]    = sum over t with ids_bt = v of g_bt                            (V, D), never formed
+    squared_b = sum_v |G_b[v]|^2                                              float64
+    total     = sum_b c_b G_b                                                 float32 (V, D)
+
+``ids_BT`` is int64, ``g_BTD`` bfloat16, float16, float32 or float64, ``factors_B`` float32 or float64; products and
+sums are float64 throughout. A sample whose factor is not above 0 contributes exactly 0, even if its rows are NaN.
+
+    >>> squared = embedding_norms(ids, g)                                     # (B,) float64
+    >>> total = embedding_sum(ids, g, factors, V)                             # (V, D) float32, zero where never used
+
+Letters: B samples, T tokens, D width, V vocabulary, N = B T, C chunks of CHUNK sorted tokens.
+
+Tokens are sorted by id on the device (stable: a fixed order), so that a row of G is a *run* of equal ids. A program
+walks one chunk of sorted tokens. A run that lies within a chunk is finished there. Of one that crosses, each chunk
+leaves its part: the *tail* of the chunk where the run begins, the *head* of every chunk that it enters. A second
+kernel, in the program of the chunk where the run begins, adds tail and heads. So the longest run, all ids equal, costs
+no more than T distinct ones.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fdp_kernels.op import define, jit, tl
+
+CHUNK = 32
+"""Sorted tokens that a program walks, four rows under way at a time."""
+COLUMNS = 256
+"""Columns of a program: one warp, eight columns a thread."""
+HEADS = 16
+"""Chunks that the second kernel takes at a time."""
+
+# ---------------------------------------------------------------- reference
+
+
+def embedding_norms_reference(ids_BT: Tensor, g_BTD: Tensor) -> Tensor:
+    """``sum_v |sum_{t: ids_bt = v} g_bt|^2``: (B,) float64."""
+    squared = []
+    for ids_T, g_TD in zip(ids_BT, g_BTD):
+        _, slots_T = ids_T.unique(return_inverse=True)  # a sample has at most T distinct ids
+        rows = g_TD.new_zeros(g_TD.shape, dtype=torch.float64).index_add_(0, slots_T, g_TD.double())
+        squared.append(rows.square().sum())
+    return torch.stack(squared)
+
+
+def embedding_sum_reference(ids_BT: Tensor, g_BTD: Tensor, factors_B: Tensor, rows: int) -> Tensor:
+    """``sum_b factors_b G_b``: (rows, D) float32."""
+    factors_B11 = factors_B.double()[:, None, None]
+    scaled_BTD = torch.where(factors_B11 > 0, factors_B11 * g_BTD.double(), factors_B11.new_zeros(()))
+    total = scaled_BTD.new_zeros(rows, g_BTD.shape[-1])
+    return total.index_add_(0, ids_BT.flatten(), scaled_BTD.flatten(0, 1)).float()
+
+
+# ---------------------------------------------------------------- Triton
+
+
+@jit
+def _advance(acc, head, began, row, starts):
+    """One more row: a new run begins at zero; head is the run that was under way when the chunk began."""
+    acc = tl.where(starts, 0.0, acc) + row
+    began = began | starts
+    head = tl.where(began, head, acc)
+    return acc, head, began
+
+
+@jit
+def _edges(ids_ptr, s, T):
+    """Whether the run of sorted position s starts there, and whether it ends there."""
+    own = tl.load(ids_ptr + s, mask=s < T, other=0)
+    before = tl.load(ids_ptr + s - 1, mask=(s > 0) & (s < T), other=0)
+    after = tl.load(ids_ptr + s + 1, mask=s + 1 < T, other=0)
+    starts = (s < T) & ((s == 0) | (own != before))
+    ends = (s < T) & ((s + 1 == T) | (own != after))
+    return own, starts, ends
+
+
+@jit
+def _row(order_ptr, g_ptr, stride_t, s, T, columns, in_row):
+    t = tl.load(order_ptr + s, mask=s < T, other=0)
+    return tl.load(g_ptr + t * stride_t + columns, mask=in_row & (s < T), other=0.0).to(tl.float64)
+
+
+@jit
+def _keep_ends(ids_ptr, head_ptr, tail_ptr, acc, head, began, first, T, D, columns, in_row, CHUNK: tl.constexpr):
+    """What a chunk leaves of runs that cross its ends: the head, if one entered; the tail, if one began and goes on."""
+    last = first + CHUNK - 1
+    entered = (first > 0) & (tl.load(ids_ptr + first - 1, mask=first > 0, other=0) == tl.load(ids_ptr + first))
+    goes_on = last + 1 < T
+    goes_on = goes_on & (
+        tl.load(ids_ptr + last, mask=goes_on, other=0) == tl.load(ids_ptr + last + 1, mask=goes_on, other=0)
+    )
+    tl.store(head_ptr + columns, head, mask=in_row & entered)
+    tl.store(tail_ptr + columns, acc, mask=in_row & goes_on & began)
+
+
+@jit
+def _across(ids_ptr, head_ptr, tail_ptr, c, T, D, chunks, columns, in_row, CHUNK: tl.constexpr, HEADS: tl.constexpr):
+    """Whether a run begins in chunk c and goes on beyond it; its id and its sum."""
+    first = c * CHUNK
+    last = first + CHUNK - 1
+    inside = last + 1 < T
+    own = tl.load(ids_ptr + last, mask=inside, other=0)
+    goes_on = inside & (own == tl.load(ids_ptr + last + 1, mask=inside, other=0))
+    entered = (c > 0) & (own == tl.load(ids_ptr + first - 1, mask=inside & (c > 0), other=0))
+    active = goes_on & (entered == 0)
+    acc = tl.load(tail_ptr + c.to(tl.int64) * D + columns, mask=in_row & active, other=0.0)
+    chunk = c + 1 + tl.arange(0, HEADS)
+    going = active
+    while going:
+        # Sorted, so a later chunk whose first id is the run's was entered by it.
+        here = (chunk < chunks) & (tl.load(ids_ptr + chunk * CHUNK, mask=chunk < chunks, other=0) == own)
+        ptr = head_ptr + chunk[:, None].to(tl.int64) * D + columns[None, :]
+        acc += tl.sum(tl.load(ptr, mask=here[:, None] & in_row[None, :], other=0.0), 0)
+        going = tl.sum(here.to(tl.int32), 0) == HEADS
+        chunk += HEADS
+    return active, own, acc
+
+
+@jit
+def _norms_within(
+    ids_ptr,
+    order_ptr,
+    g_ptr,
+    head_ptr,
+    tail_ptr,
+    partial_ptr,
+    T,
+    D,
+    chunks,
+    stride_b,
+    stride_t,
+    CHUNK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Squares of the runs that lie within one chunk of one sample; heads and tails of the others."""
+    c = tl.program_id(0)
+    b = tl.program_id(2).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    in_row = columns < D
+    ids_ptr += b * T
+    order_ptr += b * T
+    g_ptr += b * stride_b
+    first = c * CHUNK
+    acc = tl.zeros((COLUMNS,), tl.float64)
+    head = tl.zeros((COLUMNS,), tl.float64)
+    total = tl.zeros((COLUMNS,), tl.float64)
+    began = first < 0
+    for step in range(0, CHUNK, 4):
+        s = first + step
+        row_0 = _row(order_ptr, g_ptr, stride_t, s, T, columns, in_row)
+        row_1 = _row(order_ptr, g_ptr, stride_t, s + 1, T, columns, in_row)
+        row_2 = _row(order_ptr, g_ptr, stride_t, s + 2, T, columns, in_row)
+        row_3 = _row(order_ptr, g_ptr, stride_t, s + 3, T, columns, in_row)
+        _, starts, ends = _edges(ids_ptr, s, T)
+        acc, head, began = _advance(acc, head, began, row_0, starts)
+        total += tl.where(began & ends, acc * acc, 0.0)
+        _, starts, ends = _edges(ids_ptr, s + 1, T)
+        acc, head, began = _advance(acc, head, began, row_1, starts)
+        total += tl.where(began & ends, acc * acc, 0.0)
+        _, starts, ends = _edges(ids_ptr, s + 2, T)
+        acc, head, began = _advance(acc, head, began, row_2, starts)
+        total += tl.where(began & ends, acc * acc, 0.0)
+        _, starts, ends = _edges(ids_ptr, s + 3, T)
+        acc, head, began = _advance(acc, head, began, row_3, starts)
+        total += tl.where(began & ends, acc * acc, 0.0)
+    slot = (b * chunks + c) * D
+    _keep_ends(ids_ptr, head_ptr + slot, tail_ptr + slot, acc, head, began, first, T, D, columns, in_row, CHUNK)
+    tl.store(partial_ptr + (b * 2 * chunks + c) * tl.num_programs(1) + tl.program_id(1), tl.sum(total, 0))
+
+
+@jit
+def _norms_across(
+    ids_ptr,
+    head_ptr,
+    tail_ptr,
+    partial_ptr,
+    T,
+    D,
+    chunks,
+    CHUNK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """The square of the run that begins in this chunk and goes on beyond it, if there is one."""
+    c = tl.program_id(0)
+    b = tl.program_id(2).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    in_row = columns < D
+    slot = b * chunks * D
+    ids_ptr += b * T
+    _, _, acc = _across(
+        ids_ptr, head_ptr + slot, tail_ptr + slot, c, T, D, chunks, columns, in_row, CHUNK, HEADS
+    )  # zero where there is none
+    tl.store(partial_ptr + ((b * 2 + 1) * chunks + c) * tl.num_programs(1) + tl.program_id(1), tl.sum(acc * acc, 0))
+
+
+@jit
+def _weighted_row(order_ptr, g_ptr, factors_ptr, tokens, stride_b, stride_t, s, N, columns, in_row):
+    """A token's row times its sample's factor; not read where that is not above 0."""
+    n = tl.load(order_ptr + s, mask=s < N, other=0)
+    b = n // tokens
+    factor = tl.load(factors_ptr + b, mask=s < N, other=0.0).to(tl.float64)
+    counts = (s < N) & (factor > 0)
+    ptr = g_ptr + b * stride_b + (n - b * tokens) * stride_t + columns
+    row = tl.load(ptr, mask=in_row & counts, other=0.0).to(tl.float64)
+    return row * tl.where(counts, factor, 0.0)
+
+
+@jit
+def _write(out_ptr, own, V, D, acc, columns, mask):
+    inside = (own >= 0) & (own < V)
+    tl.store(out_ptr + own.to(tl.int64) * D + columns, acc.to(tl.float32), mask=mask & inside)
+
+
+@jit
+def _sum_within(
+    ids_ptr,
+    order_ptr,
+    g_ptr,
+    factors_ptr,
+    head_ptr,
+    tail_ptr,
+    out_ptr,
+    N,
+    D,
+    V,
+    tokens,
+    stride_b,
+    stride_t,
+    CHUNK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Rows of the total whose run lies within one chunk; heads and tails of the others."""
+    c = tl.program_id(0)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    in_row = columns < D
+    first = c * CHUNK
+    acc = tl.zeros((COLUMNS,), tl.float64)
+    head = tl.zeros((COLUMNS,), tl.float64)
+    began = first < 0
+    for step in range(0, CHUNK, 4):
+        s = first + step
+        row_0 = _weighted_row(order_ptr, g_ptr, factors_ptr, tokens, stride_b, stride_t, s, N, columns, in_row)
+        row_1 = _weighted_row(order_ptr, g_ptr, factors_ptr, tokens, stride_b, stride_t, s + 1, N, columns, in_row)
+        row_2 = _weighted_row(order_ptr, g_ptr, factors_ptr, tokens, stride_b, stride_t, s + 2, N, columns, in_row)
+        row_3 = _weighted_row(order_ptr, g_ptr, factors_ptr, tokens, stride_b, stride_t, s + 3, N, columns, in_row)
+        own, starts, ends = _edges(ids_ptr, s, N)
+        acc, head, began = _advance(acc, head, began, row_0, starts)
+        _write(out_ptr, own, V, D, acc, columns, in_row & began & ends)
+        own, starts, ends = _edges(ids_ptr, s + 1, N)
+        acc, head, began = _advance(acc, head, began, row_1, starts)
+        _write(out_ptr, own, V, D, acc, columns, in_row & began & ends)
+        own, starts, ends = _edges(ids_ptr, s + 2, N)
+        acc, head, began = _advance(acc, head, began, row_2, starts)
+        _write(out_ptr, own, V, D, acc, columns, in_row & began & ends)
+        own, starts, ends = _edges(ids_ptr, s + 3, N)
+        acc, head, began = _advance(acc, head, began, row_3, starts)
+        _write(out_ptr, own, V, D, acc, columns, in_row & began & ends)
+    slot = c.to(tl.int64) * D
+    _keep_ends(ids_ptr, head_ptr + slot, tail_ptr + slot, acc, head, began, first, N, D, columns, in_row, CHUNK)
+
+
+@jit
+def _sum_across(
+    ids_ptr,
+    head_ptr,
+    tail_ptr,
+    out_ptr,
+    N,
+    D,
+    V,
+    chunks,
+    CHUNK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """The row of the total whose run begins in this chunk and goes on beyond it, if there is one."""
+    c = tl.program_id(0)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    in_row = columns < D
+    active, own, acc = _across(ids_ptr, head_ptr, tail_ptr, c, N, D, chunks, columns, in_row, CHUNK, HEADS)
+    _write(out_ptr, own, V, D, acc, columns, in_row & active)
+
+
+def _sorted(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Ids in order within each row of ``ids``, and where each came from. In 32 bits: half the passes of the sort."""
+    values, order = torch.sort(ids.to(torch.int32), dim=-1, stable=True)
+    return values, order
+
+
+def _parts(total: int, size: int) -> int:
+    return -(-total // size)
+
+
+def launch_embedding_norms(ids_BT: Tensor, g_BTD: Tensor) -> Tensor:
+    """:func:`embedding_norms_reference` on the device."""
+    batch, tokens, width = g_BTD.shape
+    chunks, blocks = _parts(tokens, CHUNK), _parts(width, COLUMNS)
+    g_BTD = g_BTD if g_BTD.stride(2) == 1 else g_BTD.contiguous()
+    ids, order = _sorted(ids_BT)
+    head, tail = torch.empty((2, batch, chunks, width), dtype=torch.float64, device=g_BTD.device)
+    partial = torch.empty((batch, 2 * chunks * blocks), dtype=torch.float64, device=g_BTD.device)
+    grid = (chunks, blocks, batch)
+    _norms_within[grid](
+        ids,
+        order,
+        g_BTD,
+        head,
+        tail,
+        partial,
+        tokens,
+        width,
+        chunks,
+        g_BTD.stride(0),
+        g_BTD.stride(1),
+        CHUNK=CHUNK,
+        COLUMNS=COLUMNS,
+        num_warps=1,
+    )
+    _norms_across[grid](
+        ids, head, tail, partial, tokens, width, chunks, CHUNK=CHUNK, COLUMNS=COLUMNS, HEADS=HEADS, num_warps=4
+    )
+    return partial.sum(1)
+
+
+def launch_embedding_sum(ids_BT: Tensor, g_BTD: Tensor, factors_B: Tensor, rows: int) -> Tensor:
+    """:func:`embedding_sum_reference` on the device."""
+    batch, tokens, width = g_BTD.shape
+    chunks, blocks = _parts(batch * tokens, CHUNK), _parts(width, COLUMNS)
+    g_BTD = g_BTD if g_BTD.stride(2) == 1 else g_BTD.contiguous()
+    ids, order = _sorted(ids_BT.reshape(-1))
+    head, tail = torch.empty((2, chunks, width), dtype=torch.float64, device=g_BTD.device)
+    out = torch.zeros((rows, width), dtype=torch.float32, device=g_BTD.device)
+    grid = (chunks, blocks)
+    _sum_within[grid](
+        ids,
+        order,
+        g_BTD,
+        factors_B.contiguous(),
+        head,
+        tail,
+        out,
+        batch * tokens,
+        width,
+        rows,
+        tokens,
+        g_BTD.stride(0),
+        g_BTD.stride(1),
+        CHUNK=CHUNK,
+        COLUMNS=COLUMNS,
+        num_warps=1,
+    )
+    _sum_across[grid](
+        ids,
+        head,
+        tail,
+        out,
+        batch * tokens,
+        width,
+        rows,
+        chunks,
+        CHUNK=CHUNK,
+        COLUMNS=COLUMNS,
+        HEADS=HEADS,
+        num_warps=4,
+    )
+    return out
+
+
+# ---------------------------------------------------------------- ops
+
+embedding_norms = define(
+    "embedding_norms",
+    "Tensor ids, Tensor g -> Tensor",
+    reference=embedding_norms_reference,
+    cuda=launch_embedding_norms,
+    fake=lambda ids, g: g.new_empty(g.shape[0], dtype=torch.float64),
+)
+"""``(ids_BT, g_BTD)``: as :func:`embedding_norms_reference`."""
+
+embedding_sum = define(
+    "embedding_sum",
+    "Tensor ids, Tensor g, Tensor factors, SymInt rows -> Tensor",
+    reference=embedding_sum_reference,
+    cuda=launch_embedding_sum,
+    fake=lambda ids, g, factors, rows: g.new_empty((rows, g.shape[-1]), dtype=torch.float32),
+)
+"""``(ids_BT, g_BTD, factors_B, rows)``: as :func:`embedding_sum_reference`."""

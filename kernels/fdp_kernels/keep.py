@@ -1,0 +1,235 @@
+"""Per-sample weight gradients of a linear layer, kept; the norms of exactly the kept numbers; their weighted sum.
+
+    keep           G_b = round(sum_t g_bt x_bt^T), n_b = |G_b|^2    g (B, T, P), x (B, T, D) -> G (B, P, D), n (B,)
+    squared_norms  n_b = |G_b|^2                                    G (B, ...)               -> n (B,)
+    weighted_sum   W = sum_b c_b G_b                                G (B, ...), c (B,)       -> W (...)
+
+G is kept in the dtype of g (summed in float32); norms are float64, and so are squares and weighted sums until they are
+done. ``keep_by_matmul`` is ``torch.bmm`` and a pass over G where ``keep`` is one kernel; the measured best wins.
+
+    >>> G, squared = keep(g, x)                                  # 2 B T P D flops
+    >>> factors = (C / squared.sqrt()).clamp(max=1).float()
+    >>> total = weighted_sum(G, factors, torch.float32)          # bandwidth only
+
+Guarantees:
+  - the norm is that of the stored, rounded numbers, to float64 rounding;
+  - a sample with factor 0 adds exactly 0 (it is not read), even if its gradient is NaN or infinite;
+  - factors are float32 or float64; the sum is formed in float64 and rounded once.
+
+Letters: B samples, T tokens, P output features, D input features, N elements of a gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fdp_kernels.op import define, jit, tl
+from fdp_kernels.tile_gemm import (
+    Row,
+    Tile,
+    aligned,
+    check_pair,
+    choose,
+    described,
+    launchable,
+    outer,
+    place,
+    sum_of_squares,
+    tiles,
+)
+
+TILES = (
+    Row(400, Tile(128, 256, 64, warps=8, stages=4)),
+    Row(96, Tile(128, 128, 64, warps=4, stages=3)),
+    Row(0, Tile(64, 64, 64, warps=4, stages=4)),
+)
+CHUNK, STEPS = 4096, 8
+"""Elements of a load and loads of a program of ``squared_norms``."""
+BLOCK = 1024
+"""Elements of a program of ``weighted_sum``."""
+
+
+# ---------------------------------------------------------------- references
+
+
+def keep_reference(g_BTP: Tensor, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+    check_pair(g_BTP, x_BTD)
+    wide = torch.float64 if g_BTP.dtype == torch.float64 else torch.float32
+    G_BPD = torch.bmm(g_BTP.to(wide).mT, x_BTD.to(wide)).to(g_BTP.dtype)
+    return G_BPD, squared_norms_reference(G_BPD)
+
+
+def squared_norms_reference(G_BN: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(G_BN.reshape(len(G_BN), -1), dim=1, dtype=torch.float64).square()
+
+
+def squared_parts_reference(G_BN: Tensor) -> Tensor:
+    """All of it in the first part."""
+    return torch.nn.functional.pad(squared_norms_reference(G_BN).unsqueeze(1), (0, _parts(G_BN) - 1))
+
+
+def _parts(G_BN: Tensor) -> int:
+    return tiles(G_BN.numel() // len(G_BN), CHUNK * STEPS)
+
+
+def weighted_sum_reference(G_BN: Tensor, factors_B: Tensor, dtype: torch.dtype) -> Tensor:
+    _check_factors(G_BN, factors_B, dtype)
+    zero = factors_B.view(-1, *[1] * (G_BN.ndim - 1)) == 0
+    return torch.tensordot(factors_B.double(), G_BN.double().masked_fill(zero, 0.0), dims=1).to(dtype)
+
+
+# ---------------------------------------------------------------- bodies
+
+
+@jit
+def _keep_body(
+    g, x, out_ptr, partial_ptr, tokens, p, d,
+    BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    index = tl.program_id(0)
+    rows, columns = tl.cdiv(p, BLOCK_P), tl.cdiv(d, BLOCK_D)
+    b = index // (rows * columns)
+    i, j = place(index % (rows * columns), rows, columns, GROUP)
+    acc_PD = outer(g, x, b, i, j, tokens, BLOCK_P, BLOCK_D, BLOCK_T)
+    kept_PD = acc_PD.to(out_ptr.dtype.element_ty)
+    row = i * BLOCK_P + tl.arange(0, BLOCK_P)
+    column = j * BLOCK_D + tl.arange(0, BLOCK_D)
+    offset = (b.to(tl.int64) * p + row[:, None]) * d + column[None, :]
+    tl.store(out_ptr + offset, kept_PD, mask=(row < p)[:, None] & (column < d)[None, :])
+    tl.store(partial_ptr + index, sum_of_squares(kept_PD))
+
+
+@jit
+def _squares_body(G_ptr, partial_ptr, n, chunks, CHUNK: tl.constexpr, STEPS: tl.constexpr):
+    index = tl.program_id(0)
+    b, first = index // chunks, (index % chunks).to(tl.int64) * (CHUNK * STEPS)
+    total = tl.zeros((CHUNK,), tl.float64)
+    for step in tl.static_range(STEPS):
+        element = first + step * CHUNK + tl.arange(0, CHUNK)
+        value = tl.load(G_ptr + b.to(tl.int64) * n + element, mask=element < n, other=0.0)
+        wide = value.to(tl.float32).to(tl.float64)
+        total += wide * wide
+    tl.store(partial_ptr + index, tl.sum(total))
+
+
+@jit
+def _sum_body(G_ptr, factor_ptr, out_ptr, batch, n, BLOCK: tl.constexpr):
+    element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    here = G_ptr + element  # moves on by one sample: offsets of all samples may pass 2^31
+    total = tl.zeros((BLOCK,), tl.float64)
+    for b in tl.range(0, batch, loop_unroll_factor=4):
+        factor = tl.load(factor_ptr + b).to(tl.float64)
+        value = tl.load(here, mask=element < tl.where(factor != 0, n, 0), other=0.0)
+        here += n
+        total += tl.where(factor != 0, factor * value.to(tl.float32).to(tl.float64), 0.0)
+    tl.store(out_ptr + element, total.to(out_ptr.dtype.element_ty), mask=element < n)
+
+
+# ---------------------------------------------------------------- launches
+
+
+def launch_keep(g_BTP: Tensor, x_BTD: Tensor, *, tile: Tile | None = None) -> tuple[Tensor, Tensor]:
+    """As :func:`keep_reference`, by one kernel; ``tile`` overrides the table."""
+    check_pair(g_BTP, x_BTD)
+    if not launchable(g_BTP, x_BTD):
+        return keep_reference(g_BTP, x_BTD)
+    (batch, tokens, p), d = g_BTP.shape, x_BTD.shape[-1]
+    tile = tile or choose(TILES, g_BTP.dtype, lambda tile: batch * tiles(p, tile.rows) * tiles(d, tile.columns))
+    G = torch.empty(batch, p, d, dtype=g_BTP.dtype, device=g_BTP.device)
+    partial = torch.empty(batch, tiles(p, tile.rows) * tiles(d, tile.columns), dtype=torch.float64, device=g_BTP.device)
+    _keep_body[(partial.numel(),)](
+        described(aligned(g_BTP), (1, tile.depth, tile.rows)),
+        described(aligned(x_BTD), (1, tile.depth, tile.columns)),
+        G, partial, tokens, p, d,
+        BLOCK_P=tile.rows, BLOCK_D=tile.columns, BLOCK_T=tile.depth, GROUP=tile.group,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return G, partial.sum(1)
+
+
+def launch_squared_norms(G_BN: Tensor) -> Tensor:
+    """As :func:`squared_norms_reference`, reading G once."""
+    return launch_squared_parts(G_BN).sum(1)
+
+
+def launch_squared_parts(G_BN: Tensor) -> Tensor:
+    """``n_b`` as a sum yet to be made, over dim 1."""
+    if not launchable(G_BN):
+        return squared_parts_reference(G_BN)
+    batch, n = len(G_BN), G_BN[0].numel()
+    partial = torch.empty(batch, _parts(G_BN), dtype=torch.float64, device=G_BN.device)
+    _squares_body[(partial.numel(),)](
+        G_BN.contiguous(), partial, n, partial.shape[1], CHUNK=CHUNK, STEPS=STEPS, num_warps=8
+    )
+    return partial
+
+
+def launch_weighted_sum(G_BN: Tensor, factors_B: Tensor, dtype: torch.dtype) -> Tensor:
+    """As :func:`weighted_sum_reference`, reading G once."""
+    _check_factors(G_BN, factors_B, dtype)
+    if not launchable(G_BN):
+        return weighted_sum_reference(G_BN, factors_B, dtype)
+    out = torch.empty(G_BN.shape[1:], dtype=dtype, device=G_BN.device)
+    n = out.numel()
+    _sum_body[(tiles(n, BLOCK),)](
+        G_BN.contiguous(), factors_B.contiguous(), out, len(G_BN), n, BLOCK=BLOCK, num_warps=4
+    )
+    return out
+
+
+def _check_factors(G: Tensor, factors: Tensor, dtype: torch.dtype) -> None:
+    wide = (torch.float32, torch.float64)
+    if factors.shape != G.shape[:1] or factors.dtype not in wide or dtype not in wide:
+        raise ValueError(
+            f"weighted_sum: expected {len(G)} factors and a sum in float32 or float64, got factors of shape "
+            f"{tuple(factors.shape)} in {factors.dtype} and a sum in {dtype}"
+        )
+
+
+# ---------------------------------------------------------------- ops
+
+
+def _keep_fake(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    return g.new_empty(g.shape[0], g.shape[2], x.shape[2]), g.new_empty(g.shape[0], dtype=torch.float64)
+
+
+keep = define(
+    "keep",
+    "Tensor g, Tensor x -> (Tensor, Tensor)",
+    reference=keep_reference,
+    cuda=launch_keep,
+    fake=_keep_fake,
+)
+"""``(g_BTP, x_BTD)``: as :func:`keep_reference`."""
+squared_norms = define(
+    "squared_norms",
+    "Tensor G -> Tensor",
+    reference=squared_norms_reference,
+    cuda=launch_squared_norms,
+    fake=lambda G: G.new_empty(G.shape[0], dtype=torch.float64),
+)
+"""``(G_BN)``: as :func:`squared_norms_reference`."""
+squared_parts = define(
+    "squared_parts",
+    "Tensor G -> Tensor",
+    reference=squared_parts_reference,
+    cuda=launch_squared_parts,
+    fake=lambda G: G.new_empty(G.shape[0], _parts(G), dtype=torch.float64),
+)
+"""``(G_BN)``: as :func:`squared_parts_reference`; the sum over parts is :func:`squared_norms`."""
+weighted_sum = define(
+    "weighted_sum",
+    "Tensor G, Tensor factors, ScalarType dtype -> Tensor",
+    reference=weighted_sum_reference,
+    cuda=launch_weighted_sum,
+    fake=lambda G, factors, dtype: G.new_empty(G.shape[1:], dtype=dtype),
+)
+"""``(G_BN, factors_B, dtype)``: as :func:`weighted_sum_reference`."""
+
+
+def keep_by_matmul(g_BTP: Tensor, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+    """As :func:`keep`, by ``torch.bmm`` and :func:`squared_norms`."""
+    check_pair(g_BTP, x_BTD)
+    G_BPD = torch.bmm(g_BTP.mT, x_BTD)
+    return G_BPD, squared_norms(G_BPD)

@@ -1,0 +1,395 @@
+"""A weighted sum of rows, Gaussian noise, the mean, AdamW and the cast, one pass over every leaf, in place.
+
+    sum_i   = Σ_s factors[s] rows[s, i]                          float64; a row with factor 0 is not read
+    noisy_i = sum_i + noise_scale z_i                            float64; z_i = normal(key of the leaf)[first + i]
+    g_i     = float32(inverse_batch noisy_i)
+    m       = m + (1 - b1) (g - m)        v = v + (1 - b2) (g² - v)                                   float32 from here
+    p       = p - learning_rate (m mean_factor / (√max(v square_factor - noise_std², eps_root²) + eps) + weight_decay p)
+    copy    = p in the dtype to compute with
+
+Nothing is rounded to less than float64 before the noise is added. What changes from step to step is read from a
+float64 tensor on the device, ``scalars`` = (noise_scale, inverse_batch, mean_factor, square_factor, learning_rate), so
+that a captured graph can be replayed. All leaves that agree in dtypes and number of rows are one launch: it finds them
+through a table of pointers, and its programs through one of (leaf, tile).
+
+    >>> tables = Tables()                                        # kept by the caller, from step to step
+    >>> leaves = [Leaf(rows_SI, factors_S, param_I, mean_I, square_I, copy_I, first=0, decay=True), ...]
+    >>> update_(leaves, keys_LK, scalars, hyper, tables)         # keys None: no noise
+    >>> noisy_adamw_(rows, factors, params, ...)                 # the same as one op that makes its tables every time
+
+Letters: L leaves, S rows, I elements of a leaf (any shape), K = 8 key words. rows bfloat16, float32 or float64; factors
+float32 or float64; param, mean, square float32; copy any float. Bytes per element: S rows + 24 + copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fdp_kernels.chacha20 import MAX_BLOCKS, WORDS, normal, normal_tile, ratio
+from fdp_kernels.op import define, jit, tl, triton
+
+SCALARS = 5
+
+
+class Leaf(NamedTuple):
+    """What one leaf is updated from and where; ``first`` is the place of its first element in the whole leaf."""
+
+    rows: Tensor
+    factors: Tensor
+    param: Tensor
+    mean: Tensor
+    square: Tensor
+    copy: Tensor | None
+    first: int
+    decay: bool
+
+
+class Hyper(NamedTuple):
+    """What stays the same from step to step; the letters of this module's equation."""
+
+    b1: float
+    b2: float
+    eps: float
+    weight_decay: float
+    noise_std: float
+    eps_root: float
+
+
+# ---------------------------------------------------------------- reference
+
+
+def weighted_total_reference(rows: Tensor, factors: Tensor) -> Tensor:
+    """``Σ_s factors[s] rows[s]`` in float64; a row with factor 0 adds exactly 0, whatever it holds."""
+    total = torch.zeros(rows.shape[1:], dtype=torch.float64, device=rows.device)
+    for row, factor in zip(rows, factors.double()):
+        total += torch.where(factor == 0, 0.0, row.double() * factor)
+    return total
+
+
+def step_reference_(leaf: Leaf, noise: Tensor | None, scalars: Tensor, hyper: Hyper) -> None:
+    """One leaf's update, given its draws. Parameters of any dtype; moments in float32, float64 for float64 ones."""
+    noise_scale, inverse_batch, mean_factor, square_factor, learning_rate = scalars.unbind()
+    total = weighted_total_reference(leaf.rows, leaf.factors)
+    if noise is not None:
+        total += noise_scale * noise.double()
+    g = (total * inverse_batch).to(leaf.mean.dtype)
+    leaf.mean.lerp_(g, 1 - hyper.b1)
+    leaf.square.lerp_(g.square_(), 1 - hyper.b2)
+    moment = (leaf.square * square_factor).sub_(hyper.noise_std**2).clamp_(min=hyper.eps_root**2)
+    u = (leaf.mean * mean_factor).div_(moment.sqrt_().add_(hyper.eps))
+    if leaf.decay:
+        u = u.add_(leaf.param.to(u.dtype), alpha=hyper.weight_decay)
+    leaf.param.add_((u * -learning_rate).to(leaf.param.dtype))
+    if leaf.copy is not None:
+        leaf.copy.copy_(leaf.param)
+
+
+def noisy_adamw_reference_(leaves: Sequence[Leaf], keys_LK: Tensor | None, scalars: Tensor, hyper: Hyper) -> None:
+    """Leaf by leaf; ``keys_LK`` None adds no noise."""
+    for i, leaf in enumerate(leaves):
+        noise, count = None, leaf.param.numel()
+        if keys_LK is not None:
+            box = ([leaf.first + count], [leaf.first], [count])
+            noise = normal(keys_LK[i], *box, -torch.inf, torch.inf, torch.float32).view(leaf.param.shape)
+        step_reference_(leaf, noise, scalars, hyper)
+
+
+# ---------------------------------------------------------------- Triton
+# A program is a tile of 16 COUNTERS elements that begins on a ChaCha20 block of the whole leaf.
+
+_FIELDS = 10
+"""Of a leaf in the table: pointers to rows, factors, param, mean, square, copy; count, first, stride of rows, decay."""
+
+
+@jit
+def _pointer(fields, FIELD: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    pointer = tl.load(fields + FIELD).to(tl.pointer_type(DTYPE))  # pyright: ignore
+    # four elements, in every dtype: where widths differ, tiles are laid out in as many ways and converted
+    return tl.multiple_of(pointer, DTYPE.primitive_bitwidth // 2) if ALIGNED else pointer  # pyright: ignore
+
+
+@jit
+def _lerp(a, b, WEIGHT: tl.constexpr):
+    if WEIGHT < 0.5:
+        return a + WEIGHT * (b - a)
+    else:
+        return b - (b - a) * (1.0 - WEIGHT)
+
+
+@jit
+def _weighted(row, factor_ptr, inside):
+    factor = tl.load(factor_ptr).to(tl.float64)
+    counts = tl.where(factor != 0.0, 1, 0) > 0  # 0: not read, exactly 0
+    return factor * tl.load(row, mask=inside & counts, other=0.0).to(tl.float64)
+
+
+@jit
+def _noisy_adamw_body(
+    tiles_ptr,
+    leaves_ptr,
+    keys_ptr,
+    scalars_ptr,
+    eps,
+    weight_decay,
+    noise_square,
+    floor,
+    S: tl.constexpr,
+    ROW: tl.constexpr,
+    FACTOR: tl.constexpr,
+    COPY: tl.constexpr,
+    NOISE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    MEAN_WEIGHT: tl.constexpr,
+    SQUARE_WEIGHT: tl.constexpr,
+    COUNTERS: tl.constexpr,
+):
+    entry = tl.load(tiles_ptr + tl.program_id(0))
+    leaf = entry >> 32
+    fields = leaves_ptr + leaf * 10
+    tile = entry & 0xFFFFFFFF
+    first = tl.load(fields + 7)
+    count = tl.load(fields + 6)
+    stride = tl.load(fields + 8)
+    index = tile * (16 * COUNTERS) + tl.arange(0, 16 * COUNTERS)
+    if ALIGNED:  # whole groups of 16 elements, on addresses divisible by 16: loads of 16 bytes
+        count = tl.multiple_of(count, 16)
+        stride = tl.multiple_of(stride, 16)
+        inside = index < count
+    else:
+        index -= first % 16
+        inside = (index >= 0) & (index < count)
+    rows = _pointer(fields, 0, ROW, ALIGNED) + index
+    params = _pointer(fields, 2, tl.float32, ALIGNED) + index
+    means = _pointer(fields, 3, tl.float32, ALIGNED) + index
+    squares = _pointer(fields, 4, tl.float32, ALIGNED) + index
+    factors = _pointer(fields, 1, FACTOR, False)
+
+    total = tl.zeros((16 * COUNTERS,), tl.float64)
+    if NOISE:
+        z = normal_tile(keys_ptr + leaf * 8, first // 16 + tile * COUNTERS, COUNTERS)
+        total += tl.load(scalars_ptr) * z.to(tl.float64)
+    p = tl.load(params, mask=inside, other=0.0)
+    m = tl.load(means, mask=inside, other=0.0)
+    v = tl.load(squares, mask=inside, other=0.0)
+    if S <= 8:
+        for s in tl.static_range(S):
+            total += _weighted(rows + s * stride, factors + s, inside)
+    else:
+        for s in range(S):
+            total += _weighted(rows + s * stride, factors + s, inside)
+    g = (total * tl.load(scalars_ptr + 1)).to(tl.float32)
+
+    m = _lerp(m, g, MEAN_WEIGHT)
+    v = _lerp(v, g * g, SQUARE_WEIGHT)
+    moment = v * tl.load(scalars_ptr + 3).to(tl.float32) - noise_square
+    moment = tl.maximum(moment, floor, propagate_nan=tl.PropagateNan.ALL)
+    u = ratio(m * tl.load(scalars_ptr + 2).to(tl.float32), tl.sqrt(moment) + eps)
+    decay = tl.where(tl.load(fields + 9) > 0, weight_decay, 0.0)
+    p -= tl.load(scalars_ptr + 4).to(tl.float32) * (u + decay * p)
+    tl.store(params, p, mask=inside)
+    tl.store(means, m, mask=inside)
+    tl.store(squares, v, mask=inside)
+    if COPY is not None:
+        tl.store(_pointer(fields, 5, COPY, ALIGNED) + index, p.to(COPY), mask=inside)
+
+
+# ---------------------------------------------------------------- tables
+
+_COUNTERS = 32
+"""Blocks of a tile, one for each lane and sixteen elements of every tensor. One warp: nothing waits at a barrier."""
+
+
+class Group(NamedTuple):
+    """The leaves of one launch: (leaf << 32 | tile) of every program, and what the body is specialised on."""
+
+    tiles: Tensor
+    constants: dict[str, Any]
+
+
+class Tables:
+    """What launches find their leaves by, kept from call to call; held by one caller, for tensors on one device.
+
+    Tiles depend on the sizes of leaves, pointers on where they are. In a captured graph, where the sums have places of
+    their own, the pointers are copied from pinned memory by the graph itself; tiles are those of a call before it.
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[tuple, tuple[Group, ...]] = {}
+        self._written: tuple[Tensor, Tensor] | None = None
+        self._spare: Tensor | None = None
+        self._recorded: list[Tensor] = []  # a graph reads them at every replay
+
+    def groups(self, leaves: Sequence[Leaf]) -> tuple[Group, ...]:
+        """One for each combination of dtypes, number of rows and alignment."""
+        kinds = tuple(_kind(leaf) for leaf in leaves)
+        sizes = tuple((leaf.param.numel(), leaf.first) for leaf in leaves)
+        if (kinds, sizes) not in self._groups:
+            device = leaves[0].param.device
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("expected a call with these leaves before the capture, which makes their tables")
+            self._groups[kinds, sizes] = tuple(_group(kind, kinds, sizes, device) for kind in dict.fromkeys(kinds))
+        return self._groups[kinds, sizes]
+
+    def pointers(self, leaves: Sequence[Leaf]) -> Tensor:
+        """int64 ``(L, _FIELDS)`` on the device of the leaves."""
+        host = torch.tensor([_fields(leaf) for leaf in leaves], dtype=torch.int64)
+        device = leaves[0].param.device
+        if device.type != "cuda":
+            return host
+        if torch.cuda.is_current_stream_capturing():
+            if self._spare is None or self._spare.shape != host.shape:
+                raise RuntimeError("expected a call with as many leaves before the capture, which pins memory for it")
+            pinned, self._spare = self._spare.copy_(host), None
+            self._recorded.append(pinned)
+            return torch.empty_like(host, device=device).copy_(pinned, non_blocking=True)
+        if self._spare is None or self._spare.shape != host.shape:
+            self._spare = torch.empty_like(host, pin_memory=True)
+        if self._written is None or not torch.equal(self._written[0], host):
+            self._written = (host, host.to(device))
+        return self._written[1]
+
+
+def fits(leaf: Leaf) -> bool:
+    """Whether the kernel can update the leaf where it is: float32 throughout, dense, on one device."""
+    state = [leaf.param, leaf.mean, leaf.square]
+    every = [*state, leaf.rows, leaf.factors, *([] if leaf.copy is None else [leaf.copy])]
+    return (
+        all(tensor.dtype == torch.float32 for tensor in state)
+        and leaf.rows.dtype in (torch.bfloat16, torch.float32, torch.float64)
+        and leaf.factors.dtype in (torch.float32, torch.float64)
+        and all(tensor.is_contiguous() and tensor.device == leaf.param.device for tensor in every)
+    )
+
+
+def _kind(leaf: Leaf) -> tuple:
+    """What the body is specialised on: rows, their dtype, that of the factors and of the copy; whether aligned."""
+    copy = None if leaf.copy is None else leaf.copy.dtype
+    touched = [leaf.rows, leaf.param, leaf.mean, leaf.square, *([] if leaf.copy is None else [leaf.copy])]
+    aligned = (
+        leaf.first % WORDS == 0
+        and leaf.param.numel() % WORDS == 0
+        and all(tensor.data_ptr() % 16 == 0 for tensor in touched)
+    )
+    return leaf.rows.shape[0], leaf.rows.dtype, leaf.factors.dtype, copy, aligned
+
+
+def _group(kind: tuple, kinds: tuple, sizes: tuple, device: torch.device) -> Group:
+    rows, row, factor, copy, aligned = kind
+    tiles = [
+        np.arange(-(-(count + first % WORDS) // (WORDS * _COUNTERS)) if count else 0) | leaf << 32
+        for leaf, (count, first) in enumerate(sizes)
+        if kinds[leaf] == kind
+    ]
+    types = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+    types[torch.float64] = tl.float64
+    constants = {"S": rows, "ROW": types[row], "FACTOR": types[factor], "COPY": types.get(copy)}
+    constants |= {"ALIGNED": aligned, "COUNTERS": _COUNTERS}
+    return Group(torch.from_numpy(np.concatenate(tiles)).to(device), constants)
+
+
+def _fields(leaf: Leaf) -> list[int]:
+    pointers = [t.data_ptr() for t in (leaf.rows, leaf.factors, leaf.param, leaf.mean, leaf.square)]
+    count = leaf.param.numel()
+    return [*pointers, 0 if leaf.copy is None else leaf.copy.data_ptr(), count, leaf.first, count, int(leaf.decay)]
+
+
+# ---------------------------------------------------------------- launch
+
+
+def launch_noisy_adamw_(
+    leaves: Sequence[Leaf], keys_LK: Tensor | None, scalars: Tensor, hyper: Hyper, tables: Tables
+) -> None:
+    """:func:`noisy_adamw_reference_`, one launch for each group."""
+    table = tables.pointers(leaves)
+    keys_LK = scalars if keys_LK is None else keys_LK.contiguous()
+    for tiles, constants in tables.groups(leaves):
+        if len(tiles):
+            with torch.cuda.device_of(tiles):
+                _noisy_adamw_body[(len(tiles),)](
+                    tiles,
+                    table,
+                    keys_LK,
+                    scalars,
+                    hyper.eps,
+                    hyper.weight_decay,
+                    hyper.noise_std**2,
+                    hyper.eps_root**2,
+                    NOISE=keys_LK is not scalars,
+                    MEAN_WEIGHT=1 - hyper.b1,
+                    SQUARE_WEIGHT=1 - hyper.b2,
+                    num_warps=constants["COUNTERS"] // 32,
+                    **constants,
+                )
+
+
+def update_(leaves: Sequence[Leaf], keys_LK: Tensor | None, scalars: Tensor, hyper: Hyper, tables: Tables) -> None:
+    """Update the leaves, all on one device: launched on CUDA, otherwise by the reference.
+
+    Guarantees:
+      - the sum of each element is formed, and its noise added, in float64;
+      - a row with factor 0 changes nothing, even if it holds NaN or infinities;
+      - element ``i`` of leaf ``l`` gets the draw ``first + i`` of key ``l``, the same bits on every device;
+      - same inputs, same bits; nothing waits for the host, so that a call can be captured after one like it.
+    """
+    _check(leaves, keys_LK, scalars)
+    if triton is not None and scalars.is_cuda and leaves:
+        launch_noisy_adamw_(leaves, keys_LK, scalars.contiguous(), hyper, tables)
+    else:
+        noisy_adamw_reference_(leaves, keys_LK, scalars, hyper)
+
+
+def _check(leaves: Sequence[Leaf], keys_LK: Tensor | None, scalars: Tensor) -> None:
+    if scalars.dtype != torch.float64 or scalars.shape != (SCALARS,):
+        raise ValueError(f"scalars: expected float64 of shape ({SCALARS},), got {scalars.dtype} {tuple(scalars.shape)}")
+    if keys_LK is not None and (keys_LK.shape != (len(leaves), 8) or keys_LK.dtype != torch.int64):
+        raise ValueError(
+            f"keys: expected int64 of shape ({len(leaves)}, 8), got {keys_LK.dtype} {tuple(keys_LK.shape)}"
+        )
+    for i, leaf in enumerate(leaves):
+        shape, rows = leaf.param.shape, leaf.rows.shape[0]
+        copy = shape if leaf.copy is None else leaf.copy.shape
+        if leaf.rows.shape[1:] != shape or leaf.factors.shape != (rows,):
+            raise ValueError(
+                f"leaf {i}: expected rows (S, {', '.join(map(str, shape))}) and factors (S,), got "
+                f"{tuple(leaf.rows.shape)} and {tuple(leaf.factors.shape)}"
+            )
+        if not leaf.mean.shape == leaf.square.shape == copy == shape:
+            raise ValueError(f"leaf {i}: expected moments and copy of the parameter's shape {tuple(shape)}")
+        if not fits(leaf) or leaf.param.device != scalars.device:
+            raise ValueError(f"leaf {i}: expected dense tensors on {scalars.device}, float32 parameters and moments")
+        if not 0 <= leaf.first <= MAX_BLOCKS * WORDS - leaf.param.numel():
+            raise ValueError(f"leaf {i}: expected elements within the 2^36 of a key, got the first at {leaf.first}")
+
+
+def _op(
+    rows: list[Tensor],
+    factors: list[Tensor],
+    params: list[Tensor],
+    means: list[Tensor],
+    squares: list[Tensor],
+    copies: list[Tensor],
+    firsts: list[int],
+    decays: list[bool],
+    keys_LK: Tensor | None,
+    scalars: Tensor,
+    *hyper: float,
+) -> None:
+    written = copies or [None] * len(params)
+    leaves = [Leaf(*fields) for fields in zip(rows, factors, params, means, squares, written, firsts, decays)]
+    update_(leaves, keys_LK, scalars, Hyper(*hyper), Tables())
+
+
+noisy_adamw_ = define(
+    "noisy_adamw_",
+    "Tensor[] rows, Tensor[] factors, Tensor(a!)[] params, Tensor(b!)[] means, Tensor(c!)[] squares, "
+    "Tensor(d!)[] copies, SymInt[] firsts, bool[] decays, Tensor? keys, Tensor scalars, "
+    "float b1, float b2, float eps, float weight_decay, float noise_std, float eps_root -> ()",
+    reference=_op,
+    fake=lambda *args: None,
+)
+"""Lists of the fields of :class:`Leaf` (``copies`` may be empty), keys, scalars, then those of :class:`Hyper`."""

@@ -1,0 +1,191 @@
+"""Per-sample gradients of biases and norm scales: sums over tokens, with the squared norm of exactly what is stored.
+
+    sums_b    = sum_t g_bt              a bias                                (B, D) float32
+    sums_b    = sum_t g_bt * h_bt       a norm's scale, h the normalised input
+    squared_b = |sums_b|^2                                                    (B,) float64, of the float32 numbers
+
+``g_BTD`` and ``h_BTD`` are bfloat16, float16 or float32 (float64 by the reference, sums float64 then). Products and
+sums are float32 within 64 tokens and float64 beyond.
+
+    >>> sums, squared = token_sums(g)                                         # a bias
+    >>> sums, squared = token_product_sums(g, (x - mean) * rstd)              # a scale
+
+Letters: B samples, T tokens, D width, S splits of the tokens.
+
+Two launches: programs over (columns, splits, samples) write float64 partial sums; one program per sample adds the
+splits in order, rounds, stores and squares. There are as many splits as fill the device and no more.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fdp_kernels.op import define, jit, tl
+
+TOKENS = 64
+"""Tokens that are added in float32."""
+COLUMNS = 128
+"""Columns of a program of the first kernel."""
+PROGRAMS = 640
+"""Programs of the first kernel that fill the device: four or five on each multiprocessor of an H200."""
+ALL_COLUMNS, SPLITS = 512, 8
+"""Columns and splits that a program of the second kernel takes at a time."""
+
+# ---------------------------------------------------------------- reference
+
+
+def token_sums_reference(g_BTD: Tensor) -> tuple[Tensor, Tensor]:
+    """``sum_t g_t``: (B, D), and its squared norm: (B,) float64."""
+    return _stored(g_BTD.double(), g_BTD.dtype)
+
+
+def token_product_sums_reference(g_BTD: Tensor, h_BTD: Tensor) -> tuple[Tensor, Tensor]:
+    """``sum_t g_t h_t``: (B, D), and its squared norm: (B,) float64."""
+    return _stored(g_BTD.double() * h_BTD.double(), g_BTD.dtype)
+
+
+def _stored(terms_BTD: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    sums_BD = terms_BTD.sum(1).to(torch.promote_types(dtype, torch.float32))
+    return sums_BD, sums_BD.double().square().sum(1)
+
+
+# ---------------------------------------------------------------- Triton
+
+
+@jit
+def _partial_sums(
+    g_ptr,
+    h_ptr,
+    partial_ptr,
+    T,
+    D,
+    g_stride_b,
+    g_stride_t,
+    h_stride_b,
+    h_stride_t,
+    PRODUCT: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """CHUNKS times TOKENS tokens of one sample, COLUMNS columns of it: partial (B, S, D) in float64."""
+    split = tl.program_id(1)
+    b = tl.program_id(2).to(tl.int64)
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    in_row = columns < D
+    g_ptr += b * g_stride_b
+    h_ptr += b * h_stride_b
+    acc = tl.zeros((COLUMNS,), tl.float64)
+    for chunk in range(0, CHUNKS):
+        t = (split * CHUNKS + chunk) * TOKENS + tl.arange(0, TOKENS)
+        mask = (t < T)[:, None] & in_row[None, :]
+        t64 = t[:, None].to(tl.int64)
+        terms = tl.load(g_ptr + t64 * g_stride_t + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        if PRODUCT:
+            terms *= tl.load(h_ptr + t64 * h_stride_t + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        acc += tl.sum(terms, 0).to(tl.float64)
+    tl.store(partial_ptr + (b * tl.num_programs(1) + split) * D + columns, acc, mask=in_row)
+
+
+@jit
+def _finish(
+    partial_ptr,
+    sums_ptr,
+    squared_ptr,
+    D: tl.constexpr,
+    S: tl.constexpr,
+    SPLITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """One sample: add the splits, round to float32, store, and square what was stored."""
+    b = tl.program_id(0).to(tl.int64)
+    partial_ptr += b * S * D
+    squares = tl.zeros((COLUMNS,), tl.float64)
+    for first in range(0, D, COLUMNS):
+        columns = first + tl.arange(0, COLUMNS)
+        in_row = columns < D
+        acc = tl.zeros((COLUMNS,), tl.float64)
+        for start in range(0, S, SPLITS):
+            s = start + tl.arange(0, SPLITS)
+            mask = (s < S)[:, None] & in_row[None, :]
+            acc += tl.sum(tl.load(partial_ptr + s[:, None] * D + columns[None, :], mask=mask, other=0.0), 0)
+        sums = acc.to(tl.float32)
+        tl.store(sums_ptr + b * D + columns, sums, mask=in_row)
+        wide = sums.to(tl.float64)
+        squares += wide * wide
+    tl.store(squared_ptr + b, tl.sum(squares, 0))
+
+
+def _launch(g_BTD: Tensor, h_BTD: Tensor | None) -> tuple[Tensor, Tensor]:
+    batch, tokens, width = g_BTD.shape
+    g_BTD = g_BTD if g_BTD.stride(2) == 1 else g_BTD.contiguous()
+    other = g_BTD if h_BTD is None else h_BTD
+    other = other if other.stride(2) == 1 else other.contiguous()
+    blocks, chunks = _parts(width, COLUMNS), _parts(tokens, TOKENS)
+    each = _parts(chunks, min(chunks, _parts(PROGRAMS, batch * blocks)))
+    splits = _parts(chunks, each)
+    partial = torch.empty((batch, splits, width), dtype=torch.float64, device=g_BTD.device)
+    sums = torch.empty((batch, width), dtype=torch.float32, device=g_BTD.device)
+    squared = torch.empty(batch, dtype=torch.float64, device=g_BTD.device)
+    _partial_sums[(blocks, splits, batch)](
+        g_BTD,
+        other,
+        partial,
+        tokens,
+        width,
+        g_BTD.stride(0),
+        g_BTD.stride(1),
+        other.stride(0),
+        other.stride(1),
+        PRODUCT=h_BTD is not None,
+        CHUNKS=each,
+        TOKENS=TOKENS,
+        COLUMNS=COLUMNS,
+        num_warps=4,
+    )
+    _finish[(batch,)](partial, sums, squared, D=width, S=splits, SPLITS=SPLITS, COLUMNS=ALL_COLUMNS, num_warps=8)
+    return sums, squared
+
+
+def _parts(total: int, size: int) -> int:
+    return -(-total // size)
+
+
+def launch_token_sums(g_BTD: Tensor) -> tuple[Tensor, Tensor]:
+    """:func:`token_sums_reference` on the device."""
+    return token_sums_reference(g_BTD) if g_BTD.dtype == torch.float64 else _launch(g_BTD, None)
+
+
+def launch_token_product_sums(g_BTD: Tensor, h_BTD: Tensor) -> tuple[Tensor, Tensor]:
+    """:func:`token_product_sums_reference` on the device."""
+    if torch.float64 in (g_BTD.dtype, h_BTD.dtype):
+        return token_product_sums_reference(g_BTD, h_BTD)
+    return _launch(g_BTD, h_BTD)
+
+
+# ---------------------------------------------------------------- ops
+
+
+def _fake(g: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    sums = g.new_empty((g.shape[0], g.shape[2]), dtype=torch.promote_types(g.dtype, torch.float32))
+    return sums, g.new_empty(g.shape[0], dtype=torch.float64)
+
+
+token_sums = define(
+    "token_sums",
+    "Tensor g -> (Tensor, Tensor)",
+    reference=token_sums_reference,
+    cuda=launch_token_sums,
+    fake=_fake,
+)
+"""``(g_BTD,)``: as :func:`token_sums_reference`."""
+
+token_product_sums = define(
+    "token_product_sums",
+    "Tensor g, Tensor h -> (Tensor, Tensor)",
+    reference=token_product_sums_reference,
+    cuda=launch_token_product_sums,
+    fake=_fake,
+)
+"""``(g_BTD, h_BTD)``: as :func:`token_product_sums_reference`."""

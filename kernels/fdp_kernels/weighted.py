@@ -1,0 +1,105 @@
+"""The weighted sum of per-sample weight gradients of a linear layer, from inputs and output gradients.
+
+    W = sum_b c_b G_b,   G_b = sum_t g_bt x_bt^T     g (B, T, P), x (B, T, D), c (B,) float32  ->  W (P, D) float32
+
+Each sample's tile is summed in a float32 accumulator of its own, in the order of ``tile_gemm.outer``, multiplied by its
+float32 factor there and added to a float32 total: no scaled copy of g, and what is added is what ``direct`` measured,
+bit for bit.
+
+    >>> squared = direct(g, x)
+    >>> factors = (C / squared.sqrt()).clamp(max=1).float()
+    >>> total = weighted(g, x, factors)                          # 2 B T P D flops
+
+Guarantees:
+  - a sample with factor 0 adds exactly 0, even if its gradient is NaN or infinite;
+  - what a sample adds before rounding into the total is c_b times the matrix whose norm ``direct`` returns;
+  - slack: with every |c_b G_b| <= C the roundings of products and additions move W by at most 2^-24 (B^2 / 2 + 2 B) C
+    in norm, so one sample more or less moves it by at most C + 2^-24 (B + 3)^2 C. (Worst case; all samples alike.)
+
+Letters: B samples, T tokens, P output features, D input features.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fdp_kernels.op import define, jit, tl
+from fdp_kernels.tile_gemm import Row, Tile, aligned, check_pair, choose, described, launchable, outer, place, tiles
+
+TILES = (
+    Row(90, Tile(128, 128, 64, warps=8, stages=4)),
+    Row(90, Tile(64, 128, 64, warps=4, stages=3)),
+    Row(0, Tile(64, 64, 64, warps=4, stages=4)),
+)
+"""Two accumulators, so half the tile of ``direct``; the depth must be that of ``direct``."""
+
+
+def weighted_reference(g_BTP: Tensor, x_BTD: Tensor, factors_B: Tensor) -> Tensor:
+    """In float64, then rounded to float32 (float64 operands: not rounded)."""
+    _check(g_BTP, x_BTD, factors_B)
+    zero = factors_B.view(-1, 1, 1) == 0
+    G_BPD = torch.bmm(g_BTP.double().mT, x_BTD.double()).masked_fill(zero, 0.0)
+    return torch.tensordot(factors_B.double(), G_BPD, dims=1).to(_out_dtype(g_BTP))
+
+
+@jit
+def _body(
+    g, x, factor_ptr, out_ptr, batch, tokens, p, d,
+    BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    i, j = place(tl.program_id(0), tl.cdiv(p, BLOCK_P), tl.cdiv(d, BLOCK_D), GROUP)
+    total_PD = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
+    for b in tl.range(0, batch, flatten=True):  # one pipeline through all samples, not one each
+        acc_PD = outer(g, x, b, i, j, tokens, BLOCK_P, BLOCK_D, BLOCK_T)
+        factor = tl.load(factor_ptr + b)
+        total_PD += tl.where(factor != 0, factor * acc_PD, 0.0)
+    row = i * BLOCK_P + tl.arange(0, BLOCK_P)
+    column = j * BLOCK_D + tl.arange(0, BLOCK_D)
+    offset = row[:, None].to(tl.int64) * d + column[None, :]
+    tl.store(out_ptr + offset, total_PD, mask=(row < p)[:, None] & (column < d)[None, :])
+
+
+def launch_weighted(g_BTP: Tensor, x_BTD: Tensor, factors_B: Tensor, *, tile: Tile | None = None) -> Tensor:
+    """As :func:`weighted_reference`, by the kernel; ``tile`` overrides the table."""
+    _check(g_BTP, x_BTD, factors_B)
+    if not launchable(g_BTP, x_BTD):
+        return weighted_reference(g_BTP, x_BTD, factors_B)
+    (batch, tokens, p), d = g_BTP.shape, x_BTD.shape[-1]
+    tile = tile or choose(TILES, g_BTP.dtype, lambda tile: tiles(p, tile.rows) * tiles(d, tile.columns))
+    out = torch.empty(p, d, dtype=torch.float32, device=g_BTP.device)
+    _body[(tiles(p, tile.rows) * tiles(d, tile.columns),)](
+        described(aligned(g_BTP), (1, tile.depth, tile.rows)),
+        described(aligned(x_BTD), (1, tile.depth, tile.columns)),
+        factors_B.contiguous(), out, batch, tokens, p, d,
+        BLOCK_P=tile.rows, BLOCK_D=tile.columns, BLOCK_T=tile.depth, GROUP=tile.group,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out
+
+
+def _out_dtype(g: Tensor) -> torch.dtype:
+    return torch.float64 if g.dtype == torch.float64 else torch.float32
+
+
+def _check(g: Tensor, x: Tensor, factors: Tensor) -> None:
+    check_pair(g, x)
+    if factors.shape != g.shape[:1] or factors.dtype not in (torch.float32, _out_dtype(g)):
+        raise ValueError(
+            f"factors: expected {g.shape[0]} float32 numbers, got shape {tuple(factors.shape)} {factors.dtype}; "
+            "a factor rounded to fewer digits can leave a clipped gradient above its bound"
+        )
+
+
+def _fake(g: Tensor, x: Tensor, factors: Tensor) -> Tensor:
+    return g.new_empty(g.shape[-1], x.shape[-1], dtype=_out_dtype(g))
+
+
+weighted = define(
+    "weighted",
+    "Tensor g, Tensor x, Tensor factors -> Tensor",
+    reference=weighted_reference,
+    cuda=launch_weighted,
+    fake=_fake,
+)
+"""``(g_BTP, x_BTD, factors_B)``: as :func:`weighted_reference`."""

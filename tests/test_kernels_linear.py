@@ -1,0 +1,403 @@
+"""The kernels of a linear layer: the bodies in Triton's interpreter (float32), and for real on a GPU (bfloat16)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from fdp_kernels.direct import TILES as DIRECT_TILES
+from fdp_kernels.direct import direct, direct_reference, launch_direct
+from fdp_kernels.ghost import TILES as GHOST_TILES
+from fdp_kernels.ghost import ghost, ghost_many, ghost_reference, launch_ghost, launch_token_norms
+from fdp_kernels.keep import TILES as KEEP_TILES
+from fdp_kernels.keep import (
+    keep,
+    keep_by_matmul,
+    keep_reference,
+    launch_keep,
+    launch_squared_norms,
+    launch_weighted_sum,
+    squared_norms,
+    squared_norms_reference,
+    weighted_sum,
+    weighted_sum_reference,
+)
+from fdp_kernels.tile_gemm import Tile, aligned
+from fdp_kernels.weighted import TILES as WEIGHTED_TILES
+from fdp_kernels.weighted import launch_weighted, weighted, weighted_reference
+
+SHAPES = [(1, 1, 5, 7), (3, 63, 40, 33), (1, 100, 70, 50)]
+SMALL = Tile(16, 32, 32, warps=4, stages=2, group=2)
+TILES = [None, SMALL, SMALL._replace(per_sm=1)]
+GHOST = [None, Tile(16, 16, 32, warps=4, stages=2), Tile(32, 16, 32, warps=4, stages=2)]
+
+
+@pytest.fixture(autouse=True)
+def _set_up(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu = request.node.get_closest_marker("gpu") is not None
+    if on_gpu != torch.cuda.is_available():
+        pytest.skip("needs a GPU" if on_gpu else "bodies run in the interpreter where there is no GPU")
+    if on_gpu:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic references ask for
+        return
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        """Loop bounds: numpy 2.4 no longer makes an int of the (1,) arrays in which scalars are held."""
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+
+
+def random_pair(shape: tuple[int, ...], device: str = "cpu", dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    batch, tokens, p, d = shape
+    draw = torch.Generator(device).manual_seed(sum(shape))
+    g = torch.randn(batch, tokens, p, generator=draw, device=device)
+    x = torch.randn(batch, tokens, d, generator=draw, device=device)
+    return g.to(dtype), x.to(dtype)
+
+
+def cancelling_pair(
+    shape: tuple[int, ...], device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, ...]:
+    """Inputs that are nearly constant over tokens and output gradients that sum to nearly 0."""
+    g, x = random_pair(shape, device)
+    g = (g - g.mean(1, keepdim=True)).to(dtype)
+    return g, (3 * x[:, :1] + 1e-2 * x).to(dtype)
+
+
+PAIRS: list[Callable[..., tuple[Tensor, ...]]] = [random_pair, cancelling_pair]
+
+
+def factors_of(batch: int, device: str = "cpu") -> Tensor:
+    return torch.rand(batch, generator=torch.Generator(device).manual_seed(5), device=device) + 0.1
+
+
+def sizes(g: Tensor, x: Tensor) -> Tensor:
+    """``sum_t |g_t| |x_t|``: what rounding of a gradient is relative to."""
+    return (g.double().norm(dim=-1) * x.double().norm(dim=-1)).sum(1)
+
+
+def relative(got: Tensor, expected: Tensor) -> float:
+    return float(((got - expected).abs() / expected.clamp_min(1e-30)).max())
+
+
+# ---------------------------------------------------------------- bodies, in the interpreter
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("tile", TILES)
+def test_direct_is_the_reference(shape: tuple[int, ...], pair: Callable, tile: Tile | None) -> None:
+    g, x = pair(shape)
+    found, expected = launch_direct(g, x, tile=tile), direct_reference(g, x)
+    assert found.dtype == torch.float64
+    assert bool(((found.sqrt() - expected.sqrt()).abs() <= 1e-5 * sizes(g, x)).all())
+    if pair is random_pair:
+        assert torch.equal(found, launch_direct(g, x, tile=tile))
+        assert relative(found, expected) < 1e-6
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("tile", TILES[:2])
+def test_weighted_is_the_reference(shape: tuple[int, ...], tile: Tile | None) -> None:
+    g, x = random_pair(shape)
+    factors = factors_of(shape[0])
+    found = launch_weighted(g, x, factors, tile=tile)
+    torch.testing.assert_close(found, weighted_reference(g, x, factors), rtol=1e-5, atol=1e-4)
+    assert torch.equal(found, launch_weighted(g, x, factors, tile=tile))
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("tile", TILES[:2])
+def test_what_direct_measures_is_what_weighted_adds(pair: Callable, tile: Tile | None) -> None:
+    g, x = pair((3, 63, 40, 33))
+    squared = launch_direct(g, x, tile=tile)
+    for b, one_hot in enumerate(torch.eye(3)):
+        assert relative(launch_weighted(g, x, one_hot, tile=tile).double().square().sum(), squared[b]) < 1e-12
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, about what is wanted here
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_sample_with_factor_zero_adds_exactly_zero(bad: float) -> None:
+    g, x = random_pair((3, 17, 20, 9))
+    factors = factors_of(3)
+    factors[1] = 0
+    zero, worse = g.clone(), g.clone()
+    zero[1], worse[1, 3] = 0, bad
+    assert torch.equal(launch_weighted(worse, x, factors), launch_weighted(zero, x, factors))
+    assert torch.equal(weighted_reference(worse, x, factors), weighted_reference(zero, x, factors))
+    G, G_zero = keep_reference(worse, x)[0], keep_reference(zero, x)[0]
+    for sum_by in (launch_weighted_sum, weighted_sum_reference):
+        assert torch.equal(sum_by(G, factors, torch.float32), sum_by(G_zero, factors, torch.float32))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, about what is wanted here
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_sample_spoils_no_other_norm_and_not_silently_its_own(bad: float) -> None:
+    g, x = random_pair((3, 17, 20, 9))
+    worse = g.clone()
+    worse[1, 16] = bad  # the token beside the next sample's first
+    for launch in (launch_direct, launch_ghost, lambda g, x: launch_keep(g, x)[1]):
+        good, found = launch(g, x), launch(worse, x)
+        assert not found[1].isfinite()
+        assert torch.equal(found[[0, 2]], good[[0, 2]])
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize(
+    ("shape", "tile"), [((1, 1, 5, 7), None), ((1, 70, 40, 1100), None), *(((2, 45, 40, 33), tile) for tile in GHOST)]
+)
+def test_ghost_is_never_below_what_weighted_adds_and_hardly_above(
+    shape: tuple[int, ...], pair: Callable, tile: Tile | None
+) -> None:
+    g, x = pair(shape)
+    found, expected = launch_ghost(g, x, tile=tile), direct_reference(g, x)
+    assert bool((found >= expected).all())
+    assert bool((found >= launch_direct(g, x)).all())
+    slack = (shape[-1] + shape[-2] + 10) * 2**-23 * sizes(g, x).square()
+    assert bool((found <= expected * 1.01 + slack).all())
+    if pair is random_pair:
+        assert torch.equal(found, launch_ghost(g, x, tile=tile))
+        assert relative(found, expected) < 2e-3
+
+
+def test_ghost_of_tokens_that_cancel_exactly_still_covers_the_rounding() -> None:
+    g, x = random_pair((2, 32, 40, 33))
+    g[:, 16:], x[:, 16:] = -g[:, :16], x[:, :16]
+    found = launch_ghost(g, x)
+    assert bool((direct_reference(g, x) < 1e-20).all())
+    assert bool((found.sqrt() >= 40 * 2**-24 * sizes(g, x)).all())
+
+
+def test_ghost_adds_every_term_of_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    unit, steps = 2.0**-7, (40 + 1, 33 + 1, 45)  # so large that each term is seen
+    monkeypatch.setattr("fdp_kernels.ghost.UNIT", unit)
+    g, x = random_pair((2, 45, 40, 33))
+    A, X = (torch.bmm(z, z.mT) for z in (g.double(), x.double()))
+    aa, bb = (Z.diagonal(dim1=1, dim2=2).sqrt() for Z in (A, X))
+    size = sizes(g, x)
+    a_RS, b_RS = (z[:, :, None] * z[:, None, :] for z in (aa, bb))
+    square = (A * X + unit * (steps[0] * a_RS * X.abs() + steps[1] * b_RS * A.abs())).sum((1, 2))
+    square += unit**2 * steps[0] * steps[1] * size.square()
+    expected = (square.sqrt() + steps[2] * unit * size).square()
+    for tile in GHOST[:2]:
+        found = launch_ghost(g, x, tile=tile)
+        assert bool((found >= expected).all())
+        assert relative(found, expected) < 5e-3
+
+
+def test_ghost_reference_is_the_squared_norm() -> None:
+    g, x = random_pair((3, 63, 40, 33))
+    assert relative(ghost_reference(g, x), direct_reference(g, x)) < 1e-9
+    assert bool((ghost_reference(g, x) >= direct_reference(g, x) * (1 - 1e-15)).all())
+
+
+def test_token_norms_are_rounded_up() -> None:
+    g, x = random_pair((3, 21, 700, 33))
+    for found, z in zip(launch_token_norms(g, x), (g, x)):
+        expected = z.double().norm(dim=-1)
+        assert bool((found >= expected).all())
+        assert relative(found.double(), expected) < 2e-6
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("tile", TILES[:2])
+def test_keep_is_the_reference_and_its_norm_that_of_the_stored_numbers(
+    shape: tuple[int, ...], tile: Tile | None
+) -> None:
+    for pair in PAIRS:
+        g, x = pair(shape)
+        (G, squared), expected = launch_keep(g, x, tile=tile), keep_reference(g.double(), x.double())[0]
+        assert bool(((G - expected).flatten(1).norm(dim=1) <= 1e-5 * sizes(g, x)).all())
+        assert relative(squared, squared_norms_reference(G)) < 1e-14
+        assert torch.equal(G, launch_keep(g, x, tile=tile)[0])
+
+
+def test_keep_measures_after_rounding() -> None:
+    g, x = random_pair((2, 20, 40, 33), dtype=torch.float16)  # the interpreter has no bfloat16
+    G, squared = launch_keep(g, x, tile=SMALL)
+    assert G.dtype == torch.float16
+    assert relative(squared, squared_norms_reference(G)) < 1e-14
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 33000), (2, 7, 11), (5, 64, 32)])
+def test_norms_and_weighted_sums_of_kept_gradients(shape: tuple[int, ...]) -> None:
+    G = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    factors = factors_of(shape[0])
+    assert relative(launch_squared_norms(G), squared_norms_reference(G)) < 1e-13
+    for dtype in (torch.float32, torch.float64):
+        expected = weighted_sum_reference(G, factors.to(dtype), dtype)
+        torch.testing.assert_close(launch_weighted_sum(G, factors.to(dtype), dtype), expected, rtol=1e-7, atol=1e-7)
+
+
+def test_kept_in_fewer_digits_the_norm_is_still_that_of_what_is_kept() -> None:
+    g, x = random_pair((2, 9, 8, 8), dtype=torch.bfloat16)
+    G, squared = keep(g, x)
+    assert G.dtype == torch.bfloat16
+    assert relative(squared, G.double().square().sum((1, 2))) < 1e-14
+    assert relative(keep_by_matmul(g, x)[1], squared) < 2e-2
+
+
+def test_views_of_larger_tensors_and_odd_widths() -> None:
+    g, x = random_pair((3, 20, 24, 17))
+    wide_g, wide_x = g.new_full((3, 25, 40), 7.0), x.new_full((3, 25, 24), 7.0)
+    wide_g[:, :20, 4:28], wide_x[:, :20, :17] = g, x
+    views = wide_g[:, :20, 4:28], wide_x[:, :20, :17]
+    assert aligned(views[0]) is views[0]
+    assert aligned(x).stride(1) == 20  # 17 floats a row cannot be described; a copy with padded rows can
+    assert torch.equal(launch_direct(*views), launch_direct(g, x))
+    for odd in (g.transpose(0, 1).contiguous().transpose(0, 1), g[:, :1].expand(3, 20, 24), g.mT.contiguous().mT):
+        assert torch.equal(launch_direct(odd, x), launch_direct(odd.contiguous(), x))
+    assert torch.equal(launch_ghost(*views), launch_ghost(g, x))
+
+
+def test_float64_is_the_reference_and_empty_is_zero() -> None:
+    g, x = (z.double() for z in random_pair((2, 5, 4, 3)))
+    assert torch.equal(launch_direct(g, x), direct_reference(g, x))
+    assert launch_weighted(g, x, factors_of(2)).dtype == torch.float64
+    g, x = torch.zeros(0, 5, 4), torch.zeros(0, 5, 3)
+    assert launch_direct(g, x).shape == (0,)
+    assert torch.equal(launch_weighted(g, x, torch.zeros(0)), torch.zeros(4, 3))
+
+
+def test_bad_arguments_are_named() -> None:
+    g, x = random_pair((2, 5, 4, 3))
+    with pytest.raises(ValueError, match="expected g"):
+        direct(g, x[:, :4])
+    with pytest.raises(ValueError, match="factors"):
+        weighted(g, x, torch.ones(2, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="weighted_sum"):
+        weighted_sum(g, torch.ones(2), torch.bfloat16)
+
+
+def test_ops() -> None:
+    g, x = random_pair((2, 5, 4, 3))
+    factors = factors_of(2)
+    for op, arguments in (
+        (direct, (g, x)),
+        (ghost, (g, x)),
+        (keep, (g, x)),
+        (squared_norms, (g,)),
+        (weighted_sum, (g, factors, torch.float64)),
+        (weighted, (g, x, factors)),
+    ):
+        torch.library.opcheck(op.default, arguments)
+    assert torch.equal(ghost_many([g, x], [x, g])[1], ghost(x, g))
+
+
+# ---------------------------------------------------------------- on a GPU
+
+LARGE = [(4, 1000, 1280, 3840), (3, 129, 770, 514), (2, 1, 64, 100), (2, 300, 5003, 256)]
+BF16 = torch.bfloat16
+
+
+def every_tile(table: Any) -> list[Tile]:
+    return [row.tile for row in table]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("shape", LARGE)
+def test_gpu_kernels_match_float64(shape: tuple[int, ...], pair: Callable, dtype: torch.dtype) -> None:
+    g, x = pair(shape, "cuda", dtype)
+    expected, size, factors = direct_reference(g, x), sizes(g, x), factors_of(shape[0], "cuda")
+    lost = 1.25 * max(16, shape[1]) * 2**-23
+    for found in (direct(g, x), direct(g, x)):
+        assert bool(((found.sqrt() - expected.sqrt()).abs() <= lost * size).all())
+    if pair is random_pair:
+        assert relative(direct(g, x), expected) < 1e-4
+    found = ghost(g, x)
+    assert bool((found >= expected).all())
+    assert bool((found >= direct(g, x)).all())
+    if pair is random_pair:
+        assert relative(found, expected) < 0.05
+    kept, squared = keep(g, x)
+    assert relative(squared, squared_norms_reference(kept)) < 1e-12
+    assert relative(squared_norms(kept), squared_norms_reference(kept)) < 1e-12
+    for dtype_out in (torch.float32, torch.float64):
+        torch.testing.assert_close(
+            weighted_sum(kept, factors, dtype_out), weighted_sum_reference(kept, factors, dtype_out)
+        )
+    total, exact = weighted(g, x, factors).double(), weighted_reference(g.double(), x.double(), factors)
+    assert float((total - exact).norm()) <= float((lost + 2**-20) * (factors * size).sum())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("shape", LARGE)
+def test_gpu_what_direct_measures_is_what_weighted_adds(shape: tuple[int, ...], pair: Callable) -> None:
+    g, x = pair(shape, "cuda", BF16)
+    for measured in every_tile(DIRECT_TILES):
+        squared = launch_direct(g, x, tile=measured)
+        for added in every_tile(WEIGHTED_TILES):
+            for b in range(shape[0]):
+                one_hot = torch.zeros(shape[0], device="cuda")
+                one_hot[b] = 1
+                total = launch_weighted(g, x, one_hot, tile=added).double().square().sum()
+                assert relative(total, squared[b]) < 1e-12, (measured, added)
+
+
+@pytest.mark.gpu
+def test_gpu_persistent_tiles_are_the_same_numbers() -> None:
+    g, x = random_pair(LARGE[0], "cuda", BF16)
+    for tile in every_tile(DIRECT_TILES):
+        for per_sm in (1, 2):
+            found = launch_direct(g, x, tile=tile._replace(per_sm=per_sm))
+            assert torch.equal(found, launch_direct(g, x, tile=tile))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_gpu_bad_samples_stay_alone(bad: float) -> None:
+    shape = (3, 129, 770, 514)
+    g, x = random_pair(shape, "cuda", BF16)
+    factors = factors_of(3, "cuda")
+    factors[1] = 0
+    worse, zero = g.clone(), g.clone()
+    worse[1, 128], zero[1] = bad, 0
+    for tile in every_tile(WEIGHTED_TILES):
+        assert torch.equal(launch_weighted(worse, x, factors, tile=tile), launch_weighted(zero, x, factors, tile=tile))
+    kept = [keep(z, x)[0] for z in (worse, zero)]
+    assert torch.equal(*(weighted_sum(G, factors, torch.float32) for G in kept))
+    for op in (direct, ghost, lambda g, x: keep(g, x)[1]):
+        good, found = op(g, x), op(worse, x)
+        assert not found[1].isfinite()
+        assert torch.equal(found[[0, 2]], good[[0, 2]])
+
+
+@pytest.mark.gpu
+def test_gpu_every_tile_repeats_bitwise_and_in_a_graph() -> None:
+    g, x = random_pair((3, 1000, 1280, 770), "cuda", BF16)
+    factors = factors_of(3, "cuda")
+    runs: list[Callable[[], Any]] = [
+        lambda: squared_norms(g),
+        lambda: weighted_sum(g, factors, torch.float32),
+        lambda: keep_by_matmul(g, x)[1],
+        *(lambda tile=tile: launch_direct(g, x, tile=tile) for tile in every_tile(DIRECT_TILES)),
+        *(lambda tile=tile: launch_ghost(g, x, tile=tile) for tile in every_tile(GHOST_TILES)),
+        *(lambda tile=tile: launch_keep(g, x, tile=tile)[0] for tile in every_tile(KEEP_TILES)),
+        *(lambda tile=tile: launch_weighted(g, x, factors, tile=tile) for tile in every_tile(WEIGHTED_TILES)),
+    ]
+    eager = [run() for run in runs]
+    for run, first in zip(runs, eager):
+        assert torch.equal(run(), first)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [run() for run in runs]
+    for _ in range(2):
+        for out in captured:
+            out.zero_()
+        graph.replay()
+        for out, first in zip(captured, eager):
+            assert torch.equal(out, first)

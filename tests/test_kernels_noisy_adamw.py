@@ -1,0 +1,302 @@
+"""Noise, mean and AdamW in one pass: the body against its reference, the reference against ``torch.optim``."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from fdp_kernels import chacha20
+from fdp_kernels import noisy_adamw as kernel
+from fdp_kernels.noisy_adamw import Hyper, Leaf, Tables
+from torch import Tensor
+
+interpreted = pytest.mark.skipif(not chacha20.INTERPRETED, reason="Triton's interpreter runs where there is no GPU")
+HYPER = Hyper(b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.1, noise_std=0.0, eps_root=0.0)
+SCALARS = torch.tensor([0.7, 1 / 3, 1.9, 1.2, 0.01], dtype=torch.float64)
+DRAW = torch.Generator().manual_seed(0)
+
+
+def leaf_of(
+    rows: int,
+    shape: tuple[int, ...],
+    *,
+    first: int = 0,
+    decay: bool = True,
+    copy: torch.dtype | None = torch.float32,
+    dtype: torch.dtype = torch.float32,
+    factors: torch.dtype = torch.float64,
+) -> Leaf:
+    return Leaf(
+        torch.randn(rows, *shape, generator=DRAW).to(dtype),
+        torch.rand(rows, generator=DRAW).to(factors),
+        torch.randn(shape, generator=DRAW),
+        0.1 * torch.randn(shape, generator=DRAW),
+        torch.rand(shape, generator=DRAW),
+        None if copy is None else torch.zeros(shape, dtype=copy),
+        first,
+        decay,
+    )
+
+
+def clones(leaves: list[Leaf], device: str = "cpu") -> list[Leaf]:
+    return [Leaf._make(x.clone().to(device) if isinstance(x, Tensor) else x for x in leaf) for leaf in leaves]
+
+
+def keys_of(leaves: list[Leaf], seed: int = 1) -> Tensor:
+    return torch.randint(0, 1 << 32, (len(leaves), 8), generator=torch.Generator().manual_seed(seed))
+
+
+def written(leaf: Leaf) -> list[Tensor]:
+    return [leaf.param, leaf.mean, leaf.square, *([] if leaf.copy is None else [leaf.copy])]
+
+
+def assert_same(got: list[Leaf], want: list[Leaf], *, rtol: float = 2e-6, atol: float = 2e-7) -> None:
+    for one, other in zip(got, want):
+        for a, b in zip(written(one), written(other)):
+            half = a.dtype == torch.bfloat16
+            torch.testing.assert_close(a.cpu(), b.cpu(), rtol=2.0**-7 if half else rtol, atol=atol)
+
+
+def ragged() -> list[Leaf]:
+    """Every kind of leaf in one call: aligned, cut in a block, several rows, both factors' dtypes, empty, 0-d."""
+    leaves = [
+        leaf_of(1, (36, 16)),
+        leaf_of(1, (7,), copy=None),
+        leaf_of(2, (33,), first=37, decay=False),
+        leaf_of(4, (4, 16), first=160, factors=torch.float32),
+        leaf_of(9, (5, 3)),
+        leaf_of(1, (0, 4)),
+        leaf_of(1, (), dtype=torch.float64),
+    ]
+    leaves[3].factors[1] = 0
+    leaves[3].rows[1] = math.nan
+    leaves[4].factors[8] = -0.0
+    leaves[4].rows[8] = math.inf
+    return leaves
+
+
+# ---------------------------------------------------------------- reference
+
+
+@pytest.mark.parametrize("decay", [False, True])
+def test_without_noise_it_is_adamw_on_the_weighted_mean(decay):
+    leaf = leaf_of(3, (6, 5), decay=decay)
+    leaf = leaf._replace(mean=leaf.mean.zero_(), square=leaf.square.zero_())
+    param = leaf.param.clone().requires_grad_()
+    optimizer = torch.optim.AdamW([param], lr=0.01, weight_decay=0.1 if decay else 0.0)
+    for step in range(1, 5):
+        leaf.rows.copy_(torch.randn(leaf.rows.shape, generator=DRAW))
+        param.grad = torch.einsum("s,sij->ij", leaf.factors.float(), leaf.rows) / 8
+        optimizer.step()
+        unbias = [1 / (1 - b**step) for b in (HYPER.b1, HYPER.b2)]
+        scalars = torch.tensor([0.7, 1 / 8, *unbias, 0.01], dtype=torch.float64)
+        kernel.update_([leaf], None, scalars, HYPER, Tables())
+        torch.testing.assert_close(leaf.param, param.detach(), rtol=1e-5, atol=1e-6)
+        assert leaf.copy is not None
+        assert torch.equal(leaf.copy, leaf.param)
+
+
+def test_the_noise_is_that_of_the_key_times_the_scale():
+    leaf = leaf_of(2, (5, 7), first=19)
+    start, key = clones([leaf])[0], keys_of([leaf])
+    kernel.update_([leaf], key, SCALARS, HYPER._replace(b1=0.0), Tables())  # the mean is then the gradient itself
+    z = chacha20.normal_reference(key[0], [54], [19], [35], -math.inf, math.inf, torch.float32).double().view(5, 7)
+    total = torch.einsum("s,sij->ij", start.factors, start.rows.double())
+    torch.testing.assert_close(leaf.mean.double(), (total + 0.7 * z) / 3, rtol=1e-6, atol=1e-7)
+
+
+def reference(leaves: list[Leaf], keys: Tensor | None, scalars: Tensor, hyper: Hyper) -> None:
+    kernel.noisy_adamw_reference_(leaves, keys, scalars, hyper)
+
+
+def body(leaves: list[Leaf], keys: Tensor | None, scalars: Tensor, hyper: Hyper) -> None:
+    kernel.launch_noisy_adamw_(leaves, keys, scalars, hyper, Tables())
+
+
+IMPLEMENTATIONS = [reference, pytest.param(body, marks=interpreted)]
+
+
+@pytest.mark.parametrize("update", IMPLEMENTATIONS)
+def test_nothing_is_rounded_before_the_noise(update):
+    """2^-30 beside 1 is lost in float32; with noise of -1 it is all that is left."""
+    leaf = leaf_of(2, (1,))._replace(rows=torch.tensor([[2.0**-30], [1.0]]), factors=torch.ones(2, dtype=torch.float64))
+    key = keys_of([leaf])
+    draw = chacha20.normal_reference if update is reference else chacha20.launch_normal
+    z = float(draw(key[0], [1], [0], [1], -math.inf, math.inf, torch.float32))
+    scalars = torch.tensor([-1 / z, 1, 1, 1, 0.01], dtype=torch.float64)
+    update([leaf], key, scalars, HYPER._replace(b1=0.0))  # the mean is then the gradient itself
+    assert leaf.mean.item() == pytest.approx(2.0**-30, rel=1e-6)
+
+
+@pytest.mark.parametrize("update", IMPLEMENTATIONS)
+def test_a_row_with_factor_zero_changes_nothing_even_if_it_is_nan(update):
+    clean = leaf_of(3, (3, 11))
+    clean.factors[1] = 0
+    want = clones([clean])
+    update(want, None, SCALARS, HYPER)
+    for value in (math.nan, math.inf, -math.inf, 3e38):
+        got = clones([clean])
+        got[0].rows[1] = value
+        update(got, None, SCALARS, HYPER)
+        assert all(torch.equal(a, b) for a, b in zip(written(got[0]), written(want[0])))
+        assert all(tensor.isfinite().all() for tensor in written(got[0]))
+
+
+# ---------------------------------------------------------------- the body, in the interpreter
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "hyper", [HYPER, Hyper(b1=0.0, b2=0.4, eps=1e-6, weight_decay=0.0, noise_std=0.3, eps_root=0.05)]
+)
+def test_the_body_equals_its_reference_on_all_kinds_of_leaves(hyper):
+    leaves = ragged()
+    for keys in (keys_of(leaves), None):
+        got, again, want = clones(leaves), clones(leaves), clones(leaves)
+        body(got, keys, SCALARS, hyper)
+        kernel.noisy_adamw_reference_(want, keys, SCALARS, hyper)
+        assert_same(got, want)
+        assert all(tensor.isfinite().all() for leaf in got for tensor in written(leaf))
+        if keys is None:
+            body(again, keys, SCALARS, hyper)
+            assert all(torch.equal(a, b) for x, y in zip(got, again) for a, b in zip(written(x), written(y)))
+
+
+@interpreted
+def test_a_part_gets_its_part_of_the_noise():
+    whole = leaf_of(1, (40, 20), copy=None)
+    key = keys_of([whole])
+    parts = []
+    for a, b in [(0, 16), (16, 19), (19, 40)]:  # 16 * 20 is a multiple of a block, 19 * 20 is not
+        rows = whole.rows[:, a:b].contiguous()
+        state = (tensor[a:b].clone() for tensor in (whole.param, whole.mean, whole.square))
+        parts.append(Leaf(rows, whole.factors, *state, copy=None, first=20 * a, decay=True))
+    body([whole], key, SCALARS, HYPER)
+    body(parts, key.expand(3, 8), SCALARS, HYPER)
+    assert torch.equal(torch.cat([part.param for part in parts]), whole.param)
+
+
+@interpreted
+def test_tables_are_made_anew_for_other_tensors():
+    tables, leaves = Tables(), [leaf_of(1, (16,)), leaf_of(1, (5,))]
+    for _ in range(2):
+        got, want = clones(leaves), clones(leaves)
+        kernel.launch_noisy_adamw_(got, None, SCALARS, HYPER, tables)
+        kernel.noisy_adamw_reference_(want, None, SCALARS, HYPER)
+        assert_same(got, want)
+
+
+# ---------------------------------------------------------------- the op
+
+
+def op_arguments(leaves: list[Leaf], keys: Tensor | None, scalars: Tensor = SCALARS) -> tuple:
+    rows, factors, params, means, squares, copies, firsts, decays = (list(field) for field in zip(*leaves))
+    return rows, factors, params, means, squares, copies, firsts, decays, keys, scalars, *HYPER
+
+
+def test_the_op_equals_its_reference_and_passes_opcheck():
+    leaves = [leaf_of(2, (3, 5)), leaf_of(1, (16,), first=3, decay=False)]
+    keys = keys_of(leaves)
+    got, want = clones(leaves), clones(leaves)
+    kernel.noisy_adamw_(*op_arguments(got, keys))
+    kernel.noisy_adamw_reference_(want, keys, SCALARS, HYPER)
+    assert all(torch.equal(a, b) for x, y in zip(got, want) for a, b in zip(written(x), written(y)))
+    torch.library.opcheck(kernel.noisy_adamw_.default, op_arguments(clones(leaves), keys))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda leaf: leaf._replace(rows=leaf.rows[:, :2]), "rows"),
+        (lambda leaf: leaf._replace(factors=leaf.factors[:1]), "factors"),
+        (lambda leaf: leaf._replace(mean=leaf.mean[:2]), "moments"),
+        (lambda leaf: leaf._replace(copy=leaf.copy[:2]), "moments and copy"),
+        (lambda leaf: leaf._replace(param=leaf.param.double()), "float32"),
+        (lambda leaf: leaf._replace(first=(1 << 36) - 3), "2\\^36"),
+        (lambda leaf: leaf._replace(first=-1), "2\\^36"),
+    ],
+)
+def test_leaves_that_do_not_fit_are_refused(change, message):
+    leaf = leaf_of(2, (4, 5))
+    with pytest.raises(ValueError, match=message):
+        kernel.update_([change(leaf)], None, SCALARS, HYPER, Tables())
+
+
+def test_wrong_keys_and_scalars_are_refused():
+    leaf = leaf_of(1, (4,))
+    with pytest.raises(ValueError, match="keys"):
+        kernel.update_([leaf], keys_of([leaf, leaf]), SCALARS, HYPER, Tables())
+    with pytest.raises(ValueError, match="scalars"):
+        kernel.update_([leaf], None, SCALARS.float(), HYPER, Tables())
+
+
+# ---------------------------------------------------------------- on a GPU
+
+
+def realistic() -> list[Leaf]:
+    bf16 = torch.bfloat16
+    return [
+        leaf_of(4, (640, 1283), dtype=bf16, copy=bf16),
+        leaf_of(4, (1280, 768), dtype=bf16, copy=bf16, factors=torch.float32),
+        leaf_of(4, (257,), dtype=bf16, copy=bf16, decay=False),
+        leaf_of(1, (1000, 64), copy=bf16, first=64_000),
+        leaf_of(1, (333, 3), copy=None, first=31),
+        leaf_of(1, (50, 48), dtype=torch.float64, copy=bf16),
+        leaf_of(33, (100, 16), dtype=bf16, copy=torch.float32),
+        leaf_of(1, ()),
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("noisy", [False, True])
+def test_gpu_equals_the_reference_and_itself(noisy):
+    leaves = realistic()
+    leaves[0].factors[2] = 0
+    leaves[0].rows[2] = math.nan
+    want, got, again = clones(leaves), clones(leaves, "cuda"), clones(leaves, "cuda")
+    keys = keys_of(leaves) if noisy else None
+    kernel.noisy_adamw_reference_(want, keys, SCALARS, HYPER)
+    for target in (got, again):
+        kernel.update_(target, None if keys is None else keys.cuda(), SCALARS.cuda(), HYPER, Tables())
+    assert_same(got, want, rtol=1e-5, atol=1e-6)
+    assert all(torch.equal(a, b) for x, y in zip(got, again) for a, b in zip(written(x), written(y)))
+
+
+@pytest.mark.gpu
+def test_gpu_adds_the_very_draws_of_the_normal_op():
+    leaf = clones([leaf_of(1, (1024, 1024), copy=None)], "cuda")[0]
+    leaf.rows.zero_()
+    key, scalars = keys_of([leaf]).cuda(), torch.tensor([1, 1, 1, 1, 0.01], dtype=torch.float64, device="cuda")
+    kernel.update_([leaf], key, scalars, HYPER._replace(b1=0.0), Tables())
+    box = [1 << 20], [0], [1 << 20]
+    assert torch.equal(leaf.mean.view(-1), chacha20.normal(key[0], *box, -math.inf, math.inf, torch.float32))
+
+
+@pytest.mark.gpu
+def test_gpu_replays_in_a_graph_with_sums_made_inside_it():
+    leaves, tables = clones(realistic(), "cuda"), Tables()
+    keys, scalars = keys_of(leaves).cuda(), SCALARS.cuda()
+    source = [leaf.rows.clone() for leaf in leaves]
+
+    def step() -> None:  # rows live where the graph keeps them, not where the call before it found them
+        made = [leaf._replace(rows=rows * 2) for leaf, rows in zip(leaves, source)]
+        kernel.update_(made, keys, scalars, HYPER, tables)
+
+    start = clones(leaves, "cuda")
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for seed in (2, 3):
+        keys.copy_(keys_of(leaves, seed))
+        scalars[4] = 0.01 * seed
+        for leaf, begin in zip(leaves, start):
+            for a, b in zip(written(leaf), written(begin)):
+                a.copy_(b)
+        graph.replay()
+        replayed = clones(leaves, "cuda")
+        want = [leaf._replace(rows=rows * 2) for leaf, rows in zip(clones(start, "cuda"), source)]
+        kernel.update_(want, keys, scalars, HYPER, Tables())
+        assert all(torch.equal(a, b) for x, y in zip(replayed, want) for a, b in zip(written(x), written(y)))
