@@ -38,6 +38,7 @@ from fdp.rules import (
     weighted_gradient,
     widened,
 )
+from fdp.rules import kept as kept_record
 from fdp.sharding import Reduce, Sharding
 from fdp.traffic import owned, reduced, sum_over_parts
 from fdp.types import Clip, ClippedSum, FdpError, Flat, Norms, Path, Tree, Weighted
@@ -97,6 +98,8 @@ def per_sample_norms(
                     squared[path] = _squared(done, choice)
                 elif first.gradient[0].numel() <= SMALL:
                     small[path] = first.gradient
+                elif first.squares is not None:
+                    squares[path] = first.squares
                 else:
                     squares[path] = squared_parts(first.gradient.reshape(plan.batch_size, -1))
                 if choice.sum is not SumBy.SECOND:
@@ -215,6 +218,8 @@ def _merge(records: list[Record], choice: Choice) -> list[Record]:
     """Records of one leaf so far: one running per-sample gradient if that is what is kept, else the pairs."""
     if choice.norm not in (NormBy.KEEP, NormBy.VMAP):
         return records
+    if len(records) == 1:
+        return [kept_record(records[0])]
     first, *rest = [per_sample_gradient(record) for record in records]
     return [Dense(sum(rest, start=first))]
 

@@ -29,7 +29,7 @@ import torch
 from fdp_kernels.direct import direct
 from fdp_kernels.embedding import embedding_norms, embedding_sum
 from fdp_kernels.ghost import ghost
-from fdp_kernels.keep import squared_norms, weighted_sum
+from fdp_kernels.keep import keep, squared_norms, weighted_sum
 from fdp_kernels.stored_gram import stored_gram
 from fdp_kernels.weighted import weighted
 from jaxtyping import Float, Int
@@ -53,9 +53,10 @@ class Pair(NamedTuple):
 
 
 class Dense(NamedTuple):
-    """``G_b`` itself."""
+    """``G_b`` itself; ``squares``, where its maker had them at hand, add up to its squared norm."""
 
     gradient: Float[Tensor, " batch *shape"]
+    squares: Float[Tensor, "batch parts"] | None = None
 
 
 Record: TypeAlias = Pair | Dense
@@ -89,6 +90,17 @@ def per_sample_gradient(record: Record) -> Float[Tensor, " batch *shape"]:
         index = left.ids.unsqueeze(-1).expand(-1, -1, right.shape[-1])
         return table.scatter_add(1, index, right.squeeze(1)).reshape(batch, *shape)
     return (left.transpose(-1, -2) @ right).reshape(batch, *shape)
+
+
+def kept(record: Record) -> Dense:
+    """``G_b`` of a record, to be kept."""
+    if not has_kernels(record) or not isinstance(record, Pair) or isinstance(record.left, OneHot):
+        return Dense(per_sample_gradient(record))
+    left, right, shape = record
+    if left.shape[1] != 1:
+        return Dense(per_sample_gradient(record))
+    gradient, squares = keep(left.squeeze(1), right.squeeze(1))
+    return Dense(gradient.view(-1, *shape), squares)
 
 
 def squared_norm(record: Record) -> Float[Tensor, " batch"]:

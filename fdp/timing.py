@@ -23,11 +23,10 @@ from torch import Tensor
 
 from fdp.costs import NormBy, sizes
 from fdp.rules import (
-    Dense,
     OneHot,
     Pair,
     direct_squared_norm,
-    per_sample_gradient,
+    kept,
     squared_norm,
     stored_squared_norm,
     symmetric_squared_norm,
@@ -86,8 +85,9 @@ def ways(record: Pair, factors: Tensor) -> dict[NormBy, Callable[[], object]]:
     """What each way does for one use: its norms, then its sum."""
 
     def keep() -> object:
-        kept = Dense(per_sample_gradient(record))
-        return squared_norm(kept), weighted_sum(kept.gradient.flatten(1), factors, torch.float32)
+        made = kept(record)
+        squares = squared_norm(made) if made.squares is None else made.squares
+        return squares, weighted_sum(made.gradient.flatten(1), factors, torch.float32)
 
     def paired(norm: Callable[[Pair], Tensor]) -> Callable[[], object]:
         return lambda: (norm(record), weighted_gradient(record, factors))

@@ -39,8 +39,7 @@ from fdp_kernels.tile_gemm import (
 )
 
 TILES = (
-    Row(400, Tile(128, 256, 64, warps=8, stages=4)),
-    Row(96, Tile(128, 128, 64, warps=4, stages=3)),
+    Row(96, Tile(128, 128, 64, warps=4, stages=3, per_sm=2)),
     Row(0, Tile(64, 64, 64, warps=4, stages=4)),
 )
 """Large problems first; `python benchmarks/kernels.py --tune` prints what is best on a device."""
@@ -65,7 +64,7 @@ def _one_tile(
 
 
 @jit
-def _body(
+def _direct_body(
     g, x, partial_ptr, batch, tokens, rows, columns,
     BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, GROUP: tl.constexpr,
     PERSISTENT: tl.constexpr,
@@ -87,7 +86,7 @@ def launch_direct(g_BTP: Tensor, x_BTD: Tensor, *, tile: Tile | None = None) -> 
     tile = tile or choose(TILES, g_BTP.dtype, lambda tile: batch * tiles(p, tile.rows) * tiles(d, tile.columns))
     rows, columns = tiles(p, tile.rows), tiles(d, tile.columns)
     partial = torch.empty(batch, rows * columns, dtype=torch.float64, device=g_BTP.device)
-    _body[(programs(partial.numel(), tile, g_BTP.device),)](
+    _direct_body[(programs(partial.numel(), tile, g_BTP.device),)](
         described(aligned(g_BTP), (1, tile.depth, tile.rows)),
         described(aligned(x_BTD), (1, tile.depth, tile.columns)),
         partial, batch, tokens, rows, columns,

@@ -108,7 +108,7 @@ def _token_norms_body(
 
 
 @jit
-def _body(
+def _ghost_body(
     g_left, g_right, x_left, x_right, a_ptr, b_ptr, partial_ptr, tokens, pairs, chunks_p, steps_p, chunks_d, steps_d,
     units_p, units_d,
     BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -139,6 +139,28 @@ def _body(
     tl.store(partial_ptr + index, tl.sum(product) + lost.to(tl.float64))
 
 
+@jit
+def _finish_body(partial_ptr, a_ptr, b_ptr, out_ptr, parts, tokens, units_both, units_t, BLOCK: tl.constexpr):
+    sample = tl.program_id(0).to(tl.int64)
+    square = tl.zeros((BLOCK,), tl.float64)
+    size = tl.zeros((BLOCK,), tl.float64)
+    first = 0
+    while first < parts:
+        i = first + tl.arange(0, BLOCK)
+        square += tl.load(partial_ptr + sample * parts + i, mask=i < parts, other=0.0)
+        first += BLOCK
+    first = 0
+    while first < tokens:
+        i = first + tl.arange(0, BLOCK)
+        a = tl.load(a_ptr + sample * tokens + i, mask=i < tokens, other=0.0).to(tl.float64)
+        size += a * tl.load(b_ptr + sample * tokens + i, mask=i < tokens, other=0.0).to(tl.float64)
+        first += BLOCK
+    total, length = tl.sum(square), tl.sum(size)
+    total = tl.where(total < 0.0, 0.0, total) + units_both * length * length  # NaN stays NaN
+    norm = tl.sqrt(total) + units_t * length
+    tl.store(out_ptr + sample, norm * norm)
+
+
 # ---------------------------------------------------------------- launches
 
 
@@ -164,6 +186,15 @@ def launch_token_norms(g_BTP: Tensor, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
     return a, b
 
 
+def finished(partial_BN: Tensor, a_BT: Tensor, b_BT: Tensor, units_both: float, units_t: float) -> Tensor:
+    """Steps 2 and 3 of the bound, from the sums of the tiles; in a fixed order, one launch."""
+    out = torch.empty(len(a_BT), dtype=torch.float64, device=a_BT.device)
+    _finish_body[(len(a_BT),)](
+        partial_BN, a_BT, b_BT, out, partial_BN.shape[1], a_BT.shape[1], units_both, units_t, BLOCK=1024, num_warps=4
+    )
+    return out
+
+
 def launch_ghost(g_BTP: Tensor, x_BTD: Tensor, *, tile: Tile | None = None) -> Tensor:
     """``|G_b|^2`` and what rounding may have taken, by the kernel; ``tile`` overrides the table."""
     check_pair(g_BTP, x_BTD)
@@ -182,14 +213,12 @@ def launch_ghost(g_BTP: Tensor, x_BTD: Tensor, *, tile: Tile | None = None) -> T
         for width, chunks, steps in ((p, chunks_p, steps_p), (d, chunks_d, steps_d))
     )
     left, right = (1, tile.rows, tile.depth), (1, tile.columns, tile.depth)
-    _body[(partial.numel(),)](
+    _ghost_body[(partial.numel(),)](
         described(g, left), described(g, right), described(x, left), described(x, right),
         a, b, partial, tokens, partial.shape[1], chunks_p, steps_p, chunks_d, steps_d, units_p, units_d,
         BLOCK_R=tile.rows, BLOCK_S=tile.columns, BLOCK_K=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    size = (a.double() * b.double()).sum(1)
-    square = partial.sum(1).clamp_min(0) + units_p * units_d * size.square()
-    return (square.sqrt() + SLACK * UNIT * rounding_steps(tokens, dtype) * size).square()
+    return finished(partial, a, b, units_p * units_d, SLACK * UNIT * rounding_steps(tokens, dtype))
 
 
 def _fake(g: Tensor, x: Tensor) -> Tensor:

@@ -1,18 +1,21 @@
 """Per-sample weight gradients of a linear layer, kept; the norms of exactly the kept numbers; their weighted sum.
 
-    keep           G_b = round(sum_t g_bt x_bt^T), n_b = |G_b|^2    g (B, T, P), x (B, T, D) -> G (B, P, D), n (B,)
+    keep           G_b = round(sum_t g_bt x_bt^T), n_b in parts     g (B, T, P), x (B, T, D) -> G (B, P, D), (B, parts)
     squared_norms  n_b = |G_b|^2                                    G (B, ...)               -> n (B,)
+    squared_parts  n_b in parts                                     G (B, ...)               -> (B, parts)
     weighted_sum   W = sum_b c_b G_b                                G (B, ...), c (B,)       -> W (...)
 
 G is kept in the dtype of g (summed in float32); norms are float64, and so are squares and weighted sums until they are
-done. ``keep_by_matmul`` is ``torch.bmm`` and a pass over G where ``keep`` is one kernel; the measured best wins.
+done. Parts add up to n_b: who has many leaves adds them all in one go. ``keep_by_matmul`` is ``torch.bmm`` and a pass
+over G where ``keep`` is one kernel; the measured best wins.
 
-    >>> G, squared = keep(g, x)                                  # 2 B T P D flops
-    >>> factors = (C / squared.sqrt()).clamp(max=1).float()
+    >>> G, parts = keep(g, x)                                    # 2 B T P D flops
+    >>> factors = (C / parts.sum(1).sqrt()).clamp(max=1).float()
     >>> total = weighted_sum(G, factors, torch.float32)          # bandwidth only
 
 Guarantees:
-  - the norm is that of the stored, rounded numbers, to float64 rounding;
+  - the norm is that of the stored, rounded numbers, to float64 rounding; from ``keep``, at least that, and at most
+    2^-15 of its square more;
   - a sample with factor 0 adds exactly 0 (it is not read), even if its gradient is NaN or infinite;
   - factors are float32 or float64; the sum is formed in float64 and rounded once.
 
@@ -35,13 +38,13 @@ from fdp_kernels.tile_gemm import (
     launchable,
     outer,
     place,
+    programs,
     sum_of_squares,
     tiles,
 )
 
 TILES = (
-    Row(400, Tile(128, 256, 64, warps=8, stages=4)),
-    Row(96, Tile(128, 128, 64, warps=4, stages=3)),
+    Row(96, Tile(128, 128, 64, warps=4, stages=3, per_sm=2)),
     Row(0, Tile(64, 64, 64, warps=4, stages=4)),
 )
 CHUNK, STEPS = 4096, 8
@@ -57,7 +60,7 @@ def keep_reference(g_BTP: Tensor, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
     check_pair(g_BTP, x_BTD)
     wide = torch.float64 if g_BTP.dtype == torch.float64 else torch.float32
     G_BPD = torch.bmm(g_BTP.to(wide).mT, x_BTD.to(wide)).to(g_BTP.dtype)
-    return G_BPD, squared_norms_reference(G_BPD)
+    return G_BPD, _in_parts(squared_norms_reference(G_BPD), _keep_parts(g_BTP, x_BTD))
 
 
 def squared_norms_reference(G_BN: Tensor) -> Tensor:
@@ -66,11 +69,25 @@ def squared_norms_reference(G_BN: Tensor) -> Tensor:
 
 def squared_parts_reference(G_BN: Tensor) -> Tensor:
     """All of it in the first part."""
-    return torch.nn.functional.pad(squared_norms_reference(G_BN).unsqueeze(1), (0, _parts(G_BN) - 1))
+    return _in_parts(squared_norms_reference(G_BN), _parts(G_BN))
+
+
+def _in_parts(squared_B: Tensor, parts: int) -> Tensor:
+    return torch.nn.functional.pad(squared_B.unsqueeze(1), (0, parts - 1))
 
 
 def _parts(G_BN: Tensor) -> int:
     return tiles(G_BN.numel() // len(G_BN), CHUNK * STEPS)
+
+
+def _keep_tile(g_BTP: Tensor, x_BTD: Tensor) -> Tile:
+    batch, p, d = len(g_BTP), g_BTP.shape[-1], x_BTD.shape[-1]
+    return choose(TILES, g_BTP.dtype, lambda tile: batch * tiles(p, tile.rows) * tiles(d, tile.columns))
+
+
+def _keep_parts(g_BTP: Tensor, x_BTD: Tensor) -> int:
+    tile = _keep_tile(g_BTP, x_BTD)
+    return tiles(g_BTP.shape[-1], tile.rows) * tiles(x_BTD.shape[-1], tile.columns)
 
 
 def weighted_sum_reference(G_BN: Tensor, factors_B: Tensor, dtype: torch.dtype) -> Tensor:
@@ -84,10 +101,23 @@ def weighted_sum_reference(G_BN: Tensor, factors_B: Tensor, dtype: torch.dtype) 
 
 @jit
 def _keep_body(
-    g, x, out_ptr, partial_ptr, tokens, p, d,
+    g, x, out_ptr, partial_ptr, batch, tokens, p, d,
+    BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, GROUP: tl.constexpr,
+    PERSISTENT: tl.constexpr,
+):  # fmt: skip
+    if PERSISTENT:
+        count = batch * tl.cdiv(p, BLOCK_P) * tl.cdiv(d, BLOCK_D)
+        for index in tl.range(tl.program_id(0), count, tl.num_programs(0), flatten=True):  # pyright: ignore
+            _keep_one(g, x, out_ptr, partial_ptr, index, tokens, p, d, BLOCK_P, BLOCK_D, BLOCK_T, GROUP)
+    else:
+        _keep_one(g, x, out_ptr, partial_ptr, tl.program_id(0), tokens, p, d, BLOCK_P, BLOCK_D, BLOCK_T, GROUP)
+
+
+@jit
+def _keep_one(
+    g, x, out_ptr, partial_ptr, index, tokens, p, d,
     BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    index = tl.program_id(0)
     rows, columns = tl.cdiv(p, BLOCK_P), tl.cdiv(d, BLOCK_D)
     b = index // (rows * columns)
     i, j = place(index % (rows * columns), rows, columns, GROUP)
@@ -135,17 +165,17 @@ def launch_keep(g_BTP: Tensor, x_BTD: Tensor, *, tile: Tile | None = None) -> tu
     if not launchable(g_BTP, x_BTD):
         return keep_reference(g_BTP, x_BTD)
     (batch, tokens, p), d = g_BTP.shape, x_BTD.shape[-1]
-    tile = tile or choose(TILES, g_BTP.dtype, lambda tile: batch * tiles(p, tile.rows) * tiles(d, tile.columns))
+    tile = tile or _keep_tile(g_BTP, x_BTD)
     G = torch.empty(batch, p, d, dtype=g_BTP.dtype, device=g_BTP.device)
     partial = torch.empty(batch, tiles(p, tile.rows) * tiles(d, tile.columns), dtype=torch.float64, device=g_BTP.device)
-    _keep_body[(partial.numel(),)](
+    _keep_body[(programs(partial.numel(), tile, g_BTP.device),)](
         described(aligned(g_BTP), (1, tile.depth, tile.rows)),
         described(aligned(x_BTD), (1, tile.depth, tile.columns)),
-        G, partial, tokens, p, d,
-        BLOCK_P=tile.rows, BLOCK_D=tile.columns, BLOCK_T=tile.depth, GROUP=tile.group,
+        G, partial, batch, tokens, p, d,
+        BLOCK_P=tile.rows, BLOCK_D=tile.columns, BLOCK_T=tile.depth, GROUP=tile.group, PERSISTENT=tile.per_sm > 0,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    return G, partial.sum(1)
+    return G, partial
 
 
 def launch_squared_norms(G_BN: Tensor) -> Tensor:
@@ -191,7 +221,8 @@ def _check_factors(G: Tensor, factors: Tensor, dtype: torch.dtype) -> None:
 
 
 def _keep_fake(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    return g.new_empty(g.shape[0], g.shape[2], x.shape[2]), g.new_empty(g.shape[0], dtype=torch.float64)
+    parts = g.new_empty(g.shape[0], _keep_parts(g, x), dtype=torch.float64)
+    return g.new_empty(g.shape[0], g.shape[2], x.shape[2]), parts
 
 
 keep = define(
@@ -229,7 +260,7 @@ weighted_sum = define(
 
 
 def keep_by_matmul(g_BTP: Tensor, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
-    """As :func:`keep`, by ``torch.bmm`` and :func:`squared_norms`."""
+    """As :func:`keep`, by ``torch.bmm`` and :func:`squared_parts`."""
     check_pair(g_BTP, x_BTD)
     G_BPD = torch.bmm(g_BTP.mT, x_BTD)
-    return G_BPD, squared_norms(G_BPD)
+    return G_BPD, squared_parts(G_BPD)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fdp_kernels.ghost import SLACK, UNIT, ghost_reference, launch_token_norms, rounding_steps
+from fdp_kernels.ghost import SLACK, UNIT, finished, ghost_reference, launch_token_norms, rounding_steps
 from fdp_kernels.op import define, jit, tl
 from fdp_kernels.tile_gemm import check_pair, launchable, tiles
 
@@ -55,13 +55,13 @@ def _stored_gram_body(
 
 
 def launch_reduce(A_BTT: Tensor, X_BTT: Tensor, a_BT: Tensor, b_BT: Tensor, units_p: float, units_d: float) -> Tensor:
-    """``sum_{t,s} A X + units_p a_t a_s |X| + units_d b_t b_s |A|`` per sample, float64, in a fixed order."""
+    """``sum_{t,s} A X + units_p a_t a_s |X| + units_d b_t b_s |A|`` per sample and row of tiles: (B, parts) float64."""
     batch, tokens = a_BT.shape
     partial = torch.empty(batch, tiles(tokens, ROWS), dtype=torch.float64, device=A_BTT.device)
     _stored_gram_body[(partial.numel(),)](
         A_BTT, X_BTT, a_BT, b_BT, partial, tokens, partial.shape[1], units_p, units_d, R=ROWS, S=COLUMNS, num_warps=4
     )
-    return partial.sum(1)
+    return partial
 
 
 def launch_stored_gram(g_BTP: Tensor, x_BTD: Tensor) -> Tensor:
@@ -75,9 +75,8 @@ def launch_stored_gram(g_BTP: Tensor, x_BTD: Tensor) -> Tensor:
         torch.bmm(z, z.mT, out_dtype=torch.float32) if dtype != torch.float32 else torch.bmm(z, z.mT) for z in (g, x)
     )
     units_p, units_d = (SLACK * UNIT * (rounding_steps(z.shape[-1], dtype) + SPLITS) for z in (g, x))
-    size = (a.double() * b.double()).sum(1)
-    square = launch_reduce(A, X, a, b, units_p, units_d).clamp_min(0) + units_p * units_d * size.square()
-    return (square.sqrt() + SLACK * UNIT * rounding_steps(g.shape[1], dtype) * size).square()
+    parts = launch_reduce(A, X, a, b, units_p, units_d)
+    return finished(parts, a, b, units_p * units_d, SLACK * UNIT * rounding_steps(g.shape[1], dtype))
 
 
 stored_gram = define(

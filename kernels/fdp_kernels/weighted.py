@@ -44,7 +44,7 @@ def weighted_reference(g_BTP: Tensor, x_BTD: Tensor, factors_B: Tensor) -> Tenso
 
 
 @jit
-def _body(
+def _weighted_body(
     g, x, factor_ptr, out_ptr, batch, tokens, p, d,
     BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -68,7 +68,7 @@ def launch_weighted(g_BTP: Tensor, x_BTD: Tensor, factors_B: Tensor, *, tile: Ti
     (batch, tokens, p), d = g_BTP.shape, x_BTD.shape[-1]
     tile = tile or choose(TILES, g_BTP.dtype, lambda tile: tiles(p, tile.rows) * tiles(d, tile.columns))
     out = torch.empty(p, d, dtype=torch.float32, device=g_BTP.device)
-    _body[(tiles(p, tile.rows) * tiles(d, tile.columns),)](
+    _weighted_body[(tiles(p, tile.rows) * tiles(d, tile.columns),)](
         described(aligned(g_BTP), (1, tile.depth, tile.rows)),
         described(aligned(x_BTD), (1, tile.depth, tile.columns)),
         factors_B.contiguous(), out, batch, tokens, p, d,
