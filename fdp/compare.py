@@ -77,7 +77,7 @@ def observe(run: Run, state: TrainState) -> Iterator[Seen]:
       - ranks that should hold the same values, and do not, are found out.
     """
     config, sharding = run.config, run.sharding
-    stages = _compiled(run.stages) if config.compiled else run.stages
+    stages = _compiled(run.stages) if config.compile is step.Compile.STEP else run.stages
     yield Seen(0, Stage.INIT, *_wholes(tree.flatten(localize(state.params)), sharding))
     for t in range(int(state.step), config.steps):
         batch, key = drawn(run, t)
@@ -87,7 +87,7 @@ def observe(run: Run, state: TrainState) -> Iterator[Seen]:
         real = metrics.mask > 0
         yield Seen(t + 1, Stage.LOSS, *_samples(metrics.losses[real]))
         yield Seen(t + 1, Stage.NORMS, *_samples(metrics.norms[real]))
-        total = stages.reduce(total)
+        total = stages.reduce(total).made()
         yield Seen(t + 1, Stage.SUM, *_wholes(total.value, sharding))
         noisy = stages.noise(total, key)
         added = {path: leaf - total.value[path].to(leaf) for path, leaf in noisy.items()}

@@ -44,6 +44,10 @@ class Method(Enum):
     AUTO = "auto"
 
 
+CHOOSING = (Method.AUTO, Method.FLASH, Method.FLASH_BK)
+"""Methods that choose between ways, and so gain from knowing what they take."""
+
+
 class Plan(NamedTuple):
     """A method spelled out for one model and one microbatch shape. ``choices`` is empty for plain training."""
 
@@ -72,10 +76,12 @@ def make_plan(
     memory_budget: float | None = None,
     dtype: torch.dtype = torch.float32,
     timings: Timings | None = None,
+    device: torch.device | None = None,
 ) -> Plan:
     """Trace ``model`` on the shapes of ``microbatch`` and decide for every trainable leaf.
 
-    ``timings`` gives measured seconds of choices for ``auto`` and the flash methods to go by, where it has any.
+    ``device`` is where the step will run, by default where the microbatch is. ``timings`` gives measured seconds of
+    choices for ``auto`` and the flash methods to go by, where it has any.
 
     ``memory_budget`` (bytes) bounds what ``auto`` keeps of all leaves between norms and sum; beyond it pairs are
     recomputed in a second backward, from the input of every block. Default: no bound.
@@ -103,7 +109,7 @@ def make_plan(
         by_leaf[use.path].append(use)
     if unused := [path for path, leaf_uses in by_leaf.items() if not leaf_uses]:
         raise FdpError(f"{model.name}: the loss never uses {unused}; freeze them (Model.frozen) or remove them")
-    rates = rates_of(tree.leaves(microbatch)[0].device, dtype)
+    rates = rates_of(tree.leaves(microbatch)[0].device if device is None else device, dtype)
     ways = {
         path: _timed(candidates(uses, dtype=dtype, rates=rates), uses, dtype, timings) for path, uses in by_leaf.items()
     }

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fdp import clipping, tree
+from fdp import clipping, timing, tree
 from fdp.clipping import ClipStyle
 from fdp.footprint import DEVICE, HOST, Kind, Ledger, Peak, Phase, Transfer, fused_attention
 from fdp.mechanism import Mechanism
@@ -111,7 +111,11 @@ def plan_at_scale(
     with _ranks(model, scale) as (cut, sharding):
         shapes = tree.map(lambda leaf: torch.empty((), dtype=leaf.dtype).expand(leaf.shape), microbatch)
         parts = abstract_params(cut, sharding)
-        plan = make_plan(cut, parts, shapes, method=method, memory_budget=memory_budget, dtype=dtype)
+        gpu = torch.device("cuda")
+        times = timing.remembered(gpu, store=timing.default_store()) if torch.cuda.is_available() else None
+        plan = make_plan(
+            cut, parts, shapes, method=method, memory_budget=memory_budget, dtype=dtype, timings=times, device=gpu
+        )
 
         def traced(count: int) -> Footprint:
             ledger = _trace(cut, chosen, plan, sharding, shapes, count, offload, checkpoint_activations)

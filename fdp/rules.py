@@ -138,8 +138,12 @@ def stored_squared_norm(record: Record) -> Float[Tensor, " batch"]:
 
 
 def has_kernels(record: Record) -> bool:
-    """Whether the record is a pair in half precision on a GPU: there the products run by kernels, in float32."""
-    return isinstance(record, Pair) and record.right.is_cuda and record.right.dtype in (torch.bfloat16, torch.float16)
+    """Whether the record is a pair in half precision on a GPU: there the products run by kernels, in float32.
+
+    So also where a GPU is only imagined, as ``fdp plan`` does.
+    """
+    on_gpu = isinstance(record, Pair) and record.right.device.type in ("cuda", "meta")
+    return on_gpu and record.right.dtype in (torch.bfloat16, torch.float16)
 
 
 def _over_groups(norms: Callable[[Tensor, Tensor], Tensor], record: Pair) -> Float[Tensor, " batch"]:

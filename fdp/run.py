@@ -22,11 +22,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fdp import accounting, audit, collectives, keys, launch, tree
+from fdp import accounting, audit, collectives, keys, launch, timing, tree
 from fdp.clipping import ClipStyle
 from fdp.mechanism import Mechanism
 from fdp.mesh import make_mesh
-from fdp.methods import Method, Plan, make_plan
+from fdp.methods import CHOOSING, Method, Plan, make_plan
 from fdp.model import Model
 from fdp.offload import NOTHING, Offload
 from fdp.optimizers import Optimizer
@@ -242,7 +242,12 @@ def _plan(
 ) -> Plan:
     params = abstract_params(model, sharding, device=config.device)
     example = _examples(config, samples)
-    return make_plan(model, params, example, method=method, memory_budget=memory_budget, dtype=dtype)
+    plan = make_plan(model, params, example, method=method, memory_budget=memory_budget, dtype=dtype)
+    if sharding is not None or not timing.worthwhile(config.device, dtype) or method not in CHOOSING:
+        return plan  # ranks must not choose by times of their own
+    uses = [use for block in plan.uses for use in block]
+    times = timing.measure(uses, dtype=dtype, device=config.device, store=timing.default_store())
+    return make_plan(model, params, example, method=method, memory_budget=memory_budget, dtype=dtype, timings=times)
 
 
 def _check_model(config: RunConfig, model: Model, sharding: Sharding | None, params: Tree) -> None:

@@ -236,6 +236,7 @@ def make_stages(
 
     def weights(params: Tree, device: torch.device) -> Tree:
         if fused is not None:
+            fused.attend(params)
             return fused.compute_weights(params)
         return gather_all(sharding, model, params, dtype=plan.dtype, device=device) if gathers_once else params
 

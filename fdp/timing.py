@@ -21,7 +21,7 @@ import torch
 from fdp_kernels.keep import weighted_sum
 from torch import Tensor
 
-from fdp.costs import NormBy, sizes
+from fdp.costs import NormBy, rates_of, sizes
 from fdp.rules import (
     OneHot,
     Pair,
@@ -49,6 +49,11 @@ def default_store() -> FilePath:
     """Where times are kept: ``$FDP_CACHE``, else ``$XDG_CACHE_HOME/fdp``, else ``~/.cache/fdp``."""
     base = os.environ.get("FDP_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "fdp")
     return FilePath(base).expanduser() / "timings.json"
+
+
+def worthwhile(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether times are worth taking: where kernels compete with the library."""
+    return rates_of(device, dtype).kernels
 
 
 def remembered(device: torch.device, *, store: FilePath) -> dict[str, float]:

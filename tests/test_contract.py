@@ -293,8 +293,8 @@ def noise_skipped(monkeypatch):
 def noise_once_per_microbatch(monkeypatch):
     real = fdp.step.clipped_sum
 
-    def wrong(stash, clip):
-        total = real(stash, clip)
+    def wrong(stash, clip, **options):
+        total = real(stash, clip, **options)
         return total._replace(value=add_gaussian(total, key=keys.key(7), noise_multiplier=200.0))
 
     monkeypatch.setattr(fdp.step, "clipped_sum", wrong)

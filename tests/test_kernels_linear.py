@@ -107,7 +107,9 @@ def test_direct_is_the_reference(shape: tuple[int, ...], pair: Callable, tile: T
     g, x = pair(shape)
     found, expected = launch_direct(g, x, tile=tile), direct_reference(g, x)
     assert found.dtype == torch.float64
-    assert bool(((found.sqrt() - expected.sqrt()).abs() <= 1e-5 * sizes(g, x)).all())
+    rounding = shape[1] * 2.0**-24 * sizes(g, x)  # of a float32 sum over tokens
+    assert bool((found.sqrt() >= expected.sqrt() - rounding).all())
+    assert bool((found.sqrt() <= expected.sqrt() * (1 + 2.0**-15) + rounding).all())
     if pair is random_pair:
         assert torch.equal(found, launch_direct(g, x, tile=tile))
         assert_rounded_up(found, expected, slack=1e-6)
@@ -176,7 +178,7 @@ def test_ghost_is_never_below_what_weighted_adds_and_hardly_above(
     g, x = pair(shape)
     found, expected = launch_ghost(g, x, tile=tile), direct_reference(g, x)
     assert bool((found >= expected).all())
-    assert bool((found >= launch_direct(g, x)).all())
+    assert bool((found >= launch_direct(g, x) / (1 + 2.0**-14)).all())
     slack = (shape[-1] + shape[-2] + 10) * 2**-23 * sizes(g, x).square()
     assert bool((found <= expected * 1.01 + slack).all())
     if pair is random_pair:
