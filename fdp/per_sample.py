@@ -179,14 +179,14 @@ def _weighted_blocks(stash: Stash, clip: Clip, made: bool) -> Iterator[dict[Path
         for i, records in backward(weights, None, opened, carries, stash.data, plan, token=factors):
             for path, found in records.items():
                 if plan.choices[path].sum is SumBy.SECOND:
-                    part = _weighted(found, clip.factors[path])
+                    part = _weighted(found, clip.factors[path]).double()
                     whole[path] = whole[path] + part if path in whole else part
             done = [path for path in owned(weights.model, i) if path in whole]
             yield {path: whole.pop(path) for path in done}
     for i in blocks:
         kept = [path for path in owned(weights.model, i) if path in stash.records]
         if made:
-            yield {path: _weighted(stash.records[path], clip.factors[path]) for path in kept}
+            yield {path: _weighted(stash.records[path], clip.factors[path]).double() for path in kept}
         else:
             yield {path: _to_weigh(stash.records[path], clip.factors[path]) for path in kept}
 

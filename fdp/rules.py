@@ -94,13 +94,15 @@ def per_sample_gradient(record: Record) -> Float[Tensor, " batch *shape"]:
 
 def kept(record: Record) -> Dense:
     """``G_b`` of a record, to be kept."""
-    if not has_kernels(record) or not isinstance(record, Pair) or isinstance(record.left, OneHot):
-        return Dense(per_sample_gradient(record))
-    left, right, shape = record
-    if left.shape[1] != 1:
-        return Dense(per_sample_gradient(record))
-    gradient, squares = keep(left.squeeze(1), right.squeeze(1))
-    return Dense(gradient.view(-1, *shape), squares)
+    if (
+        isinstance(record, Pair)
+        and has_kernels(record)
+        and isinstance(record.left, Tensor)
+        and record.left.shape[1] == 1
+    ):
+        gradient, squares = keep(record.left.squeeze(1), record.right.squeeze(1))
+        return Dense(gradient.view(-1, *record.shape), squares)
+    return Dense(per_sample_gradient(record))
 
 
 def squared_norm(record: Record) -> Float[Tensor, " batch"]:
@@ -142,8 +144,9 @@ def has_kernels(record: Record) -> bool:
 
     So also where a GPU is only imagined, as ``fdp plan`` does.
     """
-    on_gpu = isinstance(record, Pair) and record.right.device.type in ("cuda", "meta")
-    return on_gpu and record.right.dtype in (torch.bfloat16, torch.float16)
+    if not isinstance(record, Pair):
+        return False
+    return record.right.device.type in ("cuda", "meta") and record.right.dtype in (torch.bfloat16, torch.float16)
 
 
 def _over_groups(norms: Callable[[Tensor, Tensor], Tensor], record: Pair) -> Float[Tensor, " batch"]:

@@ -186,7 +186,7 @@ def compose(stages: Stages, *, donate: Sequence[str] = (), cuda_graph: bool = Fa
         after = last(here, stages.reduce(total), tally, key)
         return after, everyones(metrics, batch.mask.shape, stages.sharding)
 
-    body = captured(body) if cuda_graph else body
+    run = captured(body) if cuda_graph else body
 
     def train_step(state: TrainState, batch: Batch, key: Key) -> tuple[TrainState, Metrics]:
         _check_fits(state, batch, stages.sharding)
@@ -194,7 +194,7 @@ def compose(stages: Stages, *, donate: Sequence[str] = (), cuda_graph: bool = Fa
         if fused is not None:
             fused.attend(here.params)
         with fast_attention(key.device):
-            after, metrics = body(here, batch, key)
+            after, metrics = run(here, batch, key)
         return globalize(after, like=state), metrics
 
     return train_step

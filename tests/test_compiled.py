@@ -41,10 +41,13 @@ MODELS: dict[str, Model] = {
 }
 
 
+SHARED = EAGER()
+"""All tests' blocks but for those that count kinds: each is compiled once."""
+
+
 @pytest.fixture(autouse=True)
 def _set_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch._dynamo.reset()
-    monkeypatch.setattr(fdp.step, "Blocks", EAGER)
+    monkeypatch.setattr(fdp.step, "Blocks", lambda: SHARED)
 
 
 # ---------------------------------------------------------------- pull-backs
@@ -75,7 +78,7 @@ def assert_equal_trees(got: Any, expected: Any, tolerance: float = 1e-12) -> Non
         )
 
 
-def as_tensors(seen: list[Any], batch: int) -> list[Any]:
+def as_tensors(seen: list[Any]) -> list[Any]:
     """Records as per-sample gradients, in path order: how a record is made is not what is compared."""
     made: list[Any] = []
     for entry in seen:
@@ -92,12 +95,12 @@ def as_tensors(seen: list[Any], batch: int) -> list[Any]:
 
 
 def test_tapped_pull_backs_are_those_of_the_taps(case: Case):
-    plan, blocks = make_plan(*case, method=Method.GHOST_BK, dtype=torch.float64), EAGER()
+    plan, blocks = make_plan(*case, method=Method.GHOST_BK, dtype=torch.float64), SHARED
     trainable = case.model.trainable
     compiled = through(case, lambda i, b, w, c, d: blocks.tapped_vjp(b, w, c, d, plan.uses[i], trainable))
     plain = through(case, lambda i, b, w, c, d: tapped_vjp(b, w, c, d, plan.uses[i], trainable))
     assert [type(e) for e in compiled] == [type(e) for e in plain]
-    assert_equal_trees(as_tensors(compiled, 3), as_tensors(plain, 3))
+    assert_equal_trees(as_tensors(compiled), as_tensors(plain))
     for (_, found), (_, expected) in zip(compiled[len(plan.uses) :], plain[len(plan.uses) :]):
         assert {p: [type(r) for r in records] for p, records in found.items()} == {
             p: [type(r) for r in records] for p, records in expected.items()
@@ -105,10 +108,10 @@ def test_tapped_pull_backs_are_those_of_the_taps(case: Case):
 
 
 def test_plain_pull_backs_are_those_of_autograd(case: Case):
-    blocks, trainable = EAGER(), case.model.trainable
+    blocks, trainable = SHARED, case.model.trainable
     compiled = through(case, lambda i, b, w, c, d: blocks.plain_vjp(b, w, c, d, trainable))
     plain = through(case, lambda i, b, w, c, d: _plain_vjp(b, w, c, d, trainable))
-    assert_equal_trees(as_tensors(compiled, 3), as_tensors(plain, 3))
+    assert_equal_trees(as_tensors(compiled), as_tensors(plain))
 
 
 @pytest.mark.parametrize("private", [True, False])
@@ -116,7 +119,7 @@ def test_frozen_leaves_have_no_part(private):
     case = case_named("gpt")
     frozen = frozenset({"embed.tokens", "blocks.0.up", "blocks.1.norm1", "blocks.1.out_bias"})
     case = case._replace(model=case.model._replace(frozen=frozen))
-    plan, blocks = make_plan(*case, method=Method.GHOST_BK, dtype=torch.float64), EAGER()
+    plan, blocks = make_plan(*case, method=Method.GHOST_BK, dtype=torch.float64), SHARED
     kept = plan.trainable
     if private:
         compiled = through(case, lambda i, b, w, c, d: blocks.tapped_vjp(b, w, c, d, plan.uses[i], kept))
@@ -124,7 +127,7 @@ def test_frozen_leaves_have_no_part(private):
     else:
         compiled = through(case, lambda i, b, w, c, d: blocks.plain_vjp(b, w, c, d, kept))
         plain = through(case, lambda i, b, w, c, d: _plain_vjp(b, w, c, d, kept))
-    assert_equal_trees(as_tensors(compiled, 3), as_tensors(plain, 3))
+    assert_equal_trees(as_tensors(compiled), as_tensors(plain))
     assert {path for _, found in compiled[4:] for path in found} == kept
 
 
@@ -150,20 +153,19 @@ def test_layers_of_a_kind_are_compiled_once(private):
 
 
 def test_kinds_differ_by_function_by_shape_and_by_what_is_trained():
-    model = mlp(widths=(6, 7, 7, 5), classes=5)
-    params, data = model.init(keys.key(0)), {"image": randn(3, 6).float(), "label": torch.tensor([0, 3, 1])}
+    model, data = mlp(widths=(6, 6, 6), classes=6), {"image": randn(3, 6).float(), "label": torch.tensor([0, 3, 1])}
 
     def kinds(model: Model) -> int:
-        plan, blocks = make_plan(model, params, data, method=Method.GHOST_BK), EAGER()
+        params, blocks = model.init(keys.key(0)), Blocks(backend="eager")
+        plan = make_plan(model, params, data, method=Method.GHOST_BK)
         case = Case(model, params, data)
         through(case, lambda i, b, w, c, d: blocks.tapped_vjp(b, w, c, d, plan.uses[i], plan.trainable))
         return len(blocks.kinds)
 
-    assert kinds(model) == 4  # 6 -> 7, 7 -> 7, 7 -> 5, and the head
-    same = mlp(widths=(7, 7, 7, 7), classes=5)
-    params, data = same.init(keys.key(0)), data | {"image": randn(3, 7).float()}
-    first = kinds(same)
-    assert kinds(same._replace(frozen=frozenset({"layers.1.bias"}))) == first + 1
+    assert len(model.blocks) == 3
+    assert kinds(model) == 2  # two layers that are alike, and the head
+    assert kinds(model._replace(frozen=frozenset({"layers.1.bias"}))) == 3
+    assert kinds(mlp(widths=(6, 5, 6), classes=6)) == 3
 
 
 def lost(y, *_):
@@ -187,7 +189,7 @@ def test_no_weight_gradient_is_made_and_nothing_is_left_attached():
         case._replace(params=params),
         lambda i, b, w, c, d: blocks.tapped_vjp(b, w, c, d, plan.uses[i], plan.trainable),
     )
-    assert not any(leaf.requires_grad for leaf in tree.leaves(as_tensors(seen, 3)))
+    assert not any(leaf.requires_grad for leaf in tree.leaves(as_tensors(seen)))
     assert all(leaf.grad is None for leaf in tree.leaves(params))
 
 
@@ -298,23 +300,23 @@ def test_with_less_memory_too(method, options):
 
 def sharded_steps(axes: dict[str, int] | None) -> dict[str, Any]:
     """Two steps with compiled blocks: parameters and norms, whole."""
-    fdp.step.Blocks = EAGER  # type: ignore[assignment]  # this process is only here for this
-    root, sampling = keys.key(0), poisson(40, expected_batch_size=10)
-    everyone = {"tokens": torch.randint(0, 13, (40, 9), generator=torch.Generator().manual_seed(0))}
+    fdp.step.Blocks = lambda: SHARED  # type: ignore[assignment]  # this process is only here for this
+    model, root, sampling = MODELS["mlp"], keys.key(0), poisson(40, expected_batch_size=10)
+    everyone = data_of(model, 40)
     mechanism, optimizer = Mechanism(sampling, clipping.flat(max_norm=0.3), 1.0), adamw(1e-2, eps=1e-3)
     found = {}
     for method in (Method.FLASH, Method.AUTO):
         sharding, rank, ranks = None, 0, 1
         if axes is not None:
-            sharding = make_sharding(GPT, make_mesh(axes, device_type="cpu"), zero=Zero.THREE)
+            sharding = make_sharding(model, make_mesh(axes, device_type="cpu"), zero=Zero.THREE)
             rank, ranks = sharding.rank, sharding.ranks
-        params = GPT.init(root) if sharding is None else init_params(GPT, root, sharding)
-        example = {"tokens": everyone["tokens"][:4]}
-        plan = make_plan(GPT, abstract_params(GPT, sharding), example, method=method)
+        params = model.init(root) if sharding is None else init_params(model, root, sharding)
+        example = tree.map(lambda leaf: leaf[: 4 // ranks], everyone)  # noqa: B023
+        plan = make_plan(model, abstract_params(model, sharding), example, method=method)
         step = make_train_step(
-            GPT, optimizer, mechanism=mechanism, plan=plan, sharding=sharding, compile=Compile.BLOCK, donate=("state",)
+            model, optimizer, mechanism=mechanism, plan=plan, sharding=sharding, compile=Compile.BLOCK, donate=("state",)
         )
-        state = init_state(GPT, params, optimizer, mechanism, sharding=sharding)
+        state = init_state(model, params, optimizer, mechanism, sharding=sharding)
         for t in range(2):
             key = keys.fold_in(root, t)
             batch = sample_batch(everyone, sampling, key, microbatch_size=4, rank=rank, ranks=ranks)
