@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from fdp_kernels.token_sums import token_sums
 from torch import Tensor
 
 from fdp import tree
@@ -27,12 +28,19 @@ from fdp.rules import Record, Rule
 from fdp.taps import Tape, Use, batch_size_of, make_taps, records_of, traced, watch
 from fdp.types import Flat, Path, Tree
 
+LONG = 2048
+"""Tokens from which on a bias's gradients are summed apart: inside the backward they slow what they are fused with."""
+
 
 class Kind(NamedTuple):
-    """A compiled forward, with plain autograd behind it, and the rules of its uses."""
+    """A compiled forward, with plain autograd behind it, and the rules of its uses.
+
+    ``biases``: by bias, the use whose output gradient, summed over tokens, is its gradient.
+    """
 
     run: Callable[..., tuple[Tree, Flat]]
     rules: dict[str, tuple[Rule, dict[str, Any]]]
+    biases: dict[str, str]
 
 
 class Blocks:
@@ -52,10 +60,15 @@ class Blocks:
         key = (block.apply, repr(local), mine, trained)
         if key not in self.kinds:
             named = Block(block.name, local, block.apply)
-            rules = traced(named, here, trained, carry, data)[0].rules
-            self.kinds[key] = Kind(self._compiled(_tapped_run(named, trained), block.name), rules)
+            tape, _ = traced(named, here, trained, carry, data, attached=True)
+            run = self._compiled(_tapped_run(named, trained), block.name)
+            self.kinds[key] = Kind(run, tape.rules, _summed_apart(tape))
         kind = self.kinds[key]
-        taps = {name: tap.detach().requires_grad_() for name, tap in make_taps(mine, here).items()}
+        taps = {
+            name: tap.detach().requires_grad_()
+            for name, tap in make_taps(mine, here).items()
+            if name not in kind.biases
+        }
         carry = _opened(carry)
         with torch.enable_grad():
             out, inputs = kind.run(here, carry, data, taps)
@@ -63,6 +76,7 @@ class Blocks:
 
         def pull(gradient: Tree) -> tuple[Tree, dict[Path, list[Record]]]:
             carry_gradient, tap_gradients = _pulled(out, gradient, carry, taps)
+            tap_gradients |= {bias: _token_sums(tap_gradients[use]) for bias, use in kind.biases.items()}
             found = records_of(mine, kind.rules, inputs, tap_gradients)
             return carry_gradient, {paths[name]: records for name, records in found.items()}
 
@@ -76,7 +90,7 @@ class Blocks:
         key = (block.apply, repr(local))
         if key not in self.kinds:
             named = Block(block.name, local, block.apply)
-            self.kinds[key] = Kind(self._compiled(_plain_run(named), block.name), {})
+            self.kinds[key] = Kind(self._compiled(_plain_run(named), block.name), {}, {})
         trained = {names[path]: w.detach().requires_grad_() for path, w in weights.items() if path in trainable}
         carry = _opened(carry)
         with torch.enable_grad():
@@ -114,6 +128,17 @@ def _pulled(out: Tree, gradient: Tree, carry: Tree, taps: Flat) -> tuple[Tree, F
     found = iter(torch.autograd.grad(tree.leaves(out), [*opened, *taps.values()], tree.leaves(gradient)))
     carry_gradient = tree.map(lambda leaf: next(found) if leaf.requires_grad else torch.zeros_like(leaf), carry)
     return carry_gradient, dict(zip(taps, found))
+
+
+def _summed_apart(tape: Tape) -> dict[str, str]:
+    """The biases that are added once, to the output of one use with many tokens."""
+    long = {use.name for use in tape.uses if len(use.output_shape) == 3 and use.output_shape[1] >= LONG}
+    return {bias: use for bias, use in tape.biases.items() if use in long and tape.expansions.count(bias) == 1}
+
+
+def _token_sums(gradient: Tensor) -> Tensor:
+    on_gpu = gradient.is_cuda and gradient.dtype in (torch.bfloat16, torch.float16)
+    return token_sums(gradient)[0] if on_gpu else gradient.sum(1)
 
 
 def _tapped_run(block: Block, trained: frozenset[str]) -> Callable[..., tuple[Tree, Flat]]:

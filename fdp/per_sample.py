@@ -10,6 +10,7 @@ sum        sum_b c_b G_b per leaf, block by block                             fr
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -172,6 +173,8 @@ def _weighted_blocks(stash: Stash, clip: Clip, made: bool) -> Iterator[dict[Path
     """Block by block, the weighted sums of the leaves that are complete with it."""
     weights, plan = stash.weights, stash.plan
     blocks = range(len(weights.model.blocks))
+    times = Counter(use.path for uses in plan.uses for use in uses)
+    several = {path for path, count in times.items() if count > 1}
     if stash.carries:
         whole: Flat = {}
         opened, carries = [NOTHING_LEFT for _ in blocks], list(stash.carries)
@@ -179,16 +182,14 @@ def _weighted_blocks(stash: Stash, clip: Clip, made: bool) -> Iterator[dict[Path
         for i, records in backward(weights, None, opened, carries, stash.data, plan, token=factors):
             for path, found in records.items():
                 if plan.choices[path].sum is SumBy.SECOND:
-                    part = _weighted(found, clip.factors[path]).double()
+                    part = _weighted(found, clip.factors[path], alone=path not in several)
                     whole[path] = whole[path] + part if path in whole else part
             done = [path for path in owned(weights.model, i) if path in whole]
             yield {path: whole.pop(path) for path in done}
     for i in blocks:
         kept = [path for path in owned(weights.model, i) if path in stash.records]
-        if made:
-            yield {path: _weighted(stash.records[path], clip.factors[path]).double() for path in kept}
-        else:
-            yield {path: _to_weigh(stash.records[path], clip.factors[path]) for path in kept}
+        weigh = _weighted if made else _to_weigh
+        yield {path: weigh(stash.records[path], clip.factors[path], alone=path not in several) for path in kept}
 
 
 def _plain_blocks(
@@ -254,14 +255,23 @@ def _together(leaves: Flat, norms: Callable[[Tensor], Tensor]) -> Flat:
     return found
 
 
-def _to_weigh(records: list[Record], factors: Tensor) -> Weighted | Tensor:
+def _to_weigh(records: list[Record], factors: Tensor, *, alone: bool) -> Weighted | Tensor:
     """The sum of one leaf, not yet made if it is one of kept per-sample gradients."""
     first, *rest = records
-    return Weighted(first.gradient, factors) if isinstance(first, Dense) and not rest else _weighted(records, factors)
+    if isinstance(first, Dense) and not rest:
+        return Weighted(first.gradient, factors.double())
+    return _summed(records, factors, alone)
 
 
-def _weighted(records: list[Record], factors: Tensor) -> Tensor:
-    first, *rest = [weighted_gradient(record, factors) for record in records]
+def _weighted(records: list[Record], factors: Tensor, *, alone: bool) -> Tensor:
+    """The sum of one leaf, in float64."""
+    return _summed(records, factors, alone).double()
+
+
+def _summed(records: list[Record], factors: Tensor, alone: bool) -> Tensor:
+    # The norm of several uses together is that of their sum in float64: so must the sum be, not by kernels in float32.
+    exact = records if alone else [widened(record) for record in records]
+    first, *rest = [weighted_gradient(record, factors) for record in exact]
     return sum(rest, start=first)
 
 

@@ -23,7 +23,7 @@ A new operation needs a :class:`Rule`, two functions; :func:`check_rule` compare
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import torch
 from fdp_kernels.direct import direct
@@ -61,6 +61,9 @@ class Dense(NamedTuple):
 
 Record: TypeAlias = Pair | Dense
 
+LONG = 4096
+"""Tokens from which on the library's product and a pass over it keep a gradient sooner than a kernel that does both."""
+
 
 class Rule(NamedTuple):
     """An operation ``y = forward(x, weight, **options)`` and how a use of it is recorded.
@@ -93,16 +96,18 @@ def per_sample_gradient(record: Record) -> Float[Tensor, " batch *shape"]:
 
 
 def kept(record: Record) -> Dense:
-    """``G_b`` of a record, to be kept."""
-    if (
-        isinstance(record, Pair)
-        and has_kernels(record)
-        and isinstance(record.left, Tensor)
-        and record.left.shape[1] == 1
-    ):
-        gradient, squares = keep(record.left.squeeze(1), record.right.squeeze(1))
-        return Dense(gradient.view(-1, *record.shape), squares)
-    return Dense(per_sample_gradient(record))
+    """``G_b`` of a record, to be kept.
+
+    Of short sequences by a kernel that has the squares at hand; of long ones the library's product and a pass over it
+    take less.
+    """
+    if not has_kernels(record):
+        return Dense(per_sample_gradient(record))
+    left, right, shape = record
+    if isinstance(left, OneHot) or left.shape[1] > 1 or left.shape[2] >= LONG:
+        return Dense(per_sample_gradient(record))
+    gradient, squares = keep(left.squeeze(1), right.squeeze(1))
+    return Dense(gradient.view(-1, *shape), squares)
 
 
 def squared_norm(record: Record) -> Float[Tensor, " batch"]:
@@ -117,7 +122,6 @@ def direct_squared_norm(record: Record) -> Float[Tensor, " batch"]:
     """
     if not has_kernels(record):
         return squared_norm(widened(record))
-    assert isinstance(record, Pair)
     if isinstance(record.left, OneHot):
         return embedding_norms(record.left.ids, record.right.squeeze(1))
     return _over_groups(direct, record)
@@ -127,7 +131,6 @@ def symmetric_squared_norm(record: Record) -> Float[Tensor, " batch"]:
     """``|G_b|^2`` by half the tiles of both Gram matrices, none stored; never understated by rounding."""
     if not has_kernels(record):
         return stored_squared_norm(record)
-    assert isinstance(record, Pair)
     return direct_squared_norm(record) if isinstance(record.left, OneHot) else _over_groups(ghost, record)
 
 
@@ -135,11 +138,10 @@ def stored_squared_norm(record: Record) -> Float[Tensor, " batch"]:
     """``|G_b|^2`` by Gram matrices, stored; never understated by rounding."""
     if not has_kernels(record):
         return gram_squared_norm(record).clamp_min(0) + gram_rounding([record])
-    assert isinstance(record, Pair)
     return direct_squared_norm(record) if isinstance(record.left, OneHot) else _over_groups(stored_gram, record)
 
 
-def has_kernels(record: Record) -> bool:
+def has_kernels(record: Record) -> TypeGuard[Pair]:
     """Whether the record is a pair in half precision on a GPU: there the products run by kernels, in float32.
 
     So also where a GPU is only imagined, as ``fdp plan`` does.

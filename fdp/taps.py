@@ -90,6 +90,8 @@ class Tape:
         self.uses: list[Use] = []
         self.rules: dict[str, tuple[Rule, dict[str, Any]]] = {}
         self.inputs: dict[str, Tensor] = {}
+        self.biases: dict[Path, str] = {}  # by bias, the use at whose output it was added
+        self.expansions: list[Path] = []
 
     def output(self, rule: Rule, x: Tensor, leaf: Watched, options: dict[str, Any]) -> Tensor:
         """``rule.forward(x, leaf)`` plus its tap."""
@@ -100,6 +102,9 @@ class Tape:
         """``rule.forward(x, leaf, bias)`` in one operation, with the taps of both attached to its output."""
         self._check_samples(rule, x, leaf)
         y = self._tapped(rule, x, leaf, {}, rule.forward(x, leaf.value, bias.value))
+        self.biases[bias.path] = self.uses[-1].name
+        if self.taps is not None and bias.path not in self.taps:
+            return y  # whoever left out the tap sums the other one's gradient over tokens
         return attach_bias(y, self.expanded(bias))
 
     def _check_samples(self, rule: Rule, x: Tensor, leaf: Watched) -> None:
@@ -126,6 +131,7 @@ class Tape:
     def expanded(self, leaf: Watched) -> Tensor:
         """``leaf`` as one copy per sample: ``(batch, *leaf.shape)``. All uses share the copies."""
         shape = (self.batch_size, *leaf.shape)
+        self.expansions.append(leaf.path)
         if not any(use.path == leaf.path and use.rule == EXPANDED for use in self.uses):
             self.uses.append(Use(leaf.path, leaf.path, EXPANDED, shape, shape, tuple(leaf.shape)))
         return leaf.value.expand(shape) if self.taps is None else self.taps[leaf.path]
@@ -143,6 +149,7 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:  # pyright: ignore
+        gradient = gradient.contiguous()  # once, for all who use it
         if ctx.copies is None:
             return gradient, gradient, None
         tokens = tuple(range(1, gradient.ndim - len(ctx.copies) + 1))
@@ -177,9 +184,15 @@ def trace(
 
 
 def traced(
-    block: Any, leaves: Mapping[Path, Tensor], trainable: frozenset[Path], carry: Tree, data: Tree
+    block: Any,
+    leaves: Mapping[Path, Tensor],
+    trainable: frozenset[Path],
+    carry: Tree,
+    data: Tree,
+    *,
+    attached: bool = False,
 ) -> tuple[Tape, Tree]:
-    """As ``trace``, with all that the tape saw: rules and options too."""
+    """As ``trace``, with all that the tape saw: rules and options, and biases if taps are to be attached."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(leaf: Tensor) -> Tensor:
@@ -187,7 +200,7 @@ def traced(
             return torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
 
     weights = {path: fake(leaves[path]) for path in tree.leaves(block.params)}
-    tape = Tape(batch_size_of(data), None)
+    tape = Tape(batch_size_of(data), None, attached=attached)
     with mode, torch.no_grad():
         out = block.apply(watch(block, weights, trainable, tape), tree.map(fake, carry), tree.map(fake, data))
     names = [use.name for use in tape.uses]

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from fdp_kernels.keep import weighted_sum
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -69,14 +70,16 @@ class Clip(NamedTuple):
 
     def smallest(self) -> Float[Tensor, " batch"]:
         """The least factor of each sample over all leaves: below 1 where anything of it was clipped."""
-        return torch.stack(list({id(f): f for f in self.factors.values()}.values())).amin(0)
+        first, *rest = self.factors.values()
+        return first if all(f is first for f in rest) else torch.stack([first, *rest]).amin(0)
 
     def masked(self, mask: Float[Tensor, " batch"]) -> Clip:
         """The same, with factor exactly 0 for every sample that is padding (mask 0)."""
         keep = mask > 0
-        shared = {id(f): f for f in self.factors.values()}  # flat clipping has one tensor for all leaves
-        masked = {which: f.where(keep, f.new_zeros(())) for which, f in shared.items()}
-        return Clip({path: masked[id(f)] for path, f in self.factors.items()}, self.sensitivity)
+        first, *rest = self.factors.values()
+        if all(f is first for f in rest):  # flat clipping has one tensor for all leaves
+            return Clip(dict.fromkeys(self.factors, first.where(keep, first.new_zeros(()))), self.sensitivity)
+        return Clip({path: f.where(keep, f.new_zeros(())) for path, f in self.factors.items()}, self.sensitivity)
 
 
 class Weighted(NamedTuple):
@@ -91,8 +94,8 @@ class Weighted(NamedTuple):
         Guarantees:
           - a row whose factor is 0 contributes exactly 0, even if it holds NaN or infinity.
         """
-        keep = (self.factors > 0).view(-1, *[1] * (self.rows.ndim - 1))
-        return torch.tensordot(self.factors, torch.where(keep, self.rows.to(self.factors), 0.0), dims=1)
+        flat = self.rows.reshape(len(self.factors), -1)
+        return weighted_sum(flat, self.factors, self.factors.dtype).view(self.rows.shape[1:])
 
 
 class ClippedSum(NamedTuple):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import fdp.compiled
 import fdp.step
 import fdp.taps
 from fdp import clipping, keys, ops, tree
@@ -26,7 +27,7 @@ from fdp.sharding import Zero, abstract_params, init_params, make_sharding
 from fdp.step import Compile, init_state, make_train_step
 from fdp.taps import tapped_vjp, trace
 from fdp.types import Batch, Tree
-from tests.conftest import Case, case_named, randn
+from tests.conftest import CASES, Case, case_named, randn
 from tests.ranks import run_on_ranks
 
 EAGER = partial(Blocks, backend="aot_eager")
@@ -50,7 +51,14 @@ def _set_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fdp.step, "Blocks", lambda: SHARED)
 
 
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 # ---------------------------------------------------------------- pull-backs
+
+QUICK = ("gpt", "mlp", "loop", "scales", "all-ways", "convolutions")
+every_case = pytest.mark.parametrize("name", [*QUICK, *(slow(name) for name in CASES if name not in QUICK)])
 
 
 def through(case: Case, vjp_of: Any) -> list[Any]:
@@ -73,9 +81,7 @@ def assert_equal_trees(got: Any, expected: Any, tolerance: float = 1e-12) -> Non
     got, expected = tree.flatten(got), tree.flatten(expected)
     assert list(got) == list(expected)
     for path, value in expected.items():
-        torch.testing.assert_close(
-            got[path], value, rtol=tolerance, atol=tolerance, msg=lambda m, p=path: f"{p}: {m}"
-        )
+        torch.testing.assert_close(got[path], value, rtol=tolerance, atol=tolerance, msg=lambda m, p=path: f"{p}: {m}")
 
 
 def as_tensors(seen: list[Any]) -> list[Any]:
@@ -94,7 +100,9 @@ def as_tensors(seen: list[Any]) -> list[Any]:
     return made
 
 
-def test_tapped_pull_backs_are_those_of_the_taps(case: Case):
+@every_case
+def test_tapped_pull_backs_are_those_of_the_taps(name):
+    case = case_named(name)
     plan, blocks = make_plan(*case, method=Method.GHOST_BK, dtype=torch.float64), SHARED
     trainable = case.model.trainable
     compiled = through(case, lambda i, b, w, c, d: blocks.tapped_vjp(b, w, c, d, plan.uses[i], trainable))
@@ -107,13 +115,16 @@ def test_tapped_pull_backs_are_those_of_the_taps(case: Case):
         }
 
 
-def test_plain_pull_backs_are_those_of_autograd(case: Case):
+@every_case
+def test_plain_pull_backs_are_those_of_autograd(name):
+    case = case_named(name)
     blocks, trainable = SHARED, case.model.trainable
     compiled = through(case, lambda i, b, w, c, d: blocks.plain_vjp(b, w, c, d, trainable))
     plain = through(case, lambda i, b, w, c, d: _plain_vjp(b, w, c, d, trainable))
     assert_equal_trees(as_tensors(compiled), as_tensors(plain))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("private", [True, False])
 def test_frozen_leaves_have_no_part(private):
     case = case_named("gpt")
@@ -152,6 +163,7 @@ def test_layers_of_a_kind_are_compiled_once(private):
     assert len(blocks.kinds) == len(graphs) == 3  # embedding, layer, head
 
 
+@pytest.mark.slow
 def test_kinds_differ_by_function_by_shape_and_by_what_is_trained():
     model, data = mlp(widths=(6, 6, 6), classes=6), {"image": randn(3, 6).float(), "label": torch.tensor([0, 3, 1])}
 
@@ -166,6 +178,19 @@ def test_kinds_differ_by_function_by_shape_and_by_what_is_trained():
     assert kinds(model) == 2  # two layers that are alike, and the head
     assert kinds(model._replace(frozen=frozenset({"layers.1.bias"}))) == 3
     assert kinds(mlp(widths=(6, 5, 6), classes=6)) == 3
+
+
+@pytest.mark.parametrize("name", ["gpt", "loop", "scales", "mlp"])
+def test_biases_of_long_sequences_are_summed_apart_and_are_the_same(name, monkeypatch):
+    """Only those that are added once: in ``loop`` one is added three times."""
+    monkeypatch.setattr(fdp.compiled, "LONG", 1)
+    case, blocks = case_named(name), EAGER()
+    plan = make_plan(*case, method=Method.GHOST_BK, dtype=torch.float64)
+    compiled = through(case, lambda i, b, w, c, d: blocks.tapped_vjp(b, w, c, d, plan.uses[i], plan.trainable))
+    plain = through(case, lambda i, b, w, c, d: tapped_vjp(b, w, c, d, plan.uses[i], plan.trainable))
+    assert_equal_trees(as_tensors(compiled), as_tensors(plain))
+    apart = [bias for kind in blocks.kinds.values() for bias in kind.biases]
+    assert len(apart) == (4 if name == "gpt" else 0)
 
 
 def lost(y, *_):
@@ -255,7 +280,7 @@ def assert_same_steps(got: Any, expected: Any, *, rtol: float = 1e-4, atol: floa
     torch.testing.assert_close(state.clip, truth.clip)
 
 
-@pytest.mark.parametrize("donate", [(), ("state",)], ids=["kept", "donated"])
+@pytest.mark.parametrize("donate", [slow(()), ("state",)], ids=["kept", "donated"])
 @pytest.mark.parametrize("method", Method, ids=lambda m: m.value)
 def test_a_step_of_compiled_blocks_is_the_step(method, donate):
     options = {"method": method, "optimizer": adamw(1e-2, eps=1e-3)}
@@ -264,15 +289,15 @@ def test_a_step_of_compiled_blocks_is_the_step(method, donate):
 
 
 @pytest.mark.parametrize("method", [Method.NONE, Method.FLASH, Method.AUTO], ids=lambda m: m.value)
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "gpt"])
+@pytest.mark.parametrize("name", ["mlp", slow("gpt-untied"), slow("llama"), slow("cnn")])
 def test_every_model_takes_the_same_steps(name, method):
     options = {"method": method, "optimizer": adamw(1e-2, eps=1e-3)}
     found = train(MODELS[name], compile=Compile.BLOCK, donate=("state",), **options)
     assert_same_steps(found, train(MODELS[name], compile=Compile.NONE, **options))
 
 
-@pytest.mark.parametrize("method", [Method.NONE, Method.FLASH_BK, Method.AUTO], ids=lambda m: m.value)
-@pytest.mark.parametrize("donate", [(), ("state",)], ids=["kept", "donated"])
+@pytest.mark.parametrize("method", [slow(Method.NONE), slow(Method.FLASH_BK), Method.AUTO], ids=lambda m: m.value)
+@pytest.mark.parametrize("donate", [slow(()), ("state",)], ids=["kept", "donated"])
 def test_in_half_precision_too(method, donate):
     options = {"method": method, "dtype": torch.bfloat16, "optimizer": sgd(0.1)}
     fused = {"method": method, "dtype": torch.bfloat16, "optimizer": adamw(1e-2, eps=1e-2)}
@@ -282,7 +307,7 @@ def test_in_half_precision_too(method, donate):
     assert {leaf.dtype for leaf in tree.leaves(found[0].params)} == {torch.float32}
 
 
-@pytest.mark.parametrize("method", [Method.NONE, Method.GHOST, Method.AUTO], ids=lambda m: m.value)
+@pytest.mark.parametrize("method", [slow(Method.NONE), slow(Method.GHOST), Method.AUTO], ids=lambda m: m.value)
 @pytest.mark.parametrize(
     "options",
     [
@@ -305,7 +330,7 @@ def sharded_steps(axes: dict[str, int] | None) -> dict[str, Any]:
     everyone = data_of(model, 40)
     mechanism, optimizer = Mechanism(sampling, clipping.flat(max_norm=0.3), 1.0), adamw(1e-2, eps=1e-3)
     found = {}
-    for method in (Method.FLASH, Method.AUTO):
+    for method in (Method.FLASH, Method.AUTO):  # with a second backward, and without
         sharding, rank, ranks = None, 0, 1
         if axes is not None:
             sharding = make_sharding(model, make_mesh(axes, device_type="cpu"), zero=Zero.THREE)
@@ -314,7 +339,13 @@ def sharded_steps(axes: dict[str, int] | None) -> dict[str, Any]:
         example = tree.map(lambda leaf: leaf[: 4 // ranks], everyone)  # noqa: B023
         plan = make_plan(model, abstract_params(model, sharding), example, method=method)
         step = make_train_step(
-            model, optimizer, mechanism=mechanism, plan=plan, sharding=sharding, compile=Compile.BLOCK, donate=("state",)
+            model,
+            optimizer,
+            mechanism=mechanism,
+            plan=plan,
+            sharding=sharding,
+            compile=Compile.BLOCK,
+            donate=("state",),
         )
         state = init_state(model, params, optimizer, mechanism, sharding=sharding)
         for t in range(2):

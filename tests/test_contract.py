@@ -18,6 +18,7 @@ import fdp.rules
 import fdp.step
 import fdp.types
 from fdp import clipping, keys, ops, tree
+from fdp.compiled import Blocks
 from fdp.mechanism import Mechanism
 from fdp.methods import Method, make_plan
 from fdp.model import Model, from_loss
@@ -25,11 +26,12 @@ from fdp.models import GPTConfig, cnn, gpt
 from fdp.noise import add_gaussian
 from fdp.optimizers import sgd
 from fdp.per_sample import clipped_sum, per_sample_norms
+from fdp.rules import Dense
 from fdp.sampling import poisson
 from fdp.step import init_state, make_train_step
 from fdp.types import Batch, ClippedSum, Norms
 
-METHODS = [Method.MATERIALIZE, Method.GHOST, Method.GHOST_BK, Method.AUTO]
+METHODS = [method for method in Method if method is not Method.NONE]
 STYLES = {
     "flat": clipping.flat(max_norm=0.25),
     "per-layer": clipping.per_layer(max_norm=0.25),
@@ -68,9 +70,19 @@ def params_of(model: Model, seed: int = 0) -> Any:
     )
 
 
-def total_of(model: Model, params: Any, data: Any, mask: torch.Tensor, *, plan: Any, style: Any) -> ClippedSum:
-    _, norms, stash = per_sample_norms(model, params, data, plan=plan)
-    return clipped_sum(stash, style.clip(norms, style.init()).masked(mask))
+def total_of(
+    model: Model,
+    params: Any,
+    data: Any,
+    mask: torch.Tensor,
+    *,
+    plan: Any,
+    style: Any,
+    blocks: Blocks | None = None,
+    made: bool = True,
+) -> ClippedSum:
+    _, norms, stash = per_sample_norms(model, params, data, plan=plan, blocks=blocks)
+    return clipped_sum(stash, style.clip(norms, style.init()).masked(mask), made=made).made()
 
 
 def distance(a: ClippedSum, b: ClippedSum) -> float:
@@ -78,17 +90,17 @@ def distance(a: ClippedSum, b: ClippedSum) -> float:
 
 
 def check_one_sample_moves_the_sum_by_at_most_its_sensitivity(
-    model: Model, params: Any, data: Any, *, method: Method, style: Any, dtype: torch.dtype
+    model: Model, params: Any, data: Any, *, method: Method, style: Any, dtype: torch.dtype, **how: Any
 ) -> None:
     plan = make_plan(model, params, data, method=method, dtype=dtype)
     everyone = torch.ones(BATCH)
-    present = total_of(model, params, data, everyone, plan=plan, style=style)
+    present = total_of(model, params, data, everyone, plan=plan, style=style, **how)
     assert all(torch.isfinite(leaf).all() for leaf in present.value.values()), "a sample poisoned the sum"
     assert set(present.value) == model.trainable, "a leaf is missing from the sum"
     for b in range(BATCH):
         mask = everyone.clone()
         mask[b] = 0
-        absent = total_of(model, params, data, mask, plan=plan, style=style)
+        absent = total_of(model, params, data, mask, plan=plan, style=style, **how)
         moved, bound = distance(present, absent), float(present.sensitivity)
         assert moved <= bound * (1 + SLACK[dtype]), f"sample {b} moved the sum by {moved}, allowed {bound}"
 
@@ -140,16 +152,16 @@ def linear_case(x: torch.Tensor, g: torch.Tensor) -> tuple[Model, Any, Any]:
     return model, params, {"x": x, "g": g}
 
 
-def moves(model: Model, params: Any, data: Any, *, method: Method) -> list[float]:
+def moves(model: Model, params: Any, data: Any, *, method: Method, **how: Any) -> list[float]:
     """How far removing each of the first samples moves the sum, clipped to 1."""
     plan, style = make_plan(model, params, data, method=method), clipping.flat(max_norm=1.0)
     everyone = torch.ones(plan.batch_size)
-    present = total_of(model, params, data, everyone, plan=plan, style=style)
+    present = total_of(model, params, data, everyone, plan=plan, style=style, **how)
     found = []
     for b in range(min(4, plan.batch_size)):
         mask = everyone.clone()
         mask[b] = 0
-        found.append(distance(present, total_of(model, params, data, mask, plan=plan, style=style)))
+        found.append(distance(present, total_of(model, params, data, mask, plan=plan, style=style, **how)))
     return found
 
 
@@ -175,6 +187,69 @@ def test_a_sample_that_cancels_does_not_magnify_another(method):
 def test_a_large_batch_of_aligned_samples_is_not_rounded_over_the_bound(method):
     x = torch.linspace(1, 2, 6).expand(1024, 1, 6) * torch.linspace(2, 3, 1024).view(-1, 1, 1)
     assert max(moves(*linear_case(x, torch.ones(1024, 1, 4)), method=method)) <= 1 + 1e-6
+
+
+# --- the same with blocks compiled, and with sums that are left for the noise to be made ---------------------------
+
+BLOCKS = Blocks(backend="aot_eager")
+COMPILED_MODEL = language_model(tied=True)
+made_or_not = pytest.mark.parametrize("made", [True, False], ids=["made", "not-made"])
+
+
+@made_or_not
+@pytest.mark.parametrize("gain", ["ordinary", "outlier", "nan", "inf"])
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.value)
+def test_compiled_one_sample_moves_the_sum_by_at_most_its_sensitivity(method, gain, made):
+    check_one_sample_moves_the_sum_by_at_most_its_sensitivity(
+        COMPILED_MODEL, params_of(COMPILED_MODEL), language_data(GAINS[gain]), method=method, style=STYLES["flat"],
+        dtype=torch.float32, blocks=BLOCKS, made=made,
+    )  # fmt: skip
+
+
+CANCELLING_PARAMS = {"w": torch.zeros(16, 16)}
+CANCELLING = from_loss(lambda p, d: (ops.linear(d["x"], p["w"]) * d["g"]).sum((1, 2)), CANCELLING_PARAMS)
+
+
+@made_or_not
+@pytest.mark.parametrize("scale", [1.0, 1e6])
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.value)
+def test_compiled_tokens_that_cancel_move_the_sum_by_at_most_its_sensitivity(method, scale, made):
+    draw = torch.Generator().manual_seed(5)
+    x = torch.randn(3, 1, 16, generator=draw) + 1e-3 * torch.randn(3, 60, 16, generator=draw)
+    g = torch.randn(3, 60, 16, generator=draw)
+    x[0], g[0] = scale * x[0], scale * (g[0] - g[0].mean(0))
+    found = moves(CANCELLING, CANCELLING_PARAMS, {"x": x, "g": g}, method=method, blocks=BLOCKS, made=made)
+    assert max(found) <= 1 + 1e-6
+    assert max(found) > 0.9, "nothing was clipped, so nothing was tested"
+
+
+@made_or_not
+@pytest.mark.parametrize("mutate", ["records halved", "carry halved"])
+def test_the_check_notices_compiled_blocks_that_leave_something_out(mutate, made, monkeypatch):
+    """Norms of less than what is summed: of two backwards, the one that measures is wrong."""
+    real, calls = Blocks.tapped_vjp, []
+
+    def wrong(self, block, *args):
+        out, pull = real(self, block, *args)
+
+        def less(gradient):
+            carry, records = pull(gradient)
+            calls.append(block.name)
+            if calls.count(block.name) % 2 == 0:
+                return carry, records
+            if mutate == "carry halved":
+                return tree.map(lambda leaf: leaf / 2, carry), records
+            halved = {p: [Dense(fdp.rules.per_sample_gradient(r) / 2) for r in found] for p, found in records.items()}
+            return carry, halved
+
+        return out, less
+
+    monkeypatch.setattr(Blocks, "tapped_vjp", wrong)
+    with pytest.raises(AssertionError):
+        check_one_sample_moves_the_sum_by_at_most_its_sensitivity(
+            COMPILED_MODEL, params_of(COMPILED_MODEL), language_data(3.0), method=Method.FLASH, style=STYLES["flat"],
+            dtype=torch.float32, blocks=BLOCKS, made=made,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("style", STYLES)

@@ -6,15 +6,16 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+import fdp.methods
 from fdp import ops, tree
-from fdp.costs import Choice, NormBy, SumBy, rates_of
+from fdp.costs import CUDA_HALF, Choice, NormBy, SumBy, rates_of
 from fdp.methods import Method, Plan, explain, make_plan
 from fdp.model import Model, from_loss
 from fdp.models import build
 from fdp.types import FdpError
 from tests.conftest import Case, case_named, randn
 
-TRACED = [Method.GHOST, Method.GHOST_BK, Method.AUTO]
+TRACED = [Method.GHOST, Method.GHOST_BK, Method.FLASH, Method.FLASH_BK, Method.AUTO]
 
 
 def linear_plan(*, batch: int, tokens: int, width: int, dtype=torch.float32, **options) -> Plan:
@@ -220,3 +221,58 @@ def test_explain_prints_every_use(case_name, method):
         )
         assert any(all(part in line for part in wanted) for line in lines)
     assert len(lines) == 3 + (len(uses) or len(plan.choices))
+
+
+# ---------------------------------------------------------------- as on a GPU, in half precision
+
+
+@pytest.fixture
+def _gpu(monkeypatch):
+    """The rates of a GPU, without one."""
+    monkeypatch.setattr(fdp.methods, "rates_of", lambda device, dtype: CUDA_HALF)
+
+
+@pytest.mark.usefixtures("_gpu")
+@pytest.mark.parametrize(("tokens", "norm"), [(128, NormBy.SYMMETRIC), (1024, NormBy.DIRECT)])
+@pytest.mark.parametrize("method", [Method.FLASH, Method.FLASH_BK])
+def test_flash_takes_the_cheaper_of_direct_and_symmetric(method, tokens, norm):
+    """Symmetric while T + tile < 2 d p / (d + p), which is 512 here."""
+    (choice,) = linear_plan(batch=2, tokens=tokens, width=512, method=method, dtype=torch.bfloat16).choices.values()
+    assert choice.norm is norm
+    assert choice.sum is (SumBy.SECOND if method is Method.FLASH else SumBy.PAIR)
+    assert (choice.kept_bytes == 0) == (method is Method.FLASH)
+
+
+def test_flash_methods_fix_the_norm_and_differ_in_the_sum():
+    case = case_named("gpt")
+    book, second = plan_of(case, Method.FLASH_BK), plan_of(case, Method.FLASH)
+    assert {choice.sum for choice in second.choices.values()} == {SumBy.SECOND}
+    assert second.kept_bytes == 0
+    for path, leaf in case.model.leaves.items():
+        if len(leaf.shape) == 2 and path != "embed.positions":
+            assert book.choices[path].norm in (NormBy.DIRECT, NormBy.SYMMETRIC)
+            assert book.choices[path].sum is SumBy.PAIR
+            assert second.choices[path].norm in (NormBy.DIRECT, NormBy.SYMMETRIC)
+
+
+@pytest.mark.usefixtures("_gpu")
+@pytest.mark.parametrize("name", ["gpt", "gpt-untied", "llama"])
+def test_on_a_gpu_auto_keeps_the_gradients_of_a_head(name):
+    case = case_named(name)
+    head = case.model.blocks[-1].head
+    assert head is not None
+    path = case.model.blocks[-1].params[head.weight]
+    for method in (Method.AUTO, Method.FLASH_BK, Method.GHOST_BK):
+        plan = make_plan(*case, method=method, dtype=torch.bfloat16)
+        assert (plan.choices[path].norm is NormBy.KEEP) == (method is Method.AUTO)
+    frozen = case._replace(model=case.model._replace(frozen=frozenset({path})))
+    assert path not in make_plan(*frozen, method=Method.AUTO, dtype=torch.bfloat16).choices
+    small = make_plan(*case, method=Method.AUTO, dtype=torch.bfloat16, memory_budget=0)
+    assert small.kept_bytes == 0
+    assert small.choices[path].sum is SumBy.SECOND
+
+
+def test_on_a_cpu_a_head_is_a_leaf_like_others():
+    """Its per-sample gradients are the last thing to keep."""
+    plan = make_plan(*abstract("gpt-nano", context=8, batch=2), method=Method.AUTO)
+    assert plan.choices["embed.tokens"].norm is not NormBy.KEEP

@@ -5,13 +5,16 @@ from functools import cache
 import pytest
 import torch
 
+import fdp.per_sample
+import fdp.rules
 from fdp import clipping, ops, tree
 from fdp.clipping import clip_to
-from fdp.costs import SumBy
+from fdp.costs import NormBy, SumBy
 from fdp.methods import Method, Plan, make_plan
-from fdp.model import from_loss
+from fdp.model import Block, from_loss
 from fdp.per_sample import clipped_sum, per_sample_norms, plain_sum
-from fdp.types import Clip, FdpError, Flat
+from fdp.rules import Pair
+from fdp.types import Clip, FdpError, Flat, Weighted
 from tests.conftest import Case, case_named, cast, randn, reference_of
 
 # Every method, and auto under a budget: a fraction of what it would like to keep (0: a second backward).
@@ -19,6 +22,8 @@ PLANS: dict[str, tuple[Method, float | None]] = {
     "materialize": (Method.MATERIALIZE, None),
     "ghost": (Method.GHOST, None),
     "ghost_bk": (Method.GHOST_BK, None),
+    "flash": (Method.FLASH, None),
+    "flash_bk": (Method.FLASH_BK, None),
     "auto": (Method.AUTO, None),
     "auto-0": (Method.AUTO, 0.0),
     "auto-0.5": (Method.AUTO, 0.5),
@@ -253,7 +258,7 @@ def one_sample_bound(
     return torch.stack(moved), norms.total()
 
 
-METHODS_ALONE = ["materialize", "ghost", "ghost_bk", "auto"]
+METHODS_ALONE = ["materialize", "ghost", "ghost_bk", "flash", "flash_bk", "auto"]
 
 
 @pytest.mark.parametrize("plan_name", METHODS_ALONE)
@@ -279,3 +284,115 @@ def test_an_outlier_whose_tokens_cancel_moves_the_sum_by_at_most_the_bound(plan_
     s[:, -1] = -s[:, :-1].double().sum(1).to(dtype)  # the true gradient is x times the sum of s, about zero
     moved, _ = one_sample_bound(Case(model, params, {"x": x, "s": s}), plan_name, dtype)
     assert (moved <= 1 + 1e-6).all()
+
+
+# ---------------------------------------------------------------- sums that are left to be made
+
+
+@pytest.mark.parametrize("plan_name", PLANS)
+@pytest.mark.parametrize("name", ["gpt", "mlp", "all-ways", "loop"])
+def test_sums_left_to_be_made_are_the_sums(name, plan_name):
+    _, norms, stash = run(name, plan_name)
+    clip = clip_to(norms, max_norm=float(norms.total().median()))
+    made, left = clipped_sum(stash, clip), clipped_sum(stash, clip, made=False)
+    kept = {path for path, records in stash.records.items() if not isinstance(records[0], Pair) and len(records) == 1}
+    assert {path for path, leaf in left.value.items() if isinstance(leaf, Weighted)} == kept
+    assert_trees_close(left.made().value, made.value, 1e-13)
+    assert left.sensitivity == made.sensitivity
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_sum_left_to_be_made_adds_exactly_nothing_for_a_factor_of_zero(bad):
+    case = case_named("mlp")
+    plan = planned(case, "auto", torch.float64)
+    factors = torch.tensor([0.5, 0.0, 1.0], dtype=torch.float64)
+    clip = Clip(dict.fromkeys(case.model.leaves, factors), torch.tensor(1.0))
+    data = case.data | {"image": case.data["image"].clone()}
+    data["image"][1] = bad
+    totals = [
+        clipped_sum(per_sample_norms(case.model, case.params, d, plan=plan)[2], clip, made=False).made().value
+        for d in (case.data, data)
+    ]
+    assert all(torch.equal(totals[0][path], totals[1][path]) for path in totals[0])
+
+
+def test_the_plain_sum_may_be_left_to_be_made(case: Case):
+    plan = make_plan(*case, method=Method.NONE, dtype=torch.float64)
+    mask = torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64)
+    _, made = plain_sum(*case, mask, plan=plan)
+    _, left = plain_sum(*case, mask, plan=plan, made=False)
+    assert all(isinstance(leaf, Weighted) for leaf in left.values())
+    assert_trees_close({path: leaf.total() for path, leaf in left.items()}, made, 1e-13)
+
+
+def test_small_leaves_are_measured_together_and_large_ones_alone(monkeypatch):
+    """Whatever is small, the norms are the same, and in the order of the leaves."""
+    case = case_named("gpt")
+    plan = make_plan(*case, method=Method.AUTO, dtype=torch.float64)
+    choices = {path: choice._replace(norm=NormBy.KEEP, sum=SumBy.REUSE) for path, choice in plan.choices.items()}
+    plan = plan._replace(choices=choices)
+    expected = squares(reference_of("gpt"))
+    for small in (0, 8, 1 << 16):
+        monkeypatch.setattr(fdp.per_sample, "SMALL", small)
+        _, norms, _ = per_sample_norms(*case, plan=plan)
+        assert_trees_close(norms.squared, expected, 1e-9)
+
+
+def test_a_small_leaf_that_is_not_finite_spoils_only_its_own_sample():
+    case = case_named("scales")
+    data = {"x": case.data["x"].clone()}
+    data["x"][1, 0, 0] = torch.nan
+    plan = planned(case, "auto", torch.float64)
+    _, norms, _ = per_sample_norms(case.model, case.params, data, plan=plan)
+    _, truth, _ = per_sample_norms(*case, plan=plan)
+    for path, square in norms.squared.items():
+        assert not square[1].isfinite()
+        assert torch.equal(square[[0, 2]], truth.squared[path][[0, 2]])
+
+
+def summed_in_float32(g: torch.Tensor, x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """As a kernel sums a sample's tokens, one after the other in float32; then the samples."""
+    G = torch.zeros(len(g), g.shape[-1], x.shape[-1])
+    for t in range(g.shape[1]):
+        G += g[:, t].float().unsqueeze(-1) * x[:, t].float().unsqueeze(-2)
+    return torch.einsum("b,bpd->pd", factors.float(), G)
+
+
+def check_uses_in_half_precision(plan_name: str, in_blocks: int) -> None:
+    """Two uses of one leaf, in one block or in two, in each of which all tokens cancel."""
+    half, params, data = torch.bfloat16, {"w": torch.zeros(16, 16)}, {}
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
+    for i in range(2):
+        x, g = 1e3 * randn(3, 32, 16, seed=i), 1e3 * randn(3, 32, 16, seed=i + 5)
+        data[f"x{i}"] = torch.cat([x, x], 1)[:, order].to(half)
+        data[f"g{i}"] = torch.cat([g, -g], 1)[:, order].to(half)
+
+    def part(p, d, i):
+        return (ops.linear(d[f"x{i}"], p["w"]) * d[f"g{i}"]).sum((1, 2))
+
+    model = from_loss(lambda p, d: part(p, d, 0) + part(p, d, 1), params)
+    if in_blocks == 2:
+        first = Block("first", {"w": "w"}, lambda p, carry, d: part(p, d, 0))
+        second = Block("second", {"w": "w"}, lambda p, carry, d: carry + part(p, d, 1))
+        model = model._replace(blocks=(first, second))
+    moved, _ = one_sample_bound(Case(model, params, data), plan_name, half)
+    assert (moved <= 1 + 1e-6).all()
+
+
+@pytest.mark.parametrize("in_blocks", [1, 2])
+@pytest.mark.parametrize("plan_name", ["ghost", "ghost_bk", "flash", "flash_bk"])
+def test_several_uses_in_half_precision_are_measured_as_they_are_summed(plan_name, in_blocks, monkeypatch):
+    """As on a GPU: what float32 sums leave of tokens that cancel must be in the norm, or not in the sum."""
+    as_on_a_gpu(monkeypatch)
+    check_uses_in_half_precision(plan_name, in_blocks)
+    real = fdp.per_sample._summed
+    monkeypatch.setattr(fdp.per_sample, "_summed", lambda records, factors, alone: real(records, factors, True))
+    if plan_name.startswith("flash"):  # what a Gram matrix may have lost covers this much
+        with pytest.raises(AssertionError):
+            check_uses_in_half_precision(plan_name, in_blocks)
+
+
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = torch.bfloat16
+    monkeypatch.setattr(fdp.rules, "has_kernels", lambda r: isinstance(r, Pair) and r.right.dtype == half)
+    monkeypatch.setattr(fdp.rules, "weighted", summed_in_float32)

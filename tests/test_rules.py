@@ -317,3 +317,80 @@ def test_direct_and_gram_norms_agree_on_every_shape(batch, tokens, out, inputs, 
         embedding_pair(batch, tokens, out, inputs, seed=seed),
     ):
         torch.testing.assert_close(rules.gram_squared_norm(pair), rules.squared_norm(pair), rtol=1e-10, atol=1e-12)
+
+
+# ---------------------------------------------------------------- the norms that methods choose from
+
+NORMS = [rules.direct_squared_norm, rules.symmetric_squared_norm, rules.stored_squared_norm]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("norm", NORMS, ids=lambda f: f.__name__)
+def test_every_norm_is_that_of_what_the_sum_adds(record_of, norm, dtype):
+    record = record_of(dtype)
+    if isinstance(record, Dense) and norm is not rules.direct_squared_norm:
+        pytest.skip("small parameters have one way")
+    found = norm(record)
+    assert found.dtype == torch.float64
+    for b, one_hot in enumerate(torch.eye(3, dtype=torch.float64)):
+        added = rules.weighted_gradient(record, one_hot).square().sum()
+        assert found[b] >= added * (1 - 1e-14)
+        assert found[b] <= added * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("scale", [1.0, 1e3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_norm_is_below_that_of_tokens_that_cancel(norm, scale, dtype):
+    pair = cancelling(100, seed=3, dtype=dtype, spread=1e-4)
+    assert isinstance(pair.left, Tensor)
+    pair = pair._replace(left=scale * pair.left, right=scale * pair.right)
+    for b, one_hot in enumerate(torch.eye(2, dtype=torch.float64)):
+        assert norm(pair)[b] >= rules.weighted_gradient(pair, one_hot).square().sum() * (1 - 1e-12)
+
+
+def half_on_gpu(monkeypatch):
+    """Half-precision pairs go to the ops of kernels, which on a CPU run their references."""
+    monkeypatch.setattr(rules, "has_kernels", lambda r: isinstance(r, Pair) and r.right.dtype == torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["linear", "one token", "embedding", "groups"])
+def test_by_kernels_norms_sums_and_kept_gradients_are_the_same(name, monkeypatch):
+    record = RECORDS[name](torch.bfloat16)
+    factors = torch.tensor([0.3, 0.0, 0.9], dtype=torch.float64)
+    truth = [norm(record) for norm in NORMS], rules.weighted_gradient(record, factors)
+    half_on_gpu(monkeypatch)
+    for found, expected in zip((norm(record) for norm in NORMS), truth[0]):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
+    torch.testing.assert_close(rules.weighted_gradient(record, factors).double(), truth[1], rtol=1e-6, atol=1e-7)
+    kept = rules.kept(record)
+    assert kept.gradient.shape == (3, *record.shape)
+    assert kept.gradient.dtype == torch.bfloat16
+    assert close(kept.gradient, exact(record), 1e-2)
+    if kept.squares is not None:
+        torch.testing.assert_close(kept.squares.sum(1), rules.squared_norm(Dense(kept.gradient)))
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+@pytest.mark.parametrize("name", ["linear", "embedding", "groups"])
+def test_by_kernels_bad_samples_stay_alone(name, value, monkeypatch):
+    half_on_gpu(monkeypatch)
+    record = RECORDS[name](torch.bfloat16)
+    bad, factors = poisoned(record, 1, value), torch.tensor([0.3, 0.0, 0.9])
+    assert torch.equal(rules.weighted_gradient(bad, factors), rules.weighted_gradient(record, factors))
+    for norm in NORMS:
+        assert not norm(bad)[1].isfinite()
+        assert torch.equal(norm(bad)[[0, 2]], norm(record)[[0, 2]])
+
+
+def test_kernels_are_for_half_precision_pairs_on_a_gpu():
+    pair = linear_pair(2, 3, 4, 5, dtype=torch.bfloat16)
+    assert not rules.has_kernels(pair)
+    assert not rules.has_kernels(Dense(torch.zeros(2, 3, dtype=torch.bfloat16)))
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_what_is_kept_is_the_gradient(name):
+    record = RECORDS[name](torch.float32)
+    kept = rules.kept(record)
+    assert torch.equal(kept.gradient, rules.per_sample_gradient(record))

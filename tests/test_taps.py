@@ -9,7 +9,19 @@ from fdp.audit import check_norms
 from fdp.methods import Method, make_plan
 from fdp.model import Block, from_loss
 from fdp.rules import per_sample_gradient
-from fdp.taps import EXPANDED, Tape, Use, Watched, batch_size_of, tapped_vjp, trace
+from fdp.taps import (
+    EXPANDED,
+    Tape,
+    Use,
+    Watched,
+    attach,
+    attach_bias,
+    batch_size_of,
+    make_taps,
+    tapped_vjp,
+    trace,
+    watch,
+)
 from fdp.types import FdpError, Tree
 from tests.conftest import Case, randn
 
@@ -211,3 +223,59 @@ def test_data_without_one_common_sample_dimension_is_refused(data):
 
 def test_the_batch_size_is_the_leading_size():
     assert batch_size_of({"x": torch.zeros(3, 2), "y": [torch.zeros(3)]}) == 3
+
+
+# ---------------------------------------------------------------- taps that are attached, for plain autograd
+
+
+def attached_gradients(tokens: tuple[int, ...], *, bias: bool):
+    """The gradients of ``y``, of the tap and of the bias's copies, by attaching and by adding."""
+    y = randn(3, *tokens, 4).requires_grad_()
+    tap = torch.zeros(()).double().expand(y.shape).detach().requires_grad_()
+    copies = randn(1, 4, seed=3).expand(3, 4).detach().requires_grad_()
+    found = []
+    for by in ("attach", "add"):
+        if by == "attach":
+            out = attach(y, tap)
+            out = attach_bias(out, copies) if bias else out
+        else:
+            out = y + tap
+            out = out + (copies - copies.detach()).reshape(3, *[1] * len(tokens), 4) if bias else out
+        wanted = [y, tap, copies] if bias else [y, tap]
+        found.append((out.detach(), torch.autograd.grad((out.sin() * out).sum(), wanted)))
+    return found
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("tokens", [(), (5,), (2, 3)])
+def test_attaching_a_tap_is_adding_it(tokens, bias):
+    (value, gradients), (expected, truth) = attached_gradients(tokens, bias=bias)
+    assert torch.equal(value, expected)
+    torch.testing.assert_close(gradients, truth, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_an_attached_tap_is_not_lost_in_a_compiled_function(backend):
+    def run(y, tap, copies):
+        return attach_bias(attach(y * 2, tap), copies).sin()
+
+    y, tap, copies = randn(3, 5, 4), randn(3, 5, 4, seed=2), randn(3, 4, seed=3)
+    given = [leaf.requires_grad_() for leaf in (y, tap, copies)]
+    g = torch.autograd.grad(torch.compile(run, fullgraph=True, backend=backend)(*given).sum(), given)
+    output_gradient = (2 * y.detach()).cos()
+    torch.testing.assert_close(g, (2 * output_gradient, output_gradient, output_gradient.sum(1)))
+
+
+def test_a_linear_layer_with_a_bias_records_both():
+    block = Block("b", {"w": "w", "b": "b"}, lambda p, c, d: ops.linear(d["x"], p["w"], p["b"]).sin().sum((1, 2)))
+    weights, data = {"w": randn(5, 4), "b": randn(5, seed=2)}, {"x": randn(3, 2, 4)}
+    trainable = frozenset(weights)
+    uses, _ = trace(block, weights, trainable, (), data)
+    seen = []
+    for attached in (True, False):
+        taps = {name: tap.detach().requires_grad_() for name, tap in make_taps(uses, weights).items()}
+        tape = Tape(3, taps, attached=attached)
+        out = block.apply(watch(block, weights, trainable, tape), (), data)
+        assert tuple(tape.uses) == uses
+        seen.append((out.detach(), torch.autograd.grad(out.sum(), list(taps.values()))))
+    torch.testing.assert_close(*seen, rtol=1e-12, atol=1e-12)

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
+import pytest
 import torch
 
-from fdp.types import Clip, ClippedSum, FdpError, Norms
+from fdp.types import Clip, ClippedSum, FdpError, Norms, Weighted
 
 
 def test_the_total_norm_is_over_all_leaves():
@@ -45,3 +46,48 @@ def test_the_sum_of_two_sums_of_different_samples_keeps_the_sensitivity_of_one()
     b = ClippedSum({"w": torch.tensor([3.0, 5.0])}, torch.tensor(0.5))
     assert a.plus(b).value["w"].tolist() == [4.0, 7.0]
     assert float(a.plus(b).sensitivity) == 0.5
+
+
+def test_flat_clipping_keeps_one_tensor_for_all_leaves():
+    factors = torch.tensor([1.0, 0.5, 0.25])
+    masked = Clip(dict.fromkeys(["a", "b", "c"], factors), torch.tensor(1.0)).masked(torch.tensor([1.0, 0.0, 1.0]))
+    assert len({id(f) for f in masked.factors.values()}) == 1
+    assert masked.factors["b"].tolist() == [1.0, 0.0, 0.25]
+    assert masked.smallest().tolist() == [1.0, 0.0, 0.25]
+    different = Clip({"a": factors, "b": factors / 2, "c": factors}, torch.tensor(1.0))
+    assert different.smallest().tolist() == [0.5, 0.25, 0.125]
+    kept = different.masked(torch.tensor([0.0, 1.0, 1.0])).factors
+    assert {path: f.tolist() for path, f in kept.items()} == {
+        "a": [0.0, 0.5, 0.25], "b": [0.0, 0.25, 0.125], "c": [0.0, 0.5, 0.25]
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_row_whose_factor_is_zero_contributes_exactly_zero(bad):
+    rows = torch.tensor([[1.0, 2.0], [bad, bad], [4.0, 8.0]])
+    total = Weighted(rows, torch.tensor([0.5, 0.0, 0.25], dtype=torch.float64)).total()
+    assert total.tolist() == [1.5, 3.0]
+
+
+def test_a_sum_is_made_in_the_dtype_of_its_factors():
+    rows = torch.full((2, 3), 1.0, dtype=torch.bfloat16)
+    factor = 1 - 2.0**-30  # 1 in float32, let alone in bfloat16
+    total = Weighted(rows, torch.tensor([factor, 0.0], dtype=torch.float64)).total()
+    assert total.dtype == torch.float64
+    assert total.tolist() == [factor] * 3
+    single = Weighted(torch.tensor([2.0, 3.0]), torch.tensor([0.5, 1.0], dtype=torch.float64)).total()
+    assert single.shape == ()
+    assert single.item() == 4.0
+
+
+def test_making_a_sum_keeps_its_sensitivity_and_leaves_made_ones_alone():
+    leaf = torch.ones(2, dtype=torch.float64)
+    half = Weighted(torch.ones(3, 2), torch.full((3,), 0.5, dtype=torch.float64))
+    total = ClippedSum({"a": leaf, "b": half}, torch.tensor(0.5))
+    made = total.made()
+    assert made.value["a"] is leaf
+    assert made.value["b"].tolist() == [1.5, 1.5]
+    assert made.sensitivity is total.sensitivity
+    both = total.plus(total)
+    assert both.value["b"].tolist() == [3.0, 3.0]
+    assert float(both.sensitivity) == 0.5

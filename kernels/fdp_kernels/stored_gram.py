@@ -16,6 +16,8 @@ Letters: B samples, T tokens, P output features, D input features; R x S a tile 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -25,8 +27,10 @@ from fdp_kernels.tile_gemm import check_pair, launchable, tiles
 
 ROWS, COLUMNS = 16, 256
 """The tile of a load."""
-SPLITS = 64
+SPLITS = 16
 """Parts into which the library may cut a sum: each adds one rounding."""
+DEPTH = 1024
+"""Features of one product; the bound on rounding grows with it, and not with their number."""
 
 
 @jit
@@ -64,6 +68,16 @@ def launch_reduce(A_BTT: Tensor, X_BTT: Tensor, a_BT: Tensor, b_BT: Tensor, unit
     return partial
 
 
+def _gram(z_BTK: Tensor) -> Tensor:
+    """``z z^T`` in float32, DEPTH features at a time."""
+    wide: dict[str, Any] = {} if z_BTK.dtype == torch.float32 else {"out_dtype": torch.float32}
+    parts = z_BTK.split(DEPTH, dim=-1)
+    total = torch.bmm(parts[0], parts[0].mT, **wide)
+    for part in parts[1:]:
+        total += torch.bmm(part, part.mT, **wide)
+    return total
+
+
 def launch_stored_gram(g_BTP: Tensor, x_BTD: Tensor) -> Tensor:
     """By the library's products and the kernel."""
     check_pair(g_BTP, x_BTD)
@@ -71,10 +85,11 @@ def launch_stored_gram(g_BTP: Tensor, x_BTD: Tensor) -> Tensor:
         return ghost_reference(g_BTP, x_BTD)
     g, x, dtype = g_BTP.contiguous(), x_BTD.contiguous(), g_BTP.dtype
     a, b = launch_token_norms(g, x)
-    A, X = (
-        torch.bmm(z, z.mT, out_dtype=torch.float32) if dtype != torch.float32 else torch.bmm(z, z.mT) for z in (g, x)
+    A, X = (_gram(z) for z in (g, x))
+    units_p, units_d = (
+        SLACK * UNIT * (rounding_steps(min(z.shape[-1], DEPTH), dtype) + SPLITS + tiles(z.shape[-1], DEPTH))
+        for z in (g, x)
     )
-    units_p, units_d = (SLACK * UNIT * (rounding_steps(z.shape[-1], dtype) + SPLITS) for z in (g, x))
     parts = launch_reduce(A, X, a, b, units_p, units_d)
     return finished(parts, a, b, units_p * units_d, SLACK * UNIT * rounding_steps(g.shape[1], dtype))
 
