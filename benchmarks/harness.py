@@ -542,7 +542,7 @@ class Report:
             "hardware": hardware(device),
             "versions": versions(device),
             "commit": self.commit,
-            "command": " ".join(["python", *sys.argv]),
+            "command": " ".join(["python", "-m", f"benchmarks.{benchmark}", *map(_named, sys.argv[1:])]),
             "date": datetime.now(UTC).date().isoformat(),
             "settings": settings,
         }
@@ -772,6 +772,11 @@ def versions(device: torch.device) -> dict[str, str]:
     if device.type == "cuda":
         found["cuda"] = str(torch.version.cuda)
     return found
+
+
+def _named(argument: str) -> str:
+    """An argument as it goes into a page: of a file, its name."""
+    return Path(argument).name if "/" in argument else argument
 
 
 def current_commit() -> str:

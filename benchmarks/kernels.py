@@ -524,7 +524,7 @@ def main() -> None:
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "command": " ".join(sys.argv),
+        "command": " ".join(["python", "-m", "benchmarks.kernels", *(a.split("/")[-1] for a in sys.argv[1:])]),
         "matrix_flop_per_s": matrix,
         "copy_bytes_per_s": copy,
     }

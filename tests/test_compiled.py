@@ -21,7 +21,7 @@ from fdp.model import Block, Model
 from fdp.models import GPTConfig, LlamaConfig, cnn, gpt, llama, mlp
 from fdp.offload import Offload
 from fdp.optimizers import adamw, sgd
-from fdp.rules import Pair, per_sample_gradient
+from fdp.rules import Dense, Pair, per_sample_gradient
 from fdp.sampling import poisson, sample_batch
 from fdp.sharding import Zero, abstract_params, init_params, make_sharding
 from fdp.step import Compile, init_state, make_train_step
@@ -64,7 +64,8 @@ every_case = pytest.mark.parametrize("name", [*QUICK, *(slow(name) for name in C
 def through(case: Case, vjp_of: Any) -> list[Any]:
     """Outputs of all blocks, then what every pull-back found, from the last block to the first."""
     model, params, data = case
-    flat, carry, pulls, seen = tree.flatten(params), (), [], []
+    flat, pulls, seen = tree.flatten(params), [], []
+    carry: Tree = ()
     for i, block in enumerate(model.blocks):
         weights = {path: flat[path] for path in dict.fromkeys(tree.leaves(block.params))}
         carry, pull = vjp_of(i, block, weights, carry, data)
@@ -93,7 +94,7 @@ def as_tensors(seen: list[Any]) -> list[Any]:
             leaves = {}
             for path, records in sorted(found.items()):
                 each = records if isinstance(records, list) else [records]
-                leaves[path] = [per_sample_gradient(r) if isinstance(r, tuple) else r for r in each]
+                leaves[path] = [per_sample_gradient(r) if isinstance(r, Pair | Dense) else r for r in each]
             made.append([carry, leaves])
         else:
             made.append(entry)

@@ -152,7 +152,7 @@ def test_copies_follow_another_state_and_back():
 
 def test_copies_stay_where_they_are():
     """A recorded graph looks for them there."""
-    update, state = after_a_step()
+    update, _ = after_a_step()
     places = {path: copy.data_ptr() for path, copy in update.copies.items()}
     assert weights_are_those_of(update, state_of(adamw(1e-1), mechanism_of(), seed=3).params)
     assert {path: copy.data_ptr() for path, copy in update.copies.items()} == places

@@ -1,24 +1,33 @@
-"""On a GPU: offload keeps what it says on the CPU and changes no number; a mesh of one rank over NCCL does neither."""
+"""On a GPU: offload keeps what it says on the CPU and changes no number; a mesh of one rank over NCCL does neither.
+
+Compiled blocks and recorded steps are the step; in half precision no sample moves the sum by more than its bound.
+"""
 
 from __future__ import annotations
 
 import socket
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from fdp import clipping, keys, optimizers, tree
+import fdp.step
+from fdp import clipping, keys, ops, optimizers, tree
+from fdp.clipping import clip_to
+from fdp.compiled import Blocks
 from fdp.mechanism import Mechanism
 from fdp.mesh import make_mesh
 from fdp.methods import Method, make_plan
+from fdp.model import from_loss
 from fdp.models import GPTConfig, gpt
 from fdp.offload import NOTHING, Offload
+from fdp.per_sample import clipped_sum, per_sample_norms
 from fdp.sampling import poisson, sample_batch
 from fdp.sharding import Zero, abstract_params, init_params, localize, make_sharding
 from fdp.step import Compile, init_state, make_train_step
-from fdp.types import TrainState
+from fdp.types import Batch, Clip, TrainState
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 MODEL = gpt(GPTConfig(layers=3, width=64, heads=4, context=32, vocab_size=211))
@@ -138,3 +147,208 @@ def test_offload_takes_less_of_the_gpu():
         del state, step
     whole, little = peaks
     assert little < whole / 4
+
+
+# ---------------------------------------------------------------- compiled blocks, recorded steps
+
+SMALL = gpt(GPTConfig(layers=2, width=64, heads=4, context=32, vocab_size=211))
+FAST = [Method.NONE, Method.GHOST_BK, Method.FLASH, Method.FLASH_BK, Method.AUTO]
+
+
+@pytest.fixture(scope="module")
+def shared() -> Blocks:
+    """One set of compiled blocks for all tests of this file."""
+    return Blocks()
+
+
+def batch_of(seed: int, *, microbatches: int = 2, size: int = 4) -> Batch:
+    draw = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 211, (microbatches, size, 33), generator=draw).cuda()
+    mask = torch.ones(microbatches, size, device="cuda")
+    mask[-1, -1] = 0
+    return Batch({"tokens": tokens}, mask)
+
+
+def fresh_state(seed: int = 0, z: float = 1.0) -> tuple[Any, Mechanism, TrainState]:
+    optimizer = optimizers.adamw(1e-2, eps=1e-3, weight_decay=0.1)
+    mechanism = Mechanism(poisson(64, expected_batch_size=8), clipping.flat(max_norm=0.3), z)
+    params = SMALL.init(keys.key(seed).cuda())
+    return optimizer, mechanism, init_state(SMALL, params, optimizer, mechanism)
+
+
+def step_of(
+    method: Method, dtype: torch.dtype, compile: Compile, *, cuda_graph: bool = False
+) -> tuple[Any, TrainState]:
+    optimizer, mechanism, state = fresh_state(z=0.0 if method is Method.NONE else 1.0)
+    example = {"tokens": batch_of(0).data["tokens"][0]}
+    plan = make_plan(SMALL, state.params, example, method=method, dtype=dtype)
+    step = make_train_step(
+        SMALL, optimizer, mechanism=mechanism, plan=plan, compile=compile, donate=("state",), cuda_graph=cuda_graph
+    )
+    return step, state
+
+
+def key_of(t: int) -> torch.Tensor:
+    return keys.fold_in(keys.key(9), t).cuda()
+
+
+def results(step: Any, state: TrainState, batches: list[Batch]) -> dict[str, torch.Tensor]:
+    """Metrics as they are after the last step, not as they were after theirs."""
+    seen = []
+    for t, batch in enumerate(batches):
+        state, metrics = step(state, batch, key_of(t))
+        seen.append(metrics)
+    found = {f"losses {t}": m.losses for t, m in enumerate(seen)} | {f"norms {t}": m.norms for t, m in enumerate(seen)}
+    return found | {path: leaf.clone() for path, leaf in tree.flatten(state.params).items()}
+
+
+@pytest.mark.parametrize(
+    ("method", "dtype"),
+    [
+        *((method, torch.bfloat16) for method in FAST),
+        *((method, torch.float32) for method in (Method.NONE, Method.GHOST_BK, Method.AUTO)),
+    ],
+)
+def test_compiled_blocks_in_a_recorded_step_take_the_same_steps(method, dtype, shared, monkeypatch):
+    monkeypatch.setattr(fdp.step, "Blocks", lambda: shared)
+    batches = [batch_of(t) for t in range(4)]
+    found = results(*step_of(method, dtype, Compile.BLOCK, cuda_graph=True), batches)
+    expected = results(*step_of(method, dtype, Compile.NONE), batches)
+    half = dtype == torch.bfloat16
+    for what, value in expected.items():
+        metric = what.startswith(("losses", "norms"))
+        rtol, atol = ((2e-2, 1e-3) if metric else (2e-2, 1e-2)) if half else (1e-4, 1e-5)
+        torch.testing.assert_close(
+            found[what], value, rtol=rtol, atol=atol, equal_nan=True, msg=lambda m, w=what: f"{w}: {m}"
+        )
+
+
+def test_a_recorded_step_is_the_step_with_new_data_new_keys_and_other_shapes(shared, monkeypatch):
+    monkeypatch.setattr(fdp.step, "Blocks", lambda: shared)
+    batches = [batch_of(t, microbatches=1 if t in (3, 4, 6) else 2) for t in range(8)]
+    found = results(*step_of(Method.AUTO, torch.bfloat16, Compile.BLOCK, cuda_graph=True), batches)
+    expected = results(*step_of(Method.AUTO, torch.bfloat16, Compile.BLOCK), batches)
+    for what, value in expected.items():
+        torch.testing.assert_close(found[what], value, rtol=1e-3, atol=1e-4, msg=lambda m, w=what: f"{w}: {m}")
+    norms = [found[f"norms {t}"] for t in range(8)]
+    assert all(not torch.equal(a, b) for a, b in pairwise(norms)), "metrics of a step were overwritten"
+
+
+def test_another_state_is_recorded_anew_and_the_first_is_left_alone(shared, monkeypatch):
+    monkeypatch.setattr(fdp.step, "Blocks", lambda: shared)
+    step, first = step_of(Method.AUTO, torch.bfloat16, Compile.BLOCK, cuda_graph=True)
+    for t in range(3):
+        first, _ = step(first, batch_of(t), key_of(t))
+    before = tree.map(torch.clone, first.params)
+    _, _, second = fresh_state(seed=5)
+    plain, _ = step_of(Method.AUTO, torch.bfloat16, Compile.NONE)
+    truth = tree.map(torch.clone, second)
+    for t in range(3):
+        second, metrics = step(second, batch_of(t), key_of(t))
+        truth, expected = plain(truth, batch_of(t), key_of(t))
+        torch.testing.assert_close(metrics.losses, expected.losses, rtol=2e-2, atol=1e-2)
+    assert all(map(torch.equal, tree.leaves(before), tree.leaves(first.params)))
+    first, metrics = step(first, batch_of(7), key_of(7))  # and back
+    losses = SMALL.loss(before, {"tokens": batch_of(7).data["tokens"].flatten(0, 1)})
+    torch.testing.assert_close(metrics.losses, losses, rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("cuda_graph", [False, True])
+def test_parameters_changed_between_steps_are_computed_with(cuda_graph, shared, monkeypatch):
+    monkeypatch.setattr(fdp.step, "Blocks", lambda: shared)
+    step, state = step_of(Method.AUTO, torch.bfloat16, Compile.BLOCK, cuda_graph=cuda_graph)
+    for t in range(3):
+        state, _ = step(state, batch_of(t), key_of(t))
+    for leaf in tree.leaves(state.params):
+        leaf.mul_(1.5)
+    losses = SMALL.loss(state.params, {"tokens": batch_of(3).data["tokens"].flatten(0, 1)}).clone()
+    state, metrics = step(state, batch_of(3), key_of(3))
+    torch.testing.assert_close(metrics.losses, losses, rtol=2e-2, atol=1e-2)
+
+
+# ---------------------------------------------------------------- what one sample can do, in half precision
+
+B, T, WIDTH, CLIP = 4, 160, 96, 0.5
+
+
+def use_twice(p: Any, d: Any) -> torch.Tensor:
+    y = ops.linear(d["x"], p["w"]) * d["g"] + ops.linear(d["x"].flip(1), p["w"]) * d["g"]
+    return y.float().sum((1, 2))
+
+
+def use_once(p: Any, d: Any) -> torch.Tensor:
+    return (ops.linear(d["x"], p["w"]) * d["g"]).float().sum((1, 2))
+
+
+def use_a_table(p: Any, d: Any) -> torch.Tensor:
+    return (ops.embedding(d["ids"], p["w"]) * d["g"]).float().sum((1, 2))
+
+
+PARAMS = {"w": torch.zeros(WIDTH, WIDTH)}
+USES = {loss.__name__: from_loss(loss, PARAMS) for loss in (use_once, use_twice, use_a_table)}
+
+
+def pairs_with(extreme: float | str) -> dict[str, torch.Tensor]:
+    """Samples of which the second is extreme: nearly constant inputs, output gradients that sum to about 0."""
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(B, 1, WIDTH, generator=draw) + 1e-2 * torch.randn(B, T, WIDTH, generator=draw)
+    g = torch.randn(B, T, WIDTH, generator=draw)
+    ids = torch.randint(0, WIDTH, (B, T), generator=draw)
+    ids[1] = ids[1, 0]
+    g[1] -= g[1].mean(0)
+    if isinstance(extreme, str):
+        x[1, 3, 5] = g[1, 3, 5] = float(extreme)
+    else:
+        x[1], g[1] = extreme * x[1], extreme * g[1]
+    return {"x": x.bfloat16().cuda(), "g": g.bfloat16().cuda(), "ids": ids.cuda()}
+
+
+@pytest.mark.parametrize("extreme", [1.0, 1e3, 1e6, "nan", "inf"])
+@pytest.mark.parametrize("name", USES)
+@pytest.mark.parametrize("method", [Method.AUTO, Method.FLASH_BK, Method.GHOST_BK, Method.FLASH], ids=lambda m: m.value)
+def test_in_half_precision_one_sample_moves_the_sum_by_at_most_its_sensitivity(method, name, extreme, shared):
+    model, params, data = USES[name], tree.map(torch.Tensor.cuda, PARAMS), pairs_with(extreme)
+    plan = make_plan(model, params, data, method=method, dtype=torch.bfloat16)
+    _, norms, stash = per_sample_norms(model, params, data, plan=plan, blocks=shared)
+    clip = clip_to(norms, max_norm=CLIP)
+    slack = 2.0**-24 * (B + 3) ** 2 + 1e-6
+    everyone = torch.ones(B, device="cuda")
+    for made in (True, False):
+        present = clipped_sum(stash, clip, made=made).made().value["w"].double()
+        assert bool(present.isfinite().all())
+        for b in range(B):
+            mask = everyone.clone()
+            mask[b] = 0
+            absent = clipped_sum(stash, clip.masked(mask), made=made).made().value["w"].double()
+            assert float((present - absent).norm()) <= CLIP * (1 + slack)
+    # the norm is that of what is added, whatever rounding made of it
+    for b in range(B):
+        if not bool(norms.total()[b].isfinite()):
+            assert float(clip.smallest()[b]) == 0
+            continue
+        one_hot = torch.zeros(B, dtype=torch.float64, device="cuda")
+        one_hot[b] = 1
+        alone = clipped_sum(stash, Clip({"w": one_hot}, clip.sensitivity)).value["w"].double()
+        assert float(norms.total()[b]) >= float(alone.norm()) * (1 - 1e-6)
+
+
+@pytest.mark.parametrize("method", [Method.AUTO, Method.FLASH_BK, Method.GHOST_BK, Method.FLASH], ids=lambda m: m.value)
+def test_in_half_precision_a_whole_model_keeps_the_bound_and_repeats_bit_for_bit(method, shared):
+    """With deterministic attention, as the tests ask for; norms of a second backward are then those of the first."""
+    params, data = SMALL.init(keys.key(0).cuda()), tree.map(lambda leaf: leaf[0], batch_of(0).data)
+    params = tree.map(lambda leaf: 3 * leaf, params)
+    plan = make_plan(SMALL, params, data, method=method, dtype=torch.bfloat16)
+    _, norms, stash = per_sample_norms(SMALL, params, data, plan=plan, blocks=shared)
+    _, again, _ = per_sample_norms(SMALL, params, data, plan=plan, blocks=shared)
+    assert all(torch.equal(again.squared[path], square) for path, square in norms.squared.items())
+    clip = clip_to(norms, max_norm=0.1)
+    assert bool((clip.smallest() < 1).all())
+    everyone = torch.ones(4, device="cuda")
+    present = clipped_sum(stash, clip, made=False).made()
+    for b in range(4):
+        mask = everyone.clone()
+        mask[b] = 0
+        absent = clipped_sum(stash, clip.masked(mask), made=False).made()
+        moved = sum((present.value[p] - absent.value[p]).double().square().sum() for p in present.value) ** 0.5
+        assert float(moved) <= 0.1 * (1 + 2.0**-24 * 7**2 + 1e-6)
+        assert float(moved) >= 0.1 * 0.9

@@ -187,7 +187,9 @@ def test_what_was_measured_decides(best):
     plan = plan_with(times)
     assert plan.choices["w"].norm is best
     assert plan.choices["w"].measured == plan.choices["w"].price == 1.0
-    assert plan.choices["w"].seconds == plan_with({}).choices["w"].seconds or best is not plan_with({}).choices["w"].norm
+    assert (
+        plan.choices["w"].seconds == plan_with({}).choices["w"].seconds or best is not plan_with({}).choices["w"].norm
+    )
     assert "1000.000" in explain(plan)
 
 

@@ -212,7 +212,7 @@ def _choices(plan: Plan) -> Table:
     """How norms and sums are made, leaves that differ only in their layer as one row."""
     table = _table(
         f"method {plan.method.value}: {plan.kept_bytes / GIB:.2f} GiB kept between norms and sum",
-        *("leaf", "leaves", "norm by", "sum by", "predicted ms", "measured ms", "kept GiB"),
+        *("leaf", "leaves", "norm by", "sum by", "ms", "timed", "kept GiB"),
     )
     alike: dict[tuple[str, str, str], list[Choice]] = {}
     for path, choice in plan.choices.items():
