@@ -187,10 +187,8 @@ class GPTBlock(nn.Module):
 
     def forward(self, h: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens width"]:
         B, T, D = h.shape
-        q, k, v = (
-            z.reshape(B, T, self.heads, D // self.heads).transpose(1, 2)
-            for z in self.qkv(self.norm1(h)).chunk(3, dim=-1)
-        )
+        mixture = self.qkv(self.norm1(h)).reshape(B, T, self.heads, 3, D // self.heads)  # head by head its q, k and v
+        q, k, v = mixture.transpose(1, 2).unbind(3)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(B, T, D)
         h = h + self.out(mixed)
         return h + self.down(F.gelu(self.up(self.norm2(h)), approximate="tanh"))

@@ -14,6 +14,8 @@ parameters are other tensors or were changed by anyone else.
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import Tensor
 
@@ -34,21 +36,29 @@ class FusedUpdate:
         self.dtype = dtype
         self.noisy = NoisyUpdate(adamw)
         self.copies: Flat = {}
-        self.seen: tuple[tuple[int, int], ...] = ()
+        self.seen: list[tuple[weakref.ref[Tensor], int]] = []
 
     def attend(self, params: Tree) -> None:
         """Cast the parameters anew if they are not those that this update wrote last. Not for a recorded graph."""
         flat = tree.flatten(params)
-        if _marks(flat) == self.seen:
+        if self._wrote(flat):
             return
         for path, leaf in flat.items():
             if leaf.dtype == self.dtype:
+                self.copies.pop(path, None)
                 continue
             if path in self.copies and self.copies[path].device == leaf.device:
                 self.copies[path].copy_(leaf)  # where a recorded graph may look for it
             else:
                 self.copies[path] = leaf.detach().to(self.dtype)
         self.seen = _marks(flat)
+
+    def _wrote(self, flat: Flat) -> bool:
+        """Whether these are the very tensors that the copies were made of, and no one else has written to them."""
+        leaves = list(flat.values())
+        return len(leaves) == len(self.seen) and all(
+            ref() is leaf and version == leaf._version for leaf, (ref, version) in zip(leaves, self.seen)
+        )
 
     def compute_weights(self, params: Tree) -> Tree:
         """The parameters in the compute dtype."""
@@ -81,6 +91,9 @@ def _rows(leaf: Tensor | Weighted, one: Tensor) -> Weighted:
     return leaf if isinstance(leaf, Weighted) else Weighted(leaf.unsqueeze(0), one)
 
 
-def _marks(flat: Flat) -> tuple[tuple[int, int], ...]:
-    """Where the leaves are and how often torch has written to them; kernels write without its knowledge."""
-    return tuple((leaf.data_ptr(), leaf._version) for leaf in flat.values())
+def _marks(flat: Flat) -> list[tuple[weakref.ref[Tensor], int]]:
+    """Which tensors these are and how often torch has written to them; kernels write without its knowledge.
+
+    Not where they are: memory that was freed is soon another tensor's.
+    """
+    return [(weakref.ref(leaf), leaf._version) for leaf in flat.values()]

@@ -10,8 +10,8 @@ Your own operation: a :class:`fdp.rules.Rule` and ``use(rule, x, weight)``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -130,12 +130,31 @@ def attention(
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
-def fast_attention(device: torch.device) -> AbstractContextManager[Any]:
-    """On a GPU, inside: attention by cuDNN where it can, which on Hopper is well ahead of torch's first choice."""
+@contextmanager
+def fast_attention(device: torch.device, *, repeatable: bool) -> Iterator[None]:
+    """On a GPU, inside: attention by cuDNN where it can; if it must be ``repeatable``, only what gives the same twice.
+
+    Backwards of attention add in any order. A second backward whose gradients are not bit for bit those of the first
+    would sum what nobody measured.
+    """
     if device.type != "cuda":
-        return nullcontext()
-    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    return sdpa_kernel(order, set_priority=True)
+        yield
+        return
+    if not repeatable:
+        first, *rest = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
+        with sdpa_kernel([first, *rest, SDPBackend.MATH], set_priority=True):
+            yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory  # pyright: ignore
+    try:
+        torch.use_deterministic_algorithms(True, warn_only=before[1] or not before[0])
+        torch.utils.deterministic.fill_uninitialized_memory = filled and before[0]  # pyright: ignore
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = filled  # pyright: ignore
 
 
 def _copies(weight: Weight, x: Tensor) -> Tensor:

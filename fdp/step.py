@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from fdp import tree
 from fdp.block_loop import Memory
 from fdp.compiled import Blocks
+from fdp.costs import SumBy
 from fdp.cuda_graph import captured
 from fdp.fused_update import FusedUpdate
 from fdp.mechanism import Mechanism
@@ -72,7 +73,8 @@ class Stages(NamedTuple):
     microbatch's part; ``reduce(total)`` the sum over all ranks; ``noise(total, key)`` the noised sum;
     ``mean(noisy, params)`` that over the expected batch size, as the optimizer takes it;
     ``update(state, mean, tally, key)`` the next state. ``fused``, where there is one, does all after ``reduce`` in one
-    pass over every leaf, in place, on sums that ``gradient`` then leaves to be made.
+    pass over every leaf, in place, on sums that ``gradient`` then leaves to be made. ``repeats``: a second backward
+    must find what the first one measured.
     """
 
     weights: Callable[[Tree, torch.device], Tree]
@@ -84,6 +86,7 @@ class Stages(NamedTuple):
     sharding: Sharding | None
     compile: Compile
     fused: FusedUpdate | None
+    repeats: bool
 
 
 def init_state(
@@ -193,7 +196,7 @@ def compose(stages: Stages, *, donate: Sequence[str] = (), cuda_graph: bool = Fa
         here = localize(state)
         if fused is not None:
             fused.attend(here.params)
-        with fast_attention(key.device):
+        with fast_attention(key.device, repeatable=stages.repeats):
             after, metrics = run(here, batch, key)
         return globalize(after, like=state), metrics
 
@@ -273,7 +276,8 @@ def make_stages(
         clip = mechanism.clip.update(state.clip, sum_over_samples(sharding, tally), key, expected)
         return TrainState(params, opt, clip, state.step + 1)
 
-    return Stages(weights, gradient, reduce, noise, mean_of, update, sharding, compile, fused)
+    repeats = any(choice.sum is SumBy.SECOND for choice in plan.choices.values())
+    return Stages(weights, gradient, reduce, noise, mean_of, update, sharding, compile, fused, repeats)
 
 
 def _plain_part(

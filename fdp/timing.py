@@ -169,7 +169,8 @@ def _remember(device: torch.device, times: Mapping[str, float], store: FilePath)
     try:
         everyone = json.loads(store.read_text())
     except (OSError, ValueError):
-        everyone = {}
+        everyone = None
+    everyone = everyone if isinstance(everyone, dict) else {}
     everyone[_who(device)] = dict(sorted(times.items()))
     store.parent.mkdir(parents=True, exist_ok=True)
     part = store.with_suffix(f".{os.getpid()}.part")

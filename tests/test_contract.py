@@ -31,7 +31,12 @@ from fdp.sampling import poisson
 from fdp.step import init_state, make_train_step
 from fdp.types import Batch, ClippedSum, Norms
 
-METHODS = [method for method in Method if method is not Method.NONE]
+# flash has the norms of flash_bk and the sum of ghost
+METHODS = [
+    pytest.param(method, marks=pytest.mark.slow) if method is Method.FLASH else method
+    for method in Method
+    if method is not Method.NONE
+]
 STYLES = {
     "flat": clipping.flat(max_norm=0.25),
     "per-layer": clipping.per_layer(max_norm=0.25),
