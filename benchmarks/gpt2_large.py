@@ -130,7 +130,7 @@ def must_show(content: dict[str, Any]) -> list[Figure]:
         fewest, which = (best["ms"], best["mode"]) if best else (math.inf, "")
         if "module_graphs" not in found[context] and WHOLE_MODULE.get(context, math.inf) < fewest:
             fewest, which = WHOLE_MODULE[context], "compiled whole, measured earlier, not in this run"
-        value = ratio(fewest, ms(context, "auto")) if which else None
+        value = ratio(fewest if which else None, ms(context, "auto"))
         compare("speed, `auto` / fastest nn.Module", context, value, 1.0, note=f" ({which})" if which else "")
     for context, bound in ((512, 6.0), (2048, 3.0), (8192, 1.7)):
         if context in found:
