@@ -26,7 +26,7 @@ from fdp import tree
 from fdp.model import Block
 from fdp.rules import Record, Rule
 from fdp.taps import Tape, Use, batch_size_of, make_taps, records_of, traced, watch
-from fdp.types import Flat, Path, Tree
+from fdp.types import FdpError, Flat, Path, Tree
 
 LONG = 2048
 """Tokens from which on a bias's gradients are summed apart: inside the backward they slow what they are fused with."""
@@ -124,10 +124,24 @@ def _opened(carry: Tree) -> Tree:
 
 
 def _pulled(out: Tree, gradient: Tree, carry: Tree, taps: Flat) -> tuple[Tree, Flat]:
+    """The gradients of carry and taps. A carry that the output does not depend on has none; a tap must have one."""
     opened = [leaf for leaf in tree.leaves(carry) if leaf.requires_grad]
-    found = iter(torch.autograd.grad(tree.leaves(out), [*opened, *taps.values()], tree.leaves(gradient)))
-    carry_gradient = tree.map(lambda leaf: next(found) if leaf.requires_grad else torch.zeros_like(leaf), carry)
-    return carry_gradient, dict(zip(taps, found))
+    wanted = [*opened, *taps.values()]
+    follows = [(o, g) for o, g in zip(tree.leaves(out), tree.leaves(gradient)) if o.requires_grad]
+    if not wanted or not follows:
+        found: list[Tensor | None] = [None] * len(wanted)
+    else:
+        outs, gradients = zip(*follows)
+        found = list(torch.autograd.grad(outs, wanted, gradients, allow_unused=True))
+    if lost := [name for name, g in zip(taps, found[len(opened) :]) if g is None]:
+        raise FdpError(f"compiled block: expected an output that depends on every tap, got none from {lost[:4]}")
+    of_carry = iter(found[: len(opened)])
+
+    def slope(leaf: Tensor) -> Tensor:
+        own = next(of_carry) if leaf.requires_grad else None
+        return torch.zeros_like(leaf) if own is None else own
+
+    return tree.map(slope, carry), dict(zip(taps, found[len(opened) :]))  # type: ignore[arg-type]
 
 
 def _summed_apart(tape: Tape) -> dict[str, str]:

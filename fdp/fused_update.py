@@ -39,7 +39,10 @@ class FusedUpdate:
         self.seen: list[tuple[weakref.ref[Tensor], int]] = []
 
     def attend(self, params: Tree) -> None:
-        """Cast the parameters anew if they are not those that this update wrote last. Not for a recorded graph."""
+        """Cast the parameters anew if they are not those that this update wrote last; else nothing, also in a graph.
+
+        A write that torch does not count (through ``.data``) is not seen: write to the parameters themselves.
+        """
         flat = tree.flatten(params)
         if self._wrote(flat):
             return

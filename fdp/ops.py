@@ -10,6 +10,7 @@ Your own operation: a :class:`fdp.rules.Rule` and ``use(rule, x, weight)``.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -135,9 +136,10 @@ def fast_attention(device: torch.device, *, repeatable: bool) -> Iterator[None]:
     """On a GPU, inside: attention by cuDNN where it can; if it must be ``repeatable``, only what gives the same twice.
 
     Backwards of attention add in any order. A second backward whose gradients are not bit for bit those of the first
-    would sum what nobody measured.
+    would sum what nobody measured; so there torch's deterministic algorithms are on, and an operation that has none is
+    torch's error. Nothing is changed while a graph is traced.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or torch.compiler.is_compiling():
         yield
         return
     if not repeatable:
@@ -148,7 +150,8 @@ def fast_attention(device: torch.device, *, repeatable: bool) -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory  # pyright: ignore
     try:
-        torch.use_deterministic_algorithms(True, warn_only=before[1] or not before[0])
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch insists, before it calls cuBLAS
+        torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = filled and before[0]  # pyright: ignore
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True):
             yield

@@ -255,12 +255,13 @@ def _together(leaves: Flat, norms: Callable[[Tensor], Tensor]) -> Flat:
     return found
 
 
-def _to_weigh(records: list[Record], factors: Tensor, *, alone: bool) -> Weighted | Tensor:
+def _to_weigh(records: list[Record], factors: Tensor, *, alone: bool) -> Weighted:
     """The sum of one leaf, not yet made if it is one of kept per-sample gradients."""
     first, *rest = records
     if isinstance(first, Dense) and not rest:
         return Weighted(first.gradient, factors.double())
-    return _summed(records, factors, alone)
+    made = _summed(records, factors, alone)
+    return Weighted(made.unsqueeze(0), factors.new_ones(1, dtype=torch.float64))  # to be added to others in float64
 
 
 def _weighted(records: list[Record], factors: Tensor, *, alone: bool) -> Tensor:

@@ -112,7 +112,8 @@ def plan_at_scale(
         shapes = tree.map(lambda leaf: torch.empty((), dtype=leaf.dtype).expand(leaf.shape), microbatch)
         parts = abstract_params(cut, sharding)
         gpu = torch.device("cuda")
-        times = timing.remembered(gpu, store=timing.default_store()) if torch.cuda.is_available() else None
+        timed = sharding is None and torch.cuda.is_available()  # as a run: ranks do not go by times of their own
+        times = timing.remembered(gpu, store=timing.default_store()) if timed else None
         plan = make_plan(
             cut, parts, shapes, method=method, memory_budget=memory_budget, dtype=dtype, timings=times, device=gpu
         )

@@ -24,6 +24,7 @@ import torch
 
 from fdp import accounting, audit, collectives, keys, launch, timing, tree
 from fdp.clipping import ClipStyle
+from fdp.compiled import Blocks
 from fdp.mechanism import Mechanism
 from fdp.mesh import make_mesh
 from fdp.methods import CHOOSING, Method, Plan, make_plan
@@ -97,7 +98,8 @@ class RunConfig:
 class Run(NamedTuple):
     """A run that passed every check: what does not change from step to step.
 
-    ``epsilons`` is what has been spent after 1, 2, ... steps; None where the run is not private.
+    ``epsilons`` is what has been spent after 1, 2, ... steps; None where the run is not private. ``in_place``: a step
+    writes the next state into the last one, so that a step cut short leaves neither.
     """
 
     config: RunConfig
@@ -108,6 +110,7 @@ class Run(NamedTuple):
     epsilons: Sequence[float] | None
     sharding: Sharding | None
     data_digest: str
+    in_place: bool
 
 
 def default_delta(dataset_size: int) -> float:
@@ -183,13 +186,13 @@ def prepare(config: RunConfig, *, root: Key | None = None) -> tuple[Run, TrainSt
     # What is kept on the CPU is pinned there, and stays so only if it is written in place; kernels write in place.
     in_place = any(config.offload) or config.compile is Compile.BLOCK or config.cuda_graph
     step = compose(stages, donate=("state",) if in_place else (), cuda_graph=config.cuda_graph)
-    return Run(config, mechanism, stages, step, root, epsilons, sharding, digest), state
+    return Run(config, mechanism, stages, step, root, epsilons, sharding, digest, in_place), state
 
 
 def steps(run: Run, state: TrainState) -> Iterator[tuple[TrainState, Record]]:
     """Every step of the run that ``state`` has not made yet: the state after it and what it saw.
 
-    With offload the next state is written into the last one, so that what is pinned stays so.
+    If the run works in place, the next state is written into the last one: keep a copy of what you want to keep.
 
     Guarantees:
       - the same seed gives the same states, also when taken up again from one of them;
@@ -264,7 +267,8 @@ def _check_model(config: RunConfig, model: Model, sharding: Sharding | None, par
         return
     pair = _examples(config, 2)
     plan = _plan(config, model, sharding, 2, config.method)
-    _, norms, _ = per_sample_norms(model, parts, pair, plan=plan, sharding=sharding)
+    blocks = Blocks() if config.compile is Compile.BLOCK else None
+    _, norms, _ = per_sample_norms(model, parts, pair, plan=plan, sharding=sharding, blocks=blocks)
     wholes = tree.map(lambda leaf: whole(leaf).to(config.device), params)
     audit.check_norms(config.model, wholes, pair, plan=plan, measured=norms)
 

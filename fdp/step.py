@@ -195,9 +195,8 @@ def compose(stages: Stages, *, donate: Sequence[str] = (), cuda_graph: bool = Fa
         _check_fits(state, batch, stages.sharding)
         here = localize(state)
         if fused is not None:
-            fused.attend(here.params)
-        with fast_attention(key.device, repeatable=stages.repeats):
-            after, metrics = run(here, batch, key)
+            fused.attend(here.params)  # a replay does not
+        after, metrics = run(here, batch, key)
         return globalize(after, like=state), metrics
 
     return train_step
@@ -324,10 +323,11 @@ def _check_fits(state: TrainState, batch: Batch, sharding: Sharding | None) -> N
 def all_microbatches(stages: Stages, here: TrainState, batch: Batch) -> Part:
     """This rank's part of a step: the sum over its microbatches. What they compute with is released with them."""
     weights = stages.weights(here.params, batch.mask.device)
-    return joined(
-        stages.gradient(weights, here.clip, tree.map(lambda leaf: leaf[i], batch.data), batch.mask[i])  # noqa: B023
-        for i in range(batch.mask.shape[0])
-    )
+    with fast_attention(batch.mask.device, repeatable=stages.repeats):
+        return joined(
+            stages.gradient(weights, here.clip, tree.map(lambda leaf: leaf[i], batch.data), batch.mask[i])  # noqa: B023
+            for i in range(batch.mask.shape[0])
+        )
 
 
 def joined(parts: Iterable[Part]) -> Part:

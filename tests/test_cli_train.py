@@ -475,3 +475,13 @@ def test_help_and_version_do_not_load_torch() -> None:
 def test_the_module_is_the_command() -> None:
     done = subprocess.run([sys.executable, "-m", "fdp", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("fdp ")
+
+
+def test_an_interruption_of_steps_that_write_in_place_saves_nothing_half_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt_after(2, monkeypatch)
+    out = tmp_path / "run"
+    assert train(out, "--offload", "all", "--save-every", "9", steps=5) == 130
+    assert not (out / "summary.json").exists()
+    assert not list(out.rglob("step*"))

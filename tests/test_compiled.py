@@ -26,7 +26,7 @@ from fdp.sampling import poisson, sample_batch
 from fdp.sharding import Zero, abstract_params, init_params, make_sharding
 from fdp.step import Compile, init_state, make_train_step
 from fdp.taps import tapped_vjp, trace
-from fdp.types import Batch, Tree
+from fdp.types import Batch, FdpError, Tree
 from tests.conftest import CASES, Case, case_named, randn
 from tests.ranks import run_on_ranks
 
@@ -203,7 +203,7 @@ def test_a_backward_that_gets_lost_is_an_error_and_never_a_norm_of_zero(which, m
     monkeypatch.setattr(fdp.taps, which, lost)
     case, blocks = case_named("mlp"), EAGER()
     plan = make_plan(*case, method=Method.GHOST_BK, dtype=torch.float64)
-    with pytest.raises(RuntimeError, match="not have been used in the graph"):
+    with pytest.raises(FdpError, match="depends on every tap"):
         through(case, lambda i, b, w, c, d: blocks.tapped_vjp(b, w, c, d, plan.uses[i], plan.trainable))
 
 
@@ -365,3 +365,29 @@ def test_two_ranks_of_zero_three_are_one():
     for found in run_on_ranks(sharded_steps, 2, {"shard": 2}):
         for what, value in alone.items():
             torch.testing.assert_close(found[what], value, rtol=1e-4, atol=1e-5, msg=lambda m, w=what: f"{w}: {m}")
+
+
+@pytest.mark.parametrize("method", [Method.NONE, Method.GHOST_BK])
+def test_a_frozen_first_block_has_nothing_to_pull_back_to(method):
+    case, blocks = case_named("mlp"), EAGER()
+    first = case.model.blocks[0]
+    rest = case.model.trainable - set(tree.leaves(first.params))
+    weights = {path: leaf for path, leaf in tree.flatten(case.params).items() if path in tree.leaves(first.params)}
+    if method is Method.NONE:
+        out, pull = blocks.plain_vjp(first, weights, (), case.data, rest)
+    else:
+        out, pull = blocks.tapped_vjp(first, weights, (), case.data, (), rest)
+    assert pull(torch.ones_like(out)) == ((), {})
+
+
+def test_a_carry_that_a_block_does_not_use_has_a_gradient_of_zero():
+    def ignores(p: Tree, carry: Tree, data: Tree) -> torch.Tensor:
+        return data["x"] * carry["used"]
+
+    carry = {"used": torch.full((3, 2), 2.0), "ignored": torch.ones(3, 2)}
+    data = {"x": torch.ones(3, 2)}
+    out, pull = EAGER().tapped_vjp(Block("ignores", {}, ignores), {}, carry, data, (), frozenset())
+    gradient, records = pull(torch.ones_like(out))
+    assert records == {}
+    assert torch.equal(gradient["used"], torch.ones(3, 2))
+    assert torch.equal(gradient["ignored"], torch.zeros(3, 2))

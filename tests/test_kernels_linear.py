@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from fdp_kernels.direct import TILES as DIRECT_TILES
 from fdp_kernels.direct import direct, direct_reference, launch_direct
 from fdp_kernels.ghost import TILES as GHOST_TILES
-from fdp_kernels.ghost import ghost, ghost_many, ghost_reference, launch_ghost, launch_token_norms
+from fdp_kernels.ghost import ghost, ghost_reference, launch_ghost, launch_token_norms
 from fdp_kernels.keep import TILES as KEEP_TILES
 from fdp_kernels.keep import (
     keep,
@@ -180,10 +180,16 @@ def test_ghost_is_never_below_what_weighted_adds_and_hardly_above(
     assert bool((found >= expected).all())
     assert bool((found >= launch_direct(g, x) / (1 + 2.0**-14)).all())
     slack = (shape[-1] + shape[-2] + 10) * 2**-23 * sizes(g, x).square()
-    assert bool((found <= expected * 1.01 + slack).all())
+    assert bool((found <= expected * 1.01 + slack + 1e-30).all())  # and products below 2^-126
     if pair is random_pair:
         assert torch.equal(found, launch_ghost(g, x, tile=tile))
         assert relative(found, expected) < 2e-3
+
+
+def test_ghost_is_not_below_the_norm_where_a_gram_matrix_underflows() -> None:
+    g, x = torch.full((1, 32, 4), 2.0**-75), torch.full((1, 32, 4), 2.0**62)  # g g^T is 0 in float32, g^T x is not
+    assert float(launch_direct(g, x)) > 1e-4
+    assert bool((launch_ghost(g, x) >= direct_reference(g, x)).all())
 
 
 def test_ghost_of_tokens_that_cancel_exactly_still_covers_the_rounding() -> None:
@@ -307,7 +313,6 @@ def test_ops() -> None:
         (weighted, (g, x, factors)),
     ):
         torch.library.opcheck(op.default, arguments)
-    assert torch.equal(ghost_many([g, x], [x, g])[1], ghost(x, g))
 
 
 # ---------------------------------------------------------------- on a GPU

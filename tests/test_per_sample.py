@@ -295,8 +295,8 @@ def test_sums_left_to_be_made_are_the_sums(name, plan_name):
     _, norms, stash = run(name, plan_name)
     clip = clip_to(norms, max_norm=float(norms.total().median()))
     made, left = clipped_sum(stash, clip), clipped_sum(stash, clip, made=False)
-    kept = {path for path, records in stash.records.items() if not isinstance(records[0], Pair) and len(records) == 1}
-    assert {path for path, leaf in left.value.items() if isinstance(leaf, Weighted)} == kept
+    assert {path for path, leaf in left.value.items() if isinstance(leaf, Weighted)} == set(stash.records)
+    assert all(leaf.factors.dtype == torch.float64 for leaf in left.value.values() if isinstance(leaf, Weighted))
     assert_trees_close(left.made().value, made.value, 1e-13)
     assert left.sensitivity == made.sensitivity
 

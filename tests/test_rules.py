@@ -394,3 +394,19 @@ def test_what_is_kept_is_the_gradient(name):
     record = RECORDS[name](torch.float32)
     kept = rules.kept(record)
     assert torch.equal(kept.gradient, rules.per_sample_gradient(record))
+
+
+def test_sums_of_many_samples_by_kernels_are_added_up_in_float64(monkeypatch):
+    """Half-precision pairs on a GPU: here the kernels' references, and 3 samples at a time."""
+    half = torch.bfloat16
+    monkeypatch.setattr(rules, "has_kernels", lambda record: isinstance(record, Pair) and record.right.dtype == half)
+    monkeypatch.setattr(rules, "TOGETHER", 3)
+    draw = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(8, 1, 5, n, generator=draw).to(half) for n in (4, 6))
+    ids = torch.randint(0, 4, (8, 5), generator=draw)
+    factors = torch.rand(8, dtype=torch.float64, generator=draw)
+    for pair in (Pair(left, right, (4, 6)), Pair(OneHot(ids), right, (4, 6))):
+        exact = torch.einsum("b,bpd->pd", factors, rules.per_sample_gradient(rules.widened(pair)))
+        total = rules.weighted_gradient(pair, factors)
+        assert total.dtype == torch.float64
+        assert torch.allclose(total, exact, rtol=1e-5, atol=1e-5)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fdp import accounting, clipping, data, init, keys, model, optimizers, sampling
 from fdp.methods import Method, make_plan
+from fdp.offload import Offload
 from fdp.records import Record, fingerprint, summarise
 from fdp.run import RunConfig, data_digest, default_delta, prepare, steps
 from fdp.step import Compile, init_state, make_train_step
@@ -312,3 +313,12 @@ def test_parameters_that_stop_being_finite_end_the_run_at_that_step() -> None:
     assert [next(stream)[1].step for _ in range(2)] == [1, 2]
     with pytest.raises(FdpError, match="step 3: w became NaN or infinite"):
         next(stream)
+
+
+@pytest.mark.parametrize(
+    ("changes", "in_place"),
+    [({}, False), ({"compile": Compile.BLOCK}, True), ({"offload": Offload(True, True, True)}, True)],
+)
+def test_a_run_says_whether_its_steps_write_in_place(changes: dict[str, Any], in_place: bool) -> None:
+    """Whoever is interrupted in the middle of such a step has no state to save: part of it may be written."""
+    assert prepare(config(**changes))[0].in_place is in_place

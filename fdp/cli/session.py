@@ -56,7 +56,7 @@ def train(settings: Mapping[str, Any]) -> int:
         for state, record in display.follow(stream, run, console):  # noqa: B007
             records.append(record)
     except KeyboardInterrupt:
-        if run.sharding is not None or any(run.config.offload):
+        if run.sharding is not None or run.in_place:
             raise  # the ranks may have stopped at different steps, or in the middle of writing the state
         interrupted = True
         stream.close()  # a save that is under way is finished first

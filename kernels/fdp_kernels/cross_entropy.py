@@ -99,6 +99,7 @@ def _softmax_gradient(
 
     tl.store(losses_ptr + n, tl.where(counted, lse - at_target, 0.0))
     kept = counted & (factor != 0)
+    factor = tl.where(target < V, factor, float("nan"))  # no such word: the sample is not to be learned from
     for first in range(0, V // VEC, GROUPS):
         group = first + own
         ptr = main_ptr + group[:, None] * VEC + lane

@@ -28,16 +28,13 @@ On independent random tokens with P = D = 1280 the norm is overstated by 0.3 % a
 0.7 % at T = 1024, 1.8 % at T = 2048, hardly more for a vocabulary of 50257, less where tokens have something in common.
 
 Guarantees:
-  - at least the squared norm of what ``weighted`` adds for the sample before its factor, whatever the sample holds
-    (numbers so small that their products are below 2^-126 apart);
+  - at least the squared norm of what ``weighted`` adds for the sample before its factor, whatever the sample holds;
   - a sample with a NaN or infinite token has a NaN or infinite norm, and no other sample has.
 
 Letters: B samples, T tokens, P output features, D input features; R x S a tile of tokens.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -110,7 +107,7 @@ def _token_norms_body(
 @jit
 def _ghost_body(
     g_left, g_right, x_left, x_right, a_ptr, b_ptr, partial_ptr, tokens, pairs, chunks_p, steps_p, chunks_d, steps_d,
-    units_p, units_d,
+    units_p, units_d, floor_p, floor_d,
     BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0)
@@ -135,7 +132,8 @@ def _ghost_body(
     b_s = tl.load(b_ptr + first + s, mask=s < tokens, other=0.0)[None, :]
     times = tl.where(t[:, None] > s[None, :], 2.0, tl.where(t[:, None] == s[None, :], 1.0, 0.0))
     product = (times * A_RS).to(tl.float64) * X_RS.to(tl.float64)  # times is a power of two or 0: exact
-    lost = units_p * tl.sum(times * (a_t * a_s) * tl.abs(X_RS)) + units_d * tl.sum(times * (b_t * b_s) * tl.abs(A_RS))
+    lost = units_p * tl.sum(times * tl.maximum(a_t * a_s, floor_p) * tl.abs(X_RS))
+    lost += units_d * tl.sum(times * tl.maximum(b_t * b_s, floor_d) * tl.abs(A_RS))
     tl.store(partial_ptr + index, tl.sum(product) + lost.to(tl.float64))
 
 
@@ -186,6 +184,11 @@ def launch_token_norms(g_BTP: Tensor, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
     return a, b
 
 
+def floors(p: int, d: int, units_p: float, units_d: float) -> tuple[float, float]:
+    """What products below 2^-126, which float32 drops, can take from a Gram matrix, in its units."""
+    return p * 2.0**-126 / units_p, d * 2.0**-126 / units_d
+
+
 def finished(partial_BN: Tensor, a_BT: Tensor, b_BT: Tensor, units_both: float, units_t: float) -> Tensor:
     """Steps 2 and 3 of the bound, from the sums of the tiles; in a fixed order, one launch."""
     out = torch.empty(len(a_BT), dtype=torch.float64, device=a_BT.device)
@@ -216,6 +219,7 @@ def launch_ghost(g_BTP: Tensor, x_BTD: Tensor, *, tile: Tile | None = None) -> T
     _ghost_body[(partial.numel(),)](
         described(g, left), described(g, right), described(x, left), described(x, right),
         a, b, partial, tokens, partial.shape[1], chunks_p, steps_p, chunks_d, steps_d, units_p, units_d,
+        *floors(p, d, units_p, units_d),
         BLOCK_R=tile.rows, BLOCK_S=tile.columns, BLOCK_K=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return finished(partial, a, b, units_p * units_d, SLACK * UNIT * rounding_steps(tokens, dtype))
@@ -227,8 +231,3 @@ def _fake(g: Tensor, x: Tensor) -> Tensor:
 
 ghost = define("ghost", "Tensor g, Tensor x -> Tensor", reference=ghost_reference, cuda=launch_ghost, fake=_fake)
 """``(g_BTP, x_BTD)``: as :func:`ghost_reference`, and never below it."""
-
-
-def ghost_many(gs: Sequence[Tensor], xs: Sequence[Tensor]) -> list[Tensor]:
-    """:func:`ghost` of several uses, one launch after the other."""
-    return [ghost(g, x) for g, x in zip(gs, xs, strict=True)]

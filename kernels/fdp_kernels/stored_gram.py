@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fdp_kernels.ghost import SLACK, UNIT, finished, ghost_reference, launch_token_norms, rounding_steps
+from fdp_kernels.ghost import SLACK, UNIT, finished, floors, ghost_reference, launch_token_norms, rounding_steps
 from fdp_kernels.op import define, jit, tl
 from fdp_kernels.tile_gemm import check_pair, launchable, tiles
 
@@ -35,7 +35,8 @@ DEPTH = 1024
 
 @jit
 def _stored_gram_body(
-    A_ptr, X_ptr, a_ptr, b_ptr, partial_ptr, tokens, row_tiles, units_p, units_d, R: tl.constexpr, S: tl.constexpr
+    A_ptr, X_ptr, a_ptr, b_ptr, partial_ptr, tokens, row_tiles, units_p, units_d, floor_p, floor_d,
+    R: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     sample, row = tl.program_id(0) // row_tiles, tl.program_id(0) % row_tiles
     first = sample.to(tl.int64) * tokens
@@ -52,19 +53,33 @@ def _stored_gram_body(
         X_RS = tl.load(X_ptr + place, mask=inside, other=0.0)
         a_s = tl.load(a_ptr + first + s, mask=s < tokens, other=0.0)[None, :]
         b_s = tl.load(b_ptr + first + s, mask=s < tokens, other=0.0)[None, :]
-        lost = units_p * (a_t * a_s) * tl.abs(X_RS) + units_d * (b_t * b_s) * tl.abs(A_RS)
+        lost = units_p * tl.maximum(a_t * a_s, floor_p) * tl.abs(X_RS)
+        lost += units_d * tl.maximum(b_t * b_s, floor_d) * tl.abs(A_RS)
         total += A_RS.to(tl.float64) * X_RS.to(tl.float64) + lost.to(tl.float64)
         column += S
     tl.store(partial_ptr + tl.program_id(0), tl.sum(total))
 
 
-def launch_reduce(A_BTT: Tensor, X_BTT: Tensor, a_BT: Tensor, b_BT: Tensor, units_p: float, units_d: float) -> Tensor:
-    """``sum_{t,s} A X + units_p a_t a_s |X| + units_d b_t b_s |A|`` per sample and row of tiles: (B, parts) float64."""
+def launch_reduce(
+    A_BTT: Tensor,
+    X_BTT: Tensor,
+    a_BT: Tensor,
+    b_BT: Tensor,
+    units_p: float,
+    units_d: float,
+    *,
+    least: tuple[float, float] = (0.0, 0.0),
+) -> Tensor:
+    """``sum_{t,s} A X + units_p a_t a_s |X| + units_d b_t b_s |A|`` per sample and row of tiles: (B, parts) float64.
+
+    ``least`` is what a_t a_s and b_t b_s count at least: see ``ghost.floors``.
+    """
     batch, tokens = a_BT.shape
     partial = torch.empty(batch, tiles(tokens, ROWS), dtype=torch.float64, device=A_BTT.device)
     _stored_gram_body[(partial.numel(),)](
-        A_BTT, X_BTT, a_BT, b_BT, partial, tokens, partial.shape[1], units_p, units_d, R=ROWS, S=COLUMNS, num_warps=4
-    )
+        A_BTT, X_BTT, a_BT, b_BT, partial, tokens, partial.shape[1], units_p, units_d, *least,
+        R=ROWS, S=COLUMNS, num_warps=4,
+    )  # fmt: skip
     return partial
 
 
@@ -90,7 +105,8 @@ def launch_stored_gram(g_BTP: Tensor, x_BTD: Tensor) -> Tensor:
         SLACK * UNIT * (rounding_steps(min(z.shape[-1], DEPTH), dtype) + SPLITS + tiles(z.shape[-1], DEPTH))
         for z in (g, x)
     )
-    parts = launch_reduce(A, X, a, b, units_p, units_d)
+    least = floors(g.shape[-1], x.shape[-1], units_p, units_d)
+    parts = launch_reduce(A, X, a, b, units_p, units_d, least=least)
     return finished(parts, a, b, units_p * units_d, SLACK * UNIT * rounding_steps(g.shape[1], dtype))
 
 
