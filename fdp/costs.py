@@ -21,11 +21,14 @@ made in float64, and SYMMETRIC is GRAM. An embedding's norms and sum move its ou
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from enum import Enum
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from fdp.rules import HALF, Record, direct_squared_norm, stored_squared_norm, symmetric_squared_norm
 from fdp.taps import EXPANDED, Use
 
 
@@ -35,6 +38,14 @@ class NormBy(Enum):
     DIRECT = "direct"
     GRAM = "gram"
     SYMMETRIC = "symmetric"
+
+
+SQUARED_NORM: dict[NormBy, Callable[[Record], Tensor]] = {
+    NormBy.DIRECT: direct_squared_norm,
+    NormBy.GRAM: stored_squared_norm,
+    NormBy.SYMMETRIC: symmetric_squared_norm,
+}
+"""The norms of one use that is not kept."""
 
 
 class SumBy(Enum):
@@ -67,10 +78,10 @@ class Rates(NamedTuple):
     kernels: bool = False
 
 
-HALF = (torch.bfloat16, torch.float16)
 TILE = 128
 """Tokens of a tile of the symmetric kernel: a tile on the diagonal is computed whole."""
-# Of an H200, measured; other devices keep the proportions well enough to choose by, and timings correct them.
+# About what an H200 reaches (products and bytes measured, float64 from its data sheet); other devices keep the
+# proportions well enough to choose by, and timings correct them.
 CUDA_HALF = Rates(matrix=650e12, wide=50e12, bandwidth=4.0e12, kernels=True)
 CUDA_WIDE = Rates(matrix=40e12, wide=50e12, bandwidth=4.0e12)
 # What Triton's products reach of the library's.

@@ -22,20 +22,17 @@ from torch import Tensor
 from fdp import tree
 from fdp.block_loop import ALL_KEPT, NOTHING_LEFT, Left, Memory, Weights, backward, forward, make_weights
 from fdp.compiled import Blocks
-from fdp.costs import Choice, NormBy, SumBy
+from fdp.costs import SQUARED_NORM, Choice, NormBy, SumBy
 from fdp.methods import Plan
 from fdp.model import Model
 from fdp.rules import (
     Dense,
     Record,
     cross_term,
-    direct_squared_norm,
     gram_rounding,
     gram_squared_norm,
     per_sample_gradient,
     squared_norm,
-    stored_squared_norm,
-    symmetric_squared_norm,
     weighted_gradient,
     widened,
 )
@@ -227,12 +224,8 @@ def _merge(records: list[Record], choice: Choice) -> list[Record]:
 
 def _squared(records: list[Record], choice: Choice) -> Tensor:
     """The squared norm, in float64, of exactly what the sum will add for each sample, all uses of the leaf together."""
-    if len(records) == 1 and choice.norm is NormBy.GRAM:
-        return stored_squared_norm(records[0])
-    if len(records) == 1 and choice.norm is NormBy.SYMMETRIC:
-        return symmetric_squared_norm(records[0])
-    if len(records) == 1 and choice.norm is NormBy.DIRECT and choice.sum is not SumBy.REUSE:
-        return direct_squared_norm(records[0])
+    if len(records) == 1 and choice.norm in SQUARED_NORM:
+        return SQUARED_NORM[choice.norm](records[0])
     if choice.norm in (NormBy.GRAM, NormBy.SYMMETRIC):
         total = sum(gram_squared_norm(record) for record in records)
         crossed = [(a, b) for i, a in enumerate(records) for b in records[:i]]

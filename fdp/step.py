@@ -194,7 +194,7 @@ def compose(stages: Stages, *, donate: Sequence[str] = (), cuda_graph: bool = Fa
     def train_step(state: TrainState, batch: Batch, key: Key) -> tuple[TrainState, Metrics]:
         _check_fits(state, batch, stages.sharding)
         here = localize(state)
-        if fused is not None:
+        if fused is not None and cuda_graph:
             fused.attend(here.params)  # a replay does not
         after, metrics = run(here, batch, key)
         return globalize(after, like=state), metrics

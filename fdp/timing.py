@@ -21,15 +21,12 @@ import torch
 from fdp_kernels.keep import weighted_sum
 from torch import Tensor
 
-from fdp.costs import NormBy, rates_of, sizes
+from fdp.costs import SQUARED_NORM, NormBy, rates_of, sizes
 from fdp.rules import (
     OneHot,
     Pair,
-    direct_squared_norm,
     kept,
     squared_norm,
-    stored_squared_norm,
-    symmetric_squared_norm,
     weighted_gradient,
 )
 from fdp.taps import EXPANDED, Use
@@ -97,12 +94,7 @@ def ways(record: Pair, factors: Tensor) -> dict[NormBy, Callable[[], object]]:
     def paired(norm: Callable[[Pair], Tensor]) -> Callable[[], object]:
         return lambda: (norm(record), weighted_gradient(record, factors))
 
-    return {
-        NormBy.KEEP: keep,
-        NormBy.DIRECT: paired(direct_squared_norm),
-        NormBy.SYMMETRIC: paired(symmetric_squared_norm),
-        NormBy.GRAM: paired(stored_squared_norm),
-    }
+    return {NormBy.KEEP: keep} | {by: paired(norm) for by, norm in SQUARED_NORM.items()}
 
 
 def _time(use: Use, by: NormBy, dtype: torch.dtype, device: torch.device, seconds: float) -> float | None:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fdp.rules import HALF
+
 _aten = torch.ops.aten
 _REDUCTIONS = {
     _aten.linalg_vector_norm.default,
@@ -23,18 +25,17 @@ _REDUCTIONS = {
     _aten.mean.default,
     _aten.mean.dim,
 }
-_HALF = (torch.bfloat16, torch.float16)
 
 
 def workspace(func: Any, args: Any, kwargs: Any) -> int:
     """Bytes that ``func`` holds on a GPU beside its arguments and results."""
     if func in _REDUCTIONS and (dtype := kwargs.get("dtype")) is not None:
         x = args[0]
-        fused = x.dtype == dtype or (x.dtype in _HALF and dtype == torch.float32)
+        fused = x.dtype == dtype or (x.dtype in HALF and dtype == torch.float32)
         return 0 if fused or _on_host(x) else x.numel() * dtype.itemsize
     if func is _aten._scaled_dot_product_flash_attention_backward.default:
         queries = args[1]
-        return 4 * (queries.numel() + math.prod(queries.shape[:3])) if queries.dtype in _HALF else 0
+        return 4 * (queries.numel() + math.prod(queries.shape[:3])) if queries.dtype in HALF else 0
     if func is torch.ops.fdp_kernels.normal.default and not _on_host(args[0]):
         _, _, _, size, lower, upper, dtype = args
         one_kernel = lower == -math.inf and upper == math.inf and dtype != torch.float64

@@ -45,6 +45,12 @@ TILES = (
 """Large problems first; `python benchmarks/kernels.py --tune` prints what is best on a device."""
 
 
+def tile_of(g_BTP: Tensor, x_BTD: Tensor) -> Tile:
+    """The tile in which the gradients of all samples are multiplied out, here and in ``keep``."""
+    batch, p, d = len(g_BTP), g_BTP.shape[-1], x_BTD.shape[-1]
+    return choose(TILES, g_BTP.dtype, lambda tile: batch * tiles(p, tile.rows) * tiles(d, tile.columns))
+
+
 def direct_reference(g_BTP: Tensor, x_BTD: Tensor) -> Tensor:
     """In float64 throughout."""
     check_pair(g_BTP, x_BTD)
@@ -83,7 +89,7 @@ def launch_direct(g_BTP: Tensor, x_BTD: Tensor, *, tile: Tile | None = None) -> 
     if not launchable(g_BTP, x_BTD):
         return direct_reference(g_BTP, x_BTD)
     (batch, tokens, p), d = g_BTP.shape, x_BTD.shape[-1]
-    tile = tile or choose(TILES, g_BTP.dtype, lambda tile: batch * tiles(p, tile.rows) * tiles(d, tile.columns))
+    tile = tile or tile_of(g_BTP, x_BTD)
     rows, columns = tiles(p, tile.rows), tiles(d, tile.columns)
     partial = torch.empty(batch, rows * columns, dtype=torch.float64, device=g_BTP.device)
     _direct_body[(programs(partial.numel(), tile, g_BTP.device),)](

@@ -27,13 +27,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fdp_kernels.direct import tile_of
 from fdp_kernels.op import define, jit, tl
 from fdp_kernels.tile_gemm import (
-    Row,
     Tile,
     aligned,
     check_pair,
-    choose,
     described,
     launchable,
     outer,
@@ -43,10 +42,6 @@ from fdp_kernels.tile_gemm import (
     tiles,
 )
 
-TILES = (
-    Row(96, Tile(128, 128, 64, warps=4, stages=3, per_sm=2)),
-    Row(0, Tile(64, 64, 64, warps=4, stages=4)),
-)
 CHUNK, STEPS = 4096, 8
 """Elements of a load and loads of a program of ``squared_norms``."""
 BLOCK = 1024
@@ -80,13 +75,8 @@ def _parts(G_BN: Tensor) -> int:
     return tiles(G_BN.numel() // len(G_BN), CHUNK * STEPS)
 
 
-def _keep_tile(g_BTP: Tensor, x_BTD: Tensor) -> Tile:
-    batch, p, d = len(g_BTP), g_BTP.shape[-1], x_BTD.shape[-1]
-    return choose(TILES, g_BTP.dtype, lambda tile: batch * tiles(p, tile.rows) * tiles(d, tile.columns))
-
-
 def _keep_parts(g_BTP: Tensor, x_BTD: Tensor) -> int:
-    tile = _keep_tile(g_BTP, x_BTD)
+    tile = tile_of(g_BTP, x_BTD)
     return tiles(g_BTP.shape[-1], tile.rows) * tiles(x_BTD.shape[-1], tile.columns)
 
 
@@ -165,7 +155,7 @@ def launch_keep(g_BTP: Tensor, x_BTD: Tensor, *, tile: Tile | None = None) -> tu
     if not launchable(g_BTP, x_BTD):
         return keep_reference(g_BTP, x_BTD)
     (batch, tokens, p), d = g_BTP.shape, x_BTD.shape[-1]
-    tile = tile or _keep_tile(g_BTP, x_BTD)
+    tile = tile or tile_of(g_BTP, x_BTD)
     G = torch.empty(batch, p, d, dtype=g_BTP.dtype, device=g_BTP.device)
     partial = torch.empty(batch, tiles(p, tile.rows) * tiles(d, tile.columns), dtype=torch.float64, device=g_BTP.device)
     _keep_body[(programs(partial.numel(), tile, g_BTP.device),)](

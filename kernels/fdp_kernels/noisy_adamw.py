@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from fdp_kernels.chacha20 import MAX_BLOCKS, WORDS, normal, normal_tile, ratio
+from fdp_kernels.keep import weighted_sum_reference
 from fdp_kernels.op import define, jit, tl, triton
 
 SCALARS = 5
@@ -63,18 +64,10 @@ class Hyper(NamedTuple):
 # ---------------------------------------------------------------- reference
 
 
-def weighted_total_reference(rows: Tensor, factors: Tensor) -> Tensor:
-    """``Σ_s factors[s] rows[s]`` in float64; a row with factor 0 adds exactly 0, whatever it holds."""
-    total = torch.zeros(rows.shape[1:], dtype=torch.float64, device=rows.device)
-    for row, factor in zip(rows, factors.double()):
-        total += torch.where(factor == 0, 0.0, row.double() * factor)
-    return total
-
-
 def step_reference_(leaf: Leaf, noise: Tensor | None, scalars: Tensor, hyper: Hyper) -> None:
     """One leaf's update, given its draws. Parameters of any dtype; moments in float32, float64 for float64 ones."""
     noise_scale, inverse_batch, mean_factor, square_factor, learning_rate = scalars.unbind()
-    total = weighted_total_reference(leaf.rows, leaf.factors)
+    total = weighted_sum_reference(leaf.rows, leaf.factors, torch.float64)
     if noise is not None:
         total += noise_scale * noise.double()
     g = (total * inverse_batch).to(leaf.mean.dtype)
