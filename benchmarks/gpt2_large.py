@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,22 +24,21 @@ import torch
 
 from benchmarks.harness import (
     FAST,
-    GIB,
     LEARNING_RATE,
     OURS,
     Candidate,
     Case,
-    Limits,
     Row,
     Speed,
     arguments,
+    budget_of,
     choose_sdpa,
     empty_caches,
     first_step,
     open_report,
-    slug,
+    publish,
+    run_sweep,
     speed_of,
-    sweep,
 )
 from fdp.model import Model
 from fdp.models import GPTConfig, gpt
@@ -287,14 +285,8 @@ def plot(content: dict[str, Any], path: Path) -> None:
 
 def render(source: Path, folder: Path = RESULTS) -> Path:
     """Page, plot and rows of a report as ``gpt2_large_<hardware>_<yyyymm>.{md,png,json}``; returns the page."""
-    content = json.loads(source.read_text())
-    name = f"gpt2_large_{slug(content['hardware'])}_{content['date'][:7].replace('-', '')}"
-    folder.mkdir(parents=True, exist_ok=True)
-    written = folder / f"{name}.md"
-    written.write_text(page(content, name=name))
-    plot(content, folder / f"{name}.png")
-    if source.resolve() != (folder / f"{name}.json").resolve():
-        shutil.copyfile(source, folder / f"{name}.json")
+    written = publish(source, folder, page)
+    plot(json.loads(source.read_text()), written.with_suffix(".png"))
     return written
 
 
@@ -309,11 +301,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = torch.device(options.device)
     choose_sdpa(options.sdpa)
     report = open_report(options, "gpt2_large", device)
-    budget = None if options.memory_budget is None else options.memory_budget * GIB
     config = CONFIG._replace(layers=options.layers or CONFIG.layers)
     cases = [
         make_case(
-            config._replace(context=context), batch_size=BATCH_SIZE, speed=speed_of(options), memory_budget=budget
+            config._replace(context=context),
+            batch_size=BATCH_SIZE,
+            speed=speed_of(options),
+            memory_budget=budget_of(options),
         )
         for context in options.contexts
     ]
@@ -322,17 +316,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             empty_caches(folder)
             first_step(report, cases[0], options.first_step, device)
         return
-    limits = Limits(cap=options.cap)
-    sweep(
-        report,
-        cases,
-        options.modes,
-        device=device,
-        limits=limits,
-        budget=options.budget,
-        profiled=options.profile,
-        retry=options.retry,
-    )
+    run_sweep(report, cases, options, device)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import math
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -699,6 +700,37 @@ def open_report(options: argparse.Namespace, benchmark: str, device: torch.devic
         cuda_graph=not options.no_cuda_graph,
         timed_plan=not options.no_timed_plan,
     )
+
+
+def run_sweep(report: Report, cases: Sequence[Case], options: argparse.Namespace, device: torch.device) -> None:
+    """Every case in every mode that was asked for, within the limits that were set."""
+    sweep(
+        report,
+        cases,
+        options.modes,
+        device=device,
+        limits=Limits(cap=options.cap),
+        budget=options.budget,
+        profiled=options.profile,
+        retry=options.retry,
+    )
+
+
+def publish(source: Path, folder: Path, page: Callable[..., str]) -> Path:
+    """The page and the rows of a report as ``<benchmark>_<hardware>_<yyyymm>.{md,json}``; returns the page."""
+    content = json.loads(source.read_text())
+    name = f"{content['benchmark']}_{slug(content['hardware'])}_{content['date'][:7].replace('-', '')}"
+    folder.mkdir(parents=True, exist_ok=True)
+    written = folder / f"{name}.md"
+    written.write_text(page(content, name=name))
+    if source.resolve() != (folder / f"{name}.json").resolve():
+        shutil.copyfile(source, folder / f"{name}.json")
+    return written
+
+
+def budget_of(options: argparse.Namespace) -> float | None:
+    """``--memory-budget`` in bytes."""
+    return None if options.memory_budget is None else options.memory_budget * GIB
 
 
 SDPA = ("default", "flash", "cudnn")

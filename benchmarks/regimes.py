@@ -16,9 +16,7 @@ bfloat16 compute, float32 master weights, AdamW. How modes are checked and measu
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -33,18 +31,17 @@ from torch import Tensor
 from benchmarks.gpt2_large import CHECKED_CONTEXT, CHECKED_LAYERS, CONFIG, RESULTS, WIDTH
 from benchmarks.harness import (
     FAST,
-    GIB,
     OURS,
     Case,
-    Limits,
     Row,
     Speed,
     arguments,
+    budget_of,
     choose_sdpa,
     open_report,
-    slug,
+    publish,
+    run_sweep,
     speed_of,
-    sweep,
 )
 from fdp import ops
 from fdp.init import normal
@@ -194,14 +191,7 @@ def verdict(figure: str, sign: str, bound: float, value: float | None) -> str:
 
 def render(source: Path, folder: Path = RESULTS) -> Path:
     """Page and rows of a report as ``regimes_<hardware>_<yyyymm>.{md,json}``; returns the page."""
-    content = json.loads(source.read_text())
-    name = f"regimes_{slug(content['hardware'])}_{content['date'][:7].replace('-', '')}"
-    folder.mkdir(parents=True, exist_ok=True)
-    written = folder / f"{name}.md"
-    written.write_text(page(content, name=name))
-    if source.resolve() != (folder / f"{name}.json").resolve():
-        shutil.copyfile(source, folder / f"{name}.json")
-    return written
+    return publish(source, folder, page)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -214,21 +204,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = torch.device(options.device)
     choose_sdpa(options.sdpa)
     report = open_report(options, "regimes", device)
-    budget = None if options.memory_budget is None else options.memory_budget * GIB
     cases = [
-        make_case(name, speed=speed_of(options), layers=options.layers, memory_budget=budget)
+        make_case(name, speed=speed_of(options), layers=options.layers, memory_budget=budget_of(options))
         for name in options.regimes
     ]
-    sweep(
-        report,
-        cases,
-        options.modes,
-        device=device,
-        limits=Limits(cap=options.cap),
-        budget=options.budget,
-        profiled=options.profile,
-        retry=options.retry,
-    )
+    run_sweep(report, cases, options, device)
 
 
 if __name__ == "__main__":

@@ -131,6 +131,18 @@ def attention(
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
+_KERNELS = {
+    SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled,
+    SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
+    SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
+}
+
+
+def _allowed(*kernels: SDPBackend) -> list[SDPBackend]:
+    """Those that have not been switched off in torch.backends, and plain matrix products for where none fits."""
+    return [kernel for kernel in kernels if _KERNELS[kernel]()] + [SDPBackend.MATH]
+
+
 @contextmanager
 def fast_attention(device: torch.device, *, repeatable: bool) -> Iterator[None]:
     """On a GPU, inside: attention by cuDNN where it can; if it must be ``repeatable``, only what gives the same twice.
@@ -143,8 +155,7 @@ def fast_attention(device: torch.device, *, repeatable: bool) -> Iterator[None]:
         yield
         return
     if not repeatable:
-        first, *rest = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
-        with sdpa_kernel([first, *rest, SDPBackend.MATH], set_priority=True):
+        with sdpa_kernel(_allowed(*_KERNELS), set_priority=True):
             yield
         return
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
@@ -153,7 +164,7 @@ def fast_attention(device: torch.device, *, repeatable: bool) -> Iterator[None]:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch insists, before it calls cuBLAS
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = filled and before[0]  # pyright: ignore
-        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True):
+        with sdpa_kernel(_allowed(SDPBackend.FLASH_ATTENTION), set_priority=True):
             yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
