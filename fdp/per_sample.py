@@ -169,6 +169,7 @@ def _reducing(sharding: Sharding | None) -> Sharding | None:
 def _weighted_blocks(stash: Stash, clip: Clip, made: bool) -> Iterator[dict[Path, Any]]:
     """Block by block, the weighted sums of the leaves that are complete with it."""
     weights, plan = stash.weights, stash.plan
+    clip = _wide_factors(clip)
     blocks = range(len(weights.model.blocks))
     times = Counter(use.path for uses in plan.uses for use in uses)
     several = {path for path, count in times.items() if count > 1}
@@ -187,6 +188,14 @@ def _weighted_blocks(stash: Stash, clip: Clip, made: bool) -> Iterator[dict[Path
         kept = [path for path in owned(weights.model, i) if path in stash.records]
         weigh = _weighted if made else _to_weigh
         yield {path: weigh(stash.records[path], clip.factors[path], alone=path not in several) for path in kept}
+
+
+def _wide_factors(clip: Clip) -> Clip:
+    """The factors in float64, in which everything is summed; one tensor stays one, and is not cast leaf by leaf."""
+    first, *rest = clip.factors.values()
+    if all(f is first for f in rest):
+        return clip._replace(factors=dict.fromkeys(clip.factors, first.double()))
+    return clip._replace(factors={path: f.double() for path, f in clip.factors.items()})
 
 
 def _plain_blocks(
@@ -252,9 +261,9 @@ def _to_weigh(records: list[Record], factors: Tensor, *, alone: bool) -> Weighte
     """The sum of one leaf, not yet made if it is one of kept per-sample gradients."""
     first, *rest = records
     if isinstance(first, Dense) and not rest:
-        return Weighted(first.gradient, factors.double())
+        return Weighted(first.gradient, factors)
     made = _summed(records, factors, alone)
-    return Weighted(made.unsqueeze(0), factors.new_ones(1, dtype=torch.float64))  # to be added to others in float64
+    return Weighted(made.unsqueeze(0), factors.new_ones(1))  # to be added to others in float64
 
 
 def _weighted(records: list[Record], factors: Tensor, *, alone: bool) -> Tensor:

@@ -23,10 +23,8 @@ from torch import Tensor
 
 from fdp_kernels.op import define, jit, tl
 
-TOKENS = 64
-"""Tokens that are added in float32."""
-COLUMNS = 128
-"""Columns of a program of the first kernel."""
+ROWS, COLUMNS, LOADS = 16, 128, 4
+"""Tokens and columns of a load of the first kernel, and loads that are on their way together and added in float32."""
 PROGRAMS = 640
 """Programs of the first kernel that fill the device: four or five on each multiprocessor of an H200."""
 ALL_COLUMNS, SPLITS = 512, 8
@@ -65,27 +63,34 @@ def _partial_sums(
     h_stride_b,
     h_stride_t,
     PRODUCT: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    TOKENS: tl.constexpr,
+    STEPS: tl.constexpr,
+    LOADS: tl.constexpr,
+    ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """CHUNKS times TOKENS tokens of one sample, COLUMNS columns of it: partial (B, S, D) in float64."""
+    """STEPS times LOADS times ROWS tokens of one sample, COLUMNS columns of it: partial (B, S, D) in float64."""
     split = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
+    row = tl.arange(0, ROWS)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     in_row = columns < D
-    g_ptr += b * g_stride_b
-    h_ptr += b * h_stride_b
-    acc = tl.zeros((COLUMNS,), tl.float64)
-    for chunk in range(0, CHUNKS):
-        t = (split * CHUNKS + chunk) * TOKENS + tl.arange(0, TOKENS)
-        mask = (t < T)[:, None] & in_row[None, :]
-        t64 = t[:, None].to(tl.int64)
-        terms = tl.load(g_ptr + t64 * g_stride_t + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-        if PRODUCT:
-            terms *= tl.load(h_ptr + t64 * h_stride_t + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-        acc += tl.sum(terms, 0).to(tl.float64)
-    tl.store(partial_ptr + (b * tl.num_programs(1) + split) * D + columns, acc, mask=in_row)
+    first = split * (STEPS * LOADS * ROWS)
+    # Offsets of a tile are small; the pointers move on by a tile, so that no element needs an offset of 64 bits.
+    g_here = g_ptr + b * g_stride_b + first.to(tl.int64) * g_stride_t + (row[:, None] * g_stride_t + columns[None, :])
+    h_here = h_ptr + b * h_stride_b + first.to(tl.int64) * h_stride_t + (row[:, None] * h_stride_t + columns[None, :])
+    acc = tl.zeros((ROWS, COLUMNS), tl.float64)
+    for step in range(0, STEPS):
+        sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for load in tl.static_range(LOADS):
+            mask = (first + (step * LOADS + load) * ROWS + row < T)[:, None] & in_row[None, :]
+            terms = tl.load(g_here, mask=mask, other=0.0).to(tl.float32)
+            if PRODUCT:
+                terms *= tl.load(h_here, mask=mask, other=0.0).to(tl.float32)
+            sums += terms
+            g_here += ROWS * g_stride_t
+            h_here += ROWS * h_stride_t
+        acc += sums.to(tl.float64)
+    tl.store(partial_ptr + (b * tl.num_programs(1) + split) * D + columns, tl.sum(acc, 0), mask=in_row)
 
 
 @jit
@@ -122,9 +127,9 @@ def _launch(g_BTD: Tensor, h_BTD: Tensor | None) -> tuple[Tensor, Tensor]:
     g_BTD = g_BTD if g_BTD.stride(2) == 1 else g_BTD.contiguous()
     other = g_BTD if h_BTD is None else h_BTD
     other = other if other.stride(2) == 1 else other.contiguous()
-    blocks, chunks = _parts(width, COLUMNS), _parts(tokens, TOKENS)
-    each = _parts(chunks, min(chunks, _parts(PROGRAMS, batch * blocks)))
-    splits = _parts(chunks, each)
+    blocks, steps = _parts(width, COLUMNS), _parts(tokens, LOADS * ROWS)
+    each = _parts(steps, min(steps, _parts(PROGRAMS, batch * blocks)))
+    splits = _parts(steps, each)
     partial = torch.empty((batch, splits, width), dtype=torch.float64, device=g_BTD.device)
     sums = torch.empty((batch, width), dtype=torch.float32, device=g_BTD.device)
     squared = torch.empty(batch, dtype=torch.float64, device=g_BTD.device)
@@ -139,8 +144,9 @@ def _launch(g_BTD: Tensor, h_BTD: Tensor | None) -> tuple[Tensor, Tensor]:
         other.stride(0),
         other.stride(1),
         PRODUCT=h_BTD is not None,
-        CHUNKS=each,
-        TOKENS=TOKENS,
+        STEPS=each,
+        LOADS=LOADS,
+        ROWS=ROWS,
         COLUMNS=COLUMNS,
         num_warps=4,
     )
