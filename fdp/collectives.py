@@ -77,6 +77,14 @@ def broadcast(x: Tensor, axis: Axis) -> Tensor:
     return _functional.broadcast(x.contiguous(), 0, axis.group)
 
 
+def broadcast_into(x: Tensor, source: int, axis: Axis) -> Tensor:
+    """``x`` of the rank ``source`` of ``axis``, written into everyone else's; its own is only read.
+
+    Unlike the others it needs no memory of its own. ``x`` must be contiguous, and of one shape on all ranks.
+    """
+    return _functional.broadcast_(x, source, axis.group)
+
+
 def wait(pending: Tensor) -> Tensor:
     """The result of a collective, once it has arrived."""
     return _functional.wait_tensor(pending)

@@ -92,6 +92,7 @@ class Tape:
         self.inputs: dict[str, Tensor] = {}
         self.biases: dict[Path, str] = {}  # by bias, the use at whose output it was added
         self.expansions: list[Path] = []
+        self.additions: list[tuple[Path, str]] = []  # every bias with the use at whose output it was added
 
     def output(self, rule: Rule, x: Tensor, leaf: Watched, options: dict[str, Any]) -> Tensor:
         """``rule.forward(x, leaf)`` plus its tap."""
@@ -103,6 +104,7 @@ class Tape:
         self._check_samples(rule, x, leaf)
         y = self._tapped(rule, x, leaf, {}, rule.forward(x, leaf.value, bias.value))
         self.biases[bias.path] = self.uses[-1].name
+        self.additions.append((bias.path, self.uses[-1].name))
         if self.taps is not None and bias.path not in self.taps:
             return y  # whoever left out the tap sums the other one's gradient over tokens
         return attach_bias(y, self.expanded(bias))
