@@ -3,7 +3,7 @@
     time    CUDA events between consecutive steps; median, 20 and 80 % quantiles; new data and a new key every step
     memory  most bytes allocated in a step; of a captured step, from its capture on, which fills the graph's own pool
     check   three steps of a slice (two layers, few tokens, same widths and dtype, compiled and captured alike) equal
-            ``materialize`` run eagerly; and at full size the norms of the first two steps equal ``materialize``'s
+            ``materialize`` run eagerly; and at full size so do the norms of the first two steps (or ``auto``'s)
 
 A mode that fails a check is not timed: its row says what was wrong. Modes are built one at a time in one process, and
 what a mode made is freed before the next. The report is written after every cell, and a cell that it holds is not run
@@ -58,6 +58,10 @@ SLACK = 2e-2
 """How far losses, norms and the update may be from the reference, relative; bfloat16 takes up to half of it."""
 LEAF_SLACK = 0.1
 """The same for the update of a single leaf."""
+OVERSTATED = 0.1
+"""How far norms by Gram matrices may be above the reference: they have the worst that rounding can do added, which
+grows with the tokens; 6.5 % were seen at 2048."""
+BY_GRAM = ("ghost", "ghost_bk", "flash", "flash_bk")
 BATCHES, MOST_STEPS, CHECKED_STEPS = 16, 300, 3
 
 
@@ -390,6 +394,16 @@ def peak_gib(device: torch.device) -> float | None:
     return peak
 
 
+def check_norms(seen: Tensor, expected: Tensor, mode: str) -> None:
+    """Refuse norms below the reference by more than SLACK, or above it by more than the mode may overstate them."""
+    off = (seen - expected) / expected
+    most = OVERSTATED if mode in BY_GRAM else SLACK
+    if not bool(((off >= -SLACK) & (off <= most)).all()):
+        raise WrongError(
+            f"at full size, against the reference: norms off by {float(off.min()):.1e} to {float(off.max()):.1e}"
+        )
+
+
 def measure(
     case: Case,
     mode: str,
@@ -422,9 +436,7 @@ def measure(
             norms.append(look().float().cpu())
     seen = torch.cat(norms) if norms else None
     if seen is not None and expected_norms is not None:
-        off = worst(seen, torch.tensor(expected_norms))
-        if not off <= SLACK:
-            raise WrongError(f"at full size, against materialize: norms off by {off:.1e}")
+        check_norms(seen, torch.tensor(expected_norms), mode)
     if not bool(losses.isfinite()):
         raise WrongError("the loss of the first step is not finite")
     wanted = max(limits.least, math.ceil(limits.seconds / taken))
@@ -559,8 +571,8 @@ class Report:
         return next((row for row in self.rows if all(row[name] == value for name, value in wanted.items())), None)
 
     def expected_norms(self, case: Case, mode: str) -> Sequence[float] | None:
-        """The norms of the case's first two steps by ``materialize`` or, where it does not fit, by ``ghost_bk``."""
-        found = (self.find(case, reference) for reference in ("materialize", "ghost_bk") if reference != mode)
+        """The norms of the case's first two steps by ``materialize`` or, where it was not run, by ``auto``."""
+        found = (self.find(case, reference) for reference in ("materialize", "auto") if reference != mode)
         return next((row["norms"] for row in found if row and "norms" in row), None)
 
     def checked(self, case: Case, mode: str) -> dict[str, float] | None:

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from benchmarks import gpt2_large, harness, regimes
 from benchmarks.baselines import Setup, make_module
-from benchmarks.harness import EAGER, Case, Checker, Limits, Report, kernel_class, step_peak, sweep
+from benchmarks.harness import (
+    EAGER,
+    Case,
+    Checker,
+    Limits,
+    Report,
+    WrongError,
+    check_norms,
+    kernel_class,
+    step_peak,
+    sweep,
+)
 from fdp import keys, per_sample, tree
 from fdp.methods import Method
 from fdp.models import GPTConfig, gpt
@@ -116,12 +128,22 @@ def test_a_mode_with_wrong_norms_is_not_timed_and_is_reported(case, tmp_path, mo
     assert row["failed"].startswith("wrong: on the slice, against materialize: norms off by 1")
 
 
+@pytest.mark.parametrize(
+    ("mode", "off", "refused"),
+    [("auto", 0.03, True), ("auto", -0.03, True), ("ghost", 0.06, False), ("ghost", -0.03, True), ("ghost", 0.2, True)],
+)
+def test_norms_by_gram_matrices_may_be_above_the_reference_and_never_below(mode, off, refused):
+    expected = torch.tensor([1.0, 2.0])
+    with pytest.raises(WrongError, match="norms off") if refused else nullcontext():
+        check_norms(expected * (1 + off), expected, mode)
+
+
 def test_wrong_norms_at_full_size_are_found_against_the_row_of_materialize(case, tmp_path, monkeypatch):
     report = new_report(tmp_path / "rows.json")
     report.add(fake_row(case, "materialize") | {"norms": [1.0] * 6})
     monkeypatch.setattr(Checker, "check", lambda *a: {})
     sweep(report, [case], ["ghost_bk"], device=CPU, limits=QUICK)
-    assert report.rows[-1]["failed"].startswith("wrong: at full size, against materialize: norms off by")
+    assert report.rows[-1]["failed"].startswith("wrong: at full size, against the reference: norms off by")
 
 
 @pytest.mark.parametrize("fault", ["noise", "update"])
