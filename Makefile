@@ -30,6 +30,8 @@ $(VENV)/.core: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 $(VENV)/.test: $(VENV)/.core
 	$(PIP) --editable '.[test]'
+	# backpack asks for torchvision, which it does not import and which would bring a torch of its own
+	$(PIP) --no-deps curvlinops-for-pytorch==3.0.1 backpack-for-pytorch==1.7.1 unfoldNd==0.2.3
 	touch $@
 
 $(VENV)/.lint: $(VENV)/.core

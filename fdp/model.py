@@ -11,6 +11,7 @@ a tied leaf is one leaf that two blocks name. The last block returns the loss of
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
 from typing import NamedTuple
 
 import torch
@@ -44,17 +45,43 @@ class LossHead(NamedTuple):
     targets: Callable[[Tree], Tensor]
 
 
+class Likelihood(Enum):
+    """What one term of a loss is, of scores z and target y: ``-log softmax(z)[y]`` or ``|z - y|^2 / 2``."""
+
+    SOFTMAX = "softmax"
+    SQUARED = "squared"
+
+
+class Outputs(NamedTuple):
+    """The losses of the last block in terms: ``losses_b = sum_t weights_bt l(scores_bt, targets_bt)``.
+
+    ``scores(params, carry, data)`` is (batch, *positions, classes), ``targets(data)`` (batch, *positions), with classes
+    at the end if squared; ``weights(data)`` is (batch, *positions), None for a mean over positions. ``weight`` names,
+    in the block's params, the linear layer whose output the scores are, if they are one's. ``present(data)`` is
+    (batch, tokens), 0 where a token is padding; None: there is no padding.
+    """
+
+    scores: Callable[[Tree, Tree, Tree], Tensor]
+    likelihood: Likelihood
+    targets: Callable[[Tree], Tensor]
+    weights: Callable[[Tree], Tensor] | None = None
+    weight: str | None = None
+    present: Callable[[Tree], Tensor] | None = None
+
+
 class Block(NamedTuple):
     """One stage of a stack: ``carry = apply(params, carry, data)``.
 
     ``params`` is a tree of *paths*; ``apply`` receives the same tree with the leaves in their place. Blocks that
-    compute the same function share the same ``apply`` object. ``head`` says the same as ``apply``, in parts.
+    compute the same function share the same ``apply`` object. ``head`` and ``outputs`` say the same as ``apply``, in
+    parts.
     """
 
     name: str
     params: Tree
     apply: Callable[[Tree, Tree, Tree], Tree]
     head: LossHead | None = None
+    outputs: Outputs | None = None
 
 
 class Model(NamedTuple):
@@ -92,11 +119,17 @@ class Model(NamedTuple):
         return frozenset(self.leaves) - self.frozen
 
 
-def from_loss(loss: Callable[[Tree, Tree], Tensor], params: Tree, *, name: str = "loss") -> Model:
-    """A model of one block from any ``loss(params, data) -> (batch,)``; ``params`` gives the structure and shapes."""
+def from_loss(
+    loss: Callable[[Tree, Tree], Tensor], params: Tree, *, name: str = "loss", outputs: Outputs | None = None
+) -> Model:
+    """A model of one block from any ``loss(params, data) -> (batch,)``; ``params`` gives the structure and shapes.
+
+    ``outputs`` says what the loss is made of; its ``scores`` are given an empty carry.
+    """
     flat = tree.flatten(params)
     leaves = {path: LeafSpec(tuple(leaf.shape), constant(0.0)) for path, leaf in flat.items()}
-    block = Block(name, tree.unflatten(params, {path: path for path in flat}), lambda p, _, data: loss(p, data))
+    paths = tree.unflatten(params, {path: path for path in flat})
+    block = Block(name, paths, lambda p, _, data: loss(p, data), outputs=outputs)
     return Model(name, leaves, (block,))
 
 

@@ -50,7 +50,7 @@ def linear(
     if isinstance(weight, Watched) and isinstance(bias, Watched) and weight.tape.attached:
         return weight.tape.output_with_bias(LINEAR, x, weight, bias)
     y = use(LINEAR, x, weight)
-    return y if bias is None else add(y, _noted(bias, weight))
+    return y if bias is None else add(y, bias_of(weight, bias))
 
 
 def embedding(ids: Int[Tensor, " batch *tokens"], table: Weight) -> Float[Tensor, " batch *tokens features"]:
@@ -61,6 +61,14 @@ def embedding(ids: Int[Tensor, " batch *tokens"], table: Weight) -> Float[Tensor
 def add(x: Float[Tensor, " batch *shape"], bias: Weight) -> Float[Tensor, " batch *shape"]:
     """``x + bias``, the bias aligned with the last dimensions of ``x``."""
     return x + _copies(bias, x)
+
+
+def bias_of(weight: Weight, bias: Weight) -> Weight:
+    """``bias``, about to be added to the output of the latest use of ``weight``: the tape notes that they belong
+    together, for those who treat the two as one matrix."""
+    if isinstance(bias, Watched) and isinstance(weight, Watched):
+        weight.tape.additions.append((bias.path, weight.tape.uses[-1].name))
+    return bias
 
 
 def scale(x: Float[Tensor, " batch *shape"], weight: Weight) -> Float[Tensor, " batch *shape"]:
@@ -185,18 +193,11 @@ def _copies(weight: Weight, x: Tensor) -> Tensor:
     return copies.reshape(copies.shape[0], *[1] * gap, *copies.shape[1:]) if gap else copies
 
 
-def _noted(bias: Weight, weight: Weight) -> Weight:
-    """``bias``, to be added to the output of the latest use of ``weight``: the tape is told."""
-    if isinstance(bias, Watched) and isinstance(weight, Watched):
-        weight.tape.additions.append((bias.path, weight.tape.uses[-1].name))
-    return bias
-
-
 def _conv(
     rule: Rule, x: Tensor, weight: Weight, bias: Weight | None, stride: int, padding: int, dilation: int, groups: int
 ) -> Tensor:
     y = use(rule, x, weight, stride=stride, padding=padding, dilation=dilation, groups=groups)
-    return y if bias is None else add(y.movedim(1, -1), _noted(bias, weight)).movedim(-1, 1)
+    return y if bias is None else add(y.movedim(1, -1), bias_of(weight, bias)).movedim(-1, 1)
 
 
 def _conv_record(unfold: Callable[..., Tensor]) -> Callable[..., Pair]:

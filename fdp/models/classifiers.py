@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fdp import ops, tree
 from fdp.init import constant, normal
-from fdp.model import Block, LeafSpec, Model
+from fdp.model import Block, LeafSpec, Likelihood, Model, Outputs
 from fdp.types import Path, Tree
 
 
@@ -37,7 +37,7 @@ def mlp(*, widths: Sequence[int], classes: int, name: str = "mlp") -> Model:
         paths = {"weight": f"layers.{i}.weight", "bias": f"layers.{i}.bias"}
         blocks.append(Block(f"layers.{i}", paths, _tanh_layer))
     leaves |= _dense_leaves("head", widths[-1], classes)
-    blocks.append(Block("head", {"weight": "head.weight", "bias": "head.bias"}, _classify))
+    blocks.append(_head_block())
     return Model(name, leaves, tuple(blocks))
 
 
@@ -58,7 +58,7 @@ def cnn(*, channels: Sequence[int], side: int, classes: int, inputs: int = 1, na
         side = side if i == 0 else math.ceil(side / 2)
         previous = filters
     leaves |= _dense_leaves("head", previous * side * side, classes)
-    blocks.append(Block("head", {"weight": "head.weight", "bias": "head.bias"}, _classify))
+    blocks.append(_head_block())
     return Model(name, leaves, tuple(blocks))
 
 
@@ -69,6 +69,11 @@ def logits(model: Model, params: Tree, data: Tree) -> Float[Tensor, "batch class
     for block in model.blocks[:-1]:
         carry = block.apply(tree.select(flat, block.params), carry, data)
     return _scores(tree.select(flat, model.blocks[-1].params), carry, data)
+
+
+def _head_block() -> Block:
+    outputs = Outputs(_scores, Likelihood.SOFTMAX, _labels, weight="weight")
+    return Block("head", {"weight": "head.weight", "bias": "head.bias"}, _classify, outputs=outputs)
 
 
 def _dense_leaves(name: str, inputs: int, outputs: int) -> dict[Path, LeafSpec]:
@@ -93,6 +98,10 @@ def _conv_layer(p: Tree, carry: Tree, data: Tree, *, stride: int) -> Tensor:
 
 def _scores(p: Tree, carry: Tree, data: Tree) -> Tensor:
     return ops.linear(_input(carry, data, p["weight"].dtype).flatten(1), p["weight"], p["bias"])
+
+
+def _labels(data: Tree) -> Tensor:
+    return data["label"]
 
 
 def _classify(p: Tree, carry: Tree, data: Tree) -> Float[Tensor, " batch"]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fdp import ops
 from fdp.collectives import Axis
-from fdp.model import Block, LossHead
+from fdp.model import Block, Likelihood, LossHead, Outputs
 from fdp.parallel import leave
 from fdp.types import FdpError, Path, Tree
 
@@ -18,10 +18,14 @@ from fdp.types import FdpError, Path, Tree
 def head_block(params: dict[str, Path], features: Callable[[Tree, Tree, Tree], Tensor]) -> Block:
     """The last block: the cross-entropy of ``features(params, h, data) W^T``, W the leaf ``params["weight"]``."""
 
-    def losses(p: Tree, h: Tensor, data: Tree) -> Float[Tensor, " batch"]:
-        return token_losses(ops.linear(features(p, h, data), p["weight"]), data)
+    def scores(p: Tree, h: Tensor, data: Tree) -> Float[Tensor, "batch tokens vocab"]:
+        return ops.linear(features(p, h, data), p["weight"])
 
-    return Block("head", params, losses, LossHead(features, "weight", targets_of))
+    def losses(p: Tree, h: Tensor, data: Tree) -> Float[Tensor, " batch"]:
+        return token_losses(scores(p, h, data), data)
+
+    outputs = Outputs(scores, Likelihood.SOFTMAX, targets_of, weight="weight")
+    return Block("head", params, losses, LossHead(features, "weight", targets_of), outputs)
 
 
 def inputs_of(data: Tree) -> Int[Tensor, "batch tokens"]:
@@ -48,7 +52,7 @@ def project(
     if tensor is None:
         return ops.linear(x, weight, bias)
     y = leave(ops.linear(x, weight), tensor)
-    return y if bias is None else ops.add(y, bias)
+    return y if bias is None else ops.add(y, ops.bias_of(weight, bias))
 
 
 def check_divides(tensor: Axis | None, **counts: int) -> None:

@@ -1,0 +1,211 @@
+"""Woodbury's inverse of columns that never meet: each rank updates it by its own, passed around, one rank at a time.
+
+    M = diag(b) + s/w sum_r U_r U_r^T,   s = +1: columns, b = damping;   s = -1: softmax, b = total / w + damping
+
+With ``V_r = b^-1/2 U_r`` let ``F_r F_r^T`` be what the ranks up to r make of ``I + s/w sum V V^T``. A root of it is
+brought past rank r by a change of rank k_r, from a small matrix only (Potter 1963; Andrews 1968, AIAA J. 6(6)):
+
+    Q_r = F_r-1^-1 V_r,    L L^T = w I + s Q_r^T Q_r,    A_r = (L^T + sqrt(w) I)^-1 L^-1
+    E_r = I - s Q_r A_r Q_r^T,    F_r^-1 = E_r F_r-1^-1
+
+    first round     rank r, once it has become Q_r, visits all others; those after it apply E_r
+    second round    the same visits in reverse; those after r apply E_r^T, which makes  W_r = b^-1/2 F_r-1^-T Q_r L^-T
+    result          M^-1 = diag(1 / b) - s sum_r W_r W_r^T
+
+A rank holds its own block, turned from V into Q into W in place, and one visitor: ``n (k_r + max k)`` numbers and a
+small k x k, where a gather holds ``n sum k``. Roots lose half the digits that ``M`` itself would. To apply the inverse
+to a ``Y`` that every rank has, each multiplies by its own W and the results, of the size of Y, are summed over ranks.
+
+    >>> inverse = ring(factor, sharding, damping=1e-3)               # factor: this rank's samples
+    >>> x = apply_ring(inverse, y, sharding)                         # y: the same on every rank; so is x
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from fdp import collectives
+from fdp.kfac.apply import apply_map
+from fdp.kfac.exchange import sum_totals
+from fdp.kfac.factors import CurvatureError, diagonal_of, size, widened
+from fdp.kfac.gather import lengths
+from fdp.kfac.inverse import Via, invert_side
+from fdp.kfac.types import ColumnsFactor, Curvature, Factor, LowRankMap, Map, SoftmaxFactor
+from fdp.kfac.woodbury import check_damping, gram
+from fdp.sharding import Sharding
+from fdp.traffic import sum_over_samples
+
+
+class RingMap(NamedTuple):
+    """``y -> diagonal * y + sign * sum over ranks of columns columns^T y``; the columns are this rank's own."""
+
+    diagonal: Float[Tensor, " n"]
+    columns: Float[Tensor, "n k"]
+    sign: int
+
+
+class RingSides(NamedTuple):
+    """``G -> left G right``; None is the identity. Maps that are no ring's are whole on every rank."""
+
+    left: Map | RingMap | None
+    right: Map | RingMap | None
+
+
+class _Small(NamedTuple):
+    """``A`` and ``L`` of a rank's own Q."""
+
+    core: Float[Tensor, "k k"]
+    lower: Float[Tensor, "k k"]
+
+
+def ring(factor: ColumnsFactor | SoftmaxFactor, sharding: Sharding | None, *, damping: float) -> RingMap:
+    """``(M + damping I)^-1`` for the samples of all ranks, from the factor of this rank's own.
+
+    Guarantees:
+      - no rank ever holds the columns of more than one other;
+      - equal to the inverse with all columns on one rank, whatever their order and with ranks that have none;
+      - if it fails, it fails on every rank.
+    """
+    check_damping(damping)
+    whole = sum_totals(factor, sharding)
+    assert isinstance(whole, ColumnsFactor | SoftmaxFactor)
+    weight = whole.weight.clamp(min=torch.finfo(whole.weight.dtype).tiny)  # 0 where no rank has a token
+    wide = widened(factor.columns)
+    sign, base = 1, wide.new_full((wide.shape[0],), damping)
+    if isinstance(whole, SoftmaxFactor):
+        sign, base = -1, whole.total.clamp(min=0).to(wide.dtype) / weight.to(wide.dtype) + damping
+    root = base.rsqrt()
+    counts = lengths(factor.columns, sharding)
+    rank, holders = 0 if sharding is None else sharding.rank, [r for r, count in enumerate(counts) if count]
+    block = (wide * root[:, None]).contiguous()
+    del wide
+
+    own: _Small | None = None
+    for r in holders:
+        if r == rank:
+            own = _small(block, weight, sign)
+        if r != holders[-1]:
+            visitor, core = _visit(r, block, own, counts[r], sharding)
+            if rank > r:
+                block.addmm_(visitor, core @ (visitor.mT @ block), alpha=-sign)
+            del visitor, core  # before the next comes
+    for r in reversed(holders):
+        if r != holders[-1]:
+            visitor, core = _visit(r, block, own, counts[r], sharding)
+            if rank > r:
+                block.addmm_(visitor, core.mT @ (visitor.mT @ block), alpha=-sign)
+            del visitor, core
+        if r == rank and own is not None:
+            block = torch.linalg.solve_triangular(own.lower.mT, block, upper=True, left=False)
+    block *= root[:, None]
+
+    bad = (~block.isfinite().all()).double().reshape(1)
+    if bool(sum_over_samples(sharding, bad)):
+        raise _everywhere(
+            "ring: expected w I + s Q^T Q of every rank to be positive definite, got one that is not. Raise the "
+            "damping, or look for NaN in the statistics."
+        )
+    return RingMap(base.reciprocal(), block, -sign)
+
+
+def apply_ring(inverse: RingMap, y: Float[Tensor, "n m"], sharding: Sharding | None) -> Float[Tensor, "n m"]:
+    """``M^-1 Y``. Every rank brings the same Y, and has the same result; a sum of the size of Y travels."""
+    diagonal, columns, sign = inverse
+    dtype = torch.promote_types(y.dtype, columns.dtype)
+    wide = y.to(dtype)
+    low = columns.to(dtype) @ (columns.to(dtype).mT @ wide)
+    return torch.add(diagonal[:, None] * wide, sum_over_samples(sharding, low), alpha=sign).to(y.dtype)
+
+
+def invert_ring(curvature: Curvature, sharding: Sharding | None, *, damping: float, via: Via) -> RingSides:
+    """``invert`` with ``Damping.PI`` of the curvature of all ranks' samples, from that of this rank's own.
+
+    Columns and softmax sides go by the ring, all others are summed and inverted everywhere. Nothing is clipped: a ring
+    knows no eigenvalues.
+    """
+    check_damping(damping)
+    left, right = curvature
+    shares = (damping, damping)
+    if left is not None and right is not None:
+        traces = float(mean_trace_of_all(left, sharding)), float(mean_trace_of_all(right, sharding))
+        if not all(math.isfinite(trace) for trace in traces):
+            raise _everywhere(f"ring: expected finite statistics, got traces {traces}; look for NaN in the gradients.")
+        if min(traces) <= 0.0:  # no curvature at all, and no pi: as `invert` has it
+            return RingSides(_flat(left, 1 / damping), None)
+        pi = math.sqrt(traces[1]) / math.sqrt(traces[0])
+        shares = (math.sqrt(damping) / pi, math.sqrt(damping) * pi)
+
+    def side(factor: Factor | None, share: float) -> Map | RingMap | None:
+        if factor is None:
+            return None
+        if isinstance(factor, ColumnsFactor | SoftmaxFactor):
+            return ring(factor, sharding, damping=share)
+        return invert_side(sum_totals(factor, sharding), damping=share, via=via)
+
+    return RingSides(side(left, shares[0]), side(right, shares[1]))
+
+
+def precondition_ring(
+    sides: RingSides, gradient: Float[Tensor, "rows columns"], sharding: Sharding | None
+) -> Float[Tensor, "rows columns"]:
+    """``left G right``. Every rank brings the same whole G, and has the same result."""
+
+    def times(side: Map | RingMap | None, y: Tensor) -> Tensor:
+        if side is None:
+            return y
+        return apply_ring(side, y, sharding) if isinstance(side, RingMap) else apply_map(side, y)
+
+    return times(sides.right, times(sides.left, gradient).mT).mT
+
+
+def mean_trace_of_all(factor: Factor, sharding: Sharding | None) -> Float[Tensor, ""]:
+    """``trace(M) / n`` for the samples of all ranks, from this rank's factor; 0 where there are none."""
+    own = diagonal_of(factor)
+    total, weight = sum_over_samples(sharding, torch.stack([own.total.double().mean(), own.weight.double()]))
+    return torch.where(weight > 0, total / weight, 0.0)
+
+
+def _flat(factor: Factor, value: float) -> LowRankMap:
+    n, like = size(factor), factor.weight
+    return LowRankMap(like.new_full((n,), value), like.new_zeros(n, 0), like.new_zeros(0, 0))
+
+
+def _everywhere(words: str) -> CurvatureError:
+    error = CurvatureError(words)
+    error.everywhere = True
+    return error
+
+
+def _small(block: Tensor, weight: Tensor, sign: int) -> _Small:
+    """``A`` and ``L`` in float64, then in the dtype of the block; NaN where there is no L."""
+    eye = torch.eye(block.shape[1], dtype=torch.float64, device=block.device)
+    w = weight.double()
+    lower, info = torch.linalg.cholesky_ex(w * eye + sign * gram(block))
+    lower = torch.where(info == 0, lower, torch.full_like(lower, torch.nan))
+    inverse = torch.linalg.solve_triangular(lower, eye, upper=False)
+    core = torch.linalg.solve_triangular(lower.mT + w.sqrt() * eye, inverse, upper=True)
+    return _Small(core.to(block.dtype), lower.to(block.dtype))
+
+
+def _visit(
+    source: int, block: Tensor, own: _Small | None, count: int, sharding: Sharding | None
+) -> tuple[Tensor, Tensor]:
+    """Q and A of the rank ``source``, on every rank; there, its own block itself, which is only read."""
+    assert sharding is not None
+    if sharding.rank == source:
+        assert own is not None
+        visitor, core = block, own.core.contiguous()
+    else:
+        visitor, core = block.new_empty(block.shape[0], count), block.new_empty(count, count)
+    row, place = divmod(source, sharding.shard.size)
+    for x in (visitor, core):
+        if sharding.shard.size > 1 and sharding.replicate.rank == row:
+            collectives.wait(collectives.broadcast_into(x, place, sharding.shard))
+        if sharding.replicate.size > 1:
+            collectives.wait(collectives.broadcast_into(x, row, sharding.replicate))
+    return visitor, core
