@@ -10,7 +10,8 @@ on the order of leaves (noise, initialisation, checkpoints, hashes) is derived f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import optree
@@ -30,7 +31,9 @@ optree.register_pytree_node(
 
 def paths(tree: Tree) -> list[Path]:
     """The path of every leaf, in optree's order (dictionary keys sorted)."""
-    return [".".join(_name(entry) for entry in accessor) for accessor in optree.tree_accessors(tree)]
+    if torch.compiler.is_compiling():
+        return _paths_of(optree.tree_accessors(tree))
+    return list(_paths_in(optree.tree_structure(tree)))
 
 
 def leaves(tree: Tree) -> list[Any]:
@@ -90,6 +93,16 @@ def global_norm(tree: Tree) -> Tensor:
     """``sqrt(sum of squares)`` over all leaves, added up in float64."""
     first, *rest = [leaf.detach().double().square().sum() for leaf in leaves(tree)]
     return torch.as_tensor(sum(rest, start=first)).sqrt()
+
+
+@lru_cache(maxsize=256)
+def _paths_in(structure: optree.PyTreeSpec) -> tuple[Path, ...]:
+    """Names are slow to make, and a step asks for those of the same few trees again and again."""
+    return tuple(_paths_of(structure.accessors()))
+
+
+def _paths_of(accessors: Iterable[optree.PyTreeAccessor]) -> list[Path]:
+    return [".".join(_name(entry) for entry in accessor) for accessor in accessors]
 
 
 def _name(entry: optree.PyTreeEntry) -> str:
