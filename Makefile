@@ -4,13 +4,18 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: train test lint bench-cpu clean
+.PHONY: train test coverage lint bench-cpu clean
 
 train: $(VENV)/.core
 	$(BIN)/fdp train
 
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
 test: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --cov=fdp --cov-report=term:skip-covered --cov-fail-under=90
+	$(PYTEST)
+
+coverage: $(VENV)/.test
+	$(PYTEST) --cov=fdp --cov-report=term:skip-covered --cov-fail-under=90
 
 lint: $(VENV)/.test $(VENV)/.lint
 	$(BIN)/ruff format --check .
