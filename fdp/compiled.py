@@ -62,7 +62,7 @@ class Blocks:
         if key not in self.kinds:
             named = Block(block.name, local, block.apply)
             tape, _ = traced(named, here, trained, carry, data, attached=True)
-            run = self._compiled(_tapped_run(named, trained), block.name)
+            run = self._compiled(_tapped_run(named, trained), block)
             self.kinds[key] = Kind(run, tape.rules, _summed_apart(tape))
         kind = self.kinds[key]
         taps = {
@@ -91,7 +91,7 @@ class Blocks:
         key = (block.apply, repr(local))
         if key not in self.kinds:
             named = Block(block.name, local, block.apply)
-            self.kinds[key] = Kind(self._compiled(_plain_run(named), block.name), {}, {})
+            self.kinds[key] = Kind(self._compiled(_plain_run(named), block), {}, {})
         trained = {names[path]: w.detach().requires_grad_() for path, w in weights.items() if path in trainable}
         carry = _opened(carry)
         with torch.enable_grad():
@@ -103,9 +103,11 @@ class Blocks:
 
         return tree.map(Tensor.detach, out), pull
 
-    def _compiled(self, run: Callable, name: str) -> Callable:
+    def _compiled(self, run: Callable, block: Block) -> Callable:
+        if not block.compiled:
+            return run
         # A code object of its own: kinds do not share one cache of compiled graphs, nor its limit.
-        code = run.__code__.replace(co_name=f"block_{name}".replace(".", "_"))
+        code = run.__code__.replace(co_name=f"block_{block.name}".replace(".", "_"))
         own = types.FunctionType(code, run.__globals__, code.co_name, run.__defaults__, run.__closure__)
         return torch.compile(own, fullgraph=True, dynamic=False, backend=self.backend)
 
@@ -139,6 +141,8 @@ def _pulled(out: Tree, gradient: Tree, carry: Tree, taps: Flat) -> tuple[Tree, F
     of_carry = iter(found[: len(opened)])
 
     def slope(leaf: Tensor) -> Tensor:
+        if not leaf.is_floating_point():
+            return leaf  # has no gradient; nobody reads what is in its place
         own = next(of_carry) if leaf.requires_grad else None
         return torch.zeros_like(leaf) if own is None else own
 

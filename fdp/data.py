@@ -10,6 +10,7 @@ a window is several samples: a statement about windows says less about it than o
 
     >>> dataset = load("stdlib", context=128)          # the source of the running Python's standard library
     >>> dataset = load("notes.jsonl", context=128, field="body")
+    >>> dataset = load("notes.txt", context=128, vocab_size=50257, tokenizer=load_tokenizer("models/tiny"))
     >>> dataset.fetch(np.array([0, 7]))                # {'tokens': int64 (2, 129)}
 """
 
@@ -28,10 +29,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fdp import text
 from fdp.types import FdpError
 
 BYTES = 256
-"""Vocabulary of every text source: a token is a byte of its UTF-8 form."""
+"""Vocabulary of a text source without a tokenizer: a token is a byte of its UTF-8 form."""
 
 NAMES = ("stdlib", "digits")
 """Datasets known by name; anything else is a path."""
@@ -93,13 +95,21 @@ class Examples:
 
 
 def load(
-    name_or_path: str | os.PathLike[str], *, context: int | None, field: str = "text", vocab_size: int = BYTES
+    name_or_path: str | os.PathLike[str],
+    *,
+    context: int | None,
+    field: str = "text",
+    vocab_size: int = BYTES,
+    tokenizer: text.Tokenizer | None = None,
 ) -> Windows | Examples:
     """A dataset by name or by path.
 
     ``stdlib``; ``digits`` (with ``context=None``: it is for classifiers); a file or folder of UTF-8 text;
     ``.jsonl``, of which ``field`` of every record is read, records joined by a newline; ``.npy`` (any integer
     dtype) or ``.bin`` (little-endian uint16) token files, which are mapped into memory, not read.
+
+    With a ``tokenizer`` texts are made of its tokens, with its end of text between records or files; token files and
+    images have no use for one, and refuse it.
 
     Every token is checked to be in ``[0, vocab_size)`` here, before any training.
     """
@@ -109,6 +119,10 @@ def load(
         near = difflib.get_close_matches(source, NAMES, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise FdpError(f"data: expected {' or '.join(NAMES)}, or a path that exists, got {source!r}.{hint}")
+    if tokenizer is not None and (source in NAMES or path.suffix in (".npy", ".bin")):
+        raise FdpError(
+            f"data {source!r}: expected text to go with a tokenizer, got tokens or a dataset of its own kind"
+        )
     if source == "digits":
         if context is not None:
             raise FdpError("data 'digits' is images: expected a classifier (mlp, logistic, cnn), got a language model")
@@ -117,7 +131,9 @@ def load(
         raise FdpError(f"data {source!r} is text: expected a language model, got a classifier; its data is 'digits'")
     if source == "stdlib":
         return windows(stdlib(), context=context, vocab_size=vocab_size, where="stdlib", token="byte")
-    if path.suffix in (".npy", ".bin"):
+    if tokenizer is not None:
+        tokens, token = text.stream(path, tokenizer, field=field), tokenizer.word
+    elif path.suffix in (".npy", ".bin"):
         tokens, token = (_read_npy(path) if path.suffix == ".npy" else _read_bin(path)), "token"
     elif path.suffix == ".jsonl":
         tokens, token = _joined(_records(path, field)), "byte"

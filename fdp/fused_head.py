@@ -1,6 +1,6 @@
 """A model's head and its loss in one: forward and backward together, no logits held whole.
 
-    losses_b = mean_t cross_entropy(features_bt W^T, targets_bt)          the block's ``LossHead`` says which is which
+    losses_b = sum_t weights_bt cross_entropy(features_bt W^T, targets_bt)  the block's ``LossHead`` says which is which
 
 Its pull-back is made in the forward, because nothing comes between the two; it is that of ``Block.apply``, and so are
 the records it leaves: per-sample gradients of W, kept, and what the features' own parameters left.
@@ -53,18 +53,21 @@ def fused_vjp(
     head = block.head
     assert head is not None
     path = block.params[head.weight]
-    before = Block(f"{block.name}.features", _without(block.params, head.weight), head.features)
+    before = Block(
+        f"{block.name}.features", _without(block.params, head.weight), head.features, compiled=block.compiled
+    )
+    counts = None if head.weights is None else head.weights(data)
     rest = {name: leaf for name, leaf in weights.items() if name != path}
     if plan.private:
         assert gradient is None
         own = tuple(use for use in uses if use.path != path)
         features, pull = blocks.tapped_vjp(before, rest, carry, data, own, plan.trainable)
-        losses, of_features, kept = fused_head_kept(features, weights[path], head.targets(data))
+        losses, of_features, kept = fused_head_kept(features, weights[path], head.targets(data), counts)
         found: dict[Path, Any] = {path: [Dense(kept)]}
     else:
         features, pull = blocks.plain_vjp(before, rest, carry, data, plan.trainable)
         start = gradient if gradient is not None else features.new_ones(len(features))
-        losses, of_features, total = fused_head_plain(features, weights[path], head.targets(data), start)
+        losses, of_features, total = fused_head_plain(features, weights[path], head.targets(data), start, counts)
         found = {path: total}
 
     def pull_all(_: Tree) -> tuple[Tree, dict[Path, Any]]:

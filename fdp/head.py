@@ -39,18 +39,23 @@ def fused_head_plain(
     w: Float[Tensor, "vocab width"],
     targets: Int[Tensor, "batch tokens"],
     start: Float[Tensor, " batch"],
+    weights: Float[Tensor, "batch tokens"] | None = None,
     *,
     limit: int = LIMIT,
 ) -> tuple[Float[Tensor, " batch"], Float[Tensor, "batch tokens width"], Float[Tensor, "vocab width"]]:
-    """Losses, and the gradients of ``sum_b start_b loss_b`` with respect to h and, in float32 or better, w."""
+    """Losses, and the gradients of ``sum_b start_b loss_b`` with respect to h and, in float32 or better, w.
+
+    With ``weights``, ``loss_b = sum_t weights_bt -log softmax(W h_bt)[target_bt]``; a weight of 0 adds nothing at all.
+    """
     losses, dh = _outputs(h)
     vocab, w = len(w), _padded(w)
     total = _wide_like(w)
-    scale = (start.to(losses.dtype) / h.shape[1])[:, None].expand(h.shape[:2])
+    targets, share = _shares(targets, weights, losses)
+    scale = (start.to(losses.dtype)[:, None] * share).expand(h.shape[:2])
     for chunk, p in _logit_gradients(h, w, targets, scale, losses, limit, vocab):
         _multiply(chunk.of(dh), p, w)
         _multiply_wide(total, p.T, chunk.of(h), add=chunk.sample > 0 or chunk.first > 0)
-    return losses.mean(1), dh, total[:vocab]
+    return _means(losses, share), dh, total[:vocab]
 
 
 @torch.no_grad()
@@ -58,10 +63,13 @@ def fused_head_kept(
     h: Float[Tensor, "batch tokens width"],
     w: Float[Tensor, "vocab width"],
     targets: Int[Tensor, "batch tokens"],
+    weights: Float[Tensor, "batch tokens"] | None = None,
     *,
     limit: int = LIMIT,
 ) -> tuple[Float[Tensor, " batch"], Float[Tensor, "batch tokens width"], Float[Tensor, "batch vocab width"]]:
     """Losses, their gradients with respect to h, and every sample's gradient with respect to w, in h's dtype.
+
+    ``weights`` as in :func:`fused_head_plain`.
 
     Guarantees:
       - a sample's loss and gradients are functions of that sample and w alone, whatever the others hold.
@@ -71,7 +79,8 @@ def fused_head_kept(
     # Padding rows of a sample's gradient lie on the first rows of the next one's, which is written after it.
     rows = h.new_empty((len(h) - 1) * vocab + len(w), width)
     wide = None if limit_tokens(h, w, limit) >= h.shape[1] else _wide_like(w)
-    for chunk, p in _logit_gradients(h, w, targets, 1 / h.shape[1], losses, limit, vocab):
+    targets, share = _shares(targets, weights, losses)
+    for chunk, p in _logit_gradients(h, w, targets, share, losses, limit, vocab):
         _multiply(chunk.of(dh), p, w)
         if wide is None:
             for b, p_b in chunk.by_sample(p):
@@ -80,7 +89,7 @@ def fused_head_kept(
             _multiply_wide(wide, p.T, chunk.of(h), add=chunk.first > 0)
             if chunk.first + chunk.tokens == h.shape[1]:
                 rows[chunk.sample * vocab :][:vocab].copy_(wide[:vocab])
-    return losses.mean(1), dh, rows[: len(h) * vocab].view(len(h), vocab, width)
+    return _means(losses, share), dh, rows[: len(h) * vocab].view(len(h), vocab, width)
 
 
 @torch.no_grad()
@@ -225,6 +234,17 @@ def _multiply_wide(out: Tensor, a: Tensor, b: Tensor, *, add: bool) -> None:
 def _squared_norm(x: Tensor) -> Tensor:
     # vector_norm(dtype=float64) would make a float64 copy of x; this widens element by element as it reads.
     return torch._foreach_norm([x], 2, torch.float64)[0].square()
+
+
+def _shares(targets: Tensor, weights: Tensor | None, losses: Tensor) -> tuple[Tensor, float | Tensor]:
+    """Targets, those of weight 0 as ones to be ignored, and what each counts: a number if all count the same."""
+    if weights is None:
+        return targets, 1 / targets.shape[1]
+    return targets.masked_fill(weights == 0, -1), weights.to(losses.dtype)
+
+
+def _means(losses: Tensor, share: float | Tensor) -> Tensor:
+    return (losses * share).sum(1) if isinstance(share, Tensor) else losses.mean(1)
 
 
 def _losses(h: Tensor) -> Tensor:

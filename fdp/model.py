@@ -34,15 +34,17 @@ class LeafSpec(NamedTuple):
 
 
 class LossHead(NamedTuple):
-    """The end of a language model in parts: ``losses_b = mean_t cross_entropy(features_bt W^T, targets_bt)``.
+    """The end of a language model in parts: ``losses_b = sum_t weights_bt cross_entropy(features_bt W^T, targets_bt)``.
 
     ``features(params, carry, data)`` is what meets the weight; ``weight`` its name in the block's params;
-    ``targets(data)`` the tokens to predict. A loop that knows the parts need never hold the logits whole.
+    ``targets(data)`` the tokens to predict; ``weights(data)`` what each counts, None for a mean over all, as where
+    there is no ``weights``. A loop that knows the parts need never hold the logits whole.
     """
 
     features: Callable[[Tree, Tree, Tree], Tensor]
     weight: str
     targets: Callable[[Tree], Tensor]
+    weights: Callable[[Tree], Tensor | None] | None = None
 
 
 class Likelihood(Enum):
@@ -74,7 +76,7 @@ class Block(NamedTuple):
 
     ``params`` is a tree of *paths*; ``apply`` receives the same tree with the leaves in their place. Blocks that
     compute the same function share the same ``apply`` object. ``head`` and ``outputs`` say the same as ``apply``, in
-    parts.
+    parts. ``compiled`` False: it is run as it stands even where blocks are compiled.
     """
 
     name: str
@@ -82,13 +84,15 @@ class Block(NamedTuple):
     apply: Callable[[Tree, Tree, Tree], Tree]
     head: LossHead | None = None
     outputs: Outputs | None = None
+    compiled: bool = True
 
 
 class Model(NamedTuple):
     """A stack of blocks and the leaves they use.
 
     ``parallel(axis)`` is the same model with its layers cut over a tensor axis: same leaves, same losses. ``tensor`` is
-    the axis over which they are cut.
+    the axis over which they are cut. The blocks that hold a leaf of ``materialized`` have their per-sample gradients made
+    whole, whatever the method: for operations without a rule.
     """
 
     name: str
@@ -99,6 +103,7 @@ class Model(NamedTuple):
     frozen: frozenset[Path] = frozenset()
     parallel: Callable[[Axis], Model] | None = None
     tensor: Axis | None = None
+    materialized: frozenset[Path] = frozenset()
 
     def init(self, key: Key, *, dtype: torch.dtype = torch.float32) -> Tree:
         """The parameters, each leaf a function of (key, path)."""

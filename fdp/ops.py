@@ -26,6 +26,8 @@ from fdp.taps import Watched
 from fdp.types import FdpError
 
 Weight: TypeAlias = Tensor | Watched
+Extent: TypeAlias = int | tuple[int, ...]
+"""One number for all dims of a kernel, or one for each."""
 
 
 def use(rule: Rule, x: Tensor, weight: Weight, **options: Any) -> Tensor:
@@ -36,9 +38,22 @@ def use(rule: Rule, x: Tensor, weight: Weight, **options: Any) -> Tensor:
 
 
 LINEAR = Rule("linear", F.linear, lambda x, g, shape: Pair(rows(g), rows(x), shape))
-EMBEDDING = Rule(
-    "embedding", F.embedding, lambda ids, g, shape: Pair(OneHot(ids.reshape(ids.shape[0], -1)), rows(g), shape)
+MATMUL = Rule(
+    "matmul",
+    lambda x, weight, bias=None: F.linear(x, weight.t(), bias),
+    lambda x, g, shape: Pair(rows(x), rows(g), shape),
 )
+EXPERTS = Rule("experts", torch.matmul, lambda x, g, shape: Pair(x, g, shape))
+"""(batch, experts, tokens, inputs) times (experts, inputs, outputs)."""
+
+
+def _embedding_record(ids: Tensor, g: Tensor, shape: Sequence[int], *, padding_idx: int | None = None) -> Pair:
+    if padding_idx is not None:  # its row is not trained
+        g = g.masked_fill((ids == padding_idx % shape[0]).unsqueeze(-1), 0.0)
+    return Pair(OneHot(ids.reshape(ids.shape[0], -1)), rows(g), tuple(shape))
+
+
+EMBEDDING = Rule("embedding", F.embedding, _embedding_record)
 
 
 def linear(
@@ -53,9 +68,23 @@ def linear(
     return y if bias is None else add(y, bias_of(weight, bias))
 
 
-def embedding(ids: Int[Tensor, " batch *tokens"], table: Weight) -> Float[Tensor, " batch *tokens features"]:
-    """``table[ids]``."""
-    return use(EMBEDDING, ids, table)
+def matmul(
+    x: Float[Tensor, " batch *tokens inputs"], weight: Weight, bias: Weight | None = None
+) -> Float[Tensor, " batch *tokens outputs"]:
+    """``x W + b`` on inputs of any rank; weight of shape (inputs, outputs)."""
+    if bias is not None and not isinstance(weight, Watched) and not isinstance(bias, Watched):
+        return MATMUL.forward(x, weight, bias)
+    if isinstance(weight, Watched) and isinstance(bias, Watched) and weight.tape.attached:
+        return weight.tape.output_with_bias(MATMUL, x, weight, bias)
+    y = use(MATMUL, x, weight)
+    return y if bias is None else add(y, bias)  # not bias_of: it is no further column of W, but a row
+
+
+def embedding(
+    ids: Int[Tensor, " batch *tokens"], table: Weight, *, padding_idx: int | None = None
+) -> Float[Tensor, " batch *tokens features"]:
+    """``table[ids]``; the row ``padding_idx`` gets no gradient."""
+    return use(EMBEDDING, ids, table) if padding_idx is None else use(EMBEDDING, ids, table, padding_idx=padding_idx)
 
 
 def add(x: Float[Tensor, " batch *shape"], bias: Weight) -> Float[Tensor, " batch *shape"]:
@@ -102,9 +131,9 @@ def conv1d(
     weight: Weight,
     bias: Weight | None = None,
     *,
-    stride: int = 1,
-    padding: int = 0,
-    dilation: int = 1,
+    stride: Extent = 1,
+    padding: Extent = 0,
+    dilation: Extent = 1,
     groups: int = 1,
 ) -> Float[Tensor, "batch filters length2"]:
     """``F.conv1d``; weight of shape (filters, channels / groups, kernel)."""
@@ -116,13 +145,27 @@ def conv2d(
     weight: Weight,
     bias: Weight | None = None,
     *,
-    stride: int = 1,
-    padding: int = 0,
-    dilation: int = 1,
+    stride: Extent = 1,
+    padding: Extent = 0,
+    dilation: Extent = 1,
     groups: int = 1,
 ) -> Float[Tensor, "batch filters height2 width2"]:
     """``F.conv2d``; weight of shape (filters, channels / groups, kernel, kernel)."""
     return _conv(CONV2D, x, weight, bias, stride, padding, dilation, groups)
+
+
+def conv3d(
+    x: Float[Tensor, "batch channels depth height width"],
+    weight: Weight,
+    bias: Weight | None = None,
+    *,
+    stride: Extent = 1,
+    padding: Extent = 0,
+    dilation: Extent = 1,
+    groups: int = 1,
+) -> Float[Tensor, "batch filters depth2 height2 width2"]:
+    """``F.conv3d``; weight of shape (filters, channels / groups, kernel, kernel, kernel)."""
+    return _conv(CONV3D, x, weight, bias, stride, padding, dilation, groups)
 
 
 def attention(
@@ -131,12 +174,19 @@ def attention(
     v: Float[Tensor, "batch key_heads tokens features"],
     *,
     causal: bool = True,
+    segments: Int[Tensor, "batch tokens"] | None = None,
 ) -> Float[Tensor, "batch heads tokens features"]:
-    """``softmax(q k^T / sqrt(features)) v`` with fewer key heads than query heads allowed (grouped queries)."""
+    """``softmax(q k^T / sqrt(features)) v`` with fewer key heads than query heads allowed (grouped queries).
+
+    With ``segments``, the number of each token's document, a token attends to those of its own document only.
+    """
     if k.shape[1] != q.shape[1]:
         repeat = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    if segments is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    together = segments[:, None, :, None] == segments[:, None, None, :]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=together.tril() if causal else together)
 
 
 _KERNELS = {
@@ -194,17 +244,40 @@ def _copies(weight: Weight, x: Tensor) -> Tensor:
 
 
 def _conv(
-    rule: Rule, x: Tensor, weight: Weight, bias: Weight | None, stride: int, padding: int, dilation: int, groups: int
+    rule: Rule,
+    x: Tensor,
+    weight: Weight,
+    bias: Weight | None,
+    stride: Extent,
+    padding: Extent,
+    dilation: Extent,
+    groups: int,
 ) -> Tensor:
-    y = use(rule, x, weight, stride=stride, padding=padding, dilation=dilation, groups=groups)
+    dims = len(weight.shape) - 2
+    y = use(
+        rule,
+        x,
+        weight,
+        stride=_each(stride, dims),
+        padding=_each(padding, dims),
+        dilation=_each(dilation, dims),
+        groups=groups,
+    )
     return y if bias is None else add(y.movedim(1, -1), bias_of(weight, bias)).movedim(-1, 1)
 
 
+def _each(extent: Extent, dims: int) -> tuple[int, ...]:
+    if isinstance(extent, int):
+        return (extent,) * dims
+    return tuple(extent) * dims if len(extent) == 1 else tuple(extent)
+
+
 def _conv_record(unfold: Callable[..., Tensor]) -> Callable[..., Pair]:
-    def record(x: Tensor, g: Tensor, shape: Sequence[int], *, groups: int, **options: int) -> Pair:
+    def record(x: Tensor, g: Tensor, shape: Sequence[int], *, groups: int, **options: Extent) -> Pair:
         """A convolution is a linear layer on patches: left = g, right = the patch each output position saw."""
         batch = x.shape[0]
-        patches = unfold(x, shape[2:], **options)  # (batch, channels * kernel, positions)
+        each = {name: _each(extent, len(shape) - 2) for name, extent in options.items()}
+        patches = unfold(x, shape[2:], **each)  # (batch, channels * kernel, positions)
         right = patches.reshape(batch, groups, -1, patches.shape[-1]).transpose(-1, -2)
         left = g.reshape(batch, groups, g.shape[1] // groups, -1).transpose(-1, -2)
         return Pair(left, right, tuple(shape))
@@ -212,14 +285,29 @@ def _conv_record(unfold: Callable[..., Tensor]) -> Callable[..., Pair]:
     return record
 
 
-def _unfold1d(x: Tensor, kernel: Sequence[int], **options: int) -> Tensor:
-    wide = {name: (1, value) for name, value in options.items()} | {"padding": (0, options["padding"])}
+def _unfold1d(x: Tensor, kernel: Sequence[int], **options: tuple[int, ...]) -> Tensor:
+    wide = {name: (1, *value) for name, value in options.items()} | {"padding": (0, *options["padding"])}
     return F.unfold(x.unsqueeze(2), (1, *kernel), **wide)  # type: ignore[arg-type]
 
 
-def _unfold2d(x: Tensor, kernel: Sequence[int], **options: int) -> Tensor:
+def _unfold2d(x: Tensor, kernel: Sequence[int], **options: tuple[int, ...]) -> Tensor:
     return F.unfold(x, tuple(kernel), **options)  # type: ignore[arg-type]
+
+
+def _unfold3d(
+    x: Tensor,
+    kernel: Sequence[int],
+    *,
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+) -> Tensor:
+    x = F.pad(x, [side for pad in reversed(padding) for side in (pad, pad)])
+    for i, size in enumerate(kernel):  # dim i of the positions stays in its place, that of the kernel goes to the end
+        x = x.unfold(2 + i, dilation[i] * (size - 1) + 1, stride[i])[..., :: dilation[i]]
+    return x.permute(0, 1, 5, 6, 7, 2, 3, 4).flatten(5).flatten(1, 4)
 
 
 CONV1D = Rule("conv1d", F.conv1d, _conv_record(_unfold1d))
 CONV2D = Rule("conv2d", F.conv2d, _conv_record(_unfold2d))
+CONV3D = Rule("conv3d", F.conv3d, _conv_record(_unfold3d))

@@ -93,6 +93,7 @@ class Tape:
         self.biases: dict[Path, str] = {}  # by bias, the use at whose output it was added
         self.expansions: list[Path] = []
         self.additions: list[tuple[Path, str]] = []  # every bias with the use at whose output it was added
+        self.layouts: list[tuple[Path, str]] = []  # how a foreign module's samples were found, use by use
 
     def output(self, rule: Rule, x: Tensor, leaf: Watched, options: dict[str, Any]) -> Tensor:
         """``rule.forward(x, leaf)`` plus its tap."""
@@ -226,6 +227,9 @@ def tapped_vjp(
     def run(carry: Tree, taps: Flat):
         tape = Tape(batch_size, taps)
         out = block.apply(watch(block, weights, trainable, tape), carry, data)
+        seen = [use.name for use in tape.uses]
+        if unmet := [name for name in taps if name not in seen]:  # its gradient would be a zero
+            raise FdpError(f"{block.name}: expected the uses {unmet[:4]}, as planned, got none; make a plan for it")
         rules.update(tape.rules)
         return out, tape.inputs
 

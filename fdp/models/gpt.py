@@ -22,7 +22,7 @@ from fdp import ops
 from fdp.collectives import Axis
 from fdp.init import constant, normal
 from fdp.model import Block, LeafSpec, Model
-from fdp.models.language import check_divides, head_block, inputs_of, project
+from fdp.models.language import attend, check_divides, head_block, places_of, project, window_inputs_of
 from fdp.parallel import enter
 from fdp.types import FdpError, Path, Tree
 
@@ -91,19 +91,22 @@ def _layer_leaves(c: GPTConfig) -> dict[str, LeafSpec]:
 
 
 def _embed(p: Tree, carry: Tree, data: Tree) -> Float[Tensor, "batch tokens width"]:
-    tokens, context = inputs_of(data), p["positions"].shape[0]
-    if tokens.shape[1] != context:
+    tokens, context = window_inputs_of(data), p["positions"].shape[0]
+    if tokens.shape[-1] != context:
         raise FdpError(
-            f"tokens: expected {context} inputs and a target, the model's context, got {tokens.shape[1]} inputs"
+            f"tokens: expected {context} inputs and a target, the model's context, got {tokens.shape[-1]} inputs"
         )
-    return ops.add(ops.embedding(tokens, p["tokens"]), p["positions"])
+    h = ops.embedding(tokens, p["tokens"])
+    if "segments" in data:
+        return (h + ops.embedding(places_of(data["segments"]), p["positions"])).flatten(1, -2)
+    return ops.add(h, p["positions"]).flatten(1, -2)
 
 
 def _layer(p: Tree, h: Tensor, data: Tree, *, heads: int, tensor: Axis | None) -> Float[Tensor, "batch tokens width"]:
     B, T, D = h.shape
     n = enter(ops.layer_norm(h, p["norm1"], p["norm1_bias"]), tensor)
     q, k, v = ops.linear(n, p["qkv"], p["qkv_bias"]).reshape(B, T, -1, 3, D // heads).transpose(1, 2).unbind(3)
-    mixed = ops.attention(q, k, v).transpose(1, 2).reshape(B, T, -1)
+    mixed = attend(q, k, v, data).transpose(1, 2).reshape(B, T, -1)
     h = h + project(mixed, p["out"], p["out_bias"], tensor)
     m = enter(ops.layer_norm(h, p["norm2"], p["norm2_bias"]), tensor)
     up = ops.linear(m, p["up"], p["up_bias"])

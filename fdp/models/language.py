@@ -1,9 +1,20 @@
-"""What language models share: a sample is a window of ``context + 1`` tokens, its loss the mean over next tokens."""
+"""What language models share: what a sample is made of, and its loss.
+
+    data["tokens"]     (batch, T + 1): a window of text; or (batch, windows, T + 1): all windows of one user
+    data["loss_mask"]  (batch, T), as its targets: 0 where the next token is a prompt, padding or another document
+    data["segments"]   (batch, T), as its inputs: which document of the row a token is of; it attends to no other
+
+    loss_b = mean of -log p(next token) over the targets of sample b that count; 0 if none does
+
+Mask and segments may be left out, and have a dim of windows where tokens have. **Whatever its shape, row b is one
+sample**: the tokens of all its windows are the tokens of one row of h, (batch, windows T, width).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -24,25 +35,91 @@ def head_block(params: dict[str, Path], features: Callable[[Tree, Tree, Tree], T
     def losses(p: Tree, h: Tensor, data: Tree) -> Float[Tensor, " batch"]:
         return token_losses(scores(p, h, data), data)
 
-    outputs = Outputs(scores, Likelihood.SOFTMAX, targets_of, weight="weight")
-    return Block("head", params, losses, LossHead(features, "weight", targets_of), outputs)
+    outputs = Outputs(scores, Likelihood.SOFTMAX, targets_of, weights=weights_of, weight="weight")
+    return Block("head", params, losses, LossHead(features, "weight", targets_of, mask_weights_of), outputs)
 
 
 def inputs_of(data: Tree) -> Int[Tensor, "batch tokens"]:
-    """All tokens but the last."""
+    """All tokens but the last, for a model that knows one window of one document; others are refused."""
+    if data["tokens"].ndim != 2 or "segments" in data:
+        raise FdpError(
+            "tokens: expected one window of one document per sample, (batch, tokens), got "
+            f"{tuple(data['tokens'].shape)}"
+            f"{' with segments' if 'segments' in data else ''}: this model would attend from one to another. Do not "
+            "group by user or pack, or use a model whose layers call fdp.models.language.attend"
+        )
     return data["tokens"][:, :-1]
 
 
+def window_inputs_of(data: Tree) -> Int[Tensor, " batch *windows tokens"]:
+    """All tokens of every window but its last, for a model whose layers :func:`attend`."""
+    return data["tokens"][..., :-1]
+
+
 def targets_of(data: Tree) -> Int[Tensor, "batch tokens"]:
-    """All tokens but the first."""
-    return data["tokens"][:, 1:]
+    """All tokens of every window but its first, window after window."""
+    return data["tokens"][..., 1:].flatten(1)
+
+
+def weights_of(data: Tree) -> Float[Tensor, "batch tokens"]:
+    """What each target counts in its sample's mean, in float64: ``mask_t / sum of the mask``; 0 if nothing counts."""
+    if "loss_mask" not in data:
+        targets = targets_of(data)
+        return torch.full(targets.shape, 1 / targets.shape[1], dtype=torch.float64, device=targets.device)
+    counts = (data["loss_mask"] != 0).flatten(1).double()
+    return counts / counts.sum(1, keepdim=True).clamp_min(1)
+
+
+def mask_weights_of(data: Tree) -> Float[Tensor, "batch tokens"] | None:
+    """:func:`weights_of`, or None for a mean over all."""
+    return weights_of(data) if "loss_mask" in data else None
 
 
 def token_losses(logits: Float[Tensor, "batch tokens vocab"], data: Tree) -> Float[Tensor, " batch"]:
-    """Mean cross-entropy of the next token, per sample, in float32 or better."""
+    """Mean cross-entropy of the next tokens that count, per sample, in float32 or better.
+
+    Guarantees:
+      - a target that does not count changes neither loss nor gradient; a sample without any has both exactly 0.
+    """
     targets = targets_of(data)
     wide = logits if logits.element_size() >= 4 else logits.float()
-    return F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape).mean(1)
+    each = F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+    if "loss_mask" not in data:
+        return each.mean(1)
+    weights = weights_of(data).to(each.dtype)
+    return (torch.where(weights > 0, each, each.new_zeros(())) * weights).sum(1)
+
+
+def windows_of(data: Tree) -> int:
+    """How many windows a sample is made of."""
+    return data["tokens"].shape[1] if "tokens" in data and data["tokens"].ndim == 3 else 1
+
+
+def attend(
+    q: Float[Tensor, "batch heads tokens features"],
+    k: Float[Tensor, "batch key_heads tokens features"],
+    v: Float[Tensor, "batch key_heads tokens features"],
+    data: Tree,
+) -> Float[Tensor, "batch heads tokens features"]:
+    """Causal attention of each window to itself and, in it, of each document to itself.
+
+    Guarantees:
+      - nothing of one window or document reaches another.
+    """
+    segments, windows = data["segments"].flatten(0, -2) if "segments" in data else None, windows_of(data)
+    if windows == 1:
+        return ops.attention(q, k, v, segments=segments)
+    q, k, v = (x.unflatten(2, (windows, -1)).transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    mixed = ops.attention(q, k, v, segments=segments)
+    return mixed.unflatten(0, (-1, windows)).transpose(1, 2).flatten(2, 3)
+
+
+def places_of(segments: Int[Tensor, " batch *windows tokens"]) -> Int[Tensor, " batch *windows tokens"]:
+    """The place of each token in its document, from 0: documents in a row begin where they would alone."""
+    index = torch.arange(segments.shape[-1], device=segments.device).expand(segments.shape)
+    first = torch.ones_like(segments[..., :1], dtype=torch.bool)
+    begins = torch.cat([first, segments[..., 1:] != segments[..., :-1]], dim=-1)
+    return index - torch.where(begins, index, 0).cummax(-1).values
 
 
 def project(

@@ -22,7 +22,7 @@ from fdp import ops
 from fdp.collectives import Axis
 from fdp.init import constant, normal
 from fdp.model import Block, LeafSpec, Model
-from fdp.models.language import check_divides, head_block, inputs_of, project
+from fdp.models.language import attend, check_divides, head_block, project, window_inputs_of, windows_of
 from fdp.parallel import enter
 from fdp.types import Path, Tree
 
@@ -84,7 +84,7 @@ def _layer_leaves(c: LlamaConfig) -> dict[str, LeafSpec]:
 
 
 def _embed(p: Tree, carry: Tree, data: Tree) -> Float[Tensor, "batch tokens width"]:
-    return ops.embedding(inputs_of(data), p["tokens"])
+    return ops.embedding(window_inputs_of(data), p["tokens"]).flatten(1, -2)
 
 
 def _layer(
@@ -95,8 +95,11 @@ def _layer(
     q, k, v = (
         ops.linear(n, p[w]).reshape(B, T, -1, D // config.heads).transpose(1, 2) for w in ("query", "key", "value")
     )
-    cos, sin = rotary(T, D // config.heads, base=config.rope_base, like=h)
-    mixed = ops.attention(rotate(q, cos, sin), rotate(k, cos, sin), v).transpose(1, 2).reshape(B, T, -1)
+    windows = windows_of(data)  # segments need nothing here: only the distance between two tokens matters
+    cos, sin = rotary(T // windows, D // config.heads, base=config.rope_base, like=h)
+    if windows > 1:
+        cos, sin = cos.repeat(windows, 1), sin.repeat(windows, 1)
+    mixed = attend(rotate(q, cos, sin), rotate(k, cos, sin), v, data).transpose(1, 2).reshape(B, T, -1)
     h = h + project(mixed, p["out"], None, tensor)
     m = enter(ops.rms_norm(h, p["norm2"]), tensor)
     return h + project(F.silu(ops.linear(m, p["gate"])) * ops.linear(m, p["up"]), p["down"], None, tensor)

@@ -1,0 +1,163 @@
+"""Documents of unequal length with their owners, and datasets whose sample is everything of one owner.
+
+    inputs_t = tokens_t,  targets_t = tokens_{t+1},  t = 0 .. context - 1
+    mask_t   = 1  iff  token t + 1 is there, counts (is no prompt), and is of the same document as token t
+
+Documents are kept one after another without padding, and padded when they are fetched: on the right, with token 0 and
+mask 0. In a causal model nothing looks at what comes after it, so padding changes no loss; a document longer than
+``context + 1`` tokens keeps its first ones.
+
+**The unit of privacy is the owner.** The engine bounds what one *row* of a batch may do, so that the two must be the
+same: :func:`records` takes documents of which no two have the same owner; for the others there is ``fdp.users``.
+
+    >>> dataset = records(documents, context=128, vocab_size=256)
+    >>> dataset.fetch(np.array([0, 7]))              # {'tokens': (2, 129), 'loss_mask': (2, 128)}
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fdp.types import FdpError
+
+
+class Documents(NamedTuple):
+    """Rows one after another: row i is ``[starts[i], starts[i + 1])`` of all three arrays and belongs to ``owners[i]``.
+
+    ``counted``: whether a token is to be predicted; ``segments``: which document of its row a token is of, from 1 on;
+    None: every row is one document.
+    """
+
+    tokens: np.ndarray
+    counted: np.ndarray
+    segments: np.ndarray | None
+    starts: np.ndarray
+    owners: tuple[str, ...]
+    source: str
+    word: str = "token"
+
+    def row(self, i: int) -> np.ndarray:
+        """The tokens of row i."""
+        return self.tokens[self.starts[i] : self.starts[i + 1]]
+
+
+def gather(
+    pieces: Iterable[tuple[Sequence[int], Sequence[bool]]], owners: Sequence[str], *, source: str, word: str = "token"
+) -> Documents:
+    """Documents of (tokens, whether each counts), in order; ``source`` names them in errors."""
+    tokens: list[np.ndarray] = []
+    counted: list[np.ndarray] = []
+    for numbers, counts in pieces:
+        tokens.append(np.asarray(numbers, dtype=np.int64))
+        counted.append(np.asarray(counts, dtype=bool))
+    if not tokens:
+        raise FdpError(f"{source}: expected text or records, got nothing (empty)")
+    starts = np.concatenate([[0], np.cumsum([len(part) for part in tokens])])
+    return Documents(np.concatenate(tokens), np.concatenate(counted), None, starts, tuple(owners), source, word)
+
+
+def cut(documents: Documents, *, length: int) -> Documents:
+    """Every row of more than ``length`` tokens as several of its owner's, in order; no token is lost or used twice."""
+    starts, owners = [0], []
+    for i, owner in enumerate(documents.owners):
+        first, last = int(documents.starts[i]), int(documents.starts[i + 1])
+        ends = [*range(first + length, last, length), last]
+        starts += ends
+        owners += [owner] * len(ends)
+    return documents._replace(starts=np.array(starts), owners=tuple(owners))
+
+
+def padded(documents: Documents, which: np.ndarray, *, context: int) -> dict[str, Tensor]:
+    """Rows of fixed length; a number of -1 is a row of padding only.
+
+    ``{"tokens": int64 (n, context + 1), "loss_mask": bool (n, context)}``, and, where rows are several documents,
+    ``"segments": int64 (n, context)``: of the inputs, 0 where there is none.
+    """
+    tokens = np.zeros((len(which), context + 1), dtype=np.int64)
+    counted = np.zeros((len(which), context + 1), dtype=bool)
+    segments = np.zeros((len(which), context + 1), dtype=np.int64)
+    for row, i in enumerate(which):
+        if i < 0:
+            continue
+        first = documents.starts[i]
+        size = min(documents.starts[i + 1] - first, context + 1)
+        tokens[row, :size] = documents.tokens[first : first + size]
+        counted[row, :size] = documents.counted[first : first + size]
+        segments[row, :size] = 1 if documents.segments is None else documents.segments[first : first + size]
+    mask = counted[:, 1:] & (segments[:, 1:] == segments[:, :-1])
+    data = {"tokens": torch.from_numpy(tokens), "loss_mask": torch.from_numpy(mask)}
+    return data if documents.segments is None else data | {"segments": torch.from_numpy(segments[:, :-1].copy())}
+
+
+@dataclass(frozen=True)
+class Records:
+    """**A sample is one row, which is everything of its owner**: a record, or the documents of one packed together.
+
+    Guarantees:
+      - no two samples are of the same owner: removing one removes every use of the owner's tokens;
+      - padding changes no loss, and a sample in which nothing counts has loss and gradient exactly 0.
+
+    ``without_loss`` and ``cut_short`` count the samples in which nothing counts, and those that lost their end. Both
+    are read off the data and covered by no budget.
+    """
+
+    documents: Documents
+    context: int
+    unit: str
+    without_loss: int
+    cut_short: int
+
+    def __len__(self) -> int:
+        return len(self.documents.owners)
+
+    def fetch(self, indices: np.ndarray) -> dict[str, Tensor]:
+        """As :func:`padded`."""
+        return padded(self.documents, indices, context=self.context)
+
+
+def records(documents: Documents, *, context: int, vocab_size: int, unit: str = "one record") -> Records:
+    """A dataset of one row per owner; ``unit`` is the owner in words."""
+    check(documents, context=context, vocab_size=vocab_size)
+    owner, rows = Counter(documents.owners).most_common(1)[0]
+    if rows > 1:
+        raise FdpError(
+            f"{documents.source}: expected one row per unit of privacy, got {rows} rows of {owner!r}: a sample would "
+            "be less than a unit, and epsilon a statement about the sample. Group them with fdp.users.by_user, or pack "
+            "with Unit.ROW if a row is the unit that you mean"
+        )
+    size = f"up to {context + 1} {documents.word}s"
+    lengths = np.diff(documents.starts)
+    return Records(
+        documents, context, f"{unit} ({size})", silent(documents, context), int((lengths > context + 1).sum())
+    )
+
+
+def silent(documents: Documents, context: int) -> int:
+    """The number of rows in which nothing counts."""
+    every = np.arange(len(documents.owners))
+    found = 0
+    for start in range(0, len(every), 4096):
+        mask = padded(documents, every[start : start + 4096], context=context)["loss_mask"]
+        found += int((~mask.any(1)).sum())
+    return found
+
+
+def check(documents: Documents, *, context: int, vocab_size: int) -> None:
+    """Refuse a context without a target, and tokens that the model does not know."""
+    if context < 1:
+        raise FdpError(f"context: expected at least 1, got {context}")
+    bad = (documents.tokens >= vocab_size) | (documents.tokens < 0)
+    if bad.any():
+        first = int(np.argmax(bad))
+        row = int(np.searchsorted(documents.starts, first, side="right")) - 1
+        raise FdpError(
+            f"{documents.source}: expected token ids from 0 to {vocab_size - 1}, got {int(documents.tokens[first])} in "
+            f"document {row}; use the model's tokenizer or a model with a larger vocabulary"
+        )

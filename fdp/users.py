@@ -1,0 +1,100 @@
+"""User-level privacy: all of one user's windows in one sample.
+
+    sample u = (windows, context + 1) tokens of user u        loss_u = mean over all counted tokens of all windows
+
+**The unit of privacy is a user.** The dataset has as many samples as there are users, which is what is sampled from and
+accounted for; clipping a sample bounds all that a user's data can do together. Every sample has the same shape: who has
+fewer windows is padded with windows in which nothing counts, and of who has more ``windows`` of them are kept,
+
+    the ``windows`` smallest of   r_j = bits(fold_in(key, user), j),   j the place of a window among the user's own,
+
+in their order: a rule that is public, the same on every rank and in every run with the key, and that looks at nothing
+but the user's own name and number of windows. Whether another user is there changes no one else's sample.
+
+    >>> dataset = by_user(cut(documents, length=129), context=128, vocab_size=256, windows=8, key=key)
+    >>> dataset.fetch(np.array([3]))["tokens"].shape            # (1, 8, 129)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from fdp import keys
+from fdp.documents import Documents, check, padded
+from fdp.types import FdpError, Key
+
+
+@dataclass(frozen=True)
+class Users:
+    """**A sample is one user**: row u of ``rows`` names the user's windows in ``documents``, -1 where there is none.
+
+    Guarantees:
+      - no window is in two samples, and a sample holds one user's windows only;
+      - a user's sample does not depend on which other users there are;
+      - padding changes no loss, and a user of whom nothing counts has loss and gradient exactly 0.
+
+    ``without_loss`` counts those, ``capped`` those with windows left out, ``cut_short`` windows that lost their end.
+    All are read off the data and covered by no budget.
+    """
+
+    documents: Documents
+    context: int
+    rows: np.ndarray
+    without_loss: int
+    capped: int
+    cut_short: int
+
+    @property
+    def unit(self) -> str:
+        """The unit of privacy, in words."""
+        word = self.documents.word
+        return f"one user (up to {self.rows.shape[1]} windows of up to {self.context + 1} {word}s)"
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def fetch(self, indices: np.ndarray) -> dict[str, Tensor]:
+        """``{"tokens": (n, windows, context + 1), "loss_mask": (n, windows, context)}``, and segments if packed."""
+        rows = self.rows[indices]
+        flat = padded(self.documents, rows.reshape(-1), context=self.context)
+        return {name: leaf.view(*rows.shape, leaf.shape[1]) for name, leaf in flat.items()}
+
+
+def by_user(documents: Documents, *, context: int, vocab_size: int, windows: int, key: Key) -> Users:
+    """All rows of each owner as one sample of ``windows`` windows. The owners must be the users.
+
+    Rows of more than ``context + 1`` tokens keep their first ones: ``fdp.documents.cut`` makes several of them, and
+    ``fdp.packing.pack`` fewer of short ones.
+    """
+    check(documents, context=context, vocab_size=vocab_size)
+    if windows < 1:
+        raise FdpError(f"windows: expected at least 1 for each user, got {windows}")
+    owned: dict[str, list[int]] = {}
+    for i, owner in enumerate(documents.owners):
+        owned.setdefault(owner, []).append(i)
+    rows = np.full((len(owned), windows), -1, dtype=np.int64)
+    for u, (user, mine) in enumerate(owned.items()):
+        kept = np.array(mine) if len(mine) <= windows else np.array(mine)[_chosen(user, len(mine), windows, key)]
+        rows[u, : len(kept)] = kept
+    capped = sum(len(mine) > windows for mine in owned.values())
+    kept_rows = rows[rows >= 0]
+    cut_short = int((np.diff(documents.starts)[kept_rows] > context + 1).sum())
+    dataset = Users(documents, context, rows, 0, capped, cut_short)
+    return Users(documents, context, rows, _silent(dataset), capped, cut_short)
+
+
+def _chosen(user: str, count: int, windows: int, key: Key) -> np.ndarray:
+    """Which ``windows`` of a user's ``count`` are kept, ascending."""
+    bits = keys.bits(keys.fold_in(key, user), (count,))
+    return bits.argsort(stable=True)[:windows].sort().values.cpu().numpy()
+
+
+def _silent(dataset: Users) -> int:
+    found = 0
+    for start in range(0, len(dataset), 512):
+        mask = dataset.fetch(np.arange(start, min(start + 512, len(dataset))))["loss_mask"]
+        found += int((~mask.flatten(1).any(1)).sum())
+    return found
