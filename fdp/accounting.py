@@ -4,7 +4,8 @@
     z_eff   = (z^-2 + (2 b)^-2)^(-1/2)                 (Andrew et al. 2021, arXiv 1905.03871, Theorem 1)
     epsilon = min { e : delta_T(e) <= delta },         delta_T the hockey-stick divergence of T composed steps
 
-Sum and count are one Gaussian release on one draw, hence one multiplier. Neighbours differ by one sample
+Sum and count are one Gaussian release on one draw, hence one multiplier; ``mechanism.statistics``, released before
+every period-th step, are draws of their own, composed with the steps. Neighbours differ by one sample
 **added or removed**, q being public. Truncated Poisson, where a removed sample may let another one in, takes
 dp_accounting's upper bound for the same relation (arXiv 2508.15089), the dataset size being the larger one.
 PLD adds up privacy loss distributions, rounded up (Doroshenko et al. 2022, arXiv 2207.04380); RDP adds up
@@ -32,7 +33,7 @@ from scipy.optimize import root_scalar
 
 from fdp import sampling as sampling_
 from fdp.clipping import ClipStyle
-from fdp.mechanism import Mechanism
+from fdp.mechanism import Mechanism, Statistics
 from fdp.sampling import Poisson
 from fdp.types import FdpError
 
@@ -71,21 +72,20 @@ def event(mechanism: Mechanism, steps: int) -> dp_accounting.DpEvent:
     """``steps`` steps of ``mechanism`` in dp_accounting's own words, for any of its accountants.
 
     Guarantees:
-      - every field that bears on privacy is in it: rate, truncation, noise multiplier, count noise, steps;
-      - no noise on the sum, or none on a released count, is a ``NonPrivateDpEvent``.
+      - every field that bears on privacy is in it: rate, truncation, noise multiplier, count noise, steps; and the same
+        of every release of statistics in these steps;
+      - no noise on the sum, or none on a released count or statistics, is a ``NonPrivateDpEvent``.
     """
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise FdpError(f"steps: expected a whole number, 1 or more, got {steps!r}")
-    drawn = mechanism.sampling
-    sampling_.check(drawn)
-    z = effective_noise_multiplier(mechanism)
-    if z == 0:
+    parts: list[Any] = [_composed_event(mechanism.sampling, effective_noise_multiplier(mechanism), steps)]
+    if (more := mechanism.statistics) is not None:
+        if not math.isfinite(more.noise_multiplier) or more.noise_multiplier < 0:
+            raise FdpError(f"statistics.noise_multiplier: expected a finite number, 0 or more, got {more}")
+        parts.append(_composed_event(more.sampling, more.noise_multiplier, more.releases(steps)))
+    if None in parts:
         return dp_accounting.NonPrivateDpEvent()
-    if drawn.max_batch_size is None or drawn.max_batch_size >= drawn.dataset_size:
-        step = dp_accounting.PoissonSampledDpEvent(drawn.rate, dp_accounting.GaussianDpEvent(z))
-    else:
-        step = _Truncated(drawn.dataset_size, drawn.rate, drawn.max_batch_size, z)
-    return dp_accounting.SelfComposedDpEvent(step, steps)
+    return parts[0] if len(parts) == 1 else dp_accounting.ComposedDpEvent(parts)
 
 
 def epsilon(mechanism: Mechanism, *, steps: int, delta: float, accountant: Accountant = Accountant.PLD) -> float:
@@ -106,12 +106,11 @@ def delta(mechanism: Mechanism, *, steps: int, epsilon: float, accountant: Accou
     if not epsilon >= 0:
         raise FdpError(f"epsilon: expected a number, 0 or more, got {epsilon}")
     total = event(mechanism, steps)
-    if not isinstance(total, dp_accounting.SelfComposedDpEvent):
+    if not _parts(total):
         return 1.0
     with np.errstate(all="ignore"):
         if accountant is Accountant.RDP:
-            orders, rates = _rdp(total.event)
-            return float(rdp_privacy_accountant.compute_delta(orders, total.count * rates, epsilon)[0])
+            return float(rdp_privacy_accountant.compute_delta(*_rdp_total(total), epsilon)[0])
         found = float(_composed(total, _interval(total, 1e-6)).get_delta_for_epsilon(epsilon))
     return min(1.0, max(SMALLEST_DELTA, found))
 
@@ -139,7 +138,7 @@ def epsilon_curve(
     points = sorted(set(steps))
     last = len(points) - 1
     totals = [event(mechanism, points[0]), event(mechanism, points[last])]
-    if not isinstance(totals[1], dp_accounting.SelfComposedDpEvent):
+    if not _parts(totals[1]):
         return [math.inf] * len(steps)
     interval = _COARSER * _interval(totals[1], delta)
 
@@ -170,8 +169,11 @@ def noise_multiplier_for(
     delta: float,
     steps: int,
     accountant: Accountant = Accountant.PLD,
+    statistics: Statistics | None = None,
 ) -> float:
     """The smallest noise multiplier, its ``z_eff`` to 0.1 %, that keeps ``steps`` steps within the budget.
+
+    ``statistics`` are paid for out of the same budget, with the noise that they say.
 
     Guarantees:
       - by the same accountant, the mechanism with this multiplier has an epsilon of at most ``epsilon``;
@@ -182,7 +184,7 @@ def noise_multiplier_for(
     _check_delta(delta, accountant)
 
     def excess(log_noise: float, coarser: float = 1) -> float:
-        mechanism = Mechanism(sampling, clip._replace(count_noise=None), math.exp(log_noise))
+        mechanism = Mechanism(sampling, clip._replace(count_noise=None), math.exp(log_noise), statistics)
         total = event(mechanism, steps)
         interval = coarser * _interval(total, delta)
         return min(_epsilon(total, delta, accountant, interval=interval), 1e9) - epsilon
@@ -227,18 +229,45 @@ def delta_advice(dataset_size: int, delta: float) -> str | None:
 
 
 def _epsilon(total: Any, delta: float, accountant: Accountant, *, interval: float | None = None) -> float:
-    if not isinstance(total, dp_accounting.SelfComposedDpEvent):
+    if not _parts(total):
         return math.inf
     # Masses that underflow make the libraries divide by denormals; they skip it, or answer inf.
     with np.errstate(all="ignore"):
         if accountant is Accountant.RDP:
-            orders, rates = _rdp(total.event)
-            return float(rdp_privacy_accountant.compute_epsilon(orders, total.count * rates, delta)[0])
+            return float(rdp_privacy_accountant.compute_epsilon(*_rdp_total(total), delta)[0])
         return float(_composed(total, interval or _interval(total, delta)).get_epsilon_for_delta(delta))
 
 
+def _composed_event(drawn: Poisson, z: float, count: int) -> dp_accounting.SelfComposedDpEvent | None:
+    """``count`` subsampled Gaussian releases; None: without noise."""
+    sampling_.check(drawn)
+    if z == 0:
+        return None
+    if drawn.max_batch_size is None or drawn.max_batch_size >= drawn.dataset_size:
+        each = dp_accounting.PoissonSampledDpEvent(drawn.rate, dp_accounting.GaussianDpEvent(z))
+    else:
+        each = _Truncated(drawn.dataset_size, drawn.rate, drawn.max_batch_size, z)
+    return dp_accounting.SelfComposedDpEvent(each, count)
+
+
+def _parts(total: Any) -> list[Any]:
+    """What an event is composed of, each many times the same; nothing, if it is not private."""
+    if isinstance(total, dp_accounting.ComposedDpEvent):
+        return list(total.events)
+    return [total] if isinstance(total, dp_accounting.SelfComposedDpEvent) else []
+
+
 def _composed(total: Any, interval: float) -> privacy_loss_distribution.PrivacyLossDistribution:
-    return _pld(total.event, interval).self_compose(total.count)
+    first, *rest = [_pld(part.event, interval).self_compose(part.count) for part in _parts(total)]
+    for other in rest:
+        first = first.compose(other)
+    return first
+
+
+def _rdp_total(total: Any) -> tuple[Any, Any]:
+    """Orders and the divergence at each, added up over all parts."""
+    parts = [(_rdp(part.event), part.count) for part in _parts(total)]
+    return parts[0][0][0], sum(count * rates for (_, rates), count in parts)
 
 
 @lru_cache(maxsize=16)
@@ -280,15 +309,17 @@ def _interval(total: Any, delta: float) -> float:
     relatively: h = s / 10 costs 0.1 %. Not so fine that a step takes over 80 000 points: that is felt (2 % or
     more) only at rates below 1e-4 with little noise.
     """
-    truncated = isinstance(total.event, _Truncated)
-    z = total.event.noise_multiplier if truncated else total.event.event.noise_multiplier
-    q, moved = total.event.sampling_probability, 2 if truncated else 1
-    furthest = moved * 10 / z + (moved / z) ** 2 / 2  # the loss, 10 deviations out, of a sample surely drawn
-    width = 2 * max(0.0, furthest + math.log(q)) + 2 * q * math.expm1(min(furthest, -math.log(q)))
-    finest = min(5e-4, _deviation(q, z) / 10)
-    interval = max(
-        finest, width / (20_000 if truncated else 80_000), _epsilon_scale(q, z, total.count, delta) / 100_000
-    )
+    finest, coarsest, scale = 5e-4, 0.0, 0.0
+    for part in _parts(total):
+        truncated = isinstance(part.event, _Truncated)
+        z = part.event.noise_multiplier if truncated else part.event.event.noise_multiplier
+        q, moved = part.event.sampling_probability, 2 if truncated else 1
+        furthest = moved * 10 / z + (moved / z) ** 2 / 2  # the loss, 10 deviations out, of a sample surely drawn
+        width = 2 * max(0.0, furthest + math.log(q)) + 2 * q * math.expm1(min(furthest, -math.log(q)))
+        finest = min(finest, _deviation(q, z) / 10)
+        coarsest = max(coarsest, width / (20_000 if truncated else 80_000))
+        scale += _epsilon_scale(q, z, part.count, delta)
+    interval = max(finest, coarsest, scale / 100_000)
     return 2.0 ** math.floor(math.log2(interval))  # nearby mechanisms share a grid
 
 
@@ -318,7 +349,8 @@ def _bracket(
         if high >= most:
             raise FdpError(
                 f"epsilon: expected a target within reach of a noise multiplier of {_NOISE_RANGE[1]:g}, got "
-                f"{epsilon} at delta {delta} over {steps} steps. Raise epsilon, or lower steps or batch size"
+                f"{epsilon} at delta {delta} over {steps} steps. Raise epsilon, or lower steps or batch size (or "
+                f"what statistics, if there are any, spend beside the steps)"
             )
         low, high = high, min(high + 0.2, most)
     while excess(low) <= 0:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fdp import step, tree, unison
 from fdp.records import whole
-from fdp.run import Run, drawn
+from fdp.run import Run, drawn, refreshed
 from fdp.sharding import Sharding, as_dtensor, globalize, localize
 from fdp.types import FdpError, Flat, TrainState
 
@@ -81,6 +81,7 @@ def observe(run: Run, state: TrainState) -> Iterator[Seen]:
     yield Seen(0, Stage.INIT, *_wholes(tree.flatten(localize(state.params)), sharding))
     for t in range(int(state.step), config.steps):
         batch, key = drawn(run, t)
+        state = refreshed(run, state, batch, t)
         here = localize(state)
         total, tally, metrics = step.all_microbatches(stages, here, batch)
         metrics = step.everyones(metrics, batch.mask.shape, sharding)

@@ -1,4 +1,4 @@
-"""The private mechanism of one step, as one value: who is sampled, how far a sample can move the sum, how much noise.
+"""The private mechanism of a run, as one value: who is sampled, how far a sample can move the sum, how much noise.
 
 The sampler, the step and the accountant all read this object, so they cannot disagree:
 
@@ -9,15 +9,52 @@ The sampler, the step and the accountant all read this object, so they cannot di
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from fdp.clipping import ClipStyle
 from fdp.sampling import Poisson
+from fdp.types import FdpError
+
+
+class Statistics(NamedTuple):
+    """A second release, before steps 0, period, 2 period, ...: clipped sums of statistics of an own Poisson draw.
+
+    ``sum_i clip(statistics_i) + noise_multiplier * max_norm * N(0, I)``, all statistics of a sample clipped as one
+    vector (curvature: ``fdp.kfac.private_factors``). :func:`statistics` builds and checks it.
+    """
+
+    sampling: Poisson
+    max_norm: float
+    noise_multiplier: float
+    period: int
+
+    def due(self, step: int) -> bool:
+        """Whether there is a release before this step, counted from 0."""
+        return step % self.period == 0
+
+    def releases(self, steps: int) -> int:
+        """How many there are in the first ``steps`` steps."""
+        return -(-steps // self.period)
+
+
+def statistics(sampling: Poisson, *, max_norm: float, noise_multiplier: float, period: int) -> Statistics:
+    """Checked :class:`Statistics`."""
+    for name, value in (("max_norm", max_norm), ("noise_multiplier", noise_multiplier)):
+        if not (math.isfinite(value) and value > 0):
+            raise FdpError(f"statistics.{name}: expected a finite number above 0, got {value}")
+    if isinstance(period, bool) or not isinstance(period, int) or period < 1:
+        raise FdpError(f"statistics.period: expected a whole number of steps, 1 or more, got {period!r}")
+    return Statistics(sampling, max_norm, noise_multiplier, period)
 
 
 class Mechanism(NamedTuple):
-    """Poisson-subsampled Gaussian mechanism: ``sum_i clip(g_i) + noise_multiplier * sensitivity * N(0, I)``."""
+    """Poisson-subsampled Gaussian mechanism: ``sum_i clip(g_i) + noise_multiplier * sensitivity * N(0, I)``.
+
+    ``statistics``: what is released beside the steps' sums; None: nothing.
+    """
 
     sampling: Poisson
     clip: ClipStyle
     noise_multiplier: float
+    statistics: Statistics | None = None

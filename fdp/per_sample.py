@@ -1,6 +1,7 @@
 """Per-sample norms in one backward, and the clipped sum from what it left behind.
 
 norms      |G_b|^2 per leaf from its records                                  all uses of a tied leaf together
+           |U G_b V|^2 where gradients are mapped first: the records are, so that norm and sum see the same numbers
 sum        sum_b c_b G_b per leaf, block by block                             from kept gradients or kept pairs, or
                                                                               by a second backward, as planned
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from fdp_kernels.keep import squared_parts
@@ -45,14 +46,27 @@ SMALL = 1 << 16
 """Elements of a leaf up to which per-sample gradients wait for others of their size before their norms are taken."""
 
 
+RecordMap: TypeAlias = Callable[[Path, Record], Record]
+"""A linear map of a leaf's gradient, done on what one use of it left. It must not depend on the data."""
+
+
 class Stash(NamedTuple):
-    """What the norm pass keeps for the sum: records by leaf, and the input of every block for a second backward."""
+    """What the norm pass keeps for the sum: records by leaf, and the input of every block for a second backward.
+
+    ``mapped`` is what records of a second backward still have to go through; kept ones have.
+    """
 
     records: dict[Path, list[Record]]
     carries: tuple[Tree, ...]
     weights: Weights
     data: Tree
     plan: Plan
+    mapped: RecordMap
+
+
+def as_it_is(path: Path, record: Record) -> Record:
+    """The gradient itself."""
+    return record
 
 
 def per_sample_norms(
@@ -64,13 +78,16 @@ def per_sample_norms(
     sharding: Sharding | None = None,
     memory: Memory = ALL_KEPT,
     blocks: Blocks | None = None,
+    mapped: RecordMap = as_it_is,
 ) -> tuple[Float[Tensor, " batch"], Norms, Stash]:
     """Losses, squared gradient norms per sample and leaf, and what the clipped sum needs. One forward, one backward.
 
     With ``sharding``, ``params`` are this rank's parts and ``data`` this rank's samples. A sample's norm needs nothing
-    from ranks with other samples; what ranks along ``tensor`` found of it is added up, leaf by leaf.
+    from ranks with other samples; what ranks along ``tensor`` found of it is added up, leaf by leaf. ``mapped`` is what
+    becomes of every gradient before anything is measured: norms and sum are then those of the mapped gradients.
 
     Guarantees:
+      - what is measured is what the clipped sum adds, mapped and rounded alike;
       - every trainable leaf is in the norms, all its uses together (cross terms included);
       - sums of squares are accumulated in float64, whatever the compute dtype.
     """
@@ -87,7 +104,7 @@ def per_sample_norms(
     for _, records in backward(weights, None, opened, carries, data, plan, token=losses):
         for path, found in records.items():
             choice = plan.choices[path]
-            open_records[path] = _merge(open_records.get(path, []) + found, choice)
+            open_records[path] = _merge(open_records.get(path, []) + [mapped(path, record) for record in found], choice)
             waiting[path] -= 1
             if waiting[path] == 0:
                 done = open_records.pop(path)
@@ -105,7 +122,7 @@ def per_sample_norms(
     squared |= _together(small, lambda these: torch.linalg.vector_norm(these, dim=-1, dtype=torch.float64).square())
     squared |= _together(squares, lambda parts: parts.sum(-1))
     norms = Norms({path: squared[path] for path in weights.parts if path in plan.trainable})
-    stash = Stash(kept, inputs, weights, data, plan)
+    stash = Stash(kept, inputs, weights, data, plan, mapped)
     return losses.to(_wide(losses.dtype)), sum_over_parts(sharding, norms), stash
 
 
@@ -180,7 +197,8 @@ def _weighted_blocks(stash: Stash, clip: Clip, made: bool) -> Iterator[dict[Path
         for i, records in backward(weights, None, opened, carries, stash.data, plan, token=factors):
             for path, found in records.items():
                 if plan.choices[path].sum is SumBy.SECOND:
-                    part = _weighted(found, clip.factors[path], alone=path not in several)
+                    again = [stash.mapped(path, record) for record in found]
+                    part = _weighted(again, clip.factors[path], alone=path not in several)
                     whole[path] = whole[path] + part if path in whole else part
             done = [path for path in owned(weights.model, i) if path in whole]
             yield {path: whole.pop(path) for path in done}

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fdp import tree
+from fdp.kfac.state import find
 from fdp.reductions import global_norm
 from fdp.sharding import localize
 from fdp.types import Metrics, TrainState, Tree
@@ -73,6 +74,7 @@ def summarise(run: Run, state: TrainState, records: Sequence[Record]) -> dict[st
     """The result of a run, as ``summary.json`` holds it; every rank calls it. ``seconds_per_step`` is the median."""
     losses = [record.loss for record in records if record.loss is not None]
     private, done = run.epsilons is not None, int(state.step)
+    curvature = {} if run.kfac is None else _counts(state)
     return {
         "loss_first": losses[0] if losses else None,
         "loss_last": losses[-1] if losses else None,
@@ -90,7 +92,13 @@ def summarise(run: Run, state: TrainState, records: Sequence[Record]) -> dict[st
         "method": run.config.method.value,
         "world_size": 1 if run.sharding is None else run.sharding.world.size,
         "seed": "os" if run.config.seed is None else run.config.seed,
-    }
+    } | curvature
+
+
+def _counts(state: TrainState) -> dict[str, int]:
+    """How often the curvature was measured, and how often a layer kept its last because it could not be used."""
+    kfac = find(state.opt)
+    return {"kfac_measured": int(kfac.measured), "kfac_failures": int(kfac.failures)}
 
 
 def fingerprint(params: Tree) -> str:

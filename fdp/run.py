@@ -17,14 +17,20 @@ import hashlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from fdp import accounting, audit, collectives, keys, launch, timing, tree
+from fdp.block_loop import Memory
 from fdp.clipping import ClipStyle
 from fdp.compiled import Blocks
+from fdp.kfac.optimizer import Kfac
+from fdp.kfac.private_refresh import sides_of
+from fdp.kfac.public import Public
+from fdp.kfac.sources import Feed, KfacOptimizer, check_source, make_feed, make_kfac, refreshed_from, releases
 from fdp.mechanism import Mechanism
 from fdp.mesh import make_mesh
 from fdp.methods import CHOOSING, Method, Plan, make_plan
@@ -33,7 +39,7 @@ from fdp.offload import NOTHING, Offload
 from fdp.optimizers import Optimizer
 from fdp.per_sample import losses_of, per_sample_norms
 from fdp.records import Record, record_of, whole
-from fdp.sampling import Dataset, poisson, sample_batch
+from fdp.sampling import Dataset, Poisson, poisson, sample_batch
 from fdp.sharding import (
     Data,
     Reduce,
@@ -82,7 +88,7 @@ class RunConfig:
     delta: float
     batch_size: int
     steps: int
-    optimizer: Optimizer
+    optimizer: Optimizer | KfacOptimizer
     seed: int | None
     dtype: torch.dtype
     microbatch_size: int
@@ -99,7 +105,8 @@ class Run(NamedTuple):
     """A run that passed every check: what does not change from step to step.
 
     ``epsilons`` is what has been spent after 1, 2, ... steps; None where the run is not private. ``in_place``: a step
-    writes the next state into the last one, so that a step cut short leaves neither.
+    writes the next state into the last one, so that a step cut short leaves neither. ``feed`` is what the curvature of
+    K-FAC is measured on; None: the data itself.
     """
 
     config: RunConfig
@@ -111,6 +118,8 @@ class Run(NamedTuple):
     sharding: Sharding | None
     data_digest: str
     in_place: bool
+    kfac: Kfac | None = None
+    feed: Feed | None = None
 
 
 def default_delta(dataset_size: int) -> float:
@@ -149,6 +158,7 @@ def prepare(config: RunConfig, *, root: Key | None = None) -> tuple[Run, TrainSt
                 "samples": len(config.dataset),
                 "data": digest,
                 "noise multiplier": mechanism.noise_multiplier,
+                "statistics": str(mechanism.statistics),
                 "batch size": config.batch_size,
                 "microbatch": config.microbatch_size,
                 "steps": config.steps,
@@ -157,27 +167,33 @@ def prepare(config: RunConfig, *, root: Key | None = None) -> tuple[Run, TrainSt
     root = _shared(keys.key(config.seed) if root is None else root, sharding)
     key = keys.fold_in(root, "init").to("cpu" if config.offload.params else config.device)
     params = model.init(key) if sharding is None else init_params(model, key, sharding)
+    share = -(-config.microbatch_size // (1 if sharding is None else sharding.ranks))
+    curvature = _kfac(config, model, sharding, share)
+    optimizer = config.optimizer if curvature is None else curvature.optimizer
+    assert isinstance(optimizer, Optimizer)
     state = init_state(
         model,
         params,
-        config.optimizer,
+        optimizer,
         mechanism,
         sharding=sharding,
         offload=config.offload,
         device=config.device,
     )
-    share = -(-config.microbatch_size // (1 if sharding is None else sharding.ranks))
+    state = state if curvature is None else curvature.settled(state)
+    feed = None if curvature is None else _feed(config, curvature, state, root)
     plan = _plan(config, model, sharding, share, config.method, config.memory_budget, config.dtype)
     _check_model(config, model, sharding, state.params)
     stages = make_stages(
         model,
-        config.optimizer,
+        optimizer,
         mechanism=mechanism,
         plan=plan,
         sharding=sharding,
         offload=config.offload,
         checkpoint_activations=config.checkpoint_activations,
         compile=config.compile,
+        precondition=None if feed is None else sides_of,
     )
     epsilons = None
     if mechanism.noise_multiplier > 0:
@@ -186,7 +202,7 @@ def prepare(config: RunConfig, *, root: Key | None = None) -> tuple[Run, TrainSt
     # What is kept on the CPU is pinned there, and stays so only if it is written in place; kernels write in place.
     in_place = any(config.offload) or config.compile is Compile.BLOCK or config.cuda_graph
     step = compose(stages, donate=("state",) if in_place else (), cuda_graph=config.cuda_graph)
-    return Run(config, mechanism, stages, step, root, epsilons, sharding, digest, in_place), state
+    return Run(config, mechanism, stages, step, root, epsilons, sharding, digest, in_place, curvature, feed), state
 
 
 def steps(run: Run, state: TrainState) -> Iterator[tuple[TrainState, Record]]:
@@ -204,6 +220,7 @@ def steps(run: Run, state: TrainState) -> Iterator[tuple[TrainState, Record]]:
     for t in range(int(state.step), config.steps):
         start = time.perf_counter()
         batch, noise_key = drawn(run, t)
+        state = refreshed(run, state, batch, t)
         bound = _bound(run, state)
         state, metrics = run.step(state, batch, noise_key)
         _check_finite(run, state.params, step=t + 1)
@@ -212,12 +229,49 @@ def steps(run: Run, state: TrainState) -> Iterator[tuple[TrainState, Record]]:
 
 def drawn(run: Run, t: int) -> tuple[Batch, Key]:
     """This rank's samples of step ``t`` (from 0), on the device, and the key of the step's noise."""
-    config, sharding = run.config, run.sharding
-    share = {} if sharding is None else {"rank": sharding.rank, "ranks": sharding.ranks}
     key = keys.fold_in(keys.fold_in(run.root, "step"), t)
-    sampling, size = run.mechanism.sampling, config.microbatch_size
-    batch = sample_batch(config.dataset, sampling, keys.fold_in(key, "sample"), microbatch_size=size, **share)
-    return _move(batch, config.device), keys.fold_in(key, "noise").to(config.device)
+    batch = _batch(run, run.mechanism.sampling, keys.fold_in(key, "sample"))
+    return batch, keys.fold_in(key, "noise").to(run.config.device)
+
+
+def refreshed(run: Run, state: TrainState, batch: Batch, t: int) -> TrainState:
+    """The state with the curvature that step ``t`` is due.
+
+    Without privacy it is of the step's first microbatch; else ``batch`` is not looked at, and keys are this step's own.
+    """
+    if run.kfac is None:
+        return state
+    key = keys.fold_in(keys.fold_in(keys.fold_in(run.root, "step"), t), "kfac").to(run.config.device)
+    if run.feed is None:
+        data = tree.map(lambda leaf: leaf[0], batch.data)
+        return run.kfac.refresh(state, data, batch.mask[0], key, t, donate=run.in_place)
+    draw, mechanism = partial(_batch, run), run.mechanism
+    return refreshed_from(run.feed, run.kfac, state, draw, key, t, mechanism=mechanism, donate=run.in_place)
+
+
+def _batch(run: Run, sampling: Poisson, key: Key) -> Batch:
+    """This rank's samples of a draw, on the device."""
+    share = {} if run.sharding is None else {"rank": run.sharding.rank, "ranks": run.sharding.ranks}
+    batch = sample_batch(run.config.dataset, sampling, key.cpu(), microbatch_size=run.config.microbatch_size, **share)
+    return _move(batch, run.config.device)
+
+
+def _kfac(config: RunConfig, model: Model, sharding: Sharding | None, share: int) -> Kfac | None:
+    if not isinstance(config.optimizer, KfacOptimizer):
+        return None
+    blocks = Blocks() if config.compile is Compile.BLOCK else None
+    memory = Memory(config.checkpoint_activations, config.offload.params)
+    options = {"sharding": sharding, "dtype": config.dtype, "memory": memory, "blocks": blocks}
+    return make_kfac(model, _examples(config, share), config.optimizer, **options)
+
+
+def _feed(config: RunConfig, k: Kfac, state: TrainState, root: Key) -> Feed | None:
+    assert isinstance(config.optimizer, KfacOptimizer)
+    there = {"private": config.dataset, "digest": data_digest, "key": keys.fold_in(root, "kfac").to(config.device)}
+    feed = make_feed(k, config.optimizer, localize(state.params), **there)
+    if k.plan.sharding is not None and isinstance(feed, Public):
+        launch.check_agreement({"public data": feed.digest})
+    return feed
 
 
 def _laid_out(config: RunConfig) -> tuple[Model, Sharding | None]:
@@ -284,12 +338,11 @@ def _fetched(config: RunConfig, count: int) -> Tree:
 
 def _mechanism(config: RunConfig) -> Mechanism:
     sampling = poisson(len(config.dataset), expected_batch_size=config.batch_size)
-    if config.epsilon is None:
-        return Mechanism(sampling, config.clip, config.noise_multiplier or 0.0)
-    noise_multiplier = accounting.noise_multiplier_for(
-        sampling, config.clip, epsilon=config.epsilon, delta=config.delta, steps=config.steps
-    )
-    return Mechanism(sampling, config.clip, noise_multiplier)
+    z, budget = config.noise_multiplier, {"epsilon": config.epsilon, "delta": config.delta, "steps": config.steps}
+    more = releases(config.optimizer, sampling, noise_multiplier=z, **budget)
+    if config.epsilon is not None:
+        z = accounting.noise_multiplier_for(sampling, config.clip, **budget, statistics=more)
+    return Mechanism(sampling, config.clip, z or 0.0, more)
 
 
 def _bound(run: Run, state: TrainState) -> float | None:
@@ -313,6 +366,8 @@ def _check(config: RunConfig) -> None:
         raise FdpError("method none trains without privacy: expected no epsilon and no noise; leave them out")
     if config.method is not Method.NONE and (config.epsilon is None) == (config.noise_multiplier is None):
         raise FdpError("privacy: expected either an epsilon or a noise multiplier, got both or neither")
+    if isinstance(config.optimizer, KfacOptimizer):
+        check_source(config.optimizer, private=config.method is not Method.NONE)
     if config.layout is None and launch.world_size() > 1:
         raise FdpError(
             f"mesh: expected the axes of a mesh for {launch.world_size()} processes, such as "
@@ -322,10 +377,10 @@ def _check(config: RunConfig) -> None:
 
 def _check_example(model: Model, example: Tree) -> None:
     tokens = example.get("tokens") if isinstance(example, dict) else None
-    if tokens is not None and model.context is not None and tokens.shape[1] - 1 > model.context:
+    if tokens is not None and model.context is not None and tokens.shape[-1] - 1 > model.context:
         raise FdpError(
             f"data: expected sequences of at most the {model.context} tokens of {model.name}'s context, "
-            f"got {tokens.shape[1] - 1}; cut the data into shorter windows"
+            f"got {tokens.shape[-1] - 1}; cut the data into shorter windows"
         )
     for path, leaf in tree.flatten(example).items():
         if leaf.is_floating_point() and not bool(torch.isfinite(leaf).all()):

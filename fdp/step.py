@@ -1,6 +1,7 @@
 """The private step, and nothing but: Algorithm 1 of Abadi et al. 2016 (arXiv 1607.00133) as one pure function.
 
 sum     S = sum_b min(1, C / |G_b|) G_b                 over all samples of all microbatches
+        of U G_b V for G_b, where gradients are preconditioned by maps that know nothing of the private data
 noise   S + z C N(0, I)                                 one draw per element, once per step
 mean    / B                                             the public expected batch size
 update  params + optimizer(mean)
@@ -12,9 +13,10 @@ update  params + optimizer(mean)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,6 +28,8 @@ from fdp.compiled import Blocks
 from fdp.costs import SumBy
 from fdp.cuda_graph import captured
 from fdp.fused_update import FusedUpdate
+from fdp.kfac.private import check_preconditioned, check_sides, map_record
+from fdp.kfac.types import Sides
 from fdp.mechanism import Mechanism
 from fdp.methods import Plan
 from fdp.model import Model, check_params
@@ -33,7 +37,7 @@ from fdp.noise import add_gaussian, scale
 from fdp.offload import CPU, NOTHING, Offload, settle
 from fdp.ops import fast_attention
 from fdp.optimizers import LOCAL, Optimizer, apply_updates
-from fdp.per_sample import clipped_sum, per_sample_norms, plain_sum
+from fdp.per_sample import as_it_is, clipped_sum, per_sample_norms, plain_sum
 from fdp.reductions import sharded_reductions
 from fdp.sharding import (
     Reduce,
@@ -47,7 +51,13 @@ from fdp.sharding import (
     places,
 )
 from fdp.traffic import gather_all, gather_samples, reduce_all, sum_over_samples
-from fdp.types import Batch, ClippedSum, FdpError, Flat, Key, Metrics, Share, Step, TrainState, Tree, Weighted
+from fdp.types import Batch, ClippedSum, FdpError, Flat, Key, Metrics, Path, Share, Step, TrainState, Tree, Weighted
+
+Precondition: TypeAlias = Callable[[TrainState], Mapping[Path, Sides]]
+"""What every sample's gradient is multiplied by before it is clipped, leaf by leaf: out of the state, which has seen
+private data only through noise; leaves that are not named stay as they are."""
+
+NO_SIDES: Mapping[Path, Sides] = {}
 
 
 class Part(NamedTuple):
@@ -69,16 +79,17 @@ class Compile(Enum):
 class Stages(NamedTuple):
     """A step in pieces, all on this rank's plain parts; ``make_train_step`` puts them together.
 
-    ``weights(params, device)`` is what the microbatches compute with; ``gradient(weights, clip_state, data, mask)`` a
-    microbatch's part; ``reduce(total)`` the sum over all ranks; ``noise(total, key)`` the noised sum;
-    ``mean(noisy, params)`` that over the expected batch size, as the optimizer takes it;
-    ``update(state, mean, tally, key)`` the next state. ``fused``, where there is one, does all after ``reduce`` in one
-    pass over every leaf, in place, on sums that ``gradient`` then leaves to be made. ``repeats``: a second backward
-    must find what the first one measured.
+    ``weights(params, device)`` is what the microbatches compute with; ``sides(state)`` what gradients are multiplied by
+    before they are clipped; ``gradient(weights, clip_state, data, mask, sides)`` a microbatch's part; ``reduce(total)``
+    the sum over all ranks; ``noise(total, key)`` the noised sum; ``mean(noisy, params)`` that over the expected batch
+    size, as the optimizer takes it; ``update(state, mean, tally, key)`` the next state. ``fused``, where there is one,
+    does all after ``reduce`` in one pass over every leaf, in place, on sums that ``gradient`` then leaves to be made.
+    ``repeats``: a second backward must find what the first one measured.
     """
 
     weights: Callable[[Tree, torch.device], Tree]
-    gradient: Callable[[Tree, Tree, Tree, Tensor], Part]
+    sides: Precondition
+    gradient: Callable[..., Part]
     reduce: Callable[[ClippedSum], ClippedSum]
     noise: Callable[[ClippedSum, Key], Flat]
     mean: Callable[[Flat, Tree], Flat]
@@ -131,6 +142,7 @@ def make_train_step(
     donate: Sequence[str] = (),
     compile: Compile = Compile.NONE,
     cuda_graph: bool = False,
+    precondition: Precondition | None = None,
 ) -> Step:
     """Compose ``step(state, batch, key) -> (state, metrics)``.
 
@@ -141,6 +153,7 @@ def make_train_step(
     with one graph per number. ``cuda_graph`` records the whole step once and replays it; the state must be donated.
     With ``sharding``, the state is of DTensors and the batch holds this rank's samples; every rank calls the step.
     ``checkpoint_activations`` keeps only every block's input and runs its forward again, as ZeRO-3 always does.
+    ``precondition`` maps every sample's gradient before it is clipped; the noise is isotropic after that map.
 
     Guarantees:
       - the update depends on the data only through one noised sum per step (and the noised count of an adaptive
@@ -157,6 +170,7 @@ def make_train_step(
         offload=offload,
         checkpoint_activations=checkpoint_activations,
         compile=compile,
+        precondition=precondition,
     )
     return compose(stages, donate=donate, cuda_graph=cuda_graph)
 
@@ -212,12 +226,15 @@ def make_stages(
     offload: Offload = NOTHING,
     checkpoint_activations: bool = False,
     compile: Compile = Compile.NONE,
+    precondition: Precondition | None = None,
 ) -> Stages:
     """The pieces of the step, for ``make_train_step`` and for those who want to look between them."""
     if plan.trainable != model.trainable:
         raise FdpError("plan: made for other trainable leaves than the model's; call make_plan with this model")
     if not plan.private and mechanism.noise_multiplier != 0:
         raise FdpError("method none trains without privacy and adds no noise; expected noise_multiplier 0")
+    if precondition is not None:
+        check_preconditioned(plan.private, sharding)
     exact = (None, torch.float32, torch.float64)
     if plan.private and sharding is not None and sharding.reduce_dtype not in exact:
         raise FdpError(
@@ -242,11 +259,17 @@ def make_stages(
             return fused.compute_weights(params)
         return gather_all(sharding, model, params, dtype=plan.dtype, device=device) if gathers_once else params
 
-    def gradient(params: Tree, clip_state: Tree, data: Tree, mask: Tensor) -> Part:
+    def sides_of(state: TrainState) -> Mapping[Path, Sides]:
+        return NO_SIDES if precondition is None else check_sides(precondition(state), model)
+
+    def gradient(
+        params: Tree, clip_state: Tree, data: Tree, mask: Tensor, sides: Mapping[Path, Sides] = NO_SIDES
+    ) -> Part:
         if not plan.private:
             return _plain_part(model, plan, params, data, mask, inside, memory, blocks, made=fused is None)
+        mapped = partial(map_record, sides) if sides else as_it_is
         losses, norms, stash = per_sample_norms(
-            model, params, data, plan=plan, sharding=inside, memory=memory, blocks=blocks
+            model, params, data, plan=plan, sharding=inside, memory=memory, blocks=blocks, mapped=mapped
         )
         clip = mechanism.clip.clip(norms, clip_state).masked(mask)
         total = clipped_sum(stash, clip, made=fused is None)
@@ -276,7 +299,7 @@ def make_stages(
         return TrainState(params, opt, clip, state.step + 1)
 
     repeats = any(choice.sum is SumBy.SECOND for choice in plan.choices.values())
-    return Stages(weights, gradient, reduce, noise, mean_of, update, sharding, compile, fused, repeats)
+    return Stages(weights, sides_of, gradient, reduce, noise, mean_of, update, sharding, compile, fused, repeats)
 
 
 def _plain_part(
@@ -322,10 +345,12 @@ def _check_fits(state: TrainState, batch: Batch, sharding: Sharding | None) -> N
 
 def all_microbatches(stages: Stages, here: TrainState, batch: Batch) -> Part:
     """This rank's part of a step: the sum over its microbatches. What they compute with is released with them."""
-    weights = stages.weights(here.params, batch.mask.device)
-    with fast_attention(batch.mask.device, repeatable=stages.repeats):
+    device = batch.mask.device
+    weights = stages.weights(here.params, device)
+    sides = tree.map(lambda leaf: leaf.to(device), stages.sides(here))
+    with fast_attention(device, repeatable=stages.repeats):
         return joined(
-            stages.gradient(weights, here.clip, tree.map(lambda leaf: leaf[i], batch.data), batch.mask[i])  # noqa: B023
+            stages.gradient(weights, here.clip, tree.map(lambda leaf: leaf[i], batch.data), batch.mask[i], sides)  # noqa: B023
             for i in range(batch.mask.shape[0])
         )
 

@@ -6,6 +6,8 @@ dtypes, tied and untied models and extreme samples; then it is run on code broke
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,13 +21,15 @@ import fdp.step
 import fdp.types
 from fdp import clipping, keys, ops, tree
 from fdp.compiled import Blocks
+from fdp.kfac.private import map_record
+from fdp.kfac.types import LowRankMap, MatrixMap, Sides
 from fdp.mechanism import Mechanism
 from fdp.methods import Method, make_plan
 from fdp.model import Model, from_loss
 from fdp.models import GPTConfig, cnn, gpt
 from fdp.noise import add_gaussian
 from fdp.optimizers import sgd
-from fdp.per_sample import clipped_sum, per_sample_norms
+from fdp.per_sample import RecordMap, as_it_is, clipped_sum, per_sample_norms
 from fdp.rules import Dense
 from fdp.sampling import poisson
 from fdp.step import init_state, make_train_step
@@ -87,8 +91,9 @@ def total_of(
     style: Any,
     blocks: Blocks | None = None,
     made: bool = True,
+    mapped: RecordMap = as_it_is,
 ) -> ClippedSum:
-    _, norms, stash = per_sample_norms(model, params, data, plan=plan, blocks=blocks)
+    _, norms, stash = per_sample_norms(model, params, data, plan=plan, blocks=blocks, mapped=mapped)
     return clipped_sum(stash, style.clip(norms, style.init()).masked(mask), made=made).made()
 
 
@@ -259,6 +264,48 @@ def test_the_check_notices_compiled_blocks_that_leave_something_out(mutate, made
         )  # fmt: skip
 
 
+# --- the same with gradients preconditioned before they are clipped --------------------------------------------------
+
+
+def preconditioned(model: Model) -> RecordMap:
+    """Roots as K-FAC makes them, up to 30 times as large in one direction as in another; of vectors, diagonals."""
+    sides = {}
+    for path in sorted(model.trainable):
+        rows, *rest = model.leaves[path].shape
+        if not rest:
+            each = 1 + 10 * keys.uniform(keys.fold_in(keys.key(1), path), (rows,))
+            sides[path] = Sides(LowRankMap(each, each.new_zeros(rows, 0), each.new_zeros(0, 0)), None)
+        else:
+            both = [keys.normal(keys.fold_in(keys.key(i), path), (n, n)) for i, n in enumerate((rows, math.prod(rest)))]
+            sides[path] = Sides(*(MatrixMap(a @ a.mT / len(a) + 0.1 * torch.eye(len(a))) for a in both))
+    return partial(map_record, sides)
+
+
+@pytest.mark.parametrize("gain", GAINS)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("dtype", list(SLACK), ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("method", STYLED, ids=lambda m: m.value)
+def test_preconditioned_one_sample_moves_the_sum_by_at_most_its_sensitivity(method, dtype, tied, gain):
+    model = language_model(tied=tied)
+    check_one_sample_moves_the_sum_by_at_most_its_sensitivity(
+        model, params_of(model), language_data(GAINS[gain]), method=method, style=STYLES["flat"], dtype=dtype,
+        mapped=preconditioned(model),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("pixel", [1e6, -1e20, torch.nan, torch.inf])
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.value)
+def test_preconditioned_extreme_inputs_move_the_sum_by_at_most_its_sensitivity(method, pixel):
+    model = cnn(channels=(3, 4), side=4, classes=3)
+    image = torch.rand(BATCH, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    image[1] = pixel
+    data = {"image": image, "label": torch.tensor([0, 1, 2, 0])}
+    check_one_sample_moves_the_sum_by_at_most_its_sensitivity(
+        model, params_of(model), data, method=method, style=STYLES["flat"], dtype=torch.float32,
+        mapped=preconditioned(model),
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("style", STYLES)
 def test_a_sample_that_is_not_finite_in_one_leaf_contributes_nothing_to_any(style):
     norms = Norms({"a": torch.tensor([0.1, torch.nan, 0.1]), "b": torch.tensor([0.1, 0.1, torch.inf])})
@@ -326,6 +373,15 @@ def run_sensitivity_check(*, dtype: torch.dtype = torch.float32, style: str = "f
             )
 
 
+def run_preconditioned_check() -> None:
+    model = language_model(tied=True)
+    for method in (Method.GHOST_BK, Method.GHOST):
+        check_one_sample_moves_the_sum_by_at_most_its_sensitivity(
+            model, params_of(model), language_data(3.0), method=method, style=STYLES["flat"], dtype=torch.float32,
+            mapped=preconditioned(model),
+        )  # fmt: skip
+
+
 def norm_of_the_output_gradient_only(monkeypatch):
     real = fdp.rules.Pair
 
@@ -335,6 +391,27 @@ def norm_of_the_output_gradient_only(monkeypatch):
         return fdp.rules.squared_norm(record)
 
     monkeypatch.setattr(fdp.per_sample, "gram_squared_norm", wrong)
+
+
+def preconditioned_after_the_norm_is_taken(monkeypatch):
+    real = per_sample_norms
+
+    def wrong(*args, mapped, **options):
+        losses, norms, _ = real(*args, **options)
+        return losses, norms, real(*args, mapped=mapped, **options)[2]
+
+    monkeypatch.setitem(globals(), "per_sample_norms", wrong)
+
+
+def one_side_only_in_the_norm(monkeypatch):
+    real = per_sample_norms
+
+    def wrong(*args, mapped, **options):
+        half = partial(map_record, {path: sides._replace(right=None) for path, sides in mapped.args[0].items()})
+        losses, norms, _ = real(*args, mapped=half, **options)
+        return losses, norms, real(*args, mapped=mapped, **options)[2]
+
+    monkeypatch.setitem(globals(), "per_sample_norms", wrong)
 
 
 def cross_terms_of_a_tied_leaf_forgotten(monkeypatch):
@@ -428,6 +505,8 @@ def run_noise_check() -> None:
 
 
 MUTATIONS = [
+    (preconditioned_after_the_norm_is_taken, run_preconditioned_check),
+    (one_side_only_in_the_norm, run_preconditioned_check),
     (norm_of_the_output_gradient_only, run_sensitivity_check),
     (cross_terms_of_a_tied_leaf_forgotten, run_sensitivity_check),
     (factor_rounded_to_bfloat16, run_sensitivity_check),

@@ -24,6 +24,8 @@ JOINERS = {
     "checkpoint",
     "plan",
     "compare",
+    "kfac",
+    "foreign",
     "__main__",
     "__init__",
 }
@@ -130,7 +132,7 @@ def test_foundations_know_no_stage_and_only_the_step_joins_stages(path):
 
 
 def test_the_mechanism_knows_only_who_is_sampled_and_how_a_sample_is_clipped():
-    assert uses(ROOT / "fdp" / "mechanism.py") == {"clipping", "sampling"}
+    assert uses(ROOT / "fdp" / "mechanism.py") == {"clipping", "sampling", "types"}
 
 
 def test_the_foundations_stand_in_order():

@@ -167,7 +167,14 @@ def test_frozen_leaves_stay_and_are_not_in_the_norm():
             assert bool((part.norms < everything.norms).all())
 
 
-@pytest.mark.parametrize("method", [*PRIVATE, Method.NONE], ids=lambda m: m.value)
+QUICKLY_TRACED = (Method.GHOST, Method.AUTO)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [m if m in QUICKLY_TRACED else pytest.param(m, marks=pytest.mark.slow) for m in (*PRIVATE, Method.NONE)],
+    ids=lambda m: m.value,
+)
 def test_the_whole_step_is_one_graph(method):
     torch._dynamo.reset()
     z = 0.0 if method is Method.NONE else 1.0

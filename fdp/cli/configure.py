@@ -15,15 +15,21 @@ from typing import Any, TypeVar
 import torch
 
 from fdp import clipping, data, launch, models, optimizers
+from fdp.kfac.config import Distribution, KfacConfig
+from fdp.kfac.fisher import Fisher
+from fdp.kfac.policy import policy_named
 from fdp.methods import Method
 from fdp.offload import Offload
-from fdp.run import Layout, RunConfig, default_delta
+from fdp.run import KfacOptimizer, Layout, RunConfig, default_delta
 from fdp.sharding import Data, Reduce, Zero
 from fdp.step import Compile
 from fdp.types import FdpError
 
 T = TypeVar("T")
 DEFAULT_EPSILON = 8.0
+DEFAULT_LR = 4e-3
+LEARNING_RATES = {"kfac": 0.1}
+"""Where the default would not train: a natural gradient step is in units of the parameters."""
 
 
 def choose(option: str, name: str, known: Mapping[str, T]) -> T:
@@ -81,6 +87,31 @@ def laid_out(settings: Mapping[str, Any]) -> Layout | None:
     return Layout(axes, zero, spread, reduce, reduce_dtype) if launch.started() else None
 
 
+def learning_rate(settings: Mapping[str, Any]) -> float:
+    """The one that was asked for, or the optimizer's own."""
+    return LEARNING_RATES.get(settings["optimizer"], DEFAULT_LR) if settings["lr"] is None else settings["lr"]
+
+
+def kfac_config(settings: Mapping[str, Any]) -> KfacConfig:
+    """The settings of K-FAC; what has no option is by default."""
+
+    def chosen_by(option: str, known: Mapping[str, T]) -> T:
+        return choose(option, settings[option.replace("-", "_")], known)
+
+    policy = chosen_by("kfac-policy", {name: name for name in ("auto", "all")})
+    if settings["kfac_period"] < 1:
+        raise FdpError(f"--kfac-period: expected at least 1 step, got {settings['kfac_period']}; 10 is a common choice")
+    return KfacConfig(
+        damping=settings["kfac_damping"],
+        factor_period=settings["kfac_period"],
+        inverse_period=settings["kfac_period"],
+        policy=policy_named(policy),
+        fisher=chosen_by("kfac-fisher", {fisher.value: fisher for fisher in Fisher}),
+        distribution=chosen_by("kfac-distribution", {one.value: one for one in Distribution}),
+        weight_decay=settings["weight_decay"],
+    )
+
+
 def configure(settings: Mapping[str, Any]) -> RunConfig:
     """The run that was asked for."""
 
@@ -88,7 +119,7 @@ def configure(settings: Mapping[str, Any]) -> RunConfig:
         return choose(option, settings[option], known)
 
     max_norm, batch_size, steps = settings["max_norm"], settings["batch_size"], settings["steps"]
-    lr, decay = settings["lr"], settings["weight_decay"]
+    lr, decay = learning_rate(settings), settings["weight_decay"]
     warmup = steps // 10 if settings["warmup"] is None else settings["warmup"]
     name = chosen_by("model", {name: name for name in models.PRESETS})
     method = chosen_by("method", {method.value: method for method in Method})
@@ -120,6 +151,7 @@ def configure(settings: Mapping[str, Any]) -> RunConfig:
             "sgd": lambda rate: optimizers.sgd(rate, weight_decay=decay),
             "lamb": lambda rate: optimizers.lamb(rate, weight_decay=decay),
             "adafactor": lambda rate: optimizers.adafactor(rate, weight_decay=decay),
+            "kfac": lambda rate: KfacOptimizer(rate, kfac_config(settings)),
         },
     )
     dtype = chosen_by("dtype", {"float32": torch.float32, "bfloat16": torch.bfloat16})

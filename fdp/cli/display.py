@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -26,6 +26,8 @@ from rich.text import Text
 
 from fdp import tree
 from fdp.accounting import delta_advice
+from fdp.cli.configure import learning_rate
+from fdp.kfac.state import KfacPlan
 from fdp.methods import Method
 from fdp.records import Record
 from fdp.run import Run
@@ -58,7 +60,7 @@ def show_header(console: Console, run: Run, state: TrainState, settings: Mapping
         ("data", f"{settings['data']}, {size:,} samples"),
         (
             "training",
-            f"{config.steps} steps of {settings['optimizer']}, learning rate {settings['lr']:g} "
+            f"{config.steps} steps of {settings['optimizer']}, learning rate {learning_rate(settings):g} "
             f"({settings['schedule']}), {settings['dtype']} on {config.device.type}"
             + ("" if config.compile is Compile.NONE else f", compiled by {config.compile.value}")
             + (", replayed as a CUDA graph" if config.cuda_graph else ""),
@@ -69,6 +71,8 @@ def show_header(console: Console, run: Run, state: TrainState, settings: Mapping
             f"{config.microbatch_size} at a time",
         ),
     ]
+    if run.kfac is not None:
+        rows.append(("curvature", _curvature(run.kfac.plan)))
     if run.sharding is not None and config.layout is not None:
         axes = ", ".join(f"{axis}={size}" for axis, size in config.layout.axes.items())
         rows.append(("ranks", f"{run.sharding.world.size}: {axes}, ZeRO-{config.layout.zero.value}"))
@@ -104,6 +108,10 @@ def show_closing(console: Console, summary: Mapping[str, Any], folder: Path) -> 
     """The result in words, and which outputs the budget covers."""
     first, last = _number(summary["loss_first"]), _number(summary["loss_last"])
     rows = [("loss", f"{first} → {last} in {summary['steps']} steps")]
+    if summary.get("kfac_failures"):
+        rows.append(
+            ("curvature", f"{summary['kfac_failures']} times a layer kept its last: not finite or not invertible")
+        )
     if summary["private"]:
         rows += [
             ("privacy", f"epsilon {_spent(summary['epsilon'])} at delta {summary['delta']:.3g}"),
@@ -180,6 +188,17 @@ def sparkline(values: list[float], width: int = 24) -> str:
     low, high = min(means), max(means)
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(BARS[round((mean - low) * scale)] for mean in means)
+
+
+def _curvature(plan: KfacPlan) -> str:
+    """The forms that were chosen, and when they are measured."""
+    forms = Counter(f"{row.left.value} x {row.right.value}" for row in plan.rows)
+    layers = ", ".join(f"{count} {form}" for form, count in forms.items())
+    config = plan.config
+    return (
+        f"{config.fisher.value} Fisher information, damping {config.damping:g}, every {config.factor_period} steps; "
+        f"layers: {layers}"
+    )
 
 
 def _panel(title: str, rows: list[tuple[str, str]]) -> Panel:

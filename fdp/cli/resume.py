@@ -24,6 +24,7 @@ from fdp.types import FdpError, Key, TrainState
 DECIDING = (
     "model", "data", "field", "context", "epsilon", "noise_multiplier", "delta", "clip", "max_norm", "method",
     "batch_size", "steps", "lr", "optimizer", "weight_decay", "schedule", "warmup", "seed", "dtype",
+    "kfac_damping", "kfac_period", "kfac_policy", "kfac_fisher",
 )  # fmt: skip
 """The settings that decide a result."""
 

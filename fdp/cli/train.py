@@ -14,6 +14,7 @@ from typing import Annotated
 from typer import Exit, Option
 
 WHAT, PRIVACY, TRAINING, HOW = "What to train", "Privacy", "Training", "How to run"
+KFAC = "K-FAC (--optimizer kfac --method none)"
 RANKS = "On several ranks (started with torchrun -m fdp train ...)"
 
 
@@ -54,8 +55,12 @@ def train_command(
     ] = "auto",
     batch_size: Annotated[int, Option(help="Expected samples per step (Poisson).", rich_help_panel=TRAINING)] = 64,
     steps: Annotated[int, Option(help="Steps.", rich_help_panel=TRAINING)] = 40,
-    lr: Annotated[float, Option(help="Peak learning rate.", rich_help_panel=TRAINING)] = 4e-3,
-    optimizer: Annotated[str, Option(help="adamw, adam, sgd, lamb or adafactor.", rich_help_panel=TRAINING)] = "adamw",
+    lr: Annotated[
+        float | None, Option(help="Peak learning rate; default: 4e-3, of kfac 0.1.", rich_help_panel=TRAINING)
+    ] = None,
+    optimizer: Annotated[
+        str, Option(help="adamw, adam, sgd, lamb, adafactor or kfac.", rich_help_panel=TRAINING)
+    ] = "adamw",
     weight_decay: Annotated[float, Option(help="Weight decay.", rich_help_panel=TRAINING)] = 0.0,
     schedule: Annotated[str, Option(help="constant or cosine.", rich_help_panel=TRAINING)] = "cosine",
     warmup: Annotated[
@@ -68,6 +73,28 @@ def train_command(
             rich_help_panel=TRAINING,
         ),
     ] = None,
+    kfac_damping: Annotated[
+        float, Option(help="Added to the curvature; more is closer to plain gradients.", rich_help_panel=KFAC)
+    ] = 3e-2,
+    kfac_period: Annotated[int, Option(help="Steps between measurements of the curvature.", rich_help_panel=KFAC)] = 10,
+    kfac_policy: Annotated[
+        str, Option(help="auto: per layer, by cost; all: dense wherever a layer can be.", rich_help_panel=KFAC)
+    ] = "auto",
+    kfac_fisher: Annotated[
+        str,
+        Option(
+            help="Labels that gradients are taken of: sampled from the model, exact (all of them), empirical (the "
+            "data's).",
+            rich_help_panel=KFAC,
+        ),
+    ] = "sampled",
+    kfac_distribution: Annotated[
+        str,
+        Option(
+            help="Over ranks: gather (all invert all), owner (one inverts for all), ring (columns stay).",
+            rich_help_panel=KFAC,
+        ),
+    ] = "gather",
     microbatch: Annotated[
         int, Option(help="Samples of all ranks computed at once; changes speed and memory only.", rich_help_panel=HOW)
     ] = 32,

@@ -1,0 +1,454 @@
+"""K-FAC against AdamW and SGD: steps and seconds to a stated loss, what a step costs, and what an inverse does.
+
+    python -m benchmarks.kfac                                    # on the CPU, a few minutes
+    python -m benchmarks.kfac --sections digits inverses
+    python -m benchmarks.kfac --gpu                              # gpt2-medium on a CUDA device, about a minute
+
+Every optimizer has its own small grid of settings; of each the one with the fewest steps to the loss is reported, as a
+median over seeds. The loss is that of a fixed set of training samples, looked at between steps and not timed. Batches
+are the same for all. K-FAC measures and inverts every 10 steps. The rows are written as JSON beside the page; a section
+that is run again replaces its rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.harness import current_commit, free, hardware, peak_gib, slug, synchronize, versions
+from fdp import data, keys, tree
+from fdp.clipping import flat
+from fdp.compiled import Blocks
+from fdp.kfac import KfacConfig, Where, auto, everything, kfac
+from fdp.kfac.apply import apply_map
+from fdp.kfac.optimizer import Kfac
+from fdp.kfac.state import find
+from fdp.kfac.woodbury import Power, woodbury_cholesky, woodbury_map
+from fdp.mechanism import Mechanism
+from fdp.methods import Method, make_plan
+from fdp.model import Model
+from fdp.models import build
+from fdp.optimizers import Optimizer, adamw, sgd
+from fdp.sampling import Dataset, poisson
+from fdp.step import Compile, init_state, make_train_step
+from fdp.types import Batch, Tree
+
+RHO = 0.25
+"""What ``auto`` may add to a layer's part of a step of gpt2-medium, in flops; factors and inverses are slower ones."""
+RESULTS = Path(__file__).parent / "results"
+Rows = list[dict[str, Any]]
+
+
+class Task(NamedTuple):
+    """A model, its data, and the loss to be reached on ``probe`` samples, looked at after every ``every`` steps."""
+
+    model: Model
+    dataset: Dataset
+    batch_size: int
+    loss: float
+    probe: int
+    every: int
+    most: int
+    seeds: int
+
+
+class Contender(NamedTuple):
+    """An optimizer with one setting of its grid; ``curvature`` is what K-FAC adds to it."""
+
+    name: str
+    setting: str
+    make: Callable[[Model, Tree], tuple[Optimizer, Kfac | None]]
+
+
+def plain(name: str, optimizer: Callable[[float], Optimizer], rate: float) -> Contender:
+    return Contender(name, f"learning rate {rate:g}", lambda model, example: (optimizer(rate), None))
+
+
+def natural(rate: float, *, damping: float, kl_clip: float) -> Contender:
+    """K-FAC at one setting; the rate is a cap, what binds is mostly the trust region."""
+    config = KfacConfig(damping=damping, kl_clip=kl_clip, policy=everything())
+
+    def make(model: Model, example: Tree) -> tuple[Optimizer, Kfac]:
+        made = kfac(model, example, learning_rate=rate, config=config)
+        return made.optimizer, made
+
+    return Contender("kfac", f"learning rate {rate:g}, damping {config.damping:g}, KL clip {kl_clip:g}", make)
+
+
+def digits_task(*, batch_size: int = 64) -> tuple[Task, list[Contender]]:
+    model = build("mlp")
+    dataset = data.load("digits", context=None, field="text", vocab_size=data.BYTES)
+    grid = [plain("adamw", lambda lr: adamw(lr, weight_decay=0.0), lr) for lr in (3e-3, 1e-2, 2e-2, 4e-2)]
+    grid += [plain("sgd", lambda lr: sgd(lr, momentum=0.9), lr) for lr in (0.03, 0.1, 0.2)]
+    grid += [natural(0.1, damping=d, kl_clip=c) for d in (0.1, 0.03, 0.01) for c in (1e-2, 3e-3)]
+    return Task(model, dataset, batch_size, 0.15, len(dataset), 1, 200, 5), grid
+
+
+def nano_task() -> tuple[Task, list[Contender]]:
+    model = build("gpt-nano", context=64)
+    dataset = data.load("stdlib", context=64, field="text", vocab_size=data.BYTES)
+    grid = [plain("adamw", lambda lr: adamw(lr, weight_decay=0.0), lr) for lr in (3e-3, 1e-2)]
+    grid += [plain("sgd", lambda lr: sgd(lr, momentum=0.9), lr) for lr in (0.1, 0.3)]
+    grid += [natural(0.3, damping=d, kl_clip=c) for d, c in ((0.03, 1e-3), (0.01, 1e-3))]
+    return Task(model, dataset, 32, 2.6, 32, 5, 150, 1), grid
+
+
+def race(task: Task, contender: Contender, seed: int) -> dict[str, Any]:
+    """Train until the loss is reached: how many steps and seconds, or None if ``most`` steps do not."""
+    model, dataset, size = task.model, task.dataset, task.batch_size
+    params = model.init(keys.key(seed))
+    example = dataset.fetch(np.arange(size) % len(dataset))
+    mechanism = Mechanism(poisson(len(dataset), expected_batch_size=size), flat(max_norm=1.0), 0.0)
+    optimizer, curvature = contender.make(model, example)
+    plan = make_plan(model, params, example, method=Method.NONE)
+    step = make_train_step(model, optimizer, mechanism=mechanism, plan=plan)
+    state = init_state(model, params, optimizer, mechanism)
+    draw, mask = np.random.default_rng(seed), torch.ones(size)
+    probe = dataset.fetch(np.linspace(0, len(dataset) - 1, task.probe).astype(np.int64))
+    seconds: list[float] = []
+    reached, loss = None, float("nan")
+    for t in range(task.most):
+        microbatch = dataset.fetch(draw.integers(0, len(dataset), size))
+        batch = Batch(tree.map(lambda leaf: leaf.unsqueeze(0), microbatch), mask.unsqueeze(0))
+        start = time.perf_counter()
+        key = keys.fold_in(keys.key(seed), t)
+        if curvature is not None:
+            state = curvature.refresh(state, microbatch, mask, key, t)
+        state, _ = step(state, batch, key)
+        seconds.append(time.perf_counter() - start)
+        if (t + 1) % task.every == 0:
+            with torch.no_grad():
+                loss = float(model.loss(state.params, probe).mean())
+            if loss <= task.loss or not np.isfinite(loss):
+                reached = t + 1 if loss <= task.loss else None
+                break
+    failures = 0 if curvature is None else int(find(state.opt).failures)
+    return {"steps": reached, "seconds": sum(seconds), "per_step": sum(seconds) / len(seconds), "failures": failures}
+
+
+def to_a_loss(make: Callable[[], tuple[Task, list[Contender]]], say: Callable[[str], None]) -> Rows:
+    """A row for every setting of every optimizer: the first seed for all, the others for the best of each."""
+    task, contenders = make()
+    first = {contender: race(task, contender, 0) for contender in contenders}
+    rows = []
+    for contender in contenders:
+        runs = [first[contender]]
+        others = [first[other]["steps"] or task.most + 1 for other in contenders if other.name == contender.name]
+        steps = first[contender]["steps"]
+        best = steps is not None and steps == min(others) and not any(r["best"] for r in rows if _same(r, contender))
+        runs += [race(task, contender, seed) for seed in range(1, task.seeds)] if best else []
+        counts = [run["steps"] for run in runs]
+        rows.append(
+            {
+                "optimizer": contender.name,
+                "setting": contender.setting,
+                "best": best,
+                "steps": statistics.median(counts) if None not in counts else None,
+                "each": counts,
+                "seconds": statistics.median(run["seconds"] for run in runs),
+                "seconds_per_step": statistics.median(run["per_step"] for run in runs),
+                "failures": sum(run["failures"] for run in runs),
+                "loss": task.loss,
+                "most": task.most,
+            }
+        )
+        say(f"{contender.name:6} {contender.setting:52} steps {counts}")
+    return rows
+
+
+def _same(row: Mapping[str, Any], contender: Contender) -> bool:
+    return row["optimizer"] == contender.name
+
+
+def digits(say: Callable[[str], None]) -> Rows:
+    """The digits classifier: 64-128-10, batch 64."""
+    return to_a_loss(digits_task, say)
+
+
+def digits_large(say: Callable[[str], None]) -> Rows:
+    """The same classifier and grids, batch 512. Added once batch 64 had been seen, where K-FAC gained little: with less
+    noise in a gradient its direction counts for more."""
+    return to_a_loss(lambda: digits_task(batch_size=512), say)
+
+
+def nano(say: Callable[[str], None]) -> Rows:
+    """gpt-nano at context 64 on the embedded text, batch 32."""
+    return to_a_loss(nano_task, say)
+
+
+def inverses(say: Callable[[str], None]) -> Rows:
+    """One side of p features from n columns: making its inverse and applying it to a gradient of 256 columns."""
+    p, d, damping, rows = 1024, 256, 1e-3, []
+    draw = torch.Generator().manual_seed(0)
+    y = torch.randn(p, d, generator=draw)
+    eye = torch.eye(p)
+    for n in (64, 128, 256, 448, 512, 768):
+        u = torch.randn(p, n, generator=draw)
+
+        def dense(u: Tensor = u, n: int = n) -> Tensor:
+            return torch.cholesky_inverse(torch.linalg.cholesky(u @ u.T / n + damping * eye))
+
+        def eigen(u: Tensor = u, n: int = n) -> Tensor:
+            values, vectors = torch.linalg.eigh(u @ u.T / n)
+            return (vectors / (values + damping)) @ vectors.T
+
+        inverse = dense()
+        low = woodbury_cholesky(u, weight=float(n), damping=damping)
+        error = float((apply_map(low, y) - inverse @ y).norm() / (inverse @ y).norm())
+        row = {
+            "p": p,
+            "n": n,
+            "d": d,
+            "error": error,
+            "dense_invert": _median(dense),
+            "dense_eigen": _median(eigen, 2),
+            "woodbury_invert": _median(lambda u=u, n=n: woodbury_cholesky(u, weight=float(n), damping=damping)),
+            "woodbury_eigen": _median(
+                lambda u=u, n=n: woodbury_map(u, weight=float(n), damping=damping, power=Power.INVERSE)
+            ),
+            "dense_apply": _median(lambda m=inverse: m @ y),
+            "woodbury_apply": _median(lambda low=low: apply_map(low, y)),
+        }
+        rows.append(row)
+        say(f"p {p} n {n}: {row}")
+    return rows
+
+
+def _median(act: Callable[[], Any], times: int = 5) -> float:
+    act()
+    taken = []
+    for _ in range(times):
+        start = time.perf_counter()
+        act()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
+
+
+# On a GPU
+
+
+def medium(say: Callable[[str], None], *, layers: int = 24, steps: int = 40) -> Rows:
+    """gpt2-medium, bfloat16, blocks compiled: AdamW, and K-FAC by ``auto`` at period 10, batch 8 of 1024 tokens."""
+    from fdp.models import LANGUAGE, GPTConfig, gpt
+
+    device = torch.device("cuda")
+    config = LANGUAGE["gpt2-medium"]
+    assert isinstance(config, GPTConfig)
+    model = gpt(config._replace(layers=layers), name="gpt2-medium")
+    size, rows = 8, []
+    tokens = torch.randint(0, 50257, (8, size, 1025), generator=torch.Generator().manual_seed(0)).to(device)
+    for name in ("adamw", "kfac"):
+        free(device)
+        row = step_cost(model, tokens, name, compile=Compile.BLOCK, steps=steps)
+        rows.append(row)
+        say(f"{name}: {row}")
+    return rows
+
+
+def step_cost(model: Model, tokens: Tensor, name: str, *, compile: Compile, steps: int) -> dict[str, Any]:
+    """Milliseconds of an average step on batches ``tokens`` (batches, samples, context + 1), every tenth refreshed."""
+    device, size = tokens.device, tokens.shape[1]
+    begin = time.perf_counter()
+    params = model.init(keys.key(0).to(device))
+    example = {"tokens": tokens[0]}
+    mechanism = Mechanism(poisson(1 << 20, expected_batch_size=size), flat(max_norm=1.0), 0.0)
+    optimizer, curvature = adamw(1e-4, weight_decay=0.1), None
+    if name == "kfac":
+        config = KfacConfig(damping=3e-2, policy=auto(rho=RHO), store=Where.DEVICE)
+        blocks = Blocks() if compile is Compile.BLOCK else None
+        curvature = kfac(model, example, learning_rate=0.1, config=config, dtype=torch.bfloat16, blocks=blocks)
+        optimizer = curvature.optimizer
+    plan = make_plan(model, params, example, method=Method.NONE, dtype=torch.bfloat16)
+    graph = device.type == "cuda"
+    step = make_train_step(
+        model, optimizer, mechanism=mechanism, plan=plan, donate=("state",), compile=compile, cuda_graph=graph
+    )
+    state = init_state(model, params, optimizer, mechanism)
+    del params
+    mask, key = torch.ones(size, device=device), keys.key(1).to(device)
+    alone, refreshes, losses = [], [], mask
+    for t in range(10 + steps):
+        microbatch = {"tokens": tokens[t % len(tokens)]}
+        batch = Batch({"tokens": microbatch["tokens"].unsqueeze(0)}, mask.unsqueeze(0))
+        synchronize(device)
+        start = time.perf_counter()
+        if curvature is not None:
+            state = curvature.refresh(state, microbatch, mask, key, t, donate=True)
+            synchronize(device)
+        middle = time.perf_counter()
+        state, (losses, *_) = step(state, batch, key)
+        synchronize(device)
+        if t >= 10:  # compiled and recorded by then
+            alone.append(time.perf_counter() - middle)
+            refreshes += [middle - start] if t % 10 == 0 else []
+    one, other = statistics.median(alone), statistics.median(refreshes)
+    rows = () if curvature is None else curvature.plan.rows
+    return {
+        "optimizer": name,
+        "batch_size": size,
+        "context": tokens.shape[2] - 1,
+        "ms": 1e3 * (one + other / 10),
+        "step_ms": 1e3 * one,
+        "refresh_ms": 1e3 * other,
+        "peak_gib": peak_gib(device),
+        "loss": float(losses.mean()),
+        "seconds_in_all": time.perf_counter() - begin,
+        "failures": 0 if curvature is None else int(find(state.opt).failures),
+        "forms": [f"{row.layer.weight}: {row.left.value} x {row.right.value}; {row.why}" for row in rows[:12]],
+    }
+
+
+SECTIONS: dict[str, Callable[[Callable[[str], None]], Rows]] = {
+    "digits": digits,
+    "digits_large": digits_large,
+    "nano": nano,
+    "inverses": inverses,
+}
+GPU_SECTIONS: dict[str, Callable[[Callable[[str], None]], Rows]] = {"medium": medium}
+
+
+TITLES = {"digits": "Digits classifier", "digits_large": "Digits classifier, large batches", "nano": "gpt-nano"}
+
+
+# The page
+
+
+def page(content: Mapping[str, Any]) -> str:
+    """The report in words and tables."""
+    sections: Mapping[str, Rows] = content["sections"]
+    lines = [
+        f"# K-FAC, {content['month']}",
+        "",
+        f"Command `{content['command']}` at commit {content['commit']}; {content['hardware']}, "
+        f"{', '.join(f'{name} {number}' for name, number in content['versions'].items())}; float32 unless said "
+        "otherwise.",
+        "",
+    ]
+    for name, title in TITLES.items():
+        if name in sections:
+            lines += _loss_table(title, " ".join((SECTIONS[name].__doc__ or "").split()), sections[name])
+    if "inverses" in sections:
+        lines += _inverse_table(sections["inverses"])
+    if "medium" in sections:
+        lines += _gpu_table(sections["medium"])
+    return "\n".join(lines) + "\n"
+
+
+def _loss_table(title: str, about: str, rows: Rows) -> list[str]:
+    lines = [
+        f"## {title}",
+        "",
+        f"{about} Steps to a training loss of {rows[0]['loss']:g}, at most {rows[0]['most']}; the best setting of each "
+        "optimizer on the first seed (bold) is run on all seeds, that one included, the others on one.",
+        "",
+        "| optimizer | setting | steps (median) | each seed | seconds | ms per step |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        mark = "**" if row["best"] else ""
+        steps = "not reached" if row["steps"] is None else f"{row['steps']:g}"
+        each = ", ".join("-" if n is None else str(n) for n in row["each"])
+        lines.append(
+            f"| {mark}{row['optimizer']}{mark} | {row['setting']} | {mark}{steps}{mark} | {each} | "
+            f"{row['seconds']:.2f} | {1e3 * row['seconds_per_step']:.1f} |"
+        )
+    best = {row["optimizer"]: row for row in rows if row["best"] and row["steps"] is not None}
+    if {"adamw", "kfac"} <= best.keys():
+        a, k = best["adamw"], best["kfac"]
+        ratio = k["steps"] / a["steps"]
+        met = "Met" if ratio < 0.5 else "**Missed**"
+        lines += [
+            "",
+            f"- **K-FAC's steps / AdamW's: {ratio:.2f}** (target: below 0.5). {met}. Seconds: "
+            f"{k['seconds'] / a['seconds']:.2f} of AdamW's; a step costs "
+            f"{k['seconds_per_step'] / a['seconds_per_step']:.2f} of AdamW's at period 10. Layers that kept "
+            f"their last inverse: {k['failures']}.",
+        ]
+    return [*lines, ""]
+
+
+def _inverse_table(rows: Rows) -> list[str]:
+    lines = [
+        "## One inverse, and applying it",
+        "",
+        f"A side of p = {rows[0]['p']} features from n columns, beside one of {rows[0]['d']}: milliseconds, median.",
+        "",
+        "| n | Cholesky, dense | Woodbury | eigenvalues, dense | Woodbury | apply, dense | Woodbury | difference |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    names = ("dense_invert", "woodbury_invert", "dense_eigen", "woodbury_eigen", "dense_apply", "woodbury_apply")
+    for row in rows:
+        cells = " | ".join(f"{1e3 * row[name]:.2f}" for name in names)
+        lines.append(f"| {row['n']} | {cells} | {row['error']:.0e} |")
+    below = [row for row in rows if 2 * row["n"] < row["p"]]
+    worst = max(row["woodbury_apply"] / row["dense_apply"] for row in below)
+    make = max(row["woodbury_invert"] / row["dense_invert"] for row in below)
+    return [*lines, "", f"- For n < p/2: applying takes at most {worst:.2f} of dense, inverting {make:.2f}.", ""]
+
+
+def _gpu_table(rows: Rows) -> list[str]:
+    lines = [
+        "## gpt2-medium",
+        "",
+        f"{medium.__doc__} `auto` with rho {RHO}, factors on the device.",
+        "",
+        "| optimizer | ms per step | of which the step | one refresh | peak GiB |",
+        "|---|---|---|---|---|",
+    ]
+    for row in rows:
+        numbers = " | ".join(f"{row[name] or 0.0:.1f}" for name in ("ms", "step_ms", "refresh_ms", "peak_gib"))
+        lines.append(f"| {row['optimizer']} | {numbers} |")
+    by_name = {row["optimizer"]: row for row in rows}
+    if {"adamw", "kfac"} <= by_name.keys():
+        ratio = by_name["kfac"]["ms"] / by_name["adamw"]["ms"]
+        lines += [
+            "",
+            f"- **K-FAC / AdamW: {ratio:.2f}** (target: below 1.5). {'Met' if ratio < 1.5 else '**Missed**'}.",
+        ]
+    return [*lines, ""]
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpu", action="store_true", help="the sections that need a CUDA device")
+    parser.add_argument("--sections", nargs="+", choices=[*SECTIONS, *GPU_SECTIONS], metavar="SECTION")
+    parser.add_argument("--out", type=Path, help="the JSON file; default: benchmarks/results/kfac_<hardware>_<month>")
+    parser.add_argument("--hardware", help="its name; default: what the system says")
+    options = parser.parse_args(argv)
+    device = torch.device("cuda" if options.gpu else "cpu")
+    known = GPU_SECTIONS if options.gpu else SECTIONS
+    now = datetime.now(UTC)
+    name = options.hardware or hardware(device)
+    out = options.out or RESULTS / f"kfac_{slug(name)}_{now:%Y%m}.json"
+    content: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"sections": {}}
+    content |= {
+        "hardware": name
+        if device.type == "cuda"
+        else f"{os.environ.get('OMP_NUM_THREADS', os.cpu_count())} threads of {name}",
+        "versions": versions(device),
+        "commit": current_commit(),
+        "command": "python -m benchmarks.kfac" + (" --gpu" if options.gpu else ""),
+        "month": f"{now:%B %Y}",
+    }
+    for section in options.sections or known:
+        content["sections"][section] = known[section](lambda text: print(text, file=sys.stderr, flush=True))
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(content, indent=1) + "\n")
+        out.with_suffix(".md").write_text(page(content))
+    print(out.with_suffix(".md").read_text())
+
+
+if __name__ == "__main__":
+    main()

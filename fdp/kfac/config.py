@@ -1,0 +1,100 @@
+"""What can be chosen about K-FAC, checked in one place.
+
+    damping     added to the product of both sides, on its scale
+    kl_clip     the most that a step may change the model's predictions by, about: lr^2 g^T F^-1 g <= kl_clip
+    periods     factors are measured, and inverted, every so many steps
+    decay       total <- decay total + total_new, weight <- decay weight + weight_new, at every measurement
+
+The condition number of a damped side of n features is at most about ``n sqrt(mean curvature / damping)`` (balanced by
+pi), and a float32 map is good up to 1e4 or so (``fdp.kfac.woodbury``): raise the damping beyond that, or give a
+``max_condition``, which takes ``Via.EIGEN``, about ten times the work of Cholesky.
+
+    >>> config = KfacConfig(damping=1e-2, policy=auto(rho=0.3), distribution=Distribution.OWNER)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+
+from fdp.kfac.fisher import Fisher
+from fdp.kfac.gather import CAP, check_cap
+from fdp.kfac.inverse import Damping, Via, check_settings
+from fdp.kfac.policy import Policy, auto, check_period
+from fdp.kfac.store import Where
+from fdp.kfac.sums import Sharing
+from fdp.kfac.woodbury import Power
+from fdp.optimizers import checks
+from fdp.types import FdpError
+
+
+class Distribution(Enum):
+    """How ranks share the work: all invert all, from gathered columns; columns stay where they are; one inverts for
+    all."""
+
+    GATHER = "gather"
+    RING = "ring"
+    OWNER = "owner"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KfacConfig:
+    """The settings of K-FAC.
+
+    ``method`` PRODUCT is for layers with two dense sides; others are damped by PI. ``window``: of how many measurements
+    columns are kept (dense and diagonal sides remember all, decayed). ``store`` and ``column_dtype`` are where, and in
+    what, factors wait between measurements. ``power`` ROOT is for gradients that are preconditioned twice.
+    """
+
+    damping: float = 3e-2
+    kl_clip: float | None = 1e-2
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    decay: float = 0.95
+    factor_period: int = 10
+    inverse_period: int = 10
+    policy: Policy = field(default_factory=auto)
+    fisher: Fisher = Fisher.SAMPLED
+    sharing: Sharing = Sharing.EXPAND
+    distribution: Distribution = Distribution.GATHER
+    method: Damping = Damping.PI
+    via: Via = Via.CHOLESKY
+    max_condition: float | None = None
+    power: Power = Power.INVERSE
+    cap: int = CAP
+    window: int = 1
+    store: Where = Where.AUTO
+    column_dtype: torch.dtype | None = torch.float16
+
+    def __post_init__(self) -> None:
+        check_settings(
+            damping=self.damping, method=self.method, via=self.via, max_condition=self.max_condition, power=self.power
+        )
+        check_period(self.factor_period, "factor_period")
+        check_period(self.inverse_period, "inverse_period")
+        check_cap(self.cap)
+        checks.decay_rate("momentum", self.momentum)
+        checks.nonnegative("weight_decay", self.weight_decay)
+        if self.inverse_period % self.factor_period:
+            raise FdpError(
+                f"inverse_period: expected a multiple of factor_period = {self.factor_period}, got "
+                f"{self.inverse_period}; factors are inverted right after they are measured"
+            )
+        if self.kl_clip is not None and not (math.isfinite(self.kl_clip) and self.kl_clip > 0):
+            raise FdpError(f"kl_clip: expected a finite number above 0, or None for no scaling, got {self.kl_clip}")
+        if not 0.0 <= self.decay <= 1.0:
+            raise FdpError(f"decay: expected a number from 0 (forget all) to 1 (keep all), got {self.decay}")
+        if self.window < 1:
+            raise FdpError(f"window: expected at least 1 measurement, got {self.window}")
+        if self.column_dtype is not None and not self.column_dtype.is_floating_point:
+            raise FdpError(f"column_dtype: expected a floating-point dtype, got {self.column_dtype}; float16 is usual")
+        if self.distribution is Distribution.RING and (
+            self.max_condition is not None or self.method is Damping.PRODUCT or self.power is Power.ROOT
+        ):
+            raise FdpError(
+                "distribution ring: knows no eigenvalues; expected Damping.PI, the inverse, and no max_condition. "
+                "Use gather or owner with them."
+            )

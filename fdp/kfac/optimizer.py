@@ -1,0 +1,131 @@
+"""K-FAC: the mean gradient times the inverse of a Kronecker-factored Fisher information, as an optimizer.
+
+    g^ = F^-1 g,   nu = min(1, sqrt(kl_clip / (lr^2 g^T g^))),   m <- mu m + nu g^,   w <- w - lr (m + lambda w)
+
+Martens and Grosse 2015, arXiv 1503.05671; the trust region on the predictions' change: Ba et al. 2017 (ICLR). The
+inverses are part of the state: identities, until ``refresh`` measures and inverts between the steps. Leaves of no layer
+go by their gradients.
+
+    >>> k = kfac(model, microbatch, learning_rate=0.3, config=KfacConfig(damping=1e-2))
+    >>> state = k.settled(init_state(model, params, k.optimizer, mechanism))
+    >>> state = k.refresh(state, microbatch, mask, key, t)          # before step t; where nothing is due, nothing
+    >>> state, metrics = step(state, batch, key)                    # a step made with k.optimizer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from fdp import tree
+from fdp.block_loop import ALL_KEPT, Memory
+from fdp.compiled import Blocks
+from fdp.kfac.apply import precondition
+from fdp.kfac.config import Distribution, KfacConfig
+from fdp.kfac.layers import Survey
+from fdp.kfac.parts import precondition_parts
+from fdp.kfac.places import Placed, ring_sides
+from fdp.kfac.refresh import refresh
+from fdp.kfac.ring import RingSides, precondition_ring
+from fdp.kfac.state import KfacPlan, KfacState, init, plan_kfac, settled
+from fdp.kfac.types import Layer
+from fdp.kfac.woodbury import Power
+from fdp.model import Model
+from fdp.optimizers import LOCAL, Optimizer, Reductions, Schedule, add_decayed_weights, chain, scale_by_learning_rate
+from fdp.optimizers import trace as momentum_trace
+from fdp.optimizers.base import once
+from fdp.optimizers.schedules import as_schedule
+from fdp.optimizers.transforms import times
+from fdp.sharding import Sharding
+from fdp.types import Key, TrainState, Tree
+
+
+class Kfac(NamedTuple):
+    """An optimizer, and what keeps its curvature up to date between steps."""
+
+    optimizer: Optimizer
+    plan: KfacPlan
+    memory: Memory
+    blocks: Blocks | None
+
+    def refresh(
+        self, state: TrainState, data: Tree, mask: Float[Tensor, " batch"], key: Key, step: int, *, donate: bool = False
+    ) -> TrainState:
+        """The state before step ``step`` with newer curvature, where it is due: :func:`fdp.kfac.refresh.refresh`."""
+        plan, memory, blocks = self.plan, self.memory, self.blocks
+        return refresh(state, data, mask, key, step, plan=plan, memory=memory, blocks=blocks, donate=donate)
+
+    def settled(self, state: TrainState) -> TrainState:
+        """The state with everything where it is kept; once, after ``init_state``."""
+        return settled(state, self.plan)
+
+
+def kfac(
+    model: Model,
+    microbatch: Tree,
+    *,
+    learning_rate: float | Schedule,
+    config: KfacConfig,
+    sharding: Sharding | None = None,
+    dtype: torch.dtype = torch.float32,
+    memory: Memory = ALL_KEPT,
+    blocks: Blocks | None = None,
+    view: Callable[[Survey], Survey] = lambda known: known,
+) -> Kfac:
+    """K-FAC for ``model`` on microbatches of the shapes, and on the device, of ``microbatch``: this rank's samples.
+
+    ``dtype`` is what the model computes in while factors are measured; ``memory`` and ``blocks`` as in a step;
+    ``view`` as in :func:`fdp.kfac.state.plan_kfac`.
+    """
+    plan = plan_kfac(model, microbatch, config=config, sharding=sharding, dtype=dtype, view=view)
+    parts = [scale_by_kfac(plan, learning_rate=learning_rate)]
+    parts += [momentum_trace(config.momentum)] if config.momentum else []
+    parts += [add_decayed_weights(config.weight_decay)] if config.weight_decay else []
+    return Kfac(chain(*parts, scale_by_learning_rate(learning_rate)), plan, memory, blocks)
+
+
+def scale_by_kfac(plan: KfacPlan, *, learning_rate: float | Schedule) -> Optimizer:
+    """``u = nu F^-1 g``; the learning rate is for the scale ``nu`` only."""
+    config, rate = plan.config, as_schedule(learning_rate)
+    skipped = sorted(plan.model.trainable - {path for layer in plan.layers for path in layer if path is not None})
+
+    def begin(params: Tree, reductions: Reductions = LOCAL) -> KfacState:
+        first = tree.leaves(params)[0]
+        return init(plan, dtype=first.dtype, device=first.device)
+
+    def update(grads: Tree, state: KfacState, params: Tree, reductions: Reductions = LOCAL) -> tuple[Tree, KfacState]:
+        flat, dots = tree.flatten(grads), []
+
+        def apply(preconditioner: Placed, gradient: Tensor) -> Tensor:
+            if isinstance(preconditioner, RingSides):
+                done = precondition_ring(preconditioner, gradient, plan.sharding)
+            else:
+                done = precondition(preconditioner, gradient)
+            # Of the whole layer, on every rank. A root meets gradients that one root has been applied to: |F^-1/2 g|^2.
+            other = gradient if config.power is Power.ROOT else done
+            dots.append((gradient * other).sum(dtype=torch.float64))
+            return done
+
+        maps = {layer: _ready(state.maps[layer.weight], layer, plan) for layer in plan.layers}
+        done = precondition_parts(maps, flat, plan.sharding, shapes=plan.known.shapes, apply=apply)
+        if config.kl_clip is not None:
+            squares = reductions.sum_of_squares({path: flat[path] for path in skipped}) if skipped else {}
+            dot = torch.stack([*dots, *(square.double() for square in squares.values())]).sum()
+            most = (config.kl_clip / (rate(state.step).square() * dot.abs())).sqrt()
+            factor = once(most.clamp(max=1))
+            done = {path: times(leaf, factor) for path, leaf in done.items()}
+        return tree.unflatten(grads, done), state._replace(step=state.step + 1)
+
+    return Optimizer(begin, update)
+
+
+def _ready(placed: Placed, layer: Layer, plan: KfacPlan) -> Placed:
+    if plan.config.distribution is not Distribution.RING:
+        return placed
+    assert isinstance(placed, RingSides)
+    left, right, _ = plan.layers[layer]
+    return ring_sides(placed, left, right)
