@@ -204,7 +204,8 @@ def _open(weights: Weights, block: Block, whole: Flat, carry: Tree, data: Tree, 
 
 
 def _vmapped_vjp(block: Block, weights: Flat, carry: Tree, data: Tree, trainable: frozenset[Path]):
-    """As ``tapped_vjp`` for any block at all: every sample's vector-Jacobian product by itself, under ``vmap``."""
+    """As ``tapped_vjp`` for any block at all: every sample's vector-Jacobian product by itself, under ``vmap`` if that
+    can."""
     trained = {path: w for path, w in weights.items() if path in trainable}
     rest = {path: w for path, w in weights.items() if path not in trainable}
 
@@ -222,10 +223,20 @@ def _vmapped_vjp(block: Block, weights: Flat, carry: Tree, data: Tree, trainable
 
     def pull(gradient: Tree) -> tuple[Tree, dict[Path, list[Record]]]:
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # the fused CPU attention has no batching rule
-            per_sample, carry_gradient = torch.func.vmap(pull_one)(carry, data, gradient)
+            try:
+                per_sample, carry_gradient = torch.func.vmap(pull_one)(carry, data, gradient)
+            except RuntimeError:  # no batching rule, or a shape that depends on the data: then one at a time
+                per_sample, carry_gradient = _one_by_one(pull_one, (carry, data, gradient))
         return carry_gradient, {path: [Dense(leaf)] for path, leaf in per_sample.items()}
 
     return out, pull
+
+
+def _one_by_one(pull_one: Callable[..., tuple[Tree, ...]], batch: tuple[Tree, ...]) -> Tree:
+    """What ``vmap(pull_one)(*batch)`` would be."""
+    size = len(tree.leaves(batch)[0])
+    found = [pull_one(*tree.map(lambda leaf: leaf[i], batch)) for i in range(size)]  # noqa: B023
+    return tree.map(lambda *leaves: torch.stack(leaves), *found)
 
 
 def _plain_vjp(block: Block, weights: Flat, carry: Tree, data: Tree, trainable: frozenset[Path]):

@@ -78,6 +78,8 @@ class Rates(NamedTuple):
     kernels: bool = False
 
 
+EXPERTS = ("experts", "einsum")
+"""Rules by which a leaf of three dims is a matrix for each of the first."""
 TILE = 128
 """Tokens of a tile of the symmetric kernel: a tile on the diagonal is computed whole."""
 # About what an H200 reaches (products and bytes measured, float64 from its data sheet); other devices keep the
@@ -118,13 +120,21 @@ def second_backward(choice: Choice, uses: list[Use], *, rates: Rates) -> Choice:
 
 
 def sizes(use: Use) -> tuple[int, int, int, int]:
-    """B, T, and the two sides of the leaf as a matrix: rows p and columns d (per group for convolutions)."""
+    """B, T, and the two sides of the leaf as a matrix: rows p and columns d (per group for convolutions).
+
+    An expert's matrix is one of its own: B counts experts and samples.
+    """
     batch, *_ = use.input_shape
+    if use.rule in EXPERTS and len(use.leaf_shape) == 3:
+        experts, rows, columns = use.leaf_shape
+        return batch * experts, max(1, math.prod(use.output_shape[1:]) // max(1, experts * columns)), rows, columns
     rows = use.leaf_shape[0] if use.leaf_shape else 1
     columns = math.prod(use.leaf_shape[1:])
     if use.rule == EXPANDED:
         return batch, 1, rows, columns
-    width = columns if use.rule == "embedding" else rows
+    if use.rule in ("linear", "linear rows"):
+        return batch, max(1, math.prod(use.input_shape[1:-1])), rows, columns
+    width = columns if use.rule in ("embedding", "matmul") else rows
     return batch, max(1, math.prod(use.output_shape[1:]) // max(1, width)), rows, columns
 
 

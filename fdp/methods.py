@@ -23,11 +23,12 @@ from enum import Enum
 from typing import NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from fdp import tree
 from fdp.costs import Choice, NormBy, Rates, SumBy, candidates, rates_of, second_backward
-from fdp.model import Model, check_losses
-from fdp.taps import Use, batch_size_of, trace
+from fdp.model import Block, Model, check_losses
+from fdp.taps import Use, batch_size_of, traced
 from fdp.timing import Timings, signature
 from fdp.types import FdpError, Flat, Path, Tree
 
@@ -44,6 +45,8 @@ class Method(Enum):
     AUTO = "auto"
 
 
+OTHERS = (1009, 1013)
+"""Numbers of samples with which a model is traced again: primes, which no extent of a model is a multiple of."""
 CHOOSING = (Method.AUTO, Method.FLASH, Method.FLASH_BK)
 """Methods that choose between ways, and so gain from knowing what they take."""
 
@@ -91,20 +94,22 @@ def make_plan(
     """
     flat = tree.flatten(params)
     batch_size = batch_size_of(microbatch)
-    watched = model.trainable if method not in (Method.NONE, Method.MATERIALIZE) else frozenset()
-    uses = _trace_model(model, flat, microbatch, dtype, watched)
-    # Once more with another number of samples: a dimension that only happens to be as long is then refused.
-    more = tree.map(lambda leaf: leaf[:1].expand(batch_size + 1, *leaf.shape[1:]), microbatch)
-    _trace_model(model, flat, more, dtype, watched)
+    materialized = _materialized(model, method)
+    watched = model.trainable - materialized if method is not Method.NONE else frozenset()
+    uses, layouts = _trace_model(model, flat, microbatch, dtype, watched)
+    # Once more with another number of samples: a dimension that only happens to be as long, or a multiple, is then
+    # refused.
+    size = next(other for other in OTHERS if batch_size % other)
+    more = tree.map(lambda leaf: leaf[:1].expand(size, *leaf.shape[1:]), microbatch)
+    _check_layouts(layouts, _trace_model(model, flat, more, dtype, watched)[1], batch_size)
     if method is Method.NONE:
         return Plan(method, uses, {}, model.trainable, batch_size, dtype)
+    sizes = {path: batch_size * flat[path].numel() * dtype.itemsize for path in flat if path in materialized}
+    by_vmap = {path: Choice(NormBy.VMAP, SumBy.REUSE, math.nan, size) for path, size in sizes.items()}
     if method is Method.MATERIALIZE:
-        sizes = {path: batch_size * leaf.numel() * dtype.itemsize for path, leaf in flat.items()}
-        every = {path: Choice(NormBy.VMAP, SumBy.REUSE, math.nan, sizes[path]) for path in flat}
-        choices = {path: choice for path, choice in every.items() if path in model.trainable}
-        return Plan(method, uses, choices, model.trainable, batch_size, dtype)
+        return Plan(method, uses, by_vmap, model.trainable, batch_size, dtype)
 
-    by_leaf: dict[Path, list[Use]] = {path: [] for path in flat if path in model.trainable}
+    by_leaf: dict[Path, list[Use]] = {path: [] for path in flat if path in watched}
     for use in (use for block in uses for use in block):
         by_leaf[use.path].append(use)
     if unused := [path for path, leaf_uses in by_leaf.items() if not leaf_uses]:
@@ -119,8 +124,8 @@ def make_plan(
         heads = {block.params[block.head.weight] for block in model.blocks if block.head is not None}
         choices |= {path: ways[path][NormBy.KEEP] for path in heads & set(choices)}
     if method is Method.AUTO and memory_budget is not None:
-        choices = _within(choices, ways, by_leaf, memory_budget, rates)
-    return Plan(method, uses, choices, model.trainable, batch_size, dtype)
+        choices = _within(choices, ways, by_leaf, memory_budget - sum(sizes.values()), rates)
+    return Plan(method, uses, by_vmap | choices, model.trainable, batch_size, dtype)
 
 
 def explain(plan: Plan) -> str:
@@ -130,10 +135,9 @@ def explain(plan: Plan) -> str:
         f"{'leaf':40} {'use':10} {'input':18} {'norm':10} {'sum':16} {'predicted ms':>12} {'measured ms':>11} "
         f"{'kept MiB':>9}"
     )
-    rows = [use for block in plan.uses for use in block] or [
-        Use(path, path, "any", (), (), ()) for path in plan.choices
-    ]
-    for use in rows:
+    rows = [use for block in plan.uses for use in block]
+    used = {use.path for use in rows}
+    for use in rows + [Use(path, path, "any", (), (), ()) for path in plan.choices if path not in used]:
         choice = plan.choices[use.path]
         shape = "x".join(map(str, use.input_shape))
         measured = "" if choice.measured is None else f"{choice.measured * 1e3:.3f}"
@@ -145,17 +149,71 @@ def explain(plan: Plan) -> str:
     return "\n".join(lines)
 
 
+def _materialized(model: Model, method: Method) -> frozenset[Path]:
+    """The trainable leaves of all blocks whose gradients are made whole: those that hold one that must be, and theirs."""
+    if method in (Method.NONE, Method.MATERIALIZE):
+        return model.trainable if method is Method.MATERIALIZE else frozenset()
+    found = model.materialized & model.trainable
+    of_blocks = [frozenset(tree.leaves(block.params)) & model.trainable for block in model.blocks]
+    while more := [leaves for leaves in of_blocks if leaves & found and not leaves <= found]:
+        found = found.union(*more)
+    return found
+
+
 def _trace_model(
     model: Model, flat: Flat, microbatch: Tree, dtype: torch.dtype, watched: frozenset[Path]
-) -> tuple[tuple[Use, ...], ...]:
+) -> tuple[tuple[tuple[Use, ...], ...], list[tuple[Path, str]]]:
     meta = {path: leaf.new_empty((), dtype=dtype).expand(leaf.shape) for path, leaf in flat.items()}
     carry: Tree = ()
-    uses = []
+    uses, layouts = [], []
     for block in model.blocks:
-        block_uses, carry = trace(block, meta, watched, carry, microbatch)
-        uses.append(block_uses)
+        try:
+            tape, carry = traced(block, meta, watched, carry, microbatch)
+        except (DynamicOutputShapeException, DataDependentOutputException) as error:
+            carry = _guessed(model, block, carry, microbatch, watched, dtype, error)
+            uses.append(())
+        else:
+            uses.append(tuple(tape.uses))
+            layouts += tape.layouts
     check_losses(model, carry, batch_size_of(microbatch))
-    return tuple(uses)
+    return tuple(uses), layouts
+
+
+def _guessed(
+    model: Model,
+    block: Block,
+    carry: Tree,
+    microbatch: Tree,
+    watched: frozenset[Path],
+    dtype: torch.dtype,
+    error: Exception,
+) -> Tree:
+    """What a materialised block returns whose inner shapes depend on the data: losses, or a carry like its own."""
+    if watched & frozenset(tree.leaves(block.params)):
+        raise FdpError(
+            f"{block.name}: {error} has a shape or a branch that depends on the data, so that no uses can be planned; "
+            f"send the block through the materialised path, exact and slower (from_module(..., materialize=...), or the "
+            f"method 'materialize'), or compute the same for every sample (experts by einsum over all of them)"
+        ) from error
+    if block is not model.blocks[-1] and not tree.leaves(carry):
+        raise FdpError(
+            f"{block.name}: {error} has a shape that depends on the data, so that what it returns is not known before "
+            f"it runs; take the module as one block (blocks=None)"
+        ) from error
+    last = block is model.blocks[-1]
+    return tree.leaves(microbatch)[0].new_empty(batch_size_of(microbatch), dtype=dtype) if last else carry
+
+
+def _check_layouts(found: list[tuple[Path, str]], again: list[tuple[Path, str]], batch_size: int) -> None:
+    """Samples of a foreign module are found by the shapes of its tensors: of any number, in the same places."""
+    if batch_size == 1 or found == again:  # one sample is everywhere and nowhere
+        return
+    pairs = zip(found, again)
+    (path, here), (_, there) = next((pair for pair in pairs if pair[0] != pair[1]), (found[-1], again[-1]))
+    raise FdpError(
+        f"{path}: with {batch_size} samples its input was taken for one with samples ({here}), with another number it "
+        f"was not ({there}): some other extent happens to be {batch_size}, or a multiple. Use another microbatch size"
+    )
 
 
 def _timed(

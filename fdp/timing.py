@@ -64,7 +64,7 @@ def remembered(device: torch.device, *, store: FilePath) -> dict[str, float]:
 def measure(
     uses: Iterable[Use], *, dtype: torch.dtype, device: torch.device, store: FilePath | None, seconds: float = 0.02
 ) -> dict[str, float]:
-    """Times of every way to the norms and the sum of linear and embedding uses, those already known not taken again.
+    """Times of every way to the norms and the sum of linear and embedding uses (either way up), those already known not taken again.
 
     ``seconds`` is about what each is run for. A way that does not fit into memory is given no time.
     """
@@ -72,7 +72,7 @@ def measure(
         raise FdpError(f"seconds: expected a positive time per measurement, got {seconds}")
     known = {} if store is None else remembered(device, store=store)
     fresh = {}
-    for use in {(u.rule, sizes(u)): u for u in uses if u.rule in ("linear", "embedding")}.values():
+    for use in {(u.rule, sizes(u)): u for u in uses if u.rule in ("linear", "matmul", "embedding")}.values():
         for by in (NormBy.KEEP, NormBy.DIRECT, NormBy.SYMMETRIC, NormBy.GRAM):
             name = signature(use, by, dtype)
             if name not in known and name not in fresh:

@@ -1,0 +1,184 @@
+"""Attention as modules of torch call it: the fused function, and ``F.multi_head_attention_forward`` written out.
+
+    out = softmax(q k^T / sqrt(d) + mask) v W_o^T + b_o                Vaswani et al. 2017, arXiv 1706.03762
+
+``nn.MultiheadAttention`` hands its parameters to one function, tokens first whatever its ``batch_first``; here its
+projections are linear layers on samples first, each use of a part of the packed weight with a rule of its own.
+
+    >>> multi_head(run, query, key, value, embed_dim, heads, in_proj_weight, ...)     # as F.multi_head_attention_forward
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fdp import ops
+from fdp.foreign.dropout import draw
+from fdp.foreign.products import LINEAR_ROWS, Operand, refusal
+from fdp.foreign.tracking import SAMPLES, Run, Tracked
+
+
+def scaled_dot_product(
+    run: Run,
+    query: Operand,
+    key: Operand,
+    value: Operand,
+    attn_mask: Operand | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """``F.scaled_dot_product_attention``, its dropout from the samples' keys; parameter-made operands, one per sample."""
+    q, k, v, mask = (_per_sample(run, operand) for operand in (query, key, value, attn_mask))
+    if dropout_p == 0.0:
+        options = {"scale": scale, "is_causal": is_causal, "enable_gqa": enable_gqa}
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)
+    if enable_gqa:
+        k, v = (z.repeat_interleave(q.shape[-3] // z.shape[-3], -3) for z in (k, v))
+    weights = _weights(q, k, _causal(q, k) if is_causal else mask, scale)
+    return draw(run, weights, dropout_p) @ v
+
+
+def multi_head(
+    run: Run,
+    query: Operand,
+    key: Operand,
+    value: Operand,
+    embed_dim_to_check: int,
+    num_heads: int,
+    in_proj_weight: Operand | None,
+    in_proj_bias: Operand | None,
+    bias_k: Operand | None,
+    bias_v: Operand | None,
+    add_zero_attn: bool,
+    dropout_p: float,
+    out_proj_weight: Operand,
+    out_proj_bias: Operand | None,
+    training: bool = True,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    use_separate_proj_weight: bool = False,
+    q_proj_weight: Operand | None = None,
+    k_proj_weight: Operand | None = None,
+    v_proj_weight: Operand | None = None,
+    static_k: Tensor | None = None,
+    static_v: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """``F.multi_head_attention_forward``: inputs (tokens, samples, features), masks True or -inf where not to look."""
+    inputs = (query, key, value)
+    if static_k is not None or static_v is not None or any(isinstance(x, Tracked) or x.ndim != 3 for x in inputs):
+        raise refusal(
+            "F.multi_head_attention_forward on other than (tokens, samples, features)", (*inputs, in_proj_weight)
+        )
+    q, k, v = (x.transpose(0, 1) for x in inputs if isinstance(x, Tensor))
+    for x in (q, k, v):
+        if x.shape[0] != run.batch_size:
+            raise refusal("F.multi_head_attention_forward on other than (tokens, samples, features)", (*inputs,))
+    run.note("attention", SAMPLES)
+    if use_separate_proj_weight:
+        separate = (q_proj_weight, k_proj_weight, v_proj_weight)
+        q, k, v = (_part(x, w, in_proj_bias, i) for i, (x, w) in enumerate(zip((q, k, v), separate)))
+    elif query is key and key is value:
+        q, k, v = ops.linear(q, _weight(in_proj_weight), _weight(in_proj_bias)).chunk(3, -1)
+    else:
+        q, k, v = (_part(x, in_proj_weight, in_proj_bias, i, packed=True) for i, x in enumerate((q, k, v)))
+    mask = _merged(attn_mask, key_padding_mask, q, k, num_heads)
+    extra = (bias_k is not None) + add_zero_attn
+    if bias_k is not None:
+        k, v = torch.cat([k, _row(bias_k, q)], 1), torch.cat([v, _row(bias_v, q)], 1)
+    if add_zero_attn:
+        k, v = (F.pad(z, (0, 0, 0, 1)) for z in (k, v))
+    mask = F.pad(mask, (0, extra)) if mask is not None and extra else mask
+    q, k, v = (z.unflatten(-1, (num_heads, -1)).transpose(1, 2) for z in (q, k, v))
+    drop = dropout_p if training else 0.0
+    if need_weights or drop > 0:
+        weights = _weights(q, k, mask, None)
+        weights = draw(run, weights, drop) if drop > 0 else weights
+        out = weights @ v
+    else:
+        weights = None
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    out = ops.linear(out.transpose(1, 2).flatten(2), _weight(out_proj_weight), _weight(out_proj_bias)).transpose(0, 1)
+    if not need_weights:
+        return out, None
+    assert weights is not None
+    return out, weights.mean(1) if average_attn_weights else weights
+
+
+def _per_sample(run: Run, operand: Any) -> Any:
+    """A parameter-made operand with one for every sample, where others have samples."""
+    if not isinstance(operand, Tracked):
+        return operand
+    copies = operand.copies()
+    if len(operand.shape) < 4:
+        return copies.reshape(copies.shape[0], *[1] * (4 - copies.ndim), *copies.shape[1:])
+    if operand.shape[0] != 1:
+        raise refusal("F.scaled_dot_product_attention", (operand,))
+    return copies.squeeze(1)
+
+
+def _weights(q: Tensor, k: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    scores = q @ k.transpose(-1, -2) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    return scores.softmax(-1)
+
+
+def _causal(q: Tensor, k: Tensor) -> Tensor:
+    return torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+
+
+def _weight(operand: Any) -> Any:
+    """A leaf or a plain tensor, as ``fdp.ops`` takes it."""
+    if not isinstance(operand, Tracked):
+        return operand
+    if operand.leaf is None or operand.turned:
+        raise refusal("F.multi_head_attention_forward with a weight that is made of a parameter", (operand,))
+    return operand.leaf
+
+
+def _part(x: Tensor, weight: Any, bias: Any, i: int, *, packed: bool = False) -> Tensor:
+    """One of three projections; their biases are packed, their weights may be."""
+    leaf = _weight(weight)
+    width = leaf.shape[0] // 3 if packed else leaf.shape[0]
+    start, stop = (i * width, (i + 1) * width) if packed else (0, width)
+    y = ops.use(LINEAR_ROWS, x, leaf, start=start, stop=stop) if packed else ops.linear(x, leaf)
+    if bias is None:
+        return y
+    if isinstance(bias, Tracked):
+        return y + bias.copies()[:, None, i * width : (i + 1) * width]
+    return y + bias[i * width : (i + 1) * width]
+
+
+def _row(bias: Any, like: Tensor) -> Tensor:
+    """A learned key or value, (1, 1, features), as one more token of every sample."""
+    copies = bias.copies() if isinstance(bias, Tracked) else bias.expand(like.shape[0], *bias.shape)
+    return copies.reshape(like.shape[0], 1, -1)
+
+
+def _merged(attn_mask: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor, heads: int) -> Tensor | None:
+    """Both masks as one to add to scores (batch, heads, queries, keys)."""
+    total = None
+    if attn_mask is not None:
+        total = _additive(attn_mask, q.dtype)
+        if total.ndim == 3:
+            total = total.unflatten(0, (q.shape[0], heads))
+    if padding is not None:
+        more = _additive(padding, q.dtype).view(q.shape[0], 1, 1, k.shape[1])
+        total = more if total is None else total + more
+    return None if total is None else total.expand(q.shape[0], heads, q.shape[1], k.shape[1])
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, -math.inf)

@@ -1,0 +1,85 @@
+"""Causal language models of ``transformers`` as stacks: GPT-2, Llama, Qwen, Gemma, Mistral, OPT and their like.
+
+    loss_b = mean_t -log softmax(W features_bt)[token_b,t+1]            data as in ``fdp.models.language``
+
+The head is a ``LossHead``: what enters the module's last linear layer is found by a placeholder in that layer's place.
+A model that does something to its logits (a bias, a cap) has none, and is run as it is.
+
+    >>> model = causal_lm(module)                                        # a GPT2LMHeadModel, a LlamaForCausalLM, ...
+    >>> losses = model.loss(params_of(module, model), {"tokens": tokens})
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fdp.foreign.leaves import foreign_model
+from fdp.foreign.masks import causal_caller, stands_for_none
+from fdp.foreign.parts import After
+from fdp.foreign.placeholders import Same
+from fdp.foreign.skeleton import returns, stack_blocks
+from fdp.foreign.stack import AUTO, leaf_paths
+from fdp.model import Likelihood, Model, Outputs
+from fdp.models.language import head_block, targets_of, token_losses, weights_of
+from fdp.types import FdpError, Tree
+
+SHORT = 32
+"""Tokens of the example, where none is given and no layer has a window."""
+
+
+def causal_lm(
+    module: nn.Module, *, context: int | None = None, example: Tree | None = None, pattern: str = AUTO
+) -> Model:
+    """The model of a ``...ForCausalLM``: what comes before its layers, the layers, the head with the loss.
+
+    Leaves have the module's names. ``context`` is the length of samples, by default the longest the module takes.
+    ``example`` is a batch with the entries of the data to come, by default tokens alone; give one of packed documents,
+    or of windows of users, if such are to come.
+    """
+    head, name = _head(module)
+    config: Any = module.config
+    context = int(context or config.max_position_embeddings)
+    example = _example(config, context) if example is None else example
+    call = causal_caller(module, example, pattern=pattern)
+    common: dict[str, Any] = {"call": call, "example": example, "pattern": pattern, "absent": stands_for_none}
+    if type(head) is nn.Linear and head.bias is None and returns(module, name, call, _logits, example):
+        *blocks, last = stack_blocks(module, finish=_logits, parts={name: Same()}, **common)
+        end = head_block({**last.params, "weight": leaf_paths(module)[f"{name}.weight"]}, last.apply)
+    else:
+        *blocks, last = stack_blocks(module, finish=_losses, **common)
+        assert isinstance(last.apply, After)
+        scores = replace(last.apply, finish=_logits)
+        outputs = Outputs(scores, Likelihood.SOFTMAX, targets_of, weights=weights_of)
+        end = last._replace(name="head", outputs=outputs)
+    return foreign_model(module, (*blocks, end), context=context, vocab_size=config.vocab_size)
+
+
+def _head(module: nn.Module) -> tuple[nn.Module, str]:
+    find = getattr(module, "get_output_embeddings", None)
+    head = None if find is None else find()
+    names = [name for name, part in module.named_modules() if part is head]
+    if head is None or not names:
+        raise FdpError(
+            f"{type(module).__name__}: expected a language model of transformers with an output layer, got none; take "
+            f"it by from_module(module, loss=...)"
+        )
+    return head, names[0]
+
+
+def _example(config: Any, context: int) -> Tree:
+    """Tokens as long as decides whether a window of attention is felt."""
+    window = getattr(config, "sliding_window", None)
+    length = min(context, SHORT) if window is None or context < window else context
+    return {"tokens": torch.zeros(2, length + 1, dtype=torch.int64)}
+
+
+def _logits(out: Any, data: Tree) -> Tensor:
+    return out.logits
+
+
+def _losses(out: Any, data: Tree) -> Tensor:
+    return token_losses(out.logits, data)

@@ -1,0 +1,106 @@
+"""What is checked of a foreign module, once, on an example: what shapes cannot show.
+
+- samples do not influence each other (``fdp.audit.check_independent``);
+- buffers are the same after a forward;
+- every leaf's per-sample norms, by taps, are those of the module itself called with that sample alone: neither a layout
+  that was guessed wrong nor a parameter that the module keeps elsewhere goes unseen.
+
+    >>> check_module(module, model, params, example, call=call, finish=loss)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from fdp import tree
+from fdp.audit import check_independent
+from fdp.foreign.dropout import NAME, keys_of
+from fdp.foreign.stack import leaf_paths
+from fdp.foreign.tracking import Run
+from fdp.foreign.uses import Uses
+from fdp.methods import Method, make_plan
+from fdp.model import Model
+from fdp.per_sample import per_sample_norms
+from fdp.taps import batch_size_of
+from fdp.types import FdpError, Path, Tree
+
+TOLERANCE = {torch.float64: 1e-7, torch.float32: 2e-3}
+COARSE = 0.1
+"""In half precision: enough to tell samples apart."""
+FLOOR = 1e-4
+"""Norms are compared up to this share of the sample's whole norm: there are leaves whose gradient is zero but for
+rounding, such as the biases of keys."""
+
+
+def check_module(
+    module: nn.Module,
+    model: Model,
+    params: Tree,
+    example: Tree,
+    *,
+    call: Callable[[Callable[..., Any], Tree], Any],
+    finish: Callable[[Any, Tree], Tensor],
+) -> None:
+    """All checks; the error says what differs and what to do.
+
+    Guarantees:
+      - no parameter, gradient or buffer of the module is changed.
+    """
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    dtype = tree.leaves(params)[0].dtype
+    check_independent(model, params, example)
+    for name, buffer in module.named_buffers():
+        if not torch.equal(buffer, before[name]):
+            with torch.no_grad():
+                buffer.copy_(before[name])
+            raise FdpError(
+                f"{name}: the module changes this buffer when it is called, so that what it computes depends on who was "
+                f"seen before; put it in eval(), or replace the part that does"
+            )
+    plan = make_plan(model, params, example, method=Method.AUTO, dtype=dtype)
+    got = per_sample_norms(model, params, example, plan=plan)[1].squared
+    expected = alone_norms(module, model, example, call=call, finish=finish)
+    total = torch.stack(list(expected.values())).square().sum(0).sqrt()
+    tolerance = TOLERANCE.get(dtype, COARSE)
+    for path, norms in expected.items():
+        apart = (got[path].double().sqrt() - norms).abs() / (norms + FLOOR * total).clamp_min(1e-30)
+        if not bool((apart <= tolerance).all()):
+            b = int(apart.argmax())
+            raise FdpError(
+                f"{path}: the gradient of sample {b} has norm {float(got[path][b]) ** 0.5:.4g} in a batch, and "
+                f"{float(norms[b]):.4g} if the module is called with it alone. Shapes do not show where its samples are: "
+                f"tokens may come first (batch_first=False), or be flattened before samples, or the module keeps the "
+                f"parameter elsewhere. Name the leaf in materialize=('{path}',), or freeze it"
+            )
+
+
+def alone_norms(
+    module: nn.Module,
+    model: Model,
+    example: Tree,
+    *,
+    call: Callable[[Callable[..., Any], Tree], Any],
+    finish: Callable[[Any, Tree], Tensor],
+) -> dict[Path, Float[Tensor, " batch"]]:
+    """Every trained leaf's gradient norm, sample by sample, by a plain backward of the module itself."""
+    paths = leaf_paths(module)
+    trained = {path: leaf for path, leaf in module.named_parameters() if paths[path] in model.trainable}
+    found: dict[Path, list[Tensor]] = {path: [] for path in trained}
+    dtype = next(iter(trained.values())).dtype
+    for b in range(batch_size_of(example)):
+        one = tree.map(lambda leaf: leaf[b : b + 1], example)  # noqa: B023
+        held = {name: leaf for name, leaf in one.items() if name != NAME} if isinstance(one, dict) else one
+        inputs = tree.map(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, held)
+        run = Run(None, 1, batch_first=True, keys=keys_of(one))
+        with torch.enable_grad(), Uses(run):
+            losses = finish(call(module, inputs), one)
+        slopes = torch.autograd.grad(losses.sum(), list(trained.values()), allow_unused=True)
+        for path, slope in zip(trained, slopes):
+            norm = torch.zeros((), dtype=torch.float64, device=losses.device)
+            found[path].append(norm if slope is None else slope.double().norm())
+    return {path: torch.stack(norms) for path, norms in found.items()}

@@ -1,0 +1,190 @@
+"""Any ``nn.Module`` as a model: a pure ``loss(params, data) -> (batch,)`` and its parameters as a tree.
+
+    losses = loss(module(inputs of data; params), data)             by torch.func.functional_call, the module untouched
+
+Leaves are called by the module's own names; a tied parameter is one leaf under its first name. Buffers are constants,
+parameters that do not require gradients are frozen, the module stays in ``train()`` or ``eval()`` as it is.
+
+    >>> model, params = from_module(module, loss=lambda out, data: F.cross_entropy(out, data["label"], reduction="none"),
+    ...                             example={"input": images[:4], "label": labels[:4]})
+    >>> plan = make_plan(model, params, microbatch)
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from fdp import tree
+from fdp.foreign.check import check_module
+from fdp.foreign.dropout import NAME, keys_of
+from fdp.foreign.fast_paths import without_fast_paths
+from fdp.foreign.leaves import foreign_model, params_of
+from fdp.foreign.parts import Caller, Constants, Weights
+from fdp.foreign.skeleton import stack_blocks
+from fdp.foreign.stack import leaf_paths
+from fdp.foreign.uses import watched_call
+from fdp.model import Block, Model
+from fdp.taps import batch_size_of
+from fdp.types import FdpError, Path, Tree
+
+Loss: TypeAlias = Callable[[Any, Tree], Float[Tensor, " batch"]]
+"""``loss(outputs, data)``: the loss of every sample, of what the module returned."""
+
+
+def from_module(
+    module: nn.Module,
+    *,
+    loss: Loss | None = None,
+    call: Caller | None = None,
+    blocks: str | None = None,
+    materialize: Sequence[str] = (),
+    frozen: Sequence[str] = (),
+    name: str | None = None,
+    example: Tree | None = None,
+    check: bool = True,
+    batch_first: bool = True,
+) -> tuple[Model, Tree]:
+    """The model of ``module`` and its parameters, which share the module's memory.
+
+    ``loss(outputs, data)`` gives the loss of every sample; default: the module returns it. ``call(module, data)`` calls
+    the module with a batch; default: the entries of ``data`` that its forward has arguments for, floating-point ones in
+    the dtype of the parameters. ``blocks`` names the list of layers to be treated one at a time (``model.layers.*``, or
+    ``auto``); None: the module is one block. ``materialize`` and ``frozen`` are patterns of leaves: the blocks that hold
+    the first have their per-sample gradients made whole, one sample at a time if need be (recurrent layers always do);
+    the others are not trained. ``batch_first=False``: the module has tokens in dim 0, samples in dim 1.
+
+    ``example`` is a batch of at least two samples, of the lengths to come. With ``check``, on it: samples do not
+    influence each other, buffers stay, and every leaf's per-sample norms are those of a backward of the sample alone.
+
+    Guarantees:
+      - every use of every trained leaf is recorded; one without a rule is an error that names it and the choices;
+      - batch normalisation by statistics of the batch is refused by name.
+    """
+    _check_batch_norm(module)
+    given, module = module, without_fast_paths(module)
+    finish, caller = loss or _its_own_loss, call or _by_name(module)
+    if blocks is None:
+        names = leaf_paths(module)
+        whole = Whole(module, caller, finish, Constants(module, {}), batch_first)
+        made: tuple[Block, ...] = (Block("module", names, whole),)
+    elif example is None or not batch_first:
+        raise FdpError(f"blocks={blocks!r}: expected an example, and samples in dim 0; got example={example!r}")
+    else:
+        made = stack_blocks(module, call=caller, finish=finish, example=example, pattern=blocks)
+    model = foreign_model(module, made)
+    held = frozenset(path for pattern in materialize for path in _matching(pattern, model, "materialize"))
+    model = model._replace(
+        name=name or model.name,
+        frozen=model.frozen.union(*(_matching(pattern, model, "frozen") for pattern in frozen)),
+        materialized=held | _recurrent(module) & frozenset(model.leaves),
+    )
+    params = params_of(module, model)
+    if check:
+        if example is None:
+            raise FdpError(
+                f"{model.name}: expected an example, a batch of two samples or more on which to check that samples are "
+                f"independent and norms exact; give example=data, or check=False to go without"
+            )
+        check_module(given, model, params, example, call=caller, finish=finish)
+    return model, params
+
+
+@dataclass(frozen=True, eq=False)
+class Whole:
+    """A module as one block: its losses."""
+
+    module: nn.Module
+    call: Caller
+    finish: Loss
+    constants: Constants
+    batch_first: bool
+
+    def __call__(self, params: Weights, carry: Tree, data: Tree) -> Float[Tensor, " batch"]:
+        dtype = next(iter(params.values())).dtype
+        tensors = self.constants.on(tree.leaves(data)[0].device, dtype) | dict(params)
+
+        def module(*args: Any, **kwargs: Any) -> Any:
+            return watched_call(
+                self.module,
+                tensors,
+                args,
+                kwargs,
+                batch_size=batch_size_of(data),
+                dropout=keys_of(data),
+                batch_first=self.batch_first,
+            )
+
+        return self.finish(self.call(module, inputs_of(data, dtype)), data)
+
+
+def inputs_of(data: Tree, dtype: torch.dtype) -> Tree:
+    """What a module is called with: no keys, and floating-point entries in the dtype of its parameters."""
+    held = {name: leaf for name, leaf in data.items() if name != NAME} if isinstance(data, dict) else data
+    return tree.map(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, held)
+
+
+def _by_name(module: nn.Module) -> Caller:
+    takes = [
+        name
+        for name, argument in inspect.signature(module.forward).parameters.items()
+        if argument.kind in (argument.POSITIONAL_OR_KEYWORD, argument.KEYWORD_ONLY)
+    ]
+
+    def call(module: Callable[..., Any], data: Tree) -> Any:
+        if isinstance(data, Tensor):
+            return module(data)
+        if isinstance(data, (list, tuple)):
+            return module(*data)
+        known = {name: data[name] for name in takes if name in data}
+        if not known:
+            raise FdpError(
+                f"data: expected entries that the module's forward takes, {takes}, got {list(data)}; rename them, or say "
+                f"how to call it: from_module(..., call=lambda module, data: module(data['{next(iter(data))}']))"
+            )
+        return module(**known)
+
+    return call
+
+
+def _its_own_loss(returned: Any, data: Tree) -> Tensor:
+    if isinstance(returned, Tensor):
+        return returned
+    raise FdpError(
+        f"loss: expected the module to return the loss of every sample, got {type(returned).__name__}; give "
+        f"loss=lambda outputs, data: ..., which makes a tensor of shape (batch,) of it"
+    )
+
+
+def _matching(pattern: str, model: Model, what: str) -> frozenset[Path]:
+    found = frozenset(fnmatch.filter(model.leaves, pattern)) | frozenset(fnmatch.filter(model.leaves, f"{pattern}.*"))
+    if not found:
+        raise FdpError(
+            f"{what}: expected a pattern of leaves of {model.name}, such as {sorted(model.leaves)[0]!r}, got "
+            f"{pattern!r}"
+        )
+    return found
+
+
+def _recurrent(module: nn.Module) -> frozenset[Path]:
+    paths = leaf_paths(module)
+    within = [name for name, part in module.named_modules() if isinstance(part, nn.RNNBase)]
+    return frozenset(path for name, path in paths.items() if any(name.startswith(f"{n}." if n else "") for n in within))
+
+
+def _check_batch_norm(module: nn.Module) -> None:
+    for name, part in module.named_modules():
+        if isinstance(part, nn.modules.batchnorm._BatchNorm) and (part.training or part.running_mean is None):
+            features = part.num_features
+            raise FdpError(
+                f"{name or type(module).__name__}: {type(part).__name__} normalises by statistics of the batch, which mix "
+                f"its samples: no bound on one sample's gradient would hold. Replace it, by nn.GroupNorm(groups, "
+                f"{features}) as a rule, or put it in eval(), where its statistics are fixed"
+            )

@@ -1,0 +1,116 @@
+"""Copies of a module without its parameters, and with something else in the place of some of its parts.
+
+    >>> skeleton = with_parts(hollow(module), {"model.layers.0": Same(), "lm_head": Same()})    # module is untouched
+
+A copy is called by ``torch.func.functional_call`` with every parameter given: what was forgotten has no memory, and
+using it is an error.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fdp.foreign.forms import Call, Form, fill, hidden_of
+from fdp.types import FdpError
+
+
+class Reached(Exception):
+    """The last block has been reached: what follows it is not to be run."""
+
+
+class Passing(nn.Module):
+    """In a block's place: notes how it was called and returns its hidden state, as ``output`` says a block does.
+
+    The last one ends the run.
+    """
+
+    def __init__(self, name: str, calls: dict[str, Call], output: Form | None):
+        super().__init__()
+        self.name, self.calls, self.output = name, calls, output
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.name in self.calls:
+            raise FdpError(f"{self.name}: expected to be called once, got twice; take the module as one block")
+        self.calls[self.name] = (args, kwargs)
+        if self.output is None:
+            raise Reached
+        return returned(self.output, hidden_of(args, kwargs))
+
+
+class Resuming(nn.Module):
+    """In a block's place: returns its hidden state or, if it is the ``last`` one, the ``value`` it has been given."""
+
+    def __init__(self, output: Form, *, last: bool):
+        super().__init__()
+        self.output, self.last = output, last
+        self.register_buffer("value", torch.zeros(()) if last else None, persistent=False)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = self.value if self.last else hidden_of(args, kwargs)
+        return returned(self.output, hidden)  # pyright: ignore[reportArgumentType]
+
+
+class Same(nn.Module):
+    """In a head's place: returns what it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Noting(nn.Module):
+    """In a head's place: returns what it is given, and keeps it to be looked at."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(x)
+        return x
+
+
+def returned(output: Form, hidden: Tensor) -> Any:
+    """What a block returns, its hidden state given: the state itself, or a tuple that begins with it."""
+    return fill(output, hidden, ())[0][0]
+
+
+def hollow(module: nn.Module) -> nn.Module:
+    """A copy of ``module`` whose parameters have shapes and dtypes but no memory; buffers are shared with it."""
+    copies: dict[int, nn.Module] = {}
+
+    def copied(part: nn.Module) -> nn.Module:
+        if id(part) not in copies:
+            new = copies[id(part)] = copy.copy(part)
+            new.__dict__["_parameters"] = {name: _meta(leaf) for name, leaf in part._parameters.items()}
+            new.__dict__["_buffers"] = dict(part._buffers)
+            new.__dict__["_modules"] = {n: None if m is None else copied(m) for n, m in part._modules.items()}
+        return copies[id(part)]
+
+    return copied(module)
+
+
+def _meta(leaf: nn.Parameter | None) -> nn.Parameter | None:
+    return None if leaf is None else nn.Parameter(torch.empty_like(leaf, device="meta"), requires_grad=False)
+
+
+def with_parts(module: nn.Module, parts: Mapping[str, nn.Module]) -> nn.Module:
+    """A copy of ``module`` with other parts at the dotted names given; all that is not on the way to them is shared."""
+    new = copy.copy(module)
+    new.__dict__["_modules"] = dict(module._modules)
+    inner: dict[str, dict[str, nn.Module]] = {}
+    for name, part in parts.items():
+        first, _, rest = name.partition(".")
+        if rest:
+            inner.setdefault(first, {})[rest] = part
+        else:
+            new._modules[first] = part
+    for first, rest in inner.items():
+        child = new._modules[first]
+        assert child is not None
+        new._modules[first] = with_parts(child, rest)
+    return new

@@ -1,0 +1,248 @@
+"""Products of samples with parameters: linear layers either way up, experts, einsum, embeddings, convolutions.
+
+    F.linear(x, W, b)    x W^T + b        addmm, mm, matmul, @    x W + b        bmm    x_e W_e for every expert e
+    einsum(s, x, W)      any of them      embedding, W[ids]       W_id           conv   a linear layer on patches
+
+Each is the operation of ``fdp.ops`` with its rule. A weight that is made of parameters (normalised, masked, a part of
+one) meets every sample as its own copy.
+
+    >>> linear(run, x, weight, bias)         # weight, bias: Tracked or plain
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fdp import ops
+from fdp.foreign.einsum import EINSUM, parse
+from fdp.foreign.pointwise import alone, pointwise
+from fdp.foreign.tracking import ALWAYS_FIRST, FLATTENED, SAMPLES, Run, Tracked
+from fdp.rules import Pair, Rule, rows
+from fdp.types import FdpError
+
+Operand = Tensor | Tracked
+
+
+def _rows_record(x: Tensor, g: Tensor, shape: Sequence[int], *, start: int, stop: int) -> Pair:
+    return Pair(F.pad(rows(g), (start, shape[0] - stop)), rows(x), tuple(shape))
+
+
+LINEAR_ROWS = Rule("linear rows", lambda x, weight, *, start, stop: F.linear(x, weight[start:stop]), _rows_record)
+"""``x W[start:stop]^T``: a packed projection, one part of which is used."""
+
+
+def linear(run: Run, input: Operand, weight: Operand, bias: Operand | None = None) -> Tensor:
+    """``F.linear``."""
+    return product(run, input, weight, bias, turned=False)
+
+
+def addmm(run: Run, input: Operand, mat1: Operand, mat2: Operand, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """``input + mat1 mat2``."""
+    if beta != 1 or alpha != 1:
+        raise refusal("torch.addmm with beta or alpha", (input, mat1, mat2))
+    if len(input.shape) == 1:
+        return product(run, mat1, mat2, input, turned=True)
+    y = product(run, mat1, mat2, None, turned=True)
+    if isinstance(run.known(y), Tracked) or isinstance(input, Tracked):
+        return pointwise(run, torch.add, (run.known(y), input), {})
+    return y + input
+
+
+def matmul(run: Run, a: Operand, b: Operand) -> Tensor:
+    """``a @ b``, for whichever of the two is made of parameters."""
+    if isinstance(a, Tracked) and (isinstance(b, Tracked) or b in run.constants):
+        return alone(run, torch.matmul, (a, b), {})
+    if isinstance(b, Tracked):
+        if len(b.shape) == 1:
+            y = run.known(pointwise(run, torch.mul, (a, b), {}))
+            return alone(run, torch.sum, (y, -1), {}) if isinstance(y, Tracked) else y.sum(-1)
+        if len(b.shape) == 2 and len(a.shape) >= 2:
+            return product(run, a, b, None, turned=True)
+        if len(b.shape) == 3 and isinstance(a, Tensor) and len(a.shape) in (3, 4):
+            return experts(run, a, b)
+    elif isinstance(a, Tracked) and len(a.shape) == 2 and b.ndim >= 3 and run.layout(b, path=a.path) == (SAMPLES, 0):
+        return product(run, b.transpose(-1, -2), a, None, turned=False).transpose(-1, -2)
+    raise refusal("matmul", (a, b))
+
+
+def reversed_matmul(run: Run, a: Operand, b: Operand) -> Tensor:
+    """``b @ a``."""
+    return matmul(run, b, a)
+
+
+def product(run: Run, x: Operand, weight: Operand, bias: Operand | None, *, turned: bool) -> Tensor:
+    """``x W^T + b`` or, if ``turned``, ``x W + b``."""
+    path = _path(weight, bias, x)
+    first, back = run.samples(x, path=path)
+    by_leaf, own = _leaf_of(bias)
+    if not isinstance(weight, Tracked):
+        y = (ops.matmul if turned else ops.linear)(first, weight, by_leaf)
+    elif weight.leaf is not None:
+        y = (ops.matmul if turned != weight.turned else ops.linear)(first, weight.leaf, by_leaf)
+    else:
+        copies = weight.copies() if turned else weight.copies().transpose(1, 2)
+        y = (first.reshape(first.shape[0], -1, first.shape[-1]) @ copies).reshape(*first.shape[:-1], copies.shape[-1])
+        y = y if by_leaf is None else ops.add(y, by_leaf)
+    y = y if own is None else y + own.copies().reshape(y.shape[0], *[1] * (y.ndim - 2), -1)
+    return back(y)
+
+
+def experts(run: Run, x: Tensor, weight: Tracked) -> Tensor:
+    """``x_e W_e``: (experts, samples * tokens, inputs), or (samples, experts, tokens, inputs), by (experts, inputs,
+    outputs)."""
+    path, size = weight.path, run.batch_size
+    if x.ndim == 4 and run.layout(x, path=path, dims=ALWAYS_FIRST)[0] == SAMPLES:
+        first = x.expand(-1, weight.shape[0], -1, -1)
+        return _expert_product(first, weight)
+    if x.ndim == 4 or x.shape[1] % size:
+        raise refusal("a product over experts whose tokens are not the same number for every sample", (x, weight))
+    run.note(path, FLATTENED)
+    parts = (size, -1) if run.batch_first else (-1, size)
+    sample = 1 if run.batch_first else 2
+    y = _expert_product(x.unflatten(1, parts).movedim(sample, 0), weight)
+    return y.movedim(0, sample).flatten(1, 2)
+
+
+def baddbmm(run: Run, input: Operand, batch1: Tensor, batch2: Operand, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """Refused but for the product: its addend has experts where samples should be."""
+    raise refusal("torch.baddbmm", (input, batch1, batch2))
+
+
+def einsum(run: Run, equation: Any, *operands: Any) -> Tensor:
+    """``torch.einsum`` of one tensor with samples and one parameter."""
+    given = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], list) else list(operands)
+    if not isinstance(equation, str) or len(given) != 2:
+        raise refusal("torch.einsum of other than two operands", tuple(given))
+    if all(isinstance(operand, Tracked) or operand in run.constants for operand in given):
+        return alone(run, torch.einsum, (equation, *given), {})
+    swapped = isinstance(given[0], Tracked)
+    x, weight = reversed(given) if swapped else given
+    if not isinstance(weight, Tracked) or not isinstance(x, Tensor):
+        raise refusal(f"torch.einsum({equation!r})", tuple(given))
+    layout, dim = run.layout(x, path=weight.path, dims=ALWAYS_FIRST)
+    letters = parse(equation, len(x.shape), len(weight.shape), swapped=swapped, flattened=layout == FLATTENED)
+    if letters is None or weight.leaf is None or weight.turned:
+        raise refusal(f"torch.einsum({equation!r})", tuple(given))
+    y = ops.use(EINSUM, run.first(x, layout, dim), weight.leaf, x_of=letters.x, w_of=letters.w, y_of=letters.y)
+    return (y.flatten(0, 1) if layout == FLATTENED else y).movedim(0, letters.place)
+
+
+def embedding(
+    run: Run,
+    input: Operand,
+    weight: Operand,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    """``F.embedding``."""
+    if max_norm is not None or scale_grad_by_freq or sparse:
+        raise refusal("F.embedding with max_norm, scale_grad_by_freq or sparse", (input, weight))
+    if isinstance(input, Tracked) or not isinstance(weight, Tracked):
+        raise refusal("F.embedding by ids that parameters went into", (input, weight))
+    first, back = run.samples(input, path=weight.path, dims=2)
+    if weight.leaf is not None and not weight.turned:
+        return back(ops.embedding(first, weight.leaf, padding_idx=padding_idx))
+    if padding_idx is not None:
+        raise refusal("F.embedding with padding_idx of a table that is made of a parameter", (input, weight))
+    return back(torch.func.vmap(lambda ids, table: table[ids])(first, weight.copies()))
+
+
+def getitem(run: Run, x: Operand, index: Any) -> Any:
+    """``w[ids]`` for ids of samples, and any part of a parameter otherwise."""
+    entries = index if isinstance(index, list) else [index]
+    held = [entry for entry in entries if isinstance(entry, (Tensor, Tracked)) and entry not in run.constants]
+    if isinstance(x, Tracked) and not held:
+        return alone(run, torch.Tensor.__getitem__, (x, tuple(index) if isinstance(index, list) else index), {})
+    if isinstance(x, Tracked) and isinstance(index, Tensor) and not index.is_floating_point() and len(x.shape) == 2:
+        if index.dtype != torch.bool:
+            return embedding(run, index, x)
+    raise refusal("indexing", (x, *held))
+
+
+def conv(dims: int) -> Callable[..., Tensor]:
+    """``F.conv1d``, ``2d`` or ``3d``."""
+    op = (ops.conv1d, ops.conv2d, ops.conv3d)[dims - 1]
+    plain_op = (F.conv1d, F.conv2d, F.conv3d)[dims - 1]
+
+    def convolution(
+        run: Run,
+        input: Operand,
+        weight: Operand,
+        bias: Operand | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Tensor:
+        path = _path(weight, bias, input)
+        if isinstance(input, Tracked) or run.layout(input, path=path, dims=ALWAYS_FIRST)[0] != SAMPLES:
+            raise refusal(f"F.conv{dims}d on other than a batch of samples", (input, weight))
+        x, padding = _padded(input, weight.shape[2:], padding, dilation)
+        by_leaf, own = _leaf_of(bias)
+        options = {"stride": _tuple(stride), "padding": _tuple(padding), "dilation": _tuple(dilation), "groups": groups}
+        if isinstance(weight, Tracked) and (weight.leaf is None or weight.turned):
+
+            def of_one(x1: Tensor, w1: Tensor) -> Tensor:
+                return plain_op(x1.unsqueeze(0), w1, None, **options).squeeze(0)
+
+            y = torch.func.vmap(of_one)(x, weight.copies())
+            y = y if by_leaf is None else ops.add(y.movedim(1, -1), by_leaf).movedim(-1, 1)
+        else:
+            y = op(x, weight.leaf if isinstance(weight, Tracked) else weight, by_leaf, **options)  # type: ignore[arg-type]
+        return y if own is None else y + own.copies().reshape(*own.copies().shape, *[1] * dims)
+
+    return convolution
+
+
+def refusal(operation: str, operands: Sequence[Any]) -> FdpError:
+    """A use without a rule: whose, by what, on what shapes, and the choices."""
+    held = [a for a in operands if isinstance(a, (Tensor, Tracked))]
+    path = next((a.path for a in held if isinstance(a, Tracked)), "a parameter")
+    shapes = ", ".join(f"{a.path} {tuple(a.shape)}" if isinstance(a, Tracked) else str(tuple(a.shape)) for a in held)
+    return FdpError(
+        f"{path}: used by {operation} on {shapes}, which has no per-sample rule. Freeze the leaf "
+        f"(requires_grad_(False)), give the operation a rule (fdp.foreign.uses.rule), or send the leaf's block through "
+        f"the materialised path, exact and slower: from_module(..., materialize=('{path}',))"
+    )
+
+
+def _expert_product(x: Tensor, weight: Tracked) -> Tensor:
+    if weight.leaf is not None and not weight.turned:
+        return ops.use(ops.EXPERTS, x, weight.leaf)
+    return x @ weight.copies()
+
+
+def _leaf_of(bias: Operand | None) -> tuple[Any, Tracked | None]:
+    """A bias that ``fdp.ops`` knows (a leaf, or plain); and one that it does not."""
+    if not isinstance(bias, Tracked):
+        return bias, None
+    return (bias.leaf, None) if bias.leaf is not None else (None, bias)
+
+
+def _path(*operands: Operand | None) -> str:
+    return next(a.path for a in operands if isinstance(a, Tracked))
+
+
+def _tuple(extent: Any) -> Any:
+    return extent if isinstance(extent, int) else tuple(extent)
+
+
+def _padded(x: Tensor, kernel: Sequence[int], padding: Any, dilation: Any) -> tuple[Tensor, Any]:
+    """Padding by name as numbers; what is not the same on both sides is added to ``x`` itself."""
+    if padding == "valid":
+        return x, 0
+    if padding != "same":
+        return x, padding
+    every = [dilation] * len(kernel) if isinstance(dilation, int) else list(dilation) * (len(kernel) // len(dilation))
+    sides = [(step * (size - 1) // 2, step * (size - 1) - step * (size - 1) // 2) for step, size in zip(every, kernel)]
+    if all(before == after for before, after in sides):
+        return x, tuple(before for before, _ in sides)
+    return F.pad(x, [side for pair in reversed(sides) for side in pair]), 0

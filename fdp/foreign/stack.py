@@ -1,0 +1,95 @@
+"""The stack of like blocks inside a module: where it sits, and which leaf every parameter name stands for.
+
+    module = after . block_n . ... . block_1 . before                       blocks: the children of one list
+
+A language model from elsewhere is one long list of layers with little before and after it. The list is named by a
+pattern, or found: the outermost list of children of one class that holds most of the parameters.
+
+    >>> find_stack(module).blocks                                           # ('model.layers.0', 'model.layers.1', ...)
+    >>> find_stack(module, "transformer.h.*")
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import nn
+
+from fdp.types import FdpError, Path
+
+AUTO = "auto"
+"""Instead of a pattern: find the list."""
+RIVAL = 0.5
+"""A list with at least this share of the largest one's parameters is another candidate, and nobody's guess."""
+
+
+class Stack(NamedTuple):
+    """The blocks of a module by name, in order."""
+
+    blocks: tuple[str, ...]
+
+    def holds(self, name: str) -> bool:
+        """Whether a parameter or buffer of this name is inside a block."""
+        return any(name.startswith(f"{block}.") for block in self.blocks)
+
+
+def find_stack(module: nn.Module, pattern: str = AUTO) -> Stack:
+    """The blocks that ``pattern`` names (``model.layers.*``), or those of the one list that dominates the module.
+
+    Guarantees:
+      - two lists of comparable size are an error that names both, never a guess.
+    """
+    return _found(module) if pattern == AUTO else _named(module, pattern)
+
+
+def leaf_paths(module: nn.Module) -> dict[str, Path]:
+    """By parameter name, the leaf it stands for: the first name of the same parameter. Tied names are one leaf."""
+    first: dict[int, str] = {}
+    paths = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        paths[name] = first.setdefault(id(parameter), name)
+    return paths
+
+
+def _named(module: nn.Module, pattern: str) -> Stack:
+    parent, star, rest = pattern.rpartition(".*")
+    if not star or rest or "*" in parent:
+        raise FdpError(f"blocks: expected a pattern that ends in '.*', such as 'model.layers.*', got {pattern!r}")
+    try:
+        children = dict(module.get_submodule(parent).named_children())
+    except AttributeError as error:
+        lists = [name for name, child in module.named_modules() if isinstance(child, nn.ModuleList)]
+        raise FdpError(f"blocks: expected a part of {_class(module)}, got {parent!r}; its lists are {lists}") from error
+    if not children:
+        raise FdpError(f"blocks: expected blocks at {pattern!r}, got none; name a list of layers")
+    return Stack(tuple(f"{parent}.{name}" for name in children))
+
+
+def _found(module: nn.Module) -> Stack:
+    sizes: dict[str, int] = {}
+    for name, child in module.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in sizes)
+        if name and not inside and isinstance(child, nn.ModuleList | nn.Sequential) and _alike(child):
+            sizes[name] = sum(parameter.numel() for parameter in child.parameters())
+    sizes = {name: size for name, size in sizes.items() if size}
+    if not sizes:
+        raise FdpError(
+            f"{_class(module)}: found no list of like layers; name one (blocks='model.layers.*'), or take the module "
+            f"as one block (blocks=None)"
+        )
+    largest = max(sizes, key=lambda name: sizes[name])
+    if rivals := [name for name in sizes if name != largest and sizes[name] >= RIVAL * sizes[largest]]:
+        raise FdpError(
+            f"{_class(module)}: expected one list of like layers that dominates, got {largest!r} and {rivals}; name "
+            f"the one to stack (blocks='{largest}.*'), or take the module as one block (blocks=None)"
+        )
+    return Stack(tuple(f"{largest}.{name}" for name, _ in module.get_submodule(largest).named_children()))
+
+
+def _alike(children: nn.Module) -> bool:
+    classes = {type(child) for child in children.children()}
+    return len(classes) == 1 and not classes <= {nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding}
+
+
+def _class(module: nn.Module) -> str:
+    return type(module).__name__

@@ -1,0 +1,152 @@
+"""Which function of torch is which operation: the table by which a foreign module's uses of parameters are known.
+
+Names are looked up wherever torch has them (``torch.add``, ``Tensor.add``, ``Tensor.__add__``). What is in no list is
+refused.
+
+    >>> KINDS[torch.add]                          # Kind.POINTWISE
+    >>> HANDLERS[F.linear]                        # fdp.foreign.products.linear
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fdp.foreign import attention, dropout, norms, products
+
+READS = frozenset(
+    "shape dtype device ndim requires_grad is_cuda is_cpu is_leaf layout is_sparse is_quantized is_meta is_nested itemsize "
+    "nbytes grad grad_fn names is_mps is_xpu is_mkldnn".split()
+)
+"""Properties that say nothing of the values."""
+
+
+def _found(names: str) -> frozenset[Callable[..., Any]]:
+    """Every function of these names in torch, as a method, and in ``torch.nn.functional``."""
+    places = (torch, torch.Tensor, F, torch.special, torch.linalg)
+    return frozenset(getattr(place, name) for name in names.split() for place in places if hasattr(place, name))
+
+
+class Kind(Enum):
+    """What is done with a function that gets a parameter, or what was made of one."""
+
+    ASK = "says nothing of the values"
+    MAKE = "what comes of it holds no parameter, to a derivative"
+    CAST = "the same parameter, in another dtype"
+    TURN = "the transpose of a matrix"
+    EXPAND = "spread over samples, or not"
+    POINTWISE = "element by element, by broadcasting"
+    IN_PLACE = "the same, written into samples"
+    ALONE = "a function of parameters and constants"
+    DRAW = "dropout"
+    RANDOM = "refused, whatever it gets"
+    RECURRENT = "by materialisation only"
+
+
+IN_PLACE = {
+    getattr(torch.Tensor, inplace): getattr(torch, name)
+    for name, inplaces in (
+        ("add", "add_ __iadd__"),
+        ("sub", "sub_ __isub__"),
+        ("mul", "mul_ __imul__"),
+        ("div", "div_ __itruediv__ __idiv__"),
+    )
+    for inplace in inplaces.split()
+    if hasattr(torch.Tensor, inplace)
+}
+_INTO = [f"__{sign}__" for sign in "iadd isub imul itruediv idiv ifloordiv imod ipow iand ior ixor".split()]
+_NAMES = {
+    Kind.ALONE: "view reshape unsqueeze squeeze flatten unflatten movedim moveaxis chunk split unbind narrow select "
+    "index_select cat concat stack flip roll tile repeat_interleave sum mean norm var std amax amin softmax log_softmax "
+    "cumsum normalize pad tril triu outer interpolate view_as reshape_as diag diag_embed vector_norm prod masked_fill "
+    "diff kron logsumexp cumprod gather take_along_dim",
+    Kind.ASK: "size dim numel nelement stride is_floating_point is_complex is_contiguous element_size ndimension "
+    "storage_offset get_device __len__ is_tensor is_same_size data_ptr __repr__ __format__ is_signed result_type",
+    Kind.MAKE: "new_zeros new_ones new_empty new_full zeros_like ones_like empty_like full_like detach",
+    Kind.CAST: "to float double half bfloat16 type type_as contiguous clone",
+    Kind.TURN: "t transpose swapaxes swapdims permute",
+    Kind.EXPAND: "expand broadcast_to expand_as repeat",
+    Kind.POINTWISE: "add sub subtract mul multiply div divide true_divide pow maximum minimum rsub atan2 hypot xlogy "
+    "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __div__ __rdiv__ __pow__ __rpow__ exp "
+    "exp2 expm1 log log2 log1p sqrt rsqrt square abs neg negative __neg__ reciprocal sigmoid tanh relu softplus silu "
+    "gelu elu leaky_relu sin cos tan erf clamp clamp_min clamp_max clip sign addcmul addcdiv lerp where hardtanh "
+    "logsigmoid logit",
+    Kind.RANDOM: "rand randn randint randperm rand_like randn_like randint_like bernoulli bernoulli_ normal normal_ "
+    "uniform_ random_ exponential_ geometric_ cauchy_ log_normal_ multinomial poisson rrelu gumbel_softmax alpha_dropout "
+    "feature_alpha_dropout feature_dropout fractional_max_pool2d fractional_max_pool3d",
+    Kind.RECURRENT: "lstm gru rnn_tanh rnn_relu",
+}
+WRITES: dict[Callable[..., Any], bool] = {
+    getattr(torch.Tensor, name): True
+    for name in dir(torch.Tensor)
+    if name == "__setitem__" or name in _INTO or (name.endswith("_") and not name.endswith("__"))
+    if callable(getattr(torch.Tensor, name))
+}
+"""Methods that write into a tensor."""
+DRAWS = {
+    F.dropout: (1, "p", 2, "training"),
+    torch.dropout: (1, "p", 2, "train"),
+    F.dropout1d: (1, "p", 2, "training"),
+    F.dropout2d: (1, "p", 2, "training"),
+    F.dropout3d: (1, "p", 2, "training"),
+    F.scaled_dot_product_attention: (4, "dropout_p", None, None),
+    F.multi_head_attention_forward: (10, "dropout_p", 13, "training"),
+}
+"""Functions that draw: where their probability is, and whether they are to draw at all."""
+KINDS: dict[Callable[..., Any], Kind] = {
+    **{func: kind for kind, names in _NAMES.items() for func in _found(names)},
+    **dict.fromkeys(IN_PLACE, Kind.IN_PLACE),
+    **dict.fromkeys(DRAWS, Kind.DRAW),
+}
+INSTEAD = {torch.Tensor.unflatten: torch.unflatten}
+"""Methods that torch.compile cannot follow, and functions that do the same."""
+HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {
+    F.linear: products.linear,
+    torch.addmm: products.addmm,
+    torch.Tensor.addmm: products.addmm,
+    torch.mm: products.matmul,
+    torch.Tensor.mm: products.matmul,
+    torch.bmm: products.matmul,
+    torch.Tensor.bmm: products.matmul,
+    torch.matmul: products.matmul,
+    torch.Tensor.matmul: products.matmul,
+    torch.Tensor.__matmul__: products.matmul,
+    torch.Tensor.__rmatmul__: products.reversed_matmul,
+    torch.einsum: products.einsum,
+    F.embedding: products.embedding,
+    torch.Tensor.__getitem__: products.getitem,
+    F.conv1d: products.conv(1),
+    F.conv2d: products.conv(2),
+    F.conv3d: products.conv(3),
+    F.layer_norm: norms.layer_norm,
+    torch.layer_norm: norms.layer_norm,
+    F.rms_norm: norms.rms_norm,
+    torch.rms_norm: norms.rms_norm,
+    F.group_norm: norms.group_norm,
+    torch.group_norm: norms.group_norm,
+    F.instance_norm: norms.instance_norm,
+    F.batch_norm: norms.batch_norm,
+    torch.prelu: norms.prelu,
+    torch.Tensor.prelu: norms.prelu,
+    F.scaled_dot_product_attention: attention.scaled_dot_product,
+    F.multi_head_attention_forward: attention.multi_head,
+    F.dropout: dropout.dropout,
+    torch.dropout: dropout.dropout,
+    F.dropout1d: dropout.dropout_maps,
+    F.dropout2d: dropout.dropout_maps,
+    F.dropout3d: dropout.dropout_maps,
+}
+
+
+def draws(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this call drops anything out."""
+    at, name, at_training, training = DRAWS[func]
+    p = kwargs.get(name, args[at] if len(args) > at else 0.5 if at == 1 else 0.0)
+    if at_training is None:
+        return p > 0.0
+    on = kwargs.get(training, args[at_training] if len(args) > at_training else True)
+    return bool(on) and p > 0.0

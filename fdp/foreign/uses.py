@@ -1,0 +1,278 @@
+"""Every use of every parameter of a foreign module, seen from outside: no hooks, nothing patched.
+
+    module(x)  under a TorchFunctionMode that knows each watched parameter by identity
+
+A module is called by ``torch.func.functional_call`` with the plain tensors of its watched leaves. Every function of
+torch that gets one is mapped to the operation of ``fdp.ops`` that records the use (``fdp.foreign.table``); dropout draws
+its masks from per-sample keys; what has no rule is an error that names the leaf, the operation and the choices.
+
+    >>> out = watched_call(module, leaves, args, kwargs, batch_size=len(tokens))
+
+Your own operation, a function of samples and one parameter, made visible and given a rule:
+
+    >>> @operation
+    ... def gated(x, weight): ...
+    >>> @rule(gated, example=(x, weight))             # compared with vmap(grad) at once
+    ... def record(x, g, shape): return Pair(rows(g), rows(x), shape)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function, resolve_name
+
+from fdp import ops
+from fdp.foreign.pointwise import alone, cast, in_place, plain, pointwise, turned
+from fdp.foreign.products import refusal
+from fdp.foreign.table import HANDLERS, IN_PLACE, INSTEAD, KINDS, READS, WRITES, Kind, draws
+from fdp.foreign.tracking import SAMPLES, SHARED, Run, Tracked, tensors_of
+from fdp.rules import Record, Rule, check_rule
+from fdp.taps import Watched
+from fdp.types import FdpError
+
+RULES: dict[Callable[..., Any], Rule] = {}
+"""Rules of operations that are not torch's."""
+
+
+def watched_call(
+    module: nn.Module,
+    tensors: Mapping[str, Tensor | Watched],
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    batch_size: int,
+    dropout: Int[Tensor, "batch 8"] | None = None,
+    batch_first: bool = True,
+    samples: Collection[str] = (),
+) -> Any:
+    """``functional_call(module, tensors, args, kwargs)``, every use of a watched tensor recorded on its tape.
+
+    ``tensors``: parameters and buffers by name; tied names have one value. Those that are plain are constants, but for
+    those named in ``samples``. ``dropout``: the samples' keys. ``batch_first=False``: tensors of three dims and more
+    (and ids of two) have their samples in dim 1.
+
+    Guarantees:
+      - a watched tensor that an operation without a rule gets is an error, and so is one that only some uses are seen of;
+      - nothing is drawn from torch's generators: run twice, the same comes out.
+    """
+    watched = [leaf for leaf in tensors.values() if isinstance(leaf, Watched)]
+    tapes = [leaf.tape for leaf in watched if type(leaf) is Watched] or [leaf.tape for leaf in watched]
+    tape = tapes[0] if tapes else None
+    run = Run(tape, batch_size, batch_first=batch_first, keys=dropout)
+    given: dict[str, Tensor] = {}
+    for name, leaf in tensors.items():
+        if isinstance(leaf, Watched):
+            given[name] = leaf.value if leaf.value in run.tracked else run.watch(leaf)
+        else:
+            given[name] = leaf
+            if name not in samples:
+                run.constants[leaf] = True
+    with Uses(run):
+        out = torch.func.functional_call(module, given, args, kwargs, tie_weights=False)
+    if tape is not None:
+        _check_returned(run, out)
+    return out
+
+
+class Uses(TorchFunctionMode):
+    """What every function of torch does while a module runs."""
+
+    def __init__(self, run: Run):
+        super().__init__()
+        self.run = run
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = {} if kwargs is None else kwargs
+        func = INSTEAD.get(func, func)
+        run, kind = self.run, KINDS.get(func)
+        constant = run.tape is not None
+        if constant:  # torch.compile runs through these lines for every function of torch: few, and no calls
+            for value in (*args, *kwargs.values()) if kwargs else args:
+                for entry in value if isinstance(value, (list, tuple)) else (value,):
+                    if isinstance(entry, Tensor):
+                        if entry in run.tracked:
+                            return _used(run, func, kind, args, kwargs)
+                        constant = constant and entry in run.constants
+        if kind is Kind.RANDOM:
+            _check_random(func, args, kwargs)
+        elif kind is Kind.DRAW and draws(func, args, kwargs):
+            return HANDLERS[func](run, *args, **kwargs)
+        elif kind is Kind.RECURRENT:
+            return _recurrent(func, args, kwargs)
+        out = func(*args, **kwargs)
+        if constant:
+            _note_constant(run, out)
+        elif run.constants and func in WRITES and args[0] in run.constants:
+            run.constants = {}  # samples were written into one: none is known any more, nor its views
+        return out
+
+
+def operation(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``function(x, weight, **options)``, visible to whoever watches parameters. Give it a rule."""
+
+    @functools.wraps(function)
+    def visible(x: Tensor, weight: Tensor, **options: Any) -> Tensor:
+        if has_torch_function((x, weight)):
+            return handle_torch_function(visible, (x, weight), x, weight, **options)
+        return function(x, weight, **options)
+
+    return visible
+
+
+def rule(
+    function: Callable[..., Tensor], *, example: tuple[Tensor, Tensor] | None = None, **options: Any
+) -> Callable[[Rule | Callable[..., Record]], Rule]:
+    """Register how uses of ``function(x, weight, **options)`` are recorded: a ``Rule``, or its ``record``.
+
+    ``function`` is made by :func:`operation`, or an operator of ``torch.ops``. With an ``example``, an input and a
+    weight (and options), the rule is compared with ``vmap(grad)`` at once, and refused if it differs.
+    """
+
+    def register(how: Rule | Callable[..., Record]) -> Rule:
+        made = how if isinstance(how, Rule) else Rule(getattr(function, "__name__", str(function)), function, how)
+        if example is not None:
+            check_rule(made, *example, **options)
+        RULES[function] = made
+        return made
+
+    return register
+
+
+def _used(run: Run, func: Any, kind: Kind | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function of torch that gets at least one tracked tensor."""
+    args, kwargs = tuple([run.known(a) for a in args]), {name: run.known(a) for name, a in kwargs.items()}
+    if func in RULES:
+        return _by_rule(run, RULES[func], *args, **kwargs)
+    if func in HANDLERS:
+        return HANDLERS[func](run, *args, **kwargs)
+    if kind is None and getattr(func, "__name__", "") == "__get__":
+        return _property(run, func, args[0])
+    if kind is Kind.ASK:
+        return func(*[plain(a) for a in args], **{name: plain(a) for name, a in kwargs.items()})
+    if kind is Kind.MAKE:
+        made = func(*[plain(a) for a in args], **{name: plain(a) for name, a in kwargs.items()})
+        run.constants[made] = True
+        return made
+    if kind is Kind.CAST:
+        return cast(run, func, args, kwargs)
+    if kind is Kind.IN_PLACE:
+        return in_place(run, IN_PLACE[func], args, kwargs)
+    if kind is Kind.POINTWISE:
+        return pointwise(run, func, args, kwargs)
+    if kind is Kind.EXPAND and isinstance(args[0], Tracked):
+        return _expanded(run, func, args[0], args, kwargs)
+    if kind is Kind.TURN and isinstance(args[0], Tracked) and _turns(func, args[0], args[1:]):
+        return turned(run, args[0])
+    if kind in (Kind.ALONE, Kind.TURN) and _all_shared(run, args, kwargs):
+        return alone(run, func, args, kwargs)
+    raise refusal(resolve_name(func) or str(func), _flat(args) + _flat(tuple(kwargs.values())))
+
+
+def _all_shared(run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether no operand holds samples."""
+    held = tensors_of([plain(a) for a in args], {name: plain(a) for name, a in kwargs.items()})
+    return all([tensor in run.tracked or tensor in run.constants for tensor in held])
+
+
+def _by_rule(run: Run, own: Rule, x: Any, weight: Any, **options: Any) -> Tensor:
+    if not isinstance(weight, Tracked) or weight.leaf is None or weight.turned:
+        raise refusal(f"{own.name} with a weight that is not a parameter itself", (x, weight))
+    first, back = run.samples(x, path=weight.path)
+    return back(ops.use(own, first, weight.leaf, **options))
+
+
+def _property(run: Run, func: Any, x: Tracked) -> Any:
+    name = func.__self__.__name__
+    if name in READS:
+        return func(x.value)
+    if name == "data":
+        made = x.value.detach()
+        run.constants[made] = True
+        return made
+    if name in ("T", "mT") and len(x.shape) == 2:
+        if run.tape is not None and run.tape.attached:
+            raise FdpError(
+                f"{x.path}: read by the property .{name}, which torch.compile does not show; write .t(), or compile "
+                f"nothing"
+            )
+        return turned(run, x, by_property=True)
+    raise refusal(f"the property .{name}", (x,))
+
+
+def _turns(func: Any, x: Tracked, dims: tuple[Any, ...]) -> bool:
+    """Whether the dims of a matrix change places."""
+    given = dims[0] if len(dims) == 1 and isinstance(dims[0], list) else list(dims)
+    if len(x.shape) != 2 or len(given) not in (0, 2):
+        return False
+    permutes = func in (torch.permute, torch.Tensor.permute)
+    return not given or ([dim % 2 for dim in given] == [1, 0] if permutes else given[0] % 2 != given[1] % 2)
+
+
+def _expanded(run: Run, func: Any, x: Tracked, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A parameter spread over samples, one copy each; or over something else."""
+    value = func(*[plain(a) for a in args], **{name: plain(a) for name, a in kwargs.items()})
+    dim = 0 if run.batch_first or value.ndim < 3 else 1
+    wide = [1] * (value.ndim - len(x.shape)) + list(x.shape)
+    if value.ndim <= dim or value.shape[dim] != run.batch_size or wide[dim] != 1:
+        run.note(x.path, SHARED)
+        return alone(run, func, args, kwargs)
+    run.note(x.path, SAMPLES)
+    copies = x.copies()
+    first = copies.reshape(copies.shape[0], *wide[:dim], *wide[dim + 1 :])
+    rest = [*value.shape[:dim], *value.shape[dim + 1 :]]
+    times = [new // old for new, old in zip(rest, first.shape[1:])]
+    first = first.repeat(1, *times) if func is torch.Tensor.repeat else first.expand(copies.shape[0], *rest)
+    return first.movedim(0, dim)
+
+
+def _note_constant(run: Run, out: Any) -> None:
+    """What is made of constants alone is one."""
+    for made in out if isinstance(out, (list, tuple)) else (out,):
+        if isinstance(made, Tensor):
+            run.constants[made] = True
+
+
+def _recurrent(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Recurrent layers: cuDNN has no backward for those in eval(), and draws dropout of its own."""
+    drop, training = (args[5], args[6]) if isinstance(args[3], bool) else (args[6], args[7])
+    if drop and training:
+        raise FdpError(
+            f"dropout with p = {drop} between recurrent layers in training mode: expected none, since its mask cannot be "
+            f"drawn from per-sample keys; set dropout=0, use one-layer modules with nn.Dropout between, or eval()"
+        )
+    with torch.backends.cudnn.flags(enabled=torch.backends.cudnn.enabled and training):
+        return func(*args, **kwargs)
+
+
+def _check_random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if getattr(func, "__name__", "") in ("alpha_dropout", "feature_alpha_dropout", "rrelu"):
+        on = kwargs.get("training", next((a for a in args if isinstance(a, bool)), False))
+        if not on:
+            return
+    raise FdpError(
+        f"{resolve_name(func) or func}: expected a module whose forward, run twice, gives the same, got one that draws "
+        f"random numbers; put it in eval(), or give it the numbers as data"
+    )
+
+
+def _check_returned(run: Run, out: Any) -> None:
+    """No result that holds parameters is without samples: outside, nobody would know of its copies."""
+    if isinstance(out, Tensor):
+        if out in run.tracked:
+            raise FdpError(
+                f"{run.tracked[out].path}: the module returns a value of shape {tuple(out.shape)} that parameters went "
+                f"into, without samples; expected (batch, ...). Expand it, or return only what depends on the data"
+            )
+    elif isinstance(out, (list, tuple, dict)):
+        for part in out.values() if isinstance(out, dict) else out:
+            _check_returned(run, part)
+
+
+def _flat(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple([entry for value in values for entry in (value if isinstance(value, list) else [value])])
