@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fdp import tree
+from fdp.kfac.sources import kind_of
 from fdp.kfac.state import find
 from fdp.reductions import global_norm
 from fdp.sharding import localize
@@ -74,7 +75,7 @@ def summarise(run: Run, state: TrainState, records: Sequence[Record]) -> dict[st
     """The result of a run, as ``summary.json`` holds it; every rank calls it. ``seconds_per_step`` is the median."""
     losses = [record.loss for record in records if record.loss is not None]
     private, done = run.epsilons is not None, int(state.step)
-    curvature = {} if run.kfac is None else _counts(state)
+    curvature = {} if run.kfac is None else _curvature(run, state)
     return {
         "loss_first": losses[0] if losses else None,
         "loss_last": losses[-1] if losses else None,
@@ -95,10 +96,16 @@ def summarise(run: Run, state: TrainState, records: Sequence[Record]) -> dict[st
     } | curvature
 
 
-def _counts(state: TrainState) -> dict[str, int]:
-    """How often the curvature was measured, and how often a layer kept its last because it could not be used."""
-    kfac = find(state.opt)
-    return {"kfac_measured": int(kfac.measured), "kfac_failures": int(kfac.failures)}
+def _curvature(run: Run, state: TrainState) -> dict[str, Any]:
+    """How often the curvature was measured, how often a layer kept its last because it could not be used; of what data,
+    and the noise of what was released of them."""
+    kfac, more = find(state.opt), run.mechanism.statistics
+    return {
+        "kfac_measured": int(kfac.measured),
+        "kfac_failures": int(kfac.failures),
+        "kfac_data": "own" if run.feed is None else kind_of(run.feed),
+        "kfac_noise_multiplier": None if more is None else more.noise_multiplier,
+    }
 
 
 def fingerprint(params: Tree) -> str:

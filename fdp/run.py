@@ -29,7 +29,6 @@ from fdp.clipping import ClipStyle
 from fdp.compiled import Blocks
 from fdp.kfac.optimizer import Kfac
 from fdp.kfac.private_refresh import sides_of
-from fdp.kfac.public import Public
 from fdp.kfac.sources import Feed, KfacOptimizer, check_source, make_feed, make_kfac, refreshed_from, releases
 from fdp.mechanism import Mechanism
 from fdp.mesh import make_mesh
@@ -268,10 +267,7 @@ def _kfac(config: RunConfig, model: Model, sharding: Sharding | None, share: int
 def _feed(config: RunConfig, k: Kfac, state: TrainState, root: Key) -> Feed | None:
     assert isinstance(config.optimizer, KfacOptimizer)
     there = {"private": config.dataset, "digest": data_digest, "key": keys.fold_in(root, "kfac").to(config.device)}
-    feed = make_feed(k, config.optimizer, localize(state.params), **there)
-    if k.plan.sharding is not None and isinstance(feed, Public):
-        launch.check_agreement({"public data": feed.digest})
-    return feed
+    return make_feed(k, config.optimizer, localize(state.params), **there)
 
 
 def _laid_out(config: RunConfig) -> tuple[Model, Sharding | None]:

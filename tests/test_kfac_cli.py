@@ -2,28 +2,56 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import math
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
+import torch
+from torch import Tensor
 
+from fdp import accounting, tree
 from fdp import run as runs
-from fdp.cli.configure import LEARNING_RATES, kfac_config, learning_rate
+from fdp.cli import resume
+from fdp.cli.compare import _parsed
+from fdp.cli.configure import LEARNING_RATES, configure, kfac_config, learning_rate
 from fdp.cli.main import main
+from fdp.cli.train import train_command
+from fdp.clipping import flat
 from fdp.kfac.config import Distribution, KfacConfig
 from fdp.kfac.fisher import Fisher
+from fdp.kfac.private_refresh import sides_of
+from fdp.kfac.public import Public
+from fdp.kfac.sources import SHARE, KfacOptimizer, Noised, Synthetic, releases
+from fdp.mechanism import Mechanism, statistics
+from fdp.run import RunConfig, default_delta, drawn, prepare, refreshed
+from fdp.sampling import poisson
+from fdp.types import FdpError
 
 SMALL = shlex.split(
     "train --model mlp --data digits --optimizer kfac --method none --batch-size 32 --microbatch 32 --warmup 1 --seed 1"
 )
+PRIVATE = ("--method", "auto", "--steps", "5", "--kfac-period", "2")
+BATCHES, CLIP, DELTA = poisson(1437, expected_batch_size=32), flat(max_norm=1.0), default_delta(1437)
 
 
 def call(*words: str) -> int:
     with pytest.raises(SystemExit) as caught:
         main([*SMALL, *words])
     return int(caught.value.code or 0)
+
+
+def private_config(*words: str) -> tuple[RunConfig, dict[str, Any]]:
+    """The run of a private command line, and its settings."""
+    given = [*SMALL[1:], *PRIVATE, *words]
+    pairs = {name[2:].replace("-", "_"): value for name, value in zip(given[::2], given[1::2], strict=True)}
+    kinds = get_type_hints(train_command)
+    defaults = {name: parameter.default for name, parameter in inspect.signature(train_command).parameters.items()}
+    settings = defaults | {name: _parsed("test", name, value, kinds[name]) for name, value in pairs.items()}
+    return configure(settings), settings
 
 
 def summary(folder: Path) -> dict[str, Any]:
@@ -42,8 +70,16 @@ def test_it_trains_and_says_what_it_keeps(tmp_path: Path, capsys: pytest.Capture
     assert (found["kfac_measured"], found["kfac_failures"], found["private"]) == (3, 0, False)
 
 
-def test_an_interrupted_run_resumes_bit_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ("--steps", "5", "--kfac-period", "2", "--save-every", "1", "--quiet")
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--method none",
+        "--method auto --noise-multiplier 1 --kfac-data noised",
+        pytest.param("--method auto --noise-multiplier 1 --kfac-data synthetic", marks=pytest.mark.slow),
+    ],
+)
+def test_an_interrupted_run_resumes_bit_equal(more: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = (*shlex.split(more), "--steps", "5", "--kfac-period", "2", "--save-every", "1", "--quiet")
     assert call(*words, "--out", str(tmp_path / "whole")) == 0
     record_of, made = runs.record_of, []
 
@@ -81,10 +117,161 @@ def test_mistakes_leave_nothing_behind(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_private_run_without_public_factors_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("--method", "ghost_bk", "--noise-multiplier", "1", "--out", str(tmp_path / "run")) == 2
-    assert "private data without noise" in " ".join(capsys.readouterr().err.split())
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--method ghost_bk --noise-multiplier 1", "private data without noise, and reveal it. Expected a source: "),
+        ("--method none --kfac-data synthetic", "measured on the data itself; expected no --kfac-data"),
+        ("--method auto --kfac-data digits --noise-multiplier 1", "got the private dataset"),
+        ("--method auto --kfac-data nowhere.txt", "a path that exists, got 'nowhere.txt'"),
+        ("--method auto --kfac-data synthetic --optimizer adamw", "--kfac-data: expected --optimizer kfac"),
+        ("--method auto --kfac-data synthetic --kfac-noise 1", "--kfac-noise: expected --kfac-data noised"),
+        ("--method auto --kfac-data noised --kfac-max-norm 0", "max_norm: expected a positive number"),
+        ("--method auto --kfac-data noised --kfac-noise 0", "noise_multiplier: expected a finite number above 0"),
+        ("--method auto --kfac-data noised --noise-multiplier 0", "noise_multiplier: expected a finite number above 0"),
+        ("--method auto --kfac-data noised --noise-multiplier 1 --kfac-fisher exact", "private statistics, got exact"),
+        (
+            "--method auto --kfac-data synthetic --noise-multiplier 1 --kfac-distribution ring",
+            "distribution ring: knows no eigenvalues",
+        ),
+    ],
+)
+def test_sources_that_reveal_the_data_or_do_not_fit_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, said: str
+) -> None:
+    assert call("--steps", "4", "--out", str(tmp_path / "run"), *shlex.split(words)) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "run").exists()
+
+
+def test_a_private_run_on_synthetic_curvature_spends_what_its_steps_spend(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert call(*PRIVATE, "--noise-multiplier", "1", "--kfac-data", "synthetic", "--out", str(out)) == 0
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "every 2 steps on synthetic data; layers: 2 dense x dense, 2 diagonal x skip" in text
+    found = summary(out)
+    assert found["epsilon"] == accounting.epsilon(Mechanism(BATCHES, CLIP, 1.0), steps=5, delta=DELTA)
+    assert (found["kfac_measured"], found["kfac_failures"], found["private"]) == (3, 0, True)
+    assert (found["kfac_data"], found["kfac_noise_multiplier"]) == ("synthetic", None)
+    assert found["loss_last"] < found["loss_first"]
+    assert json.loads((out / "config.json").read_text())["statistics"] is None
+
+
+def test_noised_statistics_are_paid_for_out_of_the_same_budget(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, words = tmp_path / "run", ("--epsilon", "2", "--kfac-data", "noised", "--kfac-noise", "0.8")
+    assert call(*PRIVATE, *words, "--out", str(out)) == 0
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "a draw of their own every 2 steps, clipped to 1, noise 0.8 x that; the budget has them" in text
+    found, config = summary(out), json.loads((out / "config.json").read_text())
+    more = statistics(BATCHES, max_norm=1.0, noise_multiplier=0.8, period=2)
+    both = Mechanism(BATCHES, CLIP, found["noise_multiplier"], more)
+    assert found["epsilon"] == accounting.epsilon(both, steps=5, delta=DELTA) <= 2
+    assert found["epsilon"] > accounting.epsilon(both._replace(statistics=None), steps=5, delta=DELTA) * 1.01
+    without = accounting.noise_multiplier_for(BATCHES, CLIP, epsilon=2.0, delta=DELTA, steps=5)
+    assert found["noise_multiplier"] > without * 1.01
+    assert config["statistics"] == {
+        "sampling_rate": BATCHES.rate,
+        "max_norm": 1.0,
+        "noise_multiplier": 0.8,
+        "period": 2,
+    }
+    assert (found["kfac_measured"], found["kfac_failures"]) == (3, 0)
+    assert (found["kfac_data"], found["kfac_noise_multiplier"]) == ("noised private", 0.8)
+    assert math.isfinite(found["loss_last"])
+
+
+def test_the_noise_of_statistics_follows_from_the_budget_unless_given() -> None:
+    optimizer = KfacOptimizer(0.1, KfacConfig(factor_period=2, inverse_period=2), Noised(0.5, None))
+    budget: Any = {"steps": 5, "delta": DELTA}
+    more = releases(optimizer, BATCHES, epsilon=8.0, noise_multiplier=None, **budget)
+    assert more is not None
+    alone = Mechanism(BATCHES, CLIP, more.noise_multiplier)
+    assert 0.98 * 8 * SHARE < accounting.epsilon(alone, steps=3, delta=DELTA) <= 8 * SHARE
+    assert (more.max_norm, more.period, more.sampling) == (0.5, 2, BATCHES)
+    same = releases(optimizer, BATCHES, epsilon=None, noise_multiplier=1.25, **budget)
+    given = optimizer._replace(source=Noised(0.5, 3.0))
+    told = releases(given, BATCHES, epsilon=8.0, noise_multiplier=None, **budget)
+    assert same is not None
+    assert told is not None
+    assert (same.noise_multiplier, told.noise_multiplier) == (1.25, 3.0)
+    assert (
+        releases(optimizer._replace(source=Synthetic()), BATCHES, epsilon=8.0, noise_multiplier=None, **budget) is None
+    )
+    apart = optimizer._replace(config=KfacConfig(factor_period=2, inverse_period=4))
+    with pytest.raises(FdpError, match="inverse_period"):
+        releases(apart, BATCHES, epsilon=8.0, noise_multiplier=None, **budget)
+
+
+def test_public_text_is_a_source_and_the_private_text_is_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, words in (("private", "one two three four five "), ("copy", ""), ("public", "six seven eight nine ")):
+        (tmp_path / f"{name}.txt").write_text((words or "one two three four five ") * 40)
+    words = ("--model", "gpt-nano", "--context", "8", "--batch-size", "8", "--microbatch", "8", "--steps", "2")
+    words += ("--data", str(tmp_path / "private.txt"), "--method", "auto", "--noise-multiplier", "1", "--delta", "1e-4")
+    assert call(*words, "--kfac-data", str(tmp_path / "copy.txt"), "--out", str(tmp_path / "run")) == 2
+    assert "got the private dataset" in " ".join(capsys.readouterr().err.split())
+    assert call(*words, "--kfac-data", str(tmp_path / "public.txt"), "--out", str(tmp_path / "run")) == 0
+    assert "on public data" in " ".join(capsys.readouterr().out.replace("│", " ").split())
+    found = summary(tmp_path / "run")
+    assert (found["kfac_data"], found["kfac_measured"], found["kfac_failures"]) == ("public", 1, 0)
+    assert math.isfinite(found["loss_last"])
+
+
+@pytest.mark.parametrize("source", ["synthetic", "noised"])
+def test_curvature_never_sees_the_batch_of_a_step(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``refreshed`` is not even given one, and draws, if at all, by another key."""
+    run, state = prepare(private_config("--kfac-data", source, "--noise-multiplier", "1")[0])
+    real, used = runs.sample_batch, []
+
+    def watched(dataset: Any, sampling: Any, key: Tensor, **options: Any) -> Any:
+        used.append(key.tolist())
+        return real(dataset, sampling, key, **options)
+
+    monkeypatch.setattr(runs, "sample_batch", watched)
+    nothing: Any = None
+    after = refreshed(run, state, nothing, 0)
+    again = refreshed(run, state, nothing, 0)
+    assert len(used) == (2 if source == "noised" else 0)
+    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(after), tree.leaves(again)))
+    drawn(run, 0)
+    assert used[-1] not in used[:-1]
+    maps = run.stages.sides(after)
+    assert sorted(maps) == sorted(run.config.model.trainable)
+    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(maps), tree.leaves(sides_of(after)), strict=True))
+    assert refreshed(run, state, nothing, 1) is state
+
+
+def test_other_public_data_or_other_statistics_are_not_the_same_run() -> None:
+    config, settings = private_config("--kfac-data", "noised", "--noise-multiplier", "1")
+    run, state = prepare(config)
+    taken = resume.TakenUp(Path("there"), None, resume.meta(run, settings, state))
+    resume.check(taken, run)
+    more = run.mechanism.statistics
+    assert more is not None
+    other = run.mechanism._replace(statistics=more._replace(noise_multiplier=0.5))
+    with pytest.raises(FdpError, match="as its statistics"):
+        resume.check(taken, run._replace(mechanism=other))
+    public_run = run._replace(feed=Public(config.dataset, "a digest"))
+    taken = resume.TakenUp(Path("there"), None, resume.meta(public_run, settings, state))
+    resume.check(taken, public_run)
+    with pytest.raises(FdpError, match="as its public data"):
+        resume.check(taken, run._replace(feed=Public(config.dataset, "another")))
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["synthetic", "noised"])
+def test_a_private_run_on_two_ranks_is_that_on_one(source: str) -> None:
+    words = ["--model", "mlp", "--data", "digits", "--optimizer", "kfac", "--steps", "3", "--batch-size", "16"]
+    options = f"kfac-data={source},kfac-period=2"
+    with pytest.raises(SystemExit) as caught:
+        main(["compare", options, f"ranks=2,{options}", *words, "--microbatch", "16", "--tolerance", "1e-4"])
+    assert not caught.value.code
 
 
 def test_options_become_settings_and_the_rest_is_by_default() -> None:

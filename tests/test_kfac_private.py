@@ -14,7 +14,7 @@ import fdp.kfac.private_factors
 import fdp.per_sample
 from fdp import accounting, clipping, keys, tree
 from fdp.compiled import Blocks
-from fdp.data import digits
+from fdp.data import digits, examples, windows
 from fdp.kfac import factors
 from fdp.kfac.apply import apply_rows
 from fdp.kfac.collect import collect
@@ -25,7 +25,7 @@ from fdp.kfac.optimizer import kfac
 from fdp.kfac.private import apart, map_record, sides_by_path, size
 from fdp.kfac.private_factors import clipped_statistics, name, release, scales_of, slots
 from fdp.kfac.private_refresh import private_kfac, refresh_noised, refresh_public, sides_of
-from fdp.kfac.public import NoiseImages, Public, ZipfTokens, draw, public
+from fdp.kfac.public import NoiseImages, Public, ZipfTokens, draw, public, synthetic
 from fdp.kfac.sums import Sharing
 from fdp.kfac.types import ColumnsFactor, Layer, LowRankMap, Map, MatrixMap, Product, Sides
 from fdp.mechanism import Mechanism, Statistics, statistics
@@ -311,9 +311,25 @@ def test_the_private_dataset_is_refused_as_a_source():
         draw(TRAIN, samples=4, key=KEY)  # pyright: ignore
     joint = kfac(MODEL, TRAIN.fetch(np.arange(8)), learning_rate=1.0, config=CONFIG)
     with pytest.raises(FdpError, match="roots"):
-        refresh_public(joint, state, Public(NOISE), KEY, 0)  # pyright: ignore
+        refresh_public(joint, state, Public(NOISE, "of noise"), KEY, 0)  # pyright: ignore
     with pytest.raises(FdpError, match="so that it is accounted for"):
         refresh_noised(k, state, batch_of, KEY, 0, mechanism=MECHANISM, scales={})  # pyright: ignore
+
+
+def test_synthetic_data_has_the_shapes_of_the_data_and_nothing_else_of_it():
+    images = synthetic(TRAIN, outputs=10, key=keys.key(1))
+    assert isinstance(images, NoiseImages)
+    assert (images.shape, images.classes) == ((1, 8, 8), 10)
+    black = examples(torch.zeros(7, 1, 8, 8), torch.zeros(7), where="black")
+    few = np.arange(5)
+    same = synthetic(black, outputs=10, key=keys.key(1)).fetch(few)
+    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(images.fetch(few)), tree.leaves(same), strict=True))
+    text = windows(np.zeros(90, dtype=np.uint8), context=8, vocab_size=50, where="text")
+    tokens = synthetic(text, outputs=50, key=keys.key(1)).fetch(few)["tokens"]
+    assert (tuple(tokens.shape), tokens.dtype, int(tokens.max()) < 50) == ((5, 9), torch.int64, True)
+    flat_images = examples(torch.zeros(7, 64), torch.zeros(7), where="flat")
+    with pytest.raises(FdpError, match="synthetic: expected samples of tokens"):
+        synthetic(flat_images, outputs=10, key=keys.key(1))
 
 
 def test_synthetic_samples_are_a_function_of_their_index():
@@ -497,6 +513,9 @@ def test_what_cannot_be_noised_is_refused():
         clipped_statistics(model, params, batch, forms=bad, fisher=Fisher.EMPIRICAL, **options)
     with pytest.raises(FdpError, match="got exact"):
         clipped_statistics(model, params, batch, forms=forms, fisher=Fisher.EXACT, **options)
+    reduced = options | {"sharing": Sharing.REDUCE}
+    with pytest.raises(FdpError, match="sharing: expected expand"):
+        clipped_statistics(model, params, batch, forms=forms, fisher=Fisher.EMPIRICAL, **reduced)
     for change in ({"max_norm": 0.0}, {"noise_multiplier": 0.0}, {"noise_multiplier": -1.0}, {"period": 0}):
         with pytest.raises(FdpError, match=next(iter(change))):
             statistics(more_of(1.0).sampling, **{"max_norm": 1.0, "noise_multiplier": 1.0, "period": 5} | change)

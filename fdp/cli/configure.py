@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -18,9 +18,11 @@ from fdp import clipping, data, launch, models, optimizers
 from fdp.kfac.config import Distribution, KfacConfig
 from fdp.kfac.fisher import Fisher
 from fdp.kfac.policy import policy_named
+from fdp.kfac.sources import Noised, Open, Source, Synthetic
 from fdp.methods import Method
 from fdp.offload import Offload
 from fdp.run import KfacOptimizer, Layout, RunConfig, default_delta
+from fdp.sampling import Dataset
 from fdp.sharding import Data, Reduce, Zero
 from fdp.step import Compile
 from fdp.types import FdpError
@@ -112,6 +114,16 @@ def kfac_config(settings: Mapping[str, Any]) -> KfacConfig:
     )
 
 
+def kfac_source(settings: Mapping[str, Any], load: Callable[[str], Dataset]) -> Source | None:
+    """What the curvature of a private run is measured on; None: nothing was asked for."""
+    name, noise = settings["kfac_data"], settings["kfac_noise"]
+    if noise is not None and name != "noised":
+        raise FdpError(f"--kfac-noise: expected --kfac-data noised to go with it, got {name or 'none'}")
+    if name == "noised":
+        return Noised(settings["kfac_max_norm"], noise)
+    return None if name is None else Synthetic() if name == "synthetic" else Open(load(name))
+
+
 def configure(settings: Mapping[str, Any]) -> RunConfig:
     """The run that was asked for."""
 
@@ -151,7 +163,7 @@ def configure(settings: Mapping[str, Any]) -> RunConfig:
             "sgd": lambda rate: optimizers.sgd(rate, weight_decay=decay),
             "lamb": lambda rate: optimizers.lamb(rate, weight_decay=decay),
             "adafactor": lambda rate: optimizers.adafactor(rate, weight_decay=decay),
-            "kfac": lambda rate: KfacOptimizer(rate, kfac_config(settings)),
+            "kfac": lambda rate: KfacOptimizer(rate, kfac_config(settings), kfac_source(settings, loaded)),
         },
     )
     dtype = chosen_by("dtype", {"float32": torch.float32, "bfloat16": torch.bfloat16})
@@ -173,11 +185,16 @@ def configure(settings: Mapping[str, Any]) -> RunConfig:
     if budget is not None and not budget > 0:
         raise FdpError(f"--memory-budget: expected a positive number of GiB, got {budget}")
     rate = schedule() if warmup == 0 else optimizers.warmup(schedule(), steps=warmup)
-    style, chosen = clip(), optimizer(rate)
-
     model = models.build(name, context=settings["context"])
     vocab_size = data.BYTES if model.vocab_size is None else model.vocab_size
-    dataset = data.load(settings["data"], context=model.context, field=settings["field"], vocab_size=vocab_size)
+
+    def loaded(source: str) -> Dataset:
+        return data.load(source, context=model.context, field=settings["field"], vocab_size=vocab_size)
+
+    if settings["kfac_data"] is not None and settings["optimizer"] != "kfac":
+        raise FdpError(f"--kfac-data: expected --optimizer kfac to go with it, got {settings['optimizer']}")
+    style, chosen = clip(), optimizer(rate)
+    dataset = loaded(settings["data"])
     return RunConfig(
         model=model,
         dataset=dataset,

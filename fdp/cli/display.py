@@ -27,6 +27,7 @@ from rich.text import Text
 from fdp import tree
 from fdp.accounting import delta_advice
 from fdp.cli.configure import learning_rate
+from fdp.kfac.sources import Feed, kind_of
 from fdp.kfac.state import KfacPlan
 from fdp.methods import Method
 from fdp.records import Record
@@ -72,7 +73,7 @@ def show_header(console: Console, run: Run, state: TrainState, settings: Mapping
         ),
     ]
     if run.kfac is not None:
-        rows.append(("curvature", _curvature(run.kfac.plan)))
+        rows.append(("curvature", _curvature(run.kfac.plan, run.feed)))
     if run.sharding is not None and config.layout is not None:
         axes = ", ".join(f"{axis}={size}" for axis, size in config.layout.axes.items())
         rows.append(("ranks", f"{run.sharding.world.size}: {axes}, ZeRO-{config.layout.zero.value}"))
@@ -85,6 +86,14 @@ def show_header(console: Console, run: Run, state: TrainState, settings: Mapping
             ("clipping", f"{config.clip.name}, {bound}, method {config.method.value}"),
             ("noise", f"{run.mechanism.noise_multiplier:.4g} x C on the sum of the clipped gradients"),
         ]
+    if (more := run.mechanism.statistics) is not None:
+        rows.append(
+            (
+                "statistics",
+                f"of the curvature, a draw of their own every {more.period} steps, clipped to {more.max_norm:g}, "
+                f"noise {more.noise_multiplier:.4g} x that; the budget has them",
+            )
+        )
     if run.epsilons is None:
         rows.append(("privacy", "none: this run is not private"))
     else:
@@ -190,14 +199,15 @@ def sparkline(values: list[float], width: int = 24) -> str:
     return "".join(BARS[round((mean - low) * scale)] for mean in means)
 
 
-def _curvature(plan: KfacPlan) -> str:
-    """The forms that were chosen, and when they are measured."""
+def _curvature(plan: KfacPlan, feed: Feed | None) -> str:
+    """The forms that were chosen, and when and on what they are measured."""
+    on = "" if feed is None else f" on {kind_of(feed)} data"
     forms = Counter(f"{row.left.value} x {row.right.value}" for row in plan.rows)
     layers = ", ".join(f"{count} {form}" for form, count in forms.items())
     config = plan.config
     return (
-        f"{config.fisher.value} Fisher information, damping {config.damping:g}, every {config.factor_period} steps; "
-        f"layers: {layers}"
+        f"{config.fisher.value} Fisher information, damping {config.damping:g}, every {config.factor_period} "
+        f"steps{on}; layers: {layers}"
     )
 
 

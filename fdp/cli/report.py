@@ -70,11 +70,24 @@ def write_config(folder: Path, settings: Mapping[str, Any], run: Run) -> None:
             "delta": run.config.delta,
             "noise_multiplier": run.mechanism.noise_multiplier,
             "epsilon": run.config.epsilon,
+            "statistics": statistics_of(run),
             "samples": len(run.config.dataset),
             "device": run.config.device.type,
             "versions": versions | {"python": platform.python_version()},
         },
     )
+
+
+def statistics_of(run: Run) -> dict[str, Any] | None:
+    """What is released of the private data beside the steps' sums, and paid for out of the same budget, in numbers."""
+    if (more := run.mechanism.statistics) is None:
+        return None
+    return {
+        "sampling_rate": more.sampling.rate,
+        "max_norm": more.max_norm,
+        "noise_multiplier": more.noise_multiplier,
+        "period": more.period,
+    }
 
 
 def read_metrics(folder: Path, *, upto: int) -> list[Record]:

@@ -18,13 +18,14 @@ import torch
 
 from fdp import checkpoint
 from fdp.cli import report
+from fdp.kfac.public import Public
 from fdp.run import Run
 from fdp.types import FdpError, Key, TrainState
 
 DECIDING = (
     "model", "data", "field", "context", "epsilon", "noise_multiplier", "delta", "clip", "max_norm", "method",
     "batch_size", "steps", "lr", "optimizer", "weight_decay", "schedule", "warmup", "seed", "dtype",
-    "kfac_damping", "kfac_period", "kfac_policy", "kfac_fisher",
+    "kfac_damping", "kfac_period", "kfac_data", "kfac_max_norm", "kfac_noise", "kfac_policy", "kfac_fisher",
 )  # fmt: skip
 """The settings that decide a result."""
 
@@ -71,16 +72,23 @@ def meta(run: Run, settings: Mapping[str, Any], state: TrainState) -> dict[str, 
         "step": step,
         "key": run.root.tolist(),
         "sampler": {"samples": sampling.dataset_size, "data": run.data_digest, "next_step": step},
+        "public_data": public_digest(run),
         "accountant": {
             "steps": step,
             "noise_multiplier": run.mechanism.noise_multiplier,
             "sampling_rate": sampling.rate,
             "clip": run.mechanism.clip.name,
             "count_noise": run.mechanism.clip.count_noise,
+            "statistics": report.statistics_of(run),
             "delta": run.config.delta,
             "epsilon": None if run.epsilons is None or not step else float(run.epsilons[step - 1]),
         },
     }
+
+
+def public_digest(run: Run) -> str | None:
+    """The digest of the public data that curvature is measured on; None where there is none."""
+    return run.feed.digest if isinstance(run.feed, Public) else None
 
 
 def check(taken_up: TakenUp, run: Run) -> None:
@@ -90,6 +98,8 @@ def check(taken_up: TakenUp, run: Run) -> None:
         "samples": (found["sampler"]["samples"], run.mechanism.sampling.dataset_size),
         "data": (found["sampler"]["data"], run.data_digest),
         "noise multiplier": (found["accountant"]["noise_multiplier"], run.mechanism.noise_multiplier),
+        "statistics": (found["accountant"].get("statistics"), report.statistics_of(run)),
+        "public data": (found.get("public_data"), public_digest(run)),
     }
     for what, (then, now) in expected.items():
         if then != now:

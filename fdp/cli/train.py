@@ -14,7 +14,7 @@ from typing import Annotated
 from typer import Exit, Option
 
 WHAT, PRIVACY, TRAINING, HOW = "What to train", "Privacy", "Training", "How to run"
-KFAC = "K-FAC (--optimizer kfac --method none)"
+KFAC = "K-FAC (--optimizer kfac)"
 RANKS = "On several ranks (started with torchrun -m fdp train ...)"
 
 
@@ -76,9 +76,40 @@ def train_command(
     kfac_damping: Annotated[
         float, Option(help="Added to the curvature; more is closer to plain gradients.", rich_help_panel=KFAC)
     ] = 3e-2,
-    kfac_period: Annotated[int, Option(help="Steps between measurements of the curvature.", rich_help_panel=KFAC)] = 10,
+    kfac_period: Annotated[
+        int, Option(help="Steps between measurements of the curvature, one microbatch each.", rich_help_panel=KFAC)
+    ] = 10,
+    kfac_data: Annotated[
+        str | None,
+        Option(
+            help="What the curvature of a private run is measured on: synthetic (Zipf tokens or pink noise images), a "
+            "path to public data like --data, or noised (private data, clipped and noised, out of the same budget). "
+            "With --method none: leave out, it is --data itself.",
+            rich_help_panel=KFAC,
+        ),
+    ] = None,
+    kfac_max_norm: Annotated[
+        float,
+        Option(
+            help="C of noised statistics: the most one sample can add; 1 is the norm of a synthetic sample's.",
+            rich_help_panel=KFAC,
+        ),
+    ] = 1.0,
+    kfac_noise: Annotated[
+        float | None,
+        Option(
+            help="Noise of noised statistics as a multiple of their C; default: what spends a third of --epsilon by "
+            "itself, or --noise-multiplier.",
+            rich_help_panel=KFAC,
+        ),
+    ] = None,
     kfac_policy: Annotated[
-        str, Option(help="auto: per layer, by cost; all: dense wherever a layer can be.", rich_help_panel=KFAC)
+        str,
+        Option(
+            help="auto: per layer, by cost; all: dense wherever a layer can be. Private: always dense up to 4096 "
+            "features, diagonal beyond.",
+            rich_help_panel=KFAC,
+        ),
     ] = "auto",
     kfac_fisher: Annotated[
         str,

@@ -16,13 +16,13 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
-from fdp import accounting, keys, tree
+from fdp import accounting, keys, launch, tree
 from fdp.clipping import flat
 from fdp.kfac.config import KfacConfig
 from fdp.kfac.optimizer import Kfac, kfac
 from fdp.kfac.private_factors import scales_of
 from fdp.kfac.private_refresh import private_kfac, refresh_noised, refresh_public
-from fdp.kfac.public import Public, draw, public, synthetic
+from fdp.kfac.public import NoiseImages, Public, ZipfTokens, draw, public, synthetic
 from fdp.mechanism import Mechanism, Statistics, statistics
 from fdp.model import Model
 from fdp.optimizers import Schedule
@@ -33,8 +33,8 @@ LARGEST = 4096
 """Sides of more features are diagonal in a private run: the eigenvalues of as many take about a second."""
 
 SHARE = 1 / 3
-"""Of epsilon, what the statistics alone may spend unless told otherwise. Losses add up like squares, or nearly so: the
-noise of the steps then grows by about a twentieth."""
+"""Of epsilon, what the statistics alone may spend unless told otherwise. Losses add up more like squares than like
+numbers: 1000 steps of 512 out of 50,000 within epsilon 3, and 100 releases, take 0.9 % more noise than without them."""
 
 
 class Synthetic(NamedTuple):
@@ -77,6 +77,13 @@ class Scales(NamedTuple):
 
 Feed: TypeAlias = Public | Scales
 """A source that was compared with the data and the model."""
+
+
+def kind_of(feed: Feed) -> str:
+    """``synthetic``, ``public`` or ``noised private``, in words."""
+    if not isinstance(feed, Public):
+        return "noised private"
+    return "synthetic" if isinstance(feed.dataset, ZipfTokens | NoiseImages) else "public"
 
 
 def check_source(optimizer: KfacOptimizer, *, private: bool) -> None:
@@ -146,7 +153,10 @@ def make_feed(
     if source is None:
         return None
     if isinstance(source, Open):
-        return public(source.dataset, private=private, digest=digest)
+        feed = public(source.dataset, private=private, digest=digest)
+        if plan.sharding is not None:
+            launch.check_agreement({"public data": feed.digest})
+        return feed
     outputs = plan.model.vocab_size or (plan.known.scores or (0,))[-1]
     made = synthetic(private, outputs=outputs, key=keys.fold_in(key, "data").cpu())
     feed = public(made, private=private, digest=digest)

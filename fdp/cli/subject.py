@@ -1,0 +1,143 @@
+"""What is trained, and on what: the model and the data that the command line names.
+
+--model gpt2-large                    a preset, drawn from the key
+--model models/tiny                   a local folder of ``transformers``: its values in, a folder like it out
+--lora 16 / --train-only '*bias'      only adapters, or only the leaves that match
+--unit window | record | user         what one sample is, and so whom the guarantee is about
+
+>>> chosen = subject(settings)
+>>> data = dataset_of(settings, chosen.model)
+>>> export(state.params, settings, folder)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from fdp import corpus, data, keys, models, text, tree
+from fdp.foreign import hugging_face
+from fdp.foreign.lora import lora_model, merge, train_only
+from fdp.model import Model
+from fdp.packing import Unit
+from fdp.safetensors_io import export_safetensors
+from fdp.sampling import Dataset
+from fdp.sharding import Sharding, init_params
+from fdp.types import FdpError, Key, Tree
+
+Values: TypeAlias = Callable[[Model, Sharding | None, Key], Tree]
+"""The first parameters of a model, whole or as this rank's parts; the key is for leaves that nothing is stored for."""
+
+UNITS = ("window", "record", "user", "row")
+WINDOWS_PER_USER = 8
+
+
+class Subject(NamedTuple):
+    """The model, and where its first values come from; None: they are drawn from the run's key."""
+
+    model: Model
+    values: Values | None
+
+
+def is_folder(name: str) -> bool:
+    """Whether ``--model`` names a folder rather than a preset."""
+    return name not in models.PRESETS and Path(name).is_dir()
+
+
+def subject(settings: Mapping[str, Any]) -> Subject:
+    """The model that was asked for, with adapters or frozen leaves."""
+    name, context = settings["model"], settings["context"]
+    folder = Path(name) if is_folder(name) else None
+    base = models.build(name, context=context) if folder is None else hugging_face.load_model(folder, context=context)
+    model = base
+    if settings["lora"] is not None and settings["train_only"] is not None:
+        raise FdpError("--lora and --train-only: expected one of them, got both; adapters are all that --lora trains")
+    if settings["lora"] is not None:
+        targets = _words(settings["lora_targets"]) or _matrices(base)
+        model = lora_model(base, rank=settings["lora"], alpha=_alpha(settings), targets=targets)
+    if settings["train_only"] is not None:
+        model = train_only(base, *_words(settings["train_only"]))
+    if folder is None:
+        return Subject(model, None)
+    return Subject(model, _stored_values(folder, base, context))
+
+
+def dataset_of(settings: Mapping[str, Any], model: Model, *, source: str | None = None) -> Dataset:
+    """The data that was asked for, a sample being what ``--unit`` says; ``source`` instead of ``--data``."""
+    path = settings["data"] if source is None else source
+    unit, by = settings["unit"], settings["user_field"]
+    if unit not in UNITS:
+        raise FdpError(f"--unit: expected one of {', '.join(UNITS)}, got {unit!r}")
+    if (unit == "user") != (by is not None):
+        raise FdpError(f"--user-field: expected with --unit user, and only there, got --unit {unit}")
+    vocab_size = data.BYTES if model.vocab_size is None else model.vocab_size
+    tokenizer = _tokenizer(settings, model)
+    if unit == "window":
+        return data.load(
+            path, context=model.context, field=settings["field"], vocab_size=vocab_size, tokenizer=tokenizer
+        )
+    if model.context is None:
+        raise FdpError(f"--unit {unit}: expected a language model, got {model.name}; leave it out")
+    pack = Unit.ROW if unit == "row" else Unit.OWNER if settings["pack"] else None
+    return corpus.load(
+        path,
+        context=model.context,
+        vocab_size=vocab_size,
+        tokenizer=tokenizer or text.BYTES,
+        field=settings["field"],
+        user_field=by,
+        windows=None if by is None else settings["windows_per_user"],
+        pack=pack,
+        # Public, and the same in every run: which of a user's windows are taken depends on nobody else.
+        key=None if by is None else keys.fold_in(keys.key(0), "windows"),
+    )
+
+
+def export(params: Tree, settings: Mapping[str, Any], folder: Path) -> Path:
+    """Write the trained model, adapters merged: a folder like the one it came from, or one safetensors file."""
+    merged = params if settings["lora"] is None else merge(params, alpha=_alpha(settings))
+    if not is_folder(settings["model"]):
+        export_safetensors(merged, folder / "model.safetensors")
+        return folder / "model.safetensors"
+    hugging_face.save(folder / "model", merged, source=settings["model"])
+    return folder / "model"
+
+
+def _alpha(settings: Mapping[str, Any]) -> float:
+    return 2.0 * settings["lora"] if settings["lora_alpha"] is None else settings["lora_alpha"]
+
+
+def _words(text: str | None) -> tuple[str, ...]:
+    return () if text is None else tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def _matrices(model: Model) -> tuple[str, ...]:
+    """The matrices of the repeated blocks: neither embeddings nor the head."""
+    inner = {path for block in model.blocks[1:-1] for path in tree.leaves(block.params)}
+    outer = {path for block in (model.blocks[0], model.blocks[-1]) for path in tree.leaves(block.params)}
+    return tuple(sorted(path for path in inner - outer if len(model.leaves[path].shape) == 2))
+
+
+def _stored_values(folder: Path, base: Model, context: int | None) -> Values:
+    def values(model: Model, sharding: Sharding | None, key: Key) -> Tree:
+        module = hugging_face.empty_module(folder)
+        device = key.device if sharding is None else None
+        stored = hugging_face.read_params(folder, module, base, sharding, dtype=torch.float32, device=device)
+        new = model._replace(leaves={path: leaf for path, leaf in model.leaves.items() if path not in base.leaves})
+        drawn = new.init(key) if sharding is None else init_params(new, key, sharding)
+        return tree.nest(tree.flatten(stored) | tree.flatten(drawn))
+
+    return values
+
+
+def _tokenizer(settings: Mapping[str, Any], model: Model) -> text.Tokenizer | None:
+    """The one that was named, else that of the model's folder, if it has one; None: bytes."""
+    if settings["tokenizer"] is not None:
+        return text.load_tokenizer(settings["tokenizer"])
+    folder = Path(settings["model"])
+    if model.vocab_size is None or not is_folder(settings["model"]) or not any(folder.glob("tokenizer*")):
+        return None
+    return text.load_tokenizer(folder)
