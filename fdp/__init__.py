@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from fdp.audit import check_independent as check_independent
     from fdp.audit import check_norms as check_norms
     from fdp.clipping import clip_to as clip_to
+    from fdp.foreign.module import from_module as from_module
+    from fdp.foreign.uses import operation as operation
+    from fdp.foreign.uses import rule as rule
     from fdp.keys import fold_in as fold_in
     from fdp.keys import key as key
     from fdp.mechanism import Mechanism as Mechanism
@@ -51,6 +54,8 @@ _HOME = {
     "accounting": ("epsilon", "noise_multiplier_for"),
     "audit": ("check_independent", "check_norms"),
     "clipping": ("clip_to",),
+    "foreign.module": ("from_module",),
+    "foreign.uses": ("operation", "rule"),
     "keys": ("fold_in", "key"),
     "mechanism": ("Mechanism",),
     "mesh": ("make_mesh",),

@@ -226,16 +226,26 @@ def _vmapped_vjp(block: Block, weights: Flat, carry: Tree, data: Tree, trainable
             try:
                 per_sample, carry_gradient = torch.func.vmap(pull_one)(carry, data, gradient)
             except RuntimeError:  # no batching rule, or a shape that depends on the data: then one at a time
-                per_sample, carry_gradient = _one_by_one(pull_one, (carry, data, gradient))
+                per_sample, carry_gradient = _one_by_one(alone, trained, carry, data, gradient)
         return carry_gradient, {path: [Dense(leaf)] for path, leaf in per_sample.items()}
 
     return out, pull
 
 
-def _one_by_one(pull_one: Callable[..., tuple[Tree, ...]], batch: tuple[Tree, ...]) -> Tree:
-    """What ``vmap(pull_one)(*batch)`` would be."""
-    size = len(tree.leaves(batch)[0])
-    found = [pull_one(*tree.map(lambda leaf: leaf[i], batch)) for i in range(size)]  # noqa: B023
+def _one_by_one(
+    alone: Callable[[Flat, Tree, Tree], Tree], trained: Flat, carry: Tree, data: Tree, gradient: Tree
+) -> tuple[Flat, Tree]:
+    """The same sample by sample, by plain autograd: whatever has a derivative at all."""
+    found = []
+    for i in range(len(tree.leaves(data)[0])):
+        one, entry, slope = tree.map(lambda leaf: leaf[i], (carry, data, gradient))  # noqa: B023
+        opened = tree.map(lambda leaf: leaf.detach().requires_grad_(leaf.is_floating_point()), (trained, one))
+        with torch.enable_grad():
+            out = alone(opened[0], opened[1], entry)
+        wanted = [leaf for leaf in tree.leaves(opened) if leaf.requires_grad]
+        outs, slopes = zip(*[(o, g) for o, g in zip(tree.leaves(out), tree.leaves(slope)) if o.requires_grad])
+        grads = iter(torch.autograd.grad(outs, wanted, slopes, allow_unused=True, materialize_grads=True))
+        found.append(tree.map(lambda leaf: next(grads) if leaf.requires_grad else torch.zeros_like(leaf), opened))  # noqa: B023
     return tree.map(lambda *leaves: torch.stack(leaves), *found)
 
 

@@ -62,8 +62,10 @@ class Blocks:
         if key not in self.kinds:
             named = Block(block.name, local, block.apply)
             tape, _ = traced(named, here, trained, carry, data, attached=True)
-            run = self._compiled(_tapped_run(named, trained), block)
-            self.kinds[key] = Kind(run, tape.rules, _summed_apart(tape))
+            apart = _summed_apart(tape)
+            planned = [(use.name, use.rule) for use in mine if use.name not in apart]
+            run = self._compiled(_tapped_run(named, trained, planned), block)
+            self.kinds[key] = Kind(run, tape.rules, apart)
         kind = self.kinds[key]
         taps = {
             name: tap.detach().requires_grad_()
@@ -160,10 +162,15 @@ def _token_sums(gradient: Tensor) -> Tensor:
     return token_sums(gradient)[0] if on_gpu else gradient.sum(1)
 
 
-def _tapped_run(block: Block, trained: frozenset[str]) -> Callable[..., tuple[Tree, Flat]]:
+def _tapped_run(
+    block: Block, trained: frozenset[str], planned: list[tuple[str, str]]
+) -> Callable[..., tuple[Tree, Flat]]:
     def run(weights: Flat, carry: Tree, data: Tree, taps: Flat) -> tuple[Tree, Flat]:
         tape = Tape(batch_size_of(data), taps, attached=True)
         out = block.apply(watch(block, weights, trained, tape), carry, data)
+        met = [(use.name, use.rule) for use in tape.uses]
+        if [use for use in planned if use not in met]:  # torch.compile does not show every function of torch
+            raise FdpError(f"{block.name}: expected the uses {planned}, as planned, got {met}; do not compile it")
         return out, {name: x.detach() for name, x in tape.inputs.items()}
 
     return run

@@ -150,7 +150,7 @@ def explain(plan: Plan) -> str:
 
 
 def _materialized(model: Model, method: Method) -> frozenset[Path]:
-    """The trainable leaves of all blocks whose gradients are made whole: those that hold one that must be, and theirs."""
+    """The trainable leaves of all blocks whose gradients are made whole: of those that hold one that must be."""
     if method in (Method.NONE, Method.MATERIALIZE):
         return model.trainable if method is Method.MATERIALIZE else frozenset()
     found = model.materialized & model.trainable
@@ -192,8 +192,8 @@ def _guessed(
     if watched & frozenset(tree.leaves(block.params)):
         raise FdpError(
             f"{block.name}: {error} has a shape or a branch that depends on the data, so that no uses can be planned; "
-            f"send the block through the materialised path, exact and slower (from_module(..., materialize=...), or the "
-            f"method 'materialize'), or compute the same for every sample (experts by einsum over all of them)"
+            f"send the block through the materialised path, exact and slower (from_module(..., materialize=...), or "
+            f"the method 'materialize'), or compute the same for every sample (experts by einsum over all of them)"
         ) from error
     if block is not model.blocks[-1] and not tree.leaves(carry):
         raise FdpError(

@@ -91,8 +91,8 @@ class Model(NamedTuple):
     """A stack of blocks and the leaves they use.
 
     ``parallel(axis)`` is the same model with its layers cut over a tensor axis: same leaves, same losses. ``tensor`` is
-    the axis over which they are cut. The blocks that hold a leaf of ``materialized`` have their per-sample gradients made
-    whole, whatever the method: for operations without a rule.
+    the axis over which they are cut. The blocks that hold a leaf of ``materialized`` have their per-sample gradients
+    made whole, whatever the method: for operations without a rule.
     """
 
     name: str

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -45,7 +45,7 @@ from fdp.sharding import (
     Sharding,
     Zero,
     abstract_params,
-    init_params,
+    drawn_params,
     localize,
     make_sharding,
     over_tensor_axis,
@@ -75,7 +75,7 @@ class RunConfig:
     Exactly one of ``noise_multiplier`` and ``epsilon`` is given; with ``Method.NONE``, neither.
     ``batch_size`` is the expected one of Poisson sampling. ``microbatch_size``, ``memory_budget`` (bytes),
     ``compile``, ``cuda_graph``, ``device``, ``layout`` (None: one process), ``offload`` and ``checkpoint_activations``
-    change how a run computes, not what. ``seed=None``: a key from the system.
+    change how a run computes, not what. ``seed=None``: a key from the system. ``values``: the first parameters.
     """
 
     model: Model
@@ -98,6 +98,7 @@ class RunConfig:
     offload: Offload = NOTHING
     checkpoint_activations: bool = False
     cuda_graph: bool = False
+    values: Callable[[Model, Sharding | None, Key], Tree] = drawn_params
 
 
 class Run(NamedTuple):
@@ -165,7 +166,7 @@ def prepare(config: RunConfig, *, root: Key | None = None) -> tuple[Run, TrainSt
         )
     root = _shared(keys.key(config.seed) if root is None else root, sharding)
     key = keys.fold_in(root, "init").to("cpu" if config.offload.params else config.device)
-    params = model.init(key) if sharding is None else init_params(model, key, sharding)
+    params = config.values(model, sharding, key)
     share = -(-config.microbatch_size // (1 if sharding is None else sharding.ranks))
     curvature = _kfac(config, model, sharding, share)
     optimizer = config.optimizer if curvature is None else curvature.optimizer

@@ -212,6 +212,11 @@ def places(sharding: Sharding) -> dict[Path, Place]:
     return {path: Place(leaf.shape, leaf.window) for path, leaf in sharding.leaves.items()}
 
 
+def drawn_params(model: Model, sharding: Sharding | None, key: Key) -> Tree:
+    """The parameters that ``model`` draws from ``key``: whole, or this rank's parts as DTensors."""
+    return model.init(key) if sharding is None else init_params(model, key, sharding)
+
+
 def init_params(
     model: Model,
     key: Key,

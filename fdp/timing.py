@@ -64,7 +64,7 @@ def remembered(device: torch.device, *, store: FilePath) -> dict[str, float]:
 def measure(
     uses: Iterable[Use], *, dtype: torch.dtype, device: torch.device, store: FilePath | None, seconds: float = 0.02
 ) -> dict[str, float]:
-    """Times of every way to the norms and the sum of linear and embedding uses (either way up), those already known not taken again.
+    """Times of every way to the norms and sum of linear, matmul and embedding uses, those known not taken again.
 
     ``seconds`` is about what each is run for. A way that does not fit into memory is given no time.
     """

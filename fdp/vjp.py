@@ -14,10 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fdp import tree
-from fdp.types import Tree
+from fdp.types import Flat, Tree
 
 
 def vjp(fn: Callable[..., tuple[Tree, Any]], *primals: Tree) -> tuple[Tree, Callable[[Tree], tuple[Tree, ...]], Any]:
@@ -28,32 +27,33 @@ def vjp(fn: Callable[..., tuple[Tree, Any]], *primals: Tree) -> tuple[Tree, Call
 
     def run(*primals: Tree) -> tuple[Tree, Any]:
         out, aux = fn(*primals)
-        leaves = tree.leaves(out)
-        rest = [leaf for leaf in leaves if not leaf.is_floating_point()]
+        floats, rest = _parted(out)
         if not rest:
             return out, (aux, rest)
-        structure.append(tree.map(lambda leaf: leaf.is_floating_point(), out))
-        return [leaf for leaf in leaves if leaf.is_floating_point()], (aux, rest)
+        structure.append(tree.map(lambda _: 0, out))
+        return floats, (aux, rest)
 
     out, pull, (aux, rest) = torch.func.vjp(run, *primals, has_aux=True)  # pyright: ignore[reportAssignmentType]
 
     def pull_without_graph(gradient: Tree) -> tuple[Tree, ...]:
         with torch.no_grad():
-            return pull([g for g in tree.leaves(gradient) if g.is_floating_point()] if rest else gradient)
+            return pull(_parted(gradient)[0] if rest else gradient)
 
-    return _joined(structure[0], out, rest) if rest else out, pull_without_graph, aux
+    return tree.unflatten(structure[0], out | rest) if rest else out, pull_without_graph, aux
 
 
 def _vjp_of_floats(fn: Callable[..., tuple[Tree, Any]], primals: tuple[Tree, ...]):
-    kinds = tree.map(lambda leaf: leaf.is_floating_point(), primals)
-    leaves = tree.leaves(primals)
-    rest = [leaf for leaf in leaves if not leaf.is_floating_point()]
-    floats = [leaf for leaf in leaves if leaf.is_floating_point()]
-    out, pull, aux = vjp(lambda floats: fn(*_joined(kinds, floats, rest)), floats)
-    return out, lambda gradient: _joined(kinds, pull(gradient)[0], rest), aux
+    floats, rest = _parted(primals)
+
+    def joined(floats: Flat) -> tuple[Tree, ...]:
+        return tree.unflatten(primals, floats | rest)
+
+    out, pull, aux = vjp(lambda floats: fn(*joined(floats)), floats)
+    return out, lambda gradient: joined(pull(gradient)[0]), aux
 
 
-def _joined(kinds: Tree, floats: list[Tensor], rest: list[Tensor]) -> Any:
-    """A tree of floats, where ``kinds`` is true, and of others, each in their order."""
-    sloped, others = iter(floats), iter(rest)
-    return tree.map(lambda is_float: next(sloped if is_float else others), kinds)
+def _parted(values: Tree) -> tuple[Flat, Flat]:
+    """The leaves that are floats, and the others, by path."""
+    flat = tree.flatten(values)
+    floats = {path: leaf for path, leaf in flat.items() if leaf.is_floating_point()}
+    return floats, {path: leaf for path, leaf in flat.items() if path not in floats}

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fdp import tree
 from fdp.clipping import clip_to
 from fdp.compiled import Blocks
 from fdp.foreign.dropout import NAME, keys_of
@@ -54,6 +53,10 @@ class Probe(nn.Module):
         for name, shape in shapes.items():
             setattr(self, name, nn.Parameter(0.5 * torch.randn(shape, dtype=torch.float64, generator=draw)))
         self.run = run
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def forward(self, x: Tensor | None = None, ids: Tensor | None = None) -> Tensor:
         return self.run(self, x if ids is None else ids)
@@ -152,13 +155,14 @@ _LLAMA = {
     "num_key_value_heads": 1,
     "max_position_embeddings": 16,
 }
+_SDPA: dict[str, Any] = {"attn_implementation": "sdpa"}
 _BERT = {key: value for key, value in _LLAMA.items() if key != "num_key_value_heads"}
 
 
 def _language(name: str, **config: Any) -> Foreign:
     import transformers
 
-    made = getattr(transformers, f"{name}Config")(**_BASE, **config, attn_implementation="sdpa")
+    made = getattr(transformers, f"{name}Config")(**_BASE, **config, **_SDPA)
     head = "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM"
     module = shaken(getattr(transformers, head)(made))
     return Foreign(module, {"input_ids": ids(SAMPLES, TOKENS)}, {"loss": next_token})
@@ -176,7 +180,8 @@ def _opt() -> Foreign:
 def _bert() -> Foreign:
     from transformers import BertConfig, BertForSequenceClassification
 
-    config = BertConfig(**_BERT, vocab_size=VOCAB, num_labels=3, pad_token_id=0, attn_implementation="sdpa")
+    sizes: dict[str, Any] = {**_BERT, "vocab_size": VOCAB, "num_labels": 3, "pad_token_id": 0}
+    config = BertConfig(**sizes, **_SDPA)
     data = {"input_ids": ids(SAMPLES, TOKENS), "label": LABEL}
     data["input_ids"][:, -1] = 0  # padding, whose row is not trained
     return Foreign(shaken(BertForSequenceClassification(config)), data, {"loss": labels})
@@ -185,7 +190,8 @@ def _bert() -> Foreign:
 def _vit() -> Foreign:
     from transformers import ViTConfig, ViTForImageClassification
 
-    config = ViTConfig(**{**_BERT, "image_size": 8, "patch_size": 4}, num_labels=3, attn_implementation="sdpa")
+    sizes: dict[str, Any] = {**_BERT, "image_size": 8, "patch_size": 4, "num_labels": 3}
+    config = ViTConfig(**sizes, **_SDPA)
     data = {"pixel_values": randn(SAMPLES, 3, 8, 8), "label": LABEL}
     return Foreign(shaken(ViTForImageClassification(config)), data, {"loss": labels})
 
@@ -215,7 +221,7 @@ class Residual(nn.Module):
 class Recurrent(nn.Module):
     """A recurrent network between an embedding and a head."""
 
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
+    def __init__(self, kind: Callable[..., nn.Module]) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, 5)
         self.layers = kind(5, 6, num_layers=2, batch_first=True)

@@ -23,10 +23,19 @@ from fdp.types import Tree
 
 ROOT = Path(__file__).parent.parent
 NUMBERS = {"logistic": r"test accuracy ([\d.]+)", "digits_cnn": r"test accuracy ([\d.]+)"}
-NUMBERS |= {"nano_gpt": r"held-out loss ([\d.]+) at"}
-BUDGETS = {"logistic": [3.0], "digits_cnn": [3.0, 8.0], "nano_gpt": [8.0]}
+NUMBERS |= {"nano_gpt": r"held-out loss ([\d.]+) at", "own_layer": r"test accuracy ([\d.]+)"}
+NUMBERS |= {"finetune_hf": r"([\d.]+) (?:with LoRA|in full) at"}
+BUDGETS = {
+    "logistic": [3.0],
+    "digits_cnn": [3.0, 8.0],
+    "nano_gpt": [8.0],
+    "own_layer": [4.0],
+    "finetune_hf": [8.0, 8.0],
+}
+LOSSES = ("nano_gpt", "finetune_hf")
 TINY = {"logistic": ["--steps", "2"], "digits_cnn": ["--steps", "2"]}
-TINY |= {"nano_gpt": ["--steps", "2", "--batch-size", "24"]}
+TINY |= {"nano_gpt": ["--steps", "2", "--batch-size", "24"], "own_layer": ["--steps", "2"]}
+TINY |= {"finetune_hf": ["--steps", "2", "--batch-size", "16", "--public-steps", "1"]}
 
 
 class Ran(NamedTuple):
@@ -75,6 +84,22 @@ def test_the_step_written_out_is_the_composed_step(name: str) -> None:
         torch.testing.assert_close(leaf, composed[path], msg=lambda text, path=path: f"{path}: {text}")
 
 
+def test_an_own_operation_is_refused_then_its_rule_is_checked() -> None:
+    refused, caught = (re.search(rf"^{word}: (.*)$", tiny("own_layer").shown, re.M) for word in ("refused", "caught"))
+    assert refused is not None
+    assert "prototypes.weight: used by" in refused[1]
+    assert caught is not None
+    assert "per-sample gradient differs" in caught[1]
+
+
+def test_transformers_reads_the_fine_tuned_models() -> None:
+    differences = re.findall(
+        r"(\w+): reloaded, largest difference of a sample's loss ([\d.e+-]+)", tiny("finetune_hf").shown
+    )
+    assert [name for name, _ in differences] == ["lora", "full"]
+    assert all(float(apart) < 1e-5 for _, apart in differences)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NUMBERS)
 def test_the_header_states_the_number_you_see(name: str) -> None:
@@ -88,7 +113,7 @@ def test_the_header_states_the_number_you_see(name: str) -> None:
     )
     assert len(stated) == len(BUDGETS[name])
     # Other processors and thread counts round differently: a few test images, a few hundredths of a nat.
-    assert shown == pytest.approx(stated, abs=0.03 if name == "nano_gpt" else 0.012)
+    assert shown == pytest.approx(stated, abs=0.03 if name in LOSSES else 0.012)
 
 
 def first_params(name: str, example: dict[str, Any]) -> Tree:

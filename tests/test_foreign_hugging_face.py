@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import weakref
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -153,9 +154,11 @@ def test_plain_causal_attention_is_left_to_the_kernel_and_windows_get_masks():
         assert isinstance(before, Before)
         assert isinstance(before.call, CausalMasks)
         assert "attention_mask': None" in repr(before.forms[0]) or "None" in repr(before.forms[0].args)
-    before = made("mistral")[1].blocks[0].apply
-    assert isinstance(before, Before)
-    assert "attention_mask': Slot" in repr(before.forms[0])
+    for name in ("mistral", "gemma2"):
+        before = made(name)[1].blocks[0].apply
+        assert isinstance(before, Before)
+        assert isinstance(before.call, CausalMasks)
+        assert "attention_mask': Slot" in repr(before.forms[0])
 
 
 def test_a_window_that_the_example_did_not_feel_is_refused():
@@ -210,6 +213,17 @@ def test_windows_of_a_user_are_as_alone():
     alone = own_losses("llama", module, {"tokens": windows.flatten(0, 1)}).view(2, 3).mean(1)
     torch.testing.assert_close(model.loss(params, {"tokens": windows}), alone, rtol=1e-9, atol=1e-9)
     assert documents_of({"tokens": windows}).unique().tolist() == [0, 1, 2]  # pyright: ignore
+
+
+def test_documents_in_the_windows_of_a_user_are_as_alone():
+    rows = packed()  # three samples of one window, here as three windows of one sample
+    user = {entry: leaf[None] for entry, leaf in rows.items()}
+    assert len(documents_of(user).unique()) == 6  # pyright: ignore
+    _, model, params = made("llama", example=user)
+    _, alone, _ = made("llama", example=rows)
+    counts = rows["loss_mask"].sum(1)
+    expected = (alone.loss(params, rows) * counts).sum() / counts.sum()
+    torch.testing.assert_close(model.loss(params, user)[0], expected, rtol=1e-9, atol=1e-9)
 
 
 def test_documents_that_the_example_did_not_have_are_refused():
@@ -282,7 +296,8 @@ def test_several_ranks_are_one(name, axes, zero):
 @slow
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_the_compiled_step_is_the_eager_one(name):
-    assert_same(trained(name, compile=Compile.BLOCK), trained(name))
+    # Llama's norms are computed in float32, whatever the dtype, and Inductor adds in another order.
+    assert_same(trained(name, compile=Compile.BLOCK), trained(name), 1e-6)
 
 
 # ---------------------------------------------------------------- folders
@@ -413,27 +428,48 @@ class Alive(TorchDispatchMode):
         return out
 
 
+class Counting:
+    """A file, or a tensor in it, that tells ``note`` of all that is read."""
+
+    def __init__(self, inner: Any, note: Callable[[Tensor], Tensor]):
+        self.inner, self.note = inner, note
+
+    def __enter__(self) -> Counting:
+        return self
+
+    def __exit__(self, *_: Any) -> None: ...
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self.note(self.inner.get_tensor(name))
+
+    def get_slice(self, name: str) -> Counting:
+        return Counting(self.inner.get_slice(name), self.note)
+
+    def __getitem__(self, window: Any) -> Tensor:
+        return self.note(self.inner[window])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
 def load_counted(folder: str, zero: Zero, axes: dict[str, int]) -> dict[str, Any]:
     """What a rank reads, what it holds then, and what it held at most."""
     module = hub_files.empty_module(Path(folder))
     model = hugging_face.model_of(module)
     sharding = make_sharding(model, make_mesh(axes, device_type="cpu"), zero=zero)
-    read: list[int] = []
-    alive = Alive()
+    own, read, alive = hub_files.safe_open, [], Alive()
 
-    class Counting(hub_files.Stored):
-        def part(self, name: str, window: Any = None) -> Tensor:
-            part = super().part(name, window)
-            alive.note(part)
-            read.append(part.numel() * part.element_size())
-            return part
+    def note(part: Tensor) -> Tensor:
+        alive.note(part)
+        read.append(part.numel() * part.element_size())
+        return part
 
-    own, hub_files.Stored = hub_files.Stored, Counting  # pyright: ignore
+    hub_files.safe_open = lambda *args, **kwargs: Counting(own(*args, **kwargs), note)  # pyright: ignore
     try:
         with alive:
             params = hub_files.read_params(Path(folder), module, model, sharding, dtype=torch.float64)
     finally:
-        hub_files.Stored = own  # pyright: ignore
+        hub_files.safe_open = own
     parts = {path: leaf.to_local() for path, leaf in tree.flatten(params).items()}
     return {
         "read": sum(read),

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from fdp import clipping, data, launch, models, optimizers
+from fdp import clipping, launch, models, optimizers
+from fdp.cli.subject import dataset_of, is_folder, subject_and_data
 from fdp.kfac.config import Distribution, KfacConfig
 from fdp.kfac.fisher import Fisher
 from fdp.kfac.policy import policy_named
@@ -133,7 +134,8 @@ def configure(settings: Mapping[str, Any]) -> RunConfig:
     max_norm, batch_size, steps = settings["max_norm"], settings["batch_size"], settings["steps"]
     lr, decay = learning_rate(settings), settings["weight_decay"]
     warmup = steps // 10 if settings["warmup"] is None else settings["warmup"]
-    name = chosen_by("model", {name: name for name in models.PRESETS})
+    if not is_folder(settings["model"]):
+        chosen_by("model", {name: name for name in models.PRESETS})
     method = chosen_by("method", {method.value: method for method in Method})
     clip = chosen_by(
         "clip",
@@ -185,16 +187,14 @@ def configure(settings: Mapping[str, Any]) -> RunConfig:
     if budget is not None and not budget > 0:
         raise FdpError(f"--memory-budget: expected a positive number of GiB, got {budget}")
     rate = schedule() if warmup == 0 else optimizers.warmup(schedule(), steps=warmup)
-    model = models.build(name, context=settings["context"])
-    vocab_size = data.BYTES if model.vocab_size is None else model.vocab_size
+    (model, values), dataset = subject_and_data(settings)
 
     def loaded(source: str) -> Dataset:
-        return data.load(source, context=model.context, field=settings["field"], vocab_size=vocab_size)
+        return dataset_of(settings, model, source=source)
 
     if settings["kfac_data"] is not None and settings["optimizer"] != "kfac":
         raise FdpError(f"--kfac-data: expected --optimizer kfac to go with it, got {settings['optimizer']}")
     style, chosen = clip(), optimizer(rate)
-    dataset = loaded(settings["data"])
     return RunConfig(
         model=model,
         dataset=dataset,
@@ -216,4 +216,5 @@ def configure(settings: Mapping[str, Any]) -> RunConfig:
         layout=laid_out(settings),
         offload=offloaded(settings["offload"]),
         checkpoint_activations=settings["checkpoint_activations"],
+        values=values,
     )

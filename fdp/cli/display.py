@@ -39,7 +39,7 @@ BARS = "▁▂▃▄▅▆▇█"
 WINDOW = 20
 """Steps over which speed is averaged."""
 
-COVERED = "the parameters: model.safetensors, and all that is computed from it alone"
+COVERED = "the parameters: model.safetensors (of a folder: model/), and all that is computed from them alone"
 NOT_COVERED = (
     "every loss, norm, clipped fraction, sample count and time: metrics.jsonl, report.png, summary.json, "
     "this screen, computed on the private data; and checkpoints/, which hold the key of the noise. Guard them as you "

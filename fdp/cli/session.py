@@ -17,9 +17,9 @@ from rich.console import Console
 from fdp import checkpoint, launch
 from fdp.cli import display, report, resume
 from fdp.cli.configure import configure
+from fdp.cli.subject import export
 from fdp.records import Record, summarise
 from fdp.run import Run, prepare, steps
-from fdp.safetensors_io import export_safetensors
 from fdp.types import FdpError, TrainState
 from fdp.unison import everyones, in_unison
 
@@ -116,7 +116,7 @@ def _finish(
     run: Run, state: TrainState, records: list[Record], settings: Mapping[str, Any], folder: Path, console: Console
 ) -> None:
     summary = summarise(run, state, records)
-    export_safetensors(state.params, folder / "model.safetensors")
+    export(state.params, settings, folder)
     if launch.rank() == 0:
         report.write_report(folder, run, records, title=f"{settings['model']} on {settings['data']}")
         report.write_summary(folder, summary)  # last: a folder with a summary is a finished run

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 
 from fdp import corpus, data, keys, models, text, tree
@@ -25,21 +26,20 @@ from fdp.model import Model
 from fdp.packing import Unit
 from fdp.safetensors_io import export_safetensors
 from fdp.sampling import Dataset
-from fdp.sharding import Sharding, init_params
+from fdp.sharding import Sharding, drawn_params
 from fdp.types import FdpError, Key, Tree
 
 Values: TypeAlias = Callable[[Model, Sharding | None, Key], Tree]
 """The first parameters of a model, whole or as this rank's parts; the key is for leaves that nothing is stored for."""
 
 UNITS = ("window", "record", "user", "row")
-WINDOWS_PER_USER = 8
 
 
 class Subject(NamedTuple):
-    """The model, and where its first values come from; None: they are drawn from the run's key."""
+    """The model, and where its first values come from."""
 
     model: Model
-    values: Values | None
+    values: Values
 
 
 def is_folder(name: str) -> bool:
@@ -47,22 +47,38 @@ def is_folder(name: str) -> bool:
     return name not in models.PRESETS and Path(name).is_dir()
 
 
-def subject(settings: Mapping[str, Any]) -> Subject:
-    """The model that was asked for, with adapters or frozen leaves."""
+def subject_and_data(settings: Mapping[str, Any]) -> tuple[Subject, Dataset]:
+    """Both: a foreign model is called as the data's entries ask (masks, segments, windows), and so comes after them."""
+    chosen = subject(settings)
+    dataset = dataset_of(settings, chosen.model)
+    if not is_folder(settings["model"]):
+        return chosen, dataset
+    example = dataset.fetch(np.arange(min(2, len(dataset))))
+    plain = set(example) == {"tokens"} and example["tokens"].ndim == 2
+    return (chosen if plain else subject(settings, example=example)), dataset
+
+
+def subject(settings: Mapping[str, Any], *, example: Tree | None = None) -> Subject:
+    """The model that was asked for, with adapters or frozen leaves; ``example``: samples that are not tokens alone."""
     name, context = settings["model"], settings["context"]
     folder = Path(name) if is_folder(name) else None
-    base = models.build(name, context=context) if folder is None else hugging_face.load_model(folder, context=context)
+    if folder is None:
+        base = models.build(name, context=context)
+    else:
+        base = hugging_face.load_model(folder, context=context, example=example)
     model = base
     if settings["lora"] is not None and settings["train_only"] is not None:
         raise FdpError("--lora and --train-only: expected one of them, got both; adapters are all that --lora trains")
     if settings["lora"] is not None:
+        if settings["lora"] < 1:
+            raise FdpError(f"--lora: expected a rank of at least 1, got {settings['lora']}")
         targets = _words(settings["lora_targets"]) or _matrices(base)
         model = lora_model(base, rank=settings["lora"], alpha=_alpha(settings), targets=targets)
     if settings["train_only"] is not None:
         model = train_only(base, *_words(settings["train_only"]))
     if folder is None:
-        return Subject(model, None)
-    return Subject(model, _stored_values(folder, base, context))
+        return Subject(model, drawn_params)
+    return Subject(model, _stored_values(folder, base))
 
 
 def dataset_of(settings: Mapping[str, Any], model: Model, *, source: str | None = None) -> Dataset:
@@ -121,13 +137,13 @@ def _matrices(model: Model) -> tuple[str, ...]:
     return tuple(sorted(path for path in inner - outer if len(model.leaves[path].shape) == 2))
 
 
-def _stored_values(folder: Path, base: Model, context: int | None) -> Values:
+def _stored_values(folder: Path, base: Model) -> Values:
     def values(model: Model, sharding: Sharding | None, key: Key) -> Tree:
         module = hugging_face.empty_module(folder)
         device = key.device if sharding is None else None
         stored = hugging_face.read_params(folder, module, base, sharding, dtype=torch.float32, device=device)
         new = model._replace(leaves={path: leaf for path, leaf in model.leaves.items() if path not in base.leaves})
-        drawn = new.init(key) if sharding is None else init_params(new, key, sharding)
+        drawn = drawn_params(new, sharding, key)
         return tree.nest(tree.flatten(stored) | tree.flatten(drawn))
 
     return values

@@ -19,7 +19,29 @@ RANKS = "On several ranks (started with torchrun -m fdp train ...)"
 
 
 def train_command(
-    model: Annotated[str, Option(help="A preset, such as gpt-nano or mlp.", rich_help_panel=WHAT)] = "gpt-nano",
+    model: Annotated[
+        str,
+        Option(
+            help="A preset, such as gpt-nano or mlp, or a local folder in the format of transformers.",
+            rich_help_panel=WHAT,
+        ),
+    ] = "gpt-nano",
+    lora: Annotated[
+        int | None, Option(help="Train adapters of this rank only; the rest is frozen.", rich_help_panel=WHAT)
+    ] = None,
+    lora_alpha: Annotated[
+        float | None, Option(help="Adapters are scaled by alpha / rank; default: twice the rank.", rich_help_panel=WHAT)
+    ] = None,
+    lora_targets: Annotated[
+        str | None,
+        Option(
+            help="Leaves to adapt, such as '*.attn.*,*.mlp.*'; default: every matrix of the repeated blocks.",
+            rich_help_panel=WHAT,
+        ),
+    ] = None,
+    train_only: Annotated[
+        str | None, Option(help="Train only the leaves that match, such as '*bias'.", rich_help_panel=WHAT)
+    ] = None,
     data: Annotated[
         str,
         Option(
@@ -28,6 +50,27 @@ def train_command(
         ),
     ] = "stdlib",
     field: Annotated[str, Option(help="The field of a .jsonl record that is read.", rich_help_panel=WHAT)] = "text",
+    tokenizer: Annotated[
+        str | None,
+        Option(help="A folder with a tokenizer; default: that of --model, else bytes.", rich_help_panel=WHAT),
+    ] = None,
+    unit: Annotated[
+        str,
+        Option(
+            help="What one sample is, and whom the guarantee is about: window of tokens, record of a file (prompts of "
+            "conversations are not in the loss), user (all their records), row (packed records of anyone).",
+            rich_help_panel=WHAT,
+        ),
+    ] = "window",
+    user_field: Annotated[
+        str | None, Option(help="With --unit user: the field of a record that says whose it is.", rich_help_panel=WHAT)
+    ] = None,
+    windows_per_user: Annotated[
+        int, Option(help="With --unit user: windows of a user that are used at most.", rich_help_panel=WHAT)
+    ] = 8,
+    pack: Annotated[
+        bool, Option("--pack", help="With --unit user: several short records in one window.", rich_help_panel=WHAT)
+    ] = False,
     context: Annotated[
         int | None,
         Option(help="Tokens a language model sees; default: the model's own.", rich_help_panel=WHAT),

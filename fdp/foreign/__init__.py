@@ -1,0 +1,20 @@
+"""Models from elsewhere: any ``nn.Module``, folders of ``transformers``, adapters, operations of one's own.
+
+>>> model, params = from_module(module, loss=loss, example=batch)
+>>> model, params = load("models/tiny")
+>>> model, params = lora(model, params, rank=8, alpha=16.0, targets=("*.c_attn.weight",), key=key)
+"""
+
+from fdp.foreign.hugging_face import load as load
+from fdp.foreign.hugging_face import load_model as load_model
+from fdp.foreign.hugging_face import model_of as model_of
+from fdp.foreign.hugging_face import save as save
+from fdp.foreign.inspect import inspect_model as inspect_model
+from fdp.foreign.leaves import params_of as params_of
+from fdp.foreign.lora import lora as lora
+from fdp.foreign.lora import lora_model as lora_model
+from fdp.foreign.lora import merge as merge
+from fdp.foreign.lora import train_only as train_only
+from fdp.foreign.module import from_module as from_module
+from fdp.foreign.uses import operation as operation
+from fdp.foreign.uses import rule as rule

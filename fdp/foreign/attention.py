@@ -5,7 +5,7 @@
 ``nn.MultiheadAttention`` hands its parameters to one function, tokens first whatever its ``batch_first``; here its
 projections are linear layers on samples first, each use of a part of the packed weight with a rule of its own.
 
-    >>> multi_head(run, query, key, value, embed_dim, heads, in_proj_weight, ...)     # as F.multi_head_attention_forward
+    >>> multi_head(run, query, key, value, embed_dim, heads, in_proj_weight, ...)
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def scaled_dot_product(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """``F.scaled_dot_product_attention``, its dropout from the samples' keys; parameter-made operands, one per sample."""
+    """``F.scaled_dot_product_attention``, dropout by the samples' keys; of parameter-made operands one per sample."""
     q, k, v, mask = (_per_sample(run, operand) for operand in (query, key, value, attn_mask))
     if dropout_p == 0.0:
         options = {"scale": scale, "is_causal": is_causal, "enable_gqa": enable_gqa}

@@ -42,7 +42,7 @@ def causal_lm(
     """
     head, name = _head(module)
     config: Any = module.config
-    context = int(context or config.max_position_embeddings)
+    context = int(context or getattr(config, "max_position_embeddings", None) or SHORT)
     example = _example(config, context) if example is None else example
     call = causal_caller(module, example, pattern=pattern)
     common: dict[str, Any] = {"call": call, "example": example, "pattern": pattern, "absent": stands_for_none}

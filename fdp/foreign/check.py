@@ -59,8 +59,8 @@ def check_module(
             with torch.no_grad():
                 buffer.copy_(before[name])
             raise FdpError(
-                f"{name}: the module changes this buffer when it is called, so that what it computes depends on who was "
-                f"seen before; put it in eval(), or replace the part that does"
+                f"{name}: the module changes this buffer when it is called, so that what it computes depends on who "
+                f"was seen before; put it in eval(), or replace the part that does"
             )
     plan = make_plan(model, params, example, method=Method.AUTO, dtype=dtype)
     got = per_sample_norms(model, params, example, plan=plan)[1].squared
@@ -73,9 +73,9 @@ def check_module(
             b = int(apart.argmax())
             raise FdpError(
                 f"{path}: the gradient of sample {b} has norm {float(got[path][b]) ** 0.5:.4g} in a batch, and "
-                f"{float(norms[b]):.4g} if the module is called with it alone. Shapes do not show where its samples are: "
-                f"tokens may come first (batch_first=False), or be flattened before samples, or the module keeps the "
-                f"parameter elsewhere. Name the leaf in materialize=('{path}',), or freeze it"
+                f"{float(norms[b]):.4g} if the module is called with it alone. Shapes do not show where its samples "
+                f"are: tokens may come first (batch_first=False), or be flattened before samples, or the module keeps "
+                f"the parameter elsewhere. Name the leaf in materialize=('{path}',), or freeze it"
             )
 
 

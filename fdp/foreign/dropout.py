@@ -3,7 +3,7 @@
     y_bi = x_bi [h(key_b, call, i) >= p 2^32] / (1 - p)              h: 32 bits; call: the number of the draw in the run
 
 A second backward must meet the mask that the first one measured, and a sample's mask must not depend on who else is in
-the batch; torch's generator gives neither. The bits are those of a mixing function, two rounds of Wellons' ``lowbias32``
+the batch; torch's generator gives neither. The bits are two rounds of a mixing function, Wellons' ``lowbias32``
 (nullprogram.com/blog/2018/07/31): no secret depends on them. Plain integer operations, so that they run anywhere.
 
     >>> data = with_keys(data, key)                                  # data["dropout"]: (batch, 8), one key per sample
@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fdp import keys as fdp_keys
-from fdp.foreign.tracking import ALWAYS_FIRST, Run, Tracked
+from fdp.foreign.tracking import ALWAYS_FIRST, SHARED, Run, Tracked
 from fdp.taps import batch_size_of
 from fdp.types import FdpError, Key, Tree
 
@@ -63,18 +63,29 @@ def dropout(run: Run, x: Tensor | Tracked, p: float = 0.5, training: bool = True
     """``F.dropout``, its mask from the samples' keys."""
     if not training or p == 0.0:
         return x if isinstance(x, Tensor) else x.value
-    first, back = run.samples(x, path=NAME)
-    return back(draw(run, first, p))
+    layout, dim = _layout(run, x, dims=3)
+    return run.back(draw(run, run.first(x, layout, dim), p), layout, dim, NAME)  # type: ignore[arg-type]
 
 
 def dropout_maps(run: Run, x: Tensor | Tracked, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """``F.dropout1d``, ``2d`` and ``3d``: whole channels, of what has samples and channels in front."""
     if not training or p == 0.0:
         return x if isinstance(x, Tensor) else x.value
-    first, back = run.samples(x, path=NAME, dims=ALWAYS_FIRST)
+    layout, dim = _layout(run, x, dims=ALWAYS_FIRST)
+    first = run.first(x, layout, dim)  # type: ignore[arg-type]
     maps = len(x.shape) - 2
     channels = first.shape[: first.ndim - maps]
-    return back(first * draw(run, first.new_ones(channels), p).reshape(*channels, *[1] * maps))
+    return run.back(first * draw(run, first.new_ones(channels), p).reshape(*channels, *[1] * maps), layout, dim, NAME)
+
+
+def _layout(run: Run, x: Tensor | Tracked, *, dims: int) -> tuple[str, int]:
+    found = (SHARED, 0) if isinstance(x, Tracked) else run.layout(x, path=NAME, dims=dims)
+    if found[0] == SHARED:
+        raise FdpError(
+            f"dropout of a tensor of shape {tuple(x.shape)} without samples: expected (batch, ...), since every sample "
+            f"draws its own mask; expand it over the batch first, or put the module in eval()"
+        )
+    return found
 
 
 def draw(run: Run, x: Float[Tensor, " batch *shape"], p: float) -> Float[Tensor, " batch *shape"]:

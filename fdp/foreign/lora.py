@@ -167,7 +167,7 @@ class _Adapt:
             if isinstance(weight, Watched):
                 raise FdpError(f"{weight.path}: expected an adapted leaf to be frozen, got one that is trained")
             a, b = params["a"][name], params["b"][name]
-            path = a.path.removesuffix(A) if isinstance(a, Watched) else "an adapted leaf"
+            path = a.path.removesuffix(A) if isinstance(a, Watched) else f"adapted leaf {name}"
             handed[name] = Adapted(weight, a, b, self.scale, path, batch_size_of(data))
         return self.apply(tree.select(handed, self.template), carry, data)
 

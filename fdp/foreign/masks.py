@@ -114,7 +114,8 @@ def causal_caller(module: nn.Module, example: Tree, *, pattern: str) -> Caller:
     window, added = getattr(config, "sliding_window", None), adds_masks(module)
     kinds = tuple(sorted(set(getattr(config, "layer_types", None) or [SLIDING if window else FULL])))
     several = documents_of(example)
-    tokens = window_inputs_of(example).flatten(1)
+    tokens = window_inputs_of(example)
+    tokens = tokens if tokens.ndim == 2 else tokens[:, 0]  # all windows in a row may be longer than it takes
     alone = {"tokens": torch.cat([tokens, tokens[:, -1:]], dim=1)}
     own = calls_of(module, OwnMasks(), alone, pattern=pattern)
     given = alone if several is None else alone | {"segments": torch.ones_like(tokens)}

@@ -5,8 +5,8 @@
 Leaves are called by the module's own names; a tied parameter is one leaf under its first name. Buffers are constants,
 parameters that do not require gradients are frozen, the module stays in ``train()`` or ``eval()`` as it is.
 
-    >>> model, params = from_module(module, loss=lambda out, data: F.cross_entropy(out, data["label"], reduction="none"),
-    ...                             example={"input": images[:4], "label": labels[:4]})
+    >>> def loss(outputs, data): return F.cross_entropy(outputs, data["label"], reduction="none")
+    >>> model, params = from_module(module, loss=loss, example={"input": images[:4], "label": labels[:4]})
     >>> plan = make_plan(model, params, microbatch)
 """
 
@@ -57,9 +57,9 @@ def from_module(
     ``loss(outputs, data)`` gives the loss of every sample; default: the module returns it. ``call(module, data)`` calls
     the module with a batch; default: the entries of ``data`` that its forward has arguments for, floating-point ones in
     the dtype of the parameters. ``blocks`` names the list of layers to be treated one at a time (``model.layers.*``, or
-    ``auto``); None: the module is one block. ``materialize`` and ``frozen`` are patterns of leaves: the blocks that hold
-    the first have their per-sample gradients made whole, one sample at a time if need be (recurrent layers always do);
-    the others are not trained. ``batch_first=False``: the module has tokens in dim 0, samples in dim 1.
+    ``auto``); None: the module is one block. ``materialize`` and ``frozen`` are patterns of leaves: blocks that hold
+    one of the first have their per-sample gradients made whole, one sample at a time if need be (recurrent layers
+    always do); the others are not trained. ``batch_first=False``: the module has tokens in dim 0, samples in dim 1.
 
     ``example`` is a batch of at least two samples, of the lengths to come. With ``check``, on it: samples do not
     influence each other, buffers stay, and every leaf's per-sample norms are those of a backward of the sample alone.
@@ -146,8 +146,8 @@ def _by_name(module: nn.Module) -> Caller:
         known = {name: data[name] for name in takes if name in data}
         if not known:
             raise FdpError(
-                f"data: expected entries that the module's forward takes, {takes}, got {list(data)}; rename them, or say "
-                f"how to call it: from_module(..., call=lambda module, data: module(data['{next(iter(data))}']))"
+                f"data: expected entries that the module's forward takes, {takes}, got {list(data)}; rename them, or "
+                f"say how to call it: from_module(..., call=lambda module, data: module(data['{next(iter(data))}']))"
             )
         return module(**known)
 
@@ -184,7 +184,7 @@ def _check_batch_norm(module: nn.Module) -> None:
         if isinstance(part, nn.modules.batchnorm._BatchNorm) and (part.training or part.running_mean is None):
             features = part.num_features
             raise FdpError(
-                f"{name or type(module).__name__}: {type(part).__name__} normalises by statistics of the batch, which mix "
-                f"its samples: no bound on one sample's gradient would hold. Replace it, by nn.GroupNorm(groups, "
+                f"{name or type(module).__name__}: {type(part).__name__} normalises by statistics of the batch, which "
+                f"mix its samples: no bound on one sample's gradient would hold. Replace it, by nn.GroupNorm(groups, "
                 f"{features}) as a rule, or put it in eval(), where its statistics are fixed"
             )

@@ -93,7 +93,18 @@ def batch_norm(
 def prelu(run: Run, input: Tensor, weight: Tracked) -> Tensor:
     """``F.prelu``: a slope for all of the negative side, or one for each channel."""
     slope = weight if weight.shape == (1,) else _channels(run, weight, len(input.shape))
+    assert slope is not None
     return input.clamp_min(0) + _met(run, torch.mul, input.clamp_max(0), slope)
+
+
+def weight_norm(run: Run, v: Operand, g: Operand, dim: int = 0) -> Tensor:
+    """``g v / |v|``, the norm over all dims but one: Salimans and Kingma 2016, arXiv 1602.07868."""
+    return alone(run, _normalised, (v, g, dim), {})
+
+
+def _normalised(v: Tensor, g: Tensor, dim: int) -> Tensor:
+    others = [d for d in range(v.ndim) if d != dim % v.ndim]
+    return v * (g / torch.linalg.vector_norm(v, dim=others, keepdim=True))
 
 
 def _normal(run: Run, func: Any, x: Operand, *args: Any, eps: float | None) -> Operand:
@@ -103,11 +114,9 @@ def _normal(run: Run, func: Any, x: Operand, *args: Any, eps: float | None) -> O
 
 
 def _affine(run: Run, normal: Operand, weight: Operand | None, bias: Operand | None) -> Tensor:
-    if weight is not None and bias is not None:
-        return _met(run, torch.addcmul, bias, normal, weight)
-    if weight is not None:
-        return _met(run, torch.mul, normal, weight)
-    return _met(run, torch.add, normal, bias) if bias is not None else _met(run, torch.clone, normal)
+    if bias is None:
+        return _met(run, torch.clone, normal) if weight is None else _met(run, torch.mul, normal, weight)
+    return _met(run, torch.add, normal, bias) if weight is None else _met(run, torch.addcmul, bias, normal, weight)
 
 
 def _met(run: Run, func: Any, *operands: Operand) -> Tensor:

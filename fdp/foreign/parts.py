@@ -59,11 +59,22 @@ class Constants:
         self.there: dict[torch.device, dict[str, Tensor]] = {}
 
     def on(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+        """All of them by name; zeros have no memory, and are of ``dtype``."""
+        if torch.compiler.is_compiling() and device not in self.there:
+            buffers = {name: buffer.to(device) for name, buffer in self.home.items()}  # part of the graph
+        else:
+            self.move(device)
+            buffers = self.there[device]
+        if not self.unneeded:
+            return dict(buffers)
+        zero = torch.zeros((), dtype=dtype, device=device)
+        return buffers | {name: zero.expand(shape) for name, shape in self.unneeded.items()}
+
+    def move(self, device: torch.device) -> None:
+        """Have the buffers on a device, if they are not there yet."""
         if device not in self.there:
             with unset_fake_temporarily():  # a plan is made on tensors without memory; these have theirs
                 self.there[device] = {name: buffer.to(device) for name, buffer in self.home.items()}
-        zero = torch.zeros((), dtype=dtype, device=device)
-        return self.there[device] | {name: zero.expand(shape) for name, shape in self.unneeded.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +110,8 @@ class Run:
 class Before:
     """All that the module does before its blocks. ``absent`` says which tensors stand for None.
 
-    ``forms`` and ``extras``: how the blocks were called on the example; ``dead``: uses that no result depends on.
+    ``forms`` and ``extras``: how the blocks were called on the example; ``dead``: uses that no result depends on;
+    ``later``: what the other parts hold, which is moved to a device before their graphs are made.
     """
 
     module: nn.Module
@@ -110,10 +122,14 @@ class Before:
     forms: tuple[Form, ...] = ()
     extras: tuple[Extra, ...] = ()
     dead: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    later: tuple[Constants, ...] = ()
 
     def __call__(self, params: Weights, carry: Tree, data: Tree) -> tuple[Tensor, ...]:
+        if not torch.compiler.is_compiling():
+            for constants in self.later:
+                constants.move(tree.leaves(data)[0].device)
         forms, hidden, extras = self.read(skipping(params, self.dead), data)
-        if repr(forms) != repr(self.forms):
+        if not torch.compiler.is_compiling() and repr(forms) != repr(self.forms):
             expected, got = next((e, g) for e, g in zip(self.forms, forms) if repr(e) != repr(g))
             raise FdpError(
                 f"blocks: expected to be called as on the example, with {expected}, got {got}; give an example with "

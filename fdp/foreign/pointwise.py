@@ -87,7 +87,11 @@ def cast(run: Run, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         return value
     leaf = x.leaf
     if leaf is not None and value.is_floating_point():
-        leaf = Watched(value.t() if x.turned else value, leaf.path, leaf.tape)
+        if type(leaf) is not Watched and value.dtype != leaf.dtype:
+            raise FdpError(
+                f"{x.path}: expected no cast of an adapted weight, got one from {leaf.dtype} to {value.dtype}"
+            )
+        leaf = Watched(leaf.value.to(value.dtype), leaf.path, leaf.tape) if value.dtype != leaf.dtype else leaf
     made = Tracked(value, lambda: func(x.copies(), *others, **kwargs), x.path, leaf=leaf, turned=x.turned)
     made.by_property = x.by_property
     return run.give(made)
@@ -170,7 +174,7 @@ def _has_samples(run: Run, a: Tensor, layout: str, dim: int) -> bool:
 def _fit(a: Any, ndim: int, layout: str, dim: int) -> Any:
     if isinstance(a, Tracked):
         return aligned(a.copies(), ndim, layout, dim, a.path)
-    if isinstance(a, Tensor) and layout == SAMPLES and 0 < a.ndim:  # a constant: its dim of samples, of extent 1, goes
+    if isinstance(a, Tensor) and layout == SAMPLES and a.ndim > 0:  # a constant: its dim of samples, of extent 1, goes
         wide = [1] * (ndim - a.ndim) + list(a.shape)
         return a.reshape(*wide[:dim], *wide[dim + 1 :])
     return a

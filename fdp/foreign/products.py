@@ -108,11 +108,6 @@ def experts(run: Run, x: Tensor, weight: Tracked) -> Tensor:
     return y.movedim(0, sample).flatten(1, 2)
 
 
-def baddbmm(run: Run, input: Operand, batch1: Tensor, batch2: Operand, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    """Refused but for the product: its addend has experts where samples should be."""
-    raise refusal("torch.baddbmm", (input, batch1, batch2))
-
-
 def einsum(run: Run, equation: Any, *operands: Any) -> Tensor:
     """``torch.einsum`` of one tensor with samples and one parameter."""
     given = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], list) else list(operands)
@@ -158,12 +153,12 @@ def embedding(
 def getitem(run: Run, x: Operand, index: Any) -> Any:
     """``w[ids]`` for ids of samples, and any part of a parameter otherwise."""
     entries = index if isinstance(index, list) else [index]
-    held = [entry for entry in entries if isinstance(entry, (Tensor, Tracked)) and entry not in run.constants]
+    held = [e for e in entries if isinstance(e, Tracked) or (isinstance(e, Tensor) and e not in run.constants)]
     if isinstance(x, Tracked) and not held:
         return alone(run, torch.Tensor.__getitem__, (x, tuple(index) if isinstance(index, list) else index), {})
-    if isinstance(x, Tracked) and isinstance(index, Tensor) and not index.is_floating_point() and len(x.shape) == 2:
-        if index.dtype != torch.bool:
-            return embedding(run, index, x)
+    ids = index if isinstance(index, Tensor) and not index.is_floating_point() else None
+    if isinstance(x, Tracked) and len(x.shape) == 2 and ids is not None and ids.dtype != torch.bool:
+        return embedding(run, ids, x)
     raise refusal("indexing", (x, *held))
 
 

@@ -85,6 +85,7 @@ def stack_blocks(
         after = replace(after, dead=dead_uses(end, both[1], example))
 
     layers = _layers(module, stack, before, output, hidden, extras)
+    before = replace(before, later=(after.constants, *dict.fromkeys(layer.constants for layer, _ in layers)))
     return (
         Block("before", {name: paths[name] for name in early}, before, compiled=False),
         *(

@@ -15,12 +15,32 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from fdp.foreign import attention, dropout, norms, products
 
-READS = frozenset(
-    "shape dtype device ndim requires_grad is_cuda is_cpu is_leaf layout is_sparse is_quantized is_meta is_nested itemsize "
-    "nbytes grad grad_fn names is_mps is_xpu is_mkldnn".split()
+READS = (
+    "shape",
+    "dtype",
+    "device",
+    "ndim",
+    "requires_grad",
+    "is_cuda",
+    "is_cpu",
+    "is_leaf",
+    "layout",
+    "is_sparse",
+    "is_quantized",
+    "is_meta",
+    "is_nested",
+    "itemsize",
+    "nbytes",
+    "grad",
+    "grad_fn",
+    "names",
+    "is_mps",
+    "is_xpu",
+    "is_mkldnn",
 )
 """Properties that say nothing of the values."""
 
@@ -58,12 +78,12 @@ IN_PLACE = {
     for inplace in inplaces.split()
     if hasattr(torch.Tensor, inplace)
 }
-_INTO = [f"__{sign}__" for sign in "iadd isub imul itruediv idiv ifloordiv imod ipow iand ior ixor".split()]
+_INTO = ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__imod__", "__ipow__")
 _NAMES = {
     Kind.ALONE: "view reshape unsqueeze squeeze flatten unflatten movedim moveaxis chunk split unbind narrow select "
-    "index_select cat concat stack flip roll tile repeat_interleave sum mean norm var std amax amin softmax log_softmax "
-    "cumsum normalize pad tril triu outer interpolate view_as reshape_as diag diag_embed vector_norm prod masked_fill "
-    "diff kron logsumexp cumprod gather take_along_dim",
+    "index_select cat concat stack flip roll tile repeat_interleave sum mean norm var std amax amin softmax "
+    "log_softmax cumsum normalize tril triu outer interpolate view_as reshape_as diag diag_embed vector_norm prod "
+    "masked_fill diff kron logsumexp cumprod gather take_along_dim",
     Kind.ASK: "size dim numel nelement stride is_floating_point is_complex is_contiguous element_size ndimension "
     "storage_offset get_device __len__ is_tensor is_same_size data_ptr __repr__ __format__ is_signed result_type",
     Kind.MAKE: "new_zeros new_ones new_empty new_full zeros_like ones_like empty_like full_like detach",
@@ -76,8 +96,8 @@ _NAMES = {
     "gelu elu leaky_relu sin cos tan erf clamp clamp_min clamp_max clip sign addcmul addcdiv lerp where hardtanh "
     "logsigmoid logit",
     Kind.RANDOM: "rand randn randint randperm rand_like randn_like randint_like bernoulli bernoulli_ normal normal_ "
-    "uniform_ random_ exponential_ geometric_ cauchy_ log_normal_ multinomial poisson rrelu gumbel_softmax alpha_dropout "
-    "feature_alpha_dropout feature_dropout fractional_max_pool2d fractional_max_pool3d",
+    "uniform_ random_ exponential_ geometric_ cauchy_ log_normal_ multinomial poisson rrelu gumbel_softmax "
+    "alpha_dropout feature_alpha_dropout feature_dropout fractional_max_pool2d fractional_max_pool3d",
     Kind.RECURRENT: "lstm gru rnn_tanh rnn_relu",
 }
 WRITES: dict[Callable[..., Any], bool] = {
@@ -102,8 +122,32 @@ KINDS: dict[Callable[..., Any], Kind] = {
     **dict.fromkeys(IN_PLACE, Kind.IN_PLACE),
     **dict.fromkeys(DRAWS, Kind.DRAW),
 }
-INSTEAD = {torch.Tensor.unflatten: torch.unflatten}
-"""Methods that torch.compile cannot follow, and functions that do the same."""
+
+
+def _rdiv(x: Tensor, other: Any) -> Tensor:
+    return torch.div(other, x) if isinstance(other, Tensor) else x.reciprocal() * other
+
+
+def _rpow(x: Tensor, other: Any) -> Tensor:
+    return torch.pow(other, x)
+
+
+def _rmatmul(x: Tensor, other: Tensor) -> Tensor:
+    return torch.matmul(other, x)
+
+
+METHODS: tuple[tuple[Callable[..., Any], Callable[..., Any], Kind | None], ...] = (
+    (torch.Tensor.__rsub__, torch.rsub, Kind.POINTWISE),
+    (torch.Tensor.__rdiv__, _rdiv, Kind.POINTWISE),  # pyright: ignore
+    (torch.Tensor.pow, torch.pow, Kind.POINTWISE),
+    (torch.Tensor.__pow__, torch.pow, Kind.POINTWISE),
+    (torch.Tensor.__rpow__, _rpow, Kind.POINTWISE),
+    (torch.Tensor.norm, torch.norm, Kind.ALONE),
+    (torch.Tensor.__rmatmul__, _rmatmul, None),
+    (torch.Tensor.unflatten, torch.unflatten, Kind.ALONE),
+)
+"""Methods that torch has in Python, which torch.compile finds in no dictionary, with functions that do the same."""
+DETACHES = (torch.detach, torch.Tensor.detach)
 HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.linear: products.linear,
     torch.addmm: products.addmm,
@@ -115,7 +159,7 @@ HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.matmul: products.matmul,
     torch.Tensor.matmul: products.matmul,
     torch.Tensor.__matmul__: products.matmul,
-    torch.Tensor.__rmatmul__: products.reversed_matmul,
+    _rmatmul: products.reversed_matmul,
     torch.einsum: products.einsum,
     F.embedding: products.embedding,
     torch.Tensor.__getitem__: products.getitem,
@@ -131,6 +175,7 @@ HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.instance_norm: norms.instance_norm,
     F.batch_norm: norms.batch_norm,
     torch.prelu: norms.prelu,
+    torch._weight_norm: norms.weight_norm,
     torch.Tensor.prelu: norms.prelu,
     F.scaled_dot_product_attention: attention.scaled_dot_product,
     F.multi_head_attention_forward: attention.multi_head,

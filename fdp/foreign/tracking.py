@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fdp.taps import Tape, Watched
@@ -77,13 +78,19 @@ class Run:
         self.batch_first = batch_first
         self.keys = keys
         self.draws = 0
+        self.leaves: dict[str, Tensor] = {}
         self.tracked: dict[Tensor, Tracked] = {}
         self.constants: dict[Tensor, bool] = {}
 
     def watch(self, leaf: Watched) -> Tensor:
-        """The plain tensor of a watched leaf, from now on known."""
+        """What the module sees of a watched leaf."""
+        if leaf.path in self.leaves:
+            return self.leaves[leaf.path]  # tied: another name of it
         tape = leaf.tape
-        return self.give(Tracked(leaf.value, lambda: tape.expanded(leaf), leaf.path, leaf=leaf))
+        seen = self.leaves[leaf.path] = self.give(
+            Tracked(_hidden(leaf.value), lambda: tape.expanded(leaf), leaf.path, leaf=leaf)
+        )
+        return seen
 
     def give(self, tracked: Tracked) -> Tensor:
         """What the module sees of it."""
@@ -92,12 +99,12 @@ class Run:
 
     def share(self, copies: Tensor, path: str) -> Tensor:
         """What the module sees of a result without samples, given its copies."""
-        return self.give(Tracked(copies[0], lambda: copies, path))
+        return self.give(Tracked(_hidden(copies[0]), lambda: copies, path))
 
     def known(self, value: Any) -> Any:
         """``value`` with every tracked tensor in it, one list deep, as :class:`Tracked`."""
         if isinstance(value, Tensor):
-            return self.tracked[value] if value in self.tracked else value
+            return self.tracked.get(value, value)
         if isinstance(value, (list, tuple)):
             return [self.known(entry) for entry in value]
         return value
@@ -121,10 +128,11 @@ class Run:
         elif x.ndim and x.shape[0] and x.shape[0] % self.batch_size == 0:
             found, dim = FLATTENED, 0
         else:
+            later = " (from_module(..., batch_first=False) takes them in dim 1)" if self.batch_first else ""
             raise FdpError(
                 f"{path}: used on an input of shape {tuple(x.shape)}; expected {self.batch_size} samples in dim {dim}"
-                f"{' (from_module(..., batch_first=False) takes them in dim 1)' if self.batch_first else ''}, or samples "
-                f"and tokens flattened into dim 0. Change the layout, freeze the leaf, or name it in materialize=(...)"
+                f"{later}, or samples and tokens flattened into dim 0. Change the layout, freeze the leaf, or name it "
+                f"in materialize=(...)"
             )
         self.note(path, found)
         return found, dim
@@ -154,6 +162,13 @@ class Run:
             return x.copies(), lambda y: self.share(y, path)
         layout, dim = self.layout(x, path=path, dims=dims)
         return self.first(x, layout, dim), lambda y: self.back(y, layout, dim, path)
+
+
+def _hidden(value: Tensor) -> Tensor:
+    """While torch.compile traces, not a number: a use that it does not show could then not pass for none."""
+    if not torch.compiler.is_compiling():
+        return value
+    return value.new_full((), float("nan")).expand(value.shape)
 
 
 def aligned(copies: Tensor, ndim: int, layout: str, dim: int, path: str) -> Tensor:

@@ -3,8 +3,8 @@
     module(x)  under a TorchFunctionMode that knows each watched parameter by identity
 
 A module is called by ``torch.func.functional_call`` with the plain tensors of its watched leaves. Every function of
-torch that gets one is mapped to the operation of ``fdp.ops`` that records the use (``fdp.foreign.table``); dropout draws
-its masks from per-sample keys; what has no rule is an error that names the leaf, the operation and the choices.
+torch that gets one is mapped to the operation of ``fdp.ops`` that records the use (``fdp.foreign.table``); dropout
+draws its masks from per-sample keys; what has no rule is an error that names the leaf, the operation and the choices.
 
     >>> out = watched_call(module, leaves, args, kwargs, batch_size=len(tokens))
 
@@ -20,24 +20,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function, resolve_name
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, resolve_name
 
 from fdp import ops
 from fdp.foreign.pointwise import alone, cast, in_place, plain, pointwise, turned
 from fdp.foreign.products import refusal
-from fdp.foreign.table import HANDLERS, IN_PLACE, INSTEAD, KINDS, READS, WRITES, Kind, draws
+from fdp.foreign.table import DETACHES, HANDLERS, IN_PLACE, KINDS, METHODS, READS, WRITES, Kind, draws
 from fdp.foreign.tracking import SAMPLES, SHARED, Run, Tracked, tensors_of
 from fdp.rules import Record, Rule, check_rule
 from fdp.taps import Watched
 from fdp.types import FdpError
 
-RULES: dict[Callable[..., Any], Rule] = {}
-"""Rules of operations that are not torch's."""
+RULES: dict[Callable[..., Any] | str, Rule] = {}
+"""Rules of operations that are not torch's: operators of ``torch.ops``, and names of operations."""
 
 
 def watched_call(
@@ -58,7 +59,7 @@ def watched_call(
     (and ids of two) have their samples in dim 1.
 
     Guarantees:
-      - a watched tensor that an operation without a rule gets is an error, and so is one that only some uses are seen of;
+      - a watched tensor that an operation without a rule gets is an error; one that gets it unseen makes no number;
       - nothing is drawn from torch's generators: run twice, the same comes out.
     """
     watched = [leaf for leaf in tensors.values() if isinstance(leaf, Watched)]
@@ -68,12 +69,13 @@ def watched_call(
     given: dict[str, Tensor] = {}
     for name, leaf in tensors.items():
         if isinstance(leaf, Watched):
-            given[name] = leaf.value if leaf.value in run.tracked else run.watch(leaf)
+            given[name] = run.watch(leaf)
         else:
             given[name] = leaf
             if name not in samples:
                 run.constants[leaf] = True
-    with Uses(run):
+    planning = tape is not None and tape.taps is None
+    with torch.set_grad_enabled(planning or torch.is_grad_enabled()), Uses(run):
         out = torch.func.functional_call(module, given, args, kwargs, tie_weights=False)
     if tape is not None:
         _check_returned(run, out)
@@ -89,8 +91,12 @@ class Uses(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = {} if kwargs is None else kwargs
-        func = INSTEAD.get(func, func)
-        run, kind = self.run, KINDS.get(func)
+        run, kind = self.run, None
+        if isinstance(func, FunctionType):
+            for method, same, known in METHODS:
+                if func is method:
+                    func, kind = same, known
+        kind = KINDS.get(func) if kind is None else kind
         constant = run.tape is not None
         if constant:  # torch.compile runs through these lines for every function of torch: few, and no calls
             for value in (*args, *kwargs.values()) if kwargs else args:
@@ -115,12 +121,17 @@ class Uses(TorchFunctionMode):
 
 def operation(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """``function(x, weight, **options)``, visible to whoever watches parameters. Give it a rule."""
+    name = f"{function.__module__}.{function.__qualname__}"
 
     @functools.wraps(function)
     def visible(x: Tensor, weight: Tensor, **options: Any) -> Tensor:
-        if has_torch_function((x, weight)):
-            return handle_torch_function(visible, (x, weight), x, weight, **options)
-        return function(x, weight, **options)
+        mode = _get_current_function_mode()
+        if not isinstance(mode, Uses) or not (x in mode.run.tracked or weight in mode.run.tracked):
+            return function(x, weight, **options)
+        with torch._C.DisableTorchFunction():
+            if name not in RULES:
+                raise refusal(name, (mode.run.known(x), mode.run.known(weight)))
+            return _by_rule(mode.run, RULES[name], mode.run.known(x), mode.run.known(weight), **options)
 
     return visible
 
@@ -135,10 +146,11 @@ def rule(
     """
 
     def register(how: Rule | Callable[..., Record]) -> Rule:
-        made = how if isinstance(how, Rule) else Rule(getattr(function, "__name__", str(function)), function, how)
+        own = getattr(function, "__wrapped__", None)
+        made = how if isinstance(how, Rule) else Rule(getattr(function, "__name__", "own"), own or function, how)
         if example is not None:
             check_rule(made, *example, **options)
-        RULES[function] = made
+        RULES[function if own is None else f"{own.__module__}.{own.__qualname__}"] = made
         return made
 
     return register
@@ -147,18 +159,20 @@ def rule(
 def _used(run: Run, func: Any, kind: Kind | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function of torch that gets at least one tracked tensor."""
     args, kwargs = tuple([run.known(a) for a in args]), {name: run.known(a) for name, a in kwargs.items()}
-    if func in RULES:
-        return _by_rule(run, RULES[func], *args, **kwargs)
-    if func in HANDLERS:
-        return HANDLERS[func](run, *args, **kwargs)
-    if kind is None and getattr(func, "__name__", "") == "__get__":
-        return _property(run, func, args[0])
     if kind is Kind.ASK:
         return func(*[plain(a) for a in args], **{name: plain(a) for name, a in kwargs.items()})
     if kind is Kind.MAKE:
-        made = func(*[plain(a) for a in args], **{name: plain(a) for name, a in kwargs.items()})
-        run.constants[made] = True
-        return made
+        return _made(run, func, args, kwargs)
+    own = func in RULES or func in HANDLERS
+    if kind is None and not own and getattr(func, "__name__", "") == "__get__":
+        return _property(run, func, args[0])
+    if not torch.is_grad_enabled():
+        # Inside a torch.autograd.Function a tap would have no derivative, the backward being its author's.
+        raise refusal("a torch.autograd.Function, or under torch.no_grad() (write .detach())", _flat(args))
+    if func in RULES:
+        return _by_rule(run, RULES[func], *args, **kwargs)
+    if own:
+        return HANDLERS[func](run, *args, **kwargs)
     if kind is Kind.CAST:
         return cast(run, func, args, kwargs)
     if kind is Kind.IN_PLACE:
@@ -172,6 +186,19 @@ def _used(run: Run, func: Any, kind: Kind | None, args: tuple[Any, ...], kwargs:
     if kind in (Kind.ALONE, Kind.TURN) and _all_shared(run, args, kwargs):
         return alone(run, func, args, kwargs)
     raise refusal(resolve_name(func) or str(func), _flat(args) + _flat(tuple(kwargs.values())))
+
+
+def _made(run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """What holds no parameter, to a derivative: a new tensor of a parameter's shape, or its value alone."""
+    x = args[0]
+    if func in DETACHES and isinstance(x, Tracked):
+        if x.leaf is None:
+            raise refusal("detach of what is made of a parameter", (x,))
+        made = x.leaf.value.t().detach() if x.turned else x.leaf.value.detach()
+    else:
+        made = func(*[plain(a) for a in args], **{name: plain(a) for name, a in kwargs.items()})
+    run.constants[made] = True
+    return made
 
 
 def _all_shared(run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -191,16 +218,12 @@ def _property(run: Run, func: Any, x: Tracked) -> Any:
     name = func.__self__.__name__
     if name in READS:
         return func(x.value)
-    if name == "data":
-        made = x.value.detach()
-        run.constants[made] = True
-        return made
-    if name in ("T", "mT") and len(x.shape) == 2:
-        if run.tape is not None and run.tape.attached:
-            raise FdpError(
-                f"{x.path}: read by the property .{name}, which torch.compile does not show; write .t(), or compile "
-                f"nothing"
-            )
+    turns = name in ("T", "mT") and len(x.shape) == 2
+    if turns and run.tape is not None and run.tape.attached:
+        raise FdpError(
+            f"{x.path}: read by the property .{name}, which torch.compile does not show; write .t(), or compile nothing"
+        )
+    if turns:
         return turned(run, x, by_property=True)
     raise refusal(f"the property .{name}", (x,))
 
@@ -243,8 +266,8 @@ def _recurrent(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     drop, training = (args[5], args[6]) if isinstance(args[3], bool) else (args[6], args[7])
     if drop and training:
         raise FdpError(
-            f"dropout with p = {drop} between recurrent layers in training mode: expected none, since its mask cannot be "
-            f"drawn from per-sample keys; set dropout=0, use one-layer modules with nn.Dropout between, or eval()"
+            f"dropout with p = {drop} between recurrent layers in training mode: expected none, since its mask cannot "
+            f"be drawn from per-sample keys; set dropout=0, use one-layer modules with nn.Dropout between, or eval()"
         )
     with torch.backends.cudnn.flags(enabled=torch.backends.cudnn.enabled and training):
         return func(*args, **kwargs)

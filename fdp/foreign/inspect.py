@@ -1,0 +1,194 @@
+"""A model laid open before it is trained: its leaves, how each is used and by which rule, its blocks, its memory.
+
+    per-sample gradients = batch x trainable elements x bytes                     what a plan keeps of them is less
+
+Every block is traced on shapes. A leaf with a use that has no rule is found by watching the leaves one at a time, and
+is shown with what to do about it; the plan and the memory are those of a run that sends it through the materialised
+path.
+
+    >>> found = inspect_model(model, microbatch, method=Method.AUTO, dtype=torch.float32, optimizer=adamw(1e-3))
+    >>> [row.path for row in found.leaves if row.refusal]                  # what cannot be trained as it stands
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from fdp import tree
+from fdp.costs import NormBy
+from fdp.methods import Method, Plan, make_plan
+from fdp.model import Block, Model
+from fdp.optimizers import Optimizer
+from fdp.sharding import abstract_params
+from fdp.taps import traced
+from fdp.types import FdpError, Flat, Path, Tree
+
+
+class LeafRow(NamedTuple):
+    """A leaf: ``rules`` by which its uses are recorded, in order; ``also`` its other names, if it is tied.
+
+    ``refusal`` says which use has no rule, and the choices; None where all have.
+    """
+
+    path: Path
+    shape: tuple[int, ...]
+    blocks: tuple[str, ...]
+    rules: tuple[str, ...]
+    also: tuple[str, ...]
+    frozen: bool
+    materialized: bool
+    norm_by: str | None
+    sum_by: str | None
+    kept_bytes: float
+    refusal: str | None
+
+    @property
+    def size(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    @property
+    def tied(self) -> bool:
+        """Whether it has several names, or several blocks use it."""
+        return bool(self.also) or len(self.blocks) > 1
+
+
+class BlockRow(NamedTuple):
+    """A block: ``kind`` is a number that blocks with one function share, which are compiled once."""
+
+    name: str
+    kind: int
+    leaves: int
+    size: int
+    compiled: bool
+    fused_head: bool
+
+
+class MemoryNeed(NamedTuple):
+    """Bytes, all on one device: ``per_sample`` of every sample's gradient, ``kept`` of what the plan keeps of them."""
+
+    parameters: int
+    optimizer: int
+    per_sample: int
+    kept: float
+
+
+class Inspection(NamedTuple):
+    """What there is to see of a model."""
+
+    name: str
+    leaves: tuple[LeafRow, ...]
+    blocks: tuple[BlockRow, ...]
+    memory: MemoryNeed
+    method: Method
+    batch_size: int
+    dtype: torch.dtype
+
+    @property
+    def refused(self) -> tuple[LeafRow, ...]:
+        return tuple(row for row in self.leaves if row.refusal is not None)
+
+
+def inspect_model(
+    model: Model,
+    microbatch: Tree,
+    *,
+    method: Method,
+    dtype: torch.dtype,
+    optimizer: Optimizer,
+    names: Mapping[str, Path] | None = None,
+) -> Inspection:
+    """``model`` on the shapes of ``microbatch``; ``names``: by every name of a parameter, the leaf that it stands for
+    (``fdp.foreign.stack.leaf_paths``).
+
+    Guarantees:
+      - every leaf has a row, and every block;
+      - nothing is computed: the values of neither parameters nor data are read.
+    """
+    flat = tree.flatten(abstract_params(model, None))
+    refusals = refused_uses(model, flat, microbatch, dtype=dtype)
+    ready = model._replace(materialized=model.materialized | frozenset(refusals))
+    plan = make_plan(ready, tree.nest(flat), microbatch, method=method, dtype=dtype)
+    named = {path: tuple(n for n, leaf in (names or {}).items() if leaf == path and n != path) for path in flat}
+    rows = tuple(_leaf_row(model, plan, path, named[path], refusals.get(path)) for path in model.leaves)
+    return Inspection(
+        model.name, rows, _block_rows(model), _memory(model, plan, optimizer), method, plan.batch_size, dtype
+    )
+
+
+def refused_uses(model: Model, flat: Flat, microbatch: Tree, *, dtype: torch.dtype) -> dict[Path, str]:
+    """The trained leaves with a use that has no rule, each with the error that says so."""
+    weights = {path: leaf.new_empty((), dtype=dtype).expand(leaf.shape) for path, leaf in flat.items()}
+    carry: Tree = ()
+    found: dict[Path, str] = {}
+    for block in model.blocks:
+        own = frozenset(tree.leaves(block.params)) & model.trainable - model.materialized
+        try:
+            carry = traced(block, weights, own, carry, microbatch)[1]
+        except FdpError:
+            refused = _one_at_a_time(block, weights, own, carry, microbatch)
+            if not refused:  # no leaf's fault
+                raise
+            found |= refused
+            carry = traced(block, weights, frozenset(), carry, microbatch)[1]
+        except (DynamicOutputShapeException, DataDependentOutputException):
+            return found  # the plan says what cannot be known, and where
+    return found
+
+
+def _one_at_a_time(block: Block, weights: Flat, own: frozenset[Path], carry: Tree, microbatch: Tree) -> dict[Path, str]:
+    found = {}
+    for path in sorted(own):
+        try:
+            traced(block, weights, frozenset({path}), carry, microbatch)
+        except FdpError as error:
+            found[path] = str(error)
+    return found
+
+
+def _leaf_row(model: Model, plan: Plan, path: Path, also: tuple[str, ...], refusal: str | None) -> LeafRow:
+    choice = plan.choices.get(path)
+    held = [block.name for block in model.blocks if path in tree.leaves(block.params)]
+    return LeafRow(
+        path=path,
+        shape=tuple(model.leaves[path].shape),
+        blocks=tuple(held),
+        rules=tuple(use.rule for uses in plan.uses for use in uses if use.path == path),
+        also=also,
+        frozen=path in model.frozen,
+        materialized=choice is not None and choice.norm is NormBy.VMAP,
+        norm_by=None if choice is None else choice.norm.value,
+        sum_by=None if choice is None else choice.sum.value,
+        kept_bytes=0.0 if choice is None else choice.kept_bytes,
+        refusal=refusal,
+    )
+
+
+def _block_rows(model: Model) -> tuple[BlockRow, ...]:
+    kinds: dict[object, int] = {}
+    rows = []
+    for block in model.blocks:
+        paths = set(tree.leaves(block.params))
+        size = sum(torch.Size(model.leaves[path].shape).numel() for path in paths)
+        kind = kinds.setdefault(block.apply, len(kinds))
+        rows.append(BlockRow(block.name, kind, len(paths), size, block.compiled, block.head is not None))
+    return tuple(rows)
+
+
+def _memory(model: Model, plan: Plan, optimizer: Optimizer) -> MemoryNeed:
+    """Parameters and the optimizer's state are float32, whatever is computed in."""
+    sizes = {path: torch.Size(leaf.shape).numel() for path, leaf in model.leaves.items()}
+    trained = {path: torch.empty(model.leaves[path].shape, device="meta") for path in model.leaves}
+    state = optimizer.init({path: leaf for path, leaf in trained.items() if path in model.trainable})
+    held = sum(leaf.numel() * leaf.itemsize for leaf in tree.leaves(state) if isinstance(leaf, Tensor))
+    whole = sum(size for path, size in sizes.items() if path in model.trainable)
+    return MemoryNeed(
+        parameters=sum(sizes.values()) * torch.float32.itemsize,
+        optimizer=held,
+        per_sample=plan.batch_size * whole * plan.dtype.itemsize,
+        kept=plan.kept_bytes,
+    )

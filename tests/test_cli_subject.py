@@ -1,0 +1,101 @@
+"""What ``fdp train`` is given to train: folders of transformers in and out, adapters, and units of privacy."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fdp.cli.main import main
+
+transformers = pytest.importorskip("transformers")
+
+TINY = shlex.split(
+    "--context 8 --steps 2 --warmup 1 --batch-size 8 --microbatch 4 --noise-multiplier 0.5 --lr 0.1 --seed 0 --quiet "
+    "--json --schedule constant"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=256, n_positions=16, n_embd=8, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    transformers.GPT2LMHeadModel(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "letters.jsonl"
+    mail = [{"sender": f"s{i % 12}", "text": f"letter {i} of many"} for i in range(60)]
+    path.write_text("\n".join(map(json.dumps, mail)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "chat.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": f"{i}+1=", "completion": str(i + 1)}) for i in range(30)))
+    return path
+
+
+def train(out: Path, *words: str, code: int = 0) -> dict[str, Any]:
+    with pytest.raises(SystemExit) as caught:
+        main(["train", *TINY, "--out", str(out), *words])
+    assert int(caught.value.code or 0) == code
+    return json.loads((out / "config.json").read_text()) if code == 0 else {}
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    return transformers.AutoModelForCausalLM.from_pretrained(path).state_dict()
+
+
+@pytest.mark.parametrize("words", [[], ["--lora", "2"]], ids=["full", "lora"])
+def test_a_folder_comes_out_as_a_folder_that_transformers_reads(words, folder, letters, tmp_path, capsys):
+    train(tmp_path / "run", "--model", str(folder), "--data", str(letters), *words)
+    before, after = weights(folder), weights(tmp_path / "run" / "model")
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    blocks = {name for name in before if ".h." in name and name.endswith("weight") and before[name].ndim == 2}
+    assert before.keys() == after.keys()
+    assert changed == (blocks if words else set(before)), "all of it, or what adapters were merged into"
+
+
+def test_train_only_leaves_the_rest_alone(folder, letters, tmp_path, capsys):
+    train(tmp_path / "run", "--model", str(folder), "--data", str(letters), "--train-only", "*.bias")
+    before, after = weights(folder), weights(tmp_path / "run" / "model")
+    assert {name for name in before if not torch.equal(before[name], after[name])} == {
+        name for name in before if name.endswith(".bias")
+    }
+
+
+def test_a_sample_is_what_unit_says(folder, letters, chat, tmp_path, capsys):
+    model = ["--model", str(folder)]
+    record = train(tmp_path / "record", *model, "--data", str(letters), "--unit", "record")
+    user = ["--unit", "user", "--user-field", "sender", "--windows-per-user", "3"]
+    by_user = train(tmp_path / "user", *model, "--data", str(letters), *user)
+    packed = train(tmp_path / "packed", *model, "--data", str(letters), *user, "--pack")
+    masked = train(tmp_path / "chat", *model, "--data", str(chat), "--unit", "record")
+    assert [run["samples"] for run in (record, by_user, packed, masked)] == [60, 12, 12, 30]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--unit", "person"], "--unit: expected one of window, record, user, row"),
+        (["--unit", "user"], "--user-field: expected with --unit user"),
+        (["--lora", "2", "--train-only", "*bias"], "expected one of them, got both"),
+        (["--lora", "0"], "--lora: expected a rank of at least 1"),
+        (["--model", "no/such/folder"], "--model"),
+    ],
+)
+def test_mistakes_are_explained(words, message, folder, letters, tmp_path, capsys):
+    train(tmp_path / "run", "--model", str(folder), "--data", str(letters), *words, code=2)
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "run").exists()
