@@ -227,7 +227,11 @@ def _layers(path: str) -> str:
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold")
     for name in columns:
+        number = name in ("leaves", "blocks", "kept MiB", "parameters", "MiB")
         table.add_column(
-            name, justify="right" if name in ("leaves", "blocks", "kept MiB", "parameters", "MiB") else "left"
+            name,
+            justify="right" if number else "left",
+            overflow="fold",  # a path is no use if its end is cut off
+            min_width=26 if name == "leaf" else None,
         )
     return table

@@ -4,6 +4,7 @@
     fdp epsilon --help              what a mechanism costs, without training
     fdp plan --world 8              memory, traffic and flops of a step on machines one does not have
     fdp compare ranks=1 ranks=4     two configurations, stage by stage: where they first differ
+    fdp inspect models/tiny         leaves, uses, rules, blocks and memory of a model one brings along
 
 Exit code 0: done; 1: a fault of fdp itself, with a traceback, or another rank is gone; 2: a mistake in what it was
 given, explained in one paragraph on stderr; 3: ``compare`` found a difference; 130: interrupted. With ``--json`` the
@@ -25,6 +26,7 @@ from rich.text import Text
 from fdp.cli import version_of
 from fdp.cli.compare import compare_command
 from fdp.cli.epsilon import epsilon_command
+from fdp.cli.inspect import inspect_command
 from fdp.cli.plan import plan_command
 from fdp.cli.train import train_command
 
@@ -41,6 +43,7 @@ app.command("train")(train_command)
 app.command("epsilon")(epsilon_command)
 app.command("compare")(compare_command)
 app.command("plan")(plan_command)
+app.command("inspect")(inspect_command)
 
 
 def _show_version(value: bool) -> None:
