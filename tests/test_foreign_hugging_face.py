@@ -98,7 +98,10 @@ def assert_exact(
 # ---------------------------------------------------------------- exact
 
 
-@some([*CAUSAL, "bert", "roberta", "vit"], quick=(*CAUSAL, "bert", "roberta", "vit"))
+@some(
+    [*CAUSAL, "bert", "roberta", "vit"],
+    quick=("gpt2", "gpt2-untied", "llama", "qwen2", "gemma", "gemma2", "mistral", "opt", "bert", "vit"),
+)
 def test_norms_and_sums_are_those_of_single_samples(name):
     module, model, params = made(name)
     data = some_data(name)
