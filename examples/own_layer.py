@@ -40,6 +40,7 @@ of the block that holds the leaf one sample at a time. Exact, and slower; no rul
 
 import argparse
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -61,7 +62,7 @@ parser = argparse.ArgumentParser(description="A layer of one's own, with a rule.
 parser.add_argument("--steps", type=int, default=60)
 steps = parser.parse_args().steps
 
-train, test = (part.fetch(range(len(part))) for part in digits())
+train, test = (part.fetch(np.arange(len(part))) for part in digits())
 torch.manual_seed(0)
 
 

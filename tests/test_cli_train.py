@@ -24,6 +24,7 @@ from fdp.cli import display, report, resume, session
 from fdp.cli.configure import configure
 from fdp.cli.main import main
 from fdp.cli.train import train_command
+from fdp.optimizers import Optimizer
 from fdp.records import Record, fingerprint
 from fdp.types import FdpError
 
@@ -249,6 +250,7 @@ def test_every_clip_style_has_a_name(clip: str) -> None:
 @pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd", "lamb", "adafactor"])
 def test_every_optimizer_follows_the_schedule_and_decays(optimizer: str) -> None:
     built = configure(settings(optimizer=optimizer, weight_decay=0.1, lr=0.01, warmup=2, steps=6)).optimizer
+    assert isinstance(built, Optimizer)
     params = {"w": torch.ones(3)}
     state, sizes = built.init(params), []
     for _ in range(7):

@@ -101,6 +101,7 @@ def test_a_run_is_the_step_with_the_documented_keys() -> None:
     settings = config(steps=3)
     ran, _, _ = finish(settings)
     root, (run, _) = keys.key(settings.seed), prepare(settings)
+    assert isinstance(settings.optimizer, optimizers.Optimizer)
     params = settings.model.init(keys.fold_in(root, "init"))
     plan = make_plan(settings.model, params, settings.dataset.fetch(np.arange(4)), method=settings.method)
     step = make_train_step(settings.model, settings.optimizer, mechanism=run.mechanism, plan=plan)
