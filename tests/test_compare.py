@@ -259,9 +259,12 @@ def all_but_one_reduced(plan: Any, model: Any, sums: Any) -> Any:
     return traffic.reduce_all(plan, model, sums) | {LEAF: sums[LEAF]}
 
 
+INIT_PARAMS = sharding.init_params  # as it is before anyone puts a fault in its place
+
+
 def init_of_the_rank(model: Any, key: Any, plan: Any) -> Any:
     """The last rank's values are a little larger; the first one is as it should be."""
-    return tree.map(lambda leaf: leaf * (1 + 0.1 * dist.get_rank()), sharding.init_params(model, key, plan))
+    return tree.map(lambda leaf: leaf * (1 + 0.1 * dist.get_rank()), INIT_PARAMS(model, key, plan))
 
 
 def losses_of_the_rank(metrics: Any, shape: Any, plan: Any) -> Any:
@@ -280,8 +283,8 @@ FAULTS: dict[str, tuple[str, str, Callable[..., Any], int, Stage]] = {
     "noise by part": ("zero-3", "fdp.step.add_gaussian", noise_of_the_part, 1, Stage.NOISE),
     "noise by rank": ("zero-0", "fdp.step.add_gaussian", noise_of_the_rank, 1, Stage.NOISE),
     "a leaf not reduced": ("zero-0", "fdp.step.reduce_all", all_but_one_reduced, 1, Stage.SUM),
-    "init by rank, in parts": ("zero-3", "fdp.run.init_params", init_of_the_rank, 0, Stage.INIT),
-    "init by rank, in copies": ("zero-0", "fdp.run.init_params", init_of_the_rank, 0, Stage.INIT),
+    "init by rank, in parts": ("zero-3", "fdp.sharding.init_params", init_of_the_rank, 0, Stage.INIT),
+    "init by rank, in copies": ("zero-0", "fdp.sharding.init_params", init_of_the_rank, 0, Stage.INIT),
     "losses of the other rank": ("zero-3", "fdp.step.everyones", losses_of_the_rank, 1, Stage.LOSS),
 }
 
