@@ -256,8 +256,10 @@ def train_command(
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
     # torch takes seconds to import, and --help and mistakes on the command line should not.
     from fdp import launch
+    from fdp.cli.configure import learning_rate
     from fdp.cli.session import train
 
+    settings["lr"] = learning_rate(settings)  # as a number, so that a run taken up again is compared by it
     if launch.started():
         device_type = launch.device_type(device)
         with launch.joined(device_type, timeout=timeout):
