@@ -64,7 +64,7 @@ class Blocks:
             tape, _ = traced(named, here, trained, carry, data, attached=True)
             apart = _summed_apart(tape)
             planned = [(use.name, use.rule) for use in mine if use.name not in apart]
-            run = self._compiled(_tapped_run(named, trained, planned), block)
+            run = self._compiled(_tapped_run(named, trained, planned, tape.layouts), block)
             self.kinds[key] = Kind(run, tape.rules, apart)
         kind = self.kinds[key]
         taps = {
@@ -163,10 +163,11 @@ def _token_sums(gradient: Tensor) -> Tensor:
 
 
 def _tapped_run(
-    block: Block, trained: frozenset[str], planned: list[tuple[str, str]]
+    block: Block, trained: frozenset[str], planned: list[tuple[str, str]], layouts: list[tuple[Path, str]]
 ) -> Callable[..., tuple[Tree, Flat]]:
     def run(weights: Flat, carry: Tree, data: Tree, taps: Flat) -> tuple[Tree, Flat]:
         tape = Tape(batch_size_of(data), taps, attached=True)
+        tape.known = layouts
         out = block.apply(watch(block, weights, trained, tape), carry, data)
         met = [(use.name, use.rule) for use in tape.uses]
         if [use for use in planned if use not in met]:  # torch.compile does not show every function of torch

@@ -94,6 +94,7 @@ class Tape:
         self.expansions: list[Path] = []
         self.additions: list[tuple[Path, str]] = []  # every bias with the use at whose output it was added
         self.layouts: list[tuple[Path, str]] = []  # how a foreign module's samples were found, use by use
+        self.known: list[tuple[Path, str]] | None = None  # how they were found before: compiled, less is seen
 
     def output(self, rule: Rule, x: Tensor, leaf: Watched, options: dict[str, Any]) -> Tensor:
         """``rule.forward(x, leaf)`` plus its tap."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -11,13 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fdp.foreign.uses
-from fdp import keys
+from fdp import keys, ops
 from fdp.compiled import Blocks
+from fdp.costs import sizes
 from fdp.foreign import dropout
+from fdp.foreign.einsum import EINSUM, parse
+from fdp.foreign.products import LINEAR_ROWS
 from fdp.foreign.uses import RULES, operation, rule
 from fdp.methods import Method, make_plan
+from fdp.model import Block
 from fdp.per_sample import per_sample_norms
-from fdp.rules import Dense, Pair, Rule, rows
+from fdp.rules import Dense, Pair, Rule, check_rule, per_sample_gradient, rows
+from fdp.taps import Use, tapped_vjp, trace
 from fdp.types import FdpError
 from tests.foreign_cases import Foreign, Probe, assert_exact, ids, probe, randn
 
@@ -102,6 +108,7 @@ PROBES: dict[str, Callable[[], Foreign]] = {
     "vector": lambda: probe(lambda m, x: (x @ m.w).tanh(), X, w=(4,)),
     "from the left": lambda: probe(lambda m, x: (m.w @ x).tanh(), X, w=(5, 6)),
     "turned": lambda: probe(lambda m, x: F.linear(x, m.w.permute(1, 0), m.b).tanh(), X, w=(4, 5), b=(5,)),
+    "turned, added": lambda: probe(lambda m, x: (x + m.w.t()) * m.w.t().unsqueeze(0).exp(), X, w=(4, 6)),
     "experts": lambda: probe(
         lambda m, x: torch.bmm(x.reshape(1, -1, 4).expand(2, -1, -1), m.w).tanh().unflatten(1, (-1, 6)).transpose(0, 1),
         X,
@@ -319,6 +326,22 @@ def test_a_use_that_torch_compile_does_not_show_is_no_number(monkeypatch):
     assert norms.total().isnan().all()
 
 
+def test_a_planned_use_that_does_not_come_is_an_error():
+    def once(p: Any, carry: Any, data: Any) -> Tensor:
+        return ops.linear(data["x"], p["w"]).sum((1, 2))
+
+    def twice(p: Any, carry: Any, data: Any) -> Tensor:
+        return once(p, carry, data) + once(p, carry, {"x": data["x"].tanh()})
+
+    weights, trained = {"w": randn(5, 4)}, frozenset({"w"})
+    uses, _ = trace(Block("twice", {"w": "w"}, twice), weights, trained, (), X)
+    block = Block("once", {"w": "w"}, once, compiled=False)
+    with pytest.raises(FdpError, match=r"once: expected the uses \['w#1'\], as planned, got none"):
+        tapped_vjp(block, weights, (), X, uses, trained)
+    with pytest.raises(FdpError, match=r"once: expected the uses .* as planned, got .*; do not compile it"):
+        Blocks().tapped_vjp(block, weights, (), X, uses, trained)
+
+
 # ---------------------------------------------------------------- dropout
 
 
@@ -369,6 +392,13 @@ def test_the_next_blocks_keys_are_others():
     assert len(words.unique()) == len(words)
     assert ((second >= 0) & (second < 1 << 32)).all()
     torch.testing.assert_close(dropout.next_keys(first[1:2]), second[1:2], rtol=0, atol=0)
+
+
+def test_every_call_of_dropout_draws_anew():
+    data = dropout.with_keys({"x": torch.ones(3, 50, dtype=torch.float64)}, keys.key(5))
+    model, params = probe(lambda m, x: (F.dropout(x) - F.dropout(x)) * m.g, data, g=(1,)).model()
+    assert (model.loss(params, data) > 0).all()
+    torch.testing.assert_close(model.loss(params, data), model.loss(params, data), rtol=0, atol=0)
 
 
 def test_dropout_without_keys_is_refused():
@@ -456,3 +486,42 @@ def test_a_wrong_rule_is_refused_by_the_checker():
 
 def test_an_operation_without_watchers_is_the_function_itself():
     torch.testing.assert_close(gated(X["x"], randn(5, 4)), F.linear(X["x"], randn(5, 4)) ** 2)
+
+
+# ---------------------------------------------------------------- the rules behind them
+
+
+def test_rules_are_those_of_vmap():
+    check_rule(ops.MATMUL, randn(3, 6, 4), randn(4, 5), tolerance=1e-12)
+    check_rule(ops.EXPERTS, randn(3, 2, 6, 4), randn(2, 4, 5), tolerance=1e-12)
+    conv = {"stride": (1, 2, 1), "padding": (1, 0, 1), "dilation": (2, 1, 1), "groups": 2}
+    check_rule(ops.CONV3D, randn(3, 4, 4, 5, 3), randn(2, 2, 2, 3, 2), tolerance=1e-12, **conv)
+    check_rule(ops.EMBEDDING, ids(3, 6, below=7), randn(7, 4), tolerance=1e-12)
+    check_rule(LINEAR_ROWS, randn(3, 6, 4), randn(9, 4), tolerance=1e-12, start=3, stop=6)
+    for equation, w in (("btd,edf->btef", (2, 4, 5)), ("btd,efd->btef", (2, 5, 4)), ("btd,dfe->btef", (4, 5, 2))):
+        letters = parse(equation, 3, 3, swapped=False, flattened=False)
+        assert letters is not None
+        options = {"x_of": letters.x, "w_of": letters.w, "y_of": letters.y}
+        check_rule(EINSUM, randn(3, 6, 4), randn(*w), tolerance=1e-12, **options)
+
+
+def test_a_padded_row_gets_no_gradient():
+    tokens, table, g = torch.tensor([[1, 0, 2], [0, 0, 0]]), randn(3, 2), randn(2, 3, 2)
+    found = per_sample_gradient(ops.EMBEDDING.record(tokens, g, (3, 2), padding_idx=-3))
+    assert (found[:, 0] == 0).all()
+    torch.testing.assert_close(found[0, 1:], g[0, [0, 2]])
+    torch.testing.assert_close(ops.embedding(tokens, table, padding_idx=0), table[tokens])
+
+
+@pytest.mark.parametrize(
+    ("use", "expected"),
+    [
+        (Use("w#0", "w", "matmul", (3, 6, 4), (3, 6, 5), (4, 5)), (3, 6, 4, 5)),
+        (Use("w#0", "w", "linear", (3, 6, 4), (3, 6, 5), (5, 4)), (3, 6, 5, 4)),
+        (Use("w#0", "w", "linear rows", (3, 6, 4), (3, 6, 5), (15, 4)), (3, 6, 15, 4)),
+        (Use("w#0", "w", "experts", (3, 2, 6, 4), (3, 2, 6, 5), (2, 4, 5)), (6, 6, 4, 5)),
+        (Use("w#0", "w", "einsum", (3, 6, 4), (3, 6, 2, 5), (2, 4, 5)), (6, 6, 4, 5)),
+    ],
+)
+def test_costs_are_those_of_the_products(use, expected):
+    assert sizes(use) == expected

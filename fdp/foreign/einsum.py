@@ -74,7 +74,7 @@ def _record(x: Tensor, g: Tensor, shape: tuple[int, ...], *, x_of: str, w_of: st
 
 def _matrix(z: Tensor, letters: str, sample: str, groups: str, places: str, rest: str) -> Tensor:
     extent = dict(zip(letters, z.shape))
-    parts = [math.prod(extent[a] for a in part) for part in (sample, groups, places, rest)]
+    parts = [math.prod([extent[a] for a in part]) for part in (sample, groups, places, rest)]
     return torch.einsum(f"{letters}->{sample}{groups}{places}{rest}", z).reshape(parts)
 
 

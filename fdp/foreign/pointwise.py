@@ -50,7 +50,7 @@ def pointwise(run: Run, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
 def in_place(run: Run, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """``x += w`` and the like: on samples, never on a parameter or a constant."""
     target, *others = args
-    if isinstance(target, Tracked) or target in run.constants:
+    if isinstance(target, Tracked) or run.constant(target):
         path = next(a.path for a in args if isinstance(a, Tracked))
         raise FdpError(f"{path}: expected no parameter, or constant with one, to be changed in place; write y = x + w")
     return target.copy_(pointwise(run, func, (target.clone(), *others), kwargs))  # the backward may want what was there
@@ -157,7 +157,7 @@ def _layout(run: Run, every: list[Any], ndim: int, path: str) -> tuple[str, int]
             found, where = run.layout(a, path=path)
             if found != SHARED:
                 layout, dim = found, where
-        elif isinstance(a, Tensor) and a.ndim > 0 and a not in run.constants:
+        elif isinstance(a, Tensor) and a.ndim > 0 and not run.constant(a):
             raise FdpError(
                 f"{path}: it broadcasts over a tensor of shape {tuple(a.shape)}, which may hold samples, and puts dims "
                 f"before them; expected samples in dim 0 of the result. Add the dims to the tensor itself (x[:, None])"
@@ -168,7 +168,7 @@ def _layout(run: Run, every: list[Any], ndim: int, path: str) -> tuple[str, int]
 def _has_samples(run: Run, a: Tensor, layout: str, dim: int) -> bool:
     if layout == SAMPLES:
         return a.shape[dim] == run.batch_size
-    return a not in run.constants
+    return not run.constant(a)
 
 
 def _fit(a: Any, ndim: int, layout: str, dim: int) -> Any:

@@ -55,7 +55,7 @@ def addmm(run: Run, input: Operand, mat1: Operand, mat2: Operand, *, beta: float
 
 def matmul(run: Run, a: Operand, b: Operand) -> Tensor:
     """``a @ b``, for whichever of the two is made of parameters."""
-    if isinstance(a, Tracked) and (isinstance(b, Tracked) or b in run.constants):
+    if isinstance(a, Tracked) and (isinstance(b, Tracked) or run.constant(b)):
         return alone(run, torch.matmul, (a, b), {})
     if isinstance(b, Tracked):
         if len(b.shape) == 1:
@@ -113,7 +113,7 @@ def einsum(run: Run, equation: Any, *operands: Any) -> Tensor:
     given = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], list) else list(operands)
     if not isinstance(equation, str) or len(given) != 2:
         raise refusal("torch.einsum of other than two operands", tuple(given))
-    if all(isinstance(operand, Tracked) or operand in run.constants for operand in given):
+    if all([isinstance(operand, Tracked) or run.constant(operand) for operand in given]):
         return alone(run, torch.einsum, (equation, *given), {})
     swapped = isinstance(given[0], Tracked)
     x, weight = reversed(given) if swapped else given
@@ -153,7 +153,7 @@ def embedding(
 def getitem(run: Run, x: Operand, index: Any) -> Any:
     """``w[ids]`` for ids of samples, and any part of a parameter otherwise."""
     entries = index if isinstance(index, list) else [index]
-    held = [e for e in entries if isinstance(e, Tracked) or (isinstance(e, Tensor) and e not in run.constants)]
+    held = [e for e in entries if isinstance(e, Tracked) or (isinstance(e, Tensor) and not run.constant(e))]
     if isinstance(x, Tracked) and not held:
         return alone(run, torch.Tensor.__getitem__, (x, tuple(index) if isinstance(index, list) else index), {})
     ids = index if isinstance(index, Tensor) and not index.is_floating_point() else None

@@ -109,10 +109,22 @@ class Run:
             return [self.known(entry) for entry in value]
         return value
 
-    def note(self, path: str, layout: str) -> None:
-        """Write down how samples were found: for another number of samples it must be found the same."""
-        if self.tape is not None:
-            self.tape.layouts.append((path, layout))
+    def note(self, path: str, answer: str) -> str:
+        """Write down how samples were found: for another number of samples it must be found the same.
+
+        While torch.compile traces, what was found before is the answer: it does not show all functions of torch.
+        """
+        if self.tape is None:
+            return answer
+        known, place = self.tape.known, len(self.tape.layouts)
+        if known is not None and place < len(known):
+            answer = known[place][1]
+        self.tape.layouts.append((path, answer))
+        return answer
+
+    def constant(self, x: Tensor) -> bool:
+        """Whether no data and no parameter went into ``x``."""
+        return self.note("a tensor", SHARED if x in self.constants else SAMPLES) == SHARED
 
     def layout(self, x: Tensor, *, path: str, dims: int = 3) -> tuple[str, int]:
         """Where the samples of ``x`` are: SAMPLES in a dim, FLATTENED with others in dim 0, or SHARED, none.
@@ -120,22 +132,26 @@ class Run:
         Tensors of fewer than ``dims`` dims have samples first even if the module has tokens first.
         """
         dim = 0 if self.batch_first or x.ndim < dims else 1
-        constant = x in self.constants
-        if x.ndim > dim and x.shape[dim] == self.batch_size:
+        fits = {
+            SAMPLES: x.ndim > dim and x.shape[dim] == self.batch_size,
+            FLATTENED: x.ndim > 0 and x.shape[0] > 0 and x.shape[0] % self.batch_size == 0,
+            SHARED: True,
+        }
+        if fits[SAMPLES]:
             found = SAMPLES
-        elif constant:
+        elif x in self.constants:
             found = SHARED
-        elif x.ndim and x.shape[0] and x.shape[0] % self.batch_size == 0:
-            found, dim = FLATTENED, 0
         else:
+            found = FLATTENED
+        found = self.note(path, found)
+        if not fits[found]:
             later = " (from_module(..., batch_first=False) takes them in dim 1)" if self.batch_first else ""
             raise FdpError(
                 f"{path}: used on an input of shape {tuple(x.shape)}; expected {self.batch_size} samples in dim {dim}"
                 f"{later}, or samples and tokens flattened into dim 0. Change the layout, freeze the leaf, or name it "
                 f"in materialize=(...)"
             )
-        self.note(path, found)
-        return found, dim
+        return found, 0 if found == FLATTENED else dim
 
     def first(self, x: Tensor, layout: str, dim: int) -> Tensor:
         """``x`` with samples in dim 0."""

@@ -204,7 +204,7 @@ def _made(run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _all_shared(run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether no operand holds samples."""
     held = tensors_of([plain(a) for a in args], {name: plain(a) for name, a in kwargs.items()})
-    return all([tensor in run.tracked or tensor in run.constants for tensor in held])
+    return all([tensor in run.tracked or run.constant(tensor) for tensor in held])
 
 
 def _by_rule(run: Run, own: Rule, x: Any, weight: Any, **options: Any) -> Tensor:
