@@ -67,6 +67,28 @@ def test_a_folder_comes_out_as_a_folder_that_transformers_reads(words, folder, l
     assert changed == (blocks if words else set(before)), "all of it, or what adapters were merged into"
 
 
+def test_a_run_of_a_folder_has_a_place_of_its_own(folder, letters, tmp_path, capsys, monkeypatch):
+    """In runs/, by the folder's name; and not where a model is already: it would be refused when all is done."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        main(["train", *TINY, "--model", str(folder), "--data", str(letters)])
+    assert not caught.value.code
+    assert (tmp_path / "runs" / "tiny-letters-1" / "model").is_dir()
+    (tmp_path / "taken" / "model").mkdir(parents=True)
+    train(tmp_path / "taken", "--model", str(folder), "--data", str(letters), code=2)
+
+
+def test_a_run_cut_short_at_its_end_is_taken_up_and_written_again(folder, letters, tmp_path, capsys, monkeypatch):
+    words = ["--model", str(folder), "--data", str(letters), "--save-every", "1"]
+    with monkeypatch.context() as patch:
+        patch.setattr("fdp.cli.report.write_report", lambda *_, **__: 1 / 0)  # after the model, before the summary
+        with pytest.raises(ZeroDivisionError):
+            main(["train", *TINY, "--out", str(tmp_path / "run"), *words])
+    assert (tmp_path / "run" / "model").is_dir()
+    train(tmp_path / "run", *words)
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+
+
 def test_train_only_leaves_the_rest_alone(folder, letters, tmp_path, capsys):
     train(tmp_path / "run", "--model", str(folder), "--data", str(letters), "--train-only", "*.bias")
     before, after = weights(folder), weights(tmp_path / "run" / "model")

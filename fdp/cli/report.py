@@ -3,7 +3,7 @@
     DIR/config.json          every setting, and the versions it ran with
     DIR/metrics.jsonl        one line per step, written as the step ends
     DIR/summary.json         the result
-    DIR/model.safetensors    the trained parameters: float32 leaves by path
+    DIR/model.safetensors    the trained parameters: float32 leaves by path; of a folder of transformers: DIR/model
     DIR/report.png           loss, epsilon, and the norms of the gradients against C
 
 Only the parameters are covered by the privacy budget.
@@ -31,7 +31,7 @@ from fdp.records import Record
 from fdp.run import Run
 from fdp.types import FdpError, TrainState
 
-FILES = ("config.json", "metrics.jsonl", "summary.json", "model.safetensors", "report.png")
+FILES = ("config.json", "metrics.jsonl", "summary.json", "model.safetensors", "model", "report.png")
 LEFT, MIDDLE, QUIET = "#0b7285", "#d9480f", "#868e96"
 
 
@@ -51,7 +51,7 @@ def claim(out: Path | None, *, model: str, data: str) -> Path:
         return out
     Path("runs").mkdir(exist_ok=True)
     for number in count(1):
-        folder = Path("runs", f"{model}-{Path(data).stem}-{number}")
+        folder = Path("runs", f"{Path(model).name}-{Path(data).stem}-{number}")
         try:
             folder.mkdir()
         except FileExistsError:  # taken, perhaps by a run that started a moment ago

@@ -8,6 +8,7 @@ checks -> a new folder, or the last checkpoint of the same run -> steps, saving 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,7 @@ def _folder(settings: Mapping[str, Any], run: Run, state: TrainState, *, again: 
         folder = Path(settings["out"])
         for name in ("model.safetensors", "report.png"):  # of an end that was cut short
             (folder / name).unlink(missing_ok=True)
+        shutil.rmtree(folder / "model", ignore_errors=True)
         if int(state.step) == 0:  # nothing of the former attempt is left but its settings
             (folder / "config.json").unlink()
             report.write_config(folder, settings, run)

@@ -21,6 +21,7 @@ import torch
 
 from fdp import corpus, data, keys, models, text, tree
 from fdp.foreign import hugging_face
+from fdp.foreign.hub_files import empty_module, read_params
 from fdp.foreign.lora import lora_model, merge, train_only
 from fdp.model import Model
 from fdp.packing import Unit
@@ -139,9 +140,9 @@ def _matrices(model: Model) -> tuple[str, ...]:
 
 def _stored_values(folder: Path, base: Model) -> Values:
     def values(model: Model, sharding: Sharding | None, key: Key) -> Tree:
-        module = hugging_face.empty_module(folder)
+        module = empty_module(folder)
         device = key.device if sharding is None else None
-        stored = hugging_face.read_params(folder, module, base, sharding, dtype=torch.float32, device=device)
+        stored = read_params(folder, module, base, sharding, dtype=torch.float32, device=device)
         new = model._replace(leaves={path: leaf for path, leaf in model.leaves.items() if path not in base.leaves})
         drawn = drawn_params(new, sharding, key)
         return tree.nest(tree.flatten(stored) | tree.flatten(drawn))
