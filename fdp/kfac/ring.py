@@ -40,6 +40,8 @@ from fdp.kfac.woodbury import check_damping, gram
 from fdp.sharding import Sharding
 from fdp.traffic import sum_over_samples
 
+_ROWS = 1024  # solved at once
+
 
 class RingMap(NamedTuple):
     """``y -> diagonal * y + sign * sum over ranks of columns columns^T y``; the columns are this rank's own."""
@@ -84,27 +86,29 @@ def ring(factor: ColumnsFactor | SoftmaxFactor, sharding: Sharding | None, *, da
     rank, holders = 0 if sharding is None else sharding.rank, [r for r, count in enumerate(counts) if count]
     block = (wide * root[:, None]).contiguous()
     del wide
+    # one for all visits: a process group may hold on to a buffer for a while after its broadcast
+    guest = block.new_empty(block.shape[0] * max((counts[r] for r in holders[:-1] if r != rank), default=0))
 
     own: _Small | None = None
     for r in holders:
         if r == rank:
             own = _small(block, weight, sign)
         if r != holders[-1]:
-            visitor, core = _visit(r, block, own, counts[r], sharding)
+            visitor, core = _visit(r, block, own, guest, counts[r], sharding)
             if rank > r:
                 block.addmm_(visitor, core @ (visitor.mT @ block), alpha=-sign)
-            del visitor, core  # before the next comes
     for r in reversed(holders):
         if r != holders[-1]:
-            visitor, core = _visit(r, block, own, counts[r], sharding)
+            visitor, core = _visit(r, block, own, guest, counts[r], sharding)
             if rank > r:
                 block.addmm_(visitor, core.mT @ (visitor.mT @ block), alpha=-sign)
-            del visitor, core
         if r == rank and own is not None:
-            block = torch.linalg.solve_triangular(own.lower.mT, block, upper=True, left=False)
+            for rows in block.split(_ROWS):  # in place, up to a few rows
+                rows.copy_(torch.linalg.solve_triangular(own.lower.mT, rows, upper=True, left=False))
     block *= root[:, None]
 
-    bad = (~block.isfinite().all()).double().reshape(1)
+    ends = torch.stack(block.aminmax()) if block.numel() else block.new_zeros(2)  # NaN wherever the block has one
+    bad = (~ends.isfinite().all()).double().reshape(1)
     if bool(sum_over_samples(sharding, bad)):
         raise _everywhere(
             "ring: expected w I + s Q^T Q of every rank to be positive definite, got one that is not. Raise the "
@@ -193,15 +197,16 @@ def _small(block: Tensor, weight: Tensor, sign: int) -> _Small:
 
 
 def _visit(
-    source: int, block: Tensor, own: _Small | None, count: int, sharding: Sharding | None
+    source: int, block: Tensor, own: _Small | None, guest: Tensor, count: int, sharding: Sharding | None
 ) -> tuple[Tensor, Tensor]:
-    """Q and A of the rank ``source``, on every rank; there, its own block itself, which is only read."""
+    """Q and A of the rank ``source``, on every rank: in ``guest``; there, its own block itself, which is only read."""
     assert sharding is not None
     if sharding.rank == source:
         assert own is not None
         visitor, core = block, own.core.contiguous()
     else:
-        visitor, core = block.new_empty(block.shape[0], count), block.new_empty(count, count)
+        visitor = guest[: block.shape[0] * count].view(block.shape[0], count)
+        core = block.new_empty(count, count)
     row, place = divmod(source, sharding.shard.size)
     for x in (visitor, core):
         if sharding.shard.size > 1 and sharding.replicate.rank == row:
