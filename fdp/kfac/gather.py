@@ -50,6 +50,8 @@ def check_cap(cap: int) -> None:
 
 def lengths(columns: Float[Tensor, "n k"], sharding: Sharding | None) -> list[int]:
     """How many columns every rank has that holds samples of its own, in the order of ``sharding.rank``."""
+    if sharding is None:
+        return [columns.shape[1]]  # and no device is waited for
     own = torch.tensor([columns.shape[1]], dtype=torch.int64, device=columns.device)
     return _all_gathered(own, sharding).tolist()
 
