@@ -243,8 +243,12 @@ def _one_by_one(
         with torch.enable_grad():
             out = alone(opened[0], opened[1], entry)
         wanted = [leaf for leaf in tree.leaves(opened) if leaf.requires_grad]
-        outs, slopes = zip(*[(o, g) for o, g in zip(tree.leaves(out), tree.leaves(slope)) if o.requires_grad])
-        grads = iter(torch.autograd.grad(outs, wanted, slopes, allow_unused=True, materialize_grads=True))
+        follows = [(o, g) for o, g in zip(tree.leaves(out), tree.leaves(slope)) if o.requires_grad]
+        if follows:
+            outs, slopes = zip(*follows)
+            grads = iter(torch.autograd.grad(outs, wanted, slopes, allow_unused=True, materialize_grads=True))
+        else:  # what this sample returns depends on no leaf: a branch of its own, or nothing that counts
+            grads = iter([torch.zeros_like(leaf) for leaf in wanted])
         found.append(tree.map(lambda leaf: next(grads) if leaf.requires_grad else torch.zeros_like(leaf), opened))  # noqa: B023
     return tree.map(lambda *leaves: torch.stack(leaves), *found)
 

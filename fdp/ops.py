@@ -96,7 +96,8 @@ def bias_of(weight: Weight, bias: Weight) -> Weight:
     """``bias``, about to be added to the output of the latest use of ``weight``: the tape notes that they belong
     together, for those who treat the two as one matrix."""
     if isinstance(bias, Watched) and isinstance(weight, Watched):
-        weight.tape.additions.append((bias.path, weight.tape.uses[-1].name))
+        own = [use.name for use in weight.tape.uses if use.path == weight.path]  # none: a use that was not recorded
+        weight.tape.additions += [(bias.path, name) for name in own[-1:]]
     return bias
 
 

@@ -186,7 +186,10 @@ def over_tensor_axis(model: Model, mesh: DeviceMesh) -> Model:
     if axis.size == 1:
         return model
     if model.parallel is None:
-        raise FdpError(f"{model.name}: has no tensor-parallel form; expected a mesh with tensor=1, got {axis.size}")
+        raise FdpError(
+            f"{model.name}: has no tensor-parallel form, as adapters and models from elsewhere have none; expected a "
+            f"mesh with tensor=1, got {axis.size}; put these ranks on the axis 'shard', which cuts any model"
+        )
     return model.parallel(axis)
 
 

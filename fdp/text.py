@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import os
+import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,7 +64,8 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
     try:
         found = AutoTokenizer.from_pretrained(os.fspath(folder), local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        raise FdpError(f"tokenizer: expected a tokenizer in {os.fspath(folder)!r}, got none: {error}") from None
+        why = str(error).partition("\n")[0]  # a page of what else could be installed follows
+        raise FdpError(f"tokenizer: expected a tokenizer in {os.fspath(folder)!r}, got none: {why}") from None
     return tokenizer_of(found)
 
 
@@ -116,7 +118,7 @@ def lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 continue
             place = f"{path}, line {number}"
             try:
-                record = json.loads(line)
+                record = json.loads(line, object_pairs_hook=_once_each)
             except ValueError as error:
                 raise FdpError(f"{place}: expected a JSON object in UTF-8, got {error}") from None
             if not isinstance(record, dict):
@@ -124,20 +126,36 @@ def lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield place, record
 
 
-def owner_of(record: dict[str, Any], user_field: str | None, place: str) -> str:
-    """Who owns a record: the user it names, letter for letter (7 is "7"), or without a field itself.
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object; one with a field twice, of which a reader would take either, is an error."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"a field twice among {[name for name, _ in pairs]}")
+    return found
 
+
+def owner_of(record: dict[str, Any], user_field: str | None, place: str) -> str:
+    """Who owns a record: the user it names (7 is "7"), or without a field itself.
+
+    Names that look alike because Unicode writes them in several ways, or that differ by spaces around them and by
+    characters that are not seen, are one user's: were they two, one person would be two units. Capitals count.
     A record that does not name its user is refused: it could be anyone's.
     """
     if user_field is None:
         return place
     user = record.get(user_field)
-    if isinstance(user, bool) or not isinstance(user, (str, int)) or user == "":
+    name = _plain(str(user)) if isinstance(user, (str, int)) and not isinstance(user, bool) else ""
+    if not name:
         raise FdpError(
             f"{place}: expected a user's name or number in field {user_field!r}, got {user!r} among {sorted(record)}; "
             "name the field with --user-field, or leave out records of no known user"
         )
-    return str(user)
+    return name
+
+
+def _plain(name: str) -> str:
+    seen = "".join(c for c in unicodedata.normalize("NFKC", name) if unicodedata.category(c) != "Cf")
+    return " ".join(seen.split())
 
 
 def encoded(tokenizer: Tokenizer, text: str, place: str) -> list[int]:
@@ -165,7 +183,11 @@ def _texts(source: Path, field: str, user_field: str | None) -> Iterator[tuple[s
     files = [source]
     if source.is_dir():
         found = (file for file in sorted(source.rglob("*")) if file.is_file() and file.stat().st_size)
-        files = [file for file in found if not any(part.startswith(".") for part in file.relative_to(source).parts)]
+        shown = (file for file in found if not any(part.startswith(".") for part in file.relative_to(source).parts))
+        once: dict[Path, Path] = {}
+        for file in shown:
+            once.setdefault(file.resolve(), file)  # a link to a file is no other document
+        files = list(once.values())
     for file in files:
         try:
             yield str(file), file.read_bytes().decode(), str(file)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from fdp import ops, tree
-from fdp.audit import check_independent, check_norms, reference_gradients
+from fdp.audit import check_independent, check_norms, check_separate, reference_gradients
 from fdp.methods import Method, make_plan
 from fdp.model import from_loss
 from fdp.rules import Pair, Rule, rows
@@ -52,8 +52,46 @@ def capacity(p, d):
     return torch.where(scores >= scores.sort().values[-3], scores, 0.0)
 
 
+def scores_of(p, d):
+    return ops.linear(d["x"], p["w"]).square().sum(1)
+
+
+def of_outliers(p, d):
+    scores = scores_of(p, d)
+    return torch.where(scores.amax() > 1e4, scores / scores.amax(), scores)
+
+
+def above_the_mean(p, d):
+    """No arithmetic leads from one sample to another."""
+    scores = scores_of(p, d)
+    return scores + (d["x"][:, 0] > d["x"][:, 0].detach().mean())
+
+
+def among_many(p, d):
+    scores = scores_of(p, d)
+    return scores - scores.mean() if len(scores) > 6 else scores
+
+
+def in_pairs(p, d):
+    """Only with a neighbour: alone it is another loss."""
+    return scores_of(p, d) * (1.0 if len(d["x"]) > 1 else 2.0)
+
+
 @pytest.mark.parametrize(
-    "loss", [batch_norm, in_batch_softmax, mean_subtracted, batch_mean, running, by_position, capacity]
+    "loss",
+    [
+        batch_norm,
+        in_batch_softmax,
+        mean_subtracted,
+        batch_mean,
+        running,
+        by_position,
+        capacity,
+        of_outliers,
+        above_the_mean,
+        among_many,
+        in_pairs,
+    ],
 )
 def test_a_loss_that_depends_on_other_samples_is_refused(loss):
     with pytest.raises(FdpError, match=r"mixed: the loss of a sample changed by .* not independent"):
@@ -77,6 +115,83 @@ def test_a_bad_sample_that_spreads_is_refused():
     data["x"][1] = float("nan")
     with pytest.raises(FdpError, match="not independent"):
         check_independent(model_of(mean_subtracted), PARAMS, data)
+
+
+def test_a_small_change_beside_a_large_loss_is_refused():
+    x = DATA["x"].clone()
+    x[0] *= 1e3
+
+    def loss(p, d):
+        return scores_of(p, d) + 0.1 * d["x"].clamp(-1, 1).mean()
+
+    assert float(loss(PARAMS, {"x": x}).amax()) > 1e5
+    with pytest.raises(FdpError, match="not independent"):
+        check_independent(model_of(loss), PARAMS, {"x": x})
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
+def test_a_count_over_the_batch_is_refused_though_all_count(dtype):
+    def loss(p, d):
+        return scores_of(p, d) * d["counts"] / d["counts"].sum() * len(d["x"])
+
+    with pytest.raises(FdpError, match="not independent"):
+        check_independent(model_of(loss), PARAMS, DATA | {"counts": torch.ones(6, dtype=dtype)})
+
+
+def test_the_longest_sample_of_a_batch_is_no_ones_business():
+    tokens = torch.arange(1, 25).view(6, 4)
+
+    def loss(p, d):
+        longest = (d["tokens"] != 0).sum(1).max()
+        return ops.embedding(d["tokens"], p["w"]).square().sum((1, 2)) / longest
+
+    table = {"w": randn(25, 3)}
+    with pytest.raises(FdpError, match=r"leaving sample 3 alone, the end of it zeros"):
+        check_independent(from_loss(loss, table), table, {"tokens": tokens})
+
+
+def test_data_that_a_model_cannot_be_given_are_not_tried():
+    def loss(p, d):
+        if not bool((d["x"].abs() < 100).all()):
+            raise ValueError("too large")
+        return scores_of(p, d)
+
+    check_independent(model_of(loss), PARAMS, DATA)
+
+
+# ---------------------------------------------------------------- rows
+
+
+def in_another_order(p, d):
+    return ops.linear(d["x"].flip(0), p["w"]).flip(0).square().sum(1)
+
+
+class MixesBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):  # pyright: ignore
+        return g + 0.1 * g.mean(0)
+
+
+def in_the_backward(p, d):
+    return MixesBackward.apply(ops.linear(d["x"], p["w"])).square().sum(1)  # pyright: ignore
+
+
+@pytest.mark.parametrize("loss", [in_another_order, in_the_backward])
+def test_rows_that_are_not_one_samples_are_refused(loss):
+    alike = {"x": DATA["x"][:1].expand(6, -1).clone()}
+    model = model_of(loss)
+    plan = make_plan(model, PARAMS, alike, dtype=torch.float64)
+    check_independent(model, PARAMS, alike)  # losses do not show it
+    with pytest.raises(FdpError, match=r"mixed: what was done to the first sample's rows alone moved another sample"):
+        check_separate(model, PARAMS, alike, plan=plan)
+
+
+def test_rows_of_honest_models_pass(case: Case):
+    check_separate(*case, plan=make_plan(*case, dtype=torch.float64), tolerance=1e-9)
 
 
 def test_group_normalisation_passes():

@@ -89,6 +89,23 @@ def test_a_run_cut_short_at_its_end_is_taken_up_and_written_again(folder, letter
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
 
 
+def test_a_prefix_comes_out_as_a_folder_that_peft_reads(folder, letters, tmp_path, capsys):
+    peft = pytest.importorskip("peft")
+    words = ["--model", str(folder), "--data", str(letters), "--prefix", "3"]
+    train(tmp_path / "run", *words)
+    module = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tuned = peft.PeftModel.from_pretrained(module, tmp_path / "run" / "model")
+    values = tuned.prompt_encoder["default"].embedding.weight
+    assert tuple(values.shape) == (3, 2 * 2 * 8)
+    assert float(values.detach().std()) > 0.05, "it was trained away from where it began"
+    assert not (tmp_path / "run" / "model" / "model.safetensors").exists()
+
+
+def test_a_prefix_of_users_is_trained(folder, letters, tmp_path, capsys):
+    user = ["--unit", "user", "--user-field", "sender", "--windows-per-user", "2", "--prefix", "3"]
+    assert train(tmp_path / "run", "--model", str(folder), "--data", str(letters), *user)["samples"] == 12
+
+
 def test_train_only_leaves_the_rest_alone(folder, letters, tmp_path, capsys):
     train(tmp_path / "run", "--model", str(folder), "--data", str(letters), "--train-only", "*.bias")
     before, after = weights(folder), weights(tmp_path / "run" / "model")
@@ -112,7 +129,11 @@ def test_a_sample_is_what_unit_says(folder, letters, chat, tmp_path, capsys):
     [
         (["--unit", "person"], "--unit: expected one of window, record, user, row"),
         (["--unit", "user"], "--user-field: expected with --unit user"),
-        (["--lora", "2", "--train-only", "*bias"], "expected one of them, got both"),
+        (["--lora", "2", "--train-only", "*bias"], "--lora and --train-only: expected one of them, got 2"),
+        (["--lora", "2", "--prefix", "3"], "--lora and --prefix: expected one of them, got 2"),
+        (["--prefix", "0"], "expected at least 1 virtual token, got 0"),
+        (["--prefix", "9"], "fit into the model's 16 positions, and into its window of attention"),
+        (["--prefix", "3", "--model", "gpt-nano"], "--prefix: expected --model to be a folder of transformers"),
         (["--lora", "0"], "--lora: expected a rank of at least 1"),
         (["--model", "no/such/folder"], "--model"),
     ],

@@ -271,6 +271,46 @@ def test_stacks_of_transformers_are_adapted_as_they_stand(kind: str) -> None:
             torch.testing.assert_close(norms.squared[path], squares, rtol=1e-8, atol=1e-16)
 
 
+@pytest.mark.parametrize(
+    ("kind", "whose"),
+    [
+        ("gpt2", "own"),
+        pytest.param("gpt2", "peft", marks=pytest.mark.slow),
+        pytest.param("llama", "own", marks=pytest.mark.slow),
+        pytest.param("llama", "peft", marks=pytest.mark.slow),
+    ],
+)
+def test_adapters_on_stacks_of_transformers_compiled_are_those_run_eagerly(kind: str, whose: str) -> None:
+    foreign_models = pytest.importorskip("tests.foreign_models")
+    causal = pytest.importorskip("fdp.foreign.causal")
+    leaves = pytest.importorskip("fdp.foreign.leaves")
+    module = foreign_models.make(kind)
+    names = {"gpt2": ["c_attn", "c_fc"], "llama": ["q_proj", "down_proj"]}[kind]
+    if whose == "peft":
+        peft = pytest.importorskip("peft")
+        options = {"init_lora_weights": False, "task_type": "CAUSAL_LM", "fan_in_fan_out": kind == "gpt2"}
+        config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=names, **options)
+        module = peft.get_peft_model(module, config).double().eval()
+        model = causal.causal_lm(module, context=5)
+        params = leaves.params_of(module, model)
+    else:
+        base = causal.causal_lm(module, context=5)
+        targets = tuple(f"*.{name}.weight" for name in names)
+        start = leaves.params_of(module, base)
+        model, params = lora(base, start, rank=RANK, alpha=ALPHA, targets=targets, key=keys.key(0))
+        params = tree.map(lambda leaf: leaf if bool(leaf.any()) else 0.3 * randn(*leaf.shape), params)  # B is not 0
+    assert len(model.trainable) == 2 * len(names) * foreign_models.LAYERS
+    plan = make_plan(model, params, DATA, method=Method.AUTO, dtype=torch.float64)
+    blocks = Blocks(backend="aot_eager")
+    eager, compiled = (per_sample_norms(model, params, DATA, plan=plan, blocks=how)[1:] for how in (None, blocks))
+    assert len(blocks.kinds) < len(model.blocks)
+    torch.testing.assert_close(compiled[0].squared, eager[0].squared, rtol=1e-10, atol=1e-16)
+    truth = single_backwards(model, params, DATA)
+    torch.testing.assert_close(compiled[0].squared, truth, rtol=1e-8, atol=1e-16)
+    sums = [clipped_sum(stash, clip_to(norms, max_norm=0.1)).value for norms, stash in (eager, compiled)]
+    torch.testing.assert_close(sums[1], sums[0], rtol=1e-10, atol=1e-16)
+
+
 def test_a_model_wrapped_by_peft_is_taken_as_it_is() -> None:
     peft = pytest.importorskip("peft")
     foreign = pytest.importorskip("fdp.foreign.module")

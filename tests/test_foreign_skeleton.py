@@ -283,6 +283,75 @@ def test_layers_that_are_left_out_are_refused():
         made(Short)
 
 
+class Walking(Stacked):
+    """Layers in some order, and something made of what they returned."""
+
+    order: tuple[int, ...] = (0, 1, 2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h, seen = self.embed(tokens), []
+        for i in self.order:
+            h = self.layers[i](h)
+            seen.append(h)
+        assert self.head is not None
+        return self.head(self.norm(self.end(tokens, seen)))
+
+    def end(self, tokens: Tensor, seen: list[Tensor]) -> Tensor:
+        return seen[-1]
+
+
+@pytest.mark.parametrize("order", [(1, 0, 2), (0, 1, 2, 2), (0, 1, 2, 0, 1, 2)])
+def test_layers_that_run_in_another_order_or_again_after_the_last_are_refused(order):
+    kind = type("Ordered", (Walking,), {"order": order})
+    with pytest.raises(FdpError, match=r"expected a module that calls each of .* once and in order, got calls of"):
+        made(kind)
+
+
+@pytest.mark.parametrize("end", [lambda _, tokens, seen: sum(seen), lambda _, tokens, seen: seen[-2] + seen[-1]])
+def test_results_of_earlier_layers_that_are_used_at_the_end_are_refused(end):
+    with pytest.raises(FdpError, match=r"also uses what \['layers.*did; take the module as one block"):
+        made(type("Summed", (Walking,), {"end": end}))
+
+
+def test_what_comes_before_the_layers_may_be_used_after_them():
+    class Skipped(Walking):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Sequential(self.embed, nn.Linear(WIDTH, WIDTH))  # pyright: ignore
+
+        def end(self, tokens: Tensor, seen: list[Tensor]) -> Tensor:
+            return seen[-1] + self.embed(tokens)
+
+    assert_exact(*made(Skipped), some_data())
+
+
+def test_layers_have_their_attributes_in_the_eyes_of_the_module():
+    class Asking(Stacked):
+        def called(self, layer: Any, h: Tensor, *args: Tensor) -> Tensor:
+            return super().called(layer, h, *args) if layer.depth < 3 else h
+
+    assert_exact(*made(Asking), some_data())
+
+
+def test_parametrised_layers():
+    def normalised(depth: int) -> nn.Module:
+        layer = Layer(depth)
+        nn.utils.parametrizations.weight_norm(layer.linear)
+        return layer
+
+    assert_exact(*made(layer=normalised), some_data())
+
+
+def test_a_layer_that_writes_into_its_argument_is_refused():
+    class Writing(Layer):
+        def forward(self, h: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            h += self.linear(h)
+            return h
+
+    with pytest.raises(FdpError, match=r"layers.0: expected a layer that leaves its arguments as they are"):
+        made(layer=Writing)
+
+
 def test_arguments_that_parameters_made_for_all_samples_are_refused():
     class Learned(Stacked):
         def called(self, layer: nn.Module, h: Tensor, mask: Tensor, positions: Tensor) -> Tensor:

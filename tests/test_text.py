@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from fdp import corpus, data, text
+from fdp import corpus, data, keys, text
 from fdp.documents import cut, gather, padded, records
 from fdp.types import FdpError
 
@@ -111,7 +111,36 @@ def test_owners_are_records_or_the_users_they_name(tmp_path: Path) -> None:
     assert text.read(path, text.BYTES, user_field="by").owners == ("ann", "7", "ann")
 
 
-@pytest.mark.parametrize("by", [None, "", True, 1.5, ["ann"]])
+@pytest.mark.parametrize(
+    "other", ["Jos\u0065\u0301", " Jos\u00e9", "Jos\u00e9\u200b", "\uff2aos\u00e9", "\ufeffJos\u00e9\n"]
+)
+def test_a_user_whose_name_is_written_in_several_ways_is_one_unit(tmp_path: Path, other: str) -> None:
+    path = write(tmp_path / "notes.jsonl", {"text": "a", "by": "Jos\u00e9"}, {"text": "b", "by": other})
+    assert text.read(path, text.BYTES, user_field="by").owners == ("Jos\u00e9", "Jos\u00e9")
+    dataset = corpus.load(path, context=2, vocab_size=256, user_field="by", windows=2, key=keys.key(0))
+    assert len(dataset) == 1
+
+
+def test_users_that_differ_by_capitals_or_zeros_are_two(tmp_path: Path) -> None:
+    path = write(tmp_path / "notes.jsonl", *({"text": "a", "by": by} for by in ("ann", "Ann", 7, "07", "a\tnn")))
+    assert text.read(path, text.BYTES, user_field="by").owners == ("ann", "Ann", "7", "07", "a nn")
+
+
+def test_a_record_with_a_field_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "notes.jsonl"
+    path.write_text('{"text": "a", "by": "ann", "by": "bob"}\n')
+    with pytest.raises(FdpError, match=r"line 1: expected a JSON object .* a field twice among \['text', 'by', 'by'\]"):
+        text.read(path, text.BYTES, user_field="by")
+
+
+def test_a_link_to_a_file_is_no_other_unit(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_text("abc")
+    (tmp_path / "a.txt").symlink_to(tmp_path / "b.txt")
+    (tmp_path / "c.txt").write_text("abc")
+    assert [Path(owner).name for owner in text.read(tmp_path, text.BYTES).owners] == ["a.txt", "c.txt"]
+
+
+@pytest.mark.parametrize("by", [None, "", " ", "\u200b", True, 1.5, ["ann"]])
 def test_a_record_of_no_known_user_is_refused(tmp_path: Path, by: object) -> None:
     path = write(tmp_path / "notes.jsonl", {"text": "a", "by": "ann"}, {"text": "b", "by": by})
     with pytest.raises(FdpError, match="line 2: expected a user's name or number in field 'by'"):

@@ -3,6 +3,7 @@
 --model gpt2-large                    a preset, drawn from the key
 --model models/tiny                   a local folder of ``transformers``: its values in, a folder like it out
 --lora 16 / --train-only '*bias'      only adapters, or only the leaves that match
+--prefix 8                            only keys and values of 8 virtual tokens in front of every layer's own
 --unit window | record | user         what one sample is, and so whom the guarantee is about
 
 >>> chosen = subject(settings)
@@ -23,6 +24,8 @@ from fdp import corpus, data, keys, models, text, tree
 from fdp.foreign import hugging_face
 from fdp.foreign.hub_files import empty_module, read_params
 from fdp.foreign.lora import lora_model, merge, train_only
+from fdp.foreign.prefix import prefix_model, without_prefix
+from fdp.foreign.prefix_save import save_prefix
 from fdp.model import Model
 from fdp.packing import Unit
 from fdp.safetensors_io import export_safetensors
@@ -63,13 +66,17 @@ def subject(settings: Mapping[str, Any], *, example: Tree | None = None) -> Subj
     """The model that was asked for, with adapters or frozen leaves; ``example``: samples that are not tokens alone."""
     name, context = settings["model"], settings["context"]
     folder = Path(name) if is_folder(name) else None
+    _check_one_way(settings)
+    if settings["prefix"] is not None:
+        if folder is None:
+            raise FdpError(f"--prefix: expected --model to be a folder of transformers, got {name!r}; use --lora")
+        model = prefix_model(empty_module(folder), tokens=settings["prefix"], context=context, example=example)
+        return Subject(model, _stored_values(folder, without_prefix(model)))
     if folder is None:
         base = models.build(name, context=context)
     else:
         base = hugging_face.load_model(folder, context=context, example=example)
     model = base
-    if settings["lora"] is not None and settings["train_only"] is not None:
-        raise FdpError("--lora and --train-only: expected one of them, got both; adapters are all that --lora trains")
     if settings["lora"] is not None:
         if settings["lora"] < 1:
             raise FdpError(f"--lora: expected a rank of at least 1, got {settings['lora']}")
@@ -114,13 +121,27 @@ def dataset_of(settings: Mapping[str, Any], model: Model, *, source: str | None 
 
 
 def export(params: Tree, settings: Mapping[str, Any], folder: Path) -> Path:
-    """Write the trained model, adapters merged: a folder like the one it came from, or one safetensors file."""
+    """Write the trained model, adapters merged: a folder like the one it came from, or one safetensors file.
+
+    Of a prefix, which cannot be merged, a folder that ``peft`` reads.
+    """
+    if settings["prefix"] is not None:
+        save_prefix(folder / "model", params, base=settings["model"])
+        return folder / "model"
     merged = params if settings["lora"] is None else merge(params, alpha=_alpha(settings))
     if not is_folder(settings["model"]):
         export_safetensors(merged, folder / "model.safetensors")
         return folder / "model.safetensors"
     hugging_face.save(folder / "model", merged, source=settings["model"])
     return folder / "model"
+
+
+def _check_one_way(settings: Mapping[str, Any]) -> None:
+    """Refuse two of the options that say what is trained."""
+    given = [name for name in ("lora", "prefix", "train_only") if settings[name] is not None]
+    if len(given) > 1:
+        said = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise FdpError(f"{said}: expected one of them, got {len(given)}; each says what alone is trained")
 
 
 def _alpha(settings: Mapping[str, Any]) -> float:

@@ -3,6 +3,7 @@
 >>> model, params = from_module(module, loss=loss, example=batch)
 >>> model, params = load("models/tiny")
 >>> model, params = lora(model, params, rank=8, alpha=16.0, targets=("*.c_attn.weight",), key=key)
+>>> model, params = prefix_tuning(module, tokens=8, key=key)
 """
 
 from fdp.foreign.hugging_face import load as load
@@ -16,5 +17,8 @@ from fdp.foreign.lora import lora_model as lora_model
 from fdp.foreign.lora import merge as merge
 from fdp.foreign.lora import train_only as train_only
 from fdp.foreign.module import from_module as from_module
+from fdp.foreign.prefix import prefix_model as prefix_model
+from fdp.foreign.prefix import prefix_tuning as prefix_tuning
+from fdp.foreign.prefix_save import save_prefix as save_prefix
 from fdp.foreign.uses import operation as operation
 from fdp.foreign.uses import rule as rule

@@ -20,7 +20,7 @@ from torch import Tensor
 from fdp import ops
 from fdp.foreign.dropout import draw
 from fdp.foreign.products import LINEAR_ROWS, Operand, refusal
-from fdp.foreign.tracking import SAMPLES, Run, Tracked
+from fdp.foreign.tracking import ALWAYS_FIRST, FLATTENED, SAMPLES, SHARED, Run, Tracked, aligned
 
 
 def scaled_dot_product(
@@ -35,14 +35,20 @@ def scaled_dot_product(
     enable_gqa: bool = False,
 ) -> Tensor:
     """``F.scaled_dot_product_attention``, dropout by the samples' keys; of parameter-made operands one per sample."""
-    q, k, v, mask = (_per_sample(run, operand) for operand in (query, key, value, attn_mask))
+    operands: list[Any] = [query, key, value, attn_mask]
+    layout = SAMPLES
+    if any(isinstance(operand, Tracked) for operand in operands):
+        operands, layout = _per_sample(run, operands)
+    q, k, v, mask = operands
     if dropout_p == 0.0:
         options = {"scale": scale, "is_causal": is_causal, "enable_gqa": enable_gqa}
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)
-    if enable_gqa:
-        k, v = (z.repeat_interleave(q.shape[-3] // z.shape[-3], -3) for z in (k, v))
-    weights = _weights(q, k, _causal(q, k) if is_causal else mask, scale)
-    return draw(run, weights, dropout_p) @ v
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)
+    else:
+        if enable_gqa:
+            k, v = (z.repeat_interleave(q.shape[-3] // z.shape[-3], -3) for z in (k, v))
+        weights = _weights(q, k, _causal(q, k) if is_causal else mask, scale)
+        out = draw(run, weights, dropout_p) @ v
+    return out.flatten(0, 1) if layout == FLATTENED else out
 
 
 def multi_head(
@@ -63,7 +69,7 @@ def multi_head(
     training: bool = True,
     key_padding_mask: Tensor | None = None,
     need_weights: bool = True,
-    attn_mask: Tensor | None = None,
+    attn_mask: Operand | None = None,
     use_separate_proj_weight: bool = False,
     q_proj_weight: Operand | None = None,
     k_proj_weight: Operand | None = None,
@@ -91,7 +97,7 @@ def multi_head(
         q, k, v = ops.linear(q, _weight(in_proj_weight), _weight(in_proj_bias)).chunk(3, -1)
     else:
         q, k, v = (_part(x, in_proj_weight, in_proj_bias, i, packed=True) for i, x in enumerate((q, k, v)))
-    mask = _merged(attn_mask, key_padding_mask, q, k, num_heads)
+    mask = _merged(_learned(attn_mask), key_padding_mask, q, k, num_heads)
     extra = (bias_k is not None) + add_zero_attn
     if bias_k is not None:
         k, v = torch.cat([k, _row(bias_k, q)], 1), torch.cat([v, _row(bias_v, q)], 1)
@@ -114,16 +120,31 @@ def multi_head(
     return out, weights.mean(1) if average_attn_weights else weights
 
 
-def _per_sample(run: Run, operand: Any) -> Any:
-    """A parameter-made operand with one for every sample, where others have samples."""
-    if not isinstance(operand, Tracked):
-        return operand
-    copies = operand.copies()
-    if len(operand.shape) < 4:
-        return copies.reshape(copies.shape[0], *[1] * (4 - copies.ndim), *copies.shape[1:])
-    if operand.shape[0] != 1:
-        raise refusal("F.scaled_dot_product_attention", (operand,))
-    return copies.squeeze(1)
+def _per_sample(run: Run, operands: list[Any]) -> tuple[list[Any], str]:
+    """Operands with samples in dim 0, parameter-made ones as one for every sample; and how samples were found.
+
+    All dims count from the end, so that an operand of fewer dims has none where the others have their samples.
+    """
+    path = next(a.path for a in operands if isinstance(a, Tracked))
+    ndim = max(len(a.shape) for a in operands if isinstance(a, (Tensor, Tracked)))
+    plain = [a for a in operands if isinstance(a, Tensor)]
+    found = {run.layout(a, path=path, dims=ALWAYS_FIRST)[0] for a in plain if a.ndim == ndim and a.shape[0] != 1}
+    found = found or {SAMPLES} if run.batch_size == 1 else found
+    small = [a for a in plain if a.ndim < ndim and not run.constant(a)]
+    if len(found) != 1 or SHARED in found or small:
+        raise refusal("F.scaled_dot_product_attention, whose other operands do not all have samples in dim 0", operands)
+    (layout,) = found
+
+    def first(a: Any) -> Any:
+        if isinstance(a, Tracked):
+            return aligned(a.copies(), ndim, layout, 0, path)
+        if not isinstance(a, Tensor) or a.ndim < ndim:
+            return a
+        if a.shape[0] == 1 and layout == FLATTENED:
+            return a.unsqueeze(0)
+        return run.first(a, layout, 0)
+
+    return [first(a) for a in operands], layout
 
 
 def _weights(q: Tensor, k: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
@@ -163,6 +184,15 @@ def _row(bias: Any, like: Tensor) -> Tensor:
     """A learned key or value, (1, 1, features), as one more token of every sample."""
     copies = bias.copies() if isinstance(bias, Tracked) else bias.expand(like.shape[0], *bias.shape)
     return copies.reshape(like.shape[0], 1, -1)
+
+
+def _learned(mask: Operand | None) -> Tensor | None:
+    """A mask that is made of parameters, (queries, keys), as one for every sample: (batch, 1, queries, keys)."""
+    if not isinstance(mask, Tracked):
+        return mask
+    if len(mask.shape) != 2:
+        raise refusal("F.multi_head_attention_forward as a mask of other than (queries, keys)", (mask,))
+    return mask.copies().unsqueeze(1)
 
 
 def _merged(attn_mask: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor, heads: int) -> Tensor | None:

@@ -24,7 +24,7 @@ from fdp.foreign.placeholders import Same
 from fdp.foreign.skeleton import returns, stack_blocks
 from fdp.foreign.stack import AUTO, leaf_paths
 from fdp.model import Likelihood, Model, Outputs
-from fdp.models.language import head_block, targets_of, token_losses, weights_of
+from fdp.models.language import head_block, present_of, targets_of, token_losses, weights_of
 from fdp.types import FdpError, Tree
 
 SHORT = 32
@@ -32,19 +32,26 @@ SHORT = 32
 
 
 def causal_lm(
-    module: nn.Module, *, context: int | None = None, example: Tree | None = None, pattern: str = AUTO
+    module: nn.Module,
+    *,
+    context: int | None = None,
+    example: Tree | None = None,
+    pattern: str = AUTO,
+    prefix: int = 0,
 ) -> Model:
     """The model of a ``...ForCausalLM``: what comes before its layers, the layers, the head with the loss.
 
     Leaves have the module's names. ``context`` is the length of samples, by default the longest the module takes.
     ``example`` is a batch with the entries of the data to come, by default tokens alone; give one of packed documents,
-    or of windows of users, if such are to come.
+    or of windows of users, if such are to come. ``prefix``: keys and values that layers will be given besides, for
+    ``fdp.foreign.prefix``, which hands them in.
     """
+    _check_no_prompt(module)
     head, name = _head(module)
     config: Any = module.config
     context = int(context or getattr(config, "max_position_embeddings", None) or SHORT)
     example = _example(config, context) if example is None else example
-    call = causal_caller(module, example, pattern=pattern)
+    call = causal_caller(module, example, pattern=pattern, prefix=prefix)
     common: dict[str, Any] = {"call": call, "example": example, "pattern": pattern, "absent": stands_for_none}
     if type(head) is nn.Linear and head.bias is None and returns(module, name, call, _logits, example):
         *blocks, last = stack_blocks(module, finish=_logits, parts={name: Same()}, **common)
@@ -53,9 +60,19 @@ def causal_lm(
         *blocks, last = stack_blocks(module, finish=_losses, **common)
         assert isinstance(last.apply, After)
         scores = replace(last.apply, finish=_logits)
-        outputs = Outputs(scores, Likelihood.SOFTMAX, targets_of, weights=weights_of)
+        outputs = Outputs(scores, Likelihood.SOFTMAX, targets_of, weights=weights_of, present=present_of)
         end = last._replace(name="head", outputs=outputs)
     return foreign_model(module, (*blocks, end), context=context, vocab_size=config.vocab_size)
+
+
+def _check_no_prompt(module: Any) -> None:
+    wrapped = getattr(module, "active_peft_config", None)
+    if wrapped is not None and wrapped.is_prompt_learning:
+        raise FdpError(
+            f"{type(module).__name__}: expected adapters inside the layers, as LoRA's, got {wrapped.peft_type.value}, "
+            f"which puts something before the tokens; take it by from_module(module, loss=..., call=...), or tune a "
+            f"prefix by fdp.foreign.prefix_tuning"
+        )
 
 
 def _head(module: nn.Module) -> tuple[nn.Module, str]:

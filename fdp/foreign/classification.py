@@ -51,7 +51,8 @@ def classifier(module: nn.Module, *, example: Tree | None = None, pattern: str =
     assert isinstance(end, After)
     if config.num_labels > 1:
         weight = _weight_of_scores(module, call, example, last.params)
-        outputs = Outputs(replace(end, finish=_scores), Likelihood.SOFTMAX, labels_of, weight=weight)
+        scores = replace(end, finish=_scores)
+        outputs = Outputs(scores, Likelihood.SOFTMAX, labels_of, weight=weight, present=mask_of)
         last = last._replace(outputs=outputs)
     return foreign_model(module, (*blocks, last._replace(name="head")), context=None, vocab_size=None)
 
@@ -88,6 +89,11 @@ class PaddingMasks:
 
 def labels_of(data: Tree) -> Tensor:
     return data["label"]
+
+
+def mask_of(data: Tree) -> Tensor | None:
+    """Padding is seen by no token that counts."""
+    return data.get("mask")
 
 
 def _text_caller(module: nn.Module, example: Tree, pattern: str) -> Caller:

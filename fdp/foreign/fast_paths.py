@@ -9,9 +9,9 @@ same tensors) the flags that allow it are off; what is computed is the same.
 
 from __future__ import annotations
 
-import copy
-
 from torch import nn
+
+from fdp.foreign.placeholders import shallow
 
 ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
@@ -24,7 +24,7 @@ def without_fast_paths(module: nn.Module) -> nn.Module:
 
     def copied(part: nn.Module) -> nn.Module:
         if id(part) not in copies:
-            new = copies[id(part)] = copy.copy(part)
+            new = copies[id(part)] = shallow(part)
             new.__dict__["_parameters"] = dict(part._parameters)
             new.__dict__["_buffers"] = dict(part._buffers)
             new.__dict__["_modules"] = {n: None if m is None else copied(m) for n, m in part._modules.items()}

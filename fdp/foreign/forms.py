@@ -75,6 +75,15 @@ def fill(form: Form, hidden: Tensor, extras: Sequence[Tensor]) -> Call:
     return _mapped(tensor, form.args), _mapped(tensor, form.kwargs)
 
 
+def swapped(form: Form, kind: type, new: Any) -> Form:
+    """The form with ``new`` in the place of what is written in of this class."""
+
+    def swap(leaf: Any) -> Any:
+        return new if isinstance(leaf, kind) else leaf
+
+    return Form(_mapped(swap, form.args), _mapped(swap, form.kwargs))
+
+
 def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The hidden state: the first positional argument or, without any, the first tensor given by name."""
     given = args[:1] or tuple(value for value in kwargs.values() if isinstance(value, Tensor))[:1]

@@ -16,22 +16,30 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fdp import tree
+from fdp.types import FdpError
 
 FEW = 64
 """Elements up to which a constant is compared by its values."""
 
 
 class Tape(NamedTuple):
-    """Every operation of a run as a line; the names of the tensors used; what was returned, without values."""
+    """Every operation of a run as a line; the names of the tensors used, and of those written into; what was returned,
+    without values."""
 
     lines: tuple[str, ...]
     used: frozenset[str]
     out: Any
+    written: frozenset[str]
 
 
 def tape(module: nn.Module, tensors: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tape:
@@ -53,10 +61,16 @@ def tape(module: nn.Module, tensors: Mapping[str, Tensor], args: tuple[Any, ...]
     inputs = {name: fake(leaf) for name, leaf in tensors.items()}
     args, kwargs = tree.map(fake, list(args)), tree.map(fake, kwargs)
     lines = _Lines(inputs, tree.leaves([args, kwargs]))
-    with mode, lines, torch.no_grad():
-        out = functional_call(module, inputs, tuple(args), kwargs, tie_weights=False)
+    try:
+        with mode, lines, torch.no_grad():
+            out = functional_call(module, inputs, tuple(args), kwargs, tie_weights=False)
+    except (DynamicOutputShapeException, DataDependentOutputException) as error:
+        raise FdpError(
+            f"{type(module).__name__}: {error} has a shape or a branch that depends on the data, so that the layer "
+            f"cannot be one of a stack; take the module as one block (blocks=None), its leaves in materialize=(...)"
+        ) from error
     last = f"return {lines.named(out)}"
-    return Tape((*lines.lines, last), frozenset(inputs) & lines.used, out)
+    return Tape((*lines.lines, last), frozenset(inputs) & lines.used, out, frozenset(lines.written))
 
 
 class _Lines(TorchDispatchMode):
@@ -68,6 +82,7 @@ class _Lines(TorchDispatchMode):
         self.known: list[Tensor] = []  # kept alive, so that no name is given twice
         self.names: dict[int, str] = {}
         self.used: set[str] = set()
+        self.written: set[str] = set()
         for name, leaf in inputs.items():
             self._name(leaf, name)
         for i, leaf in enumerate(arguments):
@@ -75,6 +90,10 @@ class _Lines(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         called = f"{func}({self.named(list(args))}, {self.named(kwargs or {})})"
+        schema = getattr(func, "_schema", None)  # operators of higher order have none
+        for argument, value in zip([] if schema is None else schema.arguments, args):
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor):
+                self.written.add(self.named(value))
         out = func(*args, **(kwargs or {}))
         for i, leaf in enumerate(out if isinstance(out, tuple | list) else [out]):
             self._name(leaf, f"{len(self.lines)}:{i}")
@@ -101,4 +120,7 @@ class _Lines(TorchDispatchMode):
 def _constant(value: Tensor) -> str:
     """A tensor from nowhere: by its values or, if it has none or many, by a name that no other has."""
     known = not isinstance(value, FakeTensor) and value.device.type != "meta" and value.numel() <= FEW
-    return f"constant {value.tolist()}" if known else f"constant at {id(value)}"
+    try:
+        return f"constant {value.tolist()}" if known else f"constant at {id(value)}"
+    except RuntimeError:  # a buffer that a fake tensor shares its storage with has no values either
+        return f"constant at {id(value)}"

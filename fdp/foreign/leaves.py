@@ -27,6 +27,12 @@ def foreign_model(module: nn.Module, blocks: tuple[Block, ...], **fields: Any) -
     paths = leaf_paths(module)
     used = {path for block in blocks for path in tree.leaves(block.params)}
     own = {name: leaf for name, leaf in module.named_parameters() if paths[name] in used}
+    odd = [name for name, leaf in own.items() if leaf.requires_grad and not leaf.is_floating_point()]
+    if odd:
+        raise FdpError(
+            f"{odd[0]}: expected a floating-point parameter, got {own[odd[0]].dtype}; hold real and imaginary parts as "
+            f"two parameters (torch.view_as_complex), or freeze it (requires_grad_(False))"
+        )
     leaves = {name: LeafSpec(tuple(leaf.shape), _no_draw) for name, leaf in own.items()}
     frozen = frozenset(name for name, leaf in own.items() if not leaf.requires_grad)
     return Model(type(module).__name__, leaves, blocks, frozen=frozen, **fields)

@@ -12,13 +12,15 @@ it stands for None. Whether layers then get what they would have got is compared
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
+from fdp.foreign.cache import Prefix
 from fdp.foreign.parts import Caller
 from fdp.foreign.skeleton import calls_of
 from fdp.models.language import places_of, window_inputs_of
@@ -39,36 +41,42 @@ class OwnMasks:
 class CausalMasks:
     """The module is given masks of its kinds of layers, and positions if ``positions`` or if there are documents.
 
-    ``added``: masks are numbers to be added to scores, not booleans, and None is not causal.
+    ``added``: masks are numbers to be added to scores, not booleans, and None is not causal. ``prefix``: how many keys
+    come before those of the tokens, and are seen by all of them; positions begin after it.
     """
 
     kinds: tuple[str, ...]
     window: int | None
     added: bool
     positions: bool
+    prefix: int = 0
 
     def __call__(self, module: Any, data: Tree) -> Any:
         tokens, documents = window_inputs_of(data).flatten(1), documents_of(data)
         masks = {kind: self.mask(kind, tokens, documents) for kind in self.kinds}
-        more = {}
+        more: dict[str, Any] = {}
         if documents is not None:
-            more = {"position_ids": places_of(documents)}
+            more = {"position_ids": self.prefix + places_of(documents)}
         elif self.positions:
-            more = {"position_ids": torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)}
+            places = torch.arange(self.prefix, self.prefix + tokens.shape[1], device=tokens.device)
+            more = {"position_ids": places.expand(tokens.shape)}
+        if self.prefix:
+            more["past_key_values"] = Prefix(self.prefix)
         mask = masks if len(masks) > 1 else masks[self.kinds[0]]
         return module(input_ids=tokens, attention_mask=mask, use_cache=False, **more)
 
     def mask(self, kind: str, tokens: Tensor, documents: Tensor | None) -> Tensor:
-        """(batch or 1, 1, tokens, tokens)"""
+        """(batch or 1, 1, tokens, prefix + tokens)"""
         batch, length = tokens.shape
         window = self.window if kind == SLIDING else None
-        if documents is None and not self.added and (window is None or length < window):
+        if documents is None and not self.added and not self.prefix and (window is None or length < window):
             return none_of(tokens, batch, 1, length, length)
-        places = torch.arange(length, device=tokens.device)
-        behind = places[:, None] - places
+        places = torch.arange(self.prefix + length, device=tokens.device)
+        behind = places[self.prefix :, None] - places
         seen = ((behind >= 0) if window is None else (behind >= 0) & (behind < window))[None, None]
         if documents is not None:
-            seen = seen & (documents[:, None, :, None] == documents[:, None, None, :])
+            same = documents[:, None, :, None] == documents[:, None, None, :]
+            seen = seen & F.pad(same, (self.prefix, 0), value=True)
         return additive(seen) if self.added else seen
 
 
@@ -108,8 +116,11 @@ def adds_masks(module: nn.Module) -> bool:
     return chosen == "eager"
 
 
-def causal_caller(module: nn.Module, example: Tree, *, pattern: str) -> Caller:
-    """The first way of calling the module that gives its layers what they get when it is given tokens alone."""
+def causal_caller(module: nn.Module, example: Tree, *, pattern: str, prefix: int = 0) -> Caller:
+    """The first way of calling the module that gives its layers what they get when it is given tokens alone.
+
+    With a ``prefix`` it is then called so that its layers have this many keys before those of the tokens.
+    """
     config: Any = module.config
     window, added = getattr(config, "sliding_window", None), adds_masks(module)
     kinds = tuple(sorted(set(getattr(config, "layer_types", None) or [SLIDING if window else FULL])))
@@ -119,10 +130,15 @@ def causal_caller(module: nn.Module, example: Tree, *, pattern: str) -> Caller:
     alone = {"tokens": torch.cat([tokens, tokens[:, -1:]], dim=1)}
     own = calls_of(module, OwnMasks(), alone, pattern=pattern)
     given = alone if several is None else alone | {"segments": torch.ones_like(tokens)}
-    for positions in (False, True):
+    for positions in (True,) if prefix else (False, True):
         ours = CausalMasks(kinds, window, added, positions)
         if set(kinds) <= {FULL, SLIDING} and same_calls(own, _calls(module, ours, given, pattern), len(tokens[0])):
-            return ours
+            return replace(ours, prefix=prefix)
+    if prefix:
+        raise FdpError(
+            f"{type(module).__name__}: expected a model that takes masks and positions, to put a prefix before its "
+            f"tokens; tune it by LoRA"
+        )
     if several is not None:
         raise FdpError(
             f"{type(module).__name__}: expected a model that takes masks and positions, to keep documents apart; do "

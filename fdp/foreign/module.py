@@ -61,8 +61,9 @@ def from_module(
     one of the first have their per-sample gradients made whole, one sample at a time if need be (recurrent layers
     always do); the others are not trained. ``batch_first=False``: the module has tokens in dim 0, samples in dim 1.
 
-    ``example`` is a batch of at least two samples, of the lengths to come. With ``check``, on it: samples do not
-    influence each other, buffers stay, and every leaf's per-sample norms are those of a backward of the sample alone.
+    ``example`` is a batch of at least two samples, of the lengths to come, best of as many as a microbatch will have.
+    With ``check``, on it: samples influence each other neither in their losses nor in their gradients,
+    buffers stay, and every leaf's per-sample norms are those of a backward of the sample alone.
 
     Guarantees:
       - every use of every trained leaf is recorded; one without a rule is an error that names it and the choices;
@@ -73,7 +74,7 @@ def from_module(
     finish, caller = loss or _its_own_loss, call or _by_name(module)
     if blocks is None:
         names = leaf_paths(module)
-        whole = Whole(module, caller, finish, Constants(module, {}), batch_first)
+        whole = Whole(module, caller, finish, Constants(module, {}), batch_first, modes_of(module))
         made: tuple[Block, ...] = (Block("module", names, whole),)
     elif example is None or not batch_first:
         raise FdpError(f"blocks={blocks!r}: expected an example, and samples in dim 0; got example={example!r}")
@@ -106,8 +107,14 @@ class Whole:
     finish: Loss
     constants: Constants
     batch_first: bool
+    modes: tuple[bool, ...]
 
     def __call__(self, params: Weights, carry: Tree, data: Tree) -> Float[Tensor, " batch"]:
+        if not torch.compiler.is_compiling() and modes_of(self.module) != self.modes:
+            raise FdpError(
+                f"{type(self.module).__name__}: expected its parts in train() or eval() as they were when the model "
+                f"was made and checked, got others; put them back, or make the model anew"
+            )
         dtype = next(iter(params.values())).dtype
         tensors = self.constants.on(tree.leaves(data)[0].device, dtype) | dict(params)
 
@@ -123,6 +130,11 @@ class Whole:
             )
 
         return self.finish(self.call(module, inputs_of(data, dtype)), data)
+
+
+def modes_of(module: nn.Module) -> tuple[bool, ...]:
+    """Whether each part of a module is in train()."""
+    return tuple(part.training for part in module.modules())
 
 
 def inputs_of(data: Tree, dtype: torch.dtype) -> Tree:

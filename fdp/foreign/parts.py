@@ -175,9 +175,13 @@ class Layer:
     constants: Constants
 
     def __call__(self, params: Weights, carry: Tree, data: Tree) -> tuple[Tensor, ...]:
+        return self.called(self.form, params, carry, data)
+
+    def called(self, form: Form, params: Weights, carry: Tree, data: Tree) -> tuple[Tensor, ...]:
+        """The layer called as ``form`` says, instead of its own."""
         hidden, *packed = carry
         extras = [_unpacked(part, kind, hidden.dtype) for part, kind in zip(packed, self.extras)]
-        args, kwargs = fill(self.form, hidden, extras)
+        args, kwargs = fill(form, hidden, extras)
         keys = packed[len(extras) :]  # of dropout, if there are any
         data = data | {NAME: keys[0]} if keys else data
         out = Run(self.module, params, self.constants, data)(*args, **kwargs)

@@ -8,7 +8,6 @@ using it is an error.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,14 +22,28 @@ class Reached(Exception):
     """The last block has been reached: what follows it is not to be run."""
 
 
-class Passing(nn.Module):
+class Placeholder(nn.Module):
+    """In a block's place, whose attributes (a kind of attention, a window) it has, too."""
+
+    def __init__(self, block: nn.Module):
+        super().__init__()
+        self.__dict__["block"] = block  # no part of the module: its parameters are not given
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["block"], name)
+
+
+class Passing(Placeholder):
     """In a block's place: notes how it was called and returns its hidden state, as ``output`` says a block does.
 
     The last one ends the run.
     """
 
-    def __init__(self, name: str, calls: dict[str, Call], output: Form | None):
-        super().__init__()
+    def __init__(self, block: nn.Module, name: str, calls: dict[str, Call], output: Form | None):
+        super().__init__(block)
         self.name, self.calls, self.output = name, calls, output
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -42,17 +55,30 @@ class Passing(nn.Module):
         return returned(self.output, hidden_of(args, kwargs))
 
 
-class Resuming(nn.Module):
+class Resuming(Placeholder):
     """In a block's place: returns its hidden state or, if it is the ``last`` one, the ``value`` it has been given."""
 
-    def __init__(self, output: Form, *, last: bool):
-        super().__init__()
+    def __init__(self, block: nn.Module, output: Form, *, last: bool):
+        super().__init__(block)
         self.output, self.last = output, last
         self.register_buffer("value", torch.zeros(()) if last else None, persistent=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden = self.value if self.last else hidden_of(args, kwargs)
         return returned(self.output, hidden)  # pyright: ignore[reportArgumentType]
+
+
+class Standing(Placeholder):
+    """In a block's place: notes that it was called and returns a tensor of its ``own``, so that its use is seen."""
+
+    def __init__(self, block: nn.Module, name: str, calls: list[str], output: Form, own: Tensor):
+        super().__init__(block)
+        self.name, self.calls, self.output = name, calls, output
+        self.__dict__["own"] = own
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls.append(self.name)
+        return returned(self.output, self.own)
 
 
 class Same(nn.Module):
@@ -79,13 +105,20 @@ def returned(output: Form, hidden: Tensor) -> Any:
     return fill(output, hidden, ())[0][0]
 
 
+def shallow(module: nn.Module) -> nn.Module:
+    """A module of the same class with the same attributes; ``copy.copy`` refuses parametrised ones."""
+    new = type(module).__new__(type(module))
+    new.__dict__.update(module.__dict__)
+    return new
+
+
 def hollow(module: nn.Module) -> nn.Module:
     """A copy of ``module`` whose parameters have shapes and dtypes but no memory; buffers are shared with it."""
     copies: dict[int, nn.Module] = {}
 
     def copied(part: nn.Module) -> nn.Module:
         if id(part) not in copies:
-            new = copies[id(part)] = copy.copy(part)
+            new = copies[id(part)] = shallow(part)
             new.__dict__["_parameters"] = {name: _meta(leaf) for name, leaf in part._parameters.items()}
             new.__dict__["_buffers"] = dict(part._buffers)
             new.__dict__["_modules"] = {n: None if m is None else copied(m) for n, m in part._modules.items()}
@@ -100,7 +133,7 @@ def _meta(leaf: nn.Parameter | None) -> nn.Parameter | None:
 
 def with_parts(module: nn.Module, parts: Mapping[str, nn.Module]) -> nn.Module:
     """A copy of ``module`` with other parts at the dotted names given; all that is not on the way to them is shared."""
-    new = copy.copy(module)
+    new = shallow(module)
     new.__dict__["_modules"] = dict(module._modules)
     inner: dict[str, dict[str, nn.Module]] = {}
     for name, part in parts.items():

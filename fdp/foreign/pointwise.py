@@ -166,9 +166,7 @@ def _layout(run: Run, every: list[Any], ndim: int, path: str) -> tuple[str, int]
 
 
 def _has_samples(run: Run, a: Tensor, layout: str, dim: int) -> bool:
-    if layout == SAMPLES:
-        return a.shape[dim] == run.batch_size
-    return not run.constant(a)
+    return a.shape[dim] == run.batch_size if layout == SAMPLES else a.shape[0] != 1
 
 
 def _fit(a: Any, ndim: int, layout: str, dim: int) -> Any:

@@ -159,7 +159,30 @@ def getitem(run: Run, x: Operand, index: Any) -> Any:
     ids = index if isinstance(index, Tensor) and not index.is_floating_point() else None
     if isinstance(x, Tracked) and len(x.shape) == 2 and ids is not None and ids.dtype != torch.bool:
         return embedding(run, ids, x)
+    if isinstance(x, Tracked) and len(x.shape) == 1 and ids is not None and ids.dtype != torch.bool:
+        return embedding(run, ids, run.known(alone(run, torch.unsqueeze, (x, 1), {}))).squeeze(-1)
     raise refusal("indexing", (x, *held))
+
+
+def index_select(run: Run, input: Operand, dim: int, index: Tensor) -> Tensor:
+    """``torch.index_select``: rows of a table by ids of samples, or any part of a parameter by constants."""
+    if isinstance(input, Tracked) and run.constant(index):
+        return alone(run, torch.index_select, (input, dim, index), {})
+    if isinstance(input, Tracked) and len(input.shape) == 2 and dim in (0, -2):
+        return embedding(run, index, input)
+    raise refusal("torch.index_select", (input, index))
+
+
+def masked_fill(run: Run, input: Operand, mask: Operand, value: Any) -> Tensor:
+    """``torch.masked_fill``, whichever of its arguments parameters went into."""
+    return pointwise(run, torch.where, (mask, value, input), {})
+
+
+def inner(run: Run, input: Operand, other: Operand) -> Tensor:
+    """``torch.inner`` with a matrix: a linear layer."""
+    if isinstance(other, Tracked) and len(other.shape) == 2 and isinstance(input, Tensor):
+        return product(run, input, other, None, turned=False)
+    raise refusal("torch.inner", (input, other))
 
 
 def conv(dims: int) -> Callable[..., Tensor]:

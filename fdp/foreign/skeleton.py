@@ -27,8 +27,8 @@ from fdp import tree
 from fdp.foreign.dead import dead_uses
 from fdp.foreign.forms import HIDDEN, Form, fill
 from fdp.foreign.kinds import tape
-from fdp.foreign.parts import After, Before, Caller, Constants, Extra, Layer, Run, Weights
-from fdp.foreign.placeholders import Noting, Passing, Resuming, hollow, with_parts
+from fdp.foreign.parts import After, Before, Caller, Constants, Extra, Layer, Run, Weights, inputs_of
+from fdp.foreign.placeholders import Noting, Passing, Resuming, Standing, hollow, with_parts
 from fdp.foreign.stack import AUTO, Stack, find_stack, leaf_paths
 from fdp.model import Block
 from fdp.types import FdpError, Tree
@@ -71,7 +71,10 @@ def stack_blocks(
     _check_slopes(kinds, extras)
     before = replace(before, constants=Constants(skeleton, _without(shapes, early)), extras=kinds)
 
-    resumed = {name: Resuming(output, last=name == stack.blocks[-1]) for name in stack.blocks}
+    _check_walk(skeleton, stack, call, finish, output, hidden, shapes, example)
+    resumed = {
+        name: Resuming(module.get_submodule(name), output, last=name == stack.blocks[-1]) for name in stack.blocks
+    }
     after = After(with_parts(skeleton, resumed), stack.blocks[-1], call, finish, Constants(skeleton, {}))
 
     def end(given: Weights, data: Tree) -> list[Tensor]:
@@ -131,7 +134,7 @@ def _before(
 
     def skipping(outputs: Mapping[str, Form | None]) -> Before:
         calls: dict = {}
-        passing = {name: Passing(name, calls, output) for name, output in outputs.items()}
+        passing = {name: Passing(module.get_submodule(name), name, calls, out) for name, out in outputs.items()}
         return Before(with_parts(skeleton, passing), calls, call, absent, Constants(skeleton, {}))
 
     first, *_ = stack.blocks
@@ -153,6 +156,44 @@ def _before(
         )
     kinds = tuple(_kind(i, a, b, (hidden, hidden2)) for i, (a, b) in enumerate(zip(extras, extras2)))
     return replace(before, forms=forms, extras=kinds), output
+
+
+def _check_walk(
+    skeleton: nn.Module,
+    stack: Stack,
+    call: Caller,
+    finish: Callable[[Any, Tree], Tensor],
+    output: Form,
+    hidden: Tensor,
+    shapes: Shapes,
+    example: Tree,
+) -> None:
+    """Refuse a module that does not call every block once and in order, or that uses what an earlier one returned.
+
+    Blocks that are called twice, backwards, or whose results are added up at the end would make another function.
+    """
+    calls: list[str] = []
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+        own = {name: torch.empty(hidden.shape, requires_grad=True) for name in stack.blocks}
+        blocks = {name: Standing(skeleton.get_submodule(name), name, calls, output, leaf) for name, leaf in own.items()}
+        walked = with_parts(skeleton, blocks)
+        given = {name: torch.empty(shape) for name, shape in shapes.items()}
+        data = tree.map(torch.empty_like, example)
+        run = Run(walked, given, Constants(skeleton, {}), data)
+        out = finish(call(run, inputs_of(data, run.dtype)), data)
+        if tuple(calls) != stack.blocks:
+            raise FdpError(
+                f"blocks: expected a module that calls each of {list(stack.blocks)} once and in order, got calls of "
+                f"{calls}; take the module as one block (blocks=None)"
+            )
+        *earlier, _ = own.values()
+        ones = torch.ones_like(out)
+        found = torch.autograd.grad(out, earlier, ones, allow_unused=True) if earlier and out.requires_grad else ()
+    if used := [name for name, slope in zip(own, found) if slope is not None]:
+        raise FdpError(
+            f"blocks: expected a module that uses what its last block returned, got one that also uses what "
+            f"{used} did; take the module as one block (blocks=None)"
+        )
 
 
 def _kind(i: int, one: Tensor, other: Tensor, hiddens: tuple[Tensor, Tensor]) -> Extra:
@@ -201,6 +242,11 @@ def _layers(
         found = tape(block, _local(block), *fill(form, hidden, extras))
         if repr(_output(name, found.out)) != repr(output):
             raise FdpError(f"{name}: expected to return what the first block does, got another form of result")
+        if any(written.startswith("argument ") for written in found.written):
+            raise FdpError(
+                f"{name}: expected a layer that leaves its arguments as they are, got one that writes into them; write "
+                f"h = h + y instead of h += y, or take the module as one block (blocks=None)"
+            )
         used = tuple(n for n, _ in block.named_parameters(remove_duplicate=False) if n in found.used)
         key = (repr(form), found.lines, used)
         like = (layer for known, layer in kinds if known == key and _same_buffers(layer.module, block))

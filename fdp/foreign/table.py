@@ -65,6 +65,7 @@ class Kind(Enum):
     DRAW = "dropout"
     RANDOM = "refused, whatever it gets"
     RECURRENT = "by materialisation only"
+    STATISTICS = "refused if those of the batch"
 
 
 IN_PLACE = {
@@ -81,9 +82,9 @@ IN_PLACE = {
 _INTO = ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__imod__", "__ipow__")
 _NAMES = {
     Kind.ALONE: "view reshape unsqueeze squeeze flatten unflatten movedim moveaxis chunk split unbind narrow select "
-    "index_select cat concat stack flip roll tile repeat_interleave sum mean norm var std amax amin softmax "
+    "cat concat stack flip roll tile repeat_interleave sum mean norm var std amax amin softmax "
     "log_softmax cumsum normalize tril triu outer interpolate view_as reshape_as diag diag_embed vector_norm prod "
-    "masked_fill diff kron logsumexp cumprod gather take_along_dim",
+    "diff kron logsumexp cumprod gather take_along_dim dot vdot matrix_exp inverse inv solve",
     Kind.ASK: "size dim numel nelement stride is_floating_point is_complex is_contiguous element_size ndimension "
     "storage_offset get_device __len__ is_tensor is_same_size data_ptr __repr__ __format__ is_signed result_type",
     Kind.MAKE: "new_zeros new_ones new_empty new_full zeros_like ones_like empty_like full_like detach",
@@ -94,19 +95,24 @@ _NAMES = {
     "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __div__ __rdiv__ __pow__ __rpow__ exp "
     "exp2 expm1 log log2 log1p sqrt rsqrt square abs neg negative __neg__ reciprocal sigmoid tanh relu softplus silu "
     "gelu elu leaky_relu sin cos tan erf clamp clamp_min clamp_max clip sign addcmul addcdiv lerp where hardtanh "
-    "logsigmoid logit",
+    "logsigmoid logit polar",
     Kind.RANDOM: "rand randn randint randperm rand_like randn_like randint_like bernoulli bernoulli_ normal normal_ "
     "uniform_ random_ exponential_ geometric_ cauchy_ log_normal_ multinomial poisson rrelu gumbel_softmax "
-    "alpha_dropout feature_alpha_dropout feature_dropout fractional_max_pool2d fractional_max_pool3d",
+    "alpha_dropout feature_alpha_dropout feature_dropout fractional_max_pool2d fractional_max_pool3d binomial rrelu_ "
+    "dropout_ native_dropout alpha_dropout_ feature_dropout_ feature_alpha_dropout_ _standard_gamma _sample_dirichlet",
     Kind.RECURRENT: "lstm gru rnn_tanh rnn_relu",
+    Kind.STATISTICS: "batch_norm",
 }
 WRITES: dict[Callable[..., Any], bool] = {
-    getattr(torch.Tensor, name): True
-    for name in dir(torch.Tensor)
+    getattr(place, name): True
+    for place in (torch.Tensor, torch, F)
+    for name in dir(place)
     if name == "__setitem__" or name in _INTO or (name.endswith("_") and not name.endswith("__"))
-    if callable(getattr(torch.Tensor, name))
+    if callable(getattr(place, name))
 }
-"""Methods that write into a tensor."""
+"""Functions that write into a tensor, their first argument."""
+SWITCHED = ("alpha_dropout", "feature_alpha_dropout", "feature_dropout", "dropout", "native_dropout", "rrelu")
+"""Functions that draw only if an argument of theirs says that it is training."""
 DRAWS = {
     F.dropout: (1, "p", 2, "training"),
     torch.dropout: (1, "p", 2, "train"),
@@ -160,9 +166,17 @@ HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.Tensor.matmul: products.matmul,
     torch.Tensor.__matmul__: products.matmul,
     _rmatmul: products.reversed_matmul,
+    torch.mv: products.matmul,
+    torch.Tensor.mv: products.matmul,
+    torch.inner: products.inner,
+    torch.Tensor.inner: products.inner,
     torch.einsum: products.einsum,
     F.embedding: products.embedding,
     torch.Tensor.__getitem__: products.getitem,
+    torch.index_select: products.index_select,
+    torch.Tensor.index_select: products.index_select,
+    torch.masked_fill: products.masked_fill,
+    torch.Tensor.masked_fill: products.masked_fill,
     F.conv1d: products.conv(1),
     F.conv2d: products.conv(2),
     F.conv3d: products.conv(3),

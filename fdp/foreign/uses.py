@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, resol
 from fdp import ops
 from fdp.foreign.pointwise import alone, cast, in_place, plain, pointwise, turned
 from fdp.foreign.products import refusal
-from fdp.foreign.table import DETACHES, HANDLERS, IN_PLACE, KINDS, METHODS, READS, WRITES, Kind, draws
+from fdp.foreign.table import DETACHES, HANDLERS, IN_PLACE, KINDS, METHODS, READS, SWITCHED, WRITES, Kind, draws
 from fdp.foreign.tracking import SAMPLES, SHARED, Run, Tracked, tensors_of
 from fdp.rules import Record, Rule, check_rule
 from fdp.taps import Watched
@@ -39,6 +39,15 @@ from fdp.types import FdpError
 
 RULES: dict[Callable[..., Any] | str, Rule] = {}
 """Rules of operations that are not torch's: operators of ``torch.ops``, and names of operations."""
+
+UNDER_FUNC = {
+    "saved tensor hooks": "expected a forward without torch.utils.checkpoint, got one that torch.func cannot "
+    "differentiate; switch it off (gradient_checkpointing_disable()), and have fdp recompute blocks instead "
+    "(blocks='auto' with Memory(recompute=True), --checkpoint-activations)",
+    "setup_context": "expected a torch.autograd.Function with a setup_context of its own, got one whose forward takes "
+    "ctx, which torch.func cannot differentiate; rewrite it, or name the block's leaves in materialize=(...)",
+}
+"""What torch.func says of modules that it cannot differentiate, and what to do."""
 
 
 def watched_call(
@@ -76,10 +85,24 @@ def watched_call(
                 run.constants[leaf] = True
     planning = tape is not None and tape.taps is None
     with torch.set_grad_enabled(planning or torch.is_grad_enabled()), Uses(run):
-        out = torch.func.functional_call(module, given, args, kwargs, tie_weights=False)
+        if tape is None or torch.compiler.is_compiling():
+            out = torch.func.functional_call(module, given, args, kwargs, tie_weights=False)
+        else:
+            out = _called(module, given, args, kwargs)
     if tape is not None:
         _check_returned(run, out)
     return out
+
+
+def _called(module: nn.Module, given: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """What the module returned; where torch.func gives up, what to do. (Materialised, it is tried another way.)"""
+    try:
+        return torch.func.functional_call(module, given, args, kwargs, tie_weights=False)
+    except RuntimeError as error:
+        remedy = next((remedy for words, remedy in UNDER_FUNC.items() if words in str(error)), None)
+        if remedy is None:
+            raise
+        raise FdpError(f"{type(module).__name__}: {remedy}") from error
 
 
 class Uses(TorchFunctionMode):
@@ -111,10 +134,12 @@ class Uses(TorchFunctionMode):
             return HANDLERS[func](run, *args, **kwargs)
         elif kind is Kind.RECURRENT:
             return _recurrent(func, args, kwargs)
+        elif kind is Kind.STATISTICS:
+            _check_statistics(func, args, kwargs)
         out = func(*args, **kwargs)
         if constant:
             _note_constant(run, out)
-        elif run.constants and func in WRITES and args[0] in run.constants:
+        elif run.constants and (func in WRITES or "out" in kwargs) and not _written_samples(run, args, kwargs):
             run.constants = {}  # samples were written into one: none is known any more, nor its views
         return out
 
@@ -158,11 +183,15 @@ def rule(
 
 def _used(run: Run, func: Any, kind: Kind | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function of torch that gets at least one tracked tensor."""
+    if func is torch.Tensor.__getitem__ and isinstance(args[1], list):
+        args = (args[0], _index(run, *args))  # from here on a list is a tuple of indices
     args, kwargs = tuple([run.known(a) for a in args]), {name: run.known(a) for name, a in kwargs.items()}
     if kind is Kind.ASK:
         return func(*[plain(a) for a in args], **{name: plain(a) for name, a in kwargs.items()})
     if kind is Kind.MAKE:
         return _made(run, func, args, kwargs)
+    if kwargs.get("out") is not None:
+        raise refusal(f"{resolve_name(func) or func} with out=", _flat(args))
     own = func in RULES or func in HANDLERS
     if kind is None and not own and getattr(func, "__name__", "") == "__get__":
         return _property(run, func, args[0])
@@ -186,6 +215,16 @@ def _used(run: Run, func: Any, kind: Kind | None, args: tuple[Any, ...], kwargs:
     if kind in (Kind.ALONE, Kind.TURN) and _all_shared(run, args, kwargs):
         return alone(run, func, args, kwargs)
     raise refusal(resolve_name(func) or str(func), _flat(args) + _flat(tuple(kwargs.values())))
+
+
+def _index(run: Run, x: Tensor, index: list[Any]) -> Tensor:
+    """``w[[0, 2]]``: the numbers in a list as a tensor."""
+    try:
+        made = torch.tensor(index, device=x.device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise refusal(f"indexing by a list of other than numbers ({error})", (run.known(x),)) from error
+    run.constants[made] = True
+    return made
 
 
 def _made(run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -261,6 +300,11 @@ def _note_constant(run: Run, out: Any) -> None:
             run.constants[made] = True
 
 
+def _written_samples(run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether what a function wrote into is known to have held samples before."""
+    return "out" not in kwargs and bool(args) and isinstance(args[0], Tensor) and args[0] not in run.constants
+
+
 def _recurrent(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Recurrent layers: cuDNN has no backward for those in eval(), and draws dropout of its own."""
     drop, training = (args[5], args[6]) if isinstance(args[3], bool) else (args[6], args[7])
@@ -274,7 +318,7 @@ def _recurrent(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _check_random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if getattr(func, "__name__", "") in ("alpha_dropout", "feature_alpha_dropout", "rrelu"):
+    if getattr(func, "__name__", "").rstrip("_") in SWITCHED:
         on = kwargs.get("training", next((a for a in args if isinstance(a, bool)), False))
         if not on:
             return
@@ -282,6 +326,15 @@ def _check_random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
         f"{resolve_name(func) or func}: expected a module whose forward, run twice, gives the same, got one that draws "
         f"random numbers; put it in eval(), or give it the numbers as data"
     )
+
+
+def _check_statistics(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Batch normalisation without parameters, or with frozen ones: nothing else would see it."""
+    if kwargs.get("training", args[5] if len(args) > 5 else False):
+        raise FdpError(
+            f"{resolve_name(func) or func}: expected fixed statistics, got those of the batch, which mix its samples: "
+            f"no bound on one sample's gradient would hold. Use nn.GroupNorm, or put the layer in eval()"
+        )
 
 
 def _check_returned(run: Run, out: Any) -> None:
