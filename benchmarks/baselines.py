@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.harness import LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, Candidate
 from fdp import tree
-from fdp.models import GPTConfig
+from fdp.models import GPTConfig, LlamaConfig
 from fdp.types import Flat, Tree
 
 WARM_UP = 3
@@ -41,7 +41,7 @@ WARM_UP = 3
 class Setup(NamedTuple):
     """What a baseline is built from. Without ``params`` the weights are torch's own draw."""
 
-    config: GPTConfig
+    config: GPTConfig | LlamaConfig
     batch_size: int
     device: torch.device
     dtype: torch.dtype = torch.bfloat16
@@ -99,6 +99,7 @@ class GPT(nn.Module):
 
 def make_module(setup: Setup, *, per_sample: bool = False) -> GPT:
     """The module on its device, with ``setup.params`` if given."""
+    assert isinstance(setup.config, GPTConfig)
     with torch.device(setup.device):
         module = GPT(setup.config, per_sample=per_sample)
     if setup.params is not None:
@@ -197,12 +198,18 @@ def graphed(setup: Setup, *, by_block: bool = False) -> Candidate:
 
 
 def opacus(setup: Setup, *, ghost: bool) -> Candidate:
-    """``opacus`` and ``opacus_ghost``. Sampling is left out: every mode gets the same batches."""
+    """``opacus`` and ``opacus_ghost``."""
+    return private_by_opacus(make_module(setup, per_sample=True), setup, logits_of=lambda m, ids: m(ids), ghost=ghost)
+
+
+def private_by_opacus(
+    base: nn.Module, setup: Setup, *, logits_of: Callable[[nn.Module, Tensor], Tensor], ghost: bool
+) -> Candidate:
+    """A module that ``logits_of(module, ids)`` calls. Sampling is left out: every mode gets the same batches."""
     from opacus import PrivacyEngine  # pyright: ignore[reportMissingImports] (the extra `bench` installs it)
 
     warnings.filterwarnings("ignore", message="Secure RNG turned off")
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
-    base = make_module(setup, per_sample=True)
     example = TensorDataset(torch.zeros(setup.batch_size, 1))
     made: Any = PrivacyEngine().make_private(
         module=base,
@@ -219,7 +226,7 @@ def opacus(setup: Setup, *, ghost: bool) -> Candidate:
     def step(tokens: Tensor, key: Tensor) -> Tensor:
         optimizer.zero_grad(set_to_none=True)
         with autocast(setup):
-            logits = module(tokens[:, :-1].contiguous())  # Opacus takes views of its inputs
+            logits = logits_of(module, tokens[:, :-1].contiguous())  # Opacus takes views of its inputs
             shape = {"shape": logits.shape} if ghost else {}
             loss = criterion(logits.flatten(0, 1), tokens[:, 1:].flatten(), **shape)
         loss.backward()

@@ -807,7 +807,7 @@ def slug(name: str) -> str:
 
 def versions(device: torch.device) -> dict[str, str]:
     found = {"python": platform.python_version()}
-    for name in ("torch", "triton", "opacus", "numpy"):
+    for name in ("torch", "triton", "transformers", "opacus", "numpy"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

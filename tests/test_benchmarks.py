@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
+import sys
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 
-from benchmarks import gpt2_large, harness, regimes
+from benchmarks import everything, gpt2_large, harness, regimes
 from benchmarks.baselines import Setup, make_module
 from benchmarks.harness import (
     EAGER,
@@ -281,3 +285,40 @@ def test_the_peak_of_a_captured_step_is_that_of_its_capture():
 )
 def test_kernels_are_told_apart_by_their_names(kernel, kind):
     assert kernel_class(kernel) == kind
+
+
+# ---------------------------------------------------------------------------------------------------------- everything
+def part(name: str, code: str, seconds: float = 1.0, beside: tuple = ()) -> everything.Part:
+    return everything.Part(name, seconds, (sys.executable, "-c", code), beside)
+
+
+def test_parts_that_ended_well_are_not_run_again_at_the_same_commit(tmp_path):
+    todo = [part("good", "print('seen')"), part("bad one", "raise SystemExit(3)")]
+    once = partial(everything.run_parts, todo, tmp_path, seconds=100.0, now=lambda: 0.0)
+    assert once(commit="a") == ["good: done, 0 s", "bad one: ended with 3, 0 s"]
+    assert (tmp_path / "good.txt").read_text() == "seen\n"
+    assert (tmp_path / "bad_one.txt").exists()
+    assert once(commit="a") == ["good: done before", "bad one: ended with 3, 0 s"]
+    assert once(commit="b")[0] == "good: done, 0 s"
+
+
+def test_a_part_that_might_not_end_is_not_begun_and_one_that_does_not_is_cut_short(tmp_path):
+    forever = (sys.executable, "-c", "import time; time.sleep(600)")
+    todo = [part("long", "print()", seconds=11.0), part("stuck", forever[-1], seconds=0.25, beside=(forever,))]
+    lines = everything.run_parts(todo, tmp_path, seconds=10.0, commit="a", now=lambda: 0.0)
+    assert lines == ["long: not begun, needs about 11 s of 10 s left", "stuck: cut short, 0 s"]
+    assert not (tmp_path / "done.json").exists()
+
+
+def test_every_part_is_a_command_that_its_benchmark_understands(tmp_path, monkeypatch, capsys):
+    todo = everything.parts(tmp_path, "abc")
+    assert len({p.name for p in todo}) == len(todo)
+    for p in todo:
+        python, flag, module, *options = p.command
+        assert (python, flag) == (sys.executable, "-m")
+        if module != "pytest":
+            monkeypatch.setattr(sys, "argv", [module, "--help"])
+            with pytest.raises(SystemExit):
+                importlib.import_module(module).main()
+            known = set(re.findall(r"--[\w-]+", capsys.readouterr().out))
+            assert {option for option in options if option.startswith("--")} <= known

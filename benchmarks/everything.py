@@ -1,0 +1,140 @@
+"""Every figure of a GPU by one command: tests, sweeps, kernels, K-FAC, foreign models; the next run goes on.
+
+    python -m benchmarks.everything --out runs/bench --minutes 25     # again, until it says that all is there
+    python -m benchmarks.everything --out runs/bench --pages          # pages from the rows; needs no GPU
+
+Parts come in the order of their weight, one at a time, since a time taken beside other work means nothing. Only the
+tests, which take none, have company: the plain modules of every length are compiled meanwhile, which makes seconds of
+the minutes that they would take later. A part that might not end in the time that is left is not begun.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.gpt2_large import CONTEXTS
+from benchmarks.harness import current_commit
+
+
+class Part(NamedTuple):
+    """A command of about so many seconds, with others beside it whose results do not count."""
+
+    name: str
+    seconds: float
+    command: tuple[str, ...]
+    beside: tuple[tuple[str, ...], ...] = ()
+
+
+def parts(out: Path, commit: str) -> list[Part]:
+    """What there is to run, most important first."""
+    python = (sys.executable, "-m")
+    label = ("--commit", commit, "--cap", "6")
+
+    def large(*more: str, rows: str = "gpt2_large") -> tuple[str, ...]:
+        return (*python, "benchmarks.gpt2_large", "--json", str(out / f"{rows}.json"), *label, *more)
+
+    def regime(*names: str) -> tuple[str, ...]:
+        return (*python, "benchmarks.regimes", "--json", str(out / "regimes.json"), *label, "--regimes", *names)
+
+    compiled = tuple(
+        large("--modes", "module_graphs", "--contexts", str(T), rows=f"compiled_{T}") for T in CONTEXTS if T <= 4096
+    )
+    tests = (*python, "pytest", "-q", "-m", "gpu", "-n", "4", "-p", "no:cacheprovider", "-p", "no:benchmark")
+    return [
+        Part("tests", 330, tests, compiled),
+        Part("private and plain", 200, large("--modes", "none", "auto")),
+        Part("modules", 300, large("--modes", "module_graphs")),
+        Part("regimes", 200, regime("large_batch", "llama_1b")),
+        Part("foreign", 300, (*python, "benchmarks.foreign", "--json", str(out / "foreign.json"), *label)),
+        Part("kfac", 90, (*python, "benchmarks.kfac", "--gpu", "--out", str(out / "kfac.json"))),
+        Part("methods", 240, large("--modes", "flash_bk", "ghost_bk", "flash", "--contexts", "512", "2048", "8192")),
+        Part("opacus", 150, large("--modes", "opacus", "opacus_ghost", "--contexts", "512", "2048", "8192")),
+        Part("first step", 75, large("--first-step", "auto", "--contexts", "512")),
+        Part("kernels", 120, (*python, "benchmarks.kernels", "--out", str(out / "kernels"))),
+        Part("other regimes", 150, regime("llama_3b", "lora")),
+        Part("the rest", 400, large()),
+    ]
+
+
+def run_parts(todo: Sequence[Part], out: Path, *, seconds: float, commit: str, now: Callable[[], float]) -> list[str]:
+    """Run what fits into the time and has not been done at this commit; a line for every part.
+
+    The output of a part is in ``<name>.txt``; one that ends with an error, or is cut short at twice its time or at the
+    end, is not done, and what it has written stays.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    record, end, lines = out / "done.json", now() + seconds, []
+    done: dict[str, str] = json.loads(record.read_text()) if record.exists() else {}
+    for part in todo:
+        left = end - now()
+        if done.get(part.name) == commit:
+            lines.append(f"{part.name}: done before")
+            continue
+        if left < part.seconds:
+            lines.append(f"{part.name}: not begun, needs about {part.seconds:.0f} s of {max(left, 0.0):.0f} s left")
+            continue
+        began = now()
+        code = run_part(part, out / f"{part.name.replace(' ', '_')}.txt", seconds=min(left, 2 * part.seconds))
+        if code == 0:
+            done[part.name] = commit
+            record.write_text(json.dumps(done, indent=1) + "\n")
+        how = {0: "done", None: "cut short"}.get(code, f"ended with {code}")
+        lines.append(f"{part.name}: {how}, {now() - began:.0f} s")
+        print(lines[-1], flush=True)
+    return lines
+
+
+def run_part(part: Part, log: Path, *, seconds: float) -> int | None:
+    """The exit status of a part, None where it took too long. What runs beside it ends with it."""
+    environment = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if part.name == "tests" else None
+    company = [
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for command in part.beside
+    ]
+    try:
+        with log.open("w") as text:
+            made = subprocess.run(
+                part.command, stdout=text, stderr=subprocess.STDOUT, timeout=seconds, env=environment, check=False
+            )
+        return made.returncode
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        for process in company:
+            process.kill()
+            process.wait()
+
+
+def pages(out: Path) -> None:
+    """The pages of all rows that are there, into ``benchmarks/results``."""
+    for name in ("gpt2_large", "regimes", "foreign"):
+        rows = out / f"{name}.json"
+        if rows.exists():
+            subprocess.run([sys.executable, "-m", f"benchmarks.{name}", "--render", str(rows)], check=True)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="where rows, pages and output go")
+    parser.add_argument("--minutes", type=float, default=60.0, help="begin nothing that would take longer")
+    parser.add_argument("--commit", help="what the rows are labelled with where there is no git")
+    parser.add_argument("--pages", action="store_true", help="only write the pages; needs no GPU")
+    options = parser.parse_args(argv)
+    if options.pages:
+        pages(options.out)
+        return
+    commit = options.commit or current_commit()
+    todo = parts(options.out, commit)
+    lines = run_parts(todo, options.out, seconds=60 * options.minutes, commit=commit, now=time.monotonic)
+    print("\n".join(["", *lines]))
+
+
+if __name__ == "__main__":
+    main()
