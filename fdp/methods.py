@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from fdp import tree
 from fdp.costs import Choice, NormBy, Rates, SumBy, candidates, rates_of, second_backward
 from fdp.model import Block, Model, check_losses
-from fdp.taps import Use, batch_size_of, traced
+from fdp.taps import Tape, Use, batch_size_of, traced
 from fdp.timing import Timings, signature
 from fdp.types import FdpError, Flat, Path, Tree
 
@@ -160,23 +160,33 @@ def _materialized(model: Model, method: Method) -> frozenset[Path]:
     return found
 
 
-def _trace_model(
+def trace_model(
     model: Model, flat: Flat, microbatch: Tree, dtype: torch.dtype, watched: frozenset[Path]
-) -> tuple[tuple[tuple[Use, ...], ...], list[tuple[Path, str]]]:
+) -> tuple[list[Tape | None], Tree]:
+    """What every block's tape saw of the leaves ``watched``, and what the last block was given; nothing is computed.
+
+    None: a block of which nothing is watched and whose inner shapes depend on the data.
+    """
     meta = {path: leaf.new_empty((), dtype=dtype).expand(leaf.shape) for path, leaf in flat.items()}
     carry: Tree = ()
-    uses, layouts = [], []
+    tapes: list[Tape | None] = []
     for block in model.blocks:
+        last = carry
         try:
             tape, carry = traced(block, meta, watched, carry, microbatch)
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
-            carry = _guessed(model, block, carry, microbatch, watched, dtype, error)
-            uses.append(())
-        else:
-            uses.append(tuple(tape.uses))
-            layouts += tape.layouts
+            tape, carry = None, _guessed(model, block, carry, microbatch, watched, dtype, error)
+        tapes.append(tape)
     check_losses(model, carry, batch_size_of(microbatch))
-    return tuple(uses), layouts
+    return tapes, last
+
+
+def _trace_model(
+    model: Model, flat: Flat, microbatch: Tree, dtype: torch.dtype, watched: frozenset[Path]
+) -> tuple[tuple[tuple[Use, ...], ...], list[tuple[Path, str]]]:
+    tapes, _ = trace_model(model, flat, microbatch, dtype, watched)
+    uses = tuple(() if tape is None else tuple(tape.uses) for tape in tapes)
+    return uses, [layout for tape in tapes if tape is not None for layout in tape.layouts]
 
 
 def _guessed(

@@ -60,7 +60,7 @@ class Outputs(NamedTuple):
     ``scores(params, carry, data)`` is (batch, *positions, classes), ``targets(data)`` (batch, *positions), with classes
     at the end if squared; ``weights(data)`` is (batch, *positions), None for a mean over positions. ``weight`` names,
     in the block's params, the linear layer whose output the scores are, if they are one's. ``present(data)`` is
-    (batch, tokens), 0 where a token is padding; None: there is no padding.
+    (batch, tokens), 0 where a token reaches no term, as padding does not; None: all do.
     """
 
     scores: Callable[[Tree, Tree, Tree], Tensor]
@@ -68,7 +68,7 @@ class Outputs(NamedTuple):
     targets: Callable[[Tree], Tensor]
     weights: Callable[[Tree], Tensor] | None = None
     weight: str | None = None
-    present: Callable[[Tree], Tensor] | None = None
+    present: Callable[[Tree], Tensor | None] | None = None
 
 
 class Block(NamedTuple):

@@ -233,6 +233,12 @@ def make_stages(
         raise FdpError("plan: made for other trainable leaves than the model's; call make_plan with this model")
     if not plan.private and mechanism.noise_multiplier != 0:
         raise FdpError("method none trains without privacy and adds no noise; expected noise_multiplier 0")
+    if plan.private and optimizer.measures:
+        raise FdpError(
+            "optimizer: expected one whose state depends on the data through noised sums alone, got K-FAC with factors "
+            "measured on samples; make it by fdp.kfac.private_refresh.private_kfac, and refresh it from public data or "
+            "noised statistics"
+        )
     if precondition is not None:
         check_preconditioned(plan.private, sharding)
     exact = (None, torch.float32, torch.float64)

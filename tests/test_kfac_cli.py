@@ -67,7 +67,7 @@ def test_it_trains_and_says_what_it_keeps(tmp_path: Path, capsys: pytest.Capture
     )
     found = summary(tmp_path / "run")
     assert found["loss_last"] < 0.3 * found["loss_first"]
-    assert (found["kfac_measured"], found["kfac_failures"], found["private"]) == (3, 0, False)
+    assert (found["kfac_measured"], found["kfac_failures"], found["private"]) == (7, 0, False)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_an_interrupted_run_resumes_bit_equal(more: str, tmp_path: Path, monkeyp
     assert call(*words, "--out", str(tmp_path / "halves")) == 0
     whole, halves = summary(tmp_path / "whole"), summary(tmp_path / "halves")
     assert whole["parameter_sha256"] == halves["parameter_sha256"]
-    assert whole["kfac_measured"] == halves["kfac_measured"] == 3
+    assert whole["kfac_measured"] == halves["kfac_measured"] == (3 if "noised" in more else 4)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_a_private_run_on_synthetic_curvature_spends_what_its_steps_spend(
     assert "every 2 steps on synthetic data; layers: 2 dense x dense, 2 diagonal x skip" in text
     found = summary(out)
     assert found["epsilon"] == accounting.epsilon(Mechanism(BATCHES, CLIP, 1.0), steps=5, delta=DELTA)
-    assert (found["kfac_measured"], found["kfac_failures"], found["private"]) == (3, 0, True)
+    assert (found["kfac_measured"], found["kfac_failures"], found["private"]) == (4, 0, True)
     assert (found["kfac_data"], found["kfac_noise_multiplier"]) == ("synthetic", None)
     assert found["loss_last"] < found["loss_first"]
     assert json.loads((out / "config.json").read_text())["statistics"] is None
@@ -218,7 +218,7 @@ def test_public_text_is_a_source_and_the_private_text_is_not(
     assert call(*words, "--kfac-data", str(tmp_path / "public.txt"), "--out", str(tmp_path / "run")) == 0
     assert "on public data" in " ".join(capsys.readouterr().out.replace("│", " ").split())
     found = summary(tmp_path / "run")
-    assert (found["kfac_data"], found["kfac_measured"], found["kfac_failures"]) == ("public", 1, 0)
+    assert (found["kfac_data"], found["kfac_measured"], found["kfac_failures"]) == ("public", 2, 0)
     assert math.isfinite(found["loss_last"])
 
 
@@ -243,7 +243,8 @@ def test_curvature_never_sees_the_batch_of_a_step(source: str, monkeypatch: pyte
     maps = run.stages.sides(after)
     assert sorted(maps) == sorted(run.config.model.trainable)
     assert all(torch.equal(a, b) for a, b in zip(tree.leaves(maps), tree.leaves(sides_of(after)), strict=True))
-    assert refreshed(run, state, nothing, 1) is state
+    assert (refreshed(run, state, nothing, 1) is state) == (source == "noised")
+    assert refreshed(run, state, nothing, 3) is state
 
 
 def test_other_public_data_or_other_statistics_are_not_the_same_run() -> None:
@@ -261,6 +262,74 @@ def test_other_public_data_or_other_statistics_are_not_the_same_run() -> None:
     resume.check(taken, public_run)
     with pytest.raises(FdpError, match="as its public data"):
         resume.check(taken, run._replace(feed=Public(config.dataset, "another")))
+
+
+def test_another_microbatch_is_not_the_same_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Curvature is measured on a microbatch; with noised statistics another one would meet the same noise."""
+    out = tmp_path / "run"
+    words = ("--steps", "2", "--save-every", "1", "--quiet", "--out", str(out))
+    assert call(*words) == 0
+    (out / "summary.json").unlink()  # as if it had not come to its end
+    assert call(*words, "--microbatch", "16") == 2
+    assert "(--microbatch 32 there, 16 here)" in " ".join(capsys.readouterr().err.split())
+    assert call(*words, "--microbatch", "32") == 0
+    config, settings = private_config("--kfac-data", "noised", "--noise-multiplier", "1")
+    run, state = prepare(config)
+    assert run.kfac is not None
+    found = resume.meta(run, settings, state)
+    assert found["measured"] == resume.measured(run) == 32
+    odd = resume.TakenUp(Path("there"), None, found | {"measured": 33})  # as on three ranks
+    with pytest.raises(FdpError, match="measures curvature on 33 samples of all ranks, got 32"):
+        resume.check(odd, run)
+    assert resume.measured(run._replace(kfac=None)) is None
+
+
+def test_without_kfac_another_microbatch_is_the_same_run(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    words = ("--optimizer", "sgd", "--steps", "2", "--save-every", "1", "--quiet", "--out", str(out))
+    assert call(*words) == 0
+    (out / "summary.json").unlink()
+    assert call(*words, "--microbatch", "16") == 0
+
+
+@pytest.mark.parametrize(
+    "budget", [("--epsilon", "2"), ("--epsilon", "2", "--kfac-noise", "0.8"), ("--noise-multiplier", "1")]
+)
+def test_fdp_epsilon_says_what_a_run_with_noised_statistics_spends(
+    budget: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = ("--kfac-data", "noised", "--kfac-period", "2")
+    run, _ = prepare(private_config(*source[:2], *budget)[0])
+    assert run.epsilons is not None
+    counts = ("--dataset-size", "1437", "--batch-size", "32", "--steps", "5", "--delta", repr(DELTA), "--json")
+    with pytest.raises(SystemExit) as caught:
+        main(["epsilon", *counts, *source, *budget])
+    assert not caught.value.code
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told["epsilon"] == run.epsilons[-1]
+    assert told["noise_multiplier"] == run.mechanism.noise_multiplier
+    assert run.mechanism.statistics is not None
+    assert told["kfac_noise_multiplier"] == run.mechanism.statistics.noise_multiplier
+    without = accounting.epsilon(run.mechanism._replace(statistics=None), steps=5, delta=DELTA)
+    assert told["epsilon"] > 1.001 * without
+
+
+def test_fdp_epsilon_charges_nothing_for_public_curvature(capsys: pytest.CaptureFixture[str]) -> None:
+    counts = shlex.split("--dataset-size 1437 --batch-size 32 --steps 5 --delta 1e-5 --noise-multiplier 1 --json")
+    found = []
+    for words in ((), ("--kfac-data", "synthetic")):
+        with pytest.raises(SystemExit):
+            main(["epsilon", *counts, *words])
+        found.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
+    assert found[0] == found[1]
+    for words, said in (
+        (("--kfac-noise", "1"), "--kfac-noise: expected --kfac-data noised to go with it, got none"),
+        (("--kfac-data", "noised", "--kfac-period", "0"), "period: expected"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            main(["epsilon", *counts, *words])
+        assert caught.value.code == 2
+        assert said in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.ranks

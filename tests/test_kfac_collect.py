@@ -398,7 +398,7 @@ def test_forms_that_a_layer_cannot_have_are_refused_by_name():
 
     kernel, tokens = Layer("kernel", "bias"), Layer("embed.tokens", None)
     refused = {
-        r"kernel: a grouped convolution": attempt("convolutions", kernel, Form.DENSE, Form.SKIP),
+        r"kernel: every group of a convolution": attempt("convolutions", kernel, Form.DENSE, Form.SKIP),
         r"head\.norm: a parameter without": attempt("gpt", Layer("head.norm", None), Form.DENSE, Form.SKIP),
         r"embed\.tokens: an embedding and a head": attempt("gpt", tokens, Form.COLUMNS, Form.DENSE),
         r"forms: expected layers of": attempt("gpt", Layer("blocks.0.qkv", None), Form.DENSE, Form.DENSE),

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fdp import keys, ops
 from fdp.kfac.fisher import Fisher, check_outputs, draw_labels, passes, surrogate, with_numbers
@@ -125,6 +126,24 @@ def test_labels_are_drawn_as_often_as_they_are_likely_and_never_where_they_are_i
     assert draw_labels(scores.expand(2, 6), ends).tolist() == [1, 4]
     narrow = draw_labels(scores.float().expand(2, 6), torch.tensor([0.0, 1 - 2.0**-24]))
     assert narrow.tolist() == [1, 4]
+    assert draw_labels(scores.expand(1, 6), torch.ones(1)).tolist() == [4]
+    assert draw_labels(torch.full((2, 6), torch.nan), torch.tensor([0.0, 0.9])).tolist() == [0, 0]
+
+
+def test_labels_are_drawn_by_sums_that_a_gpu_can_repeat():
+    """Under ``torch.use_deterministic_algorithms(True)`` CUDA refuses to cumulate floating-point numbers."""
+
+    class Watched(TorchDispatchMode):
+        seen: ClassVar[list[torch.dtype]] = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.overloadpacket in (torch.ops.aten.cumsum, torch.ops.aten.cumprod, torch.ops.aten.logcumsumexp):
+                self.seen.append(args[0].dtype)
+            return func(*args, **(kwargs or {}))
+
+    with Watched():
+        draw_labels(torch.randn(3, 5, generator=torch.Generator().manual_seed(0)), torch.tensor([0.1, 0.5, 0.9]))
+    assert Watched.seen == [torch.int32]
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if case_named(name).model.blocks[-1].outputs is not None])

@@ -303,7 +303,7 @@ def test_factors_and_inverses_have_periods_of_their_own() -> None:
         pairs = zip(tree.leaves(new.maps), tree.leaves(old.maps))
         inverted += [t] if not all(torch.equal(a, b) for a, b in pairs) else []
         state = after
-    assert (measured, inverted) == ([0, 2, 4, 6, 8], [0, 4, 8])
+    assert (measured, inverted) == ([0, 1, 2, 4, 6, 8], [0, 1, 2, 4, 8])  # 1 and 2: curvature changes most at first
 
 
 @pytest.mark.parametrize("policy", [everything(), COLUMNS])
@@ -427,7 +427,7 @@ def test_a_run_taken_up_again_is_bit_equal(tmp_path: Path) -> None:
     for path, leaf in tree.flatten(state).items():
         assert torch.equal(leaf, tree.flatten(end)[path]), path
     summary = summarise(run, state, records)
-    assert (summary["kfac_measured"], summary["kfac_failures"]) == (4, 0)
+    assert (summary["kfac_measured"], summary["kfac_failures"]) == (5, 0)
     assert records[-1].loss is not None
     assert records[-1].loss < 0.7 * (records[0].loss or 0)
 

@@ -21,6 +21,7 @@ from fdp.kfac.collect import collect
 from fdp.kfac.config import KfacConfig
 from fdp.kfac.fisher import Fisher
 from fdp.kfac.forms import Form
+from fdp.kfac.layers import survey
 from fdp.kfac.optimizer import kfac
 from fdp.kfac.private import apart, map_record, sides_by_path, size
 from fdp.kfac.private_factors import clipped_statistics, name, release, scales_of, slots
@@ -32,7 +33,7 @@ from fdp.mechanism import Mechanism, Statistics, statistics
 from fdp.mesh import make_mesh
 from fdp.methods import Method, make_plan
 from fdp.models import mlp
-from fdp.optimizers import sgd
+from fdp.optimizers import chain, clip_by_global_norm, sgd
 from fdp.per_sample import clipped_sum, per_sample_norms
 from fdp.rules import Dense, OneHot, Pair, per_sample_gradient
 from fdp.run import data_digest
@@ -163,6 +164,26 @@ def test_rows_are_rounded_before_they_are_measured():
     assert isinstance(dense, Dense)
     assert dense.gradient.dtype == torch.bfloat16
     assert dense.squares is None, "the squares are of the gradient before the map"
+
+
+@pytest.mark.parametrize("size", [1e30, torch.nan, torch.inf])
+@pytest.mark.parametrize("method", [Method.GHOST, Method.GHOST_BK, Method.MATERIALIZE], ids=lambda m: m.value)
+def test_maps_that_overflow_or_are_not_finite_move_the_sum_by_at_most_the_bound(method, size):
+    """Whatever the maps are, what is added is what was measured: at most C of a sample, nothing if it is not finite."""
+    model, params, data = case_named("gpt")
+    sides = {}
+    for i, path in enumerate(sorted(model.trainable)):
+        each = torch.ones(model.leaves[path].shape[0], dtype=torch.float64)
+        each[0] = 1.0 if i else size
+        sides[path] = Sides(LowRankMap(each, each.new_zeros(len(each), 0), each.new_zeros(0, 0)), None)
+    plan = make_plan(model, params, data, method=method, dtype=torch.float32)
+    narrow = tree.map(lambda leaf: leaf.float() if leaf.is_floating_point() else leaf, (params, data))
+    _, norms, stash = per_sample_norms(model, *narrow, plan=plan, mapped=lambda p, r: map_record(sides, p, r))
+    clip = clipping.clip_to(norms, max_norm=0.3)
+    for b in range(SAMPLES):
+        alone = clip.masked(torch.arange(SAMPLES) == b)
+        added = torch.stack([value.square().sum() for value in clipped_sum(stash, alone).value.values()]).sum().sqrt()
+        assert float(added) <= 0.3 * (1 + 1e-6)
 
 
 def norm_before_the_map(monkeypatch):
@@ -296,6 +317,23 @@ def test_bad_maps_are_refused_before_anything_is_computed():
         make_train_step(MODEL, sgd(1.0), mechanism=MECHANISM, plan=plain, precondition=lambda _: {})
 
 
+def test_curvature_of_a_batch_never_gets_into_a_private_step():
+    """Not by the optimizer of plain training, whatever it is chained with, and not by refreshing roots from a batch."""
+    params, batch = MODEL.init(keys.key(3)), batch_of()
+    data = tree.map(lambda leaf: leaf[0], batch.data)
+    private, plain = (make_plan(MODEL, params, data, method=method) for method in (Method.GHOST_BK, Method.NONE))
+    measured = kfac(MODEL, data, learning_rate=1.0, config=CONFIG).optimizer
+    for optimizer in (measured, chain(measured), chain(clip_by_global_norm(1.0), measured)):
+        make_train_step(MODEL, optimizer, mechanism=MECHANISM, plan=plain)
+        with pytest.raises(FdpError, match="K-FAC with factors measured on samples"):
+            make_train_step(MODEL, optimizer, mechanism=MECHANISM, plan=private)
+    k = kfac_of()
+    state = k.settled(init_state(MODEL, params, k.optimizer, MECHANISM))
+    for step in (0, 1):
+        with pytest.raises(FdpError, match="got roots for a private step"):
+            k.refresh(state, data, torch.ones(8), KEY, step)
+
+
 # --- public sources -------------------------------------------------------------------------------------------------
 
 
@@ -413,6 +451,24 @@ def test_one_sample_moves_the_statistics_by_at_most_the_bound(case, pixel):
 def test_tied_and_embedded_statistics_are_bounded_too():
     for case in ("gpt", "gpt-untied"):
         check_one_sample_moves_statistics_by_at_most_the_bound(case)
+
+
+def test_statistics_of_masked_tokens_are_bounded_and_a_sample_without_targets_has_none():
+    model, params, data, known, forms = noisable("gpt")
+    counted = torch.ones(data["tokens"].shape[0], data["tokens"].shape[1] - 1, dtype=torch.bool)
+    counted[0], counted[1, 2:] = False, False
+    data = data | {"loss_mask": counted}
+    known = apart(survey(model, params, data, dtype=torch.float64))
+    more = more_of(0.05)
+    common: Any = {"statistics": more, "known": known, "forms": forms, "fisher": Fisher.SAMPLED, "scales": {}}
+    sums = {}
+    for b in range(SAMPLES):
+        mask = (torch.arange(SAMPLES) == b).float()
+        batch = Batch(tree.map(lambda leaf: leaf.unsqueeze(0), data), mask.unsqueeze(0))
+        total = clipped_statistics(model, params, batch, key=KEY, **common)
+        sums[b] = float(torch.stack([value.square().sum() for value in total.value.values()]).sum().sqrt())
+    assert sums[0] == 0.0
+    assert all(0.04 < size <= 0.05 * (1 + 1e-6) for b, size in sums.items() if b)
 
 
 def inputs_not_in_the_norm(monkeypatch):

@@ -34,7 +34,16 @@ from fdp.compiled import Blocks
 from fdp.kfac.fisher import Fisher, passes, surrogate, with_numbers
 from fdp.kfac.forms import Form
 from fdp.kfac.layers import Survey, survey
-from fdp.kfac.sums import Forms, Sharing, Sums, add_probabilities, add_records, curvature_of, make_sums
+from fdp.kfac.sums import (
+    Forms,
+    Sharing,
+    Sums,
+    add_probabilities,
+    add_records,
+    curvature_of,
+    make_sums,
+    present_of,
+)
 from fdp.kfac.types import Curvature, Layer
 from fdp.model import Likelihood, Model
 from fdp.sharding import Sharding, abstract_params
@@ -76,8 +85,7 @@ def collect(
     wanted = frozenset(layer.weight for layer, both in forms.items() if set(both) != {Form.SKIP})
     uses = tuple(tuple(use for use in block if use.path in wanted) for block in known.plan.uses)
     plan = known.plan._replace(uses=uses, trainable=wanted)
-    outputs = model.blocks[-1].outputs
-    present = None if outputs is None or outputs.present is None else outputs.present(data).flatten(1)
+    present = present_of(model, data)
     sums = make_sums(known, forms, sharing, mask, present, sharding)
     rank, ranks = (0, 1) if sharding is None else (sharding.rank, sharding.ranks)
     many = passes(model, fisher, known.scores, key=key, rank=rank, ranks=ranks, dtype=plan.dtype, device=mask.device)
@@ -88,8 +96,8 @@ def collect(
         losses, opened, carries = forward(weights, told, plan)
         if count == 0:
             _add_head(weights, carries[-1], data, losses, sums)
-        for _, found in backward(weights, None, opened, carries, told, plan, token=losses):
-            add_records(found, sums, inputs=count == 0)  # inputs are the same in every pass
+        for i, found in backward(weights, None, opened, carries, told, plan, token=losses):
+            add_records(i, found, sums, inputs=count == 0)  # inputs are the same in every pass
     return {layer: curvature_of(layer, sums) for layer in forms}
 
 
@@ -109,11 +117,13 @@ def check_forms(model: Model, known: Survey, forms: Forms, sharing: Sharing) -> 
             continue
         if any(use.groups > 1 for use in met) and not set(both) <= {Form.DIAGONAL, Form.SKIP}:
             raise FdpError(
-                f"{layer.weight}: a grouped convolution has inputs of its own for every group, and so no one product: "
-                f"expected diagonal or skip on both sides, got {names}"
+                f"{layer.weight}: every group of a convolution, and every expert, has inputs of its own, and so there "
+                f"is no one product: expected diagonal or skip on both sides, got {names}"
             )
         heads = [use for use in met if not use.one_hot]
-        if Form.SOFTMAX in both and (both[1] is Form.SOFTMAX or layer.weight != softmax or len(heads) != 1):
+        scores = [use for use in heads if not use.inputs_left]
+        alone = layer.weight == softmax and len(scores) == len(heads) == 1
+        if Form.SOFTMAX in both and (both[1] is Form.SOFTMAX or not alone):
             raise FdpError(
                 f"{layer.weight}: expected the form softmax on the left of the layer whose output is a softmax's "
                 f"scores, used once as such ({softmax or 'the model names none: Outputs.weight'}), got {names}"

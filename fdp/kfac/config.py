@@ -2,7 +2,7 @@
 
     damping     added to the product of both sides, on its scale
     kl_clip     the most that a step may change the model's predictions by, about: lr^2 g^T F^-1 g <= kl_clip
-    periods     factors are measured, and inverted, every so many steps
+    periods     factors are measured, and inverted, every so many steps, and before 1, 2, 4, ... of the first so many
     decay       total <- decay total + total_new, weight <- decay weight + weight_new, at every measurement
 
 The condition number of a damped side of n features is at most about ``n sqrt(mean curvature / damping)`` (balanced by

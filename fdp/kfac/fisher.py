@@ -38,6 +38,8 @@ from fdp.types import FdpError, Key, Tree
 
 NUMBERS = "fisher"
 """Where a microbatch carries what the surrogate loss is told beside the data."""
+GRAIN = 1 << 30
+"""Parts of a probability of 1 when labels are drawn; with rounding, those of a million classes still fit in 32 bits."""
 
 
 class Fisher(Enum):
@@ -167,10 +169,16 @@ def with_numbers(data: Tree, numbers: Tensor | None) -> Tree:
 
 
 def draw_labels(scores: Float[Tensor, " *shape classes"], uniform: Float[Tensor, " *shape"]) -> Int[Tensor, " *shape"]:
-    """The first y at which the cumulated ``softmax(scores)`` exceeds ``uniform`` of its end."""
-    cumulated = scores.detach().softmax(-1).cumsum(-1)
-    below = cumulated <= (uniform * cumulated[..., -1]).unsqueeze(-1)
-    return below.sum(-1).clamp_max(scores.shape[-1] - 1)
+    """The first y at which the cumulated ``softmax(scores)`` exceeds ``uniform`` of its end.
+
+    Probabilities are counted in whole parts of ``GRAIN``: sums of whole numbers are exact in any order, and so the only
+    ones that a GPU cumulates where it must be deterministic. A class of no part is never drawn; of NaN, the first is.
+    """
+    parts = (scores.detach().softmax(-1) * GRAIN).nan_to_num().round().to(torch.int32)
+    cumulated = parts.cumsum(-1, dtype=torch.int32)
+    end = cumulated[..., -1]
+    drawn = (uniform.double() * end).to(torch.int32).minimum(end - 1)
+    return (cumulated <= drawn.unsqueeze(-1)).sum(-1)
 
 
 class _Rule(NamedTuple):
@@ -224,6 +232,7 @@ _RULES = {
 def _no_outputs(model: Model, fisher: Fisher) -> FdpError:
     return FdpError(
         f"{model.name}: expected a last block that says what its losses are made of, for a Fisher information that is "
-        f"{fisher.value}, got outputs=None; give it fdp.model.Outputs (from_loss takes outputs=), or use "
+        f"{fisher.value}, got outputs=None or scores of a shape that depends on the data; give it fdp.model.Outputs "
+        f"(from_loss takes outputs=), or use "
         f"Fisher.EMPIRICAL"
     )

@@ -1,8 +1,9 @@
 """What K-FAC preconditions together: every weight with the bias that is always added to its output.
 
 A layer's gradient is a matrix (rows, columns): of a linear layer or a convolution W as (outputs, inputs * kernel), its
-bias the last column; of an embedding its table; of anything else (norm scales, positions, biases of their own) all its
-elements as one column, of which K-FAC knows no more than their squares.
+bias the last column; of ``x W`` as W has them, inputs first; of W_e of several experts as (experts * inputs, outputs);
+of an embedding its table; of anything else (norm scales, positions, biases of their own, blocks whose per-sample
+gradients are made whole) all its elements as one column, of which K-FAC knows no more than their squares.
 
     >>> known = survey(model, params, microbatch)
     >>> known.layers                                        # (Layer("head.weight", "head.bias"), ...)
@@ -17,10 +18,12 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from fdp import tree
+from fdp.costs import NormBy
 from fdp.kfac.types import Layer
-from fdp.methods import Method, Plan, make_plan
+from fdp.methods import Method, Plan, make_plan, trace_model
 from fdp.model import Block, Model
 from fdp.rules import OneHot, Pair
 from fdp.taps import EXPANDED, Tape, Use, traced
@@ -28,17 +31,26 @@ from fdp.types import Flat, Path, Tree
 
 
 class Met(NamedTuple):
-    """One use of a leaf: the sizes of its record (``fdp.rules.Pair``), tokens for each sample.
+    """One use of a leaf: its block, and the sizes of its record (``fdp.rules.Pair``), tokens for each sample.
 
-    ``pair`` False: its per-sample gradient is all there is. ``one_hot``: its inputs are on the left, output gradients
-    on the right; else the other way round.
+    ``use`` None: its per-sample gradient is all there is, as where ``pair`` is False. ``inputs_left``: its inputs are
+    on the left, output gradients on the right; else the other way round. ``one_hot``: they are an embedding's.
+    ``leading``: how many dims of the leaf are rows.
     """
 
-    use: Use
+    block: int
+    use: Use | None
     pair: bool
+    inputs_left: bool
     one_hot: bool
     groups: int
     tokens: int
+    leading: int
+
+    @classmethod
+    def small(cls, block: int, use: Use | None) -> Met:
+        """A use without two sides."""
+        return cls(block, use, False, False, False, 1, 1, 0)
 
 
 class Survey(NamedTuple):
@@ -54,9 +66,13 @@ class Survey(NamedTuple):
     met: dict[Layer, tuple[Met, ...]]
     scores: tuple[int, ...] | None
 
+    def uses_in(self, layer: Layer, block: int) -> list[Met]:
+        """The uses of a layer's weight in one block, in the order of their records."""
+        return [met for met in self.met[layer] if met.block == block]
+
     def small(self, layer: Layer) -> bool:
-        """Whether the layer is one column of elements, because some use of it has no two sides."""
-        return not all(met.pair for met in self.met[layer])
+        """Whether the layer is one column of elements, because its uses have not all the same two sides."""
+        return not all(met.pair for met in self.met[layer]) or len({met.leading for met in self.met[layer]}) > 1
 
 
 def survey(model: Model, params: Tree, microbatch: Tree, *, dtype: torch.dtype = torch.float32) -> Survey:
@@ -67,23 +83,22 @@ def survey(model: Model, params: Tree, microbatch: Tree, *, dtype: torch.dtype =
       - a bias is a weight's last column only if it is added to the output of every use of it, and nowhere else.
     """
     plan = make_plan(model, params, microbatch, method=Method.GHOST_BK, dtype=dtype)
-    meta = {path: leaf.new_empty((), dtype=dtype).expand(leaf.shape) for path, leaf in tree.flatten(params).items()}
-    tapes: list[Tape] = []
-    carry: Tree = ()
-    for block in model.blocks:
-        last = carry
-        tape, carry = traced(block, meta, model.trainable, carry, microbatch)
-        tapes.append(tape)
+    flat = tree.flatten(params)
+    whole = frozenset(path for path, choice in plan.choices.items() if choice.norm is NormBy.VMAP)
+    tapes, last = trace_model(model, flat, microbatch, dtype, model.trainable - whole)
     met: dict[Path, list[Met]] = {path: [] for path in model.leaves if path in model.trainable}
-    for tape in tapes:
-        for use in tape.uses:
-            met[use.path].append(_met(tape, use, dtype))
-    weights_of = _paired(tapes, met)
+    for i, (block, tape) in enumerate(zip(model.blocks, tapes)):
+        if tape is not None:
+            for use in tape.uses:
+                met[use.path].append(_met(i, tape, use, dtype))
+        for path in dict.fromkeys(path for path in tree.leaves(block.params) if path in whole):
+            met[path].append(Met.small(i, None))
+    weights_of = _paired([tape for tape in tapes if tape is not None], met)
     bias_of = {weight: bias for bias, weight in weights_of.items()}
     layers = tuple(Layer(path, bias_of.get(path)) for path in met if path not in weights_of)
     by_layer = {layer: tuple(met[layer.weight]) for layer in layers}
     shapes = {layer: _shape(layer, model.leaves[layer.weight].shape, uses) for layer, uses in by_layer.items()}
-    return Survey(plan, layers, shapes, by_layer, _scores_shape(model, meta, last, microbatch))
+    return Survey(plan, layers, shapes, by_layer, _scores_shape(model, flat, last, microbatch, dtype))
 
 
 def layers_of(model: Model, params: Tree, microbatch: Tree) -> tuple[Layer, ...]:
@@ -109,16 +124,22 @@ def parted(layer: Layer, value: Float[Tensor, "rows columns"], like: Flat) -> Fl
     }
 
 
-def _met(tape: Tape, use: Use, dtype: torch.dtype) -> Met:
+def _met(block: int, tape: Tape, use: Use, dtype: torch.dtype) -> Met:
     if use.rule == EXPANDED:
-        return Met(use, pair=False, one_hot=False, groups=1, tokens=1)
+        return Met.small(block, use)
     rule, options = tape.rules[use.name]
-    x = tape.inputs[use.name]  # a tensor without values, and so will the record be
+    x = tape.inputs[use.name].detach()  # a tensor without values, and so will the record be
     g = x.new_empty(use.output_shape, dtype=dtype)
-    record = rule.record(x, g, use.leaf_shape, **options)
+    with torch.enable_grad():  # what depends on x is the side of the inputs
+        record = rule.record(x.requires_grad_() if x.is_floating_point() else x, g, use.leaf_shape, **options)
     if not isinstance(record, Pair):
-        return Met(use, pair=False, one_hot=False, groups=1, tokens=1)
-    return Met(use, True, isinstance(record.left, OneHot), record.right.shape[1], record.right.shape[2])
+        return Met.small(block, use)
+    _, groups, tokens, columns = record.right.shape
+    one_hot = isinstance(record.left, OneHot)
+    rows = math.prod(use.leaf_shape) // columns
+    leading = next((k for k in range(1, 1 + len(use.leaf_shape)) if math.prod(use.leaf_shape[:k]) == rows), 0)
+    inputs_left = isinstance(record.left, OneHot) or record.left.requires_grad
+    return Met(block, use, leading > 0, inputs_left, one_hot, groups, tokens, leading)
 
 
 def _paired(tapes: list[Tape], met: dict[Path, list[Met]]) -> dict[Path, Path]:
@@ -134,21 +155,29 @@ def _paired(tapes: list[Tape], met: dict[Path, list[Met]]) -> dict[Path, Path]:
         weight = weights[0]
         together = weights == [weight] * len(met[weight]) and expanded.count(bias) == len(weights)
         alone = not any(weight in others for other, others in added.items() if other != bias)
-        fits = met[bias][0].use.leaf_shape == met[weight][0].use.leaf_shape[:1]
-        if together and alone and fits and all(use.pair and not use.one_hot for use in met[weight]):
+        sizes = [use.leaf_shape for use in (met[bias][0].use, met[weight][0].use) if use is not None]
+        fits = len(sizes) == 2 and sizes[0] == sizes[1][:1]
+        if together and alone and fits and all(use.pair and not use.inputs_left for use in met[weight]):
             pairs[bias] = weight
     return pairs
 
 
 def _shape(layer: Layer, leaf: tuple[int, ...], met: tuple[Met, ...]) -> tuple[int, int]:
-    if not all(use.pair for use in met):
+    leading = met[0].leading
+    if any(use.leading != leading for use in met) or not leading:
         return math.prod(leaf), 1
-    return leaf[0], math.prod(leaf[1:]) + (layer.bias is not None)
+    return math.prod(leaf[:leading]), math.prod(leaf[leading:]) + (layer.bias is not None)
 
 
-def _scores_shape(model: Model, meta: Flat, carry: Tree, microbatch: Tree) -> tuple[int, ...] | None:
+def _scores_shape(
+    model: Model, flat: Flat, carry: Tree, microbatch: Tree, dtype: torch.dtype
+) -> tuple[int, ...] | None:
     last = model.blocks[-1]
     if last.outputs is None:
         return None
-    _, scores = traced(Block(last.name, last.params, last.outputs.scores), meta, frozenset(), carry, microbatch)
+    meta = {path: flat[path].new_empty((), dtype=dtype).expand(flat[path].shape) for path in tree.leaves(last.params)}
+    try:
+        _, scores = traced(Block(last.name, last.params, last.outputs.scores), meta, frozenset(), carry, microbatch)
+    except (DynamicOutputShapeException, DataDependentOutputException):
+        return None
     return tuple(scores.shape)

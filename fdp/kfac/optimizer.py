@@ -41,7 +41,7 @@ from fdp.optimizers.base import once
 from fdp.optimizers.schedules import as_schedule
 from fdp.optimizers.transforms import times
 from fdp.sharding import Sharding
-from fdp.types import Key, TrainState, Tree
+from fdp.types import FdpError, Key, TrainState, Tree
 
 
 class Kfac(NamedTuple):
@@ -55,8 +55,17 @@ class Kfac(NamedTuple):
     def refresh(
         self, state: TrainState, data: Tree, mask: Float[Tensor, " batch"], key: Key, step: int, *, donate: bool = False
     ) -> TrainState:
-        """The state before step ``step`` with newer curvature, where it is due: :func:`fdp.kfac.refresh.refresh`."""
+        """The state before step ``step`` with newer curvature, where it is due: :func:`fdp.kfac.refresh.refresh`.
+
+        Guarantees:
+          - roots, which map gradients in a private step, are refused: whose data this is cannot be told.
+        """
         plan, memory, blocks = self.plan, self.memory, self.blocks
+        if plan.config.power is Power.ROOT:
+            raise FdpError(
+                "refresh: expected K-FAC for training without privacy, got roots for a private step: curvature of a "
+                "batch without noise may reveal it. Use fdp.kfac.private_refresh: refresh_public, or refresh_noised"
+            )
         return refresh(state, data, mask, key, step, plan=plan, memory=memory, blocks=blocks, donate=donate)
 
     def settled(self, state: TrainState) -> TrainState:
@@ -89,7 +98,11 @@ def kfac(
 
 
 def scale_by_kfac(plan: KfacPlan, *, learning_rate: float | Schedule) -> Optimizer:
-    """``u = nu F^-1 g``; the learning rate is for the scale ``nu`` only."""
+    """``u = nu F^-1 g``; the learning rate is for the scale ``nu`` only.
+
+    Guarantees:
+      - a private step takes no other power than the root, whose curvature is public or noised.
+    """
     config, rate = plan.config, as_schedule(learning_rate)
     skipped = sorted(plan.model.trainable - {path for layer in plan.layers for path in layer if path is not None})
 
@@ -120,7 +133,7 @@ def scale_by_kfac(plan: KfacPlan, *, learning_rate: float | Schedule) -> Optimiz
             done = {path: times(leaf, factor) for path, leaf in done.items()}
         return tree.unflatten(grads, done), state._replace(step=state.step + 1)
 
-    return Optimizer(begin, update)
+    return Optimizer(begin, update, measures=config.power is Power.INVERSE)
 
 
 def _ready(placed: Placed, layer: Layer, plan: KfacPlan) -> Placed:

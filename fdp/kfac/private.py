@@ -51,7 +51,7 @@ def map_record(sides: Mapping[Path, Sides], path: Path, record: Record) -> Recor
         return record
     if isinstance(record, Dense):
         return Dense(_map_gradient(left, right, record.gradient))
-    if left is not None and size(left) != record.shape[0]:  # of single elements, not of rows
+    if left is not None and size(left) != _rows(record):  # of single elements, not of rows
         return Dense(_map_gradient(left, right, per_sample_gradient(record)))
     rows = record.right if right is None else apply_rows(right, record.right)
     if left is None:
@@ -66,7 +66,7 @@ def apart(known: Survey) -> Survey:
     layers: list[Layer] = []
     shapes: dict[Layer, tuple[int, int]] = {}
     met: dict[Layer, tuple[Met, ...]] = {}
-    uses = [use for block in known.plan.uses for use in block]
+    uses = [(i, use) for i, block in enumerate(known.plan.uses) for use in block]
     for layer in known.layers:
         rows, columns = known.shapes[layer]
         weight = Layer(layer.weight, None)
@@ -77,7 +77,7 @@ def apart(known: Survey) -> Survey:
             bias = Layer(layer.bias, None)
             layers.append(bias)
             shapes[bias] = (rows, 1)
-            met[bias] = tuple(Met(use, False, False, 1, 1) for use in uses if use.path == layer.bias)
+            met[bias] = tuple(Met.small(i, use) for i, use in uses if use.path == layer.bias)
     return known._replace(layers=tuple(layers), shapes=shapes, met=met)
 
 
@@ -103,12 +103,12 @@ def check_sides(sides: Mapping[Path, Sides], model: Model) -> Mapping[Path, Side
         if path not in model.trainable:
             raise FdpError(f"precondition: expected maps of trainable leaves of {model.name}, got one of {path}")
         shape = model.leaves[path].shape
-        rows = shape[0] if left is None else size(left)
-        columns = math.prod(shape) // rows if right is None else size(right)
-        if rows * columns != math.prod(shape) or (right is not None and rows != shape[0]):
+        both = [(math.prod(shape[:k]), math.prod(shape[k:])) for k in range(1, 1 + len(shape))] or [(1, 1)]
+        sizes = [None if side is None else size(side) for side in (left, right)]
+        if not any(all(got in (None, n) for got, n in zip(sizes, each)) for each in both):
             raise FdpError(
                 f"{path}: expected maps of {shape[0]} rows and {math.prod(shape) // shape[0]} columns, or one of all "
-                f"its {math.prod(shape)} elements, got {rows} and {columns}; a bias is a leaf of its own here "
+                f"its {math.prod(shape)} elements, got {sizes[0]} and {sizes[1]}; a bias is a leaf of its own here "
                 f"(fdp.kfac.private.apart)"
             )
     return sides
@@ -131,6 +131,11 @@ def check_preconditioned(private: bool, sharding: Sharding | None) -> None:
 def size(map: Map) -> int:
     """``n`` of the (n, n) matrix."""
     return (map.matrix if isinstance(map, MatrixMap) else map.diagonal).shape[0]
+
+
+def _rows(record: Pair) -> int:
+    """How many rows its gradient has: those of all groups, one below the other."""
+    return record.shape[0] if isinstance(record.left, OneHot) else record.left.shape[1] * record.left.shape[3]
 
 
 def _map_gradient(

@@ -28,6 +28,7 @@ from fdp.kfac.policy import Choice, Options, Policy
 from fdp.kfac.private import apart
 from fdp.kfac.private_factors import clipped_statistics, release
 from fdp.kfac.public import Public, draw
+from fdp.kfac.refresh import is_due, refresh
 from fdp.kfac.state import find, replaced
 from fdp.kfac.types import Curvature, Factor, Sides
 from fdp.kfac.woodbury import Power
@@ -81,13 +82,16 @@ def refresh_public(
 ) -> TrainState:
     """The state before step ``step`` with curvature of public data at the present parameters, where it is due."""
     _check_roots(k)
+    if not is_due(k.plan.config, step):
+        return state
     sharding = k.plan.sharding
     rank, ranks = (0, 1) if sharding is None else (sharding.rank, sharding.ranks)
     device = state.step.device  # where steps compute, wherever the optimizer is kept
     samples = k.plan.known.plan.batch_size
     data, mask = draw(source, samples=samples, key=keys.fold_in(key, "draw"), rank=rank, ranks=ranks)
     data, mask = tree.map(lambda leaf: leaf.to(device), (data, mask))
-    return k.refresh(state, data, mask, keys.fold_in(key, "labels").to(device), step, donate=donate)
+    common = {"plan": k.plan, "memory": k.memory, "blocks": k.blocks, "donate": donate}
+    return refresh(state, data, mask, keys.fold_in(key, "labels").to(device), step, **common)
 
 
 def refresh_noised(

@@ -1,4 +1,5 @@
-"""Measuring and inverting, between the steps: every ``factor_period`` and every ``inverse_period`` steps.
+"""Measuring and inverting, between the steps: every ``factor_period`` and every ``inverse_period`` steps, and before
+steps 1, 2, 4, 8, ... of the first period, in which curvature changes most.
 
     collect (this rank's samples)  ->  over ranks  ->  decayed sums  ->  damped inverses  ->  their place in the state
 
@@ -41,7 +42,16 @@ from fdp.types import FdpError, Key, TrainState, Tree
 
 def is_due(config: KfacConfig, step: int) -> bool:
     """Whether factors are measured before step ``step``, from 0."""
-    return step % config.factor_period == 0
+    return step % config.factor_period == 0 or _early(config, step)
+
+
+def is_inverted(config: KfacConfig, step: int) -> bool:
+    """Whether they are inverted then, too."""
+    return step % config.inverse_period == 0 or _early(config, step)
+
+
+def _early(config: KfacConfig, step: int) -> bool:
+    return step < config.inverse_period and step.bit_count() == 1
 
 
 def refresh(
@@ -71,7 +81,7 @@ def refresh(
     _check(plan, data, mask)
     here = localize(state)
     kf = _measured(find(here.opt), here.params, data, mask, key, plan, memory, blocks)
-    if step % plan.config.inverse_period == 0:
+    if is_inverted(plan.config, step):
         kf = _inverted(kf, plan, mask.device)
     if donate:
         tree.map(lambda old, new: old.copy_(new), find(here.opt), kf)

@@ -21,8 +21,8 @@ from fdp import tree
 from fdp.block_loop import Memory, backward, forward, make_weights
 from fdp.kfac.fisher import Fisher, passes, surrogate, with_numbers
 from fdp.kfac.forms import Form
-from fdp.kfac.layers import Survey
-from fdp.kfac.sums import Forms, Slot
+from fdp.kfac.layers import Met, Survey
+from fdp.kfac.sums import Forms, Slot, present_of
 from fdp.kfac.types import Layer
 from fdp.model import Model
 from fdp.rules import OneHot, Pair, Record, per_sample_gradient
@@ -56,7 +56,7 @@ class Share(NamedTuple):
 
     def inputs(self, layer: Layer, left: bool, batch: int) -> Float[Tensor, "batch 1"]:
         """``1 / n_b``: what one place of a sample counts on an input's side."""
-        met = [use for use in self.known.met[layer] if use.one_hot == left]
+        met = [use for use in self.known.met[layer] if use.inputs_left == left]
         places = sum(use.groups * self.counts(layer.weight, batch, use.tokens).sum(1, keepdim=True) for use in met)
         return 1 / torch.as_tensor(places).clamp_min(1)
 
@@ -67,7 +67,7 @@ def slots(known: Survey, forms: Forms) -> list[Slot]:
     for layer, both in forms.items():
         for left, form in zip((True, False), both):
             if form is not Form.SKIP:
-                kinds = {False} if known.small(layer) else {use.one_hot == left for use in known.met[layer]}
+                kinds = {False} if known.small(layer) else {use.inputs_left == left for use in known.met[layer]}
                 found += [Slot(layer, left, inputs) for inputs in sorted(kinds)]
     return found
 
@@ -87,8 +87,7 @@ def rows_of(
     wanted = {layer.weight: layer for layer, both in forms.items() if set(both) != {Form.SKIP}}
     uses = tuple(tuple(use for use in block if use.path in wanted) for block in known.plan.uses)
     plan = known.plan._replace(uses=uses, trainable=frozenset(wanted))
-    outputs = model.blocks[-1].outputs
-    present = None if outputs is None or outputs.present is None else outputs.present(data).flatten(1)
+    present = present_of(model, data)
     share = Share(present, known)
     device = tree.leaves(data)[0].device
     rank, ranks = (0, 1) if sharding is None else (sharding.rank, sharding.ranks)
@@ -97,14 +96,15 @@ def rows_of(
     weights = make_weights(surrogate(model, fisher), params, told, plan, sharding, memory)
     losses, opened, carries = forward(weights, told, plan)
     found: dict[Slot, list[Rows]] = {}
-    for _, records in backward(weights, None, opened, carries, told, plan, token=losses):
+    for i, records in backward(weights, None, opened, carries, told, plan, token=losses):
         for path, each in records.items():
-            for record in each:
-                _add(record, wanted[path], share, forms, found)
+            if path in wanted:  # a block whose per-sample gradients are made whole has them of all its leaves
+                for record, use in zip(each, known.uses_in(wanted[path], i), strict=True):
+                    _add(record, wanted[path], use, share, forms, found)
     return {slot: _joined(found[slot], known.small(slot.layer)) for slot in slots(known, forms)}
 
 
-def _add(record: Record, layer: Layer, share: Share, forms: Forms, found: dict[Slot, list[Rows]]) -> None:
+def _add(record: Record, layer: Layer, use: Met, share: Share, forms: Forms, found: dict[Slot, list[Rows]]) -> None:
     if share.known.small(layer):
         gradient = per_sample_gradient(record).double()
         found.setdefault(Slot(layer, True, False), []).append(gradient.reshape(len(gradient), 1, -1))
@@ -115,7 +115,7 @@ def _add(record: Record, layer: Layer, share: Share, forms: Forms, found: dict[S
         if forms[layer][0 if left else 1] is Form.SKIP:
             continue
         side = record.left if left else record.right
-        slot = Slot(layer, left, inputs=left == isinstance(record.left, OneHot))
+        slot = Slot(layer, left, inputs=left == use.inputs_left)
         counts = share.counts(layer.weight, batch, tokens).to(record.right.device)
         each = counts * share.inputs(layer, left, batch).to(counts) if slot.inputs else counts
         if isinstance(side, OneHot):

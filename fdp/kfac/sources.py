@@ -116,17 +116,34 @@ def releases(
     """
     if not isinstance(optimizer, KfacOptimizer) or not isinstance(optimizer.source, Noised):
         return None
-    max_norm, noise = optimizer.source
     period = optimizer.config.factor_period
     if optimizer.config.inverse_period != period:
         raise FdpError(
             f"inverse_period: expected the factor_period {period} with noised statistics, which are inverted as they "
             f"are released, got {optimizer.config.inverse_period}"
         )
+    max_norm, noise = optimizer.source
+    budget = {"steps": steps, "epsilon": epsilon, "delta": delta, "noise_multiplier": noise_multiplier}
+    return releases_of(sampling, max_norm=max_norm, noise=noise, period=period, **budget)
+
+
+def releases_of(
+    sampling: Poisson,
+    *,
+    max_norm: float,
+    noise: float | None,
+    period: int,
+    steps: int,
+    epsilon: float | None,
+    delta: float,
+    noise_multiplier: float | None,
+) -> Statistics:
+    """The same from numbers: ``noise`` None is chosen as :class:`Noised` says."""
     if noise is None and epsilon is not None:
-        count = -(-steps // period)
+        if period < 1:
+            raise FdpError(f"period: expected at least 1 step, got {period}; 10 is a common choice")
         noise = accounting.noise_multiplier_for(
-            sampling, flat(max_norm=max_norm), epsilon=SHARE * epsilon, delta=delta, steps=count
+            sampling, flat(max_norm=max_norm), epsilon=SHARE * epsilon, delta=delta, steps=-(-steps // period)
         )
     noise = noise_multiplier or 0.0 if noise is None else noise
     return statistics(sampling, max_norm=max_norm, noise_multiplier=noise, period=period)

@@ -177,7 +177,7 @@ def _side(
     many = math.prod((known.scores or (1, 1))[1:]) if config.fisher is Fisher.EXACT else 1
     places = 0
     for use in known.met[layer]:
-        inputs = use.one_hot == (side == 0)
+        inputs = use.inputs_left == (side == 0)
         passes = 1 if inputs or form is Form.SOFTMAX else many
         places += passes * use.groups * use.tokens if config.sharing is Sharing.EXPAND else 0
         places = max(places, passes)

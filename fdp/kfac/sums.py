@@ -7,7 +7,7 @@ Rows of padding are made exactly 0, and inputs are divided by the number of a sa
 of ``fdp.kfac.collect``, which drives this.
 
     >>> sums = make_sums(known, forms, sharing, mask, present, sharding)
-    >>> for _, found in backward(...): add_records(found, sums, inputs=True)
+    >>> for i, found in backward(...): add_records(i, found, sums, inputs=True)
     >>> curvature_of(layer, sums)
 """
 
@@ -26,9 +26,9 @@ from fdp.collectives import Axis
 from fdp.kfac import factors
 from fdp.kfac.fisher import by_term, term_weights
 from fdp.kfac.forms import Form
-from fdp.kfac.layers import Survey
+from fdp.kfac.layers import Met, Survey
 from fdp.kfac.types import Curvature, Factor, Layer
-from fdp.model import Outputs
+from fdp.model import Model, Outputs
 from fdp.rules import Dense, OneHot, Pair, Record, per_sample_gradient
 from fdp.sharding import Sharding
 from fdp.types import FdpError, Path, Tree
@@ -86,16 +86,26 @@ def make_sums(
     return Sums(known, forms, sharing, keep, None if present is None else present.to(keep), cuts, {}, {}, {})
 
 
-def add_records(found: dict[Path, list[Record]], sums: Sums, *, inputs: bool) -> None:
-    """What one block's backward found, all of it. ``inputs`` False: output gradients only.
+def present_of(model: Model, data: Tree) -> Float[Tensor, "batch tokens"] | None:
+    """Which tokens are not padding, by the model's last block; None: all."""
+    outputs = model.blocks[-1].outputs
+    present = None if outputs is None or outputs.present is None else outputs.present(data)
+    return None if present is None else present.flatten(1)
+
+
+def add_records(block: int, found: dict[Path, list[Record]], sums: Sums, *, inputs: bool) -> None:
+    """What the backward of block number ``block`` found, all of it. ``inputs`` False: output gradients only.
 
     The records are taken out of ``found``: nothing of a block is alive while the next one is pulled.
     """
     layers = {layer.weight: layer for layer in sums.forms}
     while found:
         path, records = found.popitem()
-        for record in records:
-            _add_record(_whole(record, sums.cuts.get(path)), layers[path], sums, inputs)
+        if path not in layers:  # a block whose per-sample gradients are made whole has them of all its leaves
+            continue
+        layer = layers[path]
+        for record, use in zip(records, sums.known.uses_in(layer, block), strict=True):
+            _add_record(_whole(record, sums.cuts.get(path)), layer, use, sums, inputs)
 
 
 def add_probabilities(outputs: Outputs, scores: Tensor, data: Tree, layer: Layer, sums: Sums) -> None:
@@ -122,7 +132,7 @@ def _side(layer: Layer, left: bool, sums: Sums) -> Factor | None:
     return None if only is None else only._replace(weight=samples.to(only.weight))
 
 
-def _add_record(record: Record, layer: Layer, sums: Sums, inputs: bool) -> None:
+def _add_record(record: Record, layer: Layer, use: Met, sums: Sums, inputs: bool) -> None:
     sums.met[layer] = sums.met.get(layer, 0) + 1
     if sums.known.small(layer):
         gradient = factors.widened(per_sample_gradient(record))
@@ -130,7 +140,7 @@ def _add_record(record: Record, layer: Layer, sums: Sums, inputs: bool) -> None:
     else:
         assert isinstance(record, Pair)
         for left in (True, False):
-            slot = Slot(layer, left, inputs=left == isinstance(record.left, OneHot))
+            slot = Slot(layer, left, inputs=left == use.inputs_left)
             if _form(slot, sums) is not Form.SKIP and (inputs or not slot.inputs):
                 _add_side(record, slot, sums)
     if sums.met[layer] == len(sums.known.met[layer]):
@@ -202,7 +212,7 @@ def _counts(path: Path, tokens: int, sums: Sums) -> Float[Tensor, "batch tokens"
 
 def _places(slot: Slot, sums: Sums) -> int:
     """At how many places a sample uses the layer with its inputs on this side, padding included."""
-    return sum(use.groups * use.tokens for use in sums.known.met[slot.layer] if use.one_hot == slot.left)
+    return sum(use.groups * use.tokens for use in sums.known.met[slot.layer] if use.inputs_left == slot.left)
 
 
 def _share(slot: Slot, sums: Sums) -> Float[Tensor, "batch 1"]:
@@ -211,9 +221,9 @@ def _share(slot: Slot, sums: Sums) -> Float[Tensor, "batch 1"]:
         return torch.full_like(sums.keep, 1 / _places(slot, sums)).unsqueeze(1)
     places = torch.stack(
         [
-            use.groups * _counts(use.use.path, use.tokens, sums).sum(1, keepdim=True)
+            use.groups * _counts(slot.layer.weight, use.tokens, sums).sum(1, keepdim=True)
             for use in sums.known.met[slot.layer]
-            if use.one_hot == slot.left
+            if use.inputs_left == slot.left
         ]
     ).sum(0)
     return torch.where(places > 0, 1 / places, 0.0)

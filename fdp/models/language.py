@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fdp import ops
@@ -35,7 +35,7 @@ def head_block(params: dict[str, Path], features: Callable[[Tree, Tree, Tree], T
     def losses(p: Tree, h: Tensor, data: Tree) -> Float[Tensor, " batch"]:
         return token_losses(scores(p, h, data), data)
 
-    outputs = Outputs(scores, Likelihood.SOFTMAX, targets_of, weights=weights_of, weight="weight")
+    outputs = Outputs(scores, Likelihood.SOFTMAX, targets_of, weights=weights_of, weight="weight", present=present_of)
     return Block("head", params, losses, LossHead(features, "weight", targets_of, mask_weights_of), outputs)
 
 
@@ -68,6 +68,24 @@ def weights_of(data: Tree) -> Float[Tensor, "batch tokens"]:
         return torch.full(targets.shape, 1 / targets.shape[1], dtype=torch.float64, device=targets.device)
     counts = (data["loss_mask"] != 0).flatten(1).double()
     return counts / counts.sum(1, keepdim=True).clamp_min(1)
+
+
+def present_of(data: Tree) -> Bool[Tensor, "batch tokens"] | None:
+    """Which inputs a target that counts can see, of causal layers: all up to the last one of their document.
+
+    A prompt is among them, padding is not. None: all are.
+    """
+    if "loss_mask" not in data:
+        return None
+    counted = data["loss_mask"] != 0
+    length = counted.shape[-1]
+    places = torch.arange(length, device=counted.device)
+    following = torch.where(counted, places, length).flip(-1).cummin(-1).values.flip(-1)
+    seen = following < length
+    if "segments" in data:
+        segments = data["segments"]
+        seen = seen & (segments.gather(-1, following.clamp_max(length - 1)) == segments)
+    return seen.flatten(1)
 
 
 def mask_weights_of(data: Tree) -> Float[Tensor, "batch tokens"] | None:

@@ -58,7 +58,8 @@ class Optimizer(NamedTuple):
     """``init(params) -> state`` and ``update(grads, state, params) -> (updates, state)``.
 
     ``reductions`` says how sums over whole leaves are made of the leaves given: as they stand, or over ranks. ``adamw``
-    is there if the whole optimizer is that one and nothing else.
+    is there if the whole optimizer is that one and nothing else. ``measures``: its state also holds what was measured
+    on samples without noise, so that no private step can take it.
 
     Guarantees:
       - neither function modifies an argument;
@@ -69,6 +70,7 @@ class Optimizer(NamedTuple):
     init: Init
     update: Update
     adamw: AdamW | None = None
+    measures: bool = False
 
 
 def chain(*parts: Optimizer) -> Optimizer:
@@ -96,7 +98,7 @@ def chain(*parts: Optimizer) -> Optimizer:
             states.append(part_state)
         return tree.map(lambda u, p: cast(u, p.dtype), updates, params), tuple(states)
 
-    return Optimizer(init, update)
+    return Optimizer(init, update, measures=any(part.measures for part in parts))
 
 
 def pointwise(init: Callable[[Tree], Tree], update: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]) -> Optimizer:
