@@ -42,6 +42,12 @@ NEIGHBOURS = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
 SMALLEST_DELTA = 1e-12
 """Below this the rounding of the PLD's Fourier transforms is felt; RDP has no such limit."""
 
+_TOO_COARSE = 512.0
+"""A grid this wide cannot tell one epsilon from another, and dp_accounting's exponentials overflow on it."""
+
+_NEGLIGIBLE = 1e-9
+"""A noise multiplier below this is none: dp_accounting's squares of it overflow."""
+
 _NOISE_RANGE = (0.05, 1e5)
 _NOISE_TOLERANCE = 5e-4
 _COARSER = 8
@@ -111,7 +117,8 @@ def delta(mechanism: Mechanism, *, steps: int, epsilon: float, accountant: Accou
     with np.errstate(all="ignore"):
         if accountant is Accountant.RDP:
             return float(rdp_privacy_accountant.compute_delta(*_rdp_total(total), epsilon)[0])
-        found = float(_composed(total, _interval(total, 1e-6)).get_delta_for_epsilon(epsilon))
+        interval = _interval(total, 1e-6)
+        found = 1.0 if interval > _TOO_COARSE else float(_composed(total, interval).get_delta_for_epsilon(epsilon))
     return min(1.0, max(SMALLEST_DELTA, found))
 
 
@@ -235,13 +242,14 @@ def _epsilon(total: Any, delta: float, accountant: Accountant, *, interval: floa
     with np.errstate(all="ignore"):
         if accountant is Accountant.RDP:
             return float(rdp_privacy_accountant.compute_epsilon(*_rdp_total(total), delta)[0])
-        return float(_composed(total, interval or _interval(total, delta)).get_epsilon_for_delta(delta))
+        interval = interval or _interval(total, delta)
+        return math.inf if interval > _TOO_COARSE else float(_composed(total, interval).get_epsilon_for_delta(delta))
 
 
 def _composed_event(drawn: Poisson, z: float, count: int) -> dp_accounting.SelfComposedDpEvent | None:
-    """``count`` subsampled Gaussian releases; None: without noise."""
+    """``count`` subsampled Gaussian releases; None: without noise that is worth the name."""
     sampling_.check(drawn)
-    if z == 0:
+    if z < _NEGLIGIBLE:
         return None
     if drawn.max_batch_size is None or drawn.max_batch_size >= drawn.dataset_size:
         each = dp_accounting.PoissonSampledDpEvent(drawn.rate, dp_accounting.GaussianDpEvent(z))
@@ -369,5 +377,5 @@ def _check_delta(delta: float, accountant: Accountant) -> None:
     if accountant is Accountant.PLD and delta < SMALLEST_DELTA:
         raise FdpError(
             f"delta: expected at least {SMALLEST_DELTA:g} for the PLD accountant, whose arithmetic is not "
-            f"exact below it, got {delta}. Use Accountant.RDP"
+            f"exact below it, got {delta}. Give a larger delta; or, from Python, Accountant.RDP"
         )

@@ -14,6 +14,7 @@ parameters are other tensors or were changed by anyone else.
 
 from __future__ import annotations
 
+import math
 import weakref
 
 import torch
@@ -24,13 +25,15 @@ from fdp.mechanism import Mechanism
 from fdp.model import Model
 from fdp.noisy_update import NoisyUpdate
 from fdp.optimizers.base import AdamW
-from fdp.types import ClippedSum, Flat, Key, TrainState, Tree, Weighted
+from fdp.types import ClippedSum, FdpError, Flat, Key, TrainState, Tree, Weighted
 
 
 class FusedUpdate:
     """``finish`` of a step with AdamW on one device, as one kernel; on a CPU, the same in plain torch."""
 
     def __init__(self, model: Model, adamw: AdamW, mechanism: Mechanism, dtype: torch.dtype):
+        if not 0 <= (z := mechanism.noise_multiplier) < math.inf:  # as add_gaussian, which is not called
+            raise FdpError(f"noise_multiplier: expected a finite number, 0 or more, got {z}")
         self.trainable = [path for path in model.leaves if path in model.trainable]
         self.mechanism = mechanism
         self.dtype = dtype

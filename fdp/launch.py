@@ -10,6 +10,7 @@ dying is given up after ``timeout`` seconds of waiting for it.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
@@ -59,6 +60,8 @@ def joined(device_type: str, *, timeout: float) -> Iterator[None]:
 
     An error that comes from a lost connection is raised as one that names the ranks that are gone, if they ran here.
     """
+    if not 0 < timeout < math.inf:
+        raise FdpError(f"timeout: expected a positive number of seconds, got {timeout}; 600 is the default")
     if device_type == "cuda":
         here, found = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
         if here >= found:

@@ -13,11 +13,10 @@ so that everything is a function of (seed, t). Nothing is written to disk here.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +26,7 @@ from fdp import accounting, audit, collectives, keys, launch, timing, tree
 from fdp.block_loop import Memory
 from fdp.clipping import ClipStyle
 from fdp.compiled import Blocks
+from fdp.digest import data_digest
 from fdp.kfac.optimizer import Kfac
 from fdp.kfac.private_refresh import sides_of
 from fdp.kfac.sources import Feed, KfacOptimizer, check_source, make_feed, make_kfac, refreshed_from, releases
@@ -52,6 +52,7 @@ from fdp.sharding import (
     shared_key,
 )
 from fdp.step import Compile, Stages, compose, init_state, make_stages
+from fdp.taps import batch_size_of
 from fdp.types import Batch, FdpError, Key, Norms, Step, TrainState, Tree
 
 NORMS_CHECKED_UP_TO = 20_000_000
@@ -127,19 +128,6 @@ def default_delta(dataset_size: int) -> float:
     return min(1e-6, dataset_size**-1.1)
 
 
-def data_digest(dataset: Dataset) -> str:
-    """SHA-256 of the size and of up to 256 samples all over the data, to notice that they are not the same data.
-
-    Not covered by any budget: it belongs beside the data.
-    """
-    digest = hashlib.sha256(str(len(dataset)).encode())
-    some = np.unique(np.linspace(0, len(dataset) - 1, 256).round().astype(np.int64))
-    for path, leaf in tree.flatten(dataset.fetch(some)).items():
-        digest.update(path.encode())
-        digest.update(leaf.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
 def prepare(config: RunConfig, *, root: Key | None = None) -> tuple[Run, TrainState]:
     """The run and its first state. ``root`` is the key of a run that is taken up again; default: from the seed.
 
@@ -199,6 +187,11 @@ def prepare(config: RunConfig, *, root: Key | None = None) -> tuple[Run, TrainSt
     if mechanism.noise_multiplier > 0:
         counts = range(1, config.steps + 1)
         epsilons = accounting.epsilon_curve(mechanism, steps=counts, delta=config.delta)
+        if epsilons[-1] == float("inf"):
+            raise FdpError(
+                f"noise multiplier: expected enough noise for an epsilon that is a number, got "
+                f"{mechanism.noise_multiplier}; raise it, or give 0 for a run that is not private"
+            )
     # What is kept on the CPU is pinned there, and stays so only if it is written in place; kernels write in place.
     in_place = any(config.offload) or config.compile is Compile.BLOCK or config.cuda_graph
     step = compose(stages, donate=("state",) if in_place else (), cuda_graph=config.cuda_graph)
@@ -307,12 +300,12 @@ def _plan(
 def _check_model(config: RunConfig, model: Model, sharding: Sharding | None, params: Tree) -> None:
     """The same few samples on every rank: that they are independent, and that the method finds their norms."""
     parts, few = localize(params), max(2, min(4, len(config.dataset)))
-    plan = _plan(config, model, sharding, few, Method.NONE)
+    plan_for = cache(lambda samples: _plan(config, model, sharding, samples, Method.NONE))
     audit.check_independent(
         model,
         params,
         _examples(config, few),
-        losses_of=lambda data: losses_of(model, parts, data, plan=plan, sharding=sharding),
+        losses_of=lambda data: losses_of(model, parts, data, plan=plan_for(batch_size_of(data)), sharding=sharding),
     )
     if config.method in (Method.NONE, Method.MATERIALIZE) or tree.size(params) > NORMS_CHECKED_UP_TO:
         return
@@ -346,7 +339,8 @@ def _bound(run: Run, state: TrainState) -> float | None:
     """C of the coming step: the sensitivity that the style states, whatever the norms."""
     if run.config.method is Method.NONE:
         return None
-    zeros = {path: torch.zeros(1, device=run.config.device) for path in sorted(run.config.model.trainable)}
+    zero = torch.zeros(1, dtype=torch.float64, device=run.config.device)  # as norms are: any C fits
+    zeros = dict.fromkeys(sorted(run.config.model.trainable), zero)
     return float(run.mechanism.clip.clip(Norms(zeros), state.clip).sensitivity)
 
 

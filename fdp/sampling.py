@@ -7,8 +7,9 @@ The draw is a function of the key alone: the same on every rank and host, and ag
 ``u_i`` stay, which is a uniformly random subset.
 
     >>> sampling = poisson(50_000, expected_batch_size=256)
-    >>> batch = sample_batch(dataset, sampling, keys.fold_in(key, step), microbatch_size=64)
-    >>> state, metrics = train_step(state, batch, key)
+    >>> key = keys.fold_in(root, step)                                   # no two steps share a key
+    >>> batch = sample_batch(dataset, sampling, keys.fold_in(key, "sample"), microbatch_size=64)
+    >>> state, metrics = train_step(state, batch, keys.fold_in(key, "noise"))
 """
 
 from __future__ import annotations

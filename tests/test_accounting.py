@@ -177,6 +177,15 @@ def test_no_noise_is_no_privacy():
             assert epsilon_curve(open_, steps=[1, 5], delta=1e-6, accountant=accountant) == [math.inf] * 2
 
 
+@pytest.mark.parametrize("z", [1e-3, 1e-8, 1e-200])
+def test_next_to_no_noise_is_an_epsilon_that_is_large_or_infinite_and_no_fault(z):
+    little = mechanism(0.01, z)
+    for accountant in Accountant:
+        assert epsilon(little, steps=10, delta=1e-6, accountant=accountant) > 1e4
+    assert delta(little, steps=10, epsilon=5.0) > 0.09
+    assert min(epsilon_curve(little, steps=[1, 10], delta=1e-6)) > 1e4
+
+
 def test_truncation_costs_little_when_rare_and_much_when_common():
     plain = epsilon(mechanism(0.01, 1.0), steps=200, delta=1e-6)
     rare = epsilon(mechanism(0.01, 1.0, most=200), steps=200, delta=1e-6)

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from fdp import accounting
+from fdp.cli import rounded_up
 from fdp.cli.epsilon import epsilon_command
 from fdp.clipping import flat
 from fdp.mechanism import Mechanism
@@ -37,7 +40,7 @@ def test_noise_gives_epsilon(run):
     assert got["epsilon_rdp"] == rdp
     assert (got["noise_multiplier"], got["delta"], got["steps"]) == (1.5, 1e-5, 200)
     assert got["sampling_rate"] == 0.04
-    for words in ("PLD", "RDP", "100", f"{pld:.4g}", f"{rdp:.4g}", "after 200 steps"):
+    for words in ("PLD", "RDP", "100", rounded_up(pld, 4), rounded_up(rdp, 4), "after 200 steps"):
         assert words in answer.stdout
 
 
@@ -46,6 +49,23 @@ def test_epsilon_gives_noise(run):
     assert 1.98 <= got["epsilon"] <= 2.0
     again = result(run(f"--noise-multiplier {got['noise_multiplier']!r} {SETTING} --json"))
     assert again["epsilon"] == got["epsilon"]
+
+
+def test_what_is_printed_holds(run):
+    """Noise copied from the screen keeps the budget, and an epsilon on it is not below the true one."""
+    for target in (0.7, 1.3, 2, 5):
+        answer = run(f"--epsilon {target} {SETTING} --json")
+        [(noise, spent)] = re.findall(r"noise multiplier (\S+): epsilon (\S+) at", answer.stdout)
+        assert float(noise) >= result(answer)["noise_multiplier"]
+        assert target >= float(spent) >= result(answer)["epsilon"]
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(0.41123, "0.4113"), (2.99961, "3"), (9.9991, "10"), (1.5, "1.5"), (0.1, "0.1"), (0.0, "0"), (math.inf, "inf")],
+)
+def test_rounding_up_loses_nothing_and_adds_nothing_to_round_numbers(value, shown):
+    assert rounded_up(value, 4) == shown
 
 
 def test_the_accountant_named_is_the_one_that_counts(run):

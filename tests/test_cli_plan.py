@@ -86,7 +86,7 @@ def test_offload_budget_checkpoints_and_axes_reach_the_plan(run):
     ("--offload some", "--offload: expected one of"),
     ("--world 8 --mesh shard=4", "--mesh: expected sizes that multiply to the 8 ranks of --world, got shard=4"),
     ("--world 0", "--world: expected at least 1 rank, got 0"),
-    ("--mesh expert=8", "expected axes among replicate, shard, tensor, got expert"),
+    ("--mesh expert=8", "--mesh: expected one of replicate, tensor, shard; got 'expert'"),
     ("--microbatch 0", "--microbatch and --batch of at least 1, got 0"),
     ("--memory-budget 0", "--memory-budget: expected a positive number of GiB"),
 ])  # fmt: skip

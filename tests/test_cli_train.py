@@ -24,6 +24,7 @@ from fdp.cli import display, report, resume, session
 from fdp.cli.configure import configure
 from fdp.cli.main import main
 from fdp.cli.train import train_command
+from fdp.launch import joined
 from fdp.optimizers import Optimizer
 from fdp.records import Record, fingerprint
 from fdp.types import FdpError
@@ -158,6 +159,8 @@ def test_without_out_runs_are_numbered(tmp_path: Path, monkeypatch: pytest.Monke
         (["--lr", "-1"], "-1"),
         (["--weight-decay", "-1"], "-1"),
         (["--memory-budget", "0"], "--memory-budget: expected a positive number"),
+        (["--memory-budget", "inf"], "--memory-budget: expected a positive number"),
+        (["--noise-multiplier", "1e-9"], "expected enough noise"),
         (["--context", "8"], "a classifier has no"),
         (["--data", "stdlib"], "expected a language model"),
         (["--method", "none"], "trains without privacy"),
@@ -174,6 +177,51 @@ def test_a_mistake_is_explained_and_leaves_nothing_behind(
     assert message in last_json(printed.out)["error"]
     assert printed.err.startswith("fdp: ")
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "partner"),
+    [
+        ("--lora-alpha 3", "--lora"),
+        ("--lora-targets w", "--lora"),
+        ("--windows-per-user 3", "--unit user"),
+        ("--pack", "--unit user"),
+        ("--field body", "--data of a .jsonl file"),
+        ("--keep 3", "--save-every"),
+        ("--method none --noise-multiplier 0 --clip quantile", "a --method other than none"),
+        ("--method none --noise-multiplier 0 --max-norm 2", "a --method other than none"),
+        ("--method none --noise-multiplier 0 --delta 1e-5", "a --method other than none"),
+        ("--method ghost --memory-budget 1", "--method auto"),
+        ("--kfac-damping 1", "--optimizer kfac"),
+        ("--kfac-period 5", "--optimizer kfac"),
+        ("--kfac-policy all", "--optimizer kfac"),
+        ("--kfac-fisher exact", "--optimizer kfac"),
+        ("--kfac-distribution ring", "--optimizer kfac"),
+        ("--kfac-max-norm 2", "--kfac-data noised"),
+        ("--kfac-noise 2", "--kfac-data noised"),
+        ("--zero 2", "several ranks"),
+        ("--reduce step", "several ranks"),
+        ("--reduce-dtype float32", "several ranks"),
+        ("--replicate-data", "several ranks"),
+        ("--timeout nan", "several ranks"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_a_mistake(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, partner: str
+) -> None:
+    assert train(tmp_path / "run", "--json", *shlex.split(words)) == 2
+    option = next(word for word in reversed(words.split()) if word.startswith("--"))
+    assert f"{option}: expected {partner}" in last_json(capsys.readouterr().out)["error"]
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("timeout", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_wait_that_never_ends_or_never_begins_is_refused(timeout: float) -> None:
+    with (
+        pytest.raises(FdpError, match="timeout: expected a positive number of seconds"),
+        joined("cpu", timeout=timeout),
+    ):
+        pass
 
 
 def test_an_unreachable_epsilon_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -379,6 +427,7 @@ def test_settings_of_several_ranks_are_checked_at_the_door(tmp_path: Path, capsy
     for words, said in (
         (["--mesh", "shard=2"], "torchrun --nproc-per-node 2"),
         (["--mesh", "shard"], "expected axes with sizes"),
+        (["--mesh", "sharp=1"], "Did you mean 'shard'?"),
         (["--mesh", "shard=1", "--zero", "1"], "--zero: expected one of 0, 2, 3"),
         (["--offload", "weights"], "--offload: expected one of"),
         (["--offload", "all,params"], "expected none or all alone"),
@@ -431,7 +480,7 @@ def test_a_path_that_cannot_be_written_is_explained(tmp_path: Path, capsys: pyte
     assert train(tmp_path / "file", "--json") == 2
     assert "expected a directory" in last_json(capsys.readouterr().out)["error"]
     assert train(tmp_path / "file" / "below", "--json") == 2
-    assert last_json(capsys.readouterr().out)["error"]
+    assert f"{tmp_path / 'file' / 'below'}: could not be written" in last_json(capsys.readouterr().out)["error"]
 
 
 def test_a_fault_of_fdp_itself_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -467,6 +516,13 @@ def test_smoothing_keeps_the_length_and_skips_missing_values() -> None:
     values = np.array([1.0, np.nan, 3.0, 5.0])
     assert report.smooth(values).tolist() == [1.0, 2.0, 4.0, 4.0]
     assert len(report.smooth(np.arange(100.0))) == 100
+
+
+def test_no_command_is_answered_by_the_help_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call() == 2
+    printed = capsys.readouterr()
+    assert "inspect" in printed.out + printed.err
+    assert "fdp: " not in printed.err
 
 
 def test_help_and_version_do_not_load_torch() -> None:

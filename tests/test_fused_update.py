@@ -21,7 +21,7 @@ from fdp.noise import add_gaussian, scale
 from fdp.optimizers import Optimizer, adam, adamw, apply_updates, warmup_cosine
 from fdp.sampling import poisson
 from fdp.step import Compile, init_state, make_train_step
-from fdp.types import Batch, ClippedSum, TrainState, Weighted
+from fdp.types import Batch, ClippedSum, FdpError, TrainState, Weighted
 
 MODEL = mlp(widths=(5, 7, 6), classes=3)
 EXPECTED = 8.0
@@ -120,6 +120,12 @@ def test_the_noise_is_scaled_by_the_sensitivity_of_the_sum_and_added_once():
 
 
 # ---------------------------------------------------------------- the copies
+
+
+@pytest.mark.parametrize("z", [-1.0, float("nan"), float("inf")])
+def test_noise_that_add_gaussian_would_refuse_is_refused(z):
+    with pytest.raises(FdpError, match="noise_multiplier: expected a finite number, 0 or more"):
+        fused_of(adamw(1e-3), mechanism_of(z=z))
 
 
 def weights_are_those_of(update: FusedUpdate, params: Any) -> bool:

@@ -60,6 +60,12 @@ def test_small_presets_start_with_the_loss_of_a_guess(name):
     assert float(losses.mean()) == pytest.approx(guess, rel=0.05 if language else 0.5)
 
 
+@pytest.mark.parametrize("context", [0, -5])
+def test_a_context_without_tokens_is_refused(context):
+    with pytest.raises(FdpError, match=f"context: expected at least 1 token, got {context}"):
+        build("gpt-nano", context=context)
+
+
 def test_vocabulary_context_and_tying_can_be_changed():
     model = build("gpt2", vocab_size=100, context=32, tied=False)
     assert (model.vocab_size, model.context) == (100, 32)

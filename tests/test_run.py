@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from fdp import accounting, clipping, data, init, keys, model, optimizers, sampling
+from fdp.digest import data_digest
 from fdp.methods import Method, make_plan
 from fdp.offload import Offload
 from fdp.records import Record, fingerprint, summarise
-from fdp.run import RunConfig, data_digest, default_delta, prepare, steps
+from fdp.run import RunConfig, default_delta, prepare, steps
 from fdp.step import Compile, init_state, make_train_step
 from fdp.types import FdpError, TrainState, Tree
 
@@ -295,6 +296,36 @@ def test_a_digest_notices_other_data():
     other.x[17, 2] += 1
     assert data_digest(same) == data_digest(rows())
     assert len({data_digest(each) for each in (same, other, shorter)}) == 3
+
+
+def test_a_digest_notices_one_other_sample_among_thousands():
+    many, other = rows(5000), rows(5000)
+    other.x = other.x.clone()
+    other.x[4321, 0] += 1
+    assert data_digest(many) != data_digest(other)
+
+
+def test_a_digest_of_more_data_than_it_reads_is_of_some_of_them(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fdp.digest.DIGESTED", 1)
+    seen: set[int] = set()
+
+    class Seen(Rows):
+        def fetch(self, indices: np.ndarray) -> dict[str, Tensor]:
+            seen.update(indices.tolist())
+            return super().fetch(indices)
+
+    data_digest(Seen(rows(5000).x))
+    assert (min(seen), max(seen), len(seen)) == (0, 4999, 256)
+
+
+def test_any_bound_can_be_recorded():
+    _, [record], _ = finish(config(clip=clipping.flat(max_norm=1e300), noise_multiplier=0.0, steps=1))
+    assert record.max_norm == 1e300
+
+
+def test_noise_too_small_for_an_epsilon_is_refused():
+    with pytest.raises(FdpError, match="expected enough noise for an epsilon that is a number, got 1e-09"):
+        prepare(config(noise_multiplier=1e-9))
 
 
 def test_a_dataset_of_one_sample_can_be_trained_on():

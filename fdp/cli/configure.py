@@ -20,6 +20,7 @@ from fdp.kfac.config import Distribution, KfacConfig
 from fdp.kfac.fisher import Fisher
 from fdp.kfac.policy import policy_named
 from fdp.kfac.sources import Noised, Open, Source, Synthetic
+from fdp.mesh import AXES
 from fdp.methods import Method
 from fdp.offload import Offload
 from fdp.run import KfacOptimizer, Layout, RunConfig, default_delta
@@ -51,6 +52,7 @@ def mesh_axes(text: str) -> dict[str, int]:
         name, equals, size = (word.strip() for word in part.partition("="))
         if not equals or not size.isdigit() or name in axes:
             raise FdpError(f"--mesh: expected axes with sizes, such as shard=4 or replicate=2,shard=4, got {text!r}")
+        choose("mesh", name, dict.fromkeys(AXES))
         axes[name] = int(size)
     return axes
 
@@ -184,7 +186,7 @@ def configure(settings: Mapping[str, Any]) -> RunConfig:
     epsilon, budget = settings["epsilon"], settings["memory_budget"]
     if epsilon is None and settings["noise_multiplier"] is None and method is not Method.NONE:
         epsilon = DEFAULT_EPSILON
-    if budget is not None and not budget > 0:
+    if budget is not None and not 0 < budget < math.inf:
         raise FdpError(f"--memory-budget: expected a positive number of GiB, got {budget}")
     rate = schedule() if warmup == 0 else optimizers.warmup(schedule(), steps=warmup)
     (model, values), dataset = subject_and_data(settings)

@@ -26,6 +26,7 @@ from rich.text import Text
 
 from fdp import tree
 from fdp.accounting import delta_advice
+from fdp.cli import rounded_up
 from fdp.cli.configure import learning_rate
 from fdp.kfac.sources import Feed, kind_of
 from fdp.kfac.state import KfacPlan
@@ -84,14 +85,14 @@ def show_header(console: Console, run: Run, state: TrainState, settings: Mapping
         bound = f"{start}{settings['max_norm']:g}"
         rows += [
             ("clipping", f"{config.clip.name}, {bound}, method {config.method.value}"),
-            ("noise", f"{run.mechanism.noise_multiplier:.4g} x C on the sum of the clipped gradients"),
+            ("noise", f"{rounded_up(run.mechanism.noise_multiplier, 4)} x C on the sum of the clipped gradients"),
         ]
     if (more := run.mechanism.statistics) is not None:
         rows.append(
             (
                 "statistics",
                 f"of the curvature, a draw of their own every {more.period} steps, clipped to {more.max_norm:g}, "
-                f"noise {more.noise_multiplier:.4g} x that; the budget has them",
+                f"noise {rounded_up(more.noise_multiplier, 4)} x that; the budget has them",
             )
         )
     if run.epsilons is None:

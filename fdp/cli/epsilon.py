@@ -3,7 +3,10 @@
     fdp epsilon --noise-multiplier 1.1 --delta 1e-6 --dataset-size 50000 --batch-size 256 --steps 1000
     fdp epsilon --epsilon 3 --delta 1e-6 --dataset-size 50000 --batch-size 256 --steps 1000 --plot budget.png
 
-Exactly one of ``--noise-multiplier`` and ``--epsilon`` is given; the other is the answer.
+Exactly one of ``--noise-multiplier`` and ``--epsilon`` is given; the other is the answer. What ``fdp train`` says of
+K-FAC's noised statistics is said here in the same words, and accounted alike:
+
+    fdp epsilon --epsilon 3 ... --kfac-data noised --kfac-period 20
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from typing import TYPE_CHECKING, Annotated
 from rich.console import Console
 from rich.table import Table
 from typer import Option
+
+from fdp.cli import rounded_up
 
 if TYPE_CHECKING:
     from fdp.mechanism import Mechanism
@@ -39,6 +44,17 @@ def epsilon_command(
     accountant: Annotated[AccountantName, Option(help="Whose epsilon counts; both are shown.")] = AccountantName.pld,
     max_batch_size: Annotated[int | None, Option(help="Truncate larger draws to this many samples; PLD only.")] = None,
     count_noise: Annotated[float | None, Option(help="Quantile clipping: the noise on its count, in samples.")] = None,
+    kfac_data: Annotated[
+        str | None, Option(help="As of fdp train: noised adds K-FAC's statistics; all else costs nothing.")
+    ] = None,
+    kfac_noise: Annotated[
+        float | None,
+        Option(
+            help="As of fdp train: noise of noised statistics as a multiple of their C; default: what spends a third "
+            "of --epsilon by itself, or --noise-multiplier."
+        ),
+    ] = None,
+    kfac_period: Annotated[int, Option(help="As of fdp train: steps between noised statistics.")] = 10,
     plot: Annotated[Path | None, Option(help="Draw epsilon against steps into this .png file.")] = None,
     as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object, last.")] = False,
 ) -> None:
@@ -46,6 +62,7 @@ def epsilon_command(
     # torch takes seconds to import, and --help and mistakes on the command line should not.
     from fdp import accounting
     from fdp.clipping import flat
+    from fdp.kfac.sources import releases_of
     from fdp.mechanism import Mechanism
     from fdp.sampling import poisson
     from fdp.types import FdpError
@@ -59,20 +76,33 @@ def epsilon_command(
     sampling = poisson(dataset_size, expected_batch_size=batch_size, max_batch_size=max_batch_size)
     # The budget does not depend on C, and on the clip style only through what its count releases.
     clip = flat(max_norm=1.0)._replace(count_noise=count_noise)
+    more = None
+    if kfac_data == "noised":
+        noise = {"noise": kfac_noise, "noise_multiplier": noise_multiplier}
+        # nor on the C of the statistics
+        more = releases_of(
+            sampling, max_norm=1.0, period=kfac_period, steps=steps, epsilon=epsilon, delta=delta, **noise
+        )
+    elif kfac_noise is not None:
+        raise FdpError(f"--kfac-noise: expected --kfac-data noised to go with it, got {kfac_data or 'none'}")
     if epsilon is not None:
         noise_multiplier = accounting.noise_multiplier_for(
-            sampling, clip, epsilon=epsilon, delta=delta, steps=steps, accountant=used
+            sampling, clip, epsilon=epsilon, delta=delta, steps=steps, accountant=used, statistics=more
         )
     assert noise_multiplier is not None
-    mechanism = Mechanism(sampling, clip, noise_multiplier)
+    mechanism = Mechanism(sampling, clip, noise_multiplier, more)
     spent = accounting.epsilon(mechanism, steps=steps, delta=delta, accountant=used)
     counts = sorted({max(1, round(steps * part)) for part in (0.01, 0.1, 0.25, 0.5, 0.75, 1.0)})
     pld, rdp = ({t: _bound(mechanism, t, delta, name) for t in counts} for name in AccountantName)
 
     console = Console(highlight=False)
-    console.print(_table(pld, rdp, title=f"epsilon at delta {delta:g}, noise multiplier {noise_multiplier:.5g}"))
-    answer = f"noise multiplier {noise_multiplier:.5g}: epsilon {spent:.4g}"
+    shown = rounded_up(noise_multiplier, 5)
+    console.print(_table(pld, rdp, title=f"epsilon at delta {delta:g}, noise multiplier {shown}"))
+    answer = f"noise multiplier {shown}: epsilon {rounded_up(spent, 4)}"
     console.print(f"{answer} at delta {delta:g} after {steps} steps at rate {sampling.rate:.4g} ({used.name})")
+    if more is not None:
+        noise = rounded_up(more.noise_multiplier, 5)
+        console.print(f"in it {more.releases(steps)} releases of statistics, noise {noise} x their C")
     if advice := accounting.delta_advice(dataset_size, delta):
         console.print(f"[yellow]{advice}[/]")
     if plot is not None:
@@ -93,6 +123,7 @@ def epsilon_command(
             "expected_batch_size": batch_size,
             "max_batch_size": max_batch_size,
             "count_noise": count_noise,
+            "kfac_noise_multiplier": None if more is None else more.noise_multiplier,
             "neighbours": "add or remove one",
         }
         print(json.dumps(result))
@@ -114,7 +145,7 @@ def _table(pld: dict[int, float | None], rdp: dict[int, float | None], *, title:
         table.add_column(heading, justify="right")
     for count in pld:
         row = (pld[count], rdp[count])
-        table.add_row(f"{count:,}", *("-" if value is None else f"{value:.4g}" for value in row))
+        table.add_row(f"{count:,}", *("-" if value is None else rounded_up(value, 4) for value in row))
     return table
 
 

@@ -98,6 +98,8 @@ def _explain(error: Exception, words: Sequence[str]) -> None:
     if isinstance(error, ValueError) and not isinstance(error, FdpError):
         raise error
     message = getattr(error, "format_message", error.__str__)()
+    if not message:  # no command was given: the help is on the screen
+        return
     if launch.rank() > 0 and getattr(error, "everywhere", False):
         time.sleep(3)  # every rank raised it and the first one says it: torchrun would stop it when another ends
         return

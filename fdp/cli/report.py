@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from fdp.checkpoint import writing
 from fdp.cli import version_of
 from fdp.methods import Method
 from fdp.records import Record
@@ -47,9 +48,11 @@ def claim(out: Path | None, *, model: str, data: str) -> Path:
     """The directory of this run, made now: ``out`` or the first free of ``runs/<model>-<data>-1, -2 ...``."""
     if out is not None:
         check_free(out)
-        out.mkdir(parents=True, exist_ok=True)
+        with writing(out):
+            out.mkdir(parents=True, exist_ok=True)
         return out
-    Path("runs").mkdir(exist_ok=True)
+    with writing(Path("runs")):
+        Path("runs").mkdir(exist_ok=True)
     for number in count(1):
         folder = Path("runs", f"{Path(model).name}-{Path(data).stem}-{number}")
         try:

@@ -1,7 +1,8 @@
 """Taking a run up again: which checkpoint, whether it is of the same run, and what a checkpoint must remember.
 
 A run is the same if everything that decides its result is the same. How it is computed (ranks, ZeRO stage, offload,
-compilation, microbatches, device) may change: the numbers do not, beyond rounding.
+compilation, microbatches, device) may change: the numbers do not, beyond rounding. K-FAC measures one microbatch of all
+ranks: there its size decides, too, and with noised statistics another one would meet noise that was already used.
 
     >>> taken_up = find(settings)                       # None: a new run
     >>> checkpoint.save(root_of(folder), state, meta=meta(run, settings, state), keep=2)
@@ -23,12 +24,14 @@ from fdp.run import Run
 from fdp.types import FdpError, Key, TrainState
 
 DECIDING = (
-    "model", "lora", "lora_alpha", "lora_targets", "train_only", "data", "field", "tokenizer", "unit", "user_field",
-    "windows_per_user", "pack", "context", "epsilon", "noise_multiplier", "delta", "clip", "max_norm", "method",
-    "batch_size", "steps", "lr", "optimizer", "weight_decay", "schedule", "warmup", "seed", "dtype",
+    "model", "lora", "lora_alpha", "lora_targets", "prefix", "train_only", "data", "field", "tokenizer", "unit",
+    "user_field", "windows_per_user", "pack", "context", "epsilon", "noise_multiplier", "delta", "clip", "max_norm",
+    "method", "batch_size", "steps", "lr", "optimizer", "weight_decay", "schedule", "warmup", "seed", "dtype",
     "kfac_damping", "kfac_period", "kfac_data", "kfac_max_norm", "kfac_noise", "kfac_policy", "kfac_fisher",
 )  # fmt: skip
 """The settings that decide a result."""
+MEASURED = ("microbatch",)
+"""What decides it, too, where curvature is measured on a microbatch: with K-FAC."""
 
 
 class TakenUp(NamedTuple):
@@ -69,11 +72,12 @@ def meta(run: Run, settings: Mapping[str, Any], state: TrainState) -> dict[str, 
     """
     step, sampling = int(state.step), run.mechanism.sampling
     return {
-        "settings": {name: settings[name] for name in DECIDING},
+        "settings": {name: settings[name] for name in (*DECIDING, *MEASURED)},
         "step": step,
         "key": run.root.tolist(),
         "sampler": {"samples": sampling.dataset_size, "data": run.data_digest, "next_step": step},
         "public_data": public_digest(run),
+        "measured": measured(run),
         "accountant": {
             "steps": step,
             "noise_multiplier": run.mechanism.noise_multiplier,
@@ -92,6 +96,13 @@ def public_digest(run: Run) -> str | None:
     return run.feed.digest if isinstance(run.feed, Public) else None
 
 
+def measured(run: Run) -> int | None:
+    """How many samples of all ranks one microbatch of K-FAC holds; None without it."""
+    if run.kfac is None:
+        return None
+    return run.kfac.plan.known.plan.batch_size * (1 if run.sharding is None else run.sharding.ranks)
+
+
 def check(taken_up: TakenUp, run: Run) -> None:
     """Refuse to go on with other data or another mechanism than the ones the budget has been spent on."""
     found = taken_up.meta
@@ -108,9 +119,15 @@ def check(taken_up: TakenUp, run: Run) -> None:
                 f"{taken_up.checkpoint}: expected a run with {then} as its {what}, got {now}. Noise that was drawn for "
                 f"other data must not be used again: put the data back, or give another --out to start anew"
             )
+    if found.get("measured") != measured(run):
+        raise FdpError(
+            f"{taken_up.checkpoint}: expected a run that measures curvature on {found.get('measured')} samples of all "
+            f"ranks, got {measured(run)}; take it up on a number of ranks that divides --microbatch"
+        )
 
 
 def _same(then: Mapping[str, Any], now: Mapping[str, Any], where: Path) -> None:
-    if differing := [name for name in DECIDING if then.get(name) != now[name]]:
+    deciding = (*DECIDING, *MEASURED) if now["optimizer"] == "kfac" else DECIDING
+    if differing := [name for name in deciding if then.get(name) != now[name]]:
         said = ", ".join(f"--{name.replace('_', '-')} {then.get(name)} there, {now[name]} here" for name in differing)
         raise FdpError(f"{where}: holds a run of another configuration ({said}); give another --out")

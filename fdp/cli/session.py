@@ -18,6 +18,7 @@ from rich.console import Console
 from fdp import checkpoint, launch
 from fdp.cli import display, report, resume
 from fdp.cli.configure import configure
+from fdp.cli.idle import check_idle
 from fdp.cli.subject import export
 from fdp.records import Record, summarise
 from fdp.run import Run, prepare, steps
@@ -37,6 +38,7 @@ def train(settings: Mapping[str, Any]) -> int:
         raise FdpError("--save-every: expected an --out to save to, and to resume from")
     taken_up = in_unison(lambda: resume.find(settings), None)  # before the data is loaded
     config = in_unison(lambda: configure(settings), None)
+    in_unison(lambda: check_idle(settings), None)
     console = Console(quiet=settings["quiet"] or not first, highlight=False)
     with console.status("checking the data, the model and the budget"):
         run, state = prepare(config, root=None if taken_up is None else taken_up.root)

@@ -39,6 +39,13 @@ def train_command(
             rich_help_panel=WHAT,
         ),
     ] = None,
+    prefix: Annotated[
+        int | None,
+        Option(
+            help="Train keys and values of this many virtual tokens only, in front of every layer's own.",
+            rich_help_panel=WHAT,
+        ),
+    ] = None,
     train_only: Annotated[
         str | None, Option(help="Train only the leaves that match, such as '*bias'.", rich_help_panel=WHAT)
     ] = None,
@@ -170,7 +177,12 @@ def train_command(
         ),
     ] = "gather",
     microbatch: Annotated[
-        int, Option(help="Samples of all ranks computed at once; changes speed and memory only.", rich_help_panel=HOW)
+        int,
+        Option(
+            help="Samples of all ranks computed at once; changes speed and memory only, but with kfac, which measures "
+            "as many.",
+            rich_help_panel=HOW,
+        ),
     ] = 32,
     dtype: Annotated[str, Option(help="float32 or bfloat16.", rich_help_panel=HOW)] = "float32",
     compile: Annotated[

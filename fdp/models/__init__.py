@@ -61,6 +61,8 @@ def build(name: str, *, vocab_size: int | None = None, context: int | None = Non
         return CLASSIFIERS[name](name=name)
     if name not in LANGUAGE:
         raise FdpError(f"model: expected one of {', '.join(PRESETS)}, got {name!r}")
+    if context is not None and context < 1:
+        raise FdpError(f"context: expected at least 1 token, got {context}")
     changes = {"vocab_size": vocab_size, "context": context, "tied": tied}
     config = LANGUAGE[name]._replace(**{field: value for field, value in changes.items() if value is not None})
     return gpt(config, name=name) if isinstance(config, GPTConfig) else llama(config, name=name)

@@ -1,0 +1,54 @@
+"""Options of ``fdp train`` that would do nothing beside the others: a mistake, since they were meant to do something.
+
+fdp train --lora-alpha 8                            # without --lora there is nothing to scale
+
+>>> check_idle(settings)                            # an error that names the option and what it goes with
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fdp import launch
+from fdp.cli.train import train_command
+from fdp.types import FdpError
+
+
+class Partner(NamedTuple):
+    """What an option goes with, in words, and whether it is there."""
+
+    words: str
+    there: Callable[[Mapping[str, Any]], bool]
+
+
+LORA = Partner("--lora", lambda s: s["lora"] is not None)
+USER = Partner("--unit user", lambda s: s["unit"] == "user")
+RECORDS = Partner("--data of a .jsonl file", lambda s: Path(s["data"]).suffix == ".jsonl")
+SAVING = Partner("--save-every", lambda s: s["save_every"] is not None)
+PRIVATE = Partner("a --method other than none", lambda s: s["method"] != "none")
+AUTO = Partner("--method auto", lambda s: s["method"] == "auto")
+KFAC = Partner("--optimizer kfac", lambda s: s["optimizer"] == "kfac")
+NOISED = Partner("--kfac-data noised", lambda s: s["kfac_data"] == "noised")
+RANKS = Partner("several ranks, started with torchrun", lambda s: launch.started())
+
+GOES_WITH = {
+    "lora_alpha": LORA, "lora_targets": LORA, "windows_per_user": USER, "pack": USER, "field": RECORDS, "keep": SAVING,
+    "clip": PRIVATE, "max_norm": PRIVATE, "delta": PRIVATE, "memory_budget": AUTO,
+    "kfac_damping": KFAC, "kfac_period": KFAC, "kfac_policy": KFAC, "kfac_fisher": KFAC, "kfac_distribution": KFAC,
+    "kfac_max_norm": NOISED, "kfac_noise": NOISED,
+    "zero": RANKS, "reduce": RANKS, "reduce_dtype": RANKS, "replicate_data": RANKS, "timeout": RANKS,
+}  # fmt: skip
+
+
+def check_idle(settings: Mapping[str, Any]) -> None:
+    """Refuse an option that is not at its default while what it goes with is not there."""
+    defaults = inspect.signature(train_command).parameters
+    for name, partner in GOES_WITH.items():
+        if settings[name] != defaults[name].default and not partner.there(settings):
+            option = f"--{name.replace('_', '-')}"
+            raise FdpError(
+                f"{option}: expected {partner.words} to go with it, got none; alone it does nothing: drop it"
+            )
