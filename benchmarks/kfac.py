@@ -125,7 +125,7 @@ def nano_task() -> tuple[Task, list[Contender]]:
     grid = [adam(lr, b2=b2) for lr, b2 in ((1e-3, 0.95), (1e-3, 0.999), (5e-4, 0.95), (2e-3, 0.95))]
     grid += [descent(lr, momentum=0.9) for lr in (0.1, 0.2)]
     grid += [natural(damping=d, kl_clip=3e-3, momentum=0.8, period=1) for d in (1e-2, 3e-2, 3e-3)]
-    return Task(model, dataset, 32, 2.75, 64, 2, 80, 3), grid
+    return Task(model, dataset, 32, 2.75, 64, 2, 160, 3), grid
 
 
 def race(task: Task, contender: Contender, seed: int, *, most: int) -> dict[str, Any]:
