@@ -214,7 +214,8 @@ def digits_large(say: Callable[[str], None]) -> Rows:
 
 def nano(say: Callable[[str], None]) -> Rows:
     """gpt-nano at context 32 on the embedded text, batch 32: 1024 tokens. The loss, in nats per byte, begins at 5.5,
-    and is 3.1 once bytes are known by how frequent they are and by nothing else."""
+    and is 3.1 once bytes are known by how frequent they are and by nothing else. To 2.9, which was looked at first on
+    one seed, K-FAC took about 0.55 of AdamW's steps."""
     return to_a_loss(nano_task, say)
 
 

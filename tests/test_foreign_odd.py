@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -133,10 +134,16 @@ def test_odd_uses_are_exact(name, method):
     assert_exact(EXACT[name](), method)
 
 
+HIDDEN = "parametrised encoder"
+"""torch.compile hides two of its uses (weight norm inside of MultiheadAttention): noticed, and refused."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXACT)
-def test_odd_uses_are_exact_compiled(name):
-    assert_exact(EXACT[name](), blocks=partial(Blocks, backend="aot_eager")())
+def test_odd_uses_are_exact_compiled_or_refused(name):
+    refused = pytest.raises(Exception, match=r"as planned, got .*do not compile it")
+    with refused if name == HIDDEN else nullcontext():
+        assert_exact(EXACT[name](), blocks=partial(Blocks, backend="aot_eager")())
 
 
 class Complex(nn.Module):
