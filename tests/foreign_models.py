@@ -58,8 +58,15 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt2-by-depth": lambda: _made("GPT2", "LMHeadModel", _GPT2, scale_attn_by_inverse_layer_idx=True),
     "llama": lambda: _made("Llama", "ForCausalLM", _LLAMA),
     "qwen2": lambda: _made("Qwen2", "ForCausalLM", _LLAMA),
+    "qwen3": lambda: _made("Qwen3", "ForCausalLM", _LLAMA, head_dim=4),
+    "phi3": lambda: _made("Phi3", "ForCausalLM", _LLAMA),
+    "gpt-neox": lambda: _made("GPTNeoX", "ForCausalLM", _LLAMA),
+    "olmo2": lambda: _made("Olmo2", "ForCausalLM", _LLAMA),
     "gemma": lambda: _made("Gemma", "ForCausalLM", _LLAMA, head_dim=4),
     "gemma2": lambda: _made("Gemma2", "ForCausalLM", _LLAMA, head_dim=4, sliding_window=4),
+    "gemma3": lambda: transformers.Gemma3ForCausalLM(
+        transformers.Gemma3TextConfig(**_LLAMA | {"head_dim": 4, "sliding_window": 4})
+    ),
     "mistral": lambda: _made("Mistral", "ForCausalLM", _LLAMA, sliding_window=4),
     "opt": lambda: _made("OPT", "ForCausalLM", _OPT),
     "bert": lambda: _made("Bert", "ForSequenceClassification", _BERT),
