@@ -64,9 +64,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "olmo2": lambda: _made("Olmo2", "ForCausalLM", _LLAMA),
     "gemma": lambda: _made("Gemma", "ForCausalLM", _LLAMA, head_dim=4),
     "gemma2": lambda: _made("Gemma2", "ForCausalLM", _LLAMA, head_dim=4, sliding_window=4),
-    "gemma3": lambda: transformers.Gemma3ForCausalLM(
-        transformers.Gemma3TextConfig(**_LLAMA | {"head_dim": 4, "sliding_window": 4})
-    ),
+    "gemma3": lambda: _made("Gemma3", "ForCausalLM", _LLAMA, part="Text", head_dim=4, sliding_window=4),
     "mistral": lambda: _made("Mistral", "ForCausalLM", _LLAMA, sliding_window=4),
     "opt": lambda: _made("OPT", "ForCausalLM", _OPT),
     "bert": lambda: _made("Bert", "ForSequenceClassification", _BERT),
@@ -86,6 +84,6 @@ def make(name: str, *, dtype: torch.dtype = torch.float64) -> Any:
     return module
 
 
-def _made(family: str, purpose: str, config: dict[str, Any], **more: Any) -> nn.Module:
-    made = getattr(transformers, f"{family}Config")(**config | more)
+def _made(family: str, purpose: str, config: dict[str, Any], *, part: str = "", **more: Any) -> nn.Module:
+    made = getattr(transformers, f"{family}{part}Config")(**config | more)
     return getattr(transformers, f"{family}{purpose}")(made)
