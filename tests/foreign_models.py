@@ -21,6 +21,7 @@ _LLAMA = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 32,
 } | _NONE
+_NEOX = {name: value for name, value in _LLAMA.items() if name != "num_key_value_heads"}
 _BERT = {
     "vocab_size": WORDS,
     "hidden_size": 16,
@@ -60,7 +61,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "qwen2": lambda: _made("Qwen2", "ForCausalLM", _LLAMA),
     "qwen3": lambda: _made("Qwen3", "ForCausalLM", _LLAMA, head_dim=4),
     "phi3": lambda: _made("Phi3", "ForCausalLM", _LLAMA),
-    "gpt-neox": lambda: _made("GPTNeoX", "ForCausalLM", _LLAMA),
+    "gpt-neox": lambda: _made("GPTNeoX", "ForCausalLM", _NEOX),
     "olmo2": lambda: _made("Olmo2", "ForCausalLM", _LLAMA),
     "gemma": lambda: _made("Gemma", "ForCausalLM", _LLAMA, head_dim=4),
     "gemma2": lambda: _made("Gemma2", "ForCausalLM", _LLAMA, head_dim=4, sliding_window=4),

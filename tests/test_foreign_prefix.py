@@ -30,7 +30,7 @@ transformers = pytest.importorskip("transformers")
 models = pytest.importorskip("tests.foreign_models")
 
 VIRTUAL, CONTEXT = 4, 8
-WINDOWED = ("gemma2", "mistral")
+WINDOWED = ("gemma2", "mistral", "gemma3")
 DATA = {"tokens": torch.randint(0, models.WORDS, (3, CONTEXT + 1), generator=torch.Generator().manual_seed(2))}
 
 
