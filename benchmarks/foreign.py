@@ -45,7 +45,7 @@ from benchmarks.harness import (
     speed_of,
     sweep,
 )
-from benchmarks.regimes import LLAMA_1B, against, verdict
+from benchmarks.regimes import LLAMA_1B, against, table_line, verdict
 from fdp import tree
 from fdp.foreign.causal import causal_lm
 from fdp.init import constant, normal
@@ -243,7 +243,7 @@ def page(content: dict[str, Any], *, name: str) -> str:
         for whose in (OWN, FOREIGN):
             mine = [row for row in rows if row["regime"] == f"{shape}, {whose}"]
             plain = _timed(rows, shape, whose).get("none")
-            lines += [_line(row, plain) for row in sorted(mine, key=lambda row: MODES.index(row["mode"]))]
+            lines += [table_line(row, plain) for row in sorted(mine, key=lambda row: MODES.index(row["mode"]))]
     lines += ["", "| figure | target | measured | |", "|---|---|---|---|"]
     for shape in SHAPES:
         own, theirs = _timed(rows, shape, OWN), _timed(rows, shape, FOREIGN)
@@ -259,18 +259,6 @@ def page(content: dict[str, Any], *, name: str) -> str:
 
 def _timed(rows: Sequence[Row], shape: str, whose: str) -> dict[str, Row]:
     return {row["mode"]: row for row in rows if row["regime"] == f"{shape}, {whose}" and "failed" not in row}
-
-
-def _line(row: Row, plain: Row | None) -> str:
-    where = f"| {row['regime']} | {row['layers']} | {row['batch_size']} | {row['context']} | {row['mode']}"
-    if "failed" in row:
-        return f"{where} | not timed: {row['failed']} | | | | | |"
-    speed, memory = (f"{value:.3f}" if value else "" for value in against(row, plain))
-    peak = "" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}"
-    return (
-        f"{where} | {row['ms']:.1f} | {row['ms_p20']:.1f}-{row['ms_p80']:.1f} | {row['tokens_per_second']:,.0f} | "
-        f"{peak} | {speed} | {memory} |"
-    )
 
 
 def render(source: Path, folder: Path = RESULTS) -> Path:

@@ -152,17 +152,7 @@ def page(content: dict[str, Any], *, name: str) -> str:
     for regime in REGIMES:
         mine = [row for row in rows if row["regime"] == regime]
         plain = next((row for row in mine if row["mode"] == "none" and "failed" not in row), None)
-        for row in sorted(mine, key=lambda row: OURS.index(row["mode"])):
-            where = f"| {regime} | {row['layers']} | {row['batch_size']} | {row['context']} | {row['mode']}"
-            if "failed" in row:
-                lines.append(f"{where} | not timed: {row['failed']} | | | | | |")
-                continue
-            speed, memory = (f"{value:.3f}" if value else "" for value in against(row, plain))
-            peak = "" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}"
-            lines.append(
-                f"{where} | {row['ms']:.1f} | {row['ms_p20']:.1f}-{row['ms_p80']:.1f} | "
-                f"{row['tokens_per_second']:,.0f} | {peak} | {speed} | {memory} |"
-            )
+        lines += [table_line(row, plain) for row in sorted(mine, key=lambda row: OURS.index(row["mode"]))]
     lines += ["", "| figure | target | measured | |", "|---|---|---|---|"]
     for name_, regime in REGIMES.items():
         timed = {row["mode"]: row for row in rows if row["regime"] == name_ and "failed" not in row}
@@ -172,6 +162,19 @@ def page(content: dict[str, Any], *, name: str) -> str:
         if regime.most_memory is not None:
             lines.append(verdict(f"peak memory, `auto` / `none`, {name_}", "<=", regime.most_memory, memory))
     return "\n".join(lines) + "\n"
+
+
+def table_line(row: Row, plain: Row | None) -> str:
+    """A row of a page: its regime, sizes and mode, what was measured, and that over ``plain``."""
+    where = f"| {row['regime']} | {row['layers']} | {row['batch_size']} | {row['context']} | {row['mode']}"
+    if "failed" in row:
+        return f"{where} | not timed: {row['failed']} | | | | | |"
+    speed, memory = (f"{value:.3f}" if value else "" for value in against(row, plain))
+    peak = "" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}"
+    return (
+        f"{where} | {row['ms']:.1f} | {row['ms_p20']:.1f}-{row['ms_p80']:.1f} | {row['tokens_per_second']:,.0f} | "
+        f"{peak} | {speed} | {memory} |"
+    )
 
 
 def against(row: Row | None, plain: Row | None) -> tuple[float | None, float | None]:
