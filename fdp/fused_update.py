@@ -3,6 +3,8 @@
     sum + z C N(0, I)  ->  / B  ->  AdamW  ->  parameters, moments, and the parameters as the next step computes with
 
 The weighted sum over samples is part of the pass: nothing is rounded to less than float64 before the noise is added.
+Momentum comes behind something that needs whole gradients (K-FAC): noise and mean are made as in any step, and the pass
+begins with what that makes of them.
 The cast parameters are kept for the next step. They are nothing but ``cast(params)``, and are made anew whenever the
 parameters are other tensors or were changed by anyone else.
 
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -24,20 +27,36 @@ from fdp import tree
 from fdp.mechanism import Mechanism
 from fdp.model import Model
 from fdp.noisy_update import NoisyUpdate
-from fdp.optimizers.base import AdamW
-from fdp.types import ClippedSum, FdpError, Flat, Key, TrainState, Tree, Weighted
+from fdp.optimizers.base import AdamW, Momentum, cast
+from fdp.types import ClippedSum, FdpError, Flat, Key, Path, TrainState, Tree, Weighted
+
+Mean = Callable[[ClippedSum, Key, Tree], Flat]
+"""``mean(total, key, params)``: the noisy mean, leaf by leaf, in the dtypes to update in; takes the sums out."""
 
 
 class FusedUpdate:
-    """``finish`` of a step with AdamW on one device, as one kernel; on a CPU, the same in plain torch."""
+    """``finish`` of a step with AdamW or momentum on one device, as one kernel; on a CPU, the same in plain torch.
 
-    def __init__(self, model: Model, adamw: AdamW, mechanism: Mechanism, dtype: torch.dtype):
+    ``mean`` is for momentum, whose ``front`` sees whole leaves.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        rule: AdamW | Momentum,
+        mechanism: Mechanism,
+        dtype: torch.dtype,
+        *,
+        mean: Mean | None = None,
+    ):
         if not 0 <= (z := mechanism.noise_multiplier) < math.inf:  # as add_gaussian, which is not called
             raise FdpError(f"noise_multiplier: expected a finite number, 0 or more, got {z}")
         self.trainable = [path for path in model.leaves if path in model.trainable]
         self.mechanism = mechanism
         self.dtype = dtype
-        self.noisy = NoisyUpdate(adamw)
+        self.rule = rule
+        self.mean = mean
+        self.noisy = NoisyUpdate(rule)
         self.copies: Flat = {}
         self.seen: list[tuple[weakref.ref[Tensor], int]] = []
 
@@ -80,17 +99,36 @@ class FusedUpdate:
         """
         flat = tree.flatten(state.params)
         trained = {path: flat[path] for path in self.trainable}
-        z, expected = self.mechanism.noise_multiplier, self.mechanism.sampling.expected_batch_size
-        one = total.sensitivity.new_ones(1, dtype=torch.float64)
-        sums = {path: _rows(total.value[path], one) for path in self.trainable}
+        expected = self.mechanism.sampling.expected_batch_size
         copies = {path: self.copies[path] for path in self.trainable if path in self.copies}
-        scale = total.sensitivity.double() * z if z else None
-        self.noisy(trained, state.opt, sums, copies, key=key, noise_scale=scale, expected_batch_size=expected)
+        if isinstance(self.rule, Momentum):
+            sums = self._through_front(state, total, trained, key)
+            self.noisy(trained, state.opt[1:], sums, copies, key=key, noise_scale=None, expected_batch_size=1.0)
+        else:
+            z, one = self.mechanism.noise_multiplier, _one(total)
+            sums = {path: _rows(total.value[path], one) for path in self.trainable}
+            scale = total.sensitivity.double() * z if z else None
+            self.noisy(trained, state.opt, sums, copies, key=key, noise_scale=scale, expected_batch_size=expected)
         clip = self.mechanism.clip.update(state.clip, tally, key, expected)
         tree.map(lambda old, new: old.copy_(new), state.clip, clip)
         state.step.add_(1)
         self.seen = _marks(flat)
         return state
+
+    def _through_front(self, state: TrainState, total: ClippedSum, trained: Flat, key: Key) -> dict[Path, Weighted]:
+        """What the optimizer in front makes of the noisy mean; its state is written into the old one."""
+        assert isinstance(self.rule, Momentum)
+        assert self.mean is not None
+        one = _one(total)
+        mean = self.mean(total, key, state.params)
+        precise = {path: cast(leaf, torch.promote_types(leaf.dtype, torch.float32)) for path, leaf in trained.items()}
+        updates, after = self.rule.front.update(mean, state.opt[0], precise)
+        tree.map(lambda old, new: old.copy_(new), state.opt[0], after)
+        return {path: _rows(leaf.contiguous(), one) for path, leaf in tree.flatten(updates).items()}
+
+
+def _one(total: ClippedSum) -> Tensor:
+    return total.sensitivity.new_ones(1, dtype=torch.float64)
 
 
 def _rows(leaf: Tensor | Weighted, one: Tensor) -> Weighted:

@@ -1,4 +1,4 @@
-"""AdamW on a noisy mean, from sums that are not yet made, in place and in one pass over every leaf.
+"""AdamW, or momentum, on a noisy mean, from sums that are not yet made, in place and in one pass over every leaf.
 
     params, moments <- adamw((sum_s factors_s rows_s + noise_scale N(0, I)) / expected_batch_size)
 
@@ -22,8 +22,9 @@ from torch import Tensor
 
 from fdp import keys, tree
 from fdp.optimizers.adam import AdamState, unbias
-from fdp.optimizers.base import AdamW
+from fdp.optimizers.base import AdamW, Momentum
 from fdp.optimizers.schedules import as_schedule
+from fdp.optimizers.sgd import TraceState
 from fdp.optimizers.transforms import ScheduleState
 from fdp.types import FdpError, Flat, Key, Path, Place, Tree, Weighted
 
@@ -40,8 +41,8 @@ class NoisyUpdate:
       - every tensor of the optimizer's state keeps its place, shape and dtype.
     """
 
-    def __init__(self, adamw: AdamW) -> None:
-        self.adamw = adamw
+    def __init__(self, rule: AdamW | Momentum) -> None:
+        self.rule = rule
         self._tables = Tables()
         self._nonces: dict[tuple, Int[Tensor, "paths 3"]] = {}
 
@@ -67,9 +68,9 @@ class NoisyUpdate:
             raise FdpError(f"sums: expected the leaves of params, got others or fewer: {differ[:4]}")
         if not expected_batch_size > 0:
             raise FdpError(f"expected_batch_size: expected a number > 0, got {expected_batch_size}")
-        adam = _adam_state(opt_state, params)
-        scalars = self._scalars(adam, opt_state, noise_scale, expected_batch_size)
-        leaves, odd = self._leaves(params, adam, sums, copies or {}, places)
+        moments = _moments(opt_state, params, self.rule)
+        scalars = self._scalars(moments, opt_state, noise_scale, expected_batch_size)
+        leaves, odd = self._leaves(params, moments, sums, copies or {}, places)
         hyper = self._hyper()
         children = None if noise_scale is None else self._children(key, [*leaves, *odd])
         update_leaves_(
@@ -86,42 +87,52 @@ class NoisyUpdate:
                 part.step.add_(1)
 
     def _hyper(self) -> Hyper:
-        a = self.adamw
-        return Hyper(a.b1, a.b2, a.eps, a.weight_decay, a.noise_std or 0.0, a.eps_root)
+        match self.rule:
+            case AdamW() as a:
+                return Hyper(a.b1, a.b2, a.eps, a.weight_decay, a.noise_std or 0.0, a.eps_root)
+            case Momentum() as m:
+                return Hyper(m.momentum, None, 0.0, m.weight_decay, 0.0, 0.0)
 
     def _scalars(
-        self, adam: AdamState, opt_state: Tree, noise_scale: Tensor | None, expected_batch_size: float
+        self, moments: AdamState | TraceState, opt_state: Tree, noise_scale: Tensor | None, expected_batch_size: float
     ) -> Float[Tensor, " 5"]:
-        step = adam.step + 1
-        rate = as_schedule(self.adamw.learning_rate)
-        at = opt_state[-1].step if isinstance(opt_state[-1], ScheduleState) else adam.step
-        zero = torch.zeros((), dtype=torch.float64, device=step.device)
+        first = tree.leaves(moments)[0]
+        zero = torch.zeros((), dtype=torch.float64, device=first.device)
         scale = zero if noise_scale is None else noise_scale.to(zero)
-        factors = unbias(self.adamw.b1, step), unbias(self.adamw.b2, step)
+        rate = as_schedule(self.rule.learning_rate)
+        step, factors = zero, (zero + 1, zero + 1)
+        if isinstance(moments, AdamState) and isinstance(self.rule, AdamW):
+            step = moments.step
+            factors = unbias(self.rule.b1, step + 1), unbias(self.rule.b2, step + 1)
+        at = opt_state[-1].step if isinstance(opt_state[-1], ScheduleState) else step
         return torch.stack([scale, zero + 1 / expected_batch_size, *factors, rate(at).to(zero)])
 
     def _leaves(
         self,
         params: Flat,
-        adam: AdamState,
+        moments: AdamState | TraceState,
         sums: Mapping[Path, Weighted],
         copies: Mapping[Path, Tensor],
         places: Mapping[Path, Place] | None,
     ) -> tuple[dict[Path, Leaf], dict[Path, Leaf]]:
         """The leaves that the kernel takes, and the others."""
-        means, squares = tree.flatten(adam.mean), tree.flatten(adam.square)
-        decays = {} if self.adamw.mask is None else tree.flatten(self.adamw.mask(params))
+        if isinstance(moments, AdamState):
+            means, squares = tree.flatten(moments.mean), tree.flatten(moments.square)
+        else:
+            means, squares = tree.flatten(moments.momentum), {}
+        mask = self.rule.mask if isinstance(self.rule, AdamW) else None
+        decays = {} if mask is None else tree.flatten(mask(params))
         taken, odd = {}, {}
         for path, param in params.items():
             first = 0 if places is None else _first(places[path])
-            decay = self.adamw.weight_decay > 0 and bool(decays.get(path, True))
+            decay = self.rule.weight_decay > 0 and bool(decays.get(path, True))
             rows, factors = sums[path]
             if rows.shape[1:] != param.shape or factors.shape != rows.shape[:1]:
                 raise FdpError(
                     f"sums[{path!r}]: expected rows of shape (samples, *{tuple(param.shape)}) and a factor for each, "
                     f"got {tuple(rows.shape)} and {tuple(factors.shape)}"
                 )
-            leaf = Leaf(rows, factors, param, means[path], squares[path], copies.get(path), first or 0, decay)
+            leaf = Leaf(rows, factors, param, means[path], squares.get(path), copies.get(path), first or 0, decay)
             (taken if first is not None and fits(leaf) else odd)[path] = leaf
         return taken, odd
 
@@ -133,13 +144,18 @@ class NoisyUpdate:
         return keys.fold_in_nonces(key, self._nonces[which])
 
 
-def _adam_state(opt_state: Tree, params: Flat) -> AdamState:
-    adam = opt_state[0] if isinstance(opt_state, tuple) and opt_state else None
-    if not isinstance(adam, AdamState) or tree.paths(adam.mean) != tree.paths(params):
+def _moments(opt_state: Tree, params: Flat, rule: AdamW | Momentum) -> AdamState | TraceState:
+    """Those of the optimizer's state that the rule goes by."""
+    kind = AdamState if isinstance(rule, AdamW) else TraceState
+    parts = opt_state if isinstance(opt_state, tuple) else ()
+    found = next((part for part in parts if isinstance(part, kind)), None)
+    held = () if found is None else found.mean if isinstance(found, AdamState) else found.momentum
+    if found is None or tree.paths(held) != tree.paths(params):
         raise FdpError(
-            "opt_state: expected that of adam or adamw for these parameters, by path; call optimizer.init(params)"
+            f"opt_state: expected that of {'adam or adamw' if kind is AdamState else 'momentum'} for these parameters, "
+            f"by path; call optimizer.init(params)"
         )
-    return adam
+    return found
 
 
 def _first(place: Place) -> int | None:

@@ -32,7 +32,7 @@ from fdp.collectives import Axis
 from fdp.init import Init, Window
 from fdp.mesh import AXES
 from fdp.model import Model
-from fdp.types import FdpError, Key, Path, Place, Tree
+from fdp.types import Batch, FdpError, Key, Path, Place, Share, TrainState, Tree
 
 
 class Zero(Enum):
@@ -296,6 +296,28 @@ def globalize_state(state: Tree, shapes: Tree, sharding: Sharding) -> Tree:
         cuts = tuple((axis, dim) for axis, dim in leaf.cuts if shape[dim] == leaf.shape[dim])
         flat[name] = _wrap(part, shape, cuts, sharding)
     return tree.unflatten(state, flat)
+
+
+def check_placed(state: TrainState, batch: Batch, sharding: Sharding | None) -> None:
+    """Refuse a state that is not placed as the step expects, and another rank's samples."""
+    for path, leaf in tree.flatten(state.params).items():
+        if isinstance(leaf, DTensor) and sharding is None:
+            raise FdpError(
+                f"{path}: expected a plain tensor, since the step has no sharding and every rank would clip and noise "
+                f"on its own, got a DTensor; give make_train_step the sharding of the state"
+            )
+        part = leaf.to_local() if isinstance(leaf, DTensor) else leaf
+        if sharding is not None and tuple(part.shape) != sharding.leaves[path].part:
+            raise FdpError(
+                f"{path}: expected a part of shape {sharding.leaves[path].part}, got {tuple(part.shape)}; give "
+                f"init_state and make_train_step the same sharding"
+            )
+    mine = Share(0, 1) if sharding is None else Share(sharding.rank, sharding.ranks)
+    if batch.share != mine:
+        raise FdpError(
+            f"batch: expected the share of rank {mine.rank} of {mine.ranks}, got that of rank {batch.share.rank} of "
+            f"{batch.share.ranks}; call sample_batch(..., rank=sharding.rank, ranks=sharding.ranks)"
+        )
 
 
 def globalize(parts: Tree, like: Tree) -> Tree:

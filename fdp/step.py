@@ -20,7 +20,6 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fdp import tree
 from fdp.block_loop import Memory
@@ -44,6 +43,7 @@ from fdp.sharding import (
     Sharding,
     Zero,
     as_dtensor,
+    check_placed,
     gathered_view,
     globalize,
     globalize_state,
@@ -51,7 +51,7 @@ from fdp.sharding import (
     places,
 )
 from fdp.traffic import gather_all, gather_samples, reduce_all, sum_over_samples
-from fdp.types import Batch, ClippedSum, FdpError, Flat, Key, Metrics, Path, Share, Step, TrainState, Tree, Weighted
+from fdp.types import Batch, ClippedSum, FdpError, Flat, Key, Metrics, Path, Step, TrainState, Tree, Weighted
 
 Precondition: TypeAlias = Callable[[TrainState], Mapping[Path, Sides]]
 """What every sample's gradient is multiplied by before it is clipped, leaf by leaf: out of the state, which has seen
@@ -184,12 +184,7 @@ def compose(stages: Stages, *, donate: Sequence[str] = (), cuda_graph: bool = Fa
     compiled, fused = stages.compile is Compile.STEP, stages.fused if donate else None
 
     def finish(state: TrainState, total: ClippedSum, tally: Tensor, key: Key) -> TrainState:
-        mean: Flat = {}
-        for path in list(total.value):  # leaf by leaf, each wide sum released as soon as it is noised
-            value = total.value[path] if compiled else total.value.pop(path)
-            value = value.total() if isinstance(value, Weighted) else value
-            mean |= stages.mean(stages.noise(total._replace(value={path: value}), key), state.params)
-            del value
+        mean = _noisy_mean(stages.noise, stages.mean, total, key, state.params, release=not compiled)
         after = stages.update(state, mean, tally, key)
         return _write_into(state, after) if donate else after
 
@@ -206,7 +201,7 @@ def compose(stages: Stages, *, donate: Sequence[str] = (), cuda_graph: bool = Fa
     run = captured(body) if cuda_graph else body
 
     def train_step(state: TrainState, batch: Batch, key: Key) -> tuple[TrainState, Metrics]:
-        _check_fits(state, batch, stages.sharding)
+        check_placed(state, batch, stages.sharding)
         here = localize(state)
         if fused is not None and cuda_graph:
             fused.attend(here.params)  # a replay does not
@@ -255,9 +250,17 @@ def make_stages(
     reductions = LOCAL if sharding is None else sharded_reductions(sharding)
     memory = Memory(checkpoint_activations, offload.params, CPU if offload.grads else None)
     blocks = Blocks() if compile is Compile.BLOCK else None
+    rule = optimizer.adamw or optimizer.descent
     fused = None
-    if compile is Compile.BLOCK and optimizer.adamw is not None and sharding is None and not any(offload):
-        fused = FusedUpdate(model, optimizer.adamw, mechanism, plan.dtype)
+    if compile is Compile.BLOCK and rule is not None and sharding is None and not any(offload):
+        fused = FusedUpdate(
+            model,
+            rule,
+            mechanism,
+            plan.dtype,
+            mean=lambda total, key, params: _noisy_mean(noise, mean_of, total, key, params, release=True),
+        )
+    made = fused is None or optimizer.adamw is None
 
     def weights(params: Tree, device: torch.device) -> Tree:
         if fused is not None:
@@ -272,13 +275,13 @@ def make_stages(
         params: Tree, clip_state: Tree, data: Tree, mask: Tensor, sides: Mapping[Path, Sides] = NO_SIDES
     ) -> Part:
         if not plan.private:
-            return _plain_part(model, plan, params, data, mask, inside, memory, blocks, made=fused is None)
+            return _plain_part(model, plan, params, data, mask, inside, memory, blocks, made=made)
         mapped = partial(map_record, sides) if sides else as_it_is
         losses, norms, stash = per_sample_norms(
             model, params, data, plan=plan, sharding=inside, memory=memory, blocks=blocks, mapped=mapped
         )
         clip = mechanism.clip.clip(norms, clip_state).masked(mask)
-        total = clipped_sum(stash, clip, made=fused is None)
+        total = clipped_sum(stash, clip, made=made)
         tally = mechanism.clip.tally(norms, mask, clip_state)
         return Part(total, tally, Metrics(losses, norms.total(), clip.smallest(), mask))
 
@@ -308,6 +311,25 @@ def make_stages(
     return Stages(weights, sides_of, gradient, reduce, noise, mean_of, update, sharding, compile, fused, repeats)
 
 
+def _noisy_mean(
+    noise: Callable[[ClippedSum, Key], Flat],
+    mean: Callable[[Flat, Tree], Flat],
+    total: ClippedSum,
+    key: Key,
+    params: Tree,
+    *,
+    release: bool,
+) -> Flat:
+    """Leaf by leaf, each wide sum released as soon as it is noised."""
+    made: Flat = {}
+    for path in list(total.value):
+        value = total.value.pop(path) if release else total.value[path]
+        value = value.total() if isinstance(value, Weighted) else value
+        made |= mean(noise(total._replace(value={path: value}), key), params)
+        del value
+    return made
+
+
 def _plain_part(
     model: Model,
     plan: Plan,
@@ -325,28 +347,6 @@ def _plain_part(
     )
     metrics = Metrics(losses, torch.full_like(losses, torch.nan), torch.ones_like(losses), mask)
     return Part(ClippedSum(value, losses.new_full((), torch.inf)), losses.new_zeros(()), metrics)
-
-
-def _check_fits(state: TrainState, batch: Batch, sharding: Sharding | None) -> None:
-    """Refuse a state that is not placed as the step expects, and another rank's samples."""
-    for path, leaf in tree.flatten(state.params).items():
-        if isinstance(leaf, DTensor) and sharding is None:
-            raise FdpError(
-                f"{path}: expected a plain tensor, since the step has no sharding and every rank would clip and noise "
-                f"on its own, got a DTensor; give make_train_step the sharding of the state"
-            )
-        part = leaf.to_local() if isinstance(leaf, DTensor) else leaf
-        if sharding is not None and tuple(part.shape) != sharding.leaves[path].part:
-            raise FdpError(
-                f"{path}: expected a part of shape {sharding.leaves[path].part}, got {tuple(part.shape)}; give "
-                f"init_state and make_train_step the same sharding"
-            )
-    mine = Share(0, 1) if sharding is None else Share(sharding.rank, sharding.ranks)
-    if batch.share != mine:
-        raise FdpError(
-            f"batch: expected the share of rank {mine.rank} of {mine.ranks}, got that of rank {batch.share.rank} of "
-            f"{batch.share.ranks}; call sample_batch(..., rank=sharding.rank, ranks=sharding.ranks)"
-        )
 
 
 def all_microbatches(stages: Stages, here: TrainState, batch: Batch) -> Part:

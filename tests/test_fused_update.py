@@ -18,10 +18,22 @@ from fdp.mechanism import Mechanism
 from fdp.methods import Method, make_plan
 from fdp.models import mlp
 from fdp.noise import add_gaussian, scale
-from fdp.optimizers import Optimizer, adam, adamw, apply_updates, warmup_cosine
+from fdp.optimizers import (
+    Optimizer,
+    adam,
+    adamw,
+    add_decayed_weights,
+    apply_updates,
+    chain,
+    scale_by_learning_rate,
+    scale_by_schedule,
+    trace,
+    warmup_cosine,
+)
+from fdp.optimizers.base import Momentum
 from fdp.sampling import poisson
 from fdp.step import Compile, init_state, make_train_step
-from fdp.types import Batch, ClippedSum, FdpError, TrainState, Weighted
+from fdp.types import Batch, ClippedSum, FdpError, Flat, TrainState, Weighted
 
 MODEL = mlp(widths=(5, 7, 6), classes=3)
 EXPECTED = 8.0
@@ -32,7 +44,15 @@ def no_vectors(params: Any) -> Any:
     return tree.map(lambda leaf: leaf.ndim > 1, params)
 
 
+def by_halves() -> Optimizer:
+    """Momentum on half of the gradient: something in front, with a state of its own."""
+    front = scale_by_schedule(lambda step: 0.5 + step.double())
+    parts = [front, trace(0.8), add_decayed_weights(0.1), scale_by_learning_rate(1e-2)]
+    return chain(*parts)._replace(descent=Momentum(front, 1e-2, 0.8, 0.1))
+
+
 OPTIMIZERS = {
+    "momentum": by_halves,
     "adam": partial(adam, 1e-2),
     "adamw": partial(adamw, 1e-2, weight_decay=0.1),
     "mask-schedule": partial(adamw, warmup_cosine(3e-2, warmup_steps=2, steps=9), weight_decay=0.1, mask=no_vectors),
@@ -78,8 +98,14 @@ def plain(
 
 
 def fused_of(optimizer: Optimizer, mechanism: Mechanism, dtype=torch.float32, model=MODEL) -> FusedUpdate:
-    assert optimizer.adamw is not None
-    return FusedUpdate(model, optimizer.adamw, mechanism, dtype)
+    rule = optimizer.adamw or optimizer.descent
+    assert rule is not None
+    return FusedUpdate(model, rule, mechanism, dtype, mean=partial(mean_of, mechanism=mechanism))
+
+
+def mean_of(total: ClippedSum, key: Tensor, params: Any, mechanism: Mechanism) -> Flat:
+    noisy = add_gaussian(total.made(), key=key, noise_multiplier=mechanism.noise_multiplier)
+    return {path: leaf.float() for path, leaf in scale(noisy, 1 / EXPECTED).items()}
 
 
 @pytest.mark.parametrize("z", [0.0, 1.3])
@@ -246,3 +272,22 @@ def test_a_step_that_may_not_write_takes_the_plain_end(monkeypatch):
     after, _ = step(state, Batch(data, torch.ones(1, 4)), keys.key(0))
     assert all(map(torch.equal, tree.leaves(before), tree.leaves(state)))
     assert not torch.equal(tree.leaves(after.params)[0], tree.leaves(state.params)[0])
+
+
+@pytest.mark.parametrize("z", [0.0, 1.3])
+def test_a_private_step_with_something_in_front_is_the_plain_step(z, monkeypatch):
+    """Noise before the front, once, and its draws those of the plain step."""
+    monkeypatch.setattr(fdp.step, "Blocks", lambda: SHARED)
+    optimizer, mechanism = by_halves(), mechanism_of(z=z)
+    draw = torch.Generator().manual_seed(1)
+    data = {"image": torch.randn(1, 4, 5, generator=draw), "label": torch.tensor([[0, 1, 2, 0]])}
+    plan = make_plan(MODEL, MODEL.init(keys.key(0)), tree.map(lambda leaf: leaf[0], data))
+    made = []
+    for compile in (Compile.NONE, Compile.BLOCK):
+        donate = ("state",)
+        step = make_train_step(MODEL, optimizer, mechanism=mechanism, plan=plan, donate=donate, compile=compile)
+        state = state_of(optimizer, mechanism)
+        for t in range(3):
+            state, _ = step(state, Batch(data, torch.ones(1, 4)), keys.key(t))
+        made.append(tree.flatten(state))
+    torch.testing.assert_close(made[1], made[0], rtol=1e-5, atol=1e-6)

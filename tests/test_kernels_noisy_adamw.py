@@ -1,4 +1,4 @@
-"""Noise, mean and AdamW in one pass: the body against its reference, the reference against ``torch.optim``."""
+"""Noise, mean and AdamW in one pass, or momentum: the body against its reference, that against ``torch.optim``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 interpreted = pytest.mark.skipif(not chacha20.INTERPRETED, reason="Triton's interpreter runs where there is no GPU")
 HYPER = Hyper(b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.1, noise_std=0.0, eps_root=0.0)
+MOMENTUM = Hyper(b1=0.8, b2=None, eps=0.0, weight_decay=0.1, noise_std=0.0, eps_root=0.0)
 SCALARS = torch.tensor([0.7, 1 / 3, 1.9, 1.2, 0.01], dtype=torch.float64)
 DRAW = torch.Generator().manual_seed(0)
 
@@ -48,7 +49,7 @@ def keys_of(leaves: list[Leaf], seed: int = 1) -> Tensor:
 
 
 def written(leaf: Leaf) -> list[Tensor]:
-    return [leaf.param, leaf.mean, leaf.square, *([] if leaf.copy is None else [leaf.copy])]
+    return [tensor for tensor in (leaf.param, leaf.mean, leaf.square, leaf.copy) if tensor is not None]
 
 
 def assert_same(got: list[Leaf], want: list[Leaf], *, rtol: float = 2e-6, atol: float = 2e-7) -> None:
@@ -163,6 +164,26 @@ def test_the_body_equals_its_reference_on_all_kinds_of_leaves(hyper):
             assert all(torch.equal(a, b) for x, y in zip(got, again) for a, b in zip(written(x), written(y)))
 
 
+@pytest.mark.parametrize("update", IMPLEMENTATIONS)
+def test_without_a_second_moment_it_is_momentum(update):
+    for leaf in [leaf._replace(square=None) for leaf in ragged()]:
+        rows = torch.where(leaf.factors.view(-1, *[1] * leaf.param.ndim) == 0, 0.0, leaf.rows.double())
+        g = (torch.einsum("s...,s->...", rows, leaf.factors.double()) * SCALARS[1]).float()
+        m = MOMENTUM.b1 * leaf.mean + g
+        p = leaf.param - SCALARS[4].float() * (m + (MOMENTUM.weight_decay if leaf.decay else 0.0) * leaf.param)
+        update([leaf], None, SCALARS, MOMENTUM)
+        torch.testing.assert_close(leaf.mean, m, rtol=2e-6, atol=2e-7)
+        torch.testing.assert_close(leaf.param, p, rtol=2e-6, atol=2e-7)
+
+
+@pytest.mark.parametrize("hyper", [MOMENTUM, HYPER])
+def test_a_second_moment_goes_with_its_decay(hyper):
+    leaf = leaf_of(1, (16,))
+    leaf = leaf if hyper is MOMENTUM else leaf._replace(square=None)
+    with pytest.raises(ValueError, match=r"leaf 0: expected a second moment where hyper\.b2 is given"):
+        kernel.update_([leaf], None, SCALARS, hyper, Tables())
+
+
 @interpreted
 def test_a_part_gets_its_part_of_the_noise():
     whole = leaf_of(1, (40, 20), copy=None)
@@ -246,6 +267,15 @@ def realistic() -> list[Leaf]:
         leaf_of(33, (100, 16), dtype=bf16, copy=torch.float32),
         leaf_of(1, ()),
     ]
+
+
+@pytest.mark.gpu
+def test_gpu_without_a_second_moment_equals_the_reference():
+    leaves = [leaf._replace(square=None) for leaf in ragged()]
+    got, want = clones(leaves, "cuda"), clones(leaves)
+    kernel.update_(got, None, SCALARS.cuda(), MOMENTUM, Tables())
+    kernel.noisy_adamw_reference_(want, None, SCALARS, MOMENTUM)
+    assert_same(got, want)
 
 
 @pytest.mark.gpu

@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import fdp.step
 from fdp import checkpoint, data, keys, ops, optimizers, tree
 from fdp.clipping import flat
+from fdp.compiled import Blocks
 from fdp.kfac import factors
 from fdp.kfac.config import Distribution, KfacConfig
 from fdp.kfac.fisher import Fisher
@@ -326,6 +328,7 @@ def test_an_inverse_that_fails_keeps_the_last_and_is_counted(monkeypatch: pytest
     model, params = classifier()
     k = kfac(model, images(3), learning_rate=1.0, config=settings(), dtype=torch.float64)
     state = refreshed(k, stated(k, params), images(3))
+    monkeypatch.setattr("fdp.kfac.refresh.invert_many", lambda layers, **_: dict.fromkeys(layers))
     monkeypatch.setattr("fdp.kfac.refresh.invert_or_keep", lambda *_, **__: (None, False))
     after = find(refreshed(k, state, images(3, seed=5), 10).opt)
     assert int(after.failures) == len(k.plan.layers)
@@ -509,3 +512,27 @@ def resumed_ring(folder: str) -> bool:
 @pytest.mark.ranks
 def test_a_ring_is_saved_with_the_columns_of_every_rank(tmp_path: Path) -> None:
     assert run_on_ranks(resumed_ring, 2, str(tmp_path)) == [True, True]
+
+
+# The fused end of a step
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_a_donated_step_of_compiled_blocks_is_the_plain_step(decay, monkeypatch):
+    """Momentum, decay, learning rate and cast in one pass behind K-FAC; noise, here none, and mean before it."""
+    monkeypatch.setattr(fdp.step, "Blocks", lambda: Blocks(backend="eager"))
+    model = mlp(widths=(6, 5), classes=3)
+    data = {"image": randn(8, 6), "label": torch.arange(8) % 3}
+    mechanism = Mechanism(poisson(64, expected_batch_size=8), flat(max_norm=1.0), 0.0)
+    plan = make_plan(model, model.init(KEY), data, method=Method.NONE)
+    made = []
+    for compile in (Compile.NONE, Compile.BLOCK):
+        config = settings(momentum=0.8, weight_decay=decay, kl_clip=1e-3)
+        k = kfac(model, data, learning_rate=optimizers.warmup_cosine(0.3, warmup_steps=1, steps=9), config=config)
+        step = make_train_step(model, k.optimizer, mechanism=mechanism, plan=plan, donate=("state",), compile=compile)
+        state = k.settled(init_state(model, model.init(KEY), k.optimizer, mechanism))
+        for t in range(4):
+            state = k.refresh(state, data, torch.ones(8), keys.fold_in(KEY, t), t)
+            state, _ = step(state, Batch(tree.map(lambda x: x[None], data), torch.ones(1, 8)), keys.fold_in(KEY, t))
+        made.append(tree.flatten(state))
+    torch.testing.assert_close(made[1], made[0], rtol=1e-5, atol=1e-6)

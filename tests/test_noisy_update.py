@@ -14,6 +14,7 @@ from fdp.noise import add_gaussian, scale
 from fdp.noisy_update import NoisyUpdate, _first
 from fdp.optimizers import Optimizer, adam, adamw, apply_updates, chain, clip_by_global_norm, warmup_cosine
 from fdp.optimizers.adam import AdamState
+from fdp.optimizers.base import Momentum
 from fdp.types import ClippedSum, FdpError, Flat, Place, Weighted
 
 SHAPES = {"blocks.0.w": (6, 5), "embed": (7, 16), "norm": (5,), "one": ()}
@@ -25,7 +26,15 @@ def no_vectors(params: Any) -> Any:
     return tree.map(lambda leaf: leaf.ndim > 1, params)
 
 
+def momentum(learning_rate: Any, *, weight_decay: float) -> Optimizer:
+    parts = [optimizers.trace(0.8), optimizers.add_decayed_weights(weight_decay)]
+    whole = chain(*parts, optimizers.scale_by_learning_rate(learning_rate))
+    return whole._replace(descent=Momentum(optimizers.scale(1.0), learning_rate, 0.8, weight_decay))
+
+
 OPTIMIZERS = {
+    "momentum": lambda: momentum(1e-2, weight_decay=0.0),
+    "momentum-schedule": lambda: momentum(RATE, weight_decay=0.1),
     "adam": lambda: adam(1e-2),
     "adam-schedule": lambda: adam(RATE, b1=0.5, b2=0.7),
     "adamw": lambda: adamw(1e-2, weight_decay=0.1),
@@ -36,8 +45,9 @@ OPTIMIZERS = {
 
 
 def fused(optimizer: Optimizer) -> NoisyUpdate:
-    assert optimizer.adamw is not None
-    return NoisyUpdate(optimizer.adamw)
+    rule = optimizer.adamw or optimizer.descent
+    assert rule is not None
+    return NoisyUpdate(rule)
 
 
 def params_of(dtype: torch.dtype = torch.float32, seed: int = 0) -> Flat:
@@ -172,7 +182,7 @@ def test_only_adam_and_adamw_say_that_they_are():
         optimizers.lamb(1e-3),
         optimizers.adafactor(1e-3),
     ]
-    assert all(other.adamw is None for other in others)
+    assert all(other.adamw is None and other.descent is None for other in others)
 
 
 def test_bad_arguments_are_refused_and_change_nothing():
@@ -187,6 +197,7 @@ def test_bad_arguments_are_refused_and_change_nothing():
         ("sums: expected the leaves", lambda: update_(params, state, fewer, **good)),
         ("opt_state: expected", lambda: update_(params, optimizers.sgd(0.1).init(params), sums, **good)),
         ("opt_state: expected", lambda: update_(params, optimizer.init({"a": torch.ones(2)}), sums, **good)),
+        ("expected that of momentum", lambda: fused(momentum(0.1, weight_decay=0.0))(params, state, sums, **good)),
         ("expected_batch_size", lambda: update_(params, state, sums, **{**good, "expected_batch_size": 0.0})),
         ("expected an int64 tensor", lambda: update_(params, state, sums, **{**good, "key": torch.zeros(8)})),
         ("sums\\['norm'\\]: expected rows", lambda: update_(params, state, wrong_rows, **good)),

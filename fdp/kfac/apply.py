@@ -3,7 +3,8 @@
     Sides     G -> L G R
     Product   G -> Q_L ((Q_L^T G Q_R) * scale) Q_R^T
 
-What is stored in half precision is widened to float32 first; results have the dtype of what came in.
+What is stored in half precision is widened to float32 first; results have the dtype of what came in. What was computed
+in half precision has no more than eight bits: its products are ``rounded`` to eleven on a GPU, at a fifth of the time.
 
     >>> update = precondition(preconditioner, gradient)                    # (rows, columns)
     >>> y = apply_map(preconditioner.left, y)                              # (n, k)
@@ -15,39 +16,52 @@ from __future__ import annotations
 from functools import reduce
 
 import torch
+from fdp_kernels.rounded_product import padded, rounded_product
 from jaxtyping import Float
 from torch import Tensor
 
+from fdp.kfac.factors import HALF
 from fdp.kfac.types import Map, MatrixMap, Preconditioner, Product, Sides
 
 
 def precondition(
-    preconditioner: Preconditioner, gradient: Float[Tensor, "rows columns"]
+    preconditioner: Preconditioner, gradient: Float[Tensor, "rows columns"], *, rounded: bool = False
 ) -> Float[Tensor, "rows columns"]:
-    """``F^-1 G``, or the power of F that was asked for."""
+    """``F^-1 G``, or the power of F that was asked for. ``rounded``: G was computed in half precision."""
     match preconditioner:
         case Sides(left, right):
             done = gradient.to(_widest(gradient))
-            done = done if left is None else apply_map(left, done)
-            return (done if right is None else apply_rows(right, done)).to(gradient.dtype)
+            done = done if left is None else apply_map(left, done, rounded=rounded)
+            return (done if right is None else apply_rows(right, done, rounded=rounded)).to(gradient.dtype)
         case Product():
             left, right, scale, g = (x.to(_widest(gradient, *preconditioner)) for x in (*preconditioner, gradient))
-            return (left @ ((left.mT @ g @ right) * scale) @ right.mT).to(gradient.dtype)
+            inside = _times(_times(left.mT, g, rounded), right, rounded) * scale
+            return _times(_times(left, inside, rounded), right.mT, rounded).to(gradient.dtype)
 
 
-def apply_map(map: Map, y: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:
+def apply_map(map: Map, y: Float[Tensor, "n k"], *, rounded: bool = False) -> Float[Tensor, "n k"]:
     """``map y``."""
-    return apply_rows(map, y.mT).mT
+    return apply_rows(map, y.mT, rounded=rounded).mT
 
 
-def apply_rows(map: Map, rows: Float[Tensor, "*tokens n"]) -> Float[Tensor, "*tokens n"]:
+def apply_rows(map: Map, rows: Float[Tensor, "*tokens n"], *, rounded: bool = False) -> Float[Tensor, "*tokens n"]:
     """``rows map``: the map of every row, as it is symmetric."""
+    rounded = rounded or rows.dtype in HALF
     x, *parts = (part.to(_widest(rows, *map)) for part in (rows, *map))
     if isinstance(map, MatrixMap):
-        return (x @ parts[0]).to(rows.dtype)
+        return _times(x, parts[0], rounded).to(rows.dtype)
     diagonal, columns, core = parts
-    low = ((x @ columns) @ core) @ columns.mT if columns.shape[1] else 0.0
-    return (x * diagonal + low).to(rows.dtype)
+    scaled = x * diagonal
+    if columns.shape[1]:
+        scaled = scaled + _times(_times(_times(x, columns, rounded), core, rounded), columns.mT, rounded)
+    return scaled.to(rows.dtype)
+
+
+def _times(x: Float[Tensor, "*tokens n"], matrix: Float[Tensor, "n k"], rounded: bool) -> Float[Tensor, "*tokens k"]:
+    if not (rounded and x.is_cuda):
+        return x @ matrix
+    flat, k = x.reshape(-1, x.shape[-1]), matrix.shape[1]
+    return rounded_product(padded(flat, rows=1), padded(matrix))[:, :k].unflatten(0, x.shape[:-1])
 
 
 def _widest(*tensors: Tensor) -> torch.dtype:

@@ -26,6 +26,7 @@ from fdp.block_loop import ALL_KEPT, Memory
 from fdp.compiled import Blocks
 from fdp.kfac.apply import precondition
 from fdp.kfac.config import Distribution, KfacConfig
+from fdp.kfac.factors import HALF
 from fdp.kfac.layers import Survey
 from fdp.kfac.parts import precondition_parts
 from fdp.kfac.places import Placed, ring_sides
@@ -37,9 +38,9 @@ from fdp.kfac.woodbury import Power
 from fdp.model import Model
 from fdp.optimizers import LOCAL, Optimizer, Reductions, Schedule, add_decayed_weights, chain, scale_by_learning_rate
 from fdp.optimizers import trace as momentum_trace
-from fdp.optimizers.base import once
+from fdp.optimizers.base import Momentum, once
 from fdp.optimizers.schedules import as_schedule
-from fdp.optimizers.transforms import times
+from fdp.optimizers.transforms import times_all
 from fdp.sharding import Sharding
 from fdp.types import FdpError, Key, TrainState, Tree
 
@@ -91,10 +92,14 @@ def kfac(
     ``view`` as in :func:`fdp.kfac.state.plan_kfac`.
     """
     plan = plan_kfac(model, microbatch, config=config, sharding=sharding, dtype=dtype, view=view)
-    parts = [scale_by_kfac(plan, learning_rate=learning_rate)]
+    front = scale_by_kfac(plan, learning_rate=learning_rate)
+    parts = [front]
     parts += [momentum_trace(config.momentum)] if config.momentum else []
     parts += [add_decayed_weights(config.weight_decay)] if config.weight_decay else []
-    return Kfac(chain(*parts, scale_by_learning_rate(learning_rate)), plan, memory, blocks)
+    optimizer = chain(*parts, scale_by_learning_rate(learning_rate))
+    if config.momentum:
+        optimizer = optimizer._replace(descent=Momentum(front, learning_rate, config.momentum, config.weight_decay))
+    return Kfac(optimizer, plan, memory, blocks)
 
 
 def scale_by_kfac(plan: KfacPlan, *, learning_rate: float | Schedule) -> Optimizer:
@@ -117,7 +122,7 @@ def scale_by_kfac(plan: KfacPlan, *, learning_rate: float | Schedule) -> Optimiz
             if isinstance(preconditioner, RingSides):
                 done = precondition_ring(preconditioner, gradient, plan.sharding)
             else:
-                done = precondition(preconditioner, gradient)
+                done = precondition(preconditioner, gradient, rounded=plan.known.plan.dtype in HALF)
             # Of the whole layer, on every rank. A root meets gradients that one root has been applied to: |F^-1/2 g|^2.
             other = gradient if config.power is Power.ROOT else done
             dots.append((gradient * other).sum(dtype=torch.float64))
@@ -130,7 +135,7 @@ def scale_by_kfac(plan: KfacPlan, *, learning_rate: float | Schedule) -> Optimiz
             dot = torch.stack([*dots, *(square.double() for square in squares.values())]).sum()
             most = (config.kl_clip / (rate(state.step).square() * dot.abs())).sqrt()
             factor = once(most.clamp(max=1))
-            done = {path: times(leaf, factor) for path, leaf in done.items()}
+            done = dict(zip(done, times_all(list(done.values()), factor)))
         return tree.unflatten(grads, done), state._replace(step=state.step + 1)
 
     return Optimizer(begin, update, measures=config.power is Power.INVERSE)

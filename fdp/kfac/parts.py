@@ -95,7 +95,7 @@ def _whole(x: Tensor, path: Path, sharding: Sharding | None) -> Tensor:
 def _part(x: Tensor, path: Path, sharding: Sharding | None) -> Tensor:
     for dim, (start, length) in enumerate(() if sharding is None else sharding.leaves[path].window):
         x = x.narrow(dim, start, length)
-    return x.clone(memory_format=torch.contiguous_format)
+    return x.contiguous()
 
 
 def _gather_dim(x: Tensor, axis: Axis, dim: int) -> Tensor:

@@ -54,12 +54,24 @@ class AdamW(NamedTuple):
     eps_root: float
 
 
+class Momentum(NamedTuple):
+    """Momentum with decoupled weight decay, on what ``front`` makes of a gradient; as :class:`AdamW`.
+
+    u = front(g),   m <- momentum m + u,   p <- p - learning_rate (m + weight_decay p)
+    """
+
+    front: Optimizer
+    learning_rate: float | Schedule
+    momentum: float
+    weight_decay: float
+
+
 class Optimizer(NamedTuple):
     """``init(params) -> state`` and ``update(grads, state, params) -> (updates, state)``.
 
     ``reductions`` says how sums over whole leaves are made of the leaves given: as they stand, or over ranks. ``adamw``
-    is there if the whole optimizer is that one and nothing else. ``measures``: its state also holds what was measured
-    on samples without noise, so that no private step can take it.
+    and ``descent`` are there if the whole optimizer is that and nothing else. ``measures``: its state also holds what
+    was measured on samples without noise, so that no private step can take it.
 
     Guarantees:
       - neither function modifies an argument;
@@ -71,6 +83,7 @@ class Optimizer(NamedTuple):
     update: Update
     adamw: AdamW | None = None
     measures: bool = False
+    descent: Momentum | None = None
 
 
 def chain(*parts: Optimizer) -> Optimizer:

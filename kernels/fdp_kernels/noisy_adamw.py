@@ -7,6 +7,10 @@
     p       = p - learning_rate (m mean_factor / (√max(v square_factor - noise_std², eps_root²) + eps) + weight_decay p)
     copy    = p in the dtype to compute with
 
+Without a second moment (``b2`` and ``square`` None) it is momentum:
+
+    m = b1 m + g          p = p - learning_rate (m + weight_decay p)
+
 Nothing is rounded to less than float64 before the noise is added. What changes from step to step is read from a
 float64 tensor on the device, ``scalars`` = (noise_scale, inverse_batch, mean_factor, square_factor, learning_rate), so
 that a captured graph can be replayed. All leaves that agree in dtypes and number of rows are one launch: it finds them
@@ -18,7 +22,7 @@ through a table of pointers, and its programs through one of (leaf, tile).
     >>> noisy_adamw_(rows, factors, params, ...)                 # the same as one op that makes its tables every time
 
 Letters: L leaves, S rows, I elements of a leaf (any shape), K = 8 key words. rows bfloat16, float32 or float64; factors
-float32 or float64; param, mean, square float32; copy any float. Bytes per element: S rows + 24 + copy.
+float32 or float64; param, mean, square float32; copy any float. Bytes per element: S rows + 24 (16) + copy.
 """
 
 from __future__ import annotations
@@ -44,17 +48,17 @@ class Leaf(NamedTuple):
     factors: Tensor
     param: Tensor
     mean: Tensor
-    square: Tensor
+    square: Tensor | None
     copy: Tensor | None
     first: int
     decay: bool
 
 
 class Hyper(NamedTuple):
-    """What stays the same from step to step; the letters of this module's equation."""
+    """What stays the same from step to step; the letters of this module's equation. ``b2`` None: no second moment."""
 
     b1: float
-    b2: float
+    b2: float | None
     eps: float
     weight_decay: float
     noise_std: float
@@ -71,12 +75,15 @@ def step_reference_(leaf: Leaf, noise: Tensor | None, scalars: Tensor, hyper: Hy
     if noise is not None:
         total += noise_scale * noise.double()
     g = (total * inverse_batch).to(leaf.mean.dtype)
-    leaf.mean.lerp_(g, 1 - hyper.b1)
-    leaf.square.lerp_(g.square_(), 1 - hyper.b2)
-    moment = (leaf.square * square_factor).sub_(hyper.noise_std**2).clamp_(min=hyper.eps_root**2)
-    u = (leaf.mean * mean_factor).div_(moment.sqrt_().add_(hyper.eps))
+    if hyper.b2 is None or leaf.square is None:
+        u = leaf.mean.mul_(hyper.b1).add_(g)
+    else:
+        leaf.mean.lerp_(g, 1 - hyper.b1)
+        leaf.square.lerp_(g.square_(), 1 - hyper.b2)
+        moment = (leaf.square * square_factor).sub_(hyper.noise_std**2).clamp_(min=hyper.eps_root**2)
+        u = (leaf.mean * mean_factor).div_(moment.sqrt_().add_(hyper.eps))
     if leaf.decay:
-        u = u.add_(leaf.param.to(u.dtype), alpha=hyper.weight_decay)
+        u = u.add(leaf.param.to(u.dtype), alpha=hyper.weight_decay)
     leaf.param.add_((u * -learning_rate).to(leaf.param.dtype))
     if leaf.copy is not None:
         leaf.copy.copy_(leaf.param)
@@ -138,7 +145,7 @@ def _noisy_adamw_body(
     NOISE: tl.constexpr,
     ALIGNED: tl.constexpr,
     MEAN_WEIGHT: tl.constexpr,
-    SQUARE_WEIGHT: tl.constexpr,
+    SQUARE_WEIGHT: tl.constexpr,  # None: no second moment
     COUNTERS: tl.constexpr,
 ):
     entry = tl.load(tiles_ptr + tl.program_id(0))
@@ -159,7 +166,6 @@ def _noisy_adamw_body(
     rows = _pointer(fields, 0, ROW, ALIGNED) + index
     params = _pointer(fields, 2, tl.float32, ALIGNED) + index
     means = _pointer(fields, 3, tl.float32, ALIGNED) + index
-    squares = _pointer(fields, 4, tl.float32, ALIGNED) + index
     factors = _pointer(fields, 1, FACTOR, False)
 
     total = tl.zeros((16 * COUNTERS,), tl.float64)
@@ -168,7 +174,9 @@ def _noisy_adamw_body(
         total += tl.load(scalars_ptr) * z.to(tl.float64)
     p = tl.load(params, mask=inside, other=0.0)
     m = tl.load(means, mask=inside, other=0.0)
-    v = tl.load(squares, mask=inside, other=0.0)
+    if SQUARE_WEIGHT is not None:  # asked for before the sums are waited for
+        squares = _pointer(fields, 4, tl.float32, ALIGNED) + index
+        v = tl.load(squares, mask=inside, other=0.0)
     if S <= 8:
         for s in tl.static_range(S):
             total += _weighted(rows + s * stride, factors + s, inside)
@@ -177,16 +185,20 @@ def _noisy_adamw_body(
             total += _weighted(rows + s * stride, factors + s, inside)
     g = (total * tl.load(scalars_ptr + 1)).to(tl.float32)
 
-    m = _lerp(m, g, MEAN_WEIGHT)
-    v = _lerp(v, g * g, SQUARE_WEIGHT)
-    moment = v * tl.load(scalars_ptr + 3).to(tl.float32) - noise_square
-    moment = tl.maximum(moment, floor, propagate_nan=tl.PropagateNan.ALL)
-    u = ratio(m * tl.load(scalars_ptr + 2).to(tl.float32), tl.sqrt(moment) + eps)
+    if SQUARE_WEIGHT is None:
+        m = m * (1.0 - MEAN_WEIGHT) + g
+        u = m
+    else:
+        m = _lerp(m, g, MEAN_WEIGHT)
+        v = _lerp(v, g * g, SQUARE_WEIGHT)
+        tl.store(squares, v, mask=inside)
+        moment = v * tl.load(scalars_ptr + 3).to(tl.float32) - noise_square
+        moment = tl.maximum(moment, floor, propagate_nan=tl.PropagateNan.ALL)
+        u = ratio(m * tl.load(scalars_ptr + 2).to(tl.float32), tl.sqrt(moment) + eps)
     decay = tl.where(tl.load(fields + 9) > 0, weight_decay, 0.0)
     p -= tl.load(scalars_ptr + 4).to(tl.float32) * (u + decay * p)
     tl.store(params, p, mask=inside)
     tl.store(means, m, mask=inside)
-    tl.store(squares, v, mask=inside)
     if COPY is not None:
         tl.store(_pointer(fields, 5, COPY, ALIGNED) + index, p.to(COPY), mask=inside)
 
@@ -252,7 +264,7 @@ class Tables:
 
 def fits(leaf: Leaf) -> bool:
     """Whether the kernel can update the leaf where it is: float32 throughout, dense, on one device."""
-    state = [leaf.param, leaf.mean, leaf.square]
+    state = [tensor for tensor in (leaf.param, leaf.mean, leaf.square) if tensor is not None]
     every = [*state, leaf.rows, leaf.factors, *([] if leaf.copy is None else [leaf.copy])]
     return (
         all(tensor.dtype == torch.float32 for tensor in state)
@@ -265,11 +277,11 @@ def fits(leaf: Leaf) -> bool:
 def _kind(leaf: Leaf) -> tuple:
     """What the body is specialised on: rows, their dtype, that of the factors and of the copy; whether aligned."""
     copy = None if leaf.copy is None else leaf.copy.dtype
-    touched = [leaf.rows, leaf.param, leaf.mean, leaf.square, *([] if leaf.copy is None else [leaf.copy])]
+    touched = [leaf.rows, leaf.param, leaf.mean, leaf.square, leaf.copy]
     aligned = (
         leaf.first % WORDS == 0
         and leaf.param.numel() % WORDS == 0
-        and all(tensor.data_ptr() % 16 == 0 for tensor in touched)
+        and all(tensor.data_ptr() % 16 == 0 for tensor in touched if tensor is not None)
     )
     return leaf.rows.shape[0], leaf.rows.dtype, leaf.factors.dtype, copy, aligned
 
@@ -289,9 +301,10 @@ def _group(kind: tuple, kinds: tuple, sizes: tuple, device: torch.device) -> Gro
 
 
 def _fields(leaf: Leaf) -> list[int]:
-    pointers = [t.data_ptr() for t in (leaf.rows, leaf.factors, leaf.param, leaf.mean, leaf.square)]
+    tensors = (leaf.rows, leaf.factors, leaf.param, leaf.mean, leaf.square, leaf.copy)
+    pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
     count = leaf.param.numel()
-    return [*pointers, 0 if leaf.copy is None else leaf.copy.data_ptr(), count, leaf.first, count, int(leaf.decay)]
+    return [*pointers, count, leaf.first, count, int(leaf.decay)]
 
 
 # ---------------------------------------------------------------- launch
@@ -317,7 +330,7 @@ def launch_noisy_adamw_(
                     hyper.eps_root**2,
                     NOISE=keys_LK is not scalars,
                     MEAN_WEIGHT=1 - hyper.b1,
-                    SQUARE_WEIGHT=1 - hyper.b2,
+                    SQUARE_WEIGHT=None if hyper.b2 is None else 1 - hyper.b2,
                     num_warps=constants["COUNTERS"] // 32,
                     **constants,
                 )
@@ -332,14 +345,14 @@ def update_(leaves: Sequence[Leaf], keys_LK: Tensor | None, scalars: Tensor, hyp
       - element ``i`` of leaf ``l`` gets the draw ``first + i`` of key ``l``, the same bits on every device;
       - same inputs, same bits; nothing waits for the host, so that a call can be captured after one like it.
     """
-    _check(leaves, keys_LK, scalars)
+    _check(leaves, keys_LK, scalars, hyper)
     if triton is not None and scalars.is_cuda and leaves:
         launch_noisy_adamw_(leaves, keys_LK, scalars.contiguous(), hyper, tables)
     else:
         noisy_adamw_reference_(leaves, keys_LK, scalars, hyper)
 
 
-def _check(leaves: Sequence[Leaf], keys_LK: Tensor | None, scalars: Tensor) -> None:
+def _check(leaves: Sequence[Leaf], keys_LK: Tensor | None, scalars: Tensor, hyper: Hyper) -> None:
     if scalars.dtype != torch.float64 or scalars.shape != (SCALARS,):
         raise ValueError(f"scalars: expected float64 of shape ({SCALARS},), got {scalars.dtype} {tuple(scalars.shape)}")
     if keys_LK is not None and (keys_LK.shape != (len(leaves), 8) or keys_LK.dtype != torch.int64):
@@ -349,12 +362,15 @@ def _check(leaves: Sequence[Leaf], keys_LK: Tensor | None, scalars: Tensor) -> N
     for i, leaf in enumerate(leaves):
         shape, rows = leaf.param.shape, leaf.rows.shape[0]
         copy = shape if leaf.copy is None else leaf.copy.shape
+        if (leaf.square is None) != (hyper.b2 is None):
+            raise ValueError(f"leaf {i}: expected a second moment where hyper.b2 is given, and none where it is None")
+        square = shape if leaf.square is None else leaf.square.shape
         if leaf.rows.shape[1:] != shape or leaf.factors.shape != (rows,):
             raise ValueError(
                 f"leaf {i}: expected rows (S, {', '.join(map(str, shape))}) and factors (S,), got "
                 f"{tuple(leaf.rows.shape)} and {tuple(leaf.factors.shape)}"
             )
-        if not leaf.mean.shape == leaf.square.shape == copy == shape:
+        if not leaf.mean.shape == square == copy == shape:
             raise ValueError(f"leaf {i}: expected moments and copy of the parameter's shape {tuple(shape)}")
         if not fits(leaf) or leaf.param.device != scalars.device:
             raise ValueError(f"leaf {i}: expected dense tensors on {scalars.device}, float32 parameters and moments")

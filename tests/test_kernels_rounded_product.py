@@ -1,0 +1,47 @@
+"""Products of numbers with eleven bits: the plain product where there are no units for it, and close to it on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fdp_kernels.rounded_product import padded, rounded_product, rounded_product_reference
+from torch import Tensor
+
+SHAPES = [(5, 8, 12), (7, 9, 5), (3, 1025, 17), (0, 4, 4), (4, 0, 3)]
+
+
+def pair(rows: int, depth: int, columns: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(rows + depth + columns)
+    return torch.randn(rows, depth, generator=draw).to(dtype), torch.randn(depth, columns, generator=draw).to(dtype)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_on_a_cpu_it_is_the_product(shape):
+    a, b = pair(*shape)
+    assert torch.equal(rounded_product(a, b), a @ b)
+    torch.library.opcheck(rounded_product, (a, b), test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if min(shape)])
+def test_zeros_around_it_change_no_product(shape):
+    a, b = pair(*shape, dtype=torch.float64)
+    wide, tall = padded(a, rows=1), padded(b)
+    assert wide.shape[1] == tall.shape[0]
+    assert not any(extent % 4 for extent in (wide.shape[1], *tall.shape))
+    torch.testing.assert_close((wide @ tall)[:, : shape[2]], a @ b)
+    assert padded(b.mT, rows=1).is_contiguous()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(64, 1025, 1025), (1000, 1024, 1024), (33, 7, 5)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gpu_rounds_to_eleven_bits_and_leaves_the_setting_as_it_was(shape, transposed):
+    a, b = (x.cuda() for x in pair(*shape))
+    a = a.mT.contiguous().mT if transposed else a
+    before = torch.backends.cuda.matmul.allow_tf32
+    got = rounded_product(padded(a, rows=1), padded(b))[:, : shape[2]]
+    assert torch.backends.cuda.matmul.allow_tf32 == before
+    want = rounded_product_reference(a.double(), b.double())
+    bound = 2.0**-10 * (a.double().square().sum(1, keepdim=True) * b.double().square().sum(0)).sqrt()
+    assert bool(((got.double() - want).abs() <= bound).all())
+    torch.testing.assert_close(rounded_product(a.double(), b.double()), want)
