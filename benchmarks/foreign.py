@@ -41,6 +41,7 @@ from benchmarks.harness import (
     budget_of,
     choose_sdpa,
     open_report,
+    overstatements,
     publish,
     speed_of,
     sweep,
@@ -244,6 +245,7 @@ def page(content: dict[str, Any], *, name: str) -> str:
             mine = [row for row in rows if row["regime"] == f"{shape}, {whose}"]
             plain = _timed(rows, shape, whose).get("none")
             lines += [table_line(row, plain) for row in sorted(mine, key=lambda row: MODES.index(row["mode"]))]
+    lines += overstatements(rows)
     lines += ["", "| figure | target | measured | |", "|---|---|---|---|"]
     for shape in SHAPES:
         own, theirs = _timed(rows, shape, OWN), _timed(rows, shape, FOREIGN)

@@ -6,9 +6,13 @@
 | materialize   | VMAP, every sample's gradient in memory   | REUSE of what was kept                   |
 | ghost         | GRAM matrices                             | SECOND backward, nothing kept            |
 | ghost_bk      | GRAM matrices                             | kept PAIRs (x, g), one weighted product  |
-| flash         | DIRECT or SYMMETRIC, the cheaper          | SECOND backward                          |
+| flash         | KEEP, gradients and norms by one kernel   | REUSE of what was kept; one backward     |
 | flash_bk      | DIRECT or SYMMETRIC, the cheaper          | kept PAIRs                               |
-| auto          | the cheapest of all, under a budget       | the one that goes with it                |
+| auto          | the cheapest of all                       | the one that goes with it                |
+
+Of an embedding ``flash`` takes the cheapest of KEEP, DIRECT and SYMMETRIC: whole tables, one per sample, only if small.
+A head, tied or not, is kept by ``auto`` and ``flash`` where kernels fuse it with its loss. Both go by a budget: what
+would not fit is kept in a smaller form, or else nothing is, at the price of a SECOND backward.
 
 What each costs is in ``fdp.costs``; what it cost on this device, once timed, in ``fdp.timing``.
 
@@ -49,6 +53,16 @@ OTHERS = (1009, 1013)
 """Numbers of samples with which a model is traced again: primes, which no extent of a model is a multiple of."""
 CHOOSING = (Method.AUTO, Method.FLASH, Method.FLASH_BK)
 """Methods that choose between ways, and so gain from knowing what they take."""
+BUDGETED = (Method.AUTO, Method.FLASH)
+"""Methods that keep less where a memory budget asks for it."""
+WAYS = {
+    Method.GHOST: (NormBy.GRAM,),
+    Method.GHOST_BK: (NormBy.GRAM,),
+    Method.FLASH: (NormBy.KEEP, NormBy.DIRECT, NormBy.SYMMETRIC),
+    Method.FLASH_BK: (NormBy.DIRECT, NormBy.SYMMETRIC),
+    Method.AUTO: (NormBy.KEEP, NormBy.DIRECT, NormBy.GRAM, NormBy.SYMMETRIC),
+}
+"""The ways to a norm that a method may take; a small parameter has one only, which is KEEP."""
 
 
 class Plan(NamedTuple):
@@ -86,8 +100,8 @@ def make_plan(
     ``device`` is where the step will run, by default where the microbatch is. ``timings`` gives measured seconds of
     choices for ``auto`` and the flash methods to go by, where it has any.
 
-    ``memory_budget`` (bytes) bounds what ``auto`` keeps of all leaves between norms and sum; beyond it pairs are
-    recomputed in a second backward, from the input of every block. Default: no bound.
+    ``memory_budget`` (bytes) bounds what ``auto`` and ``flash`` keep of all leaves between norms and sum; beyond it
+    pairs are recomputed in a second backward, from the input of every block. Default: no bound.
 
     Guarantees:
       - every trainable leaf has a choice: one that no block uses is an error naming it, never a silent skip.
@@ -115,15 +129,14 @@ def make_plan(
     if unused := [path for path, leaf_uses in by_leaf.items() if not leaf_uses]:
         raise FdpError(f"{model.name}: the loss never uses {unused}; freeze them (Model.frozen) or remove them")
     rates = rates_of(tree.leaves(microbatch)[0].device if device is None else device, dtype)
-    ways = {
-        path: _timed(candidates(uses, dtype=dtype, rates=rates), uses, dtype, timings) for path, uses in by_leaf.items()
-    }
+    found = {path: candidates(uses, dtype=dtype, rates=rates) for path, uses in by_leaf.items()}
+    ways = {path: _timed(_of_method(found[path], method), by_leaf[path], dtype, timings) for path in by_leaf}
     choices = {path: _choose(ways[path], by_leaf[path], method, rates) for path in by_leaf}
-    if method is Method.AUTO and rates.kernels:
+    if method in BUDGETED and rates.kernels:
         # A head whose per-sample gradients are kept is fused with its loss: no logits to hold, or to write and read.
         heads = {block.params[block.head.weight] for block in model.blocks if block.head is not None}
         choices |= {path: ways[path][NormBy.KEEP] for path in heads & set(choices)}
-    if method is Method.AUTO and memory_budget is not None:
+    if method in BUDGETED and memory_budget is not None:
         choices = _within(choices, ways, by_leaf, memory_budget - sum(sizes.values()), rates)
     return Plan(method, uses, by_vmap | choices, model.trainable, batch_size, dtype)
 
@@ -234,17 +247,17 @@ def _timed(
     return {by: way._replace(measured=timings.get(signature(uses[0], by, dtype))) for by, way in ways.items()}
 
 
+def _of_method(ways: dict[NormBy, Choice], method: Method) -> dict[NormBy, Choice]:
+    """The ways that the method may take."""
+    return {by: way for by, way in ways.items() if by in WAYS[method]} or {NormBy.KEEP: ways[NormBy.KEEP]}
+
+
 def _choose(ways: dict[NormBy, Choice], uses: list[Use], method: Method, rates: Rates) -> Choice:
-    """The cheapest choice for one leaf among those of the method. Small parameters have one way only."""
-    allowed = {
-        Method.GHOST: (NormBy.GRAM,),
-        Method.GHOST_BK: (NormBy.GRAM,),
-        Method.FLASH: (NormBy.DIRECT, NormBy.SYMMETRIC),
-        Method.FLASH_BK: (NormBy.DIRECT, NormBy.SYMMETRIC),
-        Method.AUTO: tuple(ways),
-    }[method]
-    best = min((ways[by] for by in allowed if by in ways), key=lambda way: way.price, default=ways[NormBy.KEEP])
-    return second_backward(best, uses, rates=rates) if method in (Method.GHOST, Method.FLASH) else best
+    """The method's choice for one leaf: the cheapest of its ways, but ``flash`` keeps all that is no embedding."""
+    if method is Method.FLASH and all(use.rule != "embedding" for use in uses):
+        return ways[NormBy.KEEP]
+    best = min(ways.values(), key=lambda way: way.price)
+    return second_backward(best, uses, rates=rates) if method is Method.GHOST else best
 
 
 def _within(
@@ -268,4 +281,6 @@ def _within(
         choices[path] = other
     if sum(choice.kept_bytes for choice in choices.values()) <= budget:
         return choices
-    return {path: second_backward(choice, by_leaf[path], rates=rates) for path, choice in choices.items()}
+    paired = {path: [way for way in found.values() if way.sum is SumBy.PAIR] for path, found in ways.items()}
+    norms = {path: min(paired[path], key=lambda way: way.price, default=choices[path]) for path in choices}
+    return {path: second_backward(choice, by_leaf[path], rates=rates) for path, choice in norms.items()}

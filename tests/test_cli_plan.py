@@ -68,8 +68,10 @@ def test_offload_budget_checkpoints_and_axes_reach_the_plan(run):
     assert got["host_bytes"] > 3 * 4 * got["parameters"] / 4
     assert {each["axis"] for each in got["traffic"]} >= {"replicate", "shard", "tensor"}
     assert got["kept_bytes"] > 0
-    tight = result(run(f"{NANO} --world 2 --memory-budget 0.0001 --json"))
-    assert tight["kept_bytes"] == 0
+    for method in ("auto", "flash"):
+        tight = result(run(f"{NANO} --world 2 --method {method} --memory-budget 0.0001 --json"))
+        assert tight["kept_bytes"] == 0
+    assert result(run(f"{NANO} --world 2 --method flash --json"))["kept_bytes"] > 0
     plain = run(f"{NANO} --world 2 --method none")
     assert plain.exit_code == 0
     assert "norm by" not in plain.stdout

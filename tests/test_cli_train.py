@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from fdp import run as runs
 from fdp.cli import display, report, resume, session
 from fdp.cli.configure import configure
+from fdp.cli.idle import check_idle
 from fdp.cli.main import main
 from fdp.cli.train import train_command
 from fdp.launch import joined
@@ -191,7 +192,7 @@ def test_a_mistake_is_explained_and_leaves_nothing_behind(
         ("--method none --noise-multiplier 0 --clip quantile", "a --method other than none"),
         ("--method none --noise-multiplier 0 --max-norm 2", "a --method other than none"),
         ("--method none --noise-multiplier 0 --delta 1e-5", "a --method other than none"),
-        ("--method ghost --memory-budget 1", "--method auto"),
+        ("--method ghost --memory-budget 1", "--method auto or flash"),
         ("--kfac-damping 1", "--optimizer kfac"),
         ("--kfac-period 5", "--optimizer kfac"),
         ("--kfac-policy all", "--optimizer kfac"),
@@ -213,6 +214,12 @@ def test_an_option_that_would_do_nothing_is_a_mistake(
     option = next(word for word in reversed(words.split()) if word.startswith("--"))
     assert f"{option}: expected {partner}" in last_json(capsys.readouterr().out)["error"]
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("method", ["auto", "flash"])
+def test_a_memory_budget_goes_with_the_methods_that_keep_within_it(method: str) -> None:
+    defaults = {name: option.default for name, option in inspect.signature(train_command).parameters.items()}
+    check_idle(defaults | {"data": "text", "method": method, "memory_budget": 1.0})
 
 
 @pytest.mark.parametrize("timeout", [0.0, -1.0, float("nan"), float("inf")])

@@ -251,7 +251,16 @@ def data_of(model: Model, samples: int) -> Tree:
     }
 
 
-def train(model: Model, *, method: Method, compile: Compile, dtype=torch.float32, optimizer=None, **options: Any):
+def train(
+    model: Model,
+    *,
+    method: Method,
+    compile: Compile,
+    dtype=torch.float32,
+    optimizer=None,
+    memory_budget: float | None = None,
+    **options: Any,
+):
     """Three steps of two microbatches of three, the last sample padding."""
     z = 0.0 if method is Method.NONE else 1.0
     mechanism = Mechanism(poisson(100, expected_batch_size=5), clipping.flat(max_norm=0.5), z)
@@ -259,7 +268,8 @@ def train(model: Model, *, method: Method, compile: Compile, dtype=torch.float32
     offload = options.get("offload", Offload())
     data = tree.map(lambda leaf: leaf.reshape(2, 3, *leaf.shape[1:]), data_of(model, 6))
     batch = Batch(data, torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]]))
-    plan = make_plan(model, params, tree.map(lambda leaf: leaf[0], data), method=method, dtype=dtype)
+    example = tree.map(lambda leaf: leaf[0], data)
+    plan = make_plan(model, params, example, method=method, dtype=dtype, memory_budget=memory_budget)
     step = make_train_step(model, optimizer, mechanism=mechanism, plan=plan, compile=compile, **options)
     state = init_state(model, params, optimizer, mechanism, offload=offload)
     seen = []
@@ -289,10 +299,15 @@ def test_a_step_of_compiled_blocks_is_the_step(method, donate):
     assert_same_steps(found, train(GPT, compile=Compile.NONE, **options))
 
 
-@pytest.mark.parametrize("method", [Method.NONE, Method.FLASH, Method.AUTO], ids=lambda m: m.value)
+TWICE = {"method": Method.FLASH, "memory_budget": 0.0}  # norms first, then a second backward
+
+
+@pytest.mark.parametrize(
+    "way", [{"method": Method.NONE}, TWICE, {"method": Method.AUTO}], ids=["none", "flash-twice", "auto"]
+)
 @pytest.mark.parametrize("name", ["mlp", slow("gpt-untied"), slow("llama"), slow("cnn")])
-def test_every_model_takes_the_same_steps(name, method):
-    options = {"method": method, "optimizer": adamw(1e-2, eps=1e-3)}
+def test_every_model_takes_the_same_steps(name, way):
+    options = way | {"optimizer": adamw(1e-2, eps=1e-3)}
     found = train(MODELS[name], compile=Compile.BLOCK, donate=("state",), **options)
     assert_same_steps(found, train(MODELS[name], compile=Compile.NONE, **options))
 
@@ -331,14 +346,14 @@ def sharded_steps(axes: dict[str, int] | None) -> dict[str, Any]:
     everyone = data_of(model, 40)
     mechanism, optimizer = Mechanism(sampling, clipping.flat(max_norm=0.3), 1.0), adamw(1e-2, eps=1e-3)
     found = {}
-    for method in (Method.FLASH, Method.AUTO):  # with a second backward, and without
+    for method, budget in ((Method.FLASH, 0.0), (Method.AUTO, None)):  # with a second backward, and without
         sharding, rank, ranks = None, 0, 1
         if axes is not None:
             sharding = make_sharding(model, make_mesh(axes, device_type="cpu"), zero=Zero.THREE)
             rank, ranks = sharding.rank, sharding.ranks
         params = model.init(root) if sharding is None else init_params(model, root, sharding)
         example = tree.map(lambda leaf: leaf[: 4 // ranks], everyone)  # noqa: B023
-        plan = make_plan(model, abstract_params(model, sharding), example, method=method)
+        plan = make_plan(model, abstract_params(model, sharding), example, method=method, memory_budget=budget)
         step = make_train_step(
             model,
             optimizer,

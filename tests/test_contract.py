@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ from fdp.compiled import Blocks
 from fdp.kfac.private import map_record
 from fdp.kfac.types import LowRankMap, MatrixMap, Sides
 from fdp.mechanism import Mechanism
-from fdp.methods import Method, make_plan
+from fdp.methods import Method, Plan, make_plan
 from fdp.model import Model, from_loss
 from fdp.models import GPTConfig, cnn, gpt
 from fdp.noise import add_gaussian
@@ -35,14 +35,25 @@ from fdp.sampling import poisson
 from fdp.step import init_state, make_train_step
 from fdp.types import Batch, ClippedSum, Norms
 
-# flash has the norms of flash_bk and the sum of ghost
+
+class Within(NamedTuple):
+    """A method that may keep no more than ``budget`` bytes."""
+
+    method: Method
+    budget: float
+
+    @property
+    def value(self) -> str:
+        return f"{self.method.value} within {self.budget:g}"
+
+
+# flash without room has the norms of flash_bk and the sum of ghost
 METHODS = [
-    pytest.param(method, marks=pytest.mark.slow) if method is Method.FLASH else method
-    for method in Method
-    if method is not Method.NONE
+    *(method for method in Method if method is not Method.NONE),
+    pytest.param(Within(Method.FLASH, 0.0), marks=pytest.mark.slow),
 ]
-# on a CPU flash_bk measures as ghost_bk or auto does
-STYLED = [pytest.param(m, marks=pytest.mark.slow) if m is Method.FLASH_BK else m for m in METHODS]
+# on a CPU flash_bk measures as ghost_bk or auto does, and flash keeps what materialize keeps
+STYLED = [pytest.param(m, marks=pytest.mark.slow) if m in (Method.FLASH_BK, Method.FLASH) else m for m in METHODS]
 STYLES = {
     "flat": clipping.flat(max_norm=0.25),
     "per-layer": clipping.per_layer(max_norm=0.25),
@@ -81,6 +92,13 @@ def params_of(model: Model, seed: int = 0) -> Any:
     )
 
 
+def plan_of(
+    model: Model, params: Any, data: Any, *, method: Method | Within, dtype: torch.dtype = torch.float32
+) -> Plan:
+    by, budget = method if isinstance(method, Within) else (method, None)
+    return make_plan(model, params, data, method=by, memory_budget=budget, dtype=dtype)
+
+
 def total_of(
     model: Model,
     params: Any,
@@ -102,9 +120,9 @@ def distance(a: ClippedSum, b: ClippedSum) -> float:
 
 
 def check_one_sample_moves_the_sum_by_at_most_its_sensitivity(
-    model: Model, params: Any, data: Any, *, method: Method, style: Any, dtype: torch.dtype, **how: Any
+    model: Model, params: Any, data: Any, *, method: Method | Within, style: Any, dtype: torch.dtype, **how: Any
 ) -> None:
-    plan = make_plan(model, params, data, method=method, dtype=dtype)
+    plan = plan_of(model, params, data, method=method, dtype=dtype)
     everyone = torch.ones(BATCH)
     present = total_of(model, params, data, everyone, plan=plan, style=style, **how)
     assert all(torch.isfinite(leaf).all() for leaf in present.value.values()), "a sample poisoned the sum"
@@ -164,9 +182,9 @@ def linear_case(x: torch.Tensor, g: torch.Tensor) -> tuple[Model, Any, Any]:
     return model, params, {"x": x, "g": g}
 
 
-def moves(model: Model, params: Any, data: Any, *, method: Method, **how: Any) -> list[float]:
+def moves(model: Model, params: Any, data: Any, *, method: Method | Within, **how: Any) -> list[float]:
     """How far removing each of the first samples moves the sum, clipped to 1."""
-    plan, style = make_plan(model, params, data, method=method), clipping.flat(max_norm=1.0)
+    plan, style = plan_of(model, params, data, method=method), clipping.flat(max_norm=1.0)
     everyone = torch.ones(plan.batch_size)
     present = total_of(model, params, data, everyone, plan=plan, style=style, **how)
     found = []
@@ -259,8 +277,8 @@ def test_the_check_notices_compiled_blocks_that_leave_something_out(mutate, made
     monkeypatch.setattr(Blocks, "tapped_vjp", wrong)
     with pytest.raises(AssertionError):
         check_one_sample_moves_the_sum_by_at_most_its_sensitivity(
-            COMPILED_MODEL, params_of(COMPILED_MODEL), language_data(3.0), method=Method.FLASH, style=STYLES["flat"],
-            dtype=torch.float32, blocks=BLOCKS, made=made,
+            COMPILED_MODEL, params_of(COMPILED_MODEL), language_data(3.0), method=Within(Method.FLASH, 0.0),
+            style=STYLES["flat"], dtype=torch.float32, blocks=BLOCKS, made=made,
         )  # fmt: skip
 
 
@@ -313,13 +331,13 @@ def test_a_sample_that_is_not_finite_in_one_leaf_contributes_nothing_to_any(styl
     assert all(factor[1:].tolist() == [0.0, 0.0] and factor[0] > 0 for factor in clip.factors.values())
 
 
-def check_padding_is_invisible(model: Model, params: Any, *, method: Method) -> None:
+def check_padding_is_invisible(model: Model, params: Any, *, method: Method | Within) -> None:
     """The content of a padded sample changes not one bit of the sum."""
     mask = torch.tensor([1.0, 0.0, 1.0, 1.0])
     totals = []
     for gain in (1.0, 1e6, torch.nan):
         data = language_data(gain)
-        plan = make_plan(model, params, data, method=method)
+        plan = plan_of(model, params, data, method=method)
         totals.append(total_of(model, params, data, mask, plan=plan, style=STYLES["flat"]))
     for other in totals[1:]:
         assert all(torch.equal(totals[0].value[p], other.value[p]) for p in other.value)

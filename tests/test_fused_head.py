@@ -151,8 +151,10 @@ def test_what_cannot_be_fused():
     for method in (Method.AUTO, Method.NONE):
         assert not can_fuse(block, make_plan(frozen, params, DATA, method=method))
     assert can_fuse(block, make_plan(model, params, DATA, method=Method.NONE))
-    for method in (Method.MATERIALIZE, Method.GHOST, Method.GHOST_BK, Method.FLASH, Method.FLASH_BK):
+    for method in (Method.MATERIALIZE, Method.GHOST, Method.GHOST_BK, Method.FLASH_BK):
         assert not can_fuse(block, make_plan(model, params, DATA, method=method))
+    assert can_fuse(block, make_plan(model, params, DATA, method=Method.FLASH))
+    assert not can_fuse(block, make_plan(model, params, DATA, method=Method.FLASH, memory_budget=0.0))
 
 
 @pytest.mark.parametrize("frozen", ["head.norm", "head.weight"])

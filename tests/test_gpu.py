@@ -153,6 +153,7 @@ def test_offload_takes_less_of_the_gpu():
 
 SMALL = gpt(GPTConfig(layers=2, width=64, heads=4, context=32, vocab_size=211))
 FAST = [Method.NONE, Method.GHOST_BK, Method.FLASH, Method.FLASH_BK, Method.AUTO]
+TWICE = (Method.FLASH, 0.0)  # without room: direct or symmetric norms, then a second backward
 
 
 @pytest.fixture(scope="module")
@@ -177,11 +178,11 @@ def fresh_state(seed: int = 0, z: float = 1.0) -> tuple[Any, Mechanism, TrainSta
 
 
 def step_of(
-    method: Method, dtype: torch.dtype, compile: Compile, *, cuda_graph: bool = False
+    method: Method, dtype: torch.dtype, compile: Compile, *, cuda_graph: bool = False, budget: float | None = None
 ) -> tuple[Any, TrainState]:
     optimizer, mechanism, state = fresh_state(z=0.0 if method is Method.NONE else 1.0)
     example = {"tokens": batch_of(0).data["tokens"][0]}
-    plan = make_plan(SMALL, state.params, example, method=method, dtype=dtype)
+    plan = make_plan(SMALL, state.params, example, method=method, memory_budget=budget, dtype=dtype)
     step = make_train_step(
         SMALL, optimizer, mechanism=mechanism, plan=plan, compile=compile, donate=("state",), cuda_graph=cuda_graph
     )
@@ -203,17 +204,18 @@ def results(step: Any, state: TrainState, batches: list[Batch]) -> dict[str, tor
 
 
 @pytest.mark.parametrize(
-    ("method", "dtype"),
+    ("method", "budget", "dtype"),
     [
-        *((method, torch.bfloat16) for method in FAST),
-        *((method, torch.float32) for method in (Method.NONE, Method.GHOST_BK, Method.AUTO)),
+        *((method, None, torch.bfloat16) for method in FAST),
+        (*TWICE, torch.bfloat16),
+        *((method, None, torch.float32) for method in (Method.NONE, Method.GHOST_BK, Method.AUTO)),
     ],
 )
-def test_compiled_blocks_in_a_recorded_step_take_the_same_steps(method, dtype, shared, monkeypatch):
+def test_compiled_blocks_in_a_recorded_step_take_the_same_steps(method, budget, dtype, shared, monkeypatch):
     monkeypatch.setattr(fdp.step, "Blocks", lambda: shared)
     batches = [batch_of(t) for t in range(4)]
-    found = results(*step_of(method, dtype, Compile.BLOCK, cuda_graph=True), batches)
-    expected = results(*step_of(method, dtype, Compile.NONE), batches)
+    found = results(*step_of(method, dtype, Compile.BLOCK, cuda_graph=True, budget=budget), batches)
+    expected = results(*step_of(method, dtype, Compile.NONE, budget=budget), batches)
     half = dtype == torch.bfloat16
     for what, value in expected.items():
         metric = what.startswith(("losses", "norms"))
@@ -286,6 +288,8 @@ def use_a_table(p: Any, d: Any) -> torch.Tensor:
 
 PARAMS = {"w": torch.zeros(WIDTH, WIDTH)}
 USES = {loss.__name__: from_loss(loss, PARAMS) for loss in (use_once, use_twice, use_a_table)}
+HALF_WAYS = [*((method, None) for method in (Method.AUTO, Method.FLASH_BK, Method.GHOST_BK, Method.FLASH)), TWICE]
+half_ways = pytest.mark.parametrize(("method", "budget"), HALF_WAYS)
 
 
 def pairs_with(extreme: float | str) -> dict[str, torch.Tensor]:
@@ -305,10 +309,10 @@ def pairs_with(extreme: float | str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("extreme", [1.0, 1e3, 1e6, "nan", "inf"])
 @pytest.mark.parametrize("name", USES)
-@pytest.mark.parametrize("method", [Method.AUTO, Method.FLASH_BK, Method.GHOST_BK, Method.FLASH], ids=lambda m: m.value)
-def test_in_half_precision_one_sample_moves_the_sum_by_at_most_its_sensitivity(method, name, extreme, shared):
+@half_ways
+def test_in_half_precision_one_sample_moves_the_sum_by_at_most_its_sensitivity(method, budget, name, extreme, shared):
     model, params, data = USES[name], tree.map(torch.Tensor.cuda, PARAMS), pairs_with(extreme)
-    plan = make_plan(model, params, data, method=method, dtype=torch.bfloat16)
+    plan = make_plan(model, params, data, method=method, memory_budget=budget, dtype=torch.bfloat16)
     _, norms, stash = per_sample_norms(model, params, data, plan=plan, blocks=shared)
     clip = clip_to(norms, max_norm=CLIP)
     slack = 2.0**-24 * (B + 3) ** 2 + 1e-6
@@ -332,12 +336,12 @@ def test_in_half_precision_one_sample_moves_the_sum_by_at_most_its_sensitivity(m
         assert float(norms.total()[b]) >= float(alone.norm()) * (1 - 1e-6)
 
 
-@pytest.mark.parametrize("method", [Method.AUTO, Method.FLASH_BK, Method.GHOST_BK, Method.FLASH], ids=lambda m: m.value)
-def test_in_half_precision_a_whole_model_keeps_the_bound_and_repeats_bit_for_bit(method, shared):
+@half_ways
+def test_in_half_precision_a_whole_model_keeps_the_bound_and_repeats_bit_for_bit(method, budget, shared):
     """With deterministic attention, as the tests ask for; norms of a second backward are then those of the first."""
     params, data = SMALL.init(keys.key(0).cuda()), tree.map(lambda leaf: leaf[0], batch_of(0).data)
     params = tree.map(lambda leaf: 3 * leaf, params)
-    plan = make_plan(SMALL, params, data, method=method, dtype=torch.bfloat16)
+    plan = make_plan(SMALL, params, data, method=method, memory_budget=budget, dtype=torch.bfloat16)
     _, norms, stash = per_sample_norms(SMALL, params, data, plan=plan, blocks=shared)
     _, again, _ = per_sample_norms(SMALL, params, data, plan=plan, blocks=shared)
     assert all(torch.equal(again.squared[path], square) for path, square in norms.squared.items())

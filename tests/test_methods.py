@@ -12,6 +12,7 @@ from fdp.costs import CUDA_HALF, Choice, NormBy, SumBy, rates_of
 from fdp.methods import Method, Plan, explain, make_plan
 from fdp.model import Model, from_loss
 from fdp.models import build
+from fdp.timing import signature
 from fdp.types import FdpError
 from tests.conftest import Case, case_named, randn
 
@@ -179,10 +180,11 @@ def test_materialize_keeps_every_gradient():
 
 @pytest.mark.parametrize("fraction", [0.0, 0.3, 0.6, 0.9, 1.0])
 @pytest.mark.parametrize("name", ["gpt", "cnn", "all-ways"])
-def test_the_memory_budget_is_respected(name, fraction):
-    case, free = case_named(name), plan_named(name, Method.AUTO)
+@pytest.mark.parametrize("method", [Method.AUTO, Method.FLASH])
+def test_the_memory_budget_is_respected(method, name, fraction):
+    case, free = case_named(name), plan_named(name, method)
     budget = fraction * free.kept_bytes
-    plan = plan_of(case, Method.AUTO, budget)
+    plan = plan_of(case, method, budget)
     assert plan.kept_bytes <= budget
     second = [choice.sum is SumBy.SECOND for choice in plan.choices.values()]
     assert all(second) or not any(second)
@@ -233,38 +235,83 @@ def _gpu(monkeypatch):
 
 
 @pytest.mark.usefixtures("_gpu")
-@pytest.mark.parametrize(("tokens", "norm"), [(128, NormBy.SYMMETRIC), (1024, NormBy.DIRECT)])
-@pytest.mark.parametrize("method", [Method.FLASH, Method.FLASH_BK])
-def test_flash_takes_the_cheaper_of_direct_and_symmetric(method, tokens, norm):
+@pytest.mark.parametrize(("tokens", "norm"), [(128, NormBy.SYMMETRIC), (300, NormBy.SYMMETRIC), (1024, NormBy.DIRECT)])
+@pytest.mark.parametrize(
+    ("method", "budget", "by_sum"), [(Method.FLASH_BK, None, SumBy.PAIR), (Method.FLASH, 0.0, SumBy.SECOND)]
+)
+def test_flash_without_room_and_flash_bk_take_the_cheaper_of_direct_and_symmetric(method, budget, by_sum, tokens, norm):
     """Symmetric while T + tile < 2 d p / (d + p), which is 512 here."""
-    (choice,) = linear_plan(batch=2, tokens=tokens, width=512, method=method, dtype=torch.bfloat16).choices.values()
-    assert choice.norm is norm
-    assert choice.sum is (SumBy.SECOND if method is Method.FLASH else SumBy.PAIR)
+    plan = linear_plan(batch=2, tokens=tokens, width=512, method=method, dtype=torch.bfloat16, memory_budget=budget)
+    (choice,) = plan.choices.values()
+    assert choice[:2] == (norm, by_sum)
     assert (choice.kept_bytes == 0) == (method is Method.FLASH)
 
 
-def test_flash_methods_fix_the_norm_and_differ_in_the_sum():
-    case = case_named("gpt")
-    book, second = plan_of(case, Method.FLASH_BK), plan_of(case, Method.FLASH)
-    assert {choice.sum for choice in second.choices.values()} == {SumBy.SECOND}
-    assert second.kept_bytes == 0
-    for path, leaf in case.model.leaves.items():
-        if len(leaf.shape) == 2 and path != "embed.positions":
-            assert book.choices[path].norm in (NormBy.DIRECT, NormBy.SYMMETRIC)
-            assert book.choices[path].sum is SumBy.PAIR
-            assert second.choices[path].norm in (NormBy.DIRECT, NormBy.SYMMETRIC)
+@pytest.mark.usefixtures("_gpu")
+@pytest.mark.parametrize("tokens", [4, 128, 1024])
+def test_flash_keeps_gradients_and_goes_back_once(tokens):
+    """Also of short sequences, where another way would be cheaper."""
+    (choice,) = linear_plan(
+        batch=2, tokens=tokens, width=512, method=Method.FLASH, dtype=torch.bfloat16
+    ).choices.values()
+    assert choice[:2] == (NormBy.KEEP, SumBy.REUSE)
+    assert choice.kept_bytes == 2 * 512 * 512 * 2
+
+
+@pytest.mark.parametrize("name", ["gpt", "gpt-untied", "llama", "cnn", "convolutions", "all-ways"])
+def test_flash_keeps_every_leaf_but_tables(name):
+    plan = plan_named(name, Method.FLASH)
+    tables = {use.path for block in plan.uses for use in block if use.rule == "embedding"}
+    for path, choice in plan.choices.items():
+        if path not in tables:
+            assert choice[:2] == (NormBy.KEEP, SumBy.REUSE), path
+        assert choice.norm is not NormBy.GRAM
+        assert choice.sum is not SumBy.SECOND
+
+
+def table_plan(*, batch: int, tokens: int, rows: int, method: Method, **options) -> Plan:
+    params = {"w": torch.zeros(rows, 64)}
+    model = from_loss(lambda p, d: ops.embedding(d["ids"], p["w"]).sum((1, 2)), params)
+    data = {"ids": torch.zeros(batch, tokens, dtype=torch.int64)}
+    return make_plan(model, params, data, method=method, dtype=torch.bfloat16, **options)
+
+
+@pytest.mark.usefixtures("_gpu")
+@pytest.mark.parametrize(("rows", "kept"), [(50257, False), (64, True)])
+def test_flash_keeps_an_embedding_only_where_that_is_cheapest(rows, kept):
+    (choice,) = table_plan(batch=4, tokens=512, rows=rows, method=Method.FLASH).choices.values()
+    assert (choice.norm is NormBy.KEEP) == kept
+    if not kept:
+        assert choice == next(iter(table_plan(batch=4, tokens=512, rows=rows, method=Method.FLASH_BK).choices.values()))
+
+
+@pytest.mark.usefixtures("_gpu")
+def test_under_a_budget_flash_takes_none_but_its_own_ways():
+    """Gram matrices, stored, are not: though they would be the cheapest here by their measured times."""
+    times = {
+        signature(use, by, torch.bfloat16): 1e-9 if by is NormBy.GRAM else 1e-3
+        for use in linear_plan(batch=2, tokens=8, width=64, dtype=torch.bfloat16).uses[0]
+        for by in (NormBy.KEEP, NormBy.DIRECT, NormBy.GRAM, NormBy.SYMMETRIC)
+    }
+    options = {"batch": 2, "tokens": 8, "width": 64, "dtype": torch.bfloat16, "timings": times}
+    pairs = 2 * 8 * (64 + 64) * 2
+    for budget, by_sum in ((pairs, SumBy.PAIR), (pairs - 1, SumBy.SECOND)):
+        for method, grams in ((Method.AUTO, True), (Method.FLASH, False)):
+            (choice,) = linear_plan(method=method, memory_budget=budget, **options).choices.values()
+            assert choice.sum is by_sum
+            assert (choice.norm is NormBy.GRAM) == grams
 
 
 @pytest.mark.usefixtures("_gpu")
 @pytest.mark.parametrize("name", ["gpt", "gpt-untied", "llama"])
-def test_on_a_gpu_auto_keeps_the_gradients_of_a_head(name):
+def test_on_a_gpu_auto_and_flash_keep_the_gradients_of_a_head(name):
     case = case_named(name)
     head = case.model.blocks[-1].head
     assert head is not None
     path = case.model.blocks[-1].params[head.weight]
-    for method in (Method.AUTO, Method.FLASH_BK, Method.GHOST_BK):
+    for method in (Method.AUTO, Method.FLASH, Method.FLASH_BK, Method.GHOST_BK):
         plan = make_plan(*case, method=method, dtype=torch.bfloat16)
-        assert (plan.choices[path].norm is NormBy.KEEP) == (method is Method.AUTO)
+        assert (plan.choices[path].norm is NormBy.KEEP) == (method in (Method.AUTO, Method.FLASH))
     frozen = case._replace(model=case.model._replace(frozen=frozenset({path})))
     assert path not in make_plan(*frozen, method=Method.AUTO, dtype=torch.bfloat16).choices
     small = make_plan(*case, method=Method.AUTO, dtype=torch.bfloat16, memory_budget=0)

@@ -155,7 +155,7 @@ def test_changing_one_segments_tokens_does_not_change_anothers_losses(name: str,
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("method", [Method.GHOST, Method.GHOST_BK, Method.AUTO, Method.FLASH_BK])
+@pytest.mark.parametrize("method", [Method.GHOST, Method.GHOST_BK, Method.AUTO, Method.FLASH, Method.FLASH_BK])
 def test_norms_of_packed_rows_are_those_of_vmap(name: str, method: Method) -> None:
     model, rows = MODELS[name], packed_row()
     params = random_like(model)

@@ -175,10 +175,11 @@ def test_every_way_computes_the_same(left):
 # ---------------------------------------------------------------- what plans make of them
 
 
-def plan_with(times, method=Method.AUTO):
+def plan_with(times, method=Method.AUTO, memory_budget=None):
     params = {"w": torch.zeros(4, 5)}
     model = from_loss(lambda p, d: ops.linear(d["x"], p["w"]).sum((1, 2)), params)
-    return make_plan(model, params, {"x": torch.zeros(2, 3, 5)}, method=method, timings=times)
+    data = {"x": torch.zeros(2, 3, 5)}
+    return make_plan(model, params, data, method=method, timings=times, memory_budget=memory_budget)
 
 
 @pytest.mark.parametrize("best", TIMED)
@@ -194,11 +195,16 @@ def test_what_was_measured_decides(best):
 
 
 @pytest.mark.parametrize("best", [NormBy.DIRECT, NormBy.SYMMETRIC])
-@pytest.mark.parametrize("method", [Method.FLASH, Method.FLASH_BK])
-def test_flash_goes_by_the_times_of_its_two_ways(method, best):
+def test_flash_bk_and_flash_without_room_go_by_the_times_of_their_two_ways(best):
     times = {signature(LINEAR, by, torch.float32): 1.0 if by is best else 2.0 for by in TIMED}
     times |= {signature(LINEAR, by, torch.float32): 0.1 for by in (NormBy.KEEP, NormBy.GRAM)}
-    assert plan_with(times, method).choices["w"].norm is best
+    assert plan_with(times, Method.FLASH_BK).choices["w"].norm is best
+    assert plan_with(times, Method.FLASH, memory_budget=0.0).choices["w"].norm is best
+
+
+def test_flash_keeps_whatever_the_times_say():
+    times = {signature(LINEAR, by, torch.float32): 2.0 if by is NormBy.KEEP else 1.0 for by in TIMED}
+    assert plan_with(times, Method.FLASH).choices["w"].norm is NormBy.KEEP
 
 
 def test_times_of_other_shapes_and_dtypes_count_for_nothing():

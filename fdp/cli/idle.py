@@ -29,14 +29,14 @@ USER = Partner("--unit user", lambda s: s["unit"] == "user")
 RECORDS = Partner("--data of a .jsonl file", lambda s: Path(s["data"]).suffix == ".jsonl")
 SAVING = Partner("--save-every", lambda s: s["save_every"] is not None)
 PRIVATE = Partner("a --method other than none", lambda s: s["method"] != "none")
-AUTO = Partner("--method auto", lambda s: s["method"] == "auto")
+BUDGETED = Partner("--method auto or flash", lambda s: s["method"] in ("auto", "flash"))
 KFAC = Partner("--optimizer kfac", lambda s: s["optimizer"] == "kfac")
 NOISED = Partner("--kfac-data noised", lambda s: s["kfac_data"] == "noised")
 RANKS = Partner("several ranks, started with torchrun", lambda s: launch.started())
 
 GOES_WITH = {
     "lora_alpha": LORA, "lora_targets": LORA, "windows_per_user": USER, "pack": USER, "field": RECORDS, "keep": SAVING,
-    "clip": PRIVATE, "max_norm": PRIVATE, "delta": PRIVATE, "memory_budget": AUTO,
+    "clip": PRIVATE, "max_norm": PRIVATE, "delta": PRIVATE, "memory_budget": BUDGETED,
     "kfac_damping": KFAC, "kfac_period": KFAC, "kfac_policy": KFAC, "kfac_fisher": KFAC, "kfac_distribution": KFAC,
     "kfac_max_norm": NOISED, "kfac_noise": NOISED,
     "zero": RANKS, "reduce": RANKS, "reduce_dtype": RANKS, "replicate_data": RANKS, "timeout": RANKS,

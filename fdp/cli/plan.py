@@ -46,7 +46,8 @@ def plan_command(
     ] = None,
     optimizer: Annotated[str, Option(help="adamw, adam, sgd, lamb or adafactor.", rich_help_panel=WHAT)] = "adamw",
     method: Annotated[
-        str, Option(help="auto, ghost, ghost_bk, materialize; none: without privacy.", rich_help_panel=HOW)
+        str,
+        Option(help="auto, ghost, ghost_bk, flash, flash_bk, materialize; none: without privacy.", rich_help_panel=HOW),
     ] = "auto",
     dtype: Annotated[str, Option(help="float32 or bfloat16.", rich_help_panel=HOW)] = "bfloat16",
     microbatch: Annotated[int, Option(help="Samples computed at once, per rank.", rich_help_panel=HOW)] = 1,
@@ -54,7 +55,8 @@ def plan_command(
         int | None, Option(help="Samples of a step, per rank; default: one microbatch.", rich_help_panel=HOW)
     ] = None,
     memory_budget: Annotated[
-        float | None, Option(help="GiB that --method auto may keep between norms and sum.", rich_help_panel=HOW)
+        float | None,
+        Option(help="GiB that --method auto or flash may keep between norms and sum.", rich_help_panel=HOW),
     ] = None,
     checkpoint_activations: Annotated[
         bool,

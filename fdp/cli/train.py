@@ -99,7 +99,8 @@ def train_command(
     method: Annotated[
         str,
         Option(
-            help="How clipped sums are made: auto, ghost, ghost_bk, materialize; none: without privacy.",
+            help="How clipped sums are made: auto, ghost, ghost_bk, flash, flash_bk, materialize; none: without "
+            "privacy.",
             rich_help_panel=PRIVACY,
         ),
     ] = "auto",
@@ -199,7 +200,7 @@ def train_command(
     device: Annotated[str, Option(help="auto, cpu or cuda.", rich_help_panel=HOW)] = "auto",
     memory_budget: Annotated[
         float | None,
-        Option(help="GiB that --method auto may keep between norms and sum.", rich_help_panel=HOW),
+        Option(help="GiB that --method auto or flash may keep between norms and sum.", rich_help_panel=HOW),
     ] = None,
     mesh: Annotated[
         str | None,
