@@ -91,6 +91,7 @@ def test_offload_budget_checkpoints_and_axes_reach_the_plan(run):
     ("--mesh expert=8", "--mesh: expected one of replicate, tensor, shard; got 'expert'"),
     ("--microbatch 0", "--microbatch and --batch of at least 1, got 0"),
     ("--memory-budget 0", "--memory-budget: expected a positive number of GiB"),
+    ("--memory-budget 1 --method ghost", "--memory-budget: expected --method auto or flash to go with it, got ghost"),
 ])  # fmt: skip
 def test_mistakes_are_explained(run, words, message):
     with pytest.raises(FdpError, match=message):

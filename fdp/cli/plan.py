@@ -94,6 +94,10 @@ def plan_command(
         raise FdpError(f"expected --microbatch and --batch of at least 1, got {microbatch} and {batch}")
     if memory_budget is not None and not memory_budget > 0:
         raise FdpError(f"--memory-budget: expected a positive number of GiB, got {memory_budget}")
+    if memory_budget is not None and method not in ("auto", "flash"):
+        raise FdpError(
+            f"--memory-budget: expected --method auto or flash to go with it, got {method}; with others it does nothing"
+        )
     axes = _axes(world, mesh)
     room = _room(gpu)
     chosen = models.build(choose("model", model, {name: name for name in models.LANGUAGE}), context=context)
