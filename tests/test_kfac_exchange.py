@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -221,11 +222,12 @@ def stops_together() -> list[str]:
     with pytest.raises(FdpError) as nan_trace:
         invert_ring(Curvature(bad, bad), sharding, damping=DAMPING, via=Via.CHOLESKY)
 
-    def invert(curvature: Curvature) -> Preconditioner:
-        assert isinstance(curvature.left, DenseFactor)
-        if len(curvature.left.total) == 3:
-            raise FdpError("of no use")
-        return Sides(None, None)
+    def invert(own: Mapping[Layer, Curvature]) -> dict[Layer, Preconditioner]:
+        for curvature in own.values():
+            assert isinstance(curvature.left, DenseFactor)
+            if len(curvature.left.total) == 3:
+                raise FdpError("of no use")
+        return {layer: Sides(None, None) for layer in own}
 
     curvatures = {
         Layer(f"w{n}", None): Curvature(DenseFactor(torch.eye(n), torch.tensor(1.0)), None) for n in (2, 3, 4)
@@ -369,6 +371,10 @@ def dense_inverse(curvature: Curvature) -> Preconditioner:
     return Sides(side(curvature.left), side(curvature.right))
 
 
+def dense_inverses(curvatures: Mapping[Layer, Curvature]) -> dict[Layer, Preconditioner]:
+    return {layer: dense_inverse(curvature) for layer, curvature in curvatures.items()}
+
+
 def curvature_of(rows: Tensor) -> dict[Layer, Curvature]:
     forms = factors_of(rows)
     return {
@@ -383,10 +389,10 @@ def owned() -> tuple[dict[Layer, Preconditioner], int]:
     sharding = sharding_on({"tensor": 2, "shard": 2})
     calls = 0
 
-    def counted(curvature: Curvature) -> Preconditioner:
+    def counted(own: Mapping[Layer, Curvature]) -> dict[Layer, Preconditioner]:
         nonlocal calls
-        calls += 1
-        return dense_inverse(curvature)
+        calls += len(own)
+        return dense_inverses(own)
 
     summed = exchange(curvature_of(rows_of((3, 2))[sharding.rank]), sharding)
     return invert_owned(summed, counted, sharding), calls
@@ -395,7 +401,7 @@ def owned() -> tuple[dict[Layer, Preconditioner], int]:
 @pytest.mark.ranks
 def test_every_inverse_is_computed_once_and_known_to_all(four):
     whole = curvature_of(torch.cat(rows_of((3, 2))))
-    expected = {layer: dense_inverse(curvature) for layer, curvature in whole.items()}
+    expected = dense_inverses(whole)
     assert sum(result["owner"][1] for result in four) == len(whole)
     for result in four:
         got, first = result["owner"][0], four[0]["owner"][0]
@@ -409,7 +415,7 @@ def test_every_inverse_is_computed_once_and_known_to_all(four):
 
 def test_one_process_owns_everything():
     whole = curvature_of(rows_of((3,))[0])
-    for layer, made in invert_owned(whole, dense_inverse, None).items():
+    for layer, made in invert_owned(whole, dense_inverses, None).items():
         assert all(torch.equal(a, b) for a, b in zip(tree.leaves(made), tree.leaves(dense_inverse(whole[layer]))))
 
 

@@ -50,15 +50,20 @@ def exchange(
 def gather(factor: Factor, sharding: Sharding | None, *, cap: int = CAP) -> Factor:
     """The factor of the samples of all ranks, whole on every rank.
 
-    Beyond the cap a columns factor keeps its columns times ``sqrt(k / kept)``, so that its trace stays about what it
-    was: exactly, where columns are of one length. A softmax factor keeps them as they are: more weight on some could
-    outweigh ``diag(total)``, while leaving some out only makes the curvature larger, and steps smaller.
-
     Guarantees:
       - a softmax factor stays positive semidefinite, whatever is left out.
     """
     check_cap(cap)
-    factor = sum_totals(factor, sharding)
+    return with_all_columns(sum_totals(factor, sharding), sharding, cap=cap)
+
+
+def with_all_columns(factor: Factor, sharding: Sharding | None, *, cap: int = CAP) -> Factor:
+    """The columns of all ranks beside totals and weights that are summed already (:func:`sum_totals`).
+
+    Beyond the cap a columns factor keeps its columns times ``sqrt(k / kept)``, so that its trace stays about what it
+    was: exactly, where columns are of one length. A softmax factor keeps them as they are: more weight on some could
+    outweigh ``diag(total)``, while leaving some out only makes the curvature larger, and steps smaller.
+    """
     if not isinstance(factor, ColumnsFactor | SoftmaxFactor):
         return factor
     columns, share = gather_columns(factor.columns, sharding, cap=cap)

@@ -33,6 +33,7 @@ from fdp.kfac.apply import apply_map as apply_map
 from fdp.kfac.apply import apply_rows as apply_rows
 from fdp.kfac.apply import precondition as precondition
 from fdp.kfac.factors import HALF, CurvatureError, check_factor, diagonal_of, matrix, mean_trace, size
+from fdp.kfac.many import finite_each
 from fdp.kfac.softmax_head import mass, softmax_map
 from fdp.kfac.types import (
     ColumnsFactor,
@@ -101,7 +102,7 @@ def invert(
     if left is None or right is None:
         whole = [None if f is None else side(f, name, damping) for name, f in zip(curvature._fields, curvature)]
         return _finite(Sides(*whole))
-    traces = float(mean_trace(left)), float(mean_trace(right))
+    traces = torch.stack([mean_trace(left), mean_trace(right)]).tolist()
     if 0.0 in traces:  # no curvature at all, and no pi
         flat = diagonal_of(left).total.new_full((size(left),), damping**power.value)
         return _finite(Sides(_diagonal_map(flat if dtype is None else flat.to(dtype)), None))
@@ -136,7 +137,9 @@ def invert_or_keep(
             found = invert(
                 moved, damping=damping, method=method, via=via, max_condition=max_condition, power=power, dtype=tried
             )
-            return _finite(tree.map(lambda x: x.to(device=home, dtype=kept), found)), True
+            fitting = all(x.dtype == kept for x in tree.leaves(found))  # then it has been looked at
+            found = tree.map(lambda x: x.to(device=home, dtype=kept), found)
+            return (found if fitting else _finite(found)), True
         except CurvatureError:
             continue
     return (Sides(None, None) if last is None else last), False
@@ -159,7 +162,7 @@ def invert_side(
             return MatrixMap(_dense_power(m, damping=damping, via=via, max_condition=max_condition, power=power))
         case DiagonalFactor(total, weight):
             values = total.double() / weight.double()
-            floor = _floor(float(values.max()) + damping, max_condition)
+            floor = _floor(values.max(), damping, max_condition)
             return _diagonal_map(damped_power(values, damping=damping, floor=floor, power=power).to(dtype))
         case ColumnsFactor(columns, weight):
             if via is Via.CHOLESKY:
@@ -222,7 +225,7 @@ def _dense_power(
         damped = (m + m.mT) / 2 + damping * torch.eye(len(m), dtype=m.dtype, device=m.device)
         return torch.cholesky_inverse(cholesky(damped, name="damped factor"))
     values, vectors = _spectrum(m)
-    floor = _floor(float(values[-1]) + damping, max_condition)
+    floor = _floor(values[-1], damping, max_condition)
     done = (vectors * damped_power(values, damping=damping, floor=floor, power=power)) @ vectors.mT
     return (done + done.mT) / 2
 
@@ -244,14 +247,14 @@ def _product(
     with _blame("right"):
         d_right, q_right = _spectrum(right.total.to(dtype) / right.weight.to(dtype))
     products = torch.outer(d_left, d_right)
-    floor = _floor(float(products.max()) + damping, max_condition)
+    floor = _floor(products.max(), damping, max_condition)
     return Product(q_left, q_right, damped_power(products, damping=damping, floor=floor, power=power))
 
 
 def _spectrum(m: Float[Tensor, "n n"]) -> tuple[Float[Tensor, " n"], Float[Tensor, "n n"]]:
     """Eigenvalues, ascending, those that rounding left below 0 taken as 0; and eigenvectors."""
     values, vectors = eigh((m + m.mT) / 2, name="factor")
-    lowest, highest = float(values[0]), float(values[-1])
+    lowest, highest = torch.stack([values[0], values[-1]]).tolist()
     if lowest < -NEGATIVE * max(abs(lowest), abs(highest)):
         raise CurvatureError(
             f"factor: expected no negative eigenvalue beyond rounding, got {lowest:.3g} (the largest: {highest:.3g}). "
@@ -260,8 +263,9 @@ def _spectrum(m: Float[Tensor, "n n"]) -> tuple[Float[Tensor, " n"], Float[Tenso
     return values.clamp(min=0), vectors
 
 
-def _floor(largest: float, max_condition: float | None) -> float:
-    return 0.0 if max_condition is None else largest / max_condition
+def _floor(largest: Tensor, damping: float, max_condition: float | None) -> float:
+    """What damped eigenvalues are raised to; no device is waited for where nothing is."""
+    return 0.0 if max_condition is None else (float(largest) + damping) / max_condition
 
 
 def _diagonal_map(diagonal: Float[Tensor, " n"]) -> LowRankMap:
@@ -269,8 +273,7 @@ def _diagonal_map(diagonal: Float[Tensor, " n"]) -> LowRankMap:
 
 
 def _finite(preconditioner: Preconditioner) -> Preconditioner:
-    maps = [preconditioner] if isinstance(preconditioner, Product) else [m for m in preconditioner if m is not None]
-    if not all(bool(part.isfinite().all()) for map in maps for part in map):
+    if not bool(finite_each(tree.leaves(preconditioner)).all()):
         raise CurvatureError("invert: the inverse is not finite in its dtype. Raise the damping, or use float64.")
     return preconditioner
 

@@ -6,7 +6,7 @@ so that no rank has more than 4/3 of the work it would have in the best of divis
 gradients they make: an inverse of p^2 + d^2 numbers is used for as many steps as lie between two updates, a gradient of
 p d numbers is new in every one, and its parts would have to reach the owner first.
 
-    >>> preconditioners = invert_owned(curvatures, partial(invert, damping=1e-3), sharding)   # the same on all ranks
+    >>> preconditioners = invert_owned(curvatures, invert_all, sharding)             # {layer: ...}, on all ranks
 """
 
 from __future__ import annotations
@@ -53,20 +53,22 @@ def assign(costs: Mapping[Layer, float], *, ranks: int) -> dict[Layer, int]:
 
 def invert_owned(
     curvatures: Mapping[Layer, Curvature],
-    invert: Callable[[Curvature], Preconditioner],
+    invert: Callable[[Mapping[Layer, Curvature]], Mapping[Layer, Preconditioner]],
     sharding: Sharding | None,
 ) -> dict[Layer, Preconditioner]:
     """``invert`` of every layer's curvature, which must be that of all ranks' samples (``exchange``), once per layer.
+
+    ``invert`` is given all the layers that a rank owns together.
 
     Guarantees:
       - the same on every rank, bit for bit, and equal to inverting everything everywhere;
       - if an inverse fails on its owner, every rank raises.
     """
     if sharding is None or sharding.world.size == 1:
-        return {layer: invert(curvature) for layer, curvature in curvatures.items()}
+        return dict(invert(curvatures))
     owners = assign({layer: cost(curvature) for layer, curvature in curvatures.items()}, ranks=sharding.world.size)
     me = sharding.world.rank
-    own = in_unison(lambda: {layer: invert(curvatures[layer]) for layer in curvatures if owners[layer] == me}, None)
+    own = in_unison(lambda: invert({layer: curvatures[layer] for layer in curvatures if owners[layer] == me}), None)
     # The form of an inverse is the affair of `invert`: its owner tells structure, shapes and dtypes.
     shapes = {layer: tree.map(_abstract, made) for layer, made in own.items()}
     known = {layer: made for theirs in everyones(shapes, None) for layer, made in theirs.items()}

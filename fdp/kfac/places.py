@@ -199,6 +199,8 @@ def _fitted_map(made: Map | RingMap | None, place: Map | RingPart) -> Map | Ring
         made = LowRankMap(torch.ones_like(first), first.new_zeros(n, 0), first.new_zeros(0, 0))
     assert not isinstance(made, MatrixMap)
     some = made.columns.shape[1]
+    if some == k:
+        return type(place)(*(part.to(first) for part in made[: len(place)]))  # pyright: ignore
     if some > k:
         raise FdpError(f"preconditioner: expected at most {k} columns, got {some}")
     columns = torch.cat([made.columns.to(first), first.new_zeros(n, k - some)], 1)

@@ -4,7 +4,8 @@ steps 1, 2, 4, 8, ... of the first period, in which curvature changes most.
     collect (this rank's samples)  ->  over ranks  ->  decayed sums  ->  damped inverses  ->  their place in the state
 
 What is not finite is not added, and an inverse that cannot be made is not replaced: the last one stays, and
-``KfacState.failures`` counts the layers.
+``KfacState.failures`` counts the layers. With dense and diagonal sides and Cholesky the host waits for the device
+twice, however many layers there are: for what is not finite, and for what has no inverse.
 
     gather    columns of all ranks on every rank; every rank inverts everything
     owner     the same columns; every inverse is made by one rank, and sent to all
@@ -15,7 +16,8 @@ What is not finite is not added, and an inverse that cannot be made is not repla
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
+from typing import TypeAlias
 
 import torch
 from jaxtyping import Float
@@ -26,18 +28,22 @@ from fdp.block_loop import ALL_KEPT, Memory
 from fdp.compiled import Blocks
 from fdp.kfac.collect import collect
 from fdp.kfac.config import Distribution, KfacConfig
-from fdp.kfac.exchange import gather, sum_totals
+from fdp.kfac.exchange import sum_totals, with_all_columns
 from fdp.kfac.factors import CurvatureError
-from fdp.kfac.inverse import Damping, invert_or_keep
+from fdp.kfac.inverse import Damping, Via, invert_or_keep
+from fdp.kfac.inverse_many import invert_many
+from fdp.kfac.many import copy_into, decayed_sums, finite_each
 from fdp.kfac.owner import invert_owned
-from fdp.kfac.places import Kept, Side, added, condensed, factor_of, fitted
+from fdp.kfac.places import Kept, Side, Window, added, condensed, factor_of, fitted
 from fdp.kfac.policy import forms_of
 from fdp.kfac.ring import RingSides, invert_ring
 from fdp.kfac.state import KfacPlan, KfacState, LayerPlan, find, replaced
-from fdp.kfac.types import Curvature, Factor, Layer, Preconditioner, Sides
-from fdp.sharding import globalize, localize
+from fdp.kfac.types import Curvature, DenseFactor, DiagonalFactor, Factor, Layer, Preconditioner, Sides
+from fdp.sharding import Sharding, globalize, localize
 from fdp.traffic import sum_over_samples
-from fdp.types import FdpError, Key, TrainState, Tree
+from fdp.types import FdpError, Key, Path, TrainState, Tree
+
+Sum: TypeAlias = DenseFactor | DiagonalFactor
 
 
 def is_due(config: KfacConfig, step: int) -> bool:
@@ -84,7 +90,7 @@ def refresh(
     if is_inverted(plan.config, step):
         kf = _inverted(kf, plan, mask.device)
     if donate:
-        tree.map(lambda old, new: old.copy_(new), find(here.opt), kf)
+        copy_into(tree.leaves(find(here.opt)), tree.leaves(kf))
         return state
     return globalize(here._replace(opt=replaced(here.opt, kf)), like=state)
 
@@ -115,31 +121,61 @@ def _measured(
         blocks=blocks,
     )
 
-    def over_ranks(factor: Factor | None, side: Side) -> Factor | None:
-        if factor is None:
-            return None
-        factor = condensed(factor, side)
-        if config.distribution is Distribution.RING:
-            return sum_totals(factor, sharding)
-        return gather(factor, sharding, cap=side.columns or config.cap)
+    def summed(factor: Factor | None, side: Side) -> Factor | None:
+        return None if factor is None else sum_totals(condensed(factor, side), sharding)
 
-    factors, bad = dict(kf.factors), []
+    new: dict[Layer, tuple[Factor | None, Factor | None]] = {}
     for layer, (left, right, _) in plan.layers.items():
         curvature = found.pop(layer)
-        both = over_ranks(curvature.left, left), over_ranks(curvature.right, right)
-        finite = torch.stack([x.isfinite().all() for x in tree.leaves(both)]).all()
-        # Columns of a ring differ between ranks, and all must decide alike.
-        wrong = sum_over_samples(sharding, (~finite).double().reshape(1)) > 0
-        bad.append(wrong)
-        if not bool(wrong):
-            old = kf.factors[layer.weight]
-            factors[layer.weight] = (_added(old[0], both[0], left, config), _added(old[1], both[1], right, config))
-    failures = kf.failures + sum(int(wrong) for wrong in bad)
+        new[layer] = summed(curvature.left, left), summed(curvature.right, right)
+    good = _all_finite(new, sharding)
+    factors = kf.factors | _added(kf, {layer: both for layer, both in new.items() if good[layer]}, plan)
+    failures = kf.failures + sum(not fine for fine in good.values())
     return kf._replace(factors=factors, measured=kf.measured + 1, failures=failures)
 
 
-def _added(kept: Kept | None, new: Factor | None, side: Side, config: KfacConfig) -> Kept | None:
-    return None if kept is None or new is None else added(kept, new, side, rho=config.decay)
+def _all_finite(trees: Mapping[Layer, Tree], sharding: Sharding | None) -> dict[Layer, bool]:
+    """Whether a layer's numbers are finite on every rank: columns are each rank's own, and all must decide alike.
+
+    One collective and one wait for all layers.
+    """
+    leaves = {layer: tree.leaves(each) for layer, each in trees.items()}
+    if not leaves:
+        return {}
+    spoiled = (~finite_each([leaf for each in leaves.values() for leaf in each])).double()
+    rest = iter(sum_over_samples(sharding, spoiled).tolist())
+    return {layer: not any([next(rest) for _ in each]) for layer, each in leaves.items()}
+
+
+def _added(
+    kf: KfacState, new: Mapping[Layer, tuple[Factor | None, Factor | None]], plan: KfacPlan
+) -> dict[Path, tuple[Kept | None, Kept | None]]:
+    """What is kept of each layer, decayed, and what is new: sums on one device in one dtype all at once.
+
+    Columns come from the other ranks here, those of one side at a time.
+    """
+    config = plan.config
+    rho, ring = config.decay, config.distribution is Distribution.RING
+    done: dict[tuple[Layer, int], Kept | None] = {}
+    alike: dict[tuple[Layer, int], tuple[Sum, Sum]] = {}
+    for layer, both in new.items():
+        for i, (old, factor, side) in enumerate(zip(kf.factors[layer.weight], both, plan.layers[layer][:2])):
+            if old is None or factor is None:
+                done[layer, i] = None
+            elif isinstance(old, Sum) and isinstance(factor, type(old)) and _beside(old, factor):
+                alike[layer, i] = old, factor
+            else:
+                cap = side.columns or config.cap
+                whole = factor if ring else with_all_columns(factor, plan.sharding, cap=cap)
+                done[layer, i] = added(old, whole, side, rho=rho)
+    olds, news = ([x for pair in alike.values() for x in pair[which]] for which in (0, 1))
+    sums = iter(decayed_sums(olds, news, rho=rho))
+    done |= {where: type(old)(next(sums), next(sums)) for where, (old, _) in alike.items()}
+    return {layer.weight: (done[layer, 0], done[layer, 1]) for layer in new}
+
+
+def _beside(a: Factor, b: Factor) -> bool:
+    return all(x.device == y.device and x.dtype == y.dtype for x, y in zip(a, b))
 
 
 def _inverted(kf: KfacState, plan: KfacPlan, device: torch.device) -> KfacState:
@@ -162,38 +198,45 @@ def _curvature(kept: tuple[Kept | None, Kept | None], layer: LayerPlan, device: 
     return Curvature(*(None if k is None else factor_of(k, side, device=device) for k, side in sides))
 
 
-def _attempt(config: KfacConfig, layer: LayerPlan) -> Callable[[Curvature], tuple[Preconditioner, bool]]:
-    def attempt(curvature: Curvature) -> tuple[Preconditioner, bool]:
-        return invert_or_keep(
-            curvature,
+def _everywhere(kf: KfacState, plan: KfacPlan, device: torch.device) -> dict[Layer, Preconditioner | None]:
+    """Those that can be, together; the others one by one, so that the columns of one at a time are on the device."""
+    kept = {layer: kf.factors[layer.weight] for layer in plan.layers}
+    sums = {layer: both for layer, both in kept.items() if not any(isinstance(side, Window) for side in both)}
+    made = _inverses({layer: Curvature(*both) for layer, both in sums.items()}, plan, device)  # pyright: ignore
+    for layer in [layer for layer in kept if layer not in sums]:
+        made |= _inverses({layer: _curvature(kept[layer], plan.layers[layer], device)}, plan, device)
+    return made
+
+
+def _inverses(
+    curvatures: Mapping[Layer, Curvature], plan: KfacPlan, device: torch.device
+) -> dict[Layer, Preconditioner | None]:
+    """By batches where the settings allow it; what that leaves over one by one, and None where that fails, too."""
+    config = plan.config
+    made: dict[Layer, Preconditioner | None] = dict.fromkeys(curvatures)
+    if config.via is Via.CHOLESKY:  # which has neither another damping nor another power
+        made |= invert_many(curvatures, damping=config.damping, device=device)
+    for layer in [layer for layer, inverse in made.items() if inverse is None]:
+        inverse, ok = invert_or_keep(
+            tree.map(lambda x: x.to(device), curvatures[layer]),
             None,
             damping=config.damping,
-            method=Damping.PRODUCT if layer.product else Damping.PI,
+            method=Damping.PRODUCT if plan.layers[layer].product else Damping.PI,
             via=config.via,
             max_condition=config.max_condition,
             power=config.power,
         )
-
-    return attempt
-
-
-def _everywhere(kf: KfacState, plan: KfacPlan, device: torch.device) -> dict[Layer, Preconditioner | None]:
-    made: dict[Layer, Preconditioner | None] = {}
-    for layer, how in plan.layers.items():
-        inverse, ok = _attempt(plan.config, how)(_curvature(kf.factors[layer.weight], how, device))
         made[layer] = inverse if ok else None
     return made
 
 
 def _owned(kf: KfacState, plan: KfacPlan, device: torch.device) -> dict[Layer, Preconditioner | None]:
     curvatures = {layer: _curvature(kf.factors[layer.weight], how, device) for layer, how in plan.layers.items()}
-    how_of = {id(curvatures[layer]): how for layer, how in plan.layers.items()}
 
-    def attempt(curvature: Curvature) -> Tree:
-        inverse, ok = _attempt(plan.config, how_of[id(curvature)])(curvature)
-        return inverse if ok else Sides(None, None)
+    def invert(own: Mapping[Layer, Curvature]) -> dict[Layer, Preconditioner]:
+        return {layer: inverse or Sides(None, None) for layer, inverse in _inverses(own, plan, device).items()}
 
-    made = invert_owned(curvatures, attempt, plan.sharding)
+    made = invert_owned(curvatures, invert, plan.sharding)
     return {layer: None if not tree.leaves(inverse) else inverse for layer, inverse in made.items()}
 
 
@@ -208,8 +251,8 @@ def _around(kf: KfacState, plan: KfacPlan, device: torch.device) -> dict[Layer, 
         except CurvatureError:
             made[layer] = None
             continue
-        finite = all(bool(x.isfinite().all()) for x in tree.leaves(inverse) if isinstance(x, Tensor))
-        made[layer] = inverse if finite else None
+        finite = finite_each([x for x in tree.leaves(inverse) if isinstance(x, Tensor)])
+        made[layer] = inverse if bool(finite.all()) else None
     return made
 
 
