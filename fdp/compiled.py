@@ -105,11 +105,18 @@ class Blocks:
 
         return tree.map(Tensor.detach, out), pull
 
+    def function(self, key: Any, run: Callable) -> Callable:
+        """A function of tensors, compiled once for ``key``: what is done with the records of a kind of block."""
+        if key not in self.kinds:
+            self.kinds[key] = Kind(self._compiled_as(f"records_{len(self.kinds)}", run), {}, {})
+        return self.kinds[key].run
+
     def _compiled(self, run: Callable, block: Block) -> Callable:
-        if not block.compiled:
-            return run
+        return self._compiled_as(f"block_{block.name}", run) if block.compiled else run
+
+    def _compiled_as(self, name: str, run: Callable) -> Callable:
         # A code object of its own: kinds do not share one cache of compiled graphs, nor its limit.
-        code = run.__code__.replace(co_name=f"block_{block.name}".replace(".", "_"))
+        code = run.__code__.replace(co_name=name.replace(".", "_"))
         own = types.FunctionType(code, run.__globals__, code.co_name, run.__defaults__, run.__closure__)
         return torch.compile(own, fullgraph=True, dynamic=False, backend=self.backend)
 

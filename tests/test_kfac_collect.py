@@ -163,6 +163,31 @@ def test_two_uses_of_a_weight_are_places_like_tokens(sharing):
     torch.testing.assert_close(product(found[layer]), dense_fisher(case, layer), **PRECISE)
 
 
+@pytest.mark.parametrize("sharing", Sharing)
+def test_uses_in_several_blocks_are_uses_of_one_layer(sharing):
+    """A weight, its bias and a scale, each used twice, in one block or in two."""
+
+    def half(p: Tree, h: Tensor) -> Tensor:
+        return ops.scale(ops.linear(h, p["weight"], p["bias"]).tanh(), p["scale"])
+
+    def losses(h: Tensor, data: Tree) -> Tensor:
+        return (h - data["y"]).square().sum((1, 2))
+
+    params = {"weight": randn(4, 4), "bias": randn(4, seed=2), "scale": randn(4, seed=3)}
+    own = {path: path for path in params}
+    once = Block("once", own, lambda p, _, data: losses(half(p, half(p, data["x"])), data))
+    first = Block("first", own, lambda p, _, data: half(p, data["x"]))
+    second = Block("second", own, lambda p, h, data: losses(half(p, h), data))
+    data = {"x": randn(5, 2, 4, seed=4), "y": randn(5, 2, 4, seed=5)}
+    leaves = {path: LeafSpec(tuple(leaf.shape), keys.normal) for path, leaf in params.items()}
+    one, two = (
+        curvatures(Case(Model("twice", leaves, blocks), params, data), Fisher.EMPIRICAL, sharing)
+        for blocks in ((once,), (first, second))
+    )
+    assert set(one) == {Layer("weight", "bias"), Layer("scale", None)}
+    assert_same(one, two)
+
+
 def test_small_parameters_have_the_diagonal_of_the_fisher():
     case = case_named("gpt-untied")
     known = surveyed(*case)

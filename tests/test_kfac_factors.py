@@ -129,6 +129,17 @@ def test_half_precision_rows_are_summed_in_float32(dtype):
     torch.testing.assert_close(factors.matrix(decayed).double(), expected("columns", rows, 3000.0), rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("n", [1, 7, 8, 9, 100])
+def test_rows_as_wide_as_a_gpu_wants_them_have_the_same_matrix(n):
+    rows = rows_of(5, n)
+    wide = factors.aligned(rows)
+    assert wide.shape[1] % factors.ALIGNED == 0
+    assert wide.shape[1] < n + factors.ALIGNED
+    cut = factors.dense(wide, weight=5.0, size=n)
+    assert cut.total.is_contiguous()
+    torch.testing.assert_close(factors.matrix(cut), expected("dense", rows, 5.0))
+
+
 def test_weights_may_be_tensors():
     mask = torch.tensor([1.0, 0.0, 1.0])
     factor = factors.dense(rows_of(3, 4) * mask[:, None], weight=mask.sum())

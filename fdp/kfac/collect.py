@@ -86,7 +86,7 @@ def collect(
     uses = tuple(tuple(use for use in block if use.path in wanted) for block in known.plan.uses)
     plan = known.plan._replace(uses=uses, trainable=wanted)
     present = present_of(model, data)
-    sums = make_sums(known, forms, sharing, mask, present, sharding)
+    sums = make_sums(known, forms, sharing, mask, present, sharding, blocks)
     rank, ranks = (0, 1) if sharding is None else (sharding.rank, sharding.ranks)
     many = passes(model, fisher, known.scores, key=key, rank=rank, ranks=ranks, dtype=plan.dtype, device=mask.device)
     stand_in = surrogate(model, fisher)

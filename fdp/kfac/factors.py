@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -26,26 +27,42 @@ from fdp.kfac.types import ColumnsFactor, DenseFactor, DiagonalFactor, Factor, S
 from fdp.types import FdpError
 
 HALF = (torch.bfloat16, torch.float16)
+ALIGNED = 8
+"""Numbers in half precision that a GPU loads at once: products of rows of other widths take several times as long."""
 
 
 class CurvatureError(FdpError):
     """What was measured cannot be used: not finite, not symmetric, not positive. (A wrong setting is an FdpError.)"""
 
 
+def wider(dtype: torch.dtype) -> torch.dtype:
+    """At least float32: half precision is for storing, never for sums."""
+    return torch.float32 if dtype in HALF else dtype
+
+
 def widened(x: Tensor) -> Tensor:
-    """``x`` in at least float32: half precision is for storing, never for sums."""
-    return x.float() if x.dtype in HALF else x
+    """``x`` in at least float32."""
+    return x.to(wider(x.dtype))
 
 
-def dense(rows: Float[Tensor, "*tokens n"], *, weight: float | Tensor) -> DenseFactor:
-    """``total = rows^T rows``, in float32 for narrower rows."""
+def dense(rows: Float[Tensor, "*tokens n"], *, weight: float | Tensor, size: int | None = None) -> DenseFactor:
+    """``total = rows^T rows``, in float32 for narrower rows; columns from ``size`` on are left out."""
+    n = rows.shape[-1] if size is None else size
     flat = rows.reshape(-1, rows.shape[-1])
     if flat.is_cuda and flat.dtype in HALF:
         # Products of half-precision numbers are exact in float32, which is what they are added up in.
+        flat = aligned(flat)
         total = torch.mm(flat.mT, flat, out_dtype=torch.float32)
     else:
-        total = widened(flat).mT @ widened(flat)
-    return DenseFactor(total, _weight(weight, like=total))
+        wide = widened(flat)
+        total = wide.mT @ wide
+    return DenseFactor(total[:n, :n].contiguous(), _weight(weight, like=total))
+
+
+def aligned(rows: Float[Tensor, "tokens n"]) -> Float[Tensor, "tokens wider"]:
+    """The rows with zeros at their end, up to a multiple of ``ALIGNED`` numbers."""
+    spare = -rows.shape[-1] % ALIGNED
+    return F.pad(rows, (0, spare)) if spare else rows
 
 
 def columns(rows: Float[Tensor, "*tokens n"], *, weight: float | Tensor) -> ColumnsFactor:
@@ -56,7 +73,9 @@ def columns(rows: Float[Tensor, "*tokens n"], *, weight: float | Tensor) -> Colu
 
 def diagonal(rows: Float[Tensor, "*tokens n"], *, weight: float | Tensor) -> DiagonalFactor:
     """``total_i = sum_t rows_ti^2``: the diagonal of ``rows^T rows``."""
-    total = widened(rows.reshape(-1, rows.shape[-1])).square().sum(0)
+    flat = rows.reshape(-1, rows.shape[-1])
+    # One pass over the rows, and nothing wider is stored.
+    total = torch.linalg.vector_norm(flat, dim=0, dtype=wider(flat.dtype)).square()
     return DiagonalFactor(total, _weight(weight, like=total))
 
 
@@ -228,5 +247,7 @@ def check_factor(factor: Factor, name: str) -> None:
 
 
 def _weight(weight: float | Tensor, *, like: Tensor) -> Float[Tensor, ""]:
-    dtype = torch.float32 if like.dtype in HALF else like.dtype
-    return torch.as_tensor(weight, dtype=dtype, device=like.device)
+    dtype = wider(like.dtype)
+    if isinstance(weight, Tensor):
+        return weight.to(device=like.device, dtype=dtype)
+    return torch.full((), weight, dtype=dtype, device=like.device)  # made there: a copy would wait for the device

@@ -29,6 +29,7 @@ from enum import Enum
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -174,11 +175,17 @@ def draw_labels(scores: Float[Tensor, " *shape classes"], uniform: Float[Tensor,
     Probabilities are counted in whole parts of ``GRAIN``: sums of whole numbers are exact in any order, and so the only
     ones that a GPU cumulates where it must be deterministic. A class of no part is never drawn; of NaN, the first is.
     """
+    classes = scores.shape[-1]
+    width = math.isqrt(classes - 1) + 1  # first which run of classes, then which of the run: no sum is as long as all
     parts = (scores.detach().softmax(-1) * GRAIN).nan_to_num().round().to(torch.int32)
-    cumulated = parts.cumsum(-1, dtype=torch.int32)
-    end = cumulated[..., -1]
-    drawn = (uniform.double() * end).to(torch.int32).minimum(end - 1)
-    return (cumulated <= drawn.unsqueeze(-1)).sum(-1)
+    runs = F.pad(parts, (0, -classes % width)).unflatten(-1, (-1, width))
+    ends = runs.sum(-1, dtype=torch.int32).cumsum(-1, dtype=torch.int32)
+    drawn = (uniform.double() * ends[..., -1]).to(torch.int32).minimum(ends[..., -1] - 1).unsqueeze(-1)
+    run = (ends <= drawn).sum(-1, keepdim=True)
+    before = F.pad(ends, (1, 0)).gather(-1, run)
+    own = runs.gather(-2, run.unsqueeze(-1).expand(*run.shape, width)).squeeze(-2)
+    place = (before + own.cumsum(-1, dtype=torch.int32) <= drawn).sum(-1)
+    return run.squeeze(-1) * width + place
 
 
 class _Rule(NamedTuple):

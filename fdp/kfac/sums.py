@@ -1,35 +1,34 @@
-"""Rows into factors: what every use of a layer adds to its two sides, and when.
+"""Which block adds what to which side of which layer, and what has been added up so far.
 
-    expand    each place's row is squared by itself, as soon as it is there
-    reduce    a sample's rows are added up over all places first, and wait until the last use of the layer has come
+A block's records become sums by :mod:`fdp.kfac.tasks`, as a whole: one compiled function, where blocks are compiled.
+Inputs are the same in every pass and are added in the first; output gradients in all.
 
-Rows of padding are made exactly 0, and inputs are divided by the number of a sample's places. The equations are those
-of ``fdp.kfac.collect``, which drives this.
-
-    >>> sums = make_sums(known, forms, sharing, mask, present, sharding)
+    >>> sums = make_sums(known, forms, sharing, mask, present, sharding, blocks)
     >>> for i, found in backward(...): add_records(i, found, sums, inputs=True)
     >>> curvature_of(layer, sums)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fdp import collectives
+from fdp import collectives, tree
 from fdp.collectives import Axis
+from fdp.compiled import Blocks
 from fdp.kfac import factors
 from fdp.kfac.fisher import by_term, term_weights
 from fdp.kfac.forms import Form
 from fdp.kfac.layers import Met, Survey
+from fdp.kfac.tasks import Places, Task, Uses, made, make_places, sums_of
 from fdp.kfac.types import Curvature, Factor, Layer
 from fdp.model import Model, Outputs
-from fdp.rules import Dense, OneHot, Pair, Record, per_sample_gradient
+from fdp.rules import Dense, Record
 from fdp.sharding import Sharding
 from fdp.types import FdpError, Path, Tree
 
@@ -53,22 +52,36 @@ class Slot(NamedTuple):
     inputs: bool
 
 
+class Work(NamedTuple):
+    """What is to be done with a block's records: which they are, by leaf and number, and each task's slot.
+
+    ``uses``: how many records each leaf must have.
+    """
+
+    uses: dict[Path, int]
+    records: tuple[tuple[Path, int], ...]
+    slots: tuple[Slot, ...]
+    tasks: tuple[Task, ...]
+
+
 class Sums(NamedTuple):
     """What holds for one microbatch, and what has been added up of it so far.
 
-    ``keep``: 1 for a sample, 0 for padding. ``waiting``: rows that are squared once all uses of their layer have come;
-    ``met``: how many have.
+    ``layers``: those met by every block. ``blocks``: blocks are compiled, and so is what is done with their records;
+    ``work``: what that is, as far as it came to it. ``waiting``: rows that are squared once all uses of their layer
+    have come, and of how many they are.
     """
 
     known: Survey
     forms: Forms
     sharing: Sharing
-    keep: Float[Tensor, " batch"]
-    present: Float[Tensor, "batch tokens"] | None
+    places: Places
+    layers: dict[int, dict[Layer, None]]
     cuts: dict[Path, tuple[Axis, int]]
+    blocks: Blocks | None
+    work: dict[tuple[int, bool], Work]
     factors: dict[Slot, Factor]
-    waiting: dict[Slot, Tensor]
-    met: dict[Layer, int]
+    waiting: dict[Slot, tuple[Tensor, int]]
 
 
 def make_sums(
@@ -78,12 +91,21 @@ def make_sums(
     mask: Float[Tensor, " batch"],
     present: Float[Tensor, "batch tokens"] | None,
     sharding: Sharding | None,
+    blocks: Blocks | None,
 ) -> Sums:
     """Nothing added up yet."""
-    keep = (mask > 0).to(torch.promote_types(known.plan.dtype, torch.float32))
+    layers: dict[int, dict[Layer, None]] = {}
+    uses: dict[Uses, None] = {}
+    for layer in (layer for layer, both in forms.items() if set(both) != {Form.SKIP}):
+        for use in known.met[layer]:
+            layers.setdefault(use.block, {})[layer] = None
+        if not known.small(layer):
+            _check_places(layer.weight, known.met[layer], present)
+            uses |= {each: None for left in (True, False) if (each := _uses_with_inputs(known, layer, left))}
+    places = make_places(mask, present, uses, known.plan.dtype)
     leaves = {} if sharding is None else sharding.leaves
     cuts = {path: cut for path, leaf in leaves.items() for cut in leaf.cuts if cut[0].name == "tensor"}
-    return Sums(known, forms, sharing, keep, None if present is None else present.to(keep), cuts, {}, {}, {})
+    return Sums(known, forms, sharing, places, layers, cuts, blocks, {}, {}, {})
 
 
 def present_of(model: Model, data: Tree) -> Float[Tensor, "batch tokens"] | None:
@@ -98,22 +120,29 @@ def add_records(block: int, found: dict[Path, list[Record]], sums: Sums, *, inpu
 
     The records are taken out of ``found``: nothing of a block is alive while the next one is pulled.
     """
-    layers = {layer.weight: layer for layer in sums.forms}
-    while found:
-        path, records = found.popitem()
-        if path not in layers:  # a block whose per-sample gradients are made whole has them of all its leaves
-            continue
-        layer = layers[path]
-        for record, use in zip(records, sums.known.uses_in(layer, block), strict=True):
-            _add_record(_whole(record, sums.cuts.get(path)), layer, use, sums, inputs)
+    work = sums.work.get((block, inputs))
+    if work is None:
+        work = sums.work[block, inputs] = _work(block, inputs, sums)
+    for path, count in work.uses.items():
+        assert len(found[path]) == count, f"{path}: expected {count} records of block {block}, got {len(found[path])}"
+    records = [_whole(found[path][k], sums.cuts.get(path)) for path, k in work.records]
+    found.clear()
+    run = _run_of(work.tasks)
+    if sums.blocks is not None:
+        run = sums.blocks.function((work.tasks, _shapes(records), _shapes(sums.places)), run)
+    for slot, task, value in zip(work.slots, work.tasks, run(records, sums.places)):
+        if isinstance(value, Tensor):
+            _wait(slot, value, len(task.records), sums)
+        else:
+            _add(slot, value, sums)
 
 
 def add_probabilities(outputs: Outputs, scores: Tensor, data: Tree, layer: Layer, sums: Sums) -> None:
     """The left side of a head, ``1/N sum_b sum_t w_bt (diag(p) - p p^T)``, from its scores."""
-    terms = by_term(scores)
-    extra = _kept(term_weights(outputs, terms, data), sums.keep)
-    probabilities = _kept(terms, sums.keep).softmax(-1)
-    _add(Slot(layer, True, False), factors.softmax(probabilities, weight=0.0, extra=extra), sums)
+    terms, keep = by_term(scores), sums.places.keep
+    extra = torch.where(keep, term_weights(outputs, terms, data), 0.0)
+    probabilities = torch.where(keep.unsqueeze(2), terms, 0.0).softmax(-1)
+    _add(Slot(layer, True, False), factors.softmax(probabilities, weight=sums.places.samples, extra=extra), sums)
 
 
 def curvature_of(layer: Layer, sums: Sums) -> Curvature:
@@ -123,7 +152,7 @@ def curvature_of(layer: Layer, sums: Sums) -> Curvature:
 
 def _side(layer: Layer, left: bool, sums: Sums) -> Factor | None:
     """Of inputs and output gradients of a tied leaf: their mean on the left, their sum on the right."""
-    samples = sums.keep.sum()
+    samples = sums.places.samples
     gradients, inputs = (sums.factors.get(Slot(layer, left, of_inputs)) for of_inputs in (False, True))
     if gradients is not None and inputs is not None:
         both = factors.add(gradients, inputs)
@@ -132,59 +161,74 @@ def _side(layer: Layer, left: bool, sums: Sums) -> Factor | None:
     return None if only is None else only._replace(weight=samples.to(only.weight))
 
 
-def _add_record(record: Record, layer: Layer, use: Met, sums: Sums, inputs: bool) -> None:
-    sums.met[layer] = sums.met.get(layer, 0) + 1
-    if sums.known.small(layer):
-        gradient = factors.widened(per_sample_gradient(record))
-        _wait(Slot(layer, True, False), _kept(gradient.flatten(1), sums.keep), sums)
-    else:
-        assert isinstance(record, Pair)
-        for left in (True, False):
-            slot = Slot(layer, left, inputs=left == use.inputs_left)
-            if _form(slot, sums) is not Form.SKIP and (inputs or not slot.inputs):
-                _add_side(record, slot, sums)
-    if sums.met[layer] == len(sums.known.met[layer]):
-        del sums.met[layer]
-        for slot in [slot for slot in sums.waiting if slot.layer == layer]:
-            _add(slot, _made(_form(slot, sums), sums.waiting.pop(slot)), sums)
+def _work(block: int, inputs: bool, sums: Sums) -> Work:
+    """The tasks of a block: one for every side of its layers, inputs and output gradients apart."""
+    known, uses, index, made_of = sums.known, {}, {}, []
+    for layer in sums.layers.get(block, ()):
+        met, small = known.met[layer], known.small(layer)
+        here = [(k, use) for k, use in enumerate(use for use in met if use.block == block)]
+        for left in (True,) if small else (True, False):
+            for of_inputs in (False, True) if inputs else (False,):
+                slot = Slot(layer, left, of_inputs)
+                mine = [k for k, use in here if small or (use.inputs_left == left) == of_inputs]
+                if (small and of_inputs) or not mine or _form(slot, sums) in (Form.SKIP, Form.SOFTMAX):
+                    continue
+                numbers = tuple(index.setdefault((layer.weight, k), len(index)) for k in mine)
+                made_of.append((slot, _task(slot, numbers, small, sums)))
+                uses[layer.weight] = len(here)
+    return Work(uses, tuple(index), tuple(slot for slot, _ in made_of), tuple(task for _, task in made_of))
 
 
-def _add_side(record: Pair, slot: Slot, sums: Sums) -> None:
-    form = _form(slot, sums)
-    if form is Form.SOFTMAX:
-        return  # made of probabilities
-    side = record.left if slot.left else record.right
-    counts = _counts(slot.layer.weight, record.right.shape[2], sums)
-    if isinstance(side, OneHot):
-        each = (counts * _share(slot, sums)).expand(side.ids.shape)
-        if sums.sharing is Sharing.EXPAND:
-            _add(slot, factors.one_hot(side.ids, record.shape[0], weight=0.0, extra=each), sums)
-        else:
-            _wait(slot, each.new_zeros(len(each), record.shape[0]).scatter_add(1, side.ids.long(), each), sums)
-        return
-    rows = _kept(side, counts.unsqueeze(1))
-    if slot.layer.bias is not None and slot.inputs:
-        ones = counts.to(rows.dtype)[:, None, :, None].expand(*rows.shape[:-1], 1)
-        rows = torch.cat([rows, ones], -1)
-    # Groups are rows of their own on the left; on the right they are places, like tokens.
-    rows = rows.transpose(1, 2).flatten(2) if slot.left else rows.flatten(1, 2)
-    if sums.sharing is Sharing.REDUCE:
-        total = rows.sum(1, dtype=torch.promote_types(rows.dtype, torch.float32))
-        _wait(slot, total * _share(slot, sums) if slot.inputs else total, sums)
-    elif not slot.inputs:
-        _add(slot, _made(form, rows), sums)
-    elif sums.present is None:  # the same for all samples: the sum is scaled, and rows may stay in half precision
-        _add(slot, factors.decayed(_made(form, rows), 1 / _places(slot, sums)), sums)
-    else:
-        _add(slot, _made(form, factors.widened(rows) * _share(slot, sums).sqrt().unsqueeze(2)), sums)
+def _task(slot: Slot, numbers: tuple[int, ...], small: bool, sums: Sums) -> Task:
+    return Task(
+        numbers,
+        slot.left,
+        slot.inputs,
+        _form(slot, sums),
+        bias=slot.inputs and slot.layer.bias is not None,
+        small=small,
+        reduced=small or sums.sharing is Sharing.REDUCE,
+        last=len(numbers) == _uses(slot, sums),
+        uses=_uses_with_inputs(sums.known, slot.layer, slot.left) if slot.inputs else (),
+    )
+
+
+def _uses(slot: Slot, sums: Sums) -> int:
+    """How many uses of a layer, in all blocks, have rows for a slot."""
+    met = sums.known.met[slot.layer]
+    small = sums.known.small(slot.layer)
+    return len(met) if small else sum((use.inputs_left == slot.left) == slot.inputs for use in met)
+
+
+def _uses_with_inputs(known: Survey, layer: Layer, left: bool) -> Uses:
+    return tuple((use.groups, use.tokens) for use in known.met[layer] if use.inputs_left == left)
+
+
+def _run_of(tasks: tuple[Task, ...]) -> Callable[[list[Record], Places], list[Factor | Tensor]]:
+    def run(records: list[Record], places: Places) -> list[Factor | Tensor]:
+        return sums_of(tasks, records, places)
+
+    return run
+
+
+def _shapes(values: Any) -> tuple[Any, ...]:
+    """What a function is compiled for, beside its tasks."""
+    return tuple((tuple(x.shape), x.dtype, x.device) for x in tree.leaves(values) if isinstance(x, Tensor))
 
 
 def _add(slot: Slot, factor: Factor, sums: Sums) -> None:
     sums.factors[slot] = factor if slot not in sums.factors else factors.add(sums.factors[slot], factor)
 
 
-def _wait(slot: Slot, rows: Float[Tensor, "batch n"], sums: Sums) -> None:
-    sums.waiting[slot] = rows if slot not in sums.waiting else sums.waiting[slot] + rows
+def _wait(slot: Slot, rows: Float[Tensor, "batch n"], uses: int, sums: Sums) -> None:
+    """Rows of some uses; once all have come they are squared."""
+    if slot in sums.waiting:
+        more, others = sums.waiting.pop(slot)
+        rows, uses = more + rows, others + uses
+    if uses == _uses(slot, sums):
+        _add(slot, made(_form(slot, sums), rows, sums.places), sums)
+    else:
+        sums.waiting[slot] = rows, uses
 
 
 def _form(slot: Slot, sums: Sums) -> Form:
@@ -193,46 +237,15 @@ def _form(slot: Slot, sums: Sums) -> Form:
     return Form.DIAGONAL if form is Form.SOFTMAX and slot.inputs else form
 
 
-def _made(form: Form, rows: Float[Tensor, "*places n"]) -> Factor:
-    make = {Form.DENSE: factors.dense, Form.COLUMNS: factors.columns, Form.DIAGONAL: factors.diagonal}[form]
-    return make(rows, weight=0.0)
-
-
-def _counts(path: Path, tokens: int, sums: Sums) -> Float[Tensor, "batch tokens"]:
-    """1 where a sample counts and its token is not padding; 0 elsewhere."""
-    if sums.present is None or tokens == 1:
-        return sums.keep.unsqueeze(1).expand(-1, tokens)
-    if sums.present.shape[1] != tokens:
-        raise FdpError(
-            f"{path}: used at {tokens} places of every sample, but Outputs.present says which of "
-            f"{sums.present.shape[1]} tokens are padding; expected as many, or one"
-        )
-    return sums.keep.unsqueeze(1) * (sums.present > 0)
-
-
-def _places(slot: Slot, sums: Sums) -> int:
-    """At how many places a sample uses the layer with its inputs on this side, padding included."""
-    return sum(use.groups * use.tokens for use in sums.known.met[slot.layer] if use.inputs_left == slot.left)
-
-
-def _share(slot: Slot, sums: Sums) -> Float[Tensor, "batch 1"]:
-    """``1 / n_b``: what each place of a sample counts; 0 for a sample without any."""
-    if sums.present is None:
-        return torch.full_like(sums.keep, 1 / _places(slot, sums)).unsqueeze(1)
-    places = torch.stack(
-        [
-            use.groups * _counts(slot.layer.weight, use.tokens, sums).sum(1, keepdim=True)
-            for use in sums.known.met[slot.layer]
-            if use.inputs_left == slot.left
-        ]
-    ).sum(0)
-    return torch.where(places > 0, 1 / places, 0.0)
-
-
-def _kept(rows: Tensor, keep: Tensor) -> Tensor:
-    """The rows that count, exactly 0 for the others, whatever they hold."""
-    keep = keep.reshape(*keep.shape, *[1] * (rows.ndim - keep.ndim))
-    return torch.where(keep > 0, rows, rows.new_zeros(()))
+def _check_places(path: Path, met: tuple[Met, ...], present: Tensor | None) -> None:
+    if present is None:
+        return
+    for use in met:
+        if use.tokens not in (1, present.shape[1]):
+            raise FdpError(
+                f"{path}: used at {use.tokens} places of every sample, but Outputs.present says which of "
+                f"{present.shape[1]} tokens are padding; expected as many, or one"
+            )
 
 
 def _whole(record: Record, cut: tuple[Axis, int] | None) -> Record:
