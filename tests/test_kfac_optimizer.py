@@ -528,7 +528,9 @@ def test_a_donated_step_of_compiled_blocks_is_the_plain_step(decay, monkeypatch)
     made = []
     for compile in (Compile.NONE, Compile.BLOCK):
         config = settings(momentum=0.8, weight_decay=decay, kl_clip=1e-3)
-        k = kfac(model, data, learning_rate=optimizers.warmup_cosine(0.3, warmup_steps=1, steps=9), config=config)
+        rate = optimizers.warmup_cosine(0.3, warmup_steps=1, steps=9)
+        blocks = Blocks(backend="eager") if compile is Compile.BLOCK else None
+        k = kfac(model, data, learning_rate=rate, config=config, blocks=blocks)
         step = make_train_step(model, k.optimizer, mechanism=mechanism, plan=plan, donate=("state",), compile=compile)
         state = k.settled(init_state(model, model.init(KEY), k.optimizer, mechanism))
         for t in range(4):

@@ -34,6 +34,7 @@ from fdp.kfac.refresh import refresh
 from fdp.kfac.ring import RingSides, precondition_ring
 from fdp.kfac.state import KfacPlan, KfacState, init, plan_kfac, settled
 from fdp.kfac.types import Layer
+from fdp.kfac.whole import precondition_whole
 from fdp.kfac.woodbury import Power
 from fdp.model import Model
 from fdp.optimizers import LOCAL, Optimizer, Reductions, Schedule, add_decayed_weights, chain, scale_by_learning_rate
@@ -92,7 +93,7 @@ def kfac(
     ``view`` as in :func:`fdp.kfac.state.plan_kfac`.
     """
     plan = plan_kfac(model, microbatch, config=config, sharding=sharding, dtype=dtype, view=view)
-    front = scale_by_kfac(plan, learning_rate=learning_rate)
+    front = scale_by_kfac(plan, learning_rate=learning_rate, blocks=blocks)
     parts = [front]
     parts += [momentum_trace(config.momentum)] if config.momentum else []
     parts += [add_decayed_weights(config.weight_decay)] if config.weight_decay else []
@@ -102,13 +103,14 @@ def kfac(
     return Kfac(optimizer, plan, memory, blocks)
 
 
-def scale_by_kfac(plan: KfacPlan, *, learning_rate: float | Schedule) -> Optimizer:
-    """``u = nu F^-1 g``; the learning rate is for the scale ``nu`` only.
+def scale_by_kfac(plan: KfacPlan, *, learning_rate: float | Schedule, blocks: Blocks | None = None) -> Optimizer:
+    """``u = nu F^-1 g``; the learning rate is for the scale ``nu`` only. ``blocks``: layers are compiled by kind, too.
 
     Guarantees:
       - a private step takes no other power than the root, whose curvature is public or noised.
     """
     config, rate = plan.config, as_schedule(learning_rate)
+    rounded, root = plan.known.plan.dtype in HALF, config.power is Power.ROOT
     skipped = sorted(plan.model.trainable - {path for layer in plan.layers for path in layer if path is not None})
 
     def begin(params: Tree, reductions: Reductions = LOCAL) -> KfacState:
@@ -122,14 +124,18 @@ def scale_by_kfac(plan: KfacPlan, *, learning_rate: float | Schedule) -> Optimiz
             if isinstance(preconditioner, RingSides):
                 done = precondition_ring(preconditioner, gradient, plan.sharding)
             else:
-                done = precondition(preconditioner, gradient, rounded=plan.known.plan.dtype in HALF)
+                done = precondition(preconditioner, gradient, rounded=rounded)
             # Of the whole layer, on every rank. A root meets gradients that one root has been applied to: |F^-1/2 g|^2.
-            other = gradient if config.power is Power.ROOT else done
-            dots.append((gradient * other).sum(dtype=torch.float64))
+            dots.append((gradient * (gradient if root else done)).sum(dtype=torch.float64))
             return done
 
         maps = {layer: _ready(state.maps[layer.weight], layer, plan) for layer in plan.layers}
-        done = precondition_parts(maps, flat, plan.sharding, shapes=plan.known.shapes, apply=apply)
+        shapes = plan.known.shapes
+        if blocks is not None and plan.sharding is None and config.distribution is not Distribution.RING:
+            whole = {layer: placed for layer, placed in maps.items() if not isinstance(placed, RingSides)}
+            done, dots = precondition_whole(whole, flat, shapes=shapes, rounded=rounded, root=root, blocks=blocks)
+        else:
+            done = precondition_parts(maps, flat, plan.sharding, shapes=shapes, apply=apply)
         if config.kl_clip is not None:
             squares = reductions.sum_of_squares({path: flat[path] for path in skipped}) if skipped else {}
             dot = torch.stack([*dots, *(square.double() for square in squares.values())]).sum()
