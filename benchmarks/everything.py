@@ -47,14 +47,14 @@ def parts(out: Path, commit: str) -> list[Part]:
     compiled = tuple(
         large("--modes", "module_graphs", "--contexts", str(T), rows=f"compiled_{T}") for T in CONTEXTS if T <= 4096
     )
-    tests = (*python, "pytest", "-q", "-m", "gpu", "-n", "4", "-p", "no:cacheprovider", "-p", "no:benchmark")
+    tests = (*python, "pytest", "-m", "gpu", "-n", "4", "-p", "no:cacheprovider", "-p", "no:benchmark")
     return [
         Part("tests", 330, tests, compiled),
         Part("private and plain", 200, large("--modes", "none", "auto")),
         Part("modules", 300, large("--modes", "module_graphs")),
         Part("regimes", 200, regime("large_batch", "llama_1b")),
         Part("foreign", 300, (*python, "benchmarks.foreign", "--json", str(out / "foreign.json"), *label)),
-        Part("kfac", 90, (*python, "benchmarks.kfac", "--gpu", "--out", str(out / "kfac.json"))),
+        Part("kfac", 130, (*python, "benchmarks.kfac", "--gpu", "--out", str(out / "kfac.json"), "--commit", commit)),
         Part("methods", 240, large("--modes", "flash_bk", "ghost_bk", "flash", "--contexts", "512", "2048", "8192")),
         Part("opacus", 150, large("--modes", "opacus", "opacus_ghost", "--contexts", "512", "2048", "8192")),
         Part("first step", 75, large("--first-step", "auto", "--contexts", "512")),
@@ -113,7 +113,13 @@ def run_part(part: Part, log: Path, *, seconds: float) -> int | None:
 
 
 def pages(out: Path) -> None:
-    """The pages of all rows that are there, into ``benchmarks/results``."""
+    """The pages of all rows that are there, into ``benchmarks/results``; how the tests ended goes with the first."""
+    log, first, done = out / "tests.txt", out / "gpt2_large.json", out / "done.json"
+    if log.exists() and first.exists() and done.exists():
+        ended = [line.strip("= ") for line in log.read_text().splitlines() if " passed" in line or " failed" in line]
+        commit = json.loads(done.read_text()).get("tests", "a commit at which not all passed")
+        summary = f"`pytest -m gpu` at {commit}: {ended[-1] if ended else 'did not end'}."
+        first.write_text(json.dumps(json.loads(first.read_text()) | {"tests": summary}, indent=1) + "\n")
     for name in ("gpt2_large", "regimes", "foreign"):
         rows = out / f"{name}.json"
         if rows.exists():

@@ -180,6 +180,7 @@ def page(content: dict[str, Any], *, name: str) -> str:
             WIDTH,
         ),
         "",
+        *([fill(f"Tests on this GPU: {content['tests']}", WIDTH), ""] if "tests" in content else []),
         f"![time and memory against T]({name}.png)",
         "",
         "## Targets",
@@ -217,32 +218,32 @@ def table(rows: Sequence[Row], context: int) -> list[str]:
     mine = at(rows, context)
     plain, best = mine.get("none"), fastest(mine, ("none", *MODULES))
     lines = [
-        "| mode | ms | 20-80 % | tokens/s | peak GiB | speed / `none` | speed / fastest non-private |",
-        "|---" * 7 + "|",
+        "| mode | ms | 20-80 % | tokens/s | peak GiB | speed / `none` | speed / fastest non-private | commit |",
+        "|---" * 8 + "|",
     ]
     known = sorted((row for row in rows if row["context"] == context), key=lambda row: MODES.index(row["mode"]))
     for row in known:
         if "failed" in row:
-            lines.append(f"| {row['mode']} | not timed: {row['failed']} | | | | | |")
+            lines.append(f"| {row['mode']} | not timed: {row['failed']} | | | | | | {row['commit']} |")
             continue
         speeds = [f"{other['ms'] / row['ms']:.3f}" if other else "" for other in (plain, best)]
         peak = "" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}"
         name = f"**{row['mode']}**" if row["mode"] == "auto" else row["mode"]
         lines.append(
             f"| {name} | {row['ms']:.1f} | {row['ms_p20']:.1f}-{row['ms_p80']:.1f} | {row['tokens_per_second']:,.0f} | "
-            f"{peak} | {' | '.join(speeds)} |"
+            f"{peak} | {' | '.join(speeds)} | {row['commit']} |"
         )
-    if context in WHOLE_MODULE and not any(row["mode"] == "module_graphs" for row in rows):
+    if context in WHOLE_MODULE and not any(row["mode"] == "module_graphs" for row in known):
         whole = WHOLE_MODULE[context]
         speeds = [f"{other['ms'] / whole:.3f}" if other else "" for other in (plain, best)]
         rate = BATCH_SIZE * context / whole * 1e3
         name = "nn.Module compiled whole, measured earlier, not in this run"
-        lines.append(f"| {name} | {whole} | | {rate:,.0f} | | {' | '.join(speeds)} |")
+        lines.append(f"| {name} | {whole} | | {rate:,.0f} | | {' | '.join(speeds)} | |")
     if context in FASTDP:
         ms, gib = FASTDP[context]
         speeds = [f"{other['ms'] / ms:.3f}" if other else "" for other in (plain, best)]
         rate = BATCH_SIZE * context / ms * 1e3
-        lines.append(f"| fastDP, measured earlier (1) | {ms} | | {rate:,.0f} | {gib} | {' | '.join(speeds)} |")
+        lines.append(f"| fastDP, measured earlier (1) | {ms} | | {rate:,.0f} | {gib} | {' | '.join(speeds)} | |")
         lines += [
             "",
             "(1) BK-MixOpt, all in bfloat16 without master weights; an H200 with torch 2.11, not in this run.",

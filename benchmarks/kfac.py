@@ -470,6 +470,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--sections", nargs="+", choices=[*SECTIONS, *GPU_SECTIONS], metavar="SECTION")
     parser.add_argument("--out", type=Path, help="the JSON file; default: benchmarks/results/kfac_<hardware>_<month>")
     parser.add_argument("--hardware", help="its name; default: what the system says")
+    parser.add_argument("--commit", help="what the rows are labelled with where there is no git")
     options = parser.parse_args(argv)
     device = torch.device("cuda" if options.gpu else "cpu")
     known = GPU_SECTIONS if options.gpu else SECTIONS
@@ -482,7 +483,7 @@ def main(argv: list[str] | None = None) -> None:
         if device.type == "cuda"
         else f"{os.environ.get('OMP_NUM_THREADS', os.cpu_count())} threads of {name}",
         "versions": versions(device),
-        "commit": current_commit(),
+        "commit": options.commit or current_commit(),
         "command": "python -m benchmarks.kfac" + (" --gpu" if options.gpu else ""),
         "month": f"{now:%B %Y}",
     }

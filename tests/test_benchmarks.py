@@ -299,7 +299,8 @@ def test_the_page_and_the_plot_are_made_from_the_rows(case, tmp_path):
     assert "| speed, `auto` / best Opacus, T = 512 | >= 6 | 9.3548 (opacus) | met |" in text
     assert "| speed, `flash_bk` / `ghost_bk`, T = 512 | >= 1 | not measured |  |" in text
     assert "T = 512 | <= 60 | 71.0 | **short** |" in text
-    assert "| materialize | not timed: out of memory | | | | | |" in text
+    assert "| materialize | not timed: out of memory | | | | | | " in text
+    assert "Tests on this GPU" not in text
     assert "| fastDP, measured earlier (1) | 152 |" in text
     assert (page.parent / "gpt2_large_h200_202611.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((page.parent / "gpt2_large_h200_202611.json").read_text())["rows"] == report.rows
@@ -365,6 +366,20 @@ def test_a_part_that_might_not_end_is_not_begun_and_one_that_does_not_is_cut_sho
     lines = everything.run_parts(todo, tmp_path, seconds=10.0, commit="a", now=lambda: 0.0)
     assert lines == ["long: not begun, needs about 11 s of 10 s left", "stuck: cut short, 0 s"]
     assert not (tmp_path / "done.json").exists()
+
+
+def test_how_the_tests_ended_is_said_on_the_first_page(case, tmp_path, monkeypatch):
+    report = new_report(tmp_path / "gpt2_large.json")
+    report.head |= {"hardware": "NVIDIA H200", "date": "2026-11-15"}
+    report.add(fake_row(case._replace(model=case.model._replace(context=512)), "none", 30.0))
+    report.write()
+    (tmp_path / "done.json").write_text('{"tests": "abc"}')
+    (tmp_path / "tests.txt").write_text("...\n===== 7 passed, 2 skipped in 3.00s =====\n")
+    monkeypatch.setattr(everything.subprocess, "run", lambda *_, **__: None)
+    everything.pages(tmp_path)
+    content = json.loads(report.path.read_text())
+    assert content["tests"] == "`pytest -m gpu` at abc: 7 passed, 2 skipped in 3.00s."
+    assert "Tests on this GPU: `pytest -m gpu` at abc: 7 passed" in gpt2_large.page(content, name="x")
 
 
 def test_every_part_is_a_command_that_its_benchmark_understands(tmp_path, monkeypatch, capsys):
