@@ -49,17 +49,17 @@ def parts(out: Path, commit: str) -> list[Part]:
     )
     tests = (*python, "pytest", "-m", "gpu", "-n", "4", "-p", "no:cacheprovider", "-p", "no:benchmark")
     return [
-        Part("tests", 330, tests, compiled),
-        Part("private and plain", 200, large("--modes", "none", "auto")),
-        Part("modules", 300, large("--modes", "module_graphs")),
-        Part("regimes", 200, regime("large_batch", "llama_1b")),
-        Part("foreign", 300, (*python, "benchmarks.foreign", "--json", str(out / "foreign.json"), *label)),
-        Part("kfac", 130, (*python, "benchmarks.kfac", "--gpu", "--out", str(out / "kfac.json"), "--commit", commit)),
-        Part("methods", 240, large("--modes", "flash_bk", "ghost_bk", "flash", "--contexts", "512", "2048", "8192")),
-        Part("opacus", 150, large("--modes", "opacus", "opacus_ghost", "--contexts", "512", "2048", "8192")),
-        Part("first step", 75, large("--first-step", "auto", "--contexts", "512")),
+        Part("tests", 300, tests, compiled),
+        Part("private and plain", 180, large("--modes", "none", "auto")),
+        Part("modules", 100, large("--modes", "module_graphs")),
+        Part("methods", 200, large("--modes", "flash", "flash_bk", "ghost_bk", "--contexts", "512", "2048", "8192")),
+        Part("regimes", 170, regime("large_batch", "llama_1b")),
+        Part("other regimes", 200, regime("llama_3b", "lora")),
+        Part("opacus", 120, large("--modes", "opacus", "opacus_ghost", "--contexts", "512", "2048", "8192")),
         Part("kernels", 120, (*python, "benchmarks.kernels", "--out", str(out / "kernels"))),
-        Part("other regimes", 150, regime("llama_3b", "lora")),
+        Part("first step", 70, large("--first-step", "auto", "--contexts", "512")),
+        Part("kfac", 120, (*python, "benchmarks.kfac", "--gpu", "--out", str(out / "kfac.json"), "--commit", commit)),
+        Part("foreign", 300, (*python, "benchmarks.foreign", "--json", str(out / "foreign.json"), *label)),
         Part("the rest", 400, large()),
     ]
 

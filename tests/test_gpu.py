@@ -119,9 +119,9 @@ def test_a_mesh_of_one_rank_over_nccl_is_the_same_as_none(zero, offload, plain):
     assert_same(got, plain)
 
 
-def test_compiled_equals_eager_also_with_offload(plain):
-    assert_same(train("cuda", compile=Compile.STEP)[1], plain)
-    assert_same(train("cuda", compile=Compile.STEP, offload=ALL)[1], plain)
+@pytest.mark.parametrize("offload", [NOTHING, ALL], ids=["here", "offload"])
+def test_compiled_equals_eager_also_with_offload(plain, offload):
+    assert_same(train("cuda", compile=Compile.STEP, offload=offload)[1], plain)
 
 
 def test_offload_takes_less_of_the_gpu():
