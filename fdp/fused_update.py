@@ -8,7 +8,7 @@ begins with what that makes of them.
 The cast parameters are kept for the next step. They are nothing but ``cast(params)``, and are made anew whenever the
 parameters are other tensors or were changed by anyone else.
 
-    >>> update = FusedUpdate(model, optimizer.adamw, mechanism, torch.bfloat16)
+    >>> update = FusedUpdate(model, optimizer.rule, mechanism, torch.bfloat16)
     >>> update.attend(state.params)
     >>> weights = update.compute_weights(state.params)
     >>> state = update(state, total, tally, key)

@@ -6,7 +6,7 @@ The same as ``add_gaussian``, ``scale``, ``optimizer.update`` and ``apply_update
 a function of (key, path, element), and the same state of the optimizer; rounding apart. Nothing is rounded to less
 than float64 before the noise is added. What is written besides: a copy of the parameters in the dtype to compute with.
 
-    >>> update_ = NoisyUpdate(optimizer.adamw)
+    >>> update_ = NoisyUpdate(optimizer.rule)
     >>> update_(params, opt_state, sums, copies, key=key, noise_scale=z * total.sensitivity, expected_batch_size=256)
 """
 

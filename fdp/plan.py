@@ -265,7 +265,7 @@ class _Watch:
             self.ledger.label(after, Kind.OPTIMIZER)
             return updates, after
 
-        return optimizer._replace(update=update, adamw=None, descent=None)
+        return optimizer._replace(update=update)
 
 
 def _groups(sharding: Sharding | None) -> dict[str, tuple[str, int]]:

@@ -250,7 +250,7 @@ def make_stages(
     reductions = LOCAL if sharding is None else sharded_reductions(sharding)
     memory = Memory(checkpoint_activations, offload.params, CPU if offload.grads else None)
     blocks = Blocks() if compile is Compile.BLOCK else None
-    rule = optimizer.adamw or optimizer.descent
+    rule = optimizer.rule
     fused = None
     if compile is Compile.BLOCK and rule is not None and sharding is None and not any(offload):
         fused = FusedUpdate(
@@ -260,7 +260,7 @@ def make_stages(
             plan.dtype,
             mean=lambda total, key, params: _noisy_mean(noise, mean_of, total, key, params, release=True),
         )
-    made = fused is None or optimizer.adamw is None
+    made = fused is None or rule is not optimizer.adamw
 
     def weights(params: Tree, device: torch.device) -> Tree:
         if fused is not None:

@@ -48,7 +48,8 @@ def by_halves() -> Optimizer:
     """Momentum on half of the gradient: something in front, with a state of its own."""
     front = scale_by_schedule(lambda step: 0.5 + step.double())
     parts = [front, trace(0.8), add_decayed_weights(0.1), scale_by_learning_rate(1e-2)]
-    return chain(*parts)._replace(descent=Momentum(front, 1e-2, 0.8, 0.1))
+    whole = chain(*parts)
+    return whole._replace(descent=Momentum(front, 1e-2, 0.8, 0.1, whole.update))
 
 
 OPTIMIZERS = {
@@ -98,7 +99,7 @@ def plain(
 
 
 def fused_of(optimizer: Optimizer, mechanism: Mechanism, dtype=torch.float32, model=MODEL) -> FusedUpdate:
-    rule = optimizer.adamw or optimizer.descent
+    rule = optimizer.rule
     assert rule is not None
     return FusedUpdate(model, rule, mechanism, dtype, mean=partial(mean_of, mechanism=mechanism))
 
@@ -272,6 +273,26 @@ def test_a_step_that_may_not_write_takes_the_plain_end(monkeypatch):
     after, _ = step(state, Batch(data, torch.ones(1, 4)), keys.key(0))
     assert all(map(torch.equal, tree.leaves(before), tree.leaves(state)))
     assert not torch.equal(tree.leaves(after.params)[0], tree.leaves(state.params)[0])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_is_put_around_an_update_is_never_left_out(name, monkeypatch):
+    """Not even by a pass that knows of no update but its own: it then does not take the step."""
+    monkeypatch.setattr(fdp.step, "Blocks", lambda: SHARED)
+    own, mechanism = OPTIMIZERS[name](), mechanism_of()
+
+    def still(grads: Any, state: Any, params: Any, reductions: Any) -> Any:
+        updates, state = own.update(grads, state, params, reductions)
+        return tree.map(torch.zeros_like, updates), state
+
+    optimizer = own._replace(update=still)
+    data = {"image": torch.ones(1, 4, 5), "label": torch.tensor([[0, 1, 2, 0]])}
+    plan = make_plan(MODEL, MODEL.init(keys.key(0)), tree.map(lambda leaf: leaf[0], data))
+    options: Any = {"mechanism": mechanism, "plan": plan, "compile": Compile.BLOCK, "donate": ("state",)}
+    state = state_of(optimizer, mechanism)
+    before = tree.map(torch.clone, state.params)
+    after, _ = make_train_step(MODEL, optimizer, **options)(state, Batch(data, torch.ones(1, 4)), keys.key(0))
+    assert all(map(torch.equal, tree.leaves(after.params), tree.leaves(before)))
 
 
 @pytest.mark.parametrize("z", [0.0, 1.3])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 import torch
-from fdp_kernels.rounded_product import padded, rounded_product, rounded_product_reference
+from fdp_kernels.rounded_product import _library_product, padded, rounded_product, rounded_product_reference
 from torch import Tensor
 
 SHAPES = [(5, 8, 12), (7, 9, 5), (3, 1025, 17), (0, 4, 4), (4, 0, 3)]
@@ -30,6 +32,50 @@ def test_zeros_around_it_change_no_product(shape):
     assert not any(extent % 4 for extent in (wide.shape[1], *tall.shape))
     torch.testing.assert_close((wide @ tall)[:, : shape[2]], a @ b)
     assert padded(b.mT, rows=1).is_contiguous()
+
+
+MATMUL = torch.backends.cuda.matmul
+CHOICES = {  # how a precision is chosen, and what the product is then made with
+    "none": (lambda: None, "tf32"),
+    "medium": (lambda: torch.set_float32_matmul_precision("medium"), "tf32"),
+    "older": (lambda: setattr(MATMUL, "allow_tf32", False), "ieee"),
+    "newer": (lambda: setattr(MATMUL, "fp32_precision", "ieee"), "ieee"),
+    "everywhere": (lambda: setattr(torch.backends, "fp32_precision", "tf32"), "tf32"),
+}
+
+
+def settings() -> list[object]:
+    found: list[object] = []
+    for ask in (lambda: MATMUL.allow_tf32, lambda: MATMUL.fp32_precision, torch.get_float32_matmul_precision):
+        try:
+            found.append(ask())
+        except RuntimeError:  # older and newer settings do not agree
+            found.append(None)
+    return found
+
+
+@pytest.fixture
+def as_before():
+    yield
+    torch.set_float32_matmul_precision("highest")
+    backends: Any = torch.backends
+    for setting in (backends, backends.cuda.matmul, backends.mkldnn.matmul):
+        setting.fp32_precision = "none"
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_chosen_precision_is_kept_and_every_setting_is_left_as_it_was(choice, as_before):
+    choose, expected = CHOICES[choice]
+    choose()
+    before, inside = settings(), []
+
+    class Left:
+        def __matmul__(self, other: object) -> None:
+            inside.append(MATMUL.fp32_precision)
+
+    _library_product(cast(Tensor, Left()), cast(Tensor, None))
+    assert inside == [expected]
+    assert settings() == before
 
 
 @pytest.mark.gpu

@@ -12,9 +12,11 @@ from torch import Tensor
 
 import fdp.kfac.private_factors
 import fdp.per_sample
+import fdp.step
 from fdp import accounting, clipping, keys, tree
 from fdp.compiled import Blocks
 from fdp.data import digits, examples, windows
+from fdp.fused_update import FusedUpdate
 from fdp.kfac import factors
 from fdp.kfac.apply import apply_rows
 from fdp.kfac.collect import collect
@@ -299,6 +301,49 @@ def test_a_compiled_step_is_the_same():
         _, compiled, _ = one_step(compile)
         for path, leaf in tree.flatten(after.params).items():
             torch.testing.assert_close(leaf, tree.flatten(compiled.params)[path], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("source", "microbatches"), [("noised", 2), pytest.param("public", 1, marks=pytest.mark.slow)])
+def test_a_donated_step_of_compiled_blocks_is_the_plain_step(source, microbatches, monkeypatch):
+    """Roots before clipping, noise once, roots again, and one pass for the rest; frozen leaves stay as they are."""
+    monkeypatch.setattr(fdp.step, "Blocks", lambda: Blocks(backend="eager"))
+    passes, real = [], FusedUpdate.__call__
+    monkeypatch.setattr(FusedUpdate, "__call__", lambda self, *args: passes.append(0) or real(self, *args))
+    clip = clipping.quantile(max_norm=0.5, target_quantile=0.5, learning_rate=0.3, count_noise=1.0)
+    more = statistics(poisson(len(TRAIN), expected_batch_size=8), max_norm=1.0, noise_multiplier=0.5, period=2)
+    mechanism = Mechanism(poisson(len(TRAIN), expected_batch_size=8), clip, 1.3, more if source == "noised" else None)
+    model, size = MODEL._replace(frozen=frozenset({"head.bias"})), 8 // microbatches
+    config = dataclasses.replace(CONFIG, momentum=0.8, weight_decay=0.1, kl_clip=1e-3)
+    data = TRAIN.fetch(np.arange(8))
+    batch = Batch(tree.map(lambda leaf: leaf.unflatten(0, (-1, size)), data), torch.ones(microbatches, size))
+    params = model.init(keys.key(3))
+    plan = make_plan(model, params, tree.map(lambda leaf: leaf[0], batch.data), method=Method.FLASH)
+    made = []
+    for compile in (Compile.NONE, Compile.BLOCK):
+        donate = ("state",) if compile is Compile.BLOCK else ()
+        blocks = Blocks(backend="eager") if compile is Compile.BLOCK else None
+        k = private_kfac(
+            model, TRAIN.fetch(np.arange(size)), learning_rate=0.3, config=config, largest=100, blocks=blocks
+        )
+        step = make_train_step(
+            model, k.optimizer, mechanism=mechanism, plan=plan, precondition=sides_of, compile=compile, donate=donate
+        )
+        state = k.settled(init_state(model, tree.map(torch.clone, params), k.optimizer, mechanism))
+        places = [leaf.data_ptr() for leaf in tree.leaves(state)]
+        for t in range(3):
+            key = keys.fold_in(KEY, t)
+            if source == "public":
+                known = public(NOISE, private=TRAIN, digest=data_digest)
+                state = refresh_public(k, state, known, key, t, donate=bool(donate))
+            else:
+                options: Any = {"mechanism": mechanism, "scales": {}, "donate": bool(donate)}
+                state = refresh_noised(k, state, lambda: batch, key, t, **options)
+            state, _ = step(state, batch, key)
+        assert not donate or places == [leaf.data_ptr() for leaf in tree.leaves(state)]
+        made.append(tree.flatten(state))
+    assert len(passes) == 3
+    torch.testing.assert_close(made[1], made[0], rtol=1e-4, atol=1e-5)
+    assert torch.equal(made[1]["params.head.bias"], tree.flatten(params)["head.bias"])
 
 
 def test_bad_maps_are_refused_before_anything_is_computed():

@@ -29,7 +29,7 @@ def no_vectors(params: Any) -> Any:
 def momentum(learning_rate: Any, *, weight_decay: float) -> Optimizer:
     parts = [optimizers.trace(0.8), optimizers.add_decayed_weights(weight_decay)]
     whole = chain(*parts, optimizers.scale_by_learning_rate(learning_rate))
-    return whole._replace(descent=Momentum(optimizers.scale(1.0), learning_rate, 0.8, weight_decay))
+    return whole._replace(descent=Momentum(optimizers.scale(1.0), learning_rate, 0.8, weight_decay, whole.update))
 
 
 OPTIMIZERS = {
@@ -45,7 +45,7 @@ OPTIMIZERS = {
 
 
 def fused(optimizer: Optimizer) -> NoisyUpdate:
-    rule = optimizer.adamw or optimizer.descent
+    rule = optimizer.rule
     assert rule is not None
     return NoisyUpdate(rule)
 
@@ -172,8 +172,8 @@ def test_each_key_and_leaf_has_its_own_noise():
 
 
 def test_only_adam_and_adamw_say_that_they_are():
-    assert adamw(1e-3).adamw is not None
-    assert adam(1e-3).adamw is not None
+    assert adamw(1e-3).rule is not None
+    assert adam(1e-3).rule is not None
     others = [
         chain(adamw(1e-3)),
         chain(clip_by_global_norm(1.0), adamw(1e-3)),
@@ -182,7 +182,14 @@ def test_only_adam_and_adamw_say_that_they_are():
         optimizers.lamb(1e-3),
         optimizers.adafactor(1e-3),
     ]
-    assert all(other.adamw is None and other.descent is None for other in others)
+    assert all(other.rule is None for other in others)
+
+
+def test_an_optimizer_whose_update_is_another_is_none_of_them():
+    for made in (adam(1e-3), adamw(1e-3), momentum(1e-2, weight_decay=0.1)):
+        assert made.rule is not None
+        assert made._replace(update=lambda *args, own=made.update: own(*args)).rule is None
+        assert optimizers.sgd(0.1)._replace(adamw=made.adamw, descent=made.descent).rule is None
 
 
 def test_bad_arguments_are_refused_and_change_nothing():

@@ -99,7 +99,8 @@ def kfac(
     parts += [add_decayed_weights(config.weight_decay)] if config.weight_decay else []
     optimizer = chain(*parts, scale_by_learning_rate(learning_rate))
     if config.momentum:
-        optimizer = optimizer._replace(descent=Momentum(front, learning_rate, config.momentum, config.weight_decay))
+        known = Momentum(front, learning_rate, config.momentum, config.weight_decay, optimizer.update)
+        optimizer = optimizer._replace(descent=known)
     return Kfac(optimizer, plan, memory, blocks)
 
 

@@ -105,8 +105,8 @@ def adam(
 ) -> Optimizer:
     """Adam, without weight decay; L2 regularisation is ``chain(add_decayed_weights(wd), adam(lr))``."""
     direction = scale_by_adam(b1=b1, b2=b2, eps=eps, noise_std=noise_std, eps_root=eps_root)
-    whole = AdamW(learning_rate, b1, b2, eps, 0.0, None, noise_std, eps_root)
-    return chain(direction, scale_by_learning_rate(learning_rate))._replace(adamw=whole)
+    whole = chain(direction, scale_by_learning_rate(learning_rate))
+    return whole._replace(adamw=AdamW(learning_rate, b1, b2, eps, 0.0, None, noise_std, eps_root, whole.update))
 
 
 def adamw(
@@ -123,8 +123,9 @@ def adamw(
     """Adam with decoupled weight decay: ``p <- p - lr (u_t + weight_decay p)``, decay where ``mask`` says."""
     direction = scale_by_adam(b1=b1, b2=b2, eps=eps, noise_std=noise_std, eps_root=eps_root)
     decay = add_decayed_weights(weight_decay, mask=mask)
-    whole = AdamW(learning_rate, b1, b2, eps, weight_decay, mask, noise_std, eps_root)
-    return chain(direction, decay, scale_by_learning_rate(learning_rate))._replace(adamw=whole)
+    whole = chain(direction, decay, scale_by_learning_rate(learning_rate))
+    known = AdamW(learning_rate, b1, b2, eps, weight_decay, mask, noise_std, eps_root, whole.update)
+    return whole._replace(adamw=known)
 
 
 def unbias(decay: float, step: Int[Tensor, ""]) -> Float[Tensor, ""]:

@@ -42,7 +42,7 @@ class Update(Protocol):
 
 
 class AdamW(NamedTuple):
-    """The hyper-parameters of Adam with decoupled weight decay, for who makes its update in another way."""
+    """The hyper-parameters of Adam with decoupled weight decay, for who makes its ``update`` in another way."""
 
     learning_rate: float | Schedule
     b1: float
@@ -52,6 +52,7 @@ class AdamW(NamedTuple):
     mask: Callable[[Tree], Tree] | None
     noise_std: float | None
     eps_root: float
+    update: Update
 
 
 class Momentum(NamedTuple):
@@ -64,6 +65,7 @@ class Momentum(NamedTuple):
     learning_rate: float | Schedule
     momentum: float
     weight_decay: float
+    update: Update
 
 
 class Optimizer(NamedTuple):
@@ -76,7 +78,8 @@ class Optimizer(NamedTuple):
     Guarantees:
       - neither function modifies an argument;
       - state is tensors in tuples, with the structure, shapes and dtypes that ``init`` gave it;
-      - on parts of leaves, with the reductions of those parts, the updates are the parts of the whole's updates.
+      - on parts of leaves, with the reductions of those parts, the updates are the parts of the whole's updates;
+      - ``rule`` is None once ``update`` is another function: what is put around an update is never left out.
     """
 
     init: Init
@@ -84,6 +87,12 @@ class Optimizer(NamedTuple):
     adamw: AdamW | None = None
     measures: bool = False
     descent: Momentum | None = None
+
+    @property
+    def rule(self) -> AdamW | Momentum | None:
+        """``adamw`` or ``descent``, whichever was written down for the ``update`` at hand."""
+        known = (rule for rule in (self.adamw, self.descent) if rule is not None)
+        return next((rule for rule in known if rule.update is self.update), None)
 
 
 def chain(*parts: Optimizer) -> Optimizer:

@@ -4,7 +4,7 @@
 
 On an H200 that takes a quarter of the float32 product's time, if rows begin on 16 bytes (``padded``). A CPU has no such
 units: there, and for other dtypes, the product is the plain one. After the call the setting of torch is what it was,
-and who has chosen ``fp32_precision`` keeps that choice.
+and who has chosen a precision for products, by any of its settings, keeps that choice.
 
     >>> y = rounded_product(x_MK, m_KN)
     >>> y = rounded_product(padded(x_MK, rows=1), padded(m_KN))[:, :N]             # the same, from aligned rows
@@ -34,15 +34,14 @@ def padded(x: Tensor, *, rows: int = ALIGNED) -> Tensor:
 
 def _library_product(a_MK: Tensor, b_KN: Tensor) -> Tensor:
     setting = torch.backends.cuda.matmul
-    try:
-        before = setting.allow_tf32
-    except RuntimeError:  # chosen by the newer setting, which the older one does not speak for
+    if setting.fp32_precision != "none":  # chosen by someone, by this setting or by an older one
         return a_MK @ b_KN
     setting.allow_tf32 = True
     try:
         return a_MK @ b_KN
     finally:
-        setting.allow_tf32 = before
+        setting.allow_tf32 = False
+        setting.fp32_precision = "none"  # not "ieee", which the line before makes of it
 
 
 rounded_product = define(
