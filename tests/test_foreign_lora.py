@@ -113,6 +113,16 @@ def test_layers_of_a_kind_stay_one_kind() -> None:
     assert first is second
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_adapters_come_last_in_the_order_of_the_leaves_they_adapt(name: str) -> None:
+    """The same in every process: K-FAC's ranks go through layers in this order, one collective after another."""
+    own = list(MODELS[name].leaves)
+    made = list(lora_model(MODELS[name], rank=RANK, alpha=ALPHA, targets=TARGETS[name]).leaves)
+    adapted = [path for path in own if path + A in made]
+    assert len(adapted) > 4
+    assert made == own + [path + end for path in adapted for end in (A, B)]
+
+
 def test_plain_training_trains_the_adapters_alone() -> None:
     model, params = adapted("gpt")
     plan = make_plan(model, params, DATA, method=Method.NONE, dtype=torch.float64)

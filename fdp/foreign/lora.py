@@ -101,7 +101,7 @@ def lora_model(model: Model, *, rank: int, alpha: float, targets: Sequence[str])
         raise FdpError(f"lora: expected a finite alpha above 0, got {alpha}")
     chosen = matching(model, targets)
     leaves = dict(model.leaves)
-    for path in chosen:
+    for path in [path for path in model.leaves if path in chosen]:  # a set has another order in every process
         shape = model.leaves[path].shape
         if len(shape) != 2:
             raise FdpError(f"lora: expected targets that are matrices, got {path} of shape {tuple(shape)}")
