@@ -83,14 +83,14 @@ def ragged() -> list[Leaf]:
 @pytest.mark.parametrize("decay", [False, True])
 def test_without_noise_it_is_adamw_on_the_weighted_mean(decay):
     leaf = leaf_of(3, (6, 5), decay=decay)
-    leaf = leaf._replace(mean=leaf.mean.zero_(), square=leaf.square.zero_())
+    leaf = leaf._replace(mean=torch.zeros_like(leaf.mean), square=torch.zeros_like(leaf.mean))
     param = leaf.param.clone().requires_grad_()
     optimizer = torch.optim.AdamW([param], lr=0.01, weight_decay=0.1 if decay else 0.0)
     for step in range(1, 5):
         leaf.rows.copy_(torch.randn(leaf.rows.shape, generator=DRAW))
         param.grad = torch.einsum("s,sij->ij", leaf.factors.float(), leaf.rows) / 8
         optimizer.step()
-        unbias = [1 / (1 - b**step) for b in (HYPER.b1, HYPER.b2)]
+        unbias = [1 / (1 - b**step) for b in (0.9, 0.999)]
         scalars = torch.tensor([0.7, 1 / 8, *unbias, 0.01], dtype=torch.float64)
         kernel.update_([leaf], None, scalars, HYPER, Tables())
         torch.testing.assert_close(leaf.param, param.detach(), rtol=1e-5, atol=1e-6)
@@ -191,6 +191,7 @@ def test_a_part_gets_its_part_of_the_noise():
     parts = []
     for a, b in [(0, 16), (16, 19), (19, 40)]:  # 16 * 20 is a multiple of a block, 19 * 20 is not
         rows = whole.rows[:, a:b].contiguous()
+        assert whole.square is not None
         state = (tensor[a:b].clone() for tensor in (whole.param, whole.mean, whole.square))
         parts.append(Leaf(rows, whole.factors, *state, copy=None, first=20 * a, decay=True))
     body([whole], key, SCALARS, HYPER)
