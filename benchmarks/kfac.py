@@ -2,7 +2,7 @@
 
     python -m benchmarks.kfac                                    # on the CPU, about ten minutes
     python -m benchmarks.kfac --sections digits inverses
-    python -m benchmarks.kfac --gpu                              # gpt2-medium on a CUDA device, about a minute
+    python -m benchmarks.kfac --gpu                              # gpt2-medium on a CUDA device, two minutes
 
 Every optimizer has its own grid of settings, AdamW's wide enough that its best is not at an edge; of each the one with
 the fewest steps to the loss is reported, as a median over seeds. A setting that has taken as many steps as the best so

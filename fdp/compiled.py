@@ -105,11 +105,16 @@ class Blocks:
 
         return tree.map(Tensor.detach, out), pull
 
-    def function(self, key: Any, run: Callable) -> Callable:
-        """A function of tensors, compiled once for ``key``: what is done with the records of a kind of block."""
-        if key not in self.kinds:
-            self.kinds[key] = Kind(self._compiled_as(f"records_{len(self.kinds)}", run), {}, {})
-        return self.kinds[key].run
+    def function(self, key: Any, run: Callable, *values: Any) -> Any:
+        """``run(*values)``, compiled once for ``key`` and the shapes, dtypes and devices of the tensors in ``values``.
+
+        ``key`` stands for all else that ``run`` depends on: what it closes over, and the types that hold the tensors.
+        """
+        tensors = (leaf for leaf in tree.leaves(values) if isinstance(leaf, Tensor))
+        known = (key, tuple((tuple(leaf.shape), leaf.dtype, leaf.device) for leaf in tensors))
+        if known not in self.kinds:
+            self.kinds[known] = Kind(self._compiled_as(f"function_{len(self.kinds)}", run), {}, {})
+        return self.kinds[known].run(*values)
 
     def _compiled(self, run: Callable, block: Block) -> Callable:
         return self._compiled_as(f"block_{block.name}", run) if block.compiled else run

@@ -147,13 +147,14 @@ def make_train_step(
     """Compose ``step(state, batch, key) -> (state, metrics)``.
 
     ``donate=("state",)`` lets the step write the new state into the tensors of the old one. ``Compile.BLOCK`` compiles
-    one block of every kind and, for a donated state of AdamW on one device, leaves the rest to kernels: the quickest
-    start and step. ``Compile.STEP`` makes one full graph of the work on a microbatch and one of the update, so that any
-    number of microbatches needs no new graph; ``torch.compile(step, fullgraph=True)`` of the whole step works as well,
-    with one graph per number. ``cuda_graph`` records the whole step once and replays it; the state must be donated.
-    With ``sharding``, the state is of DTensors and the batch holds this rank's samples; every rank calls the step.
-    ``checkpoint_activations`` keeps only every block's input and runs its forward again, as ZeRO-3 always does.
-    ``precondition`` maps every sample's gradient before it is clipped; the noise is isotropic after that map.
+    one block of every kind and, for a donated state on one device with an optimizer that has a ``rule`` (AdamW, K-FAC
+    with momentum), leaves the rest to kernels: the quickest start and step. ``Compile.STEP`` makes one full graph of
+    the work on a microbatch and one of the update, so that any number of microbatches needs no new graph;
+    ``torch.compile(step, fullgraph=True)`` of the whole step works as well, with one graph per number. ``cuda_graph``
+    records the whole step once and replays it; the state must be donated. With ``sharding``, the state is of DTensors
+    and the batch holds this rank's samples; every rank calls the step. ``checkpoint_activations`` keeps only every
+    block's input and runs its forward again, as ZeRO-3 always does. ``precondition`` maps every sample's gradient
+    before it is clipped; the noise is isotropic after that map.
 
     Guarantees:
       - the update depends on the data only through one noised sum per step (and the noised count of an adaptive

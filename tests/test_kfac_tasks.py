@@ -240,8 +240,8 @@ def test_compiled_the_sums_are_the_same_and_what_does_not_count_is_in_none(prese
     tasks += [task(form, left=True, inputs=False, uses=(), reduced=reduced) for form, reduced in both]
     tasks += [task(Form.DIAGONAL, records=(1,), left=True, reduced=reduced) for reduced in (False, True)]
     tasks += [task(Form.DIAGONAL, records=(2,), left=True, inputs=False, uses=(), small=True, reduced=True)]
-    compiled = Blocks().function("sums", lambda records, places: sums_of(tasks, records, places))
-    for one, other in zip(compiled(records, places), run(tasks, records, places), strict=True):
+    compiled = Blocks().function("sums", lambda records, places: sums_of(tasks, records, places), records, places)
+    for one, other in zip(compiled, run(tasks, records, places), strict=True):
         assert type(one) is type(other)
         for x, y in zip(one, other, strict=True):
             assert x.dtype == y.dtype
@@ -263,7 +263,7 @@ def test_on_the_gpu_rows_of_odd_widths_in_half_precision_have_the_same_sums(comp
     def sums(records: list[Pair], places: Places) -> list[Factor | Tensor]:
         return sums_of(tasks, records, places)
 
-    found = (Blocks().function("sums", sums) if compiled else sums)(records, places)
+    found = Blocks().function("sums", sums, records, places) if compiled else sums(records, places)
     x = torch.cat([x, torch.ones(BATCH, TOKENS, 1)], 2)[[0, 2]].flatten(0, 1) / TOKENS**0.5
     for factor, each, rows in zip(found, tasks, (x, x, *[g[[0, 2]].flatten(0, 1)] * 2), strict=True):
         assert_matrix(factor, each.form, rows, dtype)

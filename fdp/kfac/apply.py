@@ -4,7 +4,7 @@
     Product   G -> Q_L ((Q_L^T G Q_R) * scale) Q_R^T
 
 What is stored in half precision is widened to float32 first; results have the dtype of what came in. What was computed
-in half precision has no more than eight bits: its products are ``rounded`` to eleven on a GPU, at a fifth of the time.
+in half precision has no more than eleven bits: on a GPU its products are ``rounded`` to as many, in 0.29 of the time.
 
     >>> update = precondition(preconditioner, gradient)                    # (rows, columns)
     >>> y = apply_map(preconditioner.left, y)                              # (n, k)
@@ -55,6 +55,13 @@ def apply_rows(map: Map, rows: Float[Tensor, "*tokens n"], *, rounded: bool = Fa
     if columns.shape[1]:
         scaled = scaled + _times(_times(_times(x, columns, rounded), core, rounded), columns.mT, rounded)
     return scaled.to(rows.dtype)
+
+
+def trust_dot(
+    gradient: Float[Tensor, "rows columns"], update: Float[Tensor, "rows columns"], *, root: bool
+) -> Float[Tensor, ""]:
+    """A layer's part of ``g^T F^-1 g``; a ``root`` meets gradients that one root has been applied to: |F^-1/2 g|^2."""
+    return (gradient * (gradient if root else update)).sum(dtype=torch.float64)
 
 
 def _times(x: Float[Tensor, "*tokens n"], matrix: Float[Tensor, "n k"], rounded: bool) -> Float[Tensor, "*tokens k"]:

@@ -32,7 +32,7 @@ from fdp import tree
 from fdp.kfac.apply import apply_map as apply_map
 from fdp.kfac.apply import apply_rows as apply_rows
 from fdp.kfac.apply import precondition as precondition
-from fdp.kfac.factors import HALF, CurvatureError, check_factor, diagonal_of, matrix, mean_trace, size
+from fdp.kfac.factors import CurvatureError, check_factor, diagonal_of, matrix, mean_trace, size, wider
 from fdp.kfac.many import finite_each
 from fdp.kfac.softmax_head import mass, softmax_map
 from fdp.kfac.types import (
@@ -41,13 +41,13 @@ from fdp.kfac.types import (
     DenseFactor,
     DiagonalFactor,
     Factor,
-    LowRankMap,
     Map,
     MatrixMap,
     Preconditioner,
     Product,
     Sides,
     SoftmaxFactor,
+    diagonal_map,
 )
 from fdp.kfac.woodbury import Power, check_damping, cholesky, damped_power, eigh, woodbury_cholesky, woodbury_map
 from fdp.types import FdpError
@@ -105,7 +105,7 @@ def invert(
     traces = torch.stack([mean_trace(left), mean_trace(right)]).tolist()
     if 0.0 in traces:  # no curvature at all, and no pi
         flat = diagonal_of(left).total.new_full((size(left),), damping**power.value)
-        return _finite(Sides(_diagonal_map(flat if dtype is None else flat.to(dtype)), None))
+        return _finite(Sides(diagonal_map(flat if dtype is None else flat.to(dtype)), None))
     if method is Damping.PRODUCT:
         return _finite(_product(left, right, damping=damping, max_condition=max_condition, power=power, dtype=dtype))
     pi = math.sqrt(traces[1]) / math.sqrt(traces[0])
@@ -163,7 +163,7 @@ def invert_side(
         case DiagonalFactor(total, weight):
             values = total.double() / weight.double()
             floor = _floor(values.max(), damping, max_condition)
-            return _diagonal_map(damped_power(values, damping=damping, floor=floor, power=power).to(dtype))
+            return diagonal_map(damped_power(values, damping=damping, floor=floor, power=power).to(dtype))
         case ColumnsFactor(columns, weight):
             if via is Via.CHOLESKY:
                 return woodbury_cholesky(columns, weight=weight, damping=damping, dtype=dtype)
@@ -268,10 +268,6 @@ def _floor(largest: Tensor, damping: float, max_condition: float | None) -> floa
     return 0.0 if max_condition is None else (float(largest) + damping) / max_condition
 
 
-def _diagonal_map(diagonal: Float[Tensor, " n"]) -> LowRankMap:
-    return LowRankMap(diagonal, diagonal.new_zeros(len(diagonal), 0), diagonal.new_zeros(0, 0))
-
-
 def _finite(preconditioner: Preconditioner) -> Preconditioner:
     if not bool(finite_each(tree.leaves(preconditioner)).all()):
         raise CurvatureError("invert: the inverse is not finite in its dtype. Raise the damping, or use float64.")
@@ -290,4 +286,4 @@ def _blame(name: str) -> Iterator[None]:
 def _own_dtype(factor: Factor) -> torch.dtype:
     """That of the factor, float32 at least."""
     held = factor.columns if isinstance(factor, ColumnsFactor | SoftmaxFactor) else factor.total
-    return torch.float32 if held.dtype in HALF else held.dtype
+    return wider(held.dtype)

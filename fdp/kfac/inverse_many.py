@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fdp.kfac.factors import size
-from fdp.kfac.types import Curvature, DenseFactor, DiagonalFactor, Factor, Layer, LowRankMap, Map, MatrixMap, Sides
+from fdp.kfac.types import Curvature, DenseFactor, DiagonalFactor, Factor, Layer, Map, MatrixMap, Sides, diagonal_map
 from fdp.kfac.woodbury import check_damping
 
 ENTRIES = 1 << 25
@@ -169,6 +169,4 @@ def from_lower(lower: Float[Tensor, "layers n n"]) -> Float[Tensor, "layers n n"
 
 
 def _map(inverse: Tensor) -> Map:
-    if inverse.ndim == 2:
-        return MatrixMap(inverse)
-    return LowRankMap(inverse, inverse.new_zeros(len(inverse), 0), inverse.new_zeros(0, 0))
+    return MatrixMap(inverse) if inverse.ndim == 2 else diagonal_map(inverse)

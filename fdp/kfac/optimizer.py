@@ -24,7 +24,7 @@ from torch import Tensor
 from fdp import tree
 from fdp.block_loop import ALL_KEPT, Memory
 from fdp.compiled import Blocks
-from fdp.kfac.apply import precondition
+from fdp.kfac.apply import precondition, trust_dot
 from fdp.kfac.config import Distribution, KfacConfig
 from fdp.kfac.factors import HALF
 from fdp.kfac.layers import Survey
@@ -126,8 +126,7 @@ def scale_by_kfac(plan: KfacPlan, *, learning_rate: float | Schedule, blocks: Bl
                 done = precondition_ring(preconditioner, gradient, plan.sharding)
             else:
                 done = precondition(preconditioner, gradient, rounded=rounded)
-            # Of the whole layer, on every rank. A root meets gradients that one root has been applied to: |F^-1/2 g|^2.
-            dots.append((gradient * (gradient if root else done)).sum(dtype=torch.float64))
+            dots.append(trust_dot(gradient, done, root=root))  # of the whole layer, on every rank
             return done
 
         maps = {layer: _ready(state.maps[layer.weight], layer, plan) for layer in plan.layers}

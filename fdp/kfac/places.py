@@ -37,6 +37,7 @@ from fdp.kfac.types import (
     Product,
     Sides,
     SoftmaxFactor,
+    diagonal_map,
 )
 from fdp.types import FdpError
 
@@ -155,7 +156,7 @@ def identity(
             return MatrixMap(torch.eye(n, dtype=dtype, device=device))
         ones = torch.ones(n, dtype=dtype, device=device)
         if side.form is Form.DIAGONAL:
-            return LowRankMap(ones, ones.new_zeros(n, 0), ones.new_zeros(0, 0))
+            return diagonal_map(ones)
         return (
             RingPart(ones, ones.new_zeros(n, k)) if ring else LowRankMap(ones, ones.new_zeros(n, k), _square(ones, k))
         )
@@ -196,7 +197,7 @@ def _fitted_map(made: Map | RingMap | None, place: Map | RingPart) -> Map | Ring
         return MatrixMap(made[0].to(first))
     n, k = place.columns.shape
     if made is None:
-        made = LowRankMap(torch.ones_like(first), first.new_zeros(n, 0), first.new_zeros(0, 0))
+        made = diagonal_map(torch.ones_like(first))
     assert not isinstance(made, MatrixMap)
     some = made.columns.shape[1]
     if some == k:

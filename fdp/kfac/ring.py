@@ -35,7 +35,7 @@ from fdp.kfac.exchange import sum_totals
 from fdp.kfac.factors import CurvatureError, diagonal_of, size, widened
 from fdp.kfac.gather import lengths
 from fdp.kfac.inverse import Via, invert_side
-from fdp.kfac.types import ColumnsFactor, Curvature, Factor, LowRankMap, Map, SoftmaxFactor
+from fdp.kfac.types import ColumnsFactor, Curvature, Factor, LowRankMap, Map, SoftmaxFactor, diagonal_map
 from fdp.kfac.woodbury import check_damping, gram
 from fdp.sharding import Sharding
 from fdp.traffic import sum_over_samples
@@ -175,8 +175,7 @@ def mean_trace_of_all(factor: Factor, sharding: Sharding | None) -> Float[Tensor
 
 
 def _flat(factor: Factor, value: float) -> LowRankMap:
-    n, like = size(factor), factor.weight
-    return LowRankMap(like.new_full((n,), value), like.new_zeros(n, 0), like.new_zeros(0, 0))
+    return diagonal_map(factor.weight.new_full((size(factor),), value))
 
 
 def _everywhere(words: str) -> CurvatureError:

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from enum import Enum
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fdp import collectives, tree
+from fdp import collectives
 from fdp.collectives import Axis
 from fdp.compiled import Blocks
 from fdp.kfac import factors
@@ -128,9 +128,9 @@ def add_records(block: int, found: dict[Path, list[Record]], sums: Sums, *, inpu
     records = [_whole(found[path][k], sums.cuts.get(path)) for path, k in work.records]
     found.clear()
     run = _run_of(work.tasks)
-    if sums.blocks is not None:
-        run = sums.blocks.function((work.tasks, _shapes(records), _shapes(sums.places)), run)
-    for slot, task, value in zip(work.slots, work.tasks, run(records, sums.places)):
+    blocks = sums.blocks
+    values = run(records, sums.places) if blocks is None else blocks.function(work.tasks, run, records, sums.places)
+    for slot, task, value in zip(work.slots, work.tasks, values):
         if isinstance(value, Tensor):
             _wait(slot, value, len(task.records), sums)
         else:
@@ -209,11 +209,6 @@ def _run_of(tasks: tuple[Task, ...]) -> Callable[[list[Record], Places], list[Fa
         return sums_of(tasks, records, places)
 
     return run
-
-
-def _shapes(values: Any) -> tuple[Any, ...]:
-    """What a function is compiled for, beside its tasks."""
-    return tuple((tuple(x.shape), x.dtype, x.device) for x in tree.leaves(values) if isinstance(x, Tensor))
 
 
 def _add(slot: Slot, factor: Factor, sums: Sums) -> None:

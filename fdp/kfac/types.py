@@ -85,6 +85,11 @@ class LowRankMap(NamedTuple):
 Map: TypeAlias = MatrixMap | LowRankMap
 
 
+def diagonal_map(diagonal: Float[Tensor, " n"]) -> LowRankMap:
+    """``y -> diagonal * y``."""
+    return LowRankMap(diagonal, diagonal.new_zeros(len(diagonal), 0), diagonal.new_zeros(0, 0))
+
+
 class Sides(NamedTuple):
     """``G -> left G right``; None is the identity."""
 

@@ -12,16 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fdp import tree
 from fdp.compiled import Blocks
-from fdp.kfac.apply import precondition
+from fdp.kfac.apply import precondition, trust_dot
 from fdp.kfac.layers import joined, parted
 from fdp.kfac.types import Layer, Preconditioner, Product, Sides
-from fdp.types import Flat, Tree
+from fdp.types import Flat
 
 
 def precondition_whole(
@@ -44,9 +42,9 @@ def precondition_whole(
     for layer, preconditioner in preconditioners.items():
         weight = gradients[layer.weight]
         bias = None if layer.bias is None else gradients[layer.bias]
-        key = ("kfac", shapes[layer], rounded, root, _form(preconditioner), _sizes((preconditioner, weight, bias)))
-        run = blocks.function(key, _run_of(shapes[layer], rounded=rounded, root=root))
-        new_weight, new_bias, dot = run(preconditioner, weight, bias)
+        key = ("precondition", shapes[layer], rounded, root, _form(preconditioner), bias is None)
+        run = _run_of(shapes[layer], rounded=rounded, root=root)
+        new_weight, new_bias, dot = blocks.function(key, run, preconditioner, weight, bias)
         done[layer.weight] = new_weight
         if layer.bias is not None:
             done[layer.bias] = new_bias
@@ -62,7 +60,7 @@ def _run_of(
         leaves = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
         gradient = joined(layer, shape, leaves)
         update = precondition(preconditioner, gradient, rounded=rounded)
-        dot = (gradient * (gradient if root else update)).sum(dtype=torch.float64)
+        dot = trust_dot(gradient, update, root=root)
         parts = parted(layer, update, leaves)
         return parts["weight"].contiguous(), None if bias is None else parts["bias"].contiguous(), dot
 
@@ -75,7 +73,3 @@ def _form(preconditioner: Preconditioner) -> tuple[str, ...]:
             return ("Product",)
         case Sides(left, right):
             return type(left).__name__, type(right).__name__
-
-
-def _sizes(tensors: Tree) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-    return tuple((tuple(x.shape), x.dtype) for x in tree.leaves(tensors))

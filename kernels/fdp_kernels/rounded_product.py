@@ -2,7 +2,7 @@
 
     out = round(a) round(b)        rounded to TF32 on a GPU, multiplied exactly, added up in float32
 
-On an H200 that takes a quarter of the float32 product's time, if rows begin on 16 bytes (``padded``). A CPU has no such
+On an H200 that takes 0.29 of the float32 product's time, if rows begin on 16 bytes (``padded``). A CPU has no such
 units: there, and for other dtypes, the product is the plain one. After the call the setting of torch is what it was,
 and who has chosen a precision for products, by any of its settings, keeps that choice.
 
