@@ -47,7 +47,6 @@ class Setup(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
     compiled: bool = True
     params: Tree | None = None
-    learning_rate: float = LEARNING_RATE
 
 
 class Layer(nn.Module):
@@ -124,9 +123,8 @@ def autocast(setup: Setup, *, cached: bool = True) -> torch.autocast:
     return torch.autocast(setup.device.type, torch.bfloat16, enabled=enabled, cache_enabled=cached)
 
 
-def make_adamw(module: nn.Module, setup: Setup, **options: Any) -> torch.optim.AdamW:
-    rate = setup.learning_rate
-    return torch.optim.AdamW(module.parameters(), lr=rate, weight_decay=WEIGHT_DECAY, fused=True, **options)
+def make_adamw(module: nn.Module, **options: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True, **options)
 
 
 def module_loss(setup: Setup, *, by_block: bool = False) -> tuple[GPT, Callable[[Tensor], Tensor]]:
@@ -148,7 +146,7 @@ def module_loss(setup: Setup, *, by_block: bool = False) -> tuple[GPT, Callable[
 def plain(setup: Setup) -> Candidate:
     """``module``: no graph."""
     module, loss_of = module_loss(setup)
-    optimizer = make_adamw(module, setup)
+    optimizer = make_adamw(module)
 
     def step(tokens: Tensor, key: Tensor) -> Tensor:
         optimizer.zero_grad(set_to_none=True)
@@ -163,7 +161,7 @@ def plain(setup: Setup) -> Candidate:
 def graphed(setup: Setup, *, by_block: bool = False) -> Candidate:
     """``module_graphs``: the whole step is captured after three steps on a side stream, then replayed."""
     module, loss_of = module_loss(setup, by_block=by_block)
-    optimizer = make_adamw(module, setup, capturable=True)
+    optimizer = make_adamw(module, capturable=True)
     tokens_in = torch.zeros(setup.batch_size, setup.config.context + 1, dtype=torch.int64, device=setup.device)
     graph = torch.cuda.CUDAGraph()
     out: list[Tensor] = []
@@ -213,7 +211,7 @@ def private_by_opacus(
     example = TensorDataset(torch.zeros(setup.batch_size, 1))
     made: Any = PrivacyEngine().make_private(
         module=base,
-        optimizer=make_adamw(base, setup),
+        optimizer=make_adamw(base),
         criterion=nn.CrossEntropyLoss(),
         data_loader=DataLoader(example, batch_size=setup.batch_size),
         noise_multiplier=1.0,

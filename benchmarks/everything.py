@@ -54,6 +54,7 @@ def parts(out: Path, commit: str) -> list[Part]:
         Part("modules", 100, large("--modes", "module_graphs")),
         Part("methods", 200, large("--modes", "flash", "flash_bk", "ghost_bk", "--contexts", "512", "2048", "8192")),
         Part("regimes", 170, regime("large_batch", "llama_1b")),
+        Part("cut batch", 40, (*regime("cut_batch"), "--modes", "auto")),
         Part("other regimes", 200, regime("llama_3b", "lora")),
         Part("opacus", 120, large("--modes", "opacus", "opacus_ghost", "--contexts", "512", "2048", "8192")),
         Part("kernels", 120, (*python, "benchmarks.kernels", "--out", str(out / "kernels"))),

@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from benchmarks.gpt2_large import CHECKED_CONTEXT, CHECKED_LAYERS, CONFIG, OPACUS, RESULTS, WIDTH, fastest, ratio
 from benchmarks.harness import (
     FAST,
-    LEARNING_RATE,
     OURS,
     Candidate,
     Case,
@@ -146,8 +145,7 @@ def by_opacus(
                 leaf.normal_(std=0.02)
             else:
                 leaf.fill_(0.0 if name.endswith("bias") else 1.0)
-    rate = LEARNING_RATE if params is None else 0.0
-    setup = Setup(shape, samples, device, dtype, False, params, rate)
+    setup = Setup(shape, samples, device, dtype, False, params)
     return private_by_opacus(module, setup, logits_of=logits_of, ghost=mode == "opacus_ghost")
 
 

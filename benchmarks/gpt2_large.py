@@ -24,7 +24,6 @@ import torch
 
 from benchmarks.harness import (
     FAST,
-    LEARNING_RATE,
     OURS,
     Candidate,
     Case,
@@ -74,12 +73,12 @@ def make_case(
 
         assert model.context is not None
         shape = config._replace(layers=len(model.blocks) - 2, context=model.context)
-        rate = LEARNING_RATE if params is None else 0.0  # a graph is captured after three steps: they must not count
-        return BASELINES[mode](Setup(shape, samples, device, dtype, device.type == "cuda", params, rate))
+        return BASELINES[mode](Setup(shape, samples, device, dtype, device.type == "cuda", params))
 
     layers, context = min(CHECKED_LAYERS, config.layers), min(CHECKED_CONTEXT, config.context)
     small = gpt(config._replace(layers=layers, context=context), name=f"gpt, {layers} layers, {context} tokens")
-    return Case("gpt2_large", config.layers, gpt(config), small, batch_size, speed, dtype, memory_budget, baseline)
+    model = gpt(config)
+    return Case("gpt2_large", config.layers, model, small, batch_size, speed, dtype, memory_budget, baseline=baseline)
 
 
 # The page

@@ -56,7 +56,9 @@ Row: TypeAlias = dict[str, Any]
 
 GIB = 2**30
 OURS = ("none", "materialize", "ghost", "ghost_bk", "flash", "flash_bk", "auto")
-LEARNING_RATE, WEIGHT_DECAY, MAX_NORM = 1e-4, 0.1, 1.0
+LEARNING_RATE, WEIGHT_DECAY, MAX_NORM = 0.0, 0.1, 1.0
+"""Nothing is learnt while a step is timed, in any mode or baseline, though all its work is done: at its power limit a
+GPU multiplies some numbers faster than others, and parameters that learn are other numbers than noised ones."""
 SLACK = 2e-2
 """How far losses, norms and the update may be from the reference, relative; bfloat16 takes up to half of it."""
 LEAF_SLACK = 0.1
@@ -83,6 +85,7 @@ class Case(NamedTuple):
     """A model and the size of its batch. ``small`` is the slice to be checked: few layers and tokens, same widths.
 
     ``baseline(mode, model, batch_size, device, params)`` builds a mode that is not ours; with params, to be checked.
+    ``microbatches``: into how many a private step of ours cuts the batch; the sum it clips and the noise are the same.
     """
 
     regime: str
@@ -93,6 +96,7 @@ class Case(NamedTuple):
     speed: Speed
     dtype: torch.dtype = torch.bfloat16
     memory_budget: float | None = None
+    microbatches: int = 1
     baseline: Callable[[str, Model, int, torch.device, Tree | None], Candidate] | None = None
 
     @property
@@ -170,27 +174,31 @@ def our_mode(
     max_norm: float = MAX_NORM,
     noise_multiplier: float = 1.0,
     memory_budget: float | None = None,
+    microbatches: int = 1,
     speed: Speed,
 ) -> Candidate:
     """fdp through its public interface, the parameters drawn on the device."""
     method = Method(mode)
+    if batch_size % microbatches:
+        raise ValueError(f"{microbatches} microbatches: expected a divisor of the batch of {batch_size}")
+    cut = (microbatches, batch_size // microbatches)
     noise = 0.0 if method is Method.NONE else noise_multiplier
     mechanism = Mechanism(poisson(1 << 20, expected_batch_size=batch_size), flat(max_norm=max_norm), noise)
     opt = adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY) if optimizer is None else optimizer
     assert model.context is not None
     params = model.init(keys.key(0).to(device))
-    example = torch.zeros((), dtype=torch.int64, device=device).expand(batch_size, model.context + 1)
+    example = torch.zeros((), dtype=torch.int64, device=device).expand(cut[1], model.context + 1)
     microbatch, budget = {"tokens": example}, memory_budget if method in BUDGETED else None
     plan = make_our_plan(model, params, microbatch, method=method, dtype=dtype, speed=speed, memory_budget=budget)
     run = make_our_step(model, opt, mechanism=mechanism, plan=plan, speed=speed)
     state = init_state(model, params, opt, mechanism)
     del params
-    mask = torch.ones(1, batch_size, device=device)
+    mask = torch.ones(cut, device=device)
     seen: Any = None
 
     def step(tokens: Tensor, key: Key) -> Tensor:
         nonlocal state, seen
-        state, seen = run(state, Batch({"tokens": tokens.unsqueeze(0)}, mask), key)
+        state, seen = run(state, Batch({"tokens": tokens.unflatten(0, cut)}, mask), key)
         return seen.losses
 
     return Candidate(
@@ -232,6 +240,7 @@ def build(case: Case, mode: str, device: torch.device) -> Candidate:
             device=device,
             dtype=case.dtype,
             memory_budget=budget,
+            microbatches=1 if mode == "none" else case.microbatches,
             speed=case.speed,
         )
     if case.baseline is None:
@@ -278,7 +287,7 @@ class Checker:
 
     def check(self, case: Case, mode: str) -> dict[str, float]:
         """The relative differences that were found; ``WrongError`` if one of them is too large."""
-        at = (case.small.name, case.dtype, mode)
+        at = (case.small.name, case.dtype, mode, case.microbatches)
         if at not in self.errors:
             try:
                 self.errors[at] = self._differences(case, mode)
@@ -293,7 +302,8 @@ class Checker:
     def _differences(self, case: Case, mode: str) -> dict[str, float]:
         reference = self._reference(case, private=mode != "none")
         if mode in OURS:
-            losses, norms, moved = self._steps(case, mode, reference, case.speed)
+            cut = 1 if mode == "none" else case.microbatches
+            losses, norms, moved = self._steps(case, mode, reference, case.speed, microbatches=cut)
         else:
             assert case.baseline is not None
             tokens, step_keys = self._batches(case)
@@ -340,7 +350,9 @@ class Checker:
     def _batches(self, case: Case) -> tuple[Tensor, Tensor]:
         return feed(case.small, min(case.batch_size, 8), self.device, batches=CHECKED_STEPS)
 
-    def _steps(self, case: Case, mode: str, reference: Reference, speed: Speed) -> tuple[Tensor, Tensor | None, Flat]:
+    def _steps(
+        self, case: Case, mode: str, reference: Reference, speed: Speed, *, microbatches: int = 1
+    ) -> tuple[Tensor, Tensor | None, Flat]:
         """Losses and norms of the samples of all steps, and how far the parameters have moved after the last."""
         start = tree.flatten(case.small.init(keys.key(0).to(self.device)))
         tokens, step_keys = self._batches(case)
@@ -353,6 +365,7 @@ class Checker:
             optimizer=reference.optimizer,
             max_norm=reference.max_norm,
             noise_multiplier=reference.noise_multiplier,
+            microbatches=microbatches,
             speed=speed,
         )
         assert candidate.params is not None

@@ -25,7 +25,7 @@ from torch import Tensor
 from fdp import tree
 from fdp.model import Block
 from fdp.rules import HALF, Record, Rule
-from fdp.taps import Tape, Use, batch_size_of, make_taps, records_of, traced, watch
+from fdp.taps import Tape, Use, batch_size_of, make_taps, records_of, traced, watch, zeros_of
 from fdp.types import FdpError, Flat, Path, Tree
 
 LONG = 2048
@@ -36,12 +36,14 @@ LONG = 2048
 class Kind(NamedTuple):
     """A compiled forward, with plain autograd behind it, and the rules of its uses.
 
-    ``biases``: by bias, the use whose output gradient, summed over tokens, is its gradient.
+    ``biases``: by bias, the use whose output gradient, summed over tokens, is its gradient. ``zeros``: what its taps
+    are made of, for all blocks of the kind and all steps: to fill one is a launch.
     """
 
     run: Callable[..., tuple[Tree, Flat]]
     rules: dict[str, tuple[Rule, dict[str, Any]]]
     biases: dict[str, str]
+    zeros: dict[str, Tensor]
 
 
 class Blocks:
@@ -58,18 +60,18 @@ class Blocks:
         local, names, here = _local(block, weights)
         trained = frozenset(names[path] for path in weights if path in trainable)
         mine = tuple(use._replace(name=_renamed(use, names), path=names[use.path]) for use in uses)
-        key = (block.apply, repr(local), mine, trained)
+        key = (block.apply, repr(local), mine, trained, tuple((w.dtype, w.device) for w in here.values()))
         if key not in self.kinds:
             named = Block(block.name, local, block.apply)
             tape, _ = traced(named, here, trained, carry, data, attached=True)
             apart = _summed_apart(tape)
             planned = [(use.name, use.rule) for use in mine if use.name not in apart]
             run = self._compiled(_tapped_run(named, trained, planned, tape.layouts), block)
-            self.kinds[key] = Kind(run, tape.rules, apart)
+            self.kinds[key] = Kind(run, tape.rules, apart, zeros_of(mine, here))
         kind = self.kinds[key]
         taps = {
             name: tap.detach().requires_grad_()
-            for name, tap in make_taps(mine, here).items()
+            for name, tap in make_taps(mine, here, kind.zeros).items()
             if name not in kind.biases
         }
         carry = _opened(carry)
@@ -93,7 +95,7 @@ class Blocks:
         key = (block.apply, repr(local))
         if key not in self.kinds:
             named = Block(block.name, local, block.apply)
-            self.kinds[key] = Kind(self._compiled(_plain_run(named), block), {}, {})
+            self.kinds[key] = Kind(self._compiled(_plain_run(named), block), {}, {}, {})
         trained = {names[path]: w.detach().requires_grad_() for path, w in weights.items() if path in trainable}
         carry = _opened(carry)
         with torch.enable_grad():
@@ -113,7 +115,7 @@ class Blocks:
         tensors = (leaf for leaf in tree.leaves(values) if isinstance(leaf, Tensor))
         known = (key, tuple((tuple(leaf.shape), leaf.dtype, leaf.device) for leaf in tensors))
         if known not in self.kinds:
-            self.kinds[known] = Kind(self._compiled_as(f"function_{len(self.kinds)}", run), {}, {})
+            self.kinds[known] = Kind(self._compiled_as(f"function_{len(self.kinds)}", run), {}, {}, {})
         return self.kinds[known].run(*values)
 
     def _compiled(self, run: Callable, block: Block) -> Callable:

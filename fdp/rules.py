@@ -22,6 +22,7 @@ A new operation needs a :class:`Rule`, two functions; :func:`check_rule` compare
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
@@ -64,9 +65,10 @@ Record: TypeAlias = Pair | Dense
 HALF = (torch.bfloat16, torch.float16)
 TOGETHER = 64
 """Samples whose gradients a kernel adds up in float32; sums of more are added in float64."""
-LONG = 2048
-"""Tokens from which on the library's product and a pass over it keep a gradient as fast as a kernel that does both, or
-faster: measured on an H200 (4 x 2048 tokens, 1280 -> 5120: 164 and 163 us; 8 x 2048, 2048 -> 8192: 787 and 895 us)."""
+LONG, LARGE = 2048, 1 << 23
+"""Tokens and elements of a gradient from which on the library's product and a pass over it keep it faster than a kernel
+that does both; of smaller gradients from twice the tokens on. Measured on an H200: 4 x 2048 tokens, 1280 -> 5120: 161
+and 156 us; 4 x 4096: 297 and 324; 8 x 2048, 2048 -> 8192: 787 and 895."""
 
 
 class Rule(NamedTuple):
@@ -108,7 +110,9 @@ def kept(record: Record) -> Dense:
     if not has_kernels(record):
         return Dense(per_sample_gradient(record))
     left, right, shape = record
-    if isinstance(left, OneHot) or left.shape[1] > 1 or left.shape[2] >= LONG:
+    if isinstance(left, OneHot) or left.shape[1] > 1:
+        return Dense(per_sample_gradient(record))
+    if left.shape[2] >= (LONG if math.prod(shape) >= LARGE else 2 * LONG):
         return Dense(per_sample_gradient(record))
     gradient, squares = keep(left.squeeze(1), right.squeeze(1))
     return Dense(gradient.view(-1, *shape), squares)

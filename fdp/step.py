@@ -355,20 +355,28 @@ def all_microbatches(stages: Stages, here: TrainState, batch: Batch) -> Part:
     device = batch.mask.device
     weights = stages.weights(here.params, device)
     sides = tree.map(lambda leaf: leaf.to(device), stages.sides(here))
+    count = batch.mask.shape[0]
     with fast_attention(device, repeatable=stages.repeats):
-        return joined(
+        parts = (
             stages.gradient(weights, here.clip, tree.map(lambda leaf: leaf[i], batch.data), batch.mask[i], sides)  # noqa: B023
-            for i in range(batch.mask.shape[0])
+            for i in range(count)
         )
+        return joined(parts, several=count > 1)
 
 
-def joined(parts: Iterable[Part]) -> Part:
-    """The sum of all microbatches, which hold different samples; two sums are held at a time."""
+def joined(parts: Iterable[Part], *, several: bool) -> Part:
+    """The sum of all microbatches, which hold different samples.
+
+    Of ``several`` each sum is made, and what it is made of released, before the next microbatch begins: that may be
+    many times its size.
+    """
     total, tally, metrics = None, None, []
     for part in parts:
-        total = part.total if total is None else total.plus(part.total)
+        more = part.total.made() if several and total is None else part.total
+        total = more if total is None else total.plus(more)
         tally = part.tally if tally is None else tally + part.tally
         metrics.append(part.metrics)
+        del part, more
     assert total is not None
     assert tally is not None
     return Part(total, tally, Metrics(*(torch.cat(fields) for fields in zip(*metrics))))

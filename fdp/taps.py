@@ -268,14 +268,18 @@ def batch_size_of(data: Tree) -> int:
     return size
 
 
-def make_taps(uses: tuple[Use, ...], weights: Flat) -> Flat:
-    """A tap for every use: zeros that take no memory, or one copy of a small parameter per sample."""
-    taps = {}
-    for use in uses:
-        weight = weights[use.path]
-        value = weight if use.rule == EXPANDED else weight.new_zeros(())
-        taps[use.name] = value.expand(use.output_shape)
-    return taps
+def make_taps(uses: tuple[Use, ...], weights: Flat, zeros: Mapping[str, Tensor] | None = None) -> Flat:
+    """A tap for every use: zeros that take no memory, or one copy of a small parameter per sample.
+
+    ``zeros``: what :func:`zeros_of` made of the same uses, where it is at hand.
+    """
+    zeros = zeros_of(uses, weights) if zeros is None else zeros
+    return {use.name: zeros.get(use.name, weights[use.path]).expand(use.output_shape) for use in uses}
+
+
+def zeros_of(uses: tuple[Use, ...], weights: Flat) -> dict[str, Tensor]:
+    """A zero for every use whose tap is zeros, in the dtype and on the device of its leaf."""
+    return {use.name: weights[use.path].new_zeros(()) for use in uses if use.rule != EXPANDED}
 
 
 def watch(block: Any, weights: Flat, trainable: frozenset[Path], tape: Tape) -> Tree:

@@ -88,14 +88,14 @@ class Weighted(NamedTuple):
     rows: Float[Tensor, " samples *shape"]
     factors: Float[Tensor, " samples"]
 
-    def total(self) -> Float[Tensor, " *shape"]:
-        """The sum, in the dtype of the factors: float64 where they clip.
+    def total(self, onto: Float[Tensor, " *shape"] | None = None) -> Float[Tensor, " *shape"]:
+        """The sum, added ``onto`` another if there is one, in the dtype of the factors: float64 where they clip.
 
         Guarantees:
           - a row whose factor is 0 contributes exactly 0, even if it holds NaN or infinity.
         """
-        flat = self.rows.reshape(len(self.factors), -1)
-        return weighted_sum(flat, self.factors, self.factors.dtype).view(self.rows.shape[1:])
+        flat, before = self.rows.reshape(len(self.factors), -1), None if onto is None else onto.flatten()
+        return weighted_sum(flat, self.factors, self.factors.dtype, before).view(self.rows.shape[1:])
 
 
 class ClippedSum(NamedTuple):
@@ -119,9 +119,14 @@ class ClippedSum(NamedTuple):
         Guarantees:
           - the sensitivity is that of one: a sample is in one of the two sums only.
         """
-        more = other.made().value
-        value = {path: leaf + more[path] for path, leaf in self.made().value.items()}
+        value = {path: _added(leaf, other.value[path]) for path, leaf in self.value.items()}
         return ClippedSum(value, torch.maximum(self.sensitivity, other.sensitivity))
+
+
+def _added(leaf: Any, more: Any) -> Tensor:
+    """The sum of two leaves of sums; one that is not yet made is added to the other as it is made."""
+    leaf = leaf.total() if isinstance(leaf, Weighted) else leaf
+    return more.total(leaf) if isinstance(more, Weighted) else leaf + more
 
 
 class TrainState(NamedTuple):

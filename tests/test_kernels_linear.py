@@ -260,6 +260,20 @@ def test_norms_and_weighted_sums_of_kept_gradients(shape: tuple[int, ...]) -> No
         torch.testing.assert_close(launch_weighted_sum(G, factors.to(dtype), dtype), expected, rtol=1e-7, atol=1e-7)
 
 
+def test_a_weighted_sum_is_added_to_another_and_rounded_once() -> None:
+    G, factors = torch.randn(3, 2000, generator=torch.Generator().manual_seed(0)), factors_of(3)
+    G[1], factors[1] = torch.nan, 0.0
+    before = torch.full((2000,), 1e6, dtype=torch.float64)
+    for sum_by in (launch_weighted_sum, weighted_sum_reference):
+        wide, alone = sum_by(G, factors, torch.float64, before), sum_by(G, factors, torch.float64)
+        torch.testing.assert_close(wide - before, alone, rtol=0, atol=1e-9)
+        # In float32 1e6 has digits of 1/16: a sum rounded before it is added would be off by more than half of one.
+        narrow = sum_by(G, factors, torch.float32, before.float())
+        assert torch.equal(narrow, (before + alone).float())
+    with pytest.raises(ValueError, match="to add to"):
+        weighted_sum(G, factors, torch.float64, before[:5])
+
+
 def test_kept_in_fewer_digits_the_norm_is_still_that_of_what_is_kept() -> None:
     g, x = random_pair((2, 9, 8, 8), dtype=torch.bfloat16)
     G, parts = keep(g, x)
@@ -309,6 +323,7 @@ def test_ops() -> None:
         (keep, (g, x)),
         (squared_norms, (g,)),
         (weighted_sum, (g, factors, torch.float64)),
+        (weighted_sum, (g, factors, torch.float64, g[0].double())),
         (weighted, (g, x, factors)),
     ):
         torch.library.opcheck(op.default, arguments)

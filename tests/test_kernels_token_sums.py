@@ -29,10 +29,12 @@ def rows(*shape: int, seed: int = 1) -> Tensor:
 
 def check(got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], size: Tensor) -> None:
     """``expected`` in float64; rounding of float32 sums of 64 terms, of which the largest sum is ``size``."""
-    sums, squared = got
-    assert (sums.dtype, squared.dtype) == (torch.float32, torch.float64)
+    sums, squares = got
+    assert (sums.dtype, squares.dtype) == (torch.float32, torch.float64)
+    assert squares.shape == expected[1].shape == (len(sums), -(-sums.shape[1] // module.COLUMNS))
     assert ((sums.double() - expected[0]).abs() <= 64 * 2**-24 * size).all()
-    torch.testing.assert_close(squared, sums.double().square().sum(1), rtol=1e-14, atol=0)
+    for part, columns in zip(squares.T, sums.double().split(module.COLUMNS, dim=1), strict=True):
+        torch.testing.assert_close(part, columns.square().sum(1), rtol=1e-14, atol=0)
 
 
 @pytest.mark.parametrize(("batch", "tokens", "width"), [(1, 1, 3), (3, 63, 130), (2, 100, 515), (1, 300, 257)])
@@ -63,8 +65,8 @@ def test_chunks_that_cancel(programs: int, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_sample_that_is_not_a_number_stays_alone() -> None:
     g = rows(3, 70, 9)
     g[1, 3, 4] = torch.nan
-    sums, squared = launch_token_sums(g)
-    assert squared.isnan().tolist() == [False, True, False]
+    sums, squares = launch_token_sums(g)
+    assert squares.sum(1).isnan().tolist() == [False, True, False]
     assert torch.equal(sums[2], launch_token_sums(g[2:])[0][0])
 
 

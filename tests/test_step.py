@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -11,8 +13,8 @@ from fdp.methods import Method, make_plan
 from fdp.models import GPTConfig, gpt, mlp
 from fdp.optimizers import adamw, sgd
 from fdp.sampling import poisson
-from fdp.step import Compile, init_state, make_train_step
-from fdp.types import Batch, FdpError
+from fdp.step import Compile, Part, init_state, joined, make_train_step
+from fdp.types import Batch, ClippedSum, FdpError, Metrics, Weighted
 
 PRIVATE = [Method.MATERIALIZE, Method.GHOST, Method.GHOST_BK, Method.AUTO]
 GPT = gpt(GPTConfig(layers=2, width=16, heads=2, context=8, vocab_size=13))
@@ -107,6 +109,23 @@ def test_the_microbatch_size_changes_nothing_but_rounding(microbatch, method):
     parts, metrics = train(GPT, tokens(6), method=method, microbatch=microbatch, optimizer=sgd(0.1))
     assert_same(whole, parts)
     assert int(metrics.mask.sum()) == 6
+
+
+def test_what_a_microbatch_kept_is_released_before_the_next_one_begins():
+    alive = []
+
+    def parts():
+        for i in range(3):
+            assert not [rows for rows in alive if rows() is not None]
+            rows = torch.full((2, 4), float(i), dtype=torch.float64)
+            alive.append(weakref.ref(rows))
+            total = ClippedSum({"w": Weighted(rows, torch.ones(2, dtype=torch.float64))}, torch.ones(()))
+            del rows
+            yield Part(total, torch.zeros(()), Metrics(*torch.zeros(4, 2)))
+            del total
+
+    total = joined(parts(), several=True).total
+    assert torch.equal(total.value["w"], torch.full((4,), 6.0, dtype=torch.float64))
 
 
 def test_an_empty_batch_is_a_step_of_pure_noise():

@@ -91,3 +91,14 @@ def test_making_a_sum_keeps_its_sensitivity_and_leaves_made_ones_alone():
     both = total.plus(total)
     assert both.value["b"].tolist() == [3.0, 3.0]
     assert float(both.sensitivity) == 0.5
+
+
+def test_sums_not_yet_made_add_up_to_the_sum_over_all_rows():
+    rows = torch.randn(5, 3, 2, dtype=torch.float64)
+    factors = torch.tensor([0.5, 0.0, 1.0, 0.25, 1.0], dtype=torch.float64)
+    rows[1] = torch.inf
+    one = torch.ones(())
+    first, second = (ClippedSum({"w": Weighted(rows[cut], factors[cut])}, one) for cut in (slice(2), slice(2, 5)))
+    expected = torch.tensordot(factors[[0, 2, 3, 4]], rows[[0, 2, 3, 4]], dims=1)
+    for a, b in ((first, second), (first.made(), second), (first, second.made())):
+        torch.testing.assert_close(a.plus(b).value["w"], expected, rtol=1e-14, atol=1e-14)

@@ -3,7 +3,7 @@
     keep           G_b = round(sum_t g_bt x_bt^T), n_b in parts     g (B, T, P), x (B, T, D) -> G (B, P, D), (B, parts)
     squared_norms  n_b = |G_b|^2                                    G (B, ...)               -> n (B,)
     squared_parts  n_b in parts                                     G (B, ...)               -> (B, parts)
-    weighted_sum   W = sum_b c_b G_b                                G (B, ...), c (B,)       -> W (...)
+    weighted_sum   W = sum_b c_b G_b (+ V)                          G (B, ...), c (B,)       -> W (...)
 
 G is kept in the dtype of g (summed in float32); norms are float64, and so are squares and weighted sums until they are
 done. Parts add up to n_b: who has many leaves adds them all in one go. ``keep_by_matmul`` is ``torch.bmm`` and a pass
@@ -17,7 +17,7 @@ Guarantees:
   - the norm is that of the stored, rounded numbers, to float64 rounding; from ``keep``, at least that, and at most
     2^-15 of its square more;
   - a sample with factor 0 adds exactly 0 (it is not read), even if its gradient is NaN or infinite;
-  - factors are float32 or float64; the sum is formed in float64 and rounded once.
+  - factors are float32 or float64; the sum, with what it is added to, is formed in float64 and rounded once.
 
 Letters: B samples, T tokens, P output features, D input features, N elements of a gradient.
 """
@@ -80,10 +80,11 @@ def _keep_parts(g_BTP: Tensor, x_BTD: Tensor) -> int:
     return tiles(g_BTP.shape[-1], tile.rows) * tiles(x_BTD.shape[-1], tile.columns)
 
 
-def weighted_sum_reference(G_BN: Tensor, factors_B: Tensor, dtype: torch.dtype) -> Tensor:
-    _check_factors(G_BN, factors_B, dtype)
+def weighted_sum_reference(G_BN: Tensor, factors_B: Tensor, dtype: torch.dtype, onto_N: Tensor | None = None) -> Tensor:
+    _check_sum(G_BN, factors_B, dtype, onto_N)
     zero = factors_B.view(-1, *[1] * (G_BN.ndim - 1)) == 0
-    return torch.tensordot(factors_B.double(), G_BN.double().masked_fill(zero, 0.0), dims=1).to(dtype)
+    total = torch.tensordot(factors_B.double(), G_BN.double().masked_fill(zero, 0.0), dims=1)
+    return (total if onto_N is None else onto_N + total).to(dtype)
 
 
 # ---------------------------------------------------------------- bodies
@@ -91,33 +92,52 @@ def weighted_sum_reference(G_BN: Tensor, factors_B: Tensor, dtype: torch.dtype) 
 
 @jit
 def _keep_body(
-    g, x, out_ptr, partial_ptr, batch, tokens, p, d,
+    g, x, out, partial_ptr, batch, tokens, p, d,
     BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, GROUP: tl.constexpr,
-    PERSISTENT: tl.constexpr,
+    PERSISTENT: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     if PERSISTENT:
         count = batch * tl.cdiv(p, BLOCK_P) * tl.cdiv(d, BLOCK_D)
         for index in tl.range(tl.program_id(0), count, tl.num_programs(0), flatten=True):  # pyright: ignore
-            _keep_one(g, x, out_ptr, partial_ptr, index, tokens, p, d, BLOCK_P, BLOCK_D, BLOCK_T, GROUP)
+            _keep_one(g, x, out, partial_ptr, index, tokens, p, d, BLOCK_P, BLOCK_D, BLOCK_T, GROUP, DESCRIBED)
     else:
-        _keep_one(g, x, out_ptr, partial_ptr, tl.program_id(0), tokens, p, d, BLOCK_P, BLOCK_D, BLOCK_T, GROUP)
+        _keep_one(
+            g, x, out, partial_ptr, tl.program_id(0), tokens, p, d, BLOCK_P, BLOCK_D, BLOCK_T, GROUP, DESCRIBED
+        )  # fmt: skip
 
 
 @jit
 def _keep_one(
-    g, x, out_ptr, partial_ptr, index, tokens, p, d,
+    g, x, out, partial_ptr, index, tokens, p, d,
     BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, GROUP: tl.constexpr,
+    DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     rows, columns = tl.cdiv(p, BLOCK_P), tl.cdiv(d, BLOCK_D)
     b = index // (rows * columns)
     i, j = place(index % (rows * columns), rows, columns, GROUP)
     acc_PD = outer(g, x, b, i, j, tokens, BLOCK_P, BLOCK_D, BLOCK_T)
-    kept_PD = acc_PD.to(out_ptr.dtype.element_ty)
-    row = i * BLOCK_P + tl.arange(0, BLOCK_P)
-    column = j * BLOCK_D + tl.arange(0, BLOCK_D)
-    offset = (b.to(tl.int64) * p + row[:, None]) * d + column[None, :]
-    tl.store(out_ptr + offset, kept_PD, mask=(row < p)[:, None] & (column < d)[None, :])
-    tl.store(partial_ptr + index, sum_of_squares(kept_PD))
+    # Half a tile at a time: one is on its way to memory while the other is rounded and squared.
+    HALF: tl.constexpr = BLOCK_D // 2
+    left_PH, right_PH = tl.split(tl.permute(tl.reshape(acc_PD, (BLOCK_P, 2, HALF)), (0, 2, 1)))
+    squares = _store(out, left_PH, b, i * BLOCK_P, j * BLOCK_D, p, d, BLOCK_P, HALF, DESCRIBED)
+    squares += _store(out, right_PH, b, i * BLOCK_P, j * BLOCK_D + HALF, p, d, BLOCK_P, HALF, DESCRIBED)
+    tl.store(partial_ptr + index, squares)
+
+
+@jit
+def _store(
+    out, acc_PH, b, row, column, p, d, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DESCRIBED: tl.constexpr
+):  # fmt: skip
+    """Round, store, and square what was stored; ``out`` is described, or a pointer where rows are not aligned."""
+    if DESCRIBED:
+        kept_PH = acc_PH.to(out.dtype)
+        out.store([b, row, column], kept_PH.reshape(1, ROWS, COLUMNS))
+    else:
+        kept_PH = acc_PH.to(out.dtype.element_ty)
+        rows, columns = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
+        offset = (b.to(tl.int64) * p + rows[:, None]) * d + columns[None, :]
+        tl.store(out + offset, kept_PH, mask=(rows < p)[:, None] & (columns < d)[None, :])
+    return sum_of_squares(kept_PH)
 
 
 @jit
@@ -134,10 +154,12 @@ def _squares_body(G_ptr, partial_ptr, n, chunks, CHUNK: tl.constexpr, STEPS: tl.
 
 
 @jit
-def _sum_body(G_ptr, factor_ptr, out_ptr, batch, n, BLOCK: tl.constexpr):
+def _sum_body(G_ptr, factor_ptr, onto_ptr, out_ptr, batch, n, ONTO: tl.constexpr, BLOCK: tl.constexpr):
     element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = G_ptr + element  # moves on by one sample: offsets of all samples may pass 2^31
     total = tl.zeros((BLOCK,), tl.float64)
+    if ONTO:
+        total += tl.load(onto_ptr + element, mask=element < n, other=0.0).to(tl.float64)
     for b in tl.range(0, batch, loop_unroll_factor=4):
         factor = tl.load(factor_ptr + b).to(tl.float64)
         value = tl.load(here, mask=element < tl.where(factor != 0, n, 0), other=0.0)
@@ -158,11 +180,14 @@ def launch_keep(g_BTP: Tensor, x_BTD: Tensor, *, tile: Tile | None = None) -> tu
     tile = tile or tile_of(g_BTP, x_BTD)
     G = torch.empty(batch, p, d, dtype=g_BTP.dtype, device=g_BTP.device)
     partial = torch.empty(batch, tiles(p, tile.rows) * tiles(d, tile.columns), dtype=torch.float64, device=g_BTP.device)
+    addressable = G.stride(1) * G.element_size() % 16 == 0
     _keep_body[(programs(partial.numel(), tile, g_BTP.device),)](
         described(aligned(g_BTP), (1, tile.depth, tile.rows)),
         described(aligned(x_BTD), (1, tile.depth, tile.columns)),
-        G, partial, batch, tokens, p, d,
-        BLOCK_P=tile.rows, BLOCK_D=tile.columns, BLOCK_T=tile.depth, GROUP=tile.group, PERSISTENT=tile.per_sm > 0,
+        described(G, (1, tile.rows, tile.columns // 2)) if addressable else G,
+        partial, batch, tokens, p, d,
+        BLOCK_P=tile.rows, BLOCK_D=tile.columns, BLOCK_T=tile.depth, GROUP=tile.group,
+        PERSISTENT=tile.per_sm > 0, DESCRIBED=addressable,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return G, partial
@@ -185,25 +210,31 @@ def launch_squared_parts(G_BN: Tensor) -> Tensor:
     return partial
 
 
-def launch_weighted_sum(G_BN: Tensor, factors_B: Tensor, dtype: torch.dtype) -> Tensor:
+def launch_weighted_sum(G_BN: Tensor, factors_B: Tensor, dtype: torch.dtype, onto_N: Tensor | None = None) -> Tensor:
     """As :func:`weighted_sum_reference`, reading G once."""
-    _check_factors(G_BN, factors_B, dtype)
+    _check_sum(G_BN, factors_B, dtype, onto_N)
     if not launchable(G_BN):
-        return weighted_sum_reference(G_BN, factors_B, dtype)
+        return weighted_sum_reference(G_BN, factors_B, dtype, onto_N)
     out = torch.empty(G_BN.shape[1:], dtype=dtype, device=G_BN.device)
-    n = out.numel()
+    n, before = out.numel(), out if onto_N is None else onto_N.contiguous()
     _sum_body[(tiles(n, BLOCK),)](
-        G_BN.contiguous(), factors_B.contiguous(), out, len(G_BN), n, BLOCK=BLOCK, num_warps=4
-    )
+        G_BN.contiguous(), factors_B.contiguous(), before, out, len(G_BN), n,
+        ONTO=onto_N is not None, BLOCK=BLOCK, num_warps=4,
+    )  # fmt: skip
     return out
 
 
-def _check_factors(G: Tensor, factors: Tensor, dtype: torch.dtype) -> None:
+def _check_sum(G: Tensor, factors: Tensor, dtype: torch.dtype, onto: Tensor | None) -> None:
     wide = (torch.float32, torch.float64)
     if factors.shape != G.shape[:1] or factors.dtype not in wide or dtype not in wide:
         raise ValueError(
             f"weighted_sum: expected {len(G)} factors and a sum in float32 or float64, got factors of shape "
             f"{tuple(factors.shape)} in {factors.dtype} and a sum in {dtype}"
+        )
+    if onto is not None and (onto.shape != G.shape[1:] or onto.dtype not in wide):
+        raise ValueError(
+            f"weighted_sum: expected to add to {tuple(G.shape[1:])} in float32 or float64, got {tuple(onto.shape)} in "
+            f"{onto.dtype}"
         )
 
 
@@ -241,12 +272,12 @@ squared_parts = define(
 """``(G_BN)``: as :func:`squared_parts_reference`; the sum over parts is :func:`squared_norms`."""
 weighted_sum = define(
     "weighted_sum",
-    "Tensor G, Tensor factors, ScalarType dtype -> Tensor",
+    "Tensor G, Tensor factors, ScalarType dtype, Tensor? onto=None -> Tensor",
     reference=weighted_sum_reference,
     cuda=launch_weighted_sum,
-    fake=lambda G, factors, dtype: G.new_empty(G.shape[1:], dtype=dtype),
+    fake=lambda G, factors, dtype, onto=None: G.new_empty(G.shape[1:], dtype=dtype),
 )
-"""``(G_BN, factors_B, dtype)``: as :func:`weighted_sum_reference`."""
+"""``(G_BN, factors_B, dtype, onto_N=None)``: as :func:`weighted_sum_reference`."""
 
 
 def keep_by_matmul(g_BTP: Tensor, x_BTD: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,18 +2,19 @@
 
     sums_b    = sum_t g_bt              a bias                                (B, D) float32
     sums_b    = sum_t g_bt * h_bt       a norm's scale, h the normalised input
-    squared_b = |sums_b|^2                                                    (B,) float64, of the float32 numbers
+    squares_b = |sums_b|^2 in parts, one for 128 columns                      (B, parts) float64, of the float32 numbers
 
 ``g_BTD`` and ``h_BTD`` are bfloat16, float16 or float32 (float64 by the reference, sums float64 then). Products and
 sums are float32 within 64 tokens and float64 beyond.
 
-    >>> sums, squared = token_sums(g)                                         # a bias
-    >>> sums, squared = token_product_sums(g, (x - mean) * rstd)              # a scale
+    >>> sums, squares = token_sums(g)                                         # a bias
+    >>> sums, squares = token_product_sums(g, (x - mean) * rstd)              # a scale
+    >>> squared_norms = squares.sum(1)
 
 Letters: B samples, T tokens, D width, S splits of the tokens.
 
-Two launches: programs over (columns, splits, samples) write float64 partial sums; one program per sample adds the
-splits in order, rounds, stores and squares. There are as many splits as fill the device and no more.
+Two launches: programs over (columns, splits, samples) write float64 partial sums; programs over (columns, samples) add
+the splits in order, round, store and square. There are as many splits as fill the device and no more.
 """
 
 from __future__ import annotations
@@ -27,25 +28,27 @@ ROWS, COLUMNS, LOADS = 16, 128, 4
 """Tokens and columns of a load of the first kernel, and loads that are on their way together and added in float32."""
 PROGRAMS = 640
 """Programs of the first kernel that fill the device: four or five on each multiprocessor of an H200."""
-ALL_COLUMNS, SPLITS = 512, 8
-"""Columns and splits that a program of the second kernel takes at a time."""
+SPLITS = 16
+"""Splits that a program of the second kernel adds at a time."""
 
 # ---------------------------------------------------------------- reference
 
 
 def token_sums_reference(g_BTD: Tensor) -> tuple[Tensor, Tensor]:
-    """``sum_t g_t``: (B, D), and its squared norm: (B,) float64."""
+    """``sum_t g_t``: (B, D), and its squares by columns: (B, parts) float64."""
     return _stored(g_BTD.double(), g_BTD.dtype)
 
 
 def token_product_sums_reference(g_BTD: Tensor, h_BTD: Tensor) -> tuple[Tensor, Tensor]:
-    """``sum_t g_t h_t``: (B, D), and its squared norm: (B,) float64."""
+    """``sum_t g_t h_t``: (B, D), and its squares by columns: (B, parts) float64."""
     return _stored(g_BTD.double() * h_BTD.double(), g_BTD.dtype)
 
 
 def _stored(terms_BTD: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     sums_BD = terms_BTD.sum(1).to(torch.promote_types(dtype, torch.float32))
-    return sums_BD, sums_BD.double().square().sum(1)
+    parts = _parts(sums_BD.shape[1], COLUMNS)
+    squares_BD = torch.nn.functional.pad(sums_BD.double().square(), (0, parts * COLUMNS - sums_BD.shape[1]))
+    return sums_BD, squares_BD.unflatten(1, (parts, COLUMNS)).sum(2)
 
 
 # ---------------------------------------------------------------- Triton
@@ -97,29 +100,25 @@ def _partial_sums(
 def _finish(
     partial_ptr,
     sums_ptr,
-    squared_ptr,
+    squares_ptr,
     D: tl.constexpr,
     S: tl.constexpr,
     SPLITS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """One sample: add the splits, round to float32, store, and square what was stored."""
-    b = tl.program_id(0).to(tl.int64)
-    partial_ptr += b * S * D
-    squares = tl.zeros((COLUMNS,), tl.float64)
-    for first in range(0, D, COLUMNS):
-        columns = first + tl.arange(0, COLUMNS)
-        in_row = columns < D
-        acc = tl.zeros((COLUMNS,), tl.float64)
-        for start in range(0, S, SPLITS):
-            s = start + tl.arange(0, SPLITS)
-            mask = (s < S)[:, None] & in_row[None, :]
-            acc += tl.sum(tl.load(partial_ptr + s[:, None] * D + columns[None, :], mask=mask, other=0.0), 0)
-        sums = acc.to(tl.float32)
-        tl.store(sums_ptr + b * D + columns, sums, mask=in_row)
-        wide = sums.to(tl.float64)
-        squares += wide * wide
-    tl.store(squared_ptr + b, tl.sum(squares, 0))
+    """COLUMNS columns of one sample: add the splits, round to float32, store, and square what was stored."""
+    b = tl.program_id(1).to(tl.int64)
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    in_row = columns < D
+    here = partial_ptr + b * S * D + columns[None, :]
+    acc = tl.zeros((COLUMNS,), tl.float64)
+    for start in range(0, S, SPLITS):
+        s = start + tl.arange(0, SPLITS)
+        acc += tl.sum(tl.load(here + s[:, None] * D, mask=(s < S)[:, None] & in_row[None, :], other=0.0), 0)
+    sums = acc.to(tl.float32)
+    tl.store(sums_ptr + b * D + columns, sums, mask=in_row)
+    wide = sums.to(tl.float64)
+    tl.store(squares_ptr + b * tl.num_programs(0) + tl.program_id(0), tl.sum(wide * wide, 0))
 
 
 def _launch(g_BTD: Tensor, h_BTD: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -132,7 +131,7 @@ def _launch(g_BTD: Tensor, h_BTD: Tensor | None) -> tuple[Tensor, Tensor]:
     splits = _parts(steps, each)
     partial = torch.empty((batch, splits, width), dtype=torch.float64, device=g_BTD.device)
     sums = torch.empty((batch, width), dtype=torch.float32, device=g_BTD.device)
-    squared = torch.empty(batch, dtype=torch.float64, device=g_BTD.device)
+    squares = torch.empty((batch, blocks), dtype=torch.float64, device=g_BTD.device)
     _partial_sums[(blocks, splits, batch)](
         g_BTD,
         other,
@@ -150,8 +149,8 @@ def _launch(g_BTD: Tensor, h_BTD: Tensor | None) -> tuple[Tensor, Tensor]:
         COLUMNS=COLUMNS,
         num_warps=4,
     )
-    _finish[(batch,)](partial, sums, squared, D=width, S=splits, SPLITS=SPLITS, COLUMNS=ALL_COLUMNS, num_warps=8)
-    return sums, squared
+    _finish[(blocks, batch)](partial, sums, squares, D=width, S=splits, SPLITS=SPLITS, COLUMNS=COLUMNS, num_warps=4)
+    return sums, squares
 
 
 def _parts(total: int, size: int) -> int:
@@ -175,7 +174,7 @@ def launch_token_product_sums(g_BTD: Tensor, h_BTD: Tensor) -> tuple[Tensor, Ten
 
 def _fake(g: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
     sums = g.new_empty((g.shape[0], g.shape[2]), dtype=torch.promote_types(g.dtype, torch.float32))
-    return sums, g.new_empty(g.shape[0], dtype=torch.float64)
+    return sums, g.new_empty((g.shape[0], _parts(g.shape[2], COLUMNS)), dtype=torch.float64)
 
 
 token_sums = define(
