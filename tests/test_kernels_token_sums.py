@@ -10,8 +10,12 @@ pytest.importorskip("triton")
 
 from fdp_kernels import token_sums as module
 from fdp_kernels.token_sums import (
+    each_of,
+    launch_many_token_sums,
     launch_token_product_sums,
     launch_token_sums,
+    many_token_sums,
+    many_token_sums_reference,
     token_product_sums,
     token_product_sums_reference,
     token_sums,
@@ -80,6 +84,23 @@ def test_rows_need_not_be_dense() -> None:
         check(launch_token_product_sums(a, b), token_product_sums_reference(a.double(), b.double()), a.abs().sum(1) * 3)
 
 
+@pytest.mark.parametrize("widths", [[5], [130, 3], [128, 257, 1], [3, 140, 128, 9], [7, 200, 1, 130, 64, 2]])
+def test_sums_of_many_are_those_of_each(widths: list[int]) -> None:
+    gs = [rows(2, 150, width, seed=i) for i, width in enumerate(widths)]
+    gs[0] = gs[0].transpose(0, 1).contiguous().transpose(0, 1)
+    found = launch_many_token_sums(gs)
+    assert torch.equal(found, launch_many_token_sums(gs))
+    for sums, g in zip(each_of(found, gs), gs, strict=True):
+        assert sums.is_contiguous()
+        assert ((sums.double() - g.double().sum(1)).abs() <= 64 * 2**-24 * g.abs().sum(1)).all()
+    torch.testing.assert_close(many_token_sums_reference(gs), found, rtol=1e-5, atol=1e-4)
+
+
+def test_sums_of_many_that_are_not_alike_are_refused() -> None:
+    with pytest.raises(ValueError, match="alike in all but width"):
+        many_token_sums([rows(2, 5, 3), rows(2, 6, 3)])
+
+
 def test_references_keep_float64() -> None:
     g = randn(2, 5, 3)
     assert torch.equal(launch_token_sums(g)[0], g.sum(1))
@@ -89,6 +110,7 @@ def test_ops() -> None:
     g, h = rows(2, 5, 3), rows(2, 5, 3, seed=2)
     torch.library.opcheck(token_sums, (g,))
     torch.library.opcheck(token_product_sums, (g, h))
+    torch.library.opcheck(many_token_sums, ([g, h],))
 
 
 @pytest.mark.gpu
@@ -108,3 +130,18 @@ def test_bfloat16_on_the_gpu(batch: int, tokens: int, width: int) -> None:
     assert all(map(torch.equal, again[0], first))
     assert all(map(torch.equal, again[1], second))
     assert all(map(torch.equal, token_sums(g), first))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_sums_of_many_on_the_gpu() -> None:
+    widths = [3840, 1280, 5120, 1280, 1601]
+    gs = [torch.randn(4, 1000, width, device=DEVICE).bfloat16() for width in widths]
+    found = many_token_sums(gs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again = many_token_sums(gs)
+    graph.replay()
+    assert torch.equal(again, found)
+    for sums, g in zip(each_of(found, gs), gs, strict=True):
+        assert ((sums.double() - g.double().sum(1)).abs() <= 64 * 2**-24 * g.float().abs().sum(1)).all()

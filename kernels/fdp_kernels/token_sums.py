@@ -10,11 +10,13 @@ sums are float32 within 64 tokens and float64 beyond.
     >>> sums, squares = token_sums(g)                                         # a bias
     >>> sums, squares = token_product_sums(g, (x - mean) * rstd)              # a scale
     >>> squared_norms = squares.sum(1)
+    >>> sums = each_of(many_token_sums([g1, g2, g3]), [g1, g2, g3])           # biases of one block, by two launches
 
 Letters: B samples, T tokens, D width, S splits of the tokens.
 
-Two launches: programs over (columns, splits, samples) write float64 partial sums; programs over (columns, samples) add
-the splits in order, round, store and square. There are as many splits as fill the device and no more.
+Two launches, of up to four tensors: programs over (columns, splits, samples) write float64 partial sums; programs over
+(columns, samples) add the splits in order, round, store and square. There are as many splits as fill the device and no
+more.
 """
 
 from __future__ import annotations
@@ -44,6 +46,12 @@ def token_product_sums_reference(g_BTD: Tensor, h_BTD: Tensor) -> tuple[Tensor, 
     return _stored(g_BTD.double() * h_BTD.double(), g_BTD.dtype)
 
 
+def many_token_sums_reference(gs: list[Tensor]) -> Tensor:
+    """``sum_t g_t`` of tensors that are alike in all but width, (B, D) each, flat and one after the other."""
+    _check_many(gs)
+    return torch.cat([token_sums_reference(g)[0].flatten() for g in gs])
+
+
 def _stored(terms_BTD: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     sums_BD = terms_BTD.sum(1).to(torch.promote_types(dtype, torch.float32))
     parts = _parts(sums_BD.shape[1], COLUMNS)
@@ -55,27 +63,15 @@ def _stored(terms_BTD: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 @jit
-def _partial_sums(
-    g_ptr,
-    h_ptr,
-    partial_ptr,
-    T,
-    D,
-    g_stride_b,
-    g_stride_t,
-    h_stride_b,
-    h_stride_t,
-    PRODUCT: tl.constexpr,
-    STEPS: tl.constexpr,
-    LOADS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """STEPS times LOADS times ROWS tokens of one sample, COLUMNS columns of it: partial (B, S, D) in float64."""
+def _columns(
+    g_ptr, h_ptr, partial_ptr, block, T, D, width, g_stride_b, g_stride_t, h_stride_b, h_stride_t,
+    PRODUCT: tl.constexpr, STEPS: tl.constexpr, LOADS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """STEPS times LOADS times ROWS tokens of one sample, COLUMNS columns of it: partial (B, S, width) in float64."""
     split = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
     row = tl.arange(0, ROWS)
-    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    columns = block * COLUMNS + tl.arange(0, COLUMNS)
     in_row = columns < D
     first = split * (STEPS * LOADS * ROWS)
     # Offsets of a tile are small; the pointers move on by a tile, so that no element needs an offset of 64 bits.
@@ -93,64 +89,114 @@ def _partial_sums(
             g_here += ROWS * g_stride_t
             h_here += ROWS * h_stride_t
         acc += sums.to(tl.float64)
-    tl.store(partial_ptr + (b * tl.num_programs(1) + split) * D + columns, tl.sum(acc, 0), mask=in_row)
+    tl.store(partial_ptr + (b * tl.num_programs(1) + split) * width + columns, tl.sum(acc, 0), mask=in_row)
+
+
+@jit
+def _partial_sums(
+    g_ptr, h_ptr, partial_ptr, T, D, g_stride_b, g_stride_t, h_stride_b, h_stride_t,
+    PRODUCT: tl.constexpr, STEPS: tl.constexpr, LOADS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    _columns(
+        g_ptr, h_ptr, partial_ptr, tl.program_id(0), T, D, D, g_stride_b, g_stride_t, h_stride_b, h_stride_t,
+        PRODUCT, STEPS, LOADS, ROWS, COLUMNS,
+    )  # fmt: skip
+
+
+@jit
+def _partial_sums_of_four(
+    g0, g1, g2, g3, partial_ptr, T, D0, D1, D2, D3,
+    stride_b0, stride_b1, stride_b2, stride_b3, stride_t0, stride_t1, stride_t2, stride_t3,
+    STEPS: tl.constexpr, LOADS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The columns of four tensors side by side, each in whole blocks of its own."""
+    block, width = tl.program_id(0), D0 + D1 + D2 + D3
+    end0 = tl.cdiv(D0, COLUMNS)
+    end1 = end0 + tl.cdiv(D1, COLUMNS)
+    end2 = end1 + tl.cdiv(D2, COLUMNS)
+    if block < end0:
+        _columns(
+            g0, g0, partial_ptr, block, T, D0, width, stride_b0, stride_t0, stride_b0, stride_t0,
+            False, STEPS, LOADS, ROWS, COLUMNS,
+        )  # fmt: skip
+    elif block < end1:
+        _columns(
+            g1, g1, partial_ptr + D0, block - end0, T, D1, width, stride_b1, stride_t1, stride_b1, stride_t1,
+            False, STEPS, LOADS, ROWS, COLUMNS,
+        )  # fmt: skip
+    elif block < end2:
+        _columns(
+            g2, g2, partial_ptr + D0 + D1, block - end1, T, D2, width, stride_b2, stride_t2, stride_b2, stride_t2,
+            False, STEPS, LOADS, ROWS, COLUMNS,
+        )  # fmt: skip
+    else:
+        _columns(
+            g3, g3, partial_ptr + D0 + D1 + D2, block - end2, T, D3, width, stride_b3, stride_t3, stride_b3, stride_t3,
+            False, STEPS, LOADS, ROWS, COLUMNS,
+        )  # fmt: skip
 
 
 @jit
 def _finish(
-    partial_ptr,
-    sums_ptr,
-    squares_ptr,
-    D: tl.constexpr,
-    S: tl.constexpr,
-    SPLITS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """COLUMNS columns of one sample: add the splits, round to float32, store, and square what was stored."""
-    b = tl.program_id(1).to(tl.int64)
+    partial_ptr, sums_ptr, squares_ptr, D0, D1, D2, D3,
+    S: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """COLUMNS columns of one sample: add the splits, round to float32, store, and square what was stored.
+
+    Columns are those of four tensors side by side; each tensor's sums are stored as (B, D) of its own, one after the
+    other.
+    """
+    b, batch, width = tl.program_id(1).to(tl.int64), tl.num_programs(1), D0 + D1 + D2 + D3
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    in_row = columns < D
-    here = partial_ptr + b * S * D + columns[None, :]
+    in_row = columns < width
+    here = partial_ptr + b * S * width + columns[None, :]
     acc = tl.zeros((COLUMNS,), tl.float64)
     for start in range(0, S, SPLITS):
         s = start + tl.arange(0, SPLITS)
-        acc += tl.sum(tl.load(here + s[:, None] * D, mask=(s < S)[:, None] & in_row[None, :], other=0.0), 0)
+        acc += tl.sum(tl.load(here + s[:, None] * width, mask=(s < S)[:, None] & in_row[None, :], other=0.0), 0)
     sums = acc.to(tl.float32)
-    tl.store(sums_ptr + b * D + columns, sums, mask=in_row)
+    first = tl.where(
+        columns < D0, 0, tl.where(columns < D0 + D1, D0, tl.where(columns < width - D3, D0 + D1, width - D3))
+    )
+    own = tl.where(columns < D0, D0, tl.where(columns < D0 + D1, D1, tl.where(columns < width - D3, D2, D3)))
+    tl.store(sums_ptr + first * batch + b * own + (columns - first), sums, mask=in_row)
     wide = sums.to(tl.float64)
     tl.store(squares_ptr + b * tl.num_programs(0) + tl.program_id(0), tl.sum(wide * wide, 0))
 
 
 def _launch(g_BTD: Tensor, h_BTD: Tensor | None) -> tuple[Tensor, Tensor]:
     batch, tokens, width = g_BTD.shape
-    g_BTD = g_BTD if g_BTD.stride(2) == 1 else g_BTD.contiguous()
-    other = g_BTD if h_BTD is None else h_BTD
-    other = other if other.stride(2) == 1 else other.contiguous()
-    blocks, steps = _parts(width, COLUMNS), _parts(tokens, LOADS * ROWS)
-    each = _parts(steps, min(steps, _parts(PROGRAMS, batch * blocks)))
-    splits = _parts(steps, each)
+    g_BTD = _side_by_side(g_BTD)
+    other = g_BTD if h_BTD is None else _side_by_side(h_BTD)
+    blocks = _parts(width, COLUMNS)
+    splits, each = _cut(tokens, batch * blocks)
     partial = torch.empty((batch, splits, width), dtype=torch.float64, device=g_BTD.device)
-    sums = torch.empty((batch, width), dtype=torch.float32, device=g_BTD.device)
-    squares = torch.empty((batch, blocks), dtype=torch.float64, device=g_BTD.device)
     _partial_sums[(blocks, splits, batch)](
-        g_BTD,
-        other,
-        partial,
-        tokens,
-        width,
-        g_BTD.stride(0),
-        g_BTD.stride(1),
-        other.stride(0),
-        other.stride(1),
-        PRODUCT=h_BTD is not None,
-        STEPS=each,
-        LOADS=LOADS,
-        ROWS=ROWS,
-        COLUMNS=COLUMNS,
-        num_warps=4,
-    )
-    _finish[(blocks, batch)](partial, sums, squares, D=width, S=splits, SPLITS=SPLITS, COLUMNS=COLUMNS, num_warps=4)
+        g_BTD, other, partial, tokens, width, *g_BTD.stride()[:2], *other.stride()[:2],
+        PRODUCT=h_BTD is not None, STEPS=each, LOADS=LOADS, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4,
+    )  # fmt: skip
+    sums, squares = _finished(partial, [width, 0, 0, 0])
+    return sums.view(batch, width), squares
+
+
+def _finished(partial_BSD: Tensor, widths: list[int]) -> tuple[Tensor, Tensor]:
+    (batch, splits, width), device = partial_BSD.shape, partial_BSD.device
+    blocks = _parts(width, COLUMNS)
+    sums = torch.empty(batch * width, dtype=torch.float32, device=device)
+    squares = torch.empty((batch, blocks), dtype=torch.float64, device=device)
+    _finish[(blocks, batch)](partial_BSD, sums, squares, *widths, S=splits, SPLITS=SPLITS, COLUMNS=COLUMNS, num_warps=4)
     return sums, squares
+
+
+def _cut(tokens: int, programs: int) -> tuple[int, int]:
+    """Splits of the tokens, and steps of each, where ``programs`` programs have the columns of all samples."""
+    steps = _parts(tokens, LOADS * ROWS)
+    each = _parts(steps, min(steps, _parts(PROGRAMS, programs)))
+    return _parts(steps, each), each
+
+
+def _side_by_side(g_BTD: Tensor) -> Tensor:
+    return g_BTD if g_BTD.stride(2) == 1 else g_BTD.contiguous()
 
 
 def _parts(total: int, size: int) -> int:
@@ -167,6 +213,38 @@ def launch_token_product_sums(g_BTD: Tensor, h_BTD: Tensor) -> tuple[Tensor, Ten
     if torch.float64 in (g_BTD.dtype, h_BTD.dtype):
         return token_product_sums_reference(g_BTD, h_BTD)
     return _launch(g_BTD, h_BTD)
+
+
+def launch_many_token_sums(gs: list[Tensor]) -> Tensor:
+    """:func:`many_token_sums_reference` on the device, four tensors at a time."""
+    _check_many(gs)
+    if gs[0].dtype == torch.float64:
+        return many_token_sums_reference(gs)
+    return torch.cat([_of_four(gs[i : i + 4]) for i in range(0, len(gs), 4)]) if len(gs) > 4 else _of_four(gs)
+
+
+def _of_four(gs: list[Tensor]) -> Tensor:
+    (batch, tokens), device = gs[0].shape[:2], gs[0].device
+    gs = [_side_by_side(g) for g in gs]
+    widths = [g.shape[2] for g in gs] + [0] * (4 - len(gs))
+    gs = gs + gs[:1] * (4 - len(gs))
+    blocks = sum(_parts(width, COLUMNS) for width in widths)
+    splits, each = _cut(tokens, batch * blocks)
+    partial = torch.empty((batch, splits, sum(widths)), dtype=torch.float64, device=device)
+    _partial_sums_of_four[(blocks, splits, batch)](
+        *gs, partial, tokens, *widths, *(g.stride(0) for g in gs), *(g.stride(1) for g in gs),
+        STEPS=each, LOADS=LOADS, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4,
+    )  # fmt: skip
+    return _finished(partial, widths)[0]
+
+
+def _check_many(gs: list[Tensor]) -> None:
+    kinds = {(g.shape[:2], g.dtype, g.device) for g in gs}
+    if len(kinds) != 1 or any(g.ndim != 3 for g in gs):
+        raise ValueError(
+            "many_token_sums: expected one tensor or more of (batch, tokens, width), alike in all but width, got "
+            f"{[(tuple(g.shape), g.dtype, g.device) for g in gs]}"
+        )
 
 
 # ---------------------------------------------------------------- ops
@@ -194,3 +272,24 @@ token_product_sums = define(
     fake=_fake,
 )
 """``(g_BTD, h_BTD)``: as :func:`token_product_sums_reference`."""
+
+
+def _many_fake(gs: list[Tensor]) -> Tensor:
+    dtype = torch.promote_types(gs[0].dtype, torch.float32)
+    return gs[0].new_empty(len(gs[0]) * sum(g.shape[2] for g in gs), dtype=dtype)
+
+
+many_token_sums = define(
+    "many_token_sums",
+    "Tensor[] gs -> Tensor",
+    reference=many_token_sums_reference,
+    cuda=launch_many_token_sums,
+    fake=_many_fake,
+)
+"""``(gs,)``: as :func:`many_token_sums_reference`; see :func:`each_of`."""
+
+
+def each_of(sums: Tensor, gs: list[Tensor]) -> list[Tensor]:
+    """What :func:`many_token_sums` made of each: (B, D), dense."""
+    parts = sums.split([len(g) * g.shape[2] for g in gs])
+    return [part.view(len(g), g.shape[2]) for part, g in zip(parts, gs)]
