@@ -57,8 +57,10 @@ Row: TypeAlias = dict[str, Any]
 GIB = 2**30
 OURS = ("none", "materialize", "ghost", "ghost_bk", "flash", "flash_bk", "auto")
 LEARNING_RATE, WEIGHT_DECAY, MAX_NORM = 0.0, 0.1, 1.0
-"""Nothing is learnt while a step is timed, in any mode or baseline, though all its work is done: at its power limit a
-GPU multiplies some numbers faster than others, and parameters that learn are other numbers than noised ones."""
+"""Nothing is learnt while a step is timed, in any mode or baseline, though all its work is done. At its power limit a
+GPU multiplies some numbers faster than others, and parameters that learn are other numbers than noised ones: of
+GPT-2-Large at T = 8192, in turns on one H200 at 700 W, ``none`` took 497 ms at a rate of 1e-4 (1770 MHz) and 511 at 0
+(1735 MHz), ``auto`` 515 and 512 (1705 MHz)."""
 SLACK = 2e-2
 """How far losses, norms and the update may be from the reference, relative; bfloat16 takes up to half of it."""
 LEAF_SLACK = 0.1

@@ -268,7 +268,7 @@ def count_all() -> list[dict[Any, int]]:
 @pytest.mark.ranks
 def test_the_bytes_of_a_plan_are_those_that_two_ranks_send():
     names = {
-        "all-gather": "all_gather_into_tensor",
+        "all-gather": "all_gather_into_tensor_out",
         "reduce-scatter": "reduce_scatter_tensor",
         "all-reduce": "all_reduce",
     }
