@@ -63,8 +63,8 @@ def all_gather(x: Float[Tensor, " local"], axis: Axis) -> Float[Tensor, " ranks*
     if x.device.type != "cpu" or torch.compiler.is_compiling():
         return _functional.all_gather_into_tensor(x, axis.size, axis.group)
     # The two workers of a gloo group note what they finished last in one string, without a lock. The name of the plain
-    # gather, ALLGATHER_COALESCED, lies on the heap: two collectives in flight then free it twice, once in 30 000
-    # (torch 2.13). That of this one, ALLGATHER, fits into the string itself.
+    # gather, ALLGATHER_COALESCED, lies on the heap, and two that end together free it twice, about once in 30 000
+    # (torch 2.11 and 2.13). That of this one, ALLGATHER, fits into the string itself.
     whole = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
     return _functional.all_gather_into_tensor_out(x, axis.size, axis.group, out=whole)
 

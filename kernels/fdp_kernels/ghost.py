@@ -44,7 +44,7 @@ from fdp_kernels.tile_gemm import Row, Tile, aligned, check_pair, choose, descri
 
 TILES = (
     Row(250, Tile(128, 128, 64, warps=8, stages=4)),
-    Row(120, Tile(128, 64, 64, warps=4, stages=3)),
+    Row(60, Tile(128, 64, 64, warps=4, stages=4)),
     Row(0, Tile(64, 64, 64, warps=4, stages=4)),
 )
 """``rows`` is a multiple of ``columns``; counted are tiles on and below the diagonal of all samples."""
