@@ -184,10 +184,10 @@ def check_kept_sum(inputs: tuple, found: Tensor) -> bool:
 
 def check_token_sums(inputs: tuple, found: tuple[Tensor, Tensor]) -> bool:
     reference = token_sums.token_sums_reference if len(inputs) == 1 else token_sums.token_product_sums_reference
-    sums, squared = found
+    sums, squares = found
     size = math.prod(z.double().abs() for z in inputs).sum(1)  # pyright: ignore
     close = (sums - reference(*(z.double() for z in inputs))[0]).abs() <= 2**-17 * size
-    return bool(close.all()) and near(squared, sums.double().square().sum(1), 1e-12)
+    return bool(close.all()) and near(squares.sum(1), sums.double().square().sum(1), 1e-12)
 
 
 def check_embedding_norms(inputs: tuple, found: Tensor) -> bool:

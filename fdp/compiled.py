@@ -67,7 +67,9 @@ class Blocks:
             apart = _summed_apart(tape)
             planned = [(use.name, use.rule) for use in mine if use.name not in apart]
             run = self._compiled(_tapped_run(named, trained, planned, tape.layouts), block)
-            self.kinds[key] = Kind(run, tape.rules, apart, zeros_of(mine, here))
+            with torch.inference_mode(False):  # who began in that mode by mistake would find its zeros for ever
+                zeros = zeros_of(mine, here)
+            self.kinds[key] = Kind(run, tape.rules, apart, zeros)
         kind = self.kinds[key]
         taps = {
             name: tap.detach().requires_grad_()

@@ -228,7 +228,7 @@ def _plain_blocks(
     token: Tree,
 ) -> Iterator[dict[Path, Any]]:
     whole: Flat = {}
-    one = start.new_ones(1)
+    one = start.new_ones(1, dtype=_wide(plan.dtype))
     for i, found in backward(weights, start, opened, carries, data, plan, token=token):
         for path, leaf in found.items():
             whole[path] = _widened(whole[path]) + _widened(leaf) if path in whole else leaf

@@ -104,8 +104,8 @@ def per_sample_gradient(record: Record) -> Float[Tensor, " batch *shape"]:
 def kept(record: Record) -> Dense:
     """``G_b`` of a record, to be kept.
 
-    Of short sequences by a kernel that has the squares at hand; of long ones the library's product and a pass over it
-    take less.
+    Of short sequences and small matrices by a kernel that has the squares at hand; of others the library's product and
+    a pass over it take less.
     """
     if not has_kernels(record):
         return Dense(per_sample_gradient(record))

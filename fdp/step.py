@@ -373,7 +373,7 @@ def joined(parts: Iterable[Part], *, several: bool) -> Part:
     total, tally, metrics = None, None, []
     for part in parts:
         more = part.total.made() if several and total is None else part.total
-        total = more if total is None else total.plus(more)
+        total = more if total is None else total.plus(more, release=True)
         tally = part.tally if tally is None else tally + part.tally
         metrics.append(part.metrics)
         del part, more

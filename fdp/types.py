@@ -89,13 +89,14 @@ class Weighted(NamedTuple):
     factors: Float[Tensor, " samples"]
 
     def total(self, onto: Float[Tensor, " *shape"] | None = None) -> Float[Tensor, " *shape"]:
-        """The sum, added ``onto`` another if there is one, in the dtype of the factors: float64 where they clip.
+        """The sum in the dtype of the factors, float64 where they clip; ``onto`` another, in the wider of both dtypes.
 
         Guarantees:
           - a row whose factor is 0 contributes exactly 0, even if it holds NaN or infinity.
         """
         flat, before = self.rows.reshape(len(self.factors), -1), None if onto is None else onto.flatten()
-        return weighted_sum(flat, self.factors, self.factors.dtype, before).view(self.rows.shape[1:])
+        dtype = self.factors.dtype if onto is None else torch.promote_types(self.factors.dtype, onto.dtype)
+        return weighted_sum(flat, self.factors, dtype, before).view(self.rows.shape[1:])
 
 
 class ClippedSum(NamedTuple):
@@ -113,13 +114,16 @@ class ClippedSum(NamedTuple):
         made = {path: leaf.total() if isinstance(leaf, Weighted) else leaf for path, leaf in self.value.items()}
         return ClippedSum(made, self.sensitivity)
 
-    def plus(self, other: ClippedSum) -> ClippedSum:
+    def plus(self, other: ClippedSum, *, release: bool = False) -> ClippedSum:
         """The sum over the samples of both. They must be different samples, clipped to the same bound.
+
+        With ``release`` both are used up, each leaf let go of as soon as it is added.
 
         Guarantees:
           - the sensitivity is that of one: a sample is in one of the two sums only.
         """
-        value = {path: _added(leaf, other.value[path]) for path, leaf in self.value.items()}
+        take = dict.pop if release else dict.__getitem__
+        value = {path: _added(take(self.value, path), take(other.value, path)) for path in list(self.value)}
         return ClippedSum(value, torch.maximum(self.sensitivity, other.sensitivity))
 
 

@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 import torch
 from fdp_kernels.ghost import UNIT, rounding_steps
+from fdp_kernels.token_sums import token_sums
 
 from benchmarks import everything, gpt2_large, harness, regimes
 from benchmarks.baselines import Setup, make_module
@@ -27,6 +28,7 @@ from benchmarks.harness import (
     step_peak,
     sweep,
 )
+from benchmarks.kernels import check_token_sums
 from fdp import keys, per_sample, tree
 from fdp.methods import Method, make_plan
 from fdp.models import GPTConfig, gpt
@@ -343,6 +345,15 @@ def test_the_peak_of_a_captured_step_is_that_of_its_capture():
 )
 def test_kernels_are_told_apart_by_their_names(kernel, kind):
     assert kernel_class(kernel) == kind
+
+
+@pytest.mark.parametrize("width", [5, 300])
+def test_sums_over_tokens_pass_their_check_and_wrong_ones_do_not(width):
+    g = randn(4, 7, width).float()
+    sums, squares = token_sums(g)
+    assert check_token_sums((g,), (sums, squares))
+    assert not check_token_sums((g,), (2 * sums, 4 * squares))
+    assert not check_token_sums((g,), (sums, 0.5 * squares))
 
 
 # ---------------------------------------------------------------------------------------------------------- everything

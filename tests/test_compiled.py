@@ -164,6 +164,18 @@ def test_layers_of_a_kind_are_compiled_once(private):
     assert len(blocks.kinds) == len(graphs) == 3  # embedding, layer, head
 
 
+def test_a_block_that_was_first_run_in_inference_mode_can_still_be_pulled():
+    case, blocks = case_named("mlp"), Blocks(backend="eager")
+    plan = make_plan(*case, method=Method.GHOST_BK, dtype=torch.float64)
+
+    def vjp(i: int, b: Block, w: Tree, c: Tree, d: Tree) -> Any:
+        return blocks.tapped_vjp(b, w, c, d, plan.uses[i], plan.trainable)
+
+    with torch.inference_mode(), pytest.raises(FdpError, match="depends on every tap"):
+        through(case, vjp)
+    through(case, vjp)
+
+
 @pytest.mark.slow
 def test_kinds_differ_by_function_by_shape_and_by_what_is_trained():
     model, data = mlp(widths=(6, 6, 6), classes=6), {"image": randn(3, 6).float(), "label": torch.tensor([0, 3, 1])}

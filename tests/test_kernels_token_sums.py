@@ -101,6 +101,15 @@ def test_sums_of_many_that_are_not_alike_are_refused() -> None:
         many_token_sums([rows(2, 5, 3), rows(2, 6, 3)])
 
 
+@pytest.mark.parametrize("shape", [(0, 5, 3), (2, 0, 3), (2, 5, 0)])
+def test_sums_of_nothing_are_zero(shape: tuple[int, ...]) -> None:
+    g = torch.zeros(shape)
+    for sums, squares in (launch_token_sums(g), launch_token_product_sums(g, g)):
+        assert torch.equal(sums, torch.zeros(shape[0], shape[2]))
+        assert torch.equal(squares, torch.zeros(shape[0], min(shape[2], 1), dtype=torch.float64))
+    assert torch.equal(launch_many_token_sums([g, g]), torch.zeros(2 * shape[0] * shape[2]))
+
+
 def test_references_keep_float64() -> None:
     g = randn(2, 5, 3)
     assert torch.equal(launch_token_sums(g)[0], g.sum(1))

@@ -326,6 +326,22 @@ def test_the_plain_sum_may_be_left_to_be_made(case: Case):
     assert_trees_close({path: leaf.total() for path, leaf in left.items()}, made, 1e-13)
 
 
+@pytest.mark.parametrize("compute", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("loss", [torch.bfloat16, torch.float32])
+def test_a_plain_sum_left_to_be_made_does_not_go_by_the_dtype_of_the_losses(compute, loss):
+    case = case_named("loop")
+    block = case.model.blocks[0]
+    block = block._replace(apply=lambda p, carry, data: case.model.blocks[0].apply(p, carry, data).to(loss))
+    params, data = cast(case.params, torch.float64), cast(case.data, compute)
+    model = case.model._replace(blocks=(block,))
+    plan = make_plan(model, params, data, method=Method.NONE, dtype=compute)
+    _, made = plain_sum(model, params, data, torch.ones(3), plan=plan)
+    _, left = plain_sum(model, params, data, torch.ones(3), plan=plan, made=False)
+    for path, leaf in left.items():
+        assert torch.equal(leaf.total(), made[path])
+        assert leaf.total().dtype == made[path].dtype
+
+
 def test_small_leaves_are_measured_together_and_large_ones_alone(monkeypatch):
     """Whatever is small, the norms are the same, and in the order of the leaves."""
     case = case_named("gpt")

@@ -102,3 +102,21 @@ def test_sums_not_yet_made_add_up_to_the_sum_over_all_rows():
     expected = torch.tensordot(factors[[0, 2, 3, 4]], rows[[0, 2, 3, 4]], dims=1)
     for a, b in ((first, second), (first.made(), second), (first, second.made())):
         torch.testing.assert_close(a.plus(b).value["w"], expected, rtol=1e-14, atol=1e-14)
+
+
+def test_a_sum_is_added_to_a_wider_one_without_rounding_it():
+    wide = ClippedSum({"w": torch.tensor([1e8 + 1, 1e8 + 3], dtype=torch.float64)}, torch.ones(()))
+    narrow = ClippedSum({"w": Weighted(torch.ones(2, 2), torch.ones(2))}, torch.ones(()))
+    for both in (wide.plus(narrow), narrow.plus(wide)):
+        assert (both.value["w"] - 1e8).tolist() == [3.0, 5.0]
+
+
+def test_what_was_added_is_let_go_of_on_request_alone():
+    one = torch.ones(())
+    first, second = (ClippedSum({"v": torch.ones(2), "w": torch.full((3,), i)}, one) for i in (1.0, 2.0))
+    kept = first.plus(second)
+    assert set(first.value) == set(second.value) == {"v", "w"}
+    taken = first.plus(second, release=True)
+    assert not first.value
+    assert not second.value
+    assert taken.value["w"].tolist() == kept.value["w"].tolist() == [3.0] * 3

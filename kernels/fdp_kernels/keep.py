@@ -15,7 +15,7 @@ over G where ``keep`` is one kernel; the measured best wins.
 
 Guarantees:
   - the norm is that of the stored, rounded numbers, to float64 rounding; from ``keep``, at least that, and at most
-    2^-15 of its square more;
+    2^-14 of its square more (elements below 1e-19 count as 0 there);
   - a sample with factor 0 adds exactly 0 (it is not read), even if its gradient is NaN or infinite;
   - factors are float32 or float64; the sum, with what it is added to, is formed in float64 and rounded once.
 

@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 
 from fdp_kernels.op import define, jit, tl
+from fdp_kernels.tile_gemm import launchable
 
 ROWS, COLUMNS, LOADS = 16, 128, 4
-"""Tokens and columns of a load of the first kernel, and loads that are on their way together and added in float32."""
+"""Tokens and columns of a load, and loads of the first kernel that are on their way together and added in float32."""
 PROGRAMS = 640
 """Programs of the first kernel that fill the device: four or five on each multiprocessor of an H200."""
 SPLITS = 16
@@ -146,7 +147,7 @@ def _finish(
     Columns are those of four tensors side by side; each tensor's sums are stored as (B, D) of its own, one after the
     other.
     """
-    b, batch, width = tl.program_id(1).to(tl.int64), tl.num_programs(1), D0 + D1 + D2 + D3
+    b, batch, width = tl.program_id(1).to(tl.int64), tl.num_programs(1).to(tl.int64), D0 + D1 + D2 + D3
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     in_row = columns < width
     here = partial_ptr + b * S * width + columns[None, :]
@@ -205,20 +206,18 @@ def _parts(total: int, size: int) -> int:
 
 def launch_token_sums(g_BTD: Tensor) -> tuple[Tensor, Tensor]:
     """:func:`token_sums_reference` on the device."""
-    return token_sums_reference(g_BTD) if g_BTD.dtype == torch.float64 else _launch(g_BTD, None)
+    return _launch(g_BTD, None) if launchable(g_BTD) else token_sums_reference(g_BTD)
 
 
 def launch_token_product_sums(g_BTD: Tensor, h_BTD: Tensor) -> tuple[Tensor, Tensor]:
     """:func:`token_product_sums_reference` on the device."""
-    if torch.float64 in (g_BTD.dtype, h_BTD.dtype):
-        return token_product_sums_reference(g_BTD, h_BTD)
-    return _launch(g_BTD, h_BTD)
+    return _launch(g_BTD, h_BTD) if launchable(g_BTD, h_BTD) else token_product_sums_reference(g_BTD, h_BTD)
 
 
 def launch_many_token_sums(gs: list[Tensor]) -> Tensor:
     """:func:`many_token_sums_reference` on the device, four tensors at a time."""
     _check_many(gs)
-    if gs[0].dtype == torch.float64:
+    if not launchable(*gs):
         return many_token_sums_reference(gs)
     return torch.cat([_of_four(gs[i : i + 4]) for i in range(0, len(gs), 4)]) if len(gs) > 4 else _of_four(gs)
 
