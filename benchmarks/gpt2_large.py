@@ -24,6 +24,7 @@ import torch
 
 from benchmarks.harness import (
     FAST,
+    LEARNING_RATE,
     OURS,
     Candidate,
     Case,
@@ -52,8 +53,6 @@ MODULES = ("module", "module_graphs", "module_blocks_graphs")
 OPACUS = ("opacus", "opacus_ghost")
 MODES = (*OURS, *MODULES, *OPACUS)
 RESULTS, WIDTH = Path("benchmarks/results"), 120
-WHOLE_MODULE = {512: 35.2, 2048: 107.1, 8192: 526.0}
-"""Milliseconds of an nn.Module compiled whole, measured earlier on an H200; with CUDA graphs but for T = 8192."""
 FASTDP = {512: (152, 9.9), 2048: (197, 34.6), 8192: (748, 98.6)}
 """Milliseconds and GiB of fastDP (BK-MixOpt; all in bfloat16, no master weights), measured earlier on an H200."""
 
@@ -120,21 +119,20 @@ def must_show(content: dict[str, Any]) -> list[Figure]:
     contexts = sorted({row["context"] for row in rows})
     found = {context: at(rows, context) for context in contexts}
     ms: Callable[[int, str], float | None] = lambda context, mode: found[context].get(mode, {}).get("ms")  # noqa: E731
+
+    def over(what: str, context: int, modes: Sequence[str], bound: float) -> None:
+        best = fastest(found[context], modes)
+        value = ratio(best["ms"] if best else None, ms(context, "auto"))
+        compare(f"speed, `auto` / {what}", context, value, bound, note=f" ({best['mode']})" if best else "")
+
     for context in contexts:
         bound = 0.95 if context < 1024 else 0.97
         compare("speed, `auto` / `none`", context, ratio(ms(context, "none"), ms(context, "auto")), bound)
     for context in contexts:
-        best = fastest(found[context], MODULES)
-        fewest, which = (best["ms"], best["mode"]) if best else (math.inf, "")
-        if "module_graphs" not in found[context] and WHOLE_MODULE.get(context, math.inf) < fewest:
-            fewest, which = WHOLE_MODULE[context], "compiled whole, measured earlier, not in this run"
-        value = ratio(fewest if which else None, ms(context, "auto"))
-        compare("speed, `auto` / fastest nn.Module", context, value, 1.0, note=f" ({which})" if which else "")
+        over("fastest nn.Module", context, MODULES, 1.0)
     for context, bound in ((512, 6.0), (2048, 3.0), (8192, 1.7)):
         if context in found:
-            best = fastest(found[context], OPACUS)
-            value = ratio(best["ms"] if best else None, ms(context, "auto"))
-            compare("speed, `auto` / best Opacus", context, value, bound, note=f" ({best['mode']})" if best else "")
+            over("best Opacus", context, OPACUS, bound)
     for context in contexts:
         peaks = [found[context].get(mode, {}).get("peak_gib") for mode in ("auto", "none")]
         compare("peak memory, `auto` / `none`", context, ratio(*peaks), 1.05, at_least=False)
@@ -181,6 +179,7 @@ def page(content: dict[str, Any], *, name: str) -> str:
             WIDTH,
         ),
         "",
+        *other_rates(rows),
         *([fill(f"Tests on this GPU: {content['tests']}", WIDTH), ""] if "tests" in content else []),
         f"![time and memory against T]({name}.png)",
         "",
@@ -214,6 +213,15 @@ def page(content: dict[str, Any], *, name: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def other_rates(rows: Sequence[Row]) -> list[str]:
+    """A paragraph on rows that were measured while something was learnt, if there are any."""
+    rates = {row["commit"]: row["learning_rate"] for row in rows if row.get("learning_rate", LEARNING_RATE)}
+    if not rates:
+        return []
+    listed = ", ".join(f"{commit} ({rate:g})" for commit, rate in sorted(rates.items()))
+    return [fill(f"Rows of earlier commits were measured at another learning rate: {listed}.", WIDTH), ""]
+
+
 def table(rows: Sequence[Row], context: int) -> list[str]:
     """One context: a line per mode, speeds relative to ours without privacy and to the fastest such step."""
     mine = at(rows, context)
@@ -234,12 +242,6 @@ def table(rows: Sequence[Row], context: int) -> list[str]:
             f"| {name} | {row['ms']:.1f} | {row['ms_p20']:.1f}-{row['ms_p80']:.1f} | {row['tokens_per_second']:,.0f} | "
             f"{peak} | {' | '.join(speeds)} | {row['commit']} |"
         )
-    if context in WHOLE_MODULE and not any(row["mode"] == "module_graphs" for row in known):
-        whole = WHOLE_MODULE[context]
-        speeds = [f"{other['ms'] / whole:.3f}" if other else "" for other in (plain, best)]
-        rate = BATCH_SIZE * context / whole * 1e3
-        name = "nn.Module compiled whole, measured earlier, not in this run"
-        lines.append(f"| {name} | {whole} | | {rate:,.0f} | | {' | '.join(speeds)} | |")
     if context in FASTDP:
         ms, gib = FASTDP[context]
         speeds = [f"{other['ms'] / ms:.3f}" if other else "" for other in (plain, best)]

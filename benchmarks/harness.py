@@ -500,6 +500,7 @@ def measure(
         "first_step_s": first_step_s,
         "steps": steps,
         "loss": float(losses),
+        "learning_rate": LEARNING_RATE,
     }
     if device.type == "cuda":
         row["reserved_gib"] = torch.cuda.memory_reserved(device) / GIB

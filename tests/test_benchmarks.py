@@ -379,6 +379,23 @@ def test_a_part_that_might_not_end_is_not_begun_and_one_that_does_not_is_cut_sho
     assert not (tmp_path / "done.json").exists()
 
 
+def test_what_runs_beside_a_part_keeps_its_times_to_itself(tmp_path, monkeypatch):
+    monkeypatch.setenv("FDP_CACHE", "shared")
+    where, code = tmp_path / "where", "import os, sys; open(sys.argv[1], 'w').write(os.environ['FDP_CACHE'])"
+    wait = f"import os, time\nwhile not os.path.exists({str(where)!r}): time.sleep(0.01)\ntime.sleep(0.1)"
+    beside = ((sys.executable, "-c", code, str(where)),)
+    everything.run_parts([part("own", wait, 60.0, beside)], tmp_path, seconds=90.0, commit="a", now=lambda: 0.0)
+    assert where.read_text() == str(tmp_path / "beside")
+
+
+def test_rows_of_another_learning_rate_are_named(case, tmp_path):
+    report = new_report(tmp_path / "gpt2_large.json")
+    report.add(fake_row(case, "none", 30.0) | {"learning_rate": 0.0})
+    assert gpt2_large.other_rates(report.rows) == []
+    report.add(fake_row(case, "auto", 31.0) | {"learning_rate": 1e-4})
+    assert f"{report.commit} (0.0001)" in gpt2_large.other_rates(report.rows)[0]
+
+
 def test_how_the_tests_ended_is_said_on_the_first_page(case, tmp_path, monkeypatch):
     report = new_report(tmp_path / "gpt2_large.json")
     report.head |= {"hardware": "NVIDIA H200", "date": "2026-11-15"}
