@@ -1,1 +1,1 @@
-"""Timings and their pages; each file is a program. (Opacus installs a package of this name: this one comes first.)"""
+"""Timings and their pages; a file with a main is a program. (Opacus installs a package of this name: ours is first.)"""

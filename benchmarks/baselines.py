@@ -30,7 +30,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.harness import LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, Candidate
+from benchmarks.modes import LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, Candidate
 from fdp import tree
 from fdp.models import GPTConfig, LlamaConfig
 from fdp.types import Flat, Tree

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.gpt2_large import CONTEXTS
-from benchmarks.harness import current_commit
+from benchmarks.report import current_commit
 
 METHODS = ("flash", "flash_bk", "ghost_bk")
 """What ``auto`` is told apart from."""

@@ -27,25 +27,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from benchmarks.device import choose_sdpa
 from benchmarks.gpt2_large import CHECKED_CONTEXT, CHECKED_LAYERS, CONFIG, OPACUS, RESULTS, WIDTH, fastest, ratio
-from benchmarks.harness import (
-    FAST,
-    OURS,
-    Candidate,
-    Case,
-    Limits,
-    Row,
-    Speed,
-    arguments,
-    budget_of,
-    choose_sdpa,
-    open_report,
-    overstatements,
-    publish,
-    speed_of,
-    sweep,
-)
+from benchmarks.harness import sweep
+from benchmarks.measure import Limits
+from benchmarks.modes import FAST, OURS, Candidate, Case, Row, Speed
+from benchmarks.options import arguments, budget_of, open_report, speed_of
 from benchmarks.regimes import LLAMA_1B, against, table_line, verdict
+from benchmarks.report import overstatements, publish
 from fdp import tree
 from fdp.foreign.causal import causal_lm
 from fdp.init import constant, normal

@@ -22,25 +22,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.harness import (
-    FAST,
-    LEARNING_RATE,
-    OURS,
-    Candidate,
-    Case,
-    Row,
-    Speed,
-    arguments,
-    budget_of,
-    choose_sdpa,
-    empty_caches,
-    first_step,
-    open_report,
-    overstatements,
-    publish,
-    run_sweep,
-    speed_of,
-)
+from benchmarks.cold_start import empty_caches, first_step
+from benchmarks.device import choose_sdpa
+from benchmarks.modes import FAST, LEARNING_RATE, OURS, Candidate, Case, Row, Speed
+from benchmarks.options import arguments, budget_of, open_report, run_sweep, speed_of
+from benchmarks.report import overstatements, publish
 from fdp.model import Model
 from fdp.models import GPTConfig, gpt
 from fdp.types import Tree
@@ -170,7 +156,7 @@ def page(content: dict[str, Any], *, name: str) -> str:
             f"{CONFIG.heads} heads, untied head, learned positions, B = {BATCH_SIZE}; bfloat16 compute, float32 master "
             "weights, AdamW; private modes clip to norm 1 and add noise of multiplier 1. Median of consecutive steps "
             "by CUDA events, a new key and new tokens every step, at a learning rate of 0, by which every mode and "
-            "baseline multiplies the same parameters (`benchmarks/harness.py` says why); memory is the most that was "
+            "baseline multiplies the same parameters (`benchmarks/modes.py` says why); memory is the most that was "
             "allocated in a step, for captured steps from the capture on. Before a mode is timed, three steps of a "
             "two-layer slice of it (losses, norms, parameters after noise and AdamW) and the norms of its first two "
             "steps at full size are compared with `materialize`: bfloat16 slack 2 %, more where a table says so. "

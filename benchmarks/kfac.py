@@ -28,7 +28,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.harness import current_commit, free, hardware, peak_gib, slug, synchronize, versions
+from benchmarks.device import free, peak_gib, synchronize
+from benchmarks.report import current_commit, hardware, slug, versions
 from fdp import data, keys, tree
 from fdp.clipping import flat
 from fdp.compiled import Blocks

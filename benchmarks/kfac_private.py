@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from benchmarks.harness import current_commit, hardware, slug, versions
+from benchmarks.report import current_commit, hardware, slug, versions
 from fdp import accounting, clipping, keys
 from fdp.data import digits
 from fdp.kfac.config import KfacConfig

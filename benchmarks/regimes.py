@@ -29,22 +29,11 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from benchmarks.device import choose_sdpa
 from benchmarks.gpt2_large import CHECKED_CONTEXT, CHECKED_LAYERS, CONFIG, RESULTS, WIDTH
-from benchmarks.harness import (
-    FAST,
-    OURS,
-    Case,
-    Row,
-    Speed,
-    arguments,
-    budget_of,
-    choose_sdpa,
-    open_report,
-    overstatements,
-    publish,
-    run_sweep,
-    speed_of,
-)
+from benchmarks.modes import FAST, OURS, Case, Row, Speed
+from benchmarks.options import arguments, budget_of, open_report, run_sweep, speed_of
+from benchmarks.report import overstatements, publish
 from fdp import ops
 from fdp.init import normal
 from fdp.model import Block, LeafSpec, Model

@@ -14,21 +14,15 @@ import torch
 from fdp_kernels.ghost import UNIT, rounding_steps
 from fdp_kernels.token_sums import token_sums
 
-from benchmarks import everything, gpt2_large, harness, regimes
+from benchmarks import checks, everything, gpt2_large, harness, modes, regimes
 from benchmarks.baselines import Setup, make_module
-from benchmarks.harness import (
-    EAGER,
-    Case,
-    Checker,
-    Limits,
-    Report,
-    WrongError,
-    check_norms,
-    kernel_class,
-    step_peak,
-    sweep,
-)
+from benchmarks.checks import SLACK, Checker, WrongError, check_norms
+from benchmarks.device import GIB
+from benchmarks.harness import out_of_memory, sweep
 from benchmarks.kernels import check_token_sums
+from benchmarks.measure import Limits, kernel_class, measure, step_peak
+from benchmarks.modes import EAGER, Case
+from benchmarks.report import Report, overstatements
 from fdp import keys, per_sample, tree
 from fdp.methods import Method, make_plan
 from fdp.models import GPTConfig, gpt
@@ -92,8 +86,10 @@ def test_a_slice_is_checked_once_per_commit(case, tmp_path, monkeypatch):
     report.add(fake_row(case, "ghost_bk") | {"check": found})
     assert report.checked(case, "ghost_bk") == found
     assert report.checked(case, "auto") is None
-    for commit in ("def5678", "unknown", "abc1234+"):
-        report.commit = commit
+    report.commit = "def5678"
+    assert report.checked(case, "ghost_bk") is None
+    for report.commit in ("unknown", "abc1234+"):  # which may be two states of the code
+        report.add(fake_row(case, "ghost_bk") | {"check": found})
         assert report.checked(case, "ghost_bk") is None
 
 
@@ -146,7 +142,7 @@ def test_a_mode_with_wrong_norms_is_not_timed_and_is_reported(case, tmp_path, mo
 )  # fmt: skip
 def test_norms_by_gram_matrices_may_be_above_the_reference_and_never_below(tokens, off, refused, by_gram):
     expected = torch.tensor([1.0, 2.0])
-    wrong = refused or (not by_gram and off > harness.SLACK)
+    wrong = refused or (not by_gram and off > SLACK)
     with pytest.raises(WrongError, match="norms off") if wrong else nullcontext():
         found = check_norms(expected * (1 + torch.tensor([off, 0.0])), expected, tokens=tokens, by_gram=by_gram)
         assert found == pytest.approx(off, abs=1e-6)
@@ -159,7 +155,7 @@ def test_the_cover_is_what_the_kernels_add_for_independent_tokens(tokens):
     lost = UNIT * rounding_steps(1024, torch.bfloat16) * ((a.outer(a) * X.abs()).sum() + (b.outer(b) * A.abs()).sum())
     truth = (A * X).sum()
     norm = (truth + lost).sqrt() + UNIT * rounding_steps(tokens, torch.bfloat16) * (a * b).sum()
-    assert float(norm / truth.sqrt() - 1) == pytest.approx(harness.cover_of(tokens), rel=0.1)
+    assert float(norm / truth.sqrt() - 1) == pytest.approx(checks.cover_of(tokens), rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -172,33 +168,33 @@ def test_the_cover_is_what_the_kernels_add_for_independent_tokens(tokens):
 def test_only_gram_matrices_in_half_precision_are_covered(case, mode, dtype, covered):
     data = {"tokens": torch.zeros(3, 7, dtype=torch.int64)}
     plan = make_plan(case.model, case.model.init(keys.key(0)), data, method=Method(mode), dtype=dtype)
-    assert harness.covered(plan) == covered
+    assert modes.covered(plan) == covered
 
 
 def test_a_row_says_by_how_much_its_norms_are_overstated_and_so_does_the_page(case, tmp_path, monkeypatch):
     half = case._replace(dtype=torch.bfloat16)
-    exact = harness.measure(half, "materialize", CPU, limits=QUICK)["norms"]
-    monkeypatch.setattr(harness, "cover_of", lambda tokens: 0.1)
-    above = harness.measure(half, "ghost_bk", CPU, limits=QUICK, expected_norms=[n / 1.3 for n in exact])
+    exact = measure(half, "materialize", CPU, limits=QUICK)["norms"]
+    monkeypatch.setattr(checks, "cover_of", lambda tokens: 0.1)
+    above = measure(half, "ghost_bk", CPU, limits=QUICK, expected_norms=[n / 1.3 for n in exact])
     assert above["overstated"] == pytest.approx(0.3, abs=0.03)
-    assert "overstated" not in harness.measure(half, "ghost_bk", CPU, limits=QUICK, expected_norms=exact)
+    assert "overstated" not in measure(half, "ghost_bk", CPU, limits=QUICK, expected_norms=exact)
     with pytest.raises(WrongError, match="norms off"):
-        harness.measure(half, "flash", CPU, limits=QUICK, expected_norms=[n / 1.3 for n in exact])
+        measure(half, "flash", CPU, limits=QUICK, expected_norms=[n / 1.3 for n in exact])
     report = new_report(tmp_path / "rows.json")
     report.add(fake_row(case, "ghost_bk") | {"overstated": 0.276})
     report.add(fake_row(case, "flash"))
     lines = gpt2_large.table(report.rows, TINY.context)
     assert lines[-1].endswith("above the reference by up to (gpt2_large, T = 6, ghost_bk: 28 %).")
-    assert not harness.overstatements(report.rows[1:])
+    assert not overstatements(report.rows[1:])
 
 
 def test_flash_is_measured_within_the_memory_budget_as_auto_is(case):
     small = case._replace(memory_budget=1.0)
     for mode in ("auto", "flash"):
-        row = harness.measure(small, mode, CPU, limits=QUICK)
-        assert row["memory_budget_gib"] == 1.0 / harness.GIB
+        row = measure(small, mode, CPU, limits=QUICK)
+        assert row["memory_budget_gib"] == 1.0 / GIB
         assert all(how.endswith("second backward") for how in row["choices"].values())
-    assert "memory_budget_gib" not in harness.measure(small, "ghost_bk", CPU, limits=QUICK)
+    assert "memory_budget_gib" not in measure(small, "ghost_bk", CPU, limits=QUICK)
 
 
 def test_wrong_norms_at_full_size_are_found_against_the_row_of_materialize(case, tmp_path, monkeypatch):
@@ -211,7 +207,7 @@ def test_wrong_norms_at_full_size_are_found_against_the_row_of_materialize(case,
 
 @pytest.mark.parametrize("fault", ["noise", "update"])
 def test_a_mode_with_another_noise_or_update_is_refused(case, monkeypatch, fault):
-    right = harness.make_our_step
+    right = modes.make_our_step
 
     def wrong(model, optimizer, *, mechanism, plan, speed):
         mine = plan.method is not Method.MATERIALIZE
@@ -225,8 +221,8 @@ def test_a_mode_with_another_noise_or_update_is_refused(case, monkeypatch, fault
 
         return lazy if mine and fault == "update" else step
 
-    monkeypatch.setattr(harness, "make_our_step", wrong)
-    with pytest.raises(harness.WrongError, match="update off by"):
+    monkeypatch.setattr(modes, "make_our_step", wrong)
+    with pytest.raises(WrongError, match="update off by"):
         Checker(CPU).check(case, "ghost_bk")
 
 
@@ -243,8 +239,8 @@ def test_a_mode_that_raises_has_a_row_that_says_so_and_can_be_tried_again(case, 
 def test_running_out_of_memory_is_told_from_other_errors():
     later = RuntimeError("CUDA error: operation failed due to a previous error during capture")
     later.__context__ = torch.OutOfMemoryError()
-    assert harness.out_of_memory(later)
-    assert not harness.out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    assert out_of_memory(later)
+    assert not out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
 
 
 def test_the_module_is_the_model():

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from benchmarks import foreign
-from benchmarks.harness import EAGER, Checker, Report
+from benchmarks.checks import Checker
+from benchmarks.modes import EAGER
+from benchmarks.report import Report
 from fdp.models import LlamaConfig, gpt, llama
 from tests.test_benchmarks import CPU, QUICK, SETTINGS, TINY, fake_row
 

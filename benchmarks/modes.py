@@ -1,0 +1,212 @@
+"""What is measured: a case (a model and its batch) in a mode, fdp's or another's, behind ``step(tokens, key)``.
+
+fdp is built through its public interface alone. A baseline is built by its case. Tokens and keys are the same for all.
+
+    >>> tokens, step_keys = feed(case.model, case.batch_size, device)
+    >>> losses = build(case, "auto", device).step(tokens[0], step_keys[0])
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fdp import keys, timing, tree
+from fdp.clipping import flat
+from fdp.costs import NormBy
+from fdp.mechanism import Mechanism
+from fdp.methods import BUDGETED, CHOOSING, Method, Plan, make_plan
+from fdp.model import Model
+from fdp.optimizers import Optimizer, adamw
+from fdp.rules import HALF
+from fdp.sampling import poisson
+from fdp.step import Compile, init_state, make_train_step
+from fdp.types import Batch, Flat, Key, Step, Tree
+
+Row: TypeAlias = dict[str, Any]
+
+OURS = ("none", "materialize", "ghost", "ghost_bk", "flash", "flash_bk", "auto")
+LEARNING_RATE, WEIGHT_DECAY, MAX_NORM = 0.0, 0.1, 1.0
+"""Nothing is learnt while a step is timed, in any mode or baseline, though all its work is done. At its power limit a
+GPU multiplies some numbers faster than others, and parameters that learn are other numbers than noised ones: of
+GPT-2-Large at T = 8192, in turns on one H200 at 700 W, ``none`` took 497 ms at a rate of 1e-4 (1770 MHz) and 511 at 0
+(1735 MHz), ``auto`` 515 and 512 (1705 MHz)."""
+BATCHES, MOST_STEPS = 16, 300
+
+
+class Candidate(NamedTuple):
+    """A mode, built. ``step(tokens, key)`` trains one step and returns losses; the rest looks at the last step."""
+
+    step: Callable[[Tensor, Key], Tensor]
+    norms: Callable[[], Tensor] | None = None
+    params: Callable[[], Flat] | None = None
+    graph: bool = False
+    choices: dict[str, str] | None = None
+    by_gram: bool = False
+
+
+class Speed(NamedTuple):
+    """How fdp's step is run: what is compiled, whether the whole is captured, whether choices are timed first."""
+
+    compile: Compile
+    cuda_graph: bool
+    timed_plan: bool
+
+
+EAGER = Speed(Compile.NONE, False, False)
+FAST = Speed(Compile.BLOCK, True, True)
+
+
+class Case(NamedTuple):
+    """A model and the size of its batch. ``small`` is the slice to be checked: few layers and tokens, same widths.
+
+    ``baseline(mode, model, batch_size, device, params)`` builds a mode that is not ours; with params, to be checked.
+    ``microbatches``: into how many a private step of ours cuts the batch; the sum it clips and the noise are the same.
+    """
+
+    regime: str
+    layers: int
+    model: Model
+    small: Model
+    batch_size: int
+    speed: Speed
+    dtype: torch.dtype = torch.bfloat16
+    memory_budget: float | None = None
+    microbatches: int = 1
+    baseline: Callable[[str, Model, int, torch.device, Tree | None], Candidate] | None = None
+
+    @property
+    def cell(self) -> Row:
+        """What a row says of the case."""
+        return {
+            "regime": self.regime,
+            "context": self.model.context,
+            "batch_size": self.batch_size,
+            "layers": self.layers,
+        }
+
+
+def make_our_plan(
+    model: Model, params: Tree, microbatch: Tree, *, method: Method, dtype: torch.dtype, speed: Speed, **options: Any
+) -> Plan:
+    """fdp's plan, refined by times taken on the device where the method has a choice."""
+    plan = make_plan(model, params, microbatch, method=method, dtype=dtype, **options)
+    if not speed.timed_plan or method not in CHOOSING:
+        return plan
+    uses = [use for block in plan.uses for use in block]
+    device = tree.leaves(microbatch)[0].device
+    times = timing.measure(uses, dtype=dtype, device=device, store=timing.default_store())
+    return make_plan(model, params, microbatch, method=method, dtype=dtype, timings=times, **options)
+
+
+def make_our_step(model: Model, optimizer: Optimizer, *, mechanism: Mechanism, plan: Plan, speed: Speed) -> Step:
+    """fdp's step."""
+    return make_train_step(
+        model,
+        optimizer,
+        mechanism=mechanism,
+        plan=plan,
+        donate=("state",),
+        compile=speed.compile,
+        cuda_graph=speed.cuda_graph,
+    )
+
+
+def our_mode(
+    model: Model,
+    mode: str,
+    *,
+    batch_size: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    optimizer: Optimizer | None = None,
+    max_norm: float = MAX_NORM,
+    noise_multiplier: float = 1.0,
+    memory_budget: float | None = None,
+    microbatches: int = 1,
+    speed: Speed,
+) -> Candidate:
+    """fdp through its public interface, the parameters drawn on the device."""
+    method = Method(mode)
+    if batch_size % microbatches:
+        raise ValueError(f"{microbatches} microbatches: expected a divisor of the batch of {batch_size}")
+    cut = (microbatches, batch_size // microbatches)
+    noise = 0.0 if method is Method.NONE else noise_multiplier
+    mechanism = Mechanism(poisson(1 << 20, expected_batch_size=batch_size), flat(max_norm=max_norm), noise)
+    opt = adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY) if optimizer is None else optimizer
+    assert model.context is not None
+    params = model.init(keys.key(0).to(device))
+    example = torch.zeros((), dtype=torch.int64, device=device).expand(cut[1], model.context + 1)
+    microbatch, budget = {"tokens": example}, memory_budget if method in BUDGETED else None
+    plan = make_our_plan(model, params, microbatch, method=method, dtype=dtype, speed=speed, memory_budget=budget)
+    run = make_our_step(model, opt, mechanism=mechanism, plan=plan, speed=speed)
+    state = init_state(model, params, opt, mechanism)
+    del params
+    mask = torch.ones(cut, device=device)
+    seen: Any = None
+
+    def step(tokens: Tensor, key: Key) -> Tensor:
+        nonlocal state, seen
+        state, seen = run(state, Batch({"tokens": tokens.unflatten(0, cut)}, mask), key)
+        return seen.losses
+
+    return Candidate(
+        step,
+        norms=(lambda: seen.norms) if plan.private else None,
+        params=lambda: tree.flatten(state.params),
+        graph=speed.cuda_graph,
+        choices=summary(plan) if plan.choices else None,
+        by_gram=covered(plan),
+    )
+
+
+def covered(plan: Plan) -> bool:
+    """Whether norms have what rounding may have lost added: by Gram matrices in half precision, but for embeddings."""
+    uses = (use for block in plan.uses for use in block if plan.private and use.rule != "embedding")
+    return plan.dtype in HALF and any(plan.choices[use.path].norm in (NormBy.GRAM, NormBy.SYMMETRIC) for use in uses)
+
+
+def summary(plan: Plan) -> dict[str, str]:
+    """What the plan chose for every kind of leaf: ``{"blocks.qkv": "keep, reuse"}``."""
+    found: dict[str, Counter[str]] = {}
+    for path, choice in plan.choices.items():
+        kind = re.sub(r"\.\d+\.", ".", path)
+        found.setdefault(kind, Counter())[f"{choice.norm.value}, {choice.sum.value}"] += 1
+    return {
+        kind: "; ".join(how if len(ways) == 1 else f"{how} ({n})" for how, n in ways.most_common())
+        for kind, ways in found.items()
+    }
+
+
+def build(case: Case, mode: str, device: torch.device) -> Candidate:
+    """The mode at full size."""
+    if mode in OURS:
+        budget = case.memory_budget
+        return our_mode(
+            case.model,
+            mode,
+            batch_size=case.batch_size,
+            device=device,
+            dtype=case.dtype,
+            memory_budget=budget,
+            microbatches=1 if mode == "none" else case.microbatches,
+            speed=case.speed,
+        )
+    if case.baseline is None:
+        raise ValueError(f"{case.regime}: no mode {mode!r}; expected one of {', '.join(OURS)}")
+    return case.baseline(mode, case.model, case.batch_size, device, None)
+
+
+def feed(model: Model, batch_size: int, device: torch.device, *, batches: int = BATCHES) -> tuple[Tensor, Tensor]:
+    """Random tokens (batches, batch, context + 1) and keys, on the device; the same for every mode."""
+    assert model.context is not None
+    assert model.vocab_size is not None
+    draw = torch.Generator(device).manual_seed(0)
+    shape = (batches, batch_size, model.context + 1)
+    tokens = torch.randint(model.vocab_size, shape, generator=draw, device=device)
+    return tokens, keys.split(keys.key(1).to(device), MOST_STEPS)

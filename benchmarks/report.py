@@ -1,0 +1,161 @@
+"""Rows in a file and on a page, with where they come from: hardware, versions, commit, command, date.
+
+The file is written after every row. Rows that it held before stay; those of other hardware or settings are refused.
+
+    >>> report = Report(path, benchmark="gpt2_large", device=device, sdpa="default")
+    >>> report.add(row)
+    >>> written = publish(path, folder, page)
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.modes import Case, Row
+
+
+class Report:
+    """Rows in a JSON file, written after each; rows that were there before stay."""
+
+    def __init__(self, path: Path, *, benchmark: str, device: torch.device, commit: str | None = None, **settings: Any):
+        self.path = path
+        old = json.loads(path.read_text()) if path.exists() else {}
+        self.rows: list[Row] = old.get("rows", [])
+        self.first_steps: list[Row] = old.get("first_steps", [])
+        self.commit = commit or current_commit()
+        self.head = {
+            "benchmark": benchmark,
+            "hardware": hardware(device),
+            "versions": versions(device),
+            "commit": self.commit,
+            "command": " ".join(["python", "-m", f"benchmarks.{benchmark}", *map(_named, sys.argv[1:])]),
+            "date": datetime.now(UTC).date().isoformat(),
+            "settings": settings,
+        }
+        same = ("benchmark", "hardware", "settings")
+        if old and [old[name] for name in same] != [self.head[name] for name in same]:
+            raise ValueError(
+                f"{path}: expected rows of {[self.head[name] for name in same]}, found {[old[name] for name in same]}; "
+                f"give another file"
+            )
+
+    def find(self, case: Case, mode: str) -> Row | None:
+        wanted = {"mode": mode, **case.cell}
+        return next((row for row in self.rows if all(row[name] == value for name, value in wanted.items())), None)
+
+    def expected_norms(self, case: Case, mode: str) -> Sequence[float] | None:
+        """The norms of the case's first two steps by ``materialize`` or, where it was not run, by ``auto``."""
+        found = (self.find(case, reference) for reference in ("materialize", "auto") if reference != mode)
+        return next((row["norms"] for row in found if row and "norms" in row), None)
+
+    def checked(self, case: Case, mode: str) -> dict[str, float] | None:
+        """What a check of the same slice found at the same commit, for a run that goes on where another stopped."""
+        if self.commit == "unknown" or self.commit.endswith("+"):
+            return None
+        wanted = {"mode": mode, "regime": case.regime, "layers": case.layers, "commit": self.commit}
+        same = (row for row in self.rows if "check" in row and all(row[name] == wanted[name] for name in wanted))
+        return next((row["check"] for row in same), None)
+
+    def add(self, row: Row) -> None:
+        """Put the row in, in the place of one of the same cell, and write the file."""
+        cell = ("mode", "regime", "context", "batch_size", "layers")
+        self.rows = [old for old in self.rows if any(old[name] != row[name] for name in cell)]
+        self.rows.append(row | {"commit": self.commit})
+        self.write()
+
+    def write(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        content = {**self.head, "rows": self.rows, "first_steps": self.first_steps}
+        beside = self.path.with_suffix(".tmp")
+        beside.write_text(json.dumps(content, indent=1) + "\n")
+        beside.replace(self.path)
+
+
+def line(row: Row) -> str:
+    """A row for the eye."""
+    where = f"{row['regime']} {row['context']:5} x {row['batch_size']:<3} {row['mode']:20}"
+    if "failed" in row:
+        return f"{where} not timed: {row['failed']}"
+    peak = "" if row["peak_gib"] is None else f"{row['peak_gib']:7.2f} GiB"
+    spread = f"({row['ms_p20']:.1f}-{row['ms_p80']:.1f})"
+    return (
+        f"{where} {row['ms']:9.2f} ms {spread:16} {peak}  first {row['first_step_s']:.1f} s, cell {row['cell_s']:.0f} s"
+    )
+
+
+def overstatements(rows: Sequence[Row]) -> list[str]:
+    """What a page says under a table of modes whose norms are above the reference; nothing if there are none."""
+    above = [row for row in rows if "overstated" in row]
+    if not above:
+        return []
+    which = "; ".join(
+        f"{row['regime']}, T = {row['context']}, {row['mode']}: {100 * row['overstated']:.0f} %" for row in above
+    )
+    return [
+        "",
+        "Norms by Gram matrices have the worst that rounding can do added, so that none is understated. They clip more "
+        f"than they need to, being above the reference by up to ({which}).",
+    ]
+
+
+def publish(source: Path, folder: Path, page: Callable[..., str]) -> Path:
+    """The page and the rows of a report as ``<benchmark>_<hardware>_<yyyymm>.{md,json}``; returns the page."""
+    content = json.loads(source.read_text())
+    name = f"{content['benchmark']}_{slug(content['hardware'])}_{content['date'][:7].replace('-', '')}"
+    folder.mkdir(parents=True, exist_ok=True)
+    written = folder / f"{name}.md"
+    written.write_text(page(content, name=name))
+    if source.resolve() != (folder / f"{name}.json").resolve():
+        shutil.copyfile(source, folder / f"{name}.json")
+    return written
+
+
+def hardware(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return platform.processor() or platform.machine()
+
+
+def slug(name: str) -> str:
+    """A piece of hardware as part of a file name: ``NVIDIA H200`` is ``h200``."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower().replace("nvidia", "")).strip("-")
+
+
+def versions(device: torch.device) -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in ("torch", "triton", "transformers", "opacus", "numpy"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    found["torch"] = torch.__version__
+    if device.type == "cuda":
+        found["cuda"] = str(torch.version.cuda)
+    return found
+
+
+def _named(argument: str) -> str:
+    """An argument as it goes into a page: of a file, its name."""
+    return Path(argument).name if "/" in argument else argument
+
+
+def current_commit() -> str:
+    """The commit of the working tree, with ``+`` if files differ from it; ``unknown`` outside a checkout."""
+    try:
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+        changed = subprocess.run(["git", "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit.stdout.strip() + ("+" if changed.stdout.strip() else "")
