@@ -83,8 +83,7 @@ class Checker:
     def _differences(self, case: Case, mode: str) -> dict[str, float]:
         reference = self._reference(case, private=mode != "none")
         if mode in OURS:
-            cut = 1 if mode == "none" else case.microbatches
-            losses, norms, moved = self._steps(case, mode, reference, case.speed, microbatches=cut)
+            losses, norms, moved = self._steps(case, mode, reference, case.speed, microbatches=case.cut(mode))
         else:
             assert case.baseline is not None
             tokens, step_keys = self._batches(case)

@@ -25,7 +25,7 @@ from benchmarks.gpt2_large import CONTEXTS
 from benchmarks.report import current_commit
 
 METHODS = ("flash", "flash_bk", "ghost_bk")
-"""What ``auto`` is told apart from."""
+"""Methods that are compared with each other, of which no flash may be slower than ``ghost_bk``."""
 
 
 class Part(NamedTuple):

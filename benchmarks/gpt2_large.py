@@ -155,9 +155,9 @@ def page(content: dict[str, Any], *, name: str) -> str:
             f"Vocabulary {CONFIG.vocab_size}, width {CONFIG.width}, {', '.join(map(str, layers))} layers, "
             f"{CONFIG.heads} heads, untied head, learned positions, B = {BATCH_SIZE}; bfloat16 compute, float32 master "
             "weights, AdamW; private modes clip to norm 1 and add noise of multiplier 1. Median of consecutive steps "
-            "by CUDA events, a new key and new tokens every step, at a learning rate of 0, by which every mode and "
-            "baseline multiplies the same parameters (`benchmarks/modes.py` says why); memory is the most that was "
-            "allocated in a step, for captured steps from the capture on. Before a mode is timed, three steps of a "
+            "by CUDA events, a new key and new tokens every step, at a learning rate of "
+            f"{LEARNING_RATE:g}, by which every mode and baseline multiplies the same parameters "
+            "(`benchmarks/modes.py` says why); memory is the most that was allocated in a step, for captured steps from the capture on. Before a mode is timed, three steps of a "
             "two-layer slice of it (losses, norms, parameters after noise and AdamW) and the norms of its first two "
             "steps at full size are compared with `materialize`: bfloat16 slack 2 %, more where a table says so. "
             "Compile caches are warm in all but the first cell, so `first_step_s` of the rows is no measure of a cold "
@@ -200,8 +200,9 @@ def page(content: dict[str, Any], *, name: str) -> str:
 
 
 def other_rates(rows: Sequence[Row]) -> list[str]:
-    """A paragraph on rows that were measured while something was learnt, if there are any."""
-    rates = {row["commit"]: row["learning_rate"] for row in rows if row.get("learning_rate", LEARNING_RATE)}
+    """A paragraph on rows that were measured at another learning rate, if there are any."""
+    known = ((row["commit"], row.get("learning_rate", LEARNING_RATE)) for row in rows)
+    rates = {commit: rate for commit, rate in known if rate != LEARNING_RATE}
     if not rates:
         return []
     listed = ", ".join(f"{commit} ({rate:g})" for commit, rate in sorted(rates.items()))

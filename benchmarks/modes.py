@@ -90,6 +90,10 @@ class Case(NamedTuple):
             "layers": self.layers,
         }
 
+    def cut(self, mode: str) -> int:
+        """Into how many microbatches the mode cuts the batch."""
+        return 1 if mode == "none" else self.microbatches
+
 
 def make_our_plan(
     model: Model, params: Tree, microbatch: Tree, *, method: Method, dtype: torch.dtype, speed: Speed, **options: Any
@@ -186,15 +190,14 @@ def summary(plan: Plan) -> dict[str, str]:
 def build(case: Case, mode: str, device: torch.device) -> Candidate:
     """The mode at full size."""
     if mode in OURS:
-        budget = case.memory_budget
         return our_mode(
             case.model,
             mode,
             batch_size=case.batch_size,
             device=device,
             dtype=case.dtype,
-            memory_budget=budget,
-            microbatches=1 if mode == "none" else case.microbatches,
+            memory_budget=case.memory_budget,
+            microbatches=case.cut(mode),
             speed=case.speed,
         )
     if case.baseline is None:

@@ -29,8 +29,8 @@ from fdp.taps import Tape, Use, batch_size_of, make_taps, records_of, traced, wa
 from fdp.types import FdpError, Flat, Path, Tree
 
 LONG = 2048
-"""Tokens from which on a bias's gradients are summed apart: inside the backward they slow what they are fused with
-(seen in a profile at 512 tokens, where two launches more would cost as much)."""
+"""Tokens from which on a bias's gradients are summed apart: inside the backward they slow what they are fused with.
+At 512 and 1024 tokens of GPT-2-Large, in turns on an H200, a step took as long either way."""
 
 
 class Kind(NamedTuple):

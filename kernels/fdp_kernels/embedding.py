@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from fdp_kernels.op import define, jit, tl
+from fdp_kernels.tile_gemm import tiles
 
 CHUNK = 32
 """Sorted tokens that a program walks, four rows under way at a time."""
@@ -291,14 +292,10 @@ def _sorted(ids: Tensor) -> tuple[Tensor, Tensor]:
     return values, order
 
 
-def _parts(total: int, size: int) -> int:
-    return -(-total // size)
-
-
 def launch_embedding_norms(ids_BT: Tensor, g_BTD: Tensor) -> Tensor:
     """:func:`embedding_norms_reference` on the device."""
     batch, tokens, width = g_BTD.shape
-    chunks, blocks = _parts(tokens, CHUNK), _parts(width, COLUMNS)
+    chunks, blocks = tiles(tokens, CHUNK), tiles(width, COLUMNS)
     g_BTD = g_BTD if g_BTD.stride(2) == 1 else g_BTD.contiguous()
     ids, order = _sorted(ids_BT)
     head, tail = torch.empty((2, batch, chunks, width), dtype=torch.float64, device=g_BTD.device)
@@ -329,7 +326,7 @@ def launch_embedding_norms(ids_BT: Tensor, g_BTD: Tensor) -> Tensor:
 def launch_embedding_sum(ids_BT: Tensor, g_BTD: Tensor, factors_B: Tensor, rows: int) -> Tensor:
     """:func:`embedding_sum_reference` on the device."""
     batch, tokens, width = g_BTD.shape
-    chunks, blocks = _parts(batch * tokens, CHUNK), _parts(width, COLUMNS)
+    chunks, blocks = tiles(batch * tokens, CHUNK), tiles(width, COLUMNS)
     g_BTD = g_BTD if g_BTD.stride(2) == 1 else g_BTD.contiguous()
     ids, order = _sorted(ids_BT.reshape(-1))
     head, tail = torch.empty((2, chunks, width), dtype=torch.float64, device=g_BTD.device)

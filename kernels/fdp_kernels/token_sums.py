@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fdp_kernels.op import define, jit, tl
-from fdp_kernels.tile_gemm import launchable
+from fdp_kernels.tile_gemm import launchable, tiles
 
 ROWS, COLUMNS, LOADS = 16, 128, 4
 """Tokens and columns of a load, and loads of the first kernel that are on their way together and added in float32."""
@@ -55,7 +55,7 @@ def many_token_sums_reference(gs: list[Tensor]) -> Tensor:
 
 def _stored(terms_BTD: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     sums_BD = terms_BTD.sum(1).to(torch.promote_types(dtype, torch.float32))
-    parts = _parts(sums_BD.shape[1], COLUMNS)
+    parts = tiles(sums_BD.shape[1], COLUMNS)
     squares_BD = torch.nn.functional.pad(sums_BD.double().square(), (0, parts * COLUMNS - sums_BD.shape[1]))
     return sums_BD, squares_BD.unflatten(1, (parts, COLUMNS)).sum(2)
 
@@ -169,7 +169,7 @@ def _launch(g_BTD: Tensor, h_BTD: Tensor | None) -> tuple[Tensor, Tensor]:
     batch, tokens, width = g_BTD.shape
     g_BTD = _side_by_side(g_BTD)
     other = g_BTD if h_BTD is None else _side_by_side(h_BTD)
-    blocks = _parts(width, COLUMNS)
+    blocks = tiles(width, COLUMNS)
     splits, each = _cut(tokens, batch * blocks)
     partial = torch.empty((batch, splits, width), dtype=torch.float64, device=g_BTD.device)
     _partial_sums[(blocks, splits, batch)](
@@ -182,7 +182,7 @@ def _launch(g_BTD: Tensor, h_BTD: Tensor | None) -> tuple[Tensor, Tensor]:
 
 def _finished(partial_BSD: Tensor, widths: list[int]) -> tuple[Tensor, Tensor]:
     (batch, splits, width), device = partial_BSD.shape, partial_BSD.device
-    blocks = _parts(width, COLUMNS)
+    blocks = tiles(width, COLUMNS)
     sums = torch.empty(batch * width, dtype=torch.float32, device=device)
     squares = torch.empty((batch, blocks), dtype=torch.float64, device=device)
     _finish[(blocks, batch)](partial_BSD, sums, squares, *widths, S=splits, SPLITS=SPLITS, COLUMNS=COLUMNS, num_warps=4)
@@ -191,17 +191,13 @@ def _finished(partial_BSD: Tensor, widths: list[int]) -> tuple[Tensor, Tensor]:
 
 def _cut(tokens: int, programs: int) -> tuple[int, int]:
     """Splits of the tokens, and steps of each, where ``programs`` programs have the columns of all samples."""
-    steps = _parts(tokens, LOADS * ROWS)
-    each = _parts(steps, min(steps, _parts(PROGRAMS, programs)))
-    return _parts(steps, each), each
+    steps = tiles(tokens, LOADS * ROWS)
+    each = tiles(steps, min(steps, tiles(PROGRAMS, programs)))
+    return tiles(steps, each), each
 
 
 def _side_by_side(g_BTD: Tensor) -> Tensor:
     return g_BTD if g_BTD.stride(2) == 1 else g_BTD.contiguous()
-
-
-def _parts(total: int, size: int) -> int:
-    return -(-total // size)
 
 
 def launch_token_sums(g_BTD: Tensor) -> tuple[Tensor, Tensor]:
@@ -227,7 +223,7 @@ def _of_four(gs: list[Tensor]) -> Tensor:
     gs = [_side_by_side(g) for g in gs]
     widths = [g.shape[2] for g in gs] + [0] * (4 - len(gs))
     gs = gs + gs[:1] * (4 - len(gs))
-    blocks = sum(_parts(width, COLUMNS) for width in widths)
+    blocks = sum(tiles(width, COLUMNS) for width in widths)
     splits, each = _cut(tokens, batch * blocks)
     partial = torch.empty((batch, splits, sum(widths)), dtype=torch.float64, device=device)
     _partial_sums_of_four[(blocks, splits, batch)](
@@ -251,7 +247,7 @@ def _check_many(gs: list[Tensor]) -> None:
 
 def _fake(g: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
     sums = g.new_empty((g.shape[0], g.shape[2]), dtype=torch.promote_types(g.dtype, torch.float32))
-    return sums, g.new_empty((g.shape[0], _parts(g.shape[2], COLUMNS)), dtype=torch.float64)
+    return sums, g.new_empty((g.shape[0], tiles(g.shape[2], COLUMNS)), dtype=torch.float64)
 
 
 token_sums = define(

@@ -33,8 +33,8 @@ TILES = (
     Row(90, Tile(64, 128, 64, warps=4, stages=3)),
     Row(0, Tile(64, 64, 64, warps=4, stages=4)),
 )
-"""The depth must be that of ``direct``. Wide tiles, with two accumulators each, only where there are enough for more
-than one and a half on a multiprocessor (an H200, 4 x 2048 tokens, 1280 -> 5120: 177 us against 197)."""
+"""The depth must be that of ``direct``. Wide tiles, with two accumulators each, only where there are enough for about
+one and a half on a multiprocessor (an H200, 4 x 2048 tokens, 1280 -> 5120: 177 us against 197)."""
 
 
 def weighted_reference(g_BTP: Tensor, x_BTD: Tensor, factors_B: Tensor) -> Tensor:
