@@ -157,11 +157,11 @@ def page(content: dict[str, Any], *, name: str) -> str:
             "weights, AdamW; private modes clip to norm 1 and add noise of multiplier 1. Median of consecutive steps "
             "by CUDA events, a new key and new tokens every step, at a learning rate of "
             f"{LEARNING_RATE:g}, by which every mode and baseline multiplies the same parameters "
-            "(`benchmarks/modes.py` says why); memory is the most that was allocated in a step, for captured steps from the capture on. Before a mode is timed, three steps of a "
-            "two-layer slice of it (losses, norms, parameters after noise and AdamW) and the norms of its first two "
-            "steps at full size are compared with `materialize`: bfloat16 slack 2 %, more where a table says so. "
-            "Compile caches are warm in all but the first cell, so `first_step_s` of the rows is no measure of a cold "
-            "start.",
+            "(`benchmarks/modes.py` says why); memory is the most that was allocated in a step, for "
+            "captured steps from the capture on. Before a mode is timed, three steps of a two-layer slice of it "
+            "(losses, norms, parameters after noise and AdamW) and the norms of its first two steps at full size are "
+            "compared with `materialize`: bfloat16 slack 2 %, more where a table says so. Compile caches are warm in "
+            "all but the first cell, so `first_step_s` of the rows is no measure of a cold start.",
             WIDTH,
         ),
         "",
