@@ -21,15 +21,16 @@ made in float64, and SYMMETRIC is GRAM. An embedding's norms and sum move its ou
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fdp.rules import HALF, Record, direct_squared_norm, stored_squared_norm, symmetric_squared_norm
+from fdp.rules import HALF, Record, stored_squared_norm
 from fdp.taps import EXPANDED, Use
+from fdp.together import direct_squared_norms, symmetric_squared_norms
 
 
 class NormBy(Enum):
@@ -40,12 +41,12 @@ class NormBy(Enum):
     SYMMETRIC = "symmetric"
 
 
-SQUARED_NORM: dict[NormBy, Callable[[Record], Tensor]] = {
-    NormBy.DIRECT: direct_squared_norm,
-    NormBy.GRAM: stored_squared_norm,
-    NormBy.SYMMETRIC: symmetric_squared_norm,
+SQUARED_NORMS: dict[NormBy, Callable[[Sequence[Record]], list[Tensor]]] = {
+    NormBy.DIRECT: direct_squared_norms,
+    NormBy.GRAM: lambda records: [stored_squared_norm(record) for record in records],
+    NormBy.SYMMETRIC: symmetric_squared_norms,
 }
-"""The norms of one use that is not kept."""
+"""The norms of uses that are not kept, each the only one of its leaf."""
 
 
 class SumBy(Enum):
@@ -86,8 +87,8 @@ TILE = 128
 # proportions well enough to choose by, and timings correct them.
 CUDA_HALF = Rates(matrix=650e12, wide=50e12, bandwidth=4.0e12, kernels=True)
 CUDA_WIDE = Rates(matrix=40e12, wide=50e12, bandwidth=4.0e12)
-# What Triton's products reach of the library's.
-KERNEL_SHARE = 0.8
+# What Triton's products of a block's matrices reach of the library's.
+KERNEL_SHARE = 0.9
 
 
 def rates_of(device: torch.device, dtype: torch.dtype) -> Rates:

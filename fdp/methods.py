@@ -55,6 +55,9 @@ CHOOSING = (Method.AUTO, Method.FLASH, Method.FLASH_BK)
 """Methods that choose between ways, and so gain from knowing what they take."""
 BUDGETED = (Method.AUTO, Method.FLASH)
 """Methods that keep less where a memory budget asks for it."""
+ABOUT = 1.1
+"""Measured times no further apart count as one, and that way is taken which keeps least: in a step, at a device's power
+limit, they differ by as much from what they are alone."""
 WAYS = {
     Method.GHOST: (NormBy.GRAM,),
     Method.GHOST_BK: (NormBy.GRAM,),
@@ -256,7 +259,9 @@ def _choose(ways: dict[NormBy, Choice], uses: list[Use], method: Method, rates: 
     """The method's choice for one leaf: the cheapest of its ways, but ``flash`` keeps all that is no embedding."""
     if method is Method.FLASH and all(use.rule != "embedding" for use in uses):
         return ways[NormBy.KEEP]
-    best = min(ways.values(), key=lambda way: way.price)
+    least = min(way.price for way in ways.values())
+    near = [way for way in ways.values() if way.price <= least * (1 if way.measured is None else ABOUT)]
+    best = min(near, key=lambda way: (way.kept_bytes, way.price))
     return second_backward(best, uses, rates=rates) if method is Method.GHOST else best
 
 

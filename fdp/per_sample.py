@@ -23,7 +23,7 @@ from torch import Tensor
 from fdp import tree
 from fdp.block_loop import ALL_KEPT, NOTHING_LEFT, Left, Memory, Weights, backward, forward, make_weights
 from fdp.compiled import Blocks
-from fdp.costs import SQUARED_NORM, Choice, NormBy, SumBy
+from fdp.costs import SQUARED_NORMS, Choice, NormBy, SumBy
 from fdp.methods import Plan
 from fdp.model import Model
 from fdp.rules import (
@@ -34,11 +34,11 @@ from fdp.rules import (
     gram_squared_norm,
     per_sample_gradient,
     squared_norm,
-    weighted_gradient,
     widened,
 )
 from fdp.rules import kept as kept_record
 from fdp.sharding import Reduce, Sharding
+from fdp.together import kept_gradients, weighted_gradients
 from fdp.traffic import owned, reduced, sum_over_parts
 from fdp.types import Clip, ClippedSum, FdpError, Flat, Norms, Path, Tree, Weighted
 
@@ -102,23 +102,24 @@ def per_sample_norms(
     small: Flat = {}
     squares: Flat = {}
     for _, records in backward(weights, None, opened, carries, data, plan, token=losses):
-        for path, found in records.items():
-            choice = plan.choices[path]
-            open_records[path] = _merge(open_records.get(path, []) + [mapped(path, record) for record in found], choice)
+        done: dict[Path, list[Record]] = {}
+        for path, found in _kept(plan, {p: [mapped(p, record) for record in of] for p, of in records.items()}).items():
+            open_records[path] = _merge(open_records.get(path, []) + found, plan.choices[path])
             waiting[path] -= 1
             if waiting[path] == 0:
-                done = open_records.pop(path)
-                first, *more = done
-                if more or not isinstance(first, Dense):
-                    squared[path] = _squared(done, choice)
-                elif first.gradient[0].numel() <= SMALL:
-                    small[path] = first.gradient
-                elif first.squares is not None:
-                    squares[path] = first.squares
-                else:
-                    squares[path] = squared_parts(first.gradient.reshape(plan.batch_size, -1))
-                if choice.sum is not SumBy.SECOND:
-                    kept[path] = done
+                done[path] = open_records.pop(path)
+        paired = {path: of for path, of in done.items() if len(of) > 1 or not isinstance(of[0], Dense)}
+        squared |= _squared_norms(plan, paired)
+        for path, (first, *_) in done.items():
+            if path in paired or not isinstance(first, Dense):
+                continue
+            if first.gradient[0].numel() <= SMALL:
+                small[path] = first.gradient
+            elif first.squares is not None:
+                squares[path] = first.squares
+            else:
+                squares[path] = squared_parts(first.gradient.reshape(plan.batch_size, -1))
+        kept |= {path: of for path, of in done.items() if plan.choices[path].sum is not SumBy.SECOND}
     squared |= _together(small, lambda these: torch.linalg.vector_norm(these, dim=-1, dtype=torch.float64).square())
     squared |= _together(squares, lambda parts: parts.sum(-1))
     norms = Norms({path: squared[path] for path in weights.parts if path in plan.trainable})
@@ -126,10 +127,11 @@ def per_sample_norms(
     return losses.to(_wide(losses.dtype)), sum_over_parts(sharding, norms), stash
 
 
-def clipped_sum(stash: Stash, clip: Clip, *, made: bool = True) -> ClippedSum:
+def clipped_sum(stash: Stash, clip: Clip, *, made: bool = True, release: bool = False) -> ClippedSum:
     """``sum_b factor_b G_b`` per leaf, in float64, over this rank's samples.
 
     With ``made=False`` the sums of kept per-sample gradients are left to be made, for who adds noise in the same pass.
+    With ``release`` the stash lets go of every block's records once they are summed, and can be summed no second time.
 
     Where sums are reduced in every microbatch, over all ranks' samples, and this rank's part of it: each block's sums
     travel while the next block's are made, so that no more than two blocks' whole gradients are alive at a time.
@@ -139,7 +141,7 @@ def clipped_sum(stash: Stash, clip: Clip, *, made: bool = True) -> ClippedSum:
       - a sample whose factor is 0 contributes exactly 0, even if its gradient is NaN or infinite.
     """
     sharding, memory = stash.weights.sharding, stash.weights.memory
-    total = reduced(_reducing(sharding), _weighted_blocks(stash, clip, made), device=memory.sums_on)
+    total = reduced(_reducing(sharding), _weighted_blocks(stash, clip, made, release), device=memory.sums_on)
     if set(total) != set(clip.factors):
         raise FdpError(f"clipped_sum: leaves {sorted(set(total) ^ set(clip.factors))} are in the norms or the sum only")
     return ClippedSum({path: total[path] for path in clip.factors}, clip.sensitivity)
@@ -183,7 +185,7 @@ def _reducing(sharding: Sharding | None) -> Sharding | None:
     return sharding if sharding is not None and sharding.reduce is Reduce.PER_MICROBATCH else None
 
 
-def _weighted_blocks(stash: Stash, clip: Clip, made: bool) -> Iterator[dict[Path, Any]]:
+def _weighted_blocks(stash: Stash, clip: Clip, made: bool, release: bool) -> Iterator[dict[Path, Any]]:
     """Block by block, the weighted sums of the leaves that are complete with it."""
     weights, plan = stash.weights, stash.plan
     clip = _wide_factors(clip)
@@ -195,17 +197,19 @@ def _weighted_blocks(stash: Stash, clip: Clip, made: bool) -> Iterator[dict[Path
         opened, carries = [NOTHING_LEFT for _ in blocks], list(stash.carries)
         factors = next(iter(clip.factors.values()))
         for i, records in backward(weights, None, opened, carries, stash.data, plan, token=factors):
-            for path, found in records.items():
-                if plan.choices[path].sum is SumBy.SECOND:
-                    again = [stash.mapped(path, record) for record in found]
-                    part = _weighted(again, clip.factors[path], alone=path not in several)
-                    whole[path] = whole[path] + part if path in whole else part
+            second = {path: of for path, of in records.items() if plan.choices[path].sum is SumBy.SECOND}
+            again = {path: [stash.mapped(path, record) for record in of] for path, of in second.items()}
+            for path, part in _sums(again, clip, several).items():
+                whole[path] = whole[path] + part.double() if path in whole else part.double()
             done = [path for path in owned(weights.model, i) if path in whole]
             yield {path: whole.pop(path) for path in done}
     for i in blocks:
-        kept = [path for path in owned(weights.model, i) if path in stash.records]
-        weigh = _weighted if made else _to_weigh
-        yield {path: weigh(stash.records[path], clip.factors[path], alone=path not in several) for path in kept}
+        kept = {path: stash.records[path] for path in owned(weights.model, i) if path in stash.records}
+        for path in kept if release else ():
+            del stash.records[path]
+        to_weigh = {path: Weighted(G, clip.factors[path]) for path, G in (() if made else _alone(kept).items())}
+        sums = _sums({path: of for path, of in kept.items() if path not in to_weigh}, clip, several)
+        yield {path: to_weigh[path] if path in to_weigh else _made(sums[path], made) for path in kept}
 
 
 def _wide_factors(clip: Clip) -> Clip:
@@ -249,10 +253,26 @@ def _merge(records: list[Record], choice: Choice) -> list[Record]:
     return [Dense(sum(rest, start=first))]
 
 
+def _kept(plan: Plan, records: dict[Path, list[Record]]) -> dict[Path, list[Record]]:
+    """A block's records, with the gradients in place of those that are kept by a gradient each."""
+    paths = [path for path, of in records.items() if len(of) == 1 and plan.choices[path].norm is NormBy.KEEP]
+    made: dict[Path, list[Record]] = {}
+    for path, gradient in zip(paths, kept_gradients([records[path][0] for path in paths])):
+        made[path] = [gradient]
+    return records | made
+
+
+def _squared_norms(plan: Plan, records: dict[Path, list[Record]]) -> Flat:
+    """Of the leaves that are complete with a block, those of single pairs together."""
+    found: Flat = {}
+    for by, norms in SQUARED_NORMS.items():
+        paths = [path for path, of in records.items() if len(of) == 1 and plan.choices[path].norm is by]
+        found |= zip(paths, norms([records[path][0] for path in paths]))
+    return found | {path: _squared(of, plan.choices[path]) for path, of in records.items() if path not in found}
+
+
 def _squared(records: list[Record], choice: Choice) -> Tensor:
-    """The squared norm, in float64, of exactly what the sum will add for each sample, all uses of the leaf together."""
-    if len(records) == 1 and choice.norm in SQUARED_NORM:
-        return SQUARED_NORM[choice.norm](records[0])
+    """The squared norm, in float64, of exactly what the sum will add for each sample, several uses of it together."""
     if choice.norm in (NormBy.GRAM, NormBy.SYMMETRIC):
         total = sum(gram_squared_norm(record) for record in records)
         crossed = [(a, b) for i, a in enumerate(records) for b in records[:i]]
@@ -275,25 +295,29 @@ def _together(leaves: Flat, norms: Callable[[Tensor], Tensor]) -> Flat:
     return found
 
 
-def _to_weigh(records: list[Record], factors: Tensor, *, alone: bool) -> Weighted:
-    """The sum of one leaf, not yet made if it is one of kept per-sample gradients."""
-    first, *rest = records
-    if isinstance(first, Dense) and not rest:
-        return Weighted(first.gradient, factors)
-    made = _summed(records, factors, alone)
-    return Weighted(made.unsqueeze(0), factors.new_ones(1))  # to be added to others in float64
+def _alone(records: dict[Path, list[Record]]) -> Flat:
+    """The per-sample gradients of leaves of which these are all that was kept."""
+    firsts = {path: of[0] for path, of in records.items() if len(of) == 1}
+    return {path: first.gradient for path, first in firsts.items() if isinstance(first, Dense)}
 
 
-def _weighted(records: list[Record], factors: Tensor, *, alone: bool) -> Tensor:
-    """The sum of one leaf, in float64."""
-    return _summed(records, factors, alone).double()
+def _made(total: Tensor, made: bool) -> Any:
+    """A sum in float64; or as one that is left to be made, in which it is added to others in float64."""
+    return total.double() if made else Weighted(total.unsqueeze(0), total.new_ones(1, dtype=torch.float64))
 
 
-def _summed(records: list[Record], factors: Tensor, alone: bool) -> Tensor:
-    # The norm of several uses together is that of their sum in float64: so must the sum be, not by kernels in float32.
-    exact = records if alone else [widened(record) for record in records]
-    first, *rest = [weighted_gradient(record, factors) for record in exact]
-    return sum(rest, start=first)
+def _sums(records: dict[Path, list[Record]], clip: Clip, several: set[Path]) -> Flat:
+    """The weighted sum of every leaf, those of single pairs together.
+
+    The norm of several uses together is that of their sum in float64: so must the sum be, not by kernels in float32.
+    """
+    exact = {path: [widened(record) for record in of] if path in several else of for path, of in records.items()}
+    flat = [(path, record) for path, of in exact.items() for record in of]
+    found = weighted_gradients([record for _, record in flat], [clip.factors[path] for path, _ in flat])
+    total: Flat = {}
+    for (path, _), part in zip(flat, found):
+        total[path] = total[path] + part if path in total else part
+    return total
 
 
 def _count_uses(model: Model, plan: Plan) -> dict[Path, int]:

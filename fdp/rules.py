@@ -107,14 +107,21 @@ def kept(record: Record) -> Dense:
     Of short sequences and small matrices by a kernel that has the squares at hand; of others the library's product and
     a pass over it take less.
     """
-    if not has_kernels(record):
-        return Dense(per_sample_gradient(record))
+    if isinstance(record, Dense):
+        return record
     left, right, shape = record
-    long = LONG if math.prod(shape) >= LARGE else 2 * LONG
-    if isinstance(left, OneHot) or left.shape[1] > 1 or left.shape[2] >= long:
+    if isinstance(left, OneHot) or not kept_by_kernel(record):
         return Dense(per_sample_gradient(record))
     gradient, squares = keep(left.squeeze(1), right.squeeze(1))
     return Dense(gradient.view(-1, *shape), squares)
+
+
+def kept_by_kernel(record: Record) -> bool:
+    """Whether a kernel keeps the gradients of the record faster than the library and a pass over them."""
+    if not has_kernels(record) or isinstance(record.left, OneHot):
+        return False
+    long = LONG if math.prod(record.shape) >= LARGE else 2 * LONG
+    return record.left.shape[1] == 1 and record.left.shape[2] < long
 
 
 def squared_norm(record: Record) -> Float[Tensor, " batch"]:

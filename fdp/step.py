@@ -282,7 +282,7 @@ def make_stages(
             model, params, data, plan=plan, sharding=inside, memory=memory, blocks=blocks, mapped=mapped
         )
         clip = mechanism.clip.clip(norms, clip_state).masked(mask)
-        total = clipped_sum(stash, clip, made=made)
+        total = clipped_sum(stash, clip, made=made, release=compile is not Compile.STEP)
         tally = mechanism.clip.tally(norms, mask, clip_state)
         return Part(total, tally, Metrics(losses, norms.total(), clip.smallest(), mask))
 

@@ -13,27 +13,26 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path as FilePath
 from typing import TypeAlias
 
 import torch
 from fdp_kernels.keep import weighted_sum
+from fdp_kernels.tile_gemm import FOUR
 from torch import Tensor
 
-from fdp.costs import SQUARED_NORM, NormBy, rates_of, sizes
-from fdp.rules import (
-    OneHot,
-    Pair,
-    kept,
-    squared_norm,
-    weighted_gradient,
-)
+from fdp.costs import SQUARED_NORMS, NormBy, rates_of, sizes
+from fdp.rules import OneHot, Pair, squared_norm
 from fdp.taps import EXPANDED, Use
+from fdp.together import kept_gradients, weighted_gradients
 from fdp.types import FdpError
 
 Timings: TypeAlias = Mapping[str, float]
 """Seconds by signature."""
+MANY = 1 << 30
+"""Elements of all samples' gradients of a matrix up to which four are timed at once."""
 
 
 def signature(use: Use, by: NormBy, dtype: torch.dtype) -> str:
@@ -83,31 +82,40 @@ def measure(
     return known | fresh
 
 
-def ways(record: Pair, factors: Tensor) -> dict[NormBy, Callable[[], object]]:
-    """What each way does for one use: its norms, then its sum."""
+def ways(records: Sequence[Pair], factors: Tensor) -> dict[NormBy, Callable[[], object]]:
+    """What each way does for uses alike: their norms, then their sums, as far as an update that reads them."""
+
+    def update(rows: Tensor, factors: Tensor) -> Tensor:
+        return weighted_sum(rows.flatten(1), factors, torch.float32)
 
     def keep() -> object:
-        made = kept(record)
-        squares = squared_norm(made) if made.squares is None else made.squares
-        return squares, weighted_sum(made.gradient.flatten(1), factors, torch.float32)
+        made = kept_gradients(records)
+        squares = [squared_norm(of) if of.squares is None else of.squares for of in made]
+        return squares, [update(of.gradient, factors) for of in made]
 
-    def paired(norm: Callable[[Pair], Tensor]) -> Callable[[], object]:
-        return lambda: (norm(record), weighted_gradient(record, factors))
+    def paired(by: NormBy) -> object:
+        squares, sums = SQUARED_NORMS[by](records), weighted_gradients(records, [factors] * len(records))
+        return squares, [update(total.unsqueeze(0), factors[:1]) for total in sums]
 
-    return {NormBy.KEEP: keep} | {by: paired(norm) for by, norm in SQUARED_NORM.items()}
+    return {NormBy.KEEP: keep} | {by: partial(paired, by) for by in SQUARED_NORMS}
 
 
 def _time(use: Use, by: NormBy, dtype: torch.dtype, device: torch.device, seconds: float) -> float | None:
     batch, tokens, rows, columns = sizes(use)
     assert use.rule != EXPANDED
+    # Matrices of a block go through kernels together, and so do those timed, if that much of memory is no matter.
+    copies = FOUR if use.rule != "embedding" and batch * rows * columns <= MANY else 1
     try:
-        right = torch.randn(batch, 1, tokens, columns, dtype=dtype, device=device)
-        if use.rule == "embedding":
-            left: Tensor | OneHot = OneHot(torch.randint(0, rows, (batch, tokens), device=device))
-        else:
-            left = torch.randn(batch, 1, tokens, rows, dtype=dtype, device=device)
+        records = []
+        for _ in range(copies):
+            right = torch.randn(batch, 1, tokens, columns, dtype=dtype, device=device)
+            if use.rule == "embedding":
+                left: Tensor | OneHot = OneHot(torch.randint(0, rows, (batch, tokens), device=device))
+            else:
+                left = torch.randn(batch, 1, tokens, rows, dtype=dtype, device=device)
+            records.append(Pair(left, right, (rows, columns)))
         factors = torch.rand(batch, dtype=torch.float64, device=device) + 0.5
-        return _median(ways(Pair(left, right, (rows, columns)), factors)[by], device, seconds)
+        return _median(ways(records, factors)[by], device, seconds) / copies
     except torch.OutOfMemoryError:
         return None
 

@@ -12,14 +12,12 @@ from functools import partial
 import pytest
 import torch
 from fdp_kernels.ghost import UNIT, rounding_steps
-from fdp_kernels.token_sums import token_sums
 
 from benchmarks import checks, everything, gpt2_large, harness, modes, regimes
 from benchmarks.baselines import Setup, make_module
 from benchmarks.checks import SLACK, Checker, WrongError, check_norms
 from benchmarks.device import GIB
 from benchmarks.harness import out_of_memory, sweep
-from benchmarks.kernels import check_token_sums
 from benchmarks.measure import Limits, kernel_class, measure, step_peak
 from benchmarks.modes import EAGER, Case
 from benchmarks.report import Report, overstatements
@@ -341,15 +339,6 @@ def test_the_peak_of_a_captured_step_is_that_of_its_capture():
 )
 def test_kernels_are_told_apart_by_their_names(kernel, kind):
     assert kernel_class(kernel) == kind
-
-
-@pytest.mark.parametrize("width", [5, 300])
-def test_sums_over_tokens_pass_their_check_and_wrong_ones_do_not(width):
-    g = randn(4, 7, width).float()
-    sums, squares = token_sums(g)
-    assert check_token_sums((g,), (sums, squares))
-    assert not check_token_sums((g,), (2 * sums, 4 * squares))
-    assert not check_token_sums((g,), (sums, 0.5 * squares))
 
 
 # ---------------------------------------------------------------------------------------------------------- everything

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import fdp.per_sample
 import fdp.rules
 import fdp.step
+import fdp.together
 import fdp.types
 from fdp import clipping, keys, ops, tree
 from fdp.compiled import Blocks
@@ -444,14 +445,14 @@ def cross_terms_of_a_tied_leaf_forgotten(monkeypatch):
 
 def factor_rounded_to_bfloat16(monkeypatch):
     real = fdp.rules.weighted_gradient
-    monkeypatch.setattr(fdp.per_sample, "weighted_gradient", lambda r, f: real(r, f.bfloat16().float()))
+    monkeypatch.setattr(fdp.together, "weighted_gradient", lambda r, f: real(r, f.bfloat16().float()))
 
 
 def factor_applied_without_a_guard_for_nan(monkeypatch):
     def wrong(record, factors):
         return torch.einsum("b,b...->...", factors, fdp.rules.per_sample_gradient(record).double())
 
-    monkeypatch.setattr(fdp.per_sample, "weighted_gradient", wrong)
+    monkeypatch.setattr(fdp.together, "weighted_gradient", wrong)
 
 
 def not_clipped_at_all(monkeypatch):

@@ -11,8 +11,8 @@ import torch
 pytest.importorskip("triton")
 
 from fdp_kernels.direct import direct, direct_reference
-from fdp_kernels.ghost import finished, ghost_reference, launch_ghost, launch_token_norms
-from fdp_kernels.stored_gram import launch_reduce, launch_stored_gram, stored_gram
+from fdp_kernels.ghost import ghost_reference, launch_ghost
+from fdp_kernels.stored_gram import finished, launch_reduce, launch_stored_gram, launch_token_norms, stored_gram
 from fdp_kernels.weighted import launch_weighted, weighted
 
 from tests.test_kernels_linear import (
@@ -81,6 +81,14 @@ def test_every_term_of_the_bound_is_added(monkeypatch: pytest.MonkeyPatch) -> No
     found = launch_stored_gram(g, x)
     assert bool((found >= expected).all())
     assert relative(found, expected) < 5e-3
+
+
+def test_token_norms_are_rounded_up() -> None:
+    g, x = random_pair((3, 21, 700, 33))
+    for found, z in zip(launch_token_norms(g, x), (g, x)):
+        expected = z.double().norm(dim=-1)
+        assert bool((found >= expected).all())
+        assert relative(found.double(), expected) < 2e-6
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 17, 257])

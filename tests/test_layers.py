@@ -37,6 +37,7 @@ ORDER = (
     "tree",
     "keys",
     "rules",
+    "together",
     "vjp",
     "taps",
     "ops",
@@ -60,7 +61,9 @@ ORDER = (
 )
 FOUNDATIONS = set(ORDER)
 # What a stage may stand on, besides types, tree and keys.
-GROUND = {"per_sample": {"rules", "sharding", "traffic", "costs", "methods", "model", "compiled", "block_loop"}}
+GROUND = {
+    "per_sample": {"rules", "together", "sharding", "traffic", "costs", "methods", "model", "compiled", "block_loop"}
+}
 
 
 def imports(path: Path) -> set[str]:

@@ -7,6 +7,7 @@ import torch
 
 import fdp.per_sample
 import fdp.rules
+import fdp.together
 from fdp import clipping, ops, tree
 from fdp.clipping import clip_to
 from fdp.costs import NormBy, SumBy
@@ -342,6 +343,24 @@ def test_a_plain_sum_left_to_be_made_does_not_go_by_the_dtype_of_the_losses(comp
         assert leaf.total().dtype == made[path].dtype
 
 
+@pytest.mark.parametrize("method", [Method.GHOST_BK, Method.FLASH])
+def test_a_stash_lets_go_of_what_is_summed(method, monkeypatch):
+    """Block by block: what is kept of the blocks done is gone while the next is summed; and the sum is the same."""
+    case = case_named("gpt")
+    plan = make_plan(*case, method=method, dtype=torch.float64)
+    _, norms, stash = per_sample_norms(*case, plan=plan)
+    clip = clip_to(norms, max_norm=1.0)
+    expected = clipped_sum(stash, clip).value
+    first = len(stash.records)
+    left, real = [], fdp.per_sample._sums
+    monkeypatch.setattr(fdp.per_sample, "_sums", lambda *a: (left.append(len(stash.records)), real(*a))[1])
+    assert_trees_close(clipped_sum(stash, clip, release=True).value, expected, 0)
+    assert first > left[0] > left[-1] == 0
+    assert left == sorted(left, reverse=True)
+    with pytest.raises(FdpError, match="in the norms or the sum only"):
+        clipped_sum(stash, clip)
+
+
 def test_small_leaves_are_measured_together_and_large_ones_alone(monkeypatch):
     """Whatever is small, the norms are the same, and in the order of the leaves."""
     case = case_named("gpt")
@@ -402,8 +421,8 @@ def test_several_uses_in_half_precision_are_measured_as_they_are_summed(plan_nam
     """As on a GPU: what float32 sums leave of tokens that cancel must be in the norm, or not in the sum."""
     as_on_a_gpu(monkeypatch)
     check_uses_in_half_precision(plan_name, in_blocks)
-    real = fdp.per_sample._summed
-    monkeypatch.setattr(fdp.per_sample, "_summed", lambda records, factors, alone: real(records, factors, True))
+    real = fdp.per_sample._sums
+    monkeypatch.setattr(fdp.per_sample, "_sums", lambda records, clip, several: real(records, clip, set()))
     if plan_name in ("flash-0", "flash_bk"):  # what a Gram matrix may have lost covers this much; kept sums are as kept
         with pytest.raises(AssertionError):
             check_uses_in_half_precision(plan_name, in_blocks)
@@ -411,5 +430,7 @@ def test_several_uses_in_half_precision_are_measured_as_they_are_summed(plan_nam
 
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     half = torch.bfloat16
-    monkeypatch.setattr(fdp.rules, "has_kernels", lambda r: isinstance(r, Pair) and r.right.dtype == half)
+    for module in (fdp.rules, fdp.together):
+        monkeypatch.setattr(module, "has_kernels", lambda r: isinstance(r, Pair) and r.right.dtype == half)
     monkeypatch.setattr(fdp.rules, "weighted", summed_in_float32)
+    monkeypatch.setattr(fdp.together, "many_weighted", lambda *lists: [summed_in_float32(*of) for of in zip(*lists)])

@@ -165,11 +165,14 @@ def test_every_way_computes_the_same(left):
     factors = torch.tensor([0.5, 0.0, 1.0], dtype=torch.float64)
     G = per_sample_gradient(record)
     total, square = torch.einsum("b,bpd->pd", factors, G), G.square().sum((1, 2))
-    for by, run in ways(record, factors).items():
-        squares, made = run()  # type: ignore[misc]
-        squares = squares.sum(1) if squares.ndim == 2 else squares
-        torch.testing.assert_close(squares, square, rtol=1e-10, atol=1e-12, msg=by.value)
-        torch.testing.assert_close(made.view(4, 5).double(), total, rtol=1e-6, atol=1e-6, msg=by.value)
+    twice = record._replace(right=2 * record.right)
+    for by, run in ways([record, twice], factors).items():
+        for times, squares, made in zip((1, 2), *run(), strict=True):  # type: ignore[misc]
+            squares = squares.sum(1) if squares.ndim == 2 else squares
+            torch.testing.assert_close(squares, times**2 * square, rtol=1e-10, atol=1e-12, msg=by.value)
+            # An update reads rows with factors: of a sum that is made, one row with the first factor.
+            read = times * total if by is NormBy.KEEP else 0.5 * times * total
+            torch.testing.assert_close(made.view(4, 5).double(), read, rtol=1e-6, atol=1e-6, msg=by.value)
 
 
 # ---------------------------------------------------------------- what plans make of them
@@ -192,6 +195,16 @@ def test_what_was_measured_decides(best):
         plan.choices["w"].seconds == plan_with({}).choices["w"].seconds or best is not plan_with({}).choices["w"].norm
     )
     assert "1000.000" in explain(plan)
+
+
+def test_of_ways_that_take_about_as_long_that_is_taken_which_keeps_least():
+    """Per-sample gradients of 2 x 4 x 5 elements here, pairs of 2 x 3 x (4 + 5)."""
+    times = {signature(LINEAR, by, torch.float32): 1.0 if by is NormBy.DIRECT else 2.0 for by in TIMED}
+    keep = signature(LINEAR, NormBy.KEEP, torch.float32)
+    assert plan_with(times | {keep: 1.05}).choices["w"].norm is NormBy.KEEP
+    assert plan_with(times | {keep: 1.2}).choices["w"].norm is NormBy.DIRECT
+    times |= {keep: 1.0, signature(LINEAR, NormBy.DIRECT, torch.float32): 0.95}
+    assert plan_with(times).choices["w"].norm is NormBy.KEEP
 
 
 @pytest.mark.parametrize("best", [NormBy.DIRECT, NormBy.SYMMETRIC])

@@ -10,6 +10,10 @@ measured here is, bit for bit, what it adds.
     >>> factors = (C / squared.sqrt()).clamp(max=1).float()
     >>> total = weighted(g, x, factors)
 
+``many_direct`` measures several matrices, four in a launch.
+
+    >>> squared = many_direct([g, h], [x, y])                    # (2, B)
+
 Guarantees:
   - the squared norm of the numbers that ``weighted`` adds for a sample, to float64 rounding;
   - a sample with a NaN or infinite gradient has a NaN or infinite norm, and no other sample has.
@@ -19,36 +23,38 @@ Letters: B samples, T tokens, P output features, D input features.
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
 from fdp_kernels.op import define, jit, tl
 from fdp_kernels.tile_gemm import (
+    FOUR,
     Row,
     Tile,
     aligned,
     check_pair,
+    check_pairs,
     choose,
     described,
+    filled,
+    fours,
     launchable,
     outer,
+    pick,
     place,
     programs,
     sum_of_squares,
-    tiles,
+    tiles_of,
+    which,
 )
 
 TILES = (
     Row(96, Tile(128, 128, 64, warps=4, stages=3, per_sm=2)),
     Row(0, Tile(64, 64, 64, warps=4, stages=4)),
 )
-"""Large problems first; `python benchmarks/kernels.py --tune` prints what is best on a device."""
-
-
-def tile_of(g_BTP: Tensor, x_BTD: Tensor) -> Tile:
-    """The tile in which the gradients of all samples are multiplied out, here and in ``keep``."""
-    batch, p, d = len(g_BTP), g_BTP.shape[-1], x_BTD.shape[-1]
-    return choose(TILES, g_BTP.dtype, lambda tile: batch * tiles(p, tile.rows) * tiles(d, tile.columns))
+"""Here and in ``keep``. Large problems first; `python benchmarks/kernels.py --tune` prints what is best on a device."""
 
 
 def direct_reference(g_BTP: Tensor, x_BTD: Tensor) -> Tensor:
@@ -58,48 +64,59 @@ def direct_reference(g_BTP: Tensor, x_BTD: Tensor) -> Tensor:
     return G_BPD.square().sum((1, 2))
 
 
-@jit
-def _one_tile(
-    g, x, partial_ptr, index, tokens, rows, columns,
-    BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    b = index // (rows * columns)
-    i, j = place(index % (rows * columns), rows, columns, GROUP)
-    acc_PD = outer(g, x, b, i, j, tokens, BLOCK_P, BLOCK_D, BLOCK_T)
-    tl.store(partial_ptr + index, sum_of_squares(acc_PD))
+def many_direct_reference(gs: list[Tensor], xs: list[Tensor]) -> Tensor:
+    """:func:`direct_reference` of each: (matrices, B)."""
+    check_pairs(gs, xs)
+    return torch.stack([direct_reference(g, x) for g, x in zip(gs, xs)])
 
 
 @jit
 def _direct_body(
-    g, x, partial_ptr, batch, tokens, rows, columns,
+    g0, g1, g2, g3, x0, x1, x2, x3, p0, p1, p2, p3, d0, d1, d2, d3, end0, end1, end2, partial_ptr, count, tokens,
     BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, GROUP: tl.constexpr,
-    PERSISTENT: tl.constexpr,
 ):  # fmt: skip
-    if PERSISTENT:
-        count = batch * rows * columns
-        for index in tl.range(tl.program_id(0), count, tl.num_programs(0), flatten=True):  # pyright: ignore
-            _one_tile(g, x, partial_ptr, index, tokens, rows, columns, BLOCK_P, BLOCK_D, BLOCK_T, GROUP)
-    else:
-        _one_tile(g, x, partial_ptr, tl.program_id(0), tokens, rows, columns, BLOCK_P, BLOCK_D, BLOCK_T, GROUP)
+    # One turn of the loop where there is a program for every tile.
+    for index in tl.range(tl.program_id(0), count, tl.num_programs(0), flatten=True):  # pyright: ignore
+        use = which(index, end0, end1, end2)
+        own = index - pick(use, 0, end0, end1, end2)
+        rows = tl.cdiv(pick(use, p0, p1, p2, p3), BLOCK_P)
+        columns = tl.cdiv(pick(use, d0, d1, d2, d3), BLOCK_D)
+        b = own // (rows * columns)
+        i, j = place(own % (rows * columns), rows, columns, GROUP)
+        g, x = pick(use, g0, g1, g2, g3), pick(use, x0, x1, x2, x3)
+        acc_PD = outer(g, x, b, i, j, tokens, BLOCK_P, BLOCK_D, BLOCK_T)
+        tl.store(partial_ptr + index, sum_of_squares(acc_PD))
 
 
 def launch_direct(g_BTP: Tensor, x_BTD: Tensor, *, tile: Tile | None = None) -> Tensor:
     """As :func:`direct_reference`, by the kernel; ``tile`` overrides the table."""
-    check_pair(g_BTP, x_BTD)
-    if not launchable(g_BTP, x_BTD):
-        return direct_reference(g_BTP, x_BTD)
-    (batch, tokens, p), d = g_BTP.shape, x_BTD.shape[-1]
-    tile = tile or tile_of(g_BTP, x_BTD)
-    rows, columns = tiles(p, tile.rows), tiles(d, tile.columns)
-    partial = torch.empty(batch, rows * columns, dtype=torch.float64, device=g_BTP.device)
-    _direct_body[(programs(partial.numel(), tile, g_BTP.device),)](
-        described(aligned(g_BTP), (1, tile.depth, tile.rows)),
-        described(aligned(x_BTD), (1, tile.depth, tile.columns)),
-        partial, batch, tokens, rows, columns,
-        BLOCK_P=tile.rows, BLOCK_D=tile.columns, BLOCK_T=tile.depth, GROUP=tile.group, PERSISTENT=tile.per_sm > 0,
+    return launch_many_direct([g_BTP], [x_BTD], tile=tile)[0]
+
+
+def launch_many_direct(gs: list[Tensor], xs: list[Tensor], *, tile: Tile | None = None) -> Tensor:
+    """As :func:`many_direct_reference`, by the kernel, four matrices in a launch."""
+    check_pairs(gs, xs)
+    if not launchable(*gs, *xs):
+        return many_direct_reference(gs, xs)
+    return torch.stack([norm for four in fours(gs) for norm in _of_four(gs[four], xs[four], tile)])
+
+
+def _of_four(gs: list[Tensor], xs: list[Tensor], tile: Tile | None) -> list[Tensor]:
+    (batch, tokens, _), dtype, device = gs[0].shape, gs[0].dtype, gs[0].device
+    sides = [(g.shape[-1], x.shape[-1]) for g, x in zip(gs, xs)]
+    tile = tile or choose(TILES, dtype, lambda tile: batch * sum(tiles_of(p, d, tile) for p, d in sides))
+    counts = [batch * tiles_of(p, d, tile) for p, d in sides]
+    *ends, total = accumulate(counts)
+    partial = torch.empty(total, dtype=torch.float64, device=device)
+    _direct_body[(programs(total, tile, device),)](
+        *filled([described(aligned(g), (1, tile.depth, tile.rows)) for g in gs]),
+        *filled([described(aligned(x), (1, tile.depth, tile.columns)) for x in xs]),
+        *filled([p for p, _ in sides]), *filled([d for _, d in sides]), *ends, *[total] * (FOUR - len(gs)),
+        partial, total, tokens,
+        BLOCK_P=tile.rows, BLOCK_D=tile.columns, BLOCK_T=tile.depth, GROUP=tile.group,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    return partial.sum(1)
+    return [part.view(batch, -1).sum(1) for part in partial.split(counts)]
 
 
 def _fake(g: Tensor, x: Tensor) -> Tensor:
@@ -108,3 +125,11 @@ def _fake(g: Tensor, x: Tensor) -> Tensor:
 
 direct = define("direct", "Tensor g, Tensor x -> Tensor", reference=direct_reference, cuda=launch_direct, fake=_fake)
 """``(g_BTP, x_BTD)``: as :func:`direct_reference`."""
+many_direct = define(
+    "many_direct",
+    "Tensor[] gs, Tensor[] xs -> Tensor",
+    reference=many_direct_reference,
+    cuda=launch_many_direct,
+    fake=lambda gs, xs: gs[0].new_empty(len(gs), len(gs[0]), dtype=torch.float64),
+)
+"""``(gs, xs)``: as :func:`many_direct_reference`; pairs alike in samples and tokens."""

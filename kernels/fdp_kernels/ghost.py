@@ -3,11 +3,16 @@
     |G_b|^2 = sum_{t,s} A_ts X_ts,   A = g_b g_b^T,  X = x_b x_b^T    g (B, T, P), x (B, T, D)  ->  n (B,) float64
 
 (Goodfellow 2015, arXiv 1510.01799; Li et al. 2022, arXiv 2110.05679.) A and X are symmetric: only tiles on and below
-the diagonal are made, both in registers, float32; multiplied and summed in float64: B T^2 (P + D) (1 + tile/T) flops.
+the diagonal are made, both in registers, float32, multiplied and summed there: B T^2 (P + D) (1 + tile/T) flops.
 
     >>> n = ghost(g, x)                                          # for T below about 2PD / (P + D)
     >>> factors = (C / n.sqrt()).clamp(max=1).float()
     >>> total = weighted(g, x, factors)
+
+``many_ghosts`` takes several matrices, four in a launch: on an H200, of a block of GPT-2-Large with 4 x 512 tokens, in
+57 us, one by one 145.
+
+    >>> n = many_ghosts([g, h], [x, y])                          # (2, B)
 
 Tokens may cancel: |G_b| can be far below the terms it is the sum of, and what rounding took from a Gram matrix in
 float32 can be all of it. So the worst that rounding can do is added. With u = 2^-23, a_t = |g_t|, b_t = |x_t|:
@@ -21,17 +26,25 @@ float32 can be all of it. So the worst that rounding can do is added. With u = 2
      ``|A X - exact| <= u (c_P a_t a_s |X_ts| + c_D b_t b_s |A_ts|) + c_P c_D u^2 a_t a_s b_t b_s``
      and the sum of that is added to the squared norm. (With Gram matrices in it, it is on ordinary data some sqrt(D)
      times smaller than ``(c_P + c_D) u (sum_t a_t b_t)^2``.)
-  3. ``weighted`` sums T products in the same way, without chunks, and so adds not G_b but ``G_b + E_b`` with
+  3. The squares of a and b are the diagonals of A and X: sums of squares, of which rounding takes a part c u at most. A
+     tile that is not on the diagonal does not know them; it leaves the sums of its rows and columns, r_t = sum_s |X_ts|
+     and k_s = sum_t |X_ts|, and ``sum a_t a_s |X_ts| <= sqrt(sum_t a_t^2 r_t) sqrt(sum_s a_s^2 k_s)`` (Cauchy and
+     Schwarz; no more than the sum itself where tokens are of one size).
+  4. ``weighted`` sums T products in the same way, without chunks, and so adds not G_b but ``G_b + E_b`` with
      ``|E_b| <= 5/4 T u sum_t a_t b_t``: that is added to the norm.
 
-On independent random tokens with P = D = 1280 the norm is overstated by 0.3 % at T = 512 (0.1 % by 2., 0.2 % by 3.),
+Products below 2^-126, which float32 drops, take K 2^-126 from an entry at most: c_K u floor with ``floor = K 2^-126 /
+(c_K u)``, and a_t^2 + floor in place of a_t^2 covers it, as ``(a_t^2 + floor) (a_s^2 + floor) >= (a_t a_s + floor)^2``.
+
+On independent random tokens with P = D = 1280 the norm is overstated by 0.3 % at T = 512 (0.1 % by 2., 0.2 % by 4.),
 0.7 % at T = 1024, 1.8 % at T = 2048, hardly more for a vocabulary of 50257, less where tokens have something in common.
 
 Guarantees:
   - at least the squared norm of what ``weighted`` adds for the sample before its factor, whatever the sample holds;
-  - a sample with a NaN or infinite token has a NaN or infinite norm, and no other sample has.
+  - a sample with a NaN or infinite token has a NaN or infinite norm, and no other sample has, but one with a token
+    above 1e18, whose products float32 does not hold.
 
-Letters: B samples, T tokens, P output features, D input features; R x S a tile of tokens.
+Letters: B samples, T tokens, P output features, D input features; R a tile's tokens on either side.
 """
 
 from __future__ import annotations
@@ -40,21 +53,35 @@ import torch
 from torch import Tensor
 
 from fdp_kernels.op import define, jit, tl
-from fdp_kernels.tile_gemm import Row, Tile, aligned, check_pair, choose, described, inner, launchable, tiles
+from fdp_kernels.tile_gemm import (
+    Row,
+    Tile,
+    aligned,
+    check_pair,
+    check_pairs,
+    choose,
+    chunks_of,
+    described,
+    filled,
+    fours,
+    inner,
+    launchable,
+    pick,
+    tiles,
+)
 
 TILES = (
-    Row(250, Tile(128, 128, 64, warps=8, stages=4)),
-    Row(60, Tile(128, 64, 64, warps=4, stages=4)),
+    Row(100, Tile(128, 128, 64, warps=8, stages=4)),
     Row(0, Tile(64, 64, 64, warps=4, stages=4)),
 )
-"""``rows`` is a multiple of ``columns``; counted are tiles on and below the diagonal of all samples."""
+"""Square ones; counted are tiles on and below the diagonal of all samples and matrices."""
 UNIT = 2.0**-23
 SLACK = 1.001
 """Covers the bound's own float32 rounding and the squares of ``c u`` left out of step 1."""
 CHUNK = 1024
 """Features that go into one accumulator."""
-TOKENS, WIDTH = 4, 512
-"""Tokens of a program of the token norms, and features of a load."""
+BLOCK = 256
+"""Tiles that are added up at a time."""
 
 
 def rounding_steps(depth: int, dtype: torch.dtype) -> float:
@@ -71,158 +98,190 @@ def ghost_reference(g_BTP: Tensor, x_BTD: Tensor) -> Tensor:
     return square + (g.shape[1] + g.shape[2] + x.shape[2]) * torch.finfo(torch.float64).eps * size.square()
 
 
+def many_ghosts_reference(gs: list[Tensor], xs: list[Tensor]) -> Tensor:
+    """:func:`ghost_reference` of each: (matrices, B)."""
+    check_pairs(gs, xs)
+    return torch.stack([ghost_reference(g, x) for g, x in zip(gs, xs)])
+
+
 # ---------------------------------------------------------------- bodies
 
 
 @jit
-def _norms_of(
-    z_ptr, out_ptr, block, batch, tokens, width, stride_b, stride_t, TOKENS: tl.constexpr, WIDTH: tl.constexpr
-):
-    token = block * TOKENS + tl.arange(0, TOKENS)
-    there = token < batch * tokens
-    base = (token // tokens).to(tl.int64) * stride_b + (token % tokens).to(tl.int64) * stride_t
-    total = tl.zeros((TOKENS, WIDTH), tl.float64)
-    for first in tl.range(0, width, WIDTH):
-        column = first + tl.arange(0, WIDTH)
-        mask = there[:, None] & (column < width)[None, :]
-        value = tl.load(z_ptr + base[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32).to(tl.float64)
-        total += value * value
-    norm = tl.sqrt(tl.sum(total, 1)) * (1 + 2.0**-20)  # to float32 and not below
-    tl.store(out_ptr + token, norm.to(tl.float32), mask=there)
+def _row_and_column(pair):
+    """Of the pair-th tile on or below the diagonal, row by row. The root is within one; integers make it exact."""
+    i = ((tl.sqrt(8.0 * pair.to(tl.float32) + 1.0) - 1.0) / 2.0).to(tl.int32)
+    i = tl.where(i * (i + 1) // 2 > pair, i - 1, i)
+    i = tl.where((i + 1) * (i + 2) // 2 <= pair, i + 1, i)
+    return i, pair - i * (i + 1) // 2
 
 
 @jit
-def _token_norms_body(
-    g_ptr, x_ptr, a_ptr, b_ptr, batch, tokens, p, d, g_stride_b, g_stride_t, x_stride_b, x_stride_t,
-    TOKENS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    blocks = tl.num_programs(0) // 2
-    index = tl.program_id(0)
-    if index < blocks:
-        _norms_of(g_ptr, a_ptr, index, batch, tokens, p, g_stride_b, g_stride_t, TOKENS, WIDTH)
-    else:
-        _norms_of(x_ptr, b_ptr, index - blocks, batch, tokens, d, x_stride_b, x_stride_t, TOKENS, WIDTH)
+def _store_sums(z_RR, out_ptr, R: tl.constexpr):
+    """Of the sizes in its rows and in its columns."""
+    tl.store(out_ptr + tl.arange(0, R), tl.sum(tl.abs(z_RR), 1))
+    tl.store(out_ptr + R + tl.arange(0, R), tl.sum(tl.abs(z_RR), 0))
 
 
 @jit
 def _ghost_body(
-    g_left, g_right, x_left, x_right, a_ptr, b_ptr, partial_ptr, tokens, pairs, chunks_p, steps_p, chunks_d, steps_d,
-    units_p, units_d, floor_p, floor_d,
-    BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
+    g0, g1, g2, g3, x0, x1, x2, x3, p0, p1, p2, p3, d0, d1, d2, d3,
+    units_p0, units_p1, units_p2, units_p3, units_d0, units_d1, units_d2, units_d3,
+    tile_ptr, sum_ptr, token_ptr, row_ptr, batch, tokens, pairs,
+    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0)
-    sample, pair = index // pairs, index % pairs
-    # Row i of tiles has RATIO * (i + 1) of them. The root is within one of the row; integers make it exact.
-    RATIO: tl.constexpr = BLOCK_R // BLOCK_S
-    whole = pair // RATIO
-    i = ((tl.sqrt(8.0 * whole.to(tl.float32) + 1.0) - 1.0) / 2.0).to(tl.int32)
-    i = tl.where(i * (i + 1) // 2 > whole, i - 1, i)
-    i = tl.where((i + 1) * (i + 2) // 2 <= whole, i + 1, i)
-    j = pair - RATIO * (i * (i + 1) // 2)
-
-    A_RS = inner(g_left, g_right, sample, i, j, chunks_p, steps_p, BLOCK_R, BLOCK_S, BLOCK_K)
-    X_RS = inner(x_left, x_right, sample, i, j, chunks_d, steps_d, BLOCK_R, BLOCK_S, BLOCK_K)
+    use, sample = index // (batch * pairs), index // pairs % batch
+    i, j = _row_and_column(index % pairs)
+    p, d = pick(use, p0, p1, p2, p3), pick(use, d0, d1, d2, d3)
+    A_RR = inner(pick(use, g0, g1, g2, g3), sample, i, j, p, BLOCK_R, BLOCK_K, CHUNK)
+    X_RR = inner(pick(use, x0, x1, x2, x3), sample, i, j, d, BLOCK_R, BLOCK_K, CHUNK)
 
     t = i * BLOCK_R + tl.arange(0, BLOCK_R)
-    s = j * BLOCK_S + tl.arange(0, BLOCK_S)
-    first = sample.to(tl.int64) * tokens
-    a_t = tl.load(a_ptr + first + t, mask=t < tokens, other=0.0)[:, None]
-    b_t = tl.load(b_ptr + first + t, mask=t < tokens, other=0.0)[:, None]
-    a_s = tl.load(a_ptr + first + s, mask=s < tokens, other=0.0)[None, :]
-    b_s = tl.load(b_ptr + first + s, mask=s < tokens, other=0.0)[None, :]
-    times = tl.where(t[:, None] > s[None, :], 2.0, tl.where(t[:, None] == s[None, :], 1.0, 0.0))
-    product = (times * A_RS).to(tl.float64) * X_RS.to(tl.float64)  # times is a power of two or 0: exact
-    lost = units_p * tl.sum(times * tl.maximum(a_t * a_s, floor_p) * tl.abs(X_RS))
-    lost += units_d * tl.sum(times * tl.maximum(b_t * b_s, floor_d) * tl.abs(A_RS))
-    tl.store(partial_ptr + index, tl.sum(product) + lost.to(tl.float64))
+    s = j * BLOCK_R + tl.arange(0, BLOCK_R)
+    if i == j:
+        units_p = pick(use, units_p0, units_p1, units_p2, units_p3)
+        units_d = pick(use, units_d0, units_d1, units_d2, units_d3)
+        A_R = tl.sum(tl.where(t[:, None] == s[None, :], A_RR, 0.0), 1).to(tl.float64)
+        X_R = tl.sum(tl.where(t[:, None] == s[None, :], X_RR, 0.0), 1).to(tl.float64)
+        # The squares of the tokens' sizes, and not below: twice the bound's share makes up for 1 / (1 - share).
+        a_R = tl.where(t < tokens, A_R * (1 + 2 * units_p) + 2 * (p * 2.0**-126 / units_p), 0.0)
+        b_R = tl.where(t < tokens, X_R * (1 + 2 * units_d) + 2 * (d * 2.0**-126 / units_d), 0.0)
+        row = (use * batch + sample).to(tl.int64) * tl.cdiv(tokens, BLOCK_R) + i
+        tl.store(token_ptr + row * (2 * BLOCK_R) + tl.arange(0, BLOCK_R), a_R)
+        tl.store(token_ptr + row * (2 * BLOCK_R) + BLOCK_R + tl.arange(0, BLOCK_R), b_R)
+        tl.store(row_ptr + row * 2, tl.sum(A_R * X_R + units_p * (a_R * X_R) + units_d * (b_R * A_R)))
+        tl.store(row_ptr + row * 2 + 1, tl.sum(tl.sqrt(a_R * b_R)))
+
+    A_RR = tl.where(t[:, None] > s[None, :], A_RR, 0.0)
+    X_RR = tl.where(t[:, None] > s[None, :], X_RR, 0.0)
+    tl.store(tile_ptr + index, tl.sum(A_RR.to(tl.float64) * X_RR.to(tl.float64)))
+    sums = sum_ptr + index.to(tl.int64) * (4 * BLOCK_R)
+    _store_sums(A_RR, sums, BLOCK_R)
+    _store_sums(X_RR, sums + 2 * BLOCK_R, BLOCK_R)
 
 
 @jit
-def _finish_body(partial_ptr, a_ptr, b_ptr, out_ptr, parts, tokens, units_both, units_t, BLOCK: tl.constexpr):
-    sample = tl.program_id(0).to(tl.int64)
-    square = tl.zeros((BLOCK,), tl.float64)
-    size = tl.zeros((BLOCK,), tl.float64)
+def _weighed(token_ptr, sum_ptr, R: tl.constexpr):
+    """``sum_t a_t^2 r_t``."""
+    element = tl.arange(0, R)
+    return tl.sum(tl.load(token_ptr + element) * tl.load(sum_ptr + element).to(tl.float64))
+
+
+@jit
+def _bound_body(
+    tile_ptr, sum_ptr, token_ptr, units_p0, units_p1, units_p2, units_p3, units_d0, units_d1, units_d2, units_d3,
+    batch, rows, pairs, R: tl.constexpr,
+):  # fmt: skip
+    """What rounding may have taken from a tile, added to it."""
+    index = tl.program_id(0)
+    use, sample = index // (batch * pairs), index // pairs
+    i, j = _row_and_column(index % pairs)
+    sums = sum_ptr + index.to(tl.int64) * (4 * R)
+    left = token_ptr + (sample.to(tl.int64) * rows + i) * (2 * R)
+    right = token_ptr + (sample.to(tl.int64) * rows + j) * (2 * R)
+    of_X = tl.sqrt(_weighed(left, sums + 2 * R, R) * _weighed(right, sums + 3 * R, R))
+    of_A = tl.sqrt(_weighed(left + R, sums, R) * _weighed(right + R, sums + R, R))
+    lost = pick(use, units_p0, units_p1, units_p2, units_p3).to(tl.float64) * of_X
+    lost += pick(use, units_d0, units_d1, units_d2, units_d3).to(tl.float64) * of_A
+    tl.store(tile_ptr + index, tl.load(tile_ptr + index) + lost)
+
+
+@jit
+def _finish_body(
+    tile_ptr, row_ptr, out_ptr, row0, row1, row2, row3,
+    units_p0, units_p1, units_p2, units_p3, units_d0, units_d1, units_d2, units_d3, units_t, batch, rows, pairs,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    index = tl.program_id(0)
+    use = index // batch
+    below = tl.zeros((BLOCK,), tl.float64)
     first = 0
-    while first < parts:
-        i = first + tl.arange(0, BLOCK)
-        square += tl.load(partial_ptr + sample * parts + i, mask=i < parts, other=0.0)
+    while first < pairs:
+        pair = first + tl.arange(0, BLOCK)
+        below += tl.load(tile_ptr + index.to(tl.int64) * pairs + pair, mask=pair < pairs, other=0.0)
         first += BLOCK
+    diagonal = tl.zeros((BLOCK,), tl.float64)
+    length = tl.zeros((BLOCK,), tl.float64)
     first = 0
-    while first < tokens:
+    while first < rows:
         i = first + tl.arange(0, BLOCK)
-        a = tl.load(a_ptr + sample * tokens + i, mask=i < tokens, other=0.0).to(tl.float64)
-        size += a * tl.load(b_ptr + sample * tokens + i, mask=i < tokens, other=0.0).to(tl.float64)
+        row = row_ptr + (index.to(tl.int64) * rows + i) * 2
+        diagonal += tl.load(row, mask=i < rows, other=0.0)
+        length += tl.load(row + 1, mask=i < rows, other=0.0)
         first += BLOCK
-    total, length = tl.sum(square), tl.sum(size)
-    total = tl.where(total < 0.0, 0.0, total) + units_both * length * length  # NaN stays NaN
-    norm = tl.sqrt(total) + units_t * length
-    tl.store(out_ptr + sample, norm * norm)
+    size = tl.sum(length)
+    total = 2 * tl.sum(below) + tl.sum(diagonal)
+    units = pick(use, units_p0, units_p1, units_p2, units_p3).to(tl.float64)
+    units *= pick(use, units_d0, units_d1, units_d2, units_d3).to(tl.float64)
+    total = tl.where(total < 0.0, 0.0, total) + units * size * size  # NaN stays NaN
+    norm = tl.sqrt(total) + units_t * size
+    tl.store(out_ptr + pick(use, row0, row1, row2, row3) * batch + index % batch, norm * norm)
 
 
 # ---------------------------------------------------------------- launches
 
 
-def _cut(width: int, depth: int) -> tuple[int, int]:
-    """Features as (chunks, steps of ``depth`` in a chunk), about CHUNK features each."""
-    chunks = tiles(width, CHUNK)
-    return chunks, tiles(tiles(width, depth), chunks)
+def launch_ghost(g_BTP: Tensor, x_BTD: Tensor, *, tile: Tile | None = None) -> Tensor:
+    """``|G_b|^2`` and what rounding may have taken, by the kernel; ``tile`` overrides the table."""
+    return launch_many_ghosts([g_BTP], [x_BTD], tile=tile)[0]
+
+
+def launch_many_ghosts(gs: list[Tensor], xs: list[Tensor], *, tile: Tile | None = None) -> Tensor:
+    """As :func:`many_ghosts_reference`, by the kernel, four matrices in a launch."""
+    check_pairs(gs, xs)
+    if not launchable(*gs, *xs):
+        return many_ghosts_reference(gs, xs)
+    out = torch.empty(len(gs), len(gs[0]), dtype=torch.float64, device=gs[0].device)
+    for four in fours(gs):
+        _of_four(gs[four], xs[four], out[four], tile)
+    return out
+
+
+def _of_four(gs: list[Tensor], xs: list[Tensor], out: Tensor, tile: Tile | None) -> None:
+    # The longest sums first: what is left at the end is then shared by all multiprocessors.
+    order = sorted(range(len(gs)), key=lambda k: -(gs[k].shape[-1] + xs[k].shape[-1]))
+    gs, xs = [aligned(gs[k]) for k in order], [aligned(xs[k]) for k in order]
+    (batch, tokens, _), dtype, device = gs[0].shape, gs[0].dtype, gs[0].device
+    tile = tile or choose(TILES, dtype, lambda tile: len(gs) * batch * _pairs(tokens, tile))
+    if tile.rows != tile.columns:
+        raise ValueError(f"ghost: expected a square tile, got {tile}")
+    rows, pairs = tiles(tokens, tile.rows), _pairs(tokens, tile)
+    widths = [[z.shape[-1] for z in zs] for zs in (gs, xs)]
+    units_p, units_d = ([_units(width, tile, dtype) for width in side] for side in widths)
+    of_tiles = torch.empty(len(gs) * batch * pairs, dtype=torch.float64, device=device)
+    sums = torch.empty(len(of_tiles), 4, tile.rows, dtype=torch.float32, device=device)
+    of_tokens = torch.empty(len(gs) * batch * rows, 2, tile.rows, dtype=torch.float64, device=device)
+    of_rows = torch.empty(len(of_tokens), 2, dtype=torch.float64, device=device)
+    _ghost_body[(len(of_tiles),)](
+        *filled([described(g, (1, tile.rows, tile.depth)) for g in gs]),
+        *filled([described(x, (1, tile.rows, tile.depth)) for x in xs]),
+        *filled(widths[0]), *filled(widths[1]), *filled(units_p), *filled(units_d),
+        of_tiles, sums, of_tokens, of_rows, batch, tokens, pairs,
+        BLOCK_R=tile.rows, BLOCK_K=tile.depth, CHUNK=CHUNK, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    units = (*filled(units_p), *filled(units_d))
+    _bound_body[(len(of_tiles),)](
+        of_tiles, sums, of_tokens, *units, batch, rows, pairs, R=tile.rows, num_warps=1
+    )  # fmt: skip
+    _finish_body[(len(gs) * batch,)](
+        of_tiles, of_rows, out, *filled(order), *units, SLACK * UNIT * rounding_steps(tokens, dtype),
+        batch, rows, pairs, BLOCK=BLOCK, num_warps=4,
+    )  # fmt: skip
 
 
 def _pairs(tokens: int, tile: Tile) -> int:
     rows = tiles(tokens, tile.rows)
-    return tile.rows // tile.columns * (rows * (rows + 1) // 2)
+    return rows * (rows + 1) // 2
 
 
-def launch_token_norms(g_BTP: Tensor, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
-    """``|g_t|`` and ``|x_t|``, (B, T) float32, rounded up; features side by side in memory."""
-    (batch, tokens, p), d = g_BTP.shape, x_BTD.shape[-1]
-    a, b = (torch.empty(batch, tokens, dtype=torch.float32, device=g_BTP.device) for _ in range(2))
-    _token_norms_body[(2 * tiles(batch * tokens, TOKENS),)](
-        g_BTP, x_BTD, a, b, batch, tokens, p, d, *g_BTP.stride()[:2], *x_BTD.stride()[:2],
-        TOKENS=TOKENS, WIDTH=WIDTH, num_warps=4,
-    )  # fmt: skip
-    return a, b
+def _units(width: int, tile: Tile, dtype: torch.dtype) -> float:
+    """``c u`` of a sum over ``width`` features, chunk by chunk."""
+    chunks, features = chunks_of(width, tile.depth, CHUNK)
+    return SLACK * UNIT * (rounding_steps(features, dtype) + chunks)
 
 
-def floors(p: int, d: int, units_p: float, units_d: float) -> tuple[float, float]:
-    """What products below 2^-126, which float32 drops, can take from a Gram matrix, in its units."""
-    return p * 2.0**-126 / units_p, d * 2.0**-126 / units_d
-
-
-def finished(partial_BN: Tensor, a_BT: Tensor, b_BT: Tensor, units_both: float, units_t: float) -> Tensor:
-    """Steps 2 and 3 of the bound, from the sums of the tiles; in a fixed order, one launch."""
-    out = torch.empty(len(a_BT), dtype=torch.float64, device=a_BT.device)
-    _finish_body[(len(a_BT),)](
-        partial_BN, a_BT, b_BT, out, partial_BN.shape[1], a_BT.shape[1], units_both, units_t, BLOCK=1024, num_warps=4
-    )
-    return out
-
-
-def launch_ghost(g_BTP: Tensor, x_BTD: Tensor, *, tile: Tile | None = None) -> Tensor:
-    """``|G_b|^2`` and what rounding may have taken, by the kernel; ``tile`` overrides the table."""
-    check_pair(g_BTP, x_BTD)
-    if not launchable(g_BTP, x_BTD):
-        return ghost_reference(g_BTP, x_BTD)
-    g, x, dtype = aligned(g_BTP), aligned(x_BTD), g_BTP.dtype
-    (batch, tokens, p), d = g.shape, x.shape[-1]
-    tile = tile or choose(TILES, dtype, lambda tile: batch * _pairs(tokens, tile))
-    if tile.rows % tile.columns:
-        raise ValueError(f"ghost: expected a tile whose rows are a multiple of its columns, got {tile}")
-    a, b = launch_token_norms(g, x)
-    partial = torch.empty(batch, _pairs(tokens, tile), dtype=torch.float64, device=g.device)
-    (chunks_p, steps_p), (chunks_d, steps_d) = (_cut(width, tile.depth) for width in (p, d))
-    units_p, units_d = (
-        SLACK * UNIT * (rounding_steps(min(width, steps * tile.depth), dtype) + chunks)
-        for width, chunks, steps in ((p, chunks_p, steps_p), (d, chunks_d, steps_d))
-    )
-    left, right = (1, tile.rows, tile.depth), (1, tile.columns, tile.depth)
-    _ghost_body[(partial.numel(),)](
-        described(g, left), described(g, right), described(x, left), described(x, right),
-        a, b, partial, tokens, partial.shape[1], chunks_p, steps_p, chunks_d, steps_d, units_p, units_d,
-        *floors(p, d, units_p, units_d),
-        BLOCK_R=tile.rows, BLOCK_S=tile.columns, BLOCK_K=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
-    return finished(partial, a, b, units_p * units_d, SLACK * UNIT * rounding_steps(tokens, dtype))
+# ---------------------------------------------------------------- ops
 
 
 def _fake(g: Tensor, x: Tensor) -> Tensor:
@@ -231,3 +290,11 @@ def _fake(g: Tensor, x: Tensor) -> Tensor:
 
 ghost = define("ghost", "Tensor g, Tensor x -> Tensor", reference=ghost_reference, cuda=launch_ghost, fake=_fake)
 """``(g_BTP, x_BTD)``: as :func:`ghost_reference`, and never below it."""
+many_ghosts = define(
+    "many_ghosts",
+    "Tensor[] gs, Tensor[] xs -> Tensor",
+    reference=many_ghosts_reference,
+    cuda=launch_many_ghosts,
+    fake=lambda gs, xs: gs[0].new_empty(len(gs), len(gs[0]), dtype=torch.float64),
+)
+"""``(gs, xs)``: as :func:`many_ghosts_reference`; pairs alike in samples and tokens."""

@@ -13,6 +13,10 @@ over G where ``keep`` is one kernel; the measured best wins.
     >>> factors = (C / parts.sum(1).sqrt()).clamp(max=1).float()
     >>> total = weighted_sum(G, factors, torch.float32)          # bandwidth only
 
+``many_kept`` keeps the gradients of several matrices, four in a launch.
+
+    >>> G, H, parts_of_G, parts_of_H = many_kept([g, h], [x, y])
+
 Guarantees:
   - the norm is that of the stored, rounded numbers, to float64 rounding; from ``keep``, at least that, and at most
     2^-14 of its square more (elements below 1e-19 count as 0 there);
@@ -24,22 +28,32 @@ Letters: B samples, T tokens, P output features, D input features, N elements of
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
-from fdp_kernels.direct import tile_of
+from fdp_kernels.direct import TILES
 from fdp_kernels.op import define, jit, tl
 from fdp_kernels.tile_gemm import (
+    FOUR,
     Tile,
     aligned,
     check_pair,
+    check_pairs,
+    choose,
     described,
+    filled,
+    fours,
     launchable,
     outer,
+    pick,
     place,
     programs,
     sum_of_squares,
     tiles,
+    tiles_of,
+    which,
 )
 
 CHUNK, STEPS = 4096, 8
@@ -55,7 +69,15 @@ def keep_reference(g_BTP: Tensor, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
     check_pair(g_BTP, x_BTD)
     wide = torch.float64 if g_BTP.dtype == torch.float64 else torch.float32
     G_BPD = torch.bmm(g_BTP.to(wide).mT, x_BTD.to(wide)).to(g_BTP.dtype)
-    return G_BPD, _in_parts(squared_norms_reference(G_BPD), _keep_parts(g_BTP, x_BTD))
+    return G_BPD, _in_parts(squared_norms_reference(G_BPD), _keep_parts(g_BTP, x_BTD, _tile_of([g_BTP], [x_BTD])))
+
+
+def many_kept_reference(gs: list[Tensor], xs: list[Tensor]) -> list[Tensor]:
+    """The gradients of all, then the parts of all."""
+    check_pairs(gs, xs)
+    made = [keep_reference(g, x)[0] for g, x in zip(gs, xs)]
+    sizes = [_keep_parts(g, x, tile) for g, x, tile in _with_tiles(gs, xs)]
+    return [*made, *(_in_parts(squared_norms_reference(G), size) for G, size in zip(made, sizes))]
 
 
 def squared_norms_reference(G_BN: Tensor) -> Tensor:
@@ -75,9 +97,19 @@ def _parts(G_BN: Tensor) -> int:
     return tiles(G_BN.numel() // len(G_BN), CHUNK * STEPS)
 
 
-def _keep_parts(g_BTP: Tensor, x_BTD: Tensor) -> int:
-    tile = tile_of(g_BTP, x_BTD)
-    return tiles(g_BTP.shape[-1], tile.rows) * tiles(x_BTD.shape[-1], tile.columns)
+def _tile_of(gs: list[Tensor], xs: list[Tensor]) -> Tile:
+    """The tile of one launch."""
+    return choose(TILES, gs[0].dtype, lambda tile: sum(len(g) * _keep_parts(g, x, tile) for g, x in zip(gs, xs)))
+
+
+def _with_tiles(gs: list[Tensor], xs: list[Tensor]) -> list[tuple[Tensor, Tensor, Tile]]:
+    """Pairs, each with the tile of its launch."""
+    found = [_tile_of(gs[four], xs[four]) for four in fours(gs) for _ in gs[four]]
+    return list(zip(gs, xs, found))
+
+
+def _keep_parts(g_BTP: Tensor, x_BTD: Tensor, tile: Tile) -> int:
+    return tiles_of(g_BTP.shape[-1], x_BTD.shape[-1], tile)
 
 
 def weighted_sum_reference(G_BN: Tensor, factors_B: Tensor, dtype: torch.dtype, onto_N: Tensor | None = None) -> Tensor:
@@ -92,36 +124,27 @@ def weighted_sum_reference(G_BN: Tensor, factors_B: Tensor, dtype: torch.dtype, 
 
 @jit
 def _keep_body(
-    g, x, out, partial_ptr, batch, tokens, p, d,
-    BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, GROUP: tl.constexpr,
-    PERSISTENT: tl.constexpr, DESCRIBED: tl.constexpr,
-):  # fmt: skip
-    if PERSISTENT:
-        count = batch * tl.cdiv(p, BLOCK_P) * tl.cdiv(d, BLOCK_D)
-        for index in tl.range(tl.program_id(0), count, tl.num_programs(0), flatten=True):  # pyright: ignore
-            _keep_one(g, x, out, partial_ptr, index, tokens, p, d, BLOCK_P, BLOCK_D, BLOCK_T, GROUP, DESCRIBED)
-    else:
-        _keep_one(
-            g, x, out, partial_ptr, tl.program_id(0), tokens, p, d, BLOCK_P, BLOCK_D, BLOCK_T, GROUP, DESCRIBED
-        )  # fmt: skip
-
-
-@jit
-def _keep_one(
-    g, x, out, partial_ptr, index, tokens, p, d,
+    g0, g1, g2, g3, x0, x1, x2, x3, out0, out1, out2, out3, partial_ptr0, partial_ptr1, partial_ptr2, partial_ptr3,
+    p0, p1, p2, p3, d0, d1, d2, d3, end0, end1, end2, count, tokens,
     BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, GROUP: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    rows, columns = tl.cdiv(p, BLOCK_P), tl.cdiv(d, BLOCK_D)
-    b = index // (rows * columns)
-    i, j = place(index % (rows * columns), rows, columns, GROUP)
-    acc_PD = outer(g, x, b, i, j, tokens, BLOCK_P, BLOCK_D, BLOCK_T)
-    # Half a tile at a time: one is on its way to memory while the other is rounded and squared.
     HALF: tl.constexpr = BLOCK_D // 2
-    left_PH, right_PH = tl.split(tl.permute(tl.reshape(acc_PD, (BLOCK_P, 2, HALF)), (0, 2, 1)))
-    squares = _store(out, left_PH, b, i * BLOCK_P, j * BLOCK_D, p, d, BLOCK_P, HALF, DESCRIBED)
-    squares += _store(out, right_PH, b, i * BLOCK_P, j * BLOCK_D + HALF, p, d, BLOCK_P, HALF, DESCRIBED)
-    tl.store(partial_ptr + index, squares)
+    # One turn of the loop where there is a program for every tile.
+    for index in tl.range(tl.program_id(0), count, tl.num_programs(0), flatten=True):  # pyright: ignore
+        use = which(index, end0, end1, end2)
+        own = index - pick(use, 0, end0, end1, end2)
+        p, d = pick(use, p0, p1, p2, p3), pick(use, d0, d1, d2, d3)
+        rows, columns = tl.cdiv(p, BLOCK_P), tl.cdiv(d, BLOCK_D)
+        b = own // (rows * columns)
+        i, j = place(own % (rows * columns), rows, columns, GROUP)
+        g, x, out = pick(use, g0, g1, g2, g3), pick(use, x0, x1, x2, x3), pick(use, out0, out1, out2, out3)
+        acc_PD = outer(g, x, b, i, j, tokens, BLOCK_P, BLOCK_D, BLOCK_T)
+        # Half a tile at a time: one is on its way to memory while the other is rounded and squared.
+        left_PH, right_PH = tl.split(tl.permute(tl.reshape(acc_PD, (BLOCK_P, 2, HALF)), (0, 2, 1)))
+        squares = _store(out, left_PH, b, i * BLOCK_P, j * BLOCK_D, p, d, BLOCK_P, HALF, DESCRIBED)
+        squares += _store(out, right_PH, b, i * BLOCK_P, j * BLOCK_D + HALF, p, d, BLOCK_P, HALF, DESCRIBED)
+        tl.store(pick(use, partial_ptr0, partial_ptr1, partial_ptr2, partial_ptr3) + own, squares)
 
 
 @jit
@@ -173,24 +196,38 @@ def _sum_body(G_ptr, factor_ptr, onto_ptr, out_ptr, batch, n, ONTO: tl.constexpr
 
 def launch_keep(g_BTP: Tensor, x_BTD: Tensor, *, tile: Tile | None = None) -> tuple[Tensor, Tensor]:
     """As :func:`keep_reference`, by one kernel; ``tile`` overrides the table."""
-    check_pair(g_BTP, x_BTD)
-    if not launchable(g_BTP, x_BTD):
-        return keep_reference(g_BTP, x_BTD)
-    (batch, tokens, p), d = g_BTP.shape, x_BTD.shape[-1]
-    tile = tile or tile_of(g_BTP, x_BTD)
-    G = torch.empty(batch, p, d, dtype=g_BTP.dtype, device=g_BTP.device)
-    partial = torch.empty(batch, tiles(p, tile.rows) * tiles(d, tile.columns), dtype=torch.float64, device=g_BTP.device)
-    addressable = G.stride(1) * G.element_size() % 16 == 0
-    _keep_body[(programs(partial.numel(), tile, g_BTP.device),)](
-        described(aligned(g_BTP), (1, tile.depth, tile.rows)),
-        described(aligned(x_BTD), (1, tile.depth, tile.columns)),
-        described(G, (1, tile.rows, tile.columns // 2)) if addressable else G,
-        partial, batch, tokens, p, d,
+    G, parts = launch_many_kept([g_BTP], [x_BTD], tile=tile)
+    return G, parts
+
+
+def launch_many_kept(gs: list[Tensor], xs: list[Tensor], *, tile: Tile | None = None) -> list[Tensor]:
+    """As :func:`many_kept_reference`, by the kernel, four matrices in a launch."""
+    check_pairs(gs, xs)
+    if not launchable(*gs, *xs):
+        return many_kept_reference(gs, xs)
+    made = [_of_four(gs[four], xs[four], tile or _tile_of(gs[four], xs[four])) for four in fours(gs)]
+    return [G for gradients, _ in made for G in gradients] + [part for _, parts in made for part in parts]
+
+
+def _of_four(gs: list[Tensor], xs: list[Tensor], tile: Tile) -> tuple[list[Tensor], list[Tensor]]:
+    (batch, tokens, _), dtype, device = gs[0].shape, gs[0].dtype, gs[0].device
+    sides = [(g.shape[-1], x.shape[-1]) for g, x in zip(gs, xs)]
+    outs = [torch.empty(batch, p, d, dtype=dtype, device=device) for p, d in sides]
+    parts = [_keep_parts(g, x, tile) for g, x in zip(gs, xs)]
+    partials = [torch.empty(batch, size, dtype=torch.float64, device=device) for size in parts]
+    addressable = all(d * dtype.itemsize % 16 == 0 for _, d in sides)
+    half = (1, tile.rows, tile.columns // 2)
+    *ends, total = accumulate(batch * size for size in parts)
+    _keep_body[(programs(total, tile, device),)](
+        *filled([described(aligned(g), (1, tile.depth, tile.rows)) for g in gs]),
+        *filled([described(aligned(x), (1, tile.depth, tile.columns)) for x in xs]),
+        *filled([described(G, half) if addressable else G for G in outs]), *filled(partials),
+        *filled([p for p, _ in sides]), *filled([d for _, d in sides]), *ends, *[total] * (FOUR - len(gs)),
+        total, tokens,
         BLOCK_P=tile.rows, BLOCK_D=tile.columns, BLOCK_T=tile.depth, GROUP=tile.group,
-        PERSISTENT=tile.per_sm > 0, DESCRIBED=addressable,
-        num_warps=tile.warps, num_stages=tile.stages,
+        DESCRIBED=addressable, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    return G, partial
+    return outs, partials
 
 
 def launch_squared_norms(G_BN: Tensor) -> Tensor:
@@ -242,8 +279,14 @@ def _check_sum(G: Tensor, factors: Tensor, dtype: torch.dtype, onto: Tensor | No
 
 
 def _keep_fake(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    parts = g.new_empty(g.shape[0], _keep_parts(g, x), dtype=torch.float64)
-    return g.new_empty(g.shape[0], g.shape[2], x.shape[2]), parts
+    G, parts = _many_kept_fake([g], [x])
+    return G, parts
+
+
+def _many_kept_fake(gs: list[Tensor], xs: list[Tensor]) -> list[Tensor]:
+    kept = [g.new_empty(g.shape[0], g.shape[2], x.shape[2]) for g, x in zip(gs, xs)]
+    sizes = [_keep_parts(g, x, tile) for g, x, tile in _with_tiles(gs, xs)]
+    return kept + [g.new_empty(g.shape[0], size, dtype=torch.float64) for g, size in zip(gs, sizes)]
 
 
 keep = define(
@@ -254,6 +297,14 @@ keep = define(
     fake=_keep_fake,
 )
 """``(g_BTP, x_BTD)``: as :func:`keep_reference`."""
+many_kept = define(
+    "many_kept",
+    "Tensor[] gs, Tensor[] xs -> Tensor[]",
+    reference=many_kept_reference,
+    cuda=launch_many_kept,
+    fake=_many_kept_fake,
+)
+"""``(gs, xs)``: as :func:`many_kept_reference`; pairs alike in samples and tokens."""
 squared_norms = define(
     "squared_norms",
     "Tensor G -> Tensor",

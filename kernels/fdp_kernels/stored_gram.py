@@ -4,7 +4,7 @@
 
 Both Gram matrices are (B, T, T) float32, 8 B T^2 bytes, and every entry is made twice: 2 B T^2 (P + D) flops. A
 kernel reads them once, multiplies and sums in float64, and adds the worst that rounding can have taken, as ``ghost``
-does and for its reasons.
+does and for its reasons, here with the size of every token (and so without its step 3).
 
     >>> n = stored_gram(g, x)
 
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fdp_kernels.ghost import SLACK, UNIT, finished, floors, ghost_reference, launch_token_norms, rounding_steps
+from fdp_kernels.ghost import SLACK, UNIT, ghost_reference, rounding_steps
 from fdp_kernels.op import define, jit, tl
 from fdp_kernels.tile_gemm import check_pair, launchable, tiles
 
@@ -31,6 +31,41 @@ SPLITS = 16
 """Parts into which the library may cut a sum: each adds one rounding."""
 DEPTH = 1024
 """Features of one product; the bound on rounding grows with it, and not with their number."""
+TOKENS, WIDTH = 4, 512
+"""Tokens of a program of the token norms, and features of a load."""
+
+
+# ---------------------------------------------------------------- bodies
+
+
+@jit
+def _norms_of(
+    z_ptr, out_ptr, block, batch, tokens, width, stride_b, stride_t, TOKENS: tl.constexpr, WIDTH: tl.constexpr
+):
+    token = block * TOKENS + tl.arange(0, TOKENS)
+    there = token < batch * tokens
+    base = (token // tokens).to(tl.int64) * stride_b + (token % tokens).to(tl.int64) * stride_t
+    total = tl.zeros((TOKENS, WIDTH), tl.float64)
+    for first in tl.range(0, width, WIDTH):
+        column = first + tl.arange(0, WIDTH)
+        mask = there[:, None] & (column < width)[None, :]
+        value = tl.load(z_ptr + base[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32).to(tl.float64)
+        total += value * value
+    norm = tl.sqrt(tl.sum(total, 1)) * (1 + 2.0**-20)  # to float32 and not below
+    tl.store(out_ptr + token, norm.to(tl.float32), mask=there)
+
+
+@jit
+def _token_norms_body(
+    g_ptr, x_ptr, a_ptr, b_ptr, batch, tokens, p, d, g_stride_b, g_stride_t, x_stride_b, x_stride_t,
+    TOKENS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.num_programs(0) // 2
+    index = tl.program_id(0)
+    if index < blocks:
+        _norms_of(g_ptr, a_ptr, index, batch, tokens, p, g_stride_b, g_stride_t, TOKENS, WIDTH)
+    else:
+        _norms_of(x_ptr, b_ptr, index - blocks, batch, tokens, d, x_stride_b, x_stride_t, TOKENS, WIDTH)
 
 
 @jit
@@ -60,6 +95,56 @@ def _stored_gram_body(
     tl.store(partial_ptr + tl.program_id(0), tl.sum(total))
 
 
+@jit
+def _finish_body(partial_ptr, a_ptr, b_ptr, out_ptr, parts, tokens, units_both, units_t, BLOCK: tl.constexpr):
+    sample = tl.program_id(0).to(tl.int64)
+    square = tl.zeros((BLOCK,), tl.float64)
+    size = tl.zeros((BLOCK,), tl.float64)
+    first = 0
+    while first < parts:
+        i = first + tl.arange(0, BLOCK)
+        square += tl.load(partial_ptr + sample * parts + i, mask=i < parts, other=0.0)
+        first += BLOCK
+    first = 0
+    while first < tokens:
+        i = first + tl.arange(0, BLOCK)
+        a = tl.load(a_ptr + sample * tokens + i, mask=i < tokens, other=0.0).to(tl.float64)
+        size += a * tl.load(b_ptr + sample * tokens + i, mask=i < tokens, other=0.0).to(tl.float64)
+        first += BLOCK
+    total, length = tl.sum(square), tl.sum(size)
+    total = tl.where(total < 0.0, 0.0, total) + units_both * length * length  # NaN stays NaN
+    norm = tl.sqrt(total) + units_t * length
+    tl.store(out_ptr + sample, norm * norm)
+
+
+# ---------------------------------------------------------------- launches
+
+
+def launch_token_norms(g_BTP: Tensor, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+    """``|g_t|`` and ``|x_t|``, (B, T) float32, rounded up; features side by side in memory."""
+    (batch, tokens, p), d = g_BTP.shape, x_BTD.shape[-1]
+    a, b = (torch.empty(batch, tokens, dtype=torch.float32, device=g_BTP.device) for _ in range(2))
+    _token_norms_body[(2 * tiles(batch * tokens, TOKENS),)](
+        g_BTP, x_BTD, a, b, batch, tokens, p, d, *g_BTP.stride()[:2], *x_BTD.stride()[:2],
+        TOKENS=TOKENS, WIDTH=WIDTH, num_warps=4,
+    )  # fmt: skip
+    return a, b
+
+
+def floors(p: int, d: int, units_p: float, units_d: float) -> tuple[float, float]:
+    """What products below 2^-126, which float32 drops, can take from a Gram matrix, in its units."""
+    return p * 2.0**-126 / units_p, d * 2.0**-126 / units_d
+
+
+def finished(partial_BN: Tensor, a_BT: Tensor, b_BT: Tensor, units_both: float, units_t: float) -> Tensor:
+    """Steps 2 and 3 of the bound, from the sums of the tiles; in a fixed order, one launch."""
+    out = torch.empty(len(a_BT), dtype=torch.float64, device=a_BT.device)
+    _finish_body[(len(a_BT),)](
+        partial_BN, a_BT, b_BT, out, partial_BN.shape[1], a_BT.shape[1], units_both, units_t, BLOCK=1024, num_warps=4
+    )
+    return out
+
+
 def launch_reduce(
     A_BTT: Tensor,
     X_BTT: Tensor,
@@ -72,7 +157,7 @@ def launch_reduce(
 ) -> Tensor:
     """``sum_{t,s} A X + units_p a_t a_s |X| + units_d b_t b_s |A|`` per sample and row of tiles: (B, parts) float64.
 
-    ``least`` is what a_t a_s and b_t b_s count at least: see ``ghost.floors``.
+    ``least`` is what a_t a_s and b_t b_s count at least: see :func:`floors`.
     """
     batch, tokens = a_BT.shape
     partial = torch.empty(batch, tiles(tokens, ROWS), dtype=torch.float64, device=A_BTT.device)

@@ -1,7 +1,7 @@
 """Tiles of two products, the same in every kernel that needs them, and how their operands are handed over.
 
     outer(b, i, j) = g_b[:, tile i]^T x_b[:, tile j]     (P, D)   summed over tokens, BLOCK_T at a time
-    inner(b, i, j) = z_b[tile i] z_b[tile j]^T           (R, S)   summed over features, in chunks
+    inner(b, i, j) = z_b[tile i] z_b[tile j]^T           (R, R)   summed over features, in chunks
 
 Operands are bfloat16, float16 or float32 (products of float32 are never rounded to tf32), sums float32. The order of
 summation depends on the depth of a step alone, so ``direct`` measures bit for bit what ``weighted`` adds. Operands are
@@ -10,6 +10,9 @@ sample's first token.
 
     >>> g, x = described(g, (1, 64, 128)), described(x, (1, 64, 256))
     >>> acc = outer(g, x, b, i, j, T, BLOCK_P=128, BLOCK_D=256, BLOCK_T=64)             # in a body
+
+Matrices of a block are often too small for a device: 200 tiles on 132 multiprocessors take as long as 264. So kernels
+take the pairs of up to FOUR matrices, alike in samples and tokens, and a program picks its own.
 
 Letters: B samples, T tokens, P (p) output features, D (d) input features, K a step in depth.
 """
@@ -65,6 +68,31 @@ def tiles(n: int, block: int) -> int:
     return -(-n // block)
 
 
+def tiles_of(p: int, d: int, tile: Tile) -> int:
+    """Of a matrix."""
+    return tiles(p, tile.rows) * tiles(d, tile.columns)
+
+
+FOUR = 4
+"""Pairs that one launch takes."""
+
+
+def fours(items: Sequence[Any]) -> list[slice]:
+    """Where the items of every launch are."""
+    return [slice(i, i + FOUR) for i in range(0, len(items), FOUR)]
+
+
+def filled(items: Sequence[Any]) -> list[Any]:
+    """Up to four arguments as exactly four; no program picks one that was filled in."""
+    return [*items, *[items[0]] * (FOUR - len(items))]
+
+
+def chunks_of(width: int, depth: int, chunk: int) -> tuple[int, int]:
+    """How :func:`inner` cuts features: chunks, and features of one."""
+    chunks = tiles(width, chunk)
+    return chunks, min(width, tiles(tiles(width, depth), chunks) * depth)
+
+
 # ---------------------------------------------------------------- operands
 
 
@@ -77,6 +105,17 @@ def check_pair(g_BTP: Tensor, x_BTD: Tensor) -> None:
             "expected g (batch, tokens, outputs) and x (batch, tokens, inputs) of one floating dtype on one device, "
             f"got {' and '.join(got)}"
         )
+
+
+def check_pairs(gs: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
+    """One pair or more, alike in all but their numbers of features."""
+    if len(gs) != len(xs) or not gs:
+        raise ValueError(f"expected as many g as x, and one at least, got {len(gs)} and {len(xs)}")
+    for g, x in zip(gs, xs):
+        check_pair(g, x)
+    if len({(g.shape[:2], g.dtype, g.device) for g in gs}) > 1:
+        got = ", ".join(f"{tuple(g.shape)} {g.dtype} {g.device}" for g in gs)
+        raise ValueError(f"expected pairs alike in samples, tokens, dtype and device, got g {got}")
 
 
 def launchable(*operands: Tensor) -> bool:
@@ -131,6 +170,26 @@ def programs(total: int, tile: Tile, device: torch.device) -> int:
 
 
 @jit
+def pick(use, first, second, third, fourth):
+    """The ``use``-th of four arguments of one type: descriptors, pointers or numbers."""
+    if use == 0:
+        found = first
+    elif use == 1:
+        found = second
+    elif use == 2:
+        found = third
+    else:
+        found = fourth
+    return found
+
+
+@jit
+def which(index, end0, end1, end2):
+    """The use whose programs, in turn, the index is one of."""
+    return (index >= end0).to(tl.int32) + (index >= end1).to(tl.int32) + (index >= end2).to(tl.int32)
+
+
+@jit
 def place(index, rows, columns, GROUP: tl.constexpr):
     """Row and column of the index-th tile, GROUP rows at a time, so that neighbours in time share operands in L2."""
     whole = GROUP * columns
@@ -152,18 +211,20 @@ def outer(g, x, b, i, j, tokens, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, B
 
 
 @jit
-def inner(left, right, b, i, j, chunks, steps, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr):
-    """``z_b[tile i] z_b[tile j]^T`` in float32; ``left`` and ``right`` describe the same z.
+def inner(z, b, i, j, width, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr):
+    """``z_b[tile i] z_b[tile j]^T`` in float32.
 
-    ``steps`` steps in depth go into one accumulator, ``chunks`` accumulators into the sum: rounding grows with their
-    number and not with that of the features.
+    About CHUNK features go into one accumulator, and the accumulators into the sum: rounding grows with their number
+    and not with that of the features. See :func:`chunks_of`.
     """
-    total = tl.zeros((BLOCK_R, BLOCK_S), tl.float32)
+    chunks = tl.cdiv(width, CHUNK)
+    steps = tl.cdiv(tl.cdiv(width, BLOCK_K), chunks)
+    total = tl.zeros((BLOCK_R, BLOCK_R), tl.float32)
     for chunk in tl.range(0, chunks, flatten=True):
-        acc = tl.zeros((BLOCK_R, BLOCK_S), tl.float32)
+        acc = tl.zeros((BLOCK_R, BLOCK_R), tl.float32)
         for step in tl.range(0, steps):
-            z_RK = left.load([b, i * BLOCK_R, (chunk * steps + step) * BLOCK_K]).reshape(BLOCK_R, BLOCK_K)
-            z_SK = right.load([b, j * BLOCK_S, (chunk * steps + step) * BLOCK_K]).reshape(BLOCK_S, BLOCK_K)
+            z_RK = z.load([b, i * BLOCK_R, (chunk * steps + step) * BLOCK_K]).reshape(BLOCK_R, BLOCK_K)
+            z_SK = z.load([b, j * BLOCK_R, (chunk * steps + step) * BLOCK_K]).reshape(BLOCK_R, BLOCK_K)
             acc = tl.dot(z_RK, tl.trans(z_SK), acc, input_precision="ieee")
         total += acc
     return total

