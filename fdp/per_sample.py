@@ -131,7 +131,7 @@ def clipped_sum(stash: Stash, clip: Clip, *, made: bool = True, release: bool = 
     """``sum_b factor_b G_b`` per leaf, in float64, over this rank's samples.
 
     With ``made=False`` the sums of kept per-sample gradients are left to be made, for who adds noise in the same pass.
-    With ``release`` the stash lets go of every block's records once they are summed, and can be summed no second time.
+    With ``release`` the stash lets go of a block's records as it comes to the next, and is not to be summed again.
 
     Where sums are reduced in every microbatch, over all ranks' samples, and this rank's part of it: each block's sums
     travel while the next block's are made, so that no more than two blocks' whole gradients are alive at a time.

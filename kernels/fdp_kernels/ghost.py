@@ -40,7 +40,8 @@ On independent random tokens with P = D = 1280 the norm is overstated by 0.3 % a
 0.7 % at T = 1024, 1.8 % at T = 2048, hardly more for a vocabulary of 50257, less where tokens have something in common.
 
 Guarantees:
-  - at least the squared norm of what ``weighted`` adds for the sample before its factor, whatever the sample holds;
+  - at least the squared norm of what ``weighted`` adds for the sample before its factor, whatever the sample holds
+    (what ``weighted`` itself drops, of products below 2^-126, is not in it);
   - a sample with a NaN or infinite token has a NaN or infinite norm, and no other sample has, but one with a token
     above 1e18, whose products float32 does not hold.
 
