@@ -129,7 +129,9 @@ def must_show(content: dict[str, Any]) -> list[Figure]:
         if row["mode"] == "auto" and row["layers"] == CONFIG.layers:
             seconds = row["first_step_s"]
             what = f"seconds from the start of the program to the first step, T = {row['context']}"
-            figures.append(Figure(what, "<= 60", f"{seconds:.1f}", seconds <= 60))
+            earlier = row.get("commit") not in (None, content["commit"])
+            shown = f"{seconds:.1f}" + (f" (at {row['commit']})" if earlier else "")
+            figures.append(Figure(what, "<= 60", shown, seconds <= 60))
     return figures
 
 
