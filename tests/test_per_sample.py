@@ -14,7 +14,7 @@ from fdp.costs import NormBy, SumBy
 from fdp.methods import Method, Plan, make_plan
 from fdp.model import Block, from_loss
 from fdp.per_sample import clipped_sum, per_sample_norms, plain_sum
-from fdp.rules import Pair
+from fdp.rules import Dense, Pair
 from fdp.types import Clip, FdpError, Flat, Weighted
 from tests.conftest import Case, case_named, cast, randn, reference_of
 
@@ -296,6 +296,9 @@ def test_an_outlier_whose_tokens_cancel_moves_the_sum_by_at_most_the_bound(plan_
 def test_sums_left_to_be_made_are_the_sums(name, plan_name):
     _, norms, stash = run(name, plan_name)
     clip = clip_to(norms, max_norm=float(norms.total().median()))
+    # Every leaf has factors of its own, as if clipped on its own.
+    own = {path: factors / (1 + i) for i, (path, factors) in enumerate(clip.factors.items())}
+    clip = clip._replace(factors=own)
     made, left = clipped_sum(stash, clip), clipped_sum(stash, clip, made=False)
     assert {path for path, leaf in left.value.items() if isinstance(leaf, Weighted)} == set(stash.records)
     assert all(leaf.factors.dtype == torch.float64 for leaf in left.value.values() if isinstance(leaf, Weighted))
@@ -426,6 +429,34 @@ def test_several_uses_in_half_precision_are_measured_as_they_are_summed(plan_nam
     if plan_name in ("flash-0", "flash_bk"):  # what a Gram matrix may have lost covers this much; kept sums are as kept
         with pytest.raises(AssertionError):
             check_uses_in_half_precision(plan_name, in_blocks)
+
+
+def test_a_leaf_kept_in_two_blocks_is_measured_whole(monkeypatch):
+    """A kernel measures the gradient of each use; what is kept, and measured, is their sum."""
+    as_on_a_gpu(monkeypatch)
+    monkeypatch.setattr(fdp.per_sample, "SMALL", 0)
+    half, params = torch.bfloat16, {"w": torch.zeros(16, 16)}
+    data = {name: randn(3, 8, 16, seed=i).to(half) for i, name in enumerate(("x0", "x1", "g0", "g1"))}
+
+    def part(p, d, i):
+        return (ops.linear(d[f"x{i}"], p["w"]) * d[f"g{i}"]).sum((1, 2))
+
+    first = Block("first", {"w": "w"}, lambda p, carry, d: part(p, d, 0))
+    second = Block("second", {"w": "w"}, lambda p, carry, d: carry + part(p, d, 1))
+    model = from_loss(lambda p, d: part(p, d, 0), params)._replace(blocks=(first, second))
+    plan = make_plan(model, params, data, method=Method.FLASH, dtype=half)
+    assert plan.choices["w"].norm is NormBy.KEEP
+    _, norms, stash = per_sample_norms(model, params, data, plan=plan)
+    (kept,) = stash.records["w"]
+    assert isinstance(kept, Dense)
+    assert_trees_close({"w": norms.squared["w"]}, {"w": kept.gradient.double().square().sum((1, 2))}, 1e-12)
+    alone = sum(torch.einsum("btp,btd->bpd", data[f"g{i}"].double(), data[f"x{i}"].double()) for i in range(2))
+    torch.testing.assert_close(kept.gradient.double(), alone, rtol=0.02, atol=0.1)
+
+
+def test_what_is_left_to_be_weighed_is_a_gradient_that_is_all_there_is_of_a_leaf():
+    one, pair = Dense(torch.ones(2, 3)), Pair(torch.ones(2, 1, 4, 5), torch.ones(2, 1, 4, 3), (5, 3))
+    assert set(fdp.per_sample._alone({"a": [one], "b": [one, pair], "c": [pair], "d": [one, one]})) == {"a"}
 
 
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

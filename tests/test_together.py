@@ -8,6 +8,7 @@ from torch import Tensor
 
 import fdp.rules
 import fdp.together
+from fdp.costs import SQUARED_NORMS, NormBy
 from fdp.rules import (
     Dense,
     OneHot,
@@ -81,6 +82,14 @@ def test_norms_are_those_of_each_alone(launches: list[tuple[str, int]]) -> None:
     for got, record in zip(direct_squared_norms(pairs), pairs, strict=True):
         assert_same(got, direct_squared_norm(record))
     assert sorted(launches) == [("many_direct", 1), ("many_direct", 3), ("many_ghosts", 1), ("many_ghosts", 3)]
+
+
+def test_each_way_to_a_norm_goes_by_its_own_kernel(launches: list[tuple[str, int]]) -> None:
+    for by, name in ((NormBy.DIRECT, "many_direct"), (NormBy.SYMMETRIC, "many_ghosts")):
+        SQUARED_NORMS[by]([pair(3, 5, 4, 6)])
+        assert launches.pop() == (name, 1)
+    SQUARED_NORMS[NormBy.GRAM]([pair(3, 5, 4, 6)])
+    assert not launches
 
 
 def test_sums_are_those_of_each_alone_with_its_own_factors(launches: list[tuple[str, int]]) -> None:
