@@ -10,9 +10,10 @@
 | flash_bk      | DIRECT or SYMMETRIC, the cheaper          | kept PAIRs                               |
 | auto          | the cheapest of all                       | the one that goes with it                |
 
-Of an embedding ``flash`` takes the cheapest of KEEP, DIRECT and SYMMETRIC: whole tables, one per sample, only if small.
-A head, tied or not, is kept by ``auto`` and ``flash`` where kernels fuse it with its loss. Both go by a budget: what
-would not fit is kept in a smaller form, or else nothing is, at the price of a SECOND backward.
+Of ways whose measured times are about the same that is taken which keeps least. Of an embedding ``flash`` takes the
+cheapest of KEEP, DIRECT and SYMMETRIC: whole tables, one per sample, only if small. A head, tied or not, is kept by
+``auto`` and ``flash`` where kernels fuse it with its loss. Both go by a budget: what would not fit is kept in a smaller
+form, or else nothing is, at the price of a SECOND backward.
 
 What each costs is in ``fdp.costs``; what it cost on this device, once timed, in ``fdp.timing``.
 
