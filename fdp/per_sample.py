@@ -36,7 +36,6 @@ from fdp.rules import (
     squared_norm,
     widened,
 )
-from fdp.rules import kept as kept_record
 from fdp.sharding import Reduce, Sharding
 from fdp.together import kept_gradients, weighted_gradients
 from fdp.traffic import owned, reduced, sum_over_parts
@@ -108,17 +107,15 @@ def per_sample_norms(
             waiting[path] -= 1
             if waiting[path] == 0:
                 done[path] = open_records.pop(path)
-        paired = {path: of for path, of in done.items() if len(of) > 1 or not isinstance(of[0], Dense)}
-        squared |= _squared_norms(plan, paired)
-        for path, (first, *_) in done.items():
-            if path in paired or not isinstance(first, Dense):
-                continue
-            if first.gradient[0].numel() <= SMALL:
-                small[path] = first.gradient
-            elif first.squares is not None:
-                squares[path] = first.squares
+        alone = _alone(done)
+        squared |= _squared_norms(plan, {path: of for path, of in done.items() if path not in alone})
+        for path, of in alone.items():
+            if of.gradient[0].numel() <= SMALL:
+                small[path] = of.gradient
+            elif of.squares is not None:
+                squares[path] = of.squares
             else:
-                squares[path] = squared_parts(first.gradient.reshape(plan.batch_size, -1))
+                squares[path] = squared_parts(of.gradient.reshape(plan.batch_size, -1))
         kept |= {path: of for path, of in done.items() if plan.choices[path].sum is not SumBy.SECOND}
     squared |= _together(small, lambda these: torch.linalg.vector_norm(these, dim=-1, dtype=torch.float64).square())
     squared |= _together(squares, lambda parts: parts.sum(-1))
@@ -207,7 +204,8 @@ def _weighted_blocks(stash: Stash, clip: Clip, made: bool, release: bool) -> Ite
         kept = {path: stash.records[path] for path in owned(weights.model, i) if path in stash.records}
         for path in kept if release else ():
             del stash.records[path]
-        to_weigh = {path: Weighted(G, clip.factors[path]) for path, G in (() if made else _alone(kept).items())}
+        alone = {} if made else _alone(kept)
+        to_weigh = {path: Weighted(of.gradient, clip.factors[path]) for path, of in alone.items()}
         sums = _sums({path: of for path, of in kept.items() if path not in to_weigh}, clip, several)
         yield {path: to_weigh[path] if path in to_weigh else _made(sums[path], made) for path in kept}
 
@@ -245,10 +243,8 @@ def _plain_blocks(
 
 def _merge(records: list[Record], choice: Choice) -> list[Record]:
     """Records of one leaf so far: one running per-sample gradient if that is what is kept, else the pairs."""
-    if choice.norm not in (NormBy.KEEP, NormBy.VMAP):
+    if choice.norm not in (NormBy.KEEP, NormBy.VMAP) or len(records) == 1:
         return records
-    if len(records) == 1:
-        return [kept_record(records[0])]
     first, *rest = [per_sample_gradient(record) for record in records]
     return [Dense(sum(rest, start=first))]
 
@@ -295,10 +291,9 @@ def _together(leaves: Flat, norms: Callable[[Tensor], Tensor]) -> Flat:
     return found
 
 
-def _alone(records: dict[Path, list[Record]]) -> Flat:
-    """The per-sample gradients of leaves of which these are all that was kept."""
-    firsts = {path: of[0] for path, of in records.items() if len(of) == 1}
-    return {path: first.gradient for path, first in firsts.items() if isinstance(first, Dense)}
+def _alone(records: dict[Path, list[Record]]) -> dict[Path, Dense]:
+    """The per-sample gradients that are all there is of their leaf."""
+    return {path: of[0] for path, of in records.items() if len(of) == 1 and isinstance(of[0], Dense)}
 
 
 def _made(total: Tensor, made: bool) -> Any:

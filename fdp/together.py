@@ -49,20 +49,12 @@ def kept_gradients(records: Sequence[Record]) -> list[Dense]:
 
 def symmetric_squared_norms(records: Sequence[Record]) -> list[Float[Tensor, " batch"]]:
     """:func:`fdp.rules.symmetric_squared_norm` of each."""
-
-    def many(pairs: list[Pair], places: list[int]) -> list[Tensor]:
-        return list(many_ghosts(*_sides(pairs)).unbind())
-
-    return _each(records, _single_group, many, lambda i: symmetric_squared_norm(records[i]))
+    return _norms(records, many_ghosts, symmetric_squared_norm)
 
 
 def direct_squared_norms(records: Sequence[Record]) -> list[Float[Tensor, " batch"]]:
     """:func:`fdp.rules.direct_squared_norm` of each."""
-
-    def many(pairs: list[Pair], places: list[int]) -> list[Tensor]:
-        return list(many_direct(*_sides(pairs)).unbind())
-
-    return _each(records, _single_group, many, lambda i: direct_squared_norm(records[i]))
+    return _norms(records, many_direct, direct_squared_norm)
 
 
 def weighted_gradients(
@@ -79,6 +71,13 @@ def weighted_gradients(
         return _single_group(pair) and len(pair.right) <= TOGETHER
 
     return _each(records, few, many, lambda i: weighted_gradient(records[i], factors[i]))
+
+
+def _norms(records: Sequence[Record], kernel: Callable[..., Tensor], one: Callable[[Record], Tensor]) -> list[Tensor]:
+    def many(pairs: list[Pair], places: list[int]) -> list[Tensor]:
+        return list(kernel(*_sides(pairs)).unbind())
+
+    return _each(records, _single_group, many, lambda i: one(records[i]))
 
 
 def _single_group(pair: Pair) -> bool:

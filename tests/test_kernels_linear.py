@@ -29,7 +29,7 @@ from fdp_kernels.keep import (
     weighted_sum,
     weighted_sum_reference,
 )
-from fdp_kernels.tile_gemm import Tile, aligned
+from fdp_kernels.tile_gemm import Tile, aligned, extents
 from fdp_kernels.weighted import TILES as WEIGHTED_TILES
 from fdp_kernels.weighted import launch_many_weighted, launch_weighted, many_weighted, weighted, weighted_reference
 
@@ -241,6 +241,19 @@ def test_ghost_is_never_below_where_few_tokens_hold_all(tokens: int) -> None:
             assert bool((found >= expected).all())
             least = 1e-30 + 1e-15 * sum(z.double().norm(dim=-1).sum(1) for z in (g, x))  # for products below 2^-126
             assert bool((found <= 1.001 * expected + 1e-4 * sizes(g, x) + least).all())
+
+
+@pytest.mark.parametrize(
+    ("matrices", "expected"),
+    [
+        (1, [5, 5, 5, 5, 7, 7, 7, 7, 3, 3, 3]),
+        (2, [5, 6, 5, 5, 7, 8, 7, 7, 3, 7, 7]),
+        (4, [5, 6, 7, 8, 7, 8, 9, 10, 3, 7, 12]),
+    ],
+)
+def test_what_is_filled_in_has_no_programs(matrices: int, expected: list[int]) -> None:
+    gs, xs = ([torch.zeros(1, 1, first + k) for k in range(matrices)] for first in (5, 7))
+    assert extents(gs, xs, [3 + k for k in range(matrices)]) == expected
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, about what is wanted here

@@ -23,22 +23,18 @@ Letters: B samples, T tokens, P output features, D input features.
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 import torch
 from torch import Tensor
 
 from fdp_kernels.op import define, jit, tl
 from fdp_kernels.tile_gemm import (
-    FOUR,
     Row,
     Tile,
-    aligned,
     check_pair,
     check_pairs,
     choose,
-    described,
-    filled,
+    described_pairs,
+    extents,
     fours,
     launchable,
     outer,
@@ -103,16 +99,12 @@ def launch_many_direct(gs: list[Tensor], xs: list[Tensor], *, tile: Tile | None 
 
 def _of_four(gs: list[Tensor], xs: list[Tensor], tile: Tile | None) -> list[Tensor]:
     (batch, tokens, _), dtype, device = gs[0].shape, gs[0].dtype, gs[0].device
-    sides = [(g.shape[-1], x.shape[-1]) for g, x in zip(gs, xs)]
-    tile = tile or choose(TILES, dtype, lambda tile: batch * sum(tiles_of(p, d, tile) for p, d in sides))
-    counts = [batch * tiles_of(p, d, tile) for p, d in sides]
-    *ends, total = accumulate(counts)
+    tile = tile or choose(TILES, dtype, lambda tile: batch * sum(tiles_of(g, x, tile) for g, x in zip(gs, xs)))
+    counts = [batch * tiles_of(g, x, tile) for g, x in zip(gs, xs)]
+    total = sum(counts)
     partial = torch.empty(total, dtype=torch.float64, device=device)
     _direct_body[(programs(total, tile, device),)](
-        *filled([described(aligned(g), (1, tile.depth, tile.rows)) for g in gs]),
-        *filled([described(aligned(x), (1, tile.depth, tile.columns)) for x in xs]),
-        *filled([p for p, _ in sides]), *filled([d for _, d in sides]), *ends, *[total] * (FOUR - len(gs)),
-        partial, total, tokens,
+        *described_pairs(gs, xs, tile), *extents(gs, xs, counts), partial, total, tokens,
         BLOCK_P=tile.rows, BLOCK_D=tile.columns, BLOCK_T=tile.depth, GROUP=tile.group,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

@@ -28,21 +28,19 @@ Letters: B samples, T tokens, P output features, D input features, N elements of
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 import torch
 from torch import Tensor
 
 from fdp_kernels.direct import TILES
 from fdp_kernels.op import define, jit, tl
 from fdp_kernels.tile_gemm import (
-    FOUR,
     Tile,
-    aligned,
     check_pair,
     check_pairs,
     choose,
     described,
+    described_pairs,
+    extents,
     filled,
     fours,
     launchable,
@@ -66,18 +64,16 @@ BLOCK = 1024
 
 
 def keep_reference(g_BTP: Tensor, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
-    check_pair(g_BTP, x_BTD)
-    wide = torch.float64 if g_BTP.dtype == torch.float64 else torch.float32
-    G_BPD = torch.bmm(g_BTP.to(wide).mT, x_BTD.to(wide)).to(g_BTP.dtype)
-    return G_BPD, _in_parts(squared_norms_reference(G_BPD), _keep_parts(g_BTP, x_BTD, _tile_of([g_BTP], [x_BTD])))
+    G_BPD, parts = many_kept_reference([g_BTP], [x_BTD])
+    return G_BPD, parts
 
 
 def many_kept_reference(gs: list[Tensor], xs: list[Tensor]) -> list[Tensor]:
     """The gradients of all, then the parts of all."""
     check_pairs(gs, xs)
-    made = [keep_reference(g, x)[0] for g, x in zip(gs, xs)]
-    sizes = [_keep_parts(g, x, tile) for g, x, tile in _with_tiles(gs, xs)]
-    return [*made, *(_in_parts(squared_norms_reference(G), size) for G, size in zip(made, sizes))]
+    wide = torch.float64 if gs[0].dtype == torch.float64 else torch.float32
+    made = [torch.bmm(g.to(wide).mT, x.to(wide)).to(g.dtype) for g, x in zip(gs, xs)]
+    return [*made, *(_in_parts(squared_norms_reference(G), size) for G, size in zip(made, _keep_parts(gs, xs)))]
 
 
 def squared_norms_reference(G_BN: Tensor) -> Tensor:
@@ -99,17 +95,13 @@ def _parts(G_BN: Tensor) -> int:
 
 def _tile_of(gs: list[Tensor], xs: list[Tensor]) -> Tile:
     """The tile of one launch."""
-    return choose(TILES, gs[0].dtype, lambda tile: sum(len(g) * _keep_parts(g, x, tile) for g, x in zip(gs, xs)))
+    return choose(TILES, gs[0].dtype, lambda tile: sum(len(g) * tiles_of(g, x, tile) for g, x in zip(gs, xs)))
 
 
-def _with_tiles(gs: list[Tensor], xs: list[Tensor]) -> list[tuple[Tensor, Tensor, Tile]]:
-    """Pairs, each with the tile of its launch."""
-    found = [_tile_of(gs[four], xs[four]) for four in fours(gs) for _ in gs[four]]
-    return list(zip(gs, xs, found))
-
-
-def _keep_parts(g_BTP: Tensor, x_BTD: Tensor, tile: Tile) -> int:
-    return tiles_of(g_BTP.shape[-1], x_BTD.shape[-1], tile)
+def _keep_parts(gs: list[Tensor], xs: list[Tensor]) -> list[int]:
+    """In how many parts the kernel leaves each one's squares: one for a tile, of which every launch has its own."""
+    launches = [(gs[four], xs[four], _tile_of(gs[four], xs[four])) for four in fours(gs)]
+    return [tiles_of(g, x, tile) for lefts, rights, tile in launches for g, x in zip(lefts, rights)]
 
 
 def weighted_sum_reference(G_BN: Tensor, factors_B: Tensor, dtype: torch.dtype, onto_N: Tensor | None = None) -> Tensor:
@@ -211,19 +203,15 @@ def launch_many_kept(gs: list[Tensor], xs: list[Tensor], *, tile: Tile | None = 
 
 def _of_four(gs: list[Tensor], xs: list[Tensor], tile: Tile) -> tuple[list[Tensor], list[Tensor]]:
     (batch, tokens, _), dtype, device = gs[0].shape, gs[0].dtype, gs[0].device
-    sides = [(g.shape[-1], x.shape[-1]) for g, x in zip(gs, xs)]
-    outs = [torch.empty(batch, p, d, dtype=dtype, device=device) for p, d in sides]
-    parts = [_keep_parts(g, x, tile) for g, x in zip(gs, xs)]
+    outs = [torch.empty(batch, g.shape[-1], x.shape[-1], dtype=dtype, device=device) for g, x in zip(gs, xs)]
+    parts = [tiles_of(g, x, tile) for g, x in zip(gs, xs)]
     partials = [torch.empty(batch, size, dtype=torch.float64, device=device) for size in parts]
-    addressable = all(d * dtype.itemsize % 16 == 0 for _, d in sides)
+    addressable = all(x.shape[-1] * dtype.itemsize % 16 == 0 for x in xs)
     half = (1, tile.rows, tile.columns // 2)
-    *ends, total = accumulate(batch * size for size in parts)
+    total = batch * sum(parts)
     _keep_body[(programs(total, tile, device),)](
-        *filled([described(aligned(g), (1, tile.depth, tile.rows)) for g in gs]),
-        *filled([described(aligned(x), (1, tile.depth, tile.columns)) for x in xs]),
-        *filled([described(G, half) if addressable else G for G in outs]), *filled(partials),
-        *filled([p for p, _ in sides]), *filled([d for _, d in sides]), *ends, *[total] * (FOUR - len(gs)),
-        total, tokens,
+        *described_pairs(gs, xs, tile), *filled([described(G, half) if addressable else G for G in outs]),
+        *filled(partials), *extents(gs, xs, [batch * size for size in parts]), total, tokens,
         BLOCK_P=tile.rows, BLOCK_D=tile.columns, BLOCK_T=tile.depth, GROUP=tile.group,
         DESCRIBED=addressable, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -285,8 +273,7 @@ def _keep_fake(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _many_kept_fake(gs: list[Tensor], xs: list[Tensor]) -> list[Tensor]:
     kept = [g.new_empty(g.shape[0], g.shape[2], x.shape[2]) for g, x in zip(gs, xs)]
-    sizes = [_keep_parts(g, x, tile) for g, x, tile in _with_tiles(gs, xs)]
-    return kept + [g.new_empty(g.shape[0], size, dtype=torch.float64) for g, size in zip(gs, sizes)]
+    return kept + [g.new_empty(g.shape[0], size, dtype=torch.float64) for g, size in zip(gs, _keep_parts(gs, xs))]
 
 
 keep = define(

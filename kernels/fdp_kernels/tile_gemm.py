@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -68,9 +69,9 @@ def tiles(n: int, block: int) -> int:
     return -(-n // block)
 
 
-def tiles_of(p: int, d: int, tile: Tile) -> int:
-    """Of a matrix."""
-    return tiles(p, tile.rows) * tiles(d, tile.columns)
+def tiles_of(g_BTP: Tensor, x_BTD: Tensor, tile: Tile) -> int:
+    """Of a sample's gradient."""
+    return tiles(g_BTP.shape[-1], tile.rows) * tiles(x_BTD.shape[-1], tile.columns)
 
 
 FOUR = 4
@@ -151,6 +152,20 @@ def described(z_BTK: Tensor, block: Sequence[int]) -> Any:
     )  # dims of one element may have any stride; a descriptor wants an aligned one
     strides = [step if size > 1 else row for size, step in zip(z_BTK.shape[:-1], z_BTK.stride())]
     return TensorDescriptor(z_BTK, list(z_BTK.shape), [*strides, 1], list(block))
+
+
+def described_pairs(gs: Sequence[Tensor], xs: Sequence[Tensor], tile: Tile) -> list[Any]:
+    """Descriptors of four g, then of four x, for ``outer``."""
+    lefts = [described(aligned(g), (1, tile.depth, tile.rows)) for g in gs]
+    rights = [described(aligned(x), (1, tile.depth, tile.columns)) for x in xs]
+    return filled(lefts) + filled(rights)
+
+
+def extents(gs: Sequence[Tensor], xs: Sequence[Tensor], counts: Sequence[int]) -> list[int]:
+    """Output features of four, input features of four, and where the programs of the first three end: for ``which``."""
+    ends = list(accumulate(counts))
+    widths = filled([g.shape[-1] for g in gs]) + filled([x.shape[-1] for x in xs])
+    return widths + [*ends, *ends[-1:] * FOUR][: FOUR - 1]
 
 
 @cache

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fdp_kernels.op import define, jit, tl
-from fdp_kernels.tile_gemm import launchable, tiles
+from fdp_kernels.tile_gemm import FOUR, filled, fours, launchable, tiles
 
 ROWS, COLUMNS, LOADS = 16, 128, 4
 """Tokens and columns of a load, and loads of the first kernel that are on their way together and added in float32."""
@@ -215,14 +215,13 @@ def launch_many_token_sums(gs: list[Tensor]) -> Tensor:
     _check_many(gs)
     if not launchable(*gs):
         return many_token_sums_reference(gs)
-    return torch.cat([_of_four(gs[i : i + 4]) for i in range(0, len(gs), 4)]) if len(gs) > 4 else _of_four(gs)
+    return torch.cat([_of_four(gs[four]) for four in fours(gs)]) if len(gs) > FOUR else _of_four(gs)
 
 
 def _of_four(gs: list[Tensor]) -> Tensor:
     (batch, tokens), device = gs[0].shape[:2], gs[0].device
-    gs = [_side_by_side(g) for g in gs]
-    widths = [g.shape[2] for g in gs] + [0] * (4 - len(gs))
-    gs = gs + gs[:1] * (4 - len(gs))
+    widths = [g.shape[2] for g in gs] + [0] * (FOUR - len(gs))
+    gs = filled([_side_by_side(g) for g in gs])
     blocks = sum(tiles(width, COLUMNS) for width in widths)
     splits, each = _cut(tokens, batch * blocks)
     partial = torch.empty((batch, splits, sum(widths)), dtype=torch.float64, device=device)

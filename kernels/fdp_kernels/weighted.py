@@ -26,21 +26,18 @@ Letters: B samples, T tokens, P output features, D input features.
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 import torch
 from torch import Tensor
 
 from fdp_kernels.op import define, jit, tl
 from fdp_kernels.tile_gemm import (
-    FOUR,
     Row,
     Tile,
-    aligned,
     check_pair,
     check_pairs,
     choose,
-    described,
+    described_pairs,
+    extents,
     filled,
     fours,
     launchable,
@@ -117,16 +114,12 @@ def launch_many_weighted(
 
 def _of_four(gs: list[Tensor], xs: list[Tensor], factors: list[Tensor], tile: Tile | None) -> list[Tensor]:
     (batch, tokens, _), dtype, device = gs[0].shape, gs[0].dtype, gs[0].device
-    sides = [(g.shape[-1], x.shape[-1]) for g, x in zip(gs, xs)]
-    tile = tile or choose(TILES, dtype, lambda tile: sum(tiles_of(p, d, tile) for p, d in sides))
-    outs = [torch.empty(side, dtype=torch.float32, device=device) for side in sides]
-    *ends, total = accumulate(tiles_of(p, d, tile) for p, d in sides)
-    _weighted_body[(total,)](
-        *filled([described(aligned(g), (1, tile.depth, tile.rows)) for g in gs]),
-        *filled([described(aligned(x), (1, tile.depth, tile.columns)) for x in xs]),
-        *filled([f.contiguous() for f in factors]), *filled(outs),
-        *filled([p for p, _ in sides]), *filled([d for _, d in sides]), *ends, *[total] * (FOUR - len(gs)),
-        batch, tokens,
+    tile = tile or choose(TILES, dtype, lambda tile: sum(tiles_of(g, x, tile) for g, x in zip(gs, xs)))
+    outs = [torch.empty(g.shape[-1], x.shape[-1], dtype=torch.float32, device=device) for g, x in zip(gs, xs)]
+    counts = [tiles_of(g, x, tile) for g, x in zip(gs, xs)]
+    _weighted_body[(sum(counts),)](
+        *described_pairs(gs, xs, tile), *filled([f.contiguous() for f in factors]), *filled(outs),
+        *extents(gs, xs, counts), batch, tokens,
         BLOCK_P=tile.rows, BLOCK_D=tile.columns, BLOCK_T=tile.depth, GROUP=tile.group,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
