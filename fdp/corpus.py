@@ -23,6 +23,7 @@ from fdp.documents import Documents, Records, cut, records
 from fdp.packing import Unit
 from fdp.packing import pack as packed
 from fdp.types import FdpError, Key
+from fdp.units import Kind
 from fdp.users import Users, by_user
 
 
@@ -61,8 +62,8 @@ def load(
         rows = packed(documents, context=context, unit=pack) if pack else cut(documents, length=context + 1)
         return by_user(rows, context=context, vocab_size=vocab_size, windows=windows, key=key)
     if pack is Unit.ROW:
-        unit = "one packed row, not one record"
-        return records(packed(documents, context=context, unit=pack), context=context, vocab_size=vocab_size, unit=unit)
+        rows = packed(documents, context=context, unit=pack)
+        return records(rows, context=context, vocab_size=vocab_size, kind=Kind.ROW)
     return records(documents, context=context, vocab_size=vocab_size)
 
 

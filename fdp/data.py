@@ -31,6 +31,7 @@ from torch import Tensor
 
 from fdp import text
 from fdp.types import FdpError
+from fdp.units import Kind, PrivacyUnit, privacy_unit
 
 BYTES = 256
 """Vocabulary of a text source without a tokenizer: a token is a byte of its UTF-8 form."""
@@ -60,9 +61,9 @@ class Windows:
     token: str = "token"
 
     @property
-    def unit(self) -> str:
+    def unit(self) -> PrivacyUnit:
         """The unit of privacy, in words."""
-        return f"one window of {self.context + 1} {self.token}s"
+        return privacy_unit(Kind.WINDOW, tokens=self.context + 1, word=self.token)
 
     def __len__(self) -> int:
         return len(self.tokens) // (self.context + 1)
@@ -81,9 +82,9 @@ class Examples:
     label: Tensor
 
     @property
-    def unit(self) -> str:
+    def unit(self) -> PrivacyUnit:
         """The unit of privacy, in words."""
-        return "one labelled image"
+        return privacy_unit(Kind.IMAGE)
 
     def __len__(self) -> int:
         return len(self.label)

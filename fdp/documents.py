@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from fdp.types import FdpError
+from fdp.units import Kind, PrivacyUnit, privacy_unit
 
 
 class Documents(NamedTuple):
@@ -110,7 +111,7 @@ class Records:
 
     documents: Documents
     context: int
-    unit: str
+    unit: PrivacyUnit
     without_loss: int
     cut_short: int
 
@@ -122,8 +123,8 @@ class Records:
         return padded(self.documents, indices, context=self.context)
 
 
-def records(documents: Documents, *, context: int, vocab_size: int, unit: str = "one record") -> Records:
-    """A dataset of one row per owner; ``unit`` is the owner in words."""
+def records(documents: Documents, *, context: int, vocab_size: int, kind: Kind = Kind.RECORD) -> Records:
+    """A dataset of one row per owner; ``kind`` is what an owner is."""
     check(documents, context=context, vocab_size=vocab_size)
     owner, rows = Counter(documents.owners).most_common(1)[0]
     if rows > 1:
@@ -132,11 +133,9 @@ def records(documents: Documents, *, context: int, vocab_size: int, unit: str = 
             "be less than a unit, and epsilon a statement about the sample. Group them with fdp.users.by_user, or pack "
             "with Unit.ROW if a row is the unit that you mean"
         )
-    size = f"up to {context + 1} {documents.word}s"
     lengths = np.diff(documents.starts)
-    return Records(
-        documents, context, f"{unit} ({size})", silent(documents, context), int((lengths > context + 1).sum())
-    )
+    unit = privacy_unit(kind, tokens=context + 1, word=documents.word)
+    return Records(documents, context, unit, silent(documents, context), int((lengths > context + 1).sum()))
 
 
 def silent(documents: Documents, context: int) -> int:

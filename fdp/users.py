@@ -25,6 +25,7 @@ from torch import Tensor
 from fdp import keys
 from fdp.documents import Documents, check, padded
 from fdp.types import FdpError, Key
+from fdp.units import Kind, PrivacyUnit, privacy_unit
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,10 @@ class Users:
     cut_short: int
 
     @property
-    def unit(self) -> str:
+    def unit(self) -> PrivacyUnit:
         """The unit of privacy, in words."""
-        word = self.documents.word
-        return f"one user (up to {self.rows.shape[1]} windows of up to {self.context + 1} {word}s)"
+        windows, word = self.rows.shape[1], self.documents.word
+        return privacy_unit(Kind.USER, tokens=self.context + 1, word=word, windows=windows)
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -255,7 +255,7 @@ def test_text_of_ones_own_trains_a_language_model(tmp_path: Path, capsys: pytest
     assert call("train", "--data", str(text), *words, "--out", str(tmp_path / "run"), "--json") == 0
     printed = capsys.readouterr().out
     assert 4.5 < last_json(printed)["epsilon"] <= 5
-    assert "one window of 9 bytes, added or removed; a longer text is several" in " ".join(
+    assert "one window of 9 bytes, added or removed; a longer text is several samples" in " ".join(
         printed.replace("│", " ").split()
     )
 

@@ -43,7 +43,7 @@ def test_stdlib_is_python_source_and_the_same_every_time() -> None:
     assert len(first) > 10_000
     assert np.array_equal(first.tokens, second.tokens)
     assert b"def " in first.tokens[:100_000].tobytes()
-    assert first.unit == "one window of 129 bytes"
+    assert first.unit.one == "one window of 129 bytes"
 
 
 def test_a_text_file_is_mapped_and_a_folder_is_joined_in_sorted_order(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_bin_token_files_are_little_endian_uint16(tmp_path: Path) -> None:
     (tmp_path / "tokens.bin").write_bytes(b"\x01\x00\x00\x02" * 4)
     dataset = data.load(tmp_path / "tokens.bin", context=3, vocab_size=1000)
     assert dataset.fetch(np.array([0]))["tokens"].tolist() == [[1, 512, 1, 512]]
-    assert dataset.unit == "one window of 4 tokens"
+    assert dataset.unit.one == "one window of 4 tokens"
 
 
 @pytest.mark.parametrize(("bad", "value"), [(0, 50), (37, 99), (63, -1)])

@@ -92,7 +92,7 @@ def test_an_owner_in_several_rows_is_no_sample_and_a_row_is_one_only_if_named(tm
     path = write(tmp_path / "a.jsonl", {"text": "abc", "by": "x"}, {"text": "de", "by": "y"})
     rows = corpus.load(path, context=7, vocab_size=256, pack=Unit.ROW)
     assert len(rows) == 1
-    assert rows.unit == "one packed row, not one record (up to 8 bytes)"
+    assert rows.unit.one == "one packed row of anyone's records (up to 8 bytes)"
     with pytest.raises(FdpError, match="expected a user field, whose records share rows"):
         corpus.load(path, context=7, vocab_size=256, pack=Unit.OWNER)
     with pytest.raises(FdpError, match="would be the unit, and not the user"):

@@ -62,7 +62,7 @@ def test_texts_are_windows_of_its_tokens_with_an_end_between_records(folder: Pat
     assert isinstance(dataset, data.Windows)
     expected = [*tokenizer.encode(TEXTS[0]), 1, *tokenizer.encode(TEXTS[1]), 1, *tokenizer.encode(TEXTS[2])]
     assert dataset.tokens.tolist() == expected
-    assert dataset.unit == "one window of 3 tokens"
+    assert dataset.unit.one == "one window of 3 tokens"
     (tmp_path / "notes.txt").write_text(TEXTS[0])
     alone = data.load(tmp_path / "notes.txt", context=2, vocab_size=tokenizer.vocab_size, tokenizer=tokenizer)
     assert alone.fetch(np.array([0]))["tokens"].tolist() == [tokenizer.encode(TEXTS[0])]
@@ -78,7 +78,7 @@ def test_bytes_by_the_tokenizer_are_those_without(tmp_path: Path) -> None:
     assert isinstance(with_it, data.Windows)
     assert isinstance(without, data.Windows)
     assert with_it.tokens.tolist() == without.tokens.tolist()
-    assert with_it.unit == without.unit == "one window of 3 bytes"
+    assert with_it.unit.one == without.unit.one == "one window of 3 bytes"
 
 
 def test_one_record_is_one_sample_padded_on_the_right_or_cut_at_the_end(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_one_record_is_one_sample_padded_on_the_right_or_cut_at_the_end(tmp_path
     assert rows["loss_mask"].int().tolist() == [[1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]]
     assert "segments" not in rows
     assert (dataset.without_loss, dataset.cut_short) == (1, 1)
-    assert dataset.unit == "one record (up to 5 bytes)"
+    assert dataset.unit.one == "one record (its first 5 bytes)"
 
 
 def test_cutting_loses_no_token_and_keeps_owners() -> None:

@@ -35,6 +35,7 @@ from fdp.records import Record
 from fdp.run import Run
 from fdp.step import Compile
 from fdp.types import TrainState
+from fdp.units import dataset_unit, sentence
 
 BARS = "▁▂▃▄▅▆▇█"
 WINDOW = 20
@@ -52,7 +53,7 @@ FIXED_SEED = "the noise can be repeated, and taken away, by whoever guesses it. 
 def show_header(console: Console, run: Run, state: TrainState, settings: Mapping[str, Any]) -> None:
     """The run in words, before it starts; ``settings`` are the names it was asked for by."""
     config, model, rate = run.config, run.config.model, run.mechanism.sampling.rate
-    size, unit = len(config.dataset), getattr(config.dataset, "unit", "one sample")
+    size = len(config.dataset)
     rows = [
         (
             "model",
@@ -98,9 +99,8 @@ def show_header(console: Console, run: Run, state: TrainState, settings: Mapping
     if run.epsilons is None:
         rows.append(("privacy", "none: this run is not private"))
     else:
-        longer = "; a longer text is several" if model.context else ""
         rows += [
-            ("unit of privacy", f"{unit}, added or removed{longer}"),
+            ("unit of privacy", sentence(dataset_unit(config.dataset), change="added or removed")),
             (
                 "budget",
                 f"epsilon {_spent(run.epsilons[-1])} at delta {config.delta:.3g} after {config.steps} steps",
