@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,9 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fdp import clipping, keys, tree
 from fdp.compiled import Blocks
+from fdp.documents import gather
 from fdp.foreign import hub_files, hugging_face
 from fdp.foreign.hugging_face import causal_lm, classifier, load, load_model, params_of, save
-from fdp.foreign.masks import CausalMasks, documents_of
+from fdp.foreign.masks import CausalMasks
 from fdp.foreign.parts import Before
 from fdp.mechanism import Mechanism
 from fdp.mesh import make_mesh
@@ -26,11 +28,13 @@ from fdp.methods import Method, make_plan
 from fdp.model import Model
 from fdp.models.language import token_losses
 from fdp.optimizers import sgd
+from fdp.packing import Unit, pack
 from fdp.per_sample import clipped_sum, per_sample_norms
 from fdp.sampling import poisson, sample_batch
 from fdp.sharding import Zero, abstract_params, cut_out, make_sharding
 from fdp.step import Compile, init_state, make_train_step
 from fdp.types import Clip, FdpError, Tree
+from fdp.users import by_user
 from tests.fake_ranks import fake_ranks
 from tests.foreign_models import CAUSAL, LAYERS, TOKENS, WORDS, make
 from tests.ranks import run_on_ranks
@@ -215,18 +219,56 @@ def test_windows_of_a_user_are_as_alone():
     module, model, params = made("llama", example={"tokens": windows})
     alone = own_losses("llama", module, {"tokens": windows.flatten(0, 1)}).view(2, 3).mean(1)
     torch.testing.assert_close(model.loss(params, {"tokens": windows}), alone, rtol=1e-9, atol=1e-9)
-    assert documents_of({"tokens": windows}).unique().tolist() == [0, 1, 2]  # pyright: ignore
 
 
 def test_documents_in_the_windows_of_a_user_are_as_alone():
     rows = packed()  # three samples of one window, here as three windows of one sample
     user = {entry: leaf[None] for entry, leaf in rows.items()}
-    assert len(documents_of(user).unique()) == 6  # pyright: ignore
     _, model, params = made("llama", example=user)
     _, alone, _ = made("llama", example=rows)
     counts = rows["loss_mask"].sum(1)
     expected = (alone.loss(params, rows) * counts).sum() / counts.sum()
     torch.testing.assert_close(model.loss(params, user)[0], expected, rtol=1e-9, atol=1e-9)
+
+
+RECORDS = {  # lengths of one user's records, in windows of 8 tokens and a target
+    "empty": [2, *[0] * 8, 3, 9, *[0] * 25, 9, 4, 2],
+    "one token": [2, *[1] * 7, *[1] * 9, 3, *[1] * 6],
+    "both": [*[0, 1] * 9, 5, *[0] * 12, *[1] * 4, 2, 2, 0],
+}
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral"])
+@pytest.mark.parametrize("kind", RECORDS)
+def test_empty_and_short_records_in_the_windows_of_a_user_are_as_alone(name, kind):
+    draw = np.random.default_rng(3)
+    texts = [draw.integers(0, WORDS, length).tolist() for length in RECORDS[kind]]
+    documents = gather(((text, [True] * len(text)) for text in texts), ["u"] * len(texts), source="here")
+    rows = pack(documents, context=TOKENS, unit=Unit.OWNER)
+    count = len(rows.owners)
+    assert count > 2
+    users = by_user(rows, context=TOKENS, vocab_size=WORDS, windows=count + 1, key=keys.key(0))
+    data = users.fetch(np.array([0]))
+    module, model, params = made(name, example=packed_windows(count + 1))
+    total, targets = torch.zeros((), dtype=torch.float64), 0
+    for text in (torch.tensor(text) for text in texts if len(text) > 1):
+        logits = module(input_ids=text[None, :-1]).logits[0]
+        total, targets = total + F.cross_entropy(logits, text[1:], reduction="sum"), targets + len(text) - 1
+    assert targets == int(data["loss_mask"].sum())
+    torch.testing.assert_close(model.loss(params, data)[0], total / targets, rtol=1e-9, atol=1e-9)
+
+
+def test_segments_may_have_any_numbers():
+    rows = packed()
+    user = {entry: leaf[None] for entry, leaf in rows.items()}
+    _, model, params = made("llama", example=user)
+    numbered = user | {"segments": user["segments"] + torch.tensor([[[9], [0], [-9]]])}
+    assert torch.equal(model.loss(params, numbered), model.loss(params, user))
+
+
+def packed_windows(count: int) -> dict[str, Tensor]:
+    """Two users of many windows, all alike."""
+    return {entry: leaf[:2, None].repeat(1, count, *[1] * (leaf.ndim - 1)) for entry, leaf in packed(2).items()}
 
 
 def test_documents_that_the_example_did_not_have_are_refused():

@@ -146,6 +146,31 @@ def test_documents_in_a_row_see_the_prefix_and_not_each_other() -> None:
     torch.testing.assert_close(after, alone, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", [*WINDOWED, "phi3", "qwen2", "llama"])
+def test_every_window_of_a_user_sees_the_prefix(name: str) -> None:
+    """Also where layers have a window of attention that all of a user's tokens together exceed."""
+    module = models.make(name)
+    if name not in ("llama", "qwen2"):
+        module.config.sliding_window = VIRTUAL + CONTEXT
+    draw = torch.Generator().manual_seed(5)
+    tokens = torch.randint(0, models.WORDS, (2, 4, CONTEXT + 1), generator=draw)
+    one, two = torch.tensor([1] * CONTEXT), torch.tensor([1] * 3 + [2] * 5)
+    segments = torch.stack([one, two, two, one]).expand(2, -1, -1)
+    mask = torch.ones_like(segments)
+    mask[:, 1:3, 2] = 0  # the next token is another document's
+    data = {"tokens": tokens, "segments": segments, "loss_mask": mask}
+    model, params = prefix_tuning(module, tokens=VIRTUAL, key=keys.key(0), context=CONTEXT, example=data)
+    flat = tree.flatten(far(params))
+    for b in range(2):
+        total = torch.zeros((), dtype=torch.float64)
+        for w in range(4):
+            for part in (tokens[b, w, :4], tokens[b, w, 3:]) if w in (1, 2) else (tokens[b, w],):
+                part = part[:3] if len(part) == 4 else part
+                logits = own_logits(module, flat, part[None, :-1])
+                total += F.cross_entropy(logits[0], part[1:], reduction="sum")
+        torch.testing.assert_close(model.loss(far(params), data)[b], total / mask[b].sum(), rtol=1e-9, atol=1e-10)
+
+
 def own_logits(module: Any, flat: Flat, ids: Tensor) -> Tensor:
     cached = transformers.DynamicCache([tuple(flat[path][:, None]) for path in prefix_paths(flat)])
     with torch.no_grad():

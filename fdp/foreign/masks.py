@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
@@ -55,11 +54,8 @@ class CausalMasks:
         tokens, documents = window_inputs_of(data).flatten(1), documents_of(data)
         masks = {kind: self.mask(kind, tokens, documents) for kind in self.kinds}
         more: dict[str, Any] = {}
-        if documents is not None:
-            more = {"position_ids": self.prefix + places_of(documents)}
-        elif self.positions:
-            places = torch.arange(self.prefix, self.prefix + tokens.shape[1], device=tokens.device)
-            more = {"position_ids": places.expand(tokens.shape)}
+        if documents is not None or self.positions:
+            more = {"position_ids": self.prefix + _places(tokens, documents)}
         if self.prefix:
             more["past_key_values"] = Prefix(self.prefix)
         mask = masks if len(masks) > 1 else masks[self.kinds[0]]
@@ -71,13 +67,22 @@ class CausalMasks:
         window = self.window if kind == SLIDING else None
         if documents is None and not self.added and not self.prefix and (window is None or length < window):
             return none_of(tokens, batch, 1, length, length)
-        places = torch.arange(self.prefix + length, device=tokens.device)
-        behind = places[self.prefix :, None] - places
-        seen = ((behind >= 0) if window is None else (behind >= 0) & (behind < window))[None, None]
+        index = torch.arange(length, device=tokens.device)
+        seen = _within(index[:, None] - index, window)[None, None]
         if documents is not None:
-            same = documents[:, None, :, None] == documents[:, None, None, :]
-            seen = seen & F.pad(same, (self.prefix, 0), value=True)
+            seen = seen & _same_document(documents)
+        if self.prefix:
+            # How far behind a virtual token is, a token's place in its document says, not its place in the row.
+            virtual = torch.arange(self.prefix, device=tokens.device)
+            before = self.prefix + _places(tokens[:1] if documents is None else tokens, documents)
+            before = _within(before[:, None, :, None] - virtual, window)
+            seen = torch.cat([before, seen.expand(len(before), -1, -1, -1)], dim=-1)
         return additive(seen) if self.added else seen
+
+
+def _within(behind: Int[Tensor, "..."], window: int | None) -> Bool[Tensor, "..."]:
+    """Whether a key so far behind is seen."""
+    return (behind >= 0) if window is None else (behind >= 0) & (behind < window)
 
 
 def none_of(like: Tensor, *shape: int) -> Tensor:
@@ -95,14 +100,28 @@ def additive(seen: Bool[Tensor, "..."]) -> Tensor:
     return torch.where(seen, 0.0, torch.finfo(torch.float32).min)
 
 
-def documents_of(data: Tree) -> Int[Tensor, "batch tokens"] | None:
-    """Which document of its sample every token is of, all windows in a row; None: each sample is one document."""
-    tokens = window_inputs_of(data)
+def documents_of(data: Tree) -> Int[Tensor, "batch windows tokens"] | None:
+    """Which document of its window every token is of; None: each sample is one document."""
+    tokens, segments = window_inputs_of(data), data.get("segments")
     if tokens.ndim == 2:
-        return data.get("segments")
-    windows = torch.arange(tokens.shape[1], device=tokens.device)[:, None].expand(tokens.shape)
-    segments = data.get("segments")
-    return (windows if segments is None else windows * (tokens.shape[2] + 1) + segments).flatten(1)
+        return None if segments is None else segments[:, None]
+    return torch.zeros_like(tokens) if segments is None else segments
+
+
+def _same_document(documents: Int[Tensor, "batch windows tokens"]) -> Bool[Tensor, "batch 1 all_tokens all_tokens"]:
+    """Whether two tokens are of one document: of one window and, in it, of one segment, whatever its number."""
+    _, windows, length = documents.shape
+    segment = documents.flatten(1)
+    same = segment[:, None, :, None] == segment[:, None, None, :]
+    window = torch.arange(windows * length, device=documents.device) // length
+    return same & (window[:, None] == window)
+
+
+def _places(tokens: Int[Tensor, "batch tokens"], documents: Tensor | None) -> Int[Tensor, "batch tokens"]:
+    """The place of every token in its document."""
+    if documents is not None:
+        return places_of(documents).flatten(1)
+    return torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
 
 
 def adds_masks(module: nn.Module) -> bool:
