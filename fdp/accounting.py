@@ -6,12 +6,13 @@
 
 Sum and count are one Gaussian release on one draw, hence one multiplier; ``mechanism.statistics``, released before
 every period-th step, are draws of their own, composed with the steps. Neighbours differ by one sample
-**added or removed**, q being public. Truncated Poisson, where a removed sample may let another one in, takes
-dp_accounting's upper bound for the same relation (arXiv 2508.15089), the dataset size being the larger one.
-PLD adds up privacy loss distributions, rounded up (Doroshenko et al. 2022, arXiv 2207.04380); RDP adds up
-Renyi divergences (Mironov et al. 2019, arXiv 1908.10530) and is looser. Every figure is an upper bound.
+**added or removed**, the sampling rate q being public. No figure depends on the number of samples, which is not.
+Truncated Poisson, where a removed sample may let another one in, takes an upper bound for the same relation (after
+arXiv 2508.15089) that holds for every number of samples up to the public one. PLD adds up privacy loss distributions,
+rounded up (Doroshenko et al. 2022, arXiv 2207.04380); RDP adds up Renyi divergences (Mironov et al. 2019, arXiv
+1908.10530) and is looser. Every figure is an upper bound.
 
-    >>> sampling, clip = poisson(50_000, expected_batch_size=256), flat(max_norm=1.0)
+    >>> sampling, clip = poisson(48_211, expected_batch_size=256, population=50_000), flat(max_norm=1.0)
     >>> z = noise_multiplier_for(sampling, clip, epsilon=3.0, delta=1e-6, steps=1000)
     >>> epsilon(Mechanism(sampling, clip, z), steps=1000, delta=1e-6)                   # at most 3.0
 """
@@ -22,13 +23,14 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from enum import Enum
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import dp_accounting
 import numpy as np
 from dp_accounting.pld import privacy_loss_distribution
 from dp_accounting.rdp import rdp_privacy_accountant
+from scipy import stats
 from scipy.optimize import root_scalar
 
 from fdp import sampling as sampling_
@@ -38,6 +40,8 @@ from fdp.sampling import Poisson
 from fdp.types import FdpError
 
 NEIGHBOURS = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
+RELATION = "add or remove one sample; sampling rate public"
+"""The neighbour relation of every epsilon, in the words that users see."""
 
 SMALLEST_DELTA = 1e-12
 """Below this the rounding of the PLD's Fourier transforms is felt; RDP has no such limit."""
@@ -97,7 +101,7 @@ def event(mechanism: Mechanism, steps: int) -> dp_accounting.DpEvent:
 def epsilon(mechanism: Mechanism, *, steps: int, delta: float, accountant: Accountant = Accountant.PLD) -> float:
     """The epsilon of ``steps`` steps at ``delta``; ``inf`` without noise, and possibly where it exceeds 700.
 
-    Choose ``delta`` well below ``1 / dataset_size``: see :func:`delta_advice`.
+    Choose ``delta`` well below ``1 / population``: see :func:`delta_advice`.
 
     Guarantees:
       - at least the true epsilon of the mechanism;
@@ -222,17 +226,27 @@ def noise_multiplier_for(
     return left**-0.5 * (1 + 1e-9)
 
 
-def delta_advice(dataset_size: int, delta: float) -> str | None:
-    """A warning where ``delta`` is too large to mean much, else None.
+def delta_advice(population: int, delta: float) -> str | None:
+    """Return a warning where ``delta`` is too large to mean much for that many samples, else None.
 
-    Publishing one sample, picked at random, is (0, 1 / dataset_size)-private: such a delta allows it.
+    Publishing one sample, picked at random, is (0, 1 / population)-private: such a delta allows it.
     """
-    if delta < 1 / dataset_size:
+    if delta < 1 / population:
         return None
     return (
-        f"delta {delta:g} is not below 1 / dataset_size = {1 / dataset_size:.3g}: publishing one sample "
-        f"outright would pass. Use {dataset_size**-1.1:.1g} or less"
+        f"delta {delta:g} is not below 1 / population = {1 / population:.3g}: publishing one sample outright would "
+        f"pass. Use {default_delta(population):g} or less"
     )
+
+
+def default_delta(population: int) -> float:
+    """Return ``min(1e-6, 0.01 / population)``, rounded down to one digit: ``population * delta <= 0.01``.
+
+    ``population`` is the public number of samples, so that delta says nothing about the private one.
+    """
+    most = min(1e-6, 0.01 / population)
+    digits, _, exponent = f"{most:.15e}".partition("e")
+    return float(f"{int(float(digits))}e{exponent}")
 
 
 def _epsilon(total: Any, delta: float, accountant: Accountant, *, interval: float | None = None) -> float:
@@ -251,10 +265,10 @@ def _composed_event(drawn: Poisson, z: float, count: int) -> dp_accounting.SelfC
     sampling_.check(drawn)
     if z < _NEGLIGIBLE:
         return None
-    if drawn.max_batch_size is None or drawn.max_batch_size >= drawn.dataset_size:
+    if drawn.max_batch_size is None or drawn.max_batch_size >= drawn.population:
         each = dp_accounting.PoissonSampledDpEvent(drawn.rate, dp_accounting.GaussianDpEvent(z))
     else:
-        each = _Truncated(drawn.dataset_size, drawn.rate, drawn.max_batch_size, z)
+        each = _Truncated(drawn.population, drawn.rate, drawn.max_batch_size, z)
     return dp_accounting.SelfComposedDpEvent(each, count)
 
 
@@ -280,17 +294,20 @@ def _rdp_total(total: Any) -> tuple[Any, Any]:
 
 @lru_cache(maxsize=16)
 def _pld(step: Any, interval: float) -> privacy_loss_distribution.PrivacyLossDistribution:
-    grid = {"value_discretization_interval": interval, "neighboring_relation": NEIGHBOURS}
-    if not isinstance(step, _Truncated):
-        z, q = step.event.noise_multiplier, step.sampling_probability
-        return privacy_loss_distribution.from_gaussian_mechanism(z, sampling_prob=q, **grid)
-    return privacy_loss_distribution.from_truncated_subsampled_gaussian_mechanism(
-        dataset_size=step.dataset_size,
-        sampling_probability=step.sampling_probability,
-        truncated_batch_size=step.truncated_batch_size,
-        noise_multiplier=step.noise_multiplier,
-        **grid,
+    q, truncated = step.sampling_probability, isinstance(step, _Truncated)
+    z = step.noise_multiplier if truncated else step.event.noise_multiplier
+    gaussian = partial(
+        privacy_loss_distribution.from_gaussian_mechanism, sampling_prob=q, value_discretization_interval=interval
     )
+    alone = gaussian(z, neighboring_relation=NEIGHBOURS)
+    if not truncated:
+        return alone
+    # dp_accounting's bound for n samples: if the others that are drawn fill the batch, which they do with probability
+    # t(n), the sample takes another's place, with probability p(n) <= q. The mixture grows with both; t grows with n.
+    # So t of the public number, and q, bound it for every n up to the public number.
+    others_fill = float(stats.binom.sf(step.truncated_batch_size - 1, step.dataset_size - 1, q))
+    replacing = gaussian(z / 2, neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_ONE)
+    return replacing.compute_mixture(alone, others_fill) if others_fill else alone
 
 
 @lru_cache(maxsize=64)
@@ -373,7 +390,7 @@ def _bracket(
 
 def _check_delta(delta: float, accountant: Accountant) -> None:
     if not 0 < delta < 1:
-        raise FdpError(f"delta: expected a probability in (0, 1), got {delta}; below 1 / dataset_size is usual")
+        raise FdpError(f"delta: expected a probability in (0, 1), got {delta}; well below 1 / population is usual")
     if accountant is Accountant.PLD and delta < SMALLEST_DELTA:
         raise FdpError(
             f"delta: expected at least {SMALLEST_DELTA:g} for the PLD accountant, whose arithmetic is not "

@@ -2,7 +2,7 @@
 
 The sampler, the step and the accountant all read this object, so they cannot disagree:
 
-    >>> mechanism = Mechanism(Poisson(50_000, expected_batch_size=256), flat(max_norm=1.0), noise_multiplier=1.1)
+    >>> mechanism = Mechanism(poisson(48_211, expected_batch_size=256), flat(max_norm=1.0), noise_multiplier=1.1)
     >>> step = make_train_step(model, optimizer, mechanism=mechanism, plan=plan)
     >>> epsilon(mechanism, steps=1000, delta=1e-6)
 """

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fdp import tree
+from fdp.accounting import RELATION
 from fdp.kfac.sources import kind_of
 from fdp.kfac.state import find
 from fdp.reductions import global_norm
@@ -83,8 +84,10 @@ def summarise(run: Run, state: TrainState, records: Sequence[Record]) -> dict[st
         # by the state itself: an interruption may fall between a step and its record
         "epsilon": None if run.epsilons is None else (float(run.epsilons[done - 1]) if done else 0.0),
         "delta": run.config.delta if private else None,
+        "relation": RELATION if private else None,
         "noise_multiplier": run.mechanism.noise_multiplier,
         "steps": done,
+        "samples": len(run.config.dataset),
         "parameter_count": tree.size(state.params),
         "parameter_norm": float(_norm(run, state.params)),
         "parameter_sha256": fingerprint(state.params),

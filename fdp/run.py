@@ -74,9 +74,11 @@ class RunConfig:
     """All that decides a run.
 
     Exactly one of ``noise_multiplier`` and ``epsilon`` is given; with ``Method.NONE``, neither.
-    ``batch_size`` is the expected one of Poisson sampling. ``microbatch_size``, ``memory_budget`` (bytes),
-    ``compile``, ``cuda_graph``, ``device``, ``layout`` (None: one process), ``offload`` and ``checkpoint_activations``
-    change how a run computes, not what. ``seed=None``: a key from the system. ``values``: the first parameters.
+    ``batch_size`` is the expected one of Poisson sampling; ``population`` is the public number of samples that the rate
+    comes from, None: the number of samples, rounded up if the run is private. ``microbatch_size``, ``memory_budget``
+    (bytes), ``compile``, ``cuda_graph``, ``device``, ``layout`` (None: one process), ``offload`` and
+    ``checkpoint_activations`` change how a run computes, not what. ``seed=None``: a key from the system. ``values``:
+    the first parameters.
     """
 
     model: Model
@@ -100,6 +102,7 @@ class RunConfig:
     checkpoint_activations: bool = False
     cuda_graph: bool = False
     values: Callable[[Model, Sharding | None, Key], Tree] = drawn_params
+    population: int | None = None
 
 
 class Run(NamedTuple):
@@ -121,11 +124,6 @@ class Run(NamedTuple):
     in_place: bool
     kfac: Kfac | None = None
     feed: Feed | None = None
-
-
-def default_delta(dataset_size: int) -> float:
-    """``min(1e-6, N^-1.1)``: well below 1/N, at which releasing one sample whole would count as private."""
-    return min(1e-6, dataset_size**-1.1)
 
 
 def prepare(config: RunConfig, *, root: Key | None = None) -> tuple[Run, TrainState]:
@@ -327,7 +325,10 @@ def _fetched(config: RunConfig, count: int) -> Tree:
 
 
 def _mechanism(config: RunConfig) -> Mechanism:
-    sampling = poisson(len(config.dataset), expected_batch_size=config.batch_size)
+    size, population = len(config.dataset), config.population
+    if population is None and config.method is Method.NONE:
+        population = size  # nothing to protect: a batch of everything is everything
+    sampling = poisson(size, expected_batch_size=config.batch_size, population=population)
     z, budget = config.noise_multiplier, {"epsilon": config.epsilon, "delta": config.delta, "steps": config.steps}
     more = releases(config.optimizer, sampling, noise_multiplier=z, **budget)
     if config.epsilon is not None:

@@ -1,12 +1,15 @@
 """Poisson sampling of the global batch, cut into microbatches of fixed shape.
 
-    i is in this step's batch  iff  u_i < q,   u_i = uniform(key, i),   q = expected_batch_size / dataset_size
+    i is in this step's batch  iff  u_i < q,   u_i = uniform(key, i),   q = expected_batch_size / population
 
 The draw is a function of the key alone: the same on every rank and host, and again after a restart. With
 ``max_batch_size`` it is truncated Poisson (arXiv 2508.15089): when more are drawn, those with the smallest
 ``u_i`` stay, which is a uniformly random subset.
 
-    >>> sampling = poisson(50_000, expected_batch_size=256)
+Neighbours differ by one sample, added or removed, and q is public: it must be the same for both. So q is not a function
+of the number of samples, which changes, but of an announced number, the population.
+
+    >>> sampling = poisson(48_211, expected_batch_size=256, population=50_000)
     >>> key = keys.fold_in(root, step)                                   # no two steps share a key
     >>> batch = sample_batch(dataset, sampling, keys.fold_in(key, "sample"), microbatch_size=64)
     >>> state, metrics = train_step(state, batch, keys.fold_in(key, "noise"))
@@ -28,20 +31,22 @@ from fdp.types import Batch, FdpError, Key, Share, Tree
 
 
 class Poisson(NamedTuple):
-    """Who is in a step's batch: public constants of the mechanism. :func:`poisson` builds and checks it.
+    """Who is in a step's batch. :func:`poisson` builds and checks it.
 
-    The accountant charges for ``rate``, and so takes ``dataset_size`` as announced: one sample more or less
-    must not change it. ``max_batch_size`` None: never truncated.
+    ``dataset_size`` is **private**: how many samples there are to draw from. The rest is public, and every figure of
+    the accountant is a function of the rest. ``population`` stands for the number of samples in ``rate``.
+    ``max_batch_size`` None: never truncated.
     """
 
     dataset_size: int
     expected_batch_size: float
+    population: int
     max_batch_size: int | None = None
 
     @property
     def rate(self) -> float:
         """The probability q that one sample is drawn in one step."""
-        return self.expected_batch_size / self.dataset_size
+        return self.expected_batch_size / self.population
 
 
 @runtime_checkable
@@ -53,29 +58,62 @@ class Dataset(Protocol):
     def fetch(self, indices: np.ndarray) -> Tree: ...
 
 
-def poisson(dataset_size: int, *, expected_batch_size: float, max_batch_size: int | None = None) -> Poisson:
-    """A checked :class:`Poisson`: ``0 < expected_batch_size <= dataset_size`` and ``max_batch_size >= 1``."""
-    sampling = Poisson(dataset_size, expected_batch_size, max_batch_size)
+def poisson(
+    dataset_size: int,
+    *,
+    expected_batch_size: float,
+    population: int | None = None,
+    max_batch_size: int | None = None,
+) -> Poisson:
+    """Return a checked :class:`Poisson`: ``0 < expected_batch_size <= population`` and ``max_batch_size >= 1``.
+
+    ``population`` is the public number that the rate is computed from, about as many as there are samples. None:
+    :func:`rounded_population`, which is as good as public unless one sample more crosses a border of the rounding.
+    """
+    population = rounded_population(dataset_size) if population is None else population
+    sampling = Poisson(dataset_size, expected_batch_size, population, max_batch_size)
     check(sampling)
     return sampling
 
 
+def rounded_population(dataset_size: int) -> int:
+    """Round up to two significant digits, and to a multiple of ten: 48,211 to 49,000, 64 to 70, 3 to 10.
+
+    It is a function of the number of samples: one sample more or less changes it where it crosses a border. To rule
+    that out, announce a number.
+
+    Guarantees:
+      - at least ``dataset_size``, and at most a tenth, or 9, more;
+      - at least ten neighbouring sizes have the same.
+    """
+    _check_size("dataset_size", dataset_size)
+    grain = 10 ** max(1, len(str(dataset_size)) - 2)
+    return -(-dataset_size // grain) * grain
+
+
 def check(sampling: Poisson) -> None:
     """Raise :class:`FdpError` unless ``sampling`` describes a draw that exists."""
-    size, expected, most = sampling
-    if not _whole(size) or size < 1:
-        raise FdpError(f"dataset_size: expected a whole number of samples, 1 or more, got {size!r}")
+    size, expected, population, most = sampling
+    _check_size("dataset_size", size)
+    _check_size("population", population)
     if isinstance(expected, bool) or not isinstance(expected, (int, float)) or not math.isfinite(expected):
         raise FdpError(f"expected_batch_size: expected a finite number, got {expected!r}")
     if expected <= 0:
         raise FdpError(f"expected_batch_size: expected a number above 0, got {expected}; nothing would ever be sampled")
-    if expected > size:
+    if expected > population:
         raise FdpError(
-            f"expected_batch_size: expected at most the dataset_size {size}, got {expected}: a batch larger "
-            f"than the data. Lower it, or check that dataset_size counts samples and not batches"
+            f"expected_batch_size: expected at most the population {population}, got {expected}: a batch larger than "
+            f"the data, at a sampling rate above 1. Lower it, or check that the population counts samples, not batches"
         )
-    if most is not None and (not _whole(most) or most < 1):
+    if most is None:
+        return
+    if not _whole(most) or most < 1:
         raise FdpError(f"max_batch_size: expected None or a whole number, 1 or more, got {most!r}")
+    if size > population:
+        raise FdpError(
+            f"population: with max_batch_size expected at least as many as there are samples, got {population}: draws "
+            f"would be truncated more often than is accounted for. Announce a larger population"
+        )
 
 
 def sample(sampling: Poisson, key: Key) -> Int[Tensor, " drawn"]:
@@ -83,6 +121,7 @@ def sample(sampling: Poisson, key: Key) -> Int[Tensor, " drawn"]:
 
     Guarantees:
       - index i is drawn independently of the others with probability ``floor(q 2^64) / 2^64``, never above q;
+      - the probability is of the public numbers alone: a sample more or less leaves the draw of all others as it is;
       - the result is a function of ``(sampling, key)``;
       - with ``max_batch_size`` m, at most m are kept, every m-subset of the draw being equally likely.
     """
@@ -169,7 +208,7 @@ def sample_batch(
     if length(dataset) != sampling.dataset_size:
         raise FdpError(
             f"sampling.dataset_size: expected the {length(dataset)} samples of the dataset, got "
-            f"{sampling.dataset_size}; the accountant would charge for another rate"
+            f"{sampling.dataset_size}; some could not be drawn, or would not be there"
         )
     matrix, mask = microbatches(sample(sampling, key), microbatch_size=microbatch_size)
     columns = -(-microbatch_size // ranks)
@@ -186,6 +225,11 @@ def _rows(leaf: Tensor | np.ndarray, flat: Int[Tensor, " rows"]) -> Tensor:
 
 def _at(path: str) -> str:
     return f".{path}" if path else ""
+
+
+def _check_size(name: str, value: Any) -> None:
+    if not _whole(value) or value < 1:
+        raise FdpError(f"{name}: expected a whole number of samples, 1 or more, got {value!r}")
 
 
 def _whole(value: Any) -> bool:

@@ -15,6 +15,7 @@ from scipy import integrate, optimize, stats
 from fdp import accounting
 from fdp.accounting import (
     Accountant,
+    default_delta,
     delta,
     delta_advice,
     effective_noise_multiplier,
@@ -31,8 +32,16 @@ from fdp.types import FdpError
 FLAT = flat(max_norm=1.0)
 
 
-def mechanism(q: float, z: float, *, count_noise: float | None = None, size: int = 10_000, most: int | None = None):
-    sampling = poisson(size, expected_batch_size=q * size, max_batch_size=most)
+def mechanism(
+    q: float,
+    z: float,
+    *,
+    count_noise: float | None = None,
+    size: int = 10_000,
+    population: int | None = None,
+    most: int | None = None,
+):
+    sampling = poisson(size, expected_batch_size=q * size, population=population, max_batch_size=most)
     return Mechanism(sampling, FLAT._replace(count_noise=count_noise), z)
 
 
@@ -111,7 +120,7 @@ def test_one_subsampled_step_is_the_closed_form():
     assert exact - 1e-9 <= epsilon(mechanism(q, z), steps=1, delta=target) <= exact * 1.001
 
 
-@pytest.mark.parametrize("built", [GOLDEN, mechanism(0.02, 0.9, count_noise=3.0), mechanism(0.01, 2.5, most=120)])
+@pytest.mark.parametrize("built", [GOLDEN, mechanism(0.02, 0.9, count_noise=3.0), mechanism(0.01, 2.5, most=150)])
 def test_figures_are_those_of_dp_accounting_on_the_event(built):
     total = event(built, 300)
     reference = PLDAccountant(accounting.NEIGHBOURS, value_discretization_interval=4e-4).compose(total)
@@ -286,6 +295,43 @@ def test_delta_advice():
     assert "publishing one sample" in str(delta_advice(1000, 1e-3))
 
 
+def test_delta_by_default_is_a_hundredth_of_one_over_the_population_or_less():
+    assert [default_delta(size) for size in (1, 100, 10_000, 11_000, 20_000, 10**9)] == [1e-6] * 3 + [9e-7, 5e-7, 1e-11]
+    for exponent in range(0, 99):
+        population = round(1.31**exponent)
+        assert population * default_delta(population) <= 0.01 * (1 + 1e-12)
+        assert delta_advice(population, default_delta(population)) is None
+
+
+@pytest.mark.parametrize("most", [None, 320, 450])
+def test_no_figure_depends_on_the_number_of_samples(most):
+    """It differs between neighbours, and is in nothing that is released: the public number is in its place."""
+    found = set()
+    for size in (2990, 2991, 3000):
+        sampling = poisson(size, expected_batch_size=300, population=3000, max_batch_size=most)
+        z = noise_multiplier_for(sampling, FLAT, epsilon=3.0, delta=1e-6, steps=50)
+        found.add((sampling.rate, z, event(Mechanism(sampling, FLAT, z), 50)))
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize(("population", "q", "most"), [(200, 0.1, 30), (200, 0.1, 12), (1000, 0.02, 35), (60, 0.5, 31)])
+def test_truncation_is_bounded_for_every_number_of_samples_up_to_the_public_one(population, q, most):
+    """dp_accounting's bound takes the number of samples; ours must be above it for each that the data may have."""
+    grid = 0.02
+    step = event(mechanism(q, 1.2, size=population, population=population, most=most), 1).event
+    bound = accounting._pld(step, grid).self_compose(20)
+    for size in {most + 1, (most + population) // 2, round(0.9 * population), population - 1, population}:
+        exact = privacy_loss_distribution.from_truncated_subsampled_gaussian_mechanism(
+            dataset_size=size,
+            sampling_probability=q,
+            truncated_batch_size=most,
+            noise_multiplier=1.2,
+            value_discretization_interval=grid,
+        ).self_compose(20)
+        for e in (0.1, 1.0, 4.0):
+            assert exact.get_delta_for_epsilon(e) <= bound.get_delta_for_epsilon(e) * (1 + 1e-9)
+
+
 TINY = poisson(10_000, expected_batch_size=10_000)
 BUDGET = {"delta": 1e-6, "steps": 100}
 
@@ -307,7 +353,7 @@ BUDGET = {"delta": 1e-6, "steps": 100}
             "noise_multiplier",
         ),
         (lambda: epsilon(mechanism(0.1, 1.0, count_noise=-1.0), steps=1, delta=1e-5), "count_noise"),
-        (lambda: epsilon(GOLDEN._replace(sampling=Poisson(10, 20)), steps=1, delta=1e-5), "batch larger"),
+        (lambda: epsilon(GOLDEN._replace(sampling=Poisson(10, 20, 10)), steps=1, delta=1e-5), "batch larger"),
         (
             lambda: epsilon(mechanism(0.1, 1.0, most=9), steps=1, delta=1e-5, accountant=Accountant.RDP),
             "no Renyi bound",

@@ -16,7 +16,7 @@ from fdp.mechanism import Mechanism
 from fdp.sampling import poisson
 from fdp.types import FdpError
 
-SETTING = "--delta 1e-5 --dataset-size 10000 --batch-size 400 --steps 200"
+SETTING = "--delta 1e-5 --population 10000 --batch-size 400 --steps 200"
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_the_plot_is_a_png(run, tmp_path):
 
 
 def test_a_delta_too_large_for_the_data_is_pointed_out(run):
-    words = "--noise-multiplier 1.5 --dataset-size 1000 --batch-size 40 --steps 20 --delta"
+    words = "--noise-multiplier 1.5 --population 1000 --batch-size 40 --steps 20 --delta"
     assert "publishing one sample" in run(f"{words} 1e-3").stdout
     assert "publishing one sample" not in run(f"{words} 1e-4").stdout
 
@@ -110,8 +110,8 @@ def test_a_delta_too_large_for_the_data_is_pointed_out(run):
         (f"--noise-multiplier 1 --epsilon 1 {SETTING}", "got both"),
         (f"--noise-multiplier 1 {SETTING} --plot nowhere/to/be/found.png", "--plot"),
         (f"--noise-multiplier 1 {SETTING} --plot figure.pdf", "--plot"),
-        ("--noise-multiplier 1 --delta 2 --dataset-size 100 --batch-size 4 --steps 2", "delta"),
-        ("--noise-multiplier 1 --delta 1e-5 --dataset-size 100 --batch-size 400 --steps 2", "batch larger"),
+        ("--noise-multiplier 1 --delta 2 --population 100 --batch-size 4 --steps 2", "delta"),
+        ("--noise-multiplier 1 --delta 1e-5 --population 100 --batch-size 400 --steps 2", "batch larger"),
         (f"--epsilon 2 --accountant rdp --max-batch-size 450 {SETTING}", "no Renyi bound"),
     ],
 )

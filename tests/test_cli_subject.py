@@ -50,7 +50,7 @@ def train(out: Path, *words: str, code: int = 0) -> dict[str, Any]:
     with pytest.raises(SystemExit) as caught:
         main(["train", *TINY, "--out", str(out), *words])
     assert int(caught.value.code or 0) == code
-    return json.loads((out / "config.json").read_text()) if code == 0 else {}
+    return json.loads((out / "summary.json").read_text()) if code == 0 else {}
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:

@@ -19,6 +19,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
+from fdp import accounting
 from fdp import run as runs
 from fdp.cli import display, report, resume, session
 from fdp.cli.configure import configure
@@ -58,8 +59,8 @@ def test_a_run_leaves_its_five_files(tmp_path: Path, capsys: pytest.CaptureFixtu
     summary = json.loads((out / "summary.json").read_text())
     assert printed == summary | {"out": str(out)}
     assert " ".join(summary) == (
-        "loss_first loss_last private epsilon delta noise_multiplier steps parameter_count parameter_norm "
-        "parameter_sha256 seconds_per_step peak_memory_bytes method world_size seed"
+        "loss_first loss_last private epsilon delta relation noise_multiplier steps samples parameter_count "
+        "parameter_norm parameter_sha256 seconds_per_step peak_memory_bytes method world_size seed"
     )
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
@@ -68,7 +69,10 @@ def test_a_run_leaves_its_five_files(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert lines[-1]["epsilon"] == summary["epsilon"]
     config = json.loads((out / "config.json").read_text())
     given = config["settings"]
-    assert (given["model"], given["seed"], given["steps"], config["samples"]) == ("logistic", 3, 3, 1437)
+    assert (given["model"], given["seed"], given["steps"], config["population"]) == ("logistic", 3, 3, 1500)
+    assert (config["relation"], config["sampling_rate"]) == (accounting.RELATION, 32 / 1500)
+    assert summary["relation"] == accounting.RELATION
+    assert "1437" not in (out / "config.json").read_text(), "the number of samples is private"
     assert torch.__version__.startswith(config["versions"]["torch"])
     assert (out / "report.png").read_bytes().startswith(b"\x89PNG")
     leaves = load_file(out / "model.safetensors")
@@ -389,10 +393,10 @@ def test_a_run_that_saved_nothing_starts_anew_with_its_present_settings(
     shutil.rmtree(out / "checkpoints")
     (out / "summary.json").unlink()
     config = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps(config | {"samples": 7}))
+    (out / "config.json").write_text(json.dumps(config | {"population": 7}))
     assert train(out, *words, steps=4) == 0
     assert last_json(capsys.readouterr().out)["parameter_sha256"] == first["parameter_sha256"]
-    assert json.loads((out / "config.json").read_text())["samples"] == config["samples"]
+    assert json.loads((out / "config.json").read_text())["population"] == config["population"]
 
 
 def test_noise_drawn_for_other_data_is_not_used_again() -> None:

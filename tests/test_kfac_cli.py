@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fdp import accounting, tree
 from fdp import run as runs
+from fdp.accounting import default_delta
 from fdp.cli import resume
 from fdp.cli.compare import _parsed
 from fdp.cli.configure import LEARNING_RATES, configure, kfac_config, learning_rate
@@ -27,7 +28,7 @@ from fdp.kfac.private_refresh import sides_of
 from fdp.kfac.public import Public
 from fdp.kfac.sources import SHARE, KfacOptimizer, Noised, Synthetic, releases
 from fdp.mechanism import Mechanism, statistics
-from fdp.run import RunConfig, default_delta, drawn, prepare, refreshed
+from fdp.run import RunConfig, drawn, prepare, refreshed
 from fdp.sampling import poisson
 from fdp.types import FdpError
 
@@ -35,7 +36,7 @@ SMALL = shlex.split(
     "train --model mlp --data digits --optimizer kfac --method none --batch-size 32 --microbatch 32 --warmup 1 --seed 1"
 )
 PRIVATE = ("--method", "auto", "--steps", "5", "--kfac-period", "2")
-BATCHES, CLIP, DELTA = poisson(1437, expected_batch_size=32), flat(max_norm=1.0), default_delta(1437)
+BATCHES, CLIP, DELTA = poisson(1437, expected_batch_size=32), flat(max_norm=1.0), default_delta(1500)
 
 
 def call(*words: str) -> int:
@@ -301,7 +302,7 @@ def test_fdp_epsilon_says_what_a_run_with_noised_statistics_spends(
     source = ("--kfac-data", "noised", "--kfac-period", "2")
     run, _ = prepare(private_config(*source[:2], *budget)[0])
     assert run.epsilons is not None
-    counts = ("--dataset-size", "1437", "--batch-size", "32", "--steps", "5", "--delta", repr(DELTA), "--json")
+    counts = ("--population", "1500", "--batch-size", "32", "--steps", "5", "--delta", repr(DELTA), "--json")
     with pytest.raises(SystemExit) as caught:
         main(["epsilon", *counts, *source, *budget])
     assert not caught.value.code
@@ -315,7 +316,7 @@ def test_fdp_epsilon_says_what_a_run_with_noised_statistics_spends(
 
 
 def test_fdp_epsilon_charges_nothing_for_public_curvature(capsys: pytest.CaptureFixture[str]) -> None:
-    counts = shlex.split("--dataset-size 1437 --batch-size 32 --steps 5 --delta 1e-5 --noise-multiplier 1 --json")
+    counts = shlex.split("--population 1500 --batch-size 32 --steps 5 --delta 1e-5 --noise-multiplier 1 --json")
     found = []
     for words in ((), ("--kfac-data", "synthetic")):
         with pytest.raises(SystemExit):

@@ -19,7 +19,7 @@ from fdp.digest import data_digest
 from fdp.methods import Method, make_plan
 from fdp.offload import Offload
 from fdp.records import Record, fingerprint, summarise
-from fdp.run import RunConfig, default_delta, prepare, steps
+from fdp.run import RunConfig, prepare, steps
 from fdp.step import Compile, init_state, make_train_step
 from fdp.types import FdpError, TrainState, Tree
 
@@ -232,9 +232,16 @@ def test_the_fingerprint_is_of_float32_leaves_in_path_order() -> None:
     assert fingerprint({"a": b, "b": a}) != expected
 
 
-def test_default_delta_is_below_one_over_the_samples() -> None:
-    assert default_delta(100) == 1e-6
-    assert default_delta(10**7) == pytest.approx(10**-7.7)
+def test_the_rate_of_a_private_run_is_of_a_rounded_or_announced_number() -> None:
+    """The number of samples changes between neighbours, the rate and with it noise and epsilon must not."""
+    for size in (31, 40):
+        rows = Rows(torch.zeros(size, 5))
+        run, _ = prepare(config(dataset=rows, batch_size=8))
+        assert (run.mechanism.sampling.rate, run.mechanism.sampling.dataset_size) == (8 / 40, size)
+        run, _ = prepare(config(dataset=rows, batch_size=8, population=35))
+        assert run.mechanism.sampling.rate == 8 / 35
+        plain, _ = prepare(config(dataset=rows, batch_size=8, method=Method.NONE, noise_multiplier=None))
+        assert plain.mechanism.sampling.rate == 8 / size
 
 
 def test_plain_training_is_gradient_descent_on_the_mean() -> None:

@@ -12,7 +12,17 @@ from scipy import stats
 from torch import Tensor
 
 from fdp import keys
-from fdp.sampling import Dataset, Poisson, gather, length, microbatches, poisson, sample, sample_batch
+from fdp.sampling import (
+    Dataset,
+    Poisson,
+    gather,
+    length,
+    microbatches,
+    poisson,
+    rounded_population,
+    sample,
+    sample_batch,
+)
 from fdp.types import FdpError
 
 KEY = keys.key(7)
@@ -38,6 +48,28 @@ def test_a_draw_is_a_function_of_sampling_and_key():
     assert not torch.equal(first, sample(sampling, keys.fold_in(KEY, 1)))
 
 
+def test_the_rate_is_of_the_public_number_not_of_the_samples():
+    """Neighbours have the same rate: by default the number of samples is rounded up."""
+    assert poisson(48_211, expected_batch_size=98).rate == poisson(48_212, expected_batch_size=98).rate == 98 / 49_000
+    assert poisson(48_211, expected_batch_size=98, population=50_000).rate == 98 / 50_000
+    few, more = (poisson(size, expected_batch_size=200, population=1000) for size in (900, 901))
+    for step in range(20):
+        key = keys.fold_in(KEY, step)
+        drawn = sample(more, key)
+        assert torch.equal(sample(few, key), drawn[drawn < 900])
+    table = included(poisson(400, expected_batch_size=100, population=1000), 500)
+    assert stats.binomtest(int(table.sum()), 400 * 500, 0.1).pvalue > 1e-5
+
+
+@given(size=st.integers(1, 10**9))
+def test_the_rounded_number_is_at_least_the_samples_and_shared_by_ten(size):
+    rounded = rounded_population(size)
+    assert size <= rounded <= max(1.1 * size, size + 9)
+    assert rounded % 10 == 0
+    assert len(str(rounded).rstrip("0")) <= 2
+    assert all(rounded_population(other) == rounded for other in range(rounded - 9, rounded + 1))
+
+
 def test_an_index_is_drawn_whatever_the_size_of_the_data():
     # (key, i) alone decides: a larger dataset at the same rate has the same draw on the common part.
     small = sample(poisson(500, expected_batch_size=50), KEY)
@@ -47,7 +79,7 @@ def test_an_index_is_drawn_whatever_the_size_of_the_data():
 
 @given(size=st.integers(1, 300), part=st.floats(0.01, 1.0), seed=st.integers(0, 2**30))
 def test_indices_ascend_without_repeats_within_the_data(size, part, seed):
-    indices = sample(poisson(size, expected_batch_size=size * part), keys.key(seed))
+    indices = sample(poisson(size, expected_batch_size=size * part, population=size), keys.key(seed))
     assert (indices[1:] > indices[:-1]).all()
     assert len(indices) == 0 or (indices[0] >= 0 and indices[-1] < size)
 
@@ -80,10 +112,10 @@ def test_indices_are_drawn_independently():
 def test_the_rate_is_exact_to_64_bits(monkeypatch):
     last_in, first_out = -(2**63) + 2**62 - 1, -(2**63) + 2**62  # the boundary of q = 1/4, as signed numbers
     monkeypatch.setattr(keys, "bits", lambda key, shape: torch.tensor([-(2**63), last_in, first_out, 2**63 - 1]))
-    assert sample(poisson(4, expected_batch_size=1), KEY).tolist() == [0, 1]
-    assert sample(poisson(4, expected_batch_size=4), KEY).tolist() == [0, 1, 2, 3]
-    assert sample(poisson(4, expected_batch_size=4 * 2.0**-64), KEY).tolist() == [0]
-    assert sample(poisson(4, expected_batch_size=4 * 2.0**-65), KEY).tolist() == []
+    assert sample(poisson(4, population=4, expected_batch_size=1), KEY).tolist() == [0, 1]
+    assert sample(poisson(4, population=4, expected_batch_size=4), KEY).tolist() == [0, 1, 2, 3]
+    assert sample(poisson(4, population=4, expected_batch_size=4 * 2.0**-64), KEY).tolist() == [0]
+    assert sample(poisson(4, population=4, expected_batch_size=4 * 2.0**-65), KEY).tolist() == []
 
 
 def test_all_samples_at_rate_one_and_few_at_tiny_rates():
@@ -102,7 +134,7 @@ def test_truncation_keeps_a_subset_of_the_draw_of_at_most_that_size():
 
 def test_every_subset_of_a_truncated_draw_is_equally_likely():
     pairs: dict[tuple[int, ...], int] = {}
-    for indices in draws(poisson(5, expected_batch_size=5, max_batch_size=2), 2000):
+    for indices in draws(poisson(5, population=5, expected_batch_size=5, max_batch_size=2), 2000):
         pairs[tuple(indices.tolist())] = pairs.get(tuple(indices.tolist()), 0) + 1
     assert len(pairs) == 10
     assert stats.chisquare(list(pairs.values())).pvalue > 1e-5
@@ -195,9 +227,9 @@ class Plain(Squares):
         (lambda: poisson(10, expected_batch_size=0), "above 0"),
         (lambda: poisson(10, expected_batch_size=-1), "above 0"),
         (lambda: poisson(10, expected_batch_size=float("nan")), "finite"),
-        (lambda: poisson(10, expected_batch_size=11), "batch larger than the data"),
+        (lambda: poisson(10, expected_batch_size=11), "above 1"),
         (lambda: poisson(10, expected_batch_size=5, max_batch_size=0), "max_batch_size"),
-        (lambda: sample(Poisson(10, 20.0), KEY), "batch larger than the data"),
+        (lambda: sample(Poisson(10, 20.0, 10), KEY), "batch larger than the data"),
         (lambda: microbatches(torch.arange(3), microbatch_size=0), "microbatch_size"),
         (lambda: gather({"x": torch.zeros(3), "y": torch.zeros(4)}, torch.zeros(1, 1).long()), "leading"),
         (lambda: gather({"x": "text"}, torch.zeros(1, 1).long()), "x: expected a tensor"),
@@ -207,8 +239,11 @@ class Plain(Squares):
         (lambda: gather(Plain(), torch.tensor([[0, 1]])), "ndarray"),
         (
             lambda: sample_batch(torch.zeros(9), poisson(10, expected_batch_size=2), KEY, microbatch_size=2),
-            "another rate",
+            "expected the 9 samples",
         ),
+        (lambda: poisson(10, expected_batch_size=5, population=0), "population: expected a whole"),
+        (lambda: poisson(10, expected_batch_size=5, population=4), "above 1"),
+        (lambda: poisson(10, expected_batch_size=5, population=9, max_batch_size=7), "truncated more often"),
     ],
 )
 def test_bad_input_is_an_error_that_says_what_to_do(call, words):

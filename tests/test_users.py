@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fdp import corpus, keys, tree
+from fdp.accounting import default_delta
 from fdp.clipping import clip_to
 from fdp.compiled import Blocks
 from fdp.documents import Documents, cut
 from fdp.methods import Method, make_plan
 from fdp.packing import Unit
 from fdp.per_sample import clipped_sum, per_sample_norms
-from fdp.run import default_delta
 from fdp.sampling import Dataset, poisson, sample_batch
 from fdp.types import FdpError
 from fdp.users import Users, by_user
@@ -59,7 +59,7 @@ def test_size_delta_unit_and_content_are_per_user(tmp_path: Path) -> None:
     assert (dataset.without_loss, dataset.capped) == (1, 0)
     batch = sample_batch(dataset, poisson(3, expected_batch_size=2), KEY, microbatch_size=2)
     assert batch.data["tokens"].shape[1:] == (2, 3, 4)
-    with pytest.raises(FdpError, match="the accountant would charge for another rate"):
+    with pytest.raises(FdpError, match="expected the 3 samples of the dataset"):
         sample_batch(dataset, poisson(4, expected_batch_size=2), KEY, microbatch_size=2)
 
 

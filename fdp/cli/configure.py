@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from fdp import clipping, launch, models, optimizers
+from fdp import accounting, clipping, launch, models, optimizers
 from fdp.cli.subject import dataset_of, is_folder, subject_and_data
 from fdp.kfac.config import Distribution, KfacConfig
 from fdp.kfac.fisher import Fisher
@@ -23,8 +23,8 @@ from fdp.kfac.sources import Noised, Open, Source, Synthetic
 from fdp.mesh import AXES
 from fdp.methods import Method
 from fdp.offload import Offload
-from fdp.run import KfacOptimizer, Layout, RunConfig, default_delta
-from fdp.sampling import Dataset
+from fdp.run import KfacOptimizer, Layout, RunConfig
+from fdp.sampling import Dataset, rounded_population
 from fdp.sharding import Data, Reduce, Zero
 from fdp.step import Compile
 from fdp.types import FdpError
@@ -197,6 +197,10 @@ def configure(settings: Mapping[str, Any]) -> RunConfig:
     if settings["kfac_data"] is not None and settings["optimizer"] != "kfac":
         raise FdpError(f"--kfac-data: expected --optimizer kfac to go with it, got {settings['optimizer']}")
     style, chosen = clip(), optimizer(rate)
+    announced = settings["population"]
+    population = rounded_population(len(dataset)) if announced is None else announced
+    if population < 1:
+        raise FdpError(f"--population: expected about the number of samples, 1 or more, got {population}")
     return RunConfig(
         model=model,
         dataset=dataset,
@@ -204,7 +208,8 @@ def configure(settings: Mapping[str, Any]) -> RunConfig:
         clip=style,
         noise_multiplier=settings["noise_multiplier"],
         epsilon=epsilon,
-        delta=default_delta(len(dataset)) if settings["delta"] is None else settings["delta"],
+        delta=accounting.default_delta(population) if settings["delta"] is None else settings["delta"],
+        population=announced,
         batch_size=batch_size,
         steps=steps,
         optimizer=chosen,

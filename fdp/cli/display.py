@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fdp import tree
-from fdp.accounting import delta_advice
+from fdp.accounting import RELATION, delta_advice
 from fdp.cli import rounded_up
 from fdp.cli.configure import learning_rate
 from fdp.kfac.sources import Feed, kind_of
@@ -53,14 +53,14 @@ FIXED_SEED = "the noise can be repeated, and taken away, by whoever guesses it. 
 def show_header(console: Console, run: Run, state: TrainState, settings: Mapping[str, Any]) -> None:
     """The run in words, before it starts; ``settings`` are the names it was asked for by."""
     config, model, rate = run.config, run.config.model, run.mechanism.sampling.rate
-    size = len(config.dataset)
+    population = run.mechanism.sampling.population
     rows = [
         (
             "model",
             f"{model.name}, {tree.size(state.params):,} parameters"
             + (f", context {model.context}" if model.context else ""),
         ),
-        ("data", f"{settings['data']}, {size:,} samples"),
+        ("data", f"{settings['data']}, {len(config.dataset):,} samples (private)"),
         (
             "training",
             f"{config.steps} steps of {settings['optimizer']}, learning rate {learning_rate(settings):g} "
@@ -70,7 +70,7 @@ def show_header(console: Console, run: Run, state: TrainState, settings: Mapping
         ),
         (
             "sampling",
-            f"Poisson, {config.batch_size} of {size:,} expected per step (rate {rate:.3g}), "
+            f"Poisson, {config.batch_size} of {population:,} expected per step (public rate {rate:.3g}), "
             f"{config.microbatch_size} at a time",
         ),
     ]
@@ -101,6 +101,7 @@ def show_header(console: Console, run: Run, state: TrainState, settings: Mapping
     else:
         rows += [
             ("unit of privacy", sentence(dataset_unit(config.dataset), change="added or removed")),
+            ("neighbours", RELATION),
             (
                 "budget",
                 f"epsilon {_spent(run.epsilons[-1])} at delta {config.delta:.3g} after {config.steps} steps",
@@ -108,7 +109,7 @@ def show_header(console: Console, run: Run, state: TrainState, settings: Mapping
         ]
     console.print(_panel("fdp train", rows))
     if run.epsilons is not None:
-        if advice := delta_advice(size, config.delta):
+        if advice := delta_advice(population, config.delta):
             console.print(Text(advice, style="yellow"))
         if config.seed is not None:
             console.print(Text(f"seed {config.seed}: {FIXED_SEED}", style="yellow"))
@@ -124,7 +125,10 @@ def show_closing(console: Console, summary: Mapping[str, Any], folder: Path) -> 
         )
     if summary["private"]:
         rows += [
-            ("privacy", f"epsilon {_spent(summary['epsilon'])} at delta {summary['delta']:.3g}"),
+            (
+                "privacy",
+                f"epsilon {_spent(summary['epsilon'])} at delta {summary['delta']:.3g} ({summary['relation']})",
+            ),
             ("covered", COVERED),
             ("not covered", NOT_COVERED),
         ]

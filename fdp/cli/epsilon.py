@@ -1,7 +1,7 @@
 """``fdp epsilon``: what a mechanism costs, or how much noise a budget needs, without training.
 
-    fdp epsilon --noise-multiplier 1.1 --delta 1e-6 --dataset-size 50000 --batch-size 256 --steps 1000
-    fdp epsilon --epsilon 3 --delta 1e-6 --dataset-size 50000 --batch-size 256 --steps 1000 --plot budget.png
+    fdp epsilon --noise-multiplier 1.1 --delta 1e-6 --population 50000 --batch-size 256 --steps 1000
+    fdp epsilon --epsilon 3 --delta 1e-6 --population 50000 --batch-size 256 --steps 1000 --plot budget.png
 
 Exactly one of ``--noise-multiplier`` and ``--epsilon`` is given; the other is the answer. What ``fdp train`` says of
 K-FAC's noised statistics is said here in the same words, and accounted alike:
@@ -35,8 +35,10 @@ class AccountantName(StrEnum):
 
 
 def epsilon_command(
-    delta: Annotated[float, Option(help="The probability that the bound may fail; below 1 / dataset size.")],
-    dataset_size: Annotated[int, Option(help="Samples in the data.")],
+    delta: Annotated[float, Option(help="The probability that the bound may fail; well below 1 / population.")],
+    population: Annotated[
+        int, Option(help="The public number of samples, from which the sampling rate comes, as of fdp train.")
+    ],
     batch_size: Annotated[float, Option(help="Expected samples per step (Poisson).")],
     steps: Annotated[int, Option(help="Steps.")],
     noise_multiplier: Annotated[float | None, Option(help="Noise as a multiple of C: gives epsilon.")] = None,
@@ -58,7 +60,7 @@ def epsilon_command(
     plot: Annotated[Path | None, Option(help="Draw epsilon against steps into this .png file.")] = None,
     as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object, last.")] = False,
 ) -> None:
-    """What a mechanism costs, or the noise for a budget. Neighbours: one sample added or removed."""
+    """What a mechanism costs, or the noise for a budget. Neighbours: add or remove one sample; sampling rate public."""
     # torch takes seconds to import, and --help and mistakes on the command line should not.
     from fdp import accounting
     from fdp.clipping import flat
@@ -73,7 +75,7 @@ def epsilon_command(
     if plot is not None and (plot.suffix != ".png" or not plot.parent.is_dir()):
         raise FdpError(f"--plot: expected a .png file in a folder that exists, got {plot}")
     used = accounting.Accountant(accountant.value)
-    sampling = poisson(dataset_size, expected_batch_size=batch_size, max_batch_size=max_batch_size)
+    sampling = poisson(population, expected_batch_size=batch_size, population=population, max_batch_size=max_batch_size)
     # The budget does not depend on C, and on the clip style only through what its count releases.
     clip = flat(max_norm=1.0)._replace(count_noise=count_noise)
     more = None
@@ -100,10 +102,11 @@ def epsilon_command(
     console.print(_table(pld, rdp, title=f"epsilon at delta {delta:g}, noise multiplier {shown}"))
     answer = f"noise multiplier {shown}: epsilon {rounded_up(spent, 4)}"
     console.print(f"{answer} at delta {delta:g} after {steps} steps at rate {sampling.rate:.4g} ({used.name})")
+    console.print(f"neighbours: {accounting.RELATION}")
     if more is not None:
         noise = rounded_up(more.noise_multiplier, 5)
         console.print(f"in it {more.releases(steps)} releases of statistics, noise {noise} x their C")
-    if advice := accounting.delta_advice(dataset_size, delta):
+    if advice := accounting.delta_advice(population, delta):
         console.print(f"[yellow]{advice}[/]")
     if plot is not None:
         _draw(plot, mechanism, steps=steps, delta=delta)
@@ -119,12 +122,12 @@ def epsilon_command(
             "delta": delta,
             "steps": steps,
             "sampling_rate": sampling.rate,
-            "dataset_size": dataset_size,
+            "population": population,
             "expected_batch_size": batch_size,
             "max_batch_size": max_batch_size,
             "count_noise": count_noise,
             "kfac_noise_multiplier": None if more is None else more.noise_multiplier,
-            "neighbours": "add or remove one",
+            "relation": accounting.RELATION,
         }
         print(json.dumps(result))
 

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from fdp.accounting import RELATION
 from fdp.checkpoint import writing
 from fdp.cli import version_of
 from fdp.methods import Method
@@ -74,7 +75,9 @@ def write_config(folder: Path, settings: Mapping[str, Any], run: Run) -> None:
             "noise_multiplier": run.mechanism.noise_multiplier,
             "epsilon": run.config.epsilon,
             "statistics": statistics_of(run),
-            "samples": len(run.config.dataset),
+            "relation": RELATION,
+            "population": run.mechanism.sampling.population,
+            "sampling_rate": run.mechanism.sampling.rate,
             "device": run.config.device.type,
             "versions": versions | {"python": platform.python_version()},
         },

@@ -90,7 +90,16 @@ def train_command(
         float | None, Option(help="Noise as a multiple of C, instead of --epsilon.", rich_help_panel=PRIVACY)
     ] = None,
     delta: Annotated[
-        float | None, Option(help="Default: min(1e-6, N^-1.1) of N samples.", rich_help_panel=PRIVACY)
+        float | None,
+        Option(help="Default: 1e-6, or 0.01 / --population if that is less.", rich_help_panel=PRIVACY),
+    ] = None,
+    population: Annotated[
+        int | None,
+        Option(
+            help="The public number of samples, from which the sampling rate comes; default: the number of samples, "
+            "rounded up to two digits. The exact number is private.",
+            rich_help_panel=PRIVACY,
+        ),
     ] = None,
     clip: Annotated[str, Option(help="flat, per-layer, automatic or quantile.", rich_help_panel=PRIVACY)] = "flat",
     max_norm: Annotated[
