@@ -30,11 +30,12 @@ from fdp.rules import (
     Dense,
     Record,
     cross_term,
+    direct_squared_norm_of_uses,
     gram_rounding,
     gram_squared_norm,
     per_sample_gradient,
-    squared_norm,
-    widened,
+    spread,
+    weighted_gradient_of_uses,
 )
 from fdp.sharding import Reduce, Sharding
 from fdp.together import kept_gradients, weighted_gradients
@@ -273,10 +274,21 @@ def _squared(records: list[Record], choice: Choice) -> Tensor:
         total = sum(gram_squared_norm(record) for record in records)
         crossed = [(a, b) for i, a in enumerate(records) for b in records[:i]]
         square = torch.as_tensor(total + 2 * sum(cross_term(a, b) for a, b in crossed))
-        return square.clamp_min(0) + gram_rounding(records)
-    # Several uses of pairs, which the sum multiplies out in float64; so here.
-    first, *rest = [per_sample_gradient(widened(record)) for record in records]
-    return squared_norm(Dense(sum(rest, start=first)))
+        square = square.clamp_min(0) + gram_rounding(records)
+    else:
+        square = direct_squared_norm_of_uses(records)
+    return square + _apart_rounding(records) if choice.sum is SumBy.SECOND and len(records) > 1 else square
+
+
+def _apart_rounding(records: list[Record]) -> Tensor:
+    """Bound what a sample may leave in a sum whose uses are added up apart, over all samples: ``(k A_b)^2``.
+
+    A second backward comes to the uses of a leaf in different blocks, and adds each to a sum of its own. Two uses of B
+    samples, each at most ``c_b A_b <= C / k``, are rounded by ``4 B^2 u C / k`` (u = 2^-53): with ``k = 2^24 B^2 u``,
+    at most 2.4e-7 C. ``A_b`` bounds every partial sum, as in :func:`fdp.rules.gram_rounding`, which has it squared.
+    """
+    bound = spread(records)
+    return (2.0**-29 * len(bound) ** 2 * bound).square()
 
 
 def _together(leaves: Flat, norms: Callable[[Tensor], Tensor]) -> Flat:
@@ -306,13 +318,13 @@ def _sums(records: dict[Path, list[Record]], clip: Clip, several: set[Path]) -> 
 
     The norm of several uses together is that of their sum in float64: so must the sum be, not by kernels in float32.
     """
-    exact = {path: [widened(record) for record in of] if path in several else of for path, of in records.items()}
-    flat = [(path, record) for path, of in exact.items() for record in of]
-    found = weighted_gradients([record for _, record in flat], [clip.factors[path] for path, _ in flat])
-    total: Flat = {}
-    for (path, _), part in zip(flat, found):
-        total[path] = total[path] + part if path in total else part
-    return total
+    single = [path for path in records if path not in several]
+    found = weighted_gradients([records[path][0] for path in single], [clip.factors[path] for path in single])
+    sums = dict(zip(single, found))
+    return {
+        path: sums[path] if path in sums else weighted_gradient_of_uses(of, clip.factors[path])
+        for path, of in records.items()
+    }
 
 
 def _count_uses(model: Model, plan: Plan) -> dict[Path, int]:

@@ -8,7 +8,14 @@ A use is recorded in one of two forms.
 - ``Dense(gradient)``: ``G_b`` itself, for small parameters and for anything without structure.
 
 In half precision on a GPU the products run by the kernels of ``fdp_kernels``, each of which says what rounding it
-leaves; everywhere else all that bears on privacy is done in float64.
+leaves; everywhere else all that bears on privacy is done in float64, by two rules that keep a sample within its bound
+even if its tokens cancel (u = 2^-53, T tokens, A_b = sum_t |left_t| |right_t|, which bounds every partial sum of G_b):
+
+- Every sample has an accumulator of its own: ``G_b`` is complete, over its tokens and over all uses of the leaf, before
+  it meets other samples. Its rounding is at most T u A_b and its own; what samples share is a sum of B matrices of norm
+  at most C, rounded by B^2 u C.
+- Every norm of pairs has a floor: ``|G_b|^2 + n 2 u A_b^2`` (:func:`gram_rounding`), so that
+  ``factor_b (|G_b| + 2 T u A_b) <= C (1 + T u)``: the rounding of the sample, in its norm or in its sum, is within C.
 
 On either form:  ``per_sample_gradient``  G_b;  ``squared_norm``  |G_b|^2, from G_b or from Gram matrices without
 forming it (Goodfellow 2015, arXiv 1510.01799; Li et al. 2022, arXiv 2110.05679);  ``cross_term``  <G_b, H_b> of two
@@ -23,7 +30,7 @@ A new operation needs a :class:`Rule`, two functions; :func:`check_rule` compare
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import torch
@@ -65,6 +72,10 @@ Record: TypeAlias = Pair | Dense
 HALF = (torch.bfloat16, torch.float16)
 TOGETHER = 64
 """Samples whose gradients a kernel adds up in float32; sums of more are added in float64."""
+AT_ONCE = 1 << 22
+"""Elements of per-sample gradients that are formed in float64 at a time, if a sample has no more."""
+LEAST_FACTOR = 2.0**-100
+"""Factors below it are 0 to a kernel: near the smallest numbers of float32 their rounding would exceed the slack."""
 LONG, LARGE = 2048, 1 << 23
 """Tokens and elements of a gradient from which on the library's product and a pass over it keep it faster than a kernel
 that does both; of smaller gradients from twice the tokens on. Measured on an H200: 4 x 2048 tokens, 1280 -> 5120: 161
@@ -130,15 +141,28 @@ def squared_norm(record: Record) -> Float[Tensor, " batch"]:
 
 
 def direct_squared_norm(record: Record) -> Float[Tensor, " batch"]:
-    """``|G_b|^2`` of exactly what ``weighted_gradient`` adds for the sample, ``G_b`` not stored where a kernel can.
+    """``|G_b|^2`` of what ``weighted_gradient`` adds for the sample, ``G_b`` not stored where a kernel can.
 
-    Float32 pairs are multiplied out in float64 by the sum, and so here.
+    Float32 pairs are multiplied out in float64 by the sum, and so here; rounding never understates the norm.
     """
     if not has_kernels(record):
-        return squared_norm(widened(record))
+        return direct_squared_norm_of_uses([record])
     if isinstance(record.left, OneHot):
         return embedding_norms(record.left.ids, record.right.squeeze(1))
     return _over_groups(direct, record)
+
+
+def direct_squared_norm_of_uses(records: Sequence[Record]) -> Float[Tensor, " batch"]:
+    """``|sum of all uses|^2`` of a leaf from per-sample gradients in float64, a few samples at a time.
+
+    Guarantees:
+      - what ``weighted_gradient_of_uses`` adds for a sample has no larger norm, however its tokens or uses cancel.
+    """
+    if (table := _single_embedding(records)) is not None:
+        square = _sum_of_squares(sample_rows(table.left.ids, table.right.double())[1])
+    else:
+        square = torch.cat([_sum_of_squares(_wide_gradient(few)) for few in _few_samples(records)])
+    return square + gram_rounding(records)
 
 
 def symmetric_squared_norm(record: Record) -> Float[Tensor, " batch"]:
@@ -187,28 +211,41 @@ def cross_term(a: Record, b: Record) -> Float[Tensor, " batch"]:
     if isinstance(a, Pair) and isinstance(b, Pair):
         right = a.right.double() @ b.right.double().transpose(-1, -2)
         return (_left_products(a.left, b.left) * right).sum((1, 2, 3))
-    G, H = per_sample_gradient(a), per_sample_gradient(b)
-    return (G.double() * H.double()).reshape(len(G), -1).sum(1)
+    # A pair is multiplied out in float64 by the sum; its product in the record's dtype is another number.
+    G, H = per_sample_gradient(widened(a)), per_sample_gradient(widened(b))
+    return (G * H).reshape(len(G), -1).sum(1)
 
 
 def gram_rounding(records: Sequence[Record]) -> Float[Tensor, " batch"]:
-    """What rounding may take from a squared norm by Gram matrices: ``n eps (sum_t |left_t| |right_t|)^2`` in float64.
+    """Bound what rounding may take from a squared norm in float64: ``n eps (sum_t |left_t| |right_t|)^2``.
 
-    Nothing beside an ordinary norm, but all of the norm of a sample whose tokens cancel: it is added, so that a norm is
-    never understated.
+    The sum is over the tokens of all uses of a leaf. It is nothing beside an ordinary norm, but all of the norm of a
+    sample whose tokens cancel. Added to a squared norm, it is the floor that keeps the norm from being understated.
     """
-    depth, total = 0, torch.zeros((), dtype=torch.float64)
-    for record in records:
-        if isinstance(record, Dense):
-            total = total + squared_norm(record).sqrt()
-            continue
-        right = torch.linalg.vector_norm(record.right, dim=-1, dtype=torch.float64)
-        one_hot = isinstance(record.left, OneHot)
-        left = 1.0 if one_hot else torch.linalg.vector_norm(record.left, dim=-1, dtype=torch.float64)
-        total = total + (left * right).sum((1, 2))
-        width = record.right.shape[-1] + (1 if isinstance(record.left, OneHot) else record.left.shape[-1])
-        depth = max(depth, record.right.shape[-2] + width)
-    return depth * torch.finfo(torch.float64).eps * total.square()
+    depth = max(_depth(record) for record in records)
+    return depth * torch.finfo(torch.float64).eps * spread(records).square()
+
+
+def spread(records: Sequence[Record]) -> Float[Tensor, " batch"]:
+    """``A_b = sum_t |left_t| |right_t|`` over all uses of a leaf: no partial sum of ``G_b`` exceeds it."""
+    return sum((_spread(record) for record in records), start=torch.zeros((), dtype=torch.float64))
+
+
+def _spread(record: Record) -> Tensor:
+    if isinstance(record, Dense):
+        return squared_norm(record).sqrt()
+    right = torch.linalg.vector_norm(record.right, dim=-1, dtype=torch.float64)
+    if isinstance(record.left, OneHot):
+        return right.sum((1, 2))
+    return (torch.linalg.vector_norm(record.left, dim=-1, dtype=torch.float64) * right).sum((1, 2))
+
+
+def _depth(record: Record) -> int:
+    """Count the numbers that are added up for an entry of a Gram matrix and for a norm from it; or for a cross term."""
+    if isinstance(record, Dense):
+        return record.gradient[0].numel()
+    width = record.right.shape[-1] + (1 if isinstance(record.left, OneHot) else record.left.shape[-1])
+    return record.right.shape[-2] + width
 
 
 def widened(record: Record) -> Record:
@@ -224,29 +261,107 @@ def weighted_gradient(record: Record, factors: Float[Tensor, " batch"]) -> Float
 
     In float32 the rounding of a matrix product can exceed the clipping bound: a sample whose tokens cancel leaves
     ``eps sum_t |left_t| |right_t|``, and everyone else's part is rounded to its size; and a sum over thousands of
-    samples is rounded to the size of all. In float64 neither matters. Pairs in half precision on a GPU are summed in
-    float32 by kernels, in the order in which ``direct_squared_norm`` measured them: what cancels in the one cancels in
-    the other. The sum of at most 64 samples is rounded to its size: (64 + 3)^2 2^-24, 3e-4, of one sample's bound at
-    the worst.
+    samples is rounded to the size of all. In float64, with an accumulator for every sample, neither matters. Pairs in
+    half precision on a GPU are summed in float32 by kernels, in the order in which ``direct_squared_norm`` measured
+    them: what cancels in the one cancels in the other. The sum of at most 64 samples is rounded to its size:
+    (64 + 3)^2 2^-24, 3e-4, of one sample's bound at the worst.
 
     Guarantees:
       - a sample whose factor is 0 contributes exactly 0, even if its gradient is NaN or infinite;
+      - a sample's tokens are added up before they meet another sample's;
       - factors are never rounded to the record's dtype.
     """
     factors = factors.double()
-    if isinstance(record, Dense):
-        flat = weighted_sum(record.gradient.reshape(len(factors), -1), factors, torch.float64)
-        return flat.view(record.gradient.shape[1:])
     if has_kernels(record):
         return _half_weighted(record, factors)
-    left, right, shape = record
-    if isinstance(left, OneHot):
-        table = right.new_zeros(shape[0], right.shape[-1], dtype=torch.float64)
-        return table.index_add(0, left.ids.flatten(), _scaled(right, factors).flatten(0, 2)).reshape(shape)
-    left, right = _scaled(left, factors), _scaled(right, (factors > 0).double())
-    groups = left.shape[1]
-    left, right = (z.transpose(0, 1).reshape(groups, -1, z.shape[-1]) for z in (left, right))
-    return (left.transpose(-1, -2) @ right).reshape(shape)
+    return weighted_gradient_of_uses([record], factors)
+
+
+def weighted_gradient_of_uses(records: Sequence[Record], factors: Float[Tensor, " batch"]) -> Float[Tensor, " *shape"]:
+    """``sum_b factors_b (sum of all uses of the leaf by sample b)`` in float64, a few samples at a time.
+
+    Guarantees:
+      - as :func:`weighted_gradient`; and all uses of a sample are added up before they meet another sample's.
+    """
+    factors, total, start = factors.double(), None, 0
+    if (table := _single_embedding(records)) is not None:
+        ids, rows = sample_rows(table.left.ids, table.right.double())
+        total = rows.new_zeros(table.shape[0], rows.shape[-1])
+        return total.index_add(0, ids.flatten(), _scaled(rows, factors).flatten(0, 1)).view(table.shape)
+    for few in _few_samples(records):
+        rows = few[0].gradient if len(few) == 1 and isinstance(few[0], Dense) else _wide_gradient(few)
+        end, shape = start + len(rows), rows.shape[1:]
+        total = weighted_sum(rows.reshape(len(rows), -1), factors[start:end], torch.float64, total)
+        start = end
+    assert total is not None
+    return total.view(shape)
+
+
+def sample_rows(
+    ids: Int[Tensor, "batch tokens"], right: Float[Tensor, "batch 1 tokens columns"]
+) -> tuple[Int[Tensor, "batch tokens"], Float[Tensor, "batch tokens columns"]]:
+    """Add up the rows of every sample that go to the same place: an embedding's ``G_b`` without its rows of zeros.
+
+    Row ``k`` of a sample is its part of row ``ids[k]`` of the leaf, every place at most once; rows left over are zero
+    and go to place 0.
+    """
+    ordered, order = ids.sort(dim=1, stable=True)
+    new = torch.nn.functional.pad(ordered[:, 1:] != ordered[:, :-1], (1, 0))
+    slots = torch.zeros_like(ids).scatter(1, order, new.long().cumsum(1))
+    rows = right.squeeze(1)
+    summed = torch.zeros_like(rows).scatter_add(1, slots.unsqueeze(-1).expand_as(rows), rows)
+    return torch.zeros_like(ids).scatter(1, slots, ids), summed
+
+
+class _Embedding(NamedTuple):
+    left: OneHot
+    right: Tensor
+    shape: tuple[int, ...]
+
+
+def _single_embedding(records: Sequence[Record]) -> _Embedding | None:
+    """The record of a leaf that is used once, as a table: no sample's table has to be formed for it."""
+    first, *rest = records
+    if rest or not isinstance(first, Pair) or not isinstance(first.left, OneHot):
+        return None
+    return _Embedding(first.left, first.right, first.shape)
+
+
+def _wide_gradient(records: Sequence[Record]) -> Tensor:
+    """The per-sample gradient of all uses together, in float64."""
+    first, *rest = records
+    total = per_sample_gradient(widened(first))
+    for record in rest:
+        total = total + per_sample_gradient(widened(record))
+    return total
+
+
+def _few_samples(records: Sequence[Record]) -> Iterator[list[Record]]:
+    """Cut the records of a leaf into groups of samples whose gradients in float64 take little memory."""
+    sizes = [math.prod(r.shape) if isinstance(r, Pair) else r.gradient[0].numel() for r in records]
+    if all(isinstance(record, Dense) for record in records):
+        few = len(_first_side(records[0]))  # nothing is multiplied out
+    else:
+        few = max(1, AT_ONCE // max(1, *sizes))
+    for start in range(0, max(1, len(_first_side(records[0]))), few):
+        yield [_cut(record, start, start + few) for record in records]
+
+
+def _first_side(record: Record) -> Tensor:
+    return record.gradient if isinstance(record, Dense) else record.right
+
+
+def _cut(record: Record, start: int, end: int) -> Record:
+    if isinstance(record, Dense):
+        return Dense(record.gradient[start:end])
+    left = record.left
+    left = OneHot(left.ids[start:end]) if isinstance(left, OneHot) else left[start:end]
+    return Pair(left, record.right[start:end], record.shape)
+
+
+def kernel_factors(factors: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
+    """Factors in float32, as kernels take them; 0 below ``LEAST_FACTOR``, where float32 has no digits left."""
+    return torch.where(factors < LEAST_FACTOR, torch.zeros_like(factors), factors).float()
 
 
 def _half_weighted(record: Pair, factors: Tensor) -> Tensor:
@@ -256,7 +371,7 @@ def _half_weighted(record: Pair, factors: Tensor) -> Tensor:
         return sum(_half_weighted(Pair(g, x, shape), c).double() for g, x, c in parts)  # type: ignore[return-value]
     if isinstance(left, OneHot):
         return embedding_sum(left.ids, right.squeeze(1), factors, shape[0]).reshape(shape)
-    groups = [weighted(g, x, factors.float()) for g, x in zip(left.unbind(1), right.unbind(1))]
+    groups = [weighted(g, x, kernel_factors(factors)) for g, x in zip(left.unbind(1), right.unbind(1))]
     return (groups[0] if len(groups) == 1 else torch.cat(groups)).reshape(shape)
 
 

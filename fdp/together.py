@@ -31,6 +31,7 @@ from fdp.rules import (
     has_kernels,
     kept,
     kept_by_kernel,
+    kernel_factors,
     symmetric_squared_norm,
     weighted_gradient,
 )
@@ -63,7 +64,7 @@ def weighted_gradients(
     """:func:`fdp.rules.weighted_gradient` of each, with the guarantees it gives."""
 
     def many(pairs: list[Pair], places: list[int]) -> list[Tensor]:
-        weights = [factors[i].float() for i in places]
+        weights = [kernel_factors(factors[i]) for i in places]
         sums = many_weighted(*_sides(pairs), weights)
         return [total.view(pair.shape) for total, pair in zip(sums, pairs)]
 

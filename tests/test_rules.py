@@ -410,3 +410,60 @@ def test_sums_of_many_samples_by_kernels_are_added_up_in_float64(monkeypatch):
         total = rules.weighted_gradient(pair, factors)
         assert total.dtype == torch.float64
         assert torch.allclose(total, exact, rtol=1e-5, atol=1e-5)
+
+
+CANCELLING = [1e8, 1e15, 1e30]
+
+
+def cancelling_pair(size: float, *, tokens: int = 6) -> Pair:
+    """Ordinary samples and, last, one whose two tokens cancel exactly."""
+    left, right = randn(5, 1, tokens, 3).float(), randn(5, 1, tokens, 4, seed=1).float()
+    left[-1], right[-1] = 0, 0
+    left[-1, 0, 0], left[-1, 0, 1], right[-1, 0, :2] = size, -size, size
+    return Pair(left, right, (3, 4))
+
+
+def cancelling_embedding(size: float) -> Pair:
+    ids, right = torch.randint(0, 7, (5, 6), generator=torch.Generator().manual_seed(0)), randn(5, 1, 6, 4).float()
+    ids[-1], right[-1] = 3, 0
+    right[-1, 0, 0], right[-1, 0, 1] = size, -size
+    return Pair(OneHot(ids), right, (7, 4))
+
+
+@pytest.mark.parametrize("size", CANCELLING)
+@pytest.mark.parametrize("norm", [rules.direct_squared_norm, rules.symmetric_squared_norm, rules.stored_squared_norm])
+@pytest.mark.parametrize("made", [cancelling_pair, cancelling_embedding])
+def test_tokens_that_cancel_leave_nothing_in_what_others_add(made, norm, size):
+    """One accumulator per sample and a floor in every norm: the sum of the others is the same with it and without."""
+    record = made(size)
+    factors = (1 / norm(record).sqrt()).clamp(max=1.0)
+    without = factors.clone()
+    without[-1] = 0
+    moved = rules.weighted_gradient(record, factors) - rules.weighted_gradient(record, without)
+    assert float(moved.norm()) <= 1e-6
+    assert float(norm(record)[-1].sqrt()) > 1e-9 * size  # the floor: not 0, though the gradient is
+
+
+def test_rows_of_a_sample_that_go_to_one_place_are_added_up():
+    ids, right = torch.tensor([[3, 1, 3, 0], [2, 2, 2, 2]]), randn(2, 1, 4, 5)
+    places, rows = rules.sample_rows(ids, right)
+    table = torch.zeros(2, 4, 5, dtype=rows.dtype).scatter_add(1, places[..., None].expand_as(rows), rows)
+    torch.testing.assert_close(table, rules.per_sample_gradient(Pair(OneHot(ids), right, (4, 5))))
+    for b in range(2):  # every place at most once; rows left over are zero
+        used = places[b][rows[b].abs().sum(1) > 0].tolist()
+        assert sorted(used) == sorted(set(ids[b].tolist()))
+
+
+def test_a_few_samples_at_a_time_give_the_same_norms_and_sums(monkeypatch):
+    record, factors = cancelling_pair(1.0), torch.rand(5)
+    uses = [record, rules.Dense(randn(5, 3, 4, seed=7).float())]
+    squares, total = rules.direct_squared_norm_of_uses(uses), rules.weighted_gradient_of_uses(uses, factors)
+    for most in (1, 24, 36):
+        monkeypatch.setattr(rules, "AT_ONCE", most)
+        assert torch.equal(rules.direct_squared_norm_of_uses(uses), squares)
+        torch.testing.assert_close(rules.weighted_gradient_of_uses(uses, factors), total, rtol=1e-13, atol=1e-13)
+
+
+def test_a_kernel_gets_no_factor_that_float32_would_round_away():
+    factors = torch.tensor([1.0, 1e-20, 3e-45, 1e-60], dtype=torch.float64)
+    assert rules.kernel_factors(factors).tolist() == [1.0, torch.tensor(1e-20).item(), 0.0, 0.0]

@@ -1,11 +1,15 @@
 """Squared norms and the weighted sum of an embedding's per-sample gradients, without one-hot rows or host sorts.
 
     G_b[v]    = sum over t with ids_bt = v of g_bt                            (V, D), never formed
-    squared_b = sum_v |G_b[v]|^2                                              float64
+    squared_b = sum_v |G_b[v]|^2 + (2^-28 T sum_t |g_bt|)^2                   float64
     total     = sum_b c_b G_b                                                 float32 (V, D)
 
 ``ids_BT`` is int64, ``g_BTD`` bfloat16, float16, float32 or float64, ``factors_B`` float32 or float64; products and
 sums are float64 throughout. A sample whose factor is not above 0 contributes exactly 0, even if its rows are NaN.
+
+The second term of a squared norm is a floor: ``total`` adds the rows of all samples in one accumulator, in which rows
+of one sample that cancel would leave the rounding of their size. With ``c_b sqrt(squared_b) <= C`` the rows that one
+sample adds have ``c_b sum_t |g_bt| <= 2^28 C / T``, and the roundings of 64 T additions are at most 2^-12 C in norm.
 
     >>> squared = embedding_norms(ids, g)                                     # (B,) float64
     >>> total = embedding_sum(ids, g, factors, V)                             # (V, D) float32, zero where never used
@@ -38,13 +42,19 @@ HEADS = 16
 
 
 def embedding_norms_reference(ids_BT: Tensor, g_BTD: Tensor) -> Tensor:
-    """``sum_v |sum_{t: ids_bt = v} g_bt|^2``: (B,) float64."""
+    """``sum_v |sum_{t: ids_bt = v} g_bt|^2`` and the floor: (B,) float64."""
     squared = []
     for ids_T, g_TD in zip(ids_BT, g_BTD):
         _, slots_T = ids_T.unique(return_inverse=True)  # a sample has at most T distinct ids
         rows = g_TD.new_zeros(g_TD.shape, dtype=torch.float64).index_add_(0, slots_T, g_TD.double())
         squared.append(rows.square().sum())
-    return torch.stack(squared)
+    return torch.stack(squared) + _floor(g_BTD)
+
+
+def _floor(g_BTD: Tensor) -> Tensor:
+    """``(2^-28 T sum_t |g_bt|)^2``: nothing beside an ordinary norm, all of the norm of rows that cancel."""
+    lengths_BT = torch.linalg.vector_norm(g_BTD, dim=-1, dtype=torch.float64)
+    return (lengths_BT.sum(1) * (2.0**-28 * g_BTD.shape[1])).square()
 
 
 def embedding_sum_reference(ids_BT: Tensor, g_BTD: Tensor, factors_B: Tensor, rows: int) -> Tensor:
@@ -320,7 +330,7 @@ def launch_embedding_norms(ids_BT: Tensor, g_BTD: Tensor) -> Tensor:
     _norms_across[grid](
         ids, head, tail, partial, tokens, width, chunks, CHUNK=CHUNK, COLUMNS=COLUMNS, HEADS=HEADS, num_warps=4
     )
-    return partial.sum(1)
+    return partial.sum(1) + _floor(g_BTD)
 
 
 def launch_embedding_sum(ids_BT: Tensor, g_BTD: Tensor, factors_B: Tensor, rows: int) -> Tensor:
