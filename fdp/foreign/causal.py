@@ -21,10 +21,11 @@ from fdp.foreign.leaves import foreign_model
 from fdp.foreign.masks import causal_caller, stands_for_none
 from fdp.foreign.parts import After
 from fdp.foreign.placeholders import Same
+from fdp.foreign.rotary import FixedLength, tables_of, with_fixed_tables
 from fdp.foreign.skeleton import returns, stack_blocks
 from fdp.foreign.stack import AUTO, leaf_paths
 from fdp.model import Likelihood, Model, Outputs
-from fdp.models.language import head_block, present_of, targets_of, token_losses, weights_of
+from fdp.models.language import head_block, present_of, targets_of, token_losses, weights_of, window_inputs_of
 from fdp.types import FdpError, Tree
 
 SHORT = 32
@@ -45,13 +46,19 @@ def causal_lm(
     ``example`` is a batch with the entries of the data to come, by default tokens alone; give one of packed documents,
     or of windows of users, if such are to come. ``prefix``: keys and values that layers will be given besides, for
     ``fdp.foreign.prefix``, which hands them in.
+
+    Guarantees:
+      - a rotary table that would look at the longest position among all samples is that of a full row instead.
     """
     _check_no_prompt(module)
     head, name = _head(module)
     config: Any = module.config
     context = int(context or getattr(config, "max_position_embeddings", None) or SHORT)
+    length = prefix + (context if example is None else window_inputs_of(example).shape[-1])
     example = _example(config, context) if example is None else example
+    tables, module = tables_of(module), with_fixed_tables(module, length=length)
     call = causal_caller(module, example, pattern=pattern, prefix=prefix)
+    call = FixedLength(call, tables, length, prefix) if tables else call
     common: dict[str, Any] = {"call": call, "example": example, "pattern": pattern, "absent": stands_for_none}
     if type(head) is nn.Linear and head.bias is None and returns(module, name, call, _logits, example):
         *blocks, last = stack_blocks(module, finish=_logits, parts={name: Same()}, **common)
