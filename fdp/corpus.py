@@ -2,7 +2,7 @@
 
 | ``user_field`` | ``pack``     | a sample, the unit of privacy                                            |
 |----------------|--------------|--------------------------------------------------------------------------|
-| None           | None         | one record: its first ``context + 1`` tokens                             |
+| None           | None         | one record (of texts: one file): its first ``context + 1`` tokens        |
 | a field        | None         | one user: windows, each of one record or a piece of one                  |
 | a field        | Unit.OWNER   | one user: windows, each of as many of the user's records as fit          |
 | None           | Unit.ROW     | one packed row of anyone's records: says nothing about a record          |
@@ -16,12 +16,13 @@ Texts without a unit of their own, as one stream, are ``fdp.data.load``'s: there
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from typing import Any
 
 from fdp import chat, text
-from fdp.documents import Documents, Records, cut, records
+from fdp.documents import Documents, Records, check, cut, gather, records
 from fdp.packing import Unit
 from fdp.packing import pack as packed
+from fdp.sources import Form, find_source, owner_of, read_records, read_text, record_form, text_field
 from fdp.types import FdpError, Key
 from fdp.units import Kind
 from fdp.users import Users, by_user
@@ -33,6 +34,7 @@ def load(
     context: int,
     vocab_size: int,
     tokenizer: text.Tokenizer = text.BYTES,
+    form: Form = Form.AUTO,
     field: str = "text",
     user_field: str | None = None,
     windows: int | None = None,
@@ -42,6 +44,7 @@ def load(
     """The dataset that was asked for. ``windows`` (for each user) and ``key`` (which of them) go with ``user_field``.
 
     Records with ``messages``, or with ``prompt`` and ``completion``, are conversations; of others ``field`` is read.
+    ``form`` says which, for records that could be read in two ways.
     """
     if context < 1:
         raise FdpError(f"context: expected at least 1, got {context}")
@@ -57,24 +60,67 @@ def load(
             f"pack: expected rows of one owner with user field {user_field!r}, got Unit.ROW: a row of several users' "
             "records would be the unit, and not the user. Use Unit.OWNER"
         )
-    documents = read(path, tokenizer, field=field, user_field=user_field)
+    documents, kind = read(path, tokenizer, form=form, field=field, user_field=user_field)
+    check(documents, context=context, vocab_size=vocab_size)
     if windows is not None and key is not None:
         rows = packed(documents, context=context, unit=pack) if pack else cut(documents, length=context + 1)
         return by_user(rows, context=context, vocab_size=vocab_size, windows=windows, key=key)
     if pack is Unit.ROW:
         rows = packed(documents, context=context, unit=pack)
         return records(rows, context=context, vocab_size=vocab_size, kind=Kind.ROW)
-    return records(documents, context=context, vocab_size=vocab_size)
+    return records(documents, context=context, vocab_size=vocab_size, kind=kind)
 
 
 def read(
-    path: str | os.PathLike[str], tokenizer: text.Tokenizer, *, field: str = "text", user_field: str | None = None
-) -> Documents:
-    """The documents of a file: conversations if its first record is one and has no ``field``, else texts."""
-    if not Path(path).exists():
-        raise FdpError(f"data: expected a path that exists, got {os.fspath(path)!r}")
-    if Path(path).suffix == ".jsonl":
-        first = next(text.lines(Path(path)), None)
-        if first is not None and field not in first[1] and chat.is_conversation(first[1]):
-            return chat.conversations(path, tokenizer, user_field=user_field)
-    return text.read(path, tokenizer, field=field, user_field=user_field)
+    path: str | os.PathLike[str],
+    tokenizer: text.Tokenizer,
+    *,
+    form: Form = Form.AUTO,
+    field: str = "text",
+    user_field: str | None = None,
+) -> tuple[Documents, Kind]:
+    """Read every record or file as a document; return them, and whether a document is a record or a file.
+
+    All tokens but the first of a text are predicted, and of a conversation those of the answers. With ``user_field``,
+    which only records have, a document's owner is the user named there; without, every document is its own.
+
+    Guarantees:
+      - a document depends on its own record and on the options, and on no other record;
+      - ``Form.AUTO`` takes records of one form; of others, file and line of both are named.
+    """
+    source = find_source(path, form=form)
+    if not source.records:
+        if user_field is not None or form in (Form.COMPLETION, Form.MESSAGES):
+            wanted = f"field {user_field!r}" if user_field is not None else f"the fields of --form {form.value}"
+            raise FdpError(f"{source.path}: expected .jsonl, .ndjson or .json, whose records have {wanted}, got a text")
+        texts = ((str(file), read_text(file)) for file in source.files)
+        found = ((place, text.encoded(tokenizer, words, place)) for place, words in texts)
+        named = [(place, (tokens, [True] * len(tokens))) for place, tokens in found]
+        owners = [place for place, _ in named]
+        return gather((each for _, each in named), owners, source=str(source.path), word=tokenizer.word), Kind.FILE
+    pieces: list[tuple[list[int], list[bool]]] = []
+    owners: list[str] = []
+    first: tuple[Form, str] | None = None
+    for place, record in read_records(source):
+        own = record_form(record, field, place) if form is Form.AUTO else form
+        first = (own, place) if first is None else first
+        if own is not first[0]:
+            raise FdpError(
+                f"{place}: expected {first[0].value} like {first[1]}, got {own.value}; a source holds records of one "
+                f"form: split it, or give --form {first[0].value} or --form {own.value} if every record has both"
+            )
+        pieces.append(_tokens(own, record, tokenizer, field, place))
+        owners.append(owner_of(record, user_field, place))
+    return gather(pieces, owners, source=str(source.path), word=tokenizer.word), Kind.RECORD
+
+
+def _tokens(
+    form: Form, record: dict[str, Any], tokenizer: text.Tokenizer, field: str, place: str
+) -> tuple[list[int], list[bool]]:
+    """The tokens of a record read as ``form``, and whether each counts."""
+    if form is Form.COMPLETION:
+        return chat.completion_tokens(record, tokenizer, place)
+    if form is Form.MESSAGES:
+        return chat.conversation_tokens(record, tokenizer, place)
+    tokens = text.encoded(tokenizer, text_field(record, field, place), place)
+    return tokens, [True] * len(tokens)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import codecs
 import difflib
-import json
 import os
 import sysconfig
 from collections.abc import Iterator
@@ -30,6 +29,7 @@ import torch
 from torch import Tensor
 
 from fdp import text
+from fdp.sources import Form, Source, check_text, find_source, holds_tokens, read_records, read_text, text_field
 from fdp.types import FdpError
 from fdp.units import Kind, PrivacyUnit, privacy_unit
 
@@ -99,15 +99,17 @@ def load(
     name_or_path: str | os.PathLike[str],
     *,
     context: int | None,
+    form: Form = Form.AUTO,
     field: str = "text",
     vocab_size: int = BYTES,
     tokenizer: text.Tokenizer | None = None,
 ) -> Windows | Examples:
     """A dataset by name or by path.
 
-    ``stdlib``; ``digits`` (with ``context=None``: it is for classifiers); a file or folder of UTF-8 text;
-    ``.jsonl``, of which ``field`` of every record is read, records joined by a newline; ``.npy`` (any integer
-    dtype) or ``.bin`` (little-endian uint16) token files, which are mapped into memory, not read.
+    ``stdlib``; ``digits`` (with ``context=None``: it is for classifiers); a file or folder of UTF-8 text, or of records
+    (``.jsonl``, ``.ndjson``, ``.json``), of which ``field`` is read, texts joined by a newline; ``.npy`` (any integer
+    dtype) or ``.bin`` (little-endian uint16) token files, which are mapped into memory, not read. With ``Form.FILE``
+    every file is a text, whatever its name.
 
     With a ``tokenizer`` texts are made of its tokens, with its end of text between records or files; token files and
     images have no use for one, and refuse it.
@@ -120,7 +122,8 @@ def load(
         near = difflib.get_close_matches(source, NAMES, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise FdpError(f"data: expected {' or '.join(NAMES)}, or a path that exists, got {source!r}.{hint}")
-    if tokenizer is not None and (source in NAMES or path.suffix in (".npy", ".bin")):
+    is_tokens = holds_tokens(path) and path.is_file()
+    if tokenizer is not None and (source in NAMES or is_tokens):
         raise FdpError(
             f"data {source!r}: expected text to go with a tokenizer, got tokens or a dataset of its own kind"
         )
@@ -132,16 +135,20 @@ def load(
         raise FdpError(f"data {source!r} is text: expected a language model, got a classifier; its data is 'digits'")
     if source == "stdlib":
         return windows(stdlib(), context=context, vocab_size=vocab_size, where="stdlib", token="byte")
+    if form not in (Form.AUTO, Form.TEXT, Form.FILE):
+        raise FdpError(f"--form {form.value}: expected --unit record or user to go with it, got windows of a stream")
+    if is_tokens:
+        tokens, token = (_read_npy(path) if path.suffix.lower() == ".npy" else _read_bin(path)), "token"
+        return windows(tokens, context=context, vocab_size=vocab_size, where=source, token=token)
+    found = find_source(path, form=form)
     if tokenizer is not None:
-        tokens, token = text.stream(path, tokenizer, field=field), tokenizer.word
-    elif path.suffix in (".npy", ".bin"):
-        tokens, token = (_read_npy(path) if path.suffix == ".npy" else _read_bin(path)), "token"
-    elif path.suffix == ".jsonl":
-        tokens, token = _joined(_records(path, field)), "byte"
-    elif path.is_dir():
-        tokens, token = _joined(_texts(path)), "byte"
+        tokens, token = text.stream(_texts(found, field), tokenizer), tokenizer.word
+    elif found.records:
+        tokens, token = _joined(words.encode() for _, words in _texts(found, field)), "byte"
+    elif len(found.files) > 1:
+        tokens, token = _joined(_read_text(file).tobytes() for file in found.files), "byte"
     else:
-        tokens, token = _read_text(path), "byte"
+        tokens, token = _read_text(next(iter(found.files))), "byte"
     return windows(tokens, context=context, vocab_size=vocab_size, where=source, token=token)
 
 
@@ -166,7 +173,7 @@ def windows(tokens: np.ndarray, *, context: int, vocab_size: int, where: str, to
         if int(chunk.max()) >= vocab_size or int(chunk.min()) < 0:
             first = int(np.argmax((chunk >= vocab_size) | (chunk < 0)))
             raise FdpError(
-                f"{where}: expected token ids from 0 to {vocab_size - 1}, got {int(chunk[first])} "
+                f"{where}: expected token ids from 0 to {vocab_size - 1}, got another "
                 f"at position {start + first}; use the model's tokenizer or a model with a larger vocabulary"
             )
     return Windows(tokens, context, token)
@@ -218,33 +225,15 @@ def _joined(texts: Iterator[bytes]) -> np.ndarray:
     return np.frombuffer(b"\n".join(text for text in texts if text), dtype=np.uint8)
 
 
-def _texts(folder: Path) -> Iterator[bytes]:
-    """The non-empty text files of a folder and the folders in it, hidden ones left out, in sorted order."""
-    for path in sorted(folder.rglob("*")):
-        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if path.is_file() and not hidden and path.stat().st_size:
-            yield _read_text(path).tobytes()
-
-
-def _records(path: Path, field: str) -> Iterator[bytes]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except ValueError as error:
-                raise FdpError(f"{path}, line {number}: expected a JSON object in UTF-8, got {error}") from None
-            if not isinstance(record, dict) or not isinstance(record.get(field), str):
-                found = sorted(record) if isinstance(record, dict) else type(record).__name__
-                raise FdpError(
-                    f"{path}, line {number}: expected an object with text in field {field!r}, got {found}; "
-                    "name the field with --field"
-                )
-            try:
-                yield record[field].encode()
-            except UnicodeEncodeError as error:
-                raise FdpError(f"{path}, line {number}: expected text, got a lone surrogate: {error}") from None
+def _texts(source: Source, field: str) -> Iterator[tuple[str, str]]:
+    """Every text of a source with its place: a field of each record, or each file."""
+    if not source.records:
+        yield from ((str(file), read_text(file)) for file in source.files)
+        return
+    for place, record in read_records(source):
+        words = text_field(record, field, place)
+        check_text(words, place)
+        yield place, words
 
 
 def _read_text(path: Path) -> np.ndarray:
@@ -256,21 +245,22 @@ def _read_text(path: Path) -> np.ndarray:
         chunk = tokens[start : start + CHUNK]
         try:
             decoder.decode(chunk.tobytes(), final=start + CHUNK >= len(tokens))
-        except UnicodeDecodeError as error:
-            raise FdpError(
-                f"{path}: expected UTF-8 text, got byte {error.object[error.start]:#04x} at position "
-                f"{start - pending + error.start}; convert the file, or give token ids as .npy or .bin"
-            ) from None
+            continue
+        except UnicodeDecodeError as error:  # raised again below, since a chained error would hold the text
+            position = start - pending + error.start
+        raise FdpError(
+            f"{path}: expected UTF-8 text, got a byte that is not at position {position}; convert the file, or give "
+            "token ids as .npy or .bin"
+        )
     return tokens
 
 
 def _read_npy(path: Path) -> np.ndarray:
     try:
         return np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise FdpError(
-            f"{path}: expected a NumPy array of token ids, got a file that cannot be read: {error}"
-        ) from None
+    except (ValueError, EOFError):  # raised again below: NumPy's words may show the head of the file
+        pass
+    raise FdpError(f"{path}: expected a NumPy array of token ids, got a file that cannot be read as one; use np.save")
 
 
 def _read_bin(path: Path) -> np.ndarray:

@@ -126,10 +126,10 @@ class Records:
 def records(documents: Documents, *, context: int, vocab_size: int, kind: Kind = Kind.RECORD) -> Records:
     """A dataset of one row per owner; ``kind`` is what an owner is."""
     check(documents, context=context, vocab_size=vocab_size)
-    owner, rows = Counter(documents.owners).most_common(1)[0]
+    rows = max(Counter(documents.owners).values())
     if rows > 1:
         raise FdpError(
-            f"{documents.source}: expected one row per unit of privacy, got {rows} rows of {owner!r}: a sample would "
+            f"{documents.source}: expected one row per unit of privacy, got {rows} rows of one owner: a sample would "
             "be less than a unit, and epsilon a statement about the sample. Group them with fdp.users.by_user, or pack "
             "with Unit.ROW if a row is the unit that you mean"
         )
@@ -157,6 +157,6 @@ def check(documents: Documents, *, context: int, vocab_size: int) -> None:
         first = int(np.argmax(bad))
         row = int(np.searchsorted(documents.starts, first, side="right")) - 1
         raise FdpError(
-            f"{documents.source}: expected token ids from 0 to {vocab_size - 1}, got {int(documents.tokens[first])} in "
-            f"document {row}; use the model's tokenizer or a model with a larger vocabulary"
+            f"{documents.source}: expected token ids from 0 to {vocab_size - 1}, got another in document {row + 1}; "
+            "use the model's tokenizer or a model with a larger vocabulary"
         )

@@ -46,7 +46,7 @@ def test_prompts_are_masked_and_the_end_counts(tmp_path: Path) -> None:
 def test_conversations_by_lines() -> None:
     said = [("system", "be"), ("user", "hi"), ("assistant", "ho"), ("user", "x"), ("assistant", "y")]
     record = {"messages": [{"role": role, "content": content} for role, content in said]}
-    found = chat.pieces(record, text.BYTES, "here")
+    found = chat.message_pieces(record["messages"], text.BYTES, "here")
     assert "".join(words for words, _ in found) == "system: be\nuser: hi\nassistant: ho\nuser: x\nassistant: y\n"
     assert [words for words, counts in found if counts] == ["ho\n", "y\n"]
 
@@ -56,7 +56,7 @@ def test_conversations_by_the_tokenizers_template(tmp_path: Path) -> None:
     said = [("user", "hello"), ("assistant", "how are you"), ("user", "fine thanks"), ("assistant", "bye")]
     record = {"messages": [{"role": role, "content": content} for role, content in said]}
     path = write(tmp_path / "chat.jsonl", record)
-    documents = chat.conversations(path, tokenizer)
+    documents, _ = corpus.read(path, tokenizer)
     whole = "<user> hello <end> <assistant> how are you <end> <user> fine thanks <end> <assistant> bye <end>"
     assert documents.tokens.tolist() == tokenizer.encode(whole)
     counted = [word for word, counts in zip(whole.split(), documents.counted) if counts]
@@ -69,7 +69,7 @@ def test_a_template_that_rewrites_is_refused(tmp_path: Path) -> None:
     said = [("user", "hello"), ("assistant", "fine")]
     record = {"messages": [{"role": role, "content": content} for role, content in said]}
     with pytest.raises(FdpError, match="here, message 2: expected a chat template that only adds"):
-        chat.pieces(record, tokenizer, "here")
+        chat.conversation_tokens(record, tokenizer, "here")
 
 
 @pytest.mark.parametrize(
@@ -83,9 +83,9 @@ def test_a_template_that_rewrites_is_refused(tmp_path: Path) -> None:
         ({"prompt": "a"}, "or a list in 'messages'"),
     ],
 )
-def test_records_that_are_no_conversation_are_refused(record: dict, message: str) -> None:
+def test_records_that_are_no_conversation_are_refused(record: dict, message: str, tmp_path: Path) -> None:
     with pytest.raises(FdpError, match=message):
-        chat.pieces(record, text.BYTES, "here, line 1")
+        corpus.read(write(tmp_path / "chat.jsonl", record), text.BYTES)
 
 
 @pytest.mark.parametrize("name", MODELS)

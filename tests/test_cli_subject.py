@@ -129,6 +129,14 @@ def test_a_sample_is_what_unit_says(folder, letters, chat, tmp_path, capsys):
     [
         (["--unit", "person"], "--unit: expected one of window, record, user, row"),
         (["--unit", "user"], "--user-field: expected with --unit user"),
+        (["--form", "csv"], "--form: expected one of auto, text, completion, messages, file, got 'csv'"),
+        (["--form", "messages"], "--form messages: expected --unit record or user to go with it"),
+        (
+            ["--unit", "record", "--form", "messages"],
+            "line 1: expected a list of messages in 'messages', got no such field",
+        ),
+        (["--data", "stdlib", "--form", "text"], "--form: expected --data of texts or records to go with it"),
+        (["--unit", "record", "--form", "file", "--field", "body"], "--field: expected --data of records"),
         (["--lora", "2", "--train-only", "*bias"], "--lora and --train-only: expected one of them, got 2"),
         (["--lora", "2", "--prefix", "3"], "--lora and --prefix: expected one of them, got 2"),
         (["--prefix", "0"], "expected at least 1 virtual token, got 0"),

@@ -65,7 +65,10 @@ def test_jsonl_reads_one_field_of_every_record(tmp_path: Path) -> None:
     dataset = data.load(path, context=2, field="body")
     assert isinstance(dataset, data.Windows)
     assert dataset.tokens.tobytes() == b"one\ntwo"
-    with pytest.raises(FdpError, match=r"line 1: expected an object with text in field 'text', got \['body'\]"):
+    with pytest.raises(
+        FdpError,
+        match=r"line 1: expected text in field 'text', got no such field among its 1 \('body' there\); name the field",
+    ):
         data.load(path, context=2)
 
 
@@ -94,7 +97,7 @@ def test_a_token_outside_the_vocabulary_is_named_with_its_position(
     tokens = np.zeros(64, dtype=np.int32)
     tokens[bad] = value
     np.save(tmp_path / "tokens.npy", tokens)
-    with pytest.raises(FdpError, match=rf"from 0 to 49, got {value} at position {bad};"):
+    with pytest.raises(FdpError, match=rf"from 0 to 49, got another at position {bad};"):
         data.load(tmp_path / "tokens.npy", context=3, vocab_size=50)
 
 
@@ -105,7 +108,7 @@ def test_a_byte_that_is_not_utf8_is_named_with_its_position(
     monkeypatch.setattr(data, "CHUNK", 16)
     path = tmp_path / "latin.txt"
     path.write_bytes(b"a" * before + b"\xe9" + b"b" * 30)
-    with pytest.raises(FdpError, match=rf"expected UTF-8 text, got byte 0xe9 at position {before};"):
+    with pytest.raises(FdpError, match=rf"expected UTF-8 text, got a byte that is not at position {before};"):
         data.load(path, context=3)
 
 
@@ -126,7 +129,7 @@ def test_a_character_across_two_chunks_is_still_utf8(tmp_path: Path, monkeypatch
         ("broken.jsonl", b'{"text": "a"}\n{"text"', "line 2: expected a JSON object"),
         ("latin.jsonl", b'{"text": "\xe9"}', "line 1: expected a JSON object in UTF-8"),
         ("surrogate.jsonl", rb'{"text": "\ud800"}', "line 1: expected text, got a lone surrogate"),
-        ("list.jsonl", b"[1]", "line 1: expected an object with text in field 'text', got list"),
+        ("list.jsonl", b"[1]", "line 1: expected a JSON object, got a list"),
         ("cut.txt", "é".encode()[:1], "expected UTF-8"),
         ("short.txt", b"ab", "at least one window of 5 bytes, got 2"),
         ("broken.npy", b"not an array", "cannot be read"),

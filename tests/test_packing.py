@@ -84,7 +84,7 @@ def test_segments_are_numbered_from_one_and_padding_is_none() -> None:
 
 def test_an_owner_in_several_rows_is_no_sample_and_a_row_is_one_only_if_named(tmp_path: Path) -> None:
     documents = documents_of([("a", 4), ("b", 2), ("a", 4)])
-    with pytest.raises(FdpError, match=r"expected one row per unit of privacy, got 2 rows of 'a'"):
+    with pytest.raises(FdpError, match=r"expected one row per unit of privacy, got 2 rows of one owner"):
         records(pack(documents, context=4, unit=Unit.OWNER), context=4, vocab_size=99)
     assert len(records(pack(documents, context=6, unit=Unit.ROW), context=6, vocab_size=99)) == 2
     with pytest.raises(FdpError, match="packed already"):

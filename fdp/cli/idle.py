@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from fdp import launch
 from fdp.cli.train import train_command
+from fdp.sources import holds_records, holds_tokens
 from fdp.types import FdpError
 
 
@@ -26,7 +27,8 @@ class Partner(NamedTuple):
 
 LORA = Partner("--lora", lambda s: s["lora"] is not None)
 USER = Partner("--unit user", lambda s: s["unit"] == "user")
-RECORDS = Partner("--data of a .jsonl file", lambda s: Path(s["data"]).suffix == ".jsonl")
+RECORDS = Partner("--data of records (.jsonl, .ndjson, .json), read as text", lambda s: _records(s))
+TEXTS = Partner("--data of texts or records", lambda s: _texts(s))
 SAVING = Partner("--save-every", lambda s: s["save_every"] is not None)
 PRIVATE = Partner("a --method other than none", lambda s: s["method"] != "none")
 BUDGETED = Partner("--method auto or flash", lambda s: s["method"] in ("auto", "flash"))
@@ -35,12 +37,23 @@ NOISED = Partner("--kfac-data noised", lambda s: s["kfac_data"] == "noised")
 RANKS = Partner("several ranks, started with torchrun", lambda s: launch.started())
 
 GOES_WITH = {
-    "lora_alpha": LORA, "lora_targets": LORA, "windows_per_user": USER, "pack": USER, "field": RECORDS, "keep": SAVING,
-    "clip": PRIVATE, "max_norm": PRIVATE, "delta": PRIVATE, "memory_budget": BUDGETED,
+    "lora_alpha": LORA, "lora_targets": LORA, "windows_per_user": USER, "pack": USER, "field": RECORDS, "form": TEXTS,
+    "keep": SAVING, "clip": PRIVATE, "max_norm": PRIVATE, "delta": PRIVATE, "memory_budget": BUDGETED,
     "kfac_damping": KFAC, "kfac_period": KFAC, "kfac_policy": KFAC, "kfac_fisher": KFAC, "kfac_distribution": KFAC,
     "kfac_max_norm": NOISED, "kfac_noise": NOISED,
     "zero": RANKS, "reduce": RANKS, "reduce_dtype": RANKS, "replicate_data": RANKS, "timeout": RANKS,
 }  # fmt: skip
+
+
+def _texts(settings: Mapping[str, Any]) -> bool:
+    path = Path(settings["data"])
+    return path.exists() and (path.is_dir() or not holds_tokens(path))
+
+
+def _records(settings: Mapping[str, Any]) -> bool:
+    """Whether a field of records is read: not of texts, and not of conversations."""
+    path, form = Path(settings["data"]), settings["form"]
+    return (path.is_dir() or holds_records(path)) and form in ("auto", "text")
 
 
 def check_idle(settings: Mapping[str, Any]) -> None:

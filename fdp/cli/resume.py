@@ -24,7 +24,7 @@ from fdp.run import Run
 from fdp.types import FdpError, Key, TrainState
 
 DECIDING = (
-    "model", "lora", "lora_alpha", "lora_targets", "prefix", "train_only", "data", "field", "tokenizer", "unit",
+    "model", "lora", "lora_alpha", "lora_targets", "prefix", "train_only", "data", "form", "field", "tokenizer", "unit",
     "user_field", "windows_per_user", "pack", "context", "epsilon", "noise_multiplier", "delta", "population", "clip",
     "max_norm", "method", "batch_size", "steps", "lr", "optimizer", "weight_decay", "schedule", "warmup", "seed",
     "dtype", "kfac_damping", "kfac_period", "kfac_data", "kfac_max_norm", "kfac_noise", "kfac_policy", "kfac_fisher",

@@ -31,6 +31,7 @@ from fdp.packing import Unit
 from fdp.safetensors_io import export_safetensors
 from fdp.sampling import Dataset
 from fdp.sharding import Sharding, drawn_params
+from fdp.sources import Form
 from fdp.types import FdpError, Key, Tree
 
 Values: TypeAlias = Callable[[Model, Sharding | None, Key], Tree]
@@ -97,11 +98,17 @@ def dataset_of(settings: Mapping[str, Any], model: Model, *, source: str | None 
         raise FdpError(f"--unit: expected one of {', '.join(UNITS)}, got {unit!r}")
     if (unit == "user") != (by is not None):
         raise FdpError(f"--user-field: expected with --unit user, and only there, got --unit {unit}")
+    form = named_form(settings["form"])
     vocab_size = data.BYTES if model.vocab_size is None else model.vocab_size
     tokenizer = _tokenizer(settings, model)
     if unit == "window":
         return data.load(
-            path, context=model.context, field=settings["field"], vocab_size=vocab_size, tokenizer=tokenizer
+            path,
+            context=model.context,
+            form=form,
+            field=settings["field"],
+            vocab_size=vocab_size,
+            tokenizer=tokenizer,
         )
     if model.context is None:
         raise FdpError(f"--unit {unit}: expected a language model, got {model.name}; leave it out")
@@ -111,6 +118,7 @@ def dataset_of(settings: Mapping[str, Any], model: Model, *, source: str | None 
         context=model.context,
         vocab_size=vocab_size,
         tokenizer=tokenizer or text.BYTES,
+        form=form,
         field=settings["field"],
         user_field=by,
         windows=None if by is None else settings["windows_per_user"],
@@ -118,6 +126,14 @@ def dataset_of(settings: Mapping[str, Any], model: Model, *, source: str | None 
         # Public, and the same in every run: which of a user's windows are taken depends on nobody else.
         key=None if by is None else keys.fold_in(keys.key(0), "windows"),
     )
+
+
+def named_form(name: str) -> Form:
+    """Return the form that ``--form`` names."""
+    known = {form.value: form for form in Form}
+    if name not in known:
+        raise FdpError(f"--form: expected one of {', '.join(known)}, got {name!r}")
+    return known[name]
 
 
 def export(params: Tree, settings: Mapping[str, Any], folder: Path) -> Path:

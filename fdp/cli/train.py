@@ -52,11 +52,20 @@ def train_command(
     data: Annotated[
         str,
         Option(
-            help="stdlib, digits, or a path: text file or folder, .jsonl, .npy or .bin tokens.",
+            help="stdlib, digits, or a path: texts or records (.jsonl, .ndjson, .json), a file or a folder; tokens "
+            "(.npy, .bin).",
             rich_help_panel=WHAT,
         ),
     ] = "stdlib",
-    field: Annotated[str, Option(help="The field of a .jsonl record that is read.", rich_help_panel=WHAT)] = "text",
+    form: Annotated[
+        str,
+        Option(
+            help="What a record is read as: text (of --field), completion (after a prompt), messages; auto: by its "
+            "fields; file: every file is one text, whatever its name.",
+            rich_help_panel=WHAT,
+        ),
+    ] = "auto",
+    field: Annotated[str, Option(help="The field of a record that is read as text.", rich_help_panel=WHAT)] = "text",
     tokenizer: Annotated[
         str | None,
         Option(help="A folder with a tokenizer; default: that of --model, else bytes.", rich_help_panel=WHAT),
