@@ -73,6 +73,10 @@ class Windows:
         rows = self.tokens[: len(self) * (self.context + 1)].reshape(len(self), self.context + 1)
         return {"tokens": torch.from_numpy(rows[indices].astype(np.int64))}
 
+    def content(self) -> list[tuple[str, np.ndarray]]:
+        """The arrays that samples are made from, for ``fdp.digest``."""
+        return [("tokens", self.tokens[: len(self) * (self.context + 1)]), ("context", np.array([self.context]))]
+
 
 @dataclass(frozen=True)
 class Examples:
@@ -93,6 +97,10 @@ class Examples:
         """``{"image": float32 (n, ...), "label": int64 (n,)}`` for n indices."""
         rows = torch.as_tensor(indices, dtype=torch.int64)
         return {"image": self.image[rows], "label": self.label[rows]}
+
+    def content(self) -> list[tuple[str, Tensor]]:
+        """The arrays that samples are made from, for ``fdp.digest``."""
+        return [("image", self.image), ("label", self.label)]
 
 
 def load(

@@ -48,6 +48,11 @@ class Documents(NamedTuple):
         """The tokens of row i."""
         return self.tokens[self.starts[i] : self.starts[i + 1]]
 
+    def content(self) -> list[tuple[str, np.ndarray]]:
+        """The arrays that rows are made from, for ``fdp.digest``; who owns them is in no sample."""
+        segments = [] if self.segments is None else [("segments", self.segments)]
+        return [("tokens", self.tokens), ("counted", self.counted), ("starts", self.starts), *segments]
+
 
 def gather(
     pieces: Iterable[tuple[Sequence[int], Sequence[bool]]], owners: Sequence[str], *, source: str, word: str = "token"
@@ -121,6 +126,10 @@ class Records:
     def fetch(self, indices: np.ndarray) -> dict[str, Tensor]:
         """As :func:`padded`."""
         return padded(self.documents, indices, context=self.context)
+
+    def content(self) -> list[tuple[str, np.ndarray]]:
+        """The arrays that samples are made from, for ``fdp.digest``."""
+        return [*self.documents.content(), ("context", np.array([self.context]))]
 
 
 def records(documents: Documents, *, context: int, vocab_size: int, kind: Kind = Kind.RECORD) -> Records:

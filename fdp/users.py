@@ -63,6 +63,10 @@ class Users:
         flat = padded(self.documents, rows.reshape(-1), context=self.context)
         return {name: leaf.view(*rows.shape, leaf.shape[1]) for name, leaf in flat.items()}
 
+    def content(self) -> list[tuple[str, np.ndarray]]:
+        """The arrays that samples are made from, for ``fdp.digest``."""
+        return [*self.documents.content(), ("rows", self.rows), ("context", np.array([self.context]))]
+
 
 def by_user(documents: Documents, *, context: int, vocab_size: int, windows: int, key: Key) -> Users:
     """All rows of each owner as one sample of ``windows`` windows. The owners must be the users.

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from fdp import accounting, clipping, data, init, keys, model, optimizers, sampling
-from fdp.digest import data_digest
 from fdp.methods import Method, make_plan
 from fdp.offload import Offload
 from fdp.records import Record, fingerprint, summarise
@@ -295,34 +294,6 @@ def test_a_sequence_longer_than_the_context_is_refused() -> None:
     long = data.windows(np.zeros(400, dtype=np.uint8), context=9, vocab_size=256, where="here")
     with pytest.raises(FdpError, match="at most the 8 tokens of mean's context, got 9"):
         prepare(config(model=short, dataset=long))
-
-
-def test_a_digest_notices_other_data():
-    same, other, shorter = rows(), rows(), rows(SIZE - 1)
-    other.x = other.x.clone()
-    other.x[17, 2] += 1
-    assert data_digest(same) == data_digest(rows())
-    assert len({data_digest(each) for each in (same, other, shorter)}) == 3
-
-
-def test_a_digest_notices_one_other_sample_among_thousands():
-    many, other = rows(5000), rows(5000)
-    other.x = other.x.clone()
-    other.x[4321, 0] += 1
-    assert data_digest(many) != data_digest(other)
-
-
-def test_a_digest_of_more_data_than_it_reads_is_of_some_of_them(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fdp.digest.DIGESTED", 1)
-    seen: set[int] = set()
-
-    class Seen(Rows):
-        def fetch(self, indices: np.ndarray) -> dict[str, Tensor]:
-            seen.update(indices.tolist())
-            return super().fetch(indices)
-
-    data_digest(Seen(rows(5000).x))
-    assert (min(seen), max(seen), len(seen)) == (0, 4999, 256)
 
 
 def test_any_bound_can_be_recorded():
