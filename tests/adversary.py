@@ -1,0 +1,580 @@
+"""An adversary: models whose inputs and output gradients a sample chooses freely, samples made to break them, how far
+each moves the clipped sum, and a search for worse ones.
+
+    ratio = |S(everyone) - S(everyone but one)| / stated sensitivity             at most 1, whatever the one holds
+
+A leaf is used once, or by two rules, in one block or in two. Every use has *levers*, data that are its input and its
+output gradient: the loss is ``sum(output * g)``. Attacks set them token by token. Several attackers share a microbatch
+with ordinary samples; each is measured against the ordinary ones alone, all others masked.
+
+    >>> arena = ARENAS["linear+add"]()
+    >>> target = attacked(arena, torch.float32)
+    >>> for way, plan in plans_of(target, torch.float32).items():
+    ...     found = measure(target, plan, clipping.flat(max_norm=1.0))          # {attack: ratio}
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fdp import clipping, keys, ops, tree
+from fdp.clipping import ClipStyle
+from fdp.compiled import Blocks
+from fdp.costs import Choice, NormBy, SumBy
+from fdp.foreign.einsum import EINSUM
+from fdp.foreign.lora import lora
+from fdp.foreign.module import from_module
+from fdp.foreign.products import LINEAR_ROWS
+from fdp.init import constant
+from fdp.methods import Method, Plan, make_plan
+from fdp.model import Block, LeafSpec, Model
+from fdp.models import GPTConfig, gpt
+from fdp.per_sample import clipped_sum, per_sample_norms
+from fdp.taps import EXPANDED
+from fdp.types import Clip, Path, Tree
+
+WIDTH, TOKENS = 4, 8
+BEFORE, AFTER = 5, 2
+"""Ordinary samples before and after the attackers: a shared accumulator that is wiped out loses those before."""
+SLACK = {torch.float64: 1e-6, torch.float32: 1e-6, torch.bfloat16: 1e-3, torch.float16: 1e-3}
+"""What a sample may move the sum by above the stated sensitivity."""
+BOUND = 1.0
+STYLES: dict[str, Callable[[Iterable[Path]], ClipStyle]] = {
+    "flat": lambda paths: clipping.flat(max_norm=BOUND),
+    "per-layer": lambda paths: clipping.per_layer(max_norm=BOUND),
+    "per-group": lambda paths: _two_groups(sorted(paths)),
+    "automatic": lambda paths: clipping.automatic(max_norm=BOUND),
+    "quantile": lambda paths: clipping.quantile(
+        max_norm=BOUND, target_quantile=0.5, learning_rate=0.2, count_noise=1.0
+    ),
+}
+
+
+def _two_groups(paths: list[Path]) -> ClipStyle:
+    first, rest = paths[:1], paths[1:]
+    groups = {"first": first} | ({"rest": rest} if rest else {})
+    return clipping.per_group(groups=groups, max_norms={name: 0.6 for name in groups})
+
+
+# ---------------------------------------------------------------- levers
+
+
+class Kind(NamedTuple):
+    """A way to use a leaf, and what a sample holds to steer it.
+
+    ``apply(levers, weight)`` is the output that ``levers["g"]`` multiplies. ``fill(x, g)`` are the levers of one sample
+    for which token t adds ``x_t g_t`` to every element of the leaf's gradient (``one_sided``: ``x_t sign(g_t)``).
+    ``once``: the tokens that together touch every element once.
+    """
+
+    shape: tuple[int, ...]
+    apply: Callable[[Mapping[str, Tensor], ops.Weight], Tensor]
+    fill: Callable[[Tensor, Tensor], dict[str, Tensor]]
+    once: int = 1
+    one_sided: bool = False
+
+
+def _rows(z: Tensor, *more: int) -> Tensor:
+    """One number for every token as equal rows."""
+    return z.view(TOKENS, *[1] * len(more)).expand(TOKENS, *more).clone()
+
+
+def _columns(z: Tensor, channels: int, repeat: int) -> Tensor:
+    return z.repeat_interleave(repeat).expand(channels, -1).clone()
+
+
+def _one(x: Tensor, g: Tensor) -> Tensor:
+    return x * torch.where(g < 0, -1.0, 1.0) * torch.where(g == 0, 0.0, 1.0)
+
+
+def _norm_fill(x: Tensor, g: Tensor) -> dict[str, Tensor]:
+    """Normalised inputs are +-1: all size is in g."""
+    signs = torch.tensor([1.0, -1.0]).repeat(WIDTH // 2)
+    return {"x": _rows(torch.ones(TOKENS), WIDTH) * signs, "g": _rows(_one(x, g), WIDTH) * signs}
+
+
+def _added(levers: Mapping[str, Tensor], weight: ops.Weight) -> Tensor:
+    return ops.add(torch.zeros_like(levers["g"]), weight)
+
+
+def _add(*shape: int) -> Kind:
+    return Kind(shape, _added, lambda x, g: {"g": _rows(_one(x, g), *shape)}, one_sided=True)
+
+
+def _scale(*shape: int) -> Kind:
+    return Kind(
+        shape,
+        lambda levers, w: ops.scale(levers["x"], w),
+        lambda x, g: {"x": _rows(x, *shape), "g": _rows(g, *shape)},
+    )
+
+
+def _product(apply: Callable[..., Tensor], *shape: int, inputs: int = WIDTH, outputs: int = WIDTH) -> Kind:
+    return Kind(shape, apply, lambda x, g: {"x": _rows(x, inputs), "g": _rows(g, outputs)})
+
+
+def _experts(x: Tensor, g: Tensor) -> dict[str, Tensor]:
+    return {"x": _rows(x, WIDTH).expand(2, -1, -1).clone(), "g": _rows(g, WIDTH).expand(2, -1, -1).clone()}
+
+
+SQUARE = (WIDTH, WIDTH)
+MATRIX = {
+    "linear": _product(lambda levers, w: ops.linear(levers["x"], w), *SQUARE),
+    "matmul": _product(lambda levers, w: ops.matmul(levers["x"], w), *SQUARE),
+    "rows": _product(lambda levers, w: ops.use(LINEAR_ROWS, levers["x"], w, start=0, stop=WIDTH), *SQUARE),
+    "embedding": Kind(
+        SQUARE,
+        lambda levers, w: ops.embedding(levers["ids"], w),
+        lambda x, g: {"ids": torch.arange(TOKENS) % WIDTH, "g": _rows(_one(x, g), WIDTH)},
+        once=WIDTH,
+        one_sided=True,
+    ),
+    "scale": _scale(*SQUARE),
+    "add": _add(*SQUARE),
+}
+VECTOR = {
+    "scale": _scale(WIDTH),
+    "add": _add(WIDTH),
+    "layer_norm": Kind((WIDTH,), lambda levers, w: ops.layer_norm(levers["x"], w), _norm_fill, one_sided=True),
+    "rms_norm": Kind((WIDTH,), lambda levers, w: ops.rms_norm(levers["x"], w), _norm_fill, one_sided=True),
+}
+LINE = {
+    "conv1d": Kind(
+        (WIDTH, WIDTH, 2),
+        lambda levers, w: ops.conv1d(levers["x"], w, stride=2),
+        lambda x, g: {"x": _columns(x, WIDTH, 2), "g": _columns(g, WIDTH, 1)},
+    ),
+    "grouped": Kind(
+        (WIDTH, 2, 2),
+        lambda levers, w: ops.conv1d(levers["x"], w, stride=2, groups=2),
+        lambda x, g: {"x": _columns(x, WIDTH, 2), "g": _columns(g, WIDTH, 1)},
+    ),
+}
+PLANE = {
+    "conv2d": Kind(
+        (WIDTH, WIDTH, 1, 2),
+        lambda levers, w: ops.conv2d(levers["x"], w, stride=(1, 2)),
+        lambda x, g: {"x": _columns(x, WIDTH, 2).unsqueeze(1), "g": _columns(g, WIDTH, 1).unsqueeze(1)},
+    )
+}
+CUBE = {
+    "experts": Kind((2, *SQUARE), lambda levers, w: ops.use(ops.EXPERTS, levers["x"], w), _experts),
+    "einsum": Kind(
+        (2, *SQUARE),
+        lambda levers, w: ops.use(EINSUM, levers["x"], w, x_of="betd", w_of="edf", y_of="betf"),
+        _experts,
+    ),
+    "whole": Kind(  # letters of W in an order that is no product of matrices: its record is a gradient
+        (2, *SQUARE),
+        lambda levers, w: ops.use(EINSUM, levers["x"], w, x_of="btd", w_of="edf", y_of="btef"),
+        lambda x, g: {"x": _rows(x, WIDTH), "g": _rows(g, 2, WIDTH)},
+    ),
+    "add": _add(2, *SQUARE),
+}
+ONE = {"one output": _product(lambda levers, w: ops.linear(levers["x"], w), 1, WIDTH, outputs=1)}
+WINDOWS = {  # several windows of a user in one sample
+    "windows": Kind(
+        SQUARE,
+        lambda levers, w: ops.linear(levers["x"], w),
+        lambda x, g: {"x": _rows(x, WIDTH).view(2, -1, WIDTH), "g": _rows(g, WIDTH).view(2, -1, WIDTH)},
+    )
+}
+FAMILIES = {
+    "matrix": MATRIX,
+    "vector": VECTOR,
+    "line": {"conv1d": LINE["conv1d"], "add": _add(WIDTH, WIDTH, 2)},
+    "grouped": {"grouped": LINE["grouped"], "scale": _scale(WIDTH, 2, 2)},
+    "plane": PLANE,
+    "cube": CUBE,
+    "one": ONE,
+    "windows": WINDOWS,
+}
+
+
+class Arena(NamedTuple):
+    """Leaves and how each is used; the model of it takes its levers as data, ``<leaf>.<use>.<lever>``."""
+
+    name: str
+    leaves: dict[Path, tuple[Kind, ...]]
+    model: Model
+    params: Tree
+
+
+def make_arena(name: str, leaves: Mapping[Path, Sequence[Kind]], *, blocks: int = 1) -> Arena:
+    """A model of these uses, the i-th use of every leaf in block ``i mod blocks``."""
+
+    def part(which: int) -> Callable[[Tree, Tree, Tree], Tensor]:
+        def apply(params: Tree, carry: Tree, data: Tree) -> Tensor:
+            total = carry if isinstance(carry, Tensor) else 0.0
+            for path, kinds in leaves.items():
+                for i, kind in enumerate(kinds):
+                    if i % blocks == which:
+                        levers = {lever: data[f"{path}.{i}.{lever}"] for lever in ("x", "g", "ids")
+                                  if f"{path}.{i}.{lever}" in data}  # fmt: skip
+                        out = kind.apply(levers, params[path]) * levers["g"]
+                        total = total + out.flatten(1).sum(1)
+            return torch.as_tensor(total)
+
+        return apply
+
+    specs = {path: LeafSpec(kinds[0].shape, constant(0.0)) for path, kinds in leaves.items()}
+    used = [{p: p for p, kinds in leaves.items() if len(range(w, len(kinds), blocks))} for w in range(blocks)]
+    model = Model(name, specs, tuple(Block(f"part{w}", used[w], part(w)) for w in range(blocks)))
+    draw = torch.Generator().manual_seed(11)
+    params = {path: 0.1 * torch.randn(spec.shape, generator=draw) for path, spec in specs.items()}
+    return Arena(name, {path: tuple(kinds) for path, kinds in leaves.items()}, model, tree.nest(params))
+
+
+def _single(kind: Kind) -> Callable[[str], Arena]:
+    return lambda name: make_arena(name, {"w": [kind]})
+
+
+def _arenas() -> dict[str, Callable[[], Arena]]:
+    found: dict[str, Callable[[], Arena]] = {}
+    for family, kinds in FAMILIES.items():
+        for name, kind in kinds.items():
+            own = name if family not in ("vector", "cube", "line", "grouped") or name not in ("scale", "add") else None
+            if own is not None:
+                found[own] = lambda own=own, kind=kind: make_arena(own, {"w": [kind]})
+        for (a, one), (b, other) in itertools.combinations_with_replacement(kinds.items(), 2):
+            for blocks in (1, 2):
+                own = f"{a}{'+' if blocks == 1 else '|'}{b}" + ("" if family == "matrix" else f" {family}")
+                found[own] = lambda own=own, uses=(one, other), n=blocks: make_arena(own, {"w": uses}, blocks=n)
+    return found
+
+
+ARENAS = _arenas()
+"""By name: a rule alone, ``a+b`` two uses in one block, ``a|b`` in two blocks."""
+
+
+def all_leaves(*, blocks: int = 1) -> Arena:
+    """Every rule and pair of rules in one model, a leaf each: one compilation for all of them."""
+    leaves: dict[Path, Sequence[Kind]] = {}
+    for family, kinds in FAMILIES.items():
+        if blocks == 1:
+            leaves |= {f"{family}_{name.replace(' ', '_')}": [kind] for name, kind in kinds.items()}
+        for (a, one), (b, other) in itertools.combinations_with_replacement(kinds.items(), 2):
+            leaves[f"{family}_{a}_{b}".replace(" ", "_")] = [one, other]
+    return make_arena(f"all rules in {blocks} block{'s'[: blocks - 1]}", leaves, blocks=blocks)
+
+
+# ---------------------------------------------------------------- samples
+
+Tokens = tuple[Tensor, Tensor]
+"""Of one use, what every token has for an input and for an output gradient: (x, g), each (TOKENS,) float64."""
+
+
+def push(kind: Kind, x: float, g: float = 1.0) -> Tokens:
+    """Every element of the use's gradient is ``x g``."""
+    here = torch.arange(TOKENS) < kind.once
+    return torch.where(here, x, 0.0).double(), torch.where(here, g, 0.0).double()
+
+
+def mirror(x: float, g: float = 1.0) -> Tokens:
+    """The second half of the tokens is the negative of the first: they cancel exactly."""
+    signs = torch.cat([torch.ones(TOKENS // 2), -torch.ones(TOKENS // 2)]).double()
+    return x * signs, torch.full((TOKENS,), g, dtype=torch.float64)
+
+
+def nothing() -> Tokens:
+    return torch.zeros(TOKENS, dtype=torch.float64), torch.zeros(TOKENS, dtype=torch.float64)
+
+
+def rounds_most(dtype: torch.dtype, *, up: bool) -> float:
+    """A number in [1, 1.4] whose square in ``dtype`` is rounded the most, relative to itself."""
+    values = torch.linspace(1, 1.4, 20001).to(dtype).unique()
+    error = ((values * values).double() - values.double().square()) / values.double().square()
+    return float(values[(error if up else -error).argmax()])
+
+
+MAGNITUDES = (1.0, 2.0**10, 1e4, 1e6, 1e8, 1e10, 2.0**40, 1e15, 2.0**60, 1e20, 1e25, 2.0**99, 1e30)
+FEW = (1e4, 1e8, 2.0**40, 1e20, 1e30)
+
+
+def attacks_on(kinds: Sequence[Kind], dtype: torch.dtype, *, few: bool) -> dict[str, list[Tokens]]:
+    """Named attacks on the uses of one leaf."""
+    wide = torch.finfo(dtype).max
+    root = math.sqrt(wide)
+    idle = [nothing() for _ in kinds]
+    found: dict[str, list[Tokens]] = {}
+
+    def everywhere(name: str, tokens: Tokens) -> None:
+        found[name] = [(tokens[0].clone(), tokens[1].clone()) for _ in kinds]
+
+    for M in FEW if few else MAGNITUDES:
+        everywhere(f"tokens +-{M:g}", mirror(M))
+        everywhere(f"gradients 1/{M:g} of tokens +-{M:g}", mirror(M, 1 / M))
+        if M <= 1e18:
+            everywhere(f"tokens +-{M:g}, gradients {M:g}", mirror(M, M))
+        x, g = mirror(M)
+        x[: TOKENS // 2], g[: TOKENS // 2] = 3 * M, 1.0
+        x[TOKENS // 2 :], g[TOKENS // 2 :] = -M, 3.0
+        everywhere(f"tokens 3 {M:g} and -{M:g}, gradients 1 and 3", (x, g))
+        x, g = mirror(M)
+        x[1] = 1e-3 * M
+        everywhere(f"tokens +-{M:g} but for 1e-3", (x, g))
+        if len(kinds) == 2:
+            one, other = kinds
+            found[f"uses +-{M:g}"] = [push(one, M), push(other, -M)]
+            found[f"uses +-{M:g}, tokens {M:g} and gradients 1/{M:g}"] = [push(one, M, 1 / M), push(other, -1.0)]
+            e = 2.0 ** (-10 if dtype is torch.float32 else -4)
+            found[f"uses +-{M:g} but for {e:g}"] = [push(one, M), push(other, -M * (1 + e))]
+            found[f"second use +-{M:g}"] = [idle[0], mirror(M)]
+    for up in (True, False):
+        v = rounds_most(dtype, up=up)
+        square = float((torch.tensor(v, dtype=dtype) ** 2).double())
+        wrong = abs(square - v * v)
+        for scale in (1.0, 2.0**10, 2.0**20):
+            if len(kinds) == 2:
+                for k in (0.0, 1.0) if few else (0.0, 0.5, 1.0, 2.0):
+                    # A squared norm of rounded and exact numbers mixed is least, and may be 0, about here.
+                    e = k * math.sqrt(2 * wrong * square)
+                    name = f"{'up' if up else 'down'}-rounded squares of {scale:g} less {k:g}"
+                    uses = [push(kinds[0], scale * v, scale * v), push(kinds[1], -scale * scale * (square - e))]
+                    found[name] = uses
+                    found[f"{name}, turned"] = [
+                        push(kinds[0], -scale * scale * (square - e)),
+                        push(kinds[1], scale * v, scale * v),
+                    ]
+            everywhere(f"{'up' if up else 'down'}-rounded +-{scale:g}", mirror(scale * v, scale * v))
+    for name, value in {"nan": math.nan, "inf": math.inf, "-inf": -math.inf, "denormal": 1e-40}.items():
+        x, g = mirror(1.0)
+        x[2] = value
+        everywhere(f"one {name} token", (x, g))
+        x, g = mirror(1.0)
+        g[2] = value
+        everywhere(f"one {name} gradient", (x, g))
+    everywhere("inf token without gradient", (mirror(math.inf)[0], torch.zeros(TOKENS).double()))
+    everywhere("all equal", (torch.full((TOKENS,), 3.0).double(), torch.full((TOKENS,), 2.0).double()))
+    everywhere("zeros", nothing())
+    everywhere("denormals", mirror(1e-40, 1e-40))
+    everywhere("largest", (torch.full((TOKENS,), 0.9 * wide).double(), torch.full((TOKENS,), 1.0).double()))
+    everywhere("largest, cancelling", mirror(0.9 * wide))
+    everywhere("products just above the largest", mirror(1.1 * root, root))
+    everywhere("products just below the largest", mirror(0.9 * root, root))
+    x, g = mirror(1e-6)
+    x[0] = 1e12
+    everywhere("one huge among tiny", (x, g))
+    everywhere("huge loss", (torch.arange(1.0, TOKENS + 1).double(), torch.full((TOKENS,), 1e12).double()))
+    return found
+
+
+class Target(NamedTuple):
+    """A model and a microbatch of ordinary samples and attackers, each of which has a name."""
+
+    name: str
+    model: Model
+    params: Tree
+    data: dict[str, Tensor]
+    attackers: tuple[str, ...]
+    quiet: dict[str, Tensor]
+    """The same microbatch with ordinary samples in the attackers' places."""
+
+    @property
+    def size(self) -> int:
+        return BEFORE + len(self.attackers) + AFTER
+
+
+def levers_of(arena: Arena, path: Path, tokens: Sequence[Tokens], dtype: torch.dtype) -> dict[str, Tensor]:
+    """One sample that attacks ``path``; the levers of all other leaves are 0."""
+    sample: dict[str, Tensor] = {}
+    for leaf, kinds in arena.leaves.items():
+        for i, kind in enumerate(kinds):
+            x, g = tokens[i] if leaf == path else nothing()
+            for lever, value in kind.fill(x, g).items():
+                sample[f"{leaf}.{i}.{lever}"] = value if lever == "ids" else value.to(dtype)
+    return sample
+
+
+def ordinary(arena: Arena, count: int, dtype: torch.dtype, *, seed: int = 0) -> list[dict[str, Tensor]]:
+    """Samples of no malice, some below the bound and some above."""
+    draw = torch.Generator().manual_seed(seed)
+    sizes = [1.0, 0.01, 3.0, 0.3, 1.0, 0.1, 10.0]
+    found = []
+    for b in range(count):
+        sample = levers_of(arena, "", (), dtype)
+        for name, lever in sample.items():
+            if lever.is_floating_point():
+                size = sizes[b % len(sizes)] if name.endswith("g") else 1.0
+                sample[name] = (size * (torch.randn(lever.shape, generator=draw) + 0.5)).to(dtype)
+            else:
+                sample[name] = torch.randint(0, WIDTH, lever.shape, generator=draw)
+        found.append(sample)
+    return found
+
+
+def together(name: str, arena: Arena, attackers: Mapping[str, dict[str, Tensor]], dtype: torch.dtype) -> Target:
+    """Attackers among ordinary samples."""
+    others = ordinary(arena, BEFORE + AFTER + len(attackers), dtype)
+    before, after, instead = others[:BEFORE], others[BEFORE : BEFORE + AFTER], others[BEFORE + AFTER :]
+
+    def stacked(samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        return {lever: torch.stack([sample[lever] for sample in samples]) for lever in samples[0]}
+
+    data = stacked([*before, *attackers.values(), *after])
+    return Target(name, arena.model, arena.params, data, tuple(attackers), stacked([*before, *instead, *after]))
+
+
+def attacked(arena: Arena, dtype: torch.dtype, *, few: bool = False) -> Target:
+    """Every attack on every leaf of the arena."""
+    samples: dict[str, dict[str, Tensor]] = {}
+    for path, kinds in arena.leaves.items():
+        for attack, tokens in attacks_on(kinds, dtype, few=few).items():
+            samples[f"{path}: {attack}"] = levers_of(arena, path, tokens, dtype)
+    return together(arena.name, arena, samples, dtype)
+
+
+# ---------------------------------------------------------------- ways to norms and sums
+
+WAYS = (
+    (NormBy.KEEP, SumBy.REUSE),
+    (NormBy.DIRECT, SumBy.PAIR),
+    (NormBy.GRAM, SumBy.PAIR),
+    (NormBy.SYMMETRIC, SumBy.PAIR),
+    (NormBy.DIRECT, SumBy.SECOND),
+    (NormBy.GRAM, SumBy.SECOND),
+    (NormBy.SYMMETRIC, SumBy.SECOND),
+)
+
+
+def forced(plan: Plan, norm: NormBy, sum: SumBy, *, leaves: Iterable[Path] | None = None) -> Plan:
+    """The plan with this choice for ``leaves`` (default: all), or the nearest that a leaf may have.
+
+    Small parameters are kept, or measured directly where a second backward makes them again.
+    """
+    rules: dict[Path, set[str]] = {}
+    for use in itertools.chain.from_iterable(plan.uses):
+        rules.setdefault(use.path, set()).add(use.rule)
+    choices = dict(plan.choices)
+    for path in choices if leaves is None else leaves:
+        if choices[path].norm is NormBy.VMAP:
+            continue
+        small = rules[path] == {EXPANDED}
+        if small:
+            by = (NormBy.DIRECT, SumBy.SECOND) if sum is SumBy.SECOND else (NormBy.KEEP, SumBy.REUSE)
+        else:
+            by = (norm, sum)
+        choices[path] = Choice(*by, 0.0, 0.0)
+    return plan._replace(choices=choices)
+
+
+def named(choice: Choice) -> str:
+    return f"{choice.norm.value}/{choice.sum.value}"
+
+
+def plans_of(
+    target: Target, dtype: torch.dtype, *, methods: bool = True, device: torch.device | None = None
+) -> dict[str, Plan]:
+    """Every way that all leaves can go, by name; with ``methods``, also those that methods and budgets choose, and
+    every leaf by a way of its own."""
+    model, params, data = target.model, target.params, target.data
+
+    def planned(method: Method, budget: float | None = None) -> Plan:
+        return make_plan(model, params, data, method=method, memory_budget=budget, dtype=dtype, device=device)
+
+    auto = planned(Method.AUTO)
+    found: dict[str, Plan] = {}
+
+    def add(name: str, plan: Plan) -> None:
+        if all(plan.choices[path][:2] != old.choices[path][:2] for old in found.values() for path in plan.choices):
+            found[name] = plan
+        elif all({p: c[:2] for p, c in plan.choices.items()} != {p: c[:2] for p, c in old.choices.items()}
+                 for old in found.values()):  # fmt: skip
+            found[name] = plan
+
+    for norm, total in WAYS:
+        add(f"{norm.value}/{total.value}", forced(auto, norm, total))
+    if methods:
+        add("vmap", planned(Method.MATERIALIZE))
+        half = auto.kept_bytes / 2
+        for method in (Method.AUTO, Method.FLASH):
+            for budget in (None, 0.0, half):
+                add(f"{method.value} within {budget}", planned(method, budget))
+        for method in (Method.GHOST, Method.GHOST_BK, Method.FLASH_BK):
+            add(method.value, planned(method))
+        if len(auto.choices) > 1:
+            mixed = auto
+            for i, path in enumerate(auto.choices):
+                mixed = forced(mixed, *WAYS[i % len(WAYS)], leaves=[path])
+            add("mixed", mixed)
+    return found
+
+
+# ---------------------------------------------------------------- measurement
+
+
+class Seen(NamedTuple):
+    """By attack, how far it moved the sum and how far it disturbed the others' part, both over the sensitivity."""
+
+    ratios: dict[str, float]
+    disturbed: dict[str, float]
+
+    def worst(self) -> tuple[str, float]:
+        return max(self.ratios.items(), key=lambda entry: entry[1])
+
+
+def measure(
+    target: Target, plan: Plan, style: ClipStyle, *, blocks: Blocks | None = None, made: bool = True, **how: Any
+) -> Seen:
+    """Add every attacker to the ordinary samples, one at a time, and compare sums in float64.
+
+    Absent is an attacker whose mask is 0, and one in whose place another sample stood: the larger movement counts.
+    """
+    sizes = _sums(target, target.data, plan, style, blocks, made, how)
+    other = _sums(target, target.quiet, plan, style, blocks, made, how)
+    device = next(iter(target.data.values())).device
+    alone = torch.zeros(target.size, device=device)
+    alone[:BEFORE], alone[BEFORE + len(target.attackers) :] = 1.0, 1.0
+    masked, sensitivity = sizes(alone)
+    replaced, _ = other(alone)
+    ratios, disturbed = {}, {}
+    for k, name in enumerate(target.attackers):
+        only = torch.zeros_like(alone)
+        only[BEFORE + k] = 1.0
+        present, _ = sizes(alone + only)
+        own, _ = sizes(only)
+        ratios[name] = max(_distance(present, absent) for absent in (masked, replaced)) / sensitivity
+        disturbed[name] = _distance(present, masked, own) / sensitivity
+    return Seen(ratios, disturbed)
+
+
+def _sums(
+    target: Target, data: Tree, plan: Plan, style: ClipStyle, blocks: Blocks | None, made: bool, how: dict[str, Any]
+) -> Callable[[Tensor], tuple[dict[Path, Tensor], float]]:
+    _, norms, stash = per_sample_norms(target.model, target.params, data, plan=plan, blocks=blocks, **how)
+    clip: Clip = style.clip(norms, tree.map(lambda leaf: leaf.to(norms.total().device), style.init()))
+
+    def total(mask: Tensor) -> tuple[dict[Path, Tensor], float]:
+        summed = clipped_sum(stash, clip.masked(mask), made=made).made()
+        return {path: leaf.double() for path, leaf in summed.value.items()}, float(summed.sensitivity)
+
+    return total
+
+
+def _distance(a: Mapping[Path, Tensor], *others: Mapping[Path, Tensor]) -> float:
+    """The norm of ``a`` less all others; infinite where anything is not finite."""
+    left = [leaf - torch.stack([other[path] for other in others]).sum(0) for path, leaf in a.items()]
+    size = float(torch.stack([part.square().sum() for part in left]).sum().sqrt())
+    return size if math.isfinite(size) else math.inf
+
+
+def breaches(target: Target, ways: Mapping[str, Plan], styles: Iterable[str], dtype: torch.dtype, **how: Any) -> list[str]:
+    """One line for every attack that moved the sum too far."""
+    found = []
+    for way, plan in ways.items():
+        for style in styles:
+            seen = measure(target, plan, STYLES[style](target.model.trainable), **how)
+            found += [
+                f"{target.name}, {attack}, {way}, {style}, {str(dtype).removeprefix('torch.')}: {ratio:.6g}"
+                for attack, ratio in seen.ratios.items()
+                if not ratio <= 1 + SLACK[dtype]
+            ]
+    return found
