@@ -19,6 +19,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -84,7 +85,7 @@ class Kind(NamedTuple):
 
 def _rows(z: Tensor, *more: int) -> Tensor:
     """One number for every token as equal rows."""
-    return z.view(TOKENS, *[1] * len(more)).expand(TOKENS, *more).clone()
+    return z.view(-1, *[1] * len(more)).expand(-1, *more).clone()
 
 
 def _columns(z: Tensor, channels: int, repeat: int) -> Tensor:
@@ -98,7 +99,7 @@ def _one(x: Tensor, g: Tensor) -> Tensor:
 def _norm_fill(x: Tensor, g: Tensor) -> dict[str, Tensor]:
     """Normalised inputs are +-1: all size is in g."""
     signs = torch.tensor([1.0, -1.0]).repeat(WIDTH // 2)
-    return {"x": _rows(torch.ones(TOKENS), WIDTH) * signs, "g": _rows(_one(x, g), WIDTH) * signs}
+    return {"x": _rows(torch.ones_like(x), WIDTH) * signs, "g": _rows(_one(x, g), WIDTH) * signs}
 
 
 def _added(levers: Mapping[str, Tensor], weight: ops.Weight) -> Tensor:
@@ -133,7 +134,7 @@ MATRIX = {
     "embedding": Kind(
         SQUARE,
         lambda levers, w: ops.embedding(levers["ids"], w),
-        lambda x, g: {"ids": torch.arange(TOKENS) % WIDTH, "g": _rows(_one(x, g), WIDTH)},
+        lambda x, g: {"ids": torch.arange(len(x)) % WIDTH, "g": _rows(_one(x, g), WIDTH)},
         once=WIDTH,
         one_sided=True,
     ),
@@ -206,9 +207,12 @@ class Arena(NamedTuple):
     leaves: dict[Path, tuple[Kind, ...]]
     model: Model
     params: Tree
+    tokens: int
 
 
-def make_arena(name: str, leaves: Mapping[Path, Sequence[Kind]], *, blocks: int = 1) -> Arena:
+def make_arena(
+    name: str, leaves: Mapping[Path, Sequence[Kind]], *, blocks: int = 1, tokens: int = TOKENS
+) -> Arena:
     """A model of these uses, the i-th use of every leaf in block ``i mod blocks``."""
 
     def part(which: int) -> Callable[[Tree, Tree, Tree], Tensor]:
@@ -230,11 +234,7 @@ def make_arena(name: str, leaves: Mapping[Path, Sequence[Kind]], *, blocks: int 
     model = Model(name, specs, tuple(Block(f"part{w}", used[w], part(w)) for w in range(blocks)))
     draw = torch.Generator().manual_seed(11)
     params = {path: 0.1 * torch.randn(spec.shape, generator=draw) for path, spec in specs.items()}
-    return Arena(name, {path: tuple(kinds) for path, kinds in leaves.items()}, model, tree.nest(params))
-
-
-def _single(kind: Kind) -> Callable[[str], Arena]:
-    return lambda name: make_arena(name, {"w": [kind]})
+    return Arena(name, {path: tuple(kinds) for path, kinds in leaves.items()}, model, tree.nest(params), tokens)
 
 
 def _arenas() -> dict[str, Callable[[], Arena]]:
@@ -255,15 +255,21 @@ ARENAS = _arenas()
 """By name: a rule alone, ``a+b`` two uses in one block, ``a|b`` in two blocks."""
 
 
-def all_leaves(*, blocks: int = 1) -> Arena:
-    """Every rule and pair of rules in one model, a leaf each: one compilation for all of them."""
-    leaves: dict[Path, Sequence[Kind]] = {}
-    for family, kinds in FAMILIES.items():
-        if blocks == 1:
-            leaves |= {f"{family}_{name.replace(' ', '_')}": [kind] for name, kind in kinds.items()}
-        for (a, one), (b, other) in itertools.combinations_with_replacement(kinds.items(), 2):
-            leaves[f"{family}_{a}_{b}".replace(" ", "_")] = [one, other]
-    return make_arena(f"all rules in {blocks} block{'s'[: blocks - 1]}", leaves, blocks=blocks)
+MANY = (
+    "linear", "embedding", "one output", "conv1d", "experts", "linear+linear", "linear+embedding", "linear+scale",
+    "linear+add", "embedding+add", "embedding+embedding", "add|add", "layer_norm|rms_norm vector", "whole+whole cube",
+    "windows",
+)  # fmt: skip
+
+
+def joined(names: Sequence[str] = MANY, *, blocks: int = 2, tokens: int = TOKENS) -> Arena:
+    """Several arenas as the leaves of one model: one compilation for all of them."""
+    leaves = {_path(name): ARENAS[name]().leaves["w"] for name in names}
+    return make_arena("joined", leaves, blocks=blocks, tokens=tokens)
+
+
+def _path(name: str) -> Path:
+    return name.replace("+", "_").replace("|", "_").replace(" ", "_")
 
 
 # ---------------------------------------------------------------- samples
@@ -272,20 +278,20 @@ Tokens = tuple[Tensor, Tensor]
 """Of one use, what every token has for an input and for an output gradient: (x, g), each (TOKENS,) float64."""
 
 
-def push(kind: Kind, x: float, g: float = 1.0) -> Tokens:
+def push(kind: Kind, x: float, g: float = 1.0, *, tokens: int = TOKENS) -> Tokens:
     """Every element of the use's gradient is ``x g``."""
-    here = torch.arange(TOKENS) < kind.once
+    here = torch.arange(tokens) < kind.once
     return torch.where(here, x, 0.0).double(), torch.where(here, g, 0.0).double()
 
 
-def mirror(x: float, g: float = 1.0) -> Tokens:
+def mirror(x: float, g: float = 1.0, *, tokens: int = TOKENS) -> Tokens:
     """The second half of the tokens is the negative of the first: they cancel exactly."""
-    signs = torch.cat([torch.ones(TOKENS // 2), -torch.ones(TOKENS // 2)]).double()
-    return x * signs, torch.full((TOKENS,), g, dtype=torch.float64)
+    signs = torch.where(torch.arange(tokens) < tokens // 2, 1.0, -1.0).double()
+    return x * signs, torch.full((tokens,), g, dtype=torch.float64)
 
 
-def nothing() -> Tokens:
-    return torch.zeros(TOKENS, dtype=torch.float64), torch.zeros(TOKENS, dtype=torch.float64)
+def nothing(tokens: int = TOKENS) -> Tokens:
+    return torch.zeros(tokens, dtype=torch.float64), torch.zeros(tokens, dtype=torch.float64)
 
 
 def rounds_most(dtype: torch.dtype, *, up: bool) -> float:
@@ -299,71 +305,69 @@ MAGNITUDES = (1.0, 2.0**10, 1e4, 1e6, 1e8, 1e10, 2.0**40, 1e15, 2.0**60, 1e20, 1
 FEW = (1e4, 1e8, 2.0**40, 1e20, 1e30)
 
 
-def attacks_on(kinds: Sequence[Kind], dtype: torch.dtype, *, few: bool) -> dict[str, list[Tokens]]:
+def attacks_on(
+    kinds: Sequence[Kind], dtype: torch.dtype, *, few: bool = False, tokens: int = TOKENS
+) -> dict[str, list[Tokens]]:
     """Named attacks on the uses of one leaf."""
-    wide = torch.finfo(dtype).max
+    half, wide = tokens // 2, torch.finfo(dtype).max
     root = math.sqrt(wide)
-    idle = [nothing() for _ in kinds]
     found: dict[str, list[Tokens]] = {}
 
-    def everywhere(name: str, tokens: Tokens) -> None:
-        found[name] = [(tokens[0].clone(), tokens[1].clone()) for _ in kinds]
+    def everywhere(name: str, x: Tensor, g: Tensor) -> None:
+        found[name] = [(x.clone(), g.clone()) for _ in kinds]
 
+    def alike(x: float, g: float) -> Tokens:
+        return torch.full((tokens,), x, dtype=torch.float64), torch.full((tokens,), g, dtype=torch.float64)
+
+    def pushed(i: int, x: float, g: float = 1.0) -> Tokens:
+        return push(kinds[i], x, g, tokens=tokens)
+
+    mirrored = partial(mirror, tokens=tokens)
     for M in FEW if few else MAGNITUDES:
-        everywhere(f"tokens +-{M:g}", mirror(M))
-        everywhere(f"gradients 1/{M:g} of tokens +-{M:g}", mirror(M, 1 / M))
+        everywhere(f"tokens +-{M:g}", *mirrored(M))
+        everywhere(f"tokens +-{M:g}, gradients 1/{M:g}", *mirrored(M, 1 / M))
         if M <= 1e18:
-            everywhere(f"tokens +-{M:g}, gradients {M:g}", mirror(M, M))
-        x, g = mirror(M)
-        x[: TOKENS // 2], g[: TOKENS // 2] = 3 * M, 1.0
-        x[TOKENS // 2 :], g[TOKENS // 2 :] = -M, 3.0
-        everywhere(f"tokens 3 {M:g} and -{M:g}, gradients 1 and 3", (x, g))
-        x, g = mirror(M)
-        x[1] = 1e-3 * M
-        everywhere(f"tokens +-{M:g} but for 1e-3", (x, g))
+            everywhere(f"tokens +-{M:g}, gradients {M:g}", *mirrored(M, M))
+        x, g = mirrored(M)
+        x[:half], x[half:], g[half:] = 3 * M, -M, 3.0
+        everywhere(f"tokens 3 {M:g} and -{M:g}, gradients 1 and 3", x, g)
+        x, g = mirrored(M)
+        x[1] *= 1 + 1e-3
+        everywhere(f"tokens +-{M:g} but for 1e-3", x, g)
         if len(kinds) == 2:
-            one, other = kinds
-            found[f"uses +-{M:g}"] = [push(one, M), push(other, -M)]
-            found[f"uses +-{M:g}, tokens {M:g} and gradients 1/{M:g}"] = [push(one, M, 1 / M), push(other, -1.0)]
             e = 2.0 ** (-10 if dtype is torch.float32 else -4)
-            found[f"uses +-{M:g} but for {e:g}"] = [push(one, M), push(other, -M * (1 + e))]
-            found[f"second use +-{M:g}"] = [idle[0], mirror(M)]
+            found[f"uses +-{M:g}"] = [pushed(0, M), pushed(1, -M)]
+            found[f"uses +-{M:g}, tokens {M:g}, gradients 1/{M:g}"] = [pushed(0, M, 1 / M), pushed(1, -1.0)]
+            found[f"uses +-{M:g} but for {e:g}"] = [pushed(0, M), pushed(1, -M * (1 + e))]
+            found[f"second use +-{M:g}"] = [nothing(tokens), mirrored(M)]
     for up in (True, False):
-        v = rounds_most(dtype, up=up)
+        v, way = rounds_most(dtype, up=up), "up" if up else "down"
         square = float((torch.tensor(v, dtype=dtype) ** 2).double())
-        wrong = abs(square - v * v)
-        for scale in (1.0, 2.0**10, 2.0**20):
-            if len(kinds) == 2:
-                for k in (0.0, 1.0) if few else (0.0, 0.5, 1.0, 2.0):
-                    # A squared norm of rounded and exact numbers mixed is least, and may be 0, about here.
-                    e = k * math.sqrt(2 * wrong * square)
-                    name = f"{'up' if up else 'down'}-rounded squares of {scale:g} less {k:g}"
-                    uses = [push(kinds[0], scale * v, scale * v), push(kinds[1], -scale * scale * (square - e))]
-                    found[name] = uses
-                    found[f"{name}, turned"] = [
-                        push(kinds[0], -scale * scale * (square - e)),
-                        push(kinds[1], scale * v, scale * v),
-                    ]
-            everywhere(f"{'up' if up else 'down'}-rounded +-{scale:g}", mirror(scale * v, scale * v))
+        for scale in (1.0, 2.0**20) if few else (1.0, 2.0**10, 2.0**20, 2.0**30):
+            everywhere(f"{way}-rounded +-{scale:g}", *mirrored(scale * v, scale * v))
+            for k in () if len(kinds) == 1 else (0.0, 1.0) if few else (0.0, 0.5, 1.0, 2.0):
+                # Here a squared norm that mixes rounded and exact numbers is least, and may be 0.
+                rest = -scale * scale * (square - k * math.sqrt(2 * abs(square - v * v) * square))
+                name = f"{way}-rounded squares of {scale:g} less {k:g}"
+                found[name] = [pushed(0, scale * v, scale * v), pushed(1, rest)]
+                found[f"{name}, turned"] = [pushed(0, rest), pushed(1, scale * v, scale * v)]
     for name, value in {"nan": math.nan, "inf": math.inf, "-inf": -math.inf, "denormal": 1e-40}.items():
-        x, g = mirror(1.0)
-        x[2] = value
-        everywhere(f"one {name} token", (x, g))
-        x, g = mirror(1.0)
-        g[2] = value
-        everywhere(f"one {name} gradient", (x, g))
-    everywhere("inf token without gradient", (mirror(math.inf)[0], torch.zeros(TOKENS).double()))
-    everywhere("all equal", (torch.full((TOKENS,), 3.0).double(), torch.full((TOKENS,), 2.0).double()))
-    everywhere("zeros", nothing())
-    everywhere("denormals", mirror(1e-40, 1e-40))
-    everywhere("largest", (torch.full((TOKENS,), 0.9 * wide).double(), torch.full((TOKENS,), 1.0).double()))
-    everywhere("largest, cancelling", mirror(0.9 * wide))
-    everywhere("products just above the largest", mirror(1.1 * root, root))
-    everywhere("products just below the largest", mirror(0.9 * root, root))
-    x, g = mirror(1e-6)
+        for side in (0, 1):
+            both = mirrored(1.0)
+            both[side][2] = value
+            everywhere(f"one {name} {('token', 'gradient')[side]}", *both)
+    everywhere("infinite tokens without gradients", *alike(math.inf, 0.0))
+    everywhere("all equal", *alike(3.0, 2.0))
+    everywhere("zeros", *nothing(tokens))
+    everywhere("denormals", *mirrored(1e-40, 1e-40))
+    everywhere("largest", *alike(0.9 * wide, 1.0))
+    everywhere("largest, cancelling", *mirrored(0.9 * wide))
+    everywhere("products just above the largest", *mirrored(1.1 * root, root))
+    everywhere("products just below the largest", *mirrored(0.9 * root, root))
+    x, g = mirrored(1e-6)
     x[0] = 1e12
-    everywhere("one huge among tiny", (x, g))
-    everywhere("huge loss", (torch.arange(1.0, TOKENS + 1).double(), torch.full((TOKENS,), 1e12).double()))
+    everywhere("one huge among tiny", x, g)
+    everywhere("huge loss", torch.arange(1.0, tokens + 1).double(), alike(0.0, 1e12)[1])
     return found
 
 
@@ -388,7 +392,7 @@ def levers_of(arena: Arena, path: Path, tokens: Sequence[Tokens], dtype: torch.d
     sample: dict[str, Tensor] = {}
     for leaf, kinds in arena.leaves.items():
         for i, kind in enumerate(kinds):
-            x, g = tokens[i] if leaf == path else nothing()
+            x, g = tokens[i] if leaf == path else nothing(arena.tokens)
             for lever, value in kind.fill(x, g).items():
                 sample[f"{leaf}.{i}.{lever}"] = value if lever == "ids" else value.to(dtype)
     return sample
@@ -427,9 +431,152 @@ def attacked(arena: Arena, dtype: torch.dtype, *, few: bool = False) -> Target:
     """Every attack on every leaf of the arena."""
     samples: dict[str, dict[str, Tensor]] = {}
     for path, kinds in arena.leaves.items():
-        for attack, tokens in attacks_on(kinds, dtype, few=few).items():
+        for attack, tokens in attacks_on(kinds, dtype, few=few, tokens=arena.tokens).items():
             samples[f"{path}: {attack}"] = levers_of(arena, path, tokens, dtype)
     return together(arena.name, arena, samples, dtype)
+
+
+# ---------------------------------------------------------------- whole models, adapters, foreign modules
+
+
+def among(
+    name: str, model: Model, params: Tree, samples: Mapping[str, Tensor], attackers: Mapping[str, Mapping[str, Tensor]]
+) -> Target:
+    """``samples`` (enough of them) with what ``attackers`` change of one sample each."""
+    quiet = {field: leaf[: BEFORE + len(attackers) + AFTER].clone() for field, leaf in samples.items()}
+    data = {field: leaf.clone() for field, leaf in quiet.items()}
+    for k, changes in enumerate(attackers.values()):
+        for field, value in changes.items():
+            data[field][BEFORE + k] = value
+    return Target(name, model, params, data, tuple(attackers), quiet)
+
+
+GAINS = (1.0, -1.0, 0.0, 1e-40, 1e6, -1e12, 1e20, 1e30, 3e38, math.nan, math.inf, -math.inf)
+
+
+def with_gain(model: Model) -> Model:
+    """Each sample's loss times its own ``gain``: a sample as extreme as we like."""
+    *blocks, last = model.blocks
+    scaled = last._replace(apply=lambda p, carry, data: last.apply(p, carry, data) * data["gain"], head=None)
+    return model._replace(blocks=(*blocks, scaled))
+
+
+def language(*, tied: bool, windows: int = 0, packed: bool = False, adapters: bool = False) -> Target:
+    """A small language model; several windows of a user, or several documents, in a sample; adapters alone trained."""
+    context, words = 6, 11
+    config = GPTConfig(layers=1, width=8, heads=2, context=context, vocab_size=words, tied=tied)
+    model = with_gain(gpt(config))
+    key, draw = keys.key(0), torch.Generator().manual_seed(4)
+    shaken = {p: w + 0.5 * keys.normal(keys.fold_in(key, p), tuple(w.shape))
+              for p, w in tree.flatten(model.init(key)).items()}  # fmt: skip
+    params = tree.nest(shaken)
+    if adapters:
+        model, params = lora(model, params, rank=2, alpha=4.0, targets=("*qkv", "*out"), key=key)
+        drawn = {p: 0.5 * torch.randn(w.shape, generator=draw) for p, w in tree.flatten(params).items() if "lora" in p}
+        params = tree.nest(tree.flatten(params) | drawn)
+    count = BEFORE + len(GAINS) + AFTER
+    shape = (count, windows, context + 1) if windows else (count, context + 1)
+    samples = {"tokens": torch.randint(0, words, shape, generator=draw), "gain": torch.ones(count)}
+    if windows or packed:
+        samples["loss_mask"] = torch.rand(*shape[:-1], context, generator=draw) < 0.8
+        samples["loss_mask"][..., 0] = True
+    if packed:
+        segments = torch.tensor([1, 1, 1, 2, 2, 3, 3]).expand(shape)
+        samples["segments"] = segments[..., :-1].clone()
+        samples["loss_mask"] = samples["loss_mask"] & (segments[..., 1:] == segments[..., :-1])
+    words_of = [w for w, on in {"tied": tied, "untied": not tied, "windows": windows, "packed": packed}.items() if on]
+    name = "gpt " + " ".join([*words_of, *(["lora"] if adapters else [])])
+    return among(name, model, params, samples, {f"gain {gain:g}": {"gain": torch.tensor(gain)} for gain in GAINS})
+
+
+def adapted(dtype: torch.dtype) -> Target:
+    """Adapters of one linear layer whose inputs and output gradients a sample chooses."""
+    arena = ARENAS["linear"]()
+    model, params = lora(arena.model, arena.params, rank=2, alpha=4.0, targets=("w",), key=keys.key(1))
+    draw = torch.Generator().manual_seed(8)
+    params = {p: torch.randn(w.shape, generator=draw) for p, w in tree.flatten(params).items()}
+    return attacked(arena._replace(name="lora", model=model, params=tree.nest(params)), dtype, few=True)
+
+
+class Foreign(nn.Module):
+    """A module that uses its weights in every way that modules do; it returns its losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(3)
+
+        def leaf(*shape: int) -> nn.Parameter:
+            return nn.Parameter(0.3 * torch.randn(shape, generator=draw))
+
+        self.square, self.bias, self.scale = leaf(*SQUARE), leaf(WIDTH), leaf(WIDTH)
+        self.experts, self.kernel, self.packed = leaf(2, *SQUARE), leaf(WIDTH, WIDTH, 2), leaf(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, g: Tensor, ids: Tensor) -> Tensor:
+        y = F.linear(x, self.square, self.bias) + F.embedding(ids, self.square) + x @ self.square + x * self.scale
+        y = y + torch.einsum("btd,edf->btef", x, self.experts).sum(2) + F.rms_norm(x, (WIDTH,), self.scale)
+        y = y + F.linear(x, self.packed[:WIDTH]) + self.bias
+        line = F.conv1d(x.transpose(1, 2), self.kernel, stride=2) * g.transpose(1, 2)[..., ::2]
+        return (y * g).sum((1, 2)) + line.sum((1, 2))
+
+
+def foreign(dtype: torch.dtype) -> Target:
+    """The module above under the attacks on a linear layer."""
+    kind = MATRIX["linear"]
+    attacks = attacks_on([kind], dtype, few=True)
+    attackers = {name: {lever: value.to(dtype) for lever, value in kind.fill(*tokens[0]).items()}
+                 for name, tokens in attacks.items()}  # fmt: skip
+    draw, count = torch.Generator().manual_seed(6), BEFORE + len(attackers) + AFTER
+    samples = {lever: torch.randn(count, TOKENS, WIDTH, generator=draw).to(dtype) for lever in ("x", "g")}
+    samples["ids"] = (torch.arange(TOKENS) % WIDTH).expand(count, TOKENS).clone()
+    example = {name: leaf[:3].float() if leaf.is_floating_point() else leaf[:3] for name, leaf in samples.items()}
+    model, params = from_module(Foreign(), example=example, check=False)
+    return among("foreign module", model, params, samples, attackers)
+
+
+class Pooled(nn.Module):
+    """Tokens encoded, averaged, classified."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enc, self.head = nn.Linear(8, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.enc(x).mean(1))
+
+
+def pooled(dtype: torch.dtype) -> Target:
+    """An ordinary module with an ordinary loss; one sample's tokens are +M and -M."""
+    attackers: dict[str, dict[str, Tensor]] = {}
+    for M in MAGNITUDES:
+        x = torch.zeros(TOKENS, 8)
+        x[0], x[1] = M, -M
+        attackers[f"tokens +-{M:g}"] = {"x": x.to(dtype)}
+        x = x.clone()
+        x[2:] = 1.0
+        attackers[f"tokens +-{M:g} among ones"] = {"x": x.to(dtype)}
+    draw, count = torch.Generator().manual_seed(6), BEFORE + len(attackers) + AFTER
+    samples = {"x": (torch.randn(count, TOKENS, 8, generator=draw) + 1).to(dtype), "label": torch.arange(count) % 4}
+    example = {"x": samples["x"][:3].float(), "label": samples["label"][:3]}
+
+    def loss(out: Tensor, data: Tree) -> Tensor:
+        return F.cross_entropy(out, data["label"], reduction="none")
+
+    model, params = from_module(Pooled(), loss=loss, example=example, check=False)
+    return among("pooled module", model, params, samples, attackers)
+
+
+TARGETS: dict[str, Callable[[torch.dtype], Target]] = {
+    "gpt-tied": lambda dtype: language(tied=True),
+    "gpt-untied": lambda dtype: language(tied=False),
+    "gpt-windows": lambda dtype: language(tied=True, windows=2),
+    "gpt-packed": lambda dtype: language(tied=True, packed=True),
+    "gpt-windows-packed": lambda dtype: language(tied=False, windows=2, packed=True),
+    "gpt-lora": lambda dtype: language(tied=True, adapters=True),
+    "lora": adapted,
+    "foreign": foreign,
+    "pooled": pooled,
+}
 
 
 # ---------------------------------------------------------------- ways to norms and sums
@@ -512,7 +659,7 @@ def plans_of(
 
 
 class Seen(NamedTuple):
-    """By attack, how far it moved the sum and how far it disturbed the others' part, both over the sensitivity."""
+    """By attack, how far it moved the sum; and, where asked for, how far the others' part: over the sensitivity."""
 
     ratios: dict[str, float]
     disturbed: dict[str, float]
@@ -522,28 +669,38 @@ class Seen(NamedTuple):
 
 
 def measure(
-    target: Target, plan: Plan, style: ClipStyle, *, blocks: Blocks | None = None, made: bool = True, **how: Any
+    target: Target,
+    plan: Plan,
+    style: ClipStyle,
+    *,
+    blocks: Blocks | None = None,
+    made: bool = True,
+    disturbed: bool = False,
+    only: Sequence[str] | None = None,
+    **how: Any,
 ) -> Seen:
-    """Add every attacker to the ordinary samples, one at a time, and compare sums in float64.
+    """Add every attacker (or those of ``only``) to the ordinary samples, one at a time, and compare sums in float64.
 
     Absent is an attacker whose mask is 0, and one in whose place another sample stood: the larger movement counts.
+    ``disturbed``: also |S(with) - S(without) - S(the attacker alone)|, which is 0 but for rounding in what is shared.
     """
-    sizes = _sums(target, target.data, plan, style, blocks, made, how)
-    other = _sums(target, target.quiet, plan, style, blocks, made, how)
+    sums = _sums(target, target.data, plan, style, blocks, made, how)
     device = next(iter(target.data.values())).device
-    alone = torch.zeros(target.size, device=device)
-    alone[:BEFORE], alone[BEFORE + len(target.attackers) :] = 1.0, 1.0
-    masked, sensitivity = sizes(alone)
-    replaced, _ = other(alone)
-    ratios, disturbed = {}, {}
+    mask = torch.zeros(target.size, device=device)
+    mask[:BEFORE], mask[BEFORE + len(target.attackers) :] = 1.0, 1.0
+    (masked, sensitivity), (replaced, _) = sums(mask), _sums(target, target.quiet, plan, style, blocks, made, how)(mask)
+    absent = [masked] if all(torch.equal(masked[p], replaced[p]) for p in masked) else [masked, replaced]
+    ratios, disturbance = {}, {}
     for k, name in enumerate(target.attackers):
-        only = torch.zeros_like(alone)
-        only[BEFORE + k] = 1.0
-        present, _ = sizes(alone + only)
-        own, _ = sizes(only)
-        ratios[name] = max(_distance(present, absent) for absent in (masked, replaced)) / sensitivity
-        disturbed[name] = _distance(present, masked, own) / sensitivity
-    return Seen(ratios, disturbed)
+        if only is not None and name not in only:
+            continue
+        one = torch.zeros_like(mask)
+        one[BEFORE + k] = 1.0
+        present, _ = sums(mask + one)
+        ratios[name] = max(_distance(present, other) for other in absent) / sensitivity
+        if disturbed:
+            disturbance[name] = _distance(present, masked, sums(one)[0]) / sensitivity
+    return Seen(ratios, disturbance)
 
 
 def _sums(
