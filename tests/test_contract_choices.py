@@ -1,0 +1,238 @@
+"""The contract over choices of norms and sums: no attack of ``tests.adversary`` moves the sum by more than its bound.
+
+Every rule, and every pair of rules on one leaf, in one block or two; every norm choice, sum choice and budget; all clip
+styles; float32 and bfloat16. A failure names the model, the leaf, the attack, the choice, the style and the dtype.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+import pytest
+import torch
+
+from fdp import clipping
+from fdp.compiled import Blocks
+from fdp.costs import NormBy, SumBy
+from fdp.kfac.private import map_record
+from fdp.methods import Method, Plan, make_plan
+from tests.adversary import (
+    ARENAS,
+    BEFORE,
+    FAMILIES,
+    SLACK,
+    STYLES,
+    TARGETS,
+    WAYS,
+    Target,
+    adapted,
+    attacked,
+    breaches,
+    forced,
+    joined,
+    language,
+    measure,
+    named,
+    plans_of,
+)
+from tests.adversary_search import Search
+from tests.test_contract import preconditioned
+
+DTYPES = (torch.float32, torch.bfloat16)
+OTHER_STYLES = [style for style in STYLES if style != "flat"]
+by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+slow = pytest.mark.slow
+
+
+def way_name(way: tuple[NormBy, SumBy]) -> str:
+    return f"{way[0].value}-{way[1].value.split()[0]}"
+
+
+@cache
+def target_of(name: str, dtype: torch.dtype, few: bool = True) -> Target:
+    return attacked(ARENAS[name](), dtype, few=few)
+
+
+@cache
+def auto_of(name: str, dtype: torch.dtype, few: bool = True) -> Plan:
+    target = target_of(name, dtype, few)
+    return make_plan(target.model, target.params, target.data, method=Method.AUTO, dtype=dtype)
+
+
+TELLING = ("+-1e+20", "squares of 1.04858e+06 less 1", "tokens +-1e+08, gradients 1e+08", "nan", "just below")
+"""Parts of the names of attacks that are also tried where a second backward makes every sum slow."""
+
+
+def telling(target: Target) -> list[str]:
+    return [attack for attack in target.attackers if any(part in attack for part in TELLING)]
+
+
+def check_arena(name: str, way: tuple[NormBy, SumBy], dtype: torch.dtype, styles: list[str], *, few: bool = True) -> None:
+    target = target_of(name, dtype, few)
+    plan = forced(auto_of(name, dtype, few), *way)
+    only = telling(target) if way[1] is SumBy.SECOND and few else None
+    found = breaches(target, {named(plan.choices["w"]): plan}, styles, dtype, only=only)
+    assert not found, "\n".join(found)
+
+
+def quick_ways(name: str) -> list[tuple[NormBy, SumBy]]:
+    """What differs on a CPU, and not what a leaf of small parameters has no choice in; two blocks matter where uses
+    are merged and where a backward goes through them again."""
+    kept, direct, gram, again = (WAYS[i] for i in (0, 1, 2, 4))
+    small = name.split(" ")[-1] in ("vector",) or name in ("scale", "add", "scale+scale", "scale+add", "add+add")
+    if small:
+        return [kept, again]
+    return [kept, again, gram] if "|" in name else [kept, direct, gram]
+
+
+QUICK = [(name, way) for name in ARENAS for way in quick_ways(name)]
+REST = [(name, way) for name in ARENAS for way in WAYS if way not in quick_ways(name)]
+
+
+def cases(pairs: list[tuple[str, tuple[NormBy, SumBy]]]) -> list:
+    return [pytest.param(name, way, id=f"{name.replace(' ', '-')}-{way_name(way)}") for name, way in pairs]
+
+
+def test_the_arenas_have_every_pair_of_rules_of_a_family():
+    for kinds in FAMILIES.values():
+        assert all(any(name.startswith(f"{a}+{b}") or name.startswith(f"{b}+{a}") for name in ARENAS)
+                   for a in kinds for b in kinds)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "way"), cases(QUICK))
+def test_no_attack_moves_the_sum_too_far_in_float32(name, way):
+    check_arena(name, way, torch.float32, ["flat"])
+
+
+@pytest.mark.parametrize(
+    ("name", "way"), cases([(name, way) for name, way in QUICK if "|" not in name and way is not WAYS[0]])
+)
+def test_no_attack_moves_the_sum_too_far_in_bfloat16(name, way):
+    check_arena(name, way, torch.bfloat16, ["flat"])
+
+
+STYLED = ("linear", "embedding", "linear+embedding", "linear+add", "linear|linear")
+
+
+@pytest.mark.parametrize("style", OTHER_STYLES)
+@pytest.mark.parametrize(("name", "way"), cases([(name, way) for name in STYLED for way in WAYS[:3]]))
+def test_no_attack_moves_the_sum_too_far_in_any_style(name, way, style):
+    check_arena(name, way, torch.float32, [style])
+
+
+@slow
+@by_dtype
+@pytest.mark.parametrize(("name", "way"), cases(QUICK + REST))
+def test_no_attack_of_all_moves_the_sum_too_far(name, way, dtype):
+    check_arena(name, way, dtype, list(STYLES), few=False)
+
+
+@slow
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=["float16", "float64"])
+@pytest.mark.parametrize(("name", "way"), cases(QUICK))
+def test_no_attack_moves_the_sum_too_far_in_other_dtypes(name, way, dtype):
+    check_arena(name, way, dtype, ["flat"])
+
+
+# --- whole models: language models, users' windows, packed documents, adapters, foreign modules ---------------------
+
+
+@by_dtype
+@pytest.mark.parametrize("name", TARGETS)
+def test_no_attack_moves_the_sum_of_a_whole_model_too_far(name, dtype):
+    """Methods and budgets as they choose, every choice for all leaves, and every leaf by another choice."""
+    target = TARGETS[name](dtype)
+    ways = plans_of(target, dtype)
+    ways = {way: plan for way, plan in ways.items() if dtype is torch.float32 or "symmetric" not in way}
+    found = breaches(target, ways, ["flat"], dtype)
+    assert not found, "\n".join(found)
+
+
+@slow
+@by_dtype
+@pytest.mark.parametrize("name", TARGETS)
+def test_no_attack_moves_the_sum_of_a_whole_model_too_far_in_any_style(name, dtype):
+    target = TARGETS[name](dtype)
+    found = breaches(target, plans_of(target, dtype), OTHER_STYLES, dtype)
+    assert not found, "\n".join(found)
+
+
+@by_dtype
+def test_no_attack_moves_the_sum_of_preconditioned_gradients_too_far(dtype):
+    arena = joined(("linear", "embedding", "linear+linear", "linear+embedding", "linear+add", "embedding+add"), blocks=1)
+    target = attacked(arena, dtype, few=True)
+    some = [attack for attack in telling(target) if "but for" not in attack]
+    ways = {way: plan for way, plan in plans_of(target, dtype, methods=False).items() if "pair" in way}
+    mapped = preconditioned(arena.model)
+    assert isinstance(mapped, partial)
+    assert mapped.func is map_record
+    found = breaches(target, ways, ["flat"], dtype, mapped=mapped, only=some)
+    assert not found, "\n".join(found)
+
+
+# --- compiled blocks, and sums that are left to be made ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("made", [True, False], ids=["made", "not-made"])
+@pytest.mark.parametrize("way", WAYS[:2] + WAYS[2:3] + WAYS[4:5], ids=way_name)
+def test_no_attack_moves_the_sum_of_compiled_blocks_too_far(way, made):
+    target, plan, blocks = compiled_target()
+    found = breaches(target, {way_name(way): forced(plan, *way)}, ["flat"], torch.float32, blocks=blocks, made=made,
+                     only=telling(target)[::3])  # fmt: skip
+    assert not found, "\n".join(found)
+
+
+@cache
+def compiled_target() -> tuple[Target, Plan, Blocks]:
+    arena = joined(("linear", "embedding", "linear+linear", "linear+add", "add|add"), blocks=2)
+    target = attacked(arena, torch.float32, few=True)
+    plan = make_plan(target.model, target.params, target.data, method=Method.AUTO)
+    return target, plan, Blocks(backend="aot_eager")
+
+
+# --- the search --------------------------------------------------------------------------------------------------------
+
+SEARCHED = [("linear", 1), ("embedding", 1), ("linear+linear", 1), ("linear+add", 1), ("linear+add", 2),
+            ("conv1d", 2), ("add|add", 4), ("linear+embedding", 2)]  # fmt: skip
+
+
+@by_dtype
+@pytest.mark.parametrize(("name", "way"), [(name, WAYS[i]) for name, i in SEARCHED],
+                         ids=[f"{name}-{way_name(WAYS[i])}" for name, i in SEARCHED])  # fmt: skip
+def test_a_search_finds_no_sample_that_moves_the_sum_too_far(name, way, dtype):
+    search = Search(ARENAS[name](), dtype, seed=1)
+    plan = forced(search.plans()["keep/reuse"], *way)
+    found = search.climb("w", plan, seconds=1.0)
+    assert found.ratio <= 1 + SLACK[dtype], f"w of {name}, {way_name(way)}, {dtype}: {found}"
+    assert found.tried >= 16
+
+
+def test_the_search_finds_what_is_there(monkeypatch):
+    """Norms of half of every gradient: any sample that is clipped moves the sum by twice its bound."""
+    import fdp.types
+
+    real = fdp.types.Norms.total
+    monkeypatch.setattr("fdp.types.Norms.total", lambda self: real(self) / 2)
+    search = Search(ARENAS["linear"](), torch.float32, seed=1)
+    assert search.climb("w", search.plans()["keep/reuse"], seconds=0.1).ratio > 1.9
+
+
+# --- that these checks would notice ------------------------------------------------------------------------------------
+
+
+def test_ordinary_samples_are_there_and_clipped():
+    target = target_of("linear", torch.float32)
+    plan = forced(auto_of("linear", torch.float32), *WAYS[0])
+    seen = measure(target, plan, clipping.flat(max_norm=1.0), disturbed=True)
+    assert seen.ratios["w: all equal"] == pytest.approx(1, abs=1e-6)
+    assert seen.ratios["w: zeros"] == 0
+    assert seen.ratios["w: one nan token"] == 0
+    assert max(seen.disturbed.values()) < 1e-12  # kept gradients share nothing but the sum of what is clipped
+    assert target.size == BEFORE + len(target.attackers) + 2
+    assert not torch.equal(target.data["w.0.x"], target.quiet["w.0.x"])
+
+
+def test_whole_models_are_what_they_are_called():
+    assert any("lora" in path for path in adapted(torch.float32).model.trainable)
+    assert language(tied=True, windows=2).data["tokens"].ndim == 3
+    assert "segments" in language(tied=False, packed=True).data
