@@ -427,11 +427,15 @@ def together(name: str, arena: Arena, attackers: Mapping[str, dict[str, Tensor]]
     return Target(name, arena.model, arena.params, data, tuple(attackers), stacked([*before, *instead, *after]))
 
 
-def attacked(arena: Arena, dtype: torch.dtype, *, few: bool = False) -> Target:
-    """Every attack on every leaf of the arena."""
+def attacked(
+    arena: Arena, dtype: torch.dtype, *, few: bool = False, parts: Sequence[str] | None = None
+) -> Target:
+    """Every attack on every leaf of the arena; with ``parts``, those whose names have one of them."""
     samples: dict[str, dict[str, Tensor]] = {}
     for path, kinds in arena.leaves.items():
         for attack, tokens in attacks_on(kinds, dtype, few=few, tokens=arena.tokens).items():
+            if parts is not None and not any(part in attack for part in parts):
+                continue
             samples[f"{path}: {attack}"] = levers_of(arena, path, tokens, dtype)
     return together(arena.name, arena, samples, dtype)
 

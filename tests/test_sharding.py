@@ -176,6 +176,8 @@ def cases(ranks: int) -> dict[str, dict[str, Any]]:
     }
     if ranks == 2:
         found |= {
+            "quantile, replicated data": {"style": "quantile", "data": Data.REPLICATED},
+            "quantile, replicated data, zero 0": {"style": "quantile", "data": Data.REPLICATED, "zero": Zero.NONE},
             "per-layer": {"style": "per-layer"},
             "automatic": {"style": "automatic"},
             "adafactor": {"optimizer": "adafactor"},
