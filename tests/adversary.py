@@ -19,7 +19,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -294,6 +294,7 @@ def nothing(tokens: int = TOKENS) -> Tokens:
     return torch.zeros(tokens, dtype=torch.float64), torch.zeros(tokens, dtype=torch.float64)
 
 
+@cache
 def rounds_most(dtype: torch.dtype, *, up: bool) -> float:
     """A number in [1, 1.4] whose square in ``dtype`` is rounded the most, relative to itself."""
     values = torch.linspace(1, 1.4, 20001).to(dtype).unique()
@@ -398,8 +399,18 @@ def levers_of(arena: Arena, path: Path, tokens: Sequence[Tokens], dtype: torch.d
     return sample
 
 
+_ORDINARY: dict[Any, list[dict[str, Tensor]]] = {}
+
+
 def ordinary(arena: Arena, count: int, dtype: torch.dtype, *, seed: int = 0) -> list[dict[str, Tensor]]:
-    """Samples of no malice, some below the bound and some above."""
+    """Samples of no malice, some below the bound and some above; the same for the same arguments."""
+    key = (arena.name, tuple(arena.leaves), arena.tokens, count, dtype, seed)
+    if key not in _ORDINARY:
+        _ORDINARY[key] = _draw_ordinary(arena, count, dtype, seed)
+    return _ORDINARY[key]
+
+
+def _draw_ordinary(arena: Arena, count: int, dtype: torch.dtype, seed: int) -> list[dict[str, Tensor]]:
     draw = torch.Generator().manual_seed(seed)
     sizes = [1.0, 0.01, 3.0, 0.3, 1.0, 0.1, 10.0]
     found = []
@@ -461,8 +472,18 @@ GAINS = (1.0, -1.0, 0.0, 1e-40, 1e6, -1e12, 1e20, 1e30, 3e38, math.nan, math.inf
 def with_gain(model: Model) -> Model:
     """Each sample's loss times its own ``gain``: a sample as extreme as we like."""
     *blocks, last = model.blocks
-    scaled = last._replace(apply=lambda p, carry, data: last.apply(p, carry, data) * data["gain"], head=None)
-    return model._replace(blocks=(*blocks, scaled))
+    head = last.head
+    assert head is not None
+
+    def weights(data: Tree) -> Tensor:
+        own = None if head.weights is None else head.weights(data)
+        each = torch.full_like(head.targets(data), 1, dtype=torch.float32) / head.targets(data).shape[1]
+        return (each if own is None else own) * data["gain"].unsqueeze(1)
+
+    def apply(params: Tree, carry: Tree, data: Tree) -> Tensor:
+        return last.apply(params, carry, data) * data["gain"]
+
+    return model._replace(blocks=(*blocks, last._replace(apply=apply, head=head._replace(weights=weights))))
 
 
 def language(*, tied: bool, windows: int = 0, packed: bool = False, adapters: bool = False) -> Target:
@@ -677,22 +698,22 @@ def measure(
     plan: Plan,
     style: ClipStyle,
     *,
-    blocks: Blocks | None = None,
-    made: bool = True,
     disturbed: bool = False,
     only: Sequence[str] | None = None,
+    replaced: Mapping[Path, Tensor] | None = None,
     **how: Any,
 ) -> Seen:
     """Add every attacker (or those of ``only``) to the ordinary samples, one at a time, and compare sums in float64.
 
-    Absent is an attacker whose mask is 0, and one in whose place another sample stood: the larger movement counts.
-    ``disturbed``: also |S(with) - S(without) - S(the attacker alone)|, which is 0 but for rounding in what is shared.
+    Absent is an attacker whose mask is 0, and one in whose place another sample stood (``replaced``, if at hand, is the
+    sum of that): the larger movement counts. ``disturbed``: also |S(with) - S(without) - S(the attacker alone)|, which
+    is 0 but for rounding in what is shared. ``how``: as in :func:`sums_of`.
     """
-    sums = _sums(target, target.data, plan, style, blocks, made, how)
-    device = next(iter(target.data.values())).device
-    mask = torch.zeros(target.size, device=device)
-    mask[:BEFORE], mask[BEFORE + len(target.attackers) :] = 1.0, 1.0
-    (masked, sensitivity), (replaced, _) = sums(mask), _sums(target, target.quiet, plan, style, blocks, made, how)(mask)
+    sums = sums_of(target, target.data, plan, style, **how)
+    mask = ordinary_ones(target)
+    masked, sensitivity = sums(mask)
+    if replaced is None:
+        replaced, _ = sums_of(target, target.quiet, plan, style, **how)(mask)
     absent = [masked] if all(torch.equal(masked[p], replaced[p]) for p in masked) else [masked, replaced]
     ratios, disturbance = {}, {}
     for k, name in enumerate(target.attackers):
@@ -707,15 +728,40 @@ def measure(
     return Seen(ratios, disturbance)
 
 
-def _sums(
-    target: Target, data: Tree, plan: Plan, style: ClipStyle, blocks: Blocks | None, made: bool, how: dict[str, Any]
+def ordinary_ones(target: Target) -> Tensor:
+    """The mask of the ordinary samples."""
+    mask = torch.zeros(target.size, device=next(iter(target.data.values())).device)
+    mask[:BEFORE], mask[BEFORE + len(target.attackers) :] = 1.0, 1.0
+    return mask
+
+
+def sums_of(
+    target: Target,
+    data: Tree,
+    plan: Plan,
+    style: ClipStyle,
+    *,
+    blocks: Blocks | None = None,
+    made: bool = True,
+    leaf: Path | None = None,
+    **how: Any,
 ) -> Callable[[Tensor], tuple[dict[Path, Tensor], float]]:
+    """One pass for the norms; then the clipped sum of any samples, by their mask, and its sensitivity.
+
+    ``leaf``: of this leaf only, where attackers leave all others alone.
+    """
     _, norms, stash = per_sample_norms(target.model, target.params, data, plan=plan, blocks=blocks, **how)
-    clip: Clip = style.clip(norms, tree.map(lambda leaf: leaf.to(norms.total().device), style.init()))
+    clip: Clip = style.clip(norms, tree.map(lambda state: state.to(norms.total().device), style.init()))
+    if leaf is not None:
+        rest = Choice(NormBy.KEEP, SumBy.REUSE, 0.0, 0.0)
+        choices = {path: choice if path == leaf else rest for path, choice in plan.choices.items()}
+        records = {path: found for path, found in stash.records.items() if path == leaf}
+        stash = stash._replace(records=records, plan=plan._replace(choices=choices))
+        clip = clip._replace(factors={leaf: clip.factors[leaf]})
 
     def total(mask: Tensor) -> tuple[dict[Path, Tensor], float]:
         summed = clipped_sum(stash, clip.masked(mask), made=made).made()
-        return {path: leaf.double() for path, leaf in summed.value.items()}, float(summed.sensitivity)
+        return {path: value.double() for path, value in summed.value.items()}, float(summed.sensitivity)
 
     return total
 
@@ -739,3 +785,10 @@ def breaches(target: Target, ways: Mapping[str, Plan], styles: Iterable[str], dt
                 if not ratio <= 1 + SLACK[dtype]
             ]
     return found
+
+
+def on(target: Target, device: torch.device) -> Target:
+    """The same on another device."""
+    params = tree.map(lambda leaf: leaf.to(device), target.params)
+    data, quiet = ({name: leaf.to(device) for name, leaf in part.items()} for part in (target.data, target.quiet))
+    return target._replace(params=params, data=data, quiet=quiet)

@@ -16,12 +16,11 @@ from __future__ import annotations
 import math
 import random
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fdp.clipping import ClipStyle
 from fdp.compiled import Blocks
 from fdp.methods import Plan
 from fdp.types import Path
@@ -34,9 +33,12 @@ from tests.adversary import (
     levers_of,
     measure,
     mirror,
+    on,
+    ordinary_ones,
     plans_of,
     push,
     rounds_most,
+    sums_of,
     together,
 )
 
@@ -47,12 +49,12 @@ PATIENCE = 12
 
 
 class Found(NamedTuple):
-    """The worst sample of a search: how far it moved the sum, how far it disturbed the others, and what it is."""
+    """A sample: how far it moved the sum, how far it disturbed the others, what it is; and how many were tried."""
 
     ratio: float
     disturbed: float
     tokens: list[Tokens]
-    tried: int
+    tried: int = 1
 
     @property
     def score(self) -> float:
@@ -60,7 +62,7 @@ class Found(NamedTuple):
 
 
 class Search:
-    """Attacks on the leaves of one arena; the same seed finds the same samples."""
+    """Attacks on the leaves of one arena; the same seed tries the same samples in the same order."""
 
     def __init__(
         self,
@@ -70,33 +72,41 @@ class Search:
         seed: int,
         device: torch.device | None = None,
         blocks: Blocks | None = None,
+        generation: int = GENERATION,
     ):
         self.arena, self.dtype, self.device, self.blocks = arena, dtype, device, blocks
-        self.draw = random.Random(seed)
+        self.draw, self.generation = random.Random(seed), generation
+        self._attacks: dict[Path, dict[str, list[Tokens]]] = {}
+        self._replaced: dict[tuple[str, str, Path], dict[Path, Tensor]] = {}
+
+    def attacks(self, path: Path) -> dict[str, list[Tokens]]:
+        """The named attacks on a leaf."""
+        if path not in self._attacks:
+            self._attacks[path] = attacks_on(self.arena.leaves[path], self.dtype, tokens=self.arena.tokens)
+        return self._attacks[path]
 
     def plans(self) -> dict[str, Plan]:
         """Every way to norms and sums, for microbatches of this search."""
         path = next(iter(self.arena.leaves))
-        start = list(attacks_on(self.arena.leaves[path], self.dtype, few=True, tokens=self.arena.tokens).values())
-        target = self._target(path, start[:GENERATION])
+        target = self._target(path, list(self.attacks(path).values())[: self.generation])
         return plans_of(target, self.dtype, methods=False, device=self.device)
 
-    def known(self, path: Path, plan: Plan, style: ClipStyle | None = None, *, few: bool = False) -> Found:
-        """The worst of the named attacks."""
-        attacks = attacks_on(self.arena.leaves[path], self.dtype, few=few, tokens=self.arena.tokens).values()
-        return self._worst(path, plan, style, list(attacks))
+    def all_named(self, path: Path, plan: Plan, style: str = "flat") -> dict[str, Found]:
+        """Every named attack on a leaf."""
+        attacks = self.attacks(path)
+        return dict(zip(attacks, self._tried(path, plan, style, list(attacks.values()))))
 
-    def climb(self, path: Path, plan: Plan, *, seconds: float, style: ClipStyle | None = None) -> Found:
+    def climb(self, path: Path, plan: Plan, *, seconds: float, style: str = "flat") -> Found:
         """The worst sample found in ``seconds``; at least one generation is tried."""
         until = time.perf_counter() + seconds
-        attacks = list(attacks_on(self.arena.leaves[path], self.dtype, tokens=self.arena.tokens).values())
+        attacks = list(self.attacks(path).values())
         best: Found | None = None
         tried = 0
         while best is None or time.perf_counter() < until:
-            here = self._worst(path, plan, style, self.draw.sample(attacks, GENERATION))
+            here = self._worst(path, plan, style, self.draw.sample(attacks, min(self.generation, len(attacks))))
             tried, idle = tried + here.tried, 0
             while idle < PATIENCE and time.perf_counter() < until:
-                others = [self._mutated(here.tokens, attacks) for _ in range(GENERATION)]
+                others = [self._mutated(here.tokens, path) for _ in range(self.generation)]
                 found = self._worst(path, plan, style, others)
                 tried += found.tried
                 here, idle = (found, 0) if found.score > here.score else (here, idle + 1)
@@ -106,27 +116,27 @@ class Search:
     def _target(self, path: Path, attacks: list[list[Tokens]]) -> Target:
         samples = {str(i): levers_of(self.arena, path, tokens, self.dtype) for i, tokens in enumerate(attacks)}
         target = together(self.arena.name, self.arena, samples, self.dtype)
-        if self.device is None:
-            return target
-        flat = {name: leaf.to(self.device) for name, leaf in target.data.items()}
-        quiet = {name: leaf.to(self.device) for name, leaf in target.quiet.items()}
-        params = {name: leaf.to(self.device) for name, leaf in target.params.items()}
-        return target._replace(data=flat, quiet=quiet, params=params)
+        return target if self.device is None else on(target, self.device)
 
-    def _worst(self, path: Path, plan: Plan, style: ClipStyle | None, attacks: list[list[Tokens]]) -> Found:
-        style = STYLES["flat"](self.arena.model.trainable) if style is None else style
-        worst: Found | None = None
-        for first in range(0, len(attacks), GENERATION):
-            some = attacks[first : first + GENERATION]
-            target = self._target(path, some + some[:1] * (GENERATION - len(some)))
-            seen = measure(target, plan, style, blocks=self.blocks, disturbed=True)
-            for i, tokens in enumerate(some):
-                found = Found(seen.ratios[str(i)], seen.disturbed[str(i)], tokens, len(attacks))
-                worst = found if worst is None or found.score > worst.score else worst
-        assert worst is not None
-        return worst
+    def _worst(self, path: Path, plan: Plan, style: str, attacks: list[list[Tokens]]) -> Found:
+        found = self._tried(path, plan, style, attacks)
+        return max(found, key=lambda each: each.score)._replace(tried=len(found))
 
-    def _mutated(self, uses: list[Tokens], attacks: list[list[Tokens]]) -> list[Tokens]:
+    def _tried(self, path: Path, plan: Plan, style: str, attacks: list[list[Tokens]]) -> list[Found]:
+        how: dict[str, Any] = {"blocks": self.blocks, "leaf": path if len(self.arena.leaves) > 1 else None}
+        by = STYLES[style](self.arena.model.trainable)
+        key = (str([choice[:2] for choice in plan.choices.values()]), style, path)
+        found: list[Found] = []
+        for first in range(0, len(attacks), self.generation):
+            some = attacks[first : first + self.generation]
+            target = self._target(path, some + some[:1] * (self.generation - len(some)))
+            if key not in self._replaced:
+                self._replaced[key], _ = sums_of(target, target.quiet, plan, by, **how)(ordinary_ones(target))
+            seen = measure(target, plan, by, disturbed=True, replaced=self._replaced[key], **how)
+            found += [Found(seen.ratios[str(i)], seen.disturbed[str(i)], each) for i, each in enumerate(some)]
+        return found
+
+    def _mutated(self, uses: list[Tokens], path: Path) -> list[Tokens]:
         """Another attack, one to three changes away."""
         uses = [(x.clone(), g.clone()) for x, g in uses]
         for _ in range(self.draw.randint(1, 3)):
@@ -134,44 +144,44 @@ class Search:
                 [self._resize, self._trade, self._mirror, self._turn, self._nudge, self._special, self._borrow,
                  self._oppose, self._rest, self._powers]
             )  # fmt: skip
-            change(uses, attacks)
+            change(uses, path)
         return uses
 
     def _one(self, uses: list[Tokens]) -> Tokens:
         return self.draw.choice(uses)
 
-    def _resize(self, uses: list[Tokens], attacks: list[list[Tokens]]) -> None:
+    def _resize(self, uses: list[Tokens], path: Path) -> None:
         """One side of a use, or of all, times a power of two."""
         side, factor = self.draw.randint(0, 1), 2.0 ** self.draw.randint(-30, 30)
         for use in [self._one(uses)] if self.draw.random() < 0.5 else uses:
             use[side].mul_(factor)
 
-    def _trade(self, uses: list[Tokens], attacks: list[list[Tokens]]) -> None:
+    def _trade(self, uses: list[Tokens], path: Path) -> None:
         """Larger inputs, smaller output gradients, or the other way round: the same gradient."""
         x, g = self._one(uses)
         factor = 2.0 ** self.draw.randint(-60, 60)
         x.mul_(factor)
         g.div_(factor)
 
-    def _mirror(self, uses: list[Tokens], attacks: list[list[Tokens]]) -> None:
+    def _mirror(self, uses: list[Tokens], path: Path) -> None:
         x, g = self._one(uses)
         half, factor = len(x) // 2, 2.0 ** self.draw.randint(-4, 4)
         x[half:], g[half:] = -factor * x[:half], g[:half] / factor
 
-    def _turn(self, uses: list[Tokens], attacks: list[list[Tokens]]) -> None:
+    def _turn(self, uses: list[Tokens], path: Path) -> None:
         """Tokens that cancel although both their sides differ: x g - g x."""
         x, g = self._one(uses)
         half = len(x) // 2
         x[half:], g[half:] = -g[:half].clone(), x[:half].clone()
 
-    def _nudge(self, uses: list[Tokens], attacks: list[list[Tokens]]) -> None:
+    def _nudge(self, uses: list[Tokens], path: Path) -> None:
         """One number by one unit in the last place of the dtype."""
         z = self._one(uses)[self.draw.randint(0, 1)]
         t = self.draw.randrange(len(z))
         narrow = z[t].to(self.dtype)
         z[t] = torch.nextafter(narrow, torch.full_like(narrow, self.draw.choice([-math.inf, math.inf]))).double()
 
-    def _special(self, uses: list[Tokens], attacks: list[list[Tokens]]) -> None:
+    def _special(self, uses: list[Tokens], path: Path) -> None:
         z = self._one(uses)[self.draw.randint(0, 1)]
         info = torch.finfo(self.dtype)
         values = [0.0, 1.0, info.max, math.sqrt(info.max), info.tiny, info.tiny * info.eps, 2.0**24, 2.0**53,
@@ -180,17 +190,17 @@ class Search:
             values = [math.nan, math.inf, -math.inf]
         z[self.draw.randrange(len(z))] = self.draw.choice([-1, 1]) * self.draw.choice(values)
 
-    def _borrow(self, uses: list[Tokens], attacks: list[list[Tokens]]) -> None:
+    def _borrow(self, uses: list[Tokens], path: Path) -> None:
         """A use of another attack in the place of one."""
         i = self.draw.randrange(len(uses))
-        x, g = self.draw.choice(attacks)[i]
+        x, g = self.draw.choice(list(self.attacks(path).values()))[i]
         uses[i] = (x.clone(), g.clone())
 
-    def _oppose(self, uses: list[Tokens], attacks: list[list[Tokens]]) -> None:
+    def _oppose(self, uses: list[Tokens], path: Path) -> None:
         """Two uses that add up to nothing, or to what rounding leaves of it."""
         if len(uses) < 2:
-            return self._mirror(uses, attacks)
-        kinds = next(kinds for kinds in self.arena.leaves.values() if len(kinds) == 2)
+            return self._mirror(uses, path)
+        kinds = self.arena.leaves[path]
         x, g = (self._size() for _ in range(2))
         exact = torch.tensor(x, dtype=self.dtype).double() * torch.tensor(g, dtype=self.dtype).double()
         value = float(exact if self.draw.random() < 0.5 else exact.to(self.dtype))
@@ -198,12 +208,12 @@ class Search:
         uses[a] = push(kinds[a], x, g, tokens=self.arena.tokens)
         uses[b] = push(kinds[b], -value, tokens=self.arena.tokens)
 
-    def _rest(self, uses: list[Tokens], attacks: list[list[Tokens]]) -> None:
+    def _rest(self, uses: list[Tokens], path: Path) -> None:
         """All but a small part cancels."""
         x, _ = self._one(uses)
         x[self.draw.randrange(len(x))] *= 1 + 2.0 ** self.draw.randint(-24, -1)
 
-    def _powers(self, uses: list[Tokens], attacks: list[list[Tokens]]) -> None:
+    def _powers(self, uses: list[Tokens], path: Path) -> None:
         i = self.draw.randrange(len(uses))
         uses[i] = mirror(self._size(), self._size(), tokens=self.arena.tokens)
 

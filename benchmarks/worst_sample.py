@@ -1,0 +1,261 @@
+"""How far the worst sample that can be found moves the clipped sum, over the sensitivity that the sum states.
+
+    python -m benchmarks.worst_sample --minutes 10                       # every rule and pair of rules, on the CPU
+    python -m benchmarks.worst_sample --device cuda --quick              # kernels and compiled blocks, about 90 seconds
+
+Models, attacks and the search are those of the tests (``tests/adversary.py``, ``tests/adversary_search.py``): leaves of
+every rule and pair of rules, whose inputs and output gradients a sample chooses freely; every choice of norms and sums;
+whole models, adapters and foreign modules. First all named attacks are tried on every leaf by every choice, then the
+search takes turns until the time is over. Nothing may be above 1 + 1e-6 in float32, 1 + 1e-3 in half precision; the
+command fails if anything is. On a GPU leaves share one model, so that few things are compiled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.report import current_commit, hardware, versions
+from fdp.compiled import Blocks
+from fdp.methods import Plan
+from tests.adversary import ARENAS, MANY, SLACK, STYLES, TARGETS, Arena, joined, measure, on, plans_of
+from tests.adversary_search import Found, Search, as_written
+
+LONG = 160
+"""Tokens of a leaf's use where kernels are to go through several tiles of them."""
+TURN = 2.0
+"""Seconds of one leaf's turn in the search."""
+BRIEF = ("linear", "embedding", "conv1d", "linear+embedding", "linear+add", "add|add", "whole+whole cube")
+CLASSES = {
+    "uses": "uses of a leaf that cancel",
+    "squares": "squares that round the most",
+    "rounded": "squares that round the most",
+    "nan": "not finite",
+    "inf": "not finite",
+    "denormal": "sizes at the ends of the dtype",
+    "largest": "sizes at the ends of the dtype",
+    "gain": "a loss times anything",
+    "+-": "tokens that cancel",
+    "tokens": "tokens that cancel",
+}
+
+
+class Row(NamedTuple):
+    """The worst of some cases of one model, leaf, choice, dtype and way of compiling."""
+
+    kind: str
+    model: str
+    leaf: str
+    choice: str
+    dtype: str
+    compile: str
+    attack: str
+    cases: int
+    ratio: float
+    disturbed: float
+    allowed: float
+    sample: list[dict[str, list[str]]] | None = None
+
+    @property
+    def broken(self) -> bool:
+        return not self.ratio <= self.allowed
+
+
+class Job(NamedTuple):
+    """A leaf of an arena by one choice, to be searched."""
+
+    search: Search
+    leaf: str
+    choice: str
+    plan: Plan
+    compile: str
+
+
+def class_of(attack: str) -> str:
+    """What kind of attack it is, for the table."""
+    return next((kind for part, kind in CLASSES.items() if part in attack), "sizes, equal and odd ones")
+
+
+def arenas(options: argparse.Namespace, device: torch.device) -> Iterator[tuple[Arena, Blocks | None]]:
+    """What is attacked, and whether its blocks are compiled; compiled blocks serve every choice."""
+    names = BRIEF if options.quick else MANY
+    if device.type == "cuda":
+        yield joined(names), Blocks()
+        if not options.quick:
+            yield joined(names), None
+            yield joined(BRIEF, tokens=LONG), Blocks()
+        return
+    for name in BRIEF if options.quick else ARENAS:
+        yield ARENAS[name](), None
+    yield joined(BRIEF), Blocks(backend=options.backend)
+
+
+def jobs(options: argparse.Namespace, device: torch.device, dtypes: list[torch.dtype]) -> Iterator[Job]:
+    for arena, blocks in arenas(options, device):
+        for dtype in dtypes:
+            search = Search(
+                arena,
+                dtype,
+                seed=options.seed,
+                device=device,
+                blocks=blocks,
+                generation=48 if device.type == "cuda" else 16,
+            )
+            for choice, plan in search.plans().items():
+                for leaf in arena.leaves:
+                    yield Job(search, leaf, choice, plan, "none" if blocks is None else "block")
+
+
+def named_rows(job: Job, style: str) -> Iterator[Row]:
+    """The named attacks on a leaf, by kind."""
+    found: dict[str, list[tuple[str, Found]]] = {}
+    for attack, each in job.search.all_named(job.leaf, job.plan, style).items():
+        found.setdefault(class_of(attack), []).append((attack, each))
+    for kind, those in found.items():
+        attack, worst = max(those, key=lambda entry: entry[1].ratio)
+        disturbed = max(each.disturbed for _, each in those)
+        yield row_of(job, kind, f"{attack}, {style}", worst._replace(tried=len(those), disturbed=disturbed))
+
+
+def row_of(job: Job, kind: str, attack: str, found: Found) -> Row:
+    dtype = job.search.dtype
+    allowed = 1 + SLACK[dtype]
+    sample = as_written(found.tokens) if not found.ratio <= allowed else None
+    name = str(dtype).removeprefix("torch.")
+    return Row(kind, job.search.arena.name, job.leaf, job.choice, name, job.compile, attack, found.tried, found.ratio,
+               found.disturbed, allowed, sample)  # fmt: skip
+
+
+def whole_models(options: argparse.Namespace, device: torch.device, dtypes: list[torch.dtype]) -> Iterator[Row]:
+    """Language models, users' windows, packed documents, adapters, foreign modules."""
+    names = ("gpt-tied", "pooled") if options.quick else tuple(TARGETS)
+    compiled = [Blocks()] if device.type == "cuda" else [None]
+    for name in names:
+        for dtype in dtypes:
+            target = on(TARGETS[name](dtype), device)
+            ways = plans_of(target, dtype, methods=not options.quick, device=device)
+            for blocks in compiled:
+                for choice, plan in ways.items():
+                    seen = measure(target, plan, STYLES["flat"](target.model.trainable), blocks=blocks)
+                    attack, ratio = seen.worst()
+                    kind, how = class_of(attack), "none" if blocks is None else "block"
+                    yield Row(kind, target.name, "all", choice, str(dtype).removeprefix("torch."), how, attack,
+                              len(seen.ratios), ratio, 0.0, 1 + SLACK[dtype])  # fmt: skip
+
+
+def run(options: argparse.Namespace, device: torch.device, say: Callable[[str], None]) -> list[Row]:
+    """All rows; the search goes on until the time is over."""
+    begun = time.perf_counter()
+    seconds = 60.0 * options.minutes
+    dtypes = [getattr(torch, name) for name in options.dtype]
+    rows: list[Row] = []
+    for row in whole_models(options, device, dtypes):
+        rows.append(row)
+        if time.perf_counter() - begun > seconds / 3:
+            say("whole models: stopped at a third of the time")
+            break
+    say(f"whole models: {sum(row.cases for row in rows)} cases, {time.perf_counter() - begun:.0f} s")
+    todo = list(jobs(options, device, dtypes))
+    draw = random.Random(options.seed)
+    draw.shuffle(todo)
+    styles = list(STYLES)
+    for i, job in enumerate(todo):
+        rows += named_rows(job, "flat" if options.quick else styles[i % len(styles)])
+        if time.perf_counter() - begun > 2 * seconds / 3:
+            say(f"named attacks: stopped at two thirds of the time, after {i + 1} of {len(todo)} leaves and choices")
+            todo = todo[: i + 1]
+            break
+    say(f"named attacks: {sum(row.cases for row in rows)} cases, {time.perf_counter() - begun:.0f} s")
+    while (left := begun + seconds - time.perf_counter()) > 0:
+        job = draw.choice(todo)
+        found = job.search.climb(job.leaf, job.plan, seconds=min(TURN, left))
+        rows.append(row_of(job, "search", "search", found))
+    say(f"search: {sum(row.cases for row in rows)} cases in all, {time.perf_counter() - begun:.0f} s")
+    return rows
+
+
+def tables(rows: list[Row], title: str) -> list[Table]:
+    """By attack, and by choice."""
+    made = []
+    for heading, key in (("attack", lambda row: row.kind), ("choice", lambda row: f"{row.choice}, {row.compile}")):
+        table = Table(title=title)
+        for column in (heading, "dtype", "cases", "worst ratio", "disturbed", "allowed", "where"):
+            table.add_column(column, justify="left" if column in (heading, "dtype", "where") else "right")
+        groups: dict[tuple[str, str], list[Row]] = {}
+        for row in rows:
+            groups.setdefault((row.dtype, key(row)), []).append(row)
+        for (dtype, name), those in sorted(groups.items()):
+            worst = max(those, key=lambda row: row.ratio)
+            disturbed = max(row.disturbed for row in those)
+            where = f"{worst.model}: {worst.leaf}, {worst.attack if heading == 'choice' else worst.choice}"
+            table.add_row(name, dtype, str(sum(row.cases for row in those)), f"{worst.ratio:.9g}", f"{disturbed:.1e}",
+                          f"{worst.allowed:g}", where)  # fmt: skip
+        made.append(table)
+    return made
+
+
+def report(rows: list[Row], device: torch.device) -> dict[str, Any]:
+    """What ``--out`` writes: where it was run, and for every model, leaf, choice and attack its worst case."""
+    merged: dict[tuple, Row] = {}
+    for row in rows:
+        key = row[:6]
+        old = merged.get(key)
+        worst = row if old is None or row.ratio > old.ratio else old
+        cases = row.cases + (0 if old is None else old.cases)
+        disturbed = max(row.disturbed, 0.0 if old is None else old.disturbed)
+        merged[key] = worst._replace(cases=cases, disturbed=disturbed)
+    return {
+        "benchmark": "worst_sample",
+        "hardware": hardware(device),
+        "versions": versions(device),
+        "commit": current_commit(),
+        "command": " ".join(["python", "-m", "benchmarks.worst_sample", *sys.argv[1:]]),
+        "rows": [row._asdict() for row in merged.values()],
+    }
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Search for the sample that moves the clipped sum the most.")
+    parser.add_argument("--minutes", type=float, default=10.0, help="of search and all")
+    parser.add_argument("--quick", action="store_true", help="few models, about 75 seconds")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], metavar="DTYPE",
+                        choices=["float32", "bfloat16", "float16", "float64"], help="compute dtypes")  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--backend", default="aot_eager", help="torch.compile's, of compiled blocks on a CPU")
+    parser.add_argument("--out", type=Path, metavar="JSON", help="where the rows go; default: nowhere")
+    return parser
+
+
+def main() -> None:
+    options = arguments().parse_args()
+    if options.quick:
+        options.minutes = min(options.minutes, 1.25)
+    device = torch.device(options.device)
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    rows = run(options, device, lambda line: console.print(line))
+    for table in tables(rows, f"{hardware(device)}, torch {torch.__version__}"):
+        console.print(table)
+    broken = sorted((row for row in rows if row.broken), key=lambda row: -row.ratio)
+    for row in broken[:20]:
+        console.print(f"broken: {row.model}, {row.leaf}, {row.choice}, {row.dtype}, compile {row.compile}, {row.attack}: "
+                      f"{row.ratio:.6g}")  # fmt: skip
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(report(rows, device), indent=1) + "\n")
+        console.print(f"written to {options.out}")
+    sys.exit(f"{len(broken)} rows above what is allowed" if broken else 0)
+
+
+if __name__ == "__main__":
+    main()
