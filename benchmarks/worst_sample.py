@@ -86,34 +86,40 @@ def class_of(attack: str) -> str:
     return next((kind for part, kind in CLASSES.items() if part in attack), "sizes, equal and odd ones")
 
 
-def arenas(options: argparse.Namespace, device: torch.device) -> Iterator[tuple[Arena, Blocks | None]]:
-    """What is attacked, and whether its blocks are compiled; compiled blocks serve every choice."""
-    names = BRIEF if options.quick else MANY
-    if device.type == "cuda":
-        yield joined(names), Blocks()
+class Ground(NamedTuple):
+    """An arena in one dtype, its blocks compiled or not."""
+
+    arena: Arena
+    dtype: torch.dtype
+    blocks: Blocks | None
+
+
+def grounds(options: argparse.Namespace, device: torch.device, dtypes: list[torch.dtype]) -> Iterator[Ground]:
+    """What is attacked. Compiled blocks serve every choice; in a hurry, float32, which has no kernels, has none."""
+    blocks = Blocks() if device.type == "cuda" else Blocks(backend=options.backend)
+    for dtype in dtypes:
+        if options.joined or device.type == "cuda":
+            if options.quick:
+                yield Ground(joined(BRIEF), dtype, None if dtype is torch.float32 else blocks)
+                continue
+            yield Ground(joined(MANY), dtype, None)
+            yield Ground(joined(BRIEF, tokens=LONG), dtype, blocks)
+        else:
+            yield from (Ground(ARENAS[name](), dtype, None) for name in (BRIEF if options.quick else ARENAS))
         if not options.quick:
-            yield joined(names), None
-            yield joined(BRIEF, tokens=LONG), Blocks()
-        return
-    for name in BRIEF if options.quick else ARENAS:
-        yield ARENAS[name](), None
-    yield joined(BRIEF), Blocks(backend=options.backend)
+            yield Ground(joined(MANY), dtype, blocks)
 
 
 def jobs(options: argparse.Namespace, device: torch.device, dtypes: list[torch.dtype]) -> Iterator[Job]:
-    for arena, blocks in arenas(options, device):
-        for dtype in dtypes:
-            search = Search(
-                arena,
-                dtype,
-                seed=options.seed,
-                device=device,
-                blocks=blocks,
-                generation=48 if device.type == "cuda" else 16,
-            )
-            for choice, plan in search.plans().items():
-                for leaf in arena.leaves:
-                    yield Job(search, leaf, choice, plan, "none" if blocks is None else "block")
+    """Every leaf by every choice."""
+    for ground in grounds(options, device, dtypes):
+        generation = 48 if device.type == "cuda" else 16
+        search = Search(
+            ground.arena, ground.dtype, seed=options.seed, device=device, blocks=ground.blocks, generation=generation
+        )
+        for choice, plan in search.plans().items():
+            for leaf in ground.arena.leaves:
+                yield Job(search, leaf, choice, plan, "none" if ground.blocks is None else "block")
 
 
 def named_rows(job: Job, style: str) -> Iterator[Row]:
@@ -139,18 +145,17 @@ def row_of(job: Job, kind: str, attack: str, found: Found) -> Row:
 def whole_models(options: argparse.Namespace, device: torch.device, dtypes: list[torch.dtype]) -> Iterator[Row]:
     """Language models, users' windows, packed documents, adapters, foreign modules."""
     names = ("gpt-tied", "pooled") if options.quick else tuple(TARGETS)
-    compiled = [Blocks()] if device.type == "cuda" else [None]
     for name in names:
         for dtype in dtypes:
+            blocks = Blocks() if device.type == "cuda" and dtype is not torch.float32 else None
             target = on(TARGETS[name](dtype), device)
             ways = plans_of(target, dtype, methods=not options.quick, device=device)
-            for blocks in compiled:
-                for choice, plan in ways.items():
-                    seen = measure(target, plan, STYLES["flat"](target.model.trainable), blocks=blocks)
-                    attack, ratio = seen.worst()
-                    kind, how = class_of(attack), "none" if blocks is None else "block"
-                    yield Row(kind, target.name, "all", choice, str(dtype).removeprefix("torch."), how, attack,
-                              len(seen.ratios), ratio, 0.0, 1 + SLACK[dtype])  # fmt: skip
+            for choice, plan in ways.items():
+                seen = measure(target, plan, STYLES["flat"](target.model.trainable), blocks=blocks)
+                attack, ratio = seen.worst()
+                kind, how = class_of(attack), "none" if blocks is None else "block"
+                yield Row(kind, target.name, "all", choice, str(dtype).removeprefix("torch."), how, attack,
+                          len(seen.ratios), ratio, 0.0, 1 + SLACK[dtype])  # fmt: skip
 
 
 def run(options: argparse.Namespace, device: torch.device, say: Callable[[str], None]) -> list[Row]:
@@ -199,7 +204,7 @@ def tables(rows: list[Row], title: str) -> list[Table]:
             disturbed = max(row.disturbed for row in those)
             where = f"{worst.model}: {worst.leaf}, {worst.attack if heading == 'choice' else worst.choice}"
             table.add_row(name, dtype, str(sum(row.cases for row in those)), f"{worst.ratio:.9g}", f"{disturbed:.1e}",
-                          f"{worst.allowed:g}", where)  # fmt: skip
+                          f"{worst.allowed:.7g}", where)  # fmt: skip
         made.append(table)
     return made
 
@@ -231,6 +236,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], metavar="DTYPE",
                         choices=["float32", "bfloat16", "float16", "float64"], help="compute dtypes")  # fmt: skip
+    parser.add_argument("--joined", action="store_true", help="leaves share one model, as they do on a GPU")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend", default="aot_eager", help="torch.compile's, of compiled blocks on a CPU")
     parser.add_argument("--out", type=Path, metavar="JSON", help="where the rows go; default: nowhere")
@@ -248,8 +254,8 @@ def main() -> None:
         console.print(table)
     broken = sorted((row for row in rows if row.broken), key=lambda row: -row.ratio)
     for row in broken[:20]:
-        console.print(f"broken: {row.model}, {row.leaf}, {row.choice}, {row.dtype}, compile {row.compile}, {row.attack}: "
-                      f"{row.ratio:.6g}")  # fmt: skip
+        where = f"{row.model}, {row.leaf}, {row.choice}, {row.dtype}, compile {row.compile}"
+        console.print(f"broken: {where}, {row.attack}: {row.ratio:.6g}")
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(report(rows, device), indent=1) + "\n")

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -210,9 +209,7 @@ class Arena(NamedTuple):
     tokens: int
 
 
-def make_arena(
-    name: str, leaves: Mapping[Path, Sequence[Kind]], *, blocks: int = 1, tokens: int = TOKENS
-) -> Arena:
+def make_arena(name: str, leaves: Mapping[Path, Sequence[Kind]], *, blocks: int = 1, tokens: int = TOKENS) -> Arena:
     """A model of these uses, the i-th use of every leaf in block ``i mod blocks``."""
 
     def part(which: int) -> Callable[[Tree, Tree, Tree], Tensor]:
@@ -438,9 +435,7 @@ def together(name: str, arena: Arena, attackers: Mapping[str, dict[str, Tensor]]
     return Target(name, arena.model, arena.params, data, tuple(attackers), stacked([*before, *instead, *after]))
 
 
-def attacked(
-    arena: Arena, dtype: torch.dtype, *, few: bool = False, parts: Sequence[str] | None = None
-) -> Target:
+def attacked(arena: Arena, dtype: torch.dtype, *, few: bool = False, parts: Sequence[str] | None = None) -> Target:
     """Every attack on every leaf of the arena; with ``parts``, those whose names have one of them."""
     samples: dict[str, dict[str, Tensor]] = {}
     for path, kinds in arena.leaves.items():
@@ -656,10 +651,8 @@ def plans_of(
     found: dict[str, Plan] = {}
 
     def add(name: str, plan: Plan) -> None:
-        if all(plan.choices[path][:2] != old.choices[path][:2] for old in found.values() for path in plan.choices):
-            found[name] = plan
-        elif all({p: c[:2] for p, c in plan.choices.items()} != {p: c[:2] for p, c in old.choices.items()}
-                 for old in found.values()):  # fmt: skip
+        own = [choice[:2] for choice in plan.choices.values()]
+        if all(own != [choice[:2] for choice in old.choices.values()] for old in found.values()):
             found[name] = plan
 
     for norm, total in WAYS:
@@ -773,7 +766,9 @@ def _distance(a: Mapping[Path, Tensor], *others: Mapping[Path, Tensor]) -> float
     return size if math.isfinite(size) else math.inf
 
 
-def breaches(target: Target, ways: Mapping[str, Plan], styles: Iterable[str], dtype: torch.dtype, **how: Any) -> list[str]:
+def breaches(
+    target: Target, ways: Mapping[str, Plan], styles: Iterable[str], dtype: torch.dtype, **how: Any
+) -> list[str]:
     """One line for every attack that moved the sum too far."""
     found = []
     for way, plan in ways.items():
