@@ -181,10 +181,12 @@ def run(options: argparse.Namespace, device: torch.device, say: Callable[[str], 
             todo = todo[: i + 1]
             break
     say(f"named attacks: {sum(row.cases for row in rows)} cases, {time.perf_counter() - begun:.0f} s")
-    while (left := begun + seconds - time.perf_counter()) > 0:
+    searched = 0
+    while (left := begun + seconds - time.perf_counter()) > 0 or not searched:
         job = draw.choice(todo)
         found = job.search.climb(job.leaf, job.plan, seconds=min(TURN, left))
         rows.append(row_of(job, "search", "search", found))
+        searched += 1
     say(f"search: {sum(row.cases for row in rows)} cases in all, {time.perf_counter() - begun:.0f} s")
     return rows
 

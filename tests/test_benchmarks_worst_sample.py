@@ -13,7 +13,7 @@ from tests.adversary import ARENAS, MAGNITUDES, attacks_on
 
 def run(monkeypatch, tmp_path, *more: str) -> tuple[object, dict]:
     out = tmp_path / "deep" / "rows.json"
-    words = ["worst_sample", "--quick", "--minutes", "0.05", "--dtype", "float32", "--out", str(out), *more]
+    words = ["worst_sample", "--quick", "--minutes", "0.03", "--dtype", "float32", "--out", str(out), *more]
     monkeypatch.setattr("sys.argv", words)
     with pytest.raises(SystemExit) as end:
         worst_sample.main()
