@@ -19,7 +19,7 @@ import os
 from typing import Any
 
 from fdp import chat, text
-from fdp.documents import Documents, Records, check, cut, gather, records
+from fdp.documents import Documents, Records, check, cut, gather, records, rows_with_loss
 from fdp.packing import Unit
 from fdp.packing import pack as packed
 from fdp.sources import Form, find_source, owner_of, read_records, read_text, record_form, text_field
@@ -62,6 +62,11 @@ def load(
         )
     documents, kind = read(path, tokenizer, form=form, field=field, user_field=user_field)
     check(documents, context=context, vocab_size=vocab_size)
+    if not rows_with_loss(documents, context=None).any():
+        raise FdpError(
+            f"{documents.source}: expected something to learn, got records or files without any: no answer of an "
+            "assistant, or one token each; see --form and --field"
+        )
     if windows is not None and key is not None:
         rows = packed(documents, context=context, unit=pack) if pack else cut(documents, length=context + 1)
         return by_user(rows, context=context, vocab_size=vocab_size, windows=windows, key=key)
@@ -97,7 +102,8 @@ def read(
         found = ((place, text.encoded(tokenizer, words, place)) for place, words in texts)
         named = [(place, (tokens, [True] * len(tokens))) for place, tokens in found]
         owners = [place for place, _ in named]
-        return gather((each for _, each in named), owners, source=str(source.path), word=tokenizer.word), Kind.FILE
+        documents = gather((each for _, each in named), owners, source=str(source.path), word=tokenizer.word)
+        return documents._replace(links=source.links), Kind.FILE
     pieces: list[tuple[list[int], list[bool]]] = []
     owners: list[str] = []
     first: tuple[Form, str] | None = None
@@ -111,7 +117,8 @@ def read(
             )
         pieces.append(_tokens(own, record, tokenizer, field, place))
         owners.append(owner_of(record, user_field, place))
-    return gather(pieces, owners, source=str(source.path), word=tokenizer.word), Kind.RECORD
+    documents = gather(pieces, owners, source=str(source.path), word=tokenizer.word)
+    return documents._replace(links=source.links), Kind.RECORD
 
 
 def _tokens(

@@ -21,7 +21,7 @@ import difflib
 import os
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from fdp import text
+from fdp.reading import Reading
 from fdp.sources import Form, Source, check_text, find_source, holds_tokens, read_records, read_text, text_field
 from fdp.types import FdpError
 from fdp.units import Kind, PrivacyUnit, privacy_unit
@@ -59,6 +60,13 @@ class Windows:
     tokens: np.ndarray
     context: int
     token: str = "token"
+    links: int = 0
+
+    @property
+    def reading(self) -> Reading:
+        """What was read, and what of it is not trained on; covered by no budget."""
+        tail = len(self.tokens) - len(self) * (self.context + 1)
+        return Reading(Kind.WINDOW, len(self), self.context + 1, self.token, tail=tail, links=self.links)
 
     @property
     def unit(self) -> PrivacyUnit:
@@ -157,7 +165,8 @@ def load(
         tokens, token = _joined(_read_text(file).tobytes() for file in found.files), "byte"
     else:
         tokens, token = _read_text(next(iter(found.files))), "byte"
-    return windows(tokens, context=context, vocab_size=vocab_size, where=source, token=token)
+    cut = windows(tokens, context=context, vocab_size=vocab_size, where=source, token=token)
+    return replace(cut, links=found.links)
 
 
 def windows(tokens: np.ndarray, *, context: int, vocab_size: int, where: str, token: str = "token") -> Windows:

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fdp.reading import Reading
 from fdp.types import FdpError
 from fdp.units import Kind, PrivacyUnit, privacy_unit
 
@@ -33,7 +34,7 @@ class Documents(NamedTuple):
     """Rows one after another: row i is ``[starts[i], starts[i + 1])`` of all three arrays and belongs to ``owners[i]``.
 
     ``counted``: whether a token is to be predicted; ``segments``: which document of its row a token is of, from 1 on;
-    None: every row is one document.
+    None: every row is one document. ``texts`` were read, and ``links`` files left out, see ``fdp.reading``.
     """
 
     tokens: np.ndarray
@@ -43,6 +44,8 @@ class Documents(NamedTuple):
     owners: tuple[str, ...]
     source: str
     word: str = "token"
+    texts: int = 0
+    links: int = 0
 
     def row(self, i: int) -> np.ndarray:
         """The tokens of row i."""
@@ -66,7 +69,9 @@ def gather(
     if not tokens:
         raise FdpError(f"{source}: expected text or records, got nothing (empty)")
     starts = np.concatenate([[0], np.cumsum([len(part) for part in tokens])])
-    return Documents(np.concatenate(tokens), np.concatenate(counted), None, starts, tuple(owners), source, word)
+    return Documents(
+        np.concatenate(tokens), np.concatenate(counted), None, starts, tuple(owners), source, word, texts=len(tokens)
+    )
 
 
 def cut(documents: Documents, *, length: int) -> Documents:
@@ -110,15 +115,13 @@ class Records:
       - no two samples are of the same owner: removing one removes every use of the owner's tokens;
       - padding changes no loss, and a sample in which nothing counts has loss and gradient exactly 0.
 
-    ``without_loss`` and ``cut_short`` count the samples in which nothing counts, and those that lost their end. Both
-    are read off the data and covered by no budget.
+    ``reading`` counts what is not trained on; it is read off the data and covered by no budget.
     """
 
     documents: Documents
     context: int
     unit: PrivacyUnit
-    without_loss: int
-    cut_short: int
+    reading: Reading
 
     def __len__(self) -> int:
         return len(self.documents.owners)
@@ -142,18 +145,34 @@ def records(documents: Documents, *, context: int, vocab_size: int, kind: Kind =
             "be less than a unit, and epsilon a statement about the sample. Group them with fdp.users.by_user, or pack "
             "with Unit.ROW if a row is the unit that you mean"
         )
-    lengths = np.diff(documents.starts)
-    unit = privacy_unit(kind, tokens=context + 1, word=documents.word)
-    return Records(documents, context, unit, silent(documents, context), int((lengths > context + 1).sum()))
+    learned, learnable = rows_with_loss(documents, context=context), rows_with_loss(documents, context=None)
+    reading = Reading(
+        kind,
+        len(documents.owners),
+        context + 1,
+        documents.word,
+        texts=documents.texts,
+        windows=len(documents.owners),
+        cut=int((np.diff(documents.starts) > context + 1).sum()),
+        unlearned=int((learnable & ~learned).sum()),
+        silent=int((~learned).sum()),
+        links=documents.links,
+    )
+    return Records(documents, context, privacy_unit(kind, tokens=context + 1, word=documents.word), reading)
 
 
-def silent(documents: Documents, context: int) -> int:
-    """The number of rows in which nothing counts."""
-    every = np.arange(len(documents.owners))
-    found = 0
-    for start in range(0, len(every), 4096):
-        mask = padded(documents, every[start : start + 4096], context=context)["loss_mask"]
-        found += int((~mask.any(1)).sum())
+def rows_with_loss(documents: Documents, *, context: int | None) -> np.ndarray:
+    """Return, for every row, whether anything counts in its first ``context + 1`` tokens; None: in all of it."""
+    targets = documents.counted.copy()
+    targets[documents.starts[:-1][documents.starts[:-1] < len(targets)]] = False  # nothing predicts a row's first token
+    if documents.segments is not None:
+        targets[1:] &= documents.segments[1:] == documents.segments[:-1]
+    places = np.flatnonzero(targets)
+    rows = np.searchsorted(documents.starts, places, side="right") - 1
+    if context is not None:
+        rows = rows[places - documents.starts[rows] <= context]
+    found = np.zeros(len(documents.owners), dtype=bool)
+    found[rows] = True
     return found
 
 

@@ -23,6 +23,7 @@ from fdp import tree
 from fdp.accounting import RELATION
 from fdp.kfac.sources import kind_of
 from fdp.kfac.state import find
+from fdp.reading import reading_of
 from fdp.reductions import global_norm
 from fdp.sharding import localize
 from fdp.types import Metrics, TrainState, Tree
@@ -77,6 +78,7 @@ def summarise(run: Run, state: TrainState, records: Sequence[Record]) -> dict[st
     losses = [record.loss for record in records if record.loss is not None]
     private, done = run.epsilons is not None, int(state.step)
     curvature = {} if run.kfac is None else _curvature(run, state)
+    reading = reading_of(run.config.dataset)
     return {
         "loss_first": losses[0] if losses else None,
         "loss_last": losses[-1] if losses else None,
@@ -88,6 +90,7 @@ def summarise(run: Run, state: TrainState, records: Sequence[Record]) -> dict[st
         "noise_multiplier": run.mechanism.noise_multiplier,
         "steps": done,
         "samples": len(run.config.dataset),
+        "reading": None if reading is None else reading.as_json(),
         "parameter_count": tree.size(state.params),
         "parameter_norm": float(_norm(run, state.params)),
         "parameter_sha256": fingerprint(state.params),

@@ -55,7 +55,7 @@ def privacy_unit(kind: Kind, *, tokens: int = 0, word: str = "token", windows: i
             "the whole file is protected, whatever its length; someone's ten files are ten samples",
         ),
         Kind.USER: PrivacyUnit(
-            f"one user (up to {windows} windows of {size})",
+            f"one user (up to {windows} window{'' if windows == 1 else 's'} of {size})",
             "all of a user's records are one sample, however many and long; a person with two names is two users",
         ),
         Kind.ROW: PrivacyUnit(

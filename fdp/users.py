@@ -23,7 +23,8 @@ import numpy as np
 from torch import Tensor
 
 from fdp import keys
-from fdp.documents import Documents, check, padded
+from fdp.documents import Documents, check, padded, rows_with_loss
+from fdp.reading import Reading
 from fdp.types import FdpError, Key
 from fdp.units import Kind, PrivacyUnit, privacy_unit
 
@@ -37,16 +38,13 @@ class Users:
       - a user's sample does not depend on which other users there are;
       - padding changes no loss, and a user of whom nothing counts has loss and gradient exactly 0.
 
-    ``without_loss`` counts those, ``capped`` those with windows left out, ``cut_short`` windows that lost their end.
-    All are read off the data and covered by no budget.
+    ``reading`` counts those, and what is not trained on; it is read off the data and covered by no budget.
     """
 
     documents: Documents
     context: int
     rows: np.ndarray
-    without_loss: int
-    capped: int
-    cut_short: int
+    reading: Reading
 
     @property
     def unit(self) -> PrivacyUnit:
@@ -84,22 +82,25 @@ def by_user(documents: Documents, *, context: int, vocab_size: int, windows: int
     for u, (user, mine) in enumerate(owned.items()):
         kept = np.array(mine) if len(mine) <= windows else np.array(mine)[_chosen(user, len(mine), windows, key)]
         rows[u, : len(kept)] = kept
-    capped = sum(len(mine) > windows for mine in owned.values())
-    kept_rows = rows[rows >= 0]
-    cut_short = int((np.diff(documents.starts)[kept_rows] > context + 1).sum())
-    dataset = Users(documents, context, rows, 0, capped, cut_short)
-    return Users(documents, context, rows, _silent(dataset), capped, cut_short)
+    used = rows >= 0
+    learned = np.append(rows_with_loss(documents, context=context), False)  # the last one is what -1 names
+    reading = Reading(
+        Kind.USER,
+        len(owned),
+        context + 1,
+        documents.word,
+        texts=documents.texts,
+        windows=int(used.sum()),
+        cut=int((np.diff(documents.starts)[rows[used]] > context + 1).sum()),
+        capped=sum(len(mine) > windows for mine in owned.values()),
+        left_out=len(documents.owners) - int(used.sum()),
+        silent=int((~learned[rows].any(1)).sum()),
+        links=documents.links,
+    )
+    return Users(documents, context, rows, reading)
 
 
 def _chosen(user: str, count: int, windows: int, key: Key) -> np.ndarray:
     """Which ``windows`` of a user's ``count`` are kept, ascending."""
     bits = keys.bits(keys.fold_in(key, user), (count,))
     return bits.argsort(stable=True)[:windows].sort().values.cpu().numpy()
-
-
-def _silent(dataset: Users) -> int:
-    found = 0
-    for start in range(0, len(dataset), 512):
-        mask = dataset.fetch(np.arange(start, min(start + 512, len(dataset))))["loss_mask"]
-        found += int((~mask.flatten(1).any(1)).sum())
-    return found

@@ -40,7 +40,7 @@ def test_prompts_are_masked_and_the_end_counts(tmp_path: Path) -> None:
     rows = dataset.fetch(np.array([0, 1]))
     assert rows["tokens"].tolist() == [[*b"abcd", 0, 0], [*b"abcdef"]]
     assert rows["loss_mask"].int().tolist() == [[0, 1, 1, 1, 0], [0, 0, 0, 0, 0]]  # targets: b c d end pad
-    assert (dataset.without_loss, dataset.cut_short, len(dataset)) == (1, 1, 2)
+    assert (dataset.reading.silent, dataset.reading.cut, dataset.reading.unlearned, len(dataset)) == (1, 1, 1, 2)
 
 
 def test_conversations_by_lines() -> None:

@@ -59,7 +59,7 @@ def test_a_run_leaves_its_five_files(tmp_path: Path, capsys: pytest.CaptureFixtu
     summary = json.loads((out / "summary.json").read_text())
     assert printed == summary | {"out": str(out)}
     assert " ".join(summary) == (
-        "loss_first loss_last private epsilon delta relation noise_multiplier steps samples parameter_count "
+        "loss_first loss_last private epsilon delta relation noise_multiplier steps samples reading parameter_count "
         "parameter_norm parameter_sha256 seconds_per_step peak_memory_bytes method world_size seed"
     )
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

@@ -149,18 +149,18 @@ def test_a_list_that_is_none_is_refused_with_its_place(content: str, message: st
 
 def test_a_folder_of_shards_is_read_record_by_record_in_the_order_of_paths(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
-    write(tmp_path / "b.jsonl", {"text": "3", "by": "ann"})
+    write(tmp_path / "b.jsonl", {"text": "33", "by": "ann"})
     write(tmp_path / "a.jsonl", {"text": "1", "by": "ann"}, {"text": "2", "by": "bob"})
     write(tmp_path / "sub" / "c.ndjson", {"text": "4", "by": "bob"})
     (tmp_path / "d.json").write_text(json.dumps([{"text": "5", "by": "cy"}]))
     (tmp_path / ".hidden.txt").write_text("x")
     (tmp_path / "empty.txt").write_text("")
-    assert rows(tmp_path) == [b"1", b"2", b"3", b"5", b"4"]
+    assert rows(tmp_path) == [b"1", b"2", b"33", b"5", b"4"]
     assert corpus.read(tmp_path, text.BYTES)[1] is Kind.RECORD
     assert len(corpus.load(tmp_path, context=2, vocab_size=256, **BY_USER)) == 3
     dataset = data.load(tmp_path, context=2)
     assert isinstance(dataset, data.Windows)
-    assert dataset.tokens.tobytes() == b"1\n2\n3\n5\n4"
+    assert dataset.tokens.tobytes() == b"1\n2\n33\n5\n4"
     write(tmp_path / "sub" / "e.jsonl", {"body": "6"})
     with pytest.raises(FdpError, match=r"sub/e.jsonl, line 1: expected text in field 'text'"):
         rows(tmp_path)

@@ -93,7 +93,7 @@ def test_one_record_is_one_sample_padded_on_the_right_or_cut_at_the_end(tmp_path
     assert rows["tokens"].tolist() == [[*b"xy", 0, 0, 0], [*b"abcde"], [*b"z", 0, 0, 0, 0]]
     assert rows["loss_mask"].int().tolist() == [[1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]]
     assert "segments" not in rows
-    assert (dataset.without_loss, dataset.cut_short) == (1, 1)
+    assert (dataset.reading.silent, dataset.reading.cut, dataset.reading.unlearned) == (1, 1, 0)
     assert dataset.unit.one == "one record (its first 5 bytes)"
 
 
@@ -119,7 +119,7 @@ def test_owners_are_records_or_the_users_they_name(tmp_path: Path) -> None:
     "other", ["Jos\u0065\u0301", " JOS\u00e9", "Jos\u00e9\u200b", "\ufeffJose\u034f\u0301\ufe0f\0\n"]
 )
 def test_a_user_whose_name_is_written_in_several_ways_is_one_unit(tmp_path: Path, other: str) -> None:
-    path = write(tmp_path / "notes.jsonl", {"text": "a", "by": "Jos\u00e9"}, {"text": "b", "by": other})
+    path = write(tmp_path / "notes.jsonl", {"text": "ab", "by": "Jos\u00e9"}, {"text": "b", "by": other})
     assert read(path, user_field="by").owners == ("jos\u00e9", "jos\u00e9")
     dataset = corpus.load(path, context=2, vocab_size=256, user_field="by", windows=2, key=keys.key(0))
     assert len(dataset) == 1

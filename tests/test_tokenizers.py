@@ -219,7 +219,7 @@ def test_a_template_is_asked_for_whole_turns_only(tmp_path: Path) -> None:
 def test_the_assistant_is_known_in_any_spelling(role: str, tmp_path: Path) -> None:
     """Written with a capital, all answers were read and none was learned."""
     path = write(tmp_path / "chat.jsonl", said(("User", "hi"), (role, "ho")))
-    assert corpus.load(path, context=30, vocab_size=256).without_loss == 0
+    assert corpus.load(path, context=30, vocab_size=256).reading.silent == 0
     documents, _ = corpus.read(path, text.BYTES)
     assert documents.tokens[documents.counted].astype(np.uint8).tobytes() == b"ho\n"
     assert documents.tokens.astype(np.uint8).tobytes() == b"user: hi\nassistant: ho\n"

@@ -56,7 +56,7 @@ def test_size_delta_unit_and_content_are_per_user(tmp_path: Path) -> None:
         [[*b"z", 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]],
     ]
     assert rows["loss_mask"].int().tolist() == [[[1, 1, 1], [1, 1, 0], [1, 0, 0]], [[0] * 3] * 3]
-    assert (dataset.without_loss, dataset.capped) == (1, 0)
+    assert (dataset.reading.silent, dataset.reading.capped, dataset.reading.texts) == (1, 0, 4)
     batch = sample_batch(dataset, poisson(3, expected_batch_size=2), KEY, microbatch_size=2)
     assert batch.data["tokens"].shape[1:] == (2, 3, 4)
     with pytest.raises(FdpError, match="expected the 3 samples of the dataset"):
@@ -105,7 +105,7 @@ def test_which_windows_stay_is_a_function_of_key_and_user_and_every_set_can_be()
     assert kept("ann", 1) == kept("ann", 1)
     assert {kept("ann", seed) for seed in range(80)} == {(i, j) for i in range(4) for j in range(i + 1, 4)}
     assert {kept(f"user {i}", 1) for i in range(80)} == {(i, j) for i in range(4) for j in range(i + 1, 4)}
-    assert grouped(documents_of([("ann", 12)]), windows=2).capped == 1
+    assert grouped(documents_of([("ann", 12)]), windows=2).reading[-5:-3] == (1, 2)
 
 
 def test_packed_windows_hold_several_records_of_one_user(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_packed_windows_hold_several_records_of_one_user(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("missing", ["user_field", "windows", "key"])
 def test_field_windows_and_key_go_together(tmp_path: Path, missing: str) -> None:
-    path = write(tmp_path / "mail.jsonl", {"text": "a", "by": "ann"})
+    path = write(tmp_path / "mail.jsonl", {"text": "ab", "by": "ann"})
     given: dict[str, Any] = {"user_field": "by", "windows": 1, "key": KEY} | {missing: None}
     with pytest.raises(FdpError, match="expected a user field, windows per user and a key together"):
         corpus.load(path, context=2, vocab_size=256, **given)

@@ -31,6 +31,7 @@ from fdp.cli.configure import learning_rate
 from fdp.kfac.sources import Feed, kind_of
 from fdp.kfac.state import KfacPlan
 from fdp.methods import Method
+from fdp.reading import reading_of
 from fdp.records import Record
 from fdp.run import Run
 from fdp.step import Compile
@@ -53,14 +54,19 @@ FIXED_SEED = "the noise can be repeated, and taken away, by whoever guesses it. 
 def show_header(console: Console, run: Run, state: TrainState, settings: Mapping[str, Any]) -> None:
     """The run in words, before it starts; ``settings`` are the names it was asked for by."""
     config, model, rate = run.config, run.config.model, run.mechanism.sampling.rate
-    population = run.mechanism.sampling.population
+    population, reading = run.mechanism.sampling.population, reading_of(config.dataset)
     rows = [
         (
             "model",
             f"{model.name}, {tree.size(state.params):,} parameters"
             + (f", context {model.context}" if model.context else ""),
         ),
-        ("data", f"{settings['data']}, {len(config.dataset):,} samples (private)"),
+        (
+            "data",
+            f"{settings['data']}, "
+            + (f"{len(config.dataset):,} samples" if reading is None else reading.line())
+            + " (private)",
+        ),
         (
             "training",
             f"{config.steps} steps of {settings['optimizer']}, learning rate {learning_rate(settings):g} "
@@ -108,6 +114,8 @@ def show_header(console: Console, run: Run, state: TrainState, settings: Mapping
             ),
         ]
     console.print(_panel("fdp train", rows))
+    for warning in [] if reading is None else reading.warnings():
+        console.print(Text(f"{warning} (counts of private data: covered by no budget)", style="yellow"))
     if run.epsilons is not None:
         if advice := delta_advice(population, config.delta):
             console.print(Text(advice, style="yellow"))
