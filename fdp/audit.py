@@ -11,12 +11,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from fdp import tree
+from fdp.made_up import Sample, join, made_up, not_a_number
 from fdp.methods import Plan
 from fdp.model import Model, check_losses
 from fdp.per_sample import per_sample_norms
@@ -31,16 +34,20 @@ def check_independent(
     *,
     losses_of: Callable[[Tree], Tensor] | None = None,
     tolerance: float = 1e-4,
+    at_most: int | None = None,
+    cause: str | None = None,
 ) -> None:
-    """Change the other samples, and their number; the loss of a sample must stay.
+    """Put samples alone, elsewhere in the batch and beside others; the loss of a sample must stay.
 
-    The batch is put in reverse order, and samples are taken alone. The others become copies of a sample itself, which
-    is valid data whatever the model expects; then zeros (which may mean padding, or no label), then the largest values
-    of the batch, floats a thousand times larger, then NaN: a model that cannot be given these is not tried with them.
-    A sample whose end is zeros (shorter than the others) is taken alone as well, and all of them three times over.
-    What depends on others only where none of this leads, or only among more samples, is not seen: give a batch as
-    large as a microbatch. Raises an error that says what was changed and by how much a loss moved.
-    ``losses_of(data)`` computes the losses where ``model.loss(params, data)`` cannot, because parameters are in parts.
+    The samples are some of ``data`` and made-up ones of the same shapes (``fdp.made_up``): one long document, many
+    short ones, padding, equal values, zeros, the largest values, NaN. What a model cannot be given alone, it is not
+    given. ``losses_of(data)`` computes the losses where ``model.loss(params, data)`` cannot, because parameters are in
+    parts. ``at_most``: samples of one batch; default: three times those of ``data``. What depends on others only among
+    more samples, or only where none of this leads, is not seen. ``cause``: what is known of the model, for the error.
+
+    Guarantees:
+      - the error says which samples, by place or by how they were made up, and by which share a loss moved; no value
+        of the data and no loss is in it.
     """
     size = batch_size_of(data)
     if size < 2:
@@ -48,63 +55,107 @@ def check_independent(
     compute = (lambda data: model.loss(params, data)) if losses_of is None else losses_of
     with torch.no_grad():
         losses = check_losses(model, compute(data), size)
-
-        def check(change: str, got: Tensor, expected: Tensor) -> None:
-            moved = _moved(got, expected, losses)
-            if not moved <= tolerance:
-                raise FdpError(
-                    f"{model.name}: the loss of a sample changed by {moved:.1e} on {change}, so samples are not "
-                    f"independent and clipping bounds nothing. Look for batch norm (use group or layer norm), a loss "
-                    f"over pairs in the batch, or routing that depends on the batch"
-                )
-
-        backwards = torch.arange(size - 1, -1, -1, device=losses.device)
-        check("reversing the batch", compute(_rows(data, backwards)), losses[backwards])
-        for i in (0, size - 1):
-            copies = torch.full((size,), i, device=losses.device)
-            check(f"replacing all samples but {i}", compute(_rows(data, copies)), losses[copies])
-        i = size // 2
-        alone = torch.tensor([i], device=losses.device)
-        check(f"leaving sample {i} alone", compute(_rows(data, alone)), losses[alone])
         floats = any(leaf.is_floating_point() for leaf in tree.leaves(data))
-        for others, change in OTHERS.items():
-            if change is _nan and not floats:
-                continue
-            got = _tried(lambda: compute(_spoilt(data, i, change)))  # noqa: B023
-            if got is not None:
-                check(f"making all samples but {i} {others}", got[alone], losses[alone])
-        cut = _spoilt(data, i, _same, own=_cut)
-        short, among = _tried(lambda: compute(_rows(cut, alone))), _tried(lambda: compute(cut))
-        if short is not None and among is not None:
-            check(f"leaving sample {i} alone, the end of it zeros", among[alone], short)
-        if losses_of is None:
-            thrice = torch.arange(3 * size, device=losses.device) % size
-            check("having every sample three times", compute(_rows(data, thrice)), losses[thrice])
+        real = [_one(data, i) for i in range(size)]
+        chosen = {i: _alone(compute, real[i], size) for i in (0, size // 2, size - 1)}
+        expected = torch.cat([chosen.get(i, losses[i : i + 1]) for i in range(size)])
+        check = partial(_check_stays, model, compute, tolerance=tolerance, floor=_floor(losses), cause=cause)
+        check(real, losses, expected)
+        tried = [(sample, _tried(lambda: _alone(compute, sample, size))) for sample in made_up(data)]  # noqa: B023
+        known = [*zip(real, expected.split(1)), *((sample, loss) for sample, loss in tried if loss is not None)]
+        room = max(3 * size, len(known)) if at_most is None else max(2, min(at_most, len(known)))
+        batches = [[known[i] for i in order] for order in _orders(len(known), room)]
+        spoilt = not_a_number(data)
+        nan = _tried(lambda: _alone(compute, spoilt, size)) if floats else None
+        if nan is not None:
+            batches.append([*known[: room - 1], (spoilt, nan)])
+        for batch in batches:
+            samples, each = zip(*batch)
+            check(samples, _together(model, compute, samples, cause), torch.cat(each))
 
 
-def _zeros(leaf: Tensor) -> Tensor:
-    return torch.zeros_like(leaf)
+def _one(data: Tree, i: int) -> Sample:
+    return Sample(f"sample {i} of the data", tree.map(lambda leaf: leaf[i : i + 1], data))
 
 
-def _largest(leaf: Tensor) -> Tensor:
-    if leaf.is_floating_point():
-        return leaf * 1e3
-    return torch.ones_like(leaf) if leaf.dtype == torch.bool else leaf.amax().expand_as(leaf)
+def _alone(compute: Callable[[Tree], Tensor], sample: Sample, size: int) -> Tensor:
+    """The loss of a sample alone or, if the model takes no batch of one, among copies of itself."""
+    loss = _tried(lambda: compute(sample.data))
+    return compute(join([sample] * size))[:1] if loss is None or loss.shape != (1,) else loss
 
 
-def _cut(row: Tensor) -> Tensor:
-    """One sample's integers with zeros, such as padding, from the middle on."""
-    if row.is_floating_point() or row.ndim == 0:
-        return row
-    return torch.where(torch.arange(len(row), device=row.device).view(-1, *[1] * (row.ndim - 1)) < len(row) / 2, row, 0)
+def _orders(count: int, room: int) -> list[list[int]]:
+    """Batches of ``room`` out of ``count`` samples, each sample in two of them, at other places and beside others."""
+    forward = list(range(count))
+    stride = next(n for n in range(max(2, int(count**0.5)), count + 1) if math.gcd(n, count) == 1)
+    strided = [i * stride % count for i in range(count, 0, -1)]
+    starts = range(0, count, room)
+    return [[order[(start + i) % count] for i in range(room)] for order in (forward, strided) for start in starts]
 
 
-def _nan(leaf: Tensor) -> Tensor:
-    return torch.full_like(leaf, torch.nan) if leaf.is_floating_point() else leaf
+def _check_stays(
+    model: Model,
+    compute: Callable[[Tree], Tensor],
+    samples: Sequence[Sample],
+    got: Tensor,
+    expected: Tensor,
+    *,
+    tolerance: float,
+    floor: float,
+    cause: str | None,
+) -> None:
+    """Refuse losses that are not the ``expected`` ones; find out which neighbour it takes."""
+    for i, sample in enumerate(samples):
+        moved = _moved(got[i : i + 1], expected[i : i + 1], floor)
+        if not sample.regular or moved <= tolerance:
+            continue
+        beside = f"{len(samples) - 1} others"
+        for other in samples:
+            pair = _tried(lambda: compute(join([sample, other])))  # noqa: B023
+            if other is not sample and (pair is None or _moved(pair[:1], expected[i : i + 1], floor) > tolerance):
+                beside = other.words
+                break
+        raise FdpError(
+            f"{model.name}: the loss of a sample changed by {moved:.1e} of itself: {sample.words} has one loss alone "
+            f"and another beside {beside}, so samples are not independent and clipping bounds nothing. "
+            f"{cause or LIKELY_CAUSES}"
+        )
 
 
-OTHERS: dict[str, Callable[[Tensor], Tensor]] = {"zeros": _zeros, "as large as can be": _largest, "NaN": _nan}
-"""What else a sample's neighbours may be, leaf by leaf."""
+LIKELY_CAUSES = (
+    "Look for batch norm (use group or layer norm), a loss over pairs in the batch, routing that depends on the batch, "
+    "or a longest length or position taken over all samples"
+)
+
+
+def _together(model: Model, compute: Callable[[Tree], Tensor], samples: Sequence[Sample], cause: str | None) -> Tensor:
+    losses = _tried(lambda: compute(join(samples)))
+    if losses is None:
+        raise FdpError(
+            f"{model.name}: cannot be given {len(samples)} samples together each of which it can be given alone, real "
+            f"and made-up ones of unlike lengths and values; so samples are not independent. {cause or LIKELY_CAUSES}"
+        )
+    return losses
+
+
+def mixture(
+    model: Model,
+    params: Tree,
+    data: Tree,
+    *,
+    losses_of: Callable[[Tree], Tensor] | None = None,
+    at_most: int | None = None,
+) -> Tree:
+    """The samples of ``data`` and as many made-up ones as there is room for: those of a loss that is a number."""
+    compute = (lambda data: model.loss(params, data)) if losses_of is None else losses_of
+    found = []
+    with torch.no_grad():
+        for sample in made_up(data):
+            loss = _tried(lambda: compute(sample.data)) if sample.regular else None  # noqa: B023
+            if loss is not None and bool(torch.isfinite(loss).all()):
+                found.append(sample)
+    room = len(found) if at_most is None else max(0, at_most - batch_size_of(data))
+    return join([Sample("the data", data), *found[:room]])
 
 
 def check_separate(model: Model, params: Tree, data: Tree, *, plan: Plan, tolerance: float = 1e-4) -> None:
@@ -121,10 +172,10 @@ def check_separate(model: Model, params: Tree, data: Tree, *, plan: Plan, tolera
         losses, slopes = _tapped(model, params, batch, plan, None)
         for value in (1e3, torch.nan):
             got, moved = _tapped(model, params, batch, plan, value)
-            where = "its loss" if _moved(got[1:], losses[1:], losses[1:]) > tolerance else None
+            where = "its loss" if _moved(got[1:], losses[1:], _floor(losses[1:])) > tolerance else None
             for name, slope in slopes.items():
                 largest = slope[1:].abs().max().clamp_min(1e-30)
-                if where is None and _moved(moved[name][1:] / largest, slope[1:] / largest, None) > tolerance:
+                if where is None and _moved(moved[name][1:] / largest, slope[1:] / largest, 1.0) > tolerance:
                     where = "a gradient"
                 if where is not None:
                     raise FdpError(
@@ -193,40 +244,29 @@ def _rows(data: Tree, which: Tensor) -> Tree:
     return tree.map(lambda leaf: leaf[which], data)
 
 
-def _same(row: Tensor) -> Tensor:
-    return row
-
-
-def _spoilt(
-    data: Tree, keep: int, change: Callable[[Tensor], Tensor], *, own: Callable[[Tensor], Tensor] = _same
-) -> Tree:
-    """``data`` with every sample changed but one, which is made its ``own``."""
-
-    def spoilt(leaf: Tensor) -> Tensor:
-        other = change(leaf).clone()
-        other[keep] = own(leaf[keep])
-        return other
-
-    return tree.map(spoilt, data)
-
-
 def _tried(losses: Callable[[], Tensor]) -> Tensor | None:
     """The losses, or None where the model cannot be given such data."""
     try:
         return losses()
+    except torch.OutOfMemoryError:
+        raise
     except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError):
         return None
 
 
-def _moved(got: Tensor, expected: Tensor, losses: Tensor | None) -> float:
-    """Largest difference, relative to the value itself or, where that is small, to 1 or the largest of ``losses``.
+def _floor(losses: Tensor) -> float:
+    """Below this a difference is relative to it: 1, or the largest loss. One very large loss must not hide others."""
+    return min(1.0, float(losses.nan_to_num().abs().max()))
 
-    A NaN in one but not in the other counts as infinite. One very large loss must not hide what the others do.
+
+def _moved(got: Tensor, expected: Tensor, floor: float) -> float:
+    """Largest difference, relative to the value itself or, where that is small, to ``floor``.
+
+    A NaN in one but not in the other counts as infinite.
     """
     if not bool((torch.isfinite(got) == torch.isfinite(expected)).all()):
         return float("inf")
     got, expected = got.nan_to_num(), expected.nan_to_num()
-    floor = 1.0 if losses is None else min(1.0, float(losses.nan_to_num().abs().max()))
     return float(((got - expected).abs() / expected.abs().clamp_min(max(floor, 1e-30))).max())
 
 

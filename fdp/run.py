@@ -56,7 +56,11 @@ from fdp.taps import batch_size_of
 from fdp.types import Batch, FdpError, Key, Norms, Step, TrainState, Tree
 
 NORMS_CHECKED_UP_TO = 20_000_000
-"""Parameters up to which a run starts by comparing its per-sample norms with ``vmap(grad)``, on two samples."""
+"""Parameters up to which a run starts by comparing its per-sample norms with ``vmap(grad)``."""
+NORMS_CHECKED_OF = 5
+"""Samples of which it does: two of the data, one long, one of many short documents, one of padding."""
+CHECKED_TOGETHER = 16
+"""Samples in one batch of the check that they are independent; less where a microbatch is smaller."""
 
 
 class Layout(NamedTuple):
@@ -296,23 +300,24 @@ def _plan(
 
 
 def _check_model(config: RunConfig, model: Model, sharding: Sharding | None, params: Tree) -> None:
-    """The same few samples on every rank: that they are independent, and that the method finds their norms."""
+    """The same samples on every rank, a few and made-up ones: independent, and of the norms that the method finds."""
     parts, few = localize(params), max(2, min(4, len(config.dataset)))
+    share = -(-config.microbatch_size // (1 if sharding is None else sharding.ranks))
     plan_for = cache(lambda samples: _plan(config, model, sharding, samples, Method.NONE))
-    audit.check_independent(
-        model,
-        params,
-        _examples(config, few),
-        losses_of=lambda data: losses_of(model, parts, data, plan=plan_for(batch_size_of(data)), sharding=sharding),
-    )
+
+    def losses(data: Tree) -> torch.Tensor:
+        return losses_of(model, parts, data, plan=plan_for(batch_size_of(data)), sharding=sharding)
+
+    room = max(few, min(share, CHECKED_TOGETHER))
+    audit.check_independent(model, params, _examples(config, few), losses_of=losses, at_most=room)
     if config.method in (Method.NONE, Method.MATERIALIZE) or tree.size(params) > NORMS_CHECKED_UP_TO:
         return
-    pair = _examples(config, 2)
-    plan = _plan(config, model, sharding, 2, config.method)
+    data = audit.mixture(model, params, _examples(config, 2), losses_of=losses, at_most=NORMS_CHECKED_OF)
+    plan = _plan(config, model, sharding, batch_size_of(data), config.method)
     blocks = Blocks() if config.compile is Compile.BLOCK else None
-    _, norms, _ = per_sample_norms(model, parts, pair, plan=plan, sharding=sharding, blocks=blocks)
+    _, norms, _ = per_sample_norms(model, parts, data, plan=plan, sharding=sharding, blocks=blocks)
     wholes = tree.map(lambda leaf: whole(leaf).to(config.device), params)
-    audit.check_norms(config.model, wholes, pair, plan=plan, measured=norms)
+    audit.check_norms(config.model, wholes, data, plan=plan, measured=norms)
 
 
 def _examples(config: RunConfig, count: int) -> Tree:

@@ -13,6 +13,7 @@ from fdp import tree
 from fdp.clipping import clip_to
 from fdp.foreign.causal import causal_lm
 from fdp.foreign.leaves import params_of
+from fdp.foreign.module import from_module
 from fdp.foreign.rotary import tables_of, with_fixed_tables
 from fdp.methods import Method, make_plan
 from fdp.per_sample import clipped_sum, per_sample_norms
@@ -150,3 +151,37 @@ def test_other_tables_are_left_alone() -> None:
         )
     )
     assert with_fixed_tables(module, length=3) is module
+
+
+# ---------------------------------------------------------------- as any module, with positions of its own
+
+
+def next_token(out: Any, data: Tree) -> Tensor:
+    each = F.cross_entropy(out.logits[:, :-1].transpose(1, 2), data["input_ids"][:, 1:], reduction="none")
+    return each.mean(1)
+
+
+def call(module: Any, data: Tree) -> Any:
+    return module(input_ids=data["input_ids"], position_ids=data["position_ids"], use_cache=False)
+
+
+def short_documents(length: int = CONTEXT) -> dict[str, Tensor]:
+    """Three rows of documents of three tokens: what comes first in a file, and shows no long position."""
+    tokens = torch.randint(0, WORDS, (3, length), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": tokens, "position_ids": torch.arange(length).expand(3, -1) % 3}
+
+
+@pytest.mark.parametrize(("family", "rope"), FAMILIES)
+def test_a_module_whose_table_looks_across_samples_is_refused_and_its_table_named(family: str, rope: str) -> None:
+    named = rf"The rotary table of this model \(model.rotary_emb, rope_type '{rope}'\) looks at the longest position"
+    with pytest.raises(FdpError, match=rf"not independent .*{named} .* rows of at most {SHORT} positions"):
+        from_module(make(family, rope), loss=next_token, call=call, example=short_documents())
+
+
+@pytest.mark.parametrize("family", ["Llama", "Phi3"])
+def test_the_remedies_work(family: str) -> None:
+    """Rows within the original positions, or a plain table."""
+    from_module(make(family, "longrope"), loss=next_token, call=call, example=short_documents(SHORT))
+    module = make(family, "longrope")
+    module.config.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
+    from_module(type(module)(module.config).double(), loss=next_token, call=call, example=short_documents())

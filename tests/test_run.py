@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -281,6 +282,30 @@ def batch_norm(params: Tree, batch: Tree) -> Tensor:
 def test_what_cannot_be_trained_is_refused_before_the_first_step(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(FdpError, match=message):
         prepare(config(**changes))
+
+
+class Documents(Rows):
+    """Samples of documents of two tokens each."""
+
+    def fetch(self, indices: np.ndarray) -> dict[str, Tensor]:
+        places = torch.arange(8).expand(len(indices), -1)
+        return super().fetch(indices) | {"segments": 1 + places // 2}
+
+
+@pytest.mark.parametrize("method", [Method.NONE, Method.MATERIALIZE])
+def test_a_model_that_looks_at_the_longest_document_of_a_microbatch_is_refused_though_all_are_short(method) -> None:
+    def loss(params: Tree, batch: Tree, *, across: bool) -> Tensor:
+        same = batch["segments"][:, :, None] == batch["segments"][:, None]
+        longest = same.sum(2).amax(1)
+        return squares(params, batch) * (1.0 + ((longest.amax() if across else longest) > 4))
+
+    noise = None if method is Method.NONE else 1.0
+    common = {"dataset": Documents(rows().x), "method": method, "noise_multiplier": noise}
+    prepare(config(model=mean_model(partial(loss, across=False)), **common))
+    with pytest.raises(
+        FdpError, match=r"beside a made-up sample \(one long document\), so samples are not independent"
+    ):
+        prepare(config(model=mean_model(partial(loss, across=True)), **common))
 
 
 def test_integer_parameters_are_refused() -> None:

@@ -1,7 +1,7 @@
 """What is checked of a foreign module, once, on an example: what shapes cannot show.
 
 - samples do not influence each other (``fdp.audit.check_independent``), nor the rows that stand for them
-  (``fdp.audit.check_separate``);
+  (``fdp.audit.check_separate``), neither those of the example nor made-up ones of other lengths;
 - buffers are the same after a forward;
 - every leaf's per-sample norms, by taps, are those of the module itself called with that sample alone: neither a layout
   that was guessed wrong nor a parameter that the module keeps elsewhere goes unseen.
@@ -19,12 +19,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from fdp import tree
-from fdp.audit import check_independent, check_separate
+from fdp.audit import check_independent, check_separate, mixture
 from fdp.foreign.dropout import NAME, keys_of
+from fdp.foreign.rotary import tables_of
 from fdp.foreign.stack import leaf_paths
 from fdp.foreign.tracking import Run
 from fdp.foreign.uses import Uses
-from fdp.methods import Method, make_plan
+from fdp.methods import Method, Plan, make_plan
 from fdp.model import Model
 from fdp.per_sample import per_sample_norms
 from fdp.taps import batch_size_of
@@ -56,7 +57,8 @@ def check_module(
     """
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
     dtype = tree.leaves(params)[0].dtype
-    check_independent(model, params, example, tolerance=INDEPENDENT if dtype in TOLERANCE else COARSE)
+    apart = INDEPENDENT if dtype in TOLERANCE else COARSE
+    check_independent(model, params, example, tolerance=apart, cause=_likely_cause(module))
     for name, buffer in module.named_buffers():
         if not torch.equal(buffer, before[name]):
             with torch.no_grad():
@@ -65,22 +67,55 @@ def check_module(
                 f"{name}: the module changes this buffer when it is called, so that what it computes depends on who "
                 f"was seen before; put it in eval(), or replace the part that does"
             )
-    plan = make_plan(model, params, example, method=Method.AUTO, dtype=dtype)
-    got = per_sample_norms(model, params, example, plan=plan)[1].squared
-    expected = alone_norms(module, model, example, call=call, finish=finish)
+    mixed = mixture(model, params, example)
+    for data in (example, mixed) if batch_size_of(mixed) > batch_size_of(example) else (example,):
+        plan = make_plan(model, params, data, method=Method.AUTO, dtype=dtype)
+        _check_norms(module, model, params, data, plan=plan, real=batch_size_of(example), call=call, finish=finish)
+        check_separate(model, params, data, plan=plan, tolerance=apart)
+
+
+def _likely_cause(module: nn.Module) -> str | None:
+    """What in a module is known to look across samples, and what to do about it."""
+    for table in tables_of(module):
+        return (
+            f"The rotary table of this model ({table.part}, rope_type {table.kind!r}) looks at the longest position in "
+            f"the microbatch: give rows of at most {table.limit} positions, up to which it is one table, or a config "
+            f"with rope_type 'default', or take the model by fdp.foreign.model_of, which fixes the table by the length "
+            f"of a row"
+        )
+    return None
+
+
+def _check_norms(
+    module: nn.Module,
+    model: Model,
+    params: Tree,
+    data: Tree,
+    *,
+    plan: Plan,
+    real: int,
+    call: Callable[[Callable[..., Any], Tree], Any],
+    finish: Callable[[Any, Tree], Tensor],
+) -> None:
+    """Compare every leaf's per-sample norms with those of the module called with each sample alone.
+
+    The first ``real`` samples are the example's; the error names their places and shows no norm.
+    """
+    got = per_sample_norms(model, params, data, plan=plan)[1].squared
+    expected = alone_norms(module, model, data, call=call, finish=finish)
     total = torch.stack(list(expected.values())).square().sum(0).sqrt()
-    tolerance = TOLERANCE.get(dtype, COARSE)
+    tolerance = TOLERANCE.get(tree.leaves(params)[0].dtype, COARSE)
     for path, norms in expected.items():
         apart = (got[path].double().sqrt() - norms).abs() / (norms + FLOOR * total).clamp_min(1e-30)
         if not bool((apart <= tolerance).all()):
-            b = int(apart.argmax())
+            b = int(apart.nan_to_num(torch.inf).argmax())
+            which = f"sample {b}" if b < real else "a made-up sample of another length"
             raise FdpError(
-                f"{path}: the gradient of sample {b} has norm {float(got[path][b]) ** 0.5:.4g} in a batch, and "
-                f"{float(norms[b]):.4g} if the module is called with it alone. Shapes do not show where its samples "
-                f"are: tokens may come first (batch_first=False), or be flattened before samples, or the module keeps "
-                f"the parameter elsewhere. Name the leaf in materialize=('{path}',), or freeze it"
+                f"{path}: the gradient of {which} has another norm in a batch than if the module is called with it "
+                f"alone, by {float(apart[b]):.1e} of itself. Shapes do not show where its samples are: tokens may come "
+                f"first (batch_first=False), or be flattened before samples; samples may be put in another order; or "
+                f"the module keeps the parameter elsewhere. Name the leaf in materialize=('{path}',), or freeze it"
             )
-    check_separate(model, params, example, plan=plan, tolerance=INDEPENDENT if dtype in TOLERANCE else COARSE)
 
 
 def alone_norms(
