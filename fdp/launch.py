@@ -26,6 +26,9 @@ import torch.distributed as dist
 from fdp.types import FdpError
 from fdp.unison import everyones
 
+PRIVATE = ("number of samples", "content of the data", "content of the public data")
+"""What ranks, and the attempts of a run, must agree on, and what no error may show."""
+
 
 class Peer(NamedTuple):
     """Where a rank runs."""
@@ -93,7 +96,9 @@ def check_agreement(settings: Mapping[str, Any]) -> None:
         differing = {name for name in settings if theirs.get(name) != settings[name]} | (set(theirs) - set(settings))
         if differing:
             said = ", ".join(
-                f"{name} {settings.get(name)!r} on rank {rank()}, {theirs.get(name)!r} on rank {other}"
+                f"another {name} on rank {rank()} than on rank {other}"
+                if name in PRIVATE
+                else f"{name} {settings.get(name)!r} on rank {rank()}, {theirs.get(name)!r} on rank {other}"
                 for name in sorted(differing)
             )
             error = FdpError(f"ranks: expected the same settings and data everywhere, got {said}")

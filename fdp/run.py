@@ -145,8 +145,8 @@ def prepare(config: RunConfig, *, root: Key | None = None) -> tuple[Run, TrainSt
     if sharding is not None:
         launch.check_agreement(
             {
-                "samples": len(config.dataset),
-                "data": digest,
+                "number of samples": len(config.dataset),
+                "content of the data": digest,
                 "noise multiplier": mechanism.noise_multiplier,
                 "statistics": str(mechanism.statistics),
                 "batch size": config.batch_size,

@@ -405,8 +405,11 @@ def test_noise_drawn_for_other_data_is_not_used_again() -> None:
     resume.check(resume.TakenUp(Path("run"), run.root, meta), run)
     for field, other in (("data", "0" * 64), ("samples", 3)):
         changed = meta | {"sampler": meta["sampler"] | {field: other}}
-        with pytest.raises(FdpError, match="must not be used again"):
+        with pytest.raises(FdpError, match=r"expected the same run, got another .*must not be used again") as caught:
             resume.check(resume.TakenUp(Path("run"), run.root, changed), run)
+        assert run.data_digest not in str(caught.value)
+        assert str(len(run.config.dataset)) not in str(caught.value)
+        assert str(other) not in str(caught.value)
 
 
 def test_a_checkpoint_of_another_run_is_refused_and_left_alone(

@@ -261,7 +261,7 @@ def test_other_public_data_or_other_statistics_are_not_the_same_run() -> None:
     public_run = run._replace(feed=Public(config.dataset, "a digest"))
     taken = resume.TakenUp(Path("there"), None, resume.meta(public_run, settings, state))
     resume.check(taken, public_run)
-    with pytest.raises(FdpError, match="as its public data"):
+    with pytest.raises(FdpError, match="got another content of the public data"):
         resume.check(taken, run._replace(feed=Public(config.dataset, "another")))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fdp import corpus, data, keys, text
+from fdp import corpus, data, keys, launch, text
 from fdp.cli.main import main
 from fdp.documents import gather, records
 from fdp.packing import Unit
@@ -157,6 +157,16 @@ def test_nor_the_form_of_another_or_an_owner(tmp_path: Path) -> None:
     check(lambda: records(documents, context=1, vocab_size=9))
     path = write(tmp_path, {"text": CANARY, "by": CANARY})
     check(lambda: corpus.load(path, context=4, vocab_size=256, pack=Unit.OWNER))
+
+
+def test_nor_the_digest_or_the_number_of_samples_where_ranks_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = {name: CANARY for name in launch.PRIVATE} | {"steps": 3}
+    monkeypatch.setattr(
+        launch, "everyones", lambda *_: [mine, {name: f"{CANARY}{CANARY}" for name in launch.PRIVATE} | {"steps": 3}]
+    )
+    message = check(lambda: launch.check_agreement(mine | {"steps": 4}))
+    assert "steps 4 on rank 0, 3 on rank 0" in message  # the first that differs is named, with what is public
+    assert "another content of the data on rank 0 than on rank 1" in check(lambda: launch.check_agreement(mine))
 
 
 @pytest.mark.parametrize("name", ["no JSON", "no field", "messages are a text", "user is a list", "nested"])

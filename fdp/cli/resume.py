@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fdp import checkpoint
+from fdp import checkpoint, launch
 from fdp.cli import report
 from fdp.kfac.public import Public
 from fdp.run import Run
@@ -107,17 +107,18 @@ def check(taken_up: TakenUp, run: Run) -> None:
     """Refuse to go on with other data or another mechanism than the ones the budget has been spent on."""
     found = taken_up.meta
     expected = {
-        "samples": (found["sampler"]["samples"], run.mechanism.sampling.dataset_size),
-        "data": (found["sampler"]["data"], run.data_digest),
+        "number of samples": (found["sampler"]["samples"], run.mechanism.sampling.dataset_size),
+        "content of the data": (found["sampler"]["data"], run.data_digest),
         "noise multiplier": (found["accountant"]["noise_multiplier"], run.mechanism.noise_multiplier),
         "statistics": (found["accountant"].get("statistics"), report.statistics_of(run)),
-        "public data": (found.get("public_data"), public_digest(run)),
+        "content of the public data": (found.get("public_data"), public_digest(run)),
     }
     for what, (then, now) in expected.items():
         if then != now:
+            got = f"another {what}" if what in launch.PRIVATE else f"{now} as its {what}, not {then}"
             raise FdpError(
-                f"{taken_up.checkpoint}: expected a run with {then} as its {what}, got {now}. Noise that was drawn for "
-                f"other data must not be used again: put the data back, or give another --out to start anew"
+                f"{taken_up.checkpoint}: expected the same run, got {got}. Noise that was drawn for other data must "
+                "not be used again: put the data back, or give another --out to start anew"
             )
     if found.get("measured") != measured(run):
         raise FdpError(

@@ -172,7 +172,7 @@ def make_feed(
     if isinstance(source, Open):
         feed = public(source.dataset, private=private, digest=digest)
         if plan.sharding is not None:
-            launch.check_agreement({"public data": feed.digest})
+            launch.check_agreement({"content of the public data": feed.digest})
         return feed
     outputs = plan.model.vocab_size or (plan.known.scores or (0,))[-1]
     made = synthetic(private, outputs=outputs, key=keys.fold_in(key, "data").cpu())
