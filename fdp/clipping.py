@@ -22,6 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fdp import keys
+from fdp.noise import noised
 from fdp.types import Clip, FdpError, Key, Norms, Path, Tree
 
 # One float32 rounding of the quotient and one of each product may go up; two units in the last place make up for it.
@@ -163,9 +164,9 @@ def quantile(*, max_norm: float, target_quantile: float, learning_rate: float, c
 
     def update(bound: Tensor, total: Tensor, key: Key, expected_batch_size: float) -> Tensor:
         # A number, not a path: no leaf's noise can share the draw.
-        noise = keys.normal(keys.fold_in(key, 0), (), dtype=torch.float32).to(total.device)
-        fraction = (total + count_noise * noise) / expected_batch_size + 0.5
-        return bound * torch.exp(-learning_rate * (fraction - target_quantile))
+        deviation = torch.full((), count_noise, dtype=torch.float64, device=total.device)
+        fraction = noised(total, deviation, keys.fold_in(key, 0)) / expected_batch_size + 0.5
+        return bound * torch.exp(-learning_rate * (fraction - target_quantile)).to(bound.dtype)
 
     return ClipStyle("quantile", lambda: torch.tensor(float(max_norm)), clip, tally, update, count_noise)
 

@@ -78,6 +78,10 @@ class FusedUpdate:
                 self.copies[path] = leaf.detach().to(self.dtype)
         self.seen = _marks(flat)
 
+    def reserve(self) -> None:
+        """Set aside what recording the next update needs; call it before any step that may be recorded."""
+        self.noisy.reserve()
+
     def _wrote(self, flat: Flat) -> bool:
         """Whether these are the very tensors that the copies were made of, and no one else has written to them."""
         leaves = list(flat.values())

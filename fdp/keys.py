@@ -1,7 +1,8 @@
 """Explicit random keys: every random number is a function of a key and of the element's place.
 
     value[i] = f(words 2i, 2i + 1 of ChaCha20(key)),      i the row-major index in the *global* tensor
-    normal[i] = ±Φ⁻¹ of word i,                           and, one time in 2^15, of 32 bits more
+    normal[i] = ±Φ⁻¹ of the same 64 bits,                 and, one time in 2^16, of 64 bits more
+    normal[i] = ±Φ⁻¹ of word i in float32,                and, one time in 2^15, of 32 bits more
     split, fold_in:  child = the first 256 bits of ChaCha20(key, nonce = purpose | data)
 
 ChaCha20 is RFC 8439 (2018). The purpose is part of the nonce, so children and draws never share a stream.
@@ -135,17 +136,20 @@ def uniform(
 def normal(
     key: Key, shape: Sequence[int], *, dtype: torch.dtype = torch.float32, window: Window | None = None
 ) -> Float[Tensor, "..."]:
-    """N(0, 1) by inverse CDF, in ``dtype``: ``±Φ⁻¹((m + 1/2) 2⁻³²)``, ``m < 2³¹``; 32 bits more where ``m < 2¹⁶``.
+    """N(0, 1) by inverse CDF. In float64, ``±Φ⁻¹((m + 1/2) 2⁻⁶⁴)``, ``m < 2⁶³``; 64 bits more where ``m < 2⁴⁷``.
 
-    Computed in float64 and rounded; up to float32 on a GPU, from the same bits in float32 (within 1e-6 of the value).
+    Up to float32, for what no noise depends on, ``±Φ⁻¹((m + 1/2) 2⁻³²)``, ``m < 2³¹``, and 32 bits more where
+    ``m < 2¹⁶``. The same bits on every device; on a GPU, values within 1e-6 of those of a CPU.
 
     Guarantees:
-      - symmetric; values out to 9.1 sigma occur with their true probability;
+      - symmetric; values out to 13 sigma, up to float32 9.1 sigma, occur with their true probability;
+      - in float64 and up to 8 sigma, the values that can occur lie less than 2^-40 apart;
       - with a window, bitwise the same slice of the draw without one.
     """
     _check_key(key)
     _check_float(dtype)
-    return chacha20.normal(key, *_box(shape, window, per_block=chacha20.WORDS), -math.inf, math.inf, dtype)
+    per_block = chacha20.ELEMENTS if dtype == torch.float64 else chacha20.WORDS
+    return chacha20.normal(key, *_box(shape, window, per_block=per_block), -math.inf, math.inf, dtype)
 
 
 def truncated_normal(

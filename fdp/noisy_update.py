@@ -3,8 +3,9 @@
     params, moments <- adamw((sum_s factors_s rows_s + noise_scale N(0, I)) / expected_batch_size)
 
 The same as ``add_gaussian``, ``scale``, ``optimizer.update`` and ``apply_updates`` one after the other: the same draws,
-a function of (key, path, element), and the same state of the optimizer; rounding apart. Nothing is rounded to less
-than float64 before the noise is added. What is written besides: a copy of the parameters in the dtype to compute with.
+a function of (key, path, element), on the same grid, and the same state of the optimizer; rounding apart. Nothing is
+rounded to less than float64 before the noise is added. What is written besides: a copy of the parameters
+in the dtype to compute with.
 
     >>> update_ = NoisyUpdate(optimizer.rule)
     >>> update_(params, opt_state, sums, copies, key=key, noise_scale=z * total.sensitivity, expected_batch_size=256)
@@ -21,6 +22,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fdp import keys, tree
+from fdp.noise import grid_of
 from fdp.optimizers.adam import AdamState, unbias
 from fdp.optimizers.base import AdamW, Momentum
 from fdp.optimizers.schedules import as_schedule
@@ -32,12 +34,12 @@ from fdp.types import FdpError, Flat, Key, Path, Place, Tree, Weighted
 class NoisyUpdate:
     """The update of one optimizer; keeps between calls what depends on paths and places only.
 
-    A call can be captured in a CUDA graph if one with leaves of the same sizes came before it.
+    A call can be captured in a CUDA graph if one with leaves of the same sizes came before it, and then ``reserve``.
 
     Guarantees:
       - each element's noise is drawn from (key, path, index in the whole leaf) and scaled by ``noise_scale``, once;
       - a row with factor 0 contributes exactly 0, even if it holds NaN or infinity;
-      - sums are formed and noised in float64;
+      - sums are formed and noised in float64, and rounded to ``grid_of(noise_scale)`` before anything is narrower;
       - every tensor of the optimizer's state keeps its place, shape and dtype.
     """
 
@@ -80,11 +82,15 @@ class NoisyUpdate:
             draw = None
             if children is not None:
                 shape, window = (tuple(leaf.param.shape), None) if places is None else places[path]
-                draw = keys.normal(children[i], shape, dtype=torch.float32, window=window)
+                draw = keys.normal(children[i], shape, dtype=torch.float64, window=window)
             step_reference_(leaf, draw, scalars, hyper)
         for part in opt_state:
             if isinstance(part, AdamState | ScheduleState):
                 part.step.add_(1)
+
+    def reserve(self) -> None:
+        """Set aside what the next capture of a call needs and cannot make; call it outside, before every capture."""
+        self._tables.reserve()
 
     def _hyper(self) -> Hyper:
         match self.rule:
@@ -95,7 +101,7 @@ class NoisyUpdate:
 
     def _scalars(
         self, moments: AdamState | TraceState, opt_state: Tree, noise_scale: Tensor | None, expected_batch_size: float
-    ) -> Float[Tensor, " 5"]:
+    ) -> Float[Tensor, " 6"]:
         first = tree.leaves(moments)[0]
         zero = torch.zeros((), dtype=torch.float64, device=first.device)
         scale = zero if noise_scale is None else noise_scale.to(zero)
@@ -105,7 +111,7 @@ class NoisyUpdate:
             step = moments.step
             factors = unbias(self.rule.b1, step + 1), unbias(self.rule.b2, step + 1)
         at = opt_state[-1].step if isinstance(opt_state[-1], ScheduleState) else step
-        return torch.stack([scale, zero + 1 / expected_batch_size, *factors, rate(at).to(zero)])
+        return torch.stack([scale, zero + 1 / expected_batch_size, *factors, rate(at).to(zero), grid_of(scale)])
 
     def _leaves(
         self,

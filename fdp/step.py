@@ -206,6 +206,7 @@ def compose(stages: Stages, *, donate: Sequence[str] = (), cuda_graph: bool = Fa
         here = localize(state)
         if fused is not None and cuda_graph:
             fused.attend(here.params)  # a replay does not
+            fused.reserve()
         after, metrics = run(here, batch, key)
         return globalize(after, like=state), metrics
 

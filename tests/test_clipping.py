@@ -264,7 +264,7 @@ def test_the_next_bound_depends_on_the_data_only_through_the_noised_count():
     ]
     same, also, other = (float(style.update(state, tally, KEY, 4.0)) for tally in tallies)
     assert same == also != other
-    noise = 3.0 * float(keys.normal(keys.fold_in(KEY, 0), ()))
+    noise = 3.0 * float(keys.normal(keys.fold_in(KEY, 0), (), dtype=torch.float64))
     assert same == pytest.approx(math.exp(-0.2 * (noise / 4)), rel=1e-5)
     assert other == pytest.approx(math.exp(-0.2 * ((1 + noise) / 4)), rel=1e-5)
 

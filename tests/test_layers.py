@@ -29,8 +29,9 @@ JOINERS = {
     "__main__",
     "__init__",
 }
-# The accountant is given the mechanism, which names who is sampled and how a sample is clipped.
-KNOWN = {"accounting": {"mechanism", "clipping", "sampling"}}
+# The accountant is given the mechanism, which names who is sampled and how a sample is clipped. Adaptive clipping
+# noises its count as sums are noised.
+KNOWN = {"accounting": {"mechanism", "clipping", "sampling"}, "clipping": {"noise"}}
 # In order: each may import those before it.
 ORDER = (
     "types",

@@ -7,17 +7,22 @@
 
 Numbers are drawn from the stream with nonce 0, each a function of the key and of its place ``i`` alone, so that any
 part of a draw can be had without the rest. A 64-bit element is words ``2i`` (low half) and ``2i + 1`` (high half). A
-normal one takes word ``i``, a sign and 31 bits ``m``, and needs no more unless it lies far out:
+normal one in float64 takes such an element, a sign and 63 bits ``m``, and needs no more unless it lies far out; one in
+less than float64, for what no noise depends on, takes word ``i``, a sign and 31 bits:
 
-    z = sign * -Φ⁻¹(p),   p = (m + 1/2) 2⁻³²                     m >= 2^16
+    z = sign * -Φ⁻¹(p),   p = (m + 1/2) 2⁻⁶⁴                     m >= 2^47
+                          p = (m 2^64 + r + 1/2) 2⁻¹²⁸           m < 2^47;  r: element i under nonce (4, 0, 0)
+    float32:              p = (m + 1/2) 2⁻³²                     m >= 2^16
                           p = (m 2^32 + r + 1/2) 2⁻⁶⁴            m < 2^16;  r: word i under nonce (4, 0, 0)
 
-Words and elements are both held in int64. The specification is in float64; on a GPU, float32 values come from Wichura's
-rational functions (AS 241, PPND7, Applied Statistics 37, 1988), the same words within 1e-6 of the value.
+Words and elements are both held in int64. The specification is in float64; on a GPU, values come from Wichura's
+rational functions (AS 241, PPND7, Applied Statistics 37, 1988): of the same bits, within 1e-6 of the value. In float64
+those functions are joined without a gap and evaluated in float64, so that neighbouring bits give neighbouring values:
+between -8 and 8 the values lie less than 2^-40 apart.
 
     >>> words = keystream(key, nonce, 0, 4)                      # (64,) words in [0, 2^32)
     >>> x = bits(key, (1024, 768), (512, 0), (512, 768))         # the lower half of a (1024, 768) draw
-    >>> z = normal(key, (1024, 768), (512, 0), (512, 768), -inf, inf, torch.float32)
+    >>> z = normal(key, (1024, 768), (512, 0), (512, 768), -inf, inf, torch.float64)
 
 Letters: K = 8 key words, N = 3 nonce words, B blocks, W = 16 words of a block, R runs (of consecutive
 elements in a box), L elements of a run, C children.
@@ -53,6 +58,8 @@ INTERPRETED = triton is not None and triton.knobs.runtime.interpret  # pyright: 
 _MASK = 0xFFFFFFFF
 _TAIL = 0x7FFFFFFF
 _RARE = 1 << 16
+_WIDE_TAIL = (1 << 63) - 1
+_WIDE_RARE = 1 << 47
 _CONSTANTS = (0x61707865, 0x3320646E, 0x79622D32, 0x6B206574)  # "expand 32-byte k"
 
 # ---------------------------------------------------------------- reference
@@ -98,9 +105,11 @@ def children_reference(key_K: Tensor, nonce_CN: Tensor) -> Tensor:
     return blocks_reference(key_K, nonce_CN, key_K.new_zeros(nonce_CN.shape[0]))[:, :8].contiguous()
 
 
-def bits_reference(key_K: Tensor, shape: Sequence[int], start: Sequence[int], size: Sequence[int]) -> Tensor:
-    """64 bits for every element of a box in a row-major tensor."""
-    low_high = _units_reference(key_K, 0, (shape, start, size), ELEMENTS)
+def bits_reference(
+    key_K: Tensor, shape: Sequence[int], start: Sequence[int], size: Sequence[int], purpose: int = 0
+) -> Tensor:
+    """64 bits for every element of a box in a row-major tensor, from the stream with nonce ``(purpose, 0, 0)``."""
+    low_high = _units_reference(key_K, purpose, (shape, start, size), ELEMENTS)
     return (low_high[..., 0] | low_high[..., 1] << 32).reshape(list(size))
 
 
@@ -136,6 +145,19 @@ def normal_from_words(words: Tensor, fine: Tensor) -> Tensor:
     return z.where(words > _TAIL, -z)
 
 
+def wide_normal_from_bits(bits: Tensor, fine: Tensor) -> Tensor:
+    """The law of 64 bits in float64; ``fine`` counts only where the 63 bits of the tail are below 2^47.
+
+    Guarantees:
+      - symmetric, monotone in the tail, never infinite; reaches 13 sigma with true probability.
+    """
+    tail = bits & _WIDE_TAIL
+    near = tail.double().add_(0.5).mul_(2.0**-64)
+    below = (fine.double() + (fine < 0).double() * 2.0**64).add_(0.5).mul_(2.0**-128)  # unsigned
+    z = torch.special.ndtri((tail.double() * 2.0**-64 + below).where(tail < _WIDE_RARE, near))
+    return z.where(bits < 0, -z)
+
+
 def truncated_normal_from_bits(bits: Tensor, lower: float, upper: float) -> Tensor:
     """``Φ⁻¹(Φ(lower) + u (Φ(upper) - Φ(lower)))`` in float64, from the end that keeps the tail exact."""
     if lower >= 0:
@@ -161,9 +183,11 @@ def normal_reference(
 ) -> Tensor:
     """Normal values cut to [lower, upper] for every element of a box."""
     box = (shape, start, size)
-    if _unbounded(lower, upper):
-        return normal_from_words(words_reference(key_K, 0, *box), words_reference(key_K, FINE, *box)).to(dtype)
-    return truncated_normal_from_bits(bits_reference(key_K, *box), lower, upper).to(dtype)
+    if not _unbounded(lower, upper):
+        return truncated_normal_from_bits(bits_reference(key_K, *box), lower, upper).to(dtype)
+    if dtype == torch.float64:
+        return wide_normal_from_bits(bits_reference(key_K, *box), bits_reference(key_K, *box, purpose=FINE))
+    return normal_from_words(words_reference(key_K, 0, *box), words_reference(key_K, FINE, *box)).to(dtype)
 
 
 def _signed_tail(bits: Tensor) -> Tensor:
@@ -231,8 +255,24 @@ def _quarter_round(a, b, c, d):
 
 
 @jit
-def block_words(key_ptr, counter, first, second, third):
-    """The sixteen words of every block, as uint32 tensors of the shape of ``counter``; the nonce is broadcast to it."""
+def _double_round(x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15):
+    x0, x4, x8, x12 = _quarter_round(x0, x4, x8, x12)
+    x1, x5, x9, x13 = _quarter_round(x1, x5, x9, x13)
+    x2, x6, x10, x14 = _quarter_round(x2, x6, x10, x14)
+    x3, x7, x11, x15 = _quarter_round(x3, x7, x11, x15)
+    x0, x5, x10, x15 = _quarter_round(x0, x5, x10, x15)
+    x1, x6, x11, x12 = _quarter_round(x1, x6, x11, x12)
+    x2, x7, x8, x13 = _quarter_round(x2, x7, x8, x13)
+    x3, x4, x9, x14 = _quarter_round(x3, x4, x9, x14)
+    return x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15
+
+
+@jit
+def block_words(key_ptr, counter, first, second, third, UNROLLED: tl.constexpr = False):
+    """The sixteen words of every block, as uint32 tensors of the shape of ``counter``; the nonce is broadcast to it.
+
+    ``UNROLLED`` makes one straight piece of code of the rounds, which other work of the kernel can be woven into.
+    """
     zero = tl.zeros_like(counter)
     keys = key_ptr + zero  # loads of a tile settle its layout: scalars would leave one conversion to each join
     k0 = tl.load(keys + 0).to(tl.uint32)
@@ -262,15 +302,16 @@ def block_words(key_ptr, counter, first, second, third):
     x13 = n0
     x14 = n1
     x15 = n2
-    for _ in range(10):
-        x0, x4, x8, x12 = _quarter_round(x0, x4, x8, x12)
-        x1, x5, x9, x13 = _quarter_round(x1, x5, x9, x13)
-        x2, x6, x10, x14 = _quarter_round(x2, x6, x10, x14)
-        x3, x7, x11, x15 = _quarter_round(x3, x7, x11, x15)
-        x0, x5, x10, x15 = _quarter_round(x0, x5, x10, x15)
-        x1, x6, x11, x12 = _quarter_round(x1, x6, x11, x12)
-        x2, x7, x8, x13 = _quarter_round(x2, x7, x8, x13)
-        x3, x4, x9, x14 = _quarter_round(x3, x4, x9, x14)
+    if UNROLLED:
+        for _ in tl.static_range(10):
+            x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15 = _double_round(
+                x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15
+            )
+    else:
+        for _ in range(10):
+            x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15 = _double_round(
+                x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15
+            )
     return (
         x0 + 0x61707865,
         x1 + 0x3320646E,
@@ -318,6 +359,14 @@ if INTERPRETED:  # which knows no assembly
     def ratio(x, y):
         return x / y
 
+    @jit
+    def _wide_root(x):
+        return tl.sqrt(x)
+
+    @jit
+    def _wide_ratio(x, y):
+        return x / y
+
 else:
 
     @jit
@@ -331,6 +380,22 @@ else:
         return tl.inline_asm_elementwise(
             "div.approx.ftz.f32 $0, $1, $2;", "=f,f,f", [x, y], tl.float32, is_pure=True, pack=1
         )
+
+    @jit
+    def _wide_root(x):
+        """``√x`` in float64 for ordinary ``x > 0``: 20 bits by one instruction, 60 by a step of third order."""
+        y = tl.inline_asm_elementwise("rsqrt.approx.ftz.f64 $0, $1;", "=d,d", [x], tl.float64, is_pure=True, pack=1)
+        root = x * y
+        error = 1.0 - root * y
+        return root + root * (error * (0.5 + 0.375 * error))
+
+    @jit
+    def _wide_ratio(x, y):
+        """``x / y`` in float64 for ordinary ``y``, likewise."""
+        r = tl.inline_asm_elementwise("rcp.approx.ftz.f64 $0, $1;", "=d,d", [y], tl.float64, is_pure=True, pack=1)
+        error = 1.0 - y * r
+        ratio = x * r
+        return ratio + ratio * (error + error * error)
 
 
 @jit
@@ -382,6 +447,92 @@ def normal_tile(key_ptr, first_block, COUNTERS: tl.constexpr):
 
 
 @jit
+def _wide_number(high, low):
+    """``high 2^32 + low`` of unsigned words, in float64: as exponents and digits put together, not by conversions."""
+    top = (high.to(tl.uint64) | 0x4530000000000000).to(tl.float64, bitcast=True)  # 2^84 + high 2^32
+    bottom = (low.to(tl.uint64) | 0x4330000000000000).to(tl.float64, bitcast=True)  # 2^52 + low
+    return (top - 19342813118337666422669312.0) + bottom  # 2^84 + 2^52
+
+
+@jit
+def _root_log(p):
+    """√(-ln p) in float64 for 0 < p < 1/2, within 1e-7 and without a gap.
+
+    ln of the digits 1 + x, x in [0, 1), is x ln 2 + x (1 - x) Q(x): exact at both ends, where one exponent meets the
+    next.
+    """
+    bits = p.to(tl.uint64, bitcast=True)
+    exponent = ((bits >> 52) | 0x4330000000000000).to(tl.float64, bitcast=True) - 4503599627371519.0  # 2^52 + 1023
+    x = ((bits & 0x000FFFFFFFFFFFFF) | 0x3FF0000000000000).to(tl.float64, bitcast=True) - 1.0
+    q = 0.029624441085345808 + -0.00629998263056584 * x
+    q = -0.0662845316947021 + q * x
+    q = 0.10268142062882449 + q * x
+    q = -0.13909891619171894 + q * x
+    q = 0.19308219807071886 + q * x
+    q = -0.3068521622031952 + q * x
+    return _wide_root((x - x * x) * q - (exponent + x) * 0.6931471805599453)
+
+
+@jit
+def _wide_tail_above(t):
+    return ((0.17023819267880508 * t + 1.3067283407383865) * t + 2.756815092823142) * t + 1.4234371242575101
+
+
+@jit
+def _wide_tail_below(t):
+    return (0.12021132975 * t + 0.73700164250) * t + 1.0
+
+
+@jit
+def _wide_near(p):
+    """-Φ⁻¹(p) in float64 for 2⁻¹⁷ <= p <= 1/2: :func:`_near` in float64, the tail scaled to meet the middle."""
+    from_half = 0.5 - p
+    r = 0.180625 - from_half * from_half
+    t = _root_log(p) - 1.6
+    central = from_half <= 0.425
+    above = (((59.109374720 * r + 159.29113202) * r + 50.434271938) * r + 3.3871327179) * from_half
+    below = ((67.187563600 * r + 78.757757664) * r + 17.895169469) * r + 1.0
+    return _wide_ratio(tl.where(central, above, _wide_tail_above(t)), tl.where(central, below, _wide_tail_below(t)))
+
+
+@jit
+def _wide_far(p):
+    """-Φ⁻¹(p) in float64 for p < 2⁻¹⁷: :func:`_far` in float64, each part scaled to meet the one before."""
+    r = _root_log(p)
+    t = r - 1.6
+    u = r - 5.0
+    near = r <= 5.0
+    far_above = ((0.01733720293309936 * u + 0.42868291706379413) * u + 3.0812261969199892) * u + 6.657904706436456
+    far_below = (0.012258202635 * u + 0.24197894225) * u + 1.0
+    return _wide_ratio(tl.where(near, _wide_tail_above(t), far_above), tl.where(near, _wide_tail_below(t), far_below))
+
+
+@jit
+def _halves(key_ptr, purpose, counter, COUNTERS: tl.constexpr, UNROLLED: tl.constexpr):
+    """High and low words of the 64-bit elements of consecutive blocks, in order: ``(8 COUNTERS,)`` each."""
+    w = block_words(key_ptr, counter, purpose, 0, 0, UNROLLED)
+    high = _joined8(w[1], w[3], w[5], w[7], w[9], w[11], w[13], w[15], COUNTERS)
+    low = _joined8(w[0], w[2], w[4], w[6], w[8], w[10], w[12], w[14], COUNTERS)
+    return high, low
+
+
+@jit
+def wide_normal_tile(key_ptr, first_block, COUNTERS: tl.constexpr):
+    """Normal elements ``8 first_block ..`` of a key, ``(8 COUNTERS,)`` in float64."""
+    counter = (first_block + tl.arange(0, COUNTERS)).to(tl.uint32)
+    high, low = _halves(key_ptr, 0, counter, COUNTERS, True)
+    tail = high & 0x7FFFFFFF
+    p = _wide_number(tail, low) * 5.421010862427522e-20 + 2.710505431213761e-20  # 2^-64, 2^-65
+    z = _wide_near(p)
+    rare = tail < 32768
+    if tl.max(rare.to(tl.int32), 0) > 0:  # one tile of 256 in 256
+        more, last = _halves(key_ptr, 4, counter, COUNTERS, False)
+        below = (_wide_number(more, last) + 0.5) * 2.938735877055719e-39  # 2^-128
+        z = tl.where(rare, _wide_far(_wide_number(tail, low) * 5.421010862427522e-20 + below), z)
+    return (z.to(tl.uint64, bitcast=True) | ((high & 0x80000000).to(tl.uint64) << 32)).to(tl.float64, bitcast=True)
+
+
+@jit
 def _run_tile(starts_ptr, length, tiles, PER_BLOCK: tl.constexpr, COUNTERS: tl.constexpr):
     """This program's blocks and, of each element in them, the place in the result and whether it has one."""
     pid = tl.program_id(0)
@@ -396,6 +547,12 @@ def _run_tile(starts_ptr, length, tiles, PER_BLOCK: tl.constexpr, COUNTERS: tl.c
 def _normal_body(key_ptr, starts_ptr, out_ptr, length, tiles, COUNTERS: tl.constexpr):
     first_block, place, inside = _run_tile(starts_ptr, length, tiles, 16, COUNTERS)
     tl.store(out_ptr + place, normal_tile(key_ptr, first_block, COUNTERS).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@jit
+def _wide_normal_body(key_ptr, starts_ptr, out_ptr, length, tiles, COUNTERS: tl.constexpr):
+    first_block, place, inside = _run_tile(starts_ptr, length, tiles, 8, COUNTERS)
+    tl.store(out_ptr + place, wide_normal_tile(key_ptr, first_block, COUNTERS), mask=inside)
 
 
 @jit
@@ -523,12 +680,12 @@ def launch_normal(
     upper: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """:func:`normal_reference`: one launch up to float32; float64 and bounded draws take their bits from kernels."""
+    """:func:`normal_reference` in one launch; bounded draws take their bits from a kernel."""
     box = (shape, start, size)
     if not _unbounded(lower, upper):
         return truncated_normal_from_bits(launch_bits(key_K, *box), lower, upper).to(dtype)
     if dtype == torch.float64:
-        return normal_from_words(launch_words(key_K, 0, *box), launch_words(key_K, FINE, *box))
+        return _launch_runs(_wide_normal_body, key_K, box, ELEMENTS, dtype)
     return _launch_runs(_normal_body, key_K, box, WORDS, dtype)
 
 
@@ -627,6 +784,19 @@ def _normal_law_cpu(key_K: Tensor) -> Callable[[np.ndarray, np.ndarray], Tensor]
     return law
 
 
+def _wide_normal_law_cpu(key_K: Tensor) -> Callable[[np.ndarray, np.ndarray], Tensor]:
+    """The same of 64-bit elements."""
+    fine_cipher = _cipher(key_K, (FINE, 0, 0))
+
+    def law(bits: np.ndarray, starts: np.ndarray) -> Tensor:
+        fine = np.zeros(bits.shape, dtype=np.int64)
+        for row, column in np.argwhere(bits & _WIDE_TAIL < _WIDE_RARE).tolist():
+            fine[row, column] = _stretch(fine_cipher, _WHOLE, int(starts[row]) + column, 1)[0]
+        return wide_normal_from_bits(torch.from_numpy(bits), torch.from_numpy(fine))
+
+    return law
+
+
 def _bits_cpu(key_K: Tensor, shape: Sequence[int], start: Sequence[int], size: Sequence[int]) -> Tensor:
     return _fill_cpu(key_K, (shape, start, size), _WHOLE, lambda bits, _: torch.from_numpy(bits), torch.int64)
 
@@ -641,6 +811,8 @@ def _normal_cpu(
     dtype: torch.dtype,
 ) -> Tensor:
     box = (shape, start, size)
+    if _unbounded(lower, upper) and dtype == torch.float64:
+        return _fill_cpu(key_K, box, _WHOLE, _wide_normal_law_cpu(key_K), dtype)
     if _unbounded(lower, upper):
         return _fill_cpu(key_K, box, _HALF, _normal_law_cpu(key_K), dtype)
     return _fill_cpu(

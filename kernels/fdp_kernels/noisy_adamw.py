@@ -1,7 +1,7 @@
 """A weighted sum of rows, Gaussian noise, the mean, AdamW and the cast, one pass over every leaf, in place.
 
     sum_i   = Σ_s factors[s] rows[s, i]                          float64; a row with factor 0 is not read
-    noisy_i = sum_i + noise_scale z_i                            float64; z_i = normal(key of the leaf)[first + i]
+    noisy_i = grid round((sum_i + noise_scale z_i) / grid)       float64; z_i = normal(key of the leaf)[first + i]
     g_i     = float32(inverse_batch noisy_i)
     m       = m + (1 - b1) (g - m)        v = v + (1 - b2) (g² - v)                                   float32 from here
     p       = p - learning_rate (m mean_factor / (√max(v square_factor - noise_std², eps_root²) + eps) + weight_decay p)
@@ -11,9 +11,10 @@ Without a second moment (``b2`` and ``square`` None) it is momentum:
 
     m = b1 m + g          p = p - learning_rate (m + weight_decay p)
 
-Nothing is rounded to less than float64 before the noise is added. What changes from step to step is read from a
-float64 tensor on the device, ``scalars`` = (noise_scale, inverse_batch, mean_factor, square_factor, learning_rate), so
-that a captured graph can be replayed. All leaves that agree in dtypes and number of rows are one launch: it finds them
+Nothing is rounded to less than float64 before the noise is added, and the noised sum to a public grid, a power of two,
+before anything is made of it; without noise nothing is. What changes from step to step is read from a float64 tensor on
+the device, ``scalars`` = (noise_scale, inverse_batch, mean_factor, square_factor, learning_rate, grid), so that a
+captured graph can be replayed. All leaves that agree in dtypes and number of rows are one launch: it finds them
 through a table of pointers, and its programs through one of (leaf, tile).
 
     >>> tables = Tables()                                        # kept by the caller, from step to step
@@ -34,11 +35,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fdp_kernels.chacha20 import MAX_BLOCKS, WORDS, normal, normal_tile, ratio
+from fdp_kernels.chacha20 import ELEMENTS, MAX_BLOCKS, normal, ratio, wide_normal_tile
 from fdp_kernels.keep import weighted_sum_reference
 from fdp_kernels.op import define, jit, tl, triton
 
-SCALARS = 5
+SCALARS = 6
 
 
 class Leaf(NamedTuple):
@@ -70,10 +71,10 @@ class Hyper(NamedTuple):
 
 def step_reference_(leaf: Leaf, noise: Tensor | None, scalars: Tensor, hyper: Hyper) -> None:
     """One leaf's update, given its draws. Parameters of any dtype; moments in float32, float64 for float64 ones."""
-    noise_scale, inverse_batch, mean_factor, square_factor, learning_rate = scalars.unbind()
+    noise_scale, inverse_batch, mean_factor, square_factor, learning_rate, grid = scalars.unbind()
     total = weighted_sum_reference(leaf.rows, leaf.factors, torch.float64)
     if noise is not None:
-        total += noise_scale * noise.double()
+        total = ((total + noise_scale * noise.double()) / grid).round() * grid
     g = (total * inverse_batch).to(leaf.mean.dtype)
     if hyper.b2 is None or leaf.square is None:
         u = leaf.mean.mul_(hyper.b1).add_(g)
@@ -95,12 +96,12 @@ def noisy_adamw_reference_(leaves: Sequence[Leaf], keys_LK: Tensor | None, scala
         noise, count = None, leaf.param.numel()
         if keys_LK is not None:
             box = ([leaf.first + count], [leaf.first], [count])
-            noise = normal(keys_LK[i], *box, -torch.inf, torch.inf, torch.float32).view(leaf.param.shape)
+            noise = normal(keys_LK[i], *box, -torch.inf, torch.inf, torch.float64).view(leaf.param.shape)
         step_reference_(leaf, noise, scalars, hyper)
 
 
 # ---------------------------------------------------------------- Triton
-# A program is a tile of 16 COUNTERS elements that begins on a ChaCha20 block of the whole leaf.
+# A program is a tile of 8 COUNTERS elements that begins on a ChaCha20 block of the whole leaf.
 
 _FIELDS = 10
 """Of a leaf in the table: pointers to rows, factors, param, mean, square, copy; count, first, stride of rows, decay."""
@@ -155,23 +156,22 @@ def _noisy_adamw_body(
     first = tl.load(fields + 7)
     count = tl.load(fields + 6)
     stride = tl.load(fields + 8)
-    index = tile * (16 * COUNTERS) + tl.arange(0, 16 * COUNTERS)
-    if ALIGNED:  # whole groups of 16 elements, on addresses divisible by 16: loads of 16 bytes
-        count = tl.multiple_of(count, 16)
-        stride = tl.multiple_of(stride, 16)
+    index = tile * (8 * COUNTERS) + tl.arange(0, 8 * COUNTERS)
+    if ALIGNED:  # whole groups of 8 elements, on addresses divisible by 16: loads of 16 bytes
+        count = tl.multiple_of(count, 8)
+        stride = tl.multiple_of(stride, 8)
         inside = index < count
     else:
-        index -= first % 16
+        index -= first % 8
         inside = (index >= 0) & (index < count)
     rows = _pointer(fields, 0, ROW, ALIGNED) + index
     params = _pointer(fields, 2, tl.float32, ALIGNED) + index
     means = _pointer(fields, 3, tl.float32, ALIGNED) + index
     factors = _pointer(fields, 1, FACTOR, False)
 
-    total = tl.zeros((16 * COUNTERS,), tl.float64)
+    total = tl.zeros((8 * COUNTERS,), tl.float64)
     if NOISE:
-        z = normal_tile(keys_ptr + leaf * 8, first // 16 + tile * COUNTERS, COUNTERS)
-        total += tl.load(scalars_ptr) * z.to(tl.float64)
+        total += tl.load(scalars_ptr) * wide_normal_tile(keys_ptr + leaf * 8, first // 8 + tile * COUNTERS, COUNTERS)
     p = tl.load(params, mask=inside, other=0.0)
     m = tl.load(means, mask=inside, other=0.0)
     if SQUARE_WEIGHT is not None:  # asked for before the sums are waited for
@@ -183,6 +183,9 @@ def _noisy_adamw_body(
     else:
         for s in range(S):
             total += _weighted(rows + s * stride, factors + s, inside)
+    if NOISE:  # to the grid: at 1.5 * 2^52 times its width a float64 number has no finer digits
+        coarse = tl.load(scalars_ptr + 5) * 6755399441055744.0
+        total = (total + coarse) - coarse
     g = (total * tl.load(scalars_ptr + 1)).to(tl.float32)
 
     if SQUARE_WEIGHT is None:
@@ -206,7 +209,7 @@ def _noisy_adamw_body(
 # ---------------------------------------------------------------- tables
 
 _COUNTERS = 32
-"""Blocks of a tile, one for each lane and sixteen elements of every tensor. One warp: nothing waits at a barrier."""
+"""Blocks of a tile, one for each lane and eight elements of every tensor. One warp: nothing waits at a barrier."""
 
 
 class Group(NamedTuple):
@@ -220,12 +223,14 @@ class Tables:
     """What launches find their leaves by, kept from call to call; held by one caller, for tensors on one device.
 
     Tiles depend on the sizes of leaves, pointers on where they are. In a captured graph, where the sums have places of
-    their own, the pointers are copied from pinned memory by the graph itself; tiles are those of a call before it.
+    their own, the pointers are copied from pinned memory by the graph itself, which keeps it: every capture takes what
+    :meth:`reserve` set aside before it. Tiles are those of a call before the capture.
     """
 
     def __init__(self) -> None:
         self._groups: dict[tuple, tuple[Group, ...]] = {}
         self._written: tuple[Tensor, Tensor] | None = None
+        self._shape: torch.Size | None = None
         self._spare: Tensor | None = None
         self._recorded: list[Tensor] = []  # a graph reads them at every replay
 
@@ -240,6 +245,11 @@ class Tables:
             self._groups[kinds, sizes] = tuple(_group(kind, kinds, sizes, device) for kind in dict.fromkeys(kinds))
         return self._groups[kinds, sizes]
 
+    def reserve(self) -> None:
+        """Pin memory for the table of the next capture, which cannot; nothing if there is some, or no call was seen."""
+        if self._shape is not None and (self._spare is None or self._spare.shape != self._shape):
+            self._spare = torch.empty(self._shape, dtype=torch.int64, pin_memory=True)
+
     def pointers(self, leaves: Sequence[Leaf]) -> Tensor:
         """int64 ``(L, _FIELDS)`` on the device of the leaves."""
         host = torch.tensor([_fields(leaf) for leaf in leaves], dtype=torch.int64)
@@ -251,12 +261,11 @@ class Tables:
                 self._recorded.append(self._written[1])
                 return self._written[1]
             if self._spare is None or self._spare.shape != host.shape:
-                raise RuntimeError("expected a call with as many leaves before the capture, which pins memory for it")
+                raise RuntimeError("expected reserve() before every capture, which pins memory for its table")
             pinned, self._spare = self._spare.copy_(host), None
             self._recorded.append(pinned)
             return torch.empty_like(host, device=device).copy_(pinned, non_blocking=True)
-        if self._spare is None or self._spare.shape != host.shape:
-            self._spare = torch.empty_like(host, pin_memory=True)
+        self._shape = host.shape
         if self._written is None or not torch.equal(self._written[0], host):
             self._written = (host, host.to(device))
         return self._written[1]
@@ -279,8 +288,8 @@ def _kind(leaf: Leaf) -> tuple:
     copy = None if leaf.copy is None else leaf.copy.dtype
     touched = [leaf.rows, leaf.param, leaf.mean, leaf.square, leaf.copy]
     aligned = (
-        leaf.first % WORDS == 0
-        and leaf.param.numel() % WORDS == 0
+        leaf.first % ELEMENTS == 0
+        and leaf.param.numel() % ELEMENTS == 0
         and all(tensor.data_ptr() % 16 == 0 for tensor in touched if tensor is not None)
     )
     return leaf.rows.shape[0], leaf.rows.dtype, leaf.factors.dtype, copy, aligned
@@ -289,7 +298,7 @@ def _kind(leaf: Leaf) -> tuple:
 def _group(kind: tuple, kinds: tuple, sizes: tuple, device: torch.device) -> Group:
     rows, row, factor, copy, aligned = kind
     tiles = [
-        np.arange(-(-(count + first % WORDS) // (WORDS * _COUNTERS)) if count else 0) | leaf << 32
+        np.arange(-(-(count + first % ELEMENTS) // (ELEMENTS * _COUNTERS)) if count else 0) | leaf << 32
         for leaf, (count, first) in enumerate(sizes)
         if kinds[leaf] == kind
     ]
@@ -374,8 +383,8 @@ def _check(leaves: Sequence[Leaf], keys_LK: Tensor | None, scalars: Tensor, hype
             raise ValueError(f"leaf {i}: expected moments and copy of the parameter's shape {tuple(shape)}")
         if not fits(leaf) or leaf.param.device != scalars.device:
             raise ValueError(f"leaf {i}: expected dense tensors on {scalars.device}, float32 parameters and moments")
-        if not 0 <= leaf.first <= MAX_BLOCKS * WORDS - leaf.param.numel():
-            raise ValueError(f"leaf {i}: expected elements within the 2^36 of a key, got the first at {leaf.first}")
+        if not 0 <= leaf.first <= MAX_BLOCKS * ELEMENTS - leaf.param.numel():
+            raise ValueError(f"leaf {i}: expected elements within the 2^35 of a key, got the first at {leaf.first}")
 
 
 def _op(
