@@ -26,7 +26,7 @@ from fdp.compiled import Blocks
 from fdp.costs import SQUARED_NORMS, Choice, NormBy, SumBy
 from fdp.methods import Plan
 from fdp.model import Model
-from fdp.rules import (
+from fdp.sample_gradients import (
     Dense,
     Record,
     cross_term,
@@ -285,7 +285,7 @@ def _apart_rounding(records: list[Record]) -> Tensor:
 
     A second backward comes to the uses of a leaf in different blocks, and adds each to a sum of its own. Two uses of B
     samples, each at most ``c_b A_b <= C / k``, are rounded by ``4 B^2 u C / k`` (u = 2^-53): with ``k = 2^24 B^2 u``,
-    at most 2.4e-7 C. ``A_b`` bounds every partial sum, as in :func:`fdp.rules.gram_rounding`, which has it squared.
+    at most 2.4e-7 C. ``A_b`` (:func:`fdp.sample_gradients.spread`) bounds every partial sum.
     """
     bound = spread(records)
     return (2.0**-29 * len(bound) ** 2 * bound).square()

@@ -1,21 +1,8 @@
 """Rules: what one use of a parameter contributes to each sample's gradient, and four things to do with it.
 
-A use is recorded in one of two forms.
-
-- ``Pair(left, right)``: the gradient of sample b is ``G_b = left_b^T right_b``, a sum of outer products over tokens.
-  A linear layer has (left, right) = (output gradient, input); an embedding has a one-hot left side, kept as ids; a
-  convolution is a linear layer on unfolded patches, one group at a time.
-- ``Dense(gradient)``: ``G_b`` itself, for small parameters and for anything without structure.
-
-In half precision on a GPU the products run by the kernels of ``fdp_kernels``, each of which says what rounding it
-leaves; everywhere else all that bears on privacy is done in float64, by two rules that keep a sample within its bound
-even if its tokens cancel (u = 2^-53, T tokens, A_b = sum_t |left_t| |right_t|, which bounds every partial sum of G_b):
-
-- Every sample has an accumulator of its own: ``G_b`` is complete, over its tokens and over all uses of the leaf, before
-  it meets other samples. Its rounding is at most T u A_b and its own; what samples share is a sum of B matrices of norm
-  at most C, rounded by B^2 u C.
-- Every norm of pairs has a floor: ``|G_b|^2 + n 2 u A_b^2`` (:func:`gram_rounding`), so that
-  ``factor_b (|G_b| + 2 T u A_b) <= C (1 + T u)``: the rounding of the sample, in its norm or in its sum, is within C.
+The forms of a record, and what a sample's uses of a leaf add up to in float64, are in ``fdp.sample_gradients``. In half
+precision on a GPU the products run by the kernels of ``fdp_kernels``, each of which says what rounding it leaves;
+everywhere else all that bears on privacy is done in float64.
 
 On either form:  ``per_sample_gradient``  G_b;  ``squared_norm``  |G_b|^2, from G_b or from Gram matrices without
 forming it (Goodfellow 2015, arXiv 1510.01799; Li et al. 2022, arXiv 2110.05679);  ``cross_term``  <G_b, H_b> of two
@@ -30,50 +17,65 @@ A new operation needs a :class:`Rule`, two functions; :func:`check_rule` compare
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeGuard
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from fdp_kernels.direct import direct
 from fdp_kernels.embedding import embedding_norms, embedding_sum
 from fdp_kernels.ghost import ghost
-from fdp_kernels.keep import keep, squared_norms, weighted_sum
+from fdp_kernels.keep import keep
 from fdp_kernels.stored_gram import stored_gram
 from fdp_kernels.weighted import weighted
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
+from fdp.sample_gradients import (
+    Dense,
+    OneHot,
+    Pair,
+    Record,
+    cross_term,
+    direct_squared_norm_of_uses,
+    gram_rounding,
+    gram_squared_norm,
+    per_sample_gradient,
+    rows,
+    squared_norm,
+    sum_of_squares,
+    weighted_gradient_of_uses,
+    widened,
+)
 from fdp.types import FdpError
 
+__all__ = [
+    "Dense",
+    "OneHot",
+    "Pair",
+    "Record",
+    "Rule",
+    "check_rule",
+    "cross_term",
+    "direct_squared_norm",
+    "gram_rounding",
+    "gram_squared_norm",
+    "has_kernels",
+    "kept",
+    "kept_by_kernel",
+    "kernel_factors",
+    "per_sample_gradient",
+    "rows",
+    "squared_norm",
+    "stored_squared_norm",
+    "symmetric_squared_norm",
+    "weighted_gradient",
+    "widened",
+]
 
-class OneHot(NamedTuple):
-    """Rows that are zero but for a one at ``ids``; never formed."""
-
-    ids: Int[Tensor, "batch tokens"]
-
-
-class Pair(NamedTuple):
-    """``G_b = left_b^T right_b`` per group, in the leaf's shape."""
-
-    left: Float[Tensor, "batch groups tokens rows"] | OneHot
-    right: Float[Tensor, "batch groups tokens columns"]
-    shape: tuple[int, ...]
-
-
-class Dense(NamedTuple):
-    """``G_b`` itself; ``squares``, where its maker had them at hand, add up to its squared norm."""
-
-    gradient: Float[Tensor, " batch *shape"]
-    squares: Float[Tensor, "batch parts"] | None = None
-
-
-Record: TypeAlias = Pair | Dense
 
 HALF = (torch.bfloat16, torch.float16)
 TOGETHER = 64
 """Samples whose gradients a kernel adds up in float32; sums of more are added in float64."""
-AT_ONCE = 1 << 22
-"""Elements of per-sample gradients that are formed in float64 at a time, if a sample has no more."""
 LEAST_FACTOR = 2.0**-100
 """Factors below it are 0 to a kernel: near the smallest numbers of float32 their rounding would exceed the slack."""
 LONG, LARGE = 2048, 1 << 23
@@ -92,24 +94,6 @@ class Rule(NamedTuple):
     name: str
     forward: Callable[..., Tensor]
     record: Callable[..., Record]
-
-
-def rows(x: Float[Tensor, " batch *tokens features"]) -> Float[Tensor, "batch 1 tokens features"]:
-    """Any input rank as (batch, one group, tokens, features)."""
-    return x.reshape(x.shape[0], 1, -1, x.shape[-1])
-
-
-def per_sample_gradient(record: Record) -> Float[Tensor, " batch *shape"]:
-    """``G_b`` for every sample, in the dtype of the record."""
-    if isinstance(record, Dense):
-        return record.gradient
-    left, right, shape = record
-    batch = right.shape[0]
-    if isinstance(left, OneHot):
-        table = right.new_zeros(batch, shape[0], right.shape[-1])
-        index = left.ids.unsqueeze(-1).expand(-1, -1, right.shape[-1])
-        return table.scatter_add(1, index, right.squeeze(1)).reshape(batch, *shape)
-    return (left.transpose(-1, -2) @ right).reshape(batch, *shape)
 
 
 def kept(record: Record) -> Dense:
@@ -135,11 +119,6 @@ def kept_by_kernel(record: Record) -> bool:
     return record.left.shape[1] == 1 and record.left.shape[2] < long
 
 
-def squared_norm(record: Record) -> Float[Tensor, " batch"]:
-    """``|G_b|^2`` from ``G_b``, accumulated in float64."""
-    return _sum_of_squares(per_sample_gradient(record))
-
-
 def direct_squared_norm(record: Record) -> Float[Tensor, " batch"]:
     """``|G_b|^2`` of what ``weighted_gradient`` adds for the sample, ``G_b`` not stored where a kernel can.
 
@@ -150,19 +129,6 @@ def direct_squared_norm(record: Record) -> Float[Tensor, " batch"]:
     if isinstance(record.left, OneHot):
         return embedding_norms(record.left.ids, record.right.squeeze(1))
     return _over_groups(direct, record)
-
-
-def direct_squared_norm_of_uses(records: Sequence[Record]) -> Float[Tensor, " batch"]:
-    """``|sum of all uses|^2`` of a leaf from per-sample gradients in float64, a few samples at a time.
-
-    Guarantees:
-      - what ``weighted_gradient_of_uses`` adds for a sample has no larger norm, however its tokens or uses cancel.
-    """
-    if (table := _single_embedding(records)) is not None:
-        square = _sum_of_squares(sample_rows(table.left.ids, table.right.double())[1])
-    else:
-        square = torch.cat([_sum_of_squares(_wide_gradient(few)) for few in _few_samples(records)])
-    return square + gram_rounding(records)
 
 
 def symmetric_squared_norm(record: Record) -> Float[Tensor, " batch"]:
@@ -196,66 +162,6 @@ def _over_groups(norms: Callable[[Tensor, Tensor], Tensor], record: Pair) -> Flo
     return norms(left.flatten(0, 1), right.flatten(0, 1)).view(left.shape[:2]).sum(1)
 
 
-def gram_squared_norm(record: Record) -> Float[Tensor, " batch"]:
-    """``|G_b|^2 = <left left^T, right right^T>`` without forming ``G_b``."""
-    return cross_term(record, record)
-
-
-def cross_term(a: Record, b: Record) -> Float[Tensor, " batch"]:
-    """``<G_b, H_b>`` of two uses of one leaf.
-
-    For pairs it is ``sum_{t,s} (left_t . left'_s) (right_t . right'_s)``. The terms can cancel (nearly constant
-    inputs, output gradients that sum to zero; two uses of a leaf against each other), so all is done in float64 and
-    stays there until the terms of a leaf are added: in float32 norms were seen wrong by 4e-4, in bfloat16 by half.
-    """
-    if isinstance(a, Pair) and isinstance(b, Pair):
-        right = a.right.double() @ b.right.double().transpose(-1, -2)
-        return (_left_products(a.left, b.left) * right).sum((1, 2, 3))
-    # A pair is multiplied out in float64 by the sum; its product in the record's dtype is another number.
-    G, H = per_sample_gradient(widened(a)), per_sample_gradient(widened(b))
-    return (G * H).reshape(len(G), -1).sum(1)
-
-
-def gram_rounding(records: Sequence[Record]) -> Float[Tensor, " batch"]:
-    """Bound what rounding may take from a squared norm in float64: ``n eps (sum_t |left_t| |right_t|)^2``.
-
-    The sum is over the tokens of all uses of a leaf. It is nothing beside an ordinary norm, but all of the norm of a
-    sample whose tokens cancel. Added to a squared norm, it is the floor that keeps the norm from being understated.
-    """
-    depth = max(_depth(record) for record in records)
-    return depth * torch.finfo(torch.float64).eps * spread(records).square()
-
-
-def spread(records: Sequence[Record]) -> Float[Tensor, " batch"]:
-    """``A_b = sum_t |left_t| |right_t|`` over all uses of a leaf: no partial sum of ``G_b`` exceeds it."""
-    return sum((_spread(record) for record in records), start=torch.zeros((), dtype=torch.float64))
-
-
-def _spread(record: Record) -> Tensor:
-    if isinstance(record, Dense):
-        return squared_norm(record).sqrt()
-    right = torch.linalg.vector_norm(record.right, dim=-1, dtype=torch.float64)
-    if isinstance(record.left, OneHot):
-        return right.sum((1, 2))
-    return (torch.linalg.vector_norm(record.left, dim=-1, dtype=torch.float64) * right).sum((1, 2))
-
-
-def _depth(record: Record) -> int:
-    """Count the numbers that are added up for an entry of a Gram matrix and for a norm from it; or for a cross term."""
-    if isinstance(record, Dense):
-        return record.gradient[0].numel()
-    width = record.right.shape[-1] + (1 if isinstance(record.left, OneHot) else record.left.shape[-1])
-    return record.right.shape[-2] + width
-
-
-def widened(record: Record) -> Record:
-    """The record in float64, the precision of the sum."""
-    if isinstance(record, Dense):
-        return Dense(record.gradient.double())
-    left = record.left if isinstance(record.left, OneHot) else record.left.double()
-    return Pair(left, record.right.double(), record.shape)
-
-
 def weighted_gradient(record: Record, factors: Float[Tensor, " batch"]) -> Float[Tensor, " *shape"]:
     """``sum_b factors_b G_b`` in float64.
 
@@ -275,88 +181,6 @@ def weighted_gradient(record: Record, factors: Float[Tensor, " batch"]) -> Float
     if has_kernels(record):
         return _half_weighted(record, factors)
     return weighted_gradient_of_uses([record], factors)
-
-
-def weighted_gradient_of_uses(records: Sequence[Record], factors: Float[Tensor, " batch"]) -> Float[Tensor, " *shape"]:
-    """``sum_b factors_b (sum of all uses of the leaf by sample b)`` in float64, a few samples at a time.
-
-    Guarantees:
-      - as :func:`weighted_gradient`; and all uses of a sample are added up before they meet another sample's.
-    """
-    factors, total, start = factors.double(), None, 0
-    if (table := _single_embedding(records)) is not None:
-        ids, rows = sample_rows(table.left.ids, table.right.double())
-        total = rows.new_zeros(table.shape[0], rows.shape[-1])
-        return total.index_add(0, ids.flatten(), _scaled(rows, factors).flatten(0, 1)).view(table.shape)
-    for few in _few_samples(records):
-        rows = few[0].gradient if len(few) == 1 and isinstance(few[0], Dense) else _wide_gradient(few)
-        end, shape = start + len(rows), rows.shape[1:]
-        total = weighted_sum(rows.reshape(len(rows), -1), factors[start:end], torch.float64, total)
-        start = end
-    assert total is not None
-    return total.view(shape)
-
-
-def sample_rows(
-    ids: Int[Tensor, "batch tokens"], right: Float[Tensor, "batch 1 tokens columns"]
-) -> tuple[Int[Tensor, "batch tokens"], Float[Tensor, "batch tokens columns"]]:
-    """Add up the rows of every sample that go to the same place: an embedding's ``G_b`` without its rows of zeros.
-
-    Row ``k`` of a sample is its part of row ``ids[k]`` of the leaf, every place at most once; rows left over are zero
-    and go to place 0.
-    """
-    ordered, order = ids.sort(dim=1, stable=True)
-    new = torch.nn.functional.pad(ordered[:, 1:] != ordered[:, :-1], (1, 0))
-    slots = torch.zeros_like(ids).scatter(1, order, new.long().cumsum(1))
-    rows = right.squeeze(1)
-    summed = torch.zeros_like(rows).scatter_add(1, slots.unsqueeze(-1).expand_as(rows), rows)
-    return torch.zeros_like(ids).scatter(1, slots, ids), summed
-
-
-class _Embedding(NamedTuple):
-    left: OneHot
-    right: Tensor
-    shape: tuple[int, ...]
-
-
-def _single_embedding(records: Sequence[Record]) -> _Embedding | None:
-    """The record of a leaf that is used once, as a table: no sample's table has to be formed for it."""
-    first, *rest = records
-    if rest or not isinstance(first, Pair) or not isinstance(first.left, OneHot):
-        return None
-    return _Embedding(first.left, first.right, first.shape)
-
-
-def _wide_gradient(records: Sequence[Record]) -> Tensor:
-    """The per-sample gradient of all uses together, in float64."""
-    first, *rest = records
-    total = per_sample_gradient(widened(first))
-    for record in rest:
-        total = total + per_sample_gradient(widened(record))
-    return total
-
-
-def _few_samples(records: Sequence[Record]) -> Iterator[list[Record]]:
-    """Cut the records of a leaf into groups of samples whose gradients in float64 take little memory."""
-    sizes = [math.prod(r.shape) if isinstance(r, Pair) else r.gradient[0].numel() for r in records]
-    if all(isinstance(record, Dense) for record in records):
-        few = len(_first_side(records[0]))  # nothing is multiplied out
-    else:
-        few = max(1, AT_ONCE // max(1, *sizes))
-    for start in range(0, max(1, len(_first_side(records[0]))), few):
-        yield [_cut(record, start, start + few) for record in records]
-
-
-def _first_side(record: Record) -> Tensor:
-    return record.gradient if isinstance(record, Dense) else record.right
-
-
-def _cut(record: Record, start: int, end: int) -> Record:
-    if isinstance(record, Dense):
-        return Dense(record.gradient[start:end])
-    left = record.left
-    left = OneHot(left.ids[start:end]) if isinstance(left, OneHot) else left[start:end]
-    return Pair(left, record.right[start:end], record.shape)
 
 
 def kernel_factors(factors: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
@@ -399,7 +223,7 @@ def check_rule(rule: Rule, x: Tensor, weight: Tensor, *, tolerance: float = 1e-4
         return (rule.forward(x1.unsqueeze(0), weight, **options) * g1.unsqueeze(0)).sum()
 
     truth = torch.func.vmap(torch.func.grad(dot), in_dims=(None, 0, 0))(weight, x, g)
-    square = _sum_of_squares(truth)
+    square = sum_of_squares(truth)
     record = rule.record(x, g, tuple(weight.shape), **options)
     alone = torch.cat([rule.forward(x[b : b + 1], weight, **options) for b in range(x.shape[0])])
     mean = torch.einsum("b,b...->...", factors, truth)
@@ -418,26 +242,3 @@ def check_rule(rule: Rule, x: Tensor, weight: Tensor, *, tolerance: float = 1e-4
         error = float((got - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
         if not error <= tolerance:
             raise FdpError(f"rule {rule.name}: {what} differs from vmap(grad) by {error:.2e} (allowed {tolerance:.0e})")
-
-
-def _left_products(a: Tensor | OneHot, b: Tensor | OneHot) -> Tensor:
-    """``left_t . left'_s`` for all t, s, in float64: (batch, groups, tokens, tokens')."""
-    if isinstance(a, OneHot) and isinstance(b, OneHot):
-        return (a.ids.unsqueeze(2) == b.ids.unsqueeze(1)).unsqueeze(1).double()
-    if isinstance(a, OneHot):
-        return _left_products(b, a).transpose(-1, -2)
-    if isinstance(b, OneHot):
-        index = b.ids[:, None, None, :].expand(-1, a.shape[1], a.shape[2], -1)
-        return a.gather(3, index).double()
-    return a.double() @ b.double().transpose(-1, -2)
-
-
-def _scaled(x: Tensor, factors: Tensor) -> Tensor:
-    """``factors_b x_b`` in the factors' dtype; exactly 0 where the factor is 0, whatever x holds there."""
-    factors = factors.view(-1, *[1] * (x.ndim - 1))
-    return torch.where(factors > 0, x * factors, factors.new_zeros(()))
-
-
-def _sum_of_squares(gradient: Tensor) -> Tensor:
-    # In float64: squares of small float32 numbers are zero in float32, and its vector_norm is 2e-3 off at 10M elements.
-    return squared_norms(gradient.reshape(len(gradient), -1))

@@ -37,6 +37,7 @@ ORDER = (
     "types",
     "tree",
     "keys",
+    "sample_gradients",
     "rules",
     "together",
     "vjp",
@@ -63,7 +64,17 @@ ORDER = (
 FOUNDATIONS = set(ORDER)
 # What a stage may stand on, besides types, tree and keys.
 GROUND = {
-    "per_sample": {"rules", "together", "sharding", "traffic", "costs", "methods", "model", "compiled", "block_loop"}
+    "per_sample": {
+        "sample_gradients",
+        "together",
+        "sharding",
+        "traffic",
+        "costs",
+        "methods",
+        "model",
+        "compiled",
+        "block_loop",
+    }
 }
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fdp import rules
+from fdp import rules, sample_gradients
 from fdp.ops import CONV1D, CONV2D, EMBEDDING, LINEAR
 from fdp.rules import Dense, OneHot, Pair, Record, Rule, check_rule, rows
 from fdp.types import FdpError
@@ -446,7 +446,7 @@ def test_tokens_that_cancel_leave_nothing_in_what_others_add(made, norm, size):
 
 def test_rows_of_a_sample_that_go_to_one_place_are_added_up():
     ids, right = torch.tensor([[3, 1, 3, 0], [2, 2, 2, 2]]), randn(2, 1, 4, 5)
-    places, rows = rules.sample_rows(ids, right)
+    places, rows = sample_gradients.sample_rows(ids, right)
     table = torch.zeros(2, 4, 5, dtype=rows.dtype).scatter_add(1, places[..., None].expand_as(rows), rows)
     torch.testing.assert_close(table, rules.per_sample_gradient(Pair(OneHot(ids), right, (4, 5))))
     for b in range(2):  # every place at most once; rows left over are zero
@@ -457,11 +457,16 @@ def test_rows_of_a_sample_that_go_to_one_place_are_added_up():
 def test_a_few_samples_at_a_time_give_the_same_norms_and_sums(monkeypatch):
     record, factors = cancelling_pair(1.0), torch.rand(5)
     uses = [record, rules.Dense(randn(5, 3, 4, seed=7).float())]
-    squares, total = rules.direct_squared_norm_of_uses(uses), rules.weighted_gradient_of_uses(uses, factors)
+    squares, total = (
+        sample_gradients.direct_squared_norm_of_uses(uses),
+        sample_gradients.weighted_gradient_of_uses(uses, factors),
+    )
     for most in (1, 24, 36):
-        monkeypatch.setattr(rules, "AT_ONCE", most)
-        assert torch.equal(rules.direct_squared_norm_of_uses(uses), squares)
-        torch.testing.assert_close(rules.weighted_gradient_of_uses(uses, factors), total, rtol=1e-13, atol=1e-13)
+        monkeypatch.setattr(sample_gradients, "AT_ONCE", most)
+        assert torch.equal(sample_gradients.direct_squared_norm_of_uses(uses), squares)
+        torch.testing.assert_close(
+            sample_gradients.weighted_gradient_of_uses(uses, factors), total, rtol=1e-13, atol=1e-13
+        )
 
 
 def test_a_kernel_gets_no_factor_that_float32_would_round_away():
