@@ -21,7 +21,7 @@ import difflib
 import os
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -57,10 +57,10 @@ class Windows:
       - only the windows asked for are read.
     """
 
-    tokens: np.ndarray
+    tokens: np.ndarray = field(repr=False)
     context: int
     token: str = "token"
-    links: int = 0
+    links: int = field(default=0, repr=False)
 
     @property
     def reading(self) -> Reading:
@@ -90,8 +90,8 @@ class Windows:
 class Examples:
     """Labelled images held in memory; a sample is one image with its label."""
 
-    image: Tensor
-    label: Tensor
+    image: Tensor = field(repr=False)
+    label: Tensor = field(repr=False)
 
     @property
     def unit(self) -> PrivacyUnit:

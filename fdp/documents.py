@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -46,6 +46,10 @@ class Documents(NamedTuple):
     word: str = "token"
     texts: int = 0
     links: int = 0
+
+    def __repr__(self) -> str:
+        """Name the source and show no content: what is printed by accident is not private."""
+        return f"Documents({self.source!r})"
 
     def row(self, i: int) -> np.ndarray:
         """The tokens of row i."""
@@ -121,7 +125,7 @@ class Records:
     documents: Documents
     context: int
     unit: PrivacyUnit
-    reading: Reading
+    reading: Reading = field(repr=False)
 
     def __len__(self) -> int:
         return len(self.documents.owners)

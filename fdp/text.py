@@ -14,7 +14,9 @@ data would be other data in every run. Nothing is downloaded.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -22,6 +24,9 @@ import numpy as np
 
 from fdp.sources import check_text
 from fdp.types import FdpError
+
+TODAY = datetime(2024, 7, 26)
+"""The day on which chat templates that tell the date are written: a run that is resumed tomorrow has the same data."""
 
 Span: TypeAlias = tuple[int, int]
 """The characters of a text that a token comes from: the first, and the one after the last."""
@@ -86,10 +91,12 @@ def tokenizer_of(tokenizer: Any) -> Tokenizer:
         found = tokenizer(text, add_special_tokens=False, verbose=False, return_offsets_mapping=True)
         return found["input_ids"], found["offset_mapping"]
 
-    def render(messages: Sequence[dict[str, Any]], prompt: bool) -> str:
-        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt)
-
     template = getattr(tokenizer, "chat_template", None)
+    own = {"chat_template": _dated(template)} if isinstance(template, str) else {}
+
+    def render(messages: Sequence[dict[str, Any]], prompt: bool) -> str:
+        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt, **own)
+
     return Tokenizer(
         encode,
         len(tokenizer),
@@ -123,6 +130,11 @@ def check_repeatable(tokenizer: Any) -> None:
             f"tokenizer: expected one that always gives the same tokens for a text, got one with {found[0]}: the data "
             "would be other data in every run. Switch it off, and save the tokenizer again"
         )
+
+
+def _dated(template: str) -> str:
+    """The template, with the date of ``TODAY`` for the one it would ask the clock for."""
+    return re.sub(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""", lambda call: repr(TODAY.strftime(call[2])), template)
 
 
 def encoded(tokenizer: Tokenizer, text: str, place: str) -> list[int]:

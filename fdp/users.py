@@ -17,7 +17,7 @@ but the user's own name and number of windows. Whether another user is there cha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
@@ -43,8 +43,8 @@ class Users:
 
     documents: Documents
     context: int
-    rows: np.ndarray
-    reading: Reading
+    rows: np.ndarray = field(repr=False)
+    reading: Reading = field(repr=False)
 
     @property
     def unit(self) -> PrivacyUnit:

@@ -169,6 +169,18 @@ def test_nor_the_digest_or_the_number_of_samples_where_ranks_differ(monkeypatch:
     assert "another content of the data on rank 0 than on rank 1" in check(lambda: launch.check_agreement(mine))
 
 
+def test_nor_is_a_dataset_that_is_printed(tmp_path: Path) -> None:
+    path = write(tmp_path, {"text": CANARY, "by": CANARY})
+    ids = ", ".join(str(token) for token in CANARY.encode())
+    sets: list[Any] = [data.load(path, context=3), corpus.load(path, context=99, vocab_size=256)]
+    sets.append(corpus.load(path, context=99, vocab_size=256, **USER))
+    for dataset in sets:
+        for held in (dataset, getattr(dataset, "documents", None)):
+            assert CANARY not in repr(held)
+            assert CANARY.lower() not in repr(held)
+            assert ids[:12] not in repr(held)
+
+
 @pytest.mark.parametrize("name", ["no JSON", "no field", "messages are a text", "user is a list", "nested"])
 def test_nor_on_the_screen_of_a_run(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line, options = LINES[name]

@@ -215,6 +215,15 @@ def test_a_template_is_asked_for_whole_turns_only(tmp_path: Path) -> None:
     assert [int(token) for token in documents.tokens[documents.counted]] == tokenizer.encode("bye <end>")
 
 
+def test_a_template_that_tells_the_date_tells_the_same_every_day(tmp_path: Path) -> None:
+    dated = (
+        "{% set day = strftime_now( \"%d %b %Y\" ) %}{{ strftime_now('%Y-%m-%d') }} {{ day }} {{ messages[0].content }}"
+    )
+    tokenizer = text.load_tokenizer(make_tokenizer(tmp_path, template=dated))
+    assert tokenizer.render is not None
+    assert tokenizer.render(said(("user", "hello"))["messages"], False) == "2024-07-26 26 Jul 2024 hello"
+
+
 @pytest.mark.parametrize("role", ["Assistant", "ASSISTANT", " assistant\n"])
 def test_the_assistant_is_known_in_any_spelling(role: str, tmp_path: Path) -> None:
     """Written with a capital, all answers were read and none was learned."""
