@@ -116,6 +116,19 @@ class Sharding(NamedTuple):
         return self.replicate.rank * self.shard.size + self.shard.rank if self.data is Data.SPLIT else 0
 
 
+def reduce_slack(sharding: Sharding | None, expected_batch_size: float) -> float:
+    """Bound, as a share of C, how much further one sample can move a private sum that travels in less than float64.
+
+    Rounding each of R ranks' sums, and adding them up, errs by at most ``R u B C`` for B samples, with one of them more
+    or less twice that: ``2 (R + 1) u B``, u = 2^-24 in float32. B is taken as ``expected + 10 sqrt(expected) + 100``,
+    a public number that a Poisson draw exceeds with probability below 1e-22.
+    """
+    if sharding is None or sharding.reduce_dtype in (None, torch.float64):
+        return 0.0
+    most = expected_batch_size + 10 * math.sqrt(expected_batch_size) + 100
+    return 2 * (sharding.ranks + 1) * torch.finfo(sharding.reduce_dtype).eps / 2 * most
+
+
 def make_sharding(
     model: Model,
     mesh: DeviceMesh,
@@ -128,8 +141,8 @@ def make_sharding(
     """Every leaf of ``model`` in its place on ``mesh``.
 
     ``reduce`` defaults to once per step, for ZeRO-3 to every microbatch, where no whole gradient fits. Sums of private
-    gradients are float64; sending them in a narrower ``reduce_dtype`` halves the traffic and rounds a sum S by
-    ``eps |S|``, so that one sample may move it by as much more than C: 6e-8 B for float32 and B samples.
+    gradients are float64; sending them in a narrower ``reduce_dtype`` halves the traffic and rounds them, which
+    :func:`reduce_slack` bounds.
 
     Guarantees:
       - every leaf is in exactly one place: a leaf that no block uses, or a block's leaf that the model does not have,

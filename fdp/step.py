@@ -49,6 +49,7 @@ from fdp.sharding import (
     globalize_state,
     localize,
     places,
+    reduce_slack,
 )
 from fdp.traffic import gather_all, gather_samples, reduce_all, sum_over_samples
 from fdp.types import Batch, ClippedSum, FdpError, Flat, Key, Metrics, Path, Step, TrainState, Tree, Weighted
@@ -238,8 +239,7 @@ def make_stages(
         )
     if precondition is not None:
         check_preconditioned(plan.private, sharding)
-    exact = (None, torch.float32, torch.float64)
-    if plan.private and sharding is not None and sharding.reduce_dtype not in exact:
+    if plan.private and sharding is not None and sharding.reduce_dtype not in (None, torch.float32, torch.float64):
         raise FdpError(
             f"reduce_dtype: expected float64 or float32 for private sums, got {sharding.reduce_dtype}: rounding by "
             f"2^-8 of a sum is more than one sample may move it"
@@ -288,6 +288,7 @@ def make_stages(
         return Part(total, tally, Metrics(losses, norms.total(), clip.smallest(), mask))
 
     def reduce(total: ClippedSum) -> ClippedSum:
+        total = total._replace(sensitivity=total.sensitivity * (1 + reduce_slack(sharding, expected)))
         return total._replace(value=reduce_all(sharding, model, total.value)) if once else total
 
     def noise(total: ClippedSum, key: Key) -> Flat:

@@ -5,7 +5,10 @@ Compiled blocks and recorded steps are the step; in half precision no sample mov
 
 from __future__ import annotations
 
+import json
 import socket
+import subprocess
+import sys
 from itertools import pairwise
 from typing import Any
 
@@ -34,6 +37,20 @@ MODEL = gpt(GPTConfig(layers=3, width=64, heads=4, context=32, vocab_size=211))
 DATA = {"tokens": torch.randint(0, 211, (64, 33), generator=torch.Generator().manual_seed(0))}
 SAMPLING = poisson(64, expected_batch_size=12)
 ALL = Offload(params=True, grads=True, optimizer=True)
+
+
+@pytest.mark.parametrize("method", ["none", "auto"])
+def test_the_command_records_steps_of_any_number_of_microbatches(method, tmp_path):
+    """The README's fast line. Draws of about 24 in microbatches of 12: one, two and three of them in turn."""
+    out = tmp_path / "run"
+    options = "--dtype bfloat16 --compile block --cuda-graph --steps 24 --batch-size 24 --microbatch 12 --seed 3"
+    command = [sys.executable, "-m", "fdp", "train", *options.split(), "--method", method, "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 24
+    assert {1, 2, 3} <= {-(-row["samples"] // 12) for row in rows}
+    assert rows[-1]["loss"] < rows[0]["loss"]
 
 
 def train(

@@ -9,16 +9,17 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from fdp import clipping, keys, optimizers, tree
+from fdp import clipping, keys, ops, optimizers, tree
 from fdp.collectives import axis_of
 from fdp.init import uniform
 from fdp.launch import check_agreement
 from fdp.mechanism import Mechanism
 from fdp.mesh import make_mesh
 from fdp.methods import Method, make_plan
-from fdp.model import Block, LeafSpec, Model
+from fdp.model import Block, LeafSpec, Model, from_loss
 from fdp.models import GPTConfig, LlamaConfig, gpt, llama
 from fdp.offload import NOTHING, Offload
+from fdp.reductions import global_norm
 from fdp.sampling import poisson, sample_batch
 from fdp.sharding import (
     Data,
@@ -28,11 +29,12 @@ from fdp.sharding import (
     abstract_params,
     cut_out,
     init_params,
+    localize,
     make_sharding,
     over_tensor_axis,
     shared_key,
 )
-from fdp.step import init_state, make_train_step
+from fdp.step import init_state, make_stages, make_train_step
 from fdp.torch_init import place_leaves, torch_leaves
 from fdp.types import FdpError
 from tests.fake_ranks import fake_ranks
@@ -182,7 +184,7 @@ def cases(ranks: int) -> dict[str, dict[str, Any]]:
             "automatic": {"style": "automatic"},
             "adafactor": {"optimizer": "adafactor"},
             "clipped by global norm": {"optimizer": "clipped", "method": Method.NONE},
-            "float32 sums": {"reduce_dtype": torch.float32},
+            "float32 sums": {"reduce_dtype": torch.float32, "method": Method.NONE},  # private: with more noise
             "none with offload": {"offload": ALL, "method": Method.NONE},
             "none with activation checkpoints": {
                 "checkpoint_activations": True, "method": Method.NONE, "zero": Zero.NONE
@@ -225,6 +227,40 @@ SHORT = {
     8: ("zero 3, auto", "zero 3, none", "replicate=2 x tensor=2 x shard=2", "replicate=2 x tensor=2 x shard=2, lamb"),
 }  # fmt: skip
 """What is run on more ranks than the machine has cores; everything else is marked slow."""
+
+
+def moved_by_one(reduce_dtype: torch.dtype | None) -> tuple[float, float]:
+    """Measure how far one of 2 x 1024 samples can move the sum, and return it with what the sum states."""
+    net = from_loss(lambda p, d: ops.linear(d["x"], p["w"]).sum((1, 2)), {"w": torch.zeros(4, 4)})
+    sharding = make_sharding(
+        net, make_mesh({"shard": 2}, device_type="cpu"), zero=Zero.THREE, reduce_dtype=reduce_dtype
+    )
+    mechanism = Mechanism(poisson(5000, expected_batch_size=2048), clipping.flat(max_norm=1.0), 1.0)
+    x, worst, stated = torch.full((1024, 1, 4), 3.0), 0.0, 0.0
+    plan = make_plan(net, abstract_params(net, sharding), {"x": x}, method=Method.AUTO)
+    stages = make_stages(net, optimizers.sgd(0.1), mechanism=mechanism, plan=plan, sharding=sharding)
+    weights = stages.weights(localize(init_params(net, keys.key(0), sharding)), torch.device("cpu"))
+    for last in torch.linspace(0.5, 1, 9):
+        if sharding.rank == 1:
+            x[-1] = -3.0 * torch.tensor([1, 1, 1, last])
+        totals = []
+        for counts in (1.0, 0.0):
+            mask = torch.ones(1024)
+            mask[-1] = counts if sharding.rank == 1 else 1.0
+            totals.append(stages.reduce(stages.gradient(weights, (), {"x": x}, mask).total))
+        with_, without = totals
+        difference = {path: with_.value[path].double() - without.value[path].double() for path in with_.value}
+        worst, stated = max(worst, float(global_norm(difference, sharding))), float(with_.sensitivity)
+    return worst, stated
+
+
+@pytest.mark.ranks
+def test_what_a_reduction_in_float32_rounds_is_in_the_sensitivity_that_it_states():
+    for moved, stated in run_on_ranks(moved_by_one, 2, torch.float32):
+        assert 1 + 1e-6 < moved <= stated < 1.002
+    for moved, stated in run_on_ranks(moved_by_one, 2, None):
+        assert moved <= 1 + 1e-6
+        assert stated == 1.0
 
 
 def everything(names: list[str], ranks: int) -> dict[str, Any]:
