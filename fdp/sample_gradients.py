@@ -31,8 +31,8 @@ from fdp_kernels.keep import squared_norms, weighted_sum
 from jaxtyping import Float, Int
 from torch import Tensor
 
-AT_ONCE = 1 << 22
-"""Elements of per-sample gradients that are formed in float64 at a time, if a sample has no more."""
+AT_ONCE, AT_ONCE_ON_GPU = 1 << 22, 1 << 25
+"""Elements of per-sample gradients that are formed in float64 at a time, if a sample has no more: 32 and 256 MiB."""
 
 
 class OneHot(NamedTuple):
@@ -220,7 +220,8 @@ def _few_samples(records: Sequence[Record]) -> Iterator[list[Record]]:
     if all(isinstance(record, Dense) for record in records):
         few = len(_first_side(records[0]))  # nothing is multiplied out
     else:
-        few = max(1, AT_ONCE // max(1, *sizes))
+        most = AT_ONCE_ON_GPU if _first_side(records[0]).is_cuda else AT_ONCE
+        few = max(1, most // max(1, *sizes))
     for start in range(0, max(1, len(_first_side(records[0]))), few):
         yield [_cut(record, start, start + few) for record in records]
 
