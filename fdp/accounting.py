@@ -35,13 +35,12 @@ from scipy.optimize import root_scalar
 
 from fdp import sampling as sampling_
 from fdp.clipping import ClipStyle
+from fdp.composition import Composition
 from fdp.mechanism import Mechanism, Statistics
 from fdp.sampling import Poisson
 from fdp.types import FdpError
 
 NEIGHBOURS = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
-RELATION = "add or remove one sample; sampling rate public"
-"""The neighbour relation of every epsilon, in the words that users see."""
 
 SMALLEST_DELTA = 1e-12
 """Below this the rounding of the PLD's Fourier transforms is felt; RDP has no such limit."""
@@ -51,6 +50,9 @@ _TOO_COARSE = 512.0
 
 _NEGLIGIBLE = 1e-9
 """A noise multiplier below this is none: dp_accounting's squares of it overflow."""
+
+_EVERY, _TOLERANCE = 300, 0.003
+"""Epsilons that are computed one by one; of more, what may lie between two, as a part of the last. 3 ms each."""
 
 _NOISE_RANGE = (0.05, 1e5)
 _NOISE_TOLERANCE = 5e-4
@@ -101,7 +103,7 @@ def event(mechanism: Mechanism, steps: int) -> dp_accounting.DpEvent:
 def epsilon(mechanism: Mechanism, *, steps: int, delta: float, accountant: Accountant = Accountant.PLD) -> float:
     """The epsilon of ``steps`` steps at ``delta``; ``inf`` without noise, and possibly where it exceeds 700.
 
-    Choose ``delta`` well below ``1 / population``: see :func:`delta_advice`.
+    Choose ``delta`` well below ``1 / population``: see :func:`fdp.guarantee.delta_advice`.
 
     Guarantees:
       - at least the true epsilon of the mechanism;
@@ -132,13 +134,13 @@ def epsilon_curve(
     steps: Sequence[int],
     delta: float,
     accountant: Accountant = Accountant.PLD,
-    tolerance: float = 0.02,
+    tolerance: float | None = None,
 ) -> list[float]:
-    """The epsilon after each of ``steps``, for a plot or a live display.
+    """Return the epsilon after each of ``steps``, for a plot or a live display. The last is :func:`epsilon`.
 
-    The last is :func:`epsilon`. Points in between are computed on a coarser grid (usually below 1 % more)
-    until neighbours differ by at most ``tolerance`` of the last, about ``1.5 / tolerance`` of them; a step
-    between two points gets the value of the later one.
+    With a ``tolerance`` above 0, only so many are computed that neighbours differ by at most that part of the last,
+    about ``1.5 / tolerance`` of them; a step between two computed ones gets the value of the later one. None: every one
+    of up to 300 steps is computed; of more, as many as a tolerance of 0.003 takes.
 
     Guarantees:
       - at least the true epsilon at every step; never falls from one step to a later one.
@@ -148,28 +150,35 @@ def epsilon_curve(
         return []
     points = sorted(set(steps))
     last = len(points) - 1
-    totals = [event(mechanism, points[0]), event(mechanism, points[last])]
-    if not _parts(totals[1]):
-        return [math.inf] * len(steps)
-    interval = _COARSER * _interval(totals[1], delta)
-
-    def coarse(place: int) -> float:
-        return _epsilon(event(mechanism, points[place]), delta, accountant, interval=interval)
-
-    known = {last: _epsilon(totals[1], delta, accountant)}
+    if tolerance is None:
+        tolerance = 0.0 if last < _EVERY else _TOLERANCE
+    value_at = _epsilons(mechanism, points, delta, accountant)
+    known = {last: epsilon(mechanism, steps=points[last], delta=delta, accountant=accountant), 0: value_at(points[0])}
     gaps = [(0, last)] if last else []
-    known |= {0: coarse(0)} if last else {}
-    while gaps:
+    while gaps and known[last] < math.inf:
         left, right = gaps.pop()
         if right - left > 1 and known[right] - known[left] > tolerance * known[last]:
             middle = (left + right) // 2
-            known[middle] = coarse(middle)
+            known[middle] = value_at(points[middle])
             gaps += [(left, middle), (middle, right)]
-    value, answer = math.inf, {}
+    value, answer = known[last], {}
     for place in range(last, -1, -1):
         value = min(value, known.get(place, value))
         answer[points[place]] = value
     return [answer[count] for count in steps]
+
+
+def _epsilons(
+    mechanism: Mechanism, points: Sequence[int], delta: float, accountant: Accountant
+) -> Callable[[int], float]:
+    """Epsilon after a number of steps between the first and the last of ``points``; on one grid, that of the last."""
+    total = event(mechanism, points[-1])
+    if accountant is Accountant.RDP or not _parts(total) or (interval := _interval(total, delta)) > _TOO_COARSE:
+        return lambda count: _epsilon(event(mechanism, count), delta, accountant)
+    with np.errstate(all="ignore"):
+        kinds = [_pld(part.event, interval) for part in _parts(total)]
+        composition = Composition(kinds, most=[part.count for part in _parts(total)], delta=delta)
+    return lambda count: composition.epsilon([part.count for part in _parts(event(mechanism, count))])
 
 
 def noise_multiplier_for(
@@ -224,29 +233,6 @@ def noise_multiplier_for(
             f"count alone spends epsilon {epsilon} at delta {delta}. Raise count_noise, or the target"
         )
     return left**-0.5 * (1 + 1e-9)
-
-
-def delta_advice(population: int, delta: float) -> str | None:
-    """Return a warning where ``delta`` is too large to mean much for that many samples, else None.
-
-    Publishing one sample, picked at random, is (0, 1 / population)-private: such a delta allows it.
-    """
-    if delta < 1 / population:
-        return None
-    return (
-        f"delta {delta:g} is not below 1 / population = {1 / population:.3g}: publishing one sample outright would "
-        f"pass. Use {default_delta(population):g} or less"
-    )
-
-
-def default_delta(population: int) -> float:
-    """Return ``min(1e-6, 0.01 / population)``, rounded down to one digit: ``population * delta <= 0.01``.
-
-    ``population`` is the public number of samples, so that delta says nothing about the private one.
-    """
-    most = min(1e-6, 0.01 / population)
-    digits, _, exponent = f"{most:.15e}".partition("e")
-    return float(f"{int(float(digits))}e{exponent}")
 
 
 def _epsilon(total: Any, delta: float, accountant: Accountant, *, interval: float | None = None) -> float:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fdp import tree
-from fdp.accounting import RELATION
+from fdp.guarantee import RELATION
 from fdp.kfac.sources import kind_of
 from fdp.kfac.state import find
 from fdp.reading import reading_of

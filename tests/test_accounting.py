@@ -15,9 +15,7 @@ from scipy import integrate, optimize, stats
 from fdp import accounting
 from fdp.accounting import (
     Accountant,
-    default_delta,
     delta,
-    delta_advice,
     effective_noise_multiplier,
     epsilon,
     epsilon_curve,
@@ -25,7 +23,8 @@ from fdp.accounting import (
     noise_multiplier_for,
 )
 from fdp.clipping import flat, quantile
-from fdp.mechanism import Mechanism
+from fdp.guarantee import default_delta, delta_advice
+from fdp.mechanism import Mechanism, statistics
 from fdp.sampling import Poisson, poisson
 from fdp.types import FdpError
 
@@ -260,11 +259,40 @@ def test_the_noise_for_a_budget_covers_truncation_and_count(built):
     assert z > noise_multiplier_for(plain, FLAT, epsilon=0.7, delta=1e-6, steps=300)
 
 
+MORE = statistics(poisson(10_000, expected_batch_size=100), max_norm=1.0, noise_multiplier=2.0, period=10)
+
+
 @pytest.mark.parametrize("accountant", Accountant)
-def test_the_curve_is_never_below_and_never_falls(accountant):
+@pytest.mark.parametrize(
+    "built", [GOLDEN, GOLDEN._replace(statistics=MORE), mechanism(1.0, 30.0)], ids=["steps", "and statistics", "all"]
+)
+def test_the_curve_is_the_epsilon_of_every_step(built, accountant):
+    """What is shown after a step is that step's, not that of a later one."""
+    steps = list(range(1, 301))
+    curve = epsilon_curve(built, steps=steps, delta=1e-5, accountant=accountant)
+    assert all(a <= b for a, b in pairwise(curve))
+    for t in (1, 2, 17, 100, 233, 299):
+        exact = epsilon(built, steps=t, delta=1e-5, accountant=accountant)
+        assert exact * (1 - 1e-3) <= curve[t - 1] <= exact * (1 + 2e-3)
+    assert curve[-1] == epsilon(built, steps=300, delta=1e-5, accountant=accountant)
+    if built is GOLDEN:
+        assert all(a < b for a, b in pairwise(curve))
+
+
+def test_a_long_curve_is_never_below_and_at_most_the_tolerance_above():
+    steps = list(range(1, 2001))
+    curve = epsilon_curve(GOLDEN, steps=steps, delta=1e-5)
+    assert all(a <= b for a, b in pairwise(curve))
+    for t in (1, 5, 77, 400, 1234, 1999, 2000):
+        exact = epsilon(GOLDEN, steps=t, delta=1e-5)
+        assert exact * (1 - 1e-3) <= curve[t - 1] <= 1.002 * exact + 0.003 * curve[-1]
+
+
+@pytest.mark.parametrize("accountant", Accountant)
+def test_a_curve_with_a_tolerance_is_never_below_and_never_falls(accountant):
     steps = list(range(1, 401))
-    curve = epsilon_curve(GOLDEN, steps=steps, delta=1e-5, accountant=accountant)
-    assert len(curve) == 400
+    curve = epsilon_curve(GOLDEN, steps=steps, delta=1e-5, accountant=accountant, tolerance=0.02)
+    assert len(set(curve)) < 100
     assert all(a <= b for a, b in pairwise(curve))
     for t in (1, 2, 17, 100, 333, 400):
         exact = epsilon(GOLDEN, steps=t, delta=1e-5, accountant=accountant)
@@ -318,8 +346,8 @@ def test_no_figure_depends_on_the_number_of_samples(most):
 def test_truncation_is_bounded_for_every_number_of_samples_up_to_the_public_one(population, q, most):
     """dp_accounting's bound takes the number of samples; ours must be above it for each that the data may have."""
     grid = 0.02
-    step = event(mechanism(q, 1.2, size=population, population=population, most=most), 1).event
-    bound = accounting._pld(step, grid).self_compose(20)
+    [step] = accounting._parts(event(mechanism(q, 1.2, size=population, population=population, most=most), 1))
+    bound = accounting._pld(step.event, grid).self_compose(20)
     for size in {most + 1, (most + population) // 2, round(0.9 * population), population - 1, population}:
         exact = privacy_loss_distribution.from_truncated_subsampled_gaussian_mechanism(
             dataset_size=size,

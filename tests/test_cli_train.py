@@ -19,13 +19,13 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from fdp import accounting
 from fdp import run as runs
 from fdp.cli import display, report, resume, session
 from fdp.cli.configure import configure
 from fdp.cli.idle import check_idle
 from fdp.cli.main import main
 from fdp.cli.train import train_command
+from fdp.guarantee import RELATION
 from fdp.launch import joined
 from fdp.optimizers import Optimizer
 from fdp.records import Record, fingerprint
@@ -70,8 +70,8 @@ def test_a_run_leaves_its_five_files(tmp_path: Path, capsys: pytest.CaptureFixtu
     config = json.loads((out / "config.json").read_text())
     given = config["settings"]
     assert (given["model"], given["seed"], given["steps"], config["population"]) == ("logistic", 3, 3, 1500)
-    assert (config["relation"], config["sampling_rate"]) == (accounting.RELATION, 32 / 1500)
-    assert summary["relation"] == accounting.RELATION
+    assert (config["relation"], config["sampling_rate"]) == (RELATION, 32 / 1500)
+    assert summary["relation"] == RELATION
     assert "1437" not in (out / "config.json").read_text(), "the number of samples is private"
     assert torch.__version__.startswith(config["versions"]["torch"])
     assert (out / "report.png").read_bytes().startswith(b"\x89PNG")

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from fdp import accounting, tree
 from fdp import run as runs
-from fdp.accounting import default_delta
 from fdp.cli import resume
 from fdp.cli.compare import _parsed
 from fdp.cli.configure import LEARNING_RATES, configure, kfac_config, learning_rate
 from fdp.cli.main import main
 from fdp.cli.train import train_command
 from fdp.clipping import flat
+from fdp.guarantee import default_delta
 from fdp.kfac.config import Distribution, KfacConfig
 from fdp.kfac.fisher import Fisher
 from fdp.kfac.private_refresh import sides_of

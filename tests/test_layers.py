@@ -31,7 +31,7 @@ JOINERS = {
 }
 # The accountant is given the mechanism, which names who is sampled and how a sample is clipped. Adaptive clipping
 # noises its count as sums are noised.
-KNOWN = {"accounting": {"mechanism", "clipping", "sampling"}, "clipping": {"noise"}}
+KNOWN = {"accounting": {"mechanism", "clipping", "sampling", "composition"}, "clipping": {"noise"}}
 # In order: each may import those before it.
 ORDER = (
     "types",

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fdp import corpus, keys, tree
-from fdp.accounting import default_delta
 from fdp.clipping import clip_to
 from fdp.compiled import Blocks
 from fdp.documents import Documents, cut
+from fdp.guarantee import default_delta
 from fdp.methods import Method, make_plan
 from fdp.packing import Unit
 from fdp.per_sample import clipped_sum, per_sample_norms

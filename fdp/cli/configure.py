@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from fdp import accounting, clipping, launch, models, optimizers
+from fdp import clipping, launch, models, optimizers
 from fdp.cli.subject import dataset_of, is_folder, subject_and_data
+from fdp.guarantee import default_delta
 from fdp.kfac.config import Distribution, KfacConfig
 from fdp.kfac.fisher import Fisher
 from fdp.kfac.policy import policy_named
@@ -208,7 +209,7 @@ def configure(settings: Mapping[str, Any]) -> RunConfig:
         clip=style,
         noise_multiplier=settings["noise_multiplier"],
         epsilon=epsilon,
-        delta=accounting.default_delta(population) if settings["delta"] is None else settings["delta"],
+        delta=default_delta(population) if settings["delta"] is None else settings["delta"],
         population=announced,
         batch_size=batch_size,
         steps=steps,

@@ -25,9 +25,9 @@ from rich.table import Table
 from rich.text import Text
 
 from fdp import tree
-from fdp.accounting import RELATION, delta_advice
 from fdp.cli import rounded_up
 from fdp.cli.configure import learning_rate
+from fdp.guarantee import RELATION, delta_advice
 from fdp.kfac.sources import Feed, kind_of
 from fdp.kfac.state import KfacPlan
 from fdp.methods import Method

@@ -64,6 +64,7 @@ def epsilon_command(
     # torch takes seconds to import, and --help and mistakes on the command line should not.
     from fdp import accounting
     from fdp.clipping import flat
+    from fdp.guarantee import RELATION, delta_advice
     from fdp.kfac.sources import releases_of
     from fdp.mechanism import Mechanism
     from fdp.sampling import poisson
@@ -102,11 +103,11 @@ def epsilon_command(
     console.print(_table(pld, rdp, title=f"epsilon at delta {delta:g}, noise multiplier {shown}"))
     answer = f"noise multiplier {shown}: epsilon {rounded_up(spent, 4)}"
     console.print(f"{answer} at delta {delta:g} after {steps} steps at rate {sampling.rate:.4g} ({used.name})")
-    console.print(f"neighbours: {accounting.RELATION}")
+    console.print(f"neighbours: {RELATION}")
     if more is not None:
         noise = rounded_up(more.noise_multiplier, 5)
         console.print(f"in it {more.releases(steps)} releases of statistics, noise {noise} x their C")
-    if advice := accounting.delta_advice(population, delta):
+    if advice := delta_advice(population, delta):
         console.print(f"[yellow]{advice}[/]")
     if plot is not None:
         _draw(plot, mechanism, steps=steps, delta=delta)
@@ -127,7 +128,7 @@ def epsilon_command(
             "max_batch_size": max_batch_size,
             "count_noise": count_noise,
             "kfac_noise_multiplier": None if more is None else more.noise_multiplier,
-            "relation": accounting.RELATION,
+            "relation": RELATION,
         }
         print(json.dumps(result))
 
@@ -164,7 +165,7 @@ def _draw(path: Path, mechanism: Mechanism, *, steps: int, delta: float) -> None
     for name in AccountantName:
         if _bound(mechanism, 1, delta, name) not in (None, math.inf):
             used = accounting.Accountant(name.value)
-            curve = accounting.epsilon_curve(mechanism, steps=counts, delta=delta, accountant=used, tolerance=0)
+            curve = accounting.epsilon_curve(mechanism, steps=counts, delta=delta, accountant=used)
             axes.plot(counts, curve, label=used.name)
     axes.set(xlabel="steps", ylabel=f"epsilon at delta {delta:g}", xlim=(0, steps), ylim=(0, None))
     axes.set_title(f"noise multiplier {mechanism.noise_multiplier:.4g}, sampling rate {mechanism.sampling.rate:.3g}")

@@ -25,9 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from fdp.accounting import RELATION
 from fdp.checkpoint import writing
 from fdp.cli import version_of
+from fdp.guarantee import RELATION
 from fdp.methods import Method
 from fdp.records import Record
 from fdp.run import Run
