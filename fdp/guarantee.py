@@ -1,9 +1,28 @@
-"""What a run promises, in words and numbers: the neighbour relation, and how small delta must be.
+"""What a run promises, in words and numbers: the neighbour relation, how small delta must be, and what was promised
+before about the same parameters.
 
->>> delta = default_delta(sampling.population)
+    two runs of (e1, d1) and (e2, d2), the second from the parameters of the first, on the same data: (e1 + e2, d1 + d2)
+
+A folder of a model that fdp trained holds a marker with what was promised, so that training it again can say so. There
+is nothing of the data in it, not even a digest: whoever guesses the data could confirm the guess.
+
+    >>> delta = default_delta(sampling.population)
+    >>> before = read_marker(folder)
+    >>> training_again(before, Guarantee(3.0, 1e-6, RELATION, "one user"))   # None, or a warning with the numbers
 """
 
 from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from fdp.types import FdpError
+
+MARKER = "fdp_privacy.json"
+"""The file in a model's folder that says what was promised when it was trained."""
 
 RELATION = "add or remove one sample; sampling rate public"
 """The neighbour relation of every epsilon, in the words that users see."""
@@ -30,3 +49,64 @@ def default_delta(population: int) -> float:
     most = min(1e-6, 0.01 / population)
     digits, _, exponent = f"{most:.15e}".partition("e")
     return float(f"{int(float(digits))}e{exponent}")
+
+
+class Guarantee(NamedTuple):
+    """What one run promised about its data, ``unit`` being one sample in words. ``epsilon`` None: it is not private."""
+
+    epsilon: float | None
+    delta: float | None
+    relation: str | None
+    unit: str
+
+
+def marker_text(guarantees: Sequence[Guarantee]) -> str:
+    """Return the contents of a marker: what each run promised, the first one first."""
+    return json.dumps({"runs": [guarantee._asdict() for guarantee in guarantees]}, indent=2, allow_nan=False) + "\n"
+
+
+def read_marker(folder: Path) -> tuple[Guarantee, ...]:
+    """Return what was promised by the runs that trained the model in ``folder``; nothing if it has no marker."""
+    path = folder / MARKER
+    if not path.exists():
+        return ()
+    try:
+        return tuple(Guarantee(**run) for run in json.loads(path.read_text())["runs"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise FdpError(
+            f"{path}: expected what fdp writes about the runs that trained this model, got {type(error).__name__} when "
+            f"reading it; put the file back as it was, or remove it if you know how the model was trained"
+        ) from error
+
+
+def add_up(guarantees: Sequence[Guarantee]) -> tuple[float, float] | None:
+    """Return the (epsilon, delta) of all runs together, on the same data; None if any was not private."""
+    known = [(one.epsilon, one.delta) for one in guarantees if one.epsilon is not None and one.delta is not None]
+    if len(known) < len(guarantees):
+        return None
+    return math.fsum(epsilon for epsilon, _ in known), min(1.0, math.fsum(delta for _, delta in known))
+
+
+def training_again(before: Sequence[Guarantee], now: Guarantee) -> str | None:
+    """Return a warning, with the numbers, if the parameters were trained before; else None."""
+    if not before:
+        return None
+    if (then := add_up(before)) is None:
+        return (
+            "this model was trained before without privacy: nothing is promised about the data it was trained on then"
+        )
+    said = f"this model was trained privately before, with epsilon {shown_epsilon(then[0])} at delta {then[1]:.3g}"
+    if (total := add_up([*before, now])) is None:
+        return f"{said}; this run is not private: for people in its data, too, that no longer holds"
+    said += (
+        f"; if on the same people, the guarantees add up: at most epsilon {shown_epsilon(total[0])} at delta "
+        f"{total[1]:.3g}, not the {shown_epsilon(now.epsilon or 0.0)} of this run alone"
+    )
+    if len(units := dict.fromkeys(one.unit for one in (*before, now))) > 1:
+        said += f". The units differ ({'; '.join(units)}): they add up only for what is at most one sample in each"
+    return said
+
+
+def shown_epsilon(epsilon: float) -> str:
+    """Return three decimals, rounded up: what is shown is never below what was spent."""
+    return f"{math.ceil(epsilon * 1000) / 1000:.3f}"

@@ -20,13 +20,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fdp import tree
-from fdp.guarantee import RELATION
+from fdp.guarantee import RELATION, Guarantee, add_up, training_again
 from fdp.kfac.sources import kind_of
 from fdp.kfac.state import find
 from fdp.reading import reading_of
 from fdp.reductions import global_norm
 from fdp.sharding import localize
 from fdp.types import Metrics, TrainState, Tree
+from fdp.units import dataset_unit
 
 if TYPE_CHECKING:
     from fdp.run import Run
@@ -76,30 +77,61 @@ def record_of(run: Run, t: int, metrics: Metrics, *, bound: float | None, second
 def summarise(run: Run, state: TrainState, records: Sequence[Record]) -> dict[str, Any]:
     """The result of a run, as ``summary.json`` holds it; every rank calls it. ``seconds_per_step`` is the median."""
     losses = [record.loss for record in records if record.loss is not None]
-    private, done = run.epsilons is not None, int(state.step)
+    promised, done = guarantee_of(run), int(state.step)
     curvature = {} if run.kfac is None else _curvature(run, state)
     reading = reading_of(run.config.dataset)
+    return (
+        {
+            "loss_first": losses[0] if losses else None,
+            "loss_last": losses[-1] if losses else None,
+            "private": promised.epsilon is not None,
+            # Of all steps that were planned: whoever stops early by what the metrics say has used the data to decide.
+            "epsilon": promised.epsilon,
+            # By the state itself: an interruption may fall between a step and its record.
+            "epsilon_if_stop_was_decided_in_advance": (
+                None if run.epsilons is None else float(run.epsilons[done - 1]) if done else 0.0
+            ),
+            "delta": promised.delta,
+            "relation": promised.relation,
+            "unit": promised.unit,
+            "noise_multiplier": run.mechanism.noise_multiplier,
+            "steps": done,
+            "steps_planned": run.config.steps,
+            "samples": len(run.config.dataset),
+            "reading": None if reading is None else reading.as_json(),
+            "parameter_count": tree.size(state.params),
+            "parameter_norm": float(_norm(run, state.params)),
+            "parameter_sha256": fingerprint(state.params),
+            "seconds_per_step": statistics.median(record.seconds for record in records) if records else None,
+            "peak_memory_bytes": _peak_memory(run.config.device),
+            "method": run.config.method.value,
+            "world_size": 1 if run.sharding is None else run.sharding.world.size,
+            "seed": "os" if run.config.seed is None else run.config.seed,
+        }
+        | curvature
+        | _before(run, promised)
+    )
+
+
+def guarantee_of(run: Run) -> Guarantee:
+    """Return what the run promises about its data: the epsilon of all steps that are planned."""
+    unit = dataset_unit(run.config.dataset).one
+    if run.epsilons is None:
+        return Guarantee(None, None, None, unit)
+    return Guarantee(float(run.epsilons[-1]), run.config.delta, RELATION, unit)
+
+
+def _before(run: Run, promised: Guarantee) -> dict[str, Any]:
+    """What was promised about the first parameters, and what it comes to with this run on the same data."""
+    if not run.config.before:
+        return {}
+    total = add_up([*run.config.before, promised])
     return {
-        "loss_first": losses[0] if losses else None,
-        "loss_last": losses[-1] if losses else None,
-        "private": private,
-        # by the state itself: an interruption may fall between a step and its record
-        "epsilon": None if run.epsilons is None else (float(run.epsilons[done - 1]) if done else 0.0),
-        "delta": run.config.delta if private else None,
-        "relation": RELATION if private else None,
-        "noise_multiplier": run.mechanism.noise_multiplier,
-        "steps": done,
-        "samples": len(run.config.dataset),
-        "reading": None if reading is None else reading.as_json(),
-        "parameter_count": tree.size(state.params),
-        "parameter_norm": float(_norm(run, state.params)),
-        "parameter_sha256": fingerprint(state.params),
-        "seconds_per_step": statistics.median(record.seconds for record in records) if records else None,
-        "peak_memory_bytes": _peak_memory(run.config.device),
-        "method": run.config.method.value,
-        "world_size": 1 if run.sharding is None else run.sharding.world.size,
-        "seed": "os" if run.config.seed is None else run.config.seed,
-    } | curvature
+        "trained_before": [guarantee._asdict() for guarantee in run.config.before],
+        "epsilon_if_on_the_same_data_before": None if total is None else total[0],
+        "delta_if_on_the_same_data_before": None if total is None else total[1],
+        "warning": training_again(run.config.before, promised),
+    }
 
 
 def _curvature(run: Run, state: TrainState) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from fdp.block_loop import Memory
 from fdp.clipping import ClipStyle
 from fdp.compiled import Blocks
 from fdp.digest import data_digest
+from fdp.guarantee import Guarantee
 from fdp.kfac.optimizer import Kfac
 from fdp.kfac.private_refresh import sides_of
 from fdp.kfac.sources import Feed, KfacOptimizer, check_source, make_feed, make_kfac, refreshed_from, releases
@@ -82,7 +83,7 @@ class RunConfig:
     comes from, None: the number of samples, rounded up if the run is private. ``microbatch_size``, ``memory_budget``
     (bytes), ``compile``, ``cuda_graph``, ``device``, ``layout`` (None: one process), ``offload`` and
     ``checkpoint_activations`` change how a run computes, not what. ``seed=None``: a key from the system. ``values``:
-    the first parameters.
+    the first parameters; ``before``: what was promised about the data that they were trained on.
     """
 
     model: Model
@@ -107,6 +108,7 @@ class RunConfig:
     cuda_graph: bool = False
     values: Callable[[Model, Sharding | None, Key], Tree] = drawn_params
     population: int | None = None
+    before: tuple[Guarantee, ...] = ()
 
 
 class Run(NamedTuple):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fdp.cli.main import main
+from fdp.guarantee import MARKER, shown_epsilon
 
 transformers = pytest.importorskip("transformers")
 
@@ -55,6 +56,37 @@ def train(out: Path, *words: str, code: int = 0) -> dict[str, Any]:
 
 def weights(path: Path) -> dict[str, torch.Tensor]:
     return transformers.AutoModelForCausalLM.from_pretrained(path).state_dict()
+
+
+def test_training_a_private_model_again_says_what_it_adds_up_to(folder, letters, tmp_path, capsys):
+    """The folder that comes out says what was promised, and nothing of the data; the next run reads it."""
+    words = ["--data", str(letters), "--unit", "record"]
+    first = train(tmp_path / "first", "--model", str(folder), *words)
+    assert "trained_before" not in first
+    marker = json.loads((tmp_path / "first" / "model" / MARKER).read_text())
+    promised = {name: first[name] for name in ("epsilon", "delta", "relation", "unit")}
+    assert marker == {"runs": [promised]}
+    capsys.readouterr()
+    again = train(tmp_path / "again", "--model", str(tmp_path / "first" / "model"), *words)
+    assert again["trained_before"] == [promised]
+    assert again["epsilon_if_on_the_same_data_before"] == first["epsilon"] + again["epsilon"]
+    assert again["delta_if_on_the_same_data_before"] == first["delta"] + again["delta"]
+    assert "if on the same people, the guarantees add up: at most epsilon" in again["warning"]
+    assert shown_epsilon(first["epsilon"] + again["epsilon"]) in again["warning"]
+    capsys.readouterr()
+    loud = [word for word in TINY if word not in ("--quiet", "--json")]
+    with pytest.raises(SystemExit):
+        main(["train", *loud, "--model", str(tmp_path / "first" / "model"), *words, "--out", str(tmp_path / "loud")])
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert shown.count(again["warning"]) == 2, "in the header and at the end"
+    plain = ["--method", "none", "--noise-multiplier", "0"]
+    third = train(tmp_path / "third", "--model", str(tmp_path / "again" / "model"), *words, *plain)
+    assert len(third["trained_before"]) == 2
+    assert "this run is not private" in third["warning"]
+    assert third["epsilon_if_on_the_same_data_before"] is None
+    runs = json.loads((tmp_path / "third" / "model" / MARKER).read_text())["runs"]
+    assert [run["epsilon"] is None for run in runs] == [False, False, True]
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "third" / "model") is not None
 
 
 @pytest.mark.parametrize("words", [[], ["--lora", "2"]], ids=["full", "lora"])

@@ -19,16 +19,19 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
+from fdp import accounting, clipping
 from fdp import run as runs
 from fdp.cli import display, report, resume, session
 from fdp.cli.configure import configure
 from fdp.cli.idle import check_idle
 from fdp.cli.main import main
 from fdp.cli.train import train_command
-from fdp.guarantee import RELATION
+from fdp.guarantee import RELATION, shown_epsilon
 from fdp.launch import joined
+from fdp.mechanism import Mechanism
 from fdp.optimizers import Optimizer
 from fdp.records import Record, fingerprint
+from fdp.sampling import poisson
 from fdp.types import FdpError
 
 SMALL = shlex.split("--model logistic --data digits --noise-multiplier 1 --batch-size 32 --microbatch 16 --warmup 1")
@@ -59,7 +62,8 @@ def test_a_run_leaves_its_five_files(tmp_path: Path, capsys: pytest.CaptureFixtu
     summary = json.loads((out / "summary.json").read_text())
     assert printed == summary | {"out": str(out)}
     assert " ".join(summary) == (
-        "loss_first loss_last private epsilon delta relation noise_multiplier steps samples reading parameter_count "
+        "loss_first loss_last private epsilon epsilon_if_stop_was_decided_in_advance delta relation unit "
+        "noise_multiplier steps steps_planned samples reading parameter_count "
         "parameter_norm parameter_sha256 seconds_per_step peak_memory_bytes method world_size seed"
     )
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -472,11 +476,20 @@ def test_an_interrupted_run_keeps_the_steps_it_made(
     interrupt_after(2, monkeypatch)
     out = tmp_path / "run"
     assert train(out, "--json", steps=5) == 130
-    summary = last_json(capsys.readouterr().out)
+    text = capsys.readouterr().out
+    summary = last_json(text)
     assert summary["steps"] == 2
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert len(lines) == 2
-    assert summary["epsilon"] == lines[-1]["epsilon"]
+    config = json.loads((out / "config.json").read_text())
+    sampling = poisson(1437, expected_batch_size=32, population=config["population"])
+    mechanism = Mechanism(sampling, clipping.flat(max_norm=1.0), 1.0)
+    planned, made = (accounting.epsilon(mechanism, steps=steps, delta=summary["delta"]) for steps in (5, 2))
+    assert summary["steps_planned"] == 5
+    assert summary["epsilon"] == planned, "whoever stops by what was shown has used the data to decide"
+    assert summary["epsilon_if_stop_was_decided_in_advance"] == lines[-1]["epsilon"] == pytest.approx(made, rel=2e-3)
+    less = shown_epsilon(summary["epsilon_if_stop_was_decided_in_advance"])
+    assert display.EARLY_STOP.format(**summary, less=less) in " ".join(text.replace("│", " ").split())
     assert {path.name for path in out.iterdir()} == FILES
 
 

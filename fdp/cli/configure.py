@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from fdp import clipping, launch, models, optimizers
-from fdp.cli.subject import dataset_of, is_folder, subject_and_data
+from fdp.cli.subject import dataset_of, is_folder, promised_before, subject_and_data
 from fdp.guarantee import default_delta
 from fdp.kfac.config import Distribution, KfacConfig
 from fdp.kfac.fisher import Fisher
@@ -211,6 +211,7 @@ def configure(settings: Mapping[str, Any]) -> RunConfig:
         epsilon=epsilon,
         delta=default_delta(population) if settings["delta"] is None else settings["delta"],
         population=announced,
+        before=promised_before(settings),
         batch_size=batch_size,
         steps=steps,
         optimizer=chosen,

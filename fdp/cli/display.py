@@ -9,7 +9,6 @@ On a terminal the progress is redrawn in place; anywhere else it is plain lines 
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,12 +26,12 @@ from rich.text import Text
 from fdp import tree
 from fdp.cli import rounded_up
 from fdp.cli.configure import learning_rate
-from fdp.guarantee import RELATION, delta_advice
+from fdp.guarantee import RELATION, delta_advice, shown_epsilon, training_again
 from fdp.kfac.sources import Feed, kind_of
 from fdp.kfac.state import KfacPlan
 from fdp.methods import Method
 from fdp.reading import reading_of
-from fdp.records import Record
+from fdp.records import Record, guarantee_of
 from fdp.run import Run
 from fdp.step import Compile
 from fdp.types import TrainState
@@ -47,6 +46,10 @@ NOT_COVERED = (
     "every loss, norm, clipped fraction, sample count and time: metrics.jsonl, report.png, summary.json, "
     "this screen, computed on the private data; and checkpoints/, which hold the key of the noise. Guard them as you "
     "guard the data"
+)
+EARLY_STOP = (
+    "after {steps} of {steps_planned} steps. The epsilon is that of all {steps_planned}, since what the run showed may "
+    "have decided the stop; it is {less} if the {steps} steps were decided on before the run"
 )
 FIXED_SEED = "the noise can be repeated, and taken away, by whoever guesses it. For a real release leave --seed out"
 
@@ -110,12 +113,14 @@ def show_header(console: Console, run: Run, state: TrainState, settings: Mapping
             ("neighbours", RELATION),
             (
                 "budget",
-                f"epsilon {_spent(run.epsilons[-1])} at delta {config.delta:.3g} after {config.steps} steps",
+                f"epsilon {shown_epsilon(run.epsilons[-1])} at delta {config.delta:.3g} after {config.steps} steps",
             ),
         ]
     console.print(_panel("fdp train", rows))
     for warning in [] if reading is None else reading.warnings():
         console.print(Text(f"{warning} (counts of private data: covered by no budget)", style="yellow"))
+    if warning := training_again(config.before, guarantee_of(run)):
+        console.print(Text(warning, style="yellow"))
     if run.epsilons is not None:
         if advice := delta_advice(population, config.delta):
             console.print(Text(advice, style="yellow"))
@@ -132,16 +137,21 @@ def show_closing(console: Console, summary: Mapping[str, Any], folder: Path) -> 
             ("curvature", f"{summary['kfac_failures']} times a layer kept its last: not finite or not invertible")
         )
     if summary["private"]:
+        promised = (
+            f"epsilon {shown_epsilon(summary['epsilon'])} at delta {summary['delta']:.3g} ({summary['relation']})"
+        )
+        rows.append(("privacy", promised))
+        if summary["steps"] < summary["steps_planned"]:
+            less = shown_epsilon(summary["epsilon_if_stop_was_decided_in_advance"])
+            rows.append(("early stop", EARLY_STOP.format(**summary, less=less)))
         rows += [
-            (
-                "privacy",
-                f"epsilon {_spent(summary['epsilon'])} at delta {summary['delta']:.3g} ({summary['relation']})",
-            ),
             ("covered", COVERED),
             ("not covered", NOT_COVERED),
         ]
     else:
         rows.append(("privacy", "none: the parameters may reveal the data they were trained on"))
+    if "warning" in summary:
+        rows.append(("trained before", summary["warning"]))
     rows.append(("files", str(folder)))
     console.print(_panel("done", rows))
 
@@ -195,7 +205,7 @@ def facts(recent: Sequence[Record], total: int) -> list[str]:
     seconds = statistics.median(record.seconds for record in recent)  # the first step may have compiled
     rate = statistics.mean(record.samples for record in recent) / seconds
     left = (total - last.step) * seconds
-    spent = "not private" if last.epsilon is None else f"epsilon {_spent(last.epsilon)}"
+    spent = "not private" if last.epsilon is None else f"epsilon {shown_epsilon(last.epsilon)}"
     speed = f"{rate:,.0f}" if rate >= 10 else f"{rate:.1f}"
     return [f"loss {_number(last.loss)}", spent, f"{speed} samples/s", f"{_duration(left)} left"]
 
@@ -231,11 +241,6 @@ def _panel(title: str, rows: list[tuple[str, str]]) -> Panel:
     for name, value in rows:
         table.add_row(name, Text(value))
     return Panel(table, title=title, title_align="left", border_style="cyan", expand=False)
-
-
-def _spent(epsilon: float) -> str:
-    """Three decimals, rounded up: what is shown is never below what was spent."""
-    return f"{math.ceil(epsilon * 1000) / 1000:.3f}"
 
 
 def _number(value: float | None) -> str:

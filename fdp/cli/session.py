@@ -20,7 +20,7 @@ from fdp.cli import display, report, resume
 from fdp.cli.configure import configure
 from fdp.cli.idle import check_idle
 from fdp.cli.subject import export
-from fdp.records import Record, summarise
+from fdp.records import Record, guarantee_of, summarise
 from fdp.run import Run, prepare, steps
 from fdp.types import FdpError, TrainState
 from fdp.unison import everyones, in_unison
@@ -120,7 +120,7 @@ def _finish(
     run: Run, state: TrainState, records: list[Record], settings: Mapping[str, Any], folder: Path, console: Console
 ) -> None:
     summary = summarise(run, state, records)
-    export(state.params, settings, folder)
+    export(state.params, settings, folder, promised=[*run.config.before, guarantee_of(run)])
     if launch.rank() == 0:
         report.write_report(folder, run, records, title=f"{settings['model']} on {settings['data']}")
         report.write_summary(folder, summary)  # last: a folder with a summary is a finished run

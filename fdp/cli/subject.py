@@ -8,12 +8,12 @@
 
 >>> chosen = subject(settings)
 >>> data = dataset_of(settings, chosen.model)
->>> export(state.params, settings, folder)
+>>> export(state.params, settings, folder, promised=[guarantee])
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -26,6 +26,7 @@ from fdp.foreign.hub_files import empty_module, read_params
 from fdp.foreign.lora import lora_model, merge, train_only
 from fdp.foreign.prefix import prefix_model, without_prefix
 from fdp.foreign.prefix_save import save_prefix
+from fdp.guarantee import MARKER, Guarantee, marker_text, read_marker
 from fdp.model import Model
 from fdp.packing import Unit
 from fdp.safetensors_io import export_safetensors
@@ -136,19 +137,26 @@ def named_form(name: str) -> Form:
     return known[name]
 
 
-def export(params: Tree, settings: Mapping[str, Any], folder: Path) -> Path:
+def promised_before(settings: Mapping[str, Any]) -> tuple[Guarantee, ...]:
+    """What was promised by the runs of fdp that trained the model in ``--model``, if any did."""
+    return read_marker(Path(settings["model"])) if is_folder(settings["model"]) else ()
+
+
+def export(params: Tree, settings: Mapping[str, Any], folder: Path, *, promised: Sequence[Guarantee]) -> Path:
     """Write the trained model, adapters merged: a folder like the one it came from, or one safetensors file.
 
-    Of a prefix, which cannot be merged, a folder that ``peft`` reads.
+    Of a prefix, which cannot be merged, a folder that ``peft`` reads. ``promised`` is what all runs that trained it
+    promised, this one last: a folder says it, for whoever trains it again.
     """
+    files = {MARKER: marker_text(promised)}
     if settings["prefix"] is not None:
-        save_prefix(folder / "model", params, base=settings["model"])
+        save_prefix(folder / "model", params, base=settings["model"], files=files)
         return folder / "model"
     merged = params if settings["lora"] is None else merge(params, alpha=_alpha(settings))
     if not is_folder(settings["model"]):
         export_safetensors(merged, folder / "model.safetensors")
         return folder / "model.safetensors"
-    hugging_face.save(folder / "model", merged, source=settings["model"])
+    hugging_face.save(folder / "model", merged, source=settings["model"], files=files)
     return folder / "model"
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -30,8 +31,17 @@ NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5",
 """Endings of files that hold weights: those of the source would contradict the new ones."""
 
 
-def write_folder(path: Path, params: Tree, *, source: Path, dtype: torch.dtype | None = None) -> None:
+def write_folder(
+    path: Path,
+    params: Tree,
+    *,
+    source: Path,
+    dtype: torch.dtype | None = None,
+    files: Mapping[str, str] | None = None,
+) -> None:
     """Write ``params`` as ``source`` stores them; ``dtype`` is by default the stored one. Every rank calls it.
+
+    ``files`` are texts by name, to be written beside them, in place of the source's of that name.
 
     Guarantees:
       - ``path`` appears whole, by one rename; one that exists is refused;
@@ -52,7 +62,7 @@ def write_folder(path: Path, params: Tree, *, source: Path, dtype: torch.dtype |
                 whole[key] = old if value is None else value.detach().to("cpu", as_stored).contiguous()
             value = leaf = None
         in_unison(lambda: _write(partial / file, whole) if first else None, None)  # noqa: B023
-    in_unison(lambda: _publish(path, partial, stored, dtype) if first else None, None)
+    in_unison(lambda: _publish(path, partial, stored, dtype, files or {}) if first else None, None)
 
 
 def _begin(path: Path, partial: Path, flat: Flat, source: Path, first: bool) -> tuple[Stored, dict[str, str]]:
@@ -85,12 +95,14 @@ def _write(file: Path, tensors: dict[str, Tensor]) -> None:
         save_file(tensors, file, metadata={"format": "pt"})
 
 
-def _publish(path: Path, partial: Path, stored: Stored, dtype: torch.dtype | None) -> None:
+def _publish(path: Path, partial: Path, stored: Stored, dtype: torch.dtype | None, files: Mapping[str, str]) -> None:
     with writing(path):
+        for name, text in files.items():
+            (partial / name).write_text(text)
         if (stored.folder / INDEX).exists():
             index = json.loads((stored.folder / INDEX).read_text())
-            files = {partial / file for file in stored.files.values()}
-            index.setdefault("metadata", {})["total_size"] = sum(file.stat().st_size for file in files)
+            parts = {partial / file for file in stored.files.values()}
+            index.setdefault("metadata", {})["total_size"] = sum(part.stat().st_size for part in parts)
             (partial / INDEX).write_text(json.dumps(index, indent=2))
         if dtype is not None:
             config = json.loads((partial / "config.json").read_text())

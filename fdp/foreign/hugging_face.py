@@ -15,6 +15,7 @@ On several ranks the model comes first, then its sharding, then its values, of w
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -80,9 +81,11 @@ def save(
     *,
     source: str | os.PathLike[str],
     dtype: torch.dtype | None = None,
+    files: Mapping[str, str] | None = None,
 ) -> None:
     """Write a folder like ``source``, with the values of ``params``; see ``fdp.foreign.hub_save``.
 
-    ``dtype`` is by default that in which ``source`` stores each tensor. Every rank calls it.
+    ``dtype`` is by default that in which ``source`` stores each tensor; ``files`` are texts to be written beside them,
+    by name. Every rank calls it.
     """
-    write_folder(Path(path), params, source=Path(source), dtype=dtype)
+    write_folder(Path(path), params, source=Path(source), dtype=dtype, files=files)

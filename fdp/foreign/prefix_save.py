@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -26,8 +27,16 @@ from fdp.types import FdpError, Tree
 from fdp.unison import in_unison, rank_in
 
 
-def save_prefix(path: str | os.PathLike[str], params: Tree, *, base: str | os.PathLike[str] | None = None) -> None:
+def save_prefix(
+    path: str | os.PathLike[str],
+    params: Tree,
+    *,
+    base: str | os.PathLike[str] | None = None,
+    files: Mapping[str, str] | None = None,
+) -> None:
     """Write the prefix in ``params``; ``base``: where the model it is for can be found. Every rank calls it.
+
+    ``files`` are texts by name, to be written beside it.
 
     Guarantees:
       - ``path`` appears whole, by one rename; one that exists is refused.
@@ -36,11 +45,14 @@ def save_prefix(path: str | os.PathLike[str], params: Tree, *, base: str | os.Pa
     layers = [flat[leaf] for leaf in prefix_paths(flat)]
     whole = [leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in layers]
     first = rank_in(None) == 0
-    in_unison(lambda: _write(folder, torch.stack(whole).detach().cpu(), base) if first else None, None)
+    in_unison(lambda: _write(folder, torch.stack(whole).detach().cpu(), base, files or {}) if first else None, None)
 
 
 def _write(
-    folder: Path, values: Float[Tensor, "layers 2 heads tokens features"], base: str | os.PathLike[str] | None
+    folder: Path,
+    values: Float[Tensor, "layers 2 heads tokens features"],
+    base: str | os.PathLike[str] | None,
+    files: Mapping[str, str],
 ) -> None:
     if folder.exists():
         raise FdpError(f"{folder}: expected no folder of this name, got one; give another name")
@@ -63,7 +75,8 @@ def _write(
     with writing(folder):
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        (partial / "adapter_config.json").write_text(json.dumps(config, indent=2))
+        for name, text in {"adapter_config.json": json.dumps(config, indent=2), **files}.items():
+            (partial / name).write_text(text)
         save_file({"prompt_embeddings": rows}, partial / "adapter_model.safetensors", metadata={"format": "pt"})
         partial.rename(folder)
         sync_folder(folder.parent)
