@@ -401,7 +401,7 @@ _ORDINARY: dict[Any, list[dict[str, Tensor]]] = {}
 
 def ordinary(arena: Arena, count: int, dtype: torch.dtype, *, seed: int = 0) -> list[dict[str, Tensor]]:
     """Samples of no malice, some below the bound and some above; the same for the same arguments."""
-    key = (arena.name, tuple(arena.leaves), arena.tokens, count, dtype, seed)
+    key = (tuple(arena.leaves.items()), arena.tokens, count, dtype, seed)
     if key not in _ORDINARY:
         _ORDINARY[key] = _draw_ordinary(arena, count, dtype, seed)
     return _ORDINARY[key]
