@@ -291,6 +291,19 @@ def nothing(tokens: int = TOKENS) -> Tokens:
     return torch.zeros(tokens, dtype=torch.float64), torch.zeros(tokens, dtype=torch.float64)
 
 
+SEEDS = (20, 121, 147, 152, 161)
+"""Of numbers whose Gram matrices, eight tokens in float64, lose all of the remainder or more."""
+
+
+def remainder(e: float, tokens: int, dtype: torch.dtype, *, seed: int) -> Tensor:
+    """Numbers of no pattern, exact in ``dtype``, whose sum is ``e`` or what rounding the last leaves of it."""
+    x = torch.randn(tokens, generator=torch.Generator().manual_seed(seed)).to(dtype).double()
+    x[-2:] = 0.0
+    for last in (-2, -1):
+        x[last] = ((e if last == -1 else 0.0) - x.sum()).to(dtype).double()
+    return x
+
+
 @cache
 def rounds_most(dtype: torch.dtype, *, up: bool) -> float:
     """A number in [1, 1.4] whose square in ``dtype`` is rounded the most, relative to itself."""
@@ -338,6 +351,17 @@ def attacks_on(
             found[f"uses +-{M:g}, tokens {M:g}, gradients 1/{M:g}"] = [pushed(0, M, 1 / M), pushed(1, -1.0)]
             found[f"uses +-{M:g} but for {e:g}"] = [pushed(0, M), pushed(1, -M * (1 + e))]
             found[f"second use +-{M:g}"] = [nothing(tokens), mirrored(M)]
+    for k in (26, 27, 28) if few else (22, 24, 25, 26, 27, 28, 30):
+        # What is left is of the size of what rounding takes from a Gram matrix.
+        for M in (2.0**66,) if few else (2.0**27, 2.0**66, 2.0**99):
+            x = M * remainder(2.0**-k, tokens, dtype, seed=SEEDS[k % len(SEEDS)])
+            everywhere(f"tokens of {M:g} that leave 2^-{k} of it", x, torch.ones_like(x))
+            if len(kinds) == 2:
+                found[f"second use of {M:g} that leaves 2^-{k} of it"] = [nothing(tokens), (x, torch.ones_like(x))]
+                left = pushed(1, -M)
+                left[0][kinds[1].once : 2 * kinds[1].once] = M * 2.0**-k
+                left[1][kinds[1].once : 2 * kinds[1].once] = 1.0
+                found[f"uses +-{M:g} and 2^-{k} of it"] = [pushed(0, M), left]
     for up in (True, False):
         v, way = rounds_most(dtype, up=up), "up" if up else "down"
         square = float((torch.tensor(v, dtype=dtype) ** 2).double())

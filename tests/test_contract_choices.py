@@ -15,6 +15,7 @@ from fdp import clipping
 from fdp.compiled import Blocks
 from fdp.costs import NormBy, SumBy
 from fdp.methods import Method, Plan, make_plan
+from fdp.per_sample import per_sample_norms
 from tests.adversary import (
     ARENAS,
     BEFORE,
@@ -22,7 +23,9 @@ from tests.adversary import (
     SLACK,
     STYLES,
     TARGETS,
+    TOKENS,
     WAYS,
+    WIDTH,
     Target,
     adapted,
     attacked,
@@ -133,6 +136,18 @@ def test_no_attack_of_all_moves_the_sum_too_far(name, way, dtype):
 @pytest.mark.parametrize(("name", "way"), cases(QUICK))
 def test_no_attack_moves_the_sum_too_far_in_other_dtypes(name, way, dtype):
     check_arena(name, way, dtype, ["flat"])
+
+
+@pytest.mark.parametrize("way", [WAYS[1], WAYS[2], WAYS[3]], ids=way_name)
+@pytest.mark.parametrize("name", ["linear", "embedding", "conv1d", "experts", "linear+linear", "linear+add"])
+def test_a_norm_of_pairs_is_never_below_its_floor(name, way):
+    """Tokens +-1e20 add up to nothing, but their norm is not nothing: rounding of their size is within it."""
+    target = target_of(name, torch.float32)
+    plan = forced(auto_of(name, torch.float32), *way)
+    _, norms, _ = per_sample_norms(target.model, target.params, target.data, plan=plan)
+    measured = norms.total()[BEFORE + target.attackers.index("w: tokens +-1e+20")]
+    largest = 1e20 * TOKENS * 2 * WIDTH * WIDTH  # of all elements, tokens and uses
+    assert 2.0**-27 * 1e20 * TOKENS <= measured <= 2.0**-20 * largest
 
 
 # --- whole models: language models, users' windows, packed documents, adapters, foreign modules ---------------------
