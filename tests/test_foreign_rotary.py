@@ -12,6 +12,7 @@ from torch import Tensor
 from fdp import tree
 from fdp.clipping import clip_to
 from fdp.foreign.causal import causal_lm
+from fdp.foreign.classification import classifier
 from fdp.foreign.leaves import params_of
 from fdp.foreign.module import from_module
 from fdp.foreign.rotary import tables_of, with_fixed_tables
@@ -185,3 +186,13 @@ def test_the_remedies_work(family: str) -> None:
     module = make(family, "longrope")
     module.config.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
     from_module(type(module)(module.config).double(), loss=next_token, call=call, example=short_documents())
+
+
+def test_a_classifier_that_looks_at_its_positions_to_decide_is_refused_in_words() -> None:
+    config = make("Llama", "dynamic").config
+    config.num_labels, config.pad_token_id = 3, 0
+    module = transformers.LlamaForSequenceClassification(config).eval()
+    with pytest.raises(FdpError, match=r"a branch that depends on the data .*rope_type 'dynamic'.*blocks=None"):
+        classifier(
+            module, example={"tokens": torch.ones(2, CONTEXT, dtype=torch.int64), "label": torch.zeros(2).long()}
+        )

@@ -11,7 +11,8 @@ with equal tapes and equal buffers are one function, and are compiled once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +43,19 @@ class Tape(NamedTuple):
     written: frozenset[str]
 
 
+@contextmanager
+def refusing_branches(part: str) -> Iterator[None]:
+    """Refuse a module that looks at values to decide what to do: without values nothing is known of it."""
+    try:
+        yield
+    except (DynamicOutputShapeException, DataDependentOutputException) as error:
+        raise FdpError(
+            f"{part}: {error} has a shape or a branch that depends on the data (such as experts that are skipped, or a "
+            f"rotary table of rope_type 'dynamic'), so that the layer cannot be one of a stack; take the module as one "
+            f"block (blocks=None), its leaves in materialize=(...)"
+        ) from error
+
+
 def tape(module: nn.Module, tensors: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tape:
     """What ``module`` does with ``tensors`` (parameters and buffers, by name) and its arguments.
 
@@ -61,14 +75,8 @@ def tape(module: nn.Module, tensors: Mapping[str, Tensor], args: tuple[Any, ...]
     inputs = {name: fake(leaf) for name, leaf in tensors.items()}
     args, kwargs = tree.map(fake, list(args)), tree.map(fake, kwargs)
     lines = _Lines(inputs, tree.leaves([args, kwargs]))
-    try:
-        with mode, lines, torch.no_grad():
-            out = functional_call(module, inputs, tuple(args), kwargs, tie_weights=False)
-    except (DynamicOutputShapeException, DataDependentOutputException) as error:
-        raise FdpError(
-            f"{type(module).__name__}: {error} has a shape or a branch that depends on the data, so that the layer "
-            f"cannot be one of a stack; take the module as one block (blocks=None), its leaves in materialize=(...)"
-        ) from error
+    with refusing_branches(type(module).__name__), mode, lines, torch.no_grad():
+        out = functional_call(module, inputs, tuple(args), kwargs, tie_weights=False)
     last = f"return {lines.named(out)}"
     return Tape((*lines.lines, last), frozenset(inputs) & lines.used, out, frozenset(lines.written))
 

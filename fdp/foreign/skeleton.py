@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fdp import tree
 from fdp.foreign.dead import dead_uses
 from fdp.foreign.forms import HIDDEN, Form, fill
-from fdp.foreign.kinds import tape
+from fdp.foreign.kinds import refusing_branches, tape
 from fdp.foreign.parts import After, Before, Caller, Constants, Extra, Layer, Run, Weights, inputs_of
 from fdp.foreign.placeholders import Noting, Passing, Resuming, Standing, hollow, with_parts
 from fdp.foreign.stack import AUTO, Stack, find_stack, leaf_paths
@@ -36,6 +36,7 @@ from fdp.types import FdpError, Tree
 Shapes = dict[str, tuple[int, ...]]
 
 
+@refusing_branches("blocks")
 def stack_blocks(
     module: nn.Module,
     *,
@@ -107,6 +108,7 @@ def calls_of(module: nn.Module, call: Caller, example: Tree, *, pattern: str = A
     return before.seen(_numbered(shapes), example)
 
 
+@refusing_branches("blocks")
 def returns(module: nn.Module, part: str, call: Caller, finish: Callable[[Any, Tree], Tensor], example: Tree) -> bool:
     """Whether what ``finish`` takes from the module's result is what its ``part`` returned, untouched."""
     noting = Noting()
