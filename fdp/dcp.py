@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
+from fdp.private_files import open_private
 from fdp.types import FdpError, Flat
 from fdp.unison import local, several
 
@@ -93,8 +94,8 @@ class OwnersOnly(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[IO[Any]]:  # type: ignore[override]
-        """Open a file; a new one has mode 0600."""
-        with open(path, mode, opener=lambda name, flags: os.open(name, flags, 0o600)) as stream:
+        """Open a file; one that is written has mode 0600."""
+        with open_private(path, mode) as stream:
             yield stream
 
 

@@ -33,6 +33,11 @@ class Statistics(NamedTuple):
         """Whether there is a release before this step, counted from 0."""
         return step % self.period == 0
 
+    def public(self) -> dict[str, float]:
+        """Return the numbers that decide what it costs; the number of samples is not among them."""
+        numbers = {"max_norm": self.max_norm, "noise_multiplier": self.noise_multiplier, "period": self.period}
+        return {"sampling_rate": self.sampling.rate} | numbers
+
     def releases(self, steps: int) -> int:
         """How many there are in the first ``steps`` steps."""
         return -(-steps // self.period)

@@ -79,11 +79,11 @@ class RunConfig:
     """All that decides a run.
 
     Exactly one of ``noise_multiplier`` and ``epsilon`` is given; with ``Method.NONE``, neither.
-    ``batch_size`` is the expected one of Poisson sampling; ``population`` is the public number of samples that the rate
-    comes from, None: the number of samples, rounded up if the run is private. ``microbatch_size``, ``memory_budget``
-    (bytes), ``compile``, ``cuda_graph``, ``device``, ``layout`` (None: one process), ``offload`` and
-    ``checkpoint_activations`` change how a run computes, not what. ``seed=None``: a key from the system. ``values``:
-    the first parameters; ``before``: what was promised about the data that they were trained on.
+    ``batch_size`` is the expected one of Poisson sampling; ``population`` the public number of samples that its rate is
+    of, None: their number, rounded up if the run is private. ``microbatch_size``, ``memory_budget`` (bytes),
+    ``compile``, ``cuda_graph``, ``device``, ``layout`` (None: one process), ``offload`` and ``checkpoint_activations``
+    change how a run computes, not what. ``seed=None``: a key from the system. ``values``: the first parameters;
+    ``before``: what was promised about the data that these were trained on.
     """
 
     model: Model
@@ -150,7 +150,8 @@ def prepare(config: RunConfig, *, root: Key | None = None) -> tuple[Run, TrainSt
                 "number of samples": len(config.dataset),
                 "content of the data": digest,
                 "noise multiplier": mechanism.noise_multiplier,
-                "statistics": str(mechanism.statistics),
+                "population": mechanism.sampling.population,
+                "statistics": mechanism.statistics and mechanism.statistics.public(),
                 "batch size": config.batch_size,
                 "microbatch": config.microbatch_size,
                 "steps": config.steps,
@@ -333,8 +334,8 @@ def _fetched(config: RunConfig, count: int) -> Tree:
 
 def _mechanism(config: RunConfig) -> Mechanism:
     size, population = len(config.dataset), config.population
-    if population is None and config.method is Method.NONE:
-        population = size  # nothing to protect: a batch of everything is everything
+    if config.method is Method.NONE:
+        population = population or size  # nothing to protect: a batch of everything is everything
     sampling = poisson(size, expected_batch_size=config.batch_size, population=population)
     z, budget = config.noise_multiplier, {"epsilon": config.epsilon, "delta": config.delta, "steps": config.steps}
     more = releases(config.optimizer, sampling, noise_multiplier=z, **budget)

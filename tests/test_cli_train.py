@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 import io
 import json
+import os
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -82,6 +84,45 @@ def test_a_run_leaves_its_five_files(tmp_path: Path, capsys: pytest.CaptureFixtu
     leaves = load_file(out / "model.safetensors")
     assert all(leaf.dtype == torch.float32 for leaf in leaves.values())
     assert fingerprint({path.replace(".", "/"): leaf for path, leaf in leaves.items()}) == summary["parameter_sha256"]
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022])
+def test_what_private_data_shows_is_for_its_owner_alone(
+    umask: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses and norms, and the key of the noise, whatever the umask, and from the moment the file is there."""
+    out, seen = tmp_path / "run", {}
+
+    def watched(run, state):
+        for made, record in runs.steps(run, state):
+            seen[record.step] = stat.S_IMODE((out / "metrics.jsonl").stat().st_mode)
+            yield made, record
+
+    out.mkdir()
+    monkeypatch.setattr(session, "steps", watched)
+    before = os.umask(umask)
+    try:
+        assert train(out, "--save-every", "2", steps=2) == 0
+    finally:
+        os.umask(before)
+    assert set(seen.values()) == {0o600}
+    files = {path for path in out.rglob("*") if path.is_file() and path.name != "model.safetensors"}
+    assert {"config.json", "metrics.jsonl", "summary.json", "report.png", ".metadata"} <= {path.name for path in files}
+    assert {path: oct(stat.S_IMODE(path.stat().st_mode)) for path in files} == dict.fromkeys(files, oct(0o600))
+    folders = {path for path in (out / "checkpoints").rglob("*") if path.is_dir()} | {out / "checkpoints"}
+    assert {path: stat.S_IMODE(path.stat().st_mode) & 0o077 for path in folders} == dict.fromkeys(folders, 0)
+
+
+def test_metrics_of_a_run_that_is_taken_up_are_closed_to_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        interrupt_after(2, patch)
+        assert train(out, "--save-every", "1", steps=3) == 130
+    (out / "metrics.jsonl").chmod(0o644)
+    assert train(out, "--save-every", "1", steps=3) == 0
+    assert stat.S_IMODE((out / "metrics.jsonl").stat().st_mode) == 0o600
 
 
 def test_a_seed_repeats_a_run_and_quiet_says_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

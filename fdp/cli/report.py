@@ -6,7 +6,7 @@
     DIR/model.safetensors    the trained parameters: float32 leaves by path; of a folder of transformers: DIR/model
     DIR/report.png           loss, epsilon, and the norms of the gradients against C
 
-Only the parameters are covered by the privacy budget.
+Only the parameters are covered by the privacy budget. All files but theirs can be read by their owner alone.
 
     >>> folder = claim(out, model="gpt-nano", data="stdlib")
     >>> for record in write_metrics(records, folder): ...
@@ -29,6 +29,7 @@ from fdp.checkpoint import writing
 from fdp.cli import version_of
 from fdp.guarantee import RELATION
 from fdp.methods import Method
+from fdp.private_files import open_private
 from fdp.records import Record
 from fdp.run import Run
 from fdp.types import FdpError, TrainState
@@ -86,14 +87,8 @@ def write_config(folder: Path, settings: Mapping[str, Any], run: Run) -> None:
 
 def statistics_of(run: Run) -> dict[str, Any] | None:
     """What is released of the private data beside the steps' sums, and paid for out of the same budget, in numbers."""
-    if (more := run.mechanism.statistics) is None:
-        return None
-    return {
-        "sampling_rate": more.sampling.rate,
-        "max_norm": more.max_norm,
-        "noise_multiplier": more.noise_multiplier,
-        "period": more.period,
-    }
+    more = run.mechanism.statistics
+    return None if more is None else more.public()
 
 
 def read_metrics(folder: Path, *, upto: int) -> list[Record]:
@@ -115,7 +110,7 @@ def write_metrics(
 
     ``kept`` are the records of a run that is taken up again; lines of steps that were made and lost are dropped.
     """
-    with (folder / "metrics.jsonl").open("w") as lines:
+    with open_private(folder / "metrics.jsonl", "w") as lines:
         lines.writelines(_line(record) for record in kept)
         for state, record in stream:
             lines.write(_line(record))
@@ -175,7 +170,7 @@ def write_report(folder: Path, run: Run, records: Sequence[Record], *, title: st
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=12)
     figure.supxlabel("losses and norms are computed on private data: the budget covers the parameters only", fontsize=8)
-    with (folder / "report.png").open("xb") as file:
+    with open_private(folder / "report.png", "xb") as file:
         FigureCanvasAgg(figure).print_png(file)
 
 
@@ -190,5 +185,5 @@ def smooth(values: np.ndarray) -> np.ndarray:
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
-    with path.open("x") as file:
+    with open_private(path, "x") as file:
         file.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
