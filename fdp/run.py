@@ -141,7 +141,7 @@ def prepare(config: RunConfig, *, root: Key | None = None) -> tuple[Run, TrainSt
     """
     _check(config)
     mechanism = _mechanism(config)
-    _check_example(config.model, _fetched(config, config.microbatch_size))
+    _check_example(config.model, _examples(config, config.microbatch_size))
     model, sharding = _laid_out(config)
     digest = data_digest(config.dataset)
     if sharding is not None:
@@ -325,11 +325,7 @@ def _check_model(config: RunConfig, model: Model, sharding: Sharding | None, par
 
 def _examples(config: RunConfig, count: int) -> Tree:
     """The first samples on the device, for their shapes and for checks."""
-    return _move(_fetched(config, count), config.device)
-
-
-def _fetched(config: RunConfig, count: int) -> Tree:
-    return config.dataset.fetch(np.arange(count) % len(config.dataset))
+    return _move(config.dataset.fetch(np.arange(count) % len(config.dataset)), config.device)
 
 
 def _mechanism(config: RunConfig) -> Mechanism:
