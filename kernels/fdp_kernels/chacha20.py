@@ -255,24 +255,8 @@ def _quarter_round(a, b, c, d):
 
 
 @jit
-def _double_round(x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15):
-    x0, x4, x8, x12 = _quarter_round(x0, x4, x8, x12)
-    x1, x5, x9, x13 = _quarter_round(x1, x5, x9, x13)
-    x2, x6, x10, x14 = _quarter_round(x2, x6, x10, x14)
-    x3, x7, x11, x15 = _quarter_round(x3, x7, x11, x15)
-    x0, x5, x10, x15 = _quarter_round(x0, x5, x10, x15)
-    x1, x6, x11, x12 = _quarter_round(x1, x6, x11, x12)
-    x2, x7, x8, x13 = _quarter_round(x2, x7, x8, x13)
-    x3, x4, x9, x14 = _quarter_round(x3, x4, x9, x14)
-    return x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15
-
-
-@jit
-def block_words(key_ptr, counter, first, second, third, UNROLLED: tl.constexpr = False):
-    """The sixteen words of every block, as uint32 tensors of the shape of ``counter``; the nonce is broadcast to it.
-
-    ``UNROLLED`` makes one straight piece of code of the rounds, which other work of the kernel can be woven into.
-    """
+def block_words(key_ptr, counter, first, second, third):
+    """The sixteen words of every block, as uint32 tensors of the shape of ``counter``; the nonce is broadcast to it."""
     zero = tl.zeros_like(counter)
     keys = key_ptr + zero  # loads of a tile settle its layout: scalars would leave one conversion to each join
     k0 = tl.load(keys + 0).to(tl.uint32)
@@ -302,16 +286,15 @@ def block_words(key_ptr, counter, first, second, third, UNROLLED: tl.constexpr =
     x13 = n0
     x14 = n1
     x15 = n2
-    if UNROLLED:
-        for _ in tl.static_range(10):
-            x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15 = _double_round(
-                x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15
-            )
-    else:
-        for _ in range(10):
-            x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15 = _double_round(
-                x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15
-            )
+    for _ in range(10):
+        x0, x4, x8, x12 = _quarter_round(x0, x4, x8, x12)
+        x1, x5, x9, x13 = _quarter_round(x1, x5, x9, x13)
+        x2, x6, x10, x14 = _quarter_round(x2, x6, x10, x14)
+        x3, x7, x11, x15 = _quarter_round(x3, x7, x11, x15)
+        x0, x5, x10, x15 = _quarter_round(x0, x5, x10, x15)
+        x1, x6, x11, x12 = _quarter_round(x1, x6, x11, x12)
+        x2, x7, x8, x13 = _quarter_round(x2, x7, x8, x13)
+        x3, x4, x9, x14 = _quarter_round(x3, x4, x9, x14)
     return (
         x0 + 0x61707865,
         x1 + 0x3320646E,
@@ -508,9 +491,9 @@ def _wide_far(p):
 
 
 @jit
-def _halves(key_ptr, purpose, counter, COUNTERS: tl.constexpr, UNROLLED: tl.constexpr):
+def _halves(key_ptr, purpose, counter, COUNTERS: tl.constexpr):
     """High and low words of the 64-bit elements of consecutive blocks, in order: ``(8 COUNTERS,)`` each."""
-    w = block_words(key_ptr, counter, purpose, 0, 0, UNROLLED)
+    w = block_words(key_ptr, counter, purpose, 0, 0)
     high = _joined8(w[1], w[3], w[5], w[7], w[9], w[11], w[13], w[15], COUNTERS)
     low = _joined8(w[0], w[2], w[4], w[6], w[8], w[10], w[12], w[14], COUNTERS)
     return high, low
@@ -520,13 +503,13 @@ def _halves(key_ptr, purpose, counter, COUNTERS: tl.constexpr, UNROLLED: tl.cons
 def wide_normal_tile(key_ptr, first_block, COUNTERS: tl.constexpr):
     """Normal elements ``8 first_block ..`` of a key, ``(8 COUNTERS,)`` in float64."""
     counter = (first_block + tl.arange(0, COUNTERS)).to(tl.uint32)
-    high, low = _halves(key_ptr, 0, counter, COUNTERS, True)
+    high, low = _halves(key_ptr, 0, counter, COUNTERS)
     tail = high & 0x7FFFFFFF
     p = _wide_number(tail, low) * 5.421010862427522e-20 + 2.710505431213761e-20  # 2^-64, 2^-65
     z = _wide_near(p)
     rare = tail < 32768
     if tl.max(rare.to(tl.int32), 0) > 0:  # one tile of 256 in 256
-        more, last = _halves(key_ptr, 4, counter, COUNTERS, False)
+        more, last = _halves(key_ptr, 4, counter, COUNTERS)
         below = (_wide_number(more, last) + 0.5) * 2.938735877055719e-39  # 2^-128
         z = tl.where(rare, _wide_far(_wide_number(tail, low) * 5.421010862427522e-20 + below), z)
     return (z.to(tl.uint64, bitcast=True) | ((high & 0x80000000).to(tl.uint64) << 32)).to(tl.float64, bitcast=True)

@@ -110,8 +110,8 @@ _FIELDS = 10
 @jit
 def _pointer(fields, FIELD: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     pointer = tl.load(fields + FIELD).to(tl.pointer_type(DTYPE))  # pyright: ignore
-    # four elements, in every dtype: where widths differ, tiles are laid out in as many ways and converted
-    return tl.multiple_of(pointer, DTYPE.primitive_bitwidth // 2) if ALIGNED else pointer  # pyright: ignore
+    # 16 bytes: the eight elements that makes in half precision set the layout of every tile, and are that of the noise
+    return tl.multiple_of(pointer, 16) if ALIGNED else pointer  # pyright: ignore
 
 
 @jit
@@ -123,10 +123,14 @@ def _lerp(a, b, WEIGHT: tl.constexpr):
 
 
 @jit
-def _weighted(row, factor_ptr, inside):
-    factor = tl.load(factor_ptr).to(tl.float64)
-    counts = tl.where(factor != 0.0, 1, 0) > 0  # 0: not read, exactly 0
-    return factor * tl.load(row, mask=inside & counts, other=0.0).to(tl.float64)
+def _row(row, factor_ptr, inside):
+    counts = tl.where(tl.load(factor_ptr) != 0.0, 1, 0) > 0  # 0: not read, exactly 0
+    return tl.load(row, mask=inside & counts, other=0.0)
+
+
+@jit
+def _weighted(row, factor_ptr):
+    return tl.load(factor_ptr).to(tl.float64) * row.to(tl.float64)
 
 
 @jit
@@ -169,20 +173,31 @@ def _noisy_adamw_body(
     means = _pointer(fields, 3, tl.float32, ALIGNED) + index
     factors = _pointer(fields, 1, FACTOR, False)
 
+    # All is asked for before the noise is made, so that it comes meanwhile.
+    p = tl.load(params, mask=inside, other=0.0)
+    m = tl.load(means, mask=inside, other=0.0)
+    if SQUARE_WEIGHT is not None:
+        squares = _pointer(fields, 4, tl.float32, ALIGNED) + index
+        v = tl.load(squares, mask=inside, other=0.0)
+    row_0 = _row(rows, factors, inside)
+    if S > 1:
+        row_1 = _row(rows + stride, factors + 1, inside)
+    if S > 2:
+        row_2 = _row(rows + 2 * stride, factors + 2, inside)
+    if S > 3:
+        row_3 = _row(rows + 3 * stride, factors + 3, inside)
     total = tl.zeros((8 * COUNTERS,), tl.float64)
     if NOISE:
         total += tl.load(scalars_ptr) * wide_normal_tile(keys_ptr + leaf * 8, first // 8 + tile * COUNTERS, COUNTERS)
-    p = tl.load(params, mask=inside, other=0.0)
-    m = tl.load(means, mask=inside, other=0.0)
-    if SQUARE_WEIGHT is not None:  # asked for before the sums are waited for
-        squares = _pointer(fields, 4, tl.float32, ALIGNED) + index
-        v = tl.load(squares, mask=inside, other=0.0)
-    if S <= 8:
-        for s in tl.static_range(S):
-            total += _weighted(rows + s * stride, factors + s, inside)
-    else:
-        for s in range(S):
-            total += _weighted(rows + s * stride, factors + s, inside)
+    total += _weighted(row_0, factors)
+    if S > 1:
+        total += _weighted(row_1, factors + 1)
+    if S > 2:
+        total += _weighted(row_2, factors + 2)
+    if S > 3:
+        total += _weighted(row_3, factors + 3)
+    for s in range(4, S):
+        total += _weighted(_row(rows + s * stride, factors + s, inside), factors + s)
     if NOISE:  # to the grid: at 1.5 * 2^52 times its width a float64 number has no finer digits
         coarse = tl.load(scalars_ptr + 5) * 6755399441055744.0
         total = (total + coarse) - coarse
