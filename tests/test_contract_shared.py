@@ -267,6 +267,46 @@ def test_no_attack_on_one_rank_moves_the_sum_of_all_too_far(options):
     assert max(first.values()) > 0.2
 
 
+MANY = 1024
+
+
+def aligned(dtype: torch.dtype | None) -> tuple[float, float]:
+    """How far one of 2 x 1024 equal samples moves a sum that travels in ``dtype``, and what the sum says of it."""
+    params = {"w": torch.zeros(4, 4)}
+    model = from_loss(lambda p, d: ops.linear(d["x"], p["w"]).sum((1, 2)), params)
+    mesh = make_mesh({"shard": 2}, device_type="cpu")
+    sharding = make_sharding(model, mesh, zero=Zero.THREE, reduce_dtype=dtype)
+    x = torch.full((MANY, 1, 4), 3.0)
+    mechanism = Mechanism(poisson(10 * MANY, expected_batch_size=2 * MANY), clipping.flat(max_norm=1.0), 1.0)
+    plan = make_plan(model, abstract_params(model, sharding), {"x": x}, method=Method.AUTO)
+    stages = make_stages(model, sgd(0.1), mechanism=mechanism, plan=plan, sharding=sharding)
+    weights = stages.weights(parts_of(params, sharding), torch.device("cpu"))
+    worst = 0.0
+    for last in torch.linspace(0.5, 1, 9).tolist():
+        x = torch.full((MANY, 1, 4), 3.0)
+        x[-1] = torch.tensor([-3.0, -3.0, -3.0, -3.0 * last])
+        sums = []
+        for counted in (1.0, 0.0):
+            mask = torch.ones(MANY)
+            mask[-1] = counted if sharding.rank == 1 else 1.0
+            sums.append(stages.reduce(stages.gradient(weights, (), {"x": x}, mask).total))
+        gap = {path: sums[0].value[path].double() - sums[1].value[path].double() for path in sums[0].value}
+        worst = max(worst, float(global_norm(gap, sharding)))
+    return worst, float(sums[0].sensitivity)
+
+
+def both_ways() -> list[tuple[float, float]]:
+    return [aligned(None), aligned(torch.float32)]
+
+
+@pytest.mark.ranks
+def test_rounding_on_the_way_is_in_the_stated_sensitivity():
+    ((exact, bound), (moved, stated)), _ = run_on_ranks(both_ways, 2)
+    assert exact <= bound * (1 + 1e-6)
+    assert bound == 1.0
+    assert 1 + 1e-6 < moved <= stated < 1 + 1e-2
+
+
 def tallies(data: Data) -> float:
     """The next bound of a quantile, of which each rank has counted all samples, or half of them."""
     arena = ARENAS["linear"]()
