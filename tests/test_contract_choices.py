@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fdp import clipping
+from fdp.block_loop import Memory
 from fdp.compiled import Blocks
 from fdp.costs import NormBy, SumBy
 from fdp.methods import Method, Plan, make_plan
@@ -206,6 +207,31 @@ def compiled_target() -> tuple[Target, Plan, Blocks]:
     target = attacked(arena, torch.float32, few=True, parts=("s +-1e+20", "squares of 1.04858e+06 less 1"))
     plan = make_plan(target.model, target.params, target.data, method=Method.AUTO)
     return target, plan, Blocks(backend="aot_eager")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@by_dtype
+def test_no_attack_moves_the_sum_too_far_on_a_gpu(dtype):
+    """Kernels in bfloat16, float64 products in float32; all leaves in one model, its blocks compiled."""
+    arena = joined(("linear", "embedding", "conv1d", "linear+embedding", "linear+add", "add|add"), tokens=TOKENS)
+    blocks = Blocks() if dtype is torch.bfloat16 else None
+    search = Search(arena, dtype, seed=1, device=torch.device("cuda"), blocks=blocks, generation=48)
+    for way, plan in search.plans().items():
+        for leaf in arena.leaves:
+            found = search.all_named(leaf, plan)
+            worst = max(found, key=lambda attack: found[attack].ratio)
+            assert found[worst].ratio <= 1 + SLACK[dtype], f"{leaf}, {worst}, {way}: {found[worst].ratio}"
+
+
+@pytest.mark.parametrize(
+    "memory", [Memory(recompute=True), Memory(recompute=True, refetch=True)], ids=["again", "refetch"]
+)
+def test_no_attack_moves_the_sum_too_far_where_less_is_kept(memory):
+    target, plan, _ = compiled_target()
+    ways = {way_name(way): forced(plan, *way) for way in (WAYS[1], WAYS[4])}
+    found = breaches(target, ways, ["flat"], torch.float32, memory=memory)
+    assert not found, "\n".join(found)
 
 
 # --- the search -----------------------------------------------------------------------------------------------------
