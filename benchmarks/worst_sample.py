@@ -6,8 +6,9 @@
 Models, attacks and the search are those of the tests (``tests/adversary.py``, ``tests/adversary_search.py``): leaves of
 every rule and pair of rules, whose inputs and output gradients a sample chooses freely; every choice of norms and sums;
 whole models, adapters and foreign modules. First all named attacks are tried on every leaf by every choice, then the
-search takes turns until the time is over. Nothing may be above 1 + 1e-6 in float32, 1 + 1e-3 in half precision; the
-command fails if anything is. On a GPU leaves share one model, so that few things are compiled.
+search takes turns until the time is over, which begins when all is compiled. Nothing may be above 1 + 1e-6 in float32,
+1 + 1e-3 in half precision; the command fails if anything is. On a GPU leaves share one model, so that few things are
+compiled.
 """
 
 from __future__ import annotations
@@ -115,7 +116,13 @@ def jobs(options: argparse.Namespace, device: torch.device, dtypes: list[torch.d
     for ground in grounds(options, device, dtypes):
         generation = 48 if device.type == "cuda" else 16
         search = Search(
-            ground.arena, ground.dtype, seed=options.seed, device=device, blocks=ground.blocks, generation=generation
+            ground.arena,
+            ground.dtype,
+            seed=options.seed,
+            device=device,
+            blocks=ground.blocks,
+            generation=generation,
+            few=options.quick,
         )
         for choice, plan in search.plans().items():
             for leaf in ground.arena.leaves:
@@ -147,7 +154,7 @@ def whole_models(options: argparse.Namespace, device: torch.device, dtypes: list
     names = ("gpt-tied", "pooled") if options.quick else tuple(TARGETS)
     for name in names:
         for dtype in dtypes:
-            blocks = Blocks() if device.type == "cuda" and dtype is not torch.float32 else None
+            blocks = Blocks() if device.type == "cuda" and not options.quick else None
             target = on(TARGETS[name](dtype), device)
             ways = plans_of(target, dtype, methods=not options.quick, device=device)
             for choice, plan in ways.items():
@@ -159,31 +166,39 @@ def whole_models(options: argparse.Namespace, device: torch.device, dtypes: list
 
 
 def run(options: argparse.Namespace, device: torch.device, say: Callable[[str], None]) -> list[Row]:
-    """All rows; the search goes on until the time is over."""
-    begun = time.perf_counter()
-    seconds = 60.0 * options.minutes
+    """All rows; the search goes on until the time is over. What is compiled first is not counted in it."""
     dtypes = [getattr(torch, name) for name in options.dtype]
+    begun = time.perf_counter()
+    todo = list(jobs(options, device, dtypes))
+    for job in {id(job.search): job for job in todo if job.search.blocks is not None}.values():
+        job.search.climb(job.leaf, job.plan, seconds=0.0)
+    say(f"{len(todo)} leaves and choices; compiled after {time.perf_counter() - begun:.0f} s")
+    begun, seconds = time.perf_counter(), 60.0 * options.minutes
     rows: list[Row] = []
+
+    def stop(share: float, what: str) -> bool:
+        over = time.perf_counter() - begun > share * seconds
+        if over:
+            say(f"{what}: stopped at {share:.0%} of the time")
+        return over
+
     for row in whole_models(options, device, dtypes):
         rows.append(row)
-        if time.perf_counter() - begun > seconds / 3:
-            say("whole models: stopped at a third of the time")
+        if stop(0.2, "whole models"):
             break
     say(f"whole models: {sum(row.cases for row in rows)} cases, {time.perf_counter() - begun:.0f} s")
-    todo = list(jobs(options, device, dtypes))
     draw = random.Random(options.seed)
     draw.shuffle(todo)
-    styles = list(STYLES)
+    done: list[Job] = []
     for i, job in enumerate(todo):
-        rows += named_rows(job, "flat" if options.quick else styles[i % len(styles)])
-        if time.perf_counter() - begun > 2 * seconds / 3:
-            say(f"named attacks: stopped at two thirds of the time, after {i + 1} of {len(todo)} leaves and choices")
-            todo = todo[: i + 1]
+        rows += named_rows(job, "flat" if options.quick else list(STYLES)[i % len(STYLES)])
+        done.append(job)
+        if stop(0.8, f"named attacks, {len(done)} of {len(todo)} leaves and choices"):
             break
     say(f"named attacks: {sum(row.cases for row in rows)} cases, {time.perf_counter() - begun:.0f} s")
     searched = 0
     while (left := begun + seconds - time.perf_counter()) > 0 or not searched:
-        job = draw.choice(todo)
+        job = draw.choice(done)
         found = job.search.climb(job.leaf, job.plan, seconds=min(TURN, left))
         rows.append(row_of(job, "search", "search", found))
         searched += 1
@@ -234,7 +249,7 @@ def report(rows: list[Row], device: torch.device) -> dict[str, Any]:
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Search for the sample that moves the clipped sum the most.")
     parser.add_argument("--minutes", type=float, default=10.0, help="of search and all")
-    parser.add_argument("--quick", action="store_true", help="few models, about 75 seconds")
+    parser.add_argument("--quick", action="store_true", help="few models, about 75 seconds and what compiling takes")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], metavar="DTYPE",
                         choices=["float32", "bfloat16", "float16", "float64"], help="compute dtypes")  # fmt: skip
@@ -254,6 +269,7 @@ def main() -> None:
     rows = run(options, device, lambda line: console.print(line))
     for table in tables(rows, f"{hardware(device)}, torch {torch.__version__}"):
         console.print(table)
+    console.print(f"{sum(row.cases for row in rows)} cases, worst ratio {max(row.ratio for row in rows):.9g}")
     broken = sorted((row for row in rows if row.broken), key=lambda row: -row.ratio)
     for row in broken[:20]:
         where = f"{row.model}, {row.leaf}, {row.choice}, {row.dtype}, compile {row.compile}"

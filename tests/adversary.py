@@ -37,6 +37,7 @@ from fdp.init import constant
 from fdp.methods import Method, Plan, make_plan
 from fdp.model import Block, LeafSpec, Model
 from fdp.models import GPTConfig, gpt
+from fdp.ops import fast_attention
 from fdp.per_sample import clipped_sum, per_sample_norms
 from fdp.taps import EXPANDED
 from fdp.types import Clip, Path, Tree
@@ -767,7 +768,10 @@ def sums_of(
 
     ``leaf``: of this leaf only, where attackers leave all others alone.
     """
-    _, norms, stash = per_sample_norms(target.model, target.params, data, plan=plan, blocks=blocks, **how)
+    device = next(iter(target.data.values())).device
+    again = any(choice.sum is SumBy.SECOND for choice in plan.choices.values())
+    with fast_attention(device, repeatable=again):  # as in a step: a second backward must find what the first measured
+        _, norms, stash = per_sample_norms(target.model, target.params, data, plan=plan, blocks=blocks, **how)
     clip: Clip = style.clip(norms, tree.map(lambda state: state.to(norms.total().device), style.init()))
     if leaf is not None:
         rest = Choice(NormBy.KEEP, SumBy.REUSE, 0.0, 0.0)
@@ -777,7 +781,8 @@ def sums_of(
         clip = clip._replace(factors={leaf: clip.factors[leaf]})
 
     def total(mask: Tensor) -> tuple[dict[Path, Tensor], float]:
-        summed = clipped_sum(stash, clip.masked(mask), made=made).made()
+        with fast_attention(device, repeatable=again):
+            summed = clipped_sum(stash, clip.masked(mask), made=made).made()
         return {path: value.double() for path, value in summed.value.items()}, float(summed.sensitivity)
 
     return total

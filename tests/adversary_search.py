@@ -73,16 +73,18 @@ class Search:
         device: torch.device | None = None,
         blocks: Blocks | None = None,
         generation: int = GENERATION,
+        few: bool = False,
     ):
         self.arena, self.dtype, self.device, self.blocks = arena, dtype, device, blocks
-        self.draw, self.generation = random.Random(seed), generation
+        self.draw, self.generation, self.few = random.Random(seed), generation, few
         self._attacks: dict[Path, dict[str, list[Tokens]]] = {}
         self._replaced: dict[tuple[str, str, Path], dict[Path, Tensor]] = {}
 
     def attacks(self, path: Path) -> dict[str, list[Tokens]]:
         """The named attacks on a leaf."""
         if path not in self._attacks:
-            self._attacks[path] = attacks_on(self.arena.leaves[path], self.dtype, tokens=self.arena.tokens)
+            kinds, tokens = self.arena.leaves[path], self.arena.tokens
+            self._attacks[path] = attacks_on(kinds, self.dtype, few=self.few, tokens=tokens)
         return self._attacks[path]
 
     def plans(self) -> dict[str, Plan]:
