@@ -441,32 +441,35 @@ def test_values_of_64_bits_lie_closer_than_any_grid_that_noise_is_rounded_to():
 @interpreted
 def test_the_wide_body_is_near_the_inverse_distribution_and_without_gaps():
     tails = wide_tails()
-    out = torch.empty(len(tails), dtype=torch.float64)
-    _wide_law_body[(1,)](tails, out, len(tails), BLOCK=8192)
-    far = tails < 1 << 47
-    p = np.where(far.numpy(), tails.double() * 2.0**-64 + 2.0**-128, (tails.double() + 0.5) * 2.0**-64)
-    np.testing.assert_allclose(out.numpy(), -special.ndtri(p), rtol=5e-7, atol=1e-12)
+    fine = random_words(len(tails), 54) << 32 | random_words(len(tails), 55)
+    np.testing.assert_allclose(
+        wide_law(tails, fine), chacha20.wide_normal_from_bits(tails, fine), rtol=5e-7, atol=1e-12
+    )
     # Neighbouring bits give neighbouring values, everywhere and where the functions meet, to far below any grid.
     start = tails[(tails > 1 << 31) & (tails < (1 << 63) - (1 << 34))]
     start = torch.cat([start, start - 1])
-    step = start >> 30
-    gaps = torch.empty(len(start), dtype=torch.float64)
-    _wide_law_body[(1,)](start, gaps, len(start), BLOCK=16384)
-    after = torch.empty(len(start), dtype=torch.float64)
-    _wide_law_body[(1,)](start + step, after, len(start), BLOCK=16384)
-    assert ((gaps - after).abs() < 2.0**-28).all()
-    assert (gaps - after > -(2.0**-45)).all()
+    nothing = torch.zeros_like(start)
+    gaps = wide_law(start, nothing) - wide_law(start + (start >> 30), nothing)
+    assert (gaps.abs() < 2.0**-28).all()
+    assert (gaps > -(2.0**-45)).all()
+
+
+def wide_law(tails: Tensor, fine: Tensor) -> Tensor:
+    """The law as the kernel has it."""
+    out = torch.empty(len(tails), dtype=torch.float64)
+    _wide_law_body[(1,)](tails, fine, out, len(tails), BLOCK=16384)
+    return out
 
 
 @jit
-def _wide_law_body(tails_ptr, out_ptr, count, BLOCK: tl.constexpr):
+def _wide_law_body(tails_ptr, fine_ptr, out_ptr, count, BLOCK: tl.constexpr):
     index = tl.arange(0, BLOCK)
     tail = tl.load(tails_ptr + index, mask=index < count, other=1)
+    fine = tl.load(fine_ptr + index, mask=index < count, other=1)
     high, low = (tail >> 32).to(tl.uint32), (tail & 0xFFFFFFFF).to(tl.uint32)
-    number = chacha20._wide_number(high, low)
-    p = number * 5.421010862427522e-20 + 2.710505431213761e-20
-    far = chacha20._wide_far(number * 5.421010862427522e-20 + 2.938735877055719e-39)
-    tl.store(out_ptr + index, tl.where(high < 32768, far, chacha20._wide_near(p)), mask=index < count)
+    more, last = ((fine >> 32) & 0xFFFFFFFF).to(tl.uint32), (fine & 0xFFFFFFFF).to(tl.uint32)
+    z = chacha20._wide_refined(high, low, more, last, chacha20._wide_usual(high, low))
+    tl.store(out_ptr + index, z, mask=index < count)
 
 
 @interpreted

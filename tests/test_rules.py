@@ -472,3 +472,22 @@ def test_a_few_samples_at_a_time_give_the_same_norms_and_sums(monkeypatch):
 def test_a_kernel_gets_no_factor_that_float32_would_round_away():
     factors = torch.tensor([1.0, 1e-20, 3e-45, 1e-60], dtype=torch.float64)
     assert rules.kernel_factors(factors).tolist() == [1.0, torch.tensor(1e-20).item(), 0.0, 0.0]
+
+
+@pytest.mark.parametrize("made", [cancelling_pair, cancelling_embedding])
+def test_a_samples_tokens_are_added_up_before_they_meet_anothers(made):
+    """With factor 1 for all, as if nothing had been measured: what cancels within a sample is gone, exactly."""
+    record, everyone, others = made(1e15), torch.ones(5), torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0])
+    with_it, without = (rules.weighted_gradient(record, factors) for factors in (everyone, others))
+    torch.testing.assert_close(with_it, without, rtol=1e-12, atol=1e-12)
+
+
+def test_a_samples_uses_of_a_leaf_are_added_up_before_they_meet_anothers():
+    record = linear_pair(5, 6, 3, 4)
+    huge = [torch.where(torch.arange(5).view(5, 1, 1, 1) == 4, side * 1e15, side) for side in record[:2]]
+    pair = Pair(huge[0], huge[1], (3, 4))
+    minus = -rules.per_sample_gradient(pair)
+    minus[:4] = 0  # the second use takes back the whole gradient of the last sample
+    everyone, others = torch.ones(5), torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0])
+    sums = [sample_gradients.weighted_gradient_of_uses([pair, Dense(minus)], factors) for factors in (everyone, others)]
+    torch.testing.assert_close(*sums, rtol=1e-12, atol=1e-12)

@@ -500,18 +500,35 @@ def _halves(key_ptr, purpose, counter, COUNTERS: tl.constexpr):
 
 
 @jit
+def _wide_rare(high):
+    return (high & 0x7FFFFFFF) < 32768
+
+
+@jit
+def _wide_usual(high, low):
+    """The magnitude of an element of 64 bits, whatever they are."""
+    return _wide_near(
+        _wide_number(high & 0x7FFFFFFF, low) * 5.421010862427522e-20 + 2.710505431213761e-20
+    )  # 2^-64, -65
+
+
+@jit
+def _wide_refined(high, low, more, last, usual):
+    """The same with 64 bits more where it is rare."""
+    below = (_wide_number(more, last) + 0.5) * 2.938735877055719e-39  # 2^-128
+    far = _wide_far(_wide_number(high & 0x7FFFFFFF, low) * 5.421010862427522e-20 + below)
+    return tl.where(_wide_rare(high), far, usual)
+
+
+@jit
 def wide_normal_tile(key_ptr, first_block, COUNTERS: tl.constexpr):
     """Normal elements ``8 first_block ..`` of a key, ``(8 COUNTERS,)`` in float64."""
     counter = (first_block + tl.arange(0, COUNTERS)).to(tl.uint32)
     high, low = _halves(key_ptr, 0, counter, COUNTERS)
-    tail = high & 0x7FFFFFFF
-    p = _wide_number(tail, low) * 5.421010862427522e-20 + 2.710505431213761e-20  # 2^-64, 2^-65
-    z = _wide_near(p)
-    rare = tail < 32768
-    if tl.max(rare.to(tl.int32), 0) > 0:  # one tile of 256 in 256
+    z = _wide_usual(high, low)
+    if tl.max(_wide_rare(high).to(tl.int32), 0) > 0:  # one tile of 256 in 256
         more, last = _halves(key_ptr, 4, counter, COUNTERS)
-        below = (_wide_number(more, last) + 0.5) * 2.938735877055719e-39  # 2^-128
-        z = tl.where(rare, _wide_far(_wide_number(tail, low) * 5.421010862427522e-20 + below), z)
+        z = _wide_refined(high, low, more, last, z)
     return (z.to(tl.uint64, bitcast=True) | ((high & 0x80000000).to(tl.uint64) << 32)).to(tl.float64, bitcast=True)
 
 
