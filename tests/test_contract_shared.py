@@ -147,7 +147,7 @@ def test_a_fused_update_adds_what_was_clipped(M):
     def total(factors: Tensor) -> Tensor:
         param = torch.zeros(D, D, dtype=torch.float64)
         leaf = Leaf(kept, factors, param, torch.zeros_like(param), None, None, 0, False)
-        step_reference_(leaf, None, torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0]).double(), Hyper(0.0, None, 0, 0, 0, 0))
+        step_reference_(leaf, None, torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 0.0]).double(), Hyper(0.0, None, 0, 0, 0, 0))
         return param
 
     assert moved(squared_norms_reference(kept), total) <= 1 + 1e-6
