@@ -80,7 +80,7 @@ class RunConfig:
 
     Exactly one of ``noise_multiplier`` and ``epsilon`` is given; with ``Method.NONE``, neither.
     ``batch_size`` is the expected one of Poisson sampling; ``population`` the public number of samples that its rate is
-    of, None: their number, rounded up if the run is private. ``microbatch_size``, ``memory_budget`` (bytes),
+    of, None: their number, rounded up. ``microbatch_size``, ``memory_budget`` (bytes),
     ``compile``, ``cuda_graph``, ``device``, ``layout`` (None: one process), ``offload`` and ``checkpoint_activations``
     change how a run computes, not what. ``seed=None``: a key from the system. ``values``: the first parameters;
     ``before``: what was promised about the data that these were trained on.
@@ -329,10 +329,8 @@ def _examples(config: RunConfig, count: int) -> Tree:
 
 
 def _mechanism(config: RunConfig) -> Mechanism:
-    size, population = len(config.dataset), config.population
-    if config.method is Method.NONE:
-        population = population or size  # nothing to protect: a batch of everything is everything
-    sampling = poisson(size, expected_batch_size=config.batch_size, population=population)
+    expected, population = config.batch_size, config.population
+    sampling = poisson(len(config.dataset), expected_batch_size=expected, population=population)
     z, budget = config.noise_multiplier, {"epsilon": config.epsilon, "delta": config.delta, "steps": config.steps}
     more = releases(config.optimizer, sampling, noise_multiplier=z, **budget)
     if config.epsilon is not None:

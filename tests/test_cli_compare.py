@@ -15,7 +15,7 @@ import typer
 from typer.testing import CliRunner
 
 from fdp.cli import compare as command
-from fdp.cli.compare import AXES, DIFFERENT, OF_BOTH, OF_TRAIN, compare_command, settings_of
+from fdp.cli.compare import AXES, DIFFERENT, NOT_COVERED, OF_BOTH, OF_TRAIN, compare_command, settings_of
 from fdp.compare import Difference, Stage
 from fdp.types import FdpError
 
@@ -111,6 +111,14 @@ def test_one_rank_is_four_ranks_with_the_defaults(call: Call, b: str) -> None:
 def test_eager_is_compiled(call: Call) -> None:
     answer = call(f"compile=none compile=step {DIGITS}")
     assert answer.exit_code == 0, (answer.output, answer.exception)
+
+
+def test_samples_are_the_same_with_and_without_privacy(call: Call, in_process: list[list[str]]) -> None:
+    """1437 of them, a number that is rounded for the rate: by either side, or by none."""
+    answer = call(f"method=none method=materialize {DIGITS} --json")
+    first = result(answer)["first"]  # without privacy there are no norms; the losses before them are the same
+    assert (answer.exit_code, first["step"], first["stage"]) == (DIFFERENT, 1, "norms")
+    assert NOT_COVERED in answer.stdout
 
 
 # What A and B mean

@@ -241,7 +241,7 @@ def test_the_rate_of_a_private_run_is_of_a_rounded_or_announced_number() -> None
         run, _ = prepare(config(dataset=rows, batch_size=8, population=35))
         assert run.mechanism.sampling.rate == 8 / 35
         plain, _ = prepare(config(dataset=rows, batch_size=8, method=Method.NONE, noise_multiplier=None))
-        assert plain.mechanism.sampling.rate == 8 / size
+        assert plain.mechanism.sampling.rate == 8 / 40, "the same samples as with privacy: they can be compared"
 
 
 def test_plain_training_is_gradient_descent_on_the_mean() -> None:

@@ -43,10 +43,11 @@ if TYPE_CHECKING:
 
 DIFFERENT = 3
 AXES = ("replicate", "shard", "tensor")
-OF_BOTH = {"model", "data", "field", "context", "batch_size", "steps", "seed", "timeout"}
+OF_BOTH = {"model", "data", "field", "context", "batch_size", "population", "steps", "seed", "timeout"}
 """Options that decide which samples are seen, or how long to wait for them: the same on both sides."""
 OF_TRAIN = {"mesh", "epsilon", "delta", "save_every", "keep", "out", "quiet", "as_json"}
 """Options of ``fdp train`` without a meaning here: axes are given one by one, noise as it is, and nothing is kept."""
+NOT_COVERED = "computed on the data without noise: covered by no budget"
 CONTEXT = 32
 """Tokens that a language model sees unless told otherwise: a comparison takes seconds, not minutes."""
 
@@ -235,7 +236,8 @@ def _parsed(side: str, name: str, text: str, kind: Any) -> Any:
 
 
 def _table(found: Sequence[Difference], texts: Mapping[str, str], tolerance: float) -> Table:
-    table = Table(title=Text(" against ".join(text or "the common options" for text in texts.values())))
+    title = Text(" against ".join(text or "the common options" for text in texts.values()))
+    table = Table(title=title, caption=NOT_COVERED)
     table.add_column("step", justify="right")
     table.add_column("stage")
     table.add_column("largest relative difference", justify="right")

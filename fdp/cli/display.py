@@ -41,6 +41,7 @@ BARS = "▁▂▃▄▅▆▇█"
 WINDOW = 20
 """Steps over which speed is averaged."""
 
+ROUNDED = ", of the number of samples rounded up; --population announces another"
 COVERED = "the parameters: model.safetensors (of a folder: model/), and all that is computed from them alone"
 NOT_COVERED = (
     "every loss, norm, clipped fraction, sample count and time: metrics.jsonl, report.png, summary.json, "
@@ -58,6 +59,7 @@ def show_header(console: Console, run: Run, state: TrainState, settings: Mapping
     """The run in words, before it starts; ``settings`` are the names it was asked for by."""
     config, model, rate = run.config, run.config.model, run.mechanism.sampling.rate
     population, reading = run.mechanism.sampling.population, reading_of(config.dataset)
+    rounded = ROUNDED if config.population is None else ""
     rows = [
         (
             "model",
@@ -79,7 +81,7 @@ def show_header(console: Console, run: Run, state: TrainState, settings: Mapping
         ),
         (
             "sampling",
-            f"Poisson, {config.batch_size} of {population:,} expected per step (public rate {rate:.3g}), "
+            f"Poisson, {config.batch_size} of {population:,} expected per step (public rate {rate:.3g}{rounded}), "
             f"{config.microbatch_size} at a time",
         ),
     ]

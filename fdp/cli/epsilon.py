@@ -158,6 +158,7 @@ def _draw(path: Path, mechanism: Mechanism, *, steps: int, delta: float) -> None
     from matplotlib.figure import Figure
 
     from fdp import accounting
+    from fdp.guarantee import RELATION
 
     counts = sorted({max(1, round(steps * (part / 40) ** 2)) for part in range(41)})  # denser where it bends
     figure = Figure(figsize=(6.4, 4.0), layout="constrained")
@@ -168,7 +169,8 @@ def _draw(path: Path, mechanism: Mechanism, *, steps: int, delta: float) -> None
             curve = accounting.epsilon_curve(mechanism, steps=counts, delta=delta, accountant=used)
             axes.plot(counts, curve, label=used.name)
     axes.set(xlabel="steps", ylabel=f"epsilon at delta {delta:g}", xlim=(0, steps), ylim=(0, None))
-    axes.set_title(f"noise multiplier {mechanism.noise_multiplier:.4g}, sampling rate {mechanism.sampling.rate:.3g}")
+    z, rate = mechanism.noise_multiplier, mechanism.sampling.rate
+    axes.set_title(f"noise multiplier {z:.4g}, sampling rate {rate:.3g}\n{RELATION}", fontsize=10)
     axes.grid(alpha=0.3)
     if axes.lines:
         axes.legend()

@@ -169,7 +169,8 @@ def write_report(folder: Path, run: Run, records: Sequence[Record], *, title: st
         axes.grid(alpha=0.2)
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=12)
-    figure.supxlabel("losses and norms are computed on private data: the budget covers the parameters only", fontsize=8)
+    note = "losses and norms are computed on private data: the budget covers the parameters only"
+    figure.supxlabel(note if run.epsilons is None else f"{note} ({RELATION})", fontsize=8)
     with open_private(folder / "report.png", "xb") as file:
         FigureCanvasAgg(figure).print_png(file)
 
