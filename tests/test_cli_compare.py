@@ -115,7 +115,7 @@ def test_eager_is_compiled(call: Call) -> None:
 
 def test_samples_are_the_same_with_and_without_privacy(call: Call, in_process: list[list[str]]) -> None:
     """1437 of them, a number that is rounded for the rate: by either side, or by none."""
-    answer = call(f"method=none method=materialize {DIGITS} --json")
+    answer = call(f"method=none method=materialize {DIGITS} --batch-size 300 --json")
     first = result(answer)["first"]  # without privacy there are no norms; the losses before them are the same
     assert (answer.exit_code, first["step"], first["stage"]) == (DIFFERENT, 1, "norms")
     assert NOT_COVERED in answer.stdout
