@@ -49,14 +49,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fdp import data, keys, tree
 from fdp.clipping import flat
-from fdp.mechanism import Mechanism
+from fdp.mechanism import Mechanism, without_noise
 from fdp.methods import Method, make_plan
 from fdp.model import Model
 from fdp.models import LANGUAGE, build
 from fdp.optimizers import adamw, sgd
-from fdp.sampling import poisson
+from fdp.sampling import poisson, trusted_batch
 from fdp.step import init_state, make_train_step
-from fdp.types import Batch, Flat, Tree
+from fdp.types import Flat, Tree
 
 BATCH_SIZE = 16
 MAX_NORM = 1.0
@@ -98,16 +98,17 @@ def fdp_steps(context: int, *, noise: float, optimizer: str, method: Method) -> 
     """fdp: the composed step, eager."""
     model, params, tokens = starting_point(context)
     noise = noise if method is not Method.NONE else 0.0
-    mechanism = Mechanism(poisson(10_000, expected_batch_size=BATCH_SIZE), flat(max_norm=MAX_NORM), noise)
+    sampling, clip = poisson(10_000, expected_batch_size=BATCH_SIZE), flat(max_norm=MAX_NORM)
+    mechanism = Mechanism(sampling, clip, noise) if noise else without_noise(sampling, clip)
     plan = make_plan(model, params, {"tokens": tokens}, method=method)
     opt = OPTIMIZERS[optimizer][0]
     step = make_train_step(model, opt, mechanism=mechanism, plan=plan)
-    batch = Batch({"tokens": tokens.unsqueeze(0)}, torch.ones(1, BATCH_SIZE))
+    batch = trusted_batch({"tokens": tokens.unsqueeze(0)}, torch.ones(1, BATCH_SIZE), sampling, step=None)
     key = keys.key(1)
     yield lambda: Seen(model.loss(params, {"tokens": tokens}), None, tree.flatten(params))
     state = init_state(model, params, opt, mechanism)
     while True:
-        state, metrics = step(state, batch, keys.fold_in(key, state.step))
+        state, metrics = step(state, batch, key)
 
         def look(params: Tree = state.params, norms: Tensor = metrics.norms) -> Seen:
             losses = model.loss(params, {"tokens": tokens})

@@ -147,7 +147,7 @@ def race(task: Task, contender: Contender, seed: int, *, most: int) -> dict[str,
         microbatch = dataset.fetch(draw.integers(0, len(dataset), size))
         batch = Batch(tree.map(lambda leaf: leaf.unsqueeze(0), microbatch), mask.unsqueeze(0))
         start = time.perf_counter()
-        key = keys.fold_in(keys.key(seed), t)
+        key = keys.key(seed)
         if curvature is not None:
             state = curvature.refresh(state, microbatch, mask, key, t)
         state, _ = step(state, batch, key)

@@ -28,7 +28,7 @@ from fdp import accounting, clipping, keys
 from fdp.data import digits
 from fdp.kfac.config import KfacConfig
 from fdp.kfac.optimizer import Kfac
-from fdp.kfac.private_factors import scales_of
+from fdp.kfac.private_factors import STATISTICS, scales_of
 from fdp.kfac.private_refresh import private_kfac, refresh_noised, refresh_public, sides_of
 from fdp.kfac.public import NoiseImages, draw, public
 from fdp.mechanism import Mechanism, Statistics, statistics
@@ -107,10 +107,9 @@ def train(contender: Contender, rate: float, seed: int, mechanism: Mechanism) ->
     state = made.settled(state) if isinstance(made, Kfac) else state
     refresh = refresher(made, mechanism, params) if isinstance(made, Kfac) else lambda state, key, t: state
     for t in range(STEPS):
-        key = keys.fold_in(keys.fold_in(root, "step"), t)
-        state = refresh(state, key, t)
-        batch = sample_batch(TRAIN, SAMPLING, keys.fold_in(key, "sample"), microbatch_size=MICROBATCH)
-        state, _ = step(state, batch, keys.fold_in(key, "noise"))
+        state = refresh(state, root, t)
+        batch = sample_batch(TRAIN, SAMPLING, root, step=t, microbatch_size=MICROBATCH)
+        state, _ = step(state, batch, root)
     data = TEST.fetch(np.arange(len(TEST)))
     return float((logits(MODEL, state.params, data).argmax(1) == data["label"]).float().mean())
 
@@ -120,18 +119,16 @@ def refresher(k: Kfac, mechanism: Mechanism, params) -> Callable[[TrainState, to
     source = public(PINK, private=TRAIN, digest=data_digest)
     more = mechanism.statistics
     if more is None:
-        return lambda state, key, t: refresh_public(k, state, source, keys.fold_in(key, "kfac"), t)
+        return lambda state, key, t: refresh_public(k, state, source, key, t)
     forms = {layer: (left.form, right.form) for layer, (left, right, _) in k.plan.layers.items()}
     example, _ = draw(source, samples=MICROBATCH, key=keys.key(3))
     scales = scales_of(MODEL, params, example, known=k.plan.known, forms=forms, fisher=CONFIG.fisher, key=keys.key(4))
 
     def refresh(state: TrainState, key: torch.Tensor, t: int) -> TrainState:
-        own = keys.fold_in(key, "statistics")
-
         def batch():
-            return sample_batch(TRAIN, more.sampling, keys.fold_in(own, "sample"), microbatch_size=MICROBATCH)
+            return sample_batch(TRAIN, more.sampling, key, step=t, microbatch_size=MICROBATCH, purpose=STATISTICS)
 
-        return refresh_noised(k, state, batch, own, t, mechanism=mechanism, scales=scales)
+        return refresh_noised(k, state, batch, key, t, mechanism=mechanism, scales=scales)
 
     return refresh
 

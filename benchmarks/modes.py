@@ -19,14 +19,14 @@ from torch import Tensor
 from fdp import keys, timing, tree
 from fdp.clipping import flat
 from fdp.costs import NormBy
-from fdp.mechanism import Mechanism
+from fdp.mechanism import Mechanism, without_noise
 from fdp.methods import BUDGETED, CHOOSING, Method, Plan, make_plan
 from fdp.model import Model
 from fdp.optimizers import Optimizer, adamw
 from fdp.rules import HALF
-from fdp.sampling import poisson
+from fdp.sampling import poisson, trusted_batch
 from fdp.step import Compile, init_state, make_train_step
-from fdp.types import Batch, Flat, Key, Step, Tree
+from fdp.types import Flat, Key, Step, Tree
 
 Row: TypeAlias = dict[str, Any]
 
@@ -141,7 +141,8 @@ def our_mode(
         raise ValueError(f"{microbatches} microbatches: expected a divisor of the batch of {batch_size}")
     cut = (microbatches, batch_size // microbatches)
     noise = 0.0 if method is Method.NONE else noise_multiplier
-    mechanism = Mechanism(poisson(1 << 20, expected_batch_size=batch_size), flat(max_norm=max_norm), noise)
+    sampling, clip = poisson(1 << 20, expected_batch_size=batch_size), flat(max_norm=max_norm)
+    mechanism = Mechanism(sampling, clip, noise) if noise else without_noise(sampling, clip)
     opt = adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY) if optimizer is None else optimizer
     assert model.context is not None
     params = model.init(keys.key(0).to(device))
@@ -156,7 +157,8 @@ def our_mode(
 
     def step(tokens: Tensor, key: Key) -> Tensor:
         nonlocal state, seen
-        state, seen = run(state, Batch({"tokens": tokens.unflatten(0, cut)}, mask), key)
+        batch = trusted_batch({"tokens": tokens.unflatten(0, cut)}, mask, sampling, step=None)
+        state, seen = run(state, batch, key)
         return seen.losses
 
     return Candidate(

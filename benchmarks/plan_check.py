@@ -34,10 +34,9 @@ from fdp.models import LANGUAGE, LlamaConfig, build, llama
 from fdp.offload import NOTHING, Offload
 from fdp.optimizers import adamw
 from fdp.plan import Footprint, Scale, plan_at_scale
-from fdp.sampling import poisson
+from fdp.sampling import poisson, trusted_batch
 from fdp.sharding import Sharding, Zero, abstract_params, as_dtensor, make_sharding
 from fdp.step import init_state, make_train_step
-from fdp.types import Batch
 
 GIB = 2**30
 TOLERANCE = 0.1
@@ -134,7 +133,7 @@ def measured(case: Case) -> int:
     assert model.context is not None
     shape = (case.microbatches, case.samples, model.context + 1)
     tokens = torch.randint(model.vocab_size, shape, device=CUDA)
-    batch = Batch({"tokens": tokens}, torch.ones(shape[:2], device=CUDA))
+    batch = trusted_batch({"tokens": tokens}, torch.ones(shape[:2], device=CUDA), mechanism.sampling, step=None)
     key = keys.key(0).to(CUDA)
     for _ in range(2):
         gc.collect()

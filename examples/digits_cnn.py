@@ -50,10 +50,8 @@ for target in (3.0, 8.0):
     train_step = make_train_step(model, optimizer, mechanism=mechanism, plan=plan)
     state = init_state(model, params, optimizer, mechanism)
     for step in range(steps):
-        step_key = keys.fold_in(key, step)
-        sample_key, noise_key = keys.fold_in(step_key, "sample"), keys.fold_in(step_key, "noise")
-        batch = sample_batch(train, sampling, sample_key, microbatch_size=MICROBATCH_SIZE)
-        state, _ = train_step(state, batch, noise_key)  # metrics are not private: not printed, not kept
+        batch = sample_batch(train, sampling, key, step=step, microbatch_size=MICROBATCH_SIZE)
+        state, _ = train_step(state, batch, key)  # metrics are not private: not printed, not kept
 
     scores = models.logits(model, state.params, {"image": test.image})
     accuracy = float((scores.argmax(1) == test.label).float().mean())

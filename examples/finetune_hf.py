@@ -84,10 +84,8 @@ def fine_tune(model, params, *, learning_rate, key):
     train_step = make_train_step(model, optimizer, mechanism=mechanism, plan=plan)
     state = init_state(model, params, optimizer, mechanism)
     for step in range(steps):
-        step_key = keys.fold_in(key, step)
-        sample_key, noise_key = keys.fold_in(step_key, "sample"), keys.fold_in(step_key, "noise")
-        batch = sample_batch(dataset, sampling, sample_key, microbatch_size=MICROBATCH_SIZE)
-        state, _ = train_step(state, batch, noise_key)
+        batch = sample_batch(dataset, sampling, key, step=step, microbatch_size=MICROBATCH_SIZE)
+        state, _ = train_step(state, batch, key)
     return state.params, epsilon(mechanism, steps=steps, delta=DELTA)
 
 

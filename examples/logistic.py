@@ -61,15 +61,13 @@ opt = optimizer.init(params)
 #    release a model, keys.key() takes 256 bits from the operating system.
 key = keys.key(0)
 for step in range(steps):
-    step_key = keys.fold_in(key, step)
-    sample_key, noise_key = keys.fold_in(step_key, "sample"), keys.fold_in(step_key, "noise")
-    batch = sample_batch(train, sampling, sample_key, microbatch_size=len(train))
+    batch = sample_batch(train, sampling, key, step=step, microbatch_size=len(train))
     data, mask = {name: leaf[0] for name, leaf in batch.data.items()}, batch.mask[0]
 
     losses, norms, stash = per_sample_norms(model, params, data, plan=plan)  # one forward, one backward
     factors = clip_to(norms, max_norm=MAX_NORM).masked(mask)  # padding counts for nothing
     total = clipped_sum(stash, factors)  # ClippedSum(value, sensitivity)
-    noisy = add_gaussian(total, key=noise_key, noise_multiplier=z)  # scaled by total.sensitivity
+    noisy = add_gaussian(total, key=keys.step_key(key, "noise", step), noise_multiplier=z)
     mean = scale(noisy, 1 / BATCH_SIZE)  # the expected size, which is public; not how many were drawn
     updates, opt = optimizer.update(mean, opt, params)
     params = apply_updates(params, updates)

@@ -85,10 +85,8 @@ for step in range(steps):
     if step % 10 == 0:
         seconds = time.perf_counter() - start
         print(f"step {step:3d}   held-out loss {held_out_loss():.3f}   {seconds:3.0f} s", flush=True)
-    step_key = keys.fold_in(key, step)
-    sample_key, noise_key = keys.fold_in(step_key, "sample"), keys.fold_in(step_key, "noise")
-    batch = sample_batch(dataset, sampling, sample_key, microbatch_size=MICROBATCH_SIZE)
-    params, opt = train_step(params, opt, batch, noise_key)
+    batch = sample_batch(dataset, sampling, key, step=step, microbatch_size=MICROBATCH_SIZE)
+    params, opt = train_step(params, opt, batch, keys.step_key(key, "noise", step))
 
 spent = epsilon(mechanism, steps=steps, delta=DELTA)
 print(f"held-out loss {held_out_loss():.3f} at epsilon {spent:.2f}, delta {DELTA:g}", end=" ")

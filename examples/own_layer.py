@@ -135,10 +135,8 @@ train_step = fdp.make_train_step(model, optimizer, mechanism=mechanism, plan=pla
 state = fdp.init_state(model, params, optimizer, mechanism)
 key = keys.key(0)  # a fixed seed, for the number above; keys.key() takes 256 bits from the system
 for step in range(steps):
-    step_key = keys.fold_in(key, step)
-    sample_key, noise_key = keys.fold_in(step_key, "sample"), keys.fold_in(step_key, "noise")
-    batch = sample_batch(train, sampling, sample_key, microbatch_size=MICROBATCH_SIZE)
-    state, _ = train_step(state, batch, noise_key)
+    batch = sample_batch(train, sampling, key, step=step, microbatch_size=MICROBATCH_SIZE)
+    state, _ = train_step(state, batch, key)
 
 with torch.no_grad():
     scores = torch.func.functional_call(Classifier(products), tree.flatten(state.params), (test["image"],))

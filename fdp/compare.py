@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fdp import step, tree, unison
 from fdp.records import whole
-from fdp.run import Run, drawn, refreshed
+from fdp.run import Run, draw_batch, refreshed
 from fdp.sharding import Sharding, as_dtensor, globalize, localize
 from fdp.types import FdpError, Flat, TrainState
 
@@ -77,10 +77,11 @@ def observe(run: Run, state: TrainState) -> Iterator[Seen]:
       - ranks that should hold the same values, and do not, are found out.
     """
     config, sharding = run.config, run.sharding
+    root = run.key.to(config.device)
     stages = _compiled(run.stages) if config.compile is step.Compile.STEP else run.stages
     yield Seen(0, Stage.INIT, *_wholes(tree.flatten(localize(state.params)), sharding))
     for t in range(int(state.step), config.steps):
-        batch, key = drawn(run, t)
+        batch = draw_batch(run, t)
         state = refreshed(run, state, batch, t)
         here = localize(state)
         total, tally, metrics = step.all_microbatches(stages, here, batch)
@@ -90,6 +91,7 @@ def observe(run: Run, state: TrainState) -> Iterator[Seen]:
         yield Seen(t + 1, Stage.NORMS, *_samples(metrics.norms[real]))
         total = stages.reduce(total).made()
         yield Seen(t + 1, Stage.SUM, *_wholes(total.value, sharding))
+        key = stages.key(root, here.step)
         noisy = stages.noise(total, key)
         added = {path: leaf - total.value[path].to(leaf) for path, leaf in noisy.items()}
         yield Seen(t + 1, Stage.NOISE, *_wholes(added, sharding))

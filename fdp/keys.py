@@ -9,8 +9,14 @@ ChaCha20 is RFC 8439 (2018). The purpose is part of the nonce, so children and d
 Element ``i`` does not depend on which other elements are drawn: a shard draws its own window and gets exactly
 its slice of the whole.
 
+A run has one root key. What draws folds in what for and when, so that no two draws share a stream:
+
+    parameters           fold_in(root, "init")
+    samples of step t    step_key(root, "sample ...", t)         by sample_batch
+    noise of step t      step_key(root, "noise ...", t)          by the step, which counts t itself
+
     >>> root = key()                                          # 256 bits from the operating system
-    >>> leaf = fold_in(fold_in(root, step), "blocks.0.qkv")   # one key per step and leaf; draw from each once
+    >>> leaf = fold_in(step_key(root, "noise", step), "blocks.0.qkv")
     >>> noise = normal(leaf, (1024, 768), window=((512, 512), (0, 768)))
 """
 
@@ -86,6 +92,15 @@ def fold_in(key: Key, data: int | str | Int[Tensor, ""]) -> Key:
             raise FdpError(f"fold_in: expected an int in [0, 2^63), got {data}; fold in a str for anything else")
         nonce = _nonce(key, _FOLD_INT, data & 0xFFFFFFFF, data >> 32)
     return chacha20.keystream(key, nonce, 0, 1)[:8]
+
+
+def step_key(root: Key, purpose: str, step: int | Int[Tensor, ""]) -> Key:
+    """The key of one purpose at one step, ``fold_in(fold_in(root, purpose), step)``.
+
+    Guarantees:
+      - no two purposes and no two steps of a root share a key; a step may be a number or a tensor, on any device.
+    """
+    return fold_in(fold_in(root, purpose), step)
 
 
 def path_nonces(paths: Sequence[str], device: torch.device | str | None = None) -> Int[Tensor, "paths 3"]:

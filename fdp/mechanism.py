@@ -10,6 +10,7 @@ The sampler, the step and the accountant all read this object, so they cannot di
 from __future__ import annotations
 
 import math
+from enum import Enum
 from typing import NamedTuple
 
 from fdp.clipping import ClipStyle
@@ -53,13 +54,40 @@ def statistics(sampling: Poisson, *, max_norm: float, noise_multiplier: float, p
     return Statistics(sampling, max_norm, noise_multiplier, period)
 
 
+class Noise(Enum):
+    """Whether sums are noised. NONE is not private, and must be asked for: see :func:`without_noise`."""
+
+    GAUSSIAN = "gaussian"
+    NONE = "none"
+
+
 class Mechanism(NamedTuple):
     """Poisson-subsampled Gaussian mechanism: ``sum_i clip(g_i) + noise_multiplier * sensitivity * N(0, I)``.
 
-    ``statistics``: what is released beside the steps' sums; None: nothing.
+    ``statistics``: what is released beside the steps' sums; None: nothing. A noise multiplier of 0 is for plain
+    training (method none); to clip and add no noise, use :func:`without_noise`.
     """
 
     sampling: Poisson
     clip: ClipStyle
     noise_multiplier: float
     statistics: Statistics | None = None
+    noise: Noise = Noise.GAUSSIAN
+
+
+def without_noise(sampling: Poisson, clip: ClipStyle, *, statistics: Statistics | None = None) -> Mechanism:
+    """A mechanism that clips and adds no noise to the sums: **not private**, for comparisons, tests and debugging."""
+    return Mechanism(sampling, clip, 0.0, statistics, Noise.NONE)
+
+
+def check_noise(mechanism: Mechanism) -> None:
+    """Refuse private training without noise, unless that is what was asked for."""
+    z, none = mechanism.noise_multiplier, mechanism.noise is Noise.NONE
+    if none and z != 0:
+        raise FdpError(f"noise_multiplier: expected 0 in a mechanism without noise, got {z}; use Mechanism(...)")
+    if not none and not 0 < z < math.inf:
+        raise FdpError(
+            f"noise_multiplier: expected a finite number above 0 for private training, got {z}. The noise for a budget "
+            f"is fdp.noise_multiplier_for(sampling, clip, epsilon=..., delta=..., steps=...). To clip and add no "
+            f"noise, which is not private, say so: fdp.mechanism.without_noise(sampling, clip)"
+        )

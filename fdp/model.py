@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from fdp import keys, tree
 from fdp.collectives import Axis
 from fdp.init import Init, constant
+from fdp.settings import fingerprint
 from fdp.types import FdpError, Key, Path, Tree
 
 
@@ -92,7 +93,8 @@ class Model(NamedTuple):
 
     ``parallel(axis)`` is the same model with its layers cut over a tensor axis: same leaves, same losses. ``tensor`` is
     the axis over which they are cut. The blocks that hold a leaf of ``materialized`` have their per-sample gradients
-    made whole, whatever the method: for operations without a rule.
+    made whole, whatever the method: for operations without a rule. ``settings`` tells it from models with the same name
+    and leaves that compute another loss.
     """
 
     name: str
@@ -104,6 +106,7 @@ class Model(NamedTuple):
     parallel: Callable[[Axis], Model] | None = None
     tensor: Axis | None = None
     materialized: frozenset[Path] = frozenset()
+    settings: str | None = None
 
     def init(self, key: Key, *, dtype: torch.dtype = torch.float32) -> Tree:
         """The parameters, each leaf a function of (key, path)."""
@@ -123,6 +126,12 @@ class Model(NamedTuple):
         """Paths of the leaves that are trained."""
         return frozenset(self.leaves) - self.frozen
 
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """What tells it from other models, and not how it is computed: the same on every mesh."""
+        shapes = {path: tuple(leaf.shape) for path, leaf in self.leaves.items()}
+        return self.name, self.context, self.vocab_size, shapes, self.trainable, self.settings
+
 
 def from_loss(
     loss: Callable[[Tree, Tree], Tensor], params: Tree, *, name: str = "loss", outputs: Outputs | None = None
@@ -135,7 +144,7 @@ def from_loss(
     leaves = {path: LeafSpec(tuple(leaf.shape), constant(0.0)) for path, leaf in flat.items()}
     paths = tree.unflatten(params, {path: path for path in flat})
     block = Block(name, paths, lambda p, _, data: loss(p, data), outputs=outputs)
-    return Model(name, leaves, (block,))
+    return Model(name, leaves, (block,), settings=fingerprint(loss))
 
 
 def check_losses(model: Model, losses: Tree, batch_size: int) -> Float[Tensor, " batch"]:

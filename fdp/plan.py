@@ -32,10 +32,10 @@ from fdp.methods import Method, Plan, make_plan
 from fdp.model import Model
 from fdp.offload import NOTHING, Offload
 from fdp.optimizers import LOCAL, Optimizer, Reductions, adamw
-from fdp.sampling import poisson
+from fdp.sampling import poisson, trusted_batch
 from fdp.sharding import Reduce, Sharding, Zero, abstract_params, make_sharding, over_tensor_axis
 from fdp.step import make_train_step
-from fdp.types import Batch, Clip, FdpError, Norms, Share, TrainState, Tree
+from fdp.types import Clip, FdpError, Norms, TrainState, Tree
 
 TRACED = 3
 """Microbatches that are traced: from the third on a step holds no more, and sends what the third added."""
@@ -181,15 +181,16 @@ def _trace(
         ledger.label(state.params, Kind.PARAMETERS)
         ledger.label(state.opt, Kind.OPTIMIZER)
         data = tree.map(lambda x: torch.empty((microbatches, *x.shape), dtype=x.dtype, device=DEVICE), shapes)
-        share = Share(0, 1 if sharding is None else sharding.ranks)
-        batch = Batch(data, torch.ones(microbatches, plan.batch_size, device=DEVICE), share)
+        sampling = poisson(1 << 20, expected_batch_size=1024)
+        mask = torch.ones(microbatches, plan.batch_size, device=DEVICE)
+        batch = trusted_batch(data, mask, sampling, step=None, ranks=1 if sharding is None else sharding.ranks)
         key = torch.empty(8, dtype=torch.int64, device=DEVICE)
         watch = _Watch(ledger, plan)
         style = watch.style(clipping.flat(max_norm=1.0))
         step = make_train_step(
             watch.model(model),
             watch.optimizer(optimizer),
-            mechanism=Mechanism(poisson(1 << 20, expected_batch_size=1024), style, 1.0 if plan.private else 0.0),
+            mechanism=Mechanism(sampling, style, 1.0 if plan.private else 0.0),
             plan=plan,
             sharding=sharding,
             offload=offload,

@@ -1,10 +1,11 @@
 """A training run as plain functions: values in, one record per step out. What ``fdp train`` calls.
 
-    root    = key(seed)                                initial parameters: fold_in(root, "init")
-    step_t  = fold_in(fold_in(root, "step"), t)
-    batch_t = sample(fold_in(step_t, "sample"))        noise of step t: fold_in(step_t, "noise")
+    root = key(seed)                                   initial parameters: fold_in(root, "init")
+    key  = fold_in(root, settings)                     samples and noise of every step: fdp.keys.step_key(key, ..., t)
 
-so that everything is a function of (seed, t). Nothing is written to disk here.
+so that everything is a function of (seed, settings, t). The settings are all that decides what is computed, the data
+included, and nothing that decides how: two runs of one seed with two clip norms, learning rates or datasets share
+neither samples nor noise, whose difference would tell the data. Nothing is written to disk here.
 
     >>> run, state = prepare(config)                   # every check, before any noise is drawn
     >>> for state, record in steps(run, state): records.append(record)
@@ -30,8 +31,9 @@ from fdp.digest import data_digest
 from fdp.guarantee import Guarantee
 from fdp.kfac.optimizer import Kfac
 from fdp.kfac.private_refresh import sides_of
+from fdp.kfac.public import Public
 from fdp.kfac.sources import Feed, KfacOptimizer, check_source, make_feed, make_kfac, refreshed_from, releases
-from fdp.mechanism import Mechanism
+from fdp.mechanism import Mechanism, without_noise
 from fdp.mesh import make_mesh
 from fdp.methods import CHOOSING, Method, Plan, make_plan
 from fdp.model import Model
@@ -39,7 +41,8 @@ from fdp.offload import NOTHING, Offload
 from fdp.optimizers import Optimizer
 from fdp.per_sample import losses_of, per_sample_norms
 from fdp.records import Record, record_of, whole
-from fdp.sampling import Dataset, Poisson, poisson, sample_batch
+from fdp.sampling import TRAINING, Dataset, Poisson, poisson, sample_batch
+from fdp.settings import fingerprint
 from fdp.sharding import (
     Data,
     Reduce,
@@ -114,9 +117,10 @@ class RunConfig:
 class Run(NamedTuple):
     """A run that passed every check: what does not change from step to step.
 
-    ``epsilons`` is what has been spent after 1, 2, ... steps; None where the run is not private. ``in_place``: a step
-    writes the next state into the last one, so that a step cut short leaves neither. ``feed`` is what the curvature of
-    K-FAC is measured on; None: the data itself.
+    ``key`` is what samples and noise are drawn by: ``root`` with the settings folded in. ``epsilons`` is what has been
+    spent after 1, 2, ... steps; None where the run is not private. ``in_place``: a step writes the next state into the
+    last one, so that a step cut short leaves neither. ``feed`` is what the curvature of K-FAC is measured on; None: the
+    data itself.
     """
 
     config: RunConfig
@@ -124,6 +128,7 @@ class Run(NamedTuple):
     stages: Stages
     step: Step
     root: Key
+    key: Key
     epsilons: Sequence[float] | None
     sharding: Sharding | None
     data_digest: str
@@ -132,8 +137,10 @@ class Run(NamedTuple):
     feed: Feed | None = None
 
 
-def prepare(config: RunConfig, *, root: Key | None = None) -> tuple[Run, TrainState]:
+def prepare(config: RunConfig, *, root: Key | None = None, settings: str | None = None) -> tuple[Run, TrainState]:
     """The run and its first state. ``root`` is the key of a run that is taken up again; default: from the seed.
+
+    ``settings`` go into the key of samples and noise: by default all that decides the result.
 
     Guarantees:
       - nothing is written and no noise is drawn;
@@ -187,6 +194,7 @@ def prepare(config: RunConfig, *, root: Key | None = None) -> tuple[Run, TrainSt
         checkpoint_activations=config.checkpoint_activations,
         compile=config.compile,
         precondition=None if feed is None else sides_of,
+        settings=settings,
     )
     epsilons = None
     if mechanism.noise_multiplier > 0:
@@ -200,7 +208,11 @@ def prepare(config: RunConfig, *, root: Key | None = None) -> tuple[Run, TrainSt
     # What is kept on the CPU is pinned there, and stays so only if it is written in place; kernels write in place.
     in_place = any(config.offload) or config.compile is Compile.BLOCK or config.cuda_graph
     step = compose(stages, donate=("state",) if in_place else (), cuda_graph=config.cuda_graph)
-    return Run(config, mechanism, stages, step, root, epsilons, sharding, digest, in_place, curvature, feed), state
+    if settings is None:
+        public = feed.digest if isinstance(feed, Public) else None
+        settings = fingerprint(model.identity, config.optimizer, mechanism, config.values, digest, public)
+    key = keys.fold_in(root, f"run {settings}").cpu()
+    return Run(config, mechanism, stages, step, root, key, epsilons, sharding, digest, in_place, curvature, feed), state
 
 
 def steps(run: Run, state: TrainState) -> Iterator[tuple[TrainState, Record]]:
@@ -215,21 +227,23 @@ def steps(run: Run, state: TrainState) -> Iterator[tuple[TrainState, Record]]:
     config = run.config
     if config.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(config.device)
+    key = run.key.to(config.device)
     for t in range(int(state.step), config.steps):
         start = time.perf_counter()
-        batch, noise_key = drawn(run, t)
+        batch = draw_batch(run, t)
         state = refreshed(run, state, batch, t)
         bound = _bound(run, state)
-        state, metrics = run.step(state, batch, noise_key)
+        state, metrics = run.step(state, batch, key)
         _check_finite(run, state.params, step=t + 1)
         yield state, record_of(run, t, metrics, bound=bound, seconds=time.perf_counter() - start)
 
 
-def drawn(run: Run, t: int) -> tuple[Batch, Key]:
-    """This rank's samples of step ``t`` (from 0), on the device, and the key of the step's noise."""
-    key = keys.fold_in(keys.fold_in(run.root, "step"), t)
-    batch = _batch(run, run.mechanism.sampling, keys.fold_in(key, "sample"))
-    return batch, keys.fold_in(key, "noise").to(run.config.device)
+def draw_batch(run: Run, t: int, sampling: Poisson | None = None, purpose: str = TRAINING) -> Batch:
+    """This rank's samples of step ``t`` (from 0), on the device; by default those that the step trains on."""
+    config, by = run.config, run.mechanism.sampling if sampling is None else sampling
+    share = {} if run.sharding is None else {"rank": run.sharding.rank, "ranks": run.sharding.ranks}
+    options = {"step": t, "microbatch_size": config.microbatch_size, "purpose": purpose, **share}
+    return _move(sample_batch(config.dataset, by, run.key, **options), config.device)
 
 
 def refreshed(run: Run, state: TrainState, batch: Batch, t: int) -> TrainState:
@@ -239,19 +253,12 @@ def refreshed(run: Run, state: TrainState, batch: Batch, t: int) -> TrainState:
     """
     if run.kfac is None:
         return state
-    key = keys.fold_in(keys.fold_in(keys.fold_in(run.root, "step"), t), "kfac").to(run.config.device)
+    key = run.key.to(run.config.device)
     if run.feed is None:
         data = tree.map(lambda leaf: leaf[0], batch.data)
         return run.kfac.refresh(state, data, batch.mask[0], key, t, donate=run.in_place)
-    draw, mechanism = partial(_batch, run), run.mechanism
+    draw, mechanism = partial(draw_batch, run, t), run.mechanism
     return refreshed_from(run.feed, run.kfac, state, draw, key, t, mechanism=mechanism, donate=run.in_place)
-
-
-def _batch(run: Run, sampling: Poisson, key: Key) -> Batch:
-    """This rank's samples of a draw, on the device."""
-    share = {} if run.sharding is None else {"rank": run.sharding.rank, "ranks": run.sharding.ranks}
-    batch = sample_batch(run.config.dataset, sampling, key.cpu(), microbatch_size=run.config.microbatch_size, **share)
-    return _move(batch, run.config.device)
 
 
 def _kfac(config: RunConfig, model: Model, sharding: Sharding | None, share: int) -> Kfac | None:
@@ -335,7 +342,7 @@ def _mechanism(config: RunConfig) -> Mechanism:
     more = releases(config.optimizer, sampling, noise_multiplier=z, **budget)
     if config.epsilon is not None:
         z = accounting.noise_multiplier_for(sampling, config.clip, **budget, statistics=more)
-    return Mechanism(sampling, config.clip, z or 0.0, more)
+    return Mechanism(sampling, config.clip, z, more) if z else without_noise(sampling, config.clip, statistics=more)
 
 
 def _bound(run: Run, state: TrainState) -> float | None:

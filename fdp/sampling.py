@@ -10,9 +10,8 @@ Neighbours differ by one sample, added or removed, and q is public: it must be t
 of the number of samples, which changes, but of an announced number, the population.
 
     >>> sampling = poisson(48_211, expected_batch_size=256, population=50_000)
-    >>> key = keys.fold_in(root, step)                                   # no two steps share a key
-    >>> batch = sample_batch(dataset, sampling, keys.fold_in(key, "sample"), microbatch_size=64)
-    >>> state, metrics = train_step(state, batch, keys.fold_in(key, "noise"))
+    >>> batch = sample_batch(dataset, sampling, root, step=t, microbatch_size=64)      # root: one key per run
+    >>> state, metrics = train_step(state, batch, root)                  # compares who drew the batch, and when
 """
 
 from __future__ import annotations
@@ -27,7 +26,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fdp import keys, tree
-from fdp.types import Batch, FdpError, Key, Share, Tree
+from fdp.types import Batch, Drawn, FdpError, Key, Share, Stamp, Tree
+
+TRAINING = "training"
+"""The purpose of the samples that a step trains on."""
 
 
 class Poisson(NamedTuple):
@@ -196,25 +198,117 @@ def length(dataset: Dataset | Tree) -> int:
 
 
 def sample_batch(
-    dataset: Dataset | Tree, sampling: Poisson, key: Key, *, microbatch_size: int, rank: int = 0, ranks: int = 1
+    dataset: Dataset | Tree,
+    sampling: Poisson,
+    key: Key,
+    *,
+    step: int,
+    microbatch_size: int,
+    rank: int = 0,
+    ranks: int = 1,
+    purpose: str = TRAINING,
 ) -> Batch:
-    """Draw, cut and fetch: the global batch of one step. ``key`` must differ from step to step.
+    """Draw, cut and fetch: the global batch of one step, stamped with who drew it. ``key`` is the root of the run.
 
     ``microbatch_size`` counts the samples of all ranks. Every rank draws the same batch and fetches its own columns of
-    every microbatch, as many as the others, so that all take part in every collective.
+    every microbatch, as many as the others, so that all take part in every collective. ``purpose`` is another one for
+    a release beside the steps', such as noised statistics.
+
+    Guarantees:
+      - no two steps, samplings or purposes of a root share a draw;
+      - the same (sampling, key, step, purpose) draw the same samples, on every rank and again after a restart.
     """
     if not 0 <= rank < ranks:
         raise FdpError(f"rank: expected 0 <= rank < ranks, got rank {rank} of {ranks}")
+    if not _whole(step) or step < 0:
+        raise FdpError(f"step: expected the number of the step, a whole number from 0 on, got {step!r}")
     if length(dataset) != sampling.dataset_size:
         raise FdpError(
             f"sampling.dataset_size: expected the {length(dataset)} samples of the dataset, got "
             f"{sampling.dataset_size}; some could not be drawn, or would not be there"
         )
-    matrix, mask = microbatches(sample(sampling, key), microbatch_size=microbatch_size)
+    drawn = sample(sampling, keys.step_key(key, f"sample {purpose} {tuple(sampling)}", step))
+    matrix, mask = microbatches(drawn, microbatch_size=microbatch_size)
     columns = -(-microbatch_size // ranks)
     matrix, mask = (torch.nn.functional.pad(m, (0, columns * ranks - microbatch_size)) for m in (matrix, mask))
     mine = slice(rank * columns, (rank + 1) * columns)
-    return Batch(gather(dataset, matrix[:, mine]), mask[:, mine], Share(rank, ranks))
+    batch = Batch(gather(dataset, matrix[:, mine]), mask[:, mine])
+    return _stamped(batch, sampling, step, rank, ranks, purpose)
+
+
+def trusted_batch(
+    data: Tree,
+    mask: Float[Tensor, "microbatches samples"],
+    sampling: Poisson,
+    *,
+    step: int | None,
+    rank: int = 0,
+    ranks: int = 1,
+    purpose: str = TRAINING,
+) -> Batch:
+    """A batch that you drew yourself, taken at your word: for tests, benchmarks, and samplers of your own.
+
+    What is given up: nothing checks that every sample was drawn by ``sampling``, independently of the others and anew
+    for this step, nor that it is in one microbatch of one rank only. The stated epsilon holds only if all that is
+    true. ``step`` None: it is accepted at any step, again and again.
+    """
+    if tuple(mask.shape) != tuple(tree.leaves(data)[0].shape[:2]):
+        raise FdpError(
+            f"mask: expected (microbatches, samples) as in the data, {tuple(tree.leaves(data)[0].shape[:2])}, got "
+            f"{tuple(mask.shape)}"
+        )
+    return _stamped(Batch(data, mask), sampling, step, rank, ranks, purpose)
+
+
+def check_drawn(batch: Batch, sampling: Poisson, *, purpose: str = TRAINING) -> None:
+    """Refuse a batch that was not drawn by ``sampling`` for ``purpose``, or was put together from others."""
+    if batch.drawn is None:
+        raise FdpError(
+            "batch: expected one that fdp.sample_batch drew, got one made by hand: nothing says that its samples were "
+            "drawn by the mechanism's sampling, each once, and epsilon would not hold. Draw it by fdp.sample_batch("
+            "dataset, mechanism.sampling, key, step=..., microbatch_size=...); fdp.sampling.trusted_batch takes one "
+            "of your own at your word"
+        )
+    stamp = batch.drawn.stamp
+    if stamp.sampling != sampling:
+        raise FdpError(
+            f"batch: expected a draw by the mechanism's sampling ({_said(sampling)}), got one by another "
+            f"({_said(stamp.sampling)}): the accountant would charge for what did not happen; give sample_batch the "
+            f"sampling of the mechanism"
+        )
+    if stamp.purpose != purpose:
+        raise FdpError(
+            f"batch: expected a draw for {purpose}, got the one for {stamp.purpose}: every release is accounted as a "
+            f"draw of its own; call sample_batch(..., purpose={purpose!r})"
+        )
+    if stamp.shape != tuple(batch.mask.shape):
+        raise FdpError(
+            f"batch: expected the {stamp.shape} (microbatches, samples) that were drawn, got "
+            f"{tuple(batch.mask.shape)}: it was cut or put together after the draw, and a sample could be in it twice"
+        )
+
+
+def check_step(batch: Batch, step: int) -> None:
+    """Refuse a batch that was drawn for another step."""
+    drawn = None if batch.drawn is None else batch.drawn.stamp.step
+    if drawn is not None and drawn != step:
+        raise FdpError(
+            f"batch: expected the draw of step {step}, which the state is at, got that of step {drawn}: a batch that "
+            f"is used twice, or chosen, is not the fresh draw that the accountant charges for; call sample_batch(..., "
+            f"step={step})"
+        )
+
+
+def _stamped(batch: Batch, sampling: Poisson, step: int | None, rank: int, ranks: int, purpose: str) -> Batch:
+    stamp = Stamp(sampling, purpose, step, tuple(batch.mask.shape), Share(rank, ranks))
+    number = None if step is None else torch.tensor(step, device=batch.mask.device)
+    return batch._replace(drawn=Drawn(stamp, number))
+
+
+def _said(sampling: Poisson) -> str:
+    """The public part in words."""
+    _, expected, population, most = sampling
+    return f"{expected:g} of {population} expected" + ("" if most is None else f", at most {most}")
 
 
 def _rows(leaf: Tensor | np.ndarray, flat: Int[Tensor, " rows"]) -> Tensor:

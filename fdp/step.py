@@ -8,12 +8,13 @@ update  params + optimizer(mean)
 
 >>> step = make_train_step(model, adamw(1e-3), mechanism=mechanism, plan=plan)
 >>> state = init_state(model, params, optimizer, mechanism)
->>> state, metrics = step(state, batch, key)
+>>> batch = sample_batch(dataset, mechanism.sampling, key, step=t, microbatch_size=64)
+>>> state, metrics = step(state, batch, key)                                     # key: one for the whole run
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from typing import NamedTuple, TypeAlias
@@ -21,16 +22,18 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from fdp import tree
+from fdp import keys, tree
 from fdp.block_loop import Memory
 from fdp.compiled import Blocks
 from fdp.costs import SumBy
 from fdp.cuda_graph import captured
 from fdp.fused_update import FusedUpdate
+from fdp.guards import Gate, check_settings
 from fdp.kfac.private import check_preconditioned, check_sides, map_record
 from fdp.kfac.types import Sides
 from fdp.mechanism import Mechanism
 from fdp.methods import Plan
+from fdp.microbatches import Part, everyones, joined
 from fdp.model import Model, check_params
 from fdp.noise import add_gaussian, scale
 from fdp.offload import CPU, NOTHING, Offload, settle
@@ -38,6 +41,8 @@ from fdp.ops import fast_attention
 from fdp.optimizers import LOCAL, Optimizer, apply_updates
 from fdp.per_sample import as_it_is, clipped_sum, per_sample_norms, plain_sum
 from fdp.reductions import sharded_reductions
+from fdp.sampling import Poisson
+from fdp.settings import fingerprint
 from fdp.sharding import (
     Reduce,
     Sharding,
@@ -51,7 +56,7 @@ from fdp.sharding import (
     places,
     reduce_slack,
 )
-from fdp.traffic import gather_all, gather_samples, reduce_all, sum_over_samples
+from fdp.traffic import gather_all, reduce_all, sum_over_samples
 from fdp.types import Batch, ClippedSum, FdpError, Flat, Key, Metrics, Path, Step, TrainState, Tree, Weighted
 
 Precondition: TypeAlias = Callable[[TrainState], Mapping[Path, Sides]]
@@ -59,14 +64,6 @@ Precondition: TypeAlias = Callable[[TrainState], Mapping[Path, Sides]]
 private data only through noise; leaves that are not named stay as they are."""
 
 NO_SIDES: Mapping[Path, Sides] = {}
-
-
-class Part(NamedTuple):
-    """What a microbatch adds: its clipped sum, its tally for adaptive clipping, its metrics."""
-
-    total: ClippedSum
-    tally: Tensor
-    metrics: Metrics
 
 
 class Compile(Enum):
@@ -82,16 +79,18 @@ class Stages(NamedTuple):
 
     ``weights(params, device)`` is what the microbatches compute with; ``sides(state)`` what gradients are multiplied by
     before they are clipped; ``gradient(weights, clip_state, data, mask, sides)`` a microbatch's part; ``reduce(total)``
-    the sum over all ranks; ``noise(total, key)`` the noised sum; ``mean(noisy, params)`` that over the expected batch
-    size, as the optimizer takes it; ``update(state, mean, tally, key)`` the next state. ``fused``, where there is one,
-    does all after ``reduce`` in one pass over every leaf, in place, on sums that ``gradient`` then leaves to be made.
-    ``repeats``: a second backward must find what the first one measured.
+    the sum over all ranks; ``key(root, step)`` the key of the step's noise; ``noise(total, key)`` the noised sum;
+    ``mean(noisy, params)`` that over the expected batch size, as the optimizer takes it; ``update(state, mean, tally,
+    key)`` the next state. ``fused``, where there is one, does all after ``reduce`` in one pass over every leaf, in
+    place, on sums that ``gradient`` then leaves to be made. ``repeats``: a second backward must find what the first one
+    measured. ``sampling`` is who must have drawn a batch; None: anyone, since the step is not private.
     """
 
     weights: Callable[[Tree, torch.device], Tree]
     sides: Precondition
     gradient: Callable[..., Part]
     reduce: Callable[[ClippedSum], ClippedSum]
+    key: Callable[[Key, Tensor], Key]
     noise: Callable[[ClippedSum, Key], Flat]
     mean: Callable[[Flat, Tree], Flat]
     update: Callable[[TrainState, Flat, Tensor, Key], TrainState]
@@ -99,6 +98,7 @@ class Stages(NamedTuple):
     compile: Compile
     fused: FusedUpdate | None
     repeats: bool
+    sampling: Poisson | None
 
 
 def init_state(
@@ -145,7 +145,7 @@ def make_train_step(
     cuda_graph: bool = False,
     precondition: Precondition | None = None,
 ) -> Step:
-    """Compose ``step(state, batch, key) -> (state, metrics)``.
+    """Compose ``step(state, batch, key) -> (state, metrics)``; ``key`` is the root of the run, the same at every step.
 
     ``donate=("state",)`` lets the step write the new state into the tensors of the old one. ``Compile.BLOCK`` compiles
     one block of every kind and, for a donated state on one device with an optimizer that has a ``rule`` (AdamW, K-FAC
@@ -160,6 +160,8 @@ def make_train_step(
     Guarantees:
       - the update depends on the data only through one noised sum per step (and the noised count of an adaptive
         clipping style), which are the events the accountant is given;
+      - the batch was drawn by the mechanism's sampling for this very step, or it is refused;
+      - no two steps share noise, nor two runs of one key that differ in model, optimizer or mechanism;
       - the microbatch size, the number of ranks, offload and activation checkpoints change nothing but rounding;
       - no input is modified unless donated.
     """
@@ -194,10 +196,13 @@ def compose(stages: Stages, *, donate: Sequence[str] = (), cuda_graph: bool = Fa
         stages = stages._replace(gradient=torch.compile(stages.gradient, fullgraph=True, dynamic=False))
         finish = torch.compile(finish, fullgraph=True, dynamic=False)
 
+    gate = Gate(stages.sampling)
+
     def body(here: TrainState, batch: Batch, key: Key) -> tuple[TrainState, Metrics]:
         total, tally, metrics = all_microbatches(stages, here, batch)
+        total = gate.bounded(stages.reduce(total), here.step, batch)
         last = finish if fused is None else fused
-        after = last(here, stages.reduce(total), tally, key)
+        after = last(here, total, tally, stages.key(key, here.step))
         return after, everyones(metrics, batch.mask.shape, stages.sharding)
 
     run = captured(body) if cuda_graph else body
@@ -205,10 +210,12 @@ def compose(stages: Stages, *, donate: Sequence[str] = (), cuda_graph: bool = Fa
     def train_step(state: TrainState, batch: Batch, key: Key) -> tuple[TrainState, Metrics]:
         check_placed(state, batch, stages.sharding)
         here = localize(state)
+        turn = gate.check(here.step, batch)
         if fused is not None and cuda_graph:
             fused.attend(here.params)  # a replay does not
             fused.reserve()
         after, metrics = run(here, batch, key)
+        gate.passed(after.step, turn)
         return globalize(after, like=state), metrics
 
     return train_step
@@ -225,25 +232,15 @@ def make_stages(
     checkpoint_activations: bool = False,
     compile: Compile = Compile.NONE,
     precondition: Precondition | None = None,
+    settings: str | None = None,
 ) -> Stages:
-    """The pieces of the step, for ``make_train_step`` and for those who want to look between them."""
-    if plan.trainable != model.trainable:
-        raise FdpError("plan: made for other trainable leaves than the model's; call make_plan with this model")
-    if not plan.private and mechanism.noise_multiplier != 0:
-        raise FdpError("method none trains without privacy and adds no noise; expected noise_multiplier 0")
-    if plan.private and optimizer.measures:
-        raise FdpError(
-            "optimizer: expected one whose state depends on the data through noised sums alone, got K-FAC with factors "
-            "measured on samples; make it by fdp.kfac.private_refresh.private_kfac, and refresh it from public data or "
-            "noised statistics"
-        )
+    """The pieces of the step, for ``make_train_step`` and for those who want to look between them.
+
+    ``settings`` are folded into the key of the noise; default: a fingerprint of model, optimizer and mechanism.
+    """
+    check_settings(model, optimizer, mechanism, plan, sharding)
     if precondition is not None:
         check_preconditioned(plan.private, sharding)
-    if plan.private and sharding is not None and sharding.reduce_dtype not in (None, torch.float32, torch.float64):
-        raise FdpError(
-            f"reduce_dtype: expected float64 or float32 for private sums, got {sharding.reduce_dtype}: rounding by "
-            f"2^-8 of a sum is more than one sample may move it"
-        )
     z, expected = mechanism.noise_multiplier, mechanism.sampling.expected_batch_size
     once = sharding is not None and sharding.reduce is Reduce.PER_STEP
     gathers_once = once and sharding is not None and sharding.zero is Zero.TWO
@@ -252,6 +249,7 @@ def make_stages(
     reductions = LOCAL if sharding is None else sharded_reductions(sharding)
     memory = Memory(checkpoint_activations, offload.params, CPU if offload.grads else None)
     blocks = Blocks() if compile is Compile.BLOCK else None
+    settings = fingerprint(model.identity, optimizer, mechanism, precondition) if settings is None else settings
     rule = optimizer.rule
     fused = None
     if compile is Compile.BLOCK and rule is not None and sharding is None and not any(offload):
@@ -310,8 +308,21 @@ def make_stages(
         clip = mechanism.clip.update(state.clip, sum_over_samples(sharding, tally), key, expected)
         return TrainState(params, opt, clip, state.step + 1)
 
-    repeats = any(choice.sum is SumBy.SECOND for choice in plan.choices.values())
-    return Stages(weights, sides_of, gradient, reduce, noise, mean_of, update, sharding, compile, fused, repeats)
+    return Stages(
+        weights=weights,
+        sides=sides_of,
+        gradient=gradient,
+        reduce=reduce,
+        key=lambda root, count: keys.step_key(root, f"noise {settings}".rstrip(), count),
+        noise=noise,
+        mean=mean_of,
+        update=update,
+        sharding=sharding,
+        compile=compile,
+        fused=fused,
+        repeats=any(choice.sum is SumBy.SECOND for choice in plan.choices.values()),
+        sampling=mechanism.sampling if plan.private else None,
+    )
 
 
 def _noisy_mean(
@@ -364,31 +375,6 @@ def all_microbatches(stages: Stages, here: TrainState, batch: Batch) -> Part:
             for i in range(count)
         )
         return joined(parts, several=count > 1)
-
-
-def joined(parts: Iterable[Part], *, several: bool) -> Part:
-    """The sum of all microbatches, which hold different samples.
-
-    Of ``several`` each sum is made, and what it is made of released, before the next microbatch begins: that may be
-    many times its size.
-    """
-    total, tally, metrics = None, None, []
-    for part in parts:
-        more = part.total.made() if several and total is None else part.total
-        total = more if total is None else total.plus(more, release=True)
-        tally = part.tally if tally is None else tally + part.tally
-        metrics.append(part.metrics)
-        del part, more
-    assert total is not None
-    assert tally is not None
-    return Part(total, tally, Metrics(*(torch.cat(fields) for fields in zip(*metrics))))
-
-
-def everyones(metrics: Metrics, shape: Sequence[int], sharding: Sharding | None) -> Metrics:
-    """The metrics of all ranks' samples, in global order."""
-    if sharding is None:
-        return metrics
-    return Metrics(*(gather_samples(sharding, field.view(*shape)).flatten() for field in metrics))
 
 
 def _trained(model: Model, flat: Flat) -> Flat:

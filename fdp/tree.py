@@ -18,13 +18,13 @@ import optree
 import torch
 from torch import Tensor
 
-from fdp.types import FdpError, Path, Share, Tree
+from fdp.types import FdpError, Path, Stamp, Tree
 
 # A part of the structure, without leaves.
 optree.register_pytree_node(
-    Share,  # pyright: ignore
-    lambda share: ((), share, ()),  # pyright: ignore
-    lambda share, _: share,  # pyright: ignore
+    Stamp,  # pyright: ignore
+    lambda stamp: ((), stamp, ()),  # pyright: ignore
+    lambda stamp, _: stamp,  # pyright: ignore
     namespace=optree.registry.__GLOBAL_NAMESPACE,  # pyright: ignore
 )
 

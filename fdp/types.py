@@ -144,21 +144,49 @@ class TrainState(NamedTuple):
 
 @dataclass(frozen=True)
 class Share:
-    """Whose part of a global batch: that of ``rank`` among ``ranks`` that hold different samples. Not a leaf."""
+    """Whose part of a global batch: that of ``rank`` among ``ranks`` that hold different samples."""
 
     rank: int
     ranks: int
 
 
+@dataclass(frozen=True)
+class Stamp:
+    """Who drew a batch, and for what. It is part of the structure of a batch, not a leaf.
+
+    ``sampling`` is the law of the draw, ``purpose`` the release it was drawn for, ``step`` that of the run (None:
+    whichever it is used in), ``shape`` the (microbatches, samples) of ``share``.
+    """
+
+    sampling: Any
+    purpose: str
+    step: int | None
+    shape: tuple[int, ...]
+    share: Share
+
+
+class Drawn(NamedTuple):
+    """Proof of a draw: its stamp, and the stamp's step as a tensor, which a compiled step can compare."""
+
+    stamp: Stamp
+    step: Int[Tensor, ""] | None
+
+
 class Batch(NamedTuple):
     """Microbatches of fixed shape: data leaves are ``(microbatches, samples, ...)``; mask 1 is a sample, 0 padding.
 
-    A step refuses a share that is not its rank's: two ranks with the same samples would add each of them twice.
+    ``drawn`` says who drew it: ``fdp.sample_batch`` does. A private step refuses a batch without it, one of another
+    sampling, step or rank: the accountant charges for samples drawn by its own sampling, anew for every step.
     """
 
     data: Tree
     mask: Float[Tensor, "microbatches samples"]
-    share: Share = Share(0, 1)
+    drawn: Drawn | None = None
+
+    @property
+    def share(self) -> Share:
+        """Whose part of a global batch this is."""
+        return Share(0, 1) if self.drawn is None else self.drawn.stamp.share
 
 
 class Metrics(NamedTuple):

@@ -54,8 +54,8 @@ def config(**changes: Any) -> RunConfig:
     return dataclasses.replace(plain, **changes)
 
 
-def observed(**changes: Any) -> list[Seen]:
-    return list(observe(*prepare(config(**changes))))
+def observed(*, settings: str | None = None, **changes: Any) -> list[Seen]:
+    return list(observe(*prepare(config(**changes), settings=settings)))
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +158,8 @@ def test_an_observation_is_the_run_of_fdp_train(one_rank: list[Seen]) -> None:
 
 def test_the_noise_seen_is_what_was_added(one_rank: list[Seen]) -> None:
     added = one_rank[4]
-    key = keys.fold_in(keys.fold_in(keys.fold_in(keys.fold_in(keys.key(0), "step"), 0), "noise"), LEAF)
+    run, state = prepare(config())
+    key = keys.fold_in(run.stages.key(run.key, state.step), LEAF)
     drawn = 0.5 * keys.normal(key, tuple(added.values[LEAF].shape), dtype=torch.float32)
     assert relative_difference(added.values[LEAF], drawn) < 1e-12
 
@@ -188,25 +189,32 @@ def test_how_a_run_computes_makes_no_difference(one_rank: list[Seen], changes: d
     ],
     ids=["clip", "noise", "optimizer", "schedule", "seed"],
 )
-def test_what_changes_the_result_is_named(
-    one_rank: list[Seen], changes: dict[str, Any], number: int, stage: Stage
-) -> None:
-    reference = observed(optimizer=optimizers.sgd(0.1)) if number == 2 else one_rank
-    first = found_first(observed(**changes), reference)
+def test_what_changes_the_result_is_named(changes: dict[str, Any], number: int, stage: Stage) -> None:
+    reference = {"optimizer": optimizers.sgd(0.1)} if number == 2 else {}
+    first = found_first(observed(settings="compare", **changes), observed(settings="compare", **reference))
     assert first is not None
     assert (first.step, first.stage) == (number, stage)
 
 
+def test_runs_of_other_settings_share_no_noise_unless_they_are_made_to_be_compared(one_rank: list[Seen]) -> None:
+    other = observed(clip=clipping.flat(max_norm=0.4))
+    a, b = one_rank[4].values[LEAF].flatten(), other[4].values[LEAF].flatten()
+    assert abs(float(torch.corrcoef(torch.stack([a, b]))[0, 1])) < 0.2
+    compared = [observed(settings="compare", clip=clipping.flat(max_norm=norm)) for norm in (0.4, 0.5)]
+    a, b = (seen[4].values[LEAF].flatten() for seen in compared)
+    assert float(torch.corrcoef(torch.stack([a, b]))[0, 1]) > 0.999
+
+
 def test_without_noise_the_noise_is_equal_and_plain_training_can_be_compared() -> None:
     # Adam would divide a gradient that is 0 but for rounding by itself
-    plain = {"method": Method.NONE, "noise_multiplier": None, "optimizer": optimizers.sgd(0.1)}
+    plain: dict[str, Any] = {"method": Method.NONE, "noise_multiplier": None, "optimizer": optimizers.sgd(0.1)}
     found = list(compare(observed(**plain), observed(**plain, microbatch_size=3)))
     assert first_over(found, tolerance=TOLERANCE) is None
     assert [one.value for one in found if one.stage is Stage.NOISE] == [0.0] * STEPS
 
 
 def test_a_step_without_samples_is_a_step_like_any_other() -> None:
-    few = {"batch_size": 1, "steps": 6}
+    few: dict[str, Any] = {"batch_size": 1, "steps": 6}
     seen = observed(**few)
     counts = [len(one.values) for one in seen if one.stage is Stage.LOSS]
     assert 0 in counts

@@ -22,11 +22,11 @@ from fdp.models import GPTConfig, LlamaConfig, cnn, gpt, llama, mlp
 from fdp.offload import Offload
 from fdp.optimizers import adamw, sgd
 from fdp.rules import Dense, Pair, per_sample_gradient
-from fdp.sampling import poisson, sample_batch
+from fdp.sampling import poisson, sample_batch, trusted_batch
 from fdp.sharding import Zero, abstract_params, init_params, make_sharding
 from fdp.step import Compile, init_state, make_train_step
 from fdp.taps import tapped_vjp, trace
-from fdp.types import Batch, FdpError, Tree
+from fdp.types import FdpError, Tree
 from tests.conftest import CASES, Case, case_named, randn
 from tests.ranks import run_on_ranks
 
@@ -275,18 +275,19 @@ def train(
 ):
     """Three steps of two microbatches of three, the last sample padding."""
     z = 0.0 if method is Method.NONE else 1.0
-    mechanism = Mechanism(poisson(100, expected_batch_size=5), clipping.flat(max_norm=0.5), z)
+    sampling = poisson(100, expected_batch_size=5)
+    mechanism = Mechanism(sampling, clipping.flat(max_norm=0.5), z)
     optimizer, params = optimizer or adamw(1e-2, weight_decay=0.1), model.init(keys.key(0))
     offload = options.get("offload", Offload())
     data = tree.map(lambda leaf: leaf.reshape(2, 3, *leaf.shape[1:]), data_of(model, 6))
-    batch = Batch(data, torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]]))
+    batch = trusted_batch(data, torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]]), sampling, step=None)
     example = tree.map(lambda leaf: leaf[0], data)
     plan = make_plan(model, params, example, method=method, dtype=dtype, memory_budget=memory_budget)
     step = make_train_step(model, optimizer, mechanism=mechanism, plan=plan, compile=compile, **options)
     state = init_state(model, params, optimizer, mechanism, offload=offload)
     seen = []
-    for t in range(3):
-        state, metrics = step(state, batch, keys.fold_in(keys.key(1), t))
+    for _ in range(3):
+        state, metrics = step(state, batch, keys.key(1))
         seen.append(metrics)
     return state, seen
 
@@ -377,9 +378,8 @@ def sharded_steps(axes: dict[str, int] | None) -> dict[str, Any]:
         )
         state = init_state(model, params, optimizer, mechanism, sharding=sharding)
         for t in range(2):
-            key = keys.fold_in(root, t)
-            batch = sample_batch(everyone, sampling, key, microbatch_size=4, rank=rank, ranks=ranks)
-            state, metrics = step(state, batch, keys.fold_in(root, 100 + t))
+            batch = sample_batch(everyone, sampling, root, step=t, microbatch_size=4, rank=rank, ranks=ranks)
+            state, metrics = step(state, batch, root)
             found[f"{method.value} norms {t}"] = metrics.norms[metrics.mask > 0]
         for path, leaf in tree.flatten(state.params).items():
             found[f"{method.value} {path}"] = leaf.full_tensor() if hasattr(leaf, "full_tensor") else leaf

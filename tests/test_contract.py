@@ -32,9 +32,9 @@ from fdp.noise import add_gaussian
 from fdp.optimizers import sgd
 from fdp.per_sample import RecordMap, as_it_is, clipped_sum, per_sample_norms
 from fdp.rules import Dense
-from fdp.sampling import poisson
-from fdp.step import init_state, make_train_step
-from fdp.types import Batch, ClippedSum, Norms
+from fdp.sampling import poisson, trusted_batch
+from fdp.step import init_state, make_stages, make_train_step
+from fdp.types import ClippedSum, Norms
 
 
 class Within(NamedTuple):
@@ -363,15 +363,18 @@ def check_noise_is_added_once_and_scaled_by_the_sensitivity(*, microbatches: int
 
     data = tree.map(lambda leaf: leaf.reshape(microbatches, -1, *leaf.shape[1:]), everything)
     plan = make_plan(model, params, tree.map(lambda leaf: leaf[0], data), method=Method.AUTO)
-    mechanism = Mechanism(poisson(100, expected_batch_size=expected_batch_size), STYLES["flat"], z)
+    sampling = poisson(100, expected_batch_size=expected_batch_size)
+    mechanism = Mechanism(sampling, STYLES["flat"], z)
     step = make_train_step(model, sgd(1.0), mechanism=mechanism, plan=plan)
     state = init_state(model, params, sgd(1.0), mechanism)
-    after, _ = step(state, Batch(data, torch.ones(microbatches, BATCH // microbatches)), key)
+    batch = trusted_batch(data, torch.ones(microbatches, BATCH // microbatches), sampling, step=0)
+    after, _ = step(state, batch, key)
+    drawn_by = make_stages(model, sgd(1.0), mechanism=mechanism, plan=plan).key(key, state.step)
 
     before, now = tree.flatten(state.params), tree.flatten(after.params)
     for path, value in clean.value.items():
         noise = (before[path] - now[path]).double() * expected_batch_size - value
-        expected = z * 0.25 * normal(fold_in(key, path), tuple(value.shape), dtype=torch.float64)
+        expected = z * 0.25 * normal(fold_in(drawn_by, path), tuple(value.shape), dtype=torch.float64)
         torch.testing.assert_close(noise, expected, rtol=1e-5, atol=1e-3)
 
 

@@ -14,7 +14,7 @@ from fdp.mechanism import Mechanism
 from fdp.methods import make_plan
 from fdp.models import mlp
 from fdp.optimizers import adamw
-from fdp.sampling import poisson
+from fdp.sampling import poisson, trusted_batch
 from fdp.step import Compile, init_state, make_train_step
 from fdp.types import Batch, FdpError, Metrics, TrainState
 
@@ -173,6 +173,7 @@ def test_a_cpu_is_refused():
     step = make_train_step(
         model, optimizer, mechanism=mechanism, plan=plan, compile=Compile.BLOCK, donate=("state",), cuda_graph=True
     )
-    batch = Batch({name: leaf[None] for name, leaf in data.items()}, torch.ones(1, 2))
+    whole = {name: leaf[None] for name, leaf in data.items()}
+    batch = trusted_batch(whole, torch.ones(1, 2), mechanism.sampling, step=0)
     with pytest.raises(FdpError, match="leave it out"):
         step(init_state(model, params, optimizer, mechanism), batch, keys.key(0))

@@ -17,18 +17,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fdp import clipping, keys, tree
 from fdp.foreign.hugging_face import causal_lm, params_of
 from fdp.kfac import Damping, Distribution, Fisher, KfacConfig, Sharing, Via, Where, everything, kfac
+from fdp.kfac.private_factors import STATISTICS
 from fdp.kfac.private_refresh import private_kfac, refresh_noised, sides_of
 from fdp.mechanism import Mechanism, statistics
 from fdp.methods import Method, make_plan
 from fdp.model import Model
 from fdp.models import GPTConfig, LlamaConfig, gpt, llama
 from fdp.optimizers import Optimizer, adamw, sgd
-from fdp.sampling import poisson
+from fdp.sampling import TRAINING, poisson, trusted_batch
 from fdp.step import init_state, make_train_step
 from fdp.types import Batch, Tree
 from tests.foreign_models import make
 
 SAMPLES, TOKENS, WORDS = 3, 8, 24
+SAMPLING = poisson(100, expected_batch_size=SAMPLES)
 ELSEWHERE = torch.device("meta")
 GPT = gpt(GPTConfig(layers=1, width=16, heads=2, context=TOKENS, vocab_size=WORDS))
 LLAMA = llama(LlamaConfig(layers=1, width=16, heads=2, key_heads=1, hidden=24, context=TOKENS, vocab_size=WORDS))
@@ -68,14 +70,15 @@ def some_key() -> Tensor:
     return torch.empty_like(keys.key(0), device=ELSEWHERE)
 
 
-def some_batch() -> Batch:
+def some_batch(purpose: str = TRAINING) -> Batch:
     tokens = torch.empty(1, SAMPLES, TOKENS + 1, dtype=torch.int64, device=ELSEWHERE)
-    return Batch({"tokens": tokens}, torch.ones(1, SAMPLES, device=ELSEWHERE))
+    mask = torch.ones(1, SAMPLES, device=ELSEWHERE)
+    return trusted_batch({"tokens": tokens}, mask, SAMPLING, step=None, purpose=purpose)
 
 
 def mechanism(clip: Any = None, **more: Any) -> Mechanism:
     bound = clipping.flat(max_norm=1.0) if clip is None else clip
-    return Mechanism(poisson(100, expected_batch_size=SAMPLES), bound, 1.0, **more)
+    return Mechanism(SAMPLING, bound, 1.0, **more)
 
 
 def one_step(model: Model, params: Tree, optimizer: Optimizer, how: Mechanism, **options: Any) -> None:
@@ -165,12 +168,11 @@ def test_noised_curvature_stays_on_its_device():
     batch = some_batch()
     example = {"tokens": batch.data["tokens"][0]}
     k = private_kfac(GPT, example, learning_rate=0.1, config=KfacConfig(), largest=100)
-    sampling = poisson(100, expected_batch_size=SAMPLES)
-    how = mechanism(statistics=statistics(sampling, max_norm=1.0, noise_multiplier=1.0, period=1))
+    how = mechanism(statistics=statistics(SAMPLING, max_norm=1.0, noise_multiplier=1.0, period=1))
     params = GPT.init(some_key())
     plan = make_plan(GPT, params, example, method=Method.AUTO)
     step = make_train_step(GPT, k.optimizer, mechanism=how, plan=plan, precondition=sides_of)
     state = k.settled(init_state(GPT, params, k.optimizer, how))
-    state = refresh_noised(k, state, lambda: batch, some_key(), 0, mechanism=how, scales={})
+    state = refresh_noised(k, state, lambda: some_batch(STATISTICS), some_key(), 0, mechanism=how, scales={})
     state, _ = step(state, batch, some_key())
     assert all(leaf.device == ELSEWHERE for leaf in tree.leaves(state.params))

@@ -18,7 +18,7 @@ import torch
 
 from fdp import keys, tree
 from fdp.sampling import sample_batch
-from fdp.step import init_state, make_train_step
+from fdp.step import compose, init_state, make_stages
 from fdp.types import Tree
 
 ROOT = Path(__file__).parent.parent
@@ -71,14 +71,13 @@ def test_it_runs_and_stays_within_its_budget(name: str) -> None:
 def test_the_step_written_out_is_the_composed_step(name: str) -> None:
     example = tiny(name).variables
     model, mechanism, plan, optimizer = (example[part] for part in ("model", "mechanism", "plan", "optimizer"))
-    train_step = make_train_step(model, optimizer, mechanism=mechanism, plan=plan)
+    train_step = compose(make_stages(model, optimizer, mechanism=mechanism, plan=plan, settings=""))
     state = init_state(model, first_params(name, example), optimizer, mechanism)
     samples = example["train"] if name == "logistic" else example["dataset"]
     for step in range(2):
-        step_key = keys.fold_in(example["key"], step)
-        sample_key, noise_key = keys.fold_in(step_key, "sample"), keys.fold_in(step_key, "noise")
-        batch = sample_batch(samples, mechanism.sampling, sample_key, microbatch_size=plan.batch_size)
-        state, _ = train_step(state, batch, noise_key)
+        key, size = example["key"], plan.batch_size
+        batch = sample_batch(samples, mechanism.sampling, key, step=step, microbatch_size=size)
+        state, _ = train_step(state, batch, key)
     composed = tree.flatten(state.params)
     for path, leaf in tree.flatten(example["params"]).items():
         torch.testing.assert_close(leaf, composed[path], msg=lambda text, path=path: f"{path}: {text}")

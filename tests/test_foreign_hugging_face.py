@@ -302,16 +302,14 @@ def trained(
     data = some_data(name, 5)
     sampling = poisson(5, expected_batch_size=3)
     mechanism = Mechanism(sampling, clipping.flat(max_norm=0.3), 1.0)
-    batches = [
-        sample_batch(data, sampling, keys.fold_in(root, t), microbatch_size=2, rank=rank, ranks=ranks) for t in range(2)
-    ]
+    batches = [sample_batch(data, sampling, root, step=t, microbatch_size=2, rank=rank, ranks=ranks) for t in range(2)]
     microbatch = {entry: leaf[0] for entry, leaf in batches[0].data.items()}
     plan = make_plan(model, abstract_params(model, sharding), microbatch, dtype=torch.float64)
     optimizer = sgd(0.5)
     step = make_train_step(model, optimizer, mechanism=mechanism, plan=plan, sharding=sharding, compile=compile)
     state = init_state(model, params, optimizer, mechanism, sharding=sharding)
-    for t, batch in enumerate(batches):
-        state, _ = step(state, batch, keys.fold_in(root, 100 + t))
+    for batch in batches:
+        state, _ = step(state, batch, root)
     flat = tree.flatten(state.params)
     return {path: leaf.full_tensor() if sharding is not None else leaf for path, leaf in flat.items()}
 

@@ -19,9 +19,9 @@ from fdp.methods import Method, explain, make_plan
 from fdp.model import Block
 from fdp.optimizers import sgd
 from fdp.per_sample import clipped_sum, per_sample_norms
-from fdp.sampling import poisson
+from fdp.sampling import poisson, trusted_batch
 from fdp.step import Compile, init_state, make_train_step
-from fdp.types import Batch, FdpError
+from fdp.types import FdpError
 from tests.foreign_cases import (
     CASES,
     LABEL,
@@ -81,8 +81,10 @@ def test_a_microbatch_compiled_as_one_graph_is_as_exact(name):
 def test_steps_compiled_by_block_or_as_a_whole_are_those_of_the_step_as_it_stands(name):
     foreign, (model, params) = case_named(name), made_of(name)
     plan = make_plan(model, params, foreign.data, method=Method.AUTO, dtype=torch.float64)
-    mechanism = Mechanism(poisson(expected_batch_size=3, dataset_size=30), clipping.flat(max_norm=0.5), 1.0)
-    batch = Batch(tree.map(lambda leaf: leaf.unsqueeze(0), foreign.data), torch.ones(1, 3))
+    sampling = poisson(expected_batch_size=3, dataset_size=30)
+    mechanism = Mechanism(sampling, clipping.flat(max_norm=0.5), 1.0)
+    data = tree.map(lambda leaf: leaf.unsqueeze(0), foreign.data)
+    batch = trusted_batch(data, torch.ones(1, 3), sampling, step=0)
     after = []
     for compile in (Compile.NONE, Compile.BLOCK, Compile.STEP):
         own = tree.map(torch.clone, params)

@@ -14,7 +14,7 @@ import fdp.step
 from fdp import clipping, keys, tree
 from fdp.compiled import Blocks
 from fdp.fused_update import FusedUpdate
-from fdp.mechanism import Mechanism
+from fdp.mechanism import Mechanism, without_noise
 from fdp.methods import Method, make_plan
 from fdp.models import mlp
 from fdp.noise import add_gaussian, scale
@@ -31,12 +31,13 @@ from fdp.optimizers import (
     warmup_cosine,
 )
 from fdp.optimizers.base import Momentum
-from fdp.sampling import poisson
+from fdp.sampling import poisson, trusted_batch
 from fdp.step import Compile, init_state, make_train_step
 from fdp.types import Batch, ClippedSum, FdpError, Flat, TrainState, Weighted
 
 MODEL = mlp(widths=(5, 7, 6), classes=3)
 EXPECTED = 8.0
+SAMPLING = poisson(100, expected_batch_size=EXPECTED)
 SHARED = Blocks(backend="aot_eager")
 
 
@@ -65,7 +66,11 @@ STYLES = {
 
 
 def mechanism_of(style: str = "flat", z: float = 1.0) -> Mechanism:
-    return Mechanism(poisson(100, expected_batch_size=EXPECTED), STYLES[style], z)
+    return Mechanism(SAMPLING, STYLES[style], z) if z else without_noise(SAMPLING, STYLES[style])
+
+
+def batch_of(data: Any) -> Batch:
+    return trusted_batch(data, torch.ones(1, 4), SAMPLING, step=None)
 
 
 def state_of(optimizer: Optimizer, mechanism: Mechanism, model=MODEL, seed: int = 0) -> TrainState:
@@ -234,7 +239,7 @@ def check_fresh(change: str) -> None:
     optimizer, mechanism = adamw(1e-1), mechanism_of()
     draw = torch.Generator().manual_seed(0)
     data = {"image": torch.randn(1, 4, 5, generator=draw), "label": torch.tensor([[0, 1, 2, 0]])}
-    batch = Batch(data, torch.ones(1, 4))
+    batch = batch_of(data)
     example = tree.map(lambda leaf: leaf[0], data)
     plan = make_plan(MODEL, MODEL.init(keys.key(0)), example, method=Method.FLASH_BK, dtype=torch.bfloat16)
     make = partial(make_train_step, MODEL, optimizer, mechanism=mechanism, plan=plan)
@@ -270,7 +275,7 @@ def test_a_step_that_may_not_write_takes_the_plain_end(monkeypatch):
     step = make_train_step(MODEL, optimizer, mechanism=mechanism, plan=plan, compile=Compile.BLOCK)
     state = state_of(optimizer, mechanism)
     before = tree.map(torch.clone, state)
-    after, _ = step(state, Batch(data, torch.ones(1, 4)), keys.key(0))
+    after, _ = step(state, batch_of(data), keys.key(0))
     assert all(map(torch.equal, tree.leaves(before), tree.leaves(state)))
     assert not torch.equal(tree.leaves(after.params)[0], tree.leaves(state.params)[0])
 
@@ -291,7 +296,7 @@ def test_what_is_put_around_an_update_is_never_left_out(name, monkeypatch):
     options: Any = {"mechanism": mechanism, "plan": plan, "compile": Compile.BLOCK, "donate": ("state",)}
     state = state_of(optimizer, mechanism)
     before = tree.map(torch.clone, state.params)
-    after, _ = make_train_step(MODEL, optimizer, **options)(state, Batch(data, torch.ones(1, 4)), keys.key(0))
+    after, _ = make_train_step(MODEL, optimizer, **options)(state, batch_of(data), keys.key(0))
     assert all(map(torch.equal, tree.leaves(after.params), tree.leaves(before)))
 
 
@@ -309,6 +314,6 @@ def test_a_private_step_with_something_in_front_is_the_plain_step(z, monkeypatch
         step = make_train_step(MODEL, optimizer, mechanism=mechanism, plan=plan, donate=donate, compile=compile)
         state = state_of(optimizer, mechanism)
         for t in range(3):
-            state, _ = step(state, Batch(data, torch.ones(1, 4)), keys.key(t))
+            state, _ = step(state, batch_of(data), keys.key(t))
         made.append(tree.flatten(state))
     torch.testing.assert_close(made[1], made[0], rtol=1e-5, atol=1e-6)

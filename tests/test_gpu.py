@@ -27,7 +27,7 @@ from fdp.model import from_loss
 from fdp.models import GPTConfig, gpt
 from fdp.offload import NOTHING, Offload
 from fdp.per_sample import clipped_sum, per_sample_norms
-from fdp.sampling import poisson, sample_batch
+from fdp.sampling import poisson, sample_batch, trusted_batch
 from fdp.sharding import Zero, abstract_params, init_params, localize, make_sharding
 from fdp.step import Compile, init_state, make_train_step
 from fdp.types import Batch, Clip, TrainState
@@ -35,7 +35,7 @@ from fdp.types import Batch, Clip, TrainState
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 MODEL = gpt(GPTConfig(layers=3, width=64, heads=4, context=32, vocab_size=211))
 DATA = {"tokens": torch.randint(0, 211, (64, 33), generator=torch.Generator().manual_seed(0))}
-SAMPLING = poisson(64, expected_batch_size=12)
+SAMPLING, EIGHT = poisson(64, expected_batch_size=12), poisson(64, expected_batch_size=8)
 ALL = Offload(params=True, grads=True, optimizer=True)
 
 
@@ -76,10 +76,8 @@ def train(
     )
     losses, norms = [], []
     for t in range(steps):
-        batch = sample_batch(DATA, SAMPLING, keys.fold_in(root, t), microbatch_size=6)
-        state, metrics = step(
-            state, tree.map(lambda leaf: leaf.to(there), batch), keys.fold_in(root, 100 + t).to(there)
-        )
+        batch = sample_batch(DATA, SAMPLING, root, step=t, microbatch_size=6)
+        state, metrics = step(state, tree.map(lambda leaf: leaf.to(there), batch), root.to(there))
         real = metrics.mask > 0
         losses.append(metrics.losses[real].cpu())
         norms.append(metrics.norms[real].cpu())
@@ -153,7 +151,7 @@ def test_offload_takes_less_of_the_gpu():
         params = big.init(keys.key(0) if offload.params else keys.key(0).to(there))
         state = init_state(big, params, optimizer, mechanism, offload=offload, device=there)
         del params
-        batch = sample_batch(DATA, SAMPLING, keys.key(1), microbatch_size=4)
+        batch = sample_batch(DATA, SAMPLING, keys.key(1), step=0, microbatch_size=4)
         batch = tree.map(lambda leaf: leaf.to("cuda"), batch)
         example = {"tokens": batch.data["tokens"][0]}
         plan = make_plan(big, abstract_params(big, None, device=there), example, method=Method.NONE)
@@ -179,17 +177,17 @@ def shared() -> Blocks:
     return Blocks()
 
 
-def batch_of(seed: int, *, microbatches: int = 2, size: int = 4) -> Batch:
+def batch_of(seed: int, *, microbatches: int = 2, size: int = 4, step: int | None = None) -> Batch:
     draw = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, 211, (microbatches, size, 33), generator=draw).cuda()
     mask = torch.ones(microbatches, size, device="cuda")
     mask[-1, -1] = 0
-    return Batch({"tokens": tokens}, mask)
+    return trusted_batch({"tokens": tokens}, mask, EIGHT, step=step)
 
 
 def fresh_state(seed: int = 0, z: float = 1.0) -> tuple[Any, Mechanism, TrainState]:
     optimizer = optimizers.adamw(1e-2, eps=1e-3, weight_decay=0.1)
-    mechanism = Mechanism(poisson(64, expected_batch_size=8), clipping.flat(max_norm=0.3), z)
+    mechanism = Mechanism(EIGHT, clipping.flat(max_norm=0.3), z)
     params = SMALL.init(keys.key(seed).cuda())
     return optimizer, mechanism, init_state(SMALL, params, optimizer, mechanism)
 
@@ -206,15 +204,15 @@ def step_of(
     return step, state
 
 
-def key_of(t: int) -> torch.Tensor:
-    return keys.fold_in(keys.key(9), t).cuda()
+KEY = keys.key(9)
+"""Of the whole run: a step folds its own number in."""
 
 
 def results(step: Any, state: TrainState, batches: list[Batch]) -> dict[str, torch.Tensor]:
     """Metrics as they are after the last step, not as they were after theirs."""
     seen = []
-    for t, batch in enumerate(batches):
-        state, metrics = step(state, batch, key_of(t))
+    for batch in batches:
+        state, metrics = step(state, batch, KEY.cuda())
         seen.append(metrics)
     found = {f"losses {t}": m.losses for t, m in enumerate(seen)} | {f"norms {t}": m.norms for t, m in enumerate(seen)}
     return found | {path: leaf.clone() for path, leaf in tree.flatten(state.params).items()}
@@ -257,17 +255,17 @@ def test_another_state_is_recorded_anew_and_the_first_is_left_alone(shared, monk
     monkeypatch.setattr(fdp.step, "Blocks", lambda: shared)
     step, first = step_of(Method.AUTO, torch.bfloat16, Compile.BLOCK, cuda_graph=True)
     for t in range(3):
-        first, _ = step(first, batch_of(t), key_of(t))
+        first, _ = step(first, batch_of(t), KEY.cuda())
     before = tree.map(torch.clone, first.params)
     _, _, second = fresh_state(seed=5)
     plain, _ = step_of(Method.AUTO, torch.bfloat16, Compile.NONE)
     truth = tree.map(torch.clone, second)
     for t in range(3):
-        second, metrics = step(second, batch_of(t), key_of(t))
-        truth, expected = plain(truth, batch_of(t), key_of(t))
+        second, metrics = step(second, batch_of(t), KEY.cuda())
+        truth, expected = plain(truth, batch_of(t), KEY.cuda())
         torch.testing.assert_close(metrics.losses, expected.losses, rtol=2e-2, atol=1e-2)
     assert all(map(torch.equal, tree.leaves(before), tree.leaves(first.params)))
-    first, metrics = step(first, batch_of(7), key_of(7))  # and back
+    first, metrics = step(first, batch_of(7), KEY.cuda())  # and back
     losses = SMALL.loss(before, {"tokens": batch_of(7).data["tokens"].flatten(0, 1)})
     torch.testing.assert_close(metrics.losses, losses, rtol=2e-2, atol=1e-2)
 
@@ -277,11 +275,11 @@ def test_parameters_changed_between_steps_are_computed_with(cuda_graph, shared, 
     monkeypatch.setattr(fdp.step, "Blocks", lambda: shared)
     step, state = step_of(Method.AUTO, torch.bfloat16, Compile.BLOCK, cuda_graph=cuda_graph)
     for t in range(3):
-        state, _ = step(state, batch_of(t), key_of(t))
+        state, _ = step(state, batch_of(t), KEY.cuda())
     for leaf in tree.leaves(state.params):
         leaf.mul_(1.5)
     losses = SMALL.loss(state.params, {"tokens": batch_of(3).data["tokens"].flatten(0, 1)}).clone()
-    state, metrics = step(state, batch_of(3), key_of(3))
+    state, metrics = step(state, batch_of(3), KEY.cuda())
     torch.testing.assert_close(metrics.losses, losses, rtol=2e-2, atol=1e-2)
 
 

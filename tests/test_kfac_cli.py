@@ -28,7 +28,7 @@ from fdp.kfac.private_refresh import sides_of
 from fdp.kfac.public import Public
 from fdp.kfac.sources import SHARE, KfacOptimizer, Noised, Synthetic, releases
 from fdp.mechanism import Mechanism, statistics
-from fdp.run import RunConfig, drawn, prepare, refreshed
+from fdp.run import RunConfig, draw_batch, prepare, refreshed
 from fdp.sampling import poisson
 from fdp.types import FdpError
 
@@ -230,8 +230,10 @@ def test_curvature_never_sees_the_batch_of_a_step(source: str, monkeypatch: pyte
     real, used = runs.sample_batch, []
 
     def watched(dataset: Any, sampling: Any, key: Tensor, **options: Any) -> Any:
-        used.append(key.tolist())
-        return real(dataset, sampling, key, **options)
+        batch = real(dataset, sampling, key, **options)
+        assert batch.drawn is not None
+        used.append((batch.drawn.stamp.purpose, batch.data["image"][batch.mask > 0].tolist()))
+        return batch
 
     monkeypatch.setattr(runs, "sample_batch", watched)
     nothing: Any = None
@@ -239,8 +241,9 @@ def test_curvature_never_sees_the_batch_of_a_step(source: str, monkeypatch: pyte
     again = refreshed(run, state, nothing, 0)
     assert len(used) == (2 if source == "noised" else 0)
     assert all(torch.equal(a, b) for a, b in zip(tree.leaves(after), tree.leaves(again)))
-    drawn(run, 0)
-    assert used[-1] not in used[:-1]
+    draw_batch(run, 0)
+    purpose, samples = used[-1]
+    assert all(purpose != other and samples != theirs for other, theirs in used[:-1])
     maps = run.stages.sides(after)
     assert sorted(maps) == sorted(run.config.model.trainable)
     assert all(torch.equal(a, b) for a, b in zip(tree.leaves(maps), tree.leaves(sides_of(after)), strict=True))

@@ -32,7 +32,7 @@ from fdp.model import Likelihood, Model, Outputs, from_loss
 from fdp.models import build, mlp
 from fdp.records import summarise
 from fdp.run import KfacOptimizer, RunConfig, prepare, steps
-from fdp.sampling import poisson
+from fdp.sampling import poisson, trusted_batch
 from fdp.sharding import Zero, abstract_params, init_params, localize, make_sharding
 from fdp.step import Compile, init_state, make_train_step
 from fdp.types import Batch, FdpError, TrainState, Tree
@@ -470,10 +470,10 @@ def trained(distribution: Distribution, columns: bool, ranks: int) -> tuple[list
     state = k.settled(init_state(model, params, k.optimizer, mechanism, sharding=sharding))
     seen = []
     for t, batch in enumerate(batches):
-        state = k.refresh(state, batch, torch.ones(len(batch["label"])), keys.fold_in(key, t), t)
-        share = Batch(tree.map(lambda leaf: leaf[None], batch), torch.ones(1, len(batch["label"])))
-        share = share if sharding is None else share._replace(share=type(share.share)(sharding.rank, sharding.ranks))
-        state, _ = step(state, share, keys.fold_in(key, t))
+        state = k.refresh(state, batch, torch.ones(len(batch["label"])), key, t)
+        data, mask = tree.map(lambda leaf: leaf[None], batch), torch.ones(1, len(batch["label"]))
+        share = trusted_batch(data, mask, mechanism.sampling, step=t, rank=rank, ranks=ranks)
+        state, _ = step(state, share, key)
         seen.append(tree.map(lambda leaf: leaf.full_tensor() if ranks > 1 else leaf, state.params))
     return seen, int(find(localize(state).opt).failures)
 
@@ -534,7 +534,7 @@ def test_a_donated_step_of_compiled_blocks_is_the_plain_step(decay, monkeypatch)
         step = make_train_step(model, k.optimizer, mechanism=mechanism, plan=plan, donate=("state",), compile=compile)
         state = k.settled(init_state(model, model.init(KEY), k.optimizer, mechanism))
         for t in range(4):
-            state = k.refresh(state, data, torch.ones(8), keys.fold_in(KEY, t), t)
-            state, _ = step(state, Batch(tree.map(lambda x: x[None], data), torch.ones(1, 8)), keys.fold_in(KEY, t))
+            state = k.refresh(state, data, torch.ones(8), KEY, t)
+            state, _ = step(state, Batch(tree.map(lambda x: x[None], data), torch.ones(1, 8)), KEY)
         made.append(tree.flatten(state))
     torch.testing.assert_close(made[1], made[0], rtol=1e-5, atol=1e-6)

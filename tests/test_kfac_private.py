@@ -26,12 +26,12 @@ from fdp.kfac.forms import Form
 from fdp.kfac.layers import survey
 from fdp.kfac.optimizer import kfac
 from fdp.kfac.private import apart, map_record, sides_by_path, size
-from fdp.kfac.private_factors import clipped_statistics, name, release, scales_of, slots
+from fdp.kfac.private_factors import STATISTICS, clipped_statistics, name, release, scales_of, slots
 from fdp.kfac.private_refresh import private_kfac, refresh_noised, refresh_public, sides_of
 from fdp.kfac.public import NoiseImages, Public, ZipfTokens, draw, public, synthetic
 from fdp.kfac.sums import Sharing
 from fdp.kfac.types import ColumnsFactor, Layer, LowRankMap, Map, MatrixMap, Product, Sides
-from fdp.mechanism import Mechanism, Statistics, statistics
+from fdp.mechanism import Mechanism, Statistics, statistics, without_noise
 from fdp.mesh import make_mesh
 from fdp.methods import Method, make_plan
 from fdp.models import mlp
@@ -39,10 +39,10 @@ from fdp.optimizers import chain, clip_by_global_norm, sgd
 from fdp.per_sample import clipped_sum, per_sample_norms
 from fdp.rules import Dense, OneHot, Pair, per_sample_gradient
 from fdp.run import data_digest
-from fdp.sampling import poisson, sample_batch
+from fdp.sampling import TRAINING, poisson, sample_batch, trusted_batch
 from fdp.sharding import Zero, make_sharding
 from fdp.step import Compile, init_state, make_train_step
-from fdp.types import Batch, FdpError
+from fdp.types import Batch, FdpError, Tree
 from tests.conftest import SAMPLES, case_named, reference_of
 from tests.kfac_cases import forms_of, matrices, surveyed
 from tests.ranks import run_on_ranks
@@ -248,7 +248,8 @@ def test_maps_that_are_not_of_one_leafs_two_sides_are_refused():
 
 MODEL = mlp(widths=(64, 6), classes=10)
 TRAIN, _ = digits()
-MECHANISM = Mechanism(poisson(len(TRAIN), expected_batch_size=8), clipping.flat(max_norm=0.5), 0.0)
+EIGHT = poisson(len(TRAIN), expected_batch_size=8)
+MECHANISM = without_noise(EIGHT, clipping.flat(max_norm=0.5))
 CONFIG = KfacConfig(damping=1e-2, factor_period=1, inverse_period=1, kl_clip=None, momentum=0.0)
 NOISE = NoiseImages((1, 8, 8), 10, 32, exponent=1.0, mean=0.3, std=0.3, key=keys.key(1))
 
@@ -260,7 +261,8 @@ def kfac_of(microbatch: int = 8, **settings: Any):
 
 
 def batch_of(count: int = 8) -> Batch:
-    return Batch(tree.map(lambda leaf: leaf[None], TRAIN.fetch(np.arange(count))), torch.ones(1, count))
+    data = tree.map(lambda leaf: leaf[None], TRAIN.fetch(np.arange(count)))
+    return trusted_batch(data, torch.ones(1, count), EIGHT, step=None)
 
 
 def one_step(compile: Compile = Compile.NONE, method: Method = Method.GHOST_BK):
@@ -310,12 +312,13 @@ def test_a_donated_step_of_compiled_blocks_is_the_plain_step(source, microbatche
     passes, real = [], FusedUpdate.__call__
     monkeypatch.setattr(FusedUpdate, "__call__", lambda self, *args: passes.append(0) or real(self, *args))
     clip = clipping.quantile(max_norm=0.5, target_quantile=0.5, learning_rate=0.3, count_noise=1.0)
-    more = statistics(poisson(len(TRAIN), expected_batch_size=8), max_norm=1.0, noise_multiplier=0.5, period=2)
-    mechanism = Mechanism(poisson(len(TRAIN), expected_batch_size=8), clip, 1.3, more if source == "noised" else None)
+    more = statistics(EIGHT, max_norm=1.0, noise_multiplier=0.5, period=2)
+    mechanism = Mechanism(EIGHT, clip, 1.3, more if source == "noised" else None)
     model, size = MODEL._replace(frozen=frozenset({"head.bias"})), 8 // microbatches
     config = dataclasses.replace(CONFIG, momentum=0.8, weight_decay=0.1, kl_clip=1e-3)
-    data = TRAIN.fetch(np.arange(8))
-    batch = Batch(tree.map(lambda leaf: leaf.unflatten(0, (-1, size)), data), torch.ones(microbatches, size))
+    data, mask = TRAIN.fetch(np.arange(8)), torch.ones(microbatches, size)
+    cut = tree.map(lambda leaf: leaf.unflatten(0, (-1, size)), data)
+    batch, own = (trusted_batch(cut, mask, EIGHT, step=None, purpose=purpose) for purpose in (TRAINING, STATISTICS))
     params = model.init(keys.key(3))
     plan = make_plan(model, params, tree.map(lambda leaf: leaf[0], batch.data), method=Method.FLASH)
     made = []
@@ -331,14 +334,13 @@ def test_a_donated_step_of_compiled_blocks_is_the_plain_step(source, microbatche
         state = k.settled(init_state(model, tree.map(torch.clone, params), k.optimizer, mechanism))
         places = [leaf.data_ptr() for leaf in tree.leaves(state)]
         for t in range(3):
-            key = keys.fold_in(KEY, t)
             if source == "public":
                 known = public(NOISE, private=TRAIN, digest=data_digest)
-                state = refresh_public(k, state, known, key, t, donate=bool(donate))
+                state = refresh_public(k, state, known, KEY, t, donate=bool(donate))
             else:
                 options: Any = {"mechanism": mechanism, "scales": {}, "donate": bool(donate)}
-                state = refresh_noised(k, state, lambda: batch, key, t, **options)
-            state, _ = step(state, batch, key)
+                state = refresh_noised(k, state, lambda: own, KEY, t, **options)
+            state, _ = step(state, batch, KEY)
         assert not donate or places == [leaf.data_ptr() for leaf in tree.leaves(state)]
         made.append(tree.flatten(state))
     assert len(passes) == 3
@@ -446,10 +448,15 @@ def more_of(max_norm: float, noise: float = 1e-12) -> Statistics:
     return Statistics(poisson(100, expected_batch_size=SAMPLES), max_norm, noise, 1)
 
 
+def own_batch(data: Tree, more: Statistics, mask: Tensor) -> Batch:
+    whole = tree.map(lambda leaf: leaf[None], data)
+    return trusted_batch(whole, mask[None], more.sampling, step=None, purpose=STATISTICS)
+
+
 def statistics_of(case: str, more: Statistics, fisher: Fisher = Fisher.EMPIRICAL, mask: Tensor | None = None, **change):
     model, params, data, known, forms = noisable(case)
     data = data | change
-    batch = Batch(tree.map(lambda leaf: leaf[None], data), torch.ones(1, SAMPLES) if mask is None else mask[None])
+    batch = own_batch(data, more, torch.ones(SAMPLES) if mask is None else mask)
     options = {"statistics": more, "known": known, "forms": forms, "scales": {}}
     total = clipped_statistics(model, params, batch, fisher=fisher, key=KEY, **options)
     return total, release(total, key=keys.key(9), **options)
@@ -509,7 +516,7 @@ def test_statistics_of_masked_tokens_are_bounded_and_a_sample_without_targets_ha
     sums = {}
     for b in range(SAMPLES):
         mask = (torch.arange(SAMPLES) == b).float()
-        batch = Batch(tree.map(lambda leaf: leaf.unsqueeze(0), data), mask.unsqueeze(0))
+        batch = own_batch(data, more, mask)
         total = clipped_statistics(model, params, batch, key=KEY, **common)
         sums[b] = float(torch.stack([value.square().sum() for value in total.value.values()]).sum().sqrt())
     assert sums[0] == 0.0
@@ -606,7 +613,7 @@ def test_noisy_factors_are_positive_and_can_be_inverted():
 
 def test_what_cannot_be_noised_is_refused():
     model, params, data, known, forms = noisable("mlp")
-    batch = Batch(tree.map(lambda leaf: leaf[None], data), torch.ones(1, SAMPLES))
+    batch = own_batch(data, more_of(1.0), torch.ones(SAMPLES))
     layer = Layer("layers.0.weight", None)
     options: Any = {"statistics": more_of(1.0), "known": known, "scales": {}, "key": KEY}
     bad = forms | {layer: (Form.COLUMNS, Form.DENSE)}
@@ -626,7 +633,7 @@ def test_scales_make_statistics_comparable():
     model, params, data, known, forms = noisable("mlp")
     scales = scales_of(model, params, data, known=known, forms=forms, fisher=Fisher.EMPIRICAL, key=KEY)
     assert set(scales) == {name(slot) for slot in slots(known, forms)}
-    batch = Batch(tree.map(lambda leaf: leaf[None], data), torch.ones(1, SAMPLES))
+    batch = own_batch(data, more_of(1e9), torch.ones(SAMPLES))
     options: Any = {"statistics": more_of(1e9), "known": known, "forms": forms, "scales": scales}
     total = clipped_statistics(model, params, batch, fisher=Fisher.EMPIRICAL, key=KEY, **options)
     ours = matrices(release(total, key=KEY, **options | {"statistics": more_of(1e9, 1e-30)}))
@@ -679,30 +686,28 @@ def test_the_check_of_accounting_notices_a_release_that_is_not_charged_for(monke
 
 def test_a_release_happens_exactly_where_it_is_charged_for():
     k, calls = kfac_of(fisher=Fisher.SAMPLED), []
-    mechanism = MECHANISM._replace(statistics=statistics(
-        poisson(len(TRAIN), expected_batch_size=8), max_norm=1.0, noise_multiplier=0.5, period=3
-    ))  # fmt: skip
-    assert mechanism.statistics is not None
+    more = statistics(EIGHT, max_norm=1.0, noise_multiplier=0.5, period=3)
+    mechanism = MECHANISM._replace(statistics=more)
     params = MODEL.init(keys.key(3))
     state = k.settled(init_state(MODEL, params, k.optimizer, mechanism))
     first = sides_of(state)
 
     def batch() -> Batch:
         calls.append(None)
-        assert mechanism.statistics is not None
-        return sample_batch(TRAIN, mechanism.statistics.sampling, keys.key(5), microbatch_size=8)
+        return sample_batch(TRAIN, EIGHT, KEY, step=t, microbatch_size=8, purpose=STATISTICS)
 
     for t in range(7):
-        state = refresh_noised(k, state, batch, keys.fold_in(KEY, t), t, mechanism=mechanism, scales={})
-        assert len(calls) == mechanism.statistics.releases(t + 1)
+        state = refresh_noised(k, state, batch, KEY, t, mechanism=mechanism, scales={})
+        assert len(calls) == more.releases(t + 1)
     assert len(calls) == 3
     changed = sides_of(state)
     assert all(not torch.equal(a, b) for a, b in zip(tree.leaves(first), tree.leaves(changed)) if a.numel())
     assert all(bool(leaf.isfinite().all()) for leaf in tree.leaves(changed))
     again = k.settled(init_state(MODEL, params, k.optimizer, mechanism))
-    refresh_noised(k, again, batch, keys.fold_in(KEY, 0), 0, mechanism=mechanism, scales={}, donate=True)
+    t = 0
+    refresh_noised(k, again, batch, KEY, 0, mechanism=mechanism, scales={}, donate=True)
     pure = k.settled(init_state(MODEL, params, k.optimizer, mechanism))
-    pure = refresh_noised(k, pure, batch, keys.fold_in(KEY, 0), 0, mechanism=mechanism, scales={})
+    pure = refresh_noised(k, pure, batch, KEY, 0, mechanism=mechanism, scales={})
     assert all(torch.equal(a, b) for a, b in zip(tree.leaves(again.opt), tree.leaves(pure.opt)))
 
 
@@ -717,7 +722,7 @@ def on_ranks(ranks: int, fisher: Fisher) -> dict[tuple[str, str], Tensor]:
     share = {} if sharding is None else {"rank": sharding.rank, "ranks": sharding.ranks}
     sampling = poisson(len(TRAIN), expected_batch_size=12)
     more = statistics(sampling, max_norm=0.3, noise_multiplier=0.7, period=1)
-    batch = sample_batch(TRAIN, sampling, keys.key(5), microbatch_size=8, **share)
+    batch = sample_batch(TRAIN, sampling, keys.key(5), step=0, microbatch_size=8, purpose=STATISTICS, **share)
     params = MODEL.init(keys.key(3))
     example = tree.map(lambda leaf: leaf[0], batch.data)
     known = apart(surveyed(MODEL, params, example, torch.float32))

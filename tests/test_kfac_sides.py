@@ -21,14 +21,14 @@ from fdp.kfac.private import check_sides, map_record
 from fdp.kfac.private_refresh import private_kfac, refresh_public, sides_of
 from fdp.kfac.public import Public
 from fdp.kfac.types import LowRankMap, Sides
-from fdp.mechanism import Mechanism
+from fdp.mechanism import Mechanism, without_noise
 from fdp.methods import Method, make_plan
 from fdp.model import Likelihood, Model, Outputs, from_loss
 from fdp.models.language import present_of
 from fdp.per_sample import clipped_sum, per_sample_norms
-from fdp.sampling import poisson
+from fdp.sampling import poisson, trusted_batch
 from fdp.step import init_state, make_train_step
-from fdp.types import Batch, Tree
+from fdp.types import Tree
 from tests import foreign_cases
 from tests.conftest import Case, randn
 from tests.kfac_cases import added, assert_same, curvatures, matrices
@@ -162,7 +162,8 @@ def trained(name: str, *, private: bool) -> tuple[Any, Any, Any]:
     config = KfacConfig(damping=0.1, fisher=Fisher.EMPIRICAL, policy=everything())
     make = (lambda *a, **o: private_kfac(*a, largest=64, **o)) if private else kfac
     k = make(model, data, learning_rate=0.1, config=config, dtype=torch.float64)
-    mechanism = Mechanism(poisson(size, expected_batch_size=size), clipping.flat(max_norm=0.01), 0.0)
+    sampling = poisson(size, expected_batch_size=size)
+    mechanism = without_noise(sampling, clipping.flat(max_norm=0.01))
     state = k.settled(init_state(model, params, k.optimizer, mechanism))
     if private:
         state = refresh_public(k, state, Public(Same(data), "-"), KEY, 0)
@@ -172,7 +173,8 @@ def trained(name: str, *, private: bool) -> tuple[Any, Any, Any]:
     step = make_train_step(
         model, k.optimizer, mechanism=mechanism, plan=plan, precondition=sides_of if private else None
     )
-    batch = Batch(tree.map(lambda leaf: leaf.unsqueeze(0), data), torch.ones(1, size))
+    whole = tree.map(lambda leaf: leaf.unsqueeze(0), data)
+    batch = trusted_batch(whole, torch.ones(1, size), sampling, step=0)
     return k, state, step(state, batch, KEY)[0]
 
 

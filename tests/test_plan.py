@@ -22,10 +22,10 @@ from fdp.models import GPTConfig, LlamaConfig, gpt, llama
 from fdp.offload import NOTHING, Offload
 from fdp.optimizers import adamw, lamb
 from fdp.plan import Footprint, Scale, plan_at_scale
-from fdp.sampling import poisson
+from fdp.sampling import poisson, trusted_batch
 from fdp.sharding import Reduce, Zero, abstract_params, init_params, make_sharding, over_tensor_axis
 from fdp.step import init_state, make_train_step
-from fdp.types import Batch, FdpError, Share
+from fdp.types import Batch, FdpError
 from tests.fake_ranks import fake_ranks
 from tests.ranks import run_on_ranks
 
@@ -254,8 +254,9 @@ def count_on_rank(zero: Zero, axes: dict[str, int], method: Method, microbatches
     params = init_params(model, keys.key(0), sharding)
     state = init_state(model, params, optimizer, mechanism, sharding=sharding)
     shape = (microbatches, 2, SMALL.context + 1)
-    share = Share(sharding.rank, sharding.ranks)
-    batch = Batch({"tokens": torch.zeros(shape, dtype=torch.int64)}, torch.ones(shape[:2]), share)
+    share: dict[str, Any] = {"rank": sharding.rank, "ranks": sharding.ranks}
+    tokens_of = {"tokens": torch.zeros(shape, dtype=torch.int64)}
+    batch = trusted_batch(tokens_of, torch.ones(shape[:2]), mechanism.sampling, step=0, **share)
     with Counted() as counted:
         step(state, batch, keys.key(1))
     return dict(counted.seen)

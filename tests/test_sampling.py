@@ -199,12 +199,12 @@ def test_gather_asks_a_dataset_object():
 def test_sample_batch_is_draw_cut_and_fetch():
     data = {"x": torch.randn(100, 3), "y": torch.arange(100)}
     sampling = poisson(100, expected_batch_size=20)
-    batch = sample_batch(data, sampling, KEY, microbatch_size=8)
-    drawn = sample(sampling, KEY)
+    batch = sample_batch(data, sampling, KEY, step=3, microbatch_size=8)
+    drawn = sample(sampling, keys.step_key(KEY, f"sample training {tuple(sampling)}", 3))
     assert torch.equal(batch.data["y"][batch.mask > 0], drawn)
     assert torch.equal(batch.data["x"][batch.mask > 0], data["x"][drawn])
     assert batch.data["x"].shape == (*batch.mask.shape, 3)
-    empty = sample_batch(data, poisson(100, expected_batch_size=1e-6), KEY, microbatch_size=8)
+    empty = sample_batch(data, poisson(100, expected_batch_size=1e-6), KEY, step=0, microbatch_size=8)
     assert empty.mask.tolist() == [[0.0] * 8]
 
 
@@ -238,7 +238,7 @@ class Plain(Squares):
         (lambda: gather(Liar(), torch.tensor([[0, 1]])), "2 rows"),
         (lambda: gather(Plain(), torch.tensor([[0, 1]])), "ndarray"),
         (
-            lambda: sample_batch(torch.zeros(9), poisson(10, expected_batch_size=2), KEY, microbatch_size=2),
+            lambda: sample_batch(torch.zeros(9), poisson(10, expected_batch_size=2), KEY, step=0, microbatch_size=2),
             "expected the 9 samples",
         ),
         (lambda: poisson(10, expected_batch_size=5, population=0), "population: expected a whole"),

@@ -96,7 +96,7 @@ def train(
         rank, ranks = sharding.rank, sharding.ranks
     params = net.init(root) if sharding is None else init_params(net, root, sharding)
     batches = [
-        sample_batch(DATA, SAMPLING, keys.fold_in(root, t), microbatch_size=microbatch_size, rank=rank, ranks=ranks)
+        sample_batch(DATA, SAMPLING, root, step=t, microbatch_size=microbatch_size, rank=rank, ranks=ranks)
         for t in range(steps)
     ]
     shapes = abstract_params(net, sharding)
@@ -115,8 +115,8 @@ def train(
     state = init_state(net, params, chosen, mechanism, sharding=sharding, offload=offload)
     first = whole(state.params)
     losses, norms = [], []
-    for t, batch in enumerate(batches):
-        state, metrics = step(state, batch, keys.fold_in(root, 100 + t))
+    for batch in batches:
+        state, metrics = step(state, batch, root)
         real = metrics.mask > 0
         losses.append(metrics.losses[real])
         norms.append(metrics.norms[real])
@@ -454,14 +454,16 @@ def test_a_module_of_torch_brings_its_own_initial_values_one_leaf_at_a_time():
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_the_ranks_hold_the_global_batch_between_them(ranks):
-    everyone = sample_batch(DATA, SAMPLING, keys.key(5), microbatch_size=6)
-    parts = [sample_batch(DATA, SAMPLING, keys.key(5), microbatch_size=6, rank=r, ranks=ranks) for r in range(ranks)]
+    everyone = sample_batch(DATA, SAMPLING, keys.key(5), step=0, microbatch_size=6)
+    parts = [
+        sample_batch(DATA, SAMPLING, keys.key(5), step=0, microbatch_size=6, rank=r, ranks=ranks) for r in range(ranks)
+    ]
     assert len({part.mask.shape for part in parts}) == 1
     mask = torch.cat([part.mask for part in parts], dim=1)
     tokens = torch.cat([part.data["tokens"] for part in parts], dim=1)
     assert torch.equal(tokens[mask > 0], everyone.data["tokens"][everyone.mask > 0])
     with pytest.raises(FdpError, match="rank"):
-        sample_batch(DATA, SAMPLING, keys.key(5), microbatch_size=6, rank=ranks, ranks=ranks)
+        sample_batch(DATA, SAMPLING, keys.key(5), step=0, microbatch_size=6, rank=ranks, ranks=ranks)
 
 
 def mistaken() -> list[str]:
@@ -471,8 +473,8 @@ def mistaken() -> list[str]:
     sharding = make_sharding(net, make_mesh({"shard": 2}, device_type="cpu"), zero=Zero.TWO)
     key = keys.key(0)
     params = init_params(net, key, sharding)
-    share = {"rank": sharding.rank, "ranks": sharding.ranks}
-    batch = sample_batch(DATA, SAMPLING, key, microbatch_size=6, **share)
+    share: dict[str, Any] = {"rank": sharding.rank, "ranks": sharding.ranks}
+    batch = sample_batch(DATA, SAMPLING, key, step=0, microbatch_size=6, **share)
     plan = make_plan(net, abstract_params(net, sharding), {"tokens": batch.data["tokens"][0]})
     state = init_state(net, params, chosen, mechanism, sharding=sharding)
     low = sharding._replace(reduce_dtype=torch.bfloat16)
@@ -481,7 +483,7 @@ def mistaken() -> list[str]:
     attempts = [
         lambda: init_params(net, keys.key(sharding.shard.rank), sharding),
         lambda: make_train_step(net, chosen, mechanism=mechanism, plan=plan)(state, batch, key),
-        lambda: step(state, sample_batch(DATA, SAMPLING, key, microbatch_size=6), key),
+        lambda: step(state, sample_batch(DATA, SAMPLING, key, step=0, microbatch_size=6), key),
         lambda: make_train_step(net, chosen, mechanism=mechanism, plan=plan, sharding=other)(state, batch, key),
         lambda: make_train_step(net, chosen, mechanism=mechanism, plan=plan, sharding=low),
         lambda: check_agreement({"data": sharding.shard.rank, "steps": 3}),

@@ -8,17 +8,19 @@ import pytest
 import torch
 
 from fdp import clipping, keys, tree
-from fdp.mechanism import Mechanism
+from fdp.mechanism import Mechanism, without_noise
 from fdp.methods import Method, make_plan
+from fdp.microbatches import Part, joined
 from fdp.models import GPTConfig, gpt, mlp
 from fdp.optimizers import adamw, sgd
-from fdp.sampling import poisson
-from fdp.step import Compile, Part, init_state, joined, make_train_step
+from fdp.sampling import poisson, trusted_batch
+from fdp.step import Compile, init_state, make_stages, make_train_step
 from fdp.types import Batch, ClippedSum, FdpError, Metrics, Weighted
 
 PRIVATE = [Method.MATERIALIZE, Method.GHOST, Method.GHOST_BK, Method.AUTO]
 GPT = gpt(GPTConfig(layers=2, width=16, heads=2, context=8, vocab_size=13))
 MLP = mlp(widths=(5, 7), classes=3)
+SAMPLING = poisson(100, expected_batch_size=6)
 
 
 def tokens(samples: int) -> dict[str, torch.Tensor]:
@@ -39,13 +41,13 @@ def batch_of(data, *, microbatch: int) -> Batch:
     padded = -(-samples // microbatch) * microbatch
     rows = torch.arange(padded) * (torch.arange(padded) < samples)
     mask = (torch.arange(padded) < samples).float().view(-1, microbatch)
-    return Batch(tree.map(lambda leaf: leaf[rows].reshape(-1, microbatch, *leaf.shape[1:]), data), mask)
+    cut = tree.map(lambda leaf: leaf[rows].reshape(-1, microbatch, *leaf.shape[1:]), data)
+    return trusted_batch(cut, mask, SAMPLING, step=None)
 
 
-def train(
-    model, data, *, method, z=1.0, microbatch=6, style=None, optimizer=None, steps=3, expected=6.0, wrap=None, **options
-):
-    mechanism = Mechanism(poisson(100, expected_batch_size=expected), style or clipping.flat(max_norm=0.5), z)
+def train(model, data, *, method, z=1.0, microbatch=6, style=None, optimizer=None, steps=3, wrap=None, **options):
+    style = style or clipping.flat(max_norm=0.5)
+    mechanism = Mechanism(SAMPLING, style, z) if z else without_noise(SAMPLING, style)
     params = model.init(keys.key(0))
     batch = batch_of(data, microbatch=microbatch)
     plan = make_plan(model, params, tree.map(lambda leaf: leaf[0], batch.data), method=method)
@@ -53,8 +55,8 @@ def train(
     step = make_train_step(model, optimizer, mechanism=mechanism, plan=plan, **options)
     step = wrap(step) if wrap else step
     state = init_state(model, params, optimizer, mechanism)
-    for t in range(steps):
-        state, metrics = step(state, batch, keys.fold_in(keys.key(1), t))
+    for _ in range(steps):
+        state, metrics = step(state, batch, keys.key(1))
     return state, metrics
 
 
@@ -129,20 +131,21 @@ def test_what_a_microbatch_kept_is_released_before_the_next_one_begins():
 
 
 def test_an_empty_batch_is_a_step_of_pure_noise():
-    mechanism = Mechanism(poisson(100, expected_batch_size=6), clipping.flat(max_norm=0.5), 1.0)
+    mechanism = Mechanism(SAMPLING, clipping.flat(max_norm=0.5), 1.0)
     params = MLP.init(keys.key(0))
     data = images(4)
     plan = make_plan(MLP, params, data)
     step = make_train_step(MLP, sgd(1.0), mechanism=mechanism, plan=plan)
-    batch = Batch(tree.map(lambda leaf: leaf[None], data), torch.zeros(1, 4))
+    batch = trusted_batch(tree.map(lambda leaf: leaf[None], data), torch.zeros(1, 4), SAMPLING, step=0)
     state, _ = step(init_state(MLP, params, sgd(1.0), mechanism), batch, keys.key(3))
+    drawn_by = make_stages(MLP, sgd(1.0), mechanism=mechanism, plan=plan).key(keys.key(3), torch.tensor(0))
     for path, leaf in tree.flatten(state.params).items():
-        noise = keys.normal(keys.fold_in(keys.key(3), path), tuple(leaf.shape)) * 0.5 / 6
+        noise = keys.normal(keys.fold_in(drawn_by, path), tuple(leaf.shape)) * 0.5 / 6
         torch.testing.assert_close(tree.flatten(params)[path] - leaf, noise)
 
 
 def test_inputs_are_left_as_they_were_and_the_same_inputs_give_the_same_bits():
-    mechanism = Mechanism(poisson(100, expected_batch_size=6), clipping.flat(max_norm=0.5), 1.0)
+    mechanism = Mechanism(SAMPLING, clipping.flat(max_norm=0.5), 1.0)
     params = GPT.init(keys.key(0))
     plan = make_plan(GPT, params, tokens(6))
     optimizer = adamw(1e-2)
@@ -161,7 +164,7 @@ def test_a_donated_state_is_written_in_place_with_the_same_values():
     kept, _ = train(GPT, tokens(6), method=Method.AUTO)
     donated, _ = train(GPT, tokens(6), method=Method.AUTO, donate=("state",))
     assert all(torch.equal(a, b) for a, b in zip(tree.leaves(kept), tree.leaves(donated)))
-    mechanism = Mechanism(poisson(100, expected_batch_size=6), clipping.flat(max_norm=0.5), 1.0)
+    mechanism = Mechanism(SAMPLING, clipping.flat(max_norm=0.5), 1.0)
     params = MLP.init(keys.key(0))
     step = make_train_step(
         MLP, sgd(1.0), mechanism=mechanism, plan=make_plan(MLP, params, images(6)), donate=("state",)
@@ -240,7 +243,7 @@ def test_the_whole_step_compiles_to_one_graph_and_equals_eager(method):
 
 
 def test_mistakes_are_refused():
-    mechanism = Mechanism(poisson(100, expected_batch_size=6), clipping.flat(max_norm=0.5), 1.0)
+    mechanism = Mechanism(SAMPLING, clipping.flat(max_norm=0.5), 1.0)
     params = MLP.init(keys.key(0))
     plan = make_plan(MLP, params, images(4))
     with pytest.raises(FdpError, match="donate"):

@@ -20,7 +20,7 @@ from fdp.methods import Method, make_plan
 from fdp.model import Block, LeafSpec, Model
 from fdp.models import GPTConfig, gpt
 from fdp.optimizers import adamw, sgd
-from fdp.sampling import poisson
+from fdp.sampling import poisson, trusted_batch
 from fdp.sharding import (
     Reduce,
     Sharding,
@@ -33,7 +33,7 @@ from fdp.sharding import (
 )
 from fdp.step import Stages, init_state, make_stages, make_train_step
 from fdp.traffic import start_reduce, sum_over_parts
-from fdp.types import Batch, Norms, Share, Tree
+from fdp.types import Norms, Tree
 from tests.fake_ranks import fake_ranks
 
 WIDTH, BLOCKS, SAMPLES = 16, 5, 3
@@ -110,8 +110,9 @@ def a_step(axes: dict[str, int], zero: Zero, method: Method, *, microbatches: in
     plan = make_plan(MODEL, abstract_params(MODEL, sharding), DATA, method=method)
     step = make_train_step(MODEL, sgd(0.1), mechanism=mechanism(method), plan=plan, sharding=sharding)
     state = init_state(MODEL, init_params(MODEL, keys.key(0), sharding), sgd(0.1), mechanism(method), sharding=sharding)
-    share = Share(sharding.rank, sharding.ranks)
-    batch = Batch({"x": DATA["x"].expand(microbatches, -1, -1)}, torch.ones(microbatches, SAMPLES), share)
+    share: dict[str, Any] = {"rank": sharding.rank, "ranks": sharding.ranks}
+    data, mask = {"x": DATA["x"].expand(microbatches, -1, -1)}, torch.ones(microbatches, SAMPLES)
+    batch = trusted_batch(data, mask, mechanism(method).sampling, step=0, **share)
     step(state, batch, keys.key(1))
 
 

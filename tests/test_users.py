@@ -57,10 +57,10 @@ def test_size_delta_unit_and_content_are_per_user(tmp_path: Path) -> None:
     ]
     assert rows["loss_mask"].int().tolist() == [[[1, 1, 1], [1, 1, 0], [1, 0, 0]], [[0] * 3] * 3]
     assert (dataset.reading.silent, dataset.reading.capped, dataset.reading.texts) == (1, 0, 4)
-    batch = sample_batch(dataset, poisson(3, expected_batch_size=2), KEY, microbatch_size=2)
+    batch = sample_batch(dataset, poisson(3, expected_batch_size=2), KEY, step=0, microbatch_size=2)
     assert batch.data["tokens"].shape[1:] == (2, 3, 4)
     with pytest.raises(FdpError, match="expected the 3 samples of the dataset"):
-        sample_batch(dataset, poisson(4, expected_batch_size=2), KEY, microbatch_size=2)
+        sample_batch(dataset, poisson(4, expected_batch_size=2), KEY, step=0, microbatch_size=2)
 
 
 @given(spec=SPEC, windows=st.integers(1, 4))

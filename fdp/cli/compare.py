@@ -189,7 +189,8 @@ def _observe(file: Path) -> int:
         group = launch.joined(launch.device_type(settings["device"]), timeout=settings["timeout"])
     try:
         with group:
-            write(observe(*prepare(configure(settings))), file.parent)
+            # One text for both sides: what they compute with is the same samples and noise, whatever else differs.
+            write(observe(*prepare(configure(settings), settings="compare")), file.parent)
     except FdpError as error:
         (file.parent / f"mistake-{launch.rank():04}").write_text(str(error))
         return 2

@@ -115,7 +115,13 @@ def lora_model(model: Model, *, rank: int, alpha: float, targets: Sequence[str])
     blocks = tuple(_adapted_block(block, chosen, alpha / rank, shared) for block in model.blocks)
     frozen = frozenset(model.leaves)
     return model._replace(
-        name=f"{model.name}+lora", leaves=leaves, blocks=blocks, frozen=frozen, parallel=None, tensor=None
+        name=f"{model.name}+lora",
+        leaves=leaves,
+        blocks=blocks,
+        frozen=frozen,
+        parallel=None,
+        tensor=None,
+        settings=f"{model.settings}, alpha {alpha}",
     )
 
 

@@ -15,8 +15,9 @@ pi), and a float32 map is good up to 1e4 or so (``fdp.kfac.woodbury``): raise th
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
+from typing import Any
 
 import torch
 
@@ -68,6 +69,12 @@ class KfacConfig:
     window: int = 1
     store: Where = Where.AUTO
     column_dtype: torch.dtype | None = torch.float16
+
+    @property
+    def settings(self) -> tuple[tuple[str, Any], ...]:
+        """What decides the numbers, for :func:`fdp.settings.fingerprint`: all but who computes and where they wait."""
+        how = ("distribution", "store", "column_dtype")
+        return tuple((each.name, getattr(self, each.name)) for each in fields(self) if each.name not in how)
 
     def __post_init__(self) -> None:
         check_settings(

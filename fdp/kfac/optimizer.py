@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fdp import tree
+from fdp import keys, tree
 from fdp.block_loop import ALL_KEPT, Memory
 from fdp.compiled import Blocks
 from fdp.kfac.apply import precondition, trust_dot
@@ -59,6 +59,8 @@ class Kfac(NamedTuple):
     ) -> TrainState:
         """The state before step ``step`` with newer curvature, where it is due: :func:`fdp.kfac.refresh.refresh`.
 
+        ``key`` is the root of the run.
+
         Guarantees:
           - roots, which map gradients in a private step, are refused: whose data this is cannot be told.
         """
@@ -68,7 +70,8 @@ class Kfac(NamedTuple):
                 "refresh: expected K-FAC for training without privacy, got roots for a private step: curvature of a "
                 "batch without noise may reveal it. Use fdp.kfac.private_refresh: refresh_public, or refresh_noised"
             )
-        return refresh(state, data, mask, key, step, plan=plan, memory=memory, blocks=blocks, donate=donate)
+        labels = keys.step_key(key, "curvature", step)
+        return refresh(state, data, mask, labels, step, plan=plan, memory=memory, blocks=blocks, donate=donate)
 
     def settled(self, state: TrainState) -> TrainState:
         """The state with everything where it is kept; once, after ``init_state``."""
@@ -144,7 +147,7 @@ def scale_by_kfac(plan: KfacPlan, *, learning_rate: float | Schedule, blocks: Bl
             done = dict(zip(done, times_all(list(done.values()), factor)))
         return tree.unflatten(grads, done), state._replace(step=state.step + 1)
 
-    return Optimizer(begin, update, measures=config.power is Power.INVERSE)
+    return Optimizer(begin, update, measures=config.power is Power.INVERSE, settings=(learning_rate, config))
 
 
 def _ready(placed: Placed, layer: Layer, plan: KfacPlan) -> Placed:

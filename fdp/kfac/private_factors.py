@@ -13,7 +13,7 @@ this module and to the accountant. Norm parameters and biases are known by their
 
     >>> more = statistics(poisson(50_000, expected_batch_size=512), max_norm=1.0, noise_multiplier=4.0, period=100)
     >>> mechanism = Mechanism(sampling, clip, z, more)                               # epsilon(mechanism, ...) has both
-    >>> batch = sample_batch(dataset, more.sampling, key, microbatch_size=64)        # a draw of its own
+    >>> batch = sample_batch(dataset, more.sampling, key, step=t, microbatch_size=64, purpose=STATISTICS)
     >>> curvatures = release(clipped_statistics(model, params, batch, ...), more, known, forms, ...)
 """
 
@@ -38,11 +38,14 @@ from fdp.kfac.types import Curvature, DenseFactor, DiagonalFactor, Factor, Layer
 from fdp.mechanism import Statistics
 from fdp.model import Model
 from fdp.noise import add_gaussian
+from fdp.sampling import check_drawn
 from fdp.sharding import Sharding
 from fdp.traffic import sum_over_samples
 from fdp.types import Batch, ClippedSum, FdpError, Key, Tree
 
 NOISABLE = (Form.DENSE, Form.DIAGONAL, Form.SKIP)
+STATISTICS = "statistics"
+"""The purpose of the samples that statistics are released of: a draw of their own."""
 
 
 def clipped_statistics(
@@ -67,8 +70,10 @@ def clipped_statistics(
 
     Guarantees:
       - adding or removing one sample moves the sum by at most ``statistics.max_norm``, over all names together;
-      - a sample that is padding, or whose statistics are not finite, contributes exactly 0.
+      - a sample that is padding, or whose statistics are not finite, contributes exactly 0;
+      - the batch was drawn by ``statistics.sampling`` for this purpose, or it is refused.
     """
+    check_drawn(batch, statistics.sampling, purpose=STATISTICS)
     check_noisable(forms, fisher, sharding, sharing)
     total: ClippedSum | None = None
     for i, mask in enumerate(batch.mask):

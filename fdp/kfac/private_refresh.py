@@ -35,6 +35,8 @@ from fdp.kfac.woodbury import Power
 from fdp.mechanism import Mechanism
 from fdp.model import Model
 from fdp.optimizers import Schedule
+from fdp.sampling import check_step
+from fdp.settings import fingerprint
 from fdp.sharding import globalize, localize
 from fdp.types import Batch, FdpError, Key, Path, TrainState, Tree
 
@@ -80,10 +82,14 @@ def sides_of(state: TrainState) -> dict[Path, Sides]:
 def refresh_public(
     k: Kfac, state: TrainState, source: Public, key: Key, step: int, *, donate: bool = False
 ) -> TrainState:
-    """The state before step ``step`` with curvature of public data at the present parameters, where it is due."""
+    """The state before step ``step`` with curvature of public data at the present parameters, where it is due.
+
+    ``key`` is the root of the run.
+    """
     _check_roots(k)
     if not is_due(k.plan.config, step):
         return state
+    key = keys.step_key(key, "curvature", step)
     sharding = k.plan.sharding
     rank, ranks = (0, 1) if sharding is None else (sharding.rank, sharding.ranks)
     device = state.step.device  # where steps compute, wherever the optimizer is kept
@@ -107,11 +113,12 @@ def refresh_noised(
 ) -> TrainState:
     """The state before step ``step`` with noised curvature of private data, where ``mechanism.statistics`` says so.
 
-    ``batch()`` draws by ``mechanism.statistics.sampling``, with a key of its own; it is not called where nothing is
-    due. ``key`` is for labels and noise.
+    ``batch()`` draws by ``mechanism.statistics.sampling`` for ``purpose=STATISTICS``; it is not called where nothing is
+    due. ``key`` is the root of the run, for labels and noise.
 
     Guarantees:
-      - a release happens exactly where the accountant counts one, with the bound and the noise it is given.
+      - a release happens exactly where the accountant counts one, with the bound and the noise it is given;
+      - its samples are a draw of their own, for this very step; no two releases, nor a step, share its noise.
     """
     _check_roots(k)
     more = mechanism.statistics
@@ -126,10 +133,13 @@ def refresh_noised(
     forms = {layer: (left.form, right.form) for layer, (left, right, _) in plan.layers.items()}
     kf = find(here.opt)
     common = {"statistics": more, "known": plan.known, "forms": forms, "scales": scales}
+    key = keys.step_key(key, f"statistics {fingerprint(plan.model.identity, plan.config, mechanism)}", step)
+    drawn = batch()
+    check_step(drawn, step)
     total = clipped_statistics(
         plan.model,
         here.params,
-        batch(),
+        drawn,
         fisher=plan.config.fisher,
         key=keys.fold_in(key, "labels"),
         sharding=plan.sharding,

@@ -20,7 +20,7 @@ from fdp import accounting, keys, launch, tree
 from fdp.clipping import flat
 from fdp.kfac.config import KfacConfig
 from fdp.kfac.optimizer import Kfac, kfac
-from fdp.kfac.private_factors import scales_of
+from fdp.kfac.private_factors import STATISTICS, scales_of
 from fdp.kfac.private_refresh import private_kfac, refresh_noised, refresh_public
 from fdp.kfac.public import NoiseImages, Public, ZipfTokens, draw, public, synthetic
 from fdp.mechanism import Mechanism, Statistics, statistics
@@ -202,7 +202,7 @@ def refreshed_from(
     feed: Feed,
     k: Kfac,
     state: TrainState,
-    batch: Callable[[Poisson, Key], Batch],
+    batch: Callable[[Poisson, str], Batch],
     key: Key,
     step: int,
     *,
@@ -211,7 +211,7 @@ def refreshed_from(
 ) -> TrainState:
     """The state before step ``step`` with newer curvature, where it is due.
 
-    ``batch(sampling, key)`` draws private samples, for noised statistics only, by a key of their own.
+    ``batch(sampling, purpose)`` draws private samples of this step, for noised statistics only. ``key`` is the root.
     """
     if isinstance(feed, Public):
         return refresh_public(k, state, feed, key, step, donate=donate)
@@ -219,6 +219,6 @@ def refreshed_from(
     assert more is not None
 
     def own() -> Batch:
-        return batch(more.sampling, keys.fold_in(key, "sample"))
+        return batch(more.sampling, STATISTICS)
 
     return refresh_noised(k, state, own, key, step, mechanism=mechanism, scales=feed.by_name, donate=donate)

@@ -64,7 +64,16 @@ def gpt(config: GPTConfig, *, name: str = "gpt", tensor: Axis | None = None) -> 
     embed = Block("embed", {"tokens": "embed.tokens", "positions": "embed.positions"}, _embed)
     blocks = (embed, *layers, head_block(head, _features))
     parallel = partial(_parallel, config, name)
-    return Model(name, leaves, blocks, context=c.context, vocab_size=c.vocab_size, parallel=parallel, tensor=tensor)
+    return Model(
+        name,
+        leaves,
+        blocks,
+        context=c.context,
+        vocab_size=c.vocab_size,
+        parallel=parallel,
+        tensor=tensor,
+        settings=str(config),
+    )
 
 
 def _parallel(config: GPTConfig, name: str, axis: Axis) -> Model:

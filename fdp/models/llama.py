@@ -60,7 +60,16 @@ def llama(config: LlamaConfig, *, name: str = "llama", tensor: Axis | None = Non
         head["weight"] = "head.weight"
     blocks = (Block("embed", {"tokens": "embed.tokens"}, _embed), *layers, head_block(head, _features))
     parallel = partial(_parallel, config, name)
-    return Model(name, leaves, blocks, context=c.context, vocab_size=c.vocab_size, parallel=parallel, tensor=tensor)
+    return Model(
+        name,
+        leaves,
+        blocks,
+        context=c.context,
+        vocab_size=c.vocab_size,
+        parallel=parallel,
+        tensor=tensor,
+        settings=str(config),
+    )
 
 
 def _parallel(config: LlamaConfig, name: str, axis: Axis) -> Model:

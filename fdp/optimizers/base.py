@@ -16,7 +16,7 @@ with parts of leaves says how to reduce over the whole of them: ``update(grads, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from jaxtyping import Float, Int
@@ -73,7 +73,8 @@ class Optimizer(NamedTuple):
 
     ``reductions`` says how sums over whole leaves are made of the leaves given: as they stand, or over ranks. ``adamw``
     and ``descent`` are there if the whole optimizer is that and nothing else. ``measures``: its state also holds what
-    was measured on samples without noise, so that no private step can take it.
+    was measured on samples without noise, so that no private step can take it. ``settings`` are the numbers that decide
+    an update, for :func:`fdp.settings.fingerprint`, where the functions hold other things as well; None: they do not.
 
     Guarantees:
       - neither function modifies an argument;
@@ -87,6 +88,7 @@ class Optimizer(NamedTuple):
     adamw: AdamW | None = None
     measures: bool = False
     descent: Momentum | None = None
+    settings: Any = None
 
     @property
     def rule(self) -> AdamW | Momentum | None:
