@@ -13,7 +13,8 @@ import argparse
 import torch
 
 from fdp import keys, models
-from fdp.accounting import epsilon, noise_multiplier_for
+from fdp.accounting import noise_multiplier_for
+from fdp.budget import spent
 from fdp.clipping import flat
 from fdp.data import digits
 from fdp.mechanism import Mechanism
@@ -55,9 +56,9 @@ for target in (3.0, 8.0):
 
     scores = models.logits(model, state.params, {"image": test.image})
     accuracy = float((scores.argmax(1) == test.label).float().mean())
-    spent = epsilon(mechanism, steps=steps, delta=DELTA)
+    epsilon = spent(state, mechanism, delta=DELTA)
     print(
-        f"test accuracy {accuracy:.3f} at epsilon {spent:.2f}, delta {DELTA:g} "
+        f"test accuracy {accuracy:.3f} at epsilon {epsilon:.2f}, delta {DELTA:g} "
         f"({steps} steps, noise multiplier {z:.2f}, fixed seed)",
         flush=True,
     )

@@ -24,7 +24,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging
 
 from fdp import keys
-from fdp.accounting import epsilon, noise_multiplier_for
+from fdp.accounting import noise_multiplier_for
+from fdp.budget import spent
 from fdp.clipping import flat
 from fdp.data import load
 from fdp.foreign import hugging_face
@@ -86,7 +87,7 @@ def fine_tune(model, params, *, learning_rate, key):
     for step in range(steps):
         batch = sample_batch(dataset, sampling, key, step=step, microbatch_size=MICROBATCH_SIZE)
         state, _ = train_step(state, batch, key)
-    return state.params, epsilon(mechanism, steps=steps, delta=DELTA)
+    return state.params, spent(state, mechanism, delta=DELTA)
 
 
 def loss_of(model, params):
@@ -114,13 +115,13 @@ print(f"held-out loss {loss_of(model, params):.3f} before", flush=True)
 
 # With LoRA: the model's leaves are frozen, their adapters are trained, and merged into them at the end.
 adapted, with_adapters = lora(model, params, rank=RANK, alpha=ALPHA, targets=ADAPTED, key=keys.fold_in(key, "lora"))
-tuned, spent = fine_tune(adapted, with_adapters, learning_rate=1e-2, key=keys.fold_in(key, "private lora"))
+tuned, epsilon = fine_tune(adapted, with_adapters, learning_rate=1e-2, key=keys.fold_in(key, "private lora"))
 merged = merge(tuned, alpha=ALPHA)
-print(f"held-out loss {loss_of(model, merged):.3f} with LoRA at epsilon {spent:.2f}, delta {DELTA:g}", flush=True)
+print(f"held-out loss {loss_of(model, merged):.3f} with LoRA at epsilon {epsilon:.2f}, delta {DELTA:g}", flush=True)
 
 # In full: every leaf.
-full, spent = fine_tune(model, params, learning_rate=3e-3, key=keys.fold_in(key, "private full"))
-print(f"held-out loss {loss_of(model, full):.3f} in full at epsilon {spent:.2f}, delta {DELTA:g}", flush=True)
+full, epsilon = fine_tune(model, params, learning_rate=3e-3, key=keys.fold_in(key, "private full"))
+print(f"held-out loss {loss_of(model, full):.3f} in full at epsilon {epsilon:.2f}, delta {DELTA:g}", flush=True)
 
 # Back in the same format, which transformers reads.
 for name, values in (("lora", merged), ("full", full)):

@@ -14,16 +14,19 @@ import torch
 import torch.nn.functional as F
 
 from fdp import keys, ops
-from fdp.accounting import epsilon, noise_multiplier_for
+from fdp.accounting import noise_multiplier_for
+from fdp.audit import check_independent
+from fdp.budget import spent
 from fdp.clipping import clip_to, flat
 from fdp.data import digits
 from fdp.mechanism import Mechanism
 from fdp.methods import Method, make_plan
 from fdp.model import from_loss
-from fdp.noise import add_gaussian, scale
+from fdp.noise import add_gaussian, expected_mean
 from fdp.optimizers import apply_updates, sgd
 from fdp.per_sample import clipped_sum, per_sample_norms
 from fdp.sampling import poisson, sample_batch
+from fdp.types import TrainState
 
 EPSILON, DELTA = 3.0, 1e-5  # what one image of the training set may cost, over the whole run
 BATCH_SIZE = 512  # expected: every image is drawn on its own, with probability 512 / 1437
@@ -53,28 +56,31 @@ mechanism = Mechanism(sampling, clip, z)
 
 # 3. How per-sample norms are computed for these shapes: one microbatch of 1437 rows holds any draw, padded.
 #    For a loss that uses other operations than those of fdp.ops: Method.MATERIALIZE.
-plan = make_plan(model, params, train.fetch(torch.arange(len(train)).numpy()), method=Method.AUTO)
+example = train.fetch(torch.arange(len(train)).numpy())
+plan = make_plan(model, params, example, method=Method.AUTO)
+check_independent(model, params, example)  # no sample's loss depends on another sample
 optimizer = sgd(LEARNING_RATE)
-opt = optimizer.init(params)
+state = TrainState(params, optimizer.init(params), (), torch.tensor(0))
 
-# 4. Train. A fixed seed makes the number above repeatable, and the noise known to whoever reads it. To
-#    release a model, keys.key() takes 256 bits from the operating system.
+# 4. Train. One key for the whole run: what draws from it folds in its purpose and the step. A fixed seed makes the
+#    number above repeatable, and the noise known to whoever reads it. To release a model, keys.key() takes 256 bits
+#    from the operating system.
 key = keys.key(0)
 for step in range(steps):
     batch = sample_batch(train, sampling, key, step=step, microbatch_size=len(train))
     data, mask = {name: leaf[0] for name, leaf in batch.data.items()}, batch.mask[0]
 
-    losses, norms, stash = per_sample_norms(model, params, data, plan=plan)  # one forward, one backward
+    losses, norms, stash = per_sample_norms(model, state.params, data, plan=plan)  # one forward, one backward
     factors = clip_to(norms, max_norm=MAX_NORM).masked(mask)  # padding counts for nothing
     total = clipped_sum(stash, factors)  # ClippedSum(value, sensitivity)
-    noisy = add_gaussian(total, key=keys.step_key(key, "noise", step), noise_multiplier=z)
-    mean = scale(noisy, 1 / BATCH_SIZE)  # the expected size, which is public; not how many were drawn
-    updates, opt = optimizer.update(mean, opt, params)
-    params = apply_updates(params, updates)
+    noisy = add_gaussian(total, key=key, step=step, noise_multiplier=z)  # scaled by total.sensitivity
+    mean = expected_mean(noisy, sampling)  # over the expected size, which is public; not how many were drawn
+    updates, opt = optimizer.update(mean, state.opt, state.params)
+    state = TrainState(apply_updates(state.params, updates), opt, state.clip, state.step + 1)
 
 # 5. Result. The test images are not protected: only the training set is behind the epsilon.
-logits = ops.linear(test.image.flatten(1) - 0.5, params["weight"], params["bias"])
+logits = ops.linear(test.image.flatten(1) - 0.5, state.params["weight"], state.params["bias"])
 accuracy = float((logits.argmax(1) == test.label).float().mean())
-spent = epsilon(mechanism, steps=steps, delta=DELTA)
-print(f"test accuracy {accuracy:.3f} at epsilon {spent:.2f}, delta {DELTA:g}", end=" ")
+epsilon = spent(state, mechanism, delta=DELTA)  # counted by the state: every step that made it
+print(f"test accuracy {accuracy:.3f} at epsilon {epsilon:.2f}, delta {DELTA:g}", end=" ")
 print(f"({steps} steps, noise multiplier {z:.2f}, fixed seed)")

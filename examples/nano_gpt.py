@@ -17,16 +17,17 @@ import numpy as np
 import torch
 
 from fdp import keys, models, tree
-from fdp.accounting import epsilon, noise_multiplier_for
+from fdp.accounting import noise_multiplier_for
+from fdp.budget import spent
 from fdp.clipping import clip_to, flat
 from fdp.data import load
 from fdp.mechanism import Mechanism
 from fdp.methods import Method, make_plan
-from fdp.noise import add_gaussian, scale
+from fdp.noise import add_gaussian, expected_mean
 from fdp.optimizers import adamw, apply_updates, warmup_cosine
 from fdp.per_sample import clipped_sum, per_sample_norms
 from fdp.sampling import poisson, sample_batch
-from fdp.types import ClippedSum
+from fdp.types import ClippedSum, TrainState
 
 EPSILON, DELTA = 8.0, 1e-6  # what one window of the text may cost, over the whole run
 MICROBATCH_SIZE = 16  # computed at once; changes nothing but memory and speed
@@ -60,34 +61,34 @@ example = {"tokens": dataset["tokens"][:MICROBATCH_SIZE]}
 plan = make_plan(model, params, example, method=Method.AUTO)  # fdp.methods.explain(plan) says what it chose
 
 
-def train_step(params, opt, batch, key):
+def train_step(state, batch, key):
     """One step of DP-SGD, with Adam after the noise."""
     parts = []
     for tokens, mask in zip(batch.data["tokens"], batch.mask):
-        _, norms, stash = per_sample_norms(model, params, {"tokens": tokens}, plan=plan)
+        _, norms, stash = per_sample_norms(model, state.params, {"tokens": tokens}, plan=plan)
         factors = clip_to(norms, max_norm=MAX_NORM).masked(mask)  # padding counts for nothing
         parts.append(clipped_sum(stash, factors))
     total = reduce(ClippedSum.plus, parts)  # different samples: the sensitivity stays that of one
-    noisy = add_gaussian(total, key=key, noise_multiplier=z)  # once per step, scaled by total.sensitivity
-    mean = scale(noisy, 1 / batch_size)  # the expected size, which is public; not how many were drawn
-    updates, opt = optimizer.update(mean, opt, params)
-    return apply_updates(params, updates), opt
+    noisy = add_gaussian(total, key=key, step=state.step, noise_multiplier=z)  # once, scaled by total.sensitivity
+    mean = expected_mean(noisy, sampling)  # over the expected size, which is public; not how many were drawn
+    updates, opt = optimizer.update(mean, state.opt, state.params)
+    return TrainState(apply_updates(state.params, updates), opt, state.clip, state.step + 1)
 
 
 def held_out_loss():
     with torch.no_grad():
-        return float(model.loss(params, held_out).mean())
+        return float(model.loss(state.params, held_out).mean())
 
 
-opt = optimizer.init(params)
+state = TrainState(params, optimizer.init(params), (), torch.tensor(0))
 start = time.perf_counter()
 for step in range(steps):
     if step % 10 == 0:
         seconds = time.perf_counter() - start
         print(f"step {step:3d}   held-out loss {held_out_loss():.3f}   {seconds:3.0f} s", flush=True)
     batch = sample_batch(dataset, sampling, key, step=step, microbatch_size=MICROBATCH_SIZE)
-    params, opt = train_step(params, opt, batch, keys.step_key(key, "noise", step))
+    state = train_step(state, batch, key)  # one key for the whole run: what draws folds in its purpose and the step
 
-spent = epsilon(mechanism, steps=steps, delta=DELTA)
-print(f"held-out loss {held_out_loss():.3f} at epsilon {spent:.2f}, delta {DELTA:g}", end=" ")
+epsilon = spent(state, mechanism, delta=DELTA)  # counted by the state: every step that made it
+print(f"held-out loss {held_out_loss():.3f} at epsilon {epsilon:.2f}, delta {DELTA:g}", end=" ")
 print(f"({steps} steps, noise multiplier {z:.2f}, fixed seed)")

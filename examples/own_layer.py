@@ -47,7 +47,8 @@ from torch import nn
 
 import fdp
 from fdp import keys, tree
-from fdp.accounting import epsilon, noise_multiplier_for
+from fdp.accounting import noise_multiplier_for
+from fdp.budget import spent
 from fdp.clipping import flat
 from fdp.data import digits
 from fdp.mechanism import Mechanism
@@ -141,5 +142,5 @@ for step in range(steps):
 with torch.no_grad():
     scores = torch.func.functional_call(Classifier(products), tree.flatten(state.params), (test["image"],))
 accuracy = float((scores.argmax(1) == test["label"]).float().mean())
-spent = epsilon(mechanism, steps=steps, delta=DELTA)
-print(f"test accuracy {accuracy:.3f} at epsilon {spent:.2f}, delta {DELTA:g} ({steps} steps, fixed seed)")
+epsilon = spent(state, mechanism, delta=DELTA)
+print(f"test accuracy {accuracy:.3f} at epsilon {epsilon:.2f}, delta {DELTA:g} ({steps} steps, fixed seed)")

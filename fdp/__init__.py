@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fdp.accounting import noise_multiplier_for as noise_multiplier_for
     from fdp.audit import check_independent as check_independent
     from fdp.audit import check_norms as check_norms
+    from fdp.budget import spent as spent
     from fdp.clipping import clip_to as clip_to
     from fdp.foreign.module import from_module as from_module
     from fdp.foreign.uses import operation as operation
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from fdp.model import Model as Model
     from fdp.model import from_loss as from_loss
     from fdp.noise import add_gaussian as add_gaussian
+    from fdp.noise import expected_mean as expected_mean
     from fdp.offload import Offload as Offload
     from fdp.per_sample import clipped_sum as clipped_sum
     from fdp.per_sample import per_sample_norms as per_sample_norms
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
 _HOME = {
     "accounting": ("epsilon", "noise_multiplier_for"),
     "audit": ("check_independent", "check_norms"),
+    "budget": ("spent",),
     "clipping": ("clip_to",),
     "foreign.module": ("from_module",),
     "foreign.uses": ("operation", "rule"),
@@ -61,7 +64,7 @@ _HOME = {
     "mesh": ("make_mesh",),
     "methods": ("Method", "make_plan"),
     "model": ("Block", "LeafSpec", "Model", "from_loss"),
-    "noise": ("add_gaussian",),
+    "noise": ("add_gaussian", "expected_mean"),
     "offload": ("Offload",),
     "per_sample": ("clipped_sum", "per_sample_norms"),
     "rules": ("Rule", "check_rule"),

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fdp import keys
 from fdp.noise import noised
-from fdp.types import Clip, FdpError, Key, Norms, Path, Tree
+from fdp.types import Bound, Clip, FdpError, Key, Norms, Path, Tree
 
 # One float32 rounding of the quotient and one of each product may go up; two units in the last place make up for it.
 _ROUND_DOWN = 1.0 - 2.0**-22
@@ -79,7 +79,8 @@ def clip_to(norms: Norms, *, max_norm: float | Tensor) -> Clip:
     factors = clip_factors(total, max_norm=max_norm)
     # Filled on the device: a copy from the host could not be captured in a CUDA graph.
     bound = max_norm.to(total) if isinstance(max_norm, Tensor) else total.new_full((), max_norm)
-    return Clip(dict.fromkeys(norms.squared, factors), bound)
+    said = "a bound of the state" if isinstance(max_norm, Tensor) else f"{float(max_norm)}"
+    return Clip(dict.fromkeys(norms.squared, factors), bound, Bound(f"clipped to {said}"))
 
 
 def flat(*, max_norm: float) -> ClipStyle:
@@ -96,7 +97,8 @@ def automatic(*, max_norm: float, gamma: float = 0.01) -> ClipStyle:
     def clip(norms: Norms) -> Clip:
         total = norms.total()
         factors = normalising_factors(total, max_norm=max_norm, gamma=gamma)
-        return Clip(dict.fromkeys(norms.squared, factors), total.new_full((), max_norm))
+        bound = Bound(f"normalised to {float(max_norm)}, {float(gamma)}")
+        return Clip(dict.fromkeys(norms.squared, factors), total.new_full((), max_norm), bound)
 
     return _static("automatic", clip)
 
@@ -188,7 +190,8 @@ def _joined(norms: Norms, parts: Sequence[Clip]) -> Clip:
     finite = torch.isfinite(norms.total())  # a sample that is not finite anywhere contributes nothing anywhere
     factors = {path: factor * finite for part in parts for path, factor in part.factors.items()}
     bound = torch.stack([part.sensitivity for part in parts]).square().sum().sqrt()
-    return Clip({path: factors[path] for path in norms.squared}, bound)
+    said = Bound(f"groups: {'; '.join(part.bound.by for part in parts)}")
+    return Clip({path: factors[path] for path in norms.squared}, bound, said)
 
 
 def _positive(name: str, value: float) -> None:

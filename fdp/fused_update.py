@@ -49,7 +49,7 @@ class FusedUpdate:
         *,
         mean: Mean | None = None,
     ):
-        if not 0 <= (z := mechanism.noise_multiplier) < math.inf:  # as add_gaussian, which is not called
+        if not 0 <= (z := mechanism.noise_multiplier) < math.inf:  # as add_noise, which is not called
             raise FdpError(f"noise_multiplier: expected a finite number, 0 or more, got {z}")
         self.trainable = [path for path in model.leaves if path in model.trainable]
         self.mechanism = mechanism
@@ -98,8 +98,8 @@ class FusedUpdate:
         """The next state, written into this one.
 
         Guarantees:
-          - as ``add_gaussian``, ``scale``, ``optimizer.update`` and ``apply_updates``: the same draws, scaled by the
-            sensitivity that the sum carries, once; rounding apart, the same state.
+          - as ``add_noise``, ``expected_mean``, ``optimizer.update`` and ``apply_updates``: the same draws, scaled by
+            the sensitivity that the sum carries, once; rounding apart, the same state.
         """
         flat = tree.flatten(state.params)
         trained = {path: flat[path] for path in self.trainable}

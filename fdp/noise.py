@@ -10,46 +10,64 @@ z has 64 random bits and all is in float64. The low bits of a floating-point sum
 is made of it. Within a step of the grid lie 2^31 possible values of s z, so that whatever the value, every point of
 the grid has the probability that the Gaussian law gives it, to about one part in 2^30.
 
-    >>> noisy = add_gaussian(total, key=key, noise_multiplier=1.1)          # total: ClippedSum
-    >>> mean = scale(noisy, 1 / expected_batch_size)                        # a public constant, after the noise
+    >>> noisy = add_gaussian(total, key=key, step=t, noise_multiplier=1.1)  # total: ClippedSum; key: the run's
+    >>> mean = expected_mean(noisy, sampling)                               # over a public constant, after the noise
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Protocol
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from fdp import keys
-from fdp.types import ClippedSum, FdpError, Flat, Key, Path, Place
+from fdp.types import Bound, ClippedSum, FdpError, Flat, Key, Path, Place
 
 GRID_BITS = 20
 """The grid that noised values are rounded to is finer than the noise by this many powers of two."""
 
 
+class Expecting(Protocol):
+    """Who knows how many samples a step is expected to have: ``fdp.sampling.Poisson``."""
+
+    @property
+    def expected_batch_size(self) -> float: ...
+
+
 def add_gaussian(
-    total: ClippedSum, *, key: Key, noise_multiplier: float, places: Mapping[Path, Place] | None = None
+    total: ClippedSum,
+    *,
+    key: Key,
+    step: int | Int[Tensor, ""],
+    noise_multiplier: float,
+    places: Mapping[Path, Place] | None = None,
 ) -> Flat:
-    """``total.value + noise_multiplier * total.sensitivity * N(0, I)``.
+    """``total.value + noise_multiplier * total.sensitivity * N(0, I)``; ``key`` is the root of the run.
 
     ``places`` says where in its leaf each value sits, if they are parts; a part gets its part of the leaf's noise.
 
     Guarantees:
-      - the scale comes from ``total.sensitivity``: nothing but a ClippedSum is accepted;
+      - the scale comes from ``total.sensitivity``: nothing but a ClippedSum is accepted, which ``clipped_sum`` made or
+        for which :func:`declare_sensitivity` vouches;
       - every value returned is a multiple of ``grid_of(scale)``, a power of two: its low bits tell nothing;
-      - each element's noise is drawn from (key, path, index), so no two elements or keys share a draw.
+      - each element's noise is drawn from (key, step, path, index): no two elements, steps or keys share a draw, nor do
+        two clip norms or noise multipliers under one key.
     """
-    if not isinstance(total, ClippedSum):
-        raise FdpError(
-            f"add_gaussian: expected a ClippedSum, which carries its sensitivity, got {type(total).__name__}"
-        )
-    if not 0 <= noise_multiplier < math.inf:
-        raise FdpError(f"noise_multiplier: expected a finite number, 0 or more, got {noise_multiplier}")
-    if noise_multiplier == 0:
-        return total.value
+    _check(total, noise_multiplier)
+    assert total.bound is not None
+    purpose = f"noise {float(noise_multiplier)}, {total.bound.by}"
+    return add_noise(total, key=keys.step_key(key, purpose, step), noise_multiplier=noise_multiplier, places=places)
+
+
+def add_noise(
+    total: ClippedSum, *, key: Key, noise_multiplier: float, places: Mapping[Path, Place] | None = None
+) -> Flat:
+    """The same by the key of one release, which must not be used for another: what :func:`add_gaussian` folds."""
+    _check(total, noise_multiplier)
     deviation = noise_multiplier * total.sensitivity.double()
     return {
         path: noised(value, deviation, keys.fold_in(key, path), None if places is None else places[path])
@@ -78,6 +96,48 @@ def rounded(value: Float[Tensor, " *shape"], grid: Float[Tensor, ""]) -> Float[T
     return (value / grid).round() * grid
 
 
-def scale(tree: Flat, factor: float) -> Flat:
-    """Every leaf times a public constant."""
-    return {path: leaf * factor for path, leaf in tree.items()}
+def declare_sensitivity(value: Flat, sensitivity: float | Float[Tensor, ""]) -> ClippedSum:
+    """A sum of your own, clipped by other means than ``clipped_sum``, taken at your word.
+
+    What is given up: nothing checks that adding or removing one sample moves ``value`` by at most ``sensitivity``, in
+    the Euclidean norm over all leaves together. The stated epsilon holds only if that is true.
+    """
+    if isinstance(sensitivity, Tensor):
+        return ClippedSum(value, sensitivity, Bound("declared"))
+    if not 0 < sensitivity < math.inf:
+        raise FdpError(f"sensitivity: expected a finite number above 0, got {sensitivity}")
+    first = next(iter(value.values()))
+    bound = torch.full((), sensitivity, dtype=torch.float64, device=first.device)
+    return ClippedSum(value, bound, Bound(f"declared {float(sensitivity)}"))
+
+
+def expected_mean(noisy: Flat, sampling: Expecting) -> Flat:
+    """The noisy sum over the expected batch size of ``sampling``: a public constant, not how many were drawn.
+
+    Guarantees:
+      - nothing of the batch at hand is in the divisor.
+    """
+    if not hasattr(sampling, "expected_batch_size"):
+        raise FdpError(
+            f"expected_mean: expected the sampling of the mechanism, got {type(sampling).__name__}: the number of "
+            f"samples that were drawn is private, and dividing by it would reveal it. Give mechanism.sampling"
+        )
+    return {path: leaf * (1 / sampling.expected_batch_size) for path, leaf in noisy.items()}
+
+
+def _check(total: ClippedSum, noise_multiplier: float) -> None:
+    if not isinstance(total, ClippedSum):
+        raise FdpError(
+            f"add_gaussian: expected a ClippedSum, which carries its sensitivity, got {type(total).__name__}"
+        )
+    if total.bound is None:
+        raise FdpError(
+            "add_gaussian: expected a ClippedSum that fdp.clipped_sum made, got one made by hand: nobody vouches for "
+            "its sensitivity, which the noise is scaled by. Use clipped_sum(stash, clip); or, for a sum that you have "
+            "clipped yourself, fdp.noise.declare_sensitivity(value, sensitivity)"
+        )
+    if not 0 < noise_multiplier < math.inf:
+        raise FdpError(
+            f"noise_multiplier: expected a finite number above 0, got {noise_multiplier}. A sum without noise is not "
+            f"private; if that is what you want, it is total.value"
+        )

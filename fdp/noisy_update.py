@@ -2,10 +2,10 @@
 
     params, moments <- adamw((sum_s factors_s rows_s + noise_scale N(0, I)) / expected_batch_size)
 
-The same as ``add_gaussian``, ``scale``, ``optimizer.update`` and ``apply_updates`` one after the other: the same draws,
-a function of (key, path, element), on the same grid, and the same state of the optimizer; rounding apart. Nothing is
-rounded to less than float64 before the noise is added. What is written besides: a copy of the parameters
-in the dtype to compute with.
+The same as ``add_noise``, ``expected_mean``, ``optimizer.update`` and ``apply_updates`` in turn: the same draws, a
+function of (key, path, element), on the same grid, and the same state of the optimizer; rounding apart. Nothing is
+rounded to less than float64 before the noise is added. What is written besides: a copy of the parameters in the dtype
+to compute with.
 
     >>> update_ = NoisyUpdate(optimizer.rule)
     >>> update_(params, opt_state, sums, copies, key=key, noise_scale=z * total.sensitivity, expected_batch_size=256)
@@ -63,7 +63,7 @@ class NoisyUpdate:
         """Write the next parameters, state and copies into the old ones.
 
         ``sums`` has an entry for every leaf of ``params``; ``noise_scale`` is the standard deviation of the noise, None
-        for none. ``copies`` may lack leaves. ``places`` says where in its leaf each part sits, as in ``add_gaussian``.
+        for none. ``copies`` may lack leaves. ``places`` says where in its leaf each part sits, as in ``add_noise``.
         """
         if set(sums) != set(params):
             differ = sorted(set(sums) ^ set(params))

@@ -142,7 +142,7 @@ def clipped_sum(stash: Stash, clip: Clip, *, made: bool = True, release: bool = 
     total = reduced(_reducing(sharding), _weighted_blocks(stash, clip, made, release), device=memory.sums_on)
     if set(total) != set(clip.factors):
         raise FdpError(f"clipped_sum: leaves {sorted(set(total) ^ set(clip.factors))} are in the norms or the sum only")
-    return ClippedSum({path: total[path] for path in clip.factors}, clip.sensitivity)
+    return ClippedSum({path: total[path] for path in clip.factors}, clip.sensitivity, clip.bound)
 
 
 def plain_sum(

@@ -35,7 +35,7 @@ from fdp.mechanism import Mechanism
 from fdp.methods import Plan
 from fdp.microbatches import Part, everyones, joined
 from fdp.model import Model, check_params
-from fdp.noise import add_gaussian, scale
+from fdp.noise import add_noise, expected_mean
 from fdp.offload import CPU, NOTHING, Offload, settle
 from fdp.ops import fast_attention
 from fdp.optimizers import LOCAL, Optimizer, apply_updates
@@ -292,12 +292,14 @@ def make_stages(
     def noise(total: ClippedSum, key: Key) -> Flat:
         home = CPU if offload.optimizer else key.device
         value = {path: leaf.to(home) for path, leaf in total.value.items()}
-        return add_gaussian(total._replace(value=value), key=key.to(home), noise_multiplier=z, places=where)
+        if z == 0:  # asked for: see check_settings
+            return value
+        return add_noise(total._replace(value=value), key=key.to(home), noise_multiplier=z, places=where)
 
     def mean_of(noisy: Flat, params: Tree) -> Flat:
         flat = tree.flatten(params)
         wide = {path: torch.promote_types(flat[path].dtype, torch.float32) for path in noisy}
-        return {path: leaf.to(wide[path]) for path, leaf in scale(noisy, 1 / expected).items()}
+        return {path: leaf.to(wide[path]) for path, leaf in expected_mean(noisy, mechanism.sampling).items()}
 
     def update(state: TrainState, mean: Flat, tally: Tensor, key: Key) -> TrainState:
         flat = tree.flatten(state.params)
@@ -313,7 +315,7 @@ def make_stages(
         sides=sides_of,
         gradient=gradient,
         reduce=reduce,
-        key=lambda root, count: keys.step_key(root, f"noise {settings}".rstrip(), count),
+        key=lambda root, count: keys.step_key(root, f"noise {settings}", count),
         noise=noise,
         mean=mean_of,
         update=update,

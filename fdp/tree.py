@@ -18,15 +18,15 @@ import optree
 import torch
 from torch import Tensor
 
-from fdp.types import FdpError, Path, Stamp, Tree
+from fdp.types import Bound, FdpError, Path, Stamp, Tree
 
-# A part of the structure, without leaves.
-optree.register_pytree_node(
-    Stamp,  # pyright: ignore
-    lambda stamp: ((), stamp, ()),  # pyright: ignore
-    lambda stamp, _: stamp,  # pyright: ignore
-    namespace=optree.registry.__GLOBAL_NAMESPACE,  # pyright: ignore
-)
+for _static in (Stamp, Bound):  # parts of the structure, without leaves
+    optree.register_pytree_node(
+        _static,  # pyright: ignore
+        lambda value: ((), value, ()),  # pyright: ignore
+        lambda value, _: value,  # pyright: ignore
+        namespace=optree.registry.__GLOBAL_NAMESPACE,  # pyright: ignore
+    )
 
 
 def paths(tree: Tree) -> list[Path]:

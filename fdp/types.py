@@ -6,7 +6,7 @@ A number that must stay with a tensor travels in the same value: the sensitivity
 so that the noise can only ever be scaled by the bound that the clipping established.
 
     >>> total = clipped_sum(stash, clip)              # ClippedSum(value, sensitivity)
-    >>> noisy = add_gaussian(total, key=key, noise_multiplier=1.0)
+    >>> noisy = add_gaussian(total, key=key, step=step, noise_multiplier=1.0)
 """
 
 from __future__ import annotations
@@ -58,8 +58,15 @@ class Norms(NamedTuple):
         return torch.stack(squares).double().sum(0).sqrt().to(squares[0].dtype)
 
 
+@dataclass(frozen=True)
+class Bound:
+    """Who vouches for a sensitivity, in words that hold every number of it. Part of a value's structure, not a leaf."""
+
+    by: str
+
+
 class Clip(NamedTuple):
-    """What to multiply each sample's gradient by, leaf by leaf.
+    """What to multiply each sample's gradient by, leaf by leaf; ``bound`` says who computed the factors.
 
     Guarantees:
       - the sample's gradient, each leaf times its factor, has norm at most ``sensitivity``.
@@ -67,6 +74,7 @@ class Clip(NamedTuple):
 
     factors: dict[Path, Float[Tensor, " batch"]]
     sensitivity: Tensor
+    bound: Bound = Bound("own factors")
 
     def smallest(self) -> Float[Tensor, " batch"]:
         """The least factor of each sample over all leaves: below 1 where anything of it was clipped."""
@@ -78,8 +86,8 @@ class Clip(NamedTuple):
         keep = mask > 0
         first, *rest = self.factors.values()
         if all(f is first for f in rest):  # flat clipping has one tensor for all leaves
-            return Clip(dict.fromkeys(self.factors, first.where(keep, first.new_zeros(()))), self.sensitivity)
-        return Clip({path: f.where(keep, f.new_zeros(())) for path, f in self.factors.items()}, self.sensitivity)
+            return self._replace(factors=dict.fromkeys(self.factors, first.where(keep, first.new_zeros(()))))
+        return self._replace(factors={path: f.where(keep, f.new_zeros(())) for path, f in self.factors.items()})
 
 
 class Weighted(NamedTuple):
@@ -102,17 +110,21 @@ class Weighted(NamedTuple):
 class ClippedSum(NamedTuple):
     """A sum of clipped per-sample gradients; leaves may be sums not yet made.
 
+    ``bound`` says who vouches for the sensitivity: ``clipped_sum``, or who declared it. None: nobody, and no noise is
+    added to it.
+
     Guarantees:
       - adding or removing one sample moves ``value`` by at most ``sensitivity`` in the Euclidean norm over all leaves.
     """
 
     value: dict[Path, Any]
     sensitivity: Tensor
+    bound: Bound | None = None
 
     def made(self) -> ClippedSum:
         """The same, every leaf's sum made."""
         made = {path: leaf.total() if isinstance(leaf, Weighted) else leaf for path, leaf in self.value.items()}
-        return ClippedSum(made, self.sensitivity)
+        return self._replace(value=made)
 
     def plus(self, other: ClippedSum, *, release: bool = False) -> ClippedSum:
         """The sum over the samples of both. They must be different samples, clipped to the same bound.
@@ -120,11 +132,13 @@ class ClippedSum(NamedTuple):
         With ``release`` both are used up, each leaf let go of as soon as it is added.
 
         Guarantees:
-          - the sensitivity is that of one: a sample is in one of the two sums only.
+          - the sensitivity is that of one: a sample is in one of the two sums only;
+          - nobody vouches for the sum if nobody does for one of the two.
         """
         take = dict.pop if release else dict.__getitem__
         value = {path: _added(take(self.value, path), take(other.value, path)) for path in list(self.value)}
-        return ClippedSum(value, torch.maximum(self.sensitivity, other.sensitivity))
+        bound = None if other.bound is None else self.bound
+        return ClippedSum(value, torch.maximum(self.sensitivity, other.sensitivity), bound)
 
 
 def _added(leaf: Any, more: Any) -> Tensor:

@@ -253,13 +253,13 @@ def norms_over_the_data_axis(plan: sharding.Sharding | None, norms: Norms) -> No
 
 def noise_of_the_part(total: ClippedSum, *, key: Any, noise_multiplier: float, places: Any) -> Any:
     """Every rank draws for its part as if it were the leaf."""
-    return noise.add_gaussian(total, key=key, noise_multiplier=noise_multiplier)
+    return noise.add_noise(total, key=key, noise_multiplier=noise_multiplier)
 
 
 def noise_of_the_rank(total: ClippedSum, *, key: Any, noise_multiplier: float, places: Any) -> Any:
     """The last rank adds noise of its own."""
     key = keys.fold_in(key, "own") if dist.get_rank() else key
-    return noise.add_gaussian(total, key=key, noise_multiplier=noise_multiplier, places=places)
+    return noise.add_noise(total, key=key, noise_multiplier=noise_multiplier, places=places)
 
 
 def all_but_one_reduced(plan: Any, model: Any, sums: Any) -> Any:
@@ -288,8 +288,8 @@ FAULTS: dict[str, tuple[str, str, Callable[..., Any], int, Stage]] = {
         1,
         Stage.NORMS,
     ),
-    "noise by part": ("zero-3", "fdp.step.add_gaussian", noise_of_the_part, 1, Stage.NOISE),
-    "noise by rank": ("zero-0", "fdp.step.add_gaussian", noise_of_the_rank, 1, Stage.NOISE),
+    "noise by part": ("zero-3", "fdp.step.add_noise", noise_of_the_part, 1, Stage.NOISE),
+    "noise by rank": ("zero-0", "fdp.step.add_noise", noise_of_the_rank, 1, Stage.NOISE),
     "a leaf not reduced": ("zero-0", "fdp.step.reduce_all", all_but_one_reduced, 1, Stage.SUM),
     "init by rank, in parts": ("zero-3", "fdp.sharding.init_params", init_of_the_rank, 0, Stage.INIT),
     "init by rank, in copies": ("zero-0", "fdp.sharding.init_params", init_of_the_rank, 0, Stage.INIT),

@@ -28,7 +28,7 @@ from fdp.mechanism import Mechanism
 from fdp.methods import Method, Plan, make_plan
 from fdp.model import Model, from_loss
 from fdp.models import GPTConfig, cnn, gpt
-from fdp.noise import add_gaussian
+from fdp.noise import add_noise
 from fdp.optimizers import sgd
 from fdp.per_sample import RecordMap, as_it_is, clipped_sum, per_sample_norms
 from fdp.rules import Dense
@@ -468,7 +468,7 @@ def sensitivity_of_one_layer_claimed_for_all(monkeypatch):
 
 
 def noise_skipped(monkeypatch):
-    monkeypatch.setattr(fdp.step, "add_gaussian", lambda total, key, noise_multiplier, places: total.value)
+    monkeypatch.setattr(fdp.step, "add_noise", lambda total, key, noise_multiplier, places: total.value)
 
 
 def noise_once_per_microbatch(monkeypatch):
@@ -476,29 +476,29 @@ def noise_once_per_microbatch(monkeypatch):
 
     def wrong(stash, clip, **options):
         total = real(stash, clip, **options)
-        return total._replace(value=add_gaussian(total, key=keys.key(7), noise_multiplier=200.0))
+        return total._replace(value=add_noise(total, key=keys.key(7), noise_multiplier=200.0))
 
     monkeypatch.setattr(fdp.step, "clipped_sum", wrong)
 
 
 def mean_before_noise(monkeypatch):
-    real = fdp.step.add_gaussian
+    real = fdp.step.add_noise
 
     def wrong(total, key, noise_multiplier, places):
         mean = total._replace(value={p: v / 32 for p, v in total.value.items()})
         return real(mean, key=key, noise_multiplier=noise_multiplier)
 
-    monkeypatch.setattr(fdp.step, "add_gaussian", wrong)
-    monkeypatch.setattr(fdp.step, "scale", lambda leaves, factor: leaves)
+    monkeypatch.setattr(fdp.step, "add_noise", wrong)
+    monkeypatch.setattr(fdp.step, "expected_mean", lambda leaves, sampling: leaves)
 
 
 def noise_scaled_by_the_batch(monkeypatch):
-    real = fdp.step.add_gaussian
+    real = fdp.step.add_noise
 
     def wrong(total, key, noise_multiplier, places):
         return real(total._replace(sensitivity=total.sensitivity / 32), key=key, noise_multiplier=noise_multiplier)
 
-    monkeypatch.setattr(fdp.step, "add_gaussian", wrong)
+    monkeypatch.setattr(fdp.step, "add_noise", wrong)
 
 
 def the_same_noise_for_every_leaf(monkeypatch):

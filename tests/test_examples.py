@@ -71,7 +71,8 @@ def test_it_runs_and_stays_within_its_budget(name: str) -> None:
 def test_the_step_written_out_is_the_composed_step(name: str) -> None:
     example = tiny(name).variables
     model, mechanism, plan, optimizer = (example[part] for part in ("model", "mechanism", "plan", "optimizer"))
-    train_step = compose(make_stages(model, optimizer, mechanism=mechanism, plan=plan, settings=""))
+    settings = f"{mechanism.noise_multiplier}, clipped to {example['MAX_NORM']}"  # as add_gaussian has it
+    train_step = compose(make_stages(model, optimizer, mechanism=mechanism, plan=plan, settings=settings))
     state = init_state(model, first_params(name, example), optimizer, mechanism)
     samples = example["train"] if name == "logistic" else example["dataset"]
     for step in range(2):
@@ -79,7 +80,7 @@ def test_the_step_written_out_is_the_composed_step(name: str) -> None:
         batch = sample_batch(samples, mechanism.sampling, key, step=step, microbatch_size=size)
         state, _ = train_step(state, batch, key)
     composed = tree.flatten(state.params)
-    for path, leaf in tree.flatten(example["params"]).items():
+    for path, leaf in tree.flatten(example["state"].params).items():
         torch.testing.assert_close(leaf, composed[path], msg=lambda text, path=path: f"{path}: {text}")
 
 

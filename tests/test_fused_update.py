@@ -17,7 +17,7 @@ from fdp.fused_update import FusedUpdate
 from fdp.mechanism import Mechanism, without_noise
 from fdp.methods import Method, make_plan
 from fdp.models import mlp
-from fdp.noise import add_gaussian, scale
+from fdp.noise import add_noise, declare_sensitivity, expected_mean
 from fdp.optimizers import (
     Optimizer,
     adam,
@@ -88,15 +88,20 @@ def sums_of(step: int, paths: Any, *, rows: int = 3) -> ClippedSum:
         value[path] = Weighted(leaf, factors)
     first = next(iter(value))
     value[first] = value[first].total()
-    return ClippedSum(value, torch.tensor(0.125 * (step + 1), dtype=torch.float64))
+    return declare_sensitivity(value, torch.tensor(0.125 * (step + 1), dtype=torch.float64))
+
+
+def noised(total: ClippedSum, key: Tensor, mechanism: Mechanism) -> Flat:
+    z = mechanism.noise_multiplier
+    return add_noise(total, key=key, noise_multiplier=z) if z else total.value
 
 
 def plain(
     state: TrainState, total: ClippedSum, tally: Tensor, key: Tensor, optimizer: Optimizer, mechanism: Mechanism
 ) -> TrainState:
     flat, made = tree.flatten(state.params), total.made()
-    noisy = add_gaussian(made, key=key, noise_multiplier=mechanism.noise_multiplier)
-    mean = {path: leaf.float() for path, leaf in scale(noisy, 1 / EXPECTED).items()}
+    noisy = noised(made, key, mechanism)
+    mean = {path: leaf.float() for path, leaf in expected_mean(noisy, SAMPLING).items()}
     trained = {path: flat[path] for path in mean}
     updates, opt = optimizer.update(mean, state.opt, trained)
     params = tree.unflatten(state.params, flat | apply_updates(trained, updates))
@@ -110,8 +115,8 @@ def fused_of(optimizer: Optimizer, mechanism: Mechanism, dtype=torch.float32, mo
 
 
 def mean_of(total: ClippedSum, key: Tensor, params: Any, mechanism: Mechanism) -> Flat:
-    noisy = add_gaussian(total.made(), key=key, noise_multiplier=mechanism.noise_multiplier)
-    return {path: leaf.float() for path, leaf in scale(noisy, 1 / EXPECTED).items()}
+    noisy = noised(total.made(), key, mechanism)
+    return {path: leaf.float() for path, leaf in expected_mean(noisy, SAMPLING).items()}
 
 
 @pytest.mark.parametrize("z", [0.0, 1.3])

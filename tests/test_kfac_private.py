@@ -577,22 +577,22 @@ def test_noise_of_statistics():
 
 
 def half_of_the_noise_only(monkeypatch):
-    real = fdp.kfac.private_factors.add_gaussian
+    real = fdp.kfac.private_factors.add_noise
 
     def wrong(total, **options):
         noisy = real(total, **options)
         return {n: v if v.ndim == 1 else v.triu() + total.value[n].tril(-1) for n, v in noisy.items()}
 
-    monkeypatch.setattr(fdp.kfac.private_factors, "add_gaussian", wrong)
+    monkeypatch.setattr(fdp.kfac.private_factors, "add_noise", wrong)
 
 
 def noise_without_the_bound(monkeypatch):
-    real = fdp.kfac.private_factors.add_gaussian
+    real = fdp.kfac.private_factors.add_noise
 
     def wrong(total, **options):
         return real(total._replace(sensitivity=total.sensitivity / 3), **options)
 
-    monkeypatch.setattr(fdp.kfac.private_factors, "add_gaussian", wrong)
+    monkeypatch.setattr(fdp.kfac.private_factors, "add_noise", wrong)
 
 
 @pytest.mark.parametrize("mutate", [half_of_the_noise_only, noise_without_the_bound])

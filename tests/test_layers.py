@@ -16,6 +16,7 @@ JOINERS = {
     "step",
     "noisy_update",
     "fused_update",
+    "budget",
     "guards",
     "run",
     "cli",

@@ -10,15 +10,17 @@ import torch
 from torch import Tensor
 
 from fdp import keys, optimizers, tree
-from fdp.noise import add_gaussian, scale
+from fdp.noise import add_noise, declare_sensitivity, expected_mean
 from fdp.noisy_update import NoisyUpdate, _first
 from fdp.optimizers import Optimizer, adam, adamw, apply_updates, chain, clip_by_global_norm, warmup_cosine
 from fdp.optimizers.adam import AdamState
 from fdp.optimizers.base import Momentum
-from fdp.types import ClippedSum, FdpError, Flat, Place, Weighted
+from fdp.sampling import poisson
+from fdp.types import FdpError, Flat, Place, Weighted
 
 SHAPES = {"blocks.0.w": (6, 5), "embed": (7, 16), "norm": (5,), "one": ()}
 EXPECTED = 12.0
+SAMPLING = poisson(1000, expected_batch_size=EXPECTED)
 RATE = warmup_cosine(3e-2, warmup_steps=2, steps=9)
 
 
@@ -75,9 +77,9 @@ def plain_step(optimizer: Optimizer, params: Flat, state: Any, sums: dict[str, W
     }
     value = {path: torch.as_tensor(leaf) for path, leaf in value.items()}
     bound = torch.tensor(1.5, dtype=torch.float64, device=key.device)
-    noisy = add_gaussian(ClippedSum(value, bound), key=key, noise_multiplier=z)
+    noisy = add_noise(declare_sensitivity(value, bound), key=key, noise_multiplier=z) if z else value
     mean = {path: leaf.to(torch.promote_types(params[path].dtype, torch.float32)) for path, leaf in noisy.items()}
-    mean = {path: leaf.to(mean[path].dtype) for path, leaf in scale(noisy, 1 / EXPECTED).items()}
+    mean = {path: leaf.to(mean[path].dtype) for path, leaf in expected_mean(noisy, SAMPLING).items()}
     updates, state = optimizer.update(mean, state, params)
     return apply_updates(params, updates), state
 

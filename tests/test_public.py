@@ -32,6 +32,7 @@ def test_the_surface_is_frozen():
         "clip_to",
         "clipped_sum",
         "epsilon",
+        "expected_mean",
         "fold_in",
         "from_loss",
         "from_module",
@@ -50,6 +51,7 @@ def test_the_surface_is_frozen():
         "rule",
         "sample_batch",
         "shared_key",
+        "spent",
     ]
 
 

@@ -37,11 +37,11 @@ from fdp.kfac.sums import Forms, Sharing, Slot
 from fdp.kfac.types import Curvature, DenseFactor, DiagonalFactor, Factor, Layer
 from fdp.mechanism import Statistics
 from fdp.model import Model
-from fdp.noise import add_gaussian
+from fdp.noise import add_noise
 from fdp.sampling import check_drawn
 from fdp.sharding import Sharding
 from fdp.traffic import sum_over_samples
-from fdp.types import Batch, ClippedSum, FdpError, Key, Tree
+from fdp.types import Batch, Bound, ClippedSum, FdpError, Key, Tree
 
 NOISABLE = (Form.DENSE, Form.DIAGONAL, Form.SKIP)
 STATISTICS = "statistics"
@@ -83,7 +83,7 @@ def clipped_statistics(
         clip = clip_factors(squared.sum(0).sqrt(), max_norm=statistics.max_norm)
         clip = torch.where(mask > 0, clip, clip.new_zeros(()))
         value = {name(s): _weighted(s, r, clip, known, forms) / _scale(s, scales) for s, r in rows.items()}
-        part = ClippedSum(value, clip.new_full((), statistics.max_norm))
+        part = ClippedSum(value, clip.new_full((), statistics.max_norm), Bound(f"statistics {statistics.max_norm}"))
         total = part if total is None else total.plus(part)
     assert total is not None
     return total._replace(value={n: sum_over_samples(sharding, leaf) for n, leaf in total.value.items()})
@@ -104,7 +104,7 @@ def release(
       - the noise is that of ``statistics``, one draw per element, the same on every mesh;
       - the result depends on the data through the noised sum alone: no count of samples is in it.
     """
-    noisy = add_gaussian(total, key=key, noise_multiplier=statistics.noise_multiplier)
+    noisy = add_noise(total, key=key, noise_multiplier=statistics.noise_multiplier)
     expected = statistics.sampling.expected_batch_size
     found: dict[Slot, Factor] = {}
     for slot in slots(known, forms):

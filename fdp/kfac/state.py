@@ -134,6 +134,11 @@ def find(opt: Tree) -> KfacState:
     return found[0]
 
 
+def count_measurements(opt: Tree) -> int:
+    """How often the curvature in an optimizer's state was measured; 0 without K-FAC."""
+    return sum(int(found.measured) for found in _all(opt))
+
+
 def replaced(opt: Tree, new: KfacState) -> Tree:
     """The same states, with another K-FAC state."""
     if isinstance(opt, KfacState):
