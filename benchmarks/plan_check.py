@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fdp import keys, tree
+from fdp.checks import Checks
 from fdp.clipping import flat
 from fdp.footprint import Kind
 from fdp.mechanism import Mechanism
@@ -128,6 +129,7 @@ def measured(case: Case) -> int:
         sharding=sharding,
         offload=case.offload,
         checkpoint_activations=case.checkpoint_activations,
+        checks=Checks.SKIPPED,
     )
     assert model.vocab_size is not None
     assert model.context is not None

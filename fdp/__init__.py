@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fdp.audit import check_independent as check_independent
     from fdp.audit import check_norms as check_norms
     from fdp.budget import spent as spent
+    from fdp.checks import Checks as Checks
     from fdp.clipping import clip_to as clip_to
     from fdp.foreign.module import from_module as from_module
     from fdp.foreign.uses import operation as operation
@@ -56,6 +57,7 @@ _HOME = {
     "accounting": ("epsilon", "noise_multiplier_for"),
     "audit": ("check_independent", "check_norms"),
     "budget": ("spent",),
+    "checks": ("Checks",),
     "clipping": ("clip_to",),
     "foreign.module": ("from_module",),
     "foreign.uses": ("operation", "rule"),

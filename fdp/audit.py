@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from fdp import tree
@@ -25,6 +26,10 @@ from fdp.model import Model, check_losses
 from fdp.per_sample import per_sample_norms
 from fdp.taps import Tape, batch_size_of, make_taps, watch
 from fdp.types import FdpError, Flat, Norms, Tree
+
+LEAST = 1e-3
+"""Norms are compared down to this share of the sample's whole norm: there are leaves whose gradient is zero but for
+rounding, such as the biases of keys."""
 
 
 def check_independent(
@@ -219,12 +224,11 @@ def check_norms(
     ``measured`` are norms that were computed elsewhere, by ranks that hold parts; default: by the plan, here.
     """
     norms = per_sample_norms(model, params, data, plan=plan)[1] if measured is None else measured
-    for path, gradient in reference_gradients(model, params, data).items():
-        if path not in plan.trainable:
-            continue
-        expected = gradient.double().reshape(len(gradient), -1).square().sum(1).sqrt()
-        got = norms.squared[path].double().sqrt()
-        moved = max(_relative(got[b : b + 1], expected[b : b + 1]) for b in range(len(got)))
+    found = reference_gradients(model, params, data).items()
+    expected = {path: _norms(gradient) for path, gradient in found if path in plan.trainable}
+    least = LEAST * torch.stack(list(expected.values())).nan_to_num().square().sum(0).sqrt()
+    for path, each in expected.items():
+        moved = _relative(norms.squared[path].double().sqrt(), each, least)
         if not moved <= tolerance:
             raise FdpError(f"{path}: per-sample norm differs from vmap(grad) by {moved:.1e} (allowed {tolerance:.0e})")
 
@@ -270,9 +274,16 @@ def _moved(got: Tensor, expected: Tensor, floor: float) -> float:
     return float(((got - expected).abs() / expected.abs().clamp_min(max(floor, 1e-30))).max())
 
 
-def _relative(got: Tensor, expected: Tensor) -> float:
-    """Largest difference relative to the largest value; a NaN in one but not in the other counts as infinite."""
+def _norms(gradient: Float[Tensor, " batch *shape"]) -> Float[Tensor, " batch"]:
+    return gradient.double().reshape(len(gradient), -1).square().sum(1).sqrt()
+
+
+def _relative(got: Tensor, expected: Tensor, least: Tensor) -> float:
+    """Largest difference, relative to the value itself or, where that is small, to ``least``.
+
+    A NaN in one but not in the other counts as infinite.
+    """
     if not bool((torch.isfinite(got) == torch.isfinite(expected)).all()):
         return float("inf")
     got, expected = got.nan_to_num(), expected.nan_to_num()
-    return float((got - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
+    return float(((got - expected).abs() / torch.maximum(expected.abs(), least).clamp_min(1e-30)).max())

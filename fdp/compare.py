@@ -27,10 +27,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fdp import step, tree, unison
-from fdp.records import whole
 from fdp.run import Run, draw_batch, refreshed
 from fdp.sharding import Sharding, as_dtensor, globalize, localize
 from fdp.types import FdpError, Flat, TrainState
+from fdp.unison import whole
 
 
 class Stage(Enum):

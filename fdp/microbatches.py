@@ -13,9 +13,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fdp.block_loop import Memory
+from fdp.compiled import Blocks
+from fdp.methods import Plan
+from fdp.model import Model
+from fdp.per_sample import plain_sum
 from fdp.sharding import Sharding
 from fdp.traffic import gather_samples
-from fdp.types import ClippedSum, Metrics
+from fdp.types import ClippedSum, Metrics, Tree
 
 
 class Part(NamedTuple):
@@ -24,6 +29,26 @@ class Part(NamedTuple):
     total: ClippedSum
     tally: Tensor
     metrics: Metrics
+
+
+def plain_part(
+    model: Model,
+    plan: Plan,
+    params: Tree,
+    data: Tree,
+    mask: Tensor,
+    sharding: Sharding | None,
+    memory: Memory,
+    blocks: Blocks | None,
+    *,
+    made: bool,
+) -> Part:
+    """What a microbatch adds in plain training: the sum of its gradients, which nothing bounds."""
+    losses, value = plain_sum(
+        model, params, data, mask, plan=plan, sharding=sharding, memory=memory, blocks=blocks, made=made
+    )
+    metrics = Metrics(losses, torch.full_like(losses, torch.nan), torch.ones_like(losses), mask)
+    return Part(ClippedSum(value, losses.new_full((), torch.inf)), losses.new_zeros(()), metrics)
 
 
 def joined(parts: Iterable[Part], *, several: bool) -> Part:

@@ -91,10 +91,10 @@ class Block(NamedTuple):
 class Model(NamedTuple):
     """A stack of blocks and the leaves they use.
 
-    ``parallel(axis)`` is the same model with its layers cut over a tensor axis: same leaves, same losses. ``tensor`` is
-    the axis over which they are cut. The blocks that hold a leaf of ``materialized`` have their per-sample gradients
-    made whole, whatever the method: for operations without a rule. ``settings`` tells it from models with the same name
-    and leaves that compute another loss.
+    ``parallel(axis)`` is the same model with its layers cut over a tensor axis, None: over none; same leaves and
+    losses. ``tensor`` is the axis over which they are cut. The blocks that hold a leaf of ``materialized`` have their
+    per-sample gradients made whole, whatever the method: for operations without a rule. ``settings`` tells it from
+    models with the same name and leaves that compute another loss.
     """
 
     name: str
@@ -103,7 +103,7 @@ class Model(NamedTuple):
     context: int | None = None
     vocab_size: int | None = None
     frozen: frozenset[Path] = frozenset()
-    parallel: Callable[[Axis], Model] | None = None
+    parallel: Callable[[Axis | None], Model] | None = None
     tensor: Axis | None = None
     materialized: frozenset[Path] = frozenset()
     settings: str | None = None

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fdp import tree
 from fdp.guarantee import RELATION, Guarantee, add_up, training_again
@@ -27,6 +26,7 @@ from fdp.reading import reading_of
 from fdp.reductions import global_norm
 from fdp.sharding import localize
 from fdp.types import Metrics, TrainState, Tree
+from fdp.unison import whole
 from fdp.units import dataset_unit
 
 if TYPE_CHECKING:
@@ -152,11 +152,6 @@ def fingerprint(params: Tree) -> str:
     for leaf in tree.flatten(params).values():
         digest.update(whole(leaf).detach().float().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
-
-
-def whole(leaf: Tensor) -> Tensor:
-    """All of a leaf, on every rank."""
-    return leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
 
 
 def _norm(run: Run, params: Tree) -> Tensor:

@@ -17,14 +17,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from fdp import accounting, audit, collectives, keys, launch, timing, tree
+from fdp import accounting, collectives, keys, launch, timing, tree
 from fdp.block_loop import Memory
+from fdp.checks import FEW, check_model
 from fdp.clipping import ClipStyle
 from fdp.compiled import Blocks
 from fdp.digest import data_digest
@@ -39,8 +40,7 @@ from fdp.methods import CHOOSING, Method, Plan, make_plan
 from fdp.model import Model
 from fdp.offload import NOTHING, Offload
 from fdp.optimizers import Optimizer
-from fdp.per_sample import losses_of, per_sample_norms
-from fdp.records import Record, record_of, whole
+from fdp.records import Record, record_of
 from fdp.sampling import TRAINING, Dataset, Poisson, poisson, sample_batch
 from fdp.settings import fingerprint
 from fdp.sharding import (
@@ -56,15 +56,7 @@ from fdp.sharding import (
     shared_key,
 )
 from fdp.step import Compile, Stages, compose, init_state, make_stages
-from fdp.taps import batch_size_of
 from fdp.types import Batch, FdpError, Key, Norms, Step, TrainState, Tree
-
-NORMS_CHECKED_UP_TO = 20_000_000
-"""Parameters up to which a run starts by comparing its per-sample norms with ``vmap(grad)``."""
-NORMS_CHECKED_OF = 5
-"""Samples of which it does: two of the data, one long, one of many short documents, one of padding."""
-CHECKED_TOGETHER = 16
-"""Samples in one batch of the check that they are independent; less where a microbatch is smaller."""
 
 
 class Layout(NamedTuple):
@@ -183,7 +175,8 @@ def prepare(config: RunConfig, *, root: Key | None = None, settings: str | None 
     state = state if curvature is None else curvature.settled(state)
     feed = None if curvature is None else _feed(config, curvature, state, root)
     plan = _plan(config, model, sharding, share, config.method, config.memory_budget, config.dtype)
-    _check_model(config, model, sharding, state.params)
+    blocks = Blocks() if config.compile is Compile.BLOCK else None
+    check_model(model, state.params, _examples(config, FEW), plan=plan, sharding=sharding, blocks=blocks)
     stages = make_stages(
         model,
         optimizer,
@@ -307,27 +300,6 @@ def _plan(
     uses = [use for block in plan.uses for use in block]
     times = timing.measure(uses, dtype=dtype, device=config.device, store=timing.default_store())
     return make_plan(model, params, example, method=method, memory_budget=memory_budget, dtype=dtype, timings=times)
-
-
-def _check_model(config: RunConfig, model: Model, sharding: Sharding | None, params: Tree) -> None:
-    """The same samples on every rank, a few and made-up ones: independent, and of the norms that the method finds."""
-    parts, few = localize(params), max(2, min(4, len(config.dataset)))
-    share = -(-config.microbatch_size // (1 if sharding is None else sharding.ranks))
-    plan_for = cache(lambda samples: _plan(config, model, sharding, samples, Method.NONE))
-
-    def losses(data: Tree) -> torch.Tensor:
-        return losses_of(model, parts, data, plan=plan_for(batch_size_of(data)), sharding=sharding)
-
-    room = max(few, min(share, CHECKED_TOGETHER))
-    audit.check_independent(model, params, _examples(config, few), losses_of=losses, at_most=room)
-    if config.method in (Method.NONE, Method.MATERIALIZE) or tree.size(params) > NORMS_CHECKED_UP_TO:
-        return
-    data = audit.mixture(model, params, _examples(config, 2), losses_of=losses, at_most=NORMS_CHECKED_OF)
-    plan = _plan(config, model, sharding, batch_size_of(data), config.method)
-    blocks = Blocks() if config.compile is Compile.BLOCK else None
-    _, norms, _ = per_sample_norms(model, parts, data, plan=plan, sharding=sharding, blocks=blocks)
-    wholes = tree.map(lambda leaf: whole(leaf).to(config.device), params)
-    audit.check_norms(config.model, wholes, data, plan=plan, measured=norms)
 
 
 def _examples(config: RunConfig, count: int) -> Tree:

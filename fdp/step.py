@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fdp import keys, tree
 from fdp.block_loop import Memory
+from fdp.checks import Checks, FirstCall
 from fdp.compiled import Blocks
 from fdp.costs import SumBy
 from fdp.cuda_graph import captured
@@ -33,13 +34,13 @@ from fdp.kfac.private import check_preconditioned, check_sides, map_record
 from fdp.kfac.types import Sides
 from fdp.mechanism import Mechanism
 from fdp.methods import Plan
-from fdp.microbatches import Part, everyones, joined
+from fdp.microbatches import Part, everyones, joined, plain_part
 from fdp.model import Model, check_params
 from fdp.noise import add_noise, expected_mean
 from fdp.offload import CPU, NOTHING, Offload, settle
 from fdp.ops import fast_attention
 from fdp.optimizers import LOCAL, Optimizer, apply_updates
-from fdp.per_sample import as_it_is, clipped_sum, per_sample_norms, plain_sum
+from fdp.per_sample import as_it_is, clipped_sum, per_sample_norms
 from fdp.reductions import sharded_reductions
 from fdp.sampling import Poisson
 from fdp.settings import fingerprint
@@ -144,6 +145,7 @@ def make_train_step(
     compile: Compile = Compile.NONE,
     cuda_graph: bool = False,
     precondition: Precondition | None = None,
+    checks: Checks = Checks.FIRST_CALL,
 ) -> Step:
     """Compose ``step(state, batch, key) -> (state, metrics)``; ``key`` is the root of the run, the same at every step.
 
@@ -155,7 +157,9 @@ def make_train_step(
     records the whole step once and replays it; the state must be donated. With ``sharding``, the state is of DTensors
     and the batch holds this rank's samples; every rank calls the step. ``checkpoint_activations`` keeps only every
     block's input and runs its forward again, as ZeRO-3 always does. ``precondition`` maps every sample's gradient
-    before it is clipped; the noise is isotropic after that map.
+    before it is clipped; the noise is isotropic after that map. At its first call a private step checks, on a few of
+    the samples and on made-up ones, that samples are independent and, for up to 20 million parameters, that norms are
+    right (``fdp.checks``); ``Checks.SKIPPED`` takes the model at your word.
 
     Guarantees:
       - the update depends on the data only through one noised sum per step (and the noised count of an adaptive
@@ -176,11 +180,21 @@ def make_train_step(
         compile=compile,
         precondition=precondition,
     )
-    return compose(stages, donate=donate, cuda_graph=cuda_graph)
+    look = FirstCall(model, plan, sharding) if plan.private and checks is Checks.FIRST_CALL else None
+    return compose(stages, donate=donate, cuda_graph=cuda_graph, look=look)
 
 
-def compose(stages: Stages, *, donate: Sequence[str] = (), cuda_graph: bool = False) -> Step:
-    """The pieces of a step, one after the other; ``donate`` and ``cuda_graph`` as in ``make_train_step``."""
+def compose(
+    stages: Stages,
+    *,
+    donate: Sequence[str] = (),
+    cuda_graph: bool = False,
+    look: Callable[[Tree, Batch], None] | None = None,
+) -> Step:
+    """The pieces of a step, one after the other; ``donate`` and ``cuda_graph`` as in ``make_train_step``.
+
+    ``look(params, batch)`` is called before anything is computed of a batch that was let in.
+    """
     if set(donate) - {"state"}:
         raise FdpError(f"donate: expected ('state',) or (), got {tuple(donate)}")
     if cuda_graph and not donate:
@@ -211,6 +225,8 @@ def compose(stages: Stages, *, donate: Sequence[str] = (), cuda_graph: bool = Fa
         check_placed(state, batch, stages.sharding)
         here = localize(state)
         turn = gate.check(here.step, batch)
+        if look is not None:
+            look(state.params, batch)
         if fused is not None and cuda_graph:
             fused.attend(here.params)  # a replay does not
             fused.reserve()
@@ -275,7 +291,7 @@ def make_stages(
         params: Tree, clip_state: Tree, data: Tree, mask: Tensor, sides: Mapping[Path, Sides] = NO_SIDES
     ) -> Part:
         if not plan.private:
-            return _plain_part(model, plan, params, data, mask, inside, memory, blocks, made=made)
+            return plain_part(model, plan, params, data, mask, inside, memory, blocks, made=made)
         mapped = partial(map_record, sides) if sides else as_it_is
         losses, norms, stash = per_sample_norms(
             model, params, data, plan=plan, sharding=inside, memory=memory, blocks=blocks, mapped=mapped
@@ -344,25 +360,6 @@ def _noisy_mean(
         made |= mean(noise(total._replace(value={path: value}), key), params)
         del value
     return made
-
-
-def _plain_part(
-    model: Model,
-    plan: Plan,
-    params: Tree,
-    data: Tree,
-    mask: Tensor,
-    sharding: Sharding | None,
-    memory: Memory,
-    blocks: Blocks | None,
-    *,
-    made: bool,
-) -> Part:
-    losses, value = plain_sum(
-        model, params, data, mask, plan=plan, sharding=sharding, memory=memory, blocks=blocks, made=made
-    )
-    metrics = Metrics(losses, torch.full_like(losses, torch.nan), torch.ones_like(losses), mask)
-    return Part(ClippedSum(value, losses.new_full((), torch.inf)), losses.new_zeros(()), metrics)
 
 
 def all_microbatches(stages: Stages, here: TrainState, batch: Batch) -> Part:

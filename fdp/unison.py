@@ -71,6 +71,11 @@ def local(leaf: Tensor) -> Tensor:
     return (leaf.to_local() if isinstance(leaf, DTensor) else leaf).detach()
 
 
+def whole(leaf: Tensor) -> Tensor:
+    """All of a leaf, on every rank."""
+    return leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
+
+
 def place(leaf: Tensor) -> Place:
     """Where this rank's part sits in the leaf; a plain tensor is the whole leaf."""
     if not isinstance(leaf, DTensor):

@@ -22,19 +22,19 @@ from fdp import clipping, keys, ops, tree
 from fdp.clipping import clip_factors
 from fdp.kfac.fisher import Fisher
 from fdp.kfac.private import apart
-from fdp.kfac.private_factors import clipped_statistics
+from fdp.kfac.private_factors import STATISTICS, clipped_statistics
 from fdp.mechanism import Mechanism, Statistics
 from fdp.mesh import make_mesh
 from fdp.methods import Method, Plan, make_plan
 from fdp.model import Model, from_loss
 from fdp.optimizers import sgd
 from fdp.reductions import global_norm
-from fdp.sampling import poisson
+from fdp.sampling import poisson, trusted_batch
 from fdp.sharding import Data, Reduce, Sharding, Zero, abstract_params, cut_out, make_sharding
 from fdp.step import joined as all_of
 from fdp.step import make_stages
 from fdp.traffic import sum_over_samples
-from fdp.types import Batch, ClippedSum, Norms, Weighted
+from fdp.types import ClippedSum, Norms, Weighted
 from tests.adversary import ARENAS, BEFORE, MAGNITUDES, STYLES, WAYS, Target, attacked, forced
 from tests.kfac_cases import forms_of, surveyed
 from tests.ranks import run_on_ranks
@@ -187,7 +187,8 @@ def test_private_statistics_share_no_accumulator_that_a_sample_can_fill(M, kind)
         mask = torch.ones(2, B)
         mask[0, -2] = last
         mask[1, -2] = 0.0
-        batch = Batch(tree.map(lambda leaf: torch.stack([leaf, leaf]), data), mask)
+        both = tree.map(lambda leaf: torch.stack([leaf, leaf]), data)
+        batch = trusted_batch(both, mask, more.sampling, step=0, purpose=STATISTICS)
         total = clipped_statistics(
             model, params, batch, statistics=more, known=known, forms=forms_of(known), fisher=Fisher.EMPIRICAL,
             scales={}, key=keys.key(0),

@@ -8,20 +8,30 @@ import pytest
 import torch
 from torch import Tensor
 
+import fdp.checks
 import fdp.step
-from fdp import clipping, keys, optimizers, tree
+from fdp import clipping, keys, ops, optimizers, tree
+from fdp.accounting import epsilon
+from fdp.budget import spent
+from fdp.checks import Checks, check_model
 from fdp.clipping import flat
 from fdp.compiled import Blocks
 from fdp.kfac.private_factors import STATISTICS
-from fdp.mechanism import Mechanism, without_noise
+from fdp.kfac.state import KfacState
+from fdp.mechanism import Mechanism, statistics, without_noise
+from fdp.mesh import make_mesh
 from fdp.methods import Method, make_plan
-from fdp.model import from_loss
+from fdp.model import Model, from_loss
 from fdp.models import GPTConfig, gpt, mlp
+from fdp.noise import add_gaussian, declare_sensitivity, expected_mean
 from fdp.optimizers import Optimizer, adamw, sgd
+from fdp.per_sample import clipped_sum, per_sample_norms
 from fdp.sampling import Poisson, poisson, sample_batch, trusted_batch
 from fdp.settings import fingerprint
+from fdp.sharding import Zero, abstract_params, init_params, make_sharding
 from fdp.step import Compile, compose, init_state, make_stages, make_train_step
-from fdp.types import Batch, FdpError, Flat, TrainState
+from fdp.types import Batch, ClippedSum, FdpError, Flat, TrainState
+from tests.ranks import run_on_ranks
 
 MODEL = mlp(widths=(5, 4), classes=3)
 DATA = {
@@ -34,8 +44,8 @@ ROOT = keys.key(1)
 SIZE = 8
 
 
-def plan_of(method: Method = Method.AUTO) -> Any:
-    return make_plan(MODEL, MODEL.init(ROOT), tree.map(lambda leaf: leaf[:SIZE], DATA), method=method)
+def plan_of(method: Method = Method.AUTO, model: Model = MODEL) -> Any:
+    return make_plan(model, model.init(ROOT), tree.map(lambda leaf: leaf[:SIZE], DATA), method=method)
 
 
 def step_of(mechanism: Mechanism = MECHANISM, optimizer: Optimizer | None = None, **options: Any) -> Any:
@@ -269,7 +279,7 @@ def test_the_number_of_a_step_is_asked_of_the_device_once(monkeypatch):
 @pytest.mark.slow
 def test_in_a_compiled_step_the_batch_of_another_step_releases_nothing():
     torch._dynamo.reset()
-    step = torch.compile(step_of(), fullgraph=True, dynamic=False, backend="eager")
+    step = torch.compile(step_of(checks=Checks.SKIPPED), fullgraph=True, dynamic=False, backend="eager")
     state, _ = step(state_of(), drawn(0), ROOT)
     assert all(bool(leaf.isfinite().all()) for leaf in tree.leaves(state.params))
     state, _ = step(state, drawn(0), ROOT)
@@ -294,3 +304,218 @@ def test_private_training_without_noise_needs_a_word():
     assert int(step_of(said)(state_of(said), drawn(0), ROOT)[0].step) == 1
     with pytest.raises(FdpError, match=r"expected 0 in a mechanism without noise, got 1\.0"):
         step_of(said._replace(noise_multiplier=1.0))
+
+
+# --- d. a loss over the batch, and norms that are wrong -------------------------------------------------------------
+
+
+def centred(p: Any, data: Any) -> Tensor:
+    """A loss that looks at the other samples: the mean of the batch is taken off."""
+    h = ops.linear(data["image"], p["w"])
+    return (h - h.mean(0)).square().sum(1)
+
+
+def own_step(loss: Any, shape: tuple[int, ...] = (3, 5), method: Method = Method.AUTO, **options: Any) -> Any:
+    params = {"w": torch.randn(shape, generator=torch.Generator().manual_seed(1))}
+    model = from_loss(loss, params, name="mine")
+    plan = make_plan(model, params, tree.map(lambda leaf: leaf[:SIZE], DATA), method=method)
+    step = make_train_step(model, sgd(1.0), mechanism=MECHANISM, plan=plan, **options)
+    return step, init_state(model, params, sgd(1.0), MECHANISM)
+
+
+@pytest.mark.parametrize("method", [Method.AUTO, Method.MATERIALIZE])
+def test_a_loss_over_the_batch_is_refused_at_the_first_call(method):
+    step, state = own_step(centred, method=method)
+    for _ in range(2):  # not let in by trying again
+        with pytest.raises(FdpError, match=r"mine: .*not independent"):
+            step(state, drawn(0), ROOT)
+    step, state = own_step(centred, method=method, checks=Checks.SKIPPED)
+    assert int(step(state, drawn(0), ROOT)[0].step) == 1
+
+
+def test_a_wrong_rule_is_refused_at_the_first_call(monkeypatch):
+    """A norm that is half of what it is: clipping would let twice the bound through."""
+
+    def loss(p: Any, data: Any) -> Tensor:
+        return ops.linear(data["image"], p["w"]).square().sum(1)
+
+    step, state = own_step(loss)
+    assert int(step(state, drawn(0), ROOT)[0].step) == 1
+    real = fdp.checks.per_sample_norms
+
+    def wrong(*args: Any, **options: Any) -> Any:
+        losses, norms, stash = real(*args, **options)
+        return losses, norms._replace(squared={path: each / 4 for path, each in norms.squared.items()}), stash
+
+    monkeypatch.setattr(fdp.checks, "per_sample_norms", wrong)
+    step, state = own_step(loss)
+    with pytest.raises(FdpError, match=r"w: per-sample norm differs from vmap\(grad\) by 5"):
+        step(state, drawn(0), ROOT)
+
+
+def test_the_checks_are_made_once_by_the_choices_of_the_plan(monkeypatch):
+    seen, real = [], fdp.checks.check_model
+    monkeypatch.setattr(
+        fdp.checks, "check_model", lambda *args, **options: seen.append(options) or real(*args, **options)
+    )
+    step, state = step_of(), state_of()
+    for t in range(3):
+        state, _ = step(state, drawn(t), ROOT)
+    assert len(seen) == 1
+    step_of(checks=Checks.SKIPPED)(state_of(), drawn(0), ROOT)
+    assert len(seen) == 1
+
+
+def test_a_leaf_whose_gradient_is_rounding_is_no_mistake():
+    """A shift of all scores, which the loss takes off again."""
+    params = {"w": torch.randn(3, 5, generator=torch.Generator().manual_seed(1)), "b": torch.ones(1)}
+    data = tree.map(lambda leaf: leaf[:SIZE], DATA)
+
+    def shifted(p: Any, data: Any) -> Tensor:
+        h = ops.add(ops.linear(data["image"], p["w"]), p["b"])
+        return (h - h.mean(1, keepdim=True)).square().sum(1)
+
+    model = from_loss(shifted, params)
+    plan = make_plan(model, params, data)
+    check_model(model, params, data, plan=plan)
+
+
+def test_a_step_that_was_never_called_is_not_compiled():
+    torch._dynamo.reset()
+    step = step_of()
+    with pytest.raises(Exception, match="expected a step that has been called once before it is compiled"):
+        torch.compile(step, fullgraph=True, backend="eager")(state_of(), drawn(0), ROOT)
+
+
+@pytest.mark.slow
+def test_a_step_that_was_called_once_can_be_compiled():
+    torch._dynamo.reset()
+    step = step_of()
+    state, _ = step(state_of(), drawn(0), ROOT)
+    expected, _ = step(state, drawn(1), ROOT)
+    state, _ = torch.compile(step, fullgraph=True, dynamic=False, backend="eager")(state, drawn(1), ROOT)
+    assert correlation(tree.flatten(state.params), tree.flatten(expected.params)) == pytest.approx(1.0)
+
+
+def refused_on_ranks() -> list[str]:
+    """The same words on every rank, whose samples differ."""
+    sharding = make_sharding(MODEL, make_mesh({"shard": 2}, device_type="cpu"), zero=Zero.THREE)
+    first, *rest = MODEL.blocks
+
+    def mixed(params: Any, carry: Any, data: Any) -> Any:
+        h = first.apply(params, carry, data)
+        return h - h.mean(0)
+
+    said = []
+    for model in (MODEL._replace(blocks=(first._replace(apply=mixed), *rest)), MODEL):
+        params = init_params(model, ROOT, sharding)
+        share: Any = {"rank": sharding.rank, "ranks": sharding.ranks}
+        batch = drawn(0, **share)
+        example = tree.map(lambda leaf: leaf[0], batch.data)
+        plan = make_plan(model, abstract_params(model, sharding), example)
+        step = make_train_step(model, sgd(1.0), mechanism=MECHANISM, plan=plan, sharding=sharding)
+        state = init_state(model, params, sgd(1.0), MECHANISM, sharding=sharding)
+        try:
+            state, _ = step(state, batch, ROOT)
+            said.append(f"step {int(state.step)}")
+        except FdpError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.ranks
+def test_the_checks_are_made_by_all_ranks_together():
+    for bad, good in run_on_ranks(refused_on_ranks, 2):
+        assert "not independent" in bad
+        assert good == "step 1"
+
+
+# --- e. a sum that nobody clipped -----------------------------------------------------------------------------------
+
+
+def test_a_clipped_sum_made_by_hand_is_refused():
+    value = {"w": torch.ones(3)}
+    with pytest.raises(
+        FdpError, match=r"got one made by hand: nobody vouches for its sensitivity.*declare_sensitivity"
+    ):
+        add_gaussian(ClippedSum(value, torch.tensor(1.0)), key=ROOT, step=0, noise_multiplier=1.0)
+    with pytest.raises(FdpError, match="expected a ClippedSum"):
+        add_gaussian(value, key=ROOT, step=0, noise_multiplier=1.0)  # pyright: ignore
+    mine = declare_sensitivity(value, 1.0)
+    assert not torch.equal(add_gaussian(mine, key=ROOT, step=0, noise_multiplier=1.0)["w"], value["w"])
+    with pytest.raises(FdpError, match="sensitivity: expected a finite number above 0, got 0"):
+        declare_sensitivity(value, 0.0)
+    unknown = mine.plus(ClippedSum(value, torch.tensor(1.0)))
+    with pytest.raises(FdpError, match="nobody vouches"):
+        add_gaussian(unknown, key=ROOT, step=0, noise_multiplier=1.0)
+
+
+def total_of(max_norm: float) -> ClippedSum:
+    data, params = tree.map(lambda leaf: leaf[:SIZE], DATA), MODEL.init(ROOT)
+    _, norms, stash = per_sample_norms(MODEL, params, data, plan=plan_of())
+    return clipped_sum(stash, clipping.clip_to(norms, max_norm=max_norm).masked(torch.ones(SIZE)))
+
+
+def test_what_the_library_clipped_passes_however_it_is_handed_on():
+    total = total_of(0.5)
+    for same in (total, total.made(), total._replace(value=dict(total.value)), tree.map(torch.clone, total)):
+        assert same.bound == total.bound is not None
+        add_gaussian(same, key=ROOT, step=0, noise_multiplier=1.0)
+    assert len(tree.leaves(total)) == len(total.value) + 1
+
+
+def test_a_step_written_out_shares_no_noise_between_steps_clip_norms_and_multipliers():
+    zeros = {"w": torch.zeros(200, dtype=torch.float64)}
+
+    def noise(step: int = 0, norm: float = 0.5, z: float = 1.0) -> Flat:
+        total = total_of(norm)._replace(value=zeros)
+        return {"w": add_gaussian(total, key=ROOT, step=step, noise_multiplier=z)["w"] / norm / z}
+
+    for other in (noise(step=1), noise(norm=0.6), noise(z=1.1)):
+        assert abs(correlation(noise(), other)) < 0.3
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_declared_sensitivity_works_in_a_compiled_function(backend):
+    torch._dynamo.reset()
+
+    def release(value: Tensor, key: Tensor, step: Tensor) -> Flat:
+        return add_gaussian(declare_sensitivity({"w": value}, 0.5), key=key, step=step, noise_multiplier=2.0)
+
+    compiled = torch.compile(release, fullgraph=True, backend=backend)
+    value, step = torch.ones(4, dtype=torch.float64), torch.tensor(3)
+    torch.testing.assert_close(compiled(value, ROOT, step), release(value, ROOT, step))
+
+
+# --- f. dividing by how many were drawn -----------------------------------------------------------------------------
+
+
+def test_the_divisor_comes_from_the_sampling():
+    noisy = {"w": torch.full((2,), 4.0)}
+    assert expected_mean(noisy, SAMPLING)["w"].tolist() == [0.5, 0.5]
+    for drawn_count in (7, 7.0, torch.tensor(7)):
+        with pytest.raises(FdpError, match=r"the number of samples that were drawn is private.*mechanism.sampling"):
+            expected_mean(noisy, drawn_count)  # pyright: ignore
+
+
+# --- g. fewer steps than ran ----------------------------------------------------------------------------------------
+
+
+def test_the_state_counts_what_was_spent():
+    step, state = step_of(), state_of()
+    assert spent(state, MECHANISM, delta=1e-5) == 0.0
+    for t in range(3):
+        state, _ = step(state, drawn(t), ROOT)
+        assert spent(state, MECHANISM, delta=1e-5) == epsilon(MECHANISM, steps=t + 1, delta=1e-5)
+    assert spent(state, without_noise(SAMPLING, flat(max_norm=0.5)), delta=1e-5) == float("inf")
+    adaptive = clipping.quantile(max_norm=0.5, target_quantile=0.5, learning_rate=0.2, count_noise=1.0)
+    assert spent(state, MECHANISM._replace(clip=adaptive), delta=1e-5) > spent(state, MECHANISM, delta=1e-5)
+
+
+def test_statistics_that_were_released_are_spent_before_their_step_is_made():
+    more = statistics(SAMPLING, max_norm=1.0, noise_multiplier=2.0, period=2)
+    mechanism = MECHANISM._replace(statistics=more)
+    curvature = KfacState(torch.tensor(0), {}, {}, torch.tensor(2), torch.tensor(0))
+    for steps, charged in ((2, 3), (3, 3), (4, 4)):
+        state = TrainState({}, (curvature, ()), (), torch.tensor(steps))
+        assert spent(state, mechanism, delta=1e-5) == epsilon(mechanism, steps=charged, delta=1e-5)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fdp import keys, plan, tree
+from fdp.checks import Checks
 from fdp.clipping import flat
 from fdp.footprint import Kind, Ledger, Phase
 from fdp.mechanism import Mechanism
@@ -250,7 +251,8 @@ def count_on_rank(zero: Zero, axes: dict[str, int], method: Method, microbatches
     chosen = make_plan(model, abstract_params(model, sharding), tokens(model), method=method)
     z = 0.0 if method is Method.NONE else 1.0
     mechanism = Mechanism(poisson(100, expected_batch_size=10), flat(max_norm=1.0), z)
-    step = make_train_step(model, optimizer, mechanism=mechanism, plan=chosen, sharding=sharding)
+    options: dict[str, Any] = {"plan": chosen, "sharding": sharding, "checks": Checks.SKIPPED}
+    step = make_train_step(model, optimizer, mechanism=mechanism, **options)
     params = init_params(model, keys.key(0), sharding)
     state = init_state(model, params, optimizer, mechanism, sharding=sharding)
     shape = (microbatches, 2, SMALL.context + 1)

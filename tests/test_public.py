@@ -16,6 +16,7 @@ def test_the_surface_is_frozen():
     assert fdp.__all__ == [
         "Batch",
         "Block",
+        "Checks",
         "FdpError",
         "LeafSpec",
         "Mechanism",

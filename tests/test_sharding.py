@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fdp import clipping, keys, ops, optimizers, tree
+from fdp.checks import Checks
 from fdp.collectives import axis_of
 from fdp.init import uniform
 from fdp.launch import check_agreement
@@ -109,6 +110,7 @@ def train(
         sharding=sharding,
         offload=offload,
         checkpoint_activations=checkpoint_activations,
+        checks=Checks.FIRST_CALL if backend is None else Checks.SKIPPED,
     )
     if backend is not None:
         step = torch.compile(step, fullgraph=True, dynamic=False, backend=backend)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fdp import block_loop, clipping, collectives, keys, ops, tree
+from fdp.checks import Checks
 from fdp.init import normal
 from fdp.mechanism import Mechanism
 from fdp.mesh import make_mesh
@@ -108,7 +109,8 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[Sent]:
 def a_step(axes: dict[str, int], zero: Zero, method: Method, *, microbatches: int = 1, **options: Any) -> None:
     sharding = make_sharding(MODEL, make_mesh(axes, device_type="cpu"), zero=zero, **options)
     plan = make_plan(MODEL, abstract_params(MODEL, sharding), DATA, method=method)
-    step = make_train_step(MODEL, sgd(0.1), mechanism=mechanism(method), plan=plan, sharding=sharding)
+    how: dict[str, Any] = {"plan": plan, "sharding": sharding, "checks": Checks.SKIPPED}
+    step = make_train_step(MODEL, sgd(0.1), mechanism=mechanism(method), **how)
     state = init_state(MODEL, init_params(MODEL, keys.key(0), sharding), sgd(0.1), mechanism(method), sharding=sharding)
     share: dict[str, Any] = {"rank": sharding.rank, "ranks": sharding.ranks}
     data, mask = {"x": DATA["x"].expand(microbatches, -1, -1)}, torch.ones(microbatches, SAMPLES)

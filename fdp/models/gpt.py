@@ -76,7 +76,7 @@ def gpt(config: GPTConfig, *, name: str = "gpt", tensor: Axis | None = None) -> 
     )
 
 
-def _parallel(config: GPTConfig, name: str, axis: Axis) -> Model:
+def _parallel(config: GPTConfig, name: str, axis: Axis | None) -> Model:
     return gpt(config, name=name, tensor=axis)
 
 

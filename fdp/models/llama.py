@@ -72,7 +72,7 @@ def llama(config: LlamaConfig, *, name: str = "llama", tensor: Axis | None = Non
     )
 
 
-def _parallel(config: LlamaConfig, name: str, axis: Axis) -> Model:
+def _parallel(config: LlamaConfig, name: str, axis: Axis | None) -> Model:
     return llama(config, name=name, tensor=axis)
 
 
