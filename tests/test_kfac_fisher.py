@@ -177,8 +177,13 @@ def test_outputs_that_are_not_the_loss_are_refused(likelihood):
     params = {"shift": randn(TERMS, CLASSES)}
     check_outputs(model, params, data)
     twice = from_loss(lambda p, d: 2 * model.loss(p, d), params, outputs=model.blocks[-1].outputs)
-    with pytest.raises(FdpError, match=r"set Outputs\.weights"):
+    count = len(model.loss(params, data))
+    with pytest.raises(
+        FdpError, match=rf"got others for {count} of the {count} samples.*set Outputs\.weights"
+    ) as caught:
         check_outputs(twice, params, data)
+    for loss in twice.loss(params, data).tolist():
+        assert f"{loss:.3g}" not in str(caught.value), "the loss of a private sample"
 
 
 def test_a_model_without_outputs_has_an_empirical_fisher_only():

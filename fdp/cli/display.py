@@ -70,7 +70,7 @@ def show_header(console: Console, run: Run, state: TrainState, settings: Mapping
             "data",
             f"{settings['data']}, "
             + (f"{len(config.dataset):,} samples" if reading is None else reading.line())
-            + " (private)",
+            + " (counts are private)",
         ),
         (
             "training",
