@@ -148,6 +148,22 @@ def test_a_log_gets_plain_lines_and_the_statement_of_what_is_covered(
     assert display.NOT_COVERED in flat
     assert "one labelled image, added or removed" in flat
     assert "samples/s" in flat
+    assert f"neighbours {RELATION}" in flat
+    assert f"({RELATION})" in flat, "at the end, beside the epsilon"
+    assert f"32 of 1,500 expected per step (public rate 0.0213{display.ROUNDED})" in flat
+    assert train(tmp_path / "other", "--population", "2000", "--delta", "1e-3", steps=2) == 0
+    flat = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "32 of 2,000 expected per step (public rate 0.016)" in flat
+    assert "is not below 1 / population = 0.0005" in flat
+
+
+def test_every_option_decides_the_result_or_only_how_it_is_computed() -> None:
+    """A run is taken up only with the same options of the first kind: another rate would have another budget."""
+    how = "as_json checkpoint_activations compile cuda_graph device keep kfac_distribution memory_budget mesh offload "
+    how += "out quiet reduce reduce_dtype replicate_data save_every timeout zero"
+    deciding = {*resume.DECIDING, *resume.MEASURED}
+    assert deciding.isdisjoint(how.split())
+    assert deciding | set(how.split()) == set(inspect.signature(train_command).parameters)
 
 
 def test_the_epsilon_shown_is_never_below_the_one_spent() -> None:
