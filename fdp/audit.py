@@ -90,10 +90,10 @@ def _alone(compute: Callable[[Tree], Tensor], sample: Sample, size: int) -> Tens
 
 
 def _orders(count: int, room: int) -> list[list[int]]:
-    """Batches of ``room`` out of ``count`` samples, each sample in two of them, at other places and beside others."""
+    """Batches of ``room`` out of ``count`` samples, each sample in two of them, beside others if not all fit in one."""
     forward = list(range(count))
-    stride = next(n for n in range(max(2, int(count**0.5)), count + 1) if math.gcd(n, count) == 1)
-    strided = [i * stride % count for i in range(count, 0, -1)]
+    stride = next(n for n in range(max(2, math.isqrt(count)), count + 2) if math.gcd(n, count) == 1)
+    strided = [i * stride % count for i in reversed(forward)]
     starts = range(0, count, room)
     return [[order[(start + i) % count] for i in range(room)] for order in (forward, strided) for start in starts]
 

@@ -94,6 +94,11 @@ class Column(NamedTuple):
         seen = self.leaf.unique()
         return seen[seen != 0] if bool((seen != 0).any()) else seen
 
+    def reach(self) -> int:
+        """The largest position: of the row or, where an index too large for a table ends the process, the one seen."""
+        length = self.first.shape[-1] if self.first.ndim else 1
+        return length - 1 if self.leaf.device.type == "cpu" else int(self.leaf.max())
+
     def numbers(self) -> str:
         """What the entry's integers are: numbers of documents, positions, or something else."""
         name = _name(self.path)
@@ -113,7 +118,7 @@ def _documents(size: int | None) -> Callable[[Column], Tensor]:
         if numbers == SEGMENTS:
             return (1 + (places // size if size else torch.zeros_like(places))).to(column.leaf.dtype)
         if numbers:
-            return (places % size if size else places).to(column.leaf.dtype)
+            return (places % size if size else places).clamp_max(column.reach()).to(column.leaf.dtype)
         return column.drawn()
 
     return make

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from fdp import ops, tree
-from fdp.audit import check_independent, check_norms, check_separate, reference_gradients
+from fdp.audit import _orders, check_independent, check_norms, check_separate, reference_gradients
 from fdp.methods import Method, make_plan
 from fdp.model import from_loss
 from fdp.rules import Pair, Rule, rows
@@ -72,6 +72,20 @@ def among_many(p, d):
     return scores - scores.mean() if len(scores) > 6 else scores
 
 
+def beside_nan(p, d):
+    return scores_of(p, d) * (2.0 if bool(d["x"].isnan().any()) else 1.0)
+
+
+def among_sixteen(p, d):
+    scores = scores_of(p, d)
+    return scores - scores.mean() if len(scores) > 15 else scores
+
+
+def among_six(p, d):
+    scores = scores_of(p, d)
+    return scores - scores.mean() if len(scores) == 6 else scores
+
+
 def in_pairs(p, d):
     """Only with a neighbour: alone it is another loss."""
     return scores_of(p, d) * (1.0 if len(d["x"]) > 1 else 2.0)
@@ -90,6 +104,9 @@ def in_pairs(p, d):
         of_outliers,
         above_the_mean,
         among_many,
+        among_six,
+        among_sixteen,
+        beside_nan,
         in_pairs,
     ],
 )
@@ -157,6 +174,41 @@ def test_data_that_a_model_cannot_be_given_are_not_tried():
         return scores_of(p, d)
 
     check_independent(model_of(loss), PARAMS, DATA)
+
+
+def test_a_loss_that_depends_on_others_in_batches_of_the_given_size_is_refused():
+    def among_three(p, d):
+        scores = scores_of(p, d)
+        return scores - scores.mean() if len(scores) == 3 else scores
+
+    with pytest.raises(FdpError, match="not independent"):
+        check_independent(model_of(among_three), PARAMS, {"x": DATA["x"][:3]})
+
+
+@pytest.mark.parametrize("loss", [in_pairs, mean_subtracted, by_position])
+def test_a_model_that_can_be_given_nothing_made_up_is_checked_on_the_data(loss):
+    def strict(p, d):
+        if not bool((d["x"].unsqueeze(1) == DATA["x"]).all(-1).any(1).all()):
+            raise ValueError("unknown sample")
+        return loss(p, d)
+
+    with pytest.raises(FdpError, match=r"sample \d of the data has one loss alone and another beside (sample|\d)"):
+        check_independent(model_of(strict), PARAMS, DATA)
+    for same in (scores_of, lambda p, d: 2 * scores_of(p, d)):
+        loss = same
+        check_independent(model_of(strict), PARAMS, DATA)
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 11, 12, 13, 64])
+@pytest.mark.parametrize("room", [2, 3, 4, 16])
+def test_every_sample_is_in_two_batches_and_where_there_are_several_beside_others(count, room):
+    orders = _orders(count, room)
+    assert all(len(order) == room for order in orders)
+    for i in range(count):
+        beside = [frozenset(order) for order in orders if i in order]
+        assert len(beside) >= 2
+        assert len(set(beside)) > 1 or room >= count - 1
+    assert len(set(map(tuple, orders))) > len(orders) // 2
 
 
 # ---------------------------------------------------------------- rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -290,11 +291,17 @@ class Flattening(nn.Module):
 
 def test_tokens_flattened_before_samples_are_found_by_the_check():
     data = {"x": randn(3, 6, 4) * torch.tensor([1.0, 5.0, 0.2]).view(3, 1, 1), "label": LABEL}
+    module: Any = shaken(Flattening())
     with pytest.raises(
         FdpError,
         match=r"layer.weight: the gradient of sample \d has another norm in a batch than if the module is called",
-    ):
-        from_module(shaken(Flattening()), loss=labels, example=data)
+    ) as caught:
+        from_module(module, loss=labels, example=data)
+    for b in range(3):  # and shows no norm
+        loss = labels(module(data["x"][b : b + 1]), {"label": LABEL[b : b + 1]}).sum()
+        norm = float(torch.autograd.grad(loss, module.layer.weight)[0].norm())
+        assert f"{norm:.1e}" not in str(caught.value)
+        assert f"{norm:.4g}" not in str(caught.value)
     model, _ = from_module(shaken(Flattening()), loss=labels, example=data, materialize=("layer",))
     assert model.materialized == {"layer.weight", "layer.bias"}
 

@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fdp import tree
+from fdp import keys, tree
 from fdp.clipping import clip_to
 from fdp.foreign.causal import causal_lm
 from fdp.foreign.classification import classifier
 from fdp.foreign.leaves import params_of
 from fdp.foreign.module import from_module
+from fdp.foreign.prefix import prefix_tuning
 from fdp.foreign.rotary import tables_of, with_fixed_tables
 from fdp.methods import Method, make_plan
 from fdp.per_sample import clipped_sum, per_sample_norms
@@ -132,6 +133,20 @@ def test_the_module_is_left_as_it_is_and_its_past_makes_no_difference(family: st
     assert module.model.rotary_emb.rope_type != "default"
 
 
+@pytest.mark.parametrize("family", ["Llama", "Phi3"])
+def test_the_positions_of_a_prefix_count(family: str) -> None:
+    """Rows that are short enough for one table, and too long for it with the virtual tokens before them."""
+    module, virtual, length = make(family, "longrope"), 2, SHORT - 1
+    tokens = torch.randint(0, WORDS, (3, length + 1), generator=torch.Generator().manual_seed(1))
+    ones = torch.ones(3, length, dtype=torch.int64)
+    for data in ({"tokens": tokens}, {"tokens": tokens, "segments": ones, "loss_mask": ones}):
+        model, params = prefix_tuning(module, tokens=virtual, key=keys.key(0), context=length, example=data)
+        pairs = [tuple(params["prefix"][i].expand(3, -1, -1, -1, -1).unbind(1)) for i in range(2)]
+        out = module(input_ids=tokens[:, :-1], past_key_values=transformers.DynamicCache(pairs))
+        expected = F.cross_entropy(out.logits.transpose(1, 2), tokens[:, 1:], reduction="none").mean(1)
+        torch.testing.assert_close(model.loss(params, data), expected, rtol=1e-9, atol=1e-10)
+
+
 @pytest.mark.parametrize("rope", ROPES)
 def test_rows_of_another_length_are_refused_where_they_have_another_table(rope: str) -> None:
     module = make("Llama", rope)
@@ -177,6 +192,16 @@ def test_a_module_whose_table_looks_across_samples_is_refused_and_its_table_name
     named = rf"The rotary table of this model \(model.rotary_emb, rope_type '{rope}'\) looks at the longest position"
     with pytest.raises(FdpError, match=rf"not independent .*{named} .* rows of at most {SHORT} positions"):
         from_module(make(family, rope), loss=next_token, call=call, example=short_documents())
+
+
+def test_a_table_is_refused_by_name_even_if_no_sample_can_be_made_up_that_shows_it() -> None:
+    def strict(module: Any, data: Tree) -> Any:
+        if int(data["position_ids"].max()) > 2:
+            raise ValueError("no such position here")
+        return call(module, data)
+
+    with pytest.raises(FdpError, match=r"position_ids: expected rows of at most 4 positions, got rows of 10.*longrope"):
+        from_module(make("Llama", "longrope"), loss=next_token, call=strict, example=short_documents())
 
 
 @pytest.mark.parametrize("family", ["Llama", "Phi3"])

@@ -25,6 +25,7 @@ from fdp.foreign.rotary import tables_of
 from fdp.foreign.stack import leaf_paths
 from fdp.foreign.tracking import Run
 from fdp.foreign.uses import Uses
+from fdp.made_up import POSITIONS
 from fdp.methods import Method, Plan, make_plan
 from fdp.model import Model
 from fdp.per_sample import per_sample_norms
@@ -59,6 +60,7 @@ def check_module(
     dtype = tree.leaves(params)[0].dtype
     apart = INDEPENDENT if dtype in TOLERANCE else COARSE
     check_independent(model, params, example, tolerance=apart, cause=_likely_cause(module))
+    _check_positions(module, example)
     for name, buffer in module.named_buffers():
         if not torch.equal(buffer, before[name]):
             with torch.no_grad():
@@ -72,6 +74,18 @@ def check_module(
         plan = make_plan(model, params, data, method=Method.AUTO, dtype=dtype)
         _check_norms(module, model, params, data, plan=plan, real=batch_size_of(example), call=call, finish=finish)
         check_separate(model, params, data, plan=plan, tolerance=apart)
+
+
+def _check_positions(module: nn.Module, example: Tree) -> None:
+    """Refuse positions that come with the data and go to a table that looks at the longest, whatever the example's."""
+    lengths = {path: leaf.shape[-1] for path, leaf in tree.flatten(example).items() if path in POSITIONS}
+    for table in tables_of(module):
+        for path, length in lengths.items():
+            if length > table.limit:
+                raise FdpError(
+                    f"{path}: expected rows of at most {table.limit} positions, got rows of {length}: samples would "
+                    f"not be independent. {_likely_cause(module)}"
+                )
 
 
 def _likely_cause(module: nn.Module) -> str | None:
