@@ -460,6 +460,19 @@ def together(name: str, arena: Arena, attackers: Mapping[str, dict[str, Tensor]]
     return Target(name, arena.model, arena.params, data, tuple(attackers), stacked([*before, *instead, *after]))
 
 
+def neighbours(arena: Arena, path: Path, dtype: torch.dtype, seed: int) -> dict[str, Tensor]:
+    """Two uses by one rule, of elements without a pattern, that differ by one unit in the last place of each."""
+    kinds = arena.leaves[path]
+    uses = [push(kind, sign * 2.0**60, tokens=arena.tokens) for kind, sign in zip(kinds, (1.0, -1.0))]
+    sample = levers_of(arena, path, uses, dtype)
+    one, other = (f"{path}.{i}.g" for i in range(2))
+    draw = torch.Generator().manual_seed(seed)
+    sample[one] = sample[one] * (1 + torch.rand(sample[one].shape, generator=draw)).to(dtype)
+    sign = -1.0 if kinds[0].one_sided else 1.0  # where g alone says which way
+    sample[other] = sign * torch.nextafter(sample[one], torch.full_like(sample[one], math.inf))
+    return sample
+
+
 def attacked(arena: Arena, dtype: torch.dtype, *, few: bool = False, parts: Sequence[str] | None = None) -> Target:
     """Every attack on every leaf of the arena; with ``parts``, those whose names have one of them."""
     samples: dict[str, dict[str, Tensor]] = {}
@@ -468,6 +481,8 @@ def attacked(arena: Arena, dtype: torch.dtype, *, few: bool = False, parts: Sequ
             if parts is not None and not any(part in attack for part in parts):
                 continue
             samples[f"{path}: {attack}"] = levers_of(arena, path, tokens, dtype)
+        if parts is None and len(kinds) == 2 and kinds[0] is kinds[1]:
+            samples[f"{path}: neighbours"] = neighbours(arena, path, dtype, seed=0)
     return together(arena.name, arena, samples, dtype)
 
 

@@ -14,9 +14,10 @@ import torch
 from fdp import clipping
 from fdp.block_loop import Memory
 from fdp.compiled import Blocks
-from fdp.costs import NormBy, SumBy
+from fdp.costs import Choice, NormBy, SumBy
 from fdp.methods import Method, Plan, make_plan
-from fdp.per_sample import per_sample_norms
+from fdp.per_sample import _squared, per_sample_norms
+from fdp.rules import Dense
 from tests.adversary import (
     ARENAS,
     BEFORE,
@@ -149,6 +150,17 @@ def test_a_norm_of_pairs_is_never_below_its_floor(name, way):
     measured = norms.total()[BEFORE + target.attackers.index("w: tokens +-1e+20")]
     largest = 1e20 * TOKENS * 2 * WIDTH * WIDTH  # of all elements, tokens and uses
     assert 2.0**-27 * 1e20 * TOKENS <= measured <= 2.0**-20 * largest
+
+
+def test_the_norm_of_two_gradients_that_nearly_cancel_is_not_understated():
+    """They differ by a unit in the last place of float32: their squares in float64 lose a part of what is left."""
+    for seed in range(20):
+        one = 2.0**60 * (1 + torch.rand(2, 4096, generator=torch.Generator().manual_seed(seed)))
+        other = -torch.nextafter(one, torch.full_like(one, torch.inf))
+        true = (one.double() + other.double()).square().sum(1)
+        for way in (WAYS[1], WAYS[2], WAYS[4], WAYS[5]):
+            measured = _squared([Dense(one), Dense(other)], Choice(*way, 0.0, 0.0))
+            assert bool((measured >= true * (1 - 1e-9)).all()), f"{way_name(way)}, seed {seed}"
 
 
 # --- whole models: language models, users' windows, packed documents, adapters, foreign modules ---------------------
