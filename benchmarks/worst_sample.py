@@ -29,7 +29,7 @@ from rich.table import Table
 from benchmarks.report import current_commit, hardware, versions
 from fdp.compiled import Blocks
 from fdp.methods import Plan
-from tests.adversary import ARENAS, MANY, SLACK, STYLES, TARGETS, Arena, joined, measure, on, plans_of
+from tests.adversary import ARENAS, MANY, SLACK, STYLES, TARGETS, Arena, crowded, joined, measure, on, plans_of
 from tests.adversary_search import Found, Search, as_written
 
 LONG = 160
@@ -37,7 +37,10 @@ LONG = 160
 TURN = 2.0
 """Seconds of one leaf's turn in the search."""
 BRIEF = ("linear", "embedding", "conv1d", "linear+embedding", "linear+add", "add|add", "whole+whole cube")
+CROWD = 1024
+"""Samples that cancel around an honest one."""
 CLASSES = {
+    "honest": "an honest sample in a crowd that cancels",
     "uses": "uses of a leaf that cancel",
     "squares": "squares that round the most",
     "rounded": "squares that round the most",
@@ -165,6 +168,21 @@ def whole_models(options: argparse.Namespace, device: torch.device, dtypes: list
                           len(seen.ratios), ratio, 0.0, 1 + SLACK[dtype])  # fmt: skip
 
 
+def crowds(options: argparse.Namespace, device: torch.device, dtypes: list[torch.dtype]) -> Iterator[Row]:
+    """Honest samples, each in a crowd that cancels, on every leaf by every choice."""
+    arena = joined(BRIEF if options.quick else MANY)
+    for dtype in dtypes:
+        plans: dict[str, Plan] = {}
+        for leaf in arena.leaves:
+            target = on(crowded(arena, leaf, dtype, size=CROWD // 4 if options.quick else CROWD, honest=4), device)
+            plans = plans or plans_of(target, dtype, methods=False, device=device)
+            for choice, plan in plans.items():
+                seen = measure(target, plan, STYLES["flat"](arena.model.trainable))
+                attack, ratio = seen.worst()
+                yield Row(class_of(attack), arena.name, leaf, choice, str(dtype).removeprefix("torch."), "none", attack,
+                          len(seen.ratios), ratio, 0.0, 1 + SLACK[dtype])  # fmt: skip
+
+
 def run(options: argparse.Namespace, device: torch.device, say: Callable[[str], None]) -> list[Row]:
     """All rows; the search goes on until the time is over. What is compiled first is not counted in it."""
     dtypes = [getattr(torch, name) for name in options.dtype]
@@ -182,11 +200,12 @@ def run(options: argparse.Namespace, device: torch.device, say: Callable[[str], 
             say(f"{what}: stopped at {share:.0%} of the time")
         return over
 
-    for row in whole_models(options, device, dtypes):
-        rows.append(row)
-        if stop(0.2, "whole models"):
-            break
-    say(f"whole models: {sum(row.cases for row in rows)} cases, {time.perf_counter() - begun:.0f} s")
+    for share, what, found in ((0.15, "whole models", whole_models), (0.25, "crowds", crowds)):
+        for row in found(options, device, dtypes):
+            rows.append(row)
+            if stop(share, what):
+                break
+        say(f"{what}: {sum(row.cases for row in rows)} cases so far, {time.perf_counter() - begun:.0f} s")
     draw = random.Random(options.seed)
     draw.shuffle(todo)
     done: list[Job] = []

@@ -404,10 +404,12 @@ class Target(NamedTuple):
     attackers: tuple[str, ...]
     quiet: dict[str, Tensor]
     """The same microbatch with ordinary samples in the attackers' places."""
+    before: int = BEFORE
+    after: int = AFTER
 
     @property
     def size(self) -> int:
-        return BEFORE + len(self.attackers) + AFTER
+        return self.before + len(self.attackers) + self.after
 
 
 def levers_of(arena: Arena, path: Path, tokens: Sequence[Tokens], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -484,6 +486,30 @@ def attacked(arena: Arena, dtype: torch.dtype, *, few: bool = False, parts: Sequ
         if parts is None and len(kinds) == 2 and kinds[0] is kinds[1]:
             samples[f"{path}: neighbours"] = neighbours(arena, path, dtype, seed=0)
     return together(arena.name, arena, samples, dtype)
+
+
+def crowded(arena: Arena, path: Path, dtype: torch.dtype, *, size: int, M: float = 2.0**40, honest: int = 16) -> Target:
+    """Ordinary samples, one at a time, in a crowd of ``size`` that all cancel.
+
+    A norm with a floor lets a sample that cancels have parts far above the bound; what many of them share is coarser.
+    """
+    kinds = arena.leaves[path]
+    uses = [mirror(M, M, tokens=arena.tokens)]
+    if len(kinds) == 2:
+        uses = [push(kind, sign * M, M, tokens=arena.tokens) for kind, sign in zip(kinds, (1.0, -1.0))]
+        uses = [(x * M, g / M) if kind.one_sided else (x, g) for kind, (x, g) in zip(kinds, uses)]
+    one = levers_of(arena, path, uses, dtype)
+    others = ordinary(arena, honest, dtype, seed=5)
+    samples = [{name: 100 * z if name.endswith(".g") else z for name, z in sample.items()} for sample in others]
+
+    def stacked(samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        before = {name: z.expand(size - AFTER, *z.shape) for name, z in one.items()}
+        after = {name: z.expand(AFTER, *z.shape) for name, z in one.items()}
+        return {name: torch.cat([before[name], torch.stack([each[name] for each in samples]), after[name]])
+                for name in one}  # fmt: skip
+
+    names = tuple(f"{path}: one honest of {size} that cancel, {i}" for i in range(honest))
+    return Target(arena.name, arena.model, arena.params, stacked(samples), names, stacked([one] * honest), size - AFTER)
 
 
 # ---------------------------------------------------------------- whole models, adapters, foreign modules
@@ -753,7 +779,7 @@ def measure(
         if only is not None and name not in only:
             continue
         one = torch.zeros_like(mask)
-        one[BEFORE + k] = 1.0
+        one[target.before + k] = 1.0
         present, _ = sums(mask + one)
         ratios[name] = max(_distance(present, other) for other in absent) / sensitivity
         if disturbed:
@@ -764,7 +790,7 @@ def measure(
 def ordinary_ones(target: Target) -> Tensor:
     """The mask of the ordinary samples."""
     mask = torch.zeros(target.size, device=next(iter(target.data.values())).device)
-    mask[:BEFORE], mask[BEFORE + len(target.attackers) :] = 1.0, 1.0
+    mask[: target.before], mask[target.before + len(target.attackers) :] = 1.0, 1.0
     return mask
 
 
@@ -819,7 +845,7 @@ def breaches(
         for style in styles:
             seen = measure(target, plan, STYLES[style](target.model.trainable), **how)
             found += [
-                f"{target.name}, {attack}, {way}, {style}, {str(dtype).removeprefix('torch.')}: {ratio:.6g}"
+                f"{target.name}, {attack}, {way}, {style}, {str(dtype).removeprefix('torch.')}: {ratio:.9g}"
                 for attack, ratio in seen.ratios.items()
                 if not ratio <= 1 + SLACK[dtype]
             ]
