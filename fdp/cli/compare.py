@@ -27,7 +27,6 @@ import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
@@ -180,7 +179,6 @@ def _observe(file: Path) -> int:
     from fdp.cli.configure import configure
     from fdp.compare import observe, write
     from fdp.run import prepare
-    from fdp.sampling import rounded_population
     from fdp.types import FdpError
 
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
@@ -191,11 +189,8 @@ def _observe(file: Path) -> int:
         group = launch.joined(launch.device_type(settings["device"]), timeout=settings["timeout"])
     try:
         with group:
-            config = configure(settings)
-            if config.population is None:
-                config = replace(config, population=rounded_population(len(config.dataset)))
-            # One population and one text for both sides: the same samples and noise, whatever else differs.
-            write(observe(*prepare(config, settings="compare")), file.parent)
+            # One text for both sides: what they compute with is the same samples and noise, whatever else differs.
+            write(observe(*prepare(configure(settings), settings="compare")), file.parent)
     except FdpError as error:
         (file.parent / f"mistake-{launch.rank():04}").write_text(str(error))
         return 2
