@@ -142,7 +142,7 @@ def test_an_empty_batch_is_a_step_of_pure_noise():
     state, _ = step(init_state(MLP, params, sgd(1.0), mechanism), batch, keys.key(3))
     drawn_by = make_stages(MLP, sgd(1.0), mechanism=mechanism, plan=plan).key(keys.key(3), torch.tensor(0))
     for path, leaf in tree.flatten(state.params).items():
-        noise = keys.normal(keys.fold_in(drawn_by, path), tuple(leaf.shape)) * 0.5 / 6
+        noise = keys.normal(keys.fold_in(drawn_by, path), tuple(leaf.shape), dtype=torch.float64).float() * 0.5 / 6
         torch.testing.assert_close(tree.flatten(params)[path] - leaf, noise)
 
 
