@@ -160,8 +160,8 @@ def test_the_noise_seen_is_what_was_added(one_rank: list[Seen]) -> None:
     added = one_rank[4]
     run, state = prepare(config())
     key = keys.fold_in(run.stages.key(run.key, state.step), LEAF)
-    drawn = 0.5 * keys.normal(key, tuple(added.values[LEAF].shape), dtype=torch.float32)
-    assert relative_difference(added.values[LEAF], drawn) < 1e-12
+    drawn = 0.5 * keys.normal(key, tuple(added.values[LEAF].shape), dtype=torch.float64)
+    assert relative_difference(added.values[LEAF], drawn) < 1e-6  # rounded to the grid
 
 
 @pytest.mark.parametrize(

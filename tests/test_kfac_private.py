@@ -552,7 +552,7 @@ def check_noise_of_statistics() -> None:
         assert factor is not None
         assert float(factor.weight) == SAMPLES
         shape = tuple(zero.value[name(slot)].shape)
-        draw = 3.0 * 0.5 * keys.normal(keys.fold_in(KEY, name(slot)), shape, dtype=torch.float32).double()
+        draw = 3.0 * 0.5 * keys.normal(keys.fold_in(KEY, name(slot)), shape, dtype=torch.float64)
         assert not isinstance(factor, ColumnsFactor)
         noise = (factor.total - 1e6 * _eye(zero.value[name(slot)])).double()
         expected = draw if draw.ndim == 1 else (draw + draw.mT) / 2
