@@ -28,16 +28,16 @@ RELATION = "add or remove one sample; sampling rate public"
 """The neighbour relation of every epsilon, in the words that users see."""
 
 
-def delta_advice(population: int, delta: float) -> str | None:
+def delta_advice(samples: int, delta: float) -> str | None:
     """Return a warning where ``delta`` is too large to mean much for that many samples, else None.
 
-    Publishing one sample, picked at random, is (0, 1 / population)-private: such a delta allows it.
+    Publishing one sample, picked at random, is (0, 1 / samples)-private: such a delta allows it.
     """
-    if delta < 1 / population:
+    if delta < 1 / samples:
         return None
     return (
-        f"delta {delta:g} is not below 1 / population = {1 / population:.3g}: publishing one sample outright would "
-        f"pass. Use {default_delta(population):g} or less"
+        f"delta {delta:g} is not below 1 / samples = {1 / samples:.2g}: publishing one sample outright would pass. Use "
+        f"{default_delta(samples):g} or less"
     )
 
 

@@ -154,7 +154,10 @@ def test_a_log_gets_plain_lines_and_the_statement_of_what_is_covered(
     assert train(tmp_path / "other", "--population", "2000", "--delta", "1e-3", steps=2) == 0
     flat = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "32 of 2,000 expected per step (public rate 0.016)" in flat
-    assert "is not below 1 / population = 0.0005" in flat
+    assert "is not below 1 / samples = 0.0005" in flat
+    assert train(tmp_path / "few", "--population", "100", "--delta", "8e-4", steps=2) == 0
+    flat = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "is not below 1 / samples = 0.0007" in flat, "there are more samples than were announced"
 
 
 def test_every_option_decides_the_result_or_only_how_it_is_computed() -> None:

@@ -124,7 +124,7 @@ def show_header(console: Console, run: Run, state: TrainState, settings: Mapping
     if warning := training_again(config.before, guarantee_of(run)):
         console.print(Text(warning, style="yellow"))
     if run.epsilons is not None:
-        if advice := delta_advice(population, config.delta):
+        if advice := delta_advice(max(population, len(config.dataset)), config.delta):
             console.print(Text(advice, style="yellow"))
         if config.seed is not None:
             console.print(Text(f"seed {config.seed}: {FIXED_SEED}", style="yellow"))
