@@ -483,9 +483,9 @@ def test_a_samples_tokens_are_added_up_before_they_meet_anothers(made):
 
 
 def test_a_samples_uses_of_a_leaf_are_added_up_before_they_meet_anothers():
-    record = linear_pair(5, 6, 3, 4)
-    huge = [torch.where(torch.arange(5).view(5, 1, 1, 1) == 4, side * 1e15, side) for side in record[:2]]
-    pair = Pair(huge[0], huge[1], (3, 4))
+    left, right = randn(5, 1, 6, 3), randn(5, 1, 6, 4, seed=1)
+    left[4], right[4] = left[4] * 1e15, right[4] * 1e15
+    pair = Pair(left, right, (3, 4))
     minus = -rules.per_sample_gradient(pair)
     minus[:4] = 0  # the second use takes back the whole gradient of the last sample
     everyone, others = torch.ones(5), torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0])
