@@ -44,7 +44,10 @@ _FAR = 37.0  # beyond it the normal law has no mass that float64 could hold
 
 
 def key(seed: int | None = None) -> Key:
-    """A new key: 256 bits from the operating system or, for experiments to be repeated, SHA-256 of a seed.
+    """The root key of one run: 256 bits from the operating system or, to repeat an experiment, SHA-256 of a seed.
+
+    Give it to every step as it is: samplers and steps fold in what they draw for, at which step and with which
+    settings. They cannot fold in what they do not know: take a new key for other data.
 
     Guarantees:
       - without a seed the key is unpredictable;

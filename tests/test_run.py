@@ -113,6 +113,49 @@ def test_a_run_is_the_step_with_the_documented_keys() -> None:
     assert torch.equal(ran.params["w"], state.params["w"])
 
 
+WHAT: dict[str, dict[str, Any]] = {
+    "clip norm": {"clip": clipping.flat(max_norm=1.1)},
+    "clip style": {"clip": clipping.automatic(max_norm=1.0)},
+    "noise": {"noise_multiplier": 1.1},
+    "budget": {"noise_multiplier": None, "epsilon": 3.0},
+    "batch size": {"batch_size": 13},
+    "population": {"population": 61},
+    "learning rate": {"optimizer": optimizers.sgd(0.6)},
+    "schedule": {"optimizer": optimizers.sgd(optimizers.cosine(0.5, steps=9))},
+    "optimizer": {"optimizer": optimizers.adamw(0.5)},
+    "one sample": {"dataset": Rows(torch.cat([rows().x[:-1], torch.ones(1, WIDTH)]))},
+    "one sample less": {"dataset": rows(SIZE - 1)},
+    "loss": {"model": mean_model(lambda params, batch: 2 * squares(params, batch))},
+    "seed": {"seed": 2},
+}
+HOW: dict[str, dict[str, Any]] = {
+    "method": {"method": Method.MATERIALIZE},
+    "microbatch": {"microbatch_size": 7},
+    "offload": {"offload": Offload(True, True, True)},
+    "compile": {"compile": Compile.BLOCK},
+    "checkpoints": {"checkpoint_activations": True},
+    "delta": {"delta": 1e-6},
+    "dtype": {"dtype": torch.bfloat16},
+}
+
+
+@pytest.mark.parametrize("what", WHAT)
+def test_runs_of_one_seed_that_compute_something_else_share_neither_samples_nor_noise(what) -> None:
+    """Else the difference of the two would be that of their sums, without noise. The first parameters are the same."""
+    (here, state), (there, other) = prepare(config()), prepare(config(**WHAT[what]))
+    assert not torch.equal(here.key, there.key)
+    assert torch.equal(state.params["w"], other.params["w"])
+    noise = [run.stages.key(run.key, torch.tensor(0)) for run in (here, there)]
+    assert not torch.equal(*noise)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_runs_of_one_seed_that_compute_the_same_in_another_way_share_both(how) -> None:
+    (here, _), (there, _) = prepare(config()), prepare(config(**HOW[how]))
+    assert torch.equal(here.key, there.key)
+    assert torch.equal(*(run.stages.key(run.key, torch.tensor(3)) for run in (here, there)))
+
+
 def test_the_noise_has_the_stated_scale() -> None:
     width, z, max_norm, batch = 4000, 3.0, 0.5, 12
     wide = {

@@ -15,6 +15,7 @@ from fdp import tree
 from fdp.foreign.stack import leaf_paths
 from fdp.init import Window
 from fdp.model import Block, LeafSpec, Model
+from fdp.settings import fingerprint
 from fdp.types import FdpError, Key, Tree
 
 
@@ -35,7 +36,8 @@ def foreign_model(module: nn.Module, blocks: tuple[Block, ...], **fields: Any) -
         )
     leaves = {name: LeafSpec(tuple(leaf.shape), _no_draw) for name, leaf in own.items()}
     frozen = frozenset(name for name, leaf in own.items() if not leaf.requires_grad)
-    return Model(type(module).__name__, leaves, blocks, frozen=frozen, **fields)
+    kinds = str([(name, type(part).__name__) for name, part in module.named_modules()])
+    return Model(type(module).__name__, leaves, blocks, frozen=frozen, settings=fingerprint(kinds), **fields)
 
 
 def params_of(module: nn.Module, model: Model, *, dtype: torch.dtype | None = None) -> Tree:
