@@ -2,7 +2,7 @@
 
     python examples/logistic.py
 
-You should see: test accuracy 0.947 at epsilon 3, delta 1e-5, after a few seconds.
+You should see: test accuracy 0.944 at epsilon 3, delta 1e-5, after a few seconds.
 
 This is Algorithm 1 of Abadi et al. 2016 (arXiv 1607.00133); copy it and change a line. The loss can be any
 function of (params, data) that returns one number per sample.
