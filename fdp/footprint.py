@@ -199,6 +199,14 @@ class Ledger(TorchDispatchMode):
                 highest[phase] = (total, i)
         return {phase: Peak(total, self._by_kind(i, host)) for phase, (total, i) in highest.items()}
 
+    def most(self, kind: Kind) -> int:
+        """The most bytes of one kind that the device holds at any moment."""
+        now = highest = 0
+        for held, sign in self._log:
+            now += sign * held.bytes if held.kind is kind and not held.host else 0
+            highest = max(highest, now)
+        return highest
+
     def transfers(self) -> tuple[Transfer, ...]:
         """Everything sent, added up by collective, axis and dtype."""
         return tuple(Transfer(*what, *amount) for what, amount in self._transfers.items())

@@ -52,13 +52,17 @@ class Scale(NamedTuple):
 
 
 class Footprint(NamedTuple):
-    """What one rank holds, sends and multiplies in a step. ``phases``: the peaks on the device and on the host."""
+    """What one rank holds, sends and multiplies in a step. ``phases``: the peaks on the device and on the host.
+
+    ``kept``: the most bytes that the device keeps between norms and sum, whenever that is.
+    """
 
     parameters: int
     phases: dict[Phase, tuple[Peak, Peak]]
     transfers: tuple[Transfer, ...]
     flops: dict[torch.dtype, float]
     plan: Plan
+    kept: int
 
     @property
     def phase(self) -> Phase:
@@ -125,7 +129,7 @@ def plan_at_scale(
             nothing = Peak(0, dict.fromkeys(Kind, 0))
             phases = {phase: (device[phase], host.get(phase, nothing)) for phase in device}
             size = sum(math.prod(leaf.shape) for leaf in cut.leaves.values())
-            return Footprint(size, phases, ledger.transfers(), ledger.flops, plan)
+            return Footprint(size, phases, ledger.transfers(), ledger.flops, plan, ledger.most(Kind.KEPT))
 
         if microbatches <= TRACED:
             return traced(microbatches)

@@ -147,9 +147,8 @@ def test_gathers_travel_in_the_compute_dtype_and_sums_as_they_are_made_or_as_ask
 def test_what_is_kept_is_what_the_method_said_it_would_keep():
     for method in (Method.GHOST_BK, Method.MATERIALIZE):
         found = planned(axes={"shard": 8}, method=method)
-        kept = found.phases[Phase.SUM][0].by_kind[Kind.KEPT]
         # an input that two leaves share is kept once and was counted twice
-        assert 0.75 * found.plan.kept_bytes < kept < 1.1 * found.plan.kept_bytes
+        assert 0.75 * found.plan.kept_bytes < found.kept < 1.1 * found.plan.kept_bytes
     second = planned(axes={"shard": 8}, method=Method.GHOST)
     assert all(device.by_kind[Kind.KEPT] == 0 for device, _ in second.phases.values())
 

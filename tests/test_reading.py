@@ -98,10 +98,11 @@ def test_counts_of_documents_at_hand() -> None:
 
 @pytest.mark.parametrize("unit", ["record", "user"])
 def test_a_run_says_what_it_does_not_train_on_and_keeps_the_counts_to_itself(
-    unit: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    unit: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # a long path would be folded in the middle of a word
     said = [{"text": f"note {i} of some length", "by": f"user {i % 20}"} for i in range(60)]
-    path, out = write(tmp_path / "mail.jsonl", *said), tmp_path / "run"
+    path, out = write(Path("mail.jsonl"), *said), tmp_path / "run"
     by = ["--user-field", "by", "--windows-per-user", "1"] if unit == "user" else []
     words = ["train", *TINY, "--context", "16", "--data", str(path), "--unit", unit, *by, "--out", str(out)]
     with pytest.raises(SystemExit) as caught:
@@ -109,11 +110,11 @@ def test_a_run_says_what_it_does_not_train_on_and_keeps_the_counts_to_itself(
     assert not caught.value.code
     printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
     if unit == "record":
-        assert "mail.jsonl, 60 records, each a sample of up to 17 bytes (private)" in printed
+        assert "mail.jsonl, 60 records, each a sample of up to 17 bytes (counts are private)" in printed
         assert "60 of 60 records are longer than the 17 bytes of a sample: their ends are not trained on" in printed
         assert "one record (its first 17 bytes), added or removed; the whole record is protected" in printed
     else:
-        assert "mail.jsonl, 60 records of 20 users, in 20 windows of up to 17 bytes (private)" in printed
+        assert "mail.jsonl, 60 records of 20 users, in 20 windows of up to 17 bytes (counts are private)" in printed
         assert (
             "20 of 20 users have more windows than --windows-per-user: 100 of 120 windows are not trained on" in printed
         )
