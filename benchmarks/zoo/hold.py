@@ -17,7 +17,8 @@ import copy
 import hashlib
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -61,7 +62,7 @@ class Case(NamedTuple):
     module: nn.Module
     draw: Draw
     loss: Callable[[Any, Tree], Tensor] = squares
-    options: dict[str, Any] = {}
+    options: Mapping[str, Any] = MappingProxyType({})
     take: Callable[[nn.Module, Tree], tuple[Model, Tree]] | None = None
     call: Callable[[Callable[..., Any], Tree], Any] | None = None
 
@@ -162,7 +163,7 @@ def _looked_at(case: Case, blocks: Blocks | None) -> tuple[str, str, float]:
             found = EXACT, "", error
     except FdpError as refused:
         found = REFUSED, str(refused), 0.0
-    except Exception as crash:  # noqa: BLE001
+    except Exception as crash:
         inner = crash.__cause__ if blocks is not None else None
         if isinstance(inner, FdpError):
             found = REFUSED, str(inner), 0.0

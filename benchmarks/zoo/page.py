@@ -47,8 +47,8 @@ def page(content: dict[str, Any], *, name: str) -> str:
     head = textwrap.fill(
         f"{len(rows)} kinds of module and folder, each held against a loop of single-sample backwards in float64 "
         f"(losses, norms of every leaf, a clipped sum; 1e-7), and looked at for change, bit for bit: "
-        f"{counts[EXACT]} exact, {counts[MENDED]} exact by the remedy that the refusal names, {counts[REFUSED]} refused "
-        f"with a remedy that is another module. {len(compiled)} of them also compiled by block (backend "
+        f"{counts[EXACT]} exact, {counts[MENDED]} exact by the remedy that the refusal names, {counts[REFUSED]} "
+        f"refused with a remedy that is another module. {len(compiled)} of them also compiled by block (backend "
         f"{content['settings']['backend']}): {sum(row.compiled == EXACT for row in compiled)} exact, the others as "
         f"eager or refused by name. {versions}; commit {content['commit']}. Rows: `{name}.json`; how: "
         f"`benchmarks/zoo/hold.py`.",
