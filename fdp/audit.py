@@ -26,6 +26,7 @@ from fdp.model import Model, check_losses
 from fdp.per_sample import per_sample_norms
 from fdp.taps import Tape, batch_size_of, make_taps, watch
 from fdp.types import FdpError, Flat, Norms, Tree
+from fdp.vjp import NotFunctional
 
 LEAST = 1e-3
 """Norms are compared down to this share of the sample's whole norm: there are leaves whose gradient is zero but for
@@ -241,7 +242,22 @@ def reference_gradients(model: Model, params: Tree, data: Tree) -> Flat:
         return model.loss(tree.unflatten(params, flat), tree.map(lambda leaf: leaf.unsqueeze(0), one)).squeeze(0)
 
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        return torch.func.vmap(torch.func.grad(loss_of_one), in_dims=(None, 0))(flat, data)
+        try:
+            return torch.func.vmap(torch.func.grad(loss_of_one), in_dims=(None, 0))(flat, data)
+        except (RuntimeError, NotFunctional):  # no batching rule, a shape that depends on the data, plain autograd only
+            return _one_by_one(loss_of_one, flat, data)
+
+
+def _one_by_one(loss_of_one: Callable[[Flat, Tree], Tensor], flat: Flat, data: Tree) -> Flat:
+    """The same by a plain backward for every sample."""
+    rows: list[Flat] = []
+    for i in range(batch_size_of(data)):
+        opened = {path: leaf.detach().requires_grad_() for path, leaf in flat.items()}
+        with torch.enable_grad():
+            loss = loss_of_one(opened, tree.map(lambda leaf: leaf[i], data))  # noqa: B023
+        options = {"allow_unused": True, "materialize_grads": True}
+        rows.append(dict(zip(opened, torch.autograd.grad(loss, list(opened.values()), **options))))
+    return {path: torch.stack([row[path] for row in rows]) for path in flat}
 
 
 def _rows(data: Tree, which: Tensor) -> Tree:

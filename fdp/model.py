@@ -94,7 +94,7 @@ class Model(NamedTuple):
     ``parallel(axis)`` is the same model with its layers cut over a tensor axis, None: over none; same leaves and
     losses. ``tensor`` is the axis over which they are cut. The blocks that hold a leaf of ``materialized`` have their
     per-sample gradients made whole, whatever the method: for operations without a rule. ``settings`` tells it from
-    models with the same name and leaves that compute another loss.
+    models with the same name and leaves that compute another loss. ``remark``: what to know of how it is computed.
     """
 
     name: str
@@ -107,6 +107,7 @@ class Model(NamedTuple):
     tensor: Axis | None = None
     materialized: frozenset[Path] = frozenset()
     settings: str | None = None
+    remark: str | None = None
 
     def init(self, key: Key, *, dtype: torch.dtype = torch.float32) -> Tree:
         """The parameters, each leaf a function of (key, path)."""

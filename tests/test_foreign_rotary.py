@@ -213,11 +213,16 @@ def test_the_remedies_work(family: str) -> None:
     from_module(type(module)(module.config).double(), loss=next_token, call=call, example=short_documents())
 
 
-def test_a_classifier_that_looks_at_its_positions_to_decide_is_refused_in_words() -> None:
+def test_a_classifier_that_looks_at_its_positions_to_decide_is_one_block_and_refused_in_words() -> None:
     config = make("Llama", "dynamic").config
     config.num_labels, config.pad_token_id = 3, 0
     module = transformers.LlamaForSequenceClassification(config).eval()
-    with pytest.raises(FdpError, match=r"a branch that depends on the data .*rope_type 'dynamic'.*blocks=None"):
-        classifier(
-            module, example={"tokens": torch.ones(2, CONTEXT, dtype=torch.int64), "label": torch.zeros(2).long()}
-        )
+    data = {"tokens": torch.ones(2, CONTEXT, dtype=torch.int64), "label": torch.zeros(2).long()}
+    model = classifier(module, example=data)
+    assert model.remark is not None
+    assert "a branch that depends on the data" in model.remark
+    assert "rope_type 'dynamic'" in model.remark
+    params = params_of(module, model)
+    with pytest.raises(FdpError, match=r"a branch that depends on the data.*'materialize'"):
+        make_plan(model, params, data)
+    per_sample_norms(model, params, data, plan=make_plan(model, params, data, method=Method.MATERIALIZE))

@@ -242,17 +242,32 @@ def test_layers_that_return_tuples():
     assert_exact(module, model, params, some_data())
 
 
-def test_layers_that_return_more_tensors_are_refused():
-    class Chatty(Layer):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            out = super().forward(*args, **kwargs)
-            return out, out.mean()
+class Chatty(Layer):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(*args, **kwargs)
+        return out, (out.mean(-1, keepdim=True), None)
 
-    class Listening(Stacked):
+
+def test_layers_that_return_more_tensors_are_exact_where_nobody_uses_them():
+    class Deaf(Stacked):
         def called(self, *args: Any) -> Tensor:
             return super().called(*args)[0]
 
-    with pytest.raises(FdpError, match=r"layers\.0: expected a layer that returns its hidden state"):
+    module, model, params = made(Deaf, layer=Chatty)
+    assert_exact(module, model, params, some_data())
+
+
+def test_layers_that_return_more_tensors_are_refused_where_they_are_used():
+    class Listening(Stacked):
+        def called(self, *args: Any) -> Tensor:
+            out, (mean, _) = super().called(*args)
+            self.heard = mean.sum()
+            return out
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs) + self.heard
+
+    with pytest.raises(FdpError, match=r"also uses what \['layers.*did; take the module as one block"):
         made(Listening, layer=Chatty)
 
 

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from fdp.foreign.leaves import foreign_model
-from fdp.foreign.masks import causal_caller, stands_for_none
-from fdp.foreign.parts import After
+from fdp.foreign.masks import causal_caller, own_masks, stands_for_none
+from fdp.foreign.parts import After, Caller
 from fdp.foreign.placeholders import Same
 from fdp.foreign.rotary import FixedLength, tables_of, with_fixed_tables
 from fdp.foreign.skeleton import returns, stack_blocks
-from fdp.foreign.stack import AUTO, leaf_paths
-from fdp.model import Likelihood, Model, Outputs
+from fdp.foreign.stack import AUTO, NotAStack, leaf_paths
+from fdp.foreign.whole import Whole, one_block, remark_of
+from fdp.model import Block, Likelihood, Model, Outputs
 from fdp.models.language import head_block, present_of, targets_of, token_losses, weights_of, window_inputs_of
 from fdp.types import FdpError, Tree
 
@@ -48,7 +49,8 @@ def causal_lm(
     ``fdp.foreign.prefix``, which hands them in.
 
     Guarantees:
-      - a rotary table that would look at the longest position among all samples is that of a full row instead.
+      - a rotary table that would look at the longest position among all samples is that of a full row instead;
+      - a module that cannot be treated layer by layer is one block, and the model's ``remark`` says why.
     """
     _check_no_prompt(module)
     head, name = _head(module)
@@ -57,19 +59,44 @@ def causal_lm(
     length = prefix + (context if example is None else window_inputs_of(example).shape[-1])
     example = _example(config, context) if example is None else example
     tables, module = tables_of(module), with_fixed_tables(module, length=length)
-    call = causal_caller(module, example, pattern=pattern, prefix=prefix)
-    call = FixedLength(call, tables, length, prefix) if tables else call
+
+    def fixed(call: Caller) -> Caller:
+        return FixedLength(call, tables, length, prefix) if tables else call
+
+    fields: dict[str, Any] = {"context": context, "vocab_size": config.vocab_size}
+    try:
+        call = fixed(causal_caller(module, example, pattern=pattern, prefix=prefix))
+        blocks = _stacked(module, head, name, call, example, pattern)
+    except NotAStack as error:
+        if prefix or pattern != AUTO:
+            raise
+        blocks = (_whole(module, fixed(own_masks(module, example)), example),)
+        fields["remark"] = remark_of(module, error)
+    return foreign_model(module, blocks, **fields)
+
+
+def _stacked(
+    module: nn.Module, head: nn.Module, name: str, call: Caller, example: Tree, pattern: str
+) -> tuple[Block, ...]:
+    """What comes before the layers, the layers, and the head with the loss."""
     common: dict[str, Any] = {"call": call, "example": example, "pattern": pattern, "absent": stands_for_none}
     if type(head) is nn.Linear and head.bias is None and returns(module, name, call, _logits, example):
-        *blocks, last = stack_blocks(module, finish=_logits, parts={name: Same()}, **common)
-        end = head_block({**last.params, "weight": leaf_paths(module)[f"{name}.weight"]}, last.apply)
-    else:
-        *blocks, last = stack_blocks(module, finish=_losses, **common)
-        assert isinstance(last.apply, After)
-        scores = replace(last.apply, finish=_logits)
-        outputs = Outputs(scores, Likelihood.SOFTMAX, targets_of, weights=weights_of, present=present_of)
-        end = last._replace(name="head", outputs=outputs)
-    return foreign_model(module, (*blocks, end), context=context, vocab_size=config.vocab_size)
+        *blocks, last = stack_blocks(module, finish=_logits, parts={name: Same(head)}, **common)
+        return *blocks, head_block({**last.params, "weight": leaf_paths(module)[f"{name}.weight"]}, last.apply)
+    *blocks, last = stack_blocks(module, finish=_losses, **common)
+    assert isinstance(last.apply, After)
+    return *blocks, last._replace(name="head", outputs=_outputs(replace(last.apply, finish=_logits)))
+
+
+def _whole(module: nn.Module, call: Caller, example: Tree) -> Block:
+    """The module as one block with its loss."""
+    block = one_block(module, call=call, finish=_losses, example=example)
+    assert isinstance(block.apply, Whole)
+    return block._replace(outputs=_outputs(replace(block.apply, finish=_logits)))
+
+
+def _outputs(scores: Any) -> Outputs:
+    return Outputs(scores, Likelihood.SOFTMAX, targets_of, weights=weights_of, present=present_of)
 
 
 def _check_no_prompt(module: Any) -> None:

@@ -16,18 +16,18 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from fdp.types import FdpError
+from fdp.foreign.stack import NotAStack
 
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Slot(NamedTuple):
-    """A tensor's place: its number among the extras, or -1 for the hidden state."""
+    """A tensor's place: its number among the extras, -1 for the hidden state, -2 for one that nobody uses."""
 
     index: int
 
 
-HIDDEN = Slot(-1)
+HIDDEN, SPARE = Slot(-1), Slot(-2)
 
 
 class Form(NamedTuple):
@@ -64,15 +64,40 @@ def read(
     return tuple(forms), hiddens, extras
 
 
-def fill(form: Form, hidden: Tensor, extras: Sequence[Tensor]) -> Call:
-    """The call, tensors in their places."""
+def fill(form: Form, hidden: Tensor, extras: Sequence[Tensor], spare: Tensor | None = None) -> Call:
+    """The call, tensors in their places; ``spare``: in those that nobody uses, by default the hidden state."""
+    unused = hidden if spare is None else spare
 
     def tensor(leaf: Any) -> Any:
         if isinstance(leaf, Slot):
-            return hidden if leaf.index < 0 else extras[leaf.index]
+            return unused if leaf == SPARE else hidden if leaf == HIDDEN else extras[leaf.index]
         return leaf
 
     return _mapped(tensor, form.args), _mapped(tensor, form.kwargs)
+
+
+def difference(expected: Sequence[Form], got: Sequence[Form]) -> str:
+    """In words, what the first two calls that differ are given: by argument, a tensor, nothing, or a value."""
+    pairs = ((e, g) for e, g in zip(expected, got) if repr(e) != repr(g))
+    expected_form, got_form = next(pairs, (expected[-1], got[-1]))
+    named = ([*enumerate(form.args), *form.kwargs.items()] for form in (expected_form, got_form))
+    (mine, theirs) = ({str(name): _words(value) for name, value in entries} for entries in named)
+    apart = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
+    if not apart:  # the same arguments, other tensors among them
+        return "arguments that are one tensor in one call and another in the other"
+    said = [f"{name} = {mine.get(name, 'not given')} and {theirs.get(name, 'not given')}" for name in apart]
+    return "; ".join(said)
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, Slot):
+        return "a tensor"
+    return repr(value) if value is None or isinstance(value, (bool, int, float, str)) else f"a {type(value).__name__}"
+
+
+def spared(value: Any) -> Any:
+    """``value`` with every tensor in it as one that nobody uses."""
+    return _mapped(lambda leaf: SPARE if isinstance(leaf, Tensor) else leaf, value)
 
 
 def swapped(form: Form, kind: type, new: Any) -> Form:
@@ -88,9 +113,9 @@ def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The hidden state: the first positional argument or, without any, the first tensor given by name."""
     given = args[:1] or tuple(value for value in kwargs.values() if isinstance(value, Tensor))[:1]
     if not given or not isinstance(given[0], Tensor):
-        raise FdpError(
+        raise NotAStack(
             f"block: expected to be called with its hidden state first, got {[type(a).__name__ for a in args]} and "
-            f"{sorted(kwargs)}; take the module as one block (blocks=None)"
+            f"{sorted(kwargs)}"
         )
     return given[0]
 

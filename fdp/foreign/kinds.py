@@ -27,6 +27,7 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fdp import tree
+from fdp.foreign.stack import NotAStack
 from fdp.types import FdpError
 
 FEW = 64
@@ -45,14 +46,24 @@ class Tape(NamedTuple):
 
 @contextmanager
 def refusing_branches(part: str) -> Iterator[None]:
-    """Refuse a module that looks at values to decide what to do: without values nothing is known of it."""
+    """Refuse a module that looks at values to decide what to do: without values nothing is known of it.
+
+    So also one that fails without its layers; what it says may show the data, and is left to the traceback.
+    """
     try:
         yield
     except (DynamicOutputShapeException, DataDependentOutputException) as error:
-        raise FdpError(
+        raise NotAStack(
             f"{part}: {error} has a shape or a branch that depends on the data (such as experts that are skipped, or a "
-            f"rotary table of rope_type 'dynamic'), so that the layer cannot be one of a stack; take the module as one "
-            f"block (blocks=None), its leaves in materialize=(...)"
+            f"rotary table of rope_type 'dynamic'), so that the layer cannot be one of a stack",
+            then=", its leaves in materialize=(...)",
+        ) from error
+    except FdpError:
+        raise
+    except Exception as error:
+        raise NotAStack(
+            f"{part}: expected a module that runs with placeholders for its layers, which hand on the hidden state as "
+            f"it is, got {type(error).__name__}; its layers may change the shape of the hidden state"
         ) from error
 
 

@@ -68,19 +68,19 @@ class CausalMasks:
         if documents is None and not self.added and not self.prefix and (window is None or length < window):
             return none_of(tokens, batch, 1, length, length)
         index = torch.arange(length, device=tokens.device)
-        seen = _within(index[:, None] - index, window)[None, None]
+        seen = within(index[:, None] - index, window)[None, None]
         if documents is not None:
             seen = seen & _same_document(documents)
         if self.prefix:
             # How far behind a virtual token is, a token's place in its document says, not its place in the row.
             virtual = torch.arange(self.prefix, device=tokens.device)
             before = self.prefix + _places(tokens[:1] if documents is None else tokens, documents)
-            before = _within(before[:, None, :, None] - virtual, window)
+            before = within(before[:, None, :, None] - virtual, window)
             seen = torch.cat([before, seen.expand(len(before), -1, -1, -1)], dim=-1)
         return additive(seen) if self.added else seen
 
 
-def _within(behind: Int[Tensor, "..."], window: int | None) -> Bool[Tensor, "..."]:
+def within(behind: Int[Tensor, "..."], window: int | None) -> Bool[Tensor, "..."]:
     """Whether a key so far behind is seen."""
     return (behind >= 0) if window is None else (behind >= 0) & (behind < window)
 
@@ -135,14 +135,19 @@ def adds_masks(module: nn.Module) -> bool:
     return chosen == "eager"
 
 
+def kinds_of(module: nn.Module) -> tuple[tuple[str, ...], int | None]:
+    """The kinds of attention that a module's layers have, and the window of those that have one."""
+    config: Any = module.config
+    window = getattr(config, "sliding_window", None)
+    return tuple(sorted(set(getattr(config, "layer_types", None) or [SLIDING if window else FULL]))), window
+
+
 def causal_caller(module: nn.Module, example: Tree, *, pattern: str, prefix: int = 0) -> Caller:
     """The first way of calling the module that gives its layers what they get when it is given tokens alone.
 
     With a ``prefix`` it is then called so that its layers have this many keys before those of the tokens.
     """
-    config: Any = module.config
-    window, added = getattr(config, "sliding_window", None), adds_masks(module)
-    kinds = tuple(sorted(set(getattr(config, "layer_types", None) or [SLIDING if window else FULL])))
+    added, (kinds, window) = adds_masks(module), kinds_of(module)
     several = documents_of(example)
     tokens = window_inputs_of(example)
     tokens = tokens if tokens.ndim == 2 else tokens[:, 0]  # all windows in a row may be longer than it takes
@@ -158,7 +163,12 @@ def causal_caller(module: nn.Module, example: Tree, *, pattern: str, prefix: int
             f"{type(module).__name__}: expected a model that takes masks and positions, to put a prefix before its "
             f"tokens; tune it by LoRA"
         )
-    if several is not None:
+    return own_masks(module, example)
+
+
+def own_masks(module: nn.Module, example: Tree) -> Caller:
+    """The way of calling a module that makes its own masks and positions: its samples are one document each."""
+    if documents_of(example) is not None:
         raise FdpError(
             f"{type(module).__name__}: expected a model that takes masks and positions, to keep documents apart; do "
             f"not pack, nor group windows by user"
@@ -173,14 +183,15 @@ def _calls(module: nn.Module, ours: Caller, data: Tree, pattern: str) -> list[An
         return []
 
 
-def same_calls(own: list[Any], ours: list[Any], length: int | None) -> bool:
-    """Whether two runs called their layers alike; with a ``length``, None is a causal mask of it."""
+def same_calls(own: list[Any], ours: list[Any], length: int | None, *, values: bool = True) -> bool:
+    """Whether two runs called their layers alike; with a ``length``, None is a causal mask of it. Without ``values``
+    tensors are alike that have as many dims and one dtype."""
     causal = torch.ones(length or 0, length or 0, dtype=torch.bool).tril()
 
     def same(mine: Any, theirs: Any) -> bool:
         if isinstance(mine, Tensor) and isinstance(theirs, Tensor) and not stands_for_none(theirs):
             fits = mine.ndim == theirs.ndim and mine.dtype == theirs.dtype
-            return fits and bool((mine == theirs).all())
+            return fits and (not values or bool((mine == theirs).all()))
         if isinstance(theirs, Tensor) and mine is None:
             given = length is not None and theirs.shape[-2:] == causal.shape and theirs.dtype == torch.bool
             return stands_for_none(theirs) or (given and bool((theirs == causal).all()))

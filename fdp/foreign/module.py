@@ -15,34 +15,25 @@ from __future__ import annotations
 import fnmatch
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
-import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
-from fdp import tree
 from fdp.foreign.check import check_module
-from fdp.foreign.dropout import NAME, keys_of
 from fdp.foreign.fast_paths import without_fast_paths
 from fdp.foreign.leaves import foreign_model, params_of
-from fdp.foreign.parts import Caller, Constants, Weights
+from fdp.foreign.parts import Caller
 from fdp.foreign.skeleton import stack_blocks
 from fdp.foreign.stack import leaf_paths
-from fdp.foreign.uses import watched_call
+from fdp.foreign.whole import Finish, whole
 from fdp.model import Block, Model
-from fdp.taps import batch_size_of
 from fdp.types import FdpError, Path, Tree
-
-Loss: TypeAlias = Callable[[Any, Tree], Float[Tensor, " batch"]]
-"""``loss(outputs, data)``: the loss of every sample, of what the module returned."""
 
 
 def from_module(
     module: nn.Module,
     *,
-    loss: Loss | None = None,
+    loss: Finish | None = None,
     call: Caller | None = None,
     blocks: str | None = None,
     materialize: Sequence[str] = (),
@@ -73,9 +64,8 @@ def from_module(
     given, module = module, without_fast_paths(module)
     finish, caller = loss or _its_own_loss, call or _by_name(module)
     if blocks is None:
-        names = leaf_paths(module)
-        whole = Whole(module, caller, finish, Constants(module, {}), batch_first, modes_of(module))
-        made: tuple[Block, ...] = (Block("module", names, whole),)
+        apply = whole(module, call=caller, finish=finish, batch_first=batch_first)
+        made: tuple[Block, ...] = (Block("module", leaf_paths(module), apply),)
     elif example is None or not batch_first:
         raise FdpError(f"blocks={blocks!r}: expected an example, and samples in dim 0; got example={example!r}")
     else:
@@ -96,51 +86,6 @@ def from_module(
             )
         check_module(given, model, params, example, call=caller, finish=finish)
     return model, params
-
-
-@dataclass(frozen=True, eq=False)
-class Whole:
-    """A module as one block: its losses."""
-
-    module: nn.Module
-    call: Caller
-    finish: Loss
-    constants: Constants
-    batch_first: bool
-    modes: tuple[bool, ...]
-
-    def __call__(self, params: Weights, carry: Tree, data: Tree) -> Float[Tensor, " batch"]:
-        if not torch.compiler.is_compiling() and modes_of(self.module) != self.modes:
-            raise FdpError(
-                f"{type(self.module).__name__}: expected its parts in train() or eval() as they were when the model "
-                f"was made and checked, got others; put them back, or make the model anew"
-            )
-        dtype = next(iter(params.values())).dtype
-        tensors = self.constants.on(tree.leaves(data)[0].device, dtype) | dict(params)
-
-        def module(*args: Any, **kwargs: Any) -> Any:
-            return watched_call(
-                self.module,
-                tensors,
-                args,
-                kwargs,
-                batch_size=batch_size_of(data),
-                dropout=keys_of(data),
-                batch_first=self.batch_first,
-            )
-
-        return self.finish(self.call(module, inputs_of(data, dtype)), data)
-
-
-def modes_of(module: nn.Module) -> tuple[bool, ...]:
-    """Whether each part of a module is in train()."""
-    return tuple(part.training for part in module.modules())
-
-
-def inputs_of(data: Tree, dtype: torch.dtype) -> Tree:
-    """What a module is called with: no keys, and floating-point entries in the dtype of its parameters."""
-    held = {name: leaf for name, leaf in data.items() if name != NAME} if isinstance(data, dict) else data
-    return tree.map(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, held)
 
 
 def _by_name(module: nn.Module) -> Caller:

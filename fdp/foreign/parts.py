@@ -25,8 +25,9 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from fdp import tree
 from fdp.foreign.dead import skipping
 from fdp.foreign.dropout import NAME, keys_of, next_keys
-from fdp.foreign.forms import Call, Form, fill, read
+from fdp.foreign.forms import Call, Form, difference, fill, read
 from fdp.foreign.placeholders import Reached
+from fdp.foreign.stack import NotAStack
 from fdp.foreign.uses import watched_call
 from fdp.taps import Watched, batch_size_of
 from fdp.types import FdpError, Tree
@@ -130,10 +131,9 @@ class Before:
                 constants.move(tree.leaves(data)[0].device)
         forms, hidden, extras = self.read(skipping(params, self.dead), data)
         if not torch.compiler.is_compiling() and repr(forms) != repr(self.forms):
-            expected, got = next((e, g) for e, g in zip(self.forms, forms) if repr(e) != repr(g))
             raise FdpError(
-                f"blocks: expected to be called as on the example, with {expected}, got {got}; give an example with "
-                f"the entries and lengths of the data"
+                f"blocks: expected layers to be called as on the example, got {difference(self.forms, forms)}; give an "
+                f"example with the entries and lengths of the data"
             )
         size = batch_size_of(data)
         packed = [_packed(extra, kind, size) for extra, kind in zip(extras, self.extras)]
@@ -144,9 +144,10 @@ class Before:
         """How the blocks are called: the forms of their calls, the hidden state, and the other tensors."""
         forms, hiddens, extras = read(self.seen(params, data), self.absent)
         if any(hidden is not hiddens[0] for hidden in hiddens[1:]):
-            raise FdpError(
+            raise NotAStack(
                 "blocks: expected each to be given what the one before it returned, got something else: the module "
-                "does more between its blocks. Take it as one block (blocks=None), or name another list of blocks"
+                "does more between its blocks",
+                first="name another list of blocks, or ",
             )
         return forms, hiddens[0], extras
 
@@ -160,8 +161,9 @@ class Before:
             return list(self.calls.values())
         finally:
             self.calls.clear()
-        raise FdpError(
-            "blocks: expected the module to call the last of them, got to its end without; name those that run"
+        raise NotAStack(
+            "blocks: expected the module to call the last of them, got to its end without",
+            first="name those that run, or ",
         )
 
 

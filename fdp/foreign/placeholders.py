@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fdp.foreign.forms import Call, Form, fill, hidden_of
-from fdp.types import FdpError
+from fdp.foreign.stack import NotAStack
 
 
 class Reached(Exception):
@@ -48,7 +48,7 @@ class Passing(Placeholder):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.name in self.calls:
-            raise FdpError(f"{self.name}: expected to be called once, got twice; take the module as one block")
+            raise NotAStack(f"{self.name}: expected to be called once, got twice")
         self.calls[self.name] = (args, kwargs)
         if self.output is None:
             raise Reached
@@ -69,30 +69,35 @@ class Resuming(Placeholder):
 
 
 class Standing(Placeholder):
-    """In a block's place: notes that it was called and returns a tensor of its ``own``, so that its use is seen."""
+    """In a block's place: notes that it was called and returns tensors of its ``own``, so that their use is seen: the
+    hidden state, and what it returns besides."""
 
-    def __init__(self, block: nn.Module, name: str, calls: list[str], output: Form, own: Tensor):
+    def __init__(self, block: nn.Module, name: str, calls: list[str], output: Form, own: tuple[Tensor, Tensor]):
         super().__init__(block)
         self.name, self.calls, self.output = name, calls, output
         self.__dict__["own"] = own
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.calls.append(self.name)
-        return returned(self.output, self.own)
+        return returned(self.output, *self.own)
 
 
 class Same(nn.Module):
-    """In a head's place: returns what it is given."""
+    """In a head's place: returns what it is given. It has the head's parameters, whose dtype the module may ask for."""
+
+    def __init__(self, head: nn.Module):
+        super().__init__()
+        self.__dict__["_parameters"] = {name: _meta(leaf) for name, leaf in head._parameters.items()}
 
     def forward(self, x: Tensor) -> Tensor:
         return x
 
 
-class Noting(nn.Module):
+class Noting(Same):
     """In a head's place: returns what it is given, and keeps it to be looked at."""
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self, head: nn.Module):
+        super().__init__(head)
         self.seen: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
@@ -100,9 +105,9 @@ class Noting(nn.Module):
         return x
 
 
-def returned(output: Form, hidden: Tensor) -> Any:
+def returned(output: Form, hidden: Tensor, spare: Tensor | None = None) -> Any:
     """What a block returns, its hidden state given: the state itself, or a tuple that begins with it."""
-    return fill(output, hidden, ())[0][0]
+    return fill(output, hidden, (), spare)[0][0]
 
 
 def shallow(module: nn.Module) -> nn.Module:

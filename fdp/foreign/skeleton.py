@@ -25,13 +25,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fdp import tree
 from fdp.foreign.dead import dead_uses
-from fdp.foreign.forms import HIDDEN, Form, fill
+from fdp.foreign.forms import HIDDEN, Form, difference, fill, spared
 from fdp.foreign.kinds import refusing_branches, tape
 from fdp.foreign.parts import After, Before, Caller, Constants, Extra, Layer, Run, Weights, inputs_of
 from fdp.foreign.placeholders import Noting, Passing, Resuming, Standing, hollow, with_parts
-from fdp.foreign.stack import AUTO, Stack, find_stack, leaf_paths
+from fdp.foreign.stack import AUTO, NotAStack, Stack, find_stack, leaf_paths
 from fdp.model import Block
-from fdp.types import FdpError, Tree
+from fdp.types import Tree
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -67,7 +67,7 @@ def stack_blocks(
 
     before, output = _before(module, skeleton, stack, call, absent or _never, shapes, example)
     hidden, extras = before.read(_zeros(shapes, torch.float32), example)[1:]
-    early, slopes = _needed(lambda given, data: _tensors(before.read(given, data)), shapes, example)
+    early, slopes = _needed(lambda given, data: _tensors(_read_as_planned(before, given, data)), shapes, example)
     kinds = tuple(kind._replace(slope=slope) for kind, slope in zip(before.extras, slopes[1:]))
     _check_slopes(kinds, extras)
     before = replace(before, constants=Constants(skeleton, _without(shapes, early)), extras=kinds)
@@ -100,6 +100,7 @@ def stack_blocks(
     )
 
 
+@refusing_branches("blocks")
 def calls_of(module: nn.Module, call: Caller, example: Tree, *, pattern: str = AUTO) -> list[Any]:
     """What the layers are called with, layer by layer, if every parameter has its row's number in each row."""
     stack, module = find_stack(module, pattern), hollow(module)
@@ -111,7 +112,7 @@ def calls_of(module: nn.Module, call: Caller, example: Tree, *, pattern: str = A
 @refusing_branches("blocks")
 def returns(module: nn.Module, part: str, call: Caller, finish: Callable[[Any, Tree], Tensor], example: Tree) -> bool:
     """Whether what ``finish`` takes from the module's result is what its ``part`` returned, untouched."""
-    noting = Noting()
+    noting = Noting(module.get_submodule(part))
     hollowed = with_parts(hollow(module), {part: noting})
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, torch.no_grad():
@@ -150,11 +151,14 @@ def _before(
     forms, hidden, extras = before.read(_zeros(shapes, torch.float32), example)
     other, hidden2, extras2 = before.read(**wide)
     if len(forms) != len(stack.blocks):
-        raise FdpError(f"blocks: expected calls of {len(stack.blocks)} blocks, got {len(forms)}; name those that run")
+        raise NotAStack(
+            f"blocks: expected calls of {len(stack.blocks)} blocks, got {len(forms)}", first="name those that run, or "
+        )
     if repr(forms) != repr(other):
-        raise FdpError(
-            f"blocks: expected calls that depend neither on the number of samples nor on their dtype, got {forms} and "
-            f"{other}; make what all layers share once, before them, or take the module as one block (blocks=None)"
+        raise NotAStack(
+            f"blocks: expected calls that depend neither on the number of samples nor on their dtype, got "
+            f"{difference(forms, other)}",
+            first="make what all layers share once, before them, or ",
         )
     kinds = tuple(_kind(i, a, b, (hidden, hidden2)) for i, (a, b) in enumerate(zip(extras, extras2)))
     return replace(before, forms=forms, extras=kinds), output
@@ -177,24 +181,28 @@ def _check_walk(
     calls: list[str] = []
     with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
         own = {name: torch.empty(hidden.shape, requires_grad=True) for name in stack.blocks}
-        blocks = {name: Standing(skeleton.get_submodule(name), name, calls, output, leaf) for name, leaf in own.items()}
+        more = {name: torch.empty(hidden.shape, requires_grad=True) for name in stack.blocks}
+        blocks = {
+            name: Standing(skeleton.get_submodule(name), name, calls, output, (own[name], more[name])) for name in own
+        }
         walked = with_parts(skeleton, blocks)
         given = {name: torch.empty(shape) for name, shape in shapes.items()}
         data = tree.map(torch.empty_like, example)
         run = Run(walked, given, Constants(skeleton, {}), data)
         out = finish(call(run, inputs_of(data, run.dtype)), data)
         if tuple(calls) != stack.blocks:
-            raise FdpError(
+            raise NotAStack(
                 f"blocks: expected a module that calls each of {list(stack.blocks)} once and in order, got calls of "
-                f"{calls}; take the module as one block (blocks=None)"
+                f"{calls}"
             )
-        *earlier, _ = own.values()
+        *earlier, _ = own
+        wanted = [*(own[name] for name in earlier), *more.values()]
         ones = torch.ones_like(out)
-        found = torch.autograd.grad(out, earlier, ones, allow_unused=True) if earlier and out.requires_grad else ()
-    if used := [name for name, slope in zip(own, found) if slope is not None]:
-        raise FdpError(
-            f"blocks: expected a module that uses what its last block returned, got one that also uses what "
-            f"{used} did; take the module as one block (blocks=None)"
+        found = torch.autograd.grad(out, wanted, ones, allow_unused=True) if out.requires_grad else ()
+    if used := [name for name, slope in zip([*earlier, *more], found) if slope is not None]:
+        raise NotAStack(
+            f"blocks: expected a module that uses the hidden state of its last block, got one that also uses what "
+            f"{used} did"
         )
 
 
@@ -203,9 +211,9 @@ def _kind(i: int, one: Tensor, other: Tensor, hiddens: tuple[Tensor, Tensor]) ->
     samples = [len(hidden) for hidden in hiddens]
     moved = one.ndim > 0 and [len(one), len(other)] == samples and one.shape[1:] == other.shape[1:]
     if not (same or moved):
-        raise FdpError(
+        raise NotAStack(
             f"blocks: expected arguments with samples in dimension 0 or nowhere, got shapes {tuple(one.shape)} for "
-            f"{samples[0]} samples and {tuple(other.shape)} for {samples[1]}; take the module as one block"
+            f"{samples[0]} samples and {tuple(other.shape)} for {samples[1]}"
         )
     follows = (one.dtype, other.dtype) == tuple(hidden.dtype for hidden in hiddens)
     return Extra(samples=not same, slope=False, dtype=None if follows else one.dtype)
@@ -214,22 +222,20 @@ def _kind(i: int, one: Tensor, other: Tensor, hiddens: tuple[Tensor, Tensor]) ->
 def _check_slopes(kinds: tuple[Extra, ...], extras: list[Tensor]) -> None:
     for kind, extra in zip(kinds, extras):
         if kind.slope and not kind.samples:
-            raise FdpError(
+            raise NotAStack(
                 f"blocks: expected what parameters make for all layers to hold samples, got a tensor of shape "
-                f"{tuple(extra.shape)} without; take the module as one block (blocks=None)"
+                f"{tuple(extra.shape)} without"
             )
 
 
 def _output(name: str, out: Any) -> Form:
-    """The form of what a layer returned: its hidden state, or a tuple of it and of nothing else that is a tensor."""
+    """The form of what a layer returned: its hidden state, alone or first of a tuple, the rest of which nobody uses."""
     if isinstance(out, Tensor):
         return Form((HIDDEN,), {})
-    more = type(out) is tuple and any(isinstance(leaf, Tensor) for leaf in tree.leaves(out[1:]))
-    if type(out) is tuple and out and isinstance(out[0], Tensor) and not more:
-        return Form(((HIDDEN, *out[1:]),), {})
-    raise FdpError(
-        f"{name}: expected a layer that returns its hidden state, alone or first of a tuple, got {type(out).__name__} "
-        f"with more in it; take the module as one block (blocks=None)"
+    if type(out) is tuple and out and isinstance(out[0], Tensor):
+        return Form(((HIDDEN, *spared(out[1:])),), {})
+    raise NotAStack(
+        f"{name}: expected a layer that returns its hidden state, alone or first of a tuple, got {type(out).__name__}"
     )
 
 
@@ -243,11 +249,11 @@ def _layers(
         block = module.get_submodule(name)
         found = tape(block, _local(block), *fill(form, hidden, extras))
         if repr(_output(name, found.out)) != repr(output):
-            raise FdpError(f"{name}: expected to return what the first block does, got another form of result")
+            raise NotAStack(f"{name}: expected to return what the first block does, got another form of result")
         if any(written.startswith("argument ") for written in found.written):
-            raise FdpError(
-                f"{name}: expected a layer that leaves its arguments as they are, got one that writes into them; write "
-                f"h = h + y instead of h += y, or take the module as one block (blocks=None)"
+            raise NotAStack(
+                f"{name}: expected a layer that leaves its arguments as they are, got one that writes into them",
+                first="write h = h + y instead of h += y, or ",
             )
         used = tuple(n for n, _ in block.named_parameters(remove_duplicate=False) if n in found.used)
         key = (repr(form), found.lines, used)
@@ -284,10 +290,26 @@ def _needed(
     return [name for name, slope in zip(given, found) if slope is not None], [out.requires_grad for out in outs]
 
 
+def needed_names(run: Callable[[Weights, Tree], list[Tensor]], shapes: Shapes, example: Tree) -> list[str]:
+    """The parameters on which what ``run`` returns depends."""
+    return _needed(run, shapes, example)[0]
+
+
 def _outside(module: nn.Module, stack: Stack) -> Shapes:
     """The shapes of the parameters that are in no layer."""
     parameters = module.named_parameters(remove_duplicate=False)
     return {name: tuple(leaf.shape) for name, leaf in parameters if not stack.holds(name)}
+
+
+def _read_as_planned(before: Before, given: Weights, data: Tree) -> tuple[Any, Tensor, list[Tensor]]:
+    """What blocks are called with if tensors have no values: it must be what they were called with on the example."""
+    seen = before.read(given, data)
+    if repr(seen[0]) != repr(before.forms):
+        raise NotAStack(
+            f"blocks: expected calls that do not depend on values, got {difference(before.forms, seen[0])}",
+            first="give masks that stay, or ",
+        )
+    return seen
 
 
 def _tensors(seen: tuple[Any, Tensor, list[Tensor]]) -> list[Tensor]:

@@ -23,6 +23,14 @@ RIVAL = 0.5
 """A list with at least this share of the largest one's parameters is another candidate, and nobody's guess."""
 
 
+class NotAStack(FdpError):
+    """A module that cannot be treated layer by layer: ``reason`` says why; as one block it can."""
+
+    def __init__(self, reason: str, *, first: str = "", then: str = ""):
+        super().__init__(f"{reason}; {first}take the module as one block (blocks=None){then}")
+        self.reason = reason
+
+
 class Stack(NamedTuple):
     """The blocks of a module by name, in order."""
 
@@ -73,15 +81,14 @@ def _found(module: nn.Module) -> Stack:
             sizes[name] = sum(parameter.numel() for parameter in child.parameters())
     sizes = {name: size for name, size in sizes.items() if size}
     if not sizes:
-        raise FdpError(
-            f"{_class(module)}: found no list of like layers; name one (blocks='model.layers.*'), or take the module "
-            f"as one block (blocks=None)"
+        raise NotAStack(
+            f"{_class(module)}: found no list of like layers", first="name one (blocks='model.layers.*'), or "
         )
     largest = max(sizes, key=lambda name: sizes[name])
     if rivals := [name for name in sizes if name != largest and sizes[name] >= RIVAL * sizes[largest]]:
-        raise FdpError(
-            f"{_class(module)}: expected one list of like layers that dominates, got {largest!r} and {rivals}; name "
-            f"the one to stack (blocks='{largest}.*'), or take the module as one block (blocks=None)"
+        raise NotAStack(
+            f"{_class(module)}: expected one list of like layers that dominates, got {largest!r} and {rivals}",
+            first=f"name the one to stack (blocks='{largest}.*'), or ",
         )
     return Stack(tuple(f"{largest}.{name}" for name, _ in module.get_submodule(largest).named_children()))
 

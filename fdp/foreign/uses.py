@@ -36,15 +36,17 @@ from fdp.foreign.tracking import SAMPLES, SHARED, Run, Tracked, tensors_of
 from fdp.rules import Record, Rule, check_rule
 from fdp.taps import Watched
 from fdp.types import FdpError
+from fdp.vjp import NotFunctional
 
 RULES: dict[Callable[..., Any] | str, Rule] = {}
 """Rules of operations that are not torch's: operators of ``torch.ops``, and names of operations."""
 
+SETUP_CONTEXT = "setup_context"
 UNDER_FUNC = {
     "saved tensor hooks": "expected a forward without torch.utils.checkpoint, got one that torch.func cannot "
     "differentiate; switch it off (gradient_checkpointing_disable()), and have fdp recompute blocks instead "
     "(blocks='auto' with Memory(recompute=True), --checkpoint-activations)",
-    "setup_context": "expected a torch.autograd.Function with a setup_context of its own, got one whose forward takes "
+    SETUP_CONTEXT: "expected a torch.autograd.Function with a setup_context of its own, got one whose forward takes "
     "ctx, which torch.func cannot differentiate; rewrite it, or name the block's leaves in materialize=(...)",
 }
 """What torch.func says of modules that it cannot differentiate, and what to do."""
@@ -99,10 +101,11 @@ def _called(module: nn.Module, given: dict[str, Tensor], args: tuple[Any, ...], 
     try:
         return torch.func.functional_call(module, given, args, kwargs, tie_weights=False)
     except RuntimeError as error:
-        remedy = next((remedy for words, remedy in UNDER_FUNC.items() if words in str(error)), None)
-        if remedy is None:
+        words = next((words for words in UNDER_FUNC if words in str(error)), None)
+        if words is None:
             raise
-        raise FdpError(f"{type(module).__name__}: {remedy}") from error
+        kind = NotFunctional if words == SETUP_CONTEXT else FdpError
+        raise kind(f"{type(module).__name__}: {UNDER_FUNC[words]}") from error
 
 
 class Uses(TorchFunctionMode):
