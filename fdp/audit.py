@@ -255,8 +255,8 @@ def _one_by_one(loss_of_one: Callable[[Flat, Tree], Tensor], flat: Flat, data: T
         opened = {path: leaf.detach().requires_grad_() for path, leaf in flat.items()}
         with torch.enable_grad():
             loss = loss_of_one(opened, tree.map(lambda leaf: leaf[i], data))  # noqa: B023
-        options = {"allow_unused": True, "materialize_grads": True}
-        rows.append(dict(zip(opened, torch.autograd.grad(loss, list(opened.values()), **options))))
+        slopes = torch.autograd.grad(loss, list(opened.values()), allow_unused=True, materialize_grads=True)
+        rows.append(dict(zip(opened, slopes)))
     return {path: torch.stack([row[path] for row in rows]) for path in flat}
 
 

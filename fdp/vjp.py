@@ -63,8 +63,9 @@ def _by_autograd(fn: Callable[..., tuple[Tree, Any]], primals: tuple[Tree, ...])
         if not pairs:
             return tree.map(torch.zeros_like, opened)
         outs, slopes = zip(*pairs)
-        options = {"allow_unused": True, "materialize_grads": True, "retain_graph": True}
-        found = iter(torch.autograd.grad(outs, wanted, slopes, **options))
+        found = iter(
+            torch.autograd.grad(outs, wanted, slopes, allow_unused=True, materialize_grads=True, retain_graph=True)
+        )
         return tree.map(lambda _: next(found), opened)
 
     def detached(value: Any) -> Any:

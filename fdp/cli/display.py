@@ -119,6 +119,8 @@ def show_header(console: Console, run: Run, state: TrainState, settings: Mapping
             ),
         ]
     console.print(_panel("fdp train", rows))
+    if config.model.remark is not None:
+        console.print(Text(config.model.remark, style="yellow"), soft_wrap=True)
     for warning in [] if reading is None else reading.warnings():
         console.print(Text(f"{warning} (counts of private data: covered by no budget)", style="yellow"))
     if warning := training_again(config.before, guarantee_of(run)):

@@ -59,13 +59,15 @@ def inspect_command(
     found = inspect_model(model, microbatch, names=names, **settings)
     console = Console(highlight=False)
     console.print(_summary(found), soft_wrap=True)
+    if model.remark is not None:
+        console.print(Text(model.remark, style="yellow"), soft_wrap=True)
     for table in (_leaves(found), _tied(found), _blocks(found), _memory(found, optimizer)):
         if table.row_count:
             console.print(table)
     for row in _alike(found.refused):
         console.print(Text(f"no rule: {row[0].refusal}", style="yellow"), soft_wrap=True)
     if as_json:
-        print(json.dumps(result(found) | {"path": path}))
+        print(json.dumps(result(found) | {"path": path, "remark": model.remark}))
 
 
 def result(found: Inspection) -> dict[str, Any]:

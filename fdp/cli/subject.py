@@ -177,7 +177,10 @@ def _words(text: str | None) -> tuple[str, ...]:
 
 
 def _matrices(model: Model) -> tuple[str, ...]:
-    """The matrices of the repeated blocks: neither embeddings nor the head."""
+    """The matrices of the repeated blocks: no embedding and no head; of one block, those without the words."""
+    if len(model.blocks) == 1:
+        matrices = (path for path, leaf in model.leaves.items() if len(leaf.shape) == 2)
+        return tuple(sorted(path for path in matrices if model.vocab_size not in model.leaves[path].shape))
     inner = {path for block in model.blocks[1:-1] for path in tree.leaves(block.params)}
     outer = {path for block in (model.blocks[0], model.blocks[-1]) for path in tree.leaves(block.params)}
     return tuple(sorted(path for path in inner - outer if len(model.leaves[path].shape) == 2))

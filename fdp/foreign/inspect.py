@@ -110,7 +110,8 @@ def inspect_model(
       - nothing is computed: the values of neither parameters nor data are read.
     """
     flat = tree.flatten(abstract_params(model, None))
-    refusals = refused_uses(model, flat, microbatch, dtype=dtype)
+    whole = method is Method.MATERIALIZE  # no rule is asked for
+    refusals = {} if whole else refused_uses(model, flat, microbatch, dtype=dtype)
     ready = model._replace(materialized=model.materialized | frozenset(refusals))
     plan = make_plan(ready, tree.nest(flat), microbatch, method=method, dtype=dtype)
     named = {path: tuple(n for n, leaf in (names or {}).items() if leaf == path and n != path) for path in flat}
@@ -129,10 +130,11 @@ def refused_uses(model: Model, flat: Flat, microbatch: Tree, *, dtype: torch.dty
         own = frozenset(tree.leaves(block.params)) & model.trainable - model.materialized
         try:
             carry = traced(block, weights, own, carry, microbatch)[1]
-        except FdpError:
+        except FdpError as error:
             refused = _one_at_a_time(block, weights, own, carry, microbatch)
-            if not refused:  # no leaf's fault
-                raise
+            if not refused:
+                traced(block, weights, frozenset(), carry, microbatch)  # if no leaf is at fault, this raises, too
+                refused = dict.fromkeys(sorted(own), str(error))  # that of several together
             found |= refused
             carry = traced(block, weights, frozenset(), carry, microbatch)[1]
         except (DynamicOutputShapeException, DataDependentOutputException):

@@ -228,7 +228,8 @@ def refusal(operation: str, operands: Sequence[Any]) -> FdpError:
     return FdpError(
         f"{path}: used by {operation} on {shapes}, which has no per-sample rule. Freeze the leaf "
         f"(requires_grad_(False)), give the operation a rule (fdp.foreign.uses.rule), or send the leaf's block through "
-        f"the materialised path, exact and slower: from_module(..., materialize=('{path}',))"
+        f"the materialised path, exact and slower: from_module(..., materialize=('{path}',)), on the command line "
+        f"--method materialize"
     )
 
 
