@@ -196,7 +196,8 @@ def decided(distribution: Distribution) -> tuple[int, bool]:
     config = KfacConfig(policy=COLUMNS, distribution=distribution)
     k = kfac(model, batch, learning_rate=0.1, config=config, sharding=sharding)
     own = {layer: torch.tensor([1.0, math.nan if sharding.rank == 1 else 1.0]) for layer in k.plan.layers}
-    assert not any(module._all_finite(own, sharding).values())  # before ranks that disagree wait for each other
+    failed = module._unusable(own, torch.ones(()), sharding)
+    assert failed == set(own)  # before ranks that disagree wait for each other
     params = init_params(model, KEY, sharding)
     state = TrainState(params, k.optimizer.init(params), (), torch.zeros((), dtype=torch.int64))
     state = refreshed(k, state, batch)

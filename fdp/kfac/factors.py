@@ -202,8 +202,19 @@ def diagonal_of(factor: Factor) -> DiagonalFactor:
         case DiagonalFactor():
             return factor
         case SoftmaxFactor():
-            rest = factor.total - widened(factor.columns).square().sum(1)
+            rest = unclamped_diagonal(factor)
             return DiagonalFactor(rest.clamp(min=0), factor.weight)  # p (1 - p) of a sure class rounds either way
+
+
+def unclamped_diagonal(factor: Factor) -> Float[Tensor, " n"]:
+    """``weight`` times the diagonal of M, as it stands, for sums over ranks.
+
+    A rank's columns beside totals that another rank holds give a softmax's diagonal below 0. Only the sum over all
+    ranks may be clamped.
+    """
+    if isinstance(factor, SoftmaxFactor):
+        return factor.total - widened(factor.columns).square().sum(1)
+    return diagonal_of(factor).total
 
 
 def mean_trace(factor: Factor) -> Float[Tensor, ""]:

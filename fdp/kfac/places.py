@@ -24,6 +24,7 @@ from fdp import tree
 from fdp.kfac import factors
 from fdp.kfac.forms import Form
 from fdp.kfac.ring import RingMap, RingSides
+from fdp.kfac.softmax_head import row_sums
 from fdp.kfac.store import keep
 from fdp.kfac.types import (
     ColumnsFactor,
@@ -39,6 +40,8 @@ from fdp.kfac.types import (
     SoftmaxFactor,
     diagonal_map,
 )
+from fdp.sharding import Sharding
+from fdp.traffic import sum_over_samples
 from fdp.types import FdpError
 
 
@@ -104,8 +107,12 @@ def condensed(factor: Factor, side: Side) -> Factor:
     return factors.to_dense(factor)
 
 
-def added(kept: Kept, factor: Factor, side: Side, *, rho: float) -> Kept:
-    """What was kept, decayed, and a measurement; on the device and in the dtypes of what was kept."""
+def added(kept: Kept, factor: Factor, side: Side, *, rho: float, sharding: Sharding | None = None) -> Kept:
+    """What was kept, decayed, and a measurement; on the device and in the dtypes of what was kept.
+
+    Columns of a softmax are rounded as they are stored, and its total moves with them: ``diag(total) - U U^T`` is of the
+    columns that are kept. With ``sharding`` they are this rank's own, beside the total of all ranks.
+    """
     if not isinstance(kept, Window):
         here = tree.map(lambda x: x.to(device=factor.weight.device), kept)
         both = factors.add(factors.decayed(here, rho), factor)
@@ -119,7 +126,13 @@ def added(kept: Kept, factor: Factor, side: Side, *, rho: float) -> Kept:
     stored = keep(factor._replace(columns=full), device=kept.weights.device, dtype=kept.columns.dtype)
     assert isinstance(stored.factor, ColumnsFactor | SoftmaxFactor)
     scale = stored.factor.columns.new_ones(k) if stored.scale is None else stored.scale
-    total = stored.factor.total if isinstance(stored.factor, SoftmaxFactor) else kept.totals.new_zeros(0)
+    total = kept.totals.new_zeros(0)
+    if isinstance(factor, SoftmaxFactor):
+        total = factor.total
+        if kept.columns.dtype != wide.dtype:
+            rounded = stored.factor.columns.to(scale.dtype) / scale
+            moved = row_sums(rounded).to(wide.device) - row_sums(full)
+            total = (total.double() + sum_over_samples(sharding, moved)).clamp(min=0)
     older = kept.columns.shape[1] - k
     return Window(
         torch.cat([total[None].to(kept.totals), kept.totals[:-1] * rho]),

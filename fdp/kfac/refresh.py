@@ -3,8 +3,8 @@ steps 1, 2, 4, 8, ... of the first period, in which curvature changes most.
 
     collect (this rank's samples)  ->  over ranks  ->  decayed sums  ->  damped inverses  ->  their place in the state
 
-What is not finite is not added, and an inverse that cannot be made is not replaced: the last one stays, and
-``KfacState.failures`` counts the layers. With dense and diagonal sides and Cholesky the host waits for the device
+What is not finite is not added, nor a measurement without any token, as of an empty Poisson batch; and an inverse that
+cannot be made is not replaced: the last one stays, and ``KfacState.failures`` counts the layers, each once. With dense and diagonal sides and Cholesky the host waits for the device
 twice, however many layers there are: for what is not finite, and for what has no inverse.
 
     gather    columns of all ranks on every rank; every rank inverts everything
@@ -38,7 +38,9 @@ from fdp.kfac.places import Kept, Side, Window, added, condensed, factor_of, fit
 from fdp.kfac.policy import forms_of
 from fdp.kfac.ring import RingSides, invert_ring
 from fdp.kfac.state import KfacPlan, KfacState, LayerPlan, find, replaced
+from fdp.kfac.sums import present_of
 from fdp.kfac.types import Curvature, DenseFactor, DiagonalFactor, Factor, Layer, Preconditioner, Sides
+from fdp.model import Model
 from fdp.sharding import Sharding, globalize, localize
 from fdp.traffic import sum_over_samples
 from fdp.types import FdpError, Key, Path, TrainState, Tree
@@ -86,9 +88,11 @@ def refresh(
         return state
     _check(plan, data, mask)
     here = localize(state)
-    kf = _measured(find(here.opt), here.params, data, mask, key, plan, memory, blocks)
+    kf, failed = _measured(find(here.opt), here.params, data, mask, key, plan, memory, blocks)
     if is_inverted(plan.config, step):
-        kf = _inverted(kf, plan, mask.device)
+        kf, broken = _inverted(kf, plan, mask.device)
+        failed |= broken
+    kf = kf._replace(failures=kf.failures + len(failed))
     if donate:
         copy_into(tree.leaves(find(here.opt)), tree.leaves(kf))
         return state
@@ -104,7 +108,8 @@ def _measured(
     plan: KfacPlan,
     memory: Memory,
     blocks: Blocks | None,
-) -> KfacState:
+) -> tuple[KfacState, set[Layer]]:
+    """The state with what was measured added, and the layers of which it could not be."""
     config, sharding = plan.config, plan.sharding
     found = collect(
         plan.model,
@@ -128,23 +133,32 @@ def _measured(
     for layer, (left, right, _) in plan.layers.items():
         curvature = found.pop(layer)
         new[layer] = summed(curvature.left, left), summed(curvature.right, right)
-    good = _all_finite(new, sharding)
-    factors = kf.factors | _added(kf, {layer: both for layer, both in new.items() if good[layer]}, plan)
-    failures = kf.failures + sum(not fine for fine in good.values())
-    return kf._replace(factors=factors, measured=kf.measured + 1, failures=failures)
+    failed = _unusable(new, _tokens(plan.model, data, mask), sharding)
+    factors = kf.factors | _added(kf, {layer: both for layer, both in new.items() if layer not in failed}, plan)
+    return kf._replace(factors=factors, measured=kf.measured + 1), failed
 
 
-def _all_finite(trees: Mapping[Layer, Tree], sharding: Sharding | None) -> dict[Layer, bool]:
-    """Whether a layer's numbers are finite on every rank: columns are each rank's own, and all must decide alike.
+def _tokens(model: Model, data: Tree, mask: Float[Tensor, " batch"]) -> Float[Tensor, ""]:
+    """How many tokens of this rank's samples count, those that are padding left out; of images, how many samples."""
+    present = present_of(model, data)
+    keep = mask > 0
+    return (keep if present is None else keep[:, None] & (present > 0)).sum(dtype=torch.float64)
 
-    One collective and one wait for all layers.
+
+def _unusable(trees: Mapping[Layer, Tree], tokens: Float[Tensor, ""], sharding: Sharding | None) -> set[Layer]:
+    """The layers whose numbers are not finite on some rank, or all of them where no rank has a token.
+
+    Columns are each rank's own, and all must decide alike: one collective and one wait for all layers.
     """
     leaves = {layer: tree.leaves(each) for layer, each in trees.items()}
     if not leaves:
-        return {}
+        return set()
     spoiled = (~finite_each([leaf for each in leaves.values() for leaf in each])).double()
-    rest = iter(sum_over_samples(sharding, spoiled).tolist())
-    return {layer: not any([next(rest) for _ in each]) for layer, each in leaves.items()}
+    everyone, *rest = sum_over_samples(sharding, torch.cat([tokens.reshape(1).to(spoiled), spoiled])).tolist()
+    if everyone == 0:
+        return set(leaves)
+    flags = iter(rest)
+    return {layer for layer, each in leaves.items() if any([next(flags) for _ in each])}
 
 
 def _added(
@@ -167,7 +181,7 @@ def _added(
             else:
                 cap = side.columns or config.cap
                 whole = factor if ring else with_all_columns(factor, plan.sharding, cap=cap)
-                done[layer, i] = added(old, whole, side, rho=rho)
+                done[layer, i] = added(old, whole, side, rho=rho, sharding=plan.sharding if ring else None)
     olds, news = ([x for pair in alike.values() for x in pair[which]] for which in (0, 1))
     sums = iter(decayed_sums(olds, news, rho=rho))
     done |= {where: type(old)(next(sums), next(sums)) for where, (old, _) in alike.items()}
@@ -178,19 +192,16 @@ def _beside(a: Factor, b: Factor) -> bool:
     return all(x.device == y.device and x.dtype == y.dtype for x, y in zip(a, b))
 
 
-def _inverted(kf: KfacState, plan: KfacPlan, device: torch.device) -> KfacState:
+def _inverted(kf: KfacState, plan: KfacPlan, device: torch.device) -> tuple[KfacState, set[Layer]]:
+    """The state with new inverses, and the layers that keep their last."""
     made = {
         Distribution.GATHER: _everywhere,
         Distribution.OWNER: _owned,
         Distribution.RING: _around,
     }[plan.config.distribution](kf, plan, device)
-    maps, failed = dict(kf.maps), 0
-    for layer, inverse in made.items():
-        if inverse is None:
-            failed += 1
-        else:
-            maps[layer.weight] = fitted(inverse, like=kf.maps[layer.weight])
-    return kf._replace(maps=maps, failures=kf.failures + failed)
+    good = {layer: inverse for layer, inverse in made.items() if inverse is not None}
+    maps = {layer.weight: fitted(inverse, like=kf.maps[layer.weight]) for layer, inverse in good.items()}
+    return kf._replace(maps=kf.maps | maps), {layer for layer in made if layer not in good}
 
 
 def _curvature(kept: tuple[Kept | None, Kept | None], layer: LayerPlan, device: torch.device) -> Curvature:
@@ -241,19 +252,27 @@ def _owned(kf: KfacState, plan: KfacPlan, device: torch.device) -> dict[Layer, P
 
 
 def _around(kf: KfacState, plan: KfacPlan, device: torch.device) -> dict[Layer, RingSides | None]:
-    """Totals and weights that are kept are those of all ranks already: only one of them brings them to a sum."""
+    """Totals and weights that are kept are those of all ranks already: only one of them brings them to a sum.
+
+    What fails is tried again in float64, as the other distributions do; all ranks fail alike.
+    """
     made: dict[Layer, RingSides | None] = {}
     for layer, how in plan.layers.items():
         curvature = _curvature(kf.factors[layer.weight], how, device)
         mine = Curvature(*(_once(factor, plan) for factor in curvature))
-        try:
-            inverse = invert_ring(mine, plan.sharding, damping=plan.config.damping, via=plan.config.via)
-        except CurvatureError:
-            made[layer] = None
-            continue
-        finite = finite_each([x for x in tree.leaves(inverse) if isinstance(x, Tensor)])
-        made[layer] = inverse if bool(finite.all()) else None
+        made[layer] = _ring_inverse(mine, plan)
+        if made[layer] is None:
+            made[layer] = _ring_inverse(tree.map(Tensor.double, mine), plan)
     return made
+
+
+def _ring_inverse(mine: Curvature, plan: KfacPlan) -> RingSides | None:
+    try:
+        inverse = invert_ring(mine, plan.sharding, damping=plan.config.damping, via=plan.config.via)
+    except CurvatureError:
+        return None
+    finite = finite_each([x for x in tree.leaves(inverse) if isinstance(x, Tensor)])
+    return inverse if bool(finite.all()) else None
 
 
 def _once(factor: Factor | None, plan: KfacPlan) -> Factor | None:

@@ -32,10 +32,11 @@ from torch import Tensor
 from fdp import collectives
 from fdp.kfac.apply import apply_map
 from fdp.kfac.exchange import sum_totals
-from fdp.kfac.factors import CurvatureError, diagonal_of, size, widened
+from fdp.kfac.factors import CurvatureError, check_factor, size, unclamped_diagonal, widened
 from fdp.kfac.gather import lengths
-from fdp.kfac.inverse import Via, invert_side
-from fdp.kfac.types import ColumnsFactor, Curvature, Factor, LowRankMap, Map, SoftmaxFactor, diagonal_map
+from fdp.kfac.inverse import Damping, Via, invert, invert_side
+from fdp.kfac.softmax_head import mass_of, row_sums
+from fdp.kfac.types import ColumnsFactor, Curvature, Factor, LowRankMap, Map, Sides, SoftmaxFactor, diagonal_map
 from fdp.kfac.woodbury import check_damping, gram
 from fdp.sharding import Sharding
 from fdp.traffic import sum_over_samples
@@ -80,7 +81,7 @@ def ring(factor: ColumnsFactor | SoftmaxFactor, sharding: Sharding | None, *, da
     wide = widened(factor.columns)
     sign, base = 1, wide.new_full((wide.shape[0],), damping)
     if isinstance(whole, SoftmaxFactor):
-        sign, base = -1, whole.total.clamp(min=0).to(wide.dtype) / weight.to(wide.dtype) + damping
+        sign, base = -1, (_mass_of_all(whole, sharding) / weight.double() + damping).to(wide.dtype)
     root = base.rsqrt()
     counts = lengths(factor.columns, sharding)
     rank, holders = 0 if sharding is None else sharding.rank, [r for r, count in enumerate(counts) if count]
@@ -131,27 +132,38 @@ def invert_ring(curvature: Curvature, sharding: Sharding | None, *, damping: flo
 
     Columns and softmax sides go by the ring, all others are summed and inverted everywhere. Nothing is clipped: a ring
     knows no eigenvalues.
+
+    Guarantees:
+      - what ``invert`` refuses is refused on every rank: no tokens at all, and what is not finite.
     """
     check_damping(damping)
+    whole = Curvature(*(None if side is None else sum_totals(side, sharding) for side in curvature))
+    if not any(isinstance(side, ColumnsFactor | SoftmaxFactor) for side in whole):
+        made = invert(whole, damping=damping, method=Damping.PI, via=via)
+        assert isinstance(made, Sides)
+        return RingSides(*made)
+    for name, factor in zip(whole._fields, whole):
+        if factor is not None:
+            _check_totals(factor, name)
     left, right = curvature
     shares = (damping, damping)
     if left is not None and right is not None:
         traces = float(mean_trace_of_all(left, sharding)), float(mean_trace_of_all(right, sharding))
         if not all(math.isfinite(trace) for trace in traces):
             raise _everywhere(f"ring: expected finite statistics, got traces {traces}; look for NaN in the gradients.")
-        if min(traces) <= 0.0:  # no curvature at all, and no pi: as `invert` has it
+        if 0.0 in traces:  # no curvature at all, and no pi: as `invert` has it
             return RingSides(_flat(left, 1 / damping), None)
         pi = math.sqrt(traces[1]) / math.sqrt(traces[0])
         shares = (math.sqrt(damping) / pi, math.sqrt(damping) * pi)
 
-    def side(factor: Factor | None, share: float) -> Map | RingMap | None:
-        if factor is None:
+    def side(own: Factor | None, summed: Factor | None, share: float) -> Map | RingMap | None:
+        if own is None or summed is None:
             return None
-        if isinstance(factor, ColumnsFactor | SoftmaxFactor):
-            return ring(factor, sharding, damping=share)
-        return invert_side(sum_totals(factor, sharding), damping=share, via=via)
+        if isinstance(own, ColumnsFactor | SoftmaxFactor):
+            return ring(own, sharding, damping=share)
+        return invert_side(summed, damping=share, via=via)
 
-    return RingSides(side(left, shares[0]), side(right, shares[1]))
+    return RingSides(side(left, whole.left, shares[0]), side(right, whole.right, shares[1]))
 
 
 def precondition_ring(
@@ -168,10 +180,33 @@ def precondition_ring(
 
 
 def mean_trace_of_all(factor: Factor, sharding: Sharding | None) -> Float[Tensor, ""]:
-    """``trace(M) / n`` for the samples of all ranks, from this rank's factor; 0 where there are none."""
-    own = diagonal_of(factor)
-    total, weight = sum_over_samples(sharding, torch.stack([own.total.double().mean(), own.weight.double()]))
+    """``trace(M) / n`` for the samples of all ranks, from this rank's factor; 0 where there are none.
+
+    The diagonal is clamped after it is summed: a rank's columns alone, without the totals, make it negative.
+    """
+    own = torch.cat([unclamped_diagonal(factor).double(), factor.weight.double().reshape(1)])
+    summed = sum_over_samples(sharding, own)
+    total, weight = summed[:-1].clamp(min=0).mean(), summed[-1]
     return torch.where(weight > 0, total / weight, 0.0)
+
+
+def _mass_of_all(whole: SoftmaxFactor, sharding: Sharding | None) -> Float[Tensor, " n"]:
+    """``fdp.kfac.softmax_head.mass`` of all ranks' columns, from this rank's, beside totals that are summed already."""
+    least = sum_over_samples(sharding, row_sums(whole.columns))
+    try:
+        return mass_of(least, whole.total, whole.columns.dtype)
+    except CurvatureError as error:
+        raise _everywhere(str(error)) from error
+
+
+def _check_totals(factor: Factor, name: str) -> None:
+    """:func:`fdp.kfac.factors.check_factor` of what all ranks have; the columns of each are looked at in the end."""
+    if isinstance(factor, ColumnsFactor | SoftmaxFactor):
+        factor = factor._replace(columns=factor.columns[:, :0])
+    try:
+        check_factor(factor, name)
+    except CurvatureError as error:
+        raise _everywhere(str(error)) from error
 
 
 def _flat(factor: Factor, value: float) -> LowRankMap:

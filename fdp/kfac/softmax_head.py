@@ -90,16 +90,25 @@ def mass(factor: SoftmaxFactor) -> Float[Tensor, " n"]:
     Guarantees:
       - ``diag(mass) - U U^T`` is diagonally dominant, so it has no negative eigenvalue, whatever U was rounded to.
     """
-    u, total = factor.columns, factor.total.double()
-    step = max(1, SLICE // max(1, u.shape[1]))
-    slices = [u[start : start + step] for start in range(0, len(u), step)]
+    return mass_of(row_sums(factor.columns), factor.total, factor.columns.dtype)
+
+
+def row_sums(columns: Float[Tensor, "n k"]) -> Float[Tensor, " n"]:
+    """``|U| |U|^T 1`` in float64, a slice at a time; those of parts of the columns add up to that of all."""
+    step = max(1, SLICE // max(1, columns.shape[1]))
+    slices = [columns[start : start + step] for start in range(0, len(columns), step)]
     sums = torch.stack([part.double().abs().sum(0) for part in slices]).sum(0)
-    least = torch.cat([part.double().abs() @ sums for part in slices])
-    slack = max(64 * torch.finfo(factor.total.dtype).eps, 4 * torch.finfo(u.dtype).eps)
-    excess, largest = float((least - total).max()), float(total.max())
+    return torch.cat([part.double().abs() @ sums for part in slices])
+
+
+def mass_of(least: Float[Tensor, " n"], total: Float[Tensor, " n"], stored: torch.dtype) -> Float[Tensor, " n"]:
+    """:func:`mass` from ``least = row_sums(U)``, where all of U need not be at hand; U was stored in ``stored``."""
+    slack = max(64 * torch.finfo(total.dtype).eps, 4 * torch.finfo(stored).eps)
+    wide = total.double()
+    excess, largest = float((least - wide).max()), float(wide.max())
     if not excess <= slack * largest:  # also where something is NaN
         raise CurvatureError(
             f"softmax factor: expected columns with U U^T 1 <= total, as of probabilities that add up to at most 1, "
             f"got an excess of {excess:.3g} over a total of at most {largest:.3g}. Make it by factors.softmax."
         )
-    return torch.where(least >= total * (1.0 - slack), least, total)
+    return torch.where(least >= wide * (1.0 - slack), least, wide)
