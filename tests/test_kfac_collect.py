@@ -18,7 +18,9 @@ from fdp.kfac import collect as module
 from fdp.kfac import factors
 from fdp.kfac.fisher import Fisher
 from fdp.kfac.forms import Form
+from fdp.kfac.inverse import Via
 from fdp.kfac.layers import layers_of
+from fdp.kfac.policy import auto, everything, plan_forms
 from fdp.kfac.sums import Sharing
 from fdp.kfac.types import Curvature, Layer, SoftmaxFactor
 from fdp.model import Block, LeafSpec, Likelihood, Model, Outputs, from_loss
@@ -383,6 +385,25 @@ def test_an_embedding_counts_its_tokens_and_is_exact():
     torch.testing.assert_close(factors.matrix(left), (counts / 15).diag(), **PRECISE)
 
 
+@pytest.mark.parametrize("policy", [everything(), auto(rho=1e9)])
+@pytest.mark.parametrize("sharing", Sharing)
+@pytest.mark.parametrize("name", ["gpt", "gpt-untied"])
+def test_the_forms_of_an_embedding_have_all_of_its_left_side(name, sharing, policy):
+    """By expand a diagonal; by reduce the shares of a sample's tokens, whose products a diagonal would drop."""
+    case = case_named(name)
+    layer = Layer("embed.tokens", None)
+    known = surveyed(*case)
+    settings = {"via": Via.CHOLESKY, "samples": 3, "factor_period": 10, "inverse_period": 10}
+    rows = {row.layer: row for row in plan_forms(case.model, known, policy=policy, sharing=sharing, **settings)}
+    chosen = rows[layer].left, rows[layer].right
+    fisher = Fisher.EXACT if chosen[0] is Form.SOFTMAX else Fisher.EMPIRICAL
+    dense = curvatures(case, fisher, sharing, forms={layer: (Form.DENSE, Form.DENSE)})
+    found = matrices(curvatures(case, Fisher.EMPIRICAL, sharing, forms={layer: chosen}))
+    torch.testing.assert_close(found["embed.tokens", "left"], matrices(dense)["embed.tokens", "left"], **PRECISE)
+    off_diagonal = found["embed.tokens", "left"] - found["embed.tokens", "left"].diagonal().diag()
+    assert (chosen[0] is Form.DIAGONAL) == (not off_diagonal.any())
+
+
 @pytest.mark.parametrize("sharing", Sharing)
 def test_an_embedding_tied_to_a_head_has_the_mean_of_left_sides_and_the_sum_of_right_ones(sharing):
     tied = case_named("gpt")
@@ -409,12 +430,14 @@ def test_an_embedding_tied_to_a_head_has_the_mean_of_left_sides_and_the_sum_of_r
         for matrix in found.values():
             assert torch.equal(matrix, matrix.mT)
             assert float(torch.linalg.eigvalsh(matrix).min()) > -1e-12
-    softmax = curvatures(tied, Fisher.SAMPLED, sharing, forms={both: (Form.SOFTMAX, Form.SKIP)})
     dense = curvatures(tied, Fisher.EXACT, sharing, forms={both: (Form.DENSE, Form.SKIP)})
-    left = softmax[both].left
-    assert isinstance(left, SoftmaxFactor)
-    if sharing is Sharing.EXPAND:
-        assert_same(softmax, dense)
+    if sharing is Sharing.REDUCE:  # a sample's tokens together are a column, and no diagonal
+        columns = curvatures(tied, Fisher.EXACT, sharing, forms={both: (Form.COLUMNS, Form.SKIP)})
+        assert_same(columns, dense)
+        return
+    softmax = curvatures(tied, Fisher.SAMPLED, sharing, forms={both: (Form.SOFTMAX, Form.SKIP)})
+    assert isinstance(softmax[both].left, SoftmaxFactor)
+    assert_same(softmax, dense)
 
 
 def test_forms_that_a_layer_cannot_have_are_refused_by_name():
@@ -426,6 +449,9 @@ def test_forms_that_a_layer_cannot_have_are_refused_by_name():
         r"kernel: every group of a convolution": attempt("convolutions", kernel, Form.DENSE, Form.SKIP),
         r"head\.norm: a parameter without": attempt("gpt", Layer("head.norm", None), Form.DENSE, Form.SKIP),
         r"embed\.tokens: an embedding and a head": attempt("gpt", tokens, Form.COLUMNS, Form.DENSE),
+        r"embed\.tokens: an embedding and a head in one has columns.*--kfac-sharing": attempt(
+            "gpt", tokens, Form.SOFTMAX, Form.DENSE, sharing=Sharing.REDUCE
+        ),
         r"forms: expected layers of": attempt("gpt", Layer("blocks.0.qkv", None), Form.DENSE, Form.DENSE),
         r"blocks\.0\.qkv: expected the form softmax": attempt(
             "gpt", Layer("blocks.0.qkv", "blocks.0.qkv_bias"), Form.SOFTMAX, Form.DENSE

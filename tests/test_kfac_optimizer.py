@@ -24,6 +24,7 @@ from fdp.kfac.optimizer import Kfac, kfac
 from fdp.kfac.places import factor_of
 from fdp.kfac.policy import auto, by_path, everything
 from fdp.kfac.state import KfacState, find
+from fdp.kfac.sums import Sharing
 from fdp.kfac.types import Layer
 from fdp.mechanism import Mechanism
 from fdp.mesh import make_mesh
@@ -36,7 +37,7 @@ from fdp.sampling import poisson, trusted_batch
 from fdp.sharding import Zero, abstract_params, init_params, localize, make_sharding
 from fdp.step import Compile, init_state, make_train_step
 from fdp.types import Batch, FdpError, TrainState, Tree
-from tests.conftest import randn
+from tests.conftest import case_named, randn
 from tests.ranks import run_on_ranks
 
 CPU = torch.device("cpu")
@@ -247,6 +248,20 @@ def test_columns_and_dense_sides_precondition_alike(column_dtype: torch.dtype | 
     slack: dict[str, Any] = {"rtol": 1e-8, "atol": 1e-10} if column_dtype is None else {"rtol": 2e-2, "atol": 2e-3}
     weights = [{path: u[path] for path in ("head.weight", "layers.0.weight")} for u in map(tree.flatten, found)]
     torch.testing.assert_close(weights[0], weights[1], **slack)
+
+
+@pytest.mark.parametrize("name", ["gpt", "gpt-untied"])
+@pytest.mark.parametrize("distribution", Distribution)
+def test_reduced_embeddings_are_kept_as_columns_that_fit(name: str, distribution: Distribution) -> None:
+    """Of a tied table a sample brings two: its tokens' shares, and its output gradient."""
+    model, params, batch = case_named(name)
+    wide = {"policy": by_path({"embed.tokens": (Form.COLUMNS, Form.COLUMNS)}), "distribution": distribution}
+    one = tree.map(lambda leaf: leaf[:1], batch)
+    config = settings(sharing=Sharing.REDUCE, **wide)
+    k = kfac(model, one, learning_rate=1.0, config=config, dtype=torch.float64)
+    left, _, _ = k.plan.layers[Layer("embed.tokens", None)]
+    assert (left.form, left.columns) == (Form.COLUMNS, 2 if name == "gpt" else 1)
+    assert int(find(refreshed(k, stated(k, params), one).opt).failures) == 0
 
 
 def test_more_columns_than_features_are_kept_dense() -> None:

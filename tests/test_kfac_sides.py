@@ -20,7 +20,7 @@ from fdp.kfac.policy import auto, forms_of
 from fdp.kfac.private import check_sides, map_record
 from fdp.kfac.private_refresh import private_kfac, refresh_public, sides_of
 from fdp.kfac.public import Public
-from fdp.kfac.types import LowRankMap, Sides
+from fdp.kfac.types import GroupedMap, LowRankMap, Sides
 from fdp.mechanism import Mechanism, without_noise
 from fdp.methods import Method, make_plan
 from fdp.model import Likelihood, Model, Outputs, from_loss
@@ -206,7 +206,7 @@ def test_a_mixture_of_experts_is_preconditioned(name: str, private: bool) -> Non
 
 
 def test_every_expert_has_inputs_of_its_own() -> None:
-    """Left: each expert's squared inputs; right: squared output gradients of all of them, of an average one."""
+    """Left: each expert's squared inputs; right: each expert's squared output gradients."""
     foreign = foreign_cases.case_named("experts")
     model, params = foreign_cases.made_of("experts")
     known = survey(model, params, foreign.data, dtype=torch.float64)
@@ -226,19 +226,20 @@ def test_every_expert_has_inputs_of_its_own() -> None:
     found = matrices(curvatures(case, Fisher.EMPIRICAL, forms=forms_of(rows)))
     x, p = foreign.data["x"], tree.flatten(params)
     hidden = torch.einsum("btd,edf->btef", x, p["up"]).tanh()
-    left = hidden.square().sum((0, 1)).flatten() / (2 * 5) / 3
+    left = hidden.square().sum((0, 1)).flatten() / 5 / 3
     torch.testing.assert_close(found["down", "left"].diagonal(), left, rtol=1e-10, atol=1e-12)
     share = torch.func.functional_call(foreign.module, p, (x,))  # its scores
     gradient = share.softmax(-1) - torch.nn.functional.one_hot(foreign.data["label"], 3)
     routed = torch.nn.functional.linear(x, p["router.weight"], p["router.bias"]).softmax(-1)
     of_mean = gradient @ p["head.weight"] / 5  # of every token's output
     g = routed.unsqueeze(-1) * of_mean[:, None, None, :]
-    right = g.square().sum((0, 1, 2)) / 3
+    right = g.square().sum((0, 1)).flatten() / 3
     torch.testing.assert_close(found["down", "right"].diagonal(), right, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("by_group", [False, True])
 @pytest.mark.parametrize("method", [Method.GHOST, Method.GHOST_BK, Method.MATERIALIZE])
-def test_mapped_experts_are_clipped_as_they_are_mapped(method: Method) -> None:
+def test_mapped_experts_are_clipped_as_they_are_mapped(method: Method, by_group: bool) -> None:
     foreign = foreign_cases.case_named("experts")
     model, params = foreign_cases.made_of("experts")
     truth = foreign_cases.truth_of("experts")
@@ -247,6 +248,9 @@ def test_mapped_experts_are_clipped_as_they_are_mapped(method: Method) -> None:
         return LowRankMap(1 + randn(n, seed=seed).abs(), torch.zeros(n, 0).double(), torch.zeros(0, 0).double())
 
     sides = {"up": Sides(diagonal(84, 1), None), "down": Sides(diagonal(14, 2), diagonal(6, 3))}
+    if by_group:
+        groups = (GroupedMap(1 + randn(2, n, seed=n).abs()) for n in (7, 6))
+        sides["down"] = Sides(*groups)
     check_sides(sides, model)
     plan = make_plan(model, params, foreign.data, method=method, dtype=torch.float64)
     _, norms, stash = per_sample_norms(
@@ -254,9 +258,10 @@ def test_mapped_experts_are_clipped_as_they_are_mapped(method: Method) -> None:
     )
     mapped = dict(truth)
     for path, (left, right) in sides.items():
-        assert isinstance(left, LowRankMap)
-        flat = truth[path].reshape(len(truth[path]), len(left.diagonal), -1) * left.diagonal[:, None]
+        assert isinstance(left, LowRankMap | GroupedMap)
+        flat = truth[path].reshape(len(truth[path]), left.diagonal.numel(), -1) * left.diagonal.flatten()[:, None]
         flat = flat * right.diagonal if isinstance(right, LowRankMap) else flat
+        flat = flat * right.diagonal.repeat_interleave(7, 0) if isinstance(right, GroupedMap) else flat
         mapped[path] = flat.reshape(truth[path].shape)
     for path, square in norms.squared.items():
         torch.testing.assert_close(square, mapped[path].flatten(1).square().sum(1), rtol=1e-9, atol=1e-12, msg=path)

@@ -49,12 +49,12 @@ def pair(present: Tensor | None, dtype: torch.dtype) -> tuple[Pair, Tensor, Tens
 
 
 def task(form: Form, **fields: Any) -> Task:
-    usual = Task((0,), False, True, form, bias=False, small=False, reduced=False, last=True, uses=((1, TOKENS),))
+    usual = Task((0,), False, True, form, bias=False, small=False, reduced=False, last=True, uses=(TOKENS,))
     return usual._replace(**fields)
 
 
 def places_of(present: Tensor | None, dtype: torch.dtype) -> Places:
-    return make_places(MASK, present, [((1, TOKENS),), ((1, TOKENS), (1, TOKENS)), ((2, TOKENS),)], dtype)
+    return make_places(MASK, present, [(TOKENS,), (TOKENS, TOKENS)], dtype)
 
 
 def run(tasks: list[Task], records: list[Record], places: Places) -> list[Any]:
@@ -117,24 +117,30 @@ def test_a_samples_rows_are_added_up_before_they_are_squared_and_may_wait(form, 
 def test_two_uses_in_a_block_are_places_of_one_layer(reduced):
     (record, _, x), places = pair(None, torch.float64), places_of(None, torch.float64)
     other = record._replace(right=record.right * 2)
-    two = task(Form.DENSE, records=(0, 1), uses=((1, TOKENS), (1, TOKENS)), reduced=reduced)
+    two = task(Form.DENSE, records=(0, 1), uses=(TOKENS, TOKENS), reduced=reduced)
     (factor,) = run([two], [record, other], places)
     rows = torch.cat([x, 2 * x], 1)[[0, 2]]
     rows = rows.mean(1) if reduced else rows.flatten(0, 1) / (2 * TOKENS) ** 0.5
     assert_matrix(factor, Form.DENSE, rows, torch.float64)
 
 
-def test_groups_are_columns_on_the_left_and_places_on_the_right():
+@masks
+@pytest.mark.parametrize("reduced", [False, True])
+def test_groups_are_columns_side_by_side_on_both_sides(reduced, present):
     g, x = randn(BATCH, 2, TOKENS, OUTPUTS, seed=1), randn(BATCH, 2, TOKENS, INPUTS, seed=2)
+    lefts, rights = (z.transpose(1, 2).clone() for z in (g, torch.cat([x, torch.ones(BATCH, 2, TOKENS, 1)], 3)))
     g[1], x[1] = torch.nan, torch.nan
     both = [
-        task(Form.DIAGONAL, left=True, inputs=False, uses=()),
-        task(Form.DIAGONAL, bias=True, uses=((2, TOKENS),)),
+        task(Form.DIAGONAL, left=True, inputs=False, uses=(), reduced=reduced),
+        task(Form.DIAGONAL, bias=True, uses=(TOKENS,), reduced=reduced),
     ]
-    left, right = run(both, [Pair(g, x, (2 * OUTPUTS, INPUTS))], places_of(None, torch.float64))
-    assert_matrix(left, Form.DIAGONAL, g[[0, 2]].transpose(1, 2).reshape(-1, 2 * OUTPUTS), torch.float64)
-    rows = torch.cat([x, torch.ones(BATCH, 2, TOKENS, 1)], 3)[[0, 2]].reshape(-1, INPUTS + 1)
-    assert_matrix(right, Form.DIAGONAL, rows / (2 * TOKENS) ** 0.5, torch.float64)
+    left, right = run(both, [Pair(g, x, (2 * OUTPUTS, INPUTS))], places_of(present, torch.float64))
+    counts = counted(present)[..., None].double()
+    share = counts / counts.sum(1, keepdim=True).clamp_min(1)
+    outputs, inputs = lefts.flatten(2) * counts, rights.flatten(2)
+    outputs, inputs = (outputs.sum(1), (inputs * share).sum(1)) if reduced else (outputs, inputs * share.sqrt())
+    assert_matrix(left, Form.DIAGONAL, outputs.reshape(-1, 2 * OUTPUTS), torch.float64)
+    assert_matrix(right, Form.DIAGONAL, inputs.reshape(-1, 2 * (INPUTS + 1)), torch.float64)
 
 
 @masks

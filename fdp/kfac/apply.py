@@ -21,7 +21,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fdp.kfac.factors import HALF
-from fdp.kfac.types import Map, MatrixMap, Preconditioner, Product, Sides
+from fdp.kfac.types import GroupedMap, Map, MatrixMap, Preconditioner, Product, Sides
+from fdp.types import FdpError
 
 
 def precondition(
@@ -31,12 +32,31 @@ def precondition(
     match preconditioner:
         case Sides(left, right):
             done = gradient.to(_widest(gradient))
-            done = done if left is None else apply_map(left, done, rounded=rounded)
-            return (done if right is None else apply_rows(right, done, rounded=rounded)).to(gradient.dtype)
+            done = done if left is None else apply_left(left, done, rounded=rounded)
+            return (done if right is None else apply_right(right, done, rounded=rounded)).to(gradient.dtype)
         case Product():
             left, right, scale, g = (x.to(_widest(gradient, *preconditioner)) for x in (*preconditioner, gradient))
             inside = _times(_times(left.mT, g, rounded), right, rounded) * scale
             return _times(_times(left, inside, rounded), right.mT, rounded).to(gradient.dtype)
+
+
+def apply_left(
+    map: Map, gradient: Float[Tensor, "*many rows columns"], *, rounded: bool = False
+) -> Float[Tensor, "*many rows columns"]:
+    """``map G``."""
+    if isinstance(map, GroupedMap):
+        return (gradient * map.diagonal.flatten()[:, None]).to(gradient.dtype)
+    return apply_rows(map, gradient.mT, rounded=rounded).mT
+
+
+def apply_right(
+    map: Map, gradient: Float[Tensor, "*many rows columns"], *, rounded: bool = False
+) -> Float[Tensor, "*many rows columns"]:
+    """``G map``; of a map by group every group's rows by its own."""
+    if isinstance(map, GroupedMap):
+        groups = gradient.unflatten(-2, (len(map.diagonal), -1))
+        return (groups * map.diagonal[:, None, :]).flatten(-3, -2).to(gradient.dtype)
+    return apply_rows(map, gradient, rounded=rounded)
 
 
 def apply_map(map: Map, y: Float[Tensor, "n k"], *, rounded: bool = False) -> Float[Tensor, "n k"]:
@@ -46,6 +66,8 @@ def apply_map(map: Map, y: Float[Tensor, "n k"], *, rounded: bool = False) -> Fl
 
 def apply_rows(map: Map, rows: Float[Tensor, "*tokens n"], *, rounded: bool = False) -> Float[Tensor, "*tokens n"]:
     """``rows map``: the map of every row, as it is symmetric."""
+    if isinstance(map, GroupedMap):
+        raise FdpError("apply_rows: rows do not say which group they are of; use apply_left and apply_right")
     rounded = rounded or rows.dtype in HALF
     x, *parts = (part.to(_widest(rows, *map)) for part in (rows, *map))
     if isinstance(map, MatrixMap):

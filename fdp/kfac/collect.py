@@ -10,8 +10,11 @@ the two ways of Eschenhagen et al. 2023, arXiv 2311.00636, for the mean over sam
 tokens. A bias is the last column of R, a place's input being (x, 1). Every factor is a sum over samples and counts
 them, so that factors of parts, of ranks or of steps, add up (``fdp.kfac.factors.add``) to those of the whole.
 
+Groups of a convolution and experts, whose inputs are their own, are layers of their own, each with both diagonals.
+
 Two sides that are not (g, x):
-  - an embedding has its inputs on the left: L is the diagonal of how often each token occurs, which is exact;
+  - an embedding has its inputs on the left: by expand L is the diagonal of how often each token occurs, which is exact;
+    by reduce x_b holds the shares of all tokens of a sample, and L is no diagonal but columns, one for each sample;
   - a leaf that is embedding *and* head (tied) has both kinds on both sides: the left one is their mean, the right one
     their sum. Where the two left sides agree, as they do if the model's tokens are as frequent as the data's, that is
     the sum of the two products; where their traces agree it has its trace. (Scaling each product first would be closer
@@ -129,6 +132,12 @@ def check_forms(model: Model, known: Survey, forms: Forms, sharing: Sharing) -> 
                 f"scores, used once as such ({softmax or 'the model names none: Outputs.weight'}), got {names}"
             )
         mixed = 0 < len(heads) < len(met)
+        if mixed and sharing is Sharing.REDUCE and both[0] is Form.SOFTMAX:
+            raise FdpError(
+                f"{layer.weight}: an embedding and a head in one has columns in its left side if a sample's tokens are "
+                f"added up (sharing reduce), and a softmax takes a diagonal beside it; expected columns, dense, "
+                f"diagonal or skip, or the sharing expand (--kfac-sharing), got {names}"
+            )
         if mixed and sharing is Sharing.EXPAND and both[0] is Form.COLUMNS:
             raise FdpError(
                 f"{layer.weight}: an embedding and a head in one has a diagonal in its left side, and columns beside "

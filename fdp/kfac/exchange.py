@@ -21,7 +21,16 @@ from collections.abc import Mapping
 
 from fdp.kfac.factors import widened
 from fdp.kfac.gather import CAP, check_cap, gather_columns
-from fdp.kfac.types import ColumnsFactor, Curvature, DenseFactor, DiagonalFactor, Factor, Layer, SoftmaxFactor
+from fdp.kfac.types import (
+    ColumnsFactor,
+    Curvature,
+    DenseFactor,
+    DiagonalFactor,
+    Factor,
+    GroupedFactor,
+    Layer,
+    SoftmaxFactor,
+)
 from fdp.sharding import Sharding
 from fdp.traffic import sum_over_samples
 
@@ -76,7 +85,7 @@ def sum_totals(factor: Factor, sharding: Sharding | None) -> Factor:
     """Totals and weights **summed** over the ranks that hold different samples; columns stay this rank's own."""
     weight = sum_over_samples(sharding, factor.weight)
     match factor:
-        case DenseFactor() | DiagonalFactor() | SoftmaxFactor():
+        case DenseFactor() | DiagonalFactor() | SoftmaxFactor() | GroupedFactor():
             return factor._replace(total=sum_over_samples(sharding, widened(factor.total)), weight=weight)
         case ColumnsFactor():
             return factor._replace(weight=weight)

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fdp.kfac.types import ColumnsFactor, DenseFactor, DiagonalFactor, Factor, SoftmaxFactor
+from fdp.kfac.types import ColumnsFactor, DenseFactor, DiagonalFactor, Factor, GroupedFactor, SoftmaxFactor
 from fdp.types import FdpError
 
 HALF = (torch.bfloat16, torch.float16)
@@ -119,6 +119,8 @@ def softmax(
 
 def size(factor: Factor) -> int:
     """``n``, of the (n, n) matrix it stands for."""
+    if isinstance(factor, GroupedFactor):
+        return factor.total.numel()
     return (factor.columns if isinstance(factor, ColumnsFactor) else factor.total).shape[0]
 
 
@@ -141,6 +143,8 @@ def add(a: Factor, b: Factor) -> Factor:
             return ColumnsFactor(torch.cat([a.columns, b.columns], 1), weight)
         case (DiagonalFactor(), DiagonalFactor()):
             return DiagonalFactor(a.total + b.total, weight)
+        case (GroupedFactor(), GroupedFactor()):
+            return GroupedFactor(a.total + b.total, weight)
         case (SoftmaxFactor(), SoftmaxFactor()):
             return SoftmaxFactor(a.total + b.total, torch.cat([a.columns, b.columns], 1), weight)
         case (SoftmaxFactor(), DiagonalFactor()):
@@ -167,6 +171,8 @@ def decayed(factor: Factor, rho: float) -> Factor:
             return ColumnsFactor(widened(factor.columns) * rho**0.5, weight)
         case DiagonalFactor():
             return DiagonalFactor(factor.total * rho, weight)
+        case GroupedFactor():
+            return GroupedFactor(factor.total * rho, weight)
         case SoftmaxFactor():
             return SoftmaxFactor(factor.total * rho, widened(factor.columns) * rho**0.5, weight)
 
@@ -179,8 +185,8 @@ def to_dense(factor: Factor) -> DenseFactor:
         case ColumnsFactor():
             wide = widened(factor.columns)
             return DenseFactor(wide @ wide.mT, factor.weight)
-        case DiagonalFactor():
-            return DenseFactor(factor.total.diag(), factor.weight)
+        case DiagonalFactor() | GroupedFactor():
+            return DenseFactor(factor.total.flatten().diag(), factor.weight)
         case SoftmaxFactor():
             wide = widened(factor.columns)
             return DenseFactor(factor.total.diag() - wide @ wide.mT, factor.weight)
@@ -201,6 +207,8 @@ def diagonal_of(factor: Factor) -> DiagonalFactor:
             return DiagonalFactor(widened(factor.columns).square().sum(1), factor.weight)
         case DiagonalFactor():
             return factor
+        case GroupedFactor():
+            return DiagonalFactor(factor.total.flatten(), factor.weight)
         case SoftmaxFactor():
             rest = unclamped_diagonal(factor)
             return DiagonalFactor(rest.clamp(min=0), factor.weight)  # p (1 - p) of a sure class rounds either way
@@ -249,7 +257,7 @@ def check_factor(factor: Factor, name: str) -> None:
                     f"(its largest entry: {largest:.3g}). Make it by factors.dense."
                 )
             smallest = float(total.diagonal().min())
-        case DiagonalFactor(total) | SoftmaxFactor(total):
+        case DiagonalFactor(total) | SoftmaxFactor(total) | GroupedFactor(total):
             smallest = float(total.min())
         case ColumnsFactor():
             smallest = 0.0

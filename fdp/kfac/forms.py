@@ -3,7 +3,7 @@
 dense      M = sum_t r_t r_t^T / w           n^2 numbers
 columns    the rows r_t themselves           n k numbers for k tokens; M is never formed
 softmax    diag(p) - P P^T                   the left side of a head, from its own probabilities: n k numbers
-diagonal   the diagonal of M                 n numbers; exact where rows are one-hot
+diagonal   the diagonal of M                 n numbers; exact where rows are one-hot; of groups, each one's own
 skip       the identity                      nothing
 
 >>> Form("columns")

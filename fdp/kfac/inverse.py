@@ -6,7 +6,8 @@
 The damping is on the scale of the product in both. PI (Martens and Grosse 2015, arXiv 1503.05671, section 6.3) damps
 ``sqrt(damping) (pi L (x) I + I (x) R / pi)`` more than it says, whose trace this pi makes least, and works for factors
 that are never formed. Both are exact where one side is None, the identity: the other gets all the damping; and
-where a factor is zero: the curvature is then ``damping I``.
+where a factor is zero: the curvature is then ``damping I``. Every group of a convolution, and every expert, is a
+product of its own, with a pi of its own.
 
 ``max_condition`` raises every *damped* eigenvalue that is below ``largest damped eigenvalue / max_condition`` to it: of
 each side for PI, of the product for PRODUCT. A softmax side, whose eigenvalues are not computed, has its damping raised
@@ -41,6 +42,8 @@ from fdp.kfac.types import (
     DenseFactor,
     DiagonalFactor,
     Factor,
+    GroupedFactor,
+    GroupedMap,
     Map,
     MatrixMap,
     Preconditioner,
@@ -99,6 +102,9 @@ def invert(
         with _blame(name):
             return invert_side(factor, damping=share, via=via, max_condition=max_condition, power=power, dtype=dtype)
 
+    if isinstance(left, GroupedFactor) or isinstance(right, GroupedFactor):
+        own = _invert_groups(left, right, damping=damping, max_condition=max_condition, power=power, dtype=dtype)
+        return _finite(own)
     if left is None or right is None:
         whole = [None if f is None else side(f, name, damping) for name, f in zip(curvature._fields, curvature)]
         return _finite(Sides(*whole))
@@ -178,6 +184,50 @@ def invert_side(
             if max_condition is not None:
                 damping = max(damping, float(total.max() / weight) / (max_condition - 1.0))
             return softmax_map(factor, damping=damping, dtype=dtype)
+        case GroupedFactor():
+            made = _invert_groups(factor, None, damping=damping, max_condition=max_condition, power=power, dtype=dtype)
+            assert made.left is not None
+            return made.left
+
+
+def _invert_groups(
+    left: Factor | None,
+    right: Factor | None,
+    *,
+    damping: float,
+    max_condition: float | None,
+    power: Power,
+    dtype: torch.dtype | None,
+) -> Sides:
+    """``(L_g + sqrt(damping) / pi_g)^power`` and ``(R_g + sqrt(damping) pi_g)^power`` of every group g."""
+    sides = [_values(left), _values(right)]
+    there = [values for values in sides if values is not None]
+    shares = [torch.full_like(there[0][:, :1], damping)] * 2
+    flat = torch.zeros_like(shares[0], dtype=torch.bool)
+    if len(there) == 2:
+        traces = [values.mean(1, keepdim=True) for values in there]
+        flat = (traces[0] == 0) | (traces[1] == 0)  # no curvature at all, and no pi
+        pi = torch.where(flat, 1.0, (traces[1] / traces[0]).sqrt())
+        shares = [math.sqrt(damping) / pi, math.sqrt(damping) * pi]
+    maps: list[Map | None] = []
+    for values, share, alone, factor in zip(sides, shares, (damping**power.value, 1.0), (left, right)):
+        if values is None or factor is None:
+            maps.append(None)
+            continue
+        damped = values + share
+        if max_condition is not None:
+            damped = torch.maximum(damped, damped.amax(1, keepdim=True) / max_condition)
+        done = torch.where(flat, alone, damped**power.value)
+        maps.append(GroupedMap(done.to(dtype or _own_dtype(factor))))
+    return Sides(*maps)
+
+
+def _values(factor: Factor | None) -> Float[Tensor, "groups n"] | None:
+    if factor is None:
+        return None
+    if not isinstance(factor, GroupedFactor):
+        raise FdpError(f"invert: expected both sides of a layer with groups by group, got a {type(factor).__name__}")
+    return factor.total.double() / factor.weight.double()
 
 
 def check_settings(*, damping: float, method: Damping, via: Via, max_condition: float | None, power: Power) -> None:

@@ -72,7 +72,12 @@ class Survey(NamedTuple):
 
     def small(self, layer: Layer) -> bool:
         """Whether the layer is one column of elements, because its uses have not all the same two sides."""
-        return not all(met.pair for met in self.met[layer]) or len({met.leading for met in self.met[layer]}) > 1
+        met = self.met[layer]
+        return not all(use.pair for use in met) or len({(use.leading, use.groups) for use in met}) > 1
+
+    def groups(self, layer: Layer) -> int:
+        """Of a convolution, or experts: how many parts of its rows have inputs, and a product, of their own."""
+        return 1 if self.small(layer) else self.met[layer][0].groups
 
 
 def survey(model: Model, params: Tree, microbatch: Tree, *, dtype: torch.dtype = torch.float32) -> Survey:
@@ -164,7 +169,7 @@ def _paired(tapes: list[Tape], met: dict[Path, list[Met]]) -> dict[Path, Path]:
 
 def _shape(layer: Layer, leaf: tuple[int, ...], met: tuple[Met, ...]) -> tuple[int, int]:
     leading = met[0].leading
-    if any(use.leading != leading for use in met) or not leading:
+    if len({(use.leading, use.groups) for use in met}) > 1 or not leading:
         return math.prod(leaf), 1
     return math.prod(leaf[:leading]), math.prod(leaf[leading:]) + (layer.bias is not None)
 

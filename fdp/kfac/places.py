@@ -31,6 +31,8 @@ from fdp.kfac.types import (
     DenseFactor,
     DiagonalFactor,
     Factor,
+    GroupedFactor,
+    GroupedMap,
     LowRankMap,
     Map,
     MatrixMap,
@@ -46,11 +48,15 @@ from fdp.types import FdpError
 
 
 class Side(NamedTuple):
-    """How a side is kept: its form, its features, and how many columns a measurement brings at most."""
+    """How a side is kept: its form, its features, and how many columns a measurement brings at most.
+
+    ``groups``: of a convolution, or experts; each has a diagonal of its own, one after the other in ``size``.
+    """
 
     form: Form
     size: int
     columns: int
+    groups: int = 1
 
 
 class Window(NamedTuple):
@@ -110,8 +116,8 @@ def condensed(factor: Factor, side: Side) -> Factor:
 def added(kept: Kept, factor: Factor, side: Side, *, rho: float, sharding: Sharding | None = None) -> Kept:
     """What was kept, decayed, and a measurement; on the device and in the dtypes of what was kept.
 
-    Columns of a softmax are rounded as they are stored, and its total moves with them: ``diag(total) - U U^T`` is of the
-    columns that are kept. With ``sharding`` they are this rank's own, beside the total of all ranks.
+    Columns of a softmax are rounded as they are stored, and its total moves with them: ``diag(total) - U U^T`` is that
+    of the columns that are kept. With ``sharding`` these are this rank's own, beside the total of all ranks.
     """
     if not isinstance(kept, Window):
         here = tree.map(lambda x: x.to(device=factor.weight.device), kept)
@@ -145,6 +151,8 @@ def added(kept: Kept, factor: Factor, side: Side, *, rho: float, sharding: Shard
 def factor_of(kept: Kept, side: Side, *, device: torch.device) -> Factor:
     """The factor again, on ``device``."""
     here = tree.map(lambda x: x.to(device), kept)
+    if isinstance(here, DiagonalFactor) and side.groups > 1:
+        return GroupedFactor(here.total.view(side.groups, -1), here.weight)
     if not isinstance(here, Window):
         return here
     columns, weight = here.columns.to(here.scale.dtype) / here.scale, here.weights.sum()
@@ -169,7 +177,7 @@ def identity(
             return MatrixMap(torch.eye(n, dtype=dtype, device=device))
         ones = torch.ones(n, dtype=dtype, device=device)
         if side.form is Form.DIAGONAL:
-            return diagonal_map(ones)
+            return diagonal_map(ones) if side.groups == 1 else GroupedMap(ones.view(side.groups, -1))
         return (
             RingPart(ones, ones.new_zeros(n, k)) if ring else LowRankMap(ones, ones.new_zeros(n, k), _square(ones, k))
         )
@@ -208,10 +216,12 @@ def _fitted_map(made: Map | RingMap | None, place: Map | RingPart) -> Map | Ring
         if isinstance(made, LowRankMap):
             made = MatrixMap(made.diagonal.diag() + made.columns @ made.core @ made.columns.mT)
         return MatrixMap(made[0].to(first))
+    if isinstance(place, GroupedMap):
+        return GroupedMap(torch.ones_like(first) if made is None else made[0].to(first))
     n, k = place.columns.shape
     if made is None:
         made = diagonal_map(torch.ones_like(first))
-    assert not isinstance(made, MatrixMap)
+    assert not isinstance(made, MatrixMap | GroupedMap)
     some = made.columns.shape[1]
     if some == k:
         return type(place)(*(part.to(first) for part in made[: len(place)]))  # pyright: ignore

@@ -49,6 +49,7 @@ class Options(NamedTuple):
     """What a layer could be: the cost of every form of its sides, and which pairs of forms it can have.
 
     ``own`` is the flops of the layer in a training step. ``columns``: how many there would be on the left and right.
+    ``of_tokens``: the form that has all of the left side of an embedding, and no more; None for other layers.
     """
 
     layer: Layer
@@ -58,7 +59,7 @@ class Options(NamedTuple):
     left: dict[Form, Cost]
     right: dict[Form, Cost]
     allowed: frozenset[Both]
-    embedding: bool
+    of_tokens: Form | None
 
     def cost(self, both: Both) -> Cost:
         left, right = self.left[both[0]], self.right[both[1]]
@@ -239,12 +240,15 @@ def _options(
     lefts = {form: cost(form, rows, columns, left) for form in Form}
     rights = {form: cost(form, columns, rows, right) for form in Form}
     allowed = frozenset((a, b) for a in Form for b in Form if allows((a, b)))
-    return Options(layer, (rows, columns), own, (left, right), lefts, rights, allowed, embedding=not heads)
+    # Rows that are one-hot are a diagonal; those of a sample added up are one column.
+    of_tokens = None if len(heads) == len(met) else Form.COLUMNS if sharing is Sharing.REDUCE else Form.DIAGONAL
+    of_tokens = None if of_tokens is Form.DIAGONAL and heads else of_tokens
+    return Options(layer, (rows, columns), own, (left, right), lefts, rights, allowed, of_tokens)
 
 
 def _places(uses: Sequence[Met], sharing: Sharing) -> int:
     """Rows of a sample."""
-    return 1 if sharing is Sharing.REDUCE else sum(use.groups * use.tokens for use in uses)
+    return 1 if sharing is Sharing.REDUCE else sum(use.tokens for use in uses)
 
 
 def _exact(options: Options, order: Callable[[Options, Form, int], tuple[float, ...]]) -> Both:
@@ -255,10 +259,10 @@ def _exact(options: Options, order: Callable[[Options, Form, int], tuple[float, 
 
 
 def _fullest(options: Options, form: Form, side: int) -> tuple[float, ...]:
-    """Softmax, dense, diagonal, nothing, columns; an embedding's left side is diagonal, exactly."""
+    """Softmax, dense, diagonal, nothing, columns; an embedding's left side in the form that has all of it."""
     ranking = [Form.SOFTMAX, Form.DENSE, Form.DIAGONAL, Form.SKIP, Form.COLUMNS]
-    if options.embedding and side == 0:
-        ranking = [Form.DIAGONAL, Form.SKIP, Form.DENSE, Form.COLUMNS, Form.SOFTMAX]
+    if options.of_tokens is not None and side == 0:
+        ranking = sorted(ranking, key=lambda each: each is not options.of_tokens)
     return (ranking.index(form),)
 
 
@@ -272,7 +276,7 @@ def _within(options: Options, *, rho: float, cap: int, side_bytes: int) -> Choic
         fits = cost.bytes <= side_bytes and (form is Form.DENSE or columns <= most)
         match form:
             case Form.DIAGONAL:
-                return (0.0,) if options.embedding and side == 0 else (2.0,)
+                return (0.0,) if options.of_tokens is form and side == 0 else (2.0,)
             case Form.SKIP:
                 return (3.0,)
             case Form.SOFTMAX:  # before the others: the true Fisher information of the head
@@ -287,7 +291,7 @@ def _within(options: Options, *, rho: float, cap: int, side_bytes: int) -> Choic
     share = options.cost(best).flops / options.own
     diagonals = all({*both} <= {Form.DIAGONAL, Form.SKIP} for both in options.allowed)
     other = f"other forms have more than {cap} columns or {side_bytes / 1024**3:.1f} GiB"
-    exact = options.embedding or Form.DIAGONAL not in best
+    exact = best[1] is not Form.DIAGONAL and (best[0] is not Form.DIAGONAL or options.of_tokens is Form.DIAGONAL)
     reason = "has no form but diagonals" if diagonals else "cheapest exact forms" if exact else other
     tried: list[Choice] = [
         (best, f"{reason}: {share:.2f} of the layer's step"),

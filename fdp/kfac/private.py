@@ -27,9 +27,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fdp.kfac.apply import apply_rows
+from fdp.kfac.apply import apply_left, apply_right, apply_rows
 from fdp.kfac.layers import Met, Survey
-from fdp.kfac.types import Layer, LowRankMap, Map, MatrixMap, Preconditioner, Sides
+from fdp.kfac.types import GroupedMap, Layer, LowRankMap, Map, MatrixMap, Preconditioner, Sides
 from fdp.model import Model
 from fdp.rules import Dense, OneHot, Pair, Record, per_sample_gradient
 from fdp.sharding import Sharding
@@ -53,7 +53,7 @@ def map_record(sides: Mapping[Path, Sides], path: Path, record: Record) -> Recor
         return Dense(_map_gradient(left, right, record.gradient))
     if left is not None and size(left) != _rows(record):  # of single elements, not of rows
         return Dense(_map_gradient(left, right, per_sample_gradient(record)))
-    rows = record.right if right is None else apply_rows(right, record.right)
+    rows = record.right if right is None else _map_rows(right, record.right)
     if left is None:
         return record._replace(right=rows)
     if isinstance(record.left, OneHot):
@@ -105,6 +105,8 @@ def check_sides(sides: Mapping[Path, Sides], model: Model) -> Mapping[Path, Side
         shape = model.leaves[path].shape
         both = [(math.prod(shape[:k]), math.prod(shape[k:])) for k in range(1, 1 + len(shape))] or [(1, 1)]
         sizes = [None if side is None else size(side) for side in (left, right)]
+        if isinstance(right, GroupedMap):  # one for the rows of every group
+            sizes[1] = right.diagonal.shape[1]
         if not any(all(got in (None, n) for got, n in zip(sizes, each)) for each in both):
             raise FdpError(
                 f"{path}: expected maps of {shape[0]} rows and {math.prod(shape) // shape[0]} columns, or one of all "
@@ -130,6 +132,8 @@ def check_preconditioned(private: bool, sharding: Sharding | None) -> None:
 
 def size(map: Map) -> int:
     """``n`` of the (n, n) matrix."""
+    if isinstance(map, GroupedMap):
+        return map.diagonal.numel()
     return (map.matrix if isinstance(map, MatrixMap) else map.diagonal).shape[0]
 
 
@@ -141,10 +145,12 @@ def _rows(record: Pair) -> int:
 def _map_gradient(
     left: Map | None, right: Map | None, gradient: Float[Tensor, " batch *shape"]
 ) -> Float[Tensor, " batch *shape"]:
-    rows = size(left) if left is not None else gradient.shape[1]
+    columns = None if right is None else right.diagonal.shape[1] if isinstance(right, GroupedMap) else size(right)
+    rows = gradient.shape[1] if columns is None else gradient[0].numel() // columns
+    rows = rows if left is None else size(left)
     wide = gradient.reshape(len(gradient), rows, -1).to(torch.promote_types(gradient.dtype, torch.float32))
-    wide = wide if right is None else apply_rows(right, wide)
-    wide = wide if left is None else apply_rows(left, wide.mT).mT
+    wide = wide if right is None else apply_right(right, wide)
+    wide = wide if left is None else apply_left(left, wide)
     return wide.reshape(gradient.shape).to(gradient.dtype)
 
 
@@ -156,15 +162,24 @@ def _map_one_hot(left: Map, rows: OneHot, right: Tensor, shape: tuple[int, ...])
     if isinstance(left, MatrixMap):
         found = left.matrix[rows.ids]
     else:
+        assert isinstance(left, LowRankMap)  # an embedding has no groups
         found = (left.columns[rows.ids] @ left.core) @ left.columns.mT
         found = found.scatter_add(-1, rows.ids.unsqueeze(-1), left.diagonal[rows.ids].unsqueeze(-1))
     return Pair(found.unsqueeze(1).to(right.dtype), right, shape)
 
 
+def _map_rows(map: Map, rows: Float[Tensor, "batch groups tokens n"]) -> Float[Tensor, "batch groups tokens n"]:
+    """Each row times the map, of a map by group that of its own group."""
+    if not isinstance(map, GroupedMap):
+        return apply_rows(map, rows)
+    wide = torch.promote_types(torch.promote_types(rows.dtype, map.diagonal.dtype), torch.float32)
+    return (rows.to(wide) * map.diagonal[:, None, :]).to(rows.dtype)
+
+
 def _map_groups(left: Map, rows: Float[Tensor, "batch groups tokens rows"], path: Path) -> Tensor:
     groups = rows.shape[1]
-    if groups == 1:
-        return apply_rows(left, rows)
+    if groups == 1 or isinstance(left, GroupedMap):
+        return _map_rows(left, rows)
     if not _is_diagonal(left):
         raise FdpError(
             f"{path}: a convolution of {groups} groups has inputs of its own for every group, and a map that mixes "

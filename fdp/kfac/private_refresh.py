@@ -193,7 +193,7 @@ def _inverse(kept: tuple[Kept | None, Kept | None], sides: tuple[Side, Side], k:
 
 def _choose(options: Options, largest: int) -> Choice:
     dense = [Form.DENSE if size <= largest else Form.DIAGONAL for size in options.shape]
-    dense[0] = Form.DIAGONAL if options.embedding else dense[0]  # which is exact
+    dense[0] = Form.DIAGONAL if options.of_tokens is Form.DIAGONAL else dense[0]  # which is exact
     wishes = [
         (dense[0], dense[1]),
         (Form.DIAGONAL, Form.DIAGONAL),

@@ -4,8 +4,9 @@ steps 1, 2, 4, 8, ... of the first period, in which curvature changes most.
     collect (this rank's samples)  ->  over ranks  ->  decayed sums  ->  damped inverses  ->  their place in the state
 
 What is not finite is not added, nor a measurement without any token, as of an empty Poisson batch; and an inverse that
-cannot be made is not replaced: the last one stays, and ``KfacState.failures`` counts the layers, each once. With dense and diagonal sides and Cholesky the host waits for the device
-twice, however many layers there are: for what is not finite, and for what has no inverse.
+cannot be made is not replaced: the last one stays, and ``KfacState.failures`` counts the layers, each once. With dense
+and diagonal sides and Cholesky the host waits for the device twice, however many layers there are: for what is not
+finite, and for what has no inverse.
 
     gather    columns of all ranks on every rank; every rank inverts everything
     owner     the same columns; every inverse is made by one rank, and sent to all
@@ -204,16 +205,18 @@ def _inverted(kf: KfacState, plan: KfacPlan, device: torch.device) -> tuple[Kfac
     return kf._replace(maps=kf.maps | maps), {layer for layer in made if layer not in good}
 
 
-def _curvature(kept: tuple[Kept | None, Kept | None], layer: LayerPlan, device: torch.device) -> Curvature:
+def _curvature(kept: tuple[Kept | None, Kept | None], layer: LayerPlan, device: torch.device | None) -> Curvature:
+    """What is kept as factors, on ``device``; None: where they wait."""
     sides = zip(kept, (layer.left, layer.right))
-    return Curvature(*(None if k is None else factor_of(k, side, device=device) for k, side in sides))
+    return Curvature(*(None if k is None else factor_of(k, side, device=device or k[0].device) for k, side in sides))
 
 
 def _everywhere(kf: KfacState, plan: KfacPlan, device: torch.device) -> dict[Layer, Preconditioner | None]:
     """Those that can be, together; the others one by one, so that the columns of one at a time are on the device."""
     kept = {layer: kf.factors[layer.weight] for layer in plan.layers}
     sums = {layer: both for layer, both in kept.items() if not any(isinstance(side, Window) for side in both)}
-    made = _inverses({layer: Curvature(*both) for layer, both in sums.items()}, plan, device)  # pyright: ignore
+    waiting = {layer: _curvature(both, plan.layers[layer], None) for layer, both in sums.items()}
+    made = _inverses(waiting, plan, device)
     for layer in [layer for layer in kept if layer not in sums]:
         made |= _inverses({layer: _curvature(kept[layer], plan.layers[layer], device)}, plan, device)
     return made

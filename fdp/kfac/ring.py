@@ -30,7 +30,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fdp import collectives
-from fdp.kfac.apply import apply_map
+from fdp.kfac.apply import apply_left, apply_right
 from fdp.kfac.exchange import sum_totals
 from fdp.kfac.factors import CurvatureError, check_factor, size, unclamped_diagonal, widened
 from fdp.kfac.gather import lengths
@@ -171,12 +171,14 @@ def precondition_ring(
 ) -> Float[Tensor, "rows columns"]:
     """``left G right``. Every rank brings the same whole G, and has the same result."""
 
-    def times(side: Map | RingMap | None, y: Tensor) -> Tensor:
-        if side is None:
-            return y
-        return apply_ring(side, y, sharding) if isinstance(side, RingMap) else apply_map(side, y)
-
-    return times(sides.right, times(sides.left, gradient).mT).mT
+    left, right = sides
+    if isinstance(left, RingMap):
+        gradient = apply_ring(left, gradient, sharding)
+    elif left is not None:
+        gradient = apply_left(left, gradient)
+    if isinstance(right, RingMap):
+        return apply_ring(right, gradient.mT, sharding).mT
+    return gradient if right is None else apply_right(right, gradient)
 
 
 def mean_trace_of_all(factor: Factor, sharding: Sharding | None) -> Float[Tensor, ""]:

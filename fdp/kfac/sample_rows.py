@@ -57,7 +57,7 @@ class Share(NamedTuple):
     def inputs(self, layer: Layer, left: bool, batch: int) -> Float[Tensor, "batch 1"]:
         """``1 / n_b``: what one place of a sample counts on an input's side."""
         met = [use for use in self.known.met[layer] if use.inputs_left == left]
-        places = sum(use.groups * self.counts(layer.weight, batch, use.tokens).sum(1, keepdim=True) for use in met)
+        places = sum(self.counts(layer.weight, batch, use.tokens).sum(1, keepdim=True) for use in met)
         return 1 / torch.as_tensor(places).clamp_min(1)
 
 
@@ -123,8 +123,8 @@ def _add(record: Record, layer: Layer, use: Met, share: Share, forms: Forms, fou
             continue
         weight = each[:, None, :, None]
         rows = torch.where(weight > 0, side.double() * weight.sqrt(), 0.0)
-        # Groups are rows of their own on the left; on the right they are places, like tokens.
-        found.setdefault(slot, []).append(rows.transpose(1, 2).flatten(2) if left else rows.flatten(1, 2))
+        # Groups, which share nothing, are columns side by side.
+        found.setdefault(slot, []).append(rows.transpose(1, 2).flatten(2))
 
 
 def _joined(parts: list[Rows], small: bool) -> Rows:

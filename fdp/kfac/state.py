@@ -175,17 +175,17 @@ def _side(
     config: KfacConfig,
     sharding: Sharding | None,
 ) -> Side:
-    form, size = forms[side], known.shapes[layer][side]
+    form, size, groups = forms[side], known.shapes[layer][side], known.groups(layer)
     if form not in (Form.COLUMNS, Form.SOFTMAX):
-        return Side(form, size, 0)
+        return Side(form, size if side == 0 else size * groups, 0, groups)
     # A gradient's side has a row for every backward of the exact Fisher information, an input's side one for all.
     many = math.prod((known.scores or (1, 1))[1:]) if config.fisher is Fisher.EXACT else 1
-    places = 0
+    tokens: dict[bool, int] = {}  # of inputs and of gradients; a tied leaf has both
     for use in known.met[layer]:
         inputs = use.inputs_left == (side == 0)
-        passes = 1 if inputs or form is Form.SOFTMAX else many
-        places += passes * use.groups * use.tokens if config.sharing is Sharing.EXPAND else 0
-        places = max(places, passes)
+        tokens[inputs] = tokens.get(inputs, 0) + use.tokens
+    rows = tokens if config.sharing is Sharing.EXPAND else dict.fromkeys(tokens, 1)
+    places = sum(count if inputs else many * count for inputs, count in rows.items())
     if form is Form.SOFTMAX:
         places = math.prod((known.scores or (1, 1))[1:-1])
     own = known.plan.batch_size * places

@@ -201,7 +201,7 @@ def _uses(slot: Slot, sums: Sums) -> int:
 
 
 def _uses_with_inputs(known: Survey, layer: Layer, left: bool) -> Uses:
-    return tuple((use.groups, use.tokens) for use in known.met[layer] if use.inputs_left == left)
+    return tuple(use.tokens for use in known.met[layer] if use.inputs_left == left)
 
 
 def _run_of(tasks: tuple[Task, ...]) -> Callable[[list[Record], Places], list[Factor | Tensor]]:
@@ -227,7 +227,7 @@ def _wait(slot: Slot, rows: Float[Tensor, "batch n"], uses: int, sums: Sums) -> 
 
 
 def _form(slot: Slot, sums: Sums) -> Form:
-    """The side's form. Beside a softmax of probabilities, an embedding's inputs are a diagonal."""
+    """The side's form. Beside a softmax of probabilities, an embedding's inputs are a diagonal, and exactly so."""
     form = sums.forms[slot.layer][0 if slot.left else 1]
     return Form.DIAGONAL if form is Form.SOFTMAX and slot.inputs else form
 

@@ -27,8 +27,8 @@ from fdp.kfac.forms import Form
 from fdp.kfac.types import ColumnsFactor, DenseFactor, DiagonalFactor, Factor
 from fdp.rules import OneHot, Pair, Record, per_sample_gradient
 
-Uses: TypeAlias = tuple[tuple[int, int], ...]
-"""(groups, tokens) of every use of a layer, in any block, that has its inputs on one side."""
+Uses: TypeAlias = tuple[int, ...]
+"""The tokens of every use of a layer, in any block, that has its inputs on one side."""
 
 Made: TypeAlias = DenseFactor | ColumnsFactor | DiagonalFactor
 """What rows can be made into."""
@@ -129,12 +129,12 @@ def _expanded(task: Task, record: Record, places: Places) -> Factor:
     if isinstance(side, OneHot):
         each = _each(record, task, places)
         return factors.one_hot(side.ids, record.shape[0], weight=places.samples, extra=each)
-    rows = _rows(task, side, places)
+    rows = _rows(side, places)
     if not task.inputs:
         return made(task.form, rows, places)
     if places.present is None:  # the same for all samples: the sum is scaled, and rows may stay in half precision
         factor = _with_ones(task, record, rows, None, places)
-        return _scaled(factor, 1 / sum(groups * tokens for groups, tokens in task.uses))
+        return _scaled(factor, 1 / sum(task.uses))
     root = places.shares[task.uses].sqrt()
     return _with_ones(task, record, rows * root.unsqueeze(2), root, places)
 
@@ -149,12 +149,12 @@ def _with_ones(
     """The factor of rows of inputs and, for a bias, each place's 1 at their end, times ``root`` as they were."""
     if not task.bias:
         return made(task.form, rows, places)
-    groups, tokens = _use(record)
+    _, groups, tokens, _ = record.right.shape
     if task.form is Form.DIAGONAL:
-        every = groups * tokens * places.samples
-        last = every if root is None else (_number((groups, tokens), places) * root * root).sum()
+        every = tokens * places.samples
+        last = every if root is None else (_number(tokens, places) * root * root).sum()
         total, weight = factors.diagonal(rows, weight=places.samples)
-        return DiagonalFactor(torch.cat([total, last.reshape(1).to(total)]), weight)
+        return DiagonalFactor(_with_last(total, last.reshape(1).to(total), groups), weight)
     size = rows.shape[2] + 1
     spare = -size % ALIGNED if task.form is Form.DENSE and rows.dtype in HALF else 0
     ones = places.ones[..., : 1 + spare] if root is None else (_mask(tokens, places) * root).unsqueeze(2)
@@ -171,20 +171,29 @@ def _reduced(task: Task, record: Record, places: Places) -> Float[Tensor, "batch
     if isinstance(side, OneHot):
         each = _each(record, task, places)
         return each.new_zeros(len(each), record.shape[0]).scatter_add(1, side.ids.long(), each)
-    rows = _rows(task, side, places)
+    rows = _rows(side, places)
     total = rows.sum(1, dtype=wider(rows.dtype))
     if task.bias and task.inputs:
-        total = torch.cat([total, _number(_use(record), places).to(total)], 1)
+        _, groups, tokens, _ = record.right.shape
+        total = _with_last(total, _number(tokens, places).to(total), groups)
     return total * places.shares[task.uses] if task.inputs else total
 
 
-def _rows(
-    task: Task, side: Float[Tensor, "batch groups tokens n"], places: Places
-) -> Float[Tensor, "batch places columns"]:
-    """The rows that count, exactly 0 for the others. Groups are columns on the left; on the right they are places."""
+def _rows(side: Float[Tensor, "batch groups tokens n"], places: Places) -> Float[Tensor, "batch places columns"]:
+    """The rows that count, exactly 0 for the others. Groups, which share nothing, are columns side by side."""
     mask = _mask(side.shape[2], places)
     rows = torch.where(mask[:, None, :, None], side, places.zero.to(side.dtype))
-    return rows.transpose(1, 2).flatten(2) if task.left else rows.flatten(1, 2)
+    return rows.transpose(1, 2).flatten(2)
+
+
+def _with_last(
+    x: Float[Tensor, "*batch columns"], last: Float[Tensor, "*batch 1"], groups: int
+) -> Float[Tensor, "*batch more"]:
+    """``x`` with ``last`` at the end of the columns of every group."""
+    if groups == 1:
+        return torch.cat([x, last], -1)
+    apart = x.unflatten(-1, (groups, -1))
+    return torch.cat([apart, last.unsqueeze(-2).expand(*apart.shape[:-1], 1)], -1).flatten(-2)
 
 
 def _mask(tokens: int, places: Places) -> Bool[Tensor, "batch tokens"]:
@@ -192,16 +201,11 @@ def _mask(tokens: int, places: Places) -> Bool[Tensor, "batch tokens"]:
     return places.keep if places.present is None or tokens == 1 else places.present
 
 
-def _number(use: tuple[int, int], places: Places) -> Float[Tensor, "batch 1"]:
-    """At how many places that count a sample uses a layer."""
-    groups, tokens = use
+def _number(tokens: int, places: Places) -> Float[Tensor, "batch 1"]:
+    """At how many places that count a sample uses a layer; of groups, each of them."""
     if places.present is None or tokens == 1:
-        return places.keep.to(places.lengths.dtype) * (groups * tokens)
-    return places.lengths * groups
-
-
-def _use(record: Pair) -> tuple[int, int]:
-    return record.right.shape[1], record.right.shape[2]
+        return places.keep.to(places.lengths.dtype) * tokens
+    return places.lengths
 
 
 def _each(record: Pair, task: Task, places: Places) -> Float[Tensor, "batch tokens"]:

@@ -51,7 +51,14 @@ class SoftmaxFactor(NamedTuple):
     weight: Float[Tensor, ""]
 
 
-Factor: TypeAlias = DenseFactor | ColumnsFactor | DiagonalFactor | SoftmaxFactor
+class GroupedFactor(NamedTuple):
+    """``M_g = diag(total_g / weight)`` of every group of a convolution, or expert: a product of its own with M_g."""
+
+    total: Float[Tensor, "groups n"]
+    weight: Float[Tensor, ""]
+
+
+Factor: TypeAlias = DenseFactor | ColumnsFactor | DiagonalFactor | SoftmaxFactor | GroupedFactor
 
 
 class Curvature(NamedTuple):
@@ -82,7 +89,13 @@ class LowRankMap(NamedTuple):
     core: Float[Tensor, "k k"]
 
 
-Map: TypeAlias = MatrixMap | LowRankMap
+class GroupedMap(NamedTuple):
+    """``y_g -> diagonal_g * y_g`` for every group of rows of a gradient, which lie one below the other."""
+
+    diagonal: Float[Tensor, "groups n"]
+
+
+Map: TypeAlias = MatrixMap | LowRankMap | GroupedMap
 
 
 def diagonal_map(diagonal: Float[Tensor, " n"]) -> LowRankMap:
