@@ -1,8 +1,9 @@
 """What a run leaves on record: one :class:`Record` per step, and a summary at the end.
 
-Everything but the step and the epsilon spent is computed on private data and **not** covered by the budget.
+Everything but the step, the epsilon spent, the norm of the parameters and the failures of K-FAC is computed on private
+data and **not** covered by the budget.
 
-    >>> record = record_of(run, t, metrics, bound=bound, seconds=seconds)
+    >>> record = record_of(run, t, metrics, state=state, bound=bound, seconds=seconds)
     >>> summarise(run, state, records)
 """
 
@@ -34,10 +35,12 @@ if TYPE_CHECKING:
 
 
 class Record(NamedTuple):
-    """What one step saw. All but ``step`` and ``epsilon`` is computed on private data, outside the budget.
+    """What one step saw, computed on private data outside the budget, and a few numbers that are not.
 
     ``loss`` and the norms are over the samples whose own are finite, None where there are none; ``max_norm``
-    is the bound C that the step clipped to, None where it did not clip.
+    is the bound C that the step clipped to, None where it did not clip. The budget covers ``step``, ``epsilon``,
+    ``parameter_norm``, of all parameters after the step, and ``kfac_failures``, how often up to then a layer's
+    curvature could not be used and the last was kept; None without K-FAC.
     """
 
     step: int
@@ -50,10 +53,12 @@ class Record(NamedTuple):
     max_norm: float | None
     samples: int
     seconds: float
+    parameter_norm: float | None = None  # lines of before it was written have none
+    kfac_failures: int | None = None
 
 
-def record_of(run: Run, t: int, metrics: Metrics, *, bound: float | None, seconds: float) -> Record:
-    """What step ``t`` (from 0) saw, in numbers."""
+def record_of(run: Run, t: int, metrics: Metrics, *, state: TrainState, bound: float | None, seconds: float) -> Record:
+    """What step ``t`` (from 0) saw, in numbers; ``state`` is the one after it. Every rank calls it."""
     real = metrics.mask > 0
     losses, norms = metrics.losses[real].float(), metrics.norms[real].float()
     losses = losses[torch.isfinite(losses)]
@@ -71,6 +76,8 @@ def record_of(run: Run, t: int, metrics: Metrics, *, bound: float | None, second
         max_norm=bound,
         samples=len(norms),
         seconds=seconds,
+        parameter_norm=float(_norm(run, state.params)),
+        kfac_failures=None if run.kfac is None else int(find(state.opt).failures),
     )
 
 

@@ -228,7 +228,8 @@ def steps(run: Run, state: TrainState) -> Iterator[tuple[TrainState, Record]]:
         bound = _bound(run, state)
         state, metrics = run.step(state, batch, key)
         _check_finite(run, state.params, step=t + 1)
-        yield state, record_of(run, t, metrics, bound=bound, seconds=time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        yield state, record_of(run, t, metrics, state=state, bound=bound, seconds=seconds)
 
 
 def draw_batch(run: Run, t: int, sampling: Poisson | None = None, purpose: str = TRAINING) -> Batch:

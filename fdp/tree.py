@@ -91,7 +91,9 @@ def size(tree: Tree) -> int:
 
 def global_norm(tree: Tree) -> Tensor:
     """``sqrt(sum of squares)`` over all leaves, added up in float64."""
-    first, *rest = [leaf.detach().double().square().sum() for leaf in leaves(tree)]
+    # One pass over each leaf, and no copy of it in float64.
+    norms = [torch.linalg.vector_norm(leaf.detach(), dtype=torch.float64) for leaf in leaves(tree)]
+    first, *rest = [norm.square() for norm in norms]
     return torch.as_tensor(sum(rest, start=first)).sqrt()
 
 

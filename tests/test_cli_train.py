@@ -73,6 +73,9 @@ def test_a_run_leaves_its_five_files(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert set(lines[0]) == set(Record._fields)
     assert (lines[0]["loss"], lines[-1]["loss"]) == (summary["loss_first"], summary["loss_last"])
     assert lines[-1]["epsilon"] == summary["epsilon"]
+    assert lines[-1]["parameter_norm"] == summary["parameter_norm"]
+    assert len({line["parameter_norm"] for line in lines}) == 3  # of every step its own
+    assert {line["kfac_failures"] for line in lines} == {None}
     config = json.loads((out / "config.json").read_text())
     given = config["settings"]
     assert (given["model"], given["seed"], given["steps"], config["population"]) == ("logistic", 3, 3, 1500)
@@ -370,7 +373,7 @@ def test_every_clip_style_has_a_name(clip: str) -> None:
     assert configure(settings(clip=clip)).clip.name == clip
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd", "lamb", "adafactor"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd", "lamb", "adafactor", "adagrad", "adadelta", "adamax"])
 def test_every_optimizer_follows_the_schedule_and_decays(optimizer: str) -> None:
     built = configure(settings(optimizer=optimizer, weight_decay=0.1, lr=0.01, warmup=2, steps=6)).optimizer
     assert isinstance(built, Optimizer)

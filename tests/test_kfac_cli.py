@@ -19,17 +19,22 @@ from fdp.cli import resume
 from fdp.cli.compare import _parsed
 from fdp.cli.configure import LEARNING_RATES, configure, kfac_config, learning_rate
 from fdp.cli.main import main
+from fdp.cli.resume import DECIDING
 from fdp.cli.train import train_command
 from fdp.clipping import flat
 from fdp.guarantee import default_delta
 from fdp.kfac.config import Distribution, KfacConfig
 from fdp.kfac.fisher import Fisher
+from fdp.kfac.inverse import Via
+from fdp.kfac.policy import everything
 from fdp.kfac.private_refresh import sides_of
 from fdp.kfac.public import Public
 from fdp.kfac.sources import SHARE, KfacOptimizer, Noised, Synthetic, releases
+from fdp.kfac.sums import Sharing
 from fdp.mechanism import Mechanism, statistics
 from fdp.run import RunConfig, draw_batch, prepare, refreshed
 from fdp.sampling import poisson
+from fdp.settings import fingerprint
 from fdp.types import FdpError
 
 SMALL = shlex.split(
@@ -69,6 +74,35 @@ def test_it_trains_and_says_what_it_keeps(tmp_path: Path, capsys: pytest.Capture
     found = summary(tmp_path / "run")
     assert found["loss_last"] < 0.3 * found["loss_first"]
     assert (found["kfac_measured"], found["kfac_failures"], found["private"]) == (7, 0, False)
+    assert {line["kfac_failures"] for line in lines_of(tmp_path / "run")} == {0}
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_failures_are_in_the_metrics_as_they_happen(tmp_path: Path) -> None:
+    """Half a sample is expected in a step: most batches are empty, and a layer that nobody measured keeps its last."""
+    words = "--steps 8 --kfac-period 1 --batch-size 1 --population 3000 --microbatch 1 --kfac-kl-clip 0.001"
+    assert call(*shlex.split(words), "--out", str(tmp_path / "run")) == 0
+    lines, found = lines_of(tmp_path / "run"), 0
+    for line in lines:
+        found += 2 * (line["samples"] == 0)  # both layers
+        assert line["kfac_failures"] == found
+    assert 0 < found < 16
+    assert summary(tmp_path / "run")["kfac_failures"] == found
+
+
+def test_every_option_of_kfac_trains(tmp_path: Path) -> None:
+    words = (
+        "--steps 3 --kfac-sharing reduce --kfac-momentum 0 --kfac-kl-clip 0 --kfac-max-condition 100 --kfac-rho 9 "
+        "--kfac-cap 8 --kfac-damping 1"
+    )
+    assert call(*shlex.split(words), "--out", str(tmp_path / "run")) == 0
+    assert call("--steps", "3", "--kfac-damping", "1", "--out", str(tmp_path / "plain")) == 0
+    other, plain = summary(tmp_path / "run"), summary(tmp_path / "plain")
+    assert (other["kfac_failures"], plain["kfac_failures"]) == (0, 0)
+    assert other["parameter_sha256"] != plain["parameter_sha256"]
 
 
 @pytest.mark.parametrize(
@@ -102,8 +136,24 @@ def test_an_interrupted_run_resumes_bit_equal(more: str, tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--kfac-damping 0", "damping: expected a finite number above 0"),
-        ("--kfac-damping -1", "damping: expected a finite number above 0"),
+        ("--kfac-damping 0", "--kfac-damping: expected a finite number above 0"),
+        ("--kfac-damping -1", "--kfac-damping: expected a finite number above 0"),
+        ("--kfac-momentum 1", "--kfac-momentum: expected a decay rate in [0, 1), got 1.0"),
+        ("--kfac-kl-clip -1", "--kfac-kl-clip: expected a finite number above 0"),
+        ("--kfac-max-condition 1", "--kfac-max-condition: expected a finite number above 1"),
+        ("--kfac-rho -1", "--kfac-rho: expected 0 (skip everything) or more, got -1.0"),
+        ("--kfac-cap 0", "--kfac-cap: expected at least 1 column, got 0"),
+        (
+            "--kfac-sharing expandd",
+            "--kfac-sharing: expected one of expand, reduce; got 'expandd'. Did you mean 'expand'",
+        ),
+        (
+            "--kfac-policy all --kfac-rho 2",
+            "--kfac-rho: expected --optimizer kfac --method none --kfac-policy auto to go",
+        ),
+        ("--kfac-distribution ring --kfac-max-condition 9", "expected gather or owner with --kfac-max-condition"),
+        ("--clip-value 1", "--clip-value: expected another --optimizer than kfac, whose updates --kfac-kl-clip bounds"),
+        ("--optimizer adagrad --clip-value 0", "--clip-value: expected a positive number, got 0.0"),
         ("--kfac-period 0", "--kfac-period: expected at least 1 step, got 0"),
         ("--kfac-policy auot", "--kfac-policy: expected one of auto, all; got 'auot'. Did you mean 'auto'?"),
         ("--kfac-fisher true", "--kfac-fisher: expected one of empirical, sampled, exact"),
@@ -130,10 +180,25 @@ def test_mistakes_leave_nothing_behind(
         ("--method auto --kfac-data noised --kfac-max-norm 0", "max_norm: expected a positive number"),
         ("--method auto --kfac-data noised --kfac-noise 0", "noise_multiplier: expected a finite number above 0"),
         ("--method auto --kfac-data noised --noise-multiplier 0", "noise_multiplier: expected a finite number above 0"),
-        ("--method auto --kfac-data noised --noise-multiplier 1 --kfac-fisher exact", "private statistics, got exact"),
+        (
+            "--method auto --kfac-data noised --noise-multiplier 1 --kfac-fisher exact",
+            "--kfac-fisher: expected sampled or",
+        ),
+        (
+            "--method auto --kfac-data noised --noise-multiplier 1 --kfac-sharing reduce",
+            "--kfac-sharing: expected expand",
+        ),
+        (
+            "--method auto --kfac-data synthetic --noise-multiplier 1 --kfac-cap 9",
+            "--kfac-cap: expected --optimizer kfac",
+        ),
+        (
+            "--method auto --kfac-data synthetic --noise-multiplier 1 --kfac-policy all",
+            "kfac --method none to go with it",
+        ),
         (
             "--method auto --kfac-data synthetic --noise-multiplier 1 --kfac-distribution ring",
-            "distribution ring: knows no eigenvalues",
+            "--kfac-distribution: expected gather or owner with --kfac-data: a private run takes the roots",
         ),
     ],
 )
@@ -355,11 +420,29 @@ def test_options_become_settings_and_the_rest_is_by_default() -> None:
         "kfac_fisher": "exact",
         "kfac_distribution": "owner",
         "weight_decay": 0.25,
+        "kfac_data": None,
+        "kfac_sharing": "reduce",
+        "kfac_momentum": 0.5,
+        "kfac_kl_clip": 0.0,
+        "kfac_max_condition": 1e4,
+        "kfac_rho": 0.5,
+        "kfac_cap": 77,
     }
     config = kfac_config(given)
     assert (config.damping, config.factor_period, config.inverse_period, config.weight_decay) == (0.5, 3, 3, 0.25)
     assert (config.fisher, config.distribution) == (Fisher.EXACT, Distribution.OWNER)
-    assert (config.cap, config.kl_clip, config.momentum) == (KfacConfig().cap, KfacConfig().kl_clip, 0.9)
+    assert (config.cap, config.kl_clip, config.momentum) == (77, None, 0.5)
+    assert (config.sharing, config.max_condition, config.via) == (Sharing.REDUCE, 1e4, Via.EIGEN)
+    defaults = {name: parameter.default for name, parameter in inspect.signature(train_command).parameters.items()}
+    ours, theirs = kfac_config(defaults | {"kfac_policy": "all"}), KfacConfig(policy=everything())
+    same = [name for name, value in theirs.settings if name != "policy" and getattr(ours, name) == value]
+    assert len(same) == len(theirs.settings) - 1  # a default of the command line is one of the library
+    assert fingerprint(kfac_config(defaults)) == fingerprint(KfacConfig())
+    others = ({"kfac_rho": 0.5}, {"kfac_cap": 9}, {"kfac_momentum": 0.5}, {"kfac_kl_clip": 1.0})
+    others += ({"kfac_sharing": "reduce"}, {"kfac_max_condition": 9.0})
+    prints = {fingerprint(kfac_config(defaults | other)) for other in others}
+    assert len(prints - {fingerprint(KfacConfig())}) == len(others)  # other settings, other noise
+    assert {name for other in others for name in other} < set(DECIDING)
 
 
 def test_the_learning_rate_is_the_optimizers_own_unless_given() -> None:

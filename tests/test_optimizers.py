@@ -96,6 +96,44 @@ def test_adam_and_adamw_equal_torch(dtype, betas, eps, weight_decay):
     assert_close(run(l2, params), want, tolerance)
 
 
+ADAPTIVE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("Adagrad", {}, {}),
+    ("Adagrad", {"lr_decay": 0.3, "eps": 1e-2}, {}),
+    ("Adagrad", {"initial_accumulator_value": 0.5, "lr_decay": 0.1}, {}),
+    ("Adadelta", {}, {}),
+    ("Adadelta", {"rho": 0.5, "eps": 1e-2}, {}),
+    ("Adadelta", {"rho": 0.0}, {}),
+    ("Adamax", {}, {}),
+    ("Adamax", {"eps": 1e-2}, {"betas": (0.5, 0.6)}),
+    ("Adamax", {}, {"betas": (0.0, 0.0)}),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize(("name", "shared", "betas"), ADAPTIVE)
+def test_adagrad_adadelta_and_adamax_equal_torch(dtype, weight_decay, name, shared, betas):
+    params = make_params(dtype)
+    settings = shared | {"weight_decay": weight_decay}
+    ours = settings | dict(zip(("b1", "b2"), betas.get("betas", ())))
+    want = run_torch(lambda leaves: getattr(torch.optim, name)(leaves, lr=0.1, **settings, **betas), params)
+    assert_close(run(getattr(fo, name.lower())(0.1, **ours), params), want, DTYPES[dtype])
+
+
+def test_clipping_by_value_is_that_of_torch():
+    params = make_params(torch.float64)
+    optimizer = fo.chain(fo.clip_by_value(0.3), fo.scale(-1.0))
+    grads = make_grads(params, 0)
+    leaves = [p.clone().requires_grad_() for p in tree.leaves(params)]
+    for leaf, grad in zip(leaves, tree.leaves(grads)):
+        leaf.grad = grad.clone()
+    torch.nn.utils.clip_grad_value_(leaves, 0.3)
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    for update, leaf in zip(tree.leaves(updates), leaves):
+        assert leaf.grad is not None
+        assert torch.equal(-update, leaf.grad)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("lr", "beta2_decay", "eps1", "d", "weight_decay"),
@@ -207,7 +245,9 @@ def test_a_chain_passes_the_reductions_on_to_every_part():
     torch.testing.assert_close(updates["w"], torch.full((4,), 0.2))
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "momentum of adam"])
+@pytest.mark.parametrize(
+    "name", ["sgd", "adam", "adamw", "momentum of adam", "adagrad", "adadelta", "adamax", "clipped by value"]
+)
 def test_what_goes_element_by_element_asks_for_no_reduction(name):
     def refuse(*_: Any) -> Tree:
         raise AssertionError("asked for a reduction")
@@ -313,13 +353,16 @@ TORCH_SCHEDULES = {
 
 
 @pytest.mark.parametrize("name", TORCH_SCHEDULES)
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adafactor"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adafactor", "adagrad", "adadelta", "adamax"])
 def test_scheduled_training_equals_torch(name, optimizer):
     schedule, lr = TORCH_SCHEDULES[name]
     ours, theirs = {
         "sgd": (fo.sgd, torch.optim.SGD),
         "adamw": (fo.adamw, torch.optim.AdamW),
         "adafactor": (fo.adafactor, torch.optim.Adafactor),
+        "adagrad": (fo.adagrad, torch.optim.Adagrad),
+        "adadelta": (fo.adadelta, torch.optim.Adadelta),
+        "adamax": (fo.adamax, torch.optim.Adamax),
     }[optimizer]
     params = make_params(torch.float64)
     make = lambda leaves: theirs(leaves, lr=0.1, weight_decay=0.1)  # noqa: E731
@@ -334,6 +377,10 @@ OPTIMIZERS: dict[str, fo.Optimizer] = {
     "adamw": fo.adamw(0.1),
     "lamb": fo.lamb(0.1),
     "adafactor": fo.adafactor(0.1, weight_decay=0.1),
+    "adagrad": fo.adagrad(0.1, lr_decay=0.1),
+    "adadelta": fo.adadelta(weight_decay=0.1),
+    "adamax": fo.adamax(fo.cosine(0.1, steps=8)),
+    "clipped by value": fo.chain(fo.clip_by_value(0.5), fo.adagrad(0.1)),
     "clipped": fo.chain(fo.clip_by_global_norm(0.5), fo.adamw(fo.constant(0.1))),
     "momentum of adam": fo.chain(fo.scale_by_adam(), fo.trace(0.9), fo.scale(-0.1)),
     "plain": fo.chain(fo.scale(1.0)),
@@ -440,7 +487,10 @@ def test_global_clip_of_zero_is_zero():
     [
         "adam",
         "adafactor",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("sgd", "lamb", "clipped")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("sgd", "lamb", "clipped", "adagrad", "adadelta", "adamax")
+        ),
     ],
 )
 def test_one_graph_eager_equals_compiled(name):
@@ -496,6 +546,12 @@ def test_compiled_scalars_are_computed_once_not_once_per_element():
         (lambda: fo.adafactor(0.1, clip_threshold=0.0), "threshold"),
         (lambda: fo.adafactor(0.1, eps1=-1.0), "eps1"),
         (lambda: fo.clip_by_global_norm(0.0), "max_norm: expected a finite number > 0"),
+        (lambda: fo.clip_by_value(0.0), "limit: expected a finite number > 0"),
+        (lambda: fo.adagrad(0.1, lr_decay=-1.0), "lr_decay"),
+        (lambda: fo.adagrad(0.1, initial_accumulator_value=-1.0), "initial_accumulator_value"),
+        (lambda: fo.adadelta(0.1, rho=1.0), "rho: expected a decay rate"),
+        (lambda: fo.adamax(0.1, b1=1.0), "b1: expected a decay rate"),
+        (lambda: fo.adamax(0.1, weight_decay=-1.0), "weight_decay"),
         (lambda: fo.cosine(0.1, steps=0), "steps"),
         (lambda: fo.warmup_cosine(0.1, warmup_steps=5, steps=5), "warmup_steps"),
     ],

@@ -44,7 +44,11 @@ OPTIMIZERS: dict[str, Callable[[], fo.Optimizer]] = {
     "adafactor": lambda: fo.adafactor(0.05, weight_decay=0.1),
     "clip": lambda: fo.chain(fo.clip_by_global_norm(0.5), fo.sgd(0.1, momentum=0.9)),
     "adamw": lambda: fo.adamw(0.05),
+    "adagrad": lambda: fo.adagrad(0.05, weight_decay=0.1),
+    "adadelta": lambda: fo.adadelta(weight_decay=0.1),
+    "adamax": lambda: fo.chain(fo.clip_by_value(0.5), fo.adamax(0.05, weight_decay=0.1)),
 }
+ELEMENTWISE = dict.fromkeys(("adamw", "adagrad", "adadelta", "adamax"), 0)
 
 
 class LeafPlan(NamedTuple):
@@ -199,9 +203,9 @@ def ranks() -> list[dict[str, Any]]:
 
 # Collectives of a step; a mean takes one per axis that cuts the dim of any leaf.
 STEP_COLLECTIVES = {
-    "shard": {"lamb": 2, "adafactor": 4, "clip": 1, "adamw": 0},
-    "tensor x shard": {"lamb": 2, "adafactor": 7, "clip": 1, "adamw": 0},
-    "replicate x shard": {"lamb": 2, "adafactor": 4, "clip": 1, "adamw": 0},
+    "shard": {"lamb": 2, "adafactor": 4, "clip": 1} | ELEMENTWISE,
+    "tensor x shard": {"lamb": 2, "adafactor": 7, "clip": 1} | ELEMENTWISE,
+    "replicate x shard": {"lamb": 2, "adafactor": 4, "clip": 1} | ELEMENTWISE,
 }
 
 

@@ -19,8 +19,10 @@ from fdp.cli.subject import dataset_of, is_folder, promised_before, subject_and_
 from fdp.guarantee import default_delta
 from fdp.kfac.config import Distribution, KfacConfig
 from fdp.kfac.fisher import Fisher
+from fdp.kfac.inverse import Via
 from fdp.kfac.policy import policy_named
 from fdp.kfac.sources import Noised, Open, Source, Synthetic
+from fdp.kfac.sums import Sharing
 from fdp.mesh import AXES
 from fdp.methods import Method
 from fdp.offload import Offload
@@ -33,8 +35,32 @@ from fdp.types import FdpError
 T = TypeVar("T")
 DEFAULT_EPSILON = 8.0
 DEFAULT_LR = 4e-3
-LEARNING_RATES = {"kfac": 0.1}
-"""Where the default would not train: a natural gradient step is in units of the parameters."""
+LEARNING_RATES = {"kfac": 0.1, "adagrad": 1e-2, "adadelta": 1.0}
+"""Where the default would not train: a step of Adadelta or by a natural gradient is in units of the parameters."""
+OPTIMIZERS: dict[str, Callable[..., optimizers.Optimizer]] = {
+    "adamw": optimizers.adamw,
+    # as in torch.optim, Adam's decay is L2 regularisation: before the moments
+    "adam": lambda rate, *, weight_decay=0.0: optimizers.chain(
+        optimizers.add_decayed_weights(weight_decay), optimizers.adam(rate)
+    ),
+    "sgd": optimizers.sgd,
+    "lamb": optimizers.lamb,
+    "adafactor": optimizers.adafactor,
+    "adagrad": optimizers.adagrad,
+    "adadelta": optimizers.adadelta,
+    "adamax": optimizers.adamax,
+}
+"""By name, of a learning rate and a weight decay."""
+KFAC_OPTIONS = {
+    "damping": "--kfac-damping",
+    "kl_clip": "--kfac-kl-clip",
+    "momentum": "--kfac-momentum",
+    "max_condition": "--kfac-max-condition",
+    "weight_decay": "--weight-decay",
+    "rho": "--kfac-rho",
+    "cap": "--kfac-cap",
+}
+"""What the settings of K-FAC are called on the command line."""
 
 
 def choose(option: str, name: str, known: Mapping[str, T]) -> T:
@@ -98,8 +124,27 @@ def learning_rate(settings: Mapping[str, Any]) -> float:
     return LEARNING_RATES.get(settings["optimizer"], DEFAULT_LR) if settings["lr"] is None else settings["lr"]
 
 
+def optimizer_of(settings: Mapping[str, Any], rate: optimizers.Schedule) -> optimizers.Optimizer:
+    """The optimizer, other than K-FAC, that was asked for; after a clip by value, if there is one."""
+    found = OPTIMIZERS[settings["optimizer"]](rate, weight_decay=settings["weight_decay"])
+    limit = settings["clip_value"]
+    if limit is None:
+        return found
+    if not 0 < limit < math.inf:
+        raise FdpError(f"--clip-value: expected a positive number, got {limit}")
+    return optimizers.chain(optimizers.clip_by_value(limit), found)
+
+
 def kfac_config(settings: Mapping[str, Any]) -> KfacConfig:
-    """The settings of K-FAC; what has no option is by default."""
+    """The settings of K-FAC; what has no option is by default. Errors speak of options."""
+    try:
+        return _kfac_config(settings)
+    except FdpError as error:
+        name, colon, rest = str(error).partition(":")
+        raise FdpError(f"{KFAC_OPTIONS[name]}{colon}{rest}") if name in KFAC_OPTIONS else error from None
+
+
+def _kfac_config(settings: Mapping[str, Any]) -> KfacConfig:
 
     def chosen_by(option: str, known: Mapping[str, T]) -> T:
         return choose(option, settings[option.replace("-", "_")], known)
@@ -107,13 +152,40 @@ def kfac_config(settings: Mapping[str, Any]) -> KfacConfig:
     policy = chosen_by("kfac-policy", {name: name for name in ("auto", "all")})
     if settings["kfac_period"] < 1:
         raise FdpError(f"--kfac-period: expected at least 1 step, got {settings['kfac_period']}; 10 is a common choice")
+    kl_clip, most = settings["kfac_kl_clip"], settings["kfac_max_condition"]
+    fisher = chosen_by("kfac-fisher", {fisher.value: fisher for fisher in Fisher})
+    sharing = chosen_by("kfac-sharing", {one.value: one for one in Sharing})
+    distribution = chosen_by("kfac-distribution", {one.value: one for one in Distribution})
+    if distribution is Distribution.RING and settings["kfac_data"] is not None:
+        raise FdpError(
+            "--kfac-distribution: expected gather or owner with --kfac-data: a private run takes the roots of "
+            "inverses, by eigenvalues, which no rank has in a ring; got ring"
+        )
+    if distribution is Distribution.RING and most is not None:
+        raise FdpError(
+            "--kfac-distribution: expected gather or owner with --kfac-max-condition, which takes eigenvalues, and no "
+            "rank has them in a ring; got ring. Leave --kfac-max-condition out, or raise --kfac-damping instead"
+        )
+    if settings["kfac_data"] == "noised" and sharing is not Sharing.EXPAND:
+        raise FdpError(
+            f"--kfac-sharing: expected expand with --kfac-data noised, a row for every token of a sample, got "
+            f"{sharing.value}"
+        )
+    if settings["kfac_data"] == "noised" and fisher is Fisher.EXACT:
+        raise FdpError("--kfac-fisher: expected sampled or empirical with --kfac-data noised, got exact")
     return KfacConfig(
         damping=settings["kfac_damping"],
+        kl_clip=None if kl_clip == 0 else kl_clip,
+        momentum=settings["kfac_momentum"],
         factor_period=settings["kfac_period"],
         inverse_period=settings["kfac_period"],
-        policy=policy_named(policy),
-        fisher=chosen_by("kfac-fisher", {fisher.value: fisher for fisher in Fisher}),
-        distribution=chosen_by("kfac-distribution", {one.value: one for one in Distribution}),
+        policy=policy_named(policy, rho=settings["kfac_rho"], cap=settings["kfac_cap"]),
+        fisher=fisher,
+        sharing=sharing,
+        distribution=distribution,
+        via=Via.CHOLESKY if most is None else Via.EIGEN,
+        max_condition=most,
+        cap=settings["kfac_cap"],
         weight_decay=settings["weight_decay"],
     )
 
@@ -135,7 +207,7 @@ def configure(settings: Mapping[str, Any]) -> RunConfig:
         return choose(option, settings[option], known)
 
     max_norm, batch_size, steps = settings["max_norm"], settings["batch_size"], settings["steps"]
-    lr, decay = learning_rate(settings), settings["weight_decay"]
+    lr = learning_rate(settings)
     warmup = steps // 10 if settings["warmup"] is None else settings["warmup"]
     if not is_folder(settings["model"]):
         chosen_by("model", {name: name for name in models.PRESETS})
@@ -159,18 +231,9 @@ def configure(settings: Mapping[str, Any]) -> RunConfig:
             "cosine": lambda: optimizers.cosine(lr, steps=steps - warmup),
         },
     )
-    optimizer = chosen_by(
-        "optimizer",
-        {
-            "adamw": lambda rate: optimizers.adamw(rate, weight_decay=decay),
-            # as in torch.optim, Adam's decay is L2 regularisation: before the moments
-            "adam": lambda rate: optimizers.chain(optimizers.add_decayed_weights(decay), optimizers.adam(rate)),
-            "sgd": lambda rate: optimizers.sgd(rate, weight_decay=decay),
-            "lamb": lambda rate: optimizers.lamb(rate, weight_decay=decay),
-            "adafactor": lambda rate: optimizers.adafactor(rate, weight_decay=decay),
-            "kfac": lambda rate: KfacOptimizer(rate, kfac_config(settings), kfac_source(settings, loaded)),
-        },
-    )
+    chosen_by("optimizer", dict.fromkeys((*OPTIMIZERS, "kfac")))
+    if settings["clip_value"] is not None and settings["optimizer"] == "kfac":
+        raise FdpError("--clip-value: expected another --optimizer than kfac, whose updates --kfac-kl-clip bounds")
     dtype = chosen_by("dtype", {"float32": torch.float32, "bfloat16": torch.bfloat16})
     compile = chosen_by("compile", {choice.value: choice for choice in Compile})
     has_cuda = torch.cuda.is_available()
@@ -197,7 +260,11 @@ def configure(settings: Mapping[str, Any]) -> RunConfig:
 
     if settings["kfac_data"] is not None and settings["optimizer"] != "kfac":
         raise FdpError(f"--kfac-data: expected --optimizer kfac to go with it, got {settings['optimizer']}")
-    style, chosen = clip(), optimizer(rate)
+    style = clip()
+    if settings["optimizer"] == "kfac":
+        chosen = KfacOptimizer(rate, kfac_config(settings), kfac_source(settings, loaded))
+    else:
+        chosen = optimizer_of(settings, rate)
     announced = settings["population"]
     population = rounded_population(len(dataset)) if announced is None else announced
     if population < 1:

@@ -44,7 +44,7 @@ WINDOW = 20
 ROUNDED = ", of the number of samples rounded up; --population announces another"
 COVERED = "the parameters: model.safetensors (of a folder: model/), and all that is computed from them alone"
 NOT_COVERED = (
-    "every loss, norm, clipped fraction, sample count and time: metrics.jsonl, report.png, summary.json, "
+    "every loss, norm of a gradient, clipped fraction, sample count and time: metrics.jsonl, report.png, summary.json, "
     "this screen, computed on the private data; and checkpoints/, which hold the key of the noise. Guard them as you "
     "guard the data"
 )

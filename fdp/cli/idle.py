@@ -33,14 +33,20 @@ SAVING = Partner("--save-every", lambda s: s["save_every"] is not None)
 PRIVATE = Partner("a --method other than none", lambda s: s["method"] != "none")
 BUDGETED = Partner("--method auto or flash", lambda s: s["method"] in ("auto", "flash"))
 KFAC = Partner("--optimizer kfac", lambda s: s["optimizer"] == "kfac")
+MEASURED = Partner("--optimizer kfac --method none", lambda s: s["optimizer"] == "kfac" and s["method"] == "none")
+BY_COST = Partner(
+    "--optimizer kfac --method none --kfac-policy auto",
+    lambda s: MEASURED.there(s) and s["kfac_policy"] == "auto",
+)
 NOISED = Partner("--kfac-data noised", lambda s: s["kfac_data"] == "noised")
 RANKS = Partner("several ranks, started with torchrun", lambda s: launch.started())
 
 GOES_WITH = {
     "lora_alpha": LORA, "lora_targets": LORA, "windows_per_user": USER, "pack": USER, "field": RECORDS, "form": TEXTS,
     "keep": SAVING, "clip": PRIVATE, "max_norm": PRIVATE, "delta": PRIVATE, "memory_budget": BUDGETED,
-    "kfac_damping": KFAC, "kfac_period": KFAC, "kfac_policy": KFAC, "kfac_fisher": KFAC, "kfac_distribution": KFAC,
-    "kfac_max_norm": NOISED, "kfac_noise": NOISED,
+    "kfac_damping": KFAC, "kfac_period": KFAC, "kfac_policy": MEASURED, "kfac_fisher": KFAC, "kfac_distribution": KFAC,
+    "kfac_sharing": KFAC, "kfac_momentum": KFAC, "kfac_kl_clip": KFAC, "kfac_max_condition": KFAC,
+    "kfac_cap": MEASURED, "kfac_rho": BY_COST, "kfac_max_norm": NOISED, "kfac_noise": NOISED,
     "zero": RANKS, "reduce": RANKS, "reduce_dtype": RANKS, "replicate_data": RANKS, "timeout": RANKS,
 }  # fmt: skip
 

@@ -28,6 +28,7 @@ DECIDING = (
     "user_field", "windows_per_user", "pack", "context", "epsilon", "noise_multiplier", "delta", "population", "clip",
     "max_norm", "method", "batch_size", "steps", "lr", "optimizer", "weight_decay", "schedule", "warmup", "seed",
     "dtype", "kfac_damping", "kfac_period", "kfac_data", "kfac_max_norm", "kfac_noise", "kfac_policy", "kfac_fisher",
+    "kfac_sharing", "kfac_momentum", "kfac_kl_clip", "kfac_max_condition", "kfac_rho", "kfac_cap", "clip_value",
 )  # fmt: skip
 """The settings that decide a result."""
 MEASURED = ("microbatch",)

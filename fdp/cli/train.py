@@ -125,11 +125,23 @@ def train_command(
     batch_size: Annotated[int, Option(help="Expected samples per step (Poisson).", rich_help_panel=TRAINING)] = 64,
     steps: Annotated[int, Option(help="Steps.", rich_help_panel=TRAINING)] = 40,
     lr: Annotated[
-        float | None, Option(help="Peak learning rate; default: 4e-3, of kfac 0.1.", rich_help_panel=TRAINING)
+        float | None,
+        Option(
+            help="Peak learning rate; default: 4e-3; of kfac 0.1, of adagrad 0.01, of adadelta 1.",
+            rich_help_panel=TRAINING,
+        ),
     ] = None,
     optimizer: Annotated[
-        str, Option(help="adamw, adam, sgd, lamb, adafactor or kfac.", rich_help_panel=TRAINING)
+        str,
+        Option(help="adamw, adam, sgd, lamb, adafactor, adagrad, adadelta, adamax or kfac.", rich_help_panel=TRAINING),
     ] = "adamw",
+    clip_value: Annotated[
+        float | None,
+        Option(
+            help="Clip each element of the mean gradient, after the noise, to this size. It bounds no sample: --clip does.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None,
     weight_decay: Annotated[float, Option(help="Weight decay.", rich_help_panel=TRAINING)] = 0.0,
     schedule: Annotated[str, Option(help="constant or cosine.", rich_help_panel=TRAINING)] = "cosine",
     warmup: Annotated[
@@ -195,6 +207,35 @@ def train_command(
             rich_help_panel=KFAC,
         ),
     ] = "gather",
+    kfac_sharing: Annotated[
+        str,
+        Option(
+            help="How the tokens of a sample count: each by itself (expand), or all as one (reduce).",
+            rich_help_panel=KFAC,
+        ),
+    ] = "expand",
+    kfac_momentum: Annotated[float, Option(help="Of preconditioned gradients.", rich_help_panel=KFAC)] = 0.9,
+    kfac_kl_clip: Annotated[
+        float,
+        Option(help="About the most that a step may change the predictions by; 0: no limit.", rich_help_panel=KFAC),
+    ] = 1e-2,
+    kfac_max_condition: Annotated[
+        float | None,
+        Option(
+            help="Raise small eigenvalues until largest / smallest is at most this; takes eigenvalues, and no ring.",
+            rich_help_panel=KFAC,
+        ),
+    ] = None,
+    kfac_rho: Annotated[
+        float,
+        Option(
+            help="With --kfac-policy auto: what K-FAC may cost of a layer's own part of a step; 1 doubles it.",
+            rich_help_panel=KFAC,
+        ),
+    ] = 1.0,
+    kfac_cap: Annotated[
+        int, Option(help="Columns of a side, over all ranks, that are kept at most.", rich_help_panel=KFAC)
+    ] = 8192,
     microbatch: Annotated[
         int,
         Option(

@@ -102,6 +102,6 @@ class KfacConfig:
             self.max_condition is not None or self.method is Damping.PRODUCT or self.power is Power.ROOT
         ):
             raise FdpError(
-                "distribution ring: knows no eigenvalues; expected Damping.PI, the inverse, and no max_condition. "
-                "Use gather or owner with them."
+                "distribution: expected gather or owner with Damping.PRODUCT, Power.ROOT (private training) or a "
+                "max_condition, all of which take eigenvalues, got ring, which knows none"
             )

@@ -70,7 +70,10 @@ def gather_columns(columns: Float[Tensor, "n k"], sharding: Sharding | None, *, 
     share = 1.0
     if everyone > cap:
         warnings.warn(
-            CappedWarning(f"kept {cap} of {everyone} columns, evenly spaced; raise the cap or give fewer tokens"),
+            CappedWarning(
+                f"kept {cap} of {everyone} columns, evenly spaced; raise the cap (--kfac-cap), or "
+                "measure fewer tokens (--microbatch)"
+            ),
             stacklevel=2,
         )
         kept = torch.arange(cap) * everyone // cap

@@ -13,6 +13,12 @@ from fdp.optimizers.adafactor import scale_by_param_rms as scale_by_param_rms
 from fdp.optimizers.adam import adam as adam
 from fdp.optimizers.adam import adamw as adamw
 from fdp.optimizers.adam import scale_by_adam as scale_by_adam
+from fdp.optimizers.adaptive import adadelta as adadelta
+from fdp.optimizers.adaptive import adagrad as adagrad
+from fdp.optimizers.adaptive import adamax as adamax
+from fdp.optimizers.adaptive import scale_by_adadelta as scale_by_adadelta
+from fdp.optimizers.adaptive import scale_by_adagrad as scale_by_adagrad
+from fdp.optimizers.adaptive import scale_by_adamax as scale_by_adamax
 from fdp.optimizers.base import Optimizer as Optimizer
 from fdp.optimizers.base import apply_updates as apply_updates
 from fdp.optimizers.base import chain as chain
@@ -32,6 +38,7 @@ from fdp.optimizers.sgd import sgd as sgd
 from fdp.optimizers.sgd import trace as trace
 from fdp.optimizers.transforms import add_decayed_weights as add_decayed_weights
 from fdp.optimizers.transforms import clip_by_global_norm as clip_by_global_norm
+from fdp.optimizers.transforms import clip_by_value as clip_by_value
 from fdp.optimizers.transforms import scale as scale
 from fdp.optimizers.transforms import scale_by_learning_rate as scale_by_learning_rate
 from fdp.optimizers.transforms import scale_by_schedule as scale_by_schedule

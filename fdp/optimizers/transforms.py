@@ -1,6 +1,6 @@
 """Small transformations of gradients, to be chained.
 
-    scale:  c g        weight decay:  g + lambda p        global clip:  g min(1, C / ||g||)
+    scale:  c g        weight decay:  g + lambda p        global clip:  g min(1, C / ||g||)        value:  clamp(g)
 
 A transformation is an :class:`Optimizer` whose updates go to the next one. What comes out of the last is
 *added* to the parameters: ``scale_by_learning_rate`` holds the minus sign.
@@ -93,6 +93,15 @@ def clip_by_global_norm(max_norm: float) -> Optimizer:
         return tree.map(lambda g: times(g, factor), grads)
 
     return stateless(update)
+
+
+def clip_by_value(limit: float) -> Optimizer:
+    """``u = max(-limit, min(limit, g))``, element by element: ``torch.nn.utils.clip_grad_value_`` of the mean gradient.
+
+    It bounds no sample's part in the mean; of a noised one it is post-processing.
+    """
+    checks.positive("limit", limit)
+    return stateless(lambda grads, params, _: tree.map(lambda g: g.clamp(-limit, limit), grads))
 
 
 def times(leaf: Float[Tensor, " *shape"], factor: Float[Tensor, ""]) -> Float[Tensor, " *shape"]:
