@@ -1,6 +1,6 @@
 """Two runs held against each other, stage by stage: where they first part, and by how much.
 
-    init -> loss -> norms -> clipped sum -> noise -> update -> loss -> ...          per leaf: max |a - b| / max |b|
+    init -> forward -> loss -> norms -> clipped sum -> noise -> update -> ...       per leaf: max |a - b| / max |b|
 
 A run on several ranks must be the run on one, a ghost norm the norm of the gradient, a compiled step the eager one. If
 they are not, the end shows it and does not say why: one wrong norm moves everything after it. So the pieces of the
@@ -27,9 +27,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fdp import step, tree, unison
+from fdp.ops import fast_attention
 from fdp.run import Run, draw_batch, refreshed
 from fdp.sharding import Sharding, as_dtensor, globalize, localize
-from fdp.types import FdpError, Flat, TrainState
+from fdp.traffic import gather_samples
+from fdp.types import Batch, FdpError, Flat, TrainState
 from fdp.unison import whole
 
 
@@ -37,6 +39,7 @@ class Stage(Enum):
     """What is looked at, in the order in which it comes to be."""
 
     INIT = "init"
+    FORWARD = "forward"
     LOSS = "loss"
     NORMS = "norms"
     SUM = "clipped sum"
@@ -47,7 +50,9 @@ class Stage(Enum):
 class Seen(NamedTuple):
     """What one stage of one step gave: whole leaves by path, or one number per sample, as ``sample 0, sample 1, ...``.
 
-    Steps count from 1; step 0 is before the first. ``noise`` is what was added, ``update`` the parameters after it.
+    Steps count from 1; step 0 is before the first. ``forward`` is the mean, the standard deviation and the sum of the
+    logits of all samples, nothing for a model that does not name its logits (``fdp.model.Outputs``); ``noise`` is what
+    was added, ``update`` the parameters after it.
     ``apart`` says by how much the copies of ranks differ that should all hold the same; copies that agree are left out.
     """
 
@@ -84,6 +89,7 @@ def observe(run: Run, state: TrainState) -> Iterator[Seen]:
         batch = draw_batch(run, t)
         state = refreshed(run, state, batch, t)
         here = localize(state)
+        yield Seen(t + 1, Stage.FORWARD, *_logits(stages, here, batch))
         total, tally, metrics = step.all_microbatches(stages, here, batch)
         metrics = step.everyones(metrics, batch.mask.shape, sharding)
         real = metrics.mask > 0
@@ -159,6 +165,34 @@ def _compiled(stages: step.Stages) -> step.Stages:
     """Each compiled stage of ``fdp.step.compose`` as a graph of its own; noise and update are one there."""
     graph = partial(torch.compile, fullgraph=True, dynamic=False)
     return stages._replace(gradient=graph(stages.gradient), noise=graph(stages.noise), update=graph(stages.update))
+
+
+def _logits(stages: step.Stages, here: TrainState, batch: Batch) -> tuple[Flat, dict[str, float]]:
+    """What all samples' logits come to, added up in the order of the data, and by how much the ranks differ in it.
+
+    Mean and sum may be next to nothing because logits cancel. The root mean square stands beside them, so that a
+    difference is relative to the size of the logits, and rounding does not pass for one.
+    """
+    weights = stages.weights(here.params, batch.mask.device)
+    count = batch.mask.shape[0]
+    with fast_attention(batch.mask.device, repeatable=stages.repeats):
+        found = [stages.scores(weights, tree.map(lambda leaf, i=i: leaf[i], batch.data)) for i in range(count)]
+    each = [moments for moments in found if moments is not None]
+    if not each:
+        return {}, {}
+    mask = gather_samples(stages.sharding, batch.mask) > 0
+    every = (gather_samples(stages.sharding, part.contiguous()) for part in torch.stack(each, 1))
+    total, squares, number = (part[mask].sum().cpu() for part in every)
+    mean, square = (part / number.clamp(min=1) for part in (total, squares))
+    size = square.sqrt()
+    values = {
+        "mean of the logits": torch.stack([mean, size]),
+        "standard deviation of the logits": (square - mean.square()).clamp(min=0).sqrt().reshape(1),
+        "sum of the logits": torch.stack([total, number * size]),
+    }
+    copies = unison.everyones(values, None)
+    sizes = {name: _apart([copy[name] for copy in copies]) for name in values}
+    return values, {name: size for name, size in sizes.items() if size > 0}
 
 
 def _samples(values: Float[Tensor, " samples"]) -> tuple[Flat, dict[str, float]]:

@@ -43,6 +43,7 @@ from fdp.optimizers import LOCAL, Optimizer, apply_updates
 from fdp.per_sample import as_it_is, clipped_sum, per_sample_norms
 from fdp.reductions import sharded_reductions
 from fdp.sampling import Poisson
+from fdp.scores import score_moments
 from fdp.settings import fingerprint
 from fdp.sharding import (
     Reduce,
@@ -78,16 +79,18 @@ class Compile(Enum):
 class Stages(NamedTuple):
     """A step in pieces, all on this rank's plain parts; ``make_train_step`` puts them together.
 
-    ``weights(params, device)`` is what the microbatches compute with; ``sides(state)`` what gradients are multiplied by
-    before they are clipped; ``gradient(weights, clip_state, data, mask, sides)`` a microbatch's part; ``reduce(total)``
-    the sum over all ranks; ``key(root, step)`` the key of the step's noise; ``noise(total, key)`` the noised sum;
-    ``mean(noisy, params)`` that over the expected batch size, as the optimizer takes it; ``update(state, mean, tally,
-    key)`` the next state. ``fused``, where there is one, does all after ``reduce`` in one pass over every leaf, in
-    place, on sums that ``gradient`` then leaves to be made. ``repeats``: a second backward must find what the first one
-    measured. ``sampling`` is who must have drawn a batch; None: anyone, since the step is not private.
+    ``weights(params, device)`` is what the microbatches compute with; ``scores(weights, data)`` what the forward of one
+    comes to, in three numbers per sample; ``sides(state)`` what gradients are multiplied by before they are clipped;
+    ``gradient(weights, clip_state, data, mask, sides)`` a microbatch's part; ``reduce(total)`` the sum over all ranks;
+    ``key(root, step)`` the key of the step's noise; ``noise(total, key)`` the noised sum; ``mean(noisy, params)`` that
+    over the expected batch size, as the optimizer takes it; ``update(state, mean, tally, key)`` the next state.
+    ``fused``, where there is one, does all after ``reduce`` in one pass over every leaf, in place, on sums that
+    ``gradient`` then leaves to be made. ``repeats``: a second backward must find what the first one measured.
+    ``sampling`` is who must have drawn a batch; None: anyone, since the step is not private.
     """
 
     weights: Callable[[Tree, torch.device], Tree]
+    scores: Callable[[Tree, Tree], Tensor | None]
     sides: Precondition
     gradient: Callable[..., Part]
     reduce: Callable[[ClippedSum], ClippedSum]
@@ -328,6 +331,7 @@ def make_stages(
 
     return Stages(
         weights=weights,
+        scores=lambda params, data: score_moments(model, params, data, plan, inside, memory, blocks),
         sides=sides_of,
         gradient=gradient,
         reduce=reduce,

@@ -18,7 +18,7 @@ from fdp import clipping, collectives, data, keys, noise, optimizers, sharding, 
 from fdp.compare import Difference, Seen, Stage, compare, first_over, observe, read, relative_difference, write
 from fdp.methods import Method
 from fdp.models import GPTConfig, gpt
-from fdp.run import Layout, RunConfig, prepare, steps
+from fdp.run import Layout, RunConfig, draw_batch, prepare, steps
 from fdp.sharding import Data, Reduce, Zero
 from fdp.step import Compile
 from fdp.types import ClippedSum, FdpError, Norms
@@ -26,7 +26,7 @@ from tests.ranks import run_on_ranks
 
 TOLERANCE = 1e-5
 STEPS = 2
-IN_A_STEP = [Stage.LOSS, Stage.NORMS, Stage.SUM, Stage.NOISE, Stage.UPDATE]
+IN_A_STEP = [Stage.FORWARD, Stage.LOSS, Stage.NORMS, Stage.SUM, Stage.NOISE, Stage.UPDATE]
 MODEL = GPTConfig(layers=1, width=8, heads=2, context=5, vocab_size=7, tied=True)
 LEAF = "blocks.0.up"
 
@@ -147,7 +147,7 @@ def test_an_observation_is_the_run_of_fdp_train(one_rank: list[Seen]) -> None:
     run, state = prepare(config())
     assert set(one_rank[0].values) == set(run.config.model.leaves)
     for t, (after, record) in enumerate(steps(run, state)):
-        losses, norms, total, _, params = (seen.values for seen in one_rank[1 + 5 * t :][:5])
+        _, losses, norms, total, _, params = (seen.values for seen in one_rank[1 + 6 * t :][:6])
         assert [*losses] == [*norms] == [f"sample {i}" for i in range(record.samples)]
         assert record.loss == pytest.approx(float(torch.cat([*losses.values()]).mean()))
         assert record.norm_q50 == pytest.approx(float(torch.cat([*norms.values()]).quantile(0.5)))
@@ -156,8 +156,39 @@ def test_an_observation_is_the_run_of_fdp_train(one_rank: list[Seen]) -> None:
         assert all(torch.equal(params[path], leaf) for path, leaf in expected.items())
 
 
+def test_the_forward_seen_is_that_of_the_logits(one_rank: list[Seen]) -> None:
+    """Mean, standard deviation and sum over all samples, positions and classes, against the model itself."""
+    run, state = prepare(config())
+    batch = draw_batch(run, 0)
+    params = tree.flatten(state.params)
+    logits = []
+    for rows, mask in zip(batch.data["tokens"], batch.mask):
+        carry: Any = ()
+        for block in run.config.model.blocks[:-1]:
+            carry = block.apply(tree.select(params, block.params), carry, {"tokens": rows})
+        last = run.config.model.blocks[-1]
+        assert last.outputs is not None
+        logits.append(last.outputs.scores(tree.select(params, last.params), carry, {"tokens": rows})[mask > 0])
+    z = torch.cat(logits).double()
+    expected = [z.mean(), z.std(correction=0), z.sum()]
+    names = ["mean of the logits", "standard deviation of the logits", "sum of the logits"]
+    (seen,) = [one for one in one_rank if (one.step, one.stage) == (1, Stage.FORWARD)]
+    assert list(seen.values) == names
+    torch.testing.assert_close([value[0] for value in seen.values.values()], expected, rtol=1e-6, atol=1e-9)
+    size = z.square().mean().sqrt()  # what a difference is relative to, however logits cancel
+    scales = [value[-1] for name, value in seen.values.items() if "deviation" not in name]
+    torch.testing.assert_close(scales, [size, z.numel() * size], rtol=1e-6, atol=1e-9)
+
+
+def test_a_model_that_names_no_logits_has_nothing_to_show_of_its_forward() -> None:
+    plain = gpt(MODEL)
+    *blocks, last = plain.blocks
+    seen = observed(model=plain._replace(blocks=(*blocks, last._replace(outputs=None))))
+    assert [one.values for one in seen if one.stage is Stage.FORWARD] == [{}] * STEPS
+
+
 def test_the_noise_seen_is_what_was_added(one_rank: list[Seen]) -> None:
-    added = one_rank[4]
+    added = one_rank[5]
     run, state = prepare(config())
     key = keys.fold_in(run.stages.key(run.key, state.step), LEAF)
     drawn = 0.5 * keys.normal(key, tuple(added.values[LEAF].shape), dtype=torch.float64)
@@ -275,6 +306,11 @@ def init_of_the_rank(model: Any, key: Any, plan: Any) -> Any:
     return tree.map(lambda leaf: leaf * (1 + 0.1 * dist.get_rank()), INIT_PARAMS(model, key, plan))
 
 
+def weights_of_the_rank(plan: Any, pending: Any) -> Any:
+    """The last rank computes with values that are a little larger than those it was sent."""
+    return {path: leaf * (1 + 0.5 * dist.get_rank()) for path, leaf in traffic.finish_gather(plan, pending).items()}
+
+
 def losses_of_the_rank(metrics: Any, shape: Any, plan: Any) -> Any:
     """The last rank's samples report half their losses."""
     return everyones(metrics._replace(losses=metrics.losses / (1 + dist.get_rank())), shape, plan)
@@ -293,6 +329,7 @@ FAULTS: dict[str, tuple[str, str, Callable[..., Any], int, Stage]] = {
     "a leaf not reduced": ("zero-0", "fdp.step.reduce_all", all_but_one_reduced, 1, Stage.SUM),
     "init by rank, in parts": ("zero-3", "fdp.sharding.init_params", init_of_the_rank, 0, Stage.INIT),
     "init by rank, in copies": ("zero-0", "fdp.sharding.init_params", init_of_the_rank, 0, Stage.INIT),
+    "weights of the other rank": ("zero-3", "fdp.block_loop.finish_gather", weights_of_the_rank, 1, Stage.FORWARD),
     "losses of the other rank": ("zero-3", "fdp.step.everyones", losses_of_the_rank, 1, Stage.LOSS),
 }
 
@@ -317,7 +354,7 @@ def test_two_ranks_are_one_rank(one_rank: list[Seen], two_ranks: list[dict[str, 
     assert found_first(seen, one_rank) is None
     assert found_first(one_rank, seen) is None
     assert not any(one.apart for one in seen)
-    assert not any(one.values for one in others if one.stage not in (Stage.LOSS, Stage.NORMS))
+    assert not any(one.values for one in others if one.stage not in (Stage.FORWARD, Stage.LOSS, Stage.NORMS))
 
 
 @pytest.mark.ranks
@@ -330,7 +367,7 @@ def test_a_planted_fault_is_found_at_its_stage(
     assert first is not None
     assert (first.step, first.stage) == (number, stage)
     assert first.value > 0.05
-    per_sample = stage in (Stage.LOSS, Stage.NORMS)
-    assert first.where in (one_rank[1].values if per_sample else one_rank[0].values)
+    like = {Stage.FORWARD: 1, Stage.LOSS: 2, Stage.NORMS: 2}.get(stage, 0)
+    assert first.where in one_rank[like].values
     if fault == "a leaf not reduced":
         assert first.where == LEAF

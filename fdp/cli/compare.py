@@ -7,8 +7,9 @@
 A and B are lists of ``name=value`` on top of the common options: ``ranks`` or the axes ``replicate``, ``shard`` and
 ``tensor``, and the options of ``fdp train`` that leave the data as they are. Each runs in processes of its own, on the
 same samples and with the same noise. A difference is ``max |a - b| / max |b|`` of a leaf, and ``|a - b| / |b|`` of a
-sample's loss or norm. The optimizer is SGD unless told otherwise: Adam's first update divides every element of the
-gradient by its own size, which makes a difference of what was rounding in the elements that are nearly 0.
+sample's loss or norm; the mean, the standard deviation and the sum of a step's logits differ in units of their root
+mean square. The optimizer is SGD unless told otherwise: Adam's first update divides every element of the gradient by
+its own size, which makes a difference of what was rounding in the elements that are nearly 0.
 
 Exit code 0: equal within ``--tolerance`` at every stage; 3: not, and the last line says where first. What is printed
 is computed on the data and not covered by any budget.
@@ -69,7 +70,7 @@ def compare_command(
     clip: Annotated[str, Option(help="flat, per-layer, automatic or quantile.")] = "flat",
     method: Annotated[str, Option(help="auto, ghost, ghost_bk, materialize or none.")] = "auto",
     lr: Annotated[float, Option(help="Peak learning rate.")] = 0.1,
-    optimizer: Annotated[str, Option(help="sgd, adamw, adam, lamb or adafactor.")] = "sgd",
+    optimizer: Annotated[str, Option(help="Any of fdp train's: sgd, adamw, adagrad, kfac, ...")] = "sgd",
     dtype: Annotated[str, Option(help="float32 or bfloat16.")] = "float32",
     device: Annotated[str, Option(help="auto, cpu or cuda.")] = "auto",
     timeout: Annotated[float, Option(help="Seconds to wait for a rank that does not answer.")] = 600.0,

@@ -138,7 +138,7 @@ def train_command(
     clip_value: Annotated[
         float | None,
         Option(
-            help="Clip each element of the mean gradient, after the noise, to this size. It bounds no sample: --clip does.",
+            help="Clip each element of the mean gradient, after the noise, to this size; a sample's by --clip.",
             rich_help_panel=TRAINING,
         ),
     ] = None,
