@@ -151,12 +151,16 @@ def mixture(
     *,
     losses_of: Callable[[Tree], Tensor] | None = None,
     at_most: int | None = None,
+    more: Sequence[Sample] = (),
 ) -> Tree:
-    """The samples of ``data`` and as many made-up ones as there is room for: those of a loss that is a number."""
+    """The samples of ``data`` and as many made-up ones as there is room for: those of a loss that is a number.
+
+    ``more``: samples to be tried besides those of ``fdp.made_up``.
+    """
     compute = (lambda data: model.loss(params, data)) if losses_of is None else losses_of
     found = []
     with torch.no_grad():
-        for sample in made_up(data):
+        for sample in (*made_up(data), *more):
             loss = _tried(lambda: compute(sample.data)) if sample.regular else None  # noqa: B023
             if loss is not None and bool(torch.isfinite(loss).all()):
                 found.append(sample)
@@ -193,28 +197,54 @@ def check_separate(model: Model, params: Tree, data: Tree, *, plan: Plan, tolera
 
 
 def _tapped(
-    model: Model, params: Tree, data: Tree, plan: Plan, spoil: float | None
+    model: Model,
+    params: Tree,
+    data: Tree,
+    plan: Plan,
+    spoil: float | None,
+    *,
+    rows: Tensor | int = 0,
+    slopes: bool = True,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Losses, and the slope of their sum at every use, if the first sample's row there is moved by ``spoil``."""
+    """Losses, and the slope of their sum at every use, if the rows of some samples there are moved by ``spoil``."""
     flat, size = tree.flatten(params), batch_size_of(data)
     watched = frozenset(use.path for uses in plan.uses for use in uses)
     every: dict[str, Tensor] = {}
     carry: Tree = ()
-    with torch.enable_grad():
+    with torch.enable_grad():  # also without slopes: a module may look at whether it is differentiated
         for i, (block, uses) in enumerate(zip(model.blocks, plan.uses)):
             weights = {path: flat[path] for path in tree.leaves(block.params)}
             taps = {name: tap.detach().clone() for name, tap in make_taps(uses, weights).items()}
             for tap in taps.values():
                 if spoil is not None:
-                    tap[0] += spoil
-                tap.requires_grad_()
+                    tap[rows] += spoil
+                tap.requires_grad_(slopes)
             carry = block.apply(watch(block, weights, watched, Tape(size, taps)), carry, data)
             every |= {f"{block.name}, {name}" if i else name: tap for name, tap in taps.items()}
         losses = check_losses(model, carry, size)
         if not every or not losses.requires_grad:
             return losses.detach(), {}
-        slopes = torch.autograd.grad(losses.sum(), list(every.values()), allow_unused=True, materialize_grads=True)
-    return losses.detach(), dict(zip(every, slopes))
+        found = torch.autograd.grad(losses.sum(), list(every.values()), allow_unused=True, materialize_grads=True)
+    return losses.detach(), dict(zip(every, found))
+
+
+def check_rows(model: Model, params: Tree, data: Tree, *, plan: Plan, tolerance: float = 1e-4) -> None:
+    """Spoil some samples' rows at every use of every leaf; the losses of the others must stay.
+
+    A part of :func:`check_separate` that is cheap enough for a whole microbatch, forward only: every second sample's
+    rows, then those of the first half. A model that puts the samples at hand in another order is seen, unless each
+    stays in its half and at its parity.
+    """
+    places = torch.arange(batch_size_of(data), device=tree.leaves(data)[0].device)
+    losses, _ = _tapped(model, params, data, plan, None, slopes=False)
+    for spoilt in (places % 2 == 0, places < (len(places) + 1) // 2):
+        got, _ = _tapped(model, params, data, plan, 1e3, rows=spoilt, slopes=False)
+        if _moved(got[~spoilt], losses[~spoilt], _floor(losses[~spoilt])) > tolerance:
+            raise FdpError(
+                f"{model.name}: what was done to the rows of some samples alone moved the loss of another. The model "
+                f"puts samples in another order, or mixes them: what is clipped would not be one sample's. Keep sample "
+                f"b in row b; or, where samples are only put elsewhere, name the leaves in materialize=(...)"
+            )
 
 
 def check_norms(

@@ -1,6 +1,7 @@
 """Checks of a model that a private step makes before its first sum: once, on some samples at hand and on made-up ones.
 
     independent     the loss of a sample does not depend on the other samples       any model
+    in its row      row b of every use holds sample b                               up to 20 million parameters, whole
     norms           those of the plan are those of ``vmap(grad)``                   up to 20 million parameters
 
 Without the first, clipping bounds nothing; without the second, it bounds something else. Every rank takes part, with
@@ -60,6 +61,7 @@ def check_model(
     of which a few are looked at. Norms are computed by the choices of ``plan``, in float32 at least.
     """
     count, device = max(2, min(FEW, batch_size_of(data))), tree.leaves(data)[0].device
+    many = first_rows(data, max(2, min(CHECKED_TOGETHER, batch_size_of(data))))
     data, parts = first_rows(data, count), localize(params)
     shapes = abstract_params(model, sharding, device=device)
     dtype = torch.promote_types(plan.dtype, torch.float32)
@@ -81,6 +83,9 @@ def check_model(
     by_rules = any(use for uses in plan.uses for use in uses)
     if not plan.private or not by_rules or tree.size(params) > NORMS_CHECKED_UP_TO:
         return
+    if not in_parts:
+        own = make_plan(model, shapes, many, method=plan.method, dtype=dtype)
+        audit.check_rows(model, wide, many, plan=own)
     mixed = audit.mixture(model, params, first_rows(data, 2), losses_of=losses, at_most=NORMS_CHECKED_OF)
     own = make_plan(model, shapes, mixed, method=plan.method, dtype=dtype)._replace(choices=plan.choices)
     _, norms, _ = per_sample_norms(model, parts, mixed, plan=own, sharding=sharding, blocks=blocks)

@@ -66,7 +66,7 @@ class Blocks:
             tape, _ = traced(named, here, trained, carry, data, attached=True)
             apart = _summed_apart(tape)
             planned = [(use.name, use.rule) for use in mine if use.name not in apart]
-            run = self._compiled(_tapped_run(named, trained, planned, tape.layouts), block)
+            run = self._compiled(_tapped_run(named, trained, planned, tape), block, pure=not tape.changed)
             with torch.inference_mode(False):  # who began in that mode by mistake would find its zeros for ever
                 zeros = zeros_of(mine, here)
             self.kinds[key] = Kind(run, tape.rules, apart, zeros)
@@ -120,8 +120,9 @@ class Blocks:
             self.kinds[known] = Kind(self._compiled_as(f"function_{len(self.kinds)}", run), {}, {}, {})
         return self.kinds[known].run(*values)
 
-    def _compiled(self, run: Callable, block: Block) -> Callable:
-        return self._compiled_as(f"block_{block.name}", run) if block.compiled else run
+    def _compiled(self, run: Callable, block: Block, *, pure: bool = True) -> Callable:
+        """Compiled, unless the block says not to or leaves something in its module, which only an eager run undoes."""
+        return self._compiled_as(f"block_{block.name}", run) if block.compiled and pure else run
 
     def _compiled_as(self, name: str, run: Callable) -> Callable:
         # A code object of its own: kinds do not share one cache of compiled graphs, nor its limit.
@@ -187,11 +188,13 @@ def _token_sums(gradients: Flat) -> Flat:
 
 
 def _tapped_run(
-    block: Block, trained: frozenset[str], planned: list[tuple[str, str]], layouts: list[tuple[Path, str]]
+    block: Block, trained: frozenset[str], planned: list[tuple[str, str]], seen: Tape
 ) -> Callable[..., tuple[Tree, Flat]]:
+    layouts, copied = seen.layouts, seen.written()
+
     def run(weights: Flat, carry: Tree, data: Tree, taps: Flat) -> tuple[Tree, Flat]:
         tape = Tape(batch_size_of(data), taps, attached=True)
-        tape.known = layouts
+        tape.known, tape.copied = layouts, copied
         out = block.apply(watch(block, weights, trained, tape), carry, data)
         met = [(use.name, use.rule) for use in tape.uses]
         if [use for use in planned if use not in met]:  # torch.compile does not show every function of torch

@@ -112,6 +112,11 @@ def make_plan(
     """
     flat = tree.flatten(params)
     batch_size = batch_size_of(microbatch)
+    if batch_size == 0:
+        raise FdpError(
+            "microbatch: expected at least one sample, got none; an empty batch is a microbatch of padding with a "
+            "mask, as fdp.sample_batch makes it"
+        )
     materialized = _materialized(model, method)
     watched = model.trainable - materialized if method is not Method.NONE else frozenset()
     uses, layouts = _trace_model(model, flat, microbatch, dtype, watched)

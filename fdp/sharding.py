@@ -148,6 +148,8 @@ def make_sharding(
       - every leaf is in exactly one place: a leaf that no block uses, or a block's leaf that the model does not have,
         is an error that names it.
     """
+    if not model.leaves:
+        raise FdpError(f"{model.name}: expected a model with parameters to shard, got one without")
     if mesh.mesh_dim_names != AXES:
         raise FdpError(f"mesh: expected the axes {AXES}, got {mesh.mesh_dim_names}; use make_mesh")
     replicate, tensor, shard = (collectives.axis_of(mesh, name) for name in AXES)

@@ -95,11 +95,15 @@ class Tape:
         self.additions: list[tuple[Path, str]] = []  # every bias with the use at whose output it was added
         self.layouts: list[tuple[Path, str]] = []  # how a foreign module's samples were found, use by use
         self.known: list[tuple[Path, str]] | None = None  # how they were found before: compiled, less is seen
+        self.changed: list[str] = []  # what a foreign module left in its attributes, which were put back
+        self.outputs: list[tuple[str, Tensor, int]] = []  # of a trace: every use's output, and its version
+        self.versions: list[tuple[Path, Tensor, int]] = []  # of a trace: every use's input, and its version
+        self.copied: frozenset[str] = frozenset()  # uses whose output is written in place afterwards
 
     def output(self, rule: Rule, x: Tensor, leaf: Watched, options: dict[str, Any]) -> Tensor:
         """``rule.forward(x, leaf)`` plus its tap."""
         self._check_samples(rule, x, leaf)
-        return self._tapped(rule, x, leaf, options, rule.forward(x, leaf.value, **options))
+        return self._copied(self._tapped(rule, x, leaf, options, rule.forward(x, leaf.value, **options)))
 
     def output_with_bias(self, rule: Rule, x: Tensor, leaf: Watched, bias: Watched) -> Tensor:
         """``rule.forward(x, leaf, bias)`` in one operation, with the taps of both attached to its output."""
@@ -108,8 +112,24 @@ class Tape:
         self.biases[bias.path] = self.uses[-1].name
         self.additions.append((bias.path, self.uses[-1].name))
         if self.taps is not None and bias.path not in self.taps:
-            return y  # whoever left out the tap sums the other one's gradient over tokens
-        return attach_bias(y, self.expanded(bias))
+            return self._copied(y)  # whoever left out the tap sums the other one's gradient over tokens
+        return self._copied(attach_bias(y, self.expanded(bias)))
+
+    def _copied(self, y: Tensor) -> Tensor:
+        """The last use's output, a copy of it if it is written in place: what is attached to is a view."""
+        name = self.uses[-1].name if self.uses[-1].rule != EXPANDED else self.uses[-2].name
+        if self.taps is None and not torch.compiler.is_compiling():
+            self.outputs.append((name, y, _version(y)))
+        return y.clone() if name in self.copied else y
+
+    def written(self) -> frozenset[str]:
+        """The uses whose output was written in place, as far as a trace has seen. An input must not be."""
+        if path := next((path for path, x, version in self.versions if _version(x) != version), None):
+            raise FdpError(
+                f"{path}: its input is written in place after it was used, so that its gradient would be of other "
+                f"numbers; expected it to be left alone. Write h = h + y instead of h += y, or inplace=False"
+            )
+        return frozenset(name for name, y, version in self.outputs if _version(y) != version)
 
     def _check_samples(self, rule: Rule, x: Tensor, leaf: Watched) -> None:
         if x.ndim == 0 or x.shape[0] != self.batch_size:
@@ -124,6 +144,7 @@ class Tape:
         self.rules[name] = (rule, options)
         self.inputs[name] = x
         if self.taps is None:
+            self.versions.append((leaf.path, x, _version(x)))
             return y
         if self.taps[name].shape != y.shape:
             planned, got = tuple(self.taps[name].shape), tuple(y.shape)
@@ -207,6 +228,7 @@ def traced(
     tape = Tape(batch_size_of(data), None, attached=attached)
     with mode, torch.no_grad():
         out = block.apply(watch(block, weights, trainable, tape), tree.map(fake, carry), tree.map(fake, data))
+    tape.written()
     names = [use.name for use in tape.uses]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise FdpError(
@@ -294,3 +316,8 @@ def _no_rule(leaf: Watched, operation: str) -> FdpError:
         f"of fdp.ops, give your own a rule (fdp.rules.Rule with fdp.ops.use), freeze the leaf, or train with the "
         f"method 'materialize'"
     )
+
+
+def _version(x: Tensor) -> int:
+    """How often a tensor, or a view of it, was written into."""
+    return 0 if x.is_inference() else x._version

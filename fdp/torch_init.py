@@ -56,6 +56,11 @@ def torch_leaves(factory: Callable[[], nn.Module], *, seed: int) -> Iterator[tup
         torch.default_generator.manual_seed(seed)
         module = tape.record(factory)
     views = {path: tape.view(leaf) for path, leaf in module.named_parameters()}
+    if not views:
+        raise FdpError(
+            f"{type(module).__name__}: expected a module with parameters, got one without: there is nothing to draw or "
+            f"to shard. Give the module that holds them"
+        )
     del module
     for path, view in views.items():
         yield path, tape.value(view, path)  # no name is bound to the value: only the caller keeps it alive

@@ -307,7 +307,7 @@ MIXING: dict[str, tuple[Callable[[], Foreign], str]] = {
         lambda: probe(lambda m, x: linear(m, x.flip(0)).flip(0).tanh() + m.b, ALIKE, w=(5, 4), b=(5,)),
         "moved another sample: its loss",
     ),
-    "sorted": (lambda: probe(by_size, X, w=(5, 4), b=(5,)), "the gradient of sample|moved another sample"),
+    "sorted": (lambda: probe(by_size, X, w=(5, 4), b=(5,)), "w: used on samples in an order that the data decide"),
     "in the backward": (
         lambda: probe(lambda m, x: MixesBackward.apply(linear(m, x)).tanh(), ALIKE, w=(5, 4)),  # pyright: ignore
         "moved another sample: a gradient",
@@ -380,22 +380,3 @@ class UpToTheLongest(nn.Module):
 def test_a_length_that_is_the_batchs_is_refused_even_if_all_are_as_long():
     with pytest.raises(FdpError, match=r"changed by .*then padding\) has one loss alone and another beside sample 0"):
         from_module(shaken(UpToTheLongest()), loss=squares, example=IDS)
-
-
-class LongestFirst(nn.Module):
-    """Sorts a batch by length and puts it back in order: no sample sees another, but rows are moved."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.layer, self.head = nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 3)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        order = (ids != 0).sum(1).argsort(descending=True, stable=True)
-        h = self.layer(self.table(ids[order])).tanh().sum(1)
-        return self.head(h[order.argsort()])
-
-
-def test_samples_in_order_of_their_length_are_refused_even_if_all_are_as_long():
-    data = {"ids": torch.randint(1, 7, (4, 6), generator=torch.Generator().manual_seed(0))}
-    with pytest.raises(FdpError, match="the gradient of a made-up sample of another length has another norm"):
-        from_module(shaken(LongestFirst()), loss=squares, example=data)

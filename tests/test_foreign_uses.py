@@ -163,6 +163,7 @@ PROBES: dict[str, Callable[[], Foreign]] = {
     "leading one": lambda: probe(lambda m, x: (x + m.p[:, : x.shape[1]]) * m.s, X, p=(1, 8, 4), s=(1, 1, 1)),
     "spread": lambda: probe(spread, X, t=(1, 1, 4), g=(1, 2, 4), b=(4,)),
     "in place": lambda: probe(in_place, X, b=(4,), g=(6, 4)),
+    "sparse": lambda: probe(lambda m, ids: F.embedding(ids, m.w, sparse=True).sin(), IDS, w=(7, 4)),
     "relative": lambda: probe(relative, X, table=(6, 2)),
     "chunks": lambda: probe(
         lambda m, x: torch.cat([x * part for part in torch.stack([m.g, m.b]).flatten().chunk(2)], -1).sin(),
@@ -255,13 +256,15 @@ def under_no_grad(m: Probe, x: Tensor) -> Tensor:
 REFUSED: dict[str, tuple[Callable[[], Foreign], str]] = {
     "bilinear": (lambda: probe(lambda m, x: F.bilinear(x, x, m.w), X, w=(2, 4, 4)), r"w: used by .*bilinear on"),
     "sorted": (lambda: probe(lambda m, x: x * m.g.sort()[0], X, g=(4,)), r"g: used by .*sort on g \(4,\)"),
-    "max norm": (lambda: probe(lambda m, ids: F.embedding(ids, m.w, max_norm=1.0), IDS, w=(7, 4)), "with max_norm"),
-    "sparse": (lambda: probe(lambda m, ids: F.embedding(ids, m.w, sparse=True), IDS, w=(7, 4)), "or sparse"),
+    "max norm": (
+        lambda: probe(lambda m, ids: F.embedding(ids, m.w, max_norm=1.0), IDS, w=(7, 4)),
+        "max_norm=1.0 renorm",
+    ),
     "by frequency": (
         lambda: probe(lambda m, ids: F.embedding(ids, m.w, scale_grad_by_freq=True), IDS, w=(7, 4)),
         "scale_grad_by_freq",
     ),
-    "in place": (lambda: probe(lambda m, x: x * m.g.mul_(2.0), X, g=(4,)), "g: expected no parameter.*in place"),
+    "in place": (lambda: probe(lambda m, x: x * m.g.mul_(2.0), X, g=(4,)), r"g: the module changes this .*mul_\)"),
     "into a constant": (
         lambda: probe(lambda m, x: x * torch.ones(4, dtype=torch.float64).add_(m.g), X, g=(4,)),
         "g: expected no parameter.*in place",

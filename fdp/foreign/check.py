@@ -2,7 +2,7 @@
 
 - samples do not influence each other (``fdp.audit.check_independent``), nor the rows that stand for them
   (``fdp.audit.check_separate``), neither those of the example nor made-up ones of other lengths;
-- buffers are the same after a forward;
+- nothing that the module holds is written into, and nothing that is left behind by one call is read by the next;
 - every leaf's per-sample norms, by taps, are those of the module itself called with that sample alone: neither a layout
   that was guessed wrong nor a parameter that the module keeps elsewhere goes unseen.
 
@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +22,10 @@ from torch import Tensor, nn
 from fdp import tree
 from fdp.audit import check_independent, check_separate, mixture
 from fdp.foreign.dropout import NAME, keys_of
+from fdp.foreign.perturbed import paddings_of, perturbed
 from fdp.foreign.rotary import tables_of
 from fdp.foreign.stack import leaf_paths
+from fdp.foreign.state import Kept, state_of, written
 from fdp.foreign.tracking import Run
 from fdp.foreign.uses import Uses
 from fdp.made_up import POSITIONS
@@ -50,30 +53,85 @@ def check_module(
     *,
     call: Callable[[Callable[..., Any], Tree], Any],
     finish: Callable[[Any, Tree], Tensor],
+    batch_first: bool = True,
 ) -> None:
     """All checks; the error says what differs and what to do.
 
     Guarantees:
-      - no parameter, gradient or buffer of the module is changed.
+      - the module is what it was before, bit for bit, also where it is refused.
     """
-    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    if batch_size_of(example) < 2:
+        raise FdpError(
+            f"example: expected a batch of at least 2 samples, on which to see whether they are independent, got "
+            f"{batch_size_of(example)}"
+        )
+    kept, called = Kept(module), partial(_called, module, model, call=call, finish=finish, batch_first=batch_first)
+    try:
+        _check_twice(model, example, kept, called)
+        _check_unwritten(kept)
+        _check_all(module, model, params, example, called)
+        _check_unwritten(kept)
+    finally:
+        kept.restore_values()
+
+
+def _check_unwritten(kept: Kept) -> None:
+    if changed := kept.restore_values():
+        raise written(changed[0], "something that torch does not see")
+
+
+def _check_all(module: nn.Module, model: Model, params: Tree, example: Tree, called: Callable[[Tree], Tensor]) -> None:
     dtype = tree.leaves(params)[0].dtype
     apart = INDEPENDENT if dtype in TOLERANCE else COARSE
     check_independent(model, params, example, tolerance=apart, cause=_likely_cause(module))
     _check_positions(module, example)
-    for name, buffer in module.named_buffers():
-        if not torch.equal(buffer, before[name]):
-            with torch.no_grad():
-                buffer.copy_(before[name])
-            raise FdpError(
-                f"{name}: the module changes this buffer when it is called, so that what it computes depends on who "
-                f"was seen before; put it in eval(), or replace the part that does"
-            )
-    mixed = mixture(model, params, example)
+    mixed = mixture(model, params, example, more=perturbed(example, paddings_of(module)))
     for data in (example, mixed) if batch_size_of(mixed) > batch_size_of(example) else (example,):
         plan = make_plan(model, params, data, method=Method.AUTO, dtype=dtype)
-        _check_norms(module, model, params, data, plan=plan, real=batch_size_of(example), call=call, finish=finish)
+        _check_norms(module, model, params, data, plan=plan, real=batch_size_of(example), called=called)
         check_separate(model, params, data, plan=plan, tolerance=apart)
+
+
+def _check_twice(model: Model, example: Tree, kept: Kept, called: Callable[[Tree], Tensor]) -> None:
+    """Call the module with the example, with the example backwards, and again: its losses must be the same.
+
+    A table that has grown meanwhile, or activations that nobody reads, are put back; what is read again is refused.
+    """
+    last = torch.arange(batch_size_of(example) - 1, -1, -1, device=tree.leaves(example)[0].device)
+    backwards = tree.map(lambda leaf: leaf[last], example)
+    with torch.no_grad():
+        first, _, again = [called(data) for data in (example, backwards, example)]
+    changed = kept.state.restore()
+    same = torch.isfinite(first) == torch.isfinite(again)
+    apart = (first - again).nan_to_num().abs() <= 1e-6 * first.nan_to_num().abs().clamp_min(1e-6)
+    if not bool((same & apart).all()):
+        where = f"keeps something of it in {changed[:3]}" if changed else "draws numbers of its own, or keeps something"
+        raise FdpError(
+            f"{model.name}: called with the same samples again, after others, it gives other losses: the module {where}"
+            f". Expected what is computed to depend on nothing but parameters and the samples at hand; hand the state "
+            f"in as an entry of the data, or put the part that does it in eval()"
+        )
+
+
+def _called(
+    module: nn.Module,
+    model: Model,
+    data: Tree,
+    *,
+    call: Callable[[Callable[..., Any], Tree], Any],
+    finish: Callable[[Any, Tree], Tensor],
+    batch_first: bool,
+) -> Tensor:
+    """The losses of the module itself, called with ``data``; writes into its tensors are refused."""
+    dtype = next(leaf.dtype for name, leaf in module.named_parameters() if name in model.leaves)
+    held = {name: leaf for name, leaf in data.items() if name != NAME} if isinstance(data, dict) else data
+    inputs = tree.map(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, held)
+    run = Run(None, batch_size_of(data), batch_first=batch_first, keys=keys_of(data))
+    versions = run.guard(state_of(module).tensors)
+    with Uses(run):
+        losses = finish(call(module, inputs), data)
+    versions.check()
+    return losses
 
 
 def _check_positions(module: nn.Module, example: Tree) -> None:
@@ -108,15 +166,14 @@ def _check_norms(
     *,
     plan: Plan,
     real: int,
-    call: Callable[[Callable[..., Any], Tree], Any],
-    finish: Callable[[Any, Tree], Tensor],
+    called: Callable[[Tree], Tensor],
 ) -> None:
     """Compare every leaf's per-sample norms with those of the module called with each sample alone.
 
     The first ``real`` samples are the example's; the error names their places and shows no norm.
     """
     got = per_sample_norms(model, params, data, plan=plan)[1].squared
-    expected = alone_norms(module, model, data, call=call, finish=finish)
+    expected = alone_norms(module, model, data, called)
     total = torch.stack(list(expected.values())).square().sum(0).sqrt()
     tolerance = TOLERANCE.get(tree.leaves(params)[0].dtype, COARSE)
     for path, norms in expected.items():
@@ -133,27 +190,18 @@ def _check_norms(
 
 
 def alone_norms(
-    module: nn.Module,
-    model: Model,
-    example: Tree,
-    *,
-    call: Callable[[Callable[..., Any], Tree], Any],
-    finish: Callable[[Any, Tree], Tensor],
+    module: nn.Module, model: Model, example: Tree, called: Callable[[Tree], Tensor]
 ) -> dict[Path, Float[Tensor, " batch"]]:
     """Every trained leaf's gradient norm, sample by sample, by a plain backward of the module itself."""
     paths = leaf_paths(module)
     trained = {path: leaf for path, leaf in module.named_parameters() if paths[path] in model.trainable}
     found: dict[Path, list[Tensor]] = {path: [] for path in trained}
-    dtype = next(iter(trained.values())).dtype
     for b in range(batch_size_of(example)):
         one = tree.map(lambda leaf: leaf[b : b + 1], example)  # noqa: B023
-        held = {name: leaf for name, leaf in one.items() if name != NAME} if isinstance(one, dict) else one
-        inputs = tree.map(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, held)
-        run = Run(None, 1, batch_first=True, keys=keys_of(one))
-        with torch.enable_grad(), Uses(run):
-            losses = finish(call(module, inputs), one)
+        with torch.enable_grad():
+            losses = called(one)
         slopes = torch.autograd.grad(losses.sum(), list(trained.values()), allow_unused=True)
         for path, slope in zip(trained, slopes):
             norm = torch.zeros((), dtype=torch.float64, device=losses.device)
-            found[path].append(norm if slope is None else slope.double().norm())
+            found[path].append(norm if slope is None else slope.to_dense().double().norm())
     return {path: torch.stack(norms) for path, norms in found.items()}

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fdp import tree
 from fdp.foreign.stack import NotAStack
+from fdp.foreign.state import as_it_was
 from fdp.types import FdpError
 
 FEW = 64
@@ -86,7 +87,7 @@ def tape(module: nn.Module, tensors: Mapping[str, Tensor], args: tuple[Any, ...]
     inputs = {name: fake(leaf) for name, leaf in tensors.items()}
     args, kwargs = tree.map(fake, list(args)), tree.map(fake, kwargs)
     lines = _Lines(inputs, tree.leaves([args, kwargs]))
-    with refusing_branches(type(module).__name__), mode, lines, torch.no_grad():
+    with refusing_branches(type(module).__name__), as_it_was(module), mode, lines, torch.no_grad():
         out = functional_call(module, inputs, tuple(args), kwargs, tie_weights=False)
     last = f"return {lines.named(out)}"
     return Tape((*lines.lines, last), frozenset(inputs) & lines.used, out, frozenset(lines.written))

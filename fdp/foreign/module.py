@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fdp.foreign.check import check_module
+from fdp.foreign.door import check_door
 from fdp.foreign.fast_paths import without_fast_paths
 from fdp.foreign.leaves import foreign_model, params_of
 from fdp.foreign.parts import Caller
@@ -54,13 +55,16 @@ def from_module(
 
     ``example`` is a batch of at least two samples, of the lengths to come, best of as many as a microbatch will have.
     With ``check``, on it: samples influence each other neither in their losses nor in their gradients,
-    buffers stay, and every leaf's per-sample norms are those of a backward of the sample alone.
+    a call leaves nothing for the next, and every leaf's per-sample norms are those of a backward of the sample alone,
+    also of samples that are cut to other lengths, scaled or made up.
 
     Guarantees:
       - every use of every trained leaf is recorded; one without a rule is an error that names it and the choices;
-      - batch normalisation by statistics of the batch is refused by name.
+      - batch normalisation by statistics of the batch is refused by name, and so is a module that keeps something of
+        the samples it is called with, in its tensors or for its next call;
+      - the module is left as it is, bit for bit.
     """
-    _check_batch_norm(module)
+    check_door(module)
     given, module = module, without_fast_paths(module)
     finish, caller = loss or _its_own_loss, call or _by_name(module)
     if blocks is None:
@@ -77,6 +81,11 @@ def from_module(
         frozen=model.frozen.union(*(_matching(pattern, model, "frozen") for pattern in frozen)),
         materialized=held | _recurrent(module) & frozenset(model.leaves),
     )
+    if not model.trainable:
+        raise FdpError(
+            f"{model.name}: expected a parameter to train, got {len(model.leaves)} that are all frozen; let some "
+            f"require gradients (requires_grad_(True)), or name fewer in frozen=(...)"
+        )
     params = params_of(module, model)
     if check:
         if example is None:
@@ -84,7 +93,7 @@ def from_module(
                 f"{model.name}: expected an example, a batch of two samples or more on which to check that samples are "
                 f"independent and norms exact; give example=data, or check=False to go without"
             )
-        check_module(given, model, params, example, call=caller, finish=finish)
+        check_module(given, model, params, example, call=caller, finish=finish, batch_first=batch_first)
     return model, params
 
 
@@ -134,14 +143,3 @@ def _recurrent(module: nn.Module) -> frozenset[Path]:
     paths = leaf_paths(module)
     within = [name for name, part in module.named_modules() if isinstance(part, nn.RNNBase)]
     return frozenset(path for name, path in paths.items() if any(name.startswith(f"{n}." if n else "") for n in within))
-
-
-def _check_batch_norm(module: nn.Module) -> None:
-    for name, part in module.named_modules():
-        if isinstance(part, nn.modules.batchnorm._BatchNorm) and (part.training or part.running_mean is None):
-            features = part.num_features
-            raise FdpError(
-                f"{name or type(module).__name__}: {type(part).__name__} normalises by statistics of the batch, which "
-                f"mix its samples: no bound on one sample's gradient would hold. Replace it, by nn.GroupNorm(groups, "
-                f"{features}) as a rule, or put it in eval(), where its statistics are fixed"
-            )

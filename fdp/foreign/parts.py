@@ -90,9 +90,9 @@ class Run:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the parameters."""
-        leaves = list(self.params.values())
-        return leaves[0].dtype if leaves else torch.get_default_dtype()
+        """That of the parameters or, if there are none, of the data."""
+        floats = (leaf for leaf in tree.leaves(self.data) if leaf.is_floating_point())
+        return next((leaf.dtype for leaf in (*self.params.values(), *floats)), torch.get_default_dtype())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tensors = self.constants.on(tree.leaves(self.data)[0].device, self.dtype)
@@ -183,8 +183,13 @@ class Layer:
         """The layer called as ``form`` says, instead of its own."""
         hidden, *packed = carry
         extras = [_unpacked(part, kind, hidden.dtype) for part, kind in zip(packed, self.extras)]
-        args, kwargs = fill(form, hidden, extras)
         keys = packed[len(extras) :]  # of dropout, if there are any
+        dtype = next((leaf.dtype for leaf in params.values()), hidden.dtype)
+        if hidden.dtype != dtype:  # no parameter comes before the blocks, and the data are of another dtype
+            extras = [extra.to(dtype) if kind.dtype is None else extra for extra, kind in zip(extras, self.extras)]
+            packed = [_packed(extra, kind, len(hidden)) for extra, kind in zip(extras, self.extras)]
+            hidden = hidden.to(dtype)
+        args, kwargs = fill(form, hidden, extras)
         data = data | {NAME: keys[0]} if keys else data
         out = Run(self.module, params, self.constants, data)(*args, **kwargs)
         return (out if isinstance(out, Tensor) else out[0], *packed[: len(extras)], *(next_keys(key) for key in keys))

@@ -138,8 +138,8 @@ def embedding(
     sparse: bool = False,
 ) -> Tensor:
     """``F.embedding``."""
-    if max_norm is not None or scale_grad_by_freq or sparse:
-        raise refusal("F.embedding with max_norm, scale_grad_by_freq or sparse", (input, weight))
+    if scale_grad_by_freq:
+        raise refusal("F.embedding with scale_grad_by_freq", (input, weight))
     if isinstance(input, Tracked) or not isinstance(weight, Tracked):
         raise refusal("F.embedding by ids that parameters went into", (input, weight))
     first, back = run.samples(input, path=weight.path, dims=2)

@@ -59,7 +59,7 @@ def stack_blocks(
         the hidden state, an error says so;
       - a parameter that no result depends on is in no block.
     """
-    example = tree.map(Tensor.cpu, example)
+    example = tree.map(lambda leaf: leaf.cpu().float() if leaf.is_floating_point() else leaf.cpu(), example)
     stack, paths = find_stack(module, pattern), leaf_paths(module)
     module = hollow(module)
     skeleton = with_parts(module, parts or {})

@@ -66,6 +66,7 @@ class Kind(Enum):
     RANDOM = "refused, whatever it gets"
     RECURRENT = "by materialisation only"
     STATISTICS = "refused if those of the batch"
+    LOOKUP = "rows of a table, which it must not write"
 
 
 IN_PLACE = {
@@ -102,6 +103,7 @@ _NAMES = {
     "dropout_ native_dropout alpha_dropout_ feature_dropout_ feature_alpha_dropout_ _standard_gamma _sample_dirichlet",
     Kind.RECURRENT: "lstm gru rnn_tanh rnn_relu",
     Kind.STATISTICS: "batch_norm",
+    Kind.LOOKUP: "embedding embedding_bag",
 }
 WRITES: dict[Callable[..., Any], bool] = {
     getattr(place, name): True

@@ -13,12 +13,13 @@ it meets samples its copies do, one each, so that the derivative with respect to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from fdp.foreign.state import Versions
 from fdp.taps import Tape, Watched
 from fdp.types import FdpError
 
@@ -81,6 +82,19 @@ class Run:
         self.leaves: dict[str, Tensor] = {}
         self.tracked: dict[Tensor, Tracked] = {}
         self.constants: dict[Tensor, bool] = {}
+        self.moved: dict[Tensor, bool] = {}  # whose samples are in an order that data decide
+        self.random: dict[Tensor, str] = {}  # drawn, and not to be used: by which function
+        self.versions: Versions | None = None  # of the module's own tensors; None while torch.compile traces
+
+    def guard(self, tensors: Mapping[str, Tensor], *, but: Collection[str] = ()) -> Versions:
+        """Refuse writes into ``tensors``, all that a module holds; its plain attributes among them are constants."""
+        for leaf in tensors.values():
+            if not isinstance(leaf, nn.Parameter) and not leaf.requires_grad and leaf not in self.tracked:
+                self.constants[leaf] = True
+        self.versions = Versions({name: leaf for name, leaf in tensors.items() if name not in but})
+        for name in but:
+            self.constants.pop(tensors[name], None)
+        return self.versions
 
     def watch(self, leaf: Watched) -> Tensor:
         """What the module sees of a watched leaf."""
@@ -131,6 +145,13 @@ class Run:
 
         Tensors of fewer than ``dims`` dims have samples first even if the module has tokens first.
         """
+        if x in self.moved:
+            raise FdpError(
+                f"{path}: used on samples in an order that the data decide (sorted by length, or picked by an index "
+                f"made of data): row b need not hold sample b, and the norms of the wrong samples would be clipped. "
+                f"Leave samples in their rows, or send the leaf's block through the materialised path, one sample at a "
+                f"time, exact and slower: from_module(..., materialize=('{path}',))"
+            )
         dim = 0 if self.batch_first or x.ndim < dims else 1
         fits = {
             SAMPLES: x.ndim > dim and x.shape[dim] == self.batch_size,

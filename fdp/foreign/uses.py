@@ -29,9 +29,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, resolve_name
 
 from fdp import ops
+from fdp.foreign.guards import UNUSED, check_not_random, check_random, check_values, guarded, looked_up, unused
+from fdp.foreign.order import note_order
 from fdp.foreign.pointwise import alone, cast, in_place, plain, pointwise, turned
 from fdp.foreign.products import refusal
-from fdp.foreign.table import DETACHES, HANDLERS, IN_PLACE, KINDS, METHODS, READS, SWITCHED, WRITES, Kind, draws
+from fdp.foreign.state import state_of
+from fdp.foreign.table import DETACHES, HANDLERS, IN_PLACE, KINDS, METHODS, READS, WRITES, Kind, draws
 from fdp.foreign.tracking import SAMPLES, SHARED, Run, Tracked, tensors_of
 from fdp.rules import Record, Rule, check_rule
 from fdp.taps import Watched
@@ -86,23 +89,40 @@ def watched_call(
             if name not in samples:
                 run.constants[leaf] = True
     planning = tape is not None and tape.taps is None
-    with torch.set_grad_enabled(planning or torch.is_grad_enabled()), Uses(run):
-        if tape is None or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # planned before: what a module may not do was seen then
+        with torch.set_grad_enabled(planning or torch.is_grad_enabled()), Uses(run):
             out = torch.func.functional_call(module, given, args, kwargs, tie_weights=False)
-        else:
-            out = _called(module, given, args, kwargs)
+    else:
+        state = state_of(module)
+        versions = run.guard({**state.tensors, **given}, but=samples)
+        try:
+            with torch.set_grad_enabled(planning or torch.is_grad_enabled()), Uses(run):
+                out = _called(module, given, args, kwargs, remedies=tape is not None)
+            versions.check()
+        finally:
+            changed = state.restore()
+            if tape is not None:
+                tape.changed += changed
+        check_values(module, given, out)
     if tape is not None:
         _check_returned(run, out)
     return out
 
 
-def _called(module: nn.Module, given: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+def _called(
+    module: nn.Module,
+    given: dict[str, Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    *,
+    remedies: bool,
+) -> Any:
     """What the module returned; where torch.func gives up, what to do. (Materialised, it is tried another way.)"""
     try:
         return torch.func.functional_call(module, given, args, kwargs, tie_weights=False)
     except RuntimeError as error:
         words = next((words for words in UNDER_FUNC if words in str(error)), None)
-        if words is None:
+        if words is None or not remedies:
             raise
         kind = NotFunctional if words == SETUP_CONTEXT else FdpError
         raise kind(f"{type(module).__name__}: {UNDER_FUNC[words]}") from error
@@ -123,6 +143,12 @@ class Uses(TorchFunctionMode):
                 if func is method:
                     func, kind = same, known
         kind = KINDS.get(func) if kind is None else kind
+        if run.versions is not None:
+            func = guarded(run, func, kind, args, kwargs)
+        if run.random and kind is not Kind.ASK:
+            check_not_random(run, args, kwargs)
+        if kind is Kind.LOOKUP:
+            args, kwargs = looked_up(args, kwargs)
         constant = run.tape is not None
         if constant:  # torch.compile runs through these lines for every function of torch: few, and no calls
             for value in (*args, *kwargs.values()) if kwargs else args:
@@ -132,7 +158,9 @@ class Uses(TorchFunctionMode):
                             return _used(run, func, kind, args, kwargs)
                         constant = constant and entry in run.constants
         if kind is Kind.RANDOM:
-            _check_random(func, args, kwargs)
+            if func in UNUSED:
+                return unused(run, func, args, kwargs)
+            check_random(func, args, kwargs)
         elif kind is Kind.DRAW and draws(func, args, kwargs):
             return HANDLERS[func](run, *args, **kwargs)
         elif kind is Kind.RECURRENT:
@@ -140,6 +168,8 @@ class Uses(TorchFunctionMode):
         elif kind is Kind.STATISTICS:
             _check_statistics(func, args, kwargs)
         out = func(*args, **kwargs)
+        if run.versions is not None and run.tape is not None:
+            note_order(run, func, args, kwargs, out)
         if constant:
             _note_constant(run, out)
         elif run.constants and (func in WRITES or "out" in kwargs) and not _written_samples(run, args, kwargs):
@@ -318,17 +348,6 @@ def _recurrent(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         )
     with torch.backends.cudnn.flags(enabled=torch.backends.cudnn.enabled and training):
         return func(*args, **kwargs)
-
-
-def _check_random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if getattr(func, "__name__", "").rstrip("_") in SWITCHED:
-        on = kwargs.get("training", next((a for a in args if isinstance(a, bool)), False))
-        if not on:
-            return
-    raise FdpError(
-        f"{resolve_name(func) or func}: expected a module whose forward, run twice, gives the same, got one that draws "
-        f"random numbers; put it in eval(), or give it the numbers as data"
-    )
 
 
 def _check_statistics(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
