@@ -1,4 +1,4 @@
-"""What a forward leaves behind, and in which rows it has its samples: refused, or of no effect; the module untouched."""
+"""What a forward leaves behind, and in which rows samples are: refused, or of no effect; the module untouched."""
 
 from __future__ import annotations
 
@@ -167,7 +167,8 @@ def test_an_embedding_that_renormalises_its_rows_is_refused_and_its_remedy_moves
         module[0].weight.mul_(5)
     before = digest(module)
     example = {"input": torch.tensor([[3, 3], [4, 4]])}
-    for options in ({}, {"materialize": ("*",)}, {"frozen": ("0.weight",)}, {"check": False}):
+    every: list[dict[str, Any]] = [{}, {"materialize": ("*",)}, {"frozen": ("0.weight",)}, {"check": False}]
+    for options in every:
         with pytest.raises(FdpError, match=r"0: max_norm=1.0 renormalises every row .*Set max_norm=None"):
             from_module(module, loss=squares, example=example, **options)
     assert digest(module) == before
@@ -472,6 +473,10 @@ def test_perturbed_samples_are_of_unequal_lengths_and_sizes():
 # ---------------------------------------------------------------- what is refused at the door
 
 
+def traced() -> Any:
+    return torch.jit.trace(nn.Linear(6, 5), torch.zeros(1, 6))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -483,7 +488,7 @@ def test_perturbed_samples_are_of_unequal_lengths_and_sizes():
         (lambda: nn.DataParallel(nn.Linear(6, 5)), "DataParallel: expected the module itself.*give module.module"),
         (lambda: torch.compile(nn.Linear(6, 5), backend="eager"), "expected the module itself.*give module._orig_mod"),
         (
-            lambda: nn.ModuleList([torch.jit.trace(nn.Linear(6, 5), torch.zeros(1, 6))]),
+            lambda: nn.ModuleList([traced()]),
             "0: expected an nn.Module in Py",
         ),
         (lambda: nn.LazyLinear(5), "weight: expected a parameter with a shape, got a lazy one; call the module once"),

@@ -1,11 +1,12 @@
 """All kinds of the zoo, by group. To add one, put a ``Kind`` in the list of its group.
 
->>> GROUPS["layers"].append(Kind("mine", lambda: Case(Mine(), lambda n, g: {"x": normal(g, n, 4)})))
+>>> GROUPS["torch.nn"].append(Kind("mine", lambda: Case(Mine(), floats("x", 4))))
 """
 
 from __future__ import annotations
 
 from benchmarks.zoo.hold import Kind
 from benchmarks.zoo.layers import LAYERS
+from benchmarks.zoo.written import WRITTEN_BY_HAND
 
-GROUPS: dict[str, list[Kind]] = {"torch.nn": LAYERS}
+GROUPS: dict[str, list[Kind]] = {"torch.nn": LAYERS, "written by hand": WRITTEN_BY_HAND}

@@ -172,8 +172,8 @@ def _check_norms(
 
     The first ``real`` samples are the example's; the error names their places and shows no norm.
     """
-    got = per_sample_norms(model, params, data, plan=plan)[1].squared
     expected = alone_norms(module, model, data, called)
+    got = per_sample_norms(model, params, data, plan=plan)[1].squared
     total = torch.stack(list(expected.values())).square().sum(0).sqrt()
     tolerance = TOLERANCE.get(tree.leaves(params)[0].dtype, COARSE)
     for path, norms in expected.items():
@@ -200,7 +200,13 @@ def alone_norms(
         one = tree.map(lambda leaf: leaf[b : b + 1], example)  # noqa: B023
         with torch.enable_grad():
             losses = called(one)
-        slopes = torch.autograd.grad(losses.sum(), list(trained.values()), allow_unused=True)
+        try:
+            slopes = torch.autograd.grad(losses.sum(), list(trained.values()), allow_unused=True)
+        except RuntimeError as error:
+            raise FdpError(
+                f"{model.name}: expected a module that can be trained, got one whose own backward fails, called with "
+                f"one sample, without fdp: {str(error).splitlines()[0]}"
+            ) from error
         for path, slope in zip(trained, slopes):
             norm = torch.zeros((), dtype=torch.float64, device=losses.device)
             found[path].append(norm if slope is None else slope.to_dense().double().norm())

@@ -48,6 +48,11 @@ def check_door(module: nn.Module) -> None:
     for name, leaf in parameters.items():
         if is_lazy(leaf):
             raise FdpError(f"{name}: expected a parameter with a shape, got a lazy one; call the module once before")
+        if leaf.requires_grad and leaf.numel() == 0:
+            raise FdpError(
+                f"{name}: expected a parameter with elements, got one of shape {tuple(leaf.shape)}; remove the layer, "
+                f"or freeze it (requires_grad_(False))"
+            )
         if isinstance(leaf, DTensor):
             raise FdpError(
                 f"{name}: expected a plain parameter, got a DTensor; give the module before fully_shard, and shard the "

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C import _functorch
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import resolve_name
 
@@ -34,7 +34,7 @@ UNUSED: dict[Callable[..., Any], Callable[..., Tensor]] = {
 def guarded(run: Run, func: Any, kind: Kind | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The function itself, or one that does the same and is seen to write; an error if it writes into the module."""
     assert run.versions is not None
-    if func in WRITES or "out" in kwargs or _mutates(func):
+    if func in WRITES or kwargs.get("out") is not None or _mutates(func):
         run.versions.check_write(func, args, kwargs)
     elif kind is None and func == READS_DATA:
         return torch.Tensor.detach  # the same values; a write into it counts

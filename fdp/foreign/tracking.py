@@ -82,6 +82,7 @@ class Run:
         self.leaves: dict[str, Tensor] = {}
         self.tracked: dict[Tensor, Tracked] = {}
         self.constants: dict[Tensor, bool] = {}
+        self.held: dict[Tensor, bool] = {}  # constants that the module holds: no dim of theirs is that of samples
         self.moved: dict[Tensor, bool] = {}  # whose samples are in an order that data decide
         self.random: dict[Tensor, str] = {}  # drawn, and not to be used: by which function
         self.versions: Versions | None = None  # of the module's own tensors; None while torch.compile traces
@@ -90,10 +91,11 @@ class Run:
         """Refuse writes into ``tensors``, all that a module holds; its plain attributes among them are constants."""
         for leaf in tensors.values():
             if not isinstance(leaf, nn.Parameter) and not leaf.requires_grad and leaf not in self.tracked:
-                self.constants[leaf] = True
+                self.constants[leaf] = self.held[leaf] = True
         self.versions = Versions({name: leaf for name, leaf in tensors.items() if name not in but})
         for name in but:
             self.constants.pop(tensors[name], None)
+            self.held.pop(tensors[name], None)
         return self.versions
 
     def watch(self, leaf: Watched) -> Tensor:
@@ -158,7 +160,7 @@ class Run:
             FLATTENED: x.ndim > 0 and x.shape[0] > 0 and x.shape[0] % self.batch_size == 0,
             SHARED: True,
         }
-        if fits[SAMPLES]:
+        if fits[SAMPLES] and x not in self.held:
             found = SAMPLES
         elif x in self.constants:
             found = SHARED
