@@ -256,7 +256,7 @@ LAYERS: list[Kind] = [
     ),
     _kind("ConvTranspose3d", lambda: nn.ConvTranspose3d(4, 6, 2), VOLUME, mend=WHOLE),
     _kind("LayerNorm", lambda: nn.LayerNorm(6), TOKENS, compiled=True),
-    _kind("LayerNorm over two dims", lambda: nn.LayerNorm((5, 6)), TOKENS),
+    _kind("LayerNorm over two dims", lambda: nn.LayerNorm([5, 6]), TOKENS),
     _kind("LayerNorm without bias", lambda: nn.LayerNorm(6, bias=False), TOKENS),
     _kind("RMSNorm", lambda: nn.RMSNorm(6), floats("x", 5, 6), compiled=True),
     _kind("GroupNorm", lambda: nn.GroupNorm(2, 4), IMAGE, compiled=True),

@@ -377,7 +377,7 @@ WRITTEN_BY_HAND: list[Kind] = [
         parts=linear,
         options={"batch_first": False},
     ),
-    _module("longer samples", lambda: nn.ModuleDict({"l": nn.Linear(6, 4)}) and _Linear(), longer),
+    _module("longer samples", lambda: _Linear(), longer),
     # functions, branches, checkpoints
     free("a backward of its own", lambda m, x: Own.apply(m.l(x)), parts=linear),  # pyright: ignore
     free("a branch on the sum of the batch", branching, parts=linear, refusal="not independent", mend=plainly),
@@ -521,19 +521,19 @@ WRITTEN_BY_HAND: list[Kind] = [
         lambda: Case(nn.DataParallel(_Linear()), TOKENS),
         refusal="give module.module",
         mend=lambda case: case._replace(module=case.module.module),
-    ),  # pyright: ignore
+    ),
     Kind(
         "torch.compile",
-        lambda: Case(torch.compile(_Linear(), backend="eager"), TOKENS),
+        lambda: Case(torch.compile(_Linear(), backend="eager"), TOKENS),  # pyright: ignore
         refusal="give module._orig_mod",
         mend=lambda case: case._replace(module=case.module._orig_mod),
-    ),  # pyright: ignore
+    ),
     Kind(
         "TorchScript",
         lambda: Case(nn.Sequential(torch.jit.script(nn.Linear(6, 4))), floats("input", 6)),
         refusal="got one of TorchScript",
         mend=lambda case: case._replace(module=nn.Sequential(nn.Linear(6, 4))),
-    ),  # pyright: ignore
+    ),
 ]
 
 
