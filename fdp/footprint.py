@@ -66,8 +66,12 @@ class Kind(Enum):
 
 
 class Phase(Enum):
-    """The parts of a step, in order; several microbatches take turns in the first two."""
+    """The parts of a step, in order; several microbatches take turns in forward and backward, and the sum.
 
+    K-FAC measures and inverts curvature before a step, once in a period; of other optimizers there is no such phase.
+    """
+
+    CURVATURE = "curvature"
     PASS = "forward and backward"
     SUM = "clipped sum"
     NOISE = "noise"

@@ -24,9 +24,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fdp import clipping, timing, tree
+from fdp.block_loop import Memory
 from fdp.checks import Checks
 from fdp.clipping import ClipStyle
 from fdp.footprint import DEVICE, HOST, Kind, Ledger, Peak, Phase, Transfer, fused_attention
+from fdp.kfac.optimizer import Kfac
+from fdp.kfac.private_refresh import sides_of
+from fdp.kfac.refresh import measure
+from fdp.kfac.sources import KfacOptimizer, make_kfac
+from fdp.kfac.state import find, inverse_bytes, replaced, stored
 from fdp.mechanism import Mechanism
 from fdp.mesh import make_mesh
 from fdp.methods import Method, Plan, make_plan
@@ -51,10 +57,18 @@ class Scale(NamedTuple):
     reduce_dtype: torch.dtype | None = None
 
 
+class Measurement(NamedTuple):
+    """What one rank sends and multiplies when K-FAC measures curvature; without inverses, and columns that travel."""
+
+    transfers: tuple[Transfer, ...]
+    flops: dict[torch.dtype, float]
+
+
 class Footprint(NamedTuple):
     """What one rank holds, sends and multiplies in a step. ``phases``: the peaks on the device and on the host.
 
-    ``kept``: the most bytes that the device keeps between norms and sum, whenever that is.
+    ``kept``: the most bytes that the device keeps between norms and sum, whenever that is. ``measurement``: what K-FAC
+    does beside, once in a period; None of other optimizers.
     """
 
     parameters: int
@@ -63,6 +77,7 @@ class Footprint(NamedTuple):
     flops: dict[torch.dtype, float]
     plan: Plan
     kept: int
+    measurement: Measurement | None = None
 
     @property
     def phase(self) -> Phase:
@@ -93,7 +108,7 @@ def plan_at_scale(
     scale: Scale | None = None,
     method: Method = Method.AUTO,
     dtype: torch.dtype = torch.float32,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | KfacOptimizer | None = None,
     offload: Offload = NOTHING,
     checkpoint_activations: bool = False,
     memory_budget: float | None = None,
@@ -101,9 +116,11 @@ def plan_at_scale(
 ) -> Footprint:
     """Trace one step of ``model`` on ``microbatches`` of the shapes of ``microbatch``, per rank.
 
-    Master weights are float32; the optimizer defaults to AdamW. No ``scale``: one device, no process group. Only
-    shapes and dtypes are read of the microbatch. What no trace can see is left out: the CUDA context, workspaces of
-    cuBLAS and NCCL, fragmentation.
+    Master weights are float32; the optimizer defaults to AdamW. Of K-FAC the measurement of a microbatch is traced,
+    too, as a phase by itself: it happens once in a period, and what it sends and multiplies is not the step's
+    (``Footprint.measurement``). Inverting decides by values, and its memory is reckoned. No ``scale``: one device, no
+    process group. Only shapes and dtypes are read of the microbatch. What no trace can see is left out: the CUDA
+    context, workspaces of cuBLAS and NCCL, fragmentation.
 
     Guarantees:
       - the kinds add up to the peak;
@@ -112,7 +129,6 @@ def plan_at_scale(
     """
     if microbatches < 1:
         raise FdpError(f"microbatches: expected at least 1, got {microbatches}")
-    chosen = adamw(1e-3) if optimizer is None else optimizer
     with _ranks(model, scale) as (cut, sharding):
         shapes = tree.map(lambda leaf: torch.empty((), dtype=leaf.dtype).expand(leaf.shape), microbatch)
         parts = abstract_params(cut, sharding)
@@ -123,13 +139,24 @@ def plan_at_scale(
             cut, parts, shapes, method=method, memory_budget=memory_budget, dtype=dtype, timings=times, device=gpu
         )
 
+        curvature = None
+        if isinstance(optimizer, KfacOptimizer):
+            memory = Memory(checkpoint_activations, offload.params)
+            curvature = make_kfac(cut, shapes, optimizer, sharding=sharding, dtype=dtype, memory=memory)
+        chosen = adamw(1e-3) if optimizer is None else optimizer if curvature is None else curvature.optimizer
+        assert isinstance(chosen, Optimizer)
+        work = _Work(cut, chosen, curvature, plan, sharding, shapes, offload, checkpoint_activations)
+        measured = None if curvature is None else _trace_measurement(work, curvature)
+
         def traced(count: int) -> Footprint:
-            ledger = _trace(cut, chosen, plan, sharding, shapes, count, offload, checkpoint_activations)
-            device, host = ledger.peaks(host=False), ledger.peaks(host=True)
-            nothing = Peak(0, dict.fromkeys(Kind, 0))
-            phases = {phase: (device[phase], host.get(phase, nothing)) for phase in device}
+            ledger = _trace(work, count)
             size = sum(math.prod(leaf.shape) for leaf in cut.leaves.values())
-            return Footprint(size, phases, ledger.transfers(), ledger.flops, plan, ledger.most(Kind.KEPT))
+            found = Footprint(size, _phases(ledger), ledger.transfers(), ledger.flops, plan, ledger.most(Kind.KEPT))
+            if curvature is None or measured is None:
+                return found
+            before = _with_inverses(_phases(measured), inverse_bytes(curvature.plan))
+            more = Measurement(measured.transfers(), measured.flops)
+            return found._replace(phases=before | found.phases, measurement=more)
 
         if microbatches <= TRACED:
             return traced(microbatches)
@@ -169,46 +196,90 @@ def _ranks(model: Model, scale: Scale | None) -> Iterator[tuple[Model, Sharding 
         dist.destroy_process_group()
 
 
-def _trace(
-    model: Model,
-    optimizer: Optimizer,
-    plan: Plan,
-    sharding: Sharding | None,
-    shapes: Tree,
-    microbatches: int,
-    offload: Offload,
-    checkpoint_activations: bool,
-) -> Ledger:
+class _Work(NamedTuple):
+    """What is traced, whatever the number of microbatches."""
+
+    model: Model
+    optimizer: Optimizer
+    curvature: Kfac | None
+    plan: Plan
+    sharding: Sharding | None
+    shapes: Tree
+    offload: Offload
+    checkpoint_activations: bool
+
+
+def _phases(ledger: Ledger) -> dict[Phase, tuple[Peak, Peak]]:
+    device, host = ledger.peaks(host=False), ledger.peaks(host=True)
+    nothing = Peak(0, dict.fromkeys(Kind, 0))
+    return {phase: (device[phase], host.get(phase, nothing)) for phase in device}
+
+
+def _with_inverses(phases: dict[Phase, tuple[Peak, Peak]], inverting: int) -> dict[Phase, tuple[Peak, Peak]]:
+    """The peak of the curvature: while it is measured, or while it is inverted, when no activations are held.
+
+    Sums that travel pass for gradients; here they are factors, and so the optimizer's.
+    """
+    device, host = phases[Phase.CURVATURE]
+    factors = device.by_kind[Kind.OPTIMIZER] + device.by_kind[Kind.GRADIENTS]
+    device = device._replace(by_kind=device.by_kind | {Kind.OPTIMIZER: factors, Kind.GRADIENTS: 0})
+    kept = {kind: size for kind, size in device.by_kind.items() if kind in (Kind.PARAMETERS, Kind.OPTIMIZER)}
+    by_kind = dict.fromkeys(Kind, 0) | kept | {Kind.ACTIVATIONS: inverting}
+    if sum(by_kind.values()) > device.total:
+        device = Peak(sum(by_kind.values()), by_kind)
+    return {Phase.CURVATURE: (device, host)}
+
+
+def _trace(work: _Work, microbatches: int) -> Ledger:
     """Run one step on tensors without memory; the ledger of it."""
+    plan, sharding = work.plan, work.sharding
     ledger = Ledger(_groups(sharding))
     with ledger, fused_attention():
-        state = _state(model, optimizer, sharding, offload)
-        ledger.label(state.params, Kind.PARAMETERS)
-        ledger.label(state.opt, Kind.OPTIMIZER)
-        data = tree.map(lambda x: torch.empty((microbatches, *x.shape), dtype=x.dtype, device=DEVICE), shapes)
+        state = _labelled_state(work, ledger)
+        data, mask = _data(work, microbatches), torch.ones(microbatches, plan.batch_size, device=DEVICE)
         sampling = poisson(1 << 20, expected_batch_size=1024)
-        mask = torch.ones(microbatches, plan.batch_size, device=DEVICE)
         batch = trusted_batch(data, mask, sampling, step=None, ranks=1 if sharding is None else sharding.ranks)
         key = torch.empty(8, dtype=torch.int64, device=DEVICE)
         watch = _Watch(ledger, plan)
         style = watch.style(clipping.flat(max_norm=1.0))
+        roots = work.curvature is not None and plan.private
         step = make_train_step(
-            watch.model(model),
-            watch.optimizer(optimizer),
+            watch.model(work.model),
+            watch.optimizer(work.optimizer),
             mechanism=Mechanism(sampling, style, 1.0 if plan.private else 0.0),
             plan=plan,
             sharding=sharding,
-            offload=offload,
-            checkpoint_activations=checkpoint_activations,
+            offload=work.offload,
+            checkpoint_activations=work.checkpoint_activations,
             checks=Checks.SKIPPED,  # nothing to be looked at
+            precondition=sides_of if roots else None,
         )
         after, _ = step(state, batch, key)
         ledger.label(after.params, Kind.PARAMETERS)
     return ledger
 
 
-def _state(model: Model, optimizer: Optimizer, sharding: Sharding | None, offload: Offload) -> TrainState:
+def _trace_measurement(work: _Work, curvature: Kfac) -> Ledger:
+    """Measure a microbatch's curvature on tensors without memory."""
+    ledger = Ledger(_groups(work.sharding))
+    with ledger, fused_attention():
+        state = _labelled_state(work, ledger)
+        data = tree.map(lambda leaf: leaf[0], _data(work, 1))
+        mask = torch.ones(work.plan.batch_size, device=DEVICE)
+        key = torch.empty(8, dtype=torch.int64, device=DEVICE)
+        ledger.begin(Phase.CURVATURE)
+        new = measure(state.params, data, mask, key, plan=curvature.plan, memory=curvature.memory)
+        ledger.label(new, Kind.OPTIMIZER)
+    return ledger
+
+
+def _data(work: _Work, microbatches: int) -> Tree:
+    return tree.map(lambda x: torch.empty((microbatches, *x.shape), dtype=x.dtype, device=DEVICE), work.shapes)
+
+
+def _labelled_state(work: _Work, ledger: Ledger) -> TrainState:
     """This rank's parts, where they are kept between steps."""
+    model, sharding, offload = work.model, work.sharding, work.offload
     parts = {
         path: torch.empty(spec.shape if sharding is None else sharding.leaves[path].part, device=DEVICE)
         for path, spec in model.leaves.items()
@@ -217,10 +288,15 @@ def _state(model: Model, optimizer: Optimizer, sharding: Sharding | None, offloa
     def there(values: Tree, *, on_host: bool) -> Tree:
         return tree.map(lambda leaf: leaf.to(HOST if on_host else DEVICE), values)
 
-    opt = optimizer.init({path: leaf for path, leaf in parts.items() if path in model.trainable})
+    opt = work.optimizer.init({path: leaf for path, leaf in parts.items() if path in model.trainable})
     params = tree.nest(there(parts, on_host=offload.params))
+    opt = there(opt, on_host=offload.optimizer)
+    if work.curvature is not None:
+        opt = replaced(opt, stored(find(opt), work.curvature.plan.config))
     count = torch.zeros((), dtype=torch.int64, device=DEVICE)
-    return TrainState(params, there(opt, on_host=offload.optimizer), (), count)
+    ledger.label(params, Kind.PARAMETERS)
+    ledger.label(opt, Kind.OPTIMIZER)
+    return TrainState(params, opt, (), count)
 
 
 class _Watch:

@@ -42,6 +42,17 @@ def test_tables_and_json_say_the_same(run):
         assert word in answer.stdout
 
 
+@pytest.mark.parametrize("more", ["--method none --kfac-policy all --kfac-distribution ring", "--method auto"])
+def test_kfac_has_a_phase_of_its_own(run, more):
+    answer = run(f"{NANO} --world 2 --optimizer kfac {more} --json")
+    got = result(answer)
+    assert next(iter(got["phases"])) == "curvature"
+    assert sum(got["by_kind"].values()) == got["peak_bytes"]
+    assert got["measurement_flops"]["float32"] > 0
+    assert "curvature, each time it is measured" in answer.stdout
+    assert result(run(f"{NANO} --optimizer adagrad --json"))["measurement_flops"] is None
+
+
 def test_more_samples_a_step_send_more_under_zero_3_and_no_more_under_zero_2(run):
     units = {
         (zero, batch): result(run(f"{NANO} --world 8 --zero {zero} --batch {batch} --json"))["units"]
@@ -89,6 +100,10 @@ def test_offload_budget_checkpoints_and_axes_reach_the_plan(run):
     ("--world 8 --mesh shard=4", "--mesh: expected sizes that multiply to the 8 ranks of --world, got shard=4"),
     ("--world 0", "--world: expected at least 1 rank, got 0"),
     ("--mesh expert=8", "--mesh: expected one of replicate, tensor, shard; got 'expert'"),
+    ("--kfac-policy all", "--kfac-policy, --kfac-distribution: expected --optimizer kfac with them, got adamw"),
+    ("--optimizer kfac --kfac-policy some", "--kfac-policy: expected one of auto, all"),
+    ("--optimizer kfac --kfac-policy all", "--kfac-policy: expected --method none to go with it"),
+    ("--optimizer kfac --kfac-distribution ring", "--kfac-distribution: expected gather or owner with a private"),
     ("--microbatch 0", "--microbatch and --batch of at least 1, got 0"),
     ("--memory-budget 0", "--memory-budget: expected a positive number of GiB"),
     ("--memory-budget 1 --method ghost", "--memory-budget: expected --method auto or flash to go with it, got ghost"),

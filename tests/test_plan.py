@@ -15,6 +15,9 @@ from fdp import keys, plan, tree
 from fdp.checks import Checks
 from fdp.clipping import flat
 from fdp.footprint import Kind, Ledger, Phase
+from fdp.kfac.config import KfacConfig
+from fdp.kfac.sources import KfacOptimizer, Synthetic, make_kfac
+from fdp.kfac.store import Where
 from fdp.mechanism import Mechanism
 from fdp.mesh import make_mesh
 from fdp.methods import Method, make_plan
@@ -205,6 +208,29 @@ def test_any_model_and_optimizer_can_be_planned():
     found = plan_at_scale(model, tokens(model), scale=scale, optimizer=lamb(1e-3), dtype=torch.bfloat16)
     assert {"replicate", "shard", "tensor"} <= {each.axis for each in found.transfers}
     assert found.parameters == size_of(model)
+
+
+@pytest.mark.parametrize("scale", [None, Scale({"shard": 2}, Zero.THREE)])
+@pytest.mark.parametrize("private", [False, True])
+def test_kfac_is_planned_with_its_state_and_a_phase_for_its_curvature(private: bool, scale: Scale | None):
+    model = gpt(WIDE)
+    config = KfacConfig(store=Where.DEVICE)
+    optimizer = KfacOptimizer(0.1, config, Synthetic() if private else None)
+    method = Method.GHOST_BK if private else Method.NONE
+    found = plan_at_scale(model, tokens(model), scale=scale, method=method, optimizer=optimizer)
+    plain = plan_at_scale(model, tokens(model), scale=scale, method=method)
+    assert next(iter(found.phases)) is Phase.CURVATURE
+    assert Phase.CURVATURE not in plain.phases
+    assert plain.measurement is None
+    assert found.measurement is not None
+    assert found.measurement.flops[torch.float32] > 0.5 * plain.flops[torch.float32]  # a backward at least
+    assert bool(found.measurement.transfers) == (scale is not None)
+    assert all(peak.total == sum(peak.by_kind.values()) for pair in found.phases.values() for peak in pair)
+    if scale is None:  # the state of a run that exists
+        kfac = make_kfac(model, tokens(model), optimizer)
+        state = kfac.optimizer.init({path: leaf for path, leaf in tree.flatten(model.init(keys.key(0))).items()})
+        held = sum(leaf.numel() * leaf.element_size() for leaf in tree.leaves(state))
+        assert found.phases[Phase.PASS][0].by_kind[Kind.OPTIMIZER] == pytest.approx(held, rel=0.01)
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])

@@ -19,6 +19,7 @@ from typer import Option
 
 if TYPE_CHECKING:
     from fdp.costs import Choice
+    from fdp.kfac.sources import KfacOptimizer
     from fdp.methods import Plan
     from fdp.plan import Footprint
 
@@ -29,7 +30,7 @@ RESERVED = 1.5
 """GiB that a process cannot use: the CUDA context, workspaces of cuBLAS, buffers of NCCL."""
 HINTS = {
     "parameters": "more ranks along shard, or --offload params",
-    "optimizer": "more ranks along shard, or --offload optimizer",
+    "optimizer": "more ranks along shard, or --offload optimizer; of kfac a smaller --microbatch",
     "gathered": "--zero 3, or a tensor axis (--mesh shard=..,tensor=..)",
     "gradients": "--offload grads,optimizer, more ranks along shard, or a tensor axis, which cuts whole gradients too",
     "kept pairs": "--memory-budget, --method ghost, or a smaller --microbatch",
@@ -44,7 +45,16 @@ def plan_command(
     context: Annotated[
         int | None, Option(help="Tokens of a sample; default: the model's own.", rich_help_panel=WHAT)
     ] = None,
-    optimizer: Annotated[str, Option(help="adamw, adam, sgd, lamb or adafactor.", rich_help_panel=WHAT)] = "adamw",
+    optimizer: Annotated[
+        str,
+        Option(help="adamw, adam, sgd, lamb, adafactor, adagrad, adadelta, adamax or kfac.", rich_help_panel=WHAT),
+    ] = "adamw",
+    kfac_policy: Annotated[
+        str, Option(help="Of kfac without privacy: auto, per layer by cost, or all, dense.", rich_help_panel=WHAT)
+    ] = "auto",
+    kfac_distribution: Annotated[
+        str, Option(help="Of kfac over ranks: gather, owner or ring.", rich_help_panel=WHAT)
+    ] = "gather",
     method: Annotated[
         str,
         Option(help="auto, ghost, ghost_bk, flash, flash_bk, materialize; none: without privacy.", rich_help_panel=HOW),
@@ -83,8 +93,8 @@ def plan_command(
     # torch takes seconds to import, and --help and mistakes on the command line should not.
     import torch
 
-    from fdp import models, optimizers
-    from fdp.cli.configure import choose, offloaded
+    from fdp import models
+    from fdp.cli.configure import OPTIMIZERS, choose, offloaded
     from fdp.methods import Method
     from fdp.plan import Scale, plan_at_scale
     from fdp.sharding import Zero
@@ -103,13 +113,9 @@ def plan_command(
     chosen = models.build(choose("model", model, {name: name for name in models.LANGUAGE}), context=context)
     assert chosen.context is not None
     tokens = torch.empty((), dtype=torch.int64).expand(microbatch, chosen.context + 1)
-    rules = {
-        "adamw": optimizers.adamw,
-        "adam": optimizers.adam,
-        "sgd": optimizers.sgd,
-        "lamb": optimizers.lamb,
-        "adafactor": optimizers.adafactor,
-    }
+    rules = OPTIMIZERS | {"kfac": lambda rate: _kfac(kfac_policy, kfac_distribution, private=method != "none")}
+    if optimizer != "kfac" and (kfac_policy, kfac_distribution) != ("auto", "gather"):
+        raise FdpError(f"--kfac-policy, --kfac-distribution: expected --optimizer kfac with them, got {optimizer}")
     stage = choose("zero", str(zero), {str(stage.value): stage for stage in Zero})
     console = Console(highlight=False)
     microbatches = 1 if batch is None else -(-batch // microbatch)
@@ -132,12 +138,41 @@ def plan_command(
         f"method {method}, {optimizer}, offload: {offload}",
         soft_wrap=True,
     )
-    for table in (_memory(found), _phases(found), _traffic(found), _flops(found), _choices(found.plan)):
+    for table in (
+        _memory(found),
+        _phases(found),
+        _traffic(found),
+        _flops(found),
+        _curvature(found),
+        _choices(found.plan),
+    ):
         if table.row_count:
             console.print(table)
     console.print(_verdict(found, room), soft_wrap=True)
     if as_json:
         print(json.dumps(_result(found, room) | {"model": model, "axes": axes, "zero": zero, "gpu_gib": room}))
+
+
+def _kfac(policy: str, distribution: str, *, private: bool) -> KfacOptimizer:
+    """K-FAC by default otherwise; of a private run from public or synthetic data, which costs no privacy."""
+    from fdp.cli.configure import choose
+    from fdp.kfac.config import Distribution, KfacConfig
+    from fdp.kfac.policy import policy_named
+    from fdp.kfac.sources import KfacOptimizer, Synthetic
+    from fdp.types import FdpError
+
+    chosen = choose("kfac-policy", policy, {name: name for name in ("auto", "all")})
+    over = choose("kfac-distribution", distribution, {one.value: one for one in Distribution})
+    if private and chosen != "auto":
+        raise FdpError(
+            "--kfac-policy: expected --method none to go with it: a private run is dense up to 4096 features"
+        )
+    if private and over is Distribution.RING:
+        raise FdpError(
+            "--kfac-distribution: expected gather or owner with a private --method, or --method none; got ring"
+        )
+    config = KfacConfig(policy=policy_named(chosen), distribution=over)
+    return KfacOptimizer(1e-3, config, Synthetic() if private else None)
 
 
 def _axes(world: int | None, mesh: str | None) -> dict[str, int]:
@@ -214,6 +249,20 @@ def _flops(found: Footprint) -> Table:
     return table
 
 
+def _curvature(found: Footprint) -> Table:
+    """What K-FAC does beside a step, once in a period; no rows of other optimizers."""
+    table = _table("curvature, each time it is measured (inverses not counted)", "what", "", "amount")
+    if found.measurement is None:
+        return table
+    for each in found.measurement.transfers:
+        table.add_row(
+            f"{each.collective} over {each.axis} ({each.ranks})", _name(each.dtype), f"{_gib(each.bytes)} GiB"
+        )
+    for dtype, count in found.measurement.flops.items():
+        table.add_row("flops", _name(dtype), f"{count / 1e12:,.2f} Tflop")
+    return table
+
+
 def _choices(plan: Plan) -> Table:
     """How norms and sums are made, leaves that differ only in their layer as one row."""
     table = _table(
@@ -263,7 +312,8 @@ def _result(found: Footprint, room: float) -> dict[str, Any]:
             for each in found.transfers
         ],
         "units": found.units,
-        "flops": {_name(dtype): count for dtype, count in found.flops.items()},
+        "flops": _by_dtype(found.flops),
+        "measurement_flops": None if found.measurement is None else _by_dtype(found.measurement.flops),
         "kept_bytes": found.plan.kept_bytes,
         "fits": _spare(found, room) >= 0,
         "spare_gib": _spare(found, room),
@@ -276,6 +326,10 @@ def _table(title: str, first: str, *rest: str) -> Table:
     for heading in rest:
         table.add_column(heading, justify="right")
     return table
+
+
+def _by_dtype(flops: dict[Any, float]) -> dict[str, float]:
+    return {_name(dtype): count for dtype, count in flops.items()}
 
 
 def _name(dtype: Any) -> str:

@@ -111,6 +111,26 @@ def _measured(
     blocks: Blocks | None,
 ) -> tuple[KfacState, set[Layer]]:
     """The state with what was measured added, and the layers of which it could not be."""
+    new = measure(params, data, mask, key, plan=plan, memory=memory, blocks=blocks)
+    failed = _unusable(new, _tokens(plan.model, data, mask), plan.sharding)
+    factors = kf.factors | _added(kf, {layer: both for layer, both in new.items() if layer not in failed}, plan)
+    return kf._replace(factors=factors, measured=kf.measured + 1), failed
+
+
+def measure(
+    params: Tree,
+    data: Tree,
+    mask: Float[Tensor, " batch"],
+    key: Key,
+    *,
+    plan: KfacPlan,
+    memory: Memory = ALL_KEPT,
+    blocks: Blocks | None = None,
+) -> dict[Layer, tuple[Factor | None, Factor | None]]:
+    """Both sides of every layer in the forms they are kept in: sums of all ranks' samples, and this rank's columns.
+
+    Nothing is decided by a value, so that it runs on tensors without any (:mod:`fdp.plan`).
+    """
     config, sharding = plan.config, plan.sharding
     found = collect(
         plan.model,
@@ -134,9 +154,7 @@ def _measured(
     for layer, (left, right, _) in plan.layers.items():
         curvature = found.pop(layer)
         new[layer] = summed(curvature.left, left), summed(curvature.right, right)
-    failed = _unusable(new, _tokens(plan.model, data, mask), sharding)
-    factors = kf.factors | _added(kf, {layer: both for layer, both in new.items() if layer not in failed}, plan)
-    return kf._replace(factors=factors, measured=kf.measured + 1), failed
+    return new
 
 
 def _tokens(model: Model, data: Tree, mask: Float[Tensor, " batch"]) -> Float[Tensor, ""]:

@@ -23,6 +23,7 @@ from fdp.kfac.config import Distribution, KfacConfig
 from fdp.kfac.fisher import Fisher
 from fdp.kfac.forms import Form
 from fdp.kfac.inverse import Damping
+from fdp.kfac.inverse_many import ENTRIES
 from fdp.kfac.layers import Survey, survey
 from fdp.kfac.places import Kept, Placed, RingPart, Side, Window, empty, identity
 from fdp.kfac.policy import Row, forms_of, plan_forms
@@ -148,18 +149,43 @@ def replaced(opt: Tree, new: KfacState) -> Tree:
     return opt
 
 
+def stored(kf: KfacState, config: KfacConfig) -> KfacState:
+    """The state with factors where they wait: with the parameters or, if they are large, in CPU memory."""
+    size = sum(x.numel() * x.element_size() for x in tree.leaves(kf.factors))
+    home = tree.leaves(kf.factors)[0].device if kf.factors else torch.device("cpu")
+    away = store_device(config.store, size, home=home)
+    return kf._replace(factors=tree.map(lambda x: x.to(away), kf.factors))
+
+
+def inverse_bytes(plan: KfacPlan) -> int:
+    """About what inverting takes at its peak, beside factors and inverses: six times the matrices, in float64.
+
+    Dense sides of a kind are stacked up to ``fdp.kfac.inverse_many.ENTRIES``; of columns, the small matrix and a copy.
+    """
+    kinds: dict[tuple[int, ...], int] = {}
+    most = 0
+    for left, right, _ in plan.layers.values():
+        dense = tuple(side.size for side in (left, right) if side.form is Form.DENSE)
+        kinds[dense] = kinds.get(dense, 0) + 1
+        for side in (left, right):
+            if side.form in (Form.COLUMNS, Form.SOFTMAX):
+                columns = side.columns * plan.config.window
+                most = max(most, 6 * 8 * columns**2 + 2 * 4 * side.size * columns)
+    for sizes, count in kinds.items():
+        entries = sum(n**2 for n in sizes)
+        many = min(count, max(1, ENTRIES // max(1, entries)))
+        most = max(most, 6 * 8 * entries * many)
+    return most
+
+
 def settled(state: TrainState, plan: KfacPlan) -> TrainState:
     """The state with factors where they wait, and columns that stay with their rank marked as such (DTensors).
 
     Call it once, after ``init_state``. Without it factors stay with the parameters, and a checkpoint of a ring's
     columns would be the first rank's.
     """
-    kf = find(state.opt)
-    size = sum(x.numel() * x.element_size() for x in tree.leaves(kf.factors))
-    home = tree.leaves(kf.factors)[0].device if kf.factors else torch.device("cpu")
-    away = store_device(plan.config.store, size, home=home)
-    factors = tree.map(lambda x: x.to(away), kf.factors)
-    maps = kf.maps
+    kf = stored(find(state.opt), plan.config)
+    factors, maps = kf.factors, kf.maps
     sharding = plan.sharding
     if plan.config.distribution is Distribution.RING and sharding is not None and sharding.world.size > 1:
         factors = {path: tuple(_window_parts(kept, sharding) for kept in both) for path, both in factors.items()}
