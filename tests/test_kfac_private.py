@@ -500,6 +500,13 @@ def test_one_sample_moves_the_statistics_by_at_most_the_bound(case, pixel):
     check_one_sample_moves_statistics_by_at_most_the_bound(case, image=image)
 
 
+@pytest.mark.parametrize("pixel", [1.0, 1e3, torch.nan])
+def test_statistics_of_groups_are_bounded_too(pixel):
+    x = case_named("convolutions").data["x"].clone()
+    x[1] = x[1] * pixel
+    check_one_sample_moves_statistics_by_at_most_the_bound("convolutions", x=x)
+
+
 def test_tied_and_embedded_statistics_are_bounded_too():
     for case in ("gpt", "gpt-untied"):
         check_one_sample_moves_statistics_by_at_most_the_bound(case)
