@@ -6,16 +6,18 @@ The *data* axes, ``replicate`` and ``shard``, hold different samples; ``shard`` 
 ``tensor`` hold the same samples and different parts of the same layers. An axis is an axis of the mesh, a dim a
 dimension of a tensor.
 
-    >>> mesh = make_mesh({"replicate": 2, "shard": 4}, device_type="cuda")          # 8 ranks, started by torchrun
+    >>> mesh = make_mesh({"replicate": 2, "shard": 4}, device_type="cuda", timeout=600)  # 8 ranks, started by torchrun
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from fdp.types import FdpError
@@ -24,10 +26,11 @@ AXES = ("replicate", "tensor", "shard")
 """In the order in which they cut a dim that two of them share: ``tensor`` first, then ``shard``, as DTensor does."""
 
 
-def make_mesh(sizes: Mapping[str, int], *, device_type: str) -> DeviceMesh:
+def make_mesh(sizes: Mapping[str, int], *, device_type: str, timeout: float | None = None) -> DeviceMesh:
     """A mesh of all ranks with the named axes; axes left out have size 1.
 
-    Neighbouring ranks, which are usually the best connected, lie along ``tensor``, then along ``shard``.
+    No collective along an axis waits longer than ``timeout`` seconds; None: torch's default. Neighbouring ranks, which
+    are usually the best connected, lie along ``tensor``, then along ``shard``.
     """
     if unknown := sorted(set(sizes) - set(AXES)):
         raise FdpError(f"mesh: expected axes among {', '.join(sorted(AXES))}, got {', '.join(unknown)}")
@@ -39,4 +42,21 @@ def make_mesh(sizes: Mapping[str, int], *, device_type: str) -> DeviceMesh:
     if math.prod((replicate, tensor, shard)) != dist.get_world_size():
         raise FdpError(f"mesh: expected sizes that multiply to the {dist.get_world_size()} ranks, got {dict(sizes)}")
     ranks = torch.arange(dist.get_world_size()).view(replicate, shard, tensor).transpose(1, 2)
-    return DeviceMesh(device_type, ranks, mesh_dim_names=AXES)
+    groups = [_group(ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]), timeout) for dim in range(ranks.ndim)]
+    return DeviceMesh.from_group(groups, device_type, ranks.contiguous(), mesh_dim_names=AXES)
+
+
+def on_device(mesh: DeviceMesh, device_type: str) -> DeviceMesh:
+    """The same ranks and groups for tensors of another device."""
+    if mesh.device_type == device_type:
+        return mesh
+    return DeviceMesh.from_group(mesh.get_all_groups(), device_type, mesh.mesh, mesh_dim_names=AXES)
+
+
+def _group(rows: torch.Tensor, timeout: float | None) -> ProcessGroup:
+    """Make a group of every row of ranks and return this rank's own. DeviceMesh would make them without a timeout."""
+    patience = None if timeout is None else timedelta(seconds=timeout)
+    groups = [dist.new_group(row, timeout=patience) for row in rows.tolist()]
+    own = next(group for group, row in zip(groups, rows.tolist()) if dist.get_rank() in row)
+    assert isinstance(own, ProcessGroup)
+    return own

@@ -4,6 +4,7 @@ The mode is 0600 from the moment a file exists, whatever the umask. One that was
 still empty.
 
     >>> with open_private(folder / "metrics.jsonl", "w") as file: ...
+    >>> write_private(folder / "summary.json", text)                        # whole, or not there
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import IO, Any
 
 from fdp.types import FdpError
@@ -46,3 +48,27 @@ def open_private(path: str | os.PathLike[str], mode: str) -> Iterator[IO[Any]]:
 
     with open(path, mode, opener=opened) as stream:
         yield stream
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file of mode 0600 in one piece, in place of one of that name.
+
+    Guarantees:
+      - a process that is killed at any moment leaves the whole text or what was there before, never a part.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    with open_private(partial, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder last: a rename is on disk only once the folder is."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

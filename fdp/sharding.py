@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from fdp import collectives, keys, tree
 from fdp.collectives import Axis
 from fdp.init import Init, Window
-from fdp.mesh import AXES
+from fdp.mesh import AXES, on_device
 from fdp.model import Model
 from fdp.types import Batch, FdpError, Key, Path, Place, Share, TrainState, Tree
 
@@ -191,8 +191,9 @@ def make_sharding(
     world = dist.group.WORLD
     everyone = Axis("world", dist.get_world_size(), dist.get_rank(), world.group_name if world else "")
     when = reduce or (Reduce.PER_MICROBATCH if zero is Zero.THREE else Reduce.PER_STEP)
-    host = mesh if mesh.device_type == "cpu" else DeviceMesh("cpu", mesh.mesh, mesh_dim_names=AXES)
-    return Sharding(mesh, host, zero, replicate, tensor, shard, everyone, leaves, data, when, reduce_dtype)
+    return Sharding(
+        mesh, on_device(mesh, "cpu"), zero, replicate, tensor, shard, everyone, leaves, data, when, reduce_dtype
+    )
 
 
 def over_tensor_axis(model: Model, mesh: DeviceMesh) -> Model:

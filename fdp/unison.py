@@ -14,9 +14,10 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from fdp.collectives import Axis, all_gather, axis_of, wait
 from fdp.types import FdpError, Place
 
 T = TypeVar("T")
@@ -32,6 +33,11 @@ def rank_in(group: ProcessGroup | None) -> int:
     return dist.get_rank(group) if several() else 0
 
 
+def size_of(group: ProcessGroup | None) -> int:
+    """How many ranks there are; 1 if there is no process group."""
+    return dist.get_world_size(group) if several() else 1
+
+
 def everyones(value: T, group: ProcessGroup | None) -> list[T]:
     """The value of every rank, in order."""
     if not several():
@@ -45,7 +51,8 @@ def in_unison(act: Callable[[], T], group: ProcessGroup | None) -> T:
     """``act()`` on every rank.
 
     Guarantees:
-      - if it fails on any rank, every rank raises an :class:`FdpError` with the words of the first that failed.
+      - if it fails on any rank, every rank raises an :class:`FdpError`, with the class and the words of the first that
+        failed.
     """
     if not several():
         return act()
@@ -58,9 +65,10 @@ def in_unison(act: Callable[[], T], group: ProcessGroup | None) -> T:
     except Exception as error:  # whatever it is, the other ranks wait to hear of it
         problem = FdpError(f"{type(error).__name__}: {error}")
         problem.__cause__ = error
-    for rank, words in enumerate(everyones(None if problem is None else str(problem), group)):
-        if words is not None:
-            shared = problem if problem and rank == rank_in(group) else FdpError(f"rank {rank}: {words}")
+    for rank, told in enumerate(everyones(None if problem is None else (type(problem), str(problem)), group)):
+        if told is not None:
+            kind, words = told
+            shared = problem if problem and rank == rank_in(group) else kind(f"rank {rank}: {words}")
             shared.everywhere = True  # so that one rank may speak for all
             raise shared
     return result
@@ -72,8 +80,28 @@ def local(leaf: Tensor) -> Tensor:
 
 
 def whole(leaf: Tensor) -> Tensor:
-    """All of a leaf, on every rank."""
-    return leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
+    """Gather all of a leaf on every rank, by fdp's own collectives: see :func:`fdp.collectives.all_gather`."""
+    if not isinstance(leaf, DTensor):
+        return leaf
+    part, mesh, shape, cuts = local(leaf), leaf.device_mesh, list(leaf.shape), []
+    for axis, placement in zip(mesh.mesh_dim_names or (), leaf.placements):
+        if isinstance(placement, Shard):
+            cuts.append((axis_of(mesh, axis), placement.dim, shape[placement.dim]))
+            shape[placement.dim] = _share(shape[placement.dim], cuts[-1][0])
+        elif not isinstance(placement, Replicate):
+            raise FdpError(f"expected a leaf that is cut or replicated along {axis}, got {placement}")
+    for axis, dim, length in reversed(cuts):
+        part = part.movedim(dim, 0)
+        padded = part.new_zeros((-(-length // axis.size), *part.shape[1:]))
+        padded[: len(part)] = part
+        part = wait(all_gather(padded, axis))[:length].movedim(0, dim)
+    return part
+
+
+def _share(length: int, axis: Axis) -> int:
+    """How much of ``length`` lies on this rank: even chunks, of which the last ones may be short or empty."""
+    chunk = -(-length // axis.size)
+    return max(0, min(chunk, length - axis.rank * chunk))
 
 
 def place(leaf: Tensor) -> Place:

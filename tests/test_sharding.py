@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from fdp import clipping, keys, ops, optimizers, tree
+from fdp import clipping, keys, ops, optimizers, tree, unison
 from fdp.checks import Checks
 from fdp.collectives import axis_of
 from fdp.init import uniform
@@ -138,7 +138,7 @@ def train(
 
 def whole(values: Any) -> dict[str, torch.Tensor]:
     flat = tree.flatten(values)
-    return {path: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for path, leaf in flat.items()}
+    return {path: unison.whole(leaf) for path, leaf in flat.items()}
 
 
 def assert_same(got: dict[str, Any], expected: dict[str, Any], case: str) -> None:

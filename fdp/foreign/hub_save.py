@@ -18,14 +18,14 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fdp import tree
-from fdp.checkpoint import sync_folder, writing
+from fdp.checkpoint import writing
 from fdp.foreign.hub_files import INDEX, Stored, empty_module, stored_names
 from fdp.foreign.stack import leaf_paths
+from fdp.private_files import sync_folder
 from fdp.types import FdpError, Flat, Tree
-from fdp.unison import in_unison, rank_in
+from fdp.unison import in_unison, rank_in, whole
 
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".gguf", ".onnx")
 """Endings of files that hold weights: those of the source would contradict the new ones."""
@@ -52,16 +52,16 @@ def write_folder(
     partial = path.with_name(f".{path.name}.partial")
     stored, keys = in_unison(lambda: _begin(path, partial, flat, source, first), None)
     for file in dict.fromkeys(stored.files.values()):
-        whole: Flat = {}
+        values: Flat = {}
         for key in (key for key, where in stored.files.items() if where == file):
             leaf = flat.get(keys.get(key, ""))
-            value = None if leaf is None else leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
+            value = None if leaf is None else whole(leaf)
             if first:
                 old = stored.part(key)
                 as_stored = dtype if dtype is not None and old.is_floating_point() else old.dtype
-                whole[key] = old if value is None else value.detach().to("cpu", as_stored).contiguous()
+                values[key] = old if value is None else value.detach().to("cpu", as_stored).contiguous()
             value = leaf = None
-        in_unison(lambda: _write(partial / file, whole) if first else None, None)  # noqa: B023
+        in_unison(lambda: _write(partial / file, values) if first else None, None)  # noqa: B023
     in_unison(lambda: _publish(path, partial, stored, dtype, files or {}) if first else None, None)
 
 

@@ -30,6 +30,7 @@ from fdp.model import Block, LeafSpec, Model, Outputs
 from fdp.rules import Rule
 from fdp.taps import Tape, Use, Watched, batch_size_of
 from fdp.types import FdpError, Key, Path, Tree
+from fdp.unison import whole
 
 A, B = "_lora_a", "_lora_b"
 """What the adapters' leaves are called after the leaf that they adapt."""
@@ -200,12 +201,11 @@ def _adapted_block(block: Block, chosen: frozenset[Path], scale: float, shared: 
 
 
 def _merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    whole_a, whole_b = (x.full_tensor() if isinstance(x, DTensor) else x for x in (a, b))
-    product: Tensor = scale * (whole_b.double() @ whole_a.double())
+    product: Tensor = scale * (whole(b).double() @ whole(a).double())
     if isinstance(weight, DTensor):
         mesh = weight.device_mesh
-        whole = DTensor.from_local(product, mesh, [Replicate()] * mesh.ndim, run_check=False)
-        product = whole.redistribute(placements=weight.placements)
+        everywhere = DTensor.from_local(product, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        product = everywhere.redistribute(placements=weight.placements)
     return (weight.double() + product).to(weight.dtype)
 
 

@@ -18,13 +18,13 @@ import torch
 from jaxtyping import Float
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fdp import tree
-from fdp.checkpoint import sync_folder, writing
+from fdp.checkpoint import writing
 from fdp.foreign.prefix import prefix_paths
+from fdp.private_files import sync_folder
 from fdp.types import FdpError, Tree
-from fdp.unison import in_unison, rank_in
+from fdp.unison import in_unison, rank_in, whole
 
 
 def save_prefix(
@@ -43,9 +43,9 @@ def save_prefix(
     """
     folder, flat = Path(path), tree.flatten(params)
     layers = [flat[leaf] for leaf in prefix_paths(flat)]
-    whole = [leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in layers]
+    values = torch.stack([whole(leaf) for leaf in layers]).detach().cpu()
     first = rank_in(None) == 0
-    in_unison(lambda: _write(folder, torch.stack(whole).detach().cpu(), base, files or {}) if first else None, None)
+    in_unison(lambda: _write(folder, values, base, files or {}) if first else None, None)
 
 
 def _write(
