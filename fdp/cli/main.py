@@ -14,6 +14,7 @@ last line of stdout is one JSON object: the result, or ``{"error": ...}``.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -32,6 +33,9 @@ from fdp.cli.train import train_command
 
 # What typer raises for a mistake on the command line; only its subclass has a public name.
 _UsageError: Any = typer.BadParameter.__bases__[0]
+
+# Before torch is imported: what it logs when another process is gone is a stack of addresses. fdp says which one it is.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 app = typer.Typer(
     help="Functional, differentially private, fully sharded training on PyTorch.",
@@ -74,8 +78,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if type(error).__name__ != "LostRank":
             raise
         _explain(error, words)
-        code = 1
+        sys.stdout.flush()
+        os._exit(1)  # threads that wait for the lost rank would be waited for
     except _UsageError as error:
+        from fdp import launch
+
+        launch.leave(f"{error.format_message()}")
         _explain(error, words)
         code = 2
     except (KeyboardInterrupt, typer.Abort):
