@@ -1,22 +1,24 @@
 """Checkpoints: the whole training state on disk, in parts, readable on any number of ranks.
 
     root/step-00000010/                      published by one rename: it is whole, or it is not there
-        complete.json                        the caller's meta, every leaf's shape and dtype, every file's size
+        complete.json                        the caller's meta, every leaf's shape and dtype, every counter's value,
+                                             every file's size and SHA-256, and one of all this
         __0_0.distcp, __1_0.distcp, ...      what each rank wrote: its own parts of the leaves
         .metadata                            which part is where
     root/.step-00000020.partial/             being written, or left by a crash: never read, removed by the next save
 
-A process killed at any moment leaves the last published checkpoint as it was. One run per root, on a file system that
-all ranks share.
+A process killed at any moment leaves the last published checkpoint as it was. No value is taken from one that is not,
+bit by bit, what was saved. One run per root, on a file system that all ranks share.
 
-    >>> group = make_group()                                                # once, by every rank
+    >>> group = make_group(timeout=600)                                     # once, by every rank
     >>> saving = start_save(root, state, meta=meta, keep=2, group=group)    # the state may change from here on
     >>> finish_save(saving)                                                 # root/step-00000010
-    >>> state = load(latest(root), like=state)                              # any mesh, any number of ranks
+    >>> state = load(published(root)[0], like=state)                        # any mesh, any number of ranks
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -24,6 +26,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,12 +36,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fdp import tree
-from fdp.dcp import OwnersOnly, read_index, read_parts, write_parts
+from fdp.dcp import OwnersOnly, digest_of, read_index, read_parts, write_parts
+from fdp.private_files import sync_folder
 from fdp.types import FdpError, Flat, TrainState
-from fdp.unison import in_place_of, in_unison, local, rank_in, several
+from fdp.unison import everyones, in_place_of, in_unison, local, rank_in, several, size_of
 
-FORMAT, VERSION, RECORD = "fdp-checkpoint", 1, "complete.json"
-FIELDS = {"meta", "leaves", "files"}
+FORMAT, VERSION, RECORD = "fdp-checkpoint", 2, "complete.json"
+FIELDS = {"meta", "leaves", "counters", "files"}
+OLDER = "fdp.checkpoint.published(root) lists the others, newest first; fdp train takes the newest good one by itself"
 PUBLISHED = re.compile(r"step-(\d{8,})")
 LEFTOVER = re.compile(r"\.step-\d{8,}\.partial")
 
@@ -56,12 +61,35 @@ class Saving(NamedTuple):
     published: Future[Path]
 
 
-def make_group() -> SaveGroup:
+class Damaged(FdpError):
+    """A checkpoint that is not, bit by bit, what was saved."""
+
+
+class Verified(NamedTuple):
+    """A checkpoint whose every byte was compared with its record, and what the record says."""
+
+    path: Path
+    record: dict[str, Any]
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """What the caller saved beside the state."""
+        return self.record["meta"]
+
+    @property
+    def step(self) -> int:
+        """The number of steps, as the checkpoint's name and its state tell it."""
+        return self.record["counters"]["step"]
+
+
+def make_group(*, timeout: float | None = None) -> SaveGroup:
     """What :func:`start_save` needs; every rank calls it, once.
 
     The process group is a separate one, over gloo: two threads that talk over one group take each other's messages.
+    None of them waits longer than ``timeout`` seconds for another; None: torch's default.
     """
-    ranks = dist.new_group(backend="gloo") if several() else None
+    patience = None if timeout is None else timedelta(seconds=timeout)
+    ranks = dist.new_group(backend="gloo", timeout=patience) if several() else None
     assert not isinstance(ranks, int)  # every rank is a member
     return SaveGroup(ranks, ThreadPoolExecutor(1, thread_name_prefix="fdp-checkpoint"))
 
@@ -101,24 +129,56 @@ def finish_save(saving: Saving) -> Path:
     return saving.published.result()
 
 
-def load(path: Path, like: TrainState, *, group: ProcessGroup | None = None) -> TrainState:
-    """The state saved at ``path``, in the structure, placements, devices and dtypes of ``like``; every rank calls it.
+def load(source: Path | Verified, like: TrainState, *, group: ProcessGroup | None = None) -> TrainState:
+    """The state saved there, in the structure, placements, devices and dtypes of ``like``; every rank calls it.
+
+    A path is verified first.
 
     Guarantees:
       - every element has the bits it was saved with, at any number of ranks;
-      - an incomplete, foreign or unfitting checkpoint raises on every rank, and ``like`` is never written to.
+      - a damaged, foreign or unfitting checkpoint raises on every rank, and ``like`` is never written to.
     """
+    checked = source if isinstance(source, Verified) else verify(source, group=group)
     named = _named(like)
-    in_unison(lambda: _check(path, named), group)
+    in_unison(lambda: _check_leaves(checked, named), group)
     fresh = {name: in_place_of(leaf, _empty_like(local(leaf))) for name, leaf in named.items()}
-    read_parts(path, fresh, group)
+    read_parts(checked.path, fresh, group)
     return tree.unflatten(like, fresh)
 
 
-def latest(root: Path) -> Path | None:
-    """The published checkpoint with the most steps; None if there is none. Whatever else is in ``root`` is ignored."""
+def verify(path: Path, *, group: ProcessGroup | None = None) -> Verified:
+    """Compare every byte of a checkpoint with its record; every rank calls it and reads its share of the files.
+
+    Guarantees:
+      - raises :class:`Damaged` on every rank unless all files, the record itself and all counters are as saved.
+    """
+    checked = in_unison(lambda: Verified(path, _read_record(path)), group)
+    in_unison(lambda: _check_files(checked, rank_in(group), size_of(group)), group)
+    in_unison(lambda: _check_counters(checked), group)
+    return checked
+
+
+def published(root: Path) -> list[Path]:
+    """All published checkpoints, that of the most steps first. Whatever else is in ``root`` is ignored."""
     found = _published(root)
-    return found[max(found)] if found else None
+    return [found[step] for step in sorted(found, reverse=True)]
+
+
+def latest(root: Path) -> Path | None:
+    """The published checkpoint of the most steps; None if there is none."""
+    return next(iter(published(root)), None)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint so that nothing takes it for a good one; the new name."""
+    for number in range(1000):
+        aside = path.with_name(f"{path.name}.damaged" + (f"-{number}" if number else ""))
+        if not aside.exists():
+            with writing(path):
+                path.rename(aside)
+                sync_folder(path.parent)
+            return aside
+    raise FdpError(f"{path.parent}: holds too many damaged checkpoints; delete them")
 
 
 def holds(root: Path, step: int) -> bool:
@@ -126,25 +186,11 @@ def holds(root: Path, step: int) -> bool:
     return any(found >= step for found in _published(root))
 
 
-def read_meta(path: Path) -> dict[str, Any]:
-    """The ``meta`` a checkpoint was saved with."""
-    return _read_record(path)["meta"]
-
-
 def clean(root: Path) -> None:
     """Remove what interrupted saves left behind. No save may be under way."""
     for entry in root.iterdir():
         if LEFTOVER.fullmatch(entry.name):
             shutil.rmtree(entry, ignore_errors=True)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder last: a rename is on disk only once the folder is."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 @contextmanager
@@ -164,11 +210,12 @@ def _save(
     in_unison(lambda: _begin(final, step, keep) if first else None, group)
     in_unison(lambda: _check_shared(partial), group)
     try:
-        write_parts(partial, named, group, copy_ahead=copy_ahead)
+        digests = write_parts(partial, named, group, copy_ahead=copy_ahead)
     except FdpError:
         shutil.rmtree(partial, ignore_errors=True)  # a full disk is a likely reason
         raise
-    in_unison(lambda: _publish(final, record, keep) if first else None, group)
+    known = {name: digest for theirs in everyones(digests, group) for name, digest in theirs.items()}
+    in_unison(lambda: _publish(final, record, known, keep) if first else None, group)
     return final
 
 
@@ -194,12 +241,16 @@ def _check_shared(partial: Path) -> None:
         raise FdpError(f"{partial.parent}: expected a directory that all ranks share, but this rank cannot see it")
 
 
-def _publish(final: Path, record: str, keep: int) -> None:
+def _publish(final: Path, record: str, digests: Mapping[str, str], keep: int) -> None:
     partial = _hidden(final)
     with writing(final):
-        files = {entry.name: entry.stat().st_size for entry in sorted(partial.iterdir())}
+        files = {
+            entry.name: {"bytes": entry.stat().st_size, "sha256": digests[entry.name]}
+            for entry in sorted(partial.iterdir())
+        }
+        whole = json.loads(record) | {"files": files}
         with OwnersOnly().create_stream(partial / RECORD, "wb") as file:
-            file.write(json.dumps(json.loads(record) | {"files": files}, indent=1).encode())
+            file.write(json.dumps(whole | {"sha256": _digest(whole)}, indent=1).encode())
             file.flush()
             os.fsync(file.fileno())
         sync_folder(partial)
@@ -224,9 +275,12 @@ def _published(root: Path) -> dict[int, Path]:
 
 
 def _record(state: TrainState, meta: Mapping[str, Any]) -> str:
-    leaves = {path: _described(leaf.shape, leaf.dtype) for path, leaf in _named(state).items()}
+    named = _named(state)
+    leaves = {path: _described(leaf.shape, leaf.dtype) for path, leaf in named.items()}
+    counters = {path: int(local(leaf)) for path, leaf in named.items() if _is_counter(leaf.shape, leaf.dtype)}
+    record = {"format": FORMAT, "version": VERSION, "meta": {**meta}, "leaves": leaves, "counters": counters}
     try:
-        return json.dumps({"format": FORMAT, "version": VERSION, "meta": {**meta}, "leaves": leaves}, allow_nan=False)
+        return json.dumps(record, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise FdpError(f"meta: expected values that JSON can hold, got {error}") from error
 
@@ -236,25 +290,57 @@ def _read_record(path: Path) -> dict[str, Any]:
     try:
         record = json.loads((path / RECORD).read_bytes())
     except FileNotFoundError:
-        raise FdpError(f"{what}, found no {RECORD} in it; give a directory that latest() returns") from None
+        raise Damaged(f"{what}, found no {RECORD} in it; {OLDER}") from None
     except (OSError, ValueError) as error:
-        raise FdpError(f"{what}, could not read its {RECORD}: {error}; use an older checkpoint") from error
+        raise Damaged(f"{what}, could not read its {RECORD}: {error}; {OLDER}") from error
     if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise FdpError(f"{what}, its {RECORD} is of something else; give a directory that latest() returns")
+        raise Damaged(f"{what}, its {RECORD} is of something else; {OLDER}")
     if record.get("version") != VERSION:
         raise FdpError(f"{what} of version {VERSION}, got version {record.get('version')}; use the fdp that wrote it")
     if missing := sorted(FIELDS - record.keys()):
-        raise FdpError(f"{what}, its {RECORD} lacks {missing}; use an older checkpoint")
+        raise Damaged(f"{what}, its {RECORD} lacks {missing}; {OLDER}")
+    if record.pop("sha256", None) != _digest(record):
+        raise Damaged(f"{path / RECORD}: is not what was saved, by its SHA-256; {OLDER}")
     return record
 
 
-def _check(path: Path, named: Flat) -> None:
-    """Raise unless the checkpoint is whole and holds exactly the leaves ``named``."""
-    record = _read_record(path)
-    for name, size in record["files"].items():
+def _digest(record: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
+def _check_files(checked: Verified, rank: int, ranks: int) -> None:
+    """Compare the sizes of all files with the record, and the content of every ``ranks``-th one."""
+    path, files = checked.path, checked.record["files"]
+    for name, entry in files.items():
         got = (path / name).stat().st_size if (path / name).is_file() else "no file"
-        if got != size:
-            raise FdpError(f"{path / name}: expected {size} bytes, got {got}; use an older checkpoint")
+        if got != entry["bytes"]:
+            raise Damaged(f"{path / name}: expected {entry['bytes']} bytes, got {got}; {OLDER}")
+    for name in sorted(files)[rank::ranks]:
+        if digest_of(path / name) != files[name]["sha256"]:
+            raise Damaged(f"{path / name}: is not what was saved, by its SHA-256; {OLDER}")
+
+
+def _check_counters(checked: Verified) -> None:
+    """Compare the record's copies of the state's counters with the leaves themselves, and its name with its step."""
+    path, told = checked.path, checked.record["counters"]
+    index = {name: entry for name, entry in read_index(path).items() if _is_counter(*entry)}
+    leaves = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in index.items()}
+    read_parts(path, leaves, alone=True)
+    found = {name: int(leaf) for name, leaf in leaves.items()}
+    if found != told:
+        odd = next(name for name in sorted(found | told) if found.get(name) != told.get(name))
+        raise Damaged(f"{path}: {odd}: {told.get(odd)} by its {RECORD}, {found.get(odd)} by its leaf; {OLDER}")
+    if (named := PUBLISHED.fullmatch(path.name)) and int(named[1]) != found["step"]:
+        raise Damaged(f"{path}: holds the state after step {found['step']}, under the name of another; {OLDER}")
+
+
+def _is_counter(shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    return tuple(shape) == () and dtype == torch.int64
+
+
+def _check_leaves(checked: Verified, named: Flat) -> None:
+    """Raise unless the checkpoint holds exactly the leaves ``named``."""
+    path, record = checked
     expected = {name: _described(leaf.shape, leaf.dtype) for name, leaf in named.items()}
     index = {name: _described(*entry) for name, entry in read_index(path).items()}
     empty = {name: leaf for name, leaf in record["leaves"].items() if 0 in leaf["shape"]}

@@ -1,17 +1,20 @@
 """Parts of leaves on disk, by ``torch.distributed.checkpoint``; the one door to it.
 
 Every rank writes its own parts of a flat ``{path: tensor or DTensor}`` into one file, and an index says which part is
-where; reading takes from any files what a rank's present parts overlap. Two things differ from the library as it
-comes: files are readable by their owner only, and the index, a pickle, is read without giving it anything to call.
+where; reading takes from any files what a rank's present parts overlap. Three things differ from the library as it
+comes: files are readable by their owner only, a digest is taken of every byte on its way to disk, and the index, a
+pickle, is read without giving it anything to call.
 
-    >>> write_parts(folder, named, group, copy_ahead=0)
+    >>> digests = write_parts(folder, named, group, copy_ahead=0)           # of this rank's files
     >>> read_parts(folder, named, group)                        # in place
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pickle
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,27 +55,34 @@ PLAIN = {
 }
 
 
-def write_parts(folder: Path, named: Flat, group: ProcessGroup | None, *, copy_ahead: int) -> None:
+def write_parts(folder: Path, named: Flat, group: ProcessGroup | None, *, copy_ahead: int) -> dict[str, str]:
     """Write every rank's parts into ``folder`` and sync them to disk; returns when all ranks have finished.
 
-    ``copy_ahead`` bytes are copied from a GPU while others are written; 0 for leaves in host memory.
+    The result is the SHA-256 of each file that this rank wrote, by name, taken from memory. ``copy_ahead`` bytes are
+    copied from a GPU while others are written; 0 for leaves in host memory.
     """
-    writer = FileSystemWriter(folder, per_thread_copy_ahead=copy_ahead, sync_files=True)
-    writer.fs = OwnersOnly()
+    files = OwnersOnly()
+    writer = _Writer(folder, per_thread_copy_ahead=copy_ahead, sync_files=True)
+    writer.fs = files
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         _save_state_dict(_held(named), writer, process_group=group, no_dist=not several(), planner=planner)
     except CheckpointException as error:
         raise FdpError(f"{folder}: could not be written: {_cause(error)}") from error
+    return files.digests
 
 
-def read_parts(folder: Path, named: Flat, group: ProcessGroup | None) -> None:
-    """Fill this rank's parts of ``named`` from ``folder``: one saved part at a time, those that overlap only."""
+def read_parts(folder: Path, named: Flat, group: ProcessGroup | None = None, *, alone: bool = False) -> None:
+    """Fill this rank's parts of ``named`` from ``folder``: one saved part at a time, those that overlap only.
+
+    Every rank calls it; or one does, for itself: ``alone``.
+    """
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    by_itself = alone or not several()
     try:
-        _load_state_dict(_held(named), _Reader(folder), process_group=group, no_dist=not several(), planner=planner)
+        _load_state_dict(_held(named), _Reader(folder), process_group=group, no_dist=by_itself, planner=planner)
     except CheckpointException as error:
-        raise FdpError(f"{folder}: expected readable parts, got {_cause(error)}; use an older checkpoint") from error
+        raise FdpError(f"{folder}: expected readable parts, got {_cause(error)}") from error
 
 
 def read_index(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -80,7 +90,7 @@ def read_index(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     try:
         stored = _Reader(folder).read_metadata().state_dict_metadata
     except Exception as error:  # a pickle of something else can fail in any way
-        raise FdpError(f"{folder / INDEX}: expected an index of parts, got {error}; use an older checkpoint") from error
+        raise FdpError(f"{folder / INDEX}: expected an index of parts, got {error}") from error
     leaves = {}
     for path, entry in stored.items():
         if not isinstance(entry, TensorStorageMetadata):
@@ -89,14 +99,68 @@ def read_index(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     return leaves
 
 
+def digest_of(path: Path) -> str:
+    """The SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 class OwnersOnly(FileSystem):
-    """Files that nobody but their owner can read."""
+    """Files that nobody but their owner can read; ``digests`` of those that were written, by name."""
+
+    def __init__(self) -> None:
+        self.digests: dict[str, str] = {}
+        self.refused: OSError | None = None
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[IO[Any]]:  # type: ignore[override]
         """Open a file; one that is written has mode 0600."""
         with open_private(path, mode) as stream:
-            yield stream
+            if "w" not in mode:
+                yield stream
+                return
+            hashed = _Hashed(stream, self)
+            yield hashed  # type: ignore[misc]
+        self.digests[Path(path).name] = hashed.digest.hexdigest()
+
+    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
+        """Rename a file, and what is known of it."""
+        super().rename(path, new_path)
+        self.digests[Path(new_path).name] = self.digests.pop(Path(path).name)
+
+
+class _Hashed:
+    """A file that is written from front to back, and the digest of what was given to it."""
+
+    def __init__(self, stream: IO[bytes], files: OwnersOnly) -> None:
+        self._stream, self._files = stream, files
+        self.digest = hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        try:
+            written = self._stream.write(data)
+        except OSError as error:
+            self._files.refused = error  # torch's writer says something else in its place
+            raise
+        self.digest.update(data)
+        return written
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class _Writer(FileSystemWriter):
+    """The library's writer, with the disk's own words for what the disk refused."""
+
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().write_data(*args, **kwargs)
+        except Exception as error:
+            refused = self.fs.refused if isinstance(self.fs, OwnersOnly) else None
+            if refused is None:
+                raise
+            free = shutil.disk_usage(self.path).free
+            raise OSError(refused.errno, f"{refused.strerror} ({free / 2**20:,.0f} MiB free)") from error
 
 
 class _Reader(FileSystemReader):

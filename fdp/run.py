@@ -60,13 +60,17 @@ from fdp.types import Batch, FdpError, Key, Norms, Step, TrainState, Tree
 
 
 class Layout(NamedTuple):
-    """How a run lies on several ranks: the sizes of the mesh's axes, and what is cut along them."""
+    """How a run lies on several ranks: the sizes of the mesh's axes, and what is cut along them.
+
+    ``timeout``: the seconds that a rank waits for another; None: torch's default.
+    """
 
     axes: Mapping[str, int]
     zero: Zero
     data: Data = Data.SPLIT
     reduce: Reduce | None = None
     reduce_dtype: torch.dtype | None = None
+    timeout: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,13 +212,17 @@ def prepare(config: RunConfig, *, root: Key | None = None, settings: str | None 
     return Run(config, mechanism, stages, step, root, key, epsilons, sharding, digest, in_place, curvature, feed), state
 
 
-def steps(run: Run, state: TrainState) -> Iterator[tuple[TrainState, Record]]:
+def steps(
+    run: Run, state: TrainState, *, stop: Callable[[], bool] = lambda: False
+) -> Iterator[tuple[TrainState, Record]]:
     """Every step of the run that ``state`` has not made yet: the state after it and what it saw.
 
-    If the run works in place, the next state is written into the last one: keep a copy of what you want to keep.
+    If the run works in place, the next state is written into the last one: keep a copy of what you want to keep. After
+    a step for which ``stop()`` is true on any rank, all ranks end.
 
     Guarantees:
       - the same seed gives the same states, also when taken up again from one of them;
+      - all ranks make the same number of steps;
       - parameters that stop being finite end the run at that step, on every rank, with an error that names the leaf.
     """
     config = run.config
@@ -227,9 +235,11 @@ def steps(run: Run, state: TrainState) -> Iterator[tuple[TrainState, Record]]:
         state = refreshed(run, state, batch, t)
         bound = _bound(run, state)
         state, metrics = run.step(state, batch, key)
-        _check_finite(run, state.params, step=t + 1)
+        stopped = _settled(run, state.params, step=t + 1, stop=stop())
         seconds = time.perf_counter() - start
         yield state, record_of(run, t, metrics, state=state, bound=bound, seconds=seconds)
+        if stopped:
+            return
 
 
 def draw_batch(run: Run, t: int, sampling: Poisson | None = None, purpose: str = TRAINING) -> Batch:
@@ -273,8 +283,8 @@ def _feed(config: RunConfig, k: Kfac, state: TrainState, root: Key) -> Feed | No
 def _laid_out(config: RunConfig) -> tuple[Model, Sharding | None]:
     if config.layout is None:
         return config.model, None
-    axes, zero, data, reduce, reduce_dtype = config.layout
-    mesh = make_mesh(axes, device_type=config.device.type)
+    axes, zero, data, reduce, reduce_dtype, timeout = config.layout
+    mesh = make_mesh(axes, device_type=config.device.type, timeout=timeout)
     model = over_tensor_axis(config.model, mesh)
     return model, make_sharding(model, mesh, zero=zero, data=data, reduce=reduce, reduce_dtype=reduce_dtype)
 
@@ -361,14 +371,17 @@ def _check_example(model: Model, example: Tree) -> None:
             raise FdpError(f"data {path}: holds NaN or infinity; repair or drop those samples")
 
 
-def _check_finite(run: Run, params: Tree, *, step: int) -> None:
+def _settled(run: Run, params: Tree, *, step: int, stop: bool) -> bool:
+    """Whether any rank wishes to stop; raises on all of them if a parameter of any is not finite."""
     flat = tree.flatten(localize(params))
-    bad = torch.stack([(~torch.isfinite(leaf.detach())).any().to(run.config.device) for leaf in flat.values()]).long()
+    bad = [(~torch.isfinite(leaf.detach())).any().to(run.config.device) for leaf in flat.values()]
+    told = torch.stack([*bad, torch.tensor(stop, device=run.config.device)]).long()
     if run.sharding is not None:
-        bad = collectives.wait(collectives.all_reduce(bad, run.sharding.world))
-    if bool(bad.any()):
-        path = list(flat)[int((bad > 0).int().argmax())]
-        raise FdpError(f"step {step}: {path} became NaN or infinite; lower the learning rate or the noise")
+        told = collectives.wait(collectives.all_reduce(told, run.sharding.world))
+    *counts, wishes = told.tolist()
+    if odd := [path for path, count in zip(flat, counts) if count]:
+        raise FdpError(f"step {step}: {odd[0]} became NaN or infinite; lower the learning rate or the noise")
+    return wishes > 0
 
 
 def _move(data: Tree, device: torch.device) -> Tree:

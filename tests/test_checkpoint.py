@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pickle
+import random
 import shutil
 import signal
 import stat
@@ -27,9 +29,21 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fdp import checkpoint, tree
-from fdp.checkpoint import finish_save, latest, load, make_group, read_meta, save, start_save
+from fdp.checkpoint import (
+    Damaged,
+    finish_save,
+    latest,
+    load,
+    make_group,
+    published,
+    save,
+    set_aside,
+    start_save,
+    verify,
+)
 from fdp.safetensors_io import export_safetensors, import_safetensors
 from fdp.types import FdpError, TrainState
+from tests.faults import CORRUPTIONS, rewrite
 from tests.ranks import run_on_ranks
 
 META = {"key": [1, 2**31], "history": {"steps": 10, "epsilon": 1.5}, "config": {"model": "gpt-nano", "clip": None}}
@@ -122,7 +136,7 @@ def test_one_process_reads_back_what_it_wrote(tmp_path):
     got = load(path, like)
     assert_same(got, state_of(10))
     assert_same(like, state_of(3, scale=0))
-    assert read_meta(path) == META
+    assert verify(path).meta == META
 
 
 def test_nobody_else_can_read_a_checkpoint(tmp_path):
@@ -150,7 +164,7 @@ def test_the_state_may_be_overwritten_as_soon_as_a_save_has_started(tmp_path, mo
     assert finish_save(later).name == "step-00000020"
     assert_same(load(tmp_path / "step-00000010", state_of(0)), state_of(10))
     assert_same(load(tmp_path / "step-00000020", state_of(0)), state_of(20))
-    assert read_meta(tmp_path / "step-00000010") == {"history": [1]}
+    assert verify(tmp_path / "step-00000010").meta == {"history": [1]}
 
 
 def test_a_background_save_that_fails_says_so_when_it_is_finished(tmp_path, monkeypatch):
@@ -184,7 +198,7 @@ def test_nothing_is_overwritten(tmp_path):
         assert "got step 10" in failure(lambda step=step: save(tmp_path, state_of(step), meta={}, keep=2))
     (tmp_path / "step-00000020").mkdir()
     assert "got step 20" in failure(lambda: save(tmp_path, state_of(20), meta={}, keep=2))
-    assert read_meta(tmp_path / "step-00000010") == META
+    assert verify(tmp_path / "step-00000010").meta == META
 
 
 def test_wrong_arguments_are_refused(tmp_path):
@@ -219,7 +233,8 @@ def test_a_state_that_does_not_fit_is_refused(tmp_path):
 
 
 def edit(path: Path, **fields: Any) -> None:
-    (path / "complete.json").write_text(json.dumps(json.loads((path / "complete.json").read_text()) | fields))
+    """Change the record as one would who knows how its digest is made."""
+    rewrite(path, lambda record: record.update(fields))
 
 
 def test_files_that_are_cut_short_or_of_something_else_are_refused(tmp_path):
@@ -239,21 +254,87 @@ def test_files_that_are_cut_short_or_of_something_else_are_refused(tmp_path):
         lambda path: (path / "__0_0.distcp").write_bytes(data[:100])
     )
     assert "got no file" in refused(lambda path: (path / "__0_0.distcp").unlink())
-    assert "expected readable parts" in refused(lambda path: (path / "__0_0.distcp").write_bytes(bytes(len(data))))
+    assert "__0_0.distcp: is not what was saved, by its SHA-256" in refused(
+        lambda path: (path / "__0_0.distcp").write_bytes(bytes(len(data)))
+    )
     assert "found no complete.json" in refused(lambda path: (path / "complete.json").unlink())
     assert "could not read" in refused(lambda path: (path / "complete.json").write_text('{"format": "fdp'))
     assert "something else" in refused(lambda path: (path / "complete.json").write_text("[]"))
     assert "something else" in refused(lambda path: edit(path, format="other"))
-    assert "lacks ['files'" in refused(
-        lambda path: (path / "complete.json").write_text('{"format": "fdp-checkpoint", "version": 1}')
+    assert "lacks ['counters', 'files'" in refused(
+        lambda path: (path / "complete.json").write_text('{"format": "fdp-checkpoint", "version": 2}')
     )
-    assert "version 1, got version 2" in refused(lambda path: edit(path, version=2))
+    assert "version 2, got version 3" in refused(lambda path: edit(path, version=3))
     assert "found no complete.json" in failure(lambda: load(tmp_path / "nowhere", like))
     # A record and an index that do not belong together.
     leaves = json.loads((good / "complete.json").read_text())["leaves"]
     like = like._replace(clip=torch.zeros(2))
     leaves["clip"]["shape"] = [2]
     assert "clip: expected float32 of shape (2,), got float32 of shape ()" in refused(lambda p: edit(p, leaves=leaves))
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "complete.json"])
+@pytest.mark.parametrize("corruption", CORRUPTIONS)
+def test_no_value_is_taken_from_a_file_that_is_not_what_was_saved(name, corruption, tmp_path):
+    like, chance = state_of(0, scale=0), random.Random(0)
+    good = save(tmp_path, state_of(10), meta=META, keep=2)
+    kept = (good / name).read_bytes()
+    for _ in range(6):
+        CORRUPTIONS[corruption](good / name, chance)
+        with pytest.raises(Damaged):
+            load(good, like)
+        (good / name).write_bytes(kept)
+    assert_same(load(good, like), state_of(10))
+
+
+def test_a_state_under_the_name_of_another_step_is_refused(tmp_path):
+    good = save(tmp_path, state_of(10), meta=META, keep=2)
+    other = good.rename(good.with_name("step-00000004"))
+    with pytest.raises(Damaged, match="holds the state after step 10, under the name of another"):
+        load(other, state_of(0))
+
+
+def test_a_counter_that_disagrees_with_its_leaf_is_refused(tmp_path):
+    good = save(tmp_path, state_of(10), meta=META, keep=2)
+    counters = json.loads((good / "complete.json").read_text())["counters"]
+    assert counters["step"] == 10
+    edit(good, counters=counters | {"step": 4})
+    with pytest.raises(Damaged, match=r"step: 4 by its complete.json, 10 by its leaf"):
+        load(good, state_of(0))
+
+
+def test_digests_are_of_what_was_meant_to_be_written(tmp_path):
+    good = save(tmp_path, state_of(10), meta=META, keep=2)
+    files = json.loads((good / "complete.json").read_text())["files"]
+    assert {path.name for path in good.iterdir()} == {*files, "complete.json"}
+    for name, entry in files.items():
+        data = (good / name).read_bytes()
+        assert entry == {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_not_listed(tmp_path):
+    save(tmp_path, state_of(10), meta=META, keep=2)
+    newest = save(tmp_path, state_of(12), meta=META, keep=2)
+    assert [path.name for path in published(tmp_path)] == ["step-00000012", "step-00000010"]
+    aside = set_aside(newest)
+    assert aside.name == "step-00000012.damaged"
+    assert latest(tmp_path) == tmp_path / "step-00000010"
+    save(tmp_path, state_of(12), meta=META, keep=2)  # its name is free again
+    assert set_aside(tmp_path / "step-00000012").name == "step-00000012.damaged-1"
+
+
+def test_a_full_disk_is_called_that(tmp_path, monkeypatch):
+    def full(self: Any, data: Any) -> int:
+        self._files.refused = OSError(28, "No space left on device")
+        raise self._files.refused
+
+    monkeypatch.setattr("fdp.dcp._Hashed.write", full)
+    message = failure(lambda: save(tmp_path, state_of(10), meta=META, keep=2))
+    assert "could not be written" in message
+    assert "No space left on device" in message
+    assert "MiB free" in message
+    assert "unexpected pos" not in message
+    assert latest(tmp_path) is None
 
 
 class Attack:
@@ -488,7 +569,7 @@ def read_alone(root: Path) -> None:
         path = latest(root / f"{number}")
         assert path is not None
         assert_same(load(path, state_of(0, scale=0)), expected)
-        assert read_meta(path) == META
+        assert verify(path).meta == META
     for name in ("0", "1", "2", "3", "two"):
         flat = load_file(root / f"{name}.safetensors")
         assert sorted(flat) == sorted(tree.flatten(expected.params))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fdp import accounting, tree
 from fdp import run as runs
+from fdp.checkpoint import Verified
 from fdp.cli import resume
 from fdp.cli.compare import _parsed
 from fdp.cli.configure import LEARNING_RATES, configure, kfac_config, learning_rate
@@ -319,7 +320,7 @@ def test_curvature_never_sees_the_batch_of_a_step(source: str, monkeypatch: pyte
 def test_other_public_data_or_other_statistics_are_not_the_same_run() -> None:
     config, settings = private_config("--kfac-data", "noised", "--noise-multiplier", "1")
     run, state = prepare(config)
-    taken = resume.TakenUp(Path("there"), None, resume.meta(run, settings, state))
+    taken = resume.TakenUp(Verified(Path("there"), {"meta": resume.meta(run, settings, state)}))
     resume.check(taken, run)
     more = run.mechanism.statistics
     assert more is not None
@@ -327,7 +328,7 @@ def test_other_public_data_or_other_statistics_are_not_the_same_run() -> None:
     with pytest.raises(FdpError, match="as its statistics"):
         resume.check(taken, run._replace(mechanism=other))
     public_run = run._replace(feed=Public(config.dataset, "a digest"))
-    taken = resume.TakenUp(Path("there"), None, resume.meta(public_run, settings, state))
+    taken = resume.TakenUp(Verified(Path("there"), {"meta": resume.meta(public_run, settings, state)}))
     resume.check(taken, public_run)
     with pytest.raises(FdpError, match="got another content of the public data"):
         resume.check(taken, run._replace(feed=Public(config.dataset, "another")))
@@ -347,7 +348,7 @@ def test_another_microbatch_is_not_the_same_run(tmp_path: Path, capsys: pytest.C
     assert run.kfac is not None
     found = resume.meta(run, settings, state)
     assert found["measured"] == resume.measured(run) == 32
-    odd = resume.TakenUp(Path("there"), None, found | {"measured": 33})  # as on three ranks
+    odd = resume.TakenUp(Verified(Path("there"), {"meta": found | {"measured": 33}}))  # as on three ranks
     with pytest.raises(FdpError, match="measures curvature on 33 samples of all ranks, got 32"):
         resume.check(odd, run)
     assert resume.measured(run._replace(kfac=None)) is None

@@ -14,6 +14,7 @@ Only the parameters are covered by the privacy budget. All files but theirs can 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -29,10 +30,10 @@ from fdp.checkpoint import writing
 from fdp.cli import version_of
 from fdp.guarantee import RELATION
 from fdp.methods import Method
-from fdp.private_files import open_private
+from fdp.private_files import open_private, write_private
 from fdp.records import Record
 from fdp.run import Run
-from fdp.types import FdpError, TrainState
+from fdp.types import FdpError, Key, TrainState
 
 FILES = ("config.json", "metrics.jsonl", "summary.json", "model.safetensors", "model", "report.png")
 LEFT, MIDDLE, QUIET = "#0b7285", "#d9480f", "#868e96"
@@ -80,9 +81,21 @@ def write_config(folder: Path, settings: Mapping[str, Any], run: Run) -> None:
             "population": run.mechanism.sampling.population,
             "sampling_rate": run.mechanism.sampling.rate,
             "device": run.config.device.type,
+            "key_check": key_check(run.root),
             "versions": versions | {"python": platform.python_version()},
         },
     )
+
+
+def key_check(root: Key) -> str:
+    """A digest by which a key can be recognised and from which it cannot be found."""
+    return hashlib.sha256(b"fdp key " + json.dumps(root.tolist()).encode()).hexdigest()
+
+
+def count_metrics(folder: Path) -> int:
+    """How many steps ``metrics.jsonl`` tells of."""
+    path = folder / "metrics.jsonl"
+    return len(path.read_bytes().splitlines()) if path.exists() else 0
 
 
 def statistics_of(run: Run) -> dict[str, Any] | None:
@@ -110,8 +123,8 @@ def write_metrics(
 
     ``kept`` are the records of a run that is taken up again; lines of steps that were made and lost are dropped.
     """
-    with open_private(folder / "metrics.jsonl", "w") as lines:
-        lines.writelines(_line(record) for record in kept)
+    write_private(folder / "metrics.jsonl", "".join(_line(record) for record in kept))
+    with open_private(folder / "metrics.jsonl", "a") as lines:
         for state, record in stream:
             lines.write(_line(record))
             lines.flush()
@@ -186,5 +199,5 @@ def smooth(values: np.ndarray) -> np.ndarray:
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
-    with open_private(path, "x") as file:
-        file.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
+    with writing(path):
+        write_private(path, json.dumps(value, indent=2, allow_nan=False) + "\n")

@@ -11,17 +11,20 @@ ranks: there its size decides, too, and with noised statistics another one would
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from fdp import checkpoint, launch
+from fdp import checkpoint, keys, launch
+from fdp.checkpoint import Verified
 from fdp.cli import report
 from fdp.kfac.public import Public
 from fdp.run import Run
 from fdp.types import FdpError, Key, TrainState
+from fdp.unison import in_unison
 
 DECIDING = (
     "model", "lora", "lora_alpha", "lora_targets", "prefix", "train_only", "data", "form", "field", "tokenizer", "unit",
@@ -36,11 +39,15 @@ MEASURED = ("microbatch",)
 
 
 class TakenUp(NamedTuple):
-    """A run that is already in the folder: its newest checkpoint and its key, None where it never saved one."""
+    """A run that is already in the folder: its newest good checkpoint and its key, None where it never saved one.
 
-    checkpoint: Path | None
-    root: Key | None
-    meta: dict[str, Any]
+    ``damaged``: why newer ones were refused. ``finished``: it has ended, and this is a restart that came too late.
+    """
+
+    checkpoint: Verified | None = None
+    root: Key | None = None
+    damaged: tuple[str, ...] = ()
+    finished: bool = False
 
 
 def root_of(folder: Path) -> Path:
@@ -49,21 +56,88 @@ def root_of(folder: Path) -> Path:
 
 
 def find(settings: Mapping[str, Any]) -> TakenUp | None:
-    """The unfinished run in ``--out``, if it is this one; None if the folder is free; else an error that says why."""
+    """The unfinished run in ``--out``, if it is this one; None if the folder is free; else an error that says why.
+
+    Every rank calls it. Checkpoints that are not what was saved, or whose copies of the step, the key and the budget
+    do not agree, are passed over and set aside; what was taken in their place is in the result.
+    """
+    config = in_unison(lambda: _begun(settings), None)
+    if config is None:
+        return None
     out = settings["out"]
-    if out is None or not (out / "config.json").exists() or (out / "summary.json").exists():
-        if out is not None:
-            report.check_free(out)
+    if (out / "summary.json").exists():
+        return TakenUp(finished=True)
+    damaged: dict[Path, str] = {}
+    for path in checkpoint.published(root_of(out)):
+        try:
+            found = checkpoint.verify(path)
+            in_unison(lambda: _check_copies(found, config), None)  # noqa: B023
+        except checkpoint.Damaged as error:
+            damaged[path] = str(error)
+            continue
+        in_unison(lambda: _same(found.meta["settings"], settings, path), None)  # noqa: B023
+        words = in_unison(lambda: _set_aside(damaged), None)
+        return TakenUp(found, torch.tensor(found.meta["key"]), words)
+    in_unison(lambda: _check_lost(out, config, damaged), None)
+    return TakenUp()
+
+
+def _begun(settings: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What ``config.json`` says of the run in ``--out``, if that is this one; None if the folder is free."""
+    out = settings["out"]
+    if out is None:
+        return None
+    if not (out / "config.json").exists() or ((out / "summary.json").exists() and not launch.restarted()):
+        report.check_free(out)
         return None
     if settings["save_every"] is None:
         report.check_free(out, hint="; with --save-every the command that began it resumes it")
-    _same(json.loads((out / "config.json").read_text())["settings"], settings, out)
-    path = checkpoint.latest(root_of(out))
-    if path is None:
-        return TakenUp(None, None, {})
-    meta = checkpoint.read_meta(path)
-    _same(meta["settings"], settings, path)
-    return TakenUp(path, torch.tensor(meta["key"]), meta)
+    config = json.loads((out / "config.json").read_text())
+    _same(config["settings"], settings, out)
+    return config
+
+
+def _check_copies(found: Verified, config: Mapping[str, Any]) -> None:
+    """Raise unless every copy of the step and the key agrees: one that is too low would spend the budget twice."""
+    meta, path = found.meta, found.path
+    steps = {
+        "its name": found.step,
+        "the meta": meta["step"],
+        "the sampler": meta["sampler"]["next_step"],
+        "the accountant": meta["accountant"]["steps"],
+    }
+    if len(set(steps.values())) > 1:
+        said = ", ".join(f"{step} by {where}" for where, step in steps.items())
+        raise checkpoint.Damaged(f"{path}: expected one number of steps, got {said}")
+    root = torch.tensor(meta["key"])
+    if report.key_check(root) != config["key_check"]:
+        raise checkpoint.Damaged(f"{path}: holds the key of another run than config.json")
+    seed = config["settings"]["seed"]
+    if seed is not None and not torch.equal(root, keys.key(seed)):
+        raise checkpoint.Damaged(f"{path}: holds a key that --seed {seed} does not give")
+
+
+def _set_aside(damaged: Mapping[Path, str]) -> tuple[str, ...]:
+    """Rename what is damaged, on the first rank; say what was wrong with it, and where it is now."""
+    if launch.rank() == 0:
+        return tuple(f"{words}. It is now {checkpoint.set_aside(path).name}" for path, words in damaged.items())
+    return tuple(damaged.values())
+
+
+def _check_lost(out: Path, config: Mapping[str, Any], damaged: Mapping[Path, str]) -> None:
+    """Raise if the run has saved a checkpoint, of which there is none that can be used: it would begin again."""
+    if damaged:
+        raise FdpError(
+            f"{root_of(out)}: expected a good checkpoint, got damaged ones only: {'; '.join(damaged.values())}. Put a "
+            f"good copy back, or start anew in another --out, which spends the budget again"
+        )
+    steps, every = report.count_metrics(out), config["settings"]["save_every"]
+    # The checkpoint of one save is published before the next one begins.
+    if every is not None and steps > 2 * every:
+        raise FdpError(
+            f"{root_of(out)}: expected a checkpoint, got none, but metrics.jsonl tells of {steps} steps, saved every "
+            f"{every}: put the checkpoints back, or start anew in another --out, which spends the budget again"
+        )
 
 
 def meta(run: Run, settings: Mapping[str, Any], state: TrainState) -> dict[str, Any]:
@@ -79,17 +153,26 @@ def meta(run: Run, settings: Mapping[str, Any], state: TrainState) -> dict[str, 
         "sampler": {"samples": sampling.dataset_size, "data": run.data_digest, "next_step": step},
         "public_data": public_digest(run),
         "measured": measured(run),
-        "accountant": {
-            "steps": step,
-            "noise_multiplier": run.mechanism.noise_multiplier,
-            "sampling_rate": sampling.rate,
-            "clip": run.mechanism.clip.name,
-            "count_noise": run.mechanism.clip.count_noise,
-            "statistics": report.statistics_of(run),
-            "delta": run.config.delta,
-            "epsilon": None if run.epsilons is None or not step else float(run.epsilons[step - 1]),
-        },
+        "accountant": accountant(run, step),
     }
+
+
+def accountant(run: Run, step: int) -> dict[str, Any]:
+    """What the budget was spent on, and how much of it, after so many steps."""
+    return {
+        "steps": step,
+        "noise_multiplier": run.mechanism.noise_multiplier,
+        "sampling_rate": run.mechanism.sampling.rate,
+        "clip": run.mechanism.clip.name,
+        "count_noise": run.mechanism.clip.count_noise,
+        "statistics": report.statistics_of(run),
+        "delta": run.config.delta,
+        "epsilon": None if run.epsilons is None or not step else float(run.epsilons[step - 1]),
+    }
+
+
+def _close(then: float | None, now: float | None) -> bool:
+    return then == now or (then is not None and now is not None and math.isclose(then, now, rel_tol=1e-6))
 
 
 def public_digest(run: Run) -> str | None:
@@ -106,24 +189,27 @@ def measured(run: Run) -> int | None:
 
 def check(taken_up: TakenUp, run: Run) -> None:
     """Refuse to go on with other data or another mechanism than the ones the budget has been spent on."""
-    found = taken_up.meta
+    assert taken_up.checkpoint is not None
+    path, found = taken_up.checkpoint.path, taken_up.checkpoint.meta
+    told, now = found["accountant"], accountant(run, found["step"])
     expected = {
         "number of samples": (found["sampler"]["samples"], run.mechanism.sampling.dataset_size),
         "content of the data": (found["sampler"]["data"], run.data_digest),
-        "noise multiplier": (found["accountant"]["noise_multiplier"], run.mechanism.noise_multiplier),
-        "statistics": (found["accountant"].get("statistics"), report.statistics_of(run)),
+        **{name.replace("_", " "): (told.get(name), now[name]) for name in now if name != "epsilon"},
         "content of the public data": (found.get("public_data"), public_digest(run)),
     }
-    for what, (then, now) in expected.items():
-        if then != now:
-            got = f"another {what}" if what in launch.PRIVATE else f"{now} as its {what}, not {then}"
+    if not _close(told.get("epsilon"), now["epsilon"]):
+        expected["epsilon spent so far"] = (told.get("epsilon"), now["epsilon"])
+    for what, (then, here) in expected.items():
+        if then != here:
+            got = f"another {what}" if what in launch.PRIVATE else f"{here} as its {what}, not {then}"
             raise FdpError(
-                f"{taken_up.checkpoint}: expected the same run, got {got}. Noise that was drawn for other data must "
+                f"{path}: expected the same run, got {got}. Noise that was drawn for other data must "
                 "not be used again: put the data back, or give another --out to start anew"
             )
     if found.get("measured") != measured(run):
         raise FdpError(
-            f"{taken_up.checkpoint}: expected a run that measures curvature on {found.get('measured')} samples of all "
+            f"{path}: expected a run that measures curvature on {found.get('measured')} samples of all "
             f"ranks, got {measured(run)}; take it up on a number of ranks that divides --microbatch"
         )
 

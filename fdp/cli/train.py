@@ -334,9 +334,9 @@ def train_command(
     settings["lr"] = learning_rate(settings)  # as a number, so that a run taken up again is compared by it
     if launch.started():
         device_type = launch.device_type(device)
-        with launch.joined(device_type, timeout=timeout):
+        with launch.joined(device_type, timeout=timeout) as ranks:
             launch.check_agreement(settings)
-            code = train(settings)
+            code = train(settings, ranks)
     else:
         code = train(settings)
     if code:

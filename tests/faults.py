@@ -1,0 +1,329 @@
+"""Runs of ``fdp train`` on ranks that are forked, not started anew, and what can go wrong with them.
+
+>>> with Job(folder / "run", ranks=2).start(Fault("killed", rank=1, stage="writing parts")) as attempt:
+...     attempt.wait(seconds=60)
+>>> flip(newest(folder / "run") / "__0_0.distcp")
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import json
+import multiprocessing as mp
+import os
+import random
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+COMMON = shlex.split(
+    "--model mlp --data digits --noise-multiplier 1 --seed 0 --batch-size 24 --microbatch 12 --warmup 1 --device cpu"
+)
+STAGES = {
+    "joining": ("fdp.rendezvous", "meet"),
+    "reading the settings": ("fdp.cli.session", "configure"),
+    "checking the model": ("fdp.run", "check_model"),
+    "making the folder": ("fdp.cli.report", "write_config"),
+    "replacing a file": ("fdp.private_files", "sync_folder"),
+    "verifying a checkpoint": ("fdp.checkpoint", "_check_files"),
+    "loading a checkpoint": ("fdp.checkpoint", "read_parts"),
+    "drawing samples": ("fdp.run", "draw_batch"),
+    "summing up a step": ("fdp.run", "_settled"),
+    "writing metrics": ("fdp.cli.report", "_line"),
+    "beginning a save": ("fdp.checkpoint", "_begin"),
+    "finding the folder": ("fdp.checkpoint", "_check_shared"),
+    "writing parts": ("fdp.checkpoint", "write_parts"),
+    "amid a part": ("fdp.dcp", "_Hashed.write"),
+    "publishing": ("fdp.checkpoint", "_publish"),
+    "amid publishing": ("fdp.checkpoint", "sync_folder"),
+    "pruning": ("fdp.checkpoint", "_hidden"),
+    "exporting": ("fdp.cli.session", "export"),
+    "drawing the report": ("fdp.cli.report", "write_report"),
+    "writing the summary": ("fdp.cli.report", "write_summary"),
+}
+"""Where a process can be hit: the function that is called there."""
+
+
+class Fault(NamedTuple):
+    """What happens to ``rank`` when it calls the function of ``stage`` for the ``count``-th time.
+
+    ``act``: killed, stopped, terminated, interrupted, disk full, slow disk, clock jump, NaN samples. ``late``: seconds
+    between the call and what happens, so that it can hit anywhere in what follows.
+    """
+
+    act: str
+    rank: int = 0
+    stage: str = "drawing samples"
+    count: int = 1
+    late: float = 0.0
+
+
+SIGNALS = {
+    "killed": signal.SIGKILL,
+    "stopped": signal.SIGSTOP,
+    "terminated": signal.SIGTERM,
+    "interrupted": signal.SIGINT,
+}
+
+
+class Attempt:
+    """The processes of one attempt at a run."""
+
+    def __init__(self, processes: Sequence[BaseProcess], logs: Sequence[Path]) -> None:
+        self.processes, self.logs = processes, logs
+        self.began = time.monotonic()
+
+    def __enter__(self) -> Attempt:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+
+    def wait(self, *, seconds: float, ranks: Sequence[int] | None = None) -> list[int | None]:
+        """Wait for these ranks, by default all; the exit codes of all, None of one that is still there."""
+        deadline = self.began + seconds
+        for rank in range(len(self.processes)) if ranks is None else ranks:
+            self.processes[rank].join(max(0.0, deadline - time.monotonic()))
+        return [process.exitcode for process in self.processes]
+
+    def signal(self, rank: int, number: int) -> None:
+        """Send a signal to a rank, if it is still there."""
+        process = self.processes[rank]
+        if process.is_alive() and process.pid is not None:
+            os.kill(process.pid, number)
+
+    def text(self) -> str:
+        """What all ranks printed, in one line."""
+        return " ".join(" ".join(log.read_text(errors="replace") for log in self.logs if log.exists()).split())
+
+
+class Job(NamedTuple):
+    """A run of ``fdp train`` in ``out``; ``words`` are its options beside the common ones."""
+
+    out: Path
+    ranks: int = 2
+    words: tuple[str, ...] = ("--steps", "12", "--save-every", "2")
+    timeout: float = 8.0
+
+    def start(
+        self, *faults: Fault, ranks: int | None = None, by_rank: Mapping[int, Sequence[str]] | None = None
+    ) -> Attempt:
+        """Start it, or start it again, on as many ranks; ``by_rank``: words that one rank alone is given."""
+        count = self.ranks if ranks is None else ranks
+        mesh = ["--mesh", f"shard={count}", "--timeout", str(self.timeout)] if count > 1 else []
+        words = ["train", *COMMON, *self.words, *mesh, "--json", "--out", str(self.out)]
+        context, port = forkserver(), free_port()
+        logs = [self.out.parent / f"{self.out.name}.{rank}.log" for rank in range(count)]
+        processes = []
+        for rank, log in enumerate(logs):
+            log.unlink(missing_ok=True)
+            own = [*words, *(by_rank or {}).get(rank, ())]
+            mine = [fault for fault in faults if fault.rank == rank]
+            arguments = (rank if count > 1 else None, count, port, own, str(log), mine)
+            processes.append(context.Process(target=_enter, args=arguments))
+            processes[-1].start()
+        return Attempt(processes, logs)
+
+    def summary(self) -> dict[str, Any] | None:
+        """The result, if the run has ended."""
+        path = self.out / "summary.json"
+        return json.loads(path.read_text()) if path.exists() else None
+
+
+def forkserver() -> Any:
+    """Processes that are forked from one that has imported everything, once."""
+    context = mp.get_context("forkserver")
+    own = ("tests.preload", "fdp.cli.main", "fdp.cli.session", "fdp.rendezvous")
+    context.set_forkserver_preload([*own, "sklearn.datasets", "matplotlib.backends.backend_agg"])
+    return context
+
+
+def free_port() -> int:
+    """A port that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def torchrun(job: Job, *options: str) -> subprocess.Popen[str]:
+    """The same run, started by torchrun."""
+    root = Path(__file__).parent.parent
+    words = ["train", *COMMON, *job.words, "--mesh", f"shard={job.ranks}", "--timeout", str(job.timeout), "--json"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(job.ranks), *options]
+    paths = [str(root), str(root / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return subprocess.Popen(
+        [*command, "-m", "fdp", *words, "--out", str(job.out)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
+    )
+
+
+def _enter(rank: int | None, count: int, port: int, words: list[str], log: str, faults: list[Fault]) -> None:
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the process that forks ignores it
+    if rank is not None:
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), **address}
+    import torch
+
+    torch.set_num_threads(1)
+    for fault in faults:
+        plant(fault)
+    from fdp.cli.main import main
+
+    main(words)
+
+
+def plant(fault: Fault) -> None:
+    """Make it happen in this process."""
+    module, _, name = STAGES[fault.stage][0], None, STAGES[fault.stage][1]
+    holder: Any = importlib.import_module(module)
+    *path, last = name.split(".")
+    for part in path:
+        holder = getattr(holder, part)
+    original, calls = getattr(holder, last), []
+
+    def hit(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == fault.count or (fault.act in ("slow disk", "NaN samples") and len(calls) >= fault.count):
+            if fault.act == "NaN samples":
+                return _with_nan(original(*args, **kwargs))
+            if fault.late:
+                threading.Timer(fault.late, _act, (fault,)).start()
+            else:
+                _act(fault)
+        return original(*args, **kwargs)
+
+    setattr(holder, last, hit)
+
+
+def _act(fault: Fault) -> None:
+    if fault.act in SIGNALS:
+        os.kill(os.getpid(), SIGNALS[fault.act])
+    elif fault.act == "disk full":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    elif fault.act == "slow disk":
+        time.sleep(0.02)
+    elif fault.act == "clock jump":
+        now = time.time
+        time.time = lambda: now() - 86400 * 365
+    else:
+        raise ValueError(fault.act)
+
+
+def _with_nan(batch: Any) -> Any:
+    from fdp import tree
+
+    def spoilt(leaf: Any) -> Any:
+        if leaf.is_floating_point():
+            leaf = leaf.clone()
+            leaf[0, 0] = float("nan")
+        return leaf
+
+    return batch._replace(data=tree.map(spoilt, batch.data))
+
+
+def checkpoints(out: Path) -> list[Path]:
+    """The published checkpoints of a run, the newest last."""
+    return sorted(path for path in (out / "checkpoints").glob("step-*") if path.suffix == "")
+
+
+def flip(path: Path, chance: random.Random) -> None:
+    """Flip one bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+    path.write_bytes(data)
+
+
+def zero(path: Path, chance: random.Random) -> None:
+    """Write zeros over up to 4 KiB of a file, where it is not zero."""
+    data = bytearray(path.read_bytes())
+    start = chance.randrange(max(1, len(data) - 4096))
+    if not any(data[start : start + 4096]):
+        start = next(i for i, byte in enumerate(data) if byte)
+    data[start : start + 4096] = bytes(len(data[start : start + 4096]))
+    path.write_bytes(data)
+
+
+def truncate(path: Path, chance: random.Random) -> None:
+    """Cut a file short."""
+    data = path.read_bytes()
+    path.write_bytes(data[: chance.randrange(len(data))])
+
+
+def lengthen(path: Path, chance: random.Random) -> None:
+    """Write something behind the end of a file."""
+    with path.open("ab") as file:
+        file.write(chance.randbytes(17))
+
+
+def remove(path: Path, chance: random.Random) -> None:
+    """Delete a file."""
+    path.unlink()
+
+
+CORRUPTIONS: dict[str, Callable[[Path, random.Random], None]] = {
+    "bit flipped": flip,
+    "zeroed": zero,
+    "truncated": truncate,
+    "lengthened": lengthen,
+    "removed": remove,
+}
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the record of a checkpoint as one would who knows how its digest is made."""
+    from fdp.checkpoint import RECORD, _digest
+
+    record = json.loads((path / RECORD).read_text())
+    record.pop("sha256")
+    change(record)
+    (path / RECORD).write_text(json.dumps(record | {"sha256": _digest(record)}, indent=1))
+
+
+def lower_step(record: dict[str, Any]) -> None:
+    """Say that fewer steps were made."""
+    record["meta"]["step"] -= 2
+
+
+def lower_all_steps(record: dict[str, Any]) -> None:
+    """Say so in every place of the record."""
+    meta = record["meta"]
+    meta["step"] -= 2
+    meta["sampler"]["next_step"] -= 2
+    meta["accountant"]["steps"] -= 2
+    record["counters"]["step"] -= 2
+
+
+def lower_accountant(record: dict[str, Any]) -> None:
+    """Say that less was spent."""
+    record["meta"]["accountant"]["steps"] = 0
+
+
+def other_key(record: dict[str, Any]) -> None:
+    """Put in another key."""
+    record["meta"]["key"] = [word ^ 1 for word in record["meta"]["key"]]
+
+
+FORGERIES: dict[str, Callable[[dict[str, Any]], None]] = {
+    "step lowered": lower_step,
+    "every step lowered": lower_all_steps,
+    "accountant lowered": lower_accountant,
+    "other key": other_key,
+}
