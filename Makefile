@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: train test coverage lint bench-cpu clean
+.PHONY: train test faults coverage lint bench-cpu clean
 
 train: $(VENV)/.core
 	$(BIN)/fdp train
@@ -13,6 +13,9 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 test: $(VENV)/.test
 	$(PYTEST)
+
+faults: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.faults
 
 coverage: $(VENV)/.test
 	$(PYTEST) --cov=fdp --cov-report=term:skip-covered --cov-fail-under=90
