@@ -102,6 +102,16 @@ def test_a_seed_that_does_not_give_the_stored_key_is_refused(interrupted, tmp_pa
     assert "holds a key that --seed 5 does not give" in attempt.text()
 
 
+@pytest.mark.parametrize("text", ["{", "[]", '{"settings": {}}'])
+def test_a_damaged_config_is_refused_with_a_remedy(text, interrupted, tmp_path):
+    job = copied(interrupted, tmp_path)
+    (job.out / "config.json").write_text(text)
+    with job.start() as attempt:
+        assert attempt.wait(seconds=SECONDS) == [2]
+    assert "expected the settings of a run of this fdp" in attempt.text()
+    assert "Traceback" not in attempt.text()
+
+
 def test_two_ranks_one_of_which_gets_sigterm_stop_together_and_resume(tmp_path):
     job = Job(tmp_path / "run", words=WORDS)
     with job.start(Fault("terminated", 1, "drawing samples", 3)) as attempt:

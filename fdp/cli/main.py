@@ -79,6 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         _explain(error, words)
         sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(1)  # threads that wait for the lost rank would be waited for
     except _UsageError as error:
         from fdp import launch

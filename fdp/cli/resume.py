@@ -24,7 +24,7 @@ from fdp.cli import report
 from fdp.kfac.public import Public
 from fdp.run import Run
 from fdp.types import FdpError, Key, TrainState
-from fdp.unison import in_unison
+from fdp.unison import everyones, in_unison
 
 DECIDING = (
     "model", "lora", "lora_alpha", "lora_targets", "prefix", "train_only", "data", "form", "field", "tokenizer", "unit",
@@ -61,14 +61,15 @@ def find(settings: Mapping[str, Any]) -> TakenUp | None:
     Every rank calls it. Checkpoints that are not what was saved, or whose copies of the step, the key and the budget
     do not agree, are passed over and set aside; what was taken in their place is in the result.
     """
-    config = in_unison(lambda: _begun(settings), None)
-    if config is None:
+    # What the first rank sees: on a shared disk another may see it later, and they must do the same.
+    begun = everyones(in_unison(lambda: _begun(settings), None), None)[0]
+    if begun is None:
         return None
-    out = settings["out"]
-    if (out / "summary.json").exists():
+    out, (config, finished, paths) = settings["out"], begun
+    if finished:
         return TakenUp(finished=True)
     damaged: dict[Path, str] = {}
-    for path in checkpoint.published(root_of(out)):
+    for path in paths:
         try:
             found = checkpoint.verify(path)
             in_unison(lambda: _check_copies(found, config), None)  # noqa: B023
@@ -82,8 +83,11 @@ def find(settings: Mapping[str, Any]) -> TakenUp | None:
     return TakenUp()
 
 
-def _begun(settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What ``config.json`` says of the run in ``--out``, if that is this one; None if the folder is free."""
+def _begun(settings: Mapping[str, Any]) -> tuple[dict[str, Any], bool, list[Path]] | None:
+    """What ``config.json`` says of the run in ``--out``, if that is this one; None if the folder is free.
+
+    Also whether it has ended, and its checkpoints, the newest first.
+    """
     out = settings["out"]
     if out is None:
         return None
@@ -92,9 +96,17 @@ def _begun(settings: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     if settings["save_every"] is None:
         report.check_free(out, hint="; with --save-every the command that began it resumes it")
-    config = json.loads((out / "config.json").read_text())
-    _same(config["settings"], settings, out)
-    return config
+    try:
+        config = json.loads((out / "config.json").read_text())
+        then = config["settings"]
+        config["key_check"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FdpError(
+            f"{out / 'config.json'}: expected the settings of a run of this fdp, got {type(error).__name__}: {error}. Put "
+            f"a good copy back, or give another --out, which spends the budget again"
+        ) from error
+    _same(then, settings, out)
+    return config, (out / "summary.json").exists(), checkpoint.published(root_of(out))
 
 
 def _check_copies(found: Verified, config: Mapping[str, Any]) -> None:
