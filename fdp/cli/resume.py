@@ -102,8 +102,8 @@ def _begun(settings: Mapping[str, Any]) -> tuple[dict[str, Any], bool, list[Path
         config["key_check"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FdpError(
-            f"{out / 'config.json'}: expected the settings of a run of this fdp, got {type(error).__name__}: {error}. Put "
-            f"a good copy back, or give another --out, which spends the budget again"
+            f"{out / 'config.json'}: expected the settings of a run of this fdp, got {type(error).__name__}: {error}; "
+            f"put a good copy back, or give another --out, which spends the budget again"
         ) from error
     _same(then, settings, out)
     return config, (out / "summary.json").exists(), checkpoint.published(root_of(out))
