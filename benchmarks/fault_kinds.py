@@ -96,13 +96,18 @@ def attempt_with(lab: Lab, job: Job, kind: str, fault: Fault, *more: Fault) -> N
     happened = codes[fault.rank] != 0
     problem = f"ranks {stuck} were still there after {LIMIT:g} seconds" if stuck else None
     if happened and fault.act in ("terminated", "interrupted") and problem is None:
-        code = 128 + SIGNALS[fault.act]
-        early = {-SIGNALS[fault.act], code, 1}  # before the first step it is an ordinary end
-        if not set(codes) <= {code, 0} and not set(codes) <= early:
-            problem = f"expected the exit code {code}, got {codes}"
+        problem = _wrong_exit(fault, codes, made=newest_step(job) > before and job.summary() is None)
     lab.note(kind, f"rank {fault.rank}, {fault.stage}", began, problem or left(job, before), happened=happened)
     if problem:
         print(attempt.text()[-1500:], flush=True)
+
+
+def _wrong_exit(fault: Fault, codes: list[int | None], *, made: bool) -> str | None:
+    """What is wrong with how ranks ended that were asked to. Before the first step and after the last a signal just ends."""
+    number = SIGNALS[fault.act]
+    if made and codes != [128 + number] * len(codes) and fault.stage != "joining":
+        return f"expected the exit code {128 + number} on every rank, got {codes}"
+    return None if set(codes) <= {0, 1, 128 + number, -number} else f"got the exit codes {codes}"
 
 
 def newest_step(job: Job) -> int:
