@@ -103,7 +103,7 @@ def attempt_with(lab: Lab, job: Job, kind: str, fault: Fault, *more: Fault) -> N
 
 
 def _wrong_exit(fault: Fault, codes: list[int | None], *, made: bool) -> str | None:
-    """What is wrong with how ranks ended that were asked to. Before the first step and after the last a signal just ends."""
+    """What is wrong with how ranks ended; before the first step and after the last, a signal just ends them."""
     number = SIGNALS[fault.act]
     if made and codes != [128 + number] * len(codes) and fault.stage != "joining":
         return f"expected the exit code {128 + number} on every rank, got {codes}"
