@@ -28,7 +28,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     warnings.simplefilter("ignore")  # a module may warn of itself: what it computes is looked at, not what it says
     console, rows = Console(), []
-    for group, kind in chosen(options.only):
+    kinds = chosen(options.only)
+    for group, kind in kinds[: options.at_most]:
         row = hold(kind, group=group, backend=options.backend, compiled=COMPILE[options.compile])
         rows.append(row)
         console.print(line(row), markup=False, highlight=False, soft_wrap=True)
@@ -64,6 +65,7 @@ def summary(rows: list[Row]) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.zoo", description=__doc__)
     parser.add_argument("--only", help="a pattern of names or groups")
+    parser.add_argument("--at-most", type=int, help="the first so many of them")
     parser.add_argument("--compile", choices=COMPILE, default="some", help="which to compile by block, too")
     parser.add_argument("--backend", default="aot_eager", help="torch.compile's")
     parser.add_argument("--publish", type=Path, nargs="?", const=Path("benchmarks/results"), help="write the page here")

@@ -235,7 +235,7 @@ def digest(value: Any, known: dict[int, int] | None = None) -> str:
     known = {} if known is None else known
     if isinstance(value, Tensor):
         bits = hashlib.sha1(_bits(value)).hexdigest()
-        grad = "" if value.grad is None else digest(value.grad, known)
+        grad = "" if not value.is_leaf or value.grad is None else digest(value.grad, known)
         return f"{type(value).__name__}{tuple(value.shape)}{value.dtype}{value.requires_grad}{bits}{grad}"
     if id(value) in known:
         return f"#{known[id(value)]}"

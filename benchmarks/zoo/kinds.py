@@ -5,8 +5,14 @@
 
 from __future__ import annotations
 
+from benchmarks.zoo.families import ADAPTERS, FAMILIES
 from benchmarks.zoo.hold import Kind
 from benchmarks.zoo.layers import LAYERS
 from benchmarks.zoo.written import WRITTEN_BY_HAND
 
-GROUPS: dict[str, list[Kind]] = {"torch.nn": LAYERS, "written by hand": WRITTEN_BY_HAND}
+GROUPS: dict[str, list[Kind]] = {
+    "torch.nn": LAYERS,
+    "written by hand": WRITTEN_BY_HAND,
+    "transformers": FAMILIES,
+    "peft": ADAPTERS,
+}

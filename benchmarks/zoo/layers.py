@@ -191,7 +191,6 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "Dropout in eval()": lambda: nn.Dropout(0.5, inplace=True),
     "Identity": nn.Identity,
 }
-COMPILED = ("ReLU in place", "GELU", "SiLU in place", "Hardswish in place", "Softmax", "LeakyReLU in place")
 MAPS: dict[str, Callable[[], nn.Module]] = {
     "MaxPool2d": lambda: nn.MaxPool2d(2),
     "AvgPool2d": lambda: nn.AvgPool2d(2),
@@ -284,7 +283,7 @@ LAYERS: list[Kind] = [
     _kind("SyncBatchNorm in eval()", lambda: nn.SyncBatchNorm(4), IMAGE),
     _kind("PReLU", lambda: nn.PReLU(4), IMAGE, compiled=True),
     _kind("PReLU of one number", _between(nn.PReLU), TOKENS),
-    *(_kind(name, _between(make), TOKENS, compiled=name in COMPILED) for name, make in ACTIVATIONS.items()),
+    *(_kind(name, _between(make), TOKENS, compiled=True) for name, make in ACTIVATIONS.items()),
     *(_kind(name, _after_convolution(make), IMAGE) for name, make in MAPS.items()),
     _kind("LSTM", lambda: Recurrent(nn.LSTM(6, 5, num_layers=2, batch_first=True)), TOKENS),
     _kind(

@@ -16,23 +16,29 @@ import torch
 
 from benchmarks import report
 from benchmarks.zoo.hold import EXACT, MENDED, REFUSED, Row
+from benchmarks.zoo.kinds import GROUPS
 
 CPU = torch.device("cpu")
 
 
 def publish(rows: Sequence[Row], folder: Path, *, backend: str) -> Path:
-    """Write rows and page; return the page."""
+    """Write rows and page, beside the rows of other kinds that were there; return the page."""
+    date = datetime.now(UTC).date().isoformat()
+    source = folder / f"zoo_{report.slug(report.hardware(CPU))}_{date[:7].replace('-', '')}.json"
+    old = [Row(**row) for row in json.loads(source.read_text())["rows"]] if source.exists() else []
+    names = {(row.group, row.name): row for row in (*old, *rows)}
+    every = [(group, kind.name) for group, kinds in GROUPS.items() for kind in kinds]
+    rows = [names[place] for place in every if place in names]
     content = {
         "benchmark": "zoo",
         "hardware": report.hardware(CPU),
         "versions": report.versions(CPU),
         "commit": report.current_commit(),
         "command": "python -m benchmarks.zoo --publish",
-        "date": datetime.now(UTC).date().isoformat(),
+        "date": date,
         "settings": {"dtype": "float64", "backend": backend},
         "rows": [row._asdict() for row in rows],
     }
-    source = folder / f"zoo_{report.slug(content['hardware'])}_{content['date'][:7].replace('-', '')}.json"
     folder.mkdir(parents=True, exist_ok=True)
     source.write_text(json.dumps(content, indent=1) + "\n")
     return report.publish(source, folder, page)
