@@ -129,6 +129,9 @@ def sizes(use: Use) -> tuple[int, int, int, int]:
     if use.rule in EXPERTS and len(use.leaf_shape) == 3:
         experts, rows, columns = use.leaf_shape
         return batch * experts, max(1, math.prod(use.output_shape[1:]) // max(1, experts * columns)), rows, columns
+    if use.rule == "routed":
+        experts, rows, columns = use.leaf_shape
+        return batch * experts, max(1, math.prod(use.output_shape[1:-1])), rows, columns
     rows = use.leaf_shape[0] if use.leaf_shape else 1
     columns = math.prod(use.leaf_shape[1:])
     if use.rule == EXPANDED:

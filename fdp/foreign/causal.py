@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fdp.foreign.fast_paths import without_fast_paths
 from fdp.foreign.leaves import foreign_model
 from fdp.foreign.masks import causal_caller, own_masks, stands_for_none
 from fdp.foreign.parts import After, Caller
@@ -53,6 +54,7 @@ def causal_lm(
       - a module that cannot be treated layer by layer is one block, and the model's ``remark`` says why.
     """
     _check_no_prompt(module)
+    module = without_fast_paths(module)
     head, name = _head(module)
     config: Any = module.config
     context = int(context or getattr(config, "max_position_embeddings", None) or SHORT)

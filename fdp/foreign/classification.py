@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from fdp.foreign.fast_paths import without_fast_paths
 from fdp.foreign.leaves import foreign_model
 from fdp.foreign.masks import (
     FULL,
@@ -49,6 +50,7 @@ def classifier(module: nn.Module, *, example: Tree | None = None, pattern: str =
     ``example`` is a batch with the entries and lengths of the data to come; by default images of the configured size,
     or tokens with a mask.
     """
+    module = without_fast_paths(module)
     config: Any = module.config
     if getattr(config, "problem_type", None) == "multi_label_classification":
         raise FdpError(f"{type(module).__name__}: expected one label per sample, got several; give from_module a loss")

@@ -1,4 +1,5 @@
-"""A module without the short cuts of torch's attention layers, whose parameters torch.compile does not show.
+"""A module without the short cuts of torch's attention layers, whose parameters torch.compile does not show, and with
+the experts of ``transformers`` computed token by token (``fdp.foreign.experts``).
 
 In ``eval()`` an ``nn.TransformerEncoderLayer`` is one fused operation for inference. Outside of torch.compile it is not
 taken while functions of torch are watched; inside it would be. In a copy of the module (parameters and buffers are the
@@ -11,27 +12,20 @@ from __future__ import annotations
 
 from torch import nn
 
-from fdp.foreign.placeholders import shallow
+from fdp.foreign.experts import with_looped_experts, with_routed_experts
+from fdp.foreign.placeholders import copied_with
 
 ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
 
 def without_fast_paths(module: nn.Module) -> nn.Module:
-    """The module itself if it has no such layer, else a copy that shares its tensors, in train() or eval() as it is."""
-    if not any(isinstance(part, ATTENTION) for part in module.modules()):
-        return module
-    copies: dict[int, nn.Module] = {}
+    """The module itself if it has no such part, else a copy that shares its tensors, in train() or eval() as it is."""
+    return with_routed_experts(copied_with(module, lambda part: isinstance(part, ATTENTION), _slow))
 
-    def copied(part: nn.Module) -> nn.Module:
-        if id(part) not in copies:
-            new = copies[id(part)] = shallow(part)
-            new.__dict__["_parameters"] = dict(part._parameters)
-            new.__dict__["_buffers"] = dict(part._buffers)
-            new.__dict__["_modules"] = {n: None if m is None else copied(m) for n, m in part._modules.items()}
-            _slow(new)
-        return copies[id(part)]
 
-    return copied(module)
+def reference(module: nn.Module) -> nn.Module:
+    """What the other is compared with: the module itself, but for experts, which are looped over in any dtype."""
+    return with_looped_experts(module)
 
 
 def _slow(part: nn.Module) -> None:

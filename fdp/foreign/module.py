@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fdp.foreign.check import check_module
 from fdp.foreign.door import check_door
-from fdp.foreign.fast_paths import without_fast_paths
+from fdp.foreign.fast_paths import reference, without_fast_paths
 from fdp.foreign.leaves import foreign_model, params_of
 from fdp.foreign.parts import Caller
 from fdp.foreign.skeleton import stack_blocks
@@ -65,7 +65,7 @@ def from_module(
       - the module is left as it is, bit for bit.
     """
     check_door(module)
-    given, module = module, without_fast_paths(module)
+    given, module = reference(module), without_fast_paths(module)
     finish, caller = loss or _its_own_loss, call or _by_name(module)
     if blocks is None:
         apply = whole(module, call=caller, finish=finish, batch_first=batch_first)

@@ -8,7 +8,7 @@ using it is an error.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -127,6 +127,27 @@ def hollow(module: nn.Module) -> nn.Module:
             new.__dict__["_parameters"] = {name: _meta(leaf) for name, leaf in part._parameters.items()}
             new.__dict__["_buffers"] = dict(part._buffers)
             new.__dict__["_modules"] = {n: None if m is None else copied(m) for n, m in part._modules.items()}
+        return copies[id(part)]
+
+    return copied(module)
+
+
+def copied_with(
+    module: nn.Module, chosen: Callable[[nn.Module], bool], change: Callable[[nn.Module], None]
+) -> nn.Module:
+    """The module itself if no part of it is ``chosen``, else a copy with its tensors whose chosen parts are changed."""
+    if not any(chosen(part) for part in module.modules()):
+        return module
+    copies: dict[int, nn.Module] = {}
+
+    def copied(part: nn.Module) -> nn.Module:
+        if id(part) not in copies:
+            new = copies[id(part)] = shallow(part)
+            new.__dict__["_parameters"] = dict(part._parameters)
+            new.__dict__["_buffers"] = dict(part._buffers)
+            new.__dict__["_modules"] = {n: None if m is None else copied(m) for n, m in part._modules.items()}
+            if chosen(new):
+                change(new)
         return copies[id(part)]
 
     return copied(module)

@@ -21,7 +21,8 @@ from torch import Tensor
 from fdp import ops
 from fdp.foreign.einsum import EINSUM, parse
 from fdp.foreign.pointwise import alone, pointwise
-from fdp.foreign.tracking import ALWAYS_FIRST, FLATTENED, SAMPLES, Run, Tracked
+from fdp.foreign.routing import ROUTED, pack
+from fdp.foreign.tracking import ALWAYS_FIRST, FLATTENED, SAMPLES, Run, Selected, Tracked
 from fdp.rules import Pair, Rule, rows
 from fdp.types import FdpError
 
@@ -157,11 +158,53 @@ def getitem(run: Run, x: Operand, index: Any) -> Any:
     if isinstance(x, Tracked) and not held:
         return alone(run, torch.Tensor.__getitem__, (x, tuple(index) if isinstance(index, list) else index), {})
     ids = index if isinstance(index, Tensor) and not index.is_floating_point() else None
+    if _is_stack(x) and ids is not None and ids.ndim == 1 and ids.dtype != torch.bool:
+        return _select(run, Selected(_unmade(x, len(ids), *x.shape[1:]), x, ids))
     if isinstance(x, Tracked) and len(x.shape) == 2 and ids is not None and ids.dtype != torch.bool:
         return embedding(run, ids, x)
     if isinstance(x, Tracked) and len(x.shape) == 1 and ids is not None and ids.dtype != torch.bool:
         return embedding(run, ids, run.known(alone(run, torch.unsqueeze, (x, 1), {}))).squeeze(-1)
     raise refusal("indexing", (x, *held))
+
+
+def _is_stack(x: Any) -> bool:
+    return isinstance(x, Tracked) and len(x.shape) == 3 and x.leaf is not None and not x.turned
+
+
+def _unmade(x: Tracked, *shape: int) -> Tensor:
+    """Not a number, without memory: a use of it that is not seen could not pass for one."""
+    return x.value.new_full((), float("nan")).expand(shape)
+
+
+def _select(run: Run, made: Selected) -> Tensor:
+    run.tracked[made.value] = made
+    return made.value
+
+
+def selected(run: Run, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """A function of matrices that ids of samples chose: their transposes, and products with one row or several each."""
+    chosen = next(a for a in args if isinstance(a, Selected))
+    if func in TRANSPOSES and chosen is args[0] and {dim % 3 for dim in args[1:]} == {1, 2}:
+        turned = Selected(chosen.value.transpose(1, 2), chosen.weight, chosen.ids, turned=not chosen.turned)
+        return _select(run, turned)
+    if func in PRODUCTS and len(args) == 2 and not kwargs:
+        x = args[1] if chosen is args[0] else args[0]
+        if isinstance(x, Tensor) and x.ndim == 3 and len(x) == len(chosen.ids):
+            first = chosen is args[0]  # W_id x, columns of x: as rows, with the matrices turned
+            rows = x.transpose(1, 2) if first else x
+            ids = chosen.ids.unsqueeze(1).expand(rows.shape[:2])
+            y = _routed(run, pack(rows, ids), chosen, turned=chosen.turned == first)
+            return y.transpose(1, 2) if first else y
+    raise refusal("other than a product of three dims by matrices that ids chose", (chosen.weight, *args))
+
+
+def _routed(run: Run, packed: Tensor, chosen: Selected, *, turned: bool) -> Tensor:
+    first, back = run.samples(packed, path=chosen.path, dims=ALWAYS_FIRST)
+    return back(ops.use(ROUTED, first, chosen.weight.leaf, turned=turned))  # pyright: ignore[reportArgumentType]
+
+
+PRODUCTS = (torch.bmm, torch.Tensor.bmm, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
+TRANSPOSES = (torch.transpose, torch.Tensor.transpose, torch.swapaxes, torch.Tensor.swapaxes)
 
 
 def index_select(run: Run, input: Operand, dim: int, index: Tensor) -> Tensor:
@@ -222,9 +265,9 @@ def conv(dims: int) -> Callable[..., Tensor]:
 
 def refusal(operation: str, operands: Sequence[Any]) -> FdpError:
     """A use without a rule: whose, by what, on what shapes, and the choices."""
-    held = [a for a in operands if isinstance(a, (Tensor, Tracked))]
+    held = [a for a in operands if isinstance(a, (Tensor, Tracked, Selected))]
     path = next((a.path for a in held if isinstance(a, Tracked)), "a parameter")
-    shapes = ", ".join(f"{a.path} {tuple(a.shape)}" if isinstance(a, Tracked) else str(tuple(a.shape)) for a in held)
+    shapes = ", ".join(str(tuple(a.shape)) if isinstance(a, Tensor) else f"{a.path} {tuple(a.shape)}" for a in held)
     return FdpError(
         f"{path}: used by {operation} on {shapes}, which has no per-sample rule. Freeze the leaf "
         f"(requires_grad_(False)), give the operation a rule (fdp.foreign.uses.rule), or send the leaf's block through "

@@ -70,6 +70,24 @@ class Tracked:
         return self.made
 
 
+class Selected:
+    """Matrices of a stack that ids of samples chose, ``W[ids]``, not made: one per row, ``turned`` if transposed.
+
+    ``value`` is what the module sees, without memory.
+    """
+
+    def __init__(self, value: Tensor, weight: Tracked, ids: Tensor, *, turned: bool = False):
+        self.value = value
+        self.weight = weight
+        self.ids = ids
+        self.turned = turned
+        self.path = weight.path
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.value.shape)
+
+
 class Run:
     """One run of a module: what is known of its tensors so far."""
 
@@ -80,7 +98,7 @@ class Run:
         self.keys = keys
         self.draws = 0
         self.leaves: dict[str, Tensor] = {}
-        self.tracked: dict[Tensor, Tracked] = {}
+        self.tracked: dict[Tensor, Any] = {}
         self.constants: dict[Tensor, bool] = {}
         self.held: dict[Tensor, bool] = {}  # constants that the module holds: no dim of theirs is that of samples
         self.moved: dict[Tensor, bool] = {}  # whose samples are in an order that data decide

@@ -32,10 +32,10 @@ from fdp import ops
 from fdp.foreign.guards import UNUSED, check_not_random, check_random, check_values, guarded, looked_up, unused
 from fdp.foreign.order import note_order
 from fdp.foreign.pointwise import alone, cast, in_place, plain, pointwise, turned
-from fdp.foreign.products import refusal
+from fdp.foreign.products import refusal, selected
 from fdp.foreign.state import state_of
 from fdp.foreign.table import DETACHES, HANDLERS, IN_PLACE, KINDS, METHODS, READS, WRITES, Kind, draws
-from fdp.foreign.tracking import SAMPLES, SHARED, Run, Tracked, tensors_of
+from fdp.foreign.tracking import SAMPLES, SHARED, Run, Selected, Tracked, tensors_of
 from fdp.rules import Record, Rule, check_rule
 from fdp.taps import Watched
 from fdp.types import FdpError
@@ -219,6 +219,8 @@ def _used(run: Run, func: Any, kind: Kind | None, args: tuple[Any, ...], kwargs:
     if func is torch.Tensor.__getitem__ and isinstance(args[1], list):
         args = (args[0], _index(run, *args))  # from here on a list is a tuple of indices
     args, kwargs = tuple([run.known(a) for a in args]), {name: run.known(a) for name, a in kwargs.items()}
+    if any(isinstance(a, Selected) for a in (*args, *kwargs.values())):
+        return _of_selected(run, func, kind, args, kwargs)
     if kind is Kind.ASK:
         return func(*[plain(a) for a in args], **{name: plain(a) for name, a in kwargs.items()})
     if kind is Kind.MAKE:
@@ -248,6 +250,15 @@ def _used(run: Run, func: Any, kind: Kind | None, args: tuple[Any, ...], kwargs:
     if kind in (Kind.ALONE, Kind.TURN) and _all_shared(run, args, kwargs):
         return alone(run, func, args, kwargs)
     raise refusal(resolve_name(func) or str(func), _flat(args) + _flat(tuple(kwargs.values())))
+
+
+def _of_selected(run: Run, func: Any, kind: Kind | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function of matrices that ids of samples chose; what asks for no values gets none."""
+    if kind is Kind.ASK or (getattr(func, "__name__", "") == "__get__" and func.__self__.__name__ in READS):
+        return func(*[a.value if isinstance(a, Selected) else plain(a) for a in args], **kwargs)
+    if not torch.is_grad_enabled():
+        raise refusal("a torch.autograd.Function, or under torch.no_grad() (write .detach())", _flat(args))
+    return selected(run, func, args, kwargs)
 
 
 def _index(run: Run, x: Tensor, index: list[Any]) -> Tensor:
