@@ -13,7 +13,6 @@ the files.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from fdp import tree
+from fdp.foreign.hub_names import Place, stored_places
 from fdp.foreign.stack import leaf_paths
 from fdp.model import Model
 from fdp.safetensors_io import FLOATS, Window
@@ -104,51 +104,48 @@ def read_params(
     def read() -> dict[str, Tensor]:
         stored = Stored(folder)
         paths = leaf_paths(module)
-        keys: dict[str, str] = {}
-        for key, name in stored_names(stored.files, module).items():
-            if name in paths:
-                keys.setdefault(paths[name], key)
-        if missing := sorted(set(model.leaves) - set(keys)):
+        places: dict[str, dict[Place, str]] = {}
+        for key, place in stored_places(stored.files, module).items():
+            if place.name in paths:
+                places.setdefault(paths[place.name], {}).setdefault(place._replace(name=""), key)
+        if missing := sorted(set(model.leaves) - set(places)):
             raise FdpError(f"{folder}: expected leaves {missing[:4]}, {len(missing)} in all, got no such tensors")
         flat = {}
         for path, leaf in model.leaves.items():
-            stored.check(keys[path], tuple(leaf.shape))
             window = None if sharding is None else sharding.leaves[path].window
-            part = stored.part(keys[path], window).to(there, dtype, copy=True)
+            part = _joined(stored, path, places[path], tuple(leaf.shape), window).to(there, dtype, copy=True)
             flat[path] = part if sharding is None else as_dtensor(part, path, sharding)
         return flat
 
     return tree.nest(in_unison(read, None))
 
 
-def stored_names(keys: Iterable[str], module: nn.Module) -> dict[str, str]:
-    """By the name of a stored tensor, that of the parameter or buffer it is for; those for none are left out.
-
-    Names may be stored without the prefix of the base model, or be older than the module's: ``transformers`` knows.
-    """
-    own = set(dict(module.named_parameters(remove_duplicate=False))) | set(dict(module.named_buffers()))
-    found = {key: key for key in keys if key in own}
-    rest = [key for key in keys if key not in own]
-    if not rest:
-        return found
-    from transformers import core_model_loading as loading
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    known = get_model_conversion_mapping(module)  # pyright: ignore[reportArgumentType]
-    renamings = [entry for entry in known if isinstance(entry, loading.WeightRenaming)]
-    converters = [entry for entry in known if isinstance(entry, loading.WeightConverter)]
-    state: Any = dict.fromkeys(own, True)
-    for key in rest:
-        prefix: Any = module.base_model_prefix
-        name, converter = loading.rename_source_key(key, renamings, converters, prefix, state)
-        if converter is not None:
-            raise FdpError(
-                f"{key}: expected a tensor that is one of the module's, got one of several that make up {name}; load "
-                f"the model with transformers and save it with save_pretrained(..., save_original_format=False)"
-            )
-        if name in own:
-            found[key] = name
-    return found
+def _joined(
+    stored: Stored, path: str, places: dict[Place, str], shape: tuple[int, ...], window: Window | None
+) -> Tensor:
+    """A leaf, or a window of it, of the tensors that are stored for it; nothing else is read."""
+    for place, key in places.items():
+        stored.check(key, place.shape(shape))
+    if (whole := places.get(Place(""))) is not None:
+        return stored.part(whole, window)
+    rows = sum(place.stop - place.start for place in places)
+    if rows != shape[0] * shape[1]:
+        raise FdpError(
+            f"{stored.folder}: {path}: expected {shape[0]} experts of {shape[1]} rows, as in config.json, got {rows} "
+            f"rows in all"
+        )
+    (first, count), (top, height), *rest = window or tuple((0, extent) for extent in shape)
+    made = None
+    for place, key in places.items():
+        assert place.index is not None
+        start, stop = max(place.start, top), min(place.stop, top + height)
+        if not first <= place.index < first + count or start >= stop:
+            continue
+        part = stored.part(key, ((start - place.start, stop - start), *rest))
+        if made is None:
+            made = torch.empty(count, height, *part.shape[1:], dtype=part.dtype)
+        made[place.index - first, start - top : stop - top] = part
+    return torch.empty(count, height, *(length for _, length in rest)) if made is None else made
 
 
 def import_transformers() -> Any:
@@ -175,10 +172,10 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 def _with_buffers(module: nn.Module, stored: Stored) -> nn.Module:
     """Buffers as they are stored, else as the module's own initialisation makes them."""
-    keys = {name: key for key, name in stored_names(stored.files, module).items()}
+    keys = {place.name: key for key, place in stored_places(stored.files, module).items()}
     for prefix, part in module.named_modules():
         lost = {name: buffer for name, buffer in part._buffers.items() if buffer is not None and buffer.is_meta}
-        made = [_initialised(module, part, lost, start) for start in (0, 1)]
+        made = [_initialised(_owner(module, prefix), part, lost, start) for start in (0, 1)]
         for name in lost:
             path = f"{prefix}.{name}".removeprefix(".")
             if path in keys:
@@ -188,6 +185,13 @@ def _with_buffers(module: nn.Module, stored: Stored) -> nn.Module:
                     f"{path}: expected a buffer that {type(module).__name__} initialises, got one it does not"
                 )
     return module
+
+
+def _owner(module: nn.Module, prefix: str) -> nn.Module:
+    """The innermost model that a part is in: it initialises what is in it."""
+    names = prefix.split(".") if prefix else []
+    inner = (module.get_submodule(".".join(names[:i])) for i in range(len(names), -1, -1))
+    return next((part for part in inner if hasattr(part, "_init_weights")), module)
 
 
 def _initialised(module: nn.Module, part: nn.Module, lost: dict[str, Tensor], start: int) -> dict[str, Tensor]:

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from fdp import tree
 from fdp.checkpoint import writing
-from fdp.foreign.hub_files import INDEX, Stored, empty_module, stored_names
+from fdp.foreign.hub_files import INDEX, Stored, empty_module
+from fdp.foreign.hub_names import Place, stored_places
 from fdp.foreign.stack import leaf_paths
 from fdp.private_files import sync_folder
 from fdp.types import FdpError, Flat, Tree
@@ -53,33 +54,39 @@ def write_folder(
     stored, keys = in_unison(lambda: _begin(path, partial, flat, source, first), None)
     for file in dict.fromkeys(stored.files.values()):
         values: Flat = {}
+        made: Flat = {}  # of leaves that several tensors of the file are parts of
         for key in (key for key, where in stored.files.items() if where == file):
-            leaf = flat.get(keys.get(key, ""))
-            value = None if leaf is None else whole(leaf)
+            name, place = keys.get(key, ("", Place("")))
+            leaf = flat.get(name)
+            value = made[name] if name in made else None if leaf is None else whole(leaf)
+            if value is not None and place.index is not None:
+                made[name] = value
             if first:
                 old = stored.part(key)
                 as_stored = dtype if dtype is not None and old.is_floating_point() else old.dtype
-                values[key] = old if value is None else value.detach().to("cpu", as_stored).contiguous()
+                values[key] = old if value is None else place.of(value.detach()).to("cpu", as_stored).contiguous()
             value = leaf = None
         in_unison(lambda: _write(partial / file, values) if first else None, None)  # noqa: B023
     in_unison(lambda: _publish(path, partial, stored, dtype, files or {}) if first else None, None)
 
 
-def _begin(path: Path, partial: Path, flat: Flat, source: Path, first: bool) -> tuple[Stored, dict[str, str]]:
-    """What is stored, and by stored name the path of the leaf that it is."""
+def _begin(
+    path: Path, partial: Path, flat: Flat, source: Path, first: bool
+) -> tuple[Stored, dict[str, tuple[str, Place]]]:
+    """What is stored, and by stored name the path of the leaf that it is, or is a part of."""
     if path.exists():
         raise FdpError(f"{path}: expected no folder of this name, got one; give another name")
     stored, module = Stored(source), empty_module(source)
     paths = leaf_paths(module)
-    names = stored_names(stored.files, module)
-    keys = {key: paths[name] for key, name in names.items() if name in paths}
-    if unknown := sorted(set(flat) - set(keys.values())):
+    places = stored_places(stored.files, module)
+    keys = {key: (paths[place.name], place) for key, place in places.items() if place.name in paths}
+    if unknown := sorted(set(flat) - {leaf for leaf, _ in keys.values()}):
         raise FdpError(
             f"{source}: expected to hold the leaves to be saved, got none of {unknown[:4]}; name their source"
         )
-    for key, leaf in keys.items():
+    for key, (leaf, place) in keys.items():
         if leaf in flat:
-            stored.check(key, tuple(flat[leaf].shape))
+            stored.check(key, place.shape(tuple(flat[leaf].shape)))
     if first:
         with writing(path):
             shutil.rmtree(partial, ignore_errors=True)

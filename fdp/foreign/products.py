@@ -158,7 +158,7 @@ def getitem(run: Run, x: Operand, index: Any) -> Any:
     if isinstance(x, Tracked) and not held:
         return alone(run, torch.Tensor.__getitem__, (x, tuple(index) if isinstance(index, list) else index), {})
     ids = index if isinstance(index, Tensor) and not index.is_floating_point() else None
-    if _is_stack(x) and ids is not None and ids.ndim == 1 and ids.dtype != torch.bool:
+    if isinstance(x, Tracked) and _is_stack(x) and ids is not None and ids.ndim == 1 and ids.dtype != torch.bool:
         return _select(run, Selected(_unmade(x, len(ids), *x.shape[1:]), x, ids))
     if isinstance(x, Tracked) and len(x.shape) == 2 and ids is not None and ids.dtype != torch.bool:
         return embedding(run, ids, x)
@@ -167,8 +167,8 @@ def getitem(run: Run, x: Operand, index: Any) -> Any:
     raise refusal("indexing", (x, *held))
 
 
-def _is_stack(x: Any) -> bool:
-    return isinstance(x, Tracked) and len(x.shape) == 3 and x.leaf is not None and not x.turned
+def _is_stack(x: Tracked) -> bool:
+    return len(x.shape) == 3 and x.leaf is not None and not x.turned
 
 
 def _unmade(x: Tracked, *shape: int) -> Tensor:
