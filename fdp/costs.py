@@ -138,6 +138,8 @@ def sizes(use: Use) -> tuple[int, int, int, int]:
         return batch, 1, rows, columns
     if use.rule in ("linear", "linear rows"):
         return batch, max(1, math.prod(use.input_shape[1:-1])), rows, columns
+    if use.rule.startswith("conv_transpose"):
+        return batch, max(1, math.prod(use.input_shape[2:])), rows, columns
     width = columns if use.rule in ("embedding", "matmul") else rows
     return batch, max(1, math.prod(use.output_shape[1:]) // max(1, width)), rows, columns
 

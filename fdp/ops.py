@@ -169,6 +169,51 @@ def conv3d(
     return _conv(CONV3D, x, weight, bias, stride, padding, dilation, groups)
 
 
+def conv_transpose1d(
+    x: Float[Tensor, "batch channels length"],
+    weight: Weight,
+    bias: Weight | None = None,
+    *,
+    stride: Extent = 1,
+    padding: Extent = 0,
+    output_padding: Extent = 0,
+    dilation: Extent = 1,
+    groups: int = 1,
+) -> Float[Tensor, "batch filters length2"]:
+    """``F.conv_transpose1d``; weight of shape (channels, filters / groups, kernel)."""
+    return _conv(CONV_TRANSPOSE1D, x, weight, bias, stride, padding, dilation, groups, output_padding=output_padding)
+
+
+def conv_transpose2d(
+    x: Float[Tensor, "batch channels height width"],
+    weight: Weight,
+    bias: Weight | None = None,
+    *,
+    stride: Extent = 1,
+    padding: Extent = 0,
+    output_padding: Extent = 0,
+    dilation: Extent = 1,
+    groups: int = 1,
+) -> Float[Tensor, "batch filters height2 width2"]:
+    """``F.conv_transpose2d``; weight of shape (channels, filters / groups, kernel, kernel)."""
+    return _conv(CONV_TRANSPOSE2D, x, weight, bias, stride, padding, dilation, groups, output_padding=output_padding)
+
+
+def conv_transpose3d(
+    x: Float[Tensor, "batch channels depth height width"],
+    weight: Weight,
+    bias: Weight | None = None,
+    *,
+    stride: Extent = 1,
+    padding: Extent = 0,
+    output_padding: Extent = 0,
+    dilation: Extent = 1,
+    groups: int = 1,
+) -> Float[Tensor, "batch filters depth2 height2 width2"]:
+    """``F.conv_transpose3d``; weight of shape (channels, filters / groups, kernel, kernel, kernel)."""
+    return _conv(CONV_TRANSPOSE3D, x, weight, bias, stride, padding, dilation, groups, output_padding=output_padding)
+
+
 def attention(
     q: Float[Tensor, "batch heads tokens features"],
     k: Float[Tensor, "batch key_heads tokens features"],
@@ -253,6 +298,7 @@ def _conv(
     padding: Extent,
     dilation: Extent,
     groups: int,
+    **more: Extent,
 ) -> Tensor:
     dims = len(weight.shape) - 2
     y = use(
@@ -263,6 +309,7 @@ def _conv(
         padding=_each(padding, dims),
         dilation=_each(dilation, dims),
         groups=groups,
+        **{name: _each(extent, dims) for name, extent in more.items()},
     )
     return y if bias is None else add(y.movedim(1, -1), bias_of(weight, bias)).movedim(-1, 1)
 
@@ -309,6 +356,29 @@ def _unfold3d(
     return x.permute(0, 1, 5, 6, 7, 2, 3, 4).flatten(5).flatten(1, 4)
 
 
+def _conv_transpose_record(unfold: Callable[..., Tensor]) -> Callable[..., Pair]:
+    def record(
+        x: Tensor, g: Tensor, shape: Sequence[int], *, groups: int, output_padding: Extent = 0, **options: Extent
+    ) -> Pair:
+        """The adjoint of a convolution: left = x, right = the patch of output gradients that each position saw."""
+        batch, each = x.shape[0], {name: _each(extent, len(shape) - 2) for name, extent in options.items()}
+        patches = unfold(g, shape[2:], **each)  # (batch, filters * kernel, positions)
+        sizes = [
+            (length + 2 * each["padding"][i] - each["dilation"][i] * (shape[2 + i] - 1) - 1) // each["stride"][i] + 1
+            for i, length in enumerate(g.shape[2:])
+        ]  # an output padded by a stride or more has positions beyond those of x
+        patches = patches.reshape(batch, groups, -1, *sizes)
+        patches = patches[(slice(None), slice(None), slice(None), *(slice(0, length) for length in x.shape[2:]))]
+        right = patches.flatten(3).transpose(-1, -2)
+        left = x.reshape(batch, groups, x.shape[1] // groups, -1).transpose(-1, -2)
+        return Pair(left, right, tuple(shape))
+
+    return record
+
+
 CONV1D = Rule("conv1d", F.conv1d, _conv_record(_unfold1d))
 CONV2D = Rule("conv2d", F.conv2d, _conv_record(_unfold2d))
 CONV3D = Rule("conv3d", F.conv3d, _conv_record(_unfold3d))
+CONV_TRANSPOSE1D = Rule("conv_transpose1d", F.conv_transpose1d, _conv_transpose_record(_unfold1d))
+CONV_TRANSPOSE2D = Rule("conv_transpose2d", F.conv_transpose2d, _conv_transpose_record(_unfold2d))
+CONV_TRANSPOSE3D = Rule("conv_transpose3d", F.conv_transpose3d, _conv_transpose_record(_unfold3d))

@@ -43,15 +43,26 @@ def linear(run: Run, input: Operand, weight: Operand, bias: Operand | None = Non
 
 
 def addmm(run: Run, input: Operand, mat1: Operand, mat2: Operand, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    """``input + mat1 mat2``."""
-    if beta != 1 or alpha != 1:
-        raise refusal("torch.addmm with beta or alpha", (input, mat1, mat2))
+    """``beta input + alpha mat1 mat2``."""
+    input, mat1 = scaled(run, input, beta), scaled(run, mat1, alpha)
     if len(input.shape) == 1:
         return product(run, mat1, mat2, input, turned=True)
     y = product(run, mat1, mat2, None, turned=True)
     if isinstance(run.known(y), Tracked) or isinstance(input, Tracked):
         return pointwise(run, torch.add, (run.known(y), input), {})
     return y + input
+
+
+def scaled(run: Run, x: Operand, factor: float) -> Operand:
+    """``factor x``."""
+    if factor == 1:
+        return x
+    if isinstance(x, Tracked):
+        return run.known(alone(run, torch.mul, (x, factor), {}))
+    made = x * factor
+    if x in run.constants:
+        run.constants[made] = True
+    return made
 
 
 def matmul(run: Run, a: Operand, b: Operand) -> Tensor:
@@ -78,9 +89,9 @@ def reversed_matmul(run: Run, a: Operand, b: Operand) -> Tensor:
 
 def product(run: Run, x: Operand, weight: Operand, bias: Operand | None, *, turned: bool) -> Tensor:
     """``x W^T + b`` or, if ``turned``, ``x W + b``."""
-    path = _path(weight, bias, x)
+    path = path_of(weight, bias, x)
     first, back = run.samples(x, path=path)
-    by_leaf, own = _leaf_of(bias)
+    by_leaf, own = leaf_of(bias)
     if not isinstance(weight, Tracked):
         y = (ops.matmul if turned else ops.linear)(first, weight, by_leaf)
     elif weight.leaf is not None:
@@ -93,20 +104,34 @@ def product(run: Run, x: Operand, weight: Operand, bias: Operand | None, *, turn
     return back(y)
 
 
-def experts(run: Run, x: Tensor, weight: Tracked) -> Tensor:
+def experts(run: Run, x: Tensor, weight: Tracked, added: Operand | None = None) -> Tensor:
     """``x_e W_e``: (experts, samples * tokens, inputs), or (samples, experts, tokens, inputs), by (experts, inputs,
-    outputs)."""
+    outputs). ``added``: what is added to every expert's result, (experts, 1, outputs)."""
     path, size = weight.path, run.batch_size
     if x.ndim == 4 and run.layout(x, path=path, dims=ALWAYS_FIRST)[0] == SAMPLES:
         first = x.expand(-1, weight.shape[0], -1, -1)
-        return _expert_product(first, weight)
+        return _with_added(run, _expert_product(first, weight), added, weight)
     if x.ndim == 4 or x.shape[1] % size:
         raise refusal("a product over experts whose tokens are not the same number for every sample", (x, weight))
     run.note(path, FLATTENED)
     parts = (size, -1) if run.batch_first else (-1, size)
     sample = 1 if run.batch_first else 2
-    y = _expert_product(x.unflatten(1, parts).movedim(sample, 0), weight)
+    y = _with_added(run, _expert_product(x.unflatten(1, parts).movedim(sample, 0), weight), added, weight)
     return y.movedim(0, sample).flatten(1, 2)
+
+
+def _with_added(run: Run, y: Tensor, added: Operand | None, weight: Tracked) -> Tensor:
+    """A result (samples, experts, tokens, outputs) and what is the same for all tokens of an expert."""
+    if added is None:
+        return y
+    experts, outputs = y.shape[1], y.shape[3]
+    fits = len(added.shape) <= 3 and (1, 1, 1, *added.shape)[-3] in (1, experts) and (1, *added.shape)[-2:-1] == (1,)
+    if not fits or (isinstance(added, Tensor) and not run.constant(added)):
+        raise refusal("torch.baddbmm, adding other than one row for every expert", (added, weight))
+    if isinstance(added, Tracked):
+        copies = added.copies()
+        return y + copies.reshape(len(copies), *[1] * (3 - len(added.shape)), *added.shape)
+    return y + added.expand(experts, 1, outputs)
 
 
 def einsum(run: Run, equation: Any, *operands: Any) -> Tensor:
@@ -243,11 +268,11 @@ def conv(dims: int) -> Callable[..., Tensor]:
         dilation: Any = 1,
         groups: int = 1,
     ) -> Tensor:
-        path = _path(weight, bias, input)
+        path = path_of(weight, bias, input)
         if isinstance(input, Tracked) or run.layout(input, path=path, dims=ALWAYS_FIRST)[0] != SAMPLES:
             raise refusal(f"F.conv{dims}d on other than a batch of samples", (input, weight))
         x, padding = _padded(input, weight.shape[2:], padding, dilation)
-        by_leaf, own = _leaf_of(bias)
+        by_leaf, own = leaf_of(bias)
         options = {"stride": _tuple(stride), "padding": _tuple(padding), "dilation": _tuple(dilation), "groups": groups}
         if isinstance(weight, Tracked) and (weight.leaf is None or weight.turned):
 
@@ -282,14 +307,14 @@ def _expert_product(x: Tensor, weight: Tracked) -> Tensor:
     return x @ weight.copies()
 
 
-def _leaf_of(bias: Operand | None) -> tuple[Any, Tracked | None]:
+def leaf_of(bias: Operand | None) -> tuple[Any, Tracked | None]:
     """A bias that ``fdp.ops`` knows (a leaf, or plain); and one that it does not."""
     if not isinstance(bias, Tracked):
         return bias, None
     return (bias.leaf, None) if bias.leaf is not None else (None, bias)
 
 
-def _path(*operands: Operand | None) -> str:
+def path_of(*operands: Operand | None) -> str:
     return next(a.path for a in operands if isinstance(a, Tracked))
 
 

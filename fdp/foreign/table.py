@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fdp.foreign import attention, dropout, norms, products
+from fdp.foreign import attention, dropout, norms, products, rarer
 
 READS = (
     "shape",
@@ -85,7 +85,7 @@ _NAMES = {
     Kind.ALONE: "view reshape unsqueeze squeeze flatten unflatten movedim moveaxis chunk split unbind narrow select "
     "cat concat stack flip roll tile repeat_interleave sum mean norm var std amax amin softmax "
     "log_softmax cumsum normalize tril triu outer interpolate view_as reshape_as diag diag_embed vector_norm prod "
-    "diff kron logsumexp cumprod gather take_along_dim dot vdot matrix_exp inverse inv solve",
+    "pad constant_pad_nd diff kron logsumexp cumprod gather take_along_dim dot vdot matrix_exp inverse inv solve",
     Kind.ASK: "size dim numel nelement stride is_floating_point is_complex is_contiguous element_size ndimension "
     "storage_offset get_device __len__ is_tensor is_same_size data_ptr __repr__ __format__ is_signed result_type",
     Kind.MAKE: "new_zeros new_ones new_empty new_full zeros_like ones_like empty_like full_like detach",
@@ -182,6 +182,17 @@ HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.conv1d: products.conv(1),
     F.conv2d: products.conv(2),
     F.conv3d: products.conv(3),
+    F.conv_transpose1d: rarer.conv_transpose(1),
+    F.conv_transpose2d: rarer.conv_transpose(2),
+    F.conv_transpose3d: rarer.conv_transpose(3),
+    F.bilinear: rarer.bilinear,
+    F.embedding_bag: rarer.embedding_bag,
+    torch.baddbmm: rarer.baddbmm,
+    torch.Tensor.baddbmm: rarer.baddbmm,
+    torch.lstm_cell: rarer.lstm_cell,
+    torch.gru_cell: rarer.gru_cell,
+    torch.rnn_tanh_cell: rarer.rnn_cell(torch.tanh),
+    torch.rnn_relu_cell: rarer.rnn_cell(torch.relu),
     F.layer_norm: norms.layer_norm,
     torch.layer_norm: norms.layer_norm,
     F.rms_norm: norms.rms_norm,
@@ -200,6 +211,27 @@ HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.dropout1d: dropout.dropout_maps,
     F.dropout2d: dropout.dropout_maps,
     F.dropout3d: dropout.dropout_maps,
+}
+
+ATEN: dict[str, Callable[..., Any]] = {
+    "linear.default": products.linear,
+    "addmm.default": products.addmm,
+    "mm.default": products.matmul,
+    "bmm.default": products.matmul,
+    "matmul.default": products.matmul,
+    "baddbmm.default": rarer.baddbmm,
+    "embedding.default": rarer.aten_embedding,
+    "layer_norm.default": norms.layer_norm,
+    "group_norm.default": norms.group_norm,
+}
+"""Operators of ``torch.ops.aten`` that have a parameter and mean what functions of torch do."""
+for _name, _handler in ATEN.items():
+    _packet = getattr(torch.ops.aten, _name.partition(".")[0])
+    HANDLERS |= {_packet: _handler, getattr(_packet, _name.partition(".")[2]): _handler}
+KINDS |= {
+    func: Kind.POINTWISE
+    for name in ("add", "sub", "mul", "div")
+    for func in (getattr(torch.ops.aten, name), getattr(torch.ops.aten, name).Tensor)
 }
 
 
