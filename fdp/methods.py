@@ -198,6 +198,10 @@ def trace_model(
             tape, carry = traced(block, meta, watched, carry, microbatch)
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
             tape, carry = None, _guessed(model, block, carry, microbatch, watched, dtype, error)
+        except RuntimeError as error:  # an operation that says nothing of shapes in this dtype
+            if watched & frozenset(tree.leaves(block.params)):
+                raise
+            tape, carry = None, _guessed(model, block, carry, microbatch, watched, dtype, error)
         tapes.append(tape)
     check_losses(model, carry, batch_size_of(microbatch))
     return tapes, last

@@ -1,5 +1,5 @@
-"""A module without the short cuts of torch's attention layers, whose parameters torch.compile does not show, and with
-the experts of ``transformers`` computed token by token (``fdp.foreign.experts``).
+"""A module without the short cuts of torch's attention layers, whose parameters torch.compile does not show, with the
+experts of ``transformers`` computed token by token (``fdp.foreign.experts``), and without recomputation of its own.
 
 In ``eval()`` an ``nn.TransformerEncoderLayer`` is one fused operation for inference. Outside of torch.compile it is not
 taken while functions of torch are watched; inside it would be. In a copy of the module (parameters and buffers are the
@@ -20,12 +20,24 @@ ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEn
 
 def without_fast_paths(module: nn.Module) -> nn.Module:
     """The module itself if it has no such part, else a copy that shares its tensors, in train() or eval() as it is."""
-    return with_routed_experts(copied_with(module, lambda part: isinstance(part, ATTENTION), _slow))
+    slow = copied_with(module, lambda part: isinstance(part, ATTENTION), _slow)
+    return with_routed_experts(_keeping(slow))
 
 
 def reference(module: nn.Module) -> nn.Module:
-    """What the other is compared with: the module itself, but for experts, which are looped over in any dtype."""
-    return with_looped_experts(module)
+    """What the other is compared with: the module itself, but for experts, which are looped over in any dtype, and
+    without recomputation."""
+    return with_looped_experts(_keeping(module))
+
+
+def _keeping(module: nn.Module) -> nn.Module:
+    """The module without ``gradient_checkpointing_enable()``, which changes nothing but memory and runs parts again
+    where nobody watches; fdp recomputes blocks itself."""
+
+    def keep(part: nn.Module) -> None:
+        part.__dict__["gradient_checkpointing"] = False
+
+    return copied_with(module, lambda part: part.__dict__.get("gradient_checkpointing") is True, keep)
 
 
 def _slow(part: nn.Module) -> None:

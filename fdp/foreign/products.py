@@ -171,9 +171,11 @@ def embedding(
     first, back = run.samples(input, path=weight.path, dims=2)
     if weight.leaf is not None and not weight.turned:
         return back(ops.embedding(first, weight.leaf, padding_idx=padding_idx))
-    if padding_idx is not None:
-        raise refusal("F.embedding with padding_idx of a table that is made of a parameter", (input, weight))
-    return back(torch.func.vmap(lambda ids, table: table[ids])(first, weight.copies()))
+    found = torch.func.vmap(lambda ids, table: table[ids])(first, weight.copies())
+    if padding_idx is not None:  # its row is not trained
+        padding = (first == padding_idx % weight.shape[0]).unsqueeze(-1)
+        found = torch.where(padding, found.detach(), found)
+    return back(found)
 
 
 def getitem(run: Run, x: Operand, index: Any) -> Any:

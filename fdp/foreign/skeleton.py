@@ -307,7 +307,7 @@ def _read_as_planned(before: Before, given: Weights, data: Tree) -> tuple[Any, T
     if repr(seen[0]) != repr(before.forms):
         raise NotAStack(
             f"blocks: expected calls that do not depend on values, got {difference(before.forms, seen[0])}",
-            first="give masks that stay, or ",
+            first="hand it its masks (call=...), or ",
         )
     return seen
 

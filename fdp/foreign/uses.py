@@ -138,6 +138,8 @@ class Uses(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = {} if kwargs is None else kwargs
         run, kind = self.run, None
+        if func is torch.Tensor.requires_grad_:  # as a hook for adapters does: here the derivative is asked for outside
+            return args[0]
         if isinstance(func, FunctionType):
             for method, same, known in METHODS:
                 if func is method:
@@ -275,8 +277,8 @@ def _made(run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """What holds no parameter, to a derivative: a new tensor of a parameter's shape, or its value alone."""
     x = args[0]
     if func in DETACHES and isinstance(x, Tracked):
-        if x.leaf is None:
-            raise refusal("detach of what is made of a parameter", (x,))
+        if x.leaf is None:  # every sample has its own copy, also of what no derivative goes through
+            return run.give(Tracked(x.value.detach(), lambda: x.copies().detach(), x.path))
         made = x.leaf.value.t().detach() if x.turned else x.leaf.value.detach()
     else:
         made = func(*[plain(a) for a in args], **{name: plain(a) for name, a in kwargs.items()})
