@@ -33,6 +33,8 @@ from fdp.foreign.einsum import EINSUM
 from fdp.foreign.lora import lora
 from fdp.foreign.module import from_module
 from fdp.foreign.products import LINEAR_ROWS
+from fdp.foreign.rarer import BILINEAR
+from fdp.foreign.routing import ROUTED, pack
 from fdp.init import constant
 from fdp.methods import Method, Plan, make_plan
 from fdp.model import Block, LeafSpec, Model
@@ -180,6 +182,22 @@ CUBE = {
     ),
     "add": _add(2, *SQUARE),
 }
+ADJOINT = {
+    "conv_transpose": Kind(
+        (WIDTH, WIDTH, 2),
+        lambda levers, w: ops.conv_transpose1d(levers["x"], w, stride=2),
+        lambda x, g: {"x": _columns(x, WIDTH, 1), "g": _columns(g, WIDTH, 2)},
+    )
+}
+FORM = {"bilinear": _product(lambda levers, w: ops.use(BILINEAR, levers["x"], w), WIDTH, 2, 2)}
+ROUTES = {
+    "routed": Kind(
+        (2, *SQUARE),
+        lambda levers, w: ops.use(ROUTED, pack(levers["x"], levers["ids"]), w, turned=False),
+        lambda x, g: {"ids": torch.arange(len(x)) % 2, "x": _rows(x, WIDTH), "g": _rows(g, WIDTH)},
+        once=2,
+    )
+}
 ONE = {"one output": _product(lambda levers, w: ops.linear(levers["x"], w), 1, WIDTH, outputs=1)}
 WINDOWS = {  # several windows of a user in one sample
     "windows": Kind(
@@ -195,6 +213,9 @@ FAMILIES = {
     "grouped": {"grouped": LINE["grouped"], "scale": _scale(WIDTH, 2, 2)},
     "plane": PLANE,
     "cube": CUBE,
+    "adjoint": ADJOINT,
+    "form": FORM,
+    "routes": ROUTES,
     "one": ONE,
     "windows": WINDOWS,
 }

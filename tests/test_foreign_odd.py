@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fdp.compiled import Blocks
 from fdp.foreign import dropout
+from fdp.foreign.fast_paths import reference
 from fdp.foreign.module import from_module
 from fdp.keys import key
 from fdp.methods import Method, make_plan
@@ -221,45 +222,36 @@ def test_a_module_that_changes_its_mode_afterwards_is_refused():
 
 LAYERS: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2}
 WORDS: dict[str, Any] = {"vocab_size": 13, "use_cache": False, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-FAMILIES: dict[str, tuple[str, dict[str, Any], bool]] = {
-    "Phi": ("Phi", LAYERS, True),
-    "GPT-NeoX": ("GPTNeoX", LAYERS, True),
-    "Falcon": ("Falcon", {**LAYERS, "alibi": True}, True),
-    "Qwen3": ("Qwen3", {**LAYERS, "num_key_value_heads": 1, "head_dim": 4}, True),
-    "Gemma2": ("Gemma2", {**LAYERS, "num_key_value_heads": 1, "head_dim": 4}, True),
-    "Mamba": ("Mamba", {"hidden_size": 8, "state_size": 4, "num_hidden_layers": 2, "time_step_rank": 2}, True),
-    "Bloom": ("Bloom", {"hidden_size": 8, "n_layer": 2, "n_head": 2}, False),
-    "Mixtral": ("Mixtral", {**LAYERS, "num_key_value_heads": 1, "num_local_experts": 2}, False),
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Phi": ("Phi", LAYERS),
+    "GPT-NeoX": ("GPTNeoX", LAYERS),
+    "Falcon": ("Falcon", {**LAYERS, "alibi": True}),
+    "Qwen3": ("Qwen3", {**LAYERS, "num_key_value_heads": 1, "head_dim": 4}),
+    "Gemma2": ("Gemma2", {**LAYERS, "num_key_value_heads": 1, "head_dim": 4}),
+    "Mamba": ("Mamba", {"hidden_size": 8, "state_size": 4, "num_hidden_layers": 2, "time_step_rank": 2}),
+    "Bloom": ("Bloom", {"hidden_size": 8, "n_layer": 2, "n_head": 2}),
+    "Mixtral": ("Mixtral", {**LAYERS, "num_key_value_heads": 1, "num_local_experts": 2}),
 }
-"""Name, configuration, and whether every use has a rule; else all of it is materialised."""
+"""Name and configuration."""
 
 
 def family(name: str) -> Foreign:
     import transformers
 
-    kind, sizes, ruled = FAMILIES[name]
+    kind, sizes = FAMILIES[name]
     config = getattr(transformers, f"{kind}Config")(**WORDS, **sizes)
     if kind != "Mamba":
         config._attn_implementation = "eager"
-    if kind == "Mixtral":
-        config._experts_implementation = "eager"
     module = shaken(getattr(transformers, f"{kind}ForCausalLM")(config))
-    options: dict[str, Any] = {"loss": next_token} | ({} if ruled else {"materialize": ("*",)})
-    return Foreign(module, {"input_ids": ids(3, 6)}, options)
+    return Foreign(module, {"input_ids": ids(3, 6)}, {"loss": next_token})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_of_transformers_are_exact(name):
     foreign = family(name)
-    assert_exact(foreign, made=foreign.model(check=True))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["Bloom", "Mixtral"])
-def test_families_without_rules_are_refused_with_the_remedy(name):
-    with pytest.raises(FdpError, match=r"materialize="):
-        assert_exact(family(name)._replace(options={"loss": next_token}))
+    made = foreign.model(check=True)
+    assert_exact(foreign._replace(module=reference(foreign.module)), made=made)
 
 
 @pytest.mark.slow

@@ -94,6 +94,12 @@ def subject(settings: Mapping[str, Any], *, example: Tree | None = None) -> Subj
 def dataset_of(settings: Mapping[str, Any], model: Model, *, source: str | None = None) -> Dataset:
     """The data that was asked for, a sample being what ``--unit`` says; ``source`` instead of ``--data``."""
     path = settings["data"] if source is None else source
+    if model.context is None and is_folder(settings["model"]) and path not in data.NAMES:
+        raise FdpError(
+            f"--model {settings['model']}: expected a language model, got a classifier, {model.name}; --data has no "
+            f"labels. Train it from Python: load(folder, example=data) of fdp.foreign.hugging_face with data "
+            f"{{'tokens', 'mask', 'label'}} or {{'image', 'label'}}, then fdp.step.make_train_step"
+        )
     unit, by = settings["unit"], settings["user_field"]
     if unit not in UNITS:
         raise FdpError(f"--unit: expected one of {', '.join(UNITS)}, got {unit!r}")

@@ -23,6 +23,7 @@ from fdp.foreign.pointwise import alone, pointwise
 from fdp.foreign.products import Operand, embedding, experts, leaf_of, matmul, path_of, product, refusal, scaled
 from fdp.foreign.tracking import ALWAYS_FIRST, FLATTENED, SAMPLES, Run, Tracked
 from fdp.rules import Pair, Rule, rows
+from fdp.types import FdpError
 
 
 def conv_transpose(dims: int) -> Callable[..., Tensor]:
@@ -126,6 +127,16 @@ def baddbmm(run: Run, input: Operand, batch1: Operand, batch2: Operand, *, beta:
         return _sum(run, matmul(run, batch1, batch2), input)
     assert isinstance(batch2, Tensor)
     return pointwise(run, torch.add, (torch.bmm(batch1, batch2), input), {})
+
+
+def pad(run: Run, input: Operand, pad: Any, mode: str = "constant", value: float | None = None) -> Tensor:
+    """``F.pad`` of a parameter."""
+    path = path_of(input)
+    if run.tape is not None and run.tape.attached:
+        raise FdpError(
+            f"{path}: used by F.pad, which torch.compile does not show; write torch.cat with zeros, or compile nothing"
+        )
+    return alone(run, F.pad, (input, tuple(pad), mode, value), {})
 
 
 def lstm_cell(

@@ -85,7 +85,7 @@ _NAMES = {
     Kind.ALONE: "view reshape unsqueeze squeeze flatten unflatten movedim moveaxis chunk split unbind narrow select "
     "cat concat stack flip roll tile repeat_interleave sum mean norm var std amax amin softmax "
     "log_softmax cumsum normalize tril triu outer interpolate view_as reshape_as diag diag_embed vector_norm prod "
-    "pad constant_pad_nd diff kron logsumexp cumprod gather take_along_dim dot vdot matrix_exp inverse inv solve",
+    "diff kron logsumexp cumprod gather take_along_dim dot vdot matrix_exp inverse inv solve",
     Kind.ASK: "size dim numel nelement stride is_floating_point is_complex is_contiguous element_size ndimension "
     "storage_offset get_device __len__ is_tensor is_same_size data_ptr __repr__ __format__ is_signed result_type",
     Kind.MAKE: "new_zeros new_ones new_empty new_full zeros_like ones_like empty_like full_like detach",
@@ -187,6 +187,7 @@ HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.conv_transpose3d: rarer.conv_transpose(3),
     F.bilinear: rarer.bilinear,
     F.embedding_bag: rarer.embedding_bag,
+    F.pad: rarer.pad,
     torch.baddbmm: rarer.baddbmm,
     torch.Tensor.baddbmm: rarer.baddbmm,
     torch.lstm_cell: rarer.lstm_cell,

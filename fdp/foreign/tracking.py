@@ -60,7 +60,7 @@ class Tracked:
 
     def copies(self) -> Tensor:
         """(batch, *shape): one per sample. All uses share them."""
-        if self.by_property:
+        if self.by_property and torch.compiler.is_compiling():
             raise FdpError(
                 f"{self.path}: read by the property .T or .mT outside of a product; expected .t() or .transpose(0, 1), "
                 f"which torch.compile shows, too"
@@ -190,7 +190,7 @@ class Run:
             raise FdpError(
                 f"{path}: used on an input of shape {tuple(x.shape)}; expected {self.batch_size} samples in dim {dim}"
                 f"{later}, or samples and tokens flattened into dim 0. Change the layout, freeze the leaf, or name it "
-                f"in materialize=(...)"
+                f"in materialize=(...), on the command line --method materialize"
             )
         return found, 0 if found == FLATTENED else dim
 
@@ -241,7 +241,7 @@ def aligned(copies: Tensor, ndim: int, layout: str, dim: int, path: str) -> Tens
         raise FdpError(
             f"{path}: as a tensor of shape {tuple(shape)} it meets one of {ndim} dims with samples in dim {dim}; "
             f"expected an extent of 1 there, so that all samples are treated alike. Reshape it, freeze it, or name it "
-            f"in materialize=(...)"
+            f"in materialize=(...), on the command line --method materialize"
         )
     return copies.reshape(batch, *wide) if layout == FLATTENED else copies.reshape(batch, *wide[:dim], *wide[dim + 1 :])
 
