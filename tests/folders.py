@@ -124,7 +124,8 @@ NARROW = ("mamba",)
 
 def make(name: str) -> Any:
     """A module in eval mode, no parameter at a value where all start."""
-    module = MODELS[name]().to(torch.float32 if name in NARROW else torch.float64).eval()
+    made: Any = MODELS[name]()
+    module = made.to(torch.float32 if name in NARROW else torch.float64).eval()
     with torch.no_grad():
         for leaf in module.parameters():
             leaf.add_(torch.randn_like(leaf), alpha=0.1)
@@ -134,7 +135,8 @@ def make(name: str) -> Any:
 def save(name: str, where: Path) -> Path:
     """The folder of a model in float32."""
     folder = where / name.replace(" ", "-")
-    MODELS[name]().save_pretrained(folder)
+    made: Any = MODELS[name]()
+    made.save_pretrained(folder)
     return folder
 
 

@@ -56,7 +56,7 @@ def twice(cell: Any, x: Tensor) -> Tensor:
     return state if isinstance(state, Tensor) else torch.cat(state, -1)
 
 
-def gates(m: Probe, x: Tensor, **scales: float) -> Tensor:
+def gates(m: Probe, x: Tensor, **scales: Any) -> Tensor:
     """Heads with matrices and biases of their own, tokens of all samples in a row, as RecurrentGemma has them."""
     heads = x.reshape(-1, 2, 2).permute(1, 0, 2)
     return torch.baddbmm(m.b[:, None], heads, m.w, **scales).permute(1, 0, 2).reshape(*x.shape[:-1], 6)
@@ -220,7 +220,7 @@ def test_tokens_of_one_sample_leave_other_experts_alone():
     """A token that is not a number makes its own sample's norm not a number, and no other's."""
     x, numbers = randn(2, 3, 4), torch.tensor([[0, 1, 1], [1, 1, 0]])
     x[0, 0] = torch.nan
-    record = ROUTED.record(pack(x, numbers), randn(2, 3, 5), (2, 5, 4), turned=False)
+    record: Any = ROUTED.record(pack(x, numbers), randn(2, 3, 5), (2, 5, 4), turned=False)
     norms = (record.left.transpose(-1, -2) @ record.right).flatten(1).square().sum(1)
     assert norms[0].isnan()
     assert norms[1].isfinite()

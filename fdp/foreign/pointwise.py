@@ -152,9 +152,11 @@ def _filled(value: Any, found: list[Tracked], copies: tuple[Tensor, ...]) -> Any
 def _layout(run: Run, every: list[Any], ndim: int, path: str) -> tuple[str, int]:
     """Where the samples of the operands are: of those with all dims, since broadcasting adds dims in front."""
     layout, dim = SHARED, 0
+    place = 0 if run.batch_first or ndim < 3 else 1
+    filled = any(isinstance(a, Tracked) and len(a.shape) == ndim > place and a.shape[place] != 1 for a in every)
     for a in every:
         if isinstance(a, Tensor) and a.ndim == ndim and ndim > 0:
-            found, where = run.layout(a, path=path)
+            found, where = run.layout(a, path=path, filled=filled)
             if found != SHARED:
                 layout, dim = found, where
         elif isinstance(a, Tensor) and a.ndim > 0 and not run.constant(a):

@@ -160,10 +160,11 @@ class Run:
         """Whether no data and no parameter went into ``x``."""
         return self.note("a tensor", SHARED if x in self.constants else SAMPLES) == SHARED
 
-    def layout(self, x: Tensor, *, path: str, dims: int = 3) -> tuple[str, int]:
+    def layout(self, x: Tensor, *, path: str, dims: int = 3, filled: bool = False) -> tuple[str, int]:
         """Where the samples of ``x`` are: SAMPLES in a dim, FLATTENED with others in dim 0, or SHARED, none.
 
-        Tensors of fewer than ``dims`` dims have samples first even if the module has tokens first.
+        Tensors of fewer than ``dims`` dims have samples first even if the module has tokens first. ``filled``: it meets
+        a parameter that is as long there, so that a constant of as many rows as there are samples holds none.
         """
         if x in self.moved:
             raise FdpError(
@@ -178,7 +179,7 @@ class Run:
             FLATTENED: x.ndim > 0 and x.shape[0] > 0 and x.shape[0] % self.batch_size == 0,
             SHARED: True,
         }
-        if fits[SAMPLES] and x not in self.held:
+        if fits[SAMPLES] and x not in self.held and not (filled and x in self.constants):
             found = SAMPLES
         elif x in self.constants:
             found = SHARED
