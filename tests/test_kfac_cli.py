@@ -152,6 +152,10 @@ def test_an_interrupted_run_resumes_bit_equal(more: str, tmp_path: Path, monkeyp
             "--kfac-policy all --kfac-rho 2",
             "--kfac-rho: expected --optimizer kfac --method none --kfac-policy auto to go",
         ),
+        (
+            "--kfac-policy all --kfac-distribution ring --kfac-cap 9",
+            "--kfac-cap: expected --optimizer kfac --method none, and",
+        ),
         ("--kfac-distribution ring --kfac-max-condition 9", "expected gather or owner with --kfac-max-condition"),
         ("--clip-value 1", "--clip-value: expected another --optimizer than kfac, whose updates --kfac-kl-clip bounds"),
         ("--optimizer adagrad --clip-value 0", "--clip-value: expected a positive number, got 0.0"),

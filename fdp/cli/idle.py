@@ -38,6 +38,10 @@ BY_COST = Partner(
     "--optimizer kfac --method none --kfac-policy auto",
     lambda s: MEASURED.there(s) and s["kfac_policy"] == "auto",
 )
+CAPPED = Partner(
+    "--optimizer kfac --method none, and --kfac-policy auto or --kfac-distribution gather or owner",
+    lambda s: MEASURED.there(s) and (s["kfac_policy"], s["kfac_distribution"]) != ("all", "ring"),
+)
 NOISED = Partner("--kfac-data noised", lambda s: s["kfac_data"] == "noised")
 RANKS = Partner("several ranks, started with torchrun", lambda s: launch.started())
 
@@ -46,7 +50,7 @@ GOES_WITH = {
     "keep": SAVING, "clip": PRIVATE, "max_norm": PRIVATE, "delta": PRIVATE, "memory_budget": BUDGETED,
     "kfac_damping": KFAC, "kfac_period": KFAC, "kfac_policy": MEASURED, "kfac_fisher": KFAC, "kfac_distribution": KFAC,
     "kfac_sharing": KFAC, "kfac_momentum": KFAC, "kfac_kl_clip": KFAC, "kfac_max_condition": KFAC,
-    "kfac_cap": MEASURED, "kfac_rho": BY_COST, "kfac_max_norm": NOISED, "kfac_noise": NOISED,
+    "kfac_cap": CAPPED, "kfac_rho": BY_COST, "kfac_max_norm": NOISED, "kfac_noise": NOISED,
     "zero": RANKS, "reduce": RANKS, "reduce_dtype": RANKS, "replicate_data": RANKS, "timeout": RANKS,
 }  # fmt: skip
 
