@@ -601,6 +601,17 @@ def test_a_ring_of_one_is_the_inverse(damping, tokens):
         assert (got - expected).norm() < 1e-8 * expected.norm()
 
 
+def test_a_ring_takes_the_diagonal_of_a_softmax_from_its_columns():
+    """A total that was rounded makes no difference, and one that is no softmax's is refused, as elsewhere."""
+    probabilities = (4 * torch.randn(5, 40, generator=torch.Generator().manual_seed(1))).softmax(-1)
+    factor = factors.softmax(probabilities, weight=5.0)
+    rounded = factor._replace(total=factor.total * (1 - 40 * torch.finfo(torch.float32).eps))
+    for mine, theirs in zip(ring(rounded, None, damping=1e-6)[:2], ring(factor, None, damping=1e-6)[:2]):
+        assert torch.equal(mine, theirs)
+    with pytest.raises(CurvatureError, match="expected columns with U U"):
+        ring(factor._replace(total=factor.total * 0.9), None, damping=1e-6)
+
+
 def test_half_precision_columns_are_widened():
     rows = torch.randn(3, 8)
     exact, half = (factors.columns(each, weight=3.0) for each in (rows, rows.half()))
