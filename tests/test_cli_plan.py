@@ -50,7 +50,6 @@ def test_kfac_has_a_phase_of_its_own(run, more):
     assert sum(got["by_kind"].values()) == got["peak_bytes"]
     assert got["measurement_flops"]["float32"] > 0
     assert "curvature, each time it is measured" in answer.stdout
-    assert result(run(f"{NANO} --optimizer adagrad --json"))["measurement_flops"] is None
 
 
 def test_more_samples_a_step_send_more_under_zero_3_and_no_more_under_zero_2(run):
