@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -150,8 +151,9 @@ def test_a_rank_with_a_mistake_on_its_command_line_does_not_keep_the_others_wait
 def test_a_second_run_in_the_folder_of_a_paused_one_is_refused(interrupted, undisturbed, tmp_path):
     job = copied(interrupted, tmp_path)
     with job.start(Fault("stopped", 0, "drawing samples", 1)) as first:
-        while not (job.out / ".lock").exists() or "\nT" not in state_of(first.processes[0].pid):
-            assert first.processes[0].is_alive()
+        while "\nT" not in state_of(first.processes[0].pid):
+            assert time.monotonic() - first.began < SECONDS
+            time.sleep(0.05)
         with job.start() as second:
             assert second.wait(seconds=SECONDS) == [2], second.text()
         assert f"belongs to a run that has not ended, process {first.processes[0].pid} on" in second.text()
