@@ -120,6 +120,10 @@ def _language(name: str, config: Mapping[str, Any], **more: Any) -> Kind:
     return Kind(f"{name}, as a folder's", case, **more)
 
 
+ROUTES: dict[str, Any] = {"num_experts_per_tok": 1, "experts_implementation": "eager"}
+"""The other ways of computing experts cannot be run in float64; fdp does not ask which it is."""
+EXPERTS = {**ROUTES, "num_local_experts": 2}
+PICTURES: dict[str, Any] = {"image_size": 8, "num_labels": CLASSES}
 ENCODERS = {**SIZES, "max_position_embeddings": 16}
 FAMILIES: list[Kind] = [
     _kind("GPT2", GPT, head="LMHeadModel", compiled=True),
@@ -178,6 +182,26 @@ FAMILIES: list[Kind] = [
     _language("Llama", GROUPED, compiled=True),
     _language("Qwen2", GROUPED),
     _language("Mistral", GROUPED, compiled=True),
+    _language("Bloom", {"hidden_size": 8, "n_layer": 2, "n_head": 2}),
+    _language("Mpt", {"d_model": 8, "n_layers": 2, "n_heads": 2, "expansion_ratio": 2, "max_seq_len": 16}),
+    _language("Mixtral", {**GROUPED, **EXPERTS}, compiled=True),
+    _language("Qwen3Moe", {**GROUPED, "head_dim": 4, "num_experts": 2, **ROUTES, "moe_intermediate_size": 4}),
+    _language("GptOss", {**GROUPED, **EXPERTS, "head_dim": 4, "sliding_window": 4}),
+    _image("ConvNext", {**PICTURES, "hidden_sizes": [4, 8], "depths": [1, 1], "num_stages": 2}),
+    _image(
+        "Segformer",
+        {
+            **PICTURES,
+            "num_encoder_blocks": 2,
+            "depths": [1, 1],
+            "sr_ratios": [2, 1],
+            "hidden_sizes": [4, 8],
+            "patch_sizes": [3, 3],
+            "strides": [2, 2],
+            "num_attention_heads": [1, 2],
+            "mlp_ratios": [2, 2],
+        },
+    ),
 ]
 
 

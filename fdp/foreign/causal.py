@@ -30,6 +30,8 @@ from fdp.model import Block, Likelihood, Model, Outputs
 from fdp.models.language import head_block, present_of, targets_of, token_losses, weights_of, window_inputs_of
 from fdp.types import FdpError, Tree
 
+LONGEST = ("max_position_embeddings", "max_seq_len", "context_length", "seq_length")
+"""Where configurations say how many tokens a model takes."""
 SHORT = 32
 """Tokens of the example, where none is given and no layer has a window."""
 
@@ -57,7 +59,7 @@ def causal_lm(
     module = without_fast_paths(module)
     head, name = _head(module)
     config: Any = module.config
-    context = int(context or getattr(config, "max_position_embeddings", None) or SHORT)
+    context = int(context or next((getattr(config, name) for name in LONGEST if getattr(config, name, None)), SHORT))
     length = prefix + (context if example is None else window_inputs_of(example).shape[-1])
     example = _example(config, context) if example is None else example
     tables, module = tables_of(module), with_fixed_tables(module, length=length)

@@ -79,6 +79,13 @@ def one_block(module: nn.Module, *, call: Caller, finish: Finish, example: Tree)
         used = needed_names(lambda given, data: [hollowed(given, (), data)], shapes, tree.map(Tensor.cpu, example))
     except (DynamicOutputShapeException, DataDependentOutputException):
         used = list(shapes)  # what it does depends on the data: all of them may count
+    except FdpError:
+        raise
+    except Exception as error:  # what it says may show the data, and is left to the traceback
+        raise FdpError(
+            f"{type(module).__name__}: expected to be called with the example, got {type(error).__name__} "
+            f"from its forward; give an example of entries and lengths that it takes (--context for a shorter one)"
+        ) from error
     unused = {name: shape for name, shape in shapes.items() if name not in used}
     return Block("module", {name: paths[name] for name in used}, replace(apply, constants=Constants(module, unused)))
 
