@@ -125,10 +125,23 @@ class Blocks:
         return self._compiled_as(f"block_{block.name}", run) if block.compiled and pure else run
 
     def _compiled_as(self, name: str, run: Callable) -> Callable:
+        from torch._dynamo.exc import Unsupported  # here, since importing it takes long
+
         # A code object of its own: kinds do not share one cache of compiled graphs, nor its limit.
         code = run.__code__.replace(co_name=name.replace(".", "_"))
         own = types.FunctionType(code, run.__globals__, code.co_name, run.__defaults__, run.__closure__)
-        return torch.compile(own, fullgraph=True, dynamic=False, backend=self.backend)
+        compiled = torch.compile(own, fullgraph=True, dynamic=False, backend=self.backend)
+
+        def refusing(*values: Any) -> Any:
+            try:
+                return compiled(*values)
+            except Unsupported as error:
+                raise FdpError(
+                    f"{name}: torch.compile cannot trace it: compile nothing (--compile none, Compile.NONE). It says: "
+                    f"{' '.join(str(error).split())}"
+                ) from error
+
+        return refusing
 
 
 def _local(block: Block, weights: Flat) -> tuple[Tree, dict[Path, str], Flat]:

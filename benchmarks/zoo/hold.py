@@ -121,6 +121,8 @@ def _held(kind: Kind, blocks: Blocks | None) -> tuple[str, str, float]:
     if verdict != REFUSED:
         missed = verdict == EXACT and kind.refusal is not None
         return (DIFFERENT, f"not refused with {kind.refusal!r}", error) if missed else (verdict, words, error)
+    if blocks is not None and "compile nothing" in words:
+        return REFUSED, words, error
     if kind.refusal is not None and kind.refusal not in words:
         return CRASHED, f"expected a refusal with {kind.refusal!r}, got {words}", error
     if kind.mend is None:
