@@ -46,7 +46,8 @@ def images(n: int, g: torch.Generator) -> dict[str, Tensor]:
 
 def next_token(outputs: Any, data: Tree) -> Tensor:
     ids = data["input_ids"]
-    losses = F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    logits = outputs.logits[:, -ids.shape[1] :]  # prompts that are learned come before
+    losses = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
     return losses.view(len(ids), -1).mean(1)
 
 
@@ -243,7 +244,11 @@ ADAPTERS: list[Kind] = [
     _adapter("LoHa", _config("LoHaConfig", r=2, **TARGETS), mend=WHOLE),
     _adapter("LoKr", _config("LoKrConfig", r=2, **TARGETS), mend=WHOLE),
     _adapter("OFT", _config("OFTConfig", r=0, oft_block_size=4, **TARGETS), mend=WHOLE),
-    _adapter("BOFT", _config("BOFTConfig", boft_block_size=4, target_modules=["q_proj"]), mend=WHOLE),
+    _adapter(
+        "BOFT",
+        _config("BOFTConfig", boft_block_size=4, target_modules=["q_proj"]),
+        refusal="used by torch.functional.block_diag",
+    ),
     _adapter("VeRA", _config("VeraConfig", r=2, target_modules=["q_proj", "o_proj"]), mend=WHOLE),
     _adapter("prompt tuning", _config("PromptTuningConfig", num_virtual_tokens=2), mend=WHOLE),
     _adapter("prefix tuning", _config("PrefixTuningConfig", num_virtual_tokens=2), mend=WHOLE),
