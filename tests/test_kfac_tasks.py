@@ -262,7 +262,7 @@ def test_on_the_gpu_rows_of_odd_widths_in_half_precision_have_the_same_sums(comp
     record, g, x = pair(None, dtype)
     assert isinstance(record.left, Tensor)
     records = [Pair(record.left.cuda(), record.right.cuda(), record.shape)]
-    places = make_places(MASK.cuda(), None, [((1, TOKENS),)], dtype)
+    places = make_places(MASK.cuda(), None, [(TOKENS,)], dtype)
     tasks = [task(form, bias=True) for form in (Form.DENSE, Form.DIAGONAL)]
     tasks += [task(form, left=True, inputs=False, uses=()) for form in (Form.DENSE, Form.DIAGONAL)]
 

@@ -56,6 +56,7 @@ def train(settings: Mapping[str, Any], ranks: Ranks | None = None) -> int:
             made = in_unison(lambda: _new_folder(settings, run, owner, held) if first else None, None)
             owner, folder = made or (None, None)
             folder = everyones(folder, None)[0]
+        assert folder is not None
         display.show_header(console, run, state, settings)
         _say_resumed(taken_up, console)
         return _train(run, state, settings, folder, console, owner=owner, heart=ranks.heart if ranks else None)
