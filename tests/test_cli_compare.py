@@ -96,7 +96,7 @@ def test_one_rank_is_two_ranks_in_processes_of_their_own(call: Call) -> None:
     assert answer.exit_code == 0, (answer.output, answer.exception)
     got = result(answer)
     assert got["equal"]
-    assert len(got["differences"]) == 1 + 2 * 5
+    assert len(got["differences"]) == 1 + 2 * 6  # the first state, and six stages of two steps
 
 
 @pytest.mark.slow

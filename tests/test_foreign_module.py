@@ -268,13 +268,13 @@ def test_an_unknown_use_is_refused_at_the_door():
     class Unknown(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner = nn.Bilinear(4, 4, 3)
+            self.inner = nn.Linear(4, 3, bias=False)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x, x)
+            return torch.cdist(x, self.inner.weight)
 
     data = {"x": randn(3, 4), "label": LABEL}
-    with pytest.raises(FdpError, match=r"inner.weight: used by .*bilinear on .*materialize=\('inner.weight',\)"):
+    with pytest.raises(FdpError, match=r"inner.weight: used by .*cdist on .*materialize=\('inner.weight',\)"):
         from_module(shaken(Unknown()), loss=labels, example=data)
 
 

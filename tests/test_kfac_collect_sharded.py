@@ -29,7 +29,7 @@ def on_a_rank(axes: dict[str, int], zero: Zero, fisher: Fisher, sharing: Sharing
     data = ragged_half(whole.data, sharding.rank) if sharding.ranks == 2 else whole.data
     mask = torch.tensor([1.0, 1.0, 0.0]) if sharding.rank == 0 and sharding.ranks == 2 else torch.ones(3)
     known = survey(model, abstract_params(model, sharding), data, dtype=torch.float64)
-    forms = dict(forms_of(known)) | {Layer("embed.tokens", None): (Form.SOFTMAX, Form.DENSE)}
+    forms = dict(forms_of(known)) | tied(sharing)
     return collect(
         model,
         tree.nest(parts),
@@ -42,6 +42,12 @@ def on_a_rank(axes: dict[str, int], zero: Zero, fisher: Fisher, sharing: Sharing
         known=known,
         sharding=sharding,
     )
+
+
+def tied(sharing: Sharing) -> dict[Layer, tuple[Form, Form]]:
+    """The forms of the leaf that is embedding and head in one; a softmax has no place beside added up tokens."""
+    left = Form.SOFTMAX if sharing is Sharing.EXPAND else Form.DENSE
+    return {Layer("embed.tokens", None): (left, Form.DENSE)}
 
 
 def windows(sharding: Sharding) -> dict[str, tuple[slice, ...]]:
@@ -69,7 +75,7 @@ def ragged_half(data: Tree, rank: int) -> Tree:
 def test_ranks_together_have_the_factors_of_one_process(axes, zero, fisher, sharing):
     first, second = run_on_ranks(on_a_rank, 2, axes, zero, fisher, sharing)
     whole = case_named("gpt")
-    forms = dict(forms_of(surveyed(*whole))) | {Layer("embed.tokens", None): (Form.SOFTMAX, Form.DENSE)}
+    forms = dict(forms_of(surveyed(*whole))) | tied(sharing)
     if "shard" in axes:
         data = tree.map(lambda *halves: torch.cat(halves), *(ragged_half(whole.data, rank) for rank in range(2)))
         mask = torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0, 1.0])

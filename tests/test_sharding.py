@@ -85,8 +85,12 @@ def train(
     memory_budget: float | None = None,
     steps: int = STEPS,
     backend: str | None = None,
+    checks: Checks = Checks.SKIPPED,
 ) -> dict[str, Any]:
-    """A few steps; on one rank if ``axes`` is None. Parameters come back whole."""
+    """A few steps; on one rank if ``axes`` is None. Parameters come back whole.
+
+    ``checks`` draw nothing and change nothing, and take longer than the steps.
+    """
     net, chosen, root = MODELS[model], OPTIMIZERS[optimizer], keys.key(0)
     mechanism = Mechanism(SAMPLING, STYLES[style], 0.0 if method is Method.NONE else 1.0)
     sharding, rank, ranks = None, 0, 1
@@ -110,7 +114,7 @@ def train(
         sharding=sharding,
         offload=offload,
         checkpoint_activations=checkpoint_activations,
-        checks=Checks.FIRST_CALL if backend is None else Checks.SKIPPED,
+        checks=checks,
     )
     if backend is not None:
         step = torch.compile(step, fullgraph=True, dynamic=False, backend=backend)
@@ -387,7 +391,7 @@ def test_every_leaf_has_one_owner_and_no_leaf_is_left_out():
             make_sharding(model._replace(leaves=model.leaves | {"spare": spec}), mesh, zero=Zero.TWO)
         lost = Block("lost", {"w": "nowhere"}, lambda p, h, data: h)
         with pytest.raises(FdpError, match="block lost uses 'nowhere'"):
-            make_sharding(Model("m", {}, (lost,)), mesh, zero=Zero.TWO)
+            make_sharding(Model("m", {"w": spec}, (lost,)), mesh, zero=Zero.TWO)
         sharding = make_sharding(model, mesh, zero=Zero.TWO)
     assert sharding.leaves["embed.tokens"].blocks == ("embed", "head")  # tied: one leaf, owned by the first
     assert sharding.leaves["embed.tokens"].padded == 7 * 8

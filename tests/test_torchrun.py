@@ -14,6 +14,9 @@ from typing import Any
 
 import pytest
 
+from tests import faults
+from tests.faults import Fault, Job
+
 ROOT = Path(__file__).parent.parent
 COMMON = shlex.split(
     "--model mlp --data digits --noise-multiplier 1 --seed 0 --batch-size 24 --microbatch 12 --warmup 1 "
@@ -81,40 +84,48 @@ def test_the_same_losses_and_parameters_as_without_torchrun(ranks, tmp_path):
 
 
 @pytest.mark.ranks
-def test_a_rank_that_is_killed_ends_the_run_by_name_and_the_same_command_resumes_bit_by_bit(tmp_path):
-    words = ["--steps", "40", "--save-every", "2"]
-    process = start(2, *words, "--out", str(tmp_path / "run"))
+def test_a_rank_that_is_killed_is_started_again_by_torchrun_and_the_run_goes_on_bit_by_bit(tmp_path):
+    job = Job(tmp_path / "run", words=("--steps", "40", "--save-every", "2"), timeout=60.0)
+    process = faults.torchrun(job, "--standalone", "--max-restarts", "2")
     deadline = time.monotonic() + 90
-    while not (tmp_path / "run" / "checkpoints" / "step-00000002").exists():
+    while not (job.out / "checkpoints" / "step-00000004").exists():
         assert time.monotonic() < deadline, "no checkpoint appeared"
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.02)
     os.kill(ranks_of(process)[1], signal.SIGKILL)
-    code, text = finished(process, seconds=60)  # the stated time is seconds; a hang would be minutes
-    assert code != 0
-    assert "rank 1 of 2 stopped" in " ".join(text.split()) or "rank      : 1" in text
-    assert not (tmp_path / "run" / "summary.json").exists()
-    got = torchrun(2, *words, "--out", str(tmp_path / "run"))
-    whole = torchrun(2, *words, "--out", str(tmp_path / "whole"))
+    code, text = finished(process)
+    assert code == 0, text
+    assert "resumed after step" in text
+    got, whole = job.summary(), job._replace(out=tmp_path / "whole")
+    with whole.start() as attempt:
+        assert attempt.wait(seconds=100) == [0, 0], attempt.text()
+    expected = whole.summary()
+    assert got is not None
+    assert expected is not None
     assert got["steps"] == 40
-    assert got["parameter_sha256"] == whole["parameter_sha256"]
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert got["parameter_sha256"] == expected["parameter_sha256"]
+    assert losses(job.out) == losses(whole.out)
 
 
 @pytest.mark.ranks
 def test_a_rank_that_is_killed_while_saving_leaves_the_last_checkpoint_and_other_ranks_resume(tmp_path):
-    words = ["--steps", "9", "--save-every", "3"]
-    script = (str(ROOT / "tests" / "faulty_rank.py"), "dies-while-saving")
-    code, text = finished(start(2, *words, "--out", str(tmp_path / "run"), script=script), seconds=90)
-    assert code != 0
-    held = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
-    assert "step-00000003" in held, text
+    job = Job(tmp_path / "run", words=("--steps", "9", "--save-every", "3"))
+    with job.start(Fault("killed", 1, "writing parts", 2)) as attempt:
+        assert attempt.wait(seconds=90) == [1, -signal.SIGKILL]
+    assert "rank 1 (process" in attempt.text()
+    held = {path.name for path in (job.out / "checkpoints").iterdir()}
+    assert "step-00000003" in held, attempt.text()
     assert "step-00000006" not in held
-    expected = alone(tmp_path / "alone", *words)
-    got = alone(tmp_path / "run", *words)  # saved on two ranks, taken up on one
+    alone = job._replace(out=tmp_path / "alone", ranks=1)
+    for each in (alone, job._replace(ranks=1)):  # saved on two ranks, taken up on one
+        with each.start() as attempt:
+            assert attempt.wait(seconds=90) == [0], attempt.text()
+    got, expected = job.summary(), alone.summary()
+    assert got is not None
+    assert expected is not None
     assert got["parameter_norm"] == pytest.approx(expected["parameter_norm"], rel=1e-5)
-    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
-    left = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
+    assert losses(job.out) == pytest.approx(losses(alone.out), rel=1e-5)
+    left = {path.name for path in (job.out / "checkpoints").iterdir()}
     assert left == {"step-00000006", "step-00000009"}
 
 

@@ -181,7 +181,7 @@ FAMILIES: list[Kind] = [
     _image("Beit", IMAGES, mend=WHOLE),
     _image("Dinov2", {**IMAGES, "mlp_ratio": 2}),
     _language("Llama", GROUPED, compiled=True),
-    _language("Qwen2", GROUPED),
+    _language("Qwen2", GROUPED, compiled=True),
     _language("Mistral", GROUPED, compiled=True),
     _language("Bloom", {"hidden_size": 8, "n_layer": 2, "n_head": 2}),
     _language("Mpt", {"d_model": 8, "n_layers": 2, "n_heads": 2, "expansion_ratio": 2, "max_seq_len": 16}),
