@@ -116,8 +116,11 @@ def newest_step(job: Job) -> int:
     return int(found[-1].name.split("-")[1]) if found else 0
 
 
-def left(job: Job, before: int) -> str | None:
-    """What is wrong with the files that an attempt left; None if nothing is."""
+def left(job: Job, before: int, *, behind: int = 1) -> str | None:
+    """What is wrong with the files that an attempt left; None if nothing is.
+
+    ``behind``: the saves that may be missing. One is under way; where the disk refuses it, the next one finds out.
+    """
     for path in checkpoints(job.out):
         try:
             found = checkpoint.verify(path)
@@ -130,7 +133,7 @@ def left(job: Job, before: int) -> str | None:
     lines = [json.loads(line) for line in whole_lines(job.out / "metrics.jsonl")]
     if [line["step"] for line in lines] != list(range(1, len(lines) + 1)):
         return f"metrics.jsonl has gaps: {[line['step'] for line in lines]}"
-    if newest_step(job) < (len(lines) // EVERY - 1) * EVERY:
+    if newest_step(job) < (len(lines) // EVERY - behind) * EVERY:
         return f"{len(lines)} steps were made, and the newest checkpoint is of step {newest_step(job)}"
     return None
 
@@ -313,7 +316,12 @@ def full_disk(lab: Lab, count: int) -> None:
             elif job.summary() is None and "No space left on device" not in text:
                 problem = f"a full disk was not called that: {codes} {text[-800:]}"
             (disk / "filler").unlink()
-            lab.note("disk full", f"exit codes {codes}", began, problem or left(job, 2) or finish(lab, job, expected))
+            lab.note(
+                "disk full",
+                f"exit codes {codes}",
+                began,
+                problem or left(job, 2, behind=2) or finish(lab, job, expected),
+            )
 
 
 def fill(disk: Path, *, leave: int) -> None:
@@ -344,7 +352,7 @@ def read_only(lab: Lab, count: int) -> None:
         problem = f"hung: {codes}" if None in codes else None
         if not problem and job.summary() is None and "Read-only file system" not in attempt.text():
             problem = f"not called that: {codes} {attempt.text()[-600:]}"
-        problem = problem or left(job, 2) or finish(lab, job, expected)
+        problem = problem or left(job, 2, behind=2) or finish(lab, job, expected)
         lab.note("read-only disk", f"exit codes {codes}", began, problem)
 
 
