@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -326,13 +326,9 @@ def full_disk(lab: Lab, count: int) -> None:
 
 def fill(disk: Path, *, leave: int) -> None:
     """Leave so many bytes of a file system free."""
-    with (disk / "filler").open("wb") as file:
-        try:
-            while True:
-                file.write(bytes(4096))
-                file.flush()
-        except OSError:
-            pass
+    with (disk / "filler").open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(4096))
     with (disk / "filler").open("r+b") as file:
         file.truncate(max(0, (disk / "filler").stat().st_size - leave))
 
