@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import fdp
 from benchmarks.zoo.hold import digest
+from benchmarks.zoo.written import Grows
 from fdp import clipping, optimizers, tree
 from fdp.audit import check_rows
 from fdp.compiled import Blocks
@@ -189,23 +190,6 @@ def test_an_embedding_that_renormalises_its_rows_is_refused_and_its_remedy_moves
 # ---------------------------------------------------------------- attributes that change
 
 
-class Rotary(nn.Module):
-    """A table that grows with the longest sequence seen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.l, self.n = nn.Linear(6, 6), 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.shape[1] > self.n:
-            self.n = x.shape[1]
-            a = torch.arange(self.n)[:, None] * torch.tensor([1.0, 0.1, 0.01], dtype=torch.float64)
-            self.cos, self.sin = a.cos(), a.sin()
-        a, b = self.l(x).chunk(2, -1)
-        c, s = self.cos[: x.shape[1]], self.sin[: x.shape[1]]
-        return torch.cat([a * c - b * s, a * s + b * c], -1)
-
-
 class Tables(nn.Module):
     """Tables in a dictionary, by length; and the last activations in an object, which nobody reads."""
 
@@ -221,7 +205,7 @@ class Tables(nn.Module):
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("kind", [Rotary, Tables])
+@pytest.mark.parametrize("kind", [Grows, Tables])
 def test_a_table_that_grows_is_exact_and_the_module_never_holds_another(kind, compiled):
     module = shaken(kind())
     before = digest(module)
@@ -240,7 +224,7 @@ class Stacked(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers, self.head = nn.ModuleList([Rotary() for _ in range(2)]), nn.Linear(6, 2)
+        self.layers, self.head = nn.ModuleList([Grows() for _ in range(2)]), nn.Linear(6, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:

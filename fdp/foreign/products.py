@@ -11,7 +11,7 @@ one) meets every sample as its own copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -274,20 +274,33 @@ def conv(dims: int) -> Callable[..., Tensor]:
         if isinstance(input, Tracked) or run.layout(input, path=path, dims=ALWAYS_FIRST)[0] != SAMPLES:
             raise refusal(f"F.conv{dims}d on other than a batch of samples", (input, weight))
         x, padding = _padded(input, weight.shape[2:], padding, dilation)
-        by_leaf, own = leaf_of(bias)
         options = {"stride": _tuple(stride), "padding": _tuple(padding), "dilation": _tuple(dilation), "groups": groups}
-        if isinstance(weight, Tracked) and (weight.leaf is None or weight.turned):
-
-            def of_one(x1: Tensor, w1: Tensor) -> Tensor:
-                return plain_op(x1.unsqueeze(0), w1, None, **options).squeeze(0)
-
-            y = torch.func.vmap(of_one)(x, weight.copies())
-            y = y if by_leaf is None else ops.add(y.movedim(1, -1), by_leaf).movedim(-1, 1)
-        else:
-            y = op(x, weight.leaf if isinstance(weight, Tracked) else weight, by_leaf, **options)  # type: ignore[arg-type]
-        return y if own is None else y + own.copies().reshape(*own.copies().shape, *[1] * dims)
+        return convolve(x, weight, bias, op=op, plain_op=plain_op, options=options)
 
     return convolution
+
+
+def convolve(
+    x: Tensor,
+    weight: Operand,
+    bias: Operand | None,
+    *,
+    op: Callable[..., Tensor],
+    plain_op: Callable[..., Tensor],
+    options: Mapping[str, Any],
+) -> Tensor:
+    """Convolve samples by ``op``, which has a rule, where the weight is a leaf; else by a copy for every sample."""
+    by_leaf, own = leaf_of(bias)
+    if isinstance(weight, Tracked) and (weight.leaf is None or weight.turned):
+
+        def of_one(x1: Tensor, w1: Tensor) -> Tensor:
+            return plain_op(x1.unsqueeze(0), w1, None, **options).squeeze(0)
+
+        y = torch.func.vmap(of_one)(x, weight.copies())
+        y = y if by_leaf is None else ops.add(y.movedim(1, -1), by_leaf).movedim(-1, 1)
+    else:
+        y = op(x, weight.leaf if isinstance(weight, Tracked) else weight, by_leaf, **options)
+    return y if own is None else y + own.copies().reshape(*own.copies().shape, *[1] * (x.ndim - 2))
 
 
 def refusal(operation: str, operands: Sequence[Any]) -> FdpError:

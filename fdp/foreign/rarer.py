@@ -20,7 +20,17 @@ from torch import Tensor
 
 from fdp import ops
 from fdp.foreign.pointwise import alone, pointwise
-from fdp.foreign.products import Operand, embedding, experts, leaf_of, matmul, path_of, product, refusal, scaled
+from fdp.foreign.products import (
+    Operand,
+    convolve,
+    embedding,
+    experts,
+    matmul,
+    path_of,
+    product,
+    refusal,
+    scaled,
+)
 from fdp.foreign.tracking import ALWAYS_FIRST, FLATTENED, SAMPLES, Run, Tracked
 from fdp.rules import Pair, Rule, rows
 from fdp.types import FdpError
@@ -45,20 +55,9 @@ def conv_transpose(dims: int) -> Callable[..., Tensor]:
         path = path_of(weight, bias, input)
         if isinstance(input, Tracked) or run.layout(input, path=path, dims=ALWAYS_FIRST)[0] != SAMPLES:
             raise refusal(f"F.conv_transpose{dims}d on other than a batch of samples", (input, weight))
-        by_leaf, own = leaf_of(bias)
         given = {"stride": stride, "padding": padding, "output_padding": output_padding, "dilation": dilation}
         options = {name: extent if isinstance(extent, int) else tuple(extent) for name, extent in given.items()}
-        if isinstance(weight, Tracked) and (weight.leaf is None or weight.turned):
-
-            def of_one(x1: Tensor, w1: Tensor) -> Tensor:
-                return plain_op(x1.unsqueeze(0), w1, None, groups=groups, **options).squeeze(0)
-
-            y = torch.func.vmap(of_one)(input, weight.copies())
-            y = y if by_leaf is None else ops.add(y.movedim(1, -1), by_leaf).movedim(-1, 1)
-        else:
-            known: Any = weight.leaf if isinstance(weight, Tracked) else weight
-            y = op(input, known, by_leaf, groups=groups, **options)
-        return y if own is None else y + own.copies().reshape(*own.copies().shape, *[1] * dims)
+        return convolve(input, weight, bias, op=op, plain_op=plain_op, options=options | {"groups": groups})
 
     return convolution
 
