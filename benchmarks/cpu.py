@@ -47,15 +47,16 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from fdp import data, keys, tree
-from fdp.checks import Checks
-from fdp.clipping import flat
-from fdp.mechanism import Mechanism, without_noise
-from fdp.methods import Method, make_plan
+from fdp import keys, tree
+from fdp.checks.first_call import Checks
+from fdp.data import datasets
+from fdp.gradients.plan import Method, make_plan
 from fdp.model import Model
 from fdp.models import LANGUAGE, build
 from fdp.optimizers import adamw, sgd
-from fdp.sampling import poisson, trusted_batch
+from fdp.privacy.clipping import flat
+from fdp.privacy.mechanism import Mechanism, without_noise
+from fdp.privacy.sampling import poisson, trusted_batch
 from fdp.step import init_state, make_train_step
 from fdp.types import Flat, Tree
 
@@ -90,7 +91,7 @@ Steps: TypeAlias = Generator[Callable[[], Seen], None, None]
 def starting_point(context: int) -> tuple[Model, Tree, Int[Tensor, "batch tokens"]]:
     """Model, initial parameters and batch: the same for every row."""
     model = build("gpt-nano", context=context, tied=False)
-    dataset = data.load("stdlib", context=context)
+    dataset = datasets.load("stdlib", context=context)
     tokens = dataset.fetch(np.linspace(0, len(dataset) - 1, BATCH_SIZE).astype(np.int64))["tokens"]
     return model, model.init(keys.key(0)), tokens
 

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fdp import checkpoint
+from fdp.storage import checkpoint
 from fdp.types import FdpError
 from tests.faults import (
     CORRUPTIONS,

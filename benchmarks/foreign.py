@@ -8,9 +8,9 @@
 | `gpt2_large` | GPT2LMHeadModel, 36 layers of width 1280, untied (840M)         | 4 | 1024 |
 | `llama_1b`   | LlamaForCausalLM, 16 layers of width 2048, untied (1.1B)        | 8 | 2048 |
 
-Modules are built from a configuration, nothing is downloaded, and taken by ``fdp.foreign.causal``; `auto` and `none`
-are fdp's. Opacus gets the module itself, with rules for the two layers that it has none for. bfloat16 compute, float32
-master weights, AdamW. How modes are checked (against ``materialize``, before they are timed) and measured:
+Modules are built from a configuration, nothing is downloaded, and taken by ``fdp.foreign.hub.causal``; `auto` and
+`none` are fdp's. Opacus gets the module itself, with rules for the two layers that it has none for. bfloat16 compute,
+float32 master weights, AdamW. How modes are checked (against ``materialize``, before they are timed) and measured:
 ``benchmarks/harness.py``.
 """
 
@@ -36,7 +36,7 @@ from benchmarks.options import arguments, budget_of, open_report, speed_of
 from benchmarks.regimes import LLAMA_1B, against, table_line, verdict
 from benchmarks.report import overstatements, publish
 from fdp import tree
-from fdp.foreign.causal import causal_lm
+from fdp.foreign.hub.causal import causal_lm
 from fdp.init import constant, normal
 from fdp.model import LeafSpec, Model
 from fdp.models import GPTConfig, LlamaConfig, gpt, llama

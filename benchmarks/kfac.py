@@ -30,20 +30,21 @@ from torch import Tensor
 
 from benchmarks.device import free, peak_gib, synchronize
 from benchmarks.report import current_commit, hardware, slug, versions
-from fdp import data, keys, tree
-from fdp.clipping import flat
-from fdp.compiled import Blocks
+from fdp import keys, tree
+from fdp.data import datasets
+from fdp.fast.compiled import Blocks
+from fdp.gradients.plan import Method, make_plan
 from fdp.kfac import KfacConfig, Where, auto, everything, kfac
-from fdp.kfac.apply import apply_map
+from fdp.kfac.invert.apply import apply_map
+from fdp.kfac.invert.woodbury import Power, woodbury_cholesky, woodbury_map
 from fdp.kfac.optimizer import Kfac
 from fdp.kfac.state import find
-from fdp.kfac.woodbury import Power, woodbury_cholesky, woodbury_map
-from fdp.mechanism import Mechanism
-from fdp.methods import Method, make_plan
 from fdp.model import Model
 from fdp.models import build
 from fdp.optimizers import Optimizer, adamw, sgd
-from fdp.sampling import Dataset, poisson
+from fdp.privacy.clipping import flat
+from fdp.privacy.mechanism import Mechanism
+from fdp.privacy.sampling import Dataset, poisson
 from fdp.step import Compile, init_state, make_train_step
 from fdp.types import Batch, Tree
 
@@ -105,7 +106,7 @@ def natural(*, damping: float, kl_clip: float, momentum: float, period: int) -> 
 
 def digits_task(*, batch_size: int = 64) -> tuple[Task, list[Contender]]:
     model = build("mlp")
-    dataset = data.load("digits", context=None, field="text", vocab_size=data.BYTES)
+    dataset = datasets.load("digits", context=None, field="text", vocab_size=datasets.BYTES)
     grid = [adam(lr, b2=b2) for lr in (2e-2, 1e-2, 4e-2) for b2 in (0.999, 0.95)]
     grid += [descent(lr, momentum=m) for lr in (0.4, 0.2, 0.8, 1.6) for m in (0.8, 0.9, 0.6)]
     grid += [natural(damping=0.03, kl_clip=c, momentum=0.8, period=1) for c in (1e-2, 3e-2, 3e-3)]
@@ -122,7 +123,7 @@ GENTLE_OR_BOLD = ((1e-2, 0.8), (1e-1, 0.5))
 
 def nano_task() -> tuple[Task, list[Contender]]:
     model = build("gpt-nano", context=32)
-    dataset = data.load("stdlib", context=32, field="text", vocab_size=data.BYTES)
+    dataset = datasets.load("stdlib", context=32, field="text", vocab_size=datasets.BYTES)
     grid = [adam(lr, b2=b2) for lr, b2 in ((1e-3, 0.95), (1e-3, 0.999), (5e-4, 0.95), (2e-3, 0.95))]
     grid += [descent(lr, momentum=0.9) for lr in (0.1, 0.2)]
     grid += [natural(damping=d, kl_clip=3e-3, momentum=0.8, period=1) for d in (1e-2, 3e-2, 3e-3)]

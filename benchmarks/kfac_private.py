@@ -24,20 +24,21 @@ import numpy as np
 import torch
 
 from benchmarks.report import current_commit, hardware, slug, versions
-from fdp import accounting, clipping, keys
-from fdp.data import digits
+from fdp import keys
+from fdp.data.datasets import digits
+from fdp.gradients.plan import Method, make_plan
 from fdp.kfac.config import KfacConfig
 from fdp.kfac.optimizer import Kfac
-from fdp.kfac.private_factors import STATISTICS, scales_of
-from fdp.kfac.private_refresh import private_kfac, refresh_noised, refresh_public, sides_of
-from fdp.kfac.public import NoiseImages, draw, public
-from fdp.mechanism import Mechanism, Statistics, statistics
-from fdp.methods import Method, make_plan
+from fdp.kfac.private.noised_factors import STATISTICS, scales_of
+from fdp.kfac.private.public_data import NoiseImages, draw, public
+from fdp.kfac.private.refresh import private_kfac, refresh_noised, refresh_public, sides_of
 from fdp.models import mlp
 from fdp.models.classifiers import logits
 from fdp.optimizers import Optimizer, adamw, sgd
-from fdp.run import data_digest
-from fdp.sampling import poisson, sample_batch
+from fdp.privacy import accounting, clipping
+from fdp.privacy.mechanism import Mechanism, Statistics, statistics
+from fdp.privacy.sampling import poisson, sample_batch
+from fdp.run.training_run import data_digest
 from fdp.step import init_state, make_train_step
 from fdp.types import TrainState
 

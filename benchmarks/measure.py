@@ -27,7 +27,7 @@ from torch import Tensor
 from benchmarks.checks import SLACK, WrongError, check_norms
 from benchmarks.device import GIB, free, peak_gib, synchronize
 from benchmarks.modes import BATCHES, LEARNING_RATE, MOST_STEPS, OURS, Case, Row, build, feed
-from fdp.methods import BUDGETED
+from fdp.gradients.plan import BUDGETED
 from fdp.types import Key
 
 

@@ -16,16 +16,17 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from fdp import keys, timing, tree
-from fdp.checks import Checks
-from fdp.clipping import flat
-from fdp.costs import NormBy
-from fdp.mechanism import Mechanism, without_noise
-from fdp.methods import BUDGETED, CHOOSING, Method, Plan, make_plan
+from fdp import keys, tree
+from fdp.checks.first_call import Checks
+from fdp.gradients import timing
+from fdp.gradients.costs import NormBy
+from fdp.gradients.plan import BUDGETED, CHOOSING, Method, Plan, make_plan
+from fdp.gradients.rules import HALF
 from fdp.model import Model
 from fdp.optimizers import Optimizer, adamw
-from fdp.rules import HALF
-from fdp.sampling import poisson, trusted_batch
+from fdp.privacy.clipping import flat
+from fdp.privacy.mechanism import Mechanism, without_noise
+from fdp.privacy.sampling import poisson, trusted_batch
 from fdp.step import Compile, init_state, make_train_step
 from fdp.types import Flat, Key, Step, Tree
 

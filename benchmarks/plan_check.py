@@ -24,19 +24,19 @@ from rich.console import Console
 from rich.table import Table
 
 from fdp import keys, tree
-from fdp.checks import Checks
-from fdp.clipping import flat
-from fdp.footprint import Kind
-from fdp.mechanism import Mechanism
-from fdp.mesh import make_mesh
-from fdp.methods import Method, make_plan
+from fdp.checks.first_call import Checks
+from fdp.estimate.estimate import Footprint, Scale, plan_at_scale
+from fdp.estimate.ledger import Kind
+from fdp.gradients.plan import Method, make_plan
 from fdp.model import Model
 from fdp.models import LANGUAGE, LlamaConfig, build, llama
-from fdp.offload import NOTHING, Offload
 from fdp.optimizers import adamw
-from fdp.plan import Footprint, Scale, plan_at_scale
-from fdp.sampling import poisson, trusted_batch
-from fdp.sharding import Sharding, Zero, abstract_params, as_dtensor, make_sharding
+from fdp.parallel.mesh import make_mesh
+from fdp.parallel.offload import NOTHING, Offload
+from fdp.parallel.sharding import Sharding, Zero, abstract_params, as_dtensor, make_sharding
+from fdp.privacy.clipping import flat
+from fdp.privacy.mechanism import Mechanism
+from fdp.privacy.sampling import poisson, trusted_batch
 from fdp.step import init_state, make_train_step
 
 GIB = 2**30

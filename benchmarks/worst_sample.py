@@ -27,8 +27,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.report import current_commit, hardware, versions
-from fdp.compiled import Blocks
-from fdp.methods import Plan
+from fdp.fast.compiled import Blocks
+from fdp.gradients.plan import Plan
 from tests.adversary import ARENAS, MANY, SLACK, STYLES, TARGETS, Arena, crowded, joined, measure, on, plans_of
 from tests.adversary_search import Found, Search, as_written
 

@@ -13,14 +13,14 @@ import argparse
 import torch
 
 from fdp import keys, models
-from fdp.accounting import noise_multiplier_for
-from fdp.budget import spent
-from fdp.clipping import flat
-from fdp.data import digits
-from fdp.mechanism import Mechanism
-from fdp.methods import make_plan
+from fdp.data.datasets import digits
+from fdp.gradients.plan import make_plan
 from fdp.optimizers import sgd
-from fdp.sampling import poisson, sample_batch
+from fdp.privacy.accounting import noise_multiplier_for
+from fdp.privacy.clipping import flat
+from fdp.privacy.mechanism import Mechanism
+from fdp.privacy.sampling import poisson, sample_batch
+from fdp.run.spent import spent
 from fdp.step import init_state, make_train_step
 
 # These numbers were picked by hand while looking at the test accuracy of some two dozen runs. That choice is

@@ -24,16 +24,16 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging
 
 from fdp import keys
-from fdp.accounting import noise_multiplier_for
-from fdp.budget import spent
-from fdp.clipping import flat
-from fdp.data import load
-from fdp.foreign import hugging_face
-from fdp.foreign.lora import lora, merge
-from fdp.mechanism import Mechanism
-from fdp.methods import make_plan
+from fdp.data.datasets import load
+from fdp.foreign.adapters.lora import lora, merge
+from fdp.foreign.hub import hugging_face
+from fdp.gradients.plan import make_plan
 from fdp.optimizers import adamw, warmup_cosine
-from fdp.sampling import poisson, sample_batch
+from fdp.privacy.accounting import noise_multiplier_for
+from fdp.privacy.clipping import flat
+from fdp.privacy.mechanism import Mechanism
+from fdp.privacy.sampling import poisson, sample_batch
+from fdp.run.spent import spent
 from fdp.step import init_state, make_train_step
 
 EPSILON, DELTA = 8.0, 1e-5  # what one private window may cost, in each of the two runs

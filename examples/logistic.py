@@ -14,18 +14,18 @@ import torch
 import torch.nn.functional as F
 
 from fdp import keys, ops
-from fdp.accounting import noise_multiplier_for
-from fdp.audit import check_independent
-from fdp.budget import spent
-from fdp.clipping import clip_to, flat
-from fdp.data import digits
-from fdp.mechanism import Mechanism
-from fdp.methods import Method, make_plan
+from fdp.checks.model_checks import check_independent
+from fdp.data.datasets import digits
+from fdp.gradients.per_sample import clipped_sum, per_sample_norms
+from fdp.gradients.plan import Method, make_plan
 from fdp.model import from_loss
-from fdp.noise import add_gaussian, expected_mean
 from fdp.optimizers import apply_updates, sgd
-from fdp.per_sample import clipped_sum, per_sample_norms
-from fdp.sampling import poisson, sample_batch
+from fdp.privacy.accounting import noise_multiplier_for
+from fdp.privacy.clipping import clip_to, flat
+from fdp.privacy.mechanism import Mechanism
+from fdp.privacy.noise import add_gaussian, expected_mean
+from fdp.privacy.sampling import poisson, sample_batch
+from fdp.run.spent import spent
 from fdp.types import TrainState
 
 EPSILON, DELTA = 3.0, 1e-5  # what one image of the training set may cost, over the whole run

@@ -17,16 +17,16 @@ import numpy as np
 import torch
 
 from fdp import keys, models, tree
-from fdp.accounting import noise_multiplier_for
-from fdp.budget import spent
-from fdp.clipping import clip_to, flat
-from fdp.data import load
-from fdp.mechanism import Mechanism
-from fdp.methods import Method, make_plan
-from fdp.noise import add_gaussian, expected_mean
+from fdp.data.datasets import load
+from fdp.gradients.per_sample import clipped_sum, per_sample_norms
+from fdp.gradients.plan import Method, make_plan
 from fdp.optimizers import adamw, apply_updates, warmup_cosine
-from fdp.per_sample import clipped_sum, per_sample_norms
-from fdp.sampling import poisson, sample_batch
+from fdp.privacy.accounting import noise_multiplier_for
+from fdp.privacy.clipping import clip_to, flat
+from fdp.privacy.mechanism import Mechanism
+from fdp.privacy.noise import add_gaussian, expected_mean
+from fdp.privacy.sampling import poisson, sample_batch
+from fdp.run.spent import spent
 from fdp.types import ClippedSum, TrainState
 
 EPSILON, DELTA = 8.0, 1e-6  # what one window of the text may cost, over the whole run
@@ -58,7 +58,7 @@ key = keys.key(0)
 params = tree.flatten(model.init(keys.fold_in(key, "init")))
 optimizer = adamw(warmup_cosine(LEARNING_RATE, warmup_steps=max(1, steps // 10), steps=steps + 1))
 example = {"tokens": dataset["tokens"][:MICROBATCH_SIZE]}
-plan = make_plan(model, params, example, method=Method.AUTO)  # fdp.methods.explain(plan) says what it chose
+plan = make_plan(model, params, example, method=Method.AUTO)  # fdp.gradients.plan.explain(plan) says what it chose
 
 
 def train_step(state, batch, key):

@@ -47,14 +47,14 @@ from torch import nn
 
 import fdp
 from fdp import keys, tree
-from fdp.accounting import noise_multiplier_for
-from fdp.budget import spent
-from fdp.clipping import flat
-from fdp.data import digits
-from fdp.mechanism import Mechanism
+from fdp.data.datasets import digits
+from fdp.gradients.rules import Pair, rows
 from fdp.optimizers import adam
-from fdp.rules import Pair, rows
-from fdp.sampling import poisson, sample_batch
+from fdp.privacy.accounting import noise_multiplier_for
+from fdp.privacy.clipping import flat
+from fdp.privacy.mechanism import Mechanism
+from fdp.privacy.sampling import poisson, sample_batch
+from fdp.run.spent import spent
 
 EPSILON, DELTA = 4.0, 1e-4
 MICROBATCH_SIZE, BATCH_SIZE, MAX_NORM = 64, 128, 1.0

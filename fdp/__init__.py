@@ -13,40 +13,40 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fdp.accounting import epsilon as epsilon
-    from fdp.accounting import noise_multiplier_for as noise_multiplier_for
-    from fdp.audit import check_independent as check_independent
-    from fdp.audit import check_norms as check_norms
-    from fdp.budget import spent as spent
-    from fdp.checks import Checks as Checks
-    from fdp.clipping import clip_to as clip_to
+    from fdp.checks.first_call import Checks as Checks
+    from fdp.checks.model_checks import check_independent as check_independent
+    from fdp.checks.model_checks import check_norms as check_norms
     from fdp.foreign.module import from_module as from_module
-    from fdp.foreign.uses import operation as operation
-    from fdp.foreign.uses import rule as rule
+    from fdp.foreign.uses.watch import operation as operation
+    from fdp.foreign.uses.watch import rule as rule
+    from fdp.gradients.per_sample import clipped_sum as clipped_sum
+    from fdp.gradients.per_sample import per_sample_norms as per_sample_norms
+    from fdp.gradients.plan import Method as Method
+    from fdp.gradients.plan import make_plan as make_plan
+    from fdp.gradients.rules import Rule as Rule
+    from fdp.gradients.rules import check_rule as check_rule
     from fdp.keys import fold_in as fold_in
     from fdp.keys import key as key
-    from fdp.mechanism import Mechanism as Mechanism
-    from fdp.mesh import make_mesh as make_mesh
-    from fdp.methods import Method as Method
-    from fdp.methods import make_plan as make_plan
     from fdp.model import Block as Block
     from fdp.model import LeafSpec as LeafSpec
     from fdp.model import Model as Model
     from fdp.model import from_loss as from_loss
-    from fdp.noise import add_gaussian as add_gaussian
-    from fdp.noise import expected_mean as expected_mean
-    from fdp.offload import Offload as Offload
-    from fdp.per_sample import clipped_sum as clipped_sum
-    from fdp.per_sample import per_sample_norms as per_sample_norms
-    from fdp.rules import Rule as Rule
-    from fdp.rules import check_rule as check_rule
-    from fdp.sampling import poisson as poisson
-    from fdp.sampling import sample_batch as sample_batch
-    from fdp.sharding import Zero as Zero
-    from fdp.sharding import init_params as init_params
-    from fdp.sharding import make_sharding as make_sharding
-    from fdp.sharding import over_tensor_axis as over_tensor_axis
-    from fdp.sharding import shared_key as shared_key
+    from fdp.parallel.mesh import make_mesh as make_mesh
+    from fdp.parallel.offload import Offload as Offload
+    from fdp.parallel.sharding import Zero as Zero
+    from fdp.parallel.sharding import init_params as init_params
+    from fdp.parallel.sharding import make_sharding as make_sharding
+    from fdp.parallel.sharding import over_tensor_axis as over_tensor_axis
+    from fdp.parallel.sharding import shared_key as shared_key
+    from fdp.privacy.accounting import epsilon as epsilon
+    from fdp.privacy.accounting import noise_multiplier_for as noise_multiplier_for
+    from fdp.privacy.clipping import clip_to as clip_to
+    from fdp.privacy.mechanism import Mechanism as Mechanism
+    from fdp.privacy.noise import add_gaussian as add_gaussian
+    from fdp.privacy.noise import expected_mean as expected_mean
+    from fdp.privacy.sampling import poisson as poisson
+    from fdp.privacy.sampling import sample_batch as sample_batch
+    from fdp.run.spent import spent as spent
     from fdp.step import init_state as init_state
     from fdp.step import make_train_step as make_train_step
     from fdp.types import Batch as Batch
@@ -54,24 +54,24 @@ if TYPE_CHECKING:
     from fdp.types import TrainState as TrainState
 
 _HOME = {
-    "accounting": ("epsilon", "noise_multiplier_for"),
-    "audit": ("check_independent", "check_norms"),
-    "budget": ("spent",),
-    "checks": ("Checks",),
-    "clipping": ("clip_to",),
+    "privacy.accounting": ("epsilon", "noise_multiplier_for"),
+    "checks.model_checks": ("check_independent", "check_norms"),
+    "run.spent": ("spent",),
+    "checks.first_call": ("Checks",),
+    "privacy.clipping": ("clip_to",),
     "foreign.module": ("from_module",),
-    "foreign.uses": ("operation", "rule"),
+    "foreign.uses.watch": ("operation", "rule"),
     "keys": ("fold_in", "key"),
-    "mechanism": ("Mechanism",),
-    "mesh": ("make_mesh",),
-    "methods": ("Method", "make_plan"),
+    "privacy.mechanism": ("Mechanism",),
+    "parallel.mesh": ("make_mesh",),
+    "gradients.plan": ("Method", "make_plan"),
     "model": ("Block", "LeafSpec", "Model", "from_loss"),
-    "noise": ("add_gaussian", "expected_mean"),
-    "offload": ("Offload",),
-    "per_sample": ("clipped_sum", "per_sample_norms"),
-    "rules": ("Rule", "check_rule"),
-    "sampling": ("poisson", "sample_batch"),
-    "sharding": ("Zero", "init_params", "make_sharding", "over_tensor_axis", "shared_key"),
+    "privacy.noise": ("add_gaussian", "expected_mean"),
+    "parallel.offload": ("Offload",),
+    "gradients.per_sample": ("clipped_sum", "per_sample_norms"),
+    "gradients.rules": ("Rule", "check_rule"),
+    "privacy.sampling": ("poisson", "sample_batch"),
+    "parallel.sharding": ("Zero", "init_params", "make_sharding", "over_tensor_axis", "shared_key"),
     "step": ("init_state", "make_train_step"),
     "types": ("Batch", "FdpError", "TrainState"),
 }

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fdp import keys, tree
-from fdp.collectives import Axis
+from fdp.fingerprint import fingerprint
 from fdp.init import Init, constant
-from fdp.settings import fingerprint
+from fdp.parallel.collectives import Axis
 from fdp.types import FdpError, Key, Path, Tree
 
 

@@ -1,11 +1,12 @@
-"""The operations of a model: ordinary tensor functions that also accept watched parameters (see ``fdp.taps``).
+"""The operations of a model: ordinary tensor functions that also accept watched parameters (see
+``fdp.gradients.taps``).
 
 Every function takes the input first, samples in dimension 0, and parameters as plain tensors or ``Watched`` values.
 Called on plain tensors they are what their names say; called on watched ones they leave the record of the use.
 
     >>> h = h + linear(attention(q, k, v), p["out"], p["out_bias"])
 
-Your own operation: a :class:`fdp.rules.Rule` and ``use(rule, x, weight)``.
+Your own operation: a :class:`fdp.gradients.rules.Rule` and ``use(rule, x, weight)``.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fdp.rules import OneHot, Pair, Rule, rows
-from fdp.taps import Watched
+from fdp.gradients.rules import OneHot, Pair, Rule, rows
+from fdp.gradients.taps import Watched
 from fdp.types import FdpError
 
 Weight: TypeAlias = Tensor | Watched

@@ -23,29 +23,27 @@ import torch
 from torch import Tensor
 
 from fdp import keys, tree
-from fdp.block_loop import Memory
-from fdp.checks import Checks, FirstCall
-from fdp.compiled import Blocks
-from fdp.costs import SumBy
-from fdp.cuda_graph import captured
-from fdp.fused_update import FusedUpdate
-from fdp.guards import Gate, check_settings
-from fdp.kfac.private import check_preconditioned, check_sides, map_record
+from fdp.checks.first_call import Checks, FirstCall
+from fdp.checks.gate import Gate, check_settings
+from fdp.fast.compiled import Blocks
+from fdp.fast.cuda_graph import captured
+from fdp.fast.fused_update import FusedUpdate
+from fdp.fingerprint import fingerprint
+from fdp.gradients.accumulate import Part, everyones, joined, plain_part
+from fdp.gradients.block_loop import Memory
+from fdp.gradients.costs import SumBy
+from fdp.gradients.per_sample import as_it_is, clipped_sum, per_sample_norms
+from fdp.gradients.plan import Plan
+from fdp.gradients.scores import score_moments
+from fdp.kfac.private.precondition import check_preconditioned, check_sides, map_record
 from fdp.kfac.types import Sides
-from fdp.mechanism import Mechanism
-from fdp.methods import Plan
-from fdp.microbatches import Part, everyones, joined, plain_part
 from fdp.model import Model, check_params
-from fdp.noise import add_noise, expected_mean
-from fdp.offload import CPU, NOTHING, Offload, settle
 from fdp.ops import fast_attention
 from fdp.optimizers import LOCAL, Optimizer, apply_updates
-from fdp.per_sample import as_it_is, clipped_sum, per_sample_norms
-from fdp.reductions import sharded_reductions
-from fdp.sampling import Poisson
-from fdp.scores import score_moments
-from fdp.settings import fingerprint
-from fdp.sharding import (
+from fdp.parallel.gather_reduce import gather_all, reduce_all, sum_over_samples
+from fdp.parallel.offload import CPU, NOTHING, Offload, settle
+from fdp.parallel.sharded_norms import sharded_reductions
+from fdp.parallel.sharding import (
     Reduce,
     Sharding,
     Zero,
@@ -58,7 +56,9 @@ from fdp.sharding import (
     places,
     reduce_slack,
 )
-from fdp.traffic import gather_all, reduce_all, sum_over_samples
+from fdp.privacy.mechanism import Mechanism
+from fdp.privacy.noise import add_noise, expected_mean
+from fdp.privacy.sampling import Poisson
 from fdp.types import Batch, ClippedSum, FdpError, Flat, Key, Metrics, Path, Step, TrainState, Tree, Weighted
 
 Precondition: TypeAlias = Callable[[TrainState], Mapping[Path, Sides]]
@@ -162,7 +162,7 @@ def make_train_step(
     block's input and runs its forward again, as ZeRO-3 always does. ``precondition`` maps every sample's gradient
     before it is clipped; the noise is isotropic after that map. At its first call a private step checks, on a few of
     the samples and on made-up ones, that samples are independent and, for up to 20 million parameters, that norms are
-    right (``fdp.checks``); ``Checks.SKIPPED`` takes the model at your word.
+    right (``fdp.checks.first_call``); ``Checks.SKIPPED`` takes the model at your word.
 
     Guarantees:
       - the update depends on the data only through one noised sum per step (and the noised count of an adaptive

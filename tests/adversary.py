@@ -25,23 +25,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fdp import clipping, keys, ops, tree
-from fdp.clipping import ClipStyle
-from fdp.compiled import Blocks
-from fdp.costs import Choice, NormBy, SumBy
-from fdp.foreign.einsum import EINSUM
-from fdp.foreign.lora import lora
+from fdp import keys, ops, tree
+from fdp.fast.compiled import Blocks
+from fdp.foreign.adapters.lora import lora
 from fdp.foreign.module import from_module
-from fdp.foreign.products import LINEAR_ROWS
-from fdp.foreign.rarer import BILINEAR
-from fdp.foreign.routing import ROUTED, pack
+from fdp.foreign.uses.einsum import EINSUM
+from fdp.foreign.uses.products import LINEAR_ROWS
+from fdp.foreign.uses.rarer_products import BILINEAR
+from fdp.foreign.uses.routing import ROUTED, pack
+from fdp.gradients.costs import Choice, NormBy, SumBy
+from fdp.gradients.per_sample import clipped_sum, per_sample_norms
+from fdp.gradients.plan import Method, Plan, make_plan
+from fdp.gradients.taps import EXPANDED
 from fdp.init import constant
-from fdp.methods import Method, Plan, make_plan
 from fdp.model import Block, LeafSpec, Model
 from fdp.models import GPTConfig, gpt
 from fdp.ops import fast_attention
-from fdp.per_sample import clipped_sum, per_sample_norms
-from fdp.taps import EXPANDED
+from fdp.privacy import clipping
+from fdp.privacy.clipping import ClipStyle
 from fdp.types import Clip, Path, Tree
 
 WIDTH, TOKENS = 4, 8

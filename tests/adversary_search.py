@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fdp.compiled import Blocks
-from fdp.methods import Plan
+from fdp.fast.compiled import Blocks
+from fdp.gradients.plan import Plan
 from fdp.types import Path
 from tests.adversary import (
     STYLES,

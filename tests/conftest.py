@@ -16,7 +16,7 @@ if not torch.cuda.is_available():  # before anything imports Triton: kernel bodi
 from hypothesis import settings
 
 from fdp import ops, tree
-from fdp.audit import reference_gradients
+from fdp.checks.model_checks import reference_gradients
 from fdp.model import Model, from_loss
 from fdp.models import GPTConfig, LlamaConfig, cnn, gpt, llama, mlp
 from fdp.types import Flat, Tree

@@ -29,26 +29,26 @@ COMMON = shlex.split(
     "--model mlp --data digits --noise-multiplier 1 --seed 0 --batch-size 24 --microbatch 12 --warmup 1 --device cpu"
 )
 STAGES = {
-    "joining": ("fdp.rendezvous", "meet"),
+    "joining": ("fdp.parallel.rendezvous", "meet"),
     "reading the settings": ("fdp.cli.session", "configure"),
-    "checking the model": ("fdp.run", "check_model"),
-    "making the folder": ("fdp.cli.report", "write_config"),
-    "replacing a file": ("fdp.private_files", "sync_folder"),
-    "verifying a checkpoint": ("fdp.checkpoint", "_check_files"),
-    "loading a checkpoint": ("fdp.checkpoint", "read_parts"),
-    "drawing samples": ("fdp.run", "draw_batch"),
-    "summing up a step": ("fdp.run", "_settled"),
-    "writing metrics": ("fdp.cli.report", "_line"),
-    "beginning a save": ("fdp.checkpoint", "_begin"),
-    "finding the folder": ("fdp.checkpoint", "_check_shared"),
-    "writing parts": ("fdp.checkpoint", "write_parts"),
-    "amid a part": ("fdp.dcp", "_Hashed.write"),
-    "publishing": ("fdp.checkpoint", "_publish"),
-    "amid publishing": ("fdp.checkpoint", "sync_folder"),
-    "pruning": ("fdp.checkpoint", "_hidden"),
+    "checking the model": ("fdp.run.training_run", "check_model"),
+    "making the folder": ("fdp.cli.run_files", "write_config"),
+    "replacing a file": ("fdp.storage.private_files", "sync_folder"),
+    "verifying a checkpoint": ("fdp.storage.checkpoint", "_check_files"),
+    "loading a checkpoint": ("fdp.storage.checkpoint", "read_parts"),
+    "drawing samples": ("fdp.run.training_run", "draw_batch"),
+    "summing up a step": ("fdp.run.training_run", "_settled"),
+    "writing metrics": ("fdp.cli.run_files", "_line"),
+    "beginning a save": ("fdp.storage.checkpoint", "_begin"),
+    "finding the folder": ("fdp.storage.checkpoint", "_check_shared"),
+    "writing parts": ("fdp.storage.checkpoint", "write_parts"),
+    "amid a part": ("fdp.storage.dcp", "_Hashed.write"),
+    "publishing": ("fdp.storage.checkpoint", "_publish"),
+    "amid publishing": ("fdp.storage.checkpoint", "sync_folder"),
+    "pruning": ("fdp.storage.checkpoint", "_hidden"),
     "exporting": ("fdp.cli.session", "export"),
-    "drawing the report": ("fdp.cli.report", "write_report"),
-    "writing the summary": ("fdp.cli.report", "write_summary"),
+    "drawing the report": ("fdp.cli.run_files", "write_report"),
+    "writing the summary": ("fdp.cli.run_files", "write_summary"),
 }
 """Where a process can be hit: the function that is called there."""
 
@@ -145,7 +145,7 @@ class Job(NamedTuple):
 def forkserver() -> Any:
     """Processes that are forked from one that has imported everything, once."""
     context = mp.get_context("forkserver")
-    own = ("tests.preload", "fdp.cli.main", "fdp.cli.session", "fdp.rendezvous")
+    own = ("tests.preload", "fdp.cli.main", "fdp.cli.session", "fdp.parallel.rendezvous")
     context.set_forkserver_preload([*own, "sklearn.datasets", "matplotlib.backends.backend_agg"])
     return context
 
@@ -289,7 +289,7 @@ CORRUPTIONS: dict[str, Callable[[Path, random.Random], None]] = {
 
 def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """Change the record of a checkpoint as one would who knows how its digest is made."""
-    from fdp.checkpoint import RECORD, _digest
+    from fdp.storage.checkpoint import RECORD, _digest
 
     record = json.loads((path / RECORD).read_text())
     record.pop("sha256")

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 
-import fdp.checkpoint
+import fdp.storage.checkpoint
 from fdp.cli.main import main
 
 fault, *words = sys.argv[1:]
@@ -14,7 +14,7 @@ if os.environ["RANK"] == "1":
     if fault == "other-settings":
         words += ["--lr", "0.125"]
     elif fault == "dies-while-saving":
-        write, saves = fdp.checkpoint.write_parts, []
+        write, saves = fdp.storage.checkpoint.write_parts, []
 
         def killed(*args, **kwargs):
             saves.append(1)
@@ -22,5 +22,5 @@ if os.environ["RANK"] == "1":
                 os.kill(os.getpid(), signal.SIGKILL)
             return write(*args, **kwargs)
 
-        fdp.checkpoint.write_parts = killed
+        fdp.storage.checkpoint.write_parts = killed
 main(words)

@@ -10,16 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fdp.clipping import clip_to
-from fdp.compiled import Blocks
-from fdp.foreign.dropout import NAME, keys_of
+from fdp.fast.compiled import Blocks
+from fdp.foreign.layout import leaf_paths
 from fdp.foreign.module import from_module
-from fdp.foreign.stack import leaf_paths
-from fdp.foreign.tracking import Run
-from fdp.foreign.uses import Uses
-from fdp.methods import Method, make_plan
+from fdp.foreign.uses.dropout import NAME, keys_of
+from fdp.foreign.uses.tracking import Run
+from fdp.foreign.uses.watch import Uses
+from fdp.gradients.per_sample import clipped_sum, per_sample_norms
+from fdp.gradients.plan import Method, make_plan
 from fdp.model import Model
-from fdp.per_sample import clipped_sum, per_sample_norms
+from fdp.privacy.clipping import clip_to
 from fdp.types import Flat, Tree
 
 SAMPLES, TOKENS, VOCAB = 3, 6, 13

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from fdp import keys, tree
 from fdp.kfac import factors
-from fdp.kfac.collect import collect
-from fdp.kfac.fisher import Fisher
 from fdp.kfac.forms import Form
 from fdp.kfac.layers import Survey, survey
-from fdp.kfac.sums import Forms, Sharing
+from fdp.kfac.measure.collect import collect
+from fdp.kfac.measure.fisher import Fisher
+from fdp.kfac.measure.sums import Forms, Sharing
 from fdp.kfac.types import Curvature, Layer
 from fdp.model import Model
 from fdp.types import Tree

@@ -3,5 +3,5 @@
 import torch.distributed.checkpoint
 import torch.distributed.tensor  # noqa: F401
 
-import fdp.run
+import fdp.run.training_run
 import fdp.step  # noqa: F401

@@ -15,24 +15,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import fdp.per_sample
-import fdp.rules
+import fdp.gradients.launches
+import fdp.gradients.per_sample
+import fdp.gradients.rules
 import fdp.step
-import fdp.together
 import fdp.types
-from fdp import clipping, keys, ops, tree
-from fdp.compiled import Blocks
-from fdp.kfac.private import map_record
+from fdp import keys, ops, tree
+from fdp.fast.compiled import Blocks
+from fdp.gradients.per_sample import RecordMap, as_it_is, clipped_sum, per_sample_norms
+from fdp.gradients.plan import Method, Plan, make_plan
+from fdp.gradients.rules import Dense
+from fdp.kfac.private.precondition import map_record
 from fdp.kfac.types import LowRankMap, MatrixMap, Sides
-from fdp.mechanism import Mechanism
-from fdp.methods import Method, Plan, make_plan
 from fdp.model import Model, from_loss
 from fdp.models import GPTConfig, cnn, gpt
-from fdp.noise import add_noise
 from fdp.optimizers import sgd
-from fdp.per_sample import RecordMap, as_it_is, clipped_sum, per_sample_norms
-from fdp.rules import Dense
-from fdp.sampling import poisson, trusted_batch
+from fdp.privacy import clipping
+from fdp.privacy.mechanism import Mechanism
+from fdp.privacy.noise import add_noise
+from fdp.privacy.sampling import poisson, trusted_batch
 from fdp.step import init_state, make_stages, make_train_step
 from fdp.types import ClippedSum, Norms
 
@@ -270,7 +271,10 @@ def test_the_check_notices_compiled_blocks_that_leave_something_out(mutate, made
                 return carry, records
             if mutate == "carry halved":
                 return tree.map(lambda leaf: leaf / 2, carry), records
-            halved = {p: [Dense(fdp.rules.per_sample_gradient(r) / 2) for r in found] for p, found in records.items()}
+            halved = {
+                p: [Dense(fdp.gradients.rules.per_sample_gradient(r) / 2) for r in found]
+                for p, found in records.items()
+            }
             return carry, halved
 
         return out, less
@@ -405,14 +409,14 @@ def run_preconditioned_check() -> None:
 
 
 def norm_of_the_output_gradient_only(monkeypatch):
-    real = fdp.rules.Pair
+    real = fdp.gradients.rules.Pair
 
     def wrong(record):
-        if isinstance(record, real) and not isinstance(record.left, fdp.rules.OneHot):
+        if isinstance(record, real) and not isinstance(record.left, fdp.gradients.rules.OneHot):
             return record.left.float().square().sum((1, 2, 3))
-        return fdp.rules.squared_norm(record)
+        return fdp.gradients.rules.squared_norm(record)
 
-    monkeypatch.setattr(fdp.per_sample, "gram_squared_norm", wrong)
+    monkeypatch.setattr(fdp.gradients.per_sample, "gram_squared_norm", wrong)
 
 
 def preconditioned_after_the_norm_is_taken(monkeypatch):
@@ -437,25 +441,25 @@ def one_side_only_in_the_norm(monkeypatch):
 
 
 def cross_terms_of_a_tied_leaf_forgotten(monkeypatch):
-    monkeypatch.setattr(fdp.per_sample, "cross_term", lambda a, b: torch.zeros(BATCH))
-    monkeypatch.setattr(fdp.per_sample, "_merge", lambda records, choice: records)
+    monkeypatch.setattr(fdp.gradients.per_sample, "cross_term", lambda a, b: torch.zeros(BATCH))
+    monkeypatch.setattr(fdp.gradients.per_sample, "_merge", lambda records, choice: records)
 
     def no_cross(records, choice):
-        return sum(fdp.rules.squared_norm(record) for record in records)
+        return sum(fdp.gradients.rules.squared_norm(record) for record in records)
 
-    monkeypatch.setattr(fdp.per_sample, "_squared", no_cross)
+    monkeypatch.setattr(fdp.gradients.per_sample, "_squared", no_cross)
 
 
 def factor_rounded_to_bfloat16(monkeypatch):
-    real = fdp.rules.weighted_gradient
-    monkeypatch.setattr(fdp.together, "weighted_gradient", lambda r, f: real(r, f.bfloat16().float()))
+    real = fdp.gradients.rules.weighted_gradient
+    monkeypatch.setattr(fdp.gradients.launches, "weighted_gradient", lambda r, f: real(r, f.bfloat16().float()))
 
 
 def factor_applied_without_a_guard_for_nan(monkeypatch):
     def wrong(record, factors):
-        return torch.einsum("b,b...->...", factors, fdp.rules.per_sample_gradient(record).double())
+        return torch.einsum("b,b...->...", factors, fdp.gradients.rules.per_sample_gradient(record).double())
 
-    monkeypatch.setattr(fdp.together, "weighted_gradient", wrong)
+    monkeypatch.setattr(fdp.gradients.launches, "weighted_gradient", wrong)
 
 
 def not_clipped_at_all(monkeypatch):
@@ -502,7 +506,7 @@ def noise_scaled_by_the_batch(monkeypatch):
 
 
 def the_same_noise_for_every_leaf(monkeypatch):
-    monkeypatch.setattr("fdp.noise.keys.fold_in", lambda key, path: key)
+    monkeypatch.setattr("fdp.privacy.noise.keys.fold_in", lambda key, path: key)
 
 
 def padding_counted(monkeypatch):

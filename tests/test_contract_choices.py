@@ -11,16 +11,16 @@ from functools import cache, partial
 import pytest
 import torch
 
-from fdp import clipping
-from fdp.block_loop import Memory
-from fdp.compiled import Blocks
-from fdp.costs import Choice, NormBy, SumBy
-from fdp.kfac.private import map_record
+from fdp.fast.compiled import Blocks
+from fdp.gradients.block_loop import Memory
+from fdp.gradients.costs import Choice, NormBy, SumBy
+from fdp.gradients.per_sample import RecordMap, _squared, per_sample_norms
+from fdp.gradients.plan import Method, Plan, make_plan
+from fdp.gradients.rules import Dense
+from fdp.kfac.private.precondition import map_record
 from fdp.kfac.types import MatrixMap, Sides
-from fdp.methods import Method, Plan, make_plan
 from fdp.model import Model
-from fdp.per_sample import RecordMap, _squared, per_sample_norms
-from fdp.rules import Dense
+from fdp.privacy import clipping
 from tests.adversary import (
     ARENAS,
     BEFORE,

@@ -7,17 +7,18 @@ from typing import Any
 import pytest
 import torch
 
-import fdp.per_sample
-from fdp import clipping, keys, tree
-from fdp.mechanism import Mechanism
-from fdp.mesh import make_mesh
-from fdp.methods import Method, make_plan
+import fdp.gradients.per_sample
+from fdp import keys, tree
+from fdp.gradients.plan import Method, make_plan
 from fdp.model import Model
 from fdp.models import GPTConfig, gpt, mlp
 from fdp.optimizers import sgd
-from fdp.reductions import global_norm
-from fdp.sampling import poisson
-from fdp.sharding import Reduce, Zero, abstract_params, init_params, localize, make_sharding, over_tensor_axis
+from fdp.parallel.mesh import make_mesh
+from fdp.parallel.sharded_norms import global_norm
+from fdp.parallel.sharding import Reduce, Zero, abstract_params, init_params, localize, make_sharding, over_tensor_axis
+from fdp.privacy import clipping
+from fdp.privacy.mechanism import Mechanism
+from fdp.privacy.sampling import poisson
 from fdp.step import make_stages
 from fdp.types import Tree
 from tests.ranks import run_on_ranks
@@ -80,7 +81,7 @@ def inputs(ranks: int, last: float) -> Tree:
 def movements(mutated: bool) -> dict[str, float]:
     found = {}
     if mutated:
-        fdp.per_sample.sum_over_parts = lambda sharding, norms: norms
+        fdp.gradients.per_sample.sum_over_parts = lambda sharding, norms: norms
         return {"tensor": movement(GPT, tokens(1), {"tensor": 2}, Zero.TWO, Method.AUTO, "flat", torch.float32)}
     for axes in ({"shard": 2}, {"replicate": 2}, {"tensor": 2}):
         for method in (Method.MATERIALIZE, Method.GHOST, Method.GHOST_BK, Method.AUTO):

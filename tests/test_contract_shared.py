@@ -18,22 +18,23 @@ from fdp_kernels.noisy_adamw import Hyper, Leaf, step_reference_
 from fdp_kernels.weighted import weighted_reference
 from torch import Tensor
 
-from fdp import clipping, keys, ops, tree
-from fdp.clipping import clip_factors
-from fdp.kfac.fisher import Fisher
-from fdp.kfac.private import apart
-from fdp.kfac.private_factors import STATISTICS, clipped_statistics
-from fdp.mechanism import Mechanism, Statistics
-from fdp.mesh import make_mesh
-from fdp.methods import Method, Plan, make_plan
+from fdp import keys, ops, tree
+from fdp.gradients.plan import Method, Plan, make_plan
+from fdp.kfac.measure.fisher import Fisher
+from fdp.kfac.private.noised_factors import STATISTICS, clipped_statistics
+from fdp.kfac.private.precondition import apart
 from fdp.model import Model, from_loss
 from fdp.optimizers import sgd
-from fdp.reductions import global_norm
-from fdp.sampling import poisson, trusted_batch
-from fdp.sharding import Data, Reduce, Sharding, Zero, abstract_params, cut_out, make_sharding
+from fdp.parallel.gather_reduce import sum_over_samples
+from fdp.parallel.mesh import make_mesh
+from fdp.parallel.sharded_norms import global_norm
+from fdp.parallel.sharding import Data, Reduce, Sharding, Zero, abstract_params, cut_out, make_sharding
+from fdp.privacy import clipping
+from fdp.privacy.clipping import clip_factors
+from fdp.privacy.mechanism import Mechanism, Statistics
+from fdp.privacy.sampling import poisson, trusted_batch
 from fdp.step import joined as all_of
 from fdp.step import make_stages
-from fdp.traffic import sum_over_samples
 from fdp.types import ClippedSum, Norms, Weighted
 from tests.adversary import ARENAS, BEFORE, MAGNITUDES, STYLES, WAYS, Target, attacked, forced
 from tests.kfac_cases import forms_of, surveyed

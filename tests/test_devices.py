@@ -14,18 +14,19 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fdp import clipping, keys, tree
-from fdp.checks import Checks
-from fdp.foreign.hugging_face import causal_lm, params_of
+from fdp import keys, tree
+from fdp.checks.first_call import Checks
+from fdp.foreign.hub.hugging_face import causal_lm, params_of
+from fdp.gradients.plan import Method, make_plan
 from fdp.kfac import Damping, Distribution, Fisher, KfacConfig, Sharing, Via, Where, everything, kfac
-from fdp.kfac.private_factors import STATISTICS
-from fdp.kfac.private_refresh import private_kfac, refresh_noised, sides_of
-from fdp.mechanism import Mechanism, statistics
-from fdp.methods import Method, make_plan
+from fdp.kfac.private.noised_factors import STATISTICS
+from fdp.kfac.private.refresh import private_kfac, refresh_noised, sides_of
 from fdp.model import Model
 from fdp.models import GPTConfig, LlamaConfig, gpt, llama
 from fdp.optimizers import Optimizer, adamw, sgd
-from fdp.sampling import TRAINING, poisson, trusted_batch
+from fdp.privacy import clipping
+from fdp.privacy.mechanism import Mechanism, statistics
+from fdp.privacy.sampling import TRAINING, poisson, trusted_batch
 from fdp.step import init_state, make_train_step
 from fdp.types import Batch, Tree
 from tests.foreign_models import make

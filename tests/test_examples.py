@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from fdp import keys, tree
-from fdp.sampling import sample_batch
+from fdp.privacy.sampling import sample_batch
 from fdp.step import compose, init_state, make_stages
 from fdp.types import Tree
 

@@ -17,18 +17,19 @@ import torch
 import torch.distributed as dist
 
 import fdp.step
-from fdp import clipping, keys, ops, optimizers, tree
-from fdp.clipping import clip_to
-from fdp.compiled import Blocks
-from fdp.mechanism import Mechanism
-from fdp.mesh import make_mesh
-from fdp.methods import Method, make_plan
+from fdp import keys, ops, optimizers, tree
+from fdp.fast.compiled import Blocks
+from fdp.gradients.per_sample import clipped_sum, per_sample_norms
+from fdp.gradients.plan import Method, make_plan
 from fdp.model import from_loss
 from fdp.models import GPTConfig, gpt
-from fdp.offload import NOTHING, Offload
-from fdp.per_sample import clipped_sum, per_sample_norms
-from fdp.sampling import poisson, sample_batch, trusted_batch
-from fdp.sharding import Zero, abstract_params, init_params, localize, make_sharding
+from fdp.parallel.mesh import make_mesh
+from fdp.parallel.offload import NOTHING, Offload
+from fdp.parallel.sharding import Zero, abstract_params, init_params, localize, make_sharding
+from fdp.privacy import clipping
+from fdp.privacy.clipping import clip_to
+from fdp.privacy.mechanism import Mechanism
+from fdp.privacy.sampling import poisson, sample_batch, trusted_batch
 from fdp.step import Compile, init_state, make_train_step
 from fdp.types import Batch, Clip, TrainState
 

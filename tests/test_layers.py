@@ -1,4 +1,4 @@
-"""Who may import whom: stages do not know each other, the step joins them, kernels know nothing of fdp."""
+"""The layout of the tree: one ordered list of packages, each of which imports only those before it."""
 
 from __future__ import annotations
 
@@ -11,109 +11,140 @@ ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "fdp").rglob("*.py"))
 KERNELS = sorted((ROOT / "kernels").rglob("*.py"))
 
-STAGES = {"per_sample", "clipping", "noise", "sampling", "accounting", "optimizers"}
-JOINERS = {
-    "step",
-    "noisy_update",
-    "fused_update",
-    "budget",
-    "guards",
-    "run",
-    "cli",
-    "audit",
-    "mechanism",
-    "reductions",
-    "checkpoint",
-    "plan",
-    "compare",
-    "kfac",
-    "foreign",
-    "__main__",
-    "__init__",
-}
-# The accountant is given the mechanism, which names who is sampled and how a sample is clipped. Adaptive clipping
-# noises its count as sums are noised.
-KNOWN = {"accounting": {"mechanism", "clipping", "sampling", "composition"}, "clipping": {"noise"}}
-# In order: each may import those before it.
 ORDER = (
     "types",
     "tree",
     "keys",
-    "settings",
-    "sample_gradients",
-    "rules",
-    "together",
-    "vjp",
-    "taps",
-    "ops",
     "init",
-    "torch_init",
-    "collectives",
-    "parallel",
+    "fingerprint",
+    "privacy",
+    "data",
+    "optimizers",
     "model",
-    "mesh",
-    "sharding",
-    "traffic",
-    "offload",
+    "parallel",
+    "storage",
+    "gradients",
+    "ops",
+    "fast",
+    "checks",
     "models",
-    "costs",
-    "timing",
-    "methods",
-    "head",
-    "compiled",
-    "fused_head",
-    "block_loop",
+    "foreign",
+    "kfac",
+    "step",
+    "run",
+    "estimate",
+    "cli",
+    "__init__",
+    "__main__",
 )
-FOUNDATIONS = set(ORDER)
-# What a stage may stand on, besides types, tree and keys.
-GROUND = {
-    "per_sample": {
-        "sample_gradients",
-        "together",
-        "sharding",
-        "traffic",
-        "costs",
-        "methods",
-        "model",
-        "compiled",
-        "block_loop",
-    }
+# Inside the two largest packages.
+INSIDE = {
+    "foreign": (
+        "layout",
+        "call_forms",
+        "placeholders",
+        "module_state",
+        "leaves",
+        "torch_init",
+        "uses",
+        "stack",
+        "hub",
+        "perturbed",
+        "check",
+        "refusals",
+        "inspect",
+        "module",
+        "adapters",
+        "__init__",
+    ),
+    "kfac": (
+        "types",
+        "forms",
+        "factors",
+        "layers",
+        "store",
+        "invert",
+        "ranks",
+        "measure",
+        "policy",
+        "config",
+        "slots",
+        "state",
+        "full_gradients",
+        "refresh",
+        "optimizer",
+        "private",
+        "__init__",
+    ),
 }
+# The steps of the proof know each other only where one is given the other's value.
+PROOF = {
+    "sampling": set(),
+    "noise": set(),
+    "composition": set(),
+    "guarantee": set(),
+    "clipping": {"noise"},  # adaptive clipping adds noise to its count
+    "mechanism": {"clipping", "sampling"},
+    "accounting": {"mechanism", "clipping", "sampling", "composition"},
+}
+BACKWARDS = {("model", "parallel"), ("gradients", "fast")}
 
 
 def imports(path: Path) -> set[str]:
-    """Every module imported anywhere in the file, inside functions too, as absolute dotted names."""
+    """Return every module imported anywhere in the file, inside functions too, as absolute dotted names."""
     found: set[str] = set()
-    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else ()
-            module = ".".join([*base, *([node.module] if node.module else [])])
-            found |= {module} | {f"{module}.{alias.name}" for alias in node.names}
+            assert not node.level, f"{path}: expected absolute imports"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
     return found
 
 
-def module_of(path: Path) -> str:
-    """``fdp/optimizers/adam.py`` is part of ``optimizers``; ``fdp/step.py`` is ``step``."""
-    first, *_ = path.relative_to(ROOT / "fdp").with_suffix("").parts
-    return first
+def parts_of(path: Path) -> tuple[str, ...]:
+    """``fdp/optimizers/adam.py`` is ``("optimizers", "adam")``; ``fdp/step.py`` is ``("step",)``."""
+    return path.relative_to(ROOT / "fdp").with_suffix("").parts
 
 
-MODULES = {module_of(path) for path in FILES}
+NAMES = {parts_of(path)[0] for path in FILES}
 
 
-def uses(path: Path) -> set[str]:
-    """The modules of fdp that a file of fdp imports, itself left out."""
-    parts = {name.split(".")[1] for name in imports(path) if name.startswith("fdp.")}
-    return (parts & MODULES) - {module_of(path)}
+def packages_used(path: Path, depth: int = 0, inside: str = "fdp") -> set[str]:
+    """Return the packages, ``depth`` folders below ``inside``, that a file imports, its own left out."""
+    prefix = f"{inside}."
+    used = {name.removeprefix(prefix).split(".")[0] for name in imports(path) if name.startswith(prefix)}
+    there = {parts_of(each)[depth] for each in FILES if len(parts_of(each)) > depth}
+    return (used & there) - {parts_of(path)[depth]}
 
 
-def test_the_table_is_about_modules_that_exist():
-    assert (STAGES | FOUNDATIONS | {"step", "audit", "mechanism"}) <= MODULES
-    assert "fdp.rules" in imports(ROOT / "fdp" / "ops.py")
-    assert uses(ROOT / "fdp" / "step.py") >= {"tree", "mechanism", "noise", "per_sample", "optimizers"}
+def test_the_list_names_every_package_and_no_other():
+    assert set(ORDER) == NAMES
+    for package, order in INSIDE.items():
+        assert set(order) == {parts_of(path)[1] for path in FILES if parts_of(path)[0] == package}
+    assert set(PROOF) | {"__init__"} == {parts_of(path)[1] for path in FILES if parts_of(path)[0] == "privacy"}
+
+
+def test_an_import_is_seen():
+    assert packages_used(ROOT / "fdp" / "ops.py") >= {"gradients", "types"}
+    assert packages_used(ROOT / "fdp" / "kfac" / "optimizer.py", 1, "fdp.kfac") >= {"refresh", "state"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_point_one_way(path):
+    here, *below = parts_of(path)
+    allowed = set(ORDER[: ORDER.index(here)]) | {there for start, there in BACKWARDS if start == here}
+    assert packages_used(path) <= allowed
+    if here in INSIDE:
+        order = INSIDE[here]
+        assert packages_used(path, 1, f"fdp.{here}") <= set(order[: order.index(below[0])])
+
+
+@pytest.mark.parametrize("step", sorted(PROOF))
+def test_the_steps_of_the_proof_stand_alone(step):
+    path = ROOT / "fdp" / "privacy" / f"{step}.py"
+    assert packages_used(path) <= {"types", "tree", "keys"}
+    assert packages_used(path, 1, "fdp.privacy") <= PROOF[step]
 
 
 @pytest.mark.parametrize("path", KERNELS, ids=lambda p: p.stem)
@@ -130,31 +161,3 @@ def test_only_tree_imports_optree(path):
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_no_file_is_over_400_lines(path):
     assert len(path.read_text().splitlines()) <= 400
-
-
-@pytest.mark.parametrize("stage", sorted(STAGES))
-def test_stages_do_not_import_each_other(stage):
-    for path in FILES:
-        if module_of(path) == stage:
-            assert uses(path) <= {"types", "tree", "keys"} | GROUND.get(stage, set()) | KNOWN.get(stage, set())
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_foundations_know_no_stage_and_only_the_step_joins_stages(path):
-    module = module_of(path)
-    stages = uses(path) & STAGES
-    if module in FOUNDATIONS:
-        assert not uses(path) - FOUNDATIONS
-    elif module not in JOINERS | set(KNOWN):
-        assert len(stages) < 2
-
-
-def test_the_mechanism_knows_only_who_is_sampled_and_how_a_sample_is_clipped():
-    assert uses(ROOT / "fdp" / "mechanism.py") == {"clipping", "sampling", "types"}
-
-
-def test_the_foundations_stand_in_order():
-    for path in FILES:
-        module = module_of(path)
-        if module in FOUNDATIONS:
-            assert uses(path) <= set(ORDER[: ORDER.index(module)]), path

@@ -8,27 +8,28 @@ import pytest
 import torch
 from torch import Tensor
 
-import fdp.checks
+import fdp.checks.first_call
 import fdp.step
-from fdp import clipping, keys, ops, optimizers, tree
-from fdp.accounting import epsilon
-from fdp.budget import spent
-from fdp.checks import Checks, check_model
-from fdp.clipping import flat
-from fdp.compiled import Blocks
-from fdp.kfac.private_factors import STATISTICS
+from fdp import keys, ops, optimizers, tree
+from fdp.checks.first_call import Checks, check_model
+from fdp.fast.compiled import Blocks
+from fdp.fingerprint import fingerprint
+from fdp.gradients.per_sample import clipped_sum, per_sample_norms
+from fdp.gradients.plan import Method, make_plan
+from fdp.kfac.private.noised_factors import STATISTICS
 from fdp.kfac.state import KfacState
-from fdp.mechanism import Mechanism, statistics, without_noise
-from fdp.mesh import make_mesh
-from fdp.methods import Method, make_plan
 from fdp.model import Model, from_loss
 from fdp.models import GPTConfig, gpt, mlp
-from fdp.noise import add_gaussian, declare_sensitivity, expected_mean
 from fdp.optimizers import Optimizer, adamw, sgd
-from fdp.per_sample import clipped_sum, per_sample_norms
-from fdp.sampling import Poisson, poisson, sample_batch, trusted_batch
-from fdp.settings import fingerprint
-from fdp.sharding import Zero, abstract_params, init_params, make_sharding
+from fdp.parallel.mesh import make_mesh
+from fdp.parallel.sharding import Zero, abstract_params, init_params, make_sharding
+from fdp.privacy import clipping
+from fdp.privacy.accounting import epsilon
+from fdp.privacy.clipping import flat
+from fdp.privacy.mechanism import Mechanism, statistics, without_noise
+from fdp.privacy.noise import add_gaussian, declare_sensitivity, expected_mean
+from fdp.privacy.sampling import Poisson, poisson, sample_batch, trusted_batch
+from fdp.run.spent import spent
 from fdp.step import Compile, compose, init_state, make_stages, make_train_step
 from fdp.types import Batch, ClippedSum, FdpError, Flat, TrainState
 from tests.ranks import run_on_ranks
@@ -250,7 +251,7 @@ def test_a_step_without_privacy_takes_any_batch():
 
 def test_the_number_of_a_step_is_asked_of_the_device_once(monkeypatch):
     """A state that the step returned is known by its number, one that anybody else wrote to is not."""
-    from fdp.guards import Gate
+    from fdp.checks.gate import Gate
 
     class Away(Tensor):
         """A tensor that says it is elsewhere, and counts who waits for it."""
@@ -341,22 +342,22 @@ def test_a_wrong_rule_is_refused_at_the_first_call(monkeypatch):
 
     step, state = own_step(loss)
     assert int(step(state, drawn(0), ROOT)[0].step) == 1
-    real = fdp.checks.per_sample_norms
+    real = fdp.checks.first_call.per_sample_norms
 
     def wrong(*args: Any, **options: Any) -> Any:
         losses, norms, stash = real(*args, **options)
         return losses, norms._replace(squared={path: each / 4 for path, each in norms.squared.items()}), stash
 
-    monkeypatch.setattr(fdp.checks, "per_sample_norms", wrong)
+    monkeypatch.setattr(fdp.checks.first_call, "per_sample_norms", wrong)
     step, state = own_step(loss)
     with pytest.raises(FdpError, match=r"w: per-sample norm differs from vmap\(grad\) by 5"):
         step(state, drawn(0), ROOT)
 
 
 def test_the_checks_are_made_once_by_the_choices_of_the_plan(monkeypatch):
-    seen, real = [], fdp.checks.check_model
+    seen, real = [], fdp.checks.first_call.check_model
     monkeypatch.setattr(
-        fdp.checks, "check_model", lambda *args, **options: seen.append(options) or real(*args, **options)
+        fdp.checks.first_call, "check_model", lambda *args, **options: seen.append(options) or real(*args, **options)
     )
     step, state = step_of(), state_of()
     for t in range(3):

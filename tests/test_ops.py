@@ -5,11 +5,11 @@ import torch
 import torch.nn.functional as F
 
 from fdp import ops
-from fdp.methods import Method, make_plan
+from fdp.gradients.per_sample import per_sample_norms
+from fdp.gradients.plan import Method, make_plan
+from fdp.gradients.rules import Dense, Rule
+from fdp.gradients.taps import Tape, Watched
 from fdp.model import from_loss
-from fdp.per_sample import per_sample_norms
-from fdp.rules import Dense, Rule
-from fdp.taps import Tape, Watched
 from fdp.types import FdpError
 from tests.conftest import randn
 

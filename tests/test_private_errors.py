@@ -11,14 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fdp import corpus, data, keys, launch, text
+from fdp import keys
 from fdp.cli.main import main
-from fdp.documents import gather, records
-from fdp.packing import Unit
-from fdp.sources import Form
+from fdp.data import corpus, datasets, text
+from fdp.data.document_packing import Unit
+from fdp.data.documents import gather, records
+from fdp.data.files import Form
+from fdp.parallel import launch
 from fdp.types import FdpError
-from tests.test_text import make_tokenizer
-from tests.test_tokenizers import NO_SYSTEM
+from tests.data.test_text import make_tokenizer
+from tests.data.test_tokenizers import NO_SYSTEM
 
 CANARY = "Xylophon4711"
 SAID = [{"role": "user", "content": CANARY}, {"role": "assistant", "content": CANARY}]
@@ -107,7 +109,7 @@ def test_a_record_is_not_shown(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [name for name, (_, options) in LINES.items() if not options])
 def test_nor_is_it_by_windows_or_in_a_list(name: str, tmp_path: Path) -> None:
     path = write(tmp_path, LINES[name][0])
-    for read in (lambda: data.load(path, context=1), lambda: data.load(path, context=1, tokenizer=text.BYTES)):
+    for read in (lambda: datasets.load(path, context=1), lambda: datasets.load(path, context=1, tokenizer=text.BYTES)):
         if name != "two ways":
             check(read)
     listed = tmp_path / "list.json"
@@ -132,7 +134,7 @@ def test_nor_by_a_tokenizer_that_fails(tmp_path: Path) -> None:
         path = write(tmp_path, record)
         assert "error in it (RuntimeError)" in check(lambda: corpus.read(path, broken))  # noqa: B023
     path = write(tmp_path, {"text": CANARY})
-    check(lambda: data.load(path, context=1, tokenizer=broken._replace(end=0)))
+    check(lambda: datasets.load(path, context=1, tokenizer=broken._replace(end=0)))
 
 
 def test_nor_in_texts_and_token_files(tmp_path: Path) -> None:
@@ -144,10 +146,10 @@ def test_nor_in_texts_and_token_files(tmp_path: Path) -> None:
     }.items():
         path = tmp_path / name
         path.write_bytes(content)
-        check(lambda: data.load(path, context=1))  # noqa: B023
+        check(lambda: datasets.load(path, context=1))  # noqa: B023
         check(lambda: corpus.load(path, context=1, vocab_size=256))  # noqa: B023
     np.save(tmp_path / "c.npy", np.full(9, 4711))
-    check(lambda: data.load(tmp_path / "c.npy", context=1))
+    check(lambda: datasets.load(tmp_path / "c.npy", context=1))
 
 
 def test_nor_the_form_of_another_or_an_owner(tmp_path: Path) -> None:
@@ -172,7 +174,7 @@ def test_nor_the_digest_or_the_number_of_samples_where_ranks_differ(monkeypatch:
 def test_nor_is_a_dataset_that_is_printed(tmp_path: Path) -> None:
     path = write(tmp_path, {"text": CANARY, "by": CANARY})
     ids = ", ".join(str(token) for token in CANARY.encode())
-    sets: list[Any] = [data.load(path, context=3), corpus.load(path, context=99, vocab_size=256)]
+    sets: list[Any] = [datasets.load(path, context=3), corpus.load(path, context=99, vocab_size=256)]
     sets.append(corpus.load(path, context=99, vocab_size=256, **USER))
     for dataset in sets:
         for held in (dataset, getattr(dataset, "documents", None)):

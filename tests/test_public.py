@@ -62,8 +62,8 @@ def test_every_name_is_there_and_documented(name):
 
 
 def test_an_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="no attribute 'privacy'"):
-        _ = fdp.privacy  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(AttributeError, match="no attribute 'private'"):
+        _ = fdp.private  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_what_the_type_checker_sees_is_what_there_is():

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from fdp import clipping, keys, tree
-from fdp.checks import Checks
-from fdp.mechanism import Mechanism, without_noise
-from fdp.methods import Method, make_plan
-from fdp.microbatches import Part, joined
+from fdp import keys, tree
+from fdp.checks.first_call import Checks
+from fdp.gradients.accumulate import Part, joined
+from fdp.gradients.plan import Method, make_plan
 from fdp.models import GPTConfig, gpt, mlp
 from fdp.optimizers import adamw, sgd
-from fdp.sampling import poisson, trusted_batch
+from fdp.privacy import clipping
+from fdp.privacy.mechanism import Mechanism, without_noise
+from fdp.privacy.sampling import poisson, trusted_batch
 from fdp.step import Compile, init_state, make_stages, make_train_step
 from fdp.types import Batch, ClippedSum, FdpError, Metrics, Weighted
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from benchmarks.zoo.draws import WORDS, integers, normal
 from benchmarks.zoo.hold import Case, Draw, Kind
-from fdp.foreign.hugging_face import model_of
+from fdp.foreign.hub.hugging_face import model_of
 from fdp.foreign.leaves import params_of
 from fdp.types import Tree
 

@@ -24,15 +24,15 @@ import torch
 from torch import Generator, Tensor, nn
 
 from fdp import tree
-from fdp.clipping import clip_to
-from fdp.compiled import Blocks
-from fdp.foreign.dropout import NAME, keys_of
+from fdp.fast.compiled import Blocks
 from fdp.foreign.module import from_module
-from fdp.foreign.tracking import Run
-from fdp.foreign.uses import Uses
-from fdp.methods import make_plan
+from fdp.foreign.uses.dropout import NAME, keys_of
+from fdp.foreign.uses.tracking import Run
+from fdp.foreign.uses.watch import Uses
+from fdp.gradients.per_sample import clipped_sum, per_sample_norms
+from fdp.gradients.plan import make_plan
 from fdp.model import Model
-from fdp.per_sample import clipped_sum, per_sample_norms
+from fdp.privacy.clipping import clip_to
 from fdp.types import FdpError, Flat, Tree
 
 EXACT, REFUSED, MENDED = "exact", "refused with a remedy", "exact by that remedy"

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 from benchmarks.zoo.draws import floats, ids, integers, normal
 from benchmarks.zoo.hold import Case, Draw, Kind
-from fdp.foreign.dropout import with_keys
+from fdp.foreign.uses.dropout import with_keys
 from fdp.keys import key
 
 ROWS, TOKENS, SIGNAL = floats("input", 6), floats("input", 5, 6), floats("input", 4, 9)

@@ -40,7 +40,7 @@ from typer import Argument, Exit, Option
 from fdp.cli.train import train_command
 
 if TYPE_CHECKING:
-    from fdp.compare import Difference
+    from fdp.run.compare import Difference
 
 DIFFERENT = 3
 AXES = ("replicate", "shard", "tensor")
@@ -81,8 +81,8 @@ def compare_command(
     common = dict(locals())
     texts = {"A": common.pop("a"), "B": common.pop("b")}
     # torch takes seconds to import, and --help and mistakes on the command line should not.
-    from fdp import launch
-    from fdp.compare import compare, first_over, read
+    from fdp.parallel import launch
+    from fdp.run.compare import compare, first_over, read
     from fdp.types import FdpError
 
     if launch.started():
@@ -176,10 +176,10 @@ def _observe(file: Path) -> int:
     """One process of :func:`observed`: join the others, if there are any, observe, and say what was wrong if it was."""
     import torch
 
-    from fdp import launch
     from fdp.cli.configure import configure
-    from fdp.compare import observe, write
-    from fdp.run import prepare
+    from fdp.parallel import launch
+    from fdp.run.compare import observe, write
+    from fdp.run.training_run import prepare
     from fdp.types import FdpError
 
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
@@ -202,8 +202,8 @@ def _check(side: str, settings: Mapping[str, Any]) -> None:
     """Mistakes in either side's settings, before the first one runs."""
     import torch
 
-    from fdp import launch
     from fdp.cli.configure import configure
+    from fdp.parallel import launch
     from fdp.types import FdpError
 
     try:

@@ -14,21 +14,23 @@ from typing import Any, TypeVar
 
 import torch
 
-from fdp import clipping, launch, models, optimizers
-from fdp.cli.subject import dataset_of, is_folder, promised_before, subject_and_data
-from fdp.guarantee import default_delta
+from fdp import models, optimizers
+from fdp.cli.model_and_data import dataset_of, is_folder, promised_before, subject_and_data
+from fdp.gradients.plan import Method
 from fdp.kfac.config import Distribution, KfacConfig
-from fdp.kfac.fisher import Fisher
-from fdp.kfac.inverse import Via
+from fdp.kfac.invert.inverse import Via
+from fdp.kfac.measure.fisher import Fisher
+from fdp.kfac.measure.sums import Sharing
 from fdp.kfac.policy import policy_named
-from fdp.kfac.sources import Noised, Open, Source, Synthetic
-from fdp.kfac.sums import Sharing
-from fdp.mesh import AXES
-from fdp.methods import Method
-from fdp.offload import Offload
-from fdp.run import KfacOptimizer, Layout, RunConfig
-from fdp.sampling import Dataset, rounded_population
-from fdp.sharding import Data, Reduce, Zero
+from fdp.kfac.private.sources import Noised, Open, Source, Synthetic
+from fdp.parallel import launch
+from fdp.parallel.mesh import AXES
+from fdp.parallel.offload import Offload
+from fdp.parallel.sharding import Data, Reduce, Zero
+from fdp.privacy import clipping
+from fdp.privacy.guarantee import default_delta
+from fdp.privacy.sampling import Dataset, rounded_population
+from fdp.run.training_run import KfacOptimizer, Layout, RunConfig
 from fdp.step import Compile
 from fdp.types import FdpError
 

@@ -26,16 +26,16 @@ from rich.text import Text
 from fdp import tree
 from fdp.cli import rounded_up
 from fdp.cli.configure import learning_rate
-from fdp.guarantee import RELATION, delta_advice, shown_epsilon, training_again
-from fdp.kfac.sources import Feed, kind_of
+from fdp.data.read_counts import reading_of
+from fdp.data.units import dataset_unit, sentence
+from fdp.gradients.plan import Method
+from fdp.kfac.private.sources import Feed, kind_of
 from fdp.kfac.state import KfacPlan
-from fdp.methods import Method
-from fdp.reading import reading_of
-from fdp.records import Record, guarantee_of
-from fdp.run import Run
+from fdp.privacy.guarantee import RELATION, delta_advice, shown_epsilon, training_again
+from fdp.run.step_metrics import Record, guarantee_of
+from fdp.run.training_run import Run
 from fdp.step import Compile
 from fdp.types import TrainState
-from fdp.units import dataset_unit, sentence
 
 BARS = "▁▂▃▄▅▆▇█"
 WINDOW = 20

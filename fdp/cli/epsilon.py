@@ -24,7 +24,7 @@ from typer import Option
 from fdp.cli import rounded_up
 
 if TYPE_CHECKING:
-    from fdp.mechanism import Mechanism
+    from fdp.privacy.mechanism import Mechanism
 
 
 class AccountantName(StrEnum):
@@ -62,12 +62,12 @@ def epsilon_command(
 ) -> None:
     """What a mechanism costs, or the noise for a budget. Neighbours: add or remove one sample; sampling rate public."""
     # torch takes seconds to import, and --help and mistakes on the command line should not.
-    from fdp import accounting
-    from fdp.clipping import flat
-    from fdp.guarantee import RELATION, delta_advice
-    from fdp.kfac.sources import releases_of
-    from fdp.mechanism import Mechanism
-    from fdp.sampling import poisson
+    from fdp.kfac.private.sources import releases_of
+    from fdp.privacy import accounting
+    from fdp.privacy.clipping import flat
+    from fdp.privacy.guarantee import RELATION, delta_advice
+    from fdp.privacy.mechanism import Mechanism
+    from fdp.privacy.sampling import poisson
     from fdp.types import FdpError
 
     if (noise_multiplier is None) == (epsilon is None):
@@ -135,7 +135,7 @@ def epsilon_command(
 
 def _bound(mechanism: Mechanism, steps: int, delta: float, name: AccountantName) -> float | None:
     """Epsilon by one accountant, None where it has none to offer."""
-    from fdp import accounting
+    from fdp.privacy import accounting
 
     pld = name is AccountantName.pld
     if delta < accounting.SMALLEST_DELTA if pld else mechanism.sampling.max_batch_size is not None:
@@ -157,8 +157,8 @@ def _draw(path: Path, mechanism: Mechanism, *, steps: int, delta: float) -> None
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    from fdp import accounting
-    from fdp.guarantee import RELATION
+    from fdp.privacy import accounting
+    from fdp.privacy.guarantee import RELATION
 
     counts = sorted({max(1, round(steps * (part / 40) ** 2)) for part in range(41)})  # denser where it bends
     figure = Figure(figsize=(6.4, 4.0), layout="constrained")

@@ -44,7 +44,7 @@ def inspect_command(
     from fdp import optimizers
     from fdp.cli.configure import choose
     from fdp.foreign.inspect import inspect_model
-    from fdp.methods import Method
+    from fdp.gradients.plan import Method
     from fdp.types import FdpError
 
     if batch_size < 1 or (context is not None and context < 1):
@@ -98,9 +98,9 @@ def _opened(path: str, batch_size: int, context: int | None) -> tuple[Any, dict[
         return {"tokens": torch.zeros((), dtype=torch.int64).expand(1, length + 1)}
 
     if Path(path).is_dir():
-        from fdp.foreign.hub_files import empty_module
-        from fdp.foreign.hugging_face import model_of
-        from fdp.foreign.stack import leaf_paths
+        from fdp.foreign.hub.files import empty_module
+        from fdp.foreign.hub.hugging_face import model_of
+        from fdp.foreign.layout import leaf_paths
 
         module = empty_module(Path(path))
         example = _classified(module, context)
@@ -122,7 +122,7 @@ def _classified(module: Any, context: int | None) -> Tree | None:
     """Two samples of what a classifier is given; None: it is a language model."""
     import torch
 
-    from fdp.foreign.hugging_face import CLASSIFYING
+    from fdp.foreign.hub.hugging_face import CLASSIFYING
 
     if not type(module).__name__.endswith(CLASSIFYING):
         return None

@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stderr.flush()
         os._exit(1)  # threads that wait for the lost rank would be waited for
     except _UsageError as error:
-        from fdp import launch
+        from fdp.parallel import launch
 
         launch.leave(f"{error.format_message()}")
         _explain(error, words)
@@ -101,7 +101,7 @@ def _offload_all(words: list[str]) -> list[str]:
 
 
 def _explain(error: Exception, words: Sequence[str]) -> None:
-    from fdp import launch  # here, since they bring torch along, which takes seconds
+    from fdp.parallel import launch  # here, since they bring torch along, which takes seconds
     from fdp.types import FdpError
 
     if isinstance(error, ValueError) and not isinstance(error, FdpError):

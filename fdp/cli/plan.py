@@ -18,10 +18,10 @@ from rich.table import Table
 from typer import Option
 
 if TYPE_CHECKING:
-    from fdp.costs import Choice
-    from fdp.kfac.sources import KfacOptimizer
-    from fdp.methods import Plan
-    from fdp.plan import Footprint
+    from fdp.estimate.estimate import Footprint
+    from fdp.gradients.costs import Choice
+    from fdp.gradients.plan import Plan
+    from fdp.kfac.private.sources import KfacOptimizer
 
 GIB = 2**30
 GPUS = {"rtx4090": 24, "a100-40": 40, "l40s": 48, "a100": 80, "h100": 80, "h200": 141, "b200": 180}
@@ -95,9 +95,9 @@ def plan_command(
 
     from fdp import models
     from fdp.cli.configure import OPTIMIZERS, choose, offloaded
-    from fdp.methods import Method
-    from fdp.plan import Scale, plan_at_scale
-    from fdp.sharding import Zero
+    from fdp.estimate.estimate import Scale, plan_at_scale
+    from fdp.gradients.plan import Method
+    from fdp.parallel.sharding import Zero
     from fdp.types import FdpError
 
     if microbatch < 1 or (batch is not None and batch < 1):
@@ -158,7 +158,7 @@ def _kfac(policy: str, distribution: str, *, private: bool) -> KfacOptimizer:
     from fdp.cli.configure import choose
     from fdp.kfac.config import Distribution, KfacConfig
     from fdp.kfac.policy import policy_named
-    from fdp.kfac.sources import KfacOptimizer, Synthetic
+    from fdp.kfac.private.sources import KfacOptimizer, Synthetic
     from fdp.types import FdpError
 
     chosen = choose("kfac-policy", policy, {name: name for name in ("auto", "all")})

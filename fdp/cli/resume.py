@@ -18,13 +18,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fdp import checkpoint, keys, launch
-from fdp.checkpoint import Verified
-from fdp.cli import report
-from fdp.kfac.public import Public
-from fdp.run import Run
+from fdp import keys
+from fdp.cli import run_files
+from fdp.kfac.private.public_data import Public
+from fdp.parallel import launch
+from fdp.parallel.agree import everyones, in_unison
+from fdp.run.training_run import Run
+from fdp.storage import checkpoint
+from fdp.storage.checkpoint import Verified
 from fdp.types import FdpError, Key, TrainState
-from fdp.unison import everyones, in_unison
 
 DECIDING = (
     "model", "lora", "lora_alpha", "lora_targets", "prefix", "train_only", "data", "form", "field", "tokenizer", "unit",
@@ -92,10 +94,10 @@ def _begun(settings: Mapping[str, Any]) -> tuple[dict[str, Any], bool, list[Path
     if out is None:
         return None
     if not (out / "config.json").exists() or ((out / "summary.json").exists() and not launch.restarted()):
-        report.check_free(out)
+        run_files.check_free(out)
         return None
     if settings["save_every"] is None:
-        report.check_free(out, hint="; with --save-every the command that began it resumes it")
+        run_files.check_free(out, hint="; with --save-every the command that began it resumes it")
     try:
         config = json.loads((out / "config.json").read_text())
         then = config["settings"]
@@ -122,7 +124,7 @@ def _check_copies(found: Verified, config: Mapping[str, Any]) -> None:
         said = ", ".join(f"{step} by {where}" for where, step in steps.items())
         raise checkpoint.Damaged(f"{path}: expected one number of steps, got {said}")
     root = torch.tensor(meta["key"])
-    if report.key_check(root) != config["key_check"]:
+    if run_files.key_check(root) != config["key_check"]:
         raise checkpoint.Damaged(f"{path}: holds the key of another run than config.json")
     seed = config["settings"]["seed"]
     if seed is not None and not torch.equal(root, keys.key(seed)):
@@ -143,7 +145,7 @@ def _check_lost(out: Path, config: Mapping[str, Any], damaged: Mapping[Path, str
             f"{root_of(out)}: expected a good checkpoint, got damaged ones only: {'; '.join(damaged.values())}. Put a "
             f"good copy back, or start anew in another --out, which spends the budget again"
         )
-    steps, every = report.count_metrics(out), config["settings"]["save_every"]
+    steps, every = run_files.count_metrics(out), config["settings"]["save_every"]
     # The checkpoint of one save is published before the next one begins.
     if every is not None and steps > 2 * every:
         raise FdpError(
@@ -177,7 +179,7 @@ def accountant(run: Run, step: int) -> dict[str, Any]:
         "sampling_rate": run.mechanism.sampling.rate,
         "clip": run.mechanism.clip.name,
         "count_noise": run.mechanism.clip.count_noise,
-        "statistics": report.statistics_of(run),
+        "statistics": run_files.statistics_of(run),
         "delta": run.config.delta,
         "epsilon": None if run.epsilons is None or not step else float(run.epsilons[step - 1]),
     }

@@ -16,20 +16,21 @@ from typing import Any
 
 from rich.console import Console
 
-from fdp import checkpoint, launch
-from fdp.cli import display, report, resume
+from fdp.cli import display, resume, run_files
 from fdp.cli.configure import configure
-from fdp.cli.idle import check_idle
+from fdp.cli.model_and_data import export
 from fdp.cli.ownership import Owner, own
 from fdp.cli.resume import TakenUp
 from fdp.cli.stopping import heeding
-from fdp.cli.subject import export
-from fdp.heartbeat import Heart
-from fdp.launch import Ranks
-from fdp.records import Record, guarantee_of, summarise
-from fdp.run import Run, prepare, steps
+from fdp.cli.unused_options import check_idle
+from fdp.parallel import launch
+from fdp.parallel.agree import everyones, in_unison
+from fdp.parallel.heartbeat import Heart
+from fdp.parallel.launch import Ranks
+from fdp.run.step_metrics import Record, guarantee_of, summarise
+from fdp.run.training_run import Run, prepare, steps
+from fdp.storage import checkpoint
 from fdp.types import FdpError, TrainState
-from fdp.unison import everyones, in_unison
 
 
 def train(settings: Mapping[str, Any], ranks: Ranks | None = None) -> int:
@@ -74,10 +75,10 @@ def _train(
 ) -> int:
     """Make the steps that are left, and finish, or save and say how to go on if somebody asks to stop."""
     first = launch.rank() == 0
-    records = report.read_metrics(folder, upto=int(state.step)) if first else []
+    records = run_files.read_metrics(folder, upto=int(state.step)) if first else []
     with heeding() as stop:
         stream = _watched(steps(run, state, stop=stop.asked), owner, heart)
-        stream = report.write_metrics(stream, folder, kept=records) if first else stream
+        stream = run_files.write_metrics(stream, folder, kept=records) if first else stream
         for state, record in display.follow(_saved(stream, run, settings, folder), run, console):  # noqa: B007
             records.append(record)
         code = max(everyones(stop.code, None)) if int(state.step) < run.config.steps else 0
@@ -129,10 +130,10 @@ def _say_resumed(taken_up: TakenUp | None, console: Console) -> None:
 
 
 def _new_folder(settings: Mapping[str, Any], run: Run, owner: Owner | None, held: ExitStack) -> tuple[Owner, Path]:
-    folder = report.claim(settings["out"], model=settings["model"], data=settings["data"])
+    folder = run_files.claim(settings["out"], model=settings["model"], data=settings["data"])
     owner = owner or _owner(folder, held)
-    report.check_free(folder)  # another run may have begun there before this one owned it
-    report.write_config(folder, settings, run)
+    run_files.check_free(folder)  # another run may have begun there before this one owned it
+    run_files.write_config(folder, settings, run)
     return owner, folder
 
 
@@ -142,7 +143,7 @@ def _clear(folder: Path, settings: Mapping[str, Any], run: Run, state: TrainStat
         (folder / name).unlink(missing_ok=True)
     shutil.rmtree(folder / "model", ignore_errors=True)
     if int(state.step) == 0:  # nothing of the former attempt is left but its settings
-        report.write_config(folder, settings, run)
+        run_files.write_config(folder, settings, run)
 
 
 def _watched(
@@ -190,8 +191,8 @@ def _finish(
     summary = summarise(run, state, records)
     export(state.params, settings, folder, promised=[*run.config.before, guarantee_of(run)])
     if launch.rank() == 0:
-        report.write_report(folder, run, records, title=f"{settings['model']} on {settings['data']}")
-        report.write_summary(folder, summary)  # last: a folder with a summary is a finished run
+        run_files.write_report(folder, run, records, title=f"{settings['model']} on {settings['data']}")
+        run_files.write_summary(folder, summary)  # last: a folder with a summary is a finished run
         display.show_closing(console, summary, folder)
         if settings["as_json"]:
             print(json.dumps(summary | {"out": str(folder)}))

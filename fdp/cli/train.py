@@ -327,9 +327,9 @@ def train_command(
     # On a CPU without bfloat16 torch says so with a stack trace of its own for a warning, and goes on.
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
     # torch takes seconds to import, and --help and mistakes on the command line should not.
-    from fdp import launch
     from fdp.cli.configure import learning_rate
     from fdp.cli.session import train
+    from fdp.parallel import launch
 
     settings["lr"] = learning_rate(settings)  # as a number, so that a run taken up again is compared by it
     if launch.started():

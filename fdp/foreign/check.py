@@ -1,7 +1,7 @@
 """What is checked of a foreign module, once, on an example: what shapes cannot show.
 
-- samples do not influence each other (``fdp.audit.check_independent``), nor the rows that stand for them
-  (``fdp.audit.check_separate``), neither those of the example nor made-up ones of other lengths;
+- samples do not influence each other (``fdp.checks.model_checks.check_independent``), nor the rows that stand for them
+  (``fdp.checks.model_checks.check_separate``), neither those of the example nor made-up ones of other lengths;
 - nothing that the module holds is written into, and nothing that is left behind by one call is read by the next;
 - every leaf's per-sample norms, by taps, are those of the module itself called with that sample alone: neither a layout
   that was guessed wrong nor a parameter that the module keeps elsewhere goes unseen.
@@ -20,19 +20,19 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from fdp import tree
-from fdp.audit import check_independent, check_separate, mixture
-from fdp.foreign.dropout import NAME, keys_of
+from fdp.checks.model_checks import check_independent, check_separate, mixture
+from fdp.checks.synthetic_samples import POSITIONS
+from fdp.foreign.hub.rotary import tables_of
+from fdp.foreign.layout import leaf_paths
+from fdp.foreign.module_state import Kept, state_of, written
 from fdp.foreign.perturbed import paddings_of, perturbed
-from fdp.foreign.rotary import tables_of
-from fdp.foreign.stack import leaf_paths
-from fdp.foreign.state import Kept, state_of, written
-from fdp.foreign.tracking import Run
-from fdp.foreign.uses import Uses
-from fdp.made_up import POSITIONS
-from fdp.methods import Method, Plan, make_plan
+from fdp.foreign.uses.dropout import NAME, keys_of
+from fdp.foreign.uses.tracking import Run
+from fdp.foreign.uses.watch import Uses
+from fdp.gradients.per_sample import per_sample_norms
+from fdp.gradients.plan import Method, Plan, make_plan
+from fdp.gradients.taps import batch_size_of
 from fdp.model import Model
-from fdp.per_sample import per_sample_norms
-from fdp.taps import batch_size_of
 from fdp.types import FdpError, Path, Tree
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 2e-3}

@@ -20,12 +20,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from fdp import tree
-from fdp.costs import NormBy
-from fdp.methods import Method, Plan, make_plan
+from fdp.gradients.costs import NormBy
+from fdp.gradients.plan import Method, Plan, make_plan
+from fdp.gradients.taps import traced
 from fdp.model import Block, Model
 from fdp.optimizers import Optimizer
-from fdp.sharding import abstract_params
-from fdp.taps import traced
+from fdp.parallel.sharding import abstract_params
 from fdp.types import FdpError, Flat, Path, Tree
 
 
@@ -103,7 +103,7 @@ def inspect_model(
     names: Mapping[str, Path] | None = None,
 ) -> Inspection:
     """``model`` on the shapes of ``microbatch``; ``names``: by every name of a parameter, the leaf that it stands for
-    (``fdp.foreign.stack.leaf_paths``).
+    (``fdp.foreign.layout.leaf_paths``).
 
     Guarantees:
       - every leaf has a row, and every block;

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from fdp import tree
-from fdp.foreign.stack import leaf_paths
+from fdp.fingerprint import fingerprint
+from fdp.foreign.layout import leaf_paths
 from fdp.init import Window
 from fdp.model import Block, LeafSpec, Model
-from fdp.settings import fingerprint
 from fdp.types import FdpError, Key, Tree
 
 

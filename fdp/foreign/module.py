@@ -20,13 +20,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from fdp.foreign.check import check_module
-from fdp.foreign.door import check_door
-from fdp.foreign.fast_paths import reference, without_fast_paths
+from fdp.foreign.layout import leaf_paths
 from fdp.foreign.leaves import foreign_model, params_of
-from fdp.foreign.parts import Caller
-from fdp.foreign.skeleton import stack_blocks
-from fdp.foreign.stack import leaf_paths
-from fdp.foreign.whole import Finish, whole
+from fdp.foreign.refusals import check_door
+from fdp.foreign.stack.fast_paths import reference, without_fast_paths
+from fdp.foreign.stack.one_block import Finish, whole
+from fdp.foreign.stack.parts import Caller
+from fdp.foreign.stack.skeleton import stack_blocks
 from fdp.model import Block, Model
 from fdp.types import FdpError, Path, Tree
 

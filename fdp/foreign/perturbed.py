@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from fdp import tree
-from fdp.made_up import POSITIONS, SEGMENTS, Sample
-from fdp.taps import batch_size_of
+from fdp.checks.synthetic_samples import POSITIONS, SEGMENTS, Sample
+from fdp.gradients.taps import batch_size_of
 from fdp.types import Path, Tree
 
 FEW = 4

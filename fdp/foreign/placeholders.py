@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fdp.foreign.forms import Call, Form, fill, hidden_of
-from fdp.foreign.stack import NotAStack
+from fdp.foreign.call_forms import Call, Form, fill, hidden_of
+from fdp.foreign.layout import NotAStack
 
 
 class Reached(Exception):

@@ -8,13 +8,14 @@
 from fdp.kfac.config import Distribution as Distribution
 from fdp.kfac.config import KfacConfig as KfacConfig
 from fdp.kfac.factors import CurvatureError as CurvatureError
-from fdp.kfac.fisher import Fisher as Fisher
 from fdp.kfac.forms import Form as Form
-from fdp.kfac.inverse import Damping as Damping
-from fdp.kfac.inverse import Via as Via
-from fdp.kfac.inverse import invert as invert
-from fdp.kfac.inverse import precondition as precondition
+from fdp.kfac.invert.inverse import Damping as Damping
+from fdp.kfac.invert.inverse import Via as Via
+from fdp.kfac.invert.inverse import invert as invert
+from fdp.kfac.invert.inverse import precondition as precondition
 from fdp.kfac.layers import survey as survey
+from fdp.kfac.measure.fisher import Fisher as Fisher
+from fdp.kfac.measure.sums import Sharing as Sharing
 from fdp.kfac.optimizer import Kfac as Kfac
 from fdp.kfac.optimizer import kfac as kfac
 from fdp.kfac.policy import auto as auto
@@ -23,6 +24,5 @@ from fdp.kfac.policy import everything as everything
 from fdp.kfac.policy import plan_forms as plan_forms
 from fdp.kfac.state import KfacState as KfacState
 from fdp.kfac.store import Where as Where
-from fdp.kfac.sums import Sharing as Sharing
 from fdp.kfac.types import Curvature as Curvature
 from fdp.kfac.types import Layer as Layer

@@ -6,7 +6,7 @@
     decay       total <- decay total + total_new, weight <- decay weight + weight_new, at every measurement
 
 The condition number of a damped side of n features is at most about ``n sqrt(mean curvature / damping)`` (balanced by
-pi), and a float32 map is good up to 1e4 or so (``fdp.kfac.woodbury``): raise the damping beyond that, or give a
+pi), and a float32 map is good up to 1e4 or so (``fdp.kfac.invert.woodbury``): raise the damping beyond that, or give a
 ``max_condition``, which takes ``Via.EIGEN``, about ten times the work of Cholesky.
 
     >>> config = KfacConfig(damping=1e-2, policy=auto(rho=0.3), distribution=Distribution.OWNER)
@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 
-from fdp.kfac.fisher import Fisher
-from fdp.kfac.gather import CAP, check_cap
-from fdp.kfac.inverse import Damping, Via, check_settings
+from fdp.kfac.invert.inverse import Damping, Via, check_settings
+from fdp.kfac.invert.woodbury import Power
+from fdp.kfac.measure.fisher import Fisher
+from fdp.kfac.measure.sums import Sharing
 from fdp.kfac.policy import Policy, auto, check_period
+from fdp.kfac.ranks.gather_columns import CAP, check_cap
 from fdp.kfac.store import Where
-from fdp.kfac.sums import Sharing
-from fdp.kfac.woodbury import Power
 from fdp.optimizers import checks
 from fdp.types import FdpError
 
@@ -72,7 +72,7 @@ class KfacConfig:
 
     @property
     def settings(self) -> tuple[tuple[str, Any], ...]:
-        """What decides the numbers, for :func:`fdp.settings.fingerprint`: all but who computes and where they wait."""
+        """The options that decide numbers, for :func:`fdp.fingerprint.fingerprint`: not who computes, nor where."""
         how = ("distribution", "store", "column_dtype")
         return tuple((each.name, getattr(self, each.name)) for each in fields(self) if each.name not in how)
 

@@ -21,17 +21,17 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from fdp import tree
-from fdp.costs import NormBy
+from fdp.gradients.costs import NormBy
+from fdp.gradients.plan import Method, Plan, make_plan, trace_model
+from fdp.gradients.rules import OneHot, Pair
+from fdp.gradients.taps import EXPANDED, Tape, Use, traced
 from fdp.kfac.types import Layer
-from fdp.methods import Method, Plan, make_plan, trace_model
 from fdp.model import Block, Model
-from fdp.rules import OneHot, Pair
-from fdp.taps import EXPANDED, Tape, Use, traced
 from fdp.types import Flat, Path, Tree
 
 
 class Met(NamedTuple):
-    """One use of a leaf: its block, and the sizes of its record (``fdp.rules.Pair``), tokens for each sample.
+    """One use of a leaf: its block, and the sizes of its record (``fdp.gradients.rules.Pair``), tokens for each sample.
 
     ``use`` None: its per-sample gradient is all there is, as where ``pair`` is False. ``inputs_left``: its inputs are
     on the left, output gradients on the right; else the other way round. ``one_hot``: they are an embedding's.

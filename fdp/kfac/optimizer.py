@@ -22,27 +22,27 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fdp import keys, tree
-from fdp.block_loop import ALL_KEPT, Memory
-from fdp.compiled import Blocks
-from fdp.kfac.apply import precondition, trust_dot
+from fdp.fast.compiled import Blocks
+from fdp.gradients.block_loop import ALL_KEPT, Memory
 from fdp.kfac.config import Distribution, KfacConfig
 from fdp.kfac.factors import HALF
+from fdp.kfac.full_gradients import precondition_whole
+from fdp.kfac.invert.apply import precondition, trust_dot
+from fdp.kfac.invert.woodbury import Power
 from fdp.kfac.layers import Survey
-from fdp.kfac.parts import precondition_parts
-from fdp.kfac.places import Placed, ring_sides
+from fdp.kfac.ranks.ring import RingSides, precondition_ring
+from fdp.kfac.ranks.sharded_gradients import precondition_parts
 from fdp.kfac.refresh import refresh
-from fdp.kfac.ring import RingSides, precondition_ring
+from fdp.kfac.slots import Placed, ring_sides
 from fdp.kfac.state import KfacPlan, KfacState, init, plan_kfac, settled
 from fdp.kfac.types import Layer
-from fdp.kfac.whole import precondition_whole
-from fdp.kfac.woodbury import Power
 from fdp.model import Model
 from fdp.optimizers import LOCAL, Optimizer, Reductions, Schedule, add_decayed_weights, chain, scale_by_learning_rate
 from fdp.optimizers import trace as momentum_trace
 from fdp.optimizers.base import Momentum, once
 from fdp.optimizers.schedules import as_schedule
 from fdp.optimizers.transforms import times_all
-from fdp.sharding import Sharding
+from fdp.parallel.sharding import Sharding
 from fdp.types import FdpError, Key, TrainState, Tree
 
 
@@ -68,7 +68,7 @@ class Kfac(NamedTuple):
         if plan.config.power is Power.ROOT:
             raise FdpError(
                 "refresh: expected K-FAC for training without privacy, got roots for a private step: curvature of a "
-                "batch without noise may reveal it. Use fdp.kfac.private_refresh: refresh_public, or refresh_noised"
+                "batch without noise may reveal it. Use fdp.kfac.private.refresh: refresh_public, or refresh_noised"
             )
         labels = keys.step_key(key, "curvature", step)
         return refresh(state, data, mask, labels, step, plan=plan, memory=memory, blocks=blocks, donate=donate)

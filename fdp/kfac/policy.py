@@ -23,11 +23,11 @@ from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple, TypeAlias
 
-from fdp.kfac.collect import Sharing, check_forms
 from fdp.kfac.forms import Form
-from fdp.kfac.gather import CAP, check_cap
-from fdp.kfac.inverse import Via
+from fdp.kfac.invert.inverse import Via
 from fdp.kfac.layers import Met, Survey
+from fdp.kfac.measure.collect import Sharing, check_forms
+from fdp.kfac.ranks.gather_columns import CAP, check_cap
 from fdp.kfac.types import Layer
 from fdp.model import Model
 from fdp.types import FdpError

@@ -25,25 +25,25 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fdp import tree
-from fdp.block_loop import ALL_KEPT, Memory
-from fdp.compiled import Blocks
-from fdp.kfac.collect import collect
+from fdp.fast.compiled import Blocks
+from fdp.gradients.block_loop import ALL_KEPT, Memory
 from fdp.kfac.config import Distribution, KfacConfig
-from fdp.kfac.exchange import sum_totals, with_all_columns
 from fdp.kfac.factors import CurvatureError
-from fdp.kfac.inverse import Damping, Via, invert_or_keep
-from fdp.kfac.inverse_many import invert_many
-from fdp.kfac.many import copy_into, decayed_sums, finite_each
-from fdp.kfac.owner import invert_owned
-from fdp.kfac.places import Kept, Side, Window, added, condensed, factor_of, fitted
+from fdp.kfac.invert.batched_inverse import invert_many
+from fdp.kfac.invert.foreach import copy_into, decayed_sums, finite_each
+from fdp.kfac.invert.inverse import Damping, Via, invert_or_keep
+from fdp.kfac.measure.collect import collect
+from fdp.kfac.measure.sums import present_of
 from fdp.kfac.policy import forms_of
-from fdp.kfac.ring import RingSides, invert_ring
+from fdp.kfac.ranks.add_factors import sum_totals, with_all_columns
+from fdp.kfac.ranks.owner import invert_owned
+from fdp.kfac.ranks.ring import RingSides, invert_ring
+from fdp.kfac.slots import Kept, Side, Window, added, condensed, factor_of, fitted
 from fdp.kfac.state import KfacPlan, KfacState, LayerPlan, find, replaced
-from fdp.kfac.sums import present_of
 from fdp.kfac.types import Curvature, DenseFactor, DiagonalFactor, Factor, Layer, Preconditioner, Sides
 from fdp.model import Model
-from fdp.sharding import Sharding, globalize, localize
-from fdp.traffic import sum_over_samples
+from fdp.parallel.gather_reduce import sum_over_samples
+from fdp.parallel.sharding import Sharding, globalize, localize
 from fdp.types import FdpError, Key, Path, TrainState, Tree
 
 Sum: TypeAlias = DenseFactor | DiagonalFactor
@@ -129,7 +129,7 @@ def measure(
 ) -> dict[Layer, tuple[Factor | None, Factor | None]]:
     """Both sides of every layer in the forms they are kept in: sums of all ranks' samples, and this rank's columns.
 
-    Nothing is decided by a value, so that it runs on tensors without any (:mod:`fdp.plan`).
+    Nothing is decided by a value, so that it runs on tensors without any (:mod:`fdp.estimate.estimate`).
     """
     config, sharding = plan.config, plan.sharding
     found = collect(

@@ -20,19 +20,19 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fdp import tree
 from fdp.kfac.config import Distribution, KfacConfig
-from fdp.kfac.fisher import Fisher
 from fdp.kfac.forms import Form
-from fdp.kfac.inverse import Damping
-from fdp.kfac.inverse_many import ENTRIES
+from fdp.kfac.invert.batched_inverse import ENTRIES
+from fdp.kfac.invert.inverse import Damping
 from fdp.kfac.layers import Survey, survey
-from fdp.kfac.places import Kept, Placed, RingPart, Side, Window, empty, identity
+from fdp.kfac.measure.fisher import Fisher
+from fdp.kfac.measure.sums import Sharing
 from fdp.kfac.policy import Row, forms_of, plan_forms
+from fdp.kfac.slots import Kept, Placed, RingPart, Side, Window, empty, identity
 from fdp.kfac.store import store_device
-from fdp.kfac.sums import Sharing
 from fdp.kfac.types import Layer
-from fdp.mesh import AXES
 from fdp.model import Model
-from fdp.sharding import Data, Sharding, abstract_params
+from fdp.parallel.mesh import AXES
+from fdp.parallel.sharding import Data, Sharding, abstract_params
 from fdp.types import FdpError, Path, TrainState, Tree
 
 
@@ -80,7 +80,8 @@ def plan_kfac(
 ) -> KfacPlan:
     """Which layers are preconditioned, and how, for microbatches with the shapes, and on the device, of this rank's.
 
-    ``view`` is what to make of the layers that were met: by ``fdp.kfac.private.apart`` biases are layers of their own.
+    ``view`` is what to make of the layers that were met: by ``fdp.kfac.private.precondition.apart`` biases are layers
+    of their own.
     """
     device = tree.leaves(microbatch)[0].device
     known = view(survey(model, abstract_params(model, sharding, device=device), microbatch, dtype=dtype))
@@ -160,7 +161,8 @@ def stored(kf: KfacState, config: KfacConfig) -> KfacState:
 def inverse_bytes(plan: KfacPlan) -> int:
     """About what inverting takes at its peak, beside factors and inverses: six times the matrices, in float64.
 
-    Dense sides of a kind are stacked up to ``fdp.kfac.inverse_many.ENTRIES``; of columns, the small matrix and a copy.
+    Dense sides of a kind are stacked up to ``fdp.kfac.invert.batched_inverse.ENTRIES``; of columns, the small matrix
+    and a copy.
     """
     kinds: dict[tuple[int, ...], int] = {}
     most = 0

@@ -1,8 +1,9 @@
 """The values of K-FAC: what is known of one leaf's curvature, and what is applied to its gradient.
 
-A leaf's gradient is a sum of outer products, ``G = left^T right`` (``fdp.rules.Pair``: left has the leaf's rows, right
-its columns; of a linear layer left is the output gradient and right the input, a column of ones for its bias last).
-K-FAC takes its curvature to be the product of one second moment per side (Martens and Grosse 2015, arXiv 1503.05671):
+A leaf's gradient is a sum of outer products, ``G = left^T right`` (``fdp.gradients.rules.Pair``: left has the leaf's
+rows, right its columns; of a linear layer left is the output gradient and right the input, a column of ones for its
+bias last). K-FAC takes its curvature to be the product of one second moment per side (Martens and Grosse 2015, arXiv
+1503.05671):
 
     F = L (x) R,    L = E[left^T left],    R = E[right^T right],    F^-1 G = L^-1 G R^-1
 

@@ -19,11 +19,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fdp import ops
-from fdp.collectives import Axis
 from fdp.init import constant, normal
 from fdp.model import Block, LeafSpec, Model
 from fdp.models.language import attend, check_divides, head_block, places_of, project, window_inputs_of
-from fdp.parallel import enter
+from fdp.parallel.collectives import Axis
+from fdp.parallel.tensor_parallel import enter
 from fdp.types import FdpError, Path, Tree
 
 

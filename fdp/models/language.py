@@ -20,9 +20,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fdp import ops
-from fdp.collectives import Axis
 from fdp.model import Block, Likelihood, LossHead, Outputs
-from fdp.parallel import leave
+from fdp.parallel.collectives import Axis
+from fdp.parallel.tensor_parallel import leave
 from fdp.types import FdpError, Path, Tree
 
 

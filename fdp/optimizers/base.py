@@ -74,7 +74,8 @@ class Optimizer(NamedTuple):
     ``reductions`` says how sums over whole leaves are made of the leaves given: as they stand, or over ranks. ``adamw``
     and ``descent`` are there if the whole optimizer is that and nothing else. ``measures``: its state also holds what
     was measured on samples without noise, so that no private step can take it. ``settings`` are the numbers that decide
-    an update, for :func:`fdp.settings.fingerprint`, where the functions hold other things as well; None: they do not.
+    an update, for :func:`fdp.fingerprint.fingerprint`, where the functions hold other things as well; None: they do
+    not.
 
     Guarantees:
       - neither function modifies an argument;

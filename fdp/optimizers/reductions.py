@@ -3,8 +3,8 @@
     sum_of_squares(w) = ||w||^2      size(w) = number of elements      mean(w, dim), mean_of_squares(w, dim)
 
 Everything else in an optimizer is element by element, and so exact on a part as it stands. These four are not:
-where a tree holds parts, give ``update`` a ``Reductions`` that adds up over ranks (``fdp.reductions`` makes it).
-Each maps a whole tree, so that a sharded version can pack all leaves into one collective.
+where a tree holds parts, give ``update`` a ``Reductions`` that adds up over ranks (``fdp.parallel.sharded_norms`` makes
+it). Each maps a whole tree, so that a sharded version can pack all leaves into one collective.
 
     >>> optimizer.update(grads, state, params)                                    # every leaf is whole: LOCAL
     >>> optimizer.update(grads, state, params, sharded_reductions(sharding))      # parts

@@ -1,0 +1,128 @@
+"""Checks of a model that a private step makes before its first sum: once, on some samples at hand and on made-up ones.
+
+    independent     the loss of a sample does not depend on the other samples       any model
+    in its row      row b of every use holds sample b                               up to 20 million parameters, whole
+    norms           those of the plan are those of ``vmap(grad)``                   up to 20 million parameters
+
+Without the first, clipping bounds nothing; without the second, it bounds something else. Every rank takes part, with
+the same samples. :func:`fdp.step.make_train_step` runs them at a step's first call, ``fdp train`` before it begins.
+
+    >>> check_model(model, params, data, plan=plan)
+    >>> step = make_train_step(..., checks=Checks.SKIPPED)              # a model that was checked elsewhere
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from fdp import tree
+from fdp.checks import model_checks
+from fdp.fast.compiled import Blocks
+from fdp.gradients.per_sample import losses_of, per_sample_norms
+from fdp.gradients.plan import Method, Plan, make_plan
+from fdp.gradients.taps import batch_size_of
+from fdp.model import Model
+from fdp.parallel.agree import everyones, whole
+from fdp.parallel.sharding import Sharding, abstract_params, localize
+from fdp.types import Batch, FdpError, Tree
+
+NORMS_CHECKED_UP_TO = 20_000_000
+"""Parameters up to which per-sample norms are compared with ``vmap(grad)``."""
+NORMS_CHECKED_OF = 5
+"""Samples of which they are: two of the data, one long, one of many short documents, one of padding."""
+CHECKED_TOGETHER = 16
+"""Samples in one batch of the check that they are independent; less where a microbatch is smaller."""
+FEW = 4
+"""Samples of the data that are looked at."""
+
+
+class Checks(Enum):
+    """When a private step checks its model. SKIPPED: never; then nothing stands for the sensitivity but your word."""
+
+    FIRST_CALL = "first call"
+    SKIPPED = "skipped"
+
+
+def check_model(
+    model: Model,
+    params: Tree,
+    data: Tree,
+    *,
+    plan: Plan,
+    sharding: Sharding | None = None,
+    blocks: Blocks | None = None,
+) -> None:
+    """Raise an error that says what is wrong with the model, or with a rule, if samples could not be clipped by it.
+
+    ``params`` are whole, or this rank's parts, wherever they are kept; ``data`` are samples, the same on every rank,
+    of which a few are looked at. Norms are computed by the choices of ``plan``, in float32 at least.
+    """
+    count, device = max(2, min(FEW, batch_size_of(data))), tree.leaves(data)[0].device
+    many = first_rows(data, max(2, min(CHECKED_TOGETHER, batch_size_of(data))))
+    data, parts = first_rows(data, count), localize(params)
+    shapes = abstract_params(model, sharding, device=device)
+    dtype = torch.promote_types(plan.dtype, torch.float32)
+
+    @cache
+    def plain_plan(samples: int) -> Plan:
+        return make_plan(model, shapes, first_rows(data, samples), method=Method.NONE, dtype=dtype)
+
+    in_parts = sharding is not None or any(leaf.device != device for leaf in tree.leaves(params))
+    wide = params if in_parts else tree.map(lambda leaf: leaf.to(dtype), params)
+
+    def losses(some: Tree) -> Tensor:
+        if not in_parts:
+            return model.loss(wide, some)
+        return losses_of(model, parts, some, plan=plain_plan(batch_size_of(some)), sharding=sharding)
+
+    room = max(count, min(plan.batch_size, CHECKED_TOGETHER))
+    model_checks.check_independent(model, params, data, losses_of=losses, at_most=room)
+    by_rules = any(use for uses in plan.uses for use in uses)
+    if not plan.private or not by_rules or tree.size(params) > NORMS_CHECKED_UP_TO:
+        return
+    if not in_parts:
+        own = make_plan(model, shapes, many, method=plan.method, dtype=dtype)
+        model_checks.check_rows(model, wide, many, plan=own)
+    mixed = model_checks.mixture(model, params, first_rows(data, 2), losses_of=losses, at_most=NORMS_CHECKED_OF)
+    own = make_plan(model, shapes, mixed, method=plan.method, dtype=dtype)._replace(choices=plan.choices)
+    _, norms, _ = per_sample_norms(model, parts, mixed, plan=own, sharding=sharding, blocks=blocks)
+    wholes = tree.map(lambda leaf: whole(leaf).to(device, dtype), params)
+    uncut = model if model.tensor is None or model.parallel is None else model.parallel(None)
+    model_checks.check_norms(uncut, wholes, mixed, plan=own, measured=norms)
+
+
+def first_rows(data: Tree, count: int) -> Tree:
+    """The first ``count`` samples; of fewer, from the start again."""
+    which = torch.arange(count) % batch_size_of(data)
+    return tree.map(lambda leaf: leaf[which.to(leaf.device)], data)
+
+
+class FirstCall:
+    """:func:`check_model` on the first batch that a step is given, and never again."""
+
+    def __init__(self, model: Model, plan: Plan, sharding: Sharding | None) -> None:
+        self.model, self.plan, self.sharding = model, plan, sharding
+        self.done = False
+
+    def __call__(self, params: Tree, batch: Batch) -> None:
+        """Check the model, unless that was done. Every rank calls it, with its own samples."""
+        if self.done:
+            return
+        if torch.compiler.is_compiling():
+            raise FdpError(
+                f"{self.model.name}: expected a step that has been called once before it is compiled: its first call "
+                f"checks that samples are independent and norms right, which cannot be done inside torch.compile. Call "
+                f"the step once as it is, then compile it; or give make_train_step checks=fdp.Checks.SKIPPED, if the "
+                f"model was checked elsewhere (fdp.check_independent, fdp.check_norms)"
+            )
+        data = tree.map(lambda leaf: leaf[0], batch.data)
+        if self.sharding is not None:
+            here = tree.leaves(data)[0].device
+            few = tree.map(lambda leaf: leaf.cpu(), first_rows(data, FEW))
+            data = tree.map(lambda leaf: leaf.to(here), everyones(few, None)[0])
+        check_model(self.model, params, data, plan=self.plan, sharding=self.sharding)
+        self.done = True

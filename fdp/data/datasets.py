@@ -1,0 +1,293 @@
+"""Datasets that are already on this machine: text as bytes, token files, and a small set of images.
+
+A stream of tokens is cut into windows that do not overlap,
+
+    sample i = tokens[i (context + 1) : (i + 1) (context + 1)],
+
+and **a sample, the unit of privacy, is one window**. No token is in two samples: inputs and targets overlap
+inside a window and nowhere else, so removing a window removes every use of its tokens. A document longer than
+a window is several samples: a statement about windows says less about it than one about documents would.
+
+    >>> dataset = load("stdlib", context=128)          # the source of the running Python's standard library
+    >>> dataset = load("notes.jsonl", context=128, field="body")
+    >>> dataset = load("notes.txt", context=128, vocab_size=50257, tokenizer=load_tokenizer("models/tiny"))
+    >>> dataset.fetch(np.array([0, 7]))                # {'tokens': int64 (2, 129)}
+"""
+
+from __future__ import annotations
+
+import codecs
+import difflib
+import os
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fdp.data import text
+from fdp.data.files import Form, Source, check_text, find_source, holds_tokens, read_records, read_text, text_field
+from fdp.data.read_counts import Reading
+from fdp.data.units import Kind, PrivacyUnit, privacy_unit
+from fdp.types import FdpError
+
+BYTES = 256
+"""Vocabulary of a text source without a tokenizer: a token is a byte of its UTF-8 form."""
+
+NAMES = ("stdlib", "digits")
+"""Datasets known by name; anything else is a path."""
+
+CHUNK = 1 << 24
+"""Elements looked at together when a whole file is checked: a mapped file is never held in memory at once."""
+
+# Tests, tables and demonstrations: most of the library's bytes, and little that one would call source text.
+_SKIPPED = {"test", "tests", "idlelib", "lib2to3", "pydoc_data", "encodings", "turtledemo", "ensurepip"}
+_SKIPPED |= {"site-packages", "dist-packages", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Windows of ``context + 1`` tokens over a one-dimensional array, which may be a mapped file.
+
+    Guarantees:
+      - windows do not overlap: a token is in at most one sample;
+      - only the windows asked for are read.
+    """
+
+    tokens: np.ndarray = field(repr=False)
+    context: int
+    token: str = "token"
+    links: int = field(default=0, repr=False)
+
+    @property
+    def reading(self) -> Reading:
+        """What was read, and what of it is not trained on; covered by no budget."""
+        tail = len(self.tokens) - len(self) * (self.context + 1)
+        return Reading(Kind.WINDOW, len(self), self.context + 1, self.token, tail=tail, links=self.links)
+
+    @property
+    def unit(self) -> PrivacyUnit:
+        """The unit of privacy, in words."""
+        return privacy_unit(Kind.WINDOW, tokens=self.context + 1, word=self.token)
+
+    def __len__(self) -> int:
+        return len(self.tokens) // (self.context + 1)
+
+    def fetch(self, indices: np.ndarray) -> dict[str, Tensor]:
+        """``{"tokens": int64 (n, context + 1)}`` for n indices."""
+        rows = self.tokens[: len(self) * (self.context + 1)].reshape(len(self), self.context + 1)
+        return {"tokens": torch.from_numpy(rows[indices].astype(np.int64))}
+
+    def content(self) -> list[tuple[str, np.ndarray]]:
+        """The arrays that samples are made from, for ``fdp.data.digest``."""
+        return [("tokens", self.tokens[: len(self) * (self.context + 1)]), ("context", np.array([self.context]))]
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Labelled images held in memory; a sample is one image with its label."""
+
+    image: Tensor = field(repr=False)
+    label: Tensor = field(repr=False)
+
+    @property
+    def unit(self) -> PrivacyUnit:
+        """The unit of privacy, in words."""
+        return privacy_unit(Kind.IMAGE)
+
+    def __len__(self) -> int:
+        return len(self.label)
+
+    def fetch(self, indices: np.ndarray) -> dict[str, Tensor]:
+        """``{"image": float32 (n, ...), "label": int64 (n,)}`` for n indices."""
+        rows = torch.as_tensor(indices, dtype=torch.int64)
+        return {"image": self.image[rows], "label": self.label[rows]}
+
+    def content(self) -> list[tuple[str, Tensor]]:
+        """The arrays that samples are made from, for ``fdp.data.digest``."""
+        return [("image", self.image), ("label", self.label)]
+
+
+def load(
+    name_or_path: str | os.PathLike[str],
+    *,
+    context: int | None,
+    form: Form = Form.AUTO,
+    field: str = "text",
+    vocab_size: int = BYTES,
+    tokenizer: text.Tokenizer | None = None,
+) -> Windows | Examples:
+    """A dataset by name or by path.
+
+    ``stdlib``; ``digits`` (with ``context=None``: it is for classifiers); a file or folder of UTF-8 text, or of records
+    (``.jsonl``, ``.ndjson``, ``.json``), of which ``field`` is read, texts joined by a newline; ``.npy`` (any integer
+    dtype) or ``.bin`` (little-endian uint16) token files, which are mapped into memory, not read. With ``Form.FILE``
+    every file is a text, whatever its name.
+
+    With a ``tokenizer`` texts are made of its tokens, with its end of text between records or files; token files and
+    images have no use for one, and refuse it.
+
+    Every token is checked to be in ``[0, vocab_size)`` here, before any training.
+    """
+    source = os.fspath(name_or_path)
+    path = Path(source)
+    if source not in NAMES and not path.exists():
+        near = difflib.get_close_matches(source, NAMES, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise FdpError(f"data: expected {' or '.join(NAMES)}, or a path that exists, got {source!r}.{hint}")
+    is_tokens = holds_tokens(path) and path.is_file()
+    if tokenizer is not None and (source in NAMES or is_tokens):
+        raise FdpError(
+            f"data {source!r}: expected text to go with a tokenizer, got tokens or a dataset of its own kind"
+        )
+    if source == "digits":
+        if context is not None:
+            raise FdpError("data 'digits' is images: expected a classifier (mlp, logistic, cnn), got a language model")
+        return digits()[0]
+    if context is None:
+        raise FdpError(f"data {source!r} is text: expected a language model, got a classifier; its data is 'digits'")
+    if source == "stdlib":
+        return windows(stdlib(), context=context, vocab_size=vocab_size, where="stdlib", token="byte")
+    if form not in (Form.AUTO, Form.TEXT, Form.FILE):
+        raise FdpError(f"--form {form.value}: expected --unit record or user to go with it, got windows of a stream")
+    if is_tokens:
+        tokens, token = (_read_npy(path) if path.suffix.lower() == ".npy" else _read_bin(path)), "token"
+        return windows(tokens, context=context, vocab_size=vocab_size, where=source, token=token)
+    found = find_source(path, form=form)
+    if tokenizer is not None:
+        tokens, token = text.stream(_texts(found, field), tokenizer), tokenizer.word
+    elif found.records:
+        tokens, token = _joined(words.encode() for _, words in _texts(found, field)), "byte"
+    elif len(found.files) > 1:
+        tokens, token = _joined(_read_text(file).tobytes() for file in found.files), "byte"
+    else:
+        tokens, token = _read_text(next(iter(found.files))), "byte"
+    cut = windows(tokens, context=context, vocab_size=vocab_size, where=source, token=token)
+    return replace(cut, links=found.links)
+
+
+def windows(tokens: np.ndarray, *, context: int, vocab_size: int, where: str, token: str = "token") -> Windows:
+    """Check tokens, cut them into windows; ``where`` names the source. A shorter last window is left out."""
+    if context < 1:
+        raise FdpError(f"context: expected at least 1, got {context}")
+    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+        raise FdpError(
+            f"{where}: expected integers in one dimension, got {tokens.dtype} of shape {tokens.shape}; "
+            "save token ids, not text or embeddings"
+        )
+    if len(tokens) == 0:
+        raise FdpError(f"{where}: expected text or tokens, got nothing (empty)")
+    if len(tokens) < context + 1:
+        raise FdpError(
+            f"{where}: expected at least one window of {context + 1} {token}s, got {len(tokens)}; "
+            "give more data or a shorter context"
+        )
+    for start in range(0, len(tokens), CHUNK):
+        chunk = tokens[start : start + CHUNK]
+        if int(chunk.max()) >= vocab_size or int(chunk.min()) < 0:
+            first = int(np.argmax((chunk >= vocab_size) | (chunk < 0)))
+            raise FdpError(
+                f"{where}: expected token ids from 0 to {vocab_size - 1}, got another "
+                f"at position {start + first}; use the model's tokenizer or a model with a larger vocabulary"
+            )
+    return Windows(tokens, context, token)
+
+
+def examples(image: Tensor, label: Tensor, *, where: str) -> Examples:
+    """Checked images and labels; ``where`` names the source in errors."""
+    if len(image) != len(label) or len(label) == 0:
+        raise FdpError(f"{where}: expected as many labels as images, got {len(image)} images and {len(label)} labels")
+    bad = ~torch.isfinite(image).flatten(1).all(1)
+    if bool(bad.any()):
+        raise FdpError(
+            f"{where}: expected finite pixels, got NaN or infinity in image {int(bad.int().argmax())} "
+            f"and {int(bad.sum()) - 1} others; repair or drop them"
+        )
+    return Examples(image.float(), label.long())
+
+
+def stdlib() -> np.ndarray:
+    """The bytes of the running Python's library, ``*.py`` in sorted order, without tests and large tables."""
+    root = sysconfig.get_path("stdlib")
+    pieces: list[bytes] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(name for name in folders if name not in _SKIPPED)
+        pieces.extend(Path(folder, name).read_bytes() for name in sorted(names) if name.endswith(".py"))
+    if not any(pieces):
+        raise FdpError(f"stdlib: expected Python sources under {root}, got none; give a text file with --data instead")
+    return np.frombuffer(b"\n".join(pieces), dtype=np.uint8)
+
+
+def digits() -> tuple[Examples, Examples]:
+    """scikit-learn's bundled digits, (1, 8, 8) in [0, 1]: always the same 1437 to train, 360 to test."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise FdpError("data 'digits' comes with scikit-learn: pip install scikit-learn") from None
+    pixels, classes = load_digits(return_X_y=True)
+    image = torch.from_numpy(np.asarray(pixels)).float().reshape(-1, 1, 8, 8) / 16
+    label = torch.from_numpy(np.asarray(classes)).long()
+    order = torch.from_numpy(np.random.default_rng(0).permutation(len(label)))
+    train, test = order[:1437], order[1437:]
+    return (
+        examples(image[train], label[train], where="digits"),
+        examples(image[test], label[test], where="digits (test)"),
+    )
+
+
+def _joined(texts: Iterator[bytes]) -> np.ndarray:
+    return np.frombuffer(b"\n".join(text for text in texts if text), dtype=np.uint8)
+
+
+def _texts(source: Source, field: str) -> Iterator[tuple[str, str]]:
+    """Every text of a source with its place: a field of each record, or each file."""
+    if not source.records:
+        yield from ((str(file), read_text(file)) for file in source.files)
+        return
+    for place, record in read_records(source):
+        words = text_field(record, field, place)
+        check_text(words, place)
+        yield place, words
+
+
+def _read_text(path: Path) -> np.ndarray:
+    """A file's bytes, mapped, after a check that they are UTF-8."""
+    tokens = _mapped(path, np.dtype(np.uint8))
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    for start in range(0, len(tokens), CHUNK):
+        pending = len(decoder.getstate()[0])
+        chunk = tokens[start : start + CHUNK]
+        try:
+            decoder.decode(chunk.tobytes(), final=start + CHUNK >= len(tokens))
+            continue
+        except UnicodeDecodeError as error:  # raised again below, since a chained error would hold the text
+            position = start - pending + error.start
+        raise FdpError(
+            f"{path}: expected UTF-8 text, got a byte that is not at position {position}; convert the file, or give "
+            "token ids as .npy or .bin"
+        )
+    return tokens
+
+
+def _read_npy(path: Path) -> np.ndarray:
+    try:
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError):  # raised again below: NumPy's words may show the head of the file
+        pass
+    raise FdpError(f"{path}: expected a NumPy array of token ids, got a file that cannot be read as one; use np.save")
+
+
+def _read_bin(path: Path) -> np.ndarray:
+    return _mapped(path, np.dtype("<u2"))
+
+
+def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:
+    size = path.stat().st_size
+    if size == 0:
+        raise FdpError(f"{path}: expected text or tokens, got an empty file")
+    if size % dtype.itemsize:
+        raise FdpError(f"{path}: expected whole {dtype.name} tokens, got {size} bytes; is it another dtype? Use .npy")
+    return np.memmap(path, dtype=dtype, mode="r")

@@ -1,0 +1,85 @@
+"""Data known again: a digest, so that noise drawn for some data is never used for others.
+
+    digest = SHA-256(size, every value of every sample)
+
+All of the data is read: one changed token anywhere changes the digest. A dataset that holds its samples in arrays hands
+them over (:class:`Held`), a mapped file among them, and they are hashed as they are, one or two seconds a gigabyte; of
+any other every sample is fetched once. Not covered by any budget: a digest belongs beside the data.
+
+    >>> data_digest(dataset) == digest_of_the_checkpoint
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fdp import tree
+from fdp.privacy.sampling import Dataset
+
+CHUNK_ELEMENTS = 1 << 20
+"""Elements that are hashed together, in the narrowest integers that hold them."""
+FETCHED_BYTES = 1 << 22
+"""Bytes of samples that are fetched at a time."""
+UNSIGNED = tuple(np.dtype(name) for name in ("u1", "<u2", "<u4", "<u8"))
+
+
+@runtime_checkable
+class Held(Protocol):
+    """A dataset that can name the arrays from which, with its size, all of its samples are made."""
+
+    def content(self) -> Iterable[tuple[str, np.ndarray | Tensor]]: ...
+
+
+def data_digest(dataset: Dataset) -> str:
+    """Return SHA-256 of the size and of every sample, to notice that they are not the same data.
+
+    Guarantees:
+      - a change of one value of one sample changes it;
+      - it does not depend on the integer type that tokens are stored in.
+    """
+    digest = hashlib.sha256(str(len(dataset)).encode())
+    for name, values in dataset.content() if isinstance(dataset, Held) else _fetched(dataset):
+        array = _array(values)
+        digest.update(f"|{name} {array.shape}".encode())
+        for chunk in _chunks(array):
+            canonical = _canonical(chunk)
+            digest.update(canonical.dtype.str.encode())
+            digest.update(np.ascontiguousarray(canonical).data)
+    return digest.hexdigest()
+
+
+def _fetched(dataset: Dataset) -> Iterator[tuple[str, Tensor]]:
+    """The leaves of all samples, some samples at a time."""
+    size = len(dataset)
+    each = max(1, sum(leaf.nbytes for leaf in tree.leaves(dataset.fetch(np.arange(1)))))
+    together = max(1, FETCHED_BYTES // each)
+    for start in range(0, size, together):
+        yield from tree.flatten(dataset.fetch(np.arange(start, min(start + together, size)))).items()
+
+
+def _array(values: np.ndarray | Tensor) -> np.ndarray:
+    if isinstance(values, np.ndarray):
+        return values
+    values = values.detach().cpu().contiguous()
+    return (values.view(torch.int16) if values.dtype is torch.bfloat16 else values).numpy()
+
+
+def _chunks(array: np.ndarray) -> Iterator[np.ndarray]:
+    flat = array.reshape(-1)
+    for start in range(0, len(flat), CHUNK_ELEMENTS):
+        yield flat[start : start + CHUNK_ELEMENTS]
+
+
+def _canonical(chunk: np.ndarray) -> np.ndarray:
+    """The same values, of integers in the narrowest unsigned type that holds all of them, else in 64 bits."""
+    if chunk.dtype == UNSIGNED[0] or not np.issubdtype(chunk.dtype, np.integer):
+        return chunk
+    least, most = int(chunk.min()), int(chunk.max())
+    wide = np.dtype("<i8") if least < 0 else next(dtype for dtype in UNSIGNED if most <= np.iinfo(dtype).max)
+    return chunk.astype(wide, copy=False)

@@ -1,0 +1,194 @@
+"""Documents of unequal length with their owners, and datasets whose sample is everything of one owner.
+
+    inputs_t = tokens_t,  targets_t = tokens_{t+1},  t = 0 .. context - 1
+    mask_t   = 1  iff  token t + 1 is there, counts (is no prompt), and is of the same document as token t
+
+Documents are kept one after another without padding, and padded when they are fetched: on the right, with token 0 and
+mask 0. In a causal model nothing looks at what comes after it, so padding changes no loss; a document longer than
+``context + 1`` tokens keeps its first ones.
+
+**The unit of privacy is the owner.** The engine bounds what one *row* of a batch may do, so that the two must be the
+same: :func:`records` takes documents of which no two have the same owner; for the others there is ``fdp.data.users``.
+
+    >>> dataset = records(documents, context=128, vocab_size=256)
+    >>> dataset.fetch(np.array([0, 7]))              # {'tokens': (2, 129), 'loss_mask': (2, 128)}
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fdp.data.read_counts import Reading
+from fdp.data.units import Kind, PrivacyUnit, privacy_unit
+from fdp.types import FdpError
+
+
+class Documents(NamedTuple):
+    """Rows one after another: row i is ``[starts[i], starts[i + 1])`` of all three arrays and belongs to ``owners[i]``.
+
+    ``counted``: whether a token is to be predicted; ``segments``: which document of its row a token is of, from 1 on;
+    None: every row is one document. ``texts`` were read, and ``links`` files left out, see ``fdp.data.read_counts``.
+    """
+
+    tokens: np.ndarray
+    counted: np.ndarray
+    segments: np.ndarray | None
+    starts: np.ndarray
+    owners: tuple[str, ...]
+    source: str
+    word: str = "token"
+    texts: int = 0
+    links: int = 0
+
+    def __repr__(self) -> str:
+        """Name the source and show no content: what is printed by accident is not private."""
+        return f"Documents({self.source!r})"
+
+    def row(self, i: int) -> np.ndarray:
+        """The tokens of row i."""
+        return self.tokens[self.starts[i] : self.starts[i + 1]]
+
+    def content(self) -> list[tuple[str, np.ndarray]]:
+        """The arrays that rows are made from, for ``fdp.data.digest``; who owns them is in no sample."""
+        segments = [] if self.segments is None else [("segments", self.segments)]
+        return [("tokens", self.tokens), ("counted", self.counted), ("starts", self.starts), *segments]
+
+
+def gather(
+    pieces: Iterable[tuple[Sequence[int], Sequence[bool]]], owners: Sequence[str], *, source: str, word: str = "token"
+) -> Documents:
+    """Documents of (tokens, whether each counts), in order; ``source`` names them in errors."""
+    tokens: list[np.ndarray] = []
+    counted: list[np.ndarray] = []
+    for numbers, counts in pieces:
+        tokens.append(np.asarray(numbers, dtype=np.int64))
+        counted.append(np.asarray(counts, dtype=bool))
+    if not tokens:
+        raise FdpError(f"{source}: expected text or records, got nothing (empty)")
+    starts = np.concatenate([[0], np.cumsum([len(part) for part in tokens])])
+    return Documents(
+        np.concatenate(tokens), np.concatenate(counted), None, starts, tuple(owners), source, word, texts=len(tokens)
+    )
+
+
+def cut(documents: Documents, *, length: int) -> Documents:
+    """Every row of more than ``length`` tokens as several of its owner's, in order; no token is lost or used twice."""
+    starts, owners = [0], []
+    for i, owner in enumerate(documents.owners):
+        first, last = int(documents.starts[i]), int(documents.starts[i + 1])
+        ends = [*range(first + length, last, length), last]
+        starts += ends
+        owners += [owner] * len(ends)
+    return documents._replace(starts=np.array(starts), owners=tuple(owners))
+
+
+def padded(documents: Documents, which: np.ndarray, *, context: int) -> dict[str, Tensor]:
+    """Rows of fixed length; a number of -1 is a row of padding only.
+
+    ``{"tokens": int64 (n, context + 1), "loss_mask": bool (n, context)}``, and, where rows are several documents,
+    ``"segments": int64 (n, context)``: of the inputs, 0 where there is none.
+    """
+    tokens = np.zeros((len(which), context + 1), dtype=np.int64)
+    counted = np.zeros((len(which), context + 1), dtype=bool)
+    segments = np.zeros((len(which), context + 1), dtype=np.int64)
+    for row, i in enumerate(which):
+        if i < 0:
+            continue
+        first = documents.starts[i]
+        size = min(documents.starts[i + 1] - first, context + 1)
+        tokens[row, :size] = documents.tokens[first : first + size]
+        counted[row, :size] = documents.counted[first : first + size]
+        segments[row, :size] = 1 if documents.segments is None else documents.segments[first : first + size]
+    mask = counted[:, 1:] & (segments[:, 1:] == segments[:, :-1])
+    data = {"tokens": torch.from_numpy(tokens), "loss_mask": torch.from_numpy(mask)}
+    return data if documents.segments is None else data | {"segments": torch.from_numpy(segments[:, :-1].copy())}
+
+
+@dataclass(frozen=True)
+class Records:
+    """**A sample is one row, which is everything of its owner**: a record, or the documents of one packed together.
+
+    Guarantees:
+      - no two samples are of the same owner: removing one removes every use of the owner's tokens;
+      - padding changes no loss, and a sample in which nothing counts has loss and gradient exactly 0.
+
+    ``reading`` counts what is not trained on; it is read off the data and covered by no budget.
+    """
+
+    documents: Documents
+    context: int
+    unit: PrivacyUnit
+    reading: Reading = field(repr=False)
+
+    def __len__(self) -> int:
+        return len(self.documents.owners)
+
+    def fetch(self, indices: np.ndarray) -> dict[str, Tensor]:
+        """As :func:`padded`."""
+        return padded(self.documents, indices, context=self.context)
+
+    def content(self) -> list[tuple[str, np.ndarray]]:
+        """The arrays that samples are made from, for ``fdp.data.digest``."""
+        return [*self.documents.content(), ("context", np.array([self.context]))]
+
+
+def records(documents: Documents, *, context: int, vocab_size: int, kind: Kind = Kind.RECORD) -> Records:
+    """A dataset of one row per owner; ``kind`` is what an owner is."""
+    check(documents, context=context, vocab_size=vocab_size)
+    rows = max(Counter(documents.owners).values())
+    if rows > 1:
+        raise FdpError(
+            f"{documents.source}: expected one row per unit of privacy, got {rows} rows of one owner: a sample would "
+            "be less than a unit, and epsilon a statement about the sample. Group them with "
+            "fdp.data.users.by_user, or pack with Unit.ROW if a row is the unit that you mean"
+        )
+    learned, learnable = rows_with_loss(documents, context=context), rows_with_loss(documents, context=None)
+    reading = Reading(
+        kind,
+        len(documents.owners),
+        context + 1,
+        documents.word,
+        texts=documents.texts,
+        windows=len(documents.owners),
+        cut=int((np.diff(documents.starts) > context + 1).sum()),
+        unlearned=int((learnable & ~learned).sum()),
+        silent=int((~learned).sum()),
+        links=documents.links,
+    )
+    return Records(documents, context, privacy_unit(kind, tokens=context + 1, word=documents.word), reading)
+
+
+def rows_with_loss(documents: Documents, *, context: int | None) -> np.ndarray:
+    """Return, for every row, whether anything counts in its first ``context + 1`` tokens; None: in all of it."""
+    targets = documents.counted.copy()
+    targets[documents.starts[:-1][documents.starts[:-1] < len(targets)]] = False  # nothing predicts a row's first token
+    if documents.segments is not None:
+        targets[1:] &= documents.segments[1:] == documents.segments[:-1]
+    places = np.flatnonzero(targets)
+    rows = np.searchsorted(documents.starts, places, side="right") - 1
+    if context is not None:
+        rows = rows[places - documents.starts[rows] <= context]
+    found = np.zeros(len(documents.owners), dtype=bool)
+    found[rows] = True
+    return found
+
+
+def check(documents: Documents, *, context: int, vocab_size: int) -> None:
+    """Refuse a context without a target, and tokens that the model does not know."""
+    if context < 1:
+        raise FdpError(f"context: expected at least 1, got {context}")
+    bad = (documents.tokens >= vocab_size) | (documents.tokens < 0)
+    if bad.any():
+        first = int(np.argmax(bad))
+        row = int(np.searchsorted(documents.starts, first, side="right")) - 1
+        raise FdpError(
+            f"{documents.source}: expected token ids from 0 to {vocab_size - 1}, got another in document {row + 1}; "
+            "use the model's tokenizer or a model with a larger vocabulary"
+        )

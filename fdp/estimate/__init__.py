@@ -1,0 +1,1 @@
+"""``fdp plan``: memory, traffic and flops of a step at any scale, before it exists."""

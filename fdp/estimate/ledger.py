@@ -1,0 +1,298 @@
+"""A ledger of what a computation holds, sends and multiplies, kept while it runs on tensors without memory.
+
+    held(t)     = sum of the bytes of every storage alive at time t, each rounded up to 512 as CUDA's allocator does
+    peak(phase) = max of held(t) over the phase, split by what the storages were for
+
+Every operation passes through a dispatch mode that notes the storages it makes, when they die, the collectives and
+the flops. What a storage was for is often known only later (a pair that is kept looks like any activation until it
+outlives its backward), so the log is read after the run, with the final labels.
+
+    >>> ledger = Ledger(axes={"0": ("shard", 8)})
+    >>> with ledger, fused_attention(): step(state, batch, key)                         # tensors on DEVICE
+    >>> ledger.peaks(host=False)[Phase.PASS].total
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from fdp import tree
+from fdp.estimate.workspace import workspace
+from fdp.types import Tree
+
+DEVICE = torch.device("meta")
+"""Stands for the accelerator: the one device beside the CPU that every build of torch can differentiate on."""
+HOST = torch.device("cpu")
+ROUNDED_TO = 512
+
+_aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
+_DEVICE_OF = torch.ops.prim.device.default
+_COPIES = {"aten::clone", "aten::_to_copy", "aten::cat", "fdp_collectives::after"}
+_SUMS = {"aten::add": 2, "aten::index_add": 1}
+"""How many of the first arguments are summands: sums of a leaf's uses are as much gradients as the total."""
+_COLLECTIVES = {
+    _c10d.all_gather_into_tensor.default: "all-gather",
+    _c10d.reduce_scatter_tensor.default: "reduce-scatter",
+    _c10d.all_reduce.default: "all-reduce",
+}
+
+
+class Kind(Enum):
+    """What memory is for.
+
+    Parameters are the master weights, gathered what is made of them to compute with: whole leaves and casts. Gradients
+    are sums on their way from the clipping to the update, and the update. Kept is what stays of every sample between
+    its norm and the sum. Activations are the rest, with all that is held in passing.
+    """
+
+    PARAMETERS = "parameters"
+    OPTIMIZER = "optimizer"
+    GATHERED = "gathered"
+    GRADIENTS = "gradients"
+    KEPT = "kept pairs"
+    ACTIVATIONS = "activations"
+
+
+class Phase(Enum):
+    """The parts of a step, in order; several microbatches take turns in forward and backward, and the sum.
+
+    K-FAC measures and inverts curvature before a step, once in a period; of other optimizers there is no such phase.
+    """
+
+    CURVATURE = "curvature"
+    PASS = "forward and backward"
+    SUM = "clipped sum"
+    NOISE = "noise"
+    UPDATE = "update"
+
+
+class Peak(NamedTuple):
+    """The most bytes held at a time, and what they were for."""
+
+    total: int
+    by_kind: dict[Kind, int]
+
+
+class Transfer(NamedTuple):
+    """All calls of one collective over one axis in one dtype.
+
+    ``elements`` counts the whole: what a gather makes, what a reduction is given.
+    """
+
+    collective: str
+    axis: str
+    ranks: int
+    dtype: torch.dtype
+    calls: int
+    elements: int
+
+    @property
+    def bytes(self) -> int:
+        """The whole, in bytes."""
+        return self.elements * self.dtype.itemsize
+
+    @property
+    def passes(self) -> int:
+        """How often a ring sends the whole: an all-reduce is a reduce-scatter and an all-gather."""
+        return 2 if self.collective == "all-reduce" else 1
+
+    @property
+    def sent(self) -> float:
+        """Bytes that one rank sends when the ranks form a ring."""
+        return self.passes * self.bytes * (self.ranks - 1) / self.ranks
+
+
+class Held:
+    """A storage: its size, where it is, what it is for, and what it was copied or added up from."""
+
+    __slots__ = ("bytes", "host", "kind", "sources")
+
+    def __init__(self, size: int, host: bool, kind: Kind, sources: tuple[Held, ...]):
+        self.bytes = size
+        self.host = host
+        self.kind = kind
+        self.sources = sources
+
+    def is_gradient(self) -> None:
+        """So are the sums that it was filled from."""
+        if self.kind is Kind.ACTIVATIONS:
+            self.kind = Kind.GRADIENTS
+            for source in self.sources:
+                source.is_gradient()
+
+
+class Ledger(TorchDispatchMode):
+    """Notes every storage, collective and flop of what runs inside. ``axes``: name and size by process group.
+
+    Tensors are on DEVICE, or were sent from there to the host.
+    """
+
+    def __init__(self, axes: Mapping[str, tuple[str, int]]):
+        super().__init__()
+        self.axes = axes
+        self.default = Kind.ACTIVATIONS
+        self.flops: dict[torch.dtype, float] = {}
+        self._log: list[tuple[Held, int]] = []
+        self._phases: list[tuple[int, Phase]] = []
+        self._alive: dict[int, tuple[Any, Held, int]] = {}
+        self._transfers: dict[tuple[str, str, int, torch.dtype], tuple[int, int]] = {}
+        self._awaited: dict[Any, Phase] = {}
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _DEVICE_OF:
+            return args[0].fake_device
+        if func in self._awaited:
+            self.begin(self._awaited.pop(func))
+        if extra := workspace(func, args, kwargs):
+            passing = Held(_rounded(extra), False, Kind.ACTIVATIONS, ())
+            self._log += [(passing, 1), (passing, -1)]
+        out = self._call(func, args, kwargs)
+        made = [value for value in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(value, Tensor)]
+        if func.overloadpacket in flop_registry:
+            count = flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
+            self.flops[made[0].dtype] = self.flops.get(made[0].dtype, 0.0) + count
+        kind, sources = self._origin(func, args, made)
+        for value in made:
+            self._note(value, kind, sources)
+        return out
+
+    def begin(self, phase: Phase) -> int:
+        """What follows belongs to ``phase``; returns the time, for ``relabel``."""
+        self._phases.append((len(self._log), phase))
+        return len(self._log)
+
+    def begin_at(self, operation: Any, phase: Phase) -> None:
+        """``phase`` begins when ``operation`` is next called."""
+        self._awaited[operation] = phase
+
+    def label(self, values: Tree, kind: Kind) -> None:
+        """Every storage of a tree is of this kind, and was from the start."""
+        for value in tree.leaves(values):
+            if isinstance(value, Tensor) and (found := self._alive.get(value.untyped_storage()._cdata)):
+                found[1].kind = kind
+
+    def relabel(self, kind: Kind, *, since: int) -> None:
+        """What was made since then, is still alive and has no better label is of this kind."""
+        for _, held, born in self._alive.values():
+            if born >= since and held.kind is Kind.ACTIVATIONS:
+                held.kind = kind
+
+    def peaks(self, *, host: bool) -> dict[Phase, Peak]:
+        """The peak of every phase, on the host or on the device."""
+        phase_at = dict(self._phases)
+        highest: dict[Phase, tuple[int, int]] = {}
+        phase, total = None, 0
+        for i, (held, sign) in enumerate(self._log):
+            phase = phase_at.get(i, phase)
+            total += sign * held.bytes if held.host == host else 0
+            if phase is not None and total > highest.get(phase, (-1, 0))[0]:
+                highest[phase] = (total, i)
+        return {phase: Peak(total, self._by_kind(i, host)) for phase, (total, i) in highest.items()}
+
+    def most(self, kind: Kind) -> int:
+        """The most bytes of one kind that the device holds at any moment."""
+        now = highest = 0
+        for held, sign in self._log:
+            now += sign * held.bytes if held.kind is kind and not held.host else 0
+            highest = max(highest, now)
+        return highest
+
+    def transfers(self) -> tuple[Transfer, ...]:
+        """Everything sent, added up by collective, axis and dtype."""
+        return tuple(Transfer(*what, *amount) for what, amount in self._transfers.items())
+
+    def _by_kind(self, until: int, host: bool) -> dict[Kind, int]:
+        found = dict.fromkeys(Kind, 0)
+        for held, sign in self._log[: until + 1]:
+            found[held.kind] += sign * held.bytes if held.host == host else 0
+        return found
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """``func``. Tensors on the host are fake ones, and a copy from or to DEVICE has nothing to copy."""
+        target = kwargs.get("device") if func is _aten._to_copy.default else None
+        if target is None or target == args[0].device:
+            return func(*args, **kwargs)
+        with self._fake if target == HOST else nullcontext():
+            return torch.empty(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device=target)
+
+    def _origin(self, func: Any, args: Any, made: list[Tensor]) -> tuple[Kind, tuple[Held, ...]]:
+        """What a new storage is for, as far as the operation that made it tells, and what it was made from."""
+        if func in _COLLECTIVES:
+            return self._collective(func, args, made[0])
+        name = func._schema.name
+        if name in _SUMS:
+            return self.default, self._all_held(args[: _SUMS[name]])
+        if name not in _COPIES:
+            return self.default, ()
+        given = args[0] if isinstance(args[0], (tuple, list)) else [args[0]]
+        sources = self._all_held(given)
+        kinds = {source.kind for source in sources}
+        if kinds & {Kind.PARAMETERS, Kind.GATHERED}:
+            return Kind.GATHERED, sources
+        return (Kind.GRADIENTS if Kind.GRADIENTS in kinds else self.default), sources
+
+    def _collective(self, func: Any, args: Any, made: Tensor) -> tuple[Kind, tuple[Held, ...]]:
+        collective, given = _COLLECTIVES[func], args[0]
+        axis, ranks = self.axes[args[-1]]
+        what = (collective, axis, ranks, given.dtype)
+        calls, elements = self._transfers.get(what, (0, 0))
+        self._transfers[what] = (calls + 1, elements + max(given.numel(), made.numel()))
+        source = self._held(given)
+        if axis == "tensor" or source is None:
+            return self.default, ()
+        if source.kind is Kind.ACTIVATIONS and collective != "all-gather":
+            source.is_gradient()
+        return source.kind, ()
+
+    def _all_held(self, values: Sequence[Any]) -> tuple[Held, ...]:
+        return tuple(held for value in values if isinstance(value, Tensor) and (held := self._held(value)))
+
+    def _held(self, value: Tensor) -> Held | None:
+        found = self._alive.get(value.untyped_storage()._cdata)
+        return None if found is None else found[1]
+
+    def _note(self, value: Tensor, kind: Kind, sources: tuple[Held, ...]) -> None:
+        storage = value.untyped_storage()
+        address = storage._cdata
+        if address in self._alive:
+            return
+        held = Held(_rounded(storage.nbytes()), value.device == HOST, kind, sources)
+
+        def gone(_: Any) -> None:
+            del self._alive[address]
+            self._log.append((held, -1))
+
+        self._alive[address] = (weakref.ref(storage, gone), held, len(self._log))
+        self._log.append((held, 1))
+
+
+class fused_attention(TorchFunctionMode):
+    """Attention as a GPU computes it, without the matrix of all pairs of tokens, unless that is switched off."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention and torch.backends.cuda.flash_sdp_enabled():
+            return _flash(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
+    return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
+
+
+def _rounded(size: int) -> int:
+    return -(-size // ROUNDED_TO) * ROUNDED_TO

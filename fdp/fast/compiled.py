@@ -1,0 +1,224 @@
+"""A block's forward and backward, each compiled once and used by every block of its kind.
+
+    out, pull = blocks.tapped_vjp(block, weights, carry, data, uses, trainable)        as fdp.gradients.taps.tapped_vjp
+    out, pull = blocks.plain_vjp(block, weights, carry, data, trainable)               gradients of the weights
+
+Layers that compute the same function on leaves of the same shapes are one kind: a model of 36 layers is compiled as
+fast as one of 3. ``torch.func`` cannot hand residuals from a compiled forward to a backward compiled apart from it,
+plain autograd can (AOTAutograd splits the two); taps make the gradients that it returns true derivatives, and a tap
+that the output does not depend on is an error, never a zero.
+
+    >>> blocks = Blocks()
+    >>> out, pull = blocks.tapped_vjp(block, weights, carry, data, uses, trainable)
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from fdp_kernels.token_sums import each_of, many_token_sums
+from torch import Tensor
+
+from fdp import tree
+from fdp.gradients.rules import HALF, Record, Rule
+from fdp.gradients.taps import Tape, Use, batch_size_of, make_taps, records_of, traced, watch, zeros_of
+from fdp.model import Block
+from fdp.types import FdpError, Flat, Path, Tree
+
+LONG = 2048
+"""Tokens from which on a bias's gradients are summed apart: inside the backward they slow what they are fused with.
+At 512 and 1024 tokens of GPT-2-Large, in turns on an H200, a step took as long either way."""
+
+
+class Kind(NamedTuple):
+    """A compiled forward, with plain autograd behind it, and the rules of its uses.
+
+    ``biases``: by bias, the use whose output gradient, summed over tokens, is its gradient. ``zeros``: what its taps
+    are made of, for all blocks of the kind and all steps: to fill one is a launch.
+    """
+
+    run: Callable[..., tuple[Tree, Flat]]
+    rules: dict[str, tuple[Rule, dict[str, Any]]]
+    biases: dict[str, str]
+    zeros: dict[str, Tensor]
+
+
+class Blocks:
+    """The kinds of blocks met so far, compiled. ``backend`` is torch.compile's."""
+
+    def __init__(self, backend: str = "inductor"):
+        self.backend = backend
+        self.kinds: dict[Any, Kind] = {}
+
+    def tapped_vjp(
+        self, block: Block, weights: Flat, carry: Tree, data: Tree, uses: tuple[Use, ...], trainable: frozenset[Path]
+    ) -> tuple[Tree, Callable[[Tree], tuple[Tree, dict[Path, list[Record]]]]]:
+        """A block's output and its pull-back to its carry and to its parameters' records."""
+        local, names, here = _local(block, weights)
+        trained = frozenset(names[path] for path in weights if path in trainable)
+        mine = tuple(use._replace(name=_renamed(use, names), path=names[use.path]) for use in uses)
+        key = (block.apply, repr(local), mine, trained, tuple((w.dtype, w.device) for w in here.values()))
+        if key not in self.kinds:
+            named = Block(block.name, local, block.apply)
+            tape, _ = traced(named, here, trained, carry, data, attached=True)
+            apart = _summed_apart(tape)
+            planned = [(use.name, use.rule) for use in mine if use.name not in apart]
+            run = self._compiled(_tapped_run(named, trained, planned, tape), block, pure=not tape.changed)
+            with torch.inference_mode(False):  # who began in that mode by mistake would find its zeros for ever
+                zeros = zeros_of(mine, here)
+            self.kinds[key] = Kind(run, tape.rules, apart, zeros)
+        kind = self.kinds[key]
+        taps = {
+            name: tap.detach().requires_grad_()
+            for name, tap in make_taps(mine, here, kind.zeros).items()
+            if name not in kind.biases
+        }
+        carry = _opened(carry)
+        with torch.enable_grad():
+            out, inputs = kind.run(here, carry, data, taps)
+        paths = {name: path for path, name in names.items()}
+
+        def pull(gradient: Tree) -> tuple[Tree, dict[Path, list[Record]]]:
+            carry_gradient, tap_gradients = _pulled(out, gradient, carry, taps)
+            tap_gradients |= _token_sums({bias: tap_gradients[use] for bias, use in kind.biases.items()})
+            found = records_of(mine, kind.rules, inputs, tap_gradients)
+            return carry_gradient, {paths[name]: records for name, records in found.items()}
+
+        return tree.map(Tensor.detach, out), pull
+
+    def plain_vjp(
+        self, block: Block, weights: Flat, carry: Tree, data: Tree, trainable: frozenset[Path]
+    ) -> tuple[Tree, Callable[[Tree], tuple[Tree, Flat]]]:
+        """A block's output and its pull-back to its carry and to the gradients of its trainable leaves."""
+        local, names, here = _local(block, weights)
+        key = (block.apply, repr(local))
+        if key not in self.kinds:
+            named = Block(block.name, local, block.apply)
+            self.kinds[key] = Kind(self._compiled(_plain_run(named), block), {}, {}, {})
+        trained = {names[path]: w.detach().requires_grad_() for path, w in weights.items() if path in trainable}
+        carry = _opened(carry)
+        with torch.enable_grad():
+            out, _ = self.kinds[key].run(here | trained, carry, data)
+
+        def pull(gradient: Tree) -> tuple[Tree, Flat]:
+            carry_gradient, found = _pulled(out, gradient, carry, trained)
+            return carry_gradient, {path: found[name] for path, name in names.items() if name in found}
+
+        return tree.map(Tensor.detach, out), pull
+
+    def function(self, key: Any, run: Callable, *values: Any) -> Any:
+        """``run(*values)``, compiled once for ``key`` and the shapes, dtypes and devices of the tensors in ``values``.
+
+        ``key`` stands for all else that ``run`` depends on: what it closes over, and the types that hold the tensors.
+        """
+        tensors = (leaf for leaf in tree.leaves(values) if isinstance(leaf, Tensor))
+        known = (key, tuple((tuple(leaf.shape), leaf.dtype, leaf.device) for leaf in tensors))
+        if known not in self.kinds:
+            self.kinds[known] = Kind(self._compiled_as(f"function_{len(self.kinds)}", run), {}, {}, {})
+        return self.kinds[known].run(*values)
+
+    def _compiled(self, run: Callable, block: Block, *, pure: bool = True) -> Callable:
+        """Compiled, unless the block says not to or leaves something in its module, which only an eager run undoes."""
+        return self._compiled_as(f"block_{block.name}", run) if block.compiled and pure else run
+
+    def _compiled_as(self, name: str, run: Callable) -> Callable:
+        from torch._dynamo.exc import Unsupported  # here, since importing it takes long
+
+        # A code object of its own: kinds do not share one cache of compiled graphs, nor its limit.
+        code = run.__code__.replace(co_name=name.replace(".", "_"))
+        own = types.FunctionType(code, run.__globals__, code.co_name, run.__defaults__, run.__closure__)
+        compiled = torch.compile(own, fullgraph=True, dynamic=False, backend=self.backend)
+
+        def refusing(*values: Any) -> Any:
+            try:
+                return compiled(*values)
+            except Unsupported as error:
+                raise FdpError(
+                    f"{name}: torch.compile cannot trace it: compile nothing (--compile none, Compile.NONE). It says: "
+                    f"{' '.join(str(error).split())}"
+                ) from error
+
+        return refusing
+
+
+def _local(block: Block, weights: Flat) -> tuple[Tree, dict[Path, str], Flat]:
+    """The block's tree of leaves named by their order, so that blocks of a kind are equal; and its weights so named."""
+    names = {path: str(i) for i, path in enumerate(dict.fromkeys(tree.leaves(block.params)))}
+    return tree.select(names, block.params), names, {names[path]: w.detach() for path, w in weights.items()}
+
+
+def _renamed(use: Use, names: dict[Path, str]) -> str:
+    return names[use.path] + use.name.removeprefix(use.path)
+
+
+def _opened(carry: Tree) -> Tree:
+    return tree.map(lambda leaf: leaf.detach().requires_grad_(leaf.is_floating_point()), carry)
+
+
+def _pulled(out: Tree, gradient: Tree, carry: Tree, taps: Flat) -> tuple[Tree, Flat]:
+    """The gradients of carry and taps. A carry that the output does not depend on has none; a tap must have one."""
+    opened = [leaf for leaf in tree.leaves(carry) if leaf.requires_grad]
+    wanted = [*opened, *taps.values()]
+    follows = [(o, g) for o, g in zip(tree.leaves(out), tree.leaves(gradient)) if o.requires_grad]
+    if not wanted or not follows:
+        found: list[Tensor | None] = [None] * len(wanted)
+    else:
+        outs, gradients = zip(*follows)
+        found = list(torch.autograd.grad(outs, wanted, gradients, allow_unused=True))
+    if lost := [name for name, g in zip(taps, found[len(opened) :]) if g is None]:
+        raise FdpError(f"compiled block: expected an output that depends on every tap, got none from {lost[:4]}")
+    of_carry = iter(found[: len(opened)])
+
+    def slope(leaf: Tensor) -> Tensor:
+        if not leaf.is_floating_point():
+            return leaf  # has no gradient; nobody reads what is in its place
+        own = next(of_carry) if leaf.requires_grad else None
+        return torch.zeros_like(leaf) if own is None else own
+
+    return tree.map(slope, carry), dict(zip(taps, found[len(opened) :]))  # type: ignore[arg-type]
+
+
+def _summed_apart(tape: Tape) -> dict[str, str]:
+    """The biases that are added once, to the output of one use with many tokens."""
+    long = {use.name for use in tape.uses if len(use.output_shape) == 3 and use.output_shape[1] >= LONG}
+    return {bias: use for bias, use in tape.biases.items() if use in long and tape.expansions.count(bias) == 1}
+
+
+def _token_sums(gradients: Flat) -> Flat:
+    """The sums over tokens of each; those of one shape but for their width, in half precision on a GPU, in one go."""
+    alike: dict[Any, list[str]] = {}
+    for name, g in gradients.items():
+        alike.setdefault((g.shape[:2], g.dtype, g.is_cuda), []).append(name)
+    found: Flat = {}
+    for (_, dtype, on_gpu), names in alike.items():
+        these = [gradients[name] for name in names]
+        sums = each_of(many_token_sums(these), these) if on_gpu and dtype in HALF else [g.sum(1) for g in these]
+        found |= dict(zip(names, sums))
+    return found
+
+
+def _tapped_run(
+    block: Block, trained: frozenset[str], planned: list[tuple[str, str]], seen: Tape
+) -> Callable[..., tuple[Tree, Flat]]:
+    layouts, copied = seen.layouts, seen.written()
+
+    def run(weights: Flat, carry: Tree, data: Tree, taps: Flat) -> tuple[Tree, Flat]:
+        tape = Tape(batch_size_of(data), taps, attached=True)
+        tape.known, tape.copied = layouts, copied
+        out = block.apply(watch(block, weights, trained, tape), carry, data)
+        met = [(use.name, use.rule) for use in tape.uses]
+        if [use for use in planned if use not in met]:  # torch.compile does not show every function of torch
+            raise FdpError(f"{block.name}: expected the uses {planned}, as planned, got {met}; do not compile it")
+        return out, {name: x.detach() for name, x in tape.inputs.items()}
+
+    return run
+
+
+def _plain_run(block: Block) -> Callable[..., tuple[Tree, Flat]]:
+    def run(weights: Flat, carry: Tree, data: Tree) -> tuple[Tree, Flat]:
+        return block.apply(tree.select(weights, block.params), carry, data), {}
+
+    return run

@@ -1,0 +1,1 @@
+"""Adapters on a frozen model: LoRA and prefix tuning."""

@@ -1,0 +1,216 @@
+"""Low-rank adapters on a frozen model, and training some leaves only.
+
+    y = W x + (alpha / rank) B A x,     W (m, n) frozen, A (rank, n), B (m, rank)         Hu et al., arXiv 2106.09685
+
+Only A and B are trained: only they are in a sample's norm, in the clipped sum and in the noise. A is drawn uniformly
+from +-1/sqrt(n) and B is 0, so that training starts at the model as it was. Where a layer keeps its weight as
+(inputs, outputs) and computes ``x W``, the same B and A stand for ``x (W + (alpha / rank) B A)``.
+
+    >>> model, params = lora(model, params, rank=8, alpha=16.0, targets=("blocks.*.qkv", "blocks.*.out"), key=key)
+    >>> params = merge(params, alpha=16.0)                         # the first model's leaves, to be saved
+    >>> model = train_only(model, "*_bias")                        # no adapters: biases alone
+
+The model's code is not touched. In place of a targeted weight its blocks are handed an :class:`Adapted` value, which
+the operations of ``fdp.ops`` take for a watched one, and which answers a product with the products of W, A and B.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from fdp import keys, ops, tree
+from fdp.gradients.rules import Rule
+from fdp.gradients.taps import Tape, Use, Watched, batch_size_of
+from fdp.init import constant, uniform
+from fdp.model import Block, LeafSpec, Model, Outputs
+from fdp.parallel.agree import whole
+from fdp.types import FdpError, Key, Path, Tree
+
+A, B = "_lora_a", "_lora_b"
+"""What the adapters' leaves are called after the leaf that they adapt."""
+
+_A_FIRST = {"linear": True, "matmul": False}
+"""By rule, whether A meets the input before B: ``x W^T`` or ``x W``."""
+
+
+class Adapted(Watched):
+    """``W + scale B A`` in place of W, never formed."""
+
+    def __init__(self, value: Tensor, a: ops.Weight, b: ops.Weight, scale: float, path: Path, batch_size: int):
+        super().__init__(value, path, _Branches(a, b, scale, batch_size))
+
+
+class _Branches(Tape):
+    """What an adapted weight has for a tape: it records nothing of W; A and B are recorded on theirs."""
+
+    def __init__(self, a: ops.Weight, b: ops.Weight, scale: float, batch_size: int):
+        tape = next((leaf.tape for leaf in (a, b) if isinstance(leaf, Watched)), None)
+        super().__init__(batch_size, None, attached=tape is not None and tape.attached)
+        self.a, self.b, self.scale = a, b, scale
+        if tape is not None:
+            self.layouts = tape.layouts
+
+    def output(self, rule: Rule, x: Tensor, leaf: Watched, options: dict[str, Any]) -> Tensor:
+        if rule.name not in _A_FIRST:
+            raise _unfit(leaf, rule.name)
+        first, second = (self.a, self.b) if _A_FIRST[rule.name] else (self.b, self.a)
+        y = rule.forward(x, leaf.value, **options)
+        self.uses.append(Use(leaf.path, leaf.path, rule.name, tuple(x.shape), tuple(y.shape), tuple(leaf.shape)))
+        return y + ops.use(rule, self.scale * ops.use(rule, x, first, **options), second, **options)
+
+    def output_with_bias(self, rule: Rule, x: Tensor, leaf: Watched, bias: Watched) -> Tensor:
+        return ops.add(self.output(rule, x, leaf, {}), bias)
+
+    def expanded(self, leaf: Watched) -> Tensor:
+        raise _unfit(leaf, "an elementwise operation")
+
+
+def lora(
+    model: Model, params: Tree, *, rank: int, alpha: float, targets: Sequence[str], key: Key
+) -> tuple[Model, Tree]:
+    """``model`` with adapters, and ``params`` with theirs; each is drawn from (key, path).
+
+    Guarantees:
+      - the losses are those of ``model`` until B moves from 0;
+      - every leaf of ``model`` is frozen; the trainable leaves are the adapters, and all of them.
+    """
+    adapted = lora_model(model, rank=rank, alpha=alpha, targets=targets)
+    flat = tree.flatten(params)
+    if sharded := [path for path, leaf in flat.items() if isinstance(leaf, DTensor)]:
+        raise FdpError(
+            f"{sharded[0]}: expected whole parameters to add adapters to, got a DTensor; add them before fdp.shard, or "
+            "take lora_model and initialise its leaves where they belong"
+        )
+    for path in sorted(set(adapted.leaves) - set(model.leaves)):
+        like, spec = flat[path.removesuffix(A).removesuffix(B)], adapted.leaves[path]
+        flat[path] = spec.init(keys.fold_in(key, path), spec.shape, dtype=like.dtype).to(like.device)
+    return adapted, tree.nest(flat)
+
+
+def lora_model(model: Model, *, rank: int, alpha: float, targets: Sequence[str]) -> Model:
+    """``model`` with adapters on the leaves that ``targets`` match (as in file names: ``*`` is anything), and frozen.
+
+    It has no form that is cut over a tensor axis.
+    """
+    if not math.isfinite(alpha) or alpha <= 0:
+        raise FdpError(f"lora: expected a finite alpha above 0, got {alpha}")
+    chosen = matching(model, targets)
+    leaves = dict(model.leaves)
+    for path in [path for path in model.leaves if path in chosen]:  # a set has another order in every process
+        shape = model.leaves[path].shape
+        if len(shape) != 2:
+            raise FdpError(f"lora: expected targets that are matrices, got {path} of shape {tuple(shape)}")
+        if not 1 <= rank <= min(shape):
+            raise FdpError(f"lora: expected a rank from 1 to {min(shape)} for {path} of shape {shape}, got {rank}")
+        leaves[path + A] = LeafSpec((rank, shape[1]), uniform(1 / math.sqrt(shape[1])))
+        leaves[path + B] = LeafSpec((shape[0], rank), constant(0.0))
+    if len(leaves) != len(model.leaves) + 2 * len(chosen):
+        raise FdpError(f"lora: expected a model without adapters on {sorted(chosen)[:4]}, got one that has some")
+    shared: dict[Any, _Adapt] = {}  # blocks of a kind keep sharing one apply, and so are compiled once
+    blocks = tuple(_adapted_block(block, chosen, alpha / rank, shared) for block in model.blocks)
+    frozen = frozenset(model.leaves)
+    return model._replace(
+        name=f"{model.name}+lora",
+        leaves=leaves,
+        blocks=blocks,
+        frozen=frozen,
+        parallel=None,
+        tensor=None,
+        settings=f"{model.settings}, alpha {alpha}",
+    )
+
+
+def merge(params: Tree, *, alpha: float) -> Tree:
+    """``W + (alpha / rank) B A`` for every adapted leaf, and the others as they are, without the adapters.
+
+    Added up in float64 and rounded once. Leaves in parts stay so; one whole product at a time is made for them.
+    """
+    flat = tree.flatten(params)
+    adapted = [path.removesuffix(A) for path in flat if path.endswith(A)]
+    if not adapted:
+        raise FdpError(f"merge: expected adapters, leaves ending in {A} and {B}, got {list(flat)[:4]}...")
+    for path in adapted:
+        a, b = flat.pop(path + A), flat.pop(path + B)
+        flat[path] = _merged(flat[path], a, b, alpha / a.shape[0])
+    return tree.nest(flat)
+
+
+def train_only(model: Model, *patterns: str) -> Model:
+    """``model`` with all leaves frozen but those that ``patterns`` match; ``"*_bias"``: biases alone."""
+    return model._replace(frozen=frozenset(model.leaves) - matching(model, patterns))
+
+
+def matching(model: Model, patterns: Sequence[str]) -> frozenset[Path]:
+    """The leaves that any pattern matches. A pattern without a match is an error that says what there is."""
+    if isinstance(patterns, str) or not patterns:
+        raise FdpError(f"patterns: expected a list of patterns of leaves, such as ('blocks.*.qkv',), got {patterns!r}")
+    found: set[Path] = set()
+    for pattern in patterns:
+        hits = fnmatch.filter(model.leaves, pattern)
+        if not hits:
+            raise FdpError(
+                f"{pattern!r}: expected a pattern of leaves of {model.name}, got none of {list(model.leaves)}"
+            )
+        found |= set(hits)
+    return frozenset(found)
+
+
+class _Adapt:
+    """A block's ``apply`` on a tree of {"base": leaves by name, "a", "b": adapters by the same}."""
+
+    def __init__(self, template: Tree, names: tuple[str, ...], scale: float, apply: Callable[[Tree, Tree, Tree], Tree]):
+        self.template, self.names, self.scale, self.apply = template, names, scale, apply
+
+    def __call__(self, params: Tree, carry: Tree, data: Tree) -> Tree:
+        handed = dict(params["base"])
+        for name in self.names:
+            weight = handed[name]
+            if isinstance(weight, Watched):
+                raise FdpError(f"{weight.path}: expected an adapted leaf to be frozen, got one that is trained")
+            a, b = params["a"][name], params["b"][name]
+            path = a.path.removesuffix(A) if isinstance(a, Watched) else f"adapted leaf {name}"
+            handed[name] = Adapted(weight, a, b, self.scale, path, batch_size_of(data))
+        return self.apply(tree.select(handed, self.template), carry, data)
+
+
+def _adapted_block(block: Block, chosen: frozenset[Path], scale: float, shared: dict[Any, _Adapt]) -> Block:
+    paths = list(dict.fromkeys(tree.leaves(block.params)))
+    if not chosen & set(paths):
+        return block
+    names = {path: str(i) for i, path in enumerate(paths)}
+    template = tree.select(names, block.params)
+    adapted = {names[path]: path for path in paths if path in chosen}
+    kind = (block.apply, repr(template), tuple(adapted))
+    apply = shared.setdefault(kind, _Adapt(template, tuple(adapted), scale, block.apply))
+    params = {
+        "base": {name: path for path, name in names.items()},
+        "a": {name: path + A for name, path in adapted.items()},
+        "b": {name: path + B for name, path in adapted.items()},
+    }
+    outputs: Outputs | None = None
+    if block.outputs is not None:
+        scores = _Adapt(template, tuple(adapted), scale, block.outputs.scores)
+        outputs = block.outputs._replace(scores=scores, weight=None)
+    return block._replace(params=params, apply=apply, head=None, outputs=outputs)
+
+
+def _merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    product: Tensor = scale * (whole(b).double() @ whole(a).double())
+    if isinstance(weight, DTensor):
+        mesh = weight.device_mesh
+        everywhere = DTensor.from_local(product, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        product = everywhere.redistribute(placements=weight.placements)
+    return (weight.double() + product).to(weight.dtype)
+
+
+def _unfit(leaf: Watched, operation: str) -> FdpError:
+    return FdpError(
+        f"{leaf.path} (shape {tuple(leaf.shape)}): used by {operation}; expected an adapted leaf to be used in "
+        f"products only ({', '.join(_A_FIRST)}). Leave it out of the targets"
+    )

@@ -1,0 +1,1 @@
+"""Folders in the format of ``transformers``: read, convert to a stack, save."""

@@ -1,0 +1,119 @@
+"""Trained leaves back into a folder in the format of ``transformers``, with the names and files of where they are from.
+
+    new folder = old folder, every stored tensor that is a leaf replaced by the leaf's value
+
+What is not a leaf (a tensor that the loss does not use, a buffer) and what is not a tensor (config, tokenizer) is
+copied. So whoever could read the old folder can read the new one: ``AutoModelForCausalLM.from_pretrained(path)``.
+
+    >>> write_folder(path, params, source=folder)
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fdp import tree
+from fdp.foreign.hub.files import INDEX, Stored, empty_module
+from fdp.foreign.hub.tensor_names import Place, stored_places
+from fdp.foreign.layout import leaf_paths
+from fdp.parallel.agree import in_unison, rank_in, whole
+from fdp.storage.checkpoint import writing
+from fdp.storage.private_files import sync_folder
+from fdp.types import FdpError, Flat, Tree
+
+NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".gguf", ".onnx")
+"""Endings of files that hold weights: those of the source would contradict the new ones."""
+
+
+def write_folder(
+    path: Path,
+    params: Tree,
+    *,
+    source: Path,
+    dtype: torch.dtype | None = None,
+    files: Mapping[str, str] | None = None,
+) -> None:
+    """Write ``params`` as ``source`` stores them; ``dtype`` is by default the stored one. Every rank calls it.
+
+    ``files`` are texts by name, to be written beside them, in place of the source's of that name.
+
+    Guarantees:
+      - ``path`` appears whole, by one rename; one that exists is refused;
+      - leaves that the source does not store raise on every rank, before anything is written;
+      - whole tensors are made of parts one at a time; those of one file are held, by the first rank, until it is full.
+    """
+    flat, first = tree.flatten(params), rank_in(None) == 0
+    partial = path.with_name(f".{path.name}.partial")
+    stored, keys = in_unison(lambda: _begin(path, partial, flat, source, first), None)
+    for file in dict.fromkeys(stored.files.values()):
+        values: Flat = {}
+        made: Flat = {}  # of leaves that several tensors of the file are parts of
+        for key in (key for key, where in stored.files.items() if where == file):
+            name, place = keys.get(key, ("", Place("")))
+            leaf = flat.get(name)
+            value = made[name] if name in made else None if leaf is None else whole(leaf)
+            if value is not None and place.index is not None:
+                made[name] = value
+            if first:
+                old = stored.part(key)
+                as_stored = dtype if dtype is not None and old.is_floating_point() else old.dtype
+                values[key] = old if value is None else place.of(value.detach()).to("cpu", as_stored).contiguous()
+            value = leaf = None
+        in_unison(lambda: _write(partial / file, values) if first else None, None)  # noqa: B023
+    in_unison(lambda: _publish(path, partial, stored, dtype, files or {}) if first else None, None)
+
+
+def _begin(
+    path: Path, partial: Path, flat: Flat, source: Path, first: bool
+) -> tuple[Stored, dict[str, tuple[str, Place]]]:
+    """What is stored, and by stored name the path of the leaf that it is, or is a part of."""
+    if path.exists():
+        raise FdpError(f"{path}: expected no folder of this name, got one; give another name")
+    stored, module = Stored(source), empty_module(source)
+    paths = leaf_paths(module)
+    places = stored_places(stored.files, module)
+    keys = {key: (paths[place.name], place) for key, place in places.items() if place.name in paths}
+    if unknown := sorted(set(flat) - {leaf for leaf, _ in keys.values()}):
+        raise FdpError(
+            f"{source}: expected to hold the leaves to be saved, got none of {unknown[:4]}; name their source"
+        )
+    for key, (leaf, place) in keys.items():
+        if leaf in flat:
+            stored.check(key, place.shape(tuple(flat[leaf].shape)))
+    if first:
+        with writing(path):
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            for file in source.iterdir():
+                if file.is_file() and file.suffix not in NOT_COPIED and file.name != INDEX:
+                    shutil.copy(file, partial / file.name)
+    return stored, keys
+
+
+def _write(file: Path, tensors: dict[str, Tensor]) -> None:
+    with writing(file):
+        save_file(tensors, file, metadata={"format": "pt"})
+
+
+def _publish(path: Path, partial: Path, stored: Stored, dtype: torch.dtype | None, files: Mapping[str, str]) -> None:
+    with writing(path):
+        for name, text in files.items():
+            (partial / name).write_text(text)
+        if (stored.folder / INDEX).exists():
+            index = json.loads((stored.folder / INDEX).read_text())
+            parts = {partial / file for file in stored.files.values()}
+            index.setdefault("metadata", {})["total_size"] = sum(part.stat().st_size for part in parts)
+            (partial / INDEX).write_text(json.dumps(index, indent=2))
+        if dtype is not None:
+            config = json.loads((partial / "config.json").read_text())
+            config["dtype"] = str(dtype).removeprefix("torch.")
+            (partial / "config.json").write_text(json.dumps(config, indent=2))
+        partial.rename(path)
+        sync_folder(path.parent)

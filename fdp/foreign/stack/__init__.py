@@ -1,0 +1,1 @@
+"""A foreign module as a stack of blocks."""

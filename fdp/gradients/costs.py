@@ -1,0 +1,209 @@
+"""What a choice costs: flops and bytes of every way to a leaf's norms and sum, as seconds on a device.
+
+Let x: (B, T, d) be the input and g: (B, T, p) the output gradient of a linear layer; W = 2BTdp flops make one ordinary
+weight gradient.
+
+| norm by   | work of the norm                 | kept until the sum        | work of the sum          |
+|-----------|----------------------------------|---------------------------|--------------------------|
+| VMAP      | W, one sample a time             | B p d (any operation)     | move B p d               |
+| KEEP      | W, move 2 B p d                  | B p d                     | move B p d               |
+| DIRECT    | W                                | B T (p + d), or nothing   | W                        |
+| GRAM      | 2 B T^2 (p + d), move 4 B T^2    | B T (p + d), or nothing   | W                        |
+| SYMMETRIC | B T (T + tile) (p + d)           | B T (p + d), or nothing   | W                        |
+
+In half precision on a GPU the products run in that precision, by kernels; else Gram matrices and weighted sums are
+made in float64, and SYMMETRIC is GRAM. An embedding's norms and sum move its output gradients, whatever the way.
+
+    >>> choices = candidates(uses, dtype=torch.bfloat16, rates=rates_of(device, torch.bfloat16))
+    >>> best = min(choices.values(), key=lambda choice: choice.seconds)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fdp.gradients.launches import direct_squared_norms, symmetric_squared_norms
+from fdp.gradients.rules import HALF, Record, stored_squared_norm
+from fdp.gradients.taps import EXPANDED, Use
+
+
+class NormBy(Enum):
+    VMAP = "vmap"
+    KEEP = "keep"
+    DIRECT = "direct"
+    GRAM = "gram"
+    SYMMETRIC = "symmetric"
+
+
+SQUARED_NORMS: dict[NormBy, Callable[[Sequence[Record]], list[Tensor]]] = {
+    NormBy.DIRECT: direct_squared_norms,
+    NormBy.GRAM: lambda records: [stored_squared_norm(record) for record in records],
+    NormBy.SYMMETRIC: symmetric_squared_norms,
+}
+"""The norms of uses that are not kept, each the only one of its leaf."""
+
+
+class SumBy(Enum):
+    REUSE = "reuse"
+    PAIR = "pair"
+    SECOND = "second backward"
+
+
+class Choice(NamedTuple):
+    """How one leaf's norm and sum are computed: predicted seconds of both, bytes kept in between, seconds if timed."""
+
+    norm: NormBy
+    sum: SumBy
+    seconds: float
+    kept_bytes: float
+    measured: float | None = None
+
+    @property
+    def price(self) -> float:
+        """Seconds: measured, else predicted."""
+        return self.seconds if self.measured is None else self.measured
+
+
+class Rates(NamedTuple):
+    """A device: flops per second of products in the compute dtype and in float64, bytes per second, kernels or not."""
+
+    matrix: float
+    wide: float
+    bandwidth: float
+    kernels: bool = False
+
+
+EXPERTS = ("experts", "einsum")
+"""Rules by which a leaf of three dims is a matrix for each of the first."""
+TILE = 128
+"""Tokens of a tile of the symmetric kernel: a tile on the diagonal is computed whole."""
+# About what an H200 reaches (products and bytes measured, float64 from its data sheet); other devices keep the
+# proportions well enough to choose by, and timings correct them.
+CUDA_HALF = Rates(matrix=650e12, wide=50e12, bandwidth=4.0e12, kernels=True)
+CUDA_WIDE = Rates(matrix=40e12, wide=50e12, bandwidth=4.0e12)
+# What Triton's products of a block's matrices reach of the library's.
+KERNEL_SHARE = 0.9
+
+
+def rates_of(device: torch.device, dtype: torch.dtype) -> Rates:
+    """Rates to choose by; on a CPU moving an element costs about 32 flops, and float64 takes twice float32's time."""
+    if device.type == "cuda":
+        return CUDA_HALF if dtype in HALF else CUDA_WIDE
+    matrix = 5e10
+    return Rates(matrix, matrix if dtype == torch.float64 else matrix / 2, matrix * dtype.itemsize / 32)
+
+
+def candidates(uses: list[Use], *, dtype: torch.dtype, rates: Rates) -> dict[NormBy, Choice]:
+    """Every way to one leaf's norms in one backward, with the sum that goes with it."""
+    if {use.rule for use in uses} == {EXPANDED}:
+        return {NormBy.KEEP: _keep(uses, dtype, rates)}
+    half = rates.kernels and len(uses) == 1
+    made = {
+        NormBy.KEEP: _keep(uses, dtype, rates),
+        NormBy.DIRECT: _direct(uses, dtype, rates, half),
+        NormBy.GRAM: _gram(uses, dtype, rates, half),
+    }
+    symmetric = _symmetric(uses, dtype, rates) if half else made[NormBy.GRAM]._replace(norm=NormBy.SYMMETRIC)
+    return made | {NormBy.SYMMETRIC: symmetric}
+
+
+def second_backward(choice: Choice, uses: list[Use], *, rates: Rates) -> Choice:
+    """The same norms, and the sum from pairs that a second backward makes again: nothing is kept."""
+    norm = NormBy.DIRECT if choice.norm is NormBy.KEEP else choice.norm
+    again = 2 * sum(_gradient_flops(use) for use in uses) / rates.matrix
+    return Choice(norm, SumBy.SECOND, choice.seconds + again, 0.0)
+
+
+def sizes(use: Use) -> tuple[int, int, int, int]:
+    """B, T, and the two sides of the leaf as a matrix: rows p and columns d (per group for convolutions).
+
+    An expert's matrix is one of its own: B counts experts and samples.
+    """
+    batch, *_ = use.input_shape
+    if use.rule in EXPERTS and len(use.leaf_shape) == 3:
+        experts, rows, columns = use.leaf_shape
+        return batch * experts, max(1, math.prod(use.output_shape[1:]) // max(1, experts * columns)), rows, columns
+    if use.rule == "routed":
+        experts, rows, columns = use.leaf_shape
+        return batch * experts, max(1, math.prod(use.output_shape[1:-1])), rows, columns
+    rows = use.leaf_shape[0] if use.leaf_shape else 1
+    columns = math.prod(use.leaf_shape[1:])
+    if use.rule == EXPANDED:
+        return batch, 1, rows, columns
+    if use.rule in ("linear", "linear rows"):
+        return batch, max(1, math.prod(use.input_shape[1:-1])), rows, columns
+    if use.rule.startswith("conv_transpose"):
+        return batch, max(1, math.prod(use.input_shape[2:])), rows, columns
+    width = columns if use.rule in ("embedding", "matmul") else rows
+    return batch, max(1, math.prod(use.output_shape[1:]) // max(1, width)), rows, columns
+
+
+def _gradient_flops(use: Use) -> float:
+    batch, tokens, rows, columns = sizes(use)
+    if use.rule == EXPANDED:
+        return 0.0
+    return 2.0 * batch * tokens * columns * (1 if use.rule == "embedding" else rows)
+
+
+def _keep(uses: list[Use], dtype: torch.dtype, rates: Rates) -> Choice:
+    batch, _, rows, columns = sizes(uses[0])
+    kept = batch * rows * columns * dtype.itemsize
+    moved = kept * (len(uses) + 1) / rates.bandwidth
+    return Choice(NormBy.KEEP, SumBy.REUSE, sum(map(_gradient_flops, uses)) / rates.matrix + moved, kept)
+
+
+def _sum_seconds(uses: list[Use], rates: Rates, half: bool) -> float:
+    rate = rates.matrix * KERNEL_SHARE if half else rates.matrix
+    return sum(_gradient_flops(use) for use in uses) / rate
+
+
+def _direct(uses: list[Use], dtype: torch.dtype, rates: Rates, half: bool) -> Choice:
+    batch, _, rows, columns = sizes(uses[0])
+    seconds = 2 * _sum_seconds(uses, rates, half)
+    if half and uses[0].rule == "embedding":
+        seconds = (2 * _pair_bytes(uses, dtype) + 4 * rows * columns) / rates.bandwidth
+    elif not half:
+        seconds += batch * rows * columns * dtype.itemsize / rates.bandwidth
+    return Choice(NormBy.DIRECT, SumBy.PAIR, seconds, _pair_bytes(uses, dtype))
+
+
+def _gram(uses: list[Use], dtype: torch.dtype, rates: Rates, half: bool) -> Choice:
+    """Gram matrices stored, cross terms between all uses included."""
+    seconds = _sum_seconds(uses, rates, half)
+    for i, use in enumerate(uses):
+        batch, tokens, rows, columns = sizes(use)
+        left = 1 if use.rule == "embedding" else rows
+        for other in uses[: i + 1]:
+            squares = batch * tokens * sizes(other)[1]
+            rate = rates.matrix if half else rates.wide
+            seconds += 2.0 * squares * (left + columns) / rate + (16.0 * squares / rates.bandwidth if half else 0.0)
+    return Choice(NormBy.GRAM, SumBy.PAIR, seconds, _pair_bytes(uses, dtype))
+
+
+def _symmetric(uses: list[Use], dtype: torch.dtype, rates: Rates) -> Choice:
+    (use,) = uses
+    batch, tokens, rows, columns = sizes(use)
+    if use.rule == "embedding":
+        return _direct(uses, dtype, rates, True)._replace(norm=NormBy.SYMMETRIC)
+    products = batch * tokens * (tokens + TILE) * (rows + columns)
+    seconds = _sum_seconds(uses, rates, True) + products / (rates.matrix * KERNEL_SHARE)
+    return Choice(NormBy.SYMMETRIC, SumBy.PAIR, seconds, _pair_bytes(uses, dtype))
+
+
+def _pair_bytes(uses: list[Use], dtype: torch.dtype) -> float:
+    total = 0.0
+    for use in uses:
+        batch, tokens, rows, columns = sizes(use)
+        if use.rule == EXPANDED:
+            total += batch * rows * columns * dtype.itemsize
+        elif use.rule == "embedding":
+            total += batch * tokens * (columns * dtype.itemsize + 8)
+        else:
+            total += batch * tokens * (rows + columns) * dtype.itemsize
+    return total

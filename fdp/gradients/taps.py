@@ -1,0 +1,323 @@
+"""Taps: per-sample output gradients as true derivatives, without hooks.
+
+For an operation ``y = op(x, w)`` inside a block, add a zero to its output, ``y = op(x, w) + tap``. The derivative of
+the loss with respect to ``tap`` *is* the output gradient ``g``, sample by sample, and with the input ``x`` it holds
+all there is to know about the gradient of ``w``. A small parameter (bias, scale) is tapped by expanding it, one copy
+per sample: the derivative with respect to the copies is the per-sample gradient itself.
+
+    >>> uses, _ = trace(block, leaves, carry, data)                       # shapes only: which ops use which leaf
+    >>> out, pull = tapped_vjp(block, weights, carry, data, uses)
+    >>> carry_gradient, records = pull(out_gradient)                      # records: {path: [Pair or Dense, ...]}
+
+A leaf that is watched is handed to the block as a :class:`Watched` value. The operations of ``fdp.ops`` know what to
+do with one; every other operation on it is an error that names the leaf and the operation, so no use can escape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fdp import tree
+from fdp.gradients.rules import Dense, Record, Rule
+from fdp.gradients.vjp import vjp
+from fdp.types import FdpError, Flat, Path, Tree
+
+EXPANDED = "expanded"
+
+
+class Use(NamedTuple):
+    """One use of a leaf in a block: by which rule, on what shapes."""
+
+    name: str
+    path: Path
+    rule: str
+    input_shape: tuple[int, ...]
+    output_shape: tuple[int, ...]
+    leaf_shape: tuple[int, ...]
+
+
+class Watched:
+    """A parameter whose every use is recorded. Only the operations of ``fdp.ops`` accept one."""
+
+    def __init__(self, value: Tensor, path: Path, tape: Tape):
+        self.value = value
+        self.path = path
+        self.tape = tape
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.value.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.value.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.value.device
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        watched = next(a for a in tree.leaves([list(args), kwargs or {}]) if isinstance(a, Watched))
+        raise _no_rule(watched, getattr(func, "__name__", str(func)))
+
+    def __getattr__(self, name: str) -> Any:
+        raise _no_rule(self, name)
+
+    def _refuse(self, *_: Any) -> Any:
+        raise _no_rule(self, "a Python operator")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = __rmatmul__ = _refuse
+    __truediv__ = __rtruediv__ = __neg__ = __pow__ = __getitem__ = __iter__ = _refuse
+
+
+class Tape:
+    """What one run of a block sees: the taps it was given, the uses and inputs it recorded.
+
+    ``attached``: taps are not added but attached (see ``attach``), which costs nothing and is for plain autograd only.
+    """
+
+    def __init__(self, batch_size: int, taps: Mapping[str, Tensor] | None, *, attached: bool = False):
+        self.batch_size = batch_size
+        self.taps = taps
+        self.attached = attached
+        self.uses: list[Use] = []
+        self.rules: dict[str, tuple[Rule, dict[str, Any]]] = {}
+        self.inputs: dict[str, Tensor] = {}
+        self.biases: dict[Path, str] = {}  # by bias, the use at whose output it was added
+        self.expansions: list[Path] = []
+        self.additions: list[tuple[Path, str]] = []  # every bias with the use at whose output it was added
+        self.layouts: list[tuple[Path, str]] = []  # how a foreign module's samples were found, use by use
+        self.known: list[tuple[Path, str]] | None = None  # how they were found before: compiled, less is seen
+        self.changed: list[str] = []  # what a foreign module left in its attributes, which were put back
+        self.outputs: list[tuple[str, Tensor, int]] = []  # of a trace: every use's output, and its version
+        self.versions: list[tuple[Path, Tensor, int]] = []  # of a trace: every use's input, and its version
+        self.copied: frozenset[str] = frozenset()  # uses whose output is written in place afterwards
+
+    def output(self, rule: Rule, x: Tensor, leaf: Watched, options: dict[str, Any]) -> Tensor:
+        """``rule.forward(x, leaf)`` plus its tap."""
+        self._check_samples(rule, x, leaf)
+        return self._copied(self._tapped(rule, x, leaf, options, rule.forward(x, leaf.value, **options)))
+
+    def output_with_bias(self, rule: Rule, x: Tensor, leaf: Watched, bias: Watched) -> Tensor:
+        """``rule.forward(x, leaf, bias)`` in one operation, with the taps of both attached to its output."""
+        self._check_samples(rule, x, leaf)
+        y = self._tapped(rule, x, leaf, {}, rule.forward(x, leaf.value, bias.value))
+        self.biases[bias.path] = self.uses[-1].name
+        self.additions.append((bias.path, self.uses[-1].name))
+        if self.taps is not None and bias.path not in self.taps:
+            return self._copied(y)  # whoever left out the tap sums the other one's gradient over tokens
+        return self._copied(attach_bias(y, self.expanded(bias)))
+
+    def _copied(self, y: Tensor) -> Tensor:
+        """The last use's output, a copy of it if it is written in place: what is attached to is a view."""
+        name = self.uses[-1].name if self.uses[-1].rule != EXPANDED else self.uses[-2].name
+        if self.taps is None and not torch.compiler.is_compiling():
+            self.outputs.append((name, y, _version(y)))
+        return y.clone() if name in self.copied else y
+
+    def written(self) -> frozenset[str]:
+        """The uses whose output was written in place, as far as a trace has seen. An input must not be."""
+        if path := next((path for path, x, version in self.versions if _version(x) != version), None):
+            raise FdpError(
+                f"{path}: its input is written in place after it was used, so that its gradient would be of other "
+                f"numbers; expected it to be left alone. Write h = h + y instead of h += y, or inplace=False"
+            )
+        return frozenset(name for name, y, version in self.outputs if _version(y) != version)
+
+    def _check_samples(self, rule: Rule, x: Tensor, leaf: Watched) -> None:
+        if x.ndim == 0 or x.shape[0] != self.batch_size:
+            raise FdpError(
+                f"{leaf.path}: used by {rule.name} on an input of shape {tuple(x.shape)}; expected a leading sample "
+                f"dimension of {self.batch_size}. Keep samples in dimension 0 (or use the method 'materialize')"
+            )
+
+    def _tapped(self, rule: Rule, x: Tensor, leaf: Watched, options: dict[str, Any], y: Tensor) -> Tensor:
+        name = f"{leaf.path}#{sum(use.path == leaf.path for use in self.uses)}"
+        self.uses.append(Use(name, leaf.path, rule.name, tuple(x.shape), tuple(y.shape), tuple(leaf.shape)))
+        self.rules[name] = (rule, options)
+        self.inputs[name] = x
+        if self.taps is None:
+            self.versions.append((leaf.path, x, _version(x)))
+            return y
+        if self.taps[name].shape != y.shape:
+            planned, got = tuple(self.taps[name].shape), tuple(y.shape)
+            raise FdpError(
+                f"{leaf.path}: expected an output of shape {planned}, as planned, got {got}; make a plan for it"
+            )
+        return attach(y, self.taps[name]) if self.attached else y + self.taps[name]
+
+    def expanded(self, leaf: Watched) -> Tensor:
+        """``leaf`` as one copy per sample: ``(batch, *leaf.shape)``. All uses share the copies."""
+        shape = (self.batch_size, *leaf.shape)
+        self.expansions.append(leaf.path)
+        if not any(use.path == leaf.path and use.rule == EXPANDED for use in self.uses):
+            self.uses.append(Use(leaf.path, leaf.path, EXPANDED, shape, shape, tuple(leaf.shape)))
+        return leaf.value.expand(shape) if self.taps is None else self.taps[leaf.path]
+
+
+class _Attach(torch.autograd.Function):
+    @staticmethod
+    def forward(y: Tensor, tap: Tensor, copies: Tensor | None) -> Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        copies = inputs[2]
+        ctx.copies = None if copies is None else copies.shape
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:  # pyright: ignore
+        gradient = gradient.contiguous()  # once, for all who use it
+        if ctx.copies is None:
+            return gradient, gradient, None
+        tokens = tuple(range(1, gradient.ndim - len(ctx.copies) + 1))
+        return gradient, None, gradient.sum(tokens) if tokens else gradient
+
+
+@torch.compiler.allow_in_graph
+def attach(y: Float[Tensor, " batch *shape"], tap: Float[Tensor, " batch *shape"]) -> Float[Tensor, " batch *shape"]:
+    """``y + tap`` for a tap of zeros: its value without the addition, its derivative in both.
+
+    For plain autograd only. Under ``torch.func`` and ``torch.compile`` together a backward of one's own can get lost;
+    here a lost one is an error, because the tap would then be an input that the output does not depend on.
+    """
+    return _Attach.apply(y, tap, None)  # pyright: ignore
+
+
+@torch.compiler.allow_in_graph
+def attach_bias(y: Float[Tensor, " batch *tokens p"], copies: Float[Tensor, "batch p"]) -> Float[Tensor, "..."]:
+    """``y``, to which a bias has been added already, as if it were added as one copy per sample; see ``attach``."""
+    return _Attach.apply(y, None, copies)  # pyright: ignore
+
+
+def trace(
+    block: Any, leaves: Mapping[Path, Tensor], trainable: frozenset[Path], carry: Tree, data: Tree
+) -> tuple[tuple[Use, ...], Tree]:
+    """The uses of every trainable leaf in ``block`` and the shapes of its output, without computing anything.
+
+    Tensors may be real or fake; only shapes, dtypes and devices are read. Returns ``(uses, fake output)``.
+    """
+    tape, out = traced(block, leaves, trainable, carry, data)
+    return tuple(tape.uses), out
+
+
+def traced(
+    block: Any,
+    leaves: Mapping[Path, Tensor],
+    trainable: frozenset[Path],
+    carry: Tree,
+    data: Tree,
+    *,
+    attached: bool = False,
+) -> tuple[Tape, Tree]:
+    """As ``trace``, with all that the tape saw: rules and options, and biases if taps are to be attached."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def fake(leaf: Tensor) -> Tensor:
+        with mode:
+            return torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
+
+    weights = {path: fake(leaves[path]) for path in tree.leaves(block.params)}
+    tape = Tape(batch_size_of(data), None, attached=attached)
+    with mode, torch.no_grad():
+        out = block.apply(watch(block, weights, trainable, tape), tree.map(fake, carry), tree.map(fake, data))
+    tape.written()
+    names = [use.name for use in tape.uses]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise FdpError(
+            f"{block.name}: expected distinct names of uses, got {twice} twice; rename leaves that contain '#'"
+        )
+    return tape, out
+
+
+def tapped_vjp(
+    block: Any, weights: Flat, carry: Tree, data: Tree, uses: tuple[Use, ...], trainable: frozenset[Path]
+) -> tuple[Tree, Callable[[Tree], tuple[Tree, dict[Path, list[Record]]]]]:
+    """A block's output and the pull-back of an output gradient to its carry and to its parameters' records.
+
+    The weights themselves are constants of the differentiation: no weight gradient is computed here.
+    """
+    batch_size = batch_size_of(data)
+    rules: dict[str, tuple[Rule, dict[str, Any]]] = {}
+
+    def run(carry: Tree, taps: Flat):
+        tape = Tape(batch_size, taps)
+        out = block.apply(watch(block, weights, trainable, tape), carry, data)
+        seen = [use.name for use in tape.uses]
+        if unmet := [name for name in taps if name not in seen]:  # its gradient would be a zero
+            raise FdpError(f"{block.name}: expected the uses {unmet[:4]}, as planned, got none; make a plan for it")
+        rules.update(tape.rules)
+        return out, tape.inputs
+
+    out, pull, inputs = vjp(run, carry, make_taps(uses, weights))
+
+    def pull_records(gradient: Tree) -> tuple[Tree, dict[Path, list[Record]]]:
+        carry_gradient, tap_gradients = pull(gradient)
+        return carry_gradient, records_of(uses, rules, inputs, tap_gradients)
+
+    return out, pull_records
+
+
+def records_of(
+    uses: tuple[Use, ...], rules: Mapping[str, tuple[Rule, dict[str, Any]]], inputs: Flat, tap_gradients: Flat
+) -> dict[Path, list[Record]]:
+    """What each leaf's uses left behind: by rule from input and output gradient, or the per-sample gradient itself."""
+    records: dict[Path, list[Record]] = {}
+    for use in uses:
+        g = tap_gradients[use.name]
+        if use.rule == EXPANDED:
+            record = Dense(g)
+        else:
+            rule, options = rules[use.name]
+            record = rule.record(inputs[use.name], g, use.leaf_shape, **options)
+        records.setdefault(use.path, []).append(record)
+    return records
+
+
+def batch_size_of(data: Tree) -> int:
+    """The leading size that all leaves of ``data`` share."""
+    sizes = {path: tuple(leaf.shape[:1]) for path, leaf in tree.flatten(data).items()}
+    if len(set(sizes.values())) != 1 or () in sizes.values():
+        raise FdpError(f"batch: expected every leaf to have the same leading sample dimension, got sizes {sizes}")
+    ((size,),) = set(sizes.values())
+    return size
+
+
+def make_taps(uses: tuple[Use, ...], weights: Flat, zeros: Mapping[str, Tensor] | None = None) -> Flat:
+    """A tap for every use: zeros that take no memory, or one copy of a small parameter per sample.
+
+    ``zeros``: what :func:`zeros_of` made of the same uses, where it is at hand.
+    """
+    zeros = zeros_of(uses, weights) if zeros is None else zeros
+    return {use.name: zeros.get(use.name, weights[use.path]).expand(use.output_shape) for use in uses}
+
+
+def zeros_of(uses: tuple[Use, ...], weights: Flat) -> dict[str, Tensor]:
+    """A zero for every use whose tap is zeros, in the dtype and on the device of its leaf."""
+    return {use.name: weights[use.path].new_zeros(()) for use in uses if use.rule != EXPANDED}
+
+
+def watch(block: Any, weights: Flat, trainable: frozenset[Path], tape: Tape) -> Tree:
+    """The block's parameters, those that are trained as values whose uses ``tape`` records."""
+    handed = {p: Watched(w, p, tape) if p in trainable else w for p, w in weights.items()}
+    return tree.select(handed, block.params)
+
+
+def _no_rule(leaf: Watched, operation: str) -> FdpError:
+    return FdpError(
+        f"{leaf.path} (shape {tuple(leaf.shape)}): used by {operation}, which has no per-sample rule. Use an operation "
+        f"of fdp.ops, give your own a rule (fdp.Rule with fdp.ops.use), freeze the leaf, or train with the "
+        f"method 'materialize'"
+    )
+
+
+def _version(x: Tensor) -> int:
+    """How often a tensor, or a view of it, was written into."""
+    return 0 if x.is_inference() else x._version

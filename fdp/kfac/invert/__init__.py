@@ -1,0 +1,1 @@
+"""Invert curvature and apply the inverse to a gradient."""

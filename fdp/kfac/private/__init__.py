@@ -1,0 +1,1 @@
+"""K-FAC in private training: curvature from public data or noised statistics, applied before clipping."""

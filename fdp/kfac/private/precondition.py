@@ -1,0 +1,194 @@
+"""Preconditioning before clipping: what one use of a leaf left is mapped, and everything after it is as before.
+
+    U_L G_b U_R = sum_t (g_t U_L)^T (x_t U_R):    the ghost norm of (g U_L, x U_R) is the norm of U_L G_b U_R
+
+for symmetric maps, so that no method of measuring norms needs to know, and no per-sample gradient is formed. The maps
+are roots of inverses, ``(L + a I)^-1/2`` and ``(R + b I)^-1/2``; after clipping and noise the optimizer applies them
+once more, for F^-1 in all. What they are made of must not depend on the private data but through noise: a public or
+synthetic batch (``fdp.kfac.private.public_data``) or statistics released with noise
+(``fdp.kfac.private.noised_factors``). The first application then leaves the sensitivity at C, since the clipped numbers
+are the mapped ones, and the second is post-processing. (Precondition, then privatise: molinamarcvdb/DP-KFC, 2026, with
+per-sample gradients.)
+
+A bias joined to its weight as a last column would couple two leaves: here each is a layer by itself (:func:`apart`),
+the bias known by its squares alone.
+
+    >>> known = apart(survey(model, params, microbatch))
+    >>> inverses = {layer: invert(c, power=Power.ROOT, ...) for layer, c in curvatures.items()}
+    >>> step = make_train_step(..., precondition=lambda state: sides_by_path(inverses))
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TypeGuard
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from fdp.gradients.rules import Dense, OneHot, Pair, Record, per_sample_gradient
+from fdp.kfac.invert.apply import apply_left, apply_right, apply_rows
+from fdp.kfac.layers import Met, Survey
+from fdp.kfac.types import GroupedMap, Layer, LowRankMap, Map, MatrixMap, Preconditioner, Sides
+from fdp.model import Model
+from fdp.parallel.sharding import Sharding
+from fdp.types import FdpError, Path
+
+
+def map_record(sides: Mapping[Path, Sides], path: Path, record: Record) -> Record:
+    """The record of ``left G right`` for that of G: rows are mapped, in float32 at least, and rounded as they were.
+
+    A one-hot side stays one under a diagonal map, which scales the other side; under any other map its rows become
+    rows of the map, as many numbers as a head's scores.
+
+    Guarantees:
+      - linear in G and the same for all uses of a leaf, so that uses of a tied leaf add up as they should;
+      - sample b of the result depends on sample b alone.
+    """
+    left, right = sides.get(path, Sides(None, None))
+    if left is None and right is None:
+        return record
+    if isinstance(record, Dense):
+        return Dense(_map_gradient(left, right, record.gradient))
+    if left is not None and size(left) != _rows(record):  # of single elements, not of rows
+        return Dense(_map_gradient(left, right, per_sample_gradient(record)))
+    rows = record.right if right is None else _map_rows(right, record.right)
+    if left is None:
+        return record._replace(right=rows)
+    if isinstance(record.left, OneHot):
+        return _map_one_hot(left, record.left, rows, record.shape)
+    return Pair(_map_groups(left, record.left, path), rows, record.shape)
+
+
+def apart(known: Survey) -> Survey:
+    """The same leaves, every bias a layer of its own, one column of elements."""
+    layers: list[Layer] = []
+    shapes: dict[Layer, tuple[int, int]] = {}
+    met: dict[Layer, tuple[Met, ...]] = {}
+    uses = [(i, use) for i, block in enumerate(known.plan.uses) for use in block]
+    for layer in known.layers:
+        rows, columns = known.shapes[layer]
+        weight = Layer(layer.weight, None)
+        layers.append(weight)
+        met[weight] = known.met[layer]
+        shapes[weight] = (rows, columns - (layer.bias is not None))
+        if layer.bias is not None:
+            bias = Layer(layer.bias, None)
+            layers.append(bias)
+            shapes[bias] = (rows, 1)
+            met[bias] = tuple(Met.small(i, use) for i, use in uses if use.path == layer.bias)
+    return known._replace(layers=tuple(layers), shapes=shapes, met=met)
+
+
+def sides_by_path(inverses: Mapping[Layer, Preconditioner]) -> dict[Path, Sides]:
+    """Maps by leaf; refuses what does not act on the two sides of one leaf."""
+    for layer, inverse in inverses.items():
+        if layer.bias is not None:
+            raise FdpError(
+                f"{layer.weight}: expected a layer without its bias, which is clipped as a leaf of its own, got one "
+                f"joined with {layer.bias}; make forms and curvatures of fdp.kfac.private.precondition.apart(known)"
+            )
+        if not isinstance(inverse, Sides):
+            raise FdpError(
+                f"{layer.weight}: expected a map for each side, got one of their product, which no pair of rows can go "
+                f"through; invert with Damping.PI"
+            )
+    return {layer.weight: inverse for layer, inverse in inverses.items() if isinstance(inverse, Sides)}
+
+
+def check_sides(sides: Mapping[Path, Sides], model: Model) -> Mapping[Path, Sides]:
+    """The maps, if they are of trained leaves and fit them."""
+    for path, (left, right) in sides.items():
+        if path not in model.trainable:
+            raise FdpError(f"precondition: expected maps of trainable leaves of {model.name}, got one of {path}")
+        shape = model.leaves[path].shape
+        both = [(math.prod(shape[:k]), math.prod(shape[k:])) for k in range(1, 1 + len(shape))] or [(1, 1)]
+        sizes = [None if side is None else size(side) for side in (left, right)]
+        if isinstance(right, GroupedMap):  # one for the rows of every group
+            sizes[1] = right.diagonal.shape[1]
+        if not any(all(got in (None, n) for got, n in zip(sizes, each)) for each in both):
+            raise FdpError(
+                f"{path}: expected maps of {shape[0]} rows and {math.prod(shape) // shape[0]} columns, or one of all "
+                f"its {math.prod(shape)} elements, got {sizes[0]} and {sizes[1]}; a bias is a leaf of its own here "
+                f"(fdp.kfac.private.precondition.apart)"
+            )
+    return sides
+
+
+def check_preconditioned(private: bool, sharding: Sharding | None) -> None:
+    """Refuse to map gradients where none are clipped, and where no rank holds a whole row of them."""
+    if not private:
+        raise FdpError(
+            "precondition: maps each sample's gradient before it is clipped, and method none has neither; expected "
+            "None, and the optimizer to do all of the preconditioning"
+        )
+    if sharding is not None and sharding.tensor.size > 1:
+        raise FdpError(
+            f"precondition: expected whole rows of gradients and inputs on every rank, got a mesh whose axis 'tensor' "
+            f"cuts them over {sharding.tensor.size} ranks; use the axes 'shard' and 'replicate'"
+        )
+
+
+def size(map: Map) -> int:
+    """``n`` of the (n, n) matrix."""
+    if isinstance(map, GroupedMap):
+        return map.diagonal.numel()
+    return (map.matrix if isinstance(map, MatrixMap) else map.diagonal).shape[0]
+
+
+def _rows(record: Pair) -> int:
+    """How many rows its gradient has: those of all groups, one below the other."""
+    return record.shape[0] if isinstance(record.left, OneHot) else record.left.shape[1] * record.left.shape[3]
+
+
+def _map_gradient(
+    left: Map | None, right: Map | None, gradient: Float[Tensor, " batch *shape"]
+) -> Float[Tensor, " batch *shape"]:
+    columns = None if right is None else right.diagonal.shape[1] if isinstance(right, GroupedMap) else size(right)
+    rows = gradient.shape[1] if columns is None else gradient[0].numel() // columns
+    rows = rows if left is None else size(left)
+    wide = gradient.reshape(len(gradient), rows, -1).to(torch.promote_types(gradient.dtype, torch.float32))
+    wide = wide if right is None else apply_right(right, wide)
+    wide = wide if left is None else apply_left(left, wide)
+    return wide.reshape(gradient.shape).to(gradient.dtype)
+
+
+def _map_one_hot(left: Map, rows: OneHot, right: Tensor, shape: tuple[int, ...]) -> Pair:
+    if _is_diagonal(left):
+        each = left.diagonal[rows.ids][:, None, :, None]
+        wide = torch.promote_types(torch.promote_types(right.dtype, each.dtype), torch.float32)
+        return Pair(rows, (right.to(wide) * each).to(right.dtype), shape)
+    if isinstance(left, MatrixMap):
+        found = left.matrix[rows.ids]
+    else:
+        assert isinstance(left, LowRankMap)  # an embedding has no groups
+        found = (left.columns[rows.ids] @ left.core) @ left.columns.mT
+        found = found.scatter_add(-1, rows.ids.unsqueeze(-1), left.diagonal[rows.ids].unsqueeze(-1))
+    return Pair(found.unsqueeze(1).to(right.dtype), right, shape)
+
+
+def _map_rows(map: Map, rows: Float[Tensor, "batch groups tokens n"]) -> Float[Tensor, "batch groups tokens n"]:
+    """Each row times the map, of a map by group that of its own group."""
+    if not isinstance(map, GroupedMap):
+        return apply_rows(map, rows)
+    wide = torch.promote_types(torch.promote_types(rows.dtype, map.diagonal.dtype), torch.float32)
+    return (rows.to(wide) * map.diagonal[:, None, :]).to(rows.dtype)
+
+
+def _map_groups(left: Map, rows: Float[Tensor, "batch groups tokens rows"], path: Path) -> Tensor:
+    groups = rows.shape[1]
+    if groups == 1 or isinstance(left, GroupedMap):
+        return _map_rows(left, rows)
+    if not _is_diagonal(left):
+        raise FdpError(
+            f"{path}: a convolution of {groups} groups has inputs of its own for every group, and a map that mixes "
+            f"rows of different groups is none of pairs; expected a diagonal left map, got a {type(left).__name__}"
+        )
+    wide = torch.promote_types(torch.promote_types(rows.dtype, left.diagonal.dtype), torch.float32)
+    return (rows.to(wide) * left.diagonal.view(groups, 1, -1)).to(rows.dtype)
+
+
+def _is_diagonal(map: Map) -> TypeGuard[LowRankMap]:
+    return isinstance(map, LowRankMap) and map.columns.shape[1] == 0

@@ -1,0 +1,1 @@
+"""Curvature on several ranks: add factors, gather columns, pass them in a ring, divide the work."""

@@ -1,0 +1,93 @@
+"""The private mechanism of a run, as one value: who is sampled, how far a sample can move the sum, how much noise.
+
+The sampler, the step and the accountant all read this object, so they cannot disagree:
+
+    >>> mechanism = Mechanism(poisson(48_211, expected_batch_size=256), flat(max_norm=1.0), noise_multiplier=1.1)
+    >>> step = make_train_step(model, optimizer, mechanism=mechanism, plan=plan)
+    >>> epsilon(mechanism, steps=1000, delta=1e-6)
+"""
+
+from __future__ import annotations
+
+import math
+from enum import Enum
+from typing import NamedTuple
+
+from fdp.privacy.clipping import ClipStyle
+from fdp.privacy.sampling import Poisson
+from fdp.types import FdpError
+
+
+class Statistics(NamedTuple):
+    """A second release, before steps 0, period, 2 period, ...: clipped sums of statistics of an own Poisson draw.
+
+    ``sum_i clip(statistics_i) + noise_multiplier * max_norm * N(0, I)``, all statistics of a sample clipped as one
+    vector (curvature: ``fdp.kfac.private.noised_factors``). :func:`statistics` builds and checks it.
+    """
+
+    sampling: Poisson
+    max_norm: float
+    noise_multiplier: float
+    period: int
+
+    def due(self, step: int) -> bool:
+        """Whether there is a release before this step, counted from 0."""
+        return step % self.period == 0
+
+    def public(self) -> dict[str, float]:
+        """Return the numbers that decide what it costs; the number of samples is not among them."""
+        numbers = {"max_norm": self.max_norm, "noise_multiplier": self.noise_multiplier, "period": self.period}
+        return {"sampling_rate": self.sampling.rate} | numbers
+
+    def releases(self, steps: int) -> int:
+        """How many there are in the first ``steps`` steps."""
+        return -(-steps // self.period)
+
+
+def statistics(sampling: Poisson, *, max_norm: float, noise_multiplier: float, period: int) -> Statistics:
+    """Checked :class:`Statistics`."""
+    for name, value in (("max_norm", max_norm), ("noise_multiplier", noise_multiplier)):
+        if not (math.isfinite(value) and value > 0):
+            raise FdpError(f"statistics.{name}: expected a finite number above 0, got {value}")
+    if isinstance(period, bool) or not isinstance(period, int) or period < 1:
+        raise FdpError(f"statistics.period: expected a whole number of steps, 1 or more, got {period!r}")
+    return Statistics(sampling, max_norm, noise_multiplier, period)
+
+
+class Noise(Enum):
+    """Whether sums are noised. NONE is not private, and must be asked for: see :func:`without_noise`."""
+
+    GAUSSIAN = "gaussian"
+    NONE = "none"
+
+
+class Mechanism(NamedTuple):
+    """Poisson-subsampled Gaussian mechanism: ``sum_i clip(g_i) + noise_multiplier * sensitivity * N(0, I)``.
+
+    ``statistics``: what is released beside the steps' sums; None: nothing. A noise multiplier of 0 is for plain
+    training (method none); to clip and add no noise, use :func:`without_noise`.
+    """
+
+    sampling: Poisson
+    clip: ClipStyle
+    noise_multiplier: float
+    statistics: Statistics | None = None
+    noise: Noise = Noise.GAUSSIAN
+
+
+def without_noise(sampling: Poisson, clip: ClipStyle, *, statistics: Statistics | None = None) -> Mechanism:
+    """A mechanism that clips and adds no noise to the sums: **not private**, for comparisons, tests and debugging."""
+    return Mechanism(sampling, clip, 0.0, statistics, Noise.NONE)
+
+
+def check_noise(mechanism: Mechanism) -> None:
+    """Refuse private training without noise, unless that is what was asked for."""
+    z, none = mechanism.noise_multiplier, mechanism.noise is Noise.NONE
+    if none and z != 0:
+        raise FdpError(f"noise_multiplier: expected 0 in a mechanism without noise, got {z}; use Mechanism(...)")
+    if not none and not 0 < z < math.inf:
+        raise FdpError(
+            f"noise_multiplier: expected a finite number above 0 for private training, got {z}. The noise for a budget "
+            f"is fdp.noise_multiplier_for(sampling, clip, epsilon=..., delta=..., steps=...). To clip and add no "
+            f"noise, which is not private, say so: fdp.privacy.mechanism.without_noise(sampling, clip)"
+        )

@@ -1,0 +1,143 @@
+"""The Gaussian mechanism: ``value + noise_multiplier * sensitivity * N(0, I)``, one draw per global element.
+
+Noise is a function of (key, path, element index): added once, after the sum over microbatches and ranks, and the same
+for every way of cutting the batch or the parameters.
+
+    noisy = g round((value + s z) / g),     g = 2^(floor(log2 s) - 20),     s = noise_multiplier * sensitivity
+
+z has 64 random bits and all is in float64. The low bits of a floating-point sum tell what was added to what (Mironov
+2012): the noised value is therefore rounded to a grid of public width g, about a millionth of s, before anything else
+is made of it. Within a step of the grid lie 2^31 possible values of s z, so that whatever the value, every point of
+the grid has the probability that the Gaussian law gives it, to about one part in 2^30.
+
+    >>> noisy = add_gaussian(total, key=key, step=t, noise_multiplier=1.1)  # total: ClippedSum; key: the run's
+    >>> mean = expected_mean(noisy, sampling)                               # over a public constant, after the noise
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from fdp import keys
+from fdp.types import Bound, ClippedSum, FdpError, Flat, Key, Path, Place
+
+GRID_BITS = 20
+"""The grid that noised values are rounded to is finer than the noise by this many powers of two."""
+
+
+class Expecting(Protocol):
+    """Who knows how many samples a step is expected to have: ``fdp.privacy.sampling.Poisson``."""
+
+    @property
+    def expected_batch_size(self) -> float: ...
+
+
+def add_gaussian(
+    total: ClippedSum,
+    *,
+    key: Key,
+    step: int | Int[Tensor, ""],
+    noise_multiplier: float,
+    places: Mapping[Path, Place] | None = None,
+) -> Flat:
+    """``total.value + noise_multiplier * total.sensitivity * N(0, I)``; ``key`` is the root of the run.
+
+    ``places`` says where in its leaf each value sits, if they are parts; a part gets its part of the leaf's noise.
+
+    Guarantees:
+      - the scale comes from ``total.sensitivity``: nothing but a ClippedSum is accepted, which ``clipped_sum`` made or
+        for which :func:`declare_sensitivity` vouches;
+      - every value returned is a multiple of ``grid_of(scale)``, a power of two: its low bits tell nothing;
+      - each element's noise is drawn from (key, step, path, index): no two elements, steps or keys share a draw, nor do
+        two clip norms or noise multipliers under one key.
+    """
+    _check(total, noise_multiplier)
+    assert total.bound is not None
+    purpose = f"noise {float(noise_multiplier)}, {total.bound.by}"
+    return add_noise(total, key=keys.step_key(key, purpose, step), noise_multiplier=noise_multiplier, places=places)
+
+
+def add_noise(
+    total: ClippedSum, *, key: Key, noise_multiplier: float, places: Mapping[Path, Place] | None = None
+) -> Flat:
+    """The same by the key of one release, which must not be used for another: what :func:`add_gaussian` folds."""
+    _check(total, noise_multiplier)
+    deviation = noise_multiplier * total.sensitivity.double()
+    return {
+        path: noised(value, deviation, keys.fold_in(key, path), None if places is None else places[path])
+        for path, value in total.value.items()
+    }
+
+
+def noised(
+    value: Float[Tensor, " *shape"], deviation: Float[Tensor, ""], key: Key, place: Place | None = None
+) -> Float[Tensor, " *shape"]:
+    """``value + deviation * N(0, I)`` in float64, rounded to the grid; element ``i`` takes draw ``i`` of the key."""
+    shape, window = (tuple(value.shape), None) if place is None else place
+    deviation = deviation.to(value.device, torch.float64)
+    draw = keys.normal(key, shape, dtype=torch.float64, window=window).to(value.device)
+    return rounded(value.double() + draw * deviation, grid_of(deviation))
+
+
+def grid_of(deviation: Float[Tensor, ""]) -> Float[Tensor, ""]:
+    """``2^(floor(log2 deviation) - 20)``: exact, from the exponent of the number alone."""
+    power = (deviation.double().view(torch.int64) & 0x7FF0000000000000).view(torch.float64)
+    return power * 2.0**-GRID_BITS
+
+
+def rounded(value: Float[Tensor, " *shape"], grid: Float[Tensor, ""]) -> Float[Tensor, " *shape"]:
+    """The nearest multiple of ``grid``, a power of two: exact in float64."""
+    return (value / grid).round() * grid
+
+
+def declare_sensitivity(value: Flat, sensitivity: float | Float[Tensor, ""]) -> ClippedSum:
+    """A sum of your own, clipped by other means than ``clipped_sum``, taken at your word.
+
+    What is given up: nothing checks that adding or removing one sample moves ``value`` by at most ``sensitivity``, in
+    the Euclidean norm over all leaves together. The stated epsilon holds only if that is true.
+    """
+    if isinstance(sensitivity, Tensor):
+        return ClippedSum(value, sensitivity, Bound("declared"))
+    if not 0 < sensitivity < math.inf:
+        raise FdpError(f"sensitivity: expected a finite number above 0, got {sensitivity}")
+    first = next(iter(value.values()))
+    bound = torch.full((), sensitivity, dtype=torch.float64, device=first.device)
+    return ClippedSum(value, bound, Bound(f"declared {float(sensitivity)}"))
+
+
+def expected_mean(noisy: Flat, sampling: Expecting) -> Flat:
+    """The noisy sum over the expected batch size of ``sampling``: a public constant, not how many were drawn.
+
+    Guarantees:
+      - nothing of the batch at hand is in the divisor.
+    """
+    if not hasattr(sampling, "expected_batch_size"):
+        raise FdpError(
+            f"expected_mean: expected the sampling of the mechanism, got {type(sampling).__name__}: the number of "
+            f"samples that were drawn is private, and dividing by it would reveal it. Give mechanism.sampling"
+        )
+    return {path: leaf * (1 / sampling.expected_batch_size) for path, leaf in noisy.items()}
+
+
+def _check(total: ClippedSum, noise_multiplier: float) -> None:
+    if not isinstance(total, ClippedSum):
+        raise FdpError(
+            f"add_gaussian: expected a ClippedSum, which carries its sensitivity, got {type(total).__name__}"
+        )
+    if total.bound is None:
+        raise FdpError(
+            "add_gaussian: expected a ClippedSum that fdp.clipped_sum made, got one made by hand: nobody vouches for "
+            "its sensitivity, which the noise is scaled by. Use clipped_sum(stash, clip); or, for a sum that you have "
+            "clipped yourself, fdp.privacy.noise.declare_sensitivity(value, sensitivity)"
+        )
+    if not 0 < noise_multiplier < math.inf:
+        raise FdpError(
+            f"noise_multiplier: expected a finite number above 0, got {noise_multiplier}. A sum without noise is not "
+            f"private; if that is what you want, it is total.value"
+        )

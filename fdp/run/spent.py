@@ -1,0 +1,32 @@
+"""What a state has spent, counted by the state itself.
+
+    epsilon(mechanism, steps=state.step)          and every release of statistics that the state has seen
+
+A number of steps typed by hand can be too small; the state cannot forget a step that made it.
+
+    >>> state, metrics = step(state, batch, key)
+    >>> spent(state, mechanism, delta=1e-6)
+"""
+
+from __future__ import annotations
+
+from fdp.kfac.state import count_measurements
+from fdp.privacy.accounting import Accountant, epsilon
+from fdp.privacy.mechanism import Mechanism
+from fdp.types import TrainState
+
+
+def spent(state: TrainState, mechanism: Mechanism, *, delta: float, accountant: Accountant = Accountant.PLD) -> float:
+    """The epsilon, at ``delta``, of all that went into ``state``; 0 before the first step, ``inf`` without noise.
+
+    ``mechanism`` is the one that every step of the state was made with. It covers the sums, the counts of adaptive
+    clipping and the releases of statistics; not the metrics, and not other states trained on the same data.
+
+    Guarantees:
+      - at least the epsilon of ``state.step`` steps;
+      - statistics that were released for a step which is still to come are charged for, with that step.
+    """
+    steps, more = int(state.step), mechanism.statistics
+    if more is not None and (released := count_measurements(state.opt)) > more.releases(steps):
+        steps = (released - 1) * more.period + 1
+    return epsilon(mechanism, steps=steps, delta=delta, accountant=accountant) if steps else 0.0

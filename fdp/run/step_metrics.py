@@ -1,0 +1,173 @@
+"""What a run leaves on record: one :class:`Record` per step, and a summary at the end.
+
+Everything but the step, the epsilon spent, the norm of the parameters and the failures of K-FAC is computed on private
+data and **not** covered by the budget.
+
+    >>> record = record_of(run, t, metrics, state=state, bound=bound, seconds=seconds)
+    >>> summarise(run, state, records)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import resource
+import statistics
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fdp import tree
+from fdp.data.read_counts import reading_of
+from fdp.data.units import dataset_unit
+from fdp.kfac.private.sources import kind_of
+from fdp.kfac.state import find
+from fdp.parallel.agree import whole
+from fdp.parallel.sharded_norms import global_norm
+from fdp.parallel.sharding import localize
+from fdp.privacy.guarantee import RELATION, Guarantee, add_up, training_again
+from fdp.types import Metrics, TrainState, Tree
+
+if TYPE_CHECKING:
+    from fdp.run.training_run import Run
+
+
+class Record(NamedTuple):
+    """What one step saw, computed on private data outside the budget, and a few numbers that are not.
+
+    ``loss`` and the norms are over the samples whose own are finite, None where there are none; ``max_norm``
+    is the bound C that the step clipped to, None where it did not clip. The budget covers ``step``, ``epsilon``,
+    ``parameter_norm``, of all parameters after the step, and ``kfac_failures``, how often up to then a layer's
+    curvature could not be used and the last was kept; None without K-FAC.
+    """
+
+    step: int
+    loss: float | None
+    epsilon: float | None
+    clipped_fraction: float | None
+    norm_q10: float | None
+    norm_q50: float | None
+    norm_q90: float | None
+    max_norm: float | None
+    samples: int
+    seconds: float
+    parameter_norm: float | None = None  # lines of before it was written have none
+    kfac_failures: int | None = None
+
+
+def record_of(run: Run, t: int, metrics: Metrics, *, state: TrainState, bound: float | None, seconds: float) -> Record:
+    """What step ``t`` (from 0) saw, in numbers; ``state`` is the one after it. Every rank calls it."""
+    real = metrics.mask > 0
+    losses, norms = metrics.losses[real].float(), metrics.norms[real].float()
+    losses = losses[torch.isfinite(losses)]
+    quantiles: list[float | None] = [None, None, None]
+    if finite := norms[torch.isfinite(norms)].tolist():
+        quantiles = [float(q) for q in np.quantile(finite, (0.1, 0.5, 0.9))]
+    return Record(
+        step=t + 1,
+        loss=float(losses.mean()) if len(losses) else None,
+        epsilon=None if run.epsilons is None else float(run.epsilons[t]),
+        clipped_fraction=float((metrics.factors[real] < 1).float().mean()) if finite else None,
+        norm_q10=quantiles[0],
+        norm_q50=quantiles[1],
+        norm_q90=quantiles[2],
+        max_norm=bound,
+        samples=len(norms),
+        seconds=seconds,
+        parameter_norm=float(_norm(run, state.params)),
+        kfac_failures=None if run.kfac is None else int(find(state.opt).failures),
+    )
+
+
+def summarise(run: Run, state: TrainState, records: Sequence[Record]) -> dict[str, Any]:
+    """The result of a run, as ``summary.json`` holds it; every rank calls it. ``seconds_per_step`` is the median."""
+    losses = [record.loss for record in records if record.loss is not None]
+    promised, done = guarantee_of(run), int(state.step)
+    curvature = {} if run.kfac is None else _curvature(run, state)
+    reading = reading_of(run.config.dataset)
+    return (
+        {
+            "loss_first": losses[0] if losses else None,
+            "loss_last": losses[-1] if losses else None,
+            "private": promised.epsilon is not None,
+            # Of all steps that were planned: whoever stops early by what the metrics say has used the data to decide.
+            "epsilon": promised.epsilon,
+            # By the state itself: an interruption may fall between a step and its record.
+            "epsilon_if_stop_was_decided_in_advance": (
+                None if run.epsilons is None else float(run.epsilons[done - 1]) if done else 0.0
+            ),
+            "delta": promised.delta,
+            "relation": promised.relation,
+            "unit": promised.unit,
+            "noise_multiplier": run.mechanism.noise_multiplier,
+            "steps": done,
+            "steps_planned": run.config.steps,
+            "samples": len(run.config.dataset),
+            "reading": None if reading is None else reading.as_json(),
+            "parameter_count": tree.size(state.params),
+            "parameter_norm": float(_norm(run, state.params)),
+            "parameter_sha256": fingerprint(state.params),
+            "seconds_per_step": statistics.median(record.seconds for record in records) if records else None,
+            "peak_memory_bytes": _peak_memory(run.config.device),
+            "method": run.config.method.value,
+            "world_size": 1 if run.sharding is None else run.sharding.world.size,
+            "seed": "os" if run.config.seed is None else run.config.seed,
+        }
+        | curvature
+        | _before(run, promised)
+    )
+
+
+def guarantee_of(run: Run) -> Guarantee:
+    """Return what the run promises about its data: the epsilon of all steps that are planned."""
+    unit = dataset_unit(run.config.dataset).one
+    if run.epsilons is None:
+        return Guarantee(None, None, None, unit)
+    return Guarantee(float(run.epsilons[-1]), run.config.delta, RELATION, unit)
+
+
+def _before(run: Run, promised: Guarantee) -> dict[str, Any]:
+    """What was promised about the first parameters, and what it comes to with this run on the same data."""
+    if not run.config.before:
+        return {}
+    total = add_up([*run.config.before, promised])
+    return {
+        "trained_before": [guarantee._asdict() for guarantee in run.config.before],
+        "epsilon_if_on_the_same_data_before": None if total is None else total[0],
+        "delta_if_on_the_same_data_before": None if total is None else total[1],
+        "warning": training_again(run.config.before, promised),
+    }
+
+
+def _curvature(run: Run, state: TrainState) -> dict[str, Any]:
+    """How often the curvature was measured, how often a layer kept its last because it could not be used; of what data,
+    and the noise of what was released of them."""
+    kfac, more = find(state.opt), run.mechanism.statistics
+    return {
+        "kfac_measured": int(kfac.measured),
+        "kfac_failures": int(kfac.failures),
+        "kfac_data": "own" if run.feed is None else kind_of(run.feed),
+        "kfac_noise_multiplier": None if more is None else more.noise_multiplier,
+    }
+
+
+def fingerprint(params: Tree) -> str:
+    """SHA-256 of the float32 bytes of every leaf, in path order; of DTensors, one whole leaf at a time."""
+    digest = hashlib.sha256()
+    for leaf in tree.flatten(params).values():
+        digest.update(whole(leaf).detach().float().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _norm(run: Run, params: Tree) -> Tensor:
+    if run.sharding is None:
+        return tree.global_norm(params)
+    return global_norm(tree.flatten(localize(params)), run.sharding)
+
+
+def _peak_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,1 @@
+"""Files: checkpoints (``dcp``: the shards inside), safetensors, private file modes."""

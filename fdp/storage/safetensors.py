@@ -1,0 +1,154 @@
+"""Parameters in and out of one ``model.safetensors``, whatever mesh they live on.
+
+    8 bytes: length of the header | header: JSON {path: dtype, shape, (start, end)} | float32 values, leaf after leaf
+
+https://github.com/huggingface/safetensors. The header depends on shapes only, so leaves can be written as they come:
+each is put together on the first rank, written and forgotten. Reading takes from every leaf the rank's own part.
+
+    >>> export_safetensors(params, Path("model.safetensors"))
+    >>> params = import_safetensors(Path("model.safetensors"), like=params)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fdp import tree
+from fdp.parallel.agree import everyones, in_place_of, in_unison, local, place, rank_in
+from fdp.storage.checkpoint import sync_folder, writing
+from fdp.types import FdpError, Flat, Place, Tree
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+Window = tuple[tuple[int, int], ...]
+
+
+def export_safetensors(params: Tree, file: Path, *, group: ProcessGroup | None = None) -> None:
+    """Write every leaf in float32, named by its path; every rank calls it.
+
+    Guarantees:
+      - ``file`` appears whole, by one rename; one that exists is refused;
+      - at most one whole leaf is in memory, in the host memory of the first rank only.
+    """
+    flat, first = tree.flatten(params), rank_in(group) == 0
+    partial = file.with_name(f".{file.name}.partial")
+    in_unison(lambda: _begin(file, partial, flat) if first else None, group)
+    held = everyones({path: place(leaf) for path, leaf in flat.items()}, group)
+    problem: OSError | None = None
+    for path, leaf in flat.items():
+        whole = _gathered(leaf, [places[path] for places in held], group)
+        if whole is not None and problem is None:
+            # The other ranks go on sending whatever happens here: listen to the end, and tell them then.
+            try:
+                with partial.open("ab") as out:
+                    out.write(whole.numpy().data)
+            except OSError as error:
+                problem = error
+    in_unison(lambda: _publish(file, partial, problem) if first else None, group)
+
+
+def import_safetensors(file: Path, like: Tree, *, group: ProcessGroup | None = None) -> Tree:
+    """The leaves of ``file`` in the structure, placements, devices and dtypes of ``like``; every rank calls it.
+
+    Guarantees:
+      - each rank reads its own part of every leaf and no more;
+      - leaves that are missing, unknown or of another shape raise on every rank.
+    """
+    return tree.unflatten(like, in_unison(lambda: _read(file, tree.flatten(like)), group))
+
+
+def _begin(file: Path, partial: Path, flat: Flat) -> None:
+    _refuse_existing(file)
+    entries, end = {}, 0
+    for path, leaf in flat.items():
+        start, end = end, end + 4 * leaf.numel()
+        entries[path] = {"dtype": "F32", "shape": list(leaf.shape), "data_offsets": [start, end]}
+    header = json.dumps({"__metadata__": {"format": "pt"}} | entries).encode()
+    header += b" " * (-len(header) % 8)  # values begin at a multiple of 8
+    with writing(file):
+        partial.write_bytes(len(header).to_bytes(8, "little") + header)
+
+
+def _publish(file: Path, partial: Path, problem: OSError | None) -> None:
+    with writing(file):
+        if problem is not None:
+            partial.unlink(missing_ok=True)
+            raise problem
+        with partial.open("rb") as done:
+            os.fsync(done.fileno())
+        _refuse_existing(file)
+        partial.rename(file)
+        sync_folder(file.parent)
+
+
+def _refuse_existing(file: Path) -> None:
+    if file.exists():
+        raise FdpError(f"{file}: expected no file of this name, got one; give another name")
+
+
+def _gathered(leaf: Tensor, places: list[Place], group: ProcessGroup | None) -> Tensor | None:
+    """The whole leaf on the first rank, None on the others. Of ranks with the same part, the first one sends it."""
+    rank = rank_in(group)
+    senders: dict[Window, int] = {}
+    for sender, held in enumerate(places):
+        if all(length for _, length in held.window):
+            senders.setdefault(held.window, sender)
+    if rank > 0:
+        if senders.get(places[rank].window) == rank:
+            dist.send(local(leaf).float().to(_wire(group)).contiguous(), group=group, group_dst=0)
+        return None
+    whole = torch.empty(leaf.shape)
+    for window, sender in senders.items():
+        if sender == 0:
+            whole[_slices(window)] = local(leaf).float().cpu()
+        else:
+            part = torch.empty([length for _, length in window], device=_wire(group))
+            dist.recv(part, group=group, group_src=sender)
+            whole[_slices(window)] = part.cpu()
+    return whole
+
+
+def _wire(group: ProcessGroup | None) -> torch.device:
+    """Where tensors must be for the group to send them: NCCL knows no host memory."""
+    if "cpu:" in dist.get_backend_config(group):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _slices(window: Window) -> tuple[slice, ...]:
+    return tuple(slice(start, start + length) for start, length in window)
+
+
+def _read(file: Path, like: Flat) -> Flat:
+    try:
+        with safe_open(file, framework="pt") as stored:
+            names = set(stored.keys())
+            if missing := sorted(like.keys() - names):
+                raise FdpError(f"{file}: expected leaves {missing[:4]}, {len(missing)} in all, got no such leaves")
+            if extra := sorted(names - like.keys()):
+                raise FdpError(f"{file}: expected the leaves of the model only, got also {extra[:4]}")
+            return {path: _read_leaf(f"{file}: {path}", stored, path, leaf) for path, leaf in like.items()}
+    except (OSError, SafetensorError) as error:
+        raise FdpError(f"{file}: expected a whole file of safetensors, got {error}") from error
+
+
+def _read_leaf(where: str, stored: Any, path: str, leaf: Tensor) -> Tensor:
+    shape, window = place(leaf)
+    values = stored.get_slice(path)
+    if (got := tuple(values.get_shape())) != shape:
+        raise FdpError(f"{where}: expected shape {shape}, got {got}; give the model's own sizes")
+    if values.get_dtype() not in FLOATS:
+        raise FdpError(f"{where}: expected values of a dtype among {FLOATS}, got {values.get_dtype()}")
+    part = torch.empty_like(local(leaf))
+    if part.numel():
+        # A copy, as what is read may be a view of the file, which would change with it. A scalar has nothing to slice.
+        part.copy_(values[_slices(window)] if shape else stored.get_tensor(path))
+    return in_place_of(leaf, part)

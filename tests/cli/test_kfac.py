@@ -1,0 +1,457 @@
+"""``fdp train --optimizer kfac``: it trains, resumes, says what it keeps, and refuses what it should."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import shlex
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+import torch
+from torch import Tensor
+
+from fdp import tree
+from fdp.cli import resume
+from fdp.cli.compare import _parsed
+from fdp.cli.configure import LEARNING_RATES, configure, kfac_config, learning_rate
+from fdp.cli.main import main
+from fdp.cli.resume import DECIDING
+from fdp.cli.train import train_command
+from fdp.fingerprint import fingerprint
+from fdp.kfac.config import Distribution, KfacConfig
+from fdp.kfac.invert.inverse import Via
+from fdp.kfac.measure.fisher import Fisher
+from fdp.kfac.measure.sums import Sharing
+from fdp.kfac.policy import everything
+from fdp.kfac.private.public_data import Public
+from fdp.kfac.private.refresh import sides_of
+from fdp.kfac.private.sources import SHARE, KfacOptimizer, Noised, Synthetic, releases
+from fdp.privacy import accounting
+from fdp.privacy.clipping import flat
+from fdp.privacy.guarantee import default_delta
+from fdp.privacy.mechanism import Mechanism, statistics
+from fdp.privacy.sampling import poisson
+from fdp.run import training_run as runs
+from fdp.run.training_run import RunConfig, draw_batch, prepare, refreshed
+from fdp.storage.checkpoint import Verified
+from fdp.types import FdpError
+
+SMALL = shlex.split(
+    "train --model mlp --data digits --optimizer kfac --method none --batch-size 32 --microbatch 32 --warmup 1 --seed 1"
+)
+PRIVATE = ("--method", "auto", "--steps", "5", "--kfac-period", "2")
+BATCHES, CLIP, DELTA = poisson(1437, expected_batch_size=32), flat(max_norm=1.0), default_delta(1500)
+
+
+def call(*words: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main([*SMALL, *words])
+    return int(caught.value.code or 0)
+
+
+def private_config(*words: str) -> tuple[RunConfig, dict[str, Any]]:
+    """The run of a private command line, and its settings."""
+    given = [*SMALL[1:], *PRIVATE, *words]
+    pairs = {name[2:].replace("-", "_"): value for name, value in zip(given[::2], given[1::2], strict=True)}
+    kinds = get_type_hints(train_command)
+    defaults = {name: parameter.default for name, parameter in inspect.signature(train_command).parameters.items()}
+    settings = defaults | {name: _parsed("test", name, value, kinds[name]) for name, value in pairs.items()}
+    return configure(settings), settings
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def test_it_trains_and_says_what_it_keeps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("--steps", "21", "--kfac-policy", "all", "--out", str(tmp_path / "run")) == 0
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "21 steps of kfac, learning rate 0.1 (cosine)" in text
+    assert (
+        "sampled Fisher information, damping 0.03, every 10 steps; layers: 1 dense x dense, 1 softmax x dense" in text
+    )
+    found = summary(tmp_path / "run")
+    assert found["loss_last"] < 0.3 * found["loss_first"]
+    assert (found["kfac_measured"], found["kfac_failures"], found["private"]) == (7, 0, False)
+    assert {line["kfac_failures"] for line in lines_of(tmp_path / "run")} == {0}
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_failures_are_in_the_metrics_as_they_happen(tmp_path: Path) -> None:
+    """Half a sample is expected in a step: most batches are empty, and a layer that nobody measured keeps its last."""
+    words = "--steps 8 --kfac-period 1 --batch-size 1 --population 3000 --microbatch 1 --kfac-kl-clip 0.001"
+    assert call(*shlex.split(words), "--out", str(tmp_path / "run")) == 0
+    lines, found = lines_of(tmp_path / "run"), 0
+    for line in lines:
+        found += 2 * (line["samples"] == 0)  # both layers
+        assert line["kfac_failures"] == found
+    assert 0 < found < 16
+    assert summary(tmp_path / "run")["kfac_failures"] == found
+
+
+def test_every_option_of_kfac_trains(tmp_path: Path) -> None:
+    words = (
+        "--steps 3 --kfac-sharing reduce --kfac-momentum 0 --kfac-kl-clip 0 --kfac-max-condition 100 --kfac-rho 9 "
+        "--kfac-cap 8 --kfac-damping 1"
+    )
+    assert call(*shlex.split(words), "--out", str(tmp_path / "run")) == 0
+    assert call("--steps", "3", "--kfac-damping", "1", "--out", str(tmp_path / "plain")) == 0
+    other, plain = summary(tmp_path / "run"), summary(tmp_path / "plain")
+    assert (other["kfac_failures"], plain["kfac_failures"]) == (0, 0)
+    assert other["parameter_sha256"] != plain["parameter_sha256"]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--method none",
+        "--method auto --noise-multiplier 1 --kfac-data noised",
+        pytest.param("--method auto --noise-multiplier 1 --kfac-data synthetic", marks=pytest.mark.slow),
+    ],
+)
+def test_an_interrupted_run_resumes_bit_equal(more: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = (*shlex.split(more), "--steps", "5", "--kfac-period", "2", "--save-every", "1", "--quiet")
+    assert call(*words, "--out", str(tmp_path / "whole")) == 0
+    record_of, made = runs.record_of, []
+
+    def interrupting(*args: Any, **kwargs: Any) -> Any:
+        made.append(1)
+        if len(made) == 4:
+            raise KeyboardInterrupt
+        return record_of(*args, **kwargs)
+
+    monkeypatch.setattr(runs, "record_of", interrupting)
+    assert call(*words, "--out", str(tmp_path / "halves")) == 130
+    monkeypatch.setattr(runs, "record_of", record_of)
+    assert call(*words, "--out", str(tmp_path / "halves")) == 0
+    whole, halves = summary(tmp_path / "whole"), summary(tmp_path / "halves")
+    assert whole["parameter_sha256"] == halves["parameter_sha256"]
+    assert whole["kfac_measured"] == halves["kfac_measured"] == (3 if "noised" in more else 4)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--kfac-damping 0", "--kfac-damping: expected a finite number above 0"),
+        ("--kfac-damping -1", "--kfac-damping: expected a finite number above 0"),
+        ("--kfac-momentum 1", "--kfac-momentum: expected a decay rate in [0, 1), got 1.0"),
+        ("--kfac-kl-clip -1", "--kfac-kl-clip: expected a finite number above 0"),
+        ("--kfac-max-condition 1", "--kfac-max-condition: expected a finite number above 1"),
+        ("--kfac-rho -1", "--kfac-rho: expected 0 (skip everything) or more, got -1.0"),
+        ("--kfac-cap 0", "--kfac-cap: expected at least 1 column, got 0"),
+        (
+            "--kfac-sharing expandd",
+            "--kfac-sharing: expected one of expand, reduce; got 'expandd'. Did you mean 'expand'",
+        ),
+        (
+            "--kfac-policy all --kfac-rho 2",
+            "--kfac-rho: expected --optimizer kfac --method none --kfac-policy auto to go",
+        ),
+        (
+            "--kfac-policy all --kfac-distribution ring --kfac-cap 9",
+            "--kfac-cap: expected --optimizer kfac --method none, and",
+        ),
+        ("--kfac-distribution ring --kfac-max-condition 9", "expected gather or owner with --kfac-max-condition"),
+        ("--clip-value 1", "--clip-value: expected another --optimizer than kfac, whose updates --kfac-kl-clip bounds"),
+        ("--optimizer adagrad --clip-value 0", "--clip-value: expected a positive number, got 0.0"),
+        ("--kfac-period 0", "--kfac-period: expected at least 1 step, got 0"),
+        ("--kfac-policy auot", "--kfac-policy: expected one of auto, all; got 'auot'. Did you mean 'auto'?"),
+        ("--kfac-fisher true", "--kfac-fisher: expected one of empirical, sampled, exact"),
+        ("--kfac-distribution gram", "--kfac-distribution: expected one of gather, ring, owner"),
+    ],
+)
+def test_mistakes_leave_nothing_behind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, said: str
+) -> None:
+    assert call("--out", str(tmp_path / "run"), *shlex.split(words)) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--method ghost_bk --noise-multiplier 1", "private data without noise, and reveal it. Expected a source: "),
+        ("--method none --kfac-data synthetic", "measured on the data itself; expected no --kfac-data"),
+        ("--method auto --kfac-data digits --noise-multiplier 1", "got the private dataset"),
+        ("--method auto --kfac-data nowhere.txt", "a path that exists, got 'nowhere.txt'"),
+        ("--method auto --kfac-data synthetic --optimizer adamw", "--kfac-data: expected --optimizer kfac"),
+        ("--method auto --kfac-data synthetic --kfac-noise 1", "--kfac-noise: expected --kfac-data noised"),
+        ("--method auto --kfac-data noised --kfac-max-norm 0", "max_norm: expected a positive number"),
+        ("--method auto --kfac-data noised --kfac-noise 0", "noise_multiplier: expected a finite number above 0"),
+        ("--method auto --kfac-data noised --noise-multiplier 0", "noise_multiplier: expected a finite number above 0"),
+        (
+            "--method auto --kfac-data noised --noise-multiplier 1 --kfac-fisher exact",
+            "--kfac-fisher: expected sampled or",
+        ),
+        (
+            "--method auto --kfac-data noised --noise-multiplier 1 --kfac-sharing reduce",
+            "--kfac-sharing: expected expand",
+        ),
+        (
+            "--method auto --kfac-data synthetic --noise-multiplier 1 --kfac-cap 9",
+            "--kfac-cap: expected --optimizer kfac",
+        ),
+        (
+            "--method auto --kfac-data synthetic --noise-multiplier 1 --kfac-policy all",
+            "kfac --method none to go with it",
+        ),
+        (
+            "--method auto --kfac-data synthetic --noise-multiplier 1 --kfac-distribution ring",
+            "--kfac-distribution: expected gather or owner with --kfac-data: a private run takes the roots",
+        ),
+    ],
+)
+def test_sources_that_reveal_the_data_or_do_not_fit_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, said: str
+) -> None:
+    assert call("--steps", "4", "--out", str(tmp_path / "run"), *shlex.split(words)) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_private_run_on_synthetic_curvature_spends_what_its_steps_spend(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert call(*PRIVATE, "--noise-multiplier", "1", "--kfac-data", "synthetic", "--out", str(out)) == 0
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "every 2 steps on synthetic data; layers: 2 dense x dense, 2 diagonal x skip" in text
+    found = summary(out)
+    assert found["epsilon"] == accounting.epsilon(Mechanism(BATCHES, CLIP, 1.0), steps=5, delta=DELTA)
+    assert (found["kfac_measured"], found["kfac_failures"], found["private"]) == (4, 0, True)
+    assert (found["kfac_data"], found["kfac_noise_multiplier"]) == ("synthetic", None)
+    assert found["loss_last"] < found["loss_first"]
+    assert json.loads((out / "config.json").read_text())["statistics"] is None
+
+
+def test_noised_statistics_are_paid_for_out_of_the_same_budget(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, words = tmp_path / "run", ("--epsilon", "2", "--kfac-data", "noised", "--kfac-noise", "0.8")
+    assert call(*PRIVATE, *words, "--out", str(out)) == 0
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "a draw of their own every 2 steps, clipped to 1, noise 0.8 x that; the budget has them" in text
+    found, config = summary(out), json.loads((out / "config.json").read_text())
+    more = statistics(BATCHES, max_norm=1.0, noise_multiplier=0.8, period=2)
+    both = Mechanism(BATCHES, CLIP, found["noise_multiplier"], more)
+    assert found["epsilon"] == accounting.epsilon(both, steps=5, delta=DELTA) <= 2
+    assert found["epsilon"] > accounting.epsilon(both._replace(statistics=None), steps=5, delta=DELTA) * 1.01
+    without = accounting.noise_multiplier_for(BATCHES, CLIP, epsilon=2.0, delta=DELTA, steps=5)
+    assert found["noise_multiplier"] > without * 1.01
+    assert config["statistics"] == {
+        "sampling_rate": BATCHES.rate,
+        "max_norm": 1.0,
+        "noise_multiplier": 0.8,
+        "period": 2,
+    }
+    assert (found["kfac_measured"], found["kfac_failures"]) == (3, 0)
+    assert (found["kfac_data"], found["kfac_noise_multiplier"]) == ("noised private", 0.8)
+    assert math.isfinite(found["loss_last"])
+
+
+def test_the_noise_of_statistics_follows_from_the_budget_unless_given() -> None:
+    optimizer = KfacOptimizer(0.1, KfacConfig(factor_period=2, inverse_period=2), Noised(0.5, None))
+    budget: Any = {"steps": 5, "delta": DELTA}
+    more = releases(optimizer, BATCHES, epsilon=8.0, noise_multiplier=None, **budget)
+    assert more is not None
+    alone = Mechanism(BATCHES, CLIP, more.noise_multiplier)
+    assert 0.98 * 8 * SHARE < accounting.epsilon(alone, steps=3, delta=DELTA) <= 8 * SHARE
+    assert (more.max_norm, more.period, more.sampling) == (0.5, 2, BATCHES)
+    same = releases(optimizer, BATCHES, epsilon=None, noise_multiplier=1.25, **budget)
+    given = optimizer._replace(source=Noised(0.5, 3.0))
+    told = releases(given, BATCHES, epsilon=8.0, noise_multiplier=None, **budget)
+    assert same is not None
+    assert told is not None
+    assert (same.noise_multiplier, told.noise_multiplier) == (1.25, 3.0)
+    assert (
+        releases(optimizer._replace(source=Synthetic()), BATCHES, epsilon=8.0, noise_multiplier=None, **budget) is None
+    )
+    apart = optimizer._replace(config=KfacConfig(factor_period=2, inverse_period=4))
+    with pytest.raises(FdpError, match="inverse_period"):
+        releases(apart, BATCHES, epsilon=8.0, noise_multiplier=None, **budget)
+
+
+def test_public_text_is_a_source_and_the_private_text_is_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, words in (("private", "one two three four five "), ("copy", ""), ("public", "six seven eight nine ")):
+        (tmp_path / f"{name}.txt").write_text((words or "one two three four five ") * 40)
+    words = ("--model", "gpt-nano", "--context", "8", "--batch-size", "8", "--microbatch", "8", "--steps", "2")
+    words += ("--data", str(tmp_path / "private.txt"), "--method", "auto", "--noise-multiplier", "1", "--delta", "1e-4")
+    assert call(*words, "--kfac-data", str(tmp_path / "copy.txt"), "--out", str(tmp_path / "run")) == 2
+    assert "got the private dataset" in " ".join(capsys.readouterr().err.split())
+    assert call(*words, "--kfac-data", str(tmp_path / "public.txt"), "--out", str(tmp_path / "run")) == 0
+    assert "on public data" in " ".join(capsys.readouterr().out.replace("│", " ").split())
+    found = summary(tmp_path / "run")
+    assert (found["kfac_data"], found["kfac_measured"], found["kfac_failures"]) == ("public", 2, 0)
+    assert math.isfinite(found["loss_last"])
+
+
+@pytest.mark.parametrize("source", ["synthetic", "noised"])
+def test_curvature_never_sees_the_batch_of_a_step(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``refreshed`` is not even given one, and draws, if at all, by another key."""
+    run, state = prepare(private_config("--kfac-data", source, "--noise-multiplier", "1")[0])
+    real, used = runs.sample_batch, []
+
+    def watched(dataset: Any, sampling: Any, key: Tensor, **options: Any) -> Any:
+        batch = real(dataset, sampling, key, **options)
+        assert batch.drawn is not None
+        used.append((batch.drawn.stamp.purpose, batch.data["image"][batch.mask > 0].tolist()))
+        return batch
+
+    monkeypatch.setattr(runs, "sample_batch", watched)
+    nothing: Any = None
+    after = refreshed(run, state, nothing, 0)
+    again = refreshed(run, state, nothing, 0)
+    assert len(used) == (2 if source == "noised" else 0)
+    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(after), tree.leaves(again)))
+    draw_batch(run, 0)
+    purpose, samples = used[-1]
+    assert all(purpose != other and samples != theirs for other, theirs in used[:-1])
+    maps = run.stages.sides(after)
+    assert sorted(maps) == sorted(run.config.model.trainable)
+    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(maps), tree.leaves(sides_of(after)), strict=True))
+    assert (refreshed(run, state, nothing, 1) is state) == (source == "noised")
+    assert refreshed(run, state, nothing, 3) is state
+
+
+def test_other_public_data_or_other_statistics_are_not_the_same_run() -> None:
+    config, settings = private_config("--kfac-data", "noised", "--noise-multiplier", "1")
+    run, state = prepare(config)
+    taken = resume.TakenUp(Verified(Path("there"), {"meta": resume.meta(run, settings, state)}))
+    resume.check(taken, run)
+    more = run.mechanism.statistics
+    assert more is not None
+    other = run.mechanism._replace(statistics=more._replace(noise_multiplier=0.5))
+    with pytest.raises(FdpError, match="as its statistics"):
+        resume.check(taken, run._replace(mechanism=other))
+    public_run = run._replace(feed=Public(config.dataset, "a digest"))
+    taken = resume.TakenUp(Verified(Path("there"), {"meta": resume.meta(public_run, settings, state)}))
+    resume.check(taken, public_run)
+    with pytest.raises(FdpError, match="got another content of the public data"):
+        resume.check(taken, run._replace(feed=Public(config.dataset, "another")))
+
+
+def test_another_microbatch_is_not_the_same_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Curvature is measured on a microbatch; with noised statistics another one would meet the same noise."""
+    out = tmp_path / "run"
+    words = ("--steps", "2", "--save-every", "1", "--quiet", "--out", str(out))
+    assert call(*words) == 0
+    (out / "summary.json").unlink()  # as if it had not come to its end
+    assert call(*words, "--microbatch", "16") == 2
+    assert "(--microbatch 32 there, 16 here)" in " ".join(capsys.readouterr().err.split())
+    assert call(*words, "--microbatch", "32") == 0
+    config, settings = private_config("--kfac-data", "noised", "--noise-multiplier", "1")
+    run, state = prepare(config)
+    assert run.kfac is not None
+    found = resume.meta(run, settings, state)
+    assert found["measured"] == resume.measured(run) == 32
+    odd = resume.TakenUp(Verified(Path("there"), {"meta": found | {"measured": 33}}))  # as on three ranks
+    with pytest.raises(FdpError, match="measures curvature on 33 samples of all ranks, got 32"):
+        resume.check(odd, run)
+    assert resume.measured(run._replace(kfac=None)) is None
+
+
+def test_without_kfac_another_microbatch_is_the_same_run(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    words = ("--optimizer", "sgd", "--steps", "2", "--save-every", "1", "--quiet", "--out", str(out))
+    assert call(*words) == 0
+    (out / "summary.json").unlink()
+    assert call(*words, "--microbatch", "16") == 0
+
+
+@pytest.mark.parametrize(
+    "budget", [("--epsilon", "2"), ("--epsilon", "2", "--kfac-noise", "0.8"), ("--noise-multiplier", "1")]
+)
+def test_fdp_epsilon_says_what_a_run_with_noised_statistics_spends(
+    budget: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = ("--kfac-data", "noised", "--kfac-period", "2")
+    run, _ = prepare(private_config(*source[:2], *budget)[0])
+    assert run.epsilons is not None
+    counts = ("--population", "1500", "--batch-size", "32", "--steps", "5", "--delta", repr(DELTA), "--json")
+    with pytest.raises(SystemExit) as caught:
+        main(["epsilon", *counts, *source, *budget])
+    assert not caught.value.code
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told["epsilon"] == run.epsilons[-1]
+    assert told["noise_multiplier"] == run.mechanism.noise_multiplier
+    assert run.mechanism.statistics is not None
+    assert told["kfac_noise_multiplier"] == run.mechanism.statistics.noise_multiplier
+    without = accounting.epsilon(run.mechanism._replace(statistics=None), steps=5, delta=DELTA)
+    assert told["epsilon"] > 1.001 * without
+
+
+def test_fdp_epsilon_charges_nothing_for_public_curvature(capsys: pytest.CaptureFixture[str]) -> None:
+    counts = shlex.split("--population 1500 --batch-size 32 --steps 5 --delta 1e-5 --noise-multiplier 1 --json")
+    found = []
+    for words in ((), ("--kfac-data", "synthetic")):
+        with pytest.raises(SystemExit):
+            main(["epsilon", *counts, *words])
+        found.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
+    assert found[0] == found[1]
+    for words, said in (
+        (("--kfac-noise", "1"), "--kfac-noise: expected --kfac-data noised to go with it, got none"),
+        (("--kfac-data", "noised", "--kfac-period", "0"), "period: expected"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            main(["epsilon", *counts, *words])
+        assert caught.value.code == 2
+        assert said in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["synthetic", "noised"])
+def test_a_private_run_on_two_ranks_is_that_on_one(source: str) -> None:
+    words = ["--model", "mlp", "--data", "digits", "--optimizer", "kfac", "--steps", "3", "--batch-size", "16"]
+    options = f"kfac-data={source},kfac-period=2"
+    with pytest.raises(SystemExit) as caught:
+        main(["compare", options, f"ranks=2,{options}", *words, "--microbatch", "16", "--tolerance", "1e-4"])
+    assert not caught.value.code
+
+
+def test_options_become_settings_and_the_rest_is_by_default() -> None:
+    given = {
+        "kfac_damping": 0.5,
+        "kfac_period": 3,
+        "kfac_policy": "all",
+        "kfac_fisher": "exact",
+        "kfac_distribution": "owner",
+        "weight_decay": 0.25,
+        "kfac_data": None,
+        "kfac_sharing": "reduce",
+        "kfac_momentum": 0.5,
+        "kfac_kl_clip": 0.0,
+        "kfac_max_condition": 1e4,
+        "kfac_rho": 0.5,
+        "kfac_cap": 77,
+    }
+    config = kfac_config(given)
+    assert (config.damping, config.factor_period, config.inverse_period, config.weight_decay) == (0.5, 3, 3, 0.25)
+    assert (config.fisher, config.distribution) == (Fisher.EXACT, Distribution.OWNER)
+    assert (config.cap, config.kl_clip, config.momentum) == (77, None, 0.5)
+    assert (config.sharing, config.max_condition, config.via) == (Sharing.REDUCE, 1e4, Via.EIGEN)
+    defaults = {name: parameter.default for name, parameter in inspect.signature(train_command).parameters.items()}
+    ours, theirs = kfac_config(defaults | {"kfac_policy": "all"}), KfacConfig(policy=everything())
+    same = [name for name, value in theirs.settings if name != "policy" and getattr(ours, name) == value]
+    assert len(same) == len(theirs.settings) - 1  # a default of the command line is one of the library
+    assert fingerprint(kfac_config(defaults)) == fingerprint(KfacConfig())
+    others = ({"kfac_rho": 0.5}, {"kfac_cap": 9}, {"kfac_momentum": 0.5}, {"kfac_kl_clip": 1.0})
+    others += ({"kfac_sharing": "reduce"}, {"kfac_max_condition": 9.0})
+    prints = {fingerprint(kfac_config(defaults | other)) for other in others}
+    assert len(prints - {fingerprint(KfacConfig())}) == len(others)  # other settings, other noise
+    assert {name for other in others for name in other} < set(DECIDING)
+
+
+def test_the_learning_rate_is_the_optimizers_own_unless_given() -> None:
+    assert learning_rate({"optimizer": "kfac", "lr": None}) == LEARNING_RATES["kfac"]
+    assert learning_rate({"optimizer": "adamw", "lr": None}) == 4e-3
+    assert learning_rate({"optimizer": "kfac", "lr": 0.5}) == 0.5

@@ -1,0 +1,184 @@
+"""What ``fdp train`` is given to train: folders of transformers in and out, adapters, and units of privacy."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fdp.cli.main import main
+from fdp.privacy.guarantee import MARKER, shown_epsilon
+
+transformers = pytest.importorskip("transformers")
+
+TINY = shlex.split(
+    "--context 8 --steps 2 --warmup 1 --batch-size 8 --microbatch 4 --noise-multiplier 0.5 --lr 0.1 --seed 0 --quiet "
+    "--json --schedule constant"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=256, n_positions=16, n_embd=8, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    transformers.GPT2LMHeadModel(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "letters.jsonl"
+    mail = [{"sender": f"s{i % 12}", "text": f"letter {i} of many"} for i in range(60)]
+    path.write_text("\n".join(map(json.dumps, mail)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "chat.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": f"{i}+1=", "completion": str(i + 1)}) for i in range(30)))
+    return path
+
+
+def train(out: Path, *words: str, code: int = 0) -> dict[str, Any]:
+    with pytest.raises(SystemExit) as caught:
+        main(["train", *TINY, "--out", str(out), *words])
+    assert int(caught.value.code or 0) == code
+    return json.loads((out / "summary.json").read_text()) if code == 0 else {}
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    return transformers.AutoModelForCausalLM.from_pretrained(path).state_dict()
+
+
+def test_training_a_private_model_again_says_what_it_adds_up_to(folder, letters, tmp_path, capsys):
+    """The folder that comes out says what was promised, and nothing of the data; the next run reads it."""
+    words = ["--data", str(letters), "--unit", "record"]
+    first = train(tmp_path / "first", "--model", str(folder), *words)
+    assert "trained_before" not in first
+    marker = json.loads((tmp_path / "first" / "model" / MARKER).read_text())
+    promised = {name: first[name] for name in ("epsilon", "delta", "relation", "unit")}
+    assert marker == {"runs": [promised]}
+    capsys.readouterr()
+    again = train(tmp_path / "again", "--model", str(tmp_path / "first" / "model"), *words)
+    assert again["trained_before"] == [promised]
+    assert again["epsilon_if_on_the_same_data_before"] == first["epsilon"] + again["epsilon"]
+    assert again["delta_if_on_the_same_data_before"] == first["delta"] + again["delta"]
+    assert "if on the same people, the guarantees add up: at most epsilon" in again["warning"]
+    assert shown_epsilon(first["epsilon"] + again["epsilon"]) in again["warning"]
+    capsys.readouterr()
+    loud = [word for word in TINY if word not in ("--quiet", "--json")]
+    with pytest.raises(SystemExit):
+        main(["train", *loud, "--model", str(tmp_path / "first" / "model"), *words, "--out", str(tmp_path / "loud")])
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert shown.count(again["warning"]) == 2, "in the header and at the end"
+    plain = ["--method", "none", "--noise-multiplier", "0"]
+    third = train(tmp_path / "third", "--model", str(tmp_path / "again" / "model"), *words, *plain)
+    assert len(third["trained_before"]) == 2
+    assert "this run is not private" in third["warning"]
+    assert third["epsilon_if_on_the_same_data_before"] is None
+    runs = json.loads((tmp_path / "third" / "model" / MARKER).read_text())["runs"]
+    assert [run["epsilon"] is None for run in runs] == [False, False, True]
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "third" / "model") is not None
+
+
+@pytest.mark.parametrize("words", [[], ["--lora", "2"]], ids=["full", "lora"])
+def test_a_folder_comes_out_as_a_folder_that_transformers_reads(words, folder, letters, tmp_path, capsys):
+    train(tmp_path / "run", "--model", str(folder), "--data", str(letters), *words)
+    before, after = weights(folder), weights(tmp_path / "run" / "model")
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    blocks = {name for name in before if ".h." in name and name.endswith("weight") and before[name].ndim == 2}
+    assert before.keys() == after.keys()
+    assert changed == (blocks if words else set(before)), "all of it, or what adapters were merged into"
+
+
+def test_a_run_of_a_folder_has_a_place_of_its_own(folder, letters, tmp_path, capsys, monkeypatch):
+    """In runs/, by the folder's name; and not where a model is already: it would be refused when all is done."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        main(["train", *TINY, "--model", str(folder), "--data", str(letters)])
+    assert not caught.value.code
+    assert (tmp_path / "runs" / "tiny-letters-1" / "model").is_dir()
+    (tmp_path / "taken" / "model").mkdir(parents=True)
+    train(tmp_path / "taken", "--model", str(folder), "--data", str(letters), code=2)
+
+
+def test_a_run_cut_short_at_its_end_is_taken_up_and_written_again(folder, letters, tmp_path, capsys, monkeypatch):
+    words = ["--model", str(folder), "--data", str(letters), "--save-every", "1"]
+    with monkeypatch.context() as patch:
+        patch.setattr("fdp.cli.run_files.write_report", lambda *_, **__: 1 / 0)  # after the model, before the summary
+        with pytest.raises(ZeroDivisionError):
+            main(["train", *TINY, "--out", str(tmp_path / "run"), *words])
+    assert (tmp_path / "run" / "model").is_dir()
+    train(tmp_path / "run", *words)
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+
+
+def test_a_prefix_comes_out_as_a_folder_that_peft_reads(folder, letters, tmp_path, capsys):
+    peft = pytest.importorskip("peft")
+    words = ["--model", str(folder), "--data", str(letters), "--prefix", "3"]
+    train(tmp_path / "run", *words)
+    module = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tuned = peft.PeftModel.from_pretrained(module, tmp_path / "run" / "model")
+    values = tuned.prompt_encoder["default"].embedding.weight
+    assert tuple(values.shape) == (3, 2 * 2 * 8)
+    assert float(values.detach().std()) > 0.05, "it was trained away from where it began"
+    assert not (tmp_path / "run" / "model" / "model.safetensors").exists()
+
+
+def test_a_prefix_of_users_is_trained(folder, letters, tmp_path, capsys):
+    user = ["--unit", "user", "--user-field", "sender", "--windows-per-user", "2", "--prefix", "3"]
+    assert train(tmp_path / "run", "--model", str(folder), "--data", str(letters), *user)["samples"] == 12
+
+
+def test_train_only_leaves_the_rest_alone(folder, letters, tmp_path, capsys):
+    train(tmp_path / "run", "--model", str(folder), "--data", str(letters), "--train-only", "*.bias")
+    before, after = weights(folder), weights(tmp_path / "run" / "model")
+    assert {name for name in before if not torch.equal(before[name], after[name])} == {
+        name for name in before if name.endswith(".bias")
+    }
+
+
+def test_a_sample_is_what_unit_says(folder, letters, chat, tmp_path, capsys):
+    model = ["--model", str(folder)]
+    record = train(tmp_path / "record", *model, "--data", str(letters), "--unit", "record")
+    user = ["--unit", "user", "--user-field", "sender", "--windows-per-user", "3"]
+    by_user = train(tmp_path / "user", *model, "--data", str(letters), *user)
+    packed = train(tmp_path / "packed", *model, "--data", str(letters), *user, "--pack")
+    masked = train(tmp_path / "chat", *model, "--data", str(chat), "--unit", "record")
+    assert [run["samples"] for run in (record, by_user, packed, masked)] == [60, 12, 12, 30]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--unit", "person"], "--unit: expected one of window, record, user, row"),
+        (["--unit", "user"], "--user-field: expected with --unit user"),
+        (["--form", "csv"], "--form: expected one of auto, text, completion, messages, file, got 'csv'"),
+        (["--form", "messages"], "--form messages: expected --unit record or user to go with it"),
+        (
+            ["--unit", "record", "--form", "messages"],
+            "line 1: expected a list of messages in 'messages', got no such field",
+        ),
+        (["--data", "stdlib", "--form", "text"], "--form: expected --data of texts or records to go with it"),
+        (["--unit", "record", "--form", "file", "--field", "body"], "--field: expected --data of records"),
+        (["--lora", "2", "--train-only", "*bias"], "--lora and --train-only: expected one of them, got 2"),
+        (["--lora", "2", "--prefix", "3"], "--lora and --prefix: expected one of them, got 2"),
+        (["--prefix", "0"], "expected at least 1 virtual token, got 0"),
+        (["--prefix", "9"], "fit into the model's 16 positions, and into its window of attention"),
+        (["--prefix", "3", "--model", "gpt-nano"], "--prefix: expected --model to be a folder of transformers"),
+        (["--lora", "0"], "--lora: expected a rank of at least 1"),
+        (["--model", "no/such/folder"], "--model"),
+    ],
+)
+def test_mistakes_are_explained(words, message, folder, letters, tmp_path, capsys):
+    train(tmp_path / "run", "--model", str(folder), "--data", str(letters), *words, code=2)
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "run").exists()

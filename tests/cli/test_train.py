@@ -1,0 +1,655 @@
+"""``fdp train`` as a user meets it: files, screen, exit codes, and mistakes that leave nothing behind."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import json
+import os
+import shlex
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from fdp.cli import display, resume, run_files, session
+from fdp.cli.configure import configure
+from fdp.cli.main import main
+from fdp.cli.train import train_command
+from fdp.cli.unused_options import check_idle
+from fdp.optimizers import Optimizer
+from fdp.parallel.launch import joined
+from fdp.privacy import accounting, clipping
+from fdp.privacy.guarantee import RELATION, shown_epsilon
+from fdp.privacy.mechanism import Mechanism
+from fdp.privacy.sampling import poisson
+from fdp.run import training_run as runs
+from fdp.run.step_metrics import Record, fingerprint
+from fdp.storage.checkpoint import Verified
+from fdp.types import FdpError
+
+SMALL = shlex.split("--model logistic --data digits --noise-multiplier 1 --batch-size 32 --microbatch 16 --warmup 1")
+FILES = {"config.json", "metrics.jsonl", "summary.json", "model.safetensors", "report.png"}
+
+
+def call(*words: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    return int(caught.value.code or 0)
+
+
+def train(out: Path, *words: str, steps: int = 3) -> int:
+    return call("train", *SMALL, "--steps", str(steps), "--out", str(out), *words)
+
+
+def last_json(text: str) -> dict[str, Any]:
+    return json.loads(text.splitlines()[-1])
+
+
+def test_a_run_leaves_its_five_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    assert train(out, "--json", "--seed", "3") == 0
+    text = capsys.readouterr().out
+    printed = last_json(text)
+    assert display.FIXED_SEED in " ".join(text.split())
+    assert {path.name for path in out.iterdir()} == FILES
+    summary = json.loads((out / "summary.json").read_text())
+    assert printed == summary | {"out": str(out)}
+    assert " ".join(summary) == (
+        "loss_first loss_last private epsilon epsilon_if_stop_was_decided_in_advance delta relation unit "
+        "noise_multiplier steps steps_planned samples reading parameter_count "
+        "parameter_norm parameter_sha256 seconds_per_step peak_memory_bytes method world_size seed"
+    )
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert set(lines[0]) == set(Record._fields)
+    assert (lines[0]["loss"], lines[-1]["loss"]) == (summary["loss_first"], summary["loss_last"])
+    assert lines[-1]["epsilon"] == summary["epsilon"]
+    assert lines[-1]["parameter_norm"] == summary["parameter_norm"]
+    assert len({line["parameter_norm"] for line in lines}) == 3  # of every step its own
+    assert {line["kfac_failures"] for line in lines} == {None}
+    config = json.loads((out / "config.json").read_text())
+    given = config["settings"]
+    assert (given["model"], given["seed"], given["steps"], config["population"]) == ("logistic", 3, 3, 1500)
+    assert (config["relation"], config["sampling_rate"]) == (RELATION, 32 / 1500)
+    assert summary["relation"] == RELATION
+    assert "1437" not in (out / "config.json").read_text(), "the number of samples is private"
+    assert torch.__version__.startswith(config["versions"]["torch"])
+    assert (out / "report.png").read_bytes().startswith(b"\x89PNG")
+    leaves = load_file(out / "model.safetensors")
+    assert all(leaf.dtype == torch.float32 for leaf in leaves.values())
+    assert fingerprint({path.replace(".", "/"): leaf for path, leaf in leaves.items()}) == summary["parameter_sha256"]
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022])
+def test_what_private_data_shows_is_for_its_owner_alone(
+    umask: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses and norms, and the key of the noise, whatever the umask, and from the moment the file is there."""
+    out, seen = tmp_path / "run", {}
+
+    def watched(run, state, *, stop):
+        for made, record in runs.steps(run, state, stop=stop):
+            seen[record.step] = stat.S_IMODE((out / "metrics.jsonl").stat().st_mode)
+            yield made, record
+
+    out.mkdir()
+    monkeypatch.setattr(session, "steps", watched)
+    before = os.umask(umask)
+    try:
+        assert train(out, "--save-every", "2", steps=2) == 0
+    finally:
+        os.umask(before)
+    assert set(seen.values()) == {0o600}
+    files = {path for path in out.rglob("*") if path.is_file() and path.name != "model.safetensors"}
+    assert {"config.json", "metrics.jsonl", "summary.json", "report.png", ".metadata"} <= {path.name for path in files}
+    assert {path: oct(stat.S_IMODE(path.stat().st_mode)) for path in files} == dict.fromkeys(files, oct(0o600))
+    folders = {path for path in (out / "checkpoints").rglob("*") if path.is_dir()} | {out / "checkpoints"}
+    assert {path: stat.S_IMODE(path.stat().st_mode) & 0o077 for path in folders} == dict.fromkeys(folders, 0)
+
+
+def test_metrics_of_a_run_that_is_taken_up_are_closed_to_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        interrupt_after(2, patch)
+        assert train(out, "--save-every", "1", steps=3) == 130
+    (out / "metrics.jsonl").chmod(0o644)
+    assert train(out, "--save-every", "1", steps=3) == 0
+    assert stat.S_IMODE((out / "metrics.jsonl").stat().st_mode) == 0o600
+
+
+def test_a_seed_repeats_a_run_and_quiet_says_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hashes = []
+    for name in ("a", "b"):
+        assert train(tmp_path / name, "--quiet", "--json", "--seed", "1", steps=2) == 0
+        printed = capsys.readouterr()
+        assert len(printed.out.splitlines()) == 1
+        assert printed.err == ""
+        hashes.append(last_json(printed.out)["parameter_sha256"])
+    assert hashes[0] == hashes[1]
+
+
+def test_a_log_gets_plain_lines_and_the_statement_of_what_is_covered(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(tmp_path / "run", steps=30) == 0
+    text = capsys.readouterr().out
+    assert "\x1b" not in text
+    assert sum(line.startswith("step ") for line in text.splitlines()) == 11  # the first, then one in ten
+    flat = " ".join(text.replace("│", " ").split())
+    assert display.COVERED in flat
+    assert display.NOT_COVERED in flat
+    assert "one labelled image, added or removed" in flat
+    assert "samples/s" in flat
+    assert f"neighbours {RELATION}" in flat
+    assert f"({RELATION})" in flat, "at the end, beside the epsilon"
+    assert f"32 of 1,500 expected per step (public rate 0.0213{display.ROUNDED})" in flat
+    assert train(tmp_path / "other", "--population", "2000", "--delta", "1e-3", steps=2) == 0
+    flat = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "32 of 2,000 expected per step (public rate 0.016)" in flat
+    assert "is not below 1 / samples = 0.0005" in flat
+    assert train(tmp_path / "few", "--population", "100", "--delta", "8e-4", steps=2) == 0
+    flat = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "is not below 1 / samples = 0.0007" in flat, "there are more samples than were announced"
+
+
+def test_every_option_decides_the_result_or_only_how_it_is_computed() -> None:
+    """A run is taken up only with the same options of the first kind: another rate would have another budget."""
+    how = "as_json checkpoint_activations compile cuda_graph device keep kfac_distribution memory_budget mesh offload "
+    how += "out quiet reduce reduce_dtype replicate_data save_every timeout zero"
+    deciding = {*resume.DECIDING, *resume.MEASURED}
+    assert deciding.isdisjoint(how.split())
+    assert deciding | set(how.split()) == set(inspect.signature(train_command).parameters)
+
+
+def test_the_epsilon_shown_is_never_below_the_one_spent() -> None:
+    record = Record(1, 1.0, 0.00042, 1.0, 1.0, 1.0, 1.0, 1.0, samples=8, seconds=2.0)
+    assert display.facts([record], total=3) == ["loss 1.0000", "epsilon 0.001", "4.0 samples/s", "0:04 left"]
+    assert display.facts([record._replace(epsilon=7.9931)], total=1)[1] == "epsilon 7.994"
+    assert display.facts([record._replace(epsilon=None)], total=1)[1] == "not private"
+
+
+def test_an_out_that_holds_a_run_is_refused_and_untouched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    assert train(out, "--quiet", steps=2) == 0
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    assert train(out, "--json", steps=2) == 2
+    printed = capsys.readouterr()
+    assert "already holds a run" in last_json(printed.out)["error"]
+    assert "already holds a run" in printed.err.replace("\n", " ")
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_any_one_file_of_a_run_makes_a_directory_taken(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("mine")
+    assert train(tmp_path, "--quiet", steps=2) == 2
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name).read_text() == "mine"
+
+
+def test_without_out_runs_are_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert call("train", *SMALL, "--steps", "2", "--quiet") == 0
+    assert run_files.claim(None, model="logistic", data="digits") == Path("runs/logistic-digits-2")
+    assert run_files.claim(None, model="gpt-nano", data="/some/where/notes.jsonl") == Path("runs/gpt-nano-notes-1")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--model", "gpt-nan"], "Did you mean 'gpt-nano'?"),
+        (["--method", "gost"], "Did you mean 'ghost'?"),
+        (["--clip", "automatc"], "Did you mean 'automatic'?"),
+        (["--optimizer", "adamm"], "Did you mean 'adam"),
+        (["--schedule", "cosin"], "Did you mean 'cosine'?"),
+        (["--dtype", "float3"], "Did you mean 'float32'?"),
+        (["--dtype", "xyz"], "expected one of float32, bfloat16; got 'xyz'."),
+        (["--compile", "stp"], "Did you mean 'step'?"),
+        (["--device", "cud"], "Did you mean 'cuda'?"),
+        (["--data", "digit"], "Did you mean 'digits'?"),
+        (["--max-norm", "0"], "max_norm: expected a positive number"),
+        (["--max-norm", "nan"], "max_norm: expected a positive number"),
+        (["--delta", "1.5"], "delta: expected a number in (0, 1)"),
+        (["--epsilon", "3"], "either an epsilon or a noise multiplier"),
+        (["--noise-multiplier", "-1"], "0 or more"),
+        (["--batch-size", "5000"], "batch larger than the data"),
+        (["--batch-size", "0"], "at least 1"),
+        (["--steps", "0"], "at least 1"),
+        (["--warmup", "3"], "--warmup: expected fewer than the 3 steps"),
+        (["--microbatch", "0"], "at least 1"),
+        (["--lr", "-1"], "-1"),
+        (["--weight-decay", "-1"], "-1"),
+        (["--memory-budget", "0"], "--memory-budget: expected a positive number"),
+        (["--memory-budget", "inf"], "--memory-budget: expected a positive number"),
+        (["--noise-multiplier", "1e-9"], "expected enough noise"),
+        (["--context", "8"], "a classifier has no"),
+        (["--data", "stdlib"], "expected a language model"),
+        (["--method", "none"], "trains without privacy"),
+        (["--steps", "many"], "--steps"),
+        (["--nonsense"], "--nonsense"),
+    ],
+)
+def test_a_mistake_is_explained_and_leaves_nothing_behind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: Sequence[str], message: str
+) -> None:
+    out = tmp_path / "run"
+    assert train(out, "--json", *words) == 2
+    printed = capsys.readouterr()
+    assert message in last_json(printed.out)["error"]
+    assert printed.err.startswith("fdp: ")
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "partner"),
+    [
+        ("--lora-alpha 3", "--lora"),
+        ("--lora-targets w", "--lora"),
+        ("--windows-per-user 3", "--unit user"),
+        ("--pack", "--unit user"),
+        ("--field body", "--data of records"),
+        ("--keep 3", "--save-every"),
+        ("--method none --noise-multiplier 0 --clip quantile", "a --method other than none"),
+        ("--method none --noise-multiplier 0 --max-norm 2", "a --method other than none"),
+        ("--method none --noise-multiplier 0 --delta 1e-5", "a --method other than none"),
+        ("--method ghost --memory-budget 1", "--method auto or flash"),
+        ("--kfac-damping 1", "--optimizer kfac"),
+        ("--kfac-period 5", "--optimizer kfac"),
+        ("--kfac-policy all", "--optimizer kfac"),
+        ("--kfac-fisher exact", "--optimizer kfac"),
+        ("--kfac-distribution ring", "--optimizer kfac"),
+        ("--kfac-max-norm 2", "--kfac-data noised"),
+        ("--kfac-noise 2", "--kfac-data noised"),
+        ("--zero 2", "several ranks"),
+        ("--reduce step", "several ranks"),
+        ("--reduce-dtype float32", "several ranks"),
+        ("--replicate-data", "several ranks"),
+        ("--timeout nan", "several ranks"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_a_mistake(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, partner: str
+) -> None:
+    assert train(tmp_path / "run", "--json", *shlex.split(words)) == 2
+    option = next(word for word in reversed(words.split()) if word.startswith("--"))
+    assert f"{option}: expected {partner}" in last_json(capsys.readouterr().out)["error"]
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("method", ["auto", "flash"])
+def test_a_memory_budget_goes_with_the_methods_that_keep_within_it(method: str) -> None:
+    defaults = {name: option.default for name, option in inspect.signature(train_command).parameters.items()}
+    check_idle(defaults | {"data": "text", "method": method, "memory_budget": 1.0})
+
+
+@pytest.mark.parametrize("timeout", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_wait_that_never_ends_or_never_begins_is_refused(timeout: float) -> None:
+    with (
+        pytest.raises(FdpError, match="timeout: expected a positive number of seconds"),
+        joined("cpu", timeout=timeout),
+    ):
+        pass
+
+
+def test_an_unreachable_epsilon_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "--model",
+        "logistic",
+        "--data",
+        "digits",
+        "--epsilon",
+        "1e7",
+        "--json",
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    assert call("train", *words) == 2
+    assert "epsilon" in last_json(capsys.readouterr().out)["error"]
+    assert not (tmp_path / "run").exists()
+
+
+def test_text_of_ones_own_trains_a_language_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "notes.jsonl"
+    text.write_text("\n".join(json.dumps({"body": f"note {i} says nothing"}) for i in range(40)))
+    words = shlex.split("--context 8 --batch-size 8 --microbatch 8 --steps 2 --warmup 0 --epsilon 5 --field body")
+    assert call("train", "--data", str(text), *words, "--out", str(tmp_path / "run"), "--json") == 0
+    printed = capsys.readouterr().out
+    assert 4.5 < last_json(printed)["epsilon"] <= 5
+    assert "one window of 9 bytes, added or removed; a longer text is several samples" in " ".join(
+        printed.replace("│", " ").split()
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"", "empty"), (b"\xff" * 100, "UTF-8"), (b"short", "at least one window of 129")],
+)
+def test_a_file_that_is_no_text_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, message: str
+) -> None:
+    (tmp_path / "text.txt").write_bytes(content)
+    assert call("train", "--data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "run"), "--json") == 2
+    assert message in last_json(capsys.readouterr().out)["error"]
+
+
+def test_tokens_outside_the_vocabulary_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.save(tmp_path / "tokens.npy", np.full(1000, 256, dtype=np.uint16))
+    assert call("train", "--data", str(tmp_path / "tokens.npy"), "--out", str(tmp_path / "run"), "--json") == 2
+    assert "from 0 to 255, got another at position 0" in last_json(capsys.readouterr().out)["error"]
+
+
+def test_a_run_without_privacy_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = shlex.split("--model mlp --data digits --method none --steps 3 --warmup 0 --batch-size 64 --json")
+    assert call("train", *words, "--out", str(tmp_path / "run")) == 0
+    printed = capsys.readouterr().out
+    assert "not private" in printed
+    assert "unit of privacy" not in printed
+    summary = last_json(printed)
+    assert summary["private"] is False
+    assert summary["epsilon"] is None
+    assert summary["method"] == "none"
+
+
+def settings(**changes: Any) -> dict[str, Any]:
+    """The defaults of the command line, for the smallest model there is."""
+    names = inspect.signature(train_command).parameters
+    small = {"model": "logistic", "data": "digits", "noise_multiplier": 1.0, "steps": 4, "warmup": 1}
+    return {name: names[name].default for name in names} | small | changes
+
+
+@pytest.mark.parametrize("clip", ["flat", "per-layer", "automatic", "quantile"])
+def test_every_clip_style_has_a_name(clip: str) -> None:
+    assert configure(settings(clip=clip)).clip.name == clip
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd", "lamb", "adafactor", "adagrad", "adadelta", "adamax"])
+def test_every_optimizer_follows_the_schedule_and_decays(optimizer: str) -> None:
+    built = configure(settings(optimizer=optimizer, weight_decay=0.1, lr=0.01, warmup=2, steps=6)).optimizer
+    assert isinstance(built, Optimizer)
+    params = {"w": torch.ones(3)}
+    state, sizes = built.init(params), []
+    for _ in range(7):
+        updates, state = built.update({"w": torch.zeros(3)}, state, params)
+        sizes.append(float(updates["w"].abs().max()))
+    assert 0 < sizes[0] < sizes[1]  # no gradient: what moves is decay, and it warms up
+    assert sizes[-1] < 1e-6  # a cosine ends at 0
+
+
+def interrupt_after(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(run, state, *, stop):
+        for after, record in runs.steps(run, state, stop=stop):
+            if record.step == steps - 1:
+                os.kill(os.getpid(), signal.SIGINT)  # the step that follows is finished
+            yield after, record
+
+    monkeypatch.setattr(session, "steps", interrupted)
+
+
+@pytest.mark.parametrize("seed", [["--seed", "3"], []], ids=["seed", "entropy"])
+def test_an_interrupted_run_that_saves_is_taken_up_again_bit_by_bit(
+    seed: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--json", "--save-every", "2", "--optimizer", "adamw", "--clip", "quantile", *seed]
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        interrupt_after(3, patch)
+        assert train(out, *words, steps=6) == 130
+    assert "the same command resumes" in capsys.readouterr().out
+    assert {path.name for path in out.iterdir()} == {"config.json", "metrics.jsonl", "checkpoints"}
+    assert train(out, *words, "--microbatch", "16", steps=6) == 0
+    text = capsys.readouterr().out
+    assert "resumed after step 3" in text
+    summary = last_json(text)
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert summary["steps"] == 6
+    if seed:
+        assert train(tmp_path / "whole", *words, steps=6) == 0
+        whole = last_json(capsys.readouterr().out)
+        assert whole["parameter_sha256"] == summary["parameter_sha256"]
+        assert whole["epsilon"] == summary["epsilon"]
+    assert train(out, *words, steps=6) == 2  # it is finished now
+    assert "already holds a run" in last_json(capsys.readouterr().out)["error"]
+
+
+def test_an_interruption_right_after_a_save_and_a_torn_line_do_no_harm(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words, out = ["--json", "--save-every", "2", "--seed", "3"], tmp_path / "run"
+    with monkeypatch.context() as patch:
+        interrupt_after(2, patch)
+        assert train(out, *words, steps=4) == 130
+    lines = (out / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (out / "metrics.jsonl").write_text(lines[0] + lines[1][:20])  # as a machine that loses power may leave it
+    assert train(out, *words, steps=4) == 0
+    got = last_json(capsys.readouterr().out)
+    steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 3, 4]
+    assert train(tmp_path / "whole", *words, steps=4) == 0
+    assert last_json(capsys.readouterr().out)["parameter_sha256"] == got["parameter_sha256"]
+
+
+def test_an_end_that_was_cut_short_is_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words, out = ["--json", "--save-every", "2", "--seed", "3"], tmp_path / "run"
+    assert train(out, *words, steps=4) == 0
+    first = last_json(capsys.readouterr().out)
+    (out / "summary.json").unlink()  # it is written last
+    assert train(out, *words, steps=4) == 0
+    again = last_json(capsys.readouterr().out)
+    assert (again["steps"], again["parameter_sha256"]) == (4, first["parameter_sha256"])
+    assert {path.name for path in out.iterdir()} == FILES | {"checkpoints"}
+
+
+def test_a_run_that_saved_nothing_starts_anew_with_its_present_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, out = ["--json", "--save-every", "2", "--seed", "3"], tmp_path / "run"
+    assert train(out, *words, steps=4) == 0
+    first = last_json(capsys.readouterr().out)
+    shutil.rmtree(out / "checkpoints")
+    (out / "summary.json").unlink()
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | {"population": 7}))
+    assert train(out, *words, steps=4) == 0
+    assert last_json(capsys.readouterr().out)["parameter_sha256"] == first["parameter_sha256"]
+    assert json.loads((out / "config.json").read_text())["population"] == config["population"]
+
+
+def test_noise_drawn_for_other_data_is_not_used_again() -> None:
+    run, state = runs.prepare(configure(settings()))
+    meta = resume.meta(run, settings(), state)
+    resume.check(resume.TakenUp(Verified(Path("run"), {"meta": meta}), run.root), run)
+    for field, other in (("data", "0" * 64), ("samples", 3)):
+        changed = meta | {"sampler": meta["sampler"] | {field: other}}
+        with pytest.raises(FdpError, match=r"expected the same run, got another .*must not be used again") as caught:
+            resume.check(resume.TakenUp(Verified(Path("run"), {"meta": changed}), run.root), run)
+        assert run.data_digest not in str(caught.value)
+        assert str(len(run.config.dataset)) not in str(caught.value)
+        assert str(other) not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "other", "said"),
+    [
+        ("noise_multiplier", 0.1, "noise multiplier"),
+        ("sampling_rate", 0.9, "sampling rate"),
+        ("clip", "automatic", "clip"),
+        ("delta", 0.1, "delta"),
+        ("epsilon", 1e-3, "epsilon spent so far"),
+    ],
+)
+def test_a_budget_that_was_counted_otherwise_is_refused(field: str, other: object, said: str) -> None:
+    run, state = runs.prepare(configure(settings()))
+    state = state._replace(step=state.step + 2)
+    meta = resume.meta(run, settings(), state)
+    changed = meta | {"accountant": meta["accountant"] | {field: other}}
+    with pytest.raises(FdpError, match=f"as its {said}, not {other}"):
+        resume.check(resume.TakenUp(Verified(Path("run"), {"meta": changed}), run.root), run)
+
+
+def test_a_checkpoint_of_another_run_is_refused_and_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        interrupt_after(3, patch)
+        assert train(out, "--save-every", "2", "--seed", "3", steps=6) == 130
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    for words, said in (
+        (["--save-every", "2", "--seed", "4"], "--seed 3 there, 4 here"),
+        (["--save-every", "2", "--seed", "3", "--lr", "0.5"], "--lr 0.004 there, 0.5 here"),
+        (["--seed", "3"], "with --save-every"),
+    ):
+        capsys.readouterr()
+        assert train(out, "--json", *words, steps=6) == 2
+        assert said in last_json(capsys.readouterr().out)["error"]
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
+def test_settings_of_several_ranks_are_checked_at_the_door(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in (
+        (["--mesh", "shard=2"], "torchrun --nproc-per-node 2"),
+        (["--mesh", "shard"], "expected axes with sizes"),
+        (["--mesh", "sharp=1"], "Did you mean 'shard'?"),
+        (["--mesh", "shard=1", "--zero", "1"], "--zero: expected one of 0, 2, 3"),
+        (["--offload", "weights"], "--offload: expected one of"),
+        (["--offload", "all,params"], "expected none or all alone"),
+        (["--reduce", "never"], "--reduce: expected one of"),
+        (["--reduce-dtype", "int8"], "--reduce-dtype: expected one of"),
+        (["--save-every", "0"], "at least 1"),
+    ):
+        assert train(tmp_path / "run", "--json", *words) == 2
+        assert said in last_json(capsys.readouterr().out)["error"]
+    assert not (tmp_path / "run").exists()
+    assert call("train", *SMALL, "--json", "--save-every", "2") == 2
+    assert "--out" in last_json(capsys.readouterr().out)["error"]
+
+
+def test_offload_and_activation_checkpoints_change_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sums = set()
+    for number, words in enumerate(
+        ([], ["--offload", "all"], ["--offload", "params,grads"], ["--checkpoint-activations"])
+    ):
+        assert train(tmp_path / str(number), "--json", "--seed", "3", *words) == 0
+        sums.add(last_json(capsys.readouterr().out)["parameter_sha256"])
+    assert len(sums) == 1
+
+
+def test_an_interrupted_run_keeps_the_steps_it_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt_after(2, monkeypatch)
+    out = tmp_path / "run"
+    assert train(out, "--json", steps=5) == 130
+    text = capsys.readouterr().out
+    summary = last_json(text)
+    assert summary["steps"] == 2
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 2
+    config = json.loads((out / "config.json").read_text())
+    sampling = poisson(1437, expected_batch_size=32, population=config["population"])
+    mechanism = Mechanism(sampling, clipping.flat(max_norm=1.0), 1.0)
+    planned, made = (accounting.epsilon(mechanism, steps=steps, delta=summary["delta"]) for steps in (5, 2))
+    assert summary["steps_planned"] == 5
+    assert summary["epsilon"] == planned, "whoever stops by what was shown has used the data to decide"
+    assert summary["epsilon_if_stop_was_decided_in_advance"] == lines[-1]["epsilon"] == pytest.approx(made, rel=2e-3)
+    less = shown_epsilon(summary["epsilon_if_stop_was_decided_in_advance"])
+    assert display.EARLY_STOP.format(**summary, less=less) in " ".join(text.replace("│", " ").split())
+    assert {path.name for path in out.iterdir()} == FILES
+
+
+def test_a_run_that_fails_midway_keeps_its_metrics_and_has_no_summary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--optimizer", "sgd", "--lr", "1e38", "--noise-multiplier", "1e4", "--warmup", "0"]
+    assert train(tmp_path / "run", "--json", *words, steps=9) == 2
+    assert "became NaN or infinite" in last_json(capsys.readouterr().out)["error"]
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.json", "metrics.jsonl"}
+
+
+def test_a_path_that_cannot_be_written_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert train(tmp_path / "file", "--json") == 2
+    assert "expected a directory" in last_json(capsys.readouterr().out)["error"]
+    assert train(tmp_path / "file" / "below", "--json") == 2
+    assert f"{tmp_path / 'file' / 'below'}: could not be written" in last_json(capsys.readouterr().out)["error"]
+
+
+def test_a_fault_of_fdp_itself_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(config, *, root):
+        raise ValueError("a fault")
+
+    monkeypatch.setattr(session, "prepare", broken)
+    with pytest.raises(ValueError, match="a fault"):
+        main(["train", *SMALL, "--out", str(tmp_path / "run")])
+
+
+def test_a_terminal_gets_one_line_that_moves() -> None:
+    run, state = runs.prepare(configure(settings()))
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=100, height=30)
+    seen = list(display.follow(runs.steps(run, state), run, console))
+    assert [record.step for _, record in seen] == [1, 2, 3, 4]
+    text = screen.getvalue()
+    assert "\x1b[" in text
+    assert "step 4/4" in text
+    assert "epsilon" in text
+    assert "0:00 left" in text
+
+
+def test_a_sparkline_falls_as_its_values_do() -> None:
+    assert display.sparkline([float(9 - i) for i in range(8)]) == "█▇▆▅▄▃▂▁"
+    assert len(display.sparkline([float(i) for i in range(1000)])) == 24
+    assert display.sparkline([1.0]) == ""
+    assert display.sparkline([1.0, 1.0]) == "▁▁"
+
+
+def test_smoothing_keeps_the_length_and_skips_missing_values() -> None:
+    values = np.array([1.0, np.nan, 3.0, 5.0])
+    assert run_files.smooth(values).tolist() == [1.0, 2.0, 4.0, 4.0]
+    assert len(run_files.smooth(np.arange(100.0))) == 100
+
+
+def test_no_command_is_answered_by_the_help_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call() == 2
+    printed = capsys.readouterr()
+    assert "inspect" in printed.out + printed.err
+    assert "fdp: " not in printed.err
+
+
+def test_help_and_version_do_not_load_torch() -> None:
+    code = "import sys, fdp.cli.main; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env=None, check=False).returncode == 0
+
+
+def test_the_module_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "fdp", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("fdp ")
+
+
+def test_an_interruption_of_steps_that_write_in_place_saves_the_whole_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, words = tmp_path / "run", ["--offload", "all", "--save-every", "9", "--seed", "3"]
+    with monkeypatch.context() as patch:
+        interrupt_after(2, patch)
+        assert train(out, *words, steps=5) == 130
+    assert not (out / "summary.json").exists()
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-00000002"]
+    assert train(out, *words, steps=5) == 0
+    assert train(tmp_path / "whole", *words, steps=5) == 0
+    hashes = [json.loads((path / "summary.json").read_text())["parameter_sha256"] for path in (out, tmp_path / "whole")]
+    assert hashes[0] == hashes[1]

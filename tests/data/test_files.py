@@ -1,0 +1,267 @@
+"""Files once each, records by their own form, and errors that name file and line."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fdp import keys
+from fdp.data import corpus, datasets, text
+from fdp.data.files import Form, find_source, read_records, record_form
+from fdp.data.units import Kind
+from fdp.types import FdpError
+from tests.data.test_text import write
+
+SAID = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+RECORDS: dict[Form, dict[str, Any]] = {
+    Form.TEXT: {"text": "abc"},
+    Form.COMPLETION: {"prompt": "p", "completion": "c"},
+    Form.MESSAGES: {"messages": SAID},
+}
+BY_USER: dict[str, Any] = {"user_field": "by", "windows": 2, "key": keys.key(0)}
+
+
+def rows(path: Path, **options: Any) -> list[bytes]:
+    documents, _ = corpus.read(path, text.BYTES, **options)
+    return [documents.row(i).astype(np.uint8).tobytes() for i in range(len(documents.owners))]
+
+
+def test_one_users_record_does_not_decide_how_anothers_is_read(tmp_path: Path) -> None:
+    """A file with messages by a, and messages and text by b: b's record was read as messages, without a as text."""
+    a, b = {"by": "a", "messages": SAID}, {"by": "b", "messages": SAID, "text": "something else"}
+    for name, records in {"both": (a, b), "alone": (b,)}.items():
+        path = write(tmp_path / f"{name}.jsonl", *records)
+        where = (
+            f"line {len(records)}: expected a record that can be read in one way, got one that can be read as text and"
+        )
+        with pytest.raises(
+            FdpError, match=f"{where} as messages; say which is meant with --form text or --form messages"
+        ):
+            corpus.load(path, context=20, vocab_size=256, **BY_USER)
+    both, alone = (rows(tmp_path / f"{name}.jsonl", form=Form.MESSAGES)[-1] for name in ("both", "alone"))
+    assert both == alone == b"user: hi\nassistant: ho\n"
+    assert rows(tmp_path / "alone.jsonl", form=Form.TEXT) == [b"something else"]
+    with pytest.raises(FdpError, match=r"both.jsonl, line 1: expected text in field 'text', got no such field"):
+        rows(tmp_path / "both.jsonl", form=Form.TEXT)
+
+
+@pytest.mark.parametrize("first", RECORDS)
+@pytest.mark.parametrize("second", RECORDS)
+def test_records_of_two_forms_are_refused_with_both_lines(first: Form, second: Form, tmp_path: Path) -> None:
+    path = write(tmp_path / "mixed.jsonl", RECORDS[first], RECORDS[first], RECORDS[second])
+    if first is second:
+        assert len(rows(path)) == 3
+        return
+    words = (
+        rf"line 3: expected {first.value} like .*mixed.jsonl, line 1, got {second.value}; .* split it, or give --form"
+    )
+    with pytest.raises(FdpError, match=words):
+        rows(path)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    form=st.sampled_from(list(RECORDS)),
+    extra=st.lists(st.dictionaries(st.sampled_from(["title", "text", "prompt", "messages"]), st.none() | st.just("x"))),
+    left_out=st.integers(0, 4),
+)
+def test_a_document_is_a_function_of_its_own_record(form: Form, extra: list, left_out: int, tmp_path: Path) -> None:
+    """Read with others or without, a record gives the same document; null counts as no field."""
+    records = [RECORDS[form] | {k: v for k, v in more.items() if k not in RECORDS[form]} for more in extra]
+    records = [RECORDS[form], *records]
+
+    def found(some: list[dict]) -> list[bytes] | None:
+        try:
+            return rows(write(tmp_path / "some.jsonl", *some))
+        except FdpError:
+            return None
+
+    whole = found(records)
+    fewer = [record for i, record in enumerate(records) if i != left_out] or records
+    part = found(fewer)
+    if whole is not None:
+        expected = [row for i, row in enumerate(whole) if i != left_out] or whole
+        assert part == expected
+    unclear = [record for record in records if isinstance(record.get("text"), str) and form is not Form.TEXT]
+    unclear += [record for record in records if isinstance(record.get("messages"), str) and form is not Form.MESSAGES]
+    assert (whole is None) == bool(unclear)
+    for record in unclear:  # what is refused is refused by itself
+        with pytest.raises(FdpError, match="in one way"):
+            record_form(record, "text", "here")
+
+
+def test_null_is_no_field_and_a_field_of_ones_own_is_text(tmp_path: Path) -> None:
+    path = write(tmp_path / "union.jsonl", {"messages": SAID, "text": None, "prompt": None, "completion": None})
+    assert rows(path) == [b"user: hi\nassistant: ho\n"]
+    path = write(tmp_path / "body.jsonl", {"body": "abc", "messages": None, "prompt": "x"})
+    assert rows(path, field="body") == [b"abc"]
+    with pytest.raises(FdpError, match=r"got no such field among its 3 \('body', 'prompt', 'messages' there\)"):
+        rows(path)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.JSONL", "a.NdJson"])
+def test_lines_of_json_by_any_name(name: str, tmp_path: Path) -> None:
+    path = write(tmp_path / name, {"text": "one"}, {"text": "two"})
+    assert rows(path) == [b"one", b"two"]
+    dataset = datasets.load(path, context=2)
+    assert isinstance(dataset, datasets.Windows)
+    assert dataset.tokens.tobytes() == b"one\ntwo"
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.JSON"])
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_list_of_records_and_a_record(name: str, indent: int | None, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text("\ufeff" + json.dumps([{"text": "one"}, {"text": "[two]"}], indent=indent) + "\n")
+    assert rows(path) == [b"one", b"[two]"]
+    path.write_text(json.dumps({"text": "one"}, indent=indent))
+    assert rows(path) == [b"one"]
+    path.write_text("[]")
+    with pytest.raises(FdpError, match="empty"):
+        rows(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"text": "a"}\n{"text": "b"}', "line 1, record 1: .* got more after it .is it JSON lines"),
+        ('[{"text": "a"}]\n[]', "expected one list of records, got more after it"),
+        ('[{"text": "a"},\n {"text": }]', "line 2, record 2: .* what is none from line 2, column 11 on"),
+        ('[{"text": "a"}\n {"text": "b"}]', "record 1: expected a comma or the end of the list after it"),
+        ('[{"text": "a"}', "record 1: expected a comma or the end"),
+        ('[{"text": "a"}, ', "record 2: expected a JSON object"),
+        ("[[1]]", "line 1, record 1: expected a JSON object, got a list"),
+        ('"a"', "expected a JSON object, got text"),
+        ('{"data": [{"text": "a"}]}', "expected text in field 'text', .* got no such field among its 1"),
+    ],
+)
+def test_a_list_that_is_none_is_refused_with_its_place(content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(FdpError, match=message):
+        rows(tmp_path / "a.json")
+
+
+def test_a_folder_of_shards_is_read_record_by_record_in_the_order_of_paths(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    write(tmp_path / "b.jsonl", {"text": "33", "by": "ann"})
+    write(tmp_path / "a.jsonl", {"text": "1", "by": "ann"}, {"text": "2", "by": "bob"})
+    write(tmp_path / "sub" / "c.ndjson", {"text": "4", "by": "bob"})
+    (tmp_path / "d.json").write_text(json.dumps([{"text": "5", "by": "cy"}]))
+    (tmp_path / ".hidden.txt").write_text("x")
+    (tmp_path / "empty.txt").write_text("")
+    assert rows(tmp_path) == [b"1", b"2", b"33", b"5", b"4"]
+    assert corpus.read(tmp_path, text.BYTES)[1] is Kind.RECORD
+    assert len(corpus.load(tmp_path, context=2, vocab_size=256, **BY_USER)) == 3
+    dataset = datasets.load(tmp_path, context=2)
+    assert isinstance(dataset, datasets.Windows)
+    assert dataset.tokens.tobytes() == b"1\n2\n33\n5\n4"
+    write(tmp_path / "sub" / "e.jsonl", {"body": "6"})
+    with pytest.raises(FdpError, match=r"sub/e.jsonl, line 1: expected text in field 'text'"):
+        rows(tmp_path)
+    (tmp_path / "sub" / "e.jsonl").write_text('{"messages": 1}')
+    with pytest.raises(FdpError, match=r"e.jsonl, line 1: expected text like .*a.jsonl, line 1, got messages"):
+        rows(tmp_path)
+
+
+def test_a_folder_of_texts_is_read_file_by_file(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_text("two")
+    (tmp_path / "a.md").write_text("one")
+    assert rows(tmp_path) == [b"one", b"two"]
+    dataset = corpus.load(tmp_path, context=2, vocab_size=256)
+    assert dataset.unit.one == "one file (its first 3 bytes)"
+    with pytest.raises(FdpError, match="whose records have the fields of --form messages, got a text"):
+        rows(tmp_path, form=Form.MESSAGES)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "a.jsonl",
+            r"expected records only or texts only, got records in .*a.jsonl and text in .*b.txt; .* --form file",
+        ),
+        ("a.npy", r"a.npy: expected text or records, got a file of tokens; give it by itself, with --unit window"),
+        ("a.csv", r"a.csv: expected text, .jsonl, .ndjson or .json, got a table or an archive; .* --form file"),
+        ("a.jsonl.gz", "got a table or an archive"),
+    ],
+)
+def test_a_folder_of_several_kinds_is_refused_unless_every_file_is_a_text(
+    name: str, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "b.txt").write_text("two")
+    (tmp_path / name).write_text("one")
+    with pytest.raises(FdpError, match=message):
+        rows(tmp_path)
+    with pytest.raises(FdpError, match=message):
+        datasets.load(tmp_path, context=2)
+    assert rows(tmp_path, form=Form.FILE) == [b"one", b"two"]
+    dataset = datasets.load(tmp_path, context=2, form=Form.FILE)
+    assert isinstance(dataset, datasets.Windows)
+    assert dataset.tokens.tobytes() == b"one\ntwo"
+
+
+def test_a_file_is_read_once_by_however_many_links(tmp_path: Path) -> None:
+    """As windows of bytes, too: the same text was in two samples."""
+    folder, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
+    folder.mkdir()
+    elsewhere.mkdir()
+    (folder / "a.txt").write_text("abcdef")
+    (folder / "b.txt").symlink_to(folder / "a.txt")
+    os.link(folder / "a.txt", folder / "c.txt")
+    (elsewhere / "d.txt").write_text("ghi")
+    (folder / "linked").symlink_to(elsewhere)
+    (folder / "again").symlink_to(elsewhere)
+    (folder / "circle").symlink_to(folder)
+    for tokenizer in (None, text.BYTES):
+        dataset = datasets.load(folder, context=2, tokenizer=tokenizer)
+        assert isinstance(dataset, datasets.Windows)
+        assert dataset.tokens.astype(np.uint8).tobytes() == b"abcdef\nghi"
+    assert rows(folder) == [b"abcdef", b"ghi"]
+    assert find_source(folder).links == 3
+
+
+def test_the_same_shard_by_two_names_is_one(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", {"text": "one"})
+    os.link(tmp_path / "a.jsonl", tmp_path / "b.ndjson")
+    assert rows(tmp_path) == [b"one"]
+
+
+def test_places_name_file_and_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n\n  \n{"text": "two"}\r\n')
+    assert [place for place, _ in read_records(find_source(path))] == [f"{path}, line 1", f"{path}, line 4"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": "a", "x": ' + "[" * 100_000 + "]" * 100_000 + "}", "line 2: .* got one that is nested too deeply"),
+        ('{"text": "a", "x": ' + '{"y":' * 20_000 + "1" + "}" * 20_001, "line 2: .* nested too deeply"),
+        ('{"text": "a", "x": ' + "1" * 5000 + "}", "line 2: .* got one with a number of too many digits"),
+        ('{"text": "a", "by": "\\ud800"}', "line 2, field 'by': expected text, got a lone surrogate"),
+        ('{"text": "\\udfff", "by": "a"}', "line 2: expected text, got a lone surrogate"),
+        ('{"text": "a"', "line 2: expected a JSON object .* what is none from column 13 on"),
+        ('{"text": "a", "text": "b"}', "line 2: .* a field twice"),
+    ],
+)
+def test_a_line_that_cannot_be_read_is_refused_with_its_place(line: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": "a", "by": "ann"}) + f"\n{line}\n")
+    with pytest.raises(FdpError, match=message):
+        corpus.load(path, context=2, vocab_size=256, **BY_USER)
+
+
+def test_windows_are_read_as_text_only(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"text": "abc", "messages": SAID})
+    assert len(datasets.load(path, context=2)) == 1
+    with pytest.raises(FdpError, match="--form messages: expected --unit record or user to go with it"):
+        datasets.load(path, context=2, form=Form.MESSAGES)
+    with pytest.raises(FdpError, match="line 1: expected text in field 'text', got no such field"):
+        datasets.load(write(tmp_path / "b.jsonl", {"messages": SAID}), context=2)

@@ -1,0 +1,234 @@
+"""Prompt and answer as one text: no space is invented between them, and tokenizers are functions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from fdp.data import chat, corpus, text
+from fdp.types import FdpError
+from tests.data.test_text import make_tokenizer, write
+
+TEXTS = ["one two three two", "question answer yes no", "a b c hello world", "user: hi assistant: ho"] * 3
+SPECIAL = ["[unk]", "</s>"]
+
+
+def metaspace(dropout: float | None = None) -> RawTokenizer:
+    """Pieces with a mark in front of words, as by SentencePiece: one is put before the first word of a text, too."""
+    raw = RawTokenizer(models.BPE(unk_token="[unk]", dropout=dropout))
+    raw.pre_tokenizer = pre_tokenizers.Metaspace()  # type: ignore[assignment]
+    raw.decoder = decoders.Metaspace()  # type: ignore[assignment]
+    raw.train_from_iterator(TEXTS, trainers.BpeTrainer(special_tokens=SPECIAL, vocab_size=90, show_progress=False))
+    return raw
+
+
+def prepended() -> RawTokenizer:
+    """The same by a normalizer, which is how Llama's is written."""
+    raw = RawTokenizer(models.BPE(unk_token="[unk]"))
+    raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])  # type: ignore[assignment]
+    raw.train_from_iterator(TEXTS, trainers.BpeTrainer(special_tokens=SPECIAL, vocab_size=90, show_progress=False))
+    return raw
+
+
+def byte_level(*, trim: bool) -> RawTokenizer:
+    """Bytes and merges of them, as GPT-2's; spans with or without the space before a word."""
+    raw = RawTokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    raw.post_processor = processors.ByteLevel(trim_offsets=trim)  # type: ignore[assignment]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        special_tokens=SPECIAL, vocab_size=330, initial_alphabet=alphabet, show_progress=False
+    )
+    raw.train_from_iterator(TEXTS, trainer)
+    return raw
+
+
+def of(raw: RawTokenizer) -> text.Tokenizer:
+    return text.tokenizer_of(PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="[unk]", eos_token="</s>"))
+
+
+TOKENIZERS = {
+    "bytes": text.BYTES._replace(end=0),
+    "metaspace": of(metaspace()),
+    "prepended": of(prepended()),
+    "byte level": of(byte_level(trim=False)),
+    "byte level, trimmed": of(byte_level(trim=True)),
+}
+WORDS = st.lists(st.sampled_from(["one", "two", " two", "hel", "lo", "yes", " ", "  ", "\n", "é", ":", ""]), max_size=5)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(prompt=WORDS.map("".join), completion=WORDS.map("".join))
+def test_the_tokens_of_a_record_are_those_of_its_text(name: str, prompt: str, completion: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    tokens, counted = chat.completion_tokens({"prompt": prompt, "completion": completion}, tokenizer, "here")
+    whole = tokenizer.encode(prompt + completion)
+    assert tokens == (whole if not completion or not whole else [*whole, tokenizer.end])
+    assert len(counted) == len(tokens)
+    if completion and whole:
+        assert counted[-1]
+    assert not any(counted) or counted == sorted(counted), "answers come last"
+    border = _border(tokenizer, prompt, completion)
+    assert counted[:border] == [False] * border, "what holds nothing of the completion does not count"
+    assert all(counted[border:])
+
+
+def _border(tokenizer: text.Tokenizer, prompt: str, completion: str) -> int:
+    """How many tokens of the whole text end within the prompt, by how much text its first tokens are made of."""
+    assert tokenizer.locate is not None
+    tokens, spans = tokenizer.locate(prompt + completion)
+    return sum(end <= len(prompt) for _, end in spans) if len(tokens) else 0
+
+
+@pytest.mark.parametrize("name", ["metaspace", "prepended"])
+def test_no_space_is_invented_between_prompt_and_completion(name: str) -> None:
+    """Apart, "hel" and "lo" are the tokens of "hel lo"."""
+    tokenizer = TOKENIZERS[name]
+    tokens, _ = chat.completion_tokens({"prompt": "hel", "completion": "lo"}, tokenizer, "here")
+    assert tokens == [*tokenizer.encode("hello"), tokenizer.end]
+    assert tokens != [*tokenizer.encode("hel"), *tokenizer.encode("lo"), tokenizer.end]
+    said = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}
+    tokens, counted = chat.conversation_tokens(said, tokenizer, "here")
+    assert tokens == [*tokenizer.encode("user: hi\nassistant: ho\n"), tokenizer.end]
+    assert any(counted)
+    assert not all(counted)
+
+
+@pytest.mark.parametrize("name", ["byte level", "byte level, trimmed"])
+def test_a_word_whose_space_is_the_prompts_is_learned(name: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    tokens, counted = chat.completion_tokens({"prompt": "one: ", "completion": "two"}, tokenizer, "here")
+    (two,) = tokenizer.encode(" two")
+    assert tokens[-2:] == [two, tokenizer.end]
+    assert counted[-2:] == [True, True]
+    assert not any(counted[:-2])
+
+
+def test_spaces_alone_are_of_the_side_they_stand_on() -> None:
+    tokenizer = TOKENIZERS["byte level, trimmed"]
+    for prompt, completion in (("one\n", "\ntwo"), ("one \n", "two"), ("one", "\n \ntwo")):
+        tokens, counted = chat.completion_tokens({"prompt": prompt, "completion": completion}, tokenizer, "here")
+        plain = TOKENIZERS["byte level"]
+        assert (tokens, counted) == chat.completion_tokens({"prompt": prompt, "completion": completion}, plain, "here")
+        assert 1 < sum(counted) < len(tokens)
+
+
+def test_a_tokenizer_that_cannot_locate_takes_texts_and_no_conversations(tmp_path: Path) -> None:
+    blind = text.BYTES._replace(locate=None)
+    assert len(corpus.read(write(tmp_path / "a.jsonl", {"text": "a"}), blind)[0].owners) == 1
+    with pytest.raises(FdpError, match="expected one that tells which characters a token comes from"):
+        corpus.read(write(tmp_path / "b.jsonl", {"prompt": "a", "completion": "b"}), blind)
+
+
+def test_a_tokenizer_with_dropout_is_refused(tmp_path: Path) -> None:
+    made = PreTrainedTokenizerFast(tokenizer_object=metaspace(dropout=0.1), unk_token="[unk]")
+    made.save_pretrained(tmp_path)
+    words = r"always gives the same tokens for a text, got one with dropout of merges .'dropout' in tokenizer.json"
+    with pytest.raises(FdpError, match=words):
+        text.load_tokenizer(tmp_path)
+    assert of(metaspace(dropout=0.0)).encode("one two") == of(metaspace()).encode("one two")
+
+
+def test_sampled_pieces_are_refused() -> None:
+    class Sampled:
+        """Gives other tokens every time, and does not say why."""
+
+        def __init__(self, **settings: Any) -> None:
+            self.sp_model_kwargs = settings
+            self.draw = np.random.default_rng(0)
+
+        def get_vocab(self) -> dict[str, int]:
+            return {"a": 0, "b": 1}
+
+        def __call__(self, _: str, **__: Any) -> dict[str, list[int]]:
+            return {"input_ids": self.draw.integers(0, 2, 20).tolist()}
+
+    with pytest.raises(FdpError, match="got one with other tokens for the same text"):
+        text.check_repeatable(Sampled())
+    with pytest.raises(FdpError, match=r"sampling of pieces .'enable_sampling' in sp_model_kwargs"):
+        text.check_repeatable(Sampled(enable_sampling=True, alpha=0.1))
+
+
+NO_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Roles must alternate, after ' + m.content) }}{% endif %}"
+    "<{{ m.role }}> {{ m.content }} <end> {% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+
+
+def said(*turns: tuple[str, str]) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (
+            said(("system", "be"), ("user", "hello"), ("assistant", "bye")),
+            r"line 2, message 2: expected a conversation that the tokenizer's chat template takes, got one of system, "
+            r"user that it refuses \('System role not supported'\); change the record, or give another template",
+        ),
+        (
+            said(("user", "hello"), ("user", "hi"), ("assistant", "bye")),
+            r"line 2, message 2: .* refuses \(TemplateError\)",
+        ),
+        (
+            said(("assistant", "bye"), ("user", "hello")),
+            "line 2, message 1: expected a conversation that begins with the user or the system, got one that begins",
+        ),
+        (
+            said(("user", "hello"), ("gpt", "bye")),
+            "line 2, message 2: expected one of assistant, user, .* rename the role",
+        ),
+        (said(("user", "\ud800"), ("assistant", "bye")), "line 2, message 1: expected text, got a lone surrogate"),
+    ],
+)
+def test_conversations_that_a_template_does_not_take(record: dict, message: str, tmp_path: Path) -> None:
+    tokenizer = text.load_tokenizer(make_tokenizer(tmp_path / "tokenizer", template=NO_SYSTEM))
+    path = write(tmp_path / "chat.jsonl", said(("user", "hello"), ("assistant", "bye")), record)
+    with pytest.raises(FdpError, match=message):
+        corpus.read(path, tokenizer)
+
+
+def test_a_template_is_asked_for_whole_turns_only(tmp_path: Path) -> None:
+    """One that refuses a system message alone takes it before a user's."""
+    picky = (
+        "{% if messages | length == 1 and messages[0].role == 'system' %}{{ raise_exception('no query') }}{% endif %}"
+        "{% for m in messages %}<{{ m.role }}> {{ m.content }} <end> {% endfor %}"
+        "{% if add_generation_prompt %}<assistant> {% endif %}"
+    )
+    tokenizer = text.load_tokenizer(make_tokenizer(tmp_path / "tokenizer", template=picky))
+    path = write(
+        tmp_path / "chat.jsonl", said(("system", "how"), ("user", "hello"), ("assistant", "bye"), ("user", "hi"))
+    )
+    documents, _ = corpus.read(path, tokenizer)
+    assert [int(token) for token in documents.tokens[documents.counted]] == tokenizer.encode("bye <end>")
+
+
+def test_a_template_that_tells_the_date_tells_the_same_every_day(tmp_path: Path) -> None:
+    dated = (
+        "{% set day = strftime_now( \"%d %b %Y\" ) %}{{ strftime_now('%Y-%m-%d') }} {{ day }} {{ messages[0].content }}"
+    )
+    tokenizer = text.load_tokenizer(make_tokenizer(tmp_path, template=dated))
+    assert tokenizer.render is not None
+    assert tokenizer.render(said(("user", "hello"))["messages"], False) == "2024-07-26 26 Jul 2024 hello"
+
+
+@pytest.mark.parametrize("role", ["Assistant", "ASSISTANT", " assistant\n"])
+def test_the_assistant_is_known_in_any_spelling(role: str, tmp_path: Path) -> None:
+    """Written with a capital, all answers were read and none was learned."""
+    path = write(tmp_path / "chat.jsonl", said(("User", "hi"), (role, "ho")))
+    assert corpus.load(path, context=30, vocab_size=256).reading.silent == 0
+    documents, _ = corpus.read(path, text.BYTES)
+    assert documents.tokens[documents.counted].astype(np.uint8).tobytes() == b"ho\n"
+    assert documents.tokens.astype(np.uint8).tobytes() == b"user: hi\nassistant: ho\n"

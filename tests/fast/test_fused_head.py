@@ -1,0 +1,176 @@
+"""A head fused with its loss is the block as it stands: losses, carry gradient, records; and refuses what it cannot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fdp.fast.chunked_head
+from fdp import keys, tree
+from fdp.fast.compiled import Blocks
+from fdp.fast.fused_head import can_fuse, fused_vjp
+from fdp.gradients.block_loop import _plain_vjp
+from fdp.gradients.costs import NormBy
+from fdp.gradients.per_sample import clipped_sum, per_sample_norms, plain_sum
+from fdp.gradients.plan import Method, Plan, make_plan
+from fdp.gradients.rules import Dense, per_sample_gradient
+from fdp.gradients.taps import tapped_vjp
+from fdp.model import Model
+from fdp.models import GPTConfig, LlamaConfig, gpt, llama, mlp
+from fdp.privacy.clipping import clip_to
+from tests.conftest import randn, random_like
+
+VOCAB = 11
+MODELS: dict[str, Model] = {
+    "gpt-untied": gpt(GPTConfig(layers=1, width=8, heads=2, context=5, vocab_size=VOCAB, tied=False)),
+    "gpt-tied": gpt(GPTConfig(layers=1, width=8, heads=2, context=5, vocab_size=VOCAB)),
+    "llama": llama(LlamaConfig(layers=1, width=8, heads=2, key_heads=1, hidden=9, context=5, vocab_size=VOCAB)),
+}
+DATA = {"tokens": torch.randint(0, VOCAB, (3, 6), generator=torch.Generator().manual_seed(2))}
+BLOCKS = Blocks(backend="aot_eager")
+
+
+@pytest.fixture(params=MODELS)
+def model(request: pytest.FixtureRequest) -> Model:
+    return MODELS[request.param]
+
+
+@pytest.fixture(params=[False, True], ids=["as-is", "padded"])
+def _padded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vocabulary padded with words of zeros, as on a GPU."""
+    if request.param:
+
+        def padded(w: Tensor, *, to: int = 8) -> Tensor:
+            return torch.cat([w, w.new_zeros(-len(w) % to, w.shape[1])])
+
+        monkeypatch.setattr(fdp.fast.chunked_head, "_padded", padded)
+
+
+def keeping(model: Model, params: Any, method: Method = Method.AUTO) -> Plan:
+    """A plan that keeps the head's gradients."""
+    plan = make_plan(model, params, DATA, method=method, dtype=torch.float64)
+    path = head_of(model)
+    if not plan.private:
+        return plan
+    kept = plan.choices[path]._replace(norm=NormBy.KEEP)
+    return plan._replace(choices=plan.choices | {path: kept})
+
+
+def head_of(model: Model) -> str:
+    block = model.blocks[-1]
+    assert block.head is not None
+    return block.params[block.head.weight]
+
+
+def last_block(model: Model) -> tuple[Any, dict[str, Tensor], Tensor]:
+    """The head, its weights and the input of it."""
+    flat, block = tree.flatten(random_like(model)), model.blocks[-1]
+    return block, {path: flat[path] for path in dict.fromkeys(tree.leaves(block.params))}, randn(3, 5, 8)
+
+
+@pytest.mark.usefixtures("_padded")
+def test_private_pull_back_is_that_of_the_block(model: Model):
+    block, weights, carry = last_block(model)
+    plan = keeping(model, random_like(model))
+    assert can_fuse(block, plan)
+    losses, pull = fused_vjp(BLOCKS, block, weights, carry, DATA, plan.uses[-1], plan, None)
+    expected, reference = tapped_vjp(block, weights, carry, DATA, plan.uses[-1], plan.trainable)
+    torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)
+    (of_carry, found), (wanted, records) = pull(None), reference(torch.ones(3, dtype=torch.float64))
+    torch.testing.assert_close(of_carry, wanted, rtol=1e-12, atol=1e-12)
+    assert set(found) == set(records)
+    assert isinstance(found[head_of(model)][0], Dense)
+    for path, (record,) in records.items():
+        (got,) = found[path]
+        torch.testing.assert_close(per_sample_gradient(got), per_sample_gradient(record), rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.usefixtures("_padded")
+@pytest.mark.parametrize("start", [None, [1.0, 0.0, 1.0]])
+def test_plain_pull_back_is_that_of_the_block(model: Model, start):
+    block, weights, carry = last_block(model)
+    plan = keeping(model, random_like(model), Method.NONE)
+    gradient = None if start is None else torch.tensor(start, dtype=torch.float64)
+    losses, pull = fused_vjp(BLOCKS, block, weights, carry, DATA, plan.uses[-1], plan, gradient)
+    expected, reference = _plain_vjp(block, weights, carry, DATA, plan.trainable)
+    torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)
+    ones = torch.ones(3, dtype=torch.float64)
+    (of_carry, found), (wanted, gradients) = pull(None), reference(ones if gradient is None else gradient)
+    torch.testing.assert_close(of_carry, wanted, rtol=1e-12, atol=1e-12)
+    assert set(found) == set(gradients)
+    for path, value in gradients.items():
+        torch.testing.assert_close(found[path], value, rtol=1e-12, atol=1e-13)
+
+
+def test_the_whole_loop_with_a_fused_head_is_the_loop(model: Model):
+    params = random_like(model)
+    plan = keeping(model, params)
+    totals = []
+    for blocks in (BLOCKS, None):
+        losses, norms, stash = per_sample_norms(model, params, DATA, plan=plan, blocks=blocks)
+        totals.append((losses, norms.squared, clipped_sum(stash, clip_to(norms, max_norm=0.5)).value))
+    torch.testing.assert_close(*totals, rtol=1e-10, atol=1e-12)
+    none, mask = keeping(model, params, Method.NONE), torch.tensor([1.0, 0.0, 1.0])
+    plain = [plain_sum(model, params, DATA, mask, plan=none, blocks=blocks) for blocks in (BLOCKS, None)]
+    torch.testing.assert_close(*plain, rtol=1e-10, atol=1e-12)
+
+
+def test_the_loop_takes_the_fused_way(monkeypatch):
+    """And would notice if it were wrong."""
+    model = MODELS["gpt-untied"]
+    params = random_like(model)
+    real = fdp.fast.fused_head.fused_head_kept
+
+    def wrong(*args):
+        losses, dh, kept = real(*args)
+        return losses, dh, 2 * kept
+
+    monkeypatch.setattr(fdp.fast.fused_head, "fused_head_kept", wrong)
+    plan = keeping(model, params)
+    _, norms, _ = per_sample_norms(model, params, DATA, plan=plan, blocks=BLOCKS)
+    _, truth, _ = per_sample_norms(model, params, DATA, plan=plan)
+    path = head_of(model)
+    torch.testing.assert_close(norms.squared[path], 4 * truth.squared[path])
+
+
+def test_what_cannot_be_fused():
+    model = MODELS["gpt-untied"]
+    params, block, path = model.init(keys.key(0)), model.blocks[-1], head_of(model)
+    plan = keeping(model, params)
+    assert can_fuse(block, plan)
+    assert not can_fuse(block._replace(head=None), plan)
+    assert not can_fuse(mlp(widths=(4, 5), classes=3).blocks[-1], plan)
+    for norm in NormBy:
+        other = plan._replace(choices=plan.choices | {path: plan.choices[path]._replace(norm=norm)})
+        assert can_fuse(block, other) == (norm is NormBy.KEEP)
+    assert not can_fuse(block._replace(params=block.params | {"again": path}), plan)
+    frozen = model._replace(frozen=frozenset({path}))
+    for method in (Method.AUTO, Method.NONE):
+        assert not can_fuse(block, make_plan(frozen, params, DATA, method=method))
+    assert can_fuse(block, make_plan(model, params, DATA, method=Method.NONE))
+    for method in (Method.MATERIALIZE, Method.GHOST, Method.GHOST_BK, Method.FLASH_BK):
+        assert not can_fuse(block, make_plan(model, params, DATA, method=method))
+    assert can_fuse(block, make_plan(model, params, DATA, method=Method.FLASH))
+    assert not can_fuse(block, make_plan(model, params, DATA, method=Method.FLASH, memory_budget=0.0))
+
+
+@pytest.mark.parametrize("frozen", ["head.norm", "head.weight"])
+def test_frozen_leaves_of_a_head_have_no_part(frozen):
+    model = MODELS["gpt-untied"]._replace(frozen=frozenset({frozen}))
+    params = random_like(model)
+    for method in (Method.AUTO, Method.NONE):
+        plan = make_plan(model, params, DATA, method=method, dtype=torch.float64)
+        if plan.private and frozen != "head.weight":
+            plan = keeping(model, params)
+        if plan.private:
+            _, norms, _ = per_sample_norms(model, params, DATA, plan=plan, blocks=BLOCKS)
+            _, truth, _ = per_sample_norms(model, params, DATA, plan=plan)
+            torch.testing.assert_close(norms.squared, truth.squared, rtol=1e-10, atol=0)
+        else:
+            mask = torch.ones(3)
+            found, truth = (plain_sum(model, params, DATA, mask, plan=plan, blocks=b) for b in (BLOCKS, None))
+            torch.testing.assert_close(found, truth, rtol=1e-10, atol=1e-12)
+        assert frozen not in plan.trainable

@@ -1,0 +1,121 @@
+"""Records that share a launch: what is made of each is what is made of it alone, in its place, with its factors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import fdp.gradients.launches
+import fdp.gradients.rules
+from fdp.gradients.costs import SQUARED_NORMS, NormBy
+from fdp.gradients.launches import direct_squared_norms, kept_gradients, symmetric_squared_norms, weighted_gradients
+from fdp.gradients.rules import (
+    Dense,
+    OneHot,
+    Pair,
+    Record,
+    direct_squared_norm,
+    kept,
+    symmetric_squared_norm,
+    weighted_gradient,
+)
+
+HALF = torch.bfloat16
+
+
+def pair(batch: int, tokens: int, p: int, d: int, groups: int = 1, dtype: torch.dtype = HALF) -> Pair:
+    draw = torch.Generator().manual_seed(batch + tokens + p + d)
+    left, right = (torch.randn(batch, groups, tokens, n, generator=draw).to(dtype) for n in (p, d))
+    return Pair(left, right, (groups * p, d))
+
+
+def records(batch: int = 3) -> list[Record]:
+    """Pairs alike and not, among others that no launch can share."""
+    ids = OneHot(torch.arange(5 * batch).reshape(batch, 5) % 7)
+    return [
+        pair(batch, 5, 4, 6),
+        Dense(torch.randn(batch, 4, generator=torch.Generator().manual_seed(0))),
+        pair(batch, 9, 4, 6),
+        pair(batch, 5, 8, 2),
+        Pair(ids, pair(batch, 5, 1, 6).right, (7, 6)),
+        pair(batch, 5, 4, 6, groups=2),
+        pair(batch, 5, 3, 3, dtype=torch.float32),
+        pair(batch, 5, 2, 8),
+    ]
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """As on a GPU; what was launched, and with how many pairs."""
+    found: list[tuple[str, int]] = []
+
+    def counting(name: str):
+        real = getattr(fdp.gradients.launches, name)
+        return lambda gs, *more: (found.append((name, len(gs))), real(gs, *more))[1]
+
+    for module in (fdp.gradients.rules, fdp.gradients.launches):
+        monkeypatch.setattr(module, "has_kernels", lambda r: isinstance(r, Pair) and r.right.dtype == HALF)
+    for name in ("many_direct", "many_kept", "many_ghosts", "many_weighted"):
+        monkeypatch.setattr(fdp.gradients.launches, name, counting(name))
+    return found
+
+
+def assert_same(got: Tensor, alone: Tensor) -> None:
+    torch.testing.assert_close(got, alone, rtol=0, atol=0)
+
+
+def test_kept_gradients_are_those_of_each_alone(launches: list[tuple[str, int]]) -> None:
+    for got, record in zip(kept_gradients(records()), records(), strict=True):
+        alone = kept(record)
+        assert_same(got.gradient, alone.gradient)
+        assert (got.squares is None) == (alone.squares is None)
+        if got.squares is not None and alone.squares is not None:
+            assert_same(got.squares.sum(1), alone.squares.sum(1))
+    assert sorted(launches) == [("many_kept", 1), ("many_kept", 3)]
+
+
+def test_norms_are_those_of_each_alone(launches: list[tuple[str, int]]) -> None:
+    pairs = [record for record in records() if isinstance(record, Pair)]
+    for got, record in zip(symmetric_squared_norms(pairs), pairs, strict=True):
+        assert_same(got, symmetric_squared_norm(record))
+    for got, record in zip(direct_squared_norms(pairs), pairs, strict=True):
+        assert_same(got, direct_squared_norm(record))
+    assert sorted(launches) == [("many_direct", 1), ("many_direct", 3), ("many_ghosts", 1), ("many_ghosts", 3)]
+
+
+def test_each_way_to_a_norm_goes_by_its_own_kernel(launches: list[tuple[str, int]]) -> None:
+    for by, name in ((NormBy.DIRECT, "many_direct"), (NormBy.SYMMETRIC, "many_ghosts")):
+        SQUARED_NORMS[by]([pair(3, 5, 4, 6)])
+        assert launches.pop() == (name, 1)
+    SQUARED_NORMS[NormBy.GRAM]([pair(3, 5, 4, 6)])
+    assert not launches
+
+
+def test_sums_are_those_of_each_alone_with_its_own_factors(launches: list[tuple[str, int]]) -> None:
+    factors = [(torch.rand(3, generator=torch.Generator().manual_seed(i)) + i).double() for i in range(8)]
+    factors[3][1] = 0.0
+    left = records()[3].left  # type: ignore[union-attr]
+    assert isinstance(left, Tensor)
+    poisoned = records()
+    poisoned[3] = Pair(left.index_fill(0, torch.tensor([1]), torch.nan), poisoned[3].right, poisoned[3].shape)  # type: ignore
+    for got, record, f in zip(weighted_gradients(poisoned, factors), records(), factors, strict=True):
+        torch.testing.assert_close(got.double(), weighted_gradient(record, f).double(), rtol=1e-6, atol=1e-6)
+    assert sorted(launches) == [("many_weighted", 1), ("many_weighted", 3)]
+
+
+def test_more_samples_than_float32_adds_up_are_summed_apart(launches: list[tuple[str, int]]) -> None:
+    many = [pair(65, 2, 3, 4), pair(65, 2, 4, 3)]
+    factors = [torch.ones(65, dtype=torch.float64)] * 2
+    for got, record in zip(weighted_gradients(many, factors), many):
+        assert_same(got, weighted_gradient(record, factors[0]))
+        assert got.dtype == torch.float64
+    assert not launches
+
+
+def test_without_kernels_nothing_is_launched_together() -> None:
+    found = weighted_gradients(records(), [torch.ones(3, dtype=torch.float64)] * 8)
+    for got, record in zip(found, records(), strict=True):
+        assert_same(got, weighted_gradient(record, torch.ones(3)))
+        assert got.dtype == torch.float64
+    assert kept_gradients([]) == []

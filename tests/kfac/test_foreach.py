@@ -1,0 +1,52 @@
+"""Many tensors at once give what one at a time gives, whatever their devices, dtypes and sizes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from fdp.kfac.invert.foreach import copy_into, decayed_sums, finite_each
+from tests.conftest import randn
+
+WHERE = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+def tensors(device: str, seed: int = 1) -> list[Tensor]:
+    """Of every dtype in turn, numbers, rows, matrices and their transposes, some empty."""
+    shapes = [(), (3,), (5, 4), (0,), (7, 0), (1030, 70)] * 4
+    made = [randn(*shape, seed=seed + i).to(device, DTYPES[i % 4]) for i, shape in enumerate(shapes)]
+    return [x.mT if x.ndim == 2 and i % 2 else x for i, x in enumerate(made)]
+
+
+@pytest.mark.parametrize("device", WHERE)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_the_one_that_is_not_finite_is_found_wherever_it_hides(device: str, bad: float) -> None:
+    clean = tensors(device)
+    assert finite_each(clean).tolist() == [True] * len(clean)
+    for i, x in enumerate(clean):
+        for place in {0, x.numel() // 2, x.numel() - 1} if x.numel() else ():
+            spoiled = [y.clone() for y in clean]
+            spoiled[i] = x.flatten().index_fill(0, torch.tensor(place, device=device), bad).view(x.shape)
+            assert finite_each(spoiled).tolist() == [j != i for j in range(len(clean))]
+
+
+def test_the_largest_number_of_a_dtype_is_finite_and_no_tensors_are() -> None:
+    assert finite_each([torch.full((3,), -torch.finfo(dtype).max, dtype=dtype) for dtype in DTYPES]).all()
+    assert finite_each([]).tolist() == []
+
+
+@pytest.mark.parametrize("device", WHERE)
+def test_sums_and_copies_are_those_of_each_pair(device: str) -> None:
+    old, new = tensors(device), tensors(device, seed=50)
+    before = [x.clone() for x in old]
+    expected = [x * 0.7 + y for x, y in zip(old, new)]
+    torch.testing.assert_close(decayed_sums(old, new, rho=0.7), expected, rtol=0, atol=0)
+    torch.testing.assert_close(old, before, rtol=0, atol=0)
+    places = [x.data_ptr() for x in old]
+    copy_into(old, [x.double() for x in new])
+    torch.testing.assert_close(old, new, rtol=0, atol=0)
+    assert [x.data_ptr() for x in old] == places

@@ -1,0 +1,110 @@
+"""Preconditioning compiled by kind of layer is preconditioning layer by layer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fdp import tree
+from fdp.fast.compiled import Blocks
+from fdp.kfac.full_gradients import precondition_whole
+from fdp.kfac.invert.apply import precondition
+from fdp.kfac.layers import joined, parted
+from fdp.kfac.types import Layer, LowRankMap, MatrixMap, Preconditioner, Product, Sides
+from tests.conftest import randn
+
+ROWS, COLUMNS = 5, 4  # the weight's; a bias is one column more
+
+
+def matrix(n: int, seed: int) -> MatrixMap:
+    m = randn(n, n, seed=seed)
+    return MatrixMap(m + m.mT)
+
+
+def low_rank(n: int, k: int, seed: int) -> LowRankMap:
+    core = randn(k, k, seed=seed + 1)
+    return LowRankMap(randn(n, seed=seed), randn(n, k, seed=seed + 2), core + core.mT)
+
+
+def forms(n: int) -> dict[str, Preconditioner]:
+    """For a weight, and the same with a bias, of which n columns there are."""
+    return {
+        "dense, dense": Sides(matrix(ROWS, 1), matrix(n, 2)),
+        "diagonal, dense": Sides(low_rank(ROWS, 0, 3), matrix(n, 4)),
+        "columns, skip": Sides(low_rank(ROWS, 2, 5), None),
+        "skip, columns": Sides(None, low_rank(n, 3, 6)),
+        "skip, skip": Sides(None, None),
+        "product": Product(matrix(ROWS, 7).matrix, matrix(n, 8).matrix, randn(ROWS, n, seed=9)),
+    }
+
+
+def layers_of(bias: bool) -> tuple[dict[Layer, Preconditioner], dict[str, Tensor], dict[Layer, tuple[int, int]]]:
+    """Two layers of every form, so that the second finds the first's function."""
+    maps, gradients, shapes = {}, {"alone": randn(3, seed=50)}, {}
+    n = COLUMNS + bias
+    for i, (name, made) in enumerate((name, made) for name, made in forms(n).items() for _ in range(2)):
+        layer = Layer(f"{i} {name}", f"{i} {name} bias" if bias else None)
+        maps[layer], shapes[layer] = made, (ROWS, n)
+        gradients[layer.weight] = randn(ROWS, COLUMNS, seed=100 + i)
+        if layer.bias is not None:
+            gradients[layer.bias] = randn(ROWS, seed=200 + i)
+    return maps, gradients, shapes
+
+
+def check(blocks: Blocks, *, bias: bool, root: bool, rounded: bool) -> None:
+    maps, gradients, shapes = layers_of(bias)
+    got, dots = precondition_whole(maps, gradients, shapes=shapes, rounded=rounded, root=root, blocks=blocks)
+    assert torch.equal(got["alone"], gradients["alone"])
+    for (layer, made), dot in zip(maps.items(), dots):
+        gradient = joined(layer, shapes[layer], gradients)
+        want = precondition(made, gradient)
+        torch.testing.assert_close(dot, (gradient * (gradient if root else want)).sum().double(), rtol=1e-5, atol=1e-5)
+        for path, leaf in parted(layer, want, gradients).items():
+            assert got[path].is_contiguous()
+            torch.testing.assert_close(got[path], leaf, rtol=1e-5, atol=1e-5)
+    assert len(blocks.kinds) == len(forms(1))
+
+
+@pytest.mark.parametrize("root", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_it_is_preconditioning_layer_by_layer(bias, root):
+    check(Blocks(backend="aot_eager"), bias=bias, root=root, rounded=True)
+
+
+def test_kinds_do_not_share_a_function():
+    """Of the same sizes, but another side, another precision, another power."""
+    blocks, layer = Blocks(backend="eager"), Layer("w", None)
+    gradients, shapes = {"w": randn(4, 4)}, {layer: (4, 4)}
+    m = matrix(4, 1)
+    for made in (Sides(m, None), Sides(None, m)):
+        for root in (False, True):
+            got, (dot,) = precondition_whole(
+                {layer: made}, gradients, shapes=shapes, rounded=False, root=root, blocks=blocks
+            )
+            want = precondition(made, gradients["w"])
+            torch.testing.assert_close(got["w"], want)
+            torch.testing.assert_close(dot, (gradients["w"] * (gradients["w"] if root else want)).sum().double())
+    assert len(blocks.kinds) == 4
+
+
+@pytest.mark.slow
+def test_by_inductor():
+    check(Blocks(), bias=True, root=False, rounded=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bias", [False, True])
+def test_gpu_compiled_is_the_cpu_by_plain_products(bias):
+    maps, gradients, shapes = layers_of(bias)
+    there = torch.device("cuda")
+
+    def move(value):
+        return tree.map(lambda x: x.to(there), value)
+
+    on_gpu = {layer: move(made) for layer, made in maps.items()}
+    got, _ = precondition_whole(on_gpu, move(gradients), shapes=shapes, rounded=True, root=False, blocks=Blocks())
+    for layer, made in maps.items():
+        want = parted(layer, precondition(made, joined(layer, shapes[layer], gradients)), gradients)
+        for path, leaf in want.items():
+            torch.testing.assert_close(got[path].cpu(), leaf, rtol=2e-2, atol=2e-2 * float(leaf.abs().max()))

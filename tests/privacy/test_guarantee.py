@@ -1,0 +1,87 @@
+"""What is promised, and what several promises come to."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fdp.privacy.guarantee import (
+    MARKER,
+    RELATION,
+    Guarantee,
+    add_up,
+    default_delta,
+    delta_advice,
+    marker_text,
+    read_marker,
+    shown_epsilon,
+    training_again,
+)
+from fdp.types import FdpError
+
+ONE = Guarantee(3.0, 1e-6, RELATION, "one user")
+OTHER = Guarantee(1.2341, 2e-6, RELATION, "one user")
+OPEN = Guarantee(None, None, None, "one user")
+
+
+def test_delta_advice():
+    assert delta_advice(1000, 1e-4) is None
+    assert "publishing one sample" in str(delta_advice(1000, 1e-3))
+
+
+@given(population=st.integers(1, 10**10))
+def test_delta_by_default_is_a_hundredth_of_one_over_the_population_or_less(population):
+    delta = default_delta(population)
+    assert population * delta <= 0.01 * (1 + 1e-12)
+    assert delta >= min(1e-6, 0.01 / population) / 2
+    assert len(f"{delta:.15g}".split("e")[0].rstrip("0").rstrip(".")) == 1 or delta >= 1e-4
+    assert delta_advice(population, delta) is None
+
+
+def test_delta_by_default_in_numbers():
+    found = [default_delta(size) for size in (1, 100, 10_000, 11_000, 20_000, 10**9)]
+    assert found == [1e-6, 1e-6, 1e-6, 9e-7, 5e-7, 1e-11]
+
+
+def test_guarantees_add_up():
+    assert add_up([ONE, OTHER]) == (pytest.approx(4.2341), pytest.approx(3e-6))
+    assert add_up([ONE, OPEN]) is None
+    assert add_up([ONE._replace(delta=0.7)] * 2) == (6.0, 1.0)
+
+
+def test_training_again_is_a_warning_with_the_numbers():
+    assert training_again([], ONE) is None
+    said = str(training_again([ONE], OTHER))
+    assert "trained privately before, with epsilon 3.000 at delta 1e-06" in said
+    assert "at most epsilon 4.235 at delta 3e-06, not the 1.235 of this run alone" in said
+    assert "units differ" not in said
+    assert "at most epsilon 7.235" in str(training_again([ONE, ONE], OTHER))
+    assert "The units differ (one user; one record)" in str(training_again([ONE], OTHER._replace(unit="one record")))
+    assert "this run is not private" in str(training_again([ONE], OPEN))
+    assert "before without privacy: nothing is promised" in str(training_again([ONE, OPEN], OTHER))
+
+
+def test_a_marker_is_read_as_it_was_written_and_holds_nothing_else(tmp_path):
+    assert read_marker(tmp_path) == ()
+    (tmp_path / MARKER).write_text(marker_text([ONE, OPEN]))
+    assert read_marker(tmp_path) == (ONE, OPEN)
+    for run in json.loads((tmp_path / MARKER).read_text())["runs"]:
+        assert set(run) == {"epsilon", "delta", "relation", "unit"}
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"runs": [{"epsilon": 1}]}', '{"runs": 3}', "{"])
+def test_a_marker_that_is_not_one_is_refused(tmp_path, text):
+    (tmp_path / MARKER).write_text(text)
+    with pytest.raises(FdpError, match=r"fdp_privacy.json: expected what fdp writes"):
+        read_marker(tmp_path)
+
+
+@given(epsilon=st.floats(0, 1e6))
+def test_what_is_shown_is_never_below(epsilon):
+    shown = float(shown_epsilon(epsilon))
+    assert epsilon * (1 - 1e-12) <= shown <= epsilon + 1e-3 + 1e-9
+    assert math.isfinite(shown)
