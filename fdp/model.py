@@ -22,8 +22,7 @@ from torch.distributed.tensor import DTensor
 from fdp import keys, tree
 from fdp.fingerprint import fingerprint
 from fdp.init import Init, constant
-from fdp.parallel.collectives import Axis
-from fdp.types import FdpError, Key, Path, Tree
+from fdp.types import Axis, FdpError, Key, Path, Tree
 
 
 class LeafSpec(NamedTuple):

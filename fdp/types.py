@@ -40,6 +40,15 @@ class Place(NamedTuple):
     window: tuple[tuple[int, int], ...]
 
 
+class Axis(NamedTuple):
+    """One axis of the mesh, seen from this rank."""
+
+    name: str
+    size: int
+    rank: int
+    group: str
+
+
 class FdpError(ValueError):
     """A mistake in what fdp was given: says what was expected, what was found, where, and what to do."""
 

@@ -87,7 +87,7 @@ PROOF = {
     "mechanism": {"clipping", "sampling"},
     "accounting": {"mechanism", "clipping", "sampling", "composition"},
 }
-BACKWARDS = {("model", "parallel"), ("gradients", "fast")}
+BACKWARDS = {("gradients", "fast")}
 
 
 def imports(path: Path) -> set[str]:

@@ -22,9 +22,8 @@ from fdp import ops
 from fdp.init import constant, normal
 from fdp.model import Block, LeafSpec, Model
 from fdp.models.language import attend, check_divides, head_block, places_of, project, window_inputs_of
-from fdp.parallel.collectives import Axis
 from fdp.parallel.tensor_parallel import enter
-from fdp.types import FdpError, Path, Tree
+from fdp.types import Axis, FdpError, Path, Tree
 
 
 class GPTConfig(NamedTuple):

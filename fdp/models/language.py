@@ -21,9 +21,8 @@ from torch import Tensor
 
 from fdp import ops
 from fdp.model import Block, Likelihood, LossHead, Outputs
-from fdp.parallel.collectives import Axis
 from fdp.parallel.tensor_parallel import leave
-from fdp.types import FdpError, Path, Tree
+from fdp.types import Axis, FdpError, Path, Tree
 
 
 def head_block(params: dict[str, Path], features: Callable[[Tree, Tree, Tree], Tensor]) -> Block:

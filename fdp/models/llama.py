@@ -22,9 +22,8 @@ from fdp import ops
 from fdp.init import constant, normal
 from fdp.model import Block, LeafSpec, Model
 from fdp.models.language import attend, check_divides, head_block, project, window_inputs_of, windows_of
-from fdp.parallel.collectives import Axis
 from fdp.parallel.tensor_parallel import enter
-from fdp.types import Path, Tree
+from fdp.types import Axis, Path, Tree
 
 
 class LlamaConfig(NamedTuple):

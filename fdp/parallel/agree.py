@@ -17,8 +17,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from fdp.parallel.collectives import Axis, all_gather, axis_of, wait
-from fdp.types import FdpError, Place
+from fdp.parallel.collectives import all_gather, axis_of, wait
+from fdp.types import Axis, FdpError, Place
 
 T = TypeVar("T")
 

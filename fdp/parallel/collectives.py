@@ -10,12 +10,12 @@ goes on. All are functions of plain tensors, traced by ``torch.compile`` as they
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+
+from fdp.types import Axis
 
 _functional = torch.ops._c10d_functional
 
@@ -49,15 +49,6 @@ def _gather(x: Tensor, ranks: int, group: str) -> Tensor:
 @torch.library.register_fake("fdp_collectives::gather", lib=_LIBRARY)
 def _(x: Tensor, ranks: int, group: str) -> Tensor:
     return x.new_empty((ranks * x.shape[0], *x.shape[1:]))
-
-
-class Axis(NamedTuple):
-    """One axis of the mesh, seen from this rank."""
-
-    name: str
-    size: int
-    rank: int
-    group: str
 
 
 def axis_of(mesh: DeviceMesh, name: str) -> Axis:

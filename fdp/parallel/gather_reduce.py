@@ -24,9 +24,8 @@ from torch import Tensor
 from fdp import tree
 from fdp.model import Model
 from fdp.parallel import collectives
-from fdp.parallel.collectives import Axis
 from fdp.parallel.sharding import Data, Sharding
-from fdp.types import Flat, Norms, Path, Tree
+from fdp.types import Axis, Flat, Norms, Path, Tree
 
 
 class Pending(NamedTuple):

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from fdp.optimizers.reductions import Reductions, squared_norm
 from fdp.parallel import collectives
-from fdp.parallel.collectives import Axis
-from fdp.types import FdpError, Flat, Path
+from fdp.types import Axis, FdpError, Flat, Path
 
 
 class Leaf(Protocol):

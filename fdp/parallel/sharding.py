@@ -31,9 +31,8 @@ from fdp import keys, tree
 from fdp.init import Init, Window
 from fdp.model import Model
 from fdp.parallel import collectives
-from fdp.parallel.collectives import Axis
 from fdp.parallel.mesh import AXES, on_device
-from fdp.types import Batch, FdpError, Key, Path, Place, Share, TrainState, Tree
+from fdp.types import Axis, Batch, FdpError, Key, Path, Place, Share, TrainState, Tree
 
 
 class Zero(Enum):

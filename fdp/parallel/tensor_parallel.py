@@ -23,7 +23,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fdp.parallel import collectives
-from fdp.parallel.collectives import Axis
+from fdp.types import Axis
 
 
 class _Enter(torch.autograd.Function):

@@ -15,9 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from fdp import optimizers as fo
 from fdp import tree
 from fdp.parallel import collectives
-from fdp.parallel.collectives import Axis
 from fdp.parallel.sharded_norms import global_norm, sharded_reductions
-from fdp.types import FdpError, Flat, Path
+from fdp.types import Axis, FdpError, Flat, Path
 from tests.ranks import run_on_ranks
 
 STEPS = 4

@@ -28,9 +28,8 @@ from fdp.kfac.measure.fisher import by_term, term_weights
 from fdp.kfac.types import Curvature, Factor, Layer
 from fdp.model import Model, Outputs
 from fdp.parallel import collectives
-from fdp.parallel.collectives import Axis
 from fdp.parallel.sharding import Sharding
-from fdp.types import FdpError, Path, Tree
+from fdp.types import Axis, FdpError, Path, Tree
 
 
 class Sharing(Enum):

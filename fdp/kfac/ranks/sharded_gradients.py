@@ -23,10 +23,9 @@ from torch import Tensor
 from fdp.kfac.layers import joined, parted
 from fdp.kfac.types import Layer
 from fdp.parallel import collectives
-from fdp.parallel.collectives import Axis
 from fdp.parallel.gather_reduce import Pending, finish_gather, start_gather
 from fdp.parallel.sharding import Sharding
-from fdp.types import FdpError, Flat, Path
+from fdp.types import Axis, FdpError, Flat, Path
 
 P = TypeVar("P")
 
