@@ -33,9 +33,9 @@ from benchmarks.report import current_commit, hardware, slug, versions
 from fdp import keys, tree
 from fdp.data import datasets
 from fdp.fast.compiled import Blocks
+from fdp.gradients.linear_maps import apply_map
 from fdp.gradients.plan import Method, make_plan
 from fdp.kfac import KfacConfig, Where, auto, everything, kfac
-from fdp.kfac.invert.apply import apply_map
 from fdp.kfac.invert.woodbury import Power, woodbury_cholesky, woodbury_map
 from fdp.kfac.optimizer import Kfac
 from fdp.kfac.state import find

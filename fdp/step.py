@@ -32,11 +32,11 @@ from fdp.fingerprint import fingerprint
 from fdp.gradients.accumulate import Part, everyones, joined, plain_part
 from fdp.gradients.block_loop import Memory
 from fdp.gradients.costs import SumBy
+from fdp.gradients.linear_maps import Sides
 from fdp.gradients.per_sample import as_it_is, clipped_sum, per_sample_norms
 from fdp.gradients.plan import Plan
+from fdp.gradients.precondition import check_preconditioned, check_sides, map_record
 from fdp.gradients.scores import score_moments
-from fdp.kfac.private.precondition import check_preconditioned, check_sides, map_record
-from fdp.kfac.types import Sides
 from fdp.model import Model, check_params
 from fdp.ops import fast_attention
 from fdp.optimizers import LOCAL, Optimizer, apply_updates

@@ -22,11 +22,11 @@ import fdp.step
 import fdp.types
 from fdp import keys, ops, tree
 from fdp.fast.compiled import Blocks
+from fdp.gradients.linear_maps import LowRankMap, MatrixMap, Sides
 from fdp.gradients.per_sample import RecordMap, as_it_is, clipped_sum, per_sample_norms
 from fdp.gradients.plan import Method, Plan, make_plan
+from fdp.gradients.precondition import map_record
 from fdp.gradients.rules import Dense
-from fdp.kfac.private.precondition import map_record
-from fdp.kfac.types import LowRankMap, MatrixMap, Sides
 from fdp.model import Model, from_loss
 from fdp.models import GPTConfig, cnn, gpt
 from fdp.optimizers import sgd

@@ -14,11 +14,11 @@ import torch
 from fdp.fast.compiled import Blocks
 from fdp.gradients.block_loop import Memory
 from fdp.gradients.costs import Choice, NormBy, SumBy
+from fdp.gradients.linear_maps import MatrixMap, Sides
 from fdp.gradients.per_sample import RecordMap, _squared, per_sample_norms
 from fdp.gradients.plan import Method, Plan, make_plan
+from fdp.gradients.precondition import map_record
 from fdp.gradients.rules import Dense
-from fdp.kfac.private.precondition import map_record
-from fdp.kfac.types import MatrixMap, Sides
 from fdp.model import Model
 from fdp.privacy import clipping
 from tests.adversary import (

@@ -22,7 +22,7 @@ from fdp import keys, ops, tree
 from fdp.gradients.plan import Method, Plan, make_plan
 from fdp.kfac.measure.fisher import Fisher
 from fdp.kfac.private.noised_factors import STATISTICS, clipped_statistics
-from fdp.kfac.private.precondition import apart
+from fdp.kfac.private.separate_biases import separate_biases
 from fdp.model import Model, from_loss
 from fdp.optimizers import sgd
 from fdp.parallel.gather_reduce import sum_over_samples
@@ -181,7 +181,7 @@ def statistics_target(M: float, kind: str) -> tuple[Model, Any, dict[str, Tensor
 @pytest.mark.parametrize("M", [1.0, 1e8, 1e20, 1e30, 3e38])
 def test_private_statistics_share_no_accumulator_that_a_sample_can_fill(M, kind):
     model, params, data = statistics_target(M, kind)
-    known = apart(surveyed(model, params, data))
+    known = separate_biases(surveyed(model, params, data))
     more = Statistics(poisson(100, expected_batch_size=B), 1.0, 1.0, 1)
     sums = []
     for last in (1.0, 0.0):

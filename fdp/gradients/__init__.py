@@ -7,5 +7,6 @@ costs, timing, plan  which rule to use for which leaf
 block_loop           forward and backward, block by block
 per_sample           norms in one backward, and the clipped sum
 accumulate           the sum over microbatches
+precondition         gradients mapped before clipping (``linear_maps``: by what)
 scores               the logits of a forward pass, for comparisons
 """

@@ -16,9 +16,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fdp.fast.compiled import Blocks
+from fdp.gradients.linear_maps import Sides
 from fdp.kfac.invert.apply import precondition, trust_dot
 from fdp.kfac.layers import joined, parted
-from fdp.kfac.types import Layer, Preconditioner, Product, Sides
+from fdp.kfac.types import Layer, Preconditioner, Product
 from fdp.types import Flat
 
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from fdp import tree
 from fdp.fast.compiled import Blocks
 from fdp.gradients.block_loop import ALL_KEPT, Memory
+from fdp.gradients.linear_maps import Sides
 from fdp.kfac.config import Distribution, KfacConfig
 from fdp.kfac.factors import CurvatureError
 from fdp.kfac.invert.batched_inverse import invert_many
@@ -40,7 +41,7 @@ from fdp.kfac.ranks.owner import invert_owned
 from fdp.kfac.ranks.ring import RingSides, invert_ring
 from fdp.kfac.slots import Kept, Side, Window, added, condensed, factor_of, fitted
 from fdp.kfac.state import KfacPlan, KfacState, LayerPlan, find, replaced
-from fdp.kfac.types import Curvature, DenseFactor, DiagonalFactor, Factor, Layer, Preconditioner, Sides
+from fdp.kfac.types import Curvature, DenseFactor, DiagonalFactor, Factor, Layer, Preconditioner
 from fdp.model import Model
 from fdp.parallel.gather_reduce import sum_over_samples
 from fdp.parallel.sharding import Sharding, globalize, localize

@@ -21,6 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fdp import tree
+from fdp.gradients.linear_maps import GroupedMap, LowRankMap, Map, MatrixMap, Sides, diagonal_map
 from fdp.kfac import factors
 from fdp.kfac.forms import Form
 from fdp.kfac.invert.softmax_head import row_sums
@@ -32,15 +33,9 @@ from fdp.kfac.types import (
     DiagonalFactor,
     Factor,
     GroupedFactor,
-    GroupedMap,
-    LowRankMap,
-    Map,
-    MatrixMap,
     Preconditioner,
     Product,
-    Sides,
     SoftmaxFactor,
-    diagonal_map,
 )
 from fdp.parallel.gather_reduce import sum_over_samples
 from fdp.parallel.sharding import Sharding

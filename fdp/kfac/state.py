@@ -80,7 +80,7 @@ def plan_kfac(
 ) -> KfacPlan:
     """Which layers are preconditioned, and how, for microbatches with the shapes, and on the device, of this rank's.
 
-    ``view`` is what to make of the layers that were met: by ``fdp.kfac.private.precondition.apart`` biases are layers
+    ``view`` is what to make of the layers that were met: by ``separate_biases`` biases are layers
     of their own.
     """
     device = tree.leaves(microbatch)[0].device

@@ -20,6 +20,7 @@ from typing import NamedTuple, TypeAlias
 from jaxtyping import Float
 from torch import Tensor
 
+from fdp.gradients.linear_maps import Sides
 from fdp.types import Path
 
 
@@ -74,41 +75,6 @@ class Layer(NamedTuple):
 
     weight: Path
     bias: Path | None
-
-
-class MatrixMap(NamedTuple):
-    """``y -> matrix y``, symmetric."""
-
-    matrix: Float[Tensor, "n n"]
-
-
-class LowRankMap(NamedTuple):
-    """``y -> diagonal * y + columns core columns^T y``, symmetric; with no columns, a diagonal."""
-
-    diagonal: Float[Tensor, " n"]
-    columns: Float[Tensor, "n k"]
-    core: Float[Tensor, "k k"]
-
-
-class GroupedMap(NamedTuple):
-    """``y_g -> diagonal_g * y_g`` for every group of rows of a gradient, which lie one below the other."""
-
-    diagonal: Float[Tensor, "groups n"]
-
-
-Map: TypeAlias = MatrixMap | LowRankMap | GroupedMap
-
-
-def diagonal_map(diagonal: Float[Tensor, " n"]) -> LowRankMap:
-    """``y -> diagonal * y``."""
-    return LowRankMap(diagonal, diagonal.new_zeros(len(diagonal), 0), diagonal.new_zeros(0, 0))
-
-
-class Sides(NamedTuple):
-    """``G -> left G right``; None is the identity."""
-
-    left: Map | None
-    right: Map | None
 
 
 class Product(NamedTuple):

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fdp import keys, tree
+from fdp.gradients.linear_maps import LowRankMap, MatrixMap, Sides
 from fdp.init import normal
 from fdp.kfac import factors
 from fdp.kfac.factors import CurvatureError
@@ -35,10 +36,7 @@ from fdp.kfac.types import (
     DiagonalFactor,
     Factor,
     Layer,
-    LowRankMap,
-    MatrixMap,
     Preconditioner,
-    Sides,
     SoftmaxFactor,
 )
 from fdp.model import Block, LeafSpec, Model

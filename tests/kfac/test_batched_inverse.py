@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from fdp import tree
+from fdp.gradients.linear_maps import Sides
 from fdp.kfac import factors
 from fdp.kfac.factors import CurvatureError
 from fdp.kfac.invert.batched_inverse import from_lower, invert_many
 from fdp.kfac.invert.inverse import Damping, Via, invert, precondition
-from fdp.kfac.types import Curvature, DenseFactor, DiagonalFactor, Layer, Sides
+from fdp.kfac.types import Curvature, DenseFactor, DiagonalFactor, Layer
 from tests.conftest import randn
 
 CPU = torch.device("cpu")

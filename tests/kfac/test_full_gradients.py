@@ -8,10 +8,11 @@ from torch import Tensor
 
 from fdp import tree
 from fdp.fast.compiled import Blocks
+from fdp.gradients.linear_maps import LowRankMap, MatrixMap, Sides
 from fdp.kfac.full_gradients import precondition_whole
 from fdp.kfac.invert.apply import precondition
 from fdp.kfac.layers import joined, parted
-from fdp.kfac.types import Layer, LowRankMap, MatrixMap, Preconditioner, Product, Sides
+from fdp.kfac.types import Layer, Preconditioner, Product
 from tests.conftest import randn
 
 ROWS, COLUMNS = 5, 4  # the weight's; a bias is one column more

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fdp import tree
+from fdp.gradients.linear_maps import LowRankMap, MatrixMap, Sides
 from fdp.kfac import factors
 from fdp.kfac.factors import CurvatureError
 from fdp.kfac.invert.inverse import (
@@ -23,17 +24,7 @@ from fdp.kfac.invert.inverse import (
     precondition,
 )
 from fdp.kfac.invert.woodbury import Power
-from fdp.kfac.types import (
-    Curvature,
-    DenseFactor,
-    DiagonalFactor,
-    LowRankMap,
-    MatrixMap,
-    Preconditioner,
-    Product,
-    Sides,
-    SoftmaxFactor,
-)
+from fdp.kfac.types import Curvature, DenseFactor, DiagonalFactor, Preconditioner, Product, SoftmaxFactor
 from fdp.types import FdpError
 
 ROWS, COLUMNS = 4, 5

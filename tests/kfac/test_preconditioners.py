@@ -14,15 +14,15 @@ from fdp import keys, models, ops, tree
 from fdp.foreign.hub.causal import causal_lm
 from fdp.foreign.hub.classification import classifier
 from fdp.foreign.leaves import params_of
+from fdp.gradients.linear_maps import GroupedMap, LowRankMap, Sides
 from fdp.gradients.per_sample import clipped_sum, per_sample_norms
 from fdp.gradients.plan import Method, make_plan
+from fdp.gradients.precondition import check_sides, map_record
 from fdp.kfac import Fisher, Form, KfacConfig, Sharing, everything, kfac, plan_forms, survey
 from fdp.kfac.invert.inverse import Via
 from fdp.kfac.policy import auto, forms_of
-from fdp.kfac.private.precondition import check_sides, map_record
 from fdp.kfac.private.public_data import Public
 from fdp.kfac.private.refresh import private_kfac, refresh_public, sides_of
-from fdp.kfac.types import GroupedMap, LowRankMap, Sides
 from fdp.model import Likelihood, Model, Outputs, from_loss
 from fdp.models.language import present_of
 from fdp.privacy import clipping

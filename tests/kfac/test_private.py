@@ -17,23 +17,24 @@ from fdp import keys, tree
 from fdp.data.datasets import digits, examples, windows
 from fdp.fast.compiled import Blocks
 from fdp.fast.fused_update import FusedUpdate
+from fdp.gradients.linear_maps import LowRankMap, Map, MatrixMap, Sides, apply_rows
 from fdp.gradients.per_sample import clipped_sum, per_sample_norms
 from fdp.gradients.plan import Method, make_plan
+from fdp.gradients.precondition import map_record, size
 from fdp.gradients.rules import Dense, OneHot, Pair, per_sample_gradient
 from fdp.kfac import factors
 from fdp.kfac.config import KfacConfig
 from fdp.kfac.forms import Form
-from fdp.kfac.invert.apply import apply_rows
 from fdp.kfac.layers import survey
 from fdp.kfac.measure.collect import collect
 from fdp.kfac.measure.fisher import Fisher
 from fdp.kfac.measure.sums import Sharing
 from fdp.kfac.optimizer import kfac
 from fdp.kfac.private.noised_factors import STATISTICS, clipped_statistics, name, release, scales_of, slots
-from fdp.kfac.private.precondition import apart, map_record, sides_by_path, size
 from fdp.kfac.private.public_data import NoiseImages, Public, ZipfTokens, draw, public, synthetic
 from fdp.kfac.private.refresh import private_kfac, refresh_noised, refresh_public, sides_of
-from fdp.kfac.types import ColumnsFactor, Layer, LowRankMap, Map, MatrixMap, Product, Sides
+from fdp.kfac.private.separate_biases import separate_biases, sides_by_path
+from fdp.kfac.types import ColumnsFactor, Layer, Product
 from fdp.models import mlp
 from fdp.optimizers import chain, clip_by_global_norm, sgd
 from fdp.parallel.mesh import make_mesh
@@ -228,7 +229,7 @@ def test_the_check_notices(mutate, monkeypatch):
 def test_every_bias_is_a_layer_of_its_own():
     model, params, data = case_named("cnn")
     known = surveyed(model, params, data)
-    alone = apart(known)
+    alone = separate_biases(known)
     assert {layer.weight for layer in alone.layers} == model.trainable
     assert all(layer.bias is None for layer in alone.layers)
     assert alone.shapes[Layer("head.weight", None)] == (4, model.leaves["head.weight"].shape[1])
@@ -443,7 +444,7 @@ def test_synthetic_samples_are_a_function_of_their_index():
 
 def noisable(case: str):
     model, params, data = case_named(case)
-    known = apart(surveyed(model, params, data))
+    known = separate_biases(surveyed(model, params, data))
     return model, params, data, known, dict(forms_of(known))
 
 
@@ -520,7 +521,7 @@ def test_statistics_of_masked_tokens_are_bounded_and_a_sample_without_targets_ha
     counted = torch.ones(data["tokens"].shape[0], data["tokens"].shape[1] - 1, dtype=torch.bool)
     counted[0], counted[1, 2:] = False, False
     data = data | {"loss_mask": counted}
-    known = apart(survey(model, params, data, dtype=torch.float64))
+    known = separate_biases(survey(model, params, data, dtype=torch.float64))
     more = more_of(0.05)
     common: Any = {"statistics": more, "known": known, "forms": forms, "fisher": Fisher.SAMPLED, "scales": {}}
     sums = {}
@@ -735,7 +736,7 @@ def on_ranks(ranks: int, fisher: Fisher) -> dict[tuple[str, str], Tensor]:
     batch = sample_batch(TRAIN, sampling, keys.key(5), step=0, microbatch_size=8, purpose=STATISTICS, **share)
     params = MODEL.init(keys.key(3))
     example = tree.map(lambda leaf: leaf[0], batch.data)
-    known = apart(surveyed(MODEL, params, example, torch.float32))
+    known = separate_biases(surveyed(MODEL, params, example, torch.float32))
     options: Any = {"statistics": more, "known": known, "forms": forms_of(known), "scales": {}}
     parts = params
     if sharding is not None:

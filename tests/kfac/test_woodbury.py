@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fdp.gradients.linear_maps import LowRankMap, MatrixMap, apply_map
 from fdp.kfac import factors
 from fdp.kfac.factors import CurvatureError
-from fdp.kfac.invert.apply import apply_map
 from fdp.kfac.invert.softmax_head import capacitance, mass, softmax_map, softmax_solve
 from fdp.kfac.invert.woodbury import Power, cholesky, eigh, gram, woodbury_cholesky, woodbury_map, woodbury_solve
-from fdp.kfac.types import DiagonalFactor, LowRankMap, MatrixMap, SoftmaxFactor
+from fdp.kfac.types import DiagonalFactor, SoftmaxFactor
 from fdp.types import FdpError
 
 N = 7

@@ -22,9 +22,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from fdp.gradients.linear_maps import Map, MatrixMap, Sides, diagonal_map
 from fdp.kfac.factors import size
 from fdp.kfac.invert.woodbury import check_damping
-from fdp.kfac.types import Curvature, DenseFactor, DiagonalFactor, Factor, Layer, Map, MatrixMap, Sides, diagonal_map
+from fdp.kfac.types import Curvature, DenseFactor, DiagonalFactor, Factor, Layer
 
 ENTRIES = 1 << 25
 """Of the matrices that are stacked: 256 MiB in float64, about six times that while they are inverted."""

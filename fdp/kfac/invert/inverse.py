@@ -30,9 +30,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fdp import tree
+from fdp.gradients.linear_maps import GroupedMap, Map, MatrixMap, Sides, diagonal_map
+from fdp.gradients.linear_maps import apply_map as apply_map
+from fdp.gradients.linear_maps import apply_rows as apply_rows
 from fdp.kfac.factors import CurvatureError, check_factor, diagonal_of, matrix, mean_trace, size, wider
-from fdp.kfac.invert.apply import apply_map as apply_map
-from fdp.kfac.invert.apply import apply_rows as apply_rows
 from fdp.kfac.invert.apply import precondition as precondition
 from fdp.kfac.invert.foreach import finite_each
 from fdp.kfac.invert.softmax_head import mass, softmax_map
@@ -44,14 +45,9 @@ from fdp.kfac.types import (
     DiagonalFactor,
     Factor,
     GroupedFactor,
-    GroupedMap,
-    Map,
-    MatrixMap,
     Preconditioner,
     Product,
-    Sides,
     SoftmaxFactor,
-    diagonal_map,
 )
 from fdp.types import FdpError
 

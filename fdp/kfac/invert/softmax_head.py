@@ -30,9 +30,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fdp.gradients.linear_maps import LowRankMap
 from fdp.kfac.factors import CurvatureError, widened
 from fdp.kfac.invert.woodbury import SLICE, check_damping, cholesky, gram
-from fdp.kfac.types import LowRankMap, SoftmaxFactor
+from fdp.kfac.types import SoftmaxFactor
 
 
 class Capacitance(NamedTuple):

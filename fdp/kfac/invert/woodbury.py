@@ -22,8 +22,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fdp.gradients.linear_maps import LowRankMap, Map, MatrixMap
 from fdp.kfac.factors import CurvatureError, widened
-from fdp.kfac.types import LowRankMap, Map, MatrixMap
 from fdp.types import FdpError
 
 SLICE = 1 << 22

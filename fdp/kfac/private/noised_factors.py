@@ -65,7 +65,7 @@ def clipped_statistics(
 ) -> ClippedSum:
     """``sum_b c_b statistics_b / scale`` over all samples of all ranks, by :func:`name`; ``key`` is for labels.
 
-    ``known`` and ``forms`` are of layers without joint biases (``fdp.kfac.private.precondition.apart``); ``scales`` are
+    ``known`` and ``forms`` are of layers without joint biases (``separate_biases``); ``scales`` are
     public numbers that make statistics comparable, by name (:func:`scales_of` public data), 1 where there is none.
 
     Guarantees:
@@ -150,9 +150,7 @@ def check_noisable(forms: Forms, fisher: Fisher, sharding: Sharding | None, shar
         )
     for layer, both in forms.items():
         if layer.bias is not None:
-            raise FdpError(
-                f"{layer.weight}: expected layers of fdp.kfac.private.precondition.apart(known), got one with a bias"
-            )
+            raise FdpError(f"{layer.weight}: expected layers of separate_biases(known), got one with a bias")
         if not set(both) <= set(NOISABLE):
             raise FdpError(
                 f"{layer.weight}: expected the forms dense, diagonal or skip, sums to which noise can be added, got "

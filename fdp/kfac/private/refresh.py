@@ -20,6 +20,7 @@ from typing import Any
 
 from fdp import keys, tree
 from fdp.fingerprint import fingerprint
+from fdp.gradients.linear_maps import Sides
 from fdp.kfac.config import KfacConfig
 from fdp.kfac.forms import Form
 from fdp.kfac.invert.inverse import Damping, Via, invert_or_keep
@@ -27,12 +28,12 @@ from fdp.kfac.invert.woodbury import Power
 from fdp.kfac.optimizer import Kfac, kfac
 from fdp.kfac.policy import Choice, Options, Policy
 from fdp.kfac.private.noised_factors import clipped_statistics, release
-from fdp.kfac.private.precondition import apart
 from fdp.kfac.private.public_data import Public, draw
+from fdp.kfac.private.separate_biases import separate_biases
 from fdp.kfac.refresh import is_due, refresh
 from fdp.kfac.slots import Kept, Side, added, factor_of, fitted
 from fdp.kfac.state import find, replaced
-from fdp.kfac.types import Curvature, Factor, Sides
+from fdp.kfac.types import Curvature, Factor
 from fdp.model import Model
 from fdp.optimizers import Schedule
 from fdp.parallel.sharding import globalize, localize
@@ -57,7 +58,7 @@ def private_kfac(
     config = replace(
         config, power=Power.ROOT, via=Via.EIGEN, method=Damping.PI, policy=dense_or_diagonal(largest=largest)
     )
-    return kfac(model, microbatch, learning_rate=learning_rate, config=config, view=apart, **options)
+    return kfac(model, microbatch, learning_rate=learning_rate, config=config, view=separate_biases, **options)
 
 
 def dense_or_diagonal(*, largest: int) -> Policy:

@@ -29,14 +29,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fdp.gradients.linear_maps import LowRankMap, Map, Sides, apply_left, apply_right, diagonal_map
 from fdp.kfac.factors import CurvatureError, check_factor, size, unclamped_diagonal, widened
-from fdp.kfac.invert.apply import apply_left, apply_right
 from fdp.kfac.invert.inverse import Damping, Via, invert, invert_side
 from fdp.kfac.invert.softmax_head import mass_of, row_sums
 from fdp.kfac.invert.woodbury import check_damping, gram
 from fdp.kfac.ranks.add_factors import sum_totals
 from fdp.kfac.ranks.gather_columns import lengths
-from fdp.kfac.types import ColumnsFactor, Curvature, Factor, LowRankMap, Map, Sides, SoftmaxFactor, diagonal_map
+from fdp.kfac.types import ColumnsFactor, Curvature, Factor, SoftmaxFactor
 from fdp.parallel import collectives
 from fdp.parallel.gather_reduce import sum_over_samples
 from fdp.parallel.sharding import Sharding

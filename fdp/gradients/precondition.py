@@ -1,21 +1,14 @@
-"""Preconditioning before clipping: what one use of a leaf left is mapped, and everything after it is as before.
+"""Precondition per-sample gradients before they are clipped, by mapping the records that taps leave.
 
     U_L G_b U_R = sum_t (g_t U_L)^T (x_t U_R):    the ghost norm of (g U_L, x U_R) is the norm of U_L G_b U_R
 
-for symmetric maps, so that no method of measuring norms needs to know, and no per-sample gradient is formed. The maps
-are roots of inverses, ``(L + a I)^-1/2`` and ``(R + b I)^-1/2``; after clipping and noise the optimizer applies them
-once more, for F^-1 in all. What they are made of must not depend on the private data but through noise: a public or
-synthetic batch (``fdp.kfac.private.public_data``) or statistics released with noise
-(``fdp.kfac.private.noised_factors``). The first application then leaves the sensitivity at C, since the clipped numbers
-are the mapped ones, and the second is post-processing. (Precondition, then privatise: molinamarcvdb/DP-KFC, 2026, with
-per-sample gradients.)
+for symmetric maps, so no method of measuring norms needs to know about them and no per-sample gradient is formed. The
+maps may depend on private data only through noise: K-FAC takes them from a public or synthetic batch, or from noised
+statistics (``fdp.kfac.private``). The sensitivity stays C, because norms and sum see the same mapped numbers; the
+optimizer may apply the maps again after the noise, which is post-processing. (Precondition, then privatise:
+molinamarcvdb/DP-KFC, 2026, with per-sample gradients.)
 
-A bias joined to its weight as a last column would couple two leaves: here each is a layer by itself (:func:`apart`),
-the bias known by its squares alone.
-
-    >>> known = apart(survey(model, params, microbatch))
-    >>> inverses = {layer: invert(c, power=Power.ROOT, ...) for layer, c in curvatures.items()}
-    >>> step = make_train_step(..., precondition=lambda state: sides_by_path(inverses))
+    >>> step = make_train_step(..., precondition=lambda state: {"head.weight": Sides(left, right)})
 """
 
 from __future__ import annotations
@@ -28,10 +21,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fdp.gradients.linear_maps import GroupedMap, LowRankMap, Map, MatrixMap, Sides, apply_left, apply_right, apply_rows
 from fdp.gradients.rules import Dense, OneHot, Pair, Record, per_sample_gradient
-from fdp.kfac.invert.apply import apply_left, apply_right, apply_rows
-from fdp.kfac.layers import Met, Survey
-from fdp.kfac.types import GroupedMap, Layer, LowRankMap, Map, MatrixMap, Preconditioner, Sides
 from fdp.model import Model
 from fdp.parallel.sharding import Sharding
 from fdp.types import FdpError, Path
@@ -62,42 +53,6 @@ def map_record(sides: Mapping[Path, Sides], path: Path, record: Record) -> Recor
     return Pair(_map_groups(left, record.left, path), rows, record.shape)
 
 
-def apart(known: Survey) -> Survey:
-    """The same leaves, every bias a layer of its own, one column of elements."""
-    layers: list[Layer] = []
-    shapes: dict[Layer, tuple[int, int]] = {}
-    met: dict[Layer, tuple[Met, ...]] = {}
-    uses = [(i, use) for i, block in enumerate(known.plan.uses) for use in block]
-    for layer in known.layers:
-        rows, columns = known.shapes[layer]
-        weight = Layer(layer.weight, None)
-        layers.append(weight)
-        met[weight] = known.met[layer]
-        shapes[weight] = (rows, columns - (layer.bias is not None))
-        if layer.bias is not None:
-            bias = Layer(layer.bias, None)
-            layers.append(bias)
-            shapes[bias] = (rows, 1)
-            met[bias] = tuple(Met.small(i, use) for i, use in uses if use.path == layer.bias)
-    return known._replace(layers=tuple(layers), shapes=shapes, met=met)
-
-
-def sides_by_path(inverses: Mapping[Layer, Preconditioner]) -> dict[Path, Sides]:
-    """Maps by leaf; refuses what does not act on the two sides of one leaf."""
-    for layer, inverse in inverses.items():
-        if layer.bias is not None:
-            raise FdpError(
-                f"{layer.weight}: expected a layer without its bias, which is clipped as a leaf of its own, got one "
-                f"joined with {layer.bias}; make forms and curvatures of fdp.kfac.private.precondition.apart(known)"
-            )
-        if not isinstance(inverse, Sides):
-            raise FdpError(
-                f"{layer.weight}: expected a map for each side, got one of their product, which no pair of rows can go "
-                f"through; invert with Damping.PI"
-            )
-    return {layer.weight: inverse for layer, inverse in inverses.items() if isinstance(inverse, Sides)}
-
-
 def check_sides(sides: Mapping[Path, Sides], model: Model) -> Mapping[Path, Sides]:
     """The maps, if they are of trained leaves and fit them."""
     for path, (left, right) in sides.items():
@@ -112,7 +67,7 @@ def check_sides(sides: Mapping[Path, Sides], model: Model) -> Mapping[Path, Side
             raise FdpError(
                 f"{path}: expected maps of {shape[0]} rows and {math.prod(shape) // shape[0]} columns, or one of all "
                 f"its {math.prod(shape)} elements, got {sizes[0]} and {sizes[1]}; a bias is a leaf of its own here "
-                f"(fdp.kfac.private.precondition.apart)"
+                f"(fdp.kfac.private.separate_biases)"
             )
     return sides
 
