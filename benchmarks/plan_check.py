@@ -31,9 +31,10 @@ from fdp.gradients.plan import Method, make_plan
 from fdp.model import Model
 from fdp.models import LANGUAGE, LlamaConfig, build, llama
 from fdp.optimizers import adamw
+from fdp.parallel.dtensors import as_dtensor
 from fdp.parallel.mesh import make_mesh
-from fdp.parallel.offload import NOTHING, Offload
-from fdp.parallel.sharding import Sharding, Zero, abstract_params, as_dtensor, make_sharding
+from fdp.parallel.offload import NO_OFFLOAD, Offload
+from fdp.parallel.sharding import Sharding, Zero, abstract_params, make_sharding
 from fdp.privacy.clipping import flat
 from fdp.privacy.mechanism import Mechanism
 from fdp.privacy.sampling import poisson, trusted_batch
@@ -55,7 +56,7 @@ class Case(NamedTuple):
     samples: int
     method: Method
     dtype: torch.dtype = torch.bfloat16
-    offload: Offload = NOTHING
+    offload: Offload = NO_OFFLOAD
     checkpoint_activations: bool = False
     memory_budget: float | None = None
     microbatches: int = 1

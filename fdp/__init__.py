@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from fdp.model import from_loss as from_loss
     from fdp.parallel.mesh import make_mesh as make_mesh
     from fdp.parallel.offload import Offload as Offload
+    from fdp.parallel.sharded_init import init_params as init_params
+    from fdp.parallel.sharded_init import shared_key as shared_key
     from fdp.parallel.sharding import Zero as Zero
-    from fdp.parallel.sharding import init_params as init_params
     from fdp.parallel.sharding import make_sharding as make_sharding
     from fdp.parallel.sharding import over_tensor_axis as over_tensor_axis
-    from fdp.parallel.sharding import shared_key as shared_key
     from fdp.privacy.accounting import epsilon as epsilon
     from fdp.privacy.accounting import noise_multiplier_for as noise_multiplier_for
     from fdp.privacy.clipping import clip_to as clip_to
@@ -71,7 +71,8 @@ _HOME = {
     "gradients.per_sample": ("clipped_sum", "per_sample_norms"),
     "gradients.rules": ("Rule", "check_rule"),
     "privacy.sampling": ("poisson", "sample_batch"),
-    "parallel.sharding": ("Zero", "init_params", "make_sharding", "over_tensor_axis", "shared_key"),
+    "parallel.sharding": ("Zero", "make_sharding", "over_tensor_axis"),
+    "parallel.sharded_init": ("init_params", "shared_key"),
     "step": ("init_state", "make_train_step"),
     "types": ("Batch", "FdpError", "TrainState"),
 }

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from fdp import keys
+from fdp.keys import Window
 from fdp.types import Key
 
 Shape: TypeAlias = tuple[int, ...]
-Window: TypeAlias = tuple[tuple[int, int], ...]
 Init: TypeAlias = Callable[..., Tensor]
 """``init(key, shape, *, dtype, window=None) -> Tensor``; window = (start, length) per dimension."""
 

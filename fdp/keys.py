@@ -35,7 +35,7 @@ from torch import Tensor
 
 from fdp.types import FdpError, Key
 
-Window: TypeAlias = Sequence[tuple[int, int]]
+Window: TypeAlias = tuple[tuple[int, int], ...]
 """A box inside a tensor: ``(start, length)`` for every dim."""
 
 # Low byte of the nonce's first word; draws have nonce 0 and, for the tails of the normal law, chacha20.FINE.

@@ -40,22 +40,11 @@ from fdp.gradients.scores import score_moments
 from fdp.model import Model, check_params
 from fdp.ops import fast_attention
 from fdp.optimizers import LOCAL, Optimizer, apply_updates
+from fdp.parallel.dtensors import as_dtensor, globalize, globalize_state, localize
 from fdp.parallel.gather_reduce import gather_all, reduce_all, sum_over_samples
-from fdp.parallel.offload import CPU, NOTHING, Offload, settle
+from fdp.parallel.offload import CPU, NO_OFFLOAD, Offload, place_state
 from fdp.parallel.sharded_norms import sharded_reductions
-from fdp.parallel.sharding import (
-    Reduce,
-    Sharding,
-    Zero,
-    as_dtensor,
-    check_placed,
-    gathered_view,
-    globalize,
-    globalize_state,
-    localize,
-    places,
-    reduce_slack,
-)
+from fdp.parallel.sharding import Reduce, Sharding, Zero, check_placement, gathered_view, reduce_slack, shard_windows
 from fdp.privacy.mechanism import Mechanism
 from fdp.privacy.noise import add_noise, expected_mean
 from fdp.privacy.sampling import Poisson
@@ -112,7 +101,7 @@ def init_state(
     mechanism: Mechanism,
     *,
     sharding: Sharding | None = None,
-    offload: Offload = NOTHING,
+    offload: Offload = NO_OFFLOAD,
     device: torch.device | None = None,
 ) -> TrainState:
     """The state before the first step. The optimizer sees the trainable leaves only, by path.
@@ -127,7 +116,7 @@ def init_state(
     reductions = LOCAL if sharding is None else sharded_reductions(sharding)
     opt = optimizer.init(trained, reductions)
     state = TrainState(tree.unflatten(params, local), opt, clip, torch.zeros((), dtype=torch.int64, device=there))
-    state = settle(state, offload, there)
+    state = place_state(state, offload, there)
     if sharding is None:
         return state
     shapes = optimizer.init({path: torch.empty(model.leaves[path].shape, device="meta") for path in trained})
@@ -142,7 +131,7 @@ def make_train_step(
     mechanism: Mechanism,
     plan: Plan,
     sharding: Sharding | None = None,
-    offload: Offload = NOTHING,
+    offload: Offload = NO_OFFLOAD,
     checkpoint_activations: bool = False,
     donate: Sequence[str] = (),
     compile: Compile = Compile.NONE,
@@ -225,7 +214,7 @@ def compose(
     run = captured(body) if cuda_graph else body
 
     def train_step(state: TrainState, batch: Batch, key: Key) -> tuple[TrainState, Metrics]:
-        check_placed(state, batch, stages.sharding)
+        check_placement(state, batch, stages.sharding)
         here = localize(state)
         turn = gate.check(here.step, batch)
         if look is not None:
@@ -247,7 +236,7 @@ def make_stages(
     mechanism: Mechanism,
     plan: Plan,
     sharding: Sharding | None = None,
-    offload: Offload = NOTHING,
+    offload: Offload = NO_OFFLOAD,
     checkpoint_activations: bool = False,
     compile: Compile = Compile.NONE,
     precondition: Precondition | None = None,
@@ -264,7 +253,7 @@ def make_stages(
     once = sharding is not None and sharding.reduce is Reduce.PER_STEP
     gathers_once = once and sharding is not None and sharding.zero is Zero.TWO
     inside = gathered_view(sharding) if sharding is not None and gathers_once else sharding
-    where = None if sharding is None else places(sharding)
+    where = None if sharding is None else shard_windows(sharding)
     reductions = LOCAL if sharding is None else sharded_reductions(sharding)
     memory = Memory(checkpoint_activations, offload.params, CPU if offload.grads else None)
     blocks = Blocks() if compile is Compile.BLOCK else None
@@ -313,7 +302,7 @@ def make_stages(
         value = {path: leaf.to(home) for path, leaf in total.value.items()}
         if z == 0:  # asked for: see check_settings
             return value
-        return add_noise(total._replace(value=value), key=key.to(home), noise_multiplier=z, places=where)
+        return add_noise(total._replace(value=value), key=key.to(home), noise_multiplier=z, shard_windows=where)
 
     def mean_of(noisy: Flat, params: Tree) -> Flat:
         flat = tree.flatten(params)

@@ -33,8 +33,8 @@ Key: TypeAlias = Int[Tensor, " 8"]
 """A ChaCha20 key: eight 32-bit words, held in int64."""
 
 
-class Place(NamedTuple):
-    """Where a part sits in its leaf: the leaf's shape, and (start, length) of the part per dim."""
+class ShardWindow(NamedTuple):
+    """The position of a shard in its leaf: the leaf's shape, and (start, length) of the shard per dim."""
 
     shape: tuple[int, ...]
     window: tuple[tuple[int, int], ...]
@@ -166,8 +166,8 @@ class TrainState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Share:
-    """Whose part of a global batch: that of ``rank`` among ``ranks`` that hold different samples."""
+class BatchShare:
+    """A rank's share of the global batch: that of ``rank`` among ``ranks`` that hold different samples."""
 
     rank: int
     ranks: int
@@ -185,7 +185,7 @@ class Stamp:
     purpose: str
     step: int | None
     shape: tuple[int, ...]
-    share: Share
+    share: BatchShare
 
 
 class Drawn(NamedTuple):
@@ -207,9 +207,9 @@ class Batch(NamedTuple):
     drawn: Drawn | None = None
 
     @property
-    def share(self) -> Share:
+    def share(self) -> BatchShare:
         """Whose part of a global batch this is."""
-        return Share(0, 1) if self.drawn is None else self.drawn.stamp.share
+        return BatchShare(0, 1) if self.drawn is None else self.drawn.stamp.share
 
 
 class Metrics(NamedTuple):

@@ -472,7 +472,7 @@ def sensitivity_of_one_layer_claimed_for_all(monkeypatch):
 
 
 def noise_skipped(monkeypatch):
-    monkeypatch.setattr(fdp.step, "add_noise", lambda total, key, noise_multiplier, places: total.value)
+    monkeypatch.setattr(fdp.step, "add_noise", lambda total, key, noise_multiplier, shard_windows: total.value)
 
 
 def noise_once_per_microbatch(monkeypatch):
@@ -488,7 +488,7 @@ def noise_once_per_microbatch(monkeypatch):
 def mean_before_noise(monkeypatch):
     real = fdp.step.add_noise
 
-    def wrong(total, key, noise_multiplier, places):
+    def wrong(total, key, noise_multiplier, shard_windows):
         mean = total._replace(value={p: v / 32 for p, v in total.value.items()})
         return real(mean, key=key, noise_multiplier=noise_multiplier)
 
@@ -499,7 +499,7 @@ def mean_before_noise(monkeypatch):
 def noise_scaled_by_the_batch(monkeypatch):
     real = fdp.step.add_noise
 
-    def wrong(total, key, noise_multiplier, places):
+    def wrong(total, key, noise_multiplier, shard_windows):
         return real(total._replace(sensitivity=total.sensitivity / 32), key=key, noise_multiplier=noise_multiplier)
 
     monkeypatch.setattr(fdp.step, "add_noise", wrong)

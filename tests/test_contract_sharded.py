@@ -13,9 +13,11 @@ from fdp.gradients.plan import Method, make_plan
 from fdp.model import Model
 from fdp.models import GPTConfig, gpt, mlp
 from fdp.optimizers import sgd
+from fdp.parallel.dtensors import localize
 from fdp.parallel.mesh import make_mesh
-from fdp.parallel.sharded_norms import global_norm
-from fdp.parallel.sharding import Reduce, Zero, abstract_params, init_params, localize, make_sharding, over_tensor_axis
+from fdp.parallel.sharded_init import init_params
+from fdp.parallel.sharded_norms import sharded_global_norm
+from fdp.parallel.sharding import Reduce, Zero, abstract_params, make_sharding, over_tensor_axis
 from fdp.privacy import clipping
 from fdp.privacy.mechanism import Mechanism
 from fdp.privacy.sampling import poisson
@@ -64,7 +66,7 @@ def movement(
         part = stages.gradient(weights, mechanism.clip.init(), mine, mask)
         sums.append(stages.reduce(part.total).value)
     moved = {path: sums[0][path] - sums[1][path] for path in sums[0]}
-    return float(global_norm(moved, sharding)) / C
+    return float(sharded_global_norm(moved, sharding)) / C
 
 
 def tokens(ranks: int) -> Tree:
@@ -81,7 +83,7 @@ def inputs(ranks: int, last: float) -> Tree:
 def movements(mutated: bool) -> dict[str, float]:
     found = {}
     if mutated:
-        fdp.gradients.per_sample.sum_over_parts = lambda sharding, norms: norms
+        fdp.gradients.per_sample.sum_over_tensor_axis = lambda sharding, norms: norms
         return {"tensor": movement(GPT, tokens(1), {"tensor": 2}, Zero.TWO, Method.AUTO, "flat", torch.float32)}
     for axes in ({"shard": 2}, {"replicate": 2}, {"tensor": 2}):
         for method in (Method.MATERIALIZE, Method.GHOST, Method.GHOST_BK, Method.AUTO):

@@ -25,10 +25,11 @@ from fdp.kfac.private.noised_factors import STATISTICS, clipped_statistics
 from fdp.kfac.private.separate_biases import separate_biases
 from fdp.model import Model, from_loss
 from fdp.optimizers import sgd
+from fdp.parallel.dtensors import shard_leaf
 from fdp.parallel.gather_reduce import sum_over_samples
 from fdp.parallel.mesh import make_mesh
-from fdp.parallel.sharded_norms import global_norm
-from fdp.parallel.sharding import Data, Reduce, Sharding, Zero, abstract_params, cut_out, make_sharding
+from fdp.parallel.sharded_norms import sharded_global_norm
+from fdp.parallel.sharding import Data, Reduce, Sharding, Zero, abstract_params, make_sharding
 from fdp.privacy import clipping
 from fdp.privacy.clipping import clip_factors
 from fdp.privacy.mechanism import Mechanism, Statistics
@@ -217,7 +218,7 @@ SHARDED = [("linear", 1), ("linear+embedding", 2), ("linear+add", 1), ("add|add"
 
 
 def parts_of(params: Any, sharding: Sharding) -> Any:
-    return tree.nest({path: cut_out(leaf, path, sharding).to_local() for path, leaf in tree.flatten(params).items()})
+    return tree.nest({path: shard_leaf(leaf, path, sharding).to_local() for path, leaf in tree.flatten(params).items()})
 
 
 def ratios(options: dict[str, Any]) -> dict[str, float]:
@@ -246,7 +247,7 @@ def ratios(options: dict[str, Any]) -> dict[str, float]:
             one[BEFORE + k] = 1.0 if last else 0.0
             present = total(one)
             gap = {path: present.value[path].double() - absent.value[path].double() for path in present.value}
-            found[f"{name}, {WAYS[i][0].value}, {attack}"] = float(global_norm(gap, sharding)) / float(
+            found[f"{name}, {WAYS[i][0].value}, {attack}"] = float(sharded_global_norm(gap, sharding)) / float(
                 present.sensitivity
             )
     return found
@@ -293,7 +294,7 @@ def aligned(dtype: torch.dtype | None) -> tuple[float, float]:
             mask[-1] = counted if sharding.rank == 1 else 1.0
             sums.append(stages.reduce(stages.gradient(weights, (), {"x": x}, mask).total))
         gap = {path: sums[0].value[path].double() - sums[1].value[path].double() for path in sums[0].value}
-        worst = max(worst, float(global_norm(gap, sharding)))
+        worst = max(worst, float(sharded_global_norm(gap, sharding)))
     return worst, float(sums[0].sensitivity)
 
 

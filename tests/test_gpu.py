@@ -23,9 +23,11 @@ from fdp.gradients.per_sample import clipped_sum, per_sample_norms
 from fdp.gradients.plan import Method, make_plan
 from fdp.model import from_loss
 from fdp.models import GPTConfig, gpt
+from fdp.parallel.dtensors import localize
 from fdp.parallel.mesh import make_mesh
-from fdp.parallel.offload import NOTHING, Offload
-from fdp.parallel.sharding import Zero, abstract_params, init_params, localize, make_sharding
+from fdp.parallel.offload import NO_OFFLOAD, Offload
+from fdp.parallel.sharded_init import init_params
+from fdp.parallel.sharding import Zero, abstract_params, make_sharding
 from fdp.privacy import clipping
 from fdp.privacy.clipping import clip_to
 from fdp.privacy.mechanism import Mechanism
@@ -57,7 +59,7 @@ def test_the_command_records_steps_of_any_number_of_microbatches(method, tmp_pat
 def train(
     device: str,
     *,
-    offload: Offload = NOTHING,
+    offload: Offload = NO_OFFLOAD,
     zero: Zero | None = None,
     method: Method = Method.AUTO,
     dtype: torch.dtype = torch.float32,
@@ -121,7 +123,7 @@ def test_every_method_offloads(method):
 
 
 @pytest.mark.parametrize("zero", list(Zero))
-@pytest.mark.parametrize("offload", [NOTHING, ALL], ids=["device", "offload"])
+@pytest.mark.parametrize("offload", [NO_OFFLOAD, ALL], ids=["device", "offload"])
 def test_a_mesh_of_one_rank_over_nccl_is_the_same_as_none(zero, offload, plain):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -135,7 +137,7 @@ def test_a_mesh_of_one_rank_over_nccl_is_the_same_as_none(zero, offload, plain):
     assert_same(got, plain)
 
 
-@pytest.mark.parametrize("offload", [NOTHING, ALL], ids=["here", "offload"])
+@pytest.mark.parametrize("offload", [NO_OFFLOAD, ALL], ids=["here", "offload"])
 def test_compiled_equals_eager_also_with_offload(plain, offload):
     assert_same(train("cuda", compile=Compile.STEP, offload=offload)[1], plain)
 
@@ -143,7 +145,7 @@ def test_compiled_equals_eager_also_with_offload(plain, offload):
 def test_offload_takes_less_of_the_gpu():
     big = gpt(GPTConfig(layers=8, width=512, heads=8, context=32, vocab_size=211))
     peaks = []
-    for offload in (NOTHING, ALL):
+    for offload in (NO_OFFLOAD, ALL):
         mechanism = Mechanism(SAMPLING, clipping.flat(max_norm=0.3), 0.0)
         optimizer, there = optimizers.adamw(1e-2), torch.device("cuda")
         torch.cuda.empty_cache()

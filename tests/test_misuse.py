@@ -22,7 +22,8 @@ from fdp.model import Model, from_loss
 from fdp.models import GPTConfig, gpt, mlp
 from fdp.optimizers import Optimizer, adamw, sgd
 from fdp.parallel.mesh import make_mesh
-from fdp.parallel.sharding import Zero, abstract_params, init_params, make_sharding
+from fdp.parallel.sharded_init import init_params
+from fdp.parallel.sharding import Zero, abstract_params, make_sharding
 from fdp.privacy import clipping
 from fdp.privacy.accounting import epsilon
 from fdp.privacy.clipping import flat

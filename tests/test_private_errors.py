@@ -17,7 +17,7 @@ from fdp.data import corpus, datasets, text
 from fdp.data.document_packing import Unit
 from fdp.data.documents import gather, records
 from fdp.data.files import Form
-from fdp.parallel import launch
+from fdp.parallel import agree
 from fdp.types import FdpError
 from tests.data.test_text import make_tokenizer
 from tests.data.test_tokenizers import NO_SYSTEM
@@ -162,13 +162,15 @@ def test_nor_the_form_of_another_or_an_owner(tmp_path: Path) -> None:
 
 
 def test_nor_the_digest_or_the_number_of_samples_where_ranks_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = {name: CANARY for name in launch.PRIVATE} | {"steps": 3}
+    mine = {name: CANARY for name in agree.PRIVATE_SETTINGS} | {"steps": 3}
     monkeypatch.setattr(
-        launch, "everyones", lambda *_: [mine, {name: f"{CANARY}{CANARY}" for name in launch.PRIVATE} | {"steps": 3}]
+        agree,
+        "gather_values",
+        lambda *_: [mine, {name: f"{CANARY}{CANARY}" for name in agree.PRIVATE_SETTINGS} | {"steps": 3}],
     )
-    message = check(lambda: launch.check_agreement(mine | {"steps": 4}))
+    message = check(lambda: agree.check_agreement(mine | {"steps": 4}))
     assert "steps 4 on rank 0, 3 on rank 0" in message  # the first that differs is named, with what is public
-    assert "another content of the data on rank 0 than on rank 1" in check(lambda: launch.check_agreement(mine))
+    assert "another content of the data on rank 0 than on rank 1" in check(lambda: agree.check_agreement(mine))
 
 
 def test_nor_is_a_dataset_that_is_printed(tmp_path: Path) -> None:

@@ -26,8 +26,9 @@ from fdp.gradients.per_sample import losses_of, per_sample_norms
 from fdp.gradients.plan import Method, Plan, make_plan
 from fdp.gradients.taps import batch_size_of
 from fdp.model import Model
-from fdp.parallel.agree import everyones, whole
-from fdp.parallel.sharding import Sharding, abstract_params, localize
+from fdp.parallel.agree import gather_values
+from fdp.parallel.dtensors import full_tensor, localize
+from fdp.parallel.sharding import Sharding, abstract_params
 from fdp.types import Batch, FdpError, Tree
 
 NORMS_CHECKED_UP_TO = 20_000_000
@@ -90,7 +91,7 @@ def check_model(
     mixed = model_checks.mixture(model, params, first_rows(data, 2), losses_of=losses, at_most=NORMS_CHECKED_OF)
     own = make_plan(model, shapes, mixed, method=plan.method, dtype=dtype)._replace(choices=plan.choices)
     _, norms, _ = per_sample_norms(model, parts, mixed, plan=own, sharding=sharding, blocks=blocks)
-    wholes = tree.map(lambda leaf: whole(leaf).to(device, dtype), params)
+    wholes = tree.map(lambda leaf: full_tensor(leaf).to(device, dtype), params)
     uncut = model if model.tensor is None or model.parallel is None else model.parallel(None)
     model_checks.check_norms(uncut, wholes, mixed, plan=own, measured=norms)
 
@@ -123,6 +124,6 @@ class FirstCall:
         if self.sharding is not None:
             here = tree.leaves(data)[0].device
             few = tree.map(lambda leaf: leaf.cpu(), first_rows(data, FEW))
-            data = tree.map(lambda leaf: leaf.to(here), everyones(few, None)[0])
+            data = tree.map(lambda leaf: leaf.to(here), gather_values(few, None)[0])
         check_model(self.model, params, data, plan=self.plan, sharding=self.sharding)
         self.done = True

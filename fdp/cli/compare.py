@@ -85,7 +85,7 @@ def compare_command(
     from fdp.run.compare import compare, first_over, read
     from fdp.types import FdpError
 
-    if launch.started():
+    if launch.started_by_torchrun():
         raise FdpError("fdp compare starts the ranks itself; expected to be started alone, not by torchrun")
     if not 0 <= tolerance < math.inf:
         raise FdpError(f"--tolerance: expected a finite number, 0 or more, got {tolerance}")
@@ -185,9 +185,9 @@ def _observe(file: Path) -> int:
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
     settings = json.loads(file.read_text())
     group = nullcontext()
-    if launch.started():
+    if launch.started_by_torchrun():
         torch.set_num_threads(1)  # the ranks share the cores of one machine
-        group = launch.joined(launch.device_type(settings["device"]), timeout=settings["timeout"])
+        group = launch.join_ranks(launch.device_type(settings["device"]), timeout=settings["timeout"])
     try:
         with group:
             # One text for both sides: what they compute with is the same samples and noise, whatever else differs.

@@ -116,9 +116,15 @@ def laid_out(settings: Mapping[str, Any]) -> Layout | None:
             raise FdpError(f"--mesh: expected the axes for {ranks} processes, such as shard={ranks}, got none")
         return None
     if math.prod(axes.values()) != ranks:
-        start = "" if launch.started() else f"; start them with torchrun --nproc-per-node {math.prod(axes.values())}"
+        start = (
+            ""
+            if launch.started_by_torchrun()
+            else f"; start them with torchrun --nproc-per-node {math.prod(axes.values())}"
+        )
         raise FdpError(f"--mesh: expected sizes that multiply to the {ranks} processes, got {settings['mesh']}{start}")
-    return Layout(axes, zero, spread, reduce, reduce_dtype, settings["timeout"]) if launch.started() else None
+    return (
+        Layout(axes, zero, spread, reduce, reduce_dtype, settings["timeout"]) if launch.started_by_torchrun() else None
+    )
 
 
 def learning_rate(settings: Mapping[str, Any]) -> float:

@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except _UsageError as error:
         from fdp.parallel import launch
 
-        launch.leave(f"{error.format_message()}")
+        launch.withdraw(f"{error.format_message()}")
         _explain(error, words)
         code = 2
     except (KeyboardInterrupt, typer.Abort):

@@ -22,7 +22,7 @@ from fdp import keys
 from fdp.cli import run_files
 from fdp.kfac.private.public_data import Public
 from fdp.parallel import launch
-from fdp.parallel.agree import everyones, in_unison
+from fdp.parallel.agree import PRIVATE_SETTINGS, gather_values, run_in_unison
 from fdp.run.training_run import Run
 from fdp.storage import checkpoint
 from fdp.storage.checkpoint import Verified
@@ -64,7 +64,7 @@ def find(settings: Mapping[str, Any]) -> TakenUp | None:
     do not agree, are passed over and set aside; what was taken in their place is in the result.
     """
     # What the first rank sees: on a shared disk another may see it later, and they must do the same.
-    begun = everyones(in_unison(lambda: _begun(settings), None), None)[0]
+    begun = gather_values(run_in_unison(lambda: _begun(settings), None), None)[0]
     if begun is None:
         return None
     out, (config, finished, paths) = settings["out"], begun
@@ -74,14 +74,14 @@ def find(settings: Mapping[str, Any]) -> TakenUp | None:
     for path in paths:
         try:
             found = checkpoint.verify(path)
-            in_unison(lambda: _check_copies(found, config), None)  # noqa: B023
+            run_in_unison(lambda: _check_copies(found, config), None)  # noqa: B023
         except checkpoint.Damaged as error:
             damaged[path] = str(error)
             continue
-        in_unison(lambda: _same(found.meta["settings"], settings, path), None)  # noqa: B023
-        words = in_unison(lambda: _set_aside(damaged), None)
+        run_in_unison(lambda: _same(found.meta["settings"], settings, path), None)  # noqa: B023
+        words = run_in_unison(lambda: _set_aside(damaged), None)
         return TakenUp(found, torch.tensor(found.meta["key"]), words)
-    in_unison(lambda: _check_lost(out, config, damaged), None)
+    run_in_unison(lambda: _check_lost(out, config, damaged), None)
     return TakenUp()
 
 
@@ -93,7 +93,7 @@ def _begun(settings: Mapping[str, Any]) -> tuple[dict[str, Any], bool, list[Path
     out = settings["out"]
     if out is None:
         return None
-    if not (out / "config.json").exists() or ((out / "summary.json").exists() and not launch.restarted()):
+    if not (out / "config.json").exists() or ((out / "summary.json").exists() and not launch.is_restart()):
         run_files.check_free(out)
         return None
     if settings["save_every"] is None:
@@ -216,7 +216,7 @@ def check(taken_up: TakenUp, run: Run) -> None:
         expected["epsilon spent so far"] = (told.get("epsilon"), now["epsilon"])
     for what, (then, here) in expected.items():
         if then != here:
-            got = f"another {what}" if what in launch.PRIVATE else f"{here} as its {what}, not {then}"
+            got = f"another {what}" if what in PRIVATE_SETTINGS else f"{here} as its {what}, not {then}"
             raise FdpError(
                 f"{path}: expected the same run, got {got}. Noise that was drawn for other data must "
                 "not be used again: put the data back, or give another --out to start anew"

@@ -24,8 +24,8 @@ from fdp.cli.resume import TakenUp
 from fdp.cli.stopping import heeding
 from fdp.cli.unused_options import check_idle
 from fdp.parallel import launch
-from fdp.parallel.agree import everyones, in_unison
-from fdp.parallel.heartbeat import Heart
+from fdp.parallel.agree import gather_values, run_in_unison
+from fdp.parallel.heartbeat import Heartbeat
 from fdp.parallel.launch import Ranks
 from fdp.run.step_metrics import Record, guarantee_of, summarise
 from fdp.run.training_run import Run, prepare, steps
@@ -38,25 +38,25 @@ def train(settings: Mapping[str, Any], ranks: Ranks | None = None) -> int:
     first, out = launch.rank() == 0, settings["out"]
     _check_saving(settings)
     with ExitStack() as held:
-        owner = in_unison(lambda: _owner(out, held) if first and out is not None and out.is_dir() else None, None)
+        owner = run_in_unison(lambda: _owner(out, held) if first and out is not None and out.is_dir() else None, None)
         taken_up = resume.find(settings)  # before the data is loaded
         console = Console(quiet=settings["quiet"] or not first, highlight=False)
         if taken_up is not None and taken_up.finished:
             return _say_finished(settings, console)
-        config = in_unison(lambda: configure(settings), None)
-        in_unison(lambda: check_idle(settings), None)
+        config = run_in_unison(lambda: configure(settings), None)
+        run_in_unison(lambda: check_idle(settings), None)
         with console.status("checking the data, the model and the budget"):
             run, state = prepare(config, root=None if taken_up is None else taken_up.root)
         if taken_up is not None and taken_up.checkpoint is not None:
-            in_unison(lambda: resume.check(taken_up, run), None)
+            run_in_unison(lambda: resume.check(taken_up, run), None)
             state = checkpoint.load(taken_up.checkpoint, like=state)
         if taken_up is not None:
             folder = settings["out"]
-            in_unison(lambda: _clear(folder, settings, run, state) if first else None, None)
+            run_in_unison(lambda: _clear(folder, settings, run, state) if first else None, None)
         else:
-            made = in_unison(lambda: _new_folder(settings, run, owner, held) if first else None, None)
+            made = run_in_unison(lambda: _new_folder(settings, run, owner, held) if first else None, None)
             owner, folder = made or (None, None)
-            folder = everyones(folder, None)[0]
+            folder = gather_values(folder, None)[0]
         assert folder is not None
         display.show_header(console, run, state, settings)
         _say_resumed(taken_up, console)
@@ -71,7 +71,7 @@ def _train(
     console: Console,
     *,
     owner: Owner | None,
-    heart: Heart | None,
+    heart: Heartbeat | None,
 ) -> int:
     """Make the steps that are left, and finish, or save and say how to go on if somebody asks to stop."""
     first = launch.rank() == 0
@@ -81,7 +81,7 @@ def _train(
         stream = run_files.write_metrics(stream, folder, kept=records) if first else stream
         for state, record in display.follow(_saved(stream, run, settings, folder), run, console):  # noqa: B007
             records.append(record)
-        code = max(everyones(stop.code, None)) if int(state.step) < run.config.steps else 0
+        code = max(gather_values(stop.code, None)) if int(state.step) < run.config.steps else 0
         if code:
             console.print(f"interrupted after {int(state.step)} steps; what they gave is kept")
         if code and settings["save_every"] is not None:
@@ -90,7 +90,7 @@ def _train(
                 checkpoint.save(resume.root_of(folder), state, meta=meta, keep=settings["keep"])
             console.print("the same command resumes")
             return code
-        in_unison(lambda: owner.check() if owner else None, None)
+        run_in_unison(lambda: owner.check() if owner else None, None)
         _finish(run, state, records, settings, folder, console)
         return code
 
@@ -147,7 +147,7 @@ def _clear(folder: Path, settings: Mapping[str, Any], run: Run, state: TrainStat
 
 
 def _watched(
-    stream: Iterator[tuple[TrainState, Record]], owner: Owner | None, heart: Heart | None
+    stream: Iterator[tuple[TrainState, Record]], owner: Owner | None, heart: Heartbeat | None
 ) -> Iterator[tuple[TrainState, Record]]:
     """The same stream; signs of life tell how far this rank is, and a folder that was lost ends it."""
     for state, record in stream:

@@ -330,12 +330,13 @@ def train_command(
     from fdp.cli.configure import learning_rate
     from fdp.cli.session import train
     from fdp.parallel import launch
+    from fdp.parallel.agree import check_agreement
 
     settings["lr"] = learning_rate(settings)  # as a number, so that a run taken up again is compared by it
-    if launch.started():
+    if launch.started_by_torchrun():
         device_type = launch.device_type(device)
-        with launch.joined(device_type, timeout=timeout) as ranks:
-            launch.check_agreement(settings)
+        with launch.join_ranks(device_type, timeout=timeout) as ranks:
+            check_agreement(settings)
             code = train(settings, ranks)
     else:
         code = train(settings)

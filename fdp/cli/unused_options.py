@@ -43,7 +43,7 @@ CAPPED = Partner(
     lambda s: MEASURED.there(s) and (s["kfac_policy"], s["kfac_distribution"]) != ("all", "ring"),
 )
 NOISED = Partner("--kfac-data noised", lambda s: s["kfac_data"] == "noised")
-RANKS = Partner("several ranks, started with torchrun", lambda s: launch.started())
+RANKS = Partner("several ranks, started with torchrun", lambda s: launch.started_by_torchrun())
 
 GOES_WITH = {
     "lora_alpha": LORA, "lora_targets": LORA, "windows_per_user": USER, "pack": USER, "field": RECORDS, "form": TEXTS,

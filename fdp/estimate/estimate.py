@@ -37,7 +37,7 @@ from fdp.kfac.state import find, inverse_bytes, replaced, stored
 from fdp.model import Model
 from fdp.optimizers import LOCAL, Optimizer, Reductions, adamw
 from fdp.parallel.mesh import make_mesh
-from fdp.parallel.offload import NOTHING, Offload
+from fdp.parallel.offload import NO_OFFLOAD, Offload
 from fdp.parallel.sharding import Reduce, Sharding, Zero, abstract_params, make_sharding, over_tensor_axis
 from fdp.privacy import clipping
 from fdp.privacy.clipping import ClipStyle
@@ -111,7 +111,7 @@ def plan_at_scale(
     method: Method = Method.AUTO,
     dtype: torch.dtype = torch.float32,
     optimizer: Optimizer | KfacOptimizer | None = None,
-    offload: Offload = NOTHING,
+    offload: Offload = NO_OFFLOAD,
     checkpoint_activations: bool = False,
     memory_budget: float | None = None,
     microbatches: int = 1,
@@ -283,7 +283,7 @@ def _labelled_state(work: _Work, ledger: Ledger) -> TrainState:
     """This rank's parts, where they are kept between steps."""
     model, sharding, offload = work.model, work.sharding, work.offload
     parts = {
-        path: torch.empty(spec.shape if sharding is None else sharding.leaves[path].part, device=DEVICE)
+        path: torch.empty(spec.shape if sharding is None else sharding.leaves[path].local_shape, device=DEVICE)
         for path, spec in model.leaves.items()
     }
 

@@ -28,11 +28,11 @@ from fdp.optimizers.schedules import as_schedule
 from fdp.optimizers.sgd import TraceState
 from fdp.optimizers.transforms import ScheduleState
 from fdp.privacy.noise import grid_of
-from fdp.types import FdpError, Flat, Key, Path, Place, Tree, Weighted
+from fdp.types import FdpError, Flat, Key, Path, ShardWindow, Tree, Weighted
 
 
 class NoisyUpdate:
-    """The update of one optimizer; keeps between calls what depends on paths and places only.
+    """The update of one optimizer; keeps between calls what depends on paths and shard windows only.
 
     A call can be captured in a CUDA graph if one with leaves of the same sizes came before it, and then ``reserve``.
 
@@ -58,12 +58,12 @@ class NoisyUpdate:
         key: Key,
         noise_scale: Float[Tensor, ""] | None,
         expected_batch_size: float,
-        places: Mapping[Path, Place] | None = None,
+        shard_windows: Mapping[Path, ShardWindow] | None = None,
     ) -> None:
         """Write the next parameters, state and copies into the old ones.
 
         ``sums`` has an entry for every leaf of ``params``; ``noise_scale`` is the standard deviation of the noise, None
-        for none. ``copies`` may lack leaves. ``places`` says where in its leaf each part sits, as in ``add_noise``.
+        for none. ``copies`` may lack leaves. ``shard_windows`` gives each shard's position, as in ``add_noise``.
         """
         if set(sums) != set(params):
             differ = sorted(set(sums) ^ set(params))
@@ -72,7 +72,7 @@ class NoisyUpdate:
             raise FdpError(f"expected_batch_size: expected a number > 0, got {expected_batch_size}")
         moments = _moments(opt_state, params, self.rule)
         scalars = self._scalars(moments, opt_state, noise_scale, expected_batch_size)
-        leaves, odd = self._leaves(params, moments, sums, copies or {}, places)
+        leaves, odd = self._leaves(params, moments, sums, copies or {}, shard_windows)
         hyper = self._hyper()
         children = None if noise_scale is None else self._children(key, [*leaves, *odd])
         update_leaves_(
@@ -81,7 +81,7 @@ class NoisyUpdate:
         for i, (path, leaf) in enumerate(odd.items(), start=len(leaves)):
             draw = None
             if children is not None:
-                shape, window = (tuple(leaf.param.shape), None) if places is None else places[path]
+                shape, window = (tuple(leaf.param.shape), None) if shard_windows is None else shard_windows[path]
                 draw = keys.normal(children[i], shape, dtype=torch.float64, window=window)
             step_reference_(leaf, draw, scalars, hyper)
         for part in opt_state:
@@ -119,7 +119,7 @@ class NoisyUpdate:
         moments: AdamState | TraceState,
         sums: Mapping[Path, Weighted],
         copies: Mapping[Path, Tensor],
-        places: Mapping[Path, Place] | None,
+        shard_windows: Mapping[Path, ShardWindow] | None,
     ) -> tuple[dict[Path, Leaf], dict[Path, Leaf]]:
         """The leaves that the kernel takes, and the others."""
         if isinstance(moments, AdamState):
@@ -130,7 +130,7 @@ class NoisyUpdate:
         decays = {} if mask is None else tree.flatten(mask(params))
         taken, odd = {}, {}
         for path, param in params.items():
-            first = 0 if places is None else _first(places[path])
+            first = 0 if shard_windows is None else _first(shard_windows[path])
             decay = self.rule.weight_decay > 0 and bool(decays.get(path, True))
             rows, factors = sums[path]
             if rows.shape[1:] != param.shape or factors.shape != rows.shape[:1]:
@@ -164,7 +164,7 @@ def _moments(opt_state: Tree, params: Flat, rule: AdamW | Momentum) -> AdamState
     return found
 
 
-def _first(place: Place) -> int | None:
+def _first(place: ShardWindow) -> int | None:
     """The index of a part's first element in its leaf, if its elements follow each other there; else None."""
     shape, window = place
     cut = [dim for dim, (_, length) in enumerate(window) if length != shape[dim]]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fdp import tree
 from fdp.fingerprint import fingerprint
 from fdp.foreign.layout import leaf_paths
-from fdp.init import Window
+from fdp.keys import Window
 from fdp.model import Block, LeafSpec, Model
 from fdp.types import FdpError, Key, Tree
 

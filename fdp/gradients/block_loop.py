@@ -29,7 +29,7 @@ from fdp.gradients.rules import Dense, Record
 from fdp.gradients.taps import batch_size_of, tapped_vjp
 from fdp.gradients.vjp import vjp
 from fdp.model import Block, Model, check_losses
-from fdp.parallel.gather_reduce import Pending, finish_gather, start_gather
+from fdp.parallel.gather_reduce import PendingGather, finish_gather, start_gather
 from fdp.parallel.sharding import Sharding, Zero
 from fdp.types import FdpError, Flat, Path, Tree
 
@@ -64,12 +64,12 @@ class Weights(NamedTuple):
     memory: Memory
     blocks: Blocks | None = None
 
-    def start(self, i: int, token: Tree) -> Pending:
+    def start(self, i: int, token: Tree) -> PendingGather:
         """Send for the weights of block ``i``; ``token`` as in ``start_gather``."""
         paths = list(dict.fromkeys(tree.leaves(self.model.blocks[i].params)))
         return start_gather(self.sharding, paths, self.parts, dtype=self.dtype, device=self.device, token=token)
 
-    def finish(self, pending: Pending) -> Flat:
+    def finish(self, pending: PendingGather) -> Flat:
         return finish_gather(self.sharding, pending)
 
     @property
@@ -117,7 +117,7 @@ def forward(
     opened: list[Left] = []
     carries: list[Tree] = []
     carry: Tree = ()
-    pending: Pending | None = weights.start(0, token=())
+    pending: PendingGather | None = weights.start(0, token=())
     for i in range(count):
         assert pending is not None
         whole: Flat = weights.finish(pending)
@@ -163,7 +163,7 @@ def backward(
     of the losses, None for all ones; ``token`` is what the first gather waits for, as in ``start_gather``. Uses up
     ``opened`` and ``carries``, so that nothing outlives its use.
     """
-    pending: Pending | None = None
+    pending: PendingGather | None = None
     for i in range(len(weights.model.blocks) - 1, -1, -1):
         left = opened.pop()
         if left.pull is None and left.whole is None:

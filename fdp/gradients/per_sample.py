@@ -38,7 +38,7 @@ from fdp.gradients.sample_gradients import (
     weighted_gradient_of_uses,
 )
 from fdp.model import Model
-from fdp.parallel.gather_reduce import owned, reduced, sum_over_parts
+from fdp.parallel.gather_reduce import owned_paths, reduce_stream, sum_over_tensor_axis
 from fdp.parallel.sharding import Reduce, Sharding
 from fdp.types import Clip, ClippedSum, FdpError, Flat, Norms, Path, Tree, Weighted
 
@@ -122,7 +122,7 @@ def per_sample_norms(
     squared |= _together(squares, lambda parts: parts.sum(-1))
     norms = Norms({path: squared[path] for path in weights.parts if path in plan.trainable})
     stash = Stash(kept, inputs, weights, data, plan, mapped)
-    return losses.to(_wide(losses.dtype)), sum_over_parts(sharding, norms), stash
+    return losses.to(_wide(losses.dtype)), sum_over_tensor_axis(sharding, norms), stash
 
 
 def clipped_sum(stash: Stash, clip: Clip, *, made: bool = True, release: bool = False) -> ClippedSum:
@@ -139,7 +139,7 @@ def clipped_sum(stash: Stash, clip: Clip, *, made: bool = True, release: bool = 
       - a sample whose factor is 0 contributes exactly 0, even if its gradient is NaN or infinite.
     """
     sharding, memory = stash.weights.sharding, stash.weights.memory
-    total = reduced(_reducing(sharding), _weighted_blocks(stash, clip, made, release), device=memory.sums_on)
+    total = reduce_stream(_reducing(sharding), _weighted_blocks(stash, clip, made, release), device=memory.sums_on)
     if set(total) != set(clip.factors):
         raise FdpError(f"clipped_sum: leaves {sorted(set(total) ^ set(clip.factors))} are in the norms or the sum only")
     return ClippedSum({path: total[path] for path in clip.factors}, clip.sensitivity, clip.bound)
@@ -166,7 +166,7 @@ def plain_sum(
     losses, opened, carries = forward(weights, data, plan, gradient=counted)
     start = counted.to(losses.dtype)
     stream = _plain_blocks(weights, start, opened, carries, data, plan, made, token=losses)
-    total = reduced(_reducing(sharding), stream, device=memory.sums_on)
+    total = reduce_stream(_reducing(sharding), stream, device=memory.sums_on)
     return losses.to(_wide(losses.dtype)), {path: total[path] for path in weights.parts if path in plan.trainable}
 
 
@@ -199,10 +199,10 @@ def _weighted_blocks(stash: Stash, clip: Clip, made: bool, release: bool) -> Ite
             again = {path: [stash.mapped(path, record) for record in of] for path, of in second.items()}
             for path, part in _sums(again, clip, several).items():
                 whole[path] = whole[path] + part.double() if path in whole else part.double()
-            done = [path for path in owned(weights.model, i) if path in whole]
+            done = [path for path in owned_paths(weights.model, i) if path in whole]
             yield {path: whole.pop(path) for path in done}
     for i in blocks:
-        kept = {path: stash.records[path] for path in owned(weights.model, i) if path in stash.records}
+        kept = {path: stash.records[path] for path in owned_paths(weights.model, i) if path in stash.records}
         for path in kept if release else ():
             del stash.records[path]
         alone = {} if made else _alone(kept)
@@ -235,7 +235,7 @@ def _plain_blocks(
     for i, found in backward(weights, start, opened, carries, data, plan, token=token):
         for path, leaf in found.items():
             whole[path] = _widened(whole[path]) + _widened(leaf) if path in whole else leaf
-        done = [path for path in owned(weights.model, i) if path in whole]
+        done = [path for path in owned_paths(weights.model, i) if path in whole]
         if made:
             yield {path: _widened(whole.pop(path)) for path in done}
         else:

@@ -43,8 +43,9 @@ from fdp.kfac.slots import Kept, Side, Window, added, condensed, factor_of, fitt
 from fdp.kfac.state import KfacPlan, KfacState, LayerPlan, find, replaced
 from fdp.kfac.types import Curvature, DenseFactor, DiagonalFactor, Factor, Layer, Preconditioner
 from fdp.model import Model
+from fdp.parallel.dtensors import globalize, localize
 from fdp.parallel.gather_reduce import sum_over_samples
-from fdp.parallel.sharding import Sharding, globalize, localize
+from fdp.parallel.sharding import Sharding
 from fdp.types import FdpError, Key, Path, TrainState, Tree
 
 Sum: TypeAlias = DenseFactor | DiagonalFactor

@@ -24,8 +24,8 @@ from fdp.optimizers.base import apply_updates as apply_updates
 from fdp.optimizers.base import chain as chain
 from fdp.optimizers.lamb import lamb as lamb
 from fdp.optimizers.lamb import scale_by_trust_ratio as scale_by_trust_ratio
-from fdp.optimizers.reductions import LOCAL as LOCAL
-from fdp.optimizers.reductions import Reductions as Reductions
+from fdp.optimizers.leaf_reductions import LOCAL as LOCAL
+from fdp.optimizers.leaf_reductions import Reductions as Reductions
 from fdp.optimizers.schedules import Schedule as Schedule
 from fdp.optimizers.schedules import constant as constant
 from fdp.optimizers.schedules import cosine as cosine

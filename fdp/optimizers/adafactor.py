@@ -25,7 +25,7 @@ from torch import Tensor
 from fdp import tree
 from fdp.optimizers import checks
 from fdp.optimizers.base import Optimizer, chain, once, stateless, zero_step
-from fdp.optimizers.reductions import LOCAL, Reductions
+from fdp.optimizers.leaf_reductions import LOCAL, Reductions
 from fdp.optimizers.schedules import Schedule, as_schedule
 from fdp.optimizers.transforms import add_decayed_weights, scale_by_learning_rate, times
 from fdp.types import FdpError, Tree

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fdp import tree
 from fdp.optimizers import checks
-from fdp.optimizers.reductions import LOCAL, Reductions
+from fdp.optimizers.leaf_reductions import LOCAL, Reductions
 from fdp.optimizers.schedules import Schedule
 from fdp.types import FdpError, Tree
 

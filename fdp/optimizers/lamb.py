@@ -20,7 +20,7 @@ from torch import Tensor
 from fdp import tree
 from fdp.optimizers.adam import scale_by_adam
 from fdp.optimizers.base import Optimizer, chain, once, stateless
-from fdp.optimizers.reductions import Reductions
+from fdp.optimizers.leaf_reductions import Reductions
 from fdp.optimizers.schedules import Schedule
 from fdp.optimizers.transforms import add_decayed_weights, scale_by_learning_rate, times
 from fdp.types import Tree

@@ -1,60 +1,60 @@
-"""What the ranks do together outside the step: all of them, or none.
+"""Exchanges between ranks outside the step: small Python values, and errors that every rank must hear of.
 
-Reading and writing files can fail on one rank alone. The others must hear of it, or they wait forever: so an act that
-can fail is done in unison, and an error anywhere is an error everywhere.
+Reading and writing files can fail on one rank alone. The other ranks must learn of it, or they wait forever. So an
+action that can fail runs in unison: an error on any rank is raised on every rank.
 
-    >>> in_unison(lambda: check(path), group)              # raises on every rank, or on none
+    >>> run_in_unison(lambda: check(path), group)          # raises on every rank, or on none
+    >>> gather_values(digest, group)                       # [digest of rank 0, digest of rank 1, ...]
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from fdp.parallel.collectives import all_gather, axis_of, wait
-from fdp.types import Axis, FdpError, Place
+from fdp.types import FdpError
 
 T = TypeVar("T")
 
+PRIVATE_SETTINGS = ("number of samples", "content of the data", "content of the public data")
+"""Settings that the ranks, and the attempts of a run, must agree on but that no error may show."""
 
-def several() -> bool:
-    """Whether there is a process group."""
+
+def is_distributed() -> bool:
+    """Return True if there is a process group."""
     return dist.is_available() and dist.is_initialized()
 
 
 def rank_in(group: ProcessGroup | None) -> int:
-    """This rank's place in the group, by default that of all ranks; 0 if there is none."""
-    return dist.get_rank(group) if several() else 0
+    """Return this process's rank in ``group`` (None: the default group), or 0 without a process group."""
+    return dist.get_rank(group) if is_distributed() else 0
 
 
-def size_of(group: ProcessGroup | None) -> int:
-    """How many ranks there are; 1 if there is no process group."""
-    return dist.get_world_size(group) if several() else 1
+def group_size(group: ProcessGroup | None) -> int:
+    """Return the number of ranks in ``group`` (None: the default group), or 1 without a process group."""
+    return dist.get_world_size(group) if is_distributed() else 1
 
 
-def everyones(value: T, group: ProcessGroup | None) -> list[T]:
-    """The value of every rank, in order."""
-    if not several():
+def gather_values(value: T, group: ProcessGroup | None) -> list[T]:
+    """Return the value of every rank, in rank order."""
+    if not is_distributed():
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
 
 
-def in_unison(act: Callable[[], T], group: ProcessGroup | None) -> T:
-    """``act()`` on every rank.
+def run_in_unison(act: Callable[[], T], group: ProcessGroup | None) -> T:
+    """Run ``act()`` on every rank and return its value.
 
     Guarantees:
-      - if it fails on any rank, every rank raises an :class:`FdpError`, with the class and the words of the first that
+      - if it fails on any rank, every rank raises an :class:`FdpError`, with the class and message of the first that
         failed.
     """
-    if not several():
+    if not is_distributed():
         return act()
     result: Any = None
     problem: FdpError | None = None
@@ -62,59 +62,30 @@ def in_unison(act: Callable[[], T], group: ProcessGroup | None) -> T:
         result = act()
     except FdpError as error:
         problem = error
-    except Exception as error:  # whatever it is, the other ranks wait to hear of it
+    except Exception as error:  # any other error too: the other ranks wait to hear of it
         problem = FdpError(f"{type(error).__name__}: {error}")
         problem.__cause__ = error
-    for rank, told in enumerate(everyones(None if problem is None else (type(problem), str(problem)), group)):
+    for rank, told in enumerate(gather_values(None if problem is None else (type(problem), str(problem)), group)):
         if told is not None:
             kind, words = told
             shared = problem if problem and rank == rank_in(group) else kind(f"rank {rank}: {words}")
-            shared.everywhere = True  # so that one rank may speak for all
+            shared.everywhere = True  # so that only one rank needs to print it
             raise shared
     return result
 
 
-def local(leaf: Tensor) -> Tensor:
-    """This rank's part of a leaf."""
-    return (leaf.to_local() if isinstance(leaf, DTensor) else leaf).detach()
-
-
-def whole(leaf: Tensor) -> Tensor:
-    """Gather all of a leaf on every rank, by fdp's own collectives: see :func:`fdp.parallel.collectives.all_gather`."""
-    if not isinstance(leaf, DTensor):
-        return leaf
-    part, mesh, shape, cuts = local(leaf), leaf.device_mesh, list(leaf.shape), []
-    for axis, placement in zip(mesh.mesh_dim_names or (), leaf.placements):
-        if isinstance(placement, Shard):
-            cuts.append((axis_of(mesh, axis), placement.dim, shape[placement.dim]))
-            shape[placement.dim] = _share(shape[placement.dim], cuts[-1][0])
-        elif not isinstance(placement, Replicate):
-            raise FdpError(f"expected a leaf that is cut or replicated along {axis}, got {placement}")
-    for axis, dim, length in reversed(cuts):
-        part = part.movedim(dim, 0)
-        padded = part.new_zeros((-(-length // axis.size), *part.shape[1:]))
-        padded[: len(part)] = part
-        part = wait(all_gather(padded, axis))[:length].movedim(0, dim)
-    return part
-
-
-def _share(length: int, axis: Axis) -> int:
-    """How much of ``length`` lies on this rank: even chunks, of which the last ones may be short or empty."""
-    chunk = -(-length // axis.size)
-    return max(0, min(chunk, length - axis.rank * chunk))
-
-
-def place(leaf: Tensor) -> Place:
-    """Where this rank's part sits in the leaf; a plain tensor is the whole leaf."""
-    if not isinstance(leaf, DTensor):
-        return Place(tuple(leaf.shape), tuple((0, n) for n in leaf.shape))
-    sizes, starts = compute_local_shape_and_global_offset(leaf.shape, leaf.device_mesh, leaf.placements)
-    return Place(tuple(leaf.shape), tuple(zip(starts, sizes)))
-
-
-def in_place_of(leaf: Tensor, part: Tensor) -> Tensor:
-    """``part`` as this rank's part of a leaf placed like ``leaf``, on whatever device ``part`` is.
-
-    ``DTensor.from_local`` would move it to the device of the mesh.
-    """
-    return DTensor(part, leaf._spec, requires_grad=False) if isinstance(leaf, DTensor) else part
+def check_agreement(settings: Mapping[str, Any]) -> None:
+    """Refuse ranks that were started with different settings; name those that differ, without private content."""
+    own = rank_in(None)
+    for other, theirs in enumerate(gather_values(dict(settings), None)):
+        differing = {name for name in settings if theirs.get(name) != settings[name]} | (set(theirs) - set(settings))
+        if differing:
+            said = ", ".join(
+                f"another {name} on rank {own} than on rank {other}"
+                if name in PRIVATE_SETTINGS
+                else f"{name} {settings.get(name)!r} on rank {own}, {theirs.get(name)!r} on rank {other}"
+                for name in sorted(differing)
+            )
+            error = FdpError(f"ranks: expected the same settings and data everywhere, got {said}")
+            error.everywhere = True  # a rank that differs from another raises it, and so does the other
+            raise error

@@ -1,13 +1,13 @@
-"""Signs of life of every rank, in the run's store: who is silent when a collective fails.
+"""Heartbeats of every rank in the run's store, so that a failed collective can name the silent rank.
 
-    beat/r = how often rank r's thread has beaten, and the step that its main thread has reached
+    beat/r = (number of beats of rank r's thread, step that its main thread has reached)
 
-A process that was killed or stopped beats no more; one that is merely behind shows by its step. Counters are compared
-with themselves a little later, never with a clock: clocks of machines differ, and jump.
+A process that was killed or stopped beats no more; one that is only behind shows it by its step. Counters are compared
+with their own later values, never with a clock: the clocks of machines differ, and jump.
 
-    >>> heart = Heart(again(), rank=rank)
+    >>> heart = Heartbeat(reconnect(), rank=rank)
     >>> heart.step = 12
-    >>> silent(again(), world=world)                      # [1]: rank 1 is dead, stopped or cut off
+    >>> silent_ranks(reconnect(), world=world)            # [1]: rank 1 is dead, stopped or unreachable
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from typing import NamedTuple
 
 from torch.distributed import Store
 
-EVERY = 0.5
+INTERVAL_S = 0.5
 """Seconds between two beats."""
-WATCH = 2.5
-"""Seconds without a beat after which a rank is silent."""
+SILENCE_S = 2.5
+"""Seconds without a beat after which a rank counts as silent."""
 
 
 class Beat(NamedTuple):
-    """A rank's last sign of life."""
+    """The last beat of a rank."""
 
     count: int
     step: int
 
 
-class Heart:
-    """Beats for this rank from a thread, until :meth:`stop` or the end of the process."""
+class Heartbeat:
+    """A thread that beats for this rank until :meth:`stop` or the end of the process."""
 
     def __init__(self, store: Store, *, rank: int) -> None:
         self.step = 0
@@ -44,33 +44,34 @@ class Heart:
         self._thread.start()
 
     def stop(self) -> None:
-        """Beat no more."""
+        """Stop beating."""
         self._ended.set()
 
     def _run(self) -> None:
         count = 0
-        while not self._ended.wait(EVERY):
+        while not self._ended.wait(INTERVAL_S):
             count += 1
             try:
                 self._beat(count)
-            except RuntimeError:  # the store is gone, and whoever kept it: the next collective says so
+            except RuntimeError:  # the store's process is gone: the next collective raises the error
                 return
 
     def _beat(self, count: int) -> None:
         self._store.set(f"beat/{self._rank}", json.dumps([count, self.step]))
 
 
-def beats(store: Store, *, world: int) -> list[Beat | None]:
-    """Read the last beat of every rank; None of one that never beat."""
+def read_beats(store: Store, *, world: int) -> list[Beat | None]:
+    """Read the last beat of every rank; None for a rank that never beat."""
     keys = [f"beat/{rank}" for rank in range(world)]
     return [Beat(*json.loads(store.get(key))) if store.check([key]) else None for key in keys]
 
 
-def silent(store: Store, *, world: int, watch: float = WATCH) -> list[int]:
-    """Watch all ranks for ``watch`` seconds; return those that did not beat, fewer as soon as all have."""
-    before, deadline = beats(store, world=world), time.monotonic() + watch
+def silent_ranks(store: Store, *, world: int, watch: float = SILENCE_S) -> list[int]:
+    """Watch all ranks for up to ``watch`` seconds and return those that did not beat; stop early once all have."""
+    before, deadline = read_beats(store, world=world), time.monotonic() + watch
     while True:
-        quiet = [rank for rank, beat in enumerate(beats(store, world=world)) if beat is None or beat == before[rank]]
+        beats = read_beats(store, world=world)
+        quiet = [rank for rank, beat in enumerate(beats) if beat is None or beat == before[rank]]
         if not quiet or time.monotonic() > deadline:
             return quiet
-        time.sleep(EVERY / 5)
+        time.sleep(INTERVAL_S / 5)

@@ -1,10 +1,10 @@
-"""Meshes: how the ranks of a run are arranged, by name and always explicit.
+"""The device mesh: ranks arranged along named axes.
 
     replicate x tensor x shard = world size
 
-The *data* axes, ``replicate`` and ``shard``, hold different samples; ``shard`` also cuts the parameters. Ranks along
-``tensor`` hold the same samples and different parts of the same layers. An axis is an axis of the mesh, a dim a
-dimension of a tensor.
+The *data* axes, ``replicate`` and ``shard``, hold different samples; ``shard`` also splits the parameters. Ranks along
+``tensor`` hold the same samples and different parts of the same layers. *Axis* always means an axis of the mesh,
+*dim* a dimension of a tensor.
 
     >>> mesh = make_mesh({"replicate": 2, "shard": 4}, device_type="cuda", timeout=600)  # 8 ranks, started by torchrun
 """
@@ -23,13 +23,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from fdp.types import FdpError
 
 AXES = ("replicate", "tensor", "shard")
-"""In the order in which they cut a dim that two of them share: ``tensor`` first, then ``shard``, as DTensor does."""
+"""The axes in the order in which they split a dim they share: ``tensor`` first, then ``shard``, as DTensor does."""
 
 
 def make_mesh(sizes: Mapping[str, int], *, device_type: str, timeout: float | None = None) -> DeviceMesh:
-    """A mesh of all ranks with the named axes; axes left out have size 1.
+    """Return a mesh of all ranks with the named axes; axes left out have size 1.
 
-    No collective along an axis waits longer than ``timeout`` seconds; None: torch's default. Neighbouring ranks, which
+    Collectives along an axis wait at most ``timeout`` seconds (None: torch's default). Neighbouring ranks, which
     are usually the best connected, lie along ``tensor``, then along ``shard``.
     """
     if unknown := sorted(set(sizes) - set(AXES)):
@@ -47,14 +47,14 @@ def make_mesh(sizes: Mapping[str, int], *, device_type: str, timeout: float | No
 
 
 def on_device(mesh: DeviceMesh, device_type: str) -> DeviceMesh:
-    """The same ranks and groups for tensors of another device."""
+    """Return a mesh of the same ranks and groups for tensors on another device."""
     if mesh.device_type == device_type:
         return mesh
     return DeviceMesh.from_group(mesh.get_all_groups(), device_type, mesh.mesh, mesh_dim_names=AXES)
 
 
 def _group(rows: torch.Tensor, timeout: float | None) -> ProcessGroup:
-    """Make a group of every row of ranks and return this rank's own. DeviceMesh would make them without a timeout."""
+    """Create a group per row of ranks and return this rank's own; DeviceMesh would create them without a timeout."""
     patience = None if timeout is None else timedelta(seconds=timeout)
     groups = [dist.new_group(row, timeout=patience) for row in rows.tolist()]
     own = next(group for group, row in zip(groups, rows.tolist()) if dist.get_rank() in row)

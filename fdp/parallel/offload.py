@@ -1,12 +1,12 @@
-"""Offload: what of the state is kept in CPU memory, and where the update is computed.
+"""CPU offload: which parts of the training state live in CPU memory, and where the update is computed.
 
-    params      each block's part is sent to the device when its turn comes, forward and backward
-    grads       each block's reduced sum is sent back as soon as it is there
+    params      each block's shard is sent to the device when it is needed, in the forward and in the backward
+    grads       each block's reduced sum is sent back as soon as it is complete
     optimizer   its state stays on the CPU, and the update is computed there
 
-A choice about memory and speed only: the numbers are the same.
+Offload changes memory and speed only: the numbers are the same.
 
-    >>> state = settle(init_state(...), offload, device)
+    >>> state = place_state(init_state(...), offload, device)
     >>> step = make_train_step(..., offload=Offload(params=True, grads=True, optimizer=True))
 """
 
@@ -25,20 +25,20 @@ CPU = torch.device("cpu")
 
 
 class Offload(NamedTuple):
-    """What is kept on the CPU between its uses."""
+    """The parts of the state that stay on the CPU between their uses."""
 
     params: bool = False
     grads: bool = False
     optimizer: bool = False
 
 
-NOTHING = Offload()
+NO_OFFLOAD = Offload()
 
 
-def settle(state: TrainState, offload: Offload, device: torch.device) -> TrainState:
-    """The state with every tensor where it is kept between steps; plain tensors, this rank's parts.
+def place_state(state: TrainState, offload: Offload, device: torch.device) -> TrainState:
+    """Move every tensor of a state of plain shards to the device it lives on between steps.
 
-    What is kept on the CPU for a GPU is pinned, so that it can be sent while the GPU computes.
+    CPU memory that feeds a GPU is pinned, so that copies overlap with compute.
     """
 
     def there(part: Tree, *, on_cpu: bool) -> Tree:
@@ -50,5 +50,5 @@ def settle(state: TrainState, offload: Offload, device: torch.device) -> TrainSt
 
 def _pinned(leaf: Tensor, device: torch.device) -> Tensor:
     if isinstance(leaf, DTensor):
-        raise AssertionError("settle works on plain parts")
+        raise AssertionError("place_state works on plain shards")
     return leaf.pin_memory() if device.type == "cuda" and not leaf.is_pinned() else leaf

@@ -1,13 +1,13 @@
-"""Meet all ranks of a run in a store, whatever an earlier attempt left there.
+"""Rendezvous of all ranks of a run in a store that may hold entries of an earlier attempt.
 
-torchrun restarts ranks with the store of the attempt before, which still holds the addresses of dead processes, and no
-number that it hands out is the same on every machine: each agent counts its own restarts. So the ranks agree on a name
-for the attempt, and everything else they store goes under that name.
+torchrun restarts ranks with the store of the previous attempt, which still holds the addresses of dead processes. No
+number that it hands out is the same on every machine, since each agent counts its own restarts. So the ranks agree on
+a name for the attempt, and store everything else under that name.
 
-    rank r    hello/r = a token of its own            overwrites what an earlier process of this rank left
-    rank 0    roster  = a name and everyone's tokens  written again whenever a token changes
+    rank r    hello/r = a token of its own            overwrites the entry of an earlier process of this rank
+    rank 0    roster  = a name and all ranks' tokens  written again whenever a token changes
     rank r    ack/name/r                              if its own token is on the roster
-    rank 0    go/name                                 once all have acknowledged; the token of a dead process never is
+    rank 0    go/name                                 once all have acknowledged; a dead process never does
 
     >>> store = connect(timeout=600)
     >>> name, members = meet(store, rank=rank, world=world, timeout=600)
@@ -31,18 +31,19 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore
 
+import fdp
 from fdp.types import FdpError
 
-POLL = 0.05
-"""Seconds between two looks at the store."""
+POLL_S = 0.05
+"""Seconds between two reads of the store."""
 
 
 class LostRank(RuntimeError):
-    """Another process of the run is gone, silent, or never came."""
+    """Another process of the run is gone, silent, or never joined."""
 
 
 class Member(NamedTuple):
-    """A process of the run: where it runs, and what it runs."""
+    """A process of the run: its host and process id, and the versions it runs."""
 
     host: str
     pid: int
@@ -51,15 +52,15 @@ class Member(NamedTuple):
 
 
 def this_process() -> Member:
-    """Describe this process."""
+    """Return the description of this process."""
     return Member(socket.gethostname(), os.getpid(), torch.__version__, source_digest())
 
 
 @cache
 def source_digest() -> str:
-    """A digest of fdp's own Python files: two checkouts can differ under one version number."""
+    """Return a digest of fdp's own Python files: two checkouts can differ under one version number."""
     digest = hashlib.sha256()
-    root = Path(__file__).parent
+    root = Path(fdp.__file__).parent
     for path in sorted(root.rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode())
         digest.update(path.read_bytes())
@@ -67,7 +68,7 @@ def source_digest() -> str:
 
 
 def connect(*, timeout: float) -> Store:
-    """Open a connection to the run's store: torchrun's own, or one that rank 0 keeps.
+    """Connect to the run's store: torchrun's own, or one that rank 0 hosts.
 
     The address comes from ``MASTER_ADDR`` and ``MASTER_PORT``, as torchrun sets them.
     """
@@ -85,13 +86,13 @@ def connect(*, timeout: float) -> Store:
     except RuntimeError as error:
         raise LostRank(
             f"rank 0 or its torchrun did not answer at {host}:{port} within --timeout {timeout:g} seconds; see what it "
-            f"printed, and that MASTER_ADDR and MASTER_PORT are its own"
+            f"printed, and check that MASTER_ADDR and MASTER_PORT are its own"
         ) from error
     return PrefixStore("fdp", store)
 
 
-def again() -> Store:
-    """Open one more connection to a store that :func:`connect` has reached, for use by another thread."""
+def reconnect() -> Store:
+    """Connect once more to a store that :func:`connect` has reached, for use by another thread."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return PrefixStore(
         "fdp", TCPStore(host, port, is_master=False, timeout=timedelta(seconds=5), wait_for_workers=False)
@@ -99,10 +100,10 @@ def again() -> Store:
 
 
 def meet(store: Store, *, rank: int, world: int, timeout: float) -> tuple[str, list[Member]]:
-    """Wait until all ranks are here; return the attempt's name, the same on all, and who they are.
+    """Wait until all ranks have joined; return the attempt's name, the same on all, and the members.
 
     Raises:
-      - :class:`LostRank` that names the ranks which did not come within ``timeout`` seconds, or which left;
+      - :class:`LostRank` naming the ranks that did not join within ``timeout`` seconds, or that withdrew;
       - :class:`FdpError` on every rank if they do not run the same torch and the same fdp.
     """
     token, deadline = secrets.token_hex(8), time.monotonic() + timeout
@@ -110,8 +111,8 @@ def meet(store: Store, *, rank: int, world: int, timeout: float) -> tuple[str, l
     acknowledged = ""
     while True:
         hellos = _hellos(store, world)
-        if left := {r: hello["left"] for r, hello in hellos.items() if _left_this_attempt(hello)}:
-            raise LostRank(_left(left, world))
+        if left := {r: hello["left"] for r, hello in hellos.items() if _withdrew_now(hello)}:
+            raise LostRank(_describe(left, world))
         if rank == 0 and len(hellos) == world:
             _write_roster(store, hellos)
         roster = _read(store, "roster")
@@ -132,17 +133,17 @@ def meet(store: Store, *, rank: int, world: int, timeout: float) -> tuple[str, l
                 f"rank {', '.join(map(str, absent))} of {world} did not join within --timeout {timeout:g} seconds; see "
                 f"what it printed, or raise --timeout if it is only slow"
             )
-        time.sleep(POLL)
+        time.sleep(POLL_S)
 
 
-def leave(store: Store, *, rank: int, words: str) -> None:
-    """Tell ranks that wait in :func:`meet` that this one will not come, and why."""
+def withdraw(store: Store, *, rank: int, words: str) -> None:
+    """Tell the ranks that wait in :func:`meet` that this one will not join, and why."""
     attempt = {"host": socket.gethostname(), "restarts": os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")}
     store.set(f"hello/{rank}", json.dumps({"left": words, **attempt}))
 
 
-def _left_this_attempt(hello: Mapping[str, Any]) -> bool:
-    """Whether a rank left just now, and not in an attempt that torchrun has since restarted."""
+def _withdrew_now(hello: Mapping[str, Any]) -> bool:
+    """Return True if a rank withdrew in this attempt, and not in one that torchrun has since restarted."""
     if "left" not in hello:
         return False
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
@@ -151,7 +152,7 @@ def _left_this_attempt(hello: Mapping[str, Any]) -> bool:
     return (hello["host"], hello["restarts"]) == here
 
 
-def _left(left: Mapping[int, str], world: int) -> str:
+def _describe(left: Mapping[int, str], world: int) -> str:
     return "; ".join(f"rank {rank} of {world} left: {words}" for rank, words in left.items())
 
 

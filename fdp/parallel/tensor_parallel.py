@@ -1,17 +1,17 @@
-"""Tensor parallelism: the two places where a layer that is cut over ranks meets one that is not.
+"""Tensor parallelism: the two operations at the borders of layers that are split over ranks.
 
-    enter   y = x                      backward: the gradients of all ranks are added up
-    leave   y = sum over ranks of x    backward: the gradient, as it is
+    enter   y = x                      backward: sum of the gradients of all ranks
+    leave   y = sum over ranks of x    backward: the gradient itself
 
 Between them every rank of the axis computes its own heads or hidden units; outside, all ranks compute the same.
-Shoeybi et al. 2019, arXiv 1909.08053 (f and g). With no axis both are nothing at all.
+Shoeybi et al. 2019, arXiv 1909.08053 (f and g). Without an axis both are the identity.
 
     >>> hidden = gelu(linear(enter(x, axis), up))            # up: this rank's rows
     >>> y = leave(linear(hidden, down), axis)                # down: this rank's columns
 
-A collective has no derivative that ``torch.func`` could find, so these two bring theirs, each the other's backward.
-``torch.compile`` would differentiate the forward instead of using it: they are called through functions that it does
-not look into (``allow_in_graph``), and ``tests/parallel/test_tensor_parallel.py`` would notice if it did.
+``torch.func`` cannot differentiate a collective, so each of the two is defined as the backward of the other.
+``torch.compile`` would differentiate the forward instead of using that definition. ``allow_in_graph`` keeps it from
+looking inside, and ``tests/parallel/test_tensor_parallel.py`` checks it.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ def _leave(x: Tensor, size: int, group: str) -> Tensor:
 
 
 def enter(x: Float[Tensor, " *shape"], axis: Axis | None) -> Float[Tensor, " *shape"]:
-    """``x``, on its way into layers that are cut over ``axis``."""
+    """Return ``x`` as the input of layers that are split over ``axis``; sum its gradient over the ranks."""
     return x if axis is None else _enter(x, axis.size, axis.group)
 
 
 def leave(x: Float[Tensor, " *shape"], axis: Axis | None) -> Float[Tensor, " *shape"]:
-    """The sum over ``axis`` of what its ranks computed."""
+    """Sum the outputs of layers that are split over ``axis``."""
     return x if axis is None else _leave(x, axis.size, axis.group)

@@ -25,7 +25,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fdp import keys
-from fdp.types import Bound, ClippedSum, FdpError, Flat, Key, Path, Place
+from fdp.types import Bound, ClippedSum, FdpError, Flat, Key, Path, ShardWindow
 
 GRID_BITS = 20
 """The grid that noised values are rounded to is finer than the noise by this many powers of two."""
@@ -44,11 +44,11 @@ def add_gaussian(
     key: Key,
     step: int | Int[Tensor, ""],
     noise_multiplier: float,
-    places: Mapping[Path, Place] | None = None,
+    shard_windows: Mapping[Path, ShardWindow] | None = None,
 ) -> Flat:
     """``total.value + noise_multiplier * total.sensitivity * N(0, I)``; ``key`` is the root of the run.
 
-    ``places`` says where in its leaf each value sits, if they are parts; a part gets its part of the leaf's noise.
+    If the values are shards, ``shard_windows`` gives their positions; a shard gets its part of the leaf's noise.
 
     Guarantees:
       - the scale comes from ``total.sensitivity``: nothing but a ClippedSum is accepted, which ``clipped_sum`` made or
@@ -60,23 +60,25 @@ def add_gaussian(
     _check(total, noise_multiplier)
     assert total.bound is not None
     purpose = f"noise {float(noise_multiplier)}, {total.bound.by}"
-    return add_noise(total, key=keys.step_key(key, purpose, step), noise_multiplier=noise_multiplier, places=places)
+    return add_noise(
+        total, key=keys.step_key(key, purpose, step), noise_multiplier=noise_multiplier, shard_windows=shard_windows
+    )
 
 
 def add_noise(
-    total: ClippedSum, *, key: Key, noise_multiplier: float, places: Mapping[Path, Place] | None = None
+    total: ClippedSum, *, key: Key, noise_multiplier: float, shard_windows: Mapping[Path, ShardWindow] | None = None
 ) -> Flat:
     """The same by the key of one release, which must not be used for another: what :func:`add_gaussian` folds."""
     _check(total, noise_multiplier)
     deviation = noise_multiplier * total.sensitivity.double()
     return {
-        path: noised(value, deviation, keys.fold_in(key, path), None if places is None else places[path])
+        path: noised(value, deviation, keys.fold_in(key, path), None if shard_windows is None else shard_windows[path])
         for path, value in total.value.items()
     }
 
 
 def noised(
-    value: Float[Tensor, " *shape"], deviation: Float[Tensor, ""], key: Key, place: Place | None = None
+    value: Float[Tensor, " *shape"], deviation: Float[Tensor, ""], key: Key, place: ShardWindow | None = None
 ) -> Float[Tensor, " *shape"]:
     """``value + deviation * N(0, I)`` in float64, rounded to the grid; element ``i`` takes draw ``i`` of the key."""
     shape, window = (tuple(value.shape), None) if place is None else place

@@ -26,7 +26,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fdp import keys, tree
-from fdp.types import Batch, Drawn, FdpError, Key, Share, Stamp, Tree
+from fdp.types import Batch, BatchShare, Drawn, FdpError, Key, Stamp, Tree
 
 TRAINING = "training"
 """The purpose of the samples that a step trains on."""
@@ -300,7 +300,7 @@ def check_step(batch: Batch, step: int) -> None:
 
 
 def _stamped(batch: Batch, sampling: Poisson, step: int | None, rank: int, ranks: int, purpose: str) -> Batch:
-    stamp = Stamp(sampling, purpose, step, tuple(batch.mask.shape), Share(rank, ranks))
+    stamp = Stamp(sampling, purpose, step, tuple(batch.mask.shape), BatchShare(rank, ranks))
     number = None if step is None else torch.tensor(step, device=batch.mask.device)
     return batch._replace(drawn=Drawn(stamp, number))
 

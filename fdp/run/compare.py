@@ -29,9 +29,9 @@ from torch import Tensor
 from fdp import step, tree
 from fdp.ops import fast_attention
 from fdp.parallel import agree
-from fdp.parallel.agree import whole
+from fdp.parallel.dtensors import as_dtensor, full_tensor, globalize, localize
 from fdp.parallel.gather_reduce import gather_samples
-from fdp.parallel.sharding import Sharding, as_dtensor, globalize, localize
+from fdp.parallel.sharding import Sharding
 from fdp.run.training_run import Run, draw_batch, refreshed
 from fdp.types import Batch, FdpError, Flat, TrainState
 
@@ -192,7 +192,7 @@ def _logits(stages: step.Stages, here: TrainState, batch: Batch) -> tuple[Flat, 
         "standard deviation of the logits": (square - mean.square()).clamp(min=0).sqrt().reshape(1),
         "sum of the logits": torch.stack([total, number * size]),
     }
-    copies = agree.everyones(values, None)
+    copies = agree.gather_values(values, None)
     sizes = {name: _apart([copy[name] for copy in copies]) for name in values}
     return values, {name: size for name, size in sizes.items() if size > 0}
 
@@ -200,7 +200,7 @@ def _logits(stages: step.Stages, here: TrainState, batch: Batch) -> tuple[Flat, 
 def _samples(values: Float[Tensor, " samples"]) -> tuple[Flat, dict[str, float]]:
     """One number per sample, and by how much the ranks' differ."""
     values = values.detach().cpu()
-    copies = agree.everyones(values, None) if _drifted({"": _digest(values)}) else [values]
+    copies = agree.gather_values(values, None) if _drifted({"": _digest(values)}) else [values]
     names = [f"sample {i}" for i in range(len(values))]
     cut = {name: [copy[i : i + 1] for copy in copies] for i, name in enumerate(names)}
     sizes = {name: _apart(each) for name, each in cut.items()}
@@ -215,14 +215,14 @@ def _wholes(parts: Flat, sharding: Sharding | None) -> tuple[Flat, dict[str, flo
 
     def leaf(path: str) -> Tensor:
         part = parts[path]
-        return (part if sharding is None else whole(as_dtensor(part, path, sharding))).detach().cpu()
+        return (part if sharding is None else full_tensor(as_dtensor(part, path, sharding))).detach().cpu()
 
     leaves, digests = {}, {}
     for path in parts:
         one = leaf(path)
         digests[path] = _digest(one)
         leaves |= {path: one} if agree.rank_in(None) == 0 else {}
-    return leaves, {path: _apart(agree.everyones(leaf(path), None)) for path in _drifted(digests)}
+    return leaves, {path: _apart(agree.gather_values(leaf(path), None)) for path in _drifted(digests)}
 
 
 def _digest(copy: Tensor) -> bytes:
@@ -231,7 +231,7 @@ def _digest(copy: Tensor) -> bytes:
 
 def _drifted(digests: Mapping[str, bytes]) -> list[str]:
     """What not all ranks have the same copy of; in the same order on every rank."""
-    everyones = agree.everyones(dict(digests), None)
+    everyones = agree.gather_values(dict(digests), None)
     return [name for name, digest in everyones[0].items() if any(other.get(name) != digest for other in everyones)]
 
 

@@ -24,9 +24,8 @@ from fdp.data.read_counts import reading_of
 from fdp.data.units import dataset_unit
 from fdp.kfac.private.sources import kind_of
 from fdp.kfac.state import find
-from fdp.parallel.agree import whole
-from fdp.parallel.sharded_norms import global_norm
-from fdp.parallel.sharding import localize
+from fdp.parallel.dtensors import full_tensor, localize
+from fdp.parallel.sharded_norms import sharded_global_norm
 from fdp.privacy.guarantee import RELATION, Guarantee, add_up, training_again
 from fdp.types import Metrics, TrainState, Tree
 
@@ -157,14 +156,14 @@ def fingerprint(params: Tree) -> str:
     """SHA-256 of the float32 bytes of every leaf, in path order; of DTensors, one whole leaf at a time."""
     digest = hashlib.sha256()
     for leaf in tree.flatten(params).values():
-        digest.update(whole(leaf).detach().float().cpu().contiguous().numpy().tobytes())
+        digest.update(full_tensor(leaf).detach().float().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
 
 
 def _norm(run: Run, params: Tree) -> Tensor:
     if run.sharding is None:
         return tree.global_norm(params)
-    return global_norm(tree.flatten(localize(params)), run.sharding)
+    return sharded_global_norm(tree.flatten(localize(params)), run.sharding)
 
 
 def _peak_memory(device: torch.device) -> int:

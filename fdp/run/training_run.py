@@ -38,20 +38,12 @@ from fdp.kfac.private.sources import Feed, KfacOptimizer, check_source, make_fee
 from fdp.model import Model
 from fdp.optimizers import Optimizer
 from fdp.parallel import collectives, launch
+from fdp.parallel.agree import check_agreement
+from fdp.parallel.dtensors import localize
 from fdp.parallel.mesh import make_mesh
-from fdp.parallel.offload import NOTHING, Offload
-from fdp.parallel.sharding import (
-    Data,
-    Reduce,
-    Sharding,
-    Zero,
-    abstract_params,
-    drawn_params,
-    localize,
-    make_sharding,
-    over_tensor_axis,
-    shared_key,
-)
+from fdp.parallel.offload import NO_OFFLOAD, Offload
+from fdp.parallel.sharded_init import draw_params, shared_key
+from fdp.parallel.sharding import Data, Reduce, Sharding, Zero, abstract_params, make_sharding, over_tensor_axis
 from fdp.privacy import accounting
 from fdp.privacy.clipping import ClipStyle
 from fdp.privacy.guarantee import Guarantee
@@ -105,10 +97,10 @@ class RunConfig:
     compile: Compile
     device: torch.device
     layout: Layout | None = None
-    offload: Offload = NOTHING
+    offload: Offload = NO_OFFLOAD
     checkpoint_activations: bool = False
     cuda_graph: bool = False
-    values: Callable[[Model, Sharding | None, Key], Tree] = drawn_params
+    values: Callable[[Model, Sharding | None, Key], Tree] = draw_params
     population: int | None = None
     before: tuple[Guarantee, ...] = ()
 
@@ -151,7 +143,7 @@ def prepare(config: RunConfig, *, root: Key | None = None, settings: str | None 
     model, sharding = _laid_out(config)
     digest = data_digest(config.dataset)
     if sharding is not None:
-        launch.check_agreement(
+        check_agreement(
             {
                 "number of samples": len(config.dataset),
                 "content of the data": digest,

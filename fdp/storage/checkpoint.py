@@ -36,7 +36,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fdp import tree
-from fdp.parallel.agree import everyones, in_place_of, in_unison, local, rank_in, several, size_of
+from fdp.parallel.agree import gather_values, group_size, is_distributed, rank_in, run_in_unison
+from fdp.parallel.dtensors import local_shard, shard_like
 from fdp.storage.dcp import OwnersOnly, digest_of, read_index, read_parts, write_parts
 from fdp.storage.private_files import sync_folder
 from fdp.types import FdpError, Flat, TrainState
@@ -92,7 +93,7 @@ def make_group(*, timeout: float | None = None) -> SaveGroup:
     None of them waits longer than ``timeout`` seconds for another; None: torch's default.
     """
     patience = None if timeout is None else timedelta(seconds=timeout)
-    ranks = dist.new_group(backend="gloo", timeout=patience) if several() else None
+    ranks = dist.new_group(backend="gloo", timeout=patience) if is_distributed() else None
     assert not isinstance(ranks, int)  # every rank is a member
     return SaveGroup(ranks, ThreadPoolExecutor(1, thread_name_prefix="fdp-checkpoint"))
 
@@ -119,8 +120,8 @@ def start_save(root: Path, state: TrainState, *, meta: Mapping[str, Any], keep: 
       - everything is copied before this returns: the state's tensors and ``meta`` may be overwritten.
     """
     named = _named(state)
-    staged = {path: in_place_of(leaf, _staged(local(leaf))) for path, leaf in named.items()}
-    for device in {local(leaf).device for leaf in named.values() if local(leaf).is_cuda}:
+    staged = {path: shard_like(leaf, _staged(local_shard(leaf))) for path, leaf in named.items()}
+    for device in {local_shard(leaf).device for leaf in named.values() if local_shard(leaf).is_cuda}:
         torch.cuda.current_stream(device).synchronize()
     record, step = _record(state, meta), _step_of(state)
     # No copying ahead: it would open a CUDA stream, and a new thread's device is the first one on every rank.
@@ -143,8 +144,8 @@ def load(source: Path | Verified, like: TrainState, *, group: ProcessGroup | Non
     """
     checked = source if isinstance(source, Verified) else verify(source, group=group)
     named = _named(like)
-    in_unison(lambda: _check_leaves(checked, named), group)
-    fresh = {name: in_place_of(leaf, _empty_like(local(leaf))) for name, leaf in named.items()}
+    run_in_unison(lambda: _check_leaves(checked, named), group)
+    fresh = {name: shard_like(leaf, _empty_like(local_shard(leaf))) for name, leaf in named.items()}
     read_parts(checked.path, fresh, group)
     return tree.unflatten(like, fresh)
 
@@ -155,9 +156,9 @@ def verify(path: Path, *, group: ProcessGroup | None = None) -> Verified:
     Guarantees:
       - raises :class:`Damaged` on every rank unless all files, the record itself and all counters are as saved.
     """
-    checked = in_unison(lambda: Verified(path, _read_record(path)), group)
-    in_unison(lambda: _check_files(checked, rank_in(group), size_of(group)), group)
-    in_unison(lambda: _check_counters(checked), group)
+    checked = run_in_unison(lambda: Verified(path, _read_record(path)), group)
+    run_in_unison(lambda: _check_files(checked, rank_in(group), group_size(group)), group)
+    run_in_unison(lambda: _check_counters(checked), group)
     return checked
 
 
@@ -210,15 +211,15 @@ def _save(
 ) -> Path:
     final = root / f"step-{step:08d}"
     partial, first = _hidden(final), rank_in(group) == 0
-    in_unison(lambda: _begin(final, step, keep) if first else None, group)
-    in_unison(lambda: _check_shared(partial), group)
+    run_in_unison(lambda: _begin(final, step, keep) if first else None, group)
+    run_in_unison(lambda: _check_shared(partial), group)
     try:
         digests = write_parts(partial, named, group, copy_ahead=copy_ahead)
     except FdpError:
         shutil.rmtree(partial, ignore_errors=True)  # a full disk is a likely reason
         raise
-    known = {name: digest for theirs in everyones(digests, group) for name, digest in theirs.items()}
-    in_unison(lambda: _publish(final, record, known, keep) if first else None, group)
+    known = {name: digest for theirs in gather_values(digests, group) for name, digest in theirs.items()}
+    run_in_unison(lambda: _publish(final, record, known, keep) if first else None, group)
     return final
 
 
@@ -280,7 +281,7 @@ def _published(root: Path) -> dict[int, Path]:
 def _record(state: TrainState, meta: Mapping[str, Any]) -> str:
     named = _named(state)
     leaves = {path: _described(leaf.shape, leaf.dtype) for path, leaf in named.items()}
-    counters = {path: int(local(leaf)) for path, leaf in named.items() if _is_counter(leaf.shape, leaf.dtype)}
+    counters = {path: int(local_shard(leaf)) for path, leaf in named.items() if _is_counter(leaf.shape, leaf.dtype)}
     record = {"format": FORMAT, "version": VERSION, "meta": {**meta}, "leaves": leaves, "counters": counters}
     try:
         return json.dumps(record, allow_nan=False)
@@ -375,7 +376,7 @@ def _named(state: TrainState) -> Flat:
 
 
 def _step_of(state: TrainState) -> int:
-    return int(local(state.step))
+    return int(local_shard(state.step))
 
 
 def _empty_like(part: Tensor) -> Tensor:

@@ -39,7 +39,8 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
-from fdp.parallel.agree import local, several
+from fdp.parallel.agree import is_distributed
+from fdp.parallel.dtensors import local_shard
 from fdp.storage.private_files import open_private
 from fdp.types import FdpError, Flat
 
@@ -66,7 +67,7 @@ def write_parts(folder: Path, named: Flat, group: ProcessGroup | None, *, copy_a
     writer.fs = files
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
-        _save_state_dict(_held(named), writer, process_group=group, no_dist=not several(), planner=planner)
+        _save_state_dict(_held(named), writer, process_group=group, no_dist=not is_distributed(), planner=planner)
     except CheckpointException as error:
         raise FdpError(f"{folder}: could not be written: {_cause(error)}") from error
     return files.digests
@@ -78,7 +79,7 @@ def read_parts(folder: Path, named: Flat, group: ProcessGroup | None = None, *, 
     Every rank calls it; or one does, for itself: ``alone``.
     """
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    by_itself = alone or not several()
+    by_itself = alone or not is_distributed()
     try:
         _load_state_dict(_held(named), _Reader(folder), process_group=group, no_dist=by_itself, planner=planner)
     except CheckpointException as error:
@@ -181,7 +182,7 @@ class _Unpickler(pickle.Unpickler):
 
 def _held(named: Flat) -> dict[str, Tensor]:
     """The leaves of which this rank has any element. Of an empty part there is nothing to write or read."""
-    return {path: leaf for path, leaf in named.items() if local(leaf).numel()}
+    return {path: leaf for path, leaf in named.items() if local_shard(leaf).numel()}
 
 
 def _cause(error: CheckpointException) -> str:

@@ -23,12 +23,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fdp import tree
-from fdp.parallel.agree import everyones, in_place_of, in_unison, local, place, rank_in
+from fdp.keys import Window
+from fdp.parallel.agree import gather_values, rank_in, run_in_unison
+from fdp.parallel.dtensors import local_shard, shard_like, shard_window
 from fdp.storage.checkpoint import sync_folder, writing
-from fdp.types import FdpError, Flat, Place, Tree
+from fdp.types import FdpError, Flat, ShardWindow, Tree
 
 FLOATS = ("F64", "F32", "F16", "BF16")
-Window = tuple[tuple[int, int], ...]
 
 
 def export_safetensors(params: Tree, file: Path, *, group: ProcessGroup | None = None) -> None:
@@ -40,11 +41,11 @@ def export_safetensors(params: Tree, file: Path, *, group: ProcessGroup | None =
     """
     flat, first = tree.flatten(params), rank_in(group) == 0
     partial = file.with_name(f".{file.name}.partial")
-    in_unison(lambda: _begin(file, partial, flat) if first else None, group)
-    held = everyones({path: place(leaf) for path, leaf in flat.items()}, group)
+    run_in_unison(lambda: _begin(file, partial, flat) if first else None, group)
+    held = gather_values({path: shard_window(leaf) for path, leaf in flat.items()}, group)
     problem: OSError | None = None
     for path, leaf in flat.items():
-        whole = _gathered(leaf, [places[path] for places in held], group)
+        whole = _gathered(leaf, [shard_windows[path] for shard_windows in held], group)
         if whole is not None and problem is None:
             # The other ranks go on sending whatever happens here: listen to the end, and tell them then.
             try:
@@ -52,7 +53,7 @@ def export_safetensors(params: Tree, file: Path, *, group: ProcessGroup | None =
                     out.write(whole.numpy().data)
             except OSError as error:
                 problem = error
-    in_unison(lambda: _publish(file, partial, problem) if first else None, group)
+    run_in_unison(lambda: _publish(file, partial, problem) if first else None, group)
 
 
 def import_safetensors(file: Path, like: Tree, *, group: ProcessGroup | None = None) -> Tree:
@@ -62,7 +63,7 @@ def import_safetensors(file: Path, like: Tree, *, group: ProcessGroup | None = N
       - each rank reads its own part of every leaf and no more;
       - leaves that are missing, unknown or of another shape raise on every rank.
     """
-    return tree.unflatten(like, in_unison(lambda: _read(file, tree.flatten(like)), group))
+    return tree.unflatten(like, run_in_unison(lambda: _read(file, tree.flatten(like)), group))
 
 
 def _begin(file: Path, partial: Path, flat: Flat) -> None:
@@ -94,21 +95,21 @@ def _refuse_existing(file: Path) -> None:
         raise FdpError(f"{file}: expected no file of this name, got one; give another name")
 
 
-def _gathered(leaf: Tensor, places: list[Place], group: ProcessGroup | None) -> Tensor | None:
+def _gathered(leaf: Tensor, shard_windows: list[ShardWindow], group: ProcessGroup | None) -> Tensor | None:
     """The whole leaf on the first rank, None on the others. Of ranks with the same part, the first one sends it."""
     rank = rank_in(group)
     senders: dict[Window, int] = {}
-    for sender, held in enumerate(places):
+    for sender, held in enumerate(shard_windows):
         if all(length for _, length in held.window):
             senders.setdefault(held.window, sender)
     if rank > 0:
-        if senders.get(places[rank].window) == rank:
-            dist.send(local(leaf).float().to(_wire(group)).contiguous(), group=group, group_dst=0)
+        if senders.get(shard_windows[rank].window) == rank:
+            dist.send(local_shard(leaf).float().to(_wire(group)).contiguous(), group=group, group_dst=0)
         return None
     whole = torch.empty(leaf.shape)
     for window, sender in senders.items():
         if sender == 0:
-            whole[_slices(window)] = local(leaf).float().cpu()
+            whole[_slices(window)] = local_shard(leaf).float().cpu()
         else:
             part = torch.empty([length for _, length in window], device=_wire(group))
             dist.recv(part, group=group, group_src=sender)
@@ -141,14 +142,14 @@ def _read(file: Path, like: Flat) -> Flat:
 
 
 def _read_leaf(where: str, stored: Any, path: str, leaf: Tensor) -> Tensor:
-    shape, window = place(leaf)
+    shape, window = shard_window(leaf)
     values = stored.get_slice(path)
     if (got := tuple(values.get_shape())) != shape:
         raise FdpError(f"{where}: expected shape {shape}, got {got}; give the model's own sizes")
     if values.get_dtype() not in FLOATS:
         raise FdpError(f"{where}: expected values of a dtype among {FLOATS}, got {values.get_dtype()}")
-    part = torch.empty_like(local(leaf))
+    part = torch.empty_like(local_shard(leaf))
     if part.numel():
         # A copy, as what is read may be a view of the file, which would change with it. A scalar has nothing to slice.
         part.copy_(values[_slices(window)] if shape else stored.get_tensor(path))
-    return in_place_of(leaf, part)
+    return shard_like(leaf, part)

@@ -28,7 +28,7 @@ from fdp.cli.main import main
 from fdp.cli.train import train_command
 from fdp.cli.unused_options import check_idle
 from fdp.optimizers import Optimizer
-from fdp.parallel.launch import joined
+from fdp.parallel.launch import join_ranks
 from fdp.privacy import accounting, clipping
 from fdp.privacy.guarantee import RELATION, shown_epsilon
 from fdp.privacy.mechanism import Mechanism
@@ -299,7 +299,7 @@ def test_a_memory_budget_goes_with_the_methods_that_keep_within_it(method: str) 
 def test_a_wait_that_never_ends_or_never_begins_is_refused(timeout: float) -> None:
     with (
         pytest.raises(FdpError, match="timeout: expected a positive number of seconds"),
-        joined("cpu", timeout=timeout),
+        join_ranks("cpu", timeout=timeout),
     ):
         pass
 

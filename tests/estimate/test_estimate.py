@@ -24,8 +24,9 @@ from fdp.model import Model
 from fdp.models import GPTConfig, LlamaConfig, gpt, llama
 from fdp.optimizers import adamw, lamb
 from fdp.parallel.mesh import make_mesh
-from fdp.parallel.offload import NOTHING, Offload
-from fdp.parallel.sharding import Reduce, Zero, abstract_params, init_params, make_sharding, over_tensor_axis
+from fdp.parallel.offload import NO_OFFLOAD, Offload
+from fdp.parallel.sharded_init import init_params
+from fdp.parallel.sharding import Reduce, Zero, abstract_params, make_sharding, over_tensor_axis
 from fdp.privacy.clipping import flat
 from fdp.privacy.mechanism import Mechanism
 from fdp.privacy.sampling import poisson, trusted_batch
@@ -73,7 +74,7 @@ def planned(
 
 
 @pytest.mark.parametrize("method", Method)
-@pytest.mark.parametrize("offload", [NOTHING, ALL], ids=["device", "offload"])
+@pytest.mark.parametrize("offload", [NO_OFFLOAD, ALL], ids=["device", "offload"])
 def test_kinds_add_up_to_the_peak(method, offload):
     found = planned(axes={"shard": 8}, method=method, offload=offload, dtype=torch.bfloat16)
     for device, host in found.phases.values():

@@ -22,7 +22,8 @@ from fdp.models import GPTConfig, LlamaConfig, cnn, gpt, llama, mlp
 from fdp.optimizers import adamw, sgd
 from fdp.parallel.mesh import make_mesh
 from fdp.parallel.offload import Offload
-from fdp.parallel.sharding import Zero, abstract_params, init_params, make_sharding
+from fdp.parallel.sharded_init import init_params
+from fdp.parallel.sharding import Zero, abstract_params, make_sharding
 from fdp.privacy import clipping
 from fdp.privacy.mechanism import Mechanism
 from fdp.privacy.sampling import poisson, sample_batch, trusted_batch

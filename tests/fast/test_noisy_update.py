@@ -16,7 +16,7 @@ from fdp.optimizers.adam import AdamState
 from fdp.optimizers.base import Momentum
 from fdp.privacy.noise import add_noise, declare_sensitivity, expected_mean
 from fdp.privacy.sampling import poisson
-from fdp.types import FdpError, Flat, Place, Weighted
+from fdp.types import FdpError, Flat, ShardWindow, Weighted
 
 SHAPES = {"blocks.0.w": (6, 5), "embed": (7, 16), "norm": (5,), "one": ()}
 EXPECTED = 12.0
@@ -131,11 +131,11 @@ def test_parameters_of_other_dtypes_take_the_plain_way(dtype):
 
 
 PLACES = {
-    "rows": Place((6, 5), ((2, 3), (0, 5))),
-    "columns": Place((6, 5), ((0, 6), (1, 3))),
-    "box": Place((6, 5), ((1, 2), (2, 2))),
-    "one row, some columns": Place((6, 5), ((4, 1), (1, 3))),
-    "nothing": Place((6, 5), ((6, 0), (0, 5))),
+    "rows": ShardWindow((6, 5), ((2, 3), (0, 5))),
+    "columns": ShardWindow((6, 5), ((0, 6), (1, 3))),
+    "box": ShardWindow((6, 5), ((1, 2), (2, 2))),
+    "one row, some columns": ShardWindow((6, 5), ((4, 1), (1, 3))),
+    "nothing": ShardWindow((6, 5), ((6, 0), (0, 5))),
 }
 
 
@@ -149,15 +149,15 @@ def test_a_part_of_a_leaf_is_updated_to_its_part_of_the_whole(name):
     cut = {"w": Weighted(sums["w"].rows[(slice(None), *inside)], sums["w"].factors)}
     say: dict[str, Any] = {"key": keys.key(3), "noise_scale": noise_scale(1.0), "expected_batch_size": EXPECTED}
     fused(optimizer)(whole, optimizer.init(whole), sums, **say)
-    fused(optimizer)(part, optimizer.init(part), cut, places={"w": place}, **say)
+    fused(optimizer)(part, optimizer.init(part), cut, shard_windows={"w": place}, **say)
     torch.testing.assert_close(part["w"], whole["w"][inside], rtol=1e-6, atol=1e-7)
 
 
 def test_the_first_element_is_known_where_elements_follow_each_other():
     firsts = {name: _first(place) for name, place in PLACES.items()}
     assert firsts == {"rows": 10, "columns": None, "box": None, "one row, some columns": 21, "nothing": 30}
-    assert _first(Place((), ())) == 0
-    assert _first(Place((1, 8), ((0, 1), (4, 4)))) == 4
+    assert _first(ShardWindow((), ())) == 0
+    assert _first(ShardWindow((1, 8), ((0, 1), (4, 4)))) == 4
 
 
 def test_each_key_and_leaf_has_its_own_noise():

@@ -29,8 +29,9 @@ from fdp.gradients.plan import Method, make_plan
 from fdp.model import Model
 from fdp.models.language import token_losses
 from fdp.optimizers import sgd
+from fdp.parallel.dtensors import shard_leaf
 from fdp.parallel.mesh import make_mesh
-from fdp.parallel.sharding import Zero, abstract_params, cut_out, make_sharding
+from fdp.parallel.sharding import Zero, abstract_params, make_sharding
 from fdp.privacy import clipping
 from fdp.privacy.mechanism import Mechanism
 from fdp.privacy.sampling import poisson, sample_batch
@@ -299,7 +300,7 @@ def trained(
     if axes is not None:
         sharding = make_sharding(model, make_mesh(axes, device_type="cpu"), zero=zero)
         rank, ranks = sharding.rank, sharding.ranks
-        params = tree.nest({path: cut_out(leaf, path, sharding) for path, leaf in tree.flatten(params).items()})
+        params = tree.nest({path: shard_leaf(leaf, path, sharding) for path, leaf in tree.flatten(params).items()})
     data = some_data(name, 5)
     sampling = poisson(5, expected_batch_size=3)
     mechanism = Mechanism(sampling, clipping.flat(max_norm=0.3), 1.0)
@@ -541,7 +542,7 @@ AXES = [({"shard": 4}, Zero.THREE, 1), ({"replicate": 2, "shard": 2}, Zero.TWO, 
 
 @pytest.mark.parametrize(("axes", "zero", "repeated"), AXES)
 def test_ranks_read_their_parts_and_hold_no_more_than_them_and_one_tensor(axes, zero, repeated, tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "in_unison", lambda act, group: act())  # fake ranks say nothing to each other
+    monkeypatch.setattr(files, "run_in_unison", lambda act, group: act())  # fake ranks say nothing to each other
     module = stored("llama", tmp_path / "model", max_shard_size="4KB")
     ranks = []
     for rank in range(4):

@@ -15,8 +15,10 @@ from fdp import keys, models, tree
 from fdp.gradients.block_loop import ALL_KEPT, forward, make_weights
 from fdp.gradients.plan import Method, make_plan
 from fdp.gradients.scores import score_moments
+from fdp.parallel.dtensors import localize
 from fdp.parallel.mesh import make_mesh
-from fdp.parallel.sharding import Zero, abstract_params, init_params, localize, make_sharding
+from fdp.parallel.sharded_init import init_params
+from fdp.parallel.sharding import Zero, abstract_params, make_sharding
 from tests.ranks import run_on_ranks
 
 RANKS, CONTEXT = 8, 8

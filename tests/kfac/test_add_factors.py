@@ -41,8 +41,10 @@ from fdp.kfac.types import (
 )
 from fdp.model import Block, LeafSpec, Model
 from fdp.parallel import collectives
+from fdp.parallel.dtensors import localize
 from fdp.parallel.mesh import make_mesh
-from fdp.parallel.sharding import Data, Sharding, Zero, init_params, localize, make_sharding, over_tensor_axis
+from fdp.parallel.sharded_init import init_params
+from fdp.parallel.sharding import Data, Sharding, Zero, make_sharding, over_tensor_axis
 from fdp.types import FdpError
 from tests.ranks import run_on_ranks
 

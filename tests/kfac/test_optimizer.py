@@ -29,8 +29,10 @@ from fdp.kfac.state import KfacState, find
 from fdp.kfac.types import Layer
 from fdp.model import Likelihood, Model, Outputs, from_loss
 from fdp.models import build, mlp
+from fdp.parallel.dtensors import localize
 from fdp.parallel.mesh import make_mesh
-from fdp.parallel.sharding import Zero, abstract_params, init_params, localize, make_sharding
+from fdp.parallel.sharded_init import init_params
+from fdp.parallel.sharding import Zero, abstract_params, make_sharding
 from fdp.privacy.clipping import flat
 from fdp.privacy.mechanism import Mechanism
 from fdp.privacy.sampling import poisson, trusted_batch

@@ -22,8 +22,10 @@ from fdp.kfac.state import KfacState, find, replaced
 from fdp.kfac.store import Where
 from fdp.kfac.types import Curvature, DenseFactor, Layer
 from fdp.models import GPTConfig, gpt, mlp
+from fdp.parallel.dtensors import localize
 from fdp.parallel.mesh import make_mesh
-from fdp.parallel.sharding import Zero, init_params, localize, make_sharding
+from fdp.parallel.sharded_init import init_params
+from fdp.parallel.sharding import Zero, make_sharding
 from fdp.types import TrainState, Tree
 from tests.conftest import randn
 from tests.ranks import run_on_ranks

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 from fdp.checks.first_call import Checks
 from fdp.gradients.plan import Method
 from fdp.parallel import collectives
-from fdp.parallel.agree import whole
 from fdp.parallel.collectives import all_gather, all_reduce, axis_of, broadcast, reduce_scatter, wait
+from fdp.parallel.dtensors import full_tensor
 from fdp.parallel.mesh import AXES, make_mesh
 from fdp.parallel.sharding import Data, Reduce, Zero
 from tests.fake_ranks import fake_ranks
@@ -165,7 +165,7 @@ def gathered() -> dict[str, Tensor]:
     for name, (shape, cuts) in CUTS.items():
         value = torch.arange(float(torch.Size(shape).numel())).view(shape)
         placements = [Shard(cuts[axis]) if axis in cuts else Replicate() for axis in AXES]
-        made[name] = whole(distribute_tensor(value, mesh, placements))
+        made[name] = full_tensor(distribute_tensor(value, mesh, placements))
     return made
 
 
@@ -202,7 +202,7 @@ def many_in_flight(seconds: float) -> dict[str, int]:
         for i, each in enumerate(pending):
             assert bool((wait(each) == done + i).all())
         assert bool((compiled(torch.full((97,), float(done))) == done).all())
-        assert torch.equal(whole(leaf), torch.arange(1001.0))
+        assert torch.equal(full_tensor(leaf), torch.arange(1001.0))
         done += 7
         more.fill_(float(time.monotonic() < deadline))
     return {"gathers": done}

@@ -21,18 +21,11 @@ from fdp.model import Block, LeafSpec, Model
 from fdp.models import GPTConfig, gpt
 from fdp.optimizers import adamw, sgd
 from fdp.parallel import collectives
-from fdp.parallel.gather_reduce import start_reduce, sum_over_parts
+from fdp.parallel.dtensors import localize
+from fdp.parallel.gather_reduce import start_reduce, sum_over_tensor_axis
 from fdp.parallel.mesh import make_mesh
-from fdp.parallel.sharding import (
-    Reduce,
-    Sharding,
-    Zero,
-    abstract_params,
-    init_params,
-    localize,
-    make_sharding,
-    over_tensor_axis,
-)
+from fdp.parallel.sharded_init import init_params
+from fdp.parallel.sharding import Reduce, Sharding, Zero, abstract_params, make_sharding, over_tensor_axis
 from fdp.privacy import clipping
 from fdp.privacy.mechanism import Mechanism
 from fdp.privacy.sampling import poisson, trusted_batch
@@ -188,7 +181,7 @@ def test_replicas_reduce_their_parts_and_tensor_ranks_their_norms(sent):
         plan = make_plan(cut, abstract_params(cut, sharding), data)
         stages = make_stages(cut, sgd(0.1), mechanism=mechanism(Method.AUTO), plan=plan, sharding=sharding)
         stages.gradient(localize(init_params(cut, keys.key(0), sharding)), (), data, torch.ones(SAMPLES))
-    cut_leaves = [path for path, leaf in sharding.leaves.items() if leaf.cut_by("tensor")]
+    cut_leaves = [path for path, leaf in sharding.leaves.items() if leaf.is_sharded_over("tensor")]
     norms = [entry for entry in sent if entry.elements == len(cut_leaves) * SAMPLES]
     assert len(cut_leaves) == 12
     assert len(norms) == 1  # all leaves together, and never over an axis of other samples
@@ -202,7 +195,7 @@ def test_a_replicated_leaf_is_counted_once_and_a_cut_one_summed(monkeypatch):
     with fake_ranks(3):
         mesh = make_mesh({"tensor": 3}, device_type="cpu")
         sharding = make_sharding(over_tensor_axis(model, mesh), mesh, zero=Zero.TWO)
-    norms = sum_over_parts(sharding, Norms({path: torch.ones(2) for path in model.leaves}))
+    norms = sum_over_tensor_axis(sharding, Norms({path: torch.ones(2) for path in model.leaves}))
     cut = {"qkv", "qkv_bias", "out", "up", "up_bias", "down"}
     for path, square in norms.squared.items():
         assert square.tolist() == ([3, 3] if path.split(".")[-1] in cut else [1, 1]), path

@@ -6,14 +6,16 @@ import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.distributed import HashStore, Store
 
+import fdp
 from fdp.parallel import heartbeat, rendezvous
-from fdp.parallel.heartbeat import Heart, silent
-from fdp.parallel.rendezvous import LostRank, Member, leave, meet, source_digest, this_process
+from fdp.parallel.heartbeat import Heartbeat, silent_ranks
+from fdp.parallel.rendezvous import LostRank, Member, meet, source_digest, this_process, withdraw
 from fdp.types import FdpError
 
 
@@ -60,7 +62,7 @@ def test_a_rank_that_comes_late_is_waited_for() -> None:
 
 def test_a_rank_that_leaves_is_heard_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     store = HashStore()
-    leave(store, rank=1, words="No such option: --stpes")
+    withdraw(store, rank=1, words="No such option: --stpes")
     began = time.monotonic()
     error = meeting(store, 1, world=2, timeout=30)[0]
     assert time.monotonic() - began < 5
@@ -96,19 +98,26 @@ def test_other_versions_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> 
         assert said in words[0]
 
 
-def test_the_digest_is_of_the_source() -> None:
+def test_the_digest_depends_on_every_source_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(source_digest()) == 12
+    monkeypatch.setattr(fdp, "__file__", str(tmp_path / "__init__.py"))
+    (tmp_path / "package").mkdir()
+    digests = set()
+    for text in ("x = 1", "x = 2"):
+        (tmp_path / "package" / "module.py").write_text(text)
+        digests.add(source_digest.__wrapped__())
+    assert len(digests) == 2
 
 
 def test_a_heart_that_stops_is_silent_and_one_that_beats_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "EVERY", 0.05)
+    monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.05)
     store = HashStore()
-    hearts = [Heart(store, rank=rank) for rank in range(3)]
+    hearts = [Heartbeat(store, rank=rank) for rank in range(3)]
     hearts[0].step = 7
-    assert silent(store, world=3, watch=2.0) == []
+    assert silent_ranks(store, world=3, watch=2.0) == []
     hearts[1].stop()
     time.sleep(0.2)
-    assert silent(store, world=4, watch=0.5) == [1, 3]  # the last one never was
+    assert silent_ranks(store, world=4, watch=0.5) == [1, 3]  # the last one never was
     assert json.loads(store.get("beat/0"))[1] == 7
     for heart in hearts:
         heart.stop()

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fdp import optimizers as fo
 from fdp import tree
 from fdp.parallel import collectives
-from fdp.parallel.sharded_norms import global_norm, sharded_reductions
+from fdp.parallel.sharded_norms import sharded_global_norm, sharded_reductions
 from fdp.types import Axis, FdpError, Flat, Path
 from tests.ranks import run_on_ranks
 
@@ -53,7 +53,7 @@ ELEMENTWISE = dict.fromkeys(("adamw", "adagrad", "adadelta", "adamax"), 0)
 
 class LeafPlan(NamedTuple):
     shape: tuple[int, ...]
-    cuts: tuple[tuple[Axis, int], ...]
+    sharded_dims: tuple[tuple[Axis, int], ...]
 
 
 class Plan(NamedTuple):
@@ -85,7 +85,7 @@ def dtype_of(path: Path) -> torch.dtype:
 
 def part_of(whole: Tensor, plan: LeafPlan, reduced: tuple[int, ...]) -> Tensor:
     """This rank's part, cut as DTensor cuts: chunks of ceil(n / size), one axis after the other."""
-    for axis, dim in plan.cuts:
+    for axis, dim in plan.sharded_dims:
         if whole.ndim > 1 and dim - whole.ndim in reduced:
             continue
         length = whole.shape[dim]
@@ -158,7 +158,7 @@ def reduce_all(plan: Plan) -> dict[str, tuple[float, int]]:
     got, count = counted(reductions.mean, reductions.mean(parts, -1), -2)
     want = parts_of(fo.LOCAL.mean(fo.LOCAL.mean(whole, -1), -2), plan, reduced=(-1, -2))
     cases["mean of means"] = difference(got, want), count
-    norm, count = counted(global_norm, parts, plan)
+    norm, count = counted(sharded_global_norm, parts, plan)
     cases["global_norm"] = abs(norm.item() - tree.global_norm(whole).item()), count
     return cases
 
@@ -176,9 +176,9 @@ def edge_cases(plan: Plan) -> dict[str, Any]:
         message = str(error)
     return {
         "a copy counts once, whatever the others hold": torch.equal(reductions.sum_of_squares(copies)["whole"], want),
-        "norm of NaN": global_norm(spoiled, plan).item(),
+        "norm of NaN": sharded_global_norm(spoiled, plan).item(),
         "lonely": {dim: reductions.mean(lonely, dim)["thin"].shape for dim in (-1, -2)},
-        "same norm": global_norm(parts, plan).item(),
+        "same norm": sharded_global_norm(parts, plan).item(),
         "message": message,
     }
 

@@ -16,25 +16,14 @@ from fdp.gradients.plan import Method, make_plan
 from fdp.init import uniform
 from fdp.model import Block, LeafSpec, Model, from_loss
 from fdp.models import GPTConfig, LlamaConfig, gpt, llama
-from fdp.parallel import agree
+from fdp.parallel.agree import check_agreement
 from fdp.parallel.collectives import axis_of
-from fdp.parallel.launch import check_agreement
+from fdp.parallel.dtensors import full_tensor, localize, shard_leaf
 from fdp.parallel.mesh import make_mesh
-from fdp.parallel.offload import NOTHING, Offload
-from fdp.parallel.sharded_norms import global_norm
-from fdp.parallel.sharding import (
-    Data,
-    Reduce,
-    Sharding,
-    Zero,
-    abstract_params,
-    cut_out,
-    init_params,
-    localize,
-    make_sharding,
-    over_tensor_axis,
-    shared_key,
-)
+from fdp.parallel.offload import NO_OFFLOAD, Offload
+from fdp.parallel.sharded_init import init_params, shared_key
+from fdp.parallel.sharded_norms import sharded_global_norm
+from fdp.parallel.sharding import Data, Reduce, Sharding, Zero, abstract_params, make_sharding, over_tensor_axis
 from fdp.privacy import clipping
 from fdp.privacy.mechanism import Mechanism
 from fdp.privacy.sampling import poisson, sample_batch
@@ -81,7 +70,7 @@ def train(
     data: Data = Data.SPLIT,
     reduce: Reduce | None = None,
     reduce_dtype: torch.dtype | None = None,
-    offload: Offload = NOTHING,
+    offload: Offload = NO_OFFLOAD,
     checkpoint_activations: bool = False,
     microbatch_size: int = 6,
     memory_budget: float | None = None,
@@ -144,7 +133,7 @@ def train(
 
 def whole(values: Any) -> dict[str, torch.Tensor]:
     flat = tree.flatten(values)
-    return {path: agree.whole(leaf) for path, leaf in flat.items()}
+    return {path: full_tensor(leaf) for path, leaf in flat.items()}
 
 
 def assert_same(got: dict[str, Any], expected: dict[str, Any], case: str) -> None:
@@ -258,7 +247,7 @@ def moved_by_one(reduce_dtype: torch.dtype | None) -> tuple[float, float]:
             totals.append(stages.reduce(stages.gradient(weights, (), {"x": x}, mask).total))
         with_, without = totals
         difference = {path: with_.value[path].double() - without.value[path].double() for path in with_.value}
-        worst, stated = max(worst, float(global_norm(difference, sharding))), float(with_.sensitivity)
+        worst, stated = max(worst, float(sharded_global_norm(difference, sharding))), float(with_.sensitivity)
     return worst, stated
 
 
@@ -396,7 +385,7 @@ def test_every_leaf_has_one_owner_and_no_leaf_is_left_out():
             make_sharding(Model("m", {"w": spec}, (lost,)), mesh, zero=Zero.TWO)
         sharding = make_sharding(model, mesh, zero=Zero.TWO)
     assert sharding.leaves["embed.tokens"].blocks == ("embed", "head")  # tied: one leaf, owned by the first
-    assert sharding.leaves["embed.tokens"].padded == 7 * 8
+    assert sharding.leaves["embed.tokens"].padded_numel == 7 * 8
     for zero in (Zero.NONE, Zero.TWO):
         for axes in ({"shard": 4}, {"tensor": 2, "shard": 2}, {"replicate": 2, "shard": 2}):
             counted = {path: torch.zeros(leaf.shape) for path, leaf in model.leaves.items()}
@@ -407,7 +396,7 @@ def test_every_leaf_has_one_owner_and_no_leaf_is_left_out():
                 for path, leaf in plan.leaves.items():
                     box = tuple(slice(start, start + length) for start, length in leaf.window)
                     counted[path][box] += 1
-                    copies = 4 // torch.Size([axis.size for axis, _ in leaf.cuts]).numel()
+                    copies = 4 // torch.Size([axis.size for axis, _ in leaf.sharded_dims]).numel()
                     counted[path][box] -= 1 - 1 / copies
             for path, count in counted.items():
                 torch.testing.assert_close(count, torch.ones_like(count), msg=f"{path}: {axes}: not one owner each")
@@ -425,7 +414,7 @@ def test_initial_values_have_the_same_bits_however_they_are_cut():
                 drawn = tree.flatten(init_params(model, key, sharding))
                 other = tree.flatten(init_params(model, key, sharding, inits=own))
                 for path, leaf in whole_leaves.items():
-                    mine = cut_out(leaf, path, sharding)
+                    mine = shard_leaf(leaf, path, sharding)
                     assert torch.equal(mine.to_local(), drawn[path].to_local()), path
                     assert torch.equal(mine.to_local(), other[path].to_local()) == (
                         path not in own or mine.to_local().numel() == 0
@@ -433,11 +422,11 @@ def test_initial_values_have_the_same_bits_however_they_are_cut():
                 with pytest.raises(FdpError, match=r"inits.*\['up'\]"):
                     init_params(model, key, sharding, inits={"up": uniform(0.5)})
                 with pytest.raises(FdpError, match=r"head\.norm: expected shape \(8,\), got \(9,\)"):
-                    cut_out(torch.zeros(9), "head.norm", sharding)
+                    shard_leaf(torch.zeros(9), "head.norm", sharding)
 
 
 def cut_into(sharding: Sharding, path: str, leaf: torch.Tensor) -> torch.Tensor:
-    return cut_out(leaf, path, sharding)
+    return shard_leaf(leaf, path, sharding)
 
 
 def test_a_module_of_torch_brings_its_own_initial_values_one_leaf_at_a_time():
@@ -457,7 +446,7 @@ def test_a_module_of_torch_brings_its_own_initial_values_one_leaf_at_a_time():
             for path, leaf in expected.items():
                 part = got[path]
                 assert isinstance(part, DTensor)
-                assert torch.equal(part.to_local(), cut_out(leaf.detach(), path, sharding).to_local())
+                assert torch.equal(part.to_local(), shard_leaf(leaf.detach(), path, sharding).to_local())
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])

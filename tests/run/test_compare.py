@@ -285,15 +285,15 @@ def norms_over_the_data_axis(plan: sharding.Sharding | None, norms: Norms) -> No
     return Norms(dict(zip(norms.squared, summed)))
 
 
-def noise_of_the_part(total: ClippedSum, *, key: Any, noise_multiplier: float, places: Any) -> Any:
+def noise_of_the_part(total: ClippedSum, *, key: Any, noise_multiplier: float, shard_windows: Any) -> Any:
     """Every rank draws for its part as if it were the leaf."""
     return noise.add_noise(total, key=key, noise_multiplier=noise_multiplier)
 
 
-def noise_of_the_rank(total: ClippedSum, *, key: Any, noise_multiplier: float, places: Any) -> Any:
+def noise_of_the_rank(total: ClippedSum, *, key: Any, noise_multiplier: float, shard_windows: Any) -> Any:
     """The last rank adds noise of its own."""
     key = keys.fold_in(key, "own") if dist.get_rank() else key
-    return noise.add_noise(total, key=key, noise_multiplier=noise_multiplier, places=places)
+    return noise.add_noise(total, key=key, noise_multiplier=noise_multiplier, shard_windows=shard_windows)
 
 
 def all_but_one_reduced(plan: Any, model: Any, sums: Any) -> Any:
@@ -324,7 +324,7 @@ def losses_of_the_rank(metrics: Any, shape: Any, plan: Any) -> Any:
 FAULTS: dict[str, tuple[str, str, Callable[..., Any], int, Stage]] = {
     "norms over the data axis": (
         "zero-3",
-        "fdp.gradients.per_sample.sum_over_parts",
+        "fdp.gradients.per_sample.sum_over_tensor_axis",
         norms_over_the_data_axis,
         1,
         Stage.NORMS,

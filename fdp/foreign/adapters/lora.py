@@ -29,7 +29,7 @@ from fdp.gradients.rules import Rule
 from fdp.gradients.taps import Tape, Use, Watched, batch_size_of
 from fdp.init import constant, uniform
 from fdp.model import Block, LeafSpec, Model, Outputs
-from fdp.parallel.agree import whole
+from fdp.parallel.dtensors import full_tensor
 from fdp.types import FdpError, Key, Path, Tree
 
 A, B = "_lora_a", "_lora_b"
@@ -201,7 +201,7 @@ def _adapted_block(block: Block, chosen: frozenset[Path], scale: float, shared: 
 
 
 def _merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    product: Tensor = scale * (whole(b).double() @ whole(a).double())
+    product: Tensor = scale * (full_tensor(b).double() @ full_tensor(a).double())
     if isinstance(weight, DTensor):
         mesh = weight.device_mesh
         everywhere = DTensor.from_local(product, mesh, [Replicate()] * mesh.ndim, run_check=False)

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from fdp import tree
 from fdp.foreign.adapters.prefix import prefix_paths
-from fdp.parallel.agree import in_unison, rank_in, whole
+from fdp.parallel.agree import rank_in, run_in_unison
+from fdp.parallel.dtensors import full_tensor
 from fdp.storage.checkpoint import writing
 from fdp.storage.private_files import sync_folder
 from fdp.types import FdpError, Tree
@@ -43,9 +44,9 @@ def save_prefix(
     """
     folder, flat = Path(path), tree.flatten(params)
     layers = [flat[leaf] for leaf in prefix_paths(flat)]
-    values = torch.stack([whole(leaf) for leaf in layers]).detach().cpu()
+    values = torch.stack([full_tensor(leaf) for leaf in layers]).detach().cpu()
     first = rank_in(None) == 0
-    in_unison(lambda: _write(folder, values, base, files or {}) if first else None, None)
+    run_in_unison(lambda: _write(folder, values, base, files or {}) if first else None, None)
 
 
 def _write(

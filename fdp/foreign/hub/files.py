@@ -23,10 +23,12 @@ from torch import Tensor, nn
 from fdp import tree
 from fdp.foreign.hub.tensor_names import Place, stored_places
 from fdp.foreign.layout import leaf_paths
+from fdp.keys import Window
 from fdp.model import Model
-from fdp.parallel.agree import in_unison
-from fdp.parallel.sharding import Sharding, as_dtensor
-from fdp.storage.safetensors import FLOATS, Window
+from fdp.parallel.agree import run_in_unison
+from fdp.parallel.dtensors import as_dtensor
+from fdp.parallel.sharding import Sharding
+from fdp.storage.safetensors import FLOATS
 from fdp.types import FdpError, Tree
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -117,7 +119,7 @@ def read_params(
             flat[path] = part if sharding is None else as_dtensor(part, path, sharding)
         return flat
 
-    return tree.nest(in_unison(read, None))
+    return tree.nest(run_in_unison(read, None))
 
 
 def _joined(

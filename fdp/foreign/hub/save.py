@@ -23,7 +23,8 @@ from fdp import tree
 from fdp.foreign.hub.files import INDEX, Stored, empty_module
 from fdp.foreign.hub.tensor_names import Place, stored_places
 from fdp.foreign.layout import leaf_paths
-from fdp.parallel.agree import in_unison, rank_in, whole
+from fdp.parallel.agree import rank_in, run_in_unison
+from fdp.parallel.dtensors import full_tensor
 from fdp.storage.checkpoint import writing
 from fdp.storage.private_files import sync_folder
 from fdp.types import FdpError, Flat, Tree
@@ -51,14 +52,14 @@ def write_folder(
     """
     flat, first = tree.flatten(params), rank_in(None) == 0
     partial = path.with_name(f".{path.name}.partial")
-    stored, keys = in_unison(lambda: _begin(path, partial, flat, source, first), None)
+    stored, keys = run_in_unison(lambda: _begin(path, partial, flat, source, first), None)
     for file in dict.fromkeys(stored.files.values()):
         values: Flat = {}
         made: Flat = {}  # of leaves that several tensors of the file are parts of
         for key in (key for key, where in stored.files.items() if where == file):
             name, place = keys.get(key, ("", Place("")))
             leaf = flat.get(name)
-            value = made[name] if name in made else None if leaf is None else whole(leaf)
+            value = made[name] if name in made else None if leaf is None else full_tensor(leaf)
             if value is not None and place.index is not None:
                 made[name] = value
             if first:
@@ -66,8 +67,8 @@ def write_folder(
                 as_stored = dtype if dtype is not None and old.is_floating_point() else old.dtype
                 values[key] = old if value is None else place.of(value.detach()).to("cpu", as_stored).contiguous()
             value = leaf = None
-        in_unison(lambda: _write(partial / file, values) if first else None, None)  # noqa: B023
-    in_unison(lambda: _publish(path, partial, stored, dtype, files or {}) if first else None, None)
+        run_in_unison(lambda: _write(partial / file, values) if first else None, None)  # noqa: B023
+    run_in_unison(lambda: _publish(path, partial, stored, dtype, files or {}) if first else None, None)
 
 
 def _begin(

@@ -103,7 +103,7 @@ def make_sums(
             uses |= {each: None for left in (True, False) if (each := _uses_with_inputs(known, layer, left))}
     places = make_places(mask, present, uses, known.plan.dtype)
     leaves = {} if sharding is None else sharding.leaves
-    cuts = {path: cut for path, leaf in leaves.items() for cut in leaf.cuts if cut[0].name == "tensor"}
+    cuts = {path: cut for path, leaf in leaves.items() for cut in leaf.sharded_dims if cut[0].name == "tensor"}
     return Sums(known, forms, sharing, places, layers, cuts, blocks, {}, {}, {})
 
 

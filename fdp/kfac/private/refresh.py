@@ -36,7 +36,7 @@ from fdp.kfac.state import find, replaced
 from fdp.kfac.types import Curvature, Factor
 from fdp.model import Model
 from fdp.optimizers import Schedule
-from fdp.parallel.sharding import globalize, localize
+from fdp.parallel.dtensors import globalize, localize
 from fdp.privacy.mechanism import Mechanism
 from fdp.privacy.sampling import check_step
 from fdp.types import Batch, FdpError, Key, Path, TrainState, Tree

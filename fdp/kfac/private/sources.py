@@ -24,7 +24,7 @@ from fdp.kfac.private.public_data import NoiseImages, Public, ZipfTokens, draw, 
 from fdp.kfac.private.refresh import private_kfac, refresh_noised, refresh_public
 from fdp.model import Model
 from fdp.optimizers import Schedule
-from fdp.parallel import launch
+from fdp.parallel.agree import check_agreement
 from fdp.privacy import accounting
 from fdp.privacy.clipping import flat
 from fdp.privacy.mechanism import Mechanism, Statistics, statistics
@@ -174,7 +174,7 @@ def make_feed(
     if isinstance(source, Open):
         feed = public(source.dataset, private=private, digest=digest)
         if plan.sharding is not None:
-            launch.check_agreement({"content of the public data": feed.digest})
+            check_agreement({"content of the public data": feed.digest})
         return feed
     outputs = plan.model.vocab_size or (plan.known.scores or (0,))[-1]
     made = synthetic(private, outputs=outputs, key=keys.fold_in(key, "data").cpu())

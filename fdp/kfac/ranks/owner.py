@@ -21,7 +21,7 @@ from fdp import tree
 from fdp.kfac.factors import size
 from fdp.kfac.types import ColumnsFactor, Curvature, DenseFactor, Factor, Layer, Preconditioner, SoftmaxFactor
 from fdp.parallel import collectives
-from fdp.parallel.agree import everyones, in_unison
+from fdp.parallel.agree import gather_values, run_in_unison
 from fdp.parallel.sharding import Sharding
 from fdp.types import FdpError
 
@@ -69,10 +69,10 @@ def invert_owned(
         return dict(invert(curvatures))
     owners = assign({layer: cost(curvature) for layer, curvature in curvatures.items()}, ranks=sharding.world.size)
     me = sharding.world.rank
-    own = in_unison(lambda: invert({layer: curvatures[layer] for layer in curvatures if owners[layer] == me}), None)
+    own = run_in_unison(lambda: invert({layer: curvatures[layer] for layer in curvatures if owners[layer] == me}), None)
     # The form of an inverse is the affair of `invert`: its owner tells structure, shapes and dtypes.
     shapes = {layer: tree.map(_abstract, made) for layer, made in own.items()}
-    known = {layer: made for theirs in everyones(shapes, None) for layer, made in theirs.items()}
+    known = {layer: made for theirs in gather_values(shapes, None) for layer, made in theirs.items()}
     pending: dict[Layer, Preconditioner] = {}
     for layer, curvature in curvatures.items():
         device = _device(curvature)

@@ -23,7 +23,7 @@ from torch import Tensor
 from fdp.kfac.layers import joined, parted
 from fdp.kfac.types import Layer
 from fdp.parallel import collectives
-from fdp.parallel.gather_reduce import Pending, finish_gather, start_gather
+from fdp.parallel.gather_reduce import PendingGather, finish_gather, start_gather
 from fdp.parallel.sharding import Sharding
 from fdp.types import Axis, FdpError, Flat, Path
 
@@ -66,7 +66,7 @@ def whole_features(
 
     ``dim`` 0 is the side of output gradients, the leaf's rows; 1 that of inputs, its columns.
     """
-    if sharding is None or (sharding.tensor, dim) not in sharding.leaves[path].cuts:
+    if sharding is None or (sharding.tensor, dim) not in sharding.leaves[path].sharded_dims:
         return rows
     return _gather_dim(rows, sharding.tensor, rows.ndim - 1)
 
@@ -79,14 +79,14 @@ def _check(layers: list[Layer], parts: Flat) -> None:
         raise FdpError(f"precondition_parts: expected every leaf in one layer, got {twice} in several")
 
 
-def _start(layer: Layer, parts: Flat, sharding: Sharding | None) -> Pending:
+def _start(layer: Layer, parts: Flat, sharding: Sharding | None) -> PendingGather:
     paths = [path for path in layer if path is not None]
     first = parts[layer.weight]
     return start_gather(sharding, paths, parts, dtype=first.dtype, device=first.device, token=())
 
 
 def _whole(x: Tensor, path: Path, sharding: Sharding | None) -> Tensor:
-    for axis, dim in () if sharding is None else sharding.leaves[path].cuts:
+    for axis, dim in () if sharding is None else sharding.leaves[path].sharded_dims:
         x = _gather_dim(x, axis, dim) if axis.name == "tensor" else x
     return x
 
