@@ -30,7 +30,7 @@ from fdp.foreign.adapters.prefix_save import save_prefix
 from fdp.foreign.hub import hugging_face
 from fdp.foreign.hub.files import empty_module, read_params
 from fdp.model import Model
-from fdp.parallel.sharded_init import draw_params
+from fdp.parallel.sharded_init import drawn_params
 from fdp.parallel.sharding import Sharding
 from fdp.privacy.guarantee import MARKER, Guarantee, marker_text, read_marker
 from fdp.privacy.sampling import Dataset
@@ -89,7 +89,7 @@ def subject(settings: Mapping[str, Any], *, example: Tree | None = None) -> Subj
     if settings["train_only"] is not None:
         model = train_only(base, *_words(settings["train_only"]))
     if folder is None:
-        return Subject(model, draw_params)
+        return Subject(model, drawn_params)
     return Subject(model, _stored_values(folder, base))
 
 
@@ -200,7 +200,7 @@ def _stored_values(folder: Path, base: Model) -> Values:
         device = key.device if sharding is None else None
         stored = read_params(folder, module, base, sharding, dtype=torch.float32, device=device)
         new = model._replace(leaves={path: leaf for path, leaf in model.leaves.items() if path not in base.leaves})
-        drawn = draw_params(new, sharding, key)
+        drawn = drawn_params(new, sharding, key)
         return tree.nest(tree.flatten(stored) | tree.flatten(drawn))
 
     return values

@@ -18,8 +18,11 @@ from fdp.parallel.sharding import Sharding
 from fdp.types import FdpError, Key, Path, Tree
 
 
-def draw_params(model: Model, sharding: Sharding | None, key: Key) -> Tree:
-    """Draw the parameters of ``model`` from ``key``: plain tensors, or this rank's shards as DTensors."""
+def drawn_params(model: Model, sharding: Sharding | None, key: Key) -> Tree:
+    """Draw the parameters of ``model`` from ``key``: plain tensors, or this rank's shards as DTensors.
+
+    Its name is part of a run's fingerprint: renaming it would change the noise of a given seed.
+    """
     return model.init(key) if sharding is None else init_params(model, key, sharding)
 
 

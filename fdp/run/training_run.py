@@ -42,7 +42,7 @@ from fdp.parallel.agree import check_agreement
 from fdp.parallel.dtensors import localize
 from fdp.parallel.mesh import make_mesh
 from fdp.parallel.offload import NO_OFFLOAD, Offload
-from fdp.parallel.sharded_init import draw_params, shared_key
+from fdp.parallel.sharded_init import drawn_params, shared_key
 from fdp.parallel.sharding import Data, Reduce, Sharding, Zero, abstract_params, make_sharding, over_tensor_axis
 from fdp.privacy import accounting
 from fdp.privacy.clipping import ClipStyle
@@ -100,7 +100,7 @@ class RunConfig:
     offload: Offload = NO_OFFLOAD
     checkpoint_activations: bool = False
     cuda_graph: bool = False
-    values: Callable[[Model, Sharding | None, Key], Tree] = draw_params
+    values: Callable[[Model, Sharding | None, Key], Tree] = drawn_params
     population: int | None = None
     before: tuple[Guarantee, ...] = ()
 

@@ -502,7 +502,7 @@ def test_what_would_count_a_sample_twice_is_refused_on_every_rank():
         "the same key on every rank",
         "got a DTensor; give make_train_step the sharding",
         "expected the share of rank",
-        "expected a part of shape",
+        "expected a shard of shape",
         "reduce_dtype: expected float64 or float32",
         "expected the same settings and data everywhere",
     )

@@ -18,7 +18,7 @@ from fdp import keys, optimizers, step, tree
 from fdp.data import datasets
 from fdp.gradients.plan import Method
 from fdp.models import GPTConfig, gpt
-from fdp.parallel import collectives, gather_reduce, sharding
+from fdp.parallel import collectives, gather_reduce, sharded_init, sharding
 from fdp.parallel.sharding import Data, Reduce, Zero
 from fdp.privacy import clipping, noise
 from fdp.run.compare import Difference, Seen, Stage, compare, first_over, observe, read, relative_difference, write
@@ -301,7 +301,7 @@ def all_but_one_reduced(plan: Any, model: Any, sums: Any) -> Any:
     return gather_reduce.reduce_all(plan, model, sums) | {LEAF: sums[LEAF]}
 
 
-INIT_PARAMS = sharding.init_params  # as it is before anyone puts a fault in its place
+INIT_PARAMS = sharded_init.init_params  # as it is before anyone puts a fault in its place
 
 
 def init_of_the_rank(model: Any, key: Any, plan: Any) -> Any:
@@ -332,8 +332,8 @@ FAULTS: dict[str, tuple[str, str, Callable[..., Any], int, Stage]] = {
     "noise by part": ("zero-3", "fdp.step.add_noise", noise_of_the_part, 1, Stage.NOISE),
     "noise by rank": ("zero-0", "fdp.step.add_noise", noise_of_the_rank, 1, Stage.NOISE),
     "a leaf not reduced": ("zero-0", "fdp.step.reduce_all", all_but_one_reduced, 1, Stage.SUM),
-    "init by rank, in parts": ("zero-3", "fdp.parallel.sharding.init_params", init_of_the_rank, 0, Stage.INIT),
-    "init by rank, in copies": ("zero-0", "fdp.parallel.sharding.init_params", init_of_the_rank, 0, Stage.INIT),
+    "init by rank, in parts": ("zero-3", "fdp.parallel.sharded_init.init_params", init_of_the_rank, 0, Stage.INIT),
+    "init by rank, in copies": ("zero-0", "fdp.parallel.sharded_init.init_params", init_of_the_rank, 0, Stage.INIT),
     "weights of the other rank": (
         "zero-3",
         "fdp.gradients.block_loop.finish_gather",
