@@ -14,9 +14,9 @@ import pytest
 from fdp import keys
 from fdp.cli.main import main
 from fdp.data import corpus, datasets, text
-from fdp.data.document_packing import Unit
-from fdp.data.documents import gather, records
-from fdp.data.files import Form
+from fdp.data.document_packing import PackUnit
+from fdp.data.documents import join_documents, records
+from fdp.data.files import RecordForm
 from fdp.parallel import agree
 from fdp.types import FdpError
 from tests.data.test_text import make_tokenizer
@@ -24,7 +24,7 @@ from tests.data.test_tokenizers import NO_SYSTEM
 
 CANARY = "Xylophon4711"
 SAID = [{"role": "user", "content": CANARY}, {"role": "assistant", "content": CANARY}]
-USER: dict[str, Any] = {"user_field": "by", "windows": 1, "key": keys.key(0)}
+USER: dict[str, Any] = {"per_user": corpus.PerUser("by", windows=1, key=keys.key(0))}
 
 # A line of a file, and how it is read.
 LINES: dict[str, tuple[str | bytes | dict, dict[str, Any]]] = {
@@ -40,16 +40,16 @@ LINES: dict[str, tuple[str | bytes | dict, dict[str, Any]]] = {
     "nested": (f'{{"text": "{CANARY}", "x": ' + "[" * 100_000 + "]" * 100_000 + "}", {}),
     "many digits": (f'{{"text": "{CANARY}", "x": {"4711" * 2000}}}', {}),
     "no field": ({CANARY: CANARY, "by": CANARY}, {}),
-    "a number in the field": ({"text": 4711, "by": CANARY}, {"form": Form.TEXT}),
+    "a number in the field": ({"text": 4711, "by": CANARY}, {"form": RecordForm.TEXT}),
     "a list in the field": ({"text": [CANARY]}, {}),
     "surrogate": (f'{{"text": "{CANARY} \\ud800"}}', {}),
     "two ways": ({"text": CANARY, "messages": SAID}, {}),
     "prompt is no text": ({"prompt": [CANARY], "completion": CANARY}, {}),
     "completion is no text": ({"prompt": CANARY, "completion": {CANARY: CANARY}}, {}),
-    "no completion": ({"prompt": CANARY, CANARY: CANARY}, {"form": Form.COMPLETION}),
+    "no completion": ({"prompt": CANARY, CANARY: CANARY}, {"form": RecordForm.COMPLETION}),
     "messages are a text": ({"messages": CANARY}, {}),
     "messages are an object": ({"messages": {CANARY: CANARY}}, {}),
-    "no messages": ({"text": CANARY, CANARY: 1}, {"form": Form.MESSAGES}),
+    "no messages": ({"text": CANARY, CANARY: 1}, {"form": RecordForm.MESSAGES}),
     "message is a text": ({"messages": [CANARY]}, {}),
     "message without content": ({"messages": [{"role": "user", CANARY: CANARY}]}, {}),
     "unknown role": ({"messages": [{"role": CANARY, "content": CANARY}]}, {}),
@@ -155,10 +155,10 @@ def test_nor_in_texts_and_token_files(tmp_path: Path) -> None:
 def test_nor_the_form_of_another_or_an_owner(tmp_path: Path) -> None:
     path = write(tmp_path, {"text": CANARY}, OTHER)
     assert "line 2: expected messages like" in check(lambda: corpus.load(path, context=4, vocab_size=256))
-    documents = gather([([1], [True]), ([2], [True])], [CANARY, CANARY], source="here")
+    documents = join_documents([([1], [True]), ([2], [True])], [CANARY, CANARY], source="here")
     check(lambda: records(documents, context=1, vocab_size=9))
     path = write(tmp_path, {"text": CANARY, "by": CANARY})
-    check(lambda: corpus.load(path, context=4, vocab_size=256, pack=Unit.OWNER))
+    check(lambda: corpus.load(path, context=4, vocab_size=256, pack=PackUnit.OWNER))
 
 
 def test_nor_the_digest_or_the_number_of_samples_where_ranks_differ(monkeypatch: pytest.MonkeyPatch) -> None:

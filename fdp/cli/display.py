@@ -26,7 +26,7 @@ from rich.text import Text
 from fdp import tree
 from fdp.cli import rounded_up
 from fdp.cli.configure import learning_rate
-from fdp.data.read_counts import reading_of
+from fdp.data.read_counts import read_counts_of
 from fdp.data.units import dataset_unit, sentence
 from fdp.gradients.plan import Method
 from fdp.kfac.private.sources import Feed, kind_of
@@ -58,7 +58,7 @@ FIXED_SEED = "the noise can be repeated, and taken away, by whoever guesses it. 
 def show_header(console: Console, run: Run, state: TrainState, settings: Mapping[str, Any]) -> None:
     """The run in words, before it starts; ``settings`` are the names it was asked for by."""
     config, model, rate = run.config, run.config.model, run.mechanism.sampling.rate
-    population, reading = run.mechanism.sampling.population, reading_of(config.dataset)
+    population, reading = run.mechanism.sampling.population, read_counts_of(config.dataset)
     rounded = ROUNDED if config.population is None else ""
     rows = [
         (

@@ -22,8 +22,8 @@ import torch
 
 from fdp import keys, models, tree
 from fdp.data import corpus, datasets, text
-from fdp.data.document_packing import Unit
-from fdp.data.files import Form
+from fdp.data.document_packing import PackUnit
+from fdp.data.files import RecordForm
 from fdp.foreign.adapters.lora import lora_model, merge, train_only
 from fdp.foreign.adapters.prefix import prefix_model, without_prefix
 from fdp.foreign.adapters.prefix_save import save_prefix
@@ -121,7 +121,9 @@ def dataset_of(settings: Mapping[str, Any], model: Model, *, source: str | None 
         )
     if model.context is None:
         raise FdpError(f"--unit {unit}: expected a language model, got {model.name}; leave it out")
-    pack = Unit.ROW if unit == "row" else Unit.OWNER if settings["pack"] else None
+    pack = PackUnit.ROW if unit == "row" else PackUnit.OWNER if settings["pack"] else None
+    # The key is public and the same in every run: which of a user's windows are used depends on nobody else.
+    window_key = keys.fold_in(keys.key(0), "windows")
     return corpus.load(
         path,
         context=model.context,
@@ -129,17 +131,14 @@ def dataset_of(settings: Mapping[str, Any], model: Model, *, source: str | None 
         tokenizer=tokenizer or text.BYTES,
         form=form,
         field=settings["field"],
-        user_field=by,
-        windows=None if by is None else settings["windows_per_user"],
+        per_user=None if by is None else corpus.PerUser(by, settings["windows_per_user"], window_key),
         pack=pack,
-        # Public, and the same in every run: which of a user's windows are taken depends on nobody else.
-        key=None if by is None else keys.fold_in(keys.key(0), "windows"),
     )
 
 
-def named_form(name: str) -> Form:
+def named_form(name: str) -> RecordForm:
     """Return the form that ``--form`` names."""
-    known = {form.value: form for form in Form}
+    known = {form.value: form for form in RecordForm}
     if name not in known:
         raise FdpError(f"--form: expected one of {', '.join(known)}, got {name!r}")
     return known[name]

@@ -1,13 +1,13 @@
 """Datasets from local files.
 
-files          which files hold text or records
-text, chat     text and conversations to tokens
-documents      documents of unequal length and their owners
-users          all records of one user as one sample (``user_names``: when two names are one user)
-document_packing   several documents in one row
-corpus         from files to a dataset of whole units
-datasets       byte and token windows, images
-units          the unit of privacy in words
-read_counts    what was read, and what was left out
-digest         a fingerprint of a dataset
+files, json_records   find files of texts or records, and read them
+text, chat            tokenize texts and conversations
+documents             documents of unequal length and their owners
+document_packing      several documents in one row
+users, user_names     all records of one user as one sample; spellings that are one user
+corpus                from files to a dataset of records, users or packed rows
+datasets              windows over a stream of bytes or tokens; images
+units                 the unit of privacy in words
+read_counts           counts of the samples that were read, and of those left out
+digest                a fingerprint of a dataset
 """

@@ -1,17 +1,16 @@
-"""Instructions and conversations: the prompt is read, the answer is learned.
+"""Tokens of instructions and conversations: the loss counts the answers and not the prompts.
 
-    {"prompt": "...", "completion": "..."}                       tokens of the completion count, and the end after it
-    {"messages": [{"role": "user", "content": "..."}, ...]}      tokens of what the assistant says, and the end of it
+    {"prompt": "...", "completion": "..."}                       counts the completion, and the end of text after it
+    {"messages": [{"role": "user", "content": "..."}, ...]}      counts the assistant's messages, and their ends
 
-    loss_b = mean of the next token's cross-entropy over the tokens of record b that count
+    loss_b = mean cross-entropy of the next token over the tokens of record b that count
 
-**A sample, the unit of privacy, is one record** (one conversation, all its turns) or, with ``user_field``, one user.
-Prompts are protected as well as answers: they are inputs of the same sample's loss, whose whole gradient is clipped.
+**A sample, the unit of privacy, is one record** (one conversation with all its turns) or, per user, one user.
+Prompts are protected like answers: they are inputs of the same sample's loss, whose full gradient is clipped.
 
-A record is written as one text, by the tokenizer's own template or without one as ``role: content`` lines, and
-tokenised once, as a whole: the tokens are those of the text, with no space invented between a prompt and its answer. A
-token counts if any of its characters is to be learned. A record that is too long keeps its first ``context + 1``
-tokens; one whose answer is thereby lost stays a sample, with loss exactly 0.
+A record is rendered as one text, by the tokenizer's template or else as ``role: content`` lines, and tokenized once:
+no space is added between a prompt and its answer. A token counts if any of its characters is to be learned. A record
+that is too long keeps its first ``context + 1`` tokens; if that drops the whole answer, it stays a sample with loss 0.
 
     >>> tokens, counted = conversation_tokens(record, load_tokenizer("models/tiny"), "chat.jsonl, line 7")
 """
@@ -22,23 +21,24 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
-from fdp.data.files import check_text, describe
-from fdp.data.text import Tokenizer, located
+from fdp.data.files import check_text
+from fdp.data.json_records import describe
+from fdp.data.text import Tokenizer, locate_tokens
 from fdp.types import FdpError
 
 Piece: TypeAlias = tuple[str, bool]
 """A stretch of text, and whether its tokens count in the loss."""
 
 ASSISTANT = "assistant"
-"""The role whose words are learned."""
+"""The role whose messages are learned."""
 ROLES = (
     ASSISTANT, "user", "system", "developer", "tool", "function", "ipython", "environment", "observation",
 )  # fmt: skip
-"""The roles that templates know; by another name an answer would be read and not learned."""
+"""The roles that templates know. Under another name an answer would be read but not learned."""
 
 
 class Message(NamedTuple):
-    """A message whose role is known, and the message itself with the role in its usual spelling."""
+    """A checked message: its role, and the message itself with the role in lower case."""
 
     role: str
     whole: dict[str, Any]
@@ -53,7 +53,7 @@ def completion_tokens(record: dict[str, Any], tokenizer: Tokenizer, place: str) 
 
 
 def conversation_tokens(record: dict[str, Any], tokenizer: Tokenizer, place: str) -> tuple[list[int], list[bool]]:
-    """Return the tokens of a conversation, and whether each counts; a template writes its own end."""
+    """Return the tokens of a conversation, and whether each counts; a template writes the end of text itself."""
     if not isinstance(record.get("messages"), list):
         raise FdpError(f"{place}: expected a list of messages in 'messages', got {describe(record, 'messages')}")
     tokens, counted = _tokens(message_pieces(record["messages"], tokenizer, place), tokenizer, place)
@@ -61,27 +61,27 @@ def conversation_tokens(record: dict[str, Any], tokenizer: Tokenizer, place: str
 
 
 def message_pieces(messages: list[Any], tokenizer: Tokenizer, place: str) -> list[Piece]:
-    """Return a conversation as stretches of text, in order; ``place`` names it in errors."""
+    """Split a conversation into pieces of text that count or do not; ``place`` names it in errors."""
     checked = _checked(messages, place)
     return _by_lines(checked) if tokenizer.render is None else _by_template(checked, tokenizer, place)
 
 
 def _tokens(pieces: Sequence[Piece], tokenizer: Tokenizer, place: str) -> tuple[list[int], list[bool]]:
-    """The tokens of all pieces as one text, and whether any character of each counts."""
-    tokens, spans = located(tokenizer, "".join(text for text, _ in pieces), place)
+    """Return the tokens of all pieces as one text, and whether any character of each counts."""
+    tokens, spans = locate_tokens(tokenizer, "".join(text for text, _ in pieces), place)
     learned = [counts for text, counts in pieces for _ in text]
-    before = [0, *accumulate(learned)]  # characters that count, before each
+    before = [0, *accumulate(learned)]  # number of characters that count before each position
     return tokens, [before[last] > before[first] for first, last in map(_held, spans)]
 
 
 def _held(span: tuple[int, int]) -> tuple[int, int]:
-    """The characters of a token; where spaces were trimmed and nothing is left, the one before."""
+    """Return the characters of a token; if trimming spaces left none, the character before."""
     first, last = span
     return (first, last) if first < last else (max(last - 1, 0), last)
 
 
 def _ended(tokens: list[int], counted: list[bool], tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
-    """With the token that ends a text after an answer that ends the record."""
+    """Append the end-of-text token if the record ends with an answer."""
     if tokenizer.end is None or not counted or not counted[-1]:
         return tokens, counted
     return [*tokens, tokenizer.end], [*counted, True]
@@ -107,7 +107,7 @@ def _checked(messages: list[Any], place: str) -> list[Message]:
 
 
 def _by_lines(messages: list[Message]) -> list[Piece]:
-    """``role: content`` and a newline for every message; of the assistant's, all after the role counts."""
+    """Write ``role: content`` and a newline per message; an assistant's message counts after the role."""
     found: list[Piece] = []
     for role, whole in messages:
         words = f"{whole['content']}\n"
@@ -116,7 +116,7 @@ def _by_lines(messages: list[Message]) -> list[Piece]:
 
 
 def _by_template(messages: list[Message], tokenizer: Tokenizer, place: str) -> list[Piece]:
-    """What the template writes; of an assistant's message, all after the template's prompt for it counts."""
+    """Render by the tokenizer's template; an assistant's message counts after the template's prompt for it."""
     found: list[Piece] = []
     before = ""
     for number, (role, _) in enumerate(messages, start=1):
@@ -141,7 +141,7 @@ def _rendered(messages: list[Message], tokenizer: Tokenizer, place: str, *, prom
         )
     try:
         return tokenizer.render([whole for _, whole in messages], prompt)
-    except Exception as error:  # raised again below: a template's words, and a chained error, may show the record
+    except Exception as error:  # raised again below: a template's message, or a chained error, may show the record
         said = str(error).strip()
         why = f"{said!r}" if said and said in tokenizer.template else type(error).__name__
     roles = ", ".join(role for role, _ in messages[:4]) + (", ..." if len(messages) > 4 else "")

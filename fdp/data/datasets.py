@@ -1,12 +1,12 @@
-"""Datasets that are already on this machine: text as bytes, token files, and a small set of images.
+"""Datasets from local files: windows over a stream of bytes or tokens, and a small set of images.
 
-A stream of tokens is cut into windows that do not overlap,
+A stream of tokens is split into windows that do not overlap,
 
     sample i = tokens[i (context + 1) : (i + 1) (context + 1)],
 
-and **a sample, the unit of privacy, is one window**. No token is in two samples: inputs and targets overlap
-inside a window and nowhere else, so removing a window removes every use of its tokens. A document longer than
-a window is several samples: a statement about windows says less about it than one about documents would.
+and **a sample, the unit of privacy, is one window**. No token is in two samples: inputs and targets overlap only
+inside a window, so removing a window removes every use of its tokens. A document longer than a window is several
+samples, and so less protected than if it were one.
 
     >>> dataset = load("stdlib", context=128)          # the source of the running Python's standard library
     >>> dataset = load("notes.jsonl", context=128, field="body")
@@ -29,21 +29,22 @@ import torch
 from torch import Tensor
 
 from fdp.data import text
-from fdp.data.files import Form, Source, check_text, find_source, holds_tokens, read_records, read_text, text_field
-from fdp.data.read_counts import Reading
-from fdp.data.units import Kind, PrivacyUnit, privacy_unit
+from fdp.data.files import RecordForm, Source, check_text, find_source, holds_tokens, read_text
+from fdp.data.json_records import read_records, text_field
+from fdp.data.read_counts import ReadCounts
+from fdp.data.units import PrivacyUnit, UnitKind, privacy_unit
 from fdp.types import FdpError
 
 BYTES = 256
 """Vocabulary of a text source without a tokenizer: a token is a byte of its UTF-8 form."""
 
 NAMES = ("stdlib", "digits")
-"""Datasets known by name; anything else is a path."""
+"""Datasets known by name; any other name is a path."""
 
-CHUNK = 1 << 24
-"""Elements looked at together when a whole file is checked: a mapped file is never held in memory at once."""
+CHUNK_ELEMENTS = 1 << 24
+"""Elements checked at a time, so that a mapped file is never all in memory."""
 
-# Tests, tables and demonstrations: most of the library's bytes, and little that one would call source text.
+# Tests, tables and demonstrations: most of the library's bytes, and hardly source text.
 _SKIPPED = {"test", "tests", "idlelib", "lib2to3", "pydoc_data", "encodings", "turtledemo", "ensurepip"}
 _SKIPPED |= {"site-packages", "dist-packages", "__pycache__"}
 
@@ -63,26 +64,26 @@ class Windows:
     links: int = field(default=0, repr=False)
 
     @property
-    def reading(self) -> Reading:
-        """What was read, and what of it is not trained on; covered by no budget."""
+    def reading(self) -> ReadCounts:
+        """The counts of windows, and of tokens that are not trained on; covered by no budget."""
         tail = len(self.tokens) - len(self) * (self.context + 1)
-        return Reading(Kind.WINDOW, len(self), self.context + 1, self.token, tail=tail, links=self.links)
+        return ReadCounts(UnitKind.WINDOW, len(self), self.context + 1, self.token, tail=tail, links=self.links)
 
     @property
     def unit(self) -> PrivacyUnit:
         """The unit of privacy, in words."""
-        return privacy_unit(Kind.WINDOW, tokens=self.context + 1, word=self.token)
+        return privacy_unit(UnitKind.WINDOW, tokens=self.context + 1, word=self.token)
 
     def __len__(self) -> int:
         return len(self.tokens) // (self.context + 1)
 
     def fetch(self, indices: np.ndarray) -> dict[str, Tensor]:
-        """``{"tokens": int64 (n, context + 1)}`` for n indices."""
+        """Return ``{"tokens": int64 (n, context + 1)}`` for n indices."""
         rows = self.tokens[: len(self) * (self.context + 1)].reshape(len(self), self.context + 1)
         return {"tokens": torch.from_numpy(rows[indices].astype(np.int64))}
 
     def content(self) -> list[tuple[str, np.ndarray]]:
-        """The arrays that samples are made from, for ``fdp.data.digest``."""
+        """Return the arrays that samples are made from, for ``fdp.data.digest``."""
         return [("tokens", self.tokens[: len(self) * (self.context + 1)]), ("context", np.array([self.context]))]
 
 
@@ -96,18 +97,18 @@ class Examples:
     @property
     def unit(self) -> PrivacyUnit:
         """The unit of privacy, in words."""
-        return privacy_unit(Kind.IMAGE)
+        return privacy_unit(UnitKind.IMAGE)
 
     def __len__(self) -> int:
         return len(self.label)
 
     def fetch(self, indices: np.ndarray) -> dict[str, Tensor]:
-        """``{"image": float32 (n, ...), "label": int64 (n,)}`` for n indices."""
+        """Return ``{"image": float32 (n, ...), "label": int64 (n,)}`` for n indices."""
         rows = torch.as_tensor(indices, dtype=torch.int64)
         return {"image": self.image[rows], "label": self.label[rows]}
 
     def content(self) -> list[tuple[str, Tensor]]:
-        """The arrays that samples are made from, for ``fdp.data.digest``."""
+        """Return the arrays that samples are made from, for ``fdp.data.digest``."""
         return [("image", self.image), ("label", self.label)]
 
 
@@ -115,21 +116,19 @@ def load(
     name_or_path: str | os.PathLike[str],
     *,
     context: int | None,
-    form: Form = Form.AUTO,
+    form: RecordForm = RecordForm.AUTO,
     field: str = "text",
     vocab_size: int = BYTES,
     tokenizer: text.Tokenizer | None = None,
 ) -> Windows | Examples:
-    """A dataset by name or by path.
+    """Load a dataset by name or by path.
 
-    ``stdlib``; ``digits`` (with ``context=None``: it is for classifiers); a file or folder of UTF-8 text, or of records
-    (``.jsonl``, ``.ndjson``, ``.json``), of which ``field`` is read, texts joined by a newline; ``.npy`` (any integer
-    dtype) or ``.bin`` (little-endian uint16) token files, which are mapped into memory, not read. With ``Form.FILE``
-    every file is a text, whatever its name.
+    - ``stdlib``, or ``digits`` (for classifiers, with ``context=None``);
+    - a file or folder of UTF-8 text, or of records (``.jsonl``, ``.ndjson``, ``.json``), from which ``field`` is read;
+      texts are joined by a newline, or by the end of text of ``tokenizer``;
+    - ``.npy`` (any integer dtype) or ``.bin`` (little-endian uint16) token files, which are memory-mapped.
 
-    With a ``tokenizer`` texts are made of its tokens, with its end of text between records or files; token files and
-    images have no use for one, and refuse it.
-
+    With ``RecordForm.FILE`` every file is a text, whatever its name. Token files and images refuse a ``tokenizer``.
     Every token is checked to be in ``[0, vocab_size)`` here, before any training.
     """
     source = os.fspath(name_or_path)
@@ -151,26 +150,26 @@ def load(
         raise FdpError(f"data {source!r} is text: expected a language model, got a classifier; its data is 'digits'")
     if source == "stdlib":
         return windows(stdlib(), context=context, vocab_size=vocab_size, where="stdlib", token="byte")
-    if form not in (Form.AUTO, Form.TEXT, Form.FILE):
+    if form not in (RecordForm.AUTO, RecordForm.TEXT, RecordForm.FILE):
         raise FdpError(f"--form {form.value}: expected --unit record or user to go with it, got windows of a stream")
     if is_tokens:
         tokens, token = (_read_npy(path) if path.suffix.lower() == ".npy" else _read_bin(path)), "token"
         return windows(tokens, context=context, vocab_size=vocab_size, where=source, token=token)
     found = find_source(path, form=form)
     if tokenizer is not None:
-        tokens, token = text.stream(_texts(found, field), tokenizer), tokenizer.word
+        tokens, token = text.token_stream(_texts(found, field), tokenizer), tokenizer.word
     elif found.records:
         tokens, token = _joined(words.encode() for _, words in _texts(found, field)), "byte"
     elif len(found.files) > 1:
         tokens, token = _joined(_read_text(file).tobytes() for file in found.files), "byte"
     else:
         tokens, token = _read_text(next(iter(found.files))), "byte"
-    cut = windows(tokens, context=context, vocab_size=vocab_size, where=source, token=token)
-    return replace(cut, links=found.links)
+    dataset = windows(tokens, context=context, vocab_size=vocab_size, where=source, token=token)
+    return replace(dataset, links=found.links)
 
 
 def windows(tokens: np.ndarray, *, context: int, vocab_size: int, where: str, token: str = "token") -> Windows:
-    """Check tokens, cut them into windows; ``where`` names the source. A shorter last window is left out."""
+    """Check tokens and split them into windows; ``where`` names the source. A shorter last window is dropped."""
     if context < 1:
         raise FdpError(f"context: expected at least 1, got {context}")
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
@@ -185,8 +184,8 @@ def windows(tokens: np.ndarray, *, context: int, vocab_size: int, where: str, to
             f"{where}: expected at least one window of {context + 1} {token}s, got {len(tokens)}; "
             "give more data or a shorter context"
         )
-    for start in range(0, len(tokens), CHUNK):
-        chunk = tokens[start : start + CHUNK]
+    for start in range(0, len(tokens), CHUNK_ELEMENTS):
+        chunk = tokens[start : start + CHUNK_ELEMENTS]
         if int(chunk.max()) >= vocab_size or int(chunk.min()) < 0:
             first = int(np.argmax((chunk >= vocab_size) | (chunk < 0)))
             raise FdpError(
@@ -197,7 +196,7 @@ def windows(tokens: np.ndarray, *, context: int, vocab_size: int, where: str, to
 
 
 def examples(image: Tensor, label: Tensor, *, where: str) -> Examples:
-    """Checked images and labels; ``where`` names the source in errors."""
+    """Check images and labels and return them as a dataset; ``where`` names the source in errors."""
     if len(image) != len(label) or len(label) == 0:
         raise FdpError(f"{where}: expected as many labels as images, got {len(image)} images and {len(label)} labels")
     bad = ~torch.isfinite(image).flatten(1).all(1)
@@ -210,7 +209,7 @@ def examples(image: Tensor, label: Tensor, *, where: str) -> Examples:
 
 
 def stdlib() -> np.ndarray:
-    """The bytes of the running Python's library, ``*.py`` in sorted order, without tests and large tables."""
+    """Return the bytes of Python's standard library, ``*.py`` in sorted order, without tests and large tables."""
     root = sysconfig.get_path("stdlib")
     pieces: list[bytes] = []
     for folder, folders, names in os.walk(root):
@@ -222,7 +221,7 @@ def stdlib() -> np.ndarray:
 
 
 def digits() -> tuple[Examples, Examples]:
-    """scikit-learn's bundled digits, (1, 8, 8) in [0, 1]: always the same 1437 to train, 360 to test."""
+    """Return scikit-learn's digits, (1, 8, 8) in [0, 1]: always the same 1437 for training and 360 for testing."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -243,7 +242,7 @@ def _joined(texts: Iterator[bytes]) -> np.ndarray:
 
 
 def _texts(source: Source, field: str) -> Iterator[tuple[str, str]]:
-    """Every text of a source with its place: a field of each record, or each file."""
+    """Yield every text of a source with its place: a field of each record, or each file."""
     if not source.records:
         yield from ((str(file), read_text(file)) for file in source.files)
         return
@@ -254,14 +253,14 @@ def _texts(source: Source, field: str) -> Iterator[tuple[str, str]]:
 
 
 def _read_text(path: Path) -> np.ndarray:
-    """A file's bytes, mapped, after a check that they are UTF-8."""
+    """Map a file's bytes after checking that they are UTF-8."""
     tokens = _mapped(path, np.dtype(np.uint8))
     decoder = codecs.getincrementaldecoder("utf-8")()
-    for start in range(0, len(tokens), CHUNK):
+    for start in range(0, len(tokens), CHUNK_ELEMENTS):
         pending = len(decoder.getstate()[0])
-        chunk = tokens[start : start + CHUNK]
+        chunk = tokens[start : start + CHUNK_ELEMENTS]
         try:
-            decoder.decode(chunk.tobytes(), final=start + CHUNK >= len(tokens))
+            decoder.decode(chunk.tobytes(), final=start + CHUNK_ELEMENTS >= len(tokens))
             continue
         except UnicodeDecodeError as error:  # raised again below, since a chained error would hold the text
             position = start - pending + error.start
@@ -275,7 +274,7 @@ def _read_text(path: Path) -> np.ndarray:
 def _read_npy(path: Path) -> np.ndarray:
     try:
         return np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError):  # raised again below: NumPy's words may show the head of the file
+    except (ValueError, EOFError):  # raised again below: NumPy's message may show the head of the file
         pass
     raise FdpError(f"{path}: expected a NumPy array of token ids, got a file that cannot be read as one; use np.save")
 

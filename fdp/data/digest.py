@@ -1,10 +1,10 @@
-"""Data known again: a digest, so that noise drawn for some data is never used for others.
+"""A digest of a dataset, so that noise drawn for one dataset is never used for another.
 
     digest = SHA-256(size, every value of every sample)
 
-All of the data is read: one changed token anywhere changes the digest. A dataset that holds its samples in arrays hands
-them over (:class:`Held`), a mapped file among them, and they are hashed as they are, one or two seconds a gigabyte; of
-any other every sample is fetched once. Not covered by any budget: a digest belongs beside the data.
+All of the data is read: one changed token anywhere changes the digest. If a dataset is made from arrays
+(:class:`ArrayBacked`), mapped files included, the arrays are hashed; otherwise every sample is fetched once. The
+digest is not covered by any privacy budget: keep it beside the data.
 
     >>> data_digest(dataset) == digest_of_the_checkpoint
 """
@@ -23,15 +23,15 @@ from fdp import tree
 from fdp.privacy.sampling import Dataset
 
 CHUNK_ELEMENTS = 1 << 20
-"""Elements that are hashed together, in the narrowest integers that hold them."""
+"""Elements hashed at a time, as the narrowest integers that hold them."""
 FETCHED_BYTES = 1 << 22
 """Bytes of samples that are fetched at a time."""
 UNSIGNED = tuple(np.dtype(name) for name in ("u1", "<u2", "<u4", "<u8"))
 
 
 @runtime_checkable
-class Held(Protocol):
-    """A dataset that can name the arrays from which, with its size, all of its samples are made."""
+class ArrayBacked(Protocol):
+    """A dataset whose samples are a function of its size and of the arrays that ``content`` returns."""
 
     def content(self) -> Iterable[tuple[str, np.ndarray | Tensor]]: ...
 
@@ -44,7 +44,7 @@ def data_digest(dataset: Dataset) -> str:
       - it does not depend on the integer type that tokens are stored in.
     """
     digest = hashlib.sha256(str(len(dataset)).encode())
-    for name, values in dataset.content() if isinstance(dataset, Held) else _fetched(dataset):
+    for name, values in dataset.content() if isinstance(dataset, ArrayBacked) else _fetched(dataset):
         array = _array(values)
         digest.update(f"|{name} {array.shape}".encode())
         for chunk in _chunks(array):
@@ -55,7 +55,7 @@ def data_digest(dataset: Dataset) -> str:
 
 
 def _fetched(dataset: Dataset) -> Iterator[tuple[str, Tensor]]:
-    """The leaves of all samples, some samples at a time."""
+    """Yield the leaves of all samples, some samples at a time."""
     size = len(dataset)
     each = max(1, sum(leaf.nbytes for leaf in tree.leaves(dataset.fetch(np.arange(1)))))
     together = max(1, FETCHED_BYTES // each)
@@ -77,7 +77,7 @@ def _chunks(array: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _canonical(chunk: np.ndarray) -> np.ndarray:
-    """The same values, of integers in the narrowest unsigned type that holds all of them, else in 64 bits."""
+    """Cast integers to the narrowest unsigned type that holds all of them, or to 64 bits if one is negative."""
     if chunk.dtype == UNSIGNED[0] or not np.issubdtype(chunk.dtype, np.integer):
         return chunk
     least, most = int(chunk.min()), int(chunk.max())

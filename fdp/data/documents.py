@@ -1,14 +1,14 @@
-"""Documents of unequal length with their owners, and datasets whose sample is everything of one owner.
+"""Documents of unequal length with their owners, and datasets with one sample per owner.
 
     inputs_t = tokens_t,  targets_t = tokens_{t+1},  t = 0 .. context - 1
-    mask_t   = 1  iff  token t + 1 is there, counts (is no prompt), and is of the same document as token t
+    mask_t   = 1  iff  token t + 1 exists, counts (is no prompt), and is of the same document as token t
 
-Documents are kept one after another without padding, and padded when they are fetched: on the right, with token 0 and
-mask 0. In a causal model nothing looks at what comes after it, so padding changes no loss; a document longer than
-``context + 1`` tokens keeps its first ones.
+Documents are stored one after another without padding, and padded when fetched: on the right, with token 0 and mask 0.
+A causal model does not look ahead, so padding changes no loss. A document longer than ``context + 1`` tokens keeps its
+first ones.
 
-**The unit of privacy is the owner.** The engine bounds what one *row* of a batch may do, so that the two must be the
-same: :func:`records` takes documents of which no two have the same owner; for the others there is ``fdp.data.users``.
+**The unit of privacy is the owner.** Clipping bounds the influence of one *row* of a batch, so a row must be an owner:
+:func:`records` takes documents with one row per owner; for several rows per owner see ``fdp.data.users``.
 
     >>> dataset = records(documents, context=128, vocab_size=256)
     >>> dataset.fetch(np.array([0, 7]))              # {'tokens': (2, 129), 'loss_mask': (2, 128)}
@@ -25,16 +25,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fdp.data.read_counts import Reading
-from fdp.data.units import Kind, PrivacyUnit, privacy_unit
+from fdp.data.read_counts import ReadCounts
+from fdp.data.units import PrivacyUnit, UnitKind, privacy_unit
 from fdp.types import FdpError
 
 
 class Documents(NamedTuple):
-    """Rows one after another: row i is ``[starts[i], starts[i + 1])`` of all three arrays and belongs to ``owners[i]``.
+    """Concatenated rows: row i is ``[starts[i], starts[i + 1])`` of the first three arrays, owned by ``owners[i]``.
 
-    ``counted``: whether a token is to be predicted; ``segments``: which document of its row a token is of, from 1 on;
-    None: every row is one document. ``texts`` were read, and ``links`` files left out, see ``fdp.data.read_counts``.
+    ``counted`` tells which tokens are predicted. ``segments`` numbers the documents of a row from 1 (None: every row is
+    one document). ``texts`` and ``links`` count the texts read and the files left out; see ``fdp.data.read_counts``.
     """
 
     tokens: np.ndarray
@@ -48,23 +48,23 @@ class Documents(NamedTuple):
     links: int = 0
 
     def __repr__(self) -> str:
-        """Name the source and show no content: what is printed by accident is not private."""
+        """Name the source and show no content, so that printing by accident shows nothing private."""
         return f"Documents({self.source!r})"
 
     def row(self, i: int) -> np.ndarray:
-        """The tokens of row i."""
+        """Return the tokens of row i."""
         return self.tokens[self.starts[i] : self.starts[i + 1]]
 
     def content(self) -> list[tuple[str, np.ndarray]]:
-        """The arrays that rows are made from, for ``fdp.data.digest``; who owns them is in no sample."""
+        """Return the arrays that rows are made from, for ``fdp.data.digest``; owners are in no sample."""
         segments = [] if self.segments is None else [("segments", self.segments)]
         return [("tokens", self.tokens), ("counted", self.counted), ("starts", self.starts), *segments]
 
 
-def gather(
+def join_documents(
     pieces: Iterable[tuple[Sequence[int], Sequence[bool]]], owners: Sequence[str], *, source: str, word: str = "token"
 ) -> Documents:
-    """Documents of (tokens, whether each counts), in order; ``source`` names them in errors."""
+    """Join (tokens, whether each counts) pairs to documents, in order; ``source`` names them in errors."""
     tokens: list[np.ndarray] = []
     counted: list[np.ndarray] = []
     for numbers, counts in pieces:
@@ -78,8 +78,8 @@ def gather(
     )
 
 
-def cut(documents: Documents, *, length: int) -> Documents:
-    """Every row of more than ``length`` tokens as several of its owner's, in order; no token is lost or used twice."""
+def split_rows(documents: Documents, *, length: int) -> Documents:
+    """Split rows of more than ``length`` tokens into several of the same owner; no token is lost or used twice."""
     starts, owners = [0], []
     for i, owner in enumerate(documents.owners):
         first, last = int(documents.starts[i]), int(documents.starts[i + 1])
@@ -89,11 +89,11 @@ def cut(documents: Documents, *, length: int) -> Documents:
     return documents._replace(starts=np.array(starts), owners=tuple(owners))
 
 
-def padded(documents: Documents, which: np.ndarray, *, context: int) -> dict[str, Tensor]:
-    """Rows of fixed length; a number of -1 is a row of padding only.
+def pad_rows(documents: Documents, which: np.ndarray, *, context: int) -> dict[str, Tensor]:
+    """Return rows ``which`` padded to a fixed length; -1 is a row of padding only.
 
-    ``{"tokens": int64 (n, context + 1), "loss_mask": bool (n, context)}``, and, where rows are several documents,
-    ``"segments": int64 (n, context)``: of the inputs, 0 where there is none.
+    ``{"tokens": int64 (n, context + 1), "loss_mask": bool (n, context)}``, and for packed rows also
+    ``"segments": int64 (n, context)`` of the inputs, 0 where there is none.
     """
     tokens = np.zeros((len(which), context + 1), dtype=np.int64)
     counted = np.zeros((len(which), context + 1), dtype=bool)
@@ -113,44 +113,44 @@ def padded(documents: Documents, which: np.ndarray, *, context: int) -> dict[str
 
 @dataclass(frozen=True)
 class Records:
-    """**A sample is one row, which is everything of its owner**: a record, or the documents of one packed together.
+    """A dataset in which **a sample is one row with all data of its owner**: a record, or a packed row.
 
     Guarantees:
-      - no two samples are of the same owner: removing one removes every use of the owner's tokens;
+      - no two samples have the same owner: removing one removes every use of the owner's tokens;
       - padding changes no loss, and a sample in which nothing counts has loss and gradient exactly 0.
 
-    ``reading`` counts what is not trained on; it is read off the data and covered by no budget.
+    ``reading`` counts what is not trained on; it is computed from the data and covered by no budget.
     """
 
     documents: Documents
     context: int
     unit: PrivacyUnit
-    reading: Reading = field(repr=False)
+    reading: ReadCounts = field(repr=False)
 
     def __len__(self) -> int:
         return len(self.documents.owners)
 
     def fetch(self, indices: np.ndarray) -> dict[str, Tensor]:
-        """As :func:`padded`."""
-        return padded(self.documents, indices, context=self.context)
+        """Return the samples as :func:`pad_rows` does."""
+        return pad_rows(self.documents, indices, context=self.context)
 
     def content(self) -> list[tuple[str, np.ndarray]]:
-        """The arrays that samples are made from, for ``fdp.data.digest``."""
+        """Return the arrays that samples are made from, for ``fdp.data.digest``."""
         return [*self.documents.content(), ("context", np.array([self.context]))]
 
 
-def records(documents: Documents, *, context: int, vocab_size: int, kind: Kind = Kind.RECORD) -> Records:
-    """A dataset of one row per owner; ``kind`` is what an owner is."""
-    check(documents, context=context, vocab_size=vocab_size)
+def records(documents: Documents, *, context: int, vocab_size: int, kind: UnitKind = UnitKind.RECORD) -> Records:
+    """Return a dataset of one row per owner; ``kind`` says what an owner is."""
+    check_documents(documents, context=context, vocab_size=vocab_size)
     rows = max(Counter(documents.owners).values())
     if rows > 1:
         raise FdpError(
             f"{documents.source}: expected one row per unit of privacy, got {rows} rows of one owner: a sample would "
             "be less than a unit, and epsilon a statement about the sample. Group them with "
-            "fdp.data.users.by_user, or pack with Unit.ROW if a row is the unit that you mean"
+            "fdp.data.users.by_user, or pack with PackUnit.ROW if the unit is to be a row"
         )
     learned, learnable = rows_with_loss(documents, context=context), rows_with_loss(documents, context=None)
-    reading = Reading(
+    reading = ReadCounts(
         kind,
         len(documents.owners),
         context + 1,
@@ -166,22 +166,22 @@ def records(documents: Documents, *, context: int, vocab_size: int, kind: Kind =
 
 
 def rows_with_loss(documents: Documents, *, context: int | None) -> np.ndarray:
-    """Return, for every row, whether anything counts in its first ``context + 1`` tokens; None: in all of it."""
+    """Return for every row whether a token counts among its first ``context + 1`` (None: among all of it)."""
     targets = documents.counted.copy()
     targets[documents.starts[:-1][documents.starts[:-1] < len(targets)]] = False  # nothing predicts a row's first token
     if documents.segments is not None:
         targets[1:] &= documents.segments[1:] == documents.segments[:-1]
-    places = np.flatnonzero(targets)
-    rows = np.searchsorted(documents.starts, places, side="right") - 1
+    positions = np.flatnonzero(targets)
+    rows = np.searchsorted(documents.starts, positions, side="right") - 1
     if context is not None:
-        rows = rows[places - documents.starts[rows] <= context]
+        rows = rows[positions - documents.starts[rows] <= context]
     found = np.zeros(len(documents.owners), dtype=bool)
     found[rows] = True
     return found
 
 
-def check(documents: Documents, *, context: int, vocab_size: int) -> None:
-    """Refuse a context without a target, and tokens that the model does not know."""
+def check_documents(documents: Documents, *, context: int, vocab_size: int) -> None:
+    """Refuse a context below 1, and tokens outside the vocabulary."""
     if context < 1:
         raise FdpError(f"context: expected at least 1, got {context}")
     bad = (documents.tokens >= vocab_size) | (documents.tokens < 0)

@@ -1,12 +1,12 @@
-"""What was read, and what of it is not trained on: counts, and the sentences that say them before a run.
+"""Counts of a dataset: how much was read, how much of it is not trained on, and the sentences that report it.
 
-    1,799 records in as many samples of up to 513 tokens
+    1,799 records, each a sample of up to 513 tokens
     12 of 1,799 records are longer than the 513 tokens of a sample: their ends are not trained on
 
-**Counts of private data are private**: they are for the screen and for ``summary.json``, which no budget covers, and
-never for anything that is shared.
+**Counts of private data are private.** They go to the screen and to ``summary.json``, which no budget covers, and
+never to anything that is shared.
 
-    >>> reading = reading_of(dataset)                      # None: a dataset that does not count
+    >>> reading = read_counts_of(dataset)                  # None if the dataset has no counts
     >>> reading.line(), reading.warnings()
 """
 
@@ -14,18 +14,18 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from fdp.data.units import Kind
+from fdp.data.units import UnitKind
 
 
-class Reading(NamedTuple):
-    """Counts of a dataset as it was read. ``tokens`` is what a sample, or a window of a user's, holds at most.
+class ReadCounts(NamedTuple):
+    """The counts of a dataset; a sample, or a window of a user, holds at most ``tokens`` tokens.
 
-    ``texts`` were read into ``samples`` of ``windows`` windows together. ``cut`` lost their end, ``unlearned`` of them
-    all that would have been learned; ``capped`` users have ``left_out`` windows more than are used; in ``silent``
-    samples nothing is learned; ``tail`` tokens fill no window; ``links`` files led to others that are there already.
+    ``texts`` texts became ``samples`` samples with ``windows`` windows in total. ``cut`` texts lost their end, and
+    ``unlearned`` of these all that would have been learned. ``capped`` users have ``left_out`` windows beyond those
+    used. In ``silent`` samples nothing is learned. ``tail`` tokens fill no window. ``links`` files are links to others.
     """
 
-    kind: Kind
+    kind: UnitKind
     samples: int
     tokens: int
     word: str
@@ -40,22 +40,22 @@ class Reading(NamedTuple):
     links: int = 0
 
     def line(self) -> str:
-        """Return what was read, in one line."""
+        """Return one line about the data that was read."""
         size = f"{self.tokens:,} {self.word}s"
-        if self.kind is Kind.WINDOW:
+        if self.kind is UnitKind.WINDOW:
             rest = f"; {_count(self.tail, self.word)} at the end fill no window and are left out" if self.tail else ""
             return f"{_count(self.samples, 'window')} of {size}{rest}"
-        texts = _count(self.texts, "file" if self.kind is Kind.FILE else "record")
-        if self.kind is Kind.USER:
+        texts = _count(self.texts, "file" if self.kind is UnitKind.FILE else "record")
+        if self.kind is UnitKind.USER:
             return f"{texts} of {_count(self.samples, 'user')}, in {_count(self.windows, 'window')} of up to {size}"
-        if self.kind is Kind.ROW:
+        if self.kind is UnitKind.ROW:
             return f"{texts}, packed into {_count(self.samples, 'row')} of up to {size}"
         return f"{texts}, each a sample of up to {size}"
 
     def warnings(self) -> list[str]:
-        """Return what is not trained on, each with its number and what changes it."""
-        name = {Kind.USER: "user", Kind.ROW: "row", Kind.FILE: "file"}.get(self.kind, "record")
-        texts = _count(self.texts, "file" if self.kind is Kind.FILE else "record")
+        """Return a sentence about each part that is not trained on, with its count and the option that changes it."""
+        name = {UnitKind.USER: "user", UnitKind.ROW: "row", UnitKind.FILE: "file"}.get(self.kind, "record")
+        texts = _count(self.texts, "file" if self.kind is UnitKind.FILE else "record")
         found: list[str] = []
         if self.cut:
             lost = f" ({self.unlearned:,} of them lose all that would be learned)" if self.unlearned else ""
@@ -79,14 +79,14 @@ class Reading(NamedTuple):
         return found
 
     def as_json(self) -> dict[str, Any]:
-        """Return the counts by name, for a file that the budget does not cover."""
+        """Return the counts by name, for a file that no budget covers."""
         return self._asdict() | {"kind": self.kind.value}
 
 
-def reading_of(dataset: Any) -> Reading | None:
-    """Return the counts of a dataset that has them."""
+def read_counts_of(dataset: Any) -> ReadCounts | None:
+    """Return the counts of a dataset, or None if it has none."""
     found = getattr(dataset, "reading", None)
-    return found if isinstance(found, Reading) else None
+    return found if isinstance(found, ReadCounts) else None
 
 
 def _count(number: int, word: str) -> str:

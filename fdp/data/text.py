@@ -1,11 +1,11 @@
-"""Text as tokens: fdp's bytes, or the tokenizer of a local folder in the transformers format.
+"""Tokenizers: UTF-8 bytes, or a local folder in the transformers format.
 
-    tokens = encode(text)                      no special token is added: what is in a sample is what is in the text
-    tokens, spans = locate(text)               the same tokens, and the characters that each of them comes from
+    tokens = encode(text)                      no special token is added: a sample holds what the text holds
+    tokens, spans = locate(text)               the same tokens, and the characters that each comes from
 
-A tokenizer is part of the model: one that was trained on the data to be protected has told of them already, and no
-noise takes that back. It must be a function: one that drops merges or samples pieces at random is refused, since the
-data would be other data in every run. Nothing is downloaded.
+A tokenizer is part of the model: one that was trained on the private data already leaks it, and no noise undoes that.
+It must be deterministic: one that drops merges or samples pieces at random is refused, since every run would train on
+different data. Nothing is downloaded.
 
     >>> tokenizer = load_tokenizer("models/tiny")                    # or BYTES
     >>> tokenizer.encode("one two")
@@ -25,19 +25,19 @@ import numpy as np
 from fdp.data.files import check_text
 from fdp.types import FdpError
 
-TODAY = datetime(2024, 7, 26)
-"""The day on which chat templates that tell the date are written: a run that is resumed tomorrow has the same data."""
+TEMPLATE_DATE = datetime(2024, 7, 26)
+"""The date given to chat templates that ask for today's, so that a run resumed tomorrow has the same data."""
 
 Span: TypeAlias = tuple[int, int]
-"""The characters of a text that a token comes from: the first, and the one after the last."""
+"""The characters [first, end) of a text that a token comes from."""
 
 
 class Tokenizer(NamedTuple):
-    """Text to numbers below ``vocab_size``; ``end`` is the token that ends a text, where there is one.
+    """A map from text to token ids below ``vocab_size``; ``end`` is the end-of-text token, if any.
 
-    ``locate(text)`` is the same tokens with their spans; None: it cannot tell. ``render(messages, prompt)`` is a
-    conversation as text by the tokenizer's own template, with ``prompt`` up to where the assistant's next words begin;
-    None: it has no template. ``template`` is the source of that, ``word`` what a token is called.
+    ``locate(text)`` returns the same tokens with their spans; None if it cannot. ``render(messages, prompt)`` writes a
+    conversation as text by the tokenizer's template, with ``prompt`` up to where the assistant's next message begins;
+    None without a template. ``template`` is its source, ``word`` the noun for a token.
     """
 
     encode: Callable[[str], list[int]]
@@ -75,13 +75,13 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
     try:
         found = AutoTokenizer.from_pretrained(os.fspath(folder), local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        why = str(error).partition("\n")[0]  # a page of what else could be installed follows
+        why = str(error).partition("\n")[0]  # a page of installation advice follows
         raise FdpError(f"tokenizer: expected a tokenizer in {os.fspath(folder)!r}, got none: {why}") from None
     return tokenizer_of(found)
 
 
 def tokenizer_of(tokenizer: Any) -> Tokenizer:
-    """Take a ``transformers`` tokenizer at hand."""
+    """Wrap a loaded ``transformers`` tokenizer."""
     check_repeatable(tokenizer)
 
     def encode(text: str) -> list[int]:
@@ -108,9 +108,9 @@ def tokenizer_of(tokenizer: Any) -> Tokenizer:
 
 
 def check_repeatable(tokenizer: Any) -> None:
-    """Refuse a tokenizer that gives other tokens for the same text from time to time.
+    """Refuse a tokenizer that is not deterministic.
 
-    By its settings (dropout of merges, sampling of pieces), and by encoding a text of its own words a few times.
+    Checks its settings (dropout of merges, sampling of pieces), and encodes a text of its own words a few times.
     """
     model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
     sampling = (getattr(tokenizer, "sp_model_kwargs", None) or {}).get("enable_sampling", False)
@@ -127,23 +127,25 @@ def check_repeatable(tokenizer: Any) -> None:
         found = ["other tokens for the same text"] if any(each != tries[0] for each in tries) else []
     if found:
         raise FdpError(
-            f"tokenizer: expected one that always gives the same tokens for a text, got one with {found[0]}: the data "
-            "would be other data in every run. Switch it off, and save the tokenizer again"
+            f"tokenizer: expected one that always gives the same tokens for a text, got one with {found[0]}: every "
+            "run would train on different data. Switch it off, and save the tokenizer again"
         )
 
 
 def _dated(template: str) -> str:
-    """The template, with the date of ``TODAY`` for the one it would ask the clock for."""
-    return re.sub(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""", lambda call: repr(TODAY.strftime(call[2])), template)
+    """Replace the template's calls for today's date by ``TEMPLATE_DATE``."""
+    return re.sub(
+        r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""", lambda call: repr(TEMPLATE_DATE.strftime(call[2])), template
+    )
 
 
-def encoded(tokenizer: Tokenizer, text: str, place: str) -> list[int]:
-    """Return the tokens of a text; what is no Unicode, or fails in the tokenizer, is refused with its place."""
+def encode_text(tokenizer: Tokenizer, text: str, place: str) -> list[int]:
+    """Return the tokens of a text; refuse text that is not Unicode or that the tokenizer fails on, naming its place."""
     return _guarded(lambda: tokenizer.encode(text), text, place)
 
 
-def located(tokenizer: Tokenizer, text: str, place: str) -> tuple[list[int], list[Span]]:
-    """Return the tokens of a text and where each comes from; see :func:`encoded`."""
+def locate_tokens(tokenizer: Tokenizer, text: str, place: str) -> tuple[list[int], list[Span]]:
+    """Return the tokens of a text and the span of each; errors as in :func:`encode_text`."""
     if (locate := tokenizer.locate) is None:
         raise FdpError(
             "tokenizer: expected one that tells which characters a token comes from, so that prompts can be told from "
@@ -156,15 +158,15 @@ def _guarded(work: Callable[[], Any], text: str, place: str) -> Any:
     check_text(text, place)
     try:
         return work()
-    except Exception as error:  # raised again below: the words of a library, and a chained error, may show the text
+    except Exception as error:  # raised again below: a library's message, or a chained error, may show the text
         why = type(error).__name__
     raise FdpError(f"{place}: expected text that the tokenizer takes, got an error in it ({why}); repair or drop it")
 
 
-def stream(texts: Iterable[tuple[str, str]], tokenizer: Tokenizer) -> np.ndarray:
-    """Join texts (with their places) to one row of tokens, with the one that ends a text (else a newline) between."""
+def token_stream(texts: Iterable[tuple[str, str]], tokenizer: Tokenizer) -> np.ndarray:
+    """Join texts, given with their places, to one row of tokens, separated by the end of text or else a newline."""
     gap = np.asarray(tokenizer.encode("\n") if tokenizer.end is None else [tokenizer.end], dtype=np.int64)
     pieces: list[np.ndarray] = []
     for place, text in texts:
-        pieces += [np.asarray(encoded(tokenizer, text, place), dtype=np.int64), gap]
+        pieces += [np.asarray(encode_text(tokenizer, text, place), dtype=np.int64), gap]
     return np.concatenate(pieces[:-1]) if pieces else np.zeros(0, dtype=np.int64)

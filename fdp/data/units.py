@@ -1,10 +1,10 @@
-"""The unit of privacy in words: what one sample is, and what that means for whoever wrote the text.
+"""The unit of privacy in words: what one sample is, and what that means for the author of a text.
 
     window   one window of 129 bytes                      a longer text is several samples
     record   one record (its first 129 bytes)             someone's ten records are ten samples
     user     one user (up to 8 windows of 129 bytes)      all of a user's records are one sample
 
-Every place that names the unit (the header of a run, the README) gets it from :func:`privacy_unit`.
+Every text that names the unit (the header of a run, the README) takes it from :func:`privacy_unit`.
 
     >>> sentence(dataset_unit(dataset), change="added or removed")
     'one window of 129 bytes, added or removed; a longer text is several samples, ...'
@@ -16,8 +16,8 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 
-class Kind(Enum):
-    """What one sample is."""
+class UnitKind(Enum):
+    """The unit of privacy: what one sample is."""
 
     WINDOW = "window"
     RECORD = "record"
@@ -29,48 +29,48 @@ class Kind(Enum):
 
 
 class PrivacyUnit(NamedTuple):
-    """The unit as a noun phrase (``one``), and what it says about a person or a longer text (``note``)."""
+    """The unit as a noun phrase (``one``), and its meaning for a person or a longer text (``note``)."""
 
     one: str
     note: str
 
 
-def privacy_unit(kind: Kind, *, tokens: int = 0, word: str = "token", windows: int = 0) -> PrivacyUnit:
-    """Return the words for a unit whose sample or window holds up to ``tokens`` tokens.
+def privacy_unit(kind: UnitKind, *, tokens: int = 0, word: str = "token", windows: int = 0) -> PrivacyUnit:
+    """Describe a unit whose sample or window holds up to ``tokens`` tokens.
 
-    ``word`` is what a token is called; ``windows`` is how many windows of a user are used at most.
+    ``word`` is the noun for a token; ``windows`` is the largest number of windows used per user.
     """
     size = f"{tokens} {word}s"
     return {
-        Kind.WINDOW: PrivacyUnit(
+        UnitKind.WINDOW: PrivacyUnit(
             f"one window of {size}",
             "a longer text is several samples, one across a border is two, and someone's ten texts are ten or more",
         ),
-        Kind.RECORD: PrivacyUnit(
+        UnitKind.RECORD: PrivacyUnit(
             f"one record (its first {size})",
             "the whole record is protected, whatever its length; someone's ten records are ten samples",
         ),
-        Kind.FILE: PrivacyUnit(
+        UnitKind.FILE: PrivacyUnit(
             f"one file (its first {size})",
             "the whole file is protected, whatever its length; someone's ten files are ten samples",
         ),
-        Kind.USER: PrivacyUnit(
+        UnitKind.USER: PrivacyUnit(
             f"one user (up to {windows} window{'' if windows == 1 else 's'} of {size})",
             "all of a user's records are one sample, however many and long; a person with two names is two users",
         ),
-        Kind.ROW: PrivacyUnit(
+        UnitKind.ROW: PrivacyUnit(
             f"one packed row of anyone's records (up to {size})",
             "it says nothing of the strength stated about a record or a person",
         ),
-        Kind.IMAGE: PrivacyUnit("one labelled image", "someone's ten images are ten samples"),
-        Kind.SAMPLE: PrivacyUnit("one sample", "what is in a sample is the dataset's to say"),
+        UnitKind.IMAGE: PrivacyUnit("one labelled image", "someone's ten images are ten samples"),
+        UnitKind.SAMPLE: PrivacyUnit("one sample", "what is in a sample is the dataset's to say"),
     }[kind]
 
 
 def dataset_unit(dataset: Any) -> PrivacyUnit:
     """Return the unit that a dataset states, or "one sample" if it states none."""
     unit = getattr(dataset, "unit", None)
-    return unit if isinstance(unit, PrivacyUnit) else privacy_unit(Kind.SAMPLE)
+    return unit if isinstance(unit, PrivacyUnit) else privacy_unit(UnitKind.SAMPLE)
 
 
 def sentence(unit: PrivacyUnit, *, change: str) -> str:

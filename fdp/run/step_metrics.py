@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fdp import tree
-from fdp.data.read_counts import reading_of
+from fdp.data.read_counts import read_counts_of
 from fdp.data.units import dataset_unit
 from fdp.kfac.private.sources import kind_of
 from fdp.kfac.state import find
@@ -85,7 +85,7 @@ def summarise(run: Run, state: TrainState, records: Sequence[Record]) -> dict[st
     losses = [record.loss for record in records if record.loss is not None]
     promised, done = guarantee_of(run), int(state.step)
     curvature = {} if run.kfac is None else _curvature(run, state)
-    reading = reading_of(run.config.dataset)
+    reading = read_counts_of(run.config.dataset)
     return (
         {
             "loss_first": losses[0] if losses else None,

@@ -93,7 +93,7 @@ def test_bin_token_files_are_little_endian_uint16(tmp_path: Path) -> None:
 def test_a_token_outside_the_vocabulary_is_named_with_its_position(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: int, value: int
 ) -> None:
-    monkeypatch.setattr(datasets, "CHUNK", 16)
+    monkeypatch.setattr(datasets, "CHUNK_ELEMENTS", 16)
     tokens = np.zeros(64, dtype=np.int32)
     tokens[bad] = value
     np.save(tmp_path / "tokens.npy", tokens)
@@ -105,7 +105,7 @@ def test_a_token_outside_the_vocabulary_is_named_with_its_position(
 def test_a_byte_that_is_not_utf8_is_named_with_its_position(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int
 ) -> None:
-    monkeypatch.setattr(datasets, "CHUNK", 16)
+    monkeypatch.setattr(datasets, "CHUNK_ELEMENTS", 16)
     path = tmp_path / "latin.txt"
     path.write_bytes(b"a" * before + b"\xe9" + b"b" * 30)
     with pytest.raises(FdpError, match=rf"expected UTF-8 text, got a byte that is not at position {before};"):
@@ -113,7 +113,7 @@ def test_a_byte_that_is_not_utf8_is_named_with_its_position(
 
 
 def test_a_character_across_two_chunks_is_still_utf8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets, "CHUNK", 16)
+    monkeypatch.setattr(datasets, "CHUNK_ELEMENTS", 16)
     path = tmp_path / "text.txt"
     path.write_text("a" * 15 + "é" * 20)
     assert len(datasets.load(path, context=4)) == 11

@@ -16,8 +16,8 @@ from torch import Tensor
 from fdp import keys
 from fdp.data import corpus, datasets
 from fdp.data.datasets import Examples
-from fdp.data.digest import FETCHED_BYTES, Held, data_digest
-from fdp.data.document_packing import Unit, pack
+from fdp.data.digest import FETCHED_BYTES, ArrayBacked, data_digest
+from fdp.data.document_packing import PackUnit, pack
 from fdp.data.documents import Documents, Records, records
 from fdp.data.users import Users, by_user
 from tests.data.test_document_packing import documents_of
@@ -84,7 +84,7 @@ def dataset_of(kind: str, documents: Documents) -> Records | Users:
     given: dict[str, Any] = {"context": 4, "vocab_size": 1000}
     if kind == "records":
         return records(documents._replace(owners=tuple(f"{i}" for i in range(len(documents.owners)))), **given)
-    rows = pack(documents, context=4, unit=Unit.OWNER) if kind == "packed" else documents
+    rows = pack(documents, context=4, unit=PackUnit.OWNER) if kind == "packed" else documents
     return by_user(rows, windows=2, key=keys.key(0), **given)
 
 
@@ -118,6 +118,6 @@ def test_images_labels_and_loaded_data(tmp_path: Path) -> None:
     assert len({data_digest(each) for each in sets}) == 3
     path = write(tmp_path / "a.jsonl", {"prompt": "ab", "completion": "cd"})
     loaded = [corpus.load(path, context=3, vocab_size=256), datasets.load("stdlib", context=128)]
-    assert all(isinstance(each, Held) for each in (*sets, *loaded))
+    assert all(isinstance(each, ArrayBacked) for each in (*sets, *loaded))
     halves = [torch.full((3, 2), value, dtype=torch.bfloat16) for value in (1.0, 2.0)]
     assert len({data_digest(Rows(half)) for half in halves}) == 2

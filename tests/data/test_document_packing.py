@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from fdp import keys, ops
 from fdp.data import corpus
-from fdp.data.document_packing import Unit, pack
-from fdp.data.documents import Documents, gather, padded, records
+from fdp.data.document_packing import PackUnit, pack
+from fdp.data.documents import Documents, join_documents, pad_rows, records
 from fdp.gradients.per_sample import per_sample_norms
 from fdp.gradients.plan import Method, make_plan
 from fdp.types import FdpError
@@ -29,14 +29,14 @@ def documents_of(spec: list[tuple[str, int]]) -> Documents:
     starts = np.cumsum([0, *(length for _, length in spec)])
     numbers = [list(range(starts[i], starts[i + 1])) for i in range(len(spec))]
     owners = [owner for owner, _ in spec]
-    return gather(((tokens, [True] * len(tokens)) for tokens in numbers), owners, source="here")
+    return join_documents(((tokens, [True] * len(tokens)) for tokens in numbers), owners, source="here")
 
 
 @given(spec=DOCUMENTS, context=st.integers(1, 6))
 def test_every_token_is_in_one_row_of_its_own_owner(spec: list[tuple[str, int]], context: int) -> None:
     documents = documents_of(spec)
     owner_of = {t: owner for i, owner in enumerate(documents.owners) for t in documents.row(i).tolist()}
-    packed = pack(documents, context=context, unit=Unit.OWNER)
+    packed = pack(documents, context=context, unit=PackUnit.OWNER)
     seen: list[int] = []
     for i, owner in enumerate(packed.owners):
         row = packed.row(i).tolist()
@@ -50,7 +50,7 @@ def test_every_token_is_in_one_row_of_its_own_owner(spec: list[tuple[str, int]],
 @given(spec=DOCUMENTS, context=st.integers(1, 6))
 def test_an_owners_rows_depend_on_nothing_of_others(spec: list[tuple[str, int]], context: int) -> None:
     def rows_of(documents: Documents, owner: str) -> list[int]:
-        packed = pack(documents, context=context, unit=Unit.OWNER)
+        packed = pack(documents, context=context, unit=PackUnit.OWNER)
         assert packed.segments is not None
         mine = [i for i, name in enumerate(packed.owners) if name == owner]
         return [len(packed.row(i)) for i in mine]
@@ -62,8 +62,8 @@ def test_an_owners_rows_depend_on_nothing_of_others(spec: list[tuple[str, int]],
 
 @given(spec=DOCUMENTS, context=st.integers(1, 6))
 def test_a_target_counts_only_within_its_document(spec: list[tuple[str, int]], context: int) -> None:
-    packed = pack(documents_of(spec), context=context, unit=Unit.ROW)
-    rows = padded(packed, np.arange(len(packed.owners)), context=context)
+    packed = pack(documents_of(spec), context=context, unit=PackUnit.ROW)
+    rows = pad_rows(packed, np.arange(len(packed.owners)), context=context)
     tokens, mask, segments = (rows[name] for name in ("tokens", "loss_mask", "segments"))
     assert tokens.shape == (len(packed.owners), context + 1)
     assert bool((tokens[:, 1:] == tokens[:, :-1] + 1)[mask].all())  # consecutive tokens are of one document
@@ -75,9 +75,9 @@ def test_a_target_counts_only_within_its_document(spec: list[tuple[str, int]], c
 
 
 def test_segments_are_numbered_from_one_and_padding_is_none() -> None:
-    packed = pack(documents_of([("a", 3), ("b", 2), ("a", 2), ("a", 3)]), context=5, unit=Unit.OWNER)
+    packed = pack(documents_of([("a", 3), ("b", 2), ("a", 2), ("a", 3)]), context=5, unit=PackUnit.OWNER)
     assert packed.owners == ("a", "a", "b")
-    rows = padded(packed, np.array([0, 1, 2]), context=5)
+    rows = pad_rows(packed, np.array([0, 1, 2]), context=5)
     assert rows["tokens"].tolist() == [[0, 1, 2, 5, 6, 0], [7, 8, 9, 0, 0, 0], [3, 4, 0, 0, 0, 0]]
     assert rows["segments"].tolist() == [[1, 1, 1, 2, 2], [1, 1, 1, 0, 0], [1, 1, 0, 0, 0]]
     assert rows["loss_mask"].int().tolist() == [[1, 1, 0, 1, 0], [1, 1, 0, 0, 0], [1, 0, 0, 0, 0]]
@@ -86,18 +86,24 @@ def test_segments_are_numbered_from_one_and_padding_is_none() -> None:
 def test_an_owner_in_several_rows_is_no_sample_and_a_row_is_one_only_if_named(tmp_path: Path) -> None:
     documents = documents_of([("a", 4), ("b", 2), ("a", 4)])
     with pytest.raises(FdpError, match=r"expected one row per unit of privacy, got 2 rows of one owner"):
-        records(pack(documents, context=4, unit=Unit.OWNER), context=4, vocab_size=99)
-    assert len(records(pack(documents, context=6, unit=Unit.ROW), context=6, vocab_size=99)) == 2
+        records(pack(documents, context=4, unit=PackUnit.OWNER), context=4, vocab_size=99)
+    assert len(records(pack(documents, context=6, unit=PackUnit.ROW), context=6, vocab_size=99)) == 2
     with pytest.raises(FdpError, match="packed already"):
-        pack(pack(documents, context=4, unit=Unit.OWNER), context=4, unit=Unit.OWNER)
+        pack(pack(documents, context=4, unit=PackUnit.OWNER), context=4, unit=PackUnit.OWNER)
     path = write(tmp_path / "a.jsonl", {"text": "abc", "by": "x"}, {"text": "de", "by": "y"})
-    rows = corpus.load(path, context=7, vocab_size=256, pack=Unit.ROW)
+    rows = corpus.load(path, context=7, vocab_size=256, pack=PackUnit.ROW)
     assert len(rows) == 1
     assert rows.unit.one == "one packed row of anyone's records (up to 8 bytes)"
     with pytest.raises(FdpError, match="expected a user field, whose records share rows"):
-        corpus.load(path, context=7, vocab_size=256, pack=Unit.OWNER)
+        corpus.load(path, context=7, vocab_size=256, pack=PackUnit.OWNER)
     with pytest.raises(FdpError, match="would be the unit, and not the user"):
-        corpus.load(path, context=7, vocab_size=256, pack=Unit.ROW, user_field="by", windows=1, key=keys.key(0))
+        corpus.load(
+            path,
+            context=7,
+            vocab_size=256,
+            pack=PackUnit.ROW,
+            per_user=corpus.PerUser("by", windows=1, key=keys.key(0)),
+        )
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -116,8 +122,8 @@ def packed_row() -> dict[str, torch.Tensor]:
     """Documents of 2 and 3 tokens in a row of 6, and one of 4 in another."""
     draw = np.random.default_rng(0)
     pieces = [(draw.integers(0, VOCAB, length).tolist(), [True] * length) for length in (2, 3, 4)]
-    documents = gather(pieces, ["a", "a", "b"], source="here")
-    rows = padded(pack(documents, context=CONTEXT, unit=Unit.OWNER), np.arange(2), context=CONTEXT)
+    documents = join_documents(pieces, ["a", "a", "b"], source="here")
+    rows = pad_rows(pack(documents, context=CONTEXT, unit=PackUnit.OWNER), np.arange(2), context=CONTEXT)
     assert rows["segments"].tolist() == [[1, 1, 2, 2, 2], [1, 1, 1, 1, 0]]
     return rows
 

@@ -14,18 +14,19 @@ from hypothesis import strategies as st
 
 from fdp import keys
 from fdp.data import corpus, datasets, text
-from fdp.data.files import Form, find_source, read_records, record_form
-from fdp.data.units import Kind
+from fdp.data.files import RecordForm, find_source
+from fdp.data.json_records import read_records, record_form
+from fdp.data.units import UnitKind
 from fdp.types import FdpError
 from tests.data.test_text import write
 
 SAID = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
-RECORDS: dict[Form, dict[str, Any]] = {
-    Form.TEXT: {"text": "abc"},
-    Form.COMPLETION: {"prompt": "p", "completion": "c"},
-    Form.MESSAGES: {"messages": SAID},
+RECORDS: dict[RecordForm, dict[str, Any]] = {
+    RecordForm.TEXT: {"text": "abc"},
+    RecordForm.COMPLETION: {"prompt": "p", "completion": "c"},
+    RecordForm.MESSAGES: {"messages": SAID},
 }
-BY_USER: dict[str, Any] = {"user_field": "by", "windows": 2, "key": keys.key(0)}
+BY_USER: dict[str, Any] = {"per_user": corpus.PerUser("by", windows=2, key=keys.key(0))}
 
 
 def rows(path: Path, **options: Any) -> list[bytes]:
@@ -41,20 +42,20 @@ def test_one_users_record_does_not_decide_how_anothers_is_read(tmp_path: Path) -
         where = (
             f"line {len(records)}: expected a record that can be read in one way, got one that can be read as text and"
         )
-        with pytest.raises(
-            FdpError, match=f"{where} as messages; say which is meant with --form text or --form messages"
-        ):
+        with pytest.raises(FdpError, match=f"{where} as messages; choose one with --form text or --form messages"):
             corpus.load(path, context=20, vocab_size=256, **BY_USER)
-    both, alone = (rows(tmp_path / f"{name}.jsonl", form=Form.MESSAGES)[-1] for name in ("both", "alone"))
+    both, alone = (rows(tmp_path / f"{name}.jsonl", form=RecordForm.MESSAGES)[-1] for name in ("both", "alone"))
     assert both == alone == b"user: hi\nassistant: ho\n"
-    assert rows(tmp_path / "alone.jsonl", form=Form.TEXT) == [b"something else"]
+    assert rows(tmp_path / "alone.jsonl", form=RecordForm.TEXT) == [b"something else"]
     with pytest.raises(FdpError, match=r"both.jsonl, line 1: expected text in field 'text', got no such field"):
-        rows(tmp_path / "both.jsonl", form=Form.TEXT)
+        rows(tmp_path / "both.jsonl", form=RecordForm.TEXT)
 
 
 @pytest.mark.parametrize("first", RECORDS)
 @pytest.mark.parametrize("second", RECORDS)
-def test_records_of_two_forms_are_refused_with_both_lines(first: Form, second: Form, tmp_path: Path) -> None:
+def test_records_of_two_forms_are_refused_with_both_lines(
+    first: RecordForm, second: RecordForm, tmp_path: Path
+) -> None:
     path = write(tmp_path / "mixed.jsonl", RECORDS[first], RECORDS[first], RECORDS[second])
     if first is second:
         assert len(rows(path)) == 3
@@ -72,7 +73,9 @@ def test_records_of_two_forms_are_refused_with_both_lines(first: Form, second: F
     extra=st.lists(st.dictionaries(st.sampled_from(["title", "text", "prompt", "messages"]), st.none() | st.just("x"))),
     left_out=st.integers(0, 4),
 )
-def test_a_document_is_a_function_of_its_own_record(form: Form, extra: list, left_out: int, tmp_path: Path) -> None:
+def test_a_document_is_a_function_of_its_own_record(
+    form: RecordForm, extra: list, left_out: int, tmp_path: Path
+) -> None:
     """Read with others or without, a record gives the same document; null counts as no field."""
     records = [RECORDS[form] | {k: v for k, v in more.items() if k not in RECORDS[form]} for more in extra]
     records = [RECORDS[form], *records]
@@ -89,8 +92,10 @@ def test_a_document_is_a_function_of_its_own_record(form: Form, extra: list, lef
     if whole is not None:
         expected = [row for i, row in enumerate(whole) if i != left_out] or whole
         assert part == expected
-    unclear = [record for record in records if isinstance(record.get("text"), str) and form is not Form.TEXT]
-    unclear += [record for record in records if isinstance(record.get("messages"), str) and form is not Form.MESSAGES]
+    unclear = [record for record in records if isinstance(record.get("text"), str) and form is not RecordForm.TEXT]
+    unclear += [
+        record for record in records if isinstance(record.get("messages"), str) and form is not RecordForm.MESSAGES
+    ]
     assert (whole is None) == bool(unclear)
     for record in unclear:  # what is refused is refused by itself
         with pytest.raises(FdpError, match="in one way"):
@@ -133,7 +138,7 @@ def test_a_list_of_records_and_a_record(name: str, indent: int | None, tmp_path:
     [
         ('{"text": "a"}\n{"text": "b"}', "line 1, record 1: .* got more after it .is it JSON lines"),
         ('[{"text": "a"}]\n[]', "expected one list of records, got more after it"),
-        ('[{"text": "a"},\n {"text": }]', "line 2, record 2: .* what is none from line 2, column 11 on"),
+        ('[{"text": "a"},\n {"text": }]', "line 2, record 2: .* invalid JSON from line 2, column 11 on"),
         ('[{"text": "a"}\n {"text": "b"}]', "record 1: expected a comma or the end of the list after it"),
         ('[{"text": "a"}', "record 1: expected a comma or the end"),
         ('[{"text": "a"}, ', "record 2: expected a JSON object"),
@@ -157,7 +162,7 @@ def test_a_folder_of_shards_is_read_record_by_record_in_the_order_of_paths(tmp_p
     (tmp_path / ".hidden.txt").write_text("x")
     (tmp_path / "empty.txt").write_text("")
     assert rows(tmp_path) == [b"1", b"2", b"33", b"5", b"4"]
-    assert corpus.read(tmp_path, text.BYTES)[1] is Kind.RECORD
+    assert corpus.read(tmp_path, text.BYTES)[1] is UnitKind.RECORD
     assert len(corpus.load(tmp_path, context=2, vocab_size=256, **BY_USER)) == 3
     dataset = datasets.load(tmp_path, context=2)
     assert isinstance(dataset, datasets.Windows)
@@ -177,7 +182,7 @@ def test_a_folder_of_texts_is_read_file_by_file(tmp_path: Path) -> None:
     dataset = corpus.load(tmp_path, context=2, vocab_size=256)
     assert dataset.unit.one == "one file (its first 3 bytes)"
     with pytest.raises(FdpError, match="whose records have the fields of --form messages, got a text"):
-        rows(tmp_path, form=Form.MESSAGES)
+        rows(tmp_path, form=RecordForm.MESSAGES)
 
 
 @pytest.mark.parametrize(
@@ -201,8 +206,8 @@ def test_a_folder_of_several_kinds_is_refused_unless_every_file_is_a_text(
         rows(tmp_path)
     with pytest.raises(FdpError, match=message):
         datasets.load(tmp_path, context=2)
-    assert rows(tmp_path, form=Form.FILE) == [b"one", b"two"]
-    dataset = datasets.load(tmp_path, context=2, form=Form.FILE)
+    assert rows(tmp_path, form=RecordForm.FILE) == [b"one", b"two"]
+    dataset = datasets.load(tmp_path, context=2, form=RecordForm.FILE)
     assert isinstance(dataset, datasets.Windows)
     assert dataset.tokens.tobytes() == b"one\ntwo"
 
@@ -247,7 +252,7 @@ def test_places_name_file_and_line(tmp_path: Path) -> None:
         ('{"text": "a", "x": ' + "1" * 5000 + "}", "line 2: .* got one with a number of too many digits"),
         ('{"text": "a", "by": "\\ud800"}', "line 2, field 'by': expected text, got a lone surrogate"),
         ('{"text": "\\udfff", "by": "a"}', "line 2: expected text, got a lone surrogate"),
-        ('{"text": "a"', "line 2: expected a JSON object .* what is none from column 13 on"),
+        ('{"text": "a"', "line 2: expected a JSON object .* invalid JSON from column 13 on"),
         ('{"text": "a", "text": "b"}', "line 2: .* a field twice"),
     ],
 )
@@ -262,6 +267,6 @@ def test_windows_are_read_as_text_only(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"text": "abc", "messages": SAID})
     assert len(datasets.load(path, context=2)) == 1
     with pytest.raises(FdpError, match="--form messages: expected --unit record or user to go with it"):
-        datasets.load(path, context=2, form=Form.MESSAGES)
+        datasets.load(path, context=2, form=RecordForm.MESSAGES)
     with pytest.raises(FdpError, match="line 1: expected text in field 'text', got no such field"):
         datasets.load(write(tmp_path / "b.jsonl", {"messages": SAID}), context=2)

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from fdp import keys
 from fdp.cli.main import main
 from fdp.data import corpus, datasets
-from fdp.data.document_packing import Unit, pack
-from fdp.data.documents import Documents, gather, padded, records, rows_with_loss
-from fdp.data.read_counts import Reading, reading_of
-from fdp.data.units import Kind
+from fdp.data.document_packing import PackUnit, pack
+from fdp.data.documents import Documents, join_documents, pad_rows, records, rows_with_loss
+from fdp.data.read_counts import ReadCounts, read_counts_of
+from fdp.data.units import UnitKind
 from fdp.types import FdpError
 from tests.data.test_text import write
 
@@ -29,16 +29,16 @@ TINY = shlex.split("--steps 1 --warmup 0 --batch-size 4 --microbatch 4 --noise-m
 
 def documents_of(counted: list[list[bool]]) -> Documents:
     owners = [f"{i // 2}" for i in range(len(counted))]
-    return gather(((range(len(row)), row) for row in counted), owners, source="here")
+    return join_documents(((range(len(row)), row) for row in counted), owners, source="here")
 
 
 @given(counted=COUNTED, context=st.integers(1, 6), packed=st.booleans())
 def test_rows_with_loss_are_those_whose_mask_has_any(counted: list[list[bool]], context: int, packed: bool) -> None:
     documents = documents_of(counted)
-    documents = pack(documents, context=context, unit=Unit.OWNER) if packed else documents
+    documents = pack(documents, context=context, unit=PackUnit.OWNER) if packed else documents
     every = np.arange(len(documents.owners))
     for length, given_context in ((context, context), (20, None)):
-        mask = padded(documents, every, context=length)["loss_mask"]
+        mask = pad_rows(documents, every, context=length)["loss_mask"]
         assert rows_with_loss(documents, context=given_context).tolist() == mask.any(1).tolist()
 
 
@@ -46,7 +46,7 @@ def test_a_record_that_loses_its_end_is_counted_and_said(tmp_path: Path) -> None
     said = [{"prompt": "ab", "completion": "cd"}, {"prompt": "abcd", "completion": "efgh"}]
     said += [{"prompt": "abcdefgh", "completion": "i"}, {"prompt": "a", "completion": ""}]
     reading = corpus.load(write(tmp_path / "a.jsonl", *said), context=5, vocab_size=256).reading
-    assert reading == Reading(Kind.RECORD, 4, 6, "byte", texts=4, windows=4, cut=2, unlearned=1, silent=2)
+    assert reading == ReadCounts(UnitKind.RECORD, 4, 6, "byte", texts=4, windows=4, cut=2, unlearned=1, silent=2)
     assert reading.line() == "4 records, each a sample of up to 6 bytes"
     assert reading.warnings() == [
         "2 of 4 records are longer than the 6 bytes of a sample: their ends are not trained on (1 of them lose all "
@@ -60,14 +60,18 @@ def test_a_record_that_loses_its_end_is_counted_and_said(tmp_path: Path) -> None
 def test_windows_of_users_that_are_left_out_are_counted_and_said(tmp_path: Path) -> None:
     said = [{"text": "abcdefghij", "by": "ann"}, {"text": "xy", "by": "bob"}, {"text": "z", "by": "cy"}]
     path = write(tmp_path / "a.jsonl", *said, {"text": "kl", "by": "ann"})
-    options: dict[str, Any] = {"context": 3, "vocab_size": 256, "user_field": "by", "windows": 2, "key": keys.key(0)}
+    options: dict[str, Any] = {
+        "context": 3,
+        "vocab_size": 256,
+        "per_user": corpus.PerUser("by", windows=2, key=keys.key(0)),
+    }
     reading = corpus.load(path, **options).reading
-    assert reading == Reading(Kind.USER, 3, 4, "byte", texts=4, windows=4, capped=1, left_out=2, silent=1)
+    assert reading == ReadCounts(UnitKind.USER, 3, 4, "byte", texts=4, windows=4, capped=1, left_out=2, silent=1)
     assert reading.line() == "4 records of 3 users, in 4 windows of up to 4 bytes"
     capped, silent = reading.warnings()
     assert capped == "1 of 3 users have more windows than --windows-per-user: 2 of 6 windows are not trained on"
     assert silent.startswith("1 of 3 users hold nothing to learn")
-    rows = corpus.load(path, context=3, vocab_size=256, pack=Unit.ROW).reading
+    rows = corpus.load(path, context=3, vocab_size=256, pack=PackUnit.ROW).reading
     assert rows.line() == "4 records, packed into 4 rows of up to 4 bytes"
 
 
@@ -75,15 +79,15 @@ def test_a_tail_and_links_are_counted_and_said(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("abcdefghij")
     os.link(tmp_path / "a.txt", tmp_path / "b.txt")
     for reading in (
-        reading_of(datasets.load(tmp_path, context=3)),
+        read_counts_of(datasets.load(tmp_path, context=3)),
         corpus.load(tmp_path, context=3, vocab_size=256).reading,
     ):
         assert reading is not None
         assert reading.warnings()[-1] == "1 file of the folder are links to others that are read: left out"
-    windows = reading_of(datasets.load(tmp_path, context=3))
+    windows = read_counts_of(datasets.load(tmp_path, context=3))
     assert windows is not None
     assert windows.line() == "2 windows of 4 bytes; 2 bytes at the end fill no window and are left out"
-    assert reading_of(datasets.digits()[0]) is None
+    assert read_counts_of(datasets.digits()[0]) is None
 
 
 def test_data_without_anything_to_learn_are_refused(tmp_path: Path) -> None:
@@ -93,7 +97,9 @@ def test_data_without_anything_to_learn_are_refused(tmp_path: Path) -> None:
 
 
 def test_counts_of_documents_at_hand() -> None:
-    dataset = records(gather([([1] * 5, [True] * 5), ([1], [True])], ["a", "b"], source="x"), context=3, vocab_size=9)
+    dataset = records(
+        join_documents([([1] * 5, [True] * 5), ([1], [True])], ["a", "b"], source="x"), context=3, vocab_size=9
+    )
     assert (dataset.reading.texts, dataset.reading.cut, dataset.reading.silent) == (2, 1, 1)
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from fdp import keys
 from fdp.data import corpus, datasets, text
-from fdp.data.documents import Documents, cut, gather, padded, records
+from fdp.data.documents import Documents, join_documents, pad_rows, records, split_rows
 from fdp.types import FdpError
 
 TEXTS = ["one two three", "two two", "three one one two"]
@@ -99,13 +99,13 @@ def test_one_record_is_one_sample_padded_on_the_right_or_cut_at_the_end(tmp_path
 
 
 def test_cutting_loses_no_token_and_keeps_owners() -> None:
-    documents = gather([([1, 2, 3, 4, 5], [True] * 5), ([], []), ([6], [True])], ["a", "b", "c"], source="here")
-    pieces = cut(documents, length=2)
+    documents = join_documents([([1, 2, 3, 4, 5], [True] * 5), ([], []), ([6], [True])], ["a", "b", "c"], source="here")
+    pieces = split_rows(documents, length=2)
     assert [pieces.row(i).tolist() for i in range(len(pieces.owners))] == [[1, 2], [3, 4], [5], [], [6]]
     assert pieces.owners == ("a", "a", "a", "b", "c")
     with pytest.raises(FdpError, match=r"expected one row per unit of privacy, got 3 rows of one owner.*by_user"):
         records(pieces, context=2, vocab_size=9)
-    assert padded(documents, np.array([-1]), context=2)["tokens"].tolist() == [[0, 0, 0]]
+    assert pad_rows(documents, np.array([-1]), context=2)["tokens"].tolist() == [[0, 0, 0]]
 
 
 def test_owners_are_records_or_the_users_they_name(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_owners_are_records_or_the_users_they_name(tmp_path: Path) -> None:
 def test_a_user_whose_name_is_written_in_several_ways_is_one_unit(tmp_path: Path, other: str) -> None:
     path = write(tmp_path / "notes.jsonl", {"text": "ab", "by": "Jos\u00e9"}, {"text": "b", "by": other})
     assert read(path, user_field="by").owners == ("jos\u00e9", "jos\u00e9")
-    dataset = corpus.load(path, context=2, vocab_size=256, user_field="by", windows=2, key=keys.key(0))
+    dataset = corpus.load(path, context=2, vocab_size=256, per_user=corpus.PerUser("by", windows=2, key=keys.key(0)))
     assert len(dataset) == 1
 
 

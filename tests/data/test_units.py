@@ -11,47 +11,47 @@ import torch
 from fdp import keys
 from fdp.data import corpus
 from fdp.data.datasets import Examples, windows
-from fdp.data.document_packing import Unit
-from fdp.data.documents import gather, records
-from fdp.data.units import Kind, PrivacyUnit, dataset_unit, privacy_unit, sentence
+from fdp.data.document_packing import PackUnit
+from fdp.data.documents import join_documents, records
+from fdp.data.units import PrivacyUnit, UnitKind, dataset_unit, privacy_unit, sentence
 from fdp.data.users import by_user
 from tests.data.test_text import write
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
-ROWS = (Kind.WINDOW, Kind.RECORD, Kind.FILE, Kind.USER, Kind.ROW)
+ROWS = (UnitKind.WINDOW, UnitKind.RECORD, UnitKind.FILE, UnitKind.USER, UnitKind.ROW)
 
 
 @pytest.mark.parametrize("kind", ROWS)
-def test_the_table_of_the_readme_is_what_a_run_prints(kind: Kind) -> None:
+def test_the_table_of_the_readme_is_what_a_run_prints(kind: UnitKind) -> None:
     unit = privacy_unit(kind, tokens=129, word="byte", windows=8)
-    option = "record" if kind is Kind.FILE else kind.value
+    option = "record" if kind is UnitKind.FILE else kind.value
     assert f"| `{option}` | {unit.one} | {unit.note} |\n" in README
 
 
 def test_every_kind_has_words() -> None:
-    found = [privacy_unit(kind, tokens=129, word="byte", windows=8) for kind in Kind]
-    assert len(set(found)) == len(Kind)
+    found = [privacy_unit(kind, tokens=129, word="byte", windows=8) for kind in UnitKind]
+    assert len(set(found)) == len(UnitKind)
     assert all(unit.one.startswith("one ") and unit.note for unit in found)
 
 
 def test_only_of_windows_a_longer_text_is_several_samples() -> None:
-    assert [kind for kind in Kind if "longer text is several" in privacy_unit(kind).note] == [Kind.WINDOW]
+    assert [kind for kind in UnitKind if "longer text is several" in privacy_unit(kind).note] == [UnitKind.WINDOW]
 
 
 def test_datasets_say_what_one_of_their_samples_is(tmp_path: Path) -> None:
     path = write(tmp_path / "mail.jsonl", {"text": "abc", "by": "ann"}, {"text": "abcdefgh", "by": "bob"})
-    by = {"user_field": "by", "windows": 2, "key": keys.key(0)}
-    assert corpus.load(path, context=3, vocab_size=256).unit == privacy_unit(Kind.RECORD, tokens=4, word="byte")
+    by = {"per_user": corpus.PerUser("by", windows=2, key=keys.key(0))}
+    assert corpus.load(path, context=3, vocab_size=256).unit == privacy_unit(UnitKind.RECORD, tokens=4, word="byte")
     users = corpus.load(path, context=3, vocab_size=256, **by)
-    assert users.unit == privacy_unit(Kind.USER, tokens=4, word="byte", windows=2)
-    rows = corpus.load(path, context=3, vocab_size=256, pack=Unit.ROW)
-    assert rows.unit == privacy_unit(Kind.ROW, tokens=4, word="byte")
+    assert users.unit == privacy_unit(UnitKind.USER, tokens=4, word="byte", windows=2)
+    rows = corpus.load(path, context=3, vocab_size=256, pack=PackUnit.ROW)
+    assert rows.unit == privacy_unit(UnitKind.ROW, tokens=4, word="byte")
     stream = windows(np.zeros(9, dtype=np.uint8), context=3, vocab_size=256, where="here")
-    assert stream.unit == privacy_unit(Kind.WINDOW, tokens=4)
-    assert Examples(torch.zeros(1, 1), torch.zeros(1)).unit == privacy_unit(Kind.IMAGE)
-    assert dataset_unit([1, 2]) == privacy_unit(Kind.SAMPLE)
-    documents = gather([([1, 2], [True, True])], ["a"], source="here")
-    assert records(documents, context=3, vocab_size=9).unit == privacy_unit(Kind.RECORD, tokens=4)
+    assert stream.unit == privacy_unit(UnitKind.WINDOW, tokens=4)
+    assert Examples(torch.zeros(1, 1), torch.zeros(1)).unit == privacy_unit(UnitKind.IMAGE)
+    assert dataset_unit([1, 2]) == privacy_unit(UnitKind.SAMPLE)
+    documents = join_documents([([1, 2], [True, True])], ["a"], source="here")
+    assert records(documents, context=3, vocab_size=9).unit == privacy_unit(UnitKind.RECORD, tokens=4)
     assert by_user(documents, context=3, vocab_size=9, windows=1, key=keys.key(0)).unit.one.startswith("one user")
 
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fdp.data.user_names import is_unseen, normal
+from fdp.data.user_names import is_invisible, normalize_name
 
-UNSEEN = [chr(c) for c in range(0x110000) if is_unseen(chr(c))]
+UNSEEN = [chr(c) for c in range(0x110000) if is_invisible(chr(c))]
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 # Letters with several spellings: marks, ligatures, folding, Hangul, fillers, spaces.
 AWKWARD = st.text(
@@ -23,24 +23,29 @@ AWKWARD = st.text(
 
 @given(name=TEXTS | AWKWARD)
 def test_normal_of_normal_is_normal(name: str) -> None:
-    assert normal(normal(name)) == normal(name)
+    assert normalize_name(normalize_name(name)) == normalize_name(name)
 
 
 @given(name=TEXTS | AWKWARD, unseen=st.sampled_from(UNSEEN), place=st.integers(0, 12))
 def test_a_character_that_is_not_seen_changes_nothing_wherever_it_stands(name: str, unseen: str, place: int) -> None:
-    assert normal(name[:place] + unseen + name[place:]) == normal(name)
+    assert normalize_name(name[:place] + unseen + name[place:]) == normalize_name(name)
 
 
 @given(name=AWKWARD)
 def test_spaces_and_composition_change_nothing(name: str) -> None:
     for form in ("NFC", "NFD", "NFKC", "NFKD"):
-        assert normal(unicodedata.normalize(form, name)) == normal(name)
-    assert normal(f" {name}\n") == normal(name)
+        assert normalize_name(unicodedata.normalize(form, name)) == normalize_name(name)
+    assert normalize_name(f" {name}\n") == normalize_name(name)
 
 
 @given(name=st.text(st.sampled_from("aAeE\u00e9\u00c9\u00df\u1e9e\u03c2\u03a3\u03c3\u0434\u0414 "), max_size=12))
 def test_capitals_change_nothing(name: str) -> None:
-    assert normal(name.lower()) == normal(name.upper()) == normal(name.casefold()) == normal(name)
+    assert (
+        normalize_name(name.lower())
+        == normalize_name(name.upper())
+        == normalize_name(name.casefold())
+        == normalize_name(name)
+    )
 
 
 @pytest.mark.parametrize(
@@ -62,17 +67,17 @@ def test_capitals_change_nothing(name: str) -> None:
     ],
 )
 def test_spellings_that_look_the_same_are_one_name(other: str) -> None:
-    assert normal(other) == normal("Jos\u00e9") == "jos\u00e9"
+    assert normalize_name(other) == normalize_name("Jos\u00e9") == "jos\u00e9"
 
 
 def test_what_looks_different_stays_different() -> None:
     names = ["ann", "anne", "a nn", "7", "07", "\u0430nn"]
-    assert len({normal(name) for name in names}) == len(names)
+    assert len({normalize_name(name) for name in names}) == len(names)
 
 
 @pytest.mark.parametrize("name", ["", " ", "\u200b", "\0", "\ufe0f\u034f", "\u3164", "\n\t"])
 def test_a_name_of_which_nothing_is_seen_is_empty(name: str) -> None:
-    assert normal(name) == ""
+    assert normalize_name(name) == ""
 
 
 def test_the_unseen_are_those_of_unicode() -> None:

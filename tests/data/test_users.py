@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +12,8 @@ from hypothesis import strategies as st
 
 from fdp import keys, tree
 from fdp.data import corpus
-from fdp.data.document_packing import Unit
-from fdp.data.documents import Documents, cut
+from fdp.data.document_packing import PackUnit
+from fdp.data.documents import Documents, split_rows
 from fdp.data.users import Users, by_user
 from fdp.fast.compiled import Blocks
 from fdp.gradients.per_sample import clipped_sum, per_sample_norms
@@ -33,7 +32,7 @@ SPEC = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 9)), min_size=
 
 
 def grouped(documents: Documents, *, windows: int, context: int = 2, key: torch.Tensor = KEY) -> Users:
-    rows = cut(documents, length=context + 1)
+    rows = split_rows(documents, length=context + 1)
     return by_user(rows, context=context, vocab_size=1000, windows=windows, key=key)
 
 
@@ -45,7 +44,7 @@ def windows_of(dataset: Users, u: int) -> list[list[int]]:
 def test_size_delta_unit_and_content_are_per_user(tmp_path: Path) -> None:
     said = [("ann", "abcdefg"), ("bob", "xy"), ("ann", "hi"), ("cy", "z")]
     path = write(tmp_path / "mail.jsonl", *({"text": words, "by": name} for name, words in said))
-    dataset = corpus.load(path, context=3, vocab_size=256, user_field="by", windows=3, key=KEY)
+    dataset = corpus.load(path, context=3, vocab_size=256, per_user=corpus.PerUser("by", windows=3, key=KEY))
     assert isinstance(dataset, Users)
     assert isinstance(dataset, Dataset)
     assert len(dataset) == 3
@@ -112,21 +111,19 @@ def test_which_windows_stay_is_a_function_of_key_and_user_and_every_set_can_be()
 def test_packed_windows_hold_several_records_of_one_user(tmp_path: Path) -> None:
     said = [("ann", "abc"), ("bob", "xy"), ("ann", "de"), ("ann", "fgh")]
     path = write(tmp_path / "mail.jsonl", *({"prompt": words, "completion": "!", "by": name} for name, words in said))
-    dataset = corpus.load(path, context=6, vocab_size=256, user_field="by", windows=2, key=KEY, pack=Unit.OWNER)
+    dataset = corpus.load(
+        path, context=6, vocab_size=256, per_user=corpus.PerUser("by", windows=2, key=KEY), pack=PackUnit.OWNER
+    )
     rows = dataset.fetch(np.array([0]))
     assert rows["tokens"].tolist() == [[[*b"abc!de!"], [*b"fgh!", 0, 0, 0]]]
     assert rows["segments"].tolist() == [[[1, 1, 1, 1, 2, 2], [1, 1, 1, 1, 0, 0]]]
     assert rows["loss_mask"].int().tolist() == [[[0, 0, 1, 0, 0, 1], [0, 0, 1, 0, 0, 0]]]
 
 
-@pytest.mark.parametrize("missing", ["user_field", "windows", "key"])
-def test_field_windows_and_key_go_together(tmp_path: Path, missing: str) -> None:
+def test_a_user_has_at_least_one_window(tmp_path: Path) -> None:
     path = write(tmp_path / "mail.jsonl", {"text": "ab", "by": "ann"})
-    given: dict[str, Any] = {"user_field": "by", "windows": 1, "key": KEY} | {missing: None}
-    with pytest.raises(FdpError, match="expected a user field, windows per user and a key together"):
-        corpus.load(path, context=2, vocab_size=256, **given)
     with pytest.raises(FdpError, match="expected at least 1 for each user"):
-        corpus.load(path, context=2, vocab_size=256, user_field="by", windows=0, key=KEY)
+        corpus.load(path, context=2, vocab_size=256, per_user=corpus.PerUser("by", windows=0, key=KEY))
 
 
 def user_data(*, packed: bool = False) -> dict[str, torch.Tensor]:

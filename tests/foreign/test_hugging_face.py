@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fdp import keys, tree
-from fdp.data.document_packing import Unit, pack
-from fdp.data.documents import gather
+from fdp.data.document_packing import PackUnit, pack
+from fdp.data.documents import join_documents
 from fdp.data.users import by_user
 from fdp.fast.compiled import Blocks
 from fdp.foreign.hub import files, hugging_face
@@ -245,8 +245,8 @@ RECORDS = {  # lengths of one user's records, in windows of 8 tokens and a targe
 def test_empty_and_short_records_in_the_windows_of_a_user_are_as_alone(name, kind):
     draw = np.random.default_rng(3)
     texts = [draw.integers(0, WORDS, length).tolist() for length in RECORDS[kind]]
-    documents = gather(((text, [True] * len(text)) for text in texts), ["u"] * len(texts), source="here")
-    rows = pack(documents, context=TOKENS, unit=Unit.OWNER)
+    documents = join_documents(((text, [True] * len(text)) for text in texts), ["u"] * len(texts), source="here")
+    rows = pack(documents, context=TOKENS, unit=PackUnit.OWNER)
     count = len(rows.owners)
     assert count > 2
     users = by_user(rows, context=TOKENS, vocab_size=WORDS, windows=count + 1, key=keys.key(0))
