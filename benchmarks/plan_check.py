@@ -25,8 +25,8 @@ from rich.table import Table
 
 from fdp import keys, tree
 from fdp.checks.first_call import Checks
-from fdp.estimate.estimate import Footprint, Scale, plan_at_scale
-from fdp.estimate.ledger import Kind
+from fdp.estimate.estimate import Footprint, Scale, StepSettings, plan_at_scale
+from fdp.estimate.ledger import MemoryKind
 from fdp.gradients.plan import Method, make_plan
 from fdp.model import Model
 from fdp.models import LANGUAGE, LlamaConfig, build, llama
@@ -88,12 +88,14 @@ def predicted(case: Case) -> Footprint:
         case.model,
         shapes_of(case),
         scale=None if case.zero is None else Scale({"shard": 1}, case.zero),
-        method=case.method,
-        dtype=case.dtype,
-        offload=case.offload,
-        checkpoint_activations=case.checkpoint_activations,
-        memory_budget=case.memory_budget,
-        microbatches=case.microbatches,
+        settings=StepSettings(
+            method=case.method,
+            dtype=case.dtype,
+            offload=case.offload,
+            checkpoint_activations=case.checkpoint_activations,
+            memory_budget=case.memory_budget,
+            microbatches=case.microbatches,
+        ),
     )
 
 
@@ -171,7 +173,7 @@ def main() -> None:
                 "predicted": plan.device.total,
                 "measured": peak,
                 "ratio": ratio,
-                "by_kind": {kind.value: plan.device.by_kind[kind] for kind in Kind},
+                "by_kind": {kind.value: plan.device.by_kind[kind] for kind in MemoryKind},
             }
         )
         seconds = f"{time.perf_counter() - start:.1f}"

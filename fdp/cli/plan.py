@@ -95,7 +95,7 @@ def plan_command(
 
     from fdp import models
     from fdp.cli.configure import OPTIMIZERS, choose, offloaded
-    from fdp.estimate.estimate import Scale, plan_at_scale
+    from fdp.estimate.estimate import Scale, StepSettings, plan_at_scale
     from fdp.gradients.plan import Method
     from fdp.parallel.sharding import Zero
     from fdp.types import FdpError
@@ -119,18 +119,18 @@ def plan_command(
     stage = choose("zero", str(zero), {str(stage.value): stage for stage in Zero})
     console = Console(highlight=False)
     microbatches = 1 if batch is None else -(-batch // microbatch)
-    settings: dict[str, Any] = {
-        "method": choose("method", method, {each.value: each for each in Method}),
-        "dtype": choose("dtype", dtype, {"float32": torch.float32, "bfloat16": torch.bfloat16}),
-        "optimizer": choose("optimizer", optimizer, rules)(1e-3),
-        "offload": offloaded(offload),
-        "memory_budget": None if memory_budget is None else memory_budget * GIB,
-        "checkpoint_activations": checkpoint_activations,
-        "microbatches": microbatches,
-    }
+    settings = StepSettings(
+        method=choose("method", method, {each.value: each for each in Method}),
+        dtype=choose("dtype", dtype, {"float32": torch.float32, "bfloat16": torch.bfloat16}),
+        optimizer=choose("optimizer", optimizer, rules)(1e-3),
+        offload=offloaded(offload),
+        memory_budget=None if memory_budget is None else memory_budget * GIB,
+        checkpoint_activations=checkpoint_activations,
+        microbatches=microbatches,
+    )
     with console.status("tracing a step"):
         scale = None if _ranks(axes) == 1 else Scale(axes, stage)
-        found = plan_at_scale(chosen, {"tokens": tokens}, scale=scale, **settings)
+        found = plan_at_scale(chosen, {"tokens": tokens}, scale=scale, settings=settings)
     arranged = ", ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1) or "one"
     console.print(
         f"{model}: {found.parameters / 1e9:,.3f} billion parameters, context {chosen.context}, ZeRO-{zero}, ranks: "

@@ -1,11 +1,11 @@
-"""A ledger of what a computation holds, sends and multiplies, kept while it runs on tensors without memory.
+"""A ledger of storages, collectives and flops, recorded while a computation runs on tensors without memory.
 
     held(t)     = sum of the bytes of every storage alive at time t, each rounded up to 512 as CUDA's allocator does
-    peak(phase) = max of held(t) over the phase, split by what the storages were for
+    peak(phase) = max of held(t) over the phase, split by the kind of the storages
 
-Every operation passes through a dispatch mode that notes the storages it makes, when they die, the collectives and
-the flops. What a storage was for is often known only later (a pair that is kept looks like any activation until it
-outlives its backward), so the log is read after the run, with the final labels.
+A dispatch mode records every operation: the storages it creates and when they are freed, collectives, and flops. The
+kind of a storage is often known only later (a kept pair looks like any activation until it outlives its backward), so
+the log is evaluated after the run, with the final labels.
 
     >>> ledger = Ledger(axes={"0": ("shard", 8)})
     >>> with ledger, fused_attention(): step(state, batch, key)                         # tensors on DEVICE
@@ -33,15 +33,15 @@ from fdp.estimate.workspace import workspace
 from fdp.types import Tree
 
 DEVICE = torch.device("meta")
-"""Stands for the accelerator: the one device beside the CPU that every build of torch can differentiate on."""
+"""The stand-in for the accelerator: the only device besides the CPU that every build of torch can differentiate on."""
 HOST = torch.device("cpu")
-ROUNDED_TO = 512
+ALLOCATION_BYTES = 512
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 _DEVICE_OF = torch.ops.prim.device.default
 _COPIES = {"aten::clone", "aten::_to_copy", "aten::cat", "fdp_collectives::after"}
 _SUMS = {"aten::add": 2, "aten::index_add": 1}
-"""How many of the first arguments are summands: sums of a leaf's uses are as much gradients as the total."""
+"""The number of leading arguments that are summands: if the total is a gradient, so are they."""
 _COLLECTIVES = {
     _c10d.all_gather_into_tensor.default: "all-gather",
     _c10d.reduce_scatter_tensor.default: "reduce-scatter",
@@ -49,12 +49,12 @@ _COLLECTIVES = {
 }
 
 
-class Kind(Enum):
-    """What memory is for.
+class MemoryKind(Enum):
+    """The purpose of memory.
 
-    Parameters are the master weights, gathered what is made of them to compute with: whole leaves and casts. Gradients
-    are sums on their way from the clipping to the update, and the update. Kept is what stays of every sample between
-    its norm and the sum. Activations are the rest, with all that is held in passing.
+    Parameters are the master weights; gathered are the full leaves and casts made from them. Gradients are clipped sums
+    until the update, and the update itself. Kept pairs are stored per sample between its norm and the sum. Activations
+    are the rest, temporary memory included.
     """
 
     PARAMETERS = "parameters"
@@ -66,9 +66,9 @@ class Kind(Enum):
 
 
 class Phase(Enum):
-    """The parts of a step, in order; several microbatches take turns in forward and backward, and the sum.
+    """The parts of a step, in order; with several microbatches, PASS and SUM alternate.
 
-    K-FAC measures and inverts curvature before a step, once in a period; of other optimizers there is no such phase.
+    CURVATURE is K-FAC's: it measures and inverts curvature before a step, once in a period.
     """
 
     CURVATURE = "curvature"
@@ -79,16 +79,16 @@ class Phase(Enum):
 
 
 class Peak(NamedTuple):
-    """The most bytes held at a time, and what they were for."""
+    """The most bytes held at any time, in total and by kind."""
 
     total: int
-    by_kind: dict[Kind, int]
+    by_kind: dict[MemoryKind, int]
 
 
 class Transfer(NamedTuple):
     """All calls of one collective over one axis in one dtype.
 
-    ``elements`` counts the whole: what a gather makes, what a reduction is given.
+    ``elements`` counts the full tensor: the output of a gather, the input of a reduction.
     """
 
     collective: str
@@ -100,12 +100,12 @@ class Transfer(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """The whole, in bytes."""
+        """The full tensors, in bytes."""
         return self.elements * self.dtype.itemsize
 
     @property
     def passes(self) -> int:
-        """How often a ring sends the whole: an all-reduce is a reduce-scatter and an all-gather."""
+        """The number of times a ring sends the full tensor: 2 for an all-reduce (reduce-scatter and all-gather)."""
         return 2 if self.collective == "all-reduce" else 1
 
     @property
@@ -114,27 +114,27 @@ class Transfer(NamedTuple):
         return self.passes * self.bytes * (self.ranks - 1) / self.ranks
 
 
-class Held:
-    """A storage: its size, where it is, what it is for, and what it was copied or added up from."""
+class StorageRecord:
+    """A storage: its size, device and kind, and the storages it was copied or summed from."""
 
     __slots__ = ("bytes", "host", "kind", "sources")
 
-    def __init__(self, size: int, host: bool, kind: Kind, sources: tuple[Held, ...]):
+    def __init__(self, size: int, host: bool, kind: MemoryKind, sources: tuple[StorageRecord, ...]):
         self.bytes = size
         self.host = host
         self.kind = kind
         self.sources = sources
 
-    def is_gradient(self) -> None:
-        """So are the sums that it was filled from."""
-        if self.kind is Kind.ACTIVATIONS:
-            self.kind = Kind.GRADIENTS
+    def mark_gradient(self) -> None:
+        """Label this storage, and the sums it was computed from, as gradients."""
+        if self.kind is MemoryKind.ACTIVATIONS:
+            self.kind = MemoryKind.GRADIENTS
             for source in self.sources:
-                source.is_gradient()
+                source.mark_gradient()
 
 
 class Ledger(TorchDispatchMode):
-    """Notes every storage, collective and flop of what runs inside. ``axes``: name and size by process group.
+    """A dispatch mode that records every storage, collective and flop. ``axes``: name and size by process group.
 
     Tensors are on DEVICE, or were sent from there to the host.
     """
@@ -142,11 +142,11 @@ class Ledger(TorchDispatchMode):
     def __init__(self, axes: Mapping[str, tuple[str, int]]):
         super().__init__()
         self.axes = axes
-        self.default = Kind.ACTIVATIONS
+        self.default = MemoryKind.ACTIVATIONS
         self.flops: dict[torch.dtype, float] = {}
-        self._log: list[tuple[Held, int]] = []
+        self._log: list[tuple[StorageRecord, int]] = []
         self._phases: list[tuple[int, Phase]] = []
-        self._alive: dict[int, tuple[Any, Held, int]] = {}
+        self._alive: dict[int, tuple[Any, StorageRecord, int]] = {}
         self._transfers: dict[tuple[str, str, int, torch.dtype], tuple[int, int]] = {}
         self._awaited: dict[Any, Phase] = {}
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -158,7 +158,7 @@ class Ledger(TorchDispatchMode):
         if func in self._awaited:
             self.begin(self._awaited.pop(func))
         if extra := workspace(func, args, kwargs):
-            passing = Held(_rounded(extra), False, Kind.ACTIVATIONS, ())
+            passing = StorageRecord(_rounded(extra), False, MemoryKind.ACTIVATIONS, ())
             self._log += [(passing, 1), (passing, -1)]
         out = self._call(func, args, kwargs)
         made = [value for value in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(value, Tensor)]
@@ -171,28 +171,28 @@ class Ledger(TorchDispatchMode):
         return out
 
     def begin(self, phase: Phase) -> int:
-        """What follows belongs to ``phase``; returns the time, for ``relabel``."""
+        """Begin ``phase`` and return the time, for ``relabel``."""
         self._phases.append((len(self._log), phase))
         return len(self._log)
 
     def begin_at(self, operation: Any, phase: Phase) -> None:
-        """``phase`` begins when ``operation`` is next called."""
+        """Begin ``phase`` at the next call of ``operation``."""
         self._awaited[operation] = phase
 
-    def label(self, values: Tree, kind: Kind) -> None:
-        """Every storage of a tree is of this kind, and was from the start."""
+    def label(self, values: Tree, kind: MemoryKind) -> None:
+        """Label every storage of a tree, for all of its lifetime."""
         for value in tree.leaves(values):
             if isinstance(value, Tensor) and (found := self._alive.get(value.untyped_storage()._cdata)):
                 found[1].kind = kind
 
-    def relabel(self, kind: Kind, *, since: int) -> None:
-        """What was made since then, is still alive and has no better label is of this kind."""
+    def relabel(self, kind: MemoryKind, *, since: int) -> None:
+        """Label the storages created since then that are alive and still labelled as activations."""
         for _, held, born in self._alive.values():
-            if born >= since and held.kind is Kind.ACTIVATIONS:
+            if born >= since and held.kind is MemoryKind.ACTIVATIONS:
                 held.kind = kind
 
     def peaks(self, *, host: bool) -> dict[Phase, Peak]:
-        """The peak of every phase, on the host or on the device."""
+        """Return the peak of every phase, on the host or on the device."""
         phase_at = dict(self._phases)
         highest: dict[Phase, tuple[int, int]] = {}
         phase, total = None, 0
@@ -203,8 +203,8 @@ class Ledger(TorchDispatchMode):
                 highest[phase] = (total, i)
         return {phase: Peak(total, self._by_kind(i, host)) for phase, (total, i) in highest.items()}
 
-    def most(self, kind: Kind) -> int:
-        """The most bytes of one kind that the device holds at any moment."""
+    def most(self, kind: MemoryKind) -> int:
+        """Return the most bytes of one kind that the device holds at any time."""
         now = highest = 0
         for held, sign in self._log:
             now += sign * held.bytes if held.kind is kind and not held.host else 0
@@ -212,25 +212,25 @@ class Ledger(TorchDispatchMode):
         return highest
 
     def transfers(self) -> tuple[Transfer, ...]:
-        """Everything sent, added up by collective, axis and dtype."""
+        """Return all transfers, summed by collective, axis and dtype."""
         return tuple(Transfer(*what, *amount) for what, amount in self._transfers.items())
 
-    def _by_kind(self, until: int, host: bool) -> dict[Kind, int]:
-        found = dict.fromkeys(Kind, 0)
+    def _by_kind(self, until: int, host: bool) -> dict[MemoryKind, int]:
+        found = dict.fromkeys(MemoryKind, 0)
         for held, sign in self._log[: until + 1]:
             found[held.kind] += sign * held.bytes if held.host == host else 0
         return found
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """``func``. Tensors on the host are fake ones, and a copy from or to DEVICE has nothing to copy."""
+        """Call ``func``. Tensors on the host are fake, and a copy from or to DEVICE copies nothing."""
         target = kwargs.get("device") if func is _aten._to_copy.default else None
         if target is None or target == args[0].device:
             return func(*args, **kwargs)
         with self._fake if target == HOST else nullcontext():
             return torch.empty(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device=target)
 
-    def _origin(self, func: Any, args: Any, made: list[Tensor]) -> tuple[Kind, tuple[Held, ...]]:
-        """What a new storage is for, as far as the operation that made it tells, and what it was made from."""
+    def _origin(self, func: Any, args: Any, made: list[Tensor]) -> tuple[MemoryKind, tuple[StorageRecord, ...]]:
+        """Return the kind of a new storage, as far as its operation tells, and the storages it was made from."""
         if func in _COLLECTIVES:
             return self._collective(func, args, made[0])
         name = func._schema.name
@@ -241,11 +241,11 @@ class Ledger(TorchDispatchMode):
         given = args[0] if isinstance(args[0], (tuple, list)) else [args[0]]
         sources = self._all_held(given)
         kinds = {source.kind for source in sources}
-        if kinds & {Kind.PARAMETERS, Kind.GATHERED}:
-            return Kind.GATHERED, sources
-        return (Kind.GRADIENTS if Kind.GRADIENTS in kinds else self.default), sources
+        if kinds & {MemoryKind.PARAMETERS, MemoryKind.GATHERED}:
+            return MemoryKind.GATHERED, sources
+        return (MemoryKind.GRADIENTS if MemoryKind.GRADIENTS in kinds else self.default), sources
 
-    def _collective(self, func: Any, args: Any, made: Tensor) -> tuple[Kind, tuple[Held, ...]]:
+    def _collective(self, func: Any, args: Any, made: Tensor) -> tuple[MemoryKind, tuple[StorageRecord, ...]]:
         collective, given = _COLLECTIVES[func], args[0]
         axis, ranks = self.axes[args[-1]]
         what = (collective, axis, ranks, given.dtype)
@@ -254,23 +254,23 @@ class Ledger(TorchDispatchMode):
         source = self._held(given)
         if axis == "tensor" or source is None:
             return self.default, ()
-        if source.kind is Kind.ACTIVATIONS and collective != "all-gather":
-            source.is_gradient()
+        if source.kind is MemoryKind.ACTIVATIONS and collective != "all-gather":
+            source.mark_gradient()
         return source.kind, ()
 
-    def _all_held(self, values: Sequence[Any]) -> tuple[Held, ...]:
+    def _all_held(self, values: Sequence[Any]) -> tuple[StorageRecord, ...]:
         return tuple(held for value in values if isinstance(value, Tensor) and (held := self._held(value)))
 
-    def _held(self, value: Tensor) -> Held | None:
+    def _held(self, value: Tensor) -> StorageRecord | None:
         found = self._alive.get(value.untyped_storage()._cdata)
         return None if found is None else found[1]
 
-    def _note(self, value: Tensor, kind: Kind, sources: tuple[Held, ...]) -> None:
+    def _note(self, value: Tensor, kind: MemoryKind, sources: tuple[StorageRecord, ...]) -> None:
         storage = value.untyped_storage()
         address = storage._cdata
         if address in self._alive:
             return
-        held = Held(_rounded(storage.nbytes()), value.device == HOST, kind, sources)
+        held = StorageRecord(_rounded(storage.nbytes()), value.device == HOST, kind, sources)
 
         def gone(_: Any) -> None:
             del self._alive[address]
@@ -281,7 +281,7 @@ class Ledger(TorchDispatchMode):
 
 
 class fused_attention(TorchFunctionMode):
-    """Attention as a GPU computes it, without the matrix of all pairs of tokens, unless that is switched off."""
+    """A mode that runs flash attention, as a GPU does, unless it is switched off: no (tokens, tokens) matrix."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -295,4 +295,4 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
 
 
 def _rounded(size: int) -> int:
-    return -(-size // ROUNDED_TO) * ROUNDED_TO
+    return -(-size // ALLOCATION_BYTES) * ALLOCATION_BYTES

@@ -1,8 +1,8 @@
-"""What CUDA kernels hold in passing and no operation returns: the memory that a trace of outputs would miss.
+"""Temporary memory inside CUDA kernels, which a trace of inputs and outputs does not see.
 
-vector_norm, sum, mean    x.to(dtype), whole, when they reduce in another dtype (but for half to float32)
-attention, backward       the gradient of the queries in float32, while it is added up
-truncated normal draws    their bits, and the law in float64; unbounded ones in float32 are one kernel
+vector_norm, sum, mean    a full x.to(dtype) when they reduce in another dtype (except from half to float32)
+attention, backward       the gradient of the queries in float32, while it is accumulated
+truncated normal draws    their bits, and the values in float64; unbounded float32 draws are one kernel
 
 >>> workspace(torch.ops.aten.linalg_vector_norm.default, (x, 2, [1], False), {"dtype": torch.float64})
 """
@@ -28,7 +28,7 @@ _REDUCTIONS = {
 
 
 def workspace(func: Any, args: Any, kwargs: Any) -> int:
-    """Bytes that ``func`` holds on a GPU beside its arguments and results."""
+    """Return the bytes that ``func`` allocates on a GPU besides its arguments and results."""
     if func in _REDUCTIONS and (dtype := kwargs.get("dtype")) is not None:
         x = args[0]
         fused = x.dtype == dtype or (x.dtype in HALF and dtype == torch.float32)
@@ -39,7 +39,7 @@ def workspace(func: Any, args: Any, kwargs: Any) -> int:
     if func is torch.ops.fdp_kernels.normal.default and not _on_host(args[0]):
         _, _, _, size, lower, upper, dtype = args
         one_kernel = lower == -math.inf and upper == math.inf and dtype != torch.float64
-        return 0 if one_kernel else 32 * math.prod(size)  # else bits, and their law in float64 by torch
+        return 0 if one_kernel else 32 * math.prod(size)  # bits, and float64 values computed by torch
     return 0
 
 

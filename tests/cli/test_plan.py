@@ -8,7 +8,7 @@ import typer
 from typer.testing import CliRunner
 
 from fdp.cli.plan import HINTS, RESERVED, plan_command
-from fdp.estimate.ledger import Kind
+from fdp.estimate.ledger import MemoryKind
 from fdp.types import FdpError
 
 GIB = 2**30
@@ -32,7 +32,7 @@ def test_tables_and_json_say_the_same(run):
     got = result(answer)
     assert got["parameters"] == 842_496
     assert sum(got["by_kind"].values()) == got["peak_bytes"] == max(got["phases"].values())
-    assert set(got["by_kind"]) == {kind.value for kind in Kind} == set(HINTS)
+    assert set(got["by_kind"]) == {kind.value for kind in MemoryKind} == set(HINTS)
     assert got["fits"] is True
     assert got["spare_gib"] == pytest.approx(80 - RESERVED - got["peak_bytes"] / GIB)
     assert got["axes"] == {"shard": 8}

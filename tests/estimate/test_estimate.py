@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fdp import keys, tree
 from fdp.checks.first_call import Checks
 from fdp.estimate import estimate
-from fdp.estimate.estimate import Footprint, Scale, plan_at_scale
-from fdp.estimate.ledger import Kind, Ledger, Phase
+from fdp.estimate.estimate import Footprint, Scale, StepSettings, plan_at_scale
+from fdp.estimate.ledger import Ledger, MemoryKind, Phase
 from fdp.gradients.plan import Method, make_plan
 from fdp.kfac.config import KfacConfig
 from fdp.kfac.private.sources import KfacOptimizer, Synthetic, make_kfac
@@ -39,7 +39,7 @@ from tests.ranks import run_on_ranks
 WIDE = GPTConfig(layers=2, width=512, heads=8, context=64, vocab_size=1024, tied=False)
 SMALL = GPTConfig(layers=1, width=16, heads=2, context=8, vocab_size=24, tied=False)
 ALL = Offload(params=True, grads=True, optimizer=True)
-STATE = (Kind.PARAMETERS, Kind.OPTIMIZER)
+STATE = (MemoryKind.PARAMETERS, MemoryKind.OPTIMIZER)
 # Stage, axes, method and microbatches of what two ranks run; 13 microbatches are never traced whole.
 RUNS = (
     (Zero.NONE, {"shard": 2}, Method.AUTO, 1),
@@ -70,7 +70,8 @@ def planned(
     **settings: Any,
 ) -> Footprint:
     model = gpt(config)
-    return plan_at_scale(model, tokens(model, samples), scale=None if axes is None else Scale(axes, zero), **settings)
+    scale = None if axes is None else Scale(axes, zero)
+    return plan_at_scale(model, tokens(model, samples), scale=scale, settings=StepSettings(**settings))
 
 
 @pytest.mark.parametrize("method", Method)
@@ -90,9 +91,9 @@ def test_a_step_on_one_device_holds_its_state_once_and_writes_a_second_one():
     found = planned()
     before, after = found.phases[Phase.PASS][0].by_kind, found.phases[Phase.UPDATE][0].by_kind
     size = 4 * size_of(model)
-    assert before[Kind.PARAMETERS] == pytest.approx(size, rel=1e-3)
-    assert before[Kind.OPTIMIZER] == pytest.approx(2 * size, rel=1e-3)
-    assert after[Kind.OPTIMIZER] == pytest.approx(4 * size, rel=1e-3)
+    assert before[MemoryKind.PARAMETERS] == pytest.approx(size, rel=1e-3)
+    assert before[MemoryKind.OPTIMIZER] == pytest.approx(2 * size, rel=1e-3)
+    assert after[MemoryKind.OPTIMIZER] == pytest.approx(4 * size, rel=1e-3)
     assert found.transfers == ()
     assert found.units == 0
 
@@ -142,7 +143,7 @@ def test_gathers_travel_in_the_compute_dtype_and_sums_as_they_are_made_or_as_ask
     scale = Scale({"shard": 8}, Zero.THREE)
 
     def dtypes(scale: Scale) -> dict[str, torch.dtype]:
-        found = plan_at_scale(model, tokens(model), scale=scale, dtype=torch.bfloat16)
+        found = plan_at_scale(model, tokens(model), scale=scale, settings=StepSettings(dtype=torch.bfloat16))
         return {each.collective: each.dtype for each in found.transfers if each.elements > 1000}
 
     assert dtypes(scale) == {"all-gather": torch.bfloat16, "reduce-scatter": torch.float64}
@@ -155,13 +156,13 @@ def test_what_is_kept_is_what_the_method_said_it_would_keep():
         # an input that two leaves share is kept once and was counted twice
         assert 0.75 * found.plan.kept_bytes < found.kept < 1.1 * found.plan.kept_bytes
     second = planned(axes={"shard": 8}, method=Method.GHOST)
-    assert all(device.by_kind[Kind.KEPT] == 0 for device, _ in second.phases.values())
+    assert all(device.by_kind[MemoryKind.KEPT] == 0 for device, _ in second.phases.values())
 
 
 def test_zero_3_gathers_a_few_blocks_where_zero_2_has_them_all():
     deep = WIDE._replace(layers=8)
     held = {
-        zero: planned(deep, {"shard": 8}, zero).phases[Phase.PASS][0].by_kind[Kind.GATHERED]
+        zero: planned(deep, {"shard": 8}, zero).phases[Phase.PASS][0].by_kind[MemoryKind.GATHERED]
         for zero in (Zero.TWO, Zero.THREE)
     }
     assert held[Zero.THREE] < 0.4 * held[Zero.TWO]
@@ -173,7 +174,7 @@ def test_checkpoints_hold_fewer_activations():
 
     def activations(*, checkpoint: bool) -> int:
         found = planned(deep, samples=64, method=Method.NONE, checkpoint_activations=checkpoint)
-        return found.phases[Phase.PASS][0].by_kind[Kind.ACTIVATIONS]
+        return found.phases[Phase.PASS][0].by_kind[MemoryKind.ACTIVATIONS]
 
     assert activations(checkpoint=True) < 0.6 * activations(checkpoint=False)
 
@@ -181,10 +182,10 @@ def test_checkpoints_hold_fewer_activations():
 @pytest.mark.parametrize(
     ("zero", "method"), [(Zero.NONE, Method.NONE), (Zero.TWO, Method.AUTO), (Zero.THREE, Method.AUTO)]
 )
-def test_many_microbatches_are_continued_from_three(zero, method, monkeypatch):
+def test_many_microbatches_are_extrapolated_from_three(zero, method, monkeypatch):
     thin = WIDE._replace(layers=1)
     short = planned(thin, {"shard": 8}, zero, method=method, microbatches=5)
-    monkeypatch.setattr(estimate, "TRACED", 5)
+    monkeypatch.setattr(estimate, "TRACED_MICROBATCHES", 5)
     whole = planned(thin, {"shard": 8}, zero, method=method, microbatches=5)
     assert short.transfers == whole.transfers
     assert short.flops == whole.flops
@@ -207,7 +208,9 @@ def test_a_plan_leaves_no_process_group_and_refuses_one():
 def test_any_model_and_optimizer_can_be_planned():
     model = llama(LlamaConfig(layers=2, width=64, heads=4, key_heads=2, hidden=96, context=16, vocab_size=40))
     scale = Scale({"replicate": 2, "shard": 2, "tensor": 2}, Zero.THREE, Reduce.PER_STEP)
-    found = plan_at_scale(model, tokens(model), scale=scale, optimizer=lamb(1e-3), dtype=torch.bfloat16)
+    found = plan_at_scale(
+        model, tokens(model), scale=scale, settings=StepSettings(optimizer=lamb(1e-3), dtype=torch.bfloat16)
+    )
     assert {"replicate", "shard", "tensor"} <= {each.axis for each in found.transfers}
     assert found.parameters == size_of(model)
 
@@ -219,8 +222,8 @@ def test_kfac_is_planned_with_its_state_and_a_phase_for_its_curvature(private: b
     config = KfacConfig(store=Where.DEVICE)
     optimizer = KfacOptimizer(0.1, config, Synthetic() if private else None)
     method = Method.GHOST_BK if private else Method.NONE
-    found = plan_at_scale(model, tokens(model), scale=scale, method=method, optimizer=optimizer)
-    plain = plan_at_scale(model, tokens(model), scale=scale, method=method)
+    found = plan_at_scale(model, tokens(model), scale=scale, settings=StepSettings(method=method, optimizer=optimizer))
+    plain = plan_at_scale(model, tokens(model), scale=scale, settings=StepSettings(method=method))
     assert next(iter(found.phases)) is Phase.CURVATURE
     assert Phase.CURVATURE not in plain.phases
     assert plain.measurement is None
@@ -232,7 +235,7 @@ def test_kfac_is_planned_with_its_state_and_a_phase_for_its_curvature(private: b
         kfac = make_kfac(model, tokens(model), optimizer)
         state = kfac.optimizer.init({path: leaf for path, leaf in tree.flatten(model.init(keys.key(0))).items()})
         held = sum(leaf.numel() * leaf.element_size() for leaf in tree.leaves(state))
-        assert found.phases[Phase.PASS][0].by_kind[Kind.OPTIMIZER] == pytest.approx(held, rel=0.01)
+        assert found.phases[Phase.PASS][0].by_kind[MemoryKind.OPTIMIZER] == pytest.approx(held, rel=0.01)
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])

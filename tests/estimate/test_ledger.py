@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from fdp import keys
-from fdp.estimate.ledger import DEVICE, HOST, Kind, Ledger, Phase, Transfer, fused_attention
+from fdp.estimate.ledger import DEVICE, HOST, Ledger, MemoryKind, Phase, Transfer, fused_attention
 from fdp.gradients.vjp import vjp
 
 KIB = 1024
@@ -66,15 +66,15 @@ def test_a_label_given_late_holds_from_the_start():
         ledger.begin(Phase.PASS)
         kept, passing = empty(KIB) + 1, empty(2 * KIB) + 1
         del passing
-        ledger.label([kept], Kind.PARAMETERS)
+        ledger.label([kept], MemoryKind.PARAMETERS)
         since = ledger.begin(Phase.SUM)
         later = kept * 2
-        ledger.relabel(Kind.KEPT, since=since)
+        ledger.relabel(MemoryKind.KEPT, since=since)
         del later
     peaks = ledger.peaks(host=False)
-    assert peaks[Phase.PASS].by_kind[Kind.PARAMETERS] == 4 * KIB
-    assert peaks[Phase.PASS].by_kind[Kind.KEPT] == 0
-    assert peaks[Phase.SUM].by_kind[Kind.KEPT] == 4 * KIB
+    assert peaks[Phase.PASS].by_kind[MemoryKind.PARAMETERS] == 4 * KIB
+    assert peaks[Phase.PASS].by_kind[MemoryKind.KEPT] == 0
+    assert peaks[Phase.SUM].by_kind[MemoryKind.KEPT] == 4 * KIB
     assert all(peak.total == sum(peak.by_kind.values()) for peak in peaks.values())
 
 
