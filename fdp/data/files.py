@@ -36,7 +36,7 @@ UNREAD = (".csv", ".tsv", ".parquet", ".arrow", ".feather", ".xlsx", ".gz", ".bz
 
 
 class RecordForm(Enum):
-    """The way a record is read: by the fields it has (``AUTO``), or as stated; ``FILE`` reads every file as one text."""
+    """The way a record is read: by the fields it has (``AUTO``), or as named; ``FILE`` reads each file as one text."""
 
     AUTO = "auto"
     TEXT = "text"
