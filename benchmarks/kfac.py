@@ -44,7 +44,8 @@ from fdp.models import build
 from fdp.optimizers import Optimizer, adamw, sgd
 from fdp.privacy.clipping import flat
 from fdp.privacy.mechanism import Mechanism
-from fdp.privacy.sampling import Dataset, poisson
+from fdp.privacy.microbatches import Dataset
+from fdp.privacy.sampling import poisson
 from fdp.step import Compile, init_state, make_train_step
 from fdp.types import Batch, Tree
 

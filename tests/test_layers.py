@@ -79,13 +79,15 @@ INSIDE = {
 }
 # The steps of the proof know each other only where one is given the other's value.
 PROOF = {
-    "sampling": set(),
+    "microbatches": set(),
+    "loss_distributions": set(),
+    "sampling": {"microbatches"},
     "noise": set(),
     "composition": set(),
     "guarantee": set(),
     "clipping": {"noise"},  # adaptive clipping adds noise to its count
     "mechanism": {"clipping", "sampling"},
-    "accounting": {"mechanism", "clipping", "sampling", "composition"},
+    "accounting": {"mechanism", "clipping", "sampling", "composition", "loss_distributions"},
 }
 BACKWARDS = {("gradients", "fast")}
 

@@ -200,7 +200,7 @@ def test_a_batch_made_by_hand_is_refused():
     batch = drawn(0)
     with pytest.raises(FdpError, match=r"got one made by hand: .* epsilon would not hold. Draw it by fdp.sample_batch"):
         step_of()(state_of(), Batch(batch.data, batch.mask), ROOT)
-    with pytest.raises(FdpError, match="trusted_batch takes one of your own at your word"):
+    with pytest.raises(FdpError, match="trusted_batch accepts one of your own, unchecked"):
         step_of()(state_of(), Batch(batch.data, batch.mask), ROOT)
     mine = trusted_batch(batch.data, batch.mask, SAMPLING, step=0)
     assert int(step_of()(state_of(), mine, ROOT)[0].step) == 1
@@ -230,7 +230,7 @@ def test_a_sample_in_two_microbatches_is_refused():
     twice = batch._replace(
         data=tree.map(lambda leaf: torch.cat([leaf, leaf]), batch.data), mask=torch.cat([batch.mask] * 2)
     )
-    with pytest.raises(FdpError, match="it was cut or put together after the draw, and a sample could be in it twice"):
+    with pytest.raises(FdpError, match="it was changed after the draw, and a sample could be in it twice"):
         step_of()(state_of(), twice, ROOT)
 
 
@@ -438,7 +438,7 @@ def test_the_checks_are_made_by_all_ranks_together():
 def test_a_clipped_sum_made_by_hand_is_refused():
     value = {"w": torch.ones(3)}
     with pytest.raises(
-        FdpError, match=r"got one made by hand: nobody vouches for its sensitivity.*declare_sensitivity"
+        FdpError, match=r"got one made by hand: nothing vouches for its sensitivity.*declare_sensitivity"
     ):
         add_gaussian(ClippedSum(value, torch.tensor(1.0)), key=ROOT, step=0, noise_multiplier=1.0)
     with pytest.raises(FdpError, match="expected a ClippedSum"):
@@ -448,7 +448,7 @@ def test_a_clipped_sum_made_by_hand_is_refused():
     with pytest.raises(FdpError, match="sensitivity: expected a finite number above 0, got 0"):
         declare_sensitivity(value, 0.0)
     unknown = mine.plus(ClippedSum(value, torch.tensor(1.0)))
-    with pytest.raises(FdpError, match="nobody vouches"):
+    with pytest.raises(FdpError, match="nothing vouches"):
         add_gaussian(unknown, key=ROOT, step=0, noise_multiplier=1.0)
 
 

@@ -29,7 +29,8 @@ from fdp.parallel.offload import Offload
 from fdp.parallel.sharding import Data, Reduce, Zero
 from fdp.privacy import clipping
 from fdp.privacy.guarantee import default_delta
-from fdp.privacy.sampling import Dataset, rounded_population
+from fdp.privacy.microbatches import Dataset
+from fdp.privacy.sampling import rounded_population
 from fdp.run.training_run import KfacOptimizer, Layout, RunConfig
 from fdp.step import Compile
 from fdp.types import FdpError

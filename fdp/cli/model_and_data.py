@@ -33,7 +33,7 @@ from fdp.model import Model
 from fdp.parallel.sharded_init import drawn_params
 from fdp.parallel.sharding import Sharding
 from fdp.privacy.guarantee import MARKER, Guarantee, marker_text, read_marker
-from fdp.privacy.sampling import Dataset
+from fdp.privacy.microbatches import Dataset
 from fdp.storage.safetensors import export_safetensors
 from fdp.types import FdpError, Key, Tree
 

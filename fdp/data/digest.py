@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fdp import tree
-from fdp.privacy.sampling import Dataset
+from fdp.privacy.microbatches import Dataset
 
 CHUNK_ELEMENTS = 1 << 20
 """Elements hashed at a time, as the narrowest integers that hold them."""

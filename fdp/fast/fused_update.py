@@ -28,6 +28,7 @@ from fdp.fast.noisy_update import NoisyUpdate
 from fdp.model import Model
 from fdp.optimizers.base import AdamW, Momentum, cast
 from fdp.privacy.mechanism import Mechanism
+from fdp.privacy.noise import noise_deviation
 from fdp.types import ClippedSum, FdpError, Flat, Key, Path, TrainState, Tree, Weighted
 
 Mean = Callable[[ClippedSum, Key, Tree], Flat]
@@ -111,7 +112,7 @@ class FusedUpdate:
         else:
             z, one = self.mechanism.noise_multiplier, _one(total)
             sums = {path: _rows(total.value[path], one) for path in self.trainable}
-            scale = total.sensitivity.double() * z if z else None
+            scale = noise_deviation(total, z) if z else None
             self.noisy(trained, state.opt, sums, copies, key=key, noise_scale=scale, expected_batch_size=expected)
         clip = self.mechanism.clip.update(state.clip, tally, key, expected)
         tree.map(lambda old, new: old.copy_(new), state.clip, clip)

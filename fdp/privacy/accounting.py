@@ -1,16 +1,15 @@
-"""What T steps of a mechanism cost, by Google's ``dp_accounting``, and how much noise a budget needs.
+"""Privacy accounting: the epsilon of T steps, by Google's ``dp_accounting``, and the noise that a budget needs.
 
     step    = Poisson(q) -> sum of clipped gradients + z C N(0, I)  [quantile clipping: and count + b N(0, 1)]
     z_eff   = (z^-2 + (2 b)^-2)^(-1/2)                 (Andrew et al. 2021, arXiv 1905.03871, Theorem 1)
     epsilon = min { e : delta_T(e) <= delta },         delta_T the hockey-stick divergence of T composed steps
 
-Sum and count are one Gaussian release on one draw, hence one multiplier; ``mechanism.statistics``, released before
-every period-th step, are draws of their own, composed with the steps. Neighbours differ by one sample
-**added or removed**, the sampling rate q being public. No figure depends on the number of samples, which is not.
-Truncated Poisson, where a removed sample may let another one in, takes an upper bound for the same relation (after
-arXiv 2508.15089) that holds for every number of samples up to the public one. PLD adds up privacy loss distributions,
-rounded up (Doroshenko et al. 2022, arXiv 2207.04380); RDP adds up Renyi divergences (Mironov et al. 2019, arXiv
-1908.10530) and is looser. Every figure is an upper bound.
+Sum and count are one Gaussian release on one draw, hence one multiplier. ``mechanism.statistics``, released before
+every period-th step from draws of their own, are composed with the steps. Neighbours differ by one sample **added or
+removed**, and the sampling rate q is public. The number of samples is not, and no figure depends on it. For truncated
+Poisson, where removing a sample may let another one in, an upper bound for the same relation is used (after arXiv
+2508.15089), which holds for every number of samples up to the public one. Every figure is an upper bound; RDP is
+looser than PLD (``fdp.privacy.loss_distributions``).
 
     >>> sampling, clip = poisson(48_211, expected_batch_size=256, population=50_000), flat(max_norm=1.0)
     >>> z = noise_multiplier_for(sampling, clip, epsilon=3.0, delta=1e-6, steps=1000)
@@ -19,57 +18,57 @@ rounded up (Doroshenko et al. 2022, arXiv 2207.04380); RDP adds up Renyi diverge
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Sequence
 from enum import Enum
-from functools import cache, lru_cache, partial
+from functools import cache
 from typing import Any
 
 import dp_accounting
 import numpy as np
-from dp_accounting.pld import privacy_loss_distribution
 from dp_accounting.rdp import rdp_privacy_accountant
-from scipy import stats
 from scipy.optimize import root_scalar
 
 from fdp.privacy import sampling as sampling_
 from fdp.privacy.clipping import ClipStyle
 from fdp.privacy.composition import Composition
+from fdp.privacy.loss_distributions import (
+    TOO_COARSE,
+    TruncatedEvent,
+    composed,
+    grid_width,
+    one_step_pld,
+    parts_of,
+    rdp_total,
+    rough_epsilon,
+)
 from fdp.privacy.mechanism import Mechanism, Statistics
 from fdp.privacy.sampling import Poisson
 from fdp.types import FdpError
 
-NEIGHBOURS = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
-
 SMALLEST_DELTA = 1e-12
-"""Below this the rounding of the PLD's Fourier transforms is felt; RDP has no such limit."""
-
-_TOO_COARSE = 512.0
-"""A grid this wide cannot tell one epsilon from another, and dp_accounting's exponentials overflow on it."""
+"""Below this the rounding of the PLD's Fourier transforms matters; RDP has no such limit."""
 
 _NEGLIGIBLE = 1e-9
-"""A noise multiplier below this is none: dp_accounting's squares of it overflow."""
+"""A noise multiplier below this counts as none: dp_accounting's squares of it overflow."""
 
 _EVERY, _TOLERANCE = 300, 0.003
-"""Epsilons that are computed one by one; of more, what may lie between two, as a part of the last. 3 ms each."""
+"""Up to this many epsilons are computed one by one; beyond, neighbours may differ by this fraction of the last."""
 
 _NOISE_RANGE = (0.05, 1e5)
 _NOISE_TOLERANCE = 5e-4
 _COARSER = 8
 
-_Truncated = dp_accounting.dp_event.TruncatedSubsampledGaussianDpEvent
-
 
 class Accountant(Enum):
-    """How losses are added up over steps. PLD is tight to about 0.1 %; RDP is 5 to 15 % above it, or more."""
+    """The way losses are composed over steps. PLD is tight to about 0.1 %; RDP is 5 to 15 % above it, or more."""
 
     PLD = "pld"
     RDP = "rdp"
 
 
 def effective_noise_multiplier(mechanism: Mechanism) -> float:
-    """``z_eff``: the noise multiplier of sum and quantile count taken together, at most the sum's own."""
+    """Return ``z_eff``, the noise multiplier of sum and quantile count together; at most the sum's own."""
     z, count_noise = mechanism.noise_multiplier, mechanism.clip.count_noise
     if not math.isfinite(z) or z < 0:
         raise FdpError(f"noise_multiplier: expected a finite number, 0 or more, got {z}")
@@ -81,12 +80,12 @@ def effective_noise_multiplier(mechanism: Mechanism) -> float:
 
 
 def event(mechanism: Mechanism, steps: int) -> dp_accounting.DpEvent:
-    """``steps`` steps of ``mechanism`` in dp_accounting's own words, for any of its accountants.
+    """Return ``steps`` steps of ``mechanism`` as a dp_accounting event, for any of its accountants.
 
     Guarantees:
       - every field that bears on privacy is in it: rate, truncation, noise multiplier, count noise, steps; and the same
         of every release of statistics in these steps;
-      - no noise on the sum, or none on a released count or statistics, is a ``NonPrivateDpEvent``.
+      - no noise on the sum, on a released count or on statistics makes it a ``NonPrivateDpEvent``.
     """
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise FdpError(f"steps: expected a whole number, 1 or more, got {steps!r}")
@@ -101,7 +100,7 @@ def event(mechanism: Mechanism, steps: int) -> dp_accounting.DpEvent:
 
 
 def epsilon(mechanism: Mechanism, *, steps: int, delta: float, accountant: Accountant = Accountant.PLD) -> float:
-    """The epsilon of ``steps`` steps at ``delta``; ``inf`` without noise, and possibly where it exceeds 700.
+    """Return the epsilon of ``steps`` steps at ``delta``; ``inf`` without noise, and possibly if it exceeds 700.
 
     Choose ``delta`` well below ``1 / population``: see :func:`fdp.privacy.guarantee.delta_advice`.
 
@@ -114,17 +113,17 @@ def epsilon(mechanism: Mechanism, *, steps: int, delta: float, accountant: Accou
 
 
 def delta(mechanism: Mechanism, *, steps: int, epsilon: float, accountant: Accountant = Accountant.PLD) -> float:
-    """The delta of ``steps`` steps at ``epsilon``, an upper bound; by PLD at least ``SMALLEST_DELTA``."""
+    """Return the delta of ``steps`` steps at ``epsilon``, an upper bound; by PLD at least ``SMALLEST_DELTA``."""
     if not epsilon >= 0:
         raise FdpError(f"epsilon: expected a number, 0 or more, got {epsilon}")
     total = event(mechanism, steps)
-    if not _parts(total):
+    if not parts_of(total):
         return 1.0
     with np.errstate(all="ignore"):
         if accountant is Accountant.RDP:
-            return float(rdp_privacy_accountant.compute_delta(*_rdp_total(total), epsilon)[0])
-        interval = _interval(total, 1e-6)
-        found = 1.0 if interval > _TOO_COARSE else float(_composed(total, interval).get_delta_for_epsilon(epsilon))
+            return float(rdp_privacy_accountant.compute_delta(*rdp_total(total), epsilon)[0])
+        interval = grid_width(total, 1e-6)
+        found = 1.0 if interval > TOO_COARSE else float(composed(total, interval).get_delta_for_epsilon(epsilon))
     return min(1.0, max(SMALLEST_DELTA, found))
 
 
@@ -138,9 +137,9 @@ def epsilon_curve(
 ) -> list[float]:
     """Return the epsilon after each of ``steps``, for a plot or a live display. The last is :func:`epsilon`.
 
-    With a ``tolerance`` above 0, only so many are computed that neighbours differ by at most that part of the last,
-    about ``1.5 / tolerance`` of them; a step between two computed ones gets the value of the later one. None: every one
-    of up to 300 steps is computed; of more, as many as a tolerance of 0.003 takes.
+    With a ``tolerance`` above 0, only about ``1.5 / tolerance`` of them are computed, so that neighbours differ by at
+    most that fraction of the last; a step between two computed ones gets the value of the later one. By default up to
+    300 steps are all computed, and more with a tolerance of 0.003.
 
     Guarantees:
       - at least the true epsilon at every step; never falls from one step to a later one.
@@ -171,14 +170,14 @@ def epsilon_curve(
 def _epsilons(
     mechanism: Mechanism, points: Sequence[int], delta: float, accountant: Accountant
 ) -> Callable[[int], float]:
-    """Epsilon after a number of steps between the first and the last of ``points``; on one grid, that of the last."""
+    """Return the function from a number of steps, between the first and last of ``points``, to epsilon on one grid."""
     total = event(mechanism, points[-1])
-    if accountant is Accountant.RDP or not _parts(total) or (interval := _interval(total, delta)) > _TOO_COARSE:
+    if accountant is Accountant.RDP or not parts_of(total) or (interval := grid_width(total, delta)) > TOO_COARSE:
         return lambda count: _epsilon(event(mechanism, count), delta, accountant)
     with np.errstate(all="ignore"):
-        kinds = [_pld(part.event, interval) for part in _parts(total)]
-        composition = Composition(kinds, most=[part.count for part in _parts(total)], delta=delta)
-    return lambda count: composition.epsilon([part.count for part in _parts(event(mechanism, count))])
+        kinds = [one_step_pld(part.event, interval) for part in parts_of(total)]
+        composition = Composition(kinds, most=[part.count for part in parts_of(total)], delta=delta)
+    return lambda count: composition.epsilon([part.count for part in parts_of(event(mechanism, count))])
 
 
 def noise_multiplier_for(
@@ -191,9 +190,9 @@ def noise_multiplier_for(
     accountant: Accountant = Accountant.PLD,
     statistics: Statistics | None = None,
 ) -> float:
-    """The smallest noise multiplier, its ``z_eff`` to 0.1 %, that keeps ``steps`` steps within the budget.
+    """Return the smallest noise multiplier, its ``z_eff`` to 0.1 %, that keeps ``steps`` steps within the budget.
 
-    ``statistics`` are paid for out of the same budget, with the noise that they say.
+    ``statistics`` are paid for from the same budget, with their own noise.
 
     Guarantees:
       - by the same accountant, the mechanism with this multiplier has an epsilon of at most ``epsilon``;
@@ -206,10 +205,10 @@ def noise_multiplier_for(
     def excess(log_noise: float, coarser: float = 1) -> float:
         mechanism = Mechanism(sampling, clip._replace(count_noise=None), math.exp(log_noise), statistics)
         total = event(mechanism, steps)
-        interval = coarser * _interval(total, delta)
+        interval = coarser * grid_width(total, delta)
         return min(_epsilon(total, delta, accountant, interval=interval), 1e9) - epsilon
 
-    # A coarse grid gives the place and the slope; two or three looks at the fine one settle the rest.
+    # Find the root and the slope on a coarse grid, then take two or three Newton steps on the fine one.
     coarse = cache(lambda log_noise: excess(log_noise, _COARSER))
     low, high = _bracket(coarse, sampling, epsilon=epsilon, delta=delta, steps=steps)
     slope = (coarse(high) - coarse(low)) / (high - low)
@@ -225,7 +224,7 @@ def noise_multiplier_for(
     noise = math.exp(found)
     if clip.count_noise is None:
         return noise
-    # 1 / z^2 = 1 / z_eff^2 - 1 / (2 b)^2; the last factor covers the rounding of going there and back.
+    # 1 / z^2 = 1 / z_eff^2 - 1 / (2 b)^2; the last factor covers the rounding of this conversion and its inverse.
     left = noise**-2 - (2 * clip.count_noise) ** -2 if clip.count_noise > 0 else -math.inf
     if left <= 1e-6 * noise**-2:
         raise FdpError(
@@ -236,132 +235,44 @@ def noise_multiplier_for(
 
 
 def _epsilon(total: Any, delta: float, accountant: Accountant, *, interval: float | None = None) -> float:
-    if not _parts(total):
+    if not parts_of(total):
         return math.inf
-    # Masses that underflow make the libraries divide by denormals; they skip it, or answer inf.
+    # Masses that underflow make the libraries divide by denormals; they skip it, or return inf.
     with np.errstate(all="ignore"):
         if accountant is Accountant.RDP:
-            return float(rdp_privacy_accountant.compute_epsilon(*_rdp_total(total), delta)[0])
-        interval = interval or _interval(total, delta)
-        return math.inf if interval > _TOO_COARSE else float(_composed(total, interval).get_epsilon_for_delta(delta))
+            return float(rdp_privacy_accountant.compute_epsilon(*rdp_total(total), delta)[0])
+        interval = interval or grid_width(total, delta)
+        return math.inf if interval > TOO_COARSE else float(composed(total, interval).get_epsilon_for_delta(delta))
 
 
 def _composed_event(drawn: Poisson, z: float, count: int) -> dp_accounting.SelfComposedDpEvent | None:
-    """``count`` subsampled Gaussian releases; None: without noise that is worth the name."""
+    """Return ``count`` subsampled Gaussian releases, or None if the noise is too small to give a finite epsilon."""
     sampling_.check(drawn)
     if z < _NEGLIGIBLE:
         return None
     if drawn.max_batch_size is None or drawn.max_batch_size >= drawn.population:
         each = dp_accounting.PoissonSampledDpEvent(drawn.rate, dp_accounting.GaussianDpEvent(z))
     else:
-        each = _Truncated(drawn.population, drawn.rate, drawn.max_batch_size, z)
+        each = TruncatedEvent(drawn.population, drawn.rate, drawn.max_batch_size, z)
     return dp_accounting.SelfComposedDpEvent(each, count)
-
-
-def _parts(total: Any) -> list[Any]:
-    """What an event is composed of, each many times the same; nothing, if it is not private."""
-    if isinstance(total, dp_accounting.ComposedDpEvent):
-        return list(total.events)
-    return [total] if isinstance(total, dp_accounting.SelfComposedDpEvent) else []
-
-
-def _composed(total: Any, interval: float) -> privacy_loss_distribution.PrivacyLossDistribution:
-    first, *rest = [_pld(part.event, interval).self_compose(part.count) for part in _parts(total)]
-    for other in rest:
-        first = first.compose(other)
-    return first
-
-
-def _rdp_total(total: Any) -> tuple[Any, Any]:
-    """Orders and the divergence at each, added up over all parts."""
-    parts = [(_rdp(part.event), part.count) for part in _parts(total)]
-    return parts[0][0][0], sum(count * rates for (_, rates), count in parts)
-
-
-@lru_cache(maxsize=16)
-def _pld(step: Any, interval: float) -> privacy_loss_distribution.PrivacyLossDistribution:
-    q, truncated = step.sampling_probability, isinstance(step, _Truncated)
-    z = step.noise_multiplier if truncated else step.event.noise_multiplier
-    gaussian = partial(
-        privacy_loss_distribution.from_gaussian_mechanism, sampling_prob=q, value_discretization_interval=interval
-    )
-    alone = gaussian(z, neighboring_relation=NEIGHBOURS)
-    if not truncated:
-        return alone
-    # dp_accounting's bound for n samples: if the others that are drawn fill the batch, which they do with probability
-    # t(n), the sample takes another's place, with probability p(n) <= q. The mixture grows with both; t grows with n.
-    # So t of the public number, and q, bound it for every n up to the public number.
-    others_fill = float(stats.binom.sf(step.truncated_batch_size - 1, step.dataset_size - 1, q))
-    replacing = gaussian(z / 2, neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_ONE)
-    return replacing.compute_mixture(alone, others_fill) if others_fill else alone
-
-
-@lru_cache(maxsize=64)
-def _rdp(step: Any) -> tuple[Any, Any]:
-    if isinstance(step, _Truncated):
-        raise FdpError(
-            "accountant: expected PLD, got RDP: dp_accounting has no Renyi bound for truncated Poisson "
-            "sampling. Use Accountant.PLD, or max_batch_size=None"
-        )
-    log = logging.getLogger("absl")
-    level = log.level
-    log.setLevel(logging.ERROR)  # it warns for each order that it leaves out; leaving one out is safe
-    try:
-        ledger = rdp_privacy_accountant.RdpAccountant(neighboring_relation=NEIGHBOURS).compose(step)
-    finally:
-        log.setLevel(level)
-    return ledger.orders, ledger.rdp
-
-
-def _interval(total: Any, delta: float) -> float:
-    """The width h of the PLD's grid. Any is safe; a finer one is tighter and slower.
-
-    The grid adds variance h^2 / 6 to a step's loss of deviation s, and so h^2 / (12 s^2) to epsilon,
-    relatively: h = s / 10 costs 0.1 %. Not so fine that a step takes over 80 000 points: that is felt (2 % or
-    more) only at rates below 1e-4 with little noise.
-    """
-    finest, coarsest, scale = 5e-4, 0.0, 0.0
-    for part in _parts(total):
-        truncated = isinstance(part.event, _Truncated)
-        z = part.event.noise_multiplier if truncated else part.event.event.noise_multiplier
-        q, moved = part.event.sampling_probability, 2 if truncated else 1
-        furthest = moved * 10 / z + (moved / z) ** 2 / 2  # the loss, 10 deviations out, of a sample surely drawn
-        width = 2 * max(0.0, furthest + math.log(q)) + 2 * q * math.expm1(min(furthest, -math.log(q)))
-        finest = min(finest, _deviation(q, z) / 10)
-        coarsest = max(coarsest, width / (20_000 if truncated else 80_000))
-        scale += _epsilon_scale(q, z, part.count, delta)
-    interval = max(finest, coarsest, scale / 100_000)
-    return 2.0 ** math.floor(math.log2(interval))  # nearby mechanisms share a grid
-
-
-def _deviation(q: float, z: float) -> float:
-    """The standard deviation of one step's privacy loss while it is small: ``q sqrt(e^(1 / z^2) - 1)``."""
-    return q * math.sqrt(math.expm1(min(z**-2, 500.0)))
-
-
-def _epsilon_scale(q: float, z: float, steps: int, delta: float) -> float:
-    """Roughly epsilon: by the central limit or by as many full releases as are likely, whichever is less."""
-    drawn = min(steps, steps * q + 6 * math.sqrt(steps * q) + 6)
-    mu = min(_deviation(q, z) * math.sqrt(steps), math.sqrt(drawn) / z)
-    return mu**2 / 2 + mu * math.sqrt(2 * math.log(1 / delta))
 
 
 def _bracket(
     excess: Callable[[float], float], sampling: Poisson, *, epsilon: float, delta: float, steps: int
 ) -> tuple[float, float]:
-    """``(low, high)`` in log noise, ``excess`` above 0 at low and not at high; from a closed-form guess."""
+    """Bracket the root of ``excess`` in log noise, ``(low, high)``, from a closed-form guess."""
     least, most = (math.log(z) for z in _NOISE_RANGE)
     low, high = least, most
     while high - low > 0.01:
         guess = (low + high) / 2
-        scale = _epsilon_scale(sampling.rate, math.exp(guess), steps, delta)
+        scale = rough_epsilon(sampling.rate, math.exp(guess), steps, delta)
         low, high = (guess, high) if scale > epsilon else (low, guess)
     while excess(high) > 0:
         if high >= most:
             raise FdpError(
                 f"epsilon: expected a target within reach of a noise multiplier of {_NOISE_RANGE[1]:g}, got "
                 f"{epsilon} at delta {delta} over {steps} steps. Raise epsilon, or lower steps or batch size (or "
-                f"what statistics, if there are any, spend beside the steps)"
+                f"the share of the budget that statistics spend, if there are any)"
             )
         low, high = high, min(high + 0.2, most)
     while excess(low) <= 0:

@@ -1,6 +1,6 @@
-"""Clipping: from per-sample norms to per-sample factors, with the sensitivity they establish.
+"""Clipping: per-sample factors from per-sample norms, and the sensitivity that they establish.
 
-A style says how far one sample can move the sum. Let n_b be the norm of sample b's gradient and C the bound.
+A style bounds how far one sample can move the sum. Let n_b be the norm of sample b's gradient and C the bound.
 
 - ``flat``       factor ``min(1, C / n_b)``                          (Abadi et al. 2016, arXiv 1607.00133)
 - ``per_layer``  the same in every group of leaves with its own C_k;  total sensitivity ``sqrt(sum_k C_k^2)``
@@ -25,15 +25,15 @@ from fdp import keys
 from fdp.privacy.noise import noised
 from fdp.types import Bound, Clip, FdpError, Key, Norms, Path, Tree
 
-# One float32 rounding of the quotient and one of each product may go up; two units in the last place make up for it.
+# One float32 rounding of the quotient and one of each product may go up; two units in the last place compensate.
 _ROUND_DOWN = 1.0 - 2.0**-22
 
 
 class ClipStyle(NamedTuple):
     """A way of clipping, as pure functions over its own state (``()`` for the static styles).
 
-    ``tally`` is summed over the samples of a step; ``update`` sees only its noised total. ``count_noise`` is the
-    standard deviation of the noise on that total, whose sensitivity is 1/2; None: nothing but the sum is released.
+    ``tally`` is summed over the samples of a step; ``update`` uses only its noised total. ``count_noise`` is the
+    standard deviation of the noise on that total, whose sensitivity is 1/2; None if only the sum is released.
     """
 
     name: str
@@ -45,7 +45,7 @@ class ClipStyle(NamedTuple):
 
 
 def clip_factors(norms: Float[Tensor, " batch"], *, max_norm: float | Tensor) -> Float[Tensor, " batch"]:
-    """``min(1, max_norm / norm)`` per sample; 0 where the norm is not finite.
+    """Return ``min(1, max_norm / norm)`` per sample, and 0 where the norm is not finite.
 
     Guarantees:
       - a gradient of the given norm, times its factor, has norm at most ``max_norm``;
@@ -59,7 +59,7 @@ def clip_factors(norms: Float[Tensor, " batch"], *, max_norm: float | Tensor) ->
 def normalising_factors(
     norms: Float[Tensor, " batch"], *, max_norm: float | Tensor, gamma: float
 ) -> Float[Tensor, " batch"]:
-    """``max_norm / (norm + gamma)`` per sample; 0 where the norm is not finite.
+    """Return ``max_norm / (norm + gamma)`` per sample, and 0 where the norm is not finite.
 
     Guarantees:
       - a gradient of the given norm, times its factor, has norm below ``max_norm``;
@@ -70,7 +70,7 @@ def normalising_factors(
 
 
 def clip_to(norms: Norms, *, max_norm: float | Tensor) -> Clip:
-    """Clip each sample's whole gradient to ``max_norm``.
+    """Clip each sample's full gradient to ``max_norm``.
 
     Guarantees:
       - one sample moves the sum by at most ``max_norm``, which is the Clip's sensitivity.
@@ -84,13 +84,13 @@ def clip_to(norms: Norms, *, max_norm: float | Tensor) -> Clip:
 
 
 def flat(*, max_norm: float) -> ClipStyle:
-    """Clip each sample's whole gradient to ``max_norm``. Sensitivity ``max_norm``."""
+    """Clip each sample's full gradient to ``max_norm``. Sensitivity ``max_norm``."""
     _positive("max_norm", max_norm)
     return _static("flat", lambda norms: clip_to(norms, max_norm=max_norm))
 
 
 def automatic(*, max_norm: float, gamma: float = 0.01) -> ClipStyle:
-    """Scale each sample's whole gradient to just under ``max_norm``. Sensitivity ``max_norm``."""
+    """Scale each sample's full gradient to just under ``max_norm``. Sensitivity ``max_norm``."""
     _positive("max_norm", max_norm)
     _positive("gamma", gamma)
 
@@ -142,7 +142,7 @@ def per_layer(*, max_norm: float) -> ClipStyle:
 
 
 def quantile(*, max_norm: float, target_quantile: float, learning_rate: float, count_noise: float) -> ClipStyle:
-    """Flat clipping whose bound follows the ``target_quantile`` of the norms, from ``max_norm`` on.
+    """Clip as ``flat`` does, with a bound that starts at ``max_norm`` and follows the ``target_quantile`` of the norms.
 
     With ``b = sum_i (1[n_i <= C] - 1/2)``, sensitivity 1/2, released with noise of standard deviation ``count_noise``:
     ``C <- C exp(-learning_rate ((b + noise) / B + 1/2 - target_quantile))``, B the expected batch size.
@@ -165,7 +165,7 @@ def quantile(*, max_norm: float, target_quantile: float, learning_rate: float, c
         return torch.where(mask > 0, inside, torch.zeros_like(inside)).sum()
 
     def update(bound: Tensor, total: Tensor, key: Key, expected_batch_size: float) -> Tensor:
-        # A number, not a path: no leaf's noise can share the draw.
+        # Fold in a number, not a path, so that no leaf's noise shares the draw.
         deviation = torch.full((), count_noise, dtype=torch.float64, device=total.device)
         fraction = noised(total, deviation, keys.fold_in(key, 0)) / expected_batch_size + 0.5
         return bound * torch.exp(-learning_rate * (fraction - target_quantile)).to(bound.dtype)
@@ -174,7 +174,7 @@ def quantile(*, max_norm: float, target_quantile: float, learning_rate: float, c
 
 
 def _static(name: str, clip: Callable[[Norms], Clip]) -> ClipStyle:
-    """A style without state."""
+    """Return a style without state."""
 
     def tally(norms: Norms, mask: Tensor, state: Tree) -> Tensor:
         return torch.zeros((), device=mask.device)
@@ -186,8 +186,8 @@ def _static(name: str, clip: Callable[[Norms], Clip]) -> ClipStyle:
 
 
 def _joined(norms: Norms, parts: Sequence[Clip]) -> Clip:
-    """Clips of disjoint groups as one: a sample moves the sum by at most the root of the squares of its parts."""
-    finite = torch.isfinite(norms.total())  # a sample that is not finite anywhere contributes nothing anywhere
+    """Join the clips of disjoint groups: the sensitivity is the root of the sum of their squares."""
+    finite = torch.isfinite(norms.total())  # a sample that is not finite in one leaf contributes to none
     factors = {path: factor * finite for part in parts for path, factor in part.factors.items()}
     bound = torch.stack([part.sensitivity for part in parts]).square().sum().sqrt()
     said = Bound(f"groups: {'; '.join(part.bound.by for part in parts)}")

@@ -1,10 +1,10 @@
-"""The epsilon of many numbers of steps, from one step's privacy loss distribution.
+"""Epsilon for many numbers of steps, from one step's privacy loss distribution.
 
     delta_t(e) = m_t + sum_k P_t[k] (1 - exp(e - k h))_+ ,      P_t = P^(*t),     m_t = 1 - (1 - m)^t
 
-P holds one step's losses on a grid of width h, rounded up, m the mass at infinity. What does not depend on the number
-of steps, the transform of P and the bounds on its tails, is computed once for all of them; ``dp_accounting`` does the
-same anew for each, which takes 20 to 100 times as long (the method: Koskela et al. 2020, arXiv 1906.03049).
+P is the distribution of one step's loss on a grid of width h, rounded up; m is its mass at infinity. The Fourier
+transform of P and the bounds on its tails do not depend on the number of steps and are computed once for all of them,
+where ``dp_accounting`` computes them for each (method: Koskela et al. 2020, arXiv 1906.03049).
 
     >>> composition = Composition([distribution], most=[1000], delta=1e-6)
     >>> composition.epsilon([250])
@@ -21,14 +21,14 @@ from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 from scipy import fft, signal
 
 TAIL = 1e-15
-"""Mass above the largest loss that is looked at: counted as a loss of infinity."""
+"""Mass above the largest loss considered, counted as a loss of infinity."""
 
 _DROPPED = -50.0
-"""Log size below which a Fourier coefficient is taken for 0; all of them together are below ``TAIL``."""
+"""Log size below which a Fourier coefficient is taken as 0; all of them together are below ``TAIL``."""
 
 
 class Composition:
-    """Releases of several kinds, each many times; ``most`` are the largest counts that will be asked for, by kind."""
+    """Releases of several kinds, each composed many times; ``most`` holds the largest count of each kind."""
 
     def __init__(self, kinds: Sequence[PrivacyLossDistribution], *, most: Sequence[int], delta: float) -> None:
         self._removed = _Direction([kind._pmf_remove.to_dense_pmf() for kind in kinds], most, delta)
@@ -41,19 +41,19 @@ class Composition:
         """Return the least epsilon at ``delta`` of ``counts[i]`` releases of kind i.
 
         Guarantees:
-          - that of the given distributions or more, as exactly as ``dp_accounting`` composes them.
+          - at least the epsilon of the given distributions, as exact as the composition of ``dp_accounting``.
         """
         value = self._removed.epsilon(counts)
         if self._added is None or any(
             known <= value for more, known in self._known.items() if all(a >= b for a, b in zip(more, counts))
         ):
-            return value  # more releases, seen from the other side, cost no more than these do from this one
+            return value  # in the other direction even more releases cost no more than these do in this one
         self._known[tuple(counts)] = other = self._added.epsilon(counts)
         return max(value, other)
 
 
 class _Direction:
-    """One of the two: the sample is added, or removed."""
+    """One of the two neighbour directions: the sample is added, or removed."""
 
     def __init__(self, kinds: Sequence[DensePLDPmf], most: Sequence[int], delta: float) -> None:
         self._delta = delta
@@ -66,7 +66,7 @@ class _Direction:
         self._orders = np.concatenate([-up, up])
         self._log_moments = np.array([_log_moments(mass, self._orders) for mass in masses])
         low, high = self._bounds(most)
-        # A wider range for more releases: fewer have a narrower one, up to a shift.
+        # Fewer releases have a narrower range, up to a shift.
         self._size = fft.next_fast_len(max(high - low + 1, longest), real=True)
         spectra = np.array([fft.rfft(mass, self._size) for mass in masses])
         with np.errstate(divide="ignore"):
@@ -102,7 +102,7 @@ class _Direction:
         return np.asarray(fft.irfft(spectrum, self._size))
 
     def _bounds(self, counts: Sequence[int]) -> tuple[int, int]:
-        """Chernoff: at most ``TAIL`` of the mass is outside, counted from the sum of the lowest losses."""
+        """Return grid bounds with at most ``TAIL`` mass outside (Chernoff), from the sum of the lowest losses on."""
         bounds = (_added(np.asarray(counts, dtype=float), self._log_moments) + math.log(2 / TAIL)) / self._orders
         low, high = bounds[self._orders < 0].max(), bounds[self._orders > 0].min()
         return max(0, math.floor(low)), math.ceil(high)
@@ -110,10 +110,10 @@ class _Direction:
 
 def _log_moments(mass: np.ndarray, orders: np.ndarray) -> np.ndarray:
     there = mass > 0
-    places, logs = np.flatnonzero(there), np.log(mass[there])
-    return np.array([np.logaddexp.reduce(places * order + logs) for order in orders])
+    indices, logs = np.flatnonzero(there), np.log(mass[there])
+    return np.array([np.logaddexp.reduce(indices * order + logs) for order in orders])
 
 
 def _added(times: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """``times @ rows``, where a row may hold -inf and a count 0."""
+    """Return ``times @ rows``, where a row may hold -inf and a count may be 0."""
     return sum((count * row for count, row in zip(times, rows) if count), np.zeros(rows.shape[1]))

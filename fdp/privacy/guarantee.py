@@ -1,10 +1,9 @@
-"""What a run promises, in words and numbers: the neighbour relation, how small delta must be, and what was promised
-before about the same parameters.
+"""The promise of a run: neighbour relation, advice on delta, and the promises of earlier runs on the same parameters.
 
     two runs of (e1, d1) and (e2, d2), the second from the parameters of the first, on the same data: (e1 + e2, d1 + d2)
 
-A folder of a model that fdp trained holds a marker with what was promised, so that training it again can say so. There
-is nothing of the data in it, not even a digest: whoever guesses the data could confirm the guess.
+The folder of a model that fdp trained holds a marker with the promises made so far, so that training it again can
+report them. The marker holds nothing of the data, not even a digest, by which a guess of the data could be confirmed.
 
     >>> delta = default_delta(sampling.population)
     >>> before = read_marker(folder)
@@ -22,16 +21,16 @@ from typing import NamedTuple
 from fdp.types import FdpError
 
 MARKER = "fdp_privacy.json"
-"""The file in a model's folder that says what was promised when it was trained."""
+"""The file in a model's folder with the promises of the runs that trained it."""
 
 RELATION = "add or remove one sample; sampling rate public"
-"""The neighbour relation of every epsilon, in the words that users see."""
+"""The neighbour relation of every epsilon, as shown to users."""
 
 
 def delta_advice(samples: int, delta: float) -> str | None:
-    """Return a warning where ``delta`` is too large to mean much for that many samples, else None.
+    """Return a warning if ``delta`` is too large for that many samples, else None.
 
-    Publishing one sample, picked at random, is (0, 1 / samples)-private: such a delta allows it.
+    Publishing one sample, picked at random, is (0, 1 / samples)-private: a delta that large allows it.
     """
     if delta < 1 / samples:
         return None
@@ -52,7 +51,7 @@ def default_delta(population: int) -> float:
 
 
 class Guarantee(NamedTuple):
-    """What one run promised about its data, ``unit`` being one sample in words. ``epsilon`` None: it is not private."""
+    """The promise of one run about its data; ``unit`` is one sample in words. ``epsilon`` None: not private."""
 
     epsilon: float | None
     delta: float | None
@@ -61,12 +60,12 @@ class Guarantee(NamedTuple):
 
 
 def marker_text(guarantees: Sequence[Guarantee]) -> str:
-    """Return the contents of a marker: what each run promised, the first one first."""
+    """Return the contents of a marker: the promise of each run, in order."""
     return json.dumps({"runs": [guarantee._asdict() for guarantee in guarantees]}, indent=2, allow_nan=False) + "\n"
 
 
 def read_marker(folder: Path) -> tuple[Guarantee, ...]:
-    """Return what was promised by the runs that trained the model in ``folder``; nothing if it has no marker."""
+    """Return the promises of the runs that trained the model in ``folder``; none if it has no marker."""
     path = folder / MARKER
     if not path.exists():
         return ()
@@ -74,13 +73,13 @@ def read_marker(folder: Path) -> tuple[Guarantee, ...]:
         return tuple(Guarantee(**run) for run in json.loads(path.read_text())["runs"])
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise FdpError(
-            f"{path}: expected what fdp writes about the runs that trained this model, got {type(error).__name__} when "
-            f"reading it; put the file back as it was, or remove it if you know how the model was trained"
+            f"{path}: expected the promises that fdp wrote when it trained this model, got {type(error).__name__} when "
+            f"reading it; restore the file, or remove it if you know how the model was trained"
         ) from error
 
 
 def add_up(guarantees: Sequence[Guarantee]) -> tuple[float, float] | None:
-    """Return the (epsilon, delta) of all runs together, on the same data; None if any was not private."""
+    """Return the (epsilon, delta) of all runs together on the same data, or None if any was not private."""
     known = [(one.epsilon, one.delta) for one in guarantees if one.epsilon is not None and one.delta is not None]
     if len(known) < len(guarantees):
         return None
@@ -108,5 +107,5 @@ def training_again(before: Sequence[Guarantee], now: Guarantee) -> str | None:
 
 
 def shown_epsilon(epsilon: float) -> str:
-    """Return three decimals, rounded up: what is shown is never below what was spent."""
+    """Return three decimals, rounded up, so that the number shown is never below the number spent."""
     return f"{math.ceil(epsilon * 1000) / 1000:.3f}"

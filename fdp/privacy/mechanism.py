@@ -1,6 +1,7 @@
-"""The private mechanism of a run, as one value: who is sampled, how far a sample can move the sum, how much noise.
+"""The private mechanism of a run as one value: sampling, clipping and noise multiplier.
 
-The sampler, the step and the accountant all read this object, so they cannot disagree:
+The sampler, the step and the accountant all read this object, so they cannot disagree. It holds the noise multiplier z
+and the clipping bound C apart; their product is taken in one place, :func:`fdp.privacy.noise.noise_deviation`.
 
     >>> mechanism = Mechanism(poisson(48_211, expected_batch_size=256), flat(max_norm=1.0), noise_multiplier=1.1)
     >>> step = make_train_step(model, optimizer, mechanism=mechanism, plan=plan)
@@ -19,10 +20,10 @@ from fdp.types import FdpError
 
 
 class Statistics(NamedTuple):
-    """A second release, before steps 0, period, 2 period, ...: clipped sums of statistics of an own Poisson draw.
+    """A second release, before steps 0, period, 2 period, ...: clipped sums of statistics, from their own Poisson draw.
 
-    ``sum_i clip(statistics_i) + noise_multiplier * max_norm * N(0, I)``, all statistics of a sample clipped as one
-    vector (curvature: ``fdp.kfac.private.noised_factors``). :func:`statistics` builds and checks it.
+    ``sum_i clip(statistics_i) + noise_multiplier * max_norm * N(0, I)``, where all statistics of a sample are clipped
+    as one vector (curvature: ``fdp.kfac.private.noised_factors``). :func:`statistics` builds and checks it.
     """
 
     sampling: Poisson
@@ -31,21 +32,21 @@ class Statistics(NamedTuple):
     period: int
 
     def due(self, step: int) -> bool:
-        """Whether there is a release before this step, counted from 0."""
+        """Return True if there is a release before this step, counted from 0."""
         return step % self.period == 0
 
     def public(self) -> dict[str, float]:
-        """Return the numbers that decide what it costs; the number of samples is not among them."""
+        """Return the public numbers that decide the privacy cost; the number of samples is not among them."""
         numbers = {"max_norm": self.max_norm, "noise_multiplier": self.noise_multiplier, "period": self.period}
         return {"sampling_rate": self.sampling.rate} | numbers
 
     def releases(self, steps: int) -> int:
-        """How many there are in the first ``steps`` steps."""
+        """Return the number of releases in the first ``steps`` steps."""
         return -(-steps // self.period)
 
 
 def statistics(sampling: Poisson, *, max_norm: float, noise_multiplier: float, period: int) -> Statistics:
-    """Checked :class:`Statistics`."""
+    """Return checked :class:`Statistics`."""
     for name, value in (("max_norm", max_norm), ("noise_multiplier", noise_multiplier)):
         if not (math.isfinite(value) and value > 0):
             raise FdpError(f"statistics.{name}: expected a finite number above 0, got {value}")
@@ -55,17 +56,17 @@ def statistics(sampling: Poisson, *, max_norm: float, noise_multiplier: float, p
 
 
 class Noise(Enum):
-    """Whether sums are noised. NONE is not private, and must be asked for: see :func:`without_noise`."""
+    """The noise on sums. NONE is not private, and must be asked for: see :func:`without_noise`."""
 
     GAUSSIAN = "gaussian"
     NONE = "none"
 
 
 class Mechanism(NamedTuple):
-    """Poisson-subsampled Gaussian mechanism: ``sum_i clip(g_i) + noise_multiplier * sensitivity * N(0, I)``.
+    """The Poisson-subsampled Gaussian mechanism: ``sum_i clip(g_i) + noise_multiplier * sensitivity * N(0, I)``.
 
-    ``statistics``: what is released beside the steps' sums; None: nothing. A noise multiplier of 0 is for plain
-    training (method none); to clip and add no noise, use :func:`without_noise`.
+    ``statistics`` are released besides the steps' sums, if given. A noise multiplier of 0 is for plain training
+    (method none); to clip and add no noise, use :func:`without_noise`.
     """
 
     sampling: Poisson
@@ -76,12 +77,12 @@ class Mechanism(NamedTuple):
 
 
 def without_noise(sampling: Poisson, clip: ClipStyle, *, statistics: Statistics | None = None) -> Mechanism:
-    """A mechanism that clips and adds no noise to the sums: **not private**, for comparisons, tests and debugging."""
+    """Return a mechanism that clips but adds no noise: **not private**, for comparisons, tests and debugging."""
     return Mechanism(sampling, clip, 0.0, statistics, Noise.NONE)
 
 
 def check_noise(mechanism: Mechanism) -> None:
-    """Refuse private training without noise, unless that is what was asked for."""
+    """Refuse private training without noise, unless it was asked for by :func:`without_noise`."""
     z, none = mechanism.noise_multiplier, mechanism.noise is Noise.NONE
     if none and z != 0:
         raise FdpError(f"noise_multiplier: expected 0 in a mechanism without noise, got {z}; use Mechanism(...)")

@@ -1,14 +1,16 @@
 """The Gaussian mechanism: ``value + noise_multiplier * sensitivity * N(0, I)``, one draw per global element.
 
 Noise is a function of (key, path, element index): added once, after the sum over microbatches and ranks, and the same
-for every way of cutting the batch or the parameters.
+for every way of splitting the batch or sharding the parameters.
 
-    noisy = g round((value + s z) / g),     g = 2^(floor(log2 s) - 20),     s = noise_multiplier * sensitivity
+    noisy = g round((value + s x) / g),     g = 2^(floor(log2 s) - 20),     s = noise_multiplier * sensitivity
 
-z has 64 random bits and all is in float64. The low bits of a floating-point sum tell what was added to what (Mironov
-2012): the noised value is therefore rounded to a grid of public width g, about a millionth of s, before anything else
-is made of it. Within a step of the grid lie 2^31 possible values of s z, so that whatever the value, every point of
-the grid has the probability that the Gaussian law gives it, to about one part in 2^30.
+x is a standard normal draw with 64 random bits; all is in float64. The low bits of a floating-point sum reveal its
+terms (Mironov 2012), so the noised value is rounded to a grid of public width g, about a millionth of s, before
+anything else is computed from it. Each step of the grid holds 2^31 possible values of s x: for any value, every grid
+point has its Gaussian probability to about one part in 2^30.
+
+The scale s = z C is computed in one place, :func:`noise_deviation`; the fused update of ``fdp.fast`` calls it too.
 
     >>> noisy = add_gaussian(total, key=key, step=t, noise_multiplier=1.1)  # total: ClippedSum; key: the run's
     >>> mean = expected_mean(noisy, sampling)                               # over a public constant, after the noise
@@ -28,11 +30,11 @@ from fdp import keys
 from fdp.types import Bound, ClippedSum, FdpError, Flat, Key, Path, ShardWindow
 
 GRID_BITS = 20
-"""The grid that noised values are rounded to is finer than the noise by this many powers of two."""
+"""Noised values are rounded to a grid that is finer than the noise by this many powers of two."""
 
 
 class Expecting(Protocol):
-    """Who knows how many samples a step is expected to have: ``fdp.privacy.sampling.Poisson``."""
+    """A sampling with a public expected batch size, such as ``fdp.privacy.sampling.Poisson``."""
 
     @property
     def expected_batch_size(self) -> float: ...
@@ -46,14 +48,14 @@ def add_gaussian(
     noise_multiplier: float,
     shard_windows: Mapping[Path, ShardWindow] | None = None,
 ) -> Flat:
-    """``total.value + noise_multiplier * total.sensitivity * N(0, I)``; ``key`` is the root of the run.
+    """Return ``total.value + noise_multiplier * total.sensitivity * N(0, I)``; ``key`` is the root of the run.
 
     If the values are shards, ``shard_windows`` gives their positions; a shard gets its part of the leaf's noise.
 
     Guarantees:
-      - the scale comes from ``total.sensitivity``: nothing but a ClippedSum is accepted, which ``clipped_sum`` made or
-        for which :func:`declare_sensitivity` vouches;
-      - every value returned is a multiple of ``grid_of(scale)``, a power of two: its low bits tell nothing;
+      - the scale comes from ``total.sensitivity``: only a ClippedSum is accepted, made by ``clipped_sum`` or by
+        :func:`declare_sensitivity`;
+      - every value returned is a multiple of ``grid_of(scale)``, a power of two: its low bits reveal nothing;
       - each element's noise is drawn from (key, step, path, index): no two elements, steps or keys share a draw, nor do
         two clip norms or noise multipliers under one key.
     """
@@ -68,19 +70,24 @@ def add_gaussian(
 def add_noise(
     total: ClippedSum, *, key: Key, noise_multiplier: float, shard_windows: Mapping[Path, ShardWindow] | None = None
 ) -> Flat:
-    """The same by the key of one release, which must not be used for another: what :func:`add_gaussian` folds."""
+    """Add noise as :func:`add_gaussian` does, but from the key of this release, which must not be used for another."""
     _check(total, noise_multiplier)
-    deviation = noise_multiplier * total.sensitivity.double()
+    deviation = noise_deviation(total, noise_multiplier)
     return {
         path: noised(value, deviation, keys.fold_in(key, path), None if shard_windows is None else shard_windows[path])
         for path, value in total.value.items()
     }
 
 
+def noise_deviation(total: ClippedSum, noise_multiplier: float) -> Float[Tensor, ""]:
+    """Return the standard deviation ``noise_multiplier * sensitivity`` (z C) of the noise, in float64."""
+    return noise_multiplier * total.sensitivity.double()
+
+
 def noised(
     value: Float[Tensor, " *shape"], deviation: Float[Tensor, ""], key: Key, place: ShardWindow | None = None
 ) -> Float[Tensor, " *shape"]:
-    """``value + deviation * N(0, I)`` in float64, rounded to the grid; element ``i`` takes draw ``i`` of the key."""
+    """Return ``value + deviation * N(0, I)`` in float64, rounded to the grid; element i takes draw i of the key."""
     shape, window = (tuple(value.shape), None) if place is None else place
     deviation = deviation.to(value.device, torch.float64)
     draw = keys.normal(key, shape, dtype=torch.float64, window=window).to(value.device)
@@ -88,21 +95,21 @@ def noised(
 
 
 def grid_of(deviation: Float[Tensor, ""]) -> Float[Tensor, ""]:
-    """``2^(floor(log2 deviation) - 20)``: exact, from the exponent of the number alone."""
+    """Return ``2^(floor(log2 deviation) - 20)``, exactly, from the exponent of the number."""
     power = (deviation.double().view(torch.int64) & 0x7FF0000000000000).view(torch.float64)
     return power * 2.0**-GRID_BITS
 
 
 def rounded(value: Float[Tensor, " *shape"], grid: Float[Tensor, ""]) -> Float[Tensor, " *shape"]:
-    """The nearest multiple of ``grid``, a power of two: exact in float64."""
+    """Round to the nearest multiple of ``grid``, a power of two: exact in float64."""
     return (value / grid).round() * grid
 
 
 def declare_sensitivity(value: Flat, sensitivity: float | Float[Tensor, ""]) -> ClippedSum:
-    """A sum of your own, clipped by other means than ``clipped_sum``, taken at your word.
+    """Return a sum that you clipped yourself, with the sensitivity that you state, unchecked.
 
-    What is given up: nothing checks that adding or removing one sample moves ``value`` by at most ``sensitivity``, in
-    the Euclidean norm over all leaves together. The stated epsilon holds only if that is true.
+    Nothing checks that adding or removing one sample moves ``value`` by at most ``sensitivity``, in the Euclidean norm
+    over all leaves together. The stated epsilon holds only if that is true.
     """
     if isinstance(sensitivity, Tensor):
         return ClippedSum(value, sensitivity, Bound("declared"))
@@ -114,10 +121,10 @@ def declare_sensitivity(value: Flat, sensitivity: float | Float[Tensor, ""]) -> 
 
 
 def expected_mean(noisy: Flat, sampling: Expecting) -> Flat:
-    """The noisy sum over the expected batch size of ``sampling``: a public constant, not how many were drawn.
+    """Divide the noisy sum by the expected batch size of ``sampling``: a public constant, not the number drawn.
 
     Guarantees:
-      - nothing of the batch at hand is in the divisor.
+      - the divisor does not depend on the batch.
     """
     if not hasattr(sampling, "expected_batch_size"):
         raise FdpError(
@@ -134,12 +141,12 @@ def _check(total: ClippedSum, noise_multiplier: float) -> None:
         )
     if total.bound is None:
         raise FdpError(
-            "add_gaussian: expected a ClippedSum that fdp.clipped_sum made, got one made by hand: nobody vouches for "
-            "its sensitivity, which the noise is scaled by. Use clipped_sum(stash, clip); or, for a sum that you have "
-            "clipped yourself, fdp.privacy.noise.declare_sensitivity(value, sensitivity)"
+            "add_gaussian: expected a ClippedSum that fdp.clipped_sum made, got one made by hand: nothing vouches for "
+            "its sensitivity, which scales the noise. Use clipped_sum(stash, clip); or, for a sum that you clipped "
+            "yourself, fdp.privacy.noise.declare_sensitivity(value, sensitivity)"
         )
     if not 0 < noise_multiplier < math.inf:
         raise FdpError(
             f"noise_multiplier: expected a finite number above 0, got {noise_multiplier}. A sum without noise is not "
-            f"private; if that is what you want, it is total.value"
+            f"private; if that is what you want, use total.value"
         )

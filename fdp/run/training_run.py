@@ -48,7 +48,8 @@ from fdp.privacy import accounting
 from fdp.privacy.clipping import ClipStyle
 from fdp.privacy.guarantee import Guarantee
 from fdp.privacy.mechanism import Mechanism, without_noise
-from fdp.privacy.sampling import TRAINING, Dataset, Poisson, poisson, sample_batch
+from fdp.privacy.microbatches import Dataset
+from fdp.privacy.sampling import TRAINING, Poisson, poisson, sample_batch
 from fdp.run.step_metrics import Record, record_of
 from fdp.step import Compile, Stages, compose, init_state, make_stages
 from fdp.types import Batch, FdpError, Key, Norms, Step, TrainState, Tree

@@ -20,7 +20,8 @@ from fdp.gradients.per_sample import clipped_sum, per_sample_norms
 from fdp.gradients.plan import Method, make_plan
 from fdp.privacy.clipping import clip_to
 from fdp.privacy.guarantee import default_delta
-from fdp.privacy.sampling import Dataset, poisson, sample_batch
+from fdp.privacy.microbatches import Dataset
+from fdp.privacy.sampling import poisson, sample_batch
 from fdp.types import FdpError
 from tests.conftest import random_like
 from tests.data.test_chat import CONTEXT, MODELS, VOCAB

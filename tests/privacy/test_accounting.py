@@ -23,6 +23,7 @@ from fdp.privacy.accounting import (
     noise_multiplier_for,
 )
 from fdp.privacy.clipping import flat, quantile
+from fdp.privacy.loss_distributions import NEIGHBOURS, one_step_pld, parts_of
 from fdp.privacy.mechanism import Mechanism, statistics
 from fdp.privacy.sampling import Poisson, poisson
 from fdp.types import FdpError
@@ -121,11 +122,11 @@ def test_one_subsampled_step_is_the_closed_form():
 @pytest.mark.parametrize("built", [GOLDEN, mechanism(0.02, 0.9, count_noise=3.0), mechanism(0.01, 2.5, most=150)])
 def test_figures_are_those_of_dp_accounting_on_the_event(built):
     total = event(built, 300)
-    reference = PLDAccountant(accounting.NEIGHBOURS, value_discretization_interval=4e-4).compose(total)
+    reference = PLDAccountant(NEIGHBOURS, value_discretization_interval=4e-4).compose(total)
     assert epsilon(built, steps=300, delta=1e-6) == pytest.approx(reference.get_epsilon(1e-6), rel=2e-3)
     assert delta(built, steps=300, epsilon=0.4) == pytest.approx(reference.get_delta(0.4), rel=2e-2)
     if built.sampling.max_batch_size is None:
-        renyi = RdpAccountant(neighboring_relation=accounting.NEIGHBOURS).compose(total)
+        renyi = RdpAccountant(neighboring_relation=NEIGHBOURS).compose(total)
         assert epsilon(built, steps=300, delta=1e-6, accountant=Accountant.RDP) == renyi.get_epsilon(1e-6)
         assert delta(built, steps=300, epsilon=1.0, accountant=Accountant.RDP) == renyi.get_delta(1.0)
 
@@ -137,7 +138,7 @@ def test_the_event_says_what_the_mechanism_does():
     assert event(mechanism(0.01, 1.0, most=120), 7) == dp_accounting.SelfComposedDpEvent(
         dp_accounting.dp_event.TruncatedSubsampledGaussianDpEvent(10_000, 0.01, 120, 1.0), 7
     )
-    assert accounting.NEIGHBOURS is dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
+    assert NEIGHBOURS is dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
 
 
 def test_every_field_that_matters_changes_event_and_epsilon():
@@ -171,7 +172,7 @@ def test_the_effective_multiplier_is_that_of_the_two_releases_composed():
     # on the whole data: the sum with multiplier z, and a count of sensitivity 1/2 with noise b
     z, b = 2.0, 1.5
     two = dp_accounting.ComposedDpEvent([dp_accounting.GaussianDpEvent(z), dp_accounting.GaussianDpEvent(2 * b)])
-    reference = PLDAccountant(accounting.NEIGHBOURS).compose(two).get_epsilon(1e-6)
+    reference = PLDAccountant(NEIGHBOURS).compose(two).get_epsilon(1e-6)
     assert epsilon(mechanism(1.0, z, count_noise=b), steps=1, delta=1e-6) == pytest.approx(reference, rel=1e-3)
 
 
@@ -332,8 +333,8 @@ def test_no_figure_depends_on_the_number_of_samples(most):
 def test_truncation_is_bounded_for_every_number_of_samples_up_to_the_public_one(population, q, most):
     """dp_accounting's bound takes the number of samples; ours must be above it for each that the data may have."""
     grid = 0.02
-    [step] = accounting._parts(event(mechanism(q, 1.2, size=population, population=population, most=most), 1))
-    bound = accounting._pld(step.event, grid).self_compose(20)
+    [step] = parts_of(event(mechanism(q, 1.2, size=population, population=population, most=most), 1))
+    bound = one_step_pld(step.event, grid).self_compose(20)
     for size in {most + 1, (most + population) // 2, round(0.9 * population), population - 1, population}:
         exact = privacy_loss_distribution.from_truncated_subsampled_gaussian_mechanism(
             dataset_size=size,

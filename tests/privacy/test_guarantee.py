@@ -76,7 +76,7 @@ def test_a_marker_is_read_as_it_was_written_and_holds_nothing_else(tmp_path):
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"runs": [{"epsilon": 1}]}', '{"runs": 3}', "{"])
 def test_a_marker_that_is_not_one_is_refused(tmp_path, text):
     (tmp_path / MARKER).write_text(text)
-    with pytest.raises(FdpError, match=r"fdp_privacy.json: expected what fdp writes"):
+    with pytest.raises(FdpError, match=r"fdp_privacy.json: expected the promises that fdp wrote"):
         read_marker(tmp_path)
 
 

@@ -12,17 +12,8 @@ from scipy import stats
 from torch import Tensor
 
 from fdp import keys
-from fdp.privacy.sampling import (
-    Dataset,
-    Poisson,
-    gather,
-    length,
-    microbatches,
-    poisson,
-    rounded_population,
-    sample,
-    sample_batch,
-)
+from fdp.privacy.microbatches import Dataset, dataset_length, fetch_rows, pad_to_microbatches
+from fdp.privacy.sampling import Poisson, poisson, rounded_population, sample, sample_batch
 from fdp.types import FdpError
 
 KEY = keys.key(7)
@@ -143,7 +134,7 @@ def test_every_subset_of_a_truncated_draw_is_equally_likely():
 @given(count=st.integers(0, 70), size=st.integers(1, 20))
 def test_microbatches_hold_every_index_once_and_padding_is_masked(count, size):
     indices = torch.arange(count) * 3 + 1
-    matrix, mask = microbatches(indices, microbatch_size=size)
+    matrix, mask = pad_to_microbatches(indices, microbatch_size=size)
     assert matrix.shape == mask.shape == (max(1, -(-count // size)), size)
     assert matrix.dtype == torch.int64
     assert mask.dtype == torch.float32
@@ -153,7 +144,7 @@ def test_microbatches_hold_every_index_once_and_padding_is_masked(count, size):
 
 
 def test_an_empty_draw_is_one_microbatch_of_padding():
-    matrix, mask = microbatches(torch.empty(0, dtype=torch.int64), microbatch_size=4)
+    matrix, mask = pad_to_microbatches(torch.empty(0, dtype=torch.int64), microbatch_size=4)
     assert matrix.tolist() == [[0, 0, 0, 0]]
     assert mask.tolist() == [[0.0, 0.0, 0.0, 0.0]]
 
@@ -169,7 +160,7 @@ def test_gather_reads_tensors_and_memory_maps(tmp_path):
     mapped = np.memmap(tmp_path / "tokens.bin", dtype=np.int32, mode="r", shape=(10, 6))
     data = Rows(mapped, torch.arange(10.0))
     matrix = torch.tensor([[3, 4], [9, 0], [3, 0]])
-    rows = gather(data, matrix)
+    rows = fetch_rows(data, matrix)
     assert isinstance(rows, Rows)
     assert torch.equal(torch.as_tensor(rows.tokens), torch.from_numpy(array)[matrix])
     assert torch.equal(rows.target, matrix.float())
@@ -191,7 +182,7 @@ class Squares:
 
 def test_gather_asks_a_dataset_object():
     assert isinstance(Squares(), Dataset)
-    rows = gather(Squares(), torch.tensor([[1, 2, 3], [4, 0, 0]]))
+    rows = fetch_rows(Squares(), torch.tensor([[1, 2, 3], [4, 0, 0]]))
     assert rows["y"].tolist() == [[1, 4, 9], [16, 0, 0]]
     assert rows["x"].shape == (2, 3, 2)
 
@@ -230,13 +221,13 @@ class Plain(Squares):
         (lambda: poisson(10, expected_batch_size=11), "above 1"),
         (lambda: poisson(10, expected_batch_size=5, max_batch_size=0), "max_batch_size"),
         (lambda: sample(Poisson(10, 20.0, 10), KEY), "batch larger than the data"),
-        (lambda: microbatches(torch.arange(3), microbatch_size=0), "microbatch_size"),
-        (lambda: gather({"x": torch.zeros(3), "y": torch.zeros(4)}, torch.zeros(1, 1).long()), "leading"),
-        (lambda: gather({"x": "text"}, torch.zeros(1, 1).long()), "x: expected a tensor"),
-        (lambda: gather(torch.zeros(3), torch.tensor([[3]])), r"\[0, 3\)"),
-        (lambda: gather(torch.zeros(3), torch.tensor([[-1]])), r"\[0, 3\)"),
-        (lambda: gather(Liar(), torch.tensor([[0, 1]])), "2 rows"),
-        (lambda: gather(Plain(), torch.tensor([[0, 1]])), "ndarray"),
+        (lambda: pad_to_microbatches(torch.arange(3), microbatch_size=0), "microbatch_size"),
+        (lambda: fetch_rows({"x": torch.zeros(3), "y": torch.zeros(4)}, torch.zeros(1, 1).long()), "leading"),
+        (lambda: fetch_rows({"x": "text"}, torch.zeros(1, 1).long()), "x: expected a tensor"),
+        (lambda: fetch_rows(torch.zeros(3), torch.tensor([[3]])), r"\[0, 3\)"),
+        (lambda: fetch_rows(torch.zeros(3), torch.tensor([[-1]])), r"\[0, 3\)"),
+        (lambda: fetch_rows(Liar(), torch.tensor([[0, 1]])), "2 rows"),
+        (lambda: fetch_rows(Plain(), torch.tensor([[0, 1]])), "ndarray"),
         (
             lambda: sample_batch(torch.zeros(9), poisson(10, expected_batch_size=2), KEY, step=0, microbatch_size=2),
             "expected the 9 samples",
@@ -252,9 +243,9 @@ def test_bad_input_is_an_error_that_says_what_to_do(call, words):
 
 
 def test_length_is_the_leading_dimension():
-    assert length(torch.zeros(7, 2)) == 7
-    assert length({"a": np.zeros((5, 1)), "b": torch.zeros(5)}) == 5
-    assert length(Squares()) == 10
+    assert dataset_length(torch.zeros(7, 2)) == 7
+    assert dataset_length({"a": np.zeros((5, 1)), "b": torch.zeros(5)}) == 5
+    assert dataset_length(Squares()) == 10
 
 
 def test_a_million_samples_take_well_under_a_second():

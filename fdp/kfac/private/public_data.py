@@ -24,7 +24,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fdp import keys, tree
-from fdp.privacy.sampling import Dataset
+from fdp.privacy.microbatches import Dataset
 from fdp.types import FdpError, Key, Tree
 
 MADE = 4096

@@ -28,7 +28,8 @@ from fdp.parallel.agree import check_agreement
 from fdp.privacy import accounting
 from fdp.privacy.clipping import flat
 from fdp.privacy.mechanism import Mechanism, Statistics, statistics
-from fdp.privacy.sampling import Dataset, Poisson
+from fdp.privacy.microbatches import Dataset
+from fdp.privacy.sampling import Poisson
 from fdp.types import Batch, FdpError, Key, TrainState, Tree
 
 LARGEST = 4096
