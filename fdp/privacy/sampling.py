@@ -200,8 +200,8 @@ def check_drawn(batch: Batch, sampling: Poisson, *, purpose: str = TRAINING) -> 
     if batch.drawn is None:
         raise FdpError(
             "batch: expected one that fdp.sample_batch drew, got one made by hand: nothing proves that its samples "
-            "were drawn by the mechanism's sampling, each once, and epsilon would not hold. Draw it by fdp.sample_batch("
-            "dataset, mechanism.sampling, key, step=..., microbatch_size=...); "
+            "were drawn by the mechanism's sampling, each once, and epsilon would not hold. Draw it by "
+            "fdp.sample_batch(dataset, mechanism.sampling, key, step=..., microbatch_size=...); "
             "fdp.privacy.sampling.trusted_batch accepts one of your own, unchecked"
         )
     stamp = batch.drawn.stamp

@@ -88,7 +88,7 @@ def test_an_owner_in_several_rows_is_no_sample_and_a_row_is_one_only_if_named(tm
     with pytest.raises(FdpError, match=r"expected one row per unit of privacy, got 2 rows of one owner"):
         records(pack(documents, context=4, unit=PackUnit.OWNER), context=4, vocab_size=99)
     assert len(records(pack(documents, context=6, unit=PackUnit.ROW), context=6, vocab_size=99)) == 2
-    with pytest.raises(FdpError, match="packed already"):
+    with pytest.raises(FdpError, match="already packed"):
         pack(pack(documents, context=4, unit=PackUnit.OWNER), context=4, unit=PackUnit.OWNER)
     path = write(tmp_path / "a.jsonl", {"text": "abc", "by": "x"}, {"text": "de", "by": "y"})
     rows = corpus.load(path, context=7, vocab_size=256, pack=PackUnit.ROW)

@@ -92,7 +92,7 @@ def test_a_tail_and_links_are_counted_and_said(tmp_path: Path) -> None:
 
 def test_data_without_anything_to_learn_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"messages": [{"role": "user", "content": "hi"}]})
-    with pytest.raises(FdpError, match=r"a.jsonl: expected something to learn, got records or files without any"):
+    with pytest.raises(FdpError, match=r"a.jsonl: expected something to learn, got records or files without it"):
         corpus.load(path, context=9, vocab_size=256)
 
 
