@@ -197,7 +197,7 @@ def _promptly(act: Callable[[], T]) -> T:
     def run() -> None:
         try:
             answer.set_result(act())
-        except Exception as error:  # noqa: BLE001 (any error belongs to the caller)
+        except Exception as error:
             answer.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
