@@ -20,6 +20,7 @@ import torch
 from fdp_kernels import cross_entropy, embedding, noisy_adamw, token_sums
 from fdp_kernels.direct import direct_reference, launch_direct
 from fdp_kernels.keep import squared_norms_reference, weighted_sum_reference
+from fdp_kernels.launch_tables import LaunchTables, Leaf
 from fdp_kernels.weighted import launch_weighted
 from torch import Tensor
 
@@ -212,7 +213,7 @@ def update_of(shape: Shape, cancelling: bool = False) -> tuple[Update]:
         copy = torch.empty(size, device=DEVICE, dtype=DTYPE)
         mean, square = torch.zeros(size, device=DEVICE), torch.zeros(size, device=DEVICE)
         ones = torch.ones(1, device=DEVICE)
-        return noisy_adamw.Leaf(rows, ones, param.clone(), mean, square, copy, first=0, decay=True)
+        return Leaf(rows, ones, param.clone(), mean, square, copy, first=0, decay=True)
 
     plain = param.clone().requires_grad_()
     plain.grad = rows[0].clone()
@@ -220,11 +221,11 @@ def update_of(shape: Shape, cancelling: bool = False) -> tuple[Update]:
     keys = torch.randint(0, 1 << 32, (1, 8), device=DEVICE)
     scalars = torch.tensor([1.0, 0.25, 10.0, 1000.0, 1e-3, 2.0**-20], dtype=torch.float64, device=DEVICE)
     cast = torch.empty(size, device=DEVICE, dtype=DTYPE)
-    return (Update(leaf(), leaf(), noisy_adamw.Tables(), keys, scalars, optimizer, cast),)
+    return (Update(leaf(), leaf(), LaunchTables(), keys, scalars, optimizer, cast),)
 
 
 def run_update(update: Update) -> None:
-    noisy_adamw.update_([update.leaf], update.keys, update.scalars, HYPER, update.tables)
+    noisy_adamw.update_leaves_([update.leaf], update.keys, update.scalars, HYPER, update.tables)
 
 
 def run_fused_adamw(update: Update) -> None:

@@ -4,7 +4,7 @@
 
 A kernel file joins by an :class:`Entry` in ``ENTRIES``; one that takes several matrices by :func:`together`.
 
-    >>> entry = next(entry for entry in ENTRIES if entry.name == "many_direct")
+    >>> entry = next(entry for entry in ENTRIES if entry.name == "foreach_direct")
     >>> inputs = entry.inputs(BLOCKS[0], False)                 # lists: of g, of x
     >>> entry.check(inputs, entry.kernel(*inputs))
     True
@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from fdp_kernels import cross_entropy, embedding, token_sums
-from fdp_kernels.direct import launch_direct, launch_many_direct
-from fdp_kernels.ghost import launch_ghost, launch_many_ghosts
-from fdp_kernels.keep import keep_by_matmul, launch_keep, launch_many_kept, squared_norms, weighted_sum
+from fdp_kernels.direct import launch_direct, launch_foreach_direct
+from fdp_kernels.ghost import launch_foreach_ghost, launch_ghost
+from fdp_kernels.keep import keep_by_matmul, launch_foreach_keep, launch_keep, squared_norms, weighted_sum
 from fdp_kernels.tile_gemm import Tile
-from fdp_kernels.weighted import launch_many_weighted, launch_weighted
+from fdp_kernels.weighted import launch_foreach_weighted, launch_weighted
 from torch import Tensor
 
 from benchmarks.kernel_checks import (
@@ -222,8 +222,8 @@ SINGLE = [
 NAMED = {entry.name: entry for entry in SINGLE}
 ENTRIES = [
     *SINGLE,
-    together("many_direct", NAMED["direct"], launch_many_direct),
-    together("many_ghosts", NAMED["ghost"], launch_many_ghosts),
-    together("many_kept", NAMED["keep"], launch_many_kept, gradients_and_parts),
-    together("many_weighted", NAMED["weighted"], launch_many_weighted),
+    together("foreach_direct", NAMED["direct"], launch_foreach_direct),
+    together("foreach_ghost", NAMED["ghost"], launch_foreach_ghost),
+    together("foreach_keep", NAMED["keep"], launch_foreach_keep, gradients_and_parts),
+    together("foreach_weighted", NAMED["weighted"], launch_foreach_weighted),
 ]

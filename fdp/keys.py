@@ -30,6 +30,7 @@ from typing import TypeAlias
 
 import torch
 from fdp_kernels import chacha20
+from fdp_kernels.normal import normal as draw_normal
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -38,7 +39,7 @@ from fdp.types import FdpError, Key
 Window: TypeAlias = tuple[tuple[int, int], ...]
 """A box inside a tensor: ``(start, length)`` for every dim."""
 
-# Low byte of the nonce's first word; draws have nonce 0 and, for the tails of the normal law, chacha20.FINE.
+# Low byte of the nonce's first word. Draws use 0 and, in the tails of the normal law, fdp_kernels.normal.TAIL_PURPOSE.
 _SPLIT, _FOLD_INT, _FOLD_STR = 1, 2, 3
 _FAR = 37.0  # beyond it the normal law has no mass that float64 could hold
 
@@ -123,12 +124,7 @@ def fold_in_nonces(key: Key, nonces: Int[Tensor, "paths 3"]) -> Int[Tensor, "pat
             f"nonces: expected int64 of shape (paths, 3), got {nonces.dtype} of shape {tuple(nonces.shape)}; "
             "make them with fdp.keys.path_nonces(paths, device)"
         )
-    return chacha20.children(key, nonces)
-
-
-def fold_in_all(key: Key, paths: Sequence[str]) -> Int[Tensor, "paths 8"]:
-    """``fold_in(key, path)`` for every path, in one go."""
-    return fold_in_nonces(key, path_nonces(paths, key.device))
+    return chacha20.child_keys(key, nonces)
 
 
 def bits(key: Key, shape: Sequence[int], *, window: Window | None = None) -> Int[Tensor, "..."]:
@@ -138,7 +134,7 @@ def bits(key: Key, shape: Sequence[int], *, window: Window | None = None) -> Int
       - with a window, bitwise the same slice of the draw without one, and no more memory than that slice.
     """
     _check_key(key)
-    return chacha20.bits(key, *_box(shape, window, per_block=chacha20.ELEMENTS))
+    return chacha20.bits(key, *_box(shape, window, per_block=chacha20.ELEMENTS_PER_BLOCK))
 
 
 def uniform(
@@ -166,8 +162,8 @@ def normal(
     """
     _check_key(key)
     _check_float(dtype)
-    per_block = chacha20.ELEMENTS if dtype == torch.float64 else chacha20.WORDS
-    return chacha20.normal(key, *_box(shape, window, per_block=per_block), -math.inf, math.inf, dtype)
+    per_block = chacha20.ELEMENTS_PER_BLOCK if dtype == torch.float64 else chacha20.WORDS_PER_BLOCK
+    return draw_normal(key, *_box(shape, window, per_block=per_block), -math.inf, math.inf, dtype)
 
 
 def truncated_normal(
@@ -186,8 +182,8 @@ def truncated_normal(
         return normal(key, shape, dtype=dtype, window=window)
     if not (lower < upper and lower < _FAR and upper > -_FAR):
         raise FdpError(f"truncated_normal: expected lower < upper, and some of it in ±{_FAR}, got [{lower}, {upper}]")
-    box = _box(shape, window, per_block=chacha20.ELEMENTS)
-    return chacha20.normal(key, *box, float(lower), float(upper), dtype)
+    box = _box(shape, window, per_block=chacha20.ELEMENTS_PER_BLOCK)
+    return draw_normal(key, *box, float(lower), float(upper), dtype)
 
 
 def _words(raw: bytes) -> list[int]:

@@ -14,7 +14,8 @@ from fdp_kernels.direct import direct_reference
 from fdp_kernels.embedding import embedding_norms_reference, embedding_sum_reference
 from fdp_kernels.ghost import ghost_reference
 from fdp_kernels.keep import keep_reference, squared_norms_reference, weighted_sum_reference
-from fdp_kernels.noisy_adamw import Hyper, Leaf, step_reference_
+from fdp_kernels.launch_tables import Leaf
+from fdp_kernels.noisy_adamw import Hyper, update_leaf_reference_
 from fdp_kernels.weighted import weighted_reference
 from torch import Tensor
 
@@ -149,7 +150,9 @@ def test_a_fused_update_adds_what_was_clipped(M):
     def total(factors: Tensor) -> Tensor:
         param = torch.zeros(D, D, dtype=torch.float64)
         leaf = Leaf(kept, factors, param, torch.zeros_like(param), None, None, 0, False)
-        step_reference_(leaf, None, torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 0.0]).double(), Hyper(0.0, None, 0, 0, 0, 0))
+        update_leaf_reference_(
+            leaf, None, torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 0.0]).double(), Hyper(0.0, None, 0, 0, 0, 0)
+        )
         return param
 
     assert moved(squared_norms_reference(kept), total) <= 1 + 1e-6

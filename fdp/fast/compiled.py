@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from fdp_kernels.token_sums import each_of, many_token_sums
+from fdp_kernels.token_sums import foreach_token_sums, split_token_sums
 from torch import Tensor
 
 from fdp import tree
@@ -195,7 +195,11 @@ def _token_sums(gradients: Flat) -> Flat:
     found: Flat = {}
     for (_, dtype, on_gpu), names in alike.items():
         these = [gradients[name] for name in names]
-        sums = each_of(many_token_sums(these), these) if on_gpu and dtype in HALF else [g.sum(1) for g in these]
+        sums = (
+            split_token_sums(foreach_token_sums(these), these)
+            if on_gpu and dtype in HALF
+            else [g.sum(1) for g in these]
+        )
         found |= dict(zip(names, sums))
     return found
 

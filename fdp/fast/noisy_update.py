@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from fdp_kernels.noisy_adamw import Hyper, Leaf, Tables, fits, step_reference_
-from fdp_kernels.noisy_adamw import update_ as update_leaves_
+from fdp_kernels.launch_tables import LaunchTables, Leaf, can_update
+from fdp_kernels.noisy_adamw import Hyper, update_leaf_reference_, update_leaves_
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -45,7 +45,7 @@ class NoisyUpdate:
 
     def __init__(self, rule: AdamW | Momentum) -> None:
         self.rule = rule
-        self._tables = Tables()
+        self._tables = LaunchTables()
         self._nonces: dict[tuple, Int[Tensor, "paths 3"]] = {}
 
     def __call__(
@@ -83,7 +83,7 @@ class NoisyUpdate:
             if children is not None:
                 shape, window = (tuple(leaf.param.shape), None) if shard_windows is None else shard_windows[path]
                 draw = keys.normal(children[i], shape, dtype=torch.float64, window=window)
-            step_reference_(leaf, draw, scalars, hyper)
+            update_leaf_reference_(leaf, draw, scalars, hyper)
         for part in opt_state:
             if isinstance(part, AdamState | ScheduleState):
                 part.step.add_(1)
@@ -139,7 +139,7 @@ class NoisyUpdate:
                     f"got {tuple(rows.shape)} and {tuple(factors.shape)}"
                 )
             leaf = Leaf(rows, factors, param, means[path], squares.get(path), copies.get(path), first or 0, decay)
-            (taken if first is not None and fits(leaf) else odd)[path] = leaf
+            (taken if first is not None and can_update(leaf) else odd)[path] = leaf
         return taken, odd
 
     def _children(self, key: Key, paths: Sequence[Path]) -> Int[Tensor, "paths 8"]:

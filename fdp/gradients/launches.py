@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from fdp_kernels.direct import many_direct
-from fdp_kernels.ghost import many_ghosts
-from fdp_kernels.keep import many_kept
-from fdp_kernels.weighted import many_weighted
+from fdp_kernels.direct import foreach_direct
+from fdp_kernels.ghost import foreach_ghost
+from fdp_kernels.keep import foreach_keep
+from fdp_kernels.weighted import foreach_weighted
 from jaxtyping import Float
 from torch import Tensor
 
@@ -41,7 +41,7 @@ def kept_gradients(records: Sequence[Record]) -> list[Dense]:
     """:func:`fdp.gradients.rules.kept` of each."""
 
     def many(pairs: list[Pair], places: list[int]) -> list[Dense]:
-        made = many_kept(*_sides(pairs))
+        made = foreach_keep(*_sides(pairs))
         gradients, squares = made[: len(pairs)], made[len(pairs) :]
         return [Dense(G.view(-1, *pair.shape), s) for G, s, pair in zip(gradients, squares, pairs)]
 
@@ -50,12 +50,12 @@ def kept_gradients(records: Sequence[Record]) -> list[Dense]:
 
 def symmetric_squared_norms(records: Sequence[Record]) -> list[Float[Tensor, " batch"]]:
     """:func:`fdp.gradients.rules.symmetric_squared_norm` of each."""
-    return _norms(records, many_ghosts, symmetric_squared_norm)
+    return _norms(records, foreach_ghost, symmetric_squared_norm)
 
 
 def direct_squared_norms(records: Sequence[Record]) -> list[Float[Tensor, " batch"]]:
     """:func:`fdp.gradients.rules.direct_squared_norm` of each."""
-    return _norms(records, many_direct, direct_squared_norm)
+    return _norms(records, foreach_direct, direct_squared_norm)
 
 
 def weighted_gradients(
@@ -65,7 +65,7 @@ def weighted_gradients(
 
     def many(pairs: list[Pair], places: list[int]) -> list[Tensor]:
         weights = [kernel_factors(factors[i]) for i in places]
-        sums = many_weighted(*_sides(pairs), weights)
+        sums = foreach_weighted(*_sides(pairs), weights)
         return [total.view(pair.shape) for total, pair in zip(sums, pairs)]
 
     def few(pair: Pair) -> bool:

@@ -15,7 +15,7 @@ from functools import reduce
 from typing import NamedTuple, TypeAlias
 
 import torch
-from fdp_kernels.rounded_product import padded, rounded_product
+from fdp_kernels.rounded_product import pad_to_alignment, rounded_product
 from jaxtyping import Float
 from torch import Tensor
 
@@ -102,7 +102,7 @@ def multiply(x: Float[Tensor, "*tokens n"], matrix: Float[Tensor, "n k"], rounde
     if not (rounded and x.is_cuda):
         return x @ matrix
     flat, k = x.reshape(-1, x.shape[-1]), matrix.shape[1]
-    return rounded_product(padded(flat, rows=1), padded(matrix))[:, :k].unflatten(0, x.shape[:-1])
+    return rounded_product(pad_to_alignment(flat, rows=1), pad_to_alignment(matrix))[:, :k].unflatten(0, x.shape[:-1])
 
 
 def widest(*tensors: Tensor) -> torch.dtype:

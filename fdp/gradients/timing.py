@@ -20,7 +20,7 @@ from typing import TypeAlias
 
 import torch
 from fdp_kernels.keep import weighted_sum
-from fdp_kernels.tile_gemm import FOUR
+from fdp_kernels.tile_gemm import MATRICES_PER_LAUNCH
 from torch import Tensor
 
 from fdp.gradients.costs import SQUARED_NORMS, NormBy, rates_of, sizes
@@ -104,7 +104,7 @@ def _time(use: Use, by: NormBy, dtype: torch.dtype, device: torch.device, second
     batch, tokens, rows, columns = sizes(use)
     assert use.rule != EXPANDED
     # Matrices of a block go through kernels together, and so do those timed, if that much of memory is no matter.
-    copies = FOUR if use.rule != "embedding" and batch * rows * columns <= MANY else 1
+    copies = MATRICES_PER_LAUNCH if use.rule != "embedding" and batch * rows * columns <= MANY else 1
     try:
         records = []
         for _ in range(copies):

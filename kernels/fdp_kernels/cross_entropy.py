@@ -1,21 +1,22 @@
-"""Cross-entropy and its gradient in one kernel, the logits overwritten by their gradient.
+"""Cross-entropy and its gradient in one kernel; the gradient overwrites the logits.
 
     lse_n    = log sum_v exp(logits_nv)                                       online, in float32
     loss_n   = lse_n - logits[n, target_n]
     logits_nv <- (exp(logits_nv - lse_n) - [v = target_n]) * scale_n
 
-Logits and gradient are bfloat16, float16 or float32 (float64 by the reference), losses float32 (float64 with it). A
-negative target is ignored: loss 0, gradient 0, whatever the logits hold. A scale of 0 gives a gradient of exactly 0.
+Logits and gradient are bfloat16, float16 or float32, and losses float32. (Float64 logits use the reference and give
+float64 losses.) A negative target is ignored: loss 0 and gradient 0, whatever the logits. A scale of 0 gives a gradient
+of exactly 0.
 
     >>> logits = h @ w.T                                                      # (N, V)
-    >>> losses = softmax_gradient_(logits, targets, 1 / tokens)               # logits are now their gradient
+    >>> losses = softmax_gradient_(logits, targets, 1 / tokens)               # logits now hold their gradient
     >>> dh, dw = logits @ w, logits.T @ h
 
 Letters: N rows (tokens), V vocabulary; a = elements before a row's first 16-byte boundary.
 
-A row is read twice, the second time from L2 or L1: a program is one row and 16 or 32 warps, so that only a few rows per
-multiprocessor are under way. Odd vocabularies leave rows unaligned: whole 16-byte groups are taken as such, from the
-first boundary on, and the up to 14 elements around them one by one.
+A row is read twice, the second time from L2 or L1: a program is one row with 16 or 32 warps, so few rows are in flight
+per multiprocessor. With an odd vocabulary rows are not aligned: the full 16-byte groups after the first boundary are
+loaded as such, and the up to 14 elements around them one by one.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from torch import Tensor
 
 from fdp_kernels.op import define, jit, tl, triton
 
-LONG_ROW = 1 << 17
-"""Bytes of a row above which a program takes 32 warps, so that rows under way still fit into L2."""
+LONG_ROW_BYTES = 1 << 17
+"""Longer rows take 32 warps per program, so that the rows in flight still fit into L2."""
 
 # ---------------------------------------------------------------- reference
 
 
 def softmax_gradient_reference(logits_NV: Tensor, targets_N: Tensor, scales_N: Tensor | None, scale: float) -> Tensor:
-    """Losses (N,); ``logits_NV`` becomes its gradient times ``scales_N``, or times ``scale`` where that is None."""
+    """Return losses (N,); overwrite ``logits_NV`` with its gradient times ``scales_N``, or ``scale`` if None."""
     wide = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     lse_N = torch.logsumexp(wide, dim=1)
     counted_N = targets_N >= 0
@@ -40,8 +41,8 @@ def softmax_gradient_reference(logits_NV: Tensor, targets_N: Tensor, scales_N: T
     factor_N = (torch.full_like(lse_N, scale) if scales_N is None else scales_N.to(wide.dtype)) * counted_N
     onehot_NV = torch.arange(wide.shape[1], device=wide.device) == targets_N[:, None]
     gradient_NV = torch.exp(wide - lse_N[:, None]) - onehot_NV.to(wide.dtype)
-    kept_N1 = (factor_N != 0)[:, None]
-    logits_NV.copy_(torch.where(kept_N1, gradient_NV * factor_N[:, None], gradient_NV.new_zeros(())))
+    nonzero_N1 = (factor_N != 0)[:, None]
+    logits_NV.copy_(torch.where(nonzero_N1, gradient_NV * factor_N[:, None], gradient_NV.new_zeros(())))
     return torch.where(counted_N, losses_N, losses_N.new_zeros(()))
 
 
@@ -49,7 +50,7 @@ def softmax_gradient_reference(logits_NV: Tensor, targets_N: Tensor, scales_N: T
 
 
 @jit
-def _softmax_gradient(
+def _softmax_gradient_body(
     logits_ptr,
     targets_ptr,
     scales_ptr,
@@ -61,11 +62,11 @@ def _softmax_gradient(
     VEC: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """One row. GROUPS groups of VEC elements (16 bytes) at a time; a thread holds whole groups."""
+    """Process one row, GROUPS groups of VEC elements (16 bytes) at a time; a thread holds full groups."""
     n = tl.program_id(0).to(tl.int64)
     target = tl.load(targets_ptr + n)
     factor = tl.load(scales_ptr + n) if SCALES else scale
-    # The first boundary lies a elements into the row; offset + a is a multiple of VEC, which the compiler cannot see.
+    # The first boundary lies a elements into the row. offset + a is a multiple of VEC; the compiler cannot see that.
     offset = n * row_stride
     a = ((VEC - offset % VEC) % VEC).to(tl.int32)
     a = tl.minimum(a, V)
@@ -95,11 +96,12 @@ def _softmax_gradient(
     top = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(mass * tl.exp(peak - top), 0) + tl.sum(tl.exp(edge_x - top), 0)
     lse = top + tl.log(total)
-    tl.debug_barrier()  # every thread has read what it needs of the row before any thread writes to it
+    tl.debug_barrier()  # every thread must have read the row before any thread writes to it
 
     tl.store(losses_ptr + n, tl.where(counted, lse - at_target, 0.0))
-    kept = counted & (factor != 0)
-    factor = tl.where(target < V, factor, float("nan"))  # no such word: the sample is not to be learned from
+    nonzero = counted & (factor != 0)
+    # An id outside the vocabulary gives NaN, so the clipping drops the sample.
+    factor = tl.where(target < V, factor, float("nan"))
     for first in range(0, V // VEC, GROUPS):
         group = first + own
         ptr = main_ptr + group[:, None] * VEC + lane
@@ -107,13 +109,13 @@ def _softmax_gradient(
         x = tl.load(ptr, mask=inside, other=float("-inf")).to(tl.float32)
         column = a + group[:, None] * VEC + lane
         d = (tl.exp(x - lse) - tl.where(column == target, 1.0, 0.0)) * factor
-        tl.store(ptr, tl.where(kept, d, 0.0).to(logits_ptr.dtype.element_ty), mask=inside)
+        tl.store(ptr, tl.where(nonzero, d, 0.0).to(logits_ptr.dtype.element_ty), mask=inside)
     d = (tl.exp(edge_x - lse) - tl.where(edge == target, 1.0, 0.0)) * factor
-    tl.store(row_ptr + edge, tl.where(kept, d, 0.0).to(logits_ptr.dtype.element_ty), mask=in_edge)
+    tl.store(row_ptr + edge, tl.where(nonzero, d, 0.0).to(logits_ptr.dtype.element_ty), mask=in_edge)
 
 
 def launch_softmax_gradient(logits_NV: Tensor, targets_N: Tensor, scales_N: Tensor | None, scale: float) -> Tensor:
-    """:func:`softmax_gradient_reference` on the device; float64, and rows that are not dense, by the reference."""
+    """Evaluate :func:`softmax_gradient_reference` on the device; float64 and strided rows use the reference."""
     if logits_NV.dtype == torch.float64 or logits_NV.stride(1) != 1:
         return softmax_gradient_reference(logits_NV, targets_N, scales_N, scale)
     rows, vocab = logits_NV.shape
@@ -121,10 +123,10 @@ def launch_softmax_gradient(logits_NV: Tensor, targets_N: Tensor, scales_N: Tens
     if rows == 0:
         return losses_N
     vec = 16 // logits_NV.element_size()
-    warps = 32 if vocab * logits_NV.element_size() > LONG_ROW else 16
+    warps = 32 if vocab * logits_NV.element_size() > LONG_ROW_BYTES else 16
     groups = min(64 * warps, max(32, triton.next_power_of_2(vocab // vec)))
     scales_N = None if scales_N is None else scales_N.float().contiguous()
-    _softmax_gradient[(rows,)](
+    _softmax_gradient_body[(rows,)](
         logits_NV,
         targets_N.contiguous(),
         losses_N if scales_N is None else scales_N,
@@ -157,7 +159,7 @@ _op = define(
 
 
 def softmax_gradient_(logits_NV: Tensor, targets_N: Tensor, scale: float | Tensor) -> Tensor:
-    """Losses (N,); ``logits_NV`` is overwritten by its gradient times ``scale``, a number or (N,)."""
+    """Return losses (N,); overwrite ``logits_NV`` with its gradient times ``scale``, a number or (N,)."""
     if isinstance(scale, Tensor):
         return _op(logits_NV, targets_N, scale, 1.0)
     return _op(logits_NV, targets_N, None, scale)

@@ -2,20 +2,20 @@
 
     n_b = |G_b|^2,   G_b = sum_t g_bt x_bt^T         g (B, T, P), x (B, T, D)  ->  n (B,) float64
 
-Operands bfloat16, float16 or float32; G_b is summed over tokens in float32, in tiles, in the order of
-``tile_gemm.outer``, and squared and summed in float64. ``weighted`` forms the same tiles in the same order: what is
-measured here is, bit for bit, what it adds.
+Operands are bfloat16, float16 or float32. Tiles of G_b are summed over tokens in float32, in the order of
+``tile_gemm.outer``, then squared and summed in float64. ``weighted`` computes the same tiles in the same order, so it
+adds bit for bit what is measured here.
 
     >>> squared = direct(g, x)                                   # 2 B T P D flops, B * tiles float64 of memory
     >>> factors = (C / squared.sqrt()).clamp(max=1).float()
     >>> total = weighted(g, x, factors)
 
-``many_direct`` measures several matrices, four in a launch.
+``foreach_direct`` measures several matrices, four per launch.
 
-    >>> squared = many_direct([g, h], [x, y])                    # (2, B)
+    >>> squared = foreach_direct([g, h], [x, y])                 # (2, B)
 
 Guarantees:
-  - the squared norm of the numbers that ``weighted`` adds for a sample, to float64 rounding;
+  - the result is the squared norm of the numbers that ``weighted`` adds for a sample, to float64 rounding;
   - a sample with a NaN or infinite gradient has a NaN or infinite norm, and no other sample has.
 
 Letters: B samples, T tokens, P output features, D input features.
@@ -23,45 +23,48 @@ Letters: B samples, T tokens, P output features, D input features.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from fdp_kernels.op import define, jit, tl
 from fdp_kernels.tile_gemm import (
-    Row,
     Tile,
+    TileChoice,
+    can_launch,
     check_pair,
     check_pairs,
-    choose,
-    described_pairs,
-    extents,
-    fours,
-    launchable,
+    choose_tile,
+    launch_by_four,
+    matrix_index,
+    num_programs,
     outer,
+    outer_options,
+    pair_descriptors,
     pick,
-    place,
-    programs,
     sum_of_squares,
-    tiles_of,
-    which,
+    tile_position,
+    tiles_per_sample,
+    widths_and_ends,
 )
 
 TILES = (
-    Row(96, Tile(128, 128, 64, warps=4, stages=3, per_sm=2)),
-    Row(0, Tile(64, 64, 64, warps=4, stages=4)),
+    TileChoice(96, Tile(128, 128, 64, warps=4, stages=3, per_sm=2)),
+    TileChoice(0, Tile(64, 64, 64, warps=4, stages=4)),
 )
-"""Here and in ``keep``. Large problems first; `python benchmarks/kernels.py --tune` prints what is best on a device."""
+"""For ``direct`` and ``keep``, large problems first. `python -m benchmarks.kernels --tune` finds the best tiles."""
 
 
 def direct_reference(g_BTP: Tensor, x_BTD: Tensor) -> Tensor:
-    """In float64 throughout."""
+    """Return ``|G_b|^2``: (B,), computed in float64."""
     check_pair(g_BTP, x_BTD)
     G_BPD = torch.bmm(g_BTP.double().mT, x_BTD.double())
     return G_BPD.square().sum((1, 2))
 
 
-def many_direct_reference(gs: list[Tensor], xs: list[Tensor]) -> Tensor:
-    """:func:`direct_reference` of each: (matrices, B)."""
+def foreach_direct_reference(gs: list[Tensor], xs: list[Tensor]) -> Tensor:
+    """Apply :func:`direct_reference` to each pair: (matrices, B)."""
     check_pairs(gs, xs)
     return torch.stack([direct_reference(g, x) for g, x in zip(gs, xs)])
 
@@ -71,44 +74,45 @@ def _direct_body(
     g0, g1, g2, g3, x0, x1, x2, x3, p0, p1, p2, p3, d0, d1, d2, d3, end0, end1, end2, partial_ptr, count, tokens,
     BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    # One turn of the loop where there is a program for every tile.
+    # If every tile has its own program, the loop runs once.
     for index in tl.range(tl.program_id(0), count, tl.num_programs(0), flatten=True):  # pyright: ignore
-        use = which(index, end0, end1, end2)
-        own = index - pick(use, 0, end0, end1, end2)
-        rows = tl.cdiv(pick(use, p0, p1, p2, p3), BLOCK_P)
-        columns = tl.cdiv(pick(use, d0, d1, d2, d3), BLOCK_D)
+        matrix = matrix_index(index, end0, end1, end2)
+        own = index - pick(matrix, 0, end0, end1, end2)
+        rows = tl.cdiv(pick(matrix, p0, p1, p2, p3), BLOCK_P)
+        columns = tl.cdiv(pick(matrix, d0, d1, d2, d3), BLOCK_D)
         b = own // (rows * columns)
-        i, j = place(own % (rows * columns), rows, columns, GROUP)
-        g, x = pick(use, g0, g1, g2, g3), pick(use, x0, x1, x2, x3)
+        i, j = tile_position(own % (rows * columns), rows, columns, GROUP)
+        g, x = pick(matrix, g0, g1, g2, g3), pick(matrix, x0, x1, x2, x3)
         acc_PD = outer(g, x, b, i, j, tokens, BLOCK_P, BLOCK_D, BLOCK_T)
         tl.store(partial_ptr + index, sum_of_squares(acc_PD))
 
 
 def launch_direct(g_BTP: Tensor, x_BTD: Tensor, *, tile: Tile | None = None) -> Tensor:
-    """As :func:`direct_reference`, by the kernel; ``tile`` overrides the table."""
-    return launch_many_direct([g_BTP], [x_BTD], tile=tile)[0]
+    """Evaluate :func:`direct_reference` with the kernel; ``tile`` overrides the table."""
+    return launch_foreach_direct([g_BTP], [x_BTD], tile=tile)[0]
 
 
-def launch_many_direct(gs: list[Tensor], xs: list[Tensor], *, tile: Tile | None = None) -> Tensor:
-    """As :func:`many_direct_reference`, by the kernel, four matrices in a launch."""
+def launch_foreach_direct(gs: list[Tensor], xs: list[Tensor], *, tile: Tile | None = None) -> Tensor:
+    """Evaluate :func:`foreach_direct_reference` with the kernel, four matrices per launch."""
     check_pairs(gs, xs)
-    if not launchable(*gs, *xs):
-        return many_direct_reference(gs, xs)
-    return torch.stack([norm for four in fours(gs) for norm in _of_four(gs[four], xs[four], tile)])
+    if not can_launch(*gs, *xs):
+        return foreach_direct_reference(gs, xs)
+    return torch.stack(launch_by_four(partial(_launch_four, tile=tile), gs, xs))
 
 
-def _of_four(gs: list[Tensor], xs: list[Tensor], tile: Tile | None) -> list[Tensor]:
+def _launch_four(gs: list[Tensor], xs: list[Tensor], tile: Tile | None) -> list[Tensor]:
     (batch, tokens, _), dtype, device = gs[0].shape, gs[0].dtype, gs[0].device
-    tile = tile or choose(TILES, dtype, lambda tile: batch * sum(tiles_of(g, x, tile) for g, x in zip(gs, xs)))
-    counts = [batch * tiles_of(g, x, tile) for g, x in zip(gs, xs)]
+    tile = tile or choose_tile(
+        TILES, dtype, lambda tile: batch * sum(tiles_per_sample(g, x, tile) for g, x in zip(gs, xs))
+    )
+    counts = [batch * tiles_per_sample(g, x, tile) for g, x in zip(gs, xs)]
     total = sum(counts)
-    partial = torch.empty(total, dtype=torch.float64, device=device)
-    _direct_body[(programs(total, tile, device),)](
-        *described_pairs(gs, xs, tile), *extents(gs, xs, counts), partial, total, tokens,
-        BLOCK_P=tile.rows, BLOCK_D=tile.columns, BLOCK_T=tile.depth, GROUP=tile.group,
-        num_warps=tile.warps, num_stages=tile.stages,
+    sums = torch.empty(total, dtype=torch.float64, device=device)
+    _direct_body[(num_programs(total, tile, device),)](
+        *pair_descriptors(gs, xs, tile), *widths_and_ends(gs, xs, counts), sums, total, tokens,
+        **outer_options(tile),
     )  # fmt: skip
-    return [part.view(batch, -1).sum(1) for part in partial.split(counts)]
+    return [part.view(batch, -1).sum(1) for part in sums.split(counts)]
 
 
 def _fake(g: Tensor, x: Tensor) -> Tensor:
@@ -117,11 +121,11 @@ def _fake(g: Tensor, x: Tensor) -> Tensor:
 
 direct = define("direct", "Tensor g, Tensor x -> Tensor", reference=direct_reference, cuda=launch_direct, fake=_fake)
 """``(g_BTP, x_BTD)``: as :func:`direct_reference`."""
-many_direct = define(
-    "many_direct",
+foreach_direct = define(
+    "foreach_direct",
     "Tensor[] gs, Tensor[] xs -> Tensor",
-    reference=many_direct_reference,
-    cuda=launch_many_direct,
+    reference=foreach_direct_reference,
+    cuda=launch_foreach_direct,
     fake=lambda gs, xs: gs[0].new_empty(len(gs), len(gs[0]), dtype=torch.float64),
 )
-"""``(gs, xs)``: as :func:`many_direct_reference`; pairs alike in samples and tokens."""
+"""``(gs, xs)``: as :func:`foreach_direct_reference`; all pairs have equal samples and tokens."""

@@ -5,22 +5,22 @@
     total     = sum_b c_b G_b                                                 float32 (V, D)
 
 ``ids_BT`` is int64, ``g_BTD`` bfloat16, float16, float32 or float64, ``factors_B`` float32 or float64; products and
-sums are float64 throughout. A sample whose factor is not above 0 contributes exactly 0, even if its rows are NaN.
+sums are float64. A sample whose factor is not above 0 contributes exactly 0, even if its rows are NaN.
 
-The second term of a squared norm is a floor: ``total`` adds the rows of all samples in one accumulator, in which rows
-of one sample that cancel would leave the rounding of their size. With ``c_b sqrt(squared_b) <= C`` the rows that one
-sample adds have ``c_b sum_t |g_bt| <= 2^28 C / T``, and the roundings of 64 T additions are at most 2^-12 C in norm.
+The second term of a squared norm is a floor. ``total`` adds the rows of all samples in one accumulator; if rows of one
+sample cancel, they leave rounding errors of their size there. With ``c_b sqrt(squared_b) <= C`` the rows of one sample
+have ``c_b sum_t |g_bt| <= 2^28 C / T``, and the roundings of 64 T additions are at most 2^-12 C in norm.
 
     >>> squared = embedding_norms(ids, g)                                     # (B,) float64
     >>> total = embedding_sum(ids, g, factors, V)                             # (V, D) float32, zero where never used
 
 Letters: B samples, T tokens, D width, V vocabulary, N = B T, C chunks of CHUNK sorted tokens.
 
-Tokens are sorted by id on the device (stable: a fixed order), so that a row of G is a *run* of equal ids. A program
-walks one chunk of sorted tokens. A run that lies within a chunk is finished there. Of one that crosses, each chunk
-leaves its part: the *tail* of the chunk where the run begins, the *head* of every chunk that it enters. A second
-kernel, in the program of the chunk where the run begins, adds tail and heads. So the longest run, all ids equal, costs
-no more than T distinct ones.
+Tokens are sorted by id on the device (stable, so the order is fixed), and a row of G is a *run* of equal ids. A program
+walks one chunk of sorted tokens. It finishes the runs that lie within the chunk. If a run crosses chunks, each stores
+its part: the *tail* of the chunk where the run begins, the *head* of every chunk that it enters. A second kernel, in
+the program of the chunk where the run begins, adds tail and heads. So the longest run, with all ids equal, costs no
+more than T distinct ids.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ import torch
 from torch import Tensor
 
 from fdp_kernels.op import define, jit, tl
-from fdp_kernels.tile_gemm import tiles
+from fdp_kernels.tile_gemm import cdiv
 
 CHUNK = 32
-"""Sorted tokens that a program walks, four rows under way at a time."""
+"""Sorted tokens per program, loaded four rows at a time."""
 COLUMNS = 256
-"""Columns of a program: one warp, eight columns a thread."""
+"""Columns per program: one warp, eight columns per thread."""
 HEADS = 16
-"""Chunks that the second kernel takes at a time."""
+"""Chunks that the second kernel reads at a time."""
 
 # ---------------------------------------------------------------- reference
 
 
 def embedding_norms_reference(ids_BT: Tensor, g_BTD: Tensor) -> Tensor:
-    """``sum_v |sum_{t: ids_bt = v} g_bt|^2`` and the floor: (B,) float64."""
+    """Return ``sum_v |sum_{t: ids_bt = v} g_bt|^2`` plus the floor: (B,) float64."""
     squared = []
     for ids_T, g_TD in zip(ids_BT, g_BTD):
         _, slots_T = ids_T.unique(return_inverse=True)  # a sample has at most T distinct ids
@@ -52,13 +52,13 @@ def embedding_norms_reference(ids_BT: Tensor, g_BTD: Tensor) -> Tensor:
 
 
 def _floor(g_BTD: Tensor) -> Tensor:
-    """``(2^-28 T sum_t |g_bt|)^2``: nothing beside an ordinary norm, all of the norm of rows that cancel."""
+    """Return ``(2^-28 T sum_t |g_bt|)^2``: negligible, unless the rows cancel."""
     lengths_BT = torch.linalg.vector_norm(g_BTD, dim=-1, dtype=torch.float64)
     return (lengths_BT.sum(1) * (2.0**-28 * g_BTD.shape[1])).square()
 
 
 def embedding_sum_reference(ids_BT: Tensor, g_BTD: Tensor, factors_B: Tensor, rows: int) -> Tensor:
-    """``sum_b factors_b G_b``: (rows, D) float32."""
+    """Return ``sum_b factors_b G_b``: (rows, D) float32."""
     factors_B11 = factors_B.double()[:, None, None]
     scaled_BTD = torch.where(factors_B11 > 0, factors_B11 * g_BTD.double(), factors_B11.new_zeros(()))
     total = scaled_BTD.new_zeros(rows, g_BTD.shape[-1])
@@ -70,7 +70,7 @@ def embedding_sum_reference(ids_BT: Tensor, g_BTD: Tensor, factors_B: Tensor, ro
 
 @jit
 def _advance(acc, head, began, row, starts):
-    """One more row: a new run begins at zero; head is the run that was under way when the chunk began."""
+    """Add a row. A new run begins at zero; ``head`` is the run that entered the chunk."""
     acc = tl.where(starts, 0.0, acc) + row
     began = began | starts
     head = tl.where(began, head, acc)
@@ -79,7 +79,7 @@ def _advance(acc, head, began, row, starts):
 
 @jit
 def _edges(ids_ptr, s, T):
-    """Whether the run of sorted position s starts there, and whether it ends there."""
+    """Return the id at sorted position s, and whether its run starts there and ends there."""
     own = tl.load(ids_ptr + s, mask=s < T, other=0)
     before = tl.load(ids_ptr + s - 1, mask=(s > 0) & (s < T), other=0)
     after = tl.load(ids_ptr + s + 1, mask=s + 1 < T, other=0)
@@ -95,33 +95,35 @@ def _row(order_ptr, g_ptr, stride_t, s, T, columns, in_row):
 
 
 @jit
-def _keep_ends(ids_ptr, head_ptr, tail_ptr, acc, head, began, first, T, D, columns, in_row, CHUNK: tl.constexpr):
-    """What a chunk leaves of runs that cross its ends: the head, if one entered; the tail, if one began and goes on."""
+def _store_ends(ids_ptr, head_ptr, tail_ptr, acc, head, began, first, T, D, columns, in_row, CHUNK: tl.constexpr):
+    """Store the parts of runs that cross the chunk: the head if one entered, the tail if one began and continues."""
     last = first + CHUNK - 1
     entered = (first > 0) & (tl.load(ids_ptr + first - 1, mask=first > 0, other=0) == tl.load(ids_ptr + first))
-    goes_on = last + 1 < T
-    goes_on = goes_on & (
-        tl.load(ids_ptr + last, mask=goes_on, other=0) == tl.load(ids_ptr + last + 1, mask=goes_on, other=0)
+    continues = last + 1 < T
+    continues = continues & (
+        tl.load(ids_ptr + last, mask=continues, other=0) == tl.load(ids_ptr + last + 1, mask=continues, other=0)
     )
     tl.store(head_ptr + columns, head, mask=in_row & entered)
-    tl.store(tail_ptr + columns, acc, mask=in_row & goes_on & began)
+    tl.store(tail_ptr + columns, acc, mask=in_row & continues & began)
 
 
 @jit
-def _across(ids_ptr, head_ptr, tail_ptr, c, T, D, chunks, columns, in_row, CHUNK: tl.constexpr, HEADS: tl.constexpr):
-    """Whether a run begins in chunk c and goes on beyond it; its id and its sum."""
+def _sum_across_chunks(
+    ids_ptr, head_ptr, tail_ptr, c, T, D, chunks, columns, in_row, CHUNK: tl.constexpr, HEADS: tl.constexpr
+):
+    """Return whether a run begins in chunk c and continues beyond it, its id, and its sum."""
     first = c * CHUNK
     last = first + CHUNK - 1
     inside = last + 1 < T
     own = tl.load(ids_ptr + last, mask=inside, other=0)
-    goes_on = inside & (own == tl.load(ids_ptr + last + 1, mask=inside, other=0))
+    continues = inside & (own == tl.load(ids_ptr + last + 1, mask=inside, other=0))
     entered = (c > 0) & (own == tl.load(ids_ptr + first - 1, mask=inside & (c > 0), other=0))
-    active = goes_on & (entered == 0)
+    active = continues & (entered == 0)
     acc = tl.load(tail_ptr + c.to(tl.int64) * D + columns, mask=in_row & active, other=0.0)
     chunk = c + 1 + tl.arange(0, HEADS)
     going = active
     while going:
-        # Sorted, so a later chunk whose first id is the run's was entered by it.
+        # Ids are sorted: the run entered a later chunk if that chunk's first id is the run's.
         here = (chunk < chunks) & (tl.load(ids_ptr + chunk * CHUNK, mask=chunk < chunks, other=0) == own)
         ptr = head_ptr + chunk[:, None].to(tl.int64) * D + columns[None, :]
         acc += tl.sum(tl.load(ptr, mask=here[:, None] & in_row[None, :], other=0.0), 0)
@@ -131,22 +133,11 @@ def _across(ids_ptr, head_ptr, tail_ptr, c, T, D, chunks, columns, in_row, CHUNK
 
 
 @jit
-def _norms_within(
-    ids_ptr,
-    order_ptr,
-    g_ptr,
-    head_ptr,
-    tail_ptr,
-    partial_ptr,
-    T,
-    D,
-    chunks,
-    stride_b,
-    stride_t,
-    CHUNK: tl.constexpr,
+def _norms_within_body(
+    ids_ptr, order_ptr, g_ptr, head_ptr, tail_ptr, partial_ptr, T, D, chunks, stride_b, stride_t, CHUNK: tl.constexpr,
     COLUMNS: tl.constexpr,
-):
-    """Squares of the runs that lie within one chunk of one sample; heads and tails of the others."""
+):  # fmt: skip
+    """Square the runs that lie within one chunk of one sample; store heads and tails of the others."""
     c = tl.program_id(0)
     b = tl.program_id(2).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -178,39 +169,31 @@ def _norms_within(
         acc, head, began = _advance(acc, head, began, row_3, starts)
         total += tl.where(began & ends, acc * acc, 0.0)
     slot = (b * chunks + c) * D
-    _keep_ends(ids_ptr, head_ptr + slot, tail_ptr + slot, acc, head, began, first, T, D, columns, in_row, CHUNK)
+    _store_ends(ids_ptr, head_ptr + slot, tail_ptr + slot, acc, head, began, first, T, D, columns, in_row, CHUNK)
     tl.store(partial_ptr + (b * 2 * chunks + c) * tl.num_programs(1) + tl.program_id(1), tl.sum(total, 0))
 
 
 @jit
-def _norms_across(
-    ids_ptr,
-    head_ptr,
-    tail_ptr,
-    partial_ptr,
-    T,
-    D,
-    chunks,
-    CHUNK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    HEADS: tl.constexpr,
-):
-    """The square of the run that begins in this chunk and goes on beyond it, if there is one."""
+def _norms_across_body(
+    ids_ptr, head_ptr, tail_ptr, partial_ptr, T, D, chunks, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, HEADS:
+    tl.constexpr,
+):  # fmt: skip
+    """Square the run, if any, that begins in this chunk and continues beyond it."""
     c = tl.program_id(0)
     b = tl.program_id(2).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     in_row = columns < D
     slot = b * chunks * D
     ids_ptr += b * T
-    _, _, acc = _across(
+    _, _, acc = _sum_across_chunks(
         ids_ptr, head_ptr + slot, tail_ptr + slot, c, T, D, chunks, columns, in_row, CHUNK, HEADS
-    )  # zero where there is none
+    )  # zero if there is none
     tl.store(partial_ptr + ((b * 2 + 1) * chunks + c) * tl.num_programs(1) + tl.program_id(1), tl.sum(acc * acc, 0))
 
 
 @jit
 def _weighted_row(order_ptr, g_ptr, factors_ptr, tokens, stride_b, stride_t, s, N, columns, in_row):
-    """A token's row times its sample's factor; not read where that is not above 0."""
+    """Return a token's row times its sample's factor; the row is not read if the factor is not above 0."""
     n = tl.load(order_ptr + s, mask=s < N, other=0)
     b = n // tokens
     factor = tl.load(factors_ptr + b, mask=s < N, other=0.0).to(tl.float64)
@@ -227,24 +210,11 @@ def _write(out_ptr, own, V, D, acc, columns, mask):
 
 
 @jit
-def _sum_within(
-    ids_ptr,
-    order_ptr,
-    g_ptr,
-    factors_ptr,
-    head_ptr,
-    tail_ptr,
-    out_ptr,
-    N,
-    D,
-    V,
-    tokens,
-    stride_b,
-    stride_t,
-    CHUNK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Rows of the total whose run lies within one chunk; heads and tails of the others."""
+def _sum_within_body(
+    ids_ptr, order_ptr, g_ptr, factors_ptr, head_ptr, tail_ptr, out_ptr, N, D, V, tokens, stride_b, stride_t, CHUNK:
+    tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Write the rows of the total whose run lies within one chunk; store heads and tails of the others."""
     c = tl.program_id(0)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     in_row = columns < D
@@ -271,109 +241,64 @@ def _sum_within(
         acc, head, began = _advance(acc, head, began, row_3, starts)
         _write(out_ptr, own, V, D, acc, columns, in_row & began & ends)
     slot = c.to(tl.int64) * D
-    _keep_ends(ids_ptr, head_ptr + slot, tail_ptr + slot, acc, head, began, first, N, D, columns, in_row, CHUNK)
+    _store_ends(ids_ptr, head_ptr + slot, tail_ptr + slot, acc, head, began, first, N, D, columns, in_row, CHUNK)
 
 
 @jit
-def _sum_across(
-    ids_ptr,
-    head_ptr,
-    tail_ptr,
-    out_ptr,
-    N,
-    D,
-    V,
-    chunks,
-    CHUNK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    HEADS: tl.constexpr,
-):
-    """The row of the total whose run begins in this chunk and goes on beyond it, if there is one."""
+def _sum_across_body(
+    ids_ptr, head_ptr, tail_ptr, out_ptr, N, D, V, chunks, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, HEADS:
+    tl.constexpr,
+):  # fmt: skip
+    """Write the row of the total, if any, whose run begins in this chunk and continues beyond it."""
     c = tl.program_id(0)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     in_row = columns < D
-    active, own, acc = _across(ids_ptr, head_ptr, tail_ptr, c, N, D, chunks, columns, in_row, CHUNK, HEADS)
+    active, own, acc = _sum_across_chunks(ids_ptr, head_ptr, tail_ptr, c, N, D, chunks, columns, in_row, CHUNK, HEADS)
     _write(out_ptr, own, V, D, acc, columns, in_row & active)
 
 
-def _sorted(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Ids in order within each row of ``ids``, and where each came from. In 32 bits: half the passes of the sort."""
+def _sort_ids(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return sorted ids within each row, and their original positions. 32 bits take half the passes of the sort."""
     values, order = torch.sort(ids.to(torch.int32), dim=-1, stable=True)
     return values, order
 
 
 def launch_embedding_norms(ids_BT: Tensor, g_BTD: Tensor) -> Tensor:
-    """:func:`embedding_norms_reference` on the device."""
+    """Evaluate :func:`embedding_norms_reference` on the device."""
     batch, tokens, width = g_BTD.shape
-    chunks, blocks = tiles(tokens, CHUNK), tiles(width, COLUMNS)
+    chunks, blocks = cdiv(tokens, CHUNK), cdiv(width, COLUMNS)
     g_BTD = g_BTD if g_BTD.stride(2) == 1 else g_BTD.contiguous()
-    ids, order = _sorted(ids_BT)
+    ids, order = _sort_ids(ids_BT)
     head, tail = torch.empty((2, batch, chunks, width), dtype=torch.float64, device=g_BTD.device)
     partial = torch.empty((batch, 2 * chunks * blocks), dtype=torch.float64, device=g_BTD.device)
     grid = (chunks, blocks, batch)
-    _norms_within[grid](
-        ids,
-        order,
-        g_BTD,
-        head,
-        tail,
-        partial,
-        tokens,
-        width,
-        chunks,
-        g_BTD.stride(0),
-        g_BTD.stride(1),
-        CHUNK=CHUNK,
-        COLUMNS=COLUMNS,
-        num_warps=1,
-    )
-    _norms_across[grid](
+    _norms_within_body[grid](
+        ids, order, g_BTD, head, tail, partial, tokens, width, chunks, g_BTD.stride(0), g_BTD.stride(1), CHUNK=CHUNK,
+        COLUMNS=COLUMNS, num_warps=1,
+    )  # fmt: skip
+    _norms_across_body[grid](
         ids, head, tail, partial, tokens, width, chunks, CHUNK=CHUNK, COLUMNS=COLUMNS, HEADS=HEADS, num_warps=4
     )
     return partial.sum(1) + _floor(g_BTD)
 
 
 def launch_embedding_sum(ids_BT: Tensor, g_BTD: Tensor, factors_B: Tensor, rows: int) -> Tensor:
-    """:func:`embedding_sum_reference` on the device."""
+    """Evaluate :func:`embedding_sum_reference` on the device."""
     batch, tokens, width = g_BTD.shape
-    chunks, blocks = tiles(batch * tokens, CHUNK), tiles(width, COLUMNS)
+    chunks, blocks = cdiv(batch * tokens, CHUNK), cdiv(width, COLUMNS)
     g_BTD = g_BTD if g_BTD.stride(2) == 1 else g_BTD.contiguous()
-    ids, order = _sorted(ids_BT.reshape(-1))
+    ids, order = _sort_ids(ids_BT.reshape(-1))
     head, tail = torch.empty((2, chunks, width), dtype=torch.float64, device=g_BTD.device)
     out = torch.zeros((rows, width), dtype=torch.float32, device=g_BTD.device)
     grid = (chunks, blocks)
-    _sum_within[grid](
-        ids,
-        order,
-        g_BTD,
-        factors_B.contiguous(),
-        head,
-        tail,
-        out,
-        batch * tokens,
-        width,
-        rows,
-        tokens,
-        g_BTD.stride(0),
-        g_BTD.stride(1),
-        CHUNK=CHUNK,
-        COLUMNS=COLUMNS,
-        num_warps=1,
-    )
-    _sum_across[grid](
-        ids,
-        head,
-        tail,
-        out,
-        batch * tokens,
-        width,
-        rows,
-        chunks,
-        CHUNK=CHUNK,
-        COLUMNS=COLUMNS,
-        HEADS=HEADS,
+    _sum_within_body[grid](
+        ids, order, g_BTD, factors_B.contiguous(), head, tail, out, batch * tokens, width, rows, tokens,
+        g_BTD.stride(0), g_BTD.stride(1), CHUNK=CHUNK, COLUMNS=COLUMNS, num_warps=1,
+    )  # fmt: skip
+    _sum_across_body[grid](
+        ids, head, tail, out, batch * tokens, width, rows, chunks, CHUNK=CHUNK, COLUMNS=COLUMNS, HEADS=HEADS,
         num_warps=4,
-    )
+    )  # fmt: skip
     return out
 
 

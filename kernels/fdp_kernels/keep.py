@@ -1,21 +1,21 @@
-"""Per-sample weight gradients of a linear layer, kept; the norms of exactly the kept numbers; their weighted sum.
+"""Per-sample weight gradients of a linear layer, stored; the norms of exactly the stored numbers; their weighted sum.
 
     keep           G_b = round(sum_t g_bt x_bt^T), n_b in parts     g (B, T, P), x (B, T, D) -> G (B, P, D), (B, parts)
     squared_norms  n_b = |G_b|^2                                    G (B, ...)               -> n (B,)
     squared_parts  n_b in parts                                     G (B, ...)               -> (B, parts)
     weighted_sum   W = sum_b c_b G_b (+ V)                          G (B, ...), c (B,)       -> W (...)
 
-G is kept in the dtype of g (summed in float32); norms are float64, and so are squares and weighted sums until they are
-done. Parts add up to n_b: who has many leaves adds them all in one go. ``keep_by_matmul`` is ``torch.bmm`` and a pass
-over G where ``keep`` is one kernel; the measured best wins.
+G is summed in float32 and stored in the dtype of g. Squares, norms and weighted sums are float64; a weighted sum is
+rounded once at the end. Parts add up to n_b: a caller with many leaves adds them all at once. ``keep`` is one kernel;
+``keep_by_matmul`` is ``torch.bmm`` and a pass over G. Callers choose the faster one by measurement.
 
     >>> G, parts = keep(g, x)                                    # 2 B T P D flops
     >>> factors = (C / parts.sum(1).sqrt()).clamp(max=1).float()
     >>> total = weighted_sum(G, factors, torch.float32)          # bandwidth only
 
-``many_kept`` keeps the gradients of several matrices, four in a launch.
+``foreach_keep`` stores the gradients of several matrices, four per launch.
 
-    >>> G, H, parts_of_G, parts_of_H = many_kept([g, h], [x, y])
+    >>> G, H, parts_of_G, parts_of_H = foreach_keep([g, h], [x, y])
 
 Guarantees:
   - the norm is that of the stored, rounded numbers, to float64 rounding; from ``keep``, at least that, and at most
@@ -28,6 +28,9 @@ Letters: B samples, T tokens, P output features, D input features, N elements of
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -35,76 +38,84 @@ from fdp_kernels.direct import TILES
 from fdp_kernels.op import define, jit, tl
 from fdp_kernels.tile_gemm import (
     Tile,
+    can_launch,
+    cdiv,
     check_pair,
     check_pairs,
-    choose,
-    described,
-    described_pairs,
-    extents,
-    filled,
-    fours,
-    launchable,
+    choose_tile,
+    launch_by_four,
+    make_descriptor,
+    matrix_index,
+    num_programs,
     outer,
+    outer_options,
+    pad_to_four,
+    pair_descriptors,
     pick,
-    place,
-    programs,
+    slices_of_four,
     sum_of_squares,
-    tiles,
-    tiles_of,
-    which,
+    tile_position,
+    tiles_per_sample,
+    widths_and_ends,
 )
 
 CHUNK, STEPS = 4096, 8
-"""Elements of a load and loads of a program of ``squared_norms``."""
+"""Elements per load, and loads per program, of ``squared_norms``."""
 BLOCK = 1024
-"""Elements of a program of ``weighted_sum``."""
+"""Elements per program of ``weighted_sum``."""
 
 
 # ---------------------------------------------------------------- references
 
 
 def keep_reference(g_BTP: Tensor, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
-    G_BPD, parts = many_kept_reference([g_BTP], [x_BTD])
+    """Return the gradients (B, P, D) and their squared norms in parts (B, parts)."""
+    G_BPD, parts = foreach_keep_reference([g_BTP], [x_BTD])
     return G_BPD, parts
 
 
-def many_kept_reference(gs: list[Tensor], xs: list[Tensor]) -> list[Tensor]:
-    """The gradients of all, then the parts of all."""
+def foreach_keep_reference(gs: list[Tensor], xs: list[Tensor]) -> list[Tensor]:
+    """Return the gradients of all matrices, then the parts of all."""
     check_pairs(gs, xs)
     wide = torch.float64 if gs[0].dtype == torch.float64 else torch.float32
-    made = [torch.bmm(g.to(wide).mT, x.to(wide)).to(g.dtype) for g, x in zip(gs, xs)]
-    return [*made, *(_in_parts(squared_norms_reference(G), size) for G, size in zip(made, _keep_parts(gs, xs)))]
+    gradients = [torch.bmm(g.to(wide).mT, x.to(wide)).to(g.dtype) for g, x in zip(gs, xs)]
+    parts = [_pad_parts(squared_norms_reference(G), size) for G, size in zip(gradients, _keep_parts(gs, xs))]
+    return [*gradients, *parts]
 
 
 def squared_norms_reference(G_BN: Tensor) -> Tensor:
+    """Return ``|G_b|^2``: (B,), computed in float64."""
     return torch.linalg.vector_norm(G_BN.reshape(len(G_BN), -1), dim=1, dtype=torch.float64).square()
 
 
 def squared_parts_reference(G_BN: Tensor) -> Tensor:
-    """All of it in the first part."""
-    return _in_parts(squared_norms_reference(G_BN), _parts(G_BN))
+    """Return ``|G_b|^2`` in the first part and 0 in the others: (B, parts)."""
+    return _pad_parts(squared_norms_reference(G_BN), _num_parts(G_BN))
 
 
-def _in_parts(squared_B: Tensor, parts: int) -> Tensor:
+def _pad_parts(squared_B: Tensor, parts: int) -> Tensor:
     return torch.nn.functional.pad(squared_B.unsqueeze(1), (0, parts - 1))
 
 
-def _parts(G_BN: Tensor) -> int:
-    return tiles(G_BN.numel() // len(G_BN), CHUNK * STEPS)
+def _num_parts(G_BN: Tensor) -> int:
+    return cdiv(G_BN.numel() // len(G_BN), CHUNK * STEPS)
 
 
-def _tile_of(gs: list[Tensor], xs: list[Tensor]) -> Tile:
-    """The tile of one launch."""
-    return choose(TILES, gs[0].dtype, lambda tile: sum(len(g) * tiles_of(g, x, tile) for g, x in zip(gs, xs)))
+def _choose_tile(gs: list[Tensor], xs: list[Tensor]) -> Tile:
+    """Return the tile of one launch."""
+    return choose_tile(
+        TILES, gs[0].dtype, lambda tile: sum(len(g) * tiles_per_sample(g, x, tile) for g, x in zip(gs, xs))
+    )
 
 
 def _keep_parts(gs: list[Tensor], xs: list[Tensor]) -> list[int]:
-    """In how many parts the kernel leaves each one's squares: one for a tile, of which every launch has its own."""
-    launches = [(gs[four], xs[four], _tile_of(gs[four], xs[four])) for four in fours(gs)]
-    return [tiles_of(g, x, tile) for lefts, rights, tile in launches for g, x in zip(lefts, rights)]
+    """Return the number of parts of each matrix: one per tile, and every launch chooses its own tile."""
+    launches = [(gs[four], xs[four], _choose_tile(gs[four], xs[four])) for four in slices_of_four(gs)]
+    return [tiles_per_sample(g, x, tile) for lefts, rights, tile in launches for g, x in zip(lefts, rights)]
 
 
 def weighted_sum_reference(G_BN: Tensor, factors_B: Tensor, dtype: torch.dtype, onto_N: Tensor | None = None) -> Tensor:
+    """Return ``sum_b c_b G_b``, plus ``onto_N`` if given: computed in float64, then rounded to ``dtype``."""
     _check_sum(G_BN, factors_B, dtype, onto_N)
     zero = factors_B.view(-1, *[1] * (G_BN.ndim - 1)) == 0
     total = torch.tensordot(factors_B.double(), G_BN.double().masked_fill(zero, 0.0), dims=1)
@@ -119,40 +130,40 @@ def _keep_body(
     g0, g1, g2, g3, x0, x1, x2, x3, out0, out1, out2, out3, partial_ptr0, partial_ptr1, partial_ptr2, partial_ptr3,
     p0, p1, p2, p3, d0, d1, d2, d3, end0, end1, end2, count, tokens,
     BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, GROUP: tl.constexpr,
-    DESCRIBED: tl.constexpr,
+    DESCRIPTOR: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = BLOCK_D // 2
-    # One turn of the loop where there is a program for every tile.
+    # If every tile has its own program, the loop runs once.
     for index in tl.range(tl.program_id(0), count, tl.num_programs(0), flatten=True):  # pyright: ignore
-        use = which(index, end0, end1, end2)
-        own = index - pick(use, 0, end0, end1, end2)
-        p, d = pick(use, p0, p1, p2, p3), pick(use, d0, d1, d2, d3)
+        matrix = matrix_index(index, end0, end1, end2)
+        own = index - pick(matrix, 0, end0, end1, end2)
+        p, d = pick(matrix, p0, p1, p2, p3), pick(matrix, d0, d1, d2, d3)
         rows, columns = tl.cdiv(p, BLOCK_P), tl.cdiv(d, BLOCK_D)
         b = own // (rows * columns)
-        i, j = place(own % (rows * columns), rows, columns, GROUP)
-        g, x, out = pick(use, g0, g1, g2, g3), pick(use, x0, x1, x2, x3), pick(use, out0, out1, out2, out3)
+        i, j = tile_position(own % (rows * columns), rows, columns, GROUP)
+        g, x, out = pick(matrix, g0, g1, g2, g3), pick(matrix, x0, x1, x2, x3), pick(matrix, out0, out1, out2, out3)
         acc_PD = outer(g, x, b, i, j, tokens, BLOCK_P, BLOCK_D, BLOCK_T)
-        # Half a tile at a time: one is on its way to memory while the other is rounded and squared.
+        # Half a tile at a time: one half is written to memory while the other is rounded and squared.
         left_PH, right_PH = tl.split(tl.permute(tl.reshape(acc_PD, (BLOCK_P, 2, HALF)), (0, 2, 1)))
-        squares = _store(out, left_PH, b, i * BLOCK_P, j * BLOCK_D, p, d, BLOCK_P, HALF, DESCRIBED)
-        squares += _store(out, right_PH, b, i * BLOCK_P, j * BLOCK_D + HALF, p, d, BLOCK_P, HALF, DESCRIBED)
-        tl.store(pick(use, partial_ptr0, partial_ptr1, partial_ptr2, partial_ptr3) + own, squares)
+        squares = _store(out, left_PH, b, i * BLOCK_P, j * BLOCK_D, p, d, BLOCK_P, HALF, DESCRIPTOR)
+        squares += _store(out, right_PH, b, i * BLOCK_P, j * BLOCK_D + HALF, p, d, BLOCK_P, HALF, DESCRIPTOR)
+        tl.store(pick(matrix, partial_ptr0, partial_ptr1, partial_ptr2, partial_ptr3) + own, squares)
 
 
 @jit
 def _store(
-    out, acc_PH, b, row, column, p, d, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DESCRIBED: tl.constexpr
+    out, acc_PH, b, row, column, p, d, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DESCRIPTOR: tl.constexpr
 ):  # fmt: skip
-    """Round, store, and square what was stored; ``out`` is described, or a pointer where rows are not aligned."""
-    if DESCRIBED:
-        kept_PH = acc_PH.to(out.dtype)
-        out.store([b, row, column], kept_PH.reshape(1, ROWS, COLUMNS))
+    """Round and store a tile; return the squares of what was stored. ``out`` is a pointer if rows are not aligned."""
+    if DESCRIPTOR:
+        stored_PH = acc_PH.to(out.dtype)
+        out.store([b, row, column], stored_PH.reshape(1, ROWS, COLUMNS))
     else:
-        kept_PH = acc_PH.to(out.dtype.element_ty)
+        stored_PH = acc_PH.to(out.dtype.element_ty)
         rows, columns = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
         offset = (b.to(tl.int64) * p + rows[:, None]) * d + columns[None, :]
-        tl.store(out + offset, kept_PH, mask=(rows < p)[:, None] & (columns < d)[None, :])
-    return sum_of_squares(kept_PH)
+        tl.store(out + offset, stored_PH, mask=(rows < p)[:, None] & (columns < d)[None, :])
+    return sum_of_squares(stored_PH)
 
 
 @jit
@@ -171,7 +182,7 @@ def _squares_body(G_ptr, partial_ptr, n, chunks, CHUNK: tl.constexpr, STEPS: tl.
 @jit
 def _sum_body(G_ptr, factor_ptr, onto_ptr, out_ptr, batch, n, ONTO: tl.constexpr, BLOCK: tl.constexpr):
     element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    here = G_ptr + element  # moves on by one sample: offsets of all samples may pass 2^31
+    here = G_ptr + element  # advances sample by sample: an offset over all samples may exceed 2^31
     total = tl.zeros((BLOCK,), tl.float64)
     if ONTO:
         total += tl.load(onto_ptr + element, mask=element < n, other=0.0).to(tl.float64)
@@ -187,62 +198,60 @@ def _sum_body(G_ptr, factor_ptr, onto_ptr, out_ptr, batch, n, ONTO: tl.constexpr
 
 
 def launch_keep(g_BTP: Tensor, x_BTD: Tensor, *, tile: Tile | None = None) -> tuple[Tensor, Tensor]:
-    """As :func:`keep_reference`, by one kernel; ``tile`` overrides the table."""
-    G, parts = launch_many_kept([g_BTP], [x_BTD], tile=tile)
+    """Evaluate :func:`keep_reference` with one kernel; ``tile`` overrides the table."""
+    G, parts = launch_foreach_keep([g_BTP], [x_BTD], tile=tile)
     return G, parts
 
 
-def launch_many_kept(gs: list[Tensor], xs: list[Tensor], *, tile: Tile | None = None) -> list[Tensor]:
-    """As :func:`many_kept_reference`, by the kernel, four matrices in a launch."""
+def launch_foreach_keep(gs: list[Tensor], xs: list[Tensor], *, tile: Tile | None = None) -> list[Tensor]:
+    """Evaluate :func:`foreach_keep_reference` with the kernel, four matrices per launch."""
     check_pairs(gs, xs)
-    if not launchable(*gs, *xs):
-        return many_kept_reference(gs, xs)
-    made = [_of_four(gs[four], xs[four], tile or _tile_of(gs[four], xs[four])) for four in fours(gs)]
-    return [G for gradients, _ in made for G in gradients] + [part for _, parts in made for part in parts]
+    if not can_launch(*gs, *xs):
+        return foreach_keep_reference(gs, xs)
+    pairs = launch_by_four(partial(_launch_four, tile=tile), gs, xs)
+    return [G for G, _ in pairs] + [parts for _, parts in pairs]
 
 
-def _of_four(gs: list[Tensor], xs: list[Tensor], tile: Tile) -> tuple[list[Tensor], list[Tensor]]:
+def _launch_four(gs: list[Tensor], xs: list[Tensor], tile: Tile | None) -> Iterable[tuple[Tensor, Tensor]]:
+    tile = tile or _choose_tile(gs, xs)
     (batch, tokens, _), dtype, device = gs[0].shape, gs[0].dtype, gs[0].device
     outs = [torch.empty(batch, g.shape[-1], x.shape[-1], dtype=dtype, device=device) for g, x in zip(gs, xs)]
-    parts = [tiles_of(g, x, tile) for g, x in zip(gs, xs)]
+    parts = [tiles_per_sample(g, x, tile) for g, x in zip(gs, xs)]
     partials = [torch.empty(batch, size, dtype=torch.float64, device=device) for size in parts]
     addressable = all(x.shape[-1] * dtype.itemsize % 16 == 0 for x in xs)
     half = (1, tile.rows, tile.columns // 2)
     total = batch * sum(parts)
-    _keep_body[(programs(total, tile, device),)](
-        *described_pairs(gs, xs, tile), *filled([described(G, half) if addressable else G for G in outs]),
-        *filled(partials), *extents(gs, xs, [batch * size for size in parts]), total, tokens,
-        BLOCK_P=tile.rows, BLOCK_D=tile.columns, BLOCK_T=tile.depth, GROUP=tile.group,
-        DESCRIBED=addressable, num_warps=tile.warps, num_stages=tile.stages,
+    _keep_body[(num_programs(total, tile, device),)](
+        *pair_descriptors(gs, xs, tile), *pad_to_four([make_descriptor(G, half) if addressable else G for G in outs]),
+        *pad_to_four(partials), *widths_and_ends(gs, xs, [batch * size for size in parts]), total, tokens,
+        DESCRIPTOR=addressable, **outer_options(tile),
     )  # fmt: skip
-    return outs, partials
+    return zip(outs, partials)
 
 
 def launch_squared_norms(G_BN: Tensor) -> Tensor:
-    """As :func:`squared_norms_reference`, reading G once."""
+    """Evaluate :func:`squared_norms_reference`, reading G once."""
     return launch_squared_parts(G_BN).sum(1)
 
 
 def launch_squared_parts(G_BN: Tensor) -> Tensor:
-    """``n_b`` as a sum yet to be made, over dim 1."""
-    if not launchable(G_BN):
+    """Return ``n_b`` in parts, to be summed over dim 1."""
+    if not can_launch(G_BN):
         return squared_parts_reference(G_BN)
     batch, n = len(G_BN), G_BN[0].numel()
-    partial = torch.empty(batch, _parts(G_BN), dtype=torch.float64, device=G_BN.device)
-    _squares_body[(partial.numel(),)](
-        G_BN.contiguous(), partial, n, partial.shape[1], CHUNK=CHUNK, STEPS=STEPS, num_warps=8
-    )
-    return partial
+    parts = torch.empty(batch, _num_parts(G_BN), dtype=torch.float64, device=G_BN.device)
+    _squares_body[(parts.numel(),)](G_BN.contiguous(), parts, n, parts.shape[1], CHUNK=CHUNK, STEPS=STEPS, num_warps=8)
+    return parts
 
 
 def launch_weighted_sum(G_BN: Tensor, factors_B: Tensor, dtype: torch.dtype, onto_N: Tensor | None = None) -> Tensor:
-    """As :func:`weighted_sum_reference`, reading G once."""
+    """Evaluate :func:`weighted_sum_reference`, reading G once."""
     _check_sum(G_BN, factors_B, dtype, onto_N)
-    if not launchable(G_BN):
+    if not can_launch(G_BN):
         return weighted_sum_reference(G_BN, factors_B, dtype, onto_N)
     out = torch.empty(G_BN.shape[1:], dtype=dtype, device=G_BN.device)
     n, before = out.numel(), out if onto_N is None else onto_N.contiguous()
-    _sum_body[(tiles(n, BLOCK),)](
+    _sum_body[(cdiv(n, BLOCK),)](
         G_BN.contiguous(), factors_B.contiguous(), before, out, len(G_BN), n,
         ONTO=onto_N is not None, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
@@ -267,13 +276,14 @@ def _check_sum(G: Tensor, factors: Tensor, dtype: torch.dtype, onto: Tensor | No
 
 
 def _keep_fake(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    G, parts = _many_kept_fake([g], [x])
+    G, parts = _foreach_keep_fake([g], [x])
     return G, parts
 
 
-def _many_kept_fake(gs: list[Tensor], xs: list[Tensor]) -> list[Tensor]:
-    kept = [g.new_empty(g.shape[0], g.shape[2], x.shape[2]) for g, x in zip(gs, xs)]
-    return kept + [g.new_empty(g.shape[0], size, dtype=torch.float64) for g, size in zip(gs, _keep_parts(gs, xs))]
+def _foreach_keep_fake(gs: list[Tensor], xs: list[Tensor]) -> list[Tensor]:
+    gradients = [g.new_empty(g.shape[0], g.shape[2], x.shape[2]) for g, x in zip(gs, xs)]
+    parts = [g.new_empty(g.shape[0], size, dtype=torch.float64) for g, size in zip(gs, _keep_parts(gs, xs))]
+    return gradients + parts
 
 
 keep = define(
@@ -284,14 +294,14 @@ keep = define(
     fake=_keep_fake,
 )
 """``(g_BTP, x_BTD)``: as :func:`keep_reference`."""
-many_kept = define(
-    "many_kept",
+foreach_keep = define(
+    "foreach_keep",
     "Tensor[] gs, Tensor[] xs -> Tensor[]",
-    reference=many_kept_reference,
-    cuda=launch_many_kept,
-    fake=_many_kept_fake,
+    reference=foreach_keep_reference,
+    cuda=launch_foreach_keep,
+    fake=_foreach_keep_fake,
 )
-"""``(gs, xs)``: as :func:`many_kept_reference`; pairs alike in samples and tokens."""
+"""``(gs, xs)``: as :func:`foreach_keep_reference`; all pairs have equal samples and tokens."""
 squared_norms = define(
     "squared_norms",
     "Tensor G -> Tensor",
@@ -305,7 +315,7 @@ squared_parts = define(
     "Tensor G -> Tensor",
     reference=squared_parts_reference,
     cuda=launch_squared_parts,
-    fake=lambda G: G.new_empty(G.shape[0], _parts(G), dtype=torch.float64),
+    fake=lambda G: G.new_empty(G.shape[0], _num_parts(G), dtype=torch.float64),
 )
 """``(G_BN)``: as :func:`squared_parts_reference`; the sum over parts is :func:`squared_norms`."""
 weighted_sum = define(
@@ -319,7 +329,7 @@ weighted_sum = define(
 
 
 def keep_by_matmul(g_BTP: Tensor, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
-    """As :func:`keep`, by ``torch.bmm`` and :func:`squared_parts`."""
+    """Evaluate :func:`keep` with ``torch.bmm`` and :func:`squared_parts`."""
     check_pair(g_BTP, x_BTD)
     G_BPD = torch.bmm(g_BTP.mT, x_BTD)
     return G_BPD, squared_parts(G_BPD)

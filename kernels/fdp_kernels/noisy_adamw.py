@@ -1,26 +1,26 @@
-"""A weighted sum of rows, Gaussian noise, the mean, AdamW and the cast, one pass over every leaf, in place.
+"""A weighted sum of rows, Gaussian noise, the mean, AdamW and the cast: one in-place pass over every leaf.
 
     sum_i   = Σ_s factors[s] rows[s, i]                          float64; a row with factor 0 is not read
     noisy_i = grid round((sum_i + noise_scale z_i) / grid)       float64; z_i = normal(key of the leaf)[first + i]
     g_i     = float32(inverse_batch noisy_i)
     m       = m + (1 - b1) (g - m)        v = v + (1 - b2) (g² - v)                                   float32 from here
     p       = p - learning_rate (m mean_factor / (√max(v square_factor - noise_std², eps_root²) + eps) + weight_decay p)
-    copy    = p in the dtype to compute with
+    copy    = p in the compute dtype
 
 Without a second moment (``b2`` and ``square`` None) it is momentum:
 
     m = b1 m + g          p = p - learning_rate (m + weight_decay p)
 
-Nothing is rounded to less than float64 before the noise is added, and the noised sum to a public grid, a power of two,
-before anything is made of it; without noise nothing is. What changes from step to step is read from a float64 tensor on
-the device, ``scalars`` = (noise_scale, inverse_batch, mean_factor, square_factor, learning_rate, grid), so that a
-captured graph can be replayed. All leaves that agree in dtypes and number of rows are one launch: it finds them
-through a table of pointers, and its programs through one of (leaf, tile).
+Nothing is rounded to less than float64 before the noise is added. The noised sum is rounded to a public grid, a power
+of two, before it is used; without noise nothing is rounded to the grid. Values that change from step to step are read
+from a float64 tensor on the device, ``scalars`` = (noise_scale, inverse_batch, mean_factor, square_factor,
+learning_rate, grid), so that a captured graph can be replayed. All leaves with equal dtypes, number of rows and
+alignment share one launch (``launch_tables.py``).
 
-    >>> tables = Tables()                                        # kept by the caller, from step to step
+    >>> tables = LaunchTables()                                  # held by the caller, from step to step
     >>> leaves = [Leaf(rows_SI, factors_S, param_I, mean_I, square_I, copy_I, first=0, decay=True), ...]
-    >>> update_(leaves, keys_LK, scalars, hyper, tables)         # keys None: no noise
-    >>> noisy_adamw_(rows, factors, params, ...)                 # the same as one op that makes its tables every time
+    >>> update_leaves_(leaves, keys_LK, scalars, hyper, tables)  # keys None: no noise
+    >>> noisy_adamw_(rows, factors, params, ...)                 # the same as one op; builds its tables every time
 
 Letters: L leaves, S rows, I elements of a leaf (any shape), K = 8 key words. rows bfloat16, float32 or float64; factors
 float32 or float64; param, mean, square float32; copy any float. Bytes per element: S rows + 24 (16) + copy.
@@ -29,34 +29,24 @@ float32 or float64; param, mean, square float32; copy any float. Bytes per eleme
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from fdp_kernels.chacha20 import ELEMENTS, MAX_BLOCKS, normal, ratio, wide_normal_tile
+from fdp_kernels.chacha20 import ELEMENTS_PER_BLOCK, MAX_BLOCKS
 from fdp_kernels.keep import weighted_sum_reference
+from fdp_kernels.launch_tables import LaunchTables, Leaf, can_update
+from fdp_kernels.normal import normal
+from fdp_kernels.normal_triton import ratio, wide_normal_tile
 from fdp_kernels.op import define, jit, tl, triton
 
 SCALARS = 6
-
-
-class Leaf(NamedTuple):
-    """What one leaf is updated from and where; ``first`` is the place of its first element in the whole leaf."""
-
-    rows: Tensor
-    factors: Tensor
-    param: Tensor
-    mean: Tensor
-    square: Tensor | None
-    copy: Tensor | None
-    first: int
-    decay: bool
+"""Length of ``scalars``."""
 
 
 class Hyper(NamedTuple):
-    """What stays the same from step to step; the letters of this module's equation. ``b2`` None: no second moment."""
+    """Hyperparameters that stay the same from step to step. ``b2`` None: no second moment."""
 
     b1: float
     b2: float | None
@@ -69,8 +59,8 @@ class Hyper(NamedTuple):
 # ---------------------------------------------------------------- reference
 
 
-def step_reference_(leaf: Leaf, noise: Tensor | None, scalars: Tensor, hyper: Hyper) -> None:
-    """One leaf's update, given its draws. Parameters of any dtype; moments in float32, float64 for float64 ones."""
+def update_leaf_reference_(leaf: Leaf, noise: Tensor | None, scalars: Tensor, hyper: Hyper) -> None:
+    """Update one leaf, given its noise. Parameters may have any dtype; moments are float32, or float64 for float64."""
     noise_scale, inverse_batch, mean_factor, square_factor, learning_rate, grid = scalars.unbind()
     total = weighted_sum_reference(leaf.rows, leaf.factors, torch.float64)
     if noise is not None:
@@ -91,26 +81,23 @@ def step_reference_(leaf: Leaf, noise: Tensor | None, scalars: Tensor, hyper: Hy
 
 
 def noisy_adamw_reference_(leaves: Sequence[Leaf], keys_LK: Tensor | None, scalars: Tensor, hyper: Hyper) -> None:
-    """Leaf by leaf; ``keys_LK`` None adds no noise."""
+    """Update leaf by leaf; ``keys_LK`` None adds no noise."""
     for i, leaf in enumerate(leaves):
         noise, count = None, leaf.param.numel()
         if keys_LK is not None:
             box = ([leaf.first + count], [leaf.first], [count])
             noise = normal(keys_LK[i], *box, -torch.inf, torch.inf, torch.float64).view(leaf.param.shape)
-        step_reference_(leaf, noise, scalars, hyper)
+        update_leaf_reference_(leaf, noise, scalars, hyper)
 
 
 # ---------------------------------------------------------------- Triton
-# A program is a tile of 8 COUNTERS elements that begins on a ChaCha20 block of the whole leaf.
-
-_FIELDS = 10
-"""Of a leaf in the table: pointers to rows, factors, param, mean, square, copy; count, first, stride of rows, decay."""
+# A program is a tile of 8 COUNTERS elements that begins on a ChaCha20 block of the full leaf.
 
 
 @jit
 def _pointer(fields, FIELD: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     pointer = tl.load(fields + FIELD).to(tl.pointer_type(DTYPE))  # pyright: ignore
-    # 16 bytes: the eight elements that makes in half precision set the layout of every tile, and are that of the noise
+    # 16 bytes are eight elements in half precision: the layout of every tile, and of the noise.
     return tl.multiple_of(pointer, 16) if ALIGNED else pointer  # pyright: ignore
 
 
@@ -123,13 +110,13 @@ def _lerp(a, b, WEIGHT: tl.constexpr):
 
 
 @jit
-def _row(row, factor_ptr, inside):
-    counts = tl.where(tl.load(factor_ptr) != 0.0, 1, 0) > 0  # 0: not read, exactly 0
+def _load_row(row, factor_ptr, inside):
+    counts = tl.where(tl.load(factor_ptr) != 0.0, 1, 0) > 0  # factor 0: not read, exactly 0
     return tl.load(row, mask=inside & counts, other=0.0)
 
 
 @jit
-def _weighted(row, factor_ptr):
+def _times_factor(row, factor_ptr):
     return tl.load(factor_ptr).to(tl.float64) * row.to(tl.float64)
 
 
@@ -161,7 +148,7 @@ def _noisy_adamw_body(
     count = tl.load(fields + 6)
     stride = tl.load(fields + 8)
     index = tile * (8 * COUNTERS) + tl.arange(0, 8 * COUNTERS)
-    if ALIGNED:  # whole groups of 8 elements, on addresses divisible by 16: loads of 16 bytes
+    if ALIGNED:  # full groups of 8 elements at 16-byte addresses: 16-byte loads
         count = tl.multiple_of(count, 8)
         stride = tl.multiple_of(stride, 8)
         inside = index < count
@@ -173,32 +160,32 @@ def _noisy_adamw_body(
     means = _pointer(fields, 3, tl.float32, ALIGNED) + index
     factors = _pointer(fields, 1, FACTOR, False)
 
-    # All is asked for before the noise is made, so that it comes meanwhile.
+    # Issue all loads first, so that they overlap with the noise.
     p = tl.load(params, mask=inside, other=0.0)
     m = tl.load(means, mask=inside, other=0.0)
     if SQUARE_WEIGHT is not None:
         squares = _pointer(fields, 4, tl.float32, ALIGNED) + index
         v = tl.load(squares, mask=inside, other=0.0)
-    row_0 = _row(rows, factors, inside)
+    row_0 = _load_row(rows, factors, inside)
     if S > 1:
-        row_1 = _row(rows + stride, factors + 1, inside)
+        row_1 = _load_row(rows + stride, factors + 1, inside)
     if S > 2:
-        row_2 = _row(rows + 2 * stride, factors + 2, inside)
+        row_2 = _load_row(rows + 2 * stride, factors + 2, inside)
     if S > 3:
-        row_3 = _row(rows + 3 * stride, factors + 3, inside)
+        row_3 = _load_row(rows + 3 * stride, factors + 3, inside)
     total = tl.zeros((8 * COUNTERS,), tl.float64)
     if NOISE:
         total += tl.load(scalars_ptr) * wide_normal_tile(keys_ptr + leaf * 8, first // 8 + tile * COUNTERS, COUNTERS)
-    total += _weighted(row_0, factors)
+    total += _times_factor(row_0, factors)
     if S > 1:
-        total += _weighted(row_1, factors + 1)
+        total += _times_factor(row_1, factors + 1)
     if S > 2:
-        total += _weighted(row_2, factors + 2)
+        total += _times_factor(row_2, factors + 2)
     if S > 3:
-        total += _weighted(row_3, factors + 3)
+        total += _times_factor(row_3, factors + 3)
     for s in range(4, S):
-        total += _weighted(_row(rows + s * stride, factors + s, inside), factors + s)
-    if NOISE:  # to the grid: at 1.5 * 2^52 times its width a float64 number has no finer digits
+        total += _times_factor(_load_row(rows + s * stride, factors + s, inside), factors + s)
+    if NOISE:  # round to the grid: float64 has no finer digits at 1.5 * 2^52 times the grid width
         coarse = tl.load(scalars_ptr + 5) * 6755399441055744.0
         total = (total + coarse) - coarse
     g = (total * tl.load(scalars_ptr + 1)).to(tl.float32)
@@ -221,123 +208,13 @@ def _noisy_adamw_body(
         tl.store(_pointer(fields, 5, COPY, ALIGNED) + index, p.to(COPY), mask=inside)
 
 
-# ---------------------------------------------------------------- tables
-
-_COUNTERS = 32
-"""Blocks of a tile, one for each lane and eight elements of every tensor. One warp: nothing waits at a barrier."""
-
-
-class Group(NamedTuple):
-    """The leaves of one launch: (leaf << 32 | tile) of every program, and what the body is specialised on."""
-
-    tiles: Tensor
-    constants: dict[str, Any]
-
-
-class Tables:
-    """What launches find their leaves by, kept from call to call; held by one caller, for tensors on one device.
-
-    Tiles depend on the sizes of leaves, pointers on where they are. In a captured graph, where the sums have places of
-    their own, the pointers are copied from pinned memory by the graph itself, which keeps it: every capture takes what
-    :meth:`reserve` set aside before it. Tiles are those of a call before the capture.
-    """
-
-    def __init__(self) -> None:
-        self._groups: dict[tuple, tuple[Group, ...]] = {}
-        self._written: tuple[Tensor, Tensor] | None = None
-        self._shape: torch.Size | None = None
-        self._spare: Tensor | None = None
-        self._recorded: list[Tensor] = []  # a graph reads them at every replay
-
-    def groups(self, leaves: Sequence[Leaf]) -> tuple[Group, ...]:
-        """One for each combination of dtypes, number of rows and alignment."""
-        kinds = tuple(_kind(leaf) for leaf in leaves)
-        sizes = tuple((leaf.param.numel(), leaf.first) for leaf in leaves)
-        if (kinds, sizes) not in self._groups:
-            device = leaves[0].param.device
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError("expected a call with these leaves before the capture, which makes their tables")
-            self._groups[kinds, sizes] = tuple(_group(kind, kinds, sizes, device) for kind in dict.fromkeys(kinds))
-        return self._groups[kinds, sizes]
-
-    def reserve(self) -> None:
-        """Pin memory for the table of the next capture, which cannot; nothing if there is some, or no call was seen."""
-        if self._shape is not None and (self._spare is None or self._spare.shape != self._shape):
-            self._spare = torch.empty(self._shape, dtype=torch.int64, pin_memory=True)
-
-    def pointers(self, leaves: Sequence[Leaf]) -> Tensor:
-        """int64 ``(L, _FIELDS)`` on the device of the leaves."""
-        host = torch.tensor([_fields(leaf) for leaf in leaves], dtype=torch.int64)
-        device = leaves[0].param.device
-        if device.type != "cuda":
-            return host
-        if torch.cuda.is_current_stream_capturing():
-            if self._written is not None and torch.equal(self._written[0], host):
-                self._recorded.append(self._written[1])
-                return self._written[1]
-            if self._spare is None or self._spare.shape != host.shape:
-                raise RuntimeError("expected reserve() before every capture, which pins memory for its table")
-            pinned, self._spare = self._spare.copy_(host), None
-            self._recorded.append(pinned)
-            return torch.empty_like(host, device=device).copy_(pinned, non_blocking=True)
-        self._shape = host.shape
-        if self._written is None or not torch.equal(self._written[0], host):
-            self._written = (host, host.to(device))
-        return self._written[1]
-
-
-def fits(leaf: Leaf) -> bool:
-    """Whether the kernel can update the leaf where it is: float32 throughout, dense, on one device."""
-    state = [tensor for tensor in (leaf.param, leaf.mean, leaf.square) if tensor is not None]
-    every = [*state, leaf.rows, leaf.factors, *([] if leaf.copy is None else [leaf.copy])]
-    return (
-        all(tensor.dtype == torch.float32 for tensor in state)
-        and leaf.rows.dtype in (torch.bfloat16, torch.float32, torch.float64)
-        and leaf.factors.dtype in (torch.float32, torch.float64)
-        and all(tensor.is_contiguous() and tensor.device == leaf.param.device for tensor in every)
-    )
-
-
-def _kind(leaf: Leaf) -> tuple:
-    """What the body is specialised on: rows, their dtype, that of the factors and of the copy; whether aligned."""
-    copy = None if leaf.copy is None else leaf.copy.dtype
-    touched = [leaf.rows, leaf.param, leaf.mean, leaf.square, leaf.copy]
-    aligned = (
-        leaf.first % ELEMENTS == 0
-        and leaf.param.numel() % ELEMENTS == 0
-        and all(tensor.data_ptr() % 16 == 0 for tensor in touched if tensor is not None)
-    )
-    return leaf.rows.shape[0], leaf.rows.dtype, leaf.factors.dtype, copy, aligned
-
-
-def _group(kind: tuple, kinds: tuple, sizes: tuple, device: torch.device) -> Group:
-    rows, row, factor, copy, aligned = kind
-    tiles = [
-        np.arange(-(-(count + first % ELEMENTS) // (ELEMENTS * _COUNTERS)) if count else 0) | leaf << 32
-        for leaf, (count, first) in enumerate(sizes)
-        if kinds[leaf] == kind
-    ]
-    types = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-    types[torch.float64] = tl.float64
-    constants = {"S": rows, "ROW": types[row], "FACTOR": types[factor], "COPY": types.get(copy)}
-    constants |= {"ALIGNED": aligned, "COUNTERS": _COUNTERS}
-    return Group(torch.from_numpy(np.concatenate(tiles)).to(device), constants)
-
-
-def _fields(leaf: Leaf) -> list[int]:
-    tensors = (leaf.rows, leaf.factors, leaf.param, leaf.mean, leaf.square, leaf.copy)
-    pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-    count = leaf.param.numel()
-    return [*pointers, count, leaf.first, count, int(leaf.decay)]
-
-
 # ---------------------------------------------------------------- launch
 
 
 def launch_noisy_adamw_(
-    leaves: Sequence[Leaf], keys_LK: Tensor | None, scalars: Tensor, hyper: Hyper, tables: Tables
+    leaves: Sequence[Leaf], keys_LK: Tensor | None, scalars: Tensor, hyper: Hyper, tables: LaunchTables
 ) -> None:
-    """:func:`noisy_adamw_reference_`, one launch for each group."""
+    """Evaluate :func:`noisy_adamw_reference_`, one launch per group."""
     table = tables.pointers(leaves)
     keys_LK = scalars if keys_LK is None else keys_LK.contiguous()
     for tiles, constants in tables.groups(leaves):
@@ -360,14 +237,16 @@ def launch_noisy_adamw_(
                 )
 
 
-def update_(leaves: Sequence[Leaf], keys_LK: Tensor | None, scalars: Tensor, hyper: Hyper, tables: Tables) -> None:
-    """Update the leaves, all on one device: launched on CUDA, otherwise by the reference.
+def update_leaves_(
+    leaves: Sequence[Leaf], keys_LK: Tensor | None, scalars: Tensor, hyper: Hyper, tables: LaunchTables
+) -> None:
+    """Update leaves on one device: launch on CUDA, otherwise call the reference.
 
     Guarantees:
       - the sum of each element is formed, and its noise added, in float64;
       - a row with factor 0 changes nothing, even if it holds NaN or infinities;
       - element ``i`` of leaf ``l`` gets the draw ``first + i`` of key ``l``, the same bits on every device;
-      - same inputs, same bits; nothing waits for the host, so that a call can be captured after one like it.
+      - same inputs give the same bits; nothing waits for the host, so a call can be captured after one like it.
     """
     _check(leaves, keys_LK, scalars, hyper)
     if triton is not None and scalars.is_cuda and leaves:
@@ -387,7 +266,7 @@ def _check(leaves: Sequence[Leaf], keys_LK: Tensor | None, scalars: Tensor, hype
         shape, rows = leaf.param.shape, leaf.rows.shape[0]
         copy = shape if leaf.copy is None else leaf.copy.shape
         if (leaf.square is None) != (hyper.b2 is None):
-            raise ValueError(f"leaf {i}: expected a second moment where hyper.b2 is given, and none where it is None")
+            raise ValueError(f"leaf {i}: expected a second moment if hyper.b2 is given, and none if it is None")
         square = shape if leaf.square is None else leaf.square.shape
         if leaf.rows.shape[1:] != shape or leaf.factors.shape != (rows,):
             raise ValueError(
@@ -396,10 +275,10 @@ def _check(leaves: Sequence[Leaf], keys_LK: Tensor | None, scalars: Tensor, hype
             )
         if not leaf.mean.shape == square == copy == shape:
             raise ValueError(f"leaf {i}: expected moments and copy of the parameter's shape {tuple(shape)}")
-        if not fits(leaf) or leaf.param.device != scalars.device:
+        if not can_update(leaf) or leaf.param.device != scalars.device:
             raise ValueError(f"leaf {i}: expected dense tensors on {scalars.device}, float32 parameters and moments")
-        if not 0 <= leaf.first <= MAX_BLOCKS * ELEMENTS - leaf.param.numel():
-            raise ValueError(f"leaf {i}: expected elements within the 2^35 of a key, got the first at {leaf.first}")
+        if not 0 <= leaf.first <= MAX_BLOCKS * ELEMENTS_PER_BLOCK - leaf.param.numel():
+            raise ValueError(f"leaf {i}: expected at most 2^35 elements per key, got the first at {leaf.first}")
 
 
 def _op(
@@ -415,9 +294,9 @@ def _op(
     scalars: Tensor,
     *hyper: float,
 ) -> None:
-    written = copies or [None] * len(params)
-    leaves = [Leaf(*fields) for fields in zip(rows, factors, params, means, squares, written, firsts, decays)]
-    update_(leaves, keys_LK, scalars, Hyper(*hyper), Tables())
+    optional_copies = copies or [None] * len(params)
+    leaves = [Leaf(*fields) for fields in zip(rows, factors, params, means, squares, optional_copies, firsts, decays)]
+    update_leaves_(leaves, keys_LK, scalars, Hyper(*hyper), LaunchTables())
 
 
 noisy_adamw_ = define(
@@ -428,4 +307,4 @@ noisy_adamw_ = define(
     reference=_op,
     fake=lambda *args: None,
 )
-"""Lists of the fields of :class:`Leaf` (``copies`` may be empty), keys, scalars, then those of :class:`Hyper`."""
+"""Takes lists of the fields of :class:`Leaf` (``copies`` may be empty), keys, scalars, the fields of :class:`Hyper`."""

@@ -1,11 +1,11 @@
-"""What every kernel file needs: Triton if it is there, and ops that launch on CUDA and otherwise run the reference.
+"""Register kernels as torch ops: a launch on CUDA, the plain-torch reference everywhere else.
 
     >>> from fdp_kernels.op import define, jit, tl, triton
     >>> direct = define("direct", "Tensor g, Tensor x -> Tensor", reference=direct_reference, cuda=_launch, fake=...)
 
-An op is opaque to the compiler: ``Library.define``, not ``custom_op``, which raises inside ``torch.func.grad``, and not
-``triton_op``, which a machine without a GPU would trace into. Without Triton (a CPU build of torch) the bodies are
-plain functions that nobody calls.
+An op is opaque to the compiler. It is registered with ``Library.define`` because ``custom_op`` raises inside
+``torch.func.grad`` and ``triton_op`` would be traced into on a machine without a GPU. Without Triton (a CPU build of
+torch) the bodies are plain functions that nobody calls.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ except ImportError:  # CPU builds of torch come without it
     triton: Any = None
     tl: Any = None
 
+INTERPRETED: bool = triton is not None and triton.knobs.runtime.interpret  # pyright: ignore
+"""True if bodies run on the CPU, in Triton's interpreter."""
+
 _library = torch.library.Library("fdp_kernels", "FRAGMENT")
 
 
 def jit(body: Callable) -> Any:
-    """``triton.jit``, or the function as it is where there is no Triton."""
+    """Apply ``triton.jit``; return the function unchanged if Triton is not installed."""
     return body if triton is None else triton.jit(body)
 
 
@@ -41,8 +44,8 @@ def define(
 ) -> Any:
     """Register ``fdp_kernels::name(schema)`` and return it.
 
-    ``reference`` is the specification and runs wherever nothing better is registered; ``cuda`` launches (used only
-    where Triton is installed); ``cpu`` is a faster way on the CPU; ``fake`` gives outputs' shapes and dtypes.
+    ``reference`` is the specification and the fallback on every device. ``cuda`` launches (used only if Triton is
+    installed), ``cpu`` is a faster implementation on the CPU, and ``fake`` gives the outputs' shapes and dtypes.
     """
     _library.define(f"{name}({schema.replace(' -> ', ') -> ', 1)}", tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, reference, "CompositeExplicitAutograd")

@@ -1,13 +1,13 @@
-"""A product of float32 matrices whose numbers are rounded to eleven significant bits, by the library.
+"""Float32 matrix products in TF32: inputs rounded to eleven significant bits, by the library.
 
     out = round(a) round(b)        rounded to TF32 on a GPU, multiplied exactly, added up in float32
 
-On an H200 that takes 0.29 of the float32 product's time, if rows begin on 16 bytes (``padded``). A CPU has no such
-units: there, and for other dtypes, the product is the plain one. After the call the setting of torch is what it was,
-and who has chosen a precision for products, by any of its settings, keeps that choice.
+The product is fast only if rows begin on 16 bytes; ``pad_to_alignment`` sees to that. On a CPU, and for other dtypes,
+it is the plain product. The call restores torch's precision setting, and if the user has chosen a precision for matrix
+products, by any of torch's settings, that choice is kept.
 
     >>> y = rounded_product(x_MK, m_KN)
-    >>> y = rounded_product(padded(x_MK, rows=1), padded(m_KN))[:, :N]             # the same, from aligned rows
+    >>> y = rounded_product(pad_to_alignment(x_MK, rows=1), pad_to_alignment(m_KN))[:, :N]     # from aligned rows
 """
 
 from __future__ import annotations
@@ -17,31 +17,30 @@ from torch import Tensor
 
 from fdp_kernels.op import define
 
-ALIGNED = 4
-"""Float32 numbers of 16 bytes."""
+FLOATS_PER_16_BYTES = 4
 
 
 def rounded_product_reference(a_MK: Tensor, b_KN: Tensor) -> Tensor:
-    """Not rounded: the plain product."""
+    """Return the plain product; nothing is rounded."""
     return a_MK @ b_KN
 
 
-def padded(x: Tensor, *, rows: int = ALIGNED) -> Tensor:
-    """``x`` with zeros below, up to a multiple of ``rows``, and on the right; itself if it needs none and is dense."""
-    below, right = -x.shape[0] % rows, -x.shape[1] % ALIGNED
+def pad_to_alignment(x: Tensor, *, rows: int = FLOATS_PER_16_BYTES) -> Tensor:
+    """Pad with zeros on the right to 16 bytes, and below to a multiple of ``rows``; return a contiguous matrix."""
+    below, right = -x.shape[0] % rows, -x.shape[1] % FLOATS_PER_16_BYTES
     return torch.nn.functional.pad(x, (0, right, 0, below)) if below or right else x.contiguous()
 
 
 def _library_product(a_MK: Tensor, b_KN: Tensor) -> Tensor:
     setting = torch.backends.cuda.matmul
-    if setting.fp32_precision != "none":  # chosen by someone, by this setting or by an older one
+    if setting.fp32_precision != "none":  # chosen by the user, by this setting or by an older one
         return a_MK @ b_KN
     setting.allow_tf32 = True
     try:
         return a_MK @ b_KN
     finally:
         setting.allow_tf32 = False
-        setting.fp32_precision = "none"  # not "ieee", which the line before makes of it
+        setting.fp32_precision = "none"  # the line before sets "ieee"
 
 
 rounded_product = define(

@@ -1,10 +1,10 @@
-"""Per-sample squared norms from Gram matrices made whole by the library: what ``ghost`` is measured against.
+"""Per-sample squared norms from stored Gram matrices, computed by the library; the alternative to ``ghost``.
 
     |G_b|^2 = sum_{t,s} A_ts X_ts,   A = g_b g_b^T,  X = x_b x_b^T    g (B, T, P), x (B, T, D)  ->  n (B,) float64
 
-Both Gram matrices are (B, T, T) float32, 8 B T^2 bytes, and every entry is made twice: 2 B T^2 (P + D) flops. A
-kernel reads them once, multiplies and sums in float64, and adds the worst that rounding can have taken, as ``ghost``
-does and for its reasons, here with the size of every token (and so without its step 3).
+Both Gram matrices are (B, T, T) float32, 8 B T^2 bytes, and every entry is computed twice: 2 B T^2 (P + D) flops. A
+kernel reads them once, multiplies and sums in float64, and adds the same rounding bound as ``ghost``. Here the norm of
+every token is known, so step 3 of the bound is not needed.
 
     >>> n = stored_gram(g, x)
 
@@ -23,23 +23,23 @@ from torch import Tensor
 
 from fdp_kernels.ghost import SLACK, UNIT, ghost_reference, rounding_steps
 from fdp_kernels.op import define, jit, tl
-from fdp_kernels.tile_gemm import check_pair, launchable, tiles
+from fdp_kernels.tile_gemm import can_launch, cdiv, check_pair
 
 ROWS, COLUMNS = 16, 256
-"""The tile of a load."""
+"""Rows and columns of a load."""
 SPLITS = 16
-"""Parts into which the library may cut a sum: each adds one rounding."""
+"""Parts into which the library may split a sum; each adds one rounding."""
 DEPTH = 1024
-"""Features of one product; the bound on rounding grows with it, and not with their number."""
+"""Features per product; the rounding bound grows with it, not with the total number of features."""
 TOKENS, WIDTH = 4, 512
-"""Tokens of a program of the token norms, and features of a load."""
+"""Tokens per program and features per load of the token norms."""
 
 
 # ---------------------------------------------------------------- bodies
 
 
 @jit
-def _norms_of(
+def _store_norms(
     z_ptr, out_ptr, block, batch, tokens, width, stride_b, stride_t, TOKENS: tl.constexpr, WIDTH: tl.constexpr
 ):
     token = block * TOKENS + tl.arange(0, TOKENS)
@@ -51,7 +51,7 @@ def _norms_of(
         mask = there[:, None] & (column < width)[None, :]
         value = tl.load(z_ptr + base[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32).to(tl.float64)
         total += value * value
-    norm = tl.sqrt(tl.sum(total, 1)) * (1 + 2.0**-20)  # to float32 and not below
+    norm = tl.sqrt(tl.sum(total, 1)) * (1 + 2.0**-20)  # rounded up to float32
     tl.store(out_ptr + token, norm.to(tl.float32), mask=there)
 
 
@@ -63,9 +63,9 @@ def _token_norms_body(
     blocks = tl.num_programs(0) // 2
     index = tl.program_id(0)
     if index < blocks:
-        _norms_of(g_ptr, a_ptr, index, batch, tokens, p, g_stride_b, g_stride_t, TOKENS, WIDTH)
+        _store_norms(g_ptr, a_ptr, index, batch, tokens, p, g_stride_b, g_stride_t, TOKENS, WIDTH)
     else:
-        _norms_of(x_ptr, b_ptr, index - blocks, batch, tokens, d, x_stride_b, x_stride_t, TOKENS, WIDTH)
+        _store_norms(x_ptr, b_ptr, index - blocks, batch, tokens, d, x_stride_b, x_stride_t, TOKENS, WIDTH)
 
 
 @jit
@@ -83,9 +83,9 @@ def _stored_gram_body(
     while column < tokens:
         s = column + tl.arange(0, S)
         inside = (t < tokens)[:, None] & (s < tokens)[None, :]
-        place = (first + t)[:, None] * tokens + s[None, :]
-        A_RS = tl.load(A_ptr + place, mask=inside, other=0.0)
-        X_RS = tl.load(X_ptr + place, mask=inside, other=0.0)
+        position = (first + t)[:, None] * tokens + s[None, :]
+        A_RS = tl.load(A_ptr + position, mask=inside, other=0.0)
+        X_RS = tl.load(X_ptr + position, mask=inside, other=0.0)
         a_s = tl.load(a_ptr + first + s, mask=s < tokens, other=0.0)[None, :]
         b_s = tl.load(b_ptr + first + s, mask=s < tokens, other=0.0)[None, :]
         lost = units_p * tl.maximum(a_t * a_s, floor_p) * tl.abs(X_RS)
@@ -121,23 +121,23 @@ def _finish_body(partial_ptr, a_ptr, b_ptr, out_ptr, parts, tokens, units_both, 
 
 
 def launch_token_norms(g_BTP: Tensor, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
-    """``|g_t|`` and ``|x_t|``, (B, T) float32, rounded up; features side by side in memory."""
+    """Return ``|g_t|`` and ``|x_t|``, (B, T) float32, rounded up; features must be contiguous."""
     (batch, tokens, p), d = g_BTP.shape, x_BTD.shape[-1]
     a, b = (torch.empty(batch, tokens, dtype=torch.float32, device=g_BTP.device) for _ in range(2))
-    _token_norms_body[(2 * tiles(batch * tokens, TOKENS),)](
+    _token_norms_body[(2 * cdiv(batch * tokens, TOKENS),)](
         g_BTP, x_BTD, a, b, batch, tokens, p, d, *g_BTP.stride()[:2], *x_BTD.stride()[:2],
         TOKENS=TOKENS, WIDTH=WIDTH, num_warps=4,
     )  # fmt: skip
     return a, b
 
 
-def floors(p: int, d: int, units_p: float, units_d: float) -> tuple[float, float]:
-    """What products below 2^-126, which float32 drops, can take from a Gram matrix, in its units."""
+def underflow_floors(p: int, d: int, units_p: float, units_d: float) -> tuple[float, float]:
+    """Return what products below 2^-126, which float32 drops, can take from a Gram matrix, in its units."""
     return p * 2.0**-126 / units_p, d * 2.0**-126 / units_d
 
 
-def finished(partial_BN: Tensor, a_BT: Tensor, b_BT: Tensor, units_both: float, units_t: float) -> Tensor:
-    """Steps 2 and 3 of the bound, from the sums of the tiles; in a fixed order, one launch."""
+def launch_finish(partial_BN: Tensor, a_BT: Tensor, b_BT: Tensor, units_both: float, units_t: float) -> Tensor:
+    """Add the u^2 term of step 2 and step 4 of the bound to the sums of the tiles; one launch, in a fixed order."""
     out = torch.empty(len(a_BT), dtype=torch.float64, device=a_BT.device)
     _finish_body[(len(a_BT),)](
         partial_BN, a_BT, b_BT, out, partial_BN.shape[1], a_BT.shape[1], units_both, units_t, BLOCK=1024, num_warps=4
@@ -155,12 +155,12 @@ def launch_reduce(
     *,
     least: tuple[float, float] = (0.0, 0.0),
 ) -> Tensor:
-    """``sum_{t,s} A X + units_p a_t a_s |X| + units_d b_t b_s |A|`` per sample and row of tiles: (B, parts) float64.
+    """Return ``sum_{t,s} A X + units_p a_t a_s |X| + units_d b_t b_s |A|`` per sample and row of tiles: (B, parts).
 
-    ``least`` is what a_t a_s and b_t b_s count at least: see :func:`floors`.
+    ``least`` are lower limits for a_t a_s and b_t b_s: see :func:`underflow_floors`.
     """
     batch, tokens = a_BT.shape
-    partial = torch.empty(batch, tiles(tokens, ROWS), dtype=torch.float64, device=A_BTT.device)
+    partial = torch.empty(batch, cdiv(tokens, ROWS), dtype=torch.float64, device=A_BTT.device)
     _stored_gram_body[(partial.numel(),)](
         A_BTT, X_BTT, a_BT, b_BT, partial, tokens, partial.shape[1], units_p, units_d, *least,
         R=ROWS, S=COLUMNS, num_warps=4,
@@ -169,7 +169,7 @@ def launch_reduce(
 
 
 def _gram(z_BTK: Tensor) -> Tensor:
-    """``z z^T`` in float32, DEPTH features at a time."""
+    """Return ``z z^T`` in float32, DEPTH features at a time."""
     wide: dict[str, Any] = {} if z_BTK.dtype == torch.float32 else {"out_dtype": torch.float32}
     parts = z_BTK.split(DEPTH, dim=-1)
     total = torch.bmm(parts[0], parts[0].mT, **wide)
@@ -179,20 +179,20 @@ def _gram(z_BTK: Tensor) -> Tensor:
 
 
 def launch_stored_gram(g_BTP: Tensor, x_BTD: Tensor) -> Tensor:
-    """By the library's products and the kernel."""
+    """Return ``|G_b|^2`` plus the rounding bound, from the library's products and the kernel."""
     check_pair(g_BTP, x_BTD)
-    if not launchable(g_BTP, x_BTD):
+    if not can_launch(g_BTP, x_BTD):
         return ghost_reference(g_BTP, x_BTD)
     g, x, dtype = g_BTP.contiguous(), x_BTD.contiguous(), g_BTP.dtype
     a, b = launch_token_norms(g, x)
     A, X = (_gram(z) for z in (g, x))
     units_p, units_d = (
-        SLACK * UNIT * (rounding_steps(min(z.shape[-1], DEPTH), dtype) + SPLITS + tiles(z.shape[-1], DEPTH))
+        SLACK * UNIT * (rounding_steps(min(z.shape[-1], DEPTH), dtype) + SPLITS + cdiv(z.shape[-1], DEPTH))
         for z in (g, x)
     )
-    least = floors(g.shape[-1], x.shape[-1], units_p, units_d)
+    least = underflow_floors(g.shape[-1], x.shape[-1], units_p, units_d)
     parts = launch_reduce(A, X, a, b, units_p, units_d, least=least)
-    return finished(parts, a, b, units_p * units_d, SLACK * UNIT * rounding_steps(g.shape[1], dtype))
+    return launch_finish(parts, a, b, units_p * units_d, SLACK * UNIT * rounding_steps(g.shape[1], dtype))
 
 
 stored_gram = define(

@@ -2,72 +2,74 @@
 
     W = sum_b c_b G_b,   G_b = sum_t g_bt x_bt^T     g (B, T, P), x (B, T, D), c (B,) float32  ->  W (P, D) float32
 
-Each sample's tile is summed in a float32 accumulator of its own, in the order of ``tile_gemm.outer``, multiplied by its
-float32 factor there and added to a float32 total: no scaled copy of g, and what is added is what ``direct`` measured,
-bit for bit.
+Each sample's tile has its own float32 accumulator, summed in the order of ``tile_gemm.outer``, then multiplied by the
+sample's float32 factor and added to a float32 total. So g is never copied and scaled, and what is added is bit for bit
+what ``direct`` measured.
 
     >>> squared = direct(g, x)
     >>> factors = (C / squared.sqrt()).clamp(max=1).float()
     >>> total = weighted(g, x, factors)                          # 2 B T P D flops
 
-``many_weighted`` makes the sums of several matrices, four in a launch: on an H200, of a block of GPT-2-Large with 32 x
-512 tokens, in 971 us, in four launches 1170, by the library without factors 915.
+``foreach_weighted`` sums several matrices, four per launch.
 
-    >>> totals = many_weighted([g, h], [x, y], [factors, factors])
+    >>> totals = foreach_weighted([g, h], [x, y], [factors, factors])
 
 Guarantees:
   - a sample with factor 0 adds exactly 0, even if its gradient is NaN or infinite;
-  - what a sample adds before rounding into the total is c_b times the matrix whose norm ``direct`` returns;
+  - before it is rounded into the total, a sample adds c_b times the matrix whose norm ``direct`` returns;
   - slack: with every |c_b G_b| <= C the roundings of products and additions move W by at most 2^-24 (B^2 / 2 + 2 B) C
-    in norm, so one sample more or less moves it by at most C + 2^-24 (B + 3)^2 C. (Worst case; all samples alike.)
+    in norm, so one sample more or less moves it by at most C + 2^-24 (B + 3)^2 C. (Worst case: all samples equal.)
 
 Letters: B samples, T tokens, P output features, D input features.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from fdp_kernels.op import define, jit, tl
 from fdp_kernels.tile_gemm import (
-    Row,
     Tile,
+    TileChoice,
+    can_launch,
     check_pair,
     check_pairs,
-    choose,
-    described_pairs,
-    extents,
-    filled,
-    fours,
-    launchable,
+    choose_tile,
+    launch_by_four,
+    matrix_index,
     outer,
+    outer_options,
+    pad_to_four,
+    pair_descriptors,
     pick,
-    place,
-    tiles_of,
-    which,
+    tile_position,
+    tiles_per_sample,
+    widths_and_ends,
 )
 
 TILES = (
-    Row(190, Tile(128, 256, 64, warps=8, stages=3)),
-    Row(90, Tile(128, 128, 64, warps=8, stages=4)),
-    Row(90, Tile(64, 128, 64, warps=4, stages=3)),
-    Row(0, Tile(64, 64, 64, warps=4, stages=4)),
+    TileChoice(190, Tile(128, 256, 64, warps=8, stages=3)),
+    TileChoice(90, Tile(128, 128, 64, warps=8, stages=4)),
+    TileChoice(90, Tile(64, 128, 64, warps=4, stages=3)),
+    TileChoice(0, Tile(64, 64, 64, warps=4, stages=4)),
 )
-"""The depth must be that of ``direct``. Wide tiles, with two accumulators each, only where there are enough for about
-one and a half on a multiprocessor (an H200, 4 x 2048 tokens, 1280 -> 5120: 177 us against 197)."""
+"""The depth must equal that of ``direct``. Wide tiles, with two accumulators each, pay off only if there are about one
+and a half per multiprocessor."""
 
 
 def weighted_reference(g_BTP: Tensor, x_BTD: Tensor, factors_B: Tensor) -> Tensor:
-    """In float64, then rounded to float32 (float64 operands: not rounded)."""
+    """Return ``sum_b c_b G_b``, computed in float64, then rounded to float32 (float64 operands: not rounded)."""
     _check(g_BTP, x_BTD, factors_B)
     zero = factors_B.view(-1, 1, 1) == 0
     G_BPD = torch.bmm(g_BTP.double().mT, x_BTD.double()).masked_fill(zero, 0.0)
     return torch.tensordot(factors_B.double(), G_BPD, dims=1).to(_out_dtype(g_BTP))
 
 
-def many_weighted_reference(gs: list[Tensor], xs: list[Tensor], factors: list[Tensor]) -> list[Tensor]:
-    """:func:`weighted_reference` of each."""
+def foreach_weighted_reference(gs: list[Tensor], xs: list[Tensor], factors: list[Tensor]) -> list[Tensor]:
+    """Apply :func:`weighted_reference` to each pair and its factors."""
     return [weighted_reference(g, x, f) for g, x, f in zip(gs, xs, factors, strict=True)]
 
 
@@ -78,14 +80,14 @@ def _weighted_body(
     BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0)
-    use = which(index, end0, end1, end2)
-    g, x = pick(use, g0, g1, g2, g3), pick(use, x0, x1, x2, x3)
-    p, d = pick(use, p0, p1, p2, p3), pick(use, d0, d1, d2, d3)
-    factor_ptr = pick(use, factor_ptr0, factor_ptr1, factor_ptr2, factor_ptr3)
-    out_ptr = pick(use, out_ptr0, out_ptr1, out_ptr2, out_ptr3)
-    i, j = place(index - pick(use, 0, end0, end1, end2), tl.cdiv(p, BLOCK_P), tl.cdiv(d, BLOCK_D), GROUP)
+    matrix = matrix_index(index, end0, end1, end2)
+    g, x = pick(matrix, g0, g1, g2, g3), pick(matrix, x0, x1, x2, x3)
+    p, d = pick(matrix, p0, p1, p2, p3), pick(matrix, d0, d1, d2, d3)
+    factor_ptr = pick(matrix, factor_ptr0, factor_ptr1, factor_ptr2, factor_ptr3)
+    out_ptr = pick(matrix, out_ptr0, out_ptr1, out_ptr2, out_ptr3)
+    i, j = tile_position(index - pick(matrix, 0, end0, end1, end2), tl.cdiv(p, BLOCK_P), tl.cdiv(d, BLOCK_D), GROUP)
     total_PD = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
-    for b in tl.range(0, batch, flatten=True):  # one pipeline through all samples, not one each
+    for b in tl.range(0, batch, flatten=True):  # one pipeline through all samples, not one per sample
         acc_PD = outer(g, x, b, i, j, tokens, BLOCK_P, BLOCK_D, BLOCK_T)
         factor = tl.load(factor_ptr + b)
         total_PD += tl.where(factor != 0, factor * acc_PD, 0.0)
@@ -96,32 +98,31 @@ def _weighted_body(
 
 
 def launch_weighted(g_BTP: Tensor, x_BTD: Tensor, factors_B: Tensor, *, tile: Tile | None = None) -> Tensor:
-    """As :func:`weighted_reference`, by the kernel; ``tile`` overrides the table."""
-    return launch_many_weighted([g_BTP], [x_BTD], [factors_B], tile=tile)[0]
+    """Evaluate :func:`weighted_reference` with the kernel; ``tile`` overrides the table."""
+    return launch_foreach_weighted([g_BTP], [x_BTD], [factors_B], tile=tile)[0]
 
 
-def launch_many_weighted(
+def launch_foreach_weighted(
     gs: list[Tensor], xs: list[Tensor], factors: list[Tensor], *, tile: Tile | None = None
 ) -> list[Tensor]:
-    """As :func:`many_weighted_reference`, by the kernel, four matrices in a launch."""
+    """Evaluate :func:`foreach_weighted_reference` with the kernel, four matrices per launch."""
     check_pairs(gs, xs)
     for g, x, f in zip(gs, xs, factors, strict=True):
         _check(g, x, f)
-    if not launchable(*gs, *xs):
-        return many_weighted_reference(gs, xs, factors)
-    return [out for four in fours(gs) for out in _of_four(gs[four], xs[four], factors[four], tile)]
+    if not can_launch(*gs, *xs):
+        return foreach_weighted_reference(gs, xs, factors)
+    return launch_by_four(partial(_launch_four, tile=tile), gs, xs, factors)
 
 
-def _of_four(gs: list[Tensor], xs: list[Tensor], factors: list[Tensor], tile: Tile | None) -> list[Tensor]:
+def _launch_four(gs: list[Tensor], xs: list[Tensor], factors: list[Tensor], tile: Tile | None) -> list[Tensor]:
     (batch, tokens, _), dtype, device = gs[0].shape, gs[0].dtype, gs[0].device
-    tile = tile or choose(TILES, dtype, lambda tile: sum(tiles_of(g, x, tile) for g, x in zip(gs, xs)))
+    tile = tile or choose_tile(TILES, dtype, lambda tile: sum(tiles_per_sample(g, x, tile) for g, x in zip(gs, xs)))
     outs = [torch.empty(g.shape[-1], x.shape[-1], dtype=torch.float32, device=device) for g, x in zip(gs, xs)]
-    counts = [tiles_of(g, x, tile) for g, x in zip(gs, xs)]
+    counts = [tiles_per_sample(g, x, tile) for g, x in zip(gs, xs)]
     _weighted_body[(sum(counts),)](
-        *described_pairs(gs, xs, tile), *filled([f.contiguous() for f in factors]), *filled(outs),
-        *extents(gs, xs, counts), batch, tokens,
-        BLOCK_P=tile.rows, BLOCK_D=tile.columns, BLOCK_T=tile.depth, GROUP=tile.group,
-        num_warps=tile.warps, num_stages=tile.stages,
+        *pair_descriptors(gs, xs, tile), *pad_to_four([f.contiguous() for f in factors]), *pad_to_four(outs),
+        *widths_and_ends(gs, xs, counts), batch, tokens,
+        **outer_options(tile),
     )  # fmt: skip
     return outs
 
@@ -135,7 +136,7 @@ def _check(g: Tensor, x: Tensor, factors: Tensor) -> None:
     if factors.shape != g.shape[:1] or factors.dtype not in (torch.float32, _out_dtype(g)):
         raise ValueError(
             f"factors: expected {g.shape[0]} float32 numbers, got shape {tuple(factors.shape)} {factors.dtype}; "
-            "a factor rounded to fewer digits can leave a clipped gradient above its bound"
+            "with a factor rounded to fewer digits, a clipped gradient can exceed its bound"
         )
 
 
@@ -151,11 +152,11 @@ weighted = define(
     fake=_fake,
 )
 """``(g_BTP, x_BTD, factors_B)``: as :func:`weighted_reference`."""
-many_weighted = define(
-    "many_weighted",
+foreach_weighted = define(
+    "foreach_weighted",
     "Tensor[] gs, Tensor[] xs, Tensor[] factors -> Tensor[]",
-    reference=many_weighted_reference,
-    cuda=launch_many_weighted,
+    reference=foreach_weighted_reference,
+    cuda=launch_foreach_weighted,
     fake=lambda gs, xs, factors: [_fake(g, x, f) for g, x, f in zip(gs, xs, factors)],
 )
-"""``(gs, xs, factors)``: as :func:`many_weighted_reference`; pairs alike in samples and tokens."""
+"""``(gs, xs, factors)``: as :func:`foreach_weighted_reference`; all pairs have equal samples and tokens."""

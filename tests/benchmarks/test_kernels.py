@@ -16,7 +16,12 @@ from benchmarks.kernel_checks import Block, Shape, check_token_sums
 from benchmarks.kernel_entries import BLOCKS, ENTRIES, Entry, problems
 from tests.conftest import randn
 
-TOGETHER = {"many_direct": "direct", "many_ghosts": "ghost", "many_kept": "keep", "many_weighted": "weighted"}
+TOGETHER = {
+    "foreach_direct": "direct",
+    "foreach_ghost": "ghost",
+    "foreach_keep": "keep",
+    "foreach_weighted": "weighted",
+}
 ALIKE = (2, 3)
 """Two matrices of ``BLOCK`` that no shape tells apart."""
 BLOCK = Block(2, 20, ((40, 33), (33, 40), (36, 34), (36, 34)))
@@ -86,7 +91,7 @@ def exchanged(entry: Entry, first: int, second: int) -> Entry:
         order = list(range(len(BLOCK.widths)))
         order[first], order[second] = second, first
         found = entry.kernel(*inputs, **options)
-        if entry.name == "many_kept":
+        if entry.name == "foreach_keep":
             return [found[i] for i in [*order, *(len(order) + i for i in order)]]
         return found[order] if isinstance(found, torch.Tensor) else [found[i] for i in order]
 
@@ -112,7 +117,7 @@ def test_a_kernel_that_leaves_a_matrix_out_is_refused(name, on_cpu, timed):
     assert not timed
 
 
-@pytest.mark.parametrize("name", ["direct", "ghost", "many_direct", "many_ghosts"])
+@pytest.mark.parametrize("name", ["direct", "ghost", "foreach_direct", "foreach_ghost"])
 def test_a_kernel_that_exchanges_two_samples_is_refused(name, on_cpu):
     entry = entry_of(name)
     wrong = entry._replace(kernel=lambda *inputs: entry.kernel(*inputs).flip(-1))
@@ -214,16 +219,18 @@ def command(on_cpu, timed, monkeypatch, tmp_path):
 
 
 def test_the_command_writes_a_row_of_every_block(command):
-    names = ("many_direct", "many_kept")
+    names = ("foreach_direct", "foreach_keep")
     code, record, page = command("--quick", "--only", *names)
     assert code == 0
-    assert record["command"] == "python -m benchmarks.kernels --quick --only many_direct many_kept --out kernels"
+    assert record["command"] == "python -m benchmarks.kernels --quick --only foreach_direct foreach_keep --out kernels"
     assert [(row["kernel"], row["tokens"]) for row in record["rows"]] == [(n, t) for n in names for t in (20, 24)]
-    assert "| many_kept          | 2 x 24, a block            | 2.000    |" in page
+    assert "| foreach_keep          | 2 x 24, a block            | 2.000    |" in page
 
 
 def test_the_command_tells_that_a_kernel_is_wrong(command, monkeypatch):
-    monkeypatch.setattr(kernels, "ENTRIES", [exchanged(entry_of("many_weighted"), *ALIKE), entry_of("many_direct")])
+    monkeypatch.setattr(
+        kernels, "ENTRIES", [exchanged(entry_of("foreach_weighted"), *ALIKE), entry_of("foreach_direct")]
+    )
     code, record, page = command("--tokens", "24")
     assert code == 1
     assert ["failed" in row for row in record["rows"]] == [True, False]
@@ -231,7 +238,7 @@ def test_the_command_tells_that_a_kernel_is_wrong(command, monkeypatch):
 
 
 def test_tiles_of_a_block_are_tried_on_a_ragged_one_first(command, monkeypatch):
-    small = entry_of("many_ghosts")._replace(ragged=BLOCK)
+    small = entry_of("foreach_ghost")._replace(ragged=BLOCK)
     square, flat = direct.Tile(32, 32, 16, 4, 2), direct.Tile(32, 16, 16, 4, 2)
     monkeypatch.setattr(kernels, "ENTRIES", [small._replace(tiles=(flat, square)), entry_of("keep_by_matmul")])
     code, record, page = command("--tune", "--tokens", "20")

@@ -56,7 +56,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
     for module in (fdp.gradients.rules, fdp.gradients.launches):
         monkeypatch.setattr(module, "has_kernels", lambda r: isinstance(r, Pair) and r.right.dtype == HALF)
-    for name in ("many_direct", "many_kept", "many_ghosts", "many_weighted"):
+    for name in ("foreach_direct", "foreach_keep", "foreach_ghost", "foreach_weighted"):
         monkeypatch.setattr(fdp.gradients.launches, name, counting(name))
     return found
 
@@ -72,7 +72,7 @@ def test_kept_gradients_are_those_of_each_alone(launches: list[tuple[str, int]])
         assert (got.squares is None) == (alone.squares is None)
         if got.squares is not None and alone.squares is not None:
             assert_same(got.squares.sum(1), alone.squares.sum(1))
-    assert sorted(launches) == [("many_kept", 1), ("many_kept", 3)]
+    assert sorted(launches) == [("foreach_keep", 1), ("foreach_keep", 3)]
 
 
 def test_norms_are_those_of_each_alone(launches: list[tuple[str, int]]) -> None:
@@ -81,11 +81,16 @@ def test_norms_are_those_of_each_alone(launches: list[tuple[str, int]]) -> None:
         assert_same(got, symmetric_squared_norm(record))
     for got, record in zip(direct_squared_norms(pairs), pairs, strict=True):
         assert_same(got, direct_squared_norm(record))
-    assert sorted(launches) == [("many_direct", 1), ("many_direct", 3), ("many_ghosts", 1), ("many_ghosts", 3)]
+    assert sorted(launches) == [
+        ("foreach_direct", 1),
+        ("foreach_direct", 3),
+        ("foreach_ghost", 1),
+        ("foreach_ghost", 3),
+    ]
 
 
 def test_each_way_to_a_norm_goes_by_its_own_kernel(launches: list[tuple[str, int]]) -> None:
-    for by, name in ((NormBy.DIRECT, "many_direct"), (NormBy.SYMMETRIC, "many_ghosts")):
+    for by, name in ((NormBy.DIRECT, "foreach_direct"), (NormBy.SYMMETRIC, "foreach_ghost")):
         SQUARED_NORMS[by]([pair(3, 5, 4, 6)])
         assert launches.pop() == (name, 1)
     SQUARED_NORMS[NormBy.GRAM]([pair(3, 5, 4, 6)])
@@ -101,7 +106,7 @@ def test_sums_are_those_of_each_alone_with_its_own_factors(launches: list[tuple[
     poisoned[3] = Pair(left.index_fill(0, torch.tensor([1]), torch.nan), poisoned[3].right, poisoned[3].shape)  # type: ignore
     for got, record, f in zip(weighted_gradients(poisoned, factors), records(), factors, strict=True):
         torch.testing.assert_close(got.double(), weighted_gradient(record, f).double(), rtol=1e-6, atol=1e-6)
-    assert sorted(launches) == [("many_weighted", 1), ("many_weighted", 3)]
+    assert sorted(launches) == [("foreach_weighted", 1), ("foreach_weighted", 3)]
 
 
 def test_more_samples_than_float32_adds_up_are_summed_apart(launches: list[tuple[str, int]]) -> None:

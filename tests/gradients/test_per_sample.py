@@ -477,5 +477,5 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "has_kernels", lambda r: isinstance(r, Pair) and r.right.dtype == half)
     monkeypatch.setattr(fdp.gradients.rules, "weighted", summed_in_float32)
     monkeypatch.setattr(
-        fdp.gradients.launches, "many_weighted", lambda *lists: [summed_in_float32(*of) for of in zip(*lists)]
+        fdp.gradients.launches, "foreach_weighted", lambda *lists: [summed_in_float32(*of) for of in zip(*lists)]
     )

@@ -12,26 +12,32 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from fdp_kernels.direct import TILES as DIRECT_TILES
-from fdp_kernels.direct import direct, direct_reference, launch_direct, launch_many_direct, many_direct
+from fdp_kernels.direct import direct, direct_reference, foreach_direct, launch_direct, launch_foreach_direct
 from fdp_kernels.ghost import TILES as GHOST_TILES
-from fdp_kernels.ghost import ghost, ghost_reference, launch_ghost, launch_many_ghosts, many_ghosts
+from fdp_kernels.ghost import foreach_ghost, ghost, ghost_reference, launch_foreach_ghost, launch_ghost
 from fdp_kernels.keep import (
+    foreach_keep,
     keep,
     keep_by_matmul,
     keep_reference,
+    launch_foreach_keep,
     launch_keep,
-    launch_many_kept,
     launch_squared_norms,
     launch_weighted_sum,
-    many_kept,
     squared_norms,
     squared_norms_reference,
     weighted_sum,
     weighted_sum_reference,
 )
-from fdp_kernels.tile_gemm import Tile, aligned, extents
+from fdp_kernels.tile_gemm import Tile, align_rows, widths_and_ends
 from fdp_kernels.weighted import TILES as WEIGHTED_TILES
-from fdp_kernels.weighted import launch_many_weighted, launch_weighted, many_weighted, weighted, weighted_reference
+from fdp_kernels.weighted import (
+    foreach_weighted,
+    launch_foreach_weighted,
+    launch_weighted,
+    weighted,
+    weighted_reference,
+)
 
 SHAPES = [(1, 1, 5, 7), (3, 63, 40, 33), (1, 100, 70, 50)]
 SMALL = Tile(16, 32, 32, warps=4, stages=2, group=2)
@@ -253,7 +259,7 @@ def test_ghost_is_never_below_where_few_tokens_hold_all(tokens: int) -> None:
 )
 def test_what_is_filled_in_has_no_programs(matrices: int, expected: list[int]) -> None:
     gs, xs = ([torch.zeros(1, 1, first + k) for k in range(matrices)] for first in (5, 7))
-    assert extents(gs, xs, [3 + k for k in range(matrices)]) == expected
+    assert widths_and_ends(gs, xs, [3 + k for k in range(matrices)]) == expected
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, about what is wanted here
@@ -265,21 +271,21 @@ def test_of_many_matrices_each_is_as_alone() -> None:
     factors[2][1] = 0.0
     xs[2][1] = torch.nan
     for tile in (None, SMALL._replace(columns=16)):
-        many = launch_many_ghosts(gs, xs, tile=tile)
+        many = launch_foreach_ghost(gs, xs, tile=tile)
         assert many.shape == (5, 2)
         for n, g, x in zip(many, gs, xs):
             torch.testing.assert_close(n, launch_ghost(g, x, tile=tile), rtol=0, atol=0, equal_nan=True)
     for tile in TILES:
-        for n, g, x in zip(launch_many_direct(gs, xs, tile=tile), gs, xs, strict=True):
+        for n, g, x in zip(launch_foreach_direct(gs, xs, tile=tile), gs, xs, strict=True):
             torch.testing.assert_close(n, launch_direct(g, x, tile=tile), rtol=1e-14, atol=0, equal_nan=True)
-        kept = launch_many_kept(gs, xs, tile=tile)
+        kept = launch_foreach_keep(gs, xs, tile=tile)
         assert len(kept) == 10
         for G, parts, g, x in zip(kept[:5], kept[5:], gs, xs):
             alone, squares = launch_keep(g, x, tile=tile)
             torch.testing.assert_close(G, alone, rtol=0, atol=0, equal_nan=True)
             torch.testing.assert_close(parts.sum(1), squares.sum(1), rtol=1e-12, atol=0, equal_nan=True)
     for tile in TILES[:2]:
-        for total, g, x, f in zip(launch_many_weighted(gs, xs, factors, tile=tile), gs, xs, factors):
+        for total, g, x, f in zip(launch_foreach_weighted(gs, xs, factors, tile=tile), gs, xs, factors):
             assert torch.equal(total, launch_weighted(g, x, f, tile=tile))
             torch.testing.assert_close(total, weighted_reference(g, x, f), rtol=1e-5, atol=1e-5)
 
@@ -352,8 +358,8 @@ def test_views_of_larger_tensors_and_odd_widths() -> None:
     wide_g, wide_x = g.new_full((3, 25, 40), 7.0), x.new_full((3, 25, 24), 7.0)
     wide_g[:, :20, 4:28], wide_x[:, :20, :17] = g, x
     views = wide_g[:, :20, 4:28], wide_x[:, :20, :17]
-    assert aligned(views[0]) is views[0]
-    assert aligned(x).stride(1) == 20  # 17 floats a row cannot be described; a copy with padded rows can
+    assert align_rows(views[0]) is views[0]
+    assert align_rows(x).stride(1) == 20  # 17 floats a row cannot be described; a copy with padded rows can
     assert torch.equal(launch_direct(*views), launch_direct(g, x))
     for odd in (g.transpose(0, 1).contiguous().transpose(0, 1), g[:, :1].expand(3, 20, 24), g.mT.contiguous().mT):
         assert torch.equal(launch_direct(odd, x), launch_direct(odd.contiguous(), x))
@@ -375,10 +381,10 @@ def test_bad_arguments_are_named() -> None:
         direct(g, x[:, :4])
     with pytest.raises(ValueError, match="factors"):
         weighted(g, x, torch.ones(2, dtype=torch.bfloat16))
-    with pytest.raises(ValueError, match="alike in samples"):
-        many_ghosts([g, g[:, :4]], [x, x[:, :4]])
+    with pytest.raises(ValueError, match="equal samples"):
+        foreach_ghost([g, g[:, :4]], [x, x[:, :4]])
     with pytest.raises(ValueError, match="as many g as x"):
-        launch_many_kept([g], [])
+        launch_foreach_keep([g], [])
     with pytest.raises(ValueError, match="square tile"):
         launch_ghost(g, x, tile=SMALL)
     with pytest.raises(ValueError, match="weighted_sum"):
@@ -396,10 +402,10 @@ def test_ops() -> None:
         (weighted_sum, (g, factors, torch.float64)),
         (weighted_sum, (g, factors, torch.float64, g[0].double())),
         (weighted, (g, x, factors)),
-        (many_direct, ([g, x], [x, g])),
-        (many_ghosts, ([g, x], [x, g])),
-        (many_kept, ([g, x], [x, g])),
-        (many_weighted, ([g, x], [x, g], [factors, factors])),
+        (foreach_direct, ([g, x], [x, g])),
+        (foreach_ghost, ([g, x], [x, g])),
+        (foreach_keep, ([g, x], [x, g])),
+        (foreach_weighted, ([g, x], [x, g], [factors, factors])),
     ):
         torch.library.opcheck(op.default, arguments)
 
@@ -476,19 +482,19 @@ def test_gpu_of_many_matrices_each_is_as_alone(sides: tuple[tuple[int, int], ...
     pairs = [random_pair((4, tokens, *side), "cuda", BF16) for side in sides]
     gs, xs = [g for g, _ in pairs], [x for _, x in pairs]
     factors = [factors_of(4, "cuda") * (k + 1) for k in range(len(sides))]
-    kept = many_kept(gs, xs)
-    squares, sums = many_ghosts(gs, xs), many_weighted(gs, xs, factors)
+    kept = foreach_keep(gs, xs)
+    squares, sums = foreach_ghost(gs, xs), foreach_weighted(gs, xs, factors)
     for k, (g, x) in enumerate(pairs):
         tile = DIRECT_TILES[0].tile
-        assert torch.equal(launch_many_direct(gs, xs, tile=tile)[k], launch_direct(g, x, tile=tile))
-        assert torch.equal(launch_many_kept(gs, xs, tile=tile)[k], launch_keep(g, x, tile=tile)[0])
+        assert torch.equal(launch_foreach_direct(gs, xs, tile=tile)[k], launch_direct(g, x, tile=tile))
+        assert torch.equal(launch_foreach_keep(gs, xs, tile=tile)[k], launch_keep(g, x, tile=tile)[0])
         assert_rounded_up(kept[len(sides) + k].sum(1), squared_norms_reference(kept[k]))
         tile = GHOST_TILES[0].tile
-        assert torch.equal(launch_many_ghosts(gs, xs, tile=tile)[k], launch_ghost(g, x, tile=tile))
+        assert torch.equal(launch_foreach_ghost(gs, xs, tile=tile)[k], launch_ghost(g, x, tile=tile))
         assert bool((squares[k] >= direct(g, x) * (1 - 2.0**-14)).all())
         tile = WEIGHTED_TILES[0].tile
         alone = launch_weighted(g, x, factors[k], tile=tile)
-        assert torch.equal(launch_many_weighted(gs, xs, factors, tile=tile)[k], alone)
+        assert torch.equal(launch_foreach_weighted(gs, xs, factors, tile=tile)[k], alone)
         assert torch.equal(sums[k], alone)  # in any tile the same
 
 

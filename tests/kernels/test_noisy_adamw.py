@@ -6,12 +6,14 @@ import math
 
 import pytest
 import torch
-from fdp_kernels import chacha20
 from fdp_kernels import noisy_adamw as kernel
-from fdp_kernels.noisy_adamw import Hyper, Leaf, Tables
+from fdp_kernels import normal
+from fdp_kernels.launch_tables import FIELDS, LaunchTables, Leaf
+from fdp_kernels.noisy_adamw import Hyper
+from fdp_kernels.op import INTERPRETED
 from torch import Tensor
 
-interpreted = pytest.mark.skipif(not chacha20.INTERPRETED, reason="Triton's interpreter runs where there is no GPU")
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="Triton's interpreter runs where there is no GPU")
 HYPER = Hyper(b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.1, noise_std=0.0, eps_root=0.0)
 MOMENTUM = Hyper(b1=0.8, b2=None, eps=0.0, weight_decay=0.1, noise_std=0.0, eps_root=0.0)
 SCALARS = torch.tensor([0.7, 1 / 3, 1.9, 1.2, 0.01, 2.0**-21], dtype=torch.float64)
@@ -92,7 +94,7 @@ def test_without_noise_it_is_adamw_on_the_weighted_mean(decay):
         optimizer.step()
         unbias = [1 / (1 - b**step) for b in (0.9, 0.999)]
         scalars = torch.tensor([0.7, 1 / 8, *unbias, 0.01, 0.0], dtype=torch.float64)
-        kernel.update_([leaf], None, scalars, HYPER, Tables())
+        kernel.update_leaves_([leaf], None, scalars, HYPER, LaunchTables())
         torch.testing.assert_close(leaf.param, param.detach(), rtol=1e-5, atol=1e-6)
         assert leaf.copy is not None
         assert torch.equal(leaf.copy, leaf.param)
@@ -101,8 +103,9 @@ def test_without_noise_it_is_adamw_on_the_weighted_mean(decay):
 def test_the_noise_is_that_of_the_key_times_the_scale():
     leaf = leaf_of(2, (5, 7), first=19)
     start, key = clones([leaf])[0], keys_of([leaf])
-    kernel.update_([leaf], key, SCALARS, HYPER._replace(b1=0.0), Tables())  # the mean is then the gradient itself
-    z = chacha20.normal_reference(key[0], [54], [19], [35], -math.inf, math.inf, torch.float64).view(5, 7)
+    hyper = HYPER._replace(b1=0.0)  # the mean is then the gradient itself
+    kernel.update_leaves_([leaf], key, SCALARS, hyper, LaunchTables())
+    z = normal.normal_reference(key[0], [54], [19], [35], -math.inf, math.inf, torch.float64).view(5, 7)
     total = torch.einsum("s,sij->ij", start.factors, start.rows.double())
     torch.testing.assert_close(leaf.mean.double(), (total + 0.7 * z) / 3, rtol=1e-6, atol=2.0**-22)
 
@@ -112,7 +115,7 @@ def reference(leaves: list[Leaf], keys: Tensor | None, scalars: Tensor, hyper: H
 
 
 def body(leaves: list[Leaf], keys: Tensor | None, scalars: Tensor, hyper: Hyper) -> None:
-    kernel.launch_noisy_adamw_(leaves, keys, scalars, hyper, Tables())
+    kernel.launch_noisy_adamw_(leaves, keys, scalars, hyper, LaunchTables())
 
 
 IMPLEMENTATIONS = [reference, pytest.param(body, marks=interpreted)]
@@ -123,7 +126,7 @@ def test_nothing_is_rounded_before_the_noise(update):
     """2^-30 beside 1 is lost in float32; with noise of -1 it is all that is left."""
     leaf = leaf_of(2, (1,))._replace(rows=torch.tensor([[2.0**-30], [1.0]]), factors=torch.ones(2, dtype=torch.float64))
     key = keys_of([leaf])
-    draw = chacha20.normal_reference if update is reference else chacha20.launch_normal
+    draw = normal.normal_reference if update is reference else normal.launch_normal
     z = float(draw(key[0], [1], [0], [1], -math.inf, math.inf, torch.float64))
     scalars = torch.tensor([-1 / z, 1, 1, 1, 0.01, 2.0**-51], dtype=torch.float64)
     update([leaf], key, scalars, HYPER._replace(b1=0.0))  # the mean is then the gradient itself
@@ -139,7 +142,7 @@ def test_the_noised_sum_is_rounded_to_the_grid_before_anything_is_made_of_it(upd
     plain, key = clones([leaf])[0], keys_of([leaf])
     update([leaf], key, scalars, HYPER._replace(b1=0.0))  # the mean is then the gradient itself
     assert torch.equal((leaf.mean / grid).round() * grid, leaf.mean)
-    z = chacha20.normal_reference(key[0], [48], [3], [45], -math.inf, math.inf, torch.float64).view(5, 9)
+    z = normal.normal_reference(key[0], [48], [3], [45], -math.inf, math.inf, torch.float64).view(5, 9)
     total = torch.einsum("s,sij->ij", plain.factors, plain.rows.double())
     assert ((leaf.mean.double() - total - z).abs() <= grid / 2 + 1e-6).all()
     update([plain], None, scalars, HYPER._replace(b1=0.0))
@@ -148,18 +151,18 @@ def test_the_noised_sum_is_rounded_to_the_grid_before_anything_is_made_of_it(upd
 
 def test_every_capture_takes_memory_that_was_reserved_for_it():
     """Two kinds of step may both run before either is recorded: neither may use up what the other needs."""
-    tables, pinned = Tables(), []
+    tables, pinned = LaunchTables(), []
     tables.reserve()
-    assert tables._spare is None  # nothing is known yet of the leaves
-    tables._shape = torch.Size((3, kernel._FIELDS))
+    assert tables._reserved is None  # nothing is known yet of the leaves
+    tables._shape = torch.Size((3, FIELDS))
     make = torch.empty
     try:
         torch.empty = lambda *args, pin_memory=False, **options: pinned.append(pin_memory) or make(*args, **options)
         for _ in range(2):
             tables.reserve()
             tables.reserve()  # one is enough
-            assert tables._spare is not None
-            tables._spare = None  # as a capture does
+            assert tables._reserved is not None
+            tables._reserved = None  # as a capture does
     finally:
         torch.empty = make
     assert pinned == [True, True]
@@ -216,7 +219,7 @@ def test_a_second_moment_goes_with_its_decay(hyper):
     leaf = leaf_of(1, (16,))
     leaf = leaf if hyper is MOMENTUM else leaf._replace(square=None)
     with pytest.raises(ValueError, match=r"leaf 0: expected a second moment where hyper\.b2 is given"):
-        kernel.update_([leaf], None, SCALARS, hyper, Tables())
+        kernel.update_leaves_([leaf], None, SCALARS, hyper, LaunchTables())
 
 
 @interpreted
@@ -236,7 +239,7 @@ def test_a_part_gets_its_part_of_the_noise():
 
 @interpreted
 def test_tables_are_made_anew_for_other_tensors():
-    tables, leaves = Tables(), [leaf_of(1, (16,)), leaf_of(1, (5,))]
+    tables, leaves = LaunchTables(), [leaf_of(1, (16,)), leaf_of(1, (5,))]
     for _ in range(2):
         got, want = clones(leaves), clones(leaves)
         kernel.launch_noisy_adamw_(got, None, SCALARS, HYPER, tables)
@@ -277,15 +280,15 @@ def test_the_op_equals_its_reference_and_passes_opcheck():
 def test_leaves_that_do_not_fit_are_refused(change, message):
     leaf = leaf_of(2, (4, 5))
     with pytest.raises(ValueError, match=message):
-        kernel.update_([change(leaf)], None, SCALARS, HYPER, Tables())
+        kernel.update_leaves_([change(leaf)], None, SCALARS, HYPER, LaunchTables())
 
 
 def test_wrong_keys_and_scalars_are_refused():
     leaf = leaf_of(1, (4,))
     with pytest.raises(ValueError, match="keys"):
-        kernel.update_([leaf], keys_of([leaf, leaf]), SCALARS, HYPER, Tables())
+        kernel.update_leaves_([leaf], keys_of([leaf, leaf]), SCALARS, HYPER, LaunchTables())
     with pytest.raises(ValueError, match="scalars"):
-        kernel.update_([leaf], None, SCALARS.float(), HYPER, Tables())
+        kernel.update_leaves_([leaf], None, SCALARS.float(), HYPER, LaunchTables())
 
 
 # ---------------------------------------------------------------- on a GPU
@@ -309,7 +312,7 @@ def realistic() -> list[Leaf]:
 def test_gpu_without_a_second_moment_equals_the_reference():
     leaves = [leaf._replace(square=None) for leaf in ragged()]
     got, want = clones(leaves, "cuda"), clones(leaves)
-    kernel.update_(got, None, SCALARS.cuda(), MOMENTUM, Tables())
+    kernel.update_leaves_(got, None, SCALARS.cuda(), MOMENTUM, LaunchTables())
     kernel.noisy_adamw_reference_(want, None, SCALARS, MOMENTUM)
     assert_same(got, want)
 
@@ -324,7 +327,7 @@ def test_gpu_equals_the_reference_and_itself(noisy):
     keys = keys_of(leaves) if noisy else None
     kernel.noisy_adamw_reference_(want, keys, SCALARS, HYPER)
     for target in (got, again):
-        kernel.update_(target, None if keys is None else keys.cuda(), SCALARS.cuda(), HYPER, Tables())
+        kernel.update_leaves_(target, None if keys is None else keys.cuda(), SCALARS.cuda(), HYPER, LaunchTables())
     assert_same(got, want, rtol=1e-5, atol=1e-6)
     assert all(torch.equal(a, b) for x, y in zip(got, again) for a, b in zip(written(x), written(y)))
 
@@ -335,21 +338,21 @@ def test_gpu_adds_the_very_draws_of_the_normal_op():
     leaf.rows.zero_()
     key = keys_of([leaf]).cuda()
     scalars = torch.tensor([1, 1, 1, 1, 0.01, 2.0**-20], dtype=torch.float64, device="cuda")
-    kernel.update_([leaf], key, scalars, HYPER._replace(b1=0.0), Tables())
+    kernel.update_leaves_([leaf], key, scalars, HYPER._replace(b1=0.0), LaunchTables())
     box = [1 << 20], [0], [1 << 20]
-    z = chacha20.normal(key[0], *box, -math.inf, math.inf, torch.float64)
+    z = normal.normal(key[0], *box, -math.inf, math.inf, torch.float64)
     assert torch.equal(leaf.mean.view(-1), ((z * 2**20).round() * 2.0**-20).float())
 
 
 @pytest.mark.gpu
 def test_gpu_replays_in_a_graph_with_sums_made_inside_it():
-    leaves, tables = clones(realistic(), "cuda"), Tables()
+    leaves, tables = clones(realistic(), "cuda"), LaunchTables()
     keys, scalars = keys_of(leaves).cuda(), SCALARS.cuda()
     source = [leaf.rows.clone() for leaf in leaves]
 
     def step() -> None:  # rows live where the graph keeps them, not where the call before it found them
         made = [leaf._replace(rows=rows * 2) for leaf, rows in zip(leaves, source)]
-        kernel.update_(made, keys, scalars, HYPER, tables)
+        kernel.update_leaves_(made, keys, scalars, HYPER, tables)
 
     start = clones(leaves, "cuda")
     step()
@@ -367,5 +370,5 @@ def test_gpu_replays_in_a_graph_with_sums_made_inside_it():
         graph.replay()
         replayed = clones(leaves, "cuda")
         want = [leaf._replace(rows=rows * 2) for leaf, rows in zip(clones(start, "cuda"), source)]
-        kernel.update_(want, keys, scalars, HYPER, Tables())
+        kernel.update_leaves_(want, keys, scalars, HYPER, LaunchTables())
         assert all(torch.equal(a, b) for x, y in zip(replayed, want) for a, b in zip(written(x), written(y)))

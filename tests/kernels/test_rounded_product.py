@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from fdp_kernels.rounded_product import _library_product, padded, rounded_product, rounded_product_reference
+from fdp_kernels.rounded_product import _library_product, pad_to_alignment, rounded_product, rounded_product_reference
 from torch import Tensor
 
 SHAPES = [(5, 8, 12), (7, 9, 5), (3, 1025, 17), (0, 4, 4), (4, 0, 3)]
@@ -27,11 +27,11 @@ def test_on_a_cpu_it_is_the_product(shape):
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if min(shape)])
 def test_zeros_around_it_change_no_product(shape):
     a, b = pair(*shape, dtype=torch.float64)
-    wide, tall = padded(a, rows=1), padded(b)
+    wide, tall = pad_to_alignment(a, rows=1), pad_to_alignment(b)
     assert wide.shape[1] == tall.shape[0]
     assert not any(extent % 4 for extent in (wide.shape[1], *tall.shape))
     torch.testing.assert_close((wide @ tall)[:, : shape[2]], a @ b)
-    assert padded(b.mT, rows=1).is_contiguous()
+    assert pad_to_alignment(b.mT, rows=1).is_contiguous()
 
 
 MATMUL = torch.backends.cuda.matmul
@@ -85,7 +85,7 @@ def test_gpu_rounds_to_eleven_bits_and_leaves_the_setting_as_it_was(shape, trans
     a, b = (x.cuda() for x in pair(*shape))
     a = a.mT.contiguous().mT if transposed else a
     before = torch.backends.cuda.matmul.allow_tf32
-    got = rounded_product(padded(a, rows=1), padded(b))[:, : shape[2]]
+    got = rounded_product(pad_to_alignment(a, rows=1), pad_to_alignment(b))[:, : shape[2]]
     assert torch.backends.cuda.matmul.allow_tf32 == before
     want = rounded_product_reference(a.double(), b.double())
     bound = 2.0**-10 * (a.double().square().sum(1, keepdim=True) * b.double().square().sum(0)).sqrt()

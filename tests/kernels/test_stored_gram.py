@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from fdp_kernels.direct import direct, direct_reference
 from fdp_kernels.ghost import ghost_reference, launch_ghost
-from fdp_kernels.stored_gram import finished, launch_reduce, launch_stored_gram, launch_token_norms, stored_gram
+from fdp_kernels.stored_gram import launch_finish, launch_reduce, launch_stored_gram, launch_token_norms, stored_gram
 from fdp_kernels.weighted import launch_weighted, weighted
 
 from tests.kernels.test_linear import (
@@ -114,9 +114,9 @@ def test_the_bound_is_finished_over_all_parts_and_tokens(tokens: int, parts: int
     length = (a.double() * b.double()).sum(1)
     square = partial.sum(1).clamp_min(0) + 0.5 * length.square()
     expected = (square.sqrt() + 0.25 * length).square()
-    torch.testing.assert_close(finished(partial, a, b, 0.5, 0.25), expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(launch_finish(partial, a, b, 0.5, 0.25), expected, rtol=1e-12, atol=0)
     partial[2, -1] = torch.nan
-    found = finished(partial, a, b, 0.5, 0.25)
+    found = launch_finish(partial, a, b, 0.5, 0.25)
     assert found[2].isnan()
     torch.testing.assert_close(found[:2], expected[:2], rtol=1e-12, atol=0)
 

@@ -10,12 +10,12 @@ pytest.importorskip("triton")
 
 from fdp_kernels import token_sums as module
 from fdp_kernels.token_sums import (
-    each_of,
-    launch_many_token_sums,
+    foreach_token_sums,
+    foreach_token_sums_reference,
+    launch_foreach_token_sums,
     launch_token_product_sums,
     launch_token_sums,
-    many_token_sums,
-    many_token_sums_reference,
+    split_token_sums,
     token_product_sums,
     token_product_sums_reference,
     token_sums,
@@ -88,17 +88,17 @@ def test_rows_need_not_be_dense() -> None:
 def test_sums_of_many_are_those_of_each(widths: list[int]) -> None:
     gs = [rows(2, 150, width, seed=i) for i, width in enumerate(widths)]
     gs[0] = gs[0].transpose(0, 1).contiguous().transpose(0, 1)
-    found = launch_many_token_sums(gs)
-    assert torch.equal(found, launch_many_token_sums(gs))
-    for sums, g in zip(each_of(found, gs), gs, strict=True):
+    found = launch_foreach_token_sums(gs)
+    assert torch.equal(found, launch_foreach_token_sums(gs))
+    for sums, g in zip(split_token_sums(found, gs), gs, strict=True):
         assert sums.is_contiguous()
         assert ((sums.double() - g.double().sum(1)).abs() <= 64 * 2**-24 * g.abs().sum(1)).all()
-    torch.testing.assert_close(many_token_sums_reference(gs), found, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(foreach_token_sums_reference(gs), found, rtol=1e-5, atol=1e-4)
 
 
 def test_sums_of_many_that_are_not_alike_are_refused() -> None:
-    with pytest.raises(ValueError, match="alike in all but width"):
-        many_token_sums([rows(2, 5, 3), rows(2, 6, 3)])
+    with pytest.raises(ValueError, match="differ only in width"):
+        foreach_token_sums([rows(2, 5, 3), rows(2, 6, 3)])
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 3), (2, 0, 3), (2, 5, 0)])
@@ -107,7 +107,7 @@ def test_sums_of_nothing_are_zero(shape: tuple[int, ...]) -> None:
     for sums, squares in (launch_token_sums(g), launch_token_product_sums(g, g)):
         assert torch.equal(sums, torch.zeros(shape[0], shape[2]))
         assert torch.equal(squares, torch.zeros(shape[0], min(shape[2], 1), dtype=torch.float64))
-    assert torch.equal(launch_many_token_sums([g, g]), torch.zeros(2 * shape[0] * shape[2]))
+    assert torch.equal(launch_foreach_token_sums([g, g]), torch.zeros(2 * shape[0] * shape[2]))
 
 
 def test_references_keep_float64() -> None:
@@ -119,7 +119,7 @@ def test_ops() -> None:
     g, h = rows(2, 5, 3), rows(2, 5, 3, seed=2)
     torch.library.opcheck(token_sums, (g,))
     torch.library.opcheck(token_product_sums, (g, h))
-    torch.library.opcheck(many_token_sums, ([g, h],))
+    torch.library.opcheck(foreach_token_sums, ([g, h],))
 
 
 @pytest.mark.gpu
@@ -146,11 +146,11 @@ def test_bfloat16_on_the_gpu(batch: int, tokens: int, width: int) -> None:
 def test_sums_of_many_on_the_gpu() -> None:
     widths = [3840, 1280, 5120, 1280, 1601]
     gs = [torch.randn(4, 1000, width, device=DEVICE).bfloat16() for width in widths]
-    found = many_token_sums(gs)
+    found = foreach_token_sums(gs)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        again = many_token_sums(gs)
+        again = foreach_token_sums(gs)
     graph.replay()
     assert torch.equal(again, found)
-    for sums, g in zip(each_of(found, gs), gs, strict=True):
+    for sums, g in zip(split_token_sums(found, gs), gs, strict=True):
         assert ((sums.double() - g.double().sum(1)).abs() <= 64 * 2**-24 * g.float().abs().sum(1)).all()
