@@ -1,4 +1,4 @@
-"""Cross-entropy with its gradient in place: the kernel against its reference, and that against torch's."""
+"""Tests of the in-place cross-entropy gradient: the kernel against the reference, the reference against torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def problem(rows: int, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits, targets (the second ignored, if there is one) and scales (the third 0)."""
+    """Return logits, targets (the second is ignored) and scales (the third is 0)."""
     draw = torch.Generator().manual_seed(0)
     logits = 5 * randn(rows, vocab).float()
     targets = torch.randint(0, vocab, (rows,), generator=draw)
@@ -51,8 +51,8 @@ def test_kernel_equals_reference(rows: int, vocab: int) -> None:
 
 
 @pytest.mark.parametrize("offset", [0, 1, 3])
-def test_rows_may_begin_anywhere_and_neighbours_are_left_alone(offset: int) -> None:
-    """A slice of a wider buffer; every row begins at another place within 16 bytes."""
+def test_rows_may_begin_anywhere_and_neighbours_stay_unchanged(offset: int) -> None:
+    """In a slice of a wider buffer every row begins at another offset within 16 bytes."""
     logits, targets, scales = problem(5, 37)
     buffer = torch.full((5, 41), 9.0, device=DEVICE)
     view = buffer[:, offset : offset + 37]

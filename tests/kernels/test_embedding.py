@@ -1,4 +1,4 @@
-"""Embedding norms and sums: the kernels against their references, on runs within, across and over many chunks."""
+"""Tests of embedding norms and sums: kernels against references, on runs within, across and over many chunks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_rows(batch: int, tokens: int, width: int) -> Tensor:
 
 @pytest.fixture
 def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that few tokens make many chunks."""
+    """Shorten chunks, so that few tokens fill many."""
     monkeypatch.setattr(embedding, "CHUNK", 4)
     monkeypatch.setattr(embedding, "HEADS", 2)
     monkeypatch.setattr(embedding, "COLUMNS", 8)
@@ -61,13 +61,13 @@ def test_kernels_equal_references(batch: int, tokens: int, width: int, vocab: in
 
 
 @pytest.mark.usefixtures("_short_chunks")
-def test_the_same_bits_again() -> None:
+def test_kernels_repeat_bitwise() -> None:
     ids, g, factors = make_ids(2, 9, 3), make_rows(2, 9, 5), torch.tensor([0.3, 0.7], device=DEVICE)
     assert torch.equal(launch_embedding_norms(ids, g), launch_embedding_norms(ids, g))
     assert torch.equal(launch_embedding_sum(ids, g, factors, 3), launch_embedding_sum(ids, g, factors, 3))
 
 
-def test_kernels_as_shipped() -> None:
+def test_kernels_with_default_chunks() -> None:
     ids, g = make_ids(1, 70, 3), make_rows(1, 70, 300)
     factors = torch.tensor([0.5], device=DEVICE)
     torch.testing.assert_close(launch_embedding_norms(ids, g), embedding_norms_reference(ids, g), rtol=1e-13, atol=0)
@@ -94,7 +94,7 @@ def test_norms_of_tiny_rows_do_not_vanish() -> None:
 
 
 @pytest.mark.usefixtures("_short_chunks")
-def test_a_sample_that_is_not_a_number_stays_alone() -> None:
+def test_a_nan_sample_shows_in_its_own_norm_only() -> None:
     ids, g = make_ids(3, 13, 4), make_rows(3, 13, 5)
     clean, factors = g.clone(), torch.tensor([0.5, 0.0, 1.0], device=DEVICE)
     g[1, 7:9] = torch.nan

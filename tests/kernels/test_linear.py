@@ -1,4 +1,4 @@
-"""The kernels of a linear layer: the bodies in Triton's interpreter (float32), and for real on a GPU (bfloat16)."""
+"""Tests of the linear-layer kernels: the bodies in Triton's interpreter (float32), and on a GPU (bfloat16)."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def _set_up(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if on_gpu != torch.cuda.is_available():
         pytest.skip("needs a GPU" if on_gpu else "bodies run in the interpreter where there is no GPU")
     if on_gpu:
-        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic references ask for
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic references need it
         return
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang_tensor
 
     def patched(tensor: Any, scope: Any) -> None:
-        """Loop bounds: numpy 2.4 no longer makes an int of the (1,) arrays in which scalars are held."""
+        """Convert loop bounds: numpy 2.4 no longer turns the (1,) arrays that hold scalars into an int."""
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
@@ -76,7 +76,7 @@ def random_pair(shape: tuple[int, ...], device: str = "cpu", dtype: torch.dtype 
 def cancelling_pair(
     shape: tuple[int, ...], device: str = "cpu", dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, ...]:
-    """Inputs that are nearly constant over tokens and output gradients that sum to nearly 0."""
+    """Return inputs that are nearly constant over tokens, and output gradients that sum to nearly 0."""
     g, x = random_pair(shape, device)
     g = (g - g.mean(1, keepdim=True)).to(dtype)
     return g, (3 * x[:, :1] + 1e-2 * x).to(dtype)
@@ -90,7 +90,7 @@ def factors_of(batch: int, device: str = "cpu") -> Tensor:
 
 
 def sizes(g: Tensor, x: Tensor) -> Tensor:
-    """``sum_t |g_t| |x_t|``: what rounding of a gradient is relative to."""
+    """Return ``sum_t |g_t| |x_t|``, the scale of a gradient's rounding error."""
     return (g.double().norm(dim=-1) * x.double().norm(dim=-1)).sum(1)
 
 
@@ -102,7 +102,7 @@ def relative(got: Tensor, expected: Tensor) -> float:
 
 
 def assert_rounded_up(found: Tensor, expected: Tensor, *, slack: float = 1e-13) -> None:
-    """At least what is expected, and at most 2^-14 of it more."""
+    """Assert at least the expected value, and at most 2^-14 of it more."""
     assert bool((found >= expected * (1 - slack)).all())
     assert bool((found <= expected * (1 + 2.0**-14 + slack)).all())
 
@@ -123,7 +123,7 @@ def test_direct_is_the_reference(shape: tuple[int, ...], pair: Callable, tile: T
 
 
 def test_a_sum_of_squares_is_never_understated() -> None:
-    """Equal terms whose float32 sum is rounded down at every step; a norm without the margin is caught here."""
+    """The float32 sum of equal terms is rounded down at every step, so a norm without the margin fails here."""
     g = torch.ones(1, 1, 64)
     x = torch.full((1, 1, 64), 1 + 2**-12)
     assert_rounded_up(launch_direct(g, x, tile=SMALL), direct_reference(g, x))
@@ -148,7 +148,7 @@ def test_what_direct_measures_is_what_weighted_adds(pair: Callable, tile: Tile |
         assert_rounded_up(squared[b], launch_weighted(g, x, one_hot, tile=tile).double().square().sum())
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, about what is wanted here
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns about what is tested here
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_sample_with_factor_zero_adds_exactly_zero(bad: float) -> None:
     g, x = random_pair((3, 17, 20, 9))
@@ -163,9 +163,9 @@ def test_a_sample_with_factor_zero_adds_exactly_zero(bad: float) -> None:
         assert torch.equal(sum_by(G, factors, torch.float32), sum_by(G_zero, factors, torch.float32))
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, about what is wanted here
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns about what is tested here
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_bad_sample_spoils_no_other_norm_and_not_silently_its_own(bad: float) -> None:
+def test_a_nonfinite_sample_shows_in_its_own_norm_only(bad: float) -> None:
     g, x = random_pair((3, 17, 20, 9))
     worse = g.clone()
     worse[1, 16] = bad  # the token beside the next sample's first
@@ -179,7 +179,7 @@ def test_a_bad_sample_spoils_no_other_norm_and_not_silently_its_own(bad: float) 
 @pytest.mark.parametrize(
     ("shape", "tile"), [((1, 1, 5, 7), None), ((1, 70, 40, 1100), None), *(((2, 45, 40, 33), tile) for tile in GHOST)]
 )
-def test_ghost_is_never_below_what_weighted_adds_and_hardly_above(
+def test_ghost_is_never_below_what_weighted_adds_and_barely_above(
     shape: tuple[int, ...], pair: Callable, tile: Tile | None
 ) -> None:
     g, x = pair(shape)
@@ -187,13 +187,13 @@ def test_ghost_is_never_below_what_weighted_adds_and_hardly_above(
     assert bool((found >= expected).all())
     assert bool((found >= launch_direct(g, x) / (1 + 2.0**-14)).all())
     slack = 1.1 * (shape[-1] + shape[-2] + 10) * 2**-23 * sizes(g, x).square()
-    assert bool((found <= expected * 1.01 + slack + 1e-30).all())  # and products below 2^-126
+    assert bool((found <= expected * 1.01 + slack + 1e-30).all())  # 1e-30 for products below 2^-126
     if pair is random_pair:
         assert torch.equal(found, launch_ghost(g, x, tile=tile))
         assert relative(found, expected) < 2e-3
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, of sums beyond float32, which count as infinite
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns about sums beyond float32, which are infinite
 def test_ghost_is_not_below_the_norm_where_a_gram_matrix_underflows() -> None:
     tiny, huge = torch.full((1, 32, 4), 2.0**-75), torch.full((1, 32, 4), 2.0**62)  # tiny tiny^T is 0, tiny^T huge not
     for g, x in ((tiny, huge), (huge, tiny)):
@@ -210,7 +210,7 @@ def test_ghost_of_tokens_that_cancel_exactly_still_covers_the_rounding() -> None
 
 
 def test_ghost_adds_every_term_of_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    unit, steps = 2.0**-9, (40 + 1, 33 + 1, 45)  # so large that each term is seen
+    unit, steps = 2.0**-9, (40 + 1, 33 + 1, 45)  # so large that every term shows
     monkeypatch.setattr("fdp_kernels.ghost.UNIT", unit)
     g, x = random_pair((2, 45, 40, 33))
     g[:, 30:] *= 5
@@ -234,8 +234,8 @@ def test_ghost_adds_every_term_of_its_bound(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("tokens", [1, 45])
-def test_ghost_is_never_below_where_few_tokens_hold_all(tokens: int) -> None:
-    """Sizes that differ by much within a tile and between tiles, tokens without any, and samples of any size."""
+def test_ghost_is_never_below_the_norm_when_few_tokens_dominate(tokens: int) -> None:
+    """Token norms vary widely within and between tiles, some are zero, and samples have any scale."""
     draw = torch.Generator().manual_seed(tokens)
     for power in (-30, -18, 0, 14):
         g, x = random_pair((4, tokens, 24, 40))
@@ -257,14 +257,14 @@ def test_ghost_is_never_below_where_few_tokens_hold_all(tokens: int) -> None:
         (4, [5, 6, 7, 8, 7, 8, 9, 10, 3, 7, 12]),
     ],
 )
-def test_what_is_filled_in_has_no_programs(matrices: int, expected: list[int]) -> None:
+def test_padded_matrices_have_no_programs(matrices: int, expected: list[int]) -> None:
     gs, xs = ([torch.zeros(1, 1, first + k) for k in range(matrices)] for first in (5, 7))
     assert widths_and_ends(gs, xs, [3 + k for k in range(matrices)]) == expected
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, about what is wanted here
-def test_of_many_matrices_each_is_as_alone() -> None:
-    """Five, so that one launch is not enough; of sizes in no order."""
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns about what is tested here
+def test_foreach_kernels_equal_single_calls() -> None:
+    """Five matrices, so that one launch is not enough, in no order of size."""
     pairs = [random_pair((2, 20, p, d)) for p, d in ((20, 33), (7, 40), (40, 36), (33, 20), (1, 1))]
     gs, xs = [g for g, _ in pairs], [x for _, x in pairs]
     factors = [factors_of(2) * (k + 1) for k in range(5)]
@@ -278,11 +278,11 @@ def test_of_many_matrices_each_is_as_alone() -> None:
     for tile in TILES:
         for n, g, x in zip(launch_foreach_direct(gs, xs, tile=tile), gs, xs, strict=True):
             torch.testing.assert_close(n, launch_direct(g, x, tile=tile), rtol=1e-14, atol=0, equal_nan=True)
-        kept = launch_foreach_keep(gs, xs, tile=tile)
-        assert len(kept) == 10
-        for G, parts, g, x in zip(kept[:5], kept[5:], gs, xs):
-            alone, squares = launch_keep(g, x, tile=tile)
-            torch.testing.assert_close(G, alone, rtol=0, atol=0, equal_nan=True)
+        stored = launch_foreach_keep(gs, xs, tile=tile)
+        assert len(stored) == 10
+        for G, parts, g, x in zip(stored[:5], stored[5:], gs, xs):
+            single, squares = launch_keep(g, x, tile=tile)
+            torch.testing.assert_close(G, single, rtol=0, atol=0, equal_nan=True)
             torch.testing.assert_close(parts.sum(1), squares.sum(1), rtol=1e-12, atol=0, equal_nan=True)
     for tile in TILES[:2]:
         for total, g, x, f in zip(launch_foreach_weighted(gs, xs, factors, tile=tile), gs, xs, factors):
@@ -298,9 +298,7 @@ def test_ghost_reference_is_the_squared_norm() -> None:
 
 @pytest.mark.parametrize("shape", [*SHAPES, (3, 40, 33, 40)])  # the last has rows that a descriptor can store
 @pytest.mark.parametrize("tile", TILES)
-def test_keep_is_the_reference_and_its_norm_that_of_the_stored_numbers(
-    shape: tuple[int, ...], tile: Tile | None
-) -> None:
+def test_keep_is_the_reference_and_measures_the_stored_numbers(shape: tuple[int, ...], tile: Tile | None) -> None:
     for pair in PAIRS:
         g, x = pair(shape)
         (G, parts), expected = launch_keep(g, x, tile=tile), keep_reference(g.double(), x.double())[0]
@@ -314,7 +312,7 @@ def test_keep_measures_after_rounding() -> None:
     G, parts = launch_keep(g, x, tile=SMALL)
     assert G.dtype == torch.float16
     assert_rounded_up(parts.sum(1), squared_norms_reference(G))
-    # Every sum is 1 + 3/4 of a digit, and is stored as 1 and a whole one: the norm before rounding is 2^-12 below.
+    # Every sum is 1 + 3/4 ulp and is stored as 1 + 1 ulp: the norm before rounding is 2^-12 lower.
     x = torch.tensor([1.0, 0.75 * 2**-10], dtype=torch.float16).view(1, 2, 1).expand(1, 2, 33).contiguous()
     G, parts = launch_keep(torch.ones(1, 2, 40, dtype=torch.float16), x, tile=SMALL)
     assert bool((G == 1 + 2**-10).all())
@@ -322,7 +320,7 @@ def test_keep_measures_after_rounding() -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 33000), (2, 7, 11), (5, 64, 32)])
-def test_norms_and_weighted_sums_of_kept_gradients(shape: tuple[int, ...]) -> None:
+def test_norms_and_weighted_sums_of_stored_gradients(shape: tuple[int, ...]) -> None:
     G = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     factors = factors_of(shape[0])
     assert relative(launch_squared_norms(G), squared_norms_reference(G)) < 1e-13
@@ -336,16 +334,16 @@ def test_a_weighted_sum_is_added_to_another_and_rounded_once() -> None:
     G[1], factors[1] = torch.nan, 0.0
     before = torch.full((2000,), 1e6, dtype=torch.float64)
     for sum_by in (launch_weighted_sum, weighted_sum_reference):
-        wide, alone = sum_by(G, factors, torch.float64, before), sum_by(G, factors, torch.float64)
-        torch.testing.assert_close(wide - before, alone, rtol=0, atol=1e-9)
-        # In float32 1e6 has digits of 1/16: a sum rounded before it is added would be off by more than half of one.
+        wide, single = sum_by(G, factors, torch.float64, before), sum_by(G, factors, torch.float64)
+        torch.testing.assert_close(wide - before, single, rtol=0, atol=1e-9)
+        # At 1e6 a float32 ulp is 1/16: a sum rounded before it is added would be off by more than half an ulp.
         narrow = sum_by(G, factors, torch.float32, before.float())
-        assert torch.equal(narrow, (before + alone).float())
+        assert torch.equal(narrow, (before + single).float())
     with pytest.raises(ValueError, match="to add to"):
         weighted_sum(G, factors, torch.float64, before[:5])
 
 
-def test_kept_in_fewer_digits_the_norm_is_still_that_of_what_is_kept() -> None:
+def test_keep_in_bfloat16_measures_the_rounded_gradients() -> None:
     g, x = random_pair((2, 9, 8, 8), dtype=torch.bfloat16)
     G, parts = keep(g, x)
     assert G.dtype == torch.bfloat16
@@ -359,7 +357,7 @@ def test_views_of_larger_tensors_and_odd_widths() -> None:
     wide_g[:, :20, 4:28], wide_x[:, :20, :17] = g, x
     views = wide_g[:, :20, 4:28], wide_x[:, :20, :17]
     assert align_rows(views[0]) is views[0]
-    assert align_rows(x).stride(1) == 20  # 17 floats a row cannot be described; a copy with padded rows can
+    assert align_rows(x).stride(1) == 20  # a descriptor cannot address rows of 17 floats, but can address a padded copy
     assert torch.equal(launch_direct(*views), launch_direct(g, x))
     for odd in (g.transpose(0, 1).contiguous().transpose(0, 1), g[:, :1].expand(3, 20, 24), g.mT.contiguous().mT):
         assert torch.equal(launch_direct(odd, x), launch_direct(odd.contiguous(), x))
@@ -437,12 +435,12 @@ def test_gpu_kernels_match_float64(shape: tuple[int, ...], pair: Callable, dtype
     assert bool((found >= direct(g, x) * (1 - 2.0**-14)).all())
     if pair is random_pair:
         assert relative(found, expected) < 0.05
-    kept, parts = keep(g, x)
-    assert_rounded_up(parts.sum(1), squared_norms_reference(kept))
-    assert relative(squared_norms(kept), squared_norms_reference(kept)) < 1e-12
+    stored, parts = keep(g, x)
+    assert_rounded_up(parts.sum(1), squared_norms_reference(stored))
+    assert relative(squared_norms(stored), squared_norms_reference(stored)) < 1e-12
     for dtype_out in (torch.float32, torch.float64):
         torch.testing.assert_close(
-            weighted_sum(kept, factors, dtype_out), weighted_sum_reference(kept, factors, dtype_out)
+            weighted_sum(stored, factors, dtype_out), weighted_sum_reference(stored, factors, dtype_out)
         )
     total, exact = weighted(g, x, factors).double(), weighted_reference(g.double(), x.double(), factors)
     assert float((total - exact).norm()) <= float((lost + 2**-20) * (factors * size).sum())
@@ -478,29 +476,29 @@ def test_gpu_persistent_tiles_are_the_same_numbers() -> None:
     [((1280, 3840), (1280, 1280), (1280, 5120), (5120, 1280)), ((64, 514), (1, 1), (770, 33)), ((64, 64), (1, 1))],
 )
 @pytest.mark.parametrize("tokens", [1, 512, 700])
-def test_gpu_of_many_matrices_each_is_as_alone(sides: tuple[tuple[int, int], ...], tokens: int) -> None:
+def test_gpu_foreach_kernels_equal_single_calls(sides: tuple[tuple[int, int], ...], tokens: int) -> None:
     pairs = [random_pair((4, tokens, *side), "cuda", BF16) for side in sides]
     gs, xs = [g for g, _ in pairs], [x for _, x in pairs]
     factors = [factors_of(4, "cuda") * (k + 1) for k in range(len(sides))]
-    kept = foreach_keep(gs, xs)
+    stored = foreach_keep(gs, xs)
     squares, sums = foreach_ghost(gs, xs), foreach_weighted(gs, xs, factors)
     for k, (g, x) in enumerate(pairs):
         tile = DIRECT_TILES[0].tile
         assert torch.equal(launch_foreach_direct(gs, xs, tile=tile)[k], launch_direct(g, x, tile=tile))
         assert torch.equal(launch_foreach_keep(gs, xs, tile=tile)[k], launch_keep(g, x, tile=tile)[0])
-        assert_rounded_up(kept[len(sides) + k].sum(1), squared_norms_reference(kept[k]))
+        assert_rounded_up(stored[len(sides) + k].sum(1), squared_norms_reference(stored[k]))
         tile = GHOST_TILES[0].tile
         assert torch.equal(launch_foreach_ghost(gs, xs, tile=tile)[k], launch_ghost(g, x, tile=tile))
         assert bool((squares[k] >= direct(g, x) * (1 - 2.0**-14)).all())
         tile = WEIGHTED_TILES[0].tile
-        alone = launch_weighted(g, x, factors[k], tile=tile)
-        assert torch.equal(launch_foreach_weighted(gs, xs, factors, tile=tile)[k], alone)
-        assert torch.equal(sums[k], alone)  # in any tile the same
+        single = launch_weighted(g, x, factors[k], tile=tile)
+        assert torch.equal(launch_foreach_weighted(gs, xs, factors, tile=tile)[k], single)
+        assert torch.equal(sums[k], single)  # the same with any tile
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_gpu_bad_samples_stay_alone(bad: float) -> None:
+def test_gpu_a_nonfinite_sample_shows_in_its_own_norm_only(bad: float) -> None:
     shape = (3, 129, 770, 514)
     g, x = random_pair(shape, "cuda", BF16)
     factors = factors_of(3, "cuda")
@@ -509,8 +507,8 @@ def test_gpu_bad_samples_stay_alone(bad: float) -> None:
     worse[1, 128], zero[1] = bad, 0
     for tile in every_tile(WEIGHTED_TILES):
         assert torch.equal(launch_weighted(worse, x, factors, tile=tile), launch_weighted(zero, x, factors, tile=tile))
-    kept = [keep(z, x)[0] for z in (worse, zero)]
-    assert torch.equal(*(weighted_sum(G, factors, torch.float32) for G in kept))
+    stored = [keep(z, x)[0] for z in (worse, zero)]
+    assert torch.equal(*(weighted_sum(G, factors, torch.float32) for G in stored))
     for op in (direct, ghost, lambda g, x: keep(g, x)[1].sum(1)):
         good, found = op(g, x), op(worse, x)
         assert not found[1].isfinite()

@@ -1,4 +1,4 @@
-"""Noise, mean and AdamW in one pass, or momentum: the body against its reference, that against ``torch.optim``."""
+"""Tests of the fused noisy AdamW and momentum: the body against the reference, the reference against torch.optim."""
 
 from __future__ import annotations
 
@@ -50,19 +50,19 @@ def keys_of(leaves: list[Leaf], seed: int = 1) -> Tensor:
     return torch.randint(0, 1 << 32, (len(leaves), 8), generator=torch.Generator().manual_seed(seed))
 
 
-def written(leaf: Leaf) -> list[Tensor]:
+def written_tensors(leaf: Leaf) -> list[Tensor]:
     return [tensor for tensor in (leaf.param, leaf.mean, leaf.square, leaf.copy) if tensor is not None]
 
 
 def assert_same(got: list[Leaf], want: list[Leaf], *, rtol: float = 2e-6, atol: float = 2e-7) -> None:
     for one, other in zip(got, want):
-        for a, b in zip(written(one), written(other)):
+        for a, b in zip(written_tensors(one), written_tensors(other)):
             half = a.dtype == torch.bfloat16
             torch.testing.assert_close(a.cpu(), b.cpu(), rtol=2.0**-7 if half else rtol, atol=atol)
 
 
 def ragged() -> list[Leaf]:
-    """Every kind of leaf in one call: aligned, cut in a block, several rows, both factors' dtypes, empty, 0-d."""
+    """Return leaves of every kind: aligned, starting inside a block, several rows, both factor dtypes, empty, 0-d."""
     leaves = [
         leaf_of(1, (36, 16)),
         leaf_of(1, (7,), copy=None),
@@ -134,8 +134,8 @@ def test_nothing_is_rounded_before_the_noise(update):
 
 
 @pytest.mark.parametrize("update", IMPLEMENTATIONS)
-def test_the_noised_sum_is_rounded_to_the_grid_before_anything_is_made_of_it(update):
-    """Whatever the sum holds, what comes out is a multiple of the grid; without noise nothing is rounded."""
+def test_the_noised_sum_is_rounded_to_the_grid_before_use(update):
+    """The result is a multiple of the grid, whatever the sum; without noise nothing is rounded."""
     grid = 2.0**-8  # coarse, so that float32 shows it
     scalars = torch.tensor([1.0, 1, 1, 1, 0.01, grid], dtype=torch.float64)
     leaf = leaf_of(2, (5, 9), first=3)
@@ -149,11 +149,11 @@ def test_the_noised_sum_is_rounded_to_the_grid_before_anything_is_made_of_it(upd
     torch.testing.assert_close(plain.mean.double(), total, rtol=1e-6, atol=1e-7)
 
 
-def test_every_capture_takes_memory_that_was_reserved_for_it():
-    """Two kinds of step may both run before either is recorded: neither may use up what the other needs."""
+def test_every_capture_has_its_own_reserved_memory():
+    """Two kinds of step may both run before either is captured: neither may use up the other's buffer."""
     tables, pinned = LaunchTables(), []
     tables.reserve()
-    assert tables._reserved is None  # nothing is known yet of the leaves
+    assert tables._reserved is None  # no leaves seen yet
     tables._shape = torch.Size((3, FIELDS))
     make = torch.empty
     try:
@@ -178,8 +178,8 @@ def test_a_row_with_factor_zero_changes_nothing_even_if_it_is_nan(update):
         got = clones([clean])
         got[0].rows[1] = value
         update(got, None, SCALARS, HYPER)
-        assert all(torch.equal(a, b) for a, b in zip(written(got[0]), written(want[0])))
-        assert all(tensor.isfinite().all() for tensor in written(got[0]))
+        assert all(torch.equal(a, b) for a, b in zip(written_tensors(got[0]), written_tensors(want[0])))
+        assert all(tensor.isfinite().all() for tensor in written_tensors(got[0]))
 
 
 # ---------------------------------------------------------------- the body, in the interpreter
@@ -196,10 +196,12 @@ def test_the_body_equals_its_reference_on_all_kinds_of_leaves(hyper):
         body(got, keys, SCALARS, hyper)
         kernel.noisy_adamw_reference_(want, keys, SCALARS, hyper)
         assert_same(got, want)
-        assert all(tensor.isfinite().all() for leaf in got for tensor in written(leaf))
+        assert all(tensor.isfinite().all() for leaf in got for tensor in written_tensors(leaf))
         if keys is None:
             body(again, keys, SCALARS, hyper)
-            assert all(torch.equal(a, b) for x, y in zip(got, again) for a, b in zip(written(x), written(y)))
+            assert all(
+                torch.equal(a, b) for x, y in zip(got, again) for a, b in zip(written_tensors(x), written_tensors(y))
+            )
 
 
 @pytest.mark.parametrize("update", IMPLEMENTATIONS)
@@ -215,30 +217,30 @@ def test_without_a_second_moment_it_is_momentum(update):
 
 
 @pytest.mark.parametrize("hyper", [MOMENTUM, HYPER])
-def test_a_second_moment_goes_with_its_decay(hyper):
+def test_a_second_moment_requires_b2_and_the_reverse(hyper):
     leaf = leaf_of(1, (16,))
     leaf = leaf if hyper is MOMENTUM else leaf._replace(square=None)
-    with pytest.raises(ValueError, match=r"leaf 0: expected a second moment where hyper\.b2 is given"):
+    with pytest.raises(ValueError, match=r"leaf 0: expected a second moment if hyper\.b2 is given"):
         kernel.update_leaves_([leaf], None, SCALARS, hyper, LaunchTables())
 
 
 @interpreted
-def test_a_part_gets_its_part_of_the_noise():
-    whole = leaf_of(1, (40, 20), copy=None)
-    key = keys_of([whole])
+def test_a_shard_gets_its_slice_of_the_noise():
+    full = leaf_of(1, (40, 20), copy=None)
+    key = keys_of([full])
     parts = []
     for a, b in [(0, 16), (16, 19), (19, 40)]:  # 16 * 20 is a multiple of a block, 19 * 20 is not
-        rows = whole.rows[:, a:b].contiguous()
-        assert whole.square is not None
-        state = (tensor[a:b].clone() for tensor in (whole.param, whole.mean, whole.square))
-        parts.append(Leaf(rows, whole.factors, *state, copy=None, first=20 * a, decay=True))
-    body([whole], key, SCALARS, HYPER)
+        rows = full.rows[:, a:b].contiguous()
+        assert full.square is not None
+        state = (tensor[a:b].clone() for tensor in (full.param, full.mean, full.square))
+        parts.append(Leaf(rows, full.factors, *state, copy=None, first=20 * a, decay=True))
+    body([full], key, SCALARS, HYPER)
     body(parts, key.expand(3, 8), SCALARS, HYPER)
-    assert torch.equal(torch.cat([part.param for part in parts]), whole.param)
+    assert torch.equal(torch.cat([part.param for part in parts]), full.param)
 
 
 @interpreted
-def test_tables_are_made_anew_for_other_tensors():
+def test_tables_are_rebuilt_for_other_tensors():
     tables, leaves = LaunchTables(), [leaf_of(1, (16,)), leaf_of(1, (5,))]
     for _ in range(2):
         got, want = clones(leaves), clones(leaves)
@@ -261,7 +263,7 @@ def test_the_op_equals_its_reference_and_passes_opcheck():
     got, want = clones(leaves), clones(leaves)
     kernel.noisy_adamw_(*op_arguments(got, keys))
     kernel.noisy_adamw_reference_(want, keys, SCALARS, HYPER)
-    assert all(torch.equal(a, b) for x, y in zip(got, want) for a, b in zip(written(x), written(y)))
+    assert all(torch.equal(a, b) for x, y in zip(got, want) for a, b in zip(written_tensors(x), written_tensors(y)))
     torch.library.opcheck(kernel.noisy_adamw_.default, op_arguments(clones(leaves), keys))
 
 
@@ -277,7 +279,7 @@ def test_the_op_equals_its_reference_and_passes_opcheck():
         (lambda leaf: leaf._replace(first=-1), "2\\^35"),
     ],
 )
-def test_leaves_that_do_not_fit_are_refused(change, message):
+def test_unsupported_leaves_are_refused(change, message):
     leaf = leaf_of(2, (4, 5))
     with pytest.raises(ValueError, match=message):
         kernel.update_leaves_([change(leaf)], None, SCALARS, HYPER, LaunchTables())
@@ -329,11 +331,11 @@ def test_gpu_equals_the_reference_and_itself(noisy):
     for target in (got, again):
         kernel.update_leaves_(target, None if keys is None else keys.cuda(), SCALARS.cuda(), HYPER, LaunchTables())
     assert_same(got, want, rtol=1e-5, atol=1e-6)
-    assert all(torch.equal(a, b) for x, y in zip(got, again) for a, b in zip(written(x), written(y)))
+    assert all(torch.equal(a, b) for x, y in zip(got, again) for a, b in zip(written_tensors(x), written_tensors(y)))
 
 
 @pytest.mark.gpu
-def test_gpu_adds_the_very_draws_of_the_normal_op():
+def test_gpu_adds_exactly_the_draws_of_the_normal_op():
     leaf = clones([leaf_of(1, (1024, 1024), copy=None)], "cuda")[0]
     leaf.rows.zero_()
     key = keys_of([leaf]).cuda()
@@ -345,12 +347,12 @@ def test_gpu_adds_the_very_draws_of_the_normal_op():
 
 
 @pytest.mark.gpu
-def test_gpu_replays_in_a_graph_with_sums_made_inside_it():
+def test_gpu_replays_in_a_graph_with_sums_computed_inside_it():
     leaves, tables = clones(realistic(), "cuda"), LaunchTables()
     keys, scalars = keys_of(leaves).cuda(), SCALARS.cuda()
     source = [leaf.rows.clone() for leaf in leaves]
 
-    def step() -> None:  # rows live where the graph keeps them, not where the call before it found them
+    def step() -> None:  # in the graph, rows have other addresses than in the eager call before it
         made = [leaf._replace(rows=rows * 2) for leaf, rows in zip(leaves, source)]
         kernel.update_leaves_(made, keys, scalars, HYPER, tables)
 
@@ -365,10 +367,12 @@ def test_gpu_replays_in_a_graph_with_sums_made_inside_it():
         keys.copy_(keys_of(leaves, seed))
         scalars[4] = 0.01 * seed
         for leaf, begin in zip(leaves, start):
-            for a, b in zip(written(leaf), written(begin)):
+            for a, b in zip(written_tensors(leaf), written_tensors(begin)):
                 a.copy_(b)
         graph.replay()
         replayed = clones(leaves, "cuda")
         want = [leaf._replace(rows=rows * 2) for leaf, rows in zip(clones(start, "cuda"), source)]
         kernel.update_leaves_(want, keys, scalars, HYPER, LaunchTables())
-        assert all(torch.equal(a, b) for x, y in zip(replayed, want) for a, b in zip(written(x), written(y)))
+        assert all(
+            torch.equal(a, b) for x, y in zip(replayed, want) for a, b in zip(written_tensors(x), written_tensors(y))
+        )

@@ -1,4 +1,4 @@
-"""Products of numbers with eleven bits: the plain product where there are no units for it, and close to it on a GPU."""
+"""Tests of the TF32 product: the plain product on a CPU, close to it on a GPU."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def pair(rows: int, depth: int, columns: int, dtype: torch.dtype = torch.float32
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_on_a_cpu_it_is_the_product(shape):
+def test_the_cpu_returns_the_plain_product(shape):
     a, b = pair(*shape)
     assert torch.equal(rounded_product(a, b), a @ b)
     torch.library.opcheck(rounded_product, (a, b), test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if min(shape)])
-def test_zeros_around_it_change_no_product(shape):
+def test_padding_does_not_change_the_product(shape):
     a, b = pair(*shape, dtype=torch.float64)
     wide, tall = pad_to_alignment(a, rows=1), pad_to_alignment(b)
     assert wide.shape[1] == tall.shape[0]
@@ -55,7 +55,7 @@ def settings() -> list[object]:
 
 
 @pytest.fixture
-def as_before():
+def restore_settings():
     yield
     torch.set_float32_matmul_precision("highest")
     backends: Any = torch.backends
@@ -64,7 +64,7 @@ def as_before():
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_a_chosen_precision_is_kept_and_every_setting_is_left_as_it_was(choice, as_before):
+def test_a_chosen_precision_is_kept_and_settings_are_restored(choice, restore_settings):
     choose, expected = CHOICES[choice]
     choose()
     before, inside = settings(), []
@@ -81,7 +81,7 @@ def test_a_chosen_precision_is_kept_and_every_setting_is_left_as_it_was(choice, 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(64, 1025, 1025), (1000, 1024, 1024), (33, 7, 5)])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_gpu_rounds_to_eleven_bits_and_leaves_the_setting_as_it_was(shape, transposed):
+def test_gpu_rounds_to_eleven_bits_and_restores_the_setting(shape, transposed):
     a, b = (x.cuda() for x in pair(*shape))
     a = a.mT.contiguous().mT if transposed else a
     before = torch.backends.cuda.matmul.allow_tf32

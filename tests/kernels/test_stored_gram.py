@@ -1,4 +1,4 @@
-"""Norms from stored Gram matrices: never below the norm of what is summed, hardly above, every term of the bound."""
+"""Tests of norms from stored Gram matrices: never below the norm, barely above, and every term of the bound."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHAPES = [(1, 1, 5, 7), (3, 63, 40, 33), (2, 300, 9, 20), (1, 100, 70, 1100)]
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("pair", PAIRS)
-def test_it_is_never_below_the_norm_and_hardly_above(shape: tuple[int, ...], pair: Callable) -> None:
+def test_result_is_never_below_the_norm_and_barely_above(shape: tuple[int, ...], pair: Callable) -> None:
     g, x = pair(shape)
     found, expected = launch_stored_gram(g, x), direct_reference(g, x)
     assert found.dtype == torch.float64
@@ -46,12 +46,12 @@ def test_it_is_never_below_the_norm_and_hardly_above(shape: tuple[int, ...], pai
         assert relative(found, expected) < 3e-3
 
 
-def test_it_is_not_below_the_norm_where_a_gram_matrix_underflows() -> None:
+def test_result_is_not_below_the_norm_when_a_gram_matrix_underflows() -> None:
     g, x = torch.full((1, 32, 4), 2.0**-75), torch.full((1, 32, 4), 2.0**62)
     assert bool((launch_stored_gram(g, x) >= direct_reference(g, x)).all())
 
 
-def test_features_are_multiplied_a_depth_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_are_multiplied_depth_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fdp_kernels.stored_gram.DEPTH", 16)
     g, x = random_pair((2, 20, 40, 33))
     found, expected = launch_stored_gram(g, x), direct_reference(g, x)
@@ -106,7 +106,7 @@ def test_the_reduction_is_the_sum_over_all_pairs_of_tokens(tokens: int) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "parts"), [(1, 1), (1023, 5), (1500, 1030)])
-def test_the_bound_is_finished_over_all_parts_and_tokens(tokens: int, parts: int) -> None:
+def test_the_bound_covers_all_parts_and_tokens(tokens: int, parts: int) -> None:
     draw = torch.Generator().manual_seed(tokens)
     partial = torch.rand(3, parts, generator=draw, dtype=torch.float64) - 0.3
     partial[1] = -1.0  # rounding left less than nothing of the square
@@ -121,10 +121,10 @@ def test_the_bound_is_finished_over_all_parts_and_tokens(tokens: int, parts: int
     torch.testing.assert_close(found[:2], expected[:2], rtol=1e-12, atol=0)
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, about what is wanted here
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns about what is tested here
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
 @pytest.mark.parametrize("side", [0, 1])
-def test_a_bad_sample_spoils_no_other_norm_and_not_silently_its_own(bad: float, side: int) -> None:
+def test_a_nonfinite_sample_shows_in_its_own_norm_only(bad: float, side: int) -> None:
     pair = random_pair((3, 17, 20, 9))
     worse = [z.clone() for z in pair]
     worse[side][1, 16] = bad  # the token beside the next sample's first
@@ -133,7 +133,7 @@ def test_a_bad_sample_spoils_no_other_norm_and_not_silently_its_own(bad: float, 
     assert torch.equal(found[[0, 2]], good[[0, 2]])
 
 
-def test_odd_strides_float64_and_nothing() -> None:
+def test_odd_strides_float64_and_empty_inputs() -> None:
     g, x = random_pair((3, 20, 24, 17))
     odd = g.transpose(0, 1).contiguous().transpose(0, 1)
     assert torch.equal(launch_stored_gram(odd, x), launch_stored_gram(g, x))
@@ -141,7 +141,7 @@ def test_odd_strides_float64_and_nothing() -> None:
     assert launch_stored_gram(torch.zeros(0, 5, 4), torch.zeros(0, 5, 3)).shape == (0,)
 
 
-def test_it_agrees_with_ghost_and_repeats() -> None:
+def test_result_agrees_with_ghost_and_repeats() -> None:
     g, x = cancelling_pair((2, 70, 40, 33))
     assert torch.equal(launch_stored_gram(g, x), launch_stored_gram(g, x))
     ours, theirs = launch_stored_gram(g, x), launch_ghost(g, x)
@@ -165,7 +165,9 @@ def test_the_op() -> None:
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("shape", LARGE)
-def test_gpu_it_is_never_below_what_weighted_adds(shape: tuple[int, ...], pair: Callable, dtype: torch.dtype) -> None:
+def test_gpu_result_is_never_below_what_weighted_adds(
+    shape: tuple[int, ...], pair: Callable, dtype: torch.dtype
+) -> None:
     g, x = pair(shape, "cuda", dtype)
     found, expected = stored_gram(g, x), direct_reference(g, x)
     assert bool((found >= expected).all())
@@ -179,7 +181,7 @@ def test_gpu_it_is_never_below_what_weighted_adds(shape: tuple[int, ...], pair: 
 
 
 @pytest.mark.gpu
-def test_gpu_it_repeats_bitwise_and_in_a_graph() -> None:
+def test_gpu_repeats_bitwise_and_in_a_graph() -> None:
     g, x = random_pair((3, 1000, 1280, 770), "cuda", BF16)
     runs: list[Callable[[], Any]] = [lambda: stored_gram(g, x)]
     eager = [run() for run in runs]

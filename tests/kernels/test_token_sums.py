@@ -1,4 +1,4 @@
-"""Sums over tokens: the kernels against their references; the norm is that of the stored numbers."""
+"""Tests of sums over tokens: kernels against references; the norm is that of the stored numbers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rows(*shape: int, seed: int = 1) -> Tensor:
 
 
 def check(got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], size: Tensor) -> None:
-    """``expected`` in float64; rounding of float32 sums of 64 terms, of which the largest sum is ``size``."""
+    """Compare with ``expected`` in float64, up to the rounding of float32 sums of 64 terms, at most ``size``."""
     sums, squares = got
     assert (sums.dtype, squares.dtype) == (torch.float32, torch.float64)
     assert squares.shape == expected[1].shape == (len(sums), -(-sums.shape[1] // module.COLUMNS))
@@ -58,7 +58,7 @@ def test_kernels_equal_references(
 
 @pytest.mark.parametrize("programs", [1, 640])
 def test_chunks_that_cancel(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large sums around a small one, which float32 would lose: within a program, and between programs."""
+    """Large sums cancel around a small one that float32 would lose: within a program, and between programs."""
     monkeypatch.setattr(module, "PROGRAMS", programs)
     g = rows(1, 192, 5)
     g[:, :64] = 2.0**20
@@ -66,7 +66,7 @@ def test_chunks_that_cancel(programs: int, monkeypatch: pytest.MonkeyPatch) -> N
     torch.testing.assert_close(launch_token_sums(g)[0], g[:, 64:128].double().sum(1).float(), rtol=0, atol=1e-4)
 
 
-def test_a_sample_that_is_not_a_number_stays_alone() -> None:
+def test_a_nan_sample_shows_in_its_own_row_only() -> None:
     g = rows(3, 70, 9)
     g[1, 3, 4] = torch.nan
     sums, squares = launch_token_sums(g)
@@ -85,7 +85,7 @@ def test_rows_need_not_be_dense() -> None:
 
 
 @pytest.mark.parametrize("widths", [[5], [130, 3], [128, 257, 1], [3, 140, 128, 9], [7, 200, 1, 130, 64, 2]])
-def test_sums_of_many_are_those_of_each(widths: list[int]) -> None:
+def test_foreach_sums_equal_single_sums(widths: list[int]) -> None:
     gs = [rows(2, 150, width, seed=i) for i, width in enumerate(widths)]
     gs[0] = gs[0].transpose(0, 1).contiguous().transpose(0, 1)
     found = launch_foreach_token_sums(gs)
@@ -96,7 +96,7 @@ def test_sums_of_many_are_those_of_each(widths: list[int]) -> None:
     torch.testing.assert_close(foreach_token_sums_reference(gs), found, rtol=1e-5, atol=1e-4)
 
 
-def test_sums_of_many_that_are_not_alike_are_refused() -> None:
+def test_foreach_sums_of_unequal_tokens_are_refused() -> None:
     with pytest.raises(ValueError, match="differ only in width"):
         foreach_token_sums([rows(2, 5, 3), rows(2, 6, 3)])
 
@@ -143,7 +143,7 @@ def test_bfloat16_on_the_gpu(batch: int, tokens: int, width: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-def test_sums_of_many_on_the_gpu() -> None:
+def test_foreach_sums_on_the_gpu() -> None:
     widths = [3840, 1280, 5120, 1280, 1601]
     gs = [torch.randn(4, 1000, width, device=DEVICE).bfloat16() for width in widths]
     found = foreach_token_sums(gs)
