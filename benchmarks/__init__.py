@@ -1,1 +1,1 @@
-"""Timings and their pages; a file with a main is a program. (Opacus installs a package of this name: ours is first.)"""
+"""Benchmarks; a file with a ``main`` is a program. (Opacus installs a package of this name: ours comes first.)"""

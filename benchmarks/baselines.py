@@ -1,16 +1,16 @@
-"""What fdp is measured against: GPT-2 as an ``nn.Module``, trained plainly and by Opacus 1.6, at its fastest.
+"""Baselines that fdp is compared with: GPT-2 as an ``nn.Module``, trained plainly and with Opacus 1.6.
 
 | mode                   | step                                                                                   |
 |------------------------|----------------------------------------------------------------------------------------|
 | `module`               | the whole model and its loss in one torch.compile graph, fused AdamW                   |
 | `module_graphs`        | the same, and the whole step (forward, backward, AdamW) in one CUDA graph              |
-| `module_blocks_graphs` | as `module_graphs`, but every layer compiled on its own: ready sooner                  |
-| `opacus`               | Opacus, per-sample gradients by hooks; eager, since its hooks do not compile           |
+| `module_blocks_graphs` | as `module_graphs`, but every layer compiled on its own: compiles faster               |
+| `opacus`               | Opacus, per-sample gradients by hooks; eager, because its hooks do not compile         |
 | `opacus_ghost`         | Opacus, fast gradient clipping (ghost norms, two backwards); eager                     |
 
-All have float32 master weights, compute under bfloat16 autocast with torch's fused attention, and use torch's fused
-AdamW. Opacus is set up by its own ``PrivacyEngine.make_private``; its noise comes from torch's generator
-(``secure_mode`` off, the fast default).
+All have float32 master weights, bfloat16 autocast with torch's fused attention, and torch's fused AdamW. Opacus is set
+up by its own ``PrivacyEngine.make_private``; its noise comes from torch's generator (``secure_mode`` off, the fast
+default).
 
     >>> candidate = BASELINES["module"](Setup(config, batch_size=4, device=device))
     >>> losses = candidate.step(tokens, key)
@@ -35,11 +35,11 @@ from fdp import tree
 from fdp.models import GPTConfig, LlamaConfig
 from fdp.types import Flat, Tree
 
-WARM_UP = 3
+WARM_UP_STEPS = 3
 
 
 class Setup(NamedTuple):
-    """What a baseline is built from. Without ``params`` the weights are torch's own draw."""
+    """Arguments of a baseline. Without ``params``, torch draws the weights."""
 
     config: GPTConfig | LlamaConfig
     batch_size: int
@@ -50,7 +50,7 @@ class Setup(NamedTuple):
 
 
 class Layer(nn.Module):
-    """The layer of ``fdp.models.gpt``."""
+    """The layer of ``fdp.models.gpt`` as a module."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -70,7 +70,7 @@ class Layer(nn.Module):
 
 
 class GPT(nn.Module):
-    """The model of ``fdp.models.gpt``, untied. ``per_sample`` looks positions up for every sample, as Opacus needs."""
+    """The model of ``fdp.models.gpt``, untied. ``per_sample`` looks up positions for every sample, as Opacus needs."""
 
     def __init__(self, config: GPTConfig, *, per_sample: bool = False):
         super().__init__()
@@ -97,7 +97,7 @@ class GPT(nn.Module):
 
 
 def make_module(setup: Setup, *, per_sample: bool = False) -> GPT:
-    """The module on its device, with ``setup.params`` if given."""
+    """Return the module on its device, with ``setup.params`` if given."""
     assert isinstance(setup.config, GPTConfig)
     with torch.device(setup.device):
         module = GPT(setup.config, per_sample=per_sample)
@@ -107,10 +107,10 @@ def make_module(setup: Setup, *, per_sample: bool = False) -> GPT:
 
 
 def load(module: GPT, params: Flat, *, heads: int) -> None:
-    """Copy fdp's parameters: ``qkv.weight`` is its ``qkv``, ``qkv.bias`` its ``qkv_bias``, rows in another order."""
+    """Copy fdp's parameters: ``qkv`` becomes ``qkv.weight`` and ``qkv_bias`` ``qkv.bias``, with rows reordered."""
     for name, p in module.named_parameters():
         leaf = params[name.removesuffix(".weight").replace(".bias", "_bias")]
-        if ".qkv." in name:  # fdp: head by head its q, k and v; here: all of q, then k, then v
+        if ".qkv." in name:  # fdp stores q, k, v head by head; here all of q, then k, then v
             rows = leaf.view(heads, 3, -1, *leaf.shape[1:])
             leaf = rows.transpose(0, 1).reshape(leaf.shape)
         with torch.no_grad():
@@ -118,7 +118,7 @@ def load(module: GPT, params: Flat, *, heads: int) -> None:
 
 
 def autocast(setup: Setup, *, cached: bool = True) -> torch.autocast:
-    """Compute in ``setup.dtype``; a CUDA graph may not hold casts that were cached before it."""
+    """Return an autocast to ``setup.dtype``; a CUDA graph must not use casts that were cached before it."""
     enabled = setup.dtype != torch.float32
     return torch.autocast(setup.device.type, torch.bfloat16, enabled=enabled, cache_enabled=cached)
 
@@ -128,7 +128,7 @@ def make_adamw(module: nn.Module, **options: Any) -> torch.optim.AdamW:
 
 
 def module_loss(setup: Setup, *, by_block: bool = False) -> tuple[GPT, Callable[[Tensor], Tensor]]:
-    """The module, and the mean loss of (batch, tokens + 1) as torch.compile makes it."""
+    """Return the module and its mean loss of (batch, tokens + 1), compiled."""
     module = make_module(setup)
     if setup.compiled and by_block:
         for block in module.blocks:
@@ -144,7 +144,7 @@ def module_loss(setup: Setup, *, by_block: bool = False) -> tuple[GPT, Callable[
 
 
 def plain(setup: Setup) -> Candidate:
-    """``module``: no graph."""
+    """Build ``module``: no CUDA graph."""
     module, loss_of = module_loss(setup)
     optimizer = make_adamw(module)
 
@@ -159,7 +159,7 @@ def plain(setup: Setup) -> Candidate:
 
 
 def graphed(setup: Setup, *, by_block: bool = False) -> Candidate:
-    """``module_graphs``: the whole step is captured after three steps on a side stream, then replayed."""
+    """Build ``module_graphs``: the whole step is captured after three steps on a side stream, then replayed."""
     module, loss_of = module_loss(setup, by_block=by_block)
     optimizer = make_adamw(module, capturable=True)
     tokens_in = torch.zeros(setup.batch_size, setup.config.context + 1, dtype=torch.int64, device=setup.device)
@@ -177,11 +177,11 @@ def graphed(setup: Setup, *, by_block: bool = False) -> Candidate:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for _ in range(WARM_UP):
+            for _ in range(WARM_UP_STEPS):
                 one()
         torch.cuda.current_stream().wait_stream(side)
         gc.collect()
-        torch.cuda.empty_cache()  # the graph has a pool of its own, as large as what the warm-up leaves in the cache
+        torch.cuda.empty_cache()  # the graph has its own pool, as large as what the warm-up leaves in the cache
         with torch.cuda.graph(graph):
             out.append(one())
 
@@ -196,14 +196,14 @@ def graphed(setup: Setup, *, by_block: bool = False) -> Candidate:
 
 
 def opacus(setup: Setup, *, ghost: bool) -> Candidate:
-    """``opacus`` and ``opacus_ghost``."""
+    """Build ``opacus`` or ``opacus_ghost``."""
     return private_by_opacus(make_module(setup, per_sample=True), setup, logits_of=lambda m, ids: m(ids), ghost=ghost)
 
 
 def private_by_opacus(
     base: nn.Module, setup: Setup, *, logits_of: Callable[[nn.Module, Tensor], Tensor], ghost: bool
 ) -> Candidate:
-    """A module that ``logits_of(module, ids)`` calls. Sampling is left out: every mode gets the same batches."""
+    """Train a module, called by ``logits_of(module, ids)``, with Opacus, on the same batches as every other mode."""
     from opacus import PrivacyEngine  # pyright: ignore[reportMissingImports] (the extra `bench` installs it)
 
     warnings.filterwarnings("ignore", message="Secure RNG turned off")

@@ -1,6 +1,7 @@
 """Seconds from the start of a process to the end of a mode's first step, with nothing compiled before.
 
-Needs a process of its own, whose imports and start of CUDA are part of the time.
+It needs its own process: imports and the start of CUDA are part of the time. ``benchmarks.gpt2_large --first-step``
+runs it and adds the result to its report.
 
     >>> empty_caches(folder)     # before anything is compiled
     >>> first_step(report, case, "auto", device)
@@ -21,9 +22,9 @@ from benchmarks.report import Report
 
 
 def first_step(report: Report, case: Case, mode: str, device: torch.device) -> None:
-    """Seconds from the start of this process to the end of the mode's first step, into the report.
+    """Add to the report the seconds from the start of this process to the end of the mode's first step.
 
-    For a process of its own with empty compile caches: see ``empty_caches``.
+    Call it in a new process with empty compile caches: see ``empty_caches``.
     """
     imported_s = seconds_since_start()
     start = time.perf_counter()
@@ -45,14 +46,14 @@ def first_step(report: Report, case: Case, mode: str, device: torch.device) -> N
 
 
 def empty_caches(folder: str) -> None:
-    """Point the compile caches of Inductor and Triton to an empty folder; before anything is compiled."""
+    """Point the compile caches of Inductor and Triton to an empty folder; call it before anything is compiled."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/inductor"
     os.environ["TRITON_CACHE_DIR"] = f"{folder}/triton"
     os.environ["XDG_CACHE_HOME"] = folder
 
 
 def seconds_since_start() -> float:
-    """How old this process is."""
+    """Return the age of this process in seconds."""
     clock = os.sysconf("SC_CLK_TCK")
     started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / clock
     return float(Path("/proc/uptime").read_text().split()[0]) - started

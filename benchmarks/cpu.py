@@ -1,20 +1,19 @@
 """Seconds and memory of one training step on the CPU: every method of fdp, plain torch, and Opacus.
 
-    make bench-cpu            # one table, and runs/bench_cpu.json
+    make bench-cpu            # prints one table; writes runs/bench_cpu.json
 
-All rows train the same model (gpt-nano, head *untied*, because Opacus' ghost mode refuses tied weights) from
-the same weights on the same 16 samples, eagerly and in float32, with AdamW, flat clipping and noise
-multiplier 1. Plain torch and Opacus run the same architecture as an ``nn.Module`` with torch's fused AdamW;
-Opacus is set up by its own ``PrivacyEngine.make_private``. fdp's noise is ChaCha20, Opacus' comes from
-torch's generator (its ``secure_mode`` is off, the fast default).
+All rows train the same model (gpt-nano with an *untied* head, because Opacus' ghost mode refuses tied weights) from the
+same weights on the same 16 samples, eagerly and in float32, with AdamW, flat clipping and noise multiplier 1. Plain
+torch and Opacus run the same architecture as an ``nn.Module`` with torch's fused AdamW; Opacus is set up by its own
+``PrivacyEngine.make_private``. fdp draws its noise with ChaCha20, Opacus with torch's generator (``secure_mode`` off,
+the fast default).
 
-Before anything is timed, one step of every row (no noise, SGD) is compared with a loop over single samples:
-losses, gradient norms, parameters after the step. A row that differs is not timed.
+Before anything is timed, one step of every row (no noise, SGD) is compared with a loop over single samples: losses,
+gradient norms, parameters after the step. A row that differs is not timed.
 
-Each row is a process of its own that uses all cores and waits between its turns. A round is one step of every
-row in turn, so that a disturbance of the machine falls on all of them; the time is the median over rounds.
-Memory is the growth of the process's peak resident set over all its steps, from when model and batch are in
-place.
+Each row has its own process, which uses all cores and waits between its turns. A round is one step of every row in
+turn, so that a disturbance of the machine affects all of them; the time is the median over rounds. Memory is the growth
+of the process's peak resident set over all its steps, after model and batch are in place.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ from fdp.types import Flat, Tree
 
 BATCH_SIZE = 16
 MAX_NORM = 1.0
-WARM_UP = 2
+WARM_UP_ROUNDS = 2
 ROUNDS = {128: 15, 512: 7}
 TARGETS = "targets: auto / none at most 1.5, best Opacus / auto at least 1.5"
 OUT = Path("runs/bench_cpu.json")
@@ -76,20 +75,20 @@ OPTIMIZERS: dict[str, tuple[Any, Callable[..., torch.optim.Optimizer]]] = {
 }
 
 
-class Seen(NamedTuple):
-    """A row's state: losses at its present parameters, gradient norms of its last step, parameters."""
+class Observation(NamedTuple):
+    """A row's state: losses at its current parameters, gradient norms of its last step, parameters."""
 
     losses: Float[Tensor, " batch"]
     norms: Float[Tensor, " batch"] | None
     params: Flat
 
 
-Steps: TypeAlias = Generator[Callable[[], Seen], None, None]
-"""The first ``next`` puts model and batch in place, each further one is a step. Yields a look at it."""
+Steps: TypeAlias = Generator[Callable[[], Observation], None, None]
+"""The first ``next`` builds model and batch, each further one takes a step. Yields a function that observes it."""
 
 
 def starting_point(context: int) -> tuple[Model, Tree, Int[Tensor, "batch tokens"]]:
-    """Model, initial parameters and batch: the same for every row."""
+    """Return model, initial parameters and batch, the same for every row."""
     model = build("gpt-nano", context=context, tied=False)
     dataset = datasets.load("stdlib", context=context)
     tokens = dataset.fetch(np.linspace(0, len(dataset) - 1, BATCH_SIZE).astype(np.int64))["tokens"]
@@ -97,7 +96,7 @@ def starting_point(context: int) -> tuple[Model, Tree, Int[Tensor, "batch tokens
 
 
 def fdp_steps(context: int, *, noise: float, optimizer: str, method: Method) -> Steps:
-    """fdp: the composed step, eager."""
+    """Run fdp: the composed step, eager."""
     model, params, tokens = starting_point(context)
     noise = noise if method is not Method.NONE else 0.0
     sampling, clip = poisson(10_000, expected_batch_size=BATCH_SIZE), flat(max_norm=MAX_NORM)
@@ -107,63 +106,63 @@ def fdp_steps(context: int, *, noise: float, optimizer: str, method: Method) -> 
     step = make_train_step(model, opt, mechanism=mechanism, plan=plan, checks=Checks.SKIPPED)  # timed
     batch = trusted_batch({"tokens": tokens.unsqueeze(0)}, torch.ones(1, BATCH_SIZE), sampling, step=None)
     key = keys.key(1)
-    yield lambda: Seen(model.loss(params, {"tokens": tokens}), None, tree.flatten(params))
+    yield lambda: Observation(model.loss(params, {"tokens": tokens}), None, tree.flatten(params))
     state = init_state(model, params, opt, mechanism)
     while True:
         state, metrics = step(state, batch, key)
 
-        def look(params: Tree = state.params, norms: Tensor = metrics.norms) -> Seen:
+        def look(params: Tree = state.params, norms: Tensor = metrics.norms) -> Observation:
             losses = model.loss(params, {"tokens": tokens})
-            return Seen(losses, None if method is Method.NONE else norms, tree.flatten(params))
+            return Observation(losses, None if method is Method.NONE else norms, tree.flatten(params))
 
         yield look
 
 
 def torch_steps(context: int, *, noise: float, optimizer: str) -> Steps:
-    """Plain torch: an ``nn.Module``, its mean loss, no privacy."""
+    """Run plain torch: an ``nn.Module`` and its mean loss, without privacy."""
     module, tokens = torch_module(context)
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     criterion = nn.CrossEntropyLoss()
-    yield lambda: Seen(sample_losses(module, tokens), None, by_path(module))
+    yield lambda: Observation(sample_losses(module, tokens), None, by_path(module))
     opt = OPTIMIZERS[optimizer][1](module.parameters())
     while True:
         opt.zero_grad(set_to_none=True)
         criterion(module(inputs).flatten(0, 1), targets.flatten()).backward()
         opt.step()
-        yield lambda: Seen(sample_losses(module, tokens), None, by_path(module))
+        yield lambda: Observation(sample_losses(module, tokens), None, by_path(module))
 
 
 def opacus_hooks_steps(context: int, *, noise: float, optimizer: str) -> Steps:
-    """Opacus, per-sample gradients by hooks (its default)."""
+    """Run Opacus with per-sample gradients by hooks (its default)."""
     plain, tokens = torch_module(context)
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     criterion = nn.CrossEntropyLoss()
-    yield lambda: Seen(sample_losses(plain, tokens), None, by_path(plain))
+    yield lambda: Observation(sample_losses(plain, tokens), None, by_path(plain))
     module, opt, _ = private(plain, tokens, noise=noise, optimizer=optimizer, grad_sample_mode="hooks")
     while True:
         opt.zero_grad(set_to_none=True)
         criterion(module(inputs).flatten(0, 1), targets.flatten()).backward()
         opt.step()
 
-        def look() -> Seen:
+        def look() -> Observation:
             norms = torch.stack([g.flatten(1).norm(dim=1) for g in opt.grad_samples]).norm(dim=0)
-            return Seen(sample_losses(plain, tokens), norms, by_path(plain))
+            return Observation(sample_losses(plain, tokens), norms, by_path(plain))
 
         yield look
 
 
 def opacus_ghost_steps(context: int, *, noise: float, optimizer: str) -> Steps:
-    """Opacus, ghost clipping: norms in a first backward, the clipped sum in a second."""
+    """Run Opacus with ghost clipping: norms in a first backward, the clipped sum in a second."""
     plain, tokens = torch_module(context)
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    yield lambda: Seen(sample_losses(plain, tokens), None, by_path(plain))
+    yield lambda: Observation(sample_losses(plain, tokens), None, by_path(plain))
     module, opt, criterion, _ = private(plain, tokens, noise=noise, optimizer=optimizer, grad_sample_mode="ghost")
     while True:
         opt.zero_grad(set_to_none=True)
         logits = module(inputs)
         criterion(logits.flatten(0, 1), targets.flatten(), shape=logits.shape).backward()
         opt.step()
-        yield lambda: Seen(sample_losses(plain, tokens), module.per_sample_gradient_norms, by_path(plain))
+        yield lambda: Observation(sample_losses(plain, tokens), module.per_sample_gradient_norms, by_path(plain))
 
 
 ROWS: dict[str, Callable[..., Steps]] = {
@@ -179,7 +178,7 @@ TITLES |= {"opacus_hooks": "Opacus hooks", "opacus_ghost": "Opacus ghost"}
 
 
 class GPTBlock(nn.Module):
-    """The block of ``fdp.models.gpt``, in modules."""
+    """The block of ``fdp.models.gpt`` as a module."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -190,7 +189,7 @@ class GPTBlock(nn.Module):
 
     def forward(self, h: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens width"]:
         B, T, D = h.shape
-        mixture = self.qkv(self.norm1(h)).reshape(B, T, self.heads, 3, D // self.heads)  # head by head its q, k and v
+        mixture = self.qkv(self.norm1(h)).reshape(B, T, self.heads, 3, D // self.heads)  # q, k, v head by head
         q, k, v = mixture.transpose(1, 2).unbind(3)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(B, T, D)
         h = h + self.out(mixed)
@@ -198,7 +197,7 @@ class GPTBlock(nn.Module):
 
 
 class GPT(nn.Module):
-    """The model of ``fdp.models.gpt``, untied, in modules that Opacus has rules for; see :func:`by_path`."""
+    """The model of ``fdp.models.gpt``, untied, from modules that Opacus has rules for; see :func:`by_path`."""
 
     def __init__(self, *, layers: int, width: int, heads: int, context: int, vocab_size: int):
         super().__init__()
@@ -216,7 +215,7 @@ class GPT(nn.Module):
 
 
 def torch_module(context: int) -> tuple[GPT, Int[Tensor, "batch tokens"]]:
-    """The starting point as an ``nn.Module``."""
+    """Return the starting point as an ``nn.Module``, and the batch."""
     _, params, tokens = starting_point(context)
     config = LANGUAGE["gpt-nano"]
     module = GPT(
@@ -234,7 +233,7 @@ def torch_module(context: int) -> tuple[GPT, Int[Tensor, "batch tokens"]]:
 
 
 def private(module: nn.Module, tokens: Tensor, *, noise: float, optimizer: str, grad_sample_mode: str) -> Any:
-    """Opacus as its users set it up. Sampling is left out: every row gets the same batch."""
+    """Set up Opacus as its users do, but without sampling: every row gets the same batch."""
     warnings.filterwarnings("ignore", message="Secure RNG turned off")
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
     return PrivacyEngine().make_private(
@@ -250,13 +249,13 @@ def private(module: nn.Module, tokens: Tensor, *, noise: float, optimizer: str, 
 
 
 def by_path(module: nn.Module) -> Flat:
-    """The module's parameters under fdp's names: ``qkv.weight`` is ``qkv``, ``qkv.bias`` is ``qkv_bias``."""
+    """Return the module's parameters under fdp's names: ``qkv.weight`` is ``qkv``, ``qkv.bias`` is ``qkv_bias``."""
     named = {name.removesuffix(".weight").replace(".bias", "_bias"): p for name, p in module.named_parameters()}
     return {path: named[path].detach() for path in sorted(named)}
 
 
 def sample_losses(module: nn.Module, tokens: Int[Tensor, "batch tokens"]) -> Float[Tensor, " batch"]:
-    """The mean cross-entropy of each sample."""
+    """Return the mean cross-entropy of each sample."""
     with torch.no_grad():
         return _losses(module, tokens)
 
@@ -267,10 +266,10 @@ def _losses(module: nn.Module, tokens: Int[Tensor, "batch tokens"]) -> Float[Ten
     return F.cross_entropy(logits, targets, reduction="none").mean(1)
 
 
-def one_by_one(context: int, *, max_norm: float) -> tuple[Seen, Seen]:
-    """Before and after one SGD step with rate 1, from gradients of single samples by ordinary backwards."""
+def one_by_one(context: int, *, max_norm: float) -> tuple[Observation, Observation]:
+    """Return the state before and after one SGD step with rate 1, from ordinary backwards of single samples."""
     module, tokens = torch_module(context)
-    before = Seen(sample_losses(module, tokens), None, {p: leaf.clone() for p, leaf in by_path(module).items()})
+    before = Observation(sample_losses(module, tokens), None, {p: leaf.clone() for p, leaf in by_path(module).items()})
     parameters, norms = list(module.parameters()), []
     total = [torch.zeros_like(p) for p in parameters]
     for i in range(len(tokens)):
@@ -282,11 +281,11 @@ def one_by_one(context: int, *, max_norm: float) -> tuple[Seen, Seen]:
     with torch.no_grad():
         for p, leaf in zip(parameters, total):
             p -= leaf / len(tokens)
-    return before, Seen(sample_losses(module, tokens), torch.tensor(norms), by_path(module))
+    return before, Observation(sample_losses(module, tokens), torch.tensor(norms), by_path(module))
 
 
 def check(context: int) -> dict[str, str]:
-    """What is wrong with each row's first step; rows that agree are left out."""
+    """Return the errors of each row's first step; rows without errors are left out."""
     wrong = {}
     references = {bound: one_by_one(context, max_norm=bound) for bound in (MAX_NORM, float("inf"))}
     for row, make in ROWS.items():
@@ -312,13 +311,13 @@ def check(context: int) -> dict[str, str]:
 
 
 def peak_memory() -> int:
-    """The most memory this process has held so far, in bytes."""
+    """Return the peak resident memory of this process so far, in bytes."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def worker(row: str, context: int, pipe: Connection) -> None:
-    """A row in its own process: a step and its time for every True received, at the end its memory."""
+    """Run a row in its own process: take and time a step for every True received; at the end send its memory."""
     steps = ROWS[row](context, noise=1.0, optimizer="adamw")
     next(steps)
     before = peak_memory()
@@ -331,25 +330,25 @@ def worker(row: str, context: int, pipe: Connection) -> None:
 
 
 def measure(rows: list[str], context: int, rounds: int, status: Status) -> tuple[list[dict[str, Any]], int]:
-    """Time ``rows`` in turn, ``rounds`` times; the result rows and the number of threads each used."""
+    """Time ``rows`` in turn, ``rounds`` times; return the result rows and the number of threads per row."""
     spawn = multiprocessing.get_context("spawn")
     pipes, processes, threads = {}, [], 0
     for row in rows:
         pipes[row], theirs = spawn.Pipe()
         processes.append(spawn.Process(target=worker, args=(row, context, theirs), daemon=True))
         processes[-1].start()
-        theirs.close()  # so that a worker that dies is an end of file here, not a wait
+        theirs.close()  # so that the death of a worker raises EOFError here instead of blocking
         threads = pipes[row].recv()
     seconds: dict[str, list[float]] = {row: [] for row in rows}
-    for turn in range(WARM_UP + rounds):
-        status.update(f"context {context}, round {turn + 1} of {WARM_UP + rounds}")
+    for turn in range(WARM_UP_ROUNDS + rounds):
+        status.update(f"context {context}, round {turn + 1} of {WARM_UP_ROUNDS + rounds}")
         for row in rows:
             pipes[row].send(True)
             seconds[row].append(pipes[row].recv())
     results = []
     for row in rows:
         pipes[row].send(False)
-        taken = seconds[row][WARM_UP:]
+        taken = seconds[row][WARM_UP_ROUNDS:]
         low, high = np.quantile(taken, (0.2, 0.8))
         results.append(
             {
@@ -368,7 +367,7 @@ def measure(rows: list[str], context: int, rounds: int, status: Status) -> tuple
 
 
 def show(results: list[dict[str, Any]], wrong: dict[int, dict[str, str]], threads: int, console: Console) -> None:
-    """The table, and the two ratios that matter in plain lines."""
+    """Print the table, then the two ratios that matter."""
     table = Table(
         title=f"One step of gpt-nano (untied head), batch {BATCH_SIZE}, CPU, {threads} threads",
         caption="Median seconds over interleaved rounds, one process per row. Memory: growth of the peak "
@@ -408,14 +407,14 @@ def show(results: list[dict[str, Any]], wrong: dict[int, dict[str, str]], thread
 
 
 def main() -> None:
-    """Check, measure, show, write."""
+    """Check and measure all rows, print the table, write the JSON file."""
     parser = argparse.ArgumentParser(description="Seconds and memory per private step on the CPU, against Opacus.")
     parser.add_argument("--contexts", type=int, nargs="+", default=list(ROUNDS), help="sequence lengths")
     parser.add_argument("--rounds", type=int, help="timed steps of every row (default: 15 at 128 tokens, else 7)")
     arguments = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 100)
     spawn = multiprocessing.get_context("spawn")
-    # This process computes nothing: a child starts with its parent's peak memory as its own.
+    # This process computes nothing, because a child inherits its parent's peak memory.
     with ProcessPoolExecutor(max_workers=1, mp_context=spawn) as pool, console.status("comparing all rows"):
         wrong = {context: pool.submit(check, context).result() for context in arguments.contexts}
     results, threads = [], 0
@@ -437,7 +436,7 @@ def main() -> None:
     OUT.write_text(json.dumps(report, indent=2) + "\n")
     console.print(f"written to {OUT}", highlight=False)
     if any(wrong.values()):
-        sys.exit("some rows were not timed: they compute something else than a loop over single samples")
+        sys.exit("some rows were not timed: they differ from a loop over single samples")
 
 
 if __name__ == "__main__":

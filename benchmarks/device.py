@@ -1,4 +1,4 @@
-"""A device between two modes: its work is waited for, its memory counted and given back, its attention chosen.
+"""Device helpers of the benchmarks: wait for its work, count and free its memory, choose its attention kernel.
 
 On a CPU there is nothing to wait for, and memory is not counted.
 
@@ -22,7 +22,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def free(device: torch.device) -> None:
-    """Give back all that the last mode left: compiled code, graphs, cached memory."""
+    """Free what the last mode left: compiled code, graphs, cached memory."""
     torch._dynamo.reset()
     gc.collect()
     if device.type == "cuda":
@@ -32,7 +32,7 @@ def free(device: torch.device) -> None:
 
 
 def peak_gib(device: torch.device) -> float | None:
-    """Most GiB allocated since this was last called."""
+    """Return the most GiB allocated since the last call; None on a CPU."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)
@@ -42,7 +42,7 @@ def peak_gib(device: torch.device) -> float | None:
 
 
 def choose_sdpa(name: str) -> None:
-    """Let ``scaled_dot_product_attention`` use one kernel only (and plain math where that cannot)."""
+    """Restrict ``scaled_dot_product_attention`` to one kernel (and plain math where that cannot run)."""
     if name != "default":
         torch.backends.cuda.enable_flash_sdp(name == "flash")
         torch.backends.cuda.enable_cudnn_sdp(name == "cudnn")

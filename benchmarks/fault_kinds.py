@@ -1,7 +1,7 @@
-"""The kinds of fault that ``benchmarks.faults`` injects, and what must be true after each of them.
+"""Kinds of fault that ``benchmarks.faults`` injects into ``fdp train``, and what must hold after each.
 
 >>> lab = Lab(folder, seed=0)
->>> stopped(lab, 4)                                    # a rank that does not answer, four times
+>>> stopped(lab, 4)                               # a rank that does not answer, four times
 >>> lab.outcomes
 """
 
@@ -34,17 +34,17 @@ from tests.faults import (
     torchrun,
 )
 
-STEPS, EVERY = 12, 2
-WORDS = ("--steps", str(STEPS), "--save-every", str(EVERY), "--keep", "3")
-TIMEOUT = 8.0
-LIMIT = 45.0
-"""Seconds after which a process that should have ended hangs: starting, --timeout, and looking who is silent."""
+STEPS, SAVE_EVERY = 12, 2
+WORDS = ("--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--keep", "3")
+TIMEOUT_S = 8.0
+LIMIT_S = 45.0
+"""A process that should have ended by then hangs. Covers the start, --timeout, and the search for the silent rank."""
 RUNNING = [stage for stage in STAGES if stage not in ("making the folder", "joining", "pruning")]
-"""Stages of any attempt, of which some are reached only at the end of a run or when it is taken up again."""
+"""Stages that any attempt may reach; some only at the end of a run, or when it resumes."""
 
 
 class Outcome(NamedTuple):
-    """What became of one fault: its kind, where it hit, whether it did, and how long the attempt took."""
+    """The outcome of one fault: its kind, where it hit, whether it happened, and the duration of the attempt."""
 
     kind: str
     detail: str
@@ -54,7 +54,7 @@ class Outcome(NamedTuple):
 
 
 class Lab:
-    """The folder of all jobs, the undisturbed results, and what has happened so far."""
+    """The folder of all jobs, the results of undisturbed runs, and the outcomes so far."""
 
     def __init__(self, root: Path, seed: int) -> None:
         self.root, self.chance = root, random.Random(seed)
@@ -63,47 +63,47 @@ class Lab:
         self.jobs = 0
 
     def job(self, *, disk: Path | None = None, words: tuple[str, ...] = WORDS) -> Job:
-        """A job in a folder of its own."""
+        """Return a new job in its own folder."""
         self.jobs += 1
-        return Job((disk or self.root) / f"job-{self.jobs}", words=words, timeout=TIMEOUT)
+        return Job((disk or self.root) / f"job-{self.jobs}", words=words, timeout=TIMEOUT_S)
 
     def undisturbed(self, *faults: Fault, ranks: int = 2) -> dict[str, Any]:
-        """The result of a run that nobody touches; ``faults`` are in the data, not in the machine."""
+        """Return the result of an undisturbed run; ``faults`` are in the data, not in the machine."""
         name = f"{ranks} {faults}"
         if name not in self.expected:
             job = self.job()
             with job.start(*faults, ranks=ranks) as attempt:
-                codes = attempt.wait(seconds=4 * LIMIT)
+                codes = attempt.wait(seconds=4 * LIMIT_S)
             summary = job.summary()
             assert summary is not None, f"the undisturbed run ended with {codes}: {attempt.text()[-2000:]}"
             self.expected[name] = summary
         return self.expected[name]
 
     def note(self, kind: str, detail: str, began: float, problem: str | None, *, happened: bool = True) -> None:
-        """Keep an outcome, and say so if it is a failure."""
+        """Record an outcome; print it if it is a failure."""
         self.outcomes.append(Outcome(kind, detail, happened, time.monotonic() - began, problem))
         if problem is not None:
             print(f"FAILED {kind} ({detail}): {problem}", flush=True)
 
 
 def attempt_with(lab: Lab, job: Job, kind: str, fault: Fault, *more: Fault) -> None:
-    """Start the job, let the fault happen, and look at what is left."""
+    """Start the job, let the fault happen, and check the files that are left."""
     began, before = time.monotonic(), newest_step(job)
     with job.start(fault, *more) as attempt:
         watched = [rank for rank in range(job.ranks) if fault.act != "stopped" or rank != fault.rank]
-        codes = attempt.wait(seconds=LIMIT, ranks=watched)
+        codes = attempt.wait(seconds=LIMIT_S, ranks=watched)
         stuck = [rank for rank in watched if codes[rank] is None]
     happened = codes[fault.rank] != 0
-    problem = f"ranks {stuck} were still there after {LIMIT:g} seconds" if stuck else None
+    problem = f"ranks {stuck} were still there after {LIMIT_S:g} seconds" if stuck else None
     if happened and fault.act in ("terminated", "interrupted") and problem is None:
         problem = _wrong_exit(fault, codes, made=newest_step(job) > before and job.summary() is None)
-    lab.note(kind, f"rank {fault.rank}, {fault.stage}", began, problem or left(job, before), happened=happened)
+    lab.note(kind, f"rank {fault.rank}, {fault.stage}", began, problem or check_files(job, before), happened=happened)
     if problem:
         print(attempt.text()[-1500:], flush=True)
 
 
 def _wrong_exit(fault: Fault, codes: list[int | None], *, made: bool) -> str | None:
-    """What is wrong with how ranks ended; before the first step and after the last, a signal just ends them."""
+    """Return what is wrong with the exit codes. Before the first step and after the last, a signal just ends a rank."""
     number = SIGNALS[fault.act]
     if made and codes != [128 + number] * len(codes) and fault.stage != "joining":
         return f"expected the exit code {128 + number} on every rank, got {codes}"
@@ -111,44 +111,45 @@ def _wrong_exit(fault: Fault, codes: list[int | None], *, made: bool) -> str | N
 
 
 def newest_step(job: Job) -> int:
-    """The step of the newest checkpoint; 0 if there is none."""
+    """Return the step of the newest checkpoint; 0 if there is none."""
     found = checkpoints(job.out)
     return int(found[-1].name.split("-")[1]) if found else 0
 
 
-def left(job: Job, before: int, *, behind: int = 1) -> str | None:
-    """What is wrong with the files that an attempt left; None if nothing is.
+def check_files(job: Job, before: int, *, behind: int = 1) -> str | None:
+    """Return what is wrong with the files that an attempt left; None if nothing is.
 
-    ``behind``: the saves that may be missing. One is under way; where the disk refuses it, the next one finds out.
+    ``behind`` is the number of saves that may be missing: the one in progress and, if the disk refuses it, the next
+    one, which reports the error.
     """
     for path in checkpoints(job.out):
         try:
             found = checkpoint.verify(path)
         except FdpError as error:
-            return f"{path.name} was published and is not whole: {error}"
+            return f"{path.name} was published but is incomplete: {error}"
         if not found.step == found.meta["step"] == found.meta["accountant"]["steps"]:
-            return f"{path.name} tells of another number of steps"
+            return f"{path.name} records another number of steps"
     if newest_step(job) < before:
         return f"the checkpoint of step {before} is gone"
-    lines = [json.loads(line) for line in whole_lines(job.out / "metrics.jsonl")]
+    lines = [json.loads(line) for line in complete_lines(job.out / "metrics.jsonl")]
     if [line["step"] for line in lines] != list(range(1, len(lines) + 1)):
         return f"metrics.jsonl has gaps: {[line['step'] for line in lines]}"
-    if newest_step(job) < (len(lines) // EVERY - behind) * EVERY:
-        return f"{len(lines)} steps were made, and the newest checkpoint is of step {newest_step(job)}"
+    if newest_step(job) < (len(lines) // SAVE_EVERY - behind) * SAVE_EVERY:
+        return f"{len(lines)} steps ran, but the newest checkpoint is of step {newest_step(job)}"
     return None
 
 
-def whole_lines(path: Path) -> list[str]:
-    """The lines of a file that end as lines do."""
+def complete_lines(path: Path) -> list[str]:
+    """Return the lines of a file that end with a newline."""
     text = path.read_text() if path.exists() else ""
     return text[: text.rfind("\n") + 1].splitlines()
 
 
 def finish(lab: Lab, job: Job, expected: dict[str, Any], *faults: Fault, ranks: int = 2) -> str | None:
-    """Start the job once more, undisturbed, and compare its result; what is wrong with it, if anything is."""
+    """Run the job to its end, undisturbed; return how its result differs from the expected one, or None."""
     if job.summary() is None:
         with job.start(*faults, ranks=ranks) as attempt:
-            codes = attempt.wait(seconds=2 * LIMIT)
+            codes = attempt.wait(seconds=2 * LIMIT_S)
         if job.summary() is None:
             return f"did not end: {codes}: {attempt.text()[-1500:]}"
     got = job.summary()
@@ -158,14 +159,14 @@ def finish(lab: Lab, job: Job, expected: dict[str, Any], *faults: Fault, ranks: 
         return f"another result than the undisturbed run: {odd}"
     if abs(got["parameter_norm"] / expected["parameter_norm"] - 1) > 1e-5:
         return f"another norm: {got['parameter_norm']} instead of {expected['parameter_norm']}"
-    if len(whole_lines(job.out / "metrics.jsonl")) != STEPS:
+    if len(complete_lines(job.out / "metrics.jsonl")) != STEPS:
         return "metrics.jsonl is not complete"
     shutil.rmtree(job.out)
     return None
 
 
-def at_random(lab: Lab, act: str) -> Fault:
-    """A fault anywhere: at a stage, or some milliseconds after it."""
+def random_fault(lab: Lab, act: str) -> Fault:
+    """Return a fault at a random stage, or some milliseconds after it."""
     chance = lab.chance
     stage = chance.choice(RUNNING)
     often = {"drawing samples": 5, "summing up a step": 5, "writing metrics": 5, "amid a part": 40}.get(stage, 2)
@@ -174,23 +175,23 @@ def at_random(lab: Lab, act: str) -> Fault:
 
 
 def signals(lab: Lab, act: str, count: int) -> None:
-    """Jobs whose ranks are killed, terminated or interrupted, several times each."""
+    """Kill, terminate or interrupt ranks, several times per job."""
     expected = lab.undisturbed()
     done = 0
     while done < count:
         job, hits = lab.job(), 0
         while hits < 6 and done < count and job.summary() is None:
-            attempt_with(lab, job, act, at_random(lab, act))
+            attempt_with(lab, job, act, random_fault(lab, act))
             happened = lab.outcomes[-1].happened
             hits, done = hits + 1, done + happened
-            if not happened:  # that stage was not reached: no fault was injected
+            if not happened:  # the stage was not reached, so no fault was injected
                 lab.outcomes.pop()
         if problem := finish(lab, job, expected):
             lab.note(act, "the result", time.monotonic(), problem)
 
 
 def every_stage(lab: Lab, rank: int) -> None:
-    """A kill of a rank at every stage, in order."""
+    """Kill a rank at every stage, in order."""
     expected = lab.undisturbed()
     job = lab.job()
     for stage in STAGES:
@@ -206,7 +207,7 @@ def every_stage(lab: Lab, rank: int) -> None:
 
 
 def stopped(lab: Lab, count: int) -> None:
-    """A rank that does not answer and does not die: the others leave, and name it."""
+    """Stop a rank without killing it: the others must exit and name it."""
     expected = lab.undisturbed()
     for number in range(count):
         job = lab.job()
@@ -215,22 +216,27 @@ def stopped(lab: Lab, count: int) -> None:
         began = time.monotonic()
         with job.start(fault) as attempt:
             other = 1 - fault.rank
-            code = attempt.wait(seconds=LIMIT, ranks=[other])[other]
+            code = attempt.wait(seconds=LIMIT_S, ranks=[other])[other]
             named = f"rank {fault.rank} (process {attempt.processes[fault.rank].pid} on" in attempt.text()
         problem = None if code == 1 and named else f"exit code {code}, the silent rank named: {named}"
-        lab.note("stopped", f"rank {fault.rank}, {stage}", began, problem or left(job, 0) or finish(lab, job, expected))
+        lab.note(
+            "stopped",
+            f"rank {fault.rank}, {stage}",
+            began,
+            problem or check_files(job, 0) or finish(lab, job, expected),
+        )
 
 
 def corrupted(lab: Lab, count: int) -> None:
-    """The newest checkpoint damaged or forged in every way, while the one before is good."""
+    """Damage or forge the newest checkpoint in every way; the one before it stays good."""
     expected = lab.undisturbed()
     ways = [*CORRUPTIONS, *FORGERIES, "of another run", "an older one under a newer name"]
     pristine = lab.job()
     with pristine.start(Fault("terminated", 0, "drawing samples", 9)) as attempt:
-        attempt.wait(seconds=LIMIT)
+        attempt.wait(seconds=LIMIT_S)
     foreign = lab.job(words=(*WORDS, "--lr", "0.001"))
     with foreign.start(Fault("terminated", 0, "drawing samples", 9)) as attempt:
-        attempt.wait(seconds=LIMIT)
+        attempt.wait(seconds=LIMIT_S)
     for number in range(count):
         way, job, began = ways[number % len(ways)], lab.job(), time.monotonic()
         shutil.copytree(pristine.out, job.out)
@@ -249,9 +255,9 @@ def corrupted(lab: Lab, count: int) -> None:
             shutil.rmtree(newest)
             shutil.copytree(older, newest)
         with job.start() as attempt:
-            codes = attempt.wait(seconds=LIMIT)
+            codes = attempt.wait(seconds=LIMIT_S)
         text = attempt.text()
-        # A checkpoint without a record was never published: it is no checkpoint, and nothing is said of it.
+        # A checkpoint without a record was never published, so it is ignored without a message.
         silent = detail == "removed: complete.json"
         if way == "of another run" and codes[0] == 2 and "another configuration" in text:
             problem = None  # refused: nothing was trained
@@ -264,17 +270,17 @@ def corrupted(lab: Lab, count: int) -> None:
 
 
 def deleted(lab: Lab, count: int) -> None:
-    """All checkpoints gone: refused, not begun again; the newest one gone: the one before is taken."""
+    """Delete all checkpoints (the run must refuse to start over) or the newest (it must resume from the one before)."""
     expected = lab.undisturbed()
     for number in range(count):
         job, began = lab.job(), time.monotonic()
         with job.start(Fault("terminated", number % 2, "drawing samples", 9)) as attempt:
-            attempt.wait(seconds=LIMIT)
+            attempt.wait(seconds=LIMIT_S)
         kept = job.out.with_name(f"{job.out.name}-kept")
         shutil.copytree(job.out / "checkpoints", kept)
         shutil.rmtree(checkpoints(job.out)[-1] if number % 2 else job.out / "checkpoints")
         with job.start() as attempt:
-            codes = attempt.wait(seconds=LIMIT)
+            codes = attempt.wait(seconds=LIMIT_S)
         problem = None
         if number % 2 == 0:
             if codes[0] != 2 or "expected a checkpoint, got none" not in attempt.text():
@@ -287,7 +293,7 @@ def deleted(lab: Lab, count: int) -> None:
 
 @contextmanager
 def small_disk(lab: Lab) -> Iterator[Path | None]:
-    """A file system of 4 MiB; None where this process may not mount one."""
+    """Mount a file system of 4 MiB; yield None if this process may not."""
     folder = Path(tempfile.mkdtemp(dir=lab.root))
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], capture_output=True)
     try:
@@ -298,7 +304,7 @@ def small_disk(lab: Lab) -> Iterator[Path | None]:
 
 
 def full_disk(lab: Lab, count: int) -> None:
-    """A disk that is really full, in the middle of a save or of the metrics; then there is room again."""
+    """Fill the disk in the middle of a save or of writing metrics; then make room again."""
     expected = lab.undisturbed()
     for _ in range(count):
         with small_disk(lab) as disk:
@@ -308,24 +314,24 @@ def full_disk(lab: Lab, count: int) -> None:
             with job.start() as attempt:
                 wait_for(lambda: newest_step(job) >= 2)  # noqa: B023
                 fill(disk, leave=lab.chance.randrange(0, 120_000))
-                codes = attempt.wait(seconds=LIMIT)
+                codes = attempt.wait(seconds=LIMIT_S)
             text = attempt.text()
             problem = None
             if None in codes:
                 problem = f"hung: {codes}"
             elif job.summary() is None and "No space left on device" not in text:
-                problem = f"a full disk was not called that: {codes} {text[-800:]}"
+                problem = f"the full disk was not reported: {codes} {text[-800:]}"
             (disk / "filler").unlink()
             lab.note(
                 "disk full",
                 f"exit codes {codes}",
                 began,
-                problem or left(job, 2, behind=2) or finish(lab, job, expected),
+                problem or check_files(job, 2, behind=2) or finish(lab, job, expected),
             )
 
 
 def fill(disk: Path, *, leave: int) -> None:
-    """Leave so many bytes of a file system free."""
+    """Fill a file system, except for the given number of bytes."""
     with (disk / "filler").open("wb", buffering=0) as file, suppress(OSError):
         while True:
             file.write(bytes(4096))
@@ -334,7 +340,7 @@ def fill(disk: Path, *, leave: int) -> None:
 
 
 def read_only(lab: Lab, count: int) -> None:
-    """A read-only file system in place of the checkpoints, in the middle of a run; then the old one is back."""
+    """Mount a read-only file system over the checkpoints in the middle of a run; then unmount it."""
     expected = lab.undisturbed()
     for _ in range(count):
         job, began = lab.job(), time.monotonic()
@@ -343,17 +349,17 @@ def read_only(lab: Lab, count: int) -> None:
             wait_for(lambda: newest_step(job) >= 2)  # noqa: B023
             if subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", folder], capture_output=True).returncode:
                 return
-            codes = attempt.wait(seconds=LIMIT)
+            codes = attempt.wait(seconds=LIMIT_S)
         subprocess.run(["umount", "-l", folder], check=True)
         problem = f"hung: {codes}" if None in codes else None
         if not problem and job.summary() is None and "Read-only file system" not in attempt.text():
-            problem = f"not called that: {codes} {attempt.text()[-600:]}"
-        problem = problem or left(job, 2, behind=2) or finish(lab, job, expected)
+            problem = f"the read-only disk was not reported: {codes} {attempt.text()[-600:]}"
+        problem = problem or check_files(job, 2, behind=2) or finish(lab, job, expected)
         lab.note("read-only disk", f"exit codes {codes}", began, problem)
 
 
 def slow_disk(lab: Lab, count: int) -> None:
-    """A disk that takes its time; the run is killed meanwhile."""
+    """Kill a run while it writes to a slow disk."""
     expected = lab.undisturbed()
     for number in range(count):
         job = lab.job()
@@ -364,7 +370,7 @@ def slow_disk(lab: Lab, count: int) -> None:
 
 
 def two_runs(lab: Lab, count: int) -> None:
-    """A second run in the folder of one that runs or is paused: it is refused, and the first one goes on."""
+    """Start a second run in the folder of one that runs or is paused: it must be refused, and the first continue."""
     expected = lab.undisturbed()
     for number in range(count):
         job, began, paused = lab.job(), time.monotonic(), number % 2 == 1
@@ -373,11 +379,11 @@ def two_runs(lab: Lab, count: int) -> None:
             if paused:
                 first.signal(0, signal.SIGSTOP)
             with job.start(ranks=1) as second:
-                code = second.wait(seconds=LIMIT)[0]
+                code = second.wait(seconds=LIMIT_S)[0]
                 text = Path(f"{job.out}.0.log").read_text()
             ended = not first.processes[0].is_alive()
             first.signal(0, signal.SIGCONT)
-            codes = first.wait(seconds=LIMIT)
+            codes = first.wait(seconds=LIMIT_S)
         refused = code == 2 and ("belongs to a run that has not ended" in text or ended)
         problem = None if refused else f"the second run ended with {code}: {text[-600:]}"
         lab.note("two runs in one folder", "paused" if paused else "running", began,
@@ -386,7 +392,7 @@ def two_runs(lab: Lab, count: int) -> None:
 
 
 def bad_batches(lab: Lab, count: int) -> None:
-    """Samples that are not numbers, and a kill: the same as with those samples and no kill."""
+    """Feed NaN samples and kill a rank: the result must equal that of the same samples without the kill."""
     spoilt = [Fault("NaN samples", rank, "drawing samples", 4) for rank in (0, 1)]
     expected = lab.undisturbed(*spoilt)
     if not expected["parameter_norm"] < 1e6:
@@ -396,38 +402,38 @@ def bad_batches(lab: Lab, count: int) -> None:
         once = [fault._replace(count=4) for fault in spoilt]
         began = time.monotonic()
         with job.start(*once, Fault("killed", number % 2, "summing up a step", 2)) as attempt:
-            attempt.wait(seconds=LIMIT)
-        # Taken up again from the start or from step 2, the fourth batch of the run is another call.
+            attempt.wait(seconds=LIMIT_S)
+        # After resuming from the start or from step 2, the fourth batch of the run is a different call.
         again = [fault._replace(count=4 - newest_step(job)) for fault in spoilt]
-        lab.note("NaN samples", "and a kill", began, left(job, 0) or finish(lab, job, expected, *again))
+        lab.note("NaN samples", "and a kill", began, check_files(job, 0) or finish(lab, job, expected, *again))
 
 
 def clock_jumps(lab: Lab, count: int) -> None:
-    """A clock that jumps back by a year in the middle of a run."""
+    """Set the clock back by a year in the middle of a run."""
     expected = lab.undisturbed()
     for number in range(count):
         job = lab.job()
         stage = ("drawing samples", "writing parts")[number % 2]
         began = time.monotonic()
         with job.start(*(Fault("clock jump", rank, stage, 2) for rank in range(2))) as attempt:
-            codes = attempt.wait(seconds=LIMIT)
+            codes = attempt.wait(seconds=LIMIT_S)
         problem = None if codes == [0, 0] else f"ended with {codes}: {attempt.text()[-600:]}"
         lab.note("clock jump", stage, began, problem or finish(lab, job, expected))
 
 
 def other_ranks(lab: Lab, count: int) -> None:
-    """A rank killed, and the run taken up on another number of them."""
+    """Kill a rank, then resume the run on another number of ranks."""
     expected = lab.undisturbed()
     for number in range(count):
         job, ranks = lab.job(), (1, 3, 4)[number % 3]
         attempt_with(lab, job, "other ranks", Fault("killed", number % 2, "drawing samples", 8))
-        lab.outcomes[-1] = lab.outcomes[-1]._replace(detail=f"taken up on {ranks}")
+        lab.outcomes[-1] = lab.outcomes[-1]._replace(detail=f"resumed on {ranks}")
         if problem := finish(lab, job, expected, ranks=ranks):
             lab.note("other ranks", f"the result on {ranks}", time.monotonic(), problem)
 
 
 def restarts(lab: Lab, count: int, kills: int = 2) -> None:
-    """Ranks killed under torchrun, which starts all of them again: the run goes on by itself."""
+    """Kill ranks under torchrun, which restarts all of them: the run must continue by itself."""
     expected = lab.undisturbed()
     for number in range(-(-count // kills)):
         job = lab.job()
@@ -443,7 +449,7 @@ def restarts(lab: Lab, count: int, kills: int = 2) -> None:
                 hit += 1
                 wait_for(lambda: ranks_of(process) != ranks or process.poll() is not None)  # noqa: B023
         try:
-            text, _ = process.communicate(timeout=4 * LIMIT)
+            text, _ = process.communicate(timeout=4 * LIMIT_S)
             problem = None if process.returncode == 0 else f"torchrun ended with {process.returncode}: {text[-1500:]}"
         except subprocess.TimeoutExpired:
             process.kill()
@@ -455,39 +461,39 @@ def restarts(lab: Lab, count: int, kills: int = 2) -> None:
 
 
 def soak(lab: Lab, *, steps: int, every: int) -> dict[str, Any]:
-    """One long run under torchrun, of which a rank is killed about every so many steps: the result, and the memory."""
+    """Run long under torchrun, killing a rank about every so many steps; return the result and the memory."""
     words = ("--steps", str(steps), "--save-every", "5", "--keep", "2")
-    whole = lab.job(words=words)
-    with whole.start() as attempt:
-        attempt.wait(seconds=20 * LIMIT)
-    expected = whole.summary()
+    reference = lab.job(words=words)
+    with reference.start() as attempt:
+        attempt.wait(seconds=20 * LIMIT_S)
+    expected = reference.summary()
     assert expected is not None, attempt.text()[-2000:]
     job = lab.job(words=words)
     process = torchrun(job, "--standalone", "--max-restarts", str(2 * steps // every))
     kills, memory, goal = 0, [], lab.chance.randint(1, every)
     while process.poll() is None and time.monotonic() - attempt.began < 3600:
-        done, ranks = len(whole_lines(job.out / "metrics.jsonl")), ranks_of(process)
+        done, ranks = len(complete_lines(job.out / "metrics.jsonl")), ranks_of(process)
         if done >= goal and done < steps - 1 and len(ranks) == job.ranks:
             memory.append([resident(process.pid), *map(resident, ranks)])
             os.kill(lab.chance.choice(ranks), signal.SIGKILL)
             kills, goal = kills + 1, goal + every
             wait_for(lambda: ranks_of(process) != ranks or process.poll() is not None)  # noqa: B023
         time.sleep(0.02)
-    text, _ = process.communicate(timeout=LIMIT)
+    text, _ = process.communicate(timeout=LIMIT_S)
     got = job.summary()
     return {
         "kills": kills,
         "exit code": process.returncode,
         "same hash": got is not None and got["parameter_sha256"] == expected["parameter_sha256"],
         "same epsilon": got is not None and got["epsilon"] == expected["epsilon"],
-        "lines of metrics": len(whole_lines(job.out / "metrics.jsonl")),
+        "lines of metrics": len(complete_lines(job.out / "metrics.jsonl")),
         "memory of torchrun and its ranks, MiB, first and last": [memory[0], memory[-1]] if memory else None,
         "said": "" if got is not None else text[-2000:],
     }
 
 
 def resident(pid: int) -> int:
-    """The memory of a process in MiB; 0 if it is gone."""
+    """Return the resident memory of a process in MiB; 0 if it is gone."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
     except OSError:
@@ -495,7 +501,7 @@ def resident(pid: int) -> int:
 
 
 def ranks_of(process: subprocess.Popen[str]) -> list[int]:
-    """The process ids of the ranks that torchrun has started, in order of their rank."""
+    """Return the process ids of torchrun's ranks, in order of their rank."""
     rank = {}
     try:
         for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
@@ -506,8 +512,8 @@ def ranks_of(process: subprocess.Popen[str]) -> list[int]:
     return [rank[i] for i in sorted(rank)]
 
 
-def wait_for(what: Callable[[], bool], *, seconds: float = LIMIT) -> bool:
-    """Look until it is so; False if it never is."""
+def wait_for(what: Callable[[], bool], *, seconds: float = LIMIT_S) -> bool:
+    """Wait until the condition holds; return False if it does not in time."""
     deadline = time.monotonic() + seconds
     while not what():
         if time.monotonic() > deadline:

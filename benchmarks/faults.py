@@ -1,17 +1,18 @@
-"""What goes wrong on machines, done to ``fdp train`` on purpose, in a loop: ``make faults``.
+"""Inject faults of real machines into ``fdp train``, in a loop, and check that nothing is lost.
 
-    python -m benchmarks.faults --count 300 --out benchmarks/results/faults
-    python -m benchmarks.faults --soak 500
+    make faults                                                            # prints a table
+    python -m benchmarks.faults --count 300 --out benchmarks/results/faults    # also writes faults.json and faults.md
+    python -m benchmarks.faults --soak 500                                 # one long run, killed every 20 steps
 
 A job is a private run on two ranks that saves every two steps. It is started, hit by a fault, started again, hit by the
-next one, and in the end left alone; the faults take turns. After every fault:
+next one, and at the end left alone; the kinds of fault take turns. After every fault:
 
     no hang       every rank that can end has ended within a stated time
-    nothing half  every published checkpoint is whole, bit by bit, and tells of as many steps as its name
+    nothing half  every published checkpoint is complete, bit by bit, and records as many steps as its name
     nothing lost  the newest good checkpoint is never older than the save before the last; ``metrics.jsonl`` has no gaps
 
-and after every job, the hash of the parameters and the epsilon that is stated are those of the run that nobody touched.
-Any other outcome is a failure: the command names it, and exits with 1.
+and after every job the hash of the parameters and the stated epsilon equal those of an undisturbed run. Any other
+outcome is a failure: the command prints it and exits with 1.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import fault_kinds
-from benchmarks.fault_kinds import TIMEOUT, Lab, Outcome, soak
+from benchmarks.fault_kinds import TIMEOUT_S, Lab, Outcome, soak
 from benchmarks.report import current_commit, hardware, versions
 
 SHARES = {
@@ -51,22 +52,22 @@ SHARES = {
     "other_ranks": 9,
     "restarts": 20,
 }
-"""How many of each kind are among 300, beside one kill at every stage."""
-CHUNK = 12
-"""Faults that one worker injects in one go."""
+"""Faults of each kind among 300, besides one kill at every stage."""
+FAULTS_PER_PORTION = 12
+"""Faults that one worker injects at a time."""
 
 
 def plan(count: int) -> list[tuple[str, int]]:
-    """Kinds of faults, and how many of each, in portions for the workers."""
+    """Return (kind, number of faults) in portions for the workers."""
     portions = [("every_stage", 0), ("every_stage", 1)]
     for kind, share in SHARES.items():
         number = max(2, round(share * count / 300)) if share else 0
-        portions += [(kind, min(CHUNK, number - done)) for done in range(0, number, CHUNK)]
+        portions += [(kind, min(FAULTS_PER_PORTION, number - done)) for done in range(0, number, FAULTS_PER_PORTION)]
     return portions
 
 
 def inject(kind: str, number: int, seed: int) -> list[Outcome]:
-    """Inject faults of one kind in a folder of their own; what became of them."""
+    """Inject faults of one kind in their own folder; return the outcomes."""
     with tempfile.TemporaryDirectory() as folder:
         lab, began = Lab(Path(folder), seed), time.monotonic()
         if kind in ("killed", "terminated", "interrupted"):
@@ -80,7 +81,7 @@ def inject(kind: str, number: int, seed: int) -> list[Outcome]:
 
 
 def summary_of(outcomes: list[Outcome]) -> dict[str, dict[str, Any]]:
-    """Per kind: how many, how many failed, the longest time until all ranks had ended."""
+    """Return per kind: faults, failures, and the longest time until all ranks had ended."""
     rows: dict[str, dict[str, Any]] = {}
     for outcome in outcomes:
         row = rows.setdefault(outcome.kind, {"faults": 0, "failures": 0, "longest_s": 0.0})
@@ -91,14 +92,14 @@ def summary_of(outcomes: list[Outcome]) -> dict[str, dict[str, Any]]:
 
 
 def main() -> None:
-    """Inject faults, print a table, write it."""
+    """Inject faults, print a table, write it to ``--out``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=1, help="portions at a time; each needs two cores")
-    parser.add_argument("--kinds", nargs="+", choices=list(SHARES), help="these kinds only")
-    parser.add_argument("--soak", type=int, metavar="STEPS", help="one run of so many steps, killed every 20, instead")
-    parser.add_argument("--out", type=Path, help="a name without an ending: .json and .md are written")
+    parser.add_argument("--kinds", nargs="+", choices=list(SHARES), help="only these kinds")
+    parser.add_argument("--soak", type=int, metavar="STEPS", help="instead, one run of STEPS steps, killed every 20")
+    parser.add_argument("--out", type=Path, help="a name without a suffix; writes .json and .md")
     options = parser.parse_args()
     if options.soak:
         with tempfile.TemporaryDirectory() as folder:
@@ -122,7 +123,7 @@ def main() -> None:
 
 
 def write(out: Path, rows: dict[str, dict[str, Any]], outcomes: list[Outcome], *, seconds: float) -> None:
-    """The table as a page, and every outcome as JSON."""
+    """Write the table as a page, and every outcome as JSON."""
     cpu = torch.device("cpu")
     about = {"commit": current_commit(), "hardware": hardware(cpu), "versions": versions(cpu)}
     about["seconds"] = round(seconds)
@@ -134,10 +135,10 @@ def write(out: Path, rows: dict[str, dict[str, Any]], outcomes: list[Outcome], *
         "",
         f"`make faults` at {about['commit']}, {about['hardware']}, {about['versions']}; {about['seconds']} s.",
         "",
-        f"{total} faults, {failures} failures. A failure is a rank that hangs, a checkpoint that is published and not "
-        "whole, steps that are lost beyond the last save, or a result whose hash, epsilon or metrics differ from those "
-        "of the run that nobody touched. The last column is the longest time from the start of an attempt until every "
-        f"rank that can end had ended; `--timeout` was {TIMEOUT:g} s.",
+        f"{total} faults, {failures} failures. A failure is a rank that hangs, a published checkpoint that is "
+        "incomplete, steps that are lost beyond the last save, or a result whose hash, epsilon or metrics differ from "
+        "those of an undisturbed run. The last column is the longest time from the start of an attempt until every "
+        f"rank that can end had ended; `--timeout` was {TIMEOUT_S:g} s.",
         "",
         "| fault | injected | failures | longest, s |",
         "|---|---|---|---|",

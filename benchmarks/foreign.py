@@ -1,17 +1,19 @@
-"""A model of ``transformers`` beside fdp's own of the same shape, and beside Opacus on the very same module.
+"""Milliseconds and memory of a step of `transformers` models, against fdp's own models and against Opacus.
 
-    python -m benchmarks.foreign --json runs/foreign.json --budget 500     # again and again, until all is there
-    python -m benchmarks.foreign --render runs/foreign.json                # the page; needs no GPU
+    python -m benchmarks.foreign --json runs/foreign.json --budget 500     # run it again to continue where it stopped
+    python -m benchmarks.foreign --render runs/foreign.json                # write the page; needs no GPU
 
-| shape        | of `transformers`                                               | B | T    |
+Prints a line per row. ``--render`` writes ``benchmarks/results/foreign_<hardware>_<yyyymm>.{md,json}``.
+
+| shape        | `transformers` class                                            | B | T    |
 |--------------|-----------------------------------------------------------------|---|------|
 | `gpt2_large` | GPT2LMHeadModel, 36 layers of width 1280, untied (840M)         | 4 | 1024 |
 | `llama_1b`   | LlamaForCausalLM, 16 layers of width 2048, untied (1.1B)        | 8 | 2048 |
 
-Modules are built from a configuration, nothing is downloaded, and taken by ``fdp.foreign.hub.causal``; `auto` and
-`none` are fdp's. Opacus gets the module itself, with rules for the two layers that it has none for. bfloat16 compute,
-float32 master weights, AdamW. How modes are checked (against ``materialize``, before they are timed) and measured:
-``benchmarks/harness.py``.
+Modules are built from a configuration (nothing is downloaded) and converted by ``fdp.foreign.hub.causal``; `auto` and
+`none` are fdp's modes. Opacus gets the module itself, with rules for the two layers that it has none for. bfloat16
+compute, float32 master weights, AdamW. ``benchmarks/harness.py`` says how modes are checked (against ``materialize``,
+before they are timed) and measured.
 """
 
 from __future__ import annotations
@@ -32,9 +34,9 @@ from benchmarks.gpt2_large import CHECKED_CONTEXT, CHECKED_LAYERS, CONFIG, OPACU
 from benchmarks.harness import sweep
 from benchmarks.measure import Limits
 from benchmarks.modes import FAST, OURS, Candidate, Case, Row, Speed
-from benchmarks.options import arguments, budget_of, open_report, speed_of
-from benchmarks.regimes import LLAMA_1B, against, table_line, verdict
+from benchmarks.regimes import LLAMA_1B, ratios_to, table_line, verdict
 from benchmarks.report import overstatements, publish
+from benchmarks.sweep_options import arguments, budget_of, open_report, speed_of
 from fdp import tree
 from fdp.foreign.hub.causal import causal_lm
 from fdp.init import constant, normal
@@ -48,7 +50,7 @@ Config = GPTConfig | LlamaConfig
 MODES = ("none", "auto", *OPACUS)
 OWN, FOREIGN = "own", "transformers"
 LEAST_SPEED = 0.9
-"""Of ``auto`` on a module of transformers, of that on fdp's own model of the same shape."""
+"""Target speed of ``auto`` on a transformers module, relative to fdp's own model of the same shape."""
 
 
 class Shape(NamedTuple):
@@ -66,7 +68,7 @@ SHAPES = {"gpt2_large": Shape(gpt, CONFIG._replace(context=1024), 4), "llama_1b"
 
 
 def make_module(config: Config) -> nn.Module:
-    """The module of ``transformers`` that has this shape; its parameters hold nothing yet."""
+    """Return the ``transformers`` module of this shape, with uninitialised parameters."""
     import transformers
     from transformers.initialization import no_init_weights
 
@@ -94,12 +96,12 @@ def make_module(config: Config) -> nn.Module:
 
 
 def foreign(config: Config, *, name: str = FOREIGN) -> Model:
-    """The module as fdp takes it, with values to be drawn from a key, as an own model's are."""
+    """Return the module as an fdp model whose parameters are drawn from a key, as those of fdp's own models are."""
     model = causal_lm(make_module(config).eval(), context=config.context)
-    return model._replace(name=name, leaves={path: _drawn(path, leaf) for path, leaf in model.leaves.items()})
+    return model._replace(name=name, leaves={path: _with_init(path, leaf) for path, leaf in model.leaves.items()})
 
 
-def _drawn(path: Leaf, leaf: LeafSpec) -> LeafSpec:
+def _with_init(path: Leaf, leaf: LeafSpec) -> LeafSpec:
     if len(leaf.shape) > 1:
         return leaf._replace(init=normal(0.02))
     return leaf._replace(init=constant(0.0 if path.endswith("bias") else 1.0))
@@ -118,13 +120,13 @@ def by_opacus(
     *,
     dtype: torch.dtype,
 ) -> Candidate:
-    """The module in Opacus' hands, with the layers and tokens of ``model``."""
+    """Build the module with as many layers and tokens as ``model``, trained by Opacus."""
     from benchmarks.baselines import Setup, private_by_opacus
 
     assert model.context is not None
     shape = config._replace(layers=len(model.blocks) - 2, context=model.context)
-    give_rules()
-    module = make_module(shape).to(device).train()  # it has no dropout, and Opacus takes no module in eval()
+    register_opacus_rules()
+    module = make_module(shape).to(device).train()  # it has no dropout, and Opacus refuses a module in eval mode
     drawn = {} if params is None else tree.flatten(params)
     with torch.no_grad():
         for name, leaf in module.named_parameters():
@@ -139,13 +141,13 @@ def by_opacus(
 
 
 def logits_of(module: nn.Module, ids: Int[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens vocab"]:
-    """What the module says; positions are looked up for every sample, as Opacus needs."""
+    """Return the logits; positions are looked up for every sample, as Opacus needs."""
     places = torch.arange(ids.shape[1], device=ids.device).repeat(ids.shape[0], 1)
     return module(input_ids=ids, position_ids=places, use_cache=False).logits
 
 
-def give_rules() -> None:
-    """Opacus' rules for GPT-2's linear layers, which keep weights as (inputs, outputs), and for Llama's norms."""
+def register_opacus_rules() -> None:
+    """Register Opacus rules for GPT-2's linear layers, which store (inputs, outputs), and for Llama's norms."""
     from opacus.grad_sample.linear import (  # pyright: ignore[reportMissingImports] (the extra `bench` installs it)
         compute_linear_grad_sample,
         compute_linear_norm_sample,
@@ -157,18 +159,18 @@ def give_rules() -> None:
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
     from transformers.pytorch_utils import Conv1D
 
-    def turned(layer: Any, activations: list[Tensor], backprops: Tensor) -> dict[nn.Parameter, Tensor]:
+    def transposed_linear(layer: Any, activations: list[Tensor], backprops: Tensor) -> dict[nn.Parameter, Tensor]:
         found = compute_linear_grad_sample(layer, activations, backprops)
         return {leaf: g.transpose(1, 2) if leaf.ndim == 2 else g for leaf, g in found.items()}
 
-    def scales(layer: Any, activations: list[Tensor], backprops: Tensor) -> dict[nn.Parameter, Tensor]:
+    def rms_norm_scale(layer: Any, activations: list[Tensor], backprops: Tensor) -> dict[nn.Parameter, Tensor]:
         x = activations[0].float()
         normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + layer.variance_epsilon)
         return {layer.weight: torch.einsum("n...d,n...d->nd", backprops.float(), normed)}
 
-    register_grad_sampler(Conv1D)(turned)
-    register_norm_sampler(Conv1D)(compute_linear_norm_sample)  # a norm does not care which way the matrix lies
-    register_grad_sampler(LlamaRMSNorm)(scales)
+    register_grad_sampler(Conv1D)(transposed_linear)
+    register_norm_sampler(Conv1D)(compute_linear_norm_sample)  # a norm does not depend on the transpose
+    register_grad_sampler(LlamaRMSNorm)(rms_norm_scale)
 
 
 # The sweep
@@ -182,7 +184,7 @@ def make_cases(
     memory_budget: float | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Case, Case]:
-    """A shape as fdp's own model, and as a module of transformers."""
+    """Return the cases of a shape: fdp's own model, and the transformers module."""
     make, config, batch_size = SHAPES[name]
     config = config._replace(layers=layers or config.layers)
     few, short = min(CHECKED_LAYERS, config.layers), min(CHECKED_CONTEXT, config.context)
@@ -199,7 +201,7 @@ def make_cases(
 
 
 def modes_of(case: Case, modes: Sequence[str]) -> list[str]:
-    """Those of ``modes`` that the case has."""
+    """Return the modes that the case has."""
     return [mode for mode in modes if mode in OURS or case.baseline is not None]
 
 
@@ -207,7 +209,7 @@ def modes_of(case: Case, modes: Sequence[str]) -> list[str]:
 
 
 def page(content: dict[str, Any], *, name: str) -> str:
-    """The Markdown page of a report."""
+    """Return the Markdown page of a report."""
     rows: list[Row] = content["rows"]
     versions = ", ".join(f"{what} {which}" for what, which in content["versions"].items())
     settings = content["settings"]
@@ -237,7 +239,7 @@ def page(content: dict[str, Any], *, name: str) -> str:
     for shape in SHAPES:
         own, theirs = _timed(rows, shape, OWN), _timed(rows, shape, FOREIGN)
         for mode in ("auto", "none"):
-            speed, _ = against(theirs.get(mode), own.get(mode))
+            speed, _ = ratios_to(theirs.get(mode), own.get(mode))
             lines.append(verdict(f"speed, `{mode}` of transformers / own, {shape}", ">=", LEAST_SPEED, speed))
         best, auto = fastest(theirs, OPACUS), theirs.get("auto")
         faster = ratio(best["ms"] if best else None, auto["ms"] if auto else None)
@@ -251,7 +253,7 @@ def _timed(rows: Sequence[Row], shape: str, whose: str) -> dict[str, Row]:
 
 
 def render(source: Path, folder: Path = RESULTS) -> Path:
-    """Page and rows of a report as ``foreign_<hardware>_<yyyymm>.{md,json}``; returns the page."""
+    """Write page and rows of a report as ``foreign_<hardware>_<yyyymm>.{md,json}``; return the page's path."""
     return publish(source, folder, page)
 
 

@@ -1,13 +1,15 @@
-"""A step of GPT-2-Large, T = 512 to 8192: every method of fdp, plain torch and Opacus, in milliseconds and GiB.
+"""Milliseconds and memory of a step of GPT-2-Large, T = 512 to 8192: every method of fdp, plain torch and Opacus.
 
-    python -m benchmarks.gpt2_large --json runs/gpt2_large.json --budget 500     # again and again, until all is there
+    python -m benchmarks.gpt2_large --json runs/gpt2_large.json --budget 500     # run again to continue
     python -m benchmarks.gpt2_large --json runs/gpt2_large.json --first-step auto --contexts 512
-    python -m benchmarks.gpt2_large --render runs/gpt2_large.json                # page and plot; needs no GPU
+    python -m benchmarks.gpt2_large --render runs/gpt2_large.json                # write page and plot; needs no GPU
 
-Vocabulary 50257, width 1280, 36 layers, 20 heads, head untied (Opacus' ghost mode refuses tied weights), learned
+Prints a line per row. ``--render`` writes ``benchmarks/results/gpt2_large_<hardware>_<yyyymm>.{md,png,json}``.
+
+Vocabulary 50257, width 1280, 36 layers, 20 heads, untied head (Opacus' ghost mode refuses tied weights), learned
 positions: 838M parameters at T = 512, 848M at 8192. B = 4, bfloat16 compute, float32 master weights, AdamW; private
-modes clip to norm 1 and add noise of multiplier 1. How modes are checked and measured: ``benchmarks/harness.py``; what
-fdp is compared with: ``benchmarks/baselines.py``.
+modes clip to norm 1 and add noise of multiplier 1. ``benchmarks/harness.py`` says how modes are checked and measured,
+``benchmarks/baselines.py`` what fdp is compared with.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ import torch
 from benchmarks.cold_start import empty_caches, first_step
 from benchmarks.device import choose_sdpa
 from benchmarks.modes import FAST, LEARNING_RATE, OURS, Candidate, Case, Row, Speed
-from benchmarks.options import arguments, budget_of, open_report, run_sweep, speed_of
 from benchmarks.report import overstatements, publish
+from benchmarks.sweep_options import arguments, budget_of, open_report, run_sweep, speed_of
 from fdp.model import Model
 from fdp.models import GPTConfig, gpt
 from fdp.types import Tree
@@ -51,7 +53,7 @@ def make_case(
     memory_budget: float | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Case:
-    """GPT at ``config``, with the baselines."""
+    """Return the case of GPT at ``config``, with the baselines."""
 
     def baseline(mode: str, model: Model, samples: int, device: torch.device, params: Tree | None) -> Candidate:
         from benchmarks.baselines import BASELINES, Setup
@@ -79,7 +81,7 @@ class Figure(NamedTuple):
 
 
 def at(rows: Sequence[Row], context: int) -> dict[str, Row]:
-    """The timed rows of one context, by mode."""
+    """Return the timed rows of one context, by mode."""
     return {row["mode"]: row for row in rows if row["context"] == context and "failed" not in row}
 
 
@@ -91,8 +93,8 @@ def ratio(a: float | None, b: float | None) -> float:
     return math.nan if not a or not b else a / b
 
 
-def must_show(content: dict[str, Any]) -> list[Figure]:
-    """The figures that this benchmark has to show, as measured."""
+def target_figures(content: dict[str, Any]) -> list[Figure]:
+    """Return the figures that have a target, as measured."""
     rows = content["rows"]
     figures = []
 
@@ -136,7 +138,7 @@ def must_show(content: dict[str, Any]) -> list[Figure]:
 
 
 def page(content: dict[str, Any], *, name: str) -> str:
-    """The Markdown page of a report."""
+    """Return the Markdown page of a report."""
     rows, settings = content["rows"], content["settings"]
     versions = ", ".join(f"{what} {which}" for what, which in content["versions"].items())
     layers = sorted({row["layers"] for row in rows})
@@ -160,7 +162,7 @@ def page(content: dict[str, Any], *, name: str) -> str:
             "by CUDA events, a new key and new tokens every step, at a learning rate of "
             f"{LEARNING_RATE:g}, by which every mode and baseline multiplies the same parameters "
             "(`benchmarks/modes.py` says why); memory is the most that was allocated in a step, for "
-            "captured steps from the capture on. Before a mode is timed, three steps of a two-layer slice of it "
+            "captured steps since the capture. Before a mode is timed, three steps of a two-layer slice of it "
             "(losses, norms, parameters after noise and AdamW) and the norms of its first two steps at full size are "
             "compared with `materialize`: bfloat16 slack 2 %, more where a table says so. Compile caches are warm in "
             "all but the first cell, so `first_step_s` of the rows is no measure of a cold start.",
@@ -177,7 +179,7 @@ def page(content: dict[str, Any], *, name: str) -> str:
         "|---|---|---|---|",
     ]
     verdict = {True: "met", False: "**short**", None: ""}
-    lines += [f"| {f.figure} | {f.target} | {f.measured} | {verdict[f.met]} |" for f in must_show(content)]
+    lines += [f"| {f.figure} | {f.target} | {f.measured} | {verdict[f.met]} |" for f in target_figures(content)]
     for context in sorted({row["context"] for row in rows}):
         lines += ["", f"## T = {context}", "", *table(rows, context)]
     chosen = {row["context"]: row["choices"] for row in rows if row["mode"] == "auto" and "choices" in row}
@@ -202,7 +204,7 @@ def page(content: dict[str, Any], *, name: str) -> str:
 
 
 def other_rates(rows: Sequence[Row]) -> list[str]:
-    """A paragraph on rows that were measured at another learning rate, if there are any."""
+    """Return a paragraph on rows that were measured at another learning rate, if there are any."""
     known = ((row["commit"], row.get("learning_rate", LEARNING_RATE)) for row in rows)
     rates = {commit: rate for commit, rate in known if rate != LEARNING_RATE}
     if not rates:
@@ -212,7 +214,7 @@ def other_rates(rows: Sequence[Row]) -> list[str]:
 
 
 def table(rows: Sequence[Row], context: int) -> list[str]:
-    """One context: a line per mode, speeds relative to ours without privacy and to the fastest such step."""
+    """Return the table of one context: a line per mode, with its speed over ``none`` and over the fastest baseline."""
     mine = at(rows, context)
     plain, best = mine.get("none"), fastest(mine, ("none", *MODULES))
     lines = [
@@ -244,7 +246,7 @@ def table(rows: Sequence[Row], context: int) -> list[str]:
 
 
 def plot(content: dict[str, Any], path: Path) -> None:
-    """Time and memory against T, both axes logarithmic."""
+    """Plot time and memory against T, both axes logarithmic."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -278,7 +280,7 @@ def plot(content: dict[str, Any], path: Path) -> None:
 
 
 def render(source: Path, folder: Path = RESULTS) -> Path:
-    """Page, plot and rows of a report as ``gpt2_large_<hardware>_<yyyymm>.{md,png,json}``; returns the page."""
+    """Write page, plot and rows as ``gpt2_large_<hardware>_<yyyymm>.{md,png,json}``; return the page's path."""
     written = publish(source, folder, page)
     plot(json.loads(source.read_text()), written.with_suffix(".png"))
     return written

@@ -1,19 +1,18 @@
-"""One way to measure a training step: check it, time it, note its memory, write the row; the next run goes on.
+"""Sweep over cases and modes: check each, time it, record its memory, and write a row.
 
-| file            | part                                                                                            |
-|-----------------|-------------------------------------------------------------------------------------------------|
-| `modes.py`      | what is measured: a case in a mode, behind ``step(tokens, key)``; why the learning rate is 0    |
-| `checks.py`     | that it computes what ``materialize`` computes, on a slice and at full size                     |
-| `measure.py`    | milliseconds and GiB of its steps: a row                                                        |
-| `report.py`     | rows in a file and on a page, and where they come from                                          |
-| `harness.py`    | this: every mode in every case                                                                  |
-| `options.py`    | the command line of a sweep                                                                     |
-| `cold_start.py` | seconds to a first step with empty caches                                                       |
-| `device.py`     | a device's work, memory and attention kernel                                                    |
+| file               | part                                                                                         |
+|--------------------|----------------------------------------------------------------------------------------------|
+| `modes.py`         | a case in a mode, behind ``step(tokens, key)``; why the learning rate is 0                   |
+| `mode_checks.py`   | check that a mode computes what ``materialize`` computes, on a slice and at full size        |
+| `measure.py`       | milliseconds and GiB of its steps: a row                                                     |
+| `report.py`        | rows in a file and on a page, with hardware, versions and commit                             |
+| `harness.py`       | the sweep: every mode in every case                                                          |
+| `sweep_options.py` | the command line of a sweep                                                                  |
+| `cold_start.py`    | seconds to a first step with empty caches                                                    |
+| `device.py`        | a device's work, memory and attention kernel                                                 |
 
-A mode that fails a check is not timed: its row says what was wrong. Modes are built one at a time in one process, and
-what a mode made is freed before the next. The report is written after every cell, and a cell that it holds is not run
-again.
+A mode that fails a check is not timed; its row says what was wrong. Modes are built one at a time in one process, and
+each is freed before the next. The report is written after every cell, and a cell that it holds is not run again.
 
     >>> report = Report(path, benchmark="gpt2_large", device=device, layers=36)
     >>> sweep(report, cases, modes, device=device)
@@ -29,9 +28,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from benchmarks.checks import Checker, WrongError
 from benchmarks.device import free
 from benchmarks.measure import Limits, measure
+from benchmarks.mode_checks import Checker, WrongError
 from benchmarks.modes import Case, Row
 from benchmarks.report import Report, line
 
@@ -49,7 +48,7 @@ def sweep(
 ) -> None:
     """Measure every mode in every case that the report does not hold yet; start none after ``budget`` seconds.
 
-    ``retry`` runs cells again that have failed.
+    ``retry`` repeats cells that have failed.
     """
     checker, begun = Checker(device), time.perf_counter()
     for case in cases:
@@ -64,13 +63,13 @@ def sweep(
             report.add(row)
             print(line(row), flush=True)
             if broken:
-                sys.exit("the GPU reports an error of the program, which ends with it; run again for the rest")
+                sys.exit("a CUDA error has made the GPU unusable for this process; run again for the rest")
 
 
 def cell(
     report: Report, checker: Checker, case: Case, mode: str, device: torch.device, limits: Limits, profiled: bool
 ) -> tuple[Row, bool]:
-    """The row of a cell, or why there is none; and whether the GPU can still be used."""
+    """Return the row of a cell, with the reason if it failed, and whether the GPU became unusable."""
     begun = time.perf_counter()
     try:
         errors = report.checked(case, mode) or checker.check(case, mode)
@@ -95,5 +94,5 @@ def cell(
 
 
 def out_of_memory(error: BaseException | None) -> bool:
-    """Whether this is it, or came of it: a capture that ran out of memory ends with another error."""
+    """Return True if the error, or an earlier one that led to it, is out of memory: a failed capture hides it."""
     return error is not None and (isinstance(error, torch.OutOfMemoryError) or out_of_memory(error.__context__))

@@ -1,10 +1,11 @@
-"""What the benchmark of kernels gives to each, and how it tells whether the outcome is right.
+"""Operands and checks of the kernels that ``benchmarks.kernels`` measures.
 
     near:   |found - expected| <= relative max |expected|
-    norms:  | |found| - |exact| | <= 1.25 max(16, T) 2^-23 sum_t |g_t| |x_t|      what float32 sums over tokens may lose
+    norms:  | |found| - |exact| | <= 1.25 max(16, T) 2^-23 sum_t |g_t| |x_t|      rounding of float32 sums
 
-Operands are random or, with ``cancelling``, sum to nearly nothing over tokens, which shows what random ones hide. The
-exact outcome is made in float64, a sample at a time. Samples differ in size, so that one taken for another is seen.
+Operands are random or, with ``cancelling``, sum to nearly nothing over tokens, which shows errors that random operands
+hide. The exact result is computed in float64, one sample at a time. Samples differ in size, so that exchanging two of
+them shows.
 
     >>> inputs = pair(Shape(batch=4, tokens=512, d=1280, p=5120), cancelling=True)
     >>> check_direct(inputs, launch_direct(*inputs))
@@ -29,7 +30,7 @@ DEVICE, DTYPE = "cuda", torch.bfloat16
 
 
 class Shape(NamedTuple):
-    """The problem of one matrix of ``d`` inputs and ``p`` outputs."""
+    """A problem of one matrix with ``d`` inputs and ``p`` outputs."""
 
     batch: int
     tokens: int
@@ -42,7 +43,7 @@ class Shape(NamedTuple):
 
 
 class Block(NamedTuple):
-    """The problem of several matrices, (d, p) each, with as many samples and tokens."""
+    """A problem of several matrices, (d, p) each, with equal samples and tokens."""
 
     batch: int
     tokens: int
@@ -61,9 +62,9 @@ class Block(NamedTuple):
 
 
 def pair(shape: Shape, cancelling: bool = False) -> tuple[Tensor, Tensor]:
-    """g (B, T, p), a sample larger than the one before, and x (B, T, d).
+    """Return g (B, T, p), every sample larger than the one before, and x (B, T, d).
 
-    cancelling: x nearly constant over tokens, g summing to nearly 0.
+    If ``cancelling``, x is nearly constant over tokens and g sums to nearly 0.
     """
     batch, tokens, d, p = shape
     growing = 1 + torch.arange(batch, device=DEVICE, dtype=DTYPE) / batch
@@ -83,11 +84,11 @@ def pair_and_factors(shape: Shape, cancelling: bool = False) -> tuple[Tensor, ..
     return *pair(shape, cancelling), factors(shape.batch)
 
 
-def kept(shape: Shape, cancelling: bool = False) -> tuple[Tensor]:
+def stored_gradients(shape: Shape, cancelling: bool = False) -> tuple[Tensor]:
     return (torch.randn(shape.batch, shape.p, shape.d, device=DEVICE, dtype=DTYPE),)
 
 
-def tokens_of(shape: Shape) -> Tensor:
+def random_ids(shape: Shape) -> Tensor:
     return torch.randint(0, VOCABULARY, (shape.batch, shape.tokens), device=DEVICE)
 
 
@@ -103,8 +104,8 @@ def exact_norms(g: Tensor, x: Tensor) -> Tensor:
     return torch.cat([direct_reference(g[b : b + 1], x[b : b + 1]) for b in range(len(g))])
 
 
-def lost(g: Tensor) -> float:
-    """What float32 sums over tokens can lose, relative to ``sizes``; see ``fdp_kernels.ghost``."""
+def rounding_loss(g: Tensor) -> float:
+    """Return the rounding bound of float32 sums over tokens, relative to ``sizes``; see ``fdp_kernels.ghost``."""
     return 1.25 * max(16, g.shape[1]) * 2**-23
 
 
@@ -113,17 +114,17 @@ def near(found: Tensor, expected: Tensor, relative: float) -> bool:
 
 
 def check_direct(inputs: tuple, found: Tensor) -> bool:
-    """Within what float32 may lose; above, also by what ``tile_gemm.sum_of_squares`` rounds up."""
+    """Check against the rounding of float32; above, also allow what ``tile_gemm.sum_of_squares`` rounds up."""
     g, x = inputs
-    norms, exact, slack = found.sqrt(), exact_norms(g, x).sqrt(), lost(g) * sizes(g, x)
+    norms, exact, slack = found.sqrt(), exact_norms(g, x).sqrt(), rounding_loss(g) * sizes(g, x)
     return bool(((norms >= exact - slack) & (norms <= exact * (1 + 2.0**-15) + slack)).all())
 
 
 def check_ghost(inputs: tuple, found: Tensor) -> bool:
-    """Not below the exact norm nor below what ``weighted`` adds; above by no more than twice what may be lost."""
+    """Check: not below the exact norm, nor below what ``weighted`` adds; above by at most twice the rounding bound."""
     g, x = inputs
     exact, size = exact_norms(g, x), sizes(g, x)
-    above = exact + (2 * lost(g) * size + 1e-6 * size).square() + 2 * 2.0e-4 * size.square()
+    above = exact + (2 * rounding_loss(g) * size + 1e-6 * size).square() + 2 * 2.0e-4 * size.square()
     return bool((found >= exact).all() and (found >= launch_direct(g, x)).all() and (found <= 1.5 * above).all())
 
 
@@ -133,25 +134,25 @@ def check_keep(inputs: tuple, found: tuple[Tensor, Tensor]) -> bool:
     good = bool((squared >= exact * (1 - 1e-12)).all() and (squared <= exact * (1 + 2.0**-14)).all())
     for b, size in enumerate(sizes(g, x)):
         exact = g[b].double().mT @ x[b].double()
-        good = good and bool((G[b].double() - exact).norm() <= 2**-8 * exact.norm() + lost(g) * size)
+        good = good and bool((G[b].double() - exact).norm() <= 2**-8 * exact.norm() + rounding_loss(g) * size)
     return good
 
 
 def check_weighted(inputs: tuple, found: Tensor) -> bool:
-    """Near the exact sum; and one sample's part is what ``direct`` measures, which rounds up."""
+    """Check against the exact sum; and one sample's part against ``direct``, which rounds up."""
     g, x, c = inputs
     exact = sum(c[b].double() * (g[b].double().mT @ x[b].double()) for b in range(len(g)))
-    close = (found.double() - exact).norm() <= (lost(g) + 2**-20) * (c * sizes(g, x)).sum()
+    close = (found.double() - exact).norm() <= (rounding_loss(g) + 2**-20) * (c * sizes(g, x)).sum()
     one_hot = (torch.arange(len(g), device=DEVICE) == len(g) - 1).float()
-    alone, measured = launch_weighted(g, x, one_hot).double().square().sum(), launch_direct(g, x)[-1]
-    return bool(close) and bool((measured >= alone * (1 - 1e-12)) & (measured <= alone * (1 + 2.0**-14)))
+    single, measured = launch_weighted(g, x, one_hot).double().square().sum(), launch_direct(g, x)[-1]
+    return bool(close) and bool((measured >= single * (1 - 1e-12)) & (measured <= single * (1 + 2.0**-14)))
 
 
-def check_kept_norms(inputs: tuple, found: Tensor) -> bool:
+def check_stored_norms(inputs: tuple, found: Tensor) -> bool:
     return near(found, squared_norms_reference(inputs[0]), 1e-12)
 
 
-def check_kept_sum(inputs: tuple, found: Tensor) -> bool:
+def check_stored_sum(inputs: tuple, found: Tensor) -> bool:
     G, c = inputs
     return near(found, weighted_sum_reference(G, c, torch.float32), 1e-7)
 
@@ -191,7 +192,7 @@ def check_softmax_gradient(inputs: tuple, losses: Tensor) -> bool:
 
 
 class Update(NamedTuple):
-    """One leaf for AdamW, its reference's twin, and torch's optimizer on a third copy."""
+    """One leaf for AdamW, a copy for the reference, and torch's optimizer on a third copy."""
 
     leaf: Any
     twin: Any
@@ -205,7 +206,7 @@ class Update(NamedTuple):
 HYPER = noisy_adamw.Hyper(b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.01, noise_std=0.0, eps_root=0.0)
 
 
-def update_of(shape: Shape, cancelling: bool = False) -> tuple[Update]:
+def make_update(shape: Shape, cancelling: bool = False) -> tuple[Update]:
     size = shape.p, shape.d
     rows, param = torch.randn(1, *size, device=DEVICE), torch.randn(size, device=DEVICE)
 

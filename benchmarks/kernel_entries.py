@@ -1,11 +1,11 @@
-"""The kernels that are measured: what each is given, checked by and compared with, and what it costs.
+"""Kernels that ``benchmarks.kernels`` measures: inputs, check, comparison and cost of each.
 
     flops of a weight gradient  2 B T d p        of a ghost norm  B T (T + 1) (d + p)        of a block  sum_matrices
 
-A kernel file joins by an :class:`Entry` in ``ENTRIES``; one that takes several matrices by :func:`together`.
+Add a kernel with an :class:`Entry` in ``ENTRIES``; add one that takes several matrices with :func:`foreach_entry`.
 
     >>> entry = next(entry for entry in ENTRIES if entry.name == "foreach_direct")
-    >>> inputs = entry.inputs(BLOCKS[0], False)                 # lists: of g, of x
+    >>> inputs = entry.inputs(BLOCKS[0], False)                 # a list of g and a list of x
     >>> entry.check(inputs, entry.kernel(*inputs))
     True
 """
@@ -36,21 +36,21 @@ from benchmarks.kernel_checks import (
     check_embedding_sum,
     check_ghost,
     check_keep,
-    check_kept_norms,
-    check_kept_sum,
     check_softmax_gradient,
+    check_stored_norms,
+    check_stored_sum,
     check_token_sums,
     check_update,
     check_weighted,
     factors,
-    kept,
     logits_and_targets,
+    make_update,
     pair,
     pair_and_factors,
+    random_ids,
     run_fused_adamw,
     run_update,
-    tokens_of,
-    update_of,
+    stored_gradients,
 )
 
 WIDTHS = [(1280, 3840), (1280, 1280), (1280, 5120), (5120, 1280), (1280, VOCABULARY)]
@@ -69,10 +69,10 @@ GROUPS = [tile._replace(group=group) for tile, group in product((DEEP[1], FLAT[0
 
 
 class Entry(NamedTuple):
-    """A kernel: ``inputs(shape, cancelling)``, how it is run and checked, what it is compared with, what it costs.
+    """A kernel with its ``inputs(shape, cancelling)``, check, cost, and what it is compared with.
 
-    ``check(inputs, outputs)`` gets both as the run left them; ``tiles`` are tried by --tune as ``kernel(..., tile=)``,
-    after they were found right on ``ragged``. Where that is a block, so are all its problems.
+    ``check(inputs, outputs)`` gets both after the run. ``tiles`` are tried by --tune as ``kernel(..., tile=)``, after
+    they passed the check on ``ragged``. If ``ragged`` is a block, all problems of the kernel are blocks.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Entry(NamedTuple):
 
 
 def problems(entry: Entry, *, quick: bool) -> list[Shape | Block]:
-    """What the entry is measured on."""
+    """Return the problems that the entry is measured on."""
     of_matrices = QUICK if quick else SHAPES
     return [each for each in (BLOCKS if isinstance(entry.ragged, Block) else of_matrices) if entry.wants(each)]
 
@@ -97,8 +97,8 @@ def weight_gradient(shape: Shape) -> tuple[float, float]:
     return 2.0 * math.prod(shape), 0.0
 
 
-def once(inputs: Callable[[Shape], float]) -> Callable[[Shape], tuple[float, float]]:
-    """A kernel bound by the bytes it reads and writes."""
+def bytes_moved(inputs: Callable[[Shape], float]) -> Callable[[Shape], tuple[float, float]]:
+    """Return the cost of a kernel that is bound by the bytes it reads and writes."""
     return lambda shape: (0.0, inputs(shape))
 
 
@@ -106,21 +106,23 @@ def square(shape: Shape) -> bool:
     return (shape.d, shape.p) == (1280, 1280)
 
 
-def together(name: str, one: Entry, kernel: Callable[..., Any], each: Callable[[Any], Sequence[Any]] = list) -> Entry:
-    """An entry for all matrices of a block at a time: what that of ``one`` matrix does, of each in turn.
+def foreach_entry(
+    name: str, one: Entry, kernel: Callable[..., Any], each: Callable[[Any], Sequence[Any]] = list
+) -> Entry:
+    """Return an entry for all matrices of a block at once; ``one`` is the entry of a single matrix.
 
-    The kernel takes a list for every operand; ``each`` makes of its outcome that of every matrix. A matrix is twice as
-    large as the one before: two that are alike in widths and exchanged do not pass.
+    The kernel takes a list for every operand; ``each`` splits its result by matrix. Every matrix is twice as large as
+    the one before, so the check notices if two of equal widths are exchanged.
     """
 
     def inputs(block: Block, cancelling: bool) -> tuple[list[Tensor], ...]:
-        made = [one.inputs(shape, cancelling) for shape in block.matrices]
-        return tuple(map(list, zip(*((g.mul_(2**i), *others) for i, (g, *others) in enumerate(made)), strict=True)))
+        operands = [one.inputs(shape, cancelling) for shape in block.matrices]
+        return tuple(map(list, zip(*((g.mul_(2**i), *others) for i, (g, *others) in enumerate(operands)), strict=True)))
 
     def check(inputs: tuple, found: Any) -> bool:
         return all(one.check(own, outcome) for own, outcome in zip(zip(*inputs), each(found), strict=True))
 
-    def in_turn(run: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    def one_by_one(run: Callable[..., Any] | None) -> Callable[..., Any] | None:
         return run and (lambda *lists: [run(*own) for own in zip(*lists)])
 
     def cost(block: Block) -> tuple[float, float]:
@@ -128,12 +130,20 @@ def together(name: str, one: Entry, kernel: Callable[..., Any], each: Callable[[
         return sum(flops), sum(moved)
 
     return Entry(
-        name, inputs, kernel, check, cost, in_turn(one.plain), in_turn(one.library), one.tiles, ragged=RAGGED_BLOCK
+        name,
+        inputs,
+        kernel,
+        check,
+        cost,
+        one_by_one(one.plain),
+        one_by_one(one.library),
+        one.tiles,
+        ragged=RAGGED_BLOCK,
     )
 
 
 def gradients_and_parts(found: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Of each matrix, from the gradients of all and then the parts of all."""
+    """Return (gradient, parts) of each matrix, from the gradients of all followed by the parts of all."""
     half = len(found) // 2
     return list(zip(found[:half], found[half:], strict=True))
 
@@ -171,33 +181,34 @@ SINGLE = [
         tiles=(FLAT[1], FLAT[1]._replace(stages=3), FLAT[3], FLAT[3]._replace(stages=4), *LITTLE, GROUPS[2], DEEP[0]),
     ),
     Entry(
-        "squared_norms", kept, squared_norms, check_kept_norms, once(lambda s: 2.0 * s.batch * s.d * s.p),
+        "squared_norms", stored_gradients, squared_norms, check_stored_norms,
+        bytes_moved(lambda s: 2.0 * s.batch * s.d * s.p),
         plain=lambda G: torch.linalg.vector_norm(G.flatten(1), dim=1, dtype=torch.float32),
         wants=lambda s: s.tokens == 512,
     ),
     Entry(
-        "weighted_sum", lambda s, cancelling: (*kept(s), factors(s.batch)),
-        lambda G, c: weighted_sum(G, c, torch.float32), check_kept_sum,
-        once(lambda s: (2.0 * s.batch + 4) * s.d * s.p),
+        "weighted_sum", lambda s, cancelling: (*stored_gradients(s), factors(s.batch)),
+        lambda G, c: weighted_sum(G, c, torch.float32), check_stored_sum,
+        bytes_moved(lambda s: (2.0 * s.batch + 4) * s.d * s.p),
         plain=lambda G, c: torch.tensordot(c.to(G.dtype), G, dims=1),
         wants=lambda s: s.tokens == 512,
     ),
     Entry(
         "token_sums", lambda s, cancelling: pair(s, cancelling)[:1], token_sums.token_sums, check_token_sums,
-        once(lambda s: 2.0 * s.batch * s.tokens * s.p), plain=lambda g: g.sum(1), wants=square,
+        bytes_moved(lambda s: 2.0 * s.batch * s.tokens * s.p), plain=lambda g: g.sum(1), wants=square,
     ),
     Entry(
         "token_product_sums", pair, token_sums.token_product_sums, check_token_sums,
-        once(lambda s: 4.0 * s.batch * s.tokens * s.p), plain=lambda g, h: (g * h).sum(1), wants=square,
+        bytes_moved(lambda s: 4.0 * s.batch * s.tokens * s.p), plain=lambda g, h: (g * h).sum(1), wants=square,
     ),
     Entry(
-        "embedding_norms", lambda s, cancelling: (tokens_of(s), pair(s, cancelling)[0]), embedding.embedding_norms,
-        check_embedding_norms, once(lambda s: 2.0 * s.batch * s.tokens * s.p), wants=square,
+        "embedding_norms", lambda s, cancelling: (random_ids(s), pair(s, cancelling)[0]), embedding.embedding_norms,
+        check_embedding_norms, bytes_moved(lambda s: 2.0 * s.batch * s.tokens * s.p), wants=square,
     ),
     Entry(
-        "embedding_sum", lambda s, cancelling: (tokens_of(s), pair(s, cancelling)[0], factors(s.batch)),
+        "embedding_sum", lambda s, cancelling: (random_ids(s), pair(s, cancelling)[0], factors(s.batch)),
         lambda ids, g, c: embedding.embedding_sum(ids, g, c, VOCABULARY), check_embedding_sum,
-        once(lambda s: 2.0 * s.batch * s.tokens * s.p + 4.0 * VOCABULARY * s.p),
+        bytes_moved(lambda s: 2.0 * s.batch * s.tokens * s.p + 4.0 * VOCABULARY * s.p),
         plain=lambda ids, g, c: torch.zeros(VOCABULARY, g.shape[-1], device=g.device).index_add_(
             0, ids.flatten(), (g.float() * c[:, None, None]).flatten(0, 1)
         ),
@@ -206,7 +217,7 @@ SINGLE = [
     Entry(
         "softmax_gradient_", logits_and_targets,
         lambda logits, targets, _: cross_entropy.softmax_gradient_(logits, targets, 1.0), check_softmax_gradient,
-        once(lambda s: 4.0 * s.batch * s.tokens * s.p),
+        bytes_moved(lambda s: 4.0 * s.batch * s.tokens * s.p),
         plain=lambda logits, targets, _: (
             F.cross_entropy(logits, targets, reduction="none"), F.softmax(logits, dim=1).scatter_add_(
                 1, targets[:, None], logits.new_full((len(targets), 1), -1.0)
@@ -215,15 +226,16 @@ SINGLE = [
         wants=lambda s: s.p == VOCABULARY and s.batch * s.tokens <= 16384,
     ),
     Entry(
-        "noisy_adamw", update_of, run_update, check_update, once(lambda s: 30.0 * s.d * s.p), plain=run_fused_adamw,
+        "noisy_adamw", make_update, run_update, check_update, bytes_moved(lambda s: 30.0 * s.d * s.p),
+        plain=run_fused_adamw,
         wants=lambda s: s.batch == 4 and s.tokens == 512,
     ),
 ]  # fmt: skip
 NAMED = {entry.name: entry for entry in SINGLE}
 ENTRIES = [
     *SINGLE,
-    together("foreach_direct", NAMED["direct"], launch_foreach_direct),
-    together("foreach_ghost", NAMED["ghost"], launch_foreach_ghost),
-    together("foreach_keep", NAMED["keep"], launch_foreach_keep, gradients_and_parts),
-    together("foreach_weighted", NAMED["weighted"], launch_foreach_weighted),
+    foreach_entry("foreach_direct", NAMED["direct"], launch_foreach_direct),
+    foreach_entry("foreach_ghost", NAMED["ghost"], launch_foreach_ghost),
+    foreach_entry("foreach_keep", NAMED["keep"], launch_foreach_keep, gradients_and_parts),
+    foreach_entry("foreach_weighted", NAMED["weighted"], launch_foreach_weighted),
 ]

@@ -1,19 +1,19 @@
-"""Every kernel against its float64 reference, then against plain torch, the library and the machine's limits.
+"""Check every kernel against its float64 reference, then time it against plain torch, the library and the hardware.
 
     python -m benchmarks.kernels --quick                  # three shapes, and blocks
     python -m benchmarks.kernels --out runs/kernels       # all shapes; writes runs/kernels.json and .md
-    python -m benchmarks.kernels --tune --only direct     # which tile is best for each shape
+    python -m benchmarks.kernels --tune --only direct     # prints the best tiles for each shape
 
-Shapes are those of GPT-2-Large: (inputs, outputs) of its linear layers, 4 samples of 512 to 8192 tokens, and 32 of 512.
-Kernels that take several matrices (``many_``) get the four of a block: flops are those of all, and ``plain`` and
-``library`` make them one by one. Operands are bfloat16. A kernel is first compared with its reference in float64, on
-random data and on data whose tokens cancel; one that differs is reported and not timed. A time is the median of replays
-of a CUDA graph that calls the kernel on different operands in turn, together more than L2 holds. ``share`` is of the
-rate of an 8192^3 product by cuBLAS, or of the bandwidth of a copy, both measured in the same run; flops and bytes are
-those of the problem, not of the tiles. ``plain`` is the same in torch, stored intermediates and all; ``library`` the
-matrix products alone.
+Prints a line per row. Shapes are those of GPT-2-Large: (inputs, outputs) of its linear layers, 4 samples of 512 to 8192
+tokens, and 32 of 512. Kernels that take several matrices (``foreach_``) get the four of a block: flops are those of
+all, and ``plain`` and ``library`` compute them one by one. Operands are bfloat16. A kernel is first compared with its
+float64 reference, on random data and on data whose tokens cancel; one that differs is reported and not timed. A time is
+the median of replays of a CUDA graph that calls the kernel on different operands in turn, together larger than L2.
+``share`` is the share of the rate of an 8192^3 product by cuBLAS, or of the bandwidth of a copy, both measured in the
+same run; flops and bytes are those of the problem, not of the tiles. ``plain`` is the same in torch, with stored
+intermediates; ``library`` is the matrix products alone.
 
-``kernel_checks`` says what is right, ``kernel_entries`` which kernels there are.
+``kernel_checks`` has the operands and checks, ``kernel_entries`` the list of kernels.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, and where nothing is installed
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script, without an install
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 
 from fdp_kernels.tile_gemm import Tile
@@ -42,12 +42,12 @@ from benchmarks.kernel_entries import ENTRIES, Entry, problems
 
 # ---------------------------------------------------------------- time
 
-CACHE = 1.5e8
-"""Bytes that push everything out of L2."""
+L2_FLUSH_BYTES = 1.5e8
+"""Enough bytes to evict everything from L2."""
 
 
 def milliseconds(run: Callable[..., Any], operands: list[tuple], *, replays: int = 7) -> float:
-    """Median time of a call: a captured round over all operands, repeated so that a replay takes milliseconds."""
+    """Return the median time of a call, from replays of a captured loop over all operands."""
     for inputs in operands:
         run(*inputs)
     torch.cuda.synchronize()
@@ -79,14 +79,14 @@ def bytes_of(value: Any) -> int:
 
 
 def operands_of(entry: Entry, shape: Shape | Block) -> list[tuple]:
-    """As many sets of operands as it takes to pass over more than L2 in a round; at most eight."""
+    """Return enough sets of operands to exceed L2 in a round; at most eight."""
     first = entry.inputs(shape, False)
-    copies = min(8, max(2, math.ceil(CACHE / max(bytes_of(first), 1)) + 1))
+    copies = min(8, max(2, math.ceil(L2_FLUSH_BYTES / max(bytes_of(first), 1)) + 1))
     return [first, *(entry.inputs(shape, False) for _ in range(copies - 1))]
 
 
 def limits() -> tuple[float, float]:
-    """flop/s of cuBLAS at 8192^3 in bfloat16, and bytes/s of a copy."""
+    """Return flop/s of cuBLAS at 8192^3 in bfloat16, and bytes/s of a copy."""
     a, b = (torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     matrix = 2 * 8192.0**3 / milliseconds(torch.matmul, [(a, b), (b, a)]) * 1e3
     source, target = (torch.empty(1 << 29, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
@@ -97,7 +97,7 @@ def limits() -> tuple[float, float]:
 
 
 def failure(entry: Entry, shape: Shape | Block, **options: Any) -> str:
-    """Why the kernel must not be timed; empty if it is right on random and on cancelling data."""
+    """Return why the kernel must not be timed; empty if it is right on random and on cancelling data."""
     for cancelling in (False, True):
         torch.manual_seed(7 + cancelling)
         inputs = entry.inputs(shape, cancelling)
@@ -108,7 +108,7 @@ def failure(entry: Entry, shape: Shape | Block, **options: Any) -> str:
 
 
 def attempt(run: Callable[[], Any]) -> Any:
-    """The result, or the error as a line of text: one shape that does not fit stops no other."""
+    """Return the result, or the error as a line of text: a shape that fails must not stop the others."""
     try:
         return run()
     except Exception as error:
@@ -155,17 +155,17 @@ def line(cells: list[str]) -> str:
 
 
 @cache
-def wrong_tile(entry: Entry, tile: Tile) -> str:
-    """What is wrong with a tile, on one ragged shape for all."""
+def check_tile(entry: Entry, tile: Tile) -> str:
+    """Return what is wrong with a tile, on one ragged shape."""
     return attempt(lambda: failure(entry, entry.ragged, tile=tile))
 
 
 def tune(entry: Entry, shape: Shape | Block, matrix: float) -> dict[str, Any]:
-    """Every tile of the entry, best first; a wrong or failing one is named and left out."""
+    """Time every tile of the entry, best first; print and skip wrong or failing ones."""
     operands, found = operands_of(entry, shape), []
     for tile in entry.tiles:
         run = lambda *inputs, tile=tile: entry.kernel(*inputs, tile=tile)  # noqa: E731
-        failed = wrong_tile(entry, tile)
+        failed = check_tile(entry, tile)
         measured = failed or attempt(lambda run=run: milliseconds(run, operands, replays=3))
         if isinstance(measured, float):
             found.append((measured, tile))
@@ -231,7 +231,7 @@ def main() -> None:
 
 
 def save(out: Path, record: dict[str, Any], caption: str, lines: list[str]) -> None:
-    """After every row, so that a run cut short has written what it found."""
+    """Write the report; called after every row, so that an interrupted run loses nothing."""
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_suffix(".json").write_text(json.dumps(record, indent=1))
     if "rows" in record:

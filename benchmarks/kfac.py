@@ -1,14 +1,16 @@
-"""K-FAC against AdamW and SGD: steps and seconds to a stated loss, what a step costs, and what an inverse does.
+"""K-FAC against AdamW and SGD: steps and seconds to a given loss, the cost of a step, and the cost of an inverse.
 
     python -m benchmarks.kfac                                    # on the CPU, about ten minutes
     python -m benchmarks.kfac --sections digits inverses
     python -m benchmarks.kfac --gpu                              # gpt2-medium on a CUDA device, two minutes
 
-Every optimizer has its own grid of settings, AdamW's wide enough that its best is not at an edge; of each the one with
-the fewest steps to the loss is reported, as a median over seeds. A setting that has taken as many steps as the best so
-far of its optimizer is given up. The loss is that of a fixed set of training samples, looked at between steps and not
-timed. Batches are the same for all. K-FAC measures and inverts as often as its row says. The rows are written as JSON
-beside the page; a section that is run again replaces its rows.
+Prints the page and writes ``benchmarks/results/kfac_<hardware>_<yyyymm>.{json,md}``, or ``--out``. A section that is
+run again replaces its rows.
+
+Every optimizer has its own grid of settings; AdamW's is wide enough that its best is not at an edge. For each, the
+setting with the fewest steps to the loss is reported, as a median over seeds. A setting is given up once it has taken
+as many steps as the best of its optimizer so far. The loss is that of a fixed set of training samples, evaluated
+between steps and not timed. Batches are the same for all. K-FAC measures and inverts as often as its row says.
 """
 
 from __future__ import annotations
@@ -50,13 +52,13 @@ from fdp.step import Compile, init_state, make_train_step
 from fdp.types import Batch, Tree
 
 RHO = 0.25
-"""What ``auto`` may add to a layer's part of a step of gpt2-medium, in flops; factors and inverses are slower ones."""
+"""Flops that ``auto`` may add to a layer's part of a gpt2-medium step, relative; factors and inverses run slower."""
 RESULTS = Path(__file__).parent / "results"
 Rows = list[dict[str, Any]]
 
 
 class Task(NamedTuple):
-    """A model, its data, and the loss to be reached on ``probe`` samples, looked at after every ``every`` steps."""
+    """A model, its data, and the loss to reach on ``probe`` samples, evaluated every ``every`` steps."""
 
     model: Model
     dataset: Dataset
@@ -69,7 +71,7 @@ class Task(NamedTuple):
 
 
 class Contender(NamedTuple):
-    """An optimizer with one setting of its grid; ``curvature`` is what K-FAC adds to it."""
+    """An optimizer with one setting of its grid; ``make`` returns it and, for K-FAC, its curvature."""
 
     name: str
     setting: str
@@ -87,7 +89,7 @@ def descent(rate: float, *, momentum: float) -> Contender:
 
 
 def natural(*, damping: float, kl_clip: float, momentum: float, period: int) -> Contender:
-    """K-FAC at one setting; what decides the size of a step is the trust region, the learning rate of 1 is a cap."""
+    """Return K-FAC at one setting; the trust region sets the step size, and the learning rate of 1 is a cap."""
     config = KfacConfig(
         damping=damping,
         kl_clip=kl_clip,
@@ -119,7 +121,7 @@ def digits_task(*, batch_size: int = 64) -> tuple[Task, list[Contender]]:
 
 
 GENTLE_OR_BOLD = ((1e-2, 0.8), (1e-1, 0.5))
-"""KL clip and momentum: short steps that add up, or long ones that do so less."""
+"""KL clip and momentum: short steps with more momentum, or long steps with less."""
 
 
 def nano_task() -> tuple[Task, list[Contender]]:
@@ -132,7 +134,7 @@ def nano_task() -> tuple[Task, list[Contender]]:
 
 
 def race(task: Task, contender: Contender, seed: int, *, most: int) -> dict[str, Any]:
-    """Train until the loss is reached: how many steps and seconds, or None if ``most`` steps do not."""
+    """Train until the loss is reached; return steps (None if ``most`` do not suffice) and seconds."""
     model, dataset, size = task.model, task.dataset, task.batch_size
     params = model.init(keys.key(seed))
     example = dataset.fetch(np.arange(size) % len(dataset))
@@ -164,8 +166,8 @@ def race(task: Task, contender: Contender, seed: int, *, most: int) -> dict[str,
     return {"steps": reached, "seconds": sum(seconds), "per_step": sum(seconds) / len(seconds), "failures": failures}
 
 
-def to_a_loss(make: Callable[[], tuple[Task, list[Contender]]], say: Callable[[str], None]) -> Rows:
-    """A row for every setting of every optimizer: the first seed for all, the others for the best of each."""
+def race_all(make: Callable[[], tuple[Task, list[Contender]]], say: Callable[[str], None]) -> Rows:
+    """Return a row for every setting of every optimizer: one seed for all, the others for the best of each."""
     task, contenders = make()
     rows: Rows = []
     firsts = []
@@ -206,24 +208,24 @@ def _reached(row: Mapping[str, Any], contender: Contender) -> bool:
 
 def digits(say: Callable[[str], None]) -> Rows:
     """The digits classifier: 64-128-10, batch 64."""
-    return to_a_loss(digits_task, say)
+    return race_all(digits_task, say)
 
 
 def digits_large(say: Callable[[str], None]) -> Rows:
-    """The same classifier and grids, batch 512. Added once batch 64 had been seen, where K-FAC gained less: with less
-    noise in a gradient its direction counts for more."""
-    return to_a_loss(lambda: digits_task(batch_size=512), say)
+    """The same classifier and grids, batch 512. Added after batch 64 was run, where K-FAC gained less: with less
+    gradient noise the direction matters more."""
+    return race_all(lambda: digits_task(batch_size=512), say)
 
 
 def nano(say: Callable[[str], None]) -> Rows:
-    """gpt-nano at context 32 on the embedded text, batch 32: 1024 tokens. The loss, in nats per byte, begins at 5.5,
-    and is 3.1 once bytes are known by how frequent they are and by nothing else. To 2.9, which was looked at first on
-    one seed, K-FAC took about 0.55 of AdamW's steps."""
-    return to_a_loss(nano_task, say)
+    """gpt-nano at context 32 on the embedded text, batch 32: 1024 tokens. The loss, in nats per byte, begins at 5.5; a
+    model that knows only the byte frequencies has 3.1. To a loss of 2.9, tried first on one seed, K-FAC took about 0.55
+    of AdamW's steps."""
+    return race_all(nano_task, say)
 
 
 def inverses(say: Callable[[str], None]) -> Rows:
-    """One side of p features from n columns: making its inverse and applying it to a gradient of 256 columns."""
+    """Time the inverse of one side of p features from n columns, and its product with a gradient of 256 columns."""
     p, d, damping, rows = 1024, 256, 1e-3, []
     draw = torch.Generator().manual_seed(0)
     y = torch.randn(p, d, generator=draw)
@@ -295,9 +297,9 @@ def medium(say: Callable[[str], None], *, layers: int = 24, steps: int = 40) -> 
 def step_cost(
     model: Model, tokens: Tensor, name: str, *, compile: Compile, steps: int, microbatches: int = 1
 ) -> dict[str, Any]:
-    """Milliseconds of an average step on ``tokens`` (count, samples, context + 1), ``microbatches`` at a time.
+    """Return a row: milliseconds of an average step on ``tokens`` (count, samples, context + 1) and its parts.
 
-    Every tenth step is refreshed, on one microbatch.
+    Each step takes ``microbatches`` of them; every tenth step refresh_seconds the factors on one microbatch.
     """
     device, size = tokens.device, tokens.shape[1]
     begin = time.perf_counter()
@@ -318,7 +320,7 @@ def step_cost(
     state = init_state(model, params, optimizer, mechanism)
     del params
     mask, key = torch.ones(size, device=device), keys.key(1).to(device)
-    alone, refreshes, losses = [], [], mask
+    step_seconds, refresh_seconds, losses = [], [], mask
     for t in range(10 + steps):
         chosen = [(t * microbatches + i) % len(tokens) for i in range(microbatches)]
         microbatch = {"tokens": tokens[chosen[0]]}
@@ -331,10 +333,10 @@ def step_cost(
         middle = time.perf_counter()
         state, (losses, *_) = step(state, batch, key)
         synchronize(device)
-        if t >= 10:  # compiled and recorded by then
-            alone.append(time.perf_counter() - middle)
-            refreshes += [middle - start] if t % 10 == 0 else []
-    one, other = statistics.median(alone), statistics.median(refreshes)
+        if t >= 10:  # compiled and captured by then
+            step_seconds.append(time.perf_counter() - middle)
+            refresh_seconds += [middle - start] if t % 10 == 0 else []
+    one, other = statistics.median(step_seconds), statistics.median(refresh_seconds)
     rows = () if curvature is None else curvature.plan.rows
     return {
         "optimizer": name,
@@ -371,7 +373,7 @@ TITLES = {
 
 
 def page(content: Mapping[str, Any]) -> str:
-    """The report in words and tables."""
+    """Return the Markdown page of a report."""
     sections: Mapping[str, Rows] = content["sections"]
     lines = [
         f"# K-FAC, {content['month']}",
@@ -472,8 +474,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--gpu", action="store_true", help="the sections that need a CUDA device")
     parser.add_argument("--sections", nargs="+", choices=[*SECTIONS, *GPU_SECTIONS], metavar="SECTION")
     parser.add_argument("--out", type=Path, help="the JSON file; default: benchmarks/results/kfac_<hardware>_<month>")
-    parser.add_argument("--hardware", help="its name; default: what the system says")
-    parser.add_argument("--commit", help="what the rows are labelled with where there is no git")
+    parser.add_argument("--hardware", help="its name; default: as the system reports it")
+    parser.add_argument("--commit", help="label of the rows if there is no git")
     options = parser.parse_args(argv)
     device = torch.device("cuda" if options.gpu else "cpu")
     known = GPU_SECTIONS if options.gpu else SECTIONS

@@ -1,11 +1,13 @@
-"""Private K-FAC at epsilon 3 on the digits classifier, beside DP-SGD and DP-AdamW with the same budget.
+"""Private K-FAC on the digits classifier at epsilon 3, against DP-SGD and DP-AdamW with the same budget.
 
-    python -m benchmarks.kfac_private               # a page in benchmarks/results; under 5 minutes on one core
+    python -m benchmarks.kfac_private               # under 5 minutes on one core
 
-All train the same mlp (64-32-10) for the same steps on the same Poisson batches, clipped to the same bound and noised
-by the same multiplier; K-FAC's maps come from pink noise images (free), or from noised statistics of the private data,
-paid for out of the same epsilon. Each has its learning rate chosen from its own grid by the mean test accuracy over the
-tuning seeds, then is run on other seeds. (The choice itself is not accounted for, for any of them.)
+Prints the page and writes ``benchmarks/results/kfac_private_<hardware>_<yyyymm>.{json,md}``, or ``--out``.
+
+All methods train the same mlp (64-32-10) for the same steps on the same Poisson batches, with the same clipping bound
+and noise multiplier. K-FAC's preconditioners come from pink noise images (free), or from noised statistics of the
+private data, paid for out of the same epsilon. Each method's learning rate is the one of its grid with the best mean
+test accuracy over the tuning seeds; it is then run on other seeds. (This choice is not accounted for, for any of them.)
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ CONFIG = KfacConfig(damping=1e-2, kl_clip=None, momentum=0.9, factor_period=10, 
 
 
 class Result(NamedTuple):
-    """One method at its best learning rate: accuracies over seeds, and what it spent."""
+    """One method at its best learning rate: accuracies over seeds, and the epsilon spent."""
 
     name: str
     rate: float
@@ -66,7 +68,7 @@ class Result(NamedTuple):
 
 
 class Contender(NamedTuple):
-    """A method: its grid, what it makes of a rate, and whether it takes noised statistics."""
+    """A method: its grid, ``make(rate)``, and the noised statistics it releases, if any."""
 
     name: str
     rates: Sequence[float]
@@ -77,26 +79,26 @@ class Contender(NamedTuple):
 def contenders() -> list[Contender]:
     example = TRAIN.fetch(np.arange(MICROBATCH))
 
-    def curved(rate: float) -> Kfac:
+    def make_kfac(rate: float) -> Kfac:
         return private_kfac(MODEL, example, learning_rate=rate, config=CONFIG, largest=128)
 
     return [
         Contender("DP-SGD, momentum 0.9", (0.1, 0.2, 0.5, 1.0, 2.0), lambda rate: sgd(rate, momentum=0.9)),
         Contender("DP-AdamW", (1e-2, 2e-2, 4e-2, 8e-2, 0.16), lambda rate: adamw(rate)),
-        Contender("DP-K-FAC, pink noise", (1e-2, 2e-2, 4e-2, 8e-2, 0.16), curved),
-        Contender("DP-K-FAC, noised statistics", (1e-2, 2e-2, 4e-2, 8e-2, 0.16), curved, RELEASES),
+        Contender("DP-K-FAC, pink noise", (1e-2, 2e-2, 4e-2, 8e-2, 0.16), make_kfac),
+        Contender("DP-K-FAC, noised statistics", (1e-2, 2e-2, 4e-2, 8e-2, 0.16), make_kfac, RELEASES),
     ]
 
 
 def mechanism_of(releases: Statistics | None) -> Mechanism:
-    """The noise that spends the budget, whatever is paid for beside the steps."""
+    """Return the mechanism whose noise spends the budget, including any released statistics."""
     clip = clipping.flat(max_norm=1.0)
     z = accounting.noise_multiplier_for(SAMPLING, clip, epsilon=EPSILON, delta=DELTA, steps=STEPS, statistics=releases)
     return Mechanism(SAMPLING, clip, z, releases)
 
 
 def train(contender: Contender, rate: float, seed: int, mechanism: Mechanism) -> float:
-    """The accuracy on the test images after ``STEPS`` steps."""
+    """Return the test accuracy after ``STEPS`` steps."""
     made = contender.make(rate)
     root = keys.key(seed)
     params = MODEL.init(keys.fold_in(root, "init"))
@@ -116,7 +118,7 @@ def train(contender: Contender, rate: float, seed: int, mechanism: Mechanism) ->
 
 
 def refresher(k: Kfac, mechanism: Mechanism, params) -> Callable[[TrainState, torch.Tensor, int], TrainState]:
-    """``refresh(state, key, step)`` from pink noise or, where the mechanism releases statistics, from those."""
+    """Return ``refresh(state, key, step)``, from pink noise or from the statistics that the mechanism releases."""
     source = public(PINK, private=TRAIN, digest=data_digest)
     more = mechanism.statistics
     if more is None:
@@ -135,7 +137,7 @@ def refresher(k: Kfac, mechanism: Mechanism, params) -> Callable[[TrainState, to
 
 
 def compare() -> list[Result]:
-    """Every method at the rate that was best on the tuning seeds, on the other seeds."""
+    """Run every method on the seeds, at the rate that was best on the tuning seeds."""
     found = []
     for contender in contenders():
         mechanism = mechanism_of(contender.releases)
@@ -153,7 +155,7 @@ def compare() -> list[Result]:
 
 
 def page(content: Mapping[str, Any]) -> str:
-    """The report in words and a table."""
+    """Return the Markdown page of a report."""
     numbers = ", ".join(f"{name} {number}" for name, number in content["versions"].items())
     lines = [
         f"# Private K-FAC, {content['month']}",
@@ -182,7 +184,7 @@ def page(content: Mapping[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hardware", help="its name; default: what the system says")
+    parser.add_argument("--hardware", help="its name; default: as the system reports it")
     parser.add_argument("--out", type=Path, help="the JSON file; default: results/kfac_private_<hardware>_<month>")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)

@@ -1,9 +1,9 @@
-"""The row of one cell: a mode is built, its norms are compared, its steps are timed and their memory noted.
+"""Measure one cell: build a mode, compare its norms, time its steps and record their memory.
 
     time    CUDA events between consecutive steps; median, 20 and 80 % quantiles; new data and a new key every step
-    memory  most bytes allocated in a step; of a captured step, from its capture on, which fills the graph's own pool
+    memory  most bytes allocated in a step; for a captured step, since its capture, which fills the graph's own pool
 
-Norms or losses that are wrong are a ``WrongError``, and there is no row.
+If norms or losses are wrong, ``measure`` raises ``WrongError`` and there is no row.
 
     >>> row = measure(case, "auto", device, limits=Limits(cap=6.0))
     >>> row["ms"], row["peak_gib"]
@@ -24,15 +24,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.checks import SLACK, WrongError, check_norms
 from benchmarks.device import GIB, free, peak_gib, synchronize
-from benchmarks.modes import BATCHES, LEARNING_RATE, MOST_STEPS, OURS, Case, Row, build, feed
+from benchmarks.mode_checks import SLACK, WrongError, check_norms
+from benchmarks.modes import BATCHES, LEARNING_RATE, MAX_STEPS, OURS, Case, Row, build, feed
 from fdp.gradients.plan import BUDGETED
 from fdp.types import Key
 
 
 class Limits(NamedTuple):
-    """Time at least ``least`` steps and ``seconds``, but no more than ``cap`` seconds; at least 3 steps."""
+    """Limits of the timing: at least ``least`` steps and ``seconds``, at most ``cap`` seconds, always 3 steps."""
 
     seconds: float = 2.0
     least: int = 10
@@ -48,7 +48,7 @@ def measure(
     expected_norms: Sequence[float] | None = None,
     profiled: bool = False,
 ) -> Row:
-    """The row of one cell."""
+    """Return the row of one cell."""
     tokens, step_keys = feed(case.model, case.batch_size, device)
     free(device)
     start = time.perf_counter()
@@ -77,9 +77,9 @@ def measure(
     if not bool(losses.isfinite()):
         raise WrongError("the loss of the first step is not finite")
     wanted = max(limits.least, math.ceil(limits.seconds / taken))
-    steps = max(3, min(wanted, int(limits.cap / taken), MOST_STEPS - count - 1))
+    steps = max(3, min(wanted, int(limits.cap / taken), MAX_STEPS - count - 1))
     picks = [count + 1 + i for i in range(steps)]
-    ms = timed(candidate.step, [(tokens[i % BATCHES], step_keys[i]) for i in picks], device)
+    ms = time_steps(candidate.step, [(tokens[i % BATCHES], step_keys[i]) for i in picks], device)
     steady = peak_gib(device)
     low, middle, high = (float(q) for q in np.quantile(ms, (0.2, 0.5, 0.8)))
     tokens_per_step = case.batch_size * (tokens.shape[-1] - 1)
@@ -109,16 +109,16 @@ def measure(
     if profiled and device.type == "cuda":
         try:
             row["profile_ms"] = profile(candidate.step, [(tokens[i], step_keys[i]) for i in (0, 1)])
-        except RuntimeError as error:  # the times stand without it
+        except RuntimeError as error:  # the times are valid without it
             print(f"{mode}: no profile: {error}", file=sys.stderr)
     return row
 
 
 def step_peak(build: list[float | None], steady: float | None, *, graph: bool) -> float | None:
-    """The peak of a step from the peaks of the first calls and of the timed ones.
+    """Return the peak of a step, from the peaks of the first calls and of the timed ones.
 
-    A replayed graph allocates nothing: its memory was allocated when it was captured, in the last call that took more
-    than a replay does. Without a graph the first calls hold what compilation took, and only the timed ones count.
+    A replayed graph allocates nothing: its memory was allocated at the capture, in the last call that took more than a
+    replay does. Without a graph the first calls include compilation, and only the timed ones count.
     """
     if steady is None or not graph:
         return steady
@@ -126,8 +126,10 @@ def step_peak(build: list[float | None], steady: float | None, *, graph: bool) -
     return max(steady, *captured[-1:]) if captured else steady
 
 
-def timed(step: Callable[[Tensor, Key], Tensor], inputs: list[tuple[Tensor, Key]], device: torch.device) -> list[float]:
-    """Milliseconds of each step, one right after the other."""
+def time_steps(
+    step: Callable[[Tensor, Key], Tensor], inputs: list[tuple[Tensor, Key]], device: torch.device
+) -> list[float]:
+    """Return the milliseconds of each step, run back to back."""
     if device.type != "cuda":
         marks = [time.perf_counter()]
         for each in inputs:
@@ -143,11 +145,14 @@ def timed(step: Callable[[Tensor, Key], Tensor], inputs: list[tuple[Tensor, Key]
     return [before.elapsed_time(after) for before, after in pairwise(events)]
 
 
-# The first that matches, in lower case: Inductor's kernels list what they fuse, ours start with an underscore.
+# The first match counts, in lower case. Inductor's names list what they fuse; ours end in _body.
 CLASSES = (
     ("gemm", r"^triton_(tem|mm)|^_(keep|weighted)_body"),
     ("elementwise, norm layers", r"^triton_|^_softmax_gradient"),
-    ("noise + update", r"^_(noisy_adamw|normal|words|bits|blocks)|chacha|adam|multi_tensor|distribution"),
+    (
+        "noise + update",
+        r"^_noisy_adamw|^(normal|wide_normal|words|bits|blocks)_body|chacha|adam|multi_tensor|distribution",
+    ),
     ("norms, clipped sums", r"^_(body|direct|ghost|token_norms|norms|squares|sum|partial_sums|finish)"),
     ("attention", r"flash|fmha|attention|sdpa"),
     ("gemm", r"gemm|gemv|nvjet|cutlass|xmma|cublas|splitk"),
@@ -157,12 +162,12 @@ CLASSES = (
 
 
 def kernel_class(name: str) -> str:
-    """Which of ``CLASSES`` a kernel belongs to, by its name; else ``other``."""
+    """Return the class of a kernel in ``CLASSES`` by its name, else ``other``."""
     return next((kind for kind, pattern in CLASSES if re.search(pattern, name.lower())), "other")
 
 
 def profile(step: Callable[[Tensor, Key], Tensor], inputs: list[tuple[Tensor, Key]]) -> dict[str, Any]:
-    """Milliseconds per step by class of kernel, and the ten kernels that take most."""
+    """Return milliseconds per step by class of kernel, and the ten slowest kernels."""
     kinds: Counter[str] = Counter()
     names: Counter[str] = Counter()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:

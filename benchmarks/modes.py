@@ -1,6 +1,6 @@
-"""What is measured: a case (a model and its batch) in a mode, fdp's or another's, behind ``step(tokens, key)``.
+"""Build what is measured: a case (a model and its batch) in a mode, fdp's or a baseline's, as ``step(tokens, key)``.
 
-fdp is built through its public interface alone. A baseline is built by its case. Tokens and keys are the same for all.
+fdp is built only through its public interface. A baseline is built by its case. Tokens and keys are the same for all.
 
     >>> tokens, step_keys = feed(case.model, case.batch_size, device)
     >>> losses = build(case, "auto", device).step(tokens[0], step_keys[0])
@@ -34,15 +34,14 @@ Row: TypeAlias = dict[str, Any]
 
 OURS = ("none", "materialize", "ghost", "ghost_bk", "flash", "flash_bk", "auto")
 LEARNING_RATE, WEIGHT_DECAY, MAX_NORM = 0.0, 0.1, 1.0
-"""Nothing is learnt while a step is timed, in any mode or baseline, though all its work is done. At its power limit a
-GPU multiplies some numbers faster than others, and parameters that learn are other numbers than noised ones: of
-GPT-2-Large at T = 8192, in turns on one H200 at 700 W, ``none`` took 497 ms at a rate of 1e-4 (1770 MHz) and 511 at 0
-(1735 MHz), ``auto`` 515 and 512 (1705 MHz)."""
-BATCHES, MOST_STEPS = 16, 300
+"""The learning rate is 0 in every mode and baseline, though all work is done. At its power limit a GPU multiplies some
+numbers faster than others, and learned parameters are different numbers from noised ones: at a positive rate, private
+and plain modes would multiply different numbers, which changes their times by a few per cent."""
+BATCHES, MAX_STEPS = 16, 300
 
 
 class Candidate(NamedTuple):
-    """A mode, built. ``step(tokens, key)`` trains one step and returns losses; the rest looks at the last step."""
+    """A mode that has been built. ``step(tokens, key)`` trains one step and returns losses; the rest describe it."""
 
     step: Callable[[Tensor, Key], Tensor]
     norms: Callable[[], Tensor] | None = None
@@ -53,7 +52,7 @@ class Candidate(NamedTuple):
 
 
 class Speed(NamedTuple):
-    """How fdp's step is run: what is compiled, whether the whole is captured, whether choices are timed first."""
+    """Speed options of fdp's step: what is compiled, whether it is captured, whether choices are timed first."""
 
     compile: Compile
     cuda_graph: bool
@@ -65,10 +64,10 @@ FAST = Speed(Compile.BLOCK, True, True)
 
 
 class Case(NamedTuple):
-    """A model and the size of its batch. ``small`` is the slice to be checked: few layers and tokens, same widths.
+    """A model and its batch size. ``small`` is the slice to check: few layers and tokens, same widths.
 
-    ``baseline(mode, model, batch_size, device, params)`` builds a mode that is not ours; with params, to be checked.
-    ``microbatches``: into how many a private step of ours cuts the batch; the sum it clips and the noise are the same.
+    ``baseline(mode, model, batch_size, device, params)`` builds a mode that is not fdp's; with params, for a check. A
+    private step of fdp splits the batch into ``microbatches``; the clipped sum and the noise stay the same.
     """
 
     regime: str
@@ -84,7 +83,7 @@ class Case(NamedTuple):
 
     @property
     def cell(self) -> Row:
-        """What a row says of the case."""
+        """Return the fields of a row that identify the case."""
         return {
             "regime": self.regime,
             "context": self.model.context,
@@ -92,15 +91,15 @@ class Case(NamedTuple):
             "layers": self.layers,
         }
 
-    def cut(self, mode: str) -> int:
-        """Into how many microbatches the mode cuts the batch."""
+    def microbatches_of(self, mode: str) -> int:
+        """Return the number of microbatches of a step in this mode."""
         return 1 if mode == "none" else self.microbatches
 
 
 def make_our_plan(
     model: Model, params: Tree, microbatch: Tree, *, method: Method, dtype: torch.dtype, speed: Speed, **options: Any
 ) -> Plan:
-    """fdp's plan, refined by times taken on the device where the method has a choice."""
+    """Return fdp's plan, refined by timings on the device if the method has choices."""
     plan = make_plan(model, params, microbatch, method=method, dtype=dtype, **options)
     if not speed.timed_plan or method not in CHOOSING:
         return plan
@@ -111,7 +110,7 @@ def make_our_plan(
 
 
 def make_our_step(model: Model, optimizer: Optimizer, *, mechanism: Mechanism, plan: Plan, speed: Speed) -> Step:
-    """fdp's step."""
+    """Return fdp's step."""
     return make_train_step(
         model,
         optimizer,
@@ -120,7 +119,7 @@ def make_our_step(model: Model, optimizer: Optimizer, *, mechanism: Mechanism, p
         donate=("state",),
         compile=speed.compile,
         cuda_graph=speed.cuda_graph,
-        checks=Checks.SKIPPED,  # the first step is timed, too
+        checks=Checks.SKIPPED,  # the first step is timed too
     )
 
 
@@ -138,29 +137,29 @@ def our_mode(
     microbatches: int = 1,
     speed: Speed,
 ) -> Candidate:
-    """fdp through its public interface, the parameters drawn on the device."""
+    """Build fdp's mode through its public interface; parameters are drawn on the device."""
     method = Method(mode)
     if batch_size % microbatches:
         raise ValueError(f"{microbatches} microbatches: expected a divisor of the batch of {batch_size}")
-    cut = (microbatches, batch_size // microbatches)
+    shape = (microbatches, batch_size // microbatches)
     noise = 0.0 if method is Method.NONE else noise_multiplier
     sampling, clip = poisson(1 << 20, expected_batch_size=batch_size), flat(max_norm=max_norm)
     mechanism = Mechanism(sampling, clip, noise) if noise else without_noise(sampling, clip)
     opt = adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY) if optimizer is None else optimizer
     assert model.context is not None
     params = model.init(keys.key(0).to(device))
-    example = torch.zeros((), dtype=torch.int64, device=device).expand(cut[1], model.context + 1)
+    example = torch.zeros((), dtype=torch.int64, device=device).expand(shape[1], model.context + 1)
     microbatch, budget = {"tokens": example}, memory_budget if method in BUDGETED else None
     plan = make_our_plan(model, params, microbatch, method=method, dtype=dtype, speed=speed, memory_budget=budget)
     run = make_our_step(model, opt, mechanism=mechanism, plan=plan, speed=speed)
     state = init_state(model, params, opt, mechanism)
     del params
-    mask = torch.ones(cut, device=device)
+    mask = torch.ones(shape, device=device)
     seen: Any = None
 
     def step(tokens: Tensor, key: Key) -> Tensor:
         nonlocal state, seen
-        batch = trusted_batch({"tokens": tokens.unflatten(0, cut)}, mask, sampling, step=None)
+        batch = trusted_batch({"tokens": tokens.unflatten(0, shape)}, mask, sampling, step=None)
         state, seen = run(state, batch, key)
         return seen.losses
 
@@ -169,19 +168,19 @@ def our_mode(
         norms=(lambda: seen.norms) if plan.private else None,
         params=lambda: tree.flatten(state.params),
         graph=speed.cuda_graph,
-        choices=summary(plan) if plan.choices else None,
-        by_gram=covered(plan),
+        choices=summarize_choices(plan) if plan.choices else None,
+        by_gram=has_rounding_cover(plan),
     )
 
 
-def covered(plan: Plan) -> bool:
-    """Whether norms have what rounding may have lost added: by Gram matrices in half precision, but for embeddings."""
+def has_rounding_cover(plan: Plan) -> bool:
+    """Return True if norms include a rounding bound: those from half-precision Gram matrices, except embeddings."""
     uses = (use for block in plan.uses for use in block if plan.private and use.rule != "embedding")
     return plan.dtype in HALF and any(plan.choices[use.path].norm in (NormBy.GRAM, NormBy.SYMMETRIC) for use in uses)
 
 
-def summary(plan: Plan) -> dict[str, str]:
-    """What the plan chose for every kind of leaf: ``{"blocks.qkv": "keep, reuse"}``."""
+def summarize_choices(plan: Plan) -> dict[str, str]:
+    """Return the plan's choice for every kind of leaf: ``{"blocks.qkv": "keep, reuse"}``."""
     found: dict[str, Counter[str]] = {}
     for path, choice in plan.choices.items():
         kind = re.sub(r"\.\d+\.", ".", path)
@@ -193,7 +192,7 @@ def summary(plan: Plan) -> dict[str, str]:
 
 
 def build(case: Case, mode: str, device: torch.device) -> Candidate:
-    """The mode at full size."""
+    """Build the mode at full size."""
     if mode in OURS:
         return our_mode(
             case.model,
@@ -202,7 +201,7 @@ def build(case: Case, mode: str, device: torch.device) -> Candidate:
             device=device,
             dtype=case.dtype,
             memory_budget=case.memory_budget,
-            microbatches=case.cut(mode),
+            microbatches=case.microbatches_of(mode),
             speed=case.speed,
         )
     if case.baseline is None:
@@ -211,10 +210,10 @@ def build(case: Case, mode: str, device: torch.device) -> Candidate:
 
 
 def feed(model: Model, batch_size: int, device: torch.device, *, batches: int = BATCHES) -> tuple[Tensor, Tensor]:
-    """Random tokens (batches, batch, context + 1) and keys, on the device; the same for every mode."""
+    """Return random tokens (batches, batch, context + 1) and keys on the device, the same for every mode."""
     assert model.context is not None
     assert model.vocab_size is not None
     draw = torch.Generator(device).manual_seed(0)
     shape = (batches, batch_size, model.context + 1)
     tokens = torch.randint(model.vocab_size, shape, generator=draw, device=device)
-    return tokens, keys.split(keys.key(1).to(device), MOST_STEPS)
+    return tokens, keys.split(keys.key(1).to(device), MAX_STEPS)

@@ -1,10 +1,10 @@
-"""Predicted and measured peak memory of one step on a CUDA GPU; exit code 1 if any is more than 10 % off.
+"""Compare predicted and measured peak memory of one step on a CUDA GPU; exit with 1 if any is more than 10 % off.
 
     python benchmarks/plan_check.py            # one GPU, under two minutes; without an install: PYTHONPATH=.:kernels
 
-The prediction is ``plan_at_scale``, made before the GPU is touched; the measurement is
-``torch.cuda.max_memory_allocated`` over the second step, the first having warmed up the libraries. Rows with a mesh run
-on a mesh of one rank over NCCL. Random weights and tokens: neither changes a byte.
+Prints a table and writes ``runs/plan_check.json``. The prediction is ``plan_at_scale``, made before the GPU is touched;
+the measurement is ``torch.cuda.max_memory_allocated`` over the second step, after the first has warmed up the
+libraries. Rows with a mesh run on a mesh of one rank over NCCL. Weights and tokens are random: neither changes a byte.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ assert isinstance(LLAMA_7B, LlamaConfig)
 
 
 class Case(NamedTuple):
-    """One step: a model, the shape of its microbatch, and how it is computed."""
+    """One step: a model, the shape of its microbatch, and the options of the step."""
 
     name: str
     model: Model
@@ -83,7 +83,7 @@ def shapes_of(case: Case) -> dict[str, torch.Tensor]:
     return {"tokens": torch.zeros((), dtype=torch.int64).expand(case.samples, case.model.context + 1)}
 
 
-def predicted(case: Case) -> Footprint:
+def predict(case: Case) -> Footprint:
     return plan_at_scale(
         case.model,
         shapes_of(case),
@@ -99,8 +99,8 @@ def predicted(case: Case) -> Footprint:
     )
 
 
-def measured(case: Case) -> int:
-    """Bytes at the peak of the second step."""
+def measure_peak(case: Case) -> int:
+    """Return the bytes allocated at the peak of the second step."""
     model, optimizer = case.model, adamw(1e-3)
     private = case.method is not Method.NONE
     mechanism = Mechanism(poisson(1 << 20, expected_batch_size=1024), flat(max_norm=1.0), 1.0 if private else 0.0)
@@ -151,7 +151,7 @@ def measured(case: Case) -> int:
 def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("plan_check: expected a CUDA GPU, found none")
-    plans = [(case, predicted(case)) for case in CASES]
+    plans = [(case, predict(case)) for case in CASES]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
@@ -162,7 +162,7 @@ def main() -> None:
     rows = []
     for case, plan in plans:
         start = time.perf_counter()
-        peak = measured(case)
+        peak = measure_peak(case)
         gc.collect()
         torch.cuda.empty_cache()
         ratio = plan.device.total / peak

@@ -1,7 +1,9 @@
-"""A step outside GPT-2-Large at B = 4: a large batch, Llama at 1B and 3B, low-rank adapters on a frozen model.
+"""Milliseconds and memory of a step in other regimes: a large batch, Llama at 1B and 3B, low-rank adapters.
 
-    python -m benchmarks.regimes --json runs/regimes.json --budget 500     # again and again, until all is there
-    python -m benchmarks.regimes --render runs/regimes.json                # the page; needs no GPU
+    python -m benchmarks.regimes --json runs/regimes.json --budget 500     # run it again to continue where it stopped
+    python -m benchmarks.regimes --render runs/regimes.json                # write the page; needs no GPU
+
+Prints a line per row. ``--render`` writes ``benchmarks/results/regimes_<hardware>_<yyyymm>.{md,json}``.
 
 | regime          | model                                                        | B  | T    |
 |-----------------|--------------------------------------------------------------|----|------|
@@ -12,7 +14,7 @@
 | `llama_3b`      | Llama, 28 layers of width 3072, vocabulary 32000 (3.0B)      | 4  | 2048 |
 | `lora`          | GPT-2-Large, frozen, with rank-16 adapters on all its layers | 4  | 2048 |
 
-bfloat16 compute, float32 master weights, AdamW. How modes are checked and measured: ``benchmarks/harness.py``.
+bfloat16 compute, float32 master weights, AdamW. ``benchmarks/harness.py`` says how modes are checked and measured.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ from torch import Tensor
 from benchmarks.device import choose_sdpa
 from benchmarks.gpt2_large import CHECKED_CONTEXT, CHECKED_LAYERS, CONFIG, RESULTS, WIDTH
 from benchmarks.modes import FAST, OURS, Case, Row, Speed
-from benchmarks.options import arguments, budget_of, open_report, run_sweep, speed_of
 from benchmarks.report import overstatements, publish
+from benchmarks.sweep_options import arguments, budget_of, open_report, run_sweep, speed_of
 from fdp import ops
 from fdp.init import normal
 from fdp.model import Block, LeafSpec, Model
@@ -50,10 +52,10 @@ ADAPTED = ("qkv", "out", "up", "down")
 
 
 def lora_gpt(config: GPTConfig, *, rank: int = RANK, name: str = "gpt-lora") -> Model:
-    """GPT, frozen, with ``y = W x + b + (alpha / rank) B A x`` in every layer (Hu et al., arXiv 2106.09685).
+    """Return a frozen GPT with ``y = W x + b + (alpha / rank) B A x`` in every layer (Hu et al., arXiv 2106.09685).
 
-    Both factors start at random: with ``B = 0``, as usual, the gradient of ``A`` would be 0 and a check would see
-    nothing of it.
+    Both factors start at random: with the usual ``B = 0`` the gradient of ``A`` would be 0, and a check would not
+    cover it.
     """
     base = gpt(config, name=name)
     leaves, blocks = dict(base.leaves), []
@@ -75,21 +77,21 @@ def lora_gpt(config: GPTConfig, *, rank: int = RANK, name: str = "gpt-lora") -> 
 def _lora_layer(p: Tree, h: Tensor, data: Tree, *, heads: int, scale: float) -> Float[Tensor, "batch tokens width"]:
     B, T, D = h.shape
 
-    def adapted(x: Tensor, weight: str) -> Tensor:
+    def adapted_linear(x: Tensor, weight: str) -> Tensor:
         low = ops.linear(ops.linear(x, p[f"{weight}_a"]), p[f"{weight}_b"])
         return ops.linear(x, p[weight], p[f"{weight}_bias"]) + scale * low
 
     n = ops.layer_norm(h, p["norm1"], p["norm1_bias"])
-    q, k, v = adapted(n, "qkv").reshape(B, T, -1, 3, D // heads).transpose(1, 2).unbind(3)
-    h = h + adapted(ops.attention(q, k, v).transpose(1, 2).reshape(B, T, -1), "out")
+    q, k, v = adapted_linear(n, "qkv").reshape(B, T, -1, 3, D // heads).transpose(1, 2).unbind(3)
+    h = h + adapted_linear(ops.attention(q, k, v).transpose(1, 2).reshape(B, T, -1), "out")
     m = ops.layer_norm(h, p["norm2"], p["norm2_bias"])
-    return h + adapted(F.gelu(adapted(m, "up"), approximate="tanh"), "down")
+    return h + adapted_linear(F.gelu(adapted_linear(m, "up"), approximate="tanh"), "down")
 
 
 class Regime(NamedTuple):
-    """How a model is made of a configuration, and its batch. ``least``: the speed of auto / none to reach, if any.
+    """A model and its batch size, with targets for auto / none: ``least`` speed and ``most_memory``.
 
-    ``plain``: the regime whose ``none`` it is compared with; None: its own.
+    ``plain`` is the regime whose ``none`` it is compared with; None means its own.
     """
 
     make: Callable[..., Model]
@@ -119,17 +121,17 @@ def make_case(
     memory_budget: float | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Case:
-    """The case of a regime."""
+    """Return the case of a regime."""
     regime = REGIMES[name]
     config = regime.config._replace(layers=layers or regime.config.layers)
     few, short = min(CHECKED_LAYERS, config.layers), min(CHECKED_CONTEXT, config.context)
     small = regime.make(config._replace(layers=few, context=short), name=f"{name}, {few} layers, {short} tokens")
-    model, cut = regime.make(config), regime.microbatches
-    return Case(name, config.layers, model, small, regime.batch_size, speed, dtype, memory_budget, cut)
+    model, batch_size = regime.make(config), regime.batch_size
+    return Case(name, config.layers, model, small, batch_size, speed, dtype, memory_budget, regime.microbatches)
 
 
 def page(content: dict[str, Any], *, name: str) -> str:
-    """The Markdown page of a report."""
+    """Return the Markdown page of a report."""
     rows: list[Row] = content["rows"]
     versions = ", ".join(f"{what} {which}" for what, which in content["versions"].items())
     lines = [
@@ -155,7 +157,7 @@ def page(content: dict[str, Any], *, name: str) -> str:
     lines += overstatements(rows)
     lines += ["", "| figure | target | measured | |", "|---|---|---|---|"]
     for name_, regime in REGIMES.items():
-        speed, memory = against(row_of(rows, name_, "auto"), plain_of(rows, name_))
+        speed, memory = ratios_to(row_of(rows, name_, "auto"), plain_of(rows, name_))
         if regime.least is not None:
             lines.append(verdict(f"speed, `auto` / `none`, {name_}", ">=", regime.least, speed))
         if regime.most_memory is not None:
@@ -164,22 +166,22 @@ def page(content: dict[str, Any], *, name: str) -> str:
 
 
 def row_of(rows: Sequence[Row], regime: str, mode: str) -> Row | None:
-    """The timed row of a mode, if there is one."""
+    """Return the timed row of a mode, if there is one."""
     found = (row for row in rows if (row["regime"], row["mode"]) == (regime, mode) and "failed" not in row)
     return next(found, None)
 
 
 def plain_of(rows: Sequence[Row], regime: str) -> Row | None:
-    """The row that a regime's are compared with."""
+    """Return the row of ``none`` that a regime is compared with."""
     return row_of(rows, REGIMES[regime].plain or regime, "none")
 
 
 def table_line(row: Row, plain: Row | None) -> str:
-    """A row of a page: its regime, sizes and mode, what was measured, and that over ``plain``."""
+    """Return a line of the table: regime, sizes, mode, measurements, and their ratios to ``plain``."""
     where = f"| {row['regime']} | {row['layers']} | {row['batch_size']} | {row['context']} | {row['mode']}"
     if "failed" in row:
         return f"{where} | not timed: {row['failed']} | | | | | |"
-    speed, memory = (f"{value:.3f}" if value else "" for value in against(row, plain))
+    speed, memory = (f"{value:.3f}" if value else "" for value in ratios_to(row, plain))
     peak = "" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}"
     return (
         f"{where} | {row['ms']:.1f} | {row['ms_p20']:.1f}-{row['ms_p80']:.1f} | {row['tokens_per_second']:,.0f} | "
@@ -187,8 +189,8 @@ def table_line(row: Row, plain: Row | None) -> str:
     )
 
 
-def against(row: Row | None, plain: Row | None) -> tuple[float | None, float | None]:
-    """Speed and memory of a row over those of ``none``."""
+def ratios_to(row: Row | None, plain: Row | None) -> tuple[float | None, float | None]:
+    """Return speed and memory of a row, relative to ``none``."""
     if row is None or plain is None:
         return None, None
     memory = row["peak_gib"] / plain["peak_gib"] if row["peak_gib"] and plain["peak_gib"] else None
@@ -203,7 +205,7 @@ def verdict(figure: str, sign: str, bound: float, value: float | None) -> str:
 
 
 def render(source: Path, folder: Path = RESULTS) -> Path:
-    """Page and rows of a report as ``regimes_<hardware>_<yyyymm>.{md,json}``; returns the page."""
+    """Write page and rows of a report as ``regimes_<hardware>_<yyyymm>.{md,json}``; return the page's path."""
     return publish(source, folder, page)
 
 

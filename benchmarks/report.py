@@ -1,6 +1,6 @@
-"""Rows in a file and on a page, with where they come from: hardware, versions, commit, command, date.
+"""Rows of a benchmark in a JSON file and on a page, with hardware, versions, commit, command and date.
 
-The file is written after every row. Rows that it held before stay; those of other hardware or settings are refused.
+The file is written after every row. Existing rows are kept; a file with other hardware or settings is refused.
 
     >>> report = Report(path, benchmark="gpt2_large", device=device, sdpa="default")
     >>> report.add(row)
@@ -27,7 +27,7 @@ from benchmarks.modes import Case, Row
 
 
 class Report:
-    """Rows in a JSON file, written after each; rows that were there before stay."""
+    """Rows in a JSON file, written after each; existing rows are kept."""
 
     def __init__(self, path: Path, *, benchmark: str, device: torch.device, commit: str | None = None, **settings: Any):
         self.path = path
@@ -40,7 +40,7 @@ class Report:
             "hardware": hardware(device),
             "versions": versions(device),
             "commit": self.commit,
-            "command": " ".join(["python", "-m", f"benchmarks.{benchmark}", *map(_named, sys.argv[1:])]),
+            "command": " ".join(["python", "-m", f"benchmarks.{benchmark}", *map(_without_folders, sys.argv[1:])]),
             "date": datetime.now(UTC).date().isoformat(),
             "settings": settings,
         }
@@ -48,7 +48,7 @@ class Report:
         if old and [old[name] for name in same] != [self.head[name] for name in same]:
             raise ValueError(
                 f"{path}: expected rows of {[self.head[name] for name in same]}, found {[old[name] for name in same]}; "
-                f"give another file"
+                f"choose another file"
             )
 
     def find(self, case: Case, mode: str) -> Row | None:
@@ -56,12 +56,12 @@ class Report:
         return next((row for row in self.rows if all(row[name] == value for name, value in wanted.items())), None)
 
     def expected_norms(self, case: Case, mode: str) -> Sequence[float] | None:
-        """The norms of the case's first two steps by ``materialize`` or, where it was not run, by ``auto``."""
+        """Return the norms of the case's first two steps by ``materialize`` or, if it was not run, by ``auto``."""
         found = (self.find(case, reference) for reference in ("materialize", "auto") if reference != mode)
         return next((row["norms"] for row in found if row and "norms" in row), None)
 
     def checked(self, case: Case, mode: str) -> dict[str, float] | None:
-        """What a check of the same slice found at the same commit, for a run that goes on where another stopped."""
+        """Return the result of a check of the same slice at the same commit, so that a resumed run skips it."""
         if self.commit == "unknown" or self.commit.endswith("+"):
             return None
         wanted = {"mode": mode, "regime": case.regime, "layers": case.layers, "commit": self.commit}
@@ -69,7 +69,7 @@ class Report:
         return next((row["check"] for row in same), None)
 
     def add(self, row: Row) -> None:
-        """Put the row in, in the place of one of the same cell, and write the file."""
+        """Add the row, replacing one of the same cell, and write the file."""
         cell = ("mode", "regime", "context", "batch_size", "layers")
         self.rows = [old for old in self.rows if any(old[name] != row[name] for name in cell)]
         self.rows.append(row | {"commit": self.commit})
@@ -84,7 +84,7 @@ class Report:
 
 
 def line(row: Row) -> str:
-    """A row for the eye."""
+    """Format a row for the terminal."""
     where = f"{row['regime']} {row['context']:5} x {row['batch_size']:<3} {row['mode']:20}"
     if "failed" in row:
         return f"{where} not timed: {row['failed']}"
@@ -96,7 +96,7 @@ def line(row: Row) -> str:
 
 
 def overstatements(rows: Sequence[Row]) -> list[str]:
-    """What a page says under a table of modes whose norms are above the reference; nothing if there are none."""
+    """Return the note on modes whose norms exceed the reference; empty if there are none."""
     above = [row for row in rows if "overstated" in row]
     if not above:
         return []
@@ -105,13 +105,13 @@ def overstatements(rows: Sequence[Row]) -> list[str]:
     )
     return [
         "",
-        "Norms by Gram matrices have the worst that rounding can do added, so that none is understated. They clip more "
-        f"than they need to, being above the reference by up to ({which}).",
+        "Norms from Gram matrices include the largest possible rounding error, so that none is understated. They clip "
+        f"more than necessary; they exceed the reference by up to ({which}).",
     ]
 
 
 def publish(source: Path, folder: Path, page: Callable[..., str]) -> Path:
-    """The page and the rows of a report as ``<benchmark>_<hardware>_<yyyymm>.{md,json}``; returns the page."""
+    """Write page and rows of a report as ``<benchmark>_<hardware>_<yyyymm>.{md,json}``; return the page's path."""
     content = json.loads(source.read_text())
     name = f"{content['benchmark']}_{slug(content['hardware'])}_{content['date'][:7].replace('-', '')}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -129,7 +129,7 @@ def hardware(device: torch.device) -> str:
 
 
 def slug(name: str) -> str:
-    """A piece of hardware as part of a file name: ``NVIDIA H200`` is ``h200``."""
+    """Return a hardware name as part of a file name: ``NVIDIA H200`` becomes ``h200``."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower().replace("nvidia", "")).strip("-")
 
 
@@ -146,13 +146,13 @@ def versions(device: torch.device) -> dict[str, str]:
     return found
 
 
-def _named(argument: str) -> str:
-    """An argument as it goes into a page: of a file, its name."""
+def _without_folders(argument: str) -> str:
+    """Return an argument as pages show it: a path without its folders."""
     return Path(argument).name if "/" in argument else argument
 
 
 def current_commit() -> str:
-    """The commit of the working tree, with ``+`` if files differ from it; ``unknown`` outside a checkout."""
+    """Return the commit of the working tree, with ``+`` if files differ; ``unknown`` outside a checkout."""
     try:
         commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
         changed = subprocess.run(["git", "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)

@@ -1,14 +1,16 @@
-"""How far the worst sample that can be found moves the clipped sum, over the sensitivity that the sum states.
+"""Search for the sample that moves the clipped sum furthest, relative to the sensitivity that the sum states.
 
     python -m benchmarks.worst_sample --minutes 10                       # every rule and pair of rules, on the CPU
     python -m benchmarks.worst_sample --device cuda --quick              # kernels and compiled blocks, about 90 seconds
 
+Prints two tables, by attack and by choice; ``--out`` writes the rows as JSON. Exits with an error if a ratio is above
+1 + 1e-6 in float32 or 1 + 1e-3 in half precision.
+
 Models, attacks and the search are those of the tests (``tests/adversary.py``, ``tests/adversary_search.py``): leaves of
 every rule and pair of rules, whose inputs and output gradients a sample chooses freely; every choice of norms and sums;
-whole models, adapters and foreign modules. First all named attacks are tried on every leaf by every choice, then the
-search takes turns until the time is over, which begins when all is compiled. Nothing may be above 1 + 1e-6 in float32,
-1 + 1e-3 in half precision; the command fails if anything is. On a GPU leaves share one model, so that few things are
-compiled.
+full models, adapters and foreign modules. First all named attacks are tried on every leaf by every choice, then the
+search takes turns until the time is over. The time starts when everything is compiled. On a GPU all leaves share one
+model, so that little is compiled.
 """
 
 from __future__ import annotations
@@ -32,12 +34,12 @@ from fdp.gradients.plan import Plan
 from tests.adversary import ARENAS, MANY, SLACK, STYLES, TARGETS, Arena, crowded, joined, measure, on, plans_of
 from tests.adversary_search import Found, Search, as_written
 
-LONG = 160
-"""Tokens of a leaf's use where kernels are to go through several tiles of them."""
-TURN = 2.0
-"""Seconds of one leaf's turn in the search."""
+LONG_TOKENS = 160
+"""Tokens of a use, enough for several tiles of a kernel."""
+TURN_S = 2.0
+"""Length of one leaf's turn in the search."""
 BRIEF = ("linear", "embedding", "conv1d", "linear+embedding", "linear+add", "add|add", "whole+whole cube")
-CROWD = 1024
+CROWD_SIZE = 1024
 """Samples that cancel around an honest one."""
 CLASSES = {
     "honest": "an honest sample in a crowd that cancels",
@@ -55,7 +57,7 @@ CLASSES = {
 
 
 class Row(NamedTuple):
-    """The worst of some cases of one model, leaf, choice, dtype and way of compiling."""
+    """The worst of several cases of one model, leaf, choice, dtype and compile option."""
 
     kind: str
     model: str
@@ -76,7 +78,7 @@ class Row(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A leaf of an arena by one choice, to be searched."""
+    """A leaf of an arena, by one choice, to search."""
 
     search: Search
     leaf: str
@@ -86,12 +88,12 @@ class Job(NamedTuple):
 
 
 def class_of(attack: str) -> str:
-    """What kind of attack it is, for the table."""
+    """Return the kind of an attack, for the table."""
     return next((kind for part, kind in CLASSES.items() if part in attack), "sizes, equal and odd ones")
 
 
 class Ground(NamedTuple):
-    """An arena in one dtype, its blocks compiled or not."""
+    """An arena in one dtype, with compiled blocks or without."""
 
     arena: Arena
     dtype: torch.dtype
@@ -99,7 +101,7 @@ class Ground(NamedTuple):
 
 
 def grounds(options: argparse.Namespace, device: torch.device, dtypes: list[torch.dtype]) -> Iterator[Ground]:
-    """What is attacked. Compiled blocks serve every choice; in a hurry, float32, which has no kernels, has none."""
+    """Yield what is attacked. Compiled blocks serve every choice; with ``--quick``, float32 has none."""
     blocks = Blocks() if device.type == "cuda" else Blocks(backend=options.backend)
     for dtype in dtypes:
         if options.joined or device.type == "cuda":
@@ -107,7 +109,7 @@ def grounds(options: argparse.Namespace, device: torch.device, dtypes: list[torc
                 yield Ground(joined(BRIEF), dtype, None if dtype is torch.float32 else blocks)
                 continue
             yield Ground(joined(MANY), dtype, None)
-            yield Ground(joined(BRIEF, tokens=LONG), dtype, blocks)
+            yield Ground(joined(BRIEF, tokens=LONG_TOKENS), dtype, blocks)
         else:
             yield from (Ground(ARENAS[name](), dtype, None) for name in (BRIEF if options.quick else ARENAS))
         if not options.quick:
@@ -115,7 +117,7 @@ def grounds(options: argparse.Namespace, device: torch.device, dtypes: list[torc
 
 
 def jobs(options: argparse.Namespace, device: torch.device, dtypes: list[torch.dtype]) -> Iterator[Job]:
-    """Every leaf by every choice."""
+    """Yield every leaf by every choice."""
     for ground in grounds(options, device, dtypes):
         generation = 48 if device.type == "cuda" else 16
         search = Search(
@@ -133,7 +135,7 @@ def jobs(options: argparse.Namespace, device: torch.device, dtypes: list[torch.d
 
 
 def named_rows(job: Job, style: str) -> Iterator[Row]:
-    """The named attacks on a leaf, by kind."""
+    """Yield the worst named attack on a leaf, per kind."""
     found: dict[str, list[tuple[str, Found]]] = {}
     for attack, each in job.search.all_named(job.leaf, job.plan, style).items():
         found.setdefault(class_of(attack), []).append((attack, each))
@@ -152,8 +154,8 @@ def row_of(job: Job, kind: str, attack: str, found: Found) -> Row:
                found.disturbed, allowed, sample)  # fmt: skip
 
 
-def whole_models(options: argparse.Namespace, device: torch.device, dtypes: list[torch.dtype]) -> Iterator[Row]:
-    """Language models, users' windows, packed documents, adapters, foreign modules."""
+def full_models(options: argparse.Namespace, device: torch.device, dtypes: list[torch.dtype]) -> Iterator[Row]:
+    """Yield rows of full models: language models, users' windows, packed documents, adapters, foreign modules."""
     names = ("gpt-tied", "pooled") if options.quick else tuple(TARGETS)
     for name in names:
         for dtype in dtypes:
@@ -169,12 +171,14 @@ def whole_models(options: argparse.Namespace, device: torch.device, dtypes: list
 
 
 def crowds(options: argparse.Namespace, device: torch.device, dtypes: list[torch.dtype]) -> Iterator[Row]:
-    """Honest samples, each in a crowd that cancels, on every leaf by every choice."""
+    """Yield rows of honest samples, each in a crowd that cancels, on every leaf by every choice."""
     arena = joined(BRIEF if options.quick else MANY)
     for dtype in dtypes:
         plans: dict[str, Plan] = {}
         for leaf in arena.leaves:
-            target = on(crowded(arena, leaf, dtype, size=CROWD // 4 if options.quick else CROWD, honest=4), device)
+            target = on(
+                crowded(arena, leaf, dtype, size=CROWD_SIZE // 4 if options.quick else CROWD_SIZE, honest=4), device
+            )
             plans = plans or plans_of(target, dtype, methods=False, device=device)
             for choice, plan in plans.items():
                 seen = measure(target, plan, STYLES["flat"](arena.model.trainable))
@@ -184,7 +188,7 @@ def crowds(options: argparse.Namespace, device: torch.device, dtypes: list[torch
 
 
 def run(options: argparse.Namespace, device: torch.device, say: Callable[[str], None]) -> list[Row]:
-    """All rows; the search goes on until the time is over. What is compiled first is not counted in it."""
+    """Return all rows; the search runs until the time is over, which excludes compilation."""
     dtypes = [getattr(torch, name) for name in options.dtype]
     begun = time.perf_counter()
     todo = list(jobs(options, device, dtypes))
@@ -200,7 +204,7 @@ def run(options: argparse.Namespace, device: torch.device, say: Callable[[str], 
             say(f"{what}: stopped at {share:.0%} of the time")
         return over
 
-    for share, what, found in ((0.15, "whole models", whole_models), (0.25, "crowds", crowds)):
+    for share, what, found in ((0.15, "full models", full_models), (0.25, "crowds", crowds)):
         for row in found(options, device, dtypes):
             rows.append(row)
             if stop(share, what):
@@ -218,7 +222,7 @@ def run(options: argparse.Namespace, device: torch.device, say: Callable[[str], 
     searched = 0
     while (left := begun + seconds - time.perf_counter()) > 0 or not searched:
         job = draw.choice(done)
-        found = job.search.climb(job.leaf, job.plan, seconds=min(TURN, left))
+        found = job.search.climb(job.leaf, job.plan, seconds=min(TURN_S, left))
         rows.append(row_of(job, "search", "search", found))
         searched += 1
     say(f"search: {sum(row.cases for row in rows)} cases in all, {time.perf_counter() - begun:.0f} s")
@@ -226,8 +230,8 @@ def run(options: argparse.Namespace, device: torch.device, say: Callable[[str], 
 
 
 def tables(rows: list[Row], title: str) -> list[Table]:
-    """By attack, and by choice."""
-    made = []
+    """Return two tables of the rows: by attack, and by choice."""
+    result = []
     for heading, key in (("attack", lambda row: row.kind), ("choice", lambda row: f"{row.choice}, {row.compile}")):
         table = Table(title=title)
         for column in (heading, "dtype", "cases", "worst ratio", "disturbed", "allowed", "where"):
@@ -241,12 +245,12 @@ def tables(rows: list[Row], title: str) -> list[Table]:
             where = f"{worst.model}: {worst.leaf}, {worst.attack if heading == 'choice' else worst.choice}"
             table.add_row(name, dtype, str(sum(row.cases for row in those)), f"{worst.ratio:.9g}", f"{disturbed:.1e}",
                           f"{worst.allowed:.7g}", where)  # fmt: skip
-        made.append(table)
-    return made
+        result.append(table)
+    return result
 
 
 def report(rows: list[Row], device: torch.device) -> dict[str, Any]:
-    """What ``--out`` writes: where it was run, and for every model, leaf, choice and attack its worst case."""
+    """Return the content of ``--out``: the environment, and the worst case per model, leaf, choice and attack."""
     merged: dict[tuple, Row] = {}
     for row in rows:
         key = row[:6]
@@ -267,15 +271,15 @@ def report(rows: list[Row], device: torch.device) -> dict[str, Any]:
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Search for the sample that moves the clipped sum the most.")
-    parser.add_argument("--minutes", type=float, default=10.0, help="of search and all")
-    parser.add_argument("--quick", action="store_true", help="few models, about 75 seconds and what compiling takes")
+    parser.add_argument("--minutes", type=float, default=10.0, help="total time, without compilation")
+    parser.add_argument("--quick", action="store_true", help="few models, about 75 seconds plus compilation")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], metavar="DTYPE",
                         choices=["float32", "bfloat16", "float16", "float64"], help="compute dtypes")  # fmt: skip
-    parser.add_argument("--joined", action="store_true", help="leaves share one model, as they do on a GPU")
+    parser.add_argument("--joined", action="store_true", help="leaves share one model, as on a GPU")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--backend", default="aot_eager", help="torch.compile's, of compiled blocks on a CPU")
-    parser.add_argument("--out", type=Path, metavar="JSON", help="where the rows go; default: nowhere")
+    parser.add_argument("--backend", default="aot_eager", help="torch.compile backend of compiled blocks on a CPU")
+    parser.add_argument("--out", type=Path, metavar="JSON", help="write the rows to this file")
     return parser
 
 

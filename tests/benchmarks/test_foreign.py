@@ -1,4 +1,4 @@
-"""The benchmark of foreign models on the CPU, as small as it can be: checked rows, resuming, the page."""
+"""Tests of the benchmark of foreign models on the CPU, with tiny shapes: checked rows, resuming, the page."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import foreign
-from benchmarks.checks import Checker
+from benchmarks.mode_checks import Checker
 from benchmarks.modes import EAGER
 from benchmarks.report import Report
 from fdp.models import LlamaConfig, gpt, llama
@@ -23,7 +23,7 @@ TINY_LLAMA = LlamaConfig(layers=1, width=8, heads=4, key_heads=2, hidden=12, con
 
 @pytest.fixture
 def tiny_shapes(monkeypatch):
-    """The shapes of the benchmark of foreign models, as small as they can be, in float32."""
+    """Replace the shapes of the benchmark by tiny ones in float32."""
     shapes = {"gpt2_large": foreign.Shape(gpt, TINY, 3), "llama_1b": foreign.Shape(llama, TINY_LLAMA, 3)}
     monkeypatch.setattr(foreign, "SHAPES", shapes)
     monkeypatch.setattr(foreign, "make_cases", partial(foreign.make_cases, dtype=torch.float32))
@@ -31,7 +31,7 @@ def tiny_shapes(monkeypatch):
 
 
 @pytest.mark.parametrize("shape", ["gpt2_large", "llama_1b"])
-def test_a_foreign_model_is_of_the_shape_of_our_own(tiny_shapes, shape):
+def test_a_foreign_model_has_the_shape_of_our_own(tiny_shapes, shape):
     own, theirs = foreign.make_cases(shape)
     sizes = [sorted(torch.Size(leaf.shape).numel() for leaf in case.model.leaves.values()) for case in (own, theirs)]
     if shape == "llama_1b":
@@ -43,7 +43,7 @@ def test_a_foreign_model_is_of_the_shape_of_our_own(tiny_shapes, shape):
 
 
 @pytest.mark.parametrize("shape", ["gpt2_large", pytest.param("llama_1b", marks=pytest.mark.slow)])
-def test_the_sweep_of_foreign_models_writes_checked_rows_and_goes_on_where_it_stopped(tiny_shapes, shape, tmp_path):
+def test_the_sweep_writes_checked_rows_and_resumes(tiny_shapes, shape, tmp_path):
     path = tmp_path / "rows.json"
     words = "--device cpu --compile none --no-cuda-graph --no-timed-plan --modes none auto"
     words = [*words.split(), "--shapes", shape, "--json", str(path)]

@@ -1,4 +1,4 @@
-"""The benchmarks' harness on the CPU: rows, checks that refuse, resuming, pages. No figure here means anything."""
+"""Tests of the benchmark harness on the CPU: rows, checks, resuming, pages. The figures mean nothing."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import pytest
 import torch
 from fdp_kernels.ghost import UNIT, rounding_steps
 
-from benchmarks import checks, everything, gpt2_large, harness, modes, regimes
+from benchmarks import gpt2_large, harness, mode_checks, modes, regimes, run_all
 from benchmarks.baselines import Setup, make_module
-from benchmarks.checks import SLACK, Checker, WrongError, check_norms
 from benchmarks.device import GIB
 from benchmarks.harness import out_of_memory, sweep
 from benchmarks.measure import Limits, kernel_class, measure, step_peak
+from benchmarks.mode_checks import SLACK, Checker, WrongError, check_norms
 from benchmarks.modes import EAGER, Case
 from benchmarks.report import Report, overstatements
 from fdp import keys, tree
@@ -111,7 +111,7 @@ def fake_row(case: Case, mode: str, ms: float = 2.0, gib: float | None = 3.0) ->
 
 
 def wrong_norms(monkeypatch) -> None:
-    """Norms a tenth too small, as an understated Gram matrix would make them."""
+    """Make norms a tenth too small, as an understated Gram matrix would."""
     right = per_sample.per_sample_norms
 
     def understated(model, params, data, *, plan, **options):
@@ -148,13 +148,13 @@ def test_norms_by_gram_matrices_may_be_above_the_reference_and_never_below(token
 
 
 @pytest.mark.parametrize("tokens", [256, 512])
-def test_the_cover_is_what_the_kernels_add_for_independent_tokens(tokens):
+def test_the_rounding_cover_is_what_kernels_add_for_independent_tokens(tokens):
     g, x = randn(tokens, 1024, seed=1), randn(tokens, 1024, seed=2)
     (a, b), (A, X) = (g.norm(dim=1), x.norm(dim=1)), (g @ g.T, x @ x.T)
     lost = UNIT * rounding_steps(1024, torch.bfloat16) * ((a.outer(a) * X.abs()).sum() + (b.outer(b) * A.abs()).sum())
     truth = (A * X).sum()
     norm = (truth + lost).sqrt() + UNIT * rounding_steps(tokens, torch.bfloat16) * (a * b).sum()
-    assert float(norm / truth.sqrt() - 1) == pytest.approx(checks.cover_of(tokens), rel=0.1)
+    assert float(norm / truth.sqrt() - 1) == pytest.approx(mode_checks.rounding_cover(tokens), rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -164,16 +164,16 @@ def test_the_cover_is_what_the_kernels_add_for_independent_tokens(tokens):
         ("flash", torch.bfloat16, False), ("materialize", torch.bfloat16, False), ("none", torch.bfloat16, False),
     ],
 )  # fmt: skip
-def test_only_gram_matrices_in_half_precision_are_covered(case, mode, dtype, covered):
+def test_only_half_precision_gram_matrices_have_a_rounding_cover(case, mode, dtype, covered):
     data = {"tokens": torch.zeros(3, 7, dtype=torch.int64)}
     plan = make_plan(case.model, case.model.init(keys.key(0)), data, method=Method(mode), dtype=dtype)
-    assert modes.covered(plan) == covered
+    assert modes.has_rounding_cover(plan) == covered
 
 
-def test_a_row_says_by_how_much_its_norms_are_overstated_and_so_does_the_page(case, tmp_path, monkeypatch):
+def test_row_and_page_say_by_how_much_norms_are_overstated(case, tmp_path, monkeypatch):
     half = case._replace(dtype=torch.bfloat16)
     exact = measure(half, "materialize", CPU, limits=QUICK)["norms"]
-    monkeypatch.setattr(checks, "cover_of", lambda tokens: 0.1)
+    monkeypatch.setattr(mode_checks, "rounding_cover", lambda tokens: 0.1)
     above = measure(half, "ghost_bk", CPU, limits=QUICK, expected_norms=[n / 1.3 for n in exact])
     assert above["overstated"] == pytest.approx(0.3, abs=0.03)
     assert "overstated" not in measure(half, "ghost_bk", CPU, limits=QUICK, expected_norms=exact)
@@ -183,7 +183,7 @@ def test_a_row_says_by_how_much_its_norms_are_overstated_and_so_does_the_page(ca
     report.add(fake_row(case, "ghost_bk") | {"overstated": 0.276})
     report.add(fake_row(case, "flash"))
     lines = gpt2_large.table(report.rows, TINY.context)
-    assert lines[-1].endswith("above the reference by up to (gpt2_large, T = 6, ghost_bk: 28 %).")
+    assert lines[-1].endswith("exceed the reference by up to (gpt2_large, T = 6, ghost_bk: 28 %).")
     assert not overstatements(report.rows[1:])
 
 
@@ -235,14 +235,14 @@ def test_a_mode_that_raises_has_a_row_that_says_so_and_can_be_tried_again(case, 
     assert len(report.rows) == cells
 
 
-def test_running_out_of_memory_is_told_from_other_errors():
+def test_out_of_memory_is_distinguished_from_other_errors():
     later = RuntimeError("CUDA error: operation failed due to a previous error during capture")
     later.__context__ = torch.OutOfMemoryError()
     assert out_of_memory(later)
     assert not out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
 
 
-def test_the_module_is_the_model():
+def test_the_module_computes_what_the_model_computes():
     model = gpt(TINY._replace(layers=2))
     params = model.init(keys.key(3))
     tokens = torch.randint(0, 11, (3, 7), generator=torch.Generator().manual_seed(0))
@@ -332,24 +332,25 @@ def test_the_peak_of_a_captured_step_is_that_of_its_capture():
         ("void at::native::vectorized_elementwise_kernel<4>", "elementwise, norm layers"),
         ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "noise + update"),
         ("_noisy_adamw_body", "noise + update"),
+        ("wide_normal_body", "noise + update"),
         ("_keep_body", "gemm"),
         ("_sum_body", "norms, clipped sums"),
         ("Memcpy DtoD (Device -> Device)", "copy"),
         ("something_else", "other"),
     ],
 )
-def test_kernels_are_told_apart_by_their_names(kernel, kind):
+def test_kernels_are_classified_by_name(kernel, kind):
     assert kernel_class(kernel) == kind
 
 
-# ---------------------------------------------------------------------------------------------------------- everything
-def part(name: str, code: str, seconds: float = 1.0, beside: tuple = ()) -> everything.Part:
-    return everything.Part(name, seconds, (sys.executable, "-c", code), beside)
+# ------------------------------------------------------------------------------------------------------------ run_all
+def part(name: str, code: str, seconds: float = 1.0, beside: tuple = ()) -> run_all.Part:
+    return run_all.Part(name, seconds, (sys.executable, "-c", code), beside)
 
 
-def test_parts_that_ended_well_are_not_run_again_at_the_same_commit(tmp_path):
+def test_finished_parts_are_not_run_again_at_the_same_commit(tmp_path):
     todo = [part("good", "print('seen')"), part("bad one", "raise SystemExit(3)")]
-    once = partial(everything.run_parts, todo, tmp_path, seconds=100.0, now=lambda: 0.0)
+    once = partial(run_all.run_parts, todo, tmp_path, seconds=100.0, now=lambda: 0.0)
     assert once(commit="a") == ["good: done, 0 s", "bad one: ended with 3, 0 s"]
     assert (tmp_path / "good.txt").read_text() == "seen\n"
     assert (tmp_path / "bad_one.txt").exists()
@@ -357,20 +358,20 @@ def test_parts_that_ended_well_are_not_run_again_at_the_same_commit(tmp_path):
     assert once(commit="b")[0] == "good: done, 0 s"
 
 
-def test_a_part_that_might_not_end_is_not_begun_and_one_that_does_not_is_cut_short(tmp_path):
+def test_a_part_without_enough_time_is_not_started_and_a_stuck_one_is_stopped(tmp_path):
     forever = (sys.executable, "-c", "import time; time.sleep(600)")
     todo = [part("long", "print()", seconds=11.0), part("stuck", forever[-1], seconds=0.25, beside=(forever,))]
-    lines = everything.run_parts(todo, tmp_path, seconds=10.0, commit="a", now=lambda: 0.0)
-    assert lines == ["long: not begun, needs about 11 s of 10 s left", "stuck: cut short, 0 s"]
+    lines = run_all.run_parts(todo, tmp_path, seconds=10.0, commit="a", now=lambda: 0.0)
+    assert lines == ["long: not started, needs about 11 s, 10 s left", "stuck: stopped, 0 s"]
     assert not (tmp_path / "done.json").exists()
 
 
-def test_what_runs_beside_a_part_keeps_its_times_to_itself(tmp_path, monkeypatch):
+def test_background_commands_have_their_own_timing_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("FDP_CACHE", "shared")
     where, code = tmp_path / "where", "import os, sys; open(sys.argv[1], 'w').write(os.environ['FDP_CACHE'])"
     wait = f"import os, time\nwhile not os.path.exists({str(where)!r}): time.sleep(0.01)\ntime.sleep(0.1)"
     beside = ((sys.executable, "-c", code, str(where)),)
-    everything.run_parts([part("own", wait, 60.0, beside)], tmp_path, seconds=90.0, commit="a", now=lambda: 0.0)
+    run_all.run_parts([part("own", wait, 60.0, beside)], tmp_path, seconds=90.0, commit="a", now=lambda: 0.0)
     assert where.read_text() == str(tmp_path / "beside")
 
 
@@ -382,22 +383,22 @@ def test_rows_of_another_learning_rate_are_named(case, tmp_path):
     assert f"{report.commit} (0.0001)" in gpt2_large.other_rates(report.rows)[0]
 
 
-def test_how_the_tests_ended_is_said_on_the_first_page(case, tmp_path, monkeypatch):
+def test_the_first_page_says_how_the_tests_ended(case, tmp_path, monkeypatch):
     report = new_report(tmp_path / "gpt2_large.json")
     report.head |= {"hardware": "NVIDIA H200", "date": "2026-11-15"}
     report.add(fake_row(case._replace(model=case.model._replace(context=512)), "none", 30.0))
     report.write()
     (tmp_path / "done.json").write_text('{"tests": "abc"}')
     (tmp_path / "tests.txt").write_text("...\n===== 7 passed, 2 skipped in 3.00s =====\n")
-    monkeypatch.setattr(everything.subprocess, "run", lambda *_, **__: None)
-    everything.pages(tmp_path)
+    monkeypatch.setattr(run_all.subprocess, "run", lambda *_, **__: None)
+    run_all.pages(tmp_path)
     content = json.loads(report.path.read_text())
     assert content["tests"] == "`pytest -m gpu` at abc: 7 passed, 2 skipped in 3.00s."
     assert "Tests on this GPU: `pytest -m gpu` at abc: 7 passed" in gpt2_large.page(content, name="x")
 
 
-def test_every_part_is_a_command_that_its_benchmark_understands(tmp_path, monkeypatch, capsys):
-    todo = everything.parts(tmp_path, "abc")
+def test_every_part_is_a_valid_command_of_its_benchmark(tmp_path, monkeypatch, capsys):
+    todo = run_all.parts(tmp_path, "abc")
     assert len({p.name for p in todo}) == len(todo)
     for p in todo:
         python, flag, module, *options = p.command

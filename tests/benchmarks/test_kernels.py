@@ -1,4 +1,4 @@
-"""The benchmark of kernels on the CPU: bodies in Triton's interpreter, checks that refuse, rows. No time is real."""
+"""Tests of the kernel benchmark on the CPU: bodies in Triton's interpreter, checks, rows. No time is real."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from benchmarks.kernel_checks import Block, Shape, check_token_sums
 from benchmarks.kernel_entries import BLOCKS, ENTRIES, Entry, problems
 from tests.conftest import randn
 
-TOGETHER = {
+FOREACH = {
     "foreach_direct": "direct",
     "foreach_ghost": "ghost",
     "foreach_keep": "keep",
     "foreach_weighted": "weighted",
 }
-ALIKE = (2, 3)
-"""Two matrices of ``BLOCK`` that no shape tells apart."""
+EQUAL_SHAPES = (2, 3)
+"""Two matrices of ``BLOCK`` with equal shapes."""
 BLOCK = Block(2, 20, ((40, 33), (33, 40), (36, 34), (36, 34)))
 
 
@@ -33,7 +33,7 @@ def entry_of(name: str) -> Entry:
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operands in float32 on the CPU, where the launches go to Triton's interpreter."""
+    """Make operands float32 on the CPU, where launches run in Triton's interpreter."""
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("bodies run in the interpreter where there is no GPU")
@@ -42,7 +42,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     patch = interpreter._patch_lang_tensor
 
     def patched(tensor: Any, scope: Any) -> None:
-        """Loop bounds: numpy 2.4 no longer makes an int of the (1,) arrays in which scalars are held."""
+        """Convert loop bounds: numpy 2.4 no longer turns the (1,) arrays that hold scalars into an int."""
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
@@ -54,7 +54,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def timed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What is run where it would be timed: outcomes on the first set of operands."""
+    """Replace timing by one run; return the results on the first set of operands."""
     outcomes: list[Any] = []
 
     def run_once(run, operands, **options) -> float:
@@ -77,15 +77,15 @@ def test_sums_over_tokens_pass_their_check_and_wrong_ones_do_not(width):
     assert not check_token_sums((g,), (sums, 0.5 * squares))
 
 
-@pytest.mark.parametrize("name", [*TOGETHER, *TOGETHER.values(), "keep_by_matmul"])
-def test_a_right_kernel_passes(name, on_cpu):
+@pytest.mark.parametrize("name", [*FOREACH, *FOREACH.values(), "keep_by_matmul"])
+def test_a_correct_kernel_passes(name, on_cpu):
     entry = entry_of(name)
-    shape = BLOCK if name in TOGETHER else BLOCK.matrices[0]
+    shape = BLOCK if name in FOREACH else BLOCK.matrices[0]
     assert kernels.failure(entry, shape) == ""
 
 
-def exchanged(entry: Entry, first: int, second: int) -> Entry:
-    """A kernel that takes two matrices for one another."""
+def exchange_matrices(entry: Entry, first: int, second: int) -> Entry:
+    """Return an entry whose kernel exchanges two matrices."""
 
     def kernel(*inputs, **options):
         order = list(range(len(BLOCK.widths)))
@@ -98,18 +98,18 @@ def exchanged(entry: Entry, first: int, second: int) -> Entry:
     return entry._replace(kernel=kernel)
 
 
-@pytest.mark.parametrize("places", [(0, 1), ALIKE])
-@pytest.mark.parametrize("name", TOGETHER)
-def test_a_kernel_that_exchanges_two_matrices_is_refused_and_not_timed(name, places, on_cpu, timed):
-    row = kernels.row_of(exchanged(entry_of(name), *places), BLOCK, 1.0, 1.0)
+@pytest.mark.parametrize("positions", [(0, 1), EQUAL_SHAPES])
+@pytest.mark.parametrize("name", FOREACH)
+def test_a_kernel_that_exchanges_two_matrices_is_refused_and_not_timed(name, positions, on_cpu, timed):
+    row = kernels.row_of(exchange_matrices(entry_of(name), *positions), BLOCK, 1.0, 1.0)
     assert "ms" not in row
     assert not timed
     assert kernels.text_of(row)[2].startswith("FAILED: ")
-    if places == ALIKE:
+    if positions == EQUAL_SHAPES:
         assert row["failed"] == "differs from its reference on random data"
 
 
-@pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.parametrize("name", FOREACH)
 def test_a_kernel_that_leaves_a_matrix_out_is_refused(name, on_cpu, timed):
     entry = entry_of(name)
     fewer = entry._replace(kernel=lambda *lists: entry.kernel(*(each[:3] for each in lists)))
@@ -121,7 +121,7 @@ def test_a_kernel_that_leaves_a_matrix_out_is_refused(name, on_cpu, timed):
 def test_a_kernel_that_exchanges_two_samples_is_refused(name, on_cpu):
     entry = entry_of(name)
     wrong = entry._replace(kernel=lambda *inputs: entry.kernel(*inputs).flip(-1))
-    shape = BLOCK if name in TOGETHER else BLOCK.matrices[0]
+    shape = BLOCK if name in FOREACH else BLOCK.matrices[0]
     assert kernels.failure(wrong, shape) == "differs from its reference on random data"
 
 
@@ -131,13 +131,13 @@ def test_samples_of_one_batch_differ_in_size_by_more_than_a_check_allows(batch, 
     torch.manual_seed(0)
     g, x = kernel_checks.pair(Shape(batch, 512, 64, 64))
     norms = kernel_checks.exact_norms(g, x).sqrt()
-    allowed = kernel_checks.lost(g) * kernel_checks.sizes(g, x)
+    allowed = kernel_checks.rounding_loss(g) * kernel_checks.sizes(g, x)
     assert bool((norms.diff().abs() > allowed[1:]).all())
 
 
-@pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.parametrize("name", FOREACH)
 def test_matrices_of_one_block_differ_in_size_by_more_than_a_check_allows(name, monkeypatch):
-    """Two of a block of GPT-2-Large have as many elements: operands of one size would let an exchange pass."""
+    """Two matrices of a GPT-2-Large block have equally many elements: equal sizes would hide an exchange."""
     monkeypatch.setattr(kernel_checks, "DEVICE", "cpu")
     torch.manual_seed(0)
     gs, xs, *_ = entry_of(name).inputs(Block(2, 64, ((32, 64), (64, 32), (48, 48))), False)
@@ -148,8 +148,8 @@ def test_matrices_of_one_block_differ_in_size_by_more_than_a_check_allows(name, 
 # ---------------------------------------------------------------- rows
 
 
-@pytest.mark.parametrize(("name", "one"), TOGETHER.items())
-def test_a_row_of_a_block_counts_all_matrices_and_compares_with_each_by_itself(name, one, on_cpu, timed):
+@pytest.mark.parametrize(("name", "one"), FOREACH.items())
+def test_a_row_of_a_block_counts_all_matrices_and_compares_with_single_ones(name, one, on_cpu, timed):
     entry, single = entry_of(name), entry_of(one)
     row = kernels.row_of(entry, BLOCK, 1e12, 1.0)
     flops = sum(single.cost(shape)[0] for shape in BLOCK.matrices)
@@ -163,11 +163,11 @@ def test_a_row_of_a_block_counts_all_matrices_and_compares_with_each_by_itself(n
         assert [product.shape[-2:] for product in timed[-1]] == [(p, d) for d, p in BLOCK.widths]
 
 
-def test_a_block_is_measured_by_its_kernels_alone_quickly_too():
+def test_only_foreach_kernels_are_measured_on_blocks():
     for entry in ENTRIES:
         for quick in (False, True):
             found = problems(entry, quick=quick)
-            if entry.name in TOGETHER:
+            if entry.name in FOREACH:
                 assert [(block.batch, block.tokens) for block in found] == [(4, 512), (4, 1024), (4, 2048), (32, 512)]
                 assert found == BLOCKS
             else:
@@ -175,22 +175,22 @@ def test_a_block_is_measured_by_its_kernels_alone_quickly_too():
     assert BLOCKS[0].widths == ((1280, 3840), (1280, 1280), (1280, 5120), (5120, 1280))
     assert len(problems(entry_of("direct"), quick=False)) == 30
     assert len(problems(entry_of("direct"), quick=True)) == 3
-    assert {entry.name for entry in ENTRIES} >= TOGETHER.keys()
+    assert {entry.name for entry in ENTRIES} >= FOREACH.keys()
 
 
-@pytest.mark.parametrize("name", TOGETHER)
-def test_operands_pass_over_more_than_the_cache_and_stay_small(name, monkeypatch):
+@pytest.mark.parametrize("name", FOREACH)
+def test_operands_exceed_the_cache_and_stay_small(name, monkeypatch):
     monkeypatch.setattr(kernel_checks, "DEVICE", "meta")
     for block in BLOCKS:
         operands = kernels.operands_of(entry_of(name), block)
-        assert kernels.CACHE < kernels.bytes_of(operands) < 1.5e9
-        assert len(operands) == (2 if kernels.bytes_of(operands[0]) > kernels.CACHE else 3)
+        assert kernels.L2_FLUSH_BYTES < kernels.bytes_of(operands) < 1.5e9
+        assert len(operands) == (2 if kernels.bytes_of(operands[0]) > kernels.L2_FLUSH_BYTES else 3)
 
 
-def test_tiles_that_are_tried_are_those_a_kernel_takes_and_hold_those_in_use():
+def test_tuned_tiles_are_valid_and_include_those_in_use():
     tables = {"direct": direct.TILES, "ghost": ghost.TILES, "keep": direct.TILES, "weighted": weighted.TILES}
     assert all(tile.rows == tile.columns for tile in entry_of("ghost").tiles)
-    for name, one in TOGETHER.items():
+    for name, one in FOREACH.items():
         assert entry_of(name).tiles == entry_of(one).tiles
         assert {row.tile for row in tables[one]} <= set(entry_of(one).tiles)
 
@@ -200,7 +200,7 @@ def test_tiles_that_are_tried_are_those_a_kernel_takes_and_hold_those_in_use():
 
 @pytest.fixture
 def command(on_cpu, timed, monkeypatch, tmp_path):
-    """The command with blocks that a CPU can do; its rows and page."""
+    """Run the command with small blocks; return its exit code, rows and page."""
     monkeypatch.setattr(kernels, "limits", lambda: (1e12, 1e9))
     monkeypatch.setattr(kernel_entries, "BLOCKS", [BLOCK, BLOCK._replace(tokens=24)])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -227,9 +227,9 @@ def test_the_command_writes_a_row_of_every_block(command):
     assert "| foreach_keep          | 2 x 24, a block            | 2.000    |" in page
 
 
-def test_the_command_tells_that_a_kernel_is_wrong(command, monkeypatch):
+def test_the_command_reports_a_wrong_kernel(command, monkeypatch):
     monkeypatch.setattr(
-        kernels, "ENTRIES", [exchanged(entry_of("foreach_weighted"), *ALIKE), entry_of("foreach_direct")]
+        kernels, "ENTRIES", [exchange_matrices(entry_of("foreach_weighted"), *EQUAL_SHAPES), entry_of("foreach_direct")]
     )
     code, record, page = command("--tokens", "24")
     assert code == 1
@@ -237,7 +237,7 @@ def test_the_command_tells_that_a_kernel_is_wrong(command, monkeypatch):
     assert "| FAILED: differs from its reference on random data |" in page
 
 
-def test_tiles_of_a_block_are_tried_on_a_ragged_one_first(command, monkeypatch):
+def test_tiles_of_a_block_are_first_checked_on_a_ragged_one(command, monkeypatch):
     small = entry_of("foreach_ghost")._replace(ragged=BLOCK)
     square, flat = direct.Tile(32, 32, 16, 4, 2), direct.Tile(32, 16, 16, 4, 2)
     monkeypatch.setattr(kernels, "ENTRIES", [small._replace(tiles=(flat, square)), entry_of("keep_by_matmul")])

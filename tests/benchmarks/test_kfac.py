@@ -1,4 +1,4 @@
-"""The benchmark of K-FAC's cost: rows of a tiny model, and what the page says of rows."""
+"""Tests of the K-FAC benchmark: rows of a tiny model, and the page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MODEL = gpt(GPTConfig(layers=1, width=16, heads=2, context=8, vocab_size=23))
 
 
 @pytest.mark.parametrize("name", ["adamw", "kfac"])
-def test_a_row_is_of_the_whole_batch(name):
+def test_a_row_covers_the_full_batch(name):
     tokens = torch.randint(0, 23, (3, 2, 9), generator=torch.Generator().manual_seed(0))
     row = step_cost(MODEL, tokens, name, compile=Compile.NONE, steps=1, microbatches=2)
     assert (row["optimizer"], row["batch_size"], row["context"]) == (name, 4, 8)
@@ -23,7 +23,7 @@ def test_a_row_is_of_the_whole_batch(name):
     assert bool(row["forms"]) == (name == "kfac")
 
 
-def test_the_page_compares_batches_of_one_size():
+def test_the_page_compares_equal_batch_sizes():
     def row(name: str, size: int, ms: float) -> dict:
         return {"optimizer": name, "batch_size": size, "ms": ms, "step_ms": ms, "refresh_ms": 0.0, "peak_gib": None}
 

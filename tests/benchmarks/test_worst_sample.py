@@ -1,4 +1,4 @@
-"""The search for the worst sample as a command: tables, rows, and an exit code that says whether anything broke."""
+"""Tests of the worst-sample command: tables, rows, and its exit code."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""A mode is checked before it is timed: it computes what ``materialize``, run eagerly, computes.
+"""Check a mode before it is timed: it must compute what eager ``materialize`` computes.
 
     slice      |got - expected| <= SLACK |expected| for losses, norms and the update of three steps; LEAF_SLACK for the
                update of a single leaf
-    full size  -SLACK <= got / expected - 1 <= SLACK for the norms of the first two steps; by Gram matrices, which are
-               above by design, up to OVERSTATED cover_of(T), and the row says by how much
+    full size  -SLACK <= got / expected - 1 <= SLACK for the norms of the first two steps. Norms from Gram matrices are
+               overstated by design: up to OVERSTATED rounding_cover(T), and the row says by how much
 
-A slice has two layers and few tokens, the same widths and dtype, and is compiled and captured alike. At full size the
-reference is the row of ``materialize`` or, where it was not run, of ``auto``.
+A slice has two layers and few tokens, the same widths and dtype, and is compiled and captured in the same way. At full
+size the reference is the row of ``materialize`` or, if it was not run, of ``auto``.
 
-    >>> errors = Checker(device).check(case, "auto")     # WrongError if one is too large
+    >>> errors = Checker(device).check(case, "auto")     # raises WrongError if one is too large
     >>> above = check_norms(seen, expected, tokens=2048, by_gram=False)
 """
 
@@ -28,36 +28,35 @@ from fdp.optimizers import Optimizer, adamw
 from fdp.types import Flat
 
 SLACK = 2e-2
-"""How far losses, norms and the update may be from the reference, relative; bfloat16 takes up to half of it."""
+"""Allowed relative error of losses, norms and the update; bfloat16 takes up to half of it."""
 LEAF_SLACK = 0.1
-"""The same for the update of a single leaf."""
+"""Allowed relative error of the update of a single leaf."""
 OVERSTATED = 4.0
-"""Norms by Gram matrices may be above the reference by so many times what ``cover_of`` gives for independent tokens. Of
-a model's tokens more cancels, and less is left beside the cover: 3.0, 2.6 and 2.0 times were seen of GPT-2-Large at
-T = 2048, 4096 and 8192."""
+"""Norms from Gram matrices may exceed the reference by this many times ``rounding_cover``, which assumes independent
+tokens. A model's tokens cancel more, which leaves less beside the cover."""
 CHECKED_STEPS = 3
 
 
 class WrongError(Exception):
-    """A mode computes something else than the reference."""
+    """A mode does not compute what the reference computes."""
 
 
 class Reference(NamedTuple):
-    """A few steps of the slice by ``materialize``, eager, and their settings. Tensors on the CPU."""
+    """A few eager steps of the slice by ``materialize``, and their settings. Tensors are on the CPU."""
 
     losses: Tensor
     norms: Tensor
-    moved: Flat
+    updates: Flat
     optimizer: Optimizer
     max_norm: float
     noise_multiplier: float
 
 
 class Checker:
-    """Compares the first steps of a mode on the slice with ``materialize``; once for every slice and mode.
+    """A comparison of a mode's first three steps on the slice with ``materialize``, once per slice and mode.
 
-    There are three, because a captured step is recorded in the second and replayed from then on. The bound is the
-    median norm, so that some samples are clipped and some are not; noise and Adam's ``eps`` have the size of the
+    It takes three steps because a step is captured in the second and replayed from then on. The clipping bound is the
+    median norm, so that some samples are clipped and some are not. Noise and Adam's ``eps`` are as large as the
     gradient, so that a mistake in the norms, the sum, the noise or the update shows in the parameters.
     """
 
@@ -67,7 +66,7 @@ class Checker:
         self.errors: dict[Any, dict[str, float]] = {}
 
     def check(self, case: Case, mode: str) -> dict[str, float]:
-        """The relative differences that were found; ``WrongError`` if one of them is too large."""
+        """Return the relative differences; raise ``WrongError`` if one is too large."""
         at = (case.small.name, case.dtype, mode, case.microbatches)
         if at not in self.errors:
             try:
@@ -83,26 +82,28 @@ class Checker:
     def _differences(self, case: Case, mode: str) -> dict[str, float]:
         reference = self._reference(case, private=mode != "none")
         if mode in OURS:
-            losses, norms, moved = self._steps(case, mode, reference, case.speed, microbatches=case.cut(mode))
+            losses, norms, updates = self._steps(
+                case, mode, reference, case.speed, microbatches=case.microbatches_of(mode)
+            )
         else:
             assert case.baseline is not None
             tokens, step_keys = self._batches(case)
             params = case.small.init(keys.key(0).to(self.device))
             candidate = case.baseline(mode, case.small, tokens.shape[1], self.device, params)
-            for i in (1, 0):  # its learning rate is 0, and what it captures must not remember the first tokens
-                losses, moved = candidate.step(tokens[i], step_keys[i]).float().mean().cpu(), None
+            for i in (1, 0):  # the learning rate is 0; the second pass shows that a captured step reads the new tokens
+                losses, updates = candidate.step(tokens[i], step_keys[i]).float().mean().cpu(), None
             norms = None if candidate.norms is None else candidate.norms().float().cpu()
             samples = tokens.shape[1]
             reference = reference._replace(losses=reference.losses[:samples].mean(), norms=reference.norms[:samples])
         found = {"losses": worst(losses, reference.losses)}
         if norms is not None:
             found["norms"] = worst(norms, reference.norms)
-        if moved is not None:
-            expected = {path: reference.moved[path].to(self.device) for path in moved}
-            far = {path: (leaf - expected[path]).double().norm() for path, leaf in moved.items()}
-            whole = {path: leaf.double().norm() for path, leaf in expected.items()}
-            found["update"] = float(total(far.values()) / total(whole.values()))
-            leaves = {path: float(far[path] / whole[path]) for path in far}
+        if updates is not None:
+            expected = {path: reference.updates[path].to(self.device) for path in updates}
+            far = {path: (leaf - expected[path]).double().norm() for path, leaf in updates.items()}
+            size = {path: leaf.double().norm() for path, leaf in expected.items()}
+            found["update"] = float(total(far.values()) / total(size.values()))
+            leaves = {path: float(far[path] / size[path]) for path in far}
             path = max(leaves, key=lambda path: math.inf if math.isnan(leaves[path]) else leaves[path])
             found[f"update of {path}"] = leaves[path]
         return found
@@ -121,10 +122,10 @@ class Checker:
                 max_norm=median if private else 1e6,
                 noise_multiplier=1 / math.sqrt(size) if private else 0.0,
             )
-            losses, norms, moved = self._steps(case, "materialize", settings, EAGER)
+            losses, norms, updates = self._steps(case, "materialize", settings, EAGER)
             assert norms is not None
-            moved = {path: leaf.cpu() for path, leaf in moved.items()}
-            self.references[at] = settings._replace(losses=losses, norms=norms, moved=moved)
+            updates = {path: leaf.cpu() for path, leaf in updates.items()}
+            self.references[at] = settings._replace(losses=losses, norms=norms, updates=updates)
         return self.references[at]
 
     def _batches(self, case: Case) -> tuple[Tensor, Tensor]:
@@ -133,7 +134,7 @@ class Checker:
     def _steps(
         self, case: Case, mode: str, reference: Reference, speed: Speed, *, microbatches: int = 1
     ) -> tuple[Tensor, Tensor | None, Flat]:
-        """Losses and norms of the samples of all steps, and how far the parameters have moved after the last."""
+        """Return losses and norms of all steps, and the total update of the parameters."""
         start = tree.flatten(case.small.init(keys.key(0).to(self.device)))
         tokens, step_keys = self._batches(case)
         candidate = our_mode(
@@ -155,12 +156,12 @@ class Checker:
             if look is not None:
                 norms.append(look().float().cpu())
         trained = {path: leaf for path, leaf in candidate.params().items() if path in case.small.trainable}
-        moved = {path: leaf - start[path] for path, leaf in trained.items()}
-        return torch.cat(losses), torch.cat(norms) if norms else None, moved
+        updates = {path: leaf - start[path] for path, leaf in trained.items()}
+        return torch.cat(losses), torch.cat(norms) if norms else None, updates
 
 
 def worst(got: Tensor, expected: Tensor) -> float:
-    """The largest relative difference; infinite where one is not finite."""
+    """Return the largest relative difference; infinity if one is not finite."""
     difference = ((got.double() - expected.double()).abs() / expected.double().abs()).max()
     return float(difference) if bool(difference.isfinite()) else math.inf
 
@@ -169,24 +170,25 @@ def total(norms: Iterable[Tensor]) -> Tensor:
     return torch.stack(list(norms)).norm()
 
 
-def cover_of(tokens: int) -> float:
-    """How far above the truth a norm by Gram matrices in half precision is, by design, if tokens are independent.
+def rounding_cover(tokens: int) -> float:
+    """Return by how much a half-precision norm from Gram matrices is overstated, for independent tokens.
 
-    The worst that rounding can do is added (``fdp_kernels.ghost``). With u = 2^-23: to the norm, about sqrt(T) |g| |x|,
-    5/4 u T sum_t |g_t| |x_t|, because the sum has T products; to its square 5/4 u K |g_t| |g_s| |x_t . x_s| for every
-    t, s, and the like with g and x exchanged, K = 1024 features at a time. In all 5/4 u T (sqrt(T) + sqrt(2 K / pi)).
+    The largest possible rounding error is added (``fdp_kernels.ghost``). With u = 2^-23: 5/4 u T sum_t |g_t| |x_t| to
+    the norm, which is about sqrt(T) |g| |x|, because the sum has T products; 5/4 u K |g_t| |g_s| |x_t . x_s| for every
+    t, s to its square, and the same with g and x exchanged, K = 1024 features at a time. The total is
+    5/4 u T (sqrt(T) + sqrt(2 K / pi)).
     """
     return 1.25 * 2.0**-23 * tokens * (math.sqrt(tokens) + math.sqrt(1024 * 2 / math.pi))
 
 
 def check_norms(seen: Tensor, expected: Tensor, *, tokens: int, by_gram: bool) -> float:
-    """How far the norms are above the reference, at most.
+    """Return by how much the norms exceed the reference, at most.
 
-    Those below it by more than SLACK are refused, and those above by more than SLACK or, by Gram matrices, by more than
-    their cover may make of it: such norms are private, but clip more.
+    Raise ``WrongError`` if a norm is below the reference by more than SLACK, or above it by more than SLACK. Norms from
+    Gram matrices may be above by their rounding cover: they are private, but clip more.
     """
     off = (seen - expected) / expected
-    most = max(SLACK, OVERSTATED * cover_of(tokens)) if by_gram else SLACK
+    most = max(SLACK, OVERSTATED * rounding_cover(tokens)) if by_gram else SLACK
     if not bool(((off >= -SLACK) & (off <= most)).all()):
         raise WrongError(
             f"at full size, against the reference: norms off by {float(off.min()):.1e} to {float(off.max()):.1e}, "

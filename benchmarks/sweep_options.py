@@ -1,6 +1,7 @@
-"""The command line that sweeps share: from its words to a report, a speed, limits and a sweep.
+"""Command line options that the sweeps share, and how they become a report, a speed and a sweep.
 
-What changes the figures (kernels, compilation, capture) goes into the report, which takes rows of the same words only.
+Options that change the figures (kernels, compilation, capture) are stored in the report, which refuses rows taken with
+other options.
 
     >>> options = arguments("What is measured.", modes=MODES).parse_args()
     >>> run_sweep(open_report(options, "gpt2_large", device), cases, options, device)
@@ -24,24 +25,28 @@ from fdp.step import Compile
 
 
 def arguments(description: str, *, modes: Sequence[str]) -> argparse.ArgumentParser:
-    """The options that all benchmarks share."""
+    """Return a parser with the options that all sweeps share."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--modes", nargs="+", default=list(modes), metavar="MODE", help=f"of {', '.join(modes)}")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has, to try things")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="where the rows are, and go")
-    parser.add_argument("--budget", type=float, default=math.inf, metavar="SECONDS", help="start no cell after these")
-    parser.add_argument("--cap", type=float, default=Limits().cap, metavar="SECONDS", help="time no mode for longer")
-    parser.add_argument("--profile", action="store_true", help="also milliseconds by class of kernel")
-    parser.add_argument("--retry", action="store_true", help="run again what has failed")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="file of the rows; existing rows are kept")
     parser.add_argument(
-        "--memory-budget", type=float, metavar="GIB", help="what auto and flash may keep between norms and sum"
+        "--budget", type=float, default=math.inf, metavar="SECONDS", help="start no cell after this time"
     )
-    parser.add_argument("--commit", help="what the rows are labelled with where there is no git")
+    parser.add_argument(
+        "--cap", type=float, default=Limits().cap, metavar="SECONDS", help="longest time to time one mode"
+    )
+    parser.add_argument("--profile", action="store_true", help="also record milliseconds by class of kernel")
+    parser.add_argument("--retry", action="store_true", help="run failed cells again")
+    parser.add_argument(
+        "--memory-budget", type=float, metavar="GIB", help="memory that auto and flash may store between norms and sum"
+    )
+    parser.add_argument("--commit", help="label of the rows if there is no git")
     parser.add_argument(
         "--compile", choices=[c.value for c in Compile], default=Compile.BLOCK.value, help="fdp's modes"
     )
-    parser.add_argument("--no-cuda-graph", action="store_true", help="fdp's modes without a CUDA graph")
-    parser.add_argument("--no-timed-plan", action="store_true", help="fdp's choices by the cost model alone")
+    parser.add_argument("--no-cuda-graph", action="store_true", help="run fdp's modes without a CUDA graph")
+    parser.add_argument("--no-timed-plan", action="store_true", help="make fdp's choices by the cost model alone")
     parser.add_argument("--sdpa", choices=SDPA, default="default", help="the attention kernel, for every mode")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--render", type=Path, metavar="JSON", help="write the page of these rows; needs no GPU")
@@ -53,12 +58,12 @@ def speed_of(options: argparse.Namespace) -> Speed:
 
 
 def budget_of(options: argparse.Namespace) -> float | None:
-    """``--memory-budget`` in bytes."""
+    """Return ``--memory-budget`` in bytes."""
     return None if options.memory_budget is None else options.memory_budget * GIB
 
 
 def open_report(options: argparse.Namespace, benchmark: str, device: torch.device) -> Report:
-    """The report of these options; rows made with others are refused."""
+    """Open the report of these options; rows taken with other options are refused."""
     return Report(
         options.json or Path(f"runs/{benchmark}.json"),
         benchmark=benchmark,
@@ -72,7 +77,7 @@ def open_report(options: argparse.Namespace, benchmark: str, device: torch.devic
 
 
 def run_sweep(report: Report, cases: Sequence[Case], options: argparse.Namespace, device: torch.device) -> None:
-    """Every case in every mode that was asked for, within the limits that were set."""
+    """Sweep over the cases and the chosen modes, within the chosen limits."""
     sweep(
         report,
         cases,

@@ -1,12 +1,14 @@
-"""Every figure of a GPU by one command: tests, sweeps, kernels, K-FAC, foreign models; the next run goes on.
+"""Reproduce every GPU figure with one command: tests, sweeps, kernels, K-FAC, foreign models.
 
-    python -m benchmarks.everything --out runs/bench --minutes 25     # again, until it says that all is there
-    python -m benchmarks.everything --out runs/bench --pages          # pages from the rows; needs no GPU
+    python -m benchmarks.run_all --out runs/bench --minutes 25     # run it again to continue where it stopped
+    python -m benchmarks.run_all --out runs/bench --pages          # write the pages from the rows; needs no GPU
 
-Parts come in the order of their weight, one at a time, since a time taken beside other work means nothing. Only the
-tests, which take none, have company: the plain modules of every length are compiled meanwhile, and two layers of what
-is measured after, which leaves seconds of the minutes that they would take later. A part that might not end in the time
-that is left is not begun.
+It prints one line per part and writes the parts' rows and logs to ``--out``; ``--pages`` writes
+``benchmarks/results/<name>_<hardware>_<yyyymm>.{md,json}``.
+
+Parts run one at a time, most important first, because timings taken beside other work mean nothing. Only the tests,
+which time nothing, run beside others: the plain modules of every length and two-layer models are compiled meanwhile,
+which fills the compile caches for the parts that follow. A part that might not finish in the time left is not started.
 """
 
 from __future__ import annotations
@@ -25,11 +27,11 @@ from benchmarks.gpt2_large import CONTEXTS
 from benchmarks.report import current_commit
 
 METHODS = ("flash", "flash_bk", "ghost_bk")
-"""Methods that are compared with each other, of which no flash may be slower than ``ghost_bk``."""
+"""Methods that are compared with each other; neither flash method may be slower than ``ghost_bk``."""
 
 
 class Part(NamedTuple):
-    """A command of about so many seconds, with others beside it whose results do not count."""
+    """A command, its approximate duration, and commands that run beside it and whose results are not used."""
 
     name: str
     seconds: float
@@ -38,7 +40,7 @@ class Part(NamedTuple):
 
 
 def parts(out: Path, commit: str) -> list[Part]:
-    """What there is to run, most important first."""
+    """Return all parts, most important first."""
     python = (sys.executable, "-m")
     label = ("--commit", commit, "--cap", "6")
 
@@ -72,10 +74,10 @@ def parts(out: Path, commit: str) -> list[Part]:
 
 
 def run_parts(todo: Sequence[Part], out: Path, *, seconds: float, commit: str, now: Callable[[], float]) -> list[str]:
-    """Run what fits into the time and has not been done at this commit; a line for every part.
+    """Run the parts that fit into the time and are not done at this commit; return a line for every part.
 
-    The output of a part is in ``<name>.txt``; one that ends with an error, or is cut short at twice its time or at the
-    end, is not done, and what it has written stays.
+    The output of a part goes to ``<name>.txt``. A part that fails, or is stopped at twice its duration or at the end of
+    the time, counts as not done; what it has written stays.
     """
     out.mkdir(parents=True, exist_ok=True)
     record, end, lines = out / "done.json", now() + seconds, []
@@ -86,43 +88,43 @@ def run_parts(todo: Sequence[Part], out: Path, *, seconds: float, commit: str, n
             lines.append(f"{part.name}: done before")
             continue
         if left < part.seconds:
-            lines.append(f"{part.name}: not begun, needs about {part.seconds:.0f} s of {max(left, 0.0):.0f} s left")
+            lines.append(f"{part.name}: not started, needs about {part.seconds:.0f} s, {max(left, 0.0):.0f} s left")
             continue
         began = now()
         code = run_part(part, out / f"{part.name.replace(' ', '_')}.txt", seconds=min(left, 2 * part.seconds))
         if code == 0:
             done[part.name] = commit
             record.write_text(json.dumps(done, indent=1) + "\n")
-        how = {0: "done", None: "cut short"}.get(code, f"ended with {code}")
+        how = {0: "done", None: "stopped"}.get(code, f"ended with {code}")
         lines.append(f"{part.name}: {how}, {now() - began:.0f} s")
         print(lines[-1], flush=True)
     return lines
 
 
 def run_part(part: Part, log: Path, *, seconds: float) -> int | None:
-    """The exit status of a part, None where it took too long. What runs beside it ends with it."""
+    """Return the exit status of a part, None if it took too long. What runs beside it ends with it."""
     environment = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if part.name == "tests" else None
-    elsewhere = os.environ | {"FDP_CACHE": str(log.parent / "beside")}  # their times are not to be chosen by
-    company = [
+    elsewhere = os.environ | {"FDP_CACHE": str(log.parent / "beside")}  # no plan may use timings taken here
+    background = [
         subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=elsewhere)
         for command in part.beside
     ]
     try:
         with log.open("w") as text:
-            made = subprocess.run(
+            finished = subprocess.run(
                 part.command, stdout=text, stderr=subprocess.STDOUT, timeout=seconds, env=environment, check=False
             )
-        return made.returncode
+        return finished.returncode
     except subprocess.TimeoutExpired:
         return None
     finally:
-        for process in company:
+        for process in background:
             process.kill()
             process.wait()
 
 
 def pages(out: Path) -> None:
-    """The pages of all rows that are there, into ``benchmarks/results``; how the tests ended goes with the first."""
+    """Write the pages of all existing rows into ``benchmarks/results``; the first page states how the tests ended."""
     log, first, done = out / "tests.txt", out / "gpt2_large.json", out / "done.json"
     if log.exists() and first.exists() and done.exists():
         ended = [line.strip("= ") for line in log.read_text().splitlines() if " passed" in line or " failed" in line]
@@ -137,8 +139,8 @@ def pages(out: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="where rows, pages and output go")
-    parser.add_argument("--minutes", type=float, default=60.0, help="begin nothing that would take longer")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for rows and logs")
+    parser.add_argument("--minutes", type=float, default=60.0, help="start no part that would take longer")
     parser.add_argument("--commit", help="what the rows are labelled with where there is no git")
     parser.add_argument("--pages", action="store_true", help="only write the pages; needs no GPU")
     options = parser.parse_args(argv)
