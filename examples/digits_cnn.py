@@ -3,9 +3,9 @@
     python examples/digits_cnn.py
 
 You should see: test accuracy 0.939 at epsilon 3 and test accuracy 0.972 at epsilon 8, delta 1e-5, after
-half a minute on two cores. (There are 360 test images, so one of them is 0.003.)
+half a minute on two cores. (There are 360 test images, so one image changes the accuracy by 0.003.)
 
-Here the step is composed by ``make_train_step``; ``examples/logistic.py`` writes it out.
+``make_train_step`` composes the step here; ``examples/logistic.py`` writes it out.
 """
 
 import argparse
@@ -23,11 +23,11 @@ from fdp.privacy.sampling import poisson, sample_batch
 from fdp.run.spent import spent
 from fdp.step import init_state, make_train_step
 
-# These numbers were picked by hand while looking at the test accuracy of some two dozen runs. That choice is
-# made on data and not covered by epsilon: for a release, tune on public data, or pay for the search.
+# These numbers were chosen by hand from the test accuracy of some two dozen runs. That choice depends on data and
+# is not covered by epsilon. For a release, tune on public data, or account for the search.
 DELTA = 1e-5
-BATCH_SIZE = 512  # expected, of 1437 images: with little data, large batches spend a budget best
-MICROBATCH_SIZE = 256  # how much is computed at once; changes nothing but memory and speed
+BATCH_SIZE = 512  # expected, of 1437 images: with little data, large batches make the most of a budget
+MICROBATCH_SIZE = 256  # samples computed at once; changes only memory and speed
 MAX_NORM = 0.3
 LEARNING_RATE, MOMENTUM = 0.7, 0.9
 
@@ -41,10 +41,10 @@ optimizer = sgd(LEARNING_RATE, momentum=MOMENTUM)
 sampling, clip = poisson(len(train), expected_batch_size=BATCH_SIZE), flat(max_norm=MAX_NORM)
 
 for target in (3.0, 8.0):
-    # The budget decides the noise; everything else is the same for both.
+    # The budget determines the noise; everything else is the same for both.
     z = noise_multiplier_for(sampling, clip, epsilon=target, delta=DELTA, steps=steps)
     mechanism = Mechanism(sampling, clip, z)
-    # A fixed seed, for numbers that repeat. To release a model: keys.key(), from the operating system.
+    # A fixed seed makes the numbers repeatable. To release a model, use keys.key(): 256 random bits.
     key = keys.key(0)
     params = model.init(keys.fold_in(key, "init"))
     plan = make_plan(model, params, train.fetch(torch.arange(MICROBATCH_SIZE).numpy()))
@@ -52,7 +52,7 @@ for target in (3.0, 8.0):
     state = init_state(model, params, optimizer, mechanism)
     for step in range(steps):
         batch = sample_batch(train, sampling, key, step=step, microbatch_size=MICROBATCH_SIZE)
-        state, _ = train_step(state, batch, key)  # metrics are not private: not printed, not kept
+        state, _ = train_step(state, batch, key)  # metrics are not covered by epsilon: not printed, not kept
 
     scores = models.logits(model, state.params, {"image": test.image})
     accuracy = float((scores.argmax(1) == test.label).float().mean())

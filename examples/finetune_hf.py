@@ -1,13 +1,13 @@
-"""A model in the format of ``transformers``, fine-tuned with privacy: LoRA, then in full; saved, and read back.
+"""Fine-tune a model of ``transformers`` privately, with LoRA and in full; save both and load them again.
 
     python examples/finetune_hf.py
 
 You should see: held-out loss 2.253 before; 2.088 with LoRA at epsilon 8, 1.968 in full at epsilon 8 (delta 1e-5),
-after about 45 seconds on one core; and that ``AutoModelForCausalLM`` computes the losses of both from their folders.
+after about 45 seconds on one core; and that ``AutoModelForCausalLM`` computes the same losses from both folders.
 
-There is no model to download: a small GPT-2 over bytes is made here and trained in the ordinary way on the source of
-Python's standard library, which is public. What plays the private text is the manual that ``help()`` shows. A sample,
-the unit of privacy, is one window of it, 65 bytes. Both private runs start at the public model; who publishes both has
+Nothing is downloaded. The script makes a small GPT-2 over bytes and trains it without privacy on the source of Python's
+standard library, which is public. The manual that ``help()`` shows plays the private text. A sample, the unit of
+privacy, is one window of 65 bytes. Both private runs start from the public model. If you publish both results, you have
 spent both budgets.
 """
 
@@ -36,7 +36,7 @@ from fdp.privacy.sampling import poisson, sample_batch
 from fdp.run.spent import spent
 from fdp.step import init_state, make_train_step
 
-EPSILON, DELTA = 8.0, 1e-5  # what one private window may cost, in each of the two runs
+EPSILON, DELTA = 8.0, 1e-5  # the budget for one private window, in each of the two runs
 CONTEXT, MICROBATCH_SIZE, MAX_NORM = 64, 32, 1.0
 RANK, ALPHA = 8, 16.0
 ADAPTED = ("transformer.h.*.attn.c_attn.weight", "transformer.h.*.mlp.c_fc.weight", "transformer.h.*.mlp.c_proj.weight")
@@ -51,7 +51,7 @@ logging.disable_progress_bar()
 folder = arguments.folder or Path(tempfile.mkdtemp(prefix="fdp-"))
 steps, batch_size = arguments.steps, arguments.batch_size
 
-# Text as bytes. The last windows of the manual are held out: not trained on, so not protected.
+# Text as bytes. The last windows of the manual are held out: they are not trained on, so they need no protection.
 public = load("stdlib", context=CONTEXT)
 manual = load(Path(sysconfig.get_path("stdlib"), "pydoc_data", "topics.py"), context=CONTEXT)
 windows = manual.fetch(np.random.default_rng(0).permutation(len(manual)))["tokens"]
@@ -59,13 +59,13 @@ dataset, held_out = {"tokens": windows[:-128]}, {"tokens": windows[-128:]}
 
 
 def losses_of(module, tokens):
-    """The loss of every window, by the module itself."""
+    """Return the loss of every window, computed by the module itself."""
     logits = module(input_ids=tokens[:, :-1]).logits
     return F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none").mean(1)
 
 
 def train_in_public(module):
-    """Ordinary training, with nothing of fdp in it."""
+    """Train without privacy and without fdp."""
     torch_optimizer = torch.optim.AdamW(module.parameters(), lr=3e-3)
     draw = np.random.default_rng(0)
     for _ in range(arguments.public_steps):
@@ -76,7 +76,7 @@ def train_in_public(module):
 
 
 def fine_tune(model, params, *, learning_rate, key):
-    """Private training of the trainable leaves of ``model``; the parameters after it, and epsilon."""
+    """Train the trainable leaves of ``model`` privately; return the new parameters and epsilon."""
     sampling, clip = poisson(len(dataset["tokens"]), expected_batch_size=batch_size), flat(max_norm=MAX_NORM)
     z = noise_multiplier_for(sampling, clip, epsilon=EPSILON, delta=DELTA, steps=steps)
     mechanism = Mechanism(sampling, clip, z)
@@ -95,7 +95,7 @@ def loss_of(model, params):
         return float(model.loss(params, held_out).mean())
 
 
-# The model that somebody else made: a folder with config.json and model.safetensors.
+# Someone else's model: a folder with config.json and model.safetensors.
 start = time.perf_counter()
 torch.manual_seed(0)
 config = GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=256, n_positions=CONTEXT, bos_token_id=0, eos_token_id=0)
@@ -104,16 +104,16 @@ module = GPT2LMHeadModel(config)
 train_in_public(module)
 module.save_pretrained(folder / "public")
 
-# From the folder: a stack of blocks and a tree of parameters, with the names that the module gives them. A fixed
-# seed makes the numbers above repeatable, and the noise known to whoever reads it; keys.key() takes 256 bits from the
-# operating system.
+# Load the folder as a stack of blocks and a tree of parameters, with the module's own names. A fixed seed makes the
+# numbers above repeatable, but anyone who knows the seed knows the noise. To release a model, use keys.key(), which
+# takes 256 bits from the operating system.
 model, params = hugging_face.load(folder / "public", context=CONTEXT)
 key = keys.key(0)
 print(f"{model.name}: {len(model.blocks)} blocks, {len(model.leaves)} leaves", end=", ")
 print(f"{sum(leaf.numel() for leaf in module.parameters()):,} parameters")
 print(f"held-out loss {loss_of(model, params):.3f} before", flush=True)
 
-# With LoRA: the model's leaves are frozen, their adapters are trained, and merged into them at the end.
+# With LoRA: the model's leaves are frozen, adapters are trained, and finally merged into the leaves.
 adapted, with_adapters = lora(model, params, rank=RANK, alpha=ALPHA, targets=ADAPTED, key=keys.fold_in(key, "lora"))
 tuned, epsilon = fine_tune(adapted, with_adapters, learning_rate=1e-2, key=keys.fold_in(key, "private lora"))
 merged = merge(tuned, alpha=ALPHA)
@@ -123,7 +123,7 @@ print(f"held-out loss {loss_of(model, merged):.3f} with LoRA at epsilon {epsilon
 full, epsilon = fine_tune(model, params, learning_rate=3e-3, key=keys.fold_in(key, "private full"))
 print(f"held-out loss {loss_of(model, full):.3f} in full at epsilon {epsilon:.2f}, delta {DELTA:g}", flush=True)
 
-# Back in the same format, which transformers reads.
+# Save both in the format of transformers and load them again.
 for name, values in (("lora", merged), ("full", full)):
     hugging_face.save(folder / name, values, source=folder / "public")
     again = AutoModelForCausalLM.from_pretrained(folder / name).eval()

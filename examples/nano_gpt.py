@@ -3,8 +3,8 @@
     python examples/nano_gpt.py
 
 You should see: held-out loss 2.947 at epsilon 8, delta 1e-6, down from 5.360, after a minute and a half on two
-cores. (In nats per byte; the frequencies of bytes alone give 3.16. A good private model takes more than a
-minute: 40 steps of 64 windows are 4 % of the text.)
+cores. (In nats per byte; byte frequencies alone give 3.16. A good private model takes more than a minute: 40 steps
+of 64 windows see 4 % of the text.)
 
 A sample, the unit of privacy, is one window of 129 bytes. Copy ``train_step`` and change a line.
 """
@@ -29,8 +29,8 @@ from fdp.privacy.sampling import poisson, sample_batch
 from fdp.run.spent import spent
 from fdp.types import ClippedSum, TrainState
 
-EPSILON, DELTA = 8.0, 1e-6  # what one window of the text may cost, over the whole run
-MICROBATCH_SIZE = 16  # computed at once; changes nothing but memory and speed
+EPSILON, DELTA = 8.0, 1e-6  # the budget for one window of the text, over the whole run
+MICROBATCH_SIZE = 16  # samples computed at once; changes only memory and speed
 MAX_NORM = 1.0
 LEARNING_RATE = 4e-3
 
@@ -40,7 +40,7 @@ parser.add_argument("--batch-size", type=int, default=64, help="samples per step
 arguments = parser.parse_args()
 steps, batch_size = arguments.steps, arguments.batch_size
 
-# Text as bytes. The last windows are held out: not trained on, so not protected, and free to be looked at.
+# Text as bytes. The last windows are held out: they are not trained on, so they need no protection.
 windows = load("stdlib", context=128)
 everything = windows.fetch(np.random.default_rng(0).permutation(len(windows)))["tokens"]
 dataset, held_out = {"tokens": everything[:-128]}, {"tokens": everything[-128:]}
@@ -50,15 +50,15 @@ sampling, clip = poisson(len(dataset["tokens"]), expected_batch_size=batch_size)
 z = noise_multiplier_for(sampling, clip, epsilon=EPSILON, delta=DELTA, steps=steps)
 mechanism = Mechanism(sampling, clip, z)
 
-# 4 layers of width 128, head tied to the embedding; parameters by path, {"blocks.0.qkv": tensor, ...}. A
-# fixed seed makes the number above repeatable, and the noise known to whoever reads it. To release a model,
-# keys.key() takes 256 bits from the operating system.
+# 4 layers of width 128, head tied to the embedding; parameters by path, {"blocks.0.qkv": tensor, ...}. A fixed seed
+# makes the number above repeatable, but anyone who knows the seed knows the noise. To release a model, use
+# keys.key(), which takes 256 bits from the operating system.
 model = models.build("gpt-nano")
 key = keys.key(0)
 params = tree.flatten(model.init(keys.fold_in(key, "init")))
 optimizer = adamw(warmup_cosine(LEARNING_RATE, warmup_steps=max(1, steps // 10), steps=steps + 1))
 example = {"tokens": dataset["tokens"][:MICROBATCH_SIZE]}
-plan = make_plan(model, params, example, method=Method.AUTO)  # fdp.gradients.plan.explain(plan) says what it chose
+plan = make_plan(model, params, example, method=Method.AUTO)  # fdp.gradients.plan.explain(plan) prints the choices
 
 
 def train_step(state, batch, key):
@@ -66,11 +66,11 @@ def train_step(state, batch, key):
     parts = []
     for tokens, mask in zip(batch.data["tokens"], batch.mask):
         _, norms, stash = per_sample_norms(model, state.params, {"tokens": tokens}, plan=plan)
-        factors = clip_to(norms, max_norm=MAX_NORM).masked(mask)  # padding counts for nothing
+        factors = clip_to(norms, max_norm=MAX_NORM).masked(mask)  # padding gets factor 0
         parts.append(clipped_sum(stash, factors))
-    total = reduce(ClippedSum.plus, parts)  # different samples: the sensitivity stays that of one
+    total = reduce(ClippedSum.plus, parts)  # microbatches hold different samples: the sensitivity stays C
     noisy = add_gaussian(total, key=key, step=state.step, noise_multiplier=z)  # once, scaled by total.sensitivity
-    mean = expected_mean(noisy, sampling)  # over the expected size, which is public; not how many were drawn
+    mean = expected_mean(noisy, sampling)  # divide by the expected size, which is public, not by the number drawn
     updates, opt = optimizer.update(mean, state.opt, state.params)
     return TrainState(apply_updates(state.params, updates), opt, state.clip, state.step + 1)
 
@@ -87,8 +87,8 @@ for step in range(steps):
         seconds = time.perf_counter() - start
         print(f"step {step:3d}   held-out loss {held_out_loss():.3f}   {seconds:3.0f} s", flush=True)
     batch = sample_batch(dataset, sampling, key, step=step, microbatch_size=MICROBATCH_SIZE)
-    state = train_step(state, batch, key)  # one key for the whole run: what draws folds in its purpose and the step
+    state = train_step(state, batch, key)  # one key for the run: draws fold in purpose and step
 
-epsilon = spent(state, mechanism, delta=DELTA)  # counted by the state: every step that made it
+epsilon = spent(state, mechanism, delta=DELTA)  # the state counts the steps
 print(f"held-out loss {held_out_loss():.3f} at epsilon {epsilon:.2f}, delta {DELTA:g}", end=" ")
 print(f"({steps} steps, noise multiplier {z:.2f}, fixed seed)")

@@ -1,41 +1,41 @@
-"""A layer of your own, trained with privacy: refused at first, then given a rule, then trained.
+"""Train a layer of your own privately: first it is refused, then it gets a rule, then it is trained.
 
     python examples/own_layer.py
 
 You should see: the refusal, a wrong rule caught by the checker, and test accuracy 0.933 at epsilon 4, delta 1e-4, after
 a few seconds on one core.
 
-**What has to be known of an operation.** DP-SGD clips every sample's gradient, so fdp must know each sample's gradient
-of each parameter, ``G_b``, or at least its norm and any weighted sum over samples. For the operations of torch it does.
-Here is a
-layer that compares inputs with learned prototypes by distance,
+**What fdp needs to know about an operation.** DP-SGD clips every sample's gradient. So for each parameter fdp must know
+every sample's gradient ``G_b``, or at least its norm and any weighted sum over samples. For the operations of torch it
+does. Here is a layer that compares inputs with learned prototypes by distance,
 
     y_bm = -temperature |x_b - W_m|^2 / 2 + ... = temperature (x_b . W_m - |W_m|^2 / 2)      x (batch, d), W (m, d)
 
-(without |x|^2, which is the same for all m). The term |W|^2 is a function of the parameter alone, in operations that
-fdp knows. The products, let us say, come from a kernel of your own: to fdp they are one operation of which it knows
-nothing, and ``from_module`` refuses it. It says which leaf, by what operation, on which shapes, and what one may do. A
-quiet omission would be a sample without a bound.
+(without |x|^2, which is the same for all m). The term |W|^2 uses only operations that fdp knows. Suppose that the
+products come from a kernel of your own. To fdp they are one unknown operation, and ``from_module`` refuses it. The
+error names the leaf, the operation, the shapes and the remedies. If fdp skipped the operation instead, a sample would
+have no bound.
 
 **What a rule is.** ``record(x, g, shape)`` gets the input of one use, the gradient ``g`` of the loss with respect to
-its output (same shape as y) and the parameter's shape; samples are dim 0. It returns what the use left of every
+its output (same shape as y) and the parameter's shape; samples are dim 0. It returns what this use contributes to every
 sample's gradient, in one of two forms:
 
-- ``Dense(gradient)``: ``G_b`` itself, (batch, *shape). Always possible; it costs a gradient per sample.
+- ``Dense(gradient)``: ``G_b`` itself, (batch, *shape). This is always possible and costs one gradient per sample.
 - ``Pair(left, right, shape)``: ``G_b = left_b^T right_b``, with left (batch, groups, tokens, rows) and right (batch,
-  groups, tokens, columns). Where a gradient is a sum of outer products over tokens, this is all there is to know, and
-  norms and sums are made of it without ever forming ``G_b``. ``rows(x)`` brings any input into that shape.
+  groups, tokens, columns). If a gradient is a sum of outer products over tokens, norms and sums can be computed from
+  the pair without ever forming ``G_b``. ``rows(x)`` brings any input into that shape.
 
-For the products, dL/dW = temperature g^T x: an outer product per sample, a ``Pair``. A record is not given W. Where a
-gradient depends on it, split the operation as here, so that what is left to a rule is linear in W.
+For the products, dL/dW = temperature g^T x: an outer product per sample, so a ``Pair``. A record does not get W. If a
+gradient depends on W, split the operation as here, so that the part with a rule is linear in W.
 
 **What the checker compares.** ``@fdp.rule(operation, example=(x, weight))`` runs ``fdp.check_rule`` on the example in
-float64, with a random output gradient: that samples do not mix, and the per-sample gradient, its norm, its norm by Gram
-matrices, the cross term of two uses, and a weighted sum (one weight zero), each against ``vmap(grad)`` of the forward.
-A rule that fails is not registered. Take odd, different sizes, so that no transpose can go unseen.
+float64, with a random output gradient. It checks that samples do not mix, and compares the per-sample gradient, its
+norm, its norm from Gram matrices, the cross term of two uses, and a weighted sum (with one weight zero) with
+``vmap(grad)`` of the forward. A rule that fails is not registered. Use odd and different sizes, so that no transposed
+dimension goes unnoticed.
 
-**If there is no structure to be had**: ``from_module(module, materialize=("prototypes.weight",))`` makes the gradients
-of the block that holds the leaf one sample at a time. Exact, and slower; no rule needed.
+**If there is no structure**, ``from_module(module, materialize=("prototypes.weight",))`` computes the gradients of the
+block that holds the leaf one sample at a time. This is exact and slower, and needs no rule.
 """
 
 import argparse
@@ -59,7 +59,7 @@ from fdp.run.spent import spent
 EPSILON, DELTA = 4.0, 1e-4
 MICROBATCH_SIZE, BATCH_SIZE, MAX_NORM = 64, 128, 1.0
 
-parser = argparse.ArgumentParser(description="A layer of one's own, with a rule.")
+parser = argparse.ArgumentParser(description="Train a layer of your own, with a rule.")
 parser.add_argument("--steps", type=int, default=60)
 steps = parser.parse_args().steps
 
@@ -95,7 +95,7 @@ def cross_entropy(scores, data):
     return F.cross_entropy(scores, data["label"], reduction="none")
 
 
-# 1. Visible as one operation, whatever is inside, and without a rule: refused.
+# 1. fdp sees one operation, whatever is inside. It has no rule, so it is refused.
 @fdp.operation
 def products(x, weight, *, temperature):
     """``temperature x W^T``."""
@@ -108,7 +108,7 @@ try:
 except fdp.FdpError as refused:
     print(f"refused: {refused}\n")
 
-# 2. With a rule, wrong at first: the temperature is forgotten.
+# 2. A wrong rule, which forgets the temperature, is caught.
 some = torch.randn(5, 7), torch.randn(3, 7)  # 5 samples of 7 numbers, 3 prototypes
 try:
 
@@ -126,7 +126,7 @@ def record(x, g, shape, *, temperature):
     return Pair(rows(temperature * g), rows(x), shape)
 
 
-# 3. Trained. from_module compares every leaf's norms on the example with those of each sample alone.
+# 3. Train. from_module compares every leaf's norms on the example with those of each sample alone.
 model, params = fdp.from_module(Classifier(products), loss=cross_entropy, example=example)
 sampling, clip = poisson(len(train["label"]), expected_batch_size=BATCH_SIZE), flat(max_norm=MAX_NORM)
 z = noise_multiplier_for(sampling, clip, epsilon=EPSILON, delta=DELTA, steps=steps)
@@ -134,7 +134,7 @@ mechanism, optimizer = Mechanism(sampling, clip, z), adam(1e-2)
 plan = fdp.make_plan(model, params, {name: leaf[:MICROBATCH_SIZE] for name, leaf in train.items()})
 train_step = fdp.make_train_step(model, optimizer, mechanism=mechanism, plan=plan)
 state = fdp.init_state(model, params, optimizer, mechanism)
-key = keys.key(0)  # a fixed seed, for the number above; keys.key() takes 256 bits from the system
+key = keys.key(0)  # a fixed seed makes the number repeatable; to release a model, use keys.key()
 for step in range(steps):
     batch = sample_batch(train, sampling, key, step=step, microbatch_size=MICROBATCH_SIZE)
     state, _ = train_step(state, batch, key)
