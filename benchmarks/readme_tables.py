@@ -22,7 +22,7 @@ import re
 import statistics
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,6 +68,7 @@ class Table(NamedTuple):
     rows: Sequence[Sequence[str]]
     note: str = ""
     packages: Sequence[str] = ("torch", "triton")
+    how: str = "Measured"
 
 
 def load(name: str) -> Results:
@@ -91,7 +92,9 @@ def caption_of(table: Table, page: Path) -> str:
     versions = content.get("versions", content)
     used = ", ".join(f"{name} {versions[name]}" for name in table.packages if name in versions)
     command = re.sub(HIDDEN, "", content["command"])
-    origin = f"Measured on {MACHINES.get(hardware, hardware)} ({used}) by `{command}` at commit {table.results.commit}."
+    origin = (
+        f"{table.how} on {MACHINES.get(hardware, hardware)} ({used}) by `{command}` at commit {table.results.commit}."
+    )
     link = f"[All rows]({os.path.relpath(table.results.path, page.parent)})."
     return " ".join(filter(None, [table.title, origin, table.note, link]))
 
@@ -125,7 +128,7 @@ MODES = {
     "opacus": "Opacus, hooks, private",
     "opacus_ghost": "Opacus, ghost clipping, private",
 }
-BRIEF = ("none", "auto", "module_graphs", "opacus", "opacus_ghost")
+BRIEF = ("none", "auto", "module_graphs")
 GPU_PACKAGES = ("torch", "triton", "opacus")
 OF_TRANSFORMERS = ("torch", "triton", "transformers", "opacus")
 GPT2_LARGE = "GPT-2-Large (36 layers, untied head), batch of 4 sequences of T tokens, bfloat16 compute, AdamW."
@@ -142,7 +145,7 @@ def gpt2_large_memory() -> Table:
     return _by_context(f"**Peak memory of a step in GiB**: {GPT2_LARGE}", MODES, lambda row: f"{row['peak_gib']:.1f}")
 
 
-def _by_context(title: str, modes: Iterable[str], show: Callable[[dict[str, Any]], str]) -> Table:
+def _by_context(title: str, modes: Collection[str], show: Callable[[dict[str, Any]], str]) -> Table:
     results = load("gpt2_large_h200")
     contexts = sorted({row["context"] for row in results.rows})
     cells = {(row["mode"], row["context"]): row for row in results.rows}
@@ -151,11 +154,12 @@ def _by_context(title: str, modes: Iterable[str], show: Callable[[dict[str, Any]
         found = {T: cells[mode, T] for T in contexts if (mode, T) in cells}
         shown = [show(found[T]) if T in found else "" for T in contexts]
         table.append([MODES[mode] + _other_commits(found, results.commit), *_bold(shown, mode == "auto")])
-    if "ms" in results.rows[0] and "Milliseconds" in title:
+    if "Milliseconds" in title:
         ratios = [cells["none", T]["ms"] / cells["auto", T]["ms"] for T in contexts]
         table.insert(2, ["speed, private / not private", *(f"{ratio:.2f}" for ratio in ratios)])
     note = "A row that names a commit was measured earlier, at that commit."
-    return Table(results, title, ["", *(f"T = {T}" for T in contexts)], table, note, GPU_PACKAGES)
+    packages = GPU_PACKAGES if "opacus" in modes else GPU_PACKAGES[:2]
+    return Table(results, title, ["", *(f"T = {T}" for T in contexts)], table, note, packages)
 
 
 def _other_commits(found: dict[int, dict[str, Any]], usual: str) -> str:
@@ -381,14 +385,14 @@ def plan_accuracy() -> Table:
 
 def plan_scale() -> Table:
     """Peak memory per rank of models that no machine here could hold."""
-    results = load("plan_scale")
+    results = load("plan_scale_neoverse-n1")
     rows = [
         [f"`{row['command']}`", *(f"{row[what]:.1f}" for what in ("peak_gib", "pairs_gib", "host_gib", "seconds"))]
         for row in results.rows
     ]
     columns = ["", "peak, GiB", "of it stored pairs, GiB", "on the host, GiB", "planned in, s"]
-    title = "**GiB per rank at the peak of a private step**, predicted: bfloat16 compute, AdamW, context 2048."
-    return Table(results, title, columns, rows)
+    title = "**GiB per rank at the peak of a private step**: bfloat16 compute, AdamW, one sample of 2048 tokens."
+    return Table(results, title, columns, rows, packages=("torch",), how="Predicted")
 
 
 def worst_sample() -> Table:

@@ -1,4 +1,4 @@
-"""The examples run as they stand, their written-out steps are the composed step, their headers are true."""
+"""The examples run, their written-out steps equal the composed step, and their headers state true numbers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TINY |= {"finetune_hf": ["--steps", "2", "--batch-size", "16", "--public-steps",
 
 
 class Ran(NamedTuple):
-    """What an example printed, and its variables at the end."""
+    """The output of an example, and its variables at the end."""
 
     shown: str
     variables: dict[str, Any]
@@ -47,7 +47,7 @@ class Ran(NamedTuple):
 
 @cache
 def tiny(name: str) -> Ran:
-    """The example from top to bottom, in this process, for two steps."""
+    """Run the example from top to bottom, in this process, for two steps."""
     arguments, printed = sys.argv, io.StringIO()
     sys.argv = [name, *TINY[name]]
     try:
@@ -59,7 +59,7 @@ def tiny(name: str) -> Ran:
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_it_runs_and_stays_within_its_budget(name: str) -> None:
+def test_an_example_runs_and_stays_within_its_budget(name: str) -> None:
     shown = tiny(name).shown
     spent = [float(value) for value in re.findall(r"epsilon ([\d.]+)", shown)]
     assert len(spent) == len(BUDGETS[name])
@@ -68,7 +68,7 @@ def test_it_runs_and_stays_within_its_budget(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["logistic", "nano_gpt"])
-def test_the_step_written_out_is_the_composed_step(name: str) -> None:
+def test_the_written_out_step_equals_the_composed_step(name: str) -> None:
     example = tiny(name).variables
     model, mechanism, plan, optimizer = (example[part] for part in ("model", "mechanism", "plan", "optimizer"))
     settings = f"{mechanism.noise_multiplier}, clipped to {example['MAX_NORM']}"  # as add_gaussian has it
@@ -84,7 +84,7 @@ def test_the_step_written_out_is_the_composed_step(name: str) -> None:
         torch.testing.assert_close(leaf, composed[path], msg=lambda text, path=path: f"{path}: {text}")
 
 
-def test_an_own_operation_is_refused_then_its_rule_is_checked() -> None:
+def test_an_operation_without_a_rule_is_refused_and_a_wrong_rule_is_caught() -> None:
     refused, caught = (re.search(rf"^{word}: (.*)$", tiny("own_layer").shown, re.M) for word in ("refused", "caught"))
     assert refused is not None
     assert "prototypes.weight: used by" in refused[1]
@@ -92,7 +92,7 @@ def test_an_own_operation_is_refused_then_its_rule_is_checked() -> None:
     assert "per-sample gradient differs" in caught[1]
 
 
-def test_transformers_reads_the_fine_tuned_models() -> None:
+def test_transformers_loads_the_fine_tuned_models() -> None:
     differences = re.findall(
         r"(\w+): reloaded, largest difference of a sample's loss ([\d.e+-]+)", tiny("finetune_hf").shown
     )
@@ -102,7 +102,7 @@ def test_transformers_reads_the_fine_tuned_models() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NUMBERS)
-def test_the_header_states_the_number_you_see(name: str) -> None:
+def test_the_header_states_the_numbers_that_are_printed(name: str) -> None:
     script = ROOT / "examples" / f"{name}.py"
     env = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
     done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, check=False)
@@ -117,7 +117,7 @@ def test_the_header_states_the_number_you_see(name: str) -> None:
 
 
 def first_params(name: str, example: dict[str, Any]) -> Tree:
-    """The parameters the example starts from."""
+    """Return the parameters that the example starts from."""
     if name == "logistic":
         return tree.map(torch.zeros_like, example["params"])
     return example["model"].init(keys.fold_in(example["key"], "init"))

@@ -172,7 +172,7 @@ def command_exists(command: str) -> bool:
 def parse(words: list[str]) -> None:
     """Parse ``fdp ...`` as the command line does, without running it; raise on an unknown command or option."""
     group: Any = typer.main.get_command(app)
-    with group.make_context("fdp", list(words), resilient_parsing=True) as context:
+    with group.make_context("fdp", list(words)) as context:
         name, command, rest = group.resolve_command(context, list(words))
         command.make_context(name, rest, parent=context)
 
@@ -189,7 +189,7 @@ def test_commands_parse(page: Path) -> None:
 def test_a_wrong_command_does_not_parse() -> None:
     parse(["train", "--epsilon", "3", "--steps", "2"])
     for words in (["train", "--epsilom", "3"], ["trian"], ["epsilon", "--steps", "2"], ["train", "--steps", "two"]):
-        with pytest.raises(Exception, match=r"option|command|valid"):
+        with pytest.raises(Exception, match=r"(?i)option|command|valid"):
             parse(words)
     assert not command_exists("make bench-gpu")
     assert not command_exists("python -m benchmarks.nothing")

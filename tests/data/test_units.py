@@ -17,15 +17,15 @@ from fdp.data.units import PrivacyUnit, UnitKind, dataset_unit, privacy_unit, se
 from fdp.data.users import by_user
 from tests.data.test_text import write
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
 ROWS = (UnitKind.WINDOW, UnitKind.RECORD, UnitKind.FILE, UnitKind.USER, UnitKind.ROW)
 
 
 @pytest.mark.parametrize("kind", ROWS)
-def test_the_table_of_the_readme_is_what_a_run_prints(kind: UnitKind) -> None:
+def test_the_table_in_the_docs_is_what_a_run_prints(kind: UnitKind) -> None:
     unit = privacy_unit(kind, tokens=129, word="byte", windows=8)
     option = "record" if kind is UnitKind.FILE else kind.value
-    assert f"| `{option}` | {unit.one} | {unit.note} |\n" in README
+    assert f"| `{option}` | {unit.one} | {unit.note} |\n" in PAGE
 
 
 def test_every_kind_has_words() -> None:
