@@ -387,10 +387,10 @@ def plan_scale() -> Table:
     """Peak memory per rank of models that no machine here could hold."""
     results = load("plan_scale_neoverse-n1")
     rows = [
-        [f"`{row['command']}`", *(f"{row[what]:.1f}" for what in ("peak_gib", "pairs_gib", "host_gib", "seconds"))]
+        [f"`{row['command']}`", *(f"{row[what]:.1f}" for what in ("peak_gib", "pairs_gib", "host_gib"))]
         for row in results.rows
     ]
-    columns = ["", "peak, GiB", "of it stored pairs, GiB", "on the host, GiB", "planned in, s"]
+    columns = ["", "peak", "stored between norms and sum", "in host memory"]
     title = "**GiB per rank at the peak of a private step**: bfloat16 compute, AdamW, one sample of 2048 tokens."
     return Table(results, title, columns, rows, packages=("torch",), how="Predicted")
 
