@@ -101,7 +101,7 @@ def test_no_cell_is_started_after_the_budget(case, tmp_path):
 def test_rows_of_other_hardware_or_settings_are_refused(measured, tmp_path):
     path = tmp_path / "rows.json"
     path.write_text(measured.read_text())
-    with pytest.raises(ValueError, match="give another file"):
+    with pytest.raises(ValueError, match="choose another file"):
         Report(path, benchmark="gpt2_large", device=CPU, **SETTINGS | {"sdpa": "cudnn"})
 
 

@@ -224,7 +224,7 @@ def test_the_command_writes_a_row_of_every_block(command):
     assert code == 0
     assert record["command"] == "python -m benchmarks.kernels --quick --only foreach_direct foreach_keep --out kernels"
     assert [(row["kernel"], row["tokens"]) for row in record["rows"]] == [(n, t) for n in names for t in (20, 24)]
-    assert "| foreach_keep          | 2 x 24, a block            | 2.000    |" in page
+    assert "| foreach_keep       | 2 x 24, a block            | 2.000    |" in page
 
 
 def test_the_command_reports_a_wrong_kernel(command, monkeypatch):
