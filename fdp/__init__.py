@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from fdp.checks.model_checks import check_independent as check_independent
     from fdp.checks.model_checks import check_norms as check_norms
     from fdp.foreign.module import from_module as from_module
-    from fdp.foreign.uses.watch import operation as operation
-    from fdp.foreign.uses.watch import rule as rule
+    from fdp.foreign.uses.custom_rules import operation as operation
+    from fdp.foreign.uses.custom_rules import rule as rule
     from fdp.gradients.per_sample import clipped_sum as clipped_sum
     from fdp.gradients.per_sample import per_sample_norms as per_sample_norms
     from fdp.gradients.plan import Method as Method
@@ -60,7 +60,7 @@ _HOME = {
     "checks.first_call": ("Checks",),
     "privacy.clipping": ("clip_to",),
     "foreign.module": ("from_module",),
-    "foreign.uses.watch": ("operation", "rule"),
+    "foreign.uses.custom_rules": ("operation", "rule"),
     "keys": ("fold_in", "key"),
     "privacy.mechanism": ("Mechanism",),
     "parallel.mesh": ("make_mesh",),

@@ -194,7 +194,7 @@ FORM = {"bilinear": _product(lambda levers, w: ops.use(BILINEAR, levers["x"], w)
 ROUTES = {
     "routed": Kind(
         (2, *SQUARE),
-        lambda levers, w: ops.use(ROUTED, pack(levers["x"], levers["ids"]), w, turned=False),
+        lambda levers, w: ops.use(ROUTED, pack(levers["x"], levers["ids"]), w, transposed=False),
         lambda x, g: {"ids": torch.arange(len(x)) % 2, "x": _rows(x, WIDTH), "g": _rows(g, WIDTH)},
         once=2,
     )

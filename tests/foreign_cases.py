@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fdp.fast.compiled import Blocks
-from fdp.foreign.layout import leaf_paths
+from fdp.foreign.leaves import leaf_paths
 from fdp.foreign.module import from_module
-from fdp.foreign.uses.dropout import NAME, keys_of
-from fdp.foreign.uses.tracking import Run
-from fdp.foreign.uses.watch import Uses
+from fdp.foreign.uses.dropout import DROPOUT_KEYS, keys_of
+from fdp.foreign.uses.tracking import CallTrace
+from fdp.foreign.uses.watch import WatchMode
 from fdp.gradients.per_sample import clipped_sum, per_sample_norms
 from fdp.gradients.plan import Method, make_plan
 from fdp.model import Model
@@ -77,8 +77,8 @@ def gradients(foreign: Foreign, model: Model) -> Flat:
     rows: dict[str, list[Tensor]] = {path: [] for path in leaves}
     for b in range(len(next(iter(data.values())))):
         one = {name: leaf[b : b + 1] for name, leaf in data.items()}
-        with Uses(Run(None, 1, batch_first=True, keys=keys_of(one))):
-            out = call(module, {name: leaf for name, leaf in one.items() if name != NAME})
+        with WatchMode(CallTrace(None, 1, batch_first=True, keys=keys_of(one))):
+            out = call(module, {name: leaf for name, leaf in one.items() if name != DROPOUT_KEYS})
         loss = options["loss"](out, one) if "loss" in options else out
         slopes = torch.autograd.grad(loss.sum(), list(leaves.values()), allow_unused=True)
         for (path, leaf), slope in zip(leaves.items(), slopes):

@@ -26,9 +26,9 @@ from torch import Generator, Tensor, nn
 from fdp import tree
 from fdp.fast.compiled import Blocks
 from fdp.foreign.module import from_module
-from fdp.foreign.uses.dropout import NAME, keys_of
-from fdp.foreign.uses.tracking import Run
-from fdp.foreign.uses.watch import Uses
+from fdp.foreign.uses.dropout import DROPOUT_KEYS, keys_of
+from fdp.foreign.uses.tracking import CallTrace
+from fdp.foreign.uses.watch import WatchMode
 from fdp.gradients.per_sample import clipped_sum, per_sample_norms
 from fdp.gradients.plan import make_plan
 from fdp.model import Model
@@ -121,7 +121,7 @@ def _held(kind: Kind, blocks: Blocks | None) -> tuple[str, str, float]:
     if verdict != REFUSED:
         missed = verdict == EXACT and kind.refusal is not None
         return (DIFFERENT, f"not refused with {kind.refusal!r}", error) if missed else (verdict, words, error)
-    if blocks is not None and "compile nothing" in words:
+    if blocks is not None and "do not compile" in words:
         return REFUSED, words, error
     if kind.refusal is not None and kind.refusal not in words:
         return CRASHED, f"expected a refusal with {kind.refusal!r}, got {words}", error
@@ -213,9 +213,9 @@ def loop(case: Case, model: Model, data: dict[str, Tensor]) -> tuple[Tensor, Fla
     losses, rows = [], {name: [] for name in trained}
     for b in range(len(next(iter(data.values())))):
         one = {name: leaf[b : b + 1] for name, leaf in data.items()}
-        inputs = {name: leaf for name, leaf in one.items() if name != NAME}
+        inputs = {name: leaf for name, leaf in one.items() if name != DROPOUT_KEYS}
         if (keys := keys_of(one)) is not None:  # dropout draws from the sample's key
-            with Uses(Run(None, 1, batch_first=True, keys=keys)):
+            with WatchMode(CallTrace(None, 1, batch_first=True, keys=keys)):
                 out = call(case.module, inputs)
         else:
             out = call(case.module, inputs)

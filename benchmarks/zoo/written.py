@@ -425,7 +425,7 @@ WRITTEN_BY_HAND: list[Kind] = [
         "a memory",
         Remembers,
         TOKENS,
-        refusal="keeps something of it in ['memory']",
+        refusal="stores something in ['memory']",
         mend=lambda case: case._replace(module=_Linear()),
     ),
     # randomness

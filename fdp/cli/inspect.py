@@ -98,9 +98,9 @@ def _opened(path: str, batch_size: int, context: int | None) -> tuple[Any, dict[
         return {"tokens": torch.zeros((), dtype=torch.int64).expand(1, length + 1)}
 
     if Path(path).is_dir():
-        from fdp.foreign.hub.files import empty_module
         from fdp.foreign.hub.hugging_face import model_of
-        from fdp.foreign.layout import leaf_paths
+        from fdp.foreign.hub.read_folder import empty_module
+        from fdp.foreign.leaves import leaf_paths
 
         module = empty_module(Path(path))
         example = _classified(module, context)

@@ -28,7 +28,7 @@ from fdp.foreign.adapters.lora import lora_model, merge, train_only
 from fdp.foreign.adapters.prefix import prefix_model, without_prefix
 from fdp.foreign.adapters.prefix_save import save_prefix
 from fdp.foreign.hub import hugging_face
-from fdp.foreign.hub.files import empty_module, read_params
+from fdp.foreign.hub.read_folder import empty_module, read_params
 from fdp.model import Model
 from fdp.parallel.sharded_init import drawn_params
 from fdp.parallel.sharding import Sharding

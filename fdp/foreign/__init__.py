@@ -1,4 +1,4 @@
-"""Models from elsewhere: any ``nn.Module``, folders of ``transformers``, adapters, operations of one's own.
+"""Models from elsewhere: any ``nn.Module``, folders of ``transformers``, adapters, custom operations.
 
 >>> model, params = from_module(module, loss=loss, example=batch)
 >>> model, params = load("models/tiny")
@@ -20,5 +20,5 @@ from fdp.foreign.hub.hugging_face import save as save
 from fdp.foreign.inspect import inspect_model as inspect_model
 from fdp.foreign.leaves import params_of as params_of
 from fdp.foreign.module import from_module as from_module
-from fdp.foreign.uses.watch import operation as operation
-from fdp.foreign.uses.watch import rule as rule
+from fdp.foreign.uses.custom_rules import operation as operation
+from fdp.foreign.uses.custom_rules import rule as rule

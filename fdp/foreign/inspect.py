@@ -1,13 +1,12 @@
-"""A model laid open before it is trained: its leaves, how each is used and by which rule, its blocks, its memory.
+"""Inspect a model before it is trained: its leaves, the rules of their uses, its blocks, its memory.
 
-    per-sample gradients = batch x trainable elements x bytes                     what a plan keeps of them is less
+    per-sample gradients = batch x trainable elements x bytes                     what a plan stores of them is less
 
-Every block is traced on shapes. A leaf with a use that has no rule is found by watching the leaves one at a time, and
-is shown with what to do about it; the plan and the memory are those of a run that sends it through the materialised
-path.
+Every block is traced on shapes. If a use has no rule, the leaves are watched one at a time to find out whose use it is,
+and the leaf is shown with what to do. The plan and the memory assume that such leaves are materialised.
 
     >>> found = inspect_model(model, microbatch, method=Method.AUTO, dtype=torch.float32, optimizer=adamw(1e-3))
-    >>> [row.path for row in found.leaves if row.refusal]                  # what cannot be trained as it stands
+    >>> [row.path for row in found.leaves if row.refusal]                  # leaves that cannot be trained as they are
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from fdp.types import FdpError, Flat, Path, Tree
 
 
 class LeafRow(NamedTuple):
-    """A leaf: ``rules`` by which its uses are recorded, in order; ``also`` its other names, if it is tied.
+    """A leaf: ``rules`` by which its uses are recorded, in order; ``also``: its other names, if it is tied.
 
-    ``refusal`` says which use has no rule, and the choices; None where all have.
+    ``refusal`` says which use has no rule and lists the choices; None if all uses have one.
     """
 
     path: Path
@@ -53,12 +52,12 @@ class LeafRow(NamedTuple):
 
     @property
     def tied(self) -> bool:
-        """Whether it has several names, or several blocks use it."""
+        """True if the leaf has several names, or several blocks use it."""
         return bool(self.also) or len(self.blocks) > 1
 
 
 class BlockRow(NamedTuple):
-    """A block: ``kind`` is a number that blocks with one function share, which are compiled once."""
+    """A block: blocks with the same ``kind`` number share one function, which is compiled once."""
 
     name: str
     kind: int
@@ -69,7 +68,7 @@ class BlockRow(NamedTuple):
 
 
 class MemoryNeed(NamedTuple):
-    """Bytes, all on one device: ``per_sample`` of every sample's gradient, ``kept`` of what the plan keeps of them."""
+    """Bytes on one device: ``per_sample`` for all per-sample gradients, ``kept`` for what the plan stores of them."""
 
     parameters: int
     optimizer: int
@@ -78,7 +77,7 @@ class MemoryNeed(NamedTuple):
 
 
 class Inspection(NamedTuple):
-    """What there is to see of a model."""
+    """The result of inspecting a model."""
 
     name: str
     leaves: tuple[LeafRow, ...]
@@ -102,16 +101,17 @@ def inspect_model(
     optimizer: Optimizer,
     names: Mapping[str, Path] | None = None,
 ) -> Inspection:
-    """``model`` on the shapes of ``microbatch``; ``names``: by every name of a parameter, the leaf that it stands for
-    (``fdp.foreign.layout.leaf_paths``).
+    """Inspect ``model`` on the shapes of ``microbatch``.
+
+    ``names`` maps every parameter name to its leaf (``fdp.foreign.leaves.leaf_paths``).
 
     Guarantees:
-      - every leaf has a row, and every block;
-      - nothing is computed: the values of neither parameters nor data are read.
+      - every leaf and every block has a row;
+      - nothing is computed: the values of parameters and data are not read.
     """
     flat = tree.flatten(abstract_params(model, None))
-    whole = method is Method.MATERIALIZE  # no rule is asked for
-    refusals = {} if whole else refused_uses(model, flat, microbatch, dtype=dtype)
+    needs_rules = method is not Method.MATERIALIZE
+    refusals = refused_uses(model, flat, microbatch, dtype=dtype) if needs_rules else {}
     ready = model._replace(materialized=model.materialized | frozenset(refusals))
     plan = make_plan(ready, tree.nest(flat), microbatch, method=method, dtype=dtype)
     named = {path: tuple(n for n, leaf in (names or {}).items() if leaf == path and n != path) for path in flat}
@@ -122,7 +122,7 @@ def inspect_model(
 
 
 def refused_uses(model: Model, flat: Flat, microbatch: Tree, *, dtype: torch.dtype) -> dict[Path, str]:
-    """The trained leaves with a use that has no rule, each with the error that says so."""
+    """Return the trained leaves with a use that has no rule, each with the error message."""
     weights = {path: leaf.new_empty((), dtype=dtype).expand(leaf.shape) for path, leaf in flat.items()}
     carry: Tree = ()
     found: dict[Path, str] = {}
@@ -133,12 +133,12 @@ def refused_uses(model: Model, flat: Flat, microbatch: Tree, *, dtype: torch.dty
         except FdpError as error:
             refused = _one_at_a_time(block, weights, own, carry, microbatch)
             if not refused:
-                traced(block, weights, frozenset(), carry, microbatch)  # if no leaf is at fault, this raises, too
-                refused = dict.fromkeys(sorted(own), str(error))  # that of several together
+                traced(block, weights, frozenset(), carry, microbatch)  # raises too, if no leaf is at fault
+                refused = dict.fromkeys(sorted(own), str(error))  # the error of several leaves together
             found |= refused
             carry = traced(block, weights, frozenset(), carry, microbatch)[1]
         except (DynamicOutputShapeException, DataDependentOutputException):
-            return found  # the plan says what cannot be known, and where
+            return found  # making the plan raises the error that says where
     return found
 
 
@@ -182,7 +182,7 @@ def _block_rows(model: Model) -> tuple[BlockRow, ...]:
 
 
 def _memory(model: Model, plan: Plan, optimizer: Optimizer) -> MemoryNeed:
-    """Parameters and the optimizer's state are float32, whatever is computed in."""
+    """Return the memory need. Parameters and optimizer state are float32, whatever the compute dtype."""
     sizes = {path: torch.Size(leaf.shape).numel() for path, leaf in model.leaves.items()}
     trained = {path: torch.empty(model.leaves[path].shape, device="meta") for path in model.leaves}
     state = optimizer.init({path: leaf for path, leaf in trained.items() if path in model.trainable})

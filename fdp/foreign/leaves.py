@@ -1,4 +1,4 @@
-"""A foreign module's parameters as leaves: which there are, which are frozen, and their values.
+"""Parameters of a module as leaves of a model: their names, which of them are frozen, and their values.
 
 >>> model = foreign_model(module, blocks)
 >>> params = params_of(module, model)                                # the module's own values, not copied
@@ -13,17 +13,16 @@ from torch import Tensor, nn
 
 from fdp import tree
 from fdp.fingerprint import fingerprint
-from fdp.foreign.layout import leaf_paths
 from fdp.keys import Window
 from fdp.model import Block, LeafSpec, Model
-from fdp.types import FdpError, Key, Tree
+from fdp.types import FdpError, Key, Path, Tree
 
 
 def foreign_model(module: nn.Module, blocks: tuple[Block, ...], **fields: Any) -> Model:
-    """The model of ``blocks`` made of ``module``. Leaves that do not require gradients are frozen.
+    """Return the model that consists of ``blocks`` of ``module``. Leaves that do not require gradients are frozen.
 
     Guarantees:
-      - a parameter with several names is one leaf, under its first; one that no block uses is none.
+      - a parameter with several names is one leaf, under its first name; a parameter that no block uses is not a leaf.
     """
     paths = leaf_paths(module)
     used = {path for block in blocks for path in tree.leaves(block.params)}
@@ -34,26 +33,37 @@ def foreign_model(module: nn.Module, blocks: tuple[Block, ...], **fields: Any) -
             f"{odd[0]}: expected a floating-point parameter, got {own[odd[0]].dtype}; hold real and imaginary parts as "
             f"two parameters (torch.view_as_complex), or freeze it (requires_grad_(False))"
         )
-    leaves = {name: LeafSpec(tuple(leaf.shape), _no_draw) for name, leaf in own.items()}
+    leaves = {name: LeafSpec(tuple(leaf.shape), _refuse_init) for name, leaf in own.items()}
     frozen = frozenset(name for name, leaf in own.items() if not leaf.requires_grad)
     kinds = str([(name, type(part).__name__) for name, part in module.named_modules()])
     return Model(type(module).__name__, leaves, blocks, frozen=frozen, settings=fingerprint(kinds), **fields)
 
 
 def params_of(module: nn.Module, model: Model, *, dtype: torch.dtype | None = None) -> Tree:
-    """The module's values of the model's leaves; the same memory, where the dtype stays."""
+    """Return the module's values of the model's leaves. They share the module's memory unless the dtype changes."""
     own = dict(module.named_parameters())
     if missing := sorted(set(model.leaves) - set(own)):
         raise FdpError(
-            f"{type(module).__name__}: expected the module that {model.name} was made of, got no {missing[:4]}"
+            f"{type(module).__name__}: expected the module that {model.name} was made from, got one without "
+            f"{missing[:4]}"
         )
     empty = [path for path in model.leaves if own[path].device.type == "meta"]
     if empty:
-        raise FdpError(f"{empty[0]}: expected a parameter with values, got one on the device 'meta'; load them")
+        raise FdpError(f"{empty[0]}: expected a parameter with values, got one on the meta device; load its values")
     return tree.nest({path: own[path].detach().to(dtype or own[path].dtype) for path in model.leaves})
 
 
-def _no_draw(key: Key, shape: tuple[int, ...], *, dtype: torch.dtype, window: Window | None = None) -> Tensor:
+def _refuse_init(key: Key, shape: tuple[int, ...], *, dtype: torch.dtype, window: Window | None = None) -> Tensor:
     raise FdpError(
-        "params: a model from elsewhere brings its values along; take params_of(module, model), or load them"
+        "params: expected the values of the module, since a model from elsewhere has no initialisation of its own, got "
+        "none; use params_of(module, model), or load them"
     )
+
+
+def leaf_paths(module: nn.Module) -> dict[str, Path]:
+    """Map every parameter name to its leaf, the first name of the same parameter. Tied names map to one leaf."""
+    first: dict[int, str] = {}
+    paths = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        paths[name] = first.setdefault(id(parameter), name)
+    return paths

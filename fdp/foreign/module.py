@@ -1,9 +1,9 @@
 """Any ``nn.Module`` as a model: a pure ``loss(params, data) -> (batch,)`` and its parameters as a tree.
 
-    losses = loss(module(inputs of data; params), data)             by torch.func.functional_call, the module untouched
+    losses = loss(module(inputs of data; params), data)             by torch.func.functional_call, the module unchanged
 
-Leaves are called by the module's own names; a tied parameter is one leaf under its first name. Buffers are constants,
-parameters that do not require gradients are frozen, the module stays in ``train()`` or ``eval()`` as it is.
+Leaves have the module's own names; a tied parameter is one leaf under its first name. Buffers are constants, parameters
+that do not require gradients are frozen, and the module stays in ``train()`` or ``eval()`` mode.
 
     >>> def loss(outputs, data): return F.cross_entropy(outputs, data["label"], reduction="none")
     >>> model, params = from_module(module, loss=loss, example={"input": images[:4], "label": labels[:4]})
@@ -19,14 +19,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fdp.foreign.check import check_module
-from fdp.foreign.layout import leaf_paths
-from fdp.foreign.leaves import foreign_model, params_of
-from fdp.foreign.refusals import check_door
-from fdp.foreign.stack.fast_paths import reference, without_fast_paths
-from fdp.foreign.stack.one_block import Finish, whole
-from fdp.foreign.stack.parts import Caller
-from fdp.foreign.stack.skeleton import stack_blocks
+from fdp.foreign.check_on_example import check_module
+from fdp.foreign.check_structure import check_structure
+from fdp.foreign.leaves import foreign_model, leaf_paths, params_of
+from fdp.foreign.stack.block_functions import Caller
+from fdp.foreign.stack.fast_paths import reference_module, without_fast_paths
+from fdp.foreign.stack.one_block import Finish, module_loss
+from fdp.foreign.stack.stack_blocks import stack_blocks
 from fdp.model import Block, Model
 from fdp.types import FdpError, Path, Tree
 
@@ -44,60 +43,70 @@ def from_module(
     check: bool = True,
     batch_first: bool = True,
 ) -> tuple[Model, Tree]:
-    """The model of ``module`` and its parameters, which share the module's memory.
+    """Return the model of ``module`` and its parameters, which share the module's memory.
 
-    ``loss(outputs, data)`` gives the loss of every sample; default: the module returns it. ``call(module, data)`` calls
-    the module with a batch; default: the entries of ``data`` that its forward has arguments for, floating-point ones in
-    the dtype of the parameters. ``blocks`` names the list of layers to be treated one at a time (``model.layers.*``, or
-    ``auto``); None: the module is one block. ``materialize`` and ``frozen`` are patterns of leaves: blocks that hold
-    one of the first have their per-sample gradients made whole, one sample at a time if need be (recurrent layers
-    always do); the others are not trained. ``batch_first=False``: the module has tokens in dim 0, samples in dim 1.
-
-    ``example`` is a batch of at least two samples, of the lengths to come, best of as many as a microbatch will have.
-    With ``check``, on it: samples influence each other neither in their losses nor in their gradients,
-    a call leaves nothing for the next, and every leaf's per-sample norms are those of a backward of the sample alone,
-    also of samples that are cut to other lengths, scaled or made up.
+    Args:
+      loss: ``loss(outputs, data)`` returns the loss of every sample; default: the module returns it.
+      call: ``call(module, data)`` calls the module with a batch; default: with the entries of ``data`` that its forward
+        takes, floating-point ones in the dtype of the parameters.
+      blocks: the layers to treat one at a time (``model.layers.*``, or ``auto``); None: the module is one block.
+      materialize: patterns of leaves whose blocks materialise per-sample gradients, one sample at a time if necessary.
+        Recurrent layers always do.
+      frozen: patterns of leaves that are not trained.
+      example: a batch of at least two samples with the lengths to come, best as large as a microbatch.
+      check: check on the example that samples influence each other neither in their losses nor in their gradients, that
+        a call leaves nothing behind for the next, and that every leaf's per-sample norms are those of a backward of the
+        sample alone, also for samples that are truncated, scaled or synthetic.
+      batch_first: False if the module has tokens in dim 0 and samples in dim 1.
 
     Guarantees:
-      - every use of every trained leaf is recorded; one without a rule is an error that names it and the choices;
-      - batch normalisation by statistics of the batch is refused by name, and so is a module that keeps something of
-        the samples it is called with, in its tensors or for its next call;
+      - every use of every trained leaf is recorded; a use without a rule is an error that names it and the choices;
+      - batch normalisation by batch statistics is refused by name, and so is a module that stores something about the
+        samples it is called with, in its tensors or for its next call;
       - the module is left as it is, bit for bit.
     """
-    check_door(module)
-    given, module = reference(module), without_fast_paths(module)
-    finish, caller = loss or _its_own_loss, call or _by_name(module)
+    check_structure(module)
+    reference, module = reference_module(module), without_fast_paths(module)
+    finish, caller = loss or _module_output, call or _call_by_name(module)
     if blocks is None:
-        apply = whole(module, call=caller, finish=finish, batch_first=batch_first)
-        made: tuple[Block, ...] = (Block("module", leaf_paths(module), apply),)
+        apply = module_loss(module, call=caller, finish=finish, batch_first=batch_first)
+        stack: tuple[Block, ...] = (Block("module", leaf_paths(module), apply),)
     elif example is None or not batch_first:
-        raise FdpError(f"blocks={blocks!r}: expected an example, and samples in dim 0; got example={example!r}")
+        got = "no example" if example is None else "batch_first=False"
+        raise FdpError(f"blocks={blocks!r}: expected an example, and samples in dim 0; got {got}")
     else:
-        made = stack_blocks(module, call=caller, finish=finish, example=example, pattern=blocks)
-    model = foreign_model(module, made)
-    held = frozenset(path for pattern in materialize for path in _matching(pattern, model, "materialize"))
+        stack = stack_blocks(module, call=caller, finish=finish, example=example, pattern=blocks)
+    model = foreign_model(module, stack)
+    model = model._replace(name=name or model.name)
+    model = _choose_leaves(model, module, materialize=materialize, frozen=frozen)
+    params = params_of(module, model)
+    if check and example is None:
+        raise FdpError(
+            f"{model.name}: expected an example, a batch of at least two samples, to check that samples are "
+            f"independent and norms exact; give example=data, or check=False to go without"
+        )
+    if check:
+        check_module(reference, model, params, example, call=caller, finish=finish, batch_first=batch_first)
+    return model, params
+
+
+def _choose_leaves(model: Model, module: nn.Module, *, materialize: Sequence[str], frozen: Sequence[str]) -> Model:
+    """Return the model with the leaves that patterns name materialised or frozen; recurrent leaves are materialised."""
+    named = frozenset(path for pattern in materialize for path in _matching_leaves(pattern, model, "materialize"))
     model = model._replace(
-        name=name or model.name,
-        frozen=model.frozen.union(*(_matching(pattern, model, "frozen") for pattern in frozen)),
-        materialized=held | _recurrent(module) & frozenset(model.leaves),
+        frozen=model.frozen.union(*(_matching_leaves(pattern, model, "frozen") for pattern in frozen)),
+        materialized=named | _recurrent_leaves(module) & frozenset(model.leaves),
     )
     if not model.trainable:
         raise FdpError(
             f"{model.name}: expected a parameter to train, got {len(model.leaves)} that are all frozen; let some "
             f"require gradients (requires_grad_(True)), or name fewer in frozen=(...)"
         )
-    params = params_of(module, model)
-    if check:
-        if example is None:
-            raise FdpError(
-                f"{model.name}: expected an example, a batch of two samples or more on which to check that samples are "
-                f"independent and norms exact; give example=data, or check=False to go without"
-            )
-        check_module(given, model, params, example, call=caller, finish=finish, batch_first=batch_first)
-    return model, params
+    return model
 
 
-def _by_name(module: nn.Module) -> Caller:
+def _call_by_name(module: nn.Module) -> Caller:
+    """Return a caller that passes the entries of the data that the forward has arguments for."""
     takes = [
         name
         for name, argument in inspect.signature(module.forward).parameters.items()
@@ -113,23 +122,23 @@ def _by_name(module: nn.Module) -> Caller:
         if not known:
             raise FdpError(
                 f"data: expected entries that the module's forward takes, {takes}, got {list(data)}; rename them, or "
-                f"say how to call it: from_module(..., call=lambda module, data: module(data['{next(iter(data))}']))"
+                f"define the call: from_module(..., call=lambda module, data: module(data['{next(iter(data))}']))"
             )
         return module(**known)
 
     return call
 
 
-def _its_own_loss(returned: Any, data: Tree) -> Tensor:
+def _module_output(returned: Any, data: Tree) -> Tensor:
     if isinstance(returned, Tensor):
         return returned
     raise FdpError(
         f"loss: expected the module to return the loss of every sample, got {type(returned).__name__}; give "
-        f"loss=lambda outputs, data: ..., which makes a tensor of shape (batch,) of it"
+        f"loss=lambda outputs, data: ..., which returns a tensor of shape (batch,)"
     )
 
 
-def _matching(pattern: str, model: Model, what: str) -> frozenset[Path]:
+def _matching_leaves(pattern: str, model: Model, what: str) -> frozenset[Path]:
     found = frozenset(fnmatch.filter(model.leaves, pattern)) | frozenset(fnmatch.filter(model.leaves, f"{pattern}.*"))
     if not found:
         raise FdpError(
@@ -139,7 +148,9 @@ def _matching(pattern: str, model: Model, what: str) -> frozenset[Path]:
     return found
 
 
-def _recurrent(module: nn.Module) -> frozenset[Path]:
+def _recurrent_leaves(module: nn.Module) -> frozenset[Path]:
     paths = leaf_paths(module)
-    within = [name for name, part in module.named_modules() if isinstance(part, nn.RNNBase)]
-    return frozenset(path for name, path in paths.items() if any(name.startswith(f"{n}." if n else "") for n in within))
+    recurrent = [name for name, part in module.named_modules() if isinstance(part, nn.RNNBase)]
+    return frozenset(
+        path for name, path in paths.items() if any(name.startswith(f"{n}." if n else "") for n in recurrent)
+    )

@@ -1,15 +1,15 @@
-"""What a module holds besides what it is called with: written down before a call, and put back after it.
+"""Record the state of a module before a call and restore it afterwards.
 
-A call of a module may leave something behind: a table that has grown, an attribute that holds the last activations, a
-buffer or a frozen parameter that is averaged over batches. What is left of samples would leave the computer without
-noise, and what the next call computes would depend on who was seen before. So every call begins with the same state:
+A call may leave something behind: a table that has grown, an attribute with the last activations, a buffer or frozen
+parameter that averages over batches. It would hold samples without noise, and the next call would depend on who was
+seen before. So every call starts from the same state:
 
-    with as_it_was(module): module(x)              attributes, lists and dictionaries of the module are put back
-    tensors are not written into                   refused, by the operation that writes or by their version counters
+    with restore_after(module): module(x)          attributes, lists and dictionaries are restored
+    writes into tensors                            are refused, by operation or by version counter
 
-    >>> kept = Kept(module)
+    >>> backup = ModuleBackup(module)
     >>> module(x)
-    >>> kept.restore_values()                      # the names of the tensors that were written, now as they were
+    >>> backup.restore_values()                    # names of the tensors that were written, now restored
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import resolve_name
 
-from fdp.foreign.placeholders import Noting, Placeholder
+from fdp.foreign.placeholders import Placeholder, RecordingHead
 from fdp.types import FdpError
 
-PARTS = ("_parameters", "_buffers", "_modules")
-MACHINERY = frozenset(vars(nn.Module())) - {*PARTS, "training"}
-"""Attributes of every module that are torch's own: hooks and flags."""
-VALUES = (str, bytes, int, float, complex, type, types.ModuleType, torch.dtype, torch.device, functools.partial)
-CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
-LONG = 4096
-"""Entries above which a list or dictionary is written down, and not those in it."""
+REGISTRIES = ("_parameters", "_buffers", "_modules")
+TORCH_ATTRIBUTES = frozenset(vars(nn.Module())) - {*REGISTRIES, "training"}
+"""Attributes that torch gives to every module: hooks and flags."""
+PLAIN_TYPES = (str, bytes, int, float, complex, type, types.ModuleType, torch.dtype, torch.device, functools.partial)
+CODE_TYPES = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
+MAX_ENTRIES = 4096
+"""Containers with more entries are recorded, but their entries are not searched."""
 
-Holder = dict[Any, Any] | list[Any] | set[Any]
+Container = dict[Any, Any] | list[Any] | set[Any]
 
 
-class Place(NamedTuple):
-    """Something that can be changed: the attributes of an object, or a list, dictionary or set; and what it held."""
+class ContainerState(NamedTuple):
+    """A mutable container (an object's attributes, a list, a dictionary or a set) and a copy of what it ``held``."""
 
     name: str
-    holder: Holder
-    held: Holder
+    holder: Container
+    held: Container
 
     def changed(self) -> list[str]:
-        """The names of entries that are other ones now."""
+        """Return the names of the entries that have changed."""
         if isinstance(self.holder, dict):
             now, then = self.holder, self.held
             assert isinstance(then, dict)
             if len(now) == len(then) and all([now.get(key, MISSING) is value for key, value in then.items()]):
                 return []
             keys = [key for key in {**then, **now} if now.get(key, MISSING) is not then.get(key, MISSING)]
-            return [_joined(self.name, key) for key in keys] or [self.name]
+            return [_join_names(self.name, key) for key in keys] or [self.name]
         if isinstance(self.holder, list) and isinstance(self.held, list):
             same = len(self.holder) == len(self.held) and all([a is b for a, b in zip(self.holder, self.held)])
             return [] if same else [self.name]
@@ -71,14 +71,14 @@ class Place(NamedTuple):
 MISSING = object()
 
 
-class State(NamedTuple):
-    """All places that can be reached from a module, and all tensors in them, by name."""
+class ModuleState(NamedTuple):
+    """All containers that can be reached from a module, and all tensors in them, by name."""
 
-    places: list[Place]
+    places: list[ContainerState]
     tensors: dict[str, Tensor]
 
     def restore(self) -> list[str]:
-        """Put back what is in other places now; return its names."""
+        """Restore the containers that have changed; return the names of the changed entries."""
         names: list[str] = []
         for place in self.places:
             if found := place.changed():
@@ -87,9 +87,9 @@ class State(NamedTuple):
         return names
 
 
-def state_of(module: nn.Module) -> State:
-    """All that a module holds: in itself, in its parts, and in what their attributes refer to."""
-    places: list[Place] = []
+def state_of(module: nn.Module) -> ModuleState:
+    """Record everything that a module holds: in itself, in its parts, and in what their attributes refer to."""
+    places: list[ContainerState] = []
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     todo: list[tuple[str, Any]] = [("", module)]
@@ -98,40 +98,44 @@ def state_of(module: nn.Module) -> State:
         if isinstance(value, Tensor):
             tensors.setdefault(name, value)
             continue
-        if value is None or isinstance(value, (*VALUES, *CODE)) or id(value) in seen:
+        if value is None or isinstance(value, (*PLAIN_TYPES, *CODE_TYPES)) or id(value) in seen:
             continue
-        if isinstance(value, (Placeholder, Noting)):  # ours: what they note is what they are for
+        if isinstance(value, (Placeholder, RecordingHead)):  # ours: they are meant to record something
             continue
         seen.add(id(value))
         if isinstance(value, tuple):
             inner: Any = enumerate(value)
         elif isinstance(value, (dict, list, set)):
-            places.append(Place(name, value, type(value)(value) if type(value) in (dict, list, set) else _copy(value)))
+            places.append(
+                ContainerState(
+                    name, value, type(value)(value) if type(value) in (dict, list, set) else _copy_container(value)
+                )
+            )
             inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
         else:
             own = getattr(value, "__dict__", None)
             if type(own) is not dict:
                 continue
-            places.append(Place(name, own, dict(own)))
-            inner = [(key, item) for key, item in own.items() if key not in MACHINERY]
-        if not hasattr(value, "__len__") or isinstance(value, nn.Module) or len(value) <= LONG:
-            todo += [(_joined(name, key), item) for key, item in inner]
-    return State(places, tensors)
+            places.append(ContainerState(name, own, dict(own)))
+            inner = [(key, item) for key, item in own.items() if key not in TORCH_ATTRIBUTES]
+        if not hasattr(value, "__len__") or isinstance(value, nn.Module) or len(value) <= MAX_ENTRIES:
+            todo += [(_join_names(name, key), item) for key, item in inner]
+    return ModuleState(places, tensors)
 
 
-def _copy(value: Holder) -> Holder:
+def _copy_container(value: Container) -> Container:
     return dict(value) if isinstance(value, dict) else list(value) if isinstance(value, list) else set(value)
 
 
-def _joined(name: str, key: Any) -> str:
-    if key in PARTS:
+def _join_names(name: str, key: Any) -> str:
+    if key in REGISTRIES:
         return name
     return f"{name}.{key}" if name else str(key)
 
 
 @contextmanager
-def as_it_was(module: nn.Module) -> Iterator[State]:
-    """Run what follows, then put back whatever of the module's attributes, lists and dictionaries it changed."""
+def restore_after(module: nn.Module) -> Iterator[ModuleState]:
+    """Restore all attributes, lists and dictionaries of the module on exit."""
     state = state_of(module)
     try:
         yield state
@@ -139,8 +143,8 @@ def as_it_was(module: nn.Module) -> Iterator[State]:
         state.restore()
 
 
-class Kept:
-    """A module's state with the values of all its tensors, which :meth:`restore_values` puts back bit for bit."""
+class ModuleBackup:
+    """A module's state with a copy of all its tensors, which :meth:`restore_values` restores bit for bit."""
 
     def __init__(self, module: nn.Module):
         self.state = state_of(module)
@@ -149,12 +153,12 @@ class Kept:
             self.values = [(name, leaf, leaf.detach().clone()) for name, leaf in real.items()]
 
     def restore_values(self) -> list[str]:
-        """Put back attributes and values; return the names of tensors whose values were others."""
+        """Restore attributes and values; return the names of the tensors whose values had changed."""
         self.state.restore()
         names: list[str] = []
         with torch.no_grad():
             for name, leaf, value in self.values:
-                if not _equal(leaf, value):
+                if not _bitwise_equal(leaf, value):
                     names.append(name)
                     leaf.data = value
         return names
@@ -164,8 +168,8 @@ def _has_values(leaf: Tensor) -> bool:
     return not isinstance(leaf, FakeTensor) and leaf.device.type != "meta"
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
-    """Bit for bit, NaN included."""
+def _bitwise_equal(one: Tensor, other: Tensor) -> bool:
+    """Return True if all bits are equal, NaN included."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if one.layout != torch.strided or one.is_quantized:
@@ -176,8 +180,10 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-class Versions:
-    """The version counters of a module's tensors: every write into one, or into a view of it, counts it up."""
+class VersionCounters:
+    """The version counters of a module's tensors: every write into a tensor, or into a view of it, increments its
+    counter.
+    """
 
     def __init__(self, tensors: Mapping[str, Tensor]):
         self.tensors = tensors
@@ -185,35 +191,35 @@ class Versions:
 
     @functools.cached_property
     def storages(self) -> dict[int, str]:
-        """The names of tensors by where their values are."""
-        found = {storage_of(leaf): name for name, leaf in self.tensors.items()}
+        """The names of tensors by the id of their storage."""
+        found = {storage_id(leaf): name for name, leaf in self.tensors.items()}
         return {storage: name for storage, name in found.items() if storage is not None}
 
     def check(self) -> None:
         """Refuse a tensor that was written into."""
         for name, leaf in self.tensors.items():
             if _version(leaf) != self.before[name]:
-                raise written(name, "an operation in place")
+                raise write_error(name, "an operation in place")
 
     def check_write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse an operation that is about to write into one of them, or into a view of it."""
+        """Refuse an operation that is about to write into one of the tensors, or into a view of one."""
         into = kwargs["out"] if kwargs.get("out") is not None else args[0] if args else None
         for leaf in into if isinstance(into, (list, tuple)) else (into,):
-            if isinstance(leaf, Tensor) and (name := self.storages.get(storage_of(leaf) or 0)) is not None:
-                raise written(name, resolve_name(func) or getattr(func, "__name__", "an operation in place"))
+            if isinstance(leaf, Tensor) and (name := self.storages.get(storage_id(leaf) or 0)) is not None:
+                raise write_error(name, resolve_name(func) or getattr(func, "__name__", "an operation in place"))
 
 
-def written(name: str, operation: str) -> FdpError:
-    """The refusal of a module that keeps something of what it is called with."""
+def write_error(name: str, operation: str) -> FdpError:
+    """Return the error for a module that writes into its own tensors when it is called."""
     return FdpError(
-        f"{name}: the module changes this tensor when it is called (by {operation}): it would hold what samples were "
-        f"seen, without noise, and what is computed would depend on who was seen before. Put the part that does in "
-        f"eval(), or take the write out of its forward() and do it between the steps"
+        f"{name}: the module changes this tensor when it is called (by {operation}): it would record the samples "
+        f"without noise, and results would depend on earlier samples. Put the part that writes in eval(), or move the "
+        f"write out of its forward() and do it between the steps"
     )
 
 
-def storage_of(leaf: Tensor) -> int | None:
-    """Where a tensor's values are; None of one that has no place of its own, inside of a transform."""
+def storage_id(leaf: Tensor) -> int | None:
+    """Return the id of a tensor's storage, or None for a tensor inside a transform, which has no storage of its own."""
     try:
         return leaf.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):

@@ -14,7 +14,7 @@ from fdp import models
 from fdp.cli.inspect import inspect_command
 from fdp.foreign.inspect import inspect_model
 from fdp.foreign.module import from_module
-from fdp.foreign.uses.watch import operation
+from fdp.foreign.uses.custom_rules import operation
 from fdp.gradients.plan import Method
 from fdp.optimizers import adamw, sgd
 from fdp.types import FdpError

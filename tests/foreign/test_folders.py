@@ -17,9 +17,9 @@ from fdp.cli.main import main
 from fdp.fast.compiled import Blocks
 from fdp.foreign.hub.classification import PaddingMasks
 from fdp.foreign.hub.hugging_face import load, load_model, model_of, params_of, save
-from fdp.foreign.hub.tensor_names import Place, stored_places
-from fdp.foreign.stack.fast_paths import reference
-from fdp.foreign.stack.parts import Before
+from fdp.foreign.hub.tensor_names import StoredSlice, locate_stored
+from fdp.foreign.stack.block_functions import BeforeLayers
+from fdp.foreign.stack.fast_paths import reference_module
 from fdp.gradients.per_sample import clipped_sum, per_sample_norms
 from fdp.gradients.plan import Method, make_plan
 from fdp.optimizers import sgd
@@ -49,7 +49,7 @@ def gradients_alone(module: Any, model: Any, data: dict[str, Any]) -> dict[str, 
     leaves = [own[path] for path in model.leaves]
     for b in range(len(data[next(iter(data))])):
         one = {entry: leaf[b : b + 1] for entry, leaf in data.items()}
-        loss = own_losses(reference(module), one).sum()
+        loss = own_losses(reference_module(module), one).sum()
         rows.append(torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True))
     return {path: torch.stack([row[i] for row in rows]) for i, path in enumerate(model.leaves)}
 
@@ -57,7 +57,9 @@ def gradients_alone(module: Any, model: Any, data: dict[str, Any]) -> dict[str, 
 def assert_exact(name: str, method: Method, blocks: Blocks | None = None) -> None:
     module, model, params, data = made(name)
     tolerance = 1e-3 if name in NARROW else 1e-5 if name in COARSE else 1e-9
-    torch.testing.assert_close(model.loss(params, data), own_losses(reference(module), data), rtol=tolerance, atol=1e-6)
+    torch.testing.assert_close(
+        model.loss(params, data), own_losses(reference_module(module), data), rtol=tolerance, atol=1e-6
+    )
     expected = gradients_alone(module, model, data)
     plan = make_plan(model, params, data, method=method, dtype=next(module.parameters()).dtype)
     _, norms, stash = per_sample_norms(model, params, data, plan=plan, blocks=blocks)
@@ -108,7 +110,7 @@ def test_layers_are_blocks_where_they_can_be(name):
 def test_a_decoder_that_classifies_is_given_causal_masks_with_padding_or_without():
     module, model, params, data = made("mistral classifier")  # has a window that is felt
     before = model.blocks[0].apply
-    assert isinstance(before, Before)
+    assert isinstance(before, BeforeLayers)
     assert before.call == PaddingMasks(False, True, ("sliding_attention",), 4, (("use_cache", False),))
     full = data | {"mask": torch.ones_like(data["mask"])}  # the module itself would leave out the mask, or not
     for given in (data, full):
@@ -155,22 +157,22 @@ def test_experts_that_are_stored_one_by_one_come_and_go(tmp_path):
 
 
 def test_a_part_of_the_experts_is_read_by_itself(tmp_path):
-    from fdp.foreign.hub.files import Stored, _joined, empty_module
+    from fdp.foreign.hub.read_folder import StoredTensors, _read_leaf, empty_module
 
     folder = folders.save("mixtral", tmp_path)
-    stored, module = Stored(folder), empty_module(folder)
+    stored, module = StoredTensors(folder), empty_module(folder)
     path = "model.layers.1.mlp.experts.gate_up_proj"
-    places = {place._replace(name=""): key for key, place in stored_places(stored.files, module).items()
+    places = {place._replace(name=""): key for key, place in locate_stored(stored.files, module).items()
               if place.name == path}  # fmt: skip
     assert len(places) == 8
-    assert Place("", 3, 24, 48) in places
+    assert StoredSlice("", 3, 24, 48) in places
     shape = tuple(module.get_parameter(path).shape)
-    whole = _joined(stored, path, places, shape, None)
-    part = _joined(stored, path, places, shape, ((1, 2), (20, 10), (0, 16)))
+    whole = _read_leaf(stored, path, places, shape, None)
+    part = _read_leaf(stored, path, places, shape, ((1, 2), (20, 10), (0, 16)))
     torch.testing.assert_close(part, whole[1:3, 20:30], rtol=0, atol=0)
-    del places[Place("", 3, 24, 48)]
+    del places[StoredSlice("", 3, 24, 48)]
     with pytest.raises(FdpError, match="expected 4 experts of 48 rows"):
-        _joined(stored, path, places, shape, None)
+        _read_leaf(stored, path, places, shape, None)
 
 
 # ---------------------------------------------------------------- the command line

@@ -20,10 +20,10 @@ from fdp.data.document_packing import PackUnit, pack
 from fdp.data.documents import join_documents
 from fdp.data.users import by_user
 from fdp.fast.compiled import Blocks
-from fdp.foreign.hub import files, hugging_face
+from fdp.foreign.hub import hugging_face, read_folder
 from fdp.foreign.hub.hugging_face import causal_lm, classifier, load, load_model, params_of, save
 from fdp.foreign.hub.masks import CausalMasks
-from fdp.foreign.stack.parts import Before
+from fdp.foreign.stack.block_functions import BeforeLayers
 from fdp.gradients.per_sample import clipped_sum, per_sample_norms
 from fdp.gradients.plan import Method, make_plan
 from fdp.model import Model
@@ -160,14 +160,14 @@ def _table(module: Any) -> str:
 def test_plain_causal_attention_is_left_to_the_kernel_and_windows_get_masks():
     for name in ("gpt2", "llama", "qwen2", "gemma", "opt"):
         before = made(name)[1].blocks[0].apply
-        assert isinstance(before, Before)
+        assert isinstance(before, BeforeLayers)
         assert isinstance(before.call, CausalMasks)
-        assert "attention_mask': None" in repr(before.forms[0]) or "None" in repr(before.forms[0].args)
+        assert "attention_mask': None" in repr(before.templates[0]) or "None" in repr(before.templates[0].args)
     for name in ("mistral", "gemma2"):
         before = made(name)[1].blocks[0].apply
-        assert isinstance(before, Before)
+        assert isinstance(before, BeforeLayers)
         assert isinstance(before.call, CausalMasks)
-        assert "attention_mask': Slot" in repr(before.forms[0])
+        assert "attention_mask': TensorSlot" in repr(before.templates[0])
 
 
 def test_a_window_that_the_example_did_not_feel_is_refused():
@@ -401,7 +401,8 @@ def test_values_are_saved_as_they_were_stored_or_as_said(tmp_path):
     save(tmp_path / "half", params, source=tmp_path / "old")
     save(tmp_path / "full", params, source=tmp_path / "old", dtype=torch.float32)
     kinds = {
-        folder: files.Stored(tmp_path / folder).part("transformer.wte.weight").dtype for folder in ("half", "full")
+        folder: read_folder.StoredTensors(tmp_path / folder).part("transformer.wte.weight").dtype
+        for folder in ("half", "full")
     }
     assert kinds == {"half": torch.bfloat16, "full": torch.float32}
     assert json.loads((tmp_path / "full" / "config.json").read_text())["dtype"] == "float32"
@@ -499,22 +500,22 @@ class Counting:
 
 def load_counted(folder: str, zero: Zero, axes: dict[str, int]) -> dict[str, Any]:
     """What a rank reads, what it holds then, and what it held at most."""
-    module = files.empty_module(Path(folder))
+    module = read_folder.empty_module(Path(folder))
     model = hugging_face.model_of(module)
     sharding = make_sharding(model, make_mesh(axes, device_type="cpu"), zero=zero)
-    own, read, alive = files.safe_open, [], Alive()
+    own, read, alive = read_folder.safe_open, [], Alive()
 
     def note(part: Tensor) -> Tensor:
         alive.note(part)
         read.append(part.numel() * part.element_size())
         return part
 
-    files.safe_open = lambda *args, **kwargs: Counting(own(*args, **kwargs), note)  # pyright: ignore
+    read_folder.safe_open = lambda *args, **kwargs: Counting(own(*args, **kwargs), note)  # pyright: ignore
     try:
         with alive:
-            params = files.read_params(Path(folder), module, model, sharding, dtype=torch.float64)
+            params = read_folder.read_params(Path(folder), module, model, sharding, dtype=torch.float64)
     finally:
-        files.safe_open = own
+        read_folder.safe_open = own
     parts = {path: leaf.to_local() for path, leaf in tree.flatten(params).items()}
     return {
         "read": sum(read),
@@ -542,7 +543,7 @@ AXES = [({"shard": 4}, Zero.THREE, 1), ({"replicate": 2, "shard": 2}, Zero.TWO, 
 
 @pytest.mark.parametrize(("axes", "zero", "repeated"), AXES)
 def test_ranks_read_their_parts_and_hold_no_more_than_them_and_one_tensor(axes, zero, repeated, tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "run_in_unison", lambda act, group: act())  # fake ranks say nothing to each other
+    monkeypatch.setattr(read_folder, "run_in_unison", lambda act, group: act())  # fake ranks say nothing to each other
     module = stored("llama", tmp_path / "model", max_shard_size="4KB")
     ranks = []
     for rank in range(4):

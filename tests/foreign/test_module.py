@@ -295,7 +295,7 @@ def test_tokens_flattened_before_samples_are_found_by_the_check():
     module: Any = shaken(Flattening())
     with pytest.raises(
         FdpError,
-        match=r"layer.weight: the gradient of sample \d has another norm in a batch than if the module is called",
+        match=r"layer.weight: expected the gradient of sample \d to have the same norm in a batch as alone",
     ) as caught:
         from_module(module, loss=labels, example=data)
     for b in range(3):  # and shows no norm
@@ -313,7 +313,7 @@ def test_a_parameter_that_the_module_keeps_elsewhere_is_found_by_the_check():
     held = first.weight
     first.forward = lambda x: F.linear(x, held)  # type: ignore[method-assign]
     data = {"input": randn(3, 4), "label": LABEL}
-    with pytest.raises(FdpError, match=r"never uses \['0.bias', '0.weight'\]|0.weight: the gradient"):
+    with pytest.raises(FdpError, match=r"never uses \['0.bias', '0.weight'\]|0.weight: expected the gradient"):
         from_module(module, loss=labels, example=data)
 
 
@@ -338,7 +338,7 @@ def test_a_buffer_that_changes_is_refused_and_put_back():
 
 
 def test_checks_need_an_example():
-    with pytest.raises(FdpError, match=r"Linear: expected an example, a batch of two samples or more"):
+    with pytest.raises(FdpError, match=r"Linear: expected an example, a batch of at least two samples"):
         from_module(nn.Linear(4, 3), loss=labels)
     from_module(nn.Linear(4, 3), loss=labels, check=False)
 

@@ -24,8 +24,8 @@ from fdp import optimizers, tree
 from fdp.checks.model_checks import check_rows
 from fdp.fast.compiled import Blocks
 from fdp.foreign.module import from_module
-from fdp.foreign.module_state import Kept, state_of
-from fdp.foreign.perturbed import paddings_of, perturbed
+from fdp.foreign.module_state import ModuleBackup, state_of
+from fdp.foreign.perturb_samples import paddings_of, perturb_samples
 from fdp.foreign.uses import watch
 from fdp.gradients.per_sample import per_sample_norms
 from fdp.gradients.plan import make_plan
@@ -269,7 +269,9 @@ def test_a_table_outside_of_the_module_is_exact_or_refused():
     torch.testing.assert_close(
         norms_of(model, params, {"x": randn(3, 6, 6)}), norms_alone(module, {"x": randn(3, 6, 6)})
     )
-    with pytest.raises(FdpError, match="Elsewhere: returned a tensor without values: the module keeps a table outside"):
+    with pytest.raises(
+        FdpError, match="Elsewhere: expected a result with values, got one without: the module keeps a table outside"
+    ):
         norms_of(model, params, {"x": randn(3, 8, 6)})
     table.cache_clear()
 
@@ -297,11 +299,14 @@ class Draws(nn.Module):
 def test_what_one_call_leaves_for_the_next_is_refused_and_put_back():
     module: Any = shaken(Remembers())
     with pytest.raises(
-        FdpError, match=r"after others, it gives other losses: .* keeps something of it in \['memory'\]"
+        FdpError,
+        match=r"got other losses from a second call with the same samples: .* stores something in \['memory'\]",
     ):
         from_module(module, loss=squares, example={"x": randn(4, 3, 6)})
     assert module.memory.eq(0).all()
-    with pytest.raises(FdpError, match="after others, it gives other losses: the module draws numbers of its own"):
+    with pytest.raises(
+        FdpError, match="got other losses from a second call with the same samples: the module draws random numbers"
+    ):
         from_module(shaken(Draws()), loss=squares, example={"x": randn(4, 3, 6)})
 
 
@@ -322,13 +327,13 @@ def test_a_random_number_that_nobody_uses_is_allowed_and_not_drawn():
     assert_exact(Foreign(module, {"x": randn(3, 6)}, {"loss": squares}))
     assert_exact(Foreign(module, {"x": randn(3, 6)}, {"loss": squares}), blocks=Blocks(backend="aot_eager"))
     assert torch.equal(before, torch.get_rng_state())
-    with pytest.raises(FdpError, match=r"torch.rand: expected a module whose forward, run twice"):
+    with pytest.raises(FdpError, match=r"torch.rand: expected a forward that gives the same result twice"):
         from_module(module.train(), loss=squares, example={"x": randn(3, 6)})
 
 
 def test_all_that_a_module_holds_is_written_down_and_put_back():
     module: Any = Tagger(lambda m, h: None)
-    before, kept = digest(module), Kept(module)
+    before, kept = digest(module), ModuleBackup(module)
     assert {"last", "seen", "plain", "held.one.0", "layer.weight"} <= set(state_of(module).tensors)
     module.plain, module.new, module.held["two"] = torch.ones(4), 3, []
     module.held["one"].append(4)
@@ -399,13 +404,13 @@ def test_samples_in_another_order_are_exact_by_the_remedy():
 
 @pytest.mark.parametrize("padding", [0, 12])
 def test_an_order_that_operations_do_not_show_is_seen_in_samples_of_other_lengths(padding, monkeypatch):
-    monkeypatch.setattr(watch, "note_order", lambda *_: None)
-    with pytest.raises(FdpError, match=r"has another norm in a batch|moved another sample"):
+    monkeypatch.setattr(watch, "note_reordering", lambda *_: None)
+    with pytest.raises(FdpError, match=r"to have the same norm in a batch|moved another sample"):
         from_module(shaken(LongestFirst(padding)), loss=squares, example=EQUAL)
 
 
 def test_an_order_that_only_a_real_microbatch_shows_is_refused_at_the_first_step(monkeypatch):
-    monkeypatch.setattr(watch, "note_order", lambda *_: None)
+    monkeypatch.setattr(watch, "note_reordering", lambda *_: None)
     module = shaken(LongestFirst(12))
     model, params = from_module(module, loss=squares, check=False)  # never looked at
     data = {"x": EQUAL["x"].repeat(3, 1)}
@@ -420,7 +425,7 @@ def test_an_order_that_only_a_real_microbatch_shows_is_refused_at_the_first_step
 
 
 def test_rows_in_their_place_pass(monkeypatch):
-    monkeypatch.setattr(watch, "note_order", lambda *_: None)
+    monkeypatch.setattr(watch, "note_reordering", lambda *_: None)
     model, params = from_module(shaken(LongestFirst(12)), loss=squares, check=False)
     check_rows(model, params, EQUAL, plan=make_plan(model, params, EQUAL, dtype=torch.float64))
     unequal = {"x": EQUAL["x"].clone()}
@@ -447,7 +452,7 @@ def test_picking_each_samples_own_token_is_no_other_order():
 
 def test_perturbed_samples_are_of_unequal_lengths_and_sizes():
     data = {"x": ids(4, 6), "mask": torch.ones(4, 6, dtype=torch.long), "v": randn(4, 6, 2), "label": torch.arange(4)}
-    found = perturbed(data, (0, 12))
+    found = perturb_samples(data, (0, 12))
     cut, scaled = found[:8], found[8:]
     lengths = [int(sample.data["mask"].sum()) for sample in cut]
     assert sorted(set(lengths)) == [1, 2, 3, 4]

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fdp.fast.compiled import Blocks
 from fdp.foreign.module import from_module
-from fdp.foreign.stack.fast_paths import reference
+from fdp.foreign.stack.fast_paths import reference_module
 from fdp.foreign.uses import dropout
 from fdp.gradients.per_sample import per_sample_norms
 from fdp.gradients.plan import Method, make_plan
@@ -214,7 +214,7 @@ def test_a_module_that_changes_its_mode_afterwards_is_refused():
     model, params = from_module(module, loss=squares, example=data)
     model.loss(params, data)
     module[1].train()
-    with pytest.raises(FdpError, match=r"Sequential: expected its parts in train\(\) or eval\(\) as they were"):
+    with pytest.raises(FdpError, match=r"Sequential: expected its parts in the train\(\) or eval\(\) mode they had"):
         model.loss(params, data)
 
 
@@ -251,7 +251,7 @@ def family(name: str) -> Foreign:
 def test_families_of_transformers_are_exact(name):
     foreign = family(name)
     made = foreign.model(check=True)
-    assert_exact(foreign._replace(module=reference(foreign.module)), made=made)
+    assert_exact(foreign._replace(module=reference_module(foreign.module)), made=made)
 
 
 @pytest.mark.slow

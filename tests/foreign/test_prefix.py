@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from fdp import keys, tree
 from fdp.fast.compiled import Blocks
-from fdp.foreign.adapters.prefix import _Prefixed, prefix_model, prefix_paths, prefix_tuning
+from fdp.foreign.adapters.prefix import _PrefixedLayer, prefix_model, prefix_paths, prefix_tuning
 from fdp.foreign.adapters.prefix_save import save_prefix
-from fdp.foreign.call_forms import HIDDEN, Form
-from fdp.foreign.hub.cache import Prefix
+from fdp.foreign.call_template import HIDDEN_SLOT, CallTemplate
 from fdp.foreign.hub.causal import causal_lm
+from fdp.foreign.hub.prefix_cache import PrefixCache
 from fdp.foreign.module import from_module
-from fdp.foreign.stack.parts import Constants, Layer
+from fdp.foreign.stack.block_functions import Constants, LayerBlock
 from fdp.gradients.per_sample import clipped_sum, per_sample_norms, plain_sum
 from fdp.gradients.plan import Method, make_plan
 from fdp.model import Model, check_params
@@ -205,7 +205,7 @@ def test_a_prefix_or_prompt_of_peft_is_taken_by_from_module(kind: str) -> None:
     torch.manual_seed(0)
     config = getattr(peft, made)(task_type="CAUSAL_LM", num_virtual_tokens=VIRTUAL, **more)
     module = peft.get_peft_model(models.make("gpt2"), config).double().eval()
-    with pytest.raises(FdpError, match="which puts something before the tokens; take it by from_module"):
+    with pytest.raises(FdpError, match="which puts something before the tokens; use from_module"):
         causal_lm(module, context=CONTEXT)
     model, params = from_module(
         module,
@@ -234,9 +234,11 @@ class Deaf(nn.Module):
 
 
 def test_a_layer_that_does_not_ask_for_its_prefix_is_refused() -> None:
-    layer = Layer(Deaf(), Form((HIDDEN,), {"past_key_values": Prefix(2)}), (), Constants(Deaf(), {}))
+    layer = LayerBlock(
+        Deaf(), CallTemplate((HIDDEN_SLOT,), {"past_key_values": PrefixCache(2)}), (), Constants(Deaf(), {})
+    )
     with pytest.raises(FdpError, match="asks its cache for keys and values once, got 0 times from Deaf"):
-        _Prefixed(layer)({"base": {}, "prefix": randn(2, 1, 2, 3)}, (randn(3, 5, 4),), DATA)
+        _PrefixedLayer(layer)({"base": {}, "prefix": randn(2, 1, 2, 3)}, (randn(3, 5, 4),), DATA)
 
 
 @pytest.mark.parametrize(
@@ -258,5 +260,5 @@ def test_the_context_is_what_the_prefix_leaves() -> None:
 
 
 def test_heads_that_are_not_those_of_the_config_are_refused() -> None:
-    with pytest.raises(FdpError, match="for a layer of 2 key heads of 8 features"):
-        Prefix(4, randn(3, 4, 4, 8), randn(3, 4, 4, 8)).update(randn(3, 2, 5, 8), randn(3, 2, 5, 8), 0)
+    with pytest.raises(FdpError, match="for a layer with 2 key heads of 8 features"):
+        PrefixCache(4, randn(3, 4, 4, 8), randn(3, 4, 4, 8)).update(randn(3, 2, 5, 8), randn(3, 2, 5, 8), 0)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fdp.fast.compiled import Blocks
 from fdp.foreign.module import from_module
-from fdp.foreign.stack.experts import routed
+from fdp.foreign.stack.experts import routed_product
 from fdp.foreign.uses.rarer_products import BILINEAR
 from fdp.foreign.uses.routing import DIGIT, ROUTED, pack, unpack
 from fdp.gradients.per_sample import per_sample_norms
@@ -147,7 +147,9 @@ CASES: dict[str, tuple[Callable[[], Foreign], tuple[str, ...]]] = {
     ),
     "an expert per sample": (lambda: of(lambda m, x: x @ m.w[(x[:, 0, 0] > 0).long()], ROWS, w=(2, 4, 3)), ("routed",)),
     "routed": (
-        lambda: of(lambda m, x: routed(x.reshape(-1, 4), choice(x), m.w).reshape(*x.shape[:2], 2), ROWS, w=(3, 2, 4)),
+        lambda: of(
+            lambda m, x: routed_product(x.reshape(-1, 4), choice(x), m.w).reshape(*x.shape[:2], 2), ROWS, w=(3, 2, 4)
+        ),
         ("routed",),
     ),
 }
@@ -204,9 +206,9 @@ def test_bilinear_forms_agree_with_vmap_grad():
 
 
 @pytest.mark.parametrize("turned", [True, False])
-def test_routed_experts_agree_with_vmap_grad(turned):
+def test_routed_experts_agree_with_vmap_grad(transposed):
     packed = pack(randn(3, 7, 4), ids(3, 7, below=5))
-    check_rule(ROUTED, packed, randn(5, 4, 6) if turned else randn(5, 6, 4), tolerance=1e-12, turned=turned)
+    check_rule(ROUTED, packed, randn(5, 4, 6) if transposed else randn(5, 6, 4), tolerance=1e-12, transposed=transposed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -221,7 +223,7 @@ def test_tokens_of_one_sample_leave_other_experts_alone():
     """A token that is not a number makes its own sample's norm not a number, and no other's."""
     x, numbers = randn(2, 3, 4), torch.tensor([[0, 1, 1], [1, 1, 0]])
     x[0, 0] = torch.nan
-    record: Any = ROUTED.record(pack(x, numbers), randn(2, 3, 5), (2, 5, 4), turned=False)
+    record: Any = ROUTED.record(pack(x, numbers), randn(2, 3, 5), (2, 5, 4), transposed=False)
     norms = (record.left.transpose(-1, -2) @ record.right).flatten(1).square().sum(1)
     assert norms[0].isnan()
     assert norms[1].isfinite()

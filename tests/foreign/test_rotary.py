@@ -13,7 +13,7 @@ from fdp import keys, tree
 from fdp.foreign.adapters.prefix import prefix_tuning
 from fdp.foreign.hub.causal import causal_lm
 from fdp.foreign.hub.classification import classifier
-from fdp.foreign.hub.rotary import tables_of, with_fixed_tables
+from fdp.foreign.hub.rotary import rotary_tables, with_fixed_tables
 from fdp.foreign.leaves import params_of
 from fdp.foreign.module import from_module
 from fdp.gradients.per_sample import clipped_sum, per_sample_norms
@@ -128,8 +128,8 @@ def test_the_module_is_left_as_it_is_and_its_past_makes_no_difference(family: st
     one, other = (causal_lm(part, context=CONTEXT, example=data) for part in (module, called))
     assert torch.equal(one.loss(params_of(module, one), data), other.loss(params_of(called, other), data))
     assert all(torch.equal(buffer, before[name]) for name, buffer in module.named_buffers())
-    assert [table.limit for table in tables_of(module)] == [SHORT]
-    assert not tables_of(with_fixed_tables(module, length=CONTEXT))
+    assert [table.limit for table in rotary_tables(module)] == [SHORT]
+    assert not rotary_tables(with_fixed_tables(module, length=CONTEXT))
     assert module.model.rotary_emb.rope_type != "default"
 
 

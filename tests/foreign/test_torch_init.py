@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fdp import tree
-from fdp.foreign import torch_init
+from fdp.foreign import init_tape
 from fdp.foreign.torch_init import place_leaves, torch_leaves
 from fdp.types import FdpError
 
@@ -207,13 +207,13 @@ def test_the_random_state_is_as_before_when_the_factory_fails():
 
 def test_a_skipped_draw_is_seen(monkeypatch):
     """The comparison can fail: without the discarded draws, every leaf starts at the head of the stream."""
-    call = torch_init._Tape._call
+    call = init_tape.InitTape._call
 
     def skip(self, op, env):
         discarded = op.func is torch.ops.aten.uniform_.default and op.stream is None
         return None if discarded else call(self, op, env)
 
-    monkeypatch.setattr(torch_init._Tape, "_call", skip)
+    monkeypatch.setattr(init_tape.InitTape, "_call", skip)
     got, want = dict(torch_leaves(MODULES["linear"], seed=0)), constructed(MODULES["linear"], 0)
     assert torch.equal(got["0.weight"], want["0.weight"])
     assert not torch.equal(got["2.weight"], want["2.weight"])

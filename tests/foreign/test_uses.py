@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import fdp.foreign.uses.watch
 from fdp import keys, ops
 from fdp.fast.compiled import Blocks
 from fdp.foreign.uses import dropout
+from fdp.foreign.uses.custom_rules import operation, rule
+from fdp.foreign.uses.dispatch import RULES
 from fdp.foreign.uses.einsum import EINSUM, parse
+from fdp.foreign.uses.function_table import FUNCTION_KINDS, HANDLERS, FunctionKind
 from fdp.foreign.uses.products import LINEAR_ROWS
-from fdp.foreign.uses.watch import RULES, operation, rule
 from fdp.gradients.costs import sizes
 from fdp.gradients.per_sample import per_sample_norms
 from fdp.gradients.plan import Method, make_plan
@@ -211,7 +213,7 @@ def test_another_extent_that_happens_to_be_the_number_of_samples_is_refused():
 
 def test_tokens_in_front_are_refused_unless_said():
     foreign = probe(lambda m, x: F.linear(x.transpose(0, 1), m.w).transpose(0, 1), {"x": randn(4, 7, 4)}, w=(5, 4))
-    with pytest.raises(FdpError, match=r"w: used on an input of shape \(7, 4, 4\).*batch_first=False"):
+    with pytest.raises(FdpError, match=r"w: expected an input with .*batch_first=False.* got shape \(7, 4, 4\)"):
         assert_exact(foreign)
     assert_exact(foreign._replace(options=foreign.options | {"batch_first": False}))
 
@@ -228,7 +230,7 @@ def test_what_samples_were_written_into_is_no_constant():
 
 def test_a_result_without_samples_is_refused():
     foreign = probe(lambda m, x: m.g.exp(), X, g=(3,))
-    with pytest.raises(FdpError, match=r"g: the module returns a value of shape \(3,\) .* without samples"):
+    with pytest.raises(FdpError, match=r"g: expected the module to return \(batch, ...\), got a value of shape \(3,\)"):
         assert_exact(foreign)
 
 
@@ -270,7 +272,10 @@ REFUSED: dict[str, tuple[Callable[[], Foreign], str]] = {
     ),
     "as a number": (lambda: probe(lambda m, x: x * m.s * float(m.s), X, s=()), "s: used by .*(float|item)"),
     "property": (lambda: probe(lambda m, x: x * m.g.T, X, g=(4,)), r"g: used by the property .T"),
-    "per sample": (lambda: probe(lambda m, x: x * m.g, X, g=(3, 1, 4)), r"g: as a tensor of shape \(3, 1, 4\)"),
+    "per sample": (
+        lambda: probe(lambda m, x: x * m.g, X, g=(3, 1, 4)),
+        r"g: expected an extent of 1 in dim 0.*got shape \(3, 1, 4\)",
+    ),
     "no gradient": (
         lambda: probe(under_no_grad, X, g=(4,)),
         r"g: used by a torch.autograd.Function, or under torch.no",
@@ -313,14 +318,16 @@ def test_a_backward_of_ones_own_is_refused_or_materialised():
 def test_a_property_that_torch_compile_does_not_show_is_refused_there():
     foreign = probe(lambda m, x: (x @ m.w.T).tanh(), X, w=(5, 4))
     assert_exact(foreign)
-    with pytest.raises(FdpError, match=r": read by the property .T, which torch.compile does not show; write .t\(\)"):
+    with pytest.raises(
+        FdpError, match=r": expected .t\(\), got the property .T, which torch.compile does not show; write .t\(\)"
+    ):
         assert_exact(foreign, blocks=EAGER())
 
 
 def test_a_use_that_torch_compile_does_not_show_is_no_number(monkeypatch):
     # F.pad is such a function; if nothing refused it there, the leaf's one use would be seen and the other not.
-    monkeypatch.delitem(fdp.foreign.uses.watch.HANDLERS, F.pad)
-    monkeypatch.setitem(fdp.foreign.uses.watch.KINDS, F.pad, fdp.foreign.uses.watch.Kind.ALONE)
+    monkeypatch.delitem(HANDLERS, F.pad)
+    monkeypatch.setitem(FUNCTION_KINDS, F.pad, FunctionKind.PARAMETERS_ONLY)
     foreign = probe(lambda m, x: x * m.g + F.pad(m.g, (0, 0)), X, g=(4,))
     assert_exact(foreign)
     model, params = foreign.model()
@@ -376,15 +383,15 @@ def test_dropout_in_attention_modules_draws_from_keys():
 
 def test_dropout_keeps_the_mean_and_drops_its_share():
     x = torch.ones(8, 50_000, dtype=torch.float64)
-    drawn = dropout.dropped(x, keys.split(keys.key(0), 8), 1, 0.3)
+    drawn = dropout.apply_dropout(x, keys.split(keys.key(0), 8), 1, 0.3)
     assert ((drawn == 0).double().mean(1) - 0.3).abs().max() < 0.01
     assert set(drawn.unique().tolist()) == {0.0, 1 / 0.7}
-    other = dropout.dropped(x, keys.split(keys.key(0), 8), 2, 0.3)
+    other = dropout.apply_dropout(x, keys.split(keys.key(0), 8), 2, 0.3)
     both = ((drawn == 0) & (other == 0)).double().mean()
     assert abs(both - 0.09) < 0.003  # calls are independent, and so are samples
     assert abs(((drawn[0] == 0) & (drawn[1] == 0)).double().mean() - 0.09) < 0.01
     assert abs(((drawn[:, 1:] == 0) & (drawn[:, :-1] == 0)).double().mean() - 0.09) < 0.003
-    assert (dropout.dropped(x, keys.split(keys.key(0), 8), 1, 1.0) == 0).all()
+    assert (dropout.apply_dropout(x, keys.split(keys.key(0), 8), 1, 1.0) == 0).all()
 
 
 def test_the_next_blocks_keys_are_others():
@@ -406,10 +413,15 @@ def test_every_call_of_dropout_draws_anew():
 
 def test_dropout_without_keys_is_refused():
     foreign = noisy()._replace(data=X)
-    with pytest.raises(FdpError, match=r"dropout with p = 0.5 .* eval\(\), or add them: .*with_keys"):
+    with pytest.raises(
+        FdpError,
+        match=r"dropout: expected a key per sample.* got none for p = 0.5 .* eval\(\), or add keys: .*with_keys",
+    ):
         assert_exact(foreign)
     shared = probe(lambda m, x: x * F.dropout(m.g, 0.5), dropout.with_keys(X, keys.key(5)), g=(4,))
-    with pytest.raises(FdpError, match=r"dropout of a tensor of shape \(4,\) without samples"):
+    with pytest.raises(
+        FdpError, match=r"dropout: expected a tensor of shape .* got one of shape \(4,\) without samples"
+    ):
         assert_exact(shared)
     with pytest.raises(FdpError, match="expected a dictionary"):
         dropout.with_keys([X["x"]], keys.key(0))  # pyright: ignore
@@ -434,7 +446,7 @@ def test_what_draws_from_torch_is_refused(draw):
 def test_dropout_between_recurrent_layers_is_refused():
     layers = nn.LSTM(4, 4, num_layers=2, dropout=0.5, batch_first=True).double()
     foreign = Foreign(layers, {"input": randn(3, 5, 4)}, {"loss": lambda out, _: out[0].square().sum((1, 2))})
-    with pytest.raises(FdpError, match=r"dropout with p = 0.5 between recurrent layers"):
+    with pytest.raises(FdpError, match=r"dropout: expected none between recurrent layers"):
         assert_exact(foreign)
 
 
@@ -447,7 +459,8 @@ def gated(x: Tensor, weight: Tensor, *, power: int = 2) -> Tensor:
     return F.linear(x, weight) ** power
 
 
-def test_an_operation_of_ones_own_needs_a_rule_and_then_is_exact(monkeypatch):
+@mock.patch.dict(RULES, clear=True)
+def test_a_custom_operation_is_refused_without_a_rule_and_exact_with_one():
     @operation
     def scaled(x: Tensor, weight: Tensor, *, by: float = 1.0) -> Tensor:
         return by * F.linear(x, weight)
@@ -455,7 +468,6 @@ def test_an_operation_of_ones_own_needs_a_rule_and_then_is_exact(monkeypatch):
     foreign = probe(lambda m, x: scaled(x, m.w, by=3.0).tanh(), X, w=(5, 4))
     with pytest.raises(FdpError, match=r"w: used by .*scaled.* on \(3, 6, 4\)"):
         assert_exact(foreign)
-    monkeypatch.setattr(fdp.foreign.uses.watch, "RULES", {})
     made = rule(scaled, example=(randn(3, 6, 4), randn(5, 4)), by=2.0)(
         lambda x, g, shape, *, by: Pair(rows(by * g), rows(x), shape)
     )
@@ -464,8 +476,8 @@ def test_an_operation_of_ones_own_needs_a_rule_and_then_is_exact(monkeypatch):
     assert_exact(foreign, blocks=EAGER())
 
 
-def test_an_operator_of_torch_ops_takes_a_rule(monkeypatch):
-    monkeypatch.setattr(fdp.foreign.uses.watch, "RULES", {})
+@mock.patch.dict(RULES, clear=True)
+def test_an_operator_of_torch_ops_takes_a_rule():
     with torch.library._scoped_library("fdp_test", "DEF") as library:
         library.define("thrice(Tensor x, Tensor weight) -> Tensor")
         library.impl("thrice", lambda x, weight: 3 * F.linear(x, weight), "CompositeImplicitAutograd")

@@ -1,4 +1,4 @@
-"""A trained prefix as a folder that ``peft`` reads.
+"""Save a trained prefix as a folder that ``peft`` reads.
 
 adapter_config.json + adapter_model.safetensors {"prompt_embeddings": (tokens, layers * 2 * heads * features)}
 
@@ -35,12 +35,12 @@ def save_prefix(
     base: str | os.PathLike[str] | None = None,
     files: Mapping[str, str] | None = None,
 ) -> None:
-    """Write the prefix in ``params``; ``base``: where the model it is for can be found. Every rank calls it.
+    """Write the prefix in ``params``. Every rank calls it.
 
-    ``files`` are texts by name, to be written beside it.
+    ``base`` is the location of the model it belongs to; ``files`` are further text files to write, by name.
 
     Guarantees:
-      - ``path`` appears whole, by one rename; one that exists is refused.
+      - ``path`` appears complete, by one rename; an existing one is refused.
     """
     folder, flat = Path(path), tree.flatten(params)
     layers = [flat[leaf] for leaf in prefix_paths(flat)]
@@ -56,7 +56,7 @@ def _write(
     files: Mapping[str, str],
 ) -> None:
     if folder.exists():
-        raise FdpError(f"{folder}: expected no folder of this name, got one; give another name")
+        raise FdpError(f"{folder}: expected no folder of this name, got an existing one; give another name")
     layers, _, heads, tokens, features = values.shape
     config = {
         "peft_type": "PREFIX_TUNING",

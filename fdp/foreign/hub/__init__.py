@@ -1,1 +1,1 @@
-"""Folders in the format of ``transformers``: read, convert to a stack, save."""
+"""Models in the format of ``transformers``: read a folder, convert the module to a stack of blocks, write a folder."""

@@ -1,9 +1,9 @@
-"""Causal language models of ``transformers`` as stacks: GPT-2, Llama, Qwen, Gemma, Mistral, OPT and their like.
+"""Causal language models of ``transformers`` as stacks: GPT-2, Llama, Qwen, Gemma, Mistral, OPT and similar ones.
 
     loss_b = mean_t -log softmax(W features_bt)[token_b,t+1]            data as in ``fdp.models.language``
 
-The head is a ``LossHead``: what enters the module's last linear layer is found by a placeholder in that layer's place.
-A model that does something to its logits (a bias, a cap) has none, and is run as it is.
+The head is a ``LossHead``; a placeholder in place of the module's last linear layer finds its input. A model that
+changes its logits (a bias, a cap) has no ``LossHead`` and runs as it is.
 
     >>> model = causal_lm(module)                                        # a GPT2LMHeadModel, a LlamaForCausalLM, ...
     >>> losses = model.loss(params_of(module, model), {"tokens": tokens})
@@ -17,23 +17,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fdp.foreign.hub.masks import causal_caller, own_masks, stands_for_none
-from fdp.foreign.hub.rotary import FixedLength, tables_of, with_fixed_tables
-from fdp.foreign.layout import AUTO, NotAStack, leaf_paths
-from fdp.foreign.leaves import foreign_model
-from fdp.foreign.placeholders import Same
+from fdp.foreign.find_stack import AUTO, NotAStack
+from fdp.foreign.hub.masks import causal_caller, is_none_mask, tokens_only
+from fdp.foreign.hub.rotary import FixedLengthCaller, rotary_tables, with_fixed_tables
+from fdp.foreign.leaves import foreign_model, leaf_paths
+from fdp.foreign.placeholders import IdentityHead
+from fdp.foreign.stack.block_functions import AfterLayers, Caller
 from fdp.foreign.stack.fast_paths import without_fast_paths
-from fdp.foreign.stack.one_block import Whole, one_block, remark_of
-from fdp.foreign.stack.parts import After, Caller
-from fdp.foreign.stack.skeleton import returns, stack_blocks
+from fdp.foreign.stack.layer_calls import returns_output_of
+from fdp.foreign.stack.one_block import ModuleLoss, one_block, one_block_remark
+from fdp.foreign.stack.stack_blocks import stack_blocks
 from fdp.model import Block, Likelihood, Model, Outputs
 from fdp.models.language import head_block, present_of, targets_of, token_losses, weights_of, window_inputs_of
 from fdp.types import FdpError, Tree
 
 LONGEST = ("max_position_embeddings", "max_seq_len", "context_length", "seq_length")
-"""Where configurations say how many tokens a model takes."""
+"""Configuration entries that may hold the longest context."""
 SHORT = 32
-"""Tokens of the example, where none is given and no layer has a window."""
+"""Tokens of the default example, if no layer has a window."""
 
 
 def causal_lm(
@@ -44,15 +45,15 @@ def causal_lm(
     pattern: str = AUTO,
     prefix: int = 0,
 ) -> Model:
-    """The model of a ``...ForCausalLM``: what comes before its layers, the layers, the head with the loss.
+    """Return the model of a ``...ForCausalLM``: the part before its layers, the layers, the head with the loss.
 
     Leaves have the module's names. ``context`` is the length of samples, by default the longest the module takes.
-    ``example`` is a batch with the entries of the data to come, by default tokens alone; give one of packed documents,
-    or of windows of users, if such are to come. ``prefix``: keys and values that layers will be given besides, for
-    ``fdp.foreign.adapters.prefix``, which hands them in.
+    ``example`` is a batch with the entries of the data to come, by default tokens alone; give one if the data will be
+    packed documents or windows of users. ``prefix`` is the number of additional keys and values that
+    ``fdp.foreign.adapters.prefix`` gives to the layers.
 
     Guarantees:
-      - a rotary table that would look at the longest position among all samples is that of a full row instead;
+      - a rotary table that would depend on the longest position of all samples is fixed to that of a full row;
       - a module that cannot be treated layer by layer is one block, and the model's ``remark`` says why.
     """
     _check_no_prompt(module)
@@ -62,10 +63,10 @@ def causal_lm(
     context = int(context or next((getattr(config, name) for name in LONGEST if getattr(config, name, None)), SHORT))
     length = prefix + (context if example is None else window_inputs_of(example).shape[-1])
     example = _example(config, context) if example is None else example
-    tables, module = tables_of(module), with_fixed_tables(module, length=length)
+    tables, module = rotary_tables(module), with_fixed_tables(module, length=length)
 
     def fixed(call: Caller) -> Caller:
-        return FixedLength(call, tables, length, prefix) if tables else call
+        return FixedLengthCaller(call, tables, length, prefix) if tables else call
 
     fields: dict[str, Any] = {"context": context, "vocab_size": config.vocab_size}
     try:
@@ -74,28 +75,28 @@ def causal_lm(
     except NotAStack as error:
         if prefix or pattern != AUTO:
             raise
-        blocks = (_whole(module, fixed(own_masks(module, example)), example),)
-        fields["remark"] = remark_of(module, error)
+        blocks = (_whole(module, fixed(tokens_only(module, example)), example),)
+        fields["remark"] = one_block_remark(module, error)
     return foreign_model(module, blocks, **fields)
 
 
 def _stacked(
     module: nn.Module, head: nn.Module, name: str, call: Caller, example: Tree, pattern: str
 ) -> tuple[Block, ...]:
-    """What comes before the layers, the layers, and the head with the loss."""
-    common: dict[str, Any] = {"call": call, "example": example, "pattern": pattern, "absent": stands_for_none}
-    if type(head) is nn.Linear and head.bias is None and returns(module, name, call, _logits, example):
-        *blocks, last = stack_blocks(module, finish=_logits, parts={name: Same(head)}, **common)
+    """Return the part before the layers, the layers, and the head with the loss."""
+    common: dict[str, Any] = {"call": call, "example": example, "pattern": pattern, "absent": is_none_mask}
+    if type(head) is nn.Linear and head.bias is None and returns_output_of(module, name, call, _logits, example):
+        *blocks, last = stack_blocks(module, finish=_logits, parts={name: IdentityHead(head)}, **common)
         return *blocks, head_block({**last.params, "weight": leaf_paths(module)[f"{name}.weight"]}, last.apply)
     *blocks, last = stack_blocks(module, finish=_losses, **common)
-    assert isinstance(last.apply, After)
+    assert isinstance(last.apply, AfterLayers)
     return *blocks, last._replace(name="head", outputs=_outputs(replace(last.apply, finish=_logits)))
 
 
 def _whole(module: nn.Module, call: Caller, example: Tree) -> Block:
-    """The module as one block with its loss."""
+    """Return the module as one block with its loss."""
     block = one_block(module, call=call, finish=_losses, example=example)
-    assert isinstance(block.apply, Whole)
+    assert isinstance(block.apply, ModuleLoss)
     return block._replace(outputs=_outputs(replace(block.apply, finish=_logits)))
 
 
@@ -107,9 +108,9 @@ def _check_no_prompt(module: Any) -> None:
     wrapped = getattr(module, "active_peft_config", None)
     if wrapped is not None and wrapped.is_prompt_learning:
         raise FdpError(
-            f"{type(module).__name__}: expected adapters inside the layers, as LoRA's, got {wrapped.peft_type.value}, "
-            f"which puts something before the tokens; take it by from_module(module, loss=..., call=...), or tune a "
-            f"prefix by fdp.foreign.prefix_tuning"
+            f"{type(module).__name__}: expected adapters inside the layers, such as LoRA, got "
+            f"{wrapped.peft_type.value}, which puts something before the tokens; use from_module(module, loss=..., "
+            f"call=...), or fdp.foreign.prefix_tuning"
         )
 
 
@@ -119,14 +120,14 @@ def _head(module: nn.Module) -> tuple[nn.Module, str]:
     names = [name for name, part in module.named_modules() if part is head]
     if head is None or not names:
         raise FdpError(
-            f"{type(module).__name__}: expected a language model of transformers with an output layer, got none; take "
-            f"it by from_module(module, loss=...)"
+            f"{type(module).__name__}: expected a language model of transformers with an output layer, got none; use "
+            f"from_module(module, loss=...)"
         )
     return head, names[0]
 
 
 def _example(config: Any, context: int) -> Tree:
-    """Tokens as long as decides whether a window of attention is felt."""
+    """Return an example long enough for a sliding window of attention to matter."""
     window = getattr(config, "sliding_window", None)
     length = min(context, SHORT) if window is None or context < window else context
     return {"tokens": torch.zeros(2, length + 1, dtype=torch.int64)}

@@ -1,9 +1,9 @@
-"""Classifiers of ``transformers`` as stacks: BERT, RoBERTa and their like on text, ViT on images.
+"""Classifiers of ``transformers`` as stacks: BERT, RoBERTa and similar ones on text, ViT on images.
 
     loss_b = -log softmax(scores_b)[label_b]            data {"tokens", "mask"?, "label"} or {"image", "label"}
-    loss_b = (score_b - label_b)^2                      one score only: a regression, labels are numbers
+    loss_b = (score_b - label_b)^2                      with a single score: a regression, labels are numbers
 
-``mask`` (batch, tokens) is 1 where a token is there and 0 where it is padding.
+``mask`` (batch, tokens) is 1 for a token and 0 for padding.
 
     >>> model = classifier(module)                                       # a BertForSequenceClassification, ...
     >>> losses = model.loss(params_of(module, model), {"tokens": tokens, "label": labels})
@@ -20,57 +20,60 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from fdp.foreign.find_stack import AUTO, NotAStack
 from fdp.foreign.hub.masks import (
     FULL,
     SLIDING,
-    additive,
+    additive_mask,
     adds_masks,
-    kinds_of,
-    none_of,
+    attention_kinds,
+    in_window,
+    is_none_mask,
+    none_mask,
     same_calls,
-    stands_for_none,
-    within,
 )
-from fdp.foreign.layout import AUTO, NotAStack
 from fdp.foreign.leaves import foreign_model
+from fdp.foreign.stack.block_functions import AfterLayers, Caller
 from fdp.foreign.stack.fast_paths import without_fast_paths
-from fdp.foreign.stack.one_block import Whole, one_block, remark_of
-from fdp.foreign.stack.parts import After, Caller
-from fdp.foreign.stack.skeleton import calls_of, returns, stack_blocks
+from fdp.foreign.stack.layer_calls import layer_calls, returns_output_of
+from fdp.foreign.stack.one_block import ModuleLoss, one_block, one_block_remark
+from fdp.foreign.stack.stack_blocks import stack_blocks
 from fdp.model import Likelihood, Model, Outputs
 from fdp.types import FdpError, Tree
 
 SHORT = 16
-"""Tokens of the example, where none is given."""
+"""Tokens of the default example."""
 
 
 def classifier(module: nn.Module, *, example: Tree | None = None, pattern: str = AUTO) -> Model:
-    """The model of a ``...ForSequenceClassification`` or ``...ForImageClassification``. Leaves have the module's names.
+    """Return the model of a ``...ForSequenceClassification`` or ``...ForImageClassification``.
 
-    ``example`` is a batch with the entries and lengths of the data to come; by default images of the configured size,
-    or tokens with a mask.
+    Leaves have the module's names. ``example`` is a batch with the entries and lengths of the data to come; by default
+    images of the configured size, or tokens with a mask.
     """
     module = without_fast_paths(module)
     config: Any = module.config
     if getattr(config, "problem_type", None) == "multi_label_classification":
-        raise FdpError(f"{type(module).__name__}: expected one label per sample, got several; give from_module a loss")
+        raise FdpError(
+            f"{type(module).__name__}: expected one label per sample, got several; use from_module with a loss"
+        )
     images = getattr(module, "main_input_name", "") == "pixel_values"
     example = (_images(config) if images else _texts(config)) if example is None else example
     finish = _squares if config.num_labels == 1 else _cross_entropy
-    own: Caller = Images() if images else OwnMasks(_more(module))
+    own: Caller = Images() if images else TokensAndPadding(_more(module))
     try:
         call = own if images else _text_caller(module, example, pattern)
         *blocks, last = stack_blocks(
-            module, call=call, finish=finish, example=example, pattern=pattern, absent=stands_for_none
+            module, call=call, finish=finish, example=example, pattern=pattern, absent=is_none_mask
         )
         remark, last = None, last._replace(name="head")
     except NotAStack as error:
         if pattern != AUTO:
             raise
-        call, blocks, remark = own, [], remark_of(module, error)
+        call, blocks, remark = own, [], one_block_remark(module, error)
         last = one_block(module, call=call, finish=finish, example=example)
     end = last.apply
-    assert isinstance(end, After | Whole)
+    assert isinstance(end, AfterLayers | ModuleLoss)
     if config.num_labels > 1:
         weight = _weight_of_scores(module, call, example, last.params)
         scores = replace(end, finish=_scores)
@@ -81,17 +84,17 @@ def classifier(module: nn.Module, *, example: Tree | None = None, pattern: str =
 
 @dataclass(frozen=True)
 class Images:
-    """The module is given images."""
+    """A caller that passes images."""
 
     def __call__(self, module: Any, data: Tree) -> Any:
         return module(pixel_values=data["image"])
 
 
 @dataclass(frozen=True)
-class OwnMasks:
-    """The module is given tokens and, if there is one, the mask of padding, and makes its own of it.
+class TokensAndPadding:
+    """A caller that passes tokens and, if there is one, the padding mask, from which the module makes its own masks.
 
-    ``more``: what it is given besides.
+    ``more`` holds further arguments.
     """
 
     more: tuple[tuple[str, Any], ...] = ()
@@ -102,9 +105,9 @@ class OwnMasks:
 
 @dataclass(frozen=True)
 class PaddingMasks:
-    """The module is given the masks that its layers need: who is padding and, if ``causal``, what comes before.
+    """A caller that passes the masks that the layers need: padding and, if ``causal``, causality.
 
-    ``added``: as numbers to be added to scores. ``kinds`` and ``window`` as in ``fdp.foreign.hub.masks``.
+    ``added``: masks are numbers to add to scores. ``kinds`` and ``window`` as in ``fdp.foreign.hub.masks``.
     """
 
     added: bool
@@ -119,29 +122,29 @@ class PaddingMasks:
         return _padded(module, input_ids=data["tokens"], attention_mask=mask, **dict(self.more))
 
     def mask(self, kind: str, tokens: Tensor, present: Tensor | None) -> Tensor:
-        """(batch, 1, tokens, tokens)"""
+        """Return the mask of one kind of layer, (batch, 1, tokens, tokens)."""
         batch, length = tokens.shape
         shape, window = (batch, 1, length, length), self.window if kind == SLIDING else None
         plain = not self.causal or (not self.added and (window is None or length < window))
         if present is None and plain:
-            return none_of(tokens, *shape)
+            return none_mask(tokens, *shape)
         seen = torch.ones_like(tokens) if present is None else present
         seen = (seen != 0)[:, None, None, :].expand(shape)
         if self.causal:
             index = torch.arange(length, device=tokens.device)
-            seen = seen & within(index[:, None] - index, window)
-        return additive(seen) if self.added else seen
+            seen = seen & in_window(index[:, None] - index, window)
+        return additive_mask(seen) if self.added else seen
 
 
 def _padded(module: Any, **given: Any) -> Any:
-    """What the module returns; a decoder looks for padding tokens to find the last one that counts."""
+    """Call the module; explain the error of a decoder that needs a padding token to find the last real one."""
     try:
         return module(**given)
     except ValueError as error:
         if "padding token" not in str(error):
             raise
         raise FdpError(
-            "config: expected a pad_token_id, by which a decoder's last token is found, got none; write one into "
+            "config: expected a pad_token_id, which a decoder needs to find its last token, got none; write one into "
             "config.json (module.config.pad_token_id = ...), and pad with it"
         ) from error
 
@@ -151,51 +154,51 @@ def labels_of(data: Tree) -> Tensor:
 
 
 def mask_of(data: Tree) -> Tensor | None:
-    """Padding is seen by no token that counts."""
+    """Return the mask of real tokens, if any: no real token attends to padding."""
     return data.get("mask")
 
 
 def _text_caller(module: nn.Module, example: Tree, pattern: str) -> Caller:
-    """The first way of calling the module that gives its layers what they get if it makes masks of padding itself."""
-    more, added, (kinds, window) = _more(module), adds_masks(module), kinds_of(module)
-    own = OwnMasks(more)
+    """Return the first caller whose layers get what they get when the module makes its own masks of the padding."""
+    more, added, (kinds, window) = _more(module), adds_masks(module), attention_kinds(module)
+    own = TokensAndPadding(more)
     ways = [PaddingMasks(added, False, more=more)]
     if set(kinds) <= {FULL, SLIDING}:
         ways.append(PaddingMasks(added, True, kinds, window, more))
     if "mask" not in example:
-        found, length = calls_of(module, own, example, pattern=pattern), len(example["tokens"][0])
+        found, length = layer_calls(module, own, example, pattern=pattern), len(example["tokens"][0])
         same = (way for way in ways if same_calls(found, _calls(module, way, example, pattern), length * way.causal))
         return next(same, own)
     tokens = example["tokens"]
     full = torch.ones_like(tokens)
     half = torch.arange(tokens.shape[1], device=tokens.device) <= tokens.shape[1] // 2
     padded, whole = example | {"mask": full * half}, example | {"mask": full}
-    found = calls_of(module, own, padded, pattern=pattern)
+    found = layer_calls(module, own, padded, pattern=pattern)
     for way in ways:
         if same_calls(found, _calls(module, way, padded, pattern), None):
             return way
     if not same_calls(found, _calls(module, own, whole, pattern), None, values=False):
         raise NotAStack(
-            f"{type(module).__name__}: expected layers that are given masks whether or not there is padding, got some "
-            f"that are given them only where there is"
+            f"{type(module).__name__}: expected layers that are always given masks, got layers that are given masks "
+            f"only if there is padding"
         )
     return own
 
 
 def _calls(module: nn.Module, way: Caller, data: Tree, pattern: str) -> list[Any]:
     try:
-        return calls_of(module, way, data, pattern=pattern)
-    except Exception:  # whatever it raises: this is no way to call it
+        return layer_calls(module, way, data, pattern=pattern)
+    except Exception:  # whatever it raises, the module cannot be called this way
         return []
 
 
 def _more(module: nn.Module) -> tuple[tuple[str, Any], ...]:
-    """A decoder would fill a cache, in vain."""
+    """Return arguments that stop a decoder from filling a cache that nobody reads."""
     return (("use_cache", False),) if "use_cache" in inspect.signature(module.forward).parameters else ()
 
 
 def _weight_of_scores(module: nn.Module, call: Caller, example: Tree, params: dict[str, str]) -> str | None:
-    """The name of the linear layer's weight whose output the scores are."""
+    """Return the name of the weight of the linear layer whose output is the scores."""
     config: Any = module.config
 
     def fits(name: str, part: nn.Module) -> bool:
@@ -203,16 +206,16 @@ def _weight_of_scores(module: nn.Module, call: Caller, example: Tree, params: di
 
     for name in [name for name, part in module.named_modules() if fits(name, part)]:
         try:
-            if returns(module, name, call, _scores, example):
+            if returns_output_of(module, name, call, _scores, example):
                 return f"{name}.weight"
-        except NotAStack:  # it is for something else, and what follows it needs its shape
+        except NotAStack:  # the layer serves another purpose, and what follows it needs its shape
             continue
     return None
 
 
 def _texts(config: Any) -> Tree:
     tokens = torch.zeros(2, SHORT, dtype=torch.int64)
-    there = torch.arange(SHORT).expand(2, SHORT) < SHORT // 2  # some padding, or the module would leave out its mask
+    there = torch.arange(SHORT).expand(2, SHORT) < SHORT // 2  # without padding the module would drop its mask
     return {"tokens": tokens + 3 * there, "mask": there.long(), "label": torch.zeros(2, dtype=torch.int64)}
 
 

@@ -1,11 +1,11 @@
-"""Models in the format of ``transformers``: modules at hand, or folders; in, and out again.
+"""Load and save models in the format of ``transformers``, from modules or from folders.
 
     folder -> (Model, params) -> training -> folder, which ``AutoModelForCausalLM.from_pretrained`` reads
 
     >>> model, params = load("models/tiny")
     >>> save("models/trained", params, source="models/tiny")
 
-On several ranks the model comes first, then its sharding, then its values, of which each rank reads its own part:
+On several ranks, make the model first, then its sharding; each rank then reads its own shard of the values:
 
     >>> model = load_model(folder)
     >>> sharding = make_sharding(model, mesh, zero=Zero.THREE)
@@ -23,8 +23,8 @@ from torch import nn
 
 from fdp.foreign.hub.causal import causal_lm as causal_lm
 from fdp.foreign.hub.classification import classifier as classifier
-from fdp.foreign.hub.files import empty_module, read_params
-from fdp.foreign.hub.save import write_folder
+from fdp.foreign.hub.read_folder import empty_module, read_params
+from fdp.foreign.hub.write_folder import write_folder
 from fdp.foreign.leaves import params_of as params_of
 from fdp.model import Model
 from fdp.parallel.sharding import Sharding
@@ -35,20 +35,20 @@ CLASSIFYING = ("ForSequenceClassification", "ForImageClassification")
 
 
 def model_of(module: nn.Module, *, context: int | None = None, example: Tree | None = None) -> Model:
-    """The model of a module of ``transformers``, by what it is for."""
+    """Return the model of a ``transformers`` module, chosen by its class name."""
     kind = type(module).__name__
     if kind.endswith(CAUSAL):
         return causal_lm(module, context=context, example=example)
     if kind.endswith(CLASSIFYING):
         return classifier(module, example=example)
     raise FdpError(
-        f"{kind}: expected a model whose name ends in one of {(*CAUSAL, *CLASSIFYING)}, got another; take it by "
+        f"{kind}: expected a model whose name ends in one of {(*CAUSAL, *CLASSIFYING)}, got another; use "
         f"from_module(module, loss=...)"
     )
 
 
 def load_model(path: str | os.PathLike[str], *, context: int | None = None, example: Tree | None = None) -> Model:
-    """The model in a folder, without its values."""
+    """Return the model in a folder, without its values."""
     return model_of(empty_module(Path(path)), context=context, example=example)
 
 
@@ -61,17 +61,17 @@ def load(
     context: int | None = None,
     example: Tree | None = None,
 ) -> tuple[Model, Tree]:
-    """The model in a folder and its values: whole, or as the DTensors of a ``sharding`` of the same model.
+    """Return the model in a folder and its values: full, or as the DTensors of a ``sharding`` of the same model.
 
-    ``context`` and ``example`` as in :func:`causal_lm`; ``device`` is by default the mesh's, or the CPU.
+    See :func:`causal_lm` for ``context`` and ``example``. ``device`` is by default the mesh's, or the CPU.
 
     Guarantees:
-      - a rank reads its parts and nothing else, and never holds more than them and one tensor.
+      - a rank reads only its shards, and never holds more than them and one tensor.
     """
     module = empty_module(Path(path))
     model = model_of(module, context=context, example=example)
     if sharding is not None and set(sharding.leaves) != set(model.leaves):
-        raise FdpError(f"sharding: expected that of the model in {os.fspath(path)!r}, got one of other leaves")
+        raise FdpError(f"sharding: expected one of the model in {os.fspath(path)!r}, got one with other leaves")
     return model, read_params(Path(path), module, model, sharding, dtype=dtype, device=device)
 
 
@@ -83,9 +83,9 @@ def save(
     dtype: torch.dtype | None = None,
     files: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a folder like ``source``, with the values of ``params``; see ``fdp.foreign.hub.save``.
+    """Write a folder like ``source``, with the values of ``params``; see ``fdp.foreign.hub.write_folder``.
 
-    ``dtype`` is by default that in which ``source`` stores each tensor; ``files`` are texts to be written beside them,
-    by name. Every rank calls it.
+    ``dtype`` is by default that in which ``source`` stores each tensor; ``files`` are further text files to write, by
+    name. Every rank calls it.
     """
     write_folder(Path(path), params, source=Path(source), dtype=dtype, files=files)

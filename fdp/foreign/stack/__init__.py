@@ -1,1 +1,1 @@
-"""A foreign module as a stack of blocks."""
+"""Split a module from elsewhere into blocks: before its layers, the layers, after; or one block."""

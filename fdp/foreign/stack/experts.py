@@ -1,9 +1,9 @@
-"""The experts of ``transformers``, computed so that every use of their matrices is seen.
+"""Compute the experts of ``transformers`` so that every use of their matrices is recorded.
 
-They choose among three ways. ``W[ids]`` and a batched product copy a matrix for every token. If tokens are sorted by
-expert, over all samples, for a grouped product, nobody sees which row is whose. If a loop over experts skips those
-without tokens, shapes depend on the data. In a copy of a module they do what ``fdp.foreign.uses.routing`` does, token
-by token in the order they came in.
+``transformers`` has three implementations. A batched product with ``W[ids]`` copies a matrix for every token. A grouped
+product sorts tokens by expert across all samples, so that rows can no longer be assigned to samples. A loop that skips
+experts without tokens has shapes that depend on the data. In a copy of the module, experts are computed as in
+``fdp.foreign.uses.routing`` instead: token by token, in their original order.
 
     >>> module = with_routed_experts(module)
 """
@@ -15,26 +15,30 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fdp.foreign.placeholders import copied_with
+from fdp.foreign.placeholders import copy_with_changes
+from fdp.foreign.uses.custom_rules import operation, rule
 from fdp.foreign.uses.routing import ROUTED, pack
-from fdp.foreign.uses.watch import operation, rule
 
 
 @operation
-def _product(packed: Tensor, weight: Tensor, *, turned: bool) -> Tensor:
-    return ROUTED.forward(packed, weight, turned=turned)
+def _product(packed: Tensor, weight: Tensor, *, transposed: bool) -> Tensor:
+    return ROUTED.forward(packed, weight, transposed=transposed)
 
 
 rule(_product)(ROUTED)
 
 
-def routed(x: Tensor, ids: Tensor, weight: Tensor, *, turned: bool = False) -> Tensor:
-    """``W_id x`` for every row of ``x`` and its id; ``turned``: the matrices of ``weight`` are (inputs, outputs)."""
-    return _product(pack(x, ids), weight, turned=turned)
+def routed_product(x: Tensor, ids: Tensor, weight: Tensor, *, transposed: bool = False) -> Tensor:
+    """Return ``W_id x`` for every row of ``x`` and its id. If ``transposed``, each matrix of ``weight`` is (inputs,
+    outputs).
+    """
+    return _product(pack(x, ids), weight, transposed=transposed)
 
 
 class RoutedExperts:
-    """Instead of the forward of experts of ``transformers``: the same function, by :func:`routed`."""
+    """A mixin that replaces the forward of ``transformers`` experts by the same function computed with
+    :func:`routed_product`.
+    """
 
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         tokens, chosen = len(hidden_states), top_k_index.shape[-1]
@@ -49,29 +53,29 @@ class RoutedExperts:
         return x.view(tokens, chosen, -1).sum(1).to(hidden_states.dtype)
 
     def _routed(self: Any, x: Tensor, ids: Tensor, name: str) -> Tensor:
-        y = routed(x, ids, getattr(self, name), turned=self.is_transposed)
+        y = routed_product(x, ids, getattr(self, name), transposed=self.is_transposed)
         return y + getattr(self, f"{name}_bias")[ids] if self.has_bias else y
 
 
 class LoopedExperts:
-    """Instead of their forward: the loop over experts that each class of them comes with."""
+    """A mixin that replaces the forward of ``transformers`` experts by the loop that each class defines."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         return type(self).looped.__wrapped__(self, *args, **kwargs)
 
 
 def with_routed_experts(module: nn.Module) -> nn.Module:
-    """The module itself if it has no experts of ``transformers``, else a copy that shares its tensors."""
-    return copied_with(module, has_experts, lambda part: _as(RoutedExperts, part))
+    """Return the module itself if it has no ``transformers`` experts, else a copy that shares its tensors."""
+    return copy_with_changes(module, has_experts, lambda part: _as(RoutedExperts, part))
 
 
 def with_looped_experts(module: nn.Module) -> nn.Module:
-    """As :func:`with_routed_experts`, by loops over the experts: in any dtype, for one sample at a time."""
-    return copied_with(module, has_experts, lambda part: _as(LoopedExperts, part))
+    """Return the module with experts computed by loops over them: any dtype, one sample at a time."""
+    return copy_with_changes(module, has_experts, lambda part: _as(LoopedExperts, part))
 
 
 def has_experts(part: nn.Module) -> bool:
-    """Whether a part is what ``transformers`` calls experts, whichever way it was told to compute them."""
+    """Return True if a module is what ``transformers`` calls experts, whichever implementation it uses."""
     flags = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_is_expert_parallel")
     if not all(isinstance(getattr(part, flag, None), bool) for flag in flags):
         return False

@@ -1,10 +1,9 @@
-"""A module without the short cuts of torch's attention layers, whose parameters torch.compile does not show, with the
-experts of ``transformers`` computed token by token (``fdp.foreign.stack.experts``), and without recomputation of its
-own.
+"""Disable code paths that hide uses of parameters: fused attention, fused experts, the module's own recomputation.
 
-In ``eval()`` an ``nn.TransformerEncoderLayer`` is one fused operation for inference. Outside of torch.compile it is not
-taken while functions of torch are watched; inside it would be. In a copy of the module (parameters and buffers are the
-same tensors) the flags that allow it are off; what is computed is the same.
+In ``eval()`` an ``nn.TransformerEncoderLayer`` is one fused inference operation, whose parameters torch.compile does
+not show. A copy of the module (with the same parameters and buffers) has the flags that allow it switched off,
+``transformers`` experts computed token by token (``fdp.foreign.stack.experts``), and no gradient checkpointing. The
+result is the same.
 
     >>> module = without_fast_paths(module)
 """
@@ -13,37 +12,41 @@ from __future__ import annotations
 
 from torch import nn
 
-from fdp.foreign.placeholders import copied_with
+from fdp.foreign.placeholders import copy_with_changes
 from fdp.foreign.stack.experts import with_looped_experts, with_routed_experts
 
 ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
 
 def without_fast_paths(module: nn.Module) -> nn.Module:
-    """The module itself if it has no such part, else a copy that shares its tensors, in train() or eval() as it is."""
-    slow = copied_with(module, lambda part: isinstance(part, ATTENTION), _slow)
-    return with_routed_experts(_keeping(slow))
+    """Return the module itself if it has no fast path, else a copy that shares its tensors and its train() or eval()
+    mode.
+    """
+    slow = copy_with_changes(module, lambda part: isinstance(part, ATTENTION), _disable_fast_path)
+    return with_routed_experts(_without_recomputation(slow))
 
 
-def reference(module: nn.Module) -> nn.Module:
-    """What the other is compared with: the module itself, but for experts, which are looped over in any dtype, and
-    without recomputation."""
-    return with_looped_experts(_keeping(module))
+def reference_module(module: nn.Module) -> nn.Module:
+    """Return the module to compare with: the module itself, except that experts are looped over and nothing is
+    recomputed.
+    """
+    return with_looped_experts(_without_recomputation(module))
 
 
-def _keeping(module: nn.Module) -> nn.Module:
-    """The module without ``gradient_checkpointing_enable()``, which changes nothing but memory and runs parts again
-    where nobody watches; fdp recomputes blocks itself."""
+def _without_recomputation(module: nn.Module) -> nn.Module:
+    """Undo ``gradient_checkpointing_enable()``, which runs parts again where nobody watches; fdp recomputes blocks
+    itself.
+    """
 
-    def keep(part: nn.Module) -> None:
+    def disable(part: nn.Module) -> None:
         part.__dict__["gradient_checkpointing"] = False
 
-    return copied_with(module, lambda part: part.__dict__.get("gradient_checkpointing") is True, keep)
+    return copy_with_changes(module, lambda part: part.__dict__.get("gradient_checkpointing") is True, disable)
 
 
-def _slow(part: nn.Module) -> None:
+def _disable_fast_path(part: nn.Module) -> None:
     if isinstance(part, nn.MultiheadAttention) and not part.training:
-        part.dropout, part.training = 0.0, True  # in training there is no short cut; without dropout it is eval()
+        part.dropout, part.training = 0.0, True  # training mode has no fast path; without dropout it equals eval()
     elif isinstance(part, nn.TransformerEncoderLayer):
         part.activation_relu_or_gelu = 0
     elif isinstance(part, nn.TransformerEncoder):

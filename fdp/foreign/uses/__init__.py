@@ -1,1 +1,1 @@
-"""Uses of parameters in a foreign module: which torch function is which operation, and its rule."""
+"""Uses of parameters in a module from elsewhere: map each torch function to an operation with a per-sample rule."""

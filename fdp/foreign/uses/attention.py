@@ -1,11 +1,11 @@
-"""Attention as modules of torch call it: the fused function, and ``F.multi_head_attention_forward`` written out.
+"""Attention as torch modules call it: the fused function, and ``F.multi_head_attention_forward`` written out.
 
     out = softmax(q k^T / sqrt(d) + mask) v W_o^T + b_o                Vaswani et al. 2017, arXiv 1706.03762
 
-``nn.MultiheadAttention`` hands its parameters to one function, tokens first whatever its ``batch_first``; here its
-projections are linear layers on samples first, each use of a part of the packed weight with a rule of its own.
+``nn.MultiheadAttention`` passes its parameters to one function, tokens first whatever its ``batch_first``. Here its
+projections are linear layers with samples first; each use of a part of the packed weight has its own rule.
 
-    >>> multi_head(run, query, key, value, embed_dim, heads, in_proj_weight, ...)
+    >>> multi_head(trace, query, key, value, embed_dim, heads, in_proj_weight, ...)
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fdp import ops
-from fdp.foreign.uses.dropout import draw
-from fdp.foreign.uses.products import LINEAR_ROWS, Operand, refusal
-from fdp.foreign.uses.tracking import ALWAYS_FIRST, FLATTENED, SAMPLES, SHARED, Run, Tracked, aligned
+from fdp.foreign.uses.dropout import draw_dropout
+from fdp.foreign.uses.operands import Operand, no_rule_error
+from fdp.foreign.uses.products import LINEAR_ROWS
+from fdp.foreign.uses.tracking import ALWAYS_FIRST, FLATTENED, SAMPLES, SHARED, CallTrace, Tracked, align_copies
 
 
 def scaled_dot_product(
-    run: Run,
+    trace: CallTrace,
     query: Operand,
     key: Operand,
     value: Operand,
@@ -34,11 +35,13 @@ def scaled_dot_product(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """``F.scaled_dot_product_attention``, dropout by the samples' keys; of parameter-made operands one per sample."""
+    """``F.scaled_dot_product_attention`` with dropout by the samples' keys and one copy per sample of tracked
+    operands.
+    """
     operands: list[Any] = [query, key, value, attn_mask]
     layout = SAMPLES
     if any(isinstance(operand, Tracked) for operand in operands):
-        operands, layout = _per_sample(run, operands)
+        operands, layout = _per_sample(trace, operands)
     q, k, v, mask = operands
     if dropout_p == 0.0:
         options = {"scale": scale, "is_causal": is_causal, "enable_gqa": enable_gqa}
@@ -47,12 +50,12 @@ def scaled_dot_product(
         if enable_gqa:
             k, v = (z.repeat_interleave(q.shape[-3] // z.shape[-3], -3) for z in (k, v))
         weights = _weights(q, k, _causal(q, k) if is_causal else mask, scale)
-        out = draw(run, weights, dropout_p) @ v
+        out = draw_dropout(trace, weights, dropout_p) @ v
     return out.flatten(0, 1) if layout == FLATTENED else out
 
 
 def multi_head(
-    run: Run,
+    trace: CallTrace,
     query: Operand,
     key: Operand,
     value: Operand,
@@ -79,17 +82,19 @@ def multi_head(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """``F.multi_head_attention_forward``: inputs (tokens, samples, features), masks True or -inf where not to look."""
+    """``F.multi_head_attention_forward``: inputs (tokens, samples, features), masks True or -inf where not to
+    attend.
+    """
     inputs = (query, key, value)
     if static_k is not None or static_v is not None or any(isinstance(x, Tracked) or x.ndim != 3 for x in inputs):
-        raise refusal(
+        raise no_rule_error(
             "F.multi_head_attention_forward on other than (tokens, samples, features)", (*inputs, in_proj_weight)
         )
     q, k, v = (x.transpose(0, 1) for x in inputs if isinstance(x, Tensor))
     for x in (q, k, v):
-        if x.shape[0] != run.batch_size:
-            raise refusal("F.multi_head_attention_forward on other than (tokens, samples, features)", (*inputs,))
-    run.note("attention", SAMPLES)
+        if x.shape[0] != trace.batch_size:
+            raise no_rule_error("F.multi_head_attention_forward on other than (tokens, samples, features)", (*inputs,))
+    trace.note_layout("attention", SAMPLES)
     if use_separate_proj_weight:
         separate = (q_proj_weight, k_proj_weight, v_proj_weight)
         q, k, v = (_part(x, w, in_proj_bias, i) for i, (x, w) in enumerate(zip((q, k, v), separate)))
@@ -108,7 +113,7 @@ def multi_head(
     drop = dropout_p if training else 0.0
     if need_weights or drop > 0:
         weights = _weights(q, k, mask, None)
-        weights = draw(run, weights, drop) if drop > 0 else weights
+        weights = draw_dropout(trace, weights, drop) if drop > 0 else weights
         out = weights @ v
     else:
         weights = None
@@ -120,29 +125,31 @@ def multi_head(
     return out, weights.mean(1) if average_attn_weights else weights
 
 
-def _per_sample(run: Run, operands: list[Any]) -> tuple[list[Any], str]:
-    """Operands with samples in dim 0, parameter-made ones as one for every sample; and how samples were found.
+def _per_sample(trace: CallTrace, operands: list[Any]) -> tuple[list[Any], str]:
+    """Return operands with samples in dim 0, tracked ones as one copy per sample, and how samples were found.
 
-    All dims count from the end, so that an operand of fewer dims has none where the others have their samples.
+    Dims count from the end, so that an operand with fewer dims has none where the others have their samples.
     """
     path = next(a.path for a in operands if isinstance(a, Tracked))
     ndim = max(len(a.shape) for a in operands if isinstance(a, (Tensor, Tracked)))
     plain = [a for a in operands if isinstance(a, Tensor)]
-    found = {run.layout(a, path=path, dims=ALWAYS_FIRST)[0] for a in plain if a.ndim == ndim and a.shape[0] != 1}
-    found = found or {SAMPLES} if run.batch_size == 1 else found
-    small = [a for a in plain if a.ndim < ndim and not run.constant(a)]
+    found = {trace.find_layout(a, path=path, dims=ALWAYS_FIRST)[0] for a in plain if a.ndim == ndim and a.shape[0] != 1}
+    found = found or {SAMPLES} if trace.batch_size == 1 else found
+    small = [a for a in plain if a.ndim < ndim and not trace.is_constant(a)]
     if len(found) != 1 or SHARED in found or small:
-        raise refusal("F.scaled_dot_product_attention, whose other operands do not all have samples in dim 0", operands)
+        raise no_rule_error(
+            "F.scaled_dot_product_attention, whose other operands do not all have samples in dim 0", operands
+        )
     (layout,) = found
 
     def first(a: Any) -> Any:
         if isinstance(a, Tracked):
-            return aligned(a.copies(), ndim, layout, 0, path)
+            return align_copies(a.copies(), ndim, layout, 0, path)
         if not isinstance(a, Tensor) or a.ndim < ndim:
             return a
         if a.shape[0] == 1 and layout == FLATTENED:
             return a.unsqueeze(0)
-        return run.first(a, layout, 0)
+        return trace.samples_first(a, layout, 0)
 
     return [first(a) for a in operands], layout
 
@@ -159,16 +166,16 @@ def _causal(q: Tensor, k: Tensor) -> Tensor:
 
 
 def _weight(operand: Any) -> Any:
-    """A leaf or a plain tensor, as ``fdp.ops`` takes it."""
+    """Return a leaf or a plain tensor, as ``fdp.ops`` takes it."""
     if not isinstance(operand, Tracked):
         return operand
-    if operand.leaf is None or operand.turned:
-        raise refusal("F.multi_head_attention_forward with a weight that is made of a parameter", (operand,))
+    if operand.leaf is None or operand.transposed:
+        raise no_rule_error("F.multi_head_attention_forward with a weight that is made of a parameter", (operand,))
     return operand.leaf
 
 
 def _part(x: Tensor, weight: Any, bias: Any, i: int, *, packed: bool = False) -> Tensor:
-    """One of three projections; their biases are packed, their weights may be."""
+    """Compute one of the three projections; their biases are packed, their weights may be."""
     leaf = _weight(weight)
     width = leaf.shape[0] // 3 if packed else leaf.shape[0]
     start, stop = (i * width, (i + 1) * width) if packed else (0, width)
@@ -181,22 +188,22 @@ def _part(x: Tensor, weight: Any, bias: Any, i: int, *, packed: bool = False) ->
 
 
 def _row(bias: Any, like: Tensor) -> Tensor:
-    """A learned key or value, (1, 1, features), as one more token of every sample."""
+    """Return a learned key or value, (1, 1, features), as one more token of every sample."""
     copies = bias.copies() if isinstance(bias, Tracked) else bias.expand(like.shape[0], *bias.shape)
     return copies.reshape(like.shape[0], 1, -1)
 
 
 def _learned(mask: Operand | None) -> Tensor | None:
-    """A mask that is made of parameters, (queries, keys), as one for every sample: (batch, 1, queries, keys)."""
+    """Return a mask that depends on parameters, (queries, keys), as one per sample: (batch, 1, queries, keys)."""
     if not isinstance(mask, Tracked):
         return mask
     if len(mask.shape) != 2:
-        raise refusal("F.multi_head_attention_forward as a mask of other than (queries, keys)", (mask,))
+        raise no_rule_error("F.multi_head_attention_forward as a mask of other than (queries, keys)", (mask,))
     return mask.copies().unsqueeze(1)
 
 
 def _merged(attn_mask: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor, heads: int) -> Tensor | None:
-    """Both masks as one to add to scores (batch, heads, queries, keys)."""
+    """Return both masks as one to add to scores (batch, heads, queries, keys)."""
     total = None
     if attn_mask is not None:
         total = _additive(attn_mask, q.dtype)

@@ -1,11 +1,11 @@
-"""``y = einsum(s, x, W)`` for samples x and one parameter W, and the record of its use.
+"""The rule of ``y = einsum(s, x, W)`` for samples x and one parameter W.
 
-The letters of W are of three kinds: those of x and y (groups, such as experts), of x alone (contracted, inputs) and of
-y alone (outputs). Letters of x and y that W lacks are places (tokens). So per group it is a product of two matrices,
+The letters of W are of three kinds: in x and y (groups, such as experts), in x only (contracted, inputs) and in y only
+(outputs). Letters of x and y that W lacks are positions (tokens). So per group it is a product of two matrices,
 
-    G_b = left_b^T right_b        left, right: (places, inputs), (places, outputs), either way round as W has them
+    G_b = left_b^T right_b        left, right: (positions, inputs), (positions, outputs), in the order that W has
 
-and where W has its letters in another order, ``G_b = einsum(x, g -> b W)``.
+and if W has its letters in another order, ``G_b = einsum(x, g -> b W)``.
 
     >>> letters = parse("btd,edf->btef", 3, 3, swapped=False, flattened=False)
     >>> ops.use(EINSUM, x, weight, x_of=letters.x, w_of=letters.w, y_of=letters.y)
@@ -24,7 +24,9 @@ from fdp.gradients.rules import Dense, Pair, Record, Rule
 
 
 class Letters(NamedTuple):
-    """The letters of x and y with samples in front, those of W; and where in y the module expects the samples."""
+    """The letters of x, W and y, with samples in front of x and y; ``place`` is the dim of y in which the module has
+    samples.
+    """
 
     x: str
     w: str
@@ -33,9 +35,10 @@ class Letters(NamedTuple):
 
 
 def parse(equation: str, x_dims: int, w_dims: int, *, swapped: bool, flattened: bool) -> Letters | None:
-    """An equation of two operands read for samples in dim 0 of x; None if it mixes samples, or W, with themselves.
+    """Parse an equation of two operands, with samples in dim 0 of x; return None if it mixes samples or repeats
+    letters.
 
-    ``swapped``: W comes first. ``flattened``: dim 0 of x is samples and tokens, from here on two letters.
+    ``swapped``: W comes first. ``flattened``: dim 0 of x is samples and tokens, which become two letters.
     """
     left, arrow, y = equation.replace(" ", "").partition("->")
     x, _, w = left.partition(",")

@@ -1,8 +1,8 @@
-"""Normalisation layers: normalise without parameters, then scale and shift every sample by its own copies.
+"""Normalisation layers: normalise without parameters, then scale and shift each sample by its own copies.
 
 y = (x - mean) / sqrt(var + eps) * w + b        over features (layer, rms), groups of channels, or each channel
 
->>> layer_norm(run, x, (768,), weight, bias)
+>>> layer_norm(trace, x, (768,), weight, bias)
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fdp.foreign.uses.pointwise import alone, pointwise
-from fdp.foreign.uses.products import Operand, refusal
-from fdp.foreign.uses.tracking import Run, Tracked
+from fdp.foreign.uses.operands import Operand, no_rule_error
+from fdp.foreign.uses.pointwise import apply_to_parameters, pointwise
+from fdp.foreign.uses.tracking import CallTrace, Tracked
 
 
 def layer_norm(
-    run: Run,
+    trace: CallTrace,
     input: Operand,
     normalized_shape: Sequence[int],
     weight: Operand | None = None,
@@ -29,18 +29,22 @@ def layer_norm(
     cudnn_enable: bool = True,
 ) -> Tensor:
     """``F.layer_norm`` and ``torch.layer_norm``."""
-    return _affine(run, _normal(run, F.layer_norm, input, tuple(normalized_shape), eps=eps), weight, bias)
+    return _affine(trace, _normal(trace, F.layer_norm, input, tuple(normalized_shape), eps=eps), weight, bias)
 
 
 def rms_norm(
-    run: Run, input: Operand, normalized_shape: Sequence[int], weight: Operand | None = None, eps: float | None = None
+    trace: CallTrace,
+    input: Operand,
+    normalized_shape: Sequence[int],
+    weight: Operand | None = None,
+    eps: float | None = None,
 ) -> Tensor:
     """``F.rms_norm``."""
-    return _affine(run, _normal(run, F.rms_norm, input, tuple(normalized_shape), eps=eps), weight, None)
+    return _affine(trace, _normal(trace, F.rms_norm, input, tuple(normalized_shape), eps=eps), weight, None)
 
 
 def group_norm(
-    run: Run,
+    trace: CallTrace,
     input: Tensor,
     num_groups: int,
     weight: Operand | None = None,
@@ -49,12 +53,12 @@ def group_norm(
     cudnn_enabled: bool = True,
 ) -> Tensor:
     """``F.group_norm`` and ``torch.group_norm``: channels in dim 1."""
-    normal = _normal(run, F.group_norm, input, num_groups, eps=eps)
-    return _affine(run, normal, *(_channels(run, p, len(input.shape)) for p in (weight, bias)))
+    normal = _normal(trace, F.group_norm, input, num_groups, eps=eps)
+    return _affine(trace, normal, *(_channels(trace, p, len(input.shape)) for p in (weight, bias)))
 
 
 def instance_norm(
-    run: Run,
+    trace: CallTrace,
     input: Tensor,
     running_mean: Tensor | None = None,
     running_var: Tensor | None = None,
@@ -66,14 +70,16 @@ def instance_norm(
 ) -> Tensor:
     """``F.instance_norm`` by the sample's own statistics, or by fixed ones."""
     if use_input_stats and running_mean is not None:
-        raise refusal("F.instance_norm that keeps running statistics (put the module in eval())", (input, weight, bias))
+        raise no_rule_error(
+            "F.instance_norm that keeps running statistics (put the module in eval())", (input, weight, bias)
+        )
     options = {"use_input_stats": use_input_stats, "eps": eps}
     normal = F.instance_norm(input, running_mean, running_var, **options)
-    return _affine(run, normal, *(_channels(run, p, len(input.shape)) for p in (weight, bias)))
+    return _affine(trace, normal, *(_channels(trace, p, len(input.shape)) for p in (weight, bias)))
 
 
 def batch_norm(
-    run: Run,
+    trace: CallTrace,
     input: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
@@ -83,23 +89,25 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """``F.batch_norm`` by fixed statistics; those of the batch mix its samples."""
+    """``F.batch_norm`` by fixed statistics; those of the batch would mix its samples."""
     if training or running_mean is None:
-        raise refusal("F.batch_norm by statistics of the batch (use nn.GroupNorm, or eval())", (input, weight, bias))
+        raise no_rule_error(
+            "F.batch_norm by statistics of the batch (use nn.GroupNorm, or eval())", (input, weight, bias)
+        )
     normal = F.batch_norm(input, running_mean, running_var, eps=eps)
-    return _affine(run, normal, *(_channels(run, p, len(input.shape)) for p in (weight, bias)))
+    return _affine(trace, normal, *(_channels(trace, p, len(input.shape)) for p in (weight, bias)))
 
 
-def prelu(run: Run, input: Tensor, weight: Tracked) -> Tensor:
-    """``F.prelu``: a slope for all of the negative side, or one for each channel."""
-    slope = weight if weight.shape == (1,) else _channels(run, weight, len(input.shape))
+def prelu(trace: CallTrace, input: Tensor, weight: Tracked) -> Tensor:
+    """``F.prelu``: one slope for the negative side, or one per channel."""
+    slope = weight if weight.shape == (1,) else _channels(trace, weight, len(input.shape))
     assert slope is not None
-    return input.clamp_min(0) + _met(run, torch.mul, input.clamp_max(0), slope)
+    return input.clamp_min(0) + _met(trace, torch.mul, input.clamp_max(0), slope)
 
 
-def weight_norm(run: Run, v: Operand, g: Operand, dim: int = 0) -> Tensor:
+def weight_norm(trace: CallTrace, v: Operand, g: Operand, dim: int = 0) -> Tensor:
     """``g v / |v|``, the norm over all dims but one: Salimans and Kingma 2016, arXiv 1602.07868."""
-    return alone(run, _normalised, (v, g, dim), {})
+    return apply_to_parameters(trace, _normalised, (v, g, dim), {})
 
 
 def _normalised(v: Tensor, g: Tensor, dim: int) -> Tensor:
@@ -107,30 +115,30 @@ def _normalised(v: Tensor, g: Tensor, dim: int) -> Tensor:
     return v * (g / torch.linalg.vector_norm(v, dim=others, keepdim=True))
 
 
-def _normal(run: Run, func: Any, x: Operand, *args: Any, eps: float | None) -> Operand:
+def _normal(trace: CallTrace, func: Any, x: Operand, *args: Any, eps: float | None) -> Operand:
     if isinstance(x, Tracked):
-        return run.known(alone(run, func, (x, *args), {"eps": eps}))
+        return trace.resolve(apply_to_parameters(trace, func, (x, *args), {"eps": eps}))
     return func(x, *args, eps=eps)
 
 
-def _affine(run: Run, normal: Operand, weight: Operand | None, bias: Operand | None) -> Tensor:
+def _affine(trace: CallTrace, normal: Operand, weight: Operand | None, bias: Operand | None) -> Tensor:
     if bias is None:
-        return _met(run, torch.clone, normal) if weight is None else _met(run, torch.mul, normal, weight)
-    return _met(run, torch.add, normal, bias) if weight is None else _met(run, torch.addcmul, bias, normal, weight)
+        return _met(trace, torch.clone, normal) if weight is None else _met(trace, torch.mul, normal, weight)
+    return _met(trace, torch.add, normal, bias) if weight is None else _met(trace, torch.addcmul, bias, normal, weight)
 
 
-def _met(run: Run, func: Any, *operands: Operand) -> Tensor:
+def _met(trace: CallTrace, func: Any, *operands: Operand) -> Tensor:
     held = any(isinstance(a, Tracked) for a in operands)
-    return pointwise(run, func, operands, {}) if held else func(*operands)
+    return pointwise(trace, func, operands, {}) if held else func(*operands)
 
 
-def _channels(run: Run, parameter: Operand | None, dims: int) -> Operand | None:
-    """A parameter of channels as a tensor that broadcasts over what comes after them."""
+def _channels(trace: CallTrace, parameter: Operand | None, dims: int) -> Operand | None:
+    """Reshape a parameter of channels so that it broadcasts over the dims after them."""
     if parameter is None:
         return None
     shape = (-1, *[1] * (dims - 2))
     if isinstance(parameter, Tracked):
-        return run.known(alone(run, torch.reshape, (parameter, shape), {}))
+        return trace.resolve(apply_to_parameters(trace, torch.reshape, (parameter, shape), {}))
     made = parameter.reshape(shape)
-    run.constants[made] = True
+    trace.constants[made] = True
     return made

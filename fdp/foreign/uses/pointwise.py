@@ -1,13 +1,13 @@
-"""Element by element: parameters that scale or shift samples, and functions of parameters alone.
+"""Elementwise functions of samples and parameters, and functions of parameters only.
 
-    y_b = f(x_b, w)  ->  y_b = f(x_b, w_b)            w_b: the copies, aligned with the dims of x as broadcasting would
-    v = f(w)         ->  v_b = f(w_b)                 made only if it meets samples
+    y_b = f(x_b, w)  ->  y_b = f(x_b, w_b)            w_b: the copies, aligned with the dims of x as by broadcasting
+    v = f(w)         ->  v_b = f(w_b)                 computed only if v is combined with samples
 
-A function of parameters alone (``1.0 + weight.float()``, a position table cut to length) has no samples in it: the
-module sees its value, and its copies wait.
+A function of parameters only (``1.0 + weight.float()``, a position table cut to length) holds no samples: the module
+sees its value, and its copies are lazy.
 
-    >>> pointwise(run, torch.mul, (x, weight), {})     # weight: Tracked
-    >>> alone(run, torch.exp, (log_scale,), {})
+    >>> pointwise(trace, torch.mul, (x, weight), {})     # weight: Tracked
+    >>> apply_to_parameters(trace, torch.exp, (log_scale,), {})
 """
 
 from __future__ import annotations
@@ -18,50 +18,55 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fdp.foreign.uses.tracking import SAMPLES, SHARED, Run, Tracked, aligned
+from fdp.foreign.uses.tracking import SAMPLES, SHARED, CallTrace, Tracked, align_copies
 from fdp.gradients.taps import Watched
 from fdp.types import FdpError
 
 
-def pointwise(run: Run, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """``func`` of tensors that broadcast, some of them parameter-made."""
+def pointwise(trace: CallTrace, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Apply ``func`` to tensors that broadcast, some of which depend on parameters."""
     every = [*args, *kwargs.values()]
     path = next(a.path for a in every if isinstance(a, Tracked))
     ndim = max(len(a.shape) for a in every if isinstance(a, (Tensor, Tracked)))
-    layout, dim = _layout(run, every, ndim, path)
+    layout, dim = _layout(trace, every, ndim, path)
     if layout == SHARED:
-        run.note(path, SHARED)
+        trace.note_layout(path, SHARED)
 
         def make() -> Tensor:
             fitted = {name: _fit(a, ndim, SHARED, 0) for name, a in kwargs.items()}
             return func(*[_fit(a, ndim, SHARED, 0) for a in args], **fitted)
 
-        value = func(*[plain(a) for a in args], **{name: plain(a) for name, a in kwargs.items()})
-        return run.give(Tracked(value, make, path))
+        value = func(*[plain_value(a) for a in args], **{name: plain_value(a) for name, a in kwargs.items()})
+        return trace.register(Tracked(value, make, path))
 
     def first(a: Any) -> Any:
-        held = isinstance(a, Tensor) and a.ndim == ndim and _has_samples(run, a, layout, dim)
-        return run.first(a, layout, dim) if held else _fit(a, ndim, layout, dim)
+        held = isinstance(a, Tensor) and a.ndim == ndim and _has_samples(trace, a, layout, dim)
+        return trace.samples_first(a, layout, dim) if held else _fit(a, ndim, layout, dim)
 
     y = func(*[first(a) for a in args], **{name: first(a) for name, a in kwargs.items()})
-    return run.back(y, layout, dim, path)
+    return trace.restore_layout(y, layout, dim, path)
 
 
-def in_place(run: Run, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """``x += w`` and the like: on samples, never on a parameter or a constant."""
+def apply_in_place(trace: CallTrace, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Apply ``x += w`` and the like: to samples, never to a parameter or a constant."""
     target, *others = args
-    if isinstance(target, Tracked) or run.constant(target):
+    if isinstance(target, Tracked) or trace.is_constant(target):
         path = next(a.path for a in args if isinstance(a, Tracked))
-        raise FdpError(f"{path}: expected no parameter, or constant with one, to be changed in place; write y = x + w")
-    return target.copy_(pointwise(run, func, (target.clone(), *others), kwargs))  # the backward may want what was there
+        raise FdpError(
+            f"{path}: expected in-place changes of samples only, got one of a parameter or constant; write y = x + w"
+        )
+    # Clone, because the backward may need the old value.
+    return target.copy_(pointwise(trace, func, (target.clone(), *others), kwargs))
 
 
-def alone(run: Run, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function of parameters and constants: what the module sees of it."""
+def apply_to_parameters(
+    trace: CallTrace, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Apply a function to parameters and constants; return what the module sees of the result."""
     found: list[Tracked] = []
     _collect([*args, *kwargs.values()], found)
     path = found[0].path
-    value = func(*[plain(a) for a in args], **{name: plain(a) for name, a in kwargs.items()})
+    value = func(*[plain_value(a) for a in args], **{name: plain_value(a) for name, a in kwargs.items()})
 
     def of_one(*copies: Tensor) -> Any:
         filled = {name: _filled(a, found, copies) for name, a in kwargs.items()}
@@ -71,19 +76,19 @@ def alone(run: Run, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
         return torch.func.vmap(of_one)(*[tracked.copies() for tracked in found])
 
     if isinstance(value, Tensor):
-        return value if value in run.tracked else run.give(Tracked(value, make, path))
+        return value if value in trace.tracked else trace.register(Tracked(value, make, path))
     whole = _Once(make)
-    return tuple(run.give(Tracked(part, _part(whole, i), path)) for i, part in enumerate(value))
+    return tuple(trace.register(Tracked(part, _part(whole, i), path)) for i, part in enumerate(value))
 
 
-def cast(run: Run, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The same parameter in another dtype, or laid out anew."""
+def cast_parameter(trace: CallTrace, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Return the same parameter in another dtype or memory layout."""
     x, *rest = args
     if not isinstance(x, Tracked):
-        return func(*[plain(a) for a in args], **{name: plain(a) for name, a in kwargs.items()})
-    others = [plain(a) for a in rest]
+        return func(*[plain_value(a) for a in args], **{name: plain_value(a) for name, a in kwargs.items()})
+    others = [plain_value(a) for a in rest]
     value = func(x.value, *others, **kwargs)
-    if value in run.tracked:
+    if value in trace.tracked:
         return value
     leaf = x.leaf
     if leaf is not None and value.is_floating_point():
@@ -92,26 +97,26 @@ def cast(run: Run, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
                 f"{x.path}: expected no cast of an adapted weight, got one from {leaf.dtype} to {value.dtype}"
             )
         leaf = Watched(leaf.value.to(value.dtype), leaf.path, leaf.tape) if value.dtype != leaf.dtype else leaf
-    made = Tracked(value, lambda: func(x.copies(), *others, **kwargs), x.path, leaf=leaf, turned=x.turned)
+    made = Tracked(value, lambda: func(x.copies(), *others, **kwargs), x.path, leaf=leaf, transposed=x.transposed)
     made.by_property = x.by_property
-    return run.give(made)
+    return trace.register(made)
 
 
-def turned(run: Run, x: Tracked, *, by_property: bool = False) -> Tensor:
-    """The transpose of a matrix."""
+def transpose_parameter(trace: CallTrace, x: Tracked, *, by_property: bool = False) -> Tensor:
+    """Return the transpose of a matrix."""
     made = Tracked(
-        x.value.transpose(0, 1), lambda: x.copies().transpose(1, 2), x.path, leaf=x.leaf, turned=not x.turned
+        x.value.transpose(0, 1), lambda: x.copies().transpose(1, 2), x.path, leaf=x.leaf, transposed=not x.transposed
     )
     made.by_property = by_property or x.by_property
-    return run.give(made)
+    return trace.register(made)
 
 
-def plain(value: Any) -> Any:
-    """``value`` as the module gave it."""
+def plain_value(value: Any) -> Any:
+    """Replace tracked tensors in ``value`` by what the module sees."""
     if isinstance(value, Tracked):
         return value.value
     if isinstance(value, list):
-        return [plain(entry) for entry in value]
+        return [plain_value(entry) for entry in value]
     return value
 
 
@@ -149,31 +154,33 @@ def _filled(value: Any, found: list[Tracked], copies: tuple[Tensor, ...]) -> Any
     return value
 
 
-def _layout(run: Run, every: list[Any], ndim: int, path: str) -> tuple[str, int]:
-    """Where the samples of the operands are: of those with all dims, since broadcasting adds dims in front."""
+def _layout(trace: CallTrace, every: list[Any], ndim: int, path: str) -> tuple[str, int]:
+    """Return where the operands have their samples; only operands with all dims count, since broadcasting adds dims in
+    front.
+    """
     layout, dim = SHARED, 0
-    place = 0 if run.batch_first or ndim < 3 else 1
+    place = 0 if trace.batch_first or ndim < 3 else 1
     filled = any(isinstance(a, Tracked) and len(a.shape) == ndim > place and a.shape[place] != 1 for a in every)
     for a in every:
         if isinstance(a, Tensor) and a.ndim == ndim and ndim > 0:
-            found, where = run.layout(a, path=path, filled=filled)
+            found, where = trace.find_layout(a, path=path, filled=filled)
             if found != SHARED:
                 layout, dim = found, where
-        elif isinstance(a, Tensor) and a.ndim > 0 and not run.constant(a):
+        elif isinstance(a, Tensor) and a.ndim > 0 and not trace.is_constant(a):
             raise FdpError(
-                f"{path}: it broadcasts over a tensor of shape {tuple(a.shape)}, which may hold samples, and puts dims "
-                f"before them; expected samples in dim 0 of the result. Add the dims to the tensor itself (x[:, None])"
+                f"{path}: expected samples in dim 0 of the result, got a broadcast that puts dims in front of a tensor "
+                f"of shape {tuple(a.shape)}, which may hold samples. Add the dims to the tensor itself (x[:, None])"
             )
     return layout, dim
 
 
-def _has_samples(run: Run, a: Tensor, layout: str, dim: int) -> bool:
-    return a.shape[dim] == run.batch_size if layout == SAMPLES else a.shape[0] != 1
+def _has_samples(trace: CallTrace, a: Tensor, layout: str, dim: int) -> bool:
+    return a.shape[dim] == trace.batch_size if layout == SAMPLES else a.shape[0] != 1
 
 
 def _fit(a: Any, ndim: int, layout: str, dim: int) -> Any:
     if isinstance(a, Tracked):
-        return aligned(a.copies(), ndim, layout, dim, a.path)
+        return align_copies(a.copies(), ndim, layout, dim, a.path)
     if isinstance(a, Tensor) and layout == SAMPLES and a.ndim > 0:  # a constant: its dim of samples, of extent 1, goes
         wide = [1] * (ndim - a.ndim) + list(a.shape)
         return a.reshape(*wide[:dim], *wide[dim + 1 :])

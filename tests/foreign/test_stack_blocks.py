@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from fdp import tree
 from fdp.fast.compiled import Blocks
-from fdp.foreign.layout import find_stack, leaf_paths
-from fdp.foreign.leaves import foreign_model, params_of
-from fdp.foreign.stack.skeleton import stack_blocks
+from fdp.foreign.find_stack import find_stack
+from fdp.foreign.leaves import foreign_model, leaf_paths, params_of
+from fdp.foreign.stack.stack_blocks import stack_blocks
 from fdp.foreign.uses.dropout import with_keys
 from fdp.gradients.block_loop import Memory
 from fdp.gradients.per_sample import clipped_sum, per_sample_norms
@@ -267,7 +267,7 @@ def test_layers_that_return_more_tensors_are_refused_where_they_are_used():
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             return super().forward(*args, **kwargs) + self.heard
 
-    with pytest.raises(FdpError, match=r"also uses what \['layers.*did; take the module as one block"):
+    with pytest.raises(FdpError, match=r"also uses results of \['layers.*; take the module as one block"):
         made(Listening, layer=Chatty)
 
 
@@ -276,7 +276,7 @@ def test_work_between_the_layers_is_refused():
         def called(self, layer: nn.Module, h: Tensor, *args: Tensor) -> Tensor:
             return super().called(layer, h * 2, *args)
 
-    with pytest.raises(FdpError, match="does more between its blocks"):
+    with pytest.raises(FdpError, match="computes something between its blocks"):
         made(Between)
 
 
@@ -285,7 +285,7 @@ def test_a_layer_that_runs_twice_is_refused():
         def called(self, layer: nn.Module, h: Tensor, *args: Tensor) -> Tensor:
             return super().called(layer, super().called(layer, h, *args), *args)
 
-    with pytest.raises(FdpError, match="expected to be called once"):
+    with pytest.raises(FdpError, match="expected one call, got two"):
         made(Twice)
 
 
@@ -294,7 +294,7 @@ def test_layers_that_are_left_out_are_refused():
         def called(self, layer: nn.Module, h: Tensor, *args: Tensor) -> Tensor:
             return h if layer is self.layers[1] else super().called(layer, h, *args)
 
-    with pytest.raises(FdpError, match="expected calls of 3 blocks, got 2"):
+    with pytest.raises(FdpError, match="expected 3 blocks to be called, got calls of 2"):
         made(Short)
 
 
@@ -324,7 +324,7 @@ def test_layers_that_run_in_another_order_or_again_after_the_last_are_refused(or
 
 @pytest.mark.parametrize("end", [lambda _, tokens, seen: sum(seen), lambda _, tokens, seen: seen[-2] + seen[-1]])
 def test_results_of_earlier_layers_that_are_used_at_the_end_are_refused(end):
-    with pytest.raises(FdpError, match=r"also uses what \['layers.*did; take the module as one block"):
+    with pytest.raises(FdpError, match=r"also uses results of \['layers.*; take the module as one block"):
         made(type("Summed", (Walking,), {"end": end}))
 
 

@@ -1,10 +1,11 @@
-"""Folders in the format of ``transformers``: config, tokenizer, and weights in one or several safetensors files.
+"""Read a folder in the format of ``transformers``: config, tokenizer, and weights in one or several safetensors
+files.
 
     folder = config.json + model.safetensors                                        or
              config.json + model.safetensors.index.json {weight_map: {name: file}} + the files
 
-The module is built without memory. Each rank reads its own window of every tensor, one after the other, straight from
-the files.
+The module is built without memory. Each rank reads only its own window of every tensor, one tensor at a time, straight
+from the files.
 
     >>> module = empty_module(folder)                                               # shapes, and real buffers
     >>> params = read_params(folder, module, model, sharding, dtype=torch.float32)
@@ -21,8 +22,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from fdp import tree
-from fdp.foreign.hub.tensor_names import Place, stored_places
-from fdp.foreign.layout import leaf_paths
+from fdp.foreign.hub.tensor_names import StoredSlice, locate_stored
+from fdp.foreign.leaves import leaf_paths
 from fdp.keys import Window
 from fdp.model import Model
 from fdp.parallel.agree import run_in_unison
@@ -34,8 +35,8 @@ from fdp.types import FdpError, Tree
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-class Stored:
-    """The tensors of a folder by the names they are stored under, each read when it is asked for."""
+class StoredTensors:
+    """The tensors of a folder by stored name, each read when it is asked for."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -43,14 +44,14 @@ class Stored:
         self.open: dict[str, Any] = {}
 
     def part(self, name: str, window: Window | None = None) -> Tensor:
-        """A tensor, or a window of it; nothing else is read. It may be a view of the file: copy it."""
+        """Read a tensor, or a window of it, and nothing else. The result may be a view of the file: copy it."""
         stored = self._file(name)
-        if not window:  # the whole of it, or a scalar, which has nothing to slice
+        if not window:  # the full tensor, or a scalar, which cannot be sliced
             return stored.get_tensor(name)
         return stored.get_slice(name)[tuple(slice(start, start + length) for start, length in window)]
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Refuse a tensor of another shape, or one that is no floats."""
+        """Refuse a tensor of another shape, or of a dtype that is not floating-point."""
         values = self._file(name).get_slice(name)
         if (got := tuple(values.get_shape())) != shape:
             raise FdpError(f"{self.folder}: {name}: expected shape {shape}, as in config.json, got {got}")
@@ -66,12 +67,14 @@ class Stored:
             try:
                 self.open[file] = safe_open(self.folder / file, framework="pt")
             except (OSError, SafetensorError) as error:
-                raise FdpError(f"{self.folder / file}: expected a whole file of safetensors, got {error}") from error
+                raise FdpError(f"{self.folder / file}: expected a complete safetensors file, got {error}") from error
         return self.open[file]
 
 
 def empty_module(folder: Path) -> nn.Module:
-    """The module that ``config.json`` describes, in eval mode: parameters without memory, buffers with their values."""
+    """Return the module that ``config.json`` describes, in eval mode: parameters without memory, buffers with their
+    values.
+    """
     transformers = import_transformers()
     if not (folder / "config.json").exists():
         raise FdpError(f"{folder}: expected a folder with a config.json, got none; save a model there first")
@@ -81,7 +84,7 @@ def empty_module(folder: Path) -> nn.Module:
         raise FdpError(f"{folder}: expected an architecture of transformers in config.json, got {architecture!r}")
     with torch.device("meta"):
         module = getattr(transformers, architecture)._from_config(config)
-    return _with_buffers(module.eval(), Stored(folder))
+    return _with_buffers(module.eval(), StoredTensors(folder))
 
 
 def read_params(
@@ -93,21 +96,21 @@ def read_params(
     dtype: torch.dtype,
     device: torch.device | str | None = None,
 ) -> Tree:
-    """The stored values of the model's leaves: whole, or with ``sharding`` this rank's parts, as DTensors.
+    """Return the stored values of the model's leaves: full or, with ``sharding``, this rank's shards as DTensors.
 
     ``device`` is by default that of the mesh, or the CPU. Every rank calls it.
 
     Guarantees:
-      - a rank holds its parts and, while it is converted, one part as it is stored; it reads nothing else;
+      - a rank holds its shards and, while converting, one shard as it is stored; it reads nothing else;
       - leaves that are missing or of another shape raise on every rank.
     """
     there = _device(sharding) if device is None else torch.device(device)
 
     def read() -> dict[str, Tensor]:
-        stored = Stored(folder)
+        stored = StoredTensors(folder)
         paths = leaf_paths(module)
-        places: dict[str, dict[Place, str]] = {}
-        for key, place in stored_places(stored.files, module).items():
+        places: dict[str, dict[StoredSlice, str]] = {}
+        for key, place in locate_stored(stored.files, module).items():
             if place.name in paths:
                 places.setdefault(paths[place.name], {}).setdefault(place._replace(name=""), key)
         if missing := sorted(set(model.leaves) - set(places)):
@@ -115,20 +118,20 @@ def read_params(
         flat = {}
         for path, leaf in model.leaves.items():
             window = None if sharding is None else sharding.leaves[path].window
-            part = _joined(stored, path, places[path], tuple(leaf.shape), window).to(there, dtype, copy=True)
+            part = _read_leaf(stored, path, places[path], tuple(leaf.shape), window).to(there, dtype, copy=True)
             flat[path] = part if sharding is None else as_dtensor(part, path, sharding)
         return flat
 
     return tree.nest(run_in_unison(read, None))
 
 
-def _joined(
-    stored: Stored, path: str, places: dict[Place, str], shape: tuple[int, ...], window: Window | None
+def _read_leaf(
+    stored: StoredTensors, path: str, places: dict[StoredSlice, str], shape: tuple[int, ...], window: Window | None
 ) -> Tensor:
-    """A leaf, or a window of it, of the tensors that are stored for it; nothing else is read."""
+    """Read a leaf, or a window of it, from the tensors that are stored for it; nothing else is read."""
     for place, key in places.items():
         stored.check(key, place.shape(shape))
-    if (whole := places.get(Place(""))) is not None:
+    if (whole := places.get(StoredSlice(""))) is not None:
         return stored.part(whole, window)
     rows = sum(place.stop - place.start for place in places)
     if rows != shape[0] * shape[1]:
@@ -151,11 +154,13 @@ def _joined(
 
 
 def import_transformers() -> Any:
-    """``transformers``, which fdp can do without."""
+    """Import ``transformers``, an optional dependency."""
     try:
         import transformers
     except ImportError:
-        raise FdpError("a folder in the format of transformers is read by it: pip install transformers") from None
+        raise FdpError(
+            "transformers: expected it to be installed, to read a folder in its format; pip install transformers"
+        ) from None
     return transformers
 
 
@@ -172,31 +177,31 @@ def _weight_map(folder: Path) -> dict[str, str]:
         ) from error
 
 
-def _with_buffers(module: nn.Module, stored: Stored) -> nn.Module:
-    """Buffers as they are stored, else as the module's own initialisation makes them."""
-    keys = {place.name: key for key, place in stored_places(stored.files, module).items()}
+def _with_buffers(module: nn.Module, stored: StoredTensors) -> nn.Module:
+    """Fill the buffers from the folder or, if they are not stored, by the module's own initialisation."""
+    keys = {place.name: key for key, place in locate_stored(stored.files, module).items()}
     for prefix, part in module.named_modules():
         lost = {name: buffer for name, buffer in part._buffers.items() if buffer is not None and buffer.is_meta}
-        made = [_initialised(_owner(module, prefix), part, lost, start) for start in (0, 1)]
+        made = [_initialise_buffers(_owner(module, prefix), part, lost, start) for start in (0, 1)]
         for name in lost:
             path = f"{prefix}.{name}".removeprefix(".")
             if path in keys:
                 part._buffers[name] = stored.part(keys[path]).clone()
-            elif not torch.equal(made[0][name], made[1][name]):  # what it held before shows: it was not written
+            elif not torch.equal(made[0][name], made[1][name]):  # the value depends on what it held: it was not written
                 raise FdpError(
-                    f"{path}: expected a buffer that {type(module).__name__} initialises, got one it does not"
+                    f"{path}: expected a buffer that {type(module).__name__} initialises, got one that it does not"
                 )
     return module
 
 
 def _owner(module: nn.Module, prefix: str) -> nn.Module:
-    """The innermost model that a part is in: it initialises what is in it."""
+    """Return the innermost model that contains a part: it initialises the part."""
     names = prefix.split(".") if prefix else []
     inner = (module.get_submodule(".".join(names[:i])) for i in range(len(names), -1, -1))
     return next((part for part in inner if hasattr(part, "_init_weights")), module)
 
 
-def _initialised(module: nn.Module, part: nn.Module, lost: dict[str, Tensor], start: int) -> dict[str, Tensor]:
+def _initialise_buffers(module: nn.Module, part: nn.Module, lost: dict[str, Tensor], start: int) -> dict[str, Tensor]:
     for name, buffer in lost.items():
         part._buffers[name] = torch.full(buffer.shape, start, dtype=buffer.dtype)
     if lost:

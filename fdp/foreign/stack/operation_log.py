@@ -1,12 +1,12 @@
-"""Whether two modules compute the same function of their parameters, found by writing down every operation.
+"""Record every operation of a module as text, to find out whether two modules compute the same function.
 
-    same(a, b)  <=  the tapes of a and b are equal:   op_k(names of tensors, numbers), k = 1, 2, ...
+    same(a, b)  <=  the logs of a and b are equal:   op_k(names of tensors, numbers), k = 1, 2, ...
 
-Layers of a model carry numbers of their own (their place in the stack, a window, a scale by depth) which may or may
-not matter. A tape holds what they do to tensors and all numbers that enter, on tensors without memory, so that layers
-with equal tapes and equal buffers are one function, and are compiled once.
+Layers carry numbers of their own (their position in the stack, a window, a scale by depth) which may or may not matter.
+A log holds every operation on tensors and all numbers that enter it, recorded on shape-only tensors. Layers with equal
+logs and equal buffers are one function, and are compiled once.
 
-    >>> tape(module, shapes, args, kwargs) == tape(other, shapes, args, kwargs)
+    >>> log_operations(module, shapes, args, kwargs) == log_operations(other, shapes, args, kwargs)
 """
 
 from __future__ import annotations
@@ -27,17 +27,16 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fdp import tree
-from fdp.foreign.layout import NotAStack
-from fdp.foreign.module_state import as_it_was
+from fdp.foreign.find_stack import NotAStack
+from fdp.foreign.module_state import restore_after
 from fdp.types import FdpError
 
-FEW = 64
-"""Elements up to which a constant is compared by its values."""
+MAX_CONSTANT_ELEMENTS = 64
+"""Constants up to this size are compared by their values."""
 
 
-class Tape(NamedTuple):
-    """Every operation of a run as a line; the names of the tensors used, and of those written into; what was returned,
-    without values."""
+class OperationLog(NamedTuple):
+    """The operations of one call, one line each; names of the tensors read and written; the result without values."""
 
     lines: tuple[str, ...]
     used: frozenset[str]
@@ -46,32 +45,34 @@ class Tape(NamedTuple):
 
 
 @contextmanager
-def refusing_branches(part: str) -> Iterator[None]:
-    """Refuse a module that looks at values to decide what to do: without values nothing is known of it.
+def refuse_branches(part: str) -> Iterator[None]:
+    """Turn errors of a module that cannot run on shape-only tensors, or with placeholders, into ``NotAStack``.
 
-    So also one that fails without its layers; what it says may show the data, and is left to the traceback.
+    Error messages of the module may show data, so they are left to the traceback.
     """
     try:
         yield
     except (DynamicOutputShapeException, DataDependentOutputException) as error:
         raise NotAStack(
-            f"{part}: {error} has a shape or a branch that depends on the data (such as experts that are skipped, or a "
-            f"rotary table of rope_type 'dynamic'), so that the layer cannot be one of a stack",
+            f"{part}: {error} has a shape or a branch that depends on the data (such as skipped experts, or a rotary "
+            f"table of rope_type 'dynamic'), so that the layer cannot be part of a stack",
             then=", its leaves in materialize=(...)",
         ) from error
     except FdpError:
         raise
     except Exception as error:
         raise NotAStack(
-            f"{part}: expected a module that runs with placeholders for its layers, which hand on the hidden state as "
-            f"it is, got {type(error).__name__}; its layers may change the shape of the hidden state"
+            f"{part}: expected a module that runs with placeholders for its layers, which return the hidden state "
+            f"unchanged, got {type(error).__name__}; its layers may change the shape of the hidden state"
         ) from error
 
 
-def tape(module: nn.Module, tensors: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tape:
-    """What ``module`` does with ``tensors`` (parameters and buffers, by name) and its arguments.
+def log_operations(
+    module: nn.Module, tensors: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> OperationLog:
+    """Return the log of ``module`` called with ``tensors`` (parameters and buffers by name) and its arguments.
 
-    Nothing is computed: of tensors only shapes, dtypes and devices are read.
+    Nothing is computed: only shapes, dtypes and devices of the tensors are read.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     faked: dict[int, Tensor] = {}
@@ -86,20 +87,20 @@ def tape(module: nn.Module, tensors: Mapping[str, Tensor], args: tuple[Any, ...]
 
     inputs = {name: fake(leaf) for name, leaf in tensors.items()}
     args, kwargs = tree.map(fake, list(args)), tree.map(fake, kwargs)
-    lines = _Lines(inputs, tree.leaves([args, kwargs]))
-    with refusing_branches(type(module).__name__), as_it_was(module), mode, lines, torch.no_grad():
+    lines = _LogMode(inputs, tree.leaves([args, kwargs]))
+    with refuse_branches(type(module).__name__), restore_after(module), mode, lines, torch.no_grad():
         out = functional_call(module, inputs, tuple(args), kwargs, tie_weights=False)
     last = f"return {lines.named(out)}"
-    return Tape((*lines.lines, last), frozenset(inputs) & lines.used, out, frozenset(lines.written))
+    return OperationLog((*lines.lines, last), frozenset(inputs) & lines.used, out, frozenset(lines.written))
 
 
-class _Lines(TorchDispatchMode):
-    """One line per operation; tensors are called by the name they were given or the number of the line they are of."""
+class _LogMode(TorchDispatchMode):
+    """A mode that writes one line per operation, naming tensors by their given name or by the line that made them."""
 
     def __init__(self, inputs: Mapping[str, Tensor], arguments: list[Any]):
         super().__init__()
         self.lines: list[str] = []
-        self.known: list[Tensor] = []  # kept alive, so that no name is given twice
+        self.known: list[Tensor] = []  # kept alive, so that no two tensors have the same id
         self.names: dict[int, str] = {}
         self.used: set[str] = set()
         self.written: set[str] = set()
@@ -110,7 +111,7 @@ class _Lines(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         called = f"{func}({self.named(list(args))}, {self.named(kwargs or {})})"
-        schema = getattr(func, "_schema", None)  # operators of higher order have none
+        schema = getattr(func, "_schema", None)  # higher-order operators have none
         for argument, value in zip([] if schema is None else schema.arguments, args):
             if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor):
                 self.written.add(self.named(value))
@@ -138,9 +139,9 @@ class _Lines(TorchDispatchMode):
 
 
 def _constant(value: Tensor) -> str:
-    """A tensor from nowhere: by its values or, if it has none or many, by a name that no other has."""
-    known = not isinstance(value, FakeTensor) and value.device.type != "meta" and value.numel() <= FEW
+    """Describe a tensor that no operation made: by its values or, if it has none or many, by a unique name."""
+    known = not isinstance(value, FakeTensor) and value.device.type != "meta" and value.numel() <= MAX_CONSTANT_ELEMENTS
     try:
         return f"constant {value.tolist()}" if known else f"constant at {id(value)}"
-    except RuntimeError:  # a buffer that a fake tensor shares its storage with has no values either
+    except RuntimeError:  # a buffer that shares its storage with a fake tensor has no values either
         return f"constant at {id(value)}"

@@ -1,9 +1,9 @@
-"""Trained leaves back into a folder in the format of ``transformers``, with the names and files of where they are from.
+"""Write trained leaves as a folder in the format of ``transformers``, with the names and files of the source folder.
 
     new folder = old folder, every stored tensor that is a leaf replaced by the leaf's value
 
-What is not a leaf (a tensor that the loss does not use, a buffer) and what is not a tensor (config, tokenizer) is
-copied. So whoever could read the old folder can read the new one: ``AutoModelForCausalLM.from_pretrained(path)``.
+Everything else is copied: tensors that the loss does not use, buffers, config, tokenizer. Whoever can read the old
+folder can read the new one: ``AutoModelForCausalLM.from_pretrained(path)``.
 
     >>> write_folder(path, params, source=folder)
 """
@@ -20,9 +20,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fdp import tree
-from fdp.foreign.hub.files import INDEX, Stored, empty_module
-from fdp.foreign.hub.tensor_names import Place, stored_places
-from fdp.foreign.layout import leaf_paths
+from fdp.foreign.hub.read_folder import INDEX, StoredTensors, empty_module
+from fdp.foreign.hub.tensor_names import StoredSlice, locate_stored
+from fdp.foreign.leaves import leaf_paths
 from fdp.parallel.agree import rank_in, run_in_unison
 from fdp.parallel.dtensors import full_tensor
 from fdp.storage.checkpoint import writing
@@ -30,7 +30,7 @@ from fdp.storage.private_files import sync_folder
 from fdp.types import FdpError, Flat, Tree
 
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".gguf", ".onnx")
-"""Endings of files that hold weights: those of the source would contradict the new ones."""
+"""Suffixes of weight files, which are not copied: the source's weights would contradict the new ones."""
 
 
 def write_folder(
@@ -43,25 +43,25 @@ def write_folder(
 ) -> None:
     """Write ``params`` as ``source`` stores them; ``dtype`` is by default the stored one. Every rank calls it.
 
-    ``files`` are texts by name, to be written beside them, in place of the source's of that name.
+    ``files`` are further text files to write, by name; they replace the source's files of the same name.
 
     Guarantees:
-      - ``path`` appears whole, by one rename; one that exists is refused;
+      - ``path`` appears complete, by one rename; an existing one is refused;
       - leaves that the source does not store raise on every rank, before anything is written;
-      - whole tensors are made of parts one at a time; those of one file are held, by the first rank, until it is full.
+      - full tensors are gathered one at a time; rank 0 holds those of one file until it is written.
     """
     flat, first = tree.flatten(params), rank_in(None) == 0
     partial = path.with_name(f".{path.name}.partial")
     stored, keys = run_in_unison(lambda: _begin(path, partial, flat, source, first), None)
     for file in dict.fromkeys(stored.files.values()):
         values: Flat = {}
-        made: Flat = {}  # of leaves that several tensors of the file are parts of
+        gathered: Flat = {}  # leaves of which the file stores several slices
         for key in (key for key, where in stored.files.items() if where == file):
-            name, place = keys.get(key, ("", Place("")))
+            name, place = keys.get(key, ("", StoredSlice("")))
             leaf = flat.get(name)
-            value = made[name] if name in made else None if leaf is None else full_tensor(leaf)
+            value = gathered[name] if name in gathered else None if leaf is None else full_tensor(leaf)
             if value is not None and place.index is not None:
-                made[name] = value
+                gathered[name] = value
             if first:
                 old = stored.part(key)
                 as_stored = dtype if dtype is not None and old.is_floating_point() else old.dtype
@@ -73,17 +73,17 @@ def write_folder(
 
 def _begin(
     path: Path, partial: Path, flat: Flat, source: Path, first: bool
-) -> tuple[Stored, dict[str, tuple[str, Place]]]:
-    """What is stored, and by stored name the path of the leaf that it is, or is a part of."""
+) -> tuple[StoredTensors, dict[str, tuple[str, StoredSlice]]]:
+    """Prepare the folder; return the stored tensors, and by stored name the leaf and the slice of it that is stored."""
     if path.exists():
-        raise FdpError(f"{path}: expected no folder of this name, got one; give another name")
-    stored, module = Stored(source), empty_module(source)
+        raise FdpError(f"{path}: expected no folder of this name, got an existing one; give another name")
+    stored, module = StoredTensors(source), empty_module(source)
     paths = leaf_paths(module)
-    places = stored_places(stored.files, module)
+    places = locate_stored(stored.files, module)
     keys = {key: (paths[place.name], place) for key, place in places.items() if place.name in paths}
     if unknown := sorted(set(flat) - {leaf for leaf, _ in keys.values()}):
         raise FdpError(
-            f"{source}: expected to hold the leaves to be saved, got none of {unknown[:4]}; name their source"
+            f"{source}: expected to hold the leaves to save, got none of {unknown[:4]}; give the folder they came from"
         )
     for key, (leaf, place) in keys.items():
         if leaf in flat:
@@ -103,7 +103,9 @@ def _write(file: Path, tensors: dict[str, Tensor]) -> None:
         save_file(tensors, file, metadata={"format": "pt"})
 
 
-def _publish(path: Path, partial: Path, stored: Stored, dtype: torch.dtype | None, files: Mapping[str, str]) -> None:
+def _publish(
+    path: Path, partial: Path, stored: StoredTensors, dtype: torch.dtype | None, files: Mapping[str, str]
+) -> None:
     with writing(path):
         for name, text in files.items():
             (partial / name).write_text(text)
