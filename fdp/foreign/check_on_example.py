@@ -139,9 +139,7 @@ def _module_losses(
 
 
 def _check_positions(module: nn.Module, example: Tree) -> None:
-    """Refuse positions in the data for a rotary table that looks at the longest position, whatever the example
-    holds.
-    """
+    """Refuse positions in the data if a rotary table depends on the longest one, whatever the example holds."""
     lengths = {path: leaf.shape[-1] for path, leaf in tree.flatten(example).items() if path in POSITIONS}
     for table in rotary_tables(module):
         for path, length in lengths.items():

@@ -70,7 +70,7 @@ def _largest_stack(module: nn.Module) -> Stack:
     sizes: dict[str, int] = {}
     for name, child in module.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in sizes)
-        if name and not inside and isinstance(child, nn.ModuleList | nn.Sequential) and _alike(child):
+        if name and not inside and isinstance(child, nn.ModuleList | nn.Sequential) and _same_class(child):
             sizes[name] = sum(parameter.numel() for parameter in child.parameters())
     sizes = {name: size for name, size in sizes.items() if size}
     if not sizes:
@@ -86,7 +86,7 @@ def _largest_stack(module: nn.Module) -> Stack:
     return Stack(tuple(f"{largest}.{name}" for name, _ in module.get_submodule(largest).named_children()))
 
 
-def _alike(children: nn.Module) -> bool:
+def _same_class(children: nn.Module) -> bool:
     classes = {type(child) for child in children.children()}
     return len(classes) == 1 and not classes <= {nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding}
 

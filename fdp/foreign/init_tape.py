@@ -52,9 +52,7 @@ class StorageView:
 
 
 class TapedOperation(NamedTuple):
-    """One operation. ``inputs`` are the storages it computes with; ``reads`` adds those of which it leaves a part in
-    place.
-    """
+    """One operation. It computes with the storages ``inputs``; ``reads`` adds those that it overwrites only in part."""
 
     func: Any
     args: Any

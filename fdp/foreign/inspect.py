@@ -131,7 +131,7 @@ def refused_uses(model: Model, flat: Flat, microbatch: Tree, *, dtype: torch.dty
         try:
             carry = traced(block, weights, own, carry, microbatch)[1]
         except FdpError as error:
-            refused = _one_at_a_time(block, weights, own, carry, microbatch)
+            refused = _refused_leaves(block, weights, own, carry, microbatch)
             if not refused:
                 traced(block, weights, frozenset(), carry, microbatch)  # raises too, if no leaf is at fault
                 refused = dict.fromkeys(sorted(own), str(error))  # the error of several leaves together
@@ -142,7 +142,9 @@ def refused_uses(model: Model, flat: Flat, microbatch: Tree, *, dtype: torch.dty
     return found
 
 
-def _one_at_a_time(block: Block, weights: Flat, own: frozenset[Path], carry: Tree, microbatch: Tree) -> dict[Path, str]:
+def _refused_leaves(
+    block: Block, weights: Flat, own: frozenset[Path], carry: Tree, microbatch: Tree
+) -> dict[Path, str]:
     found = {}
     for path in sorted(own):
         try:

@@ -181,9 +181,7 @@ def _bitwise_equal(one: Tensor, other: Tensor) -> bool:
 
 
 class VersionCounters:
-    """The version counters of a module's tensors: every write into a tensor, or into a view of it, increments its
-    counter.
-    """
+    """The version counters of a module's tensors, which every write into a tensor or a view of it increments."""
 
     def __init__(self, tensors: Mapping[str, Tensor]):
         self.tensors = tensors

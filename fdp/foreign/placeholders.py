@@ -69,8 +69,7 @@ class ResumingBlock(Placeholder):
 
 
 class TracingBlock(Placeholder):
-    """A placeholder that records that it was called and returns its ``own`` tensors, so that uses of them can be
-    found.
+    """A placeholder that records its call and returns its ``own`` tensors, so that uses of them can be found.
 
     ``own`` holds the hidden state and a stand-in for everything else that the block returns.
     """
@@ -86,9 +85,7 @@ class TracingBlock(Placeholder):
 
 
 class IdentityHead(nn.Module):
-    """A placeholder for a head that returns its input. It has the head's parameters, because modules read their
-    dtype.
-    """
+    """A placeholder for a head that returns its input. It has the head's parameters, whose dtype modules read."""
 
     def __init__(self, head: nn.Module):
         super().__init__()

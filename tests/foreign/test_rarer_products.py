@@ -205,7 +205,7 @@ def test_bilinear_forms_agree_with_vmap_grad():
     check_rule(BILINEAR, randn(3, 5, 6), randn(4, 2, 3), tolerance=1e-12)
 
 
-@pytest.mark.parametrize("turned", [True, False])
+@pytest.mark.parametrize("transposed", [True, False])
 def test_routed_experts_agree_with_vmap_grad(transposed):
     packed = pack(randn(3, 7, 4), ids(3, 7, below=5))
     check_rule(ROUTED, packed, randn(5, 4, 6) if transposed else randn(5, 6, 4), tolerance=1e-12, transposed=transposed)

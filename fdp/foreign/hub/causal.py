@@ -58,11 +58,11 @@ def causal_lm(
     """
     _check_no_prompt(module)
     module = without_fast_paths(module)
-    head, name = _head(module)
+    head, name = _find_head(module)
     config: Any = module.config
     context = int(context or next((getattr(config, name) for name in LONGEST if getattr(config, name, None)), SHORT))
     length = prefix + (context if example is None else window_inputs_of(example).shape[-1])
-    example = _example(config, context) if example is None else example
+    example = _default_example(config, context) if example is None else example
     tables, module = rotary_tables(module), with_fixed_tables(module, length=length)
 
     def fixed(call: Caller) -> Caller:
@@ -71,16 +71,16 @@ def causal_lm(
     fields: dict[str, Any] = {"context": context, "vocab_size": config.vocab_size}
     try:
         call = fixed(causal_caller(module, example, pattern=pattern, prefix=prefix))
-        blocks = _stacked(module, head, name, call, example, pattern)
+        blocks = _stack_with_head(module, head, name, call, example, pattern)
     except NotAStack as error:
         if prefix or pattern != AUTO:
             raise
-        blocks = (_whole(module, fixed(tokens_only(module, example)), example),)
+        blocks = (_single_block(module, fixed(tokens_only(module, example)), example),)
         fields["remark"] = one_block_remark(module, error)
     return foreign_model(module, blocks, **fields)
 
 
-def _stacked(
+def _stack_with_head(
     module: nn.Module, head: nn.Module, name: str, call: Caller, example: Tree, pattern: str
 ) -> tuple[Block, ...]:
     """Return the part before the layers, the layers, and the head with the loss."""
@@ -93,7 +93,7 @@ def _stacked(
     return *blocks, last._replace(name="head", outputs=_outputs(replace(last.apply, finish=_logits)))
 
 
-def _whole(module: nn.Module, call: Caller, example: Tree) -> Block:
+def _single_block(module: nn.Module, call: Caller, example: Tree) -> Block:
     """Return the module as one block with its loss."""
     block = one_block(module, call=call, finish=_losses, example=example)
     assert isinstance(block.apply, ModuleLoss)
@@ -114,7 +114,7 @@ def _check_no_prompt(module: Any) -> None:
         )
 
 
-def _head(module: nn.Module) -> tuple[nn.Module, str]:
+def _find_head(module: nn.Module) -> tuple[nn.Module, str]:
     find = getattr(module, "get_output_embeddings", None)
     head = None if find is None else find()
     names = [name for name, part in module.named_modules() if part is head]
@@ -126,7 +126,7 @@ def _head(module: nn.Module) -> tuple[nn.Module, str]:
     return head, names[0]
 
 
-def _example(config: Any, context: int) -> Tree:
+def _default_example(config: Any, context: int) -> Tree:
     """Return an example long enough for a sliding window of attention to matter."""
     window = getattr(config, "sliding_window", None)
     length = min(context, SHORT) if window is None or context < window else context

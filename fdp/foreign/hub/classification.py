@@ -31,6 +31,7 @@ from fdp.foreign.hub.masks import (
     is_none_mask,
     none_mask,
     same_calls,
+    try_layer_calls,
 )
 from fdp.foreign.leaves import foreign_model
 from fdp.foreign.stack.block_functions import AfterLayers, Caller
@@ -58,9 +59,9 @@ def classifier(module: nn.Module, *, example: Tree | None = None, pattern: str =
             f"{type(module).__name__}: expected one label per sample, got several; use from_module with a loss"
         )
     images = getattr(module, "main_input_name", "") == "pixel_values"
-    example = (_images(config) if images else _texts(config)) if example is None else example
-    finish = _squares if config.num_labels == 1 else _cross_entropy
-    own: Caller = Images() if images else TokensAndPadding(_more(module))
+    example = (_image_example(config) if images else _text_example(config)) if example is None else example
+    finish = _squared_error if config.num_labels == 1 else _cross_entropy
+    own: Caller = Images() if images else TokensAndPadding(_extra_arguments(module))
     try:
         call = own if images else _text_caller(module, example, pattern)
         *blocks, last = stack_blocks(
@@ -100,7 +101,7 @@ class TokensAndPadding:
     more: tuple[tuple[str, Any], ...] = ()
 
     def __call__(self, module: Any, data: Tree) -> Any:
-        return _padded(module, input_ids=data["tokens"], attention_mask=data.get("mask"), **dict(self.more))
+        return _call_padded(module, input_ids=data["tokens"], attention_mask=data.get("mask"), **dict(self.more))
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class PaddingMasks:
     def __call__(self, module: Any, data: Tree) -> Any:
         masks = {kind: self.mask(kind, data["tokens"], data.get("mask")) for kind in self.kinds}
         mask = masks if len(masks) > 1 else masks[self.kinds[0]]
-        return _padded(module, input_ids=data["tokens"], attention_mask=mask, **dict(self.more))
+        return _call_padded(module, input_ids=data["tokens"], attention_mask=mask, **dict(self.more))
 
     def mask(self, kind: str, tokens: Tensor, present: Tensor | None) -> Tensor:
         """Return the mask of one kind of layer, (batch, 1, tokens, tokens)."""
@@ -136,7 +137,7 @@ class PaddingMasks:
         return additive_mask(seen) if self.added else seen
 
 
-def _padded(module: Any, **given: Any) -> Any:
+def _call_padded(module: Any, **given: Any) -> Any:
     """Call the module; explain the error of a decoder that needs a padding token to find the last real one."""
     try:
         return module(**given)
@@ -160,14 +161,18 @@ def mask_of(data: Tree) -> Tensor | None:
 
 def _text_caller(module: nn.Module, example: Tree, pattern: str) -> Caller:
     """Return the first caller whose layers get what they get when the module makes its own masks of the padding."""
-    more, added, (kinds, window) = _more(module), adds_masks(module), attention_kinds(module)
+    more, added, (kinds, window) = _extra_arguments(module), adds_masks(module), attention_kinds(module)
     own = TokensAndPadding(more)
     ways = [PaddingMasks(added, False, more=more)]
     if set(kinds) <= {FULL, SLIDING}:
         ways.append(PaddingMasks(added, True, kinds, window, more))
     if "mask" not in example:
         found, length = layer_calls(module, own, example, pattern=pattern), len(example["tokens"][0])
-        same = (way for way in ways if same_calls(found, _calls(module, way, example, pattern), length * way.causal))
+        same = (
+            way
+            for way in ways
+            if same_calls(found, try_layer_calls(module, way, example, pattern), length * way.causal)
+        )
         return next(same, own)
     tokens = example["tokens"]
     full = torch.ones_like(tokens)
@@ -175,9 +180,9 @@ def _text_caller(module: nn.Module, example: Tree, pattern: str) -> Caller:
     padded, whole = example | {"mask": full * half}, example | {"mask": full}
     found = layer_calls(module, own, padded, pattern=pattern)
     for way in ways:
-        if same_calls(found, _calls(module, way, padded, pattern), None):
+        if same_calls(found, try_layer_calls(module, way, padded, pattern), None):
             return way
-    if not same_calls(found, _calls(module, own, whole, pattern), None, values=False):
+    if not same_calls(found, try_layer_calls(module, own, whole, pattern), None, values=False):
         raise NotAStack(
             f"{type(module).__name__}: expected layers that are always given masks, got layers that are given masks "
             f"only if there is padding"
@@ -185,14 +190,7 @@ def _text_caller(module: nn.Module, example: Tree, pattern: str) -> Caller:
     return own
 
 
-def _calls(module: nn.Module, way: Caller, data: Tree, pattern: str) -> list[Any]:
-    try:
-        return layer_calls(module, way, data, pattern=pattern)
-    except Exception:  # whatever it raises, the module cannot be called this way
-        return []
-
-
-def _more(module: nn.Module) -> tuple[tuple[str, Any], ...]:
+def _extra_arguments(module: nn.Module) -> tuple[tuple[str, Any], ...]:
     """Return arguments that stop a decoder from filling a cache that nobody reads."""
     return (("use_cache", False),) if "use_cache" in inspect.signature(module.forward).parameters else ()
 
@@ -213,13 +211,13 @@ def _weight_of_scores(module: nn.Module, call: Caller, example: Tree, params: di
     return None
 
 
-def _texts(config: Any) -> Tree:
+def _text_example(config: Any) -> Tree:
     tokens = torch.zeros(2, SHORT, dtype=torch.int64)
     there = torch.arange(SHORT).expand(2, SHORT) < SHORT // 2  # without padding the module would drop its mask
     return {"tokens": tokens + 3 * there, "mask": there.long(), "label": torch.zeros(2, dtype=torch.int64)}
 
 
-def _images(config: Any) -> Tree:
+def _image_example(config: Any) -> Tree:
     size = config.image_size if isinstance(config.image_size, tuple | list) else (config.image_size, config.image_size)
     return {"image": torch.zeros(2, config.num_channels, *size), "label": torch.zeros(2, dtype=torch.int64)}
 
@@ -228,13 +226,13 @@ def _scores(out: Any, data: Tree) -> Float[Tensor, "batch classes"]:
     return out.logits
 
 
-def _wide(scores: Tensor) -> Tensor:
+def _at_least_float32(scores: Tensor) -> Tensor:
     return scores if scores.element_size() >= 4 else scores.float()
 
 
 def _cross_entropy(out: Any, data: Tree) -> Float[Tensor, " batch"]:
-    return F.cross_entropy(_wide(out.logits), data["label"], reduction="none")
+    return F.cross_entropy(_at_least_float32(out.logits), data["label"], reduction="none")
 
 
-def _squares(out: Any, data: Tree) -> Float[Tensor, " batch"]:
-    return (_wide(out.logits)[:, 0] - data["label"]).square()
+def _squared_error(out: Any, data: Tree) -> Float[Tensor, " batch"]:
+    return (_at_least_float32(out.logits)[:, 0] - data["label"]).square()

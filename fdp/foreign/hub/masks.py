@@ -55,7 +55,7 @@ class CausalMasks:
         masks = {kind: self.mask(kind, tokens, documents) for kind in self.kinds}
         more: dict[str, Any] = {}
         if documents is not None or self.positions:
-            more = {"position_ids": self.prefix + _places(tokens, documents)}
+            more = {"position_ids": self.prefix + _positions(tokens, documents)}
         if self.prefix:
             more["past_key_values"] = PrefixCache(self.prefix)
         mask = masks if len(masks) > 1 else masks[self.kinds[0]]
@@ -74,7 +74,7 @@ class CausalMasks:
         if self.prefix:
             # The distance to a virtual token is the position in the document, not in the row.
             virtual = torch.arange(self.prefix, device=tokens.device)
-            before = self.prefix + _places(tokens[:1] if documents is None else tokens, documents)
+            before = self.prefix + _positions(tokens[:1] if documents is None else tokens, documents)
             before = in_window(before[:, None, :, None] - virtual, window)
             seen = torch.cat([before, seen.expand(len(before), -1, -1, -1)], dim=-1)
         return additive_mask(seen) if self.added else seen
@@ -117,7 +117,7 @@ def _same_document(documents: Int[Tensor, "batch windows tokens"]) -> Bool[Tenso
     return same & (window[:, None] == window)
 
 
-def _places(tokens: Int[Tensor, "batch tokens"], documents: Tensor | None) -> Int[Tensor, "batch tokens"]:
+def _positions(tokens: Int[Tensor, "batch tokens"], documents: Tensor | None) -> Int[Tensor, "batch tokens"]:
     """Return the position of every token in its document."""
     if documents is not None:
         return places_of(documents).flatten(1)
@@ -156,7 +156,9 @@ def causal_caller(module: nn.Module, example: Tree, *, pattern: str, prefix: int
     given = alone if several is None else alone | {"segments": torch.ones_like(tokens)}
     for positions in (True,) if prefix else (False, True):
         ours = CausalMasks(kinds, window, added, positions)
-        if set(kinds) <= {FULL, SLIDING} and same_calls(own, _calls(module, ours, given, pattern), len(tokens[0])):
+        if set(kinds) <= {FULL, SLIDING} and same_calls(
+            own, try_layer_calls(module, ours, given, pattern), len(tokens[0])
+        ):
             return replace(ours, prefix=prefix)
     if prefix:
         raise FdpError(
@@ -176,7 +178,8 @@ def tokens_only(module: nn.Module, example: Tree) -> Caller:
     return TokensOnly()
 
 
-def _calls(module: nn.Module, ours: Caller, data: Tree, pattern: str) -> list[Any]:
+def try_layer_calls(module: nn.Module, ours: Caller, data: Tree, pattern: str) -> list[Any]:
+    """Return the arguments of the layers' calls, or an empty list if the module cannot be called this way."""
     try:
         return layer_calls(module, ours, data, pattern=pattern)
     except Exception:  # whatever it raises, the module cannot be called this way

@@ -1,5 +1,4 @@
-"""Read a folder in the format of ``transformers``: config, tokenizer, and weights in one or several safetensors
-files.
+"""Read a folder in the format of ``transformers``: config and weights in one or several safetensors files.
 
     folder = config.json + model.safetensors                                        or
              config.json + model.safetensors.index.json {weight_map: {name: file}} + the files
@@ -72,9 +71,7 @@ class StoredTensors:
 
 
 def empty_module(folder: Path) -> nn.Module:
-    """Return the module that ``config.json`` describes, in eval mode: parameters without memory, buffers with their
-    values.
-    """
+    """Return the module that ``config.json`` describes, in eval mode: parameters without memory, real buffers."""
     transformers = import_transformers()
     if not (folder / "config.json").exists():
         raise FdpError(f"{folder}: expected a folder with a config.json, got none; save a model there first")

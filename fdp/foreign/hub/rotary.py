@@ -27,9 +27,7 @@ from fdp.types import FdpError, Tree
 
 
 class RotaryTable(NamedTuple):
-    """A part whose frequencies depend on the longest position: its name, its kind, and the length up to which it is
-    fixed.
-    """
+    """A part whose frequencies depend on the longest position; up to ``limit`` positions they are fixed."""
 
     part: str
     kind: str
@@ -100,9 +98,7 @@ def _limit(part: Any, layer: str | None) -> int:
 
 
 def _fix_table(part: Any, length: int) -> nn.Module:
-    """Return the part as it was constructed, called with ``length`` positions, and then made independent of
-    positions.
-    """
+    """Return the part with the table of ``length`` positions, which no longer depends on positions."""
     new: Any = shallow_copy(part)
     new.__dict__["_buffers"] = dict(part._buffers)
     new.__dict__["_non_persistent_buffers_set"] = set(part._non_persistent_buffers_set)

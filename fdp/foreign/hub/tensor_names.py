@@ -21,7 +21,7 @@ from fdp.types import FdpError
 
 
 class StoredSlice(NamedTuple):
-    """The slice of a parameter or buffer that a stored tensor holds: all of it or, with an ``index``, rows of one
+    """The slice of a parameter or buffer that a stored tensor holds: all of it or, with an ``index``, rows of an
     entry.
     """
 
@@ -69,9 +69,7 @@ def locate_stored(keys: Iterable[str], module: nn.Module) -> dict[str, StoredSli
 
 
 def _part(key: str, name: str, shape: tuple[int, ...], renamed: str, pattern: str, converter: Any) -> StoredSlice:
-    """Return the slice of an expert's matrix in the tensor of all experts, which are stacked, or concatenated and
-    stacked.
-    """
+    """Return the slice of one expert's matrix in the tensor of all experts (stacked, or concatenated and stacked)."""
     steps = [(type(step).__name__, step.dim) for step in converter.operations if hasattr(step, "dim")]
     sources = converter.source_patterns
     stacked = steps == [("MergeModulelist", 0)] and len(sources) == 1

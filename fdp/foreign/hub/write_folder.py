@@ -52,7 +52,7 @@ def write_folder(
     """
     flat, first = tree.flatten(params), rank_in(None) == 0
     partial = path.with_name(f".{path.name}.partial")
-    stored, keys = run_in_unison(lambda: _begin(path, partial, flat, source, first), None)
+    stored, keys = run_in_unison(lambda: _prepare(path, partial, flat, source, first), None)
     for file in dict.fromkeys(stored.files.values()):
         values: Flat = {}
         gathered: Flat = {}  # leaves of which the file stores several slices
@@ -71,7 +71,7 @@ def write_folder(
     run_in_unison(lambda: _publish(path, partial, stored, dtype, files or {}) if first else None, None)
 
 
-def _begin(
+def _prepare(
     path: Path, partial: Path, flat: Flat, source: Path, first: bool
 ) -> tuple[StoredTensors, dict[str, tuple[str, StoredSlice]]]:
     """Prepare the folder; return the stored tensors, and by stored name the leaf and the slice of it that is stored."""

@@ -21,24 +21,23 @@ from fdp.foreign.uses.routing import ROUTED, pack
 
 
 @operation
-def _product(packed: Tensor, weight: Tensor, *, transposed: bool) -> Tensor:
+def _routed_product(packed: Tensor, weight: Tensor, *, transposed: bool) -> Tensor:
     return ROUTED.forward(packed, weight, transposed=transposed)
 
 
-rule(_product)(ROUTED)
+rule(_routed_product)(ROUTED)
 
 
 def routed_product(x: Tensor, ids: Tensor, weight: Tensor, *, transposed: bool = False) -> Tensor:
-    """Return ``W_id x`` for every row of ``x`` and its id. If ``transposed``, each matrix of ``weight`` is (inputs,
-    outputs).
+    """Return ``W_id x`` for every row of ``x`` and its id.
+
+    If ``transposed``, the matrices of ``weight`` are (inputs, outputs).
     """
-    return _product(pack(x, ids), weight, transposed=transposed)
+    return _routed_product(pack(x, ids), weight, transposed=transposed)
 
 
 class RoutedExperts:
-    """A mixin that replaces the forward of ``transformers`` experts by the same function computed with
-    :func:`routed_product`.
-    """
+    """A mixin that computes the forward of ``transformers`` experts by :func:`routed_product`."""
 
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         tokens, chosen = len(hidden_states), top_k_index.shape[-1]
@@ -66,12 +65,12 @@ class LoopedExperts:
 
 def with_routed_experts(module: nn.Module) -> nn.Module:
     """Return the module itself if it has no ``transformers`` experts, else a copy that shares its tensors."""
-    return copy_with_changes(module, has_experts, lambda part: _as(RoutedExperts, part))
+    return copy_with_changes(module, has_experts, lambda part: _mix_in(RoutedExperts, part))
 
 
 def with_looped_experts(module: nn.Module) -> nn.Module:
     """Return the module with experts computed by loops over them: any dtype, one sample at a time."""
-    return copy_with_changes(module, has_experts, lambda part: _as(LoopedExperts, part))
+    return copy_with_changes(module, has_experts, lambda part: _mix_in(LoopedExperts, part))
 
 
 def has_experts(part: nn.Module) -> bool:
@@ -82,10 +81,10 @@ def has_experts(part: nn.Module) -> bool:
     return hasattr(type(part).forward, "__wrapped__") and not part._is_expert_parallel
 
 
-def _as(how: type, part: nn.Module) -> None:
-    part.__class__ = _mixed(how, type(part))
+def _mix_in(how: type, part: nn.Module) -> None:
+    part.__class__ = _mixed_class(how, type(part))
 
 
 @cache
-def _mixed(how: type, kind: type) -> type:
+def _mixed_class(how: type, kind: type) -> type:
     return type(kind.__name__, (how, kind), {"looped": kind.forward})

@@ -19,24 +19,18 @@ ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEn
 
 
 def without_fast_paths(module: nn.Module) -> nn.Module:
-    """Return the module itself if it has no fast path, else a copy that shares its tensors and its train() or eval()
-    mode.
-    """
+    """Return the module itself if it has no fast path, else a copy that shares its tensors and its mode."""
     slow = copy_with_changes(module, lambda part: isinstance(part, ATTENTION), _disable_fast_path)
     return with_routed_experts(_without_recomputation(slow))
 
 
 def reference_module(module: nn.Module) -> nn.Module:
-    """Return the module to compare with: the module itself, except that experts are looped over and nothing is
-    recomputed.
-    """
+    """Return the module to compare with: experts are looped over, nothing is recomputed, all else is unchanged."""
     return with_looped_experts(_without_recomputation(module))
 
 
 def _without_recomputation(module: nn.Module) -> nn.Module:
-    """Undo ``gradient_checkpointing_enable()``, which runs parts again where nobody watches; fdp recomputes blocks
-    itself.
-    """
+    """Undo ``gradient_checkpointing_enable()``, which runs parts again unwatched; fdp recomputes blocks itself."""
 
     def disable(part: nn.Module) -> None:
         part.__dict__["gradient_checkpointing"] = False

@@ -37,8 +37,13 @@ def conv(dims: int) -> Callable[..., Tensor]:
         path = path_of(weight, bias, input)
         if isinstance(input, Tracked) or trace.find_layout(input, path=path, dims=ALWAYS_FIRST)[0] != SAMPLES:
             raise no_rule_error(f"F.conv{dims}d on other than a batch of samples", (input, weight))
-        x, padding = _padded(input, weight.shape[2:], padding, dilation)
-        options = {"stride": _tuple(stride), "padding": _tuple(padding), "dilation": _tuple(dilation), "groups": groups}
+        x, padding = _resolve_padding(input, weight.shape[2:], padding, dilation)
+        options = {
+            "stride": _as_tuple(stride),
+            "padding": _as_tuple(padding),
+            "dilation": _as_tuple(dilation),
+            "groups": groups,
+        }
         return convolve(x, weight, bias, op=op, plain_op=plain_op, options=options)
 
     return convolution
@@ -67,11 +72,11 @@ def convolve(
     return y if own is None else y + own.copies().reshape(*own.copies().shape, *[1] * (x.ndim - 2))
 
 
-def _tuple(extent: Any) -> Any:
+def _as_tuple(extent: Any) -> Any:
     return extent if isinstance(extent, int) else tuple(extent)
 
 
-def _padded(x: Tensor, kernel: Sequence[int], padding: Any, dilation: Any) -> tuple[Tensor, Any]:
+def _resolve_padding(x: Tensor, kernel: Sequence[int], padding: Any, dilation: Any) -> tuple[Tensor, Any]:
     """Convert named padding to numbers; padding that differs between the two sides is added to ``x`` itself."""
     if padding == "valid":
         return x, 0

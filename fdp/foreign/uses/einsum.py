@@ -23,10 +23,8 @@ from torch import Tensor
 from fdp.gradients.rules import Dense, Pair, Record, Rule
 
 
-class Letters(NamedTuple):
-    """The letters of x, W and y, with samples in front of x and y; ``place`` is the dim of y in which the module has
-    samples.
-    """
+class EinsumLetters(NamedTuple):
+    """The letters of x, W and y, with samples in front of x and y; the module has samples in dim ``place`` of y."""
 
     x: str
     w: str
@@ -34,11 +32,11 @@ class Letters(NamedTuple):
     place: int
 
 
-def parse(equation: str, x_dims: int, w_dims: int, *, swapped: bool, flattened: bool) -> Letters | None:
-    """Parse an equation of two operands, with samples in dim 0 of x; return None if it mixes samples or repeats
-    letters.
+def parse(equation: str, x_dims: int, w_dims: int, *, swapped: bool, flattened: bool) -> EinsumLetters | None:
+    """Parse an equation of two operands, with samples in dim 0 of x.
 
-    ``swapped``: W comes first. ``flattened``: dim 0 of x is samples and tokens, which become two letters.
+    Return None if it mixes samples or repeats letters. ``swapped``: W comes first. ``flattened``: dim 0 of x is samples
+    and tokens, which become two letters.
     """
     left, arrow, y = equation.replace(" ", "").partition("->")
     x, _, w = left.partition(",")
@@ -54,7 +52,7 @@ def parse(equation: str, x_dims: int, w_dims: int, *, swapped: bool, flattened: 
     if sample in w or sample not in y or not set(w) <= set(x) | set(y):
         return None
     token = free[len(dots)] if flattened else ""
-    return Letters(sample + token + x[1:], w, sample + token + y.replace(sample, ""), y.index(sample))
+    return EinsumLetters(sample + token + x[1:], w, sample + token + y.replace(sample, ""), y.index(sample))
 
 
 def _forward(x: Tensor, weight: Tensor, *, x_of: str, w_of: str, y_of: str) -> Tensor:
@@ -69,13 +67,13 @@ def _record(x: Tensor, g: Tensor, shape: tuple[int, ...], *, x_of: str, w_of: st
     places = "".join(a for a in y_of[1:] if a in x_of and a not in w_of)
     if w_of not in (groups + inputs + outputs, groups + outputs + inputs):
         return Dense(torch.einsum(f"{x_of},{y_of}->{sample}{w_of}", x, g))
-    of_x = _matrix(x, x_of, sample, groups, places, inputs)
-    of_g = _matrix(g, y_of, sample, groups, places, outputs)
+    of_x = _as_matrices(x, x_of, sample, groups, places, inputs)
+    of_g = _as_matrices(g, y_of, sample, groups, places, outputs)
     left, right = (of_x, of_g) if w_of == groups + inputs + outputs else (of_g, of_x)
     return Pair(left, right, tuple(shape))
 
 
-def _matrix(z: Tensor, letters: str, sample: str, groups: str, places: str, rest: str) -> Tensor:
+def _as_matrices(z: Tensor, letters: str, sample: str, groups: str, places: str, rest: str) -> Tensor:
     extent = dict(zip(letters, z.shape))
     parts = [math.prod([extent[a] for a in part]) for part in (sample, groups, places, rest)]
     return torch.einsum(f"{letters}->{sample}{groups}{places}{rest}", z).reshape(parts)

@@ -56,7 +56,7 @@ def getitem(trace: CallTrace, x: Operand, index: Any) -> Any:
         )
     ids = index if isinstance(index, Tensor) and not index.is_floating_point() else None
     if isinstance(x, Tracked) and _is_stack(x) and ids is not None and ids.ndim == 1 and ids.dtype != torch.bool:
-        return _select(trace, SelectedMatrices(_unmade(x, len(ids), *x.shape[1:]), x, ids))
+        return _register_selected(trace, SelectedMatrices(_nan_like(x, len(ids), *x.shape[1:]), x, ids))
     if isinstance(x, Tracked) and len(x.shape) == 2 and ids is not None and ids.dtype != torch.bool:
         return embedding(trace, ids, x)
     if isinstance(x, Tracked) and len(x.shape) == 1 and ids is not None and ids.dtype != torch.bool:
@@ -88,14 +88,14 @@ def apply_to_selected(
         transposed = SelectedMatrices(
             chosen.value.transpose(1, 2), chosen.weight, chosen.ids, transposed=not chosen.transposed
         )
-        return _select(trace, transposed)
+        return _register_selected(trace, transposed)
     if func in PRODUCTS and len(args) == 2 and not kwargs:
         x = args[1] if chosen is args[0] else args[0]
         if isinstance(x, Tensor) and x.ndim == 3 and len(x) == len(chosen.ids):
             first = chosen is args[0]  # W_id x, columns of x: as rows, with the matrices turned
             rows = x.transpose(1, 2) if first else x
             ids = chosen.ids.unsqueeze(1).expand(rows.shape[:2])
-            y = _routed(trace, pack(rows, ids), chosen, transposed=chosen.transposed == first)
+            y = _routed_product(trace, pack(rows, ids), chosen, transposed=chosen.transposed == first)
             return y.transpose(1, 2) if first else y
     raise no_rule_error("other than a product of three dims by matrices that ids chose", (chosen.weight, *args))
 
@@ -104,17 +104,17 @@ def _is_stack(x: Tracked) -> bool:
     return len(x.shape) == 3 and x.leaf is not None and not x.transposed
 
 
-def _unmade(x: Tracked, *shape: int) -> Tensor:
+def _nan_like(x: Tracked, *shape: int) -> Tensor:
     """Return NaN without memory, so that a use that is not seen cannot go unnoticed."""
     return x.value.new_full((), float("nan")).expand(shape)
 
 
-def _select(trace: CallTrace, made: SelectedMatrices) -> Tensor:
+def _register_selected(trace: CallTrace, made: SelectedMatrices) -> Tensor:
     trace.tracked[made.value] = made
     return made.value
 
 
-def _routed(trace: CallTrace, packed: Tensor, chosen: SelectedMatrices, *, transposed: bool) -> Tensor:
+def _routed_product(trace: CallTrace, packed: Tensor, chosen: SelectedMatrices, *, transposed: bool) -> Tensor:
     first, back = trace.with_samples_first(packed, path=chosen.path, dims=ALWAYS_FIRST)
     return back(ops.use(ROUTED, first, chosen.weight.leaf, transposed=transposed))  # pyright: ignore[reportArgumentType]
 

@@ -29,7 +29,7 @@ def layer_norm(
     cudnn_enable: bool = True,
 ) -> Tensor:
     """``F.layer_norm`` and ``torch.layer_norm``."""
-    return _affine(trace, _normal(trace, F.layer_norm, input, tuple(normalized_shape), eps=eps), weight, bias)
+    return _affine(trace, _normalise(trace, F.layer_norm, input, tuple(normalized_shape), eps=eps), weight, bias)
 
 
 def rms_norm(
@@ -40,7 +40,7 @@ def rms_norm(
     eps: float | None = None,
 ) -> Tensor:
     """``F.rms_norm``."""
-    return _affine(trace, _normal(trace, F.rms_norm, input, tuple(normalized_shape), eps=eps), weight, None)
+    return _affine(trace, _normalise(trace, F.rms_norm, input, tuple(normalized_shape), eps=eps), weight, None)
 
 
 def group_norm(
@@ -53,8 +53,8 @@ def group_norm(
     cudnn_enabled: bool = True,
 ) -> Tensor:
     """``F.group_norm`` and ``torch.group_norm``: channels in dim 1."""
-    normal = _normal(trace, F.group_norm, input, num_groups, eps=eps)
-    return _affine(trace, normal, *(_channels(trace, p, len(input.shape)) for p in (weight, bias)))
+    normal = _normalise(trace, F.group_norm, input, num_groups, eps=eps)
+    return _affine(trace, normal, *(_over_channels(trace, p, len(input.shape)) for p in (weight, bias)))
 
 
 def instance_norm(
@@ -75,7 +75,7 @@ def instance_norm(
         )
     options = {"use_input_stats": use_input_stats, "eps": eps}
     normal = F.instance_norm(input, running_mean, running_var, **options)
-    return _affine(trace, normal, *(_channels(trace, p, len(input.shape)) for p in (weight, bias)))
+    return _affine(trace, normal, *(_over_channels(trace, p, len(input.shape)) for p in (weight, bias)))
 
 
 def batch_norm(
@@ -95,27 +95,27 @@ def batch_norm(
             "F.batch_norm by statistics of the batch (use nn.GroupNorm, or eval())", (input, weight, bias)
         )
     normal = F.batch_norm(input, running_mean, running_var, eps=eps)
-    return _affine(trace, normal, *(_channels(trace, p, len(input.shape)) for p in (weight, bias)))
+    return _affine(trace, normal, *(_over_channels(trace, p, len(input.shape)) for p in (weight, bias)))
 
 
 def prelu(trace: CallTrace, input: Tensor, weight: Tracked) -> Tensor:
     """``F.prelu``: one slope for the negative side, or one per channel."""
-    slope = weight if weight.shape == (1,) else _channels(trace, weight, len(input.shape))
+    slope = weight if weight.shape == (1,) else _over_channels(trace, weight, len(input.shape))
     assert slope is not None
-    return input.clamp_min(0) + _met(trace, torch.mul, input.clamp_max(0), slope)
+    return input.clamp_min(0) + _apply(trace, torch.mul, input.clamp_max(0), slope)
 
 
 def weight_norm(trace: CallTrace, v: Operand, g: Operand, dim: int = 0) -> Tensor:
     """``g v / |v|``, the norm over all dims but one: Salimans and Kingma 2016, arXiv 1602.07868."""
-    return apply_to_parameters(trace, _normalised, (v, g, dim), {})
+    return apply_to_parameters(trace, _weight_norm, (v, g, dim), {})
 
 
-def _normalised(v: Tensor, g: Tensor, dim: int) -> Tensor:
+def _weight_norm(v: Tensor, g: Tensor, dim: int) -> Tensor:
     others = [d for d in range(v.ndim) if d != dim % v.ndim]
     return v * (g / torch.linalg.vector_norm(v, dim=others, keepdim=True))
 
 
-def _normal(trace: CallTrace, func: Any, x: Operand, *args: Any, eps: float | None) -> Operand:
+def _normalise(trace: CallTrace, func: Any, x: Operand, *args: Any, eps: float | None) -> Operand:
     if isinstance(x, Tracked):
         return trace.resolve(apply_to_parameters(trace, func, (x, *args), {"eps": eps}))
     return func(x, *args, eps=eps)
@@ -123,16 +123,18 @@ def _normal(trace: CallTrace, func: Any, x: Operand, *args: Any, eps: float | No
 
 def _affine(trace: CallTrace, normal: Operand, weight: Operand | None, bias: Operand | None) -> Tensor:
     if bias is None:
-        return _met(trace, torch.clone, normal) if weight is None else _met(trace, torch.mul, normal, weight)
-    return _met(trace, torch.add, normal, bias) if weight is None else _met(trace, torch.addcmul, bias, normal, weight)
+        return _apply(trace, torch.clone, normal) if weight is None else _apply(trace, torch.mul, normal, weight)
+    return (
+        _apply(trace, torch.add, normal, bias) if weight is None else _apply(trace, torch.addcmul, bias, normal, weight)
+    )
 
 
-def _met(trace: CallTrace, func: Any, *operands: Operand) -> Tensor:
+def _apply(trace: CallTrace, func: Any, *operands: Operand) -> Tensor:
     held = any(isinstance(a, Tracked) for a in operands)
     return pointwise(trace, func, operands, {}) if held else func(*operands)
 
 
-def _channels(trace: CallTrace, parameter: Operand | None, dims: int) -> Operand | None:
+def _over_channels(trace: CallTrace, parameter: Operand | None, dims: int) -> Operand | None:
     """Reshape a parameter of channels so that it broadcasts over the dims after them."""
     if parameter is None:
         return None

@@ -26,9 +26,7 @@ def no_rule_error(operation: str, operands: Sequence[Any]) -> FdpError:
 
 
 def split_bias(bias: Operand | None) -> tuple[Any, Tracked | None]:
-    """Return a bias as (one that ``fdp.ops`` takes: a leaf or a plain tensor; one that depends on parameters
-    otherwise).
-    """
+    """Return ``(bias, None)`` if ``fdp.ops`` can take the bias, a leaf or a plain tensor, else ``(None, bias)``."""
     if not isinstance(bias, Tracked):
         return bias, None
     return (bias.leaf, None) if bias.leaf is not None else (None, bias)

@@ -28,7 +28,7 @@ def pointwise(trace: CallTrace, func: Callable[..., Any], args: tuple[Any, ...],
     every = [*args, *kwargs.values()]
     path = next(a.path for a in every if isinstance(a, Tracked))
     ndim = max(len(a.shape) for a in every if isinstance(a, (Tensor, Tracked)))
-    layout, dim = _layout(trace, every, ndim, path)
+    layout, dim = _common_layout(trace, every, ndim, path)
     if layout == SHARED:
         trace.note_layout(path, SHARED)
 
@@ -64,21 +64,21 @@ def apply_to_parameters(
 ) -> Any:
     """Apply a function to parameters and constants; return what the module sees of the result."""
     found: list[Tracked] = []
-    _collect([*args, *kwargs.values()], found)
+    _collect_tracked([*args, *kwargs.values()], found)
     path = found[0].path
     value = func(*[plain_value(a) for a in args], **{name: plain_value(a) for name, a in kwargs.items()})
 
     def of_one(*copies: Tensor) -> Any:
-        filled = {name: _filled(a, found, copies) for name, a in kwargs.items()}
-        return func(*[_filled(a, found, copies) for a in args], **filled)
+        filled = {name: _fill(a, found, copies) for name, a in kwargs.items()}
+        return func(*[_fill(a, found, copies) for a in args], **filled)
 
     def make() -> Any:
         return torch.func.vmap(of_one)(*[tracked.copies() for tracked in found])
 
     if isinstance(value, Tensor):
         return value if value in trace.tracked else trace.register(Tracked(value, make, path))
-    whole = _Once(make)
-    return tuple(trace.register(Tracked(part, _part(whole, i), path)) for i, part in enumerate(value))
+    whole = _Lazy(make)
+    return tuple(trace.register(Tracked(part, _entry(whole, i), path)) for i, part in enumerate(value))
 
 
 def cast_parameter(trace: CallTrace, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -120,43 +120,44 @@ def plain_value(value: Any) -> Any:
     return value
 
 
-class _Once:
+class _Lazy:
     def __init__(self, make: Callable[[], Any]):
         self.make = make
-        self.made: Any = None
+        self.cached: Any = None
 
     def __call__(self) -> Any:
-        if self.made is None:
-            self.made = self.make()
-        return self.made
+        if self.cached is None:
+            self.cached = self.make()
+        return self.cached
 
 
-def _part(whole: _Once, i: int) -> Callable[[], Tensor]:
+def _entry(whole: _Lazy, i: int) -> Callable[[], Tensor]:
     return lambda: whole()[i]
 
 
-def _collect(values: list[Any], found: list[Tracked]) -> None:
+def _collect_tracked(values: list[Any], found: list[Tracked]) -> None:
     for value in values:
         if isinstance(value, Tracked):
             if not any(value is other for other in found):
                 found.append(value)
         elif isinstance(value, list):
-            _collect(value, found)
+            _collect_tracked(value, found)
 
 
-def _filled(value: Any, found: list[Tracked], copies: tuple[Tensor, ...]) -> Any:
+def _fill(value: Any, found: list[Tracked], copies: tuple[Tensor, ...]) -> Any:
     if isinstance(value, Tracked):
         for tracked, own in zip(found, copies):
             if tracked is value:
                 return own
     if isinstance(value, list):
-        return [_filled(entry, found, copies) for entry in value]
+        return [_fill(entry, found, copies) for entry in value]
     return value
 
 
-def _layout(trace: CallTrace, every: list[Any], ndim: int, path: str) -> tuple[str, int]:
-    """Return where the operands have their samples; only operands with all dims count, since broadcasting adds dims in
-    front.
+def _common_layout(trace: CallTrace, every: list[Any], ndim: int, path: str) -> tuple[str, int]:
+    """Return where the operands have their samples.
+
+    Only operands with all dims count, since broadcasting adds dims in front of the others.
     """
     layout, dim = SHARED, 0
     place = 0 if trace.batch_first or ndim < 3 else 1

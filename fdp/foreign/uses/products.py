@@ -117,17 +117,17 @@ def expert_products(trace: CallTrace, x: Tensor, weight: Tracked, added: Operand
     path, size = weight.path, trace.batch_size
     if x.ndim == 4 and trace.find_layout(x, path=path, dims=ALWAYS_FIRST)[0] == SAMPLES:
         first = x.expand(-1, weight.shape[0], -1, -1)
-        return _with_added(trace, _expert_product(first, weight), added, weight)
+        return _add_to_experts(trace, _multiply_experts(first, weight), added, weight)
     if x.ndim == 4 or x.shape[1] % size:
         raise no_rule_error("a product over experts whose tokens are not the same number for every sample", (x, weight))
     trace.note_layout(path, FLATTENED)
     parts = (size, -1) if trace.batch_first else (-1, size)
     sample = 1 if trace.batch_first else 2
-    y = _with_added(trace, _expert_product(x.unflatten(1, parts).movedim(sample, 0), weight), added, weight)
+    y = _add_to_experts(trace, _multiply_experts(x.unflatten(1, parts).movedim(sample, 0), weight), added, weight)
     return y.movedim(0, sample).flatten(1, 2)
 
 
-def _with_added(trace: CallTrace, y: Tensor, added: Operand | None, weight: Tracked) -> Tensor:
+def _add_to_experts(trace: CallTrace, y: Tensor, added: Operand | None, weight: Tracked) -> Tensor:
     """Add what is the same for all tokens of an expert to a result (samples, experts, tokens, outputs)."""
     if added is None:
         return y
@@ -162,7 +162,7 @@ def einsum(trace: CallTrace, equation: Any, *operands: Any) -> Tensor:
     return (y.flatten(0, 1) if layout == FLATTENED else y).movedim(0, letters.place)
 
 
-def _expert_product(x: Tensor, weight: Tracked) -> Tensor:
+def _multiply_experts(x: Tensor, weight: Tracked) -> Tensor:
     if weight.leaf is not None and not weight.transposed:
         return ops.use(ops.EXPERTS, x, weight.leaf)
     return x @ weight.copies()

@@ -43,7 +43,7 @@ def bilinear(
     if isinstance(weight, Tracked) and weight.leaf is not None and not weight.transposed:
         first, back = trace.with_samples_first(products, path=weight.path)
         y = back(ops.use(BILINEAR, first, weight.leaf))
-        return y if bias is None else _sum(trace, y, bias)
+        return y if bias is None else _add(trace, y, bias)
     made = (
         apply_to_parameters(trace, torch.flatten, (weight, 1), {}) if isinstance(weight, Tracked) else weight.flatten(1)
     )
@@ -58,7 +58,7 @@ def baddbmm(
     if isinstance(batch1, Tensor) and isinstance(batch2, Tracked):
         return expert_products(trace, batch1, batch2, input)
     if isinstance(batch1, Tracked):
-        return _sum(trace, matmul(trace, batch1, batch2), input)
+        return _add(trace, matmul(trace, batch1, batch2), input)
     assert isinstance(batch2, Tensor)
     return pointwise(trace, torch.add, (torch.bmm(batch1, batch2), input), {})
 
@@ -86,7 +86,7 @@ def lstm_cell(
     """``torch.lstm_cell``: returns the new state and the new memory."""
     h, c = hx
     i, f, g, o = _gates(trace, input, h, w_ih, w_hh, b_ih, b_hh, "lstm_cell").chunk(4, -1)
-    memory = f.sigmoid() * _samples(trace, c, w_ih) + i.sigmoid() * g.tanh()
+    memory = f.sigmoid() * _state_per_sample(trace, c, w_ih) + i.sigmoid() * g.tanh()
     return o.sigmoid() * memory.tanh(), memory
 
 
@@ -100,11 +100,11 @@ def gru_cell(
     b_hh: Operand | None = None,
 ) -> Tensor:
     """``torch.gru_cell``."""
-    of_x = _tensor(trace, product(trace, input, w_ih, b_ih, transposed=False), w_ih)
-    of_h = _tensor(trace, product(trace, hx, w_hh, b_hh, transposed=False), w_hh)
+    of_x = _check_samples(trace, product(trace, input, w_ih, b_ih, transposed=False), w_ih)
+    of_h = _check_samples(trace, product(trace, hx, w_hh, b_hh, transposed=False), w_hh)
     (r, z, n), (hr, hz, hn) = of_x.chunk(3, -1), of_h.chunk(3, -1)
     update, new = (z + hz).sigmoid(), (n + (r + hr).sigmoid() * hn).tanh()
-    return new + update * (_samples(trace, hx, w_hh) - new)
+    return new + update * (_state_per_sample(trace, hx, w_hh) - new)
 
 
 def rnn_cell(activation: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
@@ -135,24 +135,24 @@ def _gates(
     name: str,
 ) -> Tensor:
     one, other = product(trace, x, w_ih, b_ih, transposed=False), product(trace, h, w_hh, b_hh, transposed=False)
-    return _tensor(trace, _sum(trace, one, trace.resolve(other)), w_ih, name)
+    return _check_samples(trace, _add(trace, one, trace.resolve(other)), w_ih, name)
 
 
-def _sum(trace: CallTrace, y: Tensor, more: Operand) -> Tensor:
+def _add(trace: CallTrace, y: Tensor, more: Operand) -> Tensor:
     known = trace.resolve(y)
     if isinstance(known, Tracked) or isinstance(more, Tracked):
         return pointwise(trace, torch.add, (known, more), {})
     return y + more
 
 
-def _tensor(trace: CallTrace, y: Tensor, weight: Operand, name: str = "a recurrent cell") -> Tensor:
+def _check_samples(trace: CallTrace, y: Tensor, weight: Operand, name: str = "a recurrent cell") -> Tensor:
     """Refuse a result without samples."""
     if isinstance(trace.resolve(y), Tracked):
         raise no_rule_error(f"{name} on an input without samples", (weight,))
     return y
 
 
-def _samples(trace: CallTrace, state: Operand, weight: Operand) -> Tensor:
+def _state_per_sample(trace: CallTrace, state: Operand, weight: Operand) -> Tensor:
     """Return a state with samples: one copy per sample if it depends on parameters or is a constant for all."""
     if isinstance(state, Tracked):
         return state.copies()

@@ -32,38 +32,40 @@ SORTS = {func: -1 for func in _named("sort argsort msort topk kthvalue median na
 SORTS |= {func: 0 for func in _named("msort")}
 PICKS = _named("index_select gather take_along_dim scatter scatter_add index_copy index_add scatter_reduce")
 """Functions that move elements along a dim, their second argument, as an index says."""
-_WHOLE = _named("take unique unique_consecutive")
-_MIDDLE = _named("topk kthvalue")
+_OVER_ALL = _named("take unique unique_consecutive")
+_COUNT_FIRST = _named("topk kthvalue")
 
 
 def note_reordering(trace: CallTrace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
     """Record a function's result in ``trace.reordered`` if data decided which row a sample is in."""
-    if not (_orders(trace, func, args, kwargs) or (trace.reordered and _of_moved(trace, args, kwargs))):
+    if not (_reorders_samples(trace, func, args, kwargs) or (trace.reordered and _uses_reordered(trace, args, kwargs))):
         return
     for made in out if isinstance(out, (list, tuple)) else (out,):
         if isinstance(made, Tensor):
             trace.reordered[made] = True
 
 
-def _of_moved(trace: CallTrace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _uses_reordered(trace: CallTrace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return any([tensor in trace.reordered for tensor in tensors_of(args, kwargs)])
 
 
-def _orders(trace: CallTrace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _reorders_samples(trace: CallTrace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if func is torch.Tensor.__getitem__:
         x, index = args
-        return _holds(trace, x) and any([_holds(trace, entry) for entry in _at_samples(trace, x, index)])
+        return _holds_samples(trace, x) and any(
+            [_holds_samples(trace, entry) for entry in _sample_entries(trace, x, index)]
+        )
     if func is F.embedding:
         ids, table = kwargs.get("input", args[0] if args else None), kwargs.get("weight", args[-1])
-        return _holds(trace, ids) and _holds(trace, table)
-    if not args or not (func in SORTS or func in PICKS or func in _WHOLE) or not _holds(trace, args[0]):
+        return _holds_samples(trace, ids) and _holds_samples(trace, table)
+    if not args or not (func in SORTS or func in PICKS or func in _OVER_ALL) or not _holds_samples(trace, args[0]):
         return False
-    if func in _WHOLE:
+    if func in _OVER_ALL:
         return True
     dim = _dim(func, args, kwargs)
-    if dim is None or not _of_samples(trace, args[0], dim):
+    if dim is None or not _is_sample_dim(trace, args[0], dim):
         return False
-    return func in SORTS or any([_holds(trace, other) for other in tensors_of(args[1:], kwargs)])
+    return func in SORTS or any([_holds_samples(trace, other) for other in tensors_of(args[1:], kwargs)])
 
 
 def _dim(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
@@ -73,11 +75,11 @@ def _dim(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None
     numbers = [value for value in args[1:] if isinstance(value, int) and not isinstance(value, bool)]
     if func in PICKS:
         return numbers[0] if numbers else 0
-    numbers = numbers[1:] if func in _MIDDLE else numbers
+    numbers = numbers[1:] if func in _COUNT_FIRST else numbers
     return numbers[0] if numbers else SORTS[func]
 
 
-def _at_samples(trace: CallTrace, x: Tensor, index: Any) -> list[Any]:
+def _sample_entries(trace: CallTrace, x: Tensor, index: Any) -> list[Any]:
     """Return the entries of an index that select samples."""
     entries = list(index) if isinstance(index, tuple) else [index]
     dim, found = 0, []
@@ -87,17 +89,17 @@ def _at_samples(trace: CallTrace, x: Tensor, index: Any) -> list[Any]:
         if entry is Ellipsis:
             dim = x.ndim - sum([e is not None and e is not Ellipsis for e in entries[place + 1 :]])
             continue
-        if isinstance(entry, Tensor) and _of_samples(trace, x, dim):
+        if isinstance(entry, Tensor) and _is_sample_dim(trace, x, dim):
             found.append(entry)
         dim += entry.ndim if isinstance(entry, Tensor) and entry.dtype == torch.bool else 1
     return found
 
 
-def _of_samples(trace: CallTrace, x: Tensor, dim: int) -> bool:
+def _is_sample_dim(trace: CallTrace, x: Tensor, dim: int) -> bool:
     dim = dim % max(1, x.ndim)
     return dim == 0 or (dim == 1 and not trace.batch_first)
 
 
-def _holds(trace: CallTrace, value: Any) -> bool:
+def _holds_samples(trace: CallTrace, value: Any) -> bool:
     """Return True if a tensor holds samples or depends on them: it is neither a constant nor a parameter."""
     return isinstance(value, Tensor) and value not in trace.constants and value not in trace.tracked

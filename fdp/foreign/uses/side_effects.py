@@ -34,9 +34,7 @@ REPLACED_DRAWS: dict[Callable[..., Any], Callable[..., Tensor]] = {
 def guard_write(
     trace: CallTrace, func: Any, kind: FunctionKind | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Return the function to call, with ``.data`` replaced so that writes are counted; refuse a write into the
-    module.
-    """
+    """Return the function to call; refuse a write into the module. Reading ``.data`` becomes a detach."""
     assert trace.versions is not None
     if func in WRITE_FUNCTIONS or kwargs.get("out") is not None or _mutates(func):
         trace.versions.check_write(func, args, kwargs)
@@ -81,7 +79,7 @@ def check_no_draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
         on = kwargs.get("training", next((a for a in args if isinstance(a, bool)), False))
         if not on:
             return
-    raise _random(resolve_name(func) or str(func))
+    raise _random_error(resolve_name(func) or str(func))
 
 
 def nan_instead_of_draw(trace: CallTrace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -96,10 +94,10 @@ def check_draw_unused(trace: CallTrace, args: tuple[Any, ...], kwargs: dict[str,
     """Refuse the use of a number that was drawn."""
     for tensor in tensors_of(args, kwargs):
         if tensor in trace.random_draws:
-            raise _random(trace.random_draws[tensor])
+            raise _random_error(trace.random_draws[tensor])
 
 
-def _random(name: str) -> FdpError:
+def _random_error(name: str) -> FdpError:
     return FdpError(
         f"{name}: expected a forward that gives the same result twice, got one that draws random numbers; put it in "
         f"eval(), or pass the numbers in as data"

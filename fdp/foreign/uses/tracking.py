@@ -53,7 +53,7 @@ class Tracked:
         self.leaf = leaf
         self.transposed = transposed
         self.by_property = by_property
-        self.made: Tensor | None = None
+        self.cached: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -66,14 +66,13 @@ class Tracked:
                 f"{self.path}: expected .t() or .transpose(0, 1), which torch.compile shows, got the property .T or "
                 f".mT outside a product"
             )
-        if self.made is None:
-            self.made = self.make()
-        return self.made
+        if self.cached is None:
+            self.cached = self.make()
+        return self.cached
 
 
 class SelectedMatrices:
-    """Matrices of a stack selected by ids of samples, ``W[ids]``, not computed: one per row, transposed if
-    ``transposed``.
+    """Matrices of a stack selected by ids of samples, ``W[ids]``, one per row, never computed.
 
     ``value`` is the tensor that the module sees; it takes no memory.
     """
@@ -165,8 +164,8 @@ class CallTrace:
         return self.note_layout("a tensor", SHARED if x in self.constants else SAMPLES) == SHARED
 
     def find_layout(self, x: Tensor, *, path: str, dims: int = 3, filled: bool = False) -> tuple[str, int]:
-        """Return how ``x`` holds samples and in which dim: SAMPLES in a dim, FLATTENED with tokens in dim 0, or SHARED,
-        none.
+        """Return how ``x`` holds samples, and in which dim: SAMPLES, FLATTENED with tokens in dim 0, or SHARED
+        (none).
 
         Tensors of fewer than ``dims`` dims have samples first even if the module has tokens first. ``filled``: ``x`` is
         combined with a parameter of the same extent there, so that a constant with as many rows as samples holds none.
@@ -237,8 +236,7 @@ def _nan_if_compiling(value: Tensor) -> Tensor:
 
 
 def align_copies(copies: Tensor, ndim: int, layout: str, dim: int, path: str) -> Tensor:
-    """Reshape copies (batch, *shape) so that they broadcast with a tensor of ``ndim`` dims whose samples are in
-    dim 0.
+    """Reshape copies (batch, *shape) to broadcast with a tensor of ``ndim`` dims whose samples are in dim 0.
 
     ``layout`` and ``dim`` say where the module has that tensor's samples (``CallTrace.find_layout``); the parameter
     must have extent 1 there.

@@ -68,8 +68,7 @@ def watched_call(
     batch_first: bool = True,
     samples: Collection[str] = (),
 ) -> Any:
-    """Return ``functional_call(module, tensors, args, kwargs)`` and record every use of a watched tensor on its
-    tape.
+    """Return ``functional_call(module, tensors, args, kwargs)``, recording each use of a watched tensor.
 
     ``tensors`` are parameters and buffers by name; tied names have one value. Plain ones are constants, except for
     those named in ``samples``. ``dropout`` holds the samples' keys. ``batch_first=False``: tensors of three dims and
@@ -169,7 +168,7 @@ class WatchMode(TorchFunctionMode):
         elif kind is FunctionKind.DROPOUT and drops_out(func, args, kwargs):
             return HANDLERS[func](trace, *args, **kwargs)
         elif kind is FunctionKind.RECURRENT:
-            return _recurrent(func, args, kwargs)
+            return _run_recurrent(func, args, kwargs)
         elif kind is FunctionKind.BATCH_NORM:
             _check_statistics(func, args, kwargs)
         out = func(*args, **kwargs)
@@ -180,7 +179,7 @@ class WatchMode(TorchFunctionMode):
         elif (
             trace.constants
             and (func in WRITE_FUNCTIONS or "out" in kwargs)
-            and not _written_samples(trace, args, kwargs)
+            and not _wrote_into_samples(trace, args, kwargs)
         ):
             trace.constants = {}  # samples were written into a constant: neither it nor its views are constants now
         return out
@@ -193,12 +192,12 @@ def _note_constant(trace: CallTrace, out: Any) -> None:
             trace.constants[made] = True
 
 
-def _written_samples(trace: CallTrace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _wrote_into_samples(trace: CallTrace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return True if the tensor that a function wrote into is known to have held samples before."""
     return "out" not in kwargs and bool(args) and isinstance(args[0], Tensor) and args[0] not in trace.constants
 
 
-def _recurrent(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_recurrent(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a recurrent layer; cuDNN has no backward for it in eval(), and draws dropout of its own."""
     drop, training = (args[5], args[6]) if isinstance(args[3], bool) else (args[6], args[7])
     if drop and training:
@@ -211,9 +210,7 @@ def _recurrent(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _check_statistics(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse batch normalisation by batch statistics, also without trained parameters, where nothing else would
-    see it.
-    """
+    """Refuse batch normalisation by batch statistics, even without trained parameters."""
     if kwargs.get("training", args[5] if len(args) > 5 else False):
         raise FdpError(
             f"{resolve_name(func) or func}: expected fixed statistics, got statistics of the batch, which mix its "
