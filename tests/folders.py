@@ -1,4 +1,4 @@
-"""Tiny random models of families of ``transformers`` that are written in other ways than GPT-2 and Llama."""
+"""Tiny random ``transformers`` models of families that are written differently than GPT-2 and Llama."""
 
 from __future__ import annotations
 
@@ -115,15 +115,15 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     ),
 }
 ONE_BLOCK = ("bloom", "gemma-3n", "opt classifier", "albert", "convnext", "segformer", "swin")
-"""Those that cannot be treated layer by layer."""
+"""Families that cannot be treated layer by layer."""
 COARSE = ("gpt-j", "gpt-neo", "codegen", "deepseek")
-"""Those that compute scores, or a router, in float32 whatever their dtype."""
+"""Families that compute scores, or a router, in float32 whatever their dtype."""
 NARROW = ("mamba",)
-"""Those that cannot compute in float64."""
+"""Families that cannot compute in float64."""
 
 
 def make(name: str) -> Any:
-    """A module in eval mode, no parameter at a value where all start."""
+    """Return a module in eval mode, with parameters moved away from their initial values."""
     made: Any = MODELS[name]()
     module = made.to(torch.float32 if name in NARROW else torch.float64).eval()
     with torch.no_grad():
@@ -133,7 +133,7 @@ def make(name: str) -> Any:
 
 
 def save(name: str, where: Path) -> Path:
-    """The folder of a model in float32."""
+    """Save a model in float32; return its folder."""
     folder = where / name.replace(" ", "-")
     made: Any = MODELS[name]()
     made.save_pretrained(folder)
@@ -141,7 +141,7 @@ def save(name: str, where: Path) -> Path:
 
 
 def data_for(module: Any, samples: int = 3) -> dict[str, Tensor]:
-    """Samples for a model; of texts with labels some are padded."""
+    """Return samples for a model; some labelled texts are padded."""
     draw, label = torch.Generator().manual_seed(1), torch.arange(samples) % 3
     dtype = next(module.parameters()).dtype
     if module.main_input_name == "pixel_values":
@@ -154,7 +154,7 @@ def data_for(module: Any, samples: int = 3) -> dict[str, Tensor]:
 
 
 def own_losses(module: Any, data: Tree) -> Tensor:
-    """The losses by the module itself, called as its users call it."""
+    """Return the losses by the module itself, called as its users call it."""
     if "image" in data:
         return F.cross_entropy(module(pixel_values=data["image"]).logits, data["label"], reduction="none")
     if "label" in data:

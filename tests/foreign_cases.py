@@ -1,4 +1,4 @@
-"""Foreign modules, tiny and in float64, with data; and what their per-sample gradients are, by the module itself."""
+"""Tiny modules from elsewhere in float64, with data, and their per-sample gradients computed by the module itself."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ METHODS = [
 
 
 class Foreign(NamedTuple):
-    """A module with data, and how it becomes a model."""
+    """A module, its data, and the options with which it becomes a model."""
 
     module: nn.Module
     data: dict[str, Tensor]
@@ -45,7 +45,7 @@ class Foreign(NamedTuple):
 
 
 class Probe(nn.Module):
-    """Any function of parameters and data as a module: ``forward(self, **data)`` is ``run(self, **data)``."""
+    """A module whose ``forward(self, **data)`` is ``run(self, **data)``, for any function of parameters and data."""
 
     def __init__(self, run: Callable[..., Tensor], **shapes: tuple[int, ...]):
         super().__init__()
@@ -63,13 +63,13 @@ class Probe(nn.Module):
 
 
 def probe(run: Callable[..., Tensor], data: dict[str, Tensor], *, options: Any = None, **shapes: Any) -> Foreign:
-    """The sum of squares of each sample's output as its loss."""
+    """Return a case whose loss is the sum of squares of each sample's output."""
     made = {"loss": lambda out, _: out.reshape(len(out), -1).square().sum(1)} | (options or {})
     return Foreign(Probe(run, **shapes), data, made)
 
 
 def gradients(foreign: Foreign, model: Model) -> Flat:
-    """Every sample's gradient of every leaf: the module itself called with that sample alone, and one backward."""
+    """Return every sample's gradient of every leaf: one backward of the module called with that sample alone."""
     module, data, options = foreign
     call = options.get("call") or (lambda m, d: m(**{k: v for k, v in d.items() if k in _takes(module)}))
     paths = leaf_paths(module)
@@ -95,7 +95,7 @@ def _takes(module: nn.Module) -> list[str]:
 def assert_exact(
     foreign: Foreign, method: Method = Method.AUTO, *, blocks: Blocks | None = None, made: Any = None, truth: Any = None
 ) -> None:
-    """Losses, norms of every leaf, and a clipped sum, against the module's own backwards (1e-8)."""
+    """Compare losses, norms of every leaf, and a clipped sum with the module's own backwards (1e-8)."""
     model, params = foreign.model() if made is None else made
     plan = make_plan(model, params, foreign.data, method=method, dtype=torch.float64)
     _, norms, stash = per_sample_norms(model, params, foreign.data, plan=plan, blocks=blocks)
@@ -121,8 +121,8 @@ def ids(*shape: int, below: int = VOCAB, seed: int = 2) -> Tensor:
     return torch.randint(1, below, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def shaken(module: nn.Module) -> nn.Module:
-    """The module in float64 and eval(), no parameter left at a zero or a one that hides a mistake."""
+def randomize_parameters(module: nn.Module) -> nn.Module:
+    """Return the module in float64 and eval(), with no parameter left at a zero or one that hides a mistake."""
     module = module.double().eval()
     draw = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -164,7 +164,7 @@ def _language(name: str, **config: Any) -> Foreign:
 
     made = getattr(transformers, f"{name}Config")(**_BASE, **config, **_SDPA)
     head = "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM"
-    module = shaken(getattr(transformers, head)(made))
+    module = randomize_parameters(getattr(transformers, head)(made))
     return Foreign(module, {"input_ids": ids(SAMPLES, TOKENS)}, {"loss": next_token})
 
 
@@ -184,7 +184,7 @@ def _bert() -> Foreign:
     config = BertConfig(**sizes, **_SDPA)
     data = {"input_ids": ids(SAMPLES, TOKENS), "label": LABEL}
     data["input_ids"][:, -1] = 0  # padding, whose row is not trained
-    return Foreign(shaken(BertForSequenceClassification(config)), data, {"loss": labels})
+    return Foreign(randomize_parameters(BertForSequenceClassification(config)), data, {"loss": labels})
 
 
 def _vit() -> Foreign:
@@ -193,7 +193,7 @@ def _vit() -> Foreign:
     sizes: dict[str, Any] = {**_BERT, "image_size": 8, "patch_size": 4, "num_labels": 3}
     config = ViTConfig(**sizes, **_SDPA)
     data = {"pixel_values": randn(SAMPLES, 3, 8, 8), "label": LABEL}
-    return Foreign(shaken(ViTForImageClassification(config)), data, {"loss": labels})
+    return Foreign(randomize_parameters(ViTForImageClassification(config)), data, {"loss": labels})
 
 
 # ---------------------------------------------------------------- other networks
@@ -284,7 +284,9 @@ def _attention(batch_first: bool) -> Foreign:
     padding = torch.zeros(SAMPLES, 5, dtype=torch.bool)
     padding[1, -2:] = True
     data = {"x": randn(SAMPLES, 5, 8), "padding": padding, "label": LABEL}
-    return Foreign(shaken(Attention(batch_first=batch_first)), data, {"loss": labels, "batch_first": batch_first})
+    return Foreign(
+        randomize_parameters(Attention(batch_first=batch_first)), data, {"loss": labels, "batch_first": batch_first}
+    )
 
 
 CASES: dict[str, Callable[[], Foreign]] = {
@@ -297,12 +299,20 @@ CASES: dict[str, Callable[[], Foreign]] = {
     "opt": _opt,
     "bert": _bert,
     "vit": _vit,
-    "resnet": lambda: Foreign(shaken(Residual()), {"image": randn(3, 3, 6, 6), "label": LABEL}, {"loss": labels}),
-    "lstm": lambda: Foreign(shaken(Recurrent(nn.LSTM)), {"tokens": ids(3, 5), "label": LABEL}, {"loss": labels}),
-    "gru": lambda: Foreign(shaken(Recurrent(nn.GRU)), {"tokens": ids(3, 5), "label": LABEL}, {"loss": labels}),
-    "experts": lambda: Foreign(shaken(Experts(dense=True)), {"x": randn(3, 5, 6), "label": LABEL}, {"loss": labels}),
+    "resnet": lambda: Foreign(
+        randomize_parameters(Residual()), {"image": randn(3, 3, 6, 6), "label": LABEL}, {"loss": labels}
+    ),
+    "lstm": lambda: Foreign(
+        randomize_parameters(Recurrent(nn.LSTM)), {"tokens": ids(3, 5), "label": LABEL}, {"loss": labels}
+    ),
+    "gru": lambda: Foreign(
+        randomize_parameters(Recurrent(nn.GRU)), {"tokens": ids(3, 5), "label": LABEL}, {"loss": labels}
+    ),
+    "experts": lambda: Foreign(
+        randomize_parameters(Experts(dense=True)), {"x": randn(3, 5, 6), "label": LABEL}, {"loss": labels}
+    ),
     "routed": lambda: Foreign(
-        shaken(Experts(dense=False)),
+        randomize_parameters(Experts(dense=False)),
         {"x": randn(3, 5, 6), "label": LABEL},
         {"loss": labels, "materialize": ("up", "down")},
     ),
@@ -317,10 +327,10 @@ def case_named(name: str) -> Foreign:
 
 
 @cache
-def made_of(name: str) -> tuple[Model, Tree]:
+def model_named(name: str) -> tuple[Model, Tree]:
     return case_named(name).model()
 
 
 @cache
-def truth_of(name: str) -> Flat:
-    return gradients(case_named(name), made_of(name)[0])
+def gradients_named(name: str) -> Flat:
+    return gradients(case_named(name), model_named(name)[0])

@@ -1,4 +1,4 @@
-"""Tiny random models of ``transformers``: one of each architecture, none of them downloaded."""
+"""Tiny random ``transformers`` models, one of each architecture; none is downloaded."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ CAUSAL = [name for name in MODELS if name not in ("bert", "roberta", "vit")]
 
 
 def make(name: str, *, dtype: torch.dtype = torch.float64) -> Any:
-    """A module in eval mode, the same every time; small parameters are not at the values where all start."""
+    """Return a module in eval mode, the same every time, with parameters moved away from their initial values."""
     torch.manual_seed(0)
     module = MODELS[name]().to(dtype).eval()
     with torch.no_grad():

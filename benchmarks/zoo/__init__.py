@@ -1,1 +1,1 @@
-"""The module zoo: many kinds of module and folder, each exact, refused with a remedy, or exact by that remedy."""
+"""The module zoo: many kinds of modules and folders; each is exact, refused with a remedy, or exact by that remedy."""

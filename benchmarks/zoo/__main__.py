@@ -40,20 +40,20 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def chosen(only: str | None = None) -> list[tuple[str, Kind]]:
-    """The kinds whose name or group fits a pattern; all without one."""
+    """Return the kinds whose name or group matches a pattern; without one, all kinds."""
     every = [(group, kind) for group, kinds in GROUPS.items() for kind in kinds]
     return [pair for pair in every if only is None or any(fnmatch.fnmatch(n, only) for n in (pair[0], pair[1].name))]
 
 
 def line(row: Row) -> str:
-    """A row for the eye."""
+    """Format a row for the terminal."""
     compiled = f"; compiled: {row.compiled}" if row.compiled else ""
     words = f": {row.words}" if row.words and not row.good else ""
     return f"{row.group:14} {row.name:44} {row.verdict}{compiled} ({row.seconds:.1f} s){words}"
 
 
 def summary(rows: list[Row]) -> str:
-    """How many there are of each verdict."""
+    """Count the rows of each verdict."""
     counts = {
         verdict: sum(row.verdict == verdict for row in rows) for verdict in dict.fromkeys(r.verdict for r in rows)
     }

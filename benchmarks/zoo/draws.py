@@ -1,4 +1,4 @@
-"""Batches for the zoo: numbers, ids, images, drawn from a generator.
+"""Random batches for the zoo: floats, ids, images.
 
 >>> Case(nn.Linear(4, 3), floats("input", 4))
 """
@@ -14,20 +14,20 @@ WORDS = 13
 
 
 def normal(g: Generator, *shape: int) -> Tensor:
-    """Normal numbers in float64."""
+    """Return normal numbers in float64."""
     return torch.randn(shape, dtype=torch.float64, generator=g)
 
 
 def integers(g: Generator, *shape: int, below: int = WORDS, least: int = 1) -> Tensor:
-    """Integers from ``least`` up to below ``below``."""
+    """Return integers from ``least`` to below ``below``."""
     return torch.randint(least, below, shape, generator=g)
 
 
 def floats(name: str, *shape: int) -> Draw:
-    """Batches of one entry of normal numbers."""
+    """Return a function that draws batches of one entry of normal numbers."""
     return lambda n, g: {name: normal(g, n, *shape)}
 
 
 def ids(name: str, *shape: int, below: int = WORDS, least: int = 1) -> Draw:
-    """Batches of one entry of integers."""
+    """Return a function that draws batches of one entry of integers."""
     return lambda n, g: {name: integers(g, n, *shape, below=below, least=least)}

@@ -1,5 +1,4 @@
-"""Tiny models of ``transformers`` with random weights, taken whole by ``from_module``, layer by layer or by their kind;
-and adapters of ``peft`` in them."""
+"""Tiny random ``transformers`` models, as whole modules or as stacks; and ``peft`` adapters in them."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""One kind of module held against the definition: a loop of single-sample backwards in float64.
+"""Compare one kind of module with the definition: a loop of single-sample backwards in float64.
 
-    norm_b = |grad of loss(module(sample b), sample b)|                 leaf by leaf, by the module itself, untouched
+    norm_b = |grad of loss(module(sample b), sample b)|                 leaf by leaf, by the unchanged module itself
 
-A kind is exact if losses, norms of every leaf and a clipped sum are those of the loop (1e-7) on a batch that differs
-from the example in its values and in its number of samples. A kind that fdp refuses says, as ``mend``, what to do by
-the refusal: that is then held in its place. One that must be refused has the words of its refusal. Nothing else is
-allowed: no other error, no difference, and no module that is not bit for bit what it was.
+A kind is exact if losses, norms of every leaf and a clipped sum equal those of the loop (1e-7) on a batch that differs
+from the example in its values and its number of samples. A kind that fdp refuses has a ``mend``, the remedy that the
+error names, and is then compared with that. A kind that must be refused has the words of the error. Nothing else is
+allowed: no other error, no difference, and no module that has changed by a single bit.
 
     >>> kind = Kind("linear", lambda: Case(nn.Linear(4, 3), lambda n, g: {"input": normal(g, n, 4)}))
     >>> hold(kind).verdict                                                            # "exact"
@@ -39,21 +39,21 @@ EXACT, REFUSED, MENDED = "exact", "refused with a remedy", "exact by that remedy
 CRASHED, DIFFERENT, CHANGED = "CRASHED", "DIFFERENT", "MODULE CHANGED"
 ALLOWED = (EXACT, REFUSED, MENDED)
 EXAMPLE, SAMPLES = 4, 3
-"""Samples of the example, and of the batch whose norms are compared."""
+"""Number of samples in the example, and in the batch whose norms are compared."""
 TOLERANCE = 1e-7
-"""Of a norm or a sum, relative to itself or to a thousandth of the sample's whole norm."""
+"""Tolerance of a norm or a sum, relative to itself or to a thousandth of the sample's total norm."""
 
 Draw = Callable[[int, Generator], dict[str, Tensor]]
 
 
 def squares(out: Any, data: Tree) -> Tensor:
-    """Half of the squares of all that a sample's output holds, bent so that no gradient is linear in another."""
+    """Return half the sum of squares of a sample's shifted outputs, so that no gradient is linear in another."""
     out = out if isinstance(out, Tensor) else next(leaf for leaf in tree.leaves(list(out)) if isinstance(leaf, Tensor))
     return out.reshape(len(out), -1).add(0.3).square().sum(1) / 2
 
 
 class Case(NamedTuple):
-    """A module, how its batches are drawn, its loss, and how it becomes a model.
+    """A module, a function that draws its batches, its loss, and how it becomes a model.
 
     ``options`` are those of ``from_module``. ``take(module, example)`` makes a model and its values another way.
     """
@@ -73,9 +73,10 @@ class Case(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """A kind of module. ``mend``: what an error says to do, if it gets one; ``refusal``: words of one that it must get.
+    """A kind of module. ``refusal``: words of the error that it must raise; ``mend``: the remedy that the error
+    names.
 
-    A mend is other options of ``from_module``, or another case. ``compiled``: it is held compiled by block, too.
+    A mend is other options of ``from_module``, or another case. ``compiled``: compare it compiled by block, too.
     """
 
     name: str
@@ -86,7 +87,7 @@ class Kind(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What was seen of a kind: in ``verdict`` how it went, in ``words`` the refusal or what went wrong."""
+    """The result of one kind: its ``verdict``, and in ``words`` the error or what went wrong."""
 
     name: str
     group: str
@@ -102,7 +103,7 @@ class Row(NamedTuple):
 
 
 def hold(kind: Kind, *, group: str = "", backend: str = "aot_eager", compiled: bool | None = None) -> Row:
-    """Hold a kind against the loop, eager and (by default if it says so) compiled."""
+    """Compare a kind with the loop, eager and (by default if the kind says so) compiled."""
     began = time.perf_counter()
     verdict, words, error = _held(kind, None)
     also = ""
@@ -140,7 +141,7 @@ def _mended(kind: Kind) -> Case:
 
 
 def _made(make: Callable[[], Case]) -> Case:
-    """The case in float64, the same every time, small parameters not at the values where all start."""
+    """Return the case in float64, the same every time, with parameters moved away from their initial values."""
     torch.manual_seed(0)
     case = make()
     module = case.module.double() if case.take is None else case.module
@@ -181,7 +182,7 @@ def _looked_at(make: Callable[[], Case], blocks: Blocks | None) -> tuple[str, st
 
 
 def _compare(case: Case, model: Model, params: Tree, data: Tree, blocks: Blocks | None) -> tuple[float, str]:
-    """The largest relative difference of losses, norms and a clipped sum from the loop's, and where it is."""
+    """Return the largest relative difference of losses, norms and a clipped sum from the loop's, and where it is."""
     plan = make_plan(model, params, data, dtype=torch.float64)
     losses, norms, stash = per_sample_norms(model, params, data, plan=plan, blocks=blocks)
     expected, gradients = loop(case, model, data)
@@ -207,7 +208,7 @@ def _apart(got: Tensor, expected: Tensor, least: Tensor) -> float:
 
 
 def loop(case: Case, model: Model, data: dict[str, Tensor]) -> tuple[Tensor, Flat]:
-    """Every sample's loss and gradients: the module itself called with that sample alone, and one backward."""
+    """Return every sample's loss and gradients: one backward of the module called with that sample alone."""
     call = case.call or _by_name(case.module)
     trained = {name: leaf for name, leaf in case.module.named_parameters() if name in model.trainable}
     losses, rows = [], {name: [] for name in trained}
@@ -233,7 +234,7 @@ def _by_name(module: nn.Module) -> Callable[[Callable[..., Any], Tree], Any]:
 
 
 def digest(value: Any, known: dict[int, int] | None = None) -> str:
-    """A module and all that can be reached from it, down to the bits of its tensors, as one string."""
+    """Return a string that depends on a module and everything reachable from it, down to the bits of its tensors."""
     known = {} if known is None else known
     if isinstance(value, Tensor):
         bits = hashlib.sha1(_bits(value)).hexdigest()

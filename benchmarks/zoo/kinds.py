@@ -1,4 +1,4 @@
-"""All kinds of the zoo, by group. To add one, put a ``Kind`` in the list of its group.
+"""All kinds of the zoo, by group. To add one, append a ``Kind`` to the list of its group.
 
 >>> GROUPS["torch.nn"].append(Kind("mine", lambda: Case(Mine(), floats("x", 4))))
 """

@@ -1,4 +1,4 @@
-"""The page of the zoo: every kind with its verdict, and of those refused the words.
+"""The page of the zoo: every kind with its verdict, and the errors of those that are refused.
 
 >>> publish(rows, Path("benchmarks/results"), backend="aot_eager")        # zoo_<hardware>_<yyyymm>.{md,json}
 """
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def publish(rows: Sequence[Row], folder: Path, *, backend: str) -> Path:
-    """Write rows and page, beside the rows of other kinds that were there; return the page."""
+    """Write the rows, merged with the stored rows of other kinds, and the page; return the page's path."""
     date = datetime.now(UTC).date().isoformat()
     source = folder / f"zoo_{report.slug(report.hardware(CPU))}_{date[:7].replace('-', '')}.json"
     old = [Row(**row) for row in json.loads(source.read_text())["rows"]] if source.exists() else []
@@ -45,7 +45,7 @@ def publish(rows: Sequence[Row], folder: Path, *, backend: str) -> Path:
 
 
 def page(content: dict[str, Any], *, name: str) -> str:
-    """The page of a report's content."""
+    """Render the page of a report's content."""
     rows = [Row(**row) for row in content["rows"]]
     counts = {verdict: sum(row.verdict == verdict for row in rows) for verdict in (EXACT, MENDED, REFUSED)}
     compiled = [row for row in rows if row.compiled]

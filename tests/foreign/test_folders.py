@@ -1,5 +1,6 @@
-"""Folders of families that are written in other ways: exact, or one block, or told what to do; trained from the command
-line."""
+"""Folders of other ``transformers`` families: exact, or one block, or refused with a remedy; trained from the command
+line.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ QUICK = ("gpt-j", "mixtral", "llama classifier")
 by_name = pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=slow) for n in MODELS])
 
 
-def made(name: str) -> tuple[Any, Any, Any, dict[str, Any]]:
+def make_model(name: str) -> tuple[Any, Any, Any, dict[str, Any]]:
     module = folders.make(name)
     data = data_for(module)
     model = model_of(module, context=TOKENS) if set(data) == {"tokens"} else model_of(module, example=data)
@@ -55,7 +56,7 @@ def gradients_alone(module: Any, model: Any, data: dict[str, Any]) -> dict[str, 
 
 
 def assert_exact(name: str, method: Method, blocks: Blocks | None = None) -> None:
-    module, model, params, data = made(name)
+    module, model, params, data = make_model(name)
     tolerance = 1e-3 if name in NARROW else 1e-5 if name in COARSE else 1e-9
     torch.testing.assert_close(
         model.loss(params, data), own_losses(reference_module(module), data), rtol=tolerance, atol=1e-6
@@ -75,7 +76,7 @@ def assert_exact(name: str, method: Method, blocks: Blocks | None = None) -> Non
 
 
 @by_name
-def test_norms_and_sums_are_those_of_single_samples(name):
+def test_norms_and_sums_equal_single_sample_backwards(name):
     assert_exact(name, Method.MATERIALIZE if name == "swin" else Method.AUTO)
 
 
@@ -92,8 +93,8 @@ def test_compiled_blocks_are_exact(name):
     assert_exact(name, Method.AUTO, Blocks(backend="aot_eager"))
 
 
-def test_what_cannot_be_treated_layer_by_layer_is_one_block_and_says_why():
-    _, model, _, _ = made("albert")
+def test_models_that_are_no_stack_are_one_block_and_say_why():
+    _, model, _, _ = make_model("albert")
     assert len(model.blocks) == 1
     assert model.remark is not None
     assert "AlbertForSequenceClassification is computed as one block, not layer by layer: " in model.remark
@@ -102,13 +103,13 @@ def test_what_cannot_be_treated_layer_by_layer_is_one_block_and_says_why():
 
 @slow
 @pytest.mark.parametrize("name", MODELS)
-def test_layers_are_blocks_where_they_can_be(name):
-    _, model, _, _ = made(name)
+def test_layers_are_blocks_if_possible(name):
+    _, model, _, _ = make_model(name)
     assert (len(model.blocks), model.remark is None) == ((1, False) if name in ONE_BLOCK else (4, True))
 
 
-def test_a_decoder_that_classifies_is_given_causal_masks_with_padding_or_without():
-    module, model, params, data = made("mistral classifier")  # has a window that is felt
+def test_a_decoder_classifier_gets_causal_masks_with_and_without_padding():
+    module, model, params, data = make_model("mistral classifier")  # has a window that is felt
     before = model.blocks[0].apply
     assert isinstance(before, BeforeLayers)
     assert before.call == PaddingMasks(False, True, ("sliding_attention",), 4, (("use_cache", False),))
@@ -117,15 +118,15 @@ def test_a_decoder_that_classifies_is_given_causal_masks_with_padding_or_without
         torch.testing.assert_close(model.loss(params, given), own_losses(module, given))
 
 
-def test_a_decoder_that_classifies_without_a_padding_token_is_told_to_have_one():
+def test_a_decoder_classifier_without_a_padding_token_is_refused():
     module = folders.make("gpt2 classifier")
     module.config.pad_token_id = None
     with pytest.raises(FdpError, match=r"expected a pad_token_id.*config\.json"):
         model_of(module, example=data_for(module))
 
 
-def test_padding_is_trained_on_in_a_step():
-    module, model, params, data = made("llama classifier")
+def test_a_step_on_padded_samples_runs():
+    module, model, params, data = make_model("llama classifier")
     data = data_for(module, 8)
     plan = make_plan(model, params, tree.map(lambda leaf: leaf[:4], data), dtype=torch.float64)
     sampling, root, optimizer = poisson(8, expected_batch_size=4), keys.key(0), sgd(0.1)
@@ -140,7 +141,7 @@ def test_padding_is_trained_on_in_a_step():
 # ---------------------------------------------------------------- experts that are stored one by one
 
 
-def test_experts_that_are_stored_one_by_one_come_and_go(tmp_path):
+def test_experts_that_are_stored_separately_are_loaded_and_saved(tmp_path):
     folder = folders.save("mixtral", tmp_path)
     names = {key for key in load_file(folder / "model.safetensors") if ".experts." in key}
     assert any(name.endswith("experts.3.w1.weight") for name in names), "transformers no longer stores them one by one"
@@ -156,7 +157,7 @@ def test_experts_that_are_stored_one_by_one_come_and_go(tmp_path):
         torch.testing.assert_close(again[path].detach(), leaf, rtol=0, atol=0)
 
 
-def test_a_part_of_the_experts_is_read_by_itself(tmp_path):
+def test_a_window_of_the_experts_is_read_alone(tmp_path):
     from fdp.foreign.hub.read_folder import StoredTensors, _read_leaf, empty_module
 
     folder = folders.save("mixtral", tmp_path)
@@ -191,7 +192,7 @@ def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def called(*words: str) -> int:
+def run_cli(*words: str) -> int:
     with pytest.raises(SystemExit) as caught:
         main(list(words))
     return int(caught.value.code or 0)
@@ -201,12 +202,12 @@ def called(*words: str) -> int:
 def test_a_folder_is_inspected_and_trained(name, letters, tmp_path, capsys):
     folder = folders.save(name, tmp_path)
     capsys.readouterr()
-    assert called("inspect", str(folder), "--batch-size", "4", "--context", "8", "--json") == 0
+    assert run_cli("inspect", str(folder), "--batch-size", "4", "--context", "8", "--json") == 0
     found = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert not [row["path"] for row in found["leaves"] if row["refusal"]]
     assert (found["remark"] is not None) == (name in ONE_BLOCK)
     out = tmp_path / "out"
-    assert called("train", "--model", str(folder), "--data", str(letters), *TINY, "--out", str(out)) == 0
+    assert run_cli("train", "--model", str(folder), "--data", str(letters), *TINY, "--out", str(out)) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert ("is computed as one block, not layer by layer" in shown) == (name in ONE_BLOCK)
     assert json.loads((out / "summary.json").read_text())["steps"] == 2
@@ -215,10 +216,10 @@ def test_a_folder_is_inspected_and_trained(name, letters, tmp_path, capsys):
     assert any(not torch.equal(before[key], after[key]) for key in before)
 
 
-def test_a_classifier_is_inspected_and_told_how_it_is_trained(letters, tmp_path, capsys):
+def test_a_classifier_is_inspected_and_the_error_says_how_to_train_it(letters, tmp_path, capsys):
     folder = folders.save("llama classifier", tmp_path)
-    assert called("inspect", str(folder), "--batch-size", "4", "--context", "8", "--json") == 0
-    assert called("train", "--model", str(folder), "--data", str(letters), *TINY, "--out", str(tmp_path / "out")) == 2
+    assert run_cli("inspect", str(folder), "--batch-size", "4", "--context", "8", "--json") == 0
+    assert run_cli("train", "--model", str(folder), "--data", str(letters), *TINY, "--out", str(tmp_path / "out")) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "LlamaForSequenceClassification" in said
     assert "from Python" in said
@@ -226,7 +227,7 @@ def test_a_classifier_is_inspected_and_told_how_it_is_trained(letters, tmp_path,
 
 
 @slow
-def test_what_has_no_rule_is_trained_by_the_method_that_the_refusal_names(tmp_path):
-    _, model, params, data = made("swin")
+def test_a_model_without_rules_trains_by_the_method_that_the_error_names(tmp_path):
+    _, model, params, data = make_model("swin")
     with pytest.raises(FdpError, match="--method materialize"):
         make_plan(model, params, data, dtype=torch.float64)

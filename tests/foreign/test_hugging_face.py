@@ -62,7 +62,7 @@ def some_data(name: str, samples: int = 3) -> dict[str, Tensor]:
 
 
 def own_losses(name: str, module: Any, data: Tree) -> Tensor:
-    """The losses by the module itself, called as its users call it."""
+    """Return the losses by the module itself, called as its users call it."""
     if name == "vit":
         return F.cross_entropy(module(pixel_values=data["image"]).logits, data["label"], reduction="none")
     if name in ("bert", "roberta"):
@@ -72,7 +72,7 @@ def own_losses(name: str, module: Any, data: Tree) -> Tensor:
     return F.cross_entropy(scores.transpose(1, 2), data["tokens"][:, 1:], reduction="none").mean(1)
 
 
-def made(name: str, **options: Any) -> tuple[Any, Model, Tree]:
+def make_model(name: str, **options: Any) -> tuple[Any, Model, Tree]:
     module = make(name)
     model = causal_lm(module, context=TOKENS, **options) if name in CAUSAL else classifier(module, **options)
     return module, model, params_of(module, model)
@@ -108,8 +108,8 @@ def assert_exact(
     [*CAUSAL, "bert", "roberta", "vit"],
     quick=("gpt2", "gpt2-untied", "llama", "qwen2", "gemma", "gemma2", "mistral", "opt", "bert", "vit"),
 )
-def test_norms_and_sums_are_those_of_single_samples(name):
-    module, model, params = made(name)
+def test_norms_and_sums_equal_single_sample_backwards(name):
+    module, model, params = make_model(name)
     data = some_data(name)
     torch.testing.assert_close(model.loss(params, data), own_losses(name, module, data), rtol=1e-9, atol=1e-9)
     expected = gradients_alone(name, module, model, data)
@@ -122,26 +122,26 @@ def test_norms_and_sums_are_those_of_single_samples(name):
 @pytest.mark.parametrize("name", [*CAUSAL, "bert", "roberta", "vit"])
 @pytest.mark.parametrize("method", [Method.MATERIALIZE, Method.GHOST, Method.FLASH, Method.FLASH_BK])
 def test_every_method_is_exact(name, method):
-    module, model, params = made(name)
+    module, model, params = make_model(name)
     data = some_data(name)
     assert_exact(model, params, data, gradients_alone(name, module, model, data), method)
 
 
-def test_like_layers_are_one_function():
+def test_equal_layers_share_one_function():
     for name, kinds in {"gpt2": 1, "llama": 1, "gpt2-by-depth": LAYERS, "gemma2": 2}.items():
-        _, model, _ = made(name)
+        _, model, _ = make_model(name)
         assert len({block.apply for block in model.blocks[1:-1]}) == kinds
         assert len(model.blocks) == LAYERS + 2
 
 
-def test_heads_are_loss_heads_where_logits_are_left_alone():
+def test_heads_are_loss_heads_if_logits_are_unchanged():
     for name in ("gpt2", "gpt2-untied", "opt"):
-        module, model, _ = made(name)
+        module, model, _ = make_model(name)
         head = model.blocks[-1]
         assert head.head is not None
         tied = module.config.tie_word_embeddings
         assert head.params["weight"] == (_table(module) if tied else "lm_head.weight")
-    _, model, params = made("gemma2")  # caps its logits
+    _, model, params = make_model("gemma2")  # caps its logits
     head = model.blocks[-1]
     assert head.head is None
     assert head.outputs is not None
@@ -157,20 +157,20 @@ def _table(module: Any) -> str:
     return next(name for name, leaf in module.named_parameters() if leaf is table)
 
 
-def test_plain_causal_attention_is_left_to_the_kernel_and_windows_get_masks():
+def test_plain_causal_attention_gets_no_mask_and_windows_get_masks():
     for name in ("gpt2", "llama", "qwen2", "gemma", "opt"):
-        before = made(name)[1].blocks[0].apply
+        before = make_model(name)[1].blocks[0].apply
         assert isinstance(before, BeforeLayers)
         assert isinstance(before.call, CausalMasks)
         assert "attention_mask': None" in repr(before.templates[0]) or "None" in repr(before.templates[0].args)
     for name in ("mistral", "gemma2"):
-        before = made(name)[1].blocks[0].apply
+        before = make_model(name)[1].blocks[0].apply
         assert isinstance(before, BeforeLayers)
         assert isinstance(before.call, CausalMasks)
         assert "attention_mask': TensorSlot" in repr(before.templates[0])
 
 
-def test_a_window_that_the_example_did_not_feel_is_refused():
+def test_a_window_that_the_example_was_too_short_for_is_refused():
     module = make("mistral")
     model = causal_lm(module, context=3)
     with pytest.raises(FdpError, match="give an example"):
@@ -200,8 +200,8 @@ def packed(samples: int = 3) -> dict[str, Tensor]:
 
 
 @some([name for name in CAUSAL if name != "gpt2-by-depth"], quick=("gpt2", "mistral"))
-def test_documents_in_a_row_are_as_alone(name):
-    module, model, params = made(name, example=packed(2))
+def test_packed_documents_have_the_losses_they_have_alone(name):
+    module, model, params = make_model(name, example=packed(2))
     data = packed()
     got = model.loss(params, data)
     for b in range(3):
@@ -216,18 +216,18 @@ def test_documents_in_a_row_are_as_alone(name):
         torch.testing.assert_close(got[b], total / count, rtol=1e-8, atol=1e-8)
 
 
-def test_windows_of_a_user_are_as_alone():
+def test_windows_of_a_user_have_the_losses_they_have_alone():
     windows = torch.randint(0, WORDS, (2, 3, TOKENS + 1), generator=torch.Generator().manual_seed(2))
-    module, model, params = made("llama", example={"tokens": windows})
+    module, model, params = make_model("llama", example={"tokens": windows})
     alone = own_losses("llama", module, {"tokens": windows.flatten(0, 1)}).view(2, 3).mean(1)
     torch.testing.assert_close(model.loss(params, {"tokens": windows}), alone, rtol=1e-9, atol=1e-9)
 
 
-def test_documents_in_the_windows_of_a_user_are_as_alone():
+def test_documents_in_the_windows_of_a_user_have_the_losses_they_have_alone():
     rows = packed()  # three samples of one window, here as three windows of one sample
     user = {entry: leaf[None] for entry, leaf in rows.items()}
-    _, model, params = made("llama", example=user)
-    _, alone, _ = made("llama", example=rows)
+    _, model, params = make_model("llama", example=user)
+    _, alone, _ = make_model("llama", example=rows)
     counts = rows["loss_mask"].sum(1)
     expected = (alone.loss(params, rows) * counts).sum() / counts.sum()
     torch.testing.assert_close(model.loss(params, user)[0], expected, rtol=1e-9, atol=1e-9)
@@ -242,7 +242,7 @@ RECORDS = {  # lengths of one user's records, in windows of 8 tokens and a targe
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral"])
 @pytest.mark.parametrize("kind", RECORDS)
-def test_empty_and_short_records_in_the_windows_of_a_user_are_as_alone(name, kind):
+def test_empty_and_short_records_of_a_user_have_the_losses_they_have_alone(name, kind):
     draw = np.random.default_rng(3)
     texts = [draw.integers(0, WORDS, length).tolist() for length in RECORDS[kind]]
     documents = join_documents(((text, [True] * len(text)) for text in texts), ["u"] * len(texts), source="here")
@@ -251,7 +251,7 @@ def test_empty_and_short_records_in_the_windows_of_a_user_are_as_alone(name, kin
     assert count > 2
     users = by_user(rows, context=TOKENS, vocab_size=WORDS, windows=count + 1, key=keys.key(0))
     data = users.fetch(np.array([0]))
-    module, model, params = made(name, example=packed_windows(count + 1))
+    module, model, params = make_model(name, example=packed_windows(count + 1))
     total, targets = torch.zeros((), dtype=torch.float64), 0
     for text in (torch.tensor(text) for text in texts if len(text) > 1):
         logits = module(input_ids=text[None, :-1]).logits[0]
@@ -260,21 +260,21 @@ def test_empty_and_short_records_in_the_windows_of_a_user_are_as_alone(name, kin
     torch.testing.assert_close(model.loss(params, data)[0], total / targets, rtol=1e-9, atol=1e-9)
 
 
-def test_segments_may_have_any_numbers():
+def test_segment_numbers_are_arbitrary():
     rows = packed()
     user = {entry: leaf[None] for entry, leaf in rows.items()}
-    _, model, params = made("llama", example=user)
+    _, model, params = make_model("llama", example=user)
     numbered = user | {"segments": user["segments"] + torch.tensor([[[9], [0], [-9]]])}
     assert torch.equal(model.loss(params, numbered), model.loss(params, user))
 
 
 def packed_windows(count: int) -> dict[str, Tensor]:
-    """Two users of many windows, all alike."""
+    """Return two users with many equal windows."""
     return {entry: leaf[:2, None].repeat(1, count, *[1] * (leaf.ndim - 1)) for entry, leaf in packed(2).items()}
 
 
-def test_documents_that_the_example_did_not_have_are_refused():
-    _, model, params = made("llama")
+def test_packed_documents_are_refused_if_the_example_had_none():
+    _, model, params = make_model("llama")
     with pytest.raises(FdpError, match="give an example"):
         model.loss(params, packed())
 
@@ -284,17 +284,17 @@ def test_documents_that_the_example_did_not_have_are_refused():
 
 @some([*CAUSAL, "bert", "roberta", "vit"], quick=("llama",))
 def test_compiled_blocks_are_exact(name):
-    module, model, params = made(name)
+    module, model, params = make_model(name)
     data, blocks = some_data(name), Blocks(backend="aot_eager")
     assert_exact(model, params, data, gradients_alone(name, module, model, data), Method.AUTO, blocks)
     assert len(blocks.kinds) == 2 + len({block.apply for block in model.blocks[1:-1]})
 
 
-def trained(
+def train_two_steps(
     name: str, axes: dict[str, int] | None = None, zero: Zero = Zero.THREE, compile: Compile = Compile.NONE
 ) -> dict[str, Tensor]:
-    """Two private steps; parameters come back whole."""
-    _, model, params = made(name)
+    """Run two private steps; return full parameters."""
+    _, model, params = make_model(name)
     root = keys.key(0)
     sharding, rank, ranks = None, 0, 1
     if axes is not None:
@@ -332,23 +332,23 @@ def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: 
         pytest.param("llama", {"replicate": 2}, Zero.NONE, marks=slow),
     ],
 )
-def test_several_ranks_are_one(name, axes, zero):
-    expected = trained(name)
-    for got in run_on_ranks(trained, sum(axes.values()) if len(axes) == 1 else 4, name, axes, zero):
+def test_several_ranks_equal_one(name, axes, zero):
+    expected = train_two_steps(name)
+    for got in run_on_ranks(train_two_steps, sum(axes.values()) if len(axes) == 1 else 4, name, axes, zero):
         assert_same(got, expected)
 
 
 @slow
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_the_compiled_step_is_the_eager_one(name):
+def test_the_compiled_step_equals_the_eager_one(name):
     # Llama's norms are computed in float32, whatever the dtype, and Inductor adds in another order.
-    assert_same(trained(name, compile=Compile.BLOCK), trained(name), 1e-6)
+    assert_same(train_two_steps(name, compile=Compile.BLOCK), train_two_steps(name), 1e-6)
 
 
 # ---------------------------------------------------------------- folders
 
 
-def stored(name: str, folder: Path, **options: Any) -> Any:
+def save_module(name: str, folder: Path, **options: Any) -> Any:
     module = make(name, dtype=torch.float32)
     module.save_pretrained(folder, **options)
     return module
@@ -363,8 +363,8 @@ def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", [*CAUSAL, "bert", "roberta", "vit"])
-def test_what_transformers_saved_is_loaded(name, tmp_path):
-    module = stored(name, tmp_path / "model")
+def test_a_folder_saved_by_transformers_is_loaded(name, tmp_path):
+    module = save_module(name, tmp_path / "model")
     model, params = load(tmp_path / "model", dtype=torch.float64, context=TOKENS)
     data = some_data(name)
     torch.testing.assert_close(model.loss(params, data), own_losses(name, module.double(), data), rtol=1e-6, atol=1e-6)
@@ -372,10 +372,10 @@ def test_what_transformers_saved_is_loaded(name, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "shards"), [("gpt2", None), ("llama", "4KB"), ("gemma", None), ("vit", None)])
-def test_what_is_saved_is_read_by_transformers(name, shards, tmp_path):
+def test_a_saved_folder_is_read_by_transformers(name, shards, tmp_path):
     import transformers
 
-    module = stored(name, tmp_path / "old", **({} if shards is None else {"max_shard_size": shards}))
+    module = save_module(name, tmp_path / "old", **({} if shards is None else {"max_shard_size": shards}))
     (tmp_path / "old" / "tokenizer.json").write_text("{}")
     (tmp_path / "old" / "pytorch_model.bin").write_text("old values")
     _, params = load(tmp_path / "old")
@@ -394,7 +394,7 @@ def test_what_is_saved_is_read_by_transformers(name, shards, tmp_path):
     assert_same(tree.flatten(load(tmp_path / "new")[1]), tree.flatten(changed), 0.0)
 
 
-def test_values_are_saved_as_they_were_stored_or_as_said(tmp_path):
+def test_values_are_saved_in_the_stored_or_the_given_dtype(tmp_path):
     make("gpt2", dtype=torch.bfloat16).save_pretrained(tmp_path / "old")
     _, params = load(tmp_path / "old")
     assert {leaf.dtype for leaf in tree.leaves(params)} == {torch.float32}
@@ -408,10 +408,10 @@ def test_values_are_saved_as_they_were_stored_or_as_said(tmp_path):
     assert json.loads((tmp_path / "full" / "config.json").read_text())["dtype"] == "float32"
 
 
-def test_names_without_the_prefix_of_the_base_model_are_found(tmp_path):
+def test_stored_names_without_the_base_model_prefix_are_found(tmp_path):
     from safetensors.torch import load_file, save_file
 
-    module = stored("gpt2", tmp_path)
+    module = save_module("gpt2", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     save_file(
         {name.removeprefix("transformer."): leaf for name, leaf in tensors.items()},
@@ -422,31 +422,31 @@ def test_names_without_the_prefix_of_the_base_model_are_found(tmp_path):
     assert_same(tree.flatten(params), {n: leaf.detach() for n, leaf in module.named_parameters()}, 0.0)
 
 
-def test_a_folder_that_exists_is_not_written_over(tmp_path):
-    stored("gpt2", tmp_path / "old")
+def test_an_existing_folder_is_not_overwritten(tmp_path):
+    save_module("gpt2", tmp_path / "old")
     _, params = load(tmp_path / "old")
     with pytest.raises(FdpError, match="expected no folder of this name"):
         save(tmp_path / "old", params, source=tmp_path / "old")
 
 
 def test_leaves_of_another_model_are_refused(tmp_path):
-    stored("gpt2", tmp_path / "old")
+    save_module("gpt2", tmp_path / "old")
     with pytest.raises(FdpError, match="expected to hold the leaves"):
         save(tmp_path / "new", {"other": torch.ones(2)}, source=tmp_path / "old")
     assert not (tmp_path / "new").exists()
 
 
-def test_what_is_no_folder_of_a_model_is_refused(tmp_path):
+def test_a_folder_without_a_model_is_refused(tmp_path):
     with pytest.raises(FdpError, match=r"config\.json"):
         load(tmp_path)
-    stored("gpt2", tmp_path / "old")
+    save_module("gpt2", tmp_path / "old")
     (tmp_path / "old" / "model.safetensors").unlink()
     with pytest.raises(FdpError, match="expected weights"):
         load(tmp_path / "old")
 
 
-def test_stored_shapes_that_are_not_the_configs_are_refused(tmp_path):
-    stored("gpt2", tmp_path)
+def test_stored_shapes_that_contradict_the_config_are_refused(tmp_path):
+    save_module("gpt2", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": WORDS + 1}))
     with pytest.raises(FdpError, match=rf"expected shape \({WORDS + 1}, 16\)"):
@@ -454,7 +454,7 @@ def test_stored_shapes_that_are_not_the_configs_are_refused(tmp_path):
 
 
 class Alive(TorchDispatchMode):
-    """The most bytes of tensors, made by operations or noted, that were alive at once."""
+    """A mode that measures the most bytes of tensors, made by operations or noted, that were alive at once."""
 
     def __init__(self):
         super().__init__()
@@ -475,7 +475,7 @@ class Alive(TorchDispatchMode):
 
 
 class Counting:
-    """A file, or a tensor in it, that tells ``note`` of all that is read."""
+    """A file, or a tensor in it, that reports everything that is read to ``note``."""
 
     def __init__(self, inner: Any, note: Callable[[Tensor], Tensor]):
         self.inner, self.note = inner, note
@@ -499,7 +499,7 @@ class Counting:
 
 
 def load_counted(folder: str, zero: Zero, axes: dict[str, int]) -> dict[str, Any]:
-    """What a rank reads, what it holds then, and what it held at most."""
+    """Return what a rank reads, what it holds afterwards, and the most it held."""
     module = read_folder.empty_module(Path(folder))
     model = hugging_face.model_of(module)
     sharding = make_sharding(model, make_mesh(axes, device_type="cpu"), zero=zero)
@@ -526,7 +526,7 @@ def load_counted(folder: str, zero: Zero, axes: dict[str, int]) -> dict[str, Any
 
 
 def assert_parts(ranks: list[dict[str, Any]], whole: dict[str, Tensor], *, repeated: int = 1) -> None:
-    """Every element was read by ``repeated`` ranks, and none held more than its parts and one tensor."""
+    """Check that ``repeated`` ranks read every element, and that none held more than its shards and one tensor."""
     largest = max(leaf.numel() for leaf in whole.values())
     for rank in ranks:
         elements = sum(part.numel() for part in rank["parts"].values())
@@ -542,9 +542,9 @@ AXES = [({"shard": 4}, Zero.THREE, 1), ({"replicate": 2, "shard": 2}, Zero.TWO, 
 
 
 @pytest.mark.parametrize(("axes", "zero", "repeated"), AXES)
-def test_ranks_read_their_parts_and_hold_no_more_than_them_and_one_tensor(axes, zero, repeated, tmp_path, monkeypatch):
+def test_ranks_read_their_shards_and_hold_at_most_one_tensor_more(axes, zero, repeated, tmp_path, monkeypatch):
     monkeypatch.setattr(read_folder, "run_in_unison", lambda act, group: act())  # fake ranks say nothing to each other
-    module = stored("llama", tmp_path / "model", max_shard_size="4KB")
+    module = save_module("llama", tmp_path / "model", max_shard_size="4KB")
     ranks = []
     for rank in range(4):
         with fake_ranks(4, rank=rank):
@@ -555,8 +555,8 @@ def test_ranks_read_their_parts_and_hold_no_more_than_them_and_one_tensor(axes, 
 @slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(("axes", "zero", "repeated"), AXES)
-def test_processes_read_their_parts_and_hold_no_more_than_them_and_one_tensor(axes, zero, repeated, tmp_path):
-    module = stored("gpt2", tmp_path / "model")
+def test_processes_read_their_shards_and_hold_at_most_one_tensor_more(axes, zero, repeated, tmp_path):
+    module = save_module("gpt2", tmp_path / "model")
     ranks = run_on_ranks(load_counted, 4, str(tmp_path / "model"), zero, axes)
     assert_parts(ranks, {path: leaf.detach() for path, leaf in module.named_parameters()}, repeated=repeated)
 
@@ -570,8 +570,8 @@ def save_from_ranks(old: str, new: str) -> None:
 
 @slow
 @pytest.mark.ranks
-def test_what_ranks_save_is_what_they_loaded(tmp_path):
-    module = stored("gpt2", tmp_path / "old")
+def test_ranks_save_what_they_loaded(tmp_path):
+    module = save_module("gpt2", tmp_path / "old")
     run_on_ranks(save_from_ranks, 2, str(tmp_path / "old"), str(tmp_path / "new"))
     _, params = load(tmp_path / "new")
     assert_same(tree.flatten(params), {n: leaf.detach() for n, leaf in module.named_parameters()}, 0.0)

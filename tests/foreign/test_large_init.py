@@ -27,7 +27,7 @@ Windows = dict[str, tuple[tuple[int, int], ...]]
 
 
 class Found(NamedTuple):
-    """Digests of parts of leaves, each sample's logits in three numbers, its loss, and the peak memory of a process."""
+    """Digests of shards of leaves, three numbers per sample's logits, its loss, and the peak memory of a process."""
 
     windows: Windows
     digests: dict[str, bytes]
@@ -56,7 +56,7 @@ def tokens_of(name: str) -> Tensor:
 
 
 def on_eight(name: str) -> Found:
-    """Each rank draws its own part, and computes one sample."""
+    """Let each rank draw its own shards and compute one sample."""
     model = models.build(name, context=CONTEXT)
     sharding = make_sharding(model, make_mesh({"shard": RANKS}, device_type="cpu"), zero=Zero.THREE)
     parts = localize(init_params(model, KEY, sharding))
@@ -67,7 +67,7 @@ def on_eight(name: str) -> Found:
 
 
 def on_one(name: str, windows: list[Windows]) -> tuple[list[dict[str, bytes]], Found]:
-    """All of it in one process; and the digests of what the others hold."""
+    """Draw everything in one process; also return the digests of the shards of the other ranks."""
     params = models.build(name, context=CONTEXT).init(KEY)
     parts = []
     for window in windows:
@@ -98,7 +98,7 @@ def compared(name: str) -> tuple[Found, list[Found]]:
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_gpt2_xl_on_eight_processes_is_gpt2_xl_on_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpt2_xl_on_eight_processes_equals_gpt2_xl_on_one(capsys: pytest.CaptureFixture[str]) -> None:
     """One process holds 5.8 GiB of parameters; each of the eight 0.73, a gathered block and the table of tokens.
 
     The number you should see: a peak of 7.0 GiB for the one, of 2.2 GiB for each of the eight; 10 minutes on two cores.
@@ -113,5 +113,5 @@ def test_gpt2_xl_on_eight_processes_is_gpt2_xl_on_one(capsys: pytest.CaptureFixt
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_gpt_nano_on_eight_processes_is_gpt_nano_on_one() -> None:
+def test_gpt_nano_on_eight_processes_equals_gpt_nano_on_one() -> None:
     compared("gpt-nano")

@@ -1,4 +1,4 @@
-"""Adapters: the merged model's losses and gradients, trained alone, by every method; refused where they cannot be."""
+"""Adapters: losses and gradients of the merged model, by every method; refused if a leaf cannot be adapted."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ WAYS += [
 
 
 @cache
-def adapted(name: str) -> tuple[Model, Any]:
-    """The model, and parameters in which B is not 0."""
+def adapted_model(name: str) -> tuple[Model, Any]:
+    """Return the model, and parameters in which B is not 0."""
     model, _ = lora(
         MODELS[name], random_like(MODELS[name]), rank=RANK, alpha=ALPHA, targets=TARGETS[name], key=keys.key(0)
     )
@@ -54,8 +54,8 @@ def adapted(name: str) -> tuple[Model, Any]:
 
 @cache
 def reference(name: str) -> Flat:
-    """Every adapter's gradient, one sample at a time, through the merged weights of the model as it was."""
-    model, params = adapted(name)
+    """Return every adapter's gradient, one sample at a time, through the merged weights of the original model."""
+    model, params = adapted_model(name)
     flat = tree.flatten(params)
     trained = {path: flat[path].clone().requires_grad_() for path in sorted(model.trainable)}
     found: dict[str, list[Tensor]] = {path: [] for path in trained}
@@ -68,8 +68,8 @@ def reference(name: str) -> Flat:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_losses_are_those_of_the_merged_model_and_at_first_of_the_model(name: str) -> None:
-    model, params = adapted(name)
+def test_losses_equal_those_of_the_merged_model_and_initially_those_of_the_model(name: str) -> None:
+    model, params = adapted_model(name)
     merged = merge(params, alpha=ALPHA)
     assert tree.paths(merged) == tree.paths(random_like(MODELS[name]))
     torch.testing.assert_close(model.loss(params, DATA), MODELS[name].loss(merged, DATA), rtol=1e-12, atol=1e-12)
@@ -86,10 +86,10 @@ def test_the_losses_are_those_of_the_merged_model_and_at_first_of_the_model(name
 
 
 @pytest.mark.parametrize(("name", "method", "compiled"), WAYS)
-def test_norms_and_sums_are_those_of_single_backwards_of_the_adapters_alone(
+def test_norms_and_sums_equal_single_sample_backwards_of_the_adapters(
     name: str, method: Method, compiled: bool
 ) -> None:
-    model, params = adapted(name)
+    model, params = adapted_model(name)
     plan = make_plan(model, params, DATA, method=method, dtype=torch.float64)
     blocks = Blocks(backend="aot_eager") if compiled else None
     _, norms, stash = per_sample_norms(model, params, DATA, plan=plan, blocks=blocks)
@@ -106,10 +106,10 @@ def test_norms_and_sums_are_those_of_single_backwards_of_the_adapters_alone(
     assert blocks is None or name != "gpt" or len(blocks.kinds) == 3  # layers of a kind stay one kind
 
 
-def test_layers_of_a_kind_stay_one_kind() -> None:
-    first, second = (block.apply for block in adapted("llama")[0].blocks[1:3])
+def test_equal_layers_with_equal_adapters_share_one_function() -> None:
+    first, second = (block.apply for block in adapted_model("llama")[0].blocks[1:3])
     assert first is not second  # blocks.0.up has an adapter, blocks.1.up none
-    first, second = (block.apply for block in adapted("gpt")[0].blocks[1:3])
+    first, second = (block.apply for block in adapted_model("gpt")[0].blocks[1:3])
     assert first is second
 
 
@@ -123,8 +123,8 @@ def test_adapters_come_last_in_the_order_of_the_leaves_they_adapt(name: str) -> 
     assert made == own + [path + end for path in adapted for end in (A_SUFFIX, B_SUFFIX)]
 
 
-def test_plain_training_trains_the_adapters_alone() -> None:
-    model, params = adapted("gpt")
+def test_training_changes_only_the_adapters() -> None:
+    model, params = adapted_model("gpt")
     plan = make_plan(model, params, DATA, method=Method.NONE, dtype=torch.float64)
     _, total = plain_sum(model, params, DATA, torch.tensor([1.0, 0.0, 1.0]), plan=plan)
     truth = reference("gpt")
@@ -136,7 +136,7 @@ def test_plain_training_trains_the_adapters_alone() -> None:
 MATMUL = Rule("matmul", torch.matmul, lambda x, g, shape: Pair(rows(x), rows(g), shape))
 
 
-def test_a_weight_of_inputs_by_outputs_is_adapted_as_it_stands() -> None:
+def test_a_weight_stored_as_inputs_by_outputs_is_adapted() -> None:
     def loss(p: Any, data: Any) -> Tensor:
         return ops.add(ops.use(MATMUL, data["x"], p["weight"]), p["bias"]).tanh().square().sum((1, 2))
 
@@ -154,8 +154,8 @@ def test_a_weight_of_inputs_by_outputs_is_adapted_as_it_stands() -> None:
     torch.testing.assert_close(norms.squared, truth.squared, rtol=1e-8, atol=0)
 
 
-def test_biases_can_be_trained_beside_adapters_or_alone() -> None:
-    model, params = adapted("gpt")
+def test_biases_can_be_trained_with_or_without_adapters() -> None:
+    model, params = adapted_model("gpt")
     both = train_only(model, "*_lora_?", "*_bias")
     alone = train_only(MODELS["gpt"], "*_bias")
     assert alone.trainable == {path for path in MODELS["gpt"].leaves if path.endswith("_bias")}
@@ -171,8 +171,8 @@ def test_biases_can_be_trained_beside_adapters_or_alone() -> None:
 
 
 @pytest.mark.slow
-def test_biases_beside_adapters_compiled() -> None:
-    model, params = adapted("gpt")
+def test_biases_trained_with_adapters_are_exact_if_compiled() -> None:
+    model, params = adapted_model("gpt")
     both = train_only(model, "*_lora_?", "*_bias")
     plan = make_plan(both, params, DATA, method=Method.AUTO, dtype=torch.float64)
     norms, truth = (
@@ -195,23 +195,23 @@ def test_biases_beside_adapters_compiled() -> None:
         ({"targets": ("blocks.*.norm1",)}, "expected targets that are matrices"),
     ],
 )
-def test_what_cannot_be_adapted_is_refused(change: dict[str, Any], message: str) -> None:
+def test_leaves_and_ranks_that_cannot_be_adapted_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(FdpError, match=message):
         lora_model(MODELS["gpt"], **({"rank": 2, "alpha": 4.0, "targets": ("blocks.*.qkv",)} | change))
 
 
-def test_uses_that_are_no_products_and_trained_bases_are_refused() -> None:
+def test_uses_other_than_products_and_trained_bases_are_refused() -> None:
     table = lora_model(MODELS["gpt"], rank=2, alpha=4.0, targets=("embed.tokens",))
     with pytest.raises(FdpError, match=r"embed.tokens .* products only .* got a use by embedding"):
         make_plan(table, random_like(table), DATA)
     positions = lora_model(MODELS["gpt"], rank=2, alpha=4.0, targets=("embed.positions",))
     with pytest.raises(FdpError, match="got a use by an elementwise operation"):
         positions.loss(random_like(positions), DATA)
-    thawed = adapted("gpt")[0]._replace(frozen=frozenset())
+    thawed = adapted_model("gpt")[0]._replace(frozen=frozenset())
     with pytest.raises(FdpError, match=r"blocks.0.down: expected an adapted leaf to be frozen"):
         make_plan(thawed, random_like(thawed), DATA)
     with pytest.raises(FdpError, match="one that has them"):
-        lora_model(adapted("gpt")[0], rank=2, alpha=4.0, targets=("blocks.*.qkv",))
+        lora_model(adapted_model("gpt")[0], rank=2, alpha=4.0, targets=("blocks.*.qkv",))
     with pytest.raises(FdpError, match="expected adapters"):
         merge(random_like(MODELS["gpt"]), alpha=4.0)
 
@@ -231,14 +231,14 @@ def _merge_parts(placement: int) -> Tensor:
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_leaves_in_parts_are_merged_in_parts() -> None:
+def test_sharded_leaves_stay_sharded_when_merged() -> None:
     expected = randn(5, 4) + 3 * F.linear(randn(5, 2, seed=3), randn(2, 4, seed=2).T)
     for found in run_on_ranks(_merge_parts, 2, 0):
         torch.testing.assert_close(found, expected)
 
 
 def single_backwards(model: Model, params: Any, data: Any) -> Flat:
-    """Every trainable leaf's squared norms, one sample and one ordinary backward at a time."""
+    """Return every trainable leaf's squared norms, by one ordinary backward per sample."""
     flat = tree.flatten(params)
     trained = {path: flat[path].clone().requires_grad_() for path in sorted(model.trainable)}
     found: dict[str, list[Tensor]] = {path: [] for path in trained}
@@ -250,7 +250,7 @@ def single_backwards(model: Model, params: Any, data: Any) -> Flat:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_stacks_of_transformers_are_adapted_as_they_stand(kind: str) -> None:
+def test_transformers_stacks_can_be_adapted(kind: str) -> None:
     """GPT-2 keeps its weights as (inputs, outputs), Llama as (outputs, inputs)."""
     import transformers
 
@@ -290,7 +290,7 @@ def test_stacks_of_transformers_are_adapted_as_they_stand(kind: str) -> None:
         pytest.param("llama", "peft", marks=pytest.mark.slow),
     ],
 )
-def test_adapters_on_stacks_of_transformers_compiled_are_those_run_eagerly(kind: str, whose: str) -> None:
+def test_compiled_and_eager_adapters_on_transformers_stacks_agree(kind: str, whose: str) -> None:
     foreign_models = pytest.importorskip("tests.foreign_models")
     causal = pytest.importorskip("fdp.foreign.hub.causal")
     leaves = pytest.importorskip("fdp.foreign.leaves")
@@ -321,7 +321,7 @@ def test_adapters_on_stacks_of_transformers_compiled_are_those_run_eagerly(kind:
     torch.testing.assert_close(sums[1], sums[0], rtol=1e-10, atol=1e-16)
 
 
-def test_a_model_wrapped_by_peft_is_taken_as_it_is() -> None:
+def test_a_model_wrapped_by_peft_can_be_trained() -> None:
     peft = pytest.importorskip("peft")
     foreign = pytest.importorskip("fdp.foreign.module")
     torch.manual_seed(0)

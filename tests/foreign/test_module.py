@@ -1,4 +1,4 @@
-"""Whole modules that others wrote: exact with every method, compiled or not; what cannot be exact is refused."""
+"""Modules from elsewhere: exact with every method, compiled or not; refused if they cannot be exact."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from tests.foreign_cases import (
     Foreign,
     assert_exact,
     case_named,
+    gradients_named,
     labels,
-    made_of,
+    model_named,
     randn,
-    shaken,
-    truth_of,
+    randomize_parameters,
 )
 
 QUICK = ("experts", "resnet")
@@ -51,27 +51,27 @@ GPT2_AS_ONE = pytest.param(
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", CASES)
-def test_norms_and_sums_are_those_of_backwards_of_single_samples(name, method):
-    assert_exact(case_named(name), method, made=made_of(name), truth=truth_of(name))
+def test_norms_and_sums_equal_single_sample_backwards(name, method):
+    assert_exact(case_named(name), method, made=model_named(name), truth=gradients_named(name))
 
 
 @pytest.mark.parametrize(
     "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in QUICK)]
 )
-def test_compiled_blocks_are_as_exact(name):
-    assert_exact(case_named(name), blocks=EAGER(), made=made_of(name), truth=truth_of(name))
+def test_compiled_blocks_are_exact(name):
+    assert_exact(case_named(name), blocks=EAGER(), made=model_named(name), truth=gradients_named(name))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [GPT2_AS_ONE, "gemma", "bert", "resnet", "experts", "attention"])
-def test_a_microbatch_compiled_as_one_graph_is_as_exact(name):
-    foreign, (model, params) = case_named(name), made_of(name)
+def test_a_microbatch_compiled_as_one_graph_is_exact(name):
+    foreign, (model, params) = case_named(name), model_named(name)
     plan = make_plan(model, params, foreign.data, method=Method.AUTO, dtype=torch.float64)
     run = torch.compile(
         lambda params, data: per_sample_norms(model, params, data, plan=plan)[1], fullgraph=True, backend="aot_eager"
     )
     got = run(params, foreign.data)
-    for path, G in truth_of(name).items():
+    for path, G in gradients_named(name).items():
         expected = G.reshape(len(G), -1).square().sum(1)
         torch.testing.assert_close(
             got.squared[path], expected, rtol=1e-8, atol=1e-10, msg=lambda m, p=path: f"{p}: {m}"
@@ -80,8 +80,8 @@ def test_a_microbatch_compiled_as_one_graph_is_as_exact(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["experts", "resnet"])
-def test_steps_compiled_by_block_or_as_a_whole_are_those_of_the_step_as_it_stands(name):
-    foreign, (model, params) = case_named(name), made_of(name)
+def test_steps_compiled_by_block_or_as_one_graph_equal_the_eager_step(name):
+    foreign, (model, params) = case_named(name), model_named(name)
     plan = make_plan(model, params, foreign.data, method=Method.AUTO, dtype=torch.float64)
     sampling = poisson(expected_batch_size=3, dataset_size=30)
     mechanism = Mechanism(sampling, clipping.flat(max_norm=0.5), 1.0)
@@ -102,30 +102,32 @@ def test_steps_compiled_by_block_or_as_a_whole_are_those_of_the_step_as_it_stand
 
 
 def test_a_tied_parameter_is_one_leaf_with_all_its_uses():
-    model, params = made_of("gpt2")
+    model, params = model_named("gpt2")
     assert "lm_head.weight" not in model.leaves
     head = case_named("gpt2").module.get_parameter("lm_head.weight")
     assert tree.flatten(params)["transformer.wte.weight"].data_ptr() == head.data_ptr()
     plan = make_plan(model, params, case_named("gpt2").data, dtype=torch.float64)
     rules = sorted(use.rule for block in plan.uses for use in block if use.path == "transformer.wte.weight")
     assert rules == ["embedding", "linear"]
-    assert "lm_head.weight" in made_of("gpt2-untied")[0].leaves
+    assert "lm_head.weight" in model_named("gpt2-untied")[0].leaves
 
 
-def test_uses_of_other_peoples_layers_have_their_own_rules():
-    model, params = made_of("gpt2")
+def test_uses_in_layers_of_transformers_are_recorded_by_specific_rules():
+    model, params = model_named("gpt2")
     plan = make_plan(model, params, case_named("gpt2").data, dtype=torch.float64)
     rules = {use.path: use.rule for block in plan.uses for use in block}
     assert rules["transformer.h.0.attn.c_attn.weight"] == "matmul"
     assert rules["transformer.h.0.attn.c_attn.bias"] == rules["transformer.h.0.ln_1.weight"] == "expanded"
     assert rules["transformer.wpe.weight"] == "embedding"
-    model, params = made_of("experts")
+    model, params = model_named("experts")
     plan = make_plan(model, params, case_named("experts").data, dtype=torch.float64)
     assert {use.path: use.rule for block in plan.uses for use in block}["up"] == "einsum"
 
 
-def test_frozen_parameters_have_no_part():
-    foreign = Foreign(shaken(Experts(dense=True)), case_named("experts").data, {"loss": labels, "frozen": ("head.*",)})
+def test_frozen_parameters_are_in_no_norm_and_no_sum():
+    foreign = Foreign(
+        randomize_parameters(Experts(dense=True)), case_named("experts").data, {"loss": labels, "frozen": ("head.*",)}
+    )
     foreign.module.get_parameter("router.bias").requires_grad_(False)
     model, params = foreign.model()
     assert model.frozen == {"head.weight", "head.bias", "router.bias"}
@@ -148,26 +150,26 @@ class Buffered(nn.Module):
 
 
 def test_buffers_are_constants():
-    foreign = Foreign(shaken(Buffered()), {"x": randn(3, 6, 4), "label": LABEL}, {"loss": labels})
+    foreign = Foreign(randomize_parameters(Buffered()), {"x": randn(3, 6, 4), "label": LABEL}, {"loss": labels})
     assert set(foreign.model()[0].leaves) == {"place.weight", "head.weight", "head.bias"}
     assert_exact(foreign)
 
 
 def test_parametrised_weights_are_functions_of_their_leaves():
     layer = torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))
-    foreign = Foreign(shaken(layer), {"input": randn(3, 4), "label": LABEL}, {"loss": labels})
+    foreign = Foreign(randomize_parameters(layer), {"input": randn(3, 4), "label": LABEL}, {"loss": labels})
     assert_exact(foreign, Method.GHOST)
 
 
-def test_recurrent_layers_are_materialised_and_all_of_their_block():
-    model, params = made_of("lstm")
+def test_recurrent_layers_materialise_their_whole_block():
+    model, params = model_named("lstm")
     plan = make_plan(model, params, case_named("lstm").data, method=Method.GHOST, dtype=torch.float64)
     assert {choice.norm for choice in plan.choices.values()} == {NormBy.VMAP}
     assert "any" in explain(plan)
 
 
-def test_only_the_blocks_that_hold_a_materialised_leaf_are():
-    model, params = made_of("experts")
+def test_only_blocks_that_hold_a_materialised_leaf_are_materialised():
+    model, params = model_named("experts")
     flat, data = tree.flatten(params), case_named("experts").data
     first = Block("first", {"up": "up"}, lambda p, carry, data: ops.use(ops.EXPERTS, _both(data), p["up"]))
     last = Block("last", {"w": "down", "head": "head.weight"}, lambda p, h, data: _after(p, h))
@@ -200,14 +202,14 @@ def _after(p: dict, h: Tensor) -> Tensor:
     return ops.linear(ops.use(ops.EXPERTS, h.tanh(), p["w"]).mean((1, 2)), p["head"]).square().sum(1)
 
 
-def test_a_budget_leaves_materialised_leaves_as_they_are():
-    model, params = made_of("lstm")
+def test_a_memory_budget_does_not_change_materialised_leaves():
+    model, params = model_named("lstm")
     plan = make_plan(model, params, case_named("lstm").data, dtype=torch.float64, memory_budget=0.0)
     assert {choice.norm for choice in plan.choices.values()} == {NormBy.VMAP}
 
 
-def test_data_become_arguments_by_name_by_place_or_as_one_says():
-    layer, x = shaken(nn.Linear(4, 1)), randn(3, 4)
+def test_data_are_passed_by_name_by_position_or_by_a_custom_call():
+    layer, x = randomize_parameters(nn.Linear(4, 1)), randn(3, 4)
     loss = lambda out, data: out.square().sum(1)  # noqa: E731
     expected = layer(x).square().sum(1)
     for data, call in (
@@ -226,11 +228,11 @@ def test_data_become_arguments_by_name_by_place_or_as_one_says():
         from_module(case_named("llama").module, example=case_named("llama").data)
 
 
-def test_half_precision_computes_with_the_plans_dtype():
-    foreign, (model, params) = case_named("vit"), made_of("vit")
+def test_half_precision_computes_in_the_dtype_of_the_plan():
+    foreign, (model, params) = case_named("vit"), model_named("vit")
     plan = make_plan(model, params, foreign.data, method=Method.AUTO, dtype=torch.bfloat16)
     _, norms, _ = per_sample_norms(model, params, foreign.data, plan=plan)
-    expected = sum(G.reshape(3, -1).square().sum(1) for G in truth_of("vit").values()) ** 0.5
+    expected = sum(G.reshape(3, -1).square().sum(1) for G in gradients_named("vit").values()) ** 0.5
     torch.testing.assert_close(norms.total().double(), expected, rtol=0.05, atol=0)
 
 
@@ -246,7 +248,7 @@ def test_batch_norm_is_refused_by_name_with_its_replacement():
         from_module(module, loss=labels, example=data)
     with pytest.raises(FdpError, match=r"1.0: BatchNorm1d"):
         from_module(module, loss=labels, check=False)
-    assert_exact(Foreign(shaken(module), data, {"loss": labels}))  # in eval(): fixed statistics
+    assert_exact(Foreign(randomize_parameters(module), data, {"loss": labels}))  # in eval(): fixed statistics
 
 
 def test_a_loss_over_pairs_in_the_batch_is_refused():
@@ -254,7 +256,7 @@ def test_a_loss_over_pairs_in_the_batch_is_refused():
         return F.cross_entropy(out @ out.transpose(0, 1), torch.arange(len(out)), reduction="none")
 
     with pytest.raises(FdpError, match=r"Linear: the loss of a sample changed by .* a loss over pairs in the batch"):
-        from_module(shaken(nn.Linear(4, 5)), loss=contrastive, example={"input": randn(4, 4)})
+        from_module(randomize_parameters(nn.Linear(4, 5)), loss=contrastive, example={"input": randn(4, 4)})
 
 
 def test_routing_by_shapes_that_depend_on_data_is_refused_with_the_remedy():
@@ -265,7 +267,7 @@ def test_routing_by_shapes_that_depend_on_data_is_refused_with_the_remedy():
     assert_exact(routed)
 
 
-def test_an_unknown_use_is_refused_at_the_door():
+def test_a_use_without_a_rule_is_refused_by_from_module():
     class Unknown(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -276,7 +278,7 @@ def test_an_unknown_use_is_refused_at_the_door():
 
     data = {"x": randn(3, 4), "label": LABEL}
     with pytest.raises(FdpError, match=r"inner.weight: used by .*cdist on .*materialize=\('inner.weight',\)"):
-        from_module(shaken(Unknown()), loss=labels, example=data)
+        from_module(randomize_parameters(Unknown()), loss=labels, example=data)
 
 
 class Flattening(nn.Module):
@@ -292,7 +294,7 @@ class Flattening(nn.Module):
 
 def test_tokens_flattened_before_samples_are_found_by_the_check():
     data = {"x": randn(3, 6, 4) * torch.tensor([1.0, 5.0, 0.2]).view(3, 1, 1), "label": LABEL}
-    module: Any = shaken(Flattening())
+    module: Any = randomize_parameters(Flattening())
     with pytest.raises(
         FdpError,
         match=r"layer.weight: expected the gradient of sample \d to have the same norm in a batch as alone",
@@ -303,13 +305,13 @@ def test_tokens_flattened_before_samples_are_found_by_the_check():
         norm = float(torch.autograd.grad(loss, module.layer.weight)[0].norm())
         assert f"{norm:.1e}" not in str(caught.value)
         assert f"{norm:.4g}" not in str(caught.value)
-    model, _ = from_module(shaken(Flattening()), loss=labels, example=data, materialize=("layer",))
+    model, _ = from_module(randomize_parameters(Flattening()), loss=labels, example=data, materialize=("layer",))
     assert model.materialized == {"layer.weight", "layer.bias"}
 
 
-def test_a_parameter_that_the_module_keeps_elsewhere_is_found_by_the_check():
+def test_a_parameter_that_the_module_stores_elsewhere_is_found_by_the_check():
     first = nn.Linear(4, 4)
-    module = shaken(nn.Sequential(first, nn.Linear(4, 3)))
+    module = randomize_parameters(nn.Sequential(first, nn.Linear(4, 3)))
     held = first.weight
     first.forward = lambda x: F.linear(x, held)  # type: ignore[method-assign]
     data = {"input": randn(3, 4), "label": LABEL}
@@ -328,8 +330,8 @@ class Counting(nn.Module):
         return self.head(x)
 
 
-def test_a_buffer_that_changes_is_refused_and_put_back():
-    module = shaken(Counting())
+def test_a_buffer_that_changes_is_refused_and_restored():
+    module = randomize_parameters(Counting())
     with pytest.raises(
         FdpError, match=r"seen: the module changes this tensor when it is called \(by torch.Tensor.add_\)"
     ):

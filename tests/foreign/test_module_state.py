@@ -1,4 +1,6 @@
-"""What a forward leaves behind, and in which rows samples are: refused, or of no effect; the module untouched."""
+"""State that a forward leaves behind, and samples that change rows: refused, or without effect; the module is
+unchanged.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ from fdp.gradients.plan import make_plan
 from fdp.model import Model
 from fdp.privacy import clipping
 from fdp.types import FdpError, Tree
-from tests.foreign_cases import Foreign, assert_exact, ids, randn, shaken
+from tests.foreign_cases import Foreign, assert_exact, ids, randn, randomize_parameters
 
 X = {"x": randn(4, 6, 5)}
 
@@ -47,7 +49,7 @@ def norms_of(model: Model, params: Tree, data: Tree, blocks: Blocks | None = Non
 
 
 def norms_alone(module: nn.Module, data: dict[str, Tensor]) -> Tensor:
-    """Of every sample, by a backward of a copy of the module."""
+    """Return every sample's gradient norm, by a backward of a copy of the module."""
     module = copy.deepcopy(module)
     rows = []
     for b in range(len(next(iter(data.values())))):
@@ -61,7 +63,7 @@ def norms_alone(module: nn.Module, data: dict[str, Tensor]) -> Tensor:
 
 
 class Tagger(nn.Module):
-    """A layer beside which something is kept, as ``write(self, h)`` says."""
+    """A layer that stores something as ``write(self, h)`` does."""
 
     def __init__(self, write: Callable[[Any, Tensor], None]) -> None:
         super().__init__()
@@ -116,21 +118,21 @@ WRITES: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
 @pytest.mark.parametrize("name", WRITES)
 def test_a_forward_that_writes_into_the_module_is_refused_and_leaves_it_as_it_was(name, materialize):
     write, message = WRITES[name]
-    module = shaken(Tagger(write))
+    module = randomize_parameters(Tagger(write))
     before = digest(module)
     with pytest.raises(FdpError, match=message):
         from_module(module, loss=squares, example=X, materialize=materialize)
     assert digest(module) == before
 
 
-def test_a_write_is_refused_by_a_plan_without_any_check():
-    model, params = from_module(shaken(Tagger(set_data)), loss=squares, check=False)
+def test_making_a_plan_refuses_a_write_without_any_check():
+    model, params = from_module(randomize_parameters(Tagger(set_data)), loss=squares, check=False)
     with pytest.raises(FdpError, match="last: the module changes this tensor"):
         norms_of(model, params, X)
 
 
-def test_a_write_that_only_some_data_lead_to_is_refused_when_they_come():
-    module: Any = shaken(Tagger(set_when_large))
+def test_a_write_that_depends_on_the_data_is_refused_when_it_happens():
+    module: Any = randomize_parameters(Tagger(set_when_large))
     model, params = from_module(module, loss=squares, example=X, materialize=("*",))
     before = digest(module)
     module.layer.bias.data.fill_(9.0)
@@ -144,7 +146,7 @@ def test_a_write_that_only_some_data_lead_to_is_refused_when_they_come():
 
 
 @pytest.mark.slow
-def test_a_segmentation_fault_of_the_past_is_a_refusal():
+def test_replacing_tensor_data_is_refused_and_does_not_crash():
     program = (
         "import torch, fdp\nfrom torch import nn\n"
         "class M(nn.Module):\n"
@@ -165,7 +167,7 @@ def test_a_segmentation_fault_of_the_past_is_a_refusal():
     assert "FdpError: mem: the module changes this tensor when it is called (by tensor.data = ...)" in found.stderr
 
 
-def test_an_embedding_that_renormalises_its_rows_is_refused_and_its_remedy_moves_no_row_at_learning_rate_0():
+def test_an_embedding_with_max_norm_is_refused_and_the_remedy_changes_no_row_at_learning_rate_0():
     module: Any = nn.Sequential(nn.Embedding(13, 4, max_norm=1.0), nn.Flatten(), nn.Linear(8, 2))
     with torch.no_grad():
         module[0].weight.mul_(5)
@@ -209,8 +211,8 @@ class Tables(nn.Module):
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("kind", [Grows, Tables])
-def test_a_table_that_grows_is_exact_and_the_module_never_holds_another(kind, compiled):
-    module = shaken(kind())
+def test_a_table_that_grows_is_exact_and_the_module_keeps_its_own(kind, compiled):
+    module = randomize_parameters(kind())
     before = digest(module)
     model, params = from_module(module, loss=squares, example={"x": randn(4, 6, 6)})
     for tokens in (9, 4, 11):
@@ -236,8 +238,8 @@ class Stacked(nn.Module):
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
-def test_layers_whose_tables_grow_are_exact_one_at_a_time(compiled):
-    module = shaken(Stacked())
+def test_layers_whose_tables_grow_are_exact_as_blocks(compiled):
+    module = randomize_parameters(Stacked())
     before = digest(module)
     example, data = {"x": randn(4, 6, 6)}, {"x": randn(3, 9, 6)}
     model, params = from_module(module, loss=squares, example=example, blocks="layers.*")
@@ -262,9 +264,9 @@ class Elsewhere(nn.Module):
         return self.l(x) * table(x.shape[1])
 
 
-def test_a_table_outside_of_the_module_is_exact_or_refused():
+def test_a_table_outside_the_module_is_exact_or_refused():
     table.cache_clear()
-    module = shaken(Elsewhere())
+    module = randomize_parameters(Elsewhere())
     model, params = from_module(module, loss=squares, example={"x": randn(4, 6, 6)})
     torch.testing.assert_close(
         norms_of(model, params, {"x": randn(3, 6, 6)}), norms_alone(module, {"x": randn(3, 6, 6)})
@@ -296,8 +298,8 @@ class Draws(nn.Module):
         return self.l(x) * numpy.random.uniform(1, 2)
 
 
-def test_what_one_call_leaves_for_the_next_is_refused_and_put_back():
-    module: Any = shaken(Remembers())
+def test_state_that_the_next_call_reads_is_refused_and_restored():
+    module: Any = randomize_parameters(Remembers())
     with pytest.raises(
         FdpError,
         match=r"got other losses from a second call with the same samples: .* stores something in \['memory'\]",
@@ -307,7 +309,7 @@ def test_what_one_call_leaves_for_the_next_is_refused_and_put_back():
     with pytest.raises(
         FdpError, match="got other losses from a second call with the same samples: the module draws random numbers"
     ):
-        from_module(shaken(Draws()), loss=squares, example={"x": randn(4, 3, 6)})
+        from_module(randomize_parameters(Draws()), loss=squares, example={"x": randn(4, 3, 6)})
 
 
 class Undecided(nn.Module):
@@ -322,8 +324,8 @@ class Undecided(nn.Module):
         return x if self.training and chance < 0.1 else self.l(x)
 
 
-def test_a_random_number_that_nobody_uses_is_allowed_and_not_drawn():
-    module, before = shaken(Undecided()), torch.get_rng_state()
+def test_an_unused_random_number_is_allowed_and_not_drawn():
+    module, before = randomize_parameters(Undecided()), torch.get_rng_state()
     assert_exact(Foreign(module, {"x": randn(3, 6)}, {"loss": squares}))
     assert_exact(Foreign(module, {"x": randn(3, 6)}, {"loss": squares}), blocks=Blocks(backend="aot_eager"))
     assert torch.equal(before, torch.get_rng_state())
@@ -331,7 +333,7 @@ def test_a_random_number_that_nobody_uses_is_allowed_and_not_drawn():
         from_module(module.train(), loss=squares, example={"x": randn(3, 6)})
 
 
-def test_all_that_a_module_holds_is_written_down_and_put_back():
+def test_everything_that_a_module_holds_is_recorded_and_restored():
     module: Any = Tagger(lambda m, h: None)
     before, kept = digest(module), ModuleBackup(module)
     assert {"last", "seen", "plain", "held.one.0", "layer.weight"} <= set(state_of(module).tensors)
@@ -385,9 +387,9 @@ ORDER = "e.weight: used on samples in an order that the data decide"
 
 
 @pytest.mark.parametrize("kind", [LongestFirst, ByMatrix, BySelection, ByGathering])
-def test_samples_in_an_order_that_data_decide_are_refused_whatever_the_example(kind):
+def test_samples_reordered_by_data_are_refused_whatever_the_example(kind):
     # No number of the example stands for padding: every sample that could be made up of it is as long.
-    module = shaken(kind(padding=12))
+    module = randomize_parameters(kind(padding=12))
     with pytest.raises(FdpError, match=ORDER):
         from_module(module, loss=squares, example=EQUAL)
     model, params = from_module(module, loss=squares, check=False)
@@ -395,23 +397,23 @@ def test_samples_in_an_order_that_data_decide_are_refused_whatever_the_example(k
         make_plan(model, params, EQUAL)
 
 
-def test_samples_in_another_order_are_exact_by_the_remedy():
-    module, data = shaken(LongestFirst()), {"x": ids(4, 6)}
+def test_reordered_samples_are_exact_if_materialised():
+    module, data = randomize_parameters(LongestFirst()), {"x": ids(4, 6)}
     data["x"][0, 1:], data["x"][1, 3:] = 0, 0
     model, params = from_module(module, loss=squares, example=EQUAL, materialize=("e.weight",))
     torch.testing.assert_close(norms_of(model, params, data), norms_alone(module, data))
 
 
 @pytest.mark.parametrize("padding", [0, 12])
-def test_an_order_that_operations_do_not_show_is_seen_in_samples_of_other_lengths(padding, monkeypatch):
+def test_a_reordering_that_operations_do_not_show_is_found_by_perturbed_samples(padding, monkeypatch):
     monkeypatch.setattr(watch, "note_reordering", lambda *_: None)
     with pytest.raises(FdpError, match=r"to have the same norm in a batch|moved another sample"):
-        from_module(shaken(LongestFirst(padding)), loss=squares, example=EQUAL)
+        from_module(randomize_parameters(LongestFirst(padding)), loss=squares, example=EQUAL)
 
 
-def test_an_order_that_only_a_real_microbatch_shows_is_refused_at_the_first_step(monkeypatch):
+def test_a_reordering_that_only_a_real_microbatch_shows_is_refused_at_the_first_step(monkeypatch):
     monkeypatch.setattr(watch, "note_reordering", lambda *_: None)
-    module = shaken(LongestFirst(12))
+    module = randomize_parameters(LongestFirst(12))
     model, params = from_module(module, loss=squares, check=False)  # never looked at
     data = {"x": EQUAL["x"].repeat(3, 1)}
     data["x"][7, 2:], data["x"][8, 4:] = 12, 12  # nothing to be seen in the first samples
@@ -424,9 +426,9 @@ def test_an_order_that_only_a_real_microbatch_shows_is_refused_at_the_first_step
         step(fdp.init_state(model, params, optimizer, mechanism), batch, fdp.key(1))
 
 
-def test_rows_in_their_place_pass(monkeypatch):
+def test_samples_in_their_own_rows_pass(monkeypatch):
     monkeypatch.setattr(watch, "note_reordering", lambda *_: None)
-    model, params = from_module(shaken(LongestFirst(12)), loss=squares, check=False)
+    model, params = from_module(randomize_parameters(LongestFirst(12)), loss=squares, check=False)
     check_rows(model, params, EQUAL, plan=make_plan(model, params, EQUAL, dtype=torch.float64))
     unequal = {"x": EQUAL["x"].clone()}
     unequal["x"][0, 3:] = 12
@@ -434,7 +436,7 @@ def test_rows_in_their_place_pass(monkeypatch):
         check_rows(model, params, unequal, plan=make_plan(model, params, unequal, dtype=torch.float64))
 
 
-def test_picking_each_samples_own_token_is_no_other_order():
+def test_selecting_a_token_of_each_sample_is_no_reordering():
     class Last(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -447,10 +449,10 @@ def test_picking_each_samples_own_token_is_no_other_order():
 
     data = {"x": ids(4, 6)}
     data["x"][1, 2:] = 0
-    assert_exact(Foreign(shaken(Last()), data, {"loss": squares, "check": True}))
+    assert_exact(Foreign(randomize_parameters(Last()), data, {"loss": squares, "check": True}))
 
 
-def test_perturbed_samples_are_of_unequal_lengths_and_sizes():
+def test_perturbed_samples_have_unequal_lengths_and_scales():
     data = {"x": ids(4, 6), "mask": torch.ones(4, 6, dtype=torch.long), "v": randn(4, 6, 2), "label": torch.arange(4)}
     found = perturb_samples(data, (0, 12))
     cut, scaled = found[:8], found[8:]
@@ -487,18 +489,18 @@ def traced() -> Any:
     ],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_modules_that_cannot_be_taken_are_refused_at_the_door(make, message):
+def test_unsupported_modules_are_refused_before_anything_runs(make, message):
     with pytest.raises(FdpError, match=message):
         from_module(make(), loss=squares, example={"input": randn(4, 6)}, call=lambda m, d: m(d["input"]))
 
 
 @pytest.mark.parametrize("samples", [0, 1])
-def test_an_example_of_less_than_two_samples_is_refused(samples):
+def test_an_example_of_fewer_than_two_samples_is_refused(samples):
     with pytest.raises(FdpError, match=f"example: expected a batch of at least 2 samples, .* got {samples}"):
         from_module(nn.Linear(6, 5), loss=squares, example={"input": torch.zeros(samples, 6)})
 
 
-def test_a_plan_of_no_samples_is_refused():
+def test_a_plan_for_no_samples_is_refused():
     model, params = from_module(nn.Linear(6, 5), loss=squares, example={"input": torch.randn(4, 6)})
     with pytest.raises(FdpError, match="microbatch: expected at least one sample, got none"):
         make_plan(model, params, {"input": torch.zeros(0, 6)})
@@ -532,13 +534,15 @@ def test_layers_that_own_all_parameters_are_exact_in_every_dtype(dtype, given):
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_activations_in_place_are_exact(compiled):
+def test_in_place_activations_are_exact(compiled):
     layers = [nn.Linear(6, 5), nn.ReLU(inplace=True), nn.Linear(5, 5, bias=False), nn.LeakyReLU(inplace=True)]
-    foreign = Foreign(shaken(nn.Sequential(*layers, nn.Linear(5, 3))), {"input": randn(4, 6)}, {"loss": squares})
+    foreign = Foreign(
+        randomize_parameters(nn.Sequential(*layers, nn.Linear(5, 3))), {"input": randn(4, 6)}, {"loss": squares}
+    )
     assert_exact(foreign, blocks=Blocks(backend="aot_eager") if compiled else None)
 
 
-def test_an_input_that_is_written_after_its_use_is_refused():
+def test_an_input_that_is_overwritten_after_its_use_is_refused():
     class Overwrites(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -548,6 +552,6 @@ def test_an_input_that_is_written_after_its_use_is_refused():
             h = self.a(x)
             return self.b(h) + h.mul_(2.0)
 
-    model, params = from_module(shaken(Overwrites()), loss=squares, check=False)
+    model, params = from_module(randomize_parameters(Overwrites()), loss=squares, check=False)
     with pytest.raises(FdpError, match=r"b.weight: its input is written in place after it was used"):
         make_plan(model, params, {"x": randn(4, 6)})

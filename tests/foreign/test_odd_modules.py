@@ -1,4 +1,4 @@
-"""Odd modules: norms and sums exact, or a refusal that names what is odd; never another function in silence."""
+"""Odd modules: norms and sums are exact, or an error names what is odd; never another function in silence."""
 
 from __future__ import annotations
 
@@ -22,7 +22,18 @@ from fdp.gradients.per_sample import per_sample_norms
 from fdp.gradients.plan import Method, make_plan
 from fdp.keys import key
 from fdp.types import FdpError
-from tests.foreign_cases import LABEL, Foreign, Probe, assert_exact, ids, labels, next_token, probe, randn, shaken
+from tests.foreign_cases import (
+    LABEL,
+    Foreign,
+    Probe,
+    assert_exact,
+    ids,
+    labels,
+    next_token,
+    probe,
+    randn,
+    randomize_parameters,
+)
 
 X = {"x": randn(3, 5, 4)}
 IDS = {"ids": ids(3, 5, below=7)}
@@ -98,7 +109,7 @@ EXACT: dict[str, Callable[[], Foreign]] = {
         lambda m, x: F.scaled_dot_product_attention(*three(heads(x)), attn_mask=m.w), {"x": randn(1, 5, 4)}, w=(5, 5)
     ),
     "learned query": lambda: probe(lambda m, x: F.scaled_dot_product_attention(m.q, x, x), X, q=(2, 4)),
-    "learned mask": lambda: Foreign(shaken(LearnedMask()), X, {"loss": squares}),
+    "learned mask": lambda: Foreign(randomize_parameters(LearnedMask()), X, {"loss": squares}),
     "constant among flattened rows": lambda: probe(flattened_constant, X, g=(4,)),
     "written by out": lambda: probe(by_out, X, w=(5, 4)),
     "written by a function": lambda: probe(by_index_put, X, w=(5, 4)),
@@ -120,9 +131,11 @@ EXACT: dict[str, Callable[[], Foreign]] = {
         lambda m, x: x @ torch.linalg.solve(torch.eye(4).double() + m.w, torch.eye(4).double()), X, w=(4, 4)
     ),
     "spectral norm": lambda: Foreign(
-        shaken(parametrizations.spectral_norm(nn.Linear(4, 5))), {"input": randn(3, 4)}, {"loss": squares}
+        randomize_parameters(parametrizations.spectral_norm(nn.Linear(4, 5))), {"input": randn(3, 4)}, {"loss": squares}
     ),
-    "parametrised encoder": lambda: Foreign(shaken(normalised_encoder()), {"src": X["x"]}, {"loss": squares}),
+    "parametrised encoder": lambda: Foreign(
+        randomize_parameters(normalised_encoder()), {"src": X["x"]}, {"loss": squares}
+    ),
     "tied, the head detached": lambda: probe(
         lambda m, i: F.linear(F.embedding(i, m.w).tanh(), m.w.detach()), IDS, w=(7, 4)
     ),
@@ -141,7 +154,7 @@ HIDDEN = "parametrised encoder"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXACT)
-def test_odd_uses_are_exact_compiled_or_refused(name):
+def test_odd_uses_are_exact_if_compiled_or_refused(name):
     refused = pytest.raises(Exception, match=r"as planned, got .*do not compile it")
     with refused if name == HIDDEN else nullcontext():
         assert_exact(EXACT[name](), blocks=partial(Blocks, backend="aot_eager")())
@@ -194,7 +207,7 @@ def test_odd_modules_are_refused_by_name(name):
         assert_exact(make())
 
 
-def test_a_branch_that_leaves_a_sample_without_gradient_has_norm_zero():
+def test_a_sample_without_gradient_has_norm_zero():
     def run(m: Probe, x: Tensor) -> Tensor:
         return F.linear(x, m.w) if float(x.sum()) > 0 else torch.zeros(len(x), 2, dtype=x.dtype)
 
@@ -206,7 +219,7 @@ def test_a_branch_that_leaves_a_sample_without_gradient_has_norm_zero():
     assert squared[0] > 0
 
 
-def test_a_module_that_changes_its_mode_afterwards_is_refused():
+def test_a_module_whose_mode_changes_afterwards_is_refused():
     # Frozen batch normalisation: no use of a parameter would show that it is by statistics of the batch again.
     module = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double().eval()
     module[1].requires_grad_(False)
@@ -242,25 +255,25 @@ def family(name: str) -> Foreign:
     config = getattr(transformers, f"{kind}Config")(**WORDS, **sizes)
     if kind != "Mamba":
         config._attn_implementation = "eager"
-    module = shaken(getattr(transformers, f"{kind}ForCausalLM")(config))
+    module = randomize_parameters(getattr(transformers, f"{kind}ForCausalLM")(config))
     return Foreign(module, {"input_ids": ids(3, 6)}, {"loss": next_token})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
-def test_families_of_transformers_are_exact(name):
+def test_transformers_families_are_exact(name):
     foreign = family(name)
     made = foreign.model(check=True)
     assert_exact(foreign._replace(module=reference_module(foreign.module)), made=made)
 
 
 @pytest.mark.slow
-def test_shared_layers_are_exact_as_one_block_and_no_stack():
+def test_shared_layers_are_exact_as_one_block_and_refused_as_a_stack():
     from transformers import AlbertConfig, AlbertForSequenceClassification
 
     config = AlbertConfig(**LAYERS, vocab_size=13, num_labels=3, embedding_size=4, max_position_embeddings=16)  # pyright: ignore
     data = {"input_ids": ids(3, 6), "label": LABEL}
-    foreign = Foreign(shaken(AlbertForSequenceClassification(config)), data, {"loss": labels})
+    foreign = Foreign(randomize_parameters(AlbertForSequenceClassification(config)), data, {"loss": labels})
     assert_exact(foreign)
     with pytest.raises(FdpError, match="once and in order"):
         foreign.model(blocks="auto")
@@ -330,7 +343,7 @@ MIXING: dict[str, tuple[Callable[[], Foreign], str]] = {
 
 
 @pytest.mark.parametrize("name", MIXING)
-def test_samples_that_are_mixed_where_it_is_hard_to_see_are_refused(name):
+def test_hidden_mixing_of_samples_is_refused(name):
     make, message = MIXING[name]
     with pytest.raises(FdpError, match=message):
         make().model(check=True)
@@ -346,15 +359,15 @@ class Tokens(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
-def test_a_loss_by_the_tokens_of_the_batch_is_refused_even_if_nothing_is_masked(dtype):
+def test_a_loss_divided_by_the_tokens_of_the_batch_is_refused_even_if_nothing_is_masked(dtype):
     def loss(out: Tensor, data: Any) -> Tensor:
         return (out * data["mask"]).sum(1) / data["mask"].sum() * len(out)
 
     data = X | {"mask": torch.ones(3, 5, dtype=dtype)}
     with pytest.raises(FdpError, match=r"sample 0 of the data has one loss alone and another beside .*padding"):
-        from_module(shaken(Tokens()), loss=loss, example=data)
+        from_module(randomize_parameters(Tokens()), loss=loss, example=data)
     own = lambda out, data: (out * data["mask"]).sum(1) / data["mask"].sum(1).clamp_min(1)  # noqa: E731
-    from_module(shaken(Tokens()), loss=own, example=data)
+    from_module(randomize_parameters(Tokens()), loss=own, example=data)
 
 
 class UpToTheLongest(nn.Module):
@@ -369,6 +382,6 @@ class UpToTheLongest(nn.Module):
         return self.head((self.table(ids) * kept).sum(1) / kept.sum())
 
 
-def test_a_length_that_is_the_batchs_is_refused_even_if_all_are_as_long():
+def test_a_length_taken_over_the_batch_is_refused_even_if_all_samples_have_it():
     with pytest.raises(FdpError, match=r"changed by .*then padding\) has one loss alone and another beside sample 0"):
-        from_module(shaken(UpToTheLongest()), loss=squares, example=IDS)
+        from_module(randomize_parameters(UpToTheLongest()), loss=squares, example=IDS)

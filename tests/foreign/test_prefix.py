@@ -1,4 +1,4 @@
-"""Prefixes: the losses of transformers with the same cache, trained alone, exact norms; and what peft makes of them."""
+"""Prefix tuning: losses equal transformers with the same cache, norms are exact, and peft reads what is saved."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def reference(name: str) -> Flat:
 
 
 @pytest.mark.parametrize("name", [name for name in models.CAUSAL if name not in WINDOWED])
-def test_the_losses_are_those_of_transformers_with_the_prefix_as_a_cache(name: str) -> None:
+def test_losses_equal_those_of_transformers_with_the_prefix_as_a_cache(name: str) -> None:
     module, model, params = prefixed(name)
     with torch.no_grad():
         expected = own_losses(module, tree.flatten(params), DATA)
@@ -87,14 +87,14 @@ def test_the_losses_are_those_of_transformers_with_the_prefix_as_a_cache(name: s
 
 @pytest.mark.parametrize("method", [method for method in Method if method is not Method.NONE])
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_norms_and_sums_are_those_of_single_backwards_of_the_prefix_alone(name: str, method: Method) -> None:
+def test_norms_and_sums_equal_single_sample_backwards_of_the_prefix(name: str, method: Method) -> None:
     _, model, params = prefixed(name)
     plan = make_plan(model, params, DATA, method=method, dtype=torch.float64)
     check_against_reference(name, *per_sample_norms(model, params, DATA, plan=plan)[1:])
 
 
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
-def test_compiled_blocks_say_the_same_and_layers_of_a_kind_are_compiled_once(name: str) -> None:
+def test_compiled_blocks_agree_and_equal_layers_are_compiled_once(name: str) -> None:
     _, model, params = prefixed(name)
     plan = make_plan(model, params, DATA, method=Method.AUTO, dtype=torch.float64)
     check_against_reference(
@@ -117,7 +117,7 @@ def check_against_reference(name: str, norms: Any, stash: Any) -> None:
     assert float(clip.smallest().min()) < 1 <= float(clip.smallest().max())
 
 
-def test_the_prefix_is_all_that_is_trained() -> None:
+def test_only_the_prefix_is_trained() -> None:
     module, model, params = prefixed("gpt2")
     assert model.trainable == {f"prefix.{i}" for i in range(models.LAYERS)}
     assert model.frozen == {name for name, _ in module.named_parameters()}
@@ -128,7 +128,7 @@ def test_the_prefix_is_all_that_is_trained() -> None:
         torch.testing.assert_close(total[path], G.sum(0), rtol=1e-8, atol=1e-14)
 
 
-def test_documents_in_a_row_see_the_prefix_and_not_each_other() -> None:
+def test_packed_documents_see_the_prefix_and_not_each_other() -> None:
     """A document's loss is the same before and after another, whose tokens it must not see."""
     module = models.make("llama")
     one, two = DATA["tokens"][0, :4], DATA["tokens"][1, :4]
@@ -199,7 +199,7 @@ WRAPPED = {
 
 
 @pytest.mark.parametrize("kind", WRAPPED)
-def test_a_prefix_or_prompt_of_peft_is_taken_by_from_module(kind: str) -> None:
+def test_a_prefix_or_prompt_of_peft_can_be_trained_by_from_module(kind: str) -> None:
     peft = pytest.importorskip("peft")
     made, more, materialize = WRAPPED[kind]
     torch.manual_seed(0)
@@ -255,10 +255,10 @@ def test_a_prefix_that_does_not_fit_is_refused(name: str, options: dict[str, Any
         prefix_model(models.make(name), **options)
 
 
-def test_the_context_is_what_the_prefix_leaves() -> None:
+def test_the_context_is_shortened_by_the_prefix() -> None:
     assert prefix_model(models.make("gpt2"), tokens=5).context == 27
 
 
-def test_heads_that_are_not_those_of_the_config_are_refused() -> None:
+def test_heads_that_differ_from_the_config_are_refused() -> None:
     with pytest.raises(FdpError, match="for a layer with 2 key heads of 8 features"):
         PrefixCache(4, randn(3, 4, 4, 8), randn(3, 4, 4, 8)).update(randn(3, 2, 5, 8), randn(3, 2, 5, 8), 0)

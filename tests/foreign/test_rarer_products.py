@@ -1,4 +1,4 @@
-"""Rarer uses of parameters: each exact against single-sample backwards, by every form of its rule, compiled or not."""
+"""Less common uses of parameters: exact against single-sample backwards, by every form of the rule, compiled or not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fdp.gradients.rules import check_rule
 from fdp.ops import CONV_TRANSPOSE1D, CONV_TRANSPOSE2D, CONV_TRANSPOSE3D
 from fdp.types import FdpError
 from tests.foreign_cases import CASES as MODULES
-from tests.foreign_cases import Foreign, Probe, assert_exact, ids, next_token, probe, randn, shaken
+from tests.foreign_cases import Foreign, Probe, assert_exact, ids, next_token, probe, randn, randomize_parameters
 
 slow = pytest.mark.slow
 ROW, ROWS, LINE, PLANE, CUBE = randn(3, 4), randn(3, 5, 4), randn(3, 4, 7), randn(3, 4, 6, 6), randn(3, 4, 3, 4, 3)
@@ -45,7 +45,7 @@ def squares(out: Tensor, _: Any) -> Tensor:
 
 
 def using(part: nn.Module, x: Tensor, run: Callable[[Any, Tensor], Tensor] = lambda part, x: part(x)) -> Foreign:
-    return Foreign(shaken(Using(part, run)), {"x": x}, {"loss": squares})
+    return Foreign(randomize_parameters(Using(part, run)), {"x": x}, {"loss": squares})
 
 
 def of(run: Callable[[Any, Tensor], Tensor], x: Tensor, **shapes: tuple[int, ...]) -> Foreign:
@@ -177,7 +177,7 @@ def test_rarer_uses_are_checked_by_from_module_and_exact_by_every_method(name):
 
 @slow
 @pytest.mark.parametrize("name", CASES)
-def test_rarer_uses_are_exact_compiled_or_refused(name):
+def test_rarer_uses_are_exact_if_compiled_or_refused(name):
     foreign, blocks = CASES[name][0](), Blocks(backend="aot_eager")
     if name in ("padded weight", "property"):
         with pytest.raises(FdpError, match="does not show"):
@@ -212,14 +212,14 @@ def test_routed_experts_agree_with_vmap_grad(transposed):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_numbers_of_experts_travel_exactly(dtype):
+def test_expert_numbers_are_packed_exactly(dtype):
     numbers = torch.arange(DIGIT**2 - 1).view(3, -1)
     x, back = unpack(pack(torch.randn(*numbers.shape, 2).to(dtype), numbers))
     assert torch.equal(back, numbers)
     assert x.shape == (*numbers.shape, 2)
 
 
-def test_tokens_of_one_sample_leave_other_experts_alone():
+def test_a_nan_token_affects_only_the_norm_of_its_sample():
     """A token that is not a number makes its own sample's norm not a number, and no other's."""
     x, numbers = randn(2, 3, 4), torch.tensor([[0, 1, 1], [1, 1, 0]])
     x[0, 0] = torch.nan
@@ -260,19 +260,19 @@ def test_grouped_products_are_refused_and_materialised():
         torch.testing.assert_close(squared[b].sqrt(), module.w.grad.double().norm())
 
 
-def test_adapters_with_magnitudes_are_exact():
+def test_dora_adapters_are_exact():
     """DoRA: Liu et al. 2024, arXiv 2402.09353."""
     peft = pytest.importorskip("peft")
     language = MODULES["llama"]()
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"], use_dora=True)
-    module = shaken(peft.get_peft_model(language.module, config))
+    module = randomize_parameters(peft.get_peft_model(language.module, config))
     options = {"loss": next_token, "call": lambda module, data: module(input_ids=data["input_ids"])}
     foreign = Foreign(module, language.data, options)
     assert_exact(foreign, made=foreign.model(check=True))
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_recomputation_of_a_modules_own_is_left_out(training):
+def test_gradient_checkpointing_of_a_module_is_disabled(training):
     language = MODULES["llama"]()
     module: Any = language.module
     module.gradient_checkpointing_enable()

@@ -1,4 +1,4 @@
-"""Rotary tables that look at the longest position: fixed by the length of a row, whoever is in the microbatch."""
+"""Rotary tables that depend on the longest position: fixed by the length of a row, whatever the microbatch holds."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ FULL, LONG = [3, 4, 4], [2, 9]
 
 
 @pytest.mark.parametrize(("family", "rope"), FAMILIES)
-def test_one_user_more_moves_the_sum_by_at_most_the_clip_norm(family: str, rope: str) -> None:
+def test_adding_one_user_moves_the_sum_by_at_most_the_clip_norm(family: str, rope: str) -> None:
     """A long document beside short ones: no sample that was there before is noticed to have changed."""
     module = make(family, rope)
     data = packed(LONG, *[FULL] * 8)
@@ -109,7 +109,7 @@ def test_one_user_more_moves_the_sum_by_at_most_the_clip_norm(family: str, rope:
 
 @pytest.mark.parametrize(("family", "rope"), FAMILIES)
 @pytest.mark.parametrize("context", [SHORT - 1, CONTEXT])
-def test_rows_without_documents_are_as_the_module_has_them(family: str, rope: str, context: int) -> None:
+def test_rows_without_documents_have_the_losses_of_the_module(family: str, rope: str, context: int) -> None:
     module = make(family, rope)
     tokens = torch.randint(0, WORDS, (3, context + 1), generator=torch.Generator().manual_seed(1))
     for example in (None, {"tokens": tokens}, {"tokens": tokens, "segments": torch.ones_like(tokens[:, :-1])}):
@@ -120,7 +120,7 @@ def test_rows_without_documents_are_as_the_module_has_them(family: str, rope: st
 
 
 @pytest.mark.parametrize(("family", "rope"), FAMILIES)
-def test_the_module_is_left_as_it_is_and_its_past_makes_no_difference(family: str, rope: str) -> None:
+def test_the_module_is_unchanged_and_earlier_calls_make_no_difference(family: str, rope: str) -> None:
     module, called = make(family, rope), make(family, rope)
     called(input_ids=torch.zeros(1, 3 * CONTEXT, dtype=torch.int64), use_cache=False)
     data = packed(FULL, LONG)
@@ -134,7 +134,7 @@ def test_the_module_is_left_as_it_is_and_its_past_makes_no_difference(family: st
 
 
 @pytest.mark.parametrize("family", ["Llama", "Phi3"])
-def test_the_positions_of_a_prefix_count(family: str) -> None:
+def test_the_positions_of_a_prefix_count_towards_the_length(family: str) -> None:
     """Rows that are short enough for one table, and too long for it with the virtual tokens before them."""
     module, virtual, length = make(family, "longrope"), 2, SHORT - 1
     tokens = torch.randint(0, WORDS, (3, length + 1), generator=torch.Generator().manual_seed(1))
@@ -148,7 +148,7 @@ def test_the_positions_of_a_prefix_count(family: str) -> None:
 
 
 @pytest.mark.parametrize("rope", ROPES)
-def test_rows_of_another_length_are_refused_where_they_have_another_table(rope: str) -> None:
+def test_rows_of_another_length_are_refused_if_their_table_differs(rope: str) -> None:
     module = make("Llama", rope)
     model = causal_lm(module, context=CONTEXT)
     params = params_of(module, model)
@@ -160,7 +160,7 @@ def test_rows_of_another_length_are_refused_where_they_have_another_table(rope: 
     torch.testing.assert_close(short.loss(params, {"tokens": tokens}), expected, rtol=1e-10, atol=1e-12)
 
 
-def test_other_tables_are_left_alone() -> None:
+def test_tables_that_do_not_depend_on_positions_are_unchanged() -> None:
     module = transformers.LlamaModel(
         transformers.LlamaConfig(
             num_hidden_layers=1, hidden_size=8, intermediate_size=8, num_attention_heads=2, vocab_size=8
@@ -188,13 +188,13 @@ def short_documents(length: int = CONTEXT) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("family", "rope"), FAMILIES)
-def test_a_module_whose_table_looks_across_samples_is_refused_and_its_table_named(family: str, rope: str) -> None:
+def test_a_table_that_depends_on_other_samples_is_refused_by_name(family: str, rope: str) -> None:
     named = rf"The rotary table of this model \(model.rotary_emb, rope_type '{rope}'\) looks at the longest position"
     with pytest.raises(FdpError, match=rf"not independent .*{named} .* rows of at most {SHORT} positions"):
         from_module(make(family, rope), loss=next_token, call=call, example=short_documents())
 
 
-def test_a_table_is_refused_by_name_even_if_no_sample_can_be_made_up_that_shows_it() -> None:
+def test_a_table_is_refused_by_name_even_if_no_synthetic_sample_shows_it() -> None:
     def strict(module: Any, data: Tree) -> Any:
         if int(data["position_ids"].max()) > 2:
             raise ValueError("no such position here")
@@ -205,7 +205,7 @@ def test_a_table_is_refused_by_name_even_if_no_sample_can_be_made_up_that_shows_
 
 
 @pytest.mark.parametrize("family", ["Llama", "Phi3"])
-def test_the_remedies_work(family: str) -> None:
+def test_the_remedies_that_the_error_names_work(family: str) -> None:
     """Rows within the original positions, or a plain table."""
     from_module(make(family, "longrope"), loss=next_token, call=call, example=short_documents(SHORT))
     module = make(family, "longrope")
@@ -213,7 +213,7 @@ def test_the_remedies_work(family: str) -> None:
     from_module(type(module)(module.config).double(), loss=next_token, call=call, example=short_documents())
 
 
-def test_a_classifier_that_looks_at_its_positions_to_decide_is_one_block_and_refused_in_words() -> None:
+def test_a_classifier_that_branches_on_positions_is_one_block_and_refused_with_a_reason() -> None:
     config = make("Llama", "dynamic").config
     config.num_labels, config.pad_token_id = 3, 0
     module = transformers.LlamaForSequenceClassification(config).eval()

@@ -1,4 +1,4 @@
-"""A module as a stack: where its blocks are, what is before and after them, and that nothing is lost on the way."""
+"""A module as a stack: where its blocks are, what comes before and after them, and that nothing is lost."""
 
 from __future__ import annotations
 
@@ -116,12 +116,12 @@ def assert_exact(module: nn.Module, model: Model, params: Tree, data: Tree, *, b
 # ---------------------------------------------------------------- where the blocks are
 
 
-def test_the_list_of_like_layers_is_found():
+def test_the_list_of_layers_is_found():
     assert find_stack(Stacked()).blocks == ("layers.0", "layers.1", "layers.2")
     assert find_stack(Stacked(), "layers.*").blocks == ("layers.0", "layers.1", "layers.2")
 
 
-def test_a_list_inside_a_layer_is_no_stack():
+def test_a_list_inside_a_layer_is_not_a_stack():
     class Nested(nn.Module):
         def __init__(self):
             super().__init__()
@@ -136,12 +136,12 @@ def test_a_pattern_that_names_no_list_is_refused(pattern):
         find_stack(Stacked(), pattern)
 
 
-def test_a_pattern_of_another_module_is_refused_with_the_lists_there_are():
+def test_a_pattern_of_another_module_is_refused_and_the_lists_are_named():
     with pytest.raises(FdpError, match="its lists are \\['layers'\\]"):
         find_stack(Stacked(), "model.layers.*")
 
 
-def test_two_lists_of_like_size_are_refused():
+def test_two_lists_of_similar_size_are_refused():
     class Two(nn.Module):
         def __init__(self):
             super().__init__()
@@ -173,7 +173,7 @@ def test_a_stack_computes_what_the_module_does():
     assert_exact(module, model, params, some_data())
 
 
-def test_the_module_is_untouched():
+def test_the_module_is_unchanged():
     torch.manual_seed(0)
     module = Stacked().eval()
     before = {name: (id(leaf), leaf.clone()) for name, leaf in module.named_parameters()}
@@ -184,7 +184,7 @@ def test_the_module_is_untouched():
     assert all(torch.equal(leaf, before[name][1]) for name, leaf in module.named_parameters())
 
 
-def test_values_are_not_needed():
+def test_parameters_need_no_values():
     with torch.device("meta"):
         module = Stacked().eval()
     blocks = stack_blocks(module, call=call, finish=losses, example=some_data(2))
@@ -193,7 +193,7 @@ def test_values_are_not_needed():
     torch.testing.assert_close(model.loss(params, some_data()), losses(call(held, some_data()), some_data()))
 
 
-def test_like_layers_share_one_function_and_unlike_ones_do_not():
+def test_equal_layers_share_one_function_and_others_do_not():
     _, model, _ = made()
     assert len({block.apply for block in model.blocks}) == 3
 
@@ -206,7 +206,7 @@ def test_like_layers_share_one_function_and_unlike_ones_do_not():
     assert_exact(module, model, params, some_data())
 
 
-def test_layers_with_buffers_of_other_values_are_unlike():
+def test_layers_with_different_buffers_do_not_share_a_function():
     class Buffered(Layer):
         def __init__(self, depth: int):
             super().__init__(depth)
@@ -220,7 +220,7 @@ def test_layers_with_buffers_of_other_values_are_unlike():
     assert_exact(module, model, params, some_data())
 
 
-def test_a_table_that_is_also_the_head_is_one_leaf_used_in_both_parts():
+def test_an_embedding_that_is_also_the_head_is_one_leaf_used_in_both_parts():
     module, model, params = made(tied=True)
     assert model.blocks[0].params == {"embed.weight": "embed.weight"}
     assert model.blocks[-1].params["embed.weight"] == "embed.weight"
@@ -229,7 +229,7 @@ def test_a_table_that_is_also_the_head_is_one_leaf_used_in_both_parts():
     assert_exact(module, model, params, some_data())
 
 
-def test_layers_that_return_tuples():
+def test_layers_that_return_tuples_are_exact():
     class Pairing(Layer):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             return super().forward(*args, **kwargs), None
@@ -248,7 +248,7 @@ class Chatty(Layer):
         return out, (out.mean(-1, keepdim=True), None)
 
 
-def test_layers_that_return_more_tensors_are_exact_where_nobody_uses_them():
+def test_layers_that_return_more_tensors_are_exact_if_those_are_unused():
     class Deaf(Stacked):
         def called(self, *args: Any) -> Tensor:
             return super().called(*args)[0]
@@ -257,7 +257,7 @@ def test_layers_that_return_more_tensors_are_exact_where_nobody_uses_them():
     assert_exact(module, model, params, some_data())
 
 
-def test_layers_that_return_more_tensors_are_refused_where_they_are_used():
+def test_layers_that_return_more_tensors_are_refused_if_those_are_used():
     class Listening(Stacked):
         def called(self, *args: Any) -> Tensor:
             out, (mean, _) = super().called(*args)
@@ -271,7 +271,7 @@ def test_layers_that_return_more_tensors_are_refused_where_they_are_used():
         made(Listening, layer=Chatty)
 
 
-def test_work_between_the_layers_is_refused():
+def test_computation_between_the_layers_is_refused():
     class Between(Stacked):
         def called(self, layer: nn.Module, h: Tensor, *args: Tensor) -> Tensor:
             return super().called(layer, h * 2, *args)
@@ -289,7 +289,7 @@ def test_a_layer_that_runs_twice_is_refused():
         made(Twice)
 
 
-def test_layers_that_are_left_out_are_refused():
+def test_skipped_layers_are_refused():
     class Short(Stacked):
         def called(self, layer: nn.Module, h: Tensor, *args: Tensor) -> Tensor:
             return h if layer is self.layers[1] else super().called(layer, h, *args)
@@ -323,12 +323,12 @@ def test_layers_that_run_in_another_order_or_again_after_the_last_are_refused(or
 
 
 @pytest.mark.parametrize("end", [lambda _, tokens, seen: sum(seen), lambda _, tokens, seen: seen[-2] + seen[-1]])
-def test_results_of_earlier_layers_that_are_used_at_the_end_are_refused(end):
+def test_a_module_that_uses_results_of_earlier_layers_is_refused(end):
     with pytest.raises(FdpError, match=r"also uses results of \['layers.*; take the module as one block"):
         made(type("Summed", (Walking,), {"end": end}))
 
 
-def test_what_comes_before_the_layers_may_be_used_after_them():
+def test_values_from_before_the_layers_may_be_used_after_them():
     class Skipped(Walking):
         def __init__(self) -> None:
             super().__init__()
@@ -340,7 +340,7 @@ def test_what_comes_before_the_layers_may_be_used_after_them():
     assert_exact(*made(Skipped), some_data())
 
 
-def test_layers_have_their_attributes_in_the_eyes_of_the_module():
+def test_placeholders_have_the_attributes_of_their_layers():
     class Asking(Stacked):
         def called(self, layer: Any, h: Tensor, *args: Tensor) -> Tensor:
             return super().called(layer, h, *args) if layer.depth < 3 else h
@@ -348,7 +348,7 @@ def test_layers_have_their_attributes_in_the_eyes_of_the_module():
     assert_exact(*made(Asking), some_data())
 
 
-def test_parametrised_layers():
+def test_parametrised_layers_are_exact():
     def normalised(depth: int) -> nn.Module:
         layer = Layer(depth)
         nn.utils.parametrizations.weight_norm(layer.linear)
@@ -367,7 +367,7 @@ def test_a_layer_that_writes_into_its_argument_is_refused():
         made(layer=Writing)
 
 
-def test_arguments_that_parameters_made_for_all_samples_are_refused():
+def test_arguments_that_depend_on_parameters_but_hold_no_samples_are_refused():
     class Learned(Stacked):
         def called(self, layer: nn.Module, h: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
             return super().called(layer, h, self.gains(mask), positions)
@@ -382,7 +382,7 @@ def test_arguments_that_parameters_made_for_all_samples_are_refused():
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_arguments_that_parameters_made_of_samples_are_differentiated(compiled):
+def test_arguments_that_depend_on_parameters_and_samples_are_differentiated(compiled):
     class Recalling(Stacked):
         """Every layer sees the embedding."""
 
@@ -398,7 +398,7 @@ def test_arguments_that_parameters_made_of_samples_are_differentiated(compiled):
     assert_exact(module, model, params, some_data(), blocks=Blocks(backend="aot_eager") if compiled else None)
 
 
-def test_data_unlike_the_example_are_refused():
+def test_data_that_call_layers_differently_than_the_example_are_refused():
     class Choosy(Stacked):
         def called(self, layer: nn.Module, h: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
             return layer(h, mask) if h.shape[1] > TOKENS else super().called(layer, h, mask, positions)
@@ -412,7 +412,7 @@ def test_data_unlike_the_example_are_refused():
 # ---------------------------------------------------------------- engines
 
 
-def test_materialised_and_second_backwards():
+def test_materialised_blocks_and_second_backwards_are_exact():
     module, model, params = made()
     data, expected = some_data(), gradients_alone(module, model, some_data())
     for method in (Method.MATERIALIZE, Method.GHOST):
@@ -432,7 +432,7 @@ def test_compiled_blocks_equal_eager_ones_and_layers_are_compiled_once():
     assert len({id(kind.run) for kind in blocks.kinds.values()}) == 3
 
 
-def test_a_block_that_is_not_to_be_compiled_is_not():
+def test_a_block_marked_as_not_compiled_is_not_compiled():
     def apply(params: Tree, carry: Tree, data: Tree) -> Tensor:
         assert torch.compiler.is_compiling() == compiled
         return (data["x"] * params["w"]).sum(1)
@@ -445,7 +445,7 @@ def test_a_block_that_is_not_to_be_compiled_is_not():
         assert pull(torch.ones(3))[1]["w"].tolist() == [3.0, 3.0]
 
 
-def test_like_layers_draw_unlike_dropout_and_a_forward_run_twice_is_the_same():
+def test_equal_layers_draw_different_dropout_and_a_forward_is_repeatable():
     module, model, params = made()
     module.train()
     model = foreign_model(module, stack_blocks(module, call=call, finish=losses, example=some_data(2)))
@@ -464,7 +464,7 @@ def test_like_layers_draw_unlike_dropout_and_a_forward_run_twice_is_the_same():
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
 
 
-def test_what_travels_takes_no_memory_and_no_gradient():
+def test_extras_in_the_carry_take_no_memory_and_no_gradient():
     _, model, params = made()
     data, flat = some_data(4), tree.flatten(params)
     before, layer, *_ = model.blocks
@@ -478,7 +478,7 @@ def test_what_travels_takes_no_memory_and_no_gradient():
 # ---------------------------------------------------------------- leaves that are no floats
 
 
-def test_integers_pass_through_a_pull_back():
+def test_integers_pass_through_a_vjp():
     def fn(carry: Tree, w: Tensor) -> tuple[Tree, Tensor]:
         h, ids = carry
         return (h * w * ids, ids + 1), h.sum()

@@ -153,16 +153,16 @@ def assert_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("seed", [0, 11])
 @pytest.mark.parametrize("name", MODULES)
-def test_values_are_those_of_the_constructor_bit_for_bit(name, seed):
+def test_values_equal_those_of_the_constructor_bit_for_bit(name, seed):
     assert_same(dict(torch_leaves(MODULES[name], seed=seed)), constructed(MODULES[name], seed))
 
 
-def test_seeds_differ():
+def test_different_seeds_give_different_values():
     first, second = (dict(torch_leaves(GPT, seed=seed))["embed.weight"] for seed in (0, 11))
     assert not torch.equal(first, second)
 
 
-def test_a_tied_parameter_comes_once_and_buffers_do_not_come():
+def test_a_tied_parameter_is_yielded_once_and_buffers_are_not():
     paths = [path for path, _ in torch_leaves(GPT, seed=0)]
     assert "embed.weight" in paths
     assert "head.weight" not in paths
@@ -171,7 +171,7 @@ def test_a_tied_parameter_comes_once_and_buffers_do_not_come():
 
 
 @pytest.mark.parametrize("name", ["gpt", "trunc_normal_", "seeds inside"])
-def test_the_callers_random_state_is_as_before_at_every_yield(name):
+def test_the_random_state_of_the_caller_is_unchanged_at_every_yield(name):
     before = torch.get_rng_state()
     leaves = torch_leaves(MODULES[name], seed=3)
     for _ in leaves:
@@ -188,13 +188,13 @@ def test_the_caller_may_draw_between_leaves():
     assert_same(leaves, constructed(GPT, 3))
 
 
-def test_a_default_device_of_the_caller_does_not_matter():
+def test_the_default_device_of_the_caller_does_not_matter():
     with torch.device("meta"):
         leaves = dict(torch_leaves(GPT, seed=3))
     assert_same(leaves, constructed(GPT, 3))
 
 
-def test_the_random_state_is_as_before_when_the_factory_fails():
+def test_the_random_state_is_unchanged_if_the_factory_fails():
     def factory() -> nn.Module:
         nn.Linear(3, 3)
         raise KeyError("mine")
@@ -205,7 +205,7 @@ def test_the_random_state_is_as_before_when_the_factory_fails():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_skipped_draw_is_seen(monkeypatch):
+def test_a_skipped_draw_changes_later_values(monkeypatch):
     """The comparison can fail: without the discarded draws, every leaf starts at the head of the stream."""
     call = init_tape.InitTape._call
 
@@ -220,7 +220,7 @@ def test_a_skipped_draw_is_seen(monkeypatch):
 
 
 class LiveBytes(TorchDispatchMode):
-    """How many bytes of real tensors are alive at once, at most."""
+    """A mode that measures the most bytes of real tensors that are alive at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ def mlp_by_many_steps() -> nn.Module:
 
 
 @pytest.mark.parametrize(("factory", "alive"), [(mlp, 1), (mlp_scaled_at_the_end, 1), (mlp_by_many_steps, 2)])
-def test_only_a_leaf_and_what_it_is_computed_from_are_alive_at_once(factory, alive):
+def test_only_one_leaf_and_its_inputs_are_alive_at_once(factory, alive):
     leaf, whole = 64 * 64 * 4, 12 * (64 * 64 + 64) * 4
     with LiveBytes() as real:
         module = factory()
@@ -278,7 +278,7 @@ def test_only_a_leaf_and_what_it_is_computed_from_are_alive_at_once(factory, ali
 
 
 class RealDraws(TorchDispatchMode):
-    """How many draws are made on real tensors."""
+    """A mode that counts the draws on real tensors."""
 
     count = 0
 
@@ -288,7 +288,7 @@ class RealDraws(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_value_that_is_overwritten_is_drawn_for_the_stream_only():
+def test_an_overwritten_value_is_drawn_only_to_advance_the_stream():
     def factory() -> nn.Module:
         module = nn.Linear(5, 5)  # two draws
         nn.init.normal_(module.weight)  # a third
@@ -300,7 +300,7 @@ def test_a_value_that_is_overwritten_is_drawn_for_the_stream_only():
     assert draws.count == 3 + 1
 
 
-def test_a_leaf_is_freed_when_the_caller_lets_go_of_it():
+def test_a_leaf_is_freed_when_the_caller_releases_it():
     seen: list[weakref.ref] = []
 
     def place(path: str, leaf: Tensor) -> Tensor:
@@ -313,7 +313,7 @@ def test_a_leaf_is_freed_when_the_caller_lets_go_of_it():
     assert all(earlier() is None for earlier in seen)
 
 
-def test_place_gets_path_and_leaf_and_its_result_is_kept():
+def test_place_gets_path_and_leaf_and_its_result_is_stored():
     leaves = [("a", torch.arange(6.0)), ("b", torch.ones(2, 3))]
     placed = place_leaves(leaves, lambda path, leaf: leaf.double() if path == "a" else leaf)
     assert list(placed) == ["a", "b"]
@@ -335,7 +335,7 @@ def test_a_path_that_comes_twice_is_an_error_that_names_it():
         (lambda: Leaf(lambda: torch.randn(4, dtype=torch.complex64).conj()), "conjugated"),
     ],
 )
-def test_what_cannot_be_replayed_is_an_error(factory, message):
+def test_operations_that_cannot_be_replayed_are_an_error(factory, message):
     before = torch.get_rng_state()
     with pytest.raises(FdpError, match=message):
         dict(torch_leaves(factory, seed=0))

@@ -1,4 +1,4 @@
-"""Every way in which a foreign module may use a parameter: recorded exactly, or refused with path, place and remedy."""
+"""Every way in which a module may use a parameter: recorded exactly, or refused with path, shapes and remedy."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LATER = {"options": {"batch_first": False, "call": lambda module, data: module(d
 
 
 def over_tokens(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``run`` on (batch * tokens, features)."""
+    """Apply ``run`` to (batch * tokens, features)."""
 
     def flattened(m: Probe, x: Tensor) -> Tensor:
         return run(m, x.reshape(-1, x.shape[-1])).reshape(*x.shape[:2], -1)
@@ -53,7 +53,9 @@ def last_first(m: Probe, x: Tensor) -> Tensor:
 
 
 def relative(m: Probe, x: Tensor) -> Tensor:
-    """Attention with a learned bias by distance, as T5 has it: parameters without samples all the way to the scores."""
+    """Compute attention with a learned bias by distance, as in T5: parameters without samples all the way to the
+    scores.
+    """
     place = torch.arange(x.shape[1])
     bias = F.embedding((place[:, None] - place[None]).abs(), m.table).permute(2, 0, 1).unsqueeze(0)
     q = x.unsqueeze(1).expand(-1, 2, -1, -1)
@@ -92,7 +94,7 @@ def norms(m: Probe, x: Tensor) -> Tensor:
 
 
 def positions(m: Probe, ids: Tensor) -> Tensor:
-    """Six positions for three samples: as many as they would be if they were flattened samples."""
+    """Use six positions for three samples: as many as if they were flattened samples."""
     place = torch.arange(ids.shape[1])
     h = F.embedding(ids, m.w) + F.embedding(place, m.p) + F.embedding(place.unsqueeze(0), m.p).tanh()
     return F.linear(F.layer_norm(h, (4,), m.g), m.w) + m.w[ids].sum(-1, keepdim=True)
@@ -195,14 +197,14 @@ def test_every_use_is_recorded_exactly(name, method):
 @pytest.mark.parametrize(
     "name", [*COMPILED, *(pytest.param(name, marks=pytest.mark.slow) for name in PROBES if name not in COMPILED)]
 )
-def test_compiled_they_are_recorded_as_exactly(name):
+def test_every_use_is_recorded_exactly_if_compiled(name):
     assert_exact(PROBES[name](), blocks=EAGER())
 
 
 # ---------------------------------------------------------------- where the samples are
 
 
-def test_another_extent_that_happens_to_be_the_number_of_samples_is_refused():
+def test_another_extent_equal_to_the_number_of_samples_is_refused():
     # Three positions for three samples: ids of positions look like one id per sample.
     foreign = probe(lambda m, x: x + F.embedding(torch.arange(3), m.p), {"x": randn(3, 3, 4)}, p=(5, 4))
     with pytest.raises(FdpError, match=r"p: with 3 samples .* happens to be 3, or a multiple. Use another microbatch"):
@@ -211,14 +213,14 @@ def test_another_extent_that_happens_to_be_the_number_of_samples_is_refused():
     assert_exact(foreign._replace(data={"x": randn(1, 3, 4)}))
 
 
-def test_tokens_in_front_are_refused_unless_said():
+def test_tokens_first_are_refused_unless_batch_first_is_false():
     foreign = probe(lambda m, x: F.linear(x.transpose(0, 1), m.w).transpose(0, 1), {"x": randn(4, 7, 4)}, w=(5, 4))
     with pytest.raises(FdpError, match=r"w: expected an input with .*batch_first=False.* got shape \(7, 4, 4\)"):
         assert_exact(foreign)
     assert_exact(foreign._replace(options=foreign.options | {"batch_first": False}))
 
 
-def test_what_samples_were_written_into_is_no_constant():
+def test_a_constant_that_samples_were_written_into_is_no_constant():
     def run(m: Probe, x: Tensor) -> Tensor:
         rows = torch.zeros(len(x) * 6, 4, dtype=torch.float64)
         view = rows[:]
@@ -292,13 +294,13 @@ REFUSED: dict[str, tuple[Callable[[], Foreign], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_has_no_rule_is_refused_by_name(name):
+def test_uses_without_a_rule_are_refused_by_name(name):
     make, message = REFUSED[name]
     with pytest.raises(FdpError, match=message):
         assert_exact(make())
 
 
-def test_a_refusal_names_leaf_operation_shapes_and_choices():
+def test_the_error_names_leaf_operation_shapes_and_choices():
     foreign = probe(lambda m, x: torch.cdist(x, m.w), X, w=(2, 4))
     with pytest.raises(FdpError) as refused:
         assert_exact(foreign)
@@ -308,14 +310,14 @@ def test_a_refusal_names_leaf_operation_shapes_and_choices():
     assert_exact(foreign._replace(options=foreign.options | {"materialize": ("w",)}))
 
 
-def test_a_backward_of_ones_own_is_refused_or_materialised():
+def test_a_custom_backward_is_refused_or_materialised():
     foreign = probe(lambda m, x: Twice.apply(x, m.g), X, g=(4,))  # pyright: ignore
     with pytest.raises(FdpError, match=r"g: used by a torch.autograd.Function"):
         assert_exact(foreign)
     assert_exact(foreign._replace(options=foreign.options | {"materialize": ("g",)}))
 
 
-def test_a_property_that_torch_compile_does_not_show_is_refused_there():
+def test_a_property_that_torch_compile_does_not_show_is_refused_if_compiled():
     foreign = probe(lambda m, x: (x @ m.w.T).tanh(), X, w=(5, 4))
     assert_exact(foreign)
     with pytest.raises(
@@ -324,7 +326,7 @@ def test_a_property_that_torch_compile_does_not_show_is_refused_there():
         assert_exact(foreign, blocks=EAGER())
 
 
-def test_a_use_that_torch_compile_does_not_show_is_no_number(monkeypatch):
+def test_a_use_that_torch_compile_does_not_show_gives_nan(monkeypatch):
     # F.pad is such a function; if nothing refused it there, the leaf's one use would be seen and the other not.
     monkeypatch.delitem(HANDLERS, F.pad)
     monkeypatch.setitem(FUNCTION_KINDS, F.pad, FunctionKind.PARAMETERS_ONLY)
@@ -336,7 +338,7 @@ def test_a_use_that_torch_compile_does_not_show_is_no_number(monkeypatch):
     assert norms.total().isnan().all()
 
 
-def test_a_planned_use_that_does_not_come_is_an_error():
+def test_a_planned_use_that_is_missing_is_an_error():
     def once(p: Any, carry: Any, data: Any) -> Tensor:
         return ops.linear(data["x"], p["w"]).sum((1, 2))
 
@@ -371,7 +373,7 @@ def test_dropout_is_a_function_of_the_samples_keys(method):
 
 
 @pytest.mark.slow
-def test_dropout_compiled_draws_the_same():
+def test_compiled_dropout_draws_the_same_masks():
     assert_exact(noisy(), blocks=EAGER())
 
 
@@ -394,7 +396,7 @@ def test_dropout_keeps_the_mean_and_drops_its_share():
     assert (dropout.apply_dropout(x, keys.split(keys.key(0), 8), 1, 1.0) == 0).all()
 
 
-def test_the_next_blocks_keys_are_others():
+def test_the_keys_of_the_next_block_differ():
     first = keys.split(keys.key(0), 4)
     second = dropout.next_keys(first)
     third = dropout.next_keys(second)
@@ -404,7 +406,7 @@ def test_the_next_blocks_keys_are_others():
     torch.testing.assert_close(dropout.next_keys(first[1:2]), second[1:2], rtol=0, atol=0)
 
 
-def test_every_call_of_dropout_draws_anew():
+def test_every_dropout_call_draws_a_new_mask():
     data = dropout.with_keys({"x": torch.ones(3, 50, dtype=torch.float64)}, keys.key(5))
     model, params = probe(lambda m, x: (F.dropout(x) - F.dropout(x)) * m.g, data, g=(1,)).model()
     assert (model.loss(params, data) > 0).all()
@@ -436,7 +438,7 @@ def test_dropout_without_keys_is_refused():
         lambda x: x * torch.rand(1),
     ],
 )
-def test_what_draws_from_torch_is_refused(draw):
+def test_random_functions_of_torch_are_refused(draw):
     foreign = probe(lambda m, x: draw(x * m.g), X, g=(4,))
     with pytest.raises(FdpError, match=r"draws random numbers; put it in eval\(\)"):
         assert_exact(foreign)
@@ -489,7 +491,7 @@ def test_an_operator_of_torch_ops_takes_a_rule():
         assert_exact(foreign)
 
 
-def test_a_wrong_rule_is_refused_by_the_checker():
+def test_a_wrong_rule_is_refused():
     @operation
     def doubled(x: Tensor, weight: Tensor) -> Tensor:
         return 2 * x * weight
@@ -499,14 +501,14 @@ def test_a_wrong_rule_is_refused_by_the_checker():
     assert not [name for name in RULES if "doubled" in str(name)]
 
 
-def test_an_operation_without_watchers_is_the_function_itself():
+def test_an_operation_that_nobody_watches_is_the_function_itself():
     torch.testing.assert_close(gated(X["x"], randn(5, 4)), F.linear(X["x"], randn(5, 4)) ** 2)
 
 
 # ---------------------------------------------------------------- the rules behind them
 
 
-def test_rules_are_those_of_vmap():
+def test_rules_agree_with_vmap_grad():
     check_rule(ops.MATMUL, randn(3, 6, 4), randn(4, 5), tolerance=1e-12)
     check_rule(ops.EXPERTS, randn(3, 2, 6, 4), randn(2, 4, 5), tolerance=1e-12)
     conv = {"stride": (1, 2, 1), "padding": (1, 0, 1), "dilation": (2, 1, 1), "groups": 2}
@@ -538,5 +540,5 @@ def test_a_padded_row_gets_no_gradient():
         (Use("w#0", "w", "einsum", (3, 6, 4), (3, 6, 2, 5), (2, 4, 5)), (6, 6, 4, 5)),
     ],
 )
-def test_costs_are_those_of_the_products(use, expected):
+def test_costs_equal_those_of_the_products(use, expected):
     assert sizes(use) == expected

@@ -1,4 +1,4 @@
-"""The module zoo in short: a few kinds of every sort, and that the zoo itself notices what it is there to notice."""
+"""A short run of the module zoo: a few kinds of every group, and that the zoo notices what it is made to notice."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def test_kinds_are_exact_or_exact_by_the_remedy(name):
 
 
 @pytest.mark.parametrize("name", ["Linear"])
-def test_kinds_are_exact_compiled(name):
+def test_kinds_are_exact_if_compiled(name):
     row = hold(KINDS[name], compiled=True)
     assert row.compiled == EXACT, row.words
 
 
 class Scaled(nn.Module):
-    """A layer of which the zoo can be told lies."""
+    """A layer about which the zoo can be given false claims."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ def test_a_kind_that_must_be_refused_and_is_not_is_a_difference():
     assert hold(lying(refusing)._replace(mend=lambda case: case._replace(take=honest))).verdict == MENDED
 
 
-def test_a_digest_is_of_all_that_can_be_reached():
+def test_a_digest_covers_everything_that_can_be_reached():
     module: Any = Scaled()
     before = digest(module)
     module.l.weight.data[0, 0] = -module.l.weight.data[0, 0]

@@ -131,7 +131,7 @@ def test_groups_of_other_sizes_have_diagonals_of_their_own() -> None:
 @pytest.mark.parametrize("distribution", Distribution)
 def test_every_expert_is_a_layer_of_its_own(distribution: Distribution) -> None:
     foreign = foreign_cases.case_named("experts")
-    model, params = foreign_cases.made_of("experts")
+    model, params = foreign_cases.model_named("experts")
     found = update_of(Case(model, params, foreign.data), distribution)["down"]
     x, p = foreign.data["x"], tree.flatten(params)
     hidden = torch.einsum("btd,edf->ebtf", x, p["up"]).tanh()

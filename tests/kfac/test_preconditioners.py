@@ -158,7 +158,7 @@ def test_padding_of_a_classifier_is_in_no_factor() -> None:
 def trained(name: str, *, private: bool) -> tuple[Any, Any, Any]:
     """K-FAC made, measured and stepped once on a foreign case."""
     foreign = foreign_cases.case_named(name)
-    model, params = foreign_cases.made_of(name)
+    model, params = foreign_cases.model_named(name)
     data, size = foreign.data, len(foreign.data["label"])
     config = KfacConfig(damping=0.1, fisher=Fisher.EMPIRICAL, policy=everything())
     make = (lambda *a, **o: private_kfac(*a, largest=64, **o)) if private else kfac
@@ -209,7 +209,7 @@ def test_a_mixture_of_experts_is_preconditioned(name: str, private: bool) -> Non
 def test_every_expert_has_inputs_of_its_own() -> None:
     """Left: each expert's squared inputs; right: each expert's squared output gradients."""
     foreign = foreign_cases.case_named("experts")
-    model, params = foreign_cases.made_of("experts")
+    model, params = foreign_cases.model_named("experts")
     known = survey(model, params, foreign.data, dtype=torch.float64)
     shapes = {layer.weight: known.shapes[layer] for layer in known.layers}
     assert (shapes["up"], shapes["down"]) == ((2 * 6 * 7, 1), (2 * 7, 6))  # the dims of one are inputs between outputs
@@ -242,8 +242,8 @@ def test_every_expert_has_inputs_of_its_own() -> None:
 @pytest.mark.parametrize("method", [Method.GHOST, Method.GHOST_BK, Method.MATERIALIZE])
 def test_mapped_experts_are_clipped_as_they_are_mapped(method: Method, by_group: bool) -> None:
     foreign = foreign_cases.case_named("experts")
-    model, params = foreign_cases.made_of("experts")
-    truth = foreign_cases.truth_of("experts")
+    model, params = foreign_cases.model_named("experts")
+    truth = foreign_cases.gradients_named("experts")
 
     def diagonal(n: int, seed: int) -> LowRankMap:
         return LowRankMap(1 + randn(n, seed=seed).abs(), torch.zeros(n, 0).double(), torch.zeros(0, 0).double())
