@@ -38,7 +38,7 @@ STAGES = {
     "loading a checkpoint": ("fdp.storage.checkpoint", "read_parts"),
     "drawing samples": ("fdp.run.training_run", "draw_batch"),
     "summing up a step": ("fdp.run.training_run", "_settled"),
-    "writing metrics": ("fdp.cli.run_files", "_line"),
+    "writing metrics": ("fdp.cli.run_files", "_json_line"),
     "beginning a save": ("fdp.storage.checkpoint", "_begin"),
     "finding the folder": ("fdp.storage.checkpoint", "_check_shared"),
     "writing parts": ("fdp.storage.checkpoint", "write_parts"),
@@ -46,8 +46,8 @@ STAGES = {
     "publishing": ("fdp.storage.checkpoint", "_publish"),
     "amid publishing": ("fdp.storage.checkpoint", "sync_folder"),
     "pruning": ("fdp.storage.checkpoint", "_hidden"),
-    "exporting": ("fdp.cli.session", "export"),
-    "drawing the report": ("fdp.cli.run_files", "write_report"),
+    "exporting": ("fdp.cli.session", "export_model"),
+    "drawing the report": ("fdp.cli.report", "write_report"),
     "writing the summary": ("fdp.cli.run_files", "write_summary"),
 }
 """Where a process can be hit: the function that is called there."""

@@ -37,8 +37,36 @@ ORDER = (
     "__init__",
     "__main__",
 )
-# Inside the two largest packages.
+# Inside the largest packages.
 INSIDE = {
+    "cli": (
+        "__init__",
+        "formatting",
+        "options",
+        "needs",
+        "kfac_options",
+        "train_options",
+        "names",
+        "folder_lock",
+        "signals",
+        "unused_options",
+        "model_and_data",
+        "configure_kfac",
+        "configure",
+        "run_files",
+        "report",
+        "resume",
+        "display",
+        "progress",
+        "session",
+        "train",
+        "epsilon",
+        "plan_tables",
+        "plan",
+        "compare",
+        "inspect",
+        "main",
+    ),
     "foreign": (
         "find_stack",
         "call_template",

@@ -1,24 +1,23 @@
-"""``fdp compare``: two ways to run the same training, and the first stage at which they differ.
+"""``fdp compare``: run the same training in two ways, and find the first stage at which they differ.
 
     fdp compare ranks=1 ranks=4,zero=3
     fdp compare method=materialize method=ghost --model mlp --data digits
     fdp compare ranks=2,zero=0 replicate=2,shard=2,zero=2,offload=params+grads --steps 5
 
 A and B are lists of ``name=value`` on top of the common options: ``ranks`` or the axes ``replicate``, ``shard`` and
-``tensor``, and the options of ``fdp train`` that leave the data as they are. Each runs in processes of its own, on the
-same samples and with the same noise. A difference is ``max |a - b| / max |b|`` of a leaf, and ``|a - b| / |b|`` of a
-sample's loss or norm; the mean, the standard deviation and the sum of a step's logits differ in units of their root
-mean square. The optimizer is SGD unless told otherwise: Adam's first update divides every element of the gradient by
-its own size, which makes a difference of what was rounding in the elements that are nearly 0.
+``tensor``, and the options of ``fdp train`` that do not change the data. Each side runs in its own processes, on the
+same samples and with the same noise. The difference of a leaf is ``max |a - b| / max |b|``, that of a sample's loss or
+norm ``|a - b| / |b|``; the mean, standard deviation and sum of a step's logits are compared in units of their root mean
+square. The default optimizer is SGD: Adam's first update divides every element of the gradient by its own size, which
+magnifies rounding in elements that are nearly 0.
 
-Exit code 0: equal within ``--tolerance`` at every stage; 3: not, and the last line says where first. What is printed
-is computed on the data and not covered by any budget.
+Exit code 0: equal within ``--tolerance`` at every stage; 3: not, and the last line says where first. What is printed is
+computed on the data and not covered by any budget.
 """
 
 from __future__ import annotations
 
 import difflib
-import inspect
 import json
 import math
 import os
@@ -28,102 +27,133 @@ import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import NoneType
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from typer import Argument, Exit, Option
+from typer import Argument, Exit
 
-from fdp.cli.train import train_command
+from fdp.cli.options import Flag, build, expand_groups, options_of, parse_value, to_dict
+from fdp.cli.train_options import OutputOptions, TrainOptions, train_flag
 
 if TYPE_CHECKING:
     from fdp.run.compare import Difference
 
-DIFFERENT = 3
+EXIT_DIFFERENT = 3
 AXES = ("replicate", "shard", "tensor")
-OF_BOTH = {"model", "data", "field", "context", "batch_size", "population", "steps", "seed", "timeout"}
-"""Options that decide which samples are seen, or how long to wait for them: the same on both sides."""
-OF_TRAIN = {"mesh", "epsilon", "delta", "save_every", "keep", "out", "quiet", "as_json"}
-"""Options of ``fdp train`` without a meaning here: axes are given one by one, noise as it is, and nothing is kept."""
+SAME_ON_BOTH_SIDES = {"model", "data", "field", "context", "batch_size", "population", "steps", "seed", "timeout"}
+"""Options that decide which samples are seen, or how long to wait for them."""
+NOT_ACCEPTED = {"mesh", "epsilon", "delta", *options_of(OutputOptions)}
+"""Options of ``fdp train`` without a meaning here: axes are given one by one, the noise directly; nothing is saved."""
 NOT_COVERED = "computed on the data without noise: covered by no budget"
-CONTEXT = 32
-"""Tokens that a language model sees unless told otherwise: a comparison takes seconds, not minutes."""
+CONTEXT_TOKENS = 32
+"""Default context of a language model: a comparison should take seconds, not minutes."""
 
 
+@dataclass(frozen=True)
+class CommonOptions:
+    """The options of ``fdp train`` that both sides share, with defaults for a comparison that takes seconds."""
+
+    model: Annotated[str, train_flag("model")] = "gpt-nano"
+    data: Annotated[str, train_flag("data")] = "stdlib"
+    context: Annotated[int | None, train_flag("context", default_text=str(CONTEXT_TOKENS))] = None
+    steps: Annotated[int, train_flag("steps")] = 3
+    seed: Annotated[int, train_flag("seed", help="Seed of the samples, the noise and the initial parameters.")] = 0
+    batch_size: Annotated[int, train_flag("batch_size")] = 8
+    microbatch: Annotated[int, train_flag("microbatch")] = 8
+    noise_multiplier: Annotated[
+        float | None, train_flag("noise_multiplier", help="Noise as a multiple of C.", default_text="1; method none: 0")
+    ] = None
+    max_norm: Annotated[float, train_flag("max_norm")] = 1.0
+    clip: Annotated[str, train_flag("clip")] = "flat"
+    method: Annotated[str, train_flag("method")] = "auto"
+    lr: Annotated[float, train_flag("lr")] = 0.1
+    optimizer: Annotated[str, train_flag("optimizer")] = "sgd"
+    dtype: Annotated[str, train_flag("dtype")] = "float32"
+    device: Annotated[str, train_flag("device")] = "auto"
+    timeout: Annotated[float, train_flag("timeout")] = 600.0
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """The tolerance, and the form of the result."""
+
+    tolerance: Annotated[float, Flag("The largest relative difference that counts as equal.")] = 1e-5
+    as_json: Annotated[bool, Flag("Print the result as one JSON object, last.", name="--json")] = False
+
+
+@expand_groups
 def compare_command(
     a: Annotated[str, Argument(metavar="A", help="name=value,... such as ranks=1 or method=materialize.")],
     b: Annotated[str, Argument(metavar="B", help="name=value,... such as ranks=4,zero=3 or method=ghost.")],
-    model: Annotated[str, Option(help="A preset, such as gpt-nano or mlp.")] = "gpt-nano",
-    data: Annotated[str, Option(help="stdlib, digits, or a path, as for fdp train.")] = "stdlib",
-    context: Annotated[int | None, Option(help=f"Tokens a language model sees; default: {CONTEXT}.")] = None,
-    steps: Annotated[int, Option(help="Steps.")] = 3,
-    seed: Annotated[int, Option(help="Of the samples, the noise and the first parameters.")] = 0,
-    batch_size: Annotated[int, Option(help="Expected samples per step (Poisson).")] = 8,
-    microbatch: Annotated[int, Option(help="Samples computed at once.")] = 8,
-    noise_multiplier: Annotated[
-        float | None, Option(help="Noise as a multiple of C; default: 1, for method none 0.")
-    ] = None,
-    max_norm: Annotated[float, Option(help="C: the most one sample can add to the sum.")] = 1.0,
-    clip: Annotated[str, Option(help="flat, per-layer, automatic or quantile.")] = "flat",
-    method: Annotated[str, Option(help="auto, ghost, ghost_bk, materialize or none.")] = "auto",
-    lr: Annotated[float, Option(help="Peak learning rate.")] = 0.1,
-    optimizer: Annotated[str, Option(help="Any of fdp train's: sgd, adamw, adagrad, kfac, ...")] = "sgd",
-    dtype: Annotated[str, Option(help="float32 or bfloat16.")] = "float32",
-    device: Annotated[str, Option(help="auto, cpu or cuda.")] = "auto",
-    timeout: Annotated[float, Option(help="Seconds to wait for a rank that does not answer.")] = 600.0,
-    tolerance: Annotated[float, Option(help="The largest relative difference that counts as equal.")] = 1e-5,
-    as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object, last.")] = False,
+    common: CommonOptions,
+    options: CompareOptions,
 ) -> None:
     """Run A and B on the same data; say where they first differ. Exit code 0: nowhere, 3: somewhere."""
-    common = dict(locals())
-    texts = {"A": common.pop("a"), "B": common.pop("b")}
-    # torch takes seconds to import, and --help and mistakes on the command line should not.
+    # torch takes seconds to import; --help and mistakes on the command line should not wait for it.
     from fdp.parallel import launch
     from fdp.run.compare import compare, first_over, read
     from fdp.types import FdpError
 
     if launch.started_by_torchrun():
         raise FdpError("fdp compare starts the ranks itself; expected to be started alone, not by torchrun")
-    if not 0 <= tolerance < math.inf:
-        raise FdpError(f"--tolerance: expected a finite number, 0 or more, got {tolerance}")
-    sides = {name: settings_of(name, text, common) for name, text in texts.items()}
+    if not 0 <= options.tolerance < math.inf:
+        raise FdpError(f"--tolerance: expected a finite number, 0 or more, got {options.tolerance}")
+    texts = {"A": a, "B": b}
+    sides = {name: side_options(name, text, to_dict(common)) for name, text in texts.items()}
     for name, settings in sides.items():
-        _check(name, settings)
+        _check_side(name, settings)
     console = Console(highlight=False)
     with tempfile.TemporaryDirectory(prefix="fdp-compare-") as temporary:
         folders = {name: Path(temporary) / name for name in sides}
         for name, settings in sides.items():
             with console.status(f"running {name}"):
-                observed(name, settings, folders[name])
+                run_side(name, settings, folders[name])
         found = list(compare(*(read(folder) for folder in folders.values())))
-    first = first_over(found, tolerance=tolerance)
-    console.print(_table(found, texts, tolerance))
-    console.print(Text(_verdict(first, tolerance), style="green" if first is None else "red"), soft_wrap=True)
-    if as_json:
+    first = first_over(found, tolerance=options.tolerance)
+    console.print(_table(found, texts, options.tolerance))
+    verdict = Text(_verdict(first, options.tolerance), style="green" if first is None else "red")
+    console.print(verdict, soft_wrap=True)
+    if options.as_json:
         result = {
             "a": a,
             "b": b,
-            "tolerance": tolerance,
+            "tolerance": options.tolerance,
             "equal": first is None,
             "first": None if first is None else _as_json(first),
             "differences": [_as_json(difference) for difference in found],
         }
         print(json.dumps(result))
     if first is not None:
-        raise Exit(DIFFERENT)
+        raise Exit(EXIT_DIFFERENT)
 
 
-def settings_of(side: str, text: str, common: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of ``fdp train`` for ``text`` on top of the common options; ``mesh`` None: one rank, no group."""
+def side_options(side: str, text: str, common: Mapping[str, Any]) -> TrainOptions:
+    """Return the options of ``fdp train`` for ``text`` on top of the common ones; one rank has no mesh."""
     from fdp.models import LANGUAGE
+
+    own, axes = _parse_side(side, text)
+    options = build(TrainOptions, {**common, **own})
+    axes = {"shard" if name == "ranks" else name: size for name, size in axes.items() if size > 1}
+    mesh = ",".join(f"{axis}={size}" for axis, size in axes.items()) or None
+    ranks = replace(options.ranks, mesh=mesh, offload=options.ranks.offload.replace("+", ","))
+    data, privacy = options.data, options.privacy
+    if data.context is None and options.model.model in LANGUAGE:
+        data = replace(data, context=CONTEXT_TOKENS)
+    if privacy.noise_multiplier is None:
+        privacy = replace(privacy, noise_multiplier=0.0 if privacy.method == "none" else 1.0)
+    return replace(options, data=data, privacy=privacy, ranks=ranks)
+
+
+def _parse_side(side: str, text: str) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the options and the sizes of the axes in ``name=value,...``."""
     from fdp.types import FdpError
 
-    defaults = {name: parameter.default for name, parameter in inspect.signature(train_command).parameters.items()}
-    kinds = get_type_hints(train_command)
-    known = ["ranks", *AXES, *sorted(set(defaults) - OF_BOTH - OF_TRAIN)]
+    train = options_of(TrainOptions)
+    known = ["ranks", *AXES, *sorted(set(train) - SAME_ON_BOTH_SIDES - NOT_ACCEPTED)]
     axes: dict[str, int] = {}
     own: dict[str, Any] = {}
     for part in text.split(",") if text else []:
@@ -135,32 +165,24 @@ def settings_of(side: str, text: str, common: Mapping[str, Any]) -> dict[str, An
             names = ", ".join(known)
             raise FdpError(f"{side}: expected name=value,... with each name once of {names}; got {part!r}.{hint}")
         if name == "ranks" or name in AXES:
-            axes[name] = _parsed(side, name, value, int)
+            axes[name] = parse_value(value, int, where=side, name=name)
         else:
-            own[name] = _parsed(side, name, value, kinds[name])
+            own[name] = parse_value(value, train[name].value_type, where=side, name=name)
     if "ranks" in axes and len(axes) > 1:
         raise FdpError(f"{side}: expected either ranks or the axes {', '.join(AXES)}, got both in {text!r}")
     if any(size < 1 for size in axes.values()):
         raise FdpError(f"{side}: expected at least 1 rank along every axis, got {text!r}")
-    settings = defaults | {name: value for name, value in common.items() if name in defaults} | own
-    axes = {"shard" if name == "ranks" else name: size for name, size in axes.items() if size > 1}
-    settings["mesh"] = ",".join(f"{axis}={size}" for axis, size in axes.items()) or None
-    settings["offload"] = settings["offload"].replace("+", ",")
-    if settings["context"] is None and settings["model"] in LANGUAGE:
-        settings["context"] = CONTEXT
-    if settings["noise_multiplier"] is None:
-        settings["noise_multiplier"] = 0.0 if settings["method"] == "none" else 1.0
-    return settings
+    return own, axes
 
 
-def observed(side: str, settings: Mapping[str, Any], folder: Path) -> None:
-    """Run the settings in processes of their own, and leave what was seen in ``folder``."""
+def run_side(side: str, options: TrainOptions, folder: Path) -> None:
+    """Run a side in its own processes, which write what they observe to ``folder``."""
     from fdp.types import FdpError
 
     folder.mkdir()
     file = folder / "settings.json"
-    file.write_text(json.dumps(settings))
-    ranks = _ranks(settings)
+    file.write_text(json.dumps(to_dict(options)))
+    ranks = _rank_count(options)
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     command = [sys.executable, *start, "-m", "fdp.cli.compare", str(file)]
     # They import what this process does, wherever it was started from.
@@ -173,7 +195,7 @@ def observed(side: str, settings: Mapping[str, Any], folder: Path) -> None:
 
 
 def _observe(file: Path) -> int:
-    """One process of :func:`observed`: join the others, if there are any, observe, and say what was wrong if it was."""
+    """Run one process of :func:`run_side`: join the other ranks, observe the run, and write down a mistake."""
     import torch
 
     from fdp.cli.configure import configure
@@ -183,23 +205,23 @@ def _observe(file: Path) -> int:
     from fdp.types import FdpError
 
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
-    settings = json.loads(file.read_text())
+    options = build(TrainOptions, json.loads(file.read_text()))
     group = nullcontext()
     if launch.started_by_torchrun():
         torch.set_num_threads(1)  # the ranks share the cores of one machine
-        group = launch.join_ranks(launch.device_type(settings["device"]), timeout=settings["timeout"])
+        group = launch.join_ranks(launch.device_type(options.compute.device), timeout=options.ranks.timeout)
     try:
         with group:
-            # One text for both sides: what they compute with is the same samples and noise, whatever else differs.
-            write(observe(*prepare(configure(settings), settings="compare")), file.parent)
+            # The same settings in the key on both sides: they use the same samples and noise, whatever else differs.
+            write(observe(*prepare(configure(options), settings="compare")), file.parent)
     except FdpError as error:
         (file.parent / f"mistake-{launch.rank():04}").write_text(str(error))
         return 2
     return 0
 
 
-def _check(side: str, settings: Mapping[str, Any]) -> None:
-    """Mistakes in either side's settings, before the first one runs."""
+def _check_side(side: str, options: TrainOptions) -> None:
+    """Raise if a side's options are wrong, before the first side runs."""
     import torch
 
     from fdp.cli.configure import configure
@@ -207,34 +229,21 @@ def _check(side: str, settings: Mapping[str, Any]) -> None:
     from fdp.types import FdpError
 
     try:
-        configure({**settings, "mesh": None})
+        configure(replace(options, ranks=replace(options.ranks, mesh=None)))
     except FdpError as error:
         raise FdpError(f"{side}: {error}") from error
-    ranks = _ranks(settings)
-    if launch.device_type(settings["device"]) == "cuda" and torch.cuda.device_count() < ranks:
+    ranks = _rank_count(options)
+    if launch.device_type(options.compute.device) == "cuda" and torch.cuda.device_count() < ranks:
         raise FdpError(
             f"{side}: expected a GPU for each of the {ranks} ranks, found {torch.cuda.device_count()}; "
             f"use --device cpu, or fewer ranks"
         )
 
 
-def _ranks(settings: Mapping[str, Any]) -> int:
-    from fdp.cli.configure import mesh_axes
+def _rank_count(options: TrainOptions) -> int:
+    from fdp.cli.names import parse_mesh
 
-    return 1 if settings["mesh"] is None else math.prod(mesh_axes(settings["mesh"]).values())
-
-
-def _parsed(side: str, name: str, text: str, kind: Any) -> Any:
-    """``text`` as a value of the option's kind."""
-    from fdp.types import FdpError
-
-    kind = next(one for one in (get_args(kind) or (kind,)) if one is not NoneType)
-    truths = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-    try:
-        return truths[text.lower()] if kind is bool else kind(text)
-    except (KeyError, ValueError):
-        words = {bool: "true or false", int: "a whole number", float: "a number"}
-        raise FdpError(f"{side}: expected {name}={words.get(kind, kind.__name__)}, got {text!r}") from None
+    return 1 if options.ranks.mesh is None else math.prod(parse_mesh(options.ranks.mesh).values())
 
 
 def _table(found: Sequence[Difference], texts: Mapping[str, str], tolerance: float) -> Table:
@@ -263,7 +272,7 @@ def _number(value: float) -> str:
 
 
 def _as_json(difference: Difference) -> dict[str, Any]:
-    """JSON has no infinity: null is "not comparable", such as NaN on one side only."""
+    """Return a difference for JSON, which has no infinity: null is "not comparable", such as NaN on one side only."""
     step, stage, where, value = difference
     number = value if math.isfinite(value) else None
     return {"step": step, "stage": stage.value, "where": where, "difference": number}

@@ -1,10 +1,10 @@
-"""``fdp epsilon``: what a mechanism costs, or how much noise a budget needs, without training.
+"""``fdp epsilon``: the epsilon of a mechanism, or the noise for a budget, without training.
 
     fdp epsilon --noise-multiplier 1.1 --delta 1e-6 --population 50000 --batch-size 256 --steps 1000
     fdp epsilon --epsilon 3 --delta 1e-6 --population 50000 --batch-size 256 --steps 1000 --plot budget.png
 
-Exactly one of ``--noise-multiplier`` and ``--epsilon`` is given; the other is the answer. What ``fdp train`` says of
-K-FAC's noised statistics is said here in the same words, and accounted alike:
+Give exactly one of ``--noise-multiplier`` and ``--epsilon``; the other is computed. K-FAC's noised statistics have the
+same options as in ``fdp train`` and are accounted in the same way:
 
     fdp epsilon --epsilon 3 ... --kfac-data noised --kfac-period 20
 """
@@ -13,128 +13,188 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
-from typer import Option
 
-from fdp.cli import rounded_up
+from fdp.cli.formatting import round_up
+from fdp.cli.options import Flag, expand_groups
+from fdp.cli.train_options import train_flag
 
 if TYPE_CHECKING:
     from fdp.privacy.mechanism import Mechanism
 
+TABLE_PARTS = (0.01, 0.1, 0.25, 0.5, 0.75, 1.0)
+"""Parts of the steps after which the table shows epsilon."""
+
 
 class AccountantName(StrEnum):
-    """The accountants by the names the command line takes."""
+    """The accountants by their names on the command line."""
 
     pld = "pld"
     rdp = "rdp"
 
 
-def epsilon_command(
-    delta: Annotated[float, Option(help="The probability that the bound may fail; well below 1 / population.")],
-    population: Annotated[
-        int, Option(help="The public number of samples, from which the sampling rate comes, as of fdp train.")
-    ],
-    batch_size: Annotated[float, Option(help="Expected samples per step (Poisson).")],
-    steps: Annotated[int, Option(help="Steps.")],
-    noise_multiplier: Annotated[float | None, Option(help="Noise as a multiple of C: gives epsilon.")] = None,
-    epsilon: Annotated[float | None, Option(help="Budget: gives the noise multiplier.")] = None,
-    accountant: Annotated[AccountantName, Option(help="Whose epsilon counts; both are shown.")] = AccountantName.pld,
-    max_batch_size: Annotated[int | None, Option(help="Truncate larger draws to this many samples; PLD only.")] = None,
-    count_noise: Annotated[float | None, Option(help="Quantile clipping: the noise on its count, in samples.")] = None,
+@dataclass(frozen=True)
+class MechanismOptions:
+    """The subsampled Gaussian mechanism and its accountant."""
+
+    delta: Annotated[float, Flag("The probability that the bound may fail; well below 1 / population.")]
+    population: Annotated[int, Flag("The public number of samples, which sets the sampling rate, as in fdp train.")]
+    batch_size: Annotated[float, train_flag("batch_size")]
+    steps: Annotated[int, train_flag("steps")]
+    noise_multiplier: Annotated[float | None, Flag("Noise as a multiple of C: gives epsilon.")] = None
+    epsilon: Annotated[float | None, Flag("Privacy budget: gives the noise multiplier.")] = None
+    accountant: Annotated[AccountantName, Flag("The accountant of the result; both are shown.")] = AccountantName.pld
+    max_batch_size: Annotated[int | None, Flag("Truncate larger draws to this many samples; PLD only.")] = None
+    count_noise: Annotated[float | None, Flag("For quantile clipping: the noise on its count, in samples.")] = None
     kfac_data: Annotated[
-        str | None, Option(help="As of fdp train: noised adds K-FAC's statistics; all else costs nothing.")
-    ] = None,
-    kfac_noise: Annotated[
-        float | None,
-        Option(
-            help="As of fdp train: noise of noised statistics as a multiple of their C; default: what spends a third "
-            "of --epsilon by itself, or --noise-multiplier."
-        ),
-    ] = None,
-    kfac_period: Annotated[int, Option(help="As of fdp train: steps between noised statistics.")] = 10,
-    plot: Annotated[Path | None, Option(help="Draw epsilon against steps into this .png file.")] = None,
-    as_json: Annotated[bool, Option("--json", help="Print the result as one JSON object, last.")] = False,
-) -> None:
-    """What a mechanism costs, or the noise for a budget. Neighbours: add or remove one sample; sampling rate public."""
-    # torch takes seconds to import, and --help and mistakes on the command line should not.
+        str | None, Flag("As in fdp train: noised adds K-FAC's statistics; every other source costs nothing.")
+    ] = None
+    kfac_noise: Annotated[float | None, train_flag("kfac_noise")] = None
+    kfac_period: Annotated[int, Flag("As in fdp train: steps between noised statistics.")] = 10
+
+
+@dataclass(frozen=True)
+class EpsilonOutputOptions:
+    """The plot, and the form of the result."""
+
+    plot: Annotated[Path | None, Flag("Draw epsilon against steps into this .png file.")] = None
+    as_json: Annotated[bool, Flag("Print the result as one JSON object, last.", name="--json")] = False
+
+
+class Budget(NamedTuple):
+    """The epsilon of a mechanism, and its curve by both accountants: epsilon by number of steps."""
+
+    mechanism: Mechanism
+    epsilon: float
+    pld: dict[int, float | None]
+    rdp: dict[int, float | None]
+
+
+@expand_groups
+def epsilon_command(options: MechanismOptions, output: EpsilonOutputOptions) -> None:
+    """Compute the epsilon of a mechanism, or the noise for a budget.
+
+    Neighbours differ by adding or removing one sample; the sampling rate is public.
+    """
+    # torch takes seconds to import; --help and mistakes on the command line should not wait for it.
+    from fdp.types import FdpError
+
+    if (options.noise_multiplier is None) == (options.epsilon is None):
+        got = "neither" if options.epsilon is None else "both"
+        raise FdpError(f"expected exactly one of --noise-multiplier and --epsilon, got {got}; the other is computed")
+    if output.plot is not None and (output.plot.suffix != ".png" or not output.plot.parent.is_dir()):
+        raise FdpError(f"--plot: expected a .png file in a folder that exists, got {output.plot}")
+    budget = compute_budget(options)
+    console = Console(highlight=False)
+    _print_budget(console, budget, options)
+    if output.plot is not None:
+        _plot(output.plot, budget.mechanism, steps=options.steps, delta=options.delta)
+        console.print(f"drawn in {output.plot}", soft_wrap=True)
+    if output.as_json:
+        print(json.dumps(_result(budget, options)))
+
+
+def compute_budget(options: MechanismOptions) -> Budget:
+    """Return the mechanism, with the noise for the budget if one is given, and its epsilon."""
     from fdp.kfac.private.sources import releases_of
     from fdp.privacy import accounting
     from fdp.privacy.clipping import flat
-    from fdp.privacy.guarantee import RELATION, delta_advice
     from fdp.privacy.mechanism import Mechanism
     from fdp.privacy.sampling import poisson
     from fdp.types import FdpError
 
-    if (noise_multiplier is None) == (epsilon is None):
-        got = "neither" if epsilon is None else "both"
-        raise FdpError(f"expected exactly one of --noise-multiplier and --epsilon, got {got}; the other is computed")
-    if plot is not None and (plot.suffix != ".png" or not plot.parent.is_dir()):
-        raise FdpError(f"--plot: expected a .png file in a folder that exists, got {plot}")
-    used = accounting.Accountant(accountant.value)
-    sampling = poisson(population, expected_batch_size=batch_size, population=population, max_batch_size=max_batch_size)
-    # The budget does not depend on C, and on the clip style only through what its count releases.
-    clip = flat(max_norm=1.0)._replace(count_noise=count_noise)
-    more = None
-    if kfac_data == "noised":
-        noise = {"noise": kfac_noise, "noise_multiplier": noise_multiplier}
-        # nor on the C of the statistics
-        more = releases_of(
-            sampling, max_norm=1.0, period=kfac_period, steps=steps, epsilon=epsilon, delta=delta, **noise
+    steps, delta, population = options.steps, options.delta, options.population
+    accountant = accounting.Accountant(options.accountant.value)
+    sampling = poisson(
+        population,
+        expected_batch_size=options.batch_size,
+        population=population,
+        max_batch_size=options.max_batch_size,
+    )
+    # The budget does not depend on C, of gradients or of statistics; the clip style matters only by its count's noise.
+    clip, statistics = flat(max_norm=1.0)._replace(count_noise=options.count_noise), None
+    if options.kfac_data == "noised":
+        statistics = releases_of(
+            sampling,
+            max_norm=1.0,
+            period=options.kfac_period,
+            steps=steps,
+            epsilon=options.epsilon,
+            delta=delta,
+            noise=options.kfac_noise,
+            noise_multiplier=options.noise_multiplier,
         )
-    elif kfac_noise is not None:
-        raise FdpError(f"--kfac-noise: expected --kfac-data noised to go with it, got {kfac_data or 'none'}")
-    if epsilon is not None:
-        noise_multiplier = accounting.noise_multiplier_for(
-            sampling, clip, epsilon=epsilon, delta=delta, steps=steps, accountant=used, statistics=more
+    elif options.kfac_noise is not None:
+        raise FdpError(f"--kfac-noise: expected --kfac-data noised to go with it, got {options.kfac_data or 'none'}")
+    noise = options.noise_multiplier
+    if options.epsilon is not None:
+        noise = accounting.noise_multiplier_for(
+            sampling,
+            clip,
+            epsilon=options.epsilon,
+            delta=delta,
+            steps=steps,
+            accountant=accountant,
+            statistics=statistics,
         )
-    assert noise_multiplier is not None
-    mechanism = Mechanism(sampling, clip, noise_multiplier, more)
-    spent = accounting.epsilon(mechanism, steps=steps, delta=delta, accountant=used)
-    counts = sorted({max(1, round(steps * part)) for part in (0.01, 0.1, 0.25, 0.5, 0.75, 1.0)})
-    pld, rdp = ({t: _bound(mechanism, t, delta, name) for t in counts} for name in AccountantName)
+    assert noise is not None
+    mechanism = Mechanism(sampling, clip, noise, statistics)
+    spent = accounting.epsilon(mechanism, steps=steps, delta=delta, accountant=accountant)
+    counts = sorted({max(1, round(steps * part)) for part in TABLE_PARTS})
+    pld, rdp = ({count: _bound(mechanism, count, delta, name) for count in counts} for name in AccountantName)
+    return Budget(mechanism, spent, pld, rdp)
 
-    console = Console(highlight=False)
-    shown = rounded_up(noise_multiplier, 5)
-    console.print(_table(pld, rdp, title=f"epsilon at delta {delta:g}, noise multiplier {shown}"))
-    answer = f"noise multiplier {shown}: epsilon {rounded_up(spent, 4)}"
-    console.print(f"{answer} at delta {delta:g} after {steps} steps at rate {sampling.rate:.4g} ({used.name})")
+
+def _print_budget(console: Console, budget: Budget, options: MechanismOptions) -> None:
+    from fdp.privacy.guarantee import RELATION, delta_advice
+
+    mechanism, steps, delta = budget.mechanism, options.steps, options.delta
+    noise, rate = round_up(mechanism.noise_multiplier, 5), mechanism.sampling.rate
+    console.print(_table(budget, title=f"epsilon at delta {delta:g}, noise multiplier {noise}"))
+    console.print(
+        f"noise multiplier {noise}: epsilon {round_up(budget.epsilon, 4)} at delta {delta:g} after {steps} steps at "
+        f"rate {rate:.4g} ({options.accountant.value.upper()})"
+    )
     console.print(f"neighbours: {RELATION}")
-    if more is not None:
-        noise = rounded_up(more.noise_multiplier, 5)
-        console.print(f"in it {more.releases(steps)} releases of statistics, noise {noise} x their C")
-    if advice := delta_advice(population, delta):
+    if (statistics := mechanism.statistics) is not None:
+        noise = round_up(statistics.noise_multiplier, 5)
+        console.print(f"this includes {statistics.releases(steps)} releases of statistics, noise {noise} x their C")
+    if advice := delta_advice(options.population, delta):
         console.print(f"[yellow]{advice}[/]")
-    if plot is not None:
-        _draw(plot, mechanism, steps=steps, delta=delta)
-        console.print(f"drawn in {plot}", soft_wrap=True)
-    if as_json:
-        result = {
-            "noise_multiplier": noise_multiplier,
-            "effective_noise_multiplier": accounting.effective_noise_multiplier(mechanism),
-            "epsilon": _finite(spent),
-            "accountant": used.value,
-            "epsilon_pld": _finite(pld[steps]),
-            "epsilon_rdp": _finite(rdp[steps]),
-            "delta": delta,
-            "steps": steps,
-            "sampling_rate": sampling.rate,
-            "population": population,
-            "expected_batch_size": batch_size,
-            "max_batch_size": max_batch_size,
-            "count_noise": count_noise,
-            "kfac_noise_multiplier": None if more is None else more.noise_multiplier,
-            "relation": RELATION,
-        }
-        print(json.dumps(result))
+
+
+def _result(budget: Budget, options: MechanismOptions) -> dict[str, Any]:
+    from fdp.privacy import accounting
+    from fdp.privacy.guarantee import RELATION
+
+    mechanism, steps = budget.mechanism, options.steps
+    return {
+        "noise_multiplier": mechanism.noise_multiplier,
+        "effective_noise_multiplier": accounting.effective_noise_multiplier(mechanism),
+        "epsilon": _finite(budget.epsilon),
+        "accountant": options.accountant.value,
+        "epsilon_pld": _finite(budget.pld[steps]),
+        "epsilon_rdp": _finite(budget.rdp[steps]),
+        "delta": options.delta,
+        "steps": steps,
+        "sampling_rate": mechanism.sampling.rate,
+        "population": options.population,
+        "expected_batch_size": options.batch_size,
+        "max_batch_size": options.max_batch_size,
+        "count_noise": options.count_noise,
+        "kfac_noise_multiplier": None if mechanism.statistics is None else mechanism.statistics.noise_multiplier,
+        "relation": RELATION,
+    }
 
 
 def _bound(mechanism: Mechanism, steps: int, delta: float, name: AccountantName) -> float | None:
-    """Epsilon by one accountant, None where it has none to offer."""
+    """Return epsilon by one accountant, None if that accountant has no bound."""
     from fdp.privacy import accounting
 
     pld = name is AccountantName.pld
@@ -143,17 +203,17 @@ def _bound(mechanism: Mechanism, steps: int, delta: float, name: AccountantName)
     return accounting.epsilon(mechanism, steps=steps, delta=delta, accountant=accounting.Accountant(name.value))
 
 
-def _table(pld: dict[int, float | None], rdp: dict[int, float | None], *, title: str) -> Table:
+def _table(budget: Budget, *, title: str) -> Table:
     table = Table(title=title)
     for heading in ("steps", "PLD", "RDP"):
         table.add_column(heading, justify="right")
-    for count in pld:
-        row = (pld[count], rdp[count])
-        table.add_row(f"{count:,}", *("-" if value is None else rounded_up(value, 4) for value in row))
+    for count in budget.pld:
+        row = (budget.pld[count], budget.rdp[count])
+        table.add_row(f"{count:,}", *("-" if value is None else round_up(value, 4) for value in row))
     return table
 
 
-def _draw(path: Path, mechanism: Mechanism, *, steps: int, delta: float) -> None:
+def _plot(path: Path, mechanism: Mechanism, *, steps: int, delta: float) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -178,5 +238,5 @@ def _draw(path: Path, mechanism: Mechanism, *, steps: int, delta: float) -> None
 
 
 def _finite(value: float | None) -> float | None:
-    """JSON has no infinity: null is "no finite bound"."""
+    """Return the value for JSON, which has no infinity: None is "no finite bound"."""
     return value if value is not None and math.isfinite(value) else None

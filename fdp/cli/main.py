@@ -1,14 +1,14 @@
-"""``fdp``: the commands, their errors and their exit codes.
+"""The ``fdp`` command line: its commands, error messages and exit codes.
 
-    fdp train                       a private run with the defaults, on the data that Python brings along
-    fdp epsilon --help              what a mechanism costs, without training
-    fdp plan --world 8              memory, traffic and flops of a step on machines one does not have
-    fdp compare ranks=1 ranks=4     two configurations, stage by stage: where they first differ
-    fdp inspect models/tiny         leaves, uses, rules, blocks and memory of a model one brings along
+    fdp train                       train privately with the defaults, on the sources of Python's standard library
+    fdp epsilon --help              compute the epsilon of a mechanism, without training
+    fdp plan --world 8              estimate memory, traffic and flops of a step on machines you do not have
+    fdp compare ranks=1 ranks=4     run two configurations and show the first stage at which they differ
+    fdp inspect models/tiny         show leaves, uses, rules, blocks and memory of a model
 
-Exit code 0: done; 1: a fault of fdp itself, with a traceback, or another rank is gone; 2: a mistake in what it was
-given, explained in one paragraph on stderr; 3: ``compare`` found a difference; 130: interrupted. With ``--json`` the
-last line of stdout is one JSON object: the result, or ``{"error": ...}``.
+Exit code 0: done; 1: a bug in fdp, with a traceback, or a lost rank; 2: a mistake in the input, explained in one
+paragraph on stderr; 3: ``compare`` found a difference; 130: interrupted. With ``--json`` the last line of stdout is one
+JSON object: the result, or ``{"error": ...}``.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from fdp.cli import version_of
 from fdp.cli.compare import compare_command
 from fdp.cli.epsilon import epsilon_command
+from fdp.cli.formatting import package_version
 from fdp.cli.inspect import inspect_command
 from fdp.cli.plan import plan_command
 from fdp.cli.train import train_command
 
-# What typer raises for a mistake on the command line; only its subclass has a public name.
+# The error that typer raises for a mistake on the command line; only its subclass has a public name.
 _UsageError: Any = typer.BadParameter.__bases__[0]
 
-# Before torch is imported: what it logs when another process is gone is a stack of addresses. fdp says which one it is.
+# Set before torch is imported: it logs a stack of addresses when another process is gone; fdp says which one it is.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 app = typer.Typer(
@@ -52,7 +52,7 @@ app.command("inspect")(inspect_command)
 
 def _show_version(value: bool) -> None:
     if value:
-        print(f"fdp {version_of('fdp')}")
+        print(f"fdp {package_version('fdp')}")
         raise typer.Exit
 
 
@@ -67,8 +67,8 @@ def _options(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command and exit: 0, or 2 with the mistake explained on stderr."""
-    words = _offload_all(list(sys.argv[1:] if arguments is None else arguments))
+    """Run a command and exit; see the module docstring for the exit codes."""
+    words = _expand_offload(list(sys.argv[1:] if arguments is None else arguments))
     try:
         code = app(args=words, prog_name="fdp", standalone_mode=False)
     except (ValueError, OSError) as error:
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _explain(error, words)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)  # threads that wait for the lost rank would be waited for
+        os._exit(1)  # a normal exit would wait for threads that wait for the lost rank
     except _UsageError as error:
         from fdp.parallel import launch
 
@@ -92,29 +92,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(code or 0)
 
 
-def _offload_all(words: list[str]) -> list[str]:
-    """``--offload`` with nothing after it is ``--offload all``."""
-    full = []
+def _expand_offload(words: list[str]) -> list[str]:
+    """Replace ``--offload`` without a value by ``--offload all``."""
+    expanded = []
     for word, after in zip(words, [*words[1:], "--"]):
-        full += [word, "all"] if word == "--offload" and after.startswith("-") else [word]
-    return full
+        expanded += [word, "all"] if word == "--offload" and after.startswith("-") else [word]
+    return expanded
 
 
 def _explain(error: Exception, words: Sequence[str]) -> None:
-    from fdp.parallel import launch  # here, since they bring torch along, which takes seconds
+    """Print a mistake on stderr, and as JSON if that was asked for; raise an error that is a bug."""
+    from fdp.parallel import launch  # here, since both import torch, which takes seconds
     from fdp.types import FdpError
 
     if isinstance(error, ValueError) and not isinstance(error, FdpError):
         raise error
     message = getattr(error, "format_message", error.__str__)()
-    if not message:  # no command was given: the help is on the screen
+    if not message:  # no command was given, and the help is already printed
         return
     if launch.rank() > 0 and getattr(error, "everywhere", False):
-        time.sleep(3)  # every rank raised it and the first one says it: torchrun would stop it when another ends
+        time.sleep(
+            3
+        )  # every rank raised it and rank 0 prints it: if another rank ended first, torchrun would stop rank 0
         return
     message = message if launch.rank() == 0 else f"rank {launch.rank()}: {message}"
     console = Console(stderr=True)
     paragraph = Text("fdp: ", style="bold red") + Text(message, style="red")
-    console.print(paragraph, soft_wrap=not console.is_terminal)  # in a log, one line that can be searched
+    console.print(paragraph, soft_wrap=not console.is_terminal)  # one line in a log, so that it can be searched
     if "--json" in words:
         print(json.dumps({"error": message}))

@@ -1,26 +1,27 @@
-"""What is trained, and on what: the model and the data that the command line names.
+"""Load the model and the data that the command line names, and export the trained model.
 
---model gpt2-large                    a preset, drawn from the key
---model models/tiny                   a local folder of ``transformers``: its values in, a folder like it out
---lora 16 / --train-only '*bias'      only adapters, or only the leaves that match
---prefix 8                            only keys and values of 8 virtual tokens in front of every layer's own
---unit window | record | user         what one sample is, and so whom the guarantee is about
+--model gpt2-large                    a preset, initialised from the key
+--model models/tiny                   a local folder of ``transformers``; the trained model is a folder like it
+--lora 16 / --train-only '*bias'      train only adapters, or only the leaves that match
+--prefix 8                            train only the keys and values of 8 virtual tokens before every layer's own
+--unit window | record | user         what one sample is, and so whom the guarantee protects
 
->>> chosen = subject(settings)
->>> data = dataset_of(settings, chosen.model)
->>> export(state.params, settings, folder, promised=[guarantee])
+>>> (model, values), dataset = load_model_and_data(options)
+>>> export_model(state.params, options.model, folder, guarantees=[guarantee])
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
 from fdp import keys, models, tree
+from fdp.cli.names import by_value
+from fdp.cli.train_options import DataOptions, ModelOptions, TrainOptions
 from fdp.data import corpus, datasets, text
 from fdp.data.document_packing import PackUnit
 from fdp.data.files import RecordForm
@@ -37,154 +38,164 @@ from fdp.privacy.microbatches import Dataset
 from fdp.storage.safetensors import export_safetensors
 from fdp.types import FdpError, Key, Tree
 
-Values: TypeAlias = Callable[[Model, Sharding | None, Key], Tree]
-"""The first parameters of a model, whole or as this rank's parts; the key is for leaves that nothing is stored for."""
+InitialParams: TypeAlias = Callable[[Model, Sharding | None, Key], Tree]
+"""Returns the initial parameters of a model, full or this rank's shards; leaves without a stored value use the key."""
 
 UNITS = ("window", "record", "user", "row")
 
 
-class Subject(NamedTuple):
-    """The model, and where its first values come from."""
+class ModelSource(NamedTuple):
+    """A model and its initial parameters."""
 
     model: Model
-    values: Values
+    values: InitialParams
 
 
 def is_folder(name: str) -> bool:
-    """Whether ``--model`` names a folder rather than a preset."""
+    """Return True if ``--model`` names a folder, not a preset."""
     return name not in models.PRESETS and Path(name).is_dir()
 
 
-def subject_and_data(settings: Mapping[str, Any]) -> tuple[Subject, Dataset]:
-    """Both: a foreign model is called as the data's entries ask (masks, segments, windows), and so comes after them."""
-    chosen = subject(settings)
-    dataset = dataset_of(settings, chosen.model)
-    if not is_folder(settings["model"]):
-        return chosen, dataset
+def load_model_and_data(options: TrainOptions) -> tuple[ModelSource, Dataset]:
+    """Return the model and the data.
+
+    A model from a folder is made twice if the samples are not just tokens: the arguments of its forward call depend on
+    the entries of the data (masks, segments, windows), and the data on the model's context and vocabulary.
+    """
+    source = load_model(options)
+    dataset = load_dataset(options, source.model)
+    if not is_folder(options.model.model):
+        return source, dataset
     example = dataset.fetch(np.arange(min(2, len(dataset))))
-    plain = set(example) == {"tokens"} and example["tokens"].ndim == 2
-    return (chosen if plain else subject(settings, example=example)), dataset
+    only_tokens = set(example) == {"tokens"} and example["tokens"].ndim == 2
+    return (source if only_tokens else load_model(options, example=example)), dataset
 
 
-def subject(settings: Mapping[str, Any], *, example: Tree | None = None) -> Subject:
-    """The model that was asked for, with adapters or frozen leaves; ``example``: samples that are not tokens alone."""
-    name, context = settings["model"], settings["context"]
-    folder = Path(name) if is_folder(name) else None
-    _check_one_way(settings)
-    if settings["prefix"] is not None:
+def load_model(options: TrainOptions, *, example: Tree | None = None) -> ModelSource:
+    """Return the model, with adapters or frozen leaves; ``example`` are samples that hold more than tokens."""
+    given, context = options.model, options.data.context
+    folder = Path(given.model) if is_folder(given.model) else None
+    _check_one_adapter(given)
+    if given.prefix is not None:
         if folder is None:
-            raise FdpError(f"--prefix: expected --model to be a folder of transformers, got {name!r}; use --lora")
-        model = prefix_model(empty_module(folder), tokens=settings["prefix"], context=context, example=example)
-        return Subject(model, _stored_values(folder, without_prefix(model)))
+            raise FdpError(
+                f"--prefix: expected --model to be a folder of transformers, got {given.model!r}; use --lora"
+            )
+        model = prefix_model(empty_module(folder), tokens=given.prefix, context=context, example=example)
+        return ModelSource(model, _stored_values(folder, without_prefix(model)))
     if folder is None:
-        base = models.build(name, context=context)
+        base = models.build(given.model, context=context)
     else:
         base = hugging_face.load_model(folder, context=context, example=example)
     model = base
-    if settings["lora"] is not None:
-        if settings["lora"] < 1:
-            raise FdpError(f"--lora: expected a rank of at least 1, got {settings['lora']}")
-        targets = _words(settings["lora_targets"]) or _matrices(base)
-        model = lora_model(base, rank=settings["lora"], alpha=_alpha(settings), targets=targets)
-    if settings["train_only"] is not None:
-        model = train_only(base, *_words(settings["train_only"]))
+    if given.lora is not None:
+        if given.lora < 1:
+            raise FdpError(f"--lora: expected a rank of at least 1, got {given.lora}")
+        targets = _split_list(given.lora_targets) or _default_lora_targets(base)
+        model = lora_model(base, rank=given.lora, alpha=_lora_alpha(given.lora, given.lora_alpha), targets=targets)
+    if given.train_only is not None:
+        model = train_only(base, *_split_list(given.train_only))
     if folder is None:
-        return Subject(model, drawn_params)
-    return Subject(model, _stored_values(folder, base))
+        return ModelSource(model, drawn_params)
+    return ModelSource(model, _stored_values(folder, base))
 
 
-def dataset_of(settings: Mapping[str, Any], model: Model, *, source: str | None = None) -> Dataset:
-    """The data that was asked for, a sample being what ``--unit`` says; ``source`` instead of ``--data``."""
-    path = settings["data"] if source is None else source
-    if model.context is None and is_folder(settings["model"]) and path not in datasets.NAMES:
+def load_dataset(options: TrainOptions, model: Model, *, source: str | None = None) -> Dataset:
+    """Return the data in samples as ``--unit`` defines them; ``source`` replaces ``--data``."""
+    given, path = options.data, options.data.data if source is None else source
+    if model.context is None and is_folder(options.model.model) and path not in datasets.NAMES:
         raise FdpError(
-            f"--model {settings['model']}: expected a language model, got a classifier, {model.name}; --data has no "
+            f"--model {options.model.model}: expected a language model, got a classifier, {model.name}; --data has no "
             f"labels. Train it from Python: load(folder, example=data) of fdp.foreign.hub.hugging_face with data "
             f"{{'tokens', 'mask', 'label'}} or {{'image', 'label'}}, then fdp.step.make_train_step"
         )
-    unit, by = settings["unit"], settings["user_field"]
-    if unit not in UNITS:
-        raise FdpError(f"--unit: expected one of {', '.join(UNITS)}, got {unit!r}")
-    if (unit == "user") != (by is not None):
-        raise FdpError(f"--user-field: expected with --unit user, and only there, got --unit {unit}")
-    form = named_form(settings["form"])
+    _check_unit(given)
+    form = parse_form(given.form)
     vocab_size = datasets.BYTES if model.vocab_size is None else model.vocab_size
-    tokenizer = _tokenizer(settings, model)
-    if unit == "window":
+    tokenizer = _load_tokenizer(options, model)
+    if given.unit == "window":
         return datasets.load(
-            path,
-            context=model.context,
-            form=form,
-            field=settings["field"],
-            vocab_size=vocab_size,
-            tokenizer=tokenizer,
+            path, context=model.context, form=form, field=given.field, vocab_size=vocab_size, tokenizer=tokenizer
         )
     if model.context is None:
-        raise FdpError(f"--unit {unit}: expected a language model, got {model.name}; leave it out")
-    pack = PackUnit.ROW if unit == "row" else PackUnit.OWNER if settings["pack"] else None
-    # The key is public and the same in every run: which of a user's windows are used depends on nobody else.
-    window_key = keys.fold_in(keys.key(0), "windows")
+        raise FdpError(f"--unit {given.unit}: expected a language model, got {model.name}; leave it out")
+    per_user = None
+    if given.user_field is not None:
+        # The key is public and the same in every run: which of a user's windows are used depends on nobody else.
+        per_user = corpus.PerUser(given.user_field, given.windows_per_user, keys.fold_in(keys.key(0), "windows"))
     return corpus.load(
         path,
         context=model.context,
         vocab_size=vocab_size,
         tokenizer=tokenizer or text.BYTES,
         form=form,
-        field=settings["field"],
-        per_user=None if by is None else corpus.PerUser(by, settings["windows_per_user"], window_key),
-        pack=pack,
+        field=given.field,
+        per_user=per_user,
+        pack=PackUnit.ROW if given.unit == "row" else PackUnit.OWNER if given.pack else None,
     )
 
 
-def named_form(name: str) -> RecordForm:
+def parse_form(name: str) -> RecordForm:
     """Return the form that ``--form`` names."""
-    known = {form.value: form for form in RecordForm}
+    known = by_value(RecordForm)
     if name not in known:
         raise FdpError(f"--form: expected one of {', '.join(known)}, got {name!r}")
     return known[name]
 
 
-def promised_before(settings: Mapping[str, Any]) -> tuple[Guarantee, ...]:
-    """What was promised by the runs of fdp that trained the model in ``--model``, if any did."""
-    return read_marker(Path(settings["model"])) if is_folder(settings["model"]) else ()
+def earlier_guarantees(given: ModelOptions) -> tuple[Guarantee, ...]:
+    """Return the guarantees of the runs that trained the model in ``--model``; empty if none did."""
+    return read_marker(Path(given.model)) if is_folder(given.model) else ()
 
 
-def export(params: Tree, settings: Mapping[str, Any], folder: Path, *, promised: Sequence[Guarantee]) -> Path:
+def export_model(params: Tree, given: ModelOptions, folder: Path, *, guarantees: Sequence[Guarantee]) -> Path:
     """Write the trained model, adapters merged: a folder like the one it came from, or one safetensors file.
 
-    Of a prefix, which cannot be merged, a folder that ``peft`` reads. ``promised`` is what all runs that trained it
-    promised, this one last: a folder says it, for whoever trains it again.
+    A prefix cannot be merged; it becomes a folder that ``peft`` reads. A folder records ``guarantees``, those of all
+    runs that trained the model, this one last, for whoever trains it again.
     """
-    files = {MARKER: marker_text(promised)}
-    if settings["prefix"] is not None:
-        save_prefix(folder / "model", params, base=settings["model"], files=files)
+    files = {MARKER: marker_text(guarantees)}
+    if given.prefix is not None:
+        save_prefix(folder / "model", params, base=given.model, files=files)
         return folder / "model"
-    merged = params if settings["lora"] is None else merge(params, alpha=_alpha(settings))
-    if not is_folder(settings["model"]):
+    merged = params if given.lora is None else merge(params, alpha=_lora_alpha(given.lora, given.lora_alpha))
+    if not is_folder(given.model):
         export_safetensors(merged, folder / "model.safetensors")
         return folder / "model.safetensors"
-    hugging_face.save(folder / "model", merged, source=settings["model"], files=files)
+    hugging_face.save(folder / "model", merged, source=given.model, files=files)
     return folder / "model"
 
 
-def _check_one_way(settings: Mapping[str, Any]) -> None:
-    """Refuse two of the options that say what is trained."""
-    given = [name for name in ("lora", "prefix", "train_only") if settings[name] is not None]
-    if len(given) > 1:
-        said = " and ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise FdpError(f"{said}: expected one of them, got {len(given)}; each says what alone is trained")
+def _check_one_adapter(given: ModelOptions) -> None:
+    """Raise if two options say which part of the model is trained."""
+    named = {"--lora": given.lora, "--prefix": given.prefix, "--train-only": given.train_only}
+    found = [flag for flag, value in named.items() if value is not None]
+    if len(found) > 1:
+        raise FdpError(
+            f"{' and '.join(found)}: expected one of them, got {len(found)}; each selects the only part that is trained"
+        )
 
 
-def _alpha(settings: Mapping[str, Any]) -> float:
-    return 2.0 * settings["lora"] if settings["lora_alpha"] is None else settings["lora_alpha"]
+def _check_unit(given: DataOptions) -> None:
+    if given.unit not in UNITS:
+        raise FdpError(f"--unit: expected one of {', '.join(UNITS)}, got {given.unit!r}")
+    if (given.unit == "user") != (given.user_field is not None):
+        raise FdpError(f"--user-field: expected with --unit user, and only there, got --unit {given.unit}")
 
 
-def _words(text: str | None) -> tuple[str, ...]:
-    return () if text is None else tuple(word.strip() for word in text.split(",") if word.strip())
+def _lora_alpha(rank: int, alpha: float | None) -> float:
+    return 2.0 * rank if alpha is None else alpha
 
 
-def _matrices(model: Model) -> tuple[str, ...]:
-    """The matrices of the repeated blocks: no embedding and no head; of one block, those without the words."""
+def _split_list(words: str | None) -> tuple[str, ...]:
+    return () if words is None else tuple(word.strip() for word in words.split(",") if word.strip())
+
+
+def _default_lora_targets(model: Model) -> tuple[str, ...]:
+    """Return the matrices of the repeated blocks: no embedding and no head.
+
+    In a model of one block, return the matrices without a vocabulary dimension.
+    """
     if len(model.blocks) == 1:
         matrices = (path for path, leaf in model.leaves.items() if len(leaf.shape) == 2)
         return tuple(sorted(path for path in matrices if model.vocab_size not in model.leaves[path].shape))
@@ -193,23 +204,26 @@ def _matrices(model: Model) -> tuple[str, ...]:
     return tuple(sorted(path for path in inner - outer if len(model.leaves[path].shape) == 2))
 
 
-def _stored_values(folder: Path, base: Model) -> Values:
+# The names of these two functions, and of what the inner one captures, are part of the noise key (fdp.fingerprint).
+def _stored_values(folder: Path, base: Model) -> InitialParams:
+    """Return a function that reads the leaves of ``base`` from the folder and initialises the others from the key."""
+
     def values(model: Model, sharding: Sharding | None, key: Key) -> Tree:
         module = empty_module(folder)
         device = key.device if sharding is None else None
         stored = read_params(folder, module, base, sharding, dtype=torch.float32, device=device)
         new = model._replace(leaves={path: leaf for path, leaf in model.leaves.items() if path not in base.leaves})
-        drawn = drawn_params(new, sharding, key)
-        return tree.nest(tree.flatten(stored) | tree.flatten(drawn))
+        initialised = drawn_params(new, sharding, key)
+        return tree.nest(tree.flatten(stored) | tree.flatten(initialised))
 
     return values
 
 
-def _tokenizer(settings: Mapping[str, Any], model: Model) -> text.Tokenizer | None:
-    """The one that was named, else that of the model's folder, if it has one; None: bytes."""
-    if settings["tokenizer"] is not None:
-        return text.load_tokenizer(settings["tokenizer"])
-    folder = Path(settings["model"])
-    if model.vocab_size is None or not is_folder(settings["model"]) or not any(folder.glob("tokenizer*")):
+def _load_tokenizer(options: TrainOptions, model: Model) -> text.Tokenizer | None:
+    """Return the tokenizer of ``--tokenizer``, else of the model's folder; None for bytes."""
+    if options.data.tokenizer is not None:
+        return text.load_tokenizer(options.data.tokenizer)
+    folder = Path(options.model.model)
+    if model.vocab_size is None or not is_folder(options.model.model) or not any(folder.glob("tokenizer*")):
         return None
     return text.load_tokenizer(folder)

@@ -1,11 +1,12 @@
-"""Taking a run up again: which checkpoint, whether it is of the same run, and what a checkpoint must remember.
+"""Resume a run: find its newest good checkpoint, check that it is the same run, and say what a checkpoint stores.
 
-A run is the same if everything that decides its result is the same. How it is computed (ranks, ZeRO stage, offload,
-compilation, microbatches, device) may change: the numbers do not, beyond rounding. K-FAC measures one microbatch of all
-ranks: there its size decides, too, and with noised statistics another one would meet noise that was already used.
+Two runs are the same if every option that changes the result is the same. Options that change only how it is computed
+(ranks, ZeRO stage, offload, compilation, microbatches, device) may differ: the numbers stay the same up to rounding.
+K-FAC measures the curvature on one microbatch of all ranks, so with K-FAC the microbatch must be the same too: with
+noised statistics, another one would reuse noise.
 
-    >>> taken_up = find(settings)                       # None: a new run
-    >>> checkpoint.save(root_of(folder), state, meta=meta(run, settings, state), keep=2)
+    >>> resumed = find_run(options)                     # None: a new run
+    >>> checkpoint.save(checkpoint_folder(folder), state, meta=checkpoint_meta(run, settings, state), keep=2)
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import torch
 
 from fdp import keys
 from fdp.cli import run_files
+from fdp.cli.options import Effect, options_of, to_dict
+from fdp.cli.train_options import TrainOptions
 from fdp.kfac.private.public_data import Public
 from fdp.parallel import launch
 from fdp.parallel.agree import PRIVATE_SETTINGS, gather_values, run_in_unison
@@ -28,22 +31,12 @@ from fdp.storage import checkpoint
 from fdp.storage.checkpoint import Verified
 from fdp.types import FdpError, Key, TrainState
 
-DECIDING = (
-    "model", "lora", "lora_alpha", "lora_targets", "prefix", "train_only", "data", "form", "field", "tokenizer", "unit",
-    "user_field", "windows_per_user", "pack", "context", "epsilon", "noise_multiplier", "delta", "population", "clip",
-    "max_norm", "method", "batch_size", "steps", "lr", "optimizer", "weight_decay", "schedule", "warmup", "seed",
-    "dtype", "kfac_damping", "kfac_period", "kfac_data", "kfac_max_norm", "kfac_noise", "kfac_policy", "kfac_fisher",
-    "kfac_sharing", "kfac_momentum", "kfac_kl_clip", "kfac_max_condition", "kfac_rho", "kfac_cap", "clip_value",
-)  # fmt: skip
-"""The settings that decide a result."""
-MEASURED = ("microbatch",)
-"""What decides it, too, where curvature is measured on a microbatch: with K-FAC."""
 
+class ResumedRun(NamedTuple):
+    """A run found in ``--out``: its newest good checkpoint and its key, both None if it never saved one.
 
-class TakenUp(NamedTuple):
-    """A run that is already in the folder: its newest good checkpoint and its key, None where it never saved one.
-
-    ``damaged``: why newer ones were refused. ``finished``: it has ended, and this is a restart that came too late.
+    ``damaged`` says why newer checkpoints were refused. ``finished`` is True if the run has ended, as when torchrun
+    restarts a process of a run that is already done.
     """
 
     checkpoint: Verified | None = None
@@ -52,44 +45,54 @@ class TakenUp(NamedTuple):
     finished: bool = False
 
 
-def root_of(folder: Path) -> Path:
-    """Where a run's checkpoints are."""
+class FoundFolder(NamedTuple):
+    """The contents of ``--out``: ``config.json``, whether the run has ended, and its checkpoints, newest first."""
+
+    config: dict[str, Any]
+    finished: bool
+    checkpoints: list[Path]
+
+
+def options_with(*effects: Effect) -> tuple[str, ...]:
+    """Return the keys of the options with one of these effects."""
+    return tuple(key for key, option in options_of(TrainOptions).items() if option.flag.effect in effects)
+
+
+def checkpoint_folder(folder: Path) -> Path:
+    """Return the folder of a run's checkpoints."""
     return folder / "checkpoints"
 
 
-def find(settings: Mapping[str, Any]) -> TakenUp | None:
-    """The unfinished run in ``--out``, if it is this one; None if the folder is free; else an error that says why.
+def find_run(options: TrainOptions) -> ResumedRun | None:
+    """Return the run in ``--out`` if it is this one, None if the folder is free; otherwise raise an error.
 
-    Every rank calls it. Checkpoints that are not what was saved, or whose copies of the step, the key and the budget
-    do not agree, are passed over and set aside; what was taken in their place is in the result.
+    Every rank calls it. A checkpoint whose content differs from what was saved, or whose copies of the step, the key
+    and the budget disagree, is set aside and the next older one is used.
     """
-    # What the first rank sees: on a shared disk another may see it later, and they must do the same.
-    begun = gather_values(run_in_unison(lambda: _begun(settings), None), None)[0]
-    if begun is None:
+    settings = to_dict(options)
+    # Use what rank 0 sees: on a shared disk another rank may see it later, and all must do the same.
+    found = gather_values(run_in_unison(lambda: _read_folder(settings), None), None)[0]
+    if found is None:
         return None
-    out, (config, finished, paths) = settings["out"], begun
-    if finished:
-        return TakenUp(finished=True)
+    if found.finished:
+        return ResumedRun(finished=True)
     damaged: dict[Path, str] = {}
-    for path in paths:
+    for path in found.checkpoints:
         try:
-            found = checkpoint.verify(path)
-            run_in_unison(lambda: _check_copies(found, config), None)  # noqa: B023
+            verified = checkpoint.verify(path)
+            run_in_unison(lambda: _check_copies(verified, found.config), None)  # noqa: B023
         except checkpoint.Damaged as error:
             damaged[path] = str(error)
             continue
-        run_in_unison(lambda: _same(found.meta["settings"], settings, path), None)  # noqa: B023
-        words = run_in_unison(lambda: _set_aside(damaged), None)
-        return TakenUp(found, torch.tensor(found.meta["key"]), words)
-    run_in_unison(lambda: _check_lost(out, config, damaged), None)
-    return TakenUp()
+        run_in_unison(lambda: _check_settings(verified.meta["settings"], settings, path), None)  # noqa: B023
+        messages = run_in_unison(lambda: _set_aside(damaged), None)
+        return ResumedRun(verified, torch.tensor(verified.meta["key"]), messages)
+    run_in_unison(lambda: _check_nothing_lost(settings["out"], found.config, damaged), None)
+    return ResumedRun()
 
 
-def _begun(settings: Mapping[str, Any]) -> tuple[dict[str, Any], bool, list[Path]] | None:
-    """What ``config.json`` says of the run in ``--out``, if that is this one; None if the folder is free.
-
-    Also whether it has ended, and its checkpoints, the newest first.
-    """
+def _read_folder(settings: Mapping[str, Any]) -> FoundFolder | None:
+    """Return the contents of ``--out`` if it holds this run, None if it is free; otherwise raise an error."""
     out = settings["out"]
     if out is None:
         return None
@@ -107,12 +110,12 @@ def _begun(settings: Mapping[str, Any]) -> tuple[dict[str, Any], bool, list[Path
             f"{out / 'config.json'}: expected the settings of a run of this fdp, got {type(error).__name__}: {error}; "
             f"put a good copy back, or give another --out, which spends the budget again"
         ) from error
-    _same(then, settings, out)
-    return config, (out / "summary.json").exists(), checkpoint.published(root_of(out))
+    _check_settings(then, settings, out)
+    return FoundFolder(config, (out / "summary.json").exists(), checkpoint.published(checkpoint_folder(out)))
 
 
 def _check_copies(found: Verified, config: Mapping[str, Any]) -> None:
-    """Raise unless every copy of the step and the key agrees: one that is too low would spend the budget twice."""
+    """Raise unless all copies of the step and the key agree: a step that is too low would spend the budget twice."""
     meta, path = found.meta, found.path
     steps = {
         "its name": found.step,
@@ -124,7 +127,7 @@ def _check_copies(found: Verified, config: Mapping[str, Any]) -> None:
         said = ", ".join(f"{step} by {where}" for where, step in steps.items())
         raise checkpoint.Damaged(f"{path}: expected one number of steps, got {said}")
     root = torch.tensor(meta["key"])
-    if run_files.key_check(root) != config["key_check"]:
+    if run_files.key_digest(root) != config["key_check"]:
         raise checkpoint.Damaged(f"{path}: holds the key of another run than config.json")
     seed = config["settings"]["seed"]
     if seed is not None and not torch.equal(root, keys.key(seed)):
@@ -132,88 +135,95 @@ def _check_copies(found: Verified, config: Mapping[str, Any]) -> None:
 
 
 def _set_aside(damaged: Mapping[Path, str]) -> tuple[str, ...]:
-    """Rename what is damaged, on the first rank; say what was wrong with it, and where it is now."""
+    """Rename damaged checkpoints, on rank 0; return what was wrong with each, and its new name."""
     if launch.rank() == 0:
-        return tuple(f"{words}. It is now {checkpoint.set_aside(path).name}" for path, words in damaged.items())
+        return tuple(f"{message}. It is now {checkpoint.set_aside(path).name}" for path, message in damaged.items())
     return tuple(damaged.values())
 
 
-def _check_lost(out: Path, config: Mapping[str, Any], damaged: Mapping[Path, str]) -> None:
-    """Raise if the run has saved a checkpoint, of which there is none that can be used: it would begin again."""
+def _check_nothing_lost(out: Path, config: Mapping[str, Any], damaged: Mapping[Path, str]) -> None:
+    """Raise if the run has saved checkpoints but none can be used: it would start again and spend the budget twice."""
     if damaged:
         raise FdpError(
-            f"{root_of(out)}: expected a good checkpoint, got damaged ones only: {'; '.join(damaged.values())}. Put a "
-            f"good copy back, or start anew in another --out, which spends the budget again"
+            f"{checkpoint_folder(out)}: expected a good checkpoint, got damaged ones only: "
+            f"{'; '.join(damaged.values())}. Put a good copy back, or start anew in another --out, which spends the "
+            f"budget again"
         )
     steps, every = run_files.count_metrics(out), config["settings"]["save_every"]
     # The checkpoint of one save is published before the next one begins.
     if every is not None and steps > 2 * every:
         raise FdpError(
-            f"{root_of(out)}: expected a checkpoint, got none, but metrics.jsonl tells of {steps} steps, saved every "
-            f"{every}: put the checkpoints back, or start anew in another --out, which spends the budget again"
+            f"{checkpoint_folder(out)}: expected a checkpoint, got none, but metrics.jsonl tells of {steps} steps, "
+            f"saved every {every}: put the checkpoints back, or start anew in another --out, which spends the budget "
+            f"again"
         )
 
 
-def meta(run: Run, settings: Mapping[str, Any], state: TrainState) -> dict[str, Any]:
-    """What a checkpoint holds beside the state: settings, the key, where the sampler stands, what has been spent.
+def _check_settings(then: Mapping[str, Any], now: Mapping[str, Any], where: Path) -> None:
+    """Raise if an option that changes the result differs."""
+    effects = (Effect.RESULT, Effect.KFAC_RESULT) if now["optimizer"] == "kfac" else (Effect.RESULT,)
+    if differing := [name for name in options_with(*effects) if then.get(name) != now[name]]:
+        flags = options_of(TrainOptions)
+        said = ", ".join(f"{flags[name].name} {then.get(name)} there, {now[name]} here" for name in differing)
+        raise FdpError(f"{where}: holds a run of another configuration ({said}); give another --out")
 
-    The key is all there is to know about the noise: whoever reads a checkpoint of a private run can take it away.
+
+def checkpoint_meta(run: Run, settings: Mapping[str, Any], state: TrainState) -> dict[str, Any]:
+    """Return what a checkpoint stores beside the state: settings, key, position of the sampler, budget spent.
+
+    The noise is a function of the key: whoever reads a checkpoint of a private run can subtract it.
     """
     step, sampling = int(state.step), run.mechanism.sampling
     return {
-        "settings": {name: settings[name] for name in (*DECIDING, *MEASURED)},
+        "settings": {name: settings[name] for name in options_with(Effect.RESULT, Effect.KFAC_RESULT)},
         "step": step,
         "key": run.root.tolist(),
         "sampler": {"samples": sampling.dataset_size, "data": run.data_digest, "next_step": step},
-        "public_data": public_digest(run),
-        "measured": measured(run),
-        "accountant": accountant(run, step),
+        "public_data": public_data_digest(run),
+        "measured": kfac_microbatch_size(run),
+        "accountant": spent_budget(run, step),
     }
 
 
-def accountant(run: Run, step: int) -> dict[str, Any]:
-    """What the budget was spent on, and how much of it, after so many steps."""
+def spent_budget(run: Run, step: int) -> dict[str, Any]:
+    """Return the mechanism and the epsilon spent after ``step`` steps."""
     return {
         "steps": step,
         "noise_multiplier": run.mechanism.noise_multiplier,
         "sampling_rate": run.mechanism.sampling.rate,
         "clip": run.mechanism.clip.name,
         "count_noise": run.mechanism.clip.count_noise,
-        "statistics": run_files.statistics_of(run),
+        "statistics": run_files.statistics_settings(run),
         "delta": run.config.delta,
         "epsilon": None if run.epsilons is None or not step else float(run.epsilons[step - 1]),
     }
 
 
-def _close(then: float | None, now: float | None) -> bool:
-    return then == now or (then is not None and now is not None and math.isclose(then, now, rel_tol=1e-6))
-
-
-def public_digest(run: Run) -> str | None:
-    """The digest of the public data that curvature is measured on; None where there is none."""
+def public_data_digest(run: Run) -> str | None:
+    """Return the digest of the public data that the curvature is measured on; None without it."""
     return run.feed.digest if isinstance(run.feed, Public) else None
 
 
-def measured(run: Run) -> int | None:
-    """How many samples of all ranks one microbatch of K-FAC holds; None without it."""
+def kfac_microbatch_size(run: Run) -> int | None:
+    """Return the samples of all ranks in one microbatch of K-FAC; None without K-FAC."""
     if run.kfac is None:
         return None
     return run.kfac.plan.known.plan.batch_size * (1 if run.sharding is None else run.sharding.ranks)
 
 
-def check(taken_up: TakenUp, run: Run) -> None:
-    """Refuse to go on with other data or another mechanism than the ones the budget has been spent on."""
-    assert taken_up.checkpoint is not None
-    path, found = taken_up.checkpoint.path, taken_up.checkpoint.meta
-    told, now = found["accountant"], accountant(run, found["step"])
+def check_same_run(resumed: ResumedRun, run: Run) -> None:
+    """Raise if the data or the mechanism differ from those that the budget was spent on."""
+    assert resumed.checkpoint is not None
+    path, found = resumed.checkpoint.path, resumed.checkpoint.meta
+    spent, now = found["accountant"], spent_budget(run, found["step"])
     expected = {
         "number of samples": (found["sampler"]["samples"], run.mechanism.sampling.dataset_size),
         "content of the data": (found["sampler"]["data"], run.data_digest),
-        **{name.replace("_", " "): (told.get(name), now[name]) for name in now if name != "epsilon"},
-        "content of the public data": (found.get("public_data"), public_digest(run)),
+        **{name.replace("_", " "): (spent.get(name), now[name]) for name in now if name != "epsilon"},
+        "content of the public data": (found.get("public_data"), public_data_digest(run)),
     }
-    if not _close(told.get("epsilon"), now["epsilon"]):
-        expected["epsilon spent so far"] = (told.get("epsilon"), now["epsilon"])
+    if not _is_close(spent.get("epsilon"), now["epsilon"]):
+        expected["epsilon spent so far"] = (spent.get("epsilon"), now["epsilon"])
     for what, (then, here) in expected.items():
         if then != here:
             got = f"another {what}" if what in PRIVATE_SETTINGS else f"{here} as its {what}, not {then}"
@@ -221,15 +231,12 @@ def check(taken_up: TakenUp, run: Run) -> None:
                 f"{path}: expected the same run, got {got}. Noise that was drawn for other data must "
                 "not be used again: put the data back, or give another --out to start anew"
             )
-    if found.get("measured") != measured(run):
+    if found.get("measured") != kfac_microbatch_size(run):
         raise FdpError(
             f"{path}: expected a run that measures curvature on {found.get('measured')} samples of all "
-            f"ranks, got {measured(run)}; take it up on a number of ranks that divides --microbatch"
+            f"ranks, got {kfac_microbatch_size(run)}; resume it on a number of ranks that divides --microbatch"
         )
 
 
-def _same(then: Mapping[str, Any], now: Mapping[str, Any], where: Path) -> None:
-    deciding = (*DECIDING, *MEASURED) if now["optimizer"] == "kfac" else DECIDING
-    if differing := [name for name in deciding if then.get(name) != now[name]]:
-        said = ", ".join(f"--{name.replace('_', '-')} {then.get(name)} there, {now[name]} here" for name in differing)
-        raise FdpError(f"{where}: holds a run of another configuration ({said}); give another --out")
+def _is_close(then: float | None, now: float | None) -> bool:
+    return then == now or (then is not None and now is not None and math.isclose(then, now, rel_tol=1e-6))

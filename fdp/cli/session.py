@@ -1,28 +1,30 @@
-"""One ``fdp train``, from settings to files: every rank computes, the first one speaks and writes.
+"""One ``fdp train``, from options to files: every rank computes, rank 0 prints and writes.
 
-checks -> a new folder, or the last checkpoint of the same run -> steps, saving on the way -> the result
+check the options -> create the folder, or load the last checkpoint -> make the steps, saving -> write the result
 
->>> code = train(settings)                          # 0; 130 or 143 if SIGINT or SIGTERM asked it to stop
+>>> code = train(options)                           # 0; 130 or 143 after SIGINT or SIGTERM
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from rich.console import Console
 
-from fdp.cli import display, resume, run_files
+from fdp.cli import display, progress, report, resume, run_files
 from fdp.cli.configure import configure
-from fdp.cli.model_and_data import export
-from fdp.cli.ownership import Owner, own
-from fdp.cli.resume import TakenUp
-from fdp.cli.stopping import heeding
-from fdp.cli.unused_options import check_idle
+from fdp.cli.folder_lock import FolderLock, lock_folder
+from fdp.cli.model_and_data import export_model
+from fdp.cli.options import to_dict
+from fdp.cli.resume import ResumedRun
+from fdp.cli.signals import stop_on_signals
+from fdp.cli.train_options import OutputOptions, TrainOptions
+from fdp.cli.unused_options import check_unused
 from fdp.parallel import launch
 from fdp.parallel.agree import gather_values, run_in_unison
 from fdp.parallel.heartbeat import Heartbeat
@@ -33,150 +35,155 @@ from fdp.storage import checkpoint
 from fdp.types import FdpError, TrainState
 
 
-def train(settings: Mapping[str, Any], ranks: Ranks | None = None) -> int:
-    """Train, and leave the run's files. The exit code."""
-    first, out = launch.rank() == 0, settings["out"]
-    _check_saving(settings)
-    with ExitStack() as held:
-        owner = run_in_unison(lambda: _owner(out, held) if first and out is not None and out.is_dir() else None, None)
-        taken_up = resume.find(settings)  # before the data is loaded
-        console = Console(quiet=settings["quiet"] or not first, highlight=False)
-        if taken_up is not None and taken_up.finished:
-            return _say_finished(settings, console)
-        config = run_in_unison(lambda: configure(settings), None)
-        run_in_unison(lambda: check_idle(settings), None)
+class Session(NamedTuple):
+    """A prepared run and where its files and its messages go. ``lock`` is None on every rank but 0."""
+
+    options: TrainOptions
+    run: Run
+    folder: Path
+    console: Console
+    lock: FolderLock | None
+    heart: Heartbeat | None
+
+
+def train(options: TrainOptions, ranks: Ranks | None = None) -> int:
+    """Train, write the run's files, and return the exit code."""
+    first, out = launch.rank() == 0, options.output.out
+    _check_saving(options.output)
+    with ExitStack() as stack:
+        lock = run_in_unison(lambda: _lock(out, stack) if first and out is not None and out.is_dir() else None, None)
+        resumed = resume.find_run(options)  # before the data is loaded
+        console = Console(quiet=options.output.quiet or not first, highlight=False)
+        if resumed is not None and resumed.finished:
+            return _report_finished(options.output, console)
+        config = run_in_unison(lambda: configure(options), None)
+        run_in_unison(lambda: check_unused(options), None)
         with console.status("checking the data, the model and the budget"):
-            run, state = prepare(config, root=None if taken_up is None else taken_up.root)
-        if taken_up is not None and taken_up.checkpoint is not None:
-            run_in_unison(lambda: resume.check(taken_up, run), None)
-            state = checkpoint.load(taken_up.checkpoint, like=state)
-        if taken_up is not None:
-            folder = settings["out"]
-            run_in_unison(lambda: _clear(folder, settings, run, state) if first else None, None)
+            run, state = prepare(config, root=None if resumed is None else resumed.root)
+        if resumed is not None and resumed.checkpoint is not None:
+            run_in_unison(lambda: resume.check_same_run(resumed, run), None)
+            state = checkpoint.load(resumed.checkpoint, like=state)
+        if resumed is not None:
+            folder = out
+            run_in_unison(lambda: _remove_partial_results(out, options, run, state) if first and out else None, None)
         else:
-            made = run_in_unison(lambda: _new_folder(settings, run, owner, held) if first else None, None)
-            owner, folder = made or (None, None)
+            created = run_in_unison(lambda: _create_folder(options, run, lock, stack) if first else None, None)
+            lock, folder = created or (None, None)
             folder = gather_values(folder, None)[0]
         assert folder is not None
-        display.show_header(console, run, state, settings)
-        _say_resumed(taken_up, console)
-        return _train(run, state, settings, folder, console, owner=owner, heart=ranks.heart if ranks else None)
+        display.show_header(console, run, state, options)
+        _report_resumed(resumed, console)
+        return _train(Session(options, run, folder, console, lock, ranks.heart if ranks else None), state)
 
 
-def _train(
-    run: Run,
-    state: TrainState,
-    settings: Mapping[str, Any],
-    folder: Path,
-    console: Console,
-    *,
-    owner: Owner | None,
-    heart: Heartbeat | None,
-) -> int:
-    """Make the steps that are left, and finish, or save and say how to go on if somebody asks to stop."""
+def _train(session: Session, state: TrainState) -> int:
+    """Make the remaining steps and finish; if asked to stop, save and say how to resume."""
+    options, run, folder, console, lock, _ = session
     first = launch.rank() == 0
     records = run_files.read_metrics(folder, upto=int(state.step)) if first else []
-    with heeding() as stop:
-        stream = _watched(steps(run, state, stop=stop.asked), owner, heart)
-        stream = run_files.write_metrics(stream, folder, kept=records) if first else stream
-        for state, record in display.follow(_saved(stream, run, settings, folder), run, console):  # noqa: B007
+    with stop_on_signals() as stop:
+        stream = _check_alive(session, steps(run, state, stop=stop.requested))
+        stream = run_files.write_metrics(stream, folder, earlier=records) if first else stream
+        for state, record in progress.follow(_save_checkpoints(session, stream), run, console):  # noqa: B007
             records.append(record)
-        code = max(gather_values(stop.code, None)) if int(state.step) < run.config.steps else 0
+        code = max(gather_values(stop.exit_code, None)) if int(state.step) < run.config.steps else 0
         if code:
             console.print(f"interrupted after {int(state.step)} steps; what they gave is kept")
-        if code and settings["save_every"] is not None:
-            if not checkpoint.holds(resume.root_of(folder), int(state.step)):
-                meta = resume.meta(run, settings, state)
-                checkpoint.save(resume.root_of(folder), state, meta=meta, keep=settings["keep"])
+        if code and options.output.save_every is not None:
+            root = resume.checkpoint_folder(folder)
+            if not checkpoint.holds(root, int(state.step)):
+                meta = resume.checkpoint_meta(run, to_dict(options), state)
+                checkpoint.save(root, state, meta=meta, keep=options.output.keep)
             console.print("the same command resumes")
             return code
-        run_in_unison(lambda: owner.check() if owner else None, None)
-        _finish(run, state, records, settings, folder, console)
+        run_in_unison(lambda: lock.check() if lock else None, None)
+        _finish(session, state, records)
         return code
 
 
-def _check_saving(settings: Mapping[str, Any]) -> None:
-    save_every, keep = settings["save_every"], settings["keep"]
+def _check_saving(output: OutputOptions) -> None:
+    save_every, keep = output.save_every, output.keep
     if save_every is not None and (save_every < 1 or keep < 1):
         raise FdpError(f"expected --save-every and --keep of at least 1, got {save_every} and {keep}")
-    if save_every is not None and settings["out"] is None:
+    if save_every is not None and output.out is None:
         raise FdpError("--save-every: expected an --out to save to, and to resume from")
 
 
-def _owner(folder: Path, held: ExitStack) -> Owner:
-    owner = own(folder)
-    held.callback(owner.release)
-    return owner
+def _lock(folder: Path, stack: ExitStack) -> FolderLock:
+    lock = lock_folder(folder)
+    stack.callback(lock.release)
+    return lock
 
 
-def _say_finished(settings: Mapping[str, Any], console: Console) -> int:
-    """A restart of a run that had ended when one of its processes was lost."""
-    console.print(f"{settings['out']} holds the finished run; nothing is left to do")
-    if settings["as_json"] and launch.rank() == 0:
-        summary = json.loads((settings["out"] / "summary.json").read_text())
-        print(json.dumps(summary | {"out": str(settings["out"])}))
+def _report_finished(output: OutputOptions, console: Console) -> int:
+    """Say that the run had already ended when torchrun restarted this process."""
+    assert output.out is not None
+    console.print(f"{output.out} holds the finished run; nothing is left to do")
+    if output.as_json and launch.rank() == 0:
+        summary = json.loads((output.out / "summary.json").read_text())
+        print(json.dumps(summary | {"out": str(output.out)}))
     return 0
 
 
-def _say_resumed(taken_up: TakenUp | None, console: Console) -> None:
-    if taken_up is None:
+def _report_resumed(resumed: ResumedRun | None, console: Console) -> None:
+    if resumed is None:
         return
-    for words in taken_up.damaged:
-        console.print(f"passed over: {words}")
-    if taken_up.checkpoint is None:
+    for message in resumed.damaged:
+        console.print(f"passed over: {message}")
+    if resumed.checkpoint is None:
         console.print("no checkpoint was saved yet: starting again from the first step")
     else:
-        console.print(f"resumed after step {taken_up.checkpoint.step}, from {taken_up.checkpoint.path}")
+        console.print(f"resumed after step {resumed.checkpoint.step}, from {resumed.checkpoint.path}")
 
 
-def _new_folder(settings: Mapping[str, Any], run: Run, owner: Owner | None, held: ExitStack) -> tuple[Owner, Path]:
-    folder = run_files.claim(settings["out"], model=settings["model"], data=settings["data"])
-    owner = owner or _owner(folder, held)
-    run_files.check_free(folder)  # another run may have begun there before this one owned it
-    run_files.write_config(folder, settings, run)
-    return owner, folder
+def _create_folder(
+    options: TrainOptions, run: Run, lock: FolderLock | None, stack: ExitStack
+) -> tuple[FolderLock, Path]:
+    folder = run_files.create_folder(options.output.out, model=options.model.model, data=options.data.data)
+    lock = lock or _lock(folder, stack)
+    run_files.check_free(folder)  # another run may have begun there before this one locked it
+    run_files.write_config(folder, to_dict(options), run)
+    return lock, folder
 
 
-def _clear(folder: Path, settings: Mapping[str, Any], run: Run, state: TrainState) -> None:
-    """Remove what an attempt that was cut short at its end has left beside the checkpoints."""
-    for name in ("model.safetensors", "report.png"):  # of an end that was cut short
+def _remove_partial_results(folder: Path, options: TrainOptions, run: Run, state: TrainState) -> None:
+    """Remove the result files of an attempt that was cut short while it wrote them."""
+    for name in ("model.safetensors", "report.png"):
         (folder / name).unlink(missing_ok=True)
     shutil.rmtree(folder / "model", ignore_errors=True)
-    if int(state.step) == 0:  # nothing of the former attempt is left but its settings
-        run_files.write_config(folder, settings, run)
+    if int(state.step) == 0:  # nothing of the earlier attempt is used but its settings
+        run_files.write_config(folder, to_dict(options), run)
 
 
-def _watched(
-    stream: Iterator[tuple[TrainState, Record]], owner: Owner | None, heart: Heartbeat | None
-) -> Iterator[tuple[TrainState, Record]]:
-    """The same stream; signs of life tell how far this rank is, and a folder that was lost ends it."""
+def _check_alive(session: Session, stream: Iterator[tuple[TrainState, Record]]) -> Iterator[tuple[TrainState, Record]]:
+    """Pass the stream on; report the step to the other ranks, and raise if the folder was taken over."""
     for state, record in stream:
-        if heart is not None:
-            heart.step = record.step
-        if owner is not None:
-            owner.check()
+        if session.heart is not None:
+            session.heart.step = record.step
+        if session.lock is not None:
+            session.lock.check()
         yield state, record
 
 
-def _saved(
-    stream: Iterator[tuple[TrainState, Record]], run: Run, settings: Mapping[str, Any], folder: Path
+def _save_checkpoints(
+    session: Session, stream: Iterator[tuple[TrainState, Record]]
 ) -> Generator[tuple[TrainState, Record], None, None]:
-    """The same stream, with a checkpoint on its way to disk after every so many steps."""
-    every = settings["save_every"]
-    if every is None:
+    """Pass the stream on; every ``--save-every`` steps start to write a checkpoint."""
+    output, settings = session.options.output, to_dict(session.options)
+    if output.save_every is None:
         yield from stream
         return
-    group, saving = checkpoint.make_group(timeout=settings["timeout"]), None
+    group, saving = checkpoint.make_group(timeout=session.options.ranks.timeout), None
     try:
         for state, record in stream:
-            if record.step % every == 0:
+            if record.step % output.save_every == 0:
                 if saving is not None:
                     checkpoint.finish_save(saving)
                 saving = checkpoint.start_save(
-                    resume.root_of(folder),
+                    resume.checkpoint_folder(session.folder),
                     state,
-                    meta=resume.meta(run, settings, state),
-                    keep=settings["keep"],
+                    meta=resume.checkpoint_meta(session.run, settings, state),
+                    keep=output.keep,
                     group=group,
                 )
             yield state, record
@@ -185,14 +192,14 @@ def _saved(
             checkpoint.finish_save(saving)
 
 
-def _finish(
-    run: Run, state: TrainState, records: list[Record], settings: Mapping[str, Any], folder: Path, console: Console
-) -> None:
+def _finish(session: Session, state: TrainState, records: list[Record]) -> None:
+    """Write the model, the report and the summary, and show the result."""
+    options, run, folder, console, _, _ = session
     summary = summarise(run, state, records)
-    export(state.params, settings, folder, promised=[*run.config.before, guarantee_of(run)])
+    export_model(state.params, options.model, folder, guarantees=[*run.config.before, guarantee_of(run)])
     if launch.rank() == 0:
-        run_files.write_report(folder, run, records, title=f"{settings['model']} on {settings['data']}")
+        report.write_report(folder, run, records, title=f"{options.model.model} on {options.data.data}")
         run_files.write_summary(folder, summary)  # last: a folder with a summary is a finished run
-        display.show_closing(console, summary, folder)
-        if settings["as_json"]:
+        display.show_result(console, summary, folder)
+        if options.output.as_json:
             print(json.dumps(summary | {"out": str(folder)}))

@@ -1,77 +1,67 @@
-"""Options of ``fdp train`` that would do nothing beside the others: a mistake, since they were meant to do something.
+"""Reject options of ``fdp train`` that have no effect with the other settings.
 
-fdp train --lora-alpha 8                            # without --lora there is nothing to scale
+fdp train --lora-alpha 8                            # an error: without --lora there is nothing to scale
 
->>> check_idle(settings)                            # an error that names the option and what it goes with
+Every option names its condition where it is declared, in :mod:`fdp.cli.train_options`; here the conditions are tested.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
 
-from fdp.cli.train import train_command
+from fdp.cli.needs import Needs
+from fdp.cli.options import options_of, to_dict
+from fdp.cli.train_options import TrainOptions
 from fdp.data.files import holds_records, holds_tokens
 from fdp.parallel import launch
 from fdp.types import FdpError
 
 
-class Partner(NamedTuple):
-    """What an option goes with, in words, and whether it is there."""
-
-    words: str
-    there: Callable[[Mapping[str, Any]], bool]
-
-
-LORA = Partner("--lora", lambda s: s["lora"] is not None)
-USER = Partner("--unit user", lambda s: s["unit"] == "user")
-RECORDS = Partner("--data of records (.jsonl, .ndjson, .json), read as text", lambda s: _records(s))
-TEXTS = Partner("--data of texts or records", lambda s: _texts(s))
-SAVING = Partner("--save-every", lambda s: s["save_every"] is not None)
-PRIVATE = Partner("a --method other than none", lambda s: s["method"] != "none")
-BUDGETED = Partner("--method auto or flash", lambda s: s["method"] in ("auto", "flash"))
-KFAC = Partner("--optimizer kfac", lambda s: s["optimizer"] == "kfac")
-MEASURED = Partner("--optimizer kfac --method none", lambda s: s["optimizer"] == "kfac" and s["method"] == "none")
-BY_COST = Partner(
-    "--optimizer kfac --method none --kfac-policy auto",
-    lambda s: MEASURED.there(s) and s["kfac_policy"] == "auto",
-)
-CAPPED = Partner(
-    "--optimizer kfac --method none, and --kfac-policy auto or --kfac-distribution gather or owner",
-    lambda s: MEASURED.there(s) and (s["kfac_policy"], s["kfac_distribution"]) != ("all", "ring"),
-)
-NOISED = Partner("--kfac-data noised", lambda s: s["kfac_data"] == "noised")
-RANKS = Partner("several ranks, started with torchrun", lambda s: launch.started_by_torchrun())
-
-GOES_WITH = {
-    "lora_alpha": LORA, "lora_targets": LORA, "windows_per_user": USER, "pack": USER, "field": RECORDS, "form": TEXTS,
-    "keep": SAVING, "clip": PRIVATE, "max_norm": PRIVATE, "delta": PRIVATE, "memory_budget": BUDGETED,
-    "kfac_damping": KFAC, "kfac_period": KFAC, "kfac_policy": MEASURED, "kfac_fisher": KFAC, "kfac_distribution": KFAC,
-    "kfac_sharing": KFAC, "kfac_momentum": KFAC, "kfac_kl_clip": KFAC, "kfac_max_condition": KFAC,
-    "kfac_cap": CAPPED, "kfac_rho": BY_COST, "kfac_max_norm": NOISED, "kfac_noise": NOISED,
-    "zero": RANKS, "reduce": RANKS, "reduce_dtype": RANKS, "replicate_data": RANKS, "timeout": RANKS,
-}  # fmt: skip
+def check_unused(options: TrainOptions) -> None:
+    """Raise if an option differs from its default although its condition does not hold."""
+    given = to_dict(options)
+    for key, option in options_of(TrainOptions).items():
+        needs = option.flag.needs
+        if isinstance(needs, Needs) and given[key] != option.default and not CONDITIONS[needs](options):
+            raise FdpError(
+                f"{option.name}: expected {needs.value} to go with it, got none; it does nothing alone: leave it out"
+            )
 
 
-def _texts(settings: Mapping[str, Any]) -> bool:
-    path = Path(settings["data"])
+def _reads_texts(options: TrainOptions) -> bool:
+    path = Path(options.data.data)
     return path.exists() and (path.is_dir() or not holds_tokens(path))
 
 
-def _records(settings: Mapping[str, Any]) -> bool:
-    """Whether a field of records is read: not of texts, and not of conversations."""
-    path, form = Path(settings["data"]), settings["form"]
-    return (path.is_dir() or holds_records(path)) and form in ("auto", "text")
+def _reads_field(options: TrainOptions) -> bool:
+    """Return True if a field of records is read: not of plain texts, and not of conversations."""
+    path = Path(options.data.data)
+    return (path.is_dir() or holds_records(path)) and options.data.form in ("auto", "text")
 
 
-def check_idle(settings: Mapping[str, Any]) -> None:
-    """Refuse an option that is not at its default while what it goes with is not there."""
-    defaults = inspect.signature(train_command).parameters
-    for name, partner in GOES_WITH.items():
-        if settings[name] != defaults[name].default and not partner.there(settings):
-            option = f"--{name.replace('_', '-')}"
-            raise FdpError(
-                f"{option}: expected {partner.words} to go with it, got none; alone it does nothing: drop it"
-            )
+def _is_kfac(options: TrainOptions) -> bool:
+    return options.training.optimizer == "kfac"
+
+
+def _is_public_kfac(options: TrainOptions) -> bool:
+    return _is_kfac(options) and options.privacy.method == "none"
+
+
+CONDITIONS: dict[Needs, Callable[[TrainOptions], bool]] = {
+    Needs.LORA: lambda options: options.model.lora is not None,
+    Needs.UNIT_USER: lambda options: options.data.unit == "user",
+    Needs.RECORDS: _reads_field,
+    Needs.TEXTS: _reads_texts,
+    Needs.SAVING: lambda options: options.output.save_every is not None,
+    Needs.PRIVACY: lambda options: options.privacy.method != "none",
+    Needs.BUDGETED_METHOD: lambda options: options.privacy.method in ("auto", "flash"),
+    Needs.KFAC: _is_kfac,
+    Needs.KFAC_WITHOUT_PRIVACY: _is_public_kfac,
+    Needs.KFAC_POLICY_AUTO: lambda options: _is_public_kfac(options) and options.kfac.policy == "auto",
+    Needs.KFAC_COLUMNS: lambda options: (
+        _is_public_kfac(options) and (options.kfac.policy, options.kfac.distribution) != ("all", "ring")
+    ),
+    Needs.KFAC_NOISED: lambda options: options.kfac.data == "noised",
+    Needs.SEVERAL_RANKS: lambda options: launch.started_by_torchrun(),
+}

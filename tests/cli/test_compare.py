@@ -15,7 +15,16 @@ import typer
 from typer.testing import CliRunner
 
 from fdp.cli import compare as command
-from fdp.cli.compare import AXES, DIFFERENT, NOT_COVERED, OF_BOTH, OF_TRAIN, compare_command, settings_of
+from fdp.cli.compare import (
+    AXES,
+    EXIT_DIFFERENT,
+    NOT_ACCEPTED,
+    NOT_COVERED,
+    SAME_ON_BOTH_SIDES,
+    compare_command,
+    side_options,
+)
+from fdp.cli.options import to_dict
 from fdp.run.compare import Difference, Stage
 from fdp.types import FdpError
 
@@ -68,7 +77,7 @@ def test_equal_runs_say_so_and_leave_with_0(call: Call, in_process: list[list[st
 
 def test_the_first_difference_is_named_with_its_leaf_and_leaves_with_3(call: Call, in_process: list[list[str]]) -> None:
     answer = call(f"max_norm=1 max-norm=0.5 {DIGITS} --json")
-    assert answer.exit_code == DIFFERENT == 3
+    assert answer.exit_code == EXIT_DIFFERENT == 3
     got = result(answer)
     first = got["first"]
     assert (got["equal"], first["step"], first["stage"]) == (False, 1, "clipped sum")
@@ -80,7 +89,7 @@ def test_the_first_difference_is_named_with_its_leaf_and_leaves_with_3(call: Cal
 
 def test_not_comparable_is_null_in_json_and_inf_on_the_screen(call: Call, in_process: list[list[str]]) -> None:
     answer = call(f"method=none method=ghost,noise_multiplier=0 {DIGITS} --json")
-    assert answer.exit_code == DIFFERENT
+    assert answer.exit_code == EXIT_DIFFERENT
     assert result(answer)["first"] == {"step": 1, "stage": "norms", "where": "sample 0", "difference": None}
     assert "first difference: step 1, norms, sample 0: inf" in answer.stdout
 
@@ -117,7 +126,7 @@ def test_samples_are_the_same_with_and_without_privacy(call: Call, in_process: l
     """1437 of them, a number that is rounded for the rate: by either side, or by none."""
     answer = call(f"method=none method=materialize {DIGITS} --batch-size 300 --json")
     first = result(answer)["first"]  # without privacy there are no norms; the losses before them are the same
-    assert (answer.exit_code, first["step"], first["stage"]) == (DIFFERENT, 1, "norms")
+    assert (answer.exit_code, first["step"], first["stage"]) == (EXIT_DIFFERENT, 1, "norms")
     assert NOT_COVERED in answer.stdout
 
 
@@ -126,7 +135,7 @@ def test_samples_are_the_same_with_and_without_privacy(call: Call, in_process: l
 
 def test_names_set_the_options_of_train_in_their_kinds() -> None:
     text = "replicate=2,shard=4,tensor=1,zero=2,offload=params+grads,checkpoint-activations=yes,lr=2,warmup=1"
-    got = settings_of("A", text, COMMON)
+    got = to_dict(side_options("A", text, COMMON))
     assert {name: got[name] for name in ("mesh", "zero", "offload", "checkpoint_activations", "lr", "warmup")} == {
         "mesh": "replicate=2,shard=4",
         "zero": 2,
@@ -139,26 +148,26 @@ def test_names_set_the_options_of_train_in_their_kinds() -> None:
 
 
 def test_one_rank_has_no_mesh_and_ranks_are_shards() -> None:
-    assert [settings_of("A", text, COMMON)["mesh"] for text in ("", "ranks=1", "shard=1,tensor=1")] == [None] * 3
-    assert settings_of("A", "ranks=4", COMMON)["mesh"] == "shard=4"
+    assert [side_options("A", text, COMMON).ranks.mesh for text in ("", "ranks=1", "shard=1,tensor=1")] == [None] * 3
+    assert side_options("A", "ranks=4", COMMON).ranks.mesh == "shard=4"
 
 
 def test_what_is_not_said_is_common_and_small() -> None:
-    got = settings_of("A", "", COMMON)
-    assert (got["lr"], got["context"], got["noise_multiplier"], got["zero"]) == (0.1, 32, 1.0, 3)
-    assert settings_of("A", "method=none", COMMON)["noise_multiplier"] == 0
-    assert settings_of("A", "method=none,noise_multiplier=2", COMMON)["noise_multiplier"] == 2
-    assert settings_of("A", "", COMMON | {"model": "mlp"})["context"] is None
-    assert settings_of("A", "", COMMON | {"context": 7})["context"] == 7
+    got = side_options("A", "", COMMON)
+    assert (got.training.lr, got.data.context, got.privacy.noise_multiplier, got.ranks.zero) == (0.1, 32, 1.0, 3)
+    assert side_options("A", "method=none", COMMON).privacy.noise_multiplier == 0
+    assert side_options("A", "method=none,noise_multiplier=2", COMMON).privacy.noise_multiplier == 2
+    assert side_options("A", "", COMMON | {"model": "mlp"}).data.context is None
+    assert side_options("A", "", COMMON | {"context": 7}).data.context == 7
 
 
 def test_every_option_of_train_is_on_one_side_or_on_both() -> None:
-    known = set(settings_of("A", "", COMMON))
-    assert known > OF_BOTH | OF_TRAIN
-    assert not OF_BOTH & OF_TRAIN
-    for name in (OF_BOTH | OF_TRAIN) - {"mesh"}:
+    known = set(to_dict(side_options("A", "", COMMON)))
+    assert known > SAME_ON_BOTH_SIDES | NOT_ACCEPTED
+    assert not SAME_ON_BOTH_SIDES & NOT_ACCEPTED
+    for name in (SAME_ON_BOTH_SIDES | NOT_ACCEPTED) - {"mesh"}:
         with pytest.raises(FdpError, match="expected name=value"):
-            settings_of("A", f"{name}=1", COMMON)
+            side_options("A", f"{name}=1", COMMON)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +187,7 @@ def test_every_option_of_train_is_on_one_side_or_on_both() -> None:
 )
 def test_mistakes_in_a_side_are_explained(text: str, words: str) -> None:
     with pytest.raises(FdpError, match=words):
-        settings_of("A", text, COMMON)
+        side_options("A", text, COMMON)
 
 
 @pytest.mark.parametrize(
@@ -230,8 +239,8 @@ def test_several_ranks_are_started_by_torchrun(tmp_path: Path, monkeypatch: pyte
         return subprocess.CompletedProcess(words, 0, "", "")
 
     monkeypatch.setattr(command.subprocess, "run", run)
-    settings = settings_of("A", "replicate=2,shard=3", COMMON)
-    command.observed("A", settings, tmp_path / "A")
+    settings = side_options("A", "replicate=2,shard=3", COMMON)
+    command.run_side("A", settings, tmp_path / "A")
     assert commands[0][1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "6"]
     assert json.loads((tmp_path / "A" / "settings.json").read_text())["mesh"] == "replicate=2,shard=3"
 

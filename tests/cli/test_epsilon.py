@@ -8,8 +8,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from fdp.cli import rounded_up
 from fdp.cli.epsilon import epsilon_command
+from fdp.cli.formatting import round_up
 from fdp.privacy import accounting
 from fdp.privacy.clipping import flat
 from fdp.privacy.mechanism import Mechanism
@@ -40,7 +40,7 @@ def test_noise_gives_epsilon(run):
     assert got["epsilon_rdp"] == rdp
     assert (got["noise_multiplier"], got["delta"], got["steps"]) == (1.5, 1e-5, 200)
     assert got["sampling_rate"] == 0.04
-    for words in ("PLD", "RDP", "100", rounded_up(pld, 4), rounded_up(rdp, 4), "after 200 steps"):
+    for words in ("PLD", "RDP", "100", round_up(pld, 4), round_up(rdp, 4), "after 200 steps"):
         assert words in answer.stdout
 
 
@@ -65,7 +65,7 @@ def test_what_is_printed_holds(run):
     [(0.41123, "0.4113"), (2.99961, "3"), (9.9991, "10"), (1.5, "1.5"), (0.1, "0.1"), (0.0, "0"), (math.inf, "inf")],
 )
 def test_rounding_up_loses_nothing_and_adds_nothing_to_round_numbers(value, shown):
-    assert rounded_up(value, 4) == shown
+    assert round_up(value, 4) == shown
 
 
 def test_the_accountant_named_is_the_one_that_counts(run):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 import shlex
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
 import torch
@@ -15,11 +14,12 @@ from torch import Tensor
 
 from fdp import tree
 from fdp.cli import resume
-from fdp.cli.compare import _parsed
-from fdp.cli.configure import LEARNING_RATES, configure, kfac_config, learning_rate
+from fdp.cli.configure import LEARNING_RATES, configure, learning_rate
+from fdp.cli.configure_kfac import make_kfac_config
+from fdp.cli.kfac_options import KfacOptions
 from fdp.cli.main import main
-from fdp.cli.resume import DECIDING
-from fdp.cli.train import train_command
+from fdp.cli.options import Effect, build, options_of, parse_value, to_dict
+from fdp.cli.train_options import TrainingOptions, TrainOptions
 from fdp.fingerprint import fingerprint
 from fdp.kfac.config import Distribution, KfacConfig
 from fdp.kfac.invert.inverse import Via
@@ -53,13 +53,13 @@ def call(*words: str) -> int:
 
 
 def private_config(*words: str) -> tuple[RunConfig, dict[str, Any]]:
-    """The run of a private command line, and its settings."""
+    """Return the run of a private command line, and its settings."""
     given = [*SMALL[1:], *PRIVATE, *words]
     pairs = {name[2:].replace("-", "_"): value for name, value in zip(given[::2], given[1::2], strict=True)}
-    kinds = get_type_hints(train_command)
-    defaults = {name: parameter.default for name, parameter in inspect.signature(train_command).parameters.items()}
-    settings = defaults | {name: _parsed("test", name, value, kinds[name]) for name, value in pairs.items()}
-    return configure(settings), settings
+    known = options_of(TrainOptions)
+    values = {key: parse_value(text, known[key].value_type, where="test", name=key) for key, text in pairs.items()}
+    options = build(TrainOptions, values)
+    return configure(options), to_dict(options)
 
 
 def summary(folder: Path) -> dict[str, Any]:
@@ -237,7 +237,7 @@ def test_noised_statistics_are_paid_for_out_of_the_same_budget(
     out, words = tmp_path / "run", ("--epsilon", "2", "--kfac-data", "noised", "--kfac-noise", "0.8")
     assert call(*PRIVATE, *words, "--out", str(out)) == 0
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "a draw of their own every 2 steps, clipped to 1, noise 0.8 x that; the budget has them" in text
+    assert "a separate draw every 2 steps, clipped to 1, noise 0.8 x that; the budget includes it" in text
     found, config = summary(out), json.loads((out / "config.json").read_text())
     more = statistics(BATCHES, max_norm=1.0, noise_multiplier=0.8, period=2)
     both = Mechanism(BATCHES, CLIP, found["noise_multiplier"], more)
@@ -325,18 +325,18 @@ def test_curvature_never_sees_the_batch_of_a_step(source: str, monkeypatch: pyte
 def test_other_public_data_or_other_statistics_are_not_the_same_run() -> None:
     config, settings = private_config("--kfac-data", "noised", "--noise-multiplier", "1")
     run, state = prepare(config)
-    taken = resume.TakenUp(Verified(Path("there"), {"meta": resume.meta(run, settings, state)}))
-    resume.check(taken, run)
+    taken = resume.ResumedRun(Verified(Path("there"), {"meta": resume.checkpoint_meta(run, settings, state)}))
+    resume.check_same_run(taken, run)
     more = run.mechanism.statistics
     assert more is not None
     other = run.mechanism._replace(statistics=more._replace(noise_multiplier=0.5))
     with pytest.raises(FdpError, match="as its statistics"):
-        resume.check(taken, run._replace(mechanism=other))
+        resume.check_same_run(taken, run._replace(mechanism=other))
     public_run = run._replace(feed=Public(config.dataset, "a digest"))
-    taken = resume.TakenUp(Verified(Path("there"), {"meta": resume.meta(public_run, settings, state)}))
-    resume.check(taken, public_run)
+    taken = resume.ResumedRun(Verified(Path("there"), {"meta": resume.checkpoint_meta(public_run, settings, state)}))
+    resume.check_same_run(taken, public_run)
     with pytest.raises(FdpError, match="got another content of the public data"):
-        resume.check(taken, run._replace(feed=Public(config.dataset, "another")))
+        resume.check_same_run(taken, run._replace(feed=Public(config.dataset, "another")))
 
 
 def test_another_microbatch_is_not_the_same_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -351,12 +351,12 @@ def test_another_microbatch_is_not_the_same_run(tmp_path: Path, capsys: pytest.C
     config, settings = private_config("--kfac-data", "noised", "--noise-multiplier", "1")
     run, state = prepare(config)
     assert run.kfac is not None
-    found = resume.meta(run, settings, state)
-    assert found["measured"] == resume.measured(run) == 32
-    odd = resume.TakenUp(Verified(Path("there"), {"meta": found | {"measured": 33}}))  # as on three ranks
+    found = resume.checkpoint_meta(run, settings, state)
+    assert found["measured"] == resume.kfac_microbatch_size(run) == 32
+    odd = resume.ResumedRun(Verified(Path("there"), {"meta": found | {"measured": 33}}))  # as on three ranks
     with pytest.raises(FdpError, match="measures curvature on 33 samples of all ranks, got 32"):
-        resume.check(odd, run)
-    assert resume.measured(run._replace(kfac=None)) is None
+        resume.check_same_run(odd, run)
+    assert resume.kfac_microbatch_size(run._replace(kfac=None)) is None
 
 
 def test_without_kfac_another_microbatch_is_the_same_run(tmp_path: Path) -> None:
@@ -418,40 +418,43 @@ def test_a_private_run_on_two_ranks_is_that_on_one(source: str) -> None:
     assert not caught.value.code
 
 
-def test_options_become_settings_and_the_rest_is_by_default() -> None:
-    given = {
-        "kfac_damping": 0.5,
-        "kfac_period": 3,
-        "kfac_policy": "all",
-        "kfac_fisher": "exact",
-        "kfac_distribution": "owner",
-        "weight_decay": 0.25,
-        "kfac_data": None,
-        "kfac_sharing": "reduce",
-        "kfac_momentum": 0.5,
-        "kfac_kl_clip": 0.0,
-        "kfac_max_condition": 1e4,
-        "kfac_rho": 0.5,
-        "kfac_cap": 77,
-    }
-    config = kfac_config(given)
+def test_options_become_settings_and_the_rest_has_its_default() -> None:
+    given = KfacOptions(
+        damping=0.5,
+        period=3,
+        policy="all",
+        fisher="exact",
+        distribution="owner",
+        sharing="reduce",
+        momentum=0.5,
+        kl_clip=0.0,
+        max_condition=1e4,
+        rho=0.5,
+        cap=77,
+    )
+    config = make_kfac_config(given, weight_decay=0.25)
     assert (config.damping, config.factor_period, config.inverse_period, config.weight_decay) == (0.5, 3, 3, 0.25)
     assert (config.fisher, config.distribution) == (Fisher.EXACT, Distribution.OWNER)
     assert (config.cap, config.kl_clip, config.momentum) == (77, None, 0.5)
     assert (config.sharing, config.max_condition, config.via) == (Sharing.REDUCE, 1e4, Via.EIGEN)
-    defaults = {name: parameter.default for name, parameter in inspect.signature(train_command).parameters.items()}
-    ours, theirs = kfac_config(defaults | {"kfac_policy": "all"}), KfacConfig(policy=everything())
+
+
+def test_the_defaults_of_the_command_line_are_those_of_the_library() -> None:
+    ours, theirs = make_kfac_config(KfacOptions(policy="all"), weight_decay=0.0), KfacConfig(policy=everything())
     same = [name for name, value in theirs.settings if name != "policy" and getattr(ours, name) == value]
-    assert len(same) == len(theirs.settings) - 1  # a default of the command line is one of the library
-    assert fingerprint(kfac_config(defaults)) == fingerprint(KfacConfig())
-    others = ({"kfac_rho": 0.5}, {"kfac_cap": 9}, {"kfac_momentum": 0.5}, {"kfac_kl_clip": 1.0})
-    others += ({"kfac_sharing": "reduce"}, {"kfac_max_condition": 9.0})
-    prints = {fingerprint(kfac_config(defaults | other)) for other in others}
-    assert len(prints - {fingerprint(KfacConfig())}) == len(others)  # other settings, other noise
-    assert {name for other in others for name in other} < set(DECIDING)
+    assert len(same) == len(theirs.settings) - 1
+    assert fingerprint(make_kfac_config(KfacOptions(), weight_decay=0.0)) == fingerprint(KfacConfig())
+
+
+def test_other_settings_of_kfac_give_other_noise_and_another_run() -> None:
+    others = {"kfac_rho": 0.5, "kfac_cap": 9, "kfac_momentum": 0.5, "kfac_kl_clip": 1.0, "kfac_sharing": "reduce"}
+    others["kfac_max_condition"] = 9.0
+    configs = [make_kfac_config(build(KfacOptions, {key: value}), weight_decay=0.0) for key, value in others.items()]
+    assert len({fingerprint(config) for config in configs} - {fingerprint(KfacConfig())}) == len(others)
+    assert set(others) < set(resume.options_with(Effect.RESULT))
 
 
 def test_the_learning_rate_is_the_optimizers_own_unless_given() -> None:
-    assert learning_rate({"optimizer": "kfac", "lr": None}) == LEARNING_RATES["kfac"]
-    assert learning_rate({"optimizer": "adamw", "lr": None}) == 4e-3
-    assert learning_rate({"optimizer": "kfac", "lr": 0.5}) == 0.5
+    assert learning_rate(TrainingOptions(optimizer="kfac")) == LEARNING_RATES["kfac"]
+    assert learning_rate(TrainingOptions(optimizer="adamw")) == 4e-3
+    assert learning_rate(TrainingOptions(optimizer="kfac", lr=0.5)) == 0.5

@@ -7,7 +7,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from fdp.cli.plan import HINTS, RESERVED, plan_command
+from fdp.cli.plan import plan_command
+from fdp.cli.plan_tables import HINTS, RESERVED_GIB
 from fdp.estimate.ledger import MemoryKind
 from fdp.types import FdpError
 
@@ -34,7 +35,7 @@ def test_tables_and_json_say_the_same(run):
     assert sum(got["by_kind"].values()) == got["peak_bytes"] == max(got["phases"].values())
     assert set(got["by_kind"]) == {kind.value for kind in MemoryKind} == set(HINTS)
     assert got["fits"] is True
-    assert got["spare_gib"] == pytest.approx(80 - RESERVED - got["peak_bytes"] / GIB)
+    assert got["spare_gib"] == pytest.approx(80 - RESERVED_GIB - got["peak_bytes"] / GIB)
     assert got["axes"] == {"shard": 8}
     assert got["flops"]["float32"] > 0
     words = ("gpt-nano: 0.001 billion parameters", "shard 8", "3 microbatches of 4 in float32", "kept pairs", "update")

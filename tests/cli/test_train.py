@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import io
 import json
 import os
@@ -22,11 +21,12 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from fdp.cli import display, resume, run_files, session
+from fdp.cli import display, progress, report, resume, run_files, session
 from fdp.cli.configure import configure
 from fdp.cli.main import main
-from fdp.cli.train import train_command
-from fdp.cli.unused_options import check_idle
+from fdp.cli.options import Effect, build, options_of, to_dict
+from fdp.cli.train_options import TrainOptions
+from fdp.cli.unused_options import check_unused
 from fdp.optimizers import Optimizer
 from fdp.parallel.launch import join_ranks
 from fdp.privacy import accounting, clipping
@@ -169,16 +169,17 @@ def test_every_option_decides_the_result_or_only_how_it_is_computed() -> None:
     """A run is taken up only with the same options of the first kind: another rate would have another budget."""
     how = "as_json checkpoint_activations compile cuda_graph device keep kfac_distribution memory_budget mesh offload "
     how += "out quiet reduce reduce_dtype replicate_data save_every timeout zero"
-    deciding = {*resume.DECIDING, *resume.MEASURED}
-    assert deciding.isdisjoint(how.split())
-    assert deciding | set(how.split()) == set(inspect.signature(train_command).parameters)
+    assert set(resume.options_with(Effect.EXECUTION)) == set(how.split())
+    assert resume.options_with(Effect.KFAC_RESULT) == ("microbatch",)
+    deciding = set(resume.options_with(Effect.RESULT))
+    assert deciding | set(how.split()) | {"microbatch"} == set(options_of(TrainOptions))
 
 
 def test_the_epsilon_shown_is_never_below_the_one_spent() -> None:
     record = Record(1, 1.0, 0.00042, 1.0, 1.0, 1.0, 1.0, 1.0, samples=8, seconds=2.0)
-    assert display.facts([record], total=3) == ["loss 1.0000", "epsilon 0.001", "4.0 samples/s", "0:04 left"]
-    assert display.facts([record._replace(epsilon=7.9931)], total=1)[1] == "epsilon 7.994"
-    assert display.facts([record._replace(epsilon=None)], total=1)[1] == "not private"
+    assert progress.progress_words([record], total=3) == ["loss 1.0000", "epsilon 0.001", "4.0 samples/s", "0:04 left"]
+    assert progress.progress_words([record._replace(epsilon=7.9931)], total=1)[1] == "epsilon 7.994"
+    assert progress.progress_words([record._replace(epsilon=None)], total=1)[1] == "not private"
 
 
 def test_an_out_that_holds_a_run_is_refused_and_untouched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,8 +204,10 @@ def test_any_one_file_of_a_run_makes_a_directory_taken(tmp_path: Path, name: str
 def test_without_out_runs_are_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert call("train", *SMALL, "--steps", "2", "--quiet") == 0
-    assert run_files.claim(None, model="logistic", data="digits") == Path("runs/logistic-digits-2")
-    assert run_files.claim(None, model="gpt-nano", data="/some/where/notes.jsonl") == Path("runs/gpt-nano-notes-1")
+    assert run_files.create_folder(None, model="logistic", data="digits") == Path("runs/logistic-digits-2")
+    assert run_files.create_folder(None, model="gpt-nano", data="/some/where/notes.jsonl") == Path(
+        "runs/gpt-nano-notes-1"
+    )
 
 
 @pytest.mark.parametrize(
@@ -291,8 +294,7 @@ def test_an_option_that_would_do_nothing_is_a_mistake(
 
 @pytest.mark.parametrize("method", ["auto", "flash"])
 def test_a_memory_budget_goes_with_the_methods_that_keep_within_it(method: str) -> None:
-    defaults = {name: option.default for name, option in inspect.signature(train_command).parameters.items()}
-    check_idle(defaults | {"data": "text", "method": method, "memory_budget": 1.0})
+    check_unused(build(TrainOptions, {"data": "text", "method": method, "memory_budget": 1.0}))
 
 
 @pytest.mark.parametrize("timeout", [0.0, -1.0, float("nan"), float("inf")])
@@ -363,21 +365,20 @@ def test_a_run_without_privacy_says_so(tmp_path: Path, capsys: pytest.CaptureFix
     assert summary["method"] == "none"
 
 
-def settings(**changes: Any) -> dict[str, Any]:
-    """The defaults of the command line, for the smallest model there is."""
-    names = inspect.signature(train_command).parameters
+def small_options(**changes: Any) -> TrainOptions:
+    """Return the defaults of the command line, for the smallest model."""
     small = {"model": "logistic", "data": "digits", "noise_multiplier": 1.0, "steps": 4, "warmup": 1}
-    return {name: names[name].default for name in names} | small | changes
+    return build(TrainOptions, small | changes)
 
 
 @pytest.mark.parametrize("clip", ["flat", "per-layer", "automatic", "quantile"])
 def test_every_clip_style_has_a_name(clip: str) -> None:
-    assert configure(settings(clip=clip)).clip.name == clip
+    assert configure(small_options(clip=clip)).clip.name == clip
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd", "lamb", "adafactor", "adagrad", "adadelta", "adamax"])
 def test_every_optimizer_follows_the_schedule_and_decays(optimizer: str) -> None:
-    built = configure(settings(optimizer=optimizer, weight_decay=0.1, lr=0.01, warmup=2, steps=6)).optimizer
+    built = configure(small_options(optimizer=optimizer, weight_decay=0.1, lr=0.01, warmup=2, steps=6)).optimizer
     assert isinstance(built, Optimizer)
     params = {"w": torch.ones(3)}
     state, sizes = built.init(params), []
@@ -469,13 +470,13 @@ def test_a_run_that_saved_nothing_starts_anew_with_its_present_settings(
 
 
 def test_noise_drawn_for_other_data_is_not_used_again() -> None:
-    run, state = runs.prepare(configure(settings()))
-    meta = resume.meta(run, settings(), state)
-    resume.check(resume.TakenUp(Verified(Path("run"), {"meta": meta}), run.root), run)
+    run, state = runs.prepare(configure(small_options()))
+    meta = resume.checkpoint_meta(run, to_dict(small_options()), state)
+    resume.check_same_run(resume.ResumedRun(Verified(Path("run"), {"meta": meta}), run.root), run)
     for field, other in (("data", "0" * 64), ("samples", 3)):
         changed = meta | {"sampler": meta["sampler"] | {field: other}}
         with pytest.raises(FdpError, match=r"expected the same run, got another .*must not be used again") as caught:
-            resume.check(resume.TakenUp(Verified(Path("run"), {"meta": changed}), run.root), run)
+            resume.check_same_run(resume.ResumedRun(Verified(Path("run"), {"meta": changed}), run.root), run)
         assert run.data_digest not in str(caught.value)
         assert str(len(run.config.dataset)) not in str(caught.value)
         assert str(other) not in str(caught.value)
@@ -492,12 +493,12 @@ def test_noise_drawn_for_other_data_is_not_used_again() -> None:
     ],
 )
 def test_a_budget_that_was_counted_otherwise_is_refused(field: str, other: object, said: str) -> None:
-    run, state = runs.prepare(configure(settings()))
+    run, state = runs.prepare(configure(small_options()))
     state = state._replace(step=state.step + 2)
-    meta = resume.meta(run, settings(), state)
+    meta = resume.checkpoint_meta(run, to_dict(small_options()), state)
     changed = meta | {"accountant": meta["accountant"] | {field: other}}
     with pytest.raises(FdpError, match=f"as its {said}, not {other}"):
-        resume.check(resume.TakenUp(Verified(Path("run"), {"meta": changed}), run.root), run)
+        resume.check_same_run(resume.ResumedRun(Verified(Path("run"), {"meta": changed}), run.root), run)
 
 
 def test_a_checkpoint_of_another_run_is_refused_and_left_alone(
@@ -598,10 +599,10 @@ def test_a_fault_of_fdp_itself_is_not_hidden(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_terminal_gets_one_line_that_moves() -> None:
-    run, state = runs.prepare(configure(settings()))
+    run, state = runs.prepare(configure(small_options()))
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=100, height=30)
-    seen = list(display.follow(runs.steps(run, state), run, console))
+    seen = list(progress.follow(runs.steps(run, state), run, console))
     assert [record.step for _, record in seen] == [1, 2, 3, 4]
     text = screen.getvalue()
     assert "\x1b[" in text
@@ -611,16 +612,16 @@ def test_a_terminal_gets_one_line_that_moves() -> None:
 
 
 def test_a_sparkline_falls_as_its_values_do() -> None:
-    assert display.sparkline([float(9 - i) for i in range(8)]) == "█▇▆▅▄▃▂▁"
-    assert len(display.sparkline([float(i) for i in range(1000)])) == 24
-    assert display.sparkline([1.0]) == ""
-    assert display.sparkline([1.0, 1.0]) == "▁▁"
+    assert progress.sparkline([float(9 - i) for i in range(8)]) == "█▇▆▅▄▃▂▁"
+    assert len(progress.sparkline([float(i) for i in range(1000)])) == 24
+    assert progress.sparkline([1.0]) == ""
+    assert progress.sparkline([1.0, 1.0]) == "▁▁"
 
 
 def test_smoothing_keeps_the_length_and_skips_missing_values() -> None:
     values = np.array([1.0, np.nan, 3.0, 5.0])
-    assert run_files.smooth(values).tolist() == [1.0, 2.0, 4.0, 4.0]
-    assert len(run_files.smooth(np.arange(100.0))) == 100
+    assert report.smooth(values).tolist() == [1.0, 2.0, 4.0, 4.0]
+    assert len(report.smooth(np.arange(100.0))) == 100
 
 
 def test_no_command_is_answered_by_the_help_alone(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,29 +13,29 @@ from pathlib import Path
 
 import pytest
 
-from fdp.cli import ownership, stopping
-from fdp.cli.ownership import LOCK, own
-from fdp.cli.stopping import heeding
+from fdp.cli import folder_lock, signals
+from fdp.cli.folder_lock import LOCK_FILE, lock_folder
+from fdp.cli.signals import stop_on_signals
 from fdp.types import FdpError
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_is_a_wish_and_its_echo_is_none(number: int, code: int) -> None:
     before = signal.getsignal(number)
-    with heeding() as stop:
-        assert not stop.asked()
-        assert stop.code == 0
+    with stop_on_signals() as stop:
+        assert not stop.requested()
+        assert stop.exit_code == 0
         for _ in range(3):  # torchrun passes on what the terminal has already sent
             os.kill(os.getpid(), number)
-        assert stop.asked()
-        assert stop.code == code
+        assert stop.requested()
+        assert stop.exit_code == code
     assert signal.getsignal(number) is before
 
 
 def test_asked_twice_it_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     program = (
-        "import os, signal, time; from fdp.cli import stopping; stopping.SAME = 0.1\n"
-        "with stopping.heeding():\n"
+        "import os, signal, time; from fdp.cli import signals; signals.ECHO_SECONDS = 0.1\n"
+        "with signals.stop_on_signals():\n"
         "    os.kill(os.getpid(), signal.SIGTERM); time.sleep(0.3)\n"
         "    os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)"
     )
@@ -43,15 +43,15 @@ def test_asked_twice_it_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     done = subprocess.run([sys.executable, "-c", program], timeout=50, check=False)
     assert done.returncode == -signal.SIGTERM
     assert time.monotonic() - began < 40
-    assert stopping.SAME == 2.0
+    assert signals.ECHO_SECONDS == 2.0
 
 
 def test_outside_of_the_main_thread_nothing_is_heeded() -> None:
     found = []
 
     def inside() -> None:
-        with heeding() as stop:
-            found.append(stop.asked())
+        with stop_on_signals() as stop:
+            found.append(stop.requested())
 
     thread = threading.Thread(target=inside)
     thread.start()
@@ -60,51 +60,52 @@ def test_outside_of_the_main_thread_nothing_is_heeded() -> None:
 
 
 def test_a_folder_has_one_owner_at_a_time(tmp_path: Path) -> None:
-    first = own(tmp_path)
+    first = lock_folder(tmp_path)
     first.check()
     with pytest.raises(FdpError, match=rf"belongs to a run that has not ended, process {os.getpid()} on .*kill"):
-        own(tmp_path)
-    assert (tmp_path / LOCK).stat().st_mode & 0o777 == 0o600
+        lock_folder(tmp_path)
+    assert (tmp_path / LOCK_FILE).stat().st_mode & 0o777 == 0o600
     first.release()
-    assert not (tmp_path / LOCK).exists()
-    own(tmp_path).release()
+    assert not (tmp_path / LOCK_FILE).exists()
+    lock_folder(tmp_path).release()
 
 
 def test_an_owner_that_was_killed_is_none(tmp_path: Path) -> None:
     program = (
-        "import pathlib, sys, time; from fdp.cli.ownership import own; own(pathlib.Path(sys.argv[1])); time.sleep(60)"
+        "import pathlib, sys, time; from fdp.cli.folder_lock import lock_folder\n"
+        "lock_folder(pathlib.Path(sys.argv[1])); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)]) as process:
-        while not (tmp_path / LOCK).exists() or not (tmp_path / LOCK).read_text():
+        while not (tmp_path / LOCK_FILE).exists() or not (tmp_path / LOCK_FILE).read_text():
             assert process.poll() is None
             time.sleep(0.05)
         with pytest.raises(FdpError, match=f"process {process.pid} on"):
-            own(tmp_path)
+            lock_folder(tmp_path)
         process.kill()
-    assert (tmp_path / LOCK).exists()
-    own(tmp_path).release()
+    assert (tmp_path / LOCK_FILE).exists()
+    lock_folder(tmp_path).release()
 
 
 def test_an_owner_on_another_machine_is_watched_and_believed_while_it_lives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ownership, "WATCH", 2.0)
+    monkeypatch.setattr(folder_lock, "WATCH_SECONDS", 2.0)
     there = {"host": "elsewhere", "pid": 7, "token": "t", "count": 0}
-    (tmp_path / LOCK).write_text(json.dumps(there))
+    (tmp_path / LOCK_FILE).write_text(json.dumps(there))
     began = time.monotonic()
-    own(tmp_path).release()  # it never beat: it is dead
+    lock_folder(tmp_path).release()  # it never beat: it is dead
     assert time.monotonic() - began >= 2.0
 
-    (tmp_path / LOCK).write_text(json.dumps(there))
-    threading.Timer(0.7, lambda: (tmp_path / LOCK).write_text(json.dumps(there | {"count": 1}))).start()
+    (tmp_path / LOCK_FILE).write_text(json.dumps(there))
+    threading.Timer(0.7, lambda: (tmp_path / LOCK_FILE).write_text(json.dumps(there | {"count": 1}))).start()
     with pytest.raises(FdpError, match="process 7 on elsewhere; wait for it"):
-        own(tmp_path)
+        lock_folder(tmp_path)
 
 
 def test_who_lost_the_folder_writes_nothing_more(tmp_path: Path) -> None:
-    owner = own(tmp_path)
-    (tmp_path / LOCK).write_text(json.dumps({"host": "elsewhere", "pid": 7, "token": "t", "count": 0}))
+    owner = lock_folder(tmp_path)
+    (tmp_path / LOCK_FILE).write_text(json.dumps({"host": "elsewhere", "pid": 7, "token": "t", "count": 0}))
     with pytest.raises(FdpError, match="it belongs to process 7 on elsewhere now; this run stops here"):
         owner.check()
     owner.release()
-    assert (tmp_path / LOCK).exists()  # the other one's
+    assert (tmp_path / LOCK_FILE).exists()  # the other one's

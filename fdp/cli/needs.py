@@ -1,0 +1,23 @@
+"""Conditions that an option of ``fdp train`` can depend on; :mod:`fdp.cli.unused_options` checks them."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Needs(Enum):
+    """A condition without which an option does nothing, in the words of the error."""
+
+    LORA = "--lora"
+    UNIT_USER = "--unit user"
+    RECORDS = "--data of records (.jsonl, .ndjson, .json), read as text"
+    TEXTS = "--data of texts or records"
+    SAVING = "--save-every"
+    PRIVACY = "a --method other than none"
+    BUDGETED_METHOD = "--method auto or flash"
+    KFAC = "--optimizer kfac"
+    KFAC_WITHOUT_PRIVACY = "--optimizer kfac --method none"
+    KFAC_POLICY_AUTO = "--optimizer kfac --method none --kfac-policy auto"
+    KFAC_COLUMNS = "--optimizer kfac --method none, and --kfac-policy auto or --kfac-distribution gather or owner"
+    KFAC_NOISED = "--kfac-data noised"
+    SEVERAL_RANKS = "several ranks, started with torchrun"

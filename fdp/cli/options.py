@@ -1,0 +1,190 @@
+"""Command-line options, each declared once as a field of a frozen dataclass (a "group").
+
+    @dataclass(frozen=True)
+    class PrivacyOptions:
+        panel: ClassVar[str] = "Privacy"
+        epsilon: Annotated[float | None, Flag("Privacy budget.", default_text="8")] = None
+
+    @expand_groups                                      # the command takes one option per field
+    def train_command(privacy: PrivacyOptions) -> None: ...
+
+    >>> build(PrivacyOptions, {"epsilon": 3})           # from a file; a mistake names the flag
+    >>> to_dict(privacy)                                # {"epsilon": 3.0}
+
+A field that is itself a group contributes the options of that group. ``panel`` is the heading in ``--help``. A
+group with ``key_prefix = "kfac_"`` and a field ``damping`` has the option ``--kfac-damping``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_type_hints
+
+import typer
+
+Group = TypeVar("Group")
+
+TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", Path: "a path"}
+TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
+class Effect(Enum):
+    """The part of a run that an option changes."""
+
+    RESULT = "the result"
+    KFAC_RESULT = "the result with K-FAC, else only how it is computed"
+    EXECUTION = "how a run is computed, saved or shown"
+
+
+class Flag(NamedTuple):
+    """The declaration of an option, beside its name, type and default.
+
+    ``default_text`` says what a default of None stands for. ``needs`` is a condition without which the option does
+    nothing. ``name`` replaces the name made from the field.
+    """
+
+    help: str
+    default_text: str | None = None
+    name: str | None = None
+    effect: Effect = Effect.RESULT
+    needs: Enum | None = None
+
+
+def type_name(kind: type) -> str:
+    """Return a type in the words of an error message."""
+    return TYPE_NAMES.get(kind, kind.__name__)
+
+
+class OptionField(NamedTuple):
+    """An option of a group. ``key`` is its name in ``config.json``: ``kfac_damping`` for ``--kfac-damping``."""
+
+    key: str
+    name: str
+    type: Any
+    default: Any
+    flag: Flag
+    panel: str | None
+
+    @property
+    def value_type(self) -> type:
+        """The type of a value that is given: ``int`` for ``int | None``."""
+        return next(kind for kind in get_args(self.type) or (self.type,) if kind is not NoneType)
+
+    def parameter(self) -> inspect.Parameter:
+        """Return the option as a parameter that ``typer`` understands."""
+        shown = self.flag.default_text or True if self.default is None else True
+        option = typer.Option(self.name, help=self.flag.help, rich_help_panel=self.panel, show_default=shown)
+        default = inspect.Parameter.empty if self.default is MISSING else self.default
+        annotation = Annotated[self.type, option]
+        return inspect.Parameter(self.key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+    def check(self, value: Any) -> Any:
+        """Return ``value`` with the option's type, or raise an error that names the option."""
+        kind = self.value_type
+        if value is None and NoneType in get_args(self.type):
+            return None
+        if kind is float and type(value) is int:
+            return float(value)
+        if kind is Path and isinstance(value, str):
+            return Path(value)
+        if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
+            raise _mistake(f"{self.name}: expected {type_name(kind)}, got {value!r}")
+        return value
+
+
+@functools.cache
+def options_of(group: type) -> dict[str, OptionField]:
+    """Return the options of a group, and of the groups inside it, by key and in order."""
+    hints = get_type_hints(group, include_extras=True)
+    prefix, panel = getattr(group, "key_prefix", ""), getattr(group, "panel", None)
+    found: dict[str, OptionField] = {}
+    for field in fields(group):
+        if is_dataclass(hints[field.name]):
+            inner = options_of(hints[field.name])
+            assert not found.keys() & inner.keys(), f"{group.__name__}.{field.name}: options declared twice"
+            found |= inner
+            continue
+        key, (kind, flag) = prefix + field.name, get_args(hints[field.name])
+        name = flag.name or f"--{key.replace('_', '-')}"
+        found[key] = OptionField(key, name, kind, field.default, flag, panel)
+    return found
+
+
+def build(group: type[Group], values: Mapping[str, Any]) -> Group:
+    """Make a group from values by key; what is left out has its default.
+
+    A key that is not an option, a value of the wrong type and a missing value are errors that name the option.
+    """
+    known = options_of(group)
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"the options are {', '.join(known)}"
+            raise _mistake(f"{key}: expected the name of an option, got {key!r}; {hint}")
+    for key, option in known.items():
+        if option.default is MISSING and key not in values:
+            raise _mistake(f"{option.name}: expected {type_name(option.value_type)}, got nothing")
+    return _assemble(group, {key: known[key].check(value) for key, value in values.items()})
+
+
+def to_dict(options: Any) -> dict[str, Any]:
+    """Return the values of a group by key: the inverse of :func:`build`."""
+    hints, prefix = get_type_hints(type(options), include_extras=True), getattr(options, "key_prefix", "")
+    found: dict[str, Any] = {}
+    for field in fields(options):
+        value = getattr(options, field.name)
+        found |= to_dict(value) if is_dataclass(hints[field.name]) else {prefix + field.name: value}
+    return found
+
+
+def parse_value(text: str, kind: type, *, where: str, name: str) -> Any:
+    """Convert the text of ``name=text`` to ``kind``; ``where`` begins the error."""
+    try:
+        return TRUTH[text.lower()] if kind is bool else kind(text)
+    except (KeyError, ValueError):
+        raise _mistake(f"{where}: expected {name}={type_name(kind)}, got {text!r}") from None
+
+
+def expand_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace every parameter that is a group by the options of the group.
+
+    ``typer`` sees one parameter per option; ``command`` is called with the groups made from their values.
+    """
+    signature = inspect.signature(command, eval_str=True)
+    hints = {name: each.annotation for name, each in signature.parameters.items()}
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    parameters = [each for name, each in signature.parameters.items() if name not in groups]
+    parameters += [option.parameter() for group in groups.values() for option in options_of(group).values()]
+
+    @functools.wraps(command)
+    def expanded(**values: Any) -> None:
+        assembled = {name: _assemble(group, values) for name, group in groups.items()}
+        command(**{name: values[name] for name in signature.parameters if name not in groups}, **assembled)
+
+    setattr(expanded, "__signature__", signature.replace(parameters=parameters))  # noqa: B010
+    expanded.__annotations__ = {each.name: each.annotation for each in parameters}
+    return expanded
+
+
+def _assemble(group: type[Group], values: Mapping[str, Any]) -> Group:
+    hints, prefix = get_type_hints(group, include_extras=True), getattr(group, "key_prefix", "")
+    arguments: dict[str, Any] = {}
+    for field in fields(group):  # pyright: ignore[reportArgumentType]
+        if is_dataclass(hints[field.name]):
+            arguments[field.name] = _assemble(hints[field.name], values)
+        elif prefix + field.name in values:
+            arguments[field.name] = values[prefix + field.name]
+    return group(**arguments)
+
+
+def _mistake(message: str) -> Exception:
+    from fdp.types import FdpError  # here, since it imports torch, which takes seconds
+
+    return FdpError(message)

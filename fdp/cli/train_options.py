@@ -1,0 +1,276 @@
+"""The options of ``fdp train``: names, types, defaults and help, in groups.
+
+>>> options = build(TrainOptions, {"model": "mlp", "epsilon": 3.0})
+>>> options.privacy.epsilon, options.kfac.damping
+>>> to_dict(options)                                # the settings in config.json, in this order
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+from fdp.cli.kfac_options import KfacOptions
+from fdp.cli.needs import Needs
+from fdp.cli.options import Effect, Flag, options_of
+
+HOW, KFAC_RESULT = Effect.EXECUTION, Effect.KFAC_RESULT
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """The model, and which of its leaves are trained."""
+
+    panel: ClassVar[str] = "What to train"
+
+    model: Annotated[str, Flag("A preset, such as gpt-nano or mlp, or a local folder in transformers format.")] = (
+        "gpt-nano"
+    )
+    lora: Annotated[int | None, Flag("Train only LoRA adapters of this rank; everything else is frozen.")] = None
+    lora_alpha: Annotated[
+        float | None, Flag("Scale the adapters by alpha / rank.", default_text="twice the rank", needs=Needs.LORA)
+    ] = None
+    lora_targets: Annotated[
+        str | None,
+        Flag(
+            "Leaves to adapt, such as '*.attn.*,*.mlp.*'.",
+            default_text="every matrix of the repeated blocks",
+            needs=Needs.LORA,
+        ),
+    ] = None
+    prefix: Annotated[
+        int | None,
+        Flag("Train only the keys and values of this many virtual tokens, put before every layer's own."),
+    ] = None
+    train_only: Annotated[str | None, Flag("Train only the leaves that match, such as '*bias'.")] = None
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """The data, and what one sample is."""
+
+    panel: ClassVar[str] = "What to train"
+
+    data: Annotated[
+        str,
+        Flag(
+            "stdlib, digits, or a path: a file or a folder of texts or records (.jsonl, .ndjson, .json), or a file of "
+            "tokens (.npy, .bin)."
+        ),
+    ] = "stdlib"
+    form: Annotated[
+        str,
+        Flag(
+            "How to read a record: text (its --field), completion (after a prompt) or messages; auto decides by its "
+            "fields; file reads every file as one text, whatever its name.",
+            needs=Needs.TEXTS,
+        ),
+    ] = "auto"
+    field: Annotated[str, Flag("The field of a record that is read as text.", needs=Needs.RECORDS)] = "text"
+    tokenizer: Annotated[
+        str | None, Flag("A folder with a tokenizer.", default_text="the tokenizer of --model, else bytes")
+    ] = None
+    unit: Annotated[
+        str,
+        Flag(
+            "What one sample is, which is what the guarantee protects: a window of tokens, a record (prompts of "
+            "conversations are not in the loss), a user (all their records), or a row (packed records of anyone)."
+        ),
+    ] = "window"
+    user_field: Annotated[
+        str | None, Flag("With --unit user: the field of a record that names the user it belongs to.")
+    ] = None
+    windows_per_user: Annotated[
+        int, Flag("With --unit user: use at most this many windows of a user.", needs=Needs.UNIT_USER)
+    ] = 8
+    pack: Annotated[
+        bool, Flag("With --unit user: pack several short records into one window.", needs=Needs.UNIT_USER)
+    ] = False
+    context: Annotated[int | None, Flag("Tokens a language model sees.", default_text="the model's own")] = None
+
+
+@dataclass(frozen=True)
+class PrivacyOptions:
+    """The privacy budget, or the noise, and how gradients are clipped."""
+
+    panel: ClassVar[str] = "Privacy"
+
+    epsilon: Annotated[
+        float | None,
+        Flag("Privacy budget; the noise is computed from it.", default_text="8, unless --noise-multiplier is given"),
+    ] = None
+    noise_multiplier: Annotated[float | None, Flag("Noise as a multiple of C, instead of --epsilon.")] = None
+    delta: Annotated[
+        float | None,
+        Flag(
+            "The delta of (epsilon, delta).",
+            default_text="1e-6, or 0.01 / --population if that is less",
+            needs=Needs.PRIVACY,
+        ),
+    ] = None
+    population: Annotated[
+        int | None,
+        Flag(
+            "The public number of samples, which sets the sampling rate. The exact number is private.",
+            default_text="the number of samples, rounded up to two digits",
+        ),
+    ] = None
+    clip: Annotated[str, Flag("Clipping: flat, per-layer, automatic or quantile.", needs=Needs.PRIVACY)] = "flat"
+    max_norm: Annotated[float, Flag("C: the most one sample can add to the sum.", needs=Needs.PRIVACY)] = 1.0
+    method: Annotated[
+        str,
+        Flag(
+            "How clipped sums are computed: auto, ghost, ghost_bk, flash, flash_bk or materialize; none trains without "
+            "privacy."
+        ),
+    ] = "auto"
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """The steps and the optimizer."""
+
+    panel: ClassVar[str] = "Training"
+
+    batch_size: Annotated[int, Flag("Expected samples per step (Poisson sampling).")] = 64
+    steps: Annotated[int, Flag("Number of steps.")] = 40
+    lr: Annotated[
+        float | None,
+        Flag("Peak learning rate.", default_text="4e-3; kfac: 0.1, adagrad: 0.01, adadelta: 1"),
+    ] = None
+    optimizer: Annotated[str, Flag("adamw, adam, sgd, lamb, adafactor, adagrad, adadelta, adamax or kfac.")] = "adamw"
+    clip_value: Annotated[
+        float | None,
+        Flag("Clip each element of the noisy mean gradient to this size (--clip clips the samples' gradients)."),
+    ] = None
+    weight_decay: Annotated[float, Flag("Weight decay.")] = 0.0
+    schedule: Annotated[str, Flag("Learning rate schedule: constant or cosine.")] = "cosine"
+    warmup: Annotated[int | None, Flag("Steps of linear warm-up.", default_text="a tenth of the steps")] = None
+    seed: Annotated[int | None, Flag("For repeatable experiments.", default_text="entropy of the operating system")] = (
+        None
+    )
+
+
+@dataclass(frozen=True)
+class ComputeOptions:
+    """The precision, compilation, device and memory of a step."""
+
+    panel: ClassVar[str] = "How to run"
+
+    microbatch: Annotated[
+        int,
+        Flag(
+            "Samples computed at once, over all ranks. It changes only speed and memory, except with kfac, which "
+            "measures the curvature on one microbatch.",
+            effect=KFAC_RESULT,
+        ),
+    ] = 32
+    dtype: Annotated[str, Flag("float32 or bfloat16.")] = "float32"
+    compile: Annotated[
+        str,
+        Flag(
+            "none; block compiles every kind of block once and uses kernels for the rest (starts quickly); step "
+            "compiles one graph per microbatch and one for the update.",
+            effect=HOW,
+        ),
+    ] = "none"
+    cuda_graph: Annotated[bool, Flag("Record the whole step once and replay it (GPU).", effect=HOW)] = False
+    device: Annotated[str, Flag("auto, cpu or cuda.", effect=HOW)] = "auto"
+    memory_budget: Annotated[
+        float | None,
+        Flag(
+            "GiB that --method auto or flash may store between the norms and the sum.",
+            effect=HOW,
+            needs=Needs.BUDGETED_METHOD,
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class RankOptions:
+    """The ranks, what is sharded over them, and what is kept on the CPU."""
+
+    panel: ClassVar[str] = "On several ranks (started with torchrun -m fdp train ...)"
+
+    mesh: Annotated[
+        str | None,
+        Flag("Axes of the processes that torchrun started: shard=4, or replicate=2,shard=2,tensor=2.", effect=HOW),
+    ] = None
+    zero: Annotated[
+        int,
+        Flag(
+            "ZeRO stage along shard: 0 shards nothing, 2 parameters and optimizer state; 3 also gathers by block.",
+            effect=HOW,
+            needs=Needs.SEVERAL_RANKS,
+        ),
+    ] = 3
+    offload: Annotated[
+        str, Flag("What to keep on the CPU: none, all, or a list of params, grads, optimizer.", effect=HOW)
+    ] = "none"
+    checkpoint_activations: Annotated[
+        bool,
+        Flag("Store only every block's input and run its forward again; --zero 3 always does.", effect=HOW),
+    ] = False
+    reduce: Annotated[
+        str,
+        Flag(
+            "Reduce the sums once per step (step) or block by block (microbatch); auto: microbatch for --zero 3, else "
+            "step.",
+            effect=HOW,
+            needs=Needs.SEVERAL_RANKS,
+        ),
+    ] = "auto"
+    reduce_dtype: Annotated[
+        str,
+        Flag(
+            "Dtype of the reduced sums; auto: float64 if private, else float32. float32 rounds private sums, see "
+            "README.",
+            effect=HOW,
+            needs=Needs.SEVERAL_RANKS,
+        ),
+    ] = "auto"
+    replicate_data: Annotated[
+        bool,
+        Flag("Compute the whole batch on every rank; the result is the same.", effect=HOW, needs=Needs.SEVERAL_RANKS),
+    ] = False
+    timeout: Annotated[
+        float, Flag("Seconds to wait for a rank that does not answer.", effect=HOW, needs=Needs.SEVERAL_RANKS)
+    ] = 600.0
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """The files a run writes and what it prints."""
+
+    panel: ClassVar[str] = "How to run"
+
+    save_every: Annotated[
+        int | None, Flag("Steps between checkpoints in --out; the same command then resumes the run.", effect=HOW)
+    ] = None
+    keep: Annotated[int, Flag("How many checkpoints to keep, the newest.", effect=HOW, needs=Needs.SAVING)] = 2
+    out: Annotated[
+        Path | None,
+        Flag("Folder for the run's files.", default_text="runs/<model>-<data>-<n>", effect=HOW),
+    ] = None
+    quiet: Annotated[bool, Flag("Print nothing but errors.", effect=HOW)] = False
+    as_json: Annotated[bool, Flag("Print the summary as one JSON object, last.", name="--json", effect=HOW)] = False
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Every option of ``fdp train``."""
+
+    model: ModelOptions = field(default_factory=ModelOptions)
+    data: DataOptions = field(default_factory=DataOptions)
+    privacy: PrivacyOptions = field(default_factory=PrivacyOptions)
+    training: TrainingOptions = field(default_factory=TrainingOptions)
+    kfac: KfacOptions = field(default_factory=KfacOptions)
+    compute: ComputeOptions = field(default_factory=ComputeOptions)
+    ranks: RankOptions = field(default_factory=RankOptions)
+    output: OutputOptions = field(default_factory=OutputOptions)
+
+
+def train_flag(key: str, **changes: str | None) -> Flag:
+    """Return the declaration of an option of ``fdp train``, for another command that takes it too."""
+    return options_of(TrainOptions)[key].flag._replace(**changes)
