@@ -1,8 +1,8 @@
-"""Runs of ``fdp train`` on ranks that are forked, not started anew, and what can go wrong with them.
+"""Run ``fdp train`` on forked ranks, inject faults into them, and damage their files.
 
 >>> with Job(folder / "run", ranks=2).start(Fault("killed", rank=1, stage="writing parts")) as attempt:
 ...     attempt.wait(seconds=60)
->>> flip(newest(folder / "run") / "__0_0.distcp")
+>>> flip_bit(checkpoints(folder / "run")[-1] / "__0_0.distcp", random.Random(0))
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ STAGES = {
     "drawing the report": ("fdp.cli.report", "write_report"),
     "writing the summary": ("fdp.cli.run_files", "write_summary"),
 }
-"""Where a process can be hit: the function that is called there."""
+"""Places at which a fault can be injected, and the function that is called there."""
 
 
 class Fault(NamedTuple):
-    """What happens to ``rank`` when it calls the function of ``stage`` for the ``count``-th time.
+    """A fault of ``rank`` at the ``count``-th call of the function of ``stage``.
 
-    ``act``: killed, stopped, terminated, interrupted, disk full, slow disk, clock jump, NaN samples. ``late``: seconds
-    between the call and what happens, so that it can hit anywhere in what follows.
+    ``act`` is killed, stopped, terminated, interrupted, disk full, slow disk, clock jump or NaN samples. It happens
+    ``late`` seconds after the call, so that it can hit anywhere in what follows.
     """
 
     act: str
@@ -92,25 +92,25 @@ class Attempt:
             process.join()
 
     def wait(self, *, seconds: float, ranks: Sequence[int] | None = None) -> list[int | None]:
-        """Wait for these ranks, by default all; the exit codes of all, None of one that is still there."""
+        """Wait for these ranks, by default all; return the exit codes of all ranks, None for one that still runs."""
         deadline = self.began + seconds
         for rank in range(len(self.processes)) if ranks is None else ranks:
             self.processes[rank].join(max(0.0, deadline - time.monotonic()))
         return [process.exitcode for process in self.processes]
 
     def signal(self, rank: int, number: int) -> None:
-        """Send a signal to a rank, if it is still there."""
+        """Send a signal to a rank if it still runs."""
         process = self.processes[rank]
         if process.is_alive() and process.pid is not None:
             os.kill(process.pid, number)
 
     def text(self) -> str:
-        """What all ranks printed, in one line."""
+        """Return the output of all ranks on one line."""
         return " ".join(" ".join(log.read_text(errors="replace") for log in self.logs if log.exists()).split())
 
 
 class Job(NamedTuple):
-    """A run of ``fdp train`` in ``out``; ``words`` are its options beside the common ones."""
+    """A run of ``fdp train`` in ``out``; ``words`` are its options in addition to the common ones."""
 
     out: Path
     ranks: int = 2
@@ -120,7 +120,7 @@ class Job(NamedTuple):
     def start(
         self, *faults: Fault, ranks: int | None = None, by_rank: Mapping[int, Sequence[str]] | None = None
     ) -> Attempt:
-        """Start it, or start it again, on as many ranks; ``by_rank``: words that one rank alone is given."""
+        """Start or restart the run; ``by_rank`` are additional options of single ranks."""
         count = self.ranks if ranks is None else ranks
         mesh = ["--mesh", f"shard={count}", "--timeout", str(self.timeout)] if count > 1 else []
         words = ["train", *COMMON, *self.words, *mesh, "--json", "--out", str(self.out)]
@@ -132,18 +132,18 @@ class Job(NamedTuple):
             own = [*words, *(by_rank or {}).get(rank, ())]
             mine = [fault for fault in faults if fault.rank == rank]
             arguments = (rank if count > 1 else None, count, port, own, str(log), mine)
-            processes.append(context.Process(target=_enter, args=arguments))
+            processes.append(context.Process(target=_run_rank, args=arguments))
             processes[-1].start()
         return Attempt(processes, logs)
 
     def summary(self) -> dict[str, Any] | None:
-        """The result, if the run has ended."""
+        """Return the summary, None if the run has not ended."""
         path = self.out / "summary.json"
         return json.loads(path.read_text()) if path.exists() else None
 
 
 def forkserver() -> Any:
-    """Processes that are forked from one that has imported everything, once."""
+    """Return a context that forks processes from one that has already imported everything."""
     context = mp.get_context("forkserver")
     own = ("tests.preload", "fdp.cli.main", "fdp.cli.session", "fdp.parallel.rendezvous")
     context.set_forkserver_preload([*own, "sklearn.datasets", "matplotlib.backends.backend_agg"])
@@ -151,14 +151,14 @@ def forkserver() -> Any:
 
 
 def free_port() -> int:
-    """A port that nobody listens at."""
+    """Return a port that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def torchrun(job: Job, *options: str) -> subprocess.Popen[str]:
-    """The same run, started by torchrun."""
+    """Start the run with torchrun."""
     root = Path(__file__).parent.parent
     words = ["train", *COMMON, *job.words, "--mesh", f"shard={job.ranks}", "--timeout", str(job.timeout), "--json"]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(job.ranks), *options]
@@ -172,11 +172,11 @@ def torchrun(job: Job, *options: str) -> subprocess.Popen[str]:
     )
 
 
-def _enter(rank: int | None, count: int, port: int, words: list[str], log: str, faults: list[Fault]) -> None:
+def _run_rank(rank: int | None, count: int, port: int, words: list[str], log: str, faults: list[Fault]) -> None:
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # the process that forks ignores it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the forking process ignores it
     if rank is not None:
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), **address}
@@ -184,36 +184,36 @@ def _enter(rank: int | None, count: int, port: int, words: list[str], log: str, 
 
     torch.set_num_threads(1)
     for fault in faults:
-        plant(fault)
+        inject(fault)
     from fdp.cli.main import main
 
     main(words)
 
 
-def plant(fault: Fault) -> None:
-    """Make it happen in this process."""
-    module, _, name = STAGES[fault.stage][0], None, STAGES[fault.stage][1]
+def inject(fault: Fault) -> None:
+    """Replace the function of the fault's stage by one that triggers the fault, in this process."""
+    module, name = STAGES[fault.stage]
     holder: Any = importlib.import_module(module)
     *path, last = name.split(".")
     for part in path:
         holder = getattr(holder, part)
     original, calls = getattr(holder, last), []
 
-    def hit(*args: Any, **kwargs: Any) -> Any:
+    def faulty(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
         if len(calls) == fault.count or (fault.act in ("slow disk", "NaN samples") and len(calls) >= fault.count):
             if fault.act == "NaN samples":
                 return _with_nan(original(*args, **kwargs))
             if fault.late:
-                threading.Timer(fault.late, _act, (fault,)).start()
+                threading.Timer(fault.late, _trigger, (fault,)).start()
             else:
-                _act(fault)
+                _trigger(fault)
         return original(*args, **kwargs)
 
-    setattr(holder, last, hit)
+    setattr(holder, last, faulty)
 
 
-def _act(fault: Fault) -> None:
+def _trigger(fault: Fault) -> None:
     if fault.act in SIGNALS:
         os.kill(os.getpid(), SIGNALS[fault.act])
     elif fault.act == "disk full":
@@ -230,29 +230,29 @@ def _act(fault: Fault) -> None:
 def _with_nan(batch: Any) -> Any:
     from fdp import tree
 
-    def spoilt(leaf: Any) -> Any:
+    def add_nan(leaf: Any) -> Any:
         if leaf.is_floating_point():
             leaf = leaf.clone()
             leaf[0, 0] = float("nan")
         return leaf
 
-    return batch._replace(data=tree.map(spoilt, batch.data))
+    return batch._replace(data=tree.map(add_nan, batch.data))
 
 
 def checkpoints(out: Path) -> list[Path]:
-    """The published checkpoints of a run, the newest last."""
+    """Return the published checkpoints of a run, newest last."""
     return sorted(path for path in (out / "checkpoints").glob("step-*") if path.suffix == "")
 
 
-def flip(path: Path, chance: random.Random) -> None:
+def flip_bit(path: Path, chance: random.Random) -> None:
     """Flip one bit of a file."""
     data = bytearray(path.read_bytes())
     data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
     path.write_bytes(data)
 
 
-def zero(path: Path, chance: random.Random) -> None:
-    """Write zeros over up to 4 KiB of a file, where it is not zero."""
+def write_zeros(path: Path, chance: random.Random) -> None:
+    """Overwrite up to 4 KiB of a file with zeros, where it is not zero already."""
     data = bytearray(path.read_bytes())
     start = chance.randrange(max(1, len(data) - 4096))
     if not any(data[start : start + 4096]):
@@ -262,13 +262,13 @@ def zero(path: Path, chance: random.Random) -> None:
 
 
 def truncate(path: Path, chance: random.Random) -> None:
-    """Cut a file short."""
+    """Truncate a file."""
     data = path.read_bytes()
     path.write_bytes(data[: chance.randrange(len(data))])
 
 
 def lengthen(path: Path, chance: random.Random) -> None:
-    """Write something behind the end of a file."""
+    """Append bytes to a file."""
     with path.open("ab") as file:
         file.write(chance.randbytes(17))
 
@@ -279,8 +279,8 @@ def remove(path: Path, chance: random.Random) -> None:
 
 
 CORRUPTIONS: dict[str, Callable[[Path, random.Random], None]] = {
-    "bit flipped": flip,
-    "zeroed": zero,
+    "bit flipped": flip_bit,
+    "zeroed": write_zeros,
     "truncated": truncate,
     "lengthened": lengthen,
     "removed": remove,
@@ -288,7 +288,7 @@ CORRUPTIONS: dict[str, Callable[[Path, random.Random], None]] = {
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change the record of a checkpoint as one would who knows how its digest is made."""
+    """Change the record of a checkpoint and its digest, as someone who knows the format could."""
     from fdp.storage.checkpoint import RECORD, _digest
 
     record = json.loads((path / RECORD).read_text())
@@ -298,12 +298,12 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 def lower_step(record: dict[str, Any]) -> None:
-    """Say that fewer steps were made."""
+    """Lower the step of the meta data."""
     record["meta"]["step"] -= 2
 
 
 def lower_all_steps(record: dict[str, Any]) -> None:
-    """Say so in every place of the record."""
+    """Lower every copy of the step in the record."""
     meta = record["meta"]
     meta["step"] -= 2
     meta["sampler"]["next_step"] -= 2
@@ -312,12 +312,12 @@ def lower_all_steps(record: dict[str, Any]) -> None:
 
 
 def lower_accountant(record: dict[str, Any]) -> None:
-    """Say that less was spent."""
+    """Lower the steps that the accountant has counted."""
     record["meta"]["accountant"]["steps"] = 0
 
 
-def other_key(record: dict[str, Any]) -> None:
-    """Put in another key."""
+def replace_key(record: dict[str, Any]) -> None:
+    """Replace the key."""
     record["meta"]["key"] = [word ^ 1 for word in record["meta"]["key"]]
 
 
@@ -325,5 +325,5 @@ FORGERIES: dict[str, Callable[[dict[str, Any]], None]] = {
     "step lowered": lower_step,
     "every step lowered": lower_all_steps,
     "accountant lowered": lower_accountant,
-    "other key": other_key,
+    "other key": replace_key,
 }

@@ -1,4 +1,4 @@
-"""``fdp`` with one rank that does not do what the others do: ``torchrun tests/faulty_rank.py FAULT train ...``."""
+"""Run ``fdp`` with a fault on rank 1: ``torchrun tests/faulty_rank.py FAULT train ...``."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if os.environ["RANK"] == "1":
     elif fault == "dies-while-saving":
         write, saves = fdp.storage.checkpoint.write_parts, []
 
-        def killed(*args, **kwargs):
+        def write_or_die(*args, **kwargs):
             saves.append(1)
             if len(saves) == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
             return write(*args, **kwargs)
 
-        fdp.storage.checkpoint.write_parts = killed
+        fdp.storage.checkpoint.write_parts = write_or_die
 main(words)

@@ -1,4 +1,4 @@
-"""``fdp compare`` as a user meets it: a table, one line that says where, exit codes, and mistakes before any run."""
+"""``fdp compare``: its table, verdict and exit codes, and mistakes that are found before any run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def call() -> Call:
 
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Processes that are not started: what they would do is done here, and what would start them is returned."""
+    """Run both sides in this process, and return the commands that would have started them."""
     commands: list[list[str]] = []
 
     def run(words: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
@@ -58,7 +58,7 @@ def result(answer: Any) -> dict[str, Any]:
     return json.loads(answer.stdout.strip().splitlines()[-1])
 
 
-def test_equal_runs_say_so_and_leave_with_0(call: Call, in_process: list[list[str]]) -> None:
+def test_equal_runs_exit_with_0(call: Call, in_process: list[list[str]]) -> None:
     answer = call(f"method=ghost method=materialize,microbatch=3 {DIGITS} --json")
     assert answer.exit_code == 0, answer.output
     assert "equal within 1e-05 at every stage" in answer.stdout
@@ -72,10 +72,10 @@ def test_equal_runs_say_so_and_leave_with_0(call: Call, in_process: list[list[st
     ]
     assert all(one["difference"] < 1e-5 for one in got["differences"])
     assert [words[:-1] for words in in_process] == [[sys.executable, "-m", "fdp.cli.compare"]] * 2
-    assert not any(Path(words[-1]).exists() for words in in_process)  # sums without noise do not stay
+    assert not any(Path(words[-1]).exists() for words in in_process)  # sums without noise are deleted
 
 
-def test_the_first_difference_is_named_with_its_leaf_and_leaves_with_3(call: Call, in_process: list[list[str]]) -> None:
+def test_the_first_difference_names_its_leaf_and_exits_with_3(call: Call, in_process: list[list[str]]) -> None:
     answer = call(f"max_norm=1 max-norm=0.5 {DIGITS} --json")
     assert answer.exit_code == EXIT_DIFFERENT == 3
     got = result(answer)
@@ -100,7 +100,7 @@ def test_a_difference_before_the_first_step_names_no_step() -> None:
 
 
 @pytest.mark.ranks
-def test_one_rank_is_two_ranks_in_processes_of_their_own(call: Call) -> None:
+def test_one_rank_equals_two_ranks_in_separate_processes(call: Call) -> None:
     answer = call(f"ranks=1 ranks=2,zero=3,offload=params+grads {DIGITS} --json")
     assert answer.exit_code == 0, (answer.output, answer.exception)
     got = result(answer)
@@ -111,29 +111,29 @@ def test_one_rank_is_two_ranks_in_processes_of_their_own(call: Call) -> None:
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("b", ["ranks=4,zero=3", "replicate=2,shard=2,zero=2", "shard=2,tensor=2,method=ghost"])
-def test_one_rank_is_four_ranks_with_the_defaults(call: Call, b: str) -> None:
+def test_one_rank_equals_four_ranks_with_the_defaults(call: Call, b: str) -> None:
     answer = call(f"ranks=1 {b} --device cpu")
     assert answer.exit_code == 0, (answer.output, answer.exception)
 
 
 @pytest.mark.slow
-def test_eager_is_compiled(call: Call) -> None:
+def test_eager_equals_compiled(call: Call) -> None:
     answer = call(f"compile=none compile=step {DIGITS}")
     assert answer.exit_code == 0, (answer.output, answer.exception)
 
 
 def test_samples_are_the_same_with_and_without_privacy(call: Call, in_process: list[list[str]]) -> None:
-    """1437 of them, a number that is rounded for the rate: by either side, or by none."""
+    """There are 1437 of them; both sides round the number for the rate, or neither."""
     answer = call(f"method=none method=materialize {DIGITS} --batch-size 300 --json")
-    first = result(answer)["first"]  # without privacy there are no norms; the losses before them are the same
+    first = result(answer)["first"]  # without privacy there are no norms; the losses before that are the same
     assert (answer.exit_code, first["step"], first["stage"]) == (EXIT_DIFFERENT, 1, "norms")
     assert NOT_COVERED in answer.stdout
 
 
-# What A and B mean
+# The meaning of A and B
 
 
-def test_names_set_the_options_of_train_in_their_kinds() -> None:
+def test_names_set_the_options_of_train_with_their_types() -> None:
     text = "replicate=2,shard=4,tensor=1,zero=2,offload=params+grads,checkpoint-activations=yes,lr=2,warmup=1"
     got = to_dict(side_options("A", text, COMMON))
     assert {name: got[name] for name in ("mesh", "zero", "offload", "checkpoint_activations", "lr", "warmup")} == {
@@ -147,12 +147,12 @@ def test_names_set_the_options_of_train_in_their_kinds() -> None:
     assert type(got["lr"]) is float
 
 
-def test_one_rank_has_no_mesh_and_ranks_are_shards() -> None:
+def test_one_rank_has_no_mesh_and_several_are_shards() -> None:
     assert [side_options("A", text, COMMON).ranks.mesh for text in ("", "ranks=1", "shard=1,tensor=1")] == [None] * 3
     assert side_options("A", "ranks=4", COMMON).ranks.mesh == "shard=4"
 
 
-def test_what_is_not_said_is_common_and_small() -> None:
+def test_options_that_are_not_given_have_small_common_defaults() -> None:
     got = side_options("A", "", COMMON)
     assert (got.training.lr, got.data.context, got.privacy.noise_multiplier, got.ranks.zero) == (0.1, 32, 1.0, 3)
     assert side_options("A", "method=none", COMMON).privacy.noise_multiplier == 0
@@ -199,14 +199,14 @@ def test_mistakes_in_a_side_are_explained(text: str, words: str) -> None:
         ("ranks=1 ranks=1 --tolerance -1", "--tolerance: expected a finite number"),
     ],
 )
-def test_mistakes_are_found_before_a_process_is_started_or_named_with_their_side(
+def test_mistakes_name_their_side_and_are_found_early(
     call: Call, in_process: list[list[str]], words: str, message: str
 ) -> None:
     answer = call(f"{words} {DIGITS}")
     assert isinstance(answer.exception, FdpError)
     with pytest.raises(FdpError, match=message):
         raise answer.exception
-    assert len(in_process) == ("none" in words)  # only what the model itself must say needs one
+    assert len(in_process) == ("none" in words)  # only a mistake that the model itself finds needs a process
 
 
 def test_under_torchrun_it_is_refused(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +222,7 @@ def test_more_ranks_than_gpus_are_refused(call: Call, monkeypatch: pytest.Monkey
     assert "B: expected a GPU for each of the 4 ranks, found 1" in str(answer.exception)
 
 
-def test_a_process_that_breaks_is_a_fault_with_its_output(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_crashes_is_an_error_with_its_output(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         command.subprocess, "run", lambda words, **_: subprocess.CompletedProcess(words, 1, "out", "Traceback")
     )

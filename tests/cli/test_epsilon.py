@@ -1,3 +1,5 @@
+"""``fdp epsilon``: the epsilon of a mechanism, the noise for a budget, and what is printed."""
+
 from __future__ import annotations
 
 import json
@@ -51,8 +53,8 @@ def test_epsilon_gives_noise(run):
     assert again["epsilon"] == got["epsilon"]
 
 
-def test_what_is_printed_holds(run):
-    """Noise copied from the screen keeps the budget, and an epsilon on it is not below the true one."""
+def test_printed_numbers_are_rounded_to_the_safe_side(run):
+    """Noise copied from the screen keeps within the budget, and the epsilon shown is not below the true one."""
     for target in (0.7, 1.3, 2, 5):
         answer = run(f"--epsilon {target} {SETTING} --json")
         [(noise, spent)] = re.findall(r"noise multiplier (\S+): epsilon (\S+) at", answer.stdout)
@@ -64,11 +66,11 @@ def test_what_is_printed_holds(run):
     ("value", "shown"),
     [(0.41123, "0.4113"), (2.99961, "3"), (9.9991, "10"), (1.5, "1.5"), (0.1, "0.1"), (0.0, "0"), (math.inf, "inf")],
 )
-def test_rounding_up_loses_nothing_and_adds_nothing_to_round_numbers(value, shown):
+def test_rounding_up_never_lowers_and_keeps_round_numbers(value, shown):
     assert round_up(value, 4) == shown
 
 
-def test_the_accountant_named_is_the_one_that_counts(run):
+def test_the_named_accountant_gives_the_result(run):
     got = result(run(f"--epsilon 2 --accountant rdp {SETTING} --json"))
     assert got["accountant"] == "rdp"
     assert got["epsilon"] == got["epsilon_rdp"] <= 2.0

@@ -1,4 +1,4 @@
-"""``fdp inspect``: every leaf and block is shown, ties and refusals are, and the memory is what it says."""
+"""``fdp inspect``: it shows every leaf, block, tie and refusal, and the right memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def saved(tmp_path, name: str):
     return tmp_path / name
 
 
-def test_a_folder_of_transformers_is_laid_open(run, tmp_path):
+def test_a_folder_of_transformers_is_shown(run, tmp_path):
     answer = run(saved(tmp_path, "gpt2"), "--batch-size", 4, "--context", 8, "--json")
     got = result(answer)
     module = make("gpt2")
@@ -59,7 +59,7 @@ def test_a_folder_of_transformers_is_laid_open(run, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["bert", "vit"])
-def test_classifiers_are_shown_on_the_data_they_take(run, tmp_path, name):
+def test_classifiers_are_shown_with_data_of_their_kind(run, tmp_path, name):
     got = result(run(saved(tmp_path, name), "--json"))
     assert all(row["rules"] for row in got["leaves"])
 
@@ -106,7 +106,7 @@ def inspected(batch_size: int = 5, **options):
     return inspect_model(model, data, **settings)
 
 
-def test_a_use_without_a_rule_is_a_row_with_its_remedy():
+def test_a_use_without_a_rule_says_what_to_do():
     found = inspected()
     (row,) = found.refused
     assert row.path == "odd"
@@ -116,7 +116,7 @@ def test_a_use_without_a_rule_is_a_row_with_its_remedy():
     assert [row.path for row in found.leaves if row.frozen] == ["fixed"]
 
 
-def test_memory_is_of_trained_leaves_and_grows_with_the_batch():
+def test_memory_counts_trained_leaves_and_grows_with_the_batch():
     few, many = inspected().memory, inspected(batch_size=10, optimizer=sgd(1e-3)).memory
     trained = 20 + 15 + 16
     assert few.parameters == many.parameters == 4 * (trained + 4)

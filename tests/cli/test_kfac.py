@@ -1,4 +1,4 @@
-"""``fdp train --optimizer kfac``: it trains, resumes, says what it keeps, and refuses what it should."""
+"""``fdp train --optimizer kfac``: training, resuming, privacy of the curvature, and mistakes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def summary(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "summary.json").read_text())
 
 
-def test_it_trains_and_says_what_it_keeps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_trains_and_shows_the_forms_of_its_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("--steps", "21", "--kfac-policy", "all", "--out", str(tmp_path / "run")) == 0
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "21 steps of kfac, learning rate 0.1 (cosine)" in text
@@ -83,8 +83,8 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_failures_are_in_the_metrics_as_they_happen(tmp_path: Path) -> None:
-    """Half a sample is expected in a step: most batches are empty, and a layer that nobody measured keeps its last."""
+def test_failures_are_in_the_metrics_of_their_step(tmp_path: Path) -> None:
+    """With half a sample expected per step, most batches are empty; a layer without a measurement keeps its last."""
     words = "--steps 8 --kfac-period 1 --batch-size 1 --population 3000 --microbatch 1 --kfac-kl-clip 0.001"
     assert call(*shlex.split(words), "--out", str(tmp_path / "run")) == 0
     lines, found = lines_of(tmp_path / "run"), 0
@@ -216,9 +216,7 @@ def test_sources_that_reveal_the_data_or_do_not_fit_are_refused(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_private_run_on_synthetic_curvature_spends_what_its_steps_spend(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_synthetic_curvature_spends_no_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
     assert call(*PRIVATE, "--noise-multiplier", "1", "--kfac-data", "synthetic", "--out", str(out)) == 0
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
@@ -256,7 +254,7 @@ def test_noised_statistics_are_paid_for_out_of_the_same_budget(
     assert math.isfinite(found["loss_last"])
 
 
-def test_the_noise_of_statistics_follows_from_the_budget_unless_given() -> None:
+def test_the_noise_of_statistics_is_computed_from_the_budget_unless_given() -> None:
     optimizer = KfacOptimizer(0.1, KfacConfig(factor_period=2, inverse_period=2), Noised(0.5, None))
     budget: Any = {"steps": 5, "delta": DELTA}
     more = releases(optimizer, BATCHES, epsilon=8.0, noise_multiplier=None, **budget)
@@ -296,7 +294,7 @@ def test_public_text_is_a_source_and_the_private_text_is_not(
 
 @pytest.mark.parametrize("source", ["synthetic", "noised"])
 def test_curvature_never_sees_the_batch_of_a_step(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``refreshed`` is not even given one, and draws, if at all, by another key."""
+    """``refreshed`` is not given the batch, and uses another key if it draws."""
     run, state = prepare(private_config("--kfac-data", source, "--noise-multiplier", "1")[0])
     real, used = runs.sample_batch, []
 
@@ -340,11 +338,11 @@ def test_other_public_data_or_other_statistics_are_not_the_same_run() -> None:
 
 
 def test_another_microbatch_is_not_the_same_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Curvature is measured on a microbatch; with noised statistics another one would meet the same noise."""
+    """Curvature is measured on a microbatch; with noised statistics another one would reuse noise."""
     out = tmp_path / "run"
     words = ("--steps", "2", "--save-every", "1", "--quiet", "--out", str(out))
     assert call(*words) == 0
-    (out / "summary.json").unlink()  # as if it had not come to its end
+    (out / "summary.json").unlink()  # as if it had not finished
     assert call(*words, "--microbatch", "16") == 2
     assert "(--microbatch 32 there, 16 here)" in " ".join(capsys.readouterr().err.split())
     assert call(*words, "--microbatch", "32") == 0
@@ -370,7 +368,7 @@ def test_without_kfac_another_microbatch_is_the_same_run(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "budget", [("--epsilon", "2"), ("--epsilon", "2", "--kfac-noise", "0.8"), ("--noise-multiplier", "1")]
 )
-def test_fdp_epsilon_says_what_a_run_with_noised_statistics_spends(
+def test_fdp_epsilon_agrees_with_a_run_with_noised_statistics(
     budget: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = ("--kfac-data", "noised", "--kfac-period", "2")
@@ -410,7 +408,7 @@ def test_fdp_epsilon_charges_nothing_for_public_curvature(capsys: pytest.Capture
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("source", ["synthetic", "noised"])
-def test_a_private_run_on_two_ranks_is_that_on_one(source: str) -> None:
+def test_a_private_run_on_two_ranks_equals_one_rank(source: str) -> None:
     words = ["--model", "mlp", "--data", "digits", "--optimizer", "kfac", "--steps", "3", "--batch-size", "16"]
     options = f"kfac-data={source},kfac-period=2"
     with pytest.raises(SystemExit) as caught:

@@ -1,4 +1,4 @@
-"""What ``fdp train`` is given to train: folders of transformers in and out, adapters, and units of privacy."""
+"""The model and the data of ``fdp train``: folders of transformers, adapters and units of privacy."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
     return transformers.AutoModelForCausalLM.from_pretrained(path).state_dict()
 
 
-def test_training_a_private_model_again_says_what_it_adds_up_to(folder, letters, tmp_path, capsys):
-    """The folder that comes out says what was promised, and nothing of the data; the next run reads it."""
+def test_training_a_private_model_again_adds_up_the_guarantees(folder, letters, tmp_path, capsys):
+    """The exported folder records the guarantee, and nothing about the data; the next run reads it."""
     words = ["--data", str(letters), "--unit", "record"]
     first = train(tmp_path / "first", "--model", str(folder), *words)
     assert "trained_before" not in first
@@ -90,7 +90,7 @@ def test_training_a_private_model_again_says_what_it_adds_up_to(folder, letters,
 
 
 @pytest.mark.parametrize("words", [[], ["--lora", "2"]], ids=["full", "lora"])
-def test_a_folder_comes_out_as_a_folder_that_transformers_reads(words, folder, letters, tmp_path, capsys):
+def test_a_folder_is_exported_as_a_folder_that_transformers_reads(words, folder, letters, tmp_path, capsys):
     train(tmp_path / "run", "--model", str(folder), "--data", str(letters), *words)
     before, after = weights(folder), weights(tmp_path / "run" / "model")
     changed = {name for name in before if not torch.equal(before[name], after[name])}
@@ -99,8 +99,8 @@ def test_a_folder_comes_out_as_a_folder_that_transformers_reads(words, folder, l
     assert changed == (blocks if words else set(before)), "all of it, or what adapters were merged into"
 
 
-def test_a_run_of_a_folder_has_a_place_of_its_own(folder, letters, tmp_path, capsys, monkeypatch):
-    """In runs/, by the folder's name; and not where a model is already: it would be refused when all is done."""
+def test_a_run_of_a_folder_is_named_after_it_and_overwrites_no_model(folder, letters, tmp_path, capsys, monkeypatch):
+    """An existing model folder is refused at the start, not when training is done."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as caught:
         main(["train", *TINY, "--model", str(folder), "--data", str(letters)])
@@ -110,7 +110,7 @@ def test_a_run_of_a_folder_has_a_place_of_its_own(folder, letters, tmp_path, cap
     train(tmp_path / "taken", "--model", str(folder), "--data", str(letters), code=2)
 
 
-def test_a_run_cut_short_at_its_end_is_taken_up_and_written_again(folder, letters, tmp_path, capsys, monkeypatch):
+def test_a_run_cut_short_at_its_end_is_resumed_and_exported_again(folder, letters, tmp_path, capsys, monkeypatch):
     words = ["--model", str(folder), "--data", str(letters), "--save-every", "1"]
     with monkeypatch.context() as patch:
         patch.setattr("fdp.cli.report.write_report", lambda *_, **__: 1 / 0)  # after the model, before the summary
@@ -121,7 +121,7 @@ def test_a_run_cut_short_at_its_end_is_taken_up_and_written_again(folder, letter
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
 
 
-def test_a_prefix_comes_out_as_a_folder_that_peft_reads(folder, letters, tmp_path, capsys):
+def test_a_prefix_is_exported_as_a_folder_that_peft_reads(folder, letters, tmp_path, capsys):
     peft = pytest.importorskip("peft")
     words = ["--model", str(folder), "--data", str(letters), "--prefix", "3"]
     train(tmp_path / "run", *words)
@@ -133,12 +133,12 @@ def test_a_prefix_comes_out_as_a_folder_that_peft_reads(folder, letters, tmp_pat
     assert not (tmp_path / "run" / "model" / "model.safetensors").exists()
 
 
-def test_a_prefix_of_users_is_trained(folder, letters, tmp_path, capsys):
+def test_a_prefix_trains_with_users_as_samples(folder, letters, tmp_path, capsys):
     user = ["--unit", "user", "--user-field", "sender", "--windows-per-user", "2", "--prefix", "3"]
     assert train(tmp_path / "run", "--model", str(folder), "--data", str(letters), *user)["samples"] == 12
 
 
-def test_train_only_leaves_the_rest_alone(folder, letters, tmp_path, capsys):
+def test_train_only_freezes_the_rest(folder, letters, tmp_path, capsys):
     train(tmp_path / "run", "--model", str(folder), "--data", str(letters), "--train-only", "*.bias")
     before, after = weights(folder), weights(tmp_path / "run" / "model")
     assert {name for name in before if not torch.equal(before[name], after[name])} == {
@@ -146,7 +146,7 @@ def test_train_only_leaves_the_rest_alone(folder, letters, tmp_path, capsys):
     }
 
 
-def test_a_sample_is_what_unit_says(folder, letters, chat, tmp_path, capsys):
+def test_unit_defines_the_samples(folder, letters, chat, tmp_path, capsys):
     model = ["--model", str(folder)]
     record = train(tmp_path / "record", *model, "--data", str(letters), "--unit", "record")
     user = ["--unit", "user", "--user-field", "sender", "--windows-per-user", "3"]

@@ -1,3 +1,5 @@
+"""``fdp plan``: its tables, its JSON result and its verdict."""
+
 from __future__ import annotations
 
 import json
@@ -44,7 +46,7 @@ def test_tables_and_json_say_the_same(run):
 
 
 @pytest.mark.parametrize("more", ["--method none --kfac-policy all --kfac-distribution ring", "--method auto"])
-def test_kfac_has_a_phase_of_its_own(run, more):
+def test_kfac_adds_a_phase(run, more):
     answer = run(f"{NANO} --world 2 --optimizer kfac {more} --json")
     got = result(answer)
     assert next(iter(got["phases"])) == "curvature"
@@ -53,7 +55,7 @@ def test_kfac_has_a_phase_of_its_own(run, more):
     assert "curvature, each time it is measured" in answer.stdout
 
 
-def test_more_samples_a_step_send_more_under_zero_3_and_no_more_under_zero_2(run):
+def test_traffic_grows_with_the_batch_under_zero_3_only(run):
     units = {
         (zero, batch): result(run(f"{NANO} --world 8 --zero {zero} --batch {batch} --json"))["units"]
         for zero in (2, 3)

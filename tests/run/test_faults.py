@@ -1,4 +1,4 @@
-"""What ``make faults`` does hundreds of times, once each: runs that are hit end as if nobody had touched them."""
+"""One of each fault that ``make faults`` injects: a run that is hit ends with the same result as an undisturbed one."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ SECONDS = 100.0
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The result of a run on one rank that nobody touches."""
+    """Return the result of an undisturbed run on one rank."""
     return ended(Job(tmp_path_factory.mktemp("undisturbed") / "run", ranks=1, words=WORDS))
 
 
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """A run on one rank that was asked to stop after four steps."""
+    """Return a run on one rank that was asked to stop after four steps."""
     job = Job(tmp_path_factory.mktemp("interrupted") / "run", ranks=1, words=WORDS)
     with job.start(Fault("terminated", 0, "drawing samples", 4)) as attempt:
         assert attempt.wait(seconds=SECONDS) == [128 + signal.SIGTERM], attempt.text()
@@ -55,14 +55,14 @@ def same(got: dict[str, Any], expected: dict[str, Any]) -> bool:
     return all(got[name] == expected[name] for name in ("parameter_sha256", "epsilon", "steps"))
 
 
-def test_sigterm_saves_and_the_same_command_ends_with_the_same_bits(interrupted, undisturbed, tmp_path):
+def test_sigterm_saves_and_the_same_command_resumes_bit_equal(interrupted, undisturbed, tmp_path):
     job = copied(interrupted, tmp_path)
     assert same(ended(job, "resumed after step 4"), undisturbed)
     assert [json.loads(line)["step"] for line in (job.out / "metrics.jsonl").read_text().splitlines()] == [*range(1, 7)]
 
 
 @pytest.mark.parametrize("way", [*CORRUPTIONS, *FORGERIES, "an older one under its name"])
-def test_a_checkpoint_that_lies_is_passed_over_with_a_word(way, interrupted, undisturbed, tmp_path):
+def test_a_damaged_or_forged_checkpoint_is_passed_over_with_a_message(way, interrupted, undisturbed, tmp_path):
     job = copied(interrupted, tmp_path)
     older, newest = checkpoints(job.out)[-2:]
     if way in CORRUPTIONS:
@@ -77,7 +77,7 @@ def test_a_checkpoint_that_lies_is_passed_over_with_a_word(way, interrupted, und
     assert (job.out / "checkpoints" / "step-00000004.damaged").is_dir()
 
 
-def test_no_good_checkpoint_is_refused_and_not_begun_again(interrupted, tmp_path):
+def test_a_run_without_a_good_checkpoint_does_not_start_again(interrupted, tmp_path):
     job = copied(interrupted, tmp_path)
     for path in checkpoints(job.out):
         rewrite(path, FORGERIES["other key"])
@@ -94,7 +94,7 @@ def test_no_good_checkpoint_is_refused_and_not_begun_again(interrupted, tmp_path
 def test_a_seed_that_does_not_give_the_stored_key_is_refused(interrupted, tmp_path):
     job = copied(interrupted, tmp_path)
     config = json.loads((job.out / "config.json").read_text())
-    config["settings"]["seed"] = 5  # as the command line will say
+    config["settings"]["seed"] = 5  # as on the command line below
     (job.out / "config.json").write_text(json.dumps(config))
     for path in checkpoints(job.out):
         rewrite(path, lambda record: record["meta"]["settings"].update(seed=5))
@@ -104,7 +104,7 @@ def test_a_seed_that_does_not_give_the_stored_key_is_refused(interrupted, tmp_pa
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"settings": {}}'])
-def test_a_damaged_config_is_refused_with_a_remedy(text, interrupted, tmp_path):
+def test_a_damaged_config_is_refused_and_says_what_to_do(text, interrupted, tmp_path):
     job = copied(interrupted, tmp_path)
     (job.out / "config.json").write_text(text)
     with job.start() as attempt:
@@ -113,7 +113,7 @@ def test_a_damaged_config_is_refused_with_a_remedy(text, interrupted, tmp_path):
     assert "Traceback" not in attempt.text()
 
 
-def test_two_ranks_one_of_which_gets_sigterm_stop_together_and_resume(tmp_path):
+def test_if_one_of_two_ranks_gets_sigterm_both_stop_and_resume(tmp_path):
     job = Job(tmp_path / "run", words=WORDS)
     with job.start(Fault("terminated", 1, "drawing samples", 3)) as attempt:
         assert attempt.wait(seconds=SECONDS) == [143, 143], attempt.text()
@@ -122,7 +122,7 @@ def test_two_ranks_one_of_which_gets_sigterm_stop_together_and_resume(tmp_path):
 
 
 @pytest.mark.parametrize("stage", ["writing parts", pytest.param("drawing samples", marks=pytest.mark.slow)])
-def test_a_rank_that_is_stopped_is_named_after_the_timeout(stage, tmp_path):
+def test_a_stopped_rank_is_named_after_the_timeout(stage, tmp_path):
     job = Job(tmp_path / "run", words=WORDS, timeout=4.0)
     with job.start(Fault("stopped", 1, stage, 2)) as attempt:
         assert attempt.wait(seconds=45, ranks=[0])[0] == 1, attempt.text()
@@ -133,14 +133,14 @@ def test_a_rank_that_is_stopped_is_named_after_the_timeout(stage, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rank_of_a_mesh_of_two_axes_that_is_stopped_is_named(tmp_path):
+def test_a_stopped_rank_of_a_mesh_of_two_axes_is_named(tmp_path):
     job = Job(tmp_path / "run", ranks=4, words=(*WORDS, "--mesh", "replicate=2,shard=2"), timeout=6.0)
     with job.start(Fault("stopped", 3, "drawing samples", 2)) as attempt:
         assert attempt.wait(seconds=60, ranks=[0, 1, 2])[:3] == [1, 1, 1], attempt.text()
     assert "rank 3 (process" in attempt.text()
 
 
-def test_a_rank_with_a_mistake_on_its_command_line_does_not_keep_the_others_waiting(tmp_path):
+def test_a_mistake_on_one_rank_does_not_keep_the_others_waiting(tmp_path):
     job = Job(tmp_path / "run", words=WORDS, timeout=60.0)
     with job.start(by_rank={1: ["--stpes", "3"]}) as attempt:
         assert attempt.wait(seconds=40) == [1, 2], attempt.text()
@@ -169,7 +169,7 @@ def state_of(pid: int | None) -> str:
     return "\n" + Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].strip()
 
 
-def test_a_restart_of_a_run_that_has_ended_is_content(undisturbed, tmp_path, monkeypatch):
+def test_restarting_a_finished_run_succeeds(undisturbed, tmp_path, monkeypatch):
     job = Job(tmp_path / "run", ranks=1, words=WORDS)
     ended(job)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")

@@ -1,0 +1,72 @@
+"""The output of ``fdp train``: header, progress, result and report."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from fdp.cli import display, progress, report
+from fdp.cli.configure import configure
+from fdp.privacy.guarantee import RELATION
+from fdp.run import training_run as runs
+from fdp.run.step_metrics import Record
+from tests.cli.train_runs import small_options, train
+
+
+def test_a_log_gets_plain_lines_and_says_what_is_covered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(tmp_path / "run", steps=30) == 0
+    text = capsys.readouterr().out
+    assert "\x1b" not in text
+    assert sum(line.startswith("step ") for line in text.splitlines()) == 11  # the first, then one in ten
+    flat = " ".join(text.replace("│", " ").split())
+    assert display.COVERED in flat
+    assert display.NOT_COVERED in flat
+    assert "one labelled image, added or removed" in flat
+    assert "samples/s" in flat
+    assert f"neighbours {RELATION}" in flat
+    assert f"({RELATION})" in flat, "at the end, beside the epsilon"
+    assert f"32 of 1,500 expected per step (public rate 0.0213{display.ROUNDED})" in flat
+    assert train(tmp_path / "other", "--population", "2000", "--delta", "1e-3", steps=2) == 0
+    flat = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "32 of 2,000 expected per step (public rate 0.016)" in flat
+    assert "is not below 1 / samples = 0.0005" in flat
+    assert train(tmp_path / "few", "--population", "100", "--delta", "8e-4", steps=2) == 0
+    flat = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "is not below 1 / samples = 0.0007" in flat, "there are more samples than were announced"
+
+
+def test_the_epsilon_shown_is_never_below_the_one_spent() -> None:
+    record = Record(1, 1.0, 0.00042, 1.0, 1.0, 1.0, 1.0, 1.0, samples=8, seconds=2.0)
+    assert progress.progress_words([record], total=3) == ["loss 1.0000", "epsilon 0.001", "4.0 samples/s", "0:04 left"]
+    assert progress.progress_words([record._replace(epsilon=7.9931)], total=1)[1] == "epsilon 7.994"
+    assert progress.progress_words([record._replace(epsilon=None)], total=1)[1] == "not private"
+
+
+def test_a_terminal_gets_a_line_that_is_redrawn() -> None:
+    run, state = runs.prepare(configure(small_options()))
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=100, height=30)
+    seen = list(progress.follow(runs.steps(run, state), run, console))
+    assert [record.step for _, record in seen] == [1, 2, 3, 4]
+    text = screen.getvalue()
+    assert "\x1b[" in text
+    assert "step 4/4" in text
+    assert "epsilon" in text
+    assert "0:00 left" in text
+
+
+def test_a_sparkline_falls_with_its_values() -> None:
+    assert progress.sparkline([float(9 - i) for i in range(8)]) == "█▇▆▅▄▃▂▁"
+    assert len(progress.sparkline([float(i) for i in range(1000)])) == 24
+    assert progress.sparkline([1.0]) == ""
+    assert progress.sparkline([1.0, 1.0]) == "▁▁"
+
+
+def test_smoothing_keeps_the_length_and_skips_missing_values() -> None:
+    values = np.array([1.0, np.nan, 3.0, 5.0])
+    assert report.smooth(values).tolist() == [1.0, 2.0, 4.0, 4.0]
+    assert len(report.smooth(np.arange(100.0))) == 100
