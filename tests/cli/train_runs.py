@@ -46,6 +46,7 @@ def small_options(**changes: Any) -> TrainOptions:
 
 def interrupt_after(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make every run receive SIGINT so that it ends after ``steps`` steps."""
+
     def interrupted(run, state, *, stop):
         for after, record in runs.steps(run, state, stop=stop):
             if record.step == steps - 1:
