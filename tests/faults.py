@@ -35,14 +35,14 @@ STAGES = {
     "making the folder": ("fdp.cli.run_files", "write_config"),
     "replacing a file": ("fdp.storage.private_files", "sync_folder"),
     "verifying a checkpoint": ("fdp.storage.checkpoint", "_check_files"),
-    "loading a checkpoint": ("fdp.storage.checkpoint", "read_parts"),
+    "loading a checkpoint": ("fdp.storage.checkpoint", "read_shards"),
     "drawing samples": ("fdp.run.training_run", "draw_batch"),
     "summing up a step": ("fdp.run.training_run", "_settled"),
     "writing metrics": ("fdp.cli.run_files", "_json_line"),
     "beginning a save": ("fdp.storage.checkpoint", "_begin"),
     "finding the folder": ("fdp.storage.checkpoint", "_check_shared"),
-    "writing parts": ("fdp.storage.checkpoint", "write_parts"),
-    "amid a part": ("fdp.storage.dcp", "_Hashed.write"),
+    "writing parts": ("fdp.storage.checkpoint", "write_shards"),
+    "amid a part": ("fdp.storage.dcp", "_HashingFile.write"),
     "publishing": ("fdp.storage.checkpoint", "_publish"),
     "amid publishing": ("fdp.storage.checkpoint", "sync_folder"),
     "pruning": ("fdp.storage.checkpoint", "_hidden"),
@@ -289,12 +289,12 @@ CORRUPTIONS: dict[str, Callable[[Path, random.Random], None]] = {
 
 def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """Change the record of a checkpoint and its digest, as someone who knows the format could."""
-    from fdp.storage.checkpoint import RECORD, _digest
+    from fdp.storage.checkpoint_record import RECORD, record_digest
 
     record = json.loads((path / RECORD).read_text())
     record.pop("sha256")
     change(record)
-    (path / RECORD).write_text(json.dumps(record | {"sha256": _digest(record)}, indent=1))
+    (path / RECORD).write_text(json.dumps(record | {"sha256": record_digest(record)}, indent=1))
 
 
 def lower_step(record: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ if os.environ["RANK"] == "1":
     if fault == "other-settings":
         words += ["--lr", "0.125"]
     elif fault == "dies-while-saving":
-        write, saves = fdp.storage.checkpoint.write_parts, []
+        write, saves = fdp.storage.checkpoint.write_shards, []
 
         def write_or_die(*args, **kwargs):
             saves.append(1)
@@ -22,5 +22,5 @@ if os.environ["RANK"] == "1":
                 os.kill(os.getpid(), signal.SIGKILL)
             return write(*args, **kwargs)
 
-        fdp.storage.checkpoint.write_parts = write_or_die
+        fdp.storage.checkpoint.write_shards = write_or_die
 main(words)

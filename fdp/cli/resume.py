@@ -28,7 +28,7 @@ from fdp.parallel import launch
 from fdp.parallel.agree import PRIVATE_SETTINGS, gather_values, run_in_unison
 from fdp.run.training_run import Run
 from fdp.storage import checkpoint
-from fdp.storage.checkpoint import Verified
+from fdp.storage.checkpoint_record import Damaged, Verified
 from fdp.types import FdpError, Key, TrainState
 
 
@@ -81,7 +81,7 @@ def find_run(options: TrainOptions) -> ResumedRun | None:
         try:
             verified = checkpoint.verify(path)
             run_in_unison(lambda: _check_copies(verified, found.config), None)  # noqa: B023
-        except checkpoint.Damaged as error:
+        except Damaged as error:
             damaged[path] = str(error)
             continue
         run_in_unison(lambda: _check_settings(verified.meta["settings"], settings, path), None)  # noqa: B023
@@ -111,7 +111,7 @@ def _read_folder(settings: Mapping[str, Any]) -> FoundFolder | None:
             f"put a good copy back, or give another --out, which spends the budget again"
         ) from error
     _check_settings(then, settings, out)
-    return FoundFolder(config, (out / "summary.json").exists(), checkpoint.published(checkpoint_folder(out)))
+    return FoundFolder(config, (out / "summary.json").exists(), checkpoint.list_published(checkpoint_folder(out)))
 
 
 def _check_copies(found: Verified, config: Mapping[str, Any]) -> None:
@@ -125,13 +125,13 @@ def _check_copies(found: Verified, config: Mapping[str, Any]) -> None:
     }
     if len(set(steps.values())) > 1:
         said = ", ".join(f"{step} by {where}" for where, step in steps.items())
-        raise checkpoint.Damaged(f"{path}: expected one number of steps, got {said}")
+        raise Damaged(f"{path}: expected one number of steps, got {said}")
     root = torch.tensor(meta["key"])
     if run_files.key_digest(root) != config["key_check"]:
-        raise checkpoint.Damaged(f"{path}: holds the key of another run than config.json")
+        raise Damaged(f"{path}: holds the key of another run than config.json")
     seed = config["settings"]["seed"]
     if seed is not None and not torch.equal(root, keys.key(seed)):
-        raise checkpoint.Damaged(f"{path}: holds a key that --seed {seed} does not give")
+        raise Damaged(f"{path}: holds a key that --seed {seed} does not give")
 
 
 def _set_aside(damaged: Mapping[Path, str]) -> tuple[str, ...]:

@@ -27,8 +27,7 @@ from fdp.cli.formatting import package_version
 from fdp.privacy.guarantee import RELATION
 from fdp.run.step_metrics import Record
 from fdp.run.training_run import Run
-from fdp.storage.checkpoint import writing
-from fdp.storage.private_files import open_private, write_private
+from fdp.storage.private_files import disk_errors, open_private, write_private
 from fdp.types import FdpError, Key, TrainState
 
 FILES = ("config.json", "metrics.jsonl", "summary.json", "model.safetensors", "model", "report.png")
@@ -46,10 +45,10 @@ def create_folder(out: Path | None, *, model: str, data: str) -> Path:
     """Create and return the folder of a run: ``out``, or the first free one of ``runs/<model>-<data>-1, -2, ...``."""
     if out is not None:
         check_free(out)
-        with writing(out):
+        with disk_errors(out):
             out.mkdir(parents=True, exist_ok=True)
         return out
-    with writing(Path("runs")):
+    with disk_errors(Path("runs")):
         Path("runs").mkdir(exist_ok=True)
     for number in count(1):
         folder = Path("runs", f"{Path(model).name}-{Path(data).stem}-{number}")
@@ -137,5 +136,5 @@ def _json_line(record: Record) -> str:
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
-    with writing(path):
+    with disk_errors(path):
         write_private(path, json.dumps(value, indent=2, allow_nan=False) + "\n")

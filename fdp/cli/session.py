@@ -91,7 +91,7 @@ def _train(session: Session, state: TrainState) -> int:
             console.print(f"interrupted after {int(state.step)} steps; what they gave is kept")
         if code and options.output.save_every is not None:
             root = resume.checkpoint_folder(folder)
-            if not checkpoint.holds(root, int(state.step)):
+            if not checkpoint.has_reached(root, int(state.step)):
                 meta = resume.checkpoint_meta(run, to_dict(options), state)
                 checkpoint.save(root, state, meta=meta, keep=options.output.keep)
             console.print("the same command resumes")

@@ -1,12 +1,12 @@
-"""Parts of leaves on disk, by ``torch.distributed.checkpoint``; the one door to it.
+"""Shards of leaves on disk, by ``torch.distributed.checkpoint``; the only module that uses it.
 
-Every rank writes its own parts of a flat ``{path: tensor or DTensor}`` into one file, and an index says which part is
-where; reading takes from any files what a rank's present parts overlap. Three things differ from the library as it
-comes: files are readable by their owner only, a digest is taken of every byte on its way to disk, and the index, a
-pickle, is read without giving it anything to call.
+Every rank writes its shards of a flat ``{path: tensor or DTensor}`` to one file, and an index locates them; reading
+takes from all files the pieces that overlap a rank's shards. Three things differ from the library's defaults: only
+their owner can read the files, every byte is hashed on its way to disk, and the index, a pickle, is read by an
+unpickler that can call nothing.
 
-    >>> digests = write_parts(folder, named, group, copy_ahead=0)           # of this rank's files
-    >>> read_parts(folder, named, group)                        # in place
+    >>> digests = write_shards(folder, named, group, copy_ahead=0)           # of this rank's files
+    >>> read_shards(folder, named, group)                        # in place
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-# The public save and load are these two, and a warning on every call without a process group that cannot be silenced
-# from a background thread: warning filters belong to the process.
+# The public save and load wrap these two, and without a process group warn on every call. A background thread cannot
+# silence that, since warning filters belong to the process.
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
@@ -45,7 +45,7 @@ from fdp.storage.private_files import open_private
 from fdp.types import FdpError, Flat
 
 INDEX = ".metadata"
-# What an index is made of, besides the classes of the library's own metadata and torch's dtypes.
+# The classes in an index besides the library's metadata classes and torch's dtypes.
 PLAIN = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
@@ -56,41 +56,41 @@ PLAIN = {
 }
 
 
-def write_parts(folder: Path, named: Flat, group: ProcessGroup | None, *, copy_ahead: int) -> dict[str, str]:
-    """Write every rank's parts into ``folder`` and sync them to disk; returns when all ranks have finished.
+def write_shards(folder: Path, named: Flat, group: ProcessGroup | None, *, copy_ahead: int) -> dict[str, str]:
+    """Write every rank's shards into ``folder`` and sync them to disk; return when all ranks have finished.
 
-    The result is the SHA-256 of each file that this rank wrote, by name, taken from memory. ``copy_ahead`` bytes are
+    Returns the SHA-256 of each file that this rank wrote, by name, computed from memory. ``copy_ahead`` bytes are
     copied from a GPU while others are written; 0 for leaves in host memory.
     """
-    files = OwnersOnly()
+    files = OwnerOnlyFiles()
     writer = _Writer(folder, per_thread_copy_ahead=copy_ahead, sync_files=True)
     writer.fs = files
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
-        _save_state_dict(_held(named), writer, process_group=group, no_dist=not is_distributed(), planner=planner)
+        _save_state_dict(_nonempty(named), writer, process_group=group, no_dist=not is_distributed(), planner=planner)
     except CheckpointException as error:
         raise FdpError(f"{folder}: could not be written: {_cause(error)}") from error
     return files.digests
 
 
-def read_parts(folder: Path, named: Flat, group: ProcessGroup | None = None, *, alone: bool = False) -> None:
-    """Fill this rank's parts of ``named`` from ``folder``: one saved part at a time, those that overlap only.
+def read_shards(folder: Path, named: Flat, group: ProcessGroup | None = None, *, alone: bool = False) -> None:
+    """Fill this rank's shards of ``named`` from ``folder``, reading one overlapping saved shard at a time.
 
-    Every rank calls it; or one does, for itself: ``alone``.
+    Every rank calls it; with ``alone``, a single rank may.
     """
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     by_itself = alone or not is_distributed()
     try:
-        _load_state_dict(_held(named), _Reader(folder), process_group=group, no_dist=by_itself, planner=planner)
+        _load_state_dict(_nonempty(named), _Reader(folder), process_group=group, no_dist=by_itself, planner=planner)
     except CheckpointException as error:
         raise FdpError(f"{folder}: expected readable parts, got {_cause(error)}") from error
 
 
 def read_index(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of every leaf that has any element in ``folder``."""
+    """Return shape and dtype of every leaf that has any element in ``folder``."""
     try:
         stored = _Reader(folder).read_metadata().state_dict_metadata
-    except Exception as error:  # a pickle of something else can fail in any way
+    except Exception as error:  # an arbitrary pickle can fail in any way
         raise FdpError(f"{folder / INDEX}: expected an index of parts, got {error}") from error
     leaves = {}
     for path, entry in stored.items():
@@ -101,13 +101,13 @@ def read_index(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
 
 
 def digest_of(path: Path) -> str:
-    """The SHA-256 of a file."""
+    """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-class OwnersOnly(FileSystem):
-    """Files that nobody but their owner can read; ``digests`` of those that were written, by name."""
+class OwnerOnlyFiles(FileSystem):
+    """A file system whose files only their owner can read; ``digests`` holds those of written files, by name."""
 
     def __init__(self) -> None:
         self.digests: dict[str, str] = {}
@@ -115,25 +115,25 @@ class OwnersOnly(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[IO[Any]]:  # type: ignore[override]
-        """Open a file; one that is written has mode 0600."""
+        """Open a file; written files have mode 0600."""
         with open_private(path, mode) as stream:
             if "w" not in mode:
                 yield stream
                 return
-            hashed = _Hashed(stream, self)
+            hashed = _HashingFile(stream, self)
             yield hashed  # type: ignore[misc]
         self.digests[Path(path).name] = hashed.digest.hexdigest()
 
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
-        """Rename a file, and what is known of it."""
+        """Rename a file and its digest."""
         super().rename(path, new_path)
         self.digests[Path(new_path).name] = self.digests.pop(Path(path).name)
 
 
-class _Hashed:
-    """A file that is written from front to back, and the digest of what was given to it."""
+class _HashingFile:
+    """A file written sequentially, and the digest of its content."""
 
-    def __init__(self, stream: IO[bytes], files: OwnersOnly) -> None:
+    def __init__(self, stream: IO[bytes], files: OwnerOnlyFiles) -> None:
         self._stream, self._files = stream, files
         self.digest = hashlib.sha256()
 
@@ -141,7 +141,7 @@ class _Hashed:
         try:
             written = self._stream.write(data)
         except OSError as error:
-            self._files.refused = error  # torch's writer says something else in its place
+            self._files.refused = error  # torch's writer replaces it by an error of its own
             raise
         self.digest.update(data)
         return written
@@ -151,13 +151,13 @@ class _Hashed:
 
 
 class _Writer(FileSystemWriter):
-    """The library's writer, with the disk's own words for what the disk refused."""
+    """The library's writer, raising the disk's own error if the disk refused a write."""
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return super().write_data(*args, **kwargs)
         except Exception as error:
-            refused = self.fs.refused if isinstance(self.fs, OwnersOnly) else None
+            refused = self.fs.refused if isinstance(self.fs, OwnerOnlyFiles) else None
             if refused is None:
                 raise
             free = shutil.disk_usage(self.path).free
@@ -180,8 +180,8 @@ class _Unpickler(pickle.Unpickler):
         raise FdpError(f"a reference to {module}.{name}, which no index has")
 
 
-def _held(named: Flat) -> dict[str, Tensor]:
-    """The leaves of which this rank has any element. Of an empty part there is nothing to write or read."""
+def _nonempty(named: Flat) -> dict[str, Tensor]:
+    """Return the leaves of which this rank has any element."""
     return {path: leaf for path, leaf in named.items() if local_shard(leaf).numel()}
 
 

@@ -1,10 +1,10 @@
-"""Files that nobody but their owner can read: what was computed on private data, and keys of the noise.
+"""Files that only their owner can read, for results computed on private data and for noise keys.
 
-The mode is 0600 from the moment a file exists, whatever the umask. One that was there before is made so while it is
-still empty.
+A file has mode 0600 from the moment it exists, whatever the umask. An existing file gets the mode before anything is
+written to it.
 
     >>> with open_private(folder / "metrics.jsonl", "w") as file: ...
-    >>> write_private(folder / "summary.json", text)                        # whole, or not there
+    >>> write_private(folder / "summary.json", text)                        # complete, or absent
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ OWNER_ONLY = 0o600
 
 @contextmanager
 def open_private(path: str | os.PathLike[str], mode: str) -> Iterator[IO[Any]]:
-    """Open a file as ``open`` does; one that is written has mode 0600, and is no link to a file elsewhere.
+    """Open a file as ``open`` does; a written file has mode 0600 and is not a link.
 
     Guarantees:
-      - not for a moment can others read what is written;
-      - where that cannot be had, it is an error, before anything is written.
+      - others cannot read the content at any moment;
+      - if the file system cannot ensure that, it is an error, before anything is written.
     """
 
     def opened(name: str, flags: int) -> int:
@@ -39,7 +39,7 @@ def open_private(path: str | os.PathLike[str], mode: str) -> Iterator[IO[Any]]:
             if (found := os.fstat(handle).st_mode & 0o777) != OWNER_ONLY:
                 raise FdpError(
                     f"{name}: expected a file that its owner alone can read (mode 600), got {found:o}: the file system "
-                    f"does not keep modes. It would hold what private data shows: write to another place"
+                    f"does not keep modes. The file would hold results of private data: write to another place"
                 )
         except BaseException:
             os.close(handle)
@@ -51,10 +51,10 @@ def open_private(path: str | os.PathLike[str], mode: str) -> Iterator[IO[Any]]:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file of mode 0600 in one piece, in place of one of that name.
+    """Write a file of mode 0600 atomically, replacing one of that name.
 
     Guarantees:
-      - a process that is killed at any moment leaves the whole text or what was there before, never a part.
+      - a process that is killed at any moment leaves the full text or the previous file, never a part.
     """
     partial = path.with_name(f".{path.name}.partial")
     with open_private(partial, "w") as file:
@@ -66,9 +66,18 @@ def write_private(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder last: a rename is on disk only once the folder is."""
+    """Sync a folder to disk: until then, a rename in it may be lost."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turn an OSError of the block into an :class:`FdpError` about ``path``."""
+    try:
+        yield
+    except OSError as error:
+        raise FdpError(f"{path}: could not be written: {error}") from error

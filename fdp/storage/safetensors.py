@@ -1,9 +1,9 @@
-"""Parameters in and out of one ``model.safetensors``, whatever mesh they live on.
+"""Export and import of parameters as one ``model.safetensors``, from and to any mesh.
 
     8 bytes: length of the header | header: JSON {path: dtype, shape, (start, end)} | float32 values, leaf after leaf
 
-https://github.com/huggingface/safetensors. The header depends on shapes only, so leaves can be written as they come:
-each is put together on the first rank, written and forgotten. Reading takes from every leaf the rank's own part.
+https://github.com/huggingface/safetensors. The header depends on shapes only, so leaves are written one at a time: each
+is gathered on the first rank, written and freed. When reading, each rank reads its own shard of every leaf.
 
     >>> export_safetensors(params, Path("model.safetensors"))
     >>> params = import_safetensors(Path("model.safetensors"), like=params)
@@ -26,7 +26,7 @@ from fdp import tree
 from fdp.keys import Window
 from fdp.parallel.agree import gather_values, rank_in, run_in_unison
 from fdp.parallel.dtensors import local_shard, shard_like, shard_window
-from fdp.storage.checkpoint import sync_folder, writing
+from fdp.storage.private_files import disk_errors, sync_folder
 from fdp.types import FdpError, Flat, ShardWindow, Tree
 
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -36,8 +36,8 @@ def export_safetensors(params: Tree, file: Path, *, group: ProcessGroup | None =
     """Write every leaf in float32, named by its path; every rank calls it.
 
     Guarantees:
-      - ``file`` appears whole, by one rename; one that exists is refused;
-      - at most one whole leaf is in memory, in the host memory of the first rank only.
+      - ``file`` appears complete, by one rename; an existing file is refused;
+      - at most one full leaf is in memory, in the host memory of the first rank only.
     """
     flat, first = tree.flatten(params), rank_in(group) == 0
     partial = file.with_name(f".{file.name}.partial")
@@ -45,22 +45,22 @@ def export_safetensors(params: Tree, file: Path, *, group: ProcessGroup | None =
     held = gather_values({path: shard_window(leaf) for path, leaf in flat.items()}, group)
     problem: OSError | None = None
     for path, leaf in flat.items():
-        whole = _gathered(leaf, [shard_windows[path] for shard_windows in held], group)
-        if whole is not None and problem is None:
-            # The other ranks go on sending whatever happens here: listen to the end, and tell them then.
+        full = _gather_leaf(leaf, [windows[path] for windows in held], group)
+        if full is not None and problem is None:
+            # The other ranks keep sending after an error here: receive everything first, then report it.
             try:
                 with partial.open("ab") as out:
-                    out.write(whole.numpy().data)
+                    out.write(full.numpy().data)
             except OSError as error:
                 problem = error
     run_in_unison(lambda: _publish(file, partial, problem) if first else None, group)
 
 
 def import_safetensors(file: Path, like: Tree, *, group: ProcessGroup | None = None) -> Tree:
-    """The leaves of ``file`` in the structure, placements, devices and dtypes of ``like``; every rank calls it.
+    """Load the leaves of ``file`` in the structure, placements, devices and dtypes of ``like``; every rank calls it.
 
     Guarantees:
-      - each rank reads its own part of every leaf and no more;
+      - each rank reads its own shard of every leaf and no more;
       - leaves that are missing, unknown or of another shape raise on every rank.
     """
     return tree.unflatten(like, run_in_unison(lambda: _read(file, tree.flatten(like)), group))
@@ -74,12 +74,12 @@ def _begin(file: Path, partial: Path, flat: Flat) -> None:
         entries[path] = {"dtype": "F32", "shape": list(leaf.shape), "data_offsets": [start, end]}
     header = json.dumps({"__metadata__": {"format": "pt"}} | entries).encode()
     header += b" " * (-len(header) % 8)  # values begin at a multiple of 8
-    with writing(file):
+    with disk_errors(file):
         partial.write_bytes(len(header).to_bytes(8, "little") + header)
 
 
 def _publish(file: Path, partial: Path, problem: OSError | None) -> None:
-    with writing(file):
+    with disk_errors(file):
         if problem is not None:
             partial.unlink(missing_ok=True)
             raise problem
@@ -95,8 +95,8 @@ def _refuse_existing(file: Path) -> None:
         raise FdpError(f"{file}: expected no file of this name, got one; give another name")
 
 
-def _gathered(leaf: Tensor, shard_windows: list[ShardWindow], group: ProcessGroup | None) -> Tensor | None:
-    """The whole leaf on the first rank, None on the others. Of ranks with the same part, the first one sends it."""
+def _gather_leaf(leaf: Tensor, shard_windows: list[ShardWindow], group: ProcessGroup | None) -> Tensor | None:
+    """Return the full leaf on the first rank, None on the others. Of ranks with the same shard, the first sends it."""
     rank = rank_in(group)
     senders: dict[Window, int] = {}
     for sender, held in enumerate(shard_windows):
@@ -106,19 +106,19 @@ def _gathered(leaf: Tensor, shard_windows: list[ShardWindow], group: ProcessGrou
         if senders.get(shard_windows[rank].window) == rank:
             dist.send(local_shard(leaf).float().to(_wire(group)).contiguous(), group=group, group_dst=0)
         return None
-    whole = torch.empty(leaf.shape)
+    full = torch.empty(leaf.shape)
     for window, sender in senders.items():
         if sender == 0:
-            whole[_slices(window)] = local_shard(leaf).float().cpu()
+            full[_slices(window)] = local_shard(leaf).float().cpu()
         else:
             part = torch.empty([length for _, length in window], device=_wire(group))
             dist.recv(part, group=group, group_src=sender)
-            whole[_slices(window)] = part.cpu()
-    return whole
+            full[_slices(window)] = part.cpu()
+    return full
 
 
 def _wire(group: ProcessGroup | None) -> torch.device:
-    """Where tensors must be for the group to send them: NCCL knows no host memory."""
+    """Return the device from which the group can send tensors: NCCL cannot send host memory."""
     if "cpu:" in dist.get_backend_config(group):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
@@ -138,7 +138,7 @@ def _read(file: Path, like: Flat) -> Flat:
                 raise FdpError(f"{file}: expected the leaves of the model only, got also {extra[:4]}")
             return {path: _read_leaf(f"{file}: {path}", stored, path, leaf) for path, leaf in like.items()}
     except (OSError, SafetensorError) as error:
-        raise FdpError(f"{file}: expected a whole file of safetensors, got {error}") from error
+        raise FdpError(f"{file}: expected a complete safetensors file, got {error}") from error
 
 
 def _read_leaf(where: str, stored: Any, path: str, leaf: Tensor) -> Tensor:
@@ -150,6 +150,6 @@ def _read_leaf(where: str, stored: Any, path: str, leaf: Tensor) -> Tensor:
         raise FdpError(f"{where}: expected values of a dtype among {FLOATS}, got {values.get_dtype()}")
     part = torch.empty_like(local_shard(leaf))
     if part.numel():
-        # A copy, as what is read may be a view of the file, which would change with it. A scalar has nothing to slice.
+        # Copy, since the values may be a view of the file, which could change. A scalar has nothing to slice.
         part.copy_(values[_slices(window)] if shape else stored.get_tensor(path))
     return shard_like(leaf, part)

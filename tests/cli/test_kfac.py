@@ -36,7 +36,7 @@ from fdp.privacy.mechanism import Mechanism, statistics
 from fdp.privacy.sampling import poisson
 from fdp.run import training_run as runs
 from fdp.run.training_run import RunConfig, draw_batch, prepare, refreshed
-from fdp.storage.checkpoint import Verified
+from fdp.storage.checkpoint_record import Verified
 from fdp.types import FdpError
 
 SMALL = shlex.split(

@@ -18,7 +18,7 @@ from fdp.privacy.guarantee import shown_epsilon
 from fdp.privacy.mechanism import Mechanism
 from fdp.privacy.sampling import poisson
 from fdp.run import training_run as runs
-from fdp.storage.checkpoint import Verified
+from fdp.storage.checkpoint_record import Verified
 from fdp.types import FdpError
 from tests.cli.train_runs import FILES, interrupt_after, last_json, small_options, train
 

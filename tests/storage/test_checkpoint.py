@@ -31,17 +31,17 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from fdp import tree
 from fdp.storage import checkpoint
 from fdp.storage.checkpoint import (
-    Damaged,
     finish_save,
     latest,
+    list_published,
     load,
     make_group,
-    published,
     save,
     set_aside,
     start_save,
     verify,
 )
+from fdp.storage.checkpoint_record import Damaged
 from fdp.storage.safetensors import export_safetensors, import_safetensors
 from fdp.types import FdpError, TrainState
 from tests.faults import CORRUPTIONS, rewrite
@@ -316,7 +316,7 @@ def test_digests_are_of_what_was_meant_to_be_written(tmp_path):
 def test_a_damaged_checkpoint_is_set_aside_and_not_listed(tmp_path):
     save(tmp_path, state_of(10), meta=META, keep=2)
     newest = save(tmp_path, state_of(12), meta=META, keep=2)
-    assert [path.name for path in published(tmp_path)] == ["step-00000012", "step-00000010"]
+    assert [path.name for path in list_published(tmp_path)] == ["step-00000012", "step-00000010"]
     aside = set_aside(newest)
     assert aside.name == "step-00000012.damaged"
     assert latest(tmp_path) == tmp_path / "step-00000010"
@@ -329,7 +329,7 @@ def test_a_full_disk_is_called_that(tmp_path, monkeypatch):
         self._files.refused = OSError(28, "No space left on device")
         raise self._files.refused
 
-    monkeypatch.setattr("fdp.storage.dcp._Hashed.write", full)
+    monkeypatch.setattr("fdp.storage.dcp._HashingFile.write", full)
     message = failure(lambda: save(tmp_path, state_of(10), meta=META, keep=2))
     assert "could not be written" in message
     assert "No space left on device" in message

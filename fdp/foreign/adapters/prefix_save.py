@@ -23,8 +23,7 @@ from fdp import tree
 from fdp.foreign.adapters.prefix import prefix_paths
 from fdp.parallel.agree import rank_in, run_in_unison
 from fdp.parallel.dtensors import full_tensor
-from fdp.storage.checkpoint import writing
-from fdp.storage.private_files import sync_folder
+from fdp.storage.private_files import disk_errors, sync_folder
 from fdp.types import FdpError, Tree
 
 
@@ -73,7 +72,7 @@ def _write(
     }
     rows = values.permute(3, 0, 1, 2, 4).flatten(1).contiguous()
     partial = folder.with_name(f".{folder.name}.partial")
-    with writing(folder):
+    with disk_errors(folder):
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         for name, text in {"adapter_config.json": json.dumps(config, indent=2), **files}.items():

@@ -25,8 +25,7 @@ from fdp.foreign.hub.tensor_names import StoredSlice, locate_stored
 from fdp.foreign.leaves import leaf_paths
 from fdp.parallel.agree import rank_in, run_in_unison
 from fdp.parallel.dtensors import full_tensor
-from fdp.storage.checkpoint import writing
-from fdp.storage.private_files import sync_folder
+from fdp.storage.private_files import disk_errors, sync_folder
 from fdp.types import FdpError, Flat, Tree
 
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".gguf", ".onnx")
@@ -89,7 +88,7 @@ def _prepare(
         if leaf in flat:
             stored.check(key, place.shape(tuple(flat[leaf].shape)))
     if first:
-        with writing(path):
+        with disk_errors(path):
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             for file in source.iterdir():
@@ -99,14 +98,14 @@ def _prepare(
 
 
 def _write(file: Path, tensors: dict[str, Tensor]) -> None:
-    with writing(file):
+    with disk_errors(file):
         save_file(tensors, file, metadata={"format": "pt"})
 
 
 def _publish(
     path: Path, partial: Path, stored: StoredTensors, dtype: torch.dtype | None, files: Mapping[str, str]
 ) -> None:
-    with writing(path):
+    with disk_errors(path):
         for name, text in files.items():
             (partial / name).write_text(text)
         if (stored.folder / INDEX).exists():
