@@ -1,10 +1,13 @@
-"""Settings as one short text, so that keys can depend on them: two runs with other settings never share noise.
+"""A fingerprint of settings, folded into keys so that two runs with different settings never share noise.
 
     fingerprint = SHA-256 of every number, name and text in the settings, through tuples, dataclasses and functions
 
-Adding the noise of one key to two different sums reveals their difference. A root key that was used twice, as a fixed
-seed is, must not do that: whatever makes a sum another one (clipping, noise, optimizer, model) is folded into the key
-of its noise. Optimizers, schedules and clipping styles are functions; what tells two of them apart is what they hold.
+Adding the same noise to two different sums reveals their difference. A root key that is used twice, such as a fixed
+seed, must not do that, so everything that changes a sum (clipping, noise, optimizer, model) is folded into the key of
+its noise. Optimizers, schedules and clipping styles are functions, told apart by the values they have captured.
+
+**Names are part of the fingerprint**: renaming a function, a captured variable, a class or a field in ``optimizers``,
+``privacy``, ``models`` or K-FAC's config changes the noise of a given seed.
 
     >>> fingerprint(sgd(0.1), flat(max_norm=1.0)) == fingerprint(sgd(0.1), flat(max_norm=2.0))      # False
 """
@@ -27,16 +30,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, PurePath)
-_LOOKED_AT = 4096
-"""Elements of a tensor that are looked at, all over it; two trained tensors that agree there are the same."""
+_HASHED_ELEMENTS = 4096
+"""Elements of a tensor that are hashed, spread all over it; two trained tensors that agree there are the same."""
 
 
 def fingerprint(*settings: Any) -> str:
-    """SHA-256, in 32 hexadecimal digits, of settings: numbers, texts, tensors, containers of them, functions.
+    """Return 32 hexadecimal digits of SHA-256 of settings: numbers, texts, tensors, containers of them, functions.
 
-    A function is known by its name, the values it has captured and its defaults; one that is not fdp's also by the
-    names and constants in its code and by the plain globals it reads. An object with a field ``settings`` other than
-    None is known by that alone; any other object by its type.
+    A function is hashed by its name, captured values and defaults; one that is not fdp's also by the names and
+    constants in its code and by the plain globals it reads. An object with a field ``settings`` other than None is
+    hashed by that alone; any other object by its type.
 
     Guarantees:
       - a function of the settings alone: the same in every process, on every rank and device.
@@ -48,7 +51,7 @@ def fingerprint(*settings: Any) -> str:
 
 
 def _words(value: Any, inside: tuple[int, ...]) -> Iterator[str]:
-    """The value in words; ``inside`` are the functions that it was found in, which may hold each other."""
+    """Yield a value as words; ``inside`` are the enclosing functions, which may hold each other."""
     name = type(value).__name__
     known = getattr(value, "settings", None) if isinstance(value, tuple) or is_dataclass(value) else None
     if known is not None:
@@ -103,7 +106,7 @@ def _function(function: FunctionType, inside: tuple[int, ...]) -> Iterator[str]:
 
 
 def _code(code: CodeType, read: Mapping[str, Any]) -> Iterator[str]:
-    """What the code of another version of the same function would differ by, whatever Python compiled it to."""
+    """Yield the names, constants and plain globals of a function's code, independent of the Python version."""
     yield f"names {sorted(code.co_names)}"
     for name in sorted(code.co_names):
         if name in read and isinstance(read[name], _PLAIN):
@@ -117,9 +120,9 @@ def _code(code: CodeType, read: Mapping[str, Any]) -> Iterator[str]:
 def _elements(values: Tensor | np.ndarray) -> Iterator[str]:
     yield f"{values.dtype} {tuple(values.shape)}"
     if isinstance(values, DTensor | FakeTensor) or (isinstance(values, Tensor) and values.is_meta):
-        return  # nothing there to be looked at, or not all of it
+        return  # no values, or not all of them on this rank
     flat = values.detach().flatten() if isinstance(values, Tensor) else values.reshape(-1)
-    some = flat[:: max(1, len(flat) // _LOOKED_AT)]
+    some = flat[:: max(1, len(flat) // _HASHED_ELEMENTS)]
     raw = some.cpu().contiguous().view(torch.uint8).numpy() if isinstance(some, Tensor) else np.asarray(some)
     yield hashlib.sha256(raw.tobytes()).hexdigest()
 

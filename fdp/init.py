@@ -1,7 +1,7 @@
-"""Initial values: ``value = f(key, path, global element index)``, whatever the order or the number of ranks.
+"""Initialisers: ``value = f(key, path, global element index)``, for any order of leaves and any number of ranks.
 
-An initialiser draws any window of a leaf without the rest, so a rank can fill its own shard alone, and the same bits
-come out for every way of sharding.
+An initialiser can draw any window of a leaf without the rest, so a rank fills its own shard, and the bits are the same
+for every sharding.
 
     >>> init = truncated_normal(std=0.02)
     >>> init(keys.fold_in(key, path), (50257, 768), dtype=torch.float32)
@@ -25,7 +25,7 @@ Init: TypeAlias = Callable[..., Tensor]
 
 
 def constant(value: float) -> Init:
-    """Every element ``value``."""
+    """Return an initialiser that sets every element to ``value``."""
 
     def init(key: Key, shape: Shape, *, dtype: torch.dtype, window: Window | None = None) -> Tensor:
         size = shape if window is None else tuple(length for _, length in window)
@@ -35,7 +35,7 @@ def constant(value: float) -> Init:
 
 
 def normal(std: float) -> Init:
-    """``N(0, std^2)``."""
+    """Return an initialiser that draws ``N(0, std^2)``."""
 
     def init(key: Key, shape: Shape, *, dtype: torch.dtype, window: Window | None = None) -> Tensor:
         return keys.normal(key, shape, dtype=dtype, window=window) * std
@@ -44,7 +44,7 @@ def normal(std: float) -> Init:
 
 
 def truncated_normal(std: float) -> Init:
-    """``N(0, std^2)`` conditioned on two standard deviations, by inverse CDF."""
+    """Return an initialiser that draws ``N(0, std^2)`` within two standard deviations, by inverse CDF."""
 
     def init(key: Key, shape: Shape, *, dtype: torch.dtype, window: Window | None = None) -> Tensor:
         return keys.truncated_normal(key, shape, lower=-2.0, upper=2.0, dtype=dtype, window=window) * std
@@ -53,7 +53,7 @@ def truncated_normal(std: float) -> Init:
 
 
 def uniform(bound: float) -> Init:
-    """Uniform in ``[-bound, bound)``."""
+    """Return an initialiser that draws uniformly from ``[-bound, bound)``."""
 
     def init(key: Key, shape: Shape, *, dtype: torch.dtype, window: Window | None = None) -> Tensor:
         return (keys.uniform(key, shape, dtype=dtype, window=window) * 2 - 1) * bound

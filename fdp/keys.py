@@ -1,4 +1,4 @@
-"""Explicit random keys: every random number is a function of a key and of the element's place.
+"""Explicit random keys: every random number is a function of a key and of the element's index.
 
     value[i] = f(words 2i, 2i + 1 of ChaCha20(key)),      i the row-major index in the *global* tensor
     normal[i] = ±Φ⁻¹ of the same 64 bits,                 and, one time in 2^16, of 64 bits more
@@ -7,9 +7,9 @@
 
 ChaCha20 is RFC 8439 (2018). The purpose is part of the nonce, so children and draws never share a stream.
 Element ``i`` does not depend on which other elements are drawn: a shard draws its own window and gets exactly
-its slice of the whole.
+its slice of the full tensor.
 
-A run has one root key. What draws folds in what for and when, so that no two draws share a stream:
+A run has one root key. Every draw folds in its purpose and step, so that no two draws share a stream:
 
     parameters           fold_in(root, "init")
     samples of step t    step_key(root, "sample ...", t)         by sample_batch
@@ -45,14 +45,14 @@ _FAR = 37.0  # beyond it the normal law has no mass that float64 could hold
 
 
 def key(seed: int | None = None) -> Key:
-    """The root key of one run: 256 bits from the operating system or, to repeat an experiment, SHA-256 of a seed.
+    """Return the root key of a run: 256 bits from the operating system or, to repeat an experiment, a hashed seed.
 
-    Give it to every step as it is: samplers and steps fold in what they draw for, at which step and with which
-    settings. They cannot fold in what they do not know: take a new key for other data.
+    Give it unchanged to every step: samplers and steps fold in purpose, step and settings. They do not know the data:
+    take a new key for other data.
 
     Guarantees:
       - without a seed the key is unpredictable;
-      - with one it is a function of the seed: whoever guesses the seed can subtract the noise.
+      - with a seed it is a function of the seed: anyone who guesses the seed can subtract the noise.
     """
     if seed is None:
         raw = secrets.token_bytes(32)
@@ -64,10 +64,10 @@ def key(seed: int | None = None) -> Key:
 
 
 def split(key: Key, n: int) -> Int[Tensor, "n 8"]:
-    """``n`` new keys: words ``8j .. 8j + 7`` of the split stream are key ``j``.
+    """Return ``n`` new keys: words ``8j .. 8j + 7`` of the split stream are key ``j``.
 
     Guarantees:
-      - the children differ from each other, from every ``fold_in`` of the key and from what is drawn from it.
+      - the children differ from each other, from every ``fold_in`` of the key and from all draws of it.
     """
     _check_key(key)
     if n < 0:
@@ -77,7 +77,7 @@ def split(key: Key, n: int) -> Int[Tensor, "n 8"]:
 
 
 def fold_in(key: Key, data: int | str | Int[Tensor, ""]) -> Key:
-    """The key for ``data``: a number such as the step (int or 0-d tensor, with the same result), or a path.
+    """Return the key for ``data``: a number such as the step (int or 0-d tensor, with the same result), or a path.
 
     Guarantees:
       - different data select different streams (numbers: always; paths: up to 88 bits of SHA-256);
@@ -99,7 +99,7 @@ def fold_in(key: Key, data: int | str | Int[Tensor, ""]) -> Key:
 
 
 def step_key(root: Key, purpose: str, step: int | Int[Tensor, ""]) -> Key:
-    """The key of one purpose at one step, ``fold_in(fold_in(root, purpose), step)``.
+    """Return the key of one purpose at one step, ``fold_in(fold_in(root, purpose), step)``.
 
     Guarantees:
       - no two purposes and no two steps of a root share a key; a step may be a number or a tensor, on any device.
@@ -108,12 +108,12 @@ def step_key(root: Key, purpose: str, step: int | Int[Tensor, ""]) -> Key:
 
 
 def path_nonces(paths: Sequence[str], device: torch.device | str | None = None) -> Int[Tensor, "paths 3"]:
-    """What ``fold_in`` makes of each path, on a device: made once, so that a captured step copies nothing there."""
+    """Return the nonces of ``fold_in`` for each path, on a device; computed once, a captured step copies nothing."""
     return torch.tensor([_path_words(path) for path in paths], dtype=torch.int64).view(-1, 3).to(device)
 
 
 def fold_in_nonces(key: Key, nonces: Int[Tensor, "paths 3"]) -> Int[Tensor, "paths 8"]:
-    """The keys of many paths at once.
+    """Return the keys of many paths at once.
 
     Guarantees:
       - row ``i`` is ``fold_in(key, paths[i])`` for ``nonces = path_nonces(paths)``.
@@ -128,7 +128,7 @@ def fold_in_nonces(key: Key, nonces: Int[Tensor, "paths 3"]) -> Int[Tensor, "pat
 
 
 def bits(key: Key, shape: Sequence[int], *, window: Window | None = None) -> Int[Tensor, "..."]:
-    """64 random bits per element, as int64.
+    """Draw 64 random bits per element, as int64.
 
     Guarantees:
       - with a window, bitwise the same slice of the draw without one, and no more memory than that slice.
@@ -140,7 +140,7 @@ def bits(key: Key, shape: Sequence[int], *, window: Window | None = None) -> Int
 def uniform(
     key: Key, shape: Sequence[int], *, dtype: torch.dtype = torch.float32, window: Window | None = None
 ) -> Float[Tensor, "..."]:
-    """``floor(2^p u) / 2^p`` with ``p`` the digits of ``dtype``: in [0, 1), exact in ``dtype``, never 1."""
+    """Draw ``floor(2^p u) / 2^p`` with ``p`` the digits of ``dtype``: in [0, 1), exact in ``dtype``, never 1."""
     _check_float(dtype)
     digits = 1 - round(math.log2(torch.finfo(dtype).eps))
     top = bits(key, shape, window=window) >> (64 - digits) & ((1 << digits) - 1)
@@ -150,13 +150,13 @@ def uniform(
 def normal(
     key: Key, shape: Sequence[int], *, dtype: torch.dtype = torch.float32, window: Window | None = None
 ) -> Float[Tensor, "..."]:
-    """N(0, 1) by inverse CDF. In float64, ``±Φ⁻¹((m + 1/2) 2⁻⁶⁴)``, ``m < 2⁶³``; 64 bits more where ``m < 2⁴⁷``.
+    """Draw N(0, 1) by inverse CDF. float64: ``±Φ⁻¹((m + 1/2) 2⁻⁶⁴)``, ``m < 2⁶³``, with 64 more bits if ``m < 2⁴⁷``.
 
-    Up to float32, for what no noise depends on, ``±Φ⁻¹((m + 1/2) 2⁻³²)``, ``m < 2³¹``, and 32 bits more where
-    ``m < 2¹⁶``. The same bits on every device; on a GPU, values within 1e-6 of those of a CPU.
+    float32 and below, never used for noise: ``±Φ⁻¹((m + 1/2) 2⁻³²)``, ``m < 2³¹``, with 32 more bits if ``m < 2¹⁶``.
+    The same bits on every device; values on a GPU are within 1e-6 of those on a CPU.
 
     Guarantees:
-      - symmetric; values out to 13 sigma, up to float32 9.1 sigma, occur with their true probability;
+      - symmetric; values out to 13 sigma (float32: 9.1 sigma) occur with their true probability;
       - in float64 and up to 8 sigma, the values that can occur lie less than 2^-40 apart;
       - with a window, bitwise the same slice of the draw without one.
     """
@@ -175,7 +175,7 @@ def truncated_normal(
     dtype: torch.dtype = torch.float32,
     window: Window | None = None,
 ) -> Float[Tensor, "..."]:
-    """N(0, 1) given that it lies in [lower, upper]: inverse CDF in float64, no rejection, then ``dtype``."""
+    """Draw N(0, 1) conditioned on [lower, upper]: inverse CDF in float64, no rejection, then cast to ``dtype``."""
     _check_key(key)
     _check_float(dtype)
     if (lower, upper) == (-math.inf, math.inf):
@@ -192,20 +192,20 @@ def _words(raw: bytes) -> list[int]:
 
 @torch.compiler.assume_constant_result
 def _path_words(path: str) -> list[int]:
-    """The nonce of a path, hashed when traced: 8 bits of purpose, 88 bits of SHA-256."""
+    """Return the nonce of a path, hashed at trace time: 8 bits of purpose, 88 bits of SHA-256."""
     first, second, third, *_ = _words(hashlib.sha256(path.encode()).digest())
     return [first & 0xFFFFFF00 | _FOLD_STR, second, third]
 
 
 def _nonce(key: Key, *words: int) -> Int[Tensor, " 3"]:
-    # on a GPU, filled there: a copy from the host could not be captured in a CUDA graph
+    # Filled on the GPU, since a copy from the host could not be captured in a CUDA graph.
     if key.device.type == "cpu":
         return torch.tensor(words)
     return torch.stack([key.new_full((), word) for word in words])
 
 
 def _box(shape: Sequence[int], window: Window | None, *, per_block: int) -> tuple[list[int], list[int], list[int]]:
-    """Shape, starts and lengths, checked."""
+    """Return checked shape, starts and lengths."""
     shape = list(shape)
     if math.prod(shape) > chacha20.MAX_BLOCKS * per_block:
         power = 31 + per_block.bit_length()

@@ -1,4 +1,4 @@
-"""Pytrees addressed by path: the one door to optree.
+"""Pytrees addressed by path; the only module that uses optree.
 
 A leaf's path is the dotted list of keys that lead to it, ``blocks.0.attention.qkv``. Everything that must not depend
 on the order of leaves (noise, initialisation, checkpoints, hashes) is derived from the path.
@@ -32,19 +32,19 @@ for _static in (Stamp, Bound):  # parts of the structure, without leaves
 
 
 def paths(tree: Tree) -> list[Path]:
-    """The path of every leaf, in optree's order (dictionary keys sorted)."""
+    """Return the path of every leaf, in optree's order (dictionary keys sorted)."""
     if torch.compiler.is_compiling():
         return _paths_of(optree.tree_accessors(tree))
     return list(_paths_in(optree.tree_structure(tree)))
 
 
 def leaves(tree: Tree) -> list[Any]:
-    """Every leaf, in the order of :func:`paths`."""
+    """Return every leaf, in the order of :func:`paths`."""
     return optree.tree_leaves(tree)
 
 
 def flatten(tree: Tree) -> dict[Path, Any]:
-    """``{path: leaf}``. Two leaves with one path (keys that hold dots) are an error."""
+    """Return ``{path: leaf}``. Two leaves with the same path (keys with dots) are an error."""
     names, values = paths(tree), leaves(tree)
     flat = dict(zip(names, values))
     if len(flat) != len(names):
@@ -54,7 +54,7 @@ def flatten(tree: Tree) -> dict[Path, Any]:
 
 
 def unflatten(like: Tree, flat: Mapping[Path, Any]) -> Tree:
-    """The tree of ``like``'s structure whose leaf at each path is ``flat[path]``."""
+    """Return the tree of ``like``'s structure whose leaf at each path is ``flat[path]``."""
     names = paths(like)
     missing, extra = sorted(set(names) - set(flat)), sorted(set(flat) - set(names))
     if missing or extra:
@@ -63,12 +63,12 @@ def unflatten(like: Tree, flat: Mapping[Path, Any]) -> Tree:
 
 
 def map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
-    """``fn`` applied leaf by leaf to trees of one structure."""
+    """Apply ``fn`` leaf by leaf to trees of one structure."""
     return optree.tree_map(fn, tree, *rest)
 
 
 def nest(flat: Mapping[Path, Any]) -> Tree:
-    """A nested dictionary from ``{path: leaf}``; runs of keys ``0..n-1`` become lists; undoes :func:`flatten`."""
+    """Return a nested dictionary from ``{path: leaf}``, undoing :func:`flatten`; keys ``0..n-1`` become a list."""
     root: dict[str, Any] = {}
     for path, leaf in flat.items():
         *parents, last = path.split(".")
@@ -82,23 +82,23 @@ def nest(flat: Mapping[Path, Any]) -> Tree:
 
 
 def select(flat: Mapping[Path, Any], paths_tree: Tree) -> Tree:
-    """Replace each path at the leaves of ``paths_tree`` by ``flat[path]``: a block's own view of the parameters."""
+    """Replace each path at the leaves of ``paths_tree`` by ``flat[path]``: a block's view of the parameters."""
     return optree.tree_map(lambda path: flat[path], paths_tree)
 
 
 def size(tree: Tree) -> int:
-    """Number of elements over all leaves."""
+    """Return the number of elements over all leaves."""
     return sum(leaf.numel() for leaf in leaves(tree))
 
 
 def global_norm(tree: Tree) -> Tensor:
-    """``sqrt(sum of squares)`` over all leaves, added up in float64."""
+    """Return ``sqrt(sum of squares)`` over all leaves, accumulated in float64."""
     first, *rest = [_squared_norm(leaf.detach()) for leaf in leaves(tree)]
     return torch.as_tensor(sum(rest, start=first)).sqrt()
 
 
 def _squared_norm(leaf: Tensor) -> Tensor:
-    """Added up row by row of a few thousand, then over rows: one pass, exact as a sum, and no copy in float64."""
+    """Sum squares within rows of a few thousand, then over rows: one pass, accurate, and no float64 copy."""
     flat = leaf.flatten()
     even = len(flat) // _ROW * _ROW
     parts = [flat[:even].view(-1, _ROW), flat[even:].view(1, -1)]
@@ -108,7 +108,7 @@ def _squared_norm(leaf: Tensor) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _paths_in(structure: optree.PyTreeSpec) -> tuple[Path, ...]:
-    """Names are slow to make, and a step asks for those of the same few trees again and again."""
+    """Return the paths of a structure; cached, since they are slow to build and a step needs the same few often."""
     return tuple(_paths_of(structure.accessors()))
 
 

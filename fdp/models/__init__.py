@@ -54,7 +54,7 @@ PRESETS = (*LANGUAGE, *CLASSIFIERS)
 
 
 def build(name: str, *, vocab_size: int | None = None, context: int | None = None, tied: bool | None = None) -> Model:
-    """The preset ``name``, with another vocabulary, context length or tying if asked for."""
+    """Build the preset ``name``, optionally with another vocabulary, context length or tying."""
     if name in CLASSIFIERS:
         if (vocab_size, context, tied) != (None, None, None):
             raise FdpError(f"model {name}: a classifier has no vocabulary, context or tied head; leave them out")

@@ -29,7 +29,7 @@ def logistic(*, inputs: int, classes: int, name: str = "logistic") -> Model:
 
 
 def mlp(*, widths: Sequence[int], classes: int, name: str = "mlp") -> Model:
-    """``widths[0]`` inputs, a tanh layer for every further width, then a linear head."""
+    """Return a perceptron with ``widths[0]`` inputs, a tanh layer per further width, and a linear head."""
     leaves: dict[Path, LeafSpec] = {}
     blocks = []
     for i, (inputs, outputs) in enumerate(pairwise(widths)):
@@ -42,9 +42,9 @@ def mlp(*, widths: Sequence[int], classes: int, name: str = "mlp") -> Model:
 
 
 def cnn(*, channels: Sequence[int], side: int, classes: int, inputs: int = 1, name: str = "cnn") -> Model:
-    """3x3 convolutions with tanh, each but the first halving the side, then a linear head.
+    """Return 3x3 convolutions with tanh, each but the first halving the side, and a linear head.
 
-    Bounded activations do well under clipping: Papernot et al. 2021, arXiv 2007.14191.
+    Bounded activations work well under clipping: Papernot et al. 2021, arXiv 2007.14191.
     """
     leaves: dict[Path, LeafSpec] = {}
     blocks = []
@@ -63,7 +63,7 @@ def cnn(*, channels: Sequence[int], side: int, classes: int, inputs: int = 1, na
 
 
 def logits(model: Model, params: Tree, data: Tree) -> Float[Tensor, "batch classes"]:
-    """The scores before the softmax, for prediction."""
+    """Return the scores before the softmax, for prediction."""
     flat = tree.flatten(params)
     carry: Tree = ()
     for block in model.blocks[:-1]:

@@ -1,4 +1,4 @@
-"""GPT-2 style decoder: learned positions, pre-norm blocks, GELU, biases; head tied to the embedding or not.
+"""GPT-2 style decoder: learned positions, pre-norm blocks, GELU, biases, and an optionally tied head.
 
     h = E[tokens] + P;   h += W_o attention(LN(h));   h += W_2 gelu(W_1 LN(h));   logits = LN(h) W_head^T
     loss_b = mean over tokens of the cross-entropy of the next token
@@ -36,9 +36,9 @@ class GPTConfig(NamedTuple):
 
 
 def gpt(config: GPTConfig, *, name: str = "gpt", tensor: Axis | None = None) -> Model:
-    """The model as a stack: embed, ``layers`` equal blocks, head with the loss.
+    """Return the model as a stack: embed, ``layers`` equal blocks, head with the loss.
 
-    With ``tensor`` the heads and hidden units of the layers are cut over that axis; embedding and head are not.
+    With ``tensor`` the heads and hidden units of the layers are split over that axis; embedding and head are not.
     """
     c = config
     check_divides(tensor, heads=c.heads)

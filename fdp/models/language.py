@@ -1,13 +1,13 @@
-"""What language models share: what a sample is made of, and its loss.
+"""Data layout, loss and attention shared by the language models.
 
     data["tokens"]     (batch, T + 1): a window of text; or (batch, windows, T + 1): all windows of one user
-    data["loss_mask"]  (batch, T), as its targets: 0 where the next token is a prompt, padding or another document
-    data["segments"]   (batch, T), as its inputs: which document of the row a token is of; it attends to no other
+    data["loss_mask"]  (batch, T), per target: 0 if the next token is a prompt, padding or of another document
+    data["segments"]   (batch, T), per input: the document of the row that a token belongs to and attends within
 
     loss_b = mean of -log p(next token) over the targets of sample b that count; 0 if none does
 
-Mask and segments may be left out, and have a dim of windows where tokens have. **Whatever its shape, row b is one
-sample**: the tokens of all its windows are the tokens of one row of h, (batch, windows T, width).
+Mask and segments are optional, and have a dim of windows if tokens have. **Row b is one sample, whatever its shape**:
+the tokens of all its windows are the tokens of one row of h, (batch, windows T, width).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fdp.types import Axis, FdpError, Path, Tree
 
 
 def head_block(params: dict[str, Path], features: Callable[[Tree, Tree, Tree], Tensor]) -> Block:
-    """The last block: the cross-entropy of ``features(params, h, data) W^T``, W the leaf ``params["weight"]``."""
+    """Return the last block: cross-entropy of ``features(params, h, data) W^T``, W the leaf ``params["weight"]``."""
 
     def scores(p: Tree, h: Tensor, data: Tree) -> Float[Tensor, "batch tokens vocab"]:
         return ops.linear(features(p, h, data), p["weight"])
@@ -39,7 +39,7 @@ def head_block(params: dict[str, Path], features: Callable[[Tree, Tree, Tree], T
 
 
 def inputs_of(data: Tree) -> Int[Tensor, "batch tokens"]:
-    """All tokens but the last, for a model that knows one window of one document; others are refused."""
+    """Return all tokens but the last; refuse several windows or documents, for models without :func:`attend`."""
     if data["tokens"].ndim != 2 or "segments" in data:
         raise FdpError(
             "tokens: expected one window of one document per sample, (batch, tokens), got "
@@ -51,17 +51,17 @@ def inputs_of(data: Tree) -> Int[Tensor, "batch tokens"]:
 
 
 def window_inputs_of(data: Tree) -> Int[Tensor, " batch *windows tokens"]:
-    """All tokens of every window but its last, for a model whose layers :func:`attend`."""
+    """Return all tokens of every window but its last, for a model whose layers call :func:`attend`."""
     return data["tokens"][..., :-1]
 
 
 def targets_of(data: Tree) -> Int[Tensor, "batch tokens"]:
-    """All tokens of every window but its first, window after window."""
+    """Return all tokens of every window but its first, window after window."""
     return data["tokens"][..., 1:].flatten(1)
 
 
 def weights_of(data: Tree) -> Float[Tensor, "batch tokens"]:
-    """What each target counts in its sample's mean, in float64: ``mask_t / sum of the mask``; 0 if nothing counts."""
+    """Return the weight of each target in its sample's mean, in float64: ``mask_t / sum(mask)``; 0 if none counts."""
     if "loss_mask" not in data:
         targets = targets_of(data)
         return torch.full(targets.shape, 1 / targets.shape[1], dtype=torch.float64, device=targets.device)
@@ -70,16 +70,16 @@ def weights_of(data: Tree) -> Float[Tensor, "batch tokens"]:
 
 
 def present_of(data: Tree) -> Bool[Tensor, "batch tokens"] | None:
-    """Which inputs a target that counts can see, of causal layers: all up to the last one of their document.
+    """Return which inputs a causal layer shows to a target that counts: all up to the last one of their document.
 
-    A prompt is among them, padding is not. None: all are.
+    Prompts are among them, padding is not. None if all are.
     """
     if "loss_mask" not in data:
         return None
     counted = data["loss_mask"] != 0
     length = counted.shape[-1]
-    places = torch.arange(length, device=counted.device)
-    following = torch.where(counted, places, length).flip(-1).cummin(-1).values.flip(-1)
+    positions = torch.arange(length, device=counted.device)
+    following = torch.where(counted, positions, length).flip(-1).cummin(-1).values.flip(-1)
     seen = following < length
     if "segments" in data:
         segments = data["segments"]
@@ -88,12 +88,12 @@ def present_of(data: Tree) -> Bool[Tensor, "batch tokens"] | None:
 
 
 def mask_weights_of(data: Tree) -> Float[Tensor, "batch tokens"] | None:
-    """:func:`weights_of`, or None for a mean over all."""
+    """Return :func:`weights_of`, or None for a mean over all tokens."""
     return weights_of(data) if "loss_mask" in data else None
 
 
 def token_losses(logits: Float[Tensor, "batch tokens vocab"], data: Tree) -> Float[Tensor, " batch"]:
-    """Mean cross-entropy of the next tokens that count, per sample, in float32 or better.
+    """Return the mean cross-entropy of the next tokens that count, per sample, in float32 or better.
 
     Guarantees:
       - a target that does not count changes neither loss nor gradient; a sample without any has both exactly 0.
@@ -108,7 +108,7 @@ def token_losses(logits: Float[Tensor, "batch tokens vocab"], data: Tree) -> Flo
 
 
 def windows_of(data: Tree) -> int:
-    """How many windows a sample is made of."""
+    """Return the number of windows of a sample."""
     return data["tokens"].shape[1] if "tokens" in data and data["tokens"].ndim == 3 else 1
 
 
@@ -118,7 +118,7 @@ def attend(
     v: Float[Tensor, "batch key_heads tokens features"],
     data: Tree,
 ) -> Float[Tensor, "batch heads tokens features"]:
-    """Causal attention of each window to itself and, in it, of each document to itself.
+    """Apply causal attention within each window and, inside it, within each document.
 
     Guarantees:
       - nothing of one window or document reaches another.
@@ -132,7 +132,7 @@ def attend(
 
 
 def places_of(segments: Int[Tensor, " batch *windows tokens"]) -> Int[Tensor, " batch *windows tokens"]:
-    """The place of each token in its document, from 0: documents in a row begin where they would alone."""
+    """Return the position of each token in its document, from 0, as if the document were alone in its row."""
     index = torch.arange(segments.shape[-1], device=segments.device).expand(segments.shape)
     first = torch.ones_like(segments[..., :1], dtype=torch.bool)
     begins = torch.cat([first, segments[..., 1:] != segments[..., :-1]], dim=-1)
@@ -142,7 +142,7 @@ def places_of(segments: Int[Tensor, " batch *windows tokens"]) -> Int[Tensor, " 
 def project(
     x: Float[Tensor, "batch tokens inputs"], weight: ops.Weight, bias: ops.Weight | None, tensor: Axis | None
 ) -> Float[Tensor, "batch tokens outputs"]:
-    """``x W^T + b``; with ``tensor``, of inputs and columns of W that are cut over it, the bias added once."""
+    """Return ``x W^T + b``; with ``tensor``, inputs and columns of W are split over it, and the bias is added once."""
     if tensor is None:
         return ops.linear(x, weight, bias)
     y = leave(ops.linear(x, weight), tensor)
@@ -150,7 +150,7 @@ def project(
 
 
 def check_divides(tensor: Axis | None, **counts: int) -> None:
-    """Refuse to cut heads or hidden units into parts that are not equal."""
+    """Refuse a tensor axis that does not divide heads or hidden units evenly."""
     for what, count in counts.items():
         if tensor is not None and count % tensor.size:
             raise FdpError(

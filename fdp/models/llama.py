@@ -39,9 +39,9 @@ class LlamaConfig(NamedTuple):
 
 
 def llama(config: LlamaConfig, *, name: str = "llama", tensor: Axis | None = None) -> Model:
-    """The model as a stack: embed, ``layers`` equal blocks, head with the loss.
+    """Return the model as a stack: embed, ``layers`` equal blocks, head with the loss.
 
-    With ``tensor`` the heads and hidden units of the layers are cut over that axis; embedding and head are not.
+    With ``tensor`` the heads and hidden units of the layers are split over that axis; embedding and head are not.
     """
     c = config
     check_divides(tensor, heads=c.heads, key_heads=c.key_heads, hidden=c.hidden)
@@ -103,7 +103,7 @@ def _layer(
     q, k, v = (
         ops.linear(n, p[w]).reshape(B, T, -1, D // config.heads).transpose(1, 2) for w in ("query", "key", "value")
     )
-    windows = windows_of(data)  # segments need nothing here: only the distance between two tokens matters
+    windows = windows_of(data)  # segments change nothing here: only the distance between two tokens matters
     cos, sin = rotary(T // windows, D // config.heads, base=config.rope_base, like=h)
     if windows > 1:
         cos, sin = cos.repeat(windows, 1), sin.repeat(windows, 1)
@@ -118,7 +118,7 @@ def _features(p: Tree, h: Tensor, data: Tree) -> Float[Tensor, "batch tokens wid
 
 
 def rotary(tokens: int, features: int, *, base: float, like: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of ``position * base^(-2i / features)``, both (tokens, features), the halves repeated."""
+    """Return cos and sin of ``position * base^(-2i / features)``, both (tokens, features), the halves repeated."""
     frequency = base ** (-torch.arange(0, features, 2, dtype=torch.float32, device=like.device) / features)
     angle = torch.outer(torch.arange(tokens, dtype=torch.float32, device=like.device), frequency).repeat(1, 2)
     return angle.cos().to(like.dtype), angle.sin().to(like.dtype)

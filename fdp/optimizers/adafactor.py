@@ -1,13 +1,12 @@
-"""Adafactor: Adam's scaling with a second moment kept as one row and one column per matrix.
+"""Adafactor: Adam's scaling with the second moment stored as one row and one column per matrix.
 
     b_t = 1 - t^beta2_decay
     R_t = b_t R_{t-1} + (1 - b_t) mean(g^2, dim=-1)          C_t = b_t C_{t-1} + (1 - b_t) mean(g^2, dim=-2)
     u   = g / sqrt(max(R C / mean(R), eps1^2))               u  <- u / max(1, RMS(u) / clip_threshold)
     w  <- w - lr weight_decay w - max(eps2, RMS(w)) min(lr, 1 / sqrt(t)) u
 
-Shazeer & Stern, arXiv 1804.04235, in the form of ``torch.optim.Adafactor`` and equal to it. An n by m matrix
-takes n + m numbers of state instead of nm; a vector keeps its whole second moment; leading dimensions are
-batches of matrices.
+Shazeer & Stern, arXiv 1804.04235, equal to ``torch.optim.Adafactor``. An n by m matrix has n + m numbers of state
+instead of nm; a vector has its full second moment; leading dims are batches of matrices.
 
     >>> optimizer = adafactor(1e-2)
     >>> state = optimizer.init(params)
@@ -34,7 +33,7 @@ from fdp.types import FdpError, Tree
 class FactoredState(NamedTuple):
     """The number of updates so far; means of the squared gradient, ``(..., n, 1)`` and ``(..., 1, m)``.
 
-    Of a leaf with fewer than two dimensions ``rows`` is the whole second moment and ``cols`` is empty.
+    For a leaf with fewer than two dims ``rows`` is the full second moment and ``cols`` is empty.
     """
 
     step: Int[Tensor, ""]
@@ -50,7 +49,7 @@ def scale_by_factored_rms(*, beta2_decay: float = -0.8, eps1: float | None = Non
         checks.nonnegative("eps1", eps1)
 
     def init(params: Tree, reductions: Reductions = LOCAL) -> FactoredState:
-        # A mean over ranks has the shape of the mean over the part at hand: zeros need no reductions.
+        # A mean over ranks has the shape of the mean over the local shard, so zeros need no reductions.
         rows = tree.map(lambda p: p.new_zeros((*p.shape[:-1], 1) if p.ndim > 1 else p.shape), params)
         cols = tree.map(lambda p: p.new_zeros((*p.shape[:-2], 1, p.shape[-1]) if p.ndim > 1 else 0), params)
         return FactoredState(zero_step(params), rows, cols)
@@ -115,7 +114,7 @@ def adafactor(
         clip_by_rms(clip_threshold),
         scale_by_param_rms(floor=eps2),
         scale_by_learning_rate(lambda step: torch.minimum(rate(step), (step + 1).double().rsqrt())),
-        # After the minus sign, and in proportion to the rate itself, not to the relative step.
+        # After the minus sign, and proportional to the rate itself, not to the relative step.
         add_decayed_weights(lambda step: -weight_decay * rate(step)),
     )
 

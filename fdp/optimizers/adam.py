@@ -1,4 +1,4 @@
-"""Adam, AdamW, and Adam whose second moment is freed of the privacy noise.
+"""Adam, AdamW, and Adam with the privacy noise removed from its second moment.
 
     m_t = b1 m_{t-1} + (1 - b1) g_t            m^ = m_t / (1 - b1^t)
     v_t = b2 v_{t-1} + (1 - b2) g_t^2          v^ = v_t / (1 - b2^t)
@@ -6,9 +6,9 @@
 
 Kingma & Ba, arXiv 1412.6980; decoupled weight decay: Loshchilov & Hutter, arXiv 1711.05101. Noise of
 standard deviation ``noise_std = noise_multiplier max_norm / expected_batch_size`` per coordinate of the mean
-gradient adds ``noise_std^2`` to v^; where it dominates, Adam is SGD with a smaller step. Taking it off again
+gradient adds ``noise_std^2`` to v^; where it dominates, Adam is SGD with a smaller step. Subtracting it
 (DP-AdamBC: Tang, Shpilevskiy, Lécuyer, arXiv 2312.14334, there with ``eps = 0`` and ``gamma' = eps_root^2``)
-makes v^ unbiased for the square of the gradient without noise. It is post-processing of the noisy gradient:
+makes v^ unbiased for the square of the gradient without noise. This is post-processing of the noisy gradient:
 the privacy is the same.
 
     >>> optimizer = adamw(3e-4, weight_decay=0.1)
@@ -49,7 +49,7 @@ def scale_by_adam(
     noise_std: float | None = None,
     eps_root: float = 0.0,
 ) -> Optimizer:
-    """``u_t`` of this module's equation; without ``noise_std`` and ``eps_root`` it is Adam's direction."""
+    """``u_t`` of this module's equation; Adam's direction without ``noise_std`` and ``eps_root``."""
     checks.decay_rate("b1", b1)
     checks.decay_rate("b2", b2)
     checks.nonnegative("eps", eps)
@@ -83,10 +83,10 @@ def scale_by_adam(
 def second_moment(
     square: Float[Tensor, " *shape"], *, factor: Float[Tensor, ""], noise_std: float | None, eps_root: float
 ) -> Float[Tensor, " *shape"]:
-    """``max(factor square - noise_std^2, eps_root^2)``; a new tensor.
+    """Return ``max(factor square - noise_std^2, eps_root^2)`` as a new tensor.
 
     Guarantees:
-      - for gradients ``s + noise_std N(0, 1)`` its expectation is ``s^2`` where the floor is not reached.
+      - for gradients ``s + noise_std N(0, 1)`` its expectation is ``s^2`` if the floor is not reached.
     """
     moment = square * factor
     if noise_std:
@@ -103,7 +103,7 @@ def adam(
     noise_std: float | None = None,
     eps_root: float = 0.0,
 ) -> Optimizer:
-    """Adam, without weight decay; L2 regularisation is ``chain(add_decayed_weights(wd), adam(lr))``."""
+    """Return Adam without weight decay; for L2 regularisation use ``chain(add_decayed_weights(wd), adam(lr))``."""
     direction = scale_by_adam(b1=b1, b2=b2, eps=eps, noise_std=noise_std, eps_root=eps_root)
     whole = chain(direction, scale_by_learning_rate(learning_rate))
     return whole._replace(adamw=AdamW(learning_rate, b1, b2, eps, 0.0, None, noise_std, eps_root, whole.update))
@@ -120,7 +120,7 @@ def adamw(
     noise_std: float | None = None,
     eps_root: float = 0.0,
 ) -> Optimizer:
-    """Adam with decoupled weight decay: ``p <- p - lr (u_t + weight_decay p)``, decay where ``mask`` says."""
+    """Return Adam with decoupled weight decay of the masked leaves: ``p <- p - lr (u_t + weight_decay p)``."""
     direction = scale_by_adam(b1=b1, b2=b2, eps=eps, noise_std=noise_std, eps_root=eps_root)
     decay = add_decayed_weights(weight_decay, mask=mask)
     whole = chain(direction, decay, scale_by_learning_rate(learning_rate))
@@ -129,5 +129,5 @@ def adamw(
 
 
 def unbias(decay: float, step: Int[Tensor, ""]) -> Float[Tensor, ""]:
-    """``1 / (1 - decay^t)``: one over the weight that a running mean from zero has given out so far."""
+    """Return the bias correction ``1 / (1 - decay^t)`` of a running mean that starts at zero."""
     return once(-1 / torch.expm1(step.double() * (math.log(decay) if decay else -math.inf)))

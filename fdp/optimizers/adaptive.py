@@ -1,4 +1,4 @@
-"""Adagrad, Adadelta and Adamax: other ways to divide a gradient by its own size so far.
+"""Adagrad, Adadelta and Adamax: gradients divided by a running measure of their size.
 
     Adagrad    s_t = s_{t-1} + g_t^2                         u_t = g_t / (sqrt(s_t) + eps)
     Adadelta   v_t = rho v_{t-1} + (1 - rho) g_t^2           u_t = sqrt(d_{t-1} + eps) / sqrt(v_t + eps) g_t
@@ -7,8 +7,7 @@
                n_t = max(b2 n_{t-1}, |g_t| + eps)
 
 Duchi et al. 2011 (JMLR 12); Zeiler, arXiv 1212.5701; Kingma & Ba, arXiv 1412.6980, section 7.1. Each is equal to its
-namesake in ``torch.optim``, whose weight decay is L2 regularisation. Every element goes its own way, so that all three
-are exact on parts of leaves.
+namesake in ``torch.optim``, whose weight decay is L2 regularisation. All three are elementwise, and so exact on shards.
 
     >>> optimizer = adagrad(1e-2)
     >>> state = optimizer.init(params)
@@ -39,14 +38,14 @@ class AdagradState(NamedTuple):
 
 
 class AdadeltaState(NamedTuple):
-    """Running means of the squares of gradients and of updates."""
+    """The running means of squared gradients and squared updates."""
 
     square: Tree
     delta: Tree
 
 
 class AdamaxState(NamedTuple):
-    """The number of updates so far, the running mean of gradients, and their largest size, decayed."""
+    """The number of updates so far, the running mean of gradients, and their decayed largest size."""
 
     step: Int[Tensor, ""]
     mean: Tree

@@ -4,9 +4,9 @@
     updates, state = update(grads, state, params)
     params         = params + updates
 
-The shape is optax's (github.com/google-deepmind/optax). A chain is the door: it checks that gradients fit the
-parameters and hands every part float32 (float64 for float64 parameters), whatever the dtypes outside. Who calls
-with parts of leaves says how to reduce over the whole of them: ``update(grads, state, params, reductions)``.
+The interface is optax's (github.com/google-deepmind/optax). A chain checks that gradients fit the parameters, and
+converts to float32 (float64 for float64 parameters) and back. A caller with shards says how to reduce over full leaves:
+``update(grads, state, params, reductions)``.
 
     >>> optimizer = chain(clip_by_global_norm(1.0), adamw(warmup_cosine(3e-4, warmup_steps=100, steps=5000)))
     >>> updates, state = optimizer.update(grads, state, params)
@@ -42,7 +42,7 @@ class Update(Protocol):
 
 
 class AdamW(NamedTuple):
-    """The hyper-parameters of Adam with decoupled weight decay, for who makes its ``update`` in another way."""
+    """The hyper-parameters of Adam with decoupled weight decay, for code that computes its ``update`` another way."""
 
     learning_rate: float | Schedule
     b1: float
@@ -56,7 +56,7 @@ class AdamW(NamedTuple):
 
 
 class Momentum(NamedTuple):
-    """Momentum with decoupled weight decay, on what ``front`` makes of a gradient; as :class:`AdamW`.
+    """The hyper-parameters of momentum with decoupled weight decay on the output of ``front``; see :class:`AdamW`.
 
     u = front(g),   m <- momentum m + u,   p <- p - learning_rate (m + weight_decay p)
     """
@@ -69,19 +69,18 @@ class Momentum(NamedTuple):
 
 
 class Optimizer(NamedTuple):
-    """``init(params) -> state`` and ``update(grads, state, params) -> (updates, state)``.
+    """A pair of pure functions: ``init(params) -> state``, ``update(grads, state, params) -> (updates, state)``.
 
-    ``reductions`` says how sums over whole leaves are made of the leaves given: as they stand, or over ranks. ``adamw``
-    and ``descent`` are there if the whole optimizer is that and nothing else. ``measures``: its state also holds what
-    was measured on samples without noise, so that no private step can take it. ``settings`` are the numbers that decide
-    an update, for :func:`fdp.fingerprint.fingerprint`, where the functions hold other things as well; None: they do
-    not.
+    ``reductions`` says how sums over full leaves are computed: from the leaves given, or over ranks. ``adamw`` or
+    ``descent`` is set if the optimizer is exactly that. If ``measures`` is True, its state also holds measurements of
+    samples without noise, so no private step accepts it. ``settings`` are the numbers that decide an update, for
+    :func:`fdp.fingerprint.fingerprint`; None if the functions capture nothing else.
 
     Guarantees:
       - neither function modifies an argument;
       - state is tensors in tuples, with the structure, shapes and dtypes that ``init`` gave it;
-      - on parts of leaves, with the reductions of those parts, the updates are the parts of the whole's updates;
-      - ``rule`` is None once ``update`` is another function: what is put around an update is never left out.
+      - on shards, with their reductions, the updates are the shards of the full updates;
+      - ``rule`` is None once ``update`` is another function: a wrapper around an update is never skipped.
     """
 
     init: Init
@@ -93,16 +92,16 @@ class Optimizer(NamedTuple):
 
     @property
     def rule(self) -> AdamW | Momentum | None:
-        """``adamw`` or ``descent``, whichever was written down for the ``update`` at hand."""
+        """``adamw`` or ``descent``, whichever describes the current ``update``; else None."""
         known = (rule for rule in (self.adamw, self.descent) if rule is not None)
         return next((rule for rule in known if rule.update is self.update), None)
 
 
 def chain(*parts: Optimizer) -> Optimizer:
-    """The parts one after the other: the updates of each are the gradients of the next.
+    """Chain optimizers: the updates of each are the gradients of the next.
 
     Guarantees:
-      - each part sees gradients, parameters and so its state in float32, or float64 if the parameter is;
+      - each part gets gradients, parameters and so its state in float32, or float64 if the parameter is;
       - updates have the dtypes of the parameters;
       - a gradient of another structure or shape than its parameter is an error that names the path.
     """
@@ -127,7 +126,7 @@ def chain(*parts: Optimizer) -> Optimizer:
 
 
 def pointwise(init: Callable[[Tree], Tree], update: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]) -> Optimizer:
-    """An optimizer in which every element goes its own way, and a part of a leaf needs nothing of the rest."""
+    """Return an elementwise optimizer, for which a shard needs nothing of the rest of its leaf."""
     return Optimizer(
         lambda params, reductions=LOCAL: init(params),
         lambda grads, state, params, reductions=LOCAL: update(grads, state, params),
@@ -135,7 +134,7 @@ def pointwise(init: Callable[[Tree], Tree], update: Callable[[Tree, Tree, Tree],
 
 
 def stateless(update: Callable[[Tree, Tree, Reductions], Tree]) -> Optimizer:
-    """An optimizer without memory, from ``update(grads, params, reductions) -> updates``."""
+    """Return an optimizer without state, from ``update(grads, params, reductions) -> updates``."""
     return Optimizer(
         lambda params, reductions=LOCAL: (),
         lambda grads, state, params, reductions=LOCAL: (update(grads, params, reductions), state),
@@ -143,26 +142,25 @@ def stateless(update: Callable[[Tree, Tree, Reductions], Tree]) -> Optimizer:
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:
-    """``params + updates``, in the dtypes of ``params``."""
+    """Return ``params + updates``, in the dtypes of ``params``."""
     return checks.pairwise("updates", lambda p, u: p + cast(u, p.dtype), params, updates)
 
 
 def zero_step(params: Tree) -> Int[Tensor, ""]:
-    """A step count of 0 where the parameters are: a tensor, so that a compiled update compiles once."""
+    """Return a step count of 0 on the parameters' device; a tensor, so that a compiled update compiles once."""
     return torch.zeros((), dtype=torch.int64, device=tree.leaves(params)[0].device)
 
 
 def cast(leaf: Float[Tensor, " *shape"], dtype: torch.dtype) -> Float[Tensor, " *shape"]:
-    """``leaf.to(dtype)``; asking first is ten times cheaper than a conversion that has nothing to do."""
+    """Return ``leaf.to(dtype)``; the check is much cheaper than a conversion that does nothing."""
     return leaf if leaf.dtype == dtype else leaf.to(dtype)
 
 
 def once(scalar: Float[Tensor, ""]) -> Float[Tensor, ""]:
-    """The same scalar, computed once also when compiled.
+    """Return the same scalar, computed only once when compiled.
 
-    Inductor copies the arithmetic of a 0-d tensor into the loop of every tensor that it multiplies, so that a
-    bias correction or a cosine would be worked out again for each element (measured on CPU: the whole update
-    three times slower). It stores what ``as_strided`` reads.
+    Inductor copies the arithmetic of a 0-d tensor into the loop of every tensor that it multiplies, so that a bias
+    correction or a cosine would be computed again for each element. ``as_strided`` forces it to store the scalar.
     """
     return scalar.as_strided((), ())
 

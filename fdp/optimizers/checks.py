@@ -1,9 +1,7 @@
-"""What an optimizer refuses, and the words it refuses with.
+"""Argument checks of optimizers. An error says what was expected, what was given, where, and what to do.
 
-An error says what was expected, what was given, where, and what to do.
-
-    >>> nonnegative("learning_rate", -1.0)             # learning_rate: expected a number >= 0, got -1.0
-    >>> pairwise("grads", fn, params, grads)           # fn(param, grad) per leaf; names the path that misfits
+>>> nonnegative("learning_rate", -1.0)             # learning_rate: expected a number >= 0, got -1.0
+>>> pairwise("grads", fn, params, grads)           # fn(param, grad) per leaf; names the path that misfits
 """
 
 from __future__ import annotations
@@ -47,12 +45,12 @@ def floating(params: Tree) -> None:
             got = f"a tensor of {leaf.dtype}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
             raise FdpError(
                 f"params[{path!r}]: expected a floating point tensor, got {got}; "
-                "keep what is not trained in a tree of its own"
+                "keep values that are not trained in another tree"
             )
 
 
 def pairwise(name: str, fn: Callable[[Any, Any], Any], params: Tree, other: Tree) -> Tree:
-    """``fn(param, leaf)`` per leaf; ``other`` must have the structure and the shapes of ``params``."""
+    """Map ``fn(param, leaf)`` over the leaves; ``other`` must have the structure and shapes of ``params``."""
     try:
         same = all(tree.leaves(tree.map(lambda p, leaf: p.shape == getattr(leaf, "shape", None), params, other)))
     except ValueError:

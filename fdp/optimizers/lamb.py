@@ -1,9 +1,9 @@
-"""LAMB: Adam's direction, with the step of every layer in proportion to the size of its weights.
+"""LAMB: Adam's direction, with the step of every layer proportional to the norm of its weights.
 
     r = m^ / (sqrt(v^) + eps) + lambda w            w <- w - lr (||w|| / ||r||) r
 
-You et al., arXiv 1904.00962 (Algorithm 2, phi the identity). A leaf is a layer; where ``||w||`` or ``||r||``
-is 0 the ratio is 1.
+You et al., arXiv 1904.00962 (Algorithm 2, phi the identity). A leaf is a layer; if ``||w||`` or ``||r||`` is 0, the
+ratio is 1.
 
     >>> optimizer = lamb(2e-3, weight_decay=0.01)
     >>> state = optimizer.init(params)
@@ -27,7 +27,7 @@ from fdp.types import Tree
 
 
 def scale_by_trust_ratio() -> Optimizer:
-    """``u = (||p|| / ||g||) g`` per leaf; ``u = g`` where either norm is 0."""
+    """``u = (||p|| / ||g||) g`` per leaf; ``u = g`` if either norm is 0."""
 
     def scaled(g: Tensor, p_square: Tensor, g_square: Tensor) -> Tensor:
         ratio = p_square.sqrt() / g_square.sqrt()
@@ -50,7 +50,7 @@ def lamb(
     weight_decay: float = 0.01,
     mask: Callable[[Tree], Tree] | None = None,
 ) -> Optimizer:
-    """LAMB, decay where ``mask`` says."""
+    """Return LAMB with weight decay of the masked leaves."""
     return chain(
         scale_by_adam(b1=b1, b2=b2, eps=eps),
         add_decayed_weights(weight_decay, mask=mask),

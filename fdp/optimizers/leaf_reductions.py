@@ -1,13 +1,13 @@
-"""The sums over a whole parameter that some optimizers need, in one replaceable place.
+"""The interface for reductions over a full parameter that some optimizers need, and its version for full leaves.
 
     sum_of_squares(w) = ||w||^2      size(w) = number of elements      mean(w, dim), mean_of_squares(w, dim)
 
-Everything else in an optimizer is element by element, and so exact on a part as it stands. These four are not:
-where a tree holds parts, give ``update`` a ``Reductions`` that adds up over ranks (``fdp.parallel.sharded_norms`` makes
-it). Each maps a whole tree, so that a sharded version can pack all leaves into one collective.
+Everything else in an optimizer is element by element, and so exact on a shard. These four are not: if a tree holds
+shards, give ``update`` the ``Reductions`` of ``fdp.parallel.sharded_norms``, which sum over ranks. Each maps a whole
+tree, so that the sharded version can pack all leaves into one collective.
 
-    >>> optimizer.update(grads, state, params)                                    # every leaf is whole: LOCAL
-    >>> optimizer.update(grads, state, params, sharded_reductions(sharding))      # parts
+    >>> optimizer.update(grads, state, params)                                    # full leaves: LOCAL
+    >>> optimizer.update(grads, state, params, sharded_reductions(sharding))      # shards
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from fdp.types import Tree
 
 
 class Reductions(NamedTuple):
-    """Reductions over whole parameters, each from a tree to a tree of the same structure.
+    """Reductions over full parameters, each from a tree to a tree of the same structure.
 
-    ``sum_of_squares(tree)`` and ``size(tree)`` give a 0-d tensor and an int per leaf. ``mean(tree, dim)``
-    and ``mean_of_squares(tree, dim)`` reduce dimension ``dim`` (-1 or -2, kept with size 1) of every leaf
-    that has two or more; other leaves come back as they are, or squared.
+    ``sum_of_squares(tree)`` and ``size(tree)`` return a 0-d tensor and an int per leaf. ``mean(tree, dim)`` and
+    ``mean_of_squares(tree, dim)`` reduce dim ``dim`` (-1 or -2, kept with size 1) of every leaf with two or more
+    dims; they return other leaves unchanged, or squared.
     """
 
     sum_of_squares: Callable[[Tree], Tree]
@@ -38,7 +38,7 @@ class Reductions(NamedTuple):
 
 
 def squared_norm(leaf: Float[Tensor, " *shape"]) -> Float[Tensor, ""]:
-    """``||leaf||^2``, squared and added up in float64; left there, so that parts can still be added."""
+    """Return ``||leaf||^2`` in float64, so that shards can be summed before rounding."""
     return leaf.to(torch.float64).square().sum()
 
 
@@ -56,4 +56,4 @@ LOCAL = Reductions(
     mean=_mean,
     mean_of_squares=_mean_of_squares,
 )
-"""Every leaf is the whole parameter."""
+"""The reductions for trees whose leaves are full parameters."""

@@ -2,9 +2,9 @@
 
     lr(t), t = 0, 1, 2, ... a tensor
 
-A schedule is a pure function of a 0-d step tensor to a 0-d float64 tensor, in torch operations only: the
-step that uses it compiles once. Warm-up starts at 1/steps of the peak, not at 0: a private step is paid for,
-so none is wasted.
+A schedule is a pure function from a 0-d step tensor to a 0-d float64 tensor, in torch operations only, so that a step
+that uses it compiles once. Warm-up starts at 1/steps of the peak, not at 0: every private step costs budget, so none
+is wasted.
 
     >>> lr = warmup_cosine(3e-4, warmup_steps=100, steps=5000)
     >>> lr(torch.tensor(0))                            # 3e-6
@@ -29,7 +29,7 @@ Schedule: TypeAlias = Callable[[Int[Tensor, ""]], Float[Tensor, ""]]
 
 
 def as_schedule(value: float | Schedule) -> Schedule:
-    """A schedule as it is; a number as the constant schedule."""
+    """Return a schedule unchanged, and a number as the constant schedule."""
     return value if callable(value) else constant(value)
 
 
@@ -62,7 +62,7 @@ def warmup(schedule: Schedule, *, steps: int) -> Schedule:
 
 
 def warmup_cosine(peak: float, *, warmup_steps: int, steps: int, end: float = 0.0) -> Schedule:
-    """Linear warm-up to ``peak`` over ``warmup_steps``, then a cosine to ``end`` at step ``steps``."""
+    """Warm up linearly to ``peak`` over ``warmup_steps``, then follow a cosine to ``end`` at step ``steps``."""
     if not 0 < warmup_steps < steps:
         raise FdpError(f"warmup_steps: expected 0 < warmup_steps < steps = {steps}, got {warmup_steps}")
     return warmup(cosine(peak, steps=steps - warmup_steps, end=end), steps=warmup_steps)
@@ -77,7 +77,7 @@ def step_decay(value: float, *, every: int, factor: float) -> Schedule:
 
 
 def piecewise(value: float, *, factors: Mapping[int, float]) -> Schedule:
-    """``lr(t) = value prod {factors[s] : s <= t}``: from step ``s`` on, times its factor."""
+    """``lr(t) = value prod {factors[s] : s <= t}``: multiplied by ``factors[s]`` from step ``s`` on."""
     checks.nonnegative("value", value)
     for at, factor in factors.items():
         checks.nonnegative(f"factors[{at}]", factor)

@@ -49,7 +49,7 @@ def sgd(
     nesterov: bool = False,
     weight_decay: float = 0.0,
 ) -> Optimizer:
-    """Gradient descent; momentum, Nesterov's look-ahead and L2 regularisation where asked for."""
+    """Return gradient descent, with optional momentum, Nesterov look-ahead and L2 regularisation."""
     checks.decay_rate("momentum", momentum)
     checks.nonnegative("weight_decay", weight_decay)
     if nesterov and momentum == 0:

@@ -1,9 +1,9 @@
-"""Small transformations of gradients, to be chained.
+"""Small gradient transformations, to be chained.
 
     scale:  c g        weight decay:  g + lambda p        global clip:  g min(1, C / ||g||)        value:  clamp(g)
 
-A transformation is an :class:`Optimizer` whose updates go to the next one. What comes out of the last is
-*added* to the parameters: ``scale_by_learning_rate`` holds the minus sign.
+A transformation is an :class:`Optimizer` whose updates go to the next one. The updates of the last are *added* to the
+parameters: ``scale_by_learning_rate`` holds the minus sign.
 
     >>> l2 = chain(add_decayed_weights(1e-4), trace(0.9), scale_by_learning_rate(0.1))
     >>> no_bias = add_decayed_weights(0.01, mask=lambda params: tree.map(lambda p: p.ndim > 1, params))
@@ -28,7 +28,7 @@ from fdp.types import Tree
 
 
 class ScheduleState(NamedTuple):
-    """How many updates there have been."""
+    """The number of updates so far."""
 
     step: Int[Tensor, ""]
 
@@ -49,7 +49,7 @@ def scale_by_schedule(schedule: Schedule) -> Optimizer:
 
 
 def scale_by_learning_rate(learning_rate: float | Schedule) -> Optimizer:
-    """``u_t = -lr(t) g_t``: the last of a chain, where a gradient becomes a descent."""
+    """``u_t = -lr(t) g_t``: the last of a chain, with the minus sign of descent."""
     if callable(learning_rate):
         return scale_by_schedule(lambda step: -learning_rate(step))
     checks.nonnegative("learning_rate", learning_rate)
@@ -60,7 +60,7 @@ def add_decayed_weights(weight_decay: float | Schedule, *, mask: Callable[[Tree]
     """``u = g + weight_decay p``.
 
     Before the moments it is L2 regularisation; after them, decoupled weight decay (Loshchilov & Hutter, arXiv
-    1711.05101). ``mask(params)`` is a tree of booleans: where false, the leaf is left alone.
+    1711.05101). ``mask(params)`` is a tree of booleans: leaves with False are not decayed.
     """
 
     def where_masked(fn: Callable[[Tensor, Tensor], Tensor], grads: Tree, params: Tree) -> Tree:
@@ -83,7 +83,7 @@ def add_decayed_weights(weight_decay: float | Schedule, *, mask: Callable[[Tree]
 def clip_by_global_norm(max_norm: float) -> Optimizer:
     """``u = g min(1, max_norm / ||g||)``, the norm over all leaves.
 
-    For training without privacy: it clips the *mean* gradient, which bounds no sample's part in it.
+    For training without privacy: it clips the *mean* gradient, which does not bound the influence of a sample.
     """
     checks.positive("max_norm", max_norm)
 
@@ -98,19 +98,19 @@ def clip_by_global_norm(max_norm: float) -> Optimizer:
 def clip_by_value(limit: float) -> Optimizer:
     """``u = max(-limit, min(limit, g))``, element by element: ``torch.nn.utils.clip_grad_value_`` of the mean gradient.
 
-    It bounds no sample's part in the mean; of a noised one it is post-processing.
+    It does not bound the influence of a sample; on a noised mean it is post-processing.
     """
     checks.positive("limit", limit)
     return stateless(lambda grads, params, _: tree.map(lambda g: g.clamp(-limit, limit), grads))
 
 
 def times(leaf: Float[Tensor, " *shape"], factor: Float[Tensor, ""]) -> Float[Tensor, " *shape"]:
-    """``factor leaf`` in the leaf's own dtype, also for a 0-d leaf, which a float64 factor would promote."""
+    """Return ``factor leaf`` in the leaf's dtype, also for a 0-d leaf, which a float64 factor would promote."""
     return cast(leaf * factor, leaf.dtype)
 
 
 def times_all(leaves: Sequence[Tensor], factor: Float[Tensor, ""]) -> list[Tensor]:
-    """:func:`times` of many leaves, in few kernels where they have one dtype."""
+    """Apply :func:`times` to many leaves, in few kernels if they have one dtype."""
     if not leaves:
         return []
     products = torch._foreach_mul(list(leaves), factor.to(leaves[0].dtype))

@@ -1,8 +1,8 @@
-"""What a state has spent, counted by the state itself.
+"""The epsilon spent on a state, from the steps that the state itself counts.
 
-    epsilon(mechanism, steps=state.step)          and every release of statistics that the state has seen
+    epsilon(mechanism, steps=state.step)          and every release of statistics that the state has used
 
-A number of steps typed by hand can be too small; the state cannot forget a step that made it.
+A number of steps typed by hand can be too small; the state's own count cannot.
 
     >>> state, metrics = step(state, batch, key)
     >>> spent(state, mechanism, delta=1e-6)
@@ -17,14 +17,14 @@ from fdp.types import TrainState
 
 
 def spent(state: TrainState, mechanism: Mechanism, *, delta: float, accountant: Accountant = Accountant.PLD) -> float:
-    """The epsilon, at ``delta``, of all that went into ``state``; 0 before the first step, ``inf`` without noise.
+    """Return the epsilon spent on ``state`` at ``delta``; 0 before the first step, ``inf`` without noise.
 
-    ``mechanism`` is the one that every step of the state was made with. It covers the sums, the counts of adaptive
+    ``mechanism`` must be the one of every step of the state. The epsilon covers the sums, the counts of adaptive
     clipping and the releases of statistics; not the metrics, and not other states trained on the same data.
 
     Guarantees:
       - at least the epsilon of ``state.step`` steps;
-      - statistics that were released for a step which is still to come are charged for, with that step.
+      - statistics released for a step still to come are charged for, together with that step.
     """
     steps, more = int(state.step), mechanism.statistics
     if more is not None and (released := count_measurements(state.opt)) > more.releases(steps):

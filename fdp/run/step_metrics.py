@@ -1,7 +1,7 @@
-"""What a run leaves on record: one :class:`Record` per step, and a summary at the end.
+"""The metrics of a run: one :class:`Record` per step, and a summary at the end.
 
-Everything but the step, the epsilon spent, the norm of the parameters and the failures of K-FAC is computed on private
-data and **not** covered by the budget.
+The budget covers the step, the epsilon spent, the norm of the parameters and the failures of K-FAC. All the rest is
+computed on private data and **not** covered.
 
     >>> record = record_of(run, t, metrics, state=state, bound=bound, seconds=seconds)
     >>> summarise(run, state, records)
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 
 class Record(NamedTuple):
-    """What one step saw, computed on private data outside the budget, and a few numbers that are not.
+    """The metrics of one step.
 
-    ``loss`` and the norms are over the samples whose own are finite, None where there are none; ``max_norm``
-    is the bound C that the step clipped to, None where it did not clip. The budget covers ``step``, ``epsilon``,
-    ``parameter_norm``, of all parameters after the step, and ``kfac_failures``, how often up to then a layer's
-    curvature could not be used and the last was kept; None without K-FAC.
+    ``loss`` and the norms are over the samples with finite values, None if there are none. ``max_norm`` is the bound C
+    that the step clipped to, None if it did not clip. The budget covers ``step``, ``epsilon``, ``parameter_norm`` (of
+    all parameters after the step) and ``kfac_failures`` (how often so far a layer's curvature could not be used and
+    the last one was kept; None without K-FAC). The rest is computed on private data outside the budget.
     """
 
     step: int
@@ -52,12 +52,12 @@ class Record(NamedTuple):
     max_norm: float | None
     samples: int
     seconds: float
-    parameter_norm: float | None = None  # lines of before it was written have none
+    parameter_norm: float | None = None  # absent from older metrics files
     kfac_failures: int | None = None
 
 
 def record_of(run: Run, t: int, metrics: Metrics, *, state: TrainState, bound: float | None, seconds: float) -> Record:
-    """What step ``t`` (from 0) saw, in numbers; ``state`` is the one after it. Every rank calls it."""
+    """Return the metrics of step ``t`` (from 0); ``state`` is the state after it. Every rank calls it."""
     real = metrics.mask > 0
     losses, norms = metrics.losses[real].float(), metrics.norms[real].float()
     losses = losses[torch.isfinite(losses)]
@@ -81,7 +81,7 @@ def record_of(run: Run, t: int, metrics: Metrics, *, state: TrainState, bound: f
 
 
 def summarise(run: Run, state: TrainState, records: Sequence[Record]) -> dict[str, Any]:
-    """The result of a run, as ``summary.json`` holds it; every rank calls it. ``seconds_per_step`` is the median."""
+    """Return the result of a run for ``summary.json``; every rank calls it. ``seconds_per_step`` is the median."""
     losses = [record.loss for record in records if record.loss is not None]
     promised, done = guarantee_of(run), int(state.step)
     curvature = {} if run.kfac is None else _curvature(run, state)
@@ -91,9 +91,9 @@ def summarise(run: Run, state: TrainState, records: Sequence[Record]) -> dict[st
             "loss_first": losses[0] if losses else None,
             "loss_last": losses[-1] if losses else None,
             "private": promised.epsilon is not None,
-            # Of all steps that were planned: whoever stops early by what the metrics say has used the data to decide.
+            # Of all planned steps: stopping early because of the metrics uses the data to decide.
             "epsilon": promised.epsilon,
-            # By the state itself: an interruption may fall between a step and its record.
+            # Counted by the state, since an interruption may fall between a step and its record.
             "epsilon_if_stop_was_decided_in_advance": (
                 None if run.epsilons is None else float(run.epsilons[done - 1]) if done else 0.0
             ),
@@ -107,7 +107,7 @@ def summarise(run: Run, state: TrainState, records: Sequence[Record]) -> dict[st
             "reading": None if reading is None else reading.as_json(),
             "parameter_count": tree.size(state.params),
             "parameter_norm": float(_norm(run, state.params)),
-            "parameter_sha256": fingerprint(state.params),
+            "parameter_sha256": parameter_digest(state.params),
             "seconds_per_step": statistics.median(record.seconds for record in records) if records else None,
             "peak_memory_bytes": _peak_memory(run.config.device),
             "method": run.config.method.value,
@@ -120,7 +120,7 @@ def summarise(run: Run, state: TrainState, records: Sequence[Record]) -> dict[st
 
 
 def guarantee_of(run: Run) -> Guarantee:
-    """Return what the run promises about its data: the epsilon of all steps that are planned."""
+    """Return the promise of the run about its data: the epsilon of all planned steps."""
     unit = dataset_unit(run.config.dataset).one
     if run.epsilons is None:
         return Guarantee(None, None, None, unit)
@@ -128,7 +128,7 @@ def guarantee_of(run: Run) -> Guarantee:
 
 
 def _before(run: Run, promised: Guarantee) -> dict[str, Any]:
-    """What was promised about the first parameters, and what it comes to with this run on the same data."""
+    """Return the promises about the first parameters, and their sum with this run's on the same data."""
     if not run.config.before:
         return {}
     total = add_up([*run.config.before, promised])
@@ -141,8 +141,7 @@ def _before(run: Run, promised: Guarantee) -> dict[str, Any]:
 
 
 def _curvature(run: Run, state: TrainState) -> dict[str, Any]:
-    """How often the curvature was measured, how often a layer kept its last because it could not be used; of what data,
-    and the noise of what was released of them."""
+    """Return the counts of curvature measurements and failures, the source of their data, and their noise."""
     kfac, more = find(state.opt), run.mechanism.statistics
     return {
         "kfac_measured": int(kfac.measured),
@@ -152,8 +151,8 @@ def _curvature(run: Run, state: TrainState) -> dict[str, Any]:
     }
 
 
-def fingerprint(params: Tree) -> str:
-    """SHA-256 of the float32 bytes of every leaf, in path order; of DTensors, one whole leaf at a time."""
+def parameter_digest(params: Tree) -> str:
+    """Return SHA-256 of the float32 bytes of every leaf, in path order; DTensors are gathered one leaf at a time."""
     digest = hashlib.sha256()
     for leaf in tree.flatten(params).values():
         digest.update(full_tensor(leaf).detach().float().cpu().contiguous().numpy().tobytes())
