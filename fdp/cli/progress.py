@@ -17,7 +17,7 @@ from rich.text import Text
 
 from fdp.cli.display import loss_text
 from fdp.privacy.guarantee import shown_epsilon
-from fdp.run.step_metrics import Record
+from fdp.run.step_metrics import StepRecord
 from fdp.run.training_run import Run
 from fdp.types import TrainState
 
@@ -27,13 +27,13 @@ SPEED_STEPS = 20
 
 
 def follow(
-    stream: Iterable[tuple[TrainState, Record]], run: Run, console: Console
-) -> Iterator[tuple[TrainState, Record]]:
+    stream: Iterable[tuple[TrainState, StepRecord]], run: Run, console: Console
+) -> Iterator[tuple[TrainState, StepRecord]]:
     """Pass the stream on and show its progress."""
     return (_redraw if console.is_terminal else _print_lines)(stream, run.config.steps, console)
 
 
-def progress_words(recent: Sequence[Record], total: int) -> list[str]:
+def progress_words(recent: Sequence[StepRecord], total: int) -> list[str]:
     """Return the loss, the epsilon spent, the samples per second and the time left, as text."""
     last = recent[-1]
     seconds = statistics.median(record.seconds for record in recent)  # the first step may have compiled
@@ -57,9 +57,9 @@ def sparkline(values: list[float], width: int = 24) -> str:
 
 
 def _print_lines(
-    stream: Iterable[tuple[TrainState, Record]], total: int, console: Console
-) -> Iterator[tuple[TrainState, Record]]:
-    recent: deque[Record] = deque(maxlen=SPEED_STEPS)
+    stream: Iterable[tuple[TrainState, StepRecord]], total: int, console: Console
+) -> Iterator[tuple[TrainState, StepRecord]]:
+    recent: deque[StepRecord] = deque(maxlen=SPEED_STEPS)
     every = max(1, total // 10)
     for state, record in stream:
         recent.append(record)
@@ -70,9 +70,9 @@ def _print_lines(
 
 
 def _redraw(
-    stream: Iterable[tuple[TrainState, Record]], total: int, console: Console
-) -> Iterator[tuple[TrainState, Record]]:
-    recent: deque[Record] = deque(maxlen=SPEED_STEPS)
+    stream: Iterable[tuple[TrainState, StepRecord]], total: int, console: Console
+) -> Iterator[tuple[TrainState, StepRecord]]:
+    recent: deque[StepRecord] = deque(maxlen=SPEED_STEPS)
     losses: list[float] = []
     bar = Progress(
         TextColumn("step {task.completed}/{task.total}"),

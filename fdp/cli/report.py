@@ -14,14 +14,14 @@ import numpy as np
 
 from fdp.gradients.plan import Method
 from fdp.privacy.guarantee import RELATION
-from fdp.run.step_metrics import Record
+from fdp.run.step_metrics import StepRecord
 from fdp.run.training_run import Run
 from fdp.storage.private_files import open_private
 
 BLUE, ORANGE, GREY = "#0b7285", "#d9480f", "#868e96"
 
 
-def write_report(folder: Path, run: Run, records: Sequence[Record], *, title: str) -> None:
+def write_report(folder: Path, run: Run, records: Sequence[StepRecord], *, title: str) -> None:
     """Write ``report.png`` with three panels."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -52,14 +52,14 @@ def smooth(values: np.ndarray) -> np.ndarray:
     return np.divide(total, weight, out=np.full(len(values), math.nan), where=weight > 0)
 
 
-def _plot_loss(axes: Any, records: Sequence[Record]) -> None:
+def _plot_loss(axes: Any, records: Sequence[StepRecord]) -> None:
     steps, losses = _series(records, "step"), _series(records, "loss")
     axes.plot(steps, losses, color=BLUE, alpha=0.3, linewidth=1)
     axes.plot(steps, smooth(losses), color=BLUE, linewidth=2)
     axes.set_title("loss per sample")
 
 
-def _plot_epsilon(axes: Any, run: Run, records: Sequence[Record]) -> None:
+def _plot_epsilon(axes: Any, run: Run, records: Sequence[StepRecord]) -> None:
     if run.epsilons is None:
         axes.text(0.5, 0.5, "not private", ha="center", va="center", transform=axes.transAxes, color=GREY)
     else:
@@ -68,7 +68,7 @@ def _plot_epsilon(axes: Any, run: Run, records: Sequence[Record]) -> None:
     axes.set_title(f"epsilon spent at delta {run.config.delta:.3g}")
 
 
-def _plot_norms(axes: Any, run: Run, records: Sequence[Record]) -> None:
+def _plot_norms(axes: Any, run: Run, records: Sequence[StepRecord]) -> None:
     steps = _series(records, "step")
     low, middle, high = (_series(records, name) for name in ("norm_q10", "norm_q50", "norm_q90"))
     axes.fill_between(steps, low, high, color=BLUE, alpha=0.2, linewidth=0, label="10 % to 90 %")
@@ -81,7 +81,7 @@ def _plot_norms(axes: Any, run: Run, records: Sequence[Record]) -> None:
     axes.legend(frameon=False)
 
 
-def _series(records: Sequence[Record], name: str) -> np.ndarray:
+def _series(records: Sequence[StepRecord], name: str) -> np.ndarray:
     """Return a field of every record, NaN where it is None."""
     values = [getattr(record, name) for record in records]
     return np.array([math.nan if value is None else value for value in values], dtype=float)

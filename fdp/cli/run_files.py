@@ -25,7 +25,7 @@ from typing import Any
 
 from fdp.cli.formatting import package_version
 from fdp.privacy.guarantee import RELATION
-from fdp.run.step_metrics import Record
+from fdp.run.step_metrics import StepRecord
 from fdp.run.training_run import Run
 from fdp.storage.private_files import disk_errors, open_private, write_private
 from fdp.types import FdpError, Key, TrainState
@@ -98,21 +98,21 @@ def count_metrics(folder: Path) -> int:
     return len(path.read_bytes().splitlines()) if path.exists() else 0
 
 
-def read_metrics(folder: Path, *, upto: int) -> list[Record]:
+def read_metrics(folder: Path, *, upto: int) -> list[StepRecord]:
     """Return the records of the first ``upto`` steps of a run that is resumed, as far as they can be read."""
     path = folder / "metrics.jsonl"
-    records: list[Record] = []
+    records: list[StepRecord] = []
     for line in path.read_text().splitlines()[:upto] if path.exists() else []:
         try:
-            records.append(Record(**json.loads(line)))
+            records.append(StepRecord(**json.loads(line)))
         except (ValueError, TypeError):  # the line was being written when the machine stopped
             break
     return records
 
 
 def write_metrics(
-    stream: Iterable[tuple[TrainState, Record]], folder: Path, *, earlier: Sequence[Record] = ()
-) -> Iterator[tuple[TrainState, Record]]:
+    stream: Iterable[tuple[TrainState, StepRecord]], folder: Path, *, earlier: Sequence[StepRecord] = ()
+) -> Iterator[tuple[TrainState, StepRecord]]:
     """Pass the stream on, and write each record to ``metrics.jsonl``, on disk before the next step begins.
 
     ``earlier`` are the records of a run that is resumed. Lines of steps after its checkpoint are dropped.
@@ -131,7 +131,7 @@ def write_summary(folder: Path, summary: dict[str, Any]) -> None:
     _write_json(folder / "summary.json", summary)
 
 
-def _json_line(record: Record) -> str:
+def _json_line(record: StepRecord) -> str:
     return json.dumps(record._asdict(), allow_nan=False) + "\n"
 
 

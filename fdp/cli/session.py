@@ -29,7 +29,7 @@ from fdp.parallel import launch
 from fdp.parallel.agree import gather_values, run_in_unison
 from fdp.parallel.heartbeat import Heartbeat
 from fdp.parallel.launch import Ranks
-from fdp.run.step_metrics import Record, guarantee_of, summarise
+from fdp.run.step_metrics import StepRecord, guarantee_of, summarise
 from fdp.run.training_run import Run, prepare, steps
 from fdp.storage import checkpoint
 from fdp.types import FdpError, TrainState
@@ -155,7 +155,9 @@ def _remove_partial_results(folder: Path, options: TrainOptions, run: Run, state
         run_files.write_config(folder, to_dict(options), run)
 
 
-def _check_alive(session: Session, stream: Iterator[tuple[TrainState, Record]]) -> Iterator[tuple[TrainState, Record]]:
+def _check_alive(
+    session: Session, stream: Iterator[tuple[TrainState, StepRecord]]
+) -> Iterator[tuple[TrainState, StepRecord]]:
     """Pass the stream on; report the step to the other ranks, and raise if the folder was taken over."""
     for state, record in stream:
         if session.heart is not None:
@@ -166,8 +168,8 @@ def _check_alive(session: Session, stream: Iterator[tuple[TrainState, Record]]) 
 
 
 def _save_checkpoints(
-    session: Session, stream: Iterator[tuple[TrainState, Record]]
-) -> Generator[tuple[TrainState, Record], None, None]:
+    session: Session, stream: Iterator[tuple[TrainState, StepRecord]]
+) -> Generator[tuple[TrainState, StepRecord], None, None]:
     """Pass the stream on; every ``--save-every`` steps start to write a checkpoint."""
     output, settings = session.options.output, to_dict(session.options)
     if output.save_every is None:
@@ -192,7 +194,7 @@ def _save_checkpoints(
             checkpoint.finish_save(saving)
 
 
-def _finish(session: Session, state: TrainState, records: list[Record]) -> None:
+def _finish(session: Session, state: TrainState, records: list[StepRecord]) -> None:
     """Write the model, the report and the summary, and show the result."""
     options, run, folder, console, _, _ = session
     summary = summarise(run, state, records)

@@ -1,9 +1,9 @@
-"""The metrics of a run: one :class:`Record` per step, and a summary at the end.
+"""The metrics of a run: one :class:`StepRecord` per step, and a summary at the end.
 
 The budget covers the step, the epsilon spent, the norm of the parameters and the failures of K-FAC. All the rest is
 computed on private data and **not** covered.
 
-    >>> record = record_of(run, t, metrics, state=state, bound=bound, seconds=seconds)
+    >>> record = make_step_record(run, t, metrics, state=state, bound=bound, seconds=seconds)
     >>> summarise(run, state, records)
 """
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from fdp.run.training_run import Run
 
 
-class Record(NamedTuple):
+class StepRecord(NamedTuple):
     """The metrics of one step.
 
     ``loss`` and the norms are over the samples with finite values, None if there are none. ``max_norm`` is the bound C
@@ -56,7 +56,9 @@ class Record(NamedTuple):
     kfac_failures: int | None = None
 
 
-def record_of(run: Run, t: int, metrics: Metrics, *, state: TrainState, bound: float | None, seconds: float) -> Record:
+def make_step_record(
+    run: Run, t: int, metrics: Metrics, *, state: TrainState, bound: float | None, seconds: float
+) -> StepRecord:
     """Return the metrics of step ``t`` (from 0); ``state`` is the state after it. Every rank calls it."""
     real = metrics.mask > 0
     losses, norms = metrics.losses[real].float(), metrics.norms[real].float()
@@ -64,7 +66,7 @@ def record_of(run: Run, t: int, metrics: Metrics, *, state: TrainState, bound: f
     quantiles: list[float | None] = [None, None, None]
     if finite := norms[torch.isfinite(norms)].tolist():
         quantiles = [float(q) for q in np.quantile(finite, (0.1, 0.5, 0.9))]
-    return Record(
+    return StepRecord(
         step=t + 1,
         loss=float(losses.mean()) if len(losses) else None,
         epsilon=None if run.epsilons is None else float(run.epsilons[t]),
@@ -80,7 +82,7 @@ def record_of(run: Run, t: int, metrics: Metrics, *, state: TrainState, bound: f
     )
 
 
-def summarise(run: Run, state: TrainState, records: Sequence[Record]) -> dict[str, Any]:
+def summarise(run: Run, state: TrainState, records: Sequence[StepRecord]) -> dict[str, Any]:
     """Return the result of a run for ``summary.json``; every rank calls it. ``seconds_per_step`` is the median."""
     losses = [record.loss for record in records if record.loss is not None]
     promised, done = guarantee_of(run), int(state.step)

@@ -50,7 +50,7 @@ from fdp.privacy.guarantee import Guarantee
 from fdp.privacy.mechanism import Mechanism, without_noise
 from fdp.privacy.microbatches import Dataset
 from fdp.privacy.sampling import TRAINING, Poisson, poisson, sample_batch
-from fdp.run.step_metrics import Record, record_of
+from fdp.run.step_metrics import StepRecord, make_step_record
 from fdp.step import Compile, Stages, compose, init_state, make_stages
 from fdp.types import Batch, FdpError, Key, Norms, Step, TrainState, Tree
 
@@ -210,7 +210,7 @@ def prepare(config: RunConfig, *, root: Key | None = None, settings: str | None 
 
 def steps(
     run: Run, state: TrainState, *, stop: Callable[[], bool] = lambda: False
-) -> Iterator[tuple[TrainState, Record]]:
+) -> Iterator[tuple[TrainState, StepRecord]]:
     """Every step of the run that ``state`` has not made yet: the state after it and what it saw.
 
     If the run works in place, the next state is written into the last one: keep a copy of what you want to keep. After
@@ -233,7 +233,7 @@ def steps(
         state, metrics = run.step(state, batch, key)
         stopped = _settled(run, state.params, step=t + 1, stop=stop())
         seconds = time.perf_counter() - start
-        yield state, record_of(run, t, metrics, state=state, bound=bound, seconds=seconds)
+        yield state, make_step_record(run, t, metrics, state=state, bound=bound, seconds=seconds)
         if stopped:
             return
 

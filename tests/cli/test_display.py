@@ -13,7 +13,7 @@ from fdp.cli import display, progress, report
 from fdp.cli.configure import configure
 from fdp.privacy.guarantee import RELATION
 from fdp.run import training_run as runs
-from fdp.run.step_metrics import Record
+from fdp.run.step_metrics import StepRecord
 from tests.cli.train_runs import small_options, train
 
 
@@ -40,7 +40,7 @@ def test_a_log_gets_plain_lines_and_says_what_is_covered(tmp_path: Path, capsys:
 
 
 def test_the_epsilon_shown_is_never_below_the_one_spent() -> None:
-    record = Record(1, 1.0, 0.00042, 1.0, 1.0, 1.0, 1.0, 1.0, samples=8, seconds=2.0)
+    record = StepRecord(1, 1.0, 0.00042, 1.0, 1.0, 1.0, 1.0, 1.0, samples=8, seconds=2.0)
     assert progress.progress_words([record], total=3) == ["loss 1.0000", "epsilon 0.001", "4.0 samples/s", "0:04 left"]
     assert progress.progress_words([record._replace(epsilon=7.9931)], total=1)[1] == "epsilon 7.994"
     assert progress.progress_words([record._replace(epsilon=None)], total=1)[1] == "not private"

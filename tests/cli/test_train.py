@@ -26,7 +26,7 @@ from fdp.optimizers import Optimizer
 from fdp.parallel.launch import join_ranks
 from fdp.privacy.guarantee import RELATION
 from fdp.run import training_run as runs
-from fdp.run.step_metrics import Record, fingerprint
+from fdp.run.step_metrics import StepRecord, parameter_digest
 from fdp.types import FdpError
 from tests.cli.train_runs import FILES, SMALL, call, last_json, small_options, train
 
@@ -47,7 +47,7 @@ def test_a_run_writes_its_five_files(tmp_path: Path, capsys: pytest.CaptureFixtu
     )
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
-    assert set(lines[0]) == set(Record._fields)
+    assert set(lines[0]) == set(StepRecord._fields)
     assert (lines[0]["loss"], lines[-1]["loss"]) == (summary["loss_first"], summary["loss_last"])
     assert lines[-1]["epsilon"] == summary["epsilon"]
     assert lines[-1]["parameter_norm"] == summary["parameter_norm"]
@@ -63,7 +63,9 @@ def test_a_run_writes_its_five_files(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert (out / "report.png").read_bytes().startswith(b"\x89PNG")
     leaves = load_file(out / "model.safetensors")
     assert all(leaf.dtype == torch.float32 for leaf in leaves.values())
-    assert fingerprint({path.replace(".", "/"): leaf for path, leaf in leaves.items()}) == summary["parameter_sha256"]
+    assert (
+        parameter_digest({path.replace(".", "/"): leaf for path, leaf in leaves.items()}) == summary["parameter_sha256"]
+    )
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022])

@@ -20,7 +20,7 @@ from fdp.data import datasets
 from fdp.gradients.plan import Method, make_plan
 from fdp.parallel.offload import Offload
 from fdp.privacy import accounting, clipping, sampling
-from fdp.run.step_metrics import Record, fingerprint, summarise
+from fdp.run.step_metrics import StepRecord, parameter_digest, summarise
 from fdp.run.training_run import RunConfig, draw_batch, prepare, steps
 from fdp.step import Compile, init_state, make_train_step
 from fdp.types import FdpError, TrainState, Tree
@@ -77,7 +77,7 @@ def config(**changes: Any) -> RunConfig:
     return dataclasses.replace(plain, **changes)
 
 
-def finish(settings: RunConfig) -> tuple[TrainState, list[Record], dict[str, Any]]:
+def finish(settings: RunConfig) -> tuple[TrainState, list[StepRecord], dict[str, Any]]:
     run, first = prepare(settings)
     states, records = zip(*steps(run, first))
     return states[-1], list(records), summarise(run, states[-1], records)
@@ -266,12 +266,12 @@ def test_the_summary_is_of_the_last_state_and_all_records() -> None:
     assert summary["seconds_per_step"] > 0
 
 
-def test_the_fingerprint_is_of_float32_leaves_in_path_order() -> None:
+def test_the_parameter_digest_is_of_float32_leaves_in_path_order() -> None:
     a, b = torch.arange(3.0), torch.ones(2, 2)
     expected = hashlib.sha256(a.numpy().tobytes() + b.numpy().tobytes()).hexdigest()
-    assert fingerprint({"b": b, "a": a}) == fingerprint({"a": a.bfloat16(), "b": b.double()}) == expected
-    assert fingerprint({"a": a, "b": b + 1e-7}) != expected
-    assert fingerprint({"a": b, "b": a}) != expected
+    assert parameter_digest({"b": b, "a": a}) == parameter_digest({"a": a.bfloat16(), "b": b.double()}) == expected
+    assert parameter_digest({"a": a, "b": b + 1e-7}) != expected
+    assert parameter_digest({"a": b, "b": a}) != expected
 
 
 def test_the_rate_of_a_private_run_is_of_a_rounded_or_announced_number() -> None:
