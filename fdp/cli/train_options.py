@@ -225,7 +225,7 @@ class RankOptions:
         str,
         Flag(
             "Dtype of the reduced sums; auto: float64 if private, else float32. float32 rounds private sums, see "
-            "README.",
+            "docs/many_ranks.md.",
             effect=HOW,
             needs=Needs.SEVERAL_RANKS,
         ),

@@ -4,7 +4,7 @@
     record   one record (its first 129 bytes)             someone's ten records are ten samples
     user     one user (up to 8 windows of 129 bytes)      all of a user's records are one sample
 
-Every text that names the unit (the header of a run, the README) takes it from :func:`privacy_unit`.
+Every text that names the unit (the header of a run, docs/data.md) takes it from :func:`privacy_unit`.
 
     >>> sentence(dataset_unit(dataset), change="added or removed")
     'one window of 129 bytes, added or removed; a longer text is several samples, ...'
