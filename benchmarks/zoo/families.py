@@ -55,13 +55,13 @@ def by_label(outputs: Any, data: Tree) -> Tensor:
 
 
 def first_of(outputs: Any, data: Tree) -> Tensor:
-    """Of a model without a head."""
+    """Return the loss of a model without a head: the sum of squares of its hidden state."""
     hidden = outputs.last_hidden_state
     return hidden.reshape(len(hidden), -1).square().sum(1)
 
 
 def make(family: str, config: Mapping[str, Any], *, head: str = "ForCausalLM", part: str = "") -> nn.Module:
-    """A model of ``transformers`` of these sizes, in eval()."""
+    """Return a ``transformers`` model of these sizes, in eval()."""
     import transformers
 
     made = getattr(transformers, f"{family}{part}Config")(**config)
@@ -97,7 +97,7 @@ def _image(name: str, config: Mapping[str, Any], **more: Any) -> Kind:
 
 
 def _language(name: str, config: Mapping[str, Any], **more: Any) -> Kind:
-    """A language model as ``fdp train --model FOLDER`` takes it, layer by layer if it can."""
+    """Return a language model as ``fdp train --model FOLDER`` loads it, layer by layer if possible."""
 
     def take(module: nn.Module, example: Tree) -> Any:
         model = model_of(module)
@@ -121,7 +121,7 @@ def _language(name: str, config: Mapping[str, Any], **more: Any) -> Kind:
 
 
 ROUTES: dict[str, Any] = {"num_experts_per_tok": 1, "experts_implementation": "eager"}
-"""The other ways of computing experts cannot be run in float64; fdp does not ask which it is."""
+"""The other implementations of experts do not run in float64; fdp does not depend on which one is set."""
 EXPERTS = {**ROUTES, "num_local_experts": 2}
 PICTURES: dict[str, Any] = {"image_size": 8, "num_labels": CLASSES}
 ENCODERS = {**SIZES, "max_position_embeddings": 16}

@@ -109,7 +109,7 @@ class Bags(nn.Module):
 
 
 class Adaptive(nn.Module):
-    """A softmax by clusters of classes: its own loss, with shapes that depend on the data."""
+    """An adaptive softmax over clusters of classes; its own loss has shapes that depend on the data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class Adaptive(nn.Module):
 
 
 class Routed(Adaptive):
-    """The same, each sample through the clusters that its class is in."""
+    """An adaptive softmax that sends each sample through the clusters of its class."""
 
     def forward(self, input: Tensor, label: Tensor) -> Tensor:  # pyright: ignore
         return self.head(input, label).output.unsqueeze(1)
@@ -142,7 +142,7 @@ def _pruned(layer: nn.Module) -> nn.Module:
 
 
 def _old(wrap: Callable[..., nn.Module]) -> Callable[[], nn.Module]:
-    """Parametrised by a hook, as before torch 2.0."""
+    """Return a layer parametrised by a hook, as before torch 2.0."""
     return lambda: wrap(nn.Linear(6, 5))
 
 

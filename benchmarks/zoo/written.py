@@ -1,4 +1,4 @@
-"""Modules written by hand: odd uses of parameters, odd layouts, state, tables, orders, and what mixes samples."""
+"""Modules written by hand: odd uses of parameters, odd layouts, state, tables, reordering, and mixing of samples."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Run = Callable[..., Tensor]
 
 
 class Free(nn.Module):
-    """Any function of parameters, parts and data."""
+    """A module that computes any function of parameters, parts and data."""
 
     def __init__(self, run: Run, parts: dict[str, Any], **shapes: tuple[int, ...]) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def free(
 
 
 def instead(run: Run) -> Callable[[Case], Case]:
-    """The same module with another forward: what a refusal says to write."""
+    """Return a mend: the same module with another forward, as the error suggests."""
 
     def mended(case: Case) -> Case:
         module: Any = case.module
@@ -249,12 +249,12 @@ class Own(torch.autograd.Function):
 
 
 def longer(n: int, g: torch.Generator) -> dict[str, Tensor]:
-    """Another length than the example's."""
+    """Draw samples of another length than the example's."""
     return {"x": normal(g, n, 6 + n, 6)}
 
 
 def padded(n: int, g: torch.Generator) -> dict[str, Tensor]:
-    """Words of unlike lengths; an example of equal ones."""
+    """Draw words of unequal lengths; the example has equal ones."""
     x = integers(g, n, 6)
     if n == 3:
         x[0, 1:], x[1, 3:] = 0, 0

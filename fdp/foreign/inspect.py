@@ -138,7 +138,7 @@ def refused_uses(model: Model, flat: Flat, microbatch: Tree, *, dtype: torch.dty
             found |= refused
             carry = traced(block, weights, frozenset(), carry, microbatch)[1]
         except (DynamicOutputShapeException, DataDependentOutputException):
-            return found  # making the plan raises the error that says where
+            return found  # making the plan will raise the error
     return found
 
 

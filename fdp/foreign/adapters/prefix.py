@@ -30,7 +30,7 @@ from fdp.model import LeafSpec, Model
 from fdp.types import FdpError, Key, Path, Tree
 
 PREFIX = "prefix"
-STD = 0.02
+INITIAL_STD = 0.02
 """Standard deviation of the initial values: small, so that a virtual token adds little but takes a share of the
 attention.
 """
@@ -73,7 +73,7 @@ def prefix_model(module: nn.Module, *, tokens: int, context: int | None = None, 
     base = causal_lm(module, context=left, example=example, prefix=tokens)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     features = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    spec = LeafSpec((2, heads, tokens, features), normal(STD))
+    spec = LeafSpec((2, heads, tokens, features), normal(INITIAL_STD))
     shared: dict[LayerBlock, _PrefixedLayer] = {}  # equal blocks share one apply, so that they are compiled once
     leaves, blocks = dict(base.leaves), []
     for block in base.blocks:

@@ -31,9 +31,9 @@ from fdp.model import Block, Likelihood, Model, Outputs
 from fdp.models.language import head_block, present_of, targets_of, token_losses, weights_of, window_inputs_of
 from fdp.types import FdpError, Tree
 
-LONGEST = ("max_position_embeddings", "max_seq_len", "context_length", "seq_length")
+CONTEXT_SETTINGS = ("max_position_embeddings", "max_seq_len", "context_length", "seq_length")
 """Configuration entries that may hold the longest context."""
-SHORT = 32
+EXAMPLE_TOKENS = 32
 """Tokens of the default example, if no layer has a window."""
 
 
@@ -60,7 +60,10 @@ def causal_lm(
     module = without_fast_paths(module)
     head, name = _find_head(module)
     config: Any = module.config
-    context = int(context or next((getattr(config, name) for name in LONGEST if getattr(config, name, None)), SHORT))
+    context = int(
+        context
+        or next((getattr(config, name) for name in CONTEXT_SETTINGS if getattr(config, name, None)), EXAMPLE_TOKENS)
+    )
     length = prefix + (context if example is None else window_inputs_of(example).shape[-1])
     example = _default_example(config, context) if example is None else example
     tables, module = rotary_tables(module), with_fixed_tables(module, length=length)
@@ -129,7 +132,7 @@ def _find_head(module: nn.Module) -> tuple[nn.Module, str]:
 def _default_example(config: Any, context: int) -> Tree:
     """Return an example long enough for a sliding window of attention to matter."""
     window = getattr(config, "sliding_window", None)
-    length = min(context, SHORT) if window is None or context < window else context
+    length = min(context, EXAMPLE_TOKENS) if window is None or context < window else context
     return {"tokens": torch.zeros(2, length + 1, dtype=torch.int64)}
 
 

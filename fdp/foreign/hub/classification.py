@@ -42,7 +42,7 @@ from fdp.foreign.stack.stack_blocks import stack_blocks
 from fdp.model import Likelihood, Model, Outputs
 from fdp.types import FdpError, Tree
 
-SHORT = 16
+EXAMPLE_TOKENS = 16
 """Tokens of the default example."""
 
 
@@ -212,8 +212,10 @@ def _weight_of_scores(module: nn.Module, call: Caller, example: Tree, params: di
 
 
 def _text_example(config: Any) -> Tree:
-    tokens = torch.zeros(2, SHORT, dtype=torch.int64)
-    there = torch.arange(SHORT).expand(2, SHORT) < SHORT // 2  # without padding the module would drop its mask
+    tokens = torch.zeros(2, EXAMPLE_TOKENS, dtype=torch.int64)
+    there = (
+        torch.arange(EXAMPLE_TOKENS).expand(2, EXAMPLE_TOKENS) < EXAMPLE_TOKENS // 2
+    )  # without padding the module would drop its mask
     return {"tokens": tokens + 3 * there, "mask": there.long(), "label": torch.zeros(2, dtype=torch.int64)}
 
 

@@ -184,7 +184,7 @@ def _with_buffers(module: nn.Module, stored: StoredTensors) -> nn.Module:
             path = f"{prefix}.{name}".removeprefix(".")
             if path in keys:
                 part._buffers[name] = stored.part(keys[path]).clone()
-            elif not torch.equal(made[0][name], made[1][name]):  # the value depends on what it held: it was not written
+            elif not torch.equal(made[0][name], made[1][name]):  # initialisation did not write it
                 raise FdpError(
                     f"{path}: expected a buffer that {type(module).__name__} initialises, got one that it does not"
                 )

@@ -98,7 +98,7 @@ def stack_blocks(
 
     late, _ = needed_parameters(run_after, shapes, example)
     after = replace(after, names=tuple(late), constants=Constants(skeleton, _without(shapes, late)))
-    if set(early) & set(late):  # each part repeats the other's computation, and uses these parameters there for nothing
+    if set(early) & set(late):  # each part also runs the other's computation, whose uses must not be recorded
         of_before, of_after = ({name: (paths[name], shapes[name]) for name in names} for names in (early, late))
         before = replace(before, dead=dead_uses(lambda p, d: _tensors(before.read_calls(p, d)), of_before, example))
         after = replace(after, dead=dead_uses(run_after, of_after, example))

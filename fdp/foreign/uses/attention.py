@@ -115,7 +115,7 @@ def _batch_first_inputs(
     """Return inputs (tokens, samples, features) with samples first; refuse any other inputs."""
     if static or any(isinstance(x, Tracked) or x.ndim != 3 or x.shape[1] != trace.batch_size for x in inputs):
         raise no_rule_error(
-            "F.multi_head_attention_forward on other than (tokens, samples, features)", (*inputs, weight)
+            "F.multi_head_attention_forward on inputs that are not (tokens, samples, features)", (*inputs, weight)
         )
     return tuple(x.transpose(0, 1) for x in inputs if isinstance(x, Tensor))
 
@@ -170,7 +170,7 @@ def _leaf_or_plain(operand: Any) -> Any:
     if not isinstance(operand, Tracked):
         return operand
     if operand.leaf is None or operand.transposed:
-        raise no_rule_error("F.multi_head_attention_forward with a weight that is made of a parameter", (operand,))
+        raise no_rule_error("F.multi_head_attention_forward with a weight that is not a parameter itself", (operand,))
     return operand.leaf
 
 
@@ -198,7 +198,7 @@ def _copy_mask(mask: Operand | None) -> Tensor | None:
     if not isinstance(mask, Tracked):
         return mask
     if len(mask.shape) != 2:
-        raise no_rule_error("F.multi_head_attention_forward as a mask of other than (queries, keys)", (mask,))
+        raise no_rule_error("F.multi_head_attention_forward as a mask that is not (queries, keys)", (mask,))
     return mask.copies().unsqueeze(1)
 
 

@@ -36,7 +36,7 @@ def conv(dims: int) -> Callable[..., Tensor]:
     ) -> Tensor:
         path = path_of(weight, bias, input)
         if isinstance(input, Tracked) or trace.find_layout(input, path=path, dims=ALWAYS_FIRST)[0] != SAMPLES:
-            raise no_rule_error(f"F.conv{dims}d on other than a batch of samples", (input, weight))
+            raise no_rule_error(f"F.conv{dims}d on an input that is not a batch of samples", (input, weight))
         x, padding = _resolve_padding(input, weight.shape[2:], padding, dilation)
         options = {
             "stride": _as_tuple(stride),
@@ -107,7 +107,7 @@ def conv_transpose(dims: int) -> Callable[..., Tensor]:
     ) -> Tensor:
         path = path_of(weight, bias, input)
         if isinstance(input, Tracked) or trace.find_layout(input, path=path, dims=ALWAYS_FIRST)[0] != SAMPLES:
-            raise no_rule_error(f"F.conv_transpose{dims}d on other than a batch of samples", (input, weight))
+            raise no_rule_error(f"F.conv_transpose{dims}d on an input that is not a batch of samples", (input, weight))
         given = {"stride": stride, "padding": padding, "output_padding": output_padding, "dilation": dilation}
         options = {name: extent if isinstance(extent, int) else tuple(extent) for name, extent in given.items()}
         return convolve(input, weight, bias, op=op, plain_op=plain_op, options=options | {"groups": groups})

@@ -106,7 +106,7 @@ def _index_tensor(trace: CallTrace, x: Tensor, index: list[Any]) -> Tensor:
     try:
         made = torch.tensor(index, device=x.device)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise no_rule_error(f"indexing by a list of other than numbers ({error})", (trace.resolve(x),)) from error
+        raise no_rule_error(f"indexing by a list that holds no numbers ({error})", (trace.resolve(x),)) from error
     trace.constants[made] = True
     return made
 

@@ -26,7 +26,7 @@ from fdp.types import FdpError, Key, Tree
 DROPOUT_KEYS = "dropout"
 """The entry of the data that holds the keys."""
 _LOW, _WORD = 0xFFFFFFFF, 1 << 32
-_FIRST, _SECOND = 0x7FEB352D, 0x846CA68B - _WORD  # the second less 2^32: a product of 32 bits never leaves int64
+_FIRST, _SECOND = 0x7FEB352D, 0x846CA68B - _WORD  # minus 2^32, so that products of 32 bits fit into int64
 
 
 def with_keys(data: dict[str, Any], key: Key) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def embedding(
     if scale_grad_by_freq:
         raise no_rule_error("F.embedding with scale_grad_by_freq", (input, weight))
     if isinstance(input, Tracked) or not isinstance(weight, Tracked):
-        raise no_rule_error("F.embedding by ids that parameters went into", (input, weight))
+        raise no_rule_error("F.embedding by ids that depend on parameters", (input, weight))
     first, back = trace.with_samples_first(input, path=weight.path, dims=2)
     if weight.leaf is not None and not weight.transposed:
         return back(ops.embedding(first, weight.leaf, padding_idx=padding_idx))
@@ -74,8 +74,6 @@ def index_select(trace: CallTrace, input: Operand, dim: int, index: Tensor) -> T
 
 
 PRODUCTS = (torch.bmm, torch.Tensor.bmm, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
-
-
 TRANSPOSES = (torch.transpose, torch.Tensor.transpose, torch.swapaxes, torch.Tensor.swapaxes)
 
 
@@ -92,12 +90,12 @@ def apply_to_selected(
     if func in PRODUCTS and len(args) == 2 and not kwargs:
         x = args[1] if chosen is args[0] else args[0]
         if isinstance(x, Tensor) and x.ndim == 3 and len(x) == len(chosen.ids):
-            first = chosen is args[0]  # W_id x, columns of x: as rows, with the matrices turned
+            first = chosen is args[0]  # W_id x: treat the columns of x as rows, with transposed matrices
             rows = x.transpose(1, 2) if first else x
             ids = chosen.ids.unsqueeze(1).expand(rows.shape[:2])
             y = _routed_product(trace, pack(rows, ids), chosen, transposed=chosen.transposed == first)
             return y.transpose(1, 2) if first else y
-    raise no_rule_error("other than a product of three dims by matrices that ids chose", (chosen.weight, *args))
+    raise no_rule_error("a function of W[ids] other than a product of 3-d tensors", (chosen.weight, *args))
 
 
 def _is_stack(x: Tracked) -> bool:

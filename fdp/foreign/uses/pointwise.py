@@ -182,7 +182,7 @@ def _has_samples(trace: CallTrace, a: Tensor, layout: str, dim: int) -> bool:
 def _fit(a: Any, ndim: int, layout: str, dim: int) -> Any:
     if isinstance(a, Tracked):
         return align_copies(a.copies(), ndim, layout, dim, a.path)
-    if isinstance(a, Tensor) and layout == SAMPLES and a.ndim > 0:  # a constant: its dim of samples, of extent 1, goes
+    if isinstance(a, Tensor) and layout == SAMPLES and a.ndim > 0:  # a constant: drop its batch dim of extent 1
         wide = [1] * (ndim - a.ndim) + list(a.shape)
         return a.reshape(*wide[:dim], *wide[dim + 1 :])
     return a

@@ -119,7 +119,7 @@ def expert_products(trace: CallTrace, x: Tensor, weight: Tracked, added: Operand
         first = x.expand(-1, weight.shape[0], -1, -1)
         return _add_to_experts(trace, _multiply_experts(first, weight), added, weight)
     if x.ndim == 4 or x.shape[1] % size:
-        raise no_rule_error("a product over experts whose tokens are not the same number for every sample", (x, weight))
+        raise no_rule_error("a product over experts whose number of tokens differs between samples", (x, weight))
     trace.note_layout(path, FLATTENED)
     parts = (size, -1) if trace.batch_first else (-1, size)
     sample = 1 if trace.batch_first else 2
@@ -134,7 +134,7 @@ def _add_to_experts(trace: CallTrace, y: Tensor, added: Operand | None, weight: 
     experts, outputs = y.shape[1], y.shape[3]
     fits = len(added.shape) <= 3 and (1, 1, 1, *added.shape)[-3] in (1, experts) and (1, *added.shape)[-2:-1] == (1,)
     if not fits or (isinstance(added, Tensor) and not trace.is_constant(added)):
-        raise no_rule_error("torch.baddbmm, adding other than one row for every expert", (added, weight))
+        raise no_rule_error("torch.baddbmm that adds something other than one row per expert", (added, weight))
     if isinstance(added, Tracked):
         copies = added.copies()
         return y + copies.reshape(len(copies), *[1] * (3 - len(added.shape)), *added.shape)
@@ -145,7 +145,7 @@ def einsum(trace: CallTrace, equation: Any, *operands: Any) -> Tensor:
     """``torch.einsum`` of one tensor with samples and one parameter."""
     given = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], list) else list(operands)
     if not isinstance(equation, str) or len(given) != 2:
-        raise no_rule_error("torch.einsum of other than two operands", tuple(given))
+        raise no_rule_error("torch.einsum of a number of operands other than two", tuple(given))
     if all([isinstance(operand, Tracked) or trace.is_constant(operand) for operand in given]):
         return apply_to_parameters(trace, torch.einsum, (equation, *given), {})
     swapped = isinstance(given[0], Tracked)

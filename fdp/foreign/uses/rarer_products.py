@@ -38,7 +38,7 @@ def bilinear(
 ) -> Tensor:
     """``F.bilinear``: inputs (..., in1) and (..., in2), weight (outputs, in1, in2)."""
     if not isinstance(input1, Tensor) or not isinstance(input2, Tensor):
-        raise no_rule_error("F.bilinear on inputs that parameters went into", (input1, input2, weight))
+        raise no_rule_error("F.bilinear on inputs that depend on parameters", (input1, input2, weight))
     products = (input1.unsqueeze(-1) * input2.unsqueeze(-2)).flatten(-2)
     if isinstance(weight, Tracked) and weight.leaf is not None and not weight.transposed:
         first, back = trace.with_samples_first(products, path=weight.path)
@@ -158,7 +158,7 @@ def _state_per_sample(trace: CallTrace, state: Operand, weight: Operand) -> Tens
         return state.copies()
     layout, _ = trace.find_layout(state, path=path_of(weight))
     if layout == FLATTENED:
-        raise no_rule_error("a recurrent cell on a state of other than samples", (state, weight))
+        raise no_rule_error("a recurrent cell on a state that does not hold one row per sample", (state, weight))
     return state
 
 

@@ -101,11 +101,9 @@ class CallTrace:
         self.seen_leaves: dict[str, Tensor] = {}
         self.tracked: dict[Tensor, Any] = {}
         self.constants: dict[Tensor, bool] = {}
-        self.module_constants: dict[
-            Tensor, bool
-        ] = {}  # constants that the module holds: no dim of theirs is that of samples
-        self.reordered: dict[Tensor, bool] = {}  # whose samples are in an order that data decide
-        self.random_draws: dict[Tensor, str] = {}  # drawn, and not to be used: by which function
+        self.module_constants: dict[Tensor, bool] = {}  # held by the module: none of their dims is the batch
+        self.reordered: dict[Tensor, bool] = {}  # their samples are in an order that data decide
+        self.random_draws: dict[Tensor, str] = {}  # must not be used; the value is the function that drew them
         self.versions: VersionCounters | None = None  # of the module's own tensors; None while torch.compile traces
 
     def guard_writes(self, tensors: Mapping[str, Tensor], *, but: Collection[str] = ()) -> VersionCounters:
