@@ -354,12 +354,12 @@ LAYERS: list[Kind] = [
     _dropping(lambda: nn.Dropout1d(0.3)),
     _dropping(
         lambda: nn.AlphaDropout(0.3),
-        refusal="expected a module whose forward, run twice, gives the same",
+        refusal="expected a forward that gives the same result twice",
         mend=lambda case: case._replace(module=case.module.eval()),
     ),
     _dropping(
         nn.RReLU,
-        refusal="expected a module whose forward, run twice, gives the same",
+        refusal="expected a forward that gives the same result twice",
         mend=lambda case: case._replace(module=case.module.eval()),
     ),
     _kind("weight_norm", lambda: parametrizations.weight_norm(nn.Linear(6, 5)), TOKENS, compiled=True),

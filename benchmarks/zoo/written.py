@@ -289,7 +289,7 @@ def _module(name: str, make: Callable[[], nn.Module], draw: Draw, **more: Any) -
 
 
 ORDER = "used on samples in an order that the data decide"
-RANDOM = "expected a module whose forward, run twice, gives the same"
+RANDOM = "expected a forward that gives the same result twice"
 BY_LAYER = {"blocks": "layers.*"}
 
 WRITTEN_BY_HAND: list[Kind] = [
@@ -395,7 +395,7 @@ WRITTEN_BY_HAND: list[Kind] = [
         "a backward that torch refuses",
         lambda m, x: m.l(x).tanh().mul_(2.0),
         parts=linear,
-        refusal="whose own backward fails",
+        refusal="whose own backward",
         mend=instead(lambda m, x: m.l(x).tanh() * 2.0),
     ),
     free("written into a new tensor", lambda m, x: _written(m, x), parts=linear),
@@ -435,7 +435,7 @@ WRITTEN_BY_HAND: list[Kind] = [
         "numpy's random numbers",
         lambda m, x: m.l(x) * numpy.random.rand(),
         parts=linear,
-        refusal="draws numbers of its own",
+        refusal="draws random numbers, or stores something",
         mend=plainly,
     ),
     # orders
@@ -531,7 +531,7 @@ WRITTEN_BY_HAND: list[Kind] = [
     Kind(
         "TorchScript",
         lambda: Case(nn.Sequential(torch.jit.script(nn.Linear(6, 4))), floats("input", 6)),
-        refusal="got one of TorchScript",
+        refusal="got a TorchScript module",
         mend=lambda case: case._replace(module=nn.Sequential(nn.Linear(6, 4))),
     ),
 ]

@@ -189,7 +189,7 @@ def short_documents(length: int = CONTEXT) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("family", "rope"), FAMILIES)
 def test_a_table_that_depends_on_other_samples_is_refused_by_name(family: str, rope: str) -> None:
-    named = rf"The rotary table of this model \(model.rotary_emb, rope_type '{rope}'\) looks at the longest position"
+    named = rf"The rotary table of this model \(model.rotary_emb, rope_type '{rope}'\) depends on the longest position"
     with pytest.raises(FdpError, match=rf"not independent .*{named} .* rows of at most {SHORT} positions"):
         from_module(make(family, rope), loss=next_token, call=call, example=short_documents())
 
