@@ -172,7 +172,7 @@ def test_unit_defines_the_samples(folder, letters, chat, tmp_path, capsys):
         (["--lora", "2", "--train-only", "*bias"], "--lora and --train-only: expected one of them, got 2"),
         (["--lora", "2", "--prefix", "3"], "--lora and --prefix: expected one of them, got 2"),
         (["--prefix", "0"], "expected at least 1 virtual token, got 0"),
-        (["--prefix", "9"], "fit into the model's 16 positions, and into its window of attention"),
+        (["--prefix", "9"], "fit into the model's 16 positions, or into its sliding window"),
         (["--prefix", "3", "--model", "gpt-nano"], "--prefix: expected --model to be a folder of transformers"),
         (["--lora", "0"], "--lora: expected a rank of at least 1"),
         (["--model", "no/such/folder"], "--model"),
