@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import inspect
 import json
 import re
 import shlex
@@ -114,11 +116,34 @@ def test_python_blocks_run(page: Path, capsys: pytest.CaptureFixture[str]) -> No
         for printed, small in sizes.items():
             text = text.replace(printed, small)
         code = compile(text, str(page), "exec")
-        if not fence.comment.startswith("not run: "):
+        if fence.comment.startswith("not run: "):
+            check_calls(text)
+        else:
             exec(code, scope)
     if page.name == "python.md":
         assert "embed.tokens" in capsys.readouterr().out
         assert int(scope["state"].step) == 2
+
+
+def check_calls(text: str) -> None:
+    """Check a block that is not run: its imports, and the keyword arguments of every call of ``fdp.name``."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom):
+            module = importlib.import_module(str(node.module))
+            assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
+        if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("fdp."):
+            resolve(ast.unparse(node))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("fdp."):
+            given = {str(keyword.arg) for keyword in node.keywords}
+            assert given <= set(inspect.signature(resolve(ast.unparse(node.func))).parameters), ast.unparse(node)
+
+
+def test_a_block_that_is_not_run_is_still_checked() -> None:
+    check_calls("fdp.make_mesh({'shard': 2}, device_type='cpu')")
+    with pytest.raises(AssertionError):
+        check_calls("fdp.make_mesh({'shard': 2}, devices='cpu')")
+    with pytest.raises((AssertionError, ImportError)):
+        check_calls("from fdp.step import Nothing")
 
 
 def test_the_step_of_the_readme_clips_sums_and_divides() -> None:
@@ -227,8 +252,8 @@ def test_the_fine_tuning_of_the_readme_runs(
     (tmp_path / "notes.jsonl").write_text("".join(json.dumps(note) + "\n" for note in notes))
     monkeypatch.chdir(tmp_path)
     smaller = {"200": "2", "256": "8", "32": "4"}
-    inspect, train = (words for words in shell_commands(ROOT / "README.md") if words[0] == "fdp")
-    for words in (inspect, [smaller.get(word, word) for word in train]):
+    looked, trained = (words for words in shell_commands(ROOT / "README.md") if words[0] == "fdp")
+    for words in (looked, [smaller.get(word, word) for word in trained]):
         with pytest.raises(SystemExit) as ended:
             main(words[1:])
         assert not ended.value.code, capsys.readouterr().err
