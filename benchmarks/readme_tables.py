@@ -271,17 +271,25 @@ def noise_cost() -> Table:
 
 
 KERNELS = {
-    "many_direct": "`direct`: norms, gradients never stored",
-    "many_ghosts": "`ghost`: norms from Gram matrices",
-    "many_kept": "`keep`: per-sample gradients and norms",
-    "many_weighted": "`weighted`: clipped sum of stored pairs",
+    "foreach_direct": "`direct`: norms, gradients never stored",
+    "foreach_ghost": "`ghost`: norms from Gram matrices",
+    "foreach_keep": "`keep`: per-sample gradients and norms",
+    "foreach_weighted": "`weighted`: clipped sum of stored pairs",
 }
+FORMER_NAMES = {
+    "many_direct": "foreach_direct",
+    "many_ghosts": "foreach_ghost",
+    "many_kept": "foreach_keep",
+    "many_weighted": "foreach_weighted",
+}
+"""Names of kernels in results up to November 2026."""
 
 
 def kernels() -> Table:
     """Milliseconds, and share of the matrix rate, of kernels that take a block's matrices in one launch."""
     results = load("kernels_h200")
-    cells = {(row["kernel"], row["shape"]): row for row in results.rows if row["kernel"] in KERNELS}
+    named = [(FORMER_NAMES.get(row["kernel"], row["kernel"]), row) for row in results.rows]
+    cells = {(name, row["shape"]): row for name, row in named if name in KERNELS}
     shapes = list(dict.fromkeys(shape for _, shape in cells))
     rows = [
         [title, *(f"{cells[name, shape]['ms']:.3f} ({cells[name, shape]['share']:.2f})" for shape in shapes)]

@@ -1,4 +1,4 @@
-"""LaunchTables through which one launch finds many leaves: pointers per leaf, and (leaf, tile) per program.
+"""Tables through which one launch finds many leaves: pointers per leaf, and (leaf, tile) per program.
 
     >>> tables = LaunchTables()                                  # held by the caller, from step to step
     >>> table = tables.pointers(leaves)                          # int64 (L, FIELDS), on the device
@@ -75,7 +75,7 @@ class LaunchTables:
         return self._groups[kinds, sizes]
 
     def reserve(self) -> None:
-        """Pin memory for the table of the next capture, which cannot; do nothing before the first call."""
+        """Pin memory for the next capture, which cannot; do nothing if some is reserved, or before the first call."""
         if self._shape is not None and (self._reserved is None or self._reserved.shape != self._shape):
             self._reserved = torch.empty(self._shape, dtype=torch.int64, pin_memory=True)
 

@@ -281,7 +281,7 @@ def _check(leaves: Sequence[Leaf], keys_LK: Tensor | None, scalars: Tensor, hype
             raise ValueError(f"leaf {i}: expected at most 2^35 elements per key, got the first at {leaf.first}")
 
 
-def _op(
+def _update_lists(
     rows: list[Tensor],
     factors: list[Tensor],
     params: list[Tensor],
@@ -304,7 +304,7 @@ noisy_adamw_ = define(
     "Tensor[] rows, Tensor[] factors, Tensor(a!)[] params, Tensor(b!)[] means, Tensor(c!)[] squares, "
     "Tensor(d!)[] copies, SymInt[] firsts, bool[] decays, Tensor? keys, Tensor scalars, "
     "float b1, float b2, float eps, float weight_decay, float noise_std, float eps_root -> ()",
-    reference=_op,
+    reference=_update_lists,
     fake=lambda *args: None,
 )
 """Takes lists of the fields of :class:`Leaf` (``copies`` may be empty), keys, scalars, the fields of :class:`Hyper`."""

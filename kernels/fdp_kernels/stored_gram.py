@@ -43,16 +43,16 @@ def _store_norms(
     z_ptr, out_ptr, block, batch, tokens, width, stride_b, stride_t, TOKENS: tl.constexpr, WIDTH: tl.constexpr
 ):
     token = block * TOKENS + tl.arange(0, TOKENS)
-    there = token < batch * tokens
+    inside = token < batch * tokens
     base = (token // tokens).to(tl.int64) * stride_b + (token % tokens).to(tl.int64) * stride_t
     total = tl.zeros((TOKENS, WIDTH), tl.float64)
     for first in tl.range(0, width, WIDTH):
         column = first + tl.arange(0, WIDTH)
-        mask = there[:, None] & (column < width)[None, :]
+        mask = inside[:, None] & (column < width)[None, :]
         value = tl.load(z_ptr + base[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32).to(tl.float64)
         total += value * value
     norm = tl.sqrt(tl.sum(total, 1)) * (1 + 2.0**-20)  # rounded up to float32
-    tl.store(out_ptr + token, norm.to(tl.float32), mask=there)
+    tl.store(out_ptr + token, norm.to(tl.float32), mask=inside)
 
 
 @jit

@@ -15,16 +15,15 @@ from fdp_kernels.ghost import ghost_reference, launch_ghost
 from fdp_kernels.stored_gram import launch_finish, launch_reduce, launch_stored_gram, launch_token_norms, stored_gram
 from fdp_kernels.weighted import launch_weighted, weighted
 
-from tests.kernels.test_linear import (
-    BF16,
-    LARGE,
+from tests.kernels.linear_pairs import (
     PAIRS,
-    _set_up,  # noqa: F401  the interpreter, made to work
+    _set_up,  # noqa: F401  an autouse fixture
     cancelling_pair,
     random_pair,
     relative,
     sizes,
 )
+from tests.kernels.test_linear_gpu import BF16, LARGE
 
 SHAPES = [(1, 1, 5, 7), (3, 63, 40, 33), (2, 300, 9, 20), (1, 100, 70, 1100)]
 
