@@ -1,7 +1,7 @@
 """The unit of privacy in words: what one sample is, and what that means for the author of a text.
 
     window   one window of 129 bytes                      a longer text is several samples
-    record   one record (its first 129 bytes)             someone's ten records are ten samples
+    record   one record (its first 129 bytes)             a person's ten records are ten samples
     user     one user (up to 8 windows of 129 bytes)      all of a user's records are one sample
 
 Every text that names the unit (the header of a run, docs/data.md) takes it from :func:`privacy_unit`.
@@ -44,15 +44,16 @@ def privacy_unit(kind: UnitKind, *, tokens: int = 0, word: str = "token", window
     return {
         UnitKind.WINDOW: PrivacyUnit(
             f"one window of {size}",
-            "a longer text is several samples, one across a border is two, and someone's ten texts are ten or more",
+            "a longer text is several samples, a text across a window border is two, and a person's ten texts are "
+            "ten or more",
         ),
         UnitKind.RECORD: PrivacyUnit(
             f"one record (its first {size})",
-            "the whole record is protected, whatever its length; someone's ten records are ten samples",
+            "the whole record is protected, whatever its length; a person's ten records are ten samples",
         ),
         UnitKind.FILE: PrivacyUnit(
             f"one file (its first {size})",
-            "the whole file is protected, whatever its length; someone's ten files are ten samples",
+            "the whole file is protected, whatever its length; a person's ten files are ten samples",
         ),
         UnitKind.USER: PrivacyUnit(
             f"one user (up to {windows} window{'' if windows == 1 else 's'} of {size})",
@@ -60,10 +61,10 @@ def privacy_unit(kind: UnitKind, *, tokens: int = 0, word: str = "token", window
         ),
         UnitKind.ROW: PrivacyUnit(
             f"one packed row of anyone's records (up to {size})",
-            "it says nothing of the strength stated about a record or a person",
+            "a record or a person is not protected at the stated epsilon",
         ),
-        UnitKind.IMAGE: PrivacyUnit("one labelled image", "someone's ten images are ten samples"),
-        UnitKind.SAMPLE: PrivacyUnit("one sample", "what is in a sample is the dataset's to say"),
+        UnitKind.IMAGE: PrivacyUnit("one labelled image", "a person's ten images are ten samples"),
+        UnitKind.SAMPLE: PrivacyUnit("one sample", "the dataset decides what a sample contains"),
     }[kind]
 
 
