@@ -34,7 +34,9 @@ from benchmarks.device import free, peak_gib, synchronize
 from benchmarks.report import current_commit, hardware, slug, versions
 from fdp import keys, tree
 from fdp.data import datasets
-from fdp.fast.compiled import Blocks
+from fdp.fast.compile_modes import Compile, make_execution
+from fdp.fast.compiled import CompiledRunner
+from fdp.gradients.execution import EAGER
 from fdp.gradients.linear_maps import apply_map
 from fdp.gradients.plan import Method, make_plan
 from fdp.kfac import KfacConfig, Where, auto, everything, kfac
@@ -48,7 +50,7 @@ from fdp.privacy.clipping import flat
 from fdp.privacy.mechanism import Mechanism
 from fdp.privacy.microbatches import Dataset
 from fdp.privacy.sampling import poisson
-from fdp.step import Compile, init_state, make_train_step
+from fdp.step import init_state, make_train_step
 from fdp.types import Batch, Tree
 
 RHO = 0.25
@@ -309,13 +311,18 @@ def step_cost(
     optimizer, curvature = adamw(1e-4, weight_decay=0.1), None
     if name == "kfac":
         config = KfacConfig(damping=3e-2, policy=auto(rho=RHO), store=Where.DEVICE)
-        blocks = Blocks() if compile is Compile.BLOCK else None
-        curvature = kfac(model, example, learning_rate=0.1, config=config, dtype=torch.bfloat16, blocks=blocks)
+        runner = CompiledRunner() if compile is Compile.BLOCK else EAGER
+        curvature = kfac(model, example, learning_rate=0.1, config=config, dtype=torch.bfloat16, runner=runner)
         optimizer = curvature.optimizer
     plan = make_plan(model, params, example, method=Method.NONE, dtype=torch.bfloat16)
     graph = device.type == "cuda"
     step = make_train_step(
-        model, optimizer, mechanism=mechanism, plan=plan, donate=("state",), compile=compile, cuda_graph=graph
+        model,
+        optimizer,
+        mechanism=mechanism,
+        plan=plan,
+        donate=("state",),
+        execution=make_execution(compile=compile, cuda_graph=graph),
     )
     state = init_state(model, params, optimizer, mechanism)
     del params

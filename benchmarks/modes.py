@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fdp import keys, tree
 from fdp.checks.first_call import Checks
+from fdp.fast.compile_modes import Compile, make_execution
 from fdp.gradients import timing
 from fdp.gradients.costs import NormBy
 from fdp.gradients.plan import BUDGETED, CHOOSING, Method, Plan, make_plan
@@ -27,7 +28,7 @@ from fdp.optimizers import Optimizer, adamw
 from fdp.privacy.clipping import flat
 from fdp.privacy.mechanism import Mechanism, without_noise
 from fdp.privacy.sampling import poisson, trusted_batch
-from fdp.step import Compile, init_state, make_train_step
+from fdp.step import init_state, make_train_step
 from fdp.types import Flat, Key, Step, Tree
 
 Row: TypeAlias = dict[str, Any]
@@ -117,8 +118,7 @@ def make_our_step(model: Model, optimizer: Optimizer, *, mechanism: Mechanism, p
         mechanism=mechanism,
         plan=plan,
         donate=("state",),
-        compile=speed.compile,
-        cuda_graph=speed.cuda_graph,
+        execution=make_execution(compile=speed.compile, cuda_graph=speed.cuda_graph),
         checks=Checks.SKIPPED,  # the first step is timed too
     )
 

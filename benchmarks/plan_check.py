@@ -27,6 +27,7 @@ from fdp import keys, tree
 from fdp.checks.first_call import Checks
 from fdp.estimate.estimate import Footprint, Scale, StepSettings, plan_at_scale
 from fdp.estimate.ledger import MemoryKind
+from fdp.fast.compile_modes import make_execution
 from fdp.gradients.plan import Method, make_plan
 from fdp.model import Model
 from fdp.models import LANGUAGE, LlamaConfig, build, llama
@@ -121,7 +122,12 @@ def measure_peak(case: Case) -> int:
     if sharding is not None:
         flat_params = {path: as_dtensor(leaf, path, sharding) for path, leaf in flat_params.items()}
     state = init_state(
-        model, tree.nest(flat_params), optimizer, mechanism, sharding=sharding, offload=case.offload, device=CUDA
+        model,
+        tree.nest(flat_params),
+        optimizer,
+        mechanism,
+        execution=make_execution(sharding=sharding, offload=case.offload),
+        device=CUDA,
     )
     del flat_params
     step = make_train_step(
@@ -129,9 +135,9 @@ def measure_peak(case: Case) -> int:
         optimizer,
         mechanism=mechanism,
         plan=plan,
-        sharding=sharding,
-        offload=case.offload,
-        checkpoint_activations=case.checkpoint_activations,
+        execution=make_execution(
+            sharding=sharding, offload=case.offload, checkpoint_activations=case.checkpoint_activations
+        ),
         checks=Checks.SKIPPED,
     )
     assert model.vocab_size is not None

@@ -21,7 +21,7 @@ from benchmarks.harness import sweep
 from benchmarks.measure import Limits
 from benchmarks.modes import Case, Speed
 from benchmarks.report import Report
-from fdp.step import Compile
+from fdp.fast.compile_modes import Compile
 
 
 def arguments(description: str, *, modes: Sequence[str]) -> argparse.ArgumentParser:

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.report import current_commit, hardware, versions
-from fdp.fast.compiled import Blocks
+from fdp.fast.compiled import CompiledRunner
 from fdp.gradients.plan import Plan
 from tests.adversary import ARENAS, MANY, SLACK, STYLES, TARGETS, Arena, crowded, joined, measure, on, plans_of
 from tests.adversary_search import Found, Search, as_written
@@ -97,12 +97,12 @@ class Ground(NamedTuple):
 
     arena: Arena
     dtype: torch.dtype
-    blocks: Blocks | None
+    blocks: CompiledRunner | None
 
 
 def grounds(options: argparse.Namespace, device: torch.device, dtypes: list[torch.dtype]) -> Iterator[Ground]:
     """Yield what is attacked. Compiled blocks serve every choice; with ``--quick``, float32 has none."""
-    blocks = Blocks() if device.type == "cuda" else Blocks(backend=options.backend)
+    blocks = CompiledRunner() if device.type == "cuda" else CompiledRunner(backend=options.backend)
     for dtype in dtypes:
         if options.joined or device.type == "cuda":
             if options.quick:
@@ -159,7 +159,7 @@ def full_models(options: argparse.Namespace, device: torch.device, dtypes: list[
     names = ("gpt-tied", "pooled") if options.quick else tuple(TARGETS)
     for name in names:
         for dtype in dtypes:
-            blocks = Blocks() if device.type == "cuda" and not options.quick else None
+            blocks = CompiledRunner() if device.type == "cuda" and not options.quick else None
             target = on(TARGETS[name](dtype), device)
             ways = plans_of(target, dtype, methods=not options.quick, device=device)
             for choice, plan in ways.items():

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from fdp import keys, ops
 from fdp.checks.model_checks import check_independent
 from fdp.data.datasets import digits
-from fdp.gradients.per_sample import clipped_sum, per_sample_norms
+from fdp.gradients.clipped_sum import clipped_sum
+from fdp.gradients.per_sample import per_sample_norms
 from fdp.gradients.plan import Method, make_plan
 from fdp.model import from_loss
 from fdp.optimizers import apply_updates, sgd

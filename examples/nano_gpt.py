@@ -18,7 +18,9 @@ import torch
 
 from fdp import keys, models, tree
 from fdp.data.datasets import load
-from fdp.gradients.per_sample import clipped_sum, per_sample_norms
+from fdp.gradients.clipped_sum import clipped_sum
+from fdp.gradients.lazy_sum import add_sums
+from fdp.gradients.per_sample import per_sample_norms
 from fdp.gradients.plan import Method, make_plan
 from fdp.optimizers import adamw, apply_updates, warmup_cosine
 from fdp.privacy.accounting import noise_multiplier_for
@@ -27,7 +29,7 @@ from fdp.privacy.mechanism import Mechanism
 from fdp.privacy.noise import add_gaussian, expected_mean
 from fdp.privacy.sampling import poisson, sample_batch
 from fdp.run.spent import spent
-from fdp.types import ClippedSum, TrainState
+from fdp.types import TrainState
 
 EPSILON, DELTA = 8.0, 1e-6  # the budget for one window of the text, over the whole run
 MICROBATCH_SIZE = 16  # samples computed at once; changes only memory and speed
@@ -68,7 +70,7 @@ def train_step(state, batch, key):
         _, norms, stash = per_sample_norms(model, state.params, {"tokens": tokens}, plan=plan)
         factors = clip_to(norms, max_norm=MAX_NORM).masked(mask)  # padding gets factor 0
         parts.append(clipped_sum(stash, factors))
-    total = reduce(ClippedSum.plus, parts)  # microbatches hold different samples: the sensitivity stays C
+    total = reduce(add_sums, parts)  # microbatches hold different samples: the sensitivity stays C
     noisy = add_gaussian(total, key=key, step=state.step, noise_multiplier=z)  # once, scaled by total.sensitivity
     mean = expected_mean(noisy, sampling)  # divide by the expected size, which is public, not by the number drawn
     updates, opt = optimizer.update(mean, state.opt, state.params)

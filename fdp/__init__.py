@@ -16,10 +16,14 @@ if TYPE_CHECKING:
     from fdp.checks.first_call import Checks as Checks
     from fdp.checks.model_checks import check_independent as check_independent
     from fdp.checks.model_checks import check_norms as check_norms
+    from fdp.fast.compile_modes import Compile as Compile
+    from fdp.fast.compile_modes import make_execution as make_execution
     from fdp.foreign.module import from_module as from_module
     from fdp.foreign.uses.custom_rules import operation as operation
     from fdp.foreign.uses.custom_rules import rule as rule
-    from fdp.gradients.per_sample import clipped_sum as clipped_sum
+    from fdp.gradients.clipped_sum import clipped_sum as clipped_sum
+    from fdp.gradients.execution import Execution as Execution
+    from fdp.gradients.execution import Memory as Memory
     from fdp.gradients.per_sample import per_sample_norms as per_sample_norms
     from fdp.gradients.plan import Method as Method
     from fdp.gradients.plan import make_plan as make_plan
@@ -68,7 +72,10 @@ _HOME = {
     "model": ("Block", "LeafSpec", "Model", "from_loss"),
     "privacy.noise": ("add_gaussian", "expected_mean"),
     "parallel.offload": ("Offload",),
-    "gradients.per_sample": ("clipped_sum", "per_sample_norms"),
+    "gradients.clipped_sum": ("clipped_sum",),
+    "gradients.execution": ("Execution", "Memory"),
+    "gradients.per_sample": ("per_sample_norms",),
+    "fast.compile_modes": ("Compile", "make_execution"),
     "gradients.rules": ("Rule", "check_rule"),
     "privacy.sampling": ("poisson", "sample_batch"),
     "parallel.sharding": ("Zero", "make_sharding", "over_tensor_axis"),

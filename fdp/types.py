@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from fdp_kernels.keep import weighted_sum
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -34,7 +33,7 @@ Key: TypeAlias = Int[Tensor, " 8"]
 
 
 class ShardWindow(NamedTuple):
-    """The position of a shard in its leaf: the leaf's shape, and (start, length) of the shard per dim."""
+    """The place of a shard in its leaf: the leaf's shape, and (start, length) of the shard per dim."""
 
     shape: tuple[int, ...]
     window: tuple[tuple[int, int], ...]
@@ -50,10 +49,10 @@ class Axis(NamedTuple):
 
 
 class FdpError(ValueError):
-    """A mistake in what fdp was given: says what was expected, what was found, where, and what to do."""
+    """A mistake in what fdp was given. The message says what was expected, what came, where, and what to do."""
 
     everywhere = False
-    """Whether every rank of the run raises it."""
+    """True if every rank of the run raises it."""
 
 
 class Norms(NamedTuple):
@@ -62,20 +61,20 @@ class Norms(NamedTuple):
     squared: dict[Path, Float[Tensor, " batch"]]
 
     def total(self) -> Float[Tensor, " batch"]:
-        """The norm of each sample's whole gradient, added up in float64."""
+        """Return the norm of each sample's full gradient, summed in float64."""
         squares = list(self.squared.values())
         return torch.stack(squares).double().sum(0).sqrt().to(squares[0].dtype)
 
 
 @dataclass(frozen=True)
 class Bound:
-    """Who vouches for a sensitivity, in words that hold every number of it. Part of a value's structure, not a leaf."""
+    """Who vouches for a sensitivity, in words that name every number it depends on. Static structure, not a leaf."""
 
     by: str
 
 
 class Clip(NamedTuple):
-    """What to multiply each sample's gradient by, leaf by leaf; ``bound`` says who computed the factors.
+    """Clip factors of every sample, leaf by leaf; ``bound`` says who computed them.
 
     Guarantees:
       - the sample's gradient, each leaf times its factor, has norm at most ``sensitivity``.
@@ -86,12 +85,12 @@ class Clip(NamedTuple):
     bound: Bound = Bound("own factors")
 
     def smallest(self) -> Float[Tensor, " batch"]:
-        """The least factor of each sample over all leaves: below 1 where anything of it was clipped."""
+        """Return each sample's smallest factor over all leaves: below 1 if any part of it was clipped."""
         first, *rest = self.factors.values()
         return first if all(f is first for f in rest) else torch.stack([first, *rest]).amin(0)
 
     def masked(self, mask: Float[Tensor, " batch"]) -> Clip:
-        """The same, with factor exactly 0 for every sample that is padding (mask 0)."""
+        """Return the same clip with factor exactly 0 for every sample that is padding (mask 0)."""
         keep = mask > 0
         first, *rest = self.factors.values()
         if all(f is first for f in rest):  # flat clipping has one tensor for all leaves
@@ -99,28 +98,11 @@ class Clip(NamedTuple):
         return self._replace(factors={path: f.where(keep, f.new_zeros(())) for path, f in self.factors.items()})
 
 
-class Weighted(NamedTuple):
-    """A sum not yet made, ``sum_s factors_s rows_s``: what is noised next need not be rounded, or stored, before."""
-
-    rows: Float[Tensor, " samples *shape"]
-    factors: Float[Tensor, " samples"]
-
-    def total(self, onto: Float[Tensor, " *shape"] | None = None) -> Float[Tensor, " *shape"]:
-        """The sum in the dtype of the factors, float64 where they clip; ``onto`` another, in the wider of both dtypes.
-
-        Guarantees:
-          - a row whose factor is 0 contributes exactly 0, even if it holds NaN or infinity.
-        """
-        flat, before = self.rows.reshape(len(self.factors), -1), None if onto is None else onto.flatten()
-        dtype = self.factors.dtype if onto is None else torch.promote_types(self.factors.dtype, onto.dtype)
-        return weighted_sum(flat, self.factors, dtype, before).view(self.rows.shape[1:])
-
-
 class ClippedSum(NamedTuple):
-    """A sum of clipped per-sample gradients; leaves may be sums not yet made.
+    """A sum of clipped per-sample gradients. Leaves are tensors, or sums evaluated later (``gradients.lazy_sum``).
 
-    ``bound`` says who vouches for the sensitivity: ``clipped_sum``, or who declared it. None: nobody, and no noise is
-    added to it.
+    ``bound`` says who vouches for the sensitivity: ``clipped_sum``, or whoever declared it. If it is None, nobody does,
+    and no noise is added.
 
     Guarantees:
       - adding or removing one sample moves ``value`` by at most ``sensitivity`` in the Euclidean norm over all leaves.
@@ -130,34 +112,9 @@ class ClippedSum(NamedTuple):
     sensitivity: Tensor
     bound: Bound | None = None
 
-    def made(self) -> ClippedSum:
-        """The same, every leaf's sum made."""
-        made = {path: leaf.total() if isinstance(leaf, Weighted) else leaf for path, leaf in self.value.items()}
-        return self._replace(value=made)
-
-    def plus(self, other: ClippedSum, *, release: bool = False) -> ClippedSum:
-        """The sum over the samples of both. They must be different samples, clipped to the same bound.
-
-        With ``release`` both are used up, each leaf let go of as soon as it is added.
-
-        Guarantees:
-          - the sensitivity is that of one: a sample is in one of the two sums only;
-          - nobody vouches for the sum if nobody does for one of the two.
-        """
-        take = dict.pop if release else dict.__getitem__
-        value = {path: _added(take(self.value, path), take(other.value, path)) for path in list(self.value)}
-        bound = None if other.bound is None else self.bound
-        return ClippedSum(value, torch.maximum(self.sensitivity, other.sensitivity), bound)
-
-
-def _added(leaf: Any, more: Any) -> Tensor:
-    """The sum of two leaves of sums; one that is not yet made is added to the other as it is made."""
-    leaf = leaf.total() if isinstance(leaf, Weighted) else leaf
-    return more.total(leaf) if isinstance(more, Weighted) else leaf + more
-
 
 class TrainState(NamedTuple):
-    """All that a step reads and writes: ``step(state, batch, key) -> (state, metrics)``."""
+    """Everything that a step reads and writes: ``step(state, batch, key) -> (state, metrics)``."""
 
     params: Tree
     opt: Tree
@@ -167,7 +124,7 @@ class TrainState(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchShare:
-    """A rank's share of the global batch: that of ``rank`` among ``ranks`` that hold different samples."""
+    """The part of a global batch that ``rank`` holds, of ``ranks`` that hold different samples."""
 
     rank: int
     ranks: int
@@ -175,10 +132,10 @@ class BatchShare:
 
 @dataclass(frozen=True)
 class Stamp:
-    """Who drew a batch, and for what. It is part of the structure of a batch, not a leaf.
+    """Who drew a batch, and for what. It is static structure of a batch, not a leaf.
 
-    ``sampling`` is the law of the draw, ``purpose`` the release it was drawn for, ``step`` that of the run (None:
-    whichever it is used in), ``shape`` the (microbatches, samples) of ``share``.
+    ``sampling`` is the distribution of the draw, ``purpose`` the release it was drawn for, ``step`` the step of the run
+    (None: any), ``shape`` the (microbatches, samples) of ``share``.
     """
 
     sampling: Any
@@ -198,8 +155,8 @@ class Drawn(NamedTuple):
 class Batch(NamedTuple):
     """Microbatches of fixed shape: data leaves are ``(microbatches, samples, ...)``; mask 1 is a sample, 0 padding.
 
-    ``drawn`` says who drew it: ``fdp.sample_batch`` does. A private step refuses a batch without it, one of another
-    sampling, step or rank: the accountant charges for samples drawn by its own sampling, anew for every step.
+    ``drawn`` says who drew it; ``fdp.sample_batch`` sets it. A private step refuses a batch without it, or of another
+    sampling, step or rank: the accountant charges for samples drawn by its own sampling, afresh for every step.
     """
 
     data: Tree
@@ -208,12 +165,12 @@ class Batch(NamedTuple):
 
     @property
     def share(self) -> BatchShare:
-        """Whose part of a global batch this is."""
+        """Return which part of the global batch this is."""
         return BatchShare(0, 1) if self.drawn is None else self.drawn.stamp.share
 
 
 class Metrics(NamedTuple):
-    """What a step saw, computed on private data and **not** covered by the privacy budget."""
+    """Metrics of a step, computed on private data and **not** covered by the privacy budget."""
 
     losses: Float[Tensor, " samples"]
     norms: Float[Tensor, " samples"]

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fdp import keys, ops, tree
-from fdp.fast.compiled import Blocks
+from fdp.fast.compiled import CompiledRunner
 from fdp.foreign.adapters.lora import lora
 from fdp.foreign.module import from_module
 from fdp.foreign.uses.einsum import EINSUM
@@ -34,7 +34,8 @@ from fdp.foreign.uses.products import LINEAR_ROWS
 from fdp.foreign.uses.rarer_products import BILINEAR
 from fdp.foreign.uses.routing import ROUTED, pack
 from fdp.gradients.costs import Choice, NormBy, SumBy
-from fdp.gradients.per_sample import clipped_sum, per_sample_norms
+from fdp.gradients.execution import EAGER, Execution
+from fdp.gradients.per_sample import per_sample_norms
 from fdp.gradients.plan import Method, Plan, make_plan
 from fdp.gradients.taps import EXPANDED
 from fdp.init import constant
@@ -44,6 +45,7 @@ from fdp.ops import fast_attention
 from fdp.privacy import clipping
 from fdp.privacy.clipping import ClipStyle
 from fdp.types import Clip, Path, Tree
+from tests.conftest import summed
 
 WIDTH, TOKENS = 4, 8
 BEFORE, AFTER = 5, 2
@@ -822,8 +824,8 @@ def sums_of(
     plan: Plan,
     style: ClipStyle,
     *,
-    blocks: Blocks | None = None,
-    made: bool = True,
+    blocks: CompiledRunner | None = None,
+    lazy: bool = False,
     leaf: Path | None = None,
     **how: Any,
 ) -> Callable[[Tensor], tuple[dict[Path, Tensor], float]]:
@@ -834,7 +836,9 @@ def sums_of(
     device = next(iter(target.data.values())).device
     again = any(choice.sum is SumBy.SECOND for choice in plan.choices.values())
     with fast_attention(device, repeatable=again):  # as in a step: a second backward must find what the first measured
-        _, norms, stash = per_sample_norms(target.model, target.params, data, plan=plan, blocks=blocks, **how)
+        _, norms, stash = per_sample_norms(
+            target.model, target.params, data, plan=plan, execution=Execution(runner=blocks or EAGER), **how
+        )
     clip: Clip = style.clip(norms, tree.map(lambda state: state.to(norms.total().device), style.init()))
     if leaf is not None:
         rest = Choice(NormBy.KEEP, SumBy.REUSE, 0.0, 0.0)
@@ -845,8 +849,8 @@ def sums_of(
 
     def total(mask: Tensor) -> tuple[dict[Path, Tensor], float]:
         with fast_attention(device, repeatable=again):
-            summed = clipped_sum(stash, clip.masked(mask), made=made).made()
-        return {path: value.double() for path, value in summed.value.items()}, float(summed.sensitivity)
+            found = summed(stash, clip.masked(mask), lazy=lazy)
+        return {path: value.double() for path, value in found.value.items()}, float(found.sensitivity)
 
     return total
 

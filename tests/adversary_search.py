@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fdp.fast.compiled import Blocks
+from fdp.fast.compiled import CompiledRunner
 from fdp.gradients.plan import Plan
 from fdp.types import Path
 from tests.adversary import (
@@ -71,7 +71,7 @@ class Search:
         *,
         seed: int,
         device: torch.device | None = None,
-        blocks: Blocks | None = None,
+        blocks: CompiledRunner | None = None,
         generation: int = GENERATION,
         few: bool = False,
     ):

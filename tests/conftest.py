@@ -17,9 +17,13 @@ from hypothesis import settings
 
 from fdp import ops, tree
 from fdp.checks.model_checks import reference_gradients
+from fdp.gradients.clipped_sum import clipped_sum, lazy_clipped_sum
+from fdp.gradients.execution import Execution, Runner
+from fdp.gradients.lazy_sum import evaluate
+from fdp.gradients.per_sample import Stash
 from fdp.model import Model, from_loss
 from fdp.models import GPTConfig, LlamaConfig, cnn, gpt, llama, mlp
-from fdp.types import Flat, Tree
+from fdp.types import Clip, ClippedSum, Flat, Tree
 
 torch.set_num_threads(1)
 torch.use_deterministic_algorithms(True)  # also fills torch.empty with NaN: an unwritten output cannot pass
@@ -27,6 +31,16 @@ settings.register_profile("fdp", deadline=None, derandomize=True)
 settings.load_profile("fdp")
 
 SAMPLES = 3
+
+
+def summed(stash: Stash, clip: Clip, *, lazy: bool = False) -> ClippedSum:
+    """Return the clipped sum, evaluated at once or later; the stash can be summed again."""
+    return evaluate((lazy_clipped_sum if lazy else clipped_sum)(stash.copy(), clip))
+
+
+def share(execution: Execution, runner: Runner) -> Execution:
+    """Return the execution with ``runner`` for its own, if it compiles blocks: each kind is then compiled once."""
+    return execution._replace(runner=runner) if execution.runner.compiles else execution
 
 
 class Case(NamedTuple):

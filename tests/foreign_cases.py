@@ -10,13 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fdp.fast.compiled import Blocks
+from fdp.fast.compiled import CompiledRunner
 from fdp.foreign.leaves import leaf_paths
 from fdp.foreign.module import from_module
 from fdp.foreign.uses.dropout import DROPOUT_KEYS, keys_of
 from fdp.foreign.uses.tracking import CallTrace
 from fdp.foreign.uses.watch import WatchMode
-from fdp.gradients.per_sample import clipped_sum, per_sample_norms
+from fdp.gradients.clipped_sum import clipped_sum
+from fdp.gradients.execution import EAGER, Execution
+from fdp.gradients.per_sample import per_sample_norms
 from fdp.gradients.plan import Method, make_plan
 from fdp.model import Model
 from fdp.privacy.clipping import clip_to
@@ -93,12 +95,19 @@ def _takes(module: nn.Module) -> list[str]:
 
 
 def assert_exact(
-    foreign: Foreign, method: Method = Method.AUTO, *, blocks: Blocks | None = None, made: Any = None, truth: Any = None
+    foreign: Foreign,
+    method: Method = Method.AUTO,
+    *,
+    blocks: CompiledRunner | None = None,
+    made: Any = None,
+    truth: Any = None,
 ) -> None:
     """Compare losses, norms of every leaf, and a clipped sum with the module's own backwards (1e-8)."""
     model, params = foreign.model() if made is None else made
     plan = make_plan(model, params, foreign.data, method=method, dtype=torch.float64)
-    _, norms, stash = per_sample_norms(model, params, foreign.data, plan=plan, blocks=blocks)
+    _, norms, stash = per_sample_norms(
+        model, params, foreign.data, plan=plan, execution=Execution(runner=blocks or EAGER)
+    )
     reference = gradients(foreign, model) if truth is None else truth
     assert set(norms.squared) == set(reference)
     squares = {path: G.reshape(len(G), -1).square().sum(1) for path, G in reference.items()}

@@ -15,15 +15,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fdp.finish
 import fdp.gradients.launches
 import fdp.gradients.per_sample
 import fdp.gradients.rules
-import fdp.step
+import fdp.stages
 import fdp.types
 from fdp import keys, ops, tree
-from fdp.fast.compiled import Blocks
+from fdp.fast.compiled import CompiledRunner
+from fdp.gradients.execution import EAGER, Execution
 from fdp.gradients.linear_maps import LowRankMap, MatrixMap, Sides
-from fdp.gradients.per_sample import RecordMap, as_it_is, clipped_sum, per_sample_norms
+from fdp.gradients.per_sample import Transform, identity, per_sample_norms
 from fdp.gradients.plan import Method, Plan, make_plan
 from fdp.gradients.precondition import map_record
 from fdp.gradients.rules import Dense
@@ -34,8 +36,10 @@ from fdp.privacy import clipping
 from fdp.privacy.mechanism import Mechanism
 from fdp.privacy.noise import add_noise
 from fdp.privacy.sampling import poisson, trusted_batch
-from fdp.step import init_state, make_stages, make_train_step
+from fdp.stages import make_stages
+from fdp.step import init_state, make_train_step
 from fdp.types import ClippedSum, Norms
+from tests.conftest import summed
 
 
 class Within(NamedTuple):
@@ -109,12 +113,14 @@ def total_of(
     *,
     plan: Any,
     style: Any,
-    blocks: Blocks | None = None,
-    made: bool = True,
-    mapped: RecordMap = as_it_is,
+    blocks: CompiledRunner | None = None,
+    lazy: bool = False,
+    transform: Transform = identity,
 ) -> ClippedSum:
-    _, norms, stash = per_sample_norms(model, params, data, plan=plan, blocks=blocks, mapped=mapped)
-    return clipped_sum(stash, style.clip(norms, style.init()).masked(mask), made=made).made()
+    _, norms, stash = per_sample_norms(
+        model, params, data, plan=plan, execution=Execution(runner=blocks or EAGER), transform=transform
+    )
+    return summed(stash, style.clip(norms, style.init()).masked(mask), lazy=lazy)
 
 
 def distance(a: ClippedSum, b: ClippedSum) -> float:
@@ -223,18 +229,18 @@ def test_a_large_batch_of_aligned_samples_is_not_rounded_over_the_bound(method):
 
 # --- the same with blocks compiled, and with sums that are left for the noise to be made ---------------------------
 
-BLOCKS = Blocks(backend="aot_eager")
+BLOCKS = CompiledRunner(backend="aot_eager")
 COMPILED_MODEL = language_model(tied=True)
-made_or_not = pytest.mark.parametrize("made", [True, False], ids=["made", "not-made"])
+lazy_or_not = pytest.mark.parametrize("lazy", [False, True], ids=["evaluated", "lazy"])
 
 
-@made_or_not
+@lazy_or_not
 @pytest.mark.parametrize("gain", ["ordinary", "outlier", "nan", "inf"])
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: m.value)
-def test_compiled_one_sample_moves_the_sum_by_at_most_its_sensitivity(method, gain, made):
+def test_compiled_one_sample_moves_the_sum_by_at_most_its_sensitivity(method, gain, lazy):
     check_one_sample_moves_the_sum_by_at_most_its_sensitivity(
         COMPILED_MODEL, params_of(COMPILED_MODEL), language_data(GAINS[gain]), method=method, style=STYLES["flat"],
-        dtype=torch.float32, blocks=BLOCKS, made=made,
+        dtype=torch.float32, blocks=BLOCKS, lazy=lazy,
     )  # fmt: skip
 
 
@@ -242,24 +248,24 @@ CANCELLING_PARAMS = {"w": torch.zeros(16, 16)}
 CANCELLING = from_loss(lambda p, d: (ops.linear(d["x"], p["w"]) * d["g"]).sum((1, 2)), CANCELLING_PARAMS)
 
 
-@made_or_not
+@lazy_or_not
 @pytest.mark.parametrize("scale", [1.0, 1e6])
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: m.value)
-def test_compiled_tokens_that_cancel_move_the_sum_by_at_most_its_sensitivity(method, scale, made):
+def test_compiled_tokens_that_cancel_move_the_sum_by_at_most_its_sensitivity(method, scale, lazy):
     draw = torch.Generator().manual_seed(5)
     x = torch.randn(3, 1, 16, generator=draw) + 1e-3 * torch.randn(3, 60, 16, generator=draw)
     g = torch.randn(3, 60, 16, generator=draw)
     x[0], g[0] = scale * x[0], scale * (g[0] - g[0].mean(0))
-    found = moves(CANCELLING, CANCELLING_PARAMS, {"x": x, "g": g}, method=method, blocks=BLOCKS, made=made)
+    found = moves(CANCELLING, CANCELLING_PARAMS, {"x": x, "g": g}, method=method, blocks=BLOCKS, lazy=lazy)
     assert max(found) <= 1 + 1e-6
     assert max(found) > 0.9, "nothing was clipped, so nothing was tested"
 
 
-@made_or_not
+@lazy_or_not
 @pytest.mark.parametrize("mutate", ["records halved", "carry halved"])
-def test_the_check_notices_compiled_blocks_that_leave_something_out(mutate, made, monkeypatch):
+def test_the_check_notices_compiled_blocks_that_leave_something_out(mutate, lazy, monkeypatch):
     """Norms of less than what is summed: of two backwards, the one that measures is wrong."""
-    real, calls = Blocks.tapped_vjp, []
+    real, calls = CompiledRunner.tapped_vjp, []
 
     def wrong(self, block, *args):
         out, pull = real(self, block, *args)
@@ -279,18 +285,18 @@ def test_the_check_notices_compiled_blocks_that_leave_something_out(mutate, made
 
         return out, less
 
-    monkeypatch.setattr(Blocks, "tapped_vjp", wrong)
+    monkeypatch.setattr(CompiledRunner, "tapped_vjp", wrong)
     with pytest.raises(AssertionError):
         check_one_sample_moves_the_sum_by_at_most_its_sensitivity(
             COMPILED_MODEL, params_of(COMPILED_MODEL), language_data(3.0), method=Within(Method.FLASH, 0.0),
-            style=STYLES["flat"], dtype=torch.float32, blocks=BLOCKS, made=made,
+            style=STYLES["flat"], dtype=torch.float32, blocks=BLOCKS, lazy=lazy,
         )  # fmt: skip
 
 
 # --- the same with gradients preconditioned before they are clipped --------------------------------------------------
 
 
-def preconditioned(model: Model) -> RecordMap:
+def preconditioned(model: Model) -> Transform:
     """Roots as K-FAC makes them, up to 30 times as large in one direction as in another; of vectors, diagonals."""
     sides = {}
     for path in sorted(model.trainable):
@@ -312,7 +318,7 @@ def test_preconditioned_one_sample_moves_the_sum_by_at_most_its_sensitivity(meth
     model = language_model(tied=tied)
     check_one_sample_moves_the_sum_by_at_most_its_sensitivity(
         model, params_of(model), language_data(GAINS[gain]), method=method, style=STYLES["flat"], dtype=dtype,
-        mapped=preconditioned(model),
+        transform=preconditioned(model),
     )  # fmt: skip
 
 
@@ -325,7 +331,7 @@ def test_preconditioned_extreme_inputs_move_the_sum_by_at_most_its_sensitivity(m
     data = {"image": image, "label": torch.tensor([0, 1, 2, 0])}
     check_one_sample_moves_the_sum_by_at_most_its_sensitivity(
         model, params_of(model), data, method=method, style=STYLES["flat"], dtype=torch.float32,
-        mapped=preconditioned(model),
+        transform=preconditioned(model),
     )  # fmt: skip
 
 
@@ -404,7 +410,7 @@ def run_preconditioned_check() -> None:
     for method in (Method.GHOST_BK, Method.GHOST):
         check_one_sample_moves_the_sum_by_at_most_its_sensitivity(
             model, params_of(model), language_data(3.0), method=method, style=STYLES["flat"], dtype=torch.float32,
-            mapped=preconditioned(model),
+            transform=preconditioned(model),
         )  # fmt: skip
 
 
@@ -422,9 +428,9 @@ def norm_of_the_output_gradient_only(monkeypatch):
 def preconditioned_after_the_norm_is_taken(monkeypatch):
     real = per_sample_norms
 
-    def wrong(*args, mapped, **options):
+    def wrong(*args, transform, **options):
         losses, norms, _ = real(*args, **options)
-        return losses, norms, real(*args, mapped=mapped, **options)[2]
+        return losses, norms, real(*args, transform=transform, **options)[2]
 
     monkeypatch.setitem(globals(), "per_sample_norms", wrong)
 
@@ -432,10 +438,10 @@ def preconditioned_after_the_norm_is_taken(monkeypatch):
 def one_side_only_in_the_norm(monkeypatch):
     real = per_sample_norms
 
-    def wrong(*args, mapped, **options):
-        half = partial(map_record, {path: sides._replace(right=None) for path, sides in mapped.args[0].items()})
-        losses, norms, _ = real(*args, mapped=half, **options)
-        return losses, norms, real(*args, mapped=mapped, **options)[2]
+    def wrong(*args, transform, **options):
+        half = partial(map_record, {path: sides._replace(right=None) for path, sides in transform.args[0].items()})
+        losses, norms, _ = real(*args, transform=half, **options)
+        return losses, norms, real(*args, transform=transform, **options)[2]
 
     monkeypatch.setitem(globals(), "per_sample_norms", wrong)
 
@@ -472,37 +478,37 @@ def sensitivity_of_one_layer_claimed_for_all(monkeypatch):
 
 
 def noise_skipped(monkeypatch):
-    monkeypatch.setattr(fdp.step, "add_noise", lambda total, key, noise_multiplier, shard_windows: total.value)
+    monkeypatch.setattr(fdp.finish, "add_noise", lambda total, key, noise_multiplier, shard_windows: total.value)
 
 
 def noise_once_per_microbatch(monkeypatch):
-    real = fdp.step.clipped_sum
+    real = fdp.stages.clipped_sum
 
     def wrong(stash, clip, **options):
         total = real(stash, clip, **options)
         return total._replace(value=add_noise(total, key=keys.key(7), noise_multiplier=200.0))
 
-    monkeypatch.setattr(fdp.step, "clipped_sum", wrong)
+    monkeypatch.setattr(fdp.stages, "clipped_sum", wrong)
 
 
 def mean_before_noise(monkeypatch):
-    real = fdp.step.add_noise
+    real = fdp.finish.add_noise
 
     def wrong(total, key, noise_multiplier, shard_windows):
         mean = total._replace(value={p: v / 32 for p, v in total.value.items()})
         return real(mean, key=key, noise_multiplier=noise_multiplier)
 
-    monkeypatch.setattr(fdp.step, "add_noise", wrong)
-    monkeypatch.setattr(fdp.step, "expected_mean", lambda leaves, sampling: leaves)
+    monkeypatch.setattr(fdp.finish, "add_noise", wrong)
+    monkeypatch.setattr(fdp.finish, "expected_mean", lambda leaves, sampling: leaves)
 
 
 def noise_scaled_by_the_batch(monkeypatch):
-    real = fdp.step.add_noise
+    real = fdp.finish.add_noise
 
     def wrong(total, key, noise_multiplier, shard_windows):
         return real(total._replace(sensitivity=total.sensitivity / 32), key=key, noise_multiplier=noise_multiplier)
 
-    monkeypatch.setattr(fdp.step, "add_noise", wrong)
+    monkeypatch.setattr(fdp.finish, "add_noise", wrong)
 
 
 def the_same_noise_for_every_leaf(monkeypatch):

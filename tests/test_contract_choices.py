@@ -11,11 +11,11 @@ from functools import cache, partial
 import pytest
 import torch
 
-from fdp.fast.compiled import Blocks
-from fdp.gradients.block_loop import Memory
+from fdp.fast.compiled import CompiledRunner
 from fdp.gradients.costs import Choice, NormBy, SumBy
+from fdp.gradients.execution import Memory
 from fdp.gradients.linear_maps import MatrixMap, Sides
-from fdp.gradients.per_sample import RecordMap, _squared, per_sample_norms
+from fdp.gradients.per_sample import Transform, _squared, per_sample_norms
 from fdp.gradients.plan import Method, Plan, make_plan
 from fdp.gradients.precondition import map_record
 from fdp.gradients.rules import Dense
@@ -207,7 +207,7 @@ def test_no_attack_moves_the_sum_of_a_whole_model_too_far_in_any_style(name, dty
     assert not found, "\n".join(found)
 
 
-def shrinking(model: Model) -> RecordMap:
+def shrinking(model: Model) -> Transform:
     """Maps of every leaf to a tenth or less: a sum of what was not mapped would be far above the bound."""
     draw, sides = torch.Generator().manual_seed(2), {}
     for path in sorted(model.trainable):
@@ -229,27 +229,27 @@ def test_no_attack_moves_the_sum_of_mapped_gradients_too_far(how, dtype):
     target = attacked(arena, dtype, few=True, parts=TELLING if ways == "pair" else ("tokens +-1e+20", "all equal"))
     plans = {way: plan for way, plan in plans_of(target, dtype, methods=False).items() if ways in way}
     plans = {way: plan for way, plan in plans.items() if not way.startswith("symmetric")}
-    found = breaches(target, plans, ["flat"], dtype, mapped=maps(arena.model))
+    found = breaches(target, plans, ["flat"], dtype, transform=maps(arena.model))
     assert not found, "\n".join(found)
 
 
-# --- compiled blocks, and sums that are left to be made -------------------------------------------------------------
+# --- compiled blocks, and lazy sums -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("made", [True, False], ids=["made", "not-made"])
+@pytest.mark.parametrize("lazy", [False, True], ids=["evaluated", "lazy"])
 @pytest.mark.parametrize("way", WAYS[:2] + WAYS[2:3] + WAYS[4:5], ids=way_name)
-def test_no_attack_moves_the_sum_of_compiled_blocks_too_far(way, made):
+def test_no_attack_moves_the_sum_of_compiled_blocks_too_far(way, lazy):
     target, plan, blocks = compiled_target()
-    found = breaches(target, {way_name(way): forced(plan, *way)}, ["flat"], torch.float32, blocks=blocks, made=made)
+    found = breaches(target, {way_name(way): forced(plan, *way)}, ["flat"], torch.float32, blocks=blocks, lazy=lazy)
     assert not found, "\n".join(found)
 
 
 @cache
-def compiled_target() -> tuple[Target, Plan, Blocks]:
+def compiled_target() -> tuple[Target, Plan, CompiledRunner]:
     arena = joined(("linear", "linear+embedding", "linear+add", "add|add"), blocks=2)
     target = attacked(arena, torch.float32, few=True, parts=("s +-1e+20", "squares of 1.04858e+06 less 1"))
     plan = make_plan(target.model, target.params, target.data, method=Method.AUTO)
-    return target, plan, Blocks(backend="aot_eager")
+    return target, plan, CompiledRunner(backend="aot_eager")
 
 
 @pytest.mark.gpu
@@ -258,7 +258,7 @@ def compiled_target() -> tuple[Target, Plan, Blocks]:
 def test_no_attack_moves_the_sum_too_far_on_a_gpu(dtype):
     """Kernels in bfloat16, float64 products in float32; all leaves in one model, its blocks compiled."""
     arena = joined(("linear", "embedding", "conv1d", "linear+embedding", "linear+add", "add|add"), tokens=TOKENS)
-    blocks = Blocks() if dtype is torch.bfloat16 else None
+    blocks = CompiledRunner() if dtype is torch.bfloat16 else None
     search = Search(arena, dtype, seed=1, device=torch.device("cuda"), blocks=blocks, generation=48)
     for way, plan in search.plans().items():
         for leaf in arena.leaves:

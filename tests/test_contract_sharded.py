@@ -9,6 +9,7 @@ import torch
 
 import fdp.gradients.per_sample
 from fdp import keys, tree
+from fdp.fast.compile_modes import make_execution
 from fdp.gradients.plan import Method, make_plan
 from fdp.model import Model
 from fdp.models import GPTConfig, gpt, mlp
@@ -21,7 +22,7 @@ from fdp.parallel.sharding import Reduce, Zero, abstract_params, make_sharding, 
 from fdp.privacy import clipping
 from fdp.privacy.mechanism import Mechanism
 from fdp.privacy.sampling import poisson
-from fdp.step import make_stages
+from fdp.stages import make_stages
 from fdp.types import Tree
 from tests.ranks import run_on_ranks
 
@@ -55,7 +56,7 @@ def movement(
     mine = tree.map(lambda leaf: leaf[sharding.rank * SHARE : (sharding.rank + 1) * SHARE], data)
     plan = make_plan(model, abstract_params(model, sharding), mine, method=method, dtype=dtype)
     mechanism = Mechanism(poisson(100, expected_batch_size=6), STYLES[style], 1.0)
-    stages = make_stages(model, sgd(0.1), mechanism=mechanism, plan=plan, sharding=sharding)
+    stages = make_stages(model, sgd(0.1), mechanism=mechanism, plan=plan, execution=make_execution(sharding=sharding))
     # Large weights, so that every norm is over C.
     params = tree.map(lambda leaf: leaf * 5, localize(init_params(model, keys.key(0), sharding)))
     weights = stages.weights(params, torch.device("cpu"))

@@ -20,6 +20,9 @@ from fdp_kernels.weighted import weighted_reference
 from torch import Tensor
 
 from fdp import keys, ops, tree
+from fdp.fast.compile_modes import make_execution
+from fdp.gradients.accumulate import add_microbatches
+from fdp.gradients.lazy_sum import LazySum, evaluate
 from fdp.gradients.plan import Method, Plan, make_plan
 from fdp.kfac.measure.fisher import Fisher
 from fdp.kfac.private.noised_factors import STATISTICS, clipped_statistics
@@ -35,9 +38,8 @@ from fdp.privacy import clipping
 from fdp.privacy.clipping import clip_factors
 from fdp.privacy.mechanism import Mechanism, Statistics
 from fdp.privacy.sampling import poisson, trusted_batch
-from fdp.step import joined as all_of
-from fdp.step import make_stages
-from fdp.types import ClippedSum, Norms, Weighted
+from fdp.stages import make_stages
+from fdp.types import ClippedSum, Norms
 from tests.adversary import ARENAS, BEFORE, MAGNITUDES, STYLES, WAYS, Target, attacked, forced
 from tests.kfac_cases import forms_of, surveyed
 from tests.ranks import run_on_ranks
@@ -66,7 +68,7 @@ def with_and_without(target: Target, plan: Plan, made: bool, first: bool) -> dic
         quiet = [(target.quiet, everyone)] * 2
         several = [(target.data, mask), *quiet] if first else [*quiet, (target.data, mask)]
         parts = (stages.gradient(weights, style.init(), data, mask) for data, mask in several)
-        return all_of(parts, several=True).total.made()
+        return evaluate(add_microbatches(parts, len(several)).total)
 
     alone = torch.zeros(target.size)
     alone[:BEFORE], alone[BEFORE + len(target.attackers) :] = 1.0, 1.0
@@ -156,7 +158,7 @@ def test_a_fused_update_adds_what_was_clipped(M):
         return param
 
     assert moved(squared_norms_reference(kept), total) <= 1 + 1e-6
-    assert moved(squared_norms_reference(kept), lambda f: Weighted(kept, f).total()) <= 1 + 1e-6
+    assert moved(squared_norms_reference(kept), lambda f: LazySum(kept, f).evaluate()) <= 1 + 1e-6
 
 
 # --- statistics and counts ------------------------------------------------------------------------------------------
@@ -235,7 +237,13 @@ def ratios(options: dict[str, Any]) -> dict[str, float]:
         data = target.data if last else target.quiet
         plan = make_plan(model, abstract_params(model, sharding), data, method=Method.AUTO)
         mechanism = Mechanism(poisson(1000, expected_batch_size=10), style, 1.0)
-        stages = make_stages(model, sgd(0.1), mechanism=mechanism, plan=forced(plan, *WAYS[i]), sharding=sharding)
+        stages = make_stages(
+            model,
+            sgd(0.1),
+            mechanism=mechanism,
+            plan=forced(plan, *WAYS[i]),
+            execution=make_execution(sharding=sharding),
+        )
         weights = stages.weights(parts_of(target.params, sharding), torch.device("cpu"))
         alone = torch.zeros(target.size)
         alone[:BEFORE], alone[BEFORE + len(target.attackers) :] = 1.0, 1.0
@@ -285,7 +293,7 @@ def aligned(dtype: torch.dtype | None) -> tuple[float, float]:
     x = torch.full((MANY, 1, 4), 3.0)
     mechanism = Mechanism(poisson(10 * MANY, expected_batch_size=2 * MANY), clipping.flat(max_norm=1.0), 1.0)
     plan = make_plan(model, abstract_params(model, sharding), {"x": x}, method=Method.AUTO)
-    stages = make_stages(model, sgd(0.1), mechanism=mechanism, plan=plan, sharding=sharding)
+    stages = make_stages(model, sgd(0.1), mechanism=mechanism, plan=plan, execution=make_execution(sharding=sharding))
     weights = stages.weights(parts_of(params, sharding), torch.device("cpu"))
     worst = 0.0
     for last in torch.linspace(0.5, 1, 9).tolist():
@@ -325,7 +333,9 @@ def tallies(data: Data) -> float:
     if data is Data.SPLIT:  # every other sample is padding here and counted there
         mask[sharding.rank :: 2] = 0.0
     plan = make_plan(arena.model, abstract_params(arena.model, sharding), samples, method=Method.AUTO)
-    stages = make_stages(arena.model, sgd(0.1), mechanism=mechanism, plan=plan, sharding=sharding)
+    stages = make_stages(
+        arena.model, sgd(0.1), mechanism=mechanism, plan=plan, execution=make_execution(sharding=sharding)
+    )
     bound = style.init()
     weights = stages.weights(parts_of(arena.params, sharding), torch.device("cpu"))
     part = stages.gradient(weights, bound, samples, mask)

@@ -18,7 +18,8 @@ import torch
 
 from fdp import keys, tree
 from fdp.privacy.sampling import sample_batch
-from fdp.step import compose, init_state, make_stages
+from fdp.stages import make_stages
+from fdp.step import init_state, join
 from fdp.types import Tree
 
 ROOT = Path(__file__).parent.parent
@@ -72,7 +73,7 @@ def test_the_written_out_step_equals_the_composed_step(name: str) -> None:
     example = tiny(name).variables
     model, mechanism, plan, optimizer = (example[part] for part in ("model", "mechanism", "plan", "optimizer"))
     settings = f"{mechanism.noise_multiplier}, clipped to {example['MAX_NORM']}"  # as add_gaussian has it
-    train_step = compose(make_stages(model, optimizer, mechanism=mechanism, plan=plan, settings=settings))
+    train_step = join(make_stages(model, optimizer, mechanism=mechanism, plan=plan, settings=settings))
     state = init_state(model, first_params(name, example), optimizer, mechanism)
     samples = example["train"] if name == "logistic" else example["dataset"]
     for step in range(2):

@@ -16,10 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import fdp.step
 from fdp import keys, ops, optimizers, tree
-from fdp.fast.compiled import Blocks
-from fdp.gradients.per_sample import clipped_sum, per_sample_norms
+from fdp.fast.compile_modes import Compile, make_execution
+from fdp.fast.compiled import CompiledRunner
+from fdp.gradients.execution import Execution
+from fdp.gradients.per_sample import per_sample_norms
 from fdp.gradients.plan import Method, make_plan
 from fdp.model import from_loss
 from fdp.models import GPTConfig, gpt
@@ -32,8 +33,9 @@ from fdp.privacy import clipping
 from fdp.privacy.clipping import clip_to
 from fdp.privacy.mechanism import Mechanism
 from fdp.privacy.sampling import poisson, sample_batch, trusted_batch
-from fdp.step import Compile, init_state, make_train_step
+from fdp.step import init_state, make_train_step
 from fdp.types import Batch, Clip, TrainState
+from tests.conftest import share, summed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 MODEL = gpt(GPTConfig(layers=3, width=64, heads=4, context=32, vocab_size=211))
@@ -71,11 +73,17 @@ def train(
     sharding = None if zero is None else make_sharding(MODEL, make_mesh({"shard": 1}, device_type=device), zero=zero)
     key = root.to("cpu" if offload.params else there)
     params = MODEL.init(key) if sharding is None else init_params(MODEL, key, sharding)
-    state = init_state(MODEL, params, optimizer, mechanism, sharding=sharding, offload=offload, device=there)
+    state = init_state(
+        MODEL, params, optimizer, mechanism, execution=make_execution(sharding=sharding, offload=offload), device=there
+    )
     example = {"tokens": DATA["tokens"][:6].to(there)}
     plan = make_plan(MODEL, abstract_params(MODEL, sharding, device=there), example, method=method, dtype=dtype)
     step = make_train_step(
-        MODEL, optimizer, mechanism=mechanism, plan=plan, sharding=sharding, offload=offload, compile=compile
+        MODEL,
+        optimizer,
+        mechanism=mechanism,
+        plan=plan,
+        execution=make_execution(sharding=sharding, offload=offload, compile=compile),
     )
     losses, norms = [], []
     for t in range(steps):
@@ -152,13 +160,15 @@ def test_offload_takes_less_of_the_gpu():
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         params = big.init(keys.key(0) if offload.params else keys.key(0).to(there))
-        state = init_state(big, params, optimizer, mechanism, offload=offload, device=there)
+        state = init_state(big, params, optimizer, mechanism, execution=make_execution(offload=offload), device=there)
         del params
         batch = sample_batch(DATA, SAMPLING, keys.key(1), step=0, microbatch_size=4)
         batch = tree.map(lambda leaf: leaf.to("cuda"), batch)
         example = {"tokens": batch.data["tokens"][0]}
         plan = make_plan(big, abstract_params(big, None, device=there), example, method=Method.NONE)
-        step = make_train_step(big, optimizer, mechanism=mechanism, plan=plan, offload=offload)
+        step = make_train_step(
+            big, optimizer, mechanism=mechanism, plan=plan, execution=make_execution(offload=offload)
+        )
         torch.cuda.reset_peak_memory_stats()
         step(state, batch, keys.key(2).to(there))
         peaks.append(torch.cuda.max_memory_allocated() - before)
@@ -175,9 +185,9 @@ TWICE = (Method.FLASH, 0.0)  # without room: direct or symmetric norms, then a s
 
 
 @pytest.fixture(scope="module")
-def shared() -> Blocks:
+def shared() -> CompiledRunner:
     """One set of compiled blocks for all tests of this file."""
-    return Blocks()
+    return CompiledRunner()
 
 
 def batch_of(seed: int, *, microbatches: int = 2, size: int = 4, step: int | None = None) -> Batch:
@@ -196,13 +206,24 @@ def fresh_state(seed: int = 0, z: float = 1.0) -> tuple[Any, Mechanism, TrainSta
 
 
 def step_of(
-    method: Method, dtype: torch.dtype, compile: Compile, *, cuda_graph: bool = False, budget: float | None = None
+    method: Method,
+    dtype: torch.dtype,
+    compile: Compile,
+    *,
+    runner: CompiledRunner,
+    cuda_graph: bool = False,
+    budget: float | None = None,
 ) -> tuple[Any, TrainState]:
     optimizer, mechanism, state = fresh_state(z=0.0 if method is Method.NONE else 1.0)
     example = {"tokens": batch_of(0).data["tokens"][0]}
     plan = make_plan(SMALL, state.params, example, method=method, memory_budget=budget, dtype=dtype)
     step = make_train_step(
-        SMALL, optimizer, mechanism=mechanism, plan=plan, compile=compile, donate=("state",), cuda_graph=cuda_graph
+        SMALL,
+        optimizer,
+        mechanism=mechanism,
+        plan=plan,
+        execution=share(make_execution(compile=compile, cuda_graph=cuda_graph), runner),
+        donate=("state",),
     )
     return step, state
 
@@ -229,11 +250,10 @@ def results(step: Any, state: TrainState, batches: list[Batch]) -> dict[str, tor
         *((method, None, torch.float32) for method in (Method.NONE, Method.GHOST_BK, Method.AUTO)),
     ],
 )
-def test_compiled_blocks_in_a_recorded_step_take_the_same_steps(method, budget, dtype, shared, monkeypatch):
-    monkeypatch.setattr(fdp.step, "Blocks", lambda: shared)
+def test_compiled_blocks_in_a_recorded_step_take_the_same_steps(method, budget, dtype, shared):
     batches = [batch_of(t) for t in range(4)]
-    found = results(*step_of(method, dtype, Compile.BLOCK, cuda_graph=True, budget=budget), batches)
-    expected = results(*step_of(method, dtype, Compile.NONE, budget=budget), batches)
+    found = results(*step_of(method, dtype, Compile.BLOCK, runner=shared, cuda_graph=True, budget=budget), batches)
+    expected = results(*step_of(method, dtype, Compile.NONE, runner=shared, budget=budget), batches)
     half = dtype == torch.bfloat16
     for what, value in expected.items():
         metric = what.startswith(("losses", "norms"))
@@ -243,25 +263,23 @@ def test_compiled_blocks_in_a_recorded_step_take_the_same_steps(method, budget, 
         )
 
 
-def test_a_recorded_step_is_the_step_with_new_data_new_keys_and_other_shapes(shared, monkeypatch):
-    monkeypatch.setattr(fdp.step, "Blocks", lambda: shared)
+def test_a_recorded_step_is_the_step_with_new_data_new_keys_and_other_shapes(shared):
     batches = [batch_of(t, microbatches=1 if t in (3, 4, 6) else 2) for t in range(8)]
-    found = results(*step_of(Method.AUTO, torch.bfloat16, Compile.BLOCK, cuda_graph=True), batches)
-    expected = results(*step_of(Method.AUTO, torch.bfloat16, Compile.BLOCK), batches)
+    found = results(*step_of(Method.AUTO, torch.bfloat16, Compile.BLOCK, runner=shared, cuda_graph=True), batches)
+    expected = results(*step_of(Method.AUTO, torch.bfloat16, Compile.BLOCK, runner=shared), batches)
     for what, value in expected.items():
         torch.testing.assert_close(found[what], value, rtol=1e-3, atol=1e-4, msg=lambda m, w=what: f"{w}: {m}")
     norms = [found[f"norms {t}"] for t in range(8)]
     assert all(not torch.equal(a, b) for a, b in pairwise(norms)), "metrics of a step were overwritten"
 
 
-def test_another_state_is_recorded_anew_and_the_first_is_left_alone(shared, monkeypatch):
-    monkeypatch.setattr(fdp.step, "Blocks", lambda: shared)
-    step, first = step_of(Method.AUTO, torch.bfloat16, Compile.BLOCK, cuda_graph=True)
+def test_another_state_is_recorded_anew_and_the_first_is_left_alone(shared):
+    step, first = step_of(Method.AUTO, torch.bfloat16, Compile.BLOCK, runner=shared, cuda_graph=True)
     for t in range(3):
         first, _ = step(first, batch_of(t), KEY.cuda())
     before = tree.map(torch.clone, first.params)
     _, _, second = fresh_state(seed=5)
-    plain, _ = step_of(Method.AUTO, torch.bfloat16, Compile.NONE)
+    plain, _ = step_of(Method.AUTO, torch.bfloat16, Compile.NONE, runner=shared)
     truth = tree.map(torch.clone, second)
     for t in range(3):
         second, metrics = step(second, batch_of(t), KEY.cuda())
@@ -274,9 +292,8 @@ def test_another_state_is_recorded_anew_and_the_first_is_left_alone(shared, monk
 
 
 @pytest.mark.parametrize("cuda_graph", [False, True])
-def test_parameters_changed_between_steps_are_computed_with(cuda_graph, shared, monkeypatch):
-    monkeypatch.setattr(fdp.step, "Blocks", lambda: shared)
-    step, state = step_of(Method.AUTO, torch.bfloat16, Compile.BLOCK, cuda_graph=cuda_graph)
+def test_parameters_changed_between_steps_are_computed_with(cuda_graph, shared):
+    step, state = step_of(Method.AUTO, torch.bfloat16, Compile.BLOCK, runner=shared, cuda_graph=cuda_graph)
     for t in range(3):
         state, _ = step(state, batch_of(t), KEY.cuda())
     for leaf in tree.leaves(state.params):
@@ -331,17 +348,17 @@ def pairs_with(extreme: float | str) -> dict[str, torch.Tensor]:
 def test_in_half_precision_one_sample_moves_the_sum_by_at_most_its_sensitivity(method, budget, name, extreme, shared):
     model, params, data = USES[name], tree.map(torch.Tensor.cuda, PARAMS), pairs_with(extreme)
     plan = make_plan(model, params, data, method=method, memory_budget=budget, dtype=torch.bfloat16)
-    _, norms, stash = per_sample_norms(model, params, data, plan=plan, blocks=shared)
+    _, norms, stash = per_sample_norms(model, params, data, plan=plan, execution=Execution(runner=shared))
     clip = clip_to(norms, max_norm=CLIP)
     slack = 2.0**-24 * (B + 3) ** 2 + 1e-6
     everyone = torch.ones(B, device="cuda")
-    for made in (True, False):
-        present = clipped_sum(stash, clip, made=made).made().value["w"].double()
+    for lazy in (False, True):
+        present = summed(stash, clip, lazy=lazy).value["w"].double()
         assert bool(present.isfinite().all())
         for b in range(B):
             mask = everyone.clone()
             mask[b] = 0
-            absent = clipped_sum(stash, clip.masked(mask), made=made).made().value["w"].double()
+            absent = summed(stash, clip.masked(mask), lazy=lazy).value["w"].double()
             assert float((present - absent).norm()) <= CLIP * (1 + slack)
     # the norm is that of what is added, whatever rounding made of it
     for b in range(B):
@@ -350,7 +367,7 @@ def test_in_half_precision_one_sample_moves_the_sum_by_at_most_its_sensitivity(m
             continue
         one_hot = torch.zeros(B, dtype=torch.float64, device="cuda")
         one_hot[b] = 1
-        alone = clipped_sum(stash, Clip({"w": one_hot}, clip.sensitivity)).value["w"].double()
+        alone = summed(stash, Clip({"w": one_hot}, clip.sensitivity)).value["w"].double()
         assert float(norms.total()[b]) >= float(alone.norm()) * (1 - 1e-6)
 
 
@@ -360,17 +377,17 @@ def test_in_half_precision_a_whole_model_keeps_the_bound_and_repeats_bit_for_bit
     params, data = SMALL.init(keys.key(0).cuda()), tree.map(lambda leaf: leaf[0], batch_of(0).data)
     params = tree.map(lambda leaf: 3 * leaf, params)
     plan = make_plan(SMALL, params, data, method=method, memory_budget=budget, dtype=torch.bfloat16)
-    _, norms, stash = per_sample_norms(SMALL, params, data, plan=plan, blocks=shared)
-    _, again, _ = per_sample_norms(SMALL, params, data, plan=plan, blocks=shared)
+    _, norms, stash = per_sample_norms(SMALL, params, data, plan=plan, execution=Execution(runner=shared))
+    _, again, _ = per_sample_norms(SMALL, params, data, plan=plan, execution=Execution(runner=shared))
     assert all(torch.equal(again.squared[path], square) for path, square in norms.squared.items())
     clip = clip_to(norms, max_norm=0.1)
     assert bool((clip.smallest() < 1).all())
     everyone = torch.ones(4, device="cuda")
-    present = clipped_sum(stash, clip, made=False).made()
+    present = summed(stash, clip, lazy=True)
     for b in range(4):
         mask = everyone.clone()
         mask[b] = 0
-        absent = clipped_sum(stash, clip.masked(mask), made=False).made()
+        absent = summed(stash, clip.masked(mask), lazy=True)
         moved = sum((present.value[p] - absent.value[p]).double().square().sum() for p in present.value) ** 0.5
         assert float(moved) <= 0.1 * (1 + 2.0**-24 * 7**2 + 1e-6)
         assert float(moved) >= 0.1 * 0.9

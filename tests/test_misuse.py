@@ -12,9 +12,13 @@ import fdp.checks.first_call
 import fdp.step
 from fdp import keys, ops, optimizers, tree
 from fdp.checks.first_call import Checks, check_model
-from fdp.fast.compiled import Blocks
+from fdp.fast.compile_modes import Compile, make_execution
+from fdp.fast.compiled import CompiledRunner
 from fdp.fingerprint import fingerprint
-from fdp.gradients.per_sample import clipped_sum, per_sample_norms
+from fdp.gradients.clipped_sum import clipped_sum
+from fdp.gradients.execution import Execution
+from fdp.gradients.lazy_sum import add_sums, evaluate
+from fdp.gradients.per_sample import per_sample_norms
 from fdp.gradients.plan import Method, make_plan
 from fdp.kfac.private.noised_factors import STATISTICS
 from fdp.kfac.state import KfacState
@@ -31,7 +35,8 @@ from fdp.privacy.mechanism import Mechanism, statistics, without_noise
 from fdp.privacy.noise import add_gaussian, declare_sensitivity, expected_mean
 from fdp.privacy.sampling import Poisson, poisson, sample_batch, trusted_batch
 from fdp.run.spent import spent
-from fdp.step import Compile, compose, init_state, make_stages, make_train_step
+from fdp.stages import make_stages
+from fdp.step import init_state, join_observed, make_train_step
 from fdp.types import Batch, ClippedSum, FdpError, Flat, TrainState
 from tests.ranks import run_on_ranks
 
@@ -74,16 +79,11 @@ def noise_of(
     """The noise that a step adds, in units of its own standard deviation."""
     state = state_of(mechanism, optimizer)._replace(step=torch.tensor(at))
     stages = make_stages(MODEL, optimizer or sgd(1.0), mechanism=mechanism, plan=plan_of(), **options)
-    seen: dict[str, Flat] = {}
-
-    def watched(total: Any, key: Tensor) -> Flat:
-        noisy = stages.noise(total, key)
-        added = {path: (leaf - total.value[path]) / total.sensitivity for path, leaf in noisy.items()}
-        seen.setdefault("noise", {}).update({path: leaf / mechanism.noise_multiplier for path, leaf in added.items()})
-        return noisy
-
-    compose(stages._replace(noise=watched))(state, empty(mechanism.sampling), root)
-    return seen["noise"]
+    after, _, total = join_observed(stages, lambda total: tree.map(torch.clone, total))(
+        state, empty(mechanism.sampling), root
+    )
+    added = stages.finish.noise_added(state, total, stages.key(root, state.step), after)
+    return {path: leaf / total.sensitivity / mechanism.noise_multiplier for path, leaf in added.items()}
 
 
 def correlation(a: Flat, b: Flat) -> float:
@@ -104,9 +104,8 @@ def test_one_key_gives_every_step_its_own_noise():
 
 @pytest.mark.parametrize("how", ["plain", "donated", "blocks"])
 def test_one_key_gives_every_step_its_own_noise_however_it_is_computed(how, monkeypatch):
-    monkeypatch.setattr(fdp.step, "Blocks", lambda: Blocks(backend="eager"))
     options: dict[str, Any] = {"plain": {}, "donated": {"donate": ("state",)}}.get(
-        how, {"donate": ("state",), "compile": Compile.BLOCK}
+        how, {"donate": ("state",), "execution": Execution(runner=CompiledRunner(backend="eager"))}
     )
     optimizer = adamw(1.0, b1=0.0, b2=0.0, eps=1.0)  # about linear in the noise
     step, state = step_of(optimizer=optimizer, **options), state_of(optimizer=optimizer)
@@ -186,7 +185,7 @@ def test_two_losses_of_the_same_leaves_are_two_models():
 @pytest.mark.parametrize("method", [Method.GHOST, Method.MATERIALIZE, Method.FLASH])
 def test_how_a_step_is_computed_changes_no_noise(method):
     stages = [
-        make_stages(MODEL, sgd(1.0), mechanism=MECHANISM, plan=plan_of(by), compile=compile)
+        make_stages(MODEL, sgd(1.0), mechanism=MECHANISM, plan=plan_of(by), execution=make_execution(compile=compile))
         for by, compile in ((Method.AUTO, Compile.NONE), (method, Compile.BLOCK))
     ]
     one, other = (stage.key(ROOT, torch.tensor(3)) for stage in stages)
@@ -415,8 +414,10 @@ def refused_on_ranks() -> list[str]:
         batch = drawn(0, **share)
         example = tree.map(lambda leaf: leaf[0], batch.data)
         plan = make_plan(model, abstract_params(model, sharding), example)
-        step = make_train_step(model, sgd(1.0), mechanism=MECHANISM, plan=plan, sharding=sharding)
-        state = init_state(model, params, sgd(1.0), MECHANISM, sharding=sharding)
+        step = make_train_step(
+            model, sgd(1.0), mechanism=MECHANISM, plan=plan, execution=make_execution(sharding=sharding)
+        )
+        state = init_state(model, params, sgd(1.0), MECHANISM, execution=make_execution(sharding=sharding))
         try:
             state, _ = step(state, batch, ROOT)
             said.append(f"step {int(state.step)}")
@@ -447,7 +448,7 @@ def test_a_clipped_sum_made_by_hand_is_refused():
     assert not torch.equal(add_gaussian(mine, key=ROOT, step=0, noise_multiplier=1.0)["w"], value["w"])
     with pytest.raises(FdpError, match="sensitivity: expected a finite number above 0, got 0"):
         declare_sensitivity(value, 0.0)
-    unknown = mine.plus(ClippedSum(value, torch.tensor(1.0)))
+    unknown = add_sums(mine, ClippedSum(dict(value), torch.tensor(1.0)))
     with pytest.raises(FdpError, match="nothing vouches"):
         add_gaussian(unknown, key=ROOT, step=0, noise_multiplier=1.0)
 
@@ -460,7 +461,7 @@ def total_of(max_norm: float) -> ClippedSum:
 
 def test_what_the_library_clipped_passes_however_it_is_handed_on():
     total = total_of(0.5)
-    for same in (total, total.made(), total._replace(value=dict(total.value)), tree.map(torch.clone, total)):
+    for same in (total, evaluate(total), total._replace(value=dict(total.value)), tree.map(torch.clone, total)):
         assert same.bound == total.bound is not None
         add_gaussian(same, key=ROOT, step=0, noise_multiplier=1.0)
     assert len(tree.leaves(total)) == len(total.value) + 1

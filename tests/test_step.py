@@ -10,15 +10,18 @@ import torch
 
 from fdp import keys, tree
 from fdp.checks.first_call import Checks
-from fdp.gradients.accumulate import Part, joined
+from fdp.fast.compile_modes import Compile
+from fdp.gradients.accumulate import MicrobatchSum, add_microbatches
+from fdp.gradients.lazy_sum import LazySum
 from fdp.gradients.plan import Method, make_plan
 from fdp.models import GPTConfig, gpt, mlp
 from fdp.optimizers import adamw, sgd
 from fdp.privacy import clipping
 from fdp.privacy.mechanism import Mechanism, without_noise
 from fdp.privacy.sampling import poisson, trusted_batch
-from fdp.step import Compile, init_state, make_stages, make_train_step
-from fdp.types import Batch, ClippedSum, FdpError, Metrics, Weighted
+from fdp.stages import make_stages
+from fdp.step import init_state, make_train_step
+from fdp.types import Batch, ClippedSum, FdpError, Metrics
 
 PRIVATE = [Method.MATERIALIZE, Method.GHOST, Method.GHOST_BK, Method.AUTO]
 GPT = gpt(GPTConfig(layers=2, width=16, heads=2, context=8, vocab_size=13))
@@ -124,12 +127,12 @@ def test_what_a_microbatch_kept_is_released_before_the_next_one_begins():
             assert not [rows for rows in alive if rows() is not None]
             rows = torch.full((2, 4), float(i), dtype=torch.float64)
             alive.append(weakref.ref(rows))
-            total = ClippedSum({"w": Weighted(rows, torch.ones(2, dtype=torch.float64))}, torch.ones(()))
+            total = ClippedSum({"w": LazySum(rows, torch.ones(2, dtype=torch.float64))}, torch.ones(()))
             del rows
-            yield Part(total, torch.zeros(()), Metrics(*torch.zeros(4, 2)))
+            yield MicrobatchSum(total, torch.zeros(()), Metrics(*torch.zeros(4, 2)))
             del total
 
-    total = joined(parts(), several=True).total
+    total = add_microbatches(parts(), 3).total
     assert torch.equal(total.value["w"], torch.full((4,), 6.0, dtype=torch.float64))
 
 

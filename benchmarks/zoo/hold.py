@@ -24,12 +24,14 @@ import torch
 from torch import Generator, Tensor, nn
 
 from fdp import tree
-from fdp.fast.compiled import Blocks
+from fdp.fast.compiled import CompiledRunner
 from fdp.foreign.module import from_module
 from fdp.foreign.uses.dropout import DROPOUT_KEYS, keys_of
 from fdp.foreign.uses.tracking import CallTrace
 from fdp.foreign.uses.watch import WatchMode
-from fdp.gradients.per_sample import clipped_sum, per_sample_norms
+from fdp.gradients.clipped_sum import clipped_sum
+from fdp.gradients.execution import EAGER, Execution
+from fdp.gradients.per_sample import per_sample_norms
 from fdp.gradients.plan import make_plan
 from fdp.model import Model
 from fdp.privacy.clipping import clip_to
@@ -108,12 +110,12 @@ def hold(kind: Kind, *, group: str = "", backend: str = "aot_eager", compiled: b
     verdict, words, error = _held(kind, None)
     also = ""
     if kind.compiled if compiled is None else compiled:
-        also, more, _ = _held(kind, Blocks(backend=backend))
+        also, more, _ = _held(kind, CompiledRunner(backend=backend))
         words = words if also in ALLOWED else f"{words} compiled: {more}".strip()
     return Row(kind.name, group, verdict, words, error, also, time.perf_counter() - began)
 
 
-def _held(kind: Kind, blocks: Blocks | None) -> tuple[str, str, float]:
+def _held(kind: Kind, blocks: CompiledRunner | None) -> tuple[str, str, float]:
     try:
         kind.make()
     except ImportError as missing:  # a zoo goes on without what is not installed
@@ -152,7 +154,7 @@ def _made(make: Callable[[], Case]) -> Case:
     return case
 
 
-def _looked_at(make: Callable[[], Case], blocks: Blocks | None) -> tuple[str, str, float]:
+def _looked_at(make: Callable[[], Case], blocks: CompiledRunner | None) -> tuple[str, str, float]:
     case, reference = _made(make), _made(make)
     before = digest(case.module)
     try:
@@ -181,10 +183,10 @@ def _looked_at(make: Callable[[], Case], blocks: Blocks | None) -> tuple[str, st
     return found
 
 
-def _compare(case: Case, model: Model, params: Tree, data: Tree, blocks: Blocks | None) -> tuple[float, str]:
+def _compare(case: Case, model: Model, params: Tree, data: Tree, blocks: CompiledRunner | None) -> tuple[float, str]:
     """Return the largest relative difference of losses, norms and a clipped sum from the loop's, and where it is."""
     plan = make_plan(model, params, data, dtype=torch.float64)
-    losses, norms, stash = per_sample_norms(model, params, data, plan=plan, blocks=blocks)
+    losses, norms, stash = per_sample_norms(model, params, data, plan=plan, execution=Execution(runner=blocks or EAGER))
     expected, gradients = loop(case, model, data)
     if set(norms.squared) != set(gradients):
         return float("inf"), f"leaves {sorted(set(norms.squared) ^ set(gradients))[:3]}"

@@ -1,10 +1,10 @@
-"""Checks of a model that a private step makes before its first sum: once, on some samples at hand and on made-up ones.
+"""Checks of a model that a private step runs once, before its first sum, on some real samples and synthetic ones.
 
     independent     the loss of a sample does not depend on the other samples       any model
-    in its row      row b of every use holds sample b                               up to 20 million parameters, whole
-    norms           those of the plan are those of ``vmap(grad)``                   up to 20 million parameters
+    in its row      row b of every use holds sample b                               up to 20 million, not sharded
+    norms           the plan's norms equal those of ``vmap(grad)``                  up to 20 million parameters
 
-Without the first, clipping bounds nothing; without the second, it bounds something else. Every rank takes part, with
+Without the first, clipping bounds nothing; without the others, it bounds something else. Every rank takes part, with
 the same samples. :func:`fdp.step.make_train_step` runs them at a step's first call, ``fdp train`` before it begins.
 
     >>> check_model(model, params, data, plan=plan)
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fdp import tree
 from fdp.checks import model_checks
-from fdp.fast.compiled import Blocks
+from fdp.gradients.execution import LOCAL, STORE_ALL, Execution
 from fdp.gradients.per_sample import losses_of, per_sample_norms
 from fdp.gradients.plan import Method, Plan, make_plan
 from fdp.gradients.taps import batch_size_of
@@ -32,17 +32,17 @@ from fdp.parallel.sharding import Sharding, abstract_params
 from fdp.types import Batch, FdpError, Tree
 
 NORMS_CHECKED_UP_TO = 20_000_000
-"""Parameters up to which per-sample norms are compared with ``vmap(grad)``."""
+"""Largest number of parameters for which per-sample norms are compared with ``vmap(grad)``."""
 NORMS_CHECKED_OF = 5
-"""Samples of which they are: two of the data, one long, one of many short documents, one of padding."""
+"""Samples in that comparison: two real ones, one long, one of many short documents, one of padding."""
 CHECKED_TOGETHER = 16
-"""Samples in one batch of the check that they are independent; less where a microbatch is smaller."""
+"""Samples in one batch of the independence check; fewer if a microbatch is smaller."""
 FEW = 4
-"""Samples of the data that are looked at."""
+"""Real samples that are checked."""
 
 
 class Checks(Enum):
-    """When a private step checks its model. SKIPPED: never; then nothing stands for the sensitivity but your word."""
+    """When a private step checks its model. If SKIPPED, nothing but your word stands for the sensitivity."""
 
     FIRST_CALL = "first call"
     SKIPPED = "skipped"
@@ -54,14 +54,14 @@ def check_model(
     data: Tree,
     *,
     plan: Plan,
-    sharding: Sharding | None = None,
-    blocks: Blocks | None = None,
+    execution: Execution = LOCAL,
 ) -> None:
-    """Raise an error that says what is wrong with the model, or with a rule, if samples could not be clipped by it.
+    """Raise an error that says what is wrong with the model, or with a rule, if it would break the clipping.
 
-    ``params`` are whole, or this rank's parts, wherever they are kept; ``data`` are samples, the same on every rank,
-    of which a few are looked at. Norms are computed by the choices of ``plan``, in float32 at least.
+    ``params`` are full, or this rank's shards, on any device; ``data`` are samples, the same on every rank, of which a
+    few are used. Norms are computed by the choices of ``plan``, in float32 at least.
     """
+    sharding = execution.sharding
     count, device = max(2, min(FEW, batch_size_of(data))), tree.leaves(data)[0].device
     many = first_rows(data, max(2, min(CHECKED_TOGETHER, batch_size_of(data))))
     data, parts = first_rows(data, count), localize(params)
@@ -90,14 +90,14 @@ def check_model(
         model_checks.check_rows(model, wide, many, plan=own)
     mixed = model_checks.mixture(model, params, first_rows(data, 2), losses_of=losses, at_most=NORMS_CHECKED_OF)
     own = make_plan(model, shapes, mixed, method=plan.method, dtype=dtype)._replace(choices=plan.choices)
-    _, norms, _ = per_sample_norms(model, parts, mixed, plan=own, sharding=sharding, blocks=blocks)
+    _, norms, _ = per_sample_norms(model, parts, mixed, plan=own, execution=execution._replace(memory=STORE_ALL))
     wholes = tree.map(lambda leaf: full_tensor(leaf).to(device, dtype), params)
     uncut = model if model.tensor is None or model.parallel is None else model.parallel(None)
     model_checks.check_norms(uncut, wholes, mixed, plan=own, measured=norms)
 
 
 def first_rows(data: Tree, count: int) -> Tree:
-    """The first ``count`` samples; of fewer, from the start again."""
+    """Return the first ``count`` samples, repeated from the start if there are fewer."""
     which = torch.arange(count) % batch_size_of(data)
     return tree.map(lambda leaf: leaf[which.to(leaf.device)], data)
 
@@ -110,7 +110,7 @@ class FirstCall:
         self.done = False
 
     def __call__(self, params: Tree, batch: Batch) -> None:
-        """Check the model, unless that was done. Every rank calls it, with its own samples."""
+        """Check the model, unless it was checked before. Every rank calls it, with its own samples."""
         if self.done:
             return
         if torch.compiler.is_compiling():
@@ -125,5 +125,5 @@ class FirstCall:
             here = tree.leaves(data)[0].device
             few = tree.map(lambda leaf: leaf.cpu(), first_rows(data, FEW))
             data = tree.map(lambda leaf: leaf.to(here), gather_values(few, None)[0])
-        check_model(self.model, params, data, plan=self.plan, sharding=self.sharding)
+        check_model(self.model, params, data, plan=self.plan, execution=Execution(self.sharding))
         self.done = True

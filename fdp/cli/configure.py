@@ -17,6 +17,7 @@ from fdp.cli.configure_kfac import make_kfac_config, make_kfac_source
 from fdp.cli.model_and_data import earlier_guarantees, is_folder, load_dataset, load_model_and_data
 from fdp.cli.names import DTYPES, OPTIMIZERS, by_value, choose, parse_mesh, parse_offload
 from fdp.cli.train_options import ComputeOptions, PrivacyOptions, RankOptions, TrainingOptions, TrainOptions
+from fdp.fast.compile_modes import Compile
 from fdp.gradients.plan import Method
 from fdp.parallel import launch
 from fdp.parallel.sharding import Data, Reduce, Zero
@@ -25,7 +26,6 @@ from fdp.privacy.guarantee import default_delta
 from fdp.privacy.microbatches import Dataset
 from fdp.privacy.sampling import rounded_population
 from fdp.run.training_run import KfacOptimizer, Layout, RunConfig
-from fdp.step import Compile
 from fdp.types import FdpError
 
 DEFAULT_EPSILON = 8.0

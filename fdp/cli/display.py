@@ -22,13 +22,13 @@ from fdp.cli.formatting import round_up
 from fdp.cli.train_options import TrainOptions
 from fdp.data.read_counts import read_counts_of
 from fdp.data.units import dataset_unit, sentence
+from fdp.fast.compile_modes import Compile
 from fdp.gradients.plan import Method
 from fdp.kfac.private.sources import Feed, kind_of
 from fdp.kfac.state import KfacPlan
 from fdp.privacy.guarantee import RELATION, delta_advice, shown_epsilon, training_again
 from fdp.run.step_metrics import guarantee_of
 from fdp.run.training_run import Run
-from fdp.step import Compile
 from fdp.types import TrainState
 
 Rows: TypeAlias = list[tuple[str, str]]

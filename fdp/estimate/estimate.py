@@ -25,7 +25,7 @@ from fdp import tree
 from fdp.estimate.ledger import Ledger, MemoryKind, Peak, Phase, Transfer
 from fdp.estimate.trace import TracedWork, trace_measurement, trace_step
 from fdp.gradients import timing
-from fdp.gradients.block_loop import Memory
+from fdp.gradients.execution import Memory
 from fdp.gradients.plan import Method, Plan, make_plan
 from fdp.kfac.optimizer import Kfac
 from fdp.kfac.private.sources import KfacOptimizer, make_kfac

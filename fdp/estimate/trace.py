@@ -17,6 +17,7 @@ from torch import Tensor
 from fdp import tree
 from fdp.checks.first_call import Checks
 from fdp.estimate.ledger import DEVICE, HOST, Ledger, MemoryKind, Phase, fused_attention
+from fdp.fast.compile_modes import make_execution
 from fdp.gradients.plan import Plan
 from fdp.kfac.optimizer import Kfac
 from fdp.kfac.private.refresh import sides_of
@@ -65,9 +66,9 @@ def trace_step(work: TracedWork, microbatches: int) -> Ledger:
             watch.optimizer(work.optimizer),
             mechanism=Mechanism(sampling, style, 1.0 if plan.private else 0.0),
             plan=plan,
-            sharding=sharding,
-            offload=work.offload,
-            checkpoint_activations=work.checkpoint_activations,
+            execution=make_execution(
+                sharding=sharding, offload=work.offload, checkpoint_activations=work.checkpoint_activations
+            ),
             checks=Checks.SKIPPED,  # there are no values to check
             precondition=sides_of if roots else None,
         )

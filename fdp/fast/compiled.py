@@ -1,15 +1,15 @@
-"""A block's forward and backward, each compiled once and used by every block of its kind.
+"""Compile the forward and backward of a block once, and use them for every block of its kind.
 
-    out, pull = blocks.tapped_vjp(block, weights, carry, data, uses, trainable)        as fdp.gradients.taps.tapped_vjp
-    out, pull = blocks.plain_vjp(block, weights, carry, data, trainable)               gradients of the weights
+    out, pull = runner.tapped_vjp(block, weights, carry, data, uses, trainable)        as fdp.gradients.taps.tapped_vjp
+    out, pull = runner.plain_vjp(block, weights, carry, data, trainable)               gradients of the weights
 
-Layers that compute the same function on leaves of the same shapes are one kind: a model of 36 layers is compiled as
-fast as one of 3. ``torch.func`` cannot hand residuals from a compiled forward to a backward compiled apart from it,
-plain autograd can (AOTAutograd splits the two); taps make the gradients that it returns true derivatives, and a tap
-that the output does not depend on is an error, never a zero.
+Layers that compute the same function on leaves of the same shapes are one kind, so a model of 36 layers compiles as
+fast as one of 3. ``torch.func`` cannot pass residuals from a compiled forward to a backward that is compiled
+separately; plain autograd can (AOTAutograd splits the two). Taps make the gradients that it returns true derivatives,
+and a tap that the output does not depend on is an error, never a zero.
 
-    >>> blocks = Blocks()
-    >>> out, pull = blocks.tapped_vjp(block, weights, carry, data, uses, trainable)
+    >>> runner = CompiledRunner()
+    >>> out, pull = runner.tapped_vjp(block, weights, carry, data, uses, trainable)
 """
 
 from __future__ import annotations
@@ -23,21 +23,23 @@ from fdp_kernels.token_sums import foreach_token_sums, split_token_sums
 from torch import Tensor
 
 from fdp import tree
+from fdp.fast.fused_head import can_fuse, fused_vjp
+from fdp.gradients.execution import Pull
+from fdp.gradients.plan import Plan
 from fdp.gradients.rules import HALF, Record, Rule
 from fdp.gradients.taps import Tape, Use, batch_size_of, make_taps, records_of, traced, watch, zeros_of
 from fdp.model import Block
 from fdp.types import FdpError, Flat, Path, Tree
 
-LONG = 2048
-"""Tokens from which on a bias's gradients are summed apart: inside the backward they slow what they are fused with.
-At 512 and 1024 tokens of GPT-2-Large, in turns on an H200, a step took as long either way."""
+LONG_TOKENS = 2048
+"""From this many tokens on, a bias's gradient is summed outside the compiled backward, which it would slow down."""
 
 
-class Kind(NamedTuple):
-    """A compiled forward, with plain autograd behind it, and the rules of its uses.
+class CompiledBlock(NamedTuple):
+    """A compiled forward, differentiated by plain autograd, and the rules of its uses.
 
-    ``biases``: by bias, the use whose output gradient, summed over tokens, is its gradient. ``zeros``: what its taps
-    are made of, for all blocks of the kind and all steps: to fill one is a launch.
+    ``biases`` maps a bias to the use whose output gradient, summed over tokens, is its gradient. ``zeros`` are what
+    taps are expanded from; all blocks of the kind share them in all steps, because filling one is a launch.
     """
 
     run: Callable[..., tuple[Tree, Flat]]
@@ -46,17 +48,19 @@ class Kind(NamedTuple):
     zeros: dict[str, Tensor]
 
 
-class Blocks:
-    """The kinds of blocks met so far, compiled. ``backend`` is torch.compile's."""
+class CompiledRunner:
+    """A runner (``gradients.execution``) that compiles each kind of block once. ``backend`` is torch.compile's."""
+
+    compiles = True
 
     def __init__(self, backend: str = "inductor"):
         self.backend = backend
-        self.kinds: dict[Any, Kind] = {}
+        self.kinds: dict[Any, CompiledBlock] = {}
 
     def tapped_vjp(
         self, block: Block, weights: Flat, carry: Tree, data: Tree, uses: tuple[Use, ...], trainable: frozenset[Path]
     ) -> tuple[Tree, Callable[[Tree], tuple[Tree, dict[Path, list[Record]]]]]:
-        """A block's output and its pull-back to its carry and to its parameters' records."""
+        """Return a block's output and its pull-back to its carry and to its parameters' records."""
         local, names, here = _local(block, weights)
         trained = frozenset(names[path] for path in weights if path in trainable)
         mine = tuple(use._replace(name=_renamed(use, names), path=names[use.path]) for use in uses)
@@ -64,25 +68,25 @@ class Blocks:
         if key not in self.kinds:
             named = Block(block.name, local, block.apply)
             tape, _ = traced(named, here, trained, carry, data, attached=True)
-            apart = _summed_apart(tape)
-            planned = [(use.name, use.rule) for use in mine if use.name not in apart]
+            separate = _separate_biases(tape)
+            planned = [(use.name, use.rule) for use in mine if use.name not in separate]
             run = self._compiled(_tapped_run(named, trained, planned, tape), block, pure=not tape.changed)
-            with torch.inference_mode(False):  # who began in that mode by mistake would find its zeros for ever
+            with torch.inference_mode(False):  # zeros made in that mode could never be differentiated
                 zeros = zeros_of(mine, here)
-            self.kinds[key] = Kind(run, tape.rules, apart, zeros)
+            self.kinds[key] = CompiledBlock(run, tape.rules, separate, zeros)
         kind = self.kinds[key]
         taps = {
             name: tap.detach().requires_grad_()
             for name, tap in make_taps(mine, here, kind.zeros).items()
             if name not in kind.biases
         }
-        carry = _opened(carry)
+        carry = _requiring_grad(carry)
         with torch.enable_grad():
             out, inputs = kind.run(here, carry, data, taps)
         paths = {name: path for path, name in names.items()}
 
         def pull(gradient: Tree) -> tuple[Tree, dict[Path, list[Record]]]:
-            carry_gradient, tap_gradients = _pulled(out, gradient, carry, taps)
+            carry_gradient, tap_gradients = _gradients(out, gradient, carry, taps)
             tap_gradients |= _token_sums({bias: tap_gradients[use] for bias, use in kind.biases.items()})
             found = records_of(mine, kind.rules, inputs, tap_gradients)
             return carry_gradient, {paths[name]: records for name, records in found.items()}
@@ -92,36 +96,49 @@ class Blocks:
     def plain_vjp(
         self, block: Block, weights: Flat, carry: Tree, data: Tree, trainable: frozenset[Path]
     ) -> tuple[Tree, Callable[[Tree], tuple[Tree, Flat]]]:
-        """A block's output and its pull-back to its carry and to the gradients of its trainable leaves."""
+        """Return a block's output and its pull-back to its carry and to the gradients of its trainable leaves."""
         local, names, here = _local(block, weights)
         key = (block.apply, repr(local))
         if key not in self.kinds:
             named = Block(block.name, local, block.apply)
-            self.kinds[key] = Kind(self._compiled(_plain_run(named), block), {}, {}, {})
+            self.kinds[key] = CompiledBlock(self._compiled(_plain_run(named), block), {}, {}, {})
         trained = {names[path]: w.detach().requires_grad_() for path, w in weights.items() if path in trainable}
-        carry = _opened(carry)
+        carry = _requiring_grad(carry)
         with torch.enable_grad():
             out, _ = self.kinds[key].run(here | trained, carry, data)
 
         def pull(gradient: Tree) -> tuple[Tree, Flat]:
-            carry_gradient, found = _pulled(out, gradient, carry, trained)
+            carry_gradient, found = _gradients(out, gradient, carry, trained)
             return carry_gradient, {path: found[name] for path, name in names.items() if name in found}
 
         return tree.map(Tensor.detach, out), pull
 
-    def function(self, key: Any, run: Callable, *values: Any) -> Any:
-        """``run(*values)``, compiled once for ``key`` and the shapes, dtypes and devices of the tensors in ``values``.
+    def head_vjp(
+        self,
+        block: Block,
+        weights: Flat,
+        carry: Tree,
+        data: Tree,
+        uses: tuple[Use, ...],
+        plan: Plan,
+        gradient: Tensor | None,
+    ) -> tuple[Tensor, Pull] | None:
+        """Fuse a model's head with its loss, if the plan allows it (see :mod:`fdp.fast.fused_head`)."""
+        return fused_vjp(self, block, weights, carry, data, uses, plan, gradient) if can_fuse(block, plan) else None
 
-        ``key`` stands for all else that ``run`` depends on: what it closes over, and the types that hold the tensors.
+    def function(self, key: Any, run: Callable, *values: Any) -> Any:
+        """Return ``run(*values)``, compiled once for ``key`` and the shapes, dtypes and devices of its tensors.
+
+        ``key`` identifies all else that ``run`` depends on: what it closes over, and the types that hold the tensors.
         """
         tensors = (leaf for leaf in tree.leaves(values) if isinstance(leaf, Tensor))
         known = (key, tuple((tuple(leaf.shape), leaf.dtype, leaf.device) for leaf in tensors))
         if known not in self.kinds:
-            self.kinds[known] = Kind(self._compiled_as(f"function_{len(self.kinds)}", run), {}, {}, {})
+            self.kinds[known] = CompiledBlock(self._compiled_as(f"function_{len(self.kinds)}", run), {}, {}, {})
         return self.kinds[known].run(*values)
 
     def _compiled(self, run: Callable, block: Block, *, pure: bool = True) -> Callable:
-        """Compiled, unless the block says not to or leaves something in its module, which only an eager run undoes."""
+        """Compile ``run``, unless the block forbids it or writes into its module, which only an eager run undoes."""
         return self._compiled_as(f"block_{block.name}", run) if block.compiled and pure else run
 
     def _compiled_as(self, name: str, run: Callable) -> Callable:
@@ -145,7 +162,7 @@ class Blocks:
 
 
 def _local(block: Block, weights: Flat) -> tuple[Tree, dict[Path, str], Flat]:
-    """The block's tree of leaves named by their order, so that blocks of a kind are equal; and its weights so named."""
+    """Return the block's tree of leaves named by their order, so that blocks of a kind are equal, and its weights."""
     names = {path: str(i) for i, path in enumerate(dict.fromkeys(tree.leaves(block.params)))}
     return tree.select(names, block.params), names, {names[path]: w.detach() for path, w in weights.items()}
 
@@ -154,12 +171,12 @@ def _renamed(use: Use, names: dict[Path, str]) -> str:
     return names[use.path] + use.name.removeprefix(use.path)
 
 
-def _opened(carry: Tree) -> Tree:
+def _requiring_grad(carry: Tree) -> Tree:
     return tree.map(lambda leaf: leaf.detach().requires_grad_(leaf.is_floating_point()), carry)
 
 
-def _pulled(out: Tree, gradient: Tree, carry: Tree, taps: Flat) -> tuple[Tree, Flat]:
-    """The gradients of carry and taps. A carry that the output does not depend on has none; a tap must have one."""
+def _gradients(out: Tree, gradient: Tree, carry: Tree, taps: Flat) -> tuple[Tree, Flat]:
+    """Return the gradients of carry and taps. Every tap must have one; a carry that the output ignores gets zeros."""
     opened = [leaf for leaf in tree.leaves(carry) if leaf.requires_grad]
     wanted = [*opened, *taps.values()]
     follows = [(o, g) for o, g in zip(tree.leaves(out), tree.leaves(gradient)) if o.requires_grad]
@@ -174,21 +191,21 @@ def _pulled(out: Tree, gradient: Tree, carry: Tree, taps: Flat) -> tuple[Tree, F
 
     def slope(leaf: Tensor) -> Tensor:
         if not leaf.is_floating_point():
-            return leaf  # has no gradient; nobody reads what is in its place
+            return leaf  # integers have no gradient, and nobody reads this one
         own = next(of_carry) if leaf.requires_grad else None
         return torch.zeros_like(leaf) if own is None else own
 
     return tree.map(slope, carry), dict(zip(taps, found[len(opened) :]))  # type: ignore[arg-type]
 
 
-def _summed_apart(tape: Tape) -> dict[str, str]:
-    """The biases that are added once, to the output of one use with many tokens."""
-    long = {use.name for use in tape.uses if len(use.output_shape) == 3 and use.output_shape[1] >= LONG}
+def _separate_biases(tape: Tape) -> dict[str, str]:
+    """Return the biases that are added once, to the output of one use with many tokens."""
+    long = {use.name for use in tape.uses if len(use.output_shape) == 3 and use.output_shape[1] >= LONG_TOKENS}
     return {bias: use for bias, use in tape.biases.items() if use in long and tape.expansions.count(bias) == 1}
 
 
 def _token_sums(gradients: Flat) -> Flat:
-    """The sums over tokens of each; those of one shape but for their width, in half precision on a GPU, in one go."""
+    """Sum each over tokens. In half precision on a GPU, gradients that differ in width only share a launch."""
     alike: dict[Any, list[str]] = {}
     for name, g in gradients.items():
         alike.setdefault((g.shape[:2], g.dtype, g.is_cuda), []).append(name)

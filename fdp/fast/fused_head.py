@@ -1,24 +1,23 @@
-"""A model's head and its loss in one: forward and backward together, no logits held whole.
+"""Fuse a model's head with its loss: forward and backward together, full logits never stored.
 
     losses_b = sum_t weights_bt cross_entropy(features_bt W^T, targets_bt)  the block's ``LossHead`` says which is which
 
-Its pull-back is made in the forward, because nothing comes between the two; it is that of ``Block.apply``, and so are
-the records it leaves: per-sample gradients of W, kept, and what the features' own parameters left.
+The backward runs in the forward, because nothing comes between the two. Pull-back and records are those of
+``Block.apply``: stored per-sample gradients of W, and the records of the features' own parameters.
 
-    >>> losses, pull = fused_vjp(blocks, block, weights, carry, data, uses, plan, gradient)
+    >>> losses, pull = fused_vjp(runner, block, weights, carry, data, uses, plan, gradient)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from fdp import tree
 from fdp.fast.chunked_head import fused_head_kept, fused_head_plain
-from fdp.fast.compiled import Blocks
 from fdp.gradients.costs import NormBy
+from fdp.gradients.execution import Pull, Runner
 from fdp.gradients.plan import Plan
 from fdp.gradients.rules import Dense
 from fdp.gradients.taps import Use
@@ -27,17 +26,17 @@ from fdp.types import Flat, Path, Tree
 
 
 def can_fuse(block: Block, plan: Plan) -> bool:
-    """Whether this block's head is fused: W is trained, used nowhere else in the block, and its gradients are kept."""
+    """Return True if W is trained, used nowhere else in the block, and stored as per-sample gradients."""
     if block.head is None:
         return False
     path = block.params[block.head.weight]
-    alone = tree.leaves(block.params).count(path) == 1
-    kept = not plan.private or (path in plan.choices and plan.choices[path].norm is NormBy.KEEP)
-    return alone and kept and path in plan.trainable
+    once = tree.leaves(block.params).count(path) == 1
+    stored = not plan.private or (path in plan.choices and plan.choices[path].norm is NormBy.KEEP)
+    return once and stored and path in plan.trainable
 
 
 def fused_vjp(
-    blocks: Blocks,
+    runner: Runner,
     block: Block,
     weights: Flat,
     carry: Tree,
@@ -45,10 +44,10 @@ def fused_vjp(
     uses: tuple[Use, ...],
     plan: Plan,
     gradient: Tensor | None,
-) -> tuple[Tensor, Callable[[Tree], tuple[Tree, dict[Path, Any]]]]:
-    """The losses and their pull-back, for a ``gradient`` of the losses that is known (None: all ones).
+) -> tuple[Tensor, Pull]:
+    """Return the losses and their pull-back for a known ``gradient`` of the losses (None: all ones).
 
-    Training with privacy asks for all ones: a sample's gradient is that of its own loss.
+    Private training needs all ones: a sample's gradient is that of its own loss.
     """
     head = block.head
     assert head is not None
@@ -61,11 +60,11 @@ def fused_vjp(
     if plan.private:
         assert gradient is None
         own = tuple(use for use in uses if use.path != path)
-        features, pull = blocks.tapped_vjp(before, rest, carry, data, own, plan.trainable)
-        losses, of_features, kept = fused_head_kept(features, weights[path], head.targets(data), counts)
-        found: dict[Path, Any] = {path: [Dense(kept)]}
+        features, pull = runner.tapped_vjp(before, rest, carry, data, own, plan.trainable)
+        losses, of_features, per_sample = fused_head_kept(features, weights[path], head.targets(data), counts)
+        found: dict[Path, Any] = {path: [Dense(per_sample)]}
     else:
-        features, pull = blocks.plain_vjp(before, rest, carry, data, plan.trainable)
+        features, pull = runner.plain_vjp(before, rest, carry, data, plan.trainable)
         start = gradient if gradient is not None else features.new_ones(len(features))
         losses, of_features, total = fused_head_plain(features, weights[path], head.targets(data), start, counts)
         found = {path: total}

@@ -1,11 +1,10 @@
-"""AdamW, or momentum, on a noisy mean, from sums that are not yet made, in place and in one pass over every leaf.
+"""AdamW, or momentum, on a noisy mean of lazy sums, in place and in one pass over every leaf.
 
     params, moments <- adamw((sum_s factors_s rows_s + noise_scale N(0, I)) / expected_batch_size)
 
-The same as ``add_noise``, ``expected_mean``, ``optimizer.update`` and ``apply_updates`` in turn: the same draws, a
-function of (key, path, element), on the same grid, and the same state of the optimizer; rounding apart. Nothing is
-rounded to less than float64 before the noise is added. What is written besides: a copy of the parameters in the dtype
-to compute with.
+The same as ``add_noise``, ``expected_mean``, ``optimizer.update`` and ``apply_updates`` in turn, up to rounding: the
+same draws, a function of (key, path, element), on the same grid, and the same optimizer state. Nothing is rounded below
+float64 before the noise is added. The pass also writes a copy of the parameters in the compute dtype.
 
     >>> update_ = NoisyUpdate(optimizer.rule)
     >>> update_(params, opt_state, sums, copies, key=key, noise_scale=z * total.sensitivity, expected_batch_size=256)
@@ -22,19 +21,20 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fdp import keys, tree
+from fdp.gradients.lazy_sum import LazySum
 from fdp.optimizers.adam import AdamState, unbias
 from fdp.optimizers.base import AdamW, Momentum
 from fdp.optimizers.schedules import as_schedule
 from fdp.optimizers.sgd import TraceState
 from fdp.optimizers.transforms import ScheduleState
 from fdp.privacy.noise import grid_of
-from fdp.types import FdpError, Flat, Key, Path, ShardWindow, Tree, Weighted
+from fdp.types import FdpError, Flat, Key, Path, ShardWindow, Tree
 
 
 class NoisyUpdate:
-    """The update of one optimizer; keeps between calls what depends on paths and shard windows only.
+    """The update of one optimizer. Between calls it stores only what depends on paths and places.
 
-    A call can be captured in a CUDA graph if one with leaves of the same sizes came before it, and then ``reserve``.
+    A call can be captured in a CUDA graph after a call with leaves of the same sizes, and then ``reserve``.
 
     Guarantees:
       - each element's noise is drawn from (key, path, index in the whole leaf) and scaled by ``noise_scale``, once;
@@ -52,7 +52,7 @@ class NoisyUpdate:
         self,
         params: Flat,
         opt_state: Tree,
-        sums: Mapping[Path, Weighted],
+        sums: Mapping[Path, LazySum],
         copies: Mapping[Path, Tensor] | None = None,
         *,
         key: Key,
@@ -89,7 +89,7 @@ class NoisyUpdate:
                 part.step.add_(1)
 
     def reserve(self) -> None:
-        """Set aside what the next capture of a call needs and cannot make; call it outside, before every capture."""
+        """Allocate what the next capture needs and cannot allocate itself; call it outside, before every capture."""
         self._tables.reserve()
 
     def _hyper(self) -> Hyper:
@@ -117,11 +117,11 @@ class NoisyUpdate:
         self,
         params: Flat,
         moments: AdamState | TraceState,
-        sums: Mapping[Path, Weighted],
+        sums: Mapping[Path, LazySum],
         copies: Mapping[Path, Tensor],
         shard_windows: Mapping[Path, ShardWindow] | None,
     ) -> tuple[dict[Path, Leaf], dict[Path, Leaf]]:
-        """The leaves that the kernel takes, and the others."""
+        """Return the leaves that the kernel takes, and the others."""
         if isinstance(moments, AdamState):
             means, squares = tree.flatten(moments.mean), tree.flatten(moments.square)
         else:
@@ -143,15 +143,22 @@ class NoisyUpdate:
         return taken, odd
 
     def _children(self, key: Key, paths: Sequence[Path]) -> Int[Tensor, "paths 8"]:
-        """The key of every path, in one go."""
+        """Return the keys of all paths, in one launch."""
         which = (*paths, key.device)
         if which not in self._nonces:
             self._nonces[which] = keys.path_nonces(paths, key.device)
         return keys.fold_in_nonces(key, self._nonces[which])
 
 
+def first_moments(opt_state: Tree, paths: Sequence[Path]) -> Flat:
+    """Return Adam's running mean of the gradient, by path."""
+    found = next(part for part in opt_state if isinstance(part, AdamState))
+    means = tree.flatten(found.mean)
+    return {path: means[path] for path in paths}
+
+
 def _moments(opt_state: Tree, params: Flat, rule: AdamW | Momentum) -> AdamState | TraceState:
-    """Those of the optimizer's state that the rule goes by."""
+    """Return the moments in the optimizer's state that the rule updates."""
     kind = AdamState if isinstance(rule, AdamW) else TraceState
     parts = opt_state if isinstance(opt_state, tuple) else ()
     found = next((part for part in parts if isinstance(part, kind)), None)
@@ -165,7 +172,7 @@ def _moments(opt_state: Tree, params: Flat, rule: AdamW | Momentum) -> AdamState
 
 
 def _first(place: ShardWindow) -> int | None:
-    """The index of a part's first element in its leaf, if its elements follow each other there; else None."""
+    """Return the index of a shard's first element in its leaf if the shard is contiguous there, else None."""
     shape, window = place
     cut = [dim for dim, (_, length) in enumerate(window) if length != shape[dim]]
     if cut and any(length != 1 for _, length in window[: cut[-1]]):

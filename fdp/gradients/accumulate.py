@@ -1,76 +1,119 @@
-"""What the microbatches of a step add up to: one clipped sum, one tally, the metrics of all samples.
+"""Clipped gradients of microbatches, added up over a step.
 
-total = sum over microbatches of ClippedSum,    of different samples: the sensitivity stays that of one
+total = sum over microbatches of ClippedSum                 different samples: the sensitivity stays that of one
 
->>> total, tally, metrics = joined(parts, several=count > 1)
+>>> gradient = clipped_gradient(model, mechanism, plan)      # microbatch -> its clipped sum
+>>> total, tally, metrics = add_microbatches(gradient(...) for i in range(count))
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from fdp.fast.compiled import Blocks
-from fdp.gradients.block_loop import Memory
-from fdp.gradients.per_sample import plain_sum
+from fdp.gradients.clipped_sum import clipped_sum, plain_sum
+from fdp.gradients.execution import LOCAL, Execution
+from fdp.gradients.lazy_sum import add_sums, evaluate
+from fdp.gradients.linear_maps import Sides
+from fdp.gradients.per_sample import Stash, identity, per_sample_norms
 from fdp.gradients.plan import Plan
+from fdp.gradients.precondition import map_record
 from fdp.model import Model
 from fdp.parallel.gather_reduce import gather_samples
 from fdp.parallel.sharding import Sharding
-from fdp.types import ClippedSum, Metrics, Tree
+from fdp.privacy.mechanism import Mechanism
+from fdp.types import Clip, ClippedSum, Metrics, Path, Tree
+
+Preconditioners: TypeAlias = Mapping[Path, Sides]
+"""The linear maps that per-sample gradients go through before they are clipped; leaves without one stay as they are."""
+
+NO_PRECONDITIONERS: Preconditioners = {}
 
 
-class Part(NamedTuple):
-    """What a microbatch adds: its clipped sum, its tally for adaptive clipping, its metrics."""
+class MicrobatchSum(NamedTuple):
+    """What a microbatch adds to a step: its clipped sum, its tally for adaptive clipping, its metrics."""
 
     total: ClippedSum
     tally: Tensor
     metrics: Metrics
 
 
-def plain_part(
+Gradient: TypeAlias = Callable[..., MicrobatchSum]
+"""``gradient(weights, clip_state, data, mask, preconditioners={})``: the work on one microbatch."""
+
+
+def clipped_gradient(
     model: Model,
+    mechanism: Mechanism,
     plan: Plan,
-    params: Tree,
-    data: Tree,
-    mask: Tensor,
-    sharding: Sharding | None,
-    memory: Memory,
-    blocks: Blocks | None,
-    *,
-    made: bool,
-) -> Part:
-    """What a microbatch adds in plain training: the sum of its gradients, which nothing bounds."""
-    losses, value = plain_sum(
-        model, params, data, mask, plan=plan, sharding=sharding, memory=memory, blocks=blocks, made=made
-    )
-    metrics = Metrics(losses, torch.full_like(losses, torch.nan), torch.ones_like(losses), mask)
-    return Part(ClippedSum(value, losses.new_full((), torch.inf)), losses.new_zeros(()), metrics)
+    execution: Execution = LOCAL,
+    sum_records: Callable[[Stash, Clip], ClippedSum] = clipped_sum,
+) -> Gradient:
+    """Return the private work on a microbatch: per-sample norms, clip factors, clipped sum."""
+
+    def gradient(
+        weights: Tree,
+        clip_state: Tree,
+        data: Tree,
+        mask: Float[Tensor, " batch"],
+        preconditioners: Preconditioners = NO_PRECONDITIONERS,
+    ) -> MicrobatchSum:
+        transform = partial(map_record, preconditioners) if preconditioners else identity
+        losses, norms, stash = per_sample_norms(
+            model, weights, data, plan=plan, execution=execution, transform=transform
+        )
+        clip = mechanism.clip.clip(norms, clip_state).masked(mask)
+        total = sum_records(stash, clip)
+        tally = mechanism.clip.tally(norms, mask, clip_state)
+        return MicrobatchSum(total, tally, Metrics(losses, norms.total(), clip.smallest(), mask))
+
+    return gradient
 
 
-def joined(parts: Iterable[Part], *, several: bool) -> Part:
-    """The sum of all microbatches, which hold different samples.
+def plain_gradient(
+    model: Model, plan: Plan, execution: Execution = LOCAL, sum_gradients: Callable[..., Any] = plain_sum
+) -> Gradient:
+    """Return the work on a microbatch of plain training: the sum of its gradients, which nothing bounds."""
 
-    Of ``several`` each sum is made, and what it is made of released, before the next microbatch begins: that may be
-    many times its size.
+    def gradient(
+        weights: Tree,
+        clip_state: Tree,
+        data: Tree,
+        mask: Float[Tensor, " batch"],
+        preconditioners: Preconditioners = NO_PRECONDITIONERS,
+    ) -> MicrobatchSum:
+        losses, value = sum_gradients(model, weights, data, mask, plan=plan, execution=execution)
+        metrics = Metrics(losses, torch.full_like(losses, torch.nan), torch.ones_like(losses), mask)
+        return MicrobatchSum(ClippedSum(value, losses.new_full((), torch.inf)), losses.new_zeros(()), metrics)
+
+    return gradient
+
+
+def add_microbatches(sums: Iterable[MicrobatchSum], count: int) -> MicrobatchSum:
+    """Return the sum of ``count`` microbatches, which hold different samples.
+
+    If there are several, each lazy sum is evaluated and its rows are freed before the next microbatch begins: the rows
+    may be many times larger than the sum.
     """
     total, tally, metrics = None, None, []
-    for part in parts:
-        more = part.total.made() if several and total is None else part.total
-        total = more if total is None else total.plus(more, release=True)
-        tally = part.tally if tally is None else tally + part.tally
-        metrics.append(part.metrics)
-        del part, more
+    for each in sums:
+        more = evaluate(each.total) if count > 1 and total is None else each.total
+        total = more if total is None else add_sums(total, more)
+        tally = each.tally if tally is None else tally + each.tally
+        metrics.append(each.metrics)
+        del each, more
     assert total is not None
     assert tally is not None
-    return Part(total, tally, Metrics(*(torch.cat(fields) for fields in zip(*metrics))))
+    return MicrobatchSum(total, tally, Metrics(*(torch.cat(fields) for fields in zip(*metrics))))
 
 
-def everyones(metrics: Metrics, shape: Sequence[int], sharding: Sharding | None) -> Metrics:
-    """The metrics of all ranks' samples, in global order."""
+def gather_metrics(metrics: Metrics, shape: Sequence[int], sharding: Sharding | None) -> Metrics:
+    """Gather the metrics of all ranks' samples, in global order."""
     if sharding is None:
         return metrics
     return Metrics(*(gather_samples(sharding, field.view(*shape)).flatten() for field in metrics))

@@ -5,7 +5,7 @@
 On a GPU a layer then takes its products and a few kernels, instead of one for every step on the way.
 
     >>> how = {"shapes": known.shapes, "rounded": True, "root": False}
-    >>> updates, dots = precondition_whole(maps, gradients, blocks=blocks, **how)
+    >>> updates, dots = precondition_whole(maps, gradients, runner=runner, **how)
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from jaxtyping import Float
 from torch import Tensor
 
-from fdp.fast.compiled import Blocks
+from fdp.gradients.execution import Runner
 from fdp.gradients.linear_maps import Sides
 from fdp.kfac.invert.apply import precondition, trust_dot
 from fdp.kfac.layers import joined, parted
@@ -30,7 +30,7 @@ def precondition_whole(
     shapes: Mapping[Layer, tuple[int, int]],
     rounded: bool,
     root: bool,
-    blocks: Blocks,
+    runner: Runner,
 ) -> tuple[Flat, list[Float[Tensor, ""]]]:
     """``F^-1 G`` of every layer and ``G . F^-1 G``, or ``G . G`` with ``root``, of which one half is applied already.
 
@@ -45,7 +45,7 @@ def precondition_whole(
         bias = None if layer.bias is None else gradients[layer.bias]
         key = ("precondition", shapes[layer], rounded, root, _form(preconditioner), bias is None)
         run = _run_of(shapes[layer], rounded=rounded, root=root)
-        new_weight, new_bias, dot = blocks.function(key, run, preconditioner, weight, bias)
+        new_weight, new_bias, dot = runner.function(key, run, preconditioner, weight, bias)
         done[layer.weight] = new_weight
         if layer.bias is not None:
             done[layer.bias] = new_bias

@@ -22,8 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fdp import keys, tree
-from fdp.fast.compiled import Blocks
-from fdp.gradients.block_loop import ALL_KEPT, Memory
+from fdp.gradients.execution import EAGER, STORE_ALL, Memory, Runner
 from fdp.kfac.config import Distribution, KfacConfig
 from fdp.kfac.factors import HALF
 from fdp.kfac.full_gradients import precondition_whole
@@ -52,7 +51,7 @@ class Kfac(NamedTuple):
     optimizer: Optimizer
     plan: KfacPlan
     memory: Memory
-    blocks: Blocks | None
+    runner: Runner
 
     def refresh(
         self, state: TrainState, data: Tree, mask: Float[Tensor, " batch"], key: Key, step: int, *, donate: bool = False
@@ -64,14 +63,14 @@ class Kfac(NamedTuple):
         Guarantees:
           - roots, which map gradients in a private step, are refused: whose data this is cannot be told.
         """
-        plan, memory, blocks = self.plan, self.memory, self.blocks
+        plan, memory, runner = self.plan, self.memory, self.runner
         if plan.config.power is Power.ROOT:
             raise FdpError(
                 "refresh: expected K-FAC for training without privacy, got roots for a private step: curvature of a "
                 "batch without noise may reveal it. Use fdp.kfac.private.refresh: refresh_public, or refresh_noised"
             )
         labels = keys.step_key(key, "curvature", step)
-        return refresh(state, data, mask, labels, step, plan=plan, memory=memory, blocks=blocks, donate=donate)
+        return refresh(state, data, mask, labels, step, plan=plan, memory=memory, runner=runner, donate=donate)
 
     def settled(self, state: TrainState) -> TrainState:
         """The state with everything where it is kept; once, after ``init_state``."""
@@ -86,17 +85,17 @@ def kfac(
     config: KfacConfig,
     sharding: Sharding | None = None,
     dtype: torch.dtype = torch.float32,
-    memory: Memory = ALL_KEPT,
-    blocks: Blocks | None = None,
+    memory: Memory = STORE_ALL,
+    runner: Runner = EAGER,
     view: Callable[[Survey], Survey] = lambda known: known,
 ) -> Kfac:
     """K-FAC for ``model`` on microbatches of the shapes, and on the device, of ``microbatch``: this rank's samples.
 
-    ``dtype`` is what the model computes in while factors are measured; ``memory`` and ``blocks`` as in a step;
+    ``dtype`` is what the model computes in while factors are measured; ``memory`` and ``runner`` as in a step;
     ``view`` as in :func:`fdp.kfac.state.plan_kfac`.
     """
     plan = plan_kfac(model, microbatch, config=config, sharding=sharding, dtype=dtype, view=view)
-    front = scale_by_kfac(plan, learning_rate=learning_rate, blocks=blocks)
+    front = scale_by_kfac(plan, learning_rate=learning_rate, runner=runner)
     parts = [front]
     parts += [momentum_trace(config.momentum)] if config.momentum else []
     parts += [add_decayed_weights(config.weight_decay)] if config.weight_decay else []
@@ -104,11 +103,11 @@ def kfac(
     if config.momentum:
         known = Momentum(front, learning_rate, config.momentum, config.weight_decay, optimizer.update)
         optimizer = optimizer._replace(descent=known)
-    return Kfac(optimizer, plan, memory, blocks)
+    return Kfac(optimizer, plan, memory, runner)
 
 
-def scale_by_kfac(plan: KfacPlan, *, learning_rate: float | Schedule, blocks: Blocks | None = None) -> Optimizer:
-    """``u = nu F^-1 g``; the learning rate is for the scale ``nu`` only. ``blocks``: layers are compiled by kind, too.
+def scale_by_kfac(plan: KfacPlan, *, learning_rate: float | Schedule, runner: Runner = EAGER) -> Optimizer:
+    """``u = nu F^-1 g``; the learning rate is for the scale ``nu`` only. A compiled ``runner`` compiles layers too.
 
     Guarantees:
       - a private step takes no other power than the root, whose curvature is public or noised.
@@ -134,9 +133,9 @@ def scale_by_kfac(plan: KfacPlan, *, learning_rate: float | Schedule, blocks: Bl
 
         maps = {layer: _ready(state.maps[layer.weight], layer, plan) for layer in plan.layers}
         shapes = plan.known.shapes
-        if blocks is not None and plan.sharding is None and config.distribution is not Distribution.RING:
+        if runner.compiles and plan.sharding is None and config.distribution is not Distribution.RING:
             whole = {layer: placed for layer, placed in maps.items() if not isinstance(placed, RingSides)}
-            done, dots = precondition_whole(whole, flat, shapes=shapes, rounded=rounded, root=root, blocks=blocks)
+            done, dots = precondition_whole(whole, flat, shapes=shapes, rounded=rounded, root=root, runner=runner)
         else:
             done = precondition_parts(maps, flat, plan.sharding, shapes=shapes, apply=apply)
         if config.kl_clip is not None:

@@ -25,8 +25,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fdp import tree
-from fdp.fast.compiled import Blocks
-from fdp.gradients.block_loop import ALL_KEPT, Memory
+from fdp.gradients.execution import EAGER, STORE_ALL, Memory, Runner
 from fdp.gradients.linear_maps import Sides
 from fdp.kfac.config import Distribution, KfacConfig
 from fdp.kfac.factors import CurvatureError
@@ -73,8 +72,8 @@ def refresh(
     step: int,
     *,
     plan: KfacPlan,
-    memory: Memory = ALL_KEPT,
-    blocks: Blocks | None = None,
+    memory: Memory = STORE_ALL,
+    runner: Runner = EAGER,
     donate: bool = False,
 ) -> TrainState:
     """The state before step ``step`` with factors, and inverses, of this microbatch at the present parameters.
@@ -91,7 +90,7 @@ def refresh(
         return state
     _check(plan, data, mask)
     here = localize(state)
-    kf, failed = _measured(find(here.opt), here.params, data, mask, key, plan, memory, blocks)
+    kf, failed = _measured(find(here.opt), here.params, data, mask, key, plan, memory, runner)
     if is_inverted(plan.config, step):
         kf, broken = _inverted(kf, plan, mask.device)
         failed |= broken
@@ -110,10 +109,10 @@ def _measured(
     key: Key,
     plan: KfacPlan,
     memory: Memory,
-    blocks: Blocks | None,
+    runner: Runner,
 ) -> tuple[KfacState, set[Layer]]:
     """The state with what was measured added, and the layers of which it could not be."""
-    new = measure(params, data, mask, key, plan=plan, memory=memory, blocks=blocks)
+    new = measure(params, data, mask, key, plan=plan, memory=memory, runner=runner)
     failed = _unusable(new, _tokens(plan.model, data, mask), plan.sharding)
     factors = kf.factors | _added(kf, {layer: both for layer, both in new.items() if layer not in failed}, plan)
     return kf._replace(factors=factors, measured=kf.measured + 1), failed
@@ -126,8 +125,8 @@ def measure(
     key: Key,
     *,
     plan: KfacPlan,
-    memory: Memory = ALL_KEPT,
-    blocks: Blocks | None = None,
+    memory: Memory = STORE_ALL,
+    runner: Runner = EAGER,
 ) -> dict[Layer, tuple[Factor | None, Factor | None]]:
     """Both sides of every layer in the forms they are kept in: sums of all ranks' samples, and this rank's columns.
 
@@ -146,7 +145,7 @@ def measure(
         known=plan.known,
         sharding=sharding,
         memory=memory,
-        blocks=blocks,
+        runner=runner,
     )
 
     def summed(factor: Factor | None, side: Side) -> Factor | None:

@@ -1,11 +1,11 @@
-"""Two runs held against each other, stage by stage: where they first part, and by how much.
+"""Compare two runs stage by stage: where they first differ, and by how much.
 
     init -> forward -> loss -> norms -> clipped sum -> noise -> update -> ...       per leaf: max |a - b| / max |b|
 
-A run on several ranks must be the run on one, a ghost norm the norm of the gradient, a compiled step the eager one. If
-they are not, the end shows it and does not say why: one wrong norm moves everything after it. So the pieces of the
-step are run one by one, what passes between them is put together to whole leaves, and the first stage at which two
-runs differ is where to look.
+A run on several ranks must equal the run on one, a ghost norm the norm of the gradient, a compiled step the eager one.
+If they do not, the final parameters show it but not why: one wrong norm changes everything after it. So we look between
+the stages of the very step that trains, gather what passes between them to full leaves, and report the first stage at
+which two runs differ.
 
     >>> seen = observe(*prepare(config))                                # on every rank; one stage at a time
     >>> found = list(compare(observe(*prepare(a)), observe(*prepare(b))))
@@ -18,7 +18,6 @@ import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,18 +25,21 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fdp import step, tree
+from fdp import tree
+from fdp.gradients.lazy_sum import evaluate
 from fdp.ops import fast_attention
 from fdp.parallel import agree
-from fdp.parallel.dtensors import as_dtensor, full_tensor, globalize, localize
+from fdp.parallel.dtensors import as_dtensor, full_tensor, localize
 from fdp.parallel.gather_reduce import gather_samples
 from fdp.parallel.sharding import Sharding
 from fdp.run.training_run import Run, draw_batch, refreshed
-from fdp.types import Batch, FdpError, Flat, TrainState
+from fdp.stages import Stages
+from fdp.step import join_observed
+from fdp.types import Batch, ClippedSum, FdpError, Flat, TrainState
 
 
 class Stage(Enum):
-    """What is looked at, in the order in which it comes to be."""
+    """Stages of a step, in the order in which they are computed."""
 
     INIT = "init"
     FORWARD = "forward"
@@ -49,12 +51,12 @@ class Stage(Enum):
 
 
 class Seen(NamedTuple):
-    """What one stage of one step gave: whole leaves by path, or one number per sample, as ``sample 0, sample 1, ...``.
+    """The result of one stage of one step: full leaves by path, or one number per sample, ``sample 0, sample 1, ...``.
 
     Steps count from 1; step 0 is before the first. ``forward`` is the mean, the standard deviation and the sum of the
     logits of all samples, nothing for a model that does not name its logits (``fdp.model.Outputs``); ``noise`` is what
     was added, ``update`` the parameters after it.
-    ``apart`` says by how much the copies of ranks differ that should all hold the same; copies that agree are left out.
+    ``apart`` holds how far copies differ that should be equal on all ranks; copies that agree are left out.
     """
 
     step: int
@@ -64,7 +66,7 @@ class Seen(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """The largest relative difference of a stage, and the leaf or the sample that has it; '' if nothing differs."""
+    """The largest relative difference of a stage, and the leaf or sample that has it; '' if nothing differs."""
 
     step: int
     stage: Stage
@@ -73,43 +75,44 @@ class Difference(NamedTuple):
 
 
 def observe(run: Run, state: TrainState) -> Iterator[Seen]:
-    """Every stage of the steps that ``fdp.run.training_run.steps`` would make, on the same samples and with the same
-    noise.
+    """Yield every stage of the steps of ``fdp.run.training_run.steps``: the same samples, noise and code.
 
-    Every rank of the run calls it and goes through it to the end; only the first one is given whole leaves.
+    The step is the run's own, as it trains: fused, compiled, recorded as a CUDA graph, whatever its execution. Between
+    its stages the clipped sum is copied, and the noise is what its end added to that sum. Every rank of the run calls
+    this and goes through it to the end; only the first one is given full leaves.
 
     Guarantees:
       - the parameters after every step are those of ``fdp.run.training_run.steps``;
       - samples are in the order of the data, padding left out, however they lie on ranks and in microbatches;
       - ranks that should hold the same values, and do not, are found out.
     """
-    config, sharding = run.config, run.sharding
+    config, sharding, stages = run.config, run.sharding, run.stages
     root = run.key.to(config.device)
-    stages = _compiled(run.stages) if config.compile is step.Compile.STEP else run.stages
+    step = join_observed(stages, _copy_of_sum)
     yield Seen(0, Stage.INIT, *_wholes(tree.flatten(localize(state.params)), sharding))
     for t in range(int(state.step), config.steps):
         batch = draw_batch(run, t)
         state = refreshed(run, state, batch, t)
-        here = localize(state)
-        yield Seen(t + 1, Stage.FORWARD, *_logits(stages, here, batch))
-        total, tally, metrics = step.all_microbatches(stages, here, batch)
-        metrics = step.everyones(metrics, batch.mask.shape, sharding)
+        before = tree.map(torch.clone, localize(state))
+        yield Seen(t + 1, Stage.FORWARD, *_logits(stages, before, batch))
+        state, metrics, total = step(state, batch, root)
+        after = localize(state)
         real = metrics.mask > 0
         yield Seen(t + 1, Stage.LOSS, *_samples(metrics.losses[real]))
         yield Seen(t + 1, Stage.NORMS, *_samples(metrics.norms[real]))
-        total = stages.reduce(total).made()
         yield Seen(t + 1, Stage.SUM, *_wholes(total.value, sharding))
-        key = stages.key(root, here.step)
-        noisy = stages.noise(total, key)
-        added = {path: leaf - total.value[path].to(leaf) for path, leaf in noisy.items()}
+        added = stages.finish.noise_added(before, total, stages.key(root, before.step), after)
         yield Seen(t + 1, Stage.NOISE, *_wholes(added, sharding))
-        mean = stages.mean(noisy, here.params)
-        state = globalize(stages.update(here, mean, tally, key), like=state)
-        yield Seen(t + 1, Stage.UPDATE, *_wholes(tree.flatten(localize(state.params)), sharding))
+        yield Seen(t + 1, Stage.UPDATE, *_wholes(tree.flatten(after.params), sharding))
+
+
+def _copy_of_sum(total: ClippedSum) -> ClippedSum:
+    """Return the sum evaluated, in tensors that the rest of the step does not write to."""
+    return tree.map(torch.clone, evaluate(total))
 
 
 def compare(a: Iterable[Seen], b: Iterable[Seen]) -> Iterator[Difference]:
-    """Stage by stage, the leaf or sample with the largest :func:`relative_difference`; the first of equal ones.
+    """Yield, stage by stage, the leaf or sample with the largest :func:`relative_difference`; the first of equals.
 
     Guarantees:
       - a leaf or sample that only one of the two has counts as infinitely different;
@@ -129,7 +132,7 @@ def compare(a: Iterable[Seen], b: Iterable[Seen]) -> Iterator[Difference]:
 
 
 def relative_difference(a: Float[Tensor, " *shape"], b: Float[Tensor, " *shape"]) -> float:
-    """``max |a - b| / max |b|``, computed in float64; 0 where both are the same, zeros and NaN included.
+    """``max |a - b| / max |b|``, computed in float64; 0 if both are the same, zeros and NaN included.
 
     Infinite if the shapes differ, if one is NaN or infinite where the other is not, and if only b is all zeros.
     """
@@ -145,45 +148,39 @@ def relative_difference(a: Float[Tensor, " *shape"], b: Float[Tensor, " *shape"]
 
 
 def first_over(differences: Iterable[Difference], *, tolerance: float) -> Difference | None:
-    """The first stage that differs by more than ``tolerance``; None: the runs are equal within it."""
+    """Return the first stage that differs by more than ``tolerance``; None if the runs are equal within it."""
     return next((difference for difference in differences if difference.value > tolerance), None)
 
 
 def write(seen: Iterable[Seen], folder: Path) -> None:
-    """Leave an observation in ``folder``, one file per stage. Every rank calls it, the first one writes."""
+    """Write an observation to ``folder``, one file per stage. Every rank calls it; the first one writes."""
     for i, (number, stage, values, apart) in enumerate(seen):
         if agree.rank_in(None) == 0:
             torch.save((number, stage.value, values, apart), folder / f"{i:06}.pt")
 
 
 def read(folder: Path) -> Iterator[Seen]:
-    """What :func:`write` left, one stage at a time."""
+    """Yield what :func:`write` wrote, one stage at a time."""
     for path in sorted(folder.glob("*.pt")):
         number, stage, values, apart = torch.load(path, weights_only=True)
         yield Seen(number, Stage(stage), values, apart)
 
 
-def _compiled(stages: step.Stages) -> step.Stages:
-    """Each compiled stage of ``fdp.step.compose`` as a graph of its own; noise and update are one there."""
-    graph = partial(torch.compile, fullgraph=True, dynamic=False)
-    return stages._replace(gradient=graph(stages.gradient), noise=graph(stages.noise), update=graph(stages.update))
-
-
-def _logits(stages: step.Stages, here: TrainState, batch: Batch) -> tuple[Flat, dict[str, float]]:
-    """What all samples' logits come to, added up in the order of the data, and by how much the ranks differ in it.
+def _logits(stages: Stages, here: TrainState, batch: Batch) -> tuple[Flat, dict[str, float]]:
+    """Return statistics of all samples' logits, summed in the order of the data, and how far the ranks differ.
 
     Mean and sum may be next to nothing because logits cancel. The root mean square stands beside them, so that a
     difference is relative to the size of the logits, and rounding does not pass for one.
     """
     weights = stages.weights(here.params, batch.mask.device)
     count = batch.mask.shape[0]
-    with fast_attention(batch.mask.device, repeatable=stages.repeats):
+    with fast_attention(batch.mask.device, repeatable=stages.repeatable):
         found = [stages.scores(weights, tree.map(lambda leaf, i=i: leaf[i], batch.data)) for i in range(count)]
     each = [moments for moments in found if moments is not None]
     if not each:
         return {}, {}
-    mask = gather_samples(stages.sharding, batch.mask) > 0
-    every = (gather_samples(stages.sharding, part.contiguous()) for part in torch.stack(each, 1))
+    mask = gather_samples(stages.execution.sharding, batch.mask) > 0
+    every = (gather_samples(stages.execution.sharding, part.contiguous()) for part in torch.stack(each, 1))
     total, squares, number = (part[mask].sum().cpu() for part in every)
     mean, square = (part / number.clamp(min=1) for part in (total, squares))
     size = square.sqrt()
@@ -198,7 +195,7 @@ def _logits(stages: step.Stages, here: TrainState, batch: Batch) -> tuple[Flat, 
 
 
 def _samples(values: Float[Tensor, " samples"]) -> tuple[Flat, dict[str, float]]:
-    """One number per sample, and by how much the ranks' differ."""
+    """Return one number per sample, and how far the ranks' copies differ."""
     values = values.detach().cpu()
     copies = agree.gather_values(values, None) if _drifted({"": _digest(values)}) else [values]
     names = [f"sample {i}" for i in range(len(values))]
@@ -208,7 +205,7 @@ def _samples(values: Float[Tensor, " samples"]) -> tuple[Flat, dict[str, float]]
 
 
 def _wholes(parts: Flat, sharding: Sharding | None) -> tuple[Flat, dict[str, float]]:
-    """Every leaf whole, from this rank's part of it, and by how much the ranks' differ.
+    """Return every full leaf, from this rank's shard of it, and how far the ranks' copies differ.
 
     One leaf at a time, so that only the first rank ever holds all of them.
     """
@@ -230,11 +227,11 @@ def _digest(copy: Tensor) -> bytes:
 
 
 def _drifted(digests: Mapping[str, bytes]) -> list[str]:
-    """What not all ranks have the same copy of; in the same order on every rank."""
+    """Return the names whose copies are not equal on all ranks, in the same order on every rank."""
     everyones = agree.gather_values(dict(digests), None)
     return [name for name, digest in everyones[0].items() if any(other.get(name) != digest for other in everyones)]
 
 
 def _apart(copies: Sequence[Tensor]) -> float:
-    """By how much any rank's copy differs from the first's."""
+    """Return how far any rank's copy differs from the first one's."""
     return max(relative_difference(copy, copies[0]) for copy in copies)

@@ -26,10 +26,10 @@ import torch
 from fdp import keys, tree
 from fdp.checks.first_call import FEW, check_model
 from fdp.data.digest import data_digest
-from fdp.fast.compiled import Blocks
+from fdp.fast.compile_modes import Compile, make_execution
 from fdp.fingerprint import fingerprint
 from fdp.gradients import timing
-from fdp.gradients.block_loop import Memory
+from fdp.gradients.execution import Execution
 from fdp.gradients.plan import CHOOSING, Method, Plan, make_plan
 from fdp.kfac.optimizer import Kfac
 from fdp.kfac.private.public_data import Public
@@ -51,7 +51,8 @@ from fdp.privacy.mechanism import Mechanism, without_noise
 from fdp.privacy.microbatches import Dataset
 from fdp.privacy.sampling import TRAINING, Poisson, poisson, sample_batch
 from fdp.run.step_metrics import StepRecord, make_step_record
-from fdp.step import Compile, Stages, compose, init_state, make_stages
+from fdp.stages import Stages, make_stages
+from fdp.step import init_state, join
 from fdp.types import Batch, FdpError, Key, Norms, Step, TrainState, Tree
 
 
@@ -160,32 +161,30 @@ def prepare(config: RunConfig, *, root: Key | None = None, settings: str | None 
     key = keys.fold_in(root, "init").to("cpu" if config.offload.params else config.device)
     params = config.values(model, sharding, key)
     share = -(-config.microbatch_size // (1 if sharding is None else sharding.ranks))
-    curvature = _kfac(config, model, sharding, share)
-    optimizer = config.optimizer if curvature is None else curvature.optimizer
-    assert isinstance(optimizer, Optimizer)
-    state = init_state(
-        model,
-        params,
-        optimizer,
-        mechanism,
+    execution = make_execution(
         sharding=sharding,
         offload=config.offload,
-        device=config.device,
+        checkpoint_activations=config.checkpoint_activations,
+        compile=config.compile,
+        cuda_graph=config.cuda_graph,
     )
+    curvature = _kfac(config, model, execution, share)
+    optimizer = config.optimizer if curvature is None else curvature.optimizer
+    assert isinstance(optimizer, Optimizer)
+    state = init_state(model, params, optimizer, mechanism, execution=execution, device=config.device)
     state = state if curvature is None else curvature.settled(state)
     feed = None if curvature is None else _feed(config, curvature, state, root)
     plan = _plan(config, model, sharding, share, config.method, config.memory_budget, config.dtype)
-    blocks = Blocks() if config.compile is Compile.BLOCK else None
-    check_model(model, state.params, _examples(config, FEW), plan=plan, sharding=sharding, blocks=blocks)
+    check_model(model, state.params, _examples(config, FEW), plan=plan, execution=execution)
+    # State on the CPU is pinned there, and stays so only if it is written in place; kernels write in place.
+    in_place = any(config.offload) or config.compile is Compile.BLOCK or config.cuda_graph
     stages = make_stages(
         model,
         optimizer,
         mechanism=mechanism,
         plan=plan,
-        sharding=sharding,
-        offload=config.offload,
-        checkpoint_activations=config.checkpoint_activations,
-        compile=config.compile,
+        execution=execution,
+        donate=("state",) if in_place else (),
         precondition=None if feed is None else sides_of,
         settings=settings,
     )
@@ -198,14 +197,13 @@ def prepare(config: RunConfig, *, root: Key | None = None, settings: str | None 
                 f"noise multiplier: expected enough noise for an epsilon that is a number, got "
                 f"{mechanism.noise_multiplier}; raise it, or give 0 for a run that is not private"
             )
-    # What is kept on the CPU is pinned there, and stays so only if it is written in place; kernels write in place.
-    in_place = any(config.offload) or config.compile is Compile.BLOCK or config.cuda_graph
-    step = compose(stages, donate=("state",) if in_place else (), cuda_graph=config.cuda_graph)
     if settings is None:
         public = feed.digest if isinstance(feed, Public) else None
         settings = fingerprint(model.identity, config.optimizer, mechanism, config.values, digest, public)
     key = keys.fold_in(root, f"run {settings}").cpu()
-    return Run(config, mechanism, stages, step, root, key, epsilons, sharding, digest, in_place, curvature, feed), state
+    return Run(
+        config, mechanism, stages, join(stages), root, key, epsilons, sharding, digest, in_place, curvature, feed
+    ), state
 
 
 def steps(
@@ -261,12 +259,11 @@ def refreshed(run: Run, state: TrainState, batch: Batch, t: int) -> TrainState:
     return refreshed_from(run.feed, run.kfac, state, draw, key, t, mechanism=mechanism, donate=run.in_place)
 
 
-def _kfac(config: RunConfig, model: Model, sharding: Sharding | None, share: int) -> Kfac | None:
+def _kfac(config: RunConfig, model: Model, execution: Execution, share: int) -> Kfac | None:
     if not isinstance(config.optimizer, KfacOptimizer):
         return None
-    blocks = Blocks() if config.compile is Compile.BLOCK else None
-    memory = Memory(config.checkpoint_activations, config.offload.params)
-    options = {"sharding": sharding, "dtype": config.dtype, "memory": memory, "blocks": blocks}
+    sharding, memory, runner, *_ = execution
+    options = {"sharding": sharding, "dtype": config.dtype, "memory": memory, "runner": runner}
     return make_kfac(model, _examples(config, share), config.optimizer, **options)
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from benchmarks.kfac import _gpu_table, step_cost
+from fdp.fast.compile_modes import Compile
 from fdp.models import GPTConfig, gpt
-from fdp.step import Compile
 
 MODEL = gpt(GPTConfig(layers=1, width=16, heads=2, context=8, vocab_size=23))
 

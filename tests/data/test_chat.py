@@ -11,9 +11,11 @@ import torch.nn.functional as F
 
 from fdp import tree
 from fdp.data import chat, corpus, text
-from fdp.fast.compiled import Blocks
+from fdp.fast.compiled import CompiledRunner
+from fdp.gradients.clipped_sum import clipped_sum, plain_sum
 from fdp.gradients.costs import NormBy
-from fdp.gradients.per_sample import clipped_sum, per_sample_norms, plain_sum
+from fdp.gradients.execution import EAGER, Execution
+from fdp.gradients.per_sample import per_sample_norms
 from fdp.gradients.plan import Method, make_plan
 from fdp.kfac.measure.fisher import losses_by_terms
 from fdp.model import Model
@@ -155,12 +157,17 @@ def test_a_head_fused_with_its_loss_knows_the_mask() -> None:
     plan = make_plan(model, params, DATA, method=Method.AUTO, dtype=torch.float64)
     head = model.blocks[-1].params["weight"]
     plan = plan._replace(choices=plan.choices | {head: plan.choices[head]._replace(norm=NormBy.KEEP)})
-    blocks = Blocks(backend="aot_eager")
+    blocks = CompiledRunner(backend="aot_eager")
     found = []
     for way in (blocks, None):
-        losses, norms, stash = per_sample_norms(model, params, DATA, plan=plan, blocks=way)
+        losses, norms, stash = per_sample_norms(
+            model, params, DATA, plan=plan, execution=Execution(runner=way or EAGER)
+        )
         found.append((losses, norms.squared, clipped_sum(stash, clip_to(norms, max_norm=0.05)).value))
     torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
     none, mask = make_plan(model, params, DATA, method=Method.NONE, dtype=torch.float64), torch.tensor([1.0, 1.0, 0.0])
-    plain = [plain_sum(model, params, DATA, mask, plan=none, blocks=way) for way in (blocks, None)]
+    plain = [
+        plain_sum(model, params, DATA, mask, plan=none, execution=Execution(runner=way or EAGER))
+        for way in (blocks, None)
+    ]
     torch.testing.assert_close(*plain, rtol=1e-10, atol=1e-12)

@@ -15,8 +15,10 @@ from fdp.data import corpus
 from fdp.data.document_packing import PackUnit
 from fdp.data.documents import Documents, split_rows
 from fdp.data.users import Users, by_user
-from fdp.fast.compiled import Blocks
-from fdp.gradients.per_sample import clipped_sum, per_sample_norms
+from fdp.fast.compiled import CompiledRunner
+from fdp.gradients.clipped_sum import clipped_sum
+from fdp.gradients.execution import EAGER, Execution
+from fdp.gradients.per_sample import per_sample_norms
 from fdp.gradients.plan import Method, make_plan
 from fdp.privacy.clipping import clip_to
 from fdp.privacy.guarantee import default_delta
@@ -169,14 +171,14 @@ def test_norms_and_sums_per_user_are_those_of_single_backwards(name: str, packed
 @pytest.mark.parametrize("name", ["gpt", pytest.param("llama", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_compiled_blocks_take_windows(name: str, packed: bool) -> None:
-    check_against_single_backwards(name, packed, Method.AUTO, Blocks(backend="aot_eager"))
+    check_against_single_backwards(name, packed, Method.AUTO, CompiledRunner(backend="aot_eager"))
 
 
-def check_against_single_backwards(name: str, packed: bool, method: Method, blocks: Blocks | None) -> None:
+def check_against_single_backwards(name: str, packed: bool, method: Method, blocks: CompiledRunner | None) -> None:
     model, data = MODELS[name], user_data(packed=packed)
     params = random_like(model)
     plan = make_plan(model, params, data, method=method, dtype=torch.float64)
-    _, norms, stash = per_sample_norms(model, params, data, plan=plan, blocks=blocks)
+    _, norms, stash = per_sample_norms(model, params, data, plan=plan, execution=Execution(runner=blocks or EAGER))
     clip = clip_to(norms, max_norm=0.1)
     total = clipped_sum(stash, clip).value
     flat = {path: leaf.clone().requires_grad_() for path, leaf in tree.flatten(params).items()}

@@ -16,6 +16,7 @@ from fdp.checks.first_call import Checks
 from fdp.estimate import estimate
 from fdp.estimate.estimate import Footprint, Scale, StepSettings, plan_at_scale
 from fdp.estimate.ledger import Ledger, MemoryKind, Phase
+from fdp.fast.compile_modes import make_execution
 from fdp.gradients.plan import Method, make_plan
 from fdp.kfac.config import KfacConfig
 from fdp.kfac.private.sources import KfacOptimizer, Synthetic, make_kfac
@@ -284,7 +285,7 @@ def count_on_rank(zero: Zero, axes: dict[str, int], method: Method, microbatches
     options: dict[str, Any] = {"plan": chosen, "sharding": sharding, "checks": Checks.SKIPPED}
     step = make_train_step(model, optimizer, mechanism=mechanism, **options)
     params = init_params(model, keys.key(0), sharding)
-    state = init_state(model, params, optimizer, mechanism, sharding=sharding)
+    state = init_state(model, params, optimizer, mechanism, execution=make_execution(sharding=sharding))
     shape = (microbatches, 2, SMALL.context + 1)
     share: dict[str, Any] = {"rank": sharding.rank, "ranks": sharding.ranks}
     tokens_of = {"tokens": torch.zeros(shape, dtype=torch.int64)}

@@ -12,8 +12,10 @@ import fdp.fast.compiled
 import fdp.gradients.taps
 import fdp.step
 from fdp import keys, ops, tree
-from fdp.fast.compiled import Blocks
-from fdp.gradients.block_loop import _plain_vjp
+from fdp.fast.compile_modes import Compile, make_execution
+from fdp.fast.compiled import CompiledRunner
+from fdp.gradients.execution import EAGER as PLAIN
+from fdp.gradients.execution import Execution
 from fdp.gradients.plan import Method, make_plan
 from fdp.gradients.rules import Dense, Pair, per_sample_gradient
 from fdp.gradients.taps import tapped_vjp, trace
@@ -27,12 +29,12 @@ from fdp.parallel.sharding import Zero, abstract_params, make_sharding
 from fdp.privacy import clipping
 from fdp.privacy.mechanism import Mechanism
 from fdp.privacy.sampling import poisson, sample_batch, trusted_batch
-from fdp.step import Compile, init_state, make_train_step
+from fdp.step import init_state, make_train_step
 from fdp.types import FdpError, Tree
-from tests.conftest import CASES, Case, case_named, randn
+from tests.conftest import CASES, Case, case_named, randn, share
 from tests.ranks import run_on_ranks
 
-EAGER = partial(Blocks, backend="aot_eager")
+EAGER = partial(CompiledRunner, backend="aot_eager")
 """AOTAutograd's split into forward and backward, without the time that Inductor takes."""
 GPT = gpt(GPTConfig(layers=2, width=16, heads=2, context=8, vocab_size=13))
 MODELS: dict[str, Model] = {
@@ -46,11 +48,6 @@ MODELS: dict[str, Model] = {
 
 SHARED = EAGER()
 """All tests' blocks but for those that count kinds: each is compiled once."""
-
-
-@pytest.fixture(autouse=True)
-def _set_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fdp.step, "Blocks", lambda: SHARED)
 
 
 def slow(*values: Any) -> Any:
@@ -123,7 +120,7 @@ def test_plain_pull_backs_are_those_of_autograd(name):
     case = case_named(name)
     blocks, trainable = SHARED, case.model.trainable
     compiled = through(case, lambda i, b, w, c, d: blocks.plain_vjp(b, w, c, d, trainable))
-    plain = through(case, lambda i, b, w, c, d: _plain_vjp(b, w, c, d, trainable))
+    plain = through(case, lambda i, b, w, c, d: PLAIN.plain_vjp(b, w, c, d, trainable))
     assert_equal_trees(as_tensors(compiled), as_tensors(plain))
 
 
@@ -140,7 +137,7 @@ def test_frozen_leaves_have_no_part(private):
         plain = through(case, lambda i, b, w, c, d: tapped_vjp(b, w, c, d, plan.uses[i], kept))
     else:
         compiled = through(case, lambda i, b, w, c, d: blocks.plain_vjp(b, w, c, d, kept))
-        plain = through(case, lambda i, b, w, c, d: _plain_vjp(b, w, c, d, kept))
+        plain = through(case, lambda i, b, w, c, d: PLAIN.plain_vjp(b, w, c, d, kept))
     assert_equal_trees(as_tensors(compiled), as_tensors(plain))
     assert {path for _, found in compiled[4:] for path in found} == kept
 
@@ -157,7 +154,7 @@ def test_layers_of_a_kind_are_compiled_once(private):
         graphs.append(graph)
         return graph.forward
 
-    blocks = Blocks(backend=count)  # type: ignore[arg-type]  # a backend may be a function
+    blocks = CompiledRunner(backend=count)  # type: ignore[arg-type]  # a backend may be a function
     for _ in range(2):
         if private:
             through(case, lambda i, b, w, c, d: blocks.tapped_vjp(b, w, c, d, plan.uses[i], plan.trainable))
@@ -167,7 +164,7 @@ def test_layers_of_a_kind_are_compiled_once(private):
 
 
 def test_a_block_that_was_first_run_in_inference_mode_can_still_be_pulled():
-    case, blocks = case_named("mlp"), Blocks(backend="eager")
+    case, blocks = case_named("mlp"), CompiledRunner(backend="eager")
     plan = make_plan(*case, method=Method.GHOST_BK, dtype=torch.float64)
 
     def vjp(i: int, b: Block, w: Tree, c: Tree, d: Tree) -> Any:
@@ -183,7 +180,7 @@ def test_kinds_differ_by_function_by_shape_and_by_what_is_trained():
     model, data = mlp(widths=(6, 6, 6), classes=6), {"image": randn(3, 6).float(), "label": torch.tensor([0, 3, 1])}
 
     def kinds(model: Model) -> int:
-        params, blocks = model.init(keys.key(0)), Blocks(backend="eager")
+        params, blocks = model.init(keys.key(0)), CompiledRunner(backend="eager")
         plan = make_plan(model, params, data, method=Method.GHOST_BK)
         case = Case(model, params, data)
         through(case, lambda i, b, w, c, d: blocks.tapped_vjp(b, w, c, d, plan.uses[i], plan.trainable))
@@ -198,7 +195,7 @@ def test_kinds_differ_by_function_by_shape_and_by_what_is_trained():
 @pytest.mark.parametrize("name", ["gpt", "loop", "scales", "mlp"])
 def test_biases_of_long_sequences_are_summed_apart_and_are_the_same(name, monkeypatch):
     """Only those that are added once: in ``loop`` one is added three times."""
-    monkeypatch.setattr(fdp.fast.compiled, "LONG", 1)
+    monkeypatch.setattr(fdp.fast.compiled, "LONG_TOKENS", 1)
     case, blocks = case_named(name), EAGER()
     plan = make_plan(*case, method=Method.GHOST_BK, dtype=torch.float64)
     compiled = through(case, lambda i, b, w, c, d: blocks.tapped_vjp(b, w, c, d, plan.uses[i], plan.trainable))
@@ -280,13 +277,14 @@ def train(
     sampling = poisson(100, expected_batch_size=5)
     mechanism = Mechanism(sampling, clipping.flat(max_norm=0.5), z)
     optimizer, params = optimizer or adamw(1e-2, weight_decay=0.1), model.init(keys.key(0))
-    offload = options.get("offload", Offload())
+    donate = options.pop("donate", ())
+    execution = share(make_execution(compile=compile, **options), SHARED)
     data = tree.map(lambda leaf: leaf.reshape(2, 3, *leaf.shape[1:]), data_of(model, 6))
     batch = trusted_batch(data, torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]]), sampling, step=None)
     example = tree.map(lambda leaf: leaf[0], data)
     plan = make_plan(model, params, example, method=method, dtype=dtype, memory_budget=memory_budget)
-    step = make_train_step(model, optimizer, mechanism=mechanism, plan=plan, compile=compile, **options)
-    state = init_state(model, params, optimizer, mechanism, offload=offload)
+    step = make_train_step(model, optimizer, mechanism=mechanism, plan=plan, execution=execution, donate=donate)
+    state = init_state(model, params, optimizer, mechanism, execution=execution)
     seen = []
     for _ in range(3):
         state, metrics = step(state, batch, keys.key(1))
@@ -356,7 +354,6 @@ def test_with_less_memory_too(method, options):
 
 def sharded_steps(axes: dict[str, int] | None) -> dict[str, Any]:
     """Two steps with compiled blocks: parameters and norms, whole."""
-    fdp.step.Blocks = lambda: SHARED  # type: ignore[assignment]  # this process is only here for this
     model, root, sampling = MODELS["mlp"], keys.key(0), poisson(40, expected_batch_size=10)
     everyone = data_of(model, 40)
     mechanism, optimizer = Mechanism(sampling, clipping.flat(max_norm=0.3), 1.0), adamw(1e-2, eps=1e-3)
@@ -374,11 +371,10 @@ def sharded_steps(axes: dict[str, int] | None) -> dict[str, Any]:
             optimizer,
             mechanism=mechanism,
             plan=plan,
-            sharding=sharding,
-            compile=Compile.BLOCK,
+            execution=Execution(sharding, runner=SHARED),
             donate=("state",),
         )
-        state = init_state(model, params, optimizer, mechanism, sharding=sharding)
+        state = init_state(model, params, optimizer, mechanism, execution=make_execution(sharding=sharding))
         for t in range(2):
             batch = sample_batch(everyone, sampling, root, step=t, microbatch_size=4, rank=rank, ranks=ranks)
             state, metrics = step(state, batch, root)

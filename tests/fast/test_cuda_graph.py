@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from fdp import keys
-from fdp.fast.cuda_graph import captured
+from fdp.fast.compile_modes import Compile, make_execution
+from fdp.fast.cuda_graph import capture
 from fdp.gradients.plan import make_plan
 from fdp.models import mlp
 from fdp.optimizers import adamw
 from fdp.privacy import clipping
 from fdp.privacy.mechanism import Mechanism
 from fdp.privacy.sampling import poisson, trusted_batch
-from fdp.step import Compile, init_state, make_train_step
+from fdp.step import init_state, make_train_step
 from fdp.types import Batch, FdpError, Metrics, TrainState
 
 
@@ -89,7 +90,7 @@ def key_of(value: int) -> torch.Tensor:
 
 
 def test_the_first_call_runs_the_second_is_recorded_and_all_read_their_own_data_and_key():
-    run, state, expected = captured(body), state_of(), 0.0
+    run, state, expected = capture(body), state_of(), 0.0
     for t in range(5):
         given, key = batch_of(10.0 * t), key_of(t)
         state, metrics = run(state, given, key)
@@ -103,7 +104,7 @@ def test_the_first_call_runs_the_second_is_recorded_and_all_read_their_own_data_
 
 
 def test_metrics_of_a_step_are_not_overwritten_by_the_next():
-    run, state, seen = captured(body), state_of(), []
+    run, state, seen = capture(body), state_of(), []
     for t in range(4):
         state, metrics = run(state, batch_of(float(t)), key_of(0))
         seen.append(metrics)
@@ -111,7 +112,7 @@ def test_metrics_of_a_step_are_not_overwritten_by_the_next():
 
 
 def test_another_shape_is_recorded_beside_the_first():
-    run, state = captured(body), state_of()
+    run, state = capture(body), state_of()
     for samples in (2, 2, 3, 3, 2, 3, 2):
         before = state.params["w"].item()
         state, metrics = run(state, batch_of(1.0, samples), key_of(0))
@@ -121,7 +122,7 @@ def test_another_shape_is_recorded_beside_the_first():
 
 
 def test_another_dtype_is_another_shape():
-    run, state = captured(body), state_of()
+    run, state = capture(body), state_of()
     whole = Batch({"x": torch.ones(1, 2, dtype=torch.int64)}, torch.ones(1, 2))
     for given in (batch_of(1.5), batch_of(1.5), whole, whole, batch_of(1.5)):
         before = state.params["w"].item()
@@ -132,7 +133,7 @@ def test_another_dtype_is_another_shape():
 
 @pytest.mark.parametrize("order", ["AAABBBAAA", "AABBAB", "AAB", "AABA"])
 def test_another_state_is_recorded_anew_and_the_first_is_left_alone(order):
-    run, states, counts = captured(body), {"A": state_of(), "B": state_of(100.0)}, {"A": 0.0, "B": 100.0}
+    run, states, counts = capture(body), {"A": state_of(), "B": state_of(100.0)}, {"A": 0.0, "B": 100.0}
     for which in order:
         after, _ = run(states[which], batch_of(1.0), key_of(0))
         counts[which] += 2.0
@@ -141,7 +142,7 @@ def test_another_state_is_recorded_anew_and_the_first_is_left_alone(order):
 
 
 def test_a_state_seen_with_another_shape_is_not_replayed_into_the_old_one():
-    run, first, second = captured(body), state_of(), state_of(100.0)
+    run, first, second = capture(body), state_of(), state_of(100.0)
     for _ in range(2):
         run(first, batch_of(1.0, 2), key_of(0))
     for samples in (3, 3, 2, 2, 3):
@@ -156,7 +157,7 @@ def test_a_step_that_does_not_write_in_place_is_refused():
         after, metrics = body(state._replace(params={"w": state.params["w"].clone()}), batch, key)
         return after, metrics
 
-    run, state = captured(elsewhere), state_of()
+    run, state = capture(elsewhere), state_of()
     run(state, batch_of(1.0), key_of(0))
     with pytest.raises(FdpError, match="writes the state in place"):
         run(state, batch_of(1.0), key_of(0))
@@ -164,15 +165,20 @@ def test_a_step_that_does_not_write_in_place_is_refused():
 
 def test_a_cpu_is_refused():
     with pytest.raises(FdpError, match="expected a step on a CUDA device, got a key on cpu"):
-        captured(body)(state_of(), batch_of(1.0), torch.tensor([0]))
+        capture(body)(state_of(), batch_of(1.0), torch.tensor([0]))
     model, optimizer = mlp(widths=(4, 5), classes=3), adamw(1e-2)
     mechanism = Mechanism(poisson(100, expected_batch_size=4), clipping.flat(max_norm=1.0), 1.0)
     params, data = model.init(keys.key(0)), {"image": torch.zeros(2, 4), "label": torch.tensor([0, 1])}
     plan = make_plan(model, params, data)
     with pytest.raises(FdpError, match=r"cuda_graph: expected donate=\('state',\)"):
-        make_train_step(model, optimizer, mechanism=mechanism, plan=plan, cuda_graph=True)
+        make_train_step(model, optimizer, mechanism=mechanism, plan=plan, execution=make_execution(cuda_graph=True))
     step = make_train_step(
-        model, optimizer, mechanism=mechanism, plan=plan, compile=Compile.BLOCK, donate=("state",), cuda_graph=True
+        model,
+        optimizer,
+        mechanism=mechanism,
+        plan=plan,
+        execution=make_execution(compile=Compile.BLOCK, cuda_graph=True),
+        donate=("state",),
     )
     whole = {name: leaf[None] for name, leaf in data.items()}
     batch = trusted_batch(whole, torch.ones(1, 2), mechanism.sampling, step=0)

@@ -10,11 +10,12 @@ from torch import Tensor
 
 import fdp.fast.chunked_head
 from fdp import keys, tree
-from fdp.fast.compiled import Blocks
+from fdp.fast.compiled import CompiledRunner
 from fdp.fast.fused_head import can_fuse, fused_vjp
-from fdp.gradients.block_loop import _plain_vjp
+from fdp.gradients.clipped_sum import clipped_sum, plain_sum
 from fdp.gradients.costs import NormBy
-from fdp.gradients.per_sample import clipped_sum, per_sample_norms, plain_sum
+from fdp.gradients.execution import EAGER, Execution
+from fdp.gradients.per_sample import per_sample_norms
 from fdp.gradients.plan import Method, Plan, make_plan
 from fdp.gradients.rules import Dense, per_sample_gradient
 from fdp.gradients.taps import tapped_vjp
@@ -30,7 +31,7 @@ MODELS: dict[str, Model] = {
     "llama": llama(LlamaConfig(layers=1, width=8, heads=2, key_heads=1, hidden=9, context=5, vocab_size=VOCAB)),
 }
 DATA = {"tokens": torch.randint(0, VOCAB, (3, 6), generator=torch.Generator().manual_seed(2))}
-BLOCKS = Blocks(backend="aot_eager")
+BLOCKS = CompiledRunner(backend="aot_eager")
 
 
 @pytest.fixture(params=MODELS)
@@ -95,7 +96,7 @@ def test_plain_pull_back_is_that_of_the_block(model: Model, start):
     plan = keeping(model, random_like(model), Method.NONE)
     gradient = None if start is None else torch.tensor(start, dtype=torch.float64)
     losses, pull = fused_vjp(BLOCKS, block, weights, carry, DATA, plan.uses[-1], plan, gradient)
-    expected, reference = _plain_vjp(block, weights, carry, DATA, plan.trainable)
+    expected, reference = EAGER.plain_vjp(block, weights, carry, DATA, plan.trainable)
     torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)
     ones = torch.ones(3, dtype=torch.float64)
     (of_carry, found), (wanted, gradients) = pull(None), reference(ones if gradient is None else gradient)
@@ -110,11 +111,16 @@ def test_the_whole_loop_with_a_fused_head_is_the_loop(model: Model):
     plan = keeping(model, params)
     totals = []
     for blocks in (BLOCKS, None):
-        losses, norms, stash = per_sample_norms(model, params, DATA, plan=plan, blocks=blocks)
+        losses, norms, stash = per_sample_norms(
+            model, params, DATA, plan=plan, execution=Execution(runner=blocks or EAGER)
+        )
         totals.append((losses, norms.squared, clipped_sum(stash, clip_to(norms, max_norm=0.5)).value))
     torch.testing.assert_close(*totals, rtol=1e-10, atol=1e-12)
     none, mask = keeping(model, params, Method.NONE), torch.tensor([1.0, 0.0, 1.0])
-    plain = [plain_sum(model, params, DATA, mask, plan=none, blocks=blocks) for blocks in (BLOCKS, None)]
+    plain = [
+        plain_sum(model, params, DATA, mask, plan=none, execution=Execution(runner=blocks or EAGER))
+        for blocks in (BLOCKS, None)
+    ]
     torch.testing.assert_close(*plain, rtol=1e-10, atol=1e-12)
 
 
@@ -130,7 +136,7 @@ def test_the_loop_takes_the_fused_way(monkeypatch):
 
     monkeypatch.setattr(fdp.fast.fused_head, "fused_head_kept", wrong)
     plan = keeping(model, params)
-    _, norms, _ = per_sample_norms(model, params, DATA, plan=plan, blocks=BLOCKS)
+    _, norms, _ = per_sample_norms(model, params, DATA, plan=plan, execution=Execution(runner=BLOCKS))
     _, truth, _ = per_sample_norms(model, params, DATA, plan=plan)
     path = head_of(model)
     torch.testing.assert_close(norms.squared[path], 4 * truth.squared[path])
@@ -166,11 +172,14 @@ def test_frozen_leaves_of_a_head_have_no_part(frozen):
         if plan.private and frozen != "head.weight":
             plan = keeping(model, params)
         if plan.private:
-            _, norms, _ = per_sample_norms(model, params, DATA, plan=plan, blocks=BLOCKS)
+            _, norms, _ = per_sample_norms(model, params, DATA, plan=plan, execution=Execution(runner=BLOCKS))
             _, truth, _ = per_sample_norms(model, params, DATA, plan=plan)
             torch.testing.assert_close(norms.squared, truth.squared, rtol=1e-10, atol=0)
         else:
             mask = torch.ones(3)
-            found, truth = (plain_sum(model, params, DATA, mask, plan=plan, blocks=b) for b in (BLOCKS, None))
+            found, truth = (
+                plain_sum(model, params, DATA, mask, plan=plan, execution=Execution(runner=b or EAGER))
+                for b in (BLOCKS, None)
+            )
             torch.testing.assert_close(found, truth, rtol=1e-10, atol=1e-12)
         assert frozen not in plan.trainable

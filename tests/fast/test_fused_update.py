@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import fdp.step
 from fdp import keys, tree
-from fdp.fast.compiled import Blocks
+from fdp.fast.compiled import CompiledRunner
 from fdp.fast.fused_update import FusedUpdate
+from fdp.gradients.execution import LOCAL, Execution
+from fdp.gradients.lazy_sum import LazySum, evaluate
 from fdp.gradients.plan import Method, make_plan
 from fdp.models import mlp
 from fdp.optimizers import (
@@ -33,13 +34,13 @@ from fdp.privacy import clipping
 from fdp.privacy.mechanism import Mechanism, without_noise
 from fdp.privacy.noise import add_noise, declare_sensitivity, expected_mean
 from fdp.privacy.sampling import poisson, trusted_batch
-from fdp.step import Compile, init_state, make_train_step
-from fdp.types import Batch, ClippedSum, FdpError, Flat, TrainState, Weighted
+from fdp.step import init_state, make_train_step
+from fdp.types import Batch, ClippedSum, FdpError, Flat, TrainState
 
 MODEL = mlp(widths=(5, 7, 6), classes=3)
 EXPECTED = 8.0
 SAMPLING = poisson(100, expected_batch_size=EXPECTED)
-SHARED = Blocks(backend="aot_eager")
+SHARED = CompiledRunner(backend="aot_eager")
 
 
 def no_vectors(params: Any) -> Any:
@@ -79,16 +80,16 @@ def state_of(optimizer: Optimizer, mechanism: Mechanism, model=MODEL, seed: int 
 
 
 def sums_of(step: int, paths: Any, *, rows: int = 3) -> ClippedSum:
-    """Sums not yet made, but for one leaf; the second row is not to be touched."""
+    """Lazy sums, but for one leaf; the second row must not be read."""
     draw = torch.Generator().manual_seed(step)
     value: dict[str, Any] = {}
     for path in paths:
         leaf = torch.randn(rows, *MODEL.leaves[path].shape, generator=draw)
         factors = torch.rand(rows, generator=draw, dtype=torch.float64)
         factors[1], leaf[1] = 0, torch.nan
-        value[path] = Weighted(leaf, factors)
+        value[path] = LazySum(leaf, factors)
     first = next(iter(value))
-    value[first] = value[first].total()
+    value[first] = value[first].evaluate()
     return declare_sensitivity(value, torch.tensor(0.125 * (step + 1), dtype=torch.float64))
 
 
@@ -100,8 +101,8 @@ def noised(total: ClippedSum, key: Tensor, mechanism: Mechanism) -> Flat:
 def plain(
     state: TrainState, total: ClippedSum, tally: Tensor, key: Tensor, optimizer: Optimizer, mechanism: Mechanism
 ) -> TrainState:
-    flat, made = tree.flatten(state.params), total.made()
-    noisy = noised(made, key, mechanism)
+    flat = tree.flatten(state.params)
+    noisy = noised(evaluate(total), key, mechanism)
     mean = {path: leaf.float() for path, leaf in expected_mean(noisy, SAMPLING).items()}
     trained = {path: flat[path] for path in mean}
     updates, opt = optimizer.update(mean, state.opt, trained)
@@ -112,12 +113,7 @@ def plain(
 def fused_of(optimizer: Optimizer, mechanism: Mechanism, dtype=torch.float32, model=MODEL) -> FusedUpdate:
     rule = optimizer.rule
     assert rule is not None
-    return FusedUpdate(model, rule, mechanism, dtype, mean=partial(mean_of, mechanism=mechanism))
-
-
-def mean_of(total: ClippedSum, key: Tensor, params: Any, mechanism: Mechanism) -> Flat:
-    noisy = noised(total.made(), key, mechanism)
-    return {path: leaf.float() for path, leaf in expected_mean(noisy, SAMPLING).items()}
+    return FusedUpdate(model, rule, mechanism, dtype)
 
 
 @pytest.mark.parametrize("z", [0.0, 1.3])
@@ -132,7 +128,7 @@ def test_it_is_noise_mean_update_one_after_the_other(name, style, z):
     for t in range(4):
         total, key, tally = sums_of(t, paths), keys.fold_in(keys.key(5), t), torch.tensor(2.0)
         want = plain(want, total, tally, key, optimizer, mechanism)
-        update.attend(got.params)
+        update.refresh_copies(got.params)
         got = update(got, total, tally, key)
         torch.testing.assert_close(tree.flatten(got), tree.flatten(want), rtol=2e-6, atol=2e-7)
         for path, leaf in tree.flatten(update.compute_weights(got.params)).items():
@@ -167,7 +163,7 @@ def test_noise_that_add_gaussian_would_refuse_is_refused(z):
 
 
 def weights_are_those_of(update: FusedUpdate, params: Any) -> bool:
-    update.attend(params)
+    update.refresh_copies(params)
     flat, found = tree.flatten(params), tree.flatten(update.compute_weights(params))
     return all(torch.equal(found[path], leaf.to(update.dtype)) for path, leaf in flat.items())
 
@@ -175,7 +171,7 @@ def weights_are_those_of(update: FusedUpdate, params: Any) -> bool:
 def after_a_step(dtype=torch.bfloat16) -> tuple[FusedUpdate, TrainState]:
     optimizer, mechanism = adamw(1e-1), mechanism_of()
     update, state = fused_of(optimizer, mechanism, dtype), state_of(optimizer, mechanism)
-    update.attend(state.params)
+    update.refresh_copies(state.params)
     return update, update(state, sums_of(0, MODEL.leaves), torch.tensor(0.0), keys.key(1))
 
 
@@ -206,7 +202,7 @@ def test_copies_are_not_made_again_after_the_updates_own_writes(monkeypatch):
     update, state = after_a_step()
     copies = []
     monkeypatch.setattr(torch.Tensor, "copy_", lambda self, other, **_: copies.append(other))
-    update.attend(state.params)
+    update.refresh_copies(state.params)
     assert copies == []
 
 
@@ -237,7 +233,6 @@ def test_parameters_that_are_in_the_compute_dtype_are_computed_with_as_they_are(
 @pytest.mark.parametrize("change", ["in place", "another state", "nothing"])
 def test_a_step_computes_with_the_parameters_it_is_given(change, monkeypatch):
     """Losses are those of a step that knows nothing of what came before."""
-    monkeypatch.setattr(fdp.step, "Blocks", lambda: SHARED)
     check_fresh(change)
 
 
@@ -249,7 +244,7 @@ def check_fresh(change: str) -> None:
     example = tree.map(lambda leaf: leaf[0], data)
     plan = make_plan(MODEL, MODEL.init(keys.key(0)), example, method=Method.FLASH_BK, dtype=torch.bfloat16)
     make = partial(make_train_step, MODEL, optimizer, mechanism=mechanism, plan=plan)
-    step, plain_step = make(compile=Compile.BLOCK, donate=("state",)), make()
+    step, plain_step = make(execution=Execution(runner=SHARED), donate=("state",)), make()
     state = state_of(optimizer, mechanism)
     for t in range(2):
         state, _ = step(state, batch, keys.fold_in(keys.key(2), t))
@@ -264,21 +259,19 @@ def check_fresh(change: str) -> None:
 
 
 def test_a_copy_that_is_never_refreshed_is_noticed(monkeypatch):
-    real = FusedUpdate.attend
-    monkeypatch.setattr(fdp.step, "Blocks", lambda: SHARED)
-    monkeypatch.setattr(FusedUpdate, "attend", lambda self, params: None if self.copies else real(self, params))
+    real = FusedUpdate.refresh_copies
+    monkeypatch.setattr(FusedUpdate, "refresh_copies", lambda self, params: None if self.copies else real(self, params))
     for change in ("in place", "another state"):
         with pytest.raises(AssertionError):
             check_fresh(change)
 
 
 def test_a_step_that_may_not_write_takes_the_plain_end(monkeypatch):
-    monkeypatch.setattr(fdp.step, "Blocks", lambda: SHARED)
     monkeypatch.setattr(FusedUpdate, "__call__", lambda *_: pytest.fail("not donated"))
     optimizer, mechanism = adamw(1e-1), mechanism_of()
     data = {"image": torch.ones(1, 4, 5), "label": torch.tensor([[0, 1, 2, 0]])}
     plan = make_plan(MODEL, MODEL.init(keys.key(0)), tree.map(lambda leaf: leaf[0], data))
-    step = make_train_step(MODEL, optimizer, mechanism=mechanism, plan=plan, compile=Compile.BLOCK)
+    step = make_train_step(MODEL, optimizer, mechanism=mechanism, plan=plan, execution=Execution(runner=SHARED))
     state = state_of(optimizer, mechanism)
     before = tree.map(torch.clone, state)
     after, _ = step(state, batch_of(data), keys.key(0))
@@ -289,7 +282,6 @@ def test_a_step_that_may_not_write_takes_the_plain_end(monkeypatch):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_what_is_put_around_an_update_is_never_left_out(name, monkeypatch):
     """Not even by a pass that knows of no update but its own: it then does not take the step."""
-    monkeypatch.setattr(fdp.step, "Blocks", lambda: SHARED)
     own, mechanism = OPTIMIZERS[name](), mechanism_of()
 
     def still(grads: Any, state: Any, params: Any, reductions: Any) -> Any:
@@ -299,7 +291,7 @@ def test_what_is_put_around_an_update_is_never_left_out(name, monkeypatch):
     optimizer = own._replace(update=still)
     data = {"image": torch.ones(1, 4, 5), "label": torch.tensor([[0, 1, 2, 0]])}
     plan = make_plan(MODEL, MODEL.init(keys.key(0)), tree.map(lambda leaf: leaf[0], data))
-    options: Any = {"mechanism": mechanism, "plan": plan, "compile": Compile.BLOCK, "donate": ("state",)}
+    options: Any = {"mechanism": mechanism, "plan": plan, "execution": Execution(runner=SHARED), "donate": ("state",)}
     state = state_of(optimizer, mechanism)
     before = tree.map(torch.clone, state.params)
     after, _ = make_train_step(MODEL, optimizer, **options)(state, batch_of(data), keys.key(0))
@@ -309,15 +301,14 @@ def test_what_is_put_around_an_update_is_never_left_out(name, monkeypatch):
 @pytest.mark.parametrize("z", [0.0, 1.3])
 def test_a_private_step_with_something_in_front_is_the_plain_step(z, monkeypatch):
     """Noise before the front, once, and its draws those of the plain step."""
-    monkeypatch.setattr(fdp.step, "Blocks", lambda: SHARED)
     optimizer, mechanism = by_halves(), mechanism_of(z=z)
     draw = torch.Generator().manual_seed(1)
     data = {"image": torch.randn(1, 4, 5, generator=draw), "label": torch.tensor([[0, 1, 2, 0]])}
     plan = make_plan(MODEL, MODEL.init(keys.key(0)), tree.map(lambda leaf: leaf[0], data))
     made = []
-    for compile in (Compile.NONE, Compile.BLOCK):
+    for execution in (LOCAL, Execution(runner=SHARED)):
         donate = ("state",)
-        step = make_train_step(MODEL, optimizer, mechanism=mechanism, plan=plan, donate=donate, compile=compile)
+        step = make_train_step(MODEL, optimizer, mechanism=mechanism, plan=plan, donate=donate, execution=execution)
         state = state_of(optimizer, mechanism)
         for t in range(3):
             state, _ = step(state, batch_of(data), keys.key(t))

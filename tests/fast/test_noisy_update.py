@@ -11,12 +11,13 @@ from torch import Tensor
 
 from fdp import keys, optimizers, tree
 from fdp.fast.noisy_update import NoisyUpdate, _first
+from fdp.gradients.lazy_sum import LazySum
 from fdp.optimizers import Optimizer, adam, adamw, apply_updates, chain, clip_by_global_norm, warmup_cosine
 from fdp.optimizers.adam import AdamState
 from fdp.optimizers.base import Momentum
 from fdp.privacy.noise import add_noise, declare_sensitivity, expected_mean
 from fdp.privacy.sampling import poisson
-from fdp.types import FdpError, Flat, ShardWindow, Weighted
+from fdp.types import FdpError, Flat, ShardWindow
 
 SHAPES = {"blocks.0.w": (6, 5), "embed": (7, 16), "norm": (5,), "one": ()}
 EXPECTED = 12.0
@@ -57,7 +58,7 @@ def params_of(dtype: torch.dtype = torch.float32, seed: int = 0) -> Flat:
     return {path: torch.randn(shape, generator=draw).to(dtype) for path, shape in SHAPES.items()}
 
 
-def sums_of(step: int, samples: int, dtype: torch.dtype = torch.float32) -> dict[str, Weighted]:
+def sums_of(step: int, samples: int, dtype: torch.dtype = torch.float32) -> dict[str, LazySum]:
     draw = torch.Generator().manual_seed(100 + step)
     factors = torch.rand(samples, generator=draw, dtype=torch.float64)
     sums = {}
@@ -66,11 +67,11 @@ def sums_of(step: int, samples: int, dtype: torch.dtype = torch.float32) -> dict
         if samples > 1:
             factors[1] = 0
             rows[1] = math.nan
-        sums[path] = Weighted(rows, factors)
+        sums[path] = LazySum(rows, factors)
     return sums
 
 
-def plain_step(optimizer: Optimizer, params: Flat, state: Any, sums: dict[str, Weighted], key: Tensor, z: float) -> Any:
+def plain_step(optimizer: Optimizer, params: Flat, state: Any, sums: dict[str, LazySum], key: Tensor, z: float) -> Any:
     """The path without kernels, in float64 up to the noise."""
     value = {
         path: sum(f * row.double() for f, row in zip(s.factors.double(), s.rows) if f != 0) for path, s in sums.items()
@@ -146,7 +147,7 @@ def test_a_part_of_a_leaf_is_updated_to_its_part_of_the_whole(name):
     whole = {"w": params_of()["blocks.0.w"]}
     part = {"w": whole["w"][inside].clone()}
     sums = {"w": sums_of(0, 2)["blocks.0.w"]}
-    cut = {"w": Weighted(sums["w"].rows[(slice(None), *inside)], sums["w"].factors)}
+    cut = {"w": LazySum(sums["w"].rows[(slice(None), *inside)], sums["w"].factors)}
     say: dict[str, Any] = {"key": keys.key(3), "noise_scale": noise_scale(1.0), "expected_batch_size": EXPECTED}
     fused(optimizer)(whole, optimizer.init(whole), sums, **say)
     fused(optimizer)(part, optimizer.init(part), cut, shard_windows={"w": place}, **say)
@@ -166,7 +167,7 @@ def test_each_key_and_leaf_has_its_own_noise():
     for seed in (0, 1):
         params = {path: torch.zeros(4, 4) for path in ("a", "b")}
         state = optimizer.init(params)
-        sums = {path: Weighted(torch.zeros(1, 4, 4), torch.ones(1)) for path in params}
+        sums = {path: LazySum(torch.zeros(1, 4, 4), torch.ones(1)) for path in params}
         update_(params, state, sums, key=keys.key(seed), noise_scale=noise_scale(1.0), expected_batch_size=1.0)
         means += [state[0].mean["a"], state[0].mean["b"]]
     draws = torch.cat([mean.flatten() for mean in means])
@@ -201,7 +202,7 @@ def test_bad_arguments_are_refused_and_change_nothing():
     before = tree.map(Tensor.clone, (params, state))
     good: dict[str, Any] = {"key": keys.key(0), "noise_scale": noise_scale(1.0), "expected_batch_size": EXPECTED}
     fewer = {path: s for path, s in sums.items() if path != "norm"}
-    wrong_rows = sums | {"norm": Weighted(sums["norm"].rows[:, :2], sums["norm"].factors)}
+    wrong_rows = sums | {"norm": LazySum(sums["norm"].rows[:, :2], sums["norm"].factors)}
     for message, change in [
         ("sums: expected the leaves", lambda: update_(params, state, fewer, **good)),
         ("opt_state: expected", lambda: update_(params, optimizers.sgd(0.1).init(params), sums, **good)),
@@ -265,7 +266,7 @@ def test_gpu_replay_draws_new_noise_for_a_new_key_and_counts_steps():
     say: dict[str, Any] = {"noise_scale": noise_scale(0.7, "cuda"), "expected_batch_size": EXPECTED}
 
     def step() -> None:
-        sums = {path: Weighted(rows * 1, factors * 1) for path, (rows, factors) in gradients.items()}
+        sums = {path: LazySum(rows * 1, factors * 1) for path, (rows, factors) in gradients.items()}
         update_(got, state, sums, copies, key=key, **say)
 
     step()

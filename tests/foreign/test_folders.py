@@ -15,13 +15,15 @@ from safetensors.torch import load_file
 
 from fdp import keys, tree
 from fdp.cli.main import main
-from fdp.fast.compiled import Blocks
+from fdp.fast.compiled import CompiledRunner
 from fdp.foreign.hub.classification import PaddingMasks
 from fdp.foreign.hub.hugging_face import load, load_model, model_of, params_of, save
 from fdp.foreign.hub.tensor_names import StoredSlice, locate_stored
 from fdp.foreign.stack.block_functions import BeforeLayers
 from fdp.foreign.stack.fast_paths import reference_module
-from fdp.gradients.per_sample import clipped_sum, per_sample_norms
+from fdp.gradients.clipped_sum import clipped_sum
+from fdp.gradients.execution import EAGER, Execution
+from fdp.gradients.per_sample import per_sample_norms
 from fdp.gradients.plan import Method, make_plan
 from fdp.optimizers import sgd
 from fdp.privacy import clipping
@@ -55,7 +57,7 @@ def gradients_alone(module: Any, model: Any, data: dict[str, Any]) -> dict[str, 
     return {path: torch.stack([row[i] for row in rows]) for i, path in enumerate(model.leaves)}
 
 
-def assert_exact(name: str, method: Method, blocks: Blocks | None = None) -> None:
+def assert_exact(name: str, method: Method, blocks: CompiledRunner | None = None) -> None:
     module, model, params, data = make_model(name)
     tolerance = 1e-3 if name in NARROW else 1e-5 if name in COARSE else 1e-9
     torch.testing.assert_close(
@@ -63,7 +65,7 @@ def assert_exact(name: str, method: Method, blocks: Blocks | None = None) -> Non
     )
     expected = gradients_alone(module, model, data)
     plan = make_plan(model, params, data, method=method, dtype=next(module.parameters()).dtype)
-    _, norms, stash = per_sample_norms(model, params, data, plan=plan, blocks=blocks)
+    _, norms, stash = per_sample_norms(model, params, data, plan=plan, execution=Execution(runner=blocks or EAGER))
     factors = torch.linspace(0.3, 0.9, len(data[next(iter(data))]), dtype=torch.float64)
     total = clipped_sum(stash, Clip(dict.fromkeys(expected, factors), torch.tensor(1.0))).value
     whole = torch.stack([G.flatten(1).double().square().sum(1) for G in expected.values()]).sum(0)
@@ -90,7 +92,7 @@ def test_every_method_is_exact(name, method):
 @slow
 @pytest.mark.parametrize("name", ["gpt-j", "mixtral", "gpt-oss", "llama classifier", "convnext"])
 def test_compiled_blocks_are_exact(name):
-    assert_exact(name, Method.AUTO, Blocks(backend="aot_eager"))
+    assert_exact(name, Method.AUTO, CompiledRunner(backend="aot_eager"))
 
 
 def test_models_that_are_no_stack_are_one_block_and_say_why():

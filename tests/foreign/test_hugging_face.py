@@ -19,12 +19,15 @@ from fdp import keys, tree
 from fdp.data.document_packing import PackUnit, pack
 from fdp.data.documents import join_documents
 from fdp.data.users import by_user
-from fdp.fast.compiled import Blocks
+from fdp.fast.compile_modes import Compile, make_execution
+from fdp.fast.compiled import CompiledRunner
 from fdp.foreign.hub import hugging_face, read_folder
 from fdp.foreign.hub.hugging_face import causal_lm, classifier, load, load_model, params_of, save
 from fdp.foreign.hub.masks import CausalMasks
 from fdp.foreign.stack.block_functions import BeforeLayers
-from fdp.gradients.per_sample import clipped_sum, per_sample_norms
+from fdp.gradients.clipped_sum import clipped_sum
+from fdp.gradients.execution import EAGER, Execution
+from fdp.gradients.per_sample import per_sample_norms
 from fdp.gradients.plan import Method, make_plan
 from fdp.model import Model
 from fdp.models.language import token_losses
@@ -35,7 +38,7 @@ from fdp.parallel.sharding import Zero, abstract_params, make_sharding
 from fdp.privacy import clipping
 from fdp.privacy.mechanism import Mechanism
 from fdp.privacy.sampling import poisson, sample_batch
-from fdp.step import Compile, init_state, make_train_step
+from fdp.step import init_state, make_train_step
 from fdp.types import Clip, FdpError, Tree
 from tests.fake_ranks import fake_ranks
 from tests.foreign_models import CAUSAL, LAYERS, TOKENS, WORDS, make
@@ -89,11 +92,16 @@ def gradients_alone(name: str, module: Any, model: Model, data: Tree) -> dict[st
 
 
 def assert_exact(
-    model: Model, params: Tree, data: Tree, expected: dict[str, Tensor], method: Method, blocks: Blocks | None = None
+    model: Model,
+    params: Tree,
+    data: Tree,
+    expected: dict[str, Tensor],
+    method: Method,
+    blocks: CompiledRunner | None = None,
 ) -> None:
     factors = torch.linspace(0.3, 0.9, len(next(iter(data.values()))), dtype=torch.float64)
     plan = make_plan(model, params, data, method=method, dtype=torch.float64)
-    _, norms, stash = per_sample_norms(model, params, data, plan=plan, blocks=blocks)
+    _, norms, stash = per_sample_norms(model, params, data, plan=plan, execution=Execution(runner=blocks or EAGER))
     total = clipped_sum(stash, Clip(dict.fromkeys(expected, factors), torch.tensor(1.0))).value
     for path, each in expected.items():
         squares = each.flatten(1).square().sum(1)
@@ -285,7 +293,7 @@ def test_packed_documents_are_refused_if_the_example_had_none():
 @some([*CAUSAL, "bert", "roberta", "vit"], quick=("llama",))
 def test_compiled_blocks_are_exact(name):
     module, model, params = make_model(name)
-    data, blocks = some_data(name), Blocks(backend="aot_eager")
+    data, blocks = some_data(name), CompiledRunner(backend="aot_eager")
     assert_exact(model, params, data, gradients_alone(name, module, model, data), Method.AUTO, blocks)
     assert len(blocks.kinds) == 2 + len({block.apply for block in model.blocks[1:-1]})
 
@@ -308,8 +316,10 @@ def train_two_steps(
     microbatch = {entry: leaf[0] for entry, leaf in batches[0].data.items()}
     plan = make_plan(model, abstract_params(model, sharding), microbatch, dtype=torch.float64)
     optimizer = sgd(0.5)
-    step = make_train_step(model, optimizer, mechanism=mechanism, plan=plan, sharding=sharding, compile=compile)
-    state = init_state(model, params, optimizer, mechanism, sharding=sharding)
+    step = make_train_step(
+        model, optimizer, mechanism=mechanism, plan=plan, execution=make_execution(sharding=sharding, compile=compile)
+    )
+    state = init_state(model, params, optimizer, mechanism, execution=make_execution(sharding=sharding))
     for batch in batches:
         state, _ = step(state, batch, root)
     flat = tree.flatten(state.params)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from fdp import keys, models, tree
-from fdp.gradients.block_loop import ALL_KEPT, forward, make_weights
+from fdp.gradients.block_loop import forward, make_weights
+from fdp.gradients.execution import Execution
 from fdp.gradients.plan import Method, make_plan
 from fdp.gradients.scores import score_moments
 from fdp.parallel.dtensors import localize
@@ -43,9 +44,9 @@ def digest(part: Tensor) -> bytes:
 def looked_at(name: str, params: Any, tokens: Tensor, sharding: Any) -> tuple[Tensor, Tensor]:
     model, data = models.build(name, context=CONTEXT), {"tokens": tokens}
     plan = make_plan(model, abstract_params(model, sharding), data, method=Method.NONE)
-    moments = score_moments(model, params, data, plan, sharding, ALL_KEPT, None)
+    moments = score_moments(model, params, data, plan, Execution(sharding))
     assert moments is not None
-    losses, _, _ = forward(make_weights(model, params, data, plan, sharding, ALL_KEPT), data, plan)
+    losses, _, _ = forward(make_weights(model, params, data, plan, Execution(sharding)), data, plan)
     return moments, losses.detach()
 
 

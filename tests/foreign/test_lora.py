@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
 from fdp import keys, ops, tree
-from fdp.fast.compiled import Blocks
+from fdp.fast.compiled import CompiledRunner
 from fdp.foreign.adapters.lora import A_SUFFIX, B_SUFFIX, lora, lora_model, merge, train_only
-from fdp.gradients.per_sample import clipped_sum, per_sample_norms, plain_sum
+from fdp.gradients.clipped_sum import clipped_sum, plain_sum
+from fdp.gradients.execution import EAGER, Execution
+from fdp.gradients.per_sample import per_sample_norms
 from fdp.gradients.plan import Method, make_plan
 from fdp.gradients.rules import Pair, Rule, rows
 from fdp.model import Model, check_params, from_loss
@@ -91,8 +93,8 @@ def test_norms_and_sums_equal_single_sample_backwards_of_the_adapters(
 ) -> None:
     model, params = adapted_model(name)
     plan = make_plan(model, params, DATA, method=method, dtype=torch.float64)
-    blocks = Blocks(backend="aot_eager") if compiled else None
-    _, norms, stash = per_sample_norms(model, params, DATA, plan=plan, blocks=blocks)
+    blocks = CompiledRunner(backend="aot_eager") if compiled else None
+    _, norms, stash = per_sample_norms(model, params, DATA, plan=plan, execution=Execution(runner=blocks or EAGER))
     truth = reference(name)
     assert set(norms.squared) == set(truth) == {path for path in model.leaves if path.endswith((A_SUFFIX, B_SUFFIX))}
     for path, G in truth.items():
@@ -176,8 +178,8 @@ def test_biases_trained_with_adapters_are_exact_if_compiled() -> None:
     both = train_only(model, "*_lora_?", "*_bias")
     plan = make_plan(both, params, DATA, method=Method.AUTO, dtype=torch.float64)
     norms, truth = (
-        per_sample_norms(both, params, DATA, plan=plan, blocks=blocks)[1]
-        for blocks in (Blocks(backend="aot_eager"), None)
+        per_sample_norms(both, params, DATA, plan=plan, execution=Execution(runner=blocks or EAGER))[1]
+        for blocks in (CompiledRunner(backend="aot_eager"), None)
     )
     torch.testing.assert_close(norms.squared, truth.squared, rtol=1e-8, atol=1e-14)
 
@@ -311,8 +313,11 @@ def test_compiled_and_eager_adapters_on_transformers_stacks_agree(kind: str, who
         params = tree.map(lambda leaf: leaf if bool(leaf.any()) else 0.3 * randn(*leaf.shape), params)  # B is not 0
     assert len(model.trainable) == 2 * len(names) * foreign_models.LAYERS
     plan = make_plan(model, params, DATA, method=Method.AUTO, dtype=torch.float64)
-    blocks = Blocks(backend="aot_eager")
-    eager, compiled = (per_sample_norms(model, params, DATA, plan=plan, blocks=how)[1:] for how in (None, blocks))
+    blocks = CompiledRunner(backend="aot_eager")
+    eager, compiled = (
+        per_sample_norms(model, params, DATA, plan=plan, execution=Execution(runner=how or EAGER))[1:]
+        for how in (None, blocks)
+    )
     assert len(blocks.kinds) < len(model.blocks)
     torch.testing.assert_close(compiled[0].squared, eager[0].squared, rtol=1e-10, atol=1e-16)
     truth = single_backwards(model, params, DATA)

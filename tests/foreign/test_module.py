@@ -11,10 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fdp import keys, ops, tree
-from fdp.fast.compiled import Blocks
+from fdp.fast.compile_modes import Compile, make_execution
+from fdp.fast.compiled import CompiledRunner
 from fdp.foreign.module import from_module
+from fdp.gradients.clipped_sum import clipped_sum
 from fdp.gradients.costs import NormBy
-from fdp.gradients.per_sample import clipped_sum, per_sample_norms
+from fdp.gradients.per_sample import per_sample_norms
 from fdp.gradients.plan import Method, explain, make_plan
 from fdp.model import Block
 from fdp.optimizers import sgd
@@ -22,7 +24,7 @@ from fdp.privacy import clipping
 from fdp.privacy.clipping import clip_to
 from fdp.privacy.mechanism import Mechanism
 from fdp.privacy.sampling import poisson, trusted_batch
-from fdp.step import Compile, init_state, make_train_step
+from fdp.step import init_state, make_train_step
 from fdp.types import FdpError
 from tests.foreign_cases import (
     CASES,
@@ -40,7 +42,7 @@ from tests.foreign_cases import (
 )
 
 QUICK = ("experts", "resnet")
-EAGER = partial(Blocks, backend="aot_eager")
+EAGER = partial(CompiledRunner, backend="aot_eager")
 GPT2_AS_ONE = pytest.param(
     "gpt2",
     marks=pytest.mark.skipif(
@@ -91,7 +93,9 @@ def test_steps_compiled_by_block_or_as_one_graph_equal_the_eager_step(name):
     for compile in (Compile.NONE, Compile.BLOCK, Compile.STEP):
         own = tree.map(torch.clone, params)
         state = init_state(model, own, sgd(0.1), mechanism)
-        step = make_train_step(model, sgd(0.1), mechanism=mechanism, plan=plan, compile=compile)
+        step = make_train_step(
+            model, sgd(0.1), mechanism=mechanism, plan=plan, execution=make_execution(compile=compile)
+        )
         after.append(step(state, batch, keys.key(0))[0].params)
     for other in after[1:]:
         for path, leaf in tree.flatten(other).items():

@@ -24,11 +24,12 @@ from benchmarks.zoo.hold import digest
 from benchmarks.zoo.written import Grows
 from fdp import optimizers, tree
 from fdp.checks.model_checks import check_rows
-from fdp.fast.compiled import Blocks
+from fdp.fast.compiled import CompiledRunner
 from fdp.foreign.module import from_module
 from fdp.foreign.module_state import ModuleBackup, state_of
 from fdp.foreign.perturb_samples import paddings_of, perturb_samples
 from fdp.foreign.uses import watch
+from fdp.gradients.execution import EAGER, Execution
 from fdp.gradients.per_sample import per_sample_norms
 from fdp.gradients.plan import make_plan
 from fdp.model import Model
@@ -43,9 +44,9 @@ def squares(out: Tensor, data: Any = None) -> Tensor:
     return out.reshape(len(out), -1).square().sum(1)
 
 
-def norms_of(model: Model, params: Tree, data: Tree, blocks: Blocks | None = None) -> Tensor:
+def norms_of(model: Model, params: Tree, data: Tree, blocks: CompiledRunner | None = None) -> Tensor:
     plan = make_plan(model, params, data, dtype=torch.float64)
-    return per_sample_norms(model, params, data, plan=plan, blocks=blocks)[1].total()
+    return per_sample_norms(model, params, data, plan=plan, execution=Execution(runner=blocks or EAGER))[1].total()
 
 
 def norms_alone(module: nn.Module, data: dict[str, Tensor]) -> Tensor:
@@ -217,7 +218,7 @@ def test_a_table_that_grows_is_exact_and_the_module_keeps_its_own(kind, compiled
     model, params = from_module(module, loss=squares, example={"x": randn(4, 6, 6)})
     for tokens in (9, 4, 11):
         data = {"x": randn(3, tokens, 6, seed=tokens)}
-        norms = norms_of(model, params, data, Blocks(backend="aot_eager") if compiled else None)
+        norms = norms_of(model, params, data, CompiledRunner(backend="aot_eager") if compiled else None)
         torch.testing.assert_close(norms, norms_alone(module, data))
         assert type(norms) is Tensor
         assert digest(module) == before
@@ -243,7 +244,7 @@ def test_layers_whose_tables_grow_are_exact_as_blocks(compiled):
     before = digest(module)
     example, data = {"x": randn(4, 6, 6)}, {"x": randn(3, 9, 6)}
     model, params = from_module(module, loss=squares, example=example, blocks="layers.*")
-    norms = norms_of(model, params, data, Blocks(backend="aot_eager") if compiled else None)
+    norms = norms_of(model, params, data, CompiledRunner(backend="aot_eager") if compiled else None)
     torch.testing.assert_close(norms, norms_alone(module, data))
     assert digest(module) == before
 
@@ -327,7 +328,7 @@ class Undecided(nn.Module):
 def test_an_unused_random_number_is_allowed_and_not_drawn():
     module, before = randomize_parameters(Undecided()), torch.get_rng_state()
     assert_exact(Foreign(module, {"x": randn(3, 6)}, {"loss": squares}))
-    assert_exact(Foreign(module, {"x": randn(3, 6)}, {"loss": squares}), blocks=Blocks(backend="aot_eager"))
+    assert_exact(Foreign(module, {"x": randn(3, 6)}, {"loss": squares}), blocks=CompiledRunner(backend="aot_eager"))
     assert torch.equal(before, torch.get_rng_state())
     with pytest.raises(FdpError, match=r"torch.rand: expected a forward that gives the same result twice"):
         from_module(module.train(), loss=squares, example={"x": randn(3, 6)})
@@ -539,7 +540,7 @@ def test_in_place_activations_are_exact(compiled):
     foreign = Foreign(
         randomize_parameters(nn.Sequential(*layers, nn.Linear(5, 3))), {"input": randn(4, 6)}, {"loss": squares}
     )
-    assert_exact(foreign, blocks=Blocks(backend="aot_eager") if compiled else None)
+    assert_exact(foreign, blocks=CompiledRunner(backend="aot_eager") if compiled else None)
 
 
 def test_an_input_that_is_overwritten_after_its_use_is_refused():

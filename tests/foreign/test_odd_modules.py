@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from fdp.fast.compiled import Blocks
+from fdp.fast.compiled import CompiledRunner
 from fdp.foreign.module import from_module
 from fdp.foreign.stack.fast_paths import reference_module
 from fdp.foreign.uses import dropout
@@ -157,7 +157,7 @@ HIDDEN = "parametrised encoder"
 def test_odd_uses_are_exact_if_compiled_or_refused(name):
     refused = pytest.raises(Exception, match=r"as planned, got .*do not compile it")
     with refused if name == HIDDEN else nullcontext():
-        assert_exact(EXACT[name](), blocks=partial(Blocks, backend="aot_eager")())
+        assert_exact(EXACT[name](), blocks=partial(CompiledRunner, backend="aot_eager")())
 
 
 class Complex(nn.Module):

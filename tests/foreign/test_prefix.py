@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fdp import keys, tree
-from fdp.fast.compiled import Blocks
+from fdp.fast.compiled import CompiledRunner
 from fdp.foreign.adapters.prefix import _PrefixedLayer, prefix_model, prefix_paths, prefix_tuning
 from fdp.foreign.adapters.prefix_save import save_prefix
 from fdp.foreign.call_template import HIDDEN_SLOT, CallTemplate
@@ -19,7 +19,9 @@ from fdp.foreign.hub.causal import causal_lm
 from fdp.foreign.hub.prefix_cache import PrefixCache
 from fdp.foreign.module import from_module
 from fdp.foreign.stack.block_functions import Constants, LayerBlock
-from fdp.gradients.per_sample import clipped_sum, per_sample_norms, plain_sum
+from fdp.gradients.clipped_sum import clipped_sum, plain_sum
+from fdp.gradients.execution import Execution
+from fdp.gradients.per_sample import per_sample_norms
 from fdp.gradients.plan import Method, make_plan
 from fdp.model import Model, check_params
 from fdp.privacy.clipping import clip_to
@@ -98,7 +100,10 @@ def test_compiled_blocks_agree_and_equal_layers_are_compiled_once(name: str) -> 
     _, model, params = prefixed(name)
     plan = make_plan(model, params, DATA, method=Method.AUTO, dtype=torch.float64)
     check_against_reference(
-        name, *per_sample_norms(model, params, DATA, plan=plan, blocks=Blocks(backend="aot_eager"))[1:]
+        name,
+        *per_sample_norms(
+            model, params, DATA, plan=plan, execution=Execution(runner=CompiledRunner(backend="aot_eager"))
+        )[1:],
     )
     assert len({block.apply for block in model.blocks[1:-1]}) == 1
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fdp.fast.compiled import Blocks
+from fdp.fast.compiled import CompiledRunner
 from fdp.foreign.module import from_module
 from fdp.foreign.stack.experts import routed_product
 from fdp.foreign.uses.rarer_products import BILINEAR
@@ -178,7 +178,7 @@ def test_rarer_uses_are_checked_by_from_module_and_exact_by_every_method(name):
 @slow
 @pytest.mark.parametrize("name", CASES)
 def test_rarer_uses_are_exact_if_compiled_or_refused(name):
-    foreign, blocks = CASES[name][0](), Blocks(backend="aot_eager")
+    foreign, blocks = CASES[name][0](), CompiledRunner(backend="aot_eager")
     if name in ("padded weight", "property"):
         with pytest.raises(FdpError, match="does not show"):
             assert_exact(foreign, blocks=blocks)

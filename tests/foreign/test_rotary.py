@@ -16,7 +16,8 @@ from fdp.foreign.hub.classification import classifier
 from fdp.foreign.hub.rotary import rotary_tables, with_fixed_tables
 from fdp.foreign.leaves import params_of
 from fdp.foreign.module import from_module
-from fdp.gradients.per_sample import clipped_sum, per_sample_norms
+from fdp.gradients.clipped_sum import clipped_sum
+from fdp.gradients.per_sample import per_sample_norms
 from fdp.gradients.plan import Method, make_plan
 from fdp.privacy.clipping import clip_to
 from fdp.types import FdpError, Tree

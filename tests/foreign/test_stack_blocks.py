@@ -11,13 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fdp import tree
-from fdp.fast.compiled import Blocks
+from fdp.fast.compiled import CompiledRunner
 from fdp.foreign.find_stack import find_stack
 from fdp.foreign.leaves import foreign_model, leaf_paths, params_of
 from fdp.foreign.stack.stack_blocks import stack_blocks
 from fdp.foreign.uses.dropout import with_keys
-from fdp.gradients.block_loop import Memory
-from fdp.gradients.per_sample import clipped_sum, per_sample_norms
+from fdp.gradients.clipped_sum import clipped_sum
+from fdp.gradients.execution import EAGER, Execution, Memory
+from fdp.gradients.per_sample import per_sample_norms
 from fdp.gradients.plan import Method, make_plan
 from fdp.gradients.vjp import vjp
 from fdp.keys import key
@@ -100,12 +101,16 @@ def gradients_alone(module: nn.Module, model: Model, data: Tree) -> dict[str, Te
     return {path: torch.stack(each) for path, each in found.items()}
 
 
-def assert_exact(module: nn.Module, model: Model, params: Tree, data: Tree, *, blocks: Blocks | None = None) -> None:
+def assert_exact(
+    module: nn.Module, model: Model, params: Tree, data: Tree, *, blocks: CompiledRunner | None = None
+) -> None:
     expected = gradients_alone(module, model, data)
     factors = torch.linspace(0.3, 0.9, len(data["tokens"]), dtype=torch.float64)
     for method in (Method.AUTO, Method.GHOST_BK):
         plan = make_plan(model, params, data, method=method, dtype=torch.float64)
-        got, norms, stash = per_sample_norms(model, params, data, plan=plan, blocks=blocks)
+        got, norms, stash = per_sample_norms(
+            model, params, data, plan=plan, execution=Execution(runner=blocks or EAGER)
+        )
         torch.testing.assert_close(got, losses(call(module, data), data), rtol=1e-10, atol=1e-10)
         total = clipped_sum(stash, Clip(dict.fromkeys(expected, factors), torch.tensor(1.0))).value
         for path, each in expected.items():
@@ -395,7 +400,7 @@ def test_arguments_that_depend_on_parameters_and_samples_are_differentiated(comp
             return self.head(self.norm(h))
 
     module, model, params = made(Recalling)
-    assert_exact(module, model, params, some_data(), blocks=Blocks(backend="aot_eager") if compiled else None)
+    assert_exact(module, model, params, some_data(), blocks=CompiledRunner(backend="aot_eager") if compiled else None)
 
 
 def test_data_that_call_layers_differently_than_the_example_are_refused():
@@ -418,7 +423,7 @@ def test_materialised_blocks_and_second_backwards_are_exact():
     for method in (Method.MATERIALIZE, Method.GHOST):
         plan = make_plan(model, params, data, method=method, dtype=torch.float64)
         for memory in (Memory(), Memory(recompute=True)):
-            _, norms, stash = per_sample_norms(model, params, data, plan=plan, memory=memory)
+            _, norms, stash = per_sample_norms(model, params, data, plan=plan, execution=Execution(memory=memory))
             total = clipped_sum(stash, Clip(dict.fromkeys(expected, torch.ones(3)), torch.tensor(1.0))).value
             for path, each in expected.items():
                 torch.testing.assert_close(norms.squared[path], each.flatten(1).square().sum(1), rtol=1e-8, atol=1e-12)
@@ -427,7 +432,7 @@ def test_materialised_blocks_and_second_backwards_are_exact():
 
 def test_compiled_blocks_equal_eager_ones_and_layers_are_compiled_once():
     module, model, params = made(tied=True)
-    blocks = Blocks(backend="aot_eager")
+    blocks = CompiledRunner(backend="aot_eager")
     assert_exact(module, model, params, some_data(), blocks=blocks)
     assert len({id(kind.run) for kind in blocks.kinds.values()}) == 3
 
@@ -440,7 +445,7 @@ def test_a_block_marked_as_not_compiled_is_not_compiled():
     for compiled in (True, False):
         block = Block("one", {"w": "w"}, apply, compiled=compiled)
         weights, data = {"w": torch.ones(2)}, {"x": torch.ones(3, 2)}
-        out, pull = Blocks(backend="aot_eager").plain_vjp(block, weights, (), data, frozenset("w"))
+        out, pull = CompiledRunner(backend="aot_eager").plain_vjp(block, weights, (), data, frozenset("w"))
         assert out.tolist() == [2.0] * 3
         assert pull(torch.ones(3))[1]["w"].tolist() == [3.0, 3.0]
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fdp import keys, ops
-from fdp.fast.compiled import Blocks
+from fdp.fast.compiled import CompiledRunner
 from fdp.foreign.uses import dropout
 from fdp.foreign.uses.custom_rules import operation, rule
 from fdp.foreign.uses.dispatch import RULES
@@ -21,6 +21,7 @@ from fdp.foreign.uses.einsum import EINSUM, parse
 from fdp.foreign.uses.function_table import FUNCTION_KINDS, HANDLERS, FunctionKind
 from fdp.foreign.uses.products import LINEAR_ROWS
 from fdp.gradients.costs import sizes
+from fdp.gradients.execution import Execution
 from fdp.gradients.per_sample import per_sample_norms
 from fdp.gradients.plan import Method, make_plan
 from fdp.gradients.rules import Dense, Pair, Rule, check_rule, per_sample_gradient, rows
@@ -29,7 +30,7 @@ from fdp.model import Block
 from fdp.types import FdpError
 from tests.foreign_cases import Foreign, Probe, assert_exact, ids, probe, randn
 
-EAGER = partial(Blocks, backend="aot_eager")
+EAGER = partial(CompiledRunner, backend="aot_eager")
 X = {"x": randn(3, 6, 4)}
 IMAGE = {"x": randn(3, 4, 5, 6)}
 IDS = {"ids": ids(3, 6, below=7)}
@@ -334,7 +335,7 @@ def test_a_use_that_torch_compile_does_not_show_gives_nan(monkeypatch):
     assert_exact(foreign)
     model, params = foreign.model()
     plan = make_plan(model, params, X, method=Method.AUTO, dtype=torch.float64)
-    _, norms, _ = per_sample_norms(model, params, X, plan=plan, blocks=EAGER())
+    _, norms, _ = per_sample_norms(model, params, X, plan=plan, execution=Execution(runner=EAGER()))
     assert norms.total().isnan().all()
 
 
@@ -351,7 +352,7 @@ def test_a_planned_use_that_is_missing_is_an_error():
     with pytest.raises(FdpError, match=r"once: expected the uses \['w#1'\], as planned, got none"):
         tapped_vjp(block, weights, (), X, uses, trained)
     with pytest.raises(FdpError, match=r"once: expected the uses .* as planned, got .*; do not compile it"):
-        Blocks().tapped_vjp(block, weights, (), X, uses, trained)
+        CompiledRunner().tapped_vjp(block, weights, (), X, uses, trained)
 
 
 # ---------------------------------------------------------------- dropout

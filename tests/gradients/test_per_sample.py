@@ -10,15 +10,17 @@ import fdp.gradients.launches
 import fdp.gradients.per_sample
 import fdp.gradients.rules
 from fdp import ops, tree
+from fdp.gradients.clipped_sum import clipped_sum, lazy_clipped_sum, lazy_plain_sum, plain_sum
 from fdp.gradients.costs import NormBy, SumBy
-from fdp.gradients.per_sample import clipped_sum, per_sample_norms, plain_sum
+from fdp.gradients.lazy_sum import LazySum, evaluate
+from fdp.gradients.per_sample import per_sample_norms
 from fdp.gradients.plan import Method, Plan, make_plan
 from fdp.gradients.rules import Dense, Pair
 from fdp.model import Block, from_loss
 from fdp.privacy import clipping
 from fdp.privacy.clipping import clip_to
-from fdp.types import Clip, FdpError, Flat, Weighted
-from tests.conftest import Case, case_named, cast, randn, reference_of
+from fdp.types import Clip, FdpError, Flat
+from tests.conftest import Case, case_named, cast, randn, reference_of, summed
 
 # Every method, and two under a budget: a fraction of what they would like to keep (0: a second backward).
 PLANS: dict[str, tuple[Method, float | None]] = {
@@ -290,26 +292,27 @@ def test_an_outlier_whose_tokens_cancel_moves_the_sum_by_at_most_the_bound(plan_
     assert (moved <= 1 + 1e-6).all()
 
 
-# ---------------------------------------------------------------- sums that are left to be made
+# ---------------------------------------------------------------- lazy sums
 
 
 @pytest.mark.parametrize("plan_name", PLANS)
 @pytest.mark.parametrize("name", ["gpt", "mlp", "all-ways", "loop"])
-def test_sums_left_to_be_made_are_the_sums(name, plan_name):
+def test_lazy_sums_are_the_sums(name, plan_name):
     _, norms, stash = run(name, plan_name)
     clip = clip_to(norms, max_norm=float(norms.total().median()))
     # Every leaf has factors of its own, as if clipped on its own.
     own = {path: factors / (1 + i) for i, (path, factors) in enumerate(clip.factors.items())}
     clip = clip._replace(factors=own)
-    made, left = clipped_sum(stash, clip), clipped_sum(stash, clip, made=False)
-    assert {path for path, leaf in left.value.items() if isinstance(leaf, Weighted)} == set(stash.records)
-    assert all(leaf.factors.dtype == torch.float64 for leaf in left.value.values() if isinstance(leaf, Weighted))
-    assert_trees_close(left.made().value, made.value, 1e-13)
+    records = set(stash.records)
+    made, left = clipped_sum(stash.copy(), clip), lazy_clipped_sum(stash, clip)
+    assert {path for path, leaf in left.value.items() if isinstance(leaf, LazySum)} == records
+    assert all(leaf.factors.dtype == torch.float64 for leaf in left.value.values() if isinstance(leaf, LazySum))
+    assert_trees_close(evaluate(left).value, made.value, 1e-13)
     assert left.sensitivity == made.sensitivity
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_sum_left_to_be_made_adds_exactly_nothing_for_a_factor_of_zero(bad):
+def test_a_lazy_sum_adds_exactly_nothing_for_a_factor_of_zero(bad):
     case = case_named("mlp")
     plan = planned(case, "auto", torch.float64)
     factors = torch.tensor([0.5, 0.0, 1.0], dtype=torch.float64)
@@ -317,24 +320,24 @@ def test_a_sum_left_to_be_made_adds_exactly_nothing_for_a_factor_of_zero(bad):
     data = case.data | {"image": case.data["image"].clone()}
     data["image"][1] = bad
     totals = [
-        clipped_sum(per_sample_norms(case.model, case.params, d, plan=plan)[2], clip, made=False).made().value
+        summed(per_sample_norms(case.model, case.params, d, plan=plan)[2], clip, lazy=True).value
         for d in (case.data, data)
     ]
     assert all(torch.equal(totals[0][path], totals[1][path]) for path in totals[0])
 
 
-def test_the_plain_sum_may_be_left_to_be_made(case: Case):
+def test_the_plain_sum_may_be_lazy(case: Case):
     plan = make_plan(*case, method=Method.NONE, dtype=torch.float64)
     mask = torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64)
     _, made = plain_sum(*case, mask, plan=plan)
-    _, left = plain_sum(*case, mask, plan=plan, made=False)
-    assert all(isinstance(leaf, Weighted) for leaf in left.values())
-    assert_trees_close({path: leaf.total() for path, leaf in left.items()}, made, 1e-13)
+    _, left = lazy_plain_sum(*case, mask, plan=plan)
+    assert all(isinstance(leaf, LazySum) for leaf in left.values())
+    assert_trees_close({path: leaf.evaluate() for path, leaf in left.items()}, made, 1e-13)
 
 
 @pytest.mark.parametrize("compute", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("loss", [torch.bfloat16, torch.float32])
-def test_a_plain_sum_left_to_be_made_does_not_go_by_the_dtype_of_the_losses(compute, loss):
+def test_the_dtype_of_a_lazy_plain_sum_does_not_depend_on_the_losses(compute, loss):
     case = case_named("loop")
     block = case.model.blocks[0]
     block = block._replace(apply=lambda p, carry, data: case.model.blocks[0].apply(p, carry, data).to(loss))
@@ -342,24 +345,24 @@ def test_a_plain_sum_left_to_be_made_does_not_go_by_the_dtype_of_the_losses(comp
     model = case.model._replace(blocks=(block,))
     plan = make_plan(model, params, data, method=Method.NONE, dtype=compute)
     _, made = plain_sum(model, params, data, torch.ones(3), plan=plan)
-    _, left = plain_sum(model, params, data, torch.ones(3), plan=plan, made=False)
+    _, left = lazy_plain_sum(model, params, data, torch.ones(3), plan=plan)
     for path, leaf in left.items():
-        assert torch.equal(leaf.total(), made[path])
-        assert leaf.total().dtype == made[path].dtype
+        assert torch.equal(leaf.evaluate(), made[path])
+        assert leaf.evaluate().dtype == made[path].dtype
 
 
 @pytest.mark.parametrize("method", [Method.GHOST_BK, Method.FLASH])
-def test_a_stash_lets_go_of_what_is_summed(method, monkeypatch):
+def test_a_stash_frees_what_is_summed(method, monkeypatch):
     """Block by block: what is kept of the blocks done is gone while the next is summed; and the sum is the same."""
     case = case_named("gpt")
     plan = make_plan(*case, method=method, dtype=torch.float64)
     _, norms, stash = per_sample_norms(*case, plan=plan)
     clip = clip_to(norms, max_norm=1.0)
-    expected = clipped_sum(stash, clip).value
+    expected = clipped_sum(stash.copy(), clip).value
     first = len(stash.records)
-    left, real = [], fdp.gradients.per_sample._sums
-    monkeypatch.setattr(fdp.gradients.per_sample, "_sums", lambda *a: (left.append(len(stash.records)), real(*a))[1])
-    assert_trees_close(clipped_sum(stash, clip, release=True).value, expected, 0)
+    left, real = [], fdp.gradients.clipped_sum._sums
+    monkeypatch.setattr(fdp.gradients.clipped_sum, "_sums", lambda *a: (left.append(len(stash.records)), real(*a))[1])
+    assert_trees_close(clipped_sum(stash, clip).value, expected, 0)
     assert first > left[0] > left[-1] == 0
     assert left == sorted(left, reverse=True)
     with pytest.raises(FdpError, match="in the norms or the sum only"):
@@ -374,7 +377,7 @@ def test_small_leaves_are_measured_together_and_large_ones_alone(monkeypatch):
     plan = plan._replace(choices=choices)
     expected = squares(reference_of("gpt"))
     for small in (0, 8, 1 << 16):
-        monkeypatch.setattr(fdp.gradients.per_sample, "SMALL", small)
+        monkeypatch.setattr(fdp.gradients.per_sample, "SMALL_LEAF_ELEMENTS", small)
         _, norms, _ = per_sample_norms(*case, plan=plan)
         assert_trees_close(norms.squared, expected, 1e-9)
 
@@ -437,7 +440,7 @@ def test_several_uses_in_half_precision_are_measured_as_they_are_summed(plan_nam
     def by_kernels(records: list[Any], factors: torch.Tensor) -> torch.Tensor:
         return sum(fdp.gradients.rules.weighted_gradient(record, factors).double() for record in records)  # type: ignore
 
-    monkeypatch.setattr(fdp.gradients.per_sample, "weighted_gradient_of_uses", by_kernels)
+    monkeypatch.setattr(fdp.gradients.clipped_sum, "weighted_gradient_of_uses", by_kernels)
     if plan_name != "flash":
         with pytest.raises(AssertionError):
             check_uses_in_half_precision(plan_name, in_blocks)
@@ -446,7 +449,7 @@ def test_several_uses_in_half_precision_are_measured_as_they_are_summed(plan_nam
 def test_a_leaf_kept_in_two_blocks_is_measured_whole(monkeypatch):
     """A kernel measures the gradient of each use; what is kept, and measured, is their sum."""
     as_on_a_gpu(monkeypatch)
-    monkeypatch.setattr(fdp.gradients.per_sample, "SMALL", 0)
+    monkeypatch.setattr(fdp.gradients.per_sample, "SMALL_LEAF_ELEMENTS", 0)
     half, params = torch.bfloat16, {"w": torch.zeros(16, 16)}
     data = {name: randn(3, 8, 16, seed=i).to(half) for i, name in enumerate(("x0", "x1", "g0", "g1"))}
 
@@ -466,9 +469,11 @@ def test_a_leaf_kept_in_two_blocks_is_measured_whole(monkeypatch):
     torch.testing.assert_close(kept.gradient.double(), alone, rtol=0.02, atol=0.1)
 
 
-def test_what_is_left_to_be_weighed_is_a_gradient_that_is_all_there_is_of_a_leaf():
+def test_single_dense_records_are_leaves_with_one_dense_gradient():
     one, pair = Dense(torch.ones(2, 3)), Pair(torch.ones(2, 1, 4, 5), torch.ones(2, 1, 4, 3), (5, 3))
-    assert set(fdp.gradients.per_sample._alone({"a": [one], "b": [one, pair], "c": [pair], "d": [one, one]})) == {"a"}
+    assert set(
+        fdp.gradients.per_sample.single_dense_records({"a": [one], "b": [one, pair], "c": [pair], "d": [one, one]})
+    ) == {"a"}
 
 
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fdp import keys
-from fdp.fast.compiled import Blocks
+from fdp.fast.compiled import CompiledRunner
 from fdp.gradients.rules import Dense, OneHot, Pair, Record
 from fdp.kfac import factors
 from fdp.kfac.forms import Form
@@ -219,15 +219,15 @@ def test_a_block_more_is_few_operations_more():
 def test_compiled_layers_of_other_forms_are_a_kind_of_their_own():
     case, sides = case_named("mlp"), [(Form.DENSE, Form.DIAGONAL), (Form.DIAGONAL, Form.DENSE), (Form.SKIP, Form.DENSE)]
     chosen = dict(zip(surveyed(*case).layers, sides, strict=True))
-    found = curvatures(case, Fisher.EMPIRICAL, forms=chosen, blocks=Blocks("aot_eager"))
+    found = curvatures(case, Fisher.EMPIRICAL, forms=chosen, runner=CompiledRunner("aot_eager"))
     assert_same(found, curvatures(case, Fisher.EMPIRICAL, forms=chosen))
 
 
 @pytest.mark.slow
 def test_what_is_done_with_records_is_compiled_once_for_a_kind_of_block():
-    two, three = Blocks("aot_eager"), Blocks("aot_eager")
-    curvatures(stack(2), Fisher.SAMPLED, blocks=two)
-    found = curvatures(stack(3), Fisher.SAMPLED, blocks=three)
+    two, three = CompiledRunner("aot_eager"), CompiledRunner("aot_eager")
+    curvatures(stack(2), Fisher.SAMPLED, runner=two)
+    found = curvatures(stack(3), Fisher.SAMPLED, runner=three)
     assert len(two.kinds) == len(three.kinds) == 6  # embedding, layer, head; and of each what is done with its records
     assert_same(found, curvatures(stack(3), Fisher.SAMPLED))
 
@@ -246,7 +246,9 @@ def test_compiled_the_sums_are_the_same_and_what_does_not_count_is_in_none(prese
     tasks += [task(form, left=True, inputs=False, uses=(), reduced=reduced) for form, reduced in both]
     tasks += [task(Form.DIAGONAL, records=(1,), left=True, reduced=reduced) for reduced in (False, True)]
     tasks += [task(Form.DIAGONAL, records=(2,), left=True, inputs=False, uses=(), small=True, reduced=True)]
-    compiled = Blocks().function("sums", lambda records, places: sums_of(tasks, records, places), records, places)
+    compiled = CompiledRunner().function(
+        "sums", lambda records, places: sums_of(tasks, records, places), records, places
+    )
     for one, other in zip(compiled, run(tasks, records, places), strict=True):
         assert type(one) is type(other)
         for x, y in zip(one, other, strict=True):
@@ -269,7 +271,7 @@ def test_on_the_gpu_rows_of_odd_widths_in_half_precision_have_the_same_sums(comp
     def sums(records: list[Pair], places: Places) -> list[Factor | Tensor]:
         return sums_of(tasks, records, places)
 
-    found = Blocks().function("sums", sums, records, places) if compiled else sums(records, places)
+    found = CompiledRunner().function("sums", sums, records, places) if compiled else sums(records, places)
     x = torch.cat([x, torch.ones(BATCH, TOKENS, 1)], 2)[[0, 2]].flatten(0, 1) / TOKENS**0.5
     for factor, each, rows in zip(found, tasks, (x, x, *[g[[0, 2]].flatten(0, 1)] * 2), strict=True):
         assert_matrix(factor, each.form, rows, dtype)

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fdp import keys, ops, tree
-from fdp.fast.compiled import Blocks
-from fdp.gradients.block_loop import Memory
+from fdp.fast.compiled import CompiledRunner
+from fdp.gradients.execution import Memory
 from fdp.gradients.rules import Pair
 from fdp.kfac import factors
 from fdp.kfac.forms import Form
@@ -489,11 +489,11 @@ def test_however_blocks_are_held_the_factors_are_the_same(memory, fisher):
     ],
 )
 def test_compiled_blocks_give_the_same_factors_and_each_kind_is_compiled_once(name, fisher):
-    case, blocks = case_named(name), Blocks("aot_eager")
-    found = curvatures(case, fisher, blocks=blocks)
+    case, blocks = case_named(name), CompiledRunner("aot_eager")
+    found = curvatures(case, fisher, runner=blocks)
     kinds = len(blocks.kinds)
     assert_same(found, curvatures(case, fisher))
-    assert_same(curvatures(case, fisher, blocks=blocks), found)
+    assert_same(curvatures(case, fisher, runner=blocks), found)
     assert len(blocks.kinds) == kinds
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fdp import tree
-from fdp.fast.compiled import Blocks
+from fdp.fast.compiled import CompiledRunner
 from fdp.gradients.linear_maps import LowRankMap, MatrixMap, Sides
 from fdp.kfac.full_gradients import precondition_whole
 from fdp.kfac.invert.apply import precondition
@@ -53,9 +53,9 @@ def layers_of(bias: bool) -> tuple[dict[Layer, Preconditioner], dict[str, Tensor
     return maps, gradients, shapes
 
 
-def check(blocks: Blocks, *, bias: bool, root: bool, rounded: bool) -> None:
+def check(blocks: CompiledRunner, *, bias: bool, root: bool, rounded: bool) -> None:
     maps, gradients, shapes = layers_of(bias)
-    got, dots = precondition_whole(maps, gradients, shapes=shapes, rounded=rounded, root=root, blocks=blocks)
+    got, dots = precondition_whole(maps, gradients, shapes=shapes, rounded=rounded, root=root, runner=blocks)
     assert torch.equal(got["alone"], gradients["alone"])
     for (layer, made), dot in zip(maps.items(), dots):
         gradient = joined(layer, shapes[layer], gradients)
@@ -70,18 +70,18 @@ def check(blocks: Blocks, *, bias: bool, root: bool, rounded: bool) -> None:
 @pytest.mark.parametrize("root", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 def test_it_is_preconditioning_layer_by_layer(bias, root):
-    check(Blocks(backend="aot_eager"), bias=bias, root=root, rounded=True)
+    check(CompiledRunner(backend="aot_eager"), bias=bias, root=root, rounded=True)
 
 
 def test_kinds_do_not_share_a_function():
     """Of the same sizes, but another side, another precision, another power."""
-    blocks, layer = Blocks(backend="eager"), Layer("w", None)
+    blocks, layer = CompiledRunner(backend="eager"), Layer("w", None)
     gradients, shapes = {"w": randn(4, 4)}, {layer: (4, 4)}
     m = matrix(4, 1)
     for made in (Sides(m, None), Sides(None, m)):
         for root in (False, True):
             got, (dot,) = precondition_whole(
-                {layer: made}, gradients, shapes=shapes, rounded=False, root=root, blocks=blocks
+                {layer: made}, gradients, shapes=shapes, rounded=False, root=root, runner=blocks
             )
             want = precondition(made, gradients["w"])
             torch.testing.assert_close(got["w"], want)
@@ -91,7 +91,7 @@ def test_kinds_do_not_share_a_function():
 
 @pytest.mark.slow
 def test_by_inductor():
-    check(Blocks(), bias=True, root=False, rounded=True)
+    check(CompiledRunner(), bias=True, root=False, rounded=True)
 
 
 @pytest.mark.gpu
@@ -104,7 +104,9 @@ def test_gpu_compiled_is_the_cpu_by_plain_products(bias):
         return tree.map(lambda x: x.to(there), value)
 
     on_gpu = {layer: move(made) for layer, made in maps.items()}
-    got, _ = precondition_whole(on_gpu, move(gradients), shapes=shapes, rounded=True, root=False, blocks=Blocks())
+    got, _ = precondition_whole(
+        on_gpu, move(gradients), shapes=shapes, rounded=True, root=False, runner=CompiledRunner()
+    )
     for layer, made in maps.items():
         want = parted(layer, precondition(made, joined(layer, shapes[layer], gradients)), gradients)
         for path, leaf in want.items():

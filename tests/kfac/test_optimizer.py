@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import fdp.step
 from fdp import keys, ops, optimizers, tree
 from fdp.data import datasets
-from fdp.fast.compiled import Blocks
+from fdp.fast.compile_modes import Compile, make_execution
+from fdp.fast.compiled import CompiledRunner
+from fdp.gradients.execution import EAGER, Execution
 from fdp.gradients.plan import Method, make_plan
 from fdp.kfac import factors
 from fdp.kfac.config import Distribution, KfacConfig
@@ -38,7 +39,7 @@ from fdp.privacy.mechanism import Mechanism
 from fdp.privacy.sampling import poisson, trusted_batch
 from fdp.run.step_metrics import summarise
 from fdp.run.training_run import KfacOptimizer, RunConfig, prepare, steps
-from fdp.step import Compile, init_state, make_train_step
+from fdp.step import init_state, make_train_step
 from fdp.storage import checkpoint
 from fdp.types import Batch, FdpError, TrainState, Tree
 from tests.conftest import case_named, randn
@@ -485,8 +486,10 @@ def trained(distribution: Distribution, columns: bool, ranks: int) -> tuple[list
         params = init_params(model, key, sharding)
         params = tree.map(lambda leaf: leaf.double(), params)
     plan = make_plan(model, abstract_params(model, sharding), batches[0], method=Method.NONE, dtype=torch.float64)
-    step = make_train_step(model, k.optimizer, mechanism=mechanism, plan=plan, sharding=sharding)
-    state = k.settled(init_state(model, params, k.optimizer, mechanism, sharding=sharding))
+    step = make_train_step(
+        model, k.optimizer, mechanism=mechanism, plan=plan, execution=make_execution(sharding=sharding)
+    )
+    state = k.settled(init_state(model, params, k.optimizer, mechanism, execution=make_execution(sharding=sharding)))
     seen = []
     for t, batch in enumerate(batches):
         state = k.refresh(state, batch, torch.ones(len(batch["label"])), key, t)
@@ -520,7 +523,15 @@ def resumed_ring(folder: str) -> bool:
     batch = cast(images(1, seed=sharding.rank))
     config = KfacConfig(policy=COLUMNS, distribution=Distribution.RING)
     k = kfac(model, batch, learning_rate=0.1, config=config, sharding=sharding)
-    fresh = k.settled(init_state(model, init_params(model, KEY, sharding), k.optimizer, mechanism, sharding=sharding))
+    fresh = k.settled(
+        init_state(
+            model,
+            init_params(model, KEY, sharding),
+            k.optimizer,
+            mechanism,
+            execution=make_execution(sharding=sharding),
+        )
+    )
     state = k.refresh(fresh, batch, torch.ones(1), KEY, 0)
     checkpoint.save(Path(folder), state, meta={}, keep=1)
     found = checkpoint.load(Path(folder) / "step-00000000", like=fresh)
@@ -539,7 +550,6 @@ def test_a_ring_is_saved_with_the_columns_of_every_rank(tmp_path: Path) -> None:
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_a_donated_step_of_compiled_blocks_is_the_plain_step(decay, monkeypatch):
     """Momentum, decay, learning rate and cast in one pass behind K-FAC; noise, here none, and mean before it."""
-    monkeypatch.setattr(fdp.step, "Blocks", lambda: Blocks(backend="eager"))
     model = mlp(widths=(6, 5), classes=3)
     data = {"image": randn(8, 6), "label": torch.arange(8) % 3}
     mechanism = Mechanism(poisson(64, expected_batch_size=8), flat(max_norm=1.0), 0.0)
@@ -548,9 +558,16 @@ def test_a_donated_step_of_compiled_blocks_is_the_plain_step(decay, monkeypatch)
     for compile in (Compile.NONE, Compile.BLOCK):
         config = settings(momentum=0.8, weight_decay=decay, kl_clip=1e-3)
         rate = optimizers.warmup_cosine(0.3, warmup_steps=1, steps=9)
-        blocks = Blocks(backend="eager") if compile is Compile.BLOCK else None
-        k = kfac(model, data, learning_rate=rate, config=config, blocks=blocks)
-        step = make_train_step(model, k.optimizer, mechanism=mechanism, plan=plan, donate=("state",), compile=compile)
+        runner = CompiledRunner(backend="eager") if compile is Compile.BLOCK else EAGER
+        k = kfac(model, data, learning_rate=rate, config=config, runner=runner)
+        step = make_train_step(
+            model,
+            k.optimizer,
+            mechanism=mechanism,
+            plan=plan,
+            donate=("state",),
+            execution=Execution(runner=runner),
+        )
         state = k.settled(init_state(model, model.init(KEY), k.optimizer, mechanism))
         for t in range(4):
             state = k.refresh(state, data, torch.ones(8), KEY, t)

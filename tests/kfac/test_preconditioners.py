@@ -14,8 +14,9 @@ from fdp import keys, models, ops, tree
 from fdp.foreign.hub.causal import causal_lm
 from fdp.foreign.hub.classification import classifier
 from fdp.foreign.leaves import params_of
+from fdp.gradients.clipped_sum import clipped_sum
 from fdp.gradients.linear_maps import GroupedMap, LowRankMap, Sides
-from fdp.gradients.per_sample import clipped_sum, per_sample_norms
+from fdp.gradients.per_sample import per_sample_norms
 from fdp.gradients.plan import Method, make_plan
 from fdp.gradients.precondition import check_sides, map_record
 from fdp.kfac import Fisher, Form, KfacConfig, Sharing, everything, kfac, plan_forms, survey
@@ -255,7 +256,7 @@ def test_mapped_experts_are_clipped_as_they_are_mapped(method: Method, by_group:
     check_sides(sides, model)
     plan = make_plan(model, params, foreign.data, method=method, dtype=torch.float64)
     _, norms, stash = per_sample_norms(
-        model, params, foreign.data, plan=plan, mapped=lambda path, record: map_record(sides, path, record)
+        model, params, foreign.data, plan=plan, transform=lambda path, record: map_record(sides, path, record)
     )
     mapped = dict(truth)
     for path, (left, right) in sides.items():

@@ -15,10 +15,13 @@ import fdp.kfac.private.noised_factors
 import fdp.step
 from fdp import keys, tree
 from fdp.data.datasets import digits, examples, windows
-from fdp.fast.compiled import Blocks
+from fdp.fast.compile_modes import Compile, make_execution
+from fdp.fast.compiled import CompiledRunner
 from fdp.fast.fused_update import FusedUpdate
+from fdp.gradients.clipped_sum import clipped_sum
+from fdp.gradients.execution import EAGER, Execution
 from fdp.gradients.linear_maps import LowRankMap, Map, MatrixMap, Sides, apply_rows
-from fdp.gradients.per_sample import clipped_sum, per_sample_norms
+from fdp.gradients.per_sample import per_sample_norms
 from fdp.gradients.plan import Method, make_plan
 from fdp.gradients.precondition import map_record, size
 from fdp.gradients.rules import Dense, OneHot, Pair, per_sample_gradient
@@ -43,7 +46,7 @@ from fdp.privacy import accounting, clipping
 from fdp.privacy.mechanism import Mechanism, Statistics, statistics, without_noise
 from fdp.privacy.sampling import TRAINING, poisson, sample_batch, trusted_batch
 from fdp.run.training_run import data_digest
-from fdp.step import Compile, init_state, make_train_step
+from fdp.step import init_state, make_train_step
 from fdp.types import Batch, FdpError, Tree
 from tests.conftest import SAMPLES, case_named, reference_of
 from tests.kfac_cases import forms_of, matrices, surveyed
@@ -100,15 +103,20 @@ def mapped_gradients(case: str, sides: dict[str, Sides]) -> dict[str, Tensor]:
     return found
 
 
-def measured(case: str, method: Method, sides: dict[str, Sides], blocks: Blocks | None = None):
+def measured(case: str, method: Method, sides: dict[str, Sides], blocks: CompiledRunner | None = None):
     model, params, data = case_named(case)
     plan = make_plan(model, params, data, method=method, dtype=torch.float64)
-    return per_sample_norms(model, params, data, plan=plan, blocks=blocks, mapped=lambda p, r: map_record(sides, p, r))[
-        1:
-    ]
+    return per_sample_norms(
+        model,
+        params,
+        data,
+        plan=plan,
+        execution=Execution(runner=blocks or EAGER),
+        transform=lambda p, r: map_record(sides, p, r),
+    )[1:]
 
 
-def check_norms_and_sums(case: str, method: Method, forms: str, blocks: Blocks | None = None) -> None:
+def check_norms_and_sums(case: str, method: Method, forms: str, blocks: CompiledRunner | None = None) -> None:
     sides = maps_of(case_named(case).model, forms=forms)
     truth = mapped_gradients(case, sides)
     norms, stash = measured(case, method, sides, blocks)
@@ -139,7 +147,7 @@ def test_norms_and_sums_with_maps_of_other_forms(method, forms):
 
 @pytest.mark.parametrize("case", [pytest.param("gpt", marks=pytest.mark.slow), "gpt-untied"])
 def test_compiled_blocks_and_fused_heads_are_mapped_alike(case):
-    check_norms_and_sums(case, Method.AUTO, "dense", Blocks(backend="aot_eager"))
+    check_norms_and_sums(case, Method.AUTO, "dense", CompiledRunner(backend="aot_eager"))
 
 
 def test_element_maps_of_a_leaf_that_is_used_in_every_way():
@@ -182,11 +190,15 @@ def test_maps_that_overflow_or_are_not_finite_move_the_sum_by_at_most_the_bound(
         sides[path] = Sides(LowRankMap(each, each.new_zeros(len(each), 0), each.new_zeros(0, 0)), None)
     plan = make_plan(model, params, data, method=method, dtype=torch.float32)
     narrow = tree.map(lambda leaf: leaf.float() if leaf.is_floating_point() else leaf, (params, data))
-    _, norms, stash = per_sample_norms(model, *narrow, plan=plan, mapped=lambda p, r: map_record(sides, p, r))
+    _, norms, stash = per_sample_norms(model, *narrow, plan=plan, transform=lambda p, r: map_record(sides, p, r))
     clip = clipping.clip_to(norms, max_norm=0.3)
     for b in range(SAMPLES):
         alone = clip.masked(torch.arange(SAMPLES) == b)
-        added = torch.stack([value.square().sum() for value in clipped_sum(stash, alone).value.values()]).sum().sqrt()
+        added = (
+            torch.stack([value.square().sum() for value in clipped_sum(stash.copy(), alone).value.values()])
+            .sum()
+            .sqrt()
+        )
         assert float(added) <= 0.3 * (1 + 1e-6)
 
 
@@ -194,9 +206,9 @@ def norm_before_the_map(monkeypatch):
     """The mistake of preconditioning after the norm is taken: what is summed is mapped, what is measured is not."""
     real = fdp.gradients.per_sample.per_sample_norms
 
-    def wrong(*args, mapped, **options):
+    def wrong(*args, transform, **options):
         losses, norms, _ = real(*args, **options)
-        _, _, stash = real(*args, mapped=mapped, **options)
+        _, _, stash = real(*args, transform=transform, **options)
         return losses, norms, stash
 
     monkeypatch.setitem(globals(), "per_sample_norms", wrong)
@@ -214,7 +226,7 @@ def left_map_only(monkeypatch):
 def second_backward_not_mapped(monkeypatch):
     real = fdp.gradients.per_sample.Stash
     monkeypatch.setattr(
-        fdp.gradients.per_sample, "Stash", lambda *a: real(*a)._replace(mapped=fdp.gradients.per_sample.as_it_is)
+        fdp.gradients.per_sample, "Stash", lambda *a: real(*a)._replace(transform=fdp.gradients.per_sample.identity)
     )
 
 
@@ -276,7 +288,14 @@ def one_step(compile: Compile = Compile.NONE, method: Method = Method.GHOST_BK):
     plan = make_plan(MODEL, params, tree.map(lambda leaf: leaf[0], batch.data), method=method)
     state = k.settled(init_state(MODEL, params, k.optimizer, MECHANISM))
     state = refresh_public(k, state, public(NOISE, private=TRAIN, digest=data_digest), KEY, 0)
-    step = make_train_step(MODEL, k.optimizer, mechanism=MECHANISM, plan=plan, precondition=sides_of, compile=compile)
+    step = make_train_step(
+        MODEL,
+        k.optimizer,
+        mechanism=MECHANISM,
+        plan=plan,
+        precondition=sides_of,
+        execution=make_execution(compile=compile),
+    )
     return state, *step(state, batch, keys.key(4))
 
 
@@ -289,7 +308,7 @@ def test_a_step_maps_clips_and_maps_again():
     data = tree.map(lambda leaf: leaf[0], batch.data)
     plan = make_plan(MODEL, state.params, data, method=Method.MATERIALIZE)
     _, norms, stash = per_sample_norms(
-        MODEL, state.params, data, plan=plan, mapped=lambda p, r: map_record(sides, p, r)
+        MODEL, state.params, data, plan=plan, transform=lambda p, r: map_record(sides, p, r)
     )
     torch.testing.assert_close(metrics.norms, norms.total().to(metrics.norms), rtol=1e-5, atol=0.0)
     total = clipped_sum(stash, clipping.clip_to(norms, max_norm=0.5))
@@ -312,7 +331,6 @@ def test_a_compiled_step_is_the_same():
 @pytest.mark.parametrize(("source", "microbatches"), [("noised", 2), pytest.param("public", 1, marks=pytest.mark.slow)])
 def test_a_donated_step_of_compiled_blocks_is_the_plain_step(source, microbatches, monkeypatch):
     """Roots before clipping, noise once, roots again, and one pass for the rest; frozen leaves stay as they are."""
-    monkeypatch.setattr(fdp.step, "Blocks", lambda: Blocks(backend="eager"))
     passes, real = [], FusedUpdate.__call__
     monkeypatch.setattr(FusedUpdate, "__call__", lambda self, *args: passes.append(0) or real(self, *args))
     clip = clipping.quantile(max_norm=0.5, target_quantile=0.5, learning_rate=0.3, count_noise=1.0)
@@ -328,12 +346,18 @@ def test_a_donated_step_of_compiled_blocks_is_the_plain_step(source, microbatche
     made = []
     for compile in (Compile.NONE, Compile.BLOCK):
         donate = ("state",) if compile is Compile.BLOCK else ()
-        blocks = Blocks(backend="eager") if compile is Compile.BLOCK else None
+        runner = CompiledRunner(backend="eager") if compile is Compile.BLOCK else EAGER
         k = private_kfac(
-            model, TRAIN.fetch(np.arange(size)), learning_rate=0.3, config=config, largest=100, blocks=blocks
+            model, TRAIN.fetch(np.arange(size)), learning_rate=0.3, config=config, largest=100, runner=runner
         )
         step = make_train_step(
-            model, k.optimizer, mechanism=mechanism, plan=plan, precondition=sides_of, compile=compile, donate=donate
+            model,
+            k.optimizer,
+            mechanism=mechanism,
+            plan=plan,
+            precondition=sides_of,
+            execution=Execution(runner=runner),
+            donate=donate,
         )
         state = k.settled(init_state(model, tree.map(torch.clone, params), k.optimizer, mechanism))
         places = [leaf.data_ptr() for leaf in tree.leaves(state)]

@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fdp import keys, ops, tree
 from fdp.checks.first_call import Checks
+from fdp.fast.compile_modes import make_execution
 from fdp.gradients import block_loop
 from fdp.gradients.plan import Method, make_plan
 from fdp.init import normal
@@ -29,7 +30,8 @@ from fdp.parallel.sharding import Reduce, Sharding, Zero, abstract_params, make_
 from fdp.privacy import clipping
 from fdp.privacy.mechanism import Mechanism
 from fdp.privacy.sampling import poisson, trusted_batch
-from fdp.step import Stages, init_state, make_stages, make_train_step
+from fdp.stages import Stages, make_stages
+from fdp.step import init_state, make_train_step
 from fdp.types import Norms, Tree
 from tests.fake_ranks import fake_ranks
 
@@ -71,7 +73,9 @@ def mechanism(method: Method) -> Mechanism:
 def stages_of(axes: dict[str, int], zero: Zero, method: Method, **options: Any) -> tuple[Stages, Sharding, Tree]:
     sharding = make_sharding(MODEL, make_mesh(axes, device_type="cpu"), zero=zero, **options)
     plan = make_plan(MODEL, abstract_params(MODEL, sharding), DATA, method=method)
-    stages = make_stages(MODEL, sgd(0.1), mechanism=mechanism(method), plan=plan, sharding=sharding)
+    stages = make_stages(
+        MODEL, sgd(0.1), mechanism=mechanism(method), plan=plan, execution=make_execution(sharding=sharding)
+    )
     return stages, sharding, localize(init_params(MODEL, keys.key(0), sharding))
 
 
@@ -107,7 +111,13 @@ def a_step(axes: dict[str, int], zero: Zero, method: Method, *, microbatches: in
     plan = make_plan(MODEL, abstract_params(MODEL, sharding), DATA, method=method)
     how: dict[str, Any] = {"plan": plan, "sharding": sharding, "checks": Checks.SKIPPED}
     step = make_train_step(MODEL, sgd(0.1), mechanism=mechanism(method), **how)
-    state = init_state(MODEL, init_params(MODEL, keys.key(0), sharding), sgd(0.1), mechanism(method), sharding=sharding)
+    state = init_state(
+        MODEL,
+        init_params(MODEL, keys.key(0), sharding),
+        sgd(0.1),
+        mechanism(method),
+        execution=make_execution(sharding=sharding),
+    )
     share: dict[str, Any] = {"rank": sharding.rank, "ranks": sharding.ranks}
     data, mask = {"x": DATA["x"].expand(microbatches, -1, -1)}, torch.ones(microbatches, SAMPLES)
     batch = trusted_batch(data, mask, mechanism(method).sampling, step=0, **share)
@@ -179,7 +189,9 @@ def test_replicas_reduce_their_parts_and_tensor_ranks_their_norms(sent):
         sharding = make_sharding(cut, mesh, zero=Zero.THREE)
         data = {"tokens": torch.zeros(SAMPLES, 7, dtype=torch.int64)}
         plan = make_plan(cut, abstract_params(cut, sharding), data)
-        stages = make_stages(cut, sgd(0.1), mechanism=mechanism(Method.AUTO), plan=plan, sharding=sharding)
+        stages = make_stages(
+            cut, sgd(0.1), mechanism=mechanism(Method.AUTO), plan=plan, execution=make_execution(sharding=sharding)
+        )
         stages.gradient(localize(init_params(cut, keys.key(0), sharding)), (), data, torch.ones(SAMPLES))
     cut_leaves = [path for path, leaf in sharding.leaves.items() if leaf.is_sharded_over("tensor")]
     norms = [entry for entry in sent if entry.elements == len(cut_leaves) * SAMPLES]
@@ -336,7 +348,9 @@ def test_a_rank_of_eight_holds_an_eighth_of_parameters_and_optimizer_state():
         with fake_ranks(8, rank=rank):
             sharding = make_sharding(model, make_mesh({"shard": 8}, device_type="cpu"), zero=Zero.THREE)
             params = init_params(model, keys.key(0), sharding)
-            state = init_state(model, params, adamw(1e-3), mechanism(Method.AUTO), sharding=sharding)
+            state = init_state(
+                model, params, adamw(1e-3), mechanism(Method.AUTO), execution=make_execution(sharding=sharding)
+            )
             held.append(tree.size(localize((state.params, state.opt))))
     assert max(held) * 7 <= alone
     assert alone <= sum(held) <= 1.01 * alone + 64

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from fdp import keys, ops, optimizers, tree
 from fdp.checks.first_call import Checks
+from fdp.fast.compile_modes import make_execution
 from fdp.foreign.torch_init import place_leaves, torch_leaves
 from fdp.gradients.plan import Method, make_plan
 from fdp.init import uniform
@@ -27,7 +28,8 @@ from fdp.parallel.sharding import Data, Reduce, Sharding, Zero, abstract_params,
 from fdp.privacy import clipping
 from fdp.privacy.mechanism import Mechanism
 from fdp.privacy.sampling import poisson, sample_batch
-from fdp.step import init_state, make_stages, make_train_step
+from fdp.stages import make_stages
+from fdp.step import init_state, make_train_step
 from fdp.types import FdpError
 from tests.fake_ranks import fake_ranks
 from tests.ranks import run_on_ranks
@@ -102,14 +104,12 @@ def train(
         chosen,
         mechanism=mechanism,
         plan=plan,
-        sharding=sharding,
-        offload=offload,
-        checkpoint_activations=checkpoint_activations,
+        execution=make_execution(sharding=sharding, offload=offload, checkpoint_activations=checkpoint_activations),
         checks=checks,
     )
     if backend is not None:
         step = torch.compile(step, fullgraph=True, dynamic=False, backend=backend)
-    state = init_state(net, params, chosen, mechanism, sharding=sharding, offload=offload)
+    state = init_state(net, params, chosen, mechanism, execution=make_execution(sharding=sharding, offload=offload))
     first = whole(state.params)
     losses, norms = [], []
     for batch in batches:
@@ -235,7 +235,9 @@ def moved_by_one(reduce_dtype: torch.dtype | None) -> tuple[float, float]:
     mechanism = Mechanism(poisson(5000, expected_batch_size=2048), clipping.flat(max_norm=1.0), 1.0)
     x, worst, stated = torch.full((1024, 1, 4), 3.0), 0.0, 0.0
     plan = make_plan(net, abstract_params(net, sharding), {"x": x}, method=Method.AUTO)
-    stages = make_stages(net, optimizers.sgd(0.1), mechanism=mechanism, plan=plan, sharding=sharding)
+    stages = make_stages(
+        net, optimizers.sgd(0.1), mechanism=mechanism, plan=plan, execution=make_execution(sharding=sharding)
+    )
     weights = stages.weights(localize(init_params(net, keys.key(0), sharding)), torch.device("cpu"))
     for last in torch.linspace(0.5, 1, 9):
         if sharding.rank == 1:
@@ -473,16 +475,18 @@ def mistaken() -> list[str]:
     share: dict[str, Any] = {"rank": sharding.rank, "ranks": sharding.ranks}
     batch = sample_batch(DATA, SAMPLING, key, step=0, microbatch_size=6, **share)
     plan = make_plan(net, abstract_params(net, sharding), {"tokens": batch.data["tokens"][0]})
-    state = init_state(net, params, chosen, mechanism, sharding=sharding)
+    state = init_state(net, params, chosen, mechanism, execution=make_execution(sharding=sharding))
     low = sharding._replace(reduce_dtype=torch.bfloat16)
     other = make_sharding(net, sharding.mesh, zero=Zero.NONE)
-    step = make_train_step(net, chosen, mechanism=mechanism, plan=plan, sharding=sharding)
+    step = make_train_step(net, chosen, mechanism=mechanism, plan=plan, execution=make_execution(sharding=sharding))
     attempts = [
         lambda: init_params(net, keys.key(sharding.shard.rank), sharding),
         lambda: make_train_step(net, chosen, mechanism=mechanism, plan=plan)(state, batch, key),
         lambda: step(state, sample_batch(DATA, SAMPLING, key, step=0, microbatch_size=6), key),
-        lambda: make_train_step(net, chosen, mechanism=mechanism, plan=plan, sharding=other)(state, batch, key),
-        lambda: make_train_step(net, chosen, mechanism=mechanism, plan=plan, sharding=low),
+        lambda: make_train_step(net, chosen, mechanism=mechanism, plan=plan, execution=make_execution(sharding=other))(
+            state, batch, key
+        ),
+        lambda: make_train_step(net, chosen, mechanism=mechanism, plan=plan, execution=make_execution(sharding=low)),
         lambda: check_agreement({"data": sharding.shard.rank, "steps": 3}),
     ]
     found = []

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from fdp import keys, optimizers, step, tree
 from fdp.data import datasets
+from fdp.fast.compile_modes import Compile
 from fdp.gradients.plan import Method
 from fdp.models import GPTConfig, gpt
 from fdp.parallel import collectives, gather_reduce, sharded_init, sharding
@@ -23,7 +24,6 @@ from fdp.parallel.sharding import Data, Reduce, Zero
 from fdp.privacy import clipping, noise
 from fdp.run.compare import Difference, Seen, Stage, compare, first_over, observe, read, relative_difference, write
 from fdp.run.training_run import Layout, RunConfig, draw_batch, prepare, steps
-from fdp.step import Compile
 from fdp.types import ClippedSum, FdpError, Norms
 from tests.ranks import run_on_ranks
 
@@ -267,7 +267,7 @@ def test_an_observation_is_read_as_it_was_written(tmp_path, one_rank: list[Seen]
 # On several ranks: equal where it should be, and faults planted one at a time
 
 
-everyones = step.everyones
+gather_metrics = step.gather_metrics
 LAYOUTS = {
     "zero-0": Layout({"shard": 2}, Zero.NONE),
     "zero-2": Layout({"shard": 2}, Zero.TWO),
@@ -318,7 +318,7 @@ def weights_of_the_rank(plan: Any, pending: Any) -> Any:
 
 def losses_of_the_rank(metrics: Any, shape: Any, plan: Any) -> Any:
     """The last rank's samples report half their losses."""
-    return everyones(metrics._replace(losses=metrics.losses / (1 + dist.get_rank())), shape, plan)
+    return gather_metrics(metrics._replace(losses=metrics.losses / (1 + dist.get_rank())), shape, plan)
 
 
 FAULTS: dict[str, tuple[str, str, Callable[..., Any], int, Stage]] = {
@@ -329,9 +329,9 @@ FAULTS: dict[str, tuple[str, str, Callable[..., Any], int, Stage]] = {
         1,
         Stage.NORMS,
     ),
-    "noise by part": ("zero-3", "fdp.step.add_noise", noise_of_the_part, 1, Stage.NOISE),
-    "noise by rank": ("zero-0", "fdp.step.add_noise", noise_of_the_rank, 1, Stage.NOISE),
-    "a leaf not reduced": ("zero-0", "fdp.step.reduce_all", all_but_one_reduced, 1, Stage.SUM),
+    "noise by part": ("zero-3", "fdp.finish.add_noise", noise_of_the_part, 1, Stage.NOISE),
+    "noise by rank": ("zero-0", "fdp.finish.add_noise", noise_of_the_rank, 1, Stage.NOISE),
+    "a leaf not reduced": ("zero-0", "fdp.stages.reduce_all", all_but_one_reduced, 1, Stage.SUM),
     "init by rank, in parts": ("zero-3", "fdp.parallel.sharded_init.init_params", init_of_the_rank, 0, Stage.INIT),
     "init by rank, in copies": ("zero-0", "fdp.parallel.sharded_init.init_params", init_of_the_rank, 0, Stage.INIT),
     "weights of the other rank": (
@@ -341,7 +341,7 @@ FAULTS: dict[str, tuple[str, str, Callable[..., Any], int, Stage]] = {
         1,
         Stage.FORWARD,
     ),
-    "losses of the other rank": ("zero-3", "fdp.step.everyones", losses_of_the_rank, 1, Stage.LOSS),
+    "losses of the other rank": ("zero-3", "fdp.step.gather_metrics", losses_of_the_rank, 1, Stage.LOSS),
 }
 
 

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from fdp import init, keys, model, optimizers
 from fdp.data import datasets
+from fdp.fast.compile_modes import Compile
 from fdp.gradients.plan import Method, make_plan
 from fdp.parallel.offload import Offload
 from fdp.privacy import accounting, clipping, sampling
 from fdp.run.step_metrics import StepRecord, parameter_digest, summarise
 from fdp.run.training_run import RunConfig, draw_batch, prepare, steps
-from fdp.step import Compile, init_state, make_train_step
+from fdp.step import init_state, make_train_step
 from fdp.types import FdpError, TrainState, Tree
 
 SIZE, WIDTH = 60, 5

@@ -32,8 +32,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fdp import tree
-from fdp.fast.compiled import Blocks
-from fdp.gradients.block_loop import ALL_KEPT, Memory, Weights, backward, forward, make_weights
+from fdp.gradients.block_loop import Weights, backward, forward, make_weights
+from fdp.gradients.execution import EAGER, STORE_ALL, Execution, Memory, Runner
 from fdp.kfac.forms import Form
 from fdp.kfac.layers import Survey, survey
 from fdp.kfac.measure.fisher import Fisher, passes, surrogate, with_numbers
@@ -66,8 +66,8 @@ def collect(
     dtype: torch.dtype = torch.float32,
     known: Survey | None = None,
     sharding: Sharding | None = None,
-    memory: Memory = ALL_KEPT,
-    blocks: Blocks | None = None,
+    memory: Memory = STORE_ALL,
+    runner: Runner = EAGER,
 ) -> dict[Layer, Curvature]:
     """The curvature of every layer of ``forms`` on one microbatch.
 
@@ -89,13 +89,13 @@ def collect(
     uses = tuple(tuple(use for use in block if use.path in wanted) for block in known.plan.uses)
     plan = known.plan._replace(uses=uses, trainable=wanted)
     present = present_of(model, data)
-    sums = make_sums(known, forms, sharing, mask, present, sharding, blocks)
+    sums = make_sums(known, forms, sharing, mask, present, sharding, runner)
     rank, ranks = (0, 1) if sharding is None else (sharding.rank, sharding.ranks)
     many = passes(model, fisher, known.scores, key=key, rank=rank, ranks=ranks, dtype=plan.dtype, device=mask.device)
     stand_in = surrogate(model, fisher)
     for count, numbers in enumerate(many if wanted else ()):
         told = with_numbers(data, numbers)
-        weights = make_weights(stand_in, params, told, plan, sharding, memory, blocks)
+        weights = make_weights(stand_in, params, told, plan, Execution(sharding, memory, runner))
         losses, opened, carries = forward(weights, told, plan)
         if count == 0:
             _add_head(weights, carries[-1], data, losses, sums)
@@ -150,7 +150,7 @@ def _add_head(weights: Weights, carry: Tree, data: Tree, token: Tensor, sums: Su
     block = weights.model.blocks[-1]
     for layer in (layer for layer, both in sums.forms.items() if both[0] is Form.SOFTMAX):
         assert block.outputs is not None
-        whole = weights.finish(weights.start(len(weights.model.blocks) - 1, token=token))
+        whole = weights.finish_gather(weights.start_gather(len(weights.model.blocks) - 1, token=token))
         with torch.no_grad():
             scores = block.outputs.scores(tree.select(whole, block.params), carry, data)
         add_probabilities(block.outputs, scores, data, layer, sums)

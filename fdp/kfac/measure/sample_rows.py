@@ -6,7 +6,7 @@ A token that is padding has no row; one of an input's side counts ``1 / n_b`` of
 longer sample says no more about inputs than a shorter one. Norm parameters and biases have one row, the
 gradient.
 
-    >>> rows = rows_of(model, params, data, known, forms, Fisher.SAMPLED, key, sharding, ALL_KEPT)    # {Slot: Rows}
+    >>> rows = rows_of(model, params, data, known, forms, Fisher.SAMPLED, key, sharding, STORE_ALL)   # {Slot: Rows}
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fdp import tree
-from fdp.gradients.block_loop import Memory, backward, forward, make_weights
+from fdp.gradients.block_loop import backward, forward, make_weights
+from fdp.gradients.execution import Execution, Memory
 from fdp.gradients.rules import OneHot, Pair, Record, per_sample_gradient
 from fdp.kfac.forms import Form
 from fdp.kfac.layers import Met, Survey
@@ -93,7 +94,7 @@ def rows_of(
     rank, ranks = (0, 1) if sharding is None else (sharding.rank, sharding.ranks)
     many = passes(model, fisher, known.scores, key=key, rank=rank, ranks=ranks, dtype=plan.dtype, device=device)
     told = with_numbers(data, next(iter(many)))
-    weights = make_weights(surrogate(model, fisher), params, told, plan, sharding, memory)
+    weights = make_weights(surrogate(model, fisher), params, told, plan, Execution(sharding, memory))
     losses, opened, carries = forward(weights, told, plan)
     found: dict[Slot, list[Rows]] = {}
     for i, records in backward(weights, None, opened, carries, told, plan, token=losses):

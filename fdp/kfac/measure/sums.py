@@ -3,7 +3,7 @@
 A block's records become sums by :mod:`fdp.kfac.measure.block_sums`, as a whole: one compiled function, where blocks are
 compiled. Inputs are the same in every pass and are added in the first; output gradients in all.
 
-    >>> sums = make_sums(known, forms, sharing, mask, present, sharding, blocks)
+    >>> sums = make_sums(known, forms, sharing, mask, present, sharding, runner)
     >>> for i, found in backward(...): add_records(i, found, sums, inputs=True)
     >>> curvature_of(layer, sums)
 """
@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fdp.fast.compiled import Blocks
+from fdp.gradients.execution import Runner
 from fdp.gradients.rules import Dense, Record
 from fdp.kfac import factors
 from fdp.kfac.forms import Form
@@ -66,7 +66,7 @@ class Work(NamedTuple):
 class Sums(NamedTuple):
     """What holds for one microbatch, and what has been added up of it so far.
 
-    ``layers``: those met by every block. ``blocks``: blocks are compiled, and so is what is done with their records;
+    ``layers``: those met by every block. ``runner`` computes on the records of a block;
     ``work``: what that is, as far as it came to it. ``waiting``: rows that are squared once all uses of their layer
     have come, and of how many they are.
     """
@@ -77,7 +77,7 @@ class Sums(NamedTuple):
     places: Places
     layers: dict[int, dict[Layer, None]]
     cuts: dict[Path, tuple[Axis, int]]
-    blocks: Blocks | None
+    runner: Runner
     work: dict[tuple[int, bool], Work]
     factors: dict[Slot, Factor]
     waiting: dict[Slot, tuple[Tensor, int]]
@@ -90,7 +90,7 @@ def make_sums(
     mask: Float[Tensor, " batch"],
     present: Float[Tensor, "batch tokens"] | None,
     sharding: Sharding | None,
-    blocks: Blocks | None,
+    runner: Runner,
 ) -> Sums:
     """Nothing added up yet."""
     layers: dict[int, dict[Layer, None]] = {}
@@ -104,7 +104,7 @@ def make_sums(
     places = make_places(mask, present, uses, known.plan.dtype)
     leaves = {} if sharding is None else sharding.leaves
     cuts = {path: cut for path, leaf in leaves.items() for cut in leaf.sharded_dims if cut[0].name == "tensor"}
-    return Sums(known, forms, sharing, places, layers, cuts, blocks, {}, {}, {})
+    return Sums(known, forms, sharing, places, layers, cuts, runner, {}, {}, {})
 
 
 def present_of(model: Model, data: Tree) -> Float[Tensor, "batch tokens"] | None:
@@ -127,8 +127,7 @@ def add_records(block: int, found: dict[Path, list[Record]], sums: Sums, *, inpu
     records = [_whole(found[path][k], sums.cuts.get(path)) for path, k in work.records]
     found.clear()
     run = _run_of(work.tasks)
-    blocks = sums.blocks
-    values = run(records, sums.places) if blocks is None else blocks.function(work.tasks, run, records, sums.places)
+    values = sums.runner.function(work.tasks, run, records, sums.places)
     for slot, task, value in zip(work.slots, work.tasks, values):
         if isinstance(value, Tensor):
             _wait(slot, value, len(task.records), sums)

@@ -26,7 +26,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fdp import keys, tree
-from fdp.gradients.block_loop import ALL_KEPT, Memory
+from fdp.gradients.execution import STORE_ALL, Memory
+from fdp.gradients.lazy_sum import add_sums
 from fdp.kfac import factors
 from fdp.kfac.forms import Form
 from fdp.kfac.layers import Survey
@@ -60,7 +61,7 @@ def clipped_statistics(
     scales: Mapping[str, float],
     key: Key,
     sharding: Sharding | None = None,
-    memory: Memory = ALL_KEPT,
+    memory: Memory = STORE_ALL,
     sharing: Sharing = Sharing.EXPAND,
 ) -> ClippedSum:
     """``sum_b c_b statistics_b / scale`` over all samples of all ranks, by :func:`name`; ``key`` is for labels.
@@ -84,7 +85,7 @@ def clipped_statistics(
         clip = torch.where(mask > 0, clip, clip.new_zeros(()))
         value = {name(s): _weighted(s, r, clip, known, forms) / _scale(s, scales) for s, r in rows.items()}
         part = ClippedSum(value, clip.new_full((), statistics.max_norm), Bound(f"statistics {statistics.max_norm}"))
-        total = part if total is None else total.plus(part)
+        total = part if total is None else add_sums(total, part)
     assert total is not None
     return total._replace(value={n: sum_over_samples(sharding, leaf) for n, leaf in total.value.items()})
 
@@ -124,7 +125,7 @@ def scales_of(
     fisher: Fisher,
     key: Key,
     sharding: Sharding | None = None,
-    memory: Memory = ALL_KEPT,
+    memory: Memory = STORE_ALL,
     sharing: Sharing = Sharing.EXPAND,
 ) -> dict[str, float]:
     """The root mean square, over all ranks' samples of a **public** microbatch, of every statistic's norm; 1 where that

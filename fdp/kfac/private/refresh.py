@@ -97,7 +97,7 @@ def refresh_public(
     samples = k.plan.known.plan.batch_size
     data, mask = draw(source, samples=samples, key=keys.fold_in(key, "draw"), rank=rank, ranks=ranks)
     data, mask = tree.map(lambda leaf: leaf.to(device), (data, mask))
-    common = {"plan": k.plan, "memory": k.memory, "blocks": k.blocks, "donate": donate}
+    common = {"plan": k.plan, "memory": k.memory, "runner": k.runner, "donate": donate}
     return refresh(state, data, mask, keys.fold_in(key, "labels").to(device), step, **common)
 
 

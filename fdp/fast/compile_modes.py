@@ -1,0 +1,40 @@
+"""What torch.compile is given, as one word, and the execution that it stands for.
+
+>>> execution = make_execution(compile=Compile.BLOCK, cuda_graph=True)
+>>> step = make_train_step(model, optimizer, mechanism=mechanism, plan=plan, execution=execution, donate=("state",))
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from fdp.fast.compiled import CompiledRunner
+from fdp.gradients.execution import EAGER, Execution, Memory
+from fdp.parallel.offload import NO_OFFLOAD, Offload
+from fdp.parallel.sharding import Sharding
+
+
+class Compile(Enum):
+    """Compile nothing, each kind of block once, or the whole work on a microbatch and the whole update."""
+
+    NONE = "none"
+    BLOCK = "block"
+    STEP = "step"
+
+
+def make_execution(
+    *,
+    sharding: Sharding | None = None,
+    offload: Offload = NO_OFFLOAD,
+    checkpoint_activations: bool = False,
+    compile: Compile = Compile.NONE,
+    cuda_graph: bool = False,
+) -> Execution:
+    """Return an execution with a runner of its own. ``checkpoint_activations`` recomputes blocks in the backward."""
+    return Execution(
+        sharding,
+        Memory(recompute=checkpoint_activations, offload=offload),
+        CompiledRunner() if compile is Compile.BLOCK else EAGER,
+        compile_step=compile is Compile.STEP,
+        cuda_graph=cuda_graph,
+    )

@@ -1,0 +1,104 @@
+"""The end of a step: add the noise, divide by the expected batch size, update the parameters.
+
+noise   total + z C N(0, I)                             one draw per element, once per step
+mean    / B                                             the public expected batch size
+update  params + optimizer(mean)
+
+There are two implementations of one signature: :func:`plain_finish`, leaf by leaf for any optimizer and placement, and
+:class:`fdp.fast.fused_update.FusedUpdate`, one pass over every leaf.
+
+>>> finish = plain_finish(model, optimizer, mechanism, execution)
+>>> state = finish.run(state, total, tally, key)         # key: that of this step's noise
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fdp import tree
+from fdp.gradients.execution import LOCAL, Execution
+from fdp.gradients.lazy_sum import LazySum, take
+from fdp.model import Model
+from fdp.optimizers import LOCAL as LOCAL_REDUCTIONS
+from fdp.optimizers import Optimizer, apply_updates
+from fdp.parallel.gather_reduce import sum_over_samples
+from fdp.parallel.offload import CPU
+from fdp.parallel.sharded_norms import sharded_reductions
+from fdp.parallel.sharding import shard_windows
+from fdp.privacy.mechanism import Mechanism
+from fdp.privacy.noise import add_noise, expected_mean
+from fdp.types import ClippedSum, Flat, Key, TrainState, Tree
+
+
+class Finish(NamedTuple):
+    """Everything after the sum over all ranks.
+
+    ``run(state, total, tally, key)`` returns the next state. ``noise_added(before, total, key, after)`` returns the
+    noise that ``run`` added to the (evaluated) sum, for those who look between the stages of a step.
+    """
+
+    run: Callable[[TrainState, ClippedSum, Tensor, Key], TrainState]
+    noise_added: Callable[[TrainState, ClippedSum, Key, TrainState], Flat]
+
+
+def plain_finish(model: Model, optimizer: Optimizer, mechanism: Mechanism, execution: Execution = LOCAL) -> Finish:
+    """Return the end of a step, leaf by leaf: ``add_noise``, ``expected_mean``, ``optimizer.update``,
+    ``apply_updates``.
+
+    Guarantees:
+      - the state depends on the sum only through its noised value, and on the tally only through its own noise;
+      - every full-precision sum is freed as soon as it is noised.
+    """
+    sharding, expected = execution.sharding, mechanism.sampling.expected_batch_size
+    reductions = LOCAL_REDUCTIONS if sharding is None else sharded_reductions(sharding)
+    noise = noise_adder(mechanism, execution)
+
+    def run(state: TrainState, total: ClippedSum, tally: Tensor, key: Key) -> TrainState:
+        mean = noisy_mean(noise, mechanism, total, key, state.params)
+        flat = tree.flatten(state.params)
+        trained = {path: leaf.to(mean[path].device) for path, leaf in flat.items() if path in model.trainable}
+        updates, opt = optimizer.update(mean, state.opt, trained, reductions)
+        changed = {path: leaf.to(flat[path].device) for path, leaf in apply_updates(trained, updates).items()}
+        clip = mechanism.clip.update(state.clip, sum_over_samples(sharding, tally), key, expected)
+        return TrainState(tree.unflatten(state.params, flat | changed), opt, clip, state.step + 1)
+
+    def noise_added(before: TrainState, total: ClippedSum, key: Key, after: TrainState) -> Flat:
+        noisy = noise(total, key)
+        return {path: leaf - total.value[path].to(leaf) for path, leaf in noisy.items()}
+
+    return Finish(run, noise_added)
+
+
+def noise_adder(mechanism: Mechanism, execution: Execution = LOCAL) -> Callable[[ClippedSum, Key], Flat]:
+    """Return ``noise(total, key)``: the noised sum, where the optimizer's state is stored."""
+    windows = None if execution.sharding is None else shard_windows(execution.sharding)
+    on_cpu = execution.memory.offload.optimizer
+
+    def noise(total: ClippedSum, key: Key) -> Flat:
+        home = CPU if on_cpu else key.device
+        value = {path: leaf.to(home) for path, leaf in total.value.items()}
+        if mechanism.noise_multiplier == 0:  # asked for explicitly, see checks.gate.check_settings
+            return value
+        z = mechanism.noise_multiplier
+        return add_noise(total._replace(value=value), key=key.to(home), noise_multiplier=z, shard_windows=windows)
+
+    return noise
+
+
+def noisy_mean(
+    noise: Callable[[ClippedSum, Key], Flat], mechanism: Mechanism, total: ClippedSum, key: Key, params: Tree
+) -> Flat:
+    """Return the noised sum over the expected batch size, leaf by leaf, in float32 at least. Uses up ``total``."""
+    flat, mean = tree.flatten(params), {}
+    for path in list(total.value):
+        value = take(total.value, path)
+        value = value.evaluate() if isinstance(value, LazySum) else value
+        noisy = noise(total._replace(value={path: value}), key)
+        del value
+        wide = torch.promote_types(flat[path].dtype, torch.float32)
+        mean[path] = expected_mean(noisy, mechanism.sampling)[path].to(wide)
+    return mean

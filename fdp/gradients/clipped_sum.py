@@ -1,0 +1,190 @@
+"""The clipped sum of per-sample gradients, from what the norm pass stored, and the plain sum without privacy.
+
+    sum_b c_b G_b per leaf, block by block               from stored gradients or pairs, or by a second backward
+
+>>> losses, norms, stash = per_sample_norms(model, params, data, plan=plan)
+>>> total = clipped_sum(stash, clip_to(norms, max_norm=1.0))                  # ClippedSum(value, sensitivity)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from fdp.gradients.block_loop import NOTHING_SAVED, Saved, Weights, backward, forward, make_weights
+from fdp.gradients.costs import SumBy
+from fdp.gradients.execution import LOCAL, Execution
+from fdp.gradients.launches import weighted_gradients
+from fdp.gradients.lazy_sum import LazySum, single_row, take
+from fdp.gradients.per_sample import Stash, single_dense_records, widen, widest
+from fdp.gradients.plan import Plan
+from fdp.gradients.sample_gradients import Record, weighted_gradient_of_uses
+from fdp.model import Model
+from fdp.parallel.gather_reduce import owned_paths, reduce_stream
+from fdp.parallel.sharding import Reduce, Sharding
+from fdp.types import Clip, ClippedSum, FdpError, Flat, Path, Tree
+
+
+def clipped_sum(stash: Stash, clip: Clip) -> ClippedSum:
+    """Return ``sum_b factor_b G_b`` per leaf, in float64, over this rank's samples.
+
+    Uses up the stash: a block's records are freed when the next block's are summed. If sums are reduced in every
+    microbatch, the result is this rank's shard of the sum over all ranks' samples; each block's sums travel while the
+    next block's are computed, so that at most two blocks' full gradients exist at a time.
+
+    Guarantees:
+      - every leaf in the norms is in the sum, scaled by its own factor;
+      - a sample whose factor is 0 contributes exactly 0, even if its gradient is NaN or infinite.
+    """
+    return _collect(stash, clip, _evaluated_sums)
+
+
+def lazy_clipped_sum(stash: Stash, clip: Clip) -> ClippedSum:
+    """Return the sum of :func:`clipped_sum`, every leaf a :class:`LazySum` for whoever adds the noise in the same pass.
+
+    The sums of stored per-sample gradients are not evaluated here; all others are rows of one.
+    """
+    return _collect(stash, clip, _lazy_sums)
+
+
+def plain_sum(
+    model: Model,
+    params: Tree,
+    data: Tree,
+    mask: Float[Tensor, " batch"],
+    *,
+    plan: Plan,
+    execution: Execution = LOCAL,
+) -> tuple[Float[Tensor, " batch"], dict[Path, Any]]:
+    """Return losses and ``sum_b mask_b G_b``: the same loop without privacy, one ordinary backward."""
+    return _plain(model, params, data, mask, plan, execution, lambda leaf: leaf.to(widest(leaf.dtype)))
+
+
+def lazy_plain_sum(
+    model: Model,
+    params: Tree,
+    data: Tree,
+    mask: Float[Tensor, " batch"],
+    *,
+    plan: Plan,
+    execution: Execution = LOCAL,
+) -> tuple[Float[Tensor, " batch"], dict[Path, Any]]:
+    """Return losses and the sum of :func:`plain_sum` as lazy sums, in the dtype in which it was computed."""
+    one = torch.ones(1, dtype=widest(plan.dtype), device=mask.device)
+    return _plain(model, params, data, mask, plan, execution, lambda leaf: single_row(leaf, one))
+
+
+_BlockSums: TypeAlias = Callable[[dict[Path, list[Record]], Clip, set[Path]], dict[Path, Any]]
+"""Weighted sums of a block's stored records: ``sums(records, clip, used several times)``."""
+
+
+def _collect(stash: Stash, clip: Clip, block_sums: _BlockSums) -> ClippedSum:
+    execution = stash.weights.execution
+    stream = _weighted_blocks(stash, clip, block_sums)
+    total = reduce_stream(_reduced_per_microbatch(execution.sharding), stream, device=execution.memory.sums_device)
+    if set(total) != set(clip.factors):
+        raise FdpError(f"clipped_sum: leaves {sorted(set(total) ^ set(clip.factors))} are in the norms or the sum only")
+    return ClippedSum({path: total[path] for path in clip.factors}, clip.sensitivity, clip.bound)
+
+
+def _reduced_per_microbatch(sharding: Sharding | None) -> Sharding | None:
+    """Return the sharding by which a block's sums are reduced at once; None if they stay this rank's own."""
+    return sharding if sharding is not None and sharding.reduce is Reduce.PER_MICROBATCH else None
+
+
+def _weighted_blocks(stash: Stash, clip: Clip, block_sums: _BlockSums) -> Iterator[dict[Path, Any]]:
+    """Yield, block by block, the weighted sums of the leaves that are complete with it."""
+    weights, plan = stash.weights, stash.plan
+    clip = _wide_factors(clip)
+    blocks = range(len(weights.model.blocks))
+    times = Counter(use.path for uses in plan.uses for use in uses)
+    several = {path for path, count in times.items() if count > 1}
+    if stash.carries:
+        sums: Flat = {}
+        saved, carries = [NOTHING_SAVED for _ in blocks], list(stash.carries)
+        factors = next(iter(clip.factors.values()))
+        for i, records in backward(weights, None, saved, carries, stash.data, plan, token=factors):
+            second = {path: of for path, of in records.items() if plan.choices[path].sum is SumBy.SECOND}
+            again = {path: [stash.transform(path, record) for record in of] for path, of in second.items()}
+            for path, part in _sums(again, clip, several).items():
+                sums[path] = sums[path] + part.double() if path in sums else part.double()
+            done = [path for path in owned_paths(weights.model, i) if path in sums]
+            yield {path: sums.pop(path) for path in done}
+    for i in blocks:
+        stored = {path: take(stash.records, path) for path in owned_paths(weights.model, i) if path in stash.records}
+        yield block_sums(stored, clip, several)
+
+
+def _evaluated_sums(records: dict[Path, list[Record]], clip: Clip, several: set[Path]) -> dict[Path, Any]:
+    return {path: total.double() for path, total in _sums(records, clip, several).items()}
+
+
+def _lazy_sums(records: dict[Path, list[Record]], clip: Clip, several: set[Path]) -> dict[Path, Any]:
+    dense = single_dense_records(records)
+    sums = _sums({path: of for path, of in records.items() if path not in dense}, clip, several)
+    lazy = {path: LazySum(of.gradient, clip.factors[path]) for path, of in dense.items()}
+    lazy |= {path: single_row(total, total.new_ones(1, dtype=torch.float64)) for path, total in sums.items()}
+    return {path: lazy[path] for path in records}
+
+
+def _wide_factors(clip: Clip) -> Clip:
+    """Return the factors in float64, in which everything is summed. A tensor shared by all leaves is cast once."""
+    first, *rest = clip.factors.values()
+    if all(f is first for f in rest):
+        return clip._replace(factors=dict.fromkeys(clip.factors, first.double()))
+    return clip._replace(factors={path: f.double() for path, f in clip.factors.items()})
+
+
+def _plain(
+    model: Model,
+    params: Tree,
+    data: Tree,
+    mask: Float[Tensor, " batch"],
+    plan: Plan,
+    execution: Execution,
+    finished: Callable[[Tensor], Any],
+) -> tuple[Float[Tensor, " batch"], dict[Path, Any]]:
+    weights = make_weights(model, params, data, plan, execution)
+    counted = (mask > 0).to(torch.float32)
+    losses, saved, carries = forward(weights, data, plan, gradient=counted)
+    stream = _plain_blocks(weights, counted.to(losses.dtype), saved, carries, data, plan, finished, token=losses)
+    total = reduce_stream(_reduced_per_microbatch(execution.sharding), stream, device=execution.memory.sums_device)
+    return losses.to(widest(losses.dtype)), {path: total[path] for path in weights.shards if path in plan.trainable}
+
+
+def _plain_blocks(
+    weights: Weights,
+    gradient: Tensor,
+    saved: list[Saved],
+    carries: list[Tree],
+    data: Tree,
+    plan: Plan,
+    finished: Callable[[Tensor], Any],
+    *,
+    token: Tree,
+) -> Iterator[dict[Path, Any]]:
+    sums: Flat = {}
+    for i, found in backward(weights, gradient, saved, carries, data, plan, token=token):
+        for path, leaf in found.items():
+            sums[path] = widen(sums[path]) + widen(leaf) if path in sums else leaf
+        done = [path for path in owned_paths(weights.model, i) if path in sums]
+        yield {path: finished(sums.pop(path)) for path in done}
+
+
+def _sums(records: dict[Path, list[Record]], clip: Clip, several: set[Path]) -> Flat:
+    """Return the weighted sum of every leaf; single pairs share launches.
+
+    The norm of several uses is that of their sum in float64, so this sum is in float64 too, not by float32 kernels.
+    """
+    single = [path for path in records if path not in several]
+    found = weighted_gradients([records[path][0] for path in single], [clip.factors[path] for path in single])
+    sums = dict(zip(single, found))
+    return {
+        path: sums[path] if path in sums else weighted_gradient_of_uses(of, clip.factors[path])
+        for path, of in records.items()
+    }

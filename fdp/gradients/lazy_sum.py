@@ -1,0 +1,73 @@
+"""Weighted sums that are evaluated later, so that they are never rounded or stored before the noise is added.
+
+sum_s factors_s rows_s
+
+>>> total = evaluate(total)                       # a ClippedSum whose leaves are tensors
+>>> total = add_sums(total, more)                 # different samples, clipped to the same bound
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from fdp_kernels.keep import weighted_sum
+from jaxtyping import Float
+from torch import Tensor
+
+from fdp.types import ClippedSum, Path
+
+
+class LazySum(NamedTuple):
+    """``sum_s factors_s rows_s``, evaluated by whoever adds the noise."""
+
+    rows: Float[Tensor, " samples *shape"]
+    factors: Float[Tensor, " samples"]
+
+    def evaluate(self, onto: Float[Tensor, " *shape"] | None = None) -> Float[Tensor, " *shape"]:
+        """Return the sum, plus ``onto``, in the wider dtype of factors and ``onto``; clip factors are float64.
+
+        Guarantees:
+          - a row whose factor is 0 contributes exactly 0, even if it holds NaN or infinity.
+        """
+        flat, before = self.rows.reshape(len(self.factors), -1), None if onto is None else onto.flatten()
+        dtype = self.factors.dtype if onto is None else torch.promote_types(self.factors.dtype, onto.dtype)
+        return weighted_sum(flat, self.factors, dtype, before).view(self.rows.shape[1:])
+
+
+def single_row(leaf: Float[Tensor, " *shape"], one: Float[Tensor, " 1"]) -> LazySum:
+    """Return ``1 leaf`` as a lazy sum of one row."""
+    return LazySum(leaf.unsqueeze(0), one)
+
+
+def evaluate(total: ClippedSum) -> ClippedSum:
+    """Return the same sum with every leaf evaluated."""
+    return total._replace(value={path: _evaluate_leaf(leaf) for path, leaf in total.value.items()})
+
+
+def add_sums(total: ClippedSum, more: ClippedSum) -> ClippedSum:
+    """Return the sum over the samples of both, which must be different samples, clipped to the same bound.
+
+    Uses up both: each leaf is freed as soon as it is added.
+
+    Guarantees:
+      - the sensitivity is that of one: a sample is in one of the two sums only;
+      - nobody vouches for the sum if nobody does for one of the two.
+    """
+    value = {path: _add_leaves(take(total.value, path), take(more.value, path)) for path in list(total.value)}
+    bound = None if more.bound is None else total.bound
+    return ClippedSum(value, torch.maximum(total.sensitivity, more.sensitivity), bound)
+
+
+def take(values: dict[Path, Any], path: Path) -> Any:
+    """Remove and return ``values[path]``, so that its memory can be freed; inside a compiled graph, only read it."""
+    return values[path] if torch.compiler.is_compiling() else values.pop(path)
+
+
+def _evaluate_leaf(leaf: Tensor | LazySum) -> Tensor:
+    return leaf.evaluate() if isinstance(leaf, LazySum) else leaf
+
+
+def _add_leaves(leaf: Tensor | LazySum, more: Tensor | LazySum) -> Tensor:
+    leaf = _evaluate_leaf(leaf)
+    return more.evaluate(leaf) if isinstance(more, LazySum) else leaf + more

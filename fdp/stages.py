@@ -1,0 +1,162 @@
+"""The stages of a step and how they are chosen: which gradient, which reduction, which end. ``fdp.step`` joins them.
+
+>>> stages = make_stages(model, optimizer, mechanism=mechanism, plan=plan, execution=execution)
+>>> part = stages.gradient(weights, state.clip, data, mask, {})                  # one microbatch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fdp import keys, tree
+from fdp.checks.gate import check_settings
+from fdp.fast.fused_update import FusedUpdate
+from fdp.fingerprint import fingerprint
+from fdp.finish import Finish, plain_finish
+from fdp.gradients.accumulate import NO_PRECONDITIONERS, Gradient, Preconditioners, clipped_gradient, plain_gradient
+from fdp.gradients.clipped_sum import clipped_sum, lazy_clipped_sum, lazy_plain_sum, plain_sum
+from fdp.gradients.costs import SumBy
+from fdp.gradients.execution import LOCAL, Execution
+from fdp.gradients.plan import Plan
+from fdp.gradients.precondition import check_preconditioned, check_sides
+from fdp.gradients.scores import score_moments
+from fdp.model import Model
+from fdp.optimizers import Optimizer
+from fdp.parallel.gather_reduce import gather_all, reduce_all
+from fdp.parallel.sharding import Reduce, Sharding, Zero, gathered_view, reduce_slack
+from fdp.privacy.mechanism import Mechanism
+from fdp.privacy.sampling import Poisson
+from fdp.types import ClippedSum, FdpError, Key, TrainState, Tree
+
+Precondition: TypeAlias = Callable[[TrainState], Preconditioners]
+"""Linear maps of per-sample gradients, leaf by leaf, from a state that has seen private data only through noise."""
+
+
+class Stages(NamedTuple):
+    """The stages of a step, all on this rank's shards as plain tensors; :func:`fdp.step.join` runs them in order.
+
+    ``prepare(params)`` runs before a step, even before one that is replayed. ``weights(params, device)`` are the
+    parameters that microbatches compute with. ``preconditioners(state)`` map gradients before they are clipped.
+    ``gradient`` is the work on one microbatch; ``reduce(total)`` the sum over all ranks; ``key(root, step)`` the key of
+    the step's noise; ``finish`` noise, mean and update. ``scores(weights, data)`` are three numbers per sample about
+    the forward pass, for :mod:`fdp.run.compare`. ``repeatable``: a second backward must meet what the first one
+    measured. ``sampling``: who must have drawn a batch; None if anyone may, because the step is not private.
+    """
+
+    prepare: Callable[[Tree], None]
+    weights: Callable[[Tree, torch.device], Tree]
+    preconditioners: Precondition
+    gradient: Gradient
+    reduce: Callable[[ClippedSum], ClippedSum]
+    key: Callable[[Key, Tensor], Key]
+    finish: Finish
+    scores: Callable[[Tree, Tree], Tensor | None]
+    execution: Execution
+    repeatable: bool
+    sampling: Poisson | None
+
+
+def make_stages(
+    model: Model,
+    optimizer: Optimizer,
+    *,
+    mechanism: Mechanism,
+    plan: Plan,
+    execution: Execution = LOCAL,
+    donate: Sequence[str] = (),
+    precondition: Precondition | None = None,
+    settings: str | None = None,
+) -> Stages:
+    """Return the stages of a step, for ``make_train_step`` and for those who want to look between them.
+
+    ``settings`` are folded into the key of the noise; default: a fingerprint of model, optimizer and mechanism.
+    """
+    sharding = execution.sharding
+    check_settings(model, optimizer, mechanism, plan, sharding)
+    _check_donated(donate, execution)
+    if precondition is not None:
+        check_preconditioned(plan.private, sharding)
+    settings = fingerprint(model.identity, optimizer, mechanism, precondition) if settings is None else settings
+    inside = execution._replace(sharding=_gathered_once(sharding))
+    fused = None
+    if donate and optimizer.rule is not None and _can_fuse(execution):
+        fused = FusedUpdate(model, optimizer.rule, mechanism, plan.dtype)
+
+    def weights(params: Tree, device: torch.device) -> Tree:
+        if fused is not None:
+            fused.refresh_copies(params)
+            return fused.compute_weights(params)
+        if inside.sharding is sharding:
+            return params
+        return gather_all(sharding, model, params, dtype=plan.dtype, device=device)
+
+    def prepare(params: Tree) -> None:
+        if fused is not None and execution.cuda_graph:  # a replay runs no Python
+            fused.refresh_copies(params)
+            fused.reserve()
+
+    def preconditioners(state: TrainState) -> Preconditioners:
+        return NO_PRECONDITIONERS if precondition is None else check_sides(precondition(state), model)
+
+    def reduce(total: ClippedSum) -> ClippedSum:
+        expected = mechanism.sampling.expected_batch_size
+        total = total._replace(sensitivity=total.sensitivity * (1 + reduce_slack(sharding, expected)))
+        if sharding is None or sharding.reduce is not Reduce.PER_STEP:
+            return total
+        return total._replace(value=reduce_all(sharding, model, total.value))
+
+    lazy = fused is not None and fused.takes_lazy_sums
+    if plan.private:
+        gradient = clipped_gradient(model, mechanism, plan, inside, lazy_clipped_sum if lazy else clipped_sum)
+    else:
+        gradient = plain_gradient(model, plan, inside, lazy_plain_sum if lazy else plain_sum)
+    finish = plain_finish(model, optimizer, mechanism, execution) if fused is None else fused.finish
+    if donate and fused is None:
+        finish = _writing_into_the_old_state(finish)
+    if execution.compile_step:
+        gradient = torch.compile(gradient, fullgraph=True, dynamic=False)
+        finish = finish._replace(run=torch.compile(finish.run, fullgraph=True, dynamic=False))
+    return Stages(
+        prepare=prepare,
+        weights=weights,
+        preconditioners=preconditioners,
+        gradient=gradient,
+        reduce=reduce,
+        key=lambda root, count: keys.step_key(root, f"noise {settings}", count),
+        finish=finish,
+        scores=lambda params, data: score_moments(model, params, data, plan, inside),
+        execution=execution,
+        repeatable=any(choice.sum is SumBy.SECOND for choice in plan.choices.values()),
+        sampling=mechanism.sampling if plan.private else None,
+    )
+
+
+def _gathered_once(sharding: Sharding | None) -> Sharding | None:
+    """Return the sharding that microbatches see: ZeRO-2 that reduces once per step gathers leaves before them."""
+    if sharding is not None and sharding.reduce is Reduce.PER_STEP and sharding.zero is Zero.TWO:
+        return gathered_view(sharding)
+    return sharding
+
+
+def _can_fuse(execution: Execution) -> bool:
+    """Return True if noise and update may be one pass over every leaf."""
+    return execution.runner.compiles and execution.sharding is None and not any(execution.memory.offload)
+
+
+def _check_donated(donate: Sequence[str], execution: Execution) -> None:
+    if set(donate) - {"state"}:
+        raise FdpError(f"donate: expected ('state',) or (), got {tuple(donate)}")
+    if execution.cuda_graph and not donate:
+        raise FdpError("cuda_graph: expected donate=('state',), since a recorded step writes where it was recorded")
+
+
+def _writing_into_the_old_state(finish: Finish) -> Finish:
+    def run(state: TrainState, *rest: Any) -> TrainState:
+        tree.map(lambda old, new: old.copy_(new), state, finish.run(state, *rest))
+        return state
+
+    return finish._replace(run=run)
