@@ -36,7 +36,7 @@ def test_shape_and_dtype_are_what_was_asked_for(name, dtype):
     assert torch.isfinite(value).all()
 
 
-def test_a_constant_is_everywhere():
+def test_a_constant_fills_every_element():
     assert (init.constant(0.7)(KEY, (4, 3), dtype=torch.float64) == 0.7).all()
 
 

@@ -212,7 +212,7 @@ DRAWS = [keys.bits, keys.uniform, keys.normal, keys.truncated_normal]
 @pytest.mark.parametrize("draw", DRAWS)
 @settings(deadline=None, max_examples=40)
 @given(case=windows())
-def test_a_window_is_bitwise_the_slice_of_the_whole(draw, case):
+def test_a_window_is_bitwise_the_slice_of_the_full_draw(draw, case):
     shape, window = case
     whole = draw(ROOT, shape)
     assert whole.shape == tuple(shape)
@@ -222,7 +222,7 @@ def test_a_window_is_bitwise_the_slice_of_the_whole(draw, case):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_shards_along_any_dim_join_to_the_whole(dtype):
+def test_shards_along_any_dim_join_to_the_full_draw(dtype):
     shape = (520, 1030)  # more than one piece, rows that do not end on a block
     whole = keys.normal(ROOT, shape, dtype=dtype)
     rows = [keys.normal(ROOT, shape, dtype=dtype, window=((i * 130, 130), (0, 1030))) for i in range(4)]
@@ -329,7 +329,7 @@ def test_bad_arguments_are_refused(use, message):
         use()
 
 
-def test_drawing_changes_nothing():
+def test_drawing_does_not_change_the_key():
     before = ROOT.clone()
     for draw in DRAWS:
         assert torch.equal(draw(ROOT, (9,)), draw(ROOT, (9,)))

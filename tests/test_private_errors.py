@@ -107,7 +107,7 @@ def test_a_record_is_not_shown(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, (_, options) in LINES.items() if not options])
-def test_nor_is_it_by_windows_or_in_a_list(name: str, tmp_path: Path) -> None:
+def test_a_record_is_not_shown_by_windows_or_in_a_list(name: str, tmp_path: Path) -> None:
     path = write(tmp_path, LINES[name][0])
     for read in (lambda: datasets.load(path, context=1), lambda: datasets.load(path, context=1, tokenizer=text.BYTES)):
         if name != "two ways":
@@ -118,14 +118,14 @@ def test_nor_is_it_by_windows_or_in_a_list(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", TEMPLATED)
-def test_nor_by_a_chat_template(name: str, tmp_path: Path) -> None:
+def test_a_record_is_not_shown_by_a_chat_template(name: str, tmp_path: Path) -> None:
     broken = NO_SYSTEM + "{% if messages[-1].x is defined %}{{ raise_exception(messages[-1].x) }}{% endif %}"
     tokenizer = text.load_tokenizer(make_tokenizer(tmp_path / "tokenizer", template=broken))
     path = write(tmp_path, {"messages": TEMPLATED[name]})
     assert "line 1, message" in check(lambda: corpus.read(path, tokenizer))
 
 
-def test_nor_by_a_tokenizer_that_fails(tmp_path: Path) -> None:
+def test_a_record_is_not_shown_by_a_failing_tokenizer(tmp_path: Path) -> None:
     def encode(words: str) -> list[int]:
         raise RuntimeError(f"cannot encode {words!r}")
 
@@ -137,7 +137,7 @@ def test_nor_by_a_tokenizer_that_fails(tmp_path: Path) -> None:
     check(lambda: datasets.load(path, context=1, tokenizer=broken._replace(end=0)))
 
 
-def test_nor_in_texts_and_token_files(tmp_path: Path) -> None:
+def test_texts_and_token_files_are_not_shown(tmp_path: Path) -> None:
     for name, content in {
         "a.txt": CANARY.encode() + b"\xff",
         "a.npy": CANARY.encode(),
@@ -152,7 +152,7 @@ def test_nor_in_texts_and_token_files(tmp_path: Path) -> None:
     check(lambda: datasets.load(tmp_path / "c.npy", context=1))
 
 
-def test_nor_the_form_of_another_or_an_owner(tmp_path: Path) -> None:
+def test_other_records_and_owners_are_not_shown(tmp_path: Path) -> None:
     path = write(tmp_path, {"text": CANARY}, OTHER)
     assert "line 2: expected messages like" in check(lambda: corpus.load(path, context=4, vocab_size=256))
     documents = join_documents([([1], [True]), ([2], [True])], [CANARY, CANARY], source="here")
@@ -161,7 +161,7 @@ def test_nor_the_form_of_another_or_an_owner(tmp_path: Path) -> None:
     check(lambda: corpus.load(path, context=4, vocab_size=256, pack=PackUnit.OWNER))
 
 
-def test_nor_the_digest_or_the_number_of_samples_where_ranks_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_differ_show_neither_digest_nor_number_of_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = {name: CANARY for name in agree.PRIVATE_SETTINGS} | {"steps": 3}
     monkeypatch.setattr(
         agree,
@@ -173,7 +173,7 @@ def test_nor_the_digest_or_the_number_of_samples_where_ranks_differ(monkeypatch:
     assert "another content of the data on rank 0 than on rank 1" in check(lambda: agree.check_agreement(mine))
 
 
-def test_nor_is_a_dataset_that_is_printed(tmp_path: Path) -> None:
+def test_a_printed_dataset_shows_no_content(tmp_path: Path) -> None:
     path = write(tmp_path, {"text": CANARY, "by": CANARY})
     ids = ", ".join(str(token) for token in CANARY.encode())
     sets: list[Any] = [datasets.load(path, context=3), corpus.load(path, context=99, vocab_size=256)]
@@ -186,7 +186,7 @@ def test_nor_is_a_dataset_that_is_printed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["no JSON", "no field", "messages are a text", "user is a list", "nested"])
-def test_nor_on_the_screen_of_a_run(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_shows_no_content_on_screen(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line, options = LINES[name]
     path = write(tmp_path, line)
     unit = ["--unit", "user", "--user-field", "by"] if options else ["--unit", "record"]

@@ -80,7 +80,7 @@ def test_two_leaves_with_one_path_are_refused():
     ("flat", "message"),
     [({"a": 1}, r"missing \['b'\]"), ({"a": 1, "b": 2, "c": 3}, r"not in the tree \['c'\]")],
 )
-def test_unflatten_names_what_is_missing_or_unknown(flat, message):
+def test_unflatten_names_missing_and_unknown_leaves(flat, message):
     with pytest.raises(FdpError, match=message):
         tree.unflatten({"a": 0, "b": 0}, flat)
 

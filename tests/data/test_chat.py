@@ -115,7 +115,7 @@ def _select(params: Tree, paths: Tree) -> Tree:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_comes_after_the_last_token_that_counts_changes_nothing(name: str) -> None:
+def test_tokens_after_the_last_counted_one_change_nothing(name: str) -> None:
     model = MODELS[name]
     params = random_like(model)
     other = TOKENS.clone()
@@ -151,7 +151,7 @@ def _one(b: int) -> dict[str, torch.Tensor]:
     return {name: leaf[b : b + 1] for name, leaf in DATA.items()}
 
 
-def test_a_head_fused_with_its_loss_knows_the_mask() -> None:
+def test_a_fused_head_applies_the_loss_mask() -> None:
     model = MODELS["gpt"]
     params = random_like(model)
     plan = make_plan(model, params, DATA, method=Method.AUTO, dtype=torch.float64)

@@ -143,7 +143,7 @@ def test_a_file_without_usable_text_is_refused(tmp_path: Path, name: str, conten
 
 
 @pytest.mark.parametrize("array", [np.zeros(9), np.full(9, np.nan), np.zeros((3, 3), dtype=np.int64)])
-def test_an_array_that_is_not_a_line_of_integers_is_refused(tmp_path: Path, array: np.ndarray) -> None:
+def test_an_array_that_is_not_one_row_of_integers_is_refused(tmp_path: Path, array: np.ndarray) -> None:
     np.save(tmp_path / "x.npy", array)
     with pytest.raises(FdpError, match="expected integers in one dimension"):
         datasets.load(tmp_path / "x.npy", context=2)

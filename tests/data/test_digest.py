@@ -89,7 +89,7 @@ def dataset_of(kind: str, documents: Documents) -> Records | Users:
 
 
 @pytest.mark.parametrize("kind", ["records", "users", "packed"])
-def test_documents_are_known_by_all_that_their_samples_are_made_of(kind: str) -> None:
+def test_the_digest_of_documents_covers_everything_in_their_samples(kind: str) -> None:
     documents = documents_of([("ann", 3), ("bob", 2), ("ann", 5), ("cy", 1)])
     before = data_digest(dataset_of(kind, documents))
     assert data_digest(dataset_of(kind, documents)) == before

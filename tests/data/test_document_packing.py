@@ -74,7 +74,7 @@ def test_a_target_counts_only_within_its_document(spec: list[tuple[str, int]], c
     assert int(mask.sum()) == sum(max(0, size - 1) for size in pieces)
 
 
-def test_segments_are_numbered_from_one_and_padding_is_none() -> None:
+def test_segments_are_numbered_from_one_and_padding_is_zero() -> None:
     packed = pack(documents_of([("a", 3), ("b", 2), ("a", 2), ("a", 3)]), context=5, unit=PackUnit.OWNER)
     assert packed.owners == ("a", "a", "b")
     rows = pad_rows(packed, np.array([0, 1, 2]), context=5)
@@ -83,7 +83,7 @@ def test_segments_are_numbered_from_one_and_padding_is_none() -> None:
     assert rows["loss_mask"].int().tolist() == [[1, 1, 0, 1, 0], [1, 1, 0, 0, 0], [1, 0, 0, 0, 0]]
 
 
-def test_an_owner_in_several_rows_is_no_sample_and_a_row_is_one_only_if_named(tmp_path: Path) -> None:
+def test_an_owner_with_several_rows_is_refused_unless_packed_by_row(tmp_path: Path) -> None:
     documents = documents_of([("a", 4), ("b", 2), ("a", 4)])
     with pytest.raises(FdpError, match=r"expected one row per unit of privacy, got 2 rows of one owner"):
         records(pack(documents, context=4, unit=PackUnit.OWNER), context=4, vocab_size=99)
@@ -129,7 +129,7 @@ def packed_row() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_documents_in_a_row_have_the_losses_they_have_alone(name: str) -> None:
+def test_documents_in_a_packed_row_have_the_losses_they_have_alone(name: str) -> None:
     model, rows = MODELS[name], packed_row()
     params = random_like(model)
     first, second = rows["tokens"][0, :2], rows["tokens"][0, 2:5]

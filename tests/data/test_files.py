@@ -102,7 +102,7 @@ def test_a_document_is_a_function_of_its_own_record(
             record_form(record, "text", "here")
 
 
-def test_null_is_no_field_and_a_field_of_ones_own_is_text(tmp_path: Path) -> None:
+def test_a_null_field_counts_as_missing_and_a_named_field_is_text(tmp_path: Path) -> None:
     path = write(tmp_path / "union.jsonl", {"messages": SAID, "text": None, "prompt": None, "completion": None})
     assert rows(path) == [b"user: hi\nassistant: ho\n"]
     path = write(tmp_path / "body.jsonl", {"body": "abc", "messages": None, "prompt": "x"})
@@ -112,7 +112,7 @@ def test_null_is_no_field_and_a_field_of_ones_own_is_text(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.JSONL", "a.NdJson"])
-def test_lines_of_json_by_any_name(name: str, tmp_path: Path) -> None:
+def test_json_lines_are_read_under_any_extension(name: str, tmp_path: Path) -> None:
     path = write(tmp_path / name, {"text": "one"}, {"text": "two"})
     assert rows(path) == [b"one", b"two"]
     dataset = datasets.load(path, context=2)
@@ -122,7 +122,7 @@ def test_lines_of_json_by_any_name(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["a.json", "a.JSON"])
 @pytest.mark.parametrize("indent", [None, 2])
-def test_a_list_of_records_and_a_record(name: str, indent: int | None, tmp_path: Path) -> None:
+def test_json_holds_a_list_of_records_or_one_record(name: str, indent: int | None, tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_text("\ufeff" + json.dumps([{"text": "one"}, {"text": "[two]"}], indent=indent) + "\n")
     assert rows(path) == [b"one", b"[two]"]
@@ -147,7 +147,7 @@ def test_a_list_of_records_and_a_record(name: str, indent: int | None, tmp_path:
         ('{"data": [{"text": "a"}]}', "expected text in field 'text', .* got no such field among its 1"),
     ],
 )
-def test_a_list_that_is_none_is_refused_with_its_place(content: str, message: str, tmp_path: Path) -> None:
+def test_a_broken_list_is_refused_with_its_place(content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(content)
     with pytest.raises(FdpError, match=message):
         rows(tmp_path / "a.json")
@@ -212,8 +212,8 @@ def test_a_folder_of_several_kinds_is_refused_unless_every_file_is_a_text(
     assert dataset.tokens.tobytes() == b"one\ntwo"
 
 
-def test_a_file_is_read_once_by_however_many_links(tmp_path: Path) -> None:
-    """As windows of bytes, too: the same text was in two samples."""
+def test_a_file_with_several_links_is_read_once(tmp_path: Path) -> None:
+    """Also as windows of bytes, where the same text would be in two samples."""
     folder, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
     folder.mkdir()
     elsewhere.mkdir()
@@ -232,7 +232,7 @@ def test_a_file_is_read_once_by_however_many_links(tmp_path: Path) -> None:
     assert find_source(folder).links == 3
 
 
-def test_the_same_shard_by_two_names_is_one(tmp_path: Path) -> None:
+def test_a_file_under_two_names_is_read_once(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", {"text": "one"})
     os.link(tmp_path / "a.jsonl", tmp_path / "b.ndjson")
     assert rows(tmp_path) == [b"one"]

@@ -1,4 +1,4 @@
-"""What is not trained on is counted, and said before a run; counts stay where the budget says they are not covered."""
+"""Data that is not trained on is counted and reported before a run; the counts go only to files outside the budget."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_rows_with_loss_are_those_whose_mask_has_any(counted: list[list[bool]], 
         assert rows_with_loss(documents, context=given_context).tolist() == mask.any(1).tolist()
 
 
-def test_a_record_that_loses_its_end_is_counted_and_said(tmp_path: Path) -> None:
+def test_records_that_lose_their_end_are_counted_and_reported(tmp_path: Path) -> None:
     said = [{"prompt": "ab", "completion": "cd"}, {"prompt": "abcd", "completion": "efgh"}]
     said += [{"prompt": "abcdefgh", "completion": "i"}, {"prompt": "a", "completion": ""}]
     reading = corpus.load(write(tmp_path / "a.jsonl", *said), context=5, vocab_size=256).reading
@@ -57,7 +57,7 @@ def test_a_record_that_loses_its_end_is_counted_and_said(tmp_path: Path) -> None
     assert corpus.load(tmp_path / "a.jsonl", context=9, vocab_size=256).reading.cut == 0
 
 
-def test_windows_of_users_that_are_left_out_are_counted_and_said(tmp_path: Path) -> None:
+def test_unused_windows_of_users_are_counted_and_reported(tmp_path: Path) -> None:
     said = [{"text": "abcdefghij", "by": "ann"}, {"text": "xy", "by": "bob"}, {"text": "z", "by": "cy"}]
     path = write(tmp_path / "a.jsonl", *said, {"text": "kl", "by": "ann"})
     options: dict[str, Any] = {
@@ -75,7 +75,7 @@ def test_windows_of_users_that_are_left_out_are_counted_and_said(tmp_path: Path)
     assert rows.line() == "4 records, packed into 4 rows of up to 4 bytes"
 
 
-def test_a_tail_and_links_are_counted_and_said(tmp_path: Path) -> None:
+def test_a_tail_and_links_are_counted_and_reported(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("abcdefghij")
     os.link(tmp_path / "a.txt", tmp_path / "b.txt")
     for reading in (
@@ -90,13 +90,13 @@ def test_a_tail_and_links_are_counted_and_said(tmp_path: Path) -> None:
     assert read_counts_of(datasets.digits()[0]) is None
 
 
-def test_data_without_anything_to_learn_are_refused(tmp_path: Path) -> None:
+def test_data_without_anything_to_learn_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"messages": [{"role": "user", "content": "hi"}]})
     with pytest.raises(FdpError, match=r"a.jsonl: expected something to learn, got records or files without it"):
         corpus.load(path, context=9, vocab_size=256)
 
 
-def test_counts_of_documents_at_hand() -> None:
+def test_documents_built_in_memory_are_counted() -> None:
     dataset = records(
         join_documents([([1] * 5, [True] * 5), ([1], [True])], ["a", "b"], source="x"), context=3, vocab_size=9
     )
@@ -104,7 +104,7 @@ def test_counts_of_documents_at_hand() -> None:
 
 
 @pytest.mark.parametrize("unit", ["record", "user"])
-def test_a_run_says_what_it_does_not_train_on_and_keeps_the_counts_to_itself(
+def test_a_run_reports_counts_on_screen_and_keeps_them_out_of_shared_files(
     unit: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # a long path would be folded in the middle of a word

@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-def test_a_tokenizer_of_a_local_folder(folder: Path) -> None:
+def test_a_tokenizer_is_loaded_from_a_local_folder(folder: Path) -> None:
     tokenizer = text.load_tokenizer(folder)
     one, two, three = tokenizer.encode("one two three")
     assert len({one, two, three}) == 3
@@ -60,7 +60,7 @@ def test_a_tokenizer_of_a_local_folder(folder: Path) -> None:
     assert tokenizer.render is None
 
 
-def test_texts_are_windows_of_its_tokens_with_an_end_between_records(folder: Path, tmp_path: Path) -> None:
+def test_token_windows_have_an_end_of_text_between_records(folder: Path, tmp_path: Path) -> None:
     tokenizer = text.load_tokenizer(folder)
     path = write(tmp_path / "notes.jsonl", *({"body": body} for body in TEXTS))
     dataset = datasets.load(path, context=2, field="body", vocab_size=tokenizer.vocab_size, tokenizer=tokenizer)
@@ -77,7 +77,7 @@ def test_texts_are_windows_of_its_tokens_with_an_end_between_records(folder: Pat
         datasets.load("stdlib", context=2, tokenizer=tokenizer)
 
 
-def test_bytes_by_the_tokenizer_are_those_without(tmp_path: Path) -> None:
+def test_the_byte_tokenizer_gives_the_bytes_of_the_text(tmp_path: Path) -> None:
     path = write(tmp_path / "notes.jsonl", {"text": "oné"}, {"text": "two"})
     with_it, without = (datasets.load(path, context=2, tokenizer=chosen) for chosen in (text.BYTES, None))
     assert isinstance(with_it, datasets.Windows)
@@ -98,7 +98,7 @@ def test_one_record_is_one_sample_padded_on_the_right_or_cut_at_the_end(tmp_path
     assert dataset.unit.one == "one record (its first 5 bytes)"
 
 
-def test_cutting_loses_no_token_and_keeps_owners() -> None:
+def test_splitting_rows_loses_no_token_and_keeps_owners() -> None:
     documents = join_documents([([1, 2, 3, 4, 5], [True] * 5), ([], []), ([6], [True])], ["a", "b", "c"], source="here")
     pieces = split_rows(documents, length=2)
     assert [pieces.row(i).tolist() for i in range(len(pieces.owners))] == [[1, 2], [3, 4], [5], [], [6]]
@@ -138,7 +138,7 @@ def test_a_record_with_a_field_twice_is_refused(tmp_path: Path) -> None:
         read(path, user_field="by")
 
 
-def test_a_link_to_a_file_is_no_other_unit(tmp_path: Path) -> None:
+def test_a_link_to_a_file_is_not_a_second_unit(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("abc")
     (tmp_path / "a.txt").symlink_to(tmp_path / "b.txt")
     (tmp_path / "c.txt").write_text("abc")
@@ -146,13 +146,13 @@ def test_a_link_to_a_file_is_no_other_unit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("by", [None, "", " ", "\u200b", True, 1.5, ["ann"]])
-def test_a_record_of_no_known_user_is_refused(tmp_path: Path, by: object) -> None:
+def test_a_record_without_a_known_user_is_refused(tmp_path: Path, by: object) -> None:
     path = write(tmp_path / "notes.jsonl", {"text": "a", "by": "ann"}, {"text": "b", "by": by})
     with pytest.raises(FdpError, match="line 2: expected a user's name or number in field 'by'"):
         read(path, user_field="by")
 
 
-def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
+def test_unreadable_data_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FdpError, match="expected a folder that exists"):
         text.load_tokenizer(tmp_path / "nowhere")
     with pytest.raises(FdpError, match="expected a tokenizer in"):

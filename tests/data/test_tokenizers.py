@@ -1,4 +1,4 @@
-"""Prompt and answer as one text: no space is invented between them, and tokenizers are functions."""
+"""Prompt and answer are tokenized as one text, without added spaces, by deterministic tokenizers."""
 
 from __future__ import annotations
 
@@ -82,14 +82,14 @@ def test_the_tokens_of_a_record_are_those_of_its_text(name: str, prompt: str, co
 
 
 def _border(tokenizer: text.Tokenizer, prompt: str, completion: str) -> int:
-    """How many tokens of the whole text end within the prompt, by how much text its first tokens are made of."""
+    """Return the number of tokens of the full text that end within the prompt."""
     assert tokenizer.locate is not None
     tokens, spans = tokenizer.locate(prompt + completion)
     return sum(end <= len(prompt) for _, end in spans) if len(tokens) else 0
 
 
 @pytest.mark.parametrize("name", ["metaspace", "prepended"])
-def test_no_space_is_invented_between_prompt_and_completion(name: str) -> None:
+def test_no_space_is_added_between_prompt_and_completion(name: str) -> None:
     """Apart, "hel" and "lo" are the tokens of "hel lo"."""
     tokenizer = TOKENIZERS[name]
     tokens, _ = chat.completion_tokens({"prompt": "hel", "completion": "lo"}, tokenizer, "here")
@@ -103,7 +103,7 @@ def test_no_space_is_invented_between_prompt_and_completion(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["byte level", "byte level, trimmed"])
-def test_a_word_whose_space_is_the_prompts_is_learned(name: str) -> None:
+def test_a_word_is_learned_if_its_leading_space_is_in_the_prompt(name: str) -> None:
     tokenizer = TOKENIZERS[name]
     tokens, counted = chat.completion_tokens({"prompt": "one: ", "completion": "two"}, tokenizer, "here")
     (two,) = tokenizer.encode(" two")
@@ -112,7 +112,7 @@ def test_a_word_whose_space_is_the_prompts_is_learned(name: str) -> None:
     assert not any(counted[:-2])
 
 
-def test_spaces_alone_are_of_the_side_they_stand_on() -> None:
+def test_a_token_of_spaces_counts_by_the_side_it_is_on() -> None:
     tokenizer = TOKENIZERS["byte level, trimmed"]
     for prompt, completion in (("one\n", "\ntwo"), ("one \n", "two"), ("one", "\n \ntwo")):
         tokens, counted = chat.completion_tokens({"prompt": prompt, "completion": completion}, tokenizer, "here")
@@ -121,7 +121,7 @@ def test_spaces_alone_are_of_the_side_they_stand_on() -> None:
         assert 1 < sum(counted) < len(tokens)
 
 
-def test_a_tokenizer_that_cannot_locate_takes_texts_and_no_conversations(tmp_path: Path) -> None:
+def test_a_tokenizer_without_spans_takes_texts_but_no_conversations(tmp_path: Path) -> None:
     blind = text.BYTES._replace(locate=None)
     assert len(corpus.read(write(tmp_path / "a.jsonl", {"text": "a"}), blind)[0].owners) == 1
     with pytest.raises(FdpError, match="expected one that tells which characters a token comes from"):
@@ -193,14 +193,14 @@ def said(*turns: tuple[str, str]) -> dict[str, Any]:
         (said(("user", "\ud800"), ("assistant", "bye")), "line 2, message 1: expected text, got a lone surrogate"),
     ],
 )
-def test_conversations_that_a_template_does_not_take(record: dict, message: str, tmp_path: Path) -> None:
+def test_conversations_that_the_template_rejects_are_refused(record: dict, message: str, tmp_path: Path) -> None:
     tokenizer = text.load_tokenizer(make_tokenizer(tmp_path / "tokenizer", template=NO_SYSTEM))
     path = write(tmp_path / "chat.jsonl", said(("user", "hello"), ("assistant", "bye")), record)
     with pytest.raises(FdpError, match=message):
         corpus.read(path, tokenizer)
 
 
-def test_a_template_is_asked_for_whole_turns_only(tmp_path: Path) -> None:
+def test_a_template_renders_complete_turns_only(tmp_path: Path) -> None:
     """One that refuses a system message alone takes it before a user's."""
     picky = (
         "{% if messages | length == 1 and messages[0].role == 'system' %}{{ raise_exception('no query') }}{% endif %}"
@@ -215,7 +215,7 @@ def test_a_template_is_asked_for_whole_turns_only(tmp_path: Path) -> None:
     assert [int(token) for token in documents.tokens[documents.counted]] == tokenizer.encode("bye <end>")
 
 
-def test_a_template_that_tells_the_date_tells_the_same_every_day(tmp_path: Path) -> None:
+def test_a_template_that_asks_for_the_date_gets_a_fixed_one(tmp_path: Path) -> None:
     dated = (
         "{% set day = strftime_now( \"%d %b %Y\" ) %}{{ strftime_now('%Y-%m-%d') }} {{ day }} {{ messages[0].content }}"
     )
@@ -225,7 +225,7 @@ def test_a_template_that_tells_the_date_tells_the_same_every_day(tmp_path: Path)
 
 
 @pytest.mark.parametrize("role", ["Assistant", "ASSISTANT", " assistant\n"])
-def test_the_assistant_is_known_in_any_spelling(role: str, tmp_path: Path) -> None:
+def test_the_assistant_role_is_recognised_in_any_case(role: str, tmp_path: Path) -> None:
     """Written with a capital, all answers were read and none was learned."""
     path = write(tmp_path / "chat.jsonl", said(("User", "hi"), (role, "ho")))
     assert corpus.load(path, context=30, vocab_size=256).reading.silent == 0

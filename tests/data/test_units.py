@@ -28,17 +28,17 @@ def test_the_table_in_the_docs_is_what_a_run_prints(kind: UnitKind) -> None:
     assert f"| `{option}` | {unit.one} | {unit.note} |\n" in PAGE
 
 
-def test_every_kind_has_words() -> None:
+def test_every_unit_kind_has_a_description() -> None:
     found = [privacy_unit(kind, tokens=129, word="byte", windows=8) for kind in UnitKind]
     assert len(set(found)) == len(UnitKind)
     assert all(unit.one.startswith("one ") and unit.note for unit in found)
 
 
-def test_only_of_windows_a_longer_text_is_several_samples() -> None:
+def test_only_windows_split_a_longer_text_into_several_samples() -> None:
     assert [kind for kind in UnitKind if "longer text is several" in privacy_unit(kind).note] == [UnitKind.WINDOW]
 
 
-def test_datasets_say_what_one_of_their_samples_is(tmp_path: Path) -> None:
+def test_datasets_describe_their_unit(tmp_path: Path) -> None:
     path = write(tmp_path / "mail.jsonl", {"text": "abc", "by": "ann"}, {"text": "abcdefgh", "by": "bob"})
     by = {"per_user": corpus.PerUser("by", windows=2, key=keys.key(0))}
     assert corpus.load(path, context=3, vocab_size=256).unit == privacy_unit(UnitKind.RECORD, tokens=4, word="byte")

@@ -1,4 +1,4 @@
-"""One person, one name: every spelling of a name is the same user."""
+"""Normalized user names: spellings of a name that look the same are one user."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ AWKWARD = st.text(
 
 
 @given(name=TEXTS | AWKWARD)
-def test_normal_of_normal_is_normal(name: str) -> None:
+def test_normalizing_twice_changes_nothing(name: str) -> None:
     assert normalize_name(normalize_name(name)) == normalize_name(name)
 
 
 @given(name=TEXTS | AWKWARD, unseen=st.sampled_from(UNSEEN), place=st.integers(0, 12))
-def test_a_character_that_is_not_seen_changes_nothing_wherever_it_stands(name: str, unseen: str, place: int) -> None:
+def test_an_invisible_character_changes_nothing(name: str, unseen: str, place: int) -> None:
     assert normalize_name(name[:place] + unseen + name[place:]) == normalize_name(name)
 
 
@@ -70,17 +70,17 @@ def test_spellings_that_look_the_same_are_one_name(other: str) -> None:
     assert normalize_name(other) == normalize_name("Jos\u00e9") == "jos\u00e9"
 
 
-def test_what_looks_different_stays_different() -> None:
+def test_names_that_look_different_stay_different() -> None:
     names = ["ann", "anne", "a nn", "7", "07", "\u0430nn"]
     assert len({normalize_name(name) for name in names}) == len(names)
 
 
 @pytest.mark.parametrize("name", ["", " ", "\u200b", "\0", "\ufe0f\u034f", "\u3164", "\n\t"])
-def test_a_name_of_which_nothing_is_seen_is_empty(name: str) -> None:
+def test_a_name_without_visible_characters_is_empty(name: str) -> None:
     assert normalize_name(name) == ""
 
 
-def test_the_unseen_are_those_of_unicode() -> None:
+def test_the_invisible_characters_are_those_of_unicode() -> None:
     assert len(UNSEEN) > 4000
     assert {"\0", "\x7f", "\u00ad", "\u034f", "\u200b", "\u2060", "\ufe0f", "\ufeff", "\uffff", "\U000e0100"} <= set(
         UNSEEN

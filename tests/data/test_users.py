@@ -1,4 +1,4 @@
-"""A sample is a user: all windows, at most so many, chosen by a rule that looks at no one else."""
+"""A sample is a user: up to a fixed number of windows, chosen by a rule that depends on no other user."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_users_sample_does_not_depend_on_others(spec: list[tuple[str, int]], w
         assert mine == windows_of(alone, 0)
 
 
-def test_which_windows_stay_is_a_function_of_key_and_user_and_every_set_can_be() -> None:
+def test_the_windows_kept_depend_on_key_and_user_only_and_can_be_any_subset() -> None:
     def kept(user: str, seed: int) -> tuple[int, ...]:
         dataset = grouped(documents_of([(user, 12)]), windows=2, key=keys.key(seed))
         return tuple(int(i) for i in dataset.rows[0])
@@ -141,7 +141,7 @@ def user_data(*, packed: bool = False) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_users_loss_is_the_mean_over_the_tokens_of_all_windows_each_alone(name: str, packed: bool) -> None:
+def test_a_users_loss_is_the_mean_over_the_tokens_of_its_windows(name: str, packed: bool) -> None:
     model, data = MODELS[name], user_data(packed=packed)
     params = random_like(model)
     alone = model.loss(params, {key: leaf.flatten(0, 1) for key, leaf in data.items()}).view(2, 3)

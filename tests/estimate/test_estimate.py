@@ -100,7 +100,7 @@ def test_a_step_on_one_device_holds_its_state_once_and_writes_a_second_one():
 
 
 @pytest.mark.parametrize("zero", [Zero.TWO, Zero.THREE])
-def test_parts_of_eight_ranks_are_an_eighth(zero):
+def test_a_rank_of_eight_holds_an_eighth_of_the_state(zero):
     whole = planned(axes={"shard": 8}, zero=Zero.NONE).phases[Phase.PASS][0].by_kind
     part = planned(axes={"shard": 8}, zero=zero).phases[Phase.PASS][0].by_kind
     for kind in STATE:
@@ -139,7 +139,7 @@ def test_traffic_in_units_of_the_parameters():
     assert elements(Zero.THREE, Method.GHOST) == {"all-gather": 3 * whole - head, "reduce-scatter": whole}
 
 
-def test_gathers_travel_in_the_compute_dtype_and_sums_as_they_are_made_or_as_asked():
+def test_gathers_use_the_compute_dtype_and_sums_their_own_or_the_reduce_dtype():
     model = gpt(WIDE)
     scale = Scale({"shard": 8}, Zero.THREE)
 
@@ -151,7 +151,7 @@ def test_gathers_travel_in_the_compute_dtype_and_sums_as_they_are_made_or_as_ask
     assert dtypes(scale._replace(reduce_dtype=torch.float32))["reduce-scatter"] == torch.float32
 
 
-def test_what_is_kept_is_what_the_method_said_it_would_keep():
+def test_the_kept_bytes_are_those_of_the_plan():
     for method in (Method.GHOST_BK, Method.MATERIALIZE):
         found = planned(axes={"shard": 8}, method=method)
         # an input that two leaves share is kept once and was counted twice
@@ -160,7 +160,7 @@ def test_what_is_kept_is_what_the_method_said_it_would_keep():
     assert all(device.by_kind[MemoryKind.KEPT] == 0 for device, _ in second.phases.values())
 
 
-def test_zero_3_gathers_a_few_blocks_where_zero_2_has_them_all():
+def test_zero_3_gathers_a_few_blocks_and_zero_2_all_of_them():
     deep = WIDE._replace(layers=8)
     held = {
         zero: planned(deep, {"shard": 8}, zero).phases[Phase.PASS][0].by_kind[MemoryKind.GATHERED]
@@ -170,7 +170,7 @@ def test_zero_3_gathers_a_few_blocks_where_zero_2_has_them_all():
     assert held[Zero.TWO] >= 4 * size_of(gpt(deep))
 
 
-def test_checkpoints_hold_fewer_activations():
+def test_activation_checkpointing_holds_fewer_activations():
     deep = WIDE._replace(layers=6)
 
     def activations(*, checkpoint: bool) -> int:

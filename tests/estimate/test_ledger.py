@@ -26,7 +26,7 @@ def held(fn, *, host: bool = False) -> int:
     return ledger.peaks(host=host)[Phase.PASS].total
 
 
-def test_the_peak_is_what_is_alive_at_a_time_and_not_the_sum():
+def test_the_peak_counts_storages_alive_at_one_time():
     def chain(_):
         x = empty(KIB)
         for _ in range(10):
@@ -35,7 +35,7 @@ def test_the_peak_is_what_is_alive_at_a_time_and_not_the_sum():
     assert held(chain) == 2 * 4 * KIB
 
 
-def test_views_and_writes_in_place_hold_nothing():
+def test_views_and_in_place_writes_allocate_nothing():
     def reuse(_):
         x = empty(4, KIB)
         x.t().unsqueeze(0)[:, 1:].add_(1)
@@ -48,7 +48,7 @@ def test_storages_are_rounded_up_to_512_bytes():
     assert held(lambda _: [empty(1), empty(129)]) == 512 + 1024
 
 
-def test_what_autograd_saves_is_held_until_the_backward():
+def test_tensors_saved_by_autograd_are_held_until_the_backward():
     def forward_and_back(_):
         out, pull, _ = vjp(lambda x: (x.exp().exp(), ()), empty(KIB))
         pull(out)
@@ -101,7 +101,7 @@ def test_a_reduction_in_another_dtype_copies_its_input(dtype, wide, copied):
     assert held(norms) == 8 * KIB * dtype.itemsize + max(copied * 8 * KIB, 512)
 
 
-def test_noise_holds_nothing_but_itself_and_truncated_draws_their_bits_and_law():
+def test_noise_needs_no_workspace_and_truncated_draws_do():
     key = keys.key(0)
     on_device = held(lambda _: keys.normal(empty(8, dtype=torch.int64), (64, KIB)))
     truncated = held(lambda _: keys.truncated_normal(empty(8, dtype=torch.int64), (64, KIB)))
@@ -112,7 +112,7 @@ def test_noise_holds_nothing_but_itself_and_truncated_draws_their_bits_and_law()
     assert keys.normal(key, (2, 3)).shape == (2, 3)  # and outside a ledger nothing has changed
 
 
-def test_attention_holds_no_matrix_of_all_pairs_unless_asked_to():
+def test_attention_holds_no_score_matrix_unless_flash_is_off():
     def attend(_):
         q = empty(1, 2, KIB, 64, dtype=torch.bfloat16)
         out, pull, _ = vjp(lambda q: (F.scaled_dot_product_attention(q, q, q, is_causal=True), ()), q)

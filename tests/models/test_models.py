@@ -77,7 +77,7 @@ def test_vocabulary_context_and_tying_can_be_changed():
     assert build("llama-7b", context=64).context == 64
 
 
-def test_what_a_preset_does_not_have_is_refused():
+def test_unsupported_changes_to_a_preset_are_refused():
     with pytest.raises(FdpError, match=r"expected one of gpt-nano.*got 'gpt3'"):
         build("gpt3")
     for call in (
@@ -187,7 +187,7 @@ def test_token_losses_are_the_mean_over_next_tokens():
     assert token_losses(scores.bfloat16(), {"tokens": tokens}).dtype == torch.float32
 
 
-def test_classifier_logits_are_what_the_loss_is_made_of():
+def test_the_loss_of_a_classifier_is_the_cross_entropy_of_its_logits():
     for name in ("mlp", "cnn"):
         case: Case = case_named(name)
         scores = logits(case.model, case.params, case.data)

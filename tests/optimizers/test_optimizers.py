@@ -248,7 +248,7 @@ def test_a_chain_passes_the_reductions_on_to_every_part():
 @pytest.mark.parametrize(
     "name", ["sgd", "adam", "adamw", "momentum of adam", "adagrad", "adadelta", "adamax", "clipped by value"]
 )
-def test_what_goes_element_by_element_asks_for_no_reduction(name):
+def test_elementwise_optimizers_use_no_reduction(name):
     def refuse(*_: Any) -> Tree:
         raise AssertionError("asked for a reduction")
 
@@ -456,7 +456,7 @@ def test_a_chain_in_a_chain_is_the_flat_chain():
     assert_close(run(nested, params), run(fo.chain(*parts), params), 0)
 
 
-def test_decay_goes_where_the_mask_says():
+def test_weight_decay_follows_the_mask():
     params = make_params()
     decay = fo.chain(fo.add_decayed_weights(0.5, mask=lambda p: tree.map(lambda leaf: leaf.ndim > 1, p)))
     updates, _ = decay.update(tree.map(torch.zeros_like, params), decay.init(params), params)

@@ -1,4 +1,4 @@
-"""Every collective of a step is waited for; meanwhile nobody reads what it makes or writes what it was given."""
+"""Every collective of a step is waited for; until then nothing reads its output or writes its input."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ STEPS = {
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_every_collective_is_waited_for_and_left_alone_until_then(name, monkeypatch):
+def test_no_tensor_of_a_collective_is_touched_before_it_is_waited_for(name, monkeypatch):
     # what ranks that are not there would send is garbage: norms are not those of the parameters
     monkeypatch.setattr("fdp.checks.model_checks.check_norms", lambda *args, **kwargs: None)
     settings = {"axes": {"shard": 2}, "steps": 1} | STEPS[name]
@@ -99,7 +99,7 @@ def test_every_collective_is_waited_for_and_left_alone_until_then(name, monkeypa
     assert not [kind for kind in watched.begun if kind == "all_gather_into_tensor" or kind.endswith("_coalesced")]
 
 
-def test_the_watch_sees_what_is_touched_too_early_and_what_is_left_behind():
+def test_the_checker_detects_early_use_and_missing_waits():
     with fake_ranks(2):
         axis = axis_of(make_mesh({"shard": 2}, device_type="cpu"), "shard")
         with Watched() as watched:
@@ -130,7 +130,7 @@ def each_once() -> dict[str, Tensor]:
 
 
 @pytest.mark.ranks
-def test_each_collective_is_what_its_name_says():
+def test_each_collective_does_what_its_name_says():
     own = torch.arange(6.0).view(2, 3)
     both = torch.cat([own, own + 10])
     for rank, made in enumerate(run_on_ranks(each_once, 2)):
@@ -170,7 +170,7 @@ def gathered() -> dict[str, Tensor]:
 
 
 @pytest.mark.ranks
-def test_a_leaf_is_gathered_from_any_cut():
+def test_a_leaf_is_gathered_from_any_sharding():
     for made in run_on_ranks(gathered, 4):
         for name, (shape, _) in CUTS.items():
             assert torch.equal(made[name], torch.arange(float(torch.Size(shape).numel())).view(shape)), name
@@ -210,7 +210,7 @@ def many_in_flight(seconds: float) -> dict[str, int]:
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_tens_of_thousands_of_gathers_five_at_a_time_leave_memory_whole():
+def test_tens_of_thousands_of_overlapping_gathers_do_not_corrupt_memory():
     """torch's own gather crashes a rank within seconds here: two threads free the name of the last operation twice."""
     for made in run_on_ranks(many_in_flight, 2, 45.0):
         assert made["gathers"] > 5_000

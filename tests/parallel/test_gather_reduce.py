@@ -1,4 +1,4 @@
-"""What travels in a step, how much, in which order, and how many whole weights are alive meanwhile."""
+"""Traffic of a step: how much, in which order, and how many gathered weights are alive at once."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_a_step_moves_two_units_under_zero_2_three_under_zero_3_and_four_with_a_
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_sums_travel_in_the_dtype_that_was_chosen(dtype, sent):
+def test_sums_are_reduced_in_the_chosen_dtype(dtype, sent):
     with fake_ranks(2):
         a_step({"shard": 2}, Zero.THREE, Method.AUTO, reduce_dtype=dtype)
     assert {entry.dtype for entry in sent if entry.op == "reduce_scatter"} == {dtype}
@@ -176,7 +176,7 @@ def test_microbatches_are_reduced_once_per_step_or_as_chosen(sent):
         )
 
 
-def test_replicas_reduce_their_parts_and_tensor_ranks_their_norms(sent):
+def test_replicas_reduce_their_shards_and_tensor_ranks_their_norms(sent):
     with fake_ranks(4):
         a_step({"replicate": 2, "shard": 2}, Zero.THREE, Method.AUTO)
     parts = [entry for entry in sent if entry.op == "all_reduce" and entry.axis == "replicate" and entry.elements > 1]
@@ -200,7 +200,7 @@ def test_replicas_reduce_their_parts_and_tensor_ranks_their_norms(sent):
     assert {entry.axis for entry in sent if entry.elements > 1} == {"tensor"}
 
 
-def test_a_replicated_leaf_is_counted_once_and_a_cut_one_summed(monkeypatch):
+def test_a_replicated_leaf_is_counted_once_and_a_sharded_one_summed(monkeypatch):
     monkeypatch.setattr(collectives, "all_reduce", lambda x, axis: x * 3)
     monkeypatch.setattr(collectives, "wait", lambda x: x)
     model = gpt(GPTConfig(layers=1, width=6, heads=3, context=4, vocab_size=7))
@@ -223,7 +223,7 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return log
 
 
-def test_the_next_block_is_on_its_way_while_one_computes(order, monkeypatch):
+def test_the_next_block_is_gathered_while_one_computes(order, monkeypatch):
     with fake_ranks(2):
         stages, _, params = stages_of({"shard": 2}, Zero.THREE, Method.NONE)
         for name in ("_forward_block", "_pull_block"):
@@ -275,7 +275,7 @@ def whole_weights_alive(monkeypatch: pytest.MonkeyPatch, act: Any) -> int:
 
 
 @pytest.mark.parametrize("method", [Method.NONE, Method.AUTO, Method.GHOST, Method.MATERIALIZE])
-def test_one_block_and_one_on_its_way_are_alive_under_zero_3(method, monkeypatch):
+def test_zero_3_holds_one_block_and_one_in_flight(method, monkeypatch):
     with fake_ranks(2):
         stages, _, params = stages_of({"shard": 2}, Zero.THREE, method)
         most = whole_weights_alive(monkeypatch, lambda: stages.gradient(params, (), DATA, torch.ones(SAMPLES)))
@@ -356,7 +356,7 @@ def test_a_rank_of_eight_holds_an_eighth_of_parameters_and_optimizer_state():
     assert alone <= sum(held) <= 1.01 * alone + 64
 
 
-def test_initialisation_never_holds_more_than_this_ranks_parts_and_one_draw(monkeypatch):
+def test_initialisation_holds_at_most_this_ranks_shards_and_one_draw(monkeypatch):
     from torch.utils._python_dispatch import TorchDispatchMode
 
     live: dict[int, tuple[StorageWeakRef, int]] = {}

@@ -1,4 +1,4 @@
-"""Ranks that meet in a store: with what dead ones left there, with others that never come, leave, or differ."""
+"""Rendezvous in a store: with entries of dead ranks, and with ranks that never join, withdraw, or differ."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fdp.types import FdpError
 
 
 def meeting(store: Store, ranks: int, *, world: int | None = None, timeout: float = 5.0) -> list[Any]:
-    """What :func:`meet` gives to each of these ranks, or the error that it raises."""
+    """Return the result of :func:`meet` on each of these ranks, or the error that it raises."""
 
     def one(rank: int) -> Any:
         try:
@@ -38,7 +38,7 @@ def test_all_ranks_get_one_name_and_the_same_members() -> None:
     assert all(members == [this_process()] * 4 for _, members in found)
 
 
-def test_what_an_earlier_attempt_left_is_not_taken_for_a_rank() -> None:
+def test_entries_of_an_earlier_attempt_are_not_taken_for_ranks() -> None:
     store = HashStore()
     names = {meeting(store, 3)[0][0] for _ in range(5)}  # every attempt finds the last one's tokens, roster and go
     assert len(names) == 5
@@ -60,7 +60,7 @@ def test_a_rank_that_comes_late_is_waited_for() -> None:
     assert late[0][0] == name
 
 
-def test_a_rank_that_leaves_is_heard_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_withdraws_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     store = HashStore()
     withdraw(store, rank=1, words="No such option: --stpes")
     began = time.monotonic()
@@ -109,7 +109,7 @@ def test_the_digest_depends_on_every_source_file(tmp_path: Path, monkeypatch: py
     assert len(digests) == 2
 
 
-def test_a_heart_that_stops_is_silent_and_one_that_beats_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_heartbeat_is_silent_and_a_running_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.05)
     store = HashStore()
     hearts = [Heartbeat(store, rank=rank) for rank in range(3)]

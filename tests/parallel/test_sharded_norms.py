@@ -1,4 +1,4 @@
-"""Reductions over parts equal those over whole leaves, on every mesh, with as few collectives as they promise."""
+"""Reductions over shards equal those over full leaves, on every mesh, with as few collectives as they promise."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def difference(got: Flat, want: Flat) -> float:
 
 
 def counted(fn: Callable[..., Any], *args: Any) -> tuple[Any, int]:
-    """What ``fn`` returns, and how many collectives it took."""
+    """Return the result of ``fn`` and the number of collectives it took."""
     with patch.object(collectives, "all_reduce", wraps=collectives.all_reduce) as spy:
         return fn(*args), spy.call_count
 
@@ -212,7 +212,7 @@ STEP_COLLECTIVES = {
 @pytest.mark.ranks
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_on_parts_takes_the_steps_of_the_whole(ranks, mesh, name):
+def test_an_optimizer_on_shards_takes_the_steps_of_full_leaves(ranks, mesh, name):
     for results in ranks:
         gap, counts = results[mesh]["optimizers"][name]
         assert gap < 1e-6
@@ -221,7 +221,7 @@ def test_an_optimizer_on_parts_takes_the_steps_of_the_whole(ranks, mesh, name):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("mesh", MESHES)
-def test_every_reduction_of_parts_is_that_of_the_whole(ranks, mesh):
+def test_every_reduction_of_shards_equals_that_of_full_leaves(ranks, mesh):
     across, along = (2, 1) if mesh == "tensor x shard" else (1, 0)
     collectives_of = {
         "sum_of_squares": 1,
@@ -267,6 +267,6 @@ def compiled() -> dict[str, float]:
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_an_optimizer_on_parts_in_one_graph_takes_the_steps_of_the_whole():
+def test_a_compiled_optimizer_on_shards_takes_the_steps_of_full_leaves():
     for gaps in run_on_ranks(compiled, 4):
         assert all(gap < 1e-6 for gap in gaps.values()), gaps

@@ -151,7 +151,7 @@ def assert_same(got: dict[str, Any], expected: dict[str, Any], case: str) -> Non
 
 
 def cases(ranks: int) -> dict[str, dict[str, Any]]:
-    """What is run on so many ranks. Every setting of ``train`` that changes a result is in the first word group."""
+    """Return the runs for this number of ranks. The first words name every setting that changes a result."""
     every = (Method.MATERIALIZE, Method.GHOST, Method.GHOST_BK, Method.AUTO, Method.NONE)
     found: dict[str, dict[str, Any]] = {}
     for zero in Zero:
@@ -254,7 +254,7 @@ def moved_by_one(reduce_dtype: torch.dtype | None) -> tuple[float, float]:
 
 
 @pytest.mark.ranks
-def test_what_a_reduction_in_float32_rounds_is_in_the_sensitivity_that_it_states():
+def test_the_stated_sensitivity_covers_the_rounding_of_a_float32_reduction():
     for moved, stated in run_on_ranks(moved_by_one, 2, torch.float32):
         assert 1 + 1e-6 < moved <= stated < 1.002
     for moved, stated in run_on_ranks(moved_by_one, 2, None):
@@ -361,7 +361,7 @@ def test_a_mesh_names_its_axes_and_multiplies_to_the_world():
     assert (sharding.rank, sharding.ranks, sharding.world.size) == (3, 4, 8)
 
 
-def test_what_cannot_be_cut_as_asked_is_refused():
+def test_an_impossible_sharding_is_refused():
     with fake_ranks(3):
         mesh = make_mesh({"tensor": 3}, device_type="cpu")
         with pytest.raises(FdpError, match=r"divides the model's 4 heads, got 3 ranks"):
@@ -404,7 +404,7 @@ def test_every_leaf_has_one_owner_and_no_leaf_is_left_out():
                 torch.testing.assert_close(count, torch.ones_like(count), msg=f"{path}: {axes}: not one owner each")
 
 
-def test_initial_values_have_the_same_bits_however_they_are_cut():
+def test_initial_values_have_the_same_bits_under_every_sharding():
     model, key = MODELS["gpt"], keys.key(3)
     whole_leaves = tree.flatten(model.init(key))
     own = {"blocks.0.up": uniform(0.5)}
@@ -501,7 +501,7 @@ def mistaken() -> list[str]:
 
 
 @pytest.mark.ranks
-def test_what_would_count_a_sample_twice_is_refused_on_every_rank():
+def test_settings_that_would_count_a_sample_twice_are_refused_on_every_rank():
     expected = (
         "the same key on every rank",
         "got a DTensor; give make_train_step the sharding",

@@ -1,4 +1,4 @@
-"""The two meeting points of tensor parallelism: their values, their derivatives, under vmap and compiled."""
+"""The borders of tensor-parallel layers: values and derivatives, under vmap and compiled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fdp.parallel.tensor_parallel import enter, leave
 from tests.ranks import run_on_ranks
 
 
-def test_without_an_axis_they_are_nothing():
+def test_without_an_axis_enter_and_leave_are_the_identity():
     x = torch.ones(3)
     assert enter(x, None) is x
     assert leave(x, None) is x
@@ -52,7 +52,7 @@ def gradients() -> dict[str, tuple[Tensor, ...]]:
 
 
 @pytest.mark.ranks
-def test_derivatives_are_those_of_the_whole_network_also_compiled():
+def test_derivatives_equal_those_of_the_full_network_eager_and_compiled():
     for results in run_on_ranks(gradients, 2):
         truth = results.pop("truth")
         for way, got in results.items():

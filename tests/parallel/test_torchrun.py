@@ -84,7 +84,7 @@ def test_the_same_losses_and_parameters_as_without_torchrun(ranks, tmp_path):
 
 
 @pytest.mark.ranks
-def test_a_rank_that_is_killed_is_started_again_by_torchrun_and_the_run_goes_on_bit_by_bit(tmp_path):
+def test_a_run_restarted_by_torchrun_after_a_killed_rank_gives_the_same_bits(tmp_path):
     job = Job(tmp_path / "run", words=("--steps", "40", "--save-every", "2"), timeout=60.0)
     process = faults.torchrun(job, "--standalone", "--max-restarts", "2")
     deadline = time.monotonic() + 90
@@ -132,7 +132,7 @@ def test_a_rank_that_is_killed_while_saving_leaves_the_last_checkpoint_and_other
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_four_ranks_saved_fewer_take_up(ranks, tmp_path):
+def test_a_run_of_four_ranks_resumes_on_fewer(ranks, tmp_path):
     words = ["--steps", "9", "--save-every", "3"]
     script = (str(ROOT / "tests" / "faulty_rank.py"), "dies-while-saving")
     finished(start(4, *words, "--out", str(tmp_path / "run"), script=script), seconds=120)

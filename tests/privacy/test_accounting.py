@@ -86,7 +86,7 @@ def test_pld_golden():
     assert 6.7774 - 0.01 < found < 6.7774  # prv_accountant: 6.7774 from above, with an error of 0.01
 
 
-def test_the_truth_is_not_far_below():
+def test_epsilon_is_close_to_a_lower_bound():
     # The same losses rounded down give a lower bound, off by at most one grid width per step.
     low = privacy_loss_distribution.from_gaussian_mechanism(
         1.5,
@@ -131,7 +131,7 @@ def test_figures_are_those_of_dp_accounting_on_the_event(built):
         assert delta(built, steps=300, epsilon=1.0, accountant=Accountant.RDP) == renyi.get_delta(1.0)
 
 
-def test_the_event_says_what_the_mechanism_does():
+def test_the_event_describes_the_mechanism():
     assert event(GOLDEN, 7) == dp_accounting.SelfComposedDpEvent(
         dp_accounting.PoissonSampledDpEvent(0.04, dp_accounting.GaussianDpEvent(1.5)), 7
     )
@@ -186,7 +186,7 @@ def test_no_noise_is_no_privacy():
 
 
 @pytest.mark.parametrize("z", [1e-3, 1e-8, 1e-200])
-def test_next_to_no_noise_is_an_epsilon_that_is_large_or_infinite_and_no_fault(z):
+def test_tiny_noise_gives_a_large_or_infinite_epsilon_without_errors(z):
     little = mechanism(0.01, z)
     for accountant in Accountant:
         assert epsilon(little, steps=10, delta=1e-6, accountant=accountant) > 1e4
@@ -267,7 +267,7 @@ MORE = statistics(poisson(10_000, expected_batch_size=100), max_norm=1.0, noise_
     "built", [GOLDEN, GOLDEN._replace(statistics=MORE), mechanism(1.0, 30.0)], ids=["steps", "and statistics", "all"]
 )
 def test_the_curve_is_the_epsilon_of_every_step(built, accountant):
-    """What is shown after a step is that step's, not that of a later one."""
+    """The epsilon shown after a step is that of the step, not of a later one."""
     steps = list(range(1, 301))
     curve = epsilon_curve(built, steps=steps, delta=1e-5, accountant=accountant)
     assert all(a <= b for a, b in pairwise(curve))
@@ -305,7 +305,7 @@ def test_the_curve_does_not_fall_where_the_last_point_is_on_a_finer_grid():
     assert all(a <= b for a, b in pairwise(curve))
 
 
-def test_the_curve_follows_the_order_it_was_asked_in():
+def test_the_curve_follows_the_order_of_its_steps():
     assert epsilon_curve(GOLDEN, steps=[], delta=1e-5) == []
     one, two, three = epsilon_curve(GOLDEN, steps=[50, 5, 50], delta=1e-5)
     assert one == three > two > 0

@@ -89,7 +89,7 @@ def of(norms: dict[str, list[float]]) -> Norms:
 
 
 def moved(norms: Norms, clip) -> torch.Tensor:
-    """How far each sample moves the sum: the norm over leaves of factor times gradient."""
+    """Return how far each sample moves the sum: the norm over leaves of factor times gradient."""
     parts = [
         torch.where(clip.factors[p] > 0, clip.factors[p].double().square() * norms.squared[p].double(), 0)
         for p in norms.squared
@@ -162,7 +162,7 @@ def test_per_group_clips_the_norm_of_the_group():
 
 
 @pytest.mark.parametrize("number", [0.0, -1.0, NAN, INF])
-def test_bounds_that_bound_nothing_are_refused(number):
+def test_invalid_bounds_are_refused(number):
     makers = {
         "max_norm": [
             lambda: flat(max_norm=number),

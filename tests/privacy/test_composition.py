@@ -22,7 +22,7 @@ def gaussian(z: float, q: float, **options) -> PrivacyLossDistribution:
 
 @pytest.mark.parametrize("delta", [1e-3, 1e-6, 1e-10])
 @pytest.mark.parametrize(("z", "q"), [(0.5, 0.001), (1.0, 0.02), (4.0, 0.3), (20.0, 1.0), (0.6, 0.5)])
-def test_it_is_dp_accountings_for_every_number_of_steps(z, q, delta):
+def test_epsilon_equals_dp_accounting_for_every_number_of_steps(z, q, delta):
     step = gaussian(z, q)
     composition = Composition([step], most=[200], delta=delta)
     for count in (200, 1, 2, 7, 60, 199):
@@ -39,7 +39,7 @@ def test_several_kinds_add_up():
         assert composition.epsilon(counts) == pytest.approx(whole.get_epsilon_for_delta(delta), rel=1e-6)  # pyright: ignore
 
 
-def test_it_is_the_larger_of_both_directions_whatever_was_asked_before():
+def test_epsilon_is_the_larger_of_both_directions_in_any_order_of_calls():
     """A sample added and a sample removed: the larger counts, also where it is not the usual one."""
     step = gaussian(1.0, 0.1)
     mirrored = PrivacyLossDistribution(step._pmf_add, step._pmf_remove)
@@ -50,7 +50,7 @@ def test_it_is_the_larger_of_both_directions_whatever_was_asked_before():
             assert [one.epsilon([count]) for one in both] == pytest.approx([expected] * 2, rel=1e-6)
 
 
-def test_mass_at_infinity_is_never_within_a_smaller_delta():
+def test_mass_at_infinity_above_delta_gives_infinity():
     step = gaussian(1.0, 0.1)
     pmf = step._pmf_remove.to_dense_pmf()
     masses = dict(enumerate(pmf._probs * (1 - 1e-4), start=pmf._lower_loss))

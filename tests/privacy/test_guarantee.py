@@ -1,4 +1,4 @@
-"""What is promised, and what several promises come to."""
+"""The promise of a run, and the sum of several promises."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_delta_advice():
 
 
 @given(population=st.integers(1, 10**10))
-def test_delta_by_default_is_a_hundredth_of_one_over_the_population_or_less(population):
+def test_the_default_delta_is_at_most_a_hundredth_of_one_over_the_population(population):
     delta = default_delta(population)
     assert population * delta <= 0.01 * (1 + 1e-12)
     assert delta >= min(1e-6, 0.01 / population) / 2
@@ -42,7 +42,7 @@ def test_delta_by_default_is_a_hundredth_of_one_over_the_population_or_less(popu
     assert delta_advice(population, delta) is None
 
 
-def test_delta_by_default_in_numbers():
+def test_the_default_delta_in_numbers():
     found = [default_delta(size) for size in (1, 100, 10_000, 11_000, 20_000, 10**9)]
     assert found == [1e-6, 1e-6, 1e-6, 9e-7, 5e-7, 1e-11]
 
@@ -74,14 +74,14 @@ def test_a_marker_is_read_as_it_was_written_and_holds_nothing_else(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"runs": [{"epsilon": 1}]}', '{"runs": 3}', "{"])
-def test_a_marker_that_is_not_one_is_refused(tmp_path, text):
+def test_an_invalid_marker_is_refused(tmp_path, text):
     (tmp_path / MARKER).write_text(text)
     with pytest.raises(FdpError, match=r"fdp_privacy.json: expected the promises that fdp wrote"):
         read_marker(tmp_path)
 
 
 @given(epsilon=st.floats(0, 1e6))
-def test_what_is_shown_is_never_below(epsilon):
+def test_the_epsilon_shown_is_never_below_the_epsilon_spent(epsilon):
     shown = float(shown_epsilon(epsilon))
     assert epsilon * (1 - 1e-12) <= shown <= epsilon + 1e-3 + 1e-9
     assert math.isfinite(shown)

@@ -106,7 +106,7 @@ def test_the_grid_is_a_power_of_two_about_a_millionth_of_the_noise(deviation):
 
 
 @pytest.mark.parametrize(("multiplier", "sensitivity"), [(1.0, 1.0), (0.7, 3.0), (4.0, 0.01)])
-def test_what_is_released_lies_on_the_grid_whatever_the_value(multiplier, sensitivity):
+def test_every_released_value_lies_on_the_grid(multiplier, sensitivity):
     value = {"zero": torch.zeros(500, dtype=torch.float64), "other": torch.randn(500, dtype=torch.float64) * 1e3}
     noisy = add_noise(total_of(value, sensitivity), key=KEY, noise_multiplier=multiplier)
     grid = grid_of(torch.tensor(multiplier * sensitivity, dtype=torch.float64))

@@ -39,7 +39,7 @@ def test_a_draw_is_a_function_of_sampling_and_key():
     assert not torch.equal(first, sample(sampling, keys.fold_in(KEY, 1)))
 
 
-def test_the_rate_is_of_the_public_number_not_of_the_samples():
+def test_the_rate_depends_on_the_population_not_on_the_number_of_samples():
     """Neighbours have the same rate: by default the number of samples is rounded up."""
     assert poisson(48_211, expected_batch_size=98).rate == poisson(48_212, expected_batch_size=98).rate == 98 / 49_000
     assert poisson(48_211, expected_batch_size=98, population=50_000).rate == 98 / 50_000
@@ -154,7 +154,7 @@ class Rows(NamedTuple):
     target: Tensor
 
 
-def test_gather_reads_tensors_and_memory_maps(tmp_path):
+def test_fetch_rows_reads_tensors_and_memory_maps(tmp_path):
     array = np.arange(60, dtype=np.int32).reshape(10, 6)
     array.tofile(tmp_path / "tokens.bin")
     mapped = np.memmap(tmp_path / "tokens.bin", dtype=np.int32, mode="r", shape=(10, 6))
@@ -180,14 +180,14 @@ class Squares:
         return {"x": values.float()[:, None].expand(-1, 2), "y": values**2}
 
 
-def test_gather_asks_a_dataset_object():
+def test_fetch_rows_calls_fetch_of_a_dataset():
     assert isinstance(Squares(), Dataset)
     rows = fetch_rows(Squares(), torch.tensor([[1, 2, 3], [4, 0, 0]]))
     assert rows["y"].tolist() == [[1, 4, 9], [16, 0, 0]]
     assert rows["x"].shape == (2, 3, 2)
 
 
-def test_sample_batch_is_draw_cut_and_fetch():
+def test_sample_batch_draws_pads_and_fetches():
     data = {"x": torch.randn(100, 3), "y": torch.arange(100)}
     sampling = poisson(100, expected_batch_size=20)
     batch = sample_batch(data, sampling, KEY, step=3, microbatch_size=8)

@@ -1,4 +1,4 @@
-"""Checkpoints: the same bits on any number of ranks; whatever happens in the middle of a save, the last one stays."""
+"""Checkpoints: the same bits on any number of ranks; an interrupted save leaves the last checkpoint intact."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_the_state_may_be_overwritten_as_soon_as_a_save_has_started(tmp_path, mo
     assert verify(tmp_path / "step-00000010").meta == {"history": [1]}
 
 
-def test_a_background_save_that_fails_says_so_when_it_is_finished(tmp_path, monkeypatch):
+def test_a_failed_background_save_raises_in_finish_save(tmp_path, monkeypatch):
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -179,7 +179,7 @@ def test_a_background_save_that_fails_says_so_when_it_is_finished(tmp_path, monk
     assert contents(tmp_path) == ["step-00000005"]
 
 
-def test_the_newest_are_kept_and_older_ones_go_after_the_new_one_is_there(tmp_path, monkeypatch):
+def test_older_checkpoints_are_deleted_after_the_new_one_is_published(tmp_path, monkeypatch):
     (tmp_path / "notes").mkdir()
     (tmp_path / "step-00000099").mkdir()  # no record in it: foreign
     for step in (1, 2, 3, 10, 100):
@@ -238,7 +238,7 @@ def edit(path: Path, **fields: Any) -> None:
     rewrite(path, lambda record: record.update(fields))
 
 
-def test_files_that_are_cut_short_or_of_something_else_are_refused(tmp_path):
+def test_truncated_or_foreign_files_are_refused(tmp_path):
     good = save(tmp_path / "good", state_of(10), meta=META, keep=2)
     like = state_of(0, scale=0)
 
@@ -276,7 +276,7 @@ def test_files_that_are_cut_short_or_of_something_else_are_refused(tmp_path):
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "complete.json"])
 @pytest.mark.parametrize("corruption", CORRUPTIONS)
-def test_no_value_is_taken_from_a_file_that_is_not_what_was_saved(name, corruption, tmp_path):
+def test_a_changed_file_is_refused_before_any_value_is_used(name, corruption, tmp_path):
     like, chance = state_of(0, scale=0), random.Random(0)
     good = save(tmp_path, state_of(10), meta=META, keep=2)
     kept = (good / name).read_bytes()
@@ -304,7 +304,7 @@ def test_a_counter_that_disagrees_with_its_leaf_is_refused(tmp_path):
         load(good, state_of(0))
 
 
-def test_digests_are_of_what_was_meant_to_be_written(tmp_path):
+def test_digests_are_computed_from_memory_not_from_disk(tmp_path):
     good = save(tmp_path, state_of(10), meta=META, keep=2)
     files = json.loads((good / "complete.json").read_text())["files"]
     assert {path.name for path in good.iterdir()} == {*files, "complete.json"}
@@ -324,7 +324,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_not_listed(tmp_path):
     assert set_aside(tmp_path / "step-00000012").name == "step-00000012.damaged-1"
 
 
-def test_a_full_disk_is_called_that(tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_as_such(tmp_path, monkeypatch):
     def full(self: Any, data: Any) -> int:
         self._files.refused = OSError(28, "No space left on device")
         raise self._files.refused
@@ -551,7 +551,7 @@ def assert_imported(params: Any, expected: TrainState) -> None:
 
 
 @pytest.mark.ranks
-def test_saved_on_four_ranks_and_read_on_two_and_on_one(tmp_path):
+def test_a_checkpoint_of_four_ranks_loads_on_two_and_on_one(tmp_path):
     for rank, (full, unfit, short, exists, shape, folder) in enumerate(run_on_ranks(save_everywhere, 4, tmp_path)):
         assert "No space left on device" in full, rank
         assert "rank 2" in full, rank
@@ -582,7 +582,7 @@ def read_alone(root: Path) -> None:
 # ---------------------------------------------------------------------------------------------------- safetensors
 
 
-def test_safetensors_are_read_by_others_and_back(tmp_path):
+def test_safetensors_round_trip_and_are_readable_by_the_library(tmp_path):
     file, params = tmp_path / "model.safetensors", state_of(10).params
     export_safetensors(params, file)
     flat = load_file(file)

@@ -1,4 +1,4 @@
-"""Files for their owner alone."""
+"""Files that only their owner can read."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_new_file_is_0600_from_the_moment_it_exists(tmp_path, umask, mode, mon
     assert path.read_text() == "loss"
 
 
-def test_one_that_was_there_is_closed_to_others_while_it_is_empty(tmp_path):
+def test_an_existing_file_is_restricted_before_it_is_written(tmp_path):
     path = tmp_path / "file"
     path.write_text("old")
     path.chmod(0o644)
