@@ -260,8 +260,8 @@ def test_truncated_or_foreign_files_are_refused(tmp_path):
     )
     assert "found no complete.json" in refused(lambda path: (path / "complete.json").unlink())
     assert "could not read" in refused(lambda path: (path / "complete.json").write_text('{"format": "fdp'))
-    assert "something else" in refused(lambda path: (path / "complete.json").write_text("[]"))
-    assert "something else" in refused(lambda path: edit(path, format="other"))
+    assert "is not a record of fdp" in refused(lambda path: (path / "complete.json").write_text("[]"))
+    assert "is not a record of fdp" in refused(lambda path: edit(path, format="other"))
     assert "lacks ['counters', 'files'" in refused(
         lambda path: (path / "complete.json").write_text('{"format": "fdp-checkpoint", "version": 2}')
     )
@@ -619,7 +619,7 @@ def test_a_disk_that_is_full_leaves_no_safetensors(tmp_path, monkeypatch):
 
 def test_safetensors_that_do_not_fit_are_refused(tmp_path):
     file, like = tmp_path / "model.safetensors", {"w": torch.zeros(2, 3)}
-    assert "expected a whole file" in failure(lambda: import_safetensors(file, like))
+    assert "expected a complete safetensors file" in failure(lambda: import_safetensors(file, like))
     for flat, words in (
         ({"v": torch.zeros(2, 3)}, "expected leaves ['w']"),
         ({"w": torch.zeros(2, 3), "v": torch.zeros(1)}, "got also ['v']"),
@@ -630,4 +630,4 @@ def test_safetensors_that_do_not_fit_are_refused(tmp_path):
         assert words in failure(lambda: import_safetensors(file, like))
     save_file(like, file)
     file.write_bytes(file.read_bytes()[:-1])
-    assert "expected a whole file" in failure(lambda: import_safetensors(file, like))
+    assert "expected a complete safetensors file" in failure(lambda: import_safetensors(file, like))
