@@ -45,7 +45,7 @@ STAGES = {
     "amid a part": ("fdp.storage.dcp", "_HashingFile.write"),
     "publishing": ("fdp.storage.checkpoint", "_publish"),
     "amid publishing": ("fdp.storage.checkpoint", "sync_folder"),
-    "pruning": ("fdp.storage.checkpoint", "_hidden"),
+    "pruning": ("fdp.storage.checkpoint", "_partial_path"),
     "exporting": ("fdp.cli.session", "export_model"),
     "drawing the report": ("fdp.cli.report", "write_report"),
     "writing the summary": ("fdp.cli.run_files", "write_summary"),

@@ -49,7 +49,7 @@ def completion_tokens(record: dict[str, Any], tokenizer: Tokenizer, place: str) 
     for field in ("prompt", "completion"):
         if not isinstance(record.get(field), str):
             raise FdpError(f"{place}: expected text in 'prompt' and 'completion', got {describe(record, field)}")
-    return _ended(*_tokens([(record["prompt"], False), (record["completion"], True)], tokenizer, place), tokenizer)
+    return _append_end(*_tokens([(record["prompt"], False), (record["completion"], True)], tokenizer, place), tokenizer)
 
 
 def conversation_tokens(record: dict[str, Any], tokenizer: Tokenizer, place: str) -> tuple[list[int], list[bool]]:
@@ -57,13 +57,13 @@ def conversation_tokens(record: dict[str, Any], tokenizer: Tokenizer, place: str
     if not isinstance(record.get("messages"), list):
         raise FdpError(f"{place}: expected a list of messages in 'messages', got {describe(record, 'messages')}")
     tokens, counted = _tokens(message_pieces(record["messages"], tokenizer, place), tokenizer, place)
-    return (tokens, counted) if tokenizer.render is not None else _ended(tokens, counted, tokenizer)
+    return (tokens, counted) if tokenizer.render is not None else _append_end(tokens, counted, tokenizer)
 
 
 def message_pieces(messages: list[Any], tokenizer: Tokenizer, place: str) -> list[Piece]:
     """Split a conversation into pieces of text that count or do not; ``place`` names it in errors."""
-    checked = _checked(messages, place)
-    return _by_lines(checked) if tokenizer.render is None else _by_template(checked, tokenizer, place)
+    checked = _check_messages(messages, place)
+    return _pieces_by_lines(checked) if tokenizer.render is None else _pieces_by_template(checked, tokenizer, place)
 
 
 def _tokens(pieces: Sequence[Piece], tokenizer: Tokenizer, place: str) -> tuple[list[int], list[bool]]:
@@ -71,23 +71,23 @@ def _tokens(pieces: Sequence[Piece], tokenizer: Tokenizer, place: str) -> tuple[
     tokens, spans = locate_tokens(tokenizer, "".join(text for text, _ in pieces), place)
     learned = [counts for text, counts in pieces for _ in text]
     before = [0, *accumulate(learned)]  # number of characters that count before each position
-    return tokens, [before[last] > before[first] for first, last in map(_held, spans)]
+    return tokens, [before[last] > before[first] for first, last in map(_token_span, spans)]
 
 
-def _held(span: tuple[int, int]) -> tuple[int, int]:
+def _token_span(span: tuple[int, int]) -> tuple[int, int]:
     """Return the characters of a token; if trimming spaces left none, the character before."""
     first, last = span
     return (first, last) if first < last else (max(last - 1, 0), last)
 
 
-def _ended(tokens: list[int], counted: list[bool], tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+def _append_end(tokens: list[int], counted: list[bool], tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
     """Append the end-of-text token if the record ends with an answer."""
     if tokenizer.end is None or not counted or not counted[-1]:
         return tokens, counted
     return [*tokens, tokenizer.end], [*counted, True]
 
 
-def _checked(messages: list[Any], place: str) -> list[Message]:
+def _check_messages(messages: list[Any], place: str) -> list[Message]:
     if not messages:
         raise FdpError(f"{place}: expected a list of messages in 'messages', got an empty one; drop the record")
     found: list[Message] = []
@@ -106,7 +106,7 @@ def _checked(messages: list[Any], place: str) -> list[Message]:
     return found
 
 
-def _by_lines(messages: list[Message]) -> list[Piece]:
+def _pieces_by_lines(messages: list[Message]) -> list[Piece]:
     """Write ``role: content`` and a newline per message; an assistant's message counts after the role."""
     found: list[Piece] = []
     for role, whole in messages:
@@ -115,7 +115,7 @@ def _by_lines(messages: list[Message]) -> list[Piece]:
     return found
 
 
-def _by_template(messages: list[Message], tokenizer: Tokenizer, place: str) -> list[Piece]:
+def _pieces_by_template(messages: list[Message], tokenizer: Tokenizer, place: str) -> list[Piece]:
     """Render by the tokenizer's template; an assistant's message counts after the template's prompt for it."""
     found: list[Piece] = []
     before = ""
@@ -123,16 +123,16 @@ def _by_template(messages: list[Message], tokenizer: Tokenizer, place: str) -> l
         if role != ASSISTANT and number < len(messages):
             continue  # a template may refuse a conversation that ends there
         if role == ASSISTANT:
-            prompt = _rendered(messages[: number - 1], tokenizer, place, prompt=True)
-            found.append((_added(before, prompt, place, number), False))
+            prompt = _render(messages[: number - 1], tokenizer, place, prompt=True)
+            found.append((_new_text(before, prompt, place, number), False))
             before = prompt
-        text = _rendered(messages[:number], tokenizer, place, prompt=False)
-        found.append((_added(before, text, place, number), role == ASSISTANT))
+        text = _render(messages[:number], tokenizer, place, prompt=False)
+        found.append((_new_text(before, text, place, number), role == ASSISTANT))
         before = text
     return found
 
 
-def _rendered(messages: list[Message], tokenizer: Tokenizer, place: str, *, prompt: bool) -> str:
+def _render(messages: list[Message], tokenizer: Tokenizer, place: str, *, prompt: bool) -> str:
     assert tokenizer.render is not None
     if not messages:
         raise FdpError(
@@ -151,7 +151,7 @@ def _rendered(messages: list[Message], tokenizer: Tokenizer, place: str, *, prom
     )
 
 
-def _added(before: str, text: str, place: str, number: int) -> str:
+def _new_text(before: str, text: str, place: str, number: int) -> str:
     if not text.startswith(before):
         raise FdpError(
             f"{place}, message {number}: expected a chat template that only adds to the text, got one that changes "

@@ -159,9 +159,9 @@ def load(
     if tokenizer is not None:
         tokens, token = text.token_stream(_texts(found, field), tokenizer), tokenizer.word
     elif found.records:
-        tokens, token = _joined(words.encode() for _, words in _texts(found, field)), "byte"
+        tokens, token = _join_bytes(words.encode() for _, words in _texts(found, field)), "byte"
     elif len(found.files) > 1:
-        tokens, token = _joined(_read_text(file).tobytes() for file in found.files), "byte"
+        tokens, token = _join_bytes(_read_text(file).tobytes() for file in found.files), "byte"
     else:
         tokens, token = _read_text(next(iter(found.files))), "byte"
     dataset = windows(tokens, context=context, vocab_size=vocab_size, where=source, token=token)
@@ -237,7 +237,7 @@ def digits() -> tuple[Examples, Examples]:
     )
 
 
-def _joined(texts: Iterator[bytes]) -> np.ndarray:
+def _join_bytes(texts: Iterator[bytes]) -> np.ndarray:
     return np.frombuffer(b"\n".join(text for text in texts if text), dtype=np.uint8)
 
 
@@ -254,7 +254,7 @@ def _texts(source: Source, field: str) -> Iterator[tuple[str, str]]:
 
 def _read_text(path: Path) -> np.ndarray:
     """Map a file's bytes after checking that they are UTF-8."""
-    tokens = _mapped(path, np.dtype(np.uint8))
+    tokens = _map_file(path, np.dtype(np.uint8))
     decoder = codecs.getincrementaldecoder("utf-8")()
     for start in range(0, len(tokens), CHUNK_ELEMENTS):
         pending = len(decoder.getstate()[0])
@@ -280,10 +280,10 @@ def _read_npy(path: Path) -> np.ndarray:
 
 
 def _read_bin(path: Path) -> np.ndarray:
-    return _mapped(path, np.dtype("<u2"))
+    return _map_file(path, np.dtype("<u2"))
 
 
-def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:
+def _map_file(path: Path, dtype: np.dtype) -> np.ndarray:
     size = path.stat().st_size
     if size == 0:
         raise FdpError(f"{path}: expected text or tokens, got an empty file")

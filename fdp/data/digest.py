@@ -44,7 +44,7 @@ def data_digest(dataset: Dataset) -> str:
       - it does not depend on the integer type that tokens are stored in.
     """
     digest = hashlib.sha256(str(len(dataset)).encode())
-    for name, values in dataset.content() if isinstance(dataset, ArrayBacked) else _fetched(dataset):
+    for name, values in dataset.content() if isinstance(dataset, ArrayBacked) else _fetch_all(dataset):
         array = _array(values)
         digest.update(f"|{name} {array.shape}".encode())
         for chunk in _chunks(array):
@@ -54,7 +54,7 @@ def data_digest(dataset: Dataset) -> str:
     return digest.hexdigest()
 
 
-def _fetched(dataset: Dataset) -> Iterator[tuple[str, Tensor]]:
+def _fetch_all(dataset: Dataset) -> Iterator[tuple[str, Tensor]]:
     """Yield the leaves of all samples, some samples at a time."""
     size = len(dataset)
     each = max(1, sum(leaf.nbytes for leaf in tree.leaves(dataset.fetch(np.arange(1)))))

@@ -58,7 +58,7 @@ def pack(documents: Documents, *, context: int, unit: PackUnit) -> Documents:
         found = _first_fit(members, sizes, context + 1)
         rows += found
         owners += [owner] * len(found) if unit is PackUnit.OWNER else [f"row {i}" for i in range(len(found))]
-    return _joined(pieces, rows, tuple(owners))
+    return _join_rows(pieces, rows, tuple(owners))
 
 
 def _first_fit(members: list[int], sizes: np.ndarray, length: int) -> list[list[int]]:
@@ -78,7 +78,7 @@ def _first_fit(members: list[int], sizes: np.ndarray, length: int) -> list[list[
     return rows
 
 
-def _joined(pieces: Documents, rows: list[list[int]], owners: tuple[str, ...]) -> Documents:
+def _join_rows(pieces: Documents, rows: list[list[int]], owners: tuple[str, ...]) -> Documents:
     order = [i for row in rows for i in row]
     spans = [slice(int(pieces.starts[i]), int(pieces.starts[i + 1])) for i in order]
     numbers = [number for row in rows for number in range(1, len(row) + 1)]

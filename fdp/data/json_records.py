@@ -27,7 +27,7 @@ USUAL_FIELDS = (
 def read_records(source: Source) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield every record with its place, such as "mail/a.jsonl, line 7"."""
     for file in source.files:
-        yield from _listed(file) if file.suffix.lower() == LIST else _by_line(file)
+        yield from _read_list(file) if file.suffix.lower() == LIST else _read_lines(file)
 
 
 def record_form(record: dict[str, Any], field: str, place: str) -> RecordForm:
@@ -102,47 +102,47 @@ def owner_of(record: dict[str, Any], user_field: str | None, place: str) -> str:
     return name
 
 
-def _by_line(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _read_lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             place = f"{file}, line {number}"
-            record, _ = _decoded(_utf8(line.rstrip(b"\r\n"), place), 0, place)
-            yield place, _checked(record, place)
+            record, _ = _parse_json(_decode_utf8(line.rstrip(b"\r\n"), place), 0, place)
+            yield place, _check_object(record, place)
 
 
-def _listed(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _read_list(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the records of a JSON list, or the one record."""
-    text = _utf8(file.read_bytes(), str(file))
-    at, line, number = _skip(text, 0), 1, 0
+    text = _decode_utf8(file.read_bytes(), str(file))
+    at, line, number = _skip_spaces(text, 0), 1, 0
     several = text[at : at + 1] == "["
-    at = _skip(text, at + 1) if several else at
+    at = _skip_spaces(text, at + 1) if several else at
     counted = 0
     while not (several and text[at : at + 1] == "]"):
         number += 1
         line, counted = line + text.count("\n", counted, at), at
         place = f"{file}, line {line}, record {number}"
-        record, at = _decoded(text, at, place, whole=not several)
-        yield place, _checked(record, place)
-        at = _skip(text, at)
+        record, at = _parse_json(text, at, place, whole=not several)
+        yield place, _check_object(record, place)
+        at = _skip_spaces(text, at)
         if not several:
             return
         if text[at : at + 1] == ",":
-            at = _skip(text, at + 1)
+            at = _skip_spaces(text, at + 1)
         elif text[at : at + 1] != "]":
             raise FdpError(f"{place}: expected a comma or the end of the list after it, got something else")
     if text[at + 1 :].strip():
         raise FdpError(f"{file}: expected one list of records, got more after it; name a file of JSON lines .jsonl")
 
 
-def _skip(text: str, at: int) -> int:
+def _skip_spaces(text: str, at: int) -> int:
     while text[at : at + 1] in (" ", "\t", "\n", "\r"):
         at += 1
     return at
 
 
-def _utf8(content: bytes, place: str) -> str:
+def _decode_utf8(content: bytes, place: str) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -152,11 +152,11 @@ def _utf8(content: bytes, place: str) -> str:
     )
 
 
-def _decoded(text: str, at: int, place: str, *, whole: bool = True) -> tuple[Any, int]:
+def _parse_json(text: str, at: int, place: str, *, whole: bool = True) -> tuple[Any, int]:
     """Return the JSON value that begins at ``at``, and its end; if ``whole``, nothing may follow it."""
     try:
-        value, end = _DECODER.raw_decode(text, _skip(text, at))
-        if not whole or _skip(text, end) == len(text):
+        value, end = _DECODER.raw_decode(text, _skip_spaces(text, at))
+        if not whole or _skip_spaces(text, end) == len(text):
             return value, end
         why = "more after it (is it JSON lines? then name the file .jsonl)"
     except json.JSONDecodeError as error:  # its message may show a character of the record
@@ -171,7 +171,7 @@ def _decoded(text: str, at: int, place: str, *, whole: bool = True) -> tuple[Any
     raise FdpError(f"{place}: expected a JSON object in UTF-8, got {why}; repair or drop the record")
 
 
-def _checked(record: Any, place: str) -> dict[str, Any]:
+def _check_object(record: Any, place: str) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise FdpError(f"{place}: expected a JSON object, got {json_type(record)}")
     return record

@@ -92,7 +92,7 @@ def tokenizer_of(tokenizer: Any) -> Tokenizer:
         return found["input_ids"], found["offset_mapping"]
 
     template = getattr(tokenizer, "chat_template", None)
-    own = {"chat_template": _dated(template)} if isinstance(template, str) else {}
+    own = {"chat_template": _fix_date(template)} if isinstance(template, str) else {}
 
     def render(messages: Sequence[dict[str, Any]], prompt: bool) -> str:
         return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt, **own)
@@ -132,7 +132,7 @@ def check_repeatable(tokenizer: Any) -> None:
         )
 
 
-def _dated(template: str) -> str:
+def _fix_date(template: str) -> str:
     """Replace the template's calls for today's date by ``TEMPLATE_DATE``."""
     return re.sub(
         r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""", lambda call: repr(TEMPLATE_DATE.strftime(call[2])), template
@@ -141,7 +141,7 @@ def _dated(template: str) -> str:
 
 def encode_text(tokenizer: Tokenizer, text: str, place: str) -> list[int]:
     """Return the tokens of a text; refuse text that is not Unicode or that the tokenizer fails on, naming its place."""
-    return _guarded(lambda: tokenizer.encode(text), text, place)
+    return _call_safely(lambda: tokenizer.encode(text), text, place)
 
 
 def locate_tokens(tokenizer: Tokenizer, text: str, place: str) -> tuple[list[int], list[Span]]:
@@ -151,10 +151,10 @@ def locate_tokens(tokenizer: Tokenizer, text: str, place: str) -> tuple[list[int
             "tokenizer: expected one that tells which characters a token comes from, so that prompts can be told from "
             "answers, got one in Python; save its fast version (tokenizer.json), or give texts"
         )
-    return _guarded(lambda: locate(text), text, place)
+    return _call_safely(lambda: locate(text), text, place)
 
 
-def _guarded(work: Callable[[], Any], text: str, place: str) -> Any:
+def _call_safely(work: Callable[[], Any], text: str, place: str) -> Any:
     check_text(text, place)
     try:
         return work()

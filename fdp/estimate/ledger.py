@@ -158,7 +158,7 @@ class Ledger(TorchDispatchMode):
         if func in self._awaited:
             self.begin(self._awaited.pop(func))
         if extra := workspace(func, args, kwargs):
-            passing = StorageRecord(_rounded(extra), False, MemoryKind.ACTIVATIONS, ())
+            passing = StorageRecord(_round_up(extra), False, MemoryKind.ACTIVATIONS, ())
             self._log += [(passing, 1), (passing, -1)]
         out = self._call(func, args, kwargs)
         made = [value for value in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(value, Tensor)]
@@ -235,11 +235,11 @@ class Ledger(TorchDispatchMode):
             return self._collective(func, args, made[0])
         name = func._schema.name
         if name in _SUMS:
-            return self.default, self._all_held(args[: _SUMS[name]])
+            return self.default, self._records_of(args[: _SUMS[name]])
         if name not in _COPIES:
             return self.default, ()
         given = args[0] if isinstance(args[0], (tuple, list)) else [args[0]]
-        sources = self._all_held(given)
+        sources = self._records_of(given)
         kinds = {source.kind for source in sources}
         if kinds & {MemoryKind.PARAMETERS, MemoryKind.GATHERED}:
             return MemoryKind.GATHERED, sources
@@ -251,17 +251,17 @@ class Ledger(TorchDispatchMode):
         what = (collective, axis, ranks, given.dtype)
         calls, elements = self._transfers.get(what, (0, 0))
         self._transfers[what] = (calls + 1, elements + max(given.numel(), made.numel()))
-        source = self._held(given)
+        source = self._record_of(given)
         if axis == "tensor" or source is None:
             return self.default, ()
         if source.kind is MemoryKind.ACTIVATIONS and collective != "all-gather":
             source.mark_gradient()
         return source.kind, ()
 
-    def _all_held(self, values: Sequence[Any]) -> tuple[StorageRecord, ...]:
-        return tuple(held for value in values if isinstance(value, Tensor) and (held := self._held(value)))
+    def _records_of(self, values: Sequence[Any]) -> tuple[StorageRecord, ...]:
+        return tuple(held for value in values if isinstance(value, Tensor) and (held := self._record_of(value)))
 
-    def _held(self, value: Tensor) -> StorageRecord | None:
+    def _record_of(self, value: Tensor) -> StorageRecord | None:
         found = self._alive.get(value.untyped_storage()._cdata)
         return None if found is None else found[1]
 
@@ -270,7 +270,7 @@ class Ledger(TorchDispatchMode):
         address = storage._cdata
         if address in self._alive:
             return
-        held = StorageRecord(_rounded(storage.nbytes()), value.device == HOST, kind, sources)
+        held = StorageRecord(_round_up(storage.nbytes()), value.device == HOST, kind, sources)
 
         def gone(_: Any) -> None:
             del self._alive[address]
@@ -294,5 +294,5 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
     return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
 
 
-def _rounded(size: int) -> int:
+def _round_up(size: int) -> int:
     return -(-size // ALLOCATION_BYTES) * ALLOCATION_BYTES

@@ -42,13 +42,13 @@ def place_state(state: TrainState, offload: Offload, device: torch.device) -> Tr
     """
 
     def there(part: Tree, *, on_cpu: bool) -> Tree:
-        return tree.map(lambda leaf: _pinned(leaf.to(CPU), device) if on_cpu else leaf.to(device), part)
+        return tree.map(lambda leaf: _pin(leaf.to(CPU), device) if on_cpu else leaf.to(device), part)
 
     params, opt = there(state.params, on_cpu=offload.params), there(state.opt, on_cpu=offload.optimizer)
     return state._replace(params=params, opt=opt)
 
 
-def _pinned(leaf: Tensor, device: torch.device) -> Tensor:
+def _pin(leaf: Tensor, device: torch.device) -> Tensor:
     if isinstance(leaf, DTensor):
         raise AssertionError("place_state works on plain shards")
     return leaf.pin_memory() if device.type == "cuda" and not leaf.is_pinned() else leaf

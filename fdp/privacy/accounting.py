@@ -35,7 +35,7 @@ from fdp.privacy.composition import Composition
 from fdp.privacy.loss_distributions import (
     TOO_COARSE,
     TruncatedEvent,
-    composed,
+    compose_pld,
     grid_width,
     one_step_pld,
     parts_of,
@@ -123,7 +123,7 @@ def delta(mechanism: Mechanism, *, steps: int, epsilon: float, accountant: Accou
         if accountant is Accountant.RDP:
             return float(rdp_privacy_accountant.compute_delta(*rdp_total(total), epsilon)[0])
         interval = grid_width(total, 1e-6)
-        found = 1.0 if interval > TOO_COARSE else float(composed(total, interval).get_delta_for_epsilon(epsilon))
+        found = 1.0 if interval > TOO_COARSE else float(compose_pld(total, interval).get_delta_for_epsilon(epsilon))
     return min(1.0, max(SMALLEST_DELTA, found))
 
 
@@ -242,7 +242,7 @@ def _epsilon(total: Any, delta: float, accountant: Accountant, *, interval: floa
         if accountant is Accountant.RDP:
             return float(rdp_privacy_accountant.compute_epsilon(*rdp_total(total), delta)[0])
         interval = interval or grid_width(total, delta)
-        return math.inf if interval > TOO_COARSE else float(composed(total, interval).get_epsilon_for_delta(delta))
+        return math.inf if interval > TOO_COARSE else float(compose_pld(total, interval).get_epsilon_for_delta(delta))
 
 
 def _composed_event(drawn: Poisson, z: float, count: int) -> dp_accounting.SelfComposedDpEvent | None:

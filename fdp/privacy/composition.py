@@ -82,7 +82,7 @@ class _Direction:
         if infinite > delta:
             return math.inf
         low, high = self._bounds(counts)
-        mass = np.roll(self._composed(times), -low)[: high - low + 1]
+        mass = np.roll(self._compose(times), -low)[: high - low + 1]
         losses = self._width * (int(np.dot(counts, self._lowest)) + low + np.arange(len(mass)))
         # From the largest loss down: the mass, and the mass times exp(loss here - loss there).
         above = np.cumsum(mass[::-1])[::-1]
@@ -94,8 +94,8 @@ class _Direction:
         ratio = (infinite + above[first] - delta) / discounted[first]
         return max(0.0, float(losses[first] + math.log(ratio))) if ratio > 0 else max(0.0, float(losses[first]))
 
-    def _composed(self, times: np.ndarray) -> np.ndarray:
-        log_size = _added(times, self._log_size)
+    def _compose(self, times: np.ndarray) -> np.ndarray:
+        log_size = _weighted_sum(times, self._log_size)
         kept = log_size > _DROPPED
         spectrum = np.zeros(len(log_size), dtype=complex)
         spectrum[kept] = np.exp(log_size[kept] + 1j * (times @ self._angle[:, kept]))
@@ -103,7 +103,7 @@ class _Direction:
 
     def _bounds(self, counts: Sequence[int]) -> tuple[int, int]:
         """Return grid bounds with at most ``TAIL`` mass outside (Chernoff), from the sum of the lowest losses on."""
-        bounds = (_added(np.asarray(counts, dtype=float), self._log_moments) + math.log(2 / TAIL)) / self._orders
+        bounds = (_weighted_sum(np.asarray(counts, dtype=float), self._log_moments) + math.log(2 / TAIL)) / self._orders
         low, high = bounds[self._orders < 0].max(), bounds[self._orders > 0].min()
         return max(0, math.floor(low)), math.ceil(high)
 
@@ -114,6 +114,6 @@ def _log_moments(mass: np.ndarray, orders: np.ndarray) -> np.ndarray:
     return np.array([np.logaddexp.reduce(indices * order + logs) for order in orders])
 
 
-def _added(times: np.ndarray, rows: np.ndarray) -> np.ndarray:
+def _weighted_sum(times: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Return ``times @ rows``, where a row may hold -inf and a count may be 0."""
     return sum((count * row for count, row in zip(times, rows) if count), np.zeros(rows.shape[1]))

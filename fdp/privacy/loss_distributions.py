@@ -5,7 +5,7 @@ convolves privacy loss distributions, rounded up (Doroshenko et al. 2022, arXiv 
 divergences (Mironov et al. 2019, arXiv 1908.10530).
 
     >>> total = event(mechanism, steps=1000)
-    >>> composed(total, grid_width(total, delta)).get_epsilon_for_delta(delta)
+    >>> compose_pld(total, grid_width(total, delta)).get_epsilon_for_delta(delta)
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def parts_of(total: Any) -> list[Any]:
     return [total] if isinstance(total, dp_accounting.SelfComposedDpEvent) else []
 
 
-def composed(total: Any, interval: float) -> privacy_loss_distribution.PrivacyLossDistribution:
+def compose_pld(total: Any, interval: float) -> privacy_loss_distribution.PrivacyLossDistribution:
     """Return the privacy loss distribution of all parts together, on a grid of width ``interval``."""
     first, *rest = [one_step_pld(part.event, interval).self_compose(part.count) for part in parts_of(total)]
     for other in rest:

@@ -168,7 +168,7 @@ def sample_batch(
     matrix, mask = (torch.nn.functional.pad(m, (0, columns * ranks - microbatch_size)) for m in (matrix, mask))
     mine = slice(rank * columns, (rank + 1) * columns)
     batch = Batch(fetch_rows(dataset, matrix[:, mine]), mask[:, mine])
-    return _stamped(batch, sampling, step, rank, ranks, purpose)
+    return _stamp(batch, sampling, step, rank, ranks, purpose)
 
 
 def trusted_batch(
@@ -192,7 +192,7 @@ def trusted_batch(
             f"mask: expected (microbatches, samples) as in the data, {tuple(tree.leaves(data)[0].shape[:2])}, got "
             f"{tuple(mask.shape)}"
         )
-    return _stamped(Batch(data, mask), sampling, step, rank, ranks, purpose)
+    return _stamp(Batch(data, mask), sampling, step, rank, ranks, purpose)
 
 
 def check_drawn(batch: Batch, sampling: Poisson, *, purpose: str = TRAINING) -> None:
@@ -234,7 +234,7 @@ def check_step(batch: Batch, step: int) -> None:
         )
 
 
-def _stamped(batch: Batch, sampling: Poisson, step: int | None, rank: int, ranks: int, purpose: str) -> Batch:
+def _stamp(batch: Batch, sampling: Poisson, step: int | None, rank: int, ranks: int, purpose: str) -> Batch:
     stamp = Stamp(sampling, purpose, step, tuple(batch.mask.shape), BatchShare(rank, ranks))
     number = None if step is None else torch.tensor(step, device=batch.mask.device)
     return batch._replace(drawn=Drawn(stamp, number))

@@ -105,7 +105,7 @@ def start_save(root: Path, state: TrainState, *, meta: Mapping[str, Any], keep: 
       - everything is copied before this returns: the state's tensors and ``meta`` may be overwritten.
     """
     named = named_leaves(state)
-    staged = {path: shard_like(leaf, _staged(local_shard(leaf))) for path, leaf in named.items()}
+    staged = {path: shard_like(leaf, _copy_to_host(local_shard(leaf))) for path, leaf in named.items()}
     for device in {local_shard(leaf).device for leaf in named.values() if local_shard(leaf).is_cuda}:
         torch.cuda.current_stream(device).synchronize()
     record, step = make_record(state, meta), _step_of(state)
@@ -149,7 +149,7 @@ def verify(path: Path, *, group: ProcessGroup | None = None) -> Verified:
 
 def list_published(root: Path) -> list[Path]:
     """Return all published checkpoints, the one with the most steps first. Other entries of ``root`` are ignored."""
-    found = _published(root)
+    found = _find_published(root)
     return [found[step] for step in sorted(found, reverse=True)]
 
 
@@ -172,7 +172,7 @@ def set_aside(path: Path) -> Path:
 
 def has_reached(root: Path, step: int) -> bool:
     """Return True if a checkpoint of ``step``, or of a later one, has been published."""
-    return any(found >= step for found in _published(root))
+    return any(found >= step for found in _find_published(root))
 
 
 def remove_leftovers(root: Path) -> None:
@@ -186,7 +186,7 @@ def _save(
     root: Path, named: Flat, record: str, step: int, keep: int, group: ProcessGroup | None, *, copy_ahead: int
 ) -> Path:
     final = root / f"step-{step:08d}"
-    partial, first = _hidden(final), rank_in(group) == 0
+    partial, first = _partial_path(final), rank_in(group) == 0
     run_in_unison(lambda: _begin(final, step, keep) if first else None, group)
     run_in_unison(lambda: _check_shared(partial), group)
     try:
@@ -203,7 +203,7 @@ def _begin(final: Path, step: int, keep: int) -> None:
     root = final.parent
     if keep < 1:
         raise FdpError(f"{root}: expected keep to be at least 1, got {keep}")
-    newest = max(_published(root), default=-1)
+    newest = max(_find_published(root), default=-1)
     if newest >= step or final.exists():
         raise FdpError(
             f"{root}: expected no checkpoint of step {step} or later, got step {max(newest, step)};"
@@ -213,7 +213,7 @@ def _begin(final: Path, step: int, keep: int) -> None:
         # Owner only, here and for every file: meta may hold the noise key, by which the noise could be subtracted.
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         remove_leftovers(root)
-        _hidden(final).mkdir(mode=0o700)
+        _partial_path(final).mkdir(mode=0o700)
 
 
 def _check_shared(partial: Path) -> None:
@@ -222,7 +222,7 @@ def _check_shared(partial: Path) -> None:
 
 
 def _publish(final: Path, record: str, digests: Mapping[str, str], keep: int) -> None:
-    partial = _hidden(final)
+    partial = _partial_path(final)
     with disk_errors(final):
         files = {
             entry.name: {"bytes": entry.stat().st_size, "sha256": digests[entry.name]}
@@ -236,18 +236,18 @@ def _publish(final: Path, record: str, digests: Mapping[str, str], keep: int) ->
         sync_folder(partial)
         partial.rename(final)
         sync_folder(final.parent)
-    published = _published(final.parent)
+    published = _find_published(final.parent)
     for step in sorted(published)[:-keep]:
         # Rename first: an interrupted deletion must not leave half a checkpoint under a good name.
         with disk_errors(published[step]):
-            shutil.rmtree(published[step].rename(_hidden(published[step])), ignore_errors=True)
+            shutil.rmtree(published[step].rename(_partial_path(published[step])), ignore_errors=True)
 
 
-def _hidden(final: Path) -> Path:
+def _partial_path(final: Path) -> Path:
     return final.with_name(f".{final.name}.partial")
 
 
-def _published(root: Path) -> dict[int, Path]:
+def _find_published(root: Path) -> dict[int, Path]:
     if not root.is_dir():
         return {}
     matches = {entry: PUBLISHED.fullmatch(entry.name) for entry in root.iterdir()}
@@ -288,6 +288,6 @@ def _empty_like(part: Tensor) -> Tensor:
     return torch.empty_like(part, pin_memory=True) if part.is_pinned() else torch.empty_like(part)
 
 
-def _staged(part: Tensor) -> Tensor:
+def _copy_to_host(part: Tensor) -> Tensor:
     """Copy to host memory; from a GPU to pinned memory, complete only once the stream is synchronized."""
     return torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda).copy_(part, non_blocking=True)

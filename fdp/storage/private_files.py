@@ -29,7 +29,7 @@ def open_private(path: str | os.PathLike[str], mode: str) -> Iterator[IO[Any]]:
       - if the file system cannot ensure that, it is an error, before anything is written.
     """
 
-    def opened(name: str, flags: int) -> int:
+    def open_owner_only(name: str, flags: int) -> int:
         if flags & os.O_ACCMODE == os.O_RDONLY:
             return os.open(name, flags)
         handle = os.open(name, flags | os.O_NOFOLLOW, OWNER_ONLY)
@@ -46,7 +46,7 @@ def open_private(path: str | os.PathLike[str], mode: str) -> Iterator[IO[Any]]:
             raise
         return handle
 
-    with open(path, mode, opener=opened) as stream:
+    with open(path, mode, opener=open_owner_only) as stream:
         yield stream
 
 

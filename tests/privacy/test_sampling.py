@@ -1,9 +1,9 @@
+"""Poisson sampling: rates, independence, truncation, and batches that are functions of the key."""
+
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -12,7 +12,6 @@ from scipy import stats
 from torch import Tensor
 
 from fdp import keys
-from fdp.privacy.microbatches import Dataset, dataset_length, fetch_rows, pad_to_microbatches
 from fdp.privacy.sampling import Poisson, poisson, rounded_population, sample, sample_batch
 from fdp.types import FdpError
 
@@ -24,7 +23,7 @@ def draws(sampling: Poisson, count: int) -> list[Tensor]:
 
 
 def included(sampling: Poisson, count: int) -> Tensor:
-    """(draws, dataset) 0/1: who was in."""
+    """Return a (draws, dataset) table of 0 and 1: which samples were drawn."""
     table = torch.zeros(count, sampling.dataset_size)
     for row, indices in zip(table, draws(sampling, count)):
         row[indices] = 1.0
@@ -131,62 +130,6 @@ def test_every_subset_of_a_truncated_draw_is_equally_likely():
     assert stats.chisquare(list(pairs.values())).pvalue > 1e-5
 
 
-@given(count=st.integers(0, 70), size=st.integers(1, 20))
-def test_microbatches_hold_every_index_once_and_padding_is_masked(count, size):
-    indices = torch.arange(count) * 3 + 1
-    matrix, mask = pad_to_microbatches(indices, microbatch_size=size)
-    assert matrix.shape == mask.shape == (max(1, -(-count // size)), size)
-    assert matrix.dtype == torch.int64
-    assert mask.dtype == torch.float32
-    assert torch.equal(matrix[mask > 0], indices)
-    assert (matrix[mask == 0] == 0).all()
-    assert set(mask.unique().tolist()) <= {0.0, 1.0}
-
-
-def test_an_empty_draw_is_one_microbatch_of_padding():
-    matrix, mask = pad_to_microbatches(torch.empty(0, dtype=torch.int64), microbatch_size=4)
-    assert matrix.tolist() == [[0, 0, 0, 0]]
-    assert mask.tolist() == [[0.0, 0.0, 0.0, 0.0]]
-
-
-class Rows(NamedTuple):
-    tokens: np.ndarray
-    target: Tensor
-
-
-def test_fetch_rows_reads_tensors_and_memory_maps(tmp_path):
-    array = np.arange(60, dtype=np.int32).reshape(10, 6)
-    array.tofile(tmp_path / "tokens.bin")
-    mapped = np.memmap(tmp_path / "tokens.bin", dtype=np.int32, mode="r", shape=(10, 6))
-    data = Rows(mapped, torch.arange(10.0))
-    matrix = torch.tensor([[3, 4], [9, 0], [3, 0]])
-    rows = fetch_rows(data, matrix)
-    assert isinstance(rows, Rows)
-    assert torch.equal(torch.as_tensor(rows.tokens), torch.from_numpy(array)[matrix])
-    assert torch.equal(rows.target, matrix.float())
-    rows.target.zero_()
-    assert data.target[3] == 3  # a copy: what the step does to a batch never reaches the data
-
-
-class Squares:
-    """A dataset that computes its rows."""
-
-    def __len__(self) -> int:
-        return 10
-
-    def fetch(self, indices: np.ndarray):
-        assert isinstance(indices, np.ndarray)
-        values = torch.from_numpy(indices)
-        return {"x": values.float()[:, None].expand(-1, 2), "y": values**2}
-
-
-def test_fetch_rows_calls_fetch_of_a_dataset():
-    assert isinstance(Squares(), Dataset)
-    rows = fetch_rows(Squares(), torch.tensor([[1, 2, 3], [4, 0, 0]]))
-    assert rows["y"].tolist() == [[1, 4, 9], [16, 0, 0]]
-    assert rows["x"].shape == (2, 3, 2)
-
-
 def test_sample_batch_draws_pads_and_fetches():
     data = {"x": torch.randn(100, 3), "y": torch.arange(100)}
     sampling = poisson(100, expected_batch_size=20)
@@ -197,16 +140,6 @@ def test_sample_batch_draws_pads_and_fetches():
     assert batch.data["x"].shape == (*batch.mask.shape, 3)
     empty = sample_batch(data, poisson(100, expected_batch_size=1e-6), KEY, step=0, microbatch_size=8)
     assert empty.mask.tolist() == [[0.0] * 8]
-
-
-class Liar(Squares):
-    def fetch(self, indices: np.ndarray):
-        return torch.zeros(3)
-
-
-class Plain(Squares):
-    def fetch(self, indices: np.ndarray):
-        return indices
 
 
 @pytest.mark.parametrize(
@@ -221,13 +154,6 @@ class Plain(Squares):
         (lambda: poisson(10, expected_batch_size=11), "above 1"),
         (lambda: poisson(10, expected_batch_size=5, max_batch_size=0), "max_batch_size"),
         (lambda: sample(Poisson(10, 20.0, 10), KEY), "batch larger than the data"),
-        (lambda: pad_to_microbatches(torch.arange(3), microbatch_size=0), "microbatch_size"),
-        (lambda: fetch_rows({"x": torch.zeros(3), "y": torch.zeros(4)}, torch.zeros(1, 1).long()), "leading"),
-        (lambda: fetch_rows({"x": "text"}, torch.zeros(1, 1).long()), "x: expected a tensor"),
-        (lambda: fetch_rows(torch.zeros(3), torch.tensor([[3]])), r"\[0, 3\)"),
-        (lambda: fetch_rows(torch.zeros(3), torch.tensor([[-1]])), r"\[0, 3\)"),
-        (lambda: fetch_rows(Liar(), torch.tensor([[0, 1]])), "2 rows"),
-        (lambda: fetch_rows(Plain(), torch.tensor([[0, 1]])), "ndarray"),
         (
             lambda: sample_batch(torch.zeros(9), poisson(10, expected_batch_size=2), KEY, step=0, microbatch_size=2),
             "expected the 9 samples",
@@ -240,12 +166,6 @@ class Plain(Squares):
 def test_bad_input_is_an_error_that_says_what_to_do(call, words):
     with pytest.raises(FdpError, match=words):
         call()
-
-
-def test_length_is_the_leading_dimension():
-    assert dataset_length(torch.zeros(7, 2)) == 7
-    assert dataset_length({"a": np.zeros((5, 1)), "b": torch.zeros(5)}) == 5
-    assert dataset_length(Squares()) == 10
 
 
 def test_a_million_samples_take_well_under_a_second():

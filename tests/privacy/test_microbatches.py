@@ -1,0 +1,104 @@
+"""Microbatches of fixed shape, and rows fetched from tensors, memory maps and dataset objects."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fdp.privacy.microbatches import Dataset, dataset_length, fetch_rows, pad_to_microbatches
+from fdp.types import FdpError
+
+
+@given(count=st.integers(0, 70), size=st.integers(1, 20))
+def test_microbatches_hold_every_index_once_and_padding_is_masked(count, size):
+    indices = torch.arange(count) * 3 + 1
+    matrix, mask = pad_to_microbatches(indices, microbatch_size=size)
+    assert matrix.shape == mask.shape == (max(1, -(-count // size)), size)
+    assert matrix.dtype == torch.int64
+    assert mask.dtype == torch.float32
+    assert torch.equal(matrix[mask > 0], indices)
+    assert (matrix[mask == 0] == 0).all()
+    assert set(mask.unique().tolist()) <= {0.0, 1.0}
+
+
+def test_an_empty_draw_is_one_microbatch_of_padding():
+    matrix, mask = pad_to_microbatches(torch.empty(0, dtype=torch.int64), microbatch_size=4)
+    assert matrix.tolist() == [[0, 0, 0, 0]]
+    assert mask.tolist() == [[0.0, 0.0, 0.0, 0.0]]
+
+
+class Rows(NamedTuple):
+    tokens: np.ndarray
+    target: Tensor
+
+
+def test_fetch_rows_reads_tensors_and_memory_maps(tmp_path):
+    array = np.arange(60, dtype=np.int32).reshape(10, 6)
+    array.tofile(tmp_path / "tokens.bin")
+    mapped = np.memmap(tmp_path / "tokens.bin", dtype=np.int32, mode="r", shape=(10, 6))
+    data = Rows(mapped, torch.arange(10.0))
+    matrix = torch.tensor([[3, 4], [9, 0], [3, 0]])
+    rows = fetch_rows(data, matrix)
+    assert isinstance(rows, Rows)
+    assert torch.equal(torch.as_tensor(rows.tokens), torch.from_numpy(array)[matrix])
+    assert torch.equal(rows.target, matrix.float())
+    rows.target.zero_()
+    assert data.target[3] == 3  # a copy: what the step does to a batch never reaches the data
+
+
+class Squares:
+    """A dataset that computes its rows."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def fetch(self, indices: np.ndarray):
+        assert isinstance(indices, np.ndarray)
+        values = torch.from_numpy(indices)
+        return {"x": values.float()[:, None].expand(-1, 2), "y": values**2}
+
+
+def test_fetch_rows_calls_fetch_of_a_dataset():
+    assert isinstance(Squares(), Dataset)
+    rows = fetch_rows(Squares(), torch.tensor([[1, 2, 3], [4, 0, 0]]))
+    assert rows["y"].tolist() == [[1, 4, 9], [16, 0, 0]]
+    assert rows["x"].shape == (2, 3, 2)
+
+
+class Liar(Squares):
+    def fetch(self, indices: np.ndarray):
+        return torch.zeros(3)
+
+
+class Plain(Squares):
+    def fetch(self, indices: np.ndarray):
+        return indices
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: pad_to_microbatches(torch.arange(3), microbatch_size=0), "microbatch_size"),
+        (lambda: fetch_rows({"x": torch.zeros(3), "y": torch.zeros(4)}, torch.zeros(1, 1).long()), "leading"),
+        (lambda: fetch_rows({"x": "text"}, torch.zeros(1, 1).long()), "x: expected a tensor"),
+        (lambda: fetch_rows(torch.zeros(3), torch.tensor([[3]])), r"\[0, 3\)"),
+        (lambda: fetch_rows(torch.zeros(3), torch.tensor([[-1]])), r"\[0, 3\)"),
+        (lambda: fetch_rows(Liar(), torch.tensor([[0, 1]])), "2 rows"),
+        (lambda: fetch_rows(Plain(), torch.tensor([[0, 1]])), "ndarray"),
+    ],
+)
+def test_bad_input_is_an_error_that_says_what_to_do(call, words):
+    with pytest.raises(FdpError, match=words):
+        call()
+
+
+def test_length_is_the_leading_dimension():
+    assert dataset_length(torch.zeros(7, 2)) == 7
+    assert dataset_length({"a": np.zeros((5, 1)), "b": torch.zeros(5)}) == 5
+    assert dataset_length(Squares()) == 10
