@@ -19,8 +19,9 @@ import torch.nn.functional as F
 import typer
 
 import fdp
-from benchmarks.readme_tables import MARKED, TABLES, rendered_page
+from benchmarks.readme_tables import MARKED, rendered_page
 from benchmarks.readme_tables import PAGES as PAGES_WITH_TABLES
+from benchmarks.tables import TABLES
 from fdp import ops
 from fdp.cli.main import app, main
 from fdp.optimizers import apply_updates, sgd
