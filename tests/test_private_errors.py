@@ -78,7 +78,7 @@ def write(folder: Path, line: str | bytes | dict, *before: dict) -> Path:
 
 
 def shown(error: BaseException | None) -> Iterator[str]:
-    """All that could be printed of an error and of those it came from, suppressed or not."""
+    """Return everything that could be printed of an error and of its causes, suppressed or not."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -38,10 +38,10 @@ ROLES = (
 
 
 class Message(NamedTuple):
-    """A checked message: its role, and the message itself with the role in lower case."""
+    """A checked message: its role, and all its fields with the role in lower case."""
 
     role: str
-    whole: dict[str, Any]
+    fields: dict[str, Any]
 
 
 def completion_tokens(record: dict[str, Any], tokenizer: Tokenizer, place: str) -> tuple[list[int], list[bool]]:
@@ -109,8 +109,8 @@ def _check_messages(messages: list[Any], place: str) -> list[Message]:
 def _pieces_by_lines(messages: list[Message]) -> list[Piece]:
     """Write ``role: content`` and a newline per message; an assistant's message counts after the role."""
     found: list[Piece] = []
-    for role, whole in messages:
-        words = f"{whole['content']}\n"
+    for role, fields in messages:
+        words = f"{fields['content']}\n"
         found += [(f"{role}: ", False), (words, True)] if role == ASSISTANT else [(f"{role}: {words}", False)]
     return found
 
@@ -140,7 +140,7 @@ def _render(messages: list[Message], tokenizer: Tokenizer, place: str, *, prompt
             f"with the {ASSISTANT}, before which a chat template has no prompt; put a message before it, or drop it"
         )
     try:
-        return tokenizer.render([whole for _, whole in messages], prompt)
+        return tokenizer.render([fields for _, fields in messages], prompt)
     except Exception as error:  # raised again below: a template's message, or a chained error, may show the record
         said = str(error).strip()
         why = f"{said!r}" if said and said in tokenizer.template else type(error).__name__

@@ -161,12 +161,12 @@ class Ledger(TorchDispatchMode):
             passing = StorageRecord(_round_up(extra), False, MemoryKind.ACTIVATIONS, ())
             self._log += [(passing, 1), (passing, -1)]
         out = self._call(func, args, kwargs)
-        made = [value for value in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(value, Tensor)]
+        outputs = [value for value in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(value, Tensor)]
         if func.overloadpacket in flop_registry:
             count = flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
-            self.flops[made[0].dtype] = self.flops.get(made[0].dtype, 0.0) + count
-        kind, sources = self._origin(func, args, made)
-        for value in made:
+            self.flops[outputs[0].dtype] = self.flops.get(outputs[0].dtype, 0.0) + count
+        kind, sources = self._origin(func, args, outputs)
+        for value in outputs:
             self._note(value, kind, sources)
         return out
 
@@ -229,10 +229,10 @@ class Ledger(TorchDispatchMode):
         with self._fake if target == HOST else nullcontext():
             return torch.empty(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device=target)
 
-    def _origin(self, func: Any, args: Any, made: list[Tensor]) -> tuple[MemoryKind, tuple[StorageRecord, ...]]:
+    def _origin(self, func: Any, args: Any, outputs: list[Tensor]) -> tuple[MemoryKind, tuple[StorageRecord, ...]]:
         """Return the kind of a new storage, as far as its operation tells, and the storages it was made from."""
         if func in _COLLECTIVES:
-            return self._collective(func, args, made[0])
+            return self._collective(func, args, outputs[0])
         name = func._schema.name
         if name in _SUMS:
             return self.default, self._records_of(args[: _SUMS[name]])
@@ -245,12 +245,12 @@ class Ledger(TorchDispatchMode):
             return MemoryKind.GATHERED, sources
         return (MemoryKind.GRADIENTS if MemoryKind.GRADIENTS in kinds else self.default), sources
 
-    def _collective(self, func: Any, args: Any, made: Tensor) -> tuple[MemoryKind, tuple[StorageRecord, ...]]:
+    def _collective(self, func: Any, args: Any, output: Tensor) -> tuple[MemoryKind, tuple[StorageRecord, ...]]:
         collective, given = _COLLECTIVES[func], args[0]
         axis, ranks = self.axes[args[-1]]
         what = (collective, axis, ranks, given.dtype)
         calls, elements = self._transfers.get(what, (0, 0))
-        self._transfers[what] = (calls + 1, elements + max(given.numel(), made.numel()))
+        self._transfers[what] = (calls + 1, elements + max(given.numel(), output.numel()))
         source = self._record_of(given)
         if axis == "tensor" or source is None:
             return self.default, ()

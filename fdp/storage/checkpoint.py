@@ -228,9 +228,9 @@ def _publish(final: Path, record: str, digests: Mapping[str, str], keep: int) ->
             entry.name: {"bytes": entry.stat().st_size, "sha256": digests[entry.name]}
             for entry in sorted(partial.iterdir())
         }
-        whole = json.loads(record) | {"files": files}
+        complete = json.loads(record) | {"files": files}
         with OwnerOnlyFiles().create_stream(partial / RECORD, "wb") as file:
-            file.write(json.dumps(whole | {"sha256": record_digest(whole)}, indent=1).encode())
+            file.write(json.dumps(complete | {"sha256": record_digest(complete)}, indent=1).encode())
             file.flush()
             os.fsync(file.fileno())
         sync_folder(partial)

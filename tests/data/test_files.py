@@ -35,7 +35,7 @@ def rows(path: Path, **options: Any) -> list[bytes]:
 
 
 def test_one_users_record_does_not_decide_how_anothers_is_read(tmp_path: Path) -> None:
-    """A file with messages by a, and messages and text by b: b's record was read as messages, without a as text."""
+    """With a's messages in the file, b's record (messages and text) must not be read differently than without."""
     a, b = {"by": "a", "messages": SAID}, {"by": "b", "messages": SAID, "text": "something else"}
     for name, records in {"both": (a, b), "alone": (b,)}.items():
         path = write(tmp_path / f"{name}.jsonl", *records)
@@ -76,7 +76,7 @@ def test_records_of_two_forms_are_refused_with_both_lines(
 def test_a_document_is_a_function_of_its_own_record(
     form: RecordForm, extra: list, left_out: int, tmp_path: Path
 ) -> None:
-    """Read with others or without, a record gives the same document; null counts as no field."""
+    """A record gives the same document with or without others in the file; a null field counts as missing."""
     records = [RECORDS[form] | {k: v for k, v in more.items() if k not in RECORDS[form]} for more in extra]
     records = [RECORDS[form], *records]
 

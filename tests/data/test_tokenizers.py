@@ -22,7 +22,7 @@ SPECIAL = ["[unk]", "</s>"]
 
 
 def metaspace(dropout: float | None = None) -> RawTokenizer:
-    """Pieces with a mark in front of words, as by SentencePiece: one is put before the first word of a text, too."""
+    """Pieces with a mark before every word, as in SentencePiece, also before the first word of a text."""
     raw = RawTokenizer(models.BPE(unk_token="[unk]", dropout=dropout))
     raw.pre_tokenizer = pre_tokenizers.Metaspace()  # type: ignore[assignment]
     raw.decoder = decoders.Metaspace()  # type: ignore[assignment]
@@ -31,7 +31,7 @@ def metaspace(dropout: float | None = None) -> RawTokenizer:
 
 
 def prepended() -> RawTokenizer:
-    """The same by a normalizer, which is how Llama's is written."""
+    """The same by a normalizer, as in Llama's tokenizer."""
     raw = RawTokenizer(models.BPE(unk_token="[unk]"))
     raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])  # type: ignore[assignment]
     raw.train_from_iterator(TEXTS, trainers.BpeTrainer(special_tokens=SPECIAL, vocab_size=90, show_progress=False))
@@ -39,7 +39,7 @@ def prepended() -> RawTokenizer:
 
 
 def byte_level(*, trim: bool) -> RawTokenizer:
-    """Bytes and merges of them, as GPT-2's; spans with or without the space before a word."""
+    """Bytes and merges of them, as in GPT-2; spans with or without the space before a word."""
     raw = RawTokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     raw.post_processor = processors.ByteLevel(trim_offsets=trim)  # type: ignore[assignment]
@@ -139,7 +139,7 @@ def test_a_tokenizer_with_dropout_is_refused(tmp_path: Path) -> None:
 
 def test_sampled_pieces_are_refused() -> None:
     class Sampled:
-        """Gives other tokens every time, and does not say why."""
+        """Gives different tokens every time, without a setting that tells."""
 
         def __init__(self, **settings: Any) -> None:
             self.sp_model_kwargs = settings
@@ -201,7 +201,7 @@ def test_conversations_that_the_template_rejects_are_refused(record: dict, messa
 
 
 def test_a_template_renders_complete_turns_only(tmp_path: Path) -> None:
-    """One that refuses a system message alone takes it before a user's."""
+    """A template that rejects a lone system message accepts it before a user's."""
     picky = (
         "{% if messages | length == 1 and messages[0].role == 'system' %}{{ raise_exception('no query') }}{% endif %}"
         "{% for m in messages %}<{{ m.role }}> {{ m.content }} <end> {% endfor %}"
@@ -226,7 +226,7 @@ def test_a_template_that_asks_for_the_date_gets_a_fixed_one(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("role", ["Assistant", "ASSISTANT", " assistant\n"])
 def test_the_assistant_role_is_recognised_in_any_case(role: str, tmp_path: Path) -> None:
-    """Written with a capital, all answers were read and none was learned."""
+    """With a capitalised role, answers would be read but not learned."""
     path = write(tmp_path / "chat.jsonl", said(("User", "hi"), (role, "ho")))
     assert corpus.load(path, context=30, vocab_size=256).reading.silent == 0
     documents, _ = corpus.read(path, text.BYTES)

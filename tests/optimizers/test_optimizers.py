@@ -212,7 +212,7 @@ def test_lamb_with_no_gradient_and_no_decay_stays():
 
 @pytest.mark.parametrize("make", [fo.lamb, fo.adafactor])
 def test_every_sum_over_a_leaf_goes_through_the_reductions(make):
-    """Two halves of every matrix, with reductions that add the halves up, take the step of the whole."""
+    """The halves of every matrix, with reductions that sum over both, take the step of the full matrix."""
     whole = {"w": torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))}
     halves = lambda t: {"w": t["w"].reshape(2, 3, 4)}  # noqa: E731
 

@@ -88,7 +88,7 @@ class Sent(NamedTuple):
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[Sent]:
-    """Every collective, in order; elements are those of the whole: what is gathered, or scattered."""
+    """Every collective, in order; elements count the full tensor that is gathered or scattered."""
     log: list[Sent] = []
 
     def watch(op: str) -> None:
@@ -125,7 +125,7 @@ def a_step(axes: dict[str, int], zero: Zero, method: Method, *, microbatches: in
 
 
 def moved(log: list[Sent], op: str) -> list[int]:
-    """Elements of each collective that moves weights or sums, the few numbers per sample left out."""
+    """Return the elements of each collective that moves weights or sums, without the per-sample values."""
     return [entry.elements for entry in log if entry.op == op and entry.elements >= ONE]
 
 
@@ -237,7 +237,7 @@ def test_the_next_block_is_gathered_while_one_computes(order, monkeypatch):
 
 
 def whole_weights_alive(monkeypatch: pytest.MonkeyPatch, act: Any) -> int:
-    """The most elements of whole weights, gathered or on their way, that are alive at once while ``act`` runs."""
+    """Return the most elements of full weights, gathered or in flight, that are alive at once while ``act`` runs."""
     alive: list[tuple[StorageWeakRef, int]] = []
     most = 0
 

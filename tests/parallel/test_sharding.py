@@ -223,11 +223,11 @@ SHORT = {
     ),
     8: ("zero 3, auto", "zero 3, none", "replicate=2 x tensor=2 x shard=2", "replicate=2 x tensor=2 x shard=2, lamb"),
 }  # fmt: skip
-"""What is run on more ranks than the machine has cores; everything else is marked slow."""
+"""The runs on more ranks than the machine has cores; all others are marked slow."""
 
 
 def moved_by_one(reduce_dtype: torch.dtype | None) -> tuple[float, float]:
-    """Measure how far one of 2 x 1024 samples can move the sum, and return it with what the sum states."""
+    """Return how far one of 2 x 1024 samples moves the sum, and the sensitivity that the sum states."""
     net = from_loss(lambda p, d: ops.linear(d["x"], p["w"]).sum((1, 2)), {"w": torch.zeros(4, 4)})
     sharding = make_sharding(
         net, make_mesh({"shard": 2}, device_type="cpu"), zero=Zero.THREE, reduce_dtype=reduce_dtype
@@ -270,7 +270,7 @@ _ALONE: dict[str, dict[str, Any]] = {}
 
 
 def alone(settings: dict[str, Any]) -> dict[str, Any]:
-    """The same run on one rank, with none of what must not change a result."""
+    """Return the same run on one rank, without the settings that must not change a result."""
     kept = {name: settings[name] for name in ("model", "method", "style", "optimizer", "steps") if name in settings}
     return _ALONE.setdefault(repr(kept), train(None, **kept)) if repr(kept) not in _ALONE else _ALONE[repr(kept)]
 
@@ -466,7 +466,7 @@ def test_the_ranks_hold_the_global_batch_between_them(ranks):
 
 
 def mistaken() -> list[str]:
-    """Each of these would add a sample twice, or noise on every rank by itself. What is said of it."""
+    """Return the errors for mistakes that would add a sample twice, or independent noise on every rank."""
     net, chosen = MODELS["gpt"], OPTIMIZERS["sgd"]
     mechanism = Mechanism(SAMPLING, STYLES["flat"], 1.0)
     sharding = make_sharding(net, make_mesh({"shard": 2}, device_type="cpu"), zero=Zero.TWO)

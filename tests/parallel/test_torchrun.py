@@ -1,4 +1,4 @@
-"""``fdp train`` started by torchrun: the same numbers, ranks that die or disagree, and taking up again."""
+"""``fdp train`` started by torchrun: the same numbers, ranks that die or disagree, and resuming."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two torchruns on two machines: network namespaces with names of their own, as far as this user may make them."""
+"""Two torchruns on two machines, simulated by network namespaces if this user may create them."""
 
 from __future__ import annotations
 

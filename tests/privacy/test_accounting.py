@@ -320,7 +320,7 @@ def test_delta_and_epsilon_are_inverse():
 
 @pytest.mark.parametrize("most", [None, 320, 2995])
 def test_no_figure_depends_on_the_number_of_samples(most):
-    """It differs between neighbours, and is in nothing that is released: the public number is in its place."""
+    """The number of samples differs between neighbours, so the public population is used in its place."""
     found = set()
     for size in (2990, 2991, 3000):
         sampling = poisson(size, expected_batch_size=300, population=3000, max_batch_size=most)
@@ -331,7 +331,7 @@ def test_no_figure_depends_on_the_number_of_samples(most):
 
 @pytest.mark.parametrize(("population", "q", "most"), [(200, 0.1, 30), (200, 0.1, 12), (1000, 0.02, 35), (60, 0.5, 31)])
 def test_truncation_is_bounded_for_every_number_of_samples_up_to_the_public_one(population, q, most):
-    """dp_accounting's bound takes the number of samples; ours must be above it for each that the data may have."""
+    """dp_accounting's bound depends on the number of samples; ours must be above it for every possible number."""
     grid = 0.02
     [step] = parts_of(event(mechanism(q, 1.2, size=population, population=population, most=most), 1))
     bound = one_step_pld(step.event, grid).self_compose(20)

@@ -119,14 +119,14 @@ def test_every_released_value_lies_on_the_grid(multiplier, sensitivity):
 
 
 def explained(released: torch.Tensor, deviation: float) -> float:
-    """The share of values that noise alone, a float32 number times the deviation, can have made: the attack."""
+    """Return the fraction of values that pure noise, a float32 number times the deviation, can equal: the attack."""
     z = (released / deviation).float()
     around = torch.stack([z, torch.nextafter(z, z + 1), torch.nextafter(z, z - 1)])
     return float((around.double() * deviation == released).any(0).double().mean())
 
 
 def test_low_bits_do_not_tell_whether_a_sum_was_zero(monkeypatch):
-    """Rows that no sample touched look like rows that one did; by the mechanism that was attacked they do not."""
+    """Rows without a sample look like rows with one; under the attacked mechanism they do not."""
     touched, deviation = torch.randn(4000, dtype=torch.float64).mul(0.3), torch.tensor(0.7, dtype=torch.float64)
 
     def shares() -> tuple[float, float]:
@@ -145,7 +145,7 @@ def test_low_bits_do_not_tell_whether_a_sum_was_zero(monkeypatch):
 
 
 def test_the_fractions_below_the_grid_of_any_value_leave_no_trace_in_the_low_digits():
-    """The last eight digits on the grid are uniform whatever is added to: chi-square against one in 256 each."""
+    """The last eight bits on the grid are uniform for any value: chi-square against one in 256 each."""
     deviation = torch.tensor(1.0, dtype=torch.float64)
     for i, value in enumerate((0.0, 2.0**-21, 2.0**-22 * 3, 0.1234567)):
         released = noised(torch.full((1 << 16,), value, dtype=torch.float64), deviation, keys.fold_in(KEY, 100 + i))

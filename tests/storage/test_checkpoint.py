@@ -51,7 +51,7 @@ META = {"key": [1, 2**31], "history": {"steps": 10, "epsilon": 1.5}, "config": {
 
 
 class Moments(NamedTuple):
-    """Optimizer state as it comes: NamedTuples in tuples."""
+    """Optimizer state in its usual form: NamedTuples in tuples."""
 
     count: Tensor
     first: Any
@@ -103,7 +103,7 @@ def mesh_of(axes: dict[str, int] | None) -> DeviceMesh | None:
 
 
 def assert_same(got: TrainState, expected: TrainState) -> None:
-    """The same structure, placements and bits, part by part."""
+    """Check for the same structure, placements and bits, shard by shard."""
     left, right = tree.flatten(got), tree.flatten(expected)
     assert list(left) == list(right)
     for path in left:
@@ -234,7 +234,7 @@ def test_a_state_that_does_not_fit_is_refused(tmp_path):
 
 
 def edit(path: Path, **fields: Any) -> None:
-    """Change the record as one would who knows how its digest is made."""
+    """Change the record and its digest, as someone who knows the format could."""
     rewrite(path, lambda record: record.update(fields))
 
 
