@@ -36,13 +36,13 @@ from fdp import keys, tree
 from fdp.data import datasets
 from fdp.fast.compile_modes import Compile, make_execution
 from fdp.fast.compiled import CompiledRunner
-from fdp.gradients.execution import EAGER
+from fdp.gradients.execution import EAGER, Execution
 from fdp.gradients.linear_maps import apply_map
 from fdp.gradients.plan import Method, make_plan
 from fdp.kfac import KfacConfig, Where, auto, everything, kfac
-from fdp.kfac.invert.woodbury import Power, woodbury_cholesky, woodbury_map
+from fdp.kfac.inversion.woodbury import Power, woodbury_cholesky, woodbury_map
 from fdp.kfac.optimizer import Kfac
-from fdp.kfac.state import find
+from fdp.kfac.state import find_kfac_state
 from fdp.model import Model
 from fdp.models import build
 from fdp.optimizers import Optimizer, adamw, sgd
@@ -164,7 +164,7 @@ def race(task: Task, contender: Contender, seed: int, *, most: int) -> dict[str,
             if loss <= task.loss or not np.isfinite(loss):
                 reached = t + 1 if loss <= task.loss else None
                 break
-    failures = 0 if curvature is None else int(find(state.opt).failures)
+    failures = 0 if curvature is None else int(find_kfac_state(state.opt).failures)
     return {"steps": reached, "seconds": sum(seconds), "per_step": sum(seconds) / len(seconds), "failures": failures}
 
 
@@ -312,7 +312,9 @@ def step_cost(
     if name == "kfac":
         config = KfacConfig(damping=3e-2, policy=auto(rho=RHO), store=Where.DEVICE)
         runner = CompiledRunner() if compile is Compile.BLOCK else EAGER
-        curvature = kfac(model, example, learning_rate=0.1, config=config, dtype=torch.bfloat16, runner=runner)
+        curvature = kfac(
+            model, example, learning_rate=0.1, config=config, dtype=torch.bfloat16, execution=Execution(runner=runner)
+        )
         optimizer = curvature.optimizer
     plan = make_plan(model, params, example, method=Method.NONE, dtype=torch.bfloat16)
     graph = device.type == "cuda"
@@ -355,7 +357,7 @@ def step_cost(
         "peak_gib": peak_gib(device),
         "loss": float(losses.mean()),
         "seconds_in_all": time.perf_counter() - begin,
-        "failures": 0 if curvature is None else int(find(state.opt).failures),
+        "failures": 0 if curvature is None else int(find_kfac_state(state.opt).failures),
         "forms": [f"{row.layer.weight}: {row.left.value} x {row.right.value}; {row.why}" for row in rows[:12]],
     }
 

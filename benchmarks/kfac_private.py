@@ -31,7 +31,7 @@ from fdp.data.datasets import digits
 from fdp.gradients.plan import Method, make_plan
 from fdp.kfac.config import KfacConfig
 from fdp.kfac.optimizer import Kfac
-from fdp.kfac.private.noised_factors import STATISTICS, scales_of
+from fdp.kfac.private.noised_factors import STATISTICS, statistic_scales
 from fdp.kfac.private.public_data import NoiseImages, draw, public
 from fdp.kfac.private.refresh import private_kfac, refresh_noised, refresh_public, sides_of
 from fdp.models import mlp
@@ -107,7 +107,7 @@ def train(contender: Contender, rate: float, seed: int, mechanism: Mechanism) ->
     plan = make_plan(MODEL, params, TRAIN.fetch(np.arange(MICROBATCH)), method=Method.GHOST_BK)
     sides = sides_of if isinstance(made, Kfac) else None
     step = make_train_step(MODEL, optimizer, mechanism=mechanism, plan=plan, precondition=sides)
-    state = made.settled(state) if isinstance(made, Kfac) else state
+    state = made.place(state) if isinstance(made, Kfac) else state
     refresh = refresher(made, mechanism, params) if isinstance(made, Kfac) else lambda state, key, t: state
     for t in range(STEPS):
         state = refresh(state, root, t)
@@ -123,9 +123,8 @@ def refresher(k: Kfac, mechanism: Mechanism, params) -> Callable[[TrainState, to
     more = mechanism.statistics
     if more is None:
         return lambda state, key, t: refresh_public(k, state, source, key, t)
-    forms = {layer: (left.form, right.form) for layer, (left, right, _) in k.plan.layers.items()}
     example, _ = draw(source, samples=MICROBATCH, key=keys.key(3))
-    scales = scales_of(MODEL, params, example, known=k.plan.known, forms=forms, fisher=CONFIG.fisher, key=keys.key(4))
+    scales = statistic_scales(MODEL, params, example, estimator=k.plan.slot_estimator, key=keys.key(4))
 
     def refresh(state: TrainState, key: torch.Tensor, t: int) -> TrainState:
         def batch():

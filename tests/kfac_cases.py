@@ -1,4 +1,4 @@
-"""Factors of tiny models as matrices: what several test files of fdp.kfac compare."""
+"""Factors of tiny models as matrices, for several test files of fdp.kfac."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from fdp import keys, tree
+from fdp.gradients.execution import Execution
 from fdp.kfac import factors
-from fdp.kfac.forms import Form
+from fdp.kfac.factor_forms import Form
 from fdp.kfac.layers import Survey, survey
 from fdp.kfac.measure.collect import collect
+from fdp.kfac.measure.estimator import Estimator, Forms, Sharing
 from fdp.kfac.measure.fisher import Fisher
-from fdp.kfac.measure.sums import Forms, Sharing
 from fdp.kfac.types import Curvature, Layer
 from fdp.model import Model
 from fdp.types import Tree
@@ -24,18 +25,18 @@ PRECISE: Any = {"rtol": 1e-10, "atol": 1e-12}
 
 
 def forms_of(known: Survey) -> Forms:
-    """Everything as it is, nothing saved."""
-    groups = {layer: max(use.groups for use in known.met[layer]) for layer in known.layers}
+    """Return dense forms where a layer can have them."""
+    groups = {layer: max(use.groups for use in known.uses[layer]) for layer in known.layers}
     pair = {layer: Form.DENSE if groups[layer] == 1 else Form.DIAGONAL for layer in known.layers}
     small = (Form.DIAGONAL, Form.SKIP)
-    return {layer: small if known.small(layer) else (pair[layer], pair[layer]) for layer in known.layers}
+    return {layer: small if known.is_elementwise(layer) else (pair[layer], pair[layer]) for layer in known.layers}
 
 
 SURVEYS: list[tuple[Model, Any, Survey]] = []
 
 
 def surveyed(model: Model, params: Tree, data: Tree, dtype: torch.dtype = torch.float64) -> Survey:
-    """Each model is traced once for a shape and dtype."""
+    """Survey a model once for each shape and dtype."""
     about = (tree.map(lambda leaf: leaf.shape, data), dtype)
     for other, those, known in SURVEYS:
         if other is model and those == about:
@@ -53,19 +54,19 @@ def curvatures(
     forms: Forms | None = None,
     key: Tensor = KEY,
     dtype: torch.dtype = torch.float64,
-    **options: Any,
+    **execution: Any,
 ) -> dict[Layer, Curvature]:
+    """Return the factors of a case, dense by default."""
     model, params, data = case
     known = surveyed(model, params, data, dtype)
     mask = torch.ones(known.plan.batch_size) if mask is None else mask
     forms = forms_of(known) if forms is None else forms
-    return collect(
-        model, params, data, mask, forms=forms, fisher=fisher, sharing=sharing, key=key, known=known, **options
-    )
+    estimator = Estimator(known, forms, fisher, sharing)
+    return collect(model, params, data, mask, estimator=estimator, key=key, execution=Execution(**execution))
 
 
 def matrices(found: dict[Layer, Curvature]) -> dict[tuple[str, str], Tensor]:
-    """Every factor's matrix, by leaf and side."""
+    """Return every factor's matrix, by leaf and side."""
     sides = {(layer.weight, side): getattr(c, side) for layer, c in found.items() for side in ("left", "right")}
     return {where: factors.matrix(factor) for where, factor in sides.items() if factor is not None}
 
@@ -80,7 +81,7 @@ def assert_same(a: dict[Layer, Curvature], b: dict[Layer, Curvature], **toleranc
 
 
 def added(a: Curvature, b: Curvature) -> Curvature:
-    """What two parts of a batch make together."""
+    """Add the factors of two parts of a batch."""
     left = None if a.left is None or b.left is None else factors.add(a.left, b.left)
     right = None if a.right is None or b.right is None else factors.add(a.right, b.right)
     return Curvature(left, right)

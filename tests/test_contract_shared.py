@@ -24,6 +24,7 @@ from fdp.fast.compile_modes import make_execution
 from fdp.gradients.accumulate import add_microbatches
 from fdp.gradients.lazy_sum import LazySum, evaluate
 from fdp.gradients.plan import Method, Plan, make_plan
+from fdp.kfac.measure.estimator import Estimator, Sharing
 from fdp.kfac.measure.fisher import Fisher
 from fdp.kfac.private.noised_factors import STATISTICS, clipped_statistics
 from fdp.kfac.private.separate_biases import separate_biases
@@ -196,10 +197,10 @@ def test_private_statistics_share_no_accumulator_that_a_sample_can_fill(M, kind)
         mask[1, -2] = 0.0
         both = tree.map(lambda leaf: torch.stack([leaf, leaf]), data)
         batch = trusted_batch(both, mask, more.sampling, step=0, purpose=STATISTICS)
+        estimator = Estimator(known, forms_of(known), Fisher.EMPIRICAL, Sharing.EXPAND)
         total = clipped_statistics(
-            model, params, batch, statistics=more, known=known, forms=forms_of(known), fisher=Fisher.EMPIRICAL,
-            scales={}, key=keys.key(0),
-        )  # fmt: skip
+            model, params, batch, estimator=estimator, statistics=more, scales={}, key=keys.key(0)
+        )
         sums.append(total)
     assert distance(sums[0].value, sums[1].value) <= float(sums[0].sensitivity) * (1 + 1e-6)
 

@@ -174,7 +174,7 @@ def test_noised_curvature_stays_on_its_device():
     params = GPT.init(some_key())
     plan = make_plan(GPT, params, example, method=Method.AUTO)
     step = make_train_step(GPT, k.optimizer, mechanism=how, plan=plan, precondition=sides_of, checks=Checks.SKIPPED)
-    state = k.settled(init_state(GPT, params, k.optimizer, how))
+    state = k.place(init_state(GPT, params, k.optimizer, how))
     state = refresh_noised(k, state, lambda: some_batch(STATISTICS), some_key(), 0, mechanism=how, scales={})
     state, _ = step(state, batch, some_key())
     assert all(leaf.device == ELSEWHERE for leaf in tree.leaves(state.params))

@@ -12,11 +12,11 @@ from fdp.cli.kfac_options import KfacOptions
 from fdp.cli.names import by_value, choose
 from fdp.cli.options import options_of
 from fdp.kfac.config import Distribution, KfacConfig
-from fdp.kfac.invert.inverse import Via
+from fdp.kfac.form_policy import policy_named
+from fdp.kfac.inversion.one_side import Via
+from fdp.kfac.measure.estimator import Sharing
 from fdp.kfac.measure.fisher import Fisher
-from fdp.kfac.measure.sums import Sharing
-from fdp.kfac.policy import policy_named
-from fdp.kfac.private.sources import Noised, Open, Source, Synthetic
+from fdp.kfac.private.curvature_sources import Noised, Open, Source, Synthetic
 from fdp.privacy.microbatches import Dataset
 from fdp.types import FdpError
 

@@ -24,7 +24,7 @@ from fdp.data.read_counts import read_counts_of
 from fdp.data.units import dataset_unit, sentence
 from fdp.fast.compile_modes import Compile
 from fdp.gradients.plan import Method
-from fdp.kfac.private.sources import Feed, kind_of
+from fdp.kfac.private.curvature_sources import Feed, describe_feed
 from fdp.kfac.state import KfacPlan
 from fdp.privacy.guarantee import RELATION, delta_advice, shown_epsilon, training_again
 from fdp.run.step_metrics import guarantee_of
@@ -181,7 +181,7 @@ def _warnings(run: Run) -> list[str]:
 
 def _describe_curvature(plan: KfacPlan, feed: Feed | None) -> str:
     """Return the forms of the layers, and when and on what data the curvature is measured."""
-    on = "" if feed is None else f" on {kind_of(feed)} data"
+    on = "" if feed is None else f" on {describe_feed(feed)} data"
     forms = Counter(f"{row.left.value} x {row.right.value}" for row in plan.rows)
     layers = ", ".join(f"{count} {form}" for form, count in forms.items())
     config = plan.config

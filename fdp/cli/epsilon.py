@@ -102,7 +102,7 @@ def epsilon_command(options: MechanismOptions, output: EpsilonOutputOptions) -> 
 
 def compute_budget(options: MechanismOptions) -> Budget:
     """Return the mechanism, with the noise for the budget if one is given, and its epsilon."""
-    from fdp.kfac.private.sources import releases_of
+    from fdp.kfac.private.curvature_sources import choose_statistics
     from fdp.privacy import accounting
     from fdp.privacy.clipping import flat
     from fdp.privacy.mechanism import Mechanism
@@ -120,7 +120,7 @@ def compute_budget(options: MechanismOptions) -> Budget:
     # The budget does not depend on C, of gradients or of statistics; the clip style matters only by its count's noise.
     clip, statistics = flat(max_norm=1.0)._replace(count_noise=options.count_noise), None
     if options.kfac_data == "noised":
-        statistics = releases_of(
+        statistics = choose_statistics(
             sampling,
             max_norm=1.0,
             period=options.kfac_period,

@@ -21,7 +21,7 @@ from fdp.cli.train_options import train_flag
 
 if TYPE_CHECKING:
     from fdp.estimate.estimate import Footprint
-    from fdp.kfac.private.sources import KfacOptimizer
+    from fdp.kfac.private.curvature_sources import KfacOptimizer
     from fdp.model import Model
 
 GIB = 2**30
@@ -165,8 +165,8 @@ def _make_kfac(what: PlanModelOptions, *, private: bool) -> KfacOptimizer:
     from fdp.cli.configure_kfac import POLICIES
     from fdp.cli.names import by_value, choose
     from fdp.kfac.config import Distribution, KfacConfig
-    from fdp.kfac.policy import policy_named
-    from fdp.kfac.private.sources import KfacOptimizer, Synthetic
+    from fdp.kfac.form_policy import policy_named
+    from fdp.kfac.private.curvature_sources import KfacOptimizer, Synthetic
     from fdp.types import FdpError
 
     policy = choose("--kfac-policy", what.kfac_policy, POLICIES)

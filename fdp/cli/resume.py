@@ -208,7 +208,7 @@ def kfac_microbatch_size(run: Run) -> int | None:
     """Return the samples of all ranks in one microbatch of K-FAC; None without K-FAC."""
     if run.kfac is None:
         return None
-    return run.kfac.plan.known.plan.batch_size * (1 if run.sharding is None else run.sharding.ranks)
+    return run.kfac.plan.survey.plan.batch_size * (1 if run.sharding is None else run.sharding.ranks)
 
 
 def check_same_run(resumed: ResumedRun, run: Run) -> None:

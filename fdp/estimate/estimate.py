@@ -25,11 +25,11 @@ from fdp import tree
 from fdp.estimate.ledger import Ledger, MemoryKind, Peak, Phase, Transfer
 from fdp.estimate.trace import TracedWork, trace_measurement, trace_step
 from fdp.gradients import timing
-from fdp.gradients.execution import Memory
+from fdp.gradients.execution import Execution, Memory
 from fdp.gradients.plan import Method, Plan, make_plan
 from fdp.kfac.optimizer import Kfac
-from fdp.kfac.private.sources import KfacOptimizer, make_kfac
-from fdp.kfac.state import inverse_bytes
+from fdp.kfac.private.curvature_sources import KfacOptimizer, make_kfac
+from fdp.kfac.state import inversion_bytes
 from fdp.model import Model
 from fdp.optimizers import Optimizer, adamw
 from fdp.parallel.mesh import make_mesh
@@ -166,7 +166,8 @@ def _make_work(model: Model, sharding: Sharding | None, shapes: Tree, settings: 
     optimizer = adamw(1e-3) if settings.optimizer is None else settings.optimizer
     if isinstance(optimizer, KfacOptimizer):
         memory = Memory(settings.checkpoint_activations, settings.offload.params)
-        curvature = make_kfac(model, shapes, optimizer, sharding=sharding, dtype=settings.dtype, memory=memory)
+        execution = Execution(sharding, memory)
+        curvature = make_kfac(model, shapes, optimizer, execution=execution, dtype=settings.dtype)
         optimizer = curvature.optimizer
     return TracedWork(
         model, optimizer, curvature, plan, sharding, shapes, settings.offload, settings.checkpoint_activations
@@ -179,7 +180,7 @@ def _footprint(work: TracedWork, ledger: Ledger, measured: Ledger | None) -> Foo
     found = Footprint(size, _phases(ledger), ledger.transfers(), ledger.flops, work.plan, kept)
     if work.curvature is None or measured is None:
         return found
-    before = _with_inverses(_phases(measured), inverse_bytes(work.curvature.plan))
+    before = _with_inverses(_phases(measured), inversion_bytes(work.curvature.plan))
     measurement = Measurement(measured.transfers(), measured.flops)
     return found._replace(phases=before | found.phases, measurement=measurement)
 

@@ -22,7 +22,7 @@ from fdp.gradients.plan import Plan
 from fdp.kfac.optimizer import Kfac
 from fdp.kfac.private.refresh import sides_of
 from fdp.kfac.refresh import measure
-from fdp.kfac.state import find, replaced, stored
+from fdp.kfac.state import find_kfac_state, move_factors, replace_kfac_state
 from fdp.model import Model
 from fdp.optimizers import LOCAL, Optimizer, Reductions
 from fdp.parallel.offload import Offload
@@ -86,7 +86,7 @@ def trace_measurement(work: TracedWork, curvature: Kfac) -> Ledger:
         mask = torch.ones(work.plan.batch_size, device=DEVICE)
         key = torch.empty(8, dtype=torch.int64, device=DEVICE)
         ledger.begin(Phase.CURVATURE)
-        new = measure(state.params, data, mask, key, plan=curvature.plan, memory=curvature.memory)
+        new = measure(state.params, data, mask, key, plan=curvature.plan)
         ledger.label(new, MemoryKind.OPTIMIZER)
     return ledger
 
@@ -110,7 +110,7 @@ def _labelled_state(work: TracedWork, ledger: Ledger) -> TrainState:
     params = tree.nest(there(parts, on_host=offload.params))
     opt = there(opt, on_host=offload.optimizer)
     if work.curvature is not None:
-        opt = replaced(opt, stored(find(opt), work.curvature.plan.config))
+        opt = replace_kfac_state(opt, move_factors(find_kfac_state(opt), work.curvature.plan.config))
     count = torch.zeros((), dtype=torch.int64, device=DEVICE)
     ledger.label(params, MemoryKind.PARAMETERS)
     ledger.label(opt, MemoryKind.OPTIMIZER)

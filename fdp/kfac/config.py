@@ -1,13 +1,14 @@
-"""What can be chosen about K-FAC, checked in one place.
+"""The settings of K-FAC and their checks.
 
     damping     added to the product of both sides, on its scale
-    kl_clip     the most that a step may change the model's predictions by, about: lr^2 g^T F^-1 g <= kl_clip
-    periods     factors are measured, and inverted, every so many steps, and before 1, 2, 4, ... of the first so many
+    kl_clip     bounds the change of the model's predictions in a step, approximately: lr^2 g^T F^-1 g <= kl_clip
+    periods     factors are measured, and inverted, every so many steps, and before steps 1, 2, 4, ... of the first
+                period
     decay       total <- decay total + total_new, weight <- decay weight + weight_new, at every measurement
 
 The condition number of a damped side of n features is at most about ``n sqrt(mean curvature / damping)`` (balanced by
-pi), and a float32 map is good up to 1e4 or so (``fdp.kfac.invert.woodbury``): raise the damping beyond that, or give a
-``max_condition``, which takes ``Via.EIGEN``, about ten times the work of Cholesky.
+pi), and a float32 inverse is accurate up to about 1e4 (``fdp.kfac.inversion.woodbury``). Beyond that raise the damping,
+or set a ``max_condition``, which needs ``Via.EIGEN`` and about ten times the work of Cholesky.
 
     >>> config = KfacConfig(damping=1e-2, policy=auto(rho=0.3), distribution=Distribution.OWNER)
 """
@@ -21,20 +22,24 @@ from typing import Any
 
 import torch
 
-from fdp.kfac.invert.inverse import Damping, Via, check_settings
-from fdp.kfac.invert.woodbury import Power
+from fdp.kfac.factor_storage import Where
+from fdp.kfac.form_policy import Policy, auto, check_period
+from fdp.kfac.inversion.damped_inverse import Damping, check_settings
+from fdp.kfac.inversion.one_side import Via
+from fdp.kfac.inversion.woodbury import Power
+from fdp.kfac.measure.estimator import Sharing
 from fdp.kfac.measure.fisher import Fisher
-from fdp.kfac.measure.sums import Sharing
-from fdp.kfac.policy import Policy, auto, check_period
-from fdp.kfac.ranks.gather_columns import CAP, check_cap
-from fdp.kfac.store import Where
+from fdp.kfac.ranks.gather_columns import CAP_COLUMNS, check_cap
 from fdp.optimizers import checks
 from fdp.types import FdpError
 
 
 class Distribution(Enum):
-    """How ranks share the work: all invert all, from gathered columns; columns stay where they are; one inverts for
-    all."""
+    """The division of inversion among ranks.
+
+    GATHER gathers all columns, and every rank inverts every layer. RING leaves columns on their rank. OWNER gathers
+    columns, and one rank per layer inverts and broadcasts.
+    """
 
     GATHER = "gather"
     RING = "ring"
@@ -45,9 +50,10 @@ class Distribution(Enum):
 class KfacConfig:
     """The settings of K-FAC.
 
-    ``method`` PRODUCT is for layers with two dense sides; others are damped by PI. ``window``: of how many measurements
-    columns are kept (dense and diagonal sides remember all, decayed). ``store`` and ``column_dtype`` are where, and in
-    what, factors wait between measurements. ``power`` ROOT is for gradients that are preconditioned twice.
+    ``method`` PRODUCT applies to layers with two dense sides; others are damped by PI. ``window`` is the number of
+    measurements whose columns are stored (dense and diagonal sides average over all, decayed). ``store`` and
+    ``column_dtype`` are the device and the dtype of factors between measurements. ``power`` ROOT is for private
+    training, where gradients are preconditioned twice.
     """
 
     damping: float = 3e-2
@@ -65,14 +71,14 @@ class KfacConfig:
     via: Via = Via.CHOLESKY
     max_condition: float | None = None
     power: Power = Power.INVERSE
-    cap: int = CAP
+    cap: int = CAP_COLUMNS
     window: int = 1
     store: Where = Where.AUTO
     column_dtype: torch.dtype | None = torch.float16
 
     @property
     def settings(self) -> tuple[tuple[str, Any], ...]:
-        """The options that decide numbers, for :func:`fdp.fingerprint.fingerprint`: not who computes, nor where."""
+        """Return the options that affect results, for :func:`fdp.fingerprint.fingerprint`."""
         how = ("distribution", "store", "column_dtype")
         return tuple((each.name, getattr(self, each.name)) for each in fields(self) if each.name not in how)
 
@@ -88,10 +94,10 @@ class KfacConfig:
         if self.inverse_period % self.factor_period:
             raise FdpError(
                 f"inverse_period: expected a multiple of factor_period = {self.factor_period}, got "
-                f"{self.inverse_period}; factors are inverted right after they are measured"
+                f"{self.inverse_period}; factors are inverted right after a measurement"
             )
         if self.kl_clip is not None and not (math.isfinite(self.kl_clip) and self.kl_clip > 0):
-            raise FdpError(f"kl_clip: expected a finite number above 0, or None for no scaling, got {self.kl_clip}")
+            raise FdpError(f"kl_clip: expected a finite number above 0, or None for no bound, got {self.kl_clip}")
         if not 0.0 <= self.decay <= 1.0:
             raise FdpError(f"decay: expected a number from 0 (forget all) to 1 (keep all), got {self.decay}")
         if self.window < 1:
@@ -103,5 +109,5 @@ class KfacConfig:
         ):
             raise FdpError(
                 "distribution: expected gather or owner with Damping.PRODUCT, Power.ROOT (private training) or a "
-                "max_condition, all of which take eigenvalues, got ring, which knows none"
+                "max_condition, which need eigenvalues; got ring, which computes none"
             )

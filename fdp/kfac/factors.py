@@ -1,16 +1,16 @@
-"""Second moments of rows, as sums and the weights they are divided by.
+"""Second moments of rows, stored as a sum and the weight that divides it.
 
     M = total / weight,    total = sum_t rows_t rows_t^T
 
-Sums of parts add up to the sum of the whole however the rows were split, over microbatches, ranks or steps; a mean of
-means is wrong as soon as the parts differ in size. A moving average decays sum and weight alike,
+Sums of parts add up to the sum of the whole, however the rows are split over microbatches, ranks or steps; a mean of
+means is wrong if the parts differ in size. A moving average decays sum and weight alike,
 
     total <- rho total + total_new,    weight <- rho weight + weight_new
 
-so it is the weighted mean of all that was seen, without a bias towards where it began.
+so it is the weighted mean of everything it has seen, without a bias towards its start.
 
     >>> left = add(dense(g, weight=tokens), dense(more, weight=more_tokens))
-    >>> left = add(decayed(left, 0.95), dense(latest, weight=latest_tokens))
+    >>> left = add(decay(left, 0.95), dense(latest, weight=latest_tokens))
     >>> matrix(left)                                                    # (n, n); small n only
 """
 
@@ -27,55 +27,55 @@ from fdp.kfac.types import ColumnsFactor, DenseFactor, DiagonalFactor, Factor, G
 from fdp.types import FdpError
 
 HALF = (torch.bfloat16, torch.float16)
-ALIGNED = 8
-"""Numbers in half precision that a GPU loads at once: products of rows of other widths take several times as long."""
+ALIGNMENT = 8
+"""Elements in half precision that a GPU loads at once; products of rows of other widths take several times as long."""
 
 
 class CurvatureError(FdpError):
-    """What was measured cannot be used: not finite, not symmetric, not positive. (A wrong setting is an FdpError.)"""
+    """A measurement that cannot be used: not finite, symmetric or positive. (An invalid setting is an FdpError.)"""
 
 
-def wider(dtype: torch.dtype) -> torch.dtype:
-    """At least float32: half precision is for storing, never for sums."""
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return float32 for half precision, which is for storage and never for sums; else ``dtype``."""
     return torch.float32 if dtype in HALF else dtype
 
 
-def widened(x: Tensor) -> Tensor:
-    """``x`` in at least float32."""
-    return x.to(wider(x.dtype))
+def upcast(x: Tensor) -> Tensor:
+    """Cast half precision to float32."""
+    return x.to(sum_dtype(x.dtype))
 
 
 def dense(rows: Float[Tensor, "*tokens n"], *, weight: float | Tensor, size: int | None = None) -> DenseFactor:
-    """``total = rows^T rows``, in float32 for narrower rows; columns from ``size`` on are left out."""
+    """Return ``total = rows^T rows``, in at least float32, without the columns from ``size`` on."""
     n = rows.shape[-1] if size is None else size
     flat = rows.reshape(-1, rows.shape[-1])
     if flat.is_cuda and flat.dtype in HALF:
-        # Products of half-precision numbers are exact in float32, which is what they are added up in.
-        flat = aligned(flat)
+        # Products of half-precision numbers are exact in float32, in which they are added up.
+        flat = pad_to_alignment(flat)
         total = torch.mm(flat.mT, flat, out_dtype=torch.float32)
     else:
-        wide = widened(flat)
+        wide = upcast(flat)
         total = wide.mT @ wide
     return DenseFactor(total[:n, :n].contiguous(), _weight(weight, like=total))
 
 
-def aligned(rows: Float[Tensor, "tokens n"]) -> Float[Tensor, "tokens wider"]:
-    """The rows with zeros at their end, up to a multiple of ``ALIGNED`` numbers."""
-    spare = -rows.shape[-1] % ALIGNED
+def pad_to_alignment(rows: Float[Tensor, "tokens n"]) -> Float[Tensor, "tokens wider"]:
+    """Append columns of zeros, up to a multiple of ``ALIGNMENT``."""
+    spare = -rows.shape[-1] % ALIGNMENT
     return F.pad(rows, (0, spare)) if spare else rows
 
 
 def columns(rows: Float[Tensor, "*tokens n"], *, weight: float | Tensor) -> ColumnsFactor:
-    """``columns = rows^T``, in the dtype of the rows: a view, nothing is computed."""
+    """Return ``columns = rows^T``, a view in the dtype of the rows."""
     flat = rows.reshape(-1, rows.shape[-1])
     return ColumnsFactor(flat.mT, _weight(weight, like=flat))
 
 
 def diagonal(rows: Float[Tensor, "*tokens n"], *, weight: float | Tensor) -> DiagonalFactor:
-    """``total_i = sum_t rows_ti^2``: the diagonal of ``rows^T rows``."""
+    """Return ``total_i = sum_t rows_ti^2``, the diagonal of ``rows^T rows``."""
     flat = rows.reshape(-1, rows.shape[-1])
-    # One pass over the rows, and nothing wider is stored.
-    total = torch.linalg.vector_norm(flat, dim=0, dtype=wider(flat.dtype)).square()
+    # One pass over the rows, without an upcast copy.
+    total = torch.linalg.vector_norm(flat, dim=0, dtype=sum_dtype(flat.dtype)).square()
     return DiagonalFactor(total, _weight(weight, like=total))
 
 
@@ -86,13 +86,13 @@ def one_hot(
     weight: float | Tensor,
     extra: Float[Tensor, " *tokens"] | None = None,
 ) -> DiagonalFactor:
-    """``total_i`` = how often ``i`` occurs: all of ``rows^T rows`` for one-hot rows, which is diagonal.
+    """Return how often each id occurs: ``rows^T rows`` of one-hot rows, which is diagonal.
 
-    ``extra`` multiplies each token's matrix (a mask: 0 leaves the token out).
+    ``extra`` multiplies each token's matrix; 0 leaves the token out.
     """
     flat = ids.reshape(-1).long()
     ones = torch.ones(flat.shape, dtype=torch.float32, device=ids.device)
-    counts = ones if extra is None else widened(extra.to(ids.device).reshape(-1))
+    counts = ones if extra is None else upcast(extra.to(ids.device).reshape(-1))
     total = counts.new_zeros(size).index_add(0, flat, counts)
     return DiagonalFactor(total, _weight(weight, like=total))
 
@@ -103,14 +103,14 @@ def softmax(
     weight: float | Tensor,
     extra: float | Float[Tensor, " *tokens"] | None = None,
 ) -> SoftmaxFactor:
-    """``sum_t extra_t (diag(p_t) - p_t p_t^T)``: the Fisher information of logits, summed over tokens.
+    """Return ``sum_t extra_t (diag(p_t) - p_t p_t^T)``, the Fisher information of logits summed over tokens.
 
-    ``extra`` multiplies each token's matrix: a mask, or the square of what its loss is multiplied by. None: 1.
+    ``extra`` multiplies each token's matrix: a mask, or the square of the weight of its loss. None means 1.
 
     Guarantees:
       - ``total = sum_t extra_t p_t`` and the columns are ``sqrt(extra_t) p_t``; classes x classes is never formed.
     """
-    flat = widened(probabilities.reshape(-1, probabilities.shape[-1]))
+    flat = upcast(probabilities.reshape(-1, probabilities.shape[-1]))
     if extra is None:
         return SoftmaxFactor(flat.sum(0), flat.mT, _weight(weight, like=flat))
     each = torch.as_tensor(extra, dtype=flat.dtype, device=flat.device).expand(probabilities.shape[:-1]).reshape(-1)
@@ -118,22 +118,22 @@ def softmax(
 
 
 def size(factor: Factor) -> int:
-    """``n``, of the (n, n) matrix it stands for."""
+    """Return ``n`` of the (n, n) matrix."""
     if isinstance(factor, GroupedFactor):
         return factor.total.numel()
     return (factor.columns if isinstance(factor, ColumnsFactor) else factor.total).shape[0]
 
 
 def add(a: Factor, b: Factor) -> Factor:
-    """The factor of the rows of both: sums of totals and weights, columns side by side.
+    """Return the factor of the rows of both: add totals and weights, concatenate columns.
 
-    Two of a form stay of that form, and a diagonal joins a softmax; other pairs become dense, the one form that is
-    exact for them.
+    Two factors of one form keep that form, and a softmax absorbs a diagonal. All other pairs become dense, the only
+    form that is exact for them.
     """
     if size(a) != size(b):
         raise FdpError(
             f"add: expected two factors of the same size, got {size(a)} and {size(b)}. "
-            "Add up the factors of the same side of the same layer."
+            "Add factors of the same side of the same layer."
         )
     weight = a.weight + b.weight
     match a, b:
@@ -155,106 +155,105 @@ def add(a: Factor, b: Factor) -> Factor:
             return DenseFactor(to_dense(a).total + to_dense(b).total, weight)
 
 
-def decayed(factor: Factor, rho: float) -> Factor:
-    """``rho total`` and ``rho weight``: the same mean, counting less beside what is added next.
+def decay(factor: Factor, rho: float) -> Factor:
+    """Return ``rho total`` and ``rho weight``: the same mean, with less weight beside later measurements.
 
-    Columns are multiplied by ``sqrt(rho)`` in at least float32: rounded to half precision at every step they would
-    drift away from their weight.
+    Columns are multiplied by ``sqrt(rho)`` in at least float32. If they were rounded to half precision at every step,
+    they would drift away from their weight.
     """
     if not 0.0 <= rho <= 1.0:
-        raise FdpError(f"decayed: expected rho between 0 (forget all) and 1 (keep all), got {rho}.")
+        raise FdpError(f"decay: expected rho between 0 (forget all) and 1 (keep all), got {rho}.")
     weight = factor.weight * rho
     match factor:
         case DenseFactor():
             return DenseFactor(factor.total * rho, weight)
         case ColumnsFactor():
-            return ColumnsFactor(widened(factor.columns) * rho**0.5, weight)
+            return ColumnsFactor(upcast(factor.columns) * rho**0.5, weight)
         case DiagonalFactor():
             return DiagonalFactor(factor.total * rho, weight)
         case GroupedFactor():
             return GroupedFactor(factor.total * rho, weight)
         case SoftmaxFactor():
-            return SoftmaxFactor(factor.total * rho, widened(factor.columns) * rho**0.5, weight)
+            return SoftmaxFactor(factor.total * rho, upcast(factor.columns) * rho**0.5, weight)
 
 
 def to_dense(factor: Factor) -> DenseFactor:
-    """The same matrix, formed."""
+    """Form the matrix."""
     match factor:
         case DenseFactor():
             return factor
         case ColumnsFactor():
-            wide = widened(factor.columns)
+            wide = upcast(factor.columns)
             return DenseFactor(wide @ wide.mT, factor.weight)
         case DiagonalFactor() | GroupedFactor():
             return DenseFactor(factor.total.flatten().diag(), factor.weight)
         case SoftmaxFactor():
-            wide = widened(factor.columns)
+            wide = upcast(factor.columns)
             return DenseFactor(factor.total.diag() - wide @ wide.mT, factor.weight)
 
 
 def matrix(factor: Factor) -> Float[Tensor, "n n"]:
-    """The matrix it stands for, ``total / weight``: for tests and for small n."""
+    """Return the matrix ``total / weight``, for tests and small n."""
     total, weight = to_dense(factor)
     return total / weight
 
 
 def diagonal_of(factor: Factor) -> DiagonalFactor:
-    """The diagonal of the same matrix, the rest dropped; the matrix is not formed."""
+    """Return the diagonal of the matrix without forming it."""
     match factor:
         case DenseFactor():
             return DiagonalFactor(factor.total.diagonal(), factor.weight)
         case ColumnsFactor():
-            return DiagonalFactor(widened(factor.columns).square().sum(1), factor.weight)
+            return DiagonalFactor(upcast(factor.columns).square().sum(1), factor.weight)
         case DiagonalFactor():
             return factor
         case GroupedFactor():
             return DiagonalFactor(factor.total.flatten(), factor.weight)
         case SoftmaxFactor():
             rest = unclamped_diagonal(factor)
-            return DiagonalFactor(rest.clamp(min=0), factor.weight)  # p (1 - p) of a sure class rounds either way
+            return DiagonalFactor(rest.clamp(min=0), factor.weight)  # p (1 - p) of a certain class may round below 0
 
 
 def unclamped_diagonal(factor: Factor) -> Float[Tensor, " n"]:
-    """``weight`` times the diagonal of M, as it stands, for sums over ranks.
+    """Return ``weight`` times the diagonal of M, to be summed over ranks before it is clamped.
 
-    A rank's columns beside totals that another rank holds give a softmax's diagonal below 0. Only the sum over all
-    ranks may be clamped.
+    The diagonal of a softmax can be negative on a rank that holds columns while another rank holds their totals.
     """
     if isinstance(factor, SoftmaxFactor):
-        return factor.total - widened(factor.columns).square().sum(1)
+        return factor.total - upcast(factor.columns).square().sum(1)
     return diagonal_of(factor).total
 
 
 def mean_trace(factor: Factor) -> Float[Tensor, ""]:
-    """``trace(M) / n`` in float64; the matrix is not formed."""
+    """Return ``trace(M) / n`` in float64 without forming M."""
     return diagonal_of(factor).total.double().mean() / factor.weight
 
 
 def check_factor(factor: Factor, name: str) -> None:
-    """Refuses what no sum of outer products can be: NaN, no weight, an asymmetric matrix, a negative diagonal."""
+    """Raise if the factor is no sum of outer products: NaN, no weight, an asymmetric matrix, a negative diagonal."""
     where = f"{name} factor ({type(factor).__name__} of size {size(factor)})"
     weight = float(factor.weight)
     if not (math.isfinite(weight) and weight > 0.0):
         raise CurvatureError(
-            f"{where}: expected a finite weight above 0, got {weight}. No tokens were counted: gather statistics first."
+            f"{where}: expected a finite weight above 0, got {weight}. No tokens were counted; measure a batch first."
         )
     for field, value in zip(factor._fields, factor):
         if not bool(value.isfinite().all()):
             raise CurvatureError(
-                f"{where}: expected finite numbers, got NaN or infinity in {field}. Look at the loss and its gradients."
+                f"{where}: expected finite numbers, got NaN or infinity in {field}. Check the loss and its gradients."
             )
     match factor:
         case DenseFactor(total):
             if total.dtype in HALF:
                 raise FdpError(
-                    f"{where}: expected float32 or float64, got {total.dtype}. Rounded to half precision a covariance "
-                    "is not positive any more: store its columns in half precision instead."
+                    f"{where}: expected float32 or float64, got {total.dtype}. A covariance that is rounded to half "
+                    "precision is no longer positive; store its columns in half precision instead."
                 )
             gap, largest = float((total - total.mT).abs().max()), float(total.abs().max())
             if gap > math.sqrt(torch.finfo(total.dtype).eps) * largest:
                 raise CurvatureError(
                     f"{where}: expected a symmetric matrix, got one that differs from its transpose by {gap:.3g} "
-                    f"(its largest entry: {largest:.3g}). Make it by factors.dense."
+                    f"(its largest entry is {largest:.3g}). Create it with factors.dense."
                 )
             smallest = float(total.diagonal().min())
         case DiagonalFactor(total) | SoftmaxFactor(total) | GroupedFactor(total):
@@ -266,7 +265,7 @@ def check_factor(factor: Factor, name: str) -> None:
 
 
 def _weight(weight: float | Tensor, *, like: Tensor) -> Float[Tensor, ""]:
-    dtype = wider(like.dtype)
+    dtype = sum_dtype(like.dtype)
     if isinstance(weight, Tensor):
         return weight.to(device=like.device, dtype=dtype)
-    return torch.full((), weight, dtype=dtype, device=like.device)  # made there: a copy would wait for the device
+    return torch.full((), weight, dtype=dtype, device=like.device)  # a copy from the host would wait for the device

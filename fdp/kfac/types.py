@@ -1,14 +1,14 @@
-"""The values of K-FAC: what is known of one leaf's curvature, and what is applied to its gradient.
+"""The values of K-FAC: layers, Kronecker factors and preconditioners.
 
-A leaf's gradient is a sum of outer products, ``G = left^T right`` (``fdp.gradients.rules.Pair``: left has the leaf's
-rows, right its columns; of a linear layer left is the output gradient and right the input, a column of ones for its
-bias last). K-FAC takes its curvature to be the product of one second moment per side (Martens and Grosse 2015, arXiv
-1503.05671):
+A leaf's gradient is a sum of outer products, ``G = left^T right`` (``fdp.gradients.rules.Pair``), where left has the
+leaf's rows and right its columns. In a linear layer left is the output gradient and right the input, followed by a
+column of ones for the bias. K-FAC approximates the curvature by the product of one second moment per side (Martens and
+Grosse 2015, arXiv 1503.05671):
 
     F = L (x) R,    L = E[left^T left],    R = E[right^T right],    F^-1 G = L^-1 G R^-1
 
-A second moment is kept as a sum and the weight it is divided by, never as a mean: sums of parts add up to the sum of
-the whole, whatever the sizes of the parts. Which form it has is a question of cost; all stand for one matrix.
+A second moment is stored as a sum and the weight that divides it, never as a mean, because sums of parts add up to the
+sum of the whole whatever the sizes of the parts. All forms represent the same matrix, at different costs.
 
     >>> factor = DenseFactor(x.T @ x, torch.tensor(float(len(x))))            # M = total / weight
 """
@@ -32,7 +32,7 @@ class DenseFactor(NamedTuple):
 
 
 class ColumnsFactor(NamedTuple):
-    """``M = columns columns^T / weight``: low rank while there are fewer columns than rows; M is never formed."""
+    """``M = columns columns^T / weight``, of low rank if there are fewer columns than rows; M is never formed."""
 
     columns: Float[Tensor, "n k"]
     weight: Float[Tensor, ""]
@@ -46,7 +46,7 @@ class DiagonalFactor(NamedTuple):
 
 
 class SoftmaxFactor(NamedTuple):
-    """``M = (diag(total) - columns columns^T) / weight``: the output side of a softmax head; M is never formed."""
+    """``M = (diag(total) - columns columns^T) / weight``, the output side of a softmax head; M is never formed."""
 
     total: Float[Tensor, " n"]
     columns: Float[Tensor, "n k"]
@@ -54,7 +54,7 @@ class SoftmaxFactor(NamedTuple):
 
 
 class GroupedFactor(NamedTuple):
-    """``M_g = diag(total_g / weight)`` of every group of a convolution, or expert: a product of its own with M_g."""
+    """``M_g = diag(total_g / weight)`` for every group g of a convolution, or every expert."""
 
     total: Float[Tensor, "groups n"]
     weight: Float[Tensor, ""]
@@ -64,21 +64,21 @@ Factor: TypeAlias = DenseFactor | ColumnsFactor | DiagonalFactor | SoftmaxFactor
 
 
 class Curvature(NamedTuple):
-    """``F = left (x) right`` of a layer; None is the identity."""
+    """``F = left (x) right`` of a layer; a side of None is the identity."""
 
     left: Factor | None
     right: Factor | None
 
 
 class Layer(NamedTuple):
-    """What is preconditioned together: a leaf, and the bias added to its output, as its last column; None: no such."""
+    """A weight and the bias that is added to its output, preconditioned together as the weight's last column."""
 
     weight: Path
     bias: Path | None
 
 
 class Product(NamedTuple):
-    """``G -> left ((left^T G right) * scale) right^T``: in the eigenvectors of both sides, damped as one product."""
+    """``G -> left ((left^T G right) * scale) right^T``, in the eigenvectors of both sides, damped as one product."""
 
     left: Float[Tensor, "rows rows"]
     right: Float[Tensor, "columns columns"]

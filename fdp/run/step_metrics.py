@@ -22,8 +22,8 @@ from torch import Tensor
 from fdp import tree
 from fdp.data.read_counts import read_counts_of
 from fdp.data.units import dataset_unit
-from fdp.kfac.private.sources import kind_of
-from fdp.kfac.state import find
+from fdp.kfac.private.curvature_sources import describe_feed
+from fdp.kfac.state import find_kfac_state
 from fdp.parallel.dtensors import full_tensor, localize
 from fdp.parallel.sharded_norms import sharded_global_norm
 from fdp.privacy.guarantee import RELATION, Guarantee, add_up, training_again
@@ -78,7 +78,7 @@ def make_step_record(
         samples=len(norms),
         seconds=seconds,
         parameter_norm=float(_norm(run, state.params)),
-        kfac_failures=None if run.kfac is None else int(find(state.opt).failures),
+        kfac_failures=None if run.kfac is None else int(find_kfac_state(state.opt).failures),
     )
 
 
@@ -144,11 +144,11 @@ def _before(run: Run, promised: Guarantee) -> dict[str, Any]:
 
 def _curvature(run: Run, state: TrainState) -> dict[str, Any]:
     """Return the counts of curvature measurements and failures, the source of their data, and their noise."""
-    kfac, more = find(state.opt), run.mechanism.statistics
+    kfac, more = find_kfac_state(state.opt), run.mechanism.statistics
     return {
         "kfac_measured": int(kfac.measured),
         "kfac_failures": int(kfac.failures),
-        "kfac_data": "own" if run.feed is None else kind_of(run.feed),
+        "kfac_data": "own" if run.feed is None else describe_feed(run.feed),
         "kfac_noise_multiplier": None if more is None else more.noise_multiplier,
     }
 

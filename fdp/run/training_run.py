@@ -32,9 +32,17 @@ from fdp.gradients import timing
 from fdp.gradients.execution import Execution
 from fdp.gradients.plan import CHOOSING, Method, Plan, make_plan
 from fdp.kfac.optimizer import Kfac
+from fdp.kfac.private.curvature_sources import (
+    Feed,
+    KfacOptimizer,
+    check_source,
+    make_feed,
+    make_kfac,
+    make_statistics,
+    refresh_from_feed,
+)
 from fdp.kfac.private.public_data import Public
 from fdp.kfac.private.refresh import sides_of
-from fdp.kfac.private.sources import Feed, KfacOptimizer, check_source, make_feed, make_kfac, refreshed_from, releases
 from fdp.model import Model
 from fdp.optimizers import Optimizer
 from fdp.parallel import collectives, launch
@@ -172,7 +180,7 @@ def prepare(config: RunConfig, *, root: Key | None = None, settings: str | None 
     optimizer = config.optimizer if curvature is None else curvature.optimizer
     assert isinstance(optimizer, Optimizer)
     state = init_state(model, params, optimizer, mechanism, execution=execution, device=config.device)
-    state = state if curvature is None else curvature.settled(state)
+    state = state if curvature is None else curvature.place(state)
     feed = None if curvature is None else _feed(config, curvature, state, root)
     plan = _plan(config, model, sharding, share, config.method, config.memory_budget, config.dtype)
     check_model(model, state.params, _examples(config, FEW), plan=plan, execution=execution)
@@ -256,15 +264,13 @@ def refreshed(run: Run, state: TrainState, batch: Batch, t: int) -> TrainState:
         data = tree.map(lambda leaf: leaf[0], batch.data)
         return run.kfac.refresh(state, data, batch.mask[0], key, t, donate=run.in_place)
     draw, mechanism = partial(draw_batch, run, t), run.mechanism
-    return refreshed_from(run.feed, run.kfac, state, draw, key, t, mechanism=mechanism, donate=run.in_place)
+    return refresh_from_feed(run.feed, run.kfac, state, draw, key, t, mechanism=mechanism, donate=run.in_place)
 
 
 def _kfac(config: RunConfig, model: Model, execution: Execution, share: int) -> Kfac | None:
     if not isinstance(config.optimizer, KfacOptimizer):
         return None
-    sharding, memory, runner, *_ = execution
-    options = {"sharding": sharding, "dtype": config.dtype, "memory": memory, "runner": runner}
-    return make_kfac(model, _examples(config, share), config.optimizer, **options)
+    return make_kfac(model, _examples(config, share), config.optimizer, execution=execution, dtype=config.dtype)
 
 
 def _feed(config: RunConfig, k: Kfac, state: TrainState, root: Key) -> Feed | None:
@@ -315,7 +321,7 @@ def _mechanism(config: RunConfig) -> Mechanism:
     expected, population = config.batch_size, config.population
     sampling = poisson(len(config.dataset), expected_batch_size=expected, population=population)
     z, budget = config.noise_multiplier, {"epsilon": config.epsilon, "delta": config.delta, "steps": config.steps}
-    more = releases(config.optimizer, sampling, noise_multiplier=z, **budget)
+    more = make_statistics(config.optimizer, sampling, noise_multiplier=z, **budget)
     if config.epsilon is not None:
         z = accounting.noise_multiplier_for(sampling, config.clip, **budget, statistics=more)
     return Mechanism(sampling, config.clip, z, more) if z else without_noise(sampling, config.clip, statistics=more)

@@ -22,13 +22,13 @@ from fdp.cli.options import Effect, build, options_of, parse_value, to_dict
 from fdp.cli.train_options import TrainingOptions, TrainOptions
 from fdp.fingerprint import fingerprint
 from fdp.kfac.config import Distribution, KfacConfig
-from fdp.kfac.invert.inverse import Via
+from fdp.kfac.form_policy import everything
+from fdp.kfac.inversion.one_side import Via
+from fdp.kfac.measure.estimator import Sharing
 from fdp.kfac.measure.fisher import Fisher
-from fdp.kfac.measure.sums import Sharing
-from fdp.kfac.policy import everything
+from fdp.kfac.private.curvature_sources import EPSILON_SHARE, KfacOptimizer, Noised, Synthetic, make_statistics
 from fdp.kfac.private.public_data import Public
 from fdp.kfac.private.refresh import sides_of
-from fdp.kfac.private.sources import SHARE, KfacOptimizer, Noised, Synthetic, releases
 from fdp.privacy import accounting
 from fdp.privacy.clipping import flat
 from fdp.privacy.guarantee import default_delta
@@ -177,8 +177,11 @@ def test_mistakes_leave_nothing_behind(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--method ghost_bk --noise-multiplier 1", "private data without noise, and reveal it. Expected a source: "),
-        ("--method none --kfac-data synthetic", "measured on the data itself; expected no --kfac-data"),
+        (
+            "--method ghost_bk --noise-multiplier 1",
+            "expected a source of curvature in a private run, got none: factors measured on the private",
+        ),
+        ("--method none --kfac-data synthetic", "expected no --kfac-data without privacy (method none)"),
         ("--method auto --kfac-data digits --noise-multiplier 1", "got the private dataset"),
         ("--method auto --kfac-data nowhere.txt", "a path that exists, got 'nowhere.txt'"),
         ("--method auto --kfac-data synthetic --optimizer adamw", "--kfac-data: expected --optimizer kfac"),
@@ -257,23 +260,24 @@ def test_noised_statistics_are_paid_for_out_of_the_same_budget(
 def test_the_noise_of_statistics_is_computed_from_the_budget_unless_given() -> None:
     optimizer = KfacOptimizer(0.1, KfacConfig(factor_period=2, inverse_period=2), Noised(0.5, None))
     budget: Any = {"steps": 5, "delta": DELTA}
-    more = releases(optimizer, BATCHES, epsilon=8.0, noise_multiplier=None, **budget)
+    more = make_statistics(optimizer, BATCHES, epsilon=8.0, noise_multiplier=None, **budget)
     assert more is not None
     alone = Mechanism(BATCHES, CLIP, more.noise_multiplier)
-    assert 0.98 * 8 * SHARE < accounting.epsilon(alone, steps=3, delta=DELTA) <= 8 * SHARE
+    assert 0.98 * 8 * EPSILON_SHARE < accounting.epsilon(alone, steps=3, delta=DELTA) <= 8 * EPSILON_SHARE
     assert (more.max_norm, more.period, more.sampling) == (0.5, 2, BATCHES)
-    same = releases(optimizer, BATCHES, epsilon=None, noise_multiplier=1.25, **budget)
+    same = make_statistics(optimizer, BATCHES, epsilon=None, noise_multiplier=1.25, **budget)
     given = optimizer._replace(source=Noised(0.5, 3.0))
-    told = releases(given, BATCHES, epsilon=8.0, noise_multiplier=None, **budget)
+    told = make_statistics(given, BATCHES, epsilon=8.0, noise_multiplier=None, **budget)
     assert same is not None
     assert told is not None
     assert (same.noise_multiplier, told.noise_multiplier) == (1.25, 3.0)
     assert (
-        releases(optimizer._replace(source=Synthetic()), BATCHES, epsilon=8.0, noise_multiplier=None, **budget) is None
+        make_statistics(optimizer._replace(source=Synthetic()), BATCHES, epsilon=8.0, noise_multiplier=None, **budget)
+        is None
     )
     apart = optimizer._replace(config=KfacConfig(factor_period=2, inverse_period=4))
     with pytest.raises(FdpError, match="inverse_period"):
-        releases(apart, BATCHES, epsilon=8.0, noise_multiplier=None, **budget)
+        make_statistics(apart, BATCHES, epsilon=8.0, noise_multiplier=None, **budget)
 
 
 def test_public_text_is_a_source_and_the_private_text_is_not(

@@ -19,8 +19,8 @@ from fdp.estimate.ledger import Ledger, MemoryKind, Phase
 from fdp.fast.compile_modes import make_execution
 from fdp.gradients.plan import Method, make_plan
 from fdp.kfac.config import KfacConfig
-from fdp.kfac.private.sources import KfacOptimizer, Synthetic, make_kfac
-from fdp.kfac.store import Where
+from fdp.kfac.factor_storage import Where
+from fdp.kfac.private.curvature_sources import KfacOptimizer, Synthetic, make_kfac
 from fdp.model import Model
 from fdp.models import GPTConfig, LlamaConfig, gpt, llama
 from fdp.optimizers import adamw, lamb

@@ -14,8 +14,10 @@ from fdp import tree
 from fdp.gradients.linear_maps import Sides
 from fdp.kfac import factors
 from fdp.kfac.factors import CurvatureError
-from fdp.kfac.invert.batched_inverse import from_lower, invert_many
-from fdp.kfac.invert.inverse import Damping, Via, invert, precondition
+from fdp.kfac.inversion.batched_inverse import cholesky_inverse_batched, invert_batched
+from fdp.kfac.inversion.damped_inverse import Damping, invert
+from fdp.kfac.inversion.one_side import Via
+from fdp.kfac.preconditioning.one_layer import precondition
 from fdp.kfac.types import Curvature, DenseFactor, DiagonalFactor, Layer
 from tests.conftest import randn
 
@@ -52,7 +54,7 @@ def everything(dtype: torch.dtype) -> dict[Layer, Curvature]:
 @pytest.mark.parametrize(("dtype", "slack"), [(torch.float32, 1e-6), (torch.float64, 1e-13)])
 def test_many_are_inverted_as_each_by_itself(dtype: torch.dtype, slack: float) -> None:
     layers = everything(dtype)
-    made = invert_many(layers, damping=1e-2, device=CPU)
+    made = invert_batched(layers, damping=1e-2, device=CPU)
     assert list(made) == list(layers)
     for layer, curvature in layers.items():
         alone = invert(curvature, damping=1e-2, **PLAIN)
@@ -67,14 +69,14 @@ def test_many_are_inverted_as_each_by_itself(dtype: torch.dtype, slack: float) -
 def test_sides_of_two_dtypes_are_kept_in_the_wider() -> None:
     left, right = factor_of("dense", 4, 1, torch.float32), factor_of("diagonal", 5, 2, torch.float64)
     layer = Layer("w", None)
-    made = invert_many({layer: Curvature(left, right)}, damping=0.1, device=CPU)[layer]
+    made = invert_batched({layer: Curvature(left, right)}, damping=0.1, device=CPU)[layer]
     assert {x.dtype for x in tree.leaves(made)} == {torch.float64}
 
 
 def test_a_triangular_solve_and_a_product_invert_as_cholesky_does() -> None:
     rows = randn(4, 60, 30)
     lower = torch.linalg.cholesky(rows.mT @ rows)
-    done = from_lower(lower)
+    done = cholesky_inverse_batched(lower)
     torch.testing.assert_close(done, torch.cholesky_inverse(lower), rtol=1e-10, atol=1e-12)
     assert torch.equal(done, done.mT)
 
@@ -122,13 +124,13 @@ BROKEN = [
 @pytest.mark.parametrize(("name", "side", "form"), BROKEN)
 def test_a_broken_layer_fails_alone(name: str, side: str, form: str, other: str, dtype: torch.dtype) -> None:
     layers = layers_of(*((form, other) if side == "left" else (other, form)), dtype=dtype)
-    clean = invert_many(layers, damping=1e-2, device=CPU)
+    clean = invert_batched(layers, damping=1e-2, device=CPU)
     victim = list(layers)[2]
     spoiled = (BOTH | DENSE)[name](getattr(layers[victim], side))
     layers[victim] = layers[victim]._replace(**{side: spoiled})
     with pytest.raises(CurvatureError):
         invert(layers[victim], damping=1e-2, **PLAIN)
-    made = invert_many(layers, damping=1e-2, device=CPU)
+    made = invert_batched(layers, damping=1e-2, device=CPU)
     assert made.pop(victim) is None
     for layer, found in made.items():
         assert found is not None
@@ -141,7 +143,7 @@ def test_one_that_is_exactly_singular_stops_no_other() -> None:
     layers = layers_of("dense", "skip", dtype=torch.float64)
     victim = list(layers)[2]
     layers[victim] = Curvature(DenseFactor(singular, torch.tensor(1.0, dtype=torch.float64)), None)
-    made = invert_many(layers, damping=1.0, device=CPU)
+    made = invert_batched(layers, damping=1.0, device=CPU)
     assert [layer for layer, found in made.items() if found is None] == [victim]
 
 
@@ -152,7 +154,7 @@ def test_a_layer_without_curvature_is_left_to_the_other_function(form: str, side
     victim = list(layers)[2]
     flat = _total(torch.zeros_like)(getattr(layers[victim], side))
     layers[victim] = layers[victim]._replace(**{side: flat})
-    made = invert_many(layers, damping=1e-2, device=CPU)
+    made = invert_batched(layers, damping=1e-2, device=CPU)
     assert [layer for layer, found in made.items() if found is None] == [victim]
     gradient = randn(6, 9)
     torch.testing.assert_close(precondition(invert(layers[victim], damping=1e-2, **PLAIN), gradient), gradient / 1e-2)
@@ -163,7 +165,7 @@ def test_an_inverse_too_large_for_its_dtype_is_none(form: str) -> None:
     layers = layers_of(form, "skip", dtype=torch.float32)
     victim = list(layers)[2]
     layers[victim] = Curvature(_total(torch.zeros_like)(layers[victim].left), None)
-    made = invert_many(layers, damping=1e-39, device=CPU)
+    made = invert_batched(layers, damping=1e-39, device=CPU)
     assert [layer for layer, found in made.items() if found is None] == [victim]
     with pytest.raises(CurvatureError):
         invert(layers[victim], damping=1e-39, **PLAIN)
@@ -179,8 +181,8 @@ def test_forms_that_are_never_stacked_are_none() -> None:
         Curvature(DenseFactor(dense.total.half(), dense.weight.half()), None),
     ]
     layers = {Layer(f"w{i}", None): each for i, each in enumerate(others)}
-    assert list(invert_many(layers, damping=0.1, device=CPU).values()) == [None] * 4
-    assert invert_many({}, damping=0.1, device=CPU) == {}
+    assert list(invert_batched(layers, damping=0.1, device=CPU).values()) == [None] * 4
+    assert invert_batched({}, damping=0.1, device=CPU) == {}
 
 
 # Memory
@@ -188,7 +190,7 @@ def test_forms_that_are_never_stacked_are_none() -> None:
 
 def test_stacks_are_cut_and_no_inverse_holds_the_memory_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = everything(torch.float64)
-    whole = invert_many(layers, damping=1e-2, device=CPU)
+    whole = invert_batched(layers, damping=1e-2, device=CPU)
     stacked: list[int] = []
     real = torch.linalg.cholesky_ex
 
@@ -197,8 +199,8 @@ def test_stacks_are_cut_and_no_inverse_holds_the_memory_of_another(monkeypatch: 
         return real(m)
 
     monkeypatch.setattr(torch.linalg, "cholesky_ex", cholesky_ex)
-    monkeypatch.setattr("fdp.kfac.invert.batched_inverse.ENTRIES", 2 * (36 + 81))
-    cut = invert_many(layers, damping=1e-2, device=CPU)
+    monkeypatch.setattr("fdp.kfac.inversion.batched_inverse.BATCH_ENTRIES", 2 * (36 + 81))
+    cut = invert_batched(layers, damping=1e-2, device=CPU)
     assert max(stacked) < 5
     for layer, found in cut.items():
         torch.testing.assert_close(tree.leaves(found), tree.leaves(whole[layer]), rtol=0, atol=0)
@@ -211,10 +213,10 @@ def test_on_the_gpu_float32_factors_are_inverted_as_in_float64() -> None:
     layers = everything(torch.float32)
     victim = list(layers)[2]
     layers[victim] = layers[victim]._replace(left=_entry(math.nan, 1, 1)(layers[victim].left))
-    right = invert_many(tree.map(Tensor.double, layers), damping=1e-4, device=CPU)
+    right = invert_batched(tree.map(Tensor.double, layers), damping=1e-4, device=CPU)
     for home in ("cpu", "cuda"):  # factors may wait elsewhere
         at = {layer: tree.map(lambda x, home=home: x.to(home), c) for layer, c in layers.items()}
-        made = invert_many(at, damping=1e-4, device=torch.device("cuda"))
+        made = invert_batched(at, damping=1e-4, device=torch.device("cuda"))
         assert [layer for layer, found in made.items() if found is None] == [victim]
         for layer, found in made.items():
             for a, b in zip(tree.leaves(found), tree.leaves(right[layer])):
@@ -228,7 +230,7 @@ def test_a_side_alone_has_all_the_damping() -> None:
     layer = Layer("w", None)
     factor = factor_of("dense", 5, 1, torch.float64)
     assert factor is not None
-    made = invert_many({layer: Curvature(None, factor)}, damping=0.3, device=CPU)[layer]
+    made = invert_batched({layer: Curvature(None, factor)}, damping=0.3, device=CPU)[layer]
     assert isinstance(made, Sides)
     expected = (factors.matrix(factor) + 0.3 * torch.eye(5, dtype=torch.float64)).inverse()
     torch.testing.assert_close(precondition(made, torch.eye(5, dtype=torch.float64)), expected)

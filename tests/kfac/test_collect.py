@@ -16,13 +16,13 @@ from fdp.fast.compiled import CompiledRunner
 from fdp.gradients.execution import Memory
 from fdp.gradients.rules import Pair
 from fdp.kfac import factors
-from fdp.kfac.forms import Form
-from fdp.kfac.invert.inverse import Via
-from fdp.kfac.layers import layers_of
+from fdp.kfac.factor_forms import Form
+from fdp.kfac.form_policy import CostModel, auto, everything, plan_forms
+from fdp.kfac.inversion.one_side import Via
+from fdp.kfac.layers import survey
 from fdp.kfac.measure import collect as module
+from fdp.kfac.measure.estimator import Sharing
 from fdp.kfac.measure.fisher import Fisher
-from fdp.kfac.measure.sums import Sharing
-from fdp.kfac.policy import auto, everything, plan_forms
 from fdp.kfac.types import Curvature, Layer, SoftmaxFactor
 from fdp.model import Block, LeafSpec, Likelihood, Model, Outputs, from_loss
 from fdp.types import FdpError, Flat, Tree
@@ -193,7 +193,7 @@ def test_uses_in_several_blocks_are_uses_of_one_layer(sharing):
 def test_small_parameters_have_the_diagonal_of_the_fisher():
     case = case_named("gpt-untied")
     known = surveyed(*case)
-    forms = {layer: (Form.DIAGONAL, Form.SKIP) for layer in known.layers if known.small(layer)}
+    forms = {layer: (Form.DIAGONAL, Form.SKIP) for layer in known.layers if known.is_elementwise(layer)}
     for layer, (left, right) in curvatures(case, Fisher.EXACT, forms=forms).items():
         assert left is not None
         assert right is None
@@ -213,8 +213,8 @@ def test_small_leaves_have_the_squares_of_their_empirical_gradients_times_the_te
     """A mean over T terms of weight 1/T: T times the squares of its own gradient; without outputs it is one term."""
     case = case_named(name)
     known = surveyed(*case)
-    terms = 1 if known.scores is None else math.prod(known.scores[1:-1])
-    small = [layer for layer in known.layers if known.small(layer)]
+    terms = 1 if known.scores_shape is None else math.prod(known.scores_shape[1:-1])
+    small = [layer for layer in known.layers if known.is_elementwise(layer)]
     found = curvatures(case, Fisher.EMPIRICAL, forms={layer: (Form.DIAGONAL, Form.SKIP) for layer in small})
     for layer in small:
         truth = terms * reference_of(name)[layer.weight].flatten(1).square().mean(0)
@@ -307,7 +307,7 @@ def test_tokens_that_are_padding_are_in_nothing(sharing):
         assert_same(found, {layer: added(parts[0][layer], parts[1][layer]) for layer in found})
     wrong = model._replace(blocks=(blocks[0], blocks[1]._replace(outputs=outputs._replace(present=_seven))))
     data = {"tokens": tokens, "y": y, "present": present}
-    with pytest.raises(FdpError, match=r"used at 5 places.*of 7 tokens"):
+    with pytest.raises(FdpError, match=r"expected a weight used at 1 or 7 positions.*got 5"):
         curvatures(Case(wrong, params, data), Fisher.EMPIRICAL, sharing)
 
 
@@ -341,7 +341,7 @@ def test_every_form_stands_for_the_same_matrix(name, sharing):
     case = case_named(name)
     known = surveyed(*case)
     full = curvatures(case, Fisher.EMPIRICAL, sharing)
-    pairs = [layer for layer in known.layers if not known.small(layer)]
+    pairs = [layer for layer in known.layers if not known.is_elementwise(layer)]
     columns = curvatures(
         case, Fisher.EMPIRICAL, sharing, forms={layer: (Form.COLUMNS, Form.COLUMNS) for layer in pairs}
     )
@@ -362,7 +362,7 @@ def test_every_form_stands_for_the_same_matrix(name, sharing):
 @pytest.mark.parametrize("name", ["gpt-untied", "llama", "mlp"])
 def test_the_softmax_form_of_a_head_is_its_exact_fisher(name, sharing):
     case = case_named(name)
-    layer = next(layer for layer in layers_of(*case) if layer.weight == "head.weight")
+    layer = next(layer for layer in survey(*case).layers if layer.weight == "head.weight")
     exact = curvatures(case, Fisher.EXACT, sharing, forms={layer: (Form.DENSE, Form.DENSE)})
     for fisher in (Fisher.EMPIRICAL, Fisher.SAMPLED):
         found = curvatures(case, fisher, sharing, forms={layer: (Form.SOFTMAX, Form.DENSE)})
@@ -393,8 +393,9 @@ def test_the_forms_of_an_embedding_have_all_of_its_left_side(name, sharing, poli
     case = case_named(name)
     layer = Layer("embed.tokens", None)
     known = surveyed(*case)
-    settings = {"via": Via.CHOLESKY, "samples": 3, "factor_period": 10, "inverse_period": 10}
-    rows = {row.layer: row for row in plan_forms(case.model, known, policy=policy, sharing=sharing, **settings)}
+    costs = CostModel(Via.CHOLESKY, factor_period=10, inverse_period=10)
+    rows = plan_forms(case.model, known, policy=policy, sharing=sharing, samples=3, costs=costs)
+    rows = {row.layer: row for row in rows}
     chosen = rows[layer].left, rows[layer].right
     fisher = Fisher.EXACT if chosen[0] is Form.SOFTMAX else Fisher.EMPIRICAL
     dense = curvatures(case, fisher, sharing, forms={layer: (Form.DENSE, Form.DENSE)})
@@ -446,10 +447,14 @@ def test_forms_that_a_layer_cannot_have_are_refused_by_name():
 
     kernel, tokens = Layer("kernel", "bias"), Layer("embed.tokens", None)
     refused = {
-        r"kernel: every group of a convolution": attempt("convolutions", kernel, Form.DENSE, Form.SKIP),
-        r"head\.norm: a parameter without": attempt("gpt", Layer("head.norm", None), Form.DENSE, Form.SKIP),
-        r"embed\.tokens: an embedding and a head": attempt("gpt", tokens, Form.COLUMNS, Form.DENSE),
-        r"embed\.tokens: an embedding and a head in one has columns.*--kfac-sharing": attempt(
+        r"kernel: expected diagonal or skip on both sides": attempt("convolutions", kernel, Form.DENSE, Form.SKIP),
+        r"head\.norm: expected the forms \(diagonal, skip\)": attempt(
+            "gpt", Layer("head.norm", None), Form.DENSE, Form.SKIP
+        ),
+        r"embed\.tokens: expected softmax, diagonal, skip or dense on the left of an embedding tied": attempt(
+            "gpt", tokens, Form.COLUMNS, Form.DENSE
+        ),
+        r"embed\.tokens: expected columns, dense, diagonal or skip.*--kfac-sharing": attempt(
             "gpt", tokens, Form.SOFTMAX, Form.DENSE, sharing=Sharing.REDUCE
         ),
         r"forms: expected layers of": attempt("gpt", Layer("blocks.0.qkv", None), Form.DENSE, Form.DENSE),
@@ -531,7 +536,7 @@ def test_half_precision_rows_are_added_up_in_float32():
 def test_frozen_leaves_are_in_no_layer_and_their_bias_stands_alone():
     model, params, data = case_named("mlp")
     frozen = model._replace(frozen=frozenset({"layers.0.weight", "head.bias"}))
-    assert layers_of(frozen, params, data) == (
+    assert survey(frozen, params, data).layers == (
         Layer("layers.0.bias", None),
         Layer("layers.1.weight", "layers.1.bias"),
         Layer("head.weight", None),

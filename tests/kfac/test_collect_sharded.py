@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from fdp import tree
-from fdp.kfac.forms import Form
+from fdp.gradients.execution import Execution
+from fdp.kfac.factor_forms import Form
 from fdp.kfac.layers import survey
 from fdp.kfac.measure.collect import collect
+from fdp.kfac.measure.estimator import Estimator, Sharing
 from fdp.kfac.measure.fisher import Fisher
-from fdp.kfac.measure.sums import Sharing
 from fdp.kfac.types import Curvature, Layer
 from fdp.parallel.mesh import make_mesh
 from fdp.parallel.sharding import Sharding, Zero, abstract_params, make_sharding, over_tensor_axis
@@ -30,18 +31,8 @@ def on_a_rank(axes: dict[str, int], zero: Zero, fisher: Fisher, sharing: Sharing
     mask = torch.tensor([1.0, 1.0, 0.0]) if sharding.rank == 0 and sharding.ranks == 2 else torch.ones(3)
     known = survey(model, abstract_params(model, sharding), data, dtype=torch.float64)
     forms = dict(forms_of(known)) | tied(sharing)
-    return collect(
-        model,
-        tree.nest(parts),
-        data,
-        mask,
-        forms=forms,
-        fisher=fisher,
-        sharing=sharing,
-        key=KEY,
-        known=known,
-        sharding=sharding,
-    )
+    estimator = Estimator(known, forms, fisher, sharing)
+    return collect(model, tree.nest(parts), data, mask, estimator=estimator, key=KEY, execution=Execution(sharding))
 
 
 def tied(sharing: Sharing) -> dict[Layer, tuple[Form, Form]]:

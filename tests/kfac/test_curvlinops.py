@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fdp import ops, tree
-from fdp.kfac.layers import layers_of
+from fdp.kfac.layers import survey
+from fdp.kfac.measure.estimator import Sharing
 from fdp.kfac.measure.fisher import Fisher
-from fdp.kfac.measure.sums import Sharing
 from fdp.kfac.types import Curvature, Layer
 from fdp.model import Block, Likelihood, Outputs
 from fdp.types import Tree
@@ -128,7 +128,7 @@ def test_the_factors_of_classifiers_are_those_of_curvlinops(name, sharing, fishe
     net = torch_mlp(case) if name == "mlp" else torch_cnn(case)
     modules = {key: m for key, m in net.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)}
     flat = tree.flatten(case.params)
-    layers = layers_of(*case)
+    layers = survey(*case).layers
     for layer, m in zip(layers, modules.values(), strict=True):
         assert layer.bias is not None
         assert m.bias is not None
@@ -149,7 +149,7 @@ def test_the_factors_of_a_transformer_are_those_of_curvlinops(sharing, pooled):
     net = Transformer(case, pooled=pooled)
     tokens = case.data["tokens"]
     y = case.data["label"] if pooled else tokens[:, 1:]
-    linears = {layer for layer in layers_of(*case) if layer.weight.replace(".", "/") in net.linears}
+    linears = {layer for layer in survey(*case).layers if layer.weight.replace(".", "/") in net.linears}
     assert len(linears) == 5
     for fisher in (Fisher.EMPIRICAL, Fisher.EXACT) if pooled else (Fisher.EMPIRICAL,):
         found = curvatures(case, fisher, sharing)

@@ -81,7 +81,7 @@ def test_a_moving_average_is_the_weighted_mean_of_all_it_saw(form):
     average = MAKERS[form](batches[0], weight=5.0)
     torch.testing.assert_close(factors.matrix(average), expected(form, batches[0], 5.0))
     for rows in batches[1:]:
-        average = factors.add(factors.decayed(average, rho), MAKERS[form](rows, weight=float(len(rows))))
+        average = factors.add(factors.decay(average, rho), MAKERS[form](rows, weight=float(len(rows))))
     ages = [rho**age for age in (3, 2, 1, 0)]
     by_hand = sum(w * expected(form, rows, 1.0) for w, rows in zip(ages, batches))
     torch.testing.assert_close(factors.matrix(average), by_hand / sum(w * len(r) for w, r in zip(ages, batches)))
@@ -90,7 +90,7 @@ def test_a_moving_average_is_the_weighted_mean_of_all_it_saw(form):
 @pytest.mark.parametrize("form", MAKERS)
 def test_a_decayed_factor_is_the_same_mean_with_less_weight(form):
     factor = MAKERS[form](rows_of(7, 5), weight=3.0)
-    less = factors.decayed(factor, 0.25)
+    less = factors.decay(factor, 0.25)
     torch.testing.assert_close(factors.matrix(less), factors.matrix(factor))
     assert float(less.weight) == 0.75
 
@@ -125,16 +125,16 @@ def test_half_precision_rows_are_summed_in_float32(dtype):
         torch.testing.assert_close(factors.matrix(factor).double(), expected(form, rows, 3000.0), rtol=1e-5, atol=1e-7)
     columns = factors.columns(rows, weight=3000.0)
     assert columns.columns.dtype == dtype
-    decayed = factors.decayed(columns, 0.9)
+    decayed = factors.decay(columns, 0.9)
     torch.testing.assert_close(factors.matrix(decayed).double(), expected("columns", rows, 3000.0), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("n", [1, 7, 8, 9, 100])
 def test_rows_as_wide_as_a_gpu_wants_them_have_the_same_matrix(n):
     rows = rows_of(5, n)
-    wide = factors.aligned(rows)
-    assert wide.shape[1] % factors.ALIGNED == 0
-    assert wide.shape[1] < n + factors.ALIGNED
+    wide = factors.pad_to_alignment(rows)
+    assert wide.shape[1] % factors.ALIGNMENT == 0
+    assert wide.shape[1] < n + factors.ALIGNMENT
     cut = factors.dense(wide, weight=5.0, size=n)
     assert cut.total.is_contiguous()
     torch.testing.assert_close(factors.matrix(cut), expected("dense", rows, 5.0))
@@ -149,7 +149,7 @@ def test_weights_may_be_tensors():
 def test_factors_are_made_inside_a_compiled_function():
     def build(rows, rho):
         made = [maker(rows, weight=3.0) for maker in MAKERS.values()]
-        return [factors.add(factors.decayed(a, rho), a) for a in made]
+        return [factors.add(factors.decay(a, rho), a) for a in made]
 
     rows = rows_of(3, 4)
     compiled = torch.compile(build, fullgraph=True, backend="eager")(rows, 0.5)
@@ -166,7 +166,7 @@ def test_factors_of_different_sizes_are_refused():
 @pytest.mark.parametrize("rho", [-0.1, 1.1, math.nan])
 def test_a_decay_outside_0_and_1_is_refused(rho):
     with pytest.raises(FdpError, match="rho between 0"):
-        factors.decayed(factors.dense(rows_of(3, 4), weight=3.0), rho)
+        factors.decay(factors.dense(rows_of(3, 4), weight=3.0), rho)
 
 
 def bad(factor, **fields):

@@ -8,7 +8,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fdp import keys, ops
-from fdp.kfac.measure.fisher import GRAIN, Fisher, check_outputs, draw_labels, passes, surrogate, with_numbers
+from fdp.kfac.measure.fisher import (
+    PROBABILITY_PARTS,
+    Fisher,
+    check_outputs,
+    draw_labels,
+    passes,
+    surrogate,
+    with_numbers,
+)
 from fdp.model import Likelihood, Model, Outputs, from_loss
 from fdp.types import FdpError, Tree
 from tests.conftest import CASES, case_named, randn
@@ -140,7 +148,7 @@ def test_the_label_is_the_first_at_which_the_cumulated_parts_exceed_the_number(c
     scores[1, :, 1::3] = -torch.inf
     uniform = torch.rand(4, 50, generator=random)
     uniform[2, 0], uniform[2, 1] = 0.0, 1.0
-    cumulated = (scores.softmax(-1) * GRAIN).round().long().cumsum(-1)
+    cumulated = (scores.softmax(-1) * PROBABILITY_PARTS).round().long().cumsum(-1)
     drawn = (uniform.double() * cumulated[..., -1]).long().clamp_max(cumulated[..., -1] - 1)
     assert torch.equal(draw_labels(scores, uniform), (cumulated > drawn.unsqueeze(-1)).int().argmax(-1))
 
@@ -179,7 +187,7 @@ def test_outputs_that_are_not_the_loss_are_refused(likelihood):
     twice = from_loss(lambda p, d: 2 * model.loss(p, d), params, outputs=model.blocks[-1].outputs)
     count = len(model.loss(params, data))
     with pytest.raises(
-        FdpError, match=rf"got others for {count} of the {count} samples.*set Outputs\.weights"
+        FdpError, match=rf"got different losses for {count} of {count} samples.*set Outputs\.weights"
     ) as caught:
         check_outputs(twice, params, data)
     for loss in twice.loss(params, data).tolist():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fdp.kfac.invert.foreach import copy_into, decayed_sums, finite_each
+from fdp.kfac.foreach import foreach_copy, foreach_decayed_add, foreach_is_finite
 from tests.conftest import randn
 
 WHERE = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -26,17 +26,17 @@ def tensors(device: str, seed: int = 1) -> list[Tensor]:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_the_one_that_is_not_finite_is_found_wherever_it_hides(device: str, bad: float) -> None:
     clean = tensors(device)
-    assert finite_each(clean).tolist() == [True] * len(clean)
+    assert foreach_is_finite(clean).tolist() == [True] * len(clean)
     for i, x in enumerate(clean):
         for place in {0, x.numel() // 2, x.numel() - 1} if x.numel() else ():
             spoiled = [y.clone() for y in clean]
             spoiled[i] = x.flatten().index_fill(0, torch.tensor(place, device=device), bad).view(x.shape)
-            assert finite_each(spoiled).tolist() == [j != i for j in range(len(clean))]
+            assert foreach_is_finite(spoiled).tolist() == [j != i for j in range(len(clean))]
 
 
 def test_the_largest_number_of_a_dtype_is_finite_and_no_tensors_are() -> None:
-    assert finite_each([torch.full((3,), -torch.finfo(dtype).max, dtype=dtype) for dtype in DTYPES]).all()
-    assert finite_each([]).tolist() == []
+    assert foreach_is_finite([torch.full((3,), -torch.finfo(dtype).max, dtype=dtype) for dtype in DTYPES]).all()
+    assert foreach_is_finite([]).tolist() == []
 
 
 @pytest.mark.parametrize("device", WHERE)
@@ -44,9 +44,9 @@ def test_sums_and_copies_are_those_of_each_pair(device: str) -> None:
     old, new = tensors(device), tensors(device, seed=50)
     before = [x.clone() for x in old]
     expected = [x * 0.7 + y for x, y in zip(old, new)]
-    torch.testing.assert_close(decayed_sums(old, new, rho=0.7), expected, rtol=0, atol=0)
+    torch.testing.assert_close(foreach_decayed_add(old, new, rho=0.7), expected, rtol=0, atol=0)
     torch.testing.assert_close(old, before, rtol=0, atol=0)
     places = [x.data_ptr() for x in old]
-    copy_into(old, [x.double() for x in new])
+    foreach_copy(old, [x.double() for x in new])
     torch.testing.assert_close(old, new, rtol=0, atol=0)
     assert [x.data_ptr() for x in old] == places

@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fdp import keys, ops, tree
+from fdp.gradients.execution import Execution
 from fdp.kfac import Distribution, Fisher, Form, KfacConfig, Sharing, by_path, everything, kfac
-from fdp.kfac.invert.inverse import Via
-from fdp.kfac.invert.woodbury import Power
-from fdp.kfac.state import find
+from fdp.kfac.inversion.one_side import Via
+from fdp.kfac.inversion.woodbury import Power
+from fdp.kfac.state import find_kfac_state
 from fdp.model import from_loss
 from fdp.parallel.mesh import make_mesh
 from fdp.parallel.sharding import Zero, make_sharding
@@ -74,10 +75,10 @@ def update_of(
         policy=everything(), distribution=distribution, damping=DAMPING, kl_clip=None, momentum=0.0,
         fisher=Fisher.EMPIRICAL, sharing=sharing,
     )  # fmt: skip
-    k = kfac(model, mine, learning_rate=1.0, config=config, sharding=sharding, dtype=torch.float64)
+    k = kfac(model, mine, learning_rate=1.0, config=config, execution=Execution(sharding), dtype=torch.float64)
     state = TrainState(params, k.optimizer.init(params), (), torch.zeros((), dtype=torch.int64))
     state = k.refresh(state, mine, torch.ones(share), KEY, 0)
-    assert int(find(state.opt).failures) == 0
+    assert int(find_kfac_state(state.opt).failures) == 0
     gradient = torch.func.grad(lambda p: model.loss(p, data).mean())(params)
     return tree.flatten(k.optimizer.update(gradient, state.opt, params)[0])
 

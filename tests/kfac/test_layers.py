@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fdp import ops, tree
-from fdp.kfac.layers import joined, layers_of, parted, survey
+from fdp.kfac.layers import survey, to_leaves, to_matrix
 from fdp.kfac.types import Layer
 from fdp.model import from_loss
 from fdp.types import Tree
@@ -17,7 +17,7 @@ from tests.conftest import CASES, case_named, randn
 def test_a_bias_is_a_column_only_if_it_goes_with_every_use_and_nowhere_else():
     def layers(loss: Callable[[Tree, Tree], Tensor]) -> set[Layer]:
         params = {"w": randn(4, 4), "v": randn(4, 4), "b": randn(4)}
-        return set(layers_of(from_loss(loss, params), params, {"x": randn(3, 4)}))
+        return set(survey(from_loss(loss, params), params, {"x": randn(3, 4)}).layers)
 
     apart = {Layer("w", None), Layer("v", None), Layer("b", None)}
     x_of = {
@@ -38,7 +38,7 @@ def test_layers_hold_every_leaf_once_and_come_apart_as_they_were_joined(name):
     paths = [path for layer in known.layers for path in layer if path is not None]
     assert sorted(paths) == sorted(model.trainable)
     for layer in known.layers:
-        value = joined(layer, known.shapes[layer], flat)
+        value = to_matrix(layer, known.shapes[layer], flat)
         assert tuple(value.shape) == known.shapes[layer]
-        for path, leaf in parted(layer, value, flat).items():
+        for path, leaf in to_leaves(layer, value, flat).items():
             assert torch.equal(leaf, flat[path])

@@ -19,14 +19,15 @@ from fdp.gradients.execution import EAGER, Execution
 from fdp.gradients.plan import Method, make_plan
 from fdp.kfac import factors
 from fdp.kfac.config import Distribution, KfacConfig
-from fdp.kfac.forms import Form
-from fdp.kfac.invert.inverse import Damping, Via
+from fdp.kfac.factor_forms import Form
+from fdp.kfac.form_policy import auto, by_path, everything
+from fdp.kfac.inversion.damped_inverse import Damping
+from fdp.kfac.inversion.one_side import Via
+from fdp.kfac.measure.estimator import Sharing
 from fdp.kfac.measure.fisher import Fisher
-from fdp.kfac.measure.sums import Sharing
 from fdp.kfac.optimizer import Kfac, kfac
-from fdp.kfac.policy import auto, by_path, everything
-from fdp.kfac.slots import factor_of
-from fdp.kfac.state import KfacState, find
+from fdp.kfac.state import KfacState, find_kfac_state
+from fdp.kfac.state_slots import read_slot
 from fdp.kfac.types import Layer
 from fdp.model import Likelihood, Model, Outputs, from_loss
 from fdp.models import build, mlp
@@ -221,9 +222,9 @@ HEAD, FIRST = Layer("head.weight", "head.bias"), Layer("layers.0.weight", "layer
 
 
 def kept_matrix(k: Kfac, state: TrainState, layer: Layer, side: int) -> Tensor:
-    kept = find(state.opt).factors[layer.weight][side]
+    kept = find_kfac_state(state.opt).factors[layer.weight][side]
     assert kept is not None
-    return factors.matrix(factor_of(kept, k.plan.layers[layer][:2][side], device=CPU))
+    return factors.matrix(read_slot(kept, k.plan.layers[layer][:2][side], device=CPU))
 
 
 @pytest.mark.parametrize("policy", [everything(), COLUMNS])
@@ -237,7 +238,7 @@ def test_measurements_are_averaged_by_how_many_samples_they_have(policy: Any) ->
     two = kept_matrix(k, refreshed(k, stated(k, params), images(2, seed=2), 0, masks[1]), FIRST, 1)
     state = refreshed(k, state, images(2, seed=2), 2, masks[1])
     torch.testing.assert_close(kept_matrix(k, state, FIRST, 1), (0.5 * 2 * one + 1 * two) / (0.5 * 2 + 1))
-    assert int(find(state.opt).measured) == 2
+    assert int(find_kfac_state(state.opt).measured) == 2
 
 
 @pytest.mark.parametrize("column_dtype", [None, torch.float16])
@@ -266,7 +267,7 @@ def test_reduced_embeddings_are_kept_as_columns_that_fit(name: str, distribution
     k = kfac(model, one, learning_rate=1.0, config=config, dtype=torch.float64)
     left, _, _ = k.plan.layers[Layer("embed.tokens", None)]
     assert (left.form, left.columns) == (Form.COLUMNS, 2 if name == "gpt" else 1)
-    assert int(find(refreshed(k, stated(k, params), one).opt).failures) == 0
+    assert int(find_kfac_state(refreshed(k, stated(k, params), one).opt).failures) == 0
 
 
 def test_more_columns_than_features_are_kept_dense() -> None:
@@ -306,7 +307,7 @@ def test_the_state_never_changes_its_shape_and_refreshing_in_place_is_the_same(c
         assert [leaf.data_ptr() for leaf in tree.leaves(state)] == places
         torch.testing.assert_close(tree.flatten(state), tree.flatten(after), rtol=0, atol=0)
         before = tree.map(Tensor.clone, state)
-    assert all(leaf.isfinite().all() for leaf in tree.leaves(find(state.opt).maps))
+    assert all(leaf.isfinite().all() for leaf in tree.leaves(find_kfac_state(state.opt).maps))
 
 
 def cast(batch: Tree) -> Tree:
@@ -320,7 +321,7 @@ def test_factors_and_inverses_have_periods_of_their_own() -> None:
     state, measured, inverted = stated(k, params), [], []
     for t in range(9):
         after = refreshed(k, state, images(3, seed=t), t)
-        old, new = find(state.opt), find(after.opt)
+        old, new = find_kfac_state(state.opt), find_kfac_state(after.opt)
         measured += [t] if int(new.measured) > int(old.measured) else []
         pairs = zip(tree.leaves(new.maps), tree.leaves(old.maps))
         inverted += [t] if not all(torch.equal(a, b) for a, b in pairs) else []
@@ -337,9 +338,9 @@ def test_what_is_not_finite_is_not_added_and_counted(policy: Any, distribution: 
     state = refreshed(k, stated(k, params), images(2))
     spoiled = images(2)
     spoiled["image"][1, 2] = math.nan
-    after = find(refreshed(k, state, spoiled, 10).opt)
+    after = find_kfac_state(refreshed(k, state, spoiled, 10).opt)
     assert int(after.failures) == len(k.plan.layers)
-    before = find(state.opt)
+    before = find_kfac_state(state.opt)
     torch.testing.assert_close(tree.leaves(after.factors), tree.leaves(before.factors), rtol=0, atol=0)
     torch.testing.assert_close(tree.leaves(after.maps), tree.leaves(before.maps), rtol=0, atol=0)
 
@@ -348,11 +349,11 @@ def test_an_inverse_that_fails_keeps_the_last_and_is_counted(monkeypatch: pytest
     model, params = classifier()
     k = kfac(model, images(3), learning_rate=1.0, config=settings(), dtype=torch.float64)
     state = refreshed(k, stated(k, params), images(3))
-    monkeypatch.setattr("fdp.kfac.refresh.invert_many", lambda layers, **_: dict.fromkeys(layers))
+    monkeypatch.setattr("fdp.kfac.refresh.invert_batched", lambda layers, **_: dict.fromkeys(layers))
     monkeypatch.setattr("fdp.kfac.refresh.invert_or_keep", lambda *_, **__: (None, False))
-    after = find(refreshed(k, state, images(3, seed=5), 10).opt)
+    after = find_kfac_state(refreshed(k, state, images(3, seed=5), 10).opt)
     assert int(after.failures) == len(k.plan.layers)
-    torch.testing.assert_close(tree.leaves(after.maps), tree.leaves(find(state.opt).maps), rtol=0, atol=0)
+    torch.testing.assert_close(tree.leaves(after.maps), tree.leaves(find_kfac_state(state.opt).maps), rtol=0, atol=0)
 
 
 # Mistakes
@@ -374,7 +375,7 @@ def test_an_inverse_that_fails_keeps_the_last_and_is_counted(monkeypatch: pytest
         ({"momentum": 1.0}, "momentum"),
         ({"weight_decay": -1.0}, "weight_decay"),
         ({"max_condition": 1e4}, "needs eigenvalues"),
-        ({"max_condition": 1e4, "via": Via.EIGEN, "distribution": Distribution.RING}, "got ring, which knows none"),
+        ({"max_condition": 1e4, "via": Via.EIGEN, "distribution": Distribution.RING}, "got ring, which computes none"),
         ({"column_dtype": torch.int8}, "column_dtype"),
     ],
 )
@@ -386,7 +387,7 @@ def test_settings_that_make_no_sense_are_refused(changes: dict[str, Any], words:
 def test_a_batch_of_the_wrong_shape_is_refused() -> None:
     model, params = classifier()
     k = kfac(model, images(3), learning_rate=1.0, config=settings(), dtype=torch.float64)
-    with pytest.raises(FdpError, match="data: expected a microbatch of the shapes K-FAC was made for"):
+    with pytest.raises(FdpError, match="data: expected a microbatch of the shapes given to kfac"):
         refreshed(k, stated(k, params), images(4))
     with pytest.raises(FdpError, match=r"mask: expected shape \(3,\), got \(2,\)"):
         refreshed(k, stated(k, params), images(3), mask=torch.ones(2))
@@ -396,7 +397,7 @@ def test_a_state_of_another_optimizer_is_refused() -> None:
     model, params = classifier()
     k = kfac(model, images(3), learning_rate=1.0, config=settings(), dtype=torch.float64)
     other = TrainState(params, optimizers.adamw(1e-3).init(params), (), torch.zeros((), dtype=torch.int64))
-    with pytest.raises(FdpError, match="expected one K-FAC state in the optimizer's, got 0"):
+    with pytest.raises(FdpError, match="expected one K-FAC state in the optimizer's state, got 0"):
         refreshed(k, other, images(3))
 
 
@@ -406,11 +407,11 @@ def test_it_is_found_and_replaced_inside_a_chain() -> None:
     whole = optimizers.chain(optimizers.clip_by_global_norm(1.0), k.optimizer, optimizers.scale(0.5))
     state = TrainState(params, whole.init(params), (), torch.zeros((), dtype=torch.int64))
     after = refreshed(k, state, images(3))
-    assert isinstance(find(after.opt), KfacState)
-    assert int(find(after.opt).measured) == 1
+    assert isinstance(find_kfac_state(after.opt), KfacState)
+    assert int(find_kfac_state(after.opt).measured) == 1
     gradient = gradient_of(model, params, images(3))
     updates, opt = whole.update(gradient, after.opt, params)
-    assert int(find(opt).step) == 1
+    assert int(find_kfac_state(opt).step) == 1
     assert all(leaf.isfinite().all() for leaf in tree.leaves(updates))
 
 
@@ -479,7 +480,7 @@ def trained(distribution: Distribution, columns: bool, ranks: int) -> tuple[list
         policy=policy, distribution=distribution, factor_period=2, inverse_period=2, column_dtype=None, damping=1e-2
     )
     key = keys.key(7)
-    k = kfac(model, batches[0], learning_rate=0.1, config=config, sharding=sharding, dtype=torch.float64)
+    k = kfac(model, batches[0], learning_rate=0.1, config=config, execution=Execution(sharding), dtype=torch.float64)
     if sharding is None:
         params = tree.map(Tensor.double, model.init(key))
     else:
@@ -489,7 +490,7 @@ def trained(distribution: Distribution, columns: bool, ranks: int) -> tuple[list
     step = make_train_step(
         model, k.optimizer, mechanism=mechanism, plan=plan, execution=make_execution(sharding=sharding)
     )
-    state = k.settled(init_state(model, params, k.optimizer, mechanism, execution=make_execution(sharding=sharding)))
+    state = k.place(init_state(model, params, k.optimizer, mechanism, execution=make_execution(sharding=sharding)))
     seen = []
     for t, batch in enumerate(batches):
         state = k.refresh(state, batch, torch.ones(len(batch["label"])), key, t)
@@ -497,7 +498,7 @@ def trained(distribution: Distribution, columns: bool, ranks: int) -> tuple[list
         share = trusted_batch(data, mask, mechanism.sampling, step=t, rank=rank, ranks=ranks)
         state, _ = step(state, share, key)
         seen.append(tree.map(lambda leaf: leaf.full_tensor() if ranks > 1 else leaf, state.params))
-    return seen, int(find(localize(state).opt).failures)
+    return seen, int(find_kfac_state(localize(state).opt).failures)
 
 
 def both_forms(distributions: list[Distribution]) -> list[tuple[list[Tree], int]]:
@@ -522,8 +523,8 @@ def resumed_ring(folder: str) -> bool:
     sharding = make_sharding(model, make_mesh({"shard": 2}, device_type="cpu"), zero=Zero.THREE)
     batch = cast(images(1, seed=sharding.rank))
     config = KfacConfig(policy=COLUMNS, distribution=Distribution.RING)
-    k = kfac(model, batch, learning_rate=0.1, config=config, sharding=sharding)
-    fresh = k.settled(
+    k = kfac(model, batch, learning_rate=0.1, config=config, execution=Execution(sharding))
+    fresh = k.place(
         init_state(
             model,
             init_params(model, KEY, sharding),
@@ -559,16 +560,11 @@ def test_a_donated_step_of_compiled_blocks_is_the_plain_step(decay, monkeypatch)
         config = settings(momentum=0.8, weight_decay=decay, kl_clip=1e-3)
         rate = optimizers.warmup_cosine(0.3, warmup_steps=1, steps=9)
         runner = CompiledRunner(backend="eager") if compile is Compile.BLOCK else EAGER
-        k = kfac(model, data, learning_rate=rate, config=config, runner=runner)
+        k = kfac(model, data, learning_rate=rate, config=config, execution=Execution(runner=runner))
         step = make_train_step(
-            model,
-            k.optimizer,
-            mechanism=mechanism,
-            plan=plan,
-            donate=("state",),
-            execution=Execution(runner=runner),
+            model, k.optimizer, mechanism=mechanism, plan=plan, donate=("state",), execution=Execution(runner=runner)
         )
-        state = k.settled(init_state(model, model.init(KEY), k.optimizer, mechanism))
+        state = k.place(init_state(model, model.init(KEY), k.optimizer, mechanism))
         for t in range(4):
             state = k.refresh(state, data, torch.ones(8), KEY, t)
             state, _ = step(state, Batch(tree.map(lambda x: x[None], data), torch.ones(1, 8)), KEY)

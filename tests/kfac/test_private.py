@@ -27,13 +27,14 @@ from fdp.gradients.precondition import map_record, size
 from fdp.gradients.rules import Dense, OneHot, Pair, per_sample_gradient
 from fdp.kfac import factors
 from fdp.kfac.config import KfacConfig
-from fdp.kfac.forms import Form
+from fdp.kfac.factor_forms import Form
 from fdp.kfac.layers import survey
 from fdp.kfac.measure.collect import collect
+from fdp.kfac.measure.estimator import Estimator, Sharing
 from fdp.kfac.measure.fisher import Fisher
-from fdp.kfac.measure.sums import Sharing
+from fdp.kfac.measure.per_sample_rows import factor_keys
 from fdp.kfac.optimizer import kfac
-from fdp.kfac.private.noised_factors import STATISTICS, clipped_statistics, name, release, scales_of, slots
+from fdp.kfac.private.noised_factors import STATISTICS, clipped_statistics, release, statistic_name, statistic_scales
 from fdp.kfac.private.public_data import NoiseImages, Public, ZipfTokens, draw, public, synthetic
 from fdp.kfac.private.refresh import private_kfac, refresh_noised, refresh_public, sides_of
 from fdp.kfac.private.separate_biases import separate_biases, sides_by_path
@@ -245,7 +246,7 @@ def test_every_bias_is_a_layer_of_its_own():
     assert {layer.weight for layer in alone.layers} == model.trainable
     assert all(layer.bias is None for layer in alone.layers)
     assert alone.shapes[Layer("head.weight", None)] == (4, model.leaves["head.weight"].shape[1])
-    assert alone.small(Layer("head.bias", None))
+    assert alone.is_elementwise(Layer("head.bias", None))
 
 
 def test_maps_that_are_not_of_one_leafs_two_sides_are_refused():
@@ -286,7 +287,7 @@ def one_step(compile: Compile = Compile.NONE, method: Method = Method.GHOST_BK):
     params = MODEL.init(keys.key(3))
     batch = batch_of()
     plan = make_plan(MODEL, params, tree.map(lambda leaf: leaf[0], batch.data), method=method)
-    state = k.settled(init_state(MODEL, params, k.optimizer, MECHANISM))
+    state = k.place(init_state(MODEL, params, k.optimizer, MECHANISM))
     state = refresh_public(k, state, public(NOISE, private=TRAIN, digest=data_digest), KEY, 0)
     step = make_train_step(
         MODEL,
@@ -348,7 +349,12 @@ def test_a_donated_step_of_compiled_blocks_is_the_plain_step(source, microbatche
         donate = ("state",) if compile is Compile.BLOCK else ()
         runner = CompiledRunner(backend="eager") if compile is Compile.BLOCK else EAGER
         k = private_kfac(
-            model, TRAIN.fetch(np.arange(size)), learning_rate=0.3, config=config, largest=100, runner=runner
+            model,
+            TRAIN.fetch(np.arange(size)),
+            learning_rate=0.3,
+            config=config,
+            largest=100,
+            execution=Execution(runner=runner),
         )
         step = make_train_step(
             model,
@@ -359,7 +365,7 @@ def test_a_donated_step_of_compiled_blocks_is_the_plain_step(source, microbatche
             execution=Execution(runner=runner),
             donate=donate,
         )
-        state = k.settled(init_state(model, tree.map(torch.clone, params), k.optimizer, mechanism))
+        state = k.place(init_state(model, tree.map(torch.clone, params), k.optimizer, mechanism))
         places = [leaf.data_ptr() for leaf in tree.leaves(state)]
         for t in range(3):
             if source == "public":
@@ -403,7 +409,7 @@ def test_curvature_of_a_batch_never_gets_into_a_private_step():
         with pytest.raises(FdpError, match="K-FAC with factors measured on samples"):
             make_train_step(MODEL, optimizer, mechanism=MECHANISM, plan=private)
     k = kfac_of()
-    state = k.settled(init_state(MODEL, params, k.optimizer, MECHANISM))
+    state = k.place(init_state(MODEL, params, k.optimizer, MECHANISM))
     for step in (0, 1):
         with pytest.raises(FdpError, match="got roots for a private step"):
             k.refresh(state, data, torch.ones(8), KEY, step)
@@ -425,7 +431,7 @@ def test_the_private_dataset_is_refused_as_a_source():
     joint = kfac(MODEL, TRAIN.fetch(np.arange(8)), learning_rate=1.0, config=CONFIG)
     with pytest.raises(FdpError, match="roots"):
         refresh_public(joint, state, Public(NOISE, "of noise"), KEY, 0)  # pyright: ignore
-    with pytest.raises(FdpError, match="so that it is accounted for"):
+    with pytest.raises(FdpError, match="so that they are accounted for"):
         refresh_noised(k, state, batch_of, KEY, 0, mechanism=MECHANISM, scales={})  # pyright: ignore
 
 
@@ -469,7 +475,7 @@ def test_synthetic_samples_are_a_function_of_their_index():
 def noisable(case: str):
     model, params, data = case_named(case)
     known = separate_biases(surveyed(model, params, data))
-    return model, params, data, known, dict(forms_of(known))
+    return model, params, data, Estimator(known, forms_of(known), Fisher.EMPIRICAL, Sharing.EXPAND)
 
 
 def more_of(max_norm: float, noise: float = 1e-12) -> Statistics:
@@ -482,23 +488,20 @@ def own_batch(data: Tree, more: Statistics, mask: Tensor) -> Batch:
 
 
 def statistics_of(case: str, more: Statistics, fisher: Fisher = Fisher.EMPIRICAL, mask: Tensor | None = None, **change):
-    model, params, data, known, forms = noisable(case)
+    model, params, data, estimator = noisable(case)
     data = data | change
     batch = own_batch(data, more, torch.ones(SAMPLES) if mask is None else mask)
-    options = {"statistics": more, "known": known, "forms": forms, "scales": {}}
-    total = clipped_statistics(model, params, batch, fisher=fisher, key=KEY, **options)
+    options = {"statistics": more, "estimator": estimator._replace(fisher=fisher), "scales": {}}
+    total = clipped_statistics(model, params, batch, key=KEY, **options)
     return total, release(total, key=keys.key(9), **options)
 
 
 @pytest.mark.parametrize("case", ["mlp", "cnn", "gpt", "gpt-untied", "convolutions"])
 def test_unclipped_and_without_noise_they_are_the_curvature(case):
     """Against ``collect``, which knows nothing of samples."""
-    model, params, data, known, forms = noisable(case)
+    model, params, data, estimator = noisable(case)
     _, found = statistics_of(case, more_of(1e12, 1e-30))
-    truth = collect(
-        model, params, data, torch.ones(SAMPLES), forms=forms, fisher=Fisher.EMPIRICAL, sharing=Sharing.EXPAND,
-        key=KEY, known=known,
-    )  # fmt: skip
+    truth = collect(model, params, data, torch.ones(SAMPLES), estimator=estimator, key=KEY)
     ours, theirs = matrices(found), matrices(truth)
     assert ours.keys() == theirs.keys()
     for where, matrix in theirs.items():
@@ -541,13 +544,14 @@ def test_tied_and_embedded_statistics_are_bounded_too():
 
 
 def test_statistics_of_masked_tokens_are_bounded_and_a_sample_without_targets_has_none():
-    model, params, data, known, forms = noisable("gpt")
+    model, params, data, estimator = noisable("gpt")
     counted = torch.ones(data["tokens"].shape[0], data["tokens"].shape[1] - 1, dtype=torch.bool)
     counted[0], counted[1, 2:] = False, False
     data = data | {"loss_mask": counted}
     known = separate_biases(survey(model, params, data, dtype=torch.float64))
     more = more_of(0.05)
-    common: Any = {"statistics": more, "known": known, "forms": forms, "fisher": Fisher.SAMPLED, "scales": {}}
+    estimator = estimator._replace(survey=known, fisher=Fisher.SAMPLED)
+    common: Any = {"statistics": more, "estimator": estimator, "scales": {}}
     sums = {}
     for b in range(SAMPLES):
         mask = (torch.arange(SAMPLES) == b).float()
@@ -559,13 +563,15 @@ def test_statistics_of_masked_tokens_are_bounded_and_a_sample_without_targets_ha
 
 
 def inputs_not_in_the_norm(monkeypatch):
-    real = fdp.kfac.private.noised_factors._squared
-    monkeypatch.setattr(fdp.kfac.private.noised_factors, "_squared", lambda s, r, f: real(s, r, f) * (not s.inputs))
+    real = fdp.kfac.private.noised_factors._squared_norms
+    monkeypatch.setattr(
+        fdp.kfac.private.noised_factors, "_squared_norms", lambda k, r, e: real(k, r, e) * (not k.inputs)
+    )
 
 
 def rows_times_the_factor_itself(monkeypatch):
-    real = fdp.kfac.private.noised_factors._weighted
-    monkeypatch.setattr(fdp.kfac.private.noised_factors, "_weighted", lambda s, r, c, k, f: real(s, r, c.sqrt(), k, f))
+    real = fdp.kfac.private.noised_factors._weighted_sum
+    monkeypatch.setattr(fdp.kfac.private.noised_factors, "_weighted_sum", lambda k, r, c, e: real(k, r, c.sqrt(), e))
 
 
 @pytest.mark.parametrize("mutate", [inputs_not_in_the_norm, rows_times_the_factor_itself])
@@ -577,24 +583,24 @@ def test_the_check_of_statistics_notices(mutate, monkeypatch):
 
 def check_noise_of_statistics() -> None:
     """Every element of every matrix is noised, both halves alike, by z C, and counted by the expected batch size."""
-    _, _, _, known, forms = noisable("mlp")
+    _, _, _, estimator = noisable("mlp")
     more = more_of(0.5, 3.0)
     total, _ = statistics_of("mlp", more)
     zero = total._replace(value={n: torch.zeros_like(leaf) + 1e6 * _eye(leaf) for n, leaf in total.value.items()})
-    found = release(zero, statistics=more, known=known, forms=forms, scales={}, key=KEY)
-    for slot in slots(known, forms):
-        factor = found[slot.layer].left if slot.left else found[slot.layer].right
+    found = release(zero, statistics=more, estimator=estimator, scales={}, key=KEY)
+    for each in factor_keys(estimator):
+        factor = found[each.layer].left if each.left else found[each.layer].right
         assert factor is not None
         assert float(factor.weight) == SAMPLES
-        shape = tuple(zero.value[name(slot)].shape)
-        draw = 3.0 * 0.5 * keys.normal(keys.fold_in(KEY, name(slot)), shape, dtype=torch.float64)
+        shape = tuple(zero.value[statistic_name(each)].shape)
+        draw = 3.0 * 0.5 * keys.normal(keys.fold_in(KEY, statistic_name(each)), shape, dtype=torch.float64)
         assert not isinstance(factor, ColumnsFactor)
-        noise = (factor.total - 1e6 * _eye(zero.value[name(slot)])).double()
+        noise = (factor.total - 1e6 * _eye(zero.value[statistic_name(each)])).double()
         expected = draw if draw.ndim == 1 else (draw + draw.mT) / 2
         torch.testing.assert_close(noise, expected, rtol=1e-4, atol=1e-6)
     # the mean square of the noise of a symmetric matrix: (z C)^2 on its diagonal, half of it beside
     draws = [
-        release(zero, statistics=more, known=known, forms=forms, scales={}, key=keys.fold_in(KEY, i)) for i in range(40)
+        release(zero, statistics=more, estimator=estimator, scales={}, key=keys.fold_in(KEY, i)) for i in range(40)
     ]
     layer = Layer("layers.0.weight", None)
     totals = torch.stack([d[layer].right.total for d in draws]) - 1e6 * torch.eye(6)  # pyright: ignore
@@ -647,30 +653,30 @@ def test_noisy_factors_are_positive_and_can_be_inverted():
 
 
 def test_what_cannot_be_noised_is_refused():
-    model, params, data, known, forms = noisable("mlp")
+    model, params, data, estimator = noisable("mlp")
     batch = own_batch(data, more_of(1.0), torch.ones(SAMPLES))
     layer = Layer("layers.0.weight", None)
-    options: Any = {"statistics": more_of(1.0), "known": known, "scales": {}, "key": KEY}
-    bad = forms | {layer: (Form.COLUMNS, Form.DENSE)}
-    with pytest.raises(FdpError, match="rows of the data"):
-        clipped_statistics(model, params, batch, forms=bad, fisher=Fisher.EMPIRICAL, **options)
-    with pytest.raises(FdpError, match="got exact"):
-        clipped_statistics(model, params, batch, forms=forms, fisher=Fisher.EXACT, **options)
-    reduced = options | {"sharing": Sharing.REDUCE}
-    with pytest.raises(FdpError, match="sharing: expected expand"):
-        clipped_statistics(model, params, batch, forms=forms, fisher=Fisher.EMPIRICAL, **reduced)
+    options: Any = {"statistics": more_of(1.0), "scales": {}, "key": KEY}
+    refused = {
+        "rows of the data": estimator._replace(forms=estimator.forms | {layer: (Form.COLUMNS, Form.DENSE)}),
+        "got exact": estimator._replace(fisher=Fisher.EXACT),
+        "sharing: expected expand": estimator._replace(sharing=Sharing.REDUCE),
+    }
+    for message, each in refused.items():
+        with pytest.raises(FdpError, match=message):
+            clipped_statistics(model, params, batch, estimator=each, **options)
     for change in ({"max_norm": 0.0}, {"noise_multiplier": 0.0}, {"noise_multiplier": -1.0}, {"period": 0}):
         with pytest.raises(FdpError, match=next(iter(change))):
             statistics(more_of(1.0).sampling, **{"max_norm": 1.0, "noise_multiplier": 1.0, "period": 5} | change)
 
 
 def test_scales_make_statistics_comparable():
-    model, params, data, known, forms = noisable("mlp")
-    scales = scales_of(model, params, data, known=known, forms=forms, fisher=Fisher.EMPIRICAL, key=KEY)
-    assert set(scales) == {name(slot) for slot in slots(known, forms)}
+    model, params, data, estimator = noisable("mlp")
+    scales = statistic_scales(model, params, data, estimator=estimator, key=KEY)
+    assert set(scales) == {statistic_name(each) for each in factor_keys(estimator)}
     batch = own_batch(data, more_of(1e9), torch.ones(SAMPLES))
-    options: Any = {"statistics": more_of(1e9), "known": known, "forms": forms, "scales": scales}
-    total = clipped_statistics(model, params, batch, fisher=Fisher.EMPIRICAL, key=KEY, **options)
+    options: Any = {"statistics": more_of(1e9), "estimator": estimator, "scales": scales}
+    total = clipped_statistics(model, params, batch, key=KEY, **options)
     ours = matrices(release(total, key=KEY, **options | {"statistics": more_of(1e9, 1e-30)}))
     theirs = matrices(statistics_of("mlp", more_of(1e9, 1e-30))[1])
     for where, matrix in theirs.items():
@@ -724,7 +730,7 @@ def test_a_release_happens_exactly_where_it_is_charged_for():
     more = statistics(EIGHT, max_norm=1.0, noise_multiplier=0.5, period=3)
     mechanism = MECHANISM._replace(statistics=more)
     params = MODEL.init(keys.key(3))
-    state = k.settled(init_state(MODEL, params, k.optimizer, mechanism))
+    state = k.place(init_state(MODEL, params, k.optimizer, mechanism))
     first = sides_of(state)
 
     def batch() -> Batch:
@@ -738,10 +744,10 @@ def test_a_release_happens_exactly_where_it_is_charged_for():
     changed = sides_of(state)
     assert all(not torch.equal(a, b) for a, b in zip(tree.leaves(first), tree.leaves(changed)) if a.numel())
     assert all(bool(leaf.isfinite().all()) for leaf in tree.leaves(changed))
-    again = k.settled(init_state(MODEL, params, k.optimizer, mechanism))
+    again = k.place(init_state(MODEL, params, k.optimizer, mechanism))
     t = 0
     refresh_noised(k, again, batch, KEY, 0, mechanism=mechanism, scales={}, donate=True)
-    pure = k.settled(init_state(MODEL, params, k.optimizer, mechanism))
+    pure = k.place(init_state(MODEL, params, k.optimizer, mechanism))
     pure = refresh_noised(k, pure, batch, KEY, 0, mechanism=mechanism, scales={})
     assert all(torch.equal(a, b) for a, b in zip(tree.leaves(again.opt), tree.leaves(pure.opt)))
 
@@ -761,13 +767,14 @@ def on_ranks(ranks: int, fisher: Fisher) -> dict[tuple[str, str], Tensor]:
     params = MODEL.init(keys.key(3))
     example = tree.map(lambda leaf: leaf[0], batch.data)
     known = separate_biases(surveyed(MODEL, params, example, torch.float32))
-    options: Any = {"statistics": more, "known": known, "forms": forms_of(known), "scales": {}}
+    estimator = Estimator(known, forms_of(known), fisher, Sharing.EXPAND)
+    options: Any = {"statistics": more, "estimator": estimator, "scales": {}}
     parts = params
     if sharding is not None:
         flat = tree.flatten(params)
         cuts = {p: tuple(slice(a, a + n) for a, n in leaf.window) for p, leaf in sharding.leaves.items()}
         parts = tree.nest({path: flat[path][cut] for path, cut in cuts.items()})
-    total = clipped_statistics(MODEL, parts, batch, fisher=fisher, key=KEY, sharding=sharding, **options)
+    total = clipped_statistics(MODEL, parts, batch, key=KEY, execution=Execution(sharding), **options)
     return matrices(release(total, key=keys.key(9), **options))
 
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from fdp import keys, ops, tree
+from fdp.gradients.execution import Execution
 from fdp.kfac import Distribution, Fisher, Form, KfacConfig, by_path, kfac
-from fdp.kfac.state import find
+from fdp.kfac.state import find_kfac_state
 from fdp.model import Block, LeafSpec, Likelihood, Model, Outputs
 from fdp.models import mlp
 from fdp.parallel.mesh import make_mesh
@@ -89,14 +90,15 @@ def updated(case: Case, ranks: int, distribution: Distribution, column_dtype: to
         policy=POLICY, distribution=distribution, column_dtype=column_dtype, damping=DAMPING, kl_clip=None,
         momentum=0.0, fisher=Fisher.EMPIRICAL,
     )  # fmt: skip
-    k = kfac(model, mine, learning_rate=1.0, config=config, sharding=sharding, dtype=torch.float64)
+    k = kfac(model, mine, learning_rate=1.0, config=config, execution=Execution(sharding), dtype=torch.float64)
     state = TrainState(params, k.optimizer.init(params), (), torch.zeros((), dtype=torch.int64))
     counts, kept = [], []
 
     def measured(state: TrainState, mask: Tensor, step: int, data: Tree = mine) -> TrainState:
         after = k.refresh(state, data, mask, KEY, step)
-        before, now = (tree.leaves((find(one.opt).factors, find(one.opt).maps)) for one in (state, after))
-        counts.append(int(find(after.opt).failures))
+        states = [find_kfac_state(one.opt) for one in (state, after)]
+        before, now = (tree.leaves((each.factors, each.maps)) for each in states)
+        counts.append(int(find_kfac_state(after.opt).failures))
         kept.append(all(torch.equal(a, b) for a, b in zip(before, now)))
         return after
 
@@ -108,7 +110,7 @@ def updated(case: Case, ranks: int, distribution: Distribution, column_dtype: to
     state = measured(state, nobody, 20)
     if "present" in data:  # samples, but all of their tokens are padding
         measured(state, everybody, 30, mine | {"present": torch.zeros_like(mine["present"])})
-    assert len(find(state.opt).maps) == 2
+    assert len(find_kfac_state(state.opt).maps) == 2
     return {"update": tree.flatten(update), "failures": counts, "kept": kept}
 
 

@@ -13,13 +13,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fdp import keys, tree
+from fdp.gradients.execution import Execution
 from fdp.kfac import refresh as module
 from fdp.kfac.config import Distribution, KfacConfig
-from fdp.kfac.forms import Form
+from fdp.kfac.factor_forms import Form
+from fdp.kfac.factor_storage import Where
+from fdp.kfac.form_policy import by_path, everything
 from fdp.kfac.optimizer import Kfac, kfac
-from fdp.kfac.policy import by_path, everything
-from fdp.kfac.state import KfacState, find, replaced
-from fdp.kfac.store import Where
+from fdp.kfac.state import KfacState, find_kfac_state, replace_kfac_state
 from fdp.kfac.types import Curvature, DenseFactor, Layer
 from fdp.models import GPTConfig, gpt, mlp
 from fdp.parallel.dtensors import localize
@@ -114,7 +115,7 @@ def test_the_host_waits_as_often_for_six_blocks_as_for_two(distribution: Distrib
     for blocks in (2, 6):
         k, state, data = gpt_of(blocks, distribution=distribution)
         state = refreshed(k, state, data)
-        assert int(find(state.opt).failures) == 0
+        assert int(find_kfac_state(state.opt).failures) == 0
         for each, found in zip((collecting, rest), counts(k, state, data)):
             each.append(found)
         layers.append(len(k.plan.layers))
@@ -125,7 +126,7 @@ def test_the_host_waits_as_often_for_six_blocks_as_for_two(distribution: Distrib
 
 
 def inverses(k: Kfac, state: TrainState) -> dict[str, list[Tensor]]:
-    return {path: tree.leaves(maps) for path, maps in find(state.opt).maps.items()}
+    return {path: tree.leaves(maps) for path, maps in find_kfac_state(state.opt).maps.items()}
 
 
 @pytest.mark.parametrize("distribution", SHARED)
@@ -134,7 +135,7 @@ def test_batches_give_what_one_layer_at_a_time_gives(
 ) -> None:
     k, state, data = gpt_of(2, distribution=distribution)
     together = inverses(k, refreshed(k, state, data))
-    monkeypatch.setattr(module, "invert_many", lambda layers, **_: dict.fromkeys(layers))
+    monkeypatch.setattr(module, "invert_batched", lambda layers, **_: dict.fromkeys(layers))
     alone = inverses(k, refreshed(k, state, data))
     for path, leaves in alone.items():
         torch.testing.assert_close(together[path], leaves, rtol=1e-6, atol=0)
@@ -143,11 +144,11 @@ def test_batches_give_what_one_layer_at_a_time_gives(
 
 def poisoned(state: TrainState, value: float, victim: str) -> TrainState:
     """Something wrong in what is kept of one layer."""
-    kf = find(state.opt)
+    kf = find_kfac_state(state.opt)
     left, right = kf.factors[victim]
     assert isinstance(left, DenseFactor)
     wrong = left._replace(total=left.total + value * torch.eye(len(left.total)))
-    return state._replace(opt=replaced(state.opt, kf._replace(factors=kf.factors | {victim: (wrong, right)})))
+    return state._replace(opt=replace_kfac_state(state.opt, kf._replace(factors=kf.factors | {victim: (wrong, right)})))
 
 
 @pytest.mark.parametrize("value", [math.nan, -1e9])
@@ -158,8 +159,8 @@ def test_a_layer_that_cannot_be_inverted_keeps_its_last_alone(value: float, dist
     victim = a_dense_one(k).weight
     spoiled = poisoned(state, value, victim)
     good, bad = refreshed(k, state, data, 10), refreshed(k, spoiled, data, 10)
-    assert int(find(bad.opt).failures) == 1
-    assert int(find(good.opt).failures) == 0
+    assert int(find_kfac_state(bad.opt).failures) == 1
+    assert int(find_kfac_state(good.opt).failures) == 0
     for path, leaves in inverses(k, bad).items():
         expected = inverses(k, state if path == victim else good)[path]
         torch.testing.assert_close(leaves, expected, rtol=0, atol=0)
@@ -170,7 +171,7 @@ def test_a_layer_that_is_not_finite_is_not_added_alone(monkeypatch: pytest.Monke
     k, state, data = gpt_of(2)
     state = refreshed(k, state, data)
     victim = a_dense_one(k)
-    good = find(refreshed(k, state, data, 10).opt)
+    good = find_kfac_state(refreshed(k, state, data, 10).opt)
     real = module.collect
 
     def collect(*args: Any, **options: Any) -> Mapping[Layer, Curvature]:
@@ -180,10 +181,10 @@ def test_a_layer_that_is_not_finite_is_not_added_alone(monkeypatch: pytest.Monke
         return found | {victim: Curvature(left._replace(total=left.total * math.nan), right)}
 
     monkeypatch.setattr(module, "collect", collect)
-    bad = find(refreshed(k, state, data, 10).opt)
+    bad = find_kfac_state(refreshed(k, state, data, 10).opt)
     assert int(bad.failures) == 1
     for path, kept in bad.factors.items():
-        expected = (find(state.opt) if path == victim.weight else good).factors[path]
+        expected = (find_kfac_state(state.opt) if path == victim.weight else good).factors[path]
         torch.testing.assert_close(tree.leaves(kept), tree.leaves(expected), rtol=0, atol=0)
 
 
@@ -196,16 +197,16 @@ def decided(distribution: Distribution) -> tuple[int, bool]:
     sharding = make_sharding(model, make_mesh({"shard": 2}, device_type="cpu"), zero=Zero.THREE)
     batch = {"image": randn(1, 6, seed=sharding.rank).float(), "label": torch.tensor([1])}
     config = KfacConfig(policy=COLUMNS, distribution=distribution)
-    k = kfac(model, batch, learning_rate=0.1, config=config, sharding=sharding)
+    k = kfac(model, batch, learning_rate=0.1, config=config, execution=Execution(sharding))
     own = {layer: torch.tensor([1.0, math.nan if sharding.rank == 1 else 1.0]) for layer in k.plan.layers}
-    failed = module._unusable(own, torch.ones(()), sharding)
+    failed = module._find_unusable(own, torch.ones(()), sharding)
     assert failed == set(own)  # before ranks that disagree wait for each other
     params = init_params(model, KEY, sharding)
     state = TrainState(params, k.optimizer.init(params), (), torch.zeros((), dtype=torch.int64))
     state = refreshed(k, state, batch)
     if sharding.rank == 1:
         batch["image"][0, 2] = math.nan
-    before, after = (find(localize(each).opt) for each in (state, refreshed(k, state, batch, 10)))
+    before, after = (find_kfac_state(localize(each).opt) for each in (state, refreshed(k, state, batch, 10)))
     return int(after.failures) - int(before.failures), same(before, after)
 
 
@@ -239,9 +240,10 @@ def test_on_the_gpu_as_on_the_cpu_wherever_factors_wait(store: Where) -> None:
     other = kfac(model, there, learning_rate=1.0, config=KfacConfig(policy=everything(), damping=1e-1, store=store))
     params = tree.map(Tensor.cuda, state.params)
     moved = TrainState(params, other.optimizer.init(params), (), torch.zeros((), dtype=torch.int64, device="cuda"))
-    moved = other.settled(moved)
-    assert {x.device.type for x in tree.leaves(find(moved.opt).factors)} == {store.value.replace("device", "cuda")}
+    moved = other.place(moved)
+    devices = {x.device.type for x in tree.leaves(find_kfac_state(moved.opt).factors)}
+    assert devices == {store.value.replace("device", "cuda")}
     moved = refreshed(other, refreshed(other, moved, there), there, 10, donate=True)
-    assert int(find(moved.opt).failures) == 0
+    assert int(find_kfac_state(moved.opt).failures) == 0
     for path, leaves in inverses(other, moved).items():
         torch.testing.assert_close([x.cpu() for x in leaves], expected[path], rtol=2e-2, atol=2e-3)

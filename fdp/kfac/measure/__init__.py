@@ -1,1 +1,1 @@
-"""Measure curvature: which Fisher information, and the sums that its Kronecker factors are made of."""
+"""Measure the Kronecker factors of a model's Fisher information on a microbatch."""

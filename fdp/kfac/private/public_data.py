@@ -1,13 +1,13 @@
-"""Data that no one needs to protect, to measure curvature on: a public dataset, or noise with the statistics of data.
+"""Public data to measure curvature on: a public dataset, or synthetic noise with the statistics of data.
 
-    tokens   P(i) ~ (i + 1)^-s, independent          s = 0 uniform, s = 1 Zipf's law: token statistics only
-    images   spectrum ~ frequency^-s, mean and deviation as given      s = 0 white, s = 1 pink, as photographs are
+    tokens   P(i) ~ (i + 1)^-s, independent                        s = 0 uniform, s = 1 Zipf's law
+    images   amplitude ~ frequency^-s, given mean and deviation    s = 0 white, s = 1 pink, like photographs
 
-Labels of a true Fisher information are drawn from the model, so those of the data do not matter. A sample is a function
-of (key, index).
+The labels of a true Fisher information are drawn from the model, so those of the data do not matter. A sample is a
+function of (key, index).
 
     >>> source = public(ZipfTokens(vocab_size=256, context=128, samples=512, exponent=1.0, key=keys.key(0)),
-    ...                 private=dataset, digest=data_digest)                  # refused if it is the private data
+    ...                 private=dataset, digest=data_digest)                  # raises if it is the private data
     >>> microbatch = draw(source, samples=64, key=key)
 """
 
@@ -27,16 +27,16 @@ from fdp import keys, tree
 from fdp.privacy.microbatches import Dataset
 from fdp.types import FdpError, Key, Tree
 
-MADE = 4096
-"""Synthetic samples that there are."""
+SYNTHETIC_SAMPLES = 4096
+"""The size of a synthetic dataset."""
 
-SMALL = 1 << 20
-"""Random numbers that are drawn all at once, though few are asked for: quicker than row by row."""
+MAX_DRAW_ELEMENTS = 1 << 20
+"""Up to this size a random tensor is drawn at once even if few rows are needed, which is faster than row by row."""
 
 
 @dataclass(frozen=True, eq=False)
 class ZipfTokens:
-    """Windows of ``context + 1`` independent tokens, token i as frequent as ``(i + 1)^-exponent``."""
+    """Windows of ``context + 1`` independent tokens, where token i has a probability ~ ``(i + 1)^-exponent``."""
 
     vocab_size: int
     context: int
@@ -48,7 +48,7 @@ class ZipfTokens:
         return self.samples
 
     def fetch(self, indices: np.ndarray) -> dict[str, Tensor]:
-        """``{"tokens": int64 (n, context + 1)}``."""
+        """Return ``{"tokens": int64 (n, context + 1)}``."""
         mass = torch.arange(1, self.vocab_size + 1, dtype=torch.float64) ** -self.exponent
         ends = mass.cumsum(0) / mass.sum()
         uniform = _rows(keys.uniform, self.key, (self.samples, self.context + 1), indices)
@@ -71,7 +71,7 @@ class NoiseImages:
         return self.samples
 
     def fetch(self, indices: np.ndarray) -> dict[str, Tensor]:
-        """``{"image": float32 (n, *shape), "label": int64 (n,)}``; the labels are uniform."""
+        """Return ``{"image": float32 (n, *shape), "label": int64 (n,)}`` with uniform labels."""
         white = _rows(keys.normal, keys.fold_in(self.key, "image"), (self.samples, *self.shape), indices)
         rows, columns = (torch.fft.fftfreq(length, dtype=torch.float64) for length in self.shape[1:])
         frequency = torch.hypot(rows[:, None], columns[None, :])
@@ -84,45 +84,45 @@ class NoiseImages:
 
 
 class Public(NamedTuple):
-    """A dataset that was found not to be the private one, and its digest: all that a refresh is ever given."""
+    """A dataset that has been checked not to be the private one, and its digest."""
 
     dataset: Dataset
     digest: str
 
 
 def public(dataset: Dataset, *, private: Dataset, digest: Callable[[Dataset], str]) -> Public:
-    """``dataset`` as a source of curvature for training on ``private``; ``digest`` as
-    ``fdp.run.training_run.data_digest``.
+    """Return ``dataset`` as a source of curvature for training on ``private``; ``digest`` hashes a dataset.
 
     Guarantees:
-      - the private dataset itself, or one with its digest, is refused: its curvature is a release of its own;
-      - so is one whose samples have other leaves, dtypes or shapes.
+      - the private dataset, or one with its digest, is refused, because its curvature would reveal it;
+      - a dataset whose samples have other leaves, dtypes or shapes is refused.
     """
     theirs = digest(dataset)
     if dataset is private or (len(dataset) == len(private) and theirs == digest(private)):
         raise FdpError(
-            "public: expected data of its own to measure curvature on, got the private dataset: factors without noise "
-            "reveal it. Give public or synthetic data, or release statistics with noise "
-            "(fdp.privacy.mechanism.statistics)"
+            "public: expected other data to measure curvature on, got the private dataset: factors without noise would "
+            "reveal it. Use public or synthetic data, or release noised statistics (fdp.privacy.mechanism.statistics)"
         )
     expected, got = _schema(private), _schema(dataset)
     if got != expected:
-        raise FdpError(f"public: expected samples like the private data's, {expected}, got {got}; cut or convert them")
+        raise FdpError(f"public: expected samples like the private data's, {expected}, got {got}; crop or convert them")
     return Public(dataset, theirs)
 
 
 def synthetic(like: Dataset, *, outputs: int, key: Key) -> ZipfTokens | NoiseImages:
-    """Zipf tokens or pink images in the shapes of ``like``'s samples, of which nothing else is looked at.
+    """Return Zipf tokens or pink images with the shapes of ``like``'s samples; nothing else of ``like`` is read.
 
-    ``outputs``: the vocabulary, or the classes. Images have mean 0.3 and deviation 0.37, about those of pixels in
-    [0, 1]: numbers of the private data would be a release.
+    ``outputs`` is the size of the vocabulary, or the number of classes. Images have mean 0.3 and deviation 0.37,
+    typical of pixels in [0, 1]; statistics of the private data would be a release.
     """
     shapes = {path: shape for path, (shape, _) in _schema(like).items()}
     if list(shapes) == ["tokens"] and len(shapes["tokens"]) == 1:
-        return ZipfTokens(outputs, shapes["tokens"][0] - 1, samples=MADE, exponent=1.0, key=key)
+        return ZipfTokens(outputs, shapes["tokens"][0] - 1, samples=SYNTHETIC_SAMPLES, exponent=1.0, key=key)
     if set(shapes) == {"image", "label"} and len(shapes["image"]) == 3:
         channels, height, width = shapes["image"]
-        return NoiseImages((channels, height, width), outputs, MADE, exponent=1.0, mean=0.3, std=0.37, key=key)
+        return NoiseImages(
+            (channels, height, width), outputs, SYNTHETIC_SAMPLES, exponent=1.0, mean=0.3, std=0.37, key=key
+        )
     raise FdpError(
         f"synthetic: expected samples of tokens (context + 1,) or of an image (channels, height, width) and a label, "
         f"got {shapes}; give public data, or noised statistics"
@@ -130,13 +130,13 @@ def synthetic(like: Dataset, *, outputs: int, key: Key) -> ZipfTokens | NoiseIma
 
 
 def draw(source: Public, *, samples: int, key: Key, rank: int = 0, ranks: int = 1) -> tuple[Tree, Float[Tensor, "..."]]:
-    """A microbatch of ``samples`` on this rank, other samples on other ranks, and its mask, all ones.
+    """Return a microbatch of ``samples`` samples, different on every rank, and its mask of ones.
 
-    Without repetition as long as the dataset has enough of them.
+    Samples repeat only if the dataset is too small.
     """
     if not isinstance(source, Public):
         raise FdpError(
-            f"draw: expected a Public source, which was compared with the private data, got {type(source).__name__}; "
+            f"draw: expected a Public source, which is checked against the private data, got {type(source).__name__}; "
             f"call fdp.kfac.private.public_data.public(dataset, private=..., digest=...)"
         )
     order = torch.argsort(keys.bits(key.cpu(), (len(source.dataset),)), stable=True)
@@ -150,12 +150,12 @@ def _schema(dataset: Dataset) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
 
 
 def _rows(draw: Callable[..., Tensor], key: Key, shape: tuple[int, ...], indices: np.ndarray) -> Float[Tensor, "n ..."]:
-    """Those rows of a random tensor of ``shape``, and no others."""
+    """Return the rows ``indices`` of a random tensor of ``shape``."""
     rest = [(0, length) for length in shape[1:]]
     if len(indices) == 0:
         return torch.empty(0, *shape[1:], dtype=torch.float64)
     if min(indices) < 0 or max(indices) >= shape[0]:
         raise FdpError(f"indices: expected numbers from 0 to {shape[0] - 1}, got {min(indices)} to {max(indices)}")
-    if math.prod(shape) <= SMALL:
+    if math.prod(shape) <= MAX_DRAW_ELEMENTS:
         return draw(key, shape, dtype=torch.float64)[torch.as_tensor(indices, dtype=torch.int64)]
     return torch.cat([draw(key, shape, dtype=torch.float64, window=((int(i), 1), *rest)) for i in indices])

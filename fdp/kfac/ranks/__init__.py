@@ -1,1 +1,1 @@
-"""Curvature on several ranks: add factors, gather columns, pass them in a ring, divide the work."""
+"""Curvature on several ranks: sum factors, gather columns, and invert in a ring or by one owner per layer."""

@@ -9,9 +9,9 @@ from torch import Tensor
 from fdp import tree
 from fdp.fast.compiled import CompiledRunner
 from fdp.gradients.linear_maps import LowRankMap, MatrixMap, Sides
-from fdp.kfac.full_gradients import precondition_whole
-from fdp.kfac.invert.apply import precondition
-from fdp.kfac.layers import joined, parted
+from fdp.kfac.layers import to_leaves, to_matrix
+from fdp.kfac.preconditioning.compiled import precondition_compiled
+from fdp.kfac.preconditioning.one_layer import precondition
 from fdp.kfac.types import Layer, Preconditioner, Product
 from tests.conftest import randn
 
@@ -55,13 +55,13 @@ def layers_of(bias: bool) -> tuple[dict[Layer, Preconditioner], dict[str, Tensor
 
 def check(blocks: CompiledRunner, *, bias: bool, root: bool, rounded: bool) -> None:
     maps, gradients, shapes = layers_of(bias)
-    got, dots = precondition_whole(maps, gradients, shapes=shapes, rounded=rounded, root=root, runner=blocks)
+    got, dots = precondition_compiled(maps, gradients, shapes=shapes, rounded=rounded, root=root, runner=blocks)
     assert torch.equal(got["alone"], gradients["alone"])
     for (layer, made), dot in zip(maps.items(), dots):
-        gradient = joined(layer, shapes[layer], gradients)
+        gradient = to_matrix(layer, shapes[layer], gradients)
         want = precondition(made, gradient)
         torch.testing.assert_close(dot, (gradient * (gradient if root else want)).sum().double(), rtol=1e-5, atol=1e-5)
-        for path, leaf in parted(layer, want, gradients).items():
+        for path, leaf in to_leaves(layer, want, gradients).items():
             assert got[path].is_contiguous()
             torch.testing.assert_close(got[path], leaf, rtol=1e-5, atol=1e-5)
     assert len(blocks.kinds) == len(forms(1))
@@ -80,7 +80,7 @@ def test_kinds_do_not_share_a_function():
     m = matrix(4, 1)
     for made in (Sides(m, None), Sides(None, m)):
         for root in (False, True):
-            got, (dot,) = precondition_whole(
+            got, (dot,) = precondition_compiled(
                 {layer: made}, gradients, shapes=shapes, rounded=False, root=root, runner=blocks
             )
             want = precondition(made, gradients["w"])
@@ -104,10 +104,10 @@ def test_gpu_compiled_is_the_cpu_by_plain_products(bias):
         return tree.map(lambda x: x.to(there), value)
 
     on_gpu = {layer: move(made) for layer, made in maps.items()}
-    got, _ = precondition_whole(
+    got, _ = precondition_compiled(
         on_gpu, move(gradients), shapes=shapes, rounded=True, root=False, runner=CompiledRunner()
     )
     for layer, made in maps.items():
-        want = parted(layer, precondition(made, joined(layer, shapes[layer], gradients)), gradients)
+        want = to_leaves(layer, precondition(made, to_matrix(layer, shapes[layer], gradients)), gradients)
         for path, leaf in want.items():
             torch.testing.assert_close(got[path].cpu(), leaf, rtol=2e-2, atol=2e-2 * float(leaf.abs().max()))

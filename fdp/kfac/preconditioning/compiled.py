@@ -1,11 +1,11 @@
-"""Preconditioning of whole gradients by functions that are compiled once for every kind of layer.
+"""Preconditioning of full (unsharded) gradients by functions that are compiled once per kind of layer.
 
-    (G, u, g . u)   per layer:   G = [weight, bias],   u = L^-1 G R^-1 as weight and bias,   the dot product for nu
+    (u, g . u) per layer,    g = [weight, bias],   u = L^-1 g R^-1 split into weight and bias
 
-On a GPU a layer then takes its products and a few kernels, instead of one for every step on the way.
+On a GPU a layer then takes its matrix products and a few kernels.
 
-    >>> how = {"shapes": known.shapes, "rounded": True, "root": False}
-    >>> updates, dots = precondition_whole(maps, gradients, runner=runner, **how)
+    >>> options = {"shapes": survey.shapes, "rounded": True, "root": False}
+    >>> updates, dots = precondition_compiled(preconditioners, gradients, runner=runner, **options)
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 
 from fdp.gradients.execution import Runner
 from fdp.gradients.linear_maps import Sides
-from fdp.kfac.invert.apply import precondition, trust_dot
-from fdp.kfac.layers import joined, parted
+from fdp.kfac.layers import to_leaves, to_matrix
+from fdp.kfac.preconditioning.one_layer import precondition, trust_dot
 from fdp.kfac.types import Layer, Preconditioner, Product
 from fdp.types import Flat
 
 
-def precondition_whole(
+def precondition_compiled(
     preconditioners: Mapping[Layer, Preconditioner],
     gradients: Flat,
     *,
@@ -32,19 +32,19 @@ def precondition_whole(
     root: bool,
     runner: Runner,
 ) -> tuple[Flat, list[Float[Tensor, ""]]]:
-    """``F^-1 G`` of every layer and ``G . F^-1 G``, or ``G . G`` with ``root``, of which one half is applied already.
+    """Return ``F^-1 G`` of every layer and the dot products of :func:`~fdp.kfac.preconditioning.one_layer.trust_dot`.
 
-    Leaves of no layer are returned as they are.
+    Leaves that belong to no layer are returned unchanged.
 
     Guarantees:
-      - as :func:`fdp.kfac.invert.apply.precondition` layer by layer, up to the rounding of a compiled function.
+      - equal to ``precondition`` layer by layer, up to the rounding of a compiled function.
     """
     done, dots = dict(gradients), []
     for layer, preconditioner in preconditioners.items():
         weight = gradients[layer.weight]
         bias = None if layer.bias is None else gradients[layer.bias]
-        key = ("precondition", shapes[layer], rounded, root, _form(preconditioner), bias is None)
-        run = _run_of(shapes[layer], rounded=rounded, root=root)
+        key = ("precondition", shapes[layer], rounded, root, _kind(preconditioner), bias is None)
+        run = _function_of(shapes[layer], rounded=rounded, root=root)
         new_weight, new_bias, dot = runner.function(key, run, preconditioner, weight, bias)
         done[layer.weight] = new_weight
         if layer.bias is not None:
@@ -53,22 +53,22 @@ def precondition_whole(
     return done, dots
 
 
-def _run_of(
+def _function_of(
     shape: tuple[int, int], *, rounded: bool, root: bool
 ) -> Callable[[Preconditioner, Tensor, Tensor | None], tuple[Tensor, Tensor | None, Tensor]]:
     def run(preconditioner: Preconditioner, weight: Tensor, bias: Tensor | None):
         layer = Layer("weight", None if bias is None else "bias")
         leaves = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
-        gradient = joined(layer, shape, leaves)
+        gradient = to_matrix(layer, shape, leaves)
         update = precondition(preconditioner, gradient, rounded=rounded)
         dot = trust_dot(gradient, update, root=root)
-        parts = parted(layer, update, leaves)
+        parts = to_leaves(layer, update, leaves)
         return parts["weight"].contiguous(), None if bias is None else parts["bias"].contiguous(), dot
 
     return run
 
 
-def _form(preconditioner: Preconditioner) -> tuple[str, ...]:
+def _kind(preconditioner: Preconditioner) -> tuple[str, ...]:
     match preconditioner:
         case Product():
             return ("Product",)

@@ -1,16 +1,15 @@
-"""Solves with ``lambda I + U U^T / w`` through the small system of the columns of U only.
+"""Inverses and inverse roots of ``lambda I + U U^T / w`` through the small system of the columns of U (Woodbury).
 
     (lambda I + U U^T / w)^-1 = (I - U (lambda w I + U^T U)^-1 U^T) / lambda            (Woodbury 1950)
     (lambda I + U U^T / w)^-1/2 = I / sqrt(lambda) + U V f(S) V^T U^T,   U^T U / w = V S V^T
 
-With k columns of n entries this is n k^2 + k^3 work and n k memory, never n x n; from k = n on the n x n form is the
-smaller one, and it is used. Small systems are float64 always: ``log10(S_max / lambda)`` digits are lost in them. When a
-map is *applied*, ``y / lambda`` and its correction cancel along U, in any form: kept in float32 it is off there by
-3e-7 ``S_max / lambda`` of what it gives (n = 1024, k = 64: 5e-4 at 2e3, 6e-2 at 2e5). A ``max_condition`` bounds that
-quotient; where it must be large, keep the map in float64.
+With k < n columns of n entries this takes n k^2 + k^3 work and n k memory; if k >= n, the n x n form is smaller and is
+used. Small systems are solved in float64, because they lose ``log10(S_max / lambda)`` digits. When a map is *applied*,
+``y / lambda`` and its correction cancel along U: a float32 map has a relative error of about 3e-7 ``S_max / lambda``
+there. A ``max_condition`` bounds that quotient; if it must be large, use float64 maps.
 
-    >>> apply = woodbury_map(u, weight=w, damping=1e-3, power=Power.INVERSE)          # a Map, to be kept
-    >>> x = woodbury_solve(u, y, weight=w, damping=1e-3)                              # once
+    >>> inverse = woodbury_map(u, weight=w, damping=1e-3, power=Power.INVERSE)        # a Map
+    >>> x = apply_map(inverse, y)
 """
 
 from __future__ import annotations
@@ -23,41 +22,41 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fdp.gradients.linear_maps import LowRankMap, Map, MatrixMap
-from fdp.kfac.factors import CurvatureError, widened
+from fdp.kfac.factors import CurvatureError, upcast
 from fdp.types import FdpError
 
-SLICE = 1 << 22
-"""Entries of U that are held in float64 at a time."""
+SLICE_ENTRIES = 1 << 22
+"""Entries of U that are cast to float64 at a time."""
 
 
 class Power(Enum):
-    """Which power of the damped matrix: its inverse, or the symmetric root of its inverse."""
+    """A power of the damped matrix: its inverse, or the symmetric root of its inverse."""
 
     INVERSE = -1.0
     ROOT = -0.5
 
 
 def check_damping(damping: float) -> None:
-    """Refuses what would divide by zero, or by a negative eigenvalue."""
+    """Raise an FdpError if the damping is not a positive finite number."""
     if not (math.isfinite(damping) and damping > 0.0):
         raise FdpError(
-            f"damping: expected a finite number above 0, got {damping}. It is added to the curvature before it is "
-            "inverted, in the units of the curvature; 1e-3 is a common start."
+            f"damping: expected a finite number above 0, got {damping}. It is added to the curvature before "
+            "inversion, in the units of the curvature; 1e-3 is a common start."
         )
 
 
 def damped_power(
     eigenvalues: Float[Tensor, " n"], *, damping: float, floor: float, power: Power
 ) -> Float[Tensor, " n"]:
-    """``max(d + damping, floor)^power``."""
+    """Return ``max(d + damping, floor)^power``."""
     return (eigenvalues + damping).clamp(min=floor) ** power.value
 
 
 def gram(columns: Float[Tensor, "n k"], scale: Float[Tensor, " n"] | None = None) -> Float[Tensor, "k k"]:
-    """``U^T diag(scale) U`` in float64, a slice of U at a time."""
+    """Return ``U^T diag(scale) U`` in float64, one slice of U at a time."""
     n, k = columns.shape
     total = torch.zeros(k, k, dtype=torch.float64, device=columns.device)
-    step = max(1, SLICE // max(1, k))
+    step = max(1, SLICE_ENTRIES // max(1, k))
     for start in range(0, n, step):
         part = columns[start : start + step].double()
         total += part.mT @ (part if scale is None else part * scale[start : start + step, None].double())
@@ -65,9 +64,9 @@ def gram(columns: Float[Tensor, "n k"], scale: Float[Tensor, " n"] | None = None
 
 
 def cholesky(matrix: Float[Tensor, "k k"], *, name: str) -> Float[Tensor, "k k"]:
-    """The lower factor, or a CurvatureError saying which matrix has none."""
+    """Return the lower factor, or raise a CurvatureError that names the matrix."""
     factor, info = torch.linalg.cholesky_ex(matrix)
-    # A NaN can come through without being noticed by the factorisation.
+    # The factorisation may not report a NaN.
     if int(info) != 0 or not bool(factor.isfinite().all()):
         raise CurvatureError(
             f"{name}: expected a positive definite {tuple(matrix.shape)} matrix, got one whose Cholesky factorisation "
@@ -77,37 +76,18 @@ def cholesky(matrix: Float[Tensor, "k k"], *, name: str) -> Float[Tensor, "k k"]
 
 
 def eigh(matrix: Float[Tensor, "k k"], *, name: str) -> tuple[Float[Tensor, " k"], Float[Tensor, "k k"]]:
-    """Eigenvalues in ascending order and eigenvectors, or a CurvatureError."""
-    if not bool(matrix.isfinite().all()):  # some drivers never return from a NaN, others lose the device
-        raise CurvatureError(
-            f"{name}: expected finite numbers, got NaN or infinity. Look at the loss and its gradients."
-        )
+    """Return eigenvalues in ascending order and eigenvectors, or raise a CurvatureError."""
+    if not bool(matrix.isfinite().all()):  # with a NaN some drivers hang and others lose the device
+        raise CurvatureError(f"{name}: expected finite numbers, got NaN or infinity. Check the loss and its gradients.")
     try:
         values, vectors = torch.linalg.eigh(matrix)
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError as error:  # LinAlgError where it does not converge; solvers on the GPU have other words for it
+    except RuntimeError as error:  # LinAlgError if it does not converge; GPU solvers raise other errors
         raise CurvatureError(f"{name}: the eigendecomposition failed ({error}). Raise the damping.") from error
     if not bool(values.isfinite().all() & vectors.isfinite().all()):
         raise CurvatureError(f"{name}: the eigendecomposition gave NaN or infinity. Raise the damping.")
     return values, vectors
-
-
-def woodbury_solve(
-    columns: Float[Tensor, "n k"], y: Float[Tensor, "n m"], *, weight: float | Tensor, damping: float
-) -> Float[Tensor, "n m"]:
-    """``(damping I + U U^T / weight)^-1 Y``, in float64, in the dtype of ``y``; with no columns ``Y / damping``."""
-    check_damping(damping)
-    n, k = columns.shape
-    u, right = columns.double(), y.double()
-    if k == 0:
-        return (right / damping).to(y.dtype)
-    ridge = damping * torch.as_tensor(weight, dtype=torch.float64, device=u.device)
-    if k >= n:
-        lower = cholesky(u @ u.mT + ridge * _eye(n, u), name="U U^T + damping")
-        return (torch.cholesky_solve(right, lower) * (ridge / damping)).to(y.dtype)
-    lower = cholesky(gram(columns) + ridge * _eye(k, u), name="U^T U + damping")
-    return ((right - u @ torch.cholesky_solve(u.mT @ right, lower)) / damping).to(y.dtype)
 
 
 def woodbury_map(
@@ -119,42 +99,43 @@ def woodbury_map(
     max_condition: float | None = None,
     dtype: torch.dtype | None = None,
 ) -> Map:
-    """``(damping I + U U^T / weight)^power`` as a map: low rank below n columns, a matrix from there on.
+    """Return ``(damping I + U U^T / weight)^power`` as a map, of low rank if k < n, else a matrix.
 
-    Its eigenvalues are ``b = damping + s`` on the columns and ``damping`` beside them; with a ``max_condition``, those
-    below ``c = max b / max_condition`` are raised to c (else c is the damping). The core is ``V f(S) V^T / weight``:
+    Its eigenvalues are ``b = damping + s`` on the columns and ``damping`` elsewhere. With a ``max_condition``, those
+    below ``c = max b / max_condition`` are raised to c; without one c is the damping. The core is ``V f(S) V^T /
+    weight``:
 
         inverse   f = -(b - c) / s / (b c)                  root   f = -(b - c) / s / ((sqrt b + sqrt c) sqrt(b c))
 
-    in which the first quotient is 1 without a condition, so that nothing is divided by a vanishing s. The map is kept
-    in ``dtype``; None: that of the columns, at least float32.
+    Without a condition the first quotient is 1, so nothing is divided by a vanishing s. The map has dtype ``dtype``
+    (None: that of the columns, at least float32).
     """
     check_damping(damping)
     n, k = columns.shape
-    wide = widened(columns) if dtype is None else columns.to(dtype)
+    wide = upcast(columns) if dtype is None else columns.to(dtype)
     weight = torch.as_tensor(weight, dtype=torch.float64, device=columns.device)
     if k >= n and k > 0:
         values, vectors = eigh(gram(columns.mT) / weight, name="U U^T / weight")
-        floor = _floor(values[-1], damping, max_condition)  # at least the damping, also where rounding is below 0
+        floor = _floor(values[-1], damping, max_condition)  # at least the damping, even if rounding is below 0
         scaled = vectors * damped_power(values, damping=damping, floor=floor, power=power)
         return MatrixMap((scaled @ vectors.mT).to(wide.dtype))
     values, vectors = eigh(gram(columns) / weight, name="U^T U / weight")
     s = values.clamp(min=0)
     b = s + damping
     c = _floor(s[-1], damping, max_condition) if k else damping
-    kept = torch.ones_like(s) if c == damping else ((b - c) / s).clamp(min=0)  # b < c where s is 0
+    raised = torch.ones_like(s) if c == damping else ((b - c) / s).clamp(min=0)  # b < c where s is 0
     rise = b * c if power is Power.INVERSE else (b.sqrt() + c**0.5) * (b * c).sqrt()
-    core = (vectors * (-kept / rise / weight)) @ vectors.mT
+    core = (vectors * (-raised / rise / weight)) @ vectors.mT
     return LowRankMap(wide.new_full((n,), c**power.value), wide, core.to(wide.dtype))
 
 
 def woodbury_cholesky(
     columns: Float[Tensor, "n k"], *, weight: float | Tensor, damping: float, dtype: torch.dtype | None = None
 ) -> Map:
-    """The inverse of :func:`woodbury_map` by Cholesky, without its eigenvalues: cheaper, nothing can be clipped."""
+    """Return the inverse of :func:`woodbury_map` by Cholesky, which is cheaper but has no ``max_condition``."""
     check_damping(damping)
     n, k = columns.shape
-    wide = widened(columns) if dtype is None else columns.to(dtype)
+    wide = upcast(columns) if dtype is None else columns.to(dtype)
     ridge = damping * torch.as_tensor(weight, dtype=torch.float64, device=columns.device)
     if k >= n and k > 0:
         lower = cholesky(gram(columns.mT) + ridge * _eye(n, ridge), name="U U^T + damping")
@@ -165,7 +146,7 @@ def woodbury_cholesky(
 
 
 def _floor(largest: Tensor, damping: float, max_condition: float | None) -> float:
-    """What eigenvalues are raised to, at least: the damping, or the largest over ``max_condition``."""
+    """Return the least eigenvalue: the damping, or the largest eigenvalue over ``max_condition`` if that is more."""
     return damping if max_condition is None else max(damping, (float(largest) + damping) / max_condition)
 
 

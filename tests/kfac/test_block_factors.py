@@ -14,8 +14,8 @@ from fdp import keys
 from fdp.fast.compiled import CompiledRunner
 from fdp.gradients.rules import Dense, OneHot, Pair, Record
 from fdp.kfac import factors
-from fdp.kfac.forms import Form
-from fdp.kfac.measure.block_sums import Places, Task, make_places, sums_of
+from fdp.kfac.factor_forms import Form
+from fdp.kfac.measure.block_factors import Task, TokenMask, make_token_mask, run_tasks
 from fdp.kfac.measure.fisher import Fisher
 from fdp.kfac.types import Factor
 from fdp.models import GPTConfig, gpt
@@ -49,23 +49,23 @@ def pair(present: Tensor | None, dtype: torch.dtype) -> tuple[Pair, Tensor, Tens
 
 
 def task(form: Form, **fields: Any) -> Task:
-    usual = Task((0,), False, True, form, bias=False, small=False, reduced=False, last=True, uses=(TOKENS,))
+    usual = Task((0,), False, True, form, bias=False, elementwise=False, reduced=False, last=True, positions=(TOKENS,))
     return usual._replace(**fields)
 
 
-def places_of(present: Tensor | None, dtype: torch.dtype) -> Places:
-    return make_places(MASK, present, [(TOKENS,), (TOKENS, TOKENS)], dtype)
+def places_of(present: Tensor | None, dtype: torch.dtype) -> TokenMask:
+    return make_token_mask(MASK, present, [(TOKENS,), (TOKENS, TOKENS)], dtype)
 
 
-def run(tasks: list[Task], records: list[Record], places: Places) -> list[Any]:
-    return sums_of(tasks, records, places)
+def run(tasks: list[Task], records: list[Record], places: TokenMask) -> list[Any]:
+    return run_tasks(tasks, records, places)
 
 
 def assert_matrix(factor: Factor | Tensor, form: Form, rows: Tensor, dtype: torch.dtype) -> None:
     """``rows^T rows`` of (places, n), its diagonal for that form."""
     assert not isinstance(factor, Tensor)
     total = factors.to_dense(factor).total
-    assert total.dtype == factors.wider(dtype)
+    assert total.dtype == factors.sum_dtype(dtype)
     expected = rows.mT @ rows
     expected = expected.diag().diag() if form is Form.DIAGONAL else expected
     torch.testing.assert_close(total.double().cpu(), expected, rtol=EXACT[dtype], atol=EXACT[dtype])
@@ -89,7 +89,7 @@ def test_inputs_count_one_over_the_number_of_their_samples_places(form, present,
 @pytest.mark.parametrize("dtype", EXACT)
 def test_output_gradients_count_as_they_are(form, present, dtype):
     record, g, _ = pair(present, dtype)
-    (factor,) = run([task(form, left=True, inputs=False, uses=())], [record], places_of(present, dtype))
+    (factor,) = run([task(form, left=True, inputs=False, positions=())], [record], places_of(present, dtype))
     assert_matrix(factor, form, (g * counted(present)[..., None]).flatten(0, 1), dtype)
 
 
@@ -99,7 +99,7 @@ def test_output_gradients_count_as_they_are(form, present, dtype):
 def test_a_samples_rows_are_added_up_before_they_are_squared_and_may_wait(form, present, dtype):
     (record, g, x), places = pair(present, dtype), places_of(present, dtype)
     tasks = [
-        task(form, left=True, inputs=False, uses=(), reduced=True),
+        task(form, left=True, inputs=False, positions=(), reduced=True),
         task(form, bias=True, reduced=True),
         task(form, bias=True, reduced=True, last=False),
     ]
@@ -109,7 +109,7 @@ def test_a_samples_rows_are_added_up_before_they_are_squared_and_may_wait(form, 
     x = torch.cat([x, torch.ones(BATCH, TOKENS, 1)], 2)
     mean = (x * counts).sum(1) / counts.sum(1).clamp_min(1)
     assert_matrix(right, form, mean, dtype)
-    assert rows.dtype == factors.wider(dtype)
+    assert rows.dtype == factors.sum_dtype(dtype)
     torch.testing.assert_close(rows.double(), mean, rtol=EXACT[dtype], atol=EXACT[dtype])
 
 
@@ -117,7 +117,7 @@ def test_a_samples_rows_are_added_up_before_they_are_squared_and_may_wait(form, 
 def test_two_uses_in_a_block_are_places_of_one_layer(reduced):
     (record, _, x), places = pair(None, torch.float64), places_of(None, torch.float64)
     other = record._replace(right=record.right * 2)
-    two = task(Form.DENSE, records=(0, 1), uses=(TOKENS, TOKENS), reduced=reduced)
+    two = task(Form.DENSE, records=(0, 1), positions=(TOKENS, TOKENS), reduced=reduced)
     (factor,) = run([two], [record, other], places)
     rows = torch.cat([x, 2 * x], 1)[[0, 2]]
     rows = rows.mean(1) if reduced else rows.flatten(0, 1) / (2 * TOKENS) ** 0.5
@@ -131,8 +131,8 @@ def test_groups_are_columns_side_by_side_on_both_sides(reduced, present):
     lefts, rights = (z.transpose(1, 2).clone() for z in (g, torch.cat([x, torch.ones(BATCH, 2, TOKENS, 1)], 3)))
     g[1], x[1] = torch.nan, torch.nan
     both = [
-        task(Form.DIAGONAL, left=True, inputs=False, uses=(), reduced=reduced),
-        task(Form.DIAGONAL, bias=True, uses=(TOKENS,), reduced=reduced),
+        task(Form.DIAGONAL, left=True, inputs=False, positions=(), reduced=reduced),
+        task(Form.DIAGONAL, bias=True, positions=(TOKENS,), reduced=reduced),
     ]
     left, right = run(both, [Pair(g, x, (2 * OUTPUTS, INPUTS))], places_of(present, torch.float64))
     counts = counted(present)[..., None].double()
@@ -161,12 +161,12 @@ def test_small_parameters_have_the_squares_of_what_all_their_uses_add_up_to(dtyp
     first, second = randn(BATCH, 2, 3, seed=1).to(dtype), randn(BATCH, 2, 3, seed=2).to(dtype)
     true = [first.double().flatten(1)[[0, 2]], second.double().flatten(1)[[0, 2]]]
     first[1], second[1] = torch.nan, torch.inf
-    one = task(Form.DIAGONAL, left=True, inputs=False, small=True, reduced=True, uses=())
+    one = task(Form.DIAGONAL, left=True, inputs=False, elementwise=True, reduced=True, positions=())
     tasks, places = [one, one._replace(records=(0, 1)), one._replace(last=False)], places_of(None, dtype)
     alone, together, waiting = run(tasks, [Dense(first), Dense(second)], places)
     assert_matrix(alone, Form.DIAGONAL, true[0], dtype)
     assert_matrix(together, Form.DIAGONAL, true[0] + true[1], dtype)
-    assert waiting.dtype == factors.wider(dtype)
+    assert waiting.dtype == factors.sum_dtype(dtype)
     assert torch.equal(waiting[[0, 2]].double(), true[0])
     assert not waiting[1].any()
 
@@ -243,11 +243,11 @@ def test_compiled_the_sums_are_the_same_and_what_does_not_count_is_in_none(prese
     records: list[Record] = [record, Pair(ids, record.right, (5, INPUTS)), Dense(small)]
     both = [(form, reduced) for form in (Form.DENSE, Form.COLUMNS, Form.DIAGONAL) for reduced in (False, True)]
     tasks = [task(form, bias=True, reduced=reduced) for form, reduced in both]
-    tasks += [task(form, left=True, inputs=False, uses=(), reduced=reduced) for form, reduced in both]
+    tasks += [task(form, left=True, inputs=False, positions=(), reduced=reduced) for form, reduced in both]
     tasks += [task(Form.DIAGONAL, records=(1,), left=True, reduced=reduced) for reduced in (False, True)]
-    tasks += [task(Form.DIAGONAL, records=(2,), left=True, inputs=False, uses=(), small=True, reduced=True)]
+    tasks += [task(Form.DIAGONAL, records=(2,), left=True, inputs=False, positions=(), elementwise=True, reduced=True)]
     compiled = CompiledRunner().function(
-        "sums", lambda records, places: sums_of(tasks, records, places), records, places
+        "sums", lambda records, places: run_tasks(tasks, records, places), records, places
     )
     for one, other in zip(compiled, run(tasks, records, places), strict=True):
         assert type(one) is type(other)
@@ -264,12 +264,12 @@ def test_on_the_gpu_rows_of_odd_widths_in_half_precision_have_the_same_sums(comp
     record, g, x = pair(None, dtype)
     assert isinstance(record.left, Tensor)
     records = [Pair(record.left.cuda(), record.right.cuda(), record.shape)]
-    places = make_places(MASK.cuda(), None, [(TOKENS,)], dtype)
+    places = make_token_mask(MASK.cuda(), None, [(TOKENS,)], dtype)
     tasks = [task(form, bias=True) for form in (Form.DENSE, Form.DIAGONAL)]
-    tasks += [task(form, left=True, inputs=False, uses=()) for form in (Form.DENSE, Form.DIAGONAL)]
+    tasks += [task(form, left=True, inputs=False, positions=()) for form in (Form.DENSE, Form.DIAGONAL)]
 
-    def sums(records: list[Pair], places: Places) -> list[Factor | Tensor]:
-        return sums_of(tasks, records, places)
+    def sums(records: list[Pair], places: TokenMask) -> list[Factor | Tensor]:
+        return run_tasks(tasks, records, places)
 
     found = CompiledRunner().function("sums", sums, records, places) if compiled else sums(records, places)
     x = torch.cat([x, torch.ones(BATCH, TOKENS, 1)], 2)[[0, 2]].flatten(0, 1) / TOKENS**0.5

@@ -20,8 +20,8 @@ from fdp.gradients.per_sample import per_sample_norms
 from fdp.gradients.plan import Method, make_plan
 from fdp.gradients.precondition import check_sides, map_record
 from fdp.kfac import Fisher, Form, KfacConfig, Sharing, everything, kfac, plan_forms, survey
-from fdp.kfac.invert.inverse import Via
-from fdp.kfac.policy import auto, forms_of
+from fdp.kfac.form_policy import CostModel, auto, forms_of
+from fdp.kfac.inversion.one_side import Via
 from fdp.kfac.private.public_data import Public
 from fdp.kfac.private.refresh import private_kfac, refresh_public, sides_of
 from fdp.model import Likelihood, Model, Outputs, from_loss
@@ -166,7 +166,7 @@ def trained(name: str, *, private: bool) -> tuple[Any, Any, Any]:
     k = make(model, data, learning_rate=0.1, config=config, dtype=torch.float64)
     sampling = poisson(size, expected_batch_size=size)
     mechanism = without_noise(sampling, clipping.flat(max_norm=0.01))
-    state = k.settled(init_state(model, params, k.optimizer, mechanism))
+    state = k.place(init_state(model, params, k.optimizer, mechanism))
     if private:
         state = refresh_public(k, state, Public(Same(data), "-"), KEY, 0)
     else:
@@ -219,10 +219,8 @@ def test_every_expert_has_inputs_of_its_own() -> None:
         known,
         policy=everything(),
         sharing=Sharing.EXPAND,
-        via=Via.CHOLESKY,
         samples=3,
-        factor_period=1,
-        inverse_period=1,
+        costs=CostModel(Via.CHOLESKY, factor_period=1, inverse_period=1),
     )
     case = Case(model, params, foreign.data)
     found = matrices(curvatures(case, Fisher.EMPIRICAL, forms=forms_of(rows)))

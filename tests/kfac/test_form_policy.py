@@ -11,16 +11,14 @@ from hypothesis import strategies as st
 
 from fdp import keys
 from fdp.kfac import factors
-from fdp.kfac.forms import Form
-from fdp.kfac.invert.inverse import Via
-from fdp.kfac.layers import survey
-from fdp.kfac.measure.collect import Sharing, check_forms, collect
-from fdp.kfac.measure.fisher import Fisher
-from fdp.kfac.policy import (
-    SIDE_BYTES,
-    Both,
+from fdp.kfac.factor_forms import Form
+from fdp.kfac.factor_storage import MAX_DEVICE_BYTES, CompressedFactor, Where, compress, store_device
+from fdp.kfac.form_policy import (
+    MAX_SIDE_BYTES,
+    CostModel,
+    FormPair,
+    FormRow,
     Policy,
-    Row,
     auto,
     by_path,
     everything,
@@ -29,9 +27,13 @@ from fdp.kfac.policy import (
     policy_named,
     side_cost,
 )
-from fdp.kfac.ranks.gather_columns import CAP
-from fdp.kfac.store import STORE_BYTES, Stored, Where, factor_bytes, keep, store_device, widen
-from fdp.kfac.types import ColumnsFactor, Curvature, Layer, SoftmaxFactor
+from fdp.kfac.inversion.one_side import Via
+from fdp.kfac.layers import survey
+from fdp.kfac.measure.collect import check_forms, collect
+from fdp.kfac.measure.estimator import Estimator, Sharing
+from fdp.kfac.measure.fisher import Fisher
+from fdp.kfac.ranks.gather_columns import CAP_COLUMNS
+from fdp.kfac.types import ColumnsFactor, Factor, SoftmaxFactor
 from fdp.model import Model
 from fdp.models import GPTConfig, gpt
 from fdp.parallel.sharding import abstract_params
@@ -58,7 +60,7 @@ def plan(
     via: Via = Via.CHOLESKY,
     factor_period: int = 10,
     inverse_period: int = 10,
-) -> dict[str, Row]:
+) -> dict[str, FormRow]:
     assert model.context is not None
     tokens = {"tokens": torch.zeros(2, model.context + 1, dtype=torch.int64)}
     known = survey(model, abstract_params(model, None), tokens)
@@ -67,10 +69,8 @@ def plan(
         known,
         policy=policy,
         sharing=sharing,
-        via=via,
         samples=samples,
-        factor_period=factor_period,
-        inverse_period=inverse_period,
+        costs=CostModel(via, factor_period, inverse_period),
     )
     assert [row.layer for row in rows] == list(known.layers)
     try:
@@ -80,7 +80,7 @@ def plan(
     return {row.layer.weight: row for row in rows}
 
 
-def forms(row: Row) -> Both:
+def forms(row: FormRow) -> FormPair:
     return row.left, row.right
 
 
@@ -112,12 +112,12 @@ def test_one_row_per_sample_makes_columns_cheap():
 
 
 def test_beyond_the_cap_or_the_bytes_a_head_is_a_diagonal():
-    assert CAP == 8192
+    assert CAP_COLUMNS == 8192
     for policy, samples in ((auto(rho=1e9), 17), (auto(rho=1e9, cap=511), 1), (auto(rho=1e9, side_bytes=10**8), 1)):
         row = plan(large(), policy, samples=samples)["head.weight"]
         assert row.left is Form.DIAGONAL  # the matrix would be 20 GB
         assert "other forms have more" in row.why
-    assert SIDE_BYTES < 2 * 4 * 50257**2
+    assert MAX_SIDE_BYTES < 2 * 4 * 50257**2
 
 
 def test_over_rho_the_costlier_side_goes_first_and_in_the_end_everything():
@@ -130,7 +130,7 @@ def test_over_rho_the_costlier_side_goes_first_and_in_the_end_everything():
         SKIPPED,
     ]
     assert [row.flops for row in rows] == sorted((row.flops for row in rows), reverse=True)
-    assert "the diagonal of the costlier side" in rows[1].why
+    assert "diagonal of the more expensive side" in rows[1].why
 
 
 @given(rho=st.floats(0.0, 3.0), samples=st.integers(1, 40), period=st.integers(1, 100))
@@ -152,10 +152,8 @@ def test_rare_updates_are_cheaper_and_eigenvalues_dearer():
 
 
 def test_costs_are_those_of_the_table():
-    cost = {
-        form: side_cost(form, 10, 6, 4, via=Via.CHOLESKY, factor_period=2, inverse_period=5, column_bytes=2)
-        for form in Form
-    }
+    costs = CostModel(Via.CHOLESKY, factor_period=2, inverse_period=5, column_bytes=2)
+    cost = {form: side_cost(form, 10, 6, 4, costs=costs) for form in Form}
     assert cost[Form.DENSE].flops == 2 * 4 * 100 / 2 + 1000 / 5 + 2 * 100 * 6
     assert cost[Form.COLUMNS].flops == pytest.approx((16 * 10 + 64 / 3) / 5 + 4 * 4 * 10 * 6)
     assert cost[Form.DIAGONAL].flops == 2 * 4 * 10 / 2 + 10 / 5 + 60
@@ -167,7 +165,7 @@ def test_costs_are_those_of_the_table():
 def test_forms_by_path():
     chosen = by_path({"*.up": (Form.COLUMNS, Form.DENSE), "blocks.*": Form.DIAGONAL, "head.weight": Form.DENSE})
     model = gpt(GPTConfig(layers=1, width=8, heads=2, context=6, vocab_size=13, tied=False))
-    with pytest.raises(FdpError, match=r"blocks\.0\.norm1: .* expected the form \(diagonal, skip\)"):
+    with pytest.raises(FdpError, match=r"blocks\.0\.norm1: expected the forms \(diagonal, skip\)"):
         plan(model, chosen)
     rows = plan(model, by_path({"*.up": (Form.COLUMNS, Form.DENSE), "*.out": Form.DIAGONAL}))
     assert forms(rows["blocks.0.up"]) == (Form.COLUMNS, Form.DENSE)
@@ -180,16 +178,10 @@ def test_what_the_policy_says_is_what_collect_makes():
     model = small(tied=False)
     data = {"tokens": torch.randint(0, 13, (2, 7), generator=torch.Generator().manual_seed(0))}
     rows = plan(model, auto(rho=1e9), samples=2)
-    found = collect(
-        model,
-        model.init(keys.key(0)),
-        data,
-        torch.ones(2),
-        forms=forms_of(list(rows.values())),
-        fisher=Fisher.EMPIRICAL,
-        sharing=Sharing.EXPAND,
-        key=keys.key(1),
-    )
+    params = model.init(keys.key(0))
+    chosen = forms_of(list(rows.values()))
+    estimator = Estimator(survey(model, params, data), chosen, Fisher.EMPIRICAL, Sharing.EXPAND)
+    found = collect(model, params, data, torch.ones(2), estimator=estimator, key=keys.key(1))
     kinds = {
         Form.DENSE: "DenseFactor",
         Form.COLUMNS: "ColumnsFactor",
@@ -216,8 +208,8 @@ def test_what_the_policy_says_is_what_collect_makes():
         (lambda: plan(small(), everything(), inverse_period=-1), "inverse_period: expected at least 1 step"),
         (lambda: plan(small(), everything(), samples=0), "samples: expected at least 1"),
         (lambda: plan(small(), by_path({"nothing.*": Form.DENSE})), "to match a layer, got 'nothing"),
-        (lambda: plan(small(), by_path({"*.up": Form.SOFTMAX})), "expected the form softmax on the left"),
-        (lambda: keep(COLUMNS, device=CPU, dtype=torch.int8), "floating-point"),
+        (lambda: plan(small(), by_path({"*.up": Form.SOFTMAX})), "expected the form softmax only on the left"),
+        (lambda: compress(COLUMNS, device=CPU, dtype=torch.int8), "floating-point"),
     ],
 )
 def test_what_makes_no_sense_is_refused(act, words):
@@ -236,6 +228,11 @@ CPU = torch.device("cpu")
 COLUMNS = factors.columns(torch.randn(5, 9, generator=torch.Generator().manual_seed(0)), weight=5.0)
 
 
+def decompress(stored: CompressedFactor) -> Factor:
+    factor, scale = stored
+    return factor if scale is None else factor._replace(columns=factor.columns.to(scale.dtype) / scale)
+
+
 @example(sizes=[-36.0, 36.0, 0.0], dtype=torch.float16)
 @given(
     sizes=st.lists(st.floats(-36, 36), min_size=1, max_size=6), dtype=st.sampled_from([torch.float16, torch.bfloat16])
@@ -244,8 +241,8 @@ COLUMNS = factors.columns(torch.randn(5, 9, generator=torch.Generator().manual_s
 def test_columns_of_any_size_come_back_within_eps_of_their_largest_entry(sizes, dtype):
     rows = torch.randn(len(sizes), 9, generator=torch.Generator().manual_seed(1))
     factor = factors.columns(rows * torch.tensor([10.0**size for size in sizes])[:, None], weight=3.0)
-    stored = keep(factor, device=CPU, dtype=dtype)
-    back = widen(stored, device=CPU)
+    stored = compress(factor, device=CPU, dtype=dtype)
+    back = decompress(stored)
     assert isinstance(stored.factor, ColumnsFactor)
     assert isinstance(back, ColumnsFactor)
     assert stored.factor.columns.dtype == dtype
@@ -257,10 +254,10 @@ def test_columns_of_any_size_come_back_within_eps_of_their_largest_entry(sizes, 
 
 def test_a_softmax_is_narrowed_in_its_columns_only():
     factor = factors.softmax(torch.randn(4, 6).softmax(-1), weight=4.0)
-    stored = keep(factor, device=CPU)
+    stored = compress(factor, device=CPU)
     assert isinstance(stored.factor, SoftmaxFactor)
     assert [x.dtype for x in stored.factor] == [torch.float32, torch.float16, torch.float32]
-    back = widen(stored, device=CPU)
+    back = decompress(stored)
     assert isinstance(back, SoftmaxFactor)
     assert torch.equal(back.total, factor.total)
     torch.testing.assert_close(back.columns, factor.columns, rtol=1e-3, atol=1e-3)
@@ -268,27 +265,25 @@ def test_a_softmax_is_narrowed_in_its_columns_only():
 
 def test_sums_are_never_narrowed_and_no_dtype_changes_nothing():
     dense = factors.dense(torch.randn(4, 6), weight=4.0)
-    assert keep(dense, device=CPU) == Stored(dense, None)
-    assert torch.equal(widen(keep(COLUMNS, device=CPU, dtype=None), device=CPU)[0], COLUMNS.columns)
+    assert compress(dense, device=CPU) == CompressedFactor(dense, None)
+    assert torch.equal(decompress(compress(COLUMNS, device=CPU, dtype=None))[0], COLUMNS.columns)
 
 
 def test_zeros_nans_and_no_columns_are_stored_as_they_are():
     rows = torch.tensor([[0.0, 0.0], [math.nan, 1.0], [math.inf, 1000.0], [1e-40, 0.0]])
-    back = widen(keep(factors.columns(rows, weight=4.0), device=CPU), device=CPU)
+    back = decompress(compress(factors.columns(rows, weight=4.0), device=CPU))
     assert isinstance(back, ColumnsFactor)
     torch.testing.assert_close(back.columns.mT, rows, equal_nan=True, rtol=1e-3, atol=0.0)
     none = factors.columns(torch.zeros(0, 3), weight=0.0)
-    back = widen(keep(none, device=CPU), device=CPU)
+    back = decompress(compress(none, device=CPU))
     assert isinstance(back, ColumnsFactor)
     assert back.columns.shape == (3, 0)
 
 
 def test_large_factors_go_to_cpu_memory():
     home = torch.device("meta")
-    assert STORE_BYTES == 500_000_000
-    assert store_device(Where.AUTO, STORE_BYTES, home=home) == home
-    assert store_device(Where.AUTO, STORE_BYTES + 1, home=home) == CPU
-    assert store_device(Where.DEVICE, STORE_BYTES + 1, home=home) == home
+    assert MAX_DEVICE_BYTES == 500_000_000
+    assert store_device(Where.AUTO, MAX_DEVICE_BYTES, home=home) == home
+    assert store_device(Where.AUTO, MAX_DEVICE_BYTES + 1, home=home) == CPU
+    assert store_device(Where.DEVICE, MAX_DEVICE_BYTES + 1, home=home) == home
     assert store_device(Where.CPU, 0, home=home) == CPU
-    both = Curvature(COLUMNS, factors.diagonal(torch.ones(5, 9), weight=5.0))
-    assert factor_bytes({Layer("w", None): both}) == 4 * (45 + 1 + 9 + 1)

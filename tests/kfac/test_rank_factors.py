@@ -17,18 +17,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fdp import keys, tree
-from fdp.gradients.linear_maps import LowRankMap, MatrixMap, Sides
+from fdp.gradients.linear_maps import LowRankMap, MatrixMap, Sides, apply_map
 from fdp.init import normal
 from fdp.kfac import factors
 from fdp.kfac.factors import CurvatureError
-from fdp.kfac.invert.apply import precondition
-from fdp.kfac.invert.inverse import Damping, Via, invert
-from fdp.kfac.invert.woodbury import woodbury_solve
-from fdp.kfac.ranks.add_factors import exchange, gather, sum_totals
-from fdp.kfac.ranks.gather_columns import CAP, CappedWarning, gather_columns
-from fdp.kfac.ranks.owner import assign, cost, invert_owned
-from fdp.kfac.ranks.ring import apply_ring, invert_ring, precondition_ring, ring
-from fdp.kfac.ranks.sharded_gradients import precondition_parts, whole_features
+from fdp.kfac.inversion.damped_inverse import Damping, invert
+from fdp.kfac.inversion.one_side import Via
+from fdp.kfac.inversion.woodbury import woodbury_cholesky
+from fdp.kfac.preconditioning.one_layer import precondition
+from fdp.kfac.preconditioning.sharded import precondition_sharded
+from fdp.kfac.ranks.gather_columns import CAP_COLUMNS, CappedWarning, gather_columns
+from fdp.kfac.ranks.owner_inverse import assign_owners, inversion_cost, invert_by_owner
+from fdp.kfac.ranks.ring_inverse import apply_ring, invert_ring, precondition_ring, ring_inverse
+from fdp.kfac.ranks.sum_factors import gather_factor_columns, sum_totals
 from fdp.kfac.types import (
     ColumnsFactor,
     Curvature,
@@ -106,6 +107,11 @@ def right_side(n: int = N) -> Tensor:
     return torch.randn(n, 3, dtype=F64, generator=torch.Generator().manual_seed(9))
 
 
+def gather(factor: Factor, sharding: Sharding | None, *, cap: int = CAP_COLUMNS) -> Factor:
+    """Return the factor of all ranks' samples."""
+    return gather_factor_columns(sum_totals(factor, sharding), sharding, cap=cap)
+
+
 GRADIENT = torch.randn(N, N, dtype=F64, generator=torch.Generator().manual_seed(3))
 
 
@@ -128,7 +134,7 @@ def on_mesh(axes: dict[str, int], data: Data = Data.SPLIT) -> list[dict[str, Any
         for form in ("columns", "softmax"):
             factor = own[form]
             assert isinstance(factor, ColumnsFactor | SoftmaxFactor)
-            answers[form] = apply_ring(ring(factor, sharding, damping=DAMPING), right_side(), sharding)
+            answers[form] = apply_ring(ring_inverse(factor, sharding, damping=DAMPING), right_side(), sharding)
         pairs = {"both": ("softmax", "columns"), "one": ("dense", "columns"), "none": ("dense", "diagonal")}
         for name, (left, right) in pairs.items():
             try:
@@ -192,7 +198,7 @@ def in_order(orders: list[tuple[int, ...]]) -> list[Tensor]:
     for order in orders:
         factor = factors_of(blocks[order[sharding.rank]])["columns"]
         assert isinstance(factor, ColumnsFactor)
-        found.append(apply_ring(ring(factor, sharding, damping=DAMPING), right_side(), sharding))
+        found.append(apply_ring(ring_inverse(factor, sharding, damping=DAMPING), right_side(), sharding))
         gathered = gather(factor, sharding)
         found.append(torch.linalg.solve(damped(gathered), right_side()))
     return found
@@ -227,7 +233,7 @@ def stops_together() -> list[str]:
             said.append(str(error))
     bad = own._replace(columns=own.columns * (math.nan if sharding.rank == 3 else 1.0))
     with pytest.raises(FdpError) as nan:
-        ring(bad, sharding, damping=DAMPING)
+        ring_inverse(bad, sharding, damping=DAMPING)
     with pytest.raises(FdpError) as nan_trace:
         invert_ring(Curvature(bad, bad), sharding, damping=DAMPING, via=Via.CHOLESKY)
 
@@ -242,7 +248,7 @@ def stops_together() -> list[str]:
         Layer(f"w{n}", None): Curvature(DenseFactor(torch.eye(n), torch.tensor(1.0)), None) for n in (2, 3, 4)
     }
     with pytest.raises(FdpError) as inverse:
-        invert_owned(curvatures, invert, sharding)
+        invert_by_owner(curvatures, invert, sharding)
     failed = [nan.value, nan_trace.value, inverse.value]
     assert all(error.everywhere for error in failed)
     return said + [str(error) for error in failed]
@@ -263,7 +269,6 @@ def on_four_ranks(orders: list[tuple[int, ...]]) -> dict[str, Any]:
         "peaks": peaks(),
         "owner": owned(),
         "parts": [parts_on(axes, zero) for axes in MESHES[4] for zero in (Zero.NONE, Zero.THREE)],
-        "features": features(),
     }
 
 
@@ -347,11 +352,11 @@ def peaks() -> dict[str, int]:
     rows = torch.randn(COLUMNS, LONG, dtype=F64, generator=torch.Generator().manual_seed(sharding.rank))
     factor, y = factors.columns(rows, weight=float(COLUMNS)), torch.ones(LONG, 1, dtype=F64)
     with LiveBytes() as by_ring:
-        answer = apply_ring(ring(factor, sharding, damping=1e-2), y, sharding)
+        answer = apply_ring(ring_inverse(factor, sharding, damping=1e-2), y, sharding)
     with LiveBytes() as by_gather:
         whole = gather(factor, sharding)
     assert isinstance(whole, ColumnsFactor)
-    expected = woodbury_solve(whole.columns, y, weight=whole.weight, damping=1e-2)
+    expected = apply_map(woodbury_cholesky(whole.columns, weight=whole.weight, damping=1e-2), y)
     torch.testing.assert_close(answer, expected, rtol=1e-10, atol=1e-10)
     return {"ring": by_ring.peak, "gather": by_gather.peak}
 
@@ -404,8 +409,12 @@ def owned() -> tuple[dict[Layer, Preconditioner], int]:
         calls += len(own)
         return dense_inverses(own)
 
-    summed = exchange(curvature_of(rows_of((3, 2))[sharding.rank]), sharding)
-    return invert_owned(summed, counted, sharding), calls
+    mine = curvature_of(rows_of((3, 2))[sharding.rank])
+    summed = {
+        layer: Curvature(*(None if side is None else gather(side, sharding) for side in both))
+        for layer, both in mine.items()
+    }
+    return invert_by_owner(summed, counted, sharding), calls
 
 
 @pytest.mark.ranks
@@ -425,7 +434,7 @@ def test_every_inverse_is_computed_once_and_known_to_all(four):
 
 def test_one_process_owns_everything():
     whole = curvature_of(rows_of((3,))[0])
-    for layer, made in invert_owned(whole, dense_inverses, None).items():
+    for layer, made in invert_by_owner(whole, dense_inverses, None).items():
         assert all(torch.equal(a, b) for a, b in zip(tree.leaves(made), tree.leaves(dense_inverse(whole[layer]))))
 
 
@@ -434,9 +443,9 @@ def test_one_process_owns_everything():
 @settings(deadline=None, max_examples=60)
 def test_work_is_divided_within_four_thirds_of_the_best(costs, ranks):
     layers = {Layer(f"w{i:02}", None): float(cost) for i, cost in enumerate(costs)}
-    owners = assign(layers, ranks=ranks)
+    owners = assign_owners(layers, ranks=ranks)
     backwards = dict(reversed(list(layers.items())))
-    assert owners == assign(backwards, ranks=ranks)
+    assert owners == assign_owners(backwards, ranks=ranks)
     most = max(sum(layers[layer] for layer in layers if owners[layer] == rank) for rank in range(ranks))
     loads = {(0.0,) * ranks}
     for each in layers.values():
@@ -447,18 +456,23 @@ def test_work_is_divided_within_four_thirds_of_the_best(costs, ranks):
 def test_ties_go_by_path_and_no_ranks_are_refused():
     layers = {Layer(name, None): 1.0 for name in "cab"}
     for order in ("cab", "abc", "bca", "cba"):
-        owners = assign({Layer(name, None): 1.0 for name in order}, ranks=2)
+        owners = assign_owners({Layer(name, None): 1.0 for name in order}, ranks=2)
         assert owners == {Layer("c", None): 0, Layer("a", None): 0, Layer("b", None): 1}
     with pytest.raises(FdpError, match="at least 1"):
-        assign(layers, ranks=0)
+        assign_owners(layers, ranks=0)
 
 
 def test_what_an_inverse_costs():
     one = torch.tensor(1.0)
     dense, diagonal = DenseFactor(torch.eye(10), one), DiagonalFactor(torch.ones(10), one)
     few, many = ColumnsFactor(torch.ones(10, 2), one), ColumnsFactor(torch.ones(10, 20), one)
-    assert [cost(Curvature(side, None)) for side in (dense, diagonal, few, many)] == [1000, 10, 4 * 12, 100 * 30]
-    assert cost(Curvature(dense, diagonal)) == 1010
+    assert [inversion_cost(Curvature(side, None)) for side in (dense, diagonal, few, many)] == [
+        1000,
+        10,
+        4 * 12,
+        100 * 30,
+    ]
+    assert inversion_cost(Curvature(dense, diagonal)) == 1010
 
 
 # -------------------------------------------------------------------------------------------------------------- parts
@@ -476,7 +490,7 @@ def times(sides: Sides, gradient: Tensor) -> Tensor:
 
 SHAPES = dict(zip(LAYERS, ((6, 6), (5, 7), (3, 8), (8, 1))))
 PRECONDITIONERS = {layer: mixing(shape) for layer, shape in SHAPES.items()}
-preconditioned = partial(precondition_parts, shapes=SHAPES, apply=times)
+preconditioned = partial(precondition_sharded, shapes=SHAPES, apply=times)
 
 
 def parts_on(axes: dict[str, int], zero: Zero) -> bool:
@@ -524,28 +538,8 @@ def test_leaves_without_a_gradient_and_leaves_in_two_layers_are_refused():
         preconditioned(twice, whole, None)
 
 
-def features() -> list[Tensor]:
-    """Output gradients of ``up`` and inputs of ``down``, cut as ``tensor`` cuts the layers; then the other sides."""
-    sharding = sharding_on({"tensor": 2, "shard": 2})
-    whole = torch.arange(2 * 3 * 6).view(2, 3, 6).double()
-    mine = whole.chunk(2, -1)[sharding.tensor.rank]
-    return [
-        whole_features(mine, sharding, "up", dim=0),
-        whole_features(mine, sharding, "down", dim=1),
-        whole_features(whole, sharding, "up", dim=1),
-        whole_features(whole, sharding, "down", dim=0),
-    ]
-
-
-@pytest.mark.ranks
-def test_features_cut_over_tensor_are_made_whole(four):
-    for result in four:
-        for got in result["features"]:
-            assert torch.equal(got, torch.arange(2 * 3 * 6).view(2, 3, 6).double())
-
-
 # --------------------------------------------------------------------------------------------------------- one process
-def test_without_ranks_nothing_is_exchanged():
+def test_without_ranks_factors_are_unchanged():
     for factor in factors_of(rows_of((5,))[0]).values():
         assert all(torch.equal(a, b) for a, b in zip(gather(factor, None), factor))
         assert all(torch.equal(a, b) for a, b in zip(sum_totals(factor, None), factor))
@@ -572,22 +566,19 @@ def test_a_cap_keeps_the_trace_of_columns_of_one_length():
 def test_up_to_the_cap_nothing_is_left_out():
     columns = torch.randn(3, 20)
     assert torch.equal(gather_columns(columns, None, cap=20).columns, columns)
-    assert CAP == 8192
+    assert CAP_COLUMNS == 8192
 
 
 @pytest.mark.parametrize("cap", [0, -1])
 def test_a_cap_below_one_is_refused(cap):
-    factor = factors.dense(torch.randn(3, 2), weight=3.0)
     with pytest.raises(FdpError, match="cap: expected at least 1"):
-        gather(factor, None, cap=cap)
-    with pytest.raises(FdpError, match="cap: expected at least 1"):
-        exchange({}, None, cap=cap)
+        gather(factors.columns(torch.randn(3, 2), weight=3.0), None, cap=cap)
 
 
 @pytest.mark.parametrize("damping", [0.0, -1.0, math.nan])
 def test_a_ring_without_damping_is_refused(damping):
     with pytest.raises(FdpError, match="damping"):
-        ring(factors.columns(torch.randn(3, 2), weight=3.0), None, damping=damping)
+        ring_inverse(factors.columns(torch.randn(3, 2), weight=3.0), None, damping=damping)
 
 
 @pytest.mark.parametrize("damping", [1.0, 1e-3, 1e-6])
@@ -597,7 +588,7 @@ def test_a_ring_of_one_is_the_inverse(damping, tokens):
     for form in ("columns", "softmax"):
         factor = own[form]
         assert isinstance(factor, ColumnsFactor | SoftmaxFactor)
-        got = apply_ring(ring(factor, None, damping=damping), right_side(), None)
+        got = apply_ring(ring_inverse(factor, None, damping=damping), right_side(), None)
         dense = damping * torch.eye(N, dtype=F64) + (factors.matrix(factor) if tokens else 0)
         expected = torch.linalg.solve(dense, right_side())
         assert (got - expected).norm() < 1e-8 * expected.norm()
@@ -608,17 +599,19 @@ def test_a_ring_takes_the_diagonal_of_a_softmax_from_its_columns():
     probabilities = (4 * torch.randn(5, 40, generator=torch.Generator().manual_seed(1))).softmax(-1)
     factor = factors.softmax(probabilities, weight=5.0)
     rounded = factor._replace(total=factor.total * (1 - 40 * torch.finfo(torch.float32).eps))
-    for mine, theirs in zip(ring(rounded, None, damping=1e-6)[:2], ring(factor, None, damping=1e-6)[:2]):
+    for mine, theirs in zip(
+        ring_inverse(rounded, None, damping=1e-6)[:2], ring_inverse(factor, None, damping=1e-6)[:2]
+    ):
         assert torch.equal(mine, theirs)
     with pytest.raises(CurvatureError, match="expected columns with U U"):
-        ring(factor._replace(total=factor.total * 0.9), None, damping=1e-6)
+        ring_inverse(factor._replace(total=factor.total * 0.9), None, damping=1e-6)
 
 
 def test_half_precision_columns_are_widened():
     rows = torch.randn(3, 8)
     exact, half = (factors.columns(each, weight=3.0) for each in (rows, rows.half()))
     y = torch.randn(8, 2)
-    solve = partial(ring, sharding=None, damping=0.1)
+    solve = partial(ring_inverse, sharding=None, damping=0.1)
     a, b = apply_ring(solve(exact), y, None), apply_ring(solve(half), y, None)
     assert b.dtype == torch.float32
     assert (a - b).norm() < 1e-2 * a.norm()

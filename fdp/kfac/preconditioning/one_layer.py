@@ -1,4 +1,4 @@
-"""A preconditioner times a gradient: products only, nothing is decided, so it runs inside a compiled step.
+"""The product of a preconditioner and the full gradient of one layer: matrix products only, so it compiles in a step.
 
 Sides     G -> L G R
 Product   G -> Q_L ((Q_L^T G Q_R) * scale) Q_R^T
@@ -19,7 +19,7 @@ from fdp.kfac.types import Preconditioner, Product
 def precondition(
     preconditioner: Preconditioner, gradient: Float[Tensor, "rows columns"], *, rounded: bool = False
 ) -> Float[Tensor, "rows columns"]:
-    """``F^-1 G``, or the power of F that was asked for. ``rounded``: G was computed in half precision."""
+    """Return ``F^-1 G``, or ``F^-1/2 G`` for a root. ``rounded``: G was computed in half precision."""
     match preconditioner:
         case Sides(left, right):
             done = gradient.to(widest(gradient))
@@ -34,5 +34,8 @@ def precondition(
 def trust_dot(
     gradient: Float[Tensor, "rows columns"], update: Float[Tensor, "rows columns"], *, root: bool
 ) -> Float[Tensor, ""]:
-    """A layer's part of ``g^T F^-1 g``; a ``root`` meets gradients that one root has been applied to: |F^-1/2 g|^2."""
+    """Return the layer's part of ``g^T F^-1 g``.
+
+    With ``root``, one root has already been applied to the gradient, and the result is ``|F^-1/2 g|^2``.
+    """
     return (gradient * (gradient if root else update)).sum(dtype=torch.float64)

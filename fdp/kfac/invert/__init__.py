@@ -1,1 +1,0 @@
-"""Invert curvature and apply the inverse to a gradient."""
