@@ -34,7 +34,7 @@ from fdp.foreign.uses.products import LINEAR_ROWS
 from fdp.foreign.uses.rarer_products import BILINEAR
 from fdp.foreign.uses.routing import ROUTED, pack
 from fdp.gradients.costs import Choice, NormBy, SumBy
-from fdp.gradients.execution import EAGER, Execution
+from fdp.gradients.execution import EAGER, STORE_ALL, Execution, Memory
 from fdp.gradients.per_sample import per_sample_norms
 from fdp.gradients.plan import Method, Plan, make_plan
 from fdp.gradients.taps import EXPANDED
@@ -826,6 +826,7 @@ def sums_of(
     *,
     blocks: CompiledRunner | None = None,
     lazy: bool = False,
+    memory: Memory = STORE_ALL,
     leaf: Path | None = None,
     **how: Any,
 ) -> Callable[[Tensor], tuple[dict[Path, Tensor], float]]:
@@ -837,7 +838,12 @@ def sums_of(
     again = any(choice.sum is SumBy.SECOND for choice in plan.choices.values())
     with fast_attention(device, repeatable=again):  # as in a step: a second backward must find what the first measured
         _, norms, stash = per_sample_norms(
-            target.model, target.params, data, plan=plan, execution=Execution(runner=blocks or EAGER), **how
+            target.model,
+            target.params,
+            data,
+            plan=plan,
+            execution=Execution(memory=memory, runner=blocks or EAGER),
+            **how,
         )
     clip: Clip = style.clip(norms, tree.map(lambda state: state.to(norms.total().device), style.init()))
     if leaf is not None:

@@ -10,7 +10,7 @@ import torch
 
 from fdp import keys, tree
 from fdp.checks.first_call import Checks
-from fdp.fast.compile_modes import Compile
+from fdp.fast.compile_modes import Compile, make_execution
 from fdp.gradients.accumulate import MicrobatchSum, add_microbatches
 from fdp.gradients.lazy_sum import LazySum
 from fdp.gradients.plan import Method, make_plan
@@ -231,7 +231,7 @@ def test_compiled_equals_eager(method):
     model = gpt(GPTConfig(layers=1, width=8, heads=2, context=8, vocab_size=13))
     options = {"method": method, "microbatch": 4, "steps": 2, "optimizer": sgd(0.1)}
     eager, seen = train(model, tokens(6), **options)
-    compiled, metrics = train(model, tokens(6), compile=Compile.STEP, **options)
+    compiled, metrics = train(model, tokens(6), execution=make_execution(compile=Compile.STEP), **options)
     assert_same(eager, compiled)
     torch.testing.assert_close(metrics.norms, seen.norms, rtol=1e-5, atol=1e-6)
 

@@ -119,7 +119,7 @@ def wrong_norms(monkeypatch) -> None:
         factor = 1.0 if plan.method.value == "materialize" else 0.81
         return losses, norms._replace(squared={path: s * factor for path, s in norms.squared.items()}), stash
 
-    monkeypatch.setattr("fdp.step.per_sample_norms", understated)
+    monkeypatch.setattr("fdp.gradients.accumulate.per_sample_norms", understated)
 
 
 def test_a_mode_with_wrong_norms_is_not_timed_and_is_reported(case, tmp_path, monkeypatch):

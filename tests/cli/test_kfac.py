@@ -118,15 +118,15 @@ def test_every_option_of_kfac_trains(tmp_path: Path) -> None:
 def test_an_interrupted_run_resumes_bit_equal(more: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = (*shlex.split(more), "--steps", "5", "--kfac-period", "2", "--save-every", "1", "--quiet")
     assert call(*words, "--out", str(tmp_path / "whole")) == 0
-    record_of, made = runs.record_of, []
+    real, made = runs.make_step_record, []
 
     def interrupting(*args: Any, **kwargs: Any) -> Any:
         made.append(1)
         if len(made) == 4:
             raise KeyboardInterrupt
-        return record_of(*args, **kwargs)
+        return real(*args, **kwargs)
 
-    monkeypatch.setattr(runs, "record_of", interrupting)
+    monkeypatch.setattr(runs, "make_step_record", interrupting)
     assert call(*words, "--out", str(tmp_path / "halves")) == 130
     monkeypatch.setattr(runs, "record_of", record_of)
     assert call(*words, "--out", str(tmp_path / "halves")) == 0
@@ -317,7 +317,7 @@ def test_curvature_never_sees_the_batch_of_a_step(source: str, monkeypatch: pyte
     draw_batch(run, 0)
     purpose, samples = used[-1]
     assert all(purpose != other and samples != theirs for other, theirs in used[:-1])
-    maps = run.stages.sides(after)
+    maps = run.stages.preconditioners(after)
     assert sorted(maps) == sorted(run.config.model.trainable)
     assert all(torch.equal(a, b) for a, b in zip(tree.leaves(maps), tree.leaves(sides_of(after)), strict=True))
     assert (refreshed(run, state, nothing, 1) is state) == (source == "noised")

@@ -17,6 +17,7 @@ from fdp.estimate import estimate
 from fdp.estimate.estimate import Footprint, Scale, StepSettings, plan_at_scale
 from fdp.estimate.ledger import Ledger, MemoryKind, Phase
 from fdp.fast.compile_modes import make_execution
+from fdp.gradients.execution import Execution
 from fdp.gradients.plan import Method, make_plan
 from fdp.kfac.config import KfacConfig
 from fdp.kfac.factor_storage import Where
@@ -282,7 +283,7 @@ def count_on_rank(zero: Zero, axes: dict[str, int], method: Method, microbatches
     chosen = make_plan(model, abstract_params(model, sharding), tokens(model), method=method)
     z = 0.0 if method is Method.NONE else 1.0
     mechanism = Mechanism(poisson(100, expected_batch_size=10), flat(max_norm=1.0), z)
-    options: dict[str, Any] = {"plan": chosen, "sharding": sharding, "checks": Checks.SKIPPED}
+    options: dict[str, Any] = {"plan": chosen, "execution": Execution(sharding), "checks": Checks.SKIPPED}
     step = make_train_step(model, optimizer, mechanism=mechanism, **options)
     params = init_params(model, keys.key(0), sharding)
     state = init_state(model, params, optimizer, mechanism, execution=make_execution(sharding=sharding))

@@ -16,6 +16,7 @@ from fdp import keys, ops, tree
 from fdp.checks.first_call import Checks
 from fdp.fast.compile_modes import make_execution
 from fdp.gradients import block_loop
+from fdp.gradients.execution import Execution
 from fdp.gradients.plan import Method, make_plan
 from fdp.init import normal
 from fdp.model import Block, LeafSpec, Model
@@ -109,7 +110,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[Sent]:
 def a_step(axes: dict[str, int], zero: Zero, method: Method, *, microbatches: int = 1, **options: Any) -> None:
     sharding = make_sharding(MODEL, make_mesh(axes, device_type="cpu"), zero=zero, **options)
     plan = make_plan(MODEL, abstract_params(MODEL, sharding), DATA, method=method)
-    how: dict[str, Any] = {"plan": plan, "sharding": sharding, "checks": Checks.SKIPPED}
+    how: dict[str, Any] = {"plan": plan, "execution": Execution(sharding), "checks": Checks.SKIPPED}
     step = make_train_step(MODEL, sgd(0.1), mechanism=mechanism(method), **how)
     state = init_state(
         MODEL,
