@@ -209,7 +209,7 @@ def private_by_opacus(
     warnings.filterwarnings("ignore", message="Secure RNG turned off")
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
     example = TensorDataset(torch.zeros(setup.batch_size, 1))
-    made: Any = PrivacyEngine().make_private(
+    private: Any = PrivacyEngine().make_private(
         module=base,
         optimizer=make_adamw(base),
         criterion=nn.CrossEntropyLoss(),
@@ -219,7 +219,7 @@ def private_by_opacus(
         poisson_sampling=False,
         grad_sample_mode="ghost" if ghost else "hooks",
     )
-    module, optimizer, criterion = made[:3] if ghost else (*made[:2], nn.CrossEntropyLoss())
+    module, optimizer, criterion = private[:3] if ghost else (*private[:2], nn.CrossEntropyLoss())
 
     def step(tokens: Tensor, key: Tensor) -> Tensor:
         optimizer.zero_grad(set_to_none=True)

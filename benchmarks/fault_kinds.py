@@ -96,16 +96,16 @@ def attempt_with(lab: Lab, job: Job, kind: str, fault: Fault, *more: Fault) -> N
     happened = codes[fault.rank] != 0
     problem = f"ranks {stuck} were still there after {LIMIT_S:g} seconds" if stuck else None
     if happened and fault.act in ("terminated", "interrupted") and problem is None:
-        problem = _wrong_exit(fault, codes, made=newest_step(job) > before and job.summary() is None)
+        problem = _wrong_exit(fault, codes, saved=newest_step(job) > before and job.summary() is None)
     lab.note(kind, f"rank {fault.rank}, {fault.stage}", began, problem or check_files(job, before), happened=happened)
     if problem:
         print(attempt.text()[-1500:], flush=True)
 
 
-def _wrong_exit(fault: Fault, codes: list[int | None], *, made: bool) -> str | None:
+def _wrong_exit(fault: Fault, codes: list[int | None], *, saved: bool) -> str | None:
     """Return what is wrong with the exit codes. Before the first step and after the last, a signal just ends a rank."""
     number = SIGNALS[fault.act]
-    if made and codes != [128 + number] * len(codes) and fault.stage != "joining":
+    if saved and codes != [128 + number] * len(codes) and fault.stage != "joining":
         return f"expected the exit code {128 + number} on every rank, got {codes}"
     return None if set(codes) <= {0, 1, 128 + number, -number} else f"got the exit codes {codes}"
 
@@ -276,8 +276,8 @@ def deleted(lab: Lab, count: int) -> None:
         job, began = lab.job(), time.monotonic()
         with job.start(Fault("terminated", number % 2, "drawing samples", 9)) as attempt:
             attempt.wait(seconds=LIMIT_S)
-        kept = job.out.with_name(f"{job.out.name}-kept")
-        shutil.copytree(job.out / "checkpoints", kept)
+        backup = job.out.with_name(f"{job.out.name}-backup")
+        shutil.copytree(job.out / "checkpoints", backup)
         shutil.rmtree(checkpoints(job.out)[-1] if number % 2 else job.out / "checkpoints")
         with job.start() as attempt:
             codes = attempt.wait(seconds=LIMIT_S)
@@ -285,8 +285,8 @@ def deleted(lab: Lab, count: int) -> None:
         if number % 2 == 0:
             if codes[0] != 2 or "expected a checkpoint, got none" not in attempt.text():
                 problem = f"began again: {codes} {attempt.text()[-600:]}"
-            shutil.copytree(kept, job.out / "checkpoints")
-        shutil.rmtree(kept)
+            shutil.copytree(backup, job.out / "checkpoints")
+        shutil.rmtree(backup)
         lab.note("checkpoints deleted", "all" if number % 2 == 0 else "the newest", began,
                  problem or finish(lab, job, expected))  # fmt: skip
 

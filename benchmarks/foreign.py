@@ -77,10 +77,10 @@ def make_module(config: Config) -> nn.Module:
     if isinstance(config, GPTConfig):
         shape: dict[str, Any] = {"n_layer": config.layers, "n_embd": config.width, "n_head": config.heads}
         dropout: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        made = transformers.GPT2Config(**common, **shape, **dropout, n_positions=config.context)
+        theirs = transformers.GPT2Config(**common, **shape, **dropout, n_positions=config.context)
         kind: Any = transformers.GPT2LMHeadModel
     else:
-        made = transformers.LlamaConfig(
+        theirs = transformers.LlamaConfig(
             **common,
             num_hidden_layers=config.layers,
             hidden_size=config.width,
@@ -92,7 +92,7 @@ def make_module(config: Config) -> nn.Module:
         )
         kind = transformers.LlamaForCausalLM
     with no_init_weights():
-        return kind._from_config(made, attn_implementation="sdpa", dtype=torch.float32)
+        return kind._from_config(theirs, attn_implementation="sdpa", dtype=torch.float32)
 
 
 def foreign(config: Config, *, name: str = FOREIGN) -> Model:
@@ -127,11 +127,11 @@ def by_opacus(
     shape = config._replace(layers=len(model.blocks) - 2, context=model.context)
     register_opacus_rules()
     module = make_module(shape).to(device).train()  # it has no dropout, and Opacus refuses a module in eval mode
-    drawn = {} if params is None else tree.flatten(params)
+    values = {} if params is None else tree.flatten(params)
     with torch.no_grad():
         for name, leaf in module.named_parameters():
             if params is not None:
-                leaf.copy_(drawn[name])
+                leaf.copy_(values[name])
             elif leaf.ndim > 1:
                 leaf.normal_(std=0.02)
             else:
@@ -264,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.render:
         print(f"written: {render(options.render)}")
         return
-    device, begun = torch.device(options.device), time.perf_counter()
+    device, start = torch.device(options.device), time.perf_counter()
     choose_sdpa(options.sdpa)
     report = open_report(options, "foreign", device)
     for name in options.shapes:
@@ -276,7 +276,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 modes_of(case, options.modes),
                 device=device,
                 limits=Limits(cap=options.cap),
-                budget=options.budget - (time.perf_counter() - begun),
+                budget=options.budget - (time.perf_counter() - start),
                 profiled=options.profile,
                 retry=options.retry,
             )

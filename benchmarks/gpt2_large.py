@@ -184,7 +184,7 @@ def page(content: dict[str, Any], *, name: str) -> str:
         lines += ["", f"## T = {context}", "", *table(rows, context)]
     chosen = {row["context"]: row["choices"] for row in rows if row["mode"] == "auto" and "choices" in row}
     if chosen:
-        lines += ["", "## What `auto` chose (how the norm is found, how the sum is made)", ""]
+        lines += ["", "## Choices of `auto` (norm, sum)", ""]
         kinds = list(next(iter(chosen.values())))
         lines += ["| leaf | " + " | ".join(f"T = {context}" for context in sorted(chosen)) + " |"]
         lines += ["|---" * (1 + len(chosen)) + "|"]

@@ -50,14 +50,14 @@ def sweep(
 
     ``retry`` repeats cells that have failed.
     """
-    checker, begun = Checker(device), time.perf_counter()
+    checker, start = Checker(device), time.perf_counter()
     for case in cases:
         for mode in modes:
             row = report.find(case, mode)
             if row is not None and not (retry and "failed" in row):
                 continue
-            if time.perf_counter() - begun > budget:
-                print(f"stopped after {time.perf_counter() - begun:.0f} s; run again for the rest", flush=True)
+            if time.perf_counter() - start > budget:
+                print(f"stopped after {time.perf_counter() - start:.0f} s; run again for the rest", flush=True)
                 return
             row, broken = cell(report, checker, case, mode, device, limits, profiled)
             report.add(row)
@@ -70,7 +70,7 @@ def cell(
     report: Report, checker: Checker, case: Case, mode: str, device: torch.device, limits: Limits, profiled: bool
 ) -> tuple[Row, bool]:
     """Return the row of a cell, with the reason if it failed, and whether the GPU became unusable."""
-    begun = time.perf_counter()
+    start = time.perf_counter()
     try:
         errors = report.checked(case, mode) or checker.check(case, mode)
         expected = report.expected_norms(case, mode)
@@ -85,7 +85,7 @@ def cell(
             traceback.print_exc()
             why = f"{type(error).__name__}: {str(error)[:300]}"
         row = {"mode": mode, **case.cell, "failed": why}
-    row["cell_s"] = time.perf_counter() - begun
+    row["cell_s"] = time.perf_counter() - start
     try:
         free(device)
     except RuntimeError:

@@ -102,8 +102,8 @@ def natural(*, damping: float, kl_clip: float, momentum: float, period: int) -> 
     )
 
     def make(model: Model, example: Tree) -> tuple[Optimizer, Kfac]:
-        made = kfac(model, example, learning_rate=1.0, config=config)
-        return made.optimizer, made
+        curvature = kfac(model, example, learning_rate=1.0, config=config)
+        return curvature.optimizer, curvature
 
     said = f"damping {damping:g}, KL clip {kl_clip:g}, momentum {momentum:g}, period {period}"
     return Contender("kfac", said, make)
@@ -390,7 +390,7 @@ def page(content: Mapping[str, Any]) -> str:
         f"Command `{content['command']}` at commit {content['commit']}; {content['hardware']}, "
         f"{', '.join(f'{name} {number}' for name, number in content['versions'].items())}; float32 unless said "
         "otherwise.",
-        *([f"Load while it ran: {content['load']}; beside others, seconds are too many."] if "load" in content else []),
+        *([f"Load: {content['load']}; beside other work, seconds are overestimates."] if "load" in content else []),
         "",
     ]
     for name, title in TITLES.items():

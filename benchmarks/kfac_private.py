@@ -99,16 +99,16 @@ def mechanism_of(releases: Statistics | None) -> Mechanism:
 
 def train(contender: Contender, rate: float, seed: int, mechanism: Mechanism) -> float:
     """Return the test accuracy after ``STEPS`` steps."""
-    made = contender.make(rate)
+    method = contender.make(rate)
     root = keys.key(seed)
     params = MODEL.init(keys.fold_in(root, "init"))
-    optimizer = made.optimizer if isinstance(made, Kfac) else made
+    optimizer = method.optimizer if isinstance(method, Kfac) else method
     state = init_state(MODEL, params, optimizer, mechanism)
     plan = make_plan(MODEL, params, TRAIN.fetch(np.arange(MICROBATCH)), method=Method.GHOST_BK)
-    sides = sides_of if isinstance(made, Kfac) else None
+    sides = sides_of if isinstance(method, Kfac) else None
     step = make_train_step(MODEL, optimizer, mechanism=mechanism, plan=plan, precondition=sides)
-    state = made.place(state) if isinstance(made, Kfac) else state
-    refresh = refresher(made, mechanism, params) if isinstance(made, Kfac) else lambda state, key, t: state
+    state = method.place(state) if isinstance(method, Kfac) else state
+    refresh = refresher(method, mechanism, params) if isinstance(method, Kfac) else lambda state, key, t: state
     for t in range(STEPS):
         state = refresh(state, root, t)
         batch = sample_batch(TRAIN, SAMPLING, root, step=t, microbatch_size=MICROBATCH)

@@ -78,9 +78,9 @@ class Report:
     def write(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         content = {**self.head, "rows": self.rows, "first_steps": self.first_steps}
-        beside = self.path.with_suffix(".tmp")
-        beside.write_text(json.dumps(content, indent=1) + "\n")
-        beside.replace(self.path)
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(content, indent=1) + "\n")
+        temporary.replace(self.path)
 
 
 def line(row: Row) -> str:

@@ -36,7 +36,7 @@ class Part(NamedTuple):
     name: str
     seconds: float
     command: tuple[str, ...]
-    beside: tuple[tuple[str, ...], ...] = ()
+    background: tuple[tuple[str, ...], ...] = ()
 
 
 def parts(out: Path, commit: str) -> list[Part]:
@@ -104,10 +104,10 @@ def run_parts(todo: Sequence[Part], out: Path, *, seconds: float, commit: str, n
 def run_part(part: Part, log: Path, *, seconds: float) -> int | None:
     """Return the exit status of a part, None if it took too long. What runs beside it ends with it."""
     environment = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if part.name == "tests" else None
-    elsewhere = os.environ | {"FDP_CACHE": str(log.parent / "beside")}  # no plan may use timings taken here
-    background = [
+    elsewhere = os.environ | {"FDP_CACHE": str(log.parent / "background")}  # no plan may use timings taken here
+    processes = [
         subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=elsewhere)
-        for command in part.beside
+        for command in part.background
     ]
     try:
         with log.open("w") as text:
@@ -118,7 +118,7 @@ def run_part(part: Part, log: Path, *, seconds: float) -> int | None:
     except subprocess.TimeoutExpired:
         return None
     finally:
-        for process in background:
+        for process in processes:
             process.kill()
             process.wait()
 

@@ -190,16 +190,16 @@ def crowds(options: argparse.Namespace, device: torch.device, dtypes: list[torch
 def run(options: argparse.Namespace, device: torch.device, say: Callable[[str], None]) -> list[Row]:
     """Return all rows; the search runs until the time is over, which excludes compilation."""
     dtypes = [getattr(torch, name) for name in options.dtype]
-    begun = time.perf_counter()
+    start = time.perf_counter()
     todo = list(jobs(options, device, dtypes))
     for job in {id(job.search): job for job in todo if job.search.blocks is not None}.values():
         job.search.climb(job.leaf, job.plan, seconds=0.0)
-    say(f"{len(todo)} leaves and choices; compiled after {time.perf_counter() - begun:.0f} s")
-    begun, seconds = time.perf_counter(), 60.0 * options.minutes
+    say(f"{len(todo)} leaves and choices; compiled after {time.perf_counter() - start:.0f} s")
+    start, seconds = time.perf_counter(), 60.0 * options.minutes
     rows: list[Row] = []
 
     def stop(share: float, what: str) -> bool:
-        over = time.perf_counter() - begun > share * seconds
+        over = time.perf_counter() - start > share * seconds
         if over:
             say(f"{what}: stopped at {share:.0%} of the time")
         return over
@@ -209,7 +209,7 @@ def run(options: argparse.Namespace, device: torch.device, say: Callable[[str], 
             rows.append(row)
             if stop(share, what):
                 break
-        say(f"{what}: {sum(row.cases for row in rows)} cases so far, {time.perf_counter() - begun:.0f} s")
+        say(f"{what}: {sum(row.cases for row in rows)} cases so far, {time.perf_counter() - start:.0f} s")
     draw = random.Random(options.seed)
     draw.shuffle(todo)
     done: list[Job] = []
@@ -218,14 +218,14 @@ def run(options: argparse.Namespace, device: torch.device, say: Callable[[str], 
         done.append(job)
         if stop(0.8, f"named attacks, {len(done)} of {len(todo)} leaves and choices"):
             break
-    say(f"named attacks: {sum(row.cases for row in rows)} cases, {time.perf_counter() - begun:.0f} s")
+    say(f"named attacks: {sum(row.cases for row in rows)} cases, {time.perf_counter() - start:.0f} s")
     searched = 0
-    while (left := begun + seconds - time.perf_counter()) > 0 or not searched:
+    while (left := start + seconds - time.perf_counter()) > 0 or not searched:
         job = draw.choice(done)
         found = job.search.climb(job.leaf, job.plan, seconds=min(TURN_S, left))
         rows.append(row_of(job, "search", "search", found))
         searched += 1
-    say(f"search: {sum(row.cases for row in rows)} cases in all, {time.perf_counter() - begun:.0f} s")
+    say(f"search: {sum(row.cases for row in rows)} cases in all, {time.perf_counter() - start:.0f} s")
     return rows
 
 

@@ -344,8 +344,8 @@ def test_kernels_are_classified_by_name(kernel, kind):
 
 
 # ------------------------------------------------------------------------------------------------------------ run_all
-def part(name: str, code: str, seconds: float = 1.0, beside: tuple = ()) -> run_all.Part:
-    return run_all.Part(name, seconds, (sys.executable, "-c", code), beside)
+def part(name: str, code: str, seconds: float = 1.0, background: tuple = ()) -> run_all.Part:
+    return run_all.Part(name, seconds, (sys.executable, "-c", code), background)
 
 
 def test_finished_parts_are_not_run_again_at_the_same_commit(tmp_path):
@@ -360,7 +360,7 @@ def test_finished_parts_are_not_run_again_at_the_same_commit(tmp_path):
 
 def test_a_part_without_enough_time_is_not_started_and_a_stuck_one_is_stopped(tmp_path):
     forever = (sys.executable, "-c", "import time; time.sleep(600)")
-    todo = [part("long", "print()", seconds=11.0), part("stuck", forever[-1], seconds=0.25, beside=(forever,))]
+    todo = [part("long", "print()", seconds=11.0), part("stuck", forever[-1], seconds=0.25, background=(forever,))]
     lines = run_all.run_parts(todo, tmp_path, seconds=10.0, commit="a", now=lambda: 0.0)
     assert lines == ["long: not started, needs about 11 s, 10 s left", "stuck: stopped, 0 s"]
     assert not (tmp_path / "done.json").exists()
@@ -370,9 +370,9 @@ def test_background_commands_have_their_own_timing_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("FDP_CACHE", "shared")
     where, code = tmp_path / "where", "import os, sys; open(sys.argv[1], 'w').write(os.environ['FDP_CACHE'])"
     wait = f"import os, time\nwhile not os.path.exists({str(where)!r}): time.sleep(0.01)\ntime.sleep(0.1)"
-    beside = ((sys.executable, "-c", code, str(where)),)
-    run_all.run_parts([part("own", wait, 60.0, beside)], tmp_path, seconds=90.0, commit="a", now=lambda: 0.0)
-    assert where.read_text() == str(tmp_path / "beside")
+    background = ((sys.executable, "-c", code, str(where)),)
+    run_all.run_parts([part("own", wait, 60.0, background)], tmp_path, seconds=90.0, commit="a", now=lambda: 0.0)
+    assert where.read_text() == str(tmp_path / "background")
 
 
 def test_rows_of_another_learning_rate_are_named(case, tmp_path):
