@@ -111,7 +111,7 @@ def natural(*, damping: float, kl_clip: float, momentum: float, period: int) -> 
 
 def digits_task(*, batch_size: int = 64) -> tuple[Task, list[Contender]]:
     model = build("mlp")
-    dataset = datasets.load("digits", context=None, field="text", vocab_size=datasets.BYTES)
+    dataset = datasets.load("digits", context=None, field="text", vocab_size=datasets.BYTE_VOCAB_SIZE)
     grid = [adam(lr, b2=b2) for lr in (2e-2, 1e-2, 4e-2) for b2 in (0.999, 0.95)]
     grid += [descent(lr, momentum=m) for lr in (0.4, 0.2, 0.8, 1.6) for m in (0.8, 0.9, 0.6)]
     grid += [natural(damping=0.03, kl_clip=c, momentum=0.8, period=1) for c in (1e-2, 3e-2, 3e-3)]
@@ -128,7 +128,7 @@ GENTLE_OR_BOLD = ((1e-2, 0.8), (1e-1, 0.5))
 
 def nano_task() -> tuple[Task, list[Contender]]:
     model = build("gpt-nano", context=32)
-    dataset = datasets.load("stdlib", context=32, field="text", vocab_size=datasets.BYTES)
+    dataset = datasets.load("stdlib", context=32, field="text", vocab_size=datasets.BYTE_VOCAB_SIZE)
     grid = [adam(lr, b2=b2) for lr, b2 in ((1e-3, 0.95), (1e-3, 0.999), (5e-4, 0.95), (2e-3, 0.95))]
     grid += [descent(lr, momentum=0.9) for lr in (0.1, 0.2)]
     grid += [natural(damping=d, kl_clip=3e-3, momentum=0.8, period=1) for d in (1e-2, 3e-2, 3e-3)]

@@ -20,11 +20,11 @@ from fdp.keys import Window
 from fdp.types import Key
 
 Shape: TypeAlias = tuple[int, ...]
-Init: TypeAlias = Callable[..., Tensor]
+Initialiser: TypeAlias = Callable[..., Tensor]
 """``init(key, shape, *, dtype, window=None) -> Tensor``; window = (start, length) per dimension."""
 
 
-def constant(value: float) -> Init:
+def constant(value: float) -> Initialiser:
     """Return an initialiser that sets every element to ``value``."""
 
     def init(key: Key, shape: Shape, *, dtype: torch.dtype, window: Window | None = None) -> Tensor:
@@ -34,7 +34,7 @@ def constant(value: float) -> Init:
     return init
 
 
-def normal(std: float) -> Init:
+def normal(std: float) -> Initialiser:
     """Return an initialiser that draws ``N(0, std^2)``."""
 
     def init(key: Key, shape: Shape, *, dtype: torch.dtype, window: Window | None = None) -> Tensor:
@@ -43,7 +43,7 @@ def normal(std: float) -> Init:
     return init
 
 
-def truncated_normal(std: float) -> Init:
+def truncated_normal(std: float) -> Initialiser:
     """Return an initialiser that draws ``N(0, std^2)`` within two standard deviations, by inverse CDF."""
 
     def init(key: Key, shape: Shape, *, dtype: torch.dtype, window: Window | None = None) -> Tensor:
@@ -52,7 +52,7 @@ def truncated_normal(std: float) -> Init:
     return init
 
 
-def uniform(bound: float) -> Init:
+def uniform(bound: float) -> Initialiser:
     """Return an initialiser that draws uniformly from ``[-bound, bound)``."""
 
     def init(key: Key, shape: Shape, *, dtype: torch.dtype, window: Window | None = None) -> Tensor:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from fdp import keys, tree
 from fdp.fingerprint import fingerprint
-from fdp.init import Init, constant
+from fdp.init import Initialiser, constant
 from fdp.types import Axis, FdpError, Key, Path, Tree
 
 
@@ -29,7 +29,7 @@ class LeafSpec(NamedTuple):
     """A parameter before it exists: its shape, how its elements are drawn, which dim a tensor axis cuts, if any."""
 
     shape: tuple[int, ...]
-    init: Init
+    init: Initialiser
     tensor_dim: int | None = None
 
 

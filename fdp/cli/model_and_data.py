@@ -111,7 +111,7 @@ def load_dataset(options: TrainOptions, model: Model, *, source: str | None = No
         )
     _check_unit(given)
     form = parse_form(given.form)
-    vocab_size = datasets.BYTES if model.vocab_size is None else model.vocab_size
+    vocab_size = datasets.BYTE_VOCAB_SIZE if model.vocab_size is None else model.vocab_size
     tokenizer = _load_tokenizer(options, model)
     if given.unit == "window":
         return datasets.load(

@@ -35,7 +35,7 @@ from fdp.data.read_counts import ReadCounts
 from fdp.data.units import PrivacyUnit, UnitKind, privacy_unit
 from fdp.types import FdpError
 
-BYTES = 256
+BYTE_VOCAB_SIZE = 256
 """Vocabulary of a text source without a tokenizer: a token is a byte of its UTF-8 form."""
 
 NAMES = ("stdlib", "digits")
@@ -118,7 +118,7 @@ def load(
     context: int | None,
     form: RecordForm = RecordForm.AUTO,
     field: str = "text",
-    vocab_size: int = BYTES,
+    vocab_size: int = BYTE_VOCAB_SIZE,
     tokenizer: text.Tokenizer | None = None,
 ) -> Windows | Examples:
     """Load a dataset by name or by path.

@@ -28,10 +28,23 @@ from typing import NamedTuple
 
 from fdp.types import FdpError
 
-LINES = (".jsonl", ".ndjson")
-LIST = ".json"
-TOKENS = (".npy", ".bin")
-UNREAD = (".csv", ".tsv", ".parquet", ".arrow", ".feather", ".xlsx", ".gz", ".bz2", ".xz", ".zst", ".zip", ".tar")
+LINE_SUFFIXES = (".jsonl", ".ndjson")
+LIST_SUFFIX = ".json"
+TOKEN_SUFFIXES = (".npy", ".bin")
+REFUSED_SUFFIXES = (
+    ".csv",
+    ".tsv",
+    ".parquet",
+    ".arrow",
+    ".feather",
+    ".xlsx",
+    ".gz",
+    ".bz2",
+    ".xz",
+    ".zst",
+    ".zip",
+    ".tar",
+)
 """Tables, whose rows are records, and archives: read as text, all of their records would be one."""
 
 
@@ -56,12 +69,12 @@ class Source(NamedTuple):
 
 def holds_records(path: Path) -> bool:
     """Return True if a file of this name holds records."""
-    return path.suffix.lower() in (*LINES, LIST)
+    return path.suffix.lower() in (*LINE_SUFFIXES, LIST_SUFFIX)
 
 
 def holds_tokens(path: Path) -> bool:
     """Return True if a file of this name holds tokens."""
-    return path.suffix.lower() in TOKENS
+    return path.suffix.lower() in TOKEN_SUFFIXES
 
 
 def find_source(path: str | os.PathLike[str], *, form: RecordForm = RecordForm.AUTO) -> Source:
@@ -80,7 +93,7 @@ def find_source(path: str | os.PathLike[str], *, form: RecordForm = RecordForm.A
     if form is RecordForm.FILE:
         return Source(root, files, False, links)
     for file in files:
-        if file.suffix.lower() in UNREAD:
+        if file.suffix.lower() in REFUSED_SUFFIXES:
             raise FdpError(
                 f"{file}: expected text, .jsonl, .ndjson or .json, got a table or an archive; unpack it or write its "
                 "rows as .jsonl records, or give --form file if all of it is one text"

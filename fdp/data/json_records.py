@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fdp.data.files import LIST, RecordForm, Source, check_text
+from fdp.data.files import LIST_SUFFIX, RecordForm, Source, check_text
 from fdp.data.user_names import normalize_name
 from fdp.types import FdpError
 
@@ -27,7 +27,7 @@ USUAL_FIELDS = (
 def read_records(source: Source) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield every record with its place, such as "mail/a.jsonl, line 7"."""
     for file in source.files:
-        yield from _read_list(file) if file.suffix.lower() == LIST else _read_lines(file)
+        yield from _read_list(file) if file.suffix.lower() == LIST_SUFFIX else _read_lines(file)
 
 
 def record_form(record: dict[str, Any], field: str, place: str) -> RecordForm:

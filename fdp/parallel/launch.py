@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 TIMEOUT_S = 600.0
 """Default number of seconds to wait for a rank."""
-RESUME = "start the same command again to resume from the last checkpoint, if it saves any"
+TO_RESUME = "start the same command again to resume from the last checkpoint, if it saves any"
 
 
 class Ranks(NamedTuple):
@@ -152,7 +152,9 @@ def _diagnosis(ranks: Ranks, name: str, error: RuntimeError) -> str | None:
     keeper = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and 0 in gone
     try:
         if not keeper and (left := _promptly(lambda: _left(name, len(members)))):
-            return "; ".join(f"rank {i} of {len(members)} left: {words}" for i, words in left.items()) + f"; {RESUME}"
+            return (
+                "; ".join(f"rank {i} of {len(members)} left: {words}" for i, words in left.items()) + f"; {TO_RESUME}"
+            )
         if gone:
             return _describe(gone, members, "has ended", ranks)
         if quiet := _promptly(lambda: heartbeat.silent_ranks(_store(name), world=len(members))):
@@ -171,7 +173,7 @@ def _describe(which: Sequence[int], members: Sequence[Member], what: str, ranks:
     where = ", ".join(f"{i} (process {members[i].pid} on {members[i].host})" for i in which)
     return (
         f"rank {where} of {len(members)} {what}, and rank {rank()} ends with it (--timeout {ranks.timeout:g} seconds "
-        f"is the longest that ranks wait); {RESUME}"
+        f"is the longest that ranks wait); {TO_RESUME}"
     )
 
 
@@ -186,7 +188,7 @@ def _behind(last: Sequence[Beat | None], ranks: Ranks) -> str | None:
     )
     return (
         f"rank {rank()} waited for the others for longer than --timeout {ranks.timeout:g} seconds; all ranks are "
-        f"alive, {who}: raise --timeout if a rank is only slow; {RESUME}"
+        f"alive, {who}: raise --timeout if a rank is only slow; {TO_RESUME}"
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from fdp import keys, tree
-from fdp.init import Init
+from fdp.init import Initialiser
 from fdp.model import Model
 from fdp.parallel import collectives
 from fdp.parallel.dtensors import as_dtensor
@@ -32,7 +32,7 @@ def init_params(
     sharding: Sharding,
     *,
     dtype: torch.dtype = torch.float32,
-    inits: Mapping[Path, Init] | None = None,
+    inits: Mapping[Path, Initialiser] | None = None,
 ) -> Tree:
     """Return the parameters of ``model.init(key)`` as DTensors; each rank draws its own shard and nothing else.
 

@@ -37,8 +37,8 @@ from fdp import tree
 from fdp.parallel.agree import gather_values, group_size, is_distributed, rank_in, run_in_unison
 from fdp.parallel.dtensors import local_shard, shard_like
 from fdp.storage.checkpoint_record import (
-    OLDER,
     RECORD,
+    SEE_OLDER,
     Damaged,
     Verified,
     check_leaves,
@@ -260,10 +260,10 @@ def _check_files(checked: Verified, rank: int, ranks: int) -> None:
     for name, entry in files.items():
         got = (path / name).stat().st_size if (path / name).is_file() else "no file"
         if got != entry["bytes"]:
-            raise Damaged(f"{path / name}: expected {entry['bytes']} bytes, got {got}; {OLDER}")
+            raise Damaged(f"{path / name}: expected {entry['bytes']} bytes, got {got}; {SEE_OLDER}")
     for name in sorted(files)[rank::ranks]:
         if digest_of(path / name) != files[name]["sha256"]:
-            raise Damaged(f"{path / name}: is not what was saved, by its SHA-256; {OLDER}")
+            raise Damaged(f"{path / name}: is not what was saved, by its SHA-256; {SEE_OLDER}")
 
 
 def _check_counters(checked: Verified) -> None:
@@ -275,9 +275,9 @@ def _check_counters(checked: Verified) -> None:
     found = {name: int(leaf) for name, leaf in leaves.items()}
     if found != told:
         odd = next(name for name in sorted(found | told) if found.get(name) != told.get(name))
-        raise Damaged(f"{path}: {odd}: {told.get(odd)} by its {RECORD}, {found.get(odd)} by its leaf; {OLDER}")
+        raise Damaged(f"{path}: {odd}: {told.get(odd)} by its {RECORD}, {found.get(odd)} by its leaf; {SEE_OLDER}")
     if (named := PUBLISHED.fullmatch(path.name)) and int(named[1]) != found["step"]:
-        raise Damaged(f"{path}: holds the state after step {found['step']}, under the name of another; {OLDER}")
+        raise Damaged(f"{path}: holds the state after step {found['step']}, under the name of another; {SEE_OLDER}")
 
 
 def _step_of(state: TrainState) -> int:

@@ -22,8 +22,8 @@ from fdp.storage.dcp import read_index
 from fdp.types import FdpError, Flat, TrainState
 
 FORMAT, VERSION, RECORD = "fdp-checkpoint", 2, "complete.json"
-FIELDS = {"meta", "leaves", "counters", "files"}
-OLDER = (
+RECORD_FIELDS = {"meta", "leaves", "counters", "files"}
+SEE_OLDER = (
     "fdp.storage.checkpoint.list_published(root) lists the others, newest first; fdp train takes the newest good one "
     "by itself"
 )
@@ -68,17 +68,17 @@ def read_record(path: Path) -> dict[str, Any]:
     try:
         record = json.loads((path / RECORD).read_bytes())
     except FileNotFoundError:
-        raise Damaged(f"{what}, found no {RECORD} in it; {OLDER}") from None
+        raise Damaged(f"{what}, found no {RECORD} in it; {SEE_OLDER}") from None
     except (OSError, ValueError) as error:
-        raise Damaged(f"{what}, could not read its {RECORD}: {error}; {OLDER}") from error
+        raise Damaged(f"{what}, could not read its {RECORD}: {error}; {SEE_OLDER}") from error
     if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise Damaged(f"{what}, its {RECORD} is not a record of fdp; {OLDER}")
+        raise Damaged(f"{what}, its {RECORD} is not a record of fdp; {SEE_OLDER}")
     if record.get("version") != VERSION:
         raise FdpError(f"{what} of version {VERSION}, got version {record.get('version')}; use the fdp that wrote it")
-    if missing := sorted(FIELDS - record.keys()):
-        raise Damaged(f"{what}, its {RECORD} lacks {missing}; {OLDER}")
+    if missing := sorted(RECORD_FIELDS - record.keys()):
+        raise Damaged(f"{what}, its {RECORD} lacks {missing}; {SEE_OLDER}")
     if record.pop("sha256", None) != record_digest(record):
-        raise Damaged(f"{path / RECORD}: is not what was saved, by its SHA-256; {OLDER}")
+        raise Damaged(f"{path / RECORD}: is not what was saved, by its SHA-256; {SEE_OLDER}")
     return record
 
 

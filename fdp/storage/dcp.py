@@ -46,7 +46,7 @@ from fdp.types import FdpError, Flat
 
 INDEX = ".metadata"
 # The classes in an index besides the library's metadata classes and torch's dtypes.
-PLAIN = {
+INDEX_CLASSES = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
@@ -172,10 +172,10 @@ class _Reader(FileSystemReader):
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if module in ("torch", Metadata.__module__) or (module, name) in PLAIN:
+        if module in ("torch", Metadata.__module__) or (module, name) in INDEX_CLASSES:
             found = super().find_class(module, name)
             own = isinstance(found, type) and found.__module__ == Metadata.__module__
-            if own or isinstance(found, torch.dtype) or (module, name) in PLAIN:
+            if own or isinstance(found, torch.dtype) or (module, name) in INDEX_CLASSES:
                 return found
         raise FdpError(f"a reference to {module}.{name}, which no index has")
 
