@@ -128,7 +128,7 @@ def test_an_interrupted_run_resumes_bit_equal(more: str, tmp_path: Path, monkeyp
 
     monkeypatch.setattr(runs, "make_step_record", interrupting)
     assert call(*words, "--out", str(tmp_path / "halves")) == 130
-    monkeypatch.setattr(runs, "record_of", record_of)
+    monkeypatch.setattr(runs, "make_step_record", real)
     assert call(*words, "--out", str(tmp_path / "halves")) == 0
     whole, halves = summary(tmp_path / "whole"), summary(tmp_path / "halves")
     assert whole["parameter_sha256"] == halves["parameter_sha256"]
