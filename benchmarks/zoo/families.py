@@ -247,6 +247,7 @@ ADAPTERS: list[Kind] = [
         "BOFT",
         _config("BOFTConfig", boft_block_size=4, target_modules=["q_proj"]),
         refusal="used by torch.functional.block_diag",
+        mend=WHOLE,
     ),
     _adapter("VeRA", _config("VeraConfig", r=2, target_modules=["q_proj", "o_proj"]), mend=WHOLE),
     _adapter("prompt tuning", _config("PromptTuningConfig", num_virtual_tokens=2), mend=WHOLE),
