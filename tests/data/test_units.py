@@ -40,9 +40,9 @@ def test_only_windows_split_a_longer_text_into_several_samples() -> None:
 
 def test_datasets_describe_their_unit(tmp_path: Path) -> None:
     path = write(tmp_path / "mail.jsonl", {"text": "abc", "by": "ann"}, {"text": "abcdefgh", "by": "bob"})
-    by = {"per_user": corpus.PerUser("by", windows=2, key=keys.key(0))}
+    by = corpus.PerUser("by", windows=2, key=keys.key(0))
     assert corpus.load(path, context=3, vocab_size=256).unit == privacy_unit(UnitKind.RECORD, tokens=4, word="byte")
-    users = corpus.load(path, context=3, vocab_size=256, **by)
+    users = corpus.load(path, context=3, vocab_size=256, per_user=by)
     assert users.unit == privacy_unit(UnitKind.USER, tokens=4, word="byte", windows=2)
     rows = corpus.load(path, context=3, vocab_size=256, pack=PackUnit.ROW)
     assert rows.unit == privacy_unit(UnitKind.ROW, tokens=4, word="byte")
