@@ -46,7 +46,7 @@ ALL = Offload(params=True, grads=True, optimizer=True)
 
 @pytest.mark.parametrize("method", ["none", "auto"])
 def test_the_command_records_steps_of_any_number_of_microbatches(method, tmp_path):
-    """Run the command of docs/fast_on_one_gpu.md. About 24 samples per step in microbatches of 12: one, two or three of them."""
+    """Run the command of docs/fast_on_one_gpu.md. Steps of about 24 samples take one to three microbatches of 12."""
     out = tmp_path / "run"
     options = "--dtype bfloat16 --compile block --cuda-graph --steps 24 --batch-size 24 --microbatch 12 --seed 3"
     command = [sys.executable, "-m", "fdp", "train", *options.split(), "--method", method, "--out", str(out)]
