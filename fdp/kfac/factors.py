@@ -27,7 +27,7 @@ from fdp.kfac.types import ColumnsFactor, DenseFactor, DiagonalFactor, Factor, G
 from fdp.types import FdpError
 
 HALF = (torch.bfloat16, torch.float16)
-ALIGNMENT = 8
+ALIGNMENT_ELEMENTS = 8
 """Elements in half precision that a GPU loads at once; products of rows of other widths take several times as long."""
 
 
@@ -60,8 +60,8 @@ def dense(rows: Float[Tensor, "*tokens n"], *, weight: float | Tensor, size: int
 
 
 def pad_to_alignment(rows: Float[Tensor, "tokens n"]) -> Float[Tensor, "tokens wider"]:
-    """Append columns of zeros, up to a multiple of ``ALIGNMENT``."""
-    spare = -rows.shape[-1] % ALIGNMENT
+    """Append columns of zeros, up to a multiple of ``ALIGNMENT_ELEMENTS``."""
+    spare = -rows.shape[-1] % ALIGNMENT_ELEMENTS
     return F.pad(rows, (0, spare)) if spare else rows
 
 

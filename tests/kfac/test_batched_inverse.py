@@ -1,4 +1,4 @@
-"""Inverses of many layers at once are those of each by itself; a layer that cannot be inverted fails alone."""
+"""Batched inverses equal single ones, and a layer that cannot be inverted does not affect the others."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def factor_of(form: str, n: int, seed: int, dtype: torch.dtype) -> DenseFactor |
 
 
 def layers_of(left: str, right: str, *, dtype: torch.dtype, many: int = 5) -> dict[Layer, Curvature]:
-    """Layers of two shapes, of curvatures of very different sizes."""
+    """Return layers of two shapes, with curvatures of very different sizes."""
     return {
         Layer(f"{left}.{right}.{i}", None): Curvature(
             factor_of(left, 6 + i % 2, 2 * i, dtype), factor_of(right, 9, 2 * i + 3, dtype)
@@ -52,7 +52,7 @@ def everything(dtype: torch.dtype) -> dict[Layer, Curvature]:
 
 
 @pytest.mark.parametrize(("dtype", "slack"), [(torch.float32, 1e-6), (torch.float64, 1e-13)])
-def test_many_are_inverted_as_each_by_itself(dtype: torch.dtype, slack: float) -> None:
+def test_batched_inverses_equal_single_ones(dtype: torch.dtype, slack: float) -> None:
     layers = everything(dtype)
     made = invert_batched(layers, damping=1e-2, device=CPU)
     assert list(made) == list(layers)
@@ -66,7 +66,7 @@ def test_many_are_inverted_as_each_by_itself(dtype: torch.dtype, slack: float) -
             assert not a.numel() or (a - b).norm() <= slack * b.norm(), layer
 
 
-def test_sides_of_two_dtypes_are_kept_in_the_wider() -> None:
+def test_sides_of_two_dtypes_give_an_inverse_in_the_wider_one() -> None:
     left, right = factor_of("dense", 4, 1, torch.float32), factor_of("diagonal", 5, 2, torch.float64)
     layer = Layer("w", None)
     made = invert_batched({layer: Curvature(left, right)}, damping=0.1, device=CPU)[layer]
@@ -137,7 +137,7 @@ def test_a_broken_layer_fails_alone(name: str, side: str, form: str, other: str,
         torch.testing.assert_close(tree.leaves(found), tree.leaves(clean[layer]), rtol=0, atol=0)
 
 
-def test_one_that_is_exactly_singular_stops_no_other() -> None:
+def test_a_singular_layer_does_not_affect_the_others() -> None:
     """The damped matrix is all ones: its Cholesky factor has a zero on the diagonal, for which solvers raise."""
     singular = torch.ones(6, 6, dtype=torch.float64) - torch.eye(6, dtype=torch.float64)
     layers = layers_of("dense", "skip", dtype=torch.float64)
@@ -149,7 +149,7 @@ def test_one_that_is_exactly_singular_stops_no_other() -> None:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("form", ["dense", "diagonal"])
-def test_a_layer_without_curvature_is_left_to_the_other_function(form: str, side: str) -> None:
+def test_a_layer_without_curvature_is_left_to_invert(form: str, side: str) -> None:
     layers = layers_of(form, form, dtype=torch.float64)
     victim = list(layers)[2]
     flat = _total(torch.zeros_like)(getattr(layers[victim], side))
@@ -171,7 +171,7 @@ def test_an_inverse_too_large_for_its_dtype_is_none(form: str) -> None:
         invert(layers[victim], damping=1e-39, **PLAIN)
 
 
-def test_forms_that_are_never_stacked_are_none() -> None:
+def test_forms_that_cannot_be_batched_are_none() -> None:
     rows = randn(3, 8)
     dense = factors.dense(rows, weight=3.0)
     others = [
@@ -188,7 +188,7 @@ def test_forms_that_are_never_stacked_are_none() -> None:
 # Memory
 
 
-def test_stacks_are_cut_and_no_inverse_holds_the_memory_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_are_split_and_inverses_do_not_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = everything(torch.float64)
     whole = invert_batched(layers, damping=1e-2, device=CPU)
     stacked: list[int] = []
@@ -226,7 +226,7 @@ def test_on_the_gpu_float32_factors_are_inverted_as_in_float64() -> None:
                 assert a.ndim == 1 or torch.equal(a, a.mT) or not a.numel() or a.shape[0] != a.shape[1]
 
 
-def test_a_side_alone_has_all_the_damping() -> None:
+def test_a_single_side_gets_all_the_damping() -> None:
     layer = Layer("w", None)
     factor = factor_of("dense", 5, 1, torch.float64)
     assert factor is not None

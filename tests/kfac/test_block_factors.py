@@ -1,4 +1,4 @@
-"""One block's records into sums, against the definition row by row; what does not count holds NaN throughout."""
+"""The factors of one block's records against the definition, row by row; padding holds NaN throughout."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def counted(present: Tensor | None) -> Tensor:
 
 
 def spoilt(rows: Tensor, present: Tensor | None) -> Tensor:
-    """The rows, NaN or infinite at every place that does not count."""
+    """Set the rows of padding to NaN or infinity."""
     bad = torch.tensor([torch.nan, torch.inf, -torch.inf, torch.nan], dtype=rows.dtype)
     return torch.where(counted(present)[..., None], rows, bad[:, None])
 
 
 def pair(present: Tensor | None, dtype: torch.dtype) -> tuple[Pair, Tensor, Tensor]:
-    """A record, and its rows of outputs and inputs before they were spoilt."""
+    """Return a record with spoilt padding, and its output and input rows before that."""
     g, x = randn(BATCH, TOKENS, OUTPUTS, seed=1).to(dtype), randn(BATCH, TOKENS, INPUTS, seed=2).to(dtype)
     record = Pair(spoilt(g, present).unsqueeze(1), spoilt(x, present).unsqueeze(1), (OUTPUTS, INPUTS))
     return record, g.double(), x.double()
@@ -62,7 +62,7 @@ def run(tasks: list[Task], records: list[Record], places: TokenMask) -> list[Any
 
 
 def assert_matrix(factor: Factor | Tensor, form: Form, rows: Tensor, dtype: torch.dtype) -> None:
-    """``rows^T rows`` of (places, n), its diagonal for that form."""
+    """Compare with ``rows^T rows`` of (positions, n), or its diagonal."""
     assert not isinstance(factor, Tensor)
     total = factors.to_dense(factor).total
     assert total.dtype == factors.sum_dtype(dtype)
@@ -75,7 +75,7 @@ def assert_matrix(factor: Factor | Tensor, form: Form, rows: Tensor, dtype: torc
 @masks
 @pytest.mark.parametrize("dtype", EXACT)
 @pytest.mark.parametrize("bias", [False, True])
-def test_inputs_count_one_over_the_number_of_their_samples_places(form, present, dtype, bias):
+def test_inputs_are_divided_by_their_samples_number_of_positions(form, present, dtype, bias):
     record, _, x = pair(present, dtype)
     (factor,) = run([task(form, bias=bias)], [record], places_of(present, dtype))
     x = torch.cat([x, torch.ones(BATCH, TOKENS, 1)], 2) if bias else x
@@ -87,7 +87,7 @@ def test_inputs_count_one_over_the_number_of_their_samples_places(form, present,
 @forms
 @masks
 @pytest.mark.parametrize("dtype", EXACT)
-def test_output_gradients_count_as_they_are(form, present, dtype):
+def test_output_gradients_are_not_scaled(form, present, dtype):
     record, g, _ = pair(present, dtype)
     (factor,) = run([task(form, left=True, inputs=False, positions=())], [record], places_of(present, dtype))
     assert_matrix(factor, form, (g * counted(present)[..., None]).flatten(0, 1), dtype)
@@ -96,7 +96,7 @@ def test_output_gradients_count_as_they_are(form, present, dtype):
 @forms
 @masks
 @pytest.mark.parametrize("dtype", EXACT)
-def test_a_samples_rows_are_added_up_before_they_are_squared_and_may_wait(form, present, dtype):
+def test_reduce_sums_a_samples_rows_before_squaring_or_returns_them(form, present, dtype):
     (record, g, x), places = pair(present, dtype), places_of(present, dtype)
     tasks = [
         task(form, left=True, inputs=False, positions=(), reduced=True),
@@ -114,7 +114,7 @@ def test_a_samples_rows_are_added_up_before_they_are_squared_and_may_wait(form, 
 
 
 @pytest.mark.parametrize("reduced", [False, True])
-def test_two_uses_in_a_block_are_places_of_one_layer(reduced):
+def test_two_uses_in_a_block_are_positions_of_one_layer(reduced):
     (record, _, x), places = pair(None, torch.float64), places_of(None, torch.float64)
     other = record._replace(right=record.right * 2)
     two = task(Form.DENSE, records=(0, 1), positions=(TOKENS, TOKENS), reduced=reduced)
@@ -157,7 +157,7 @@ def test_one_hot_rows_are_counted(present):
 
 
 @pytest.mark.parametrize("dtype", EXACT)
-def test_small_parameters_have_the_squares_of_what_all_their_uses_add_up_to(dtype):
+def test_small_parameters_have_the_square_of_the_sum_of_their_uses(dtype):
     first, second = randn(BATCH, 2, 3, seed=1).to(dtype), randn(BATCH, 2, 3, seed=2).to(dtype)
     true = [first.double().flatten(1)[[0, 2]], second.double().flatten(1)[[0, 2]]]
     first[1], second[1] = torch.nan, torch.inf
@@ -175,7 +175,7 @@ def test_small_parameters_have_the_squares_of_what_all_their_uses_add_up_to(dtyp
 
 
 class Counted(TorchDispatchMode):
-    """How often each operation is called."""
+    """A counter of the calls of each operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,23 +200,23 @@ def operations(layers: int) -> Counter[str]:
 
 
 def test_the_host_waits_for_the_device_as_often_for_many_blocks_as_for_one():
-    """A number made on the host and sent to a GPU (lift_fresh) waits for it as one that is fetched does."""
+    """Sending a number from the host to a GPU (lift_fresh) waits for it, as fetching one does."""
     waits = {"_local_scalar_dense", "lift_fresh", "nonzero", "is_nonzero", "equal", "masked_select"}
     one, four = ({name: seen[name] for name in waits} for seen in (operations(1), operations(4)))
     assert one == four
 
 
-def test_a_block_more_is_few_operations_more():
-    """Of 4 layers, dense on both sides, and 4 small leaves; what is not of the model's own forward and backward."""
+def test_one_more_block_adds_few_operations():
+    """Count operations outside forward and backward, of 4 layers with dense sides and 4 small leaves."""
     more = operations(3)
     more.subtract(operations(2))
-    assert more["where"] == 12  # every side and small leaf once, and nothing else is looked at one by one
+    assert more["where"] == 12  # once per side and small leaf
     assert more["cat"] == 4  # columns of ones
     assert more["linalg_vector_norm"] == more["pow"] == 4
     assert more["gt"] == more["isfinite"] == 0
 
 
-def test_compiled_layers_of_other_forms_are_a_kind_of_their_own():
+def test_layers_of_other_forms_are_compiled_separately():
     case, sides = case_named("mlp"), [(Form.DENSE, Form.DIAGONAL), (Form.DIAGONAL, Form.DENSE), (Form.SKIP, Form.DENSE)]
     chosen = dict(zip(surveyed(*case).layers, sides, strict=True))
     found = curvatures(case, Fisher.EMPIRICAL, forms=chosen, runner=CompiledRunner("aot_eager"))
@@ -224,18 +224,18 @@ def test_compiled_layers_of_other_forms_are_a_kind_of_their_own():
 
 
 @pytest.mark.slow
-def test_what_is_done_with_records_is_compiled_once_for_a_kind_of_block():
+def test_block_factors_are_compiled_once_per_kind_of_block():
     two, three = CompiledRunner("aot_eager"), CompiledRunner("aot_eager")
     curvatures(stack(2), Fisher.SAMPLED, runner=two)
     found = curvatures(stack(3), Fisher.SAMPLED, runner=three)
-    assert len(two.kinds) == len(three.kinds) == 6  # embedding, layer, head; and of each what is done with its records
+    assert len(two.kinds) == len(three.kinds) == 6  # embedding, layer and head, and the factors of each
     assert_same(found, curvatures(stack(3), Fisher.SAMPLED))
 
 
 @pytest.mark.slow
 @masks
 @pytest.mark.parametrize("dtype", EXACT)
-def test_compiled_the_sums_are_the_same_and_what_does_not_count_is_in_none(present, dtype):
+def test_compiled_factors_equal_eager_ones_and_ignore_padding(present, dtype):
     (record, _, _), places = pair(present, dtype), places_of(present, dtype)
     ids = OneHot(torch.tensor([[0, 1, 1, 4], [2, 2, 2, 2], [3, 0, 0, 3]]))
     small = randn(BATCH, 2, 3).to(dtype)

@@ -37,7 +37,7 @@ def product(curvature: Curvature) -> Tensor:
 
 
 def scores_of(model: Model, params: Flat, data: Tree) -> Tensor:
-    """(batch, terms, classes)."""
+    """Return the scores (batch, terms, classes)."""
     carry: Tree = ()
     for block in model.blocks[:-1]:
         carry = block.apply(tree.select(params, block.params), carry, data)
@@ -48,7 +48,7 @@ def scores_of(model: Model, params: Flat, data: Tree) -> Tensor:
 
 
 def dense_fisher(case: Case, layer: Layer) -> Tensor:
-    """``1/N sum_b sum_t w_bt J^T H J`` of a layer by its definition, terms all of one weight."""
+    """Return ``1/N sum_b sum_t w_bt J^T H J`` of a layer by its definition, for terms of equal weight."""
     model, params, data = case
     flat = tree.flatten(params)
     paths = [path for path in layer if path is not None]
@@ -72,7 +72,7 @@ def dense_fisher(case: Case, layer: Layer) -> Tensor:
 
 
 def linear_net(*, tokens: int | None, pooled: bool = False, widths: tuple[int, ...] = (4, 5, 3, 2)) -> Case:
-    """A deep linear net with biases and a squared loss, on vectors or on sequences of them."""
+    """Return a deep linear net with biases and a squared loss, on vectors or sequences."""
     leaves, blocks = {}, []
     for i, (inputs, outputs) in enumerate(pairwise(widths)):
         leaves |= {
@@ -144,7 +144,7 @@ def test_the_product_is_the_fisher_of_one_sample_with_cross_entropy(name):
 
 
 @pytest.mark.parametrize("sharing", Sharing)
-def test_two_uses_of_a_weight_are_places_like_tokens(sharing):
+def test_two_uses_of_a_weight_are_positions_like_tokens(sharing):
     """W x_1 and W x_2: scores of two terms (expand), or their sum as the scores of one (reduce)."""
 
     def scores(p: Tree, _: Tree, data: Tree) -> Tensor:
@@ -210,7 +210,7 @@ def test_a_leaf_used_in_every_way_has_the_squares_of_its_whole_gradient():
 
 @pytest.mark.parametrize("name", CASES)
 def test_small_leaves_have_the_squares_of_their_empirical_gradients_times_the_terms_of_a_sample(name):
-    """A mean over T terms of weight 1/T: T times the squares of its own gradient; without outputs it is one term."""
+    """A mean over T terms has T times the squares of its own gradient; without outputs there is one term."""
     case = case_named(name)
     known = surveyed(*case)
     terms = 1 if known.scores_shape is None else math.prod(known.scores_shape[1:-1])
@@ -240,7 +240,7 @@ def test_factors_of_unequal_parts_add_up_to_those_of_the_whole(name, sharing):
 @pytest.mark.parametrize("fisher", [Fisher.EMPIRICAL, Fisher.SAMPLED])
 @pytest.mark.parametrize("sharing", Sharing)
 @pytest.mark.parametrize("name", ["gpt", "mlp", "cnn"])
-def test_a_sample_of_mask_zero_is_in_nothing_whatever_it_holds(name, sharing, fisher):
+def test_a_masked_sample_is_in_no_factor_whatever_it_holds(name, sharing, fisher):
     model, params, data = case_named(name)
     shorter = Case(model, params, tree.map(lambda leaf: leaf[:2], data))
     if fisher is Fisher.SAMPLED:  # the same draws for the same samples
@@ -261,7 +261,7 @@ def _garbage(leaf: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("sharing", Sharing)
-def test_tokens_that_are_padding_are_in_nothing(sharing):
+def test_padding_is_in_no_factor(sharing):
     """A sample with its last tokens padding has the factors of the shorter sample."""
 
     def embed(p: Tree, _: Tree, data: Tree) -> Tensor:
@@ -388,8 +388,8 @@ def test_an_embedding_counts_its_tokens_and_is_exact():
 @pytest.mark.parametrize("policy", [everything(), auto(rho=1e9)])
 @pytest.mark.parametrize("sharing", Sharing)
 @pytest.mark.parametrize("name", ["gpt", "gpt-untied"])
-def test_the_forms_of_an_embedding_have_all_of_its_left_side(name, sharing, policy):
-    """By expand a diagonal; by reduce the shares of a sample's tokens, whose products a diagonal would drop."""
+def test_the_chosen_form_of_an_embeddings_left_side_is_exact(name, sharing, policy):
+    """With reduce, the shares of a sample's tokens have products that a diagonal would drop."""
     case = case_named(name)
     layer = Layer("embed.tokens", None)
     known = surveyed(*case)
@@ -481,7 +481,7 @@ def test_forms_that_a_layer_cannot_have_are_refused_by_name():
 
 @pytest.mark.parametrize("fisher", [Fisher.EMPIRICAL, Fisher.SAMPLED])
 @pytest.mark.parametrize("memory", [Memory(recompute=True), Memory(refetch=True)], ids=["recompute", "refetch"])
-def test_however_blocks_are_held_the_factors_are_the_same(memory, fisher):
+def test_recomputing_or_refetching_blocks_does_not_change_factors(memory, fisher):
     case = case_named("gpt")
     assert_same(curvatures(case, fisher, memory=memory), curvatures(case, fisher))
 
@@ -502,7 +502,7 @@ def test_compiled_blocks_give_the_same_factors_and_each_kind_is_compiled_once(na
     assert len(blocks.kinds) == kinds
 
 
-def test_of_all_pairs_only_those_of_one_block_are_alive(monkeypatch):
+def test_only_the_records_of_one_block_are_alive(monkeypatch):
     alive: list[int] = []
     refs: list[weakref.ref] = []
     real = module.backward
@@ -533,7 +533,7 @@ def test_half_precision_rows_are_added_up_in_float32():
         assert (matrix.double() - exact[where]).norm() < 0.1 * exact[where].norm(), where
 
 
-def test_frozen_leaves_are_in_no_layer_and_their_bias_stands_alone():
+def test_frozen_leaves_are_in_no_layer_and_their_bias_is_a_layer():
     model, params, data = case_named("mlp")
     frozen = model._replace(frozen=frozenset({"layers.0.weight", "head.bias"}))
     assert survey(frozen, params, data).layers == (

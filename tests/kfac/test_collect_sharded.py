@@ -20,7 +20,7 @@ from tests.ranks import run_on_ranks
 
 
 def on_a_rank(axes: dict[str, int], zero: Zero, fisher: Fisher, sharing: Sharing) -> dict[Layer, Curvature]:
-    """The factors of this rank's samples, whatever of the parameters it holds."""
+    """Return the factors of this rank's samples, computed from its shards of the parameters."""
     whole = case_named("gpt")
     mesh = make_mesh(axes, device_type="cpu")
     model = over_tensor_axis(whole.model, mesh)
@@ -36,7 +36,7 @@ def on_a_rank(axes: dict[str, int], zero: Zero, fisher: Fisher, sharing: Sharing
 
 
 def tied(sharing: Sharing) -> dict[Layer, tuple[Form, Form]]:
-    """The forms of the leaf that is embedding and head in one; a softmax has no place beside added up tokens."""
+    """Return the forms of the tied leaf; with reduce it cannot be a softmax."""
     left = Form.SOFTMAX if sharing is Sharing.EXPAND else Form.DENSE
     return {Layer("embed.tokens", None): (left, Form.DENSE)}
 
@@ -49,7 +49,7 @@ def windows(sharding: Sharding) -> dict[str, tuple[slice, ...]]:
 
 
 def ragged_half(data: Tree, rank: int) -> Tree:
-    """Six samples, of which one is padding, in two halves."""
+    """Return one half of six samples, one of which is padding."""
     return tree.map(lambda leaf: leaf if rank == 0 else leaf.flip(0), data)
 
 

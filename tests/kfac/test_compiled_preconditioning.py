@@ -1,4 +1,4 @@
-"""Preconditioning compiled by kind of layer is preconditioning layer by layer."""
+"""Preconditioning compiled by kind of layer equals preconditioning layer by layer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def low_rank(n: int, k: int, seed: int) -> LowRankMap:
 
 
 def forms(n: int) -> dict[str, Preconditioner]:
-    """For a weight, and the same with a bias, of which n columns there are."""
+    """Return preconditioners of every form for n columns, with or without a bias."""
     return {
         "dense, dense": Sides(matrix(ROWS, 1), matrix(n, 2)),
         "diagonal, dense": Sides(low_rank(ROWS, 0, 3), matrix(n, 4)),
@@ -41,7 +41,7 @@ def forms(n: int) -> dict[str, Preconditioner]:
 
 
 def layers_of(bias: bool) -> tuple[dict[Layer, Preconditioner], dict[str, Tensor], dict[Layer, tuple[int, int]]]:
-    """Two layers of every form, so that the second finds the first's function."""
+    """Return two layers of every form, so that the second reuses the first's function."""
     maps, gradients, shapes = {}, {"alone": randn(3, seed=50)}, {}
     n = COLUMNS + bias
     for i, (name, made) in enumerate((name, made) for name, made in forms(n).items() for _ in range(2)):
@@ -69,12 +69,12 @@ def check(blocks: CompiledRunner, *, bias: bool, root: bool, rounded: bool) -> N
 
 @pytest.mark.parametrize("root", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_it_is_preconditioning_layer_by_layer(bias, root):
+def test_compiled_preconditioning_equals_layer_by_layer(bias, root):
     check(CompiledRunner(backend="aot_eager"), bias=bias, root=root, rounded=True)
 
 
 def test_kinds_do_not_share_a_function():
-    """Of the same sizes, but another side, another precision, another power."""
+    """Compile separately for another side, precision or power, even if the sizes are the same."""
     blocks, layer = CompiledRunner(backend="eager"), Layer("w", None)
     gradients, shapes = {"w": randn(4, 4)}, {layer: (4, 4)}
     m = matrix(4, 1)
@@ -90,13 +90,13 @@ def test_kinds_do_not_share_a_function():
 
 
 @pytest.mark.slow
-def test_by_inductor():
+def test_inductor_compiles_preconditioning():
     check(CompiledRunner(), bias=True, root=False, rounded=True)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("bias", [False, True])
-def test_gpu_compiled_is_the_cpu_by_plain_products(bias):
+def test_compiled_gpu_result_equals_plain_products_on_the_cpu(bias):
     maps, gradients, shapes = layers_of(bias)
     there = torch.device("cuda")
 

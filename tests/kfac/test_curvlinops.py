@@ -1,4 +1,4 @@
-"""curvlinops, an implementation of its own by hooks: the same factors to the last digits, of what it knows."""
+"""Factors equal those of curvlinops, an independent implementation with hooks, to the last digits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.kfac_cases import curvatures, matrices
 
 
 class Transformer(nn.Module):
-    """fdp.models.gpt with its linear layers as modules; everything else as it is."""
+    """fdp.models.gpt with its linear layers as modules."""
 
     def __init__(self, case: Case, *, pooled: bool):
         super().__init__()
@@ -55,7 +55,7 @@ class Transformer(nn.Module):
 
 
 def pooled_gpt() -> Case:
-    """The transformer as a classifier: features averaged over tokens."""
+    """Return the transformer as a classifier of features averaged over tokens."""
     model, params, data = case_named("gpt-untied")
     last = model.blocks[-1]
     assert last.head is not None
@@ -143,8 +143,8 @@ def test_the_factors_of_classifiers_are_those_of_curvlinops(name, sharing, fishe
 @pytest.mark.parametrize("sharing", Sharing)
 @pytest.mark.parametrize("pooled", [False, True], ids=["language model", "classifier"])
 def test_the_factors_of_a_transformer_are_those_of_curvlinops(sharing, pooled):
-    """As a language model with the labels of the data: of several terms a sample, curvlinops keeps the products of
-    different positions in what it calls exact, and they do not vanish."""
+    """The language model uses the labels of the data, because the exact Fisher information of curvlinops keeps the
+    cross products of different terms of a sample."""
     case = pooled_gpt() if pooled else case_named("gpt-untied")
     net = Transformer(case, pooled=pooled)
     tokens = case.data["tokens"]

@@ -1,4 +1,4 @@
-"""Inverses equal dense solves with the Kronecker product; what cannot be inverted is refused, or the last one kept."""
+"""Inverses equal dense solves with the Kronecker product; factors that cannot be inverted are refused."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def power_of(m: torch.Tensor, power: Power, *, max_condition: float | None = Non
 
 
 def applied(kronecker: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """``kron(L, R)`` acts on the rows of the gradient, one after the other."""
+    """Apply ``kron(L, R)`` to the rows of the gradient, one after the other."""
     return (kronecker @ gradient.reshape(-1)).reshape(gradient.shape)
 
 
 def formed(curvature: Curvature) -> tuple[torch.Tensor, torch.Tensor]:
-    """The matrices of both sides."""
+    """Return the matrices of both sides."""
     assert curvature.left is not None
     assert curvature.right is not None
     return factors.matrix(curvature.left), factors.matrix(curvature.right)
@@ -278,7 +278,7 @@ def test_a_condition_of_1_or_less_is_refused(max_condition):
         ({"method": Damping.PI, "power": Power.ROOT}, "Power.ROOT needs eigenvalues"),
     ],
 )
-def test_what_cholesky_cannot_give_is_refused(settings, words):
+def test_settings_that_need_eigenvalues_are_refused_with_cholesky(settings, words):
     for call in (invert, lambda c, **rest: invert_or_keep(c, None, **rest)):
         with pytest.raises(FdpError, match=words):
             call(curvature_of(), damping=0.1, via=Via.CHOLESKY, **settings)
@@ -333,7 +333,7 @@ def test_a_negative_eigenvalue_is_refused_by_name(method, via, side):
 
 @pytest.mark.parametrize("method", Damping)
 def test_eigenvalues_that_rounding_left_below_zero_are_zero(method):
-    """Further below zero than the damping is above it: unless they are taken as zero, the inverse is negative."""
+    """They are further below zero than the damping is above it: unless clamped, the inverse would be negative."""
     basis = torch.tensor([[0.6, 0.8], [-0.8, 0.6]], dtype=torch.float64)
     done = []
     for lowest in (-5e-4, 0.0):
@@ -377,7 +377,7 @@ def test_no_tokens_at_all_keep_the_last_good_preconditioner():
 
 
 def test_failures_are_tried_again_in_float64_and_the_result_is_kept_in_float32(monkeypatch):
-    """A float32 eigendecomposition that fails: the answer is that of float64."""
+    """If the float32 eigendecomposition fails, the result is that of float64."""
     tried: list[torch.dtype] = []
     real = torch.linalg.eigh
 
@@ -413,7 +413,7 @@ def test_cholesky_below_float32_rounding_is_done_in_float64():
     torch.testing.assert_close(precondition(found, eye(3)), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_wrong_setting_is_not_forgiven():
+def test_invalid_settings_always_raise():
     with pytest.raises(FdpError, match="needs eigenvalues"):
         invert_or_keep(spoiled(math.nan), None, damping=0.1, method=Damping.PRODUCT, via=Via.CHOLESKY)
     with pytest.raises(FdpError, match="expected dense factors on both sides"):
@@ -442,7 +442,7 @@ def test_on_the_gpu_and_when_only_the_cpu_can(monkeypatch):
 
 
 def symmetric(preconditioner: Preconditioner) -> bool:
-    """As a linear map of gradients: ``<A, P B> = <P A, B>``."""
+    """Return True if ``<A, P B> = <P A, B>`` and ``<A, P A> > 0``, as for a symmetric positive map of gradients."""
     a, b = GRADIENT, random(ROWS, COLUMNS, seed=10)
     gap = (a * precondition(preconditioner, b)).sum() - (precondition(preconditioner, a) * b).sum()
     return bool(gap.abs() < 1e-10) and bool((a * precondition(preconditioner, a)).sum() > 0)

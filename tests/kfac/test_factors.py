@@ -18,7 +18,7 @@ MAKERS = {"dense": factors.dense, "columns": factors.columns, "diagonal": factor
 
 
 def rows_of(tokens: int, n: int, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """Rows of probabilities, which every form takes."""
+    """Return rows of probabilities, which every form accepts."""
     logits = torch.randn(tokens, n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     return logits.softmax(-1).to(dtype)
 
@@ -76,7 +76,7 @@ def test_forms_can_be_mixed_and_stay_exact(a, b):
 
 @pytest.mark.parametrize("form", MAKERS)
 def test_a_moving_average_is_the_weighted_mean_of_all_it_saw(form):
-    """Unbiased from the first step on: what is decayed is sum and weight, so weights of old tokens are rho^age."""
+    """It is unbiased from the first step on: sum and weight decay alike, and old tokens have weight rho^age."""
     rho, batches = 0.9, [rows_of(tokens, 4, seed=tokens) for tokens in (5, 9, 3, 1)]
     average = MAKERS[form](batches[0], weight=5.0)
     torch.testing.assert_close(factors.matrix(average), expected(form, batches[0], 5.0))
@@ -130,11 +130,11 @@ def test_half_precision_rows_are_summed_in_float32(dtype):
 
 
 @pytest.mark.parametrize("n", [1, 7, 8, 9, 100])
-def test_rows_as_wide_as_a_gpu_wants_them_have_the_same_matrix(n):
+def test_padding_rows_to_the_alignment_keeps_the_matrix(n):
     rows = rows_of(5, n)
     wide = factors.pad_to_alignment(rows)
-    assert wide.shape[1] % factors.ALIGNMENT == 0
-    assert wide.shape[1] < n + factors.ALIGNMENT
+    assert wide.shape[1] % factors.ALIGNMENT_ELEMENTS == 0
+    assert wide.shape[1] < n + factors.ALIGNMENT_ELEMENTS
     cut = factors.dense(wide, weight=5.0, size=n)
     assert cut.total.is_contiguous()
     torch.testing.assert_close(factors.matrix(cut), expected("dense", rows, 5.0))
@@ -192,7 +192,7 @@ SOFTMAX = factors.softmax(rows_of(2, 3), weight=2.0)
         (ColumnsFactor(torch.full((3, 2), torch.inf), torch.tensor(1.0)), "expected finite numbers"),
     ],
 )
-def test_what_no_sum_of_outer_products_can_be_is_refused(factor, words):
+def test_factors_that_are_no_sum_of_outer_products_are_refused(factor, words):
     with pytest.raises(factors.CurvatureError, match=words):
         factors.check_factor(factor, "left")
 

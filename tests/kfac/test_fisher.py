@@ -30,7 +30,7 @@ def _scores(p: Tree, _: Tree, data: Tree) -> Tensor:
 
 
 def _model(likelihood: Likelihood) -> Model:
-    """Scores that are data plus a parameter, in three terms of unequal weight."""
+    """Return a model whose scores are data plus a parameter, in three terms of unequal weight."""
 
     def weights(data: Tree) -> Tensor:
         return data["w"]
@@ -53,7 +53,7 @@ def _data(likelihood: Likelihood) -> Tree:
 
 
 def _gradients(likelihood: Likelihood, fisher: Fisher, key: Tensor = KEY) -> Tensor:
-    """(passes, batch, terms, classes): the gradient of the surrogate losses at the scores."""
+    """Return the gradient of the surrogate losses at the scores (passes, batch, terms, classes)."""
     model, data = _model(likelihood), _data(likelihood)
     params = {"shift": torch.zeros(TERMS, CLASSES, dtype=torch.float64)}
     found = []
@@ -74,7 +74,7 @@ def _passes(
 
 
 def _hessians(likelihood: Likelihood) -> Tensor:
-    """``w_bt H_bt``: (batch, terms, classes, classes)."""
+    """Return ``w_bt H_bt`` (batch, terms, classes, classes)."""
     data = _data(likelihood)
     p = data["z"].softmax(2)
     softmax = torch.diag_embed(p) - p.unsqueeze(3) * p.unsqueeze(2)
@@ -142,7 +142,7 @@ def test_labels_are_drawn_as_often_as_they_are_likely_and_never_where_they_are_i
 
 @pytest.mark.parametrize("classes", [1, 2, 3, 4, 9, 10, 17, 100, 1003])
 def test_the_label_is_the_first_at_which_the_cumulated_parts_exceed_the_number(classes):
-    """Found in two stages, run by run; sums of whole numbers, and so the very same label."""
+    """The search in two stages over exact integer sums finds the same label."""
     random = torch.Generator().manual_seed(classes)
     scores = 3 * torch.randn(4, 50, classes, generator=random)
     scores[1, :, 1::3] = -torch.inf
@@ -154,7 +154,7 @@ def test_the_label_is_the_first_at_which_the_cumulated_parts_exceed_the_number(c
 
 
 def test_labels_are_drawn_by_sums_that_a_gpu_can_repeat():
-    """Under ``torch.use_deterministic_algorithms(True)`` CUDA refuses to cumulate floating-point numbers."""
+    """Under ``torch.use_deterministic_algorithms(True)`` CUDA refuses cumulative sums of floating-point numbers."""
 
     class Watched(TorchDispatchMode):
         seen: ClassVar[list[torch.dtype]] = []

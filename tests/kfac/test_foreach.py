@@ -1,4 +1,4 @@
-"""Many tensors at once give what one at a time gives, whatever their devices, dtypes and sizes."""
+"""Multi-tensor operations equal single ones for all devices, dtypes and sizes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 def tensors(device: str, seed: int = 1) -> list[Tensor]:
-    """Of every dtype in turn, numbers, rows, matrices and their transposes, some empty."""
+    """Return scalars, rows, matrices and transposes of every dtype in turn, some empty."""
     shapes = [(), (3,), (5, 4), (0,), (7, 0), (1030, 70)] * 4
     made = [randn(*shape, seed=seed + i).to(device, DTYPES[i % 4]) for i, shape in enumerate(shapes)]
     return [x.mT if x.ndim == 2 and i % 2 else x for i, x in enumerate(made)]
@@ -24,7 +24,7 @@ def tensors(device: str, seed: int = 1) -> list[Tensor]:
 
 @pytest.mark.parametrize("device", WHERE)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_the_one_that_is_not_finite_is_found_wherever_it_hides(device: str, bad: float) -> None:
+def test_the_tensor_that_is_not_finite_is_found(device: str, bad: float) -> None:
     clean = tensors(device)
     assert foreach_is_finite(clean).tolist() == [True] * len(clean)
     for i, x in enumerate(clean):
@@ -34,13 +34,13 @@ def test_the_one_that_is_not_finite_is_found_wherever_it_hides(device: str, bad:
             assert foreach_is_finite(spoiled).tolist() == [j != i for j in range(len(clean))]
 
 
-def test_the_largest_number_of_a_dtype_is_finite_and_no_tensors_are() -> None:
+def test_the_largest_number_of_a_dtype_is_finite() -> None:
     assert foreach_is_finite([torch.full((3,), -torch.finfo(dtype).max, dtype=dtype) for dtype in DTYPES]).all()
     assert foreach_is_finite([]).tolist() == []
 
 
 @pytest.mark.parametrize("device", WHERE)
-def test_sums_and_copies_are_those_of_each_pair(device: str) -> None:
+def test_foreach_sums_and_copies_equal_those_of_each_pair(device: str) -> None:
     old, new = tensors(device), tensors(device, seed=50)
     before = [x.clone() for x in old]
     expected = [x * 0.7 + y for x, y in zip(old, new)]

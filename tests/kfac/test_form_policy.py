@@ -1,4 +1,4 @@
-"""Which form each side of a layer takes, what it costs, and where and how finely factors are stored."""
+"""The forms that policies choose, their costs, and the storage of factors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def small(*, tied: bool = True) -> Model:
 
 
 def large() -> Model:
-    """The layers of GPT-2 Large, once each; never drawn."""
+    """Return the layers of GPT-2 Large, once each; parameters are never drawn."""
     return gpt(GPTConfig(layers=1, width=1280, heads=20, context=512, vocab_size=50257, tied=False))
 
 
@@ -120,7 +120,7 @@ def test_beyond_the_cap_or_the_bytes_a_head_is_a_diagonal():
     assert MAX_SIDE_BYTES < 2 * 4 * 50257**2
 
 
-def test_over_rho_the_costlier_side_goes_first_and_in_the_end_everything():
+def test_beyond_rho_the_more_expensive_side_becomes_diagonal_first():
     rows = [plan(large(), auto(rho=rho), samples=4)["blocks.0.up"] for rho in (1.0, 0.8, 0.01, 1e-4, 0.0)]
     assert [forms(row) for row in rows] == [
         (Form.COLUMNS, Form.DENSE),
@@ -174,7 +174,7 @@ def test_forms_by_path():
     assert rows["head.weight"].flops == rows["head.weight"].bytes == 0
 
 
-def test_what_the_policy_says_is_what_collect_makes():
+def test_collect_returns_the_forms_of_the_policy():
     model = small(tied=False)
     data = {"tokens": torch.randint(0, 13, (2, 7), generator=torch.Generator().manual_seed(0))}
     rows = plan(model, auto(rho=1e9), samples=2)
@@ -212,7 +212,7 @@ def test_what_the_policy_says_is_what_collect_makes():
         (lambda: compress(COLUMNS, device=CPU, dtype=torch.int8), "floating-point"),
     ],
 )
-def test_what_makes_no_sense_is_refused(act, words):
+def test_invalid_settings_are_refused(act, words):
     with pytest.raises(FdpError, match=words):
         act()
 
@@ -252,7 +252,7 @@ def test_columns_of_any_size_come_back_within_eps_of_their_largest_entry(sizes, 
     assert torch.equal(back.weight, factor.weight)
 
 
-def test_a_softmax_is_narrowed_in_its_columns_only():
+def test_only_the_columns_of_a_softmax_are_compressed():
     factor = factors.softmax(torch.randn(4, 6).softmax(-1), weight=4.0)
     stored = compress(factor, device=CPU)
     assert isinstance(stored.factor, SoftmaxFactor)
@@ -263,13 +263,13 @@ def test_a_softmax_is_narrowed_in_its_columns_only():
     torch.testing.assert_close(back.columns, factor.columns, rtol=1e-3, atol=1e-3)
 
 
-def test_sums_are_never_narrowed_and_no_dtype_changes_nothing():
+def test_sums_are_never_compressed_and_dtype_none_changes_nothing():
     dense = factors.dense(torch.randn(4, 6), weight=4.0)
     assert compress(dense, device=CPU) == CompressedFactor(dense, None)
     assert torch.equal(decompress(compress(COLUMNS, device=CPU, dtype=None))[0], COLUMNS.columns)
 
 
-def test_zeros_nans_and_no_columns_are_stored_as_they_are():
+def test_zeros_nans_and_no_columns_are_stored_unchanged():
     rows = torch.tensor([[0.0, 0.0], [math.nan, 1.0], [math.inf, 1000.0], [1e-40, 0.0]])
     back = decompress(compress(factors.columns(rows, weight=4.0), device=CPU))
     assert isinstance(back, ColumnsFactor)

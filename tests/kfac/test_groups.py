@@ -32,7 +32,7 @@ def output(p: Tree, x: Tensor) -> Tensor:
 
 
 def convolution() -> Case:
-    """Two groups of filters whose inputs differ by a factor of a hundred, and their squares by ten thousand."""
+    """Return two groups of filters whose inputs differ by a factor of a hundred."""
 
     def loss(p: Tree, data: Tree) -> Tensor:
         return ops.conv2d(data["x"], p["kernel"], p["bias"], groups=GROUPS).sin().sum((1, 2, 3))
@@ -43,7 +43,7 @@ def convolution() -> Case:
 
 
 def places_of(case: Case) -> tuple[Tensor, Tensor]:
-    """Output gradients and inputs of every group, (groups, batch, places, n), by plain autograd and ``F.unfold``."""
+    """Return output gradients and inputs (groups, batch, positions, n) by plain autograd and ``F.unfold``."""
     _, params, data = case
     y = output(params, data["x"]).requires_grad_()
     (g,) = torch.autograd.grad(y.sin().sum(), y)
@@ -53,7 +53,7 @@ def places_of(case: Case) -> tuple[Tensor, Tensor]:
 
 
 def solved(left: Tensor, right: Tensor, gradient: Tensor) -> Tensor:
-    """``-(diag(left) + a)^-1 G (diag(right) + b)^-1`` of one group, by its own pi."""
+    """Return ``-(diag(left) + a)^-1 G (diag(right) + b)^-1`` of one group, with its own pi."""
     pi = math.sqrt(float(right.mean() / left.mean()))
     a = (left + math.sqrt(DAMPING) / pi).diag().inverse()
     b = (right + math.sqrt(DAMPING) * pi).diag().inverse()
@@ -64,7 +64,7 @@ def solved(left: Tensor, right: Tensor, gradient: Tensor) -> Tensor:
 def update_of(
     case: Case, distribution: Distribution, *, ranks: int = 1, sharing: Sharing = Sharing.EXPAND
 ) -> dict[str, Tensor]:
-    """The update of the mean gradient after one measurement."""
+    """Return the update of the mean gradient after one measurement."""
     model, params, data = case
     sharding = None
     if ranks > 1:
@@ -110,14 +110,14 @@ def test_every_group_of_a_convolution_is_a_layer_of_its_own(distribution: Distri
 
 
 @pytest.mark.ranks
-def test_on_several_ranks_as_on_one() -> None:
+def test_groups_on_several_ranks_equal_one_rank() -> None:
     for found in run_on_ranks(on_ranks, 3, 3):
         for update in found:
             assert_equal(update, by_dense_algebra(Sharing.EXPAND))
 
 
 def test_groups_of_other_sizes_have_diagonals_of_their_own() -> None:
-    """The mean of both groups' squares would stand for neither."""
+    """The mean of both groups' squares would fit neither."""
     _, x = places_of(convolution())
     squares = x[..., :-1].square().mean((1, 2, 3))
     assert float(squares[1] / squares[0]) > 5000

@@ -1,5 +1,4 @@
-"""Which side a layer's inputs are on, which of its tokens count, and leaves of more than two dims: factors of models
-that others wrote."""
+"""Factors of other kinds of layers: transposed weights, padding, and leaves of more than two dims."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ KEY = keys.key(8)
 
 
 def net(*, turned: bool) -> Case:
-    """Two square layers with biases, as ``x W^T + b`` or as ``x W + b``."""
+    """Return two square layers with biases, as ``x W^T + b`` or as ``x W + b``."""
     op = ops.matmul if turned else ops.linear
 
     def scores(p: Tree, _: Tree, data: Tree) -> Tensor:
@@ -61,7 +60,7 @@ def net(*, turned: bool) -> Case:
 
 @pytest.mark.parametrize("sharing", Sharing)
 @pytest.mark.parametrize("fisher", Fisher)
-def test_a_layer_the_other_way_up_has_its_sides_exchanged(fisher: Fisher, sharing: Sharing) -> None:
+def test_a_transposed_layer_has_its_sides_swapped(fisher: Fisher, sharing: Sharing) -> None:
     straight, turned = (net(turned=way) for way in (False, True))
     assert [layer.bias for layer in survey(*straight).layers] == ["a_bias", "b_bias"]
     assert [layer.bias for layer in survey(*turned).layers] == [None] * 4  # a bias is no column of W, but a row
@@ -71,8 +70,8 @@ def test_a_layer_the_other_way_up_has_its_sides_exchanged(fisher: Fisher, sharin
         torch.testing.assert_close(other[name, "left"], one[name, "right"][:-1, :-1], rtol=1e-10, atol=1e-12)
 
 
-def test_columns_of_a_layer_the_other_way_up_fit_their_places() -> None:
-    """Of the exact Fisher information a gradient's side has a column for every pass, an input's side one for all."""
+def test_columns_of_a_transposed_layer_fit_their_slots() -> None:
+    """With the exact Fisher information, the gradients' side has a column per pass and the inputs' side one for all."""
     model, params, data = net(turned=True)
     config = KfacConfig(fisher=Fisher.EXACT, policy=auto(rho=1e9), damping=0.1, column_dtype=None)
     k = kfac(model, data, learning_rate=0.1, config=config, dtype=torch.float64)
@@ -89,7 +88,7 @@ COUNTED = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 0, 0], [1, 1, 1, 1, 0, 
 PADDED = {"tokens": TOKENS, "loss_mask": COUNTED}
 
 
-def test_tokens_count_as_far_as_a_target_that_counts_can_see() -> None:
+def test_tokens_count_up_to_the_last_counted_target() -> None:
     assert present_of({"tokens": TOKENS}) is None
     expected = [[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 0, 0]]  # the prompt of the second is read
     found = present_of(PADDED)
@@ -124,7 +123,7 @@ def language_models() -> dict[str, Any]:
 @pytest.mark.parametrize("name", language_models())
 @pytest.mark.parametrize("sharing", Sharing)
 def test_padding_of_a_language_model_is_in_no_factor(name: str, sharing: Sharing) -> None:
-    """A row whose end is padding, or a prompt no one asks about, has the factors of the row without its end."""
+    """A row that ends in padding, or in a prompt that is not predicted, has the factors of the row without its end."""
     model, params = language_models()[name]()
     found = curvatures(Case(model, params, PADDED), Fisher.EMPIRICAL, sharing)
     parts = []
@@ -157,7 +156,7 @@ def test_padding_of_a_classifier_is_in_no_factor() -> None:
 
 
 def trained(name: str, *, private: bool) -> tuple[Any, Any, Any]:
-    """K-FAC made, measured and stepped once on a foreign case."""
+    """Measure and step K-FAC once on a foreign case."""
     foreign = foreign_cases.case_named(name)
     model, params = foreign_cases.model_named(name)
     data, size = foreign.data, len(foreign.data["label"])
@@ -239,7 +238,7 @@ def test_every_expert_has_inputs_of_its_own() -> None:
 
 @pytest.mark.parametrize("by_group", [False, True])
 @pytest.mark.parametrize("method", [Method.GHOST, Method.GHOST_BK, Method.MATERIALIZE])
-def test_mapped_experts_are_clipped_as_they_are_mapped(method: Method, by_group: bool) -> None:
+def test_preconditioned_experts_are_clipped_after_the_map(method: Method, by_group: bool) -> None:
     foreign = foreign_cases.case_named("experts")
     model, params = foreign_cases.model_named("experts")
     truth = foreign_cases.gradients_named("experts")

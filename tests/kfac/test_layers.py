@@ -32,7 +32,7 @@ def test_a_bias_is_a_column_only_if_it_goes_with_every_use_and_nowhere_else():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_layers_hold_every_leaf_once_and_come_apart_as_they_were_joined(name):
+def test_every_leaf_is_in_one_layer_and_survives_the_round_trip(name):
     model, params, data = case_named(name)
     known, flat = survey(model, params, data), tree.flatten(params)
     paths = [path for layer in known.layers for path in layer if path is not None]

@@ -52,7 +52,7 @@ COLUMNS = by_path({"layers.*.weight": Form.COLUMNS, "head.weight": (Form.SOFTMAX
 
 
 def settings(**changes: Any) -> KfacConfig:
-    """Everything dense and exact, no momentum, no trust region, but for the changes."""
+    """Return dense, exact settings without momentum and trust region, plus the given changes."""
     plain: dict[str, Any] = {"kl_clip": None, "momentum": 0.0, "policy": everything(), "column_dtype": None}
     return KfacConfig(**(plain | changes))
 
@@ -61,7 +61,7 @@ def settings(**changes: Any) -> KfacConfig:
 
 
 def linear_net(*widths: int) -> tuple[Model, Tree]:
-    """``W_n ... W_1 x``, squared loss; the last has a bias."""
+    """Return ``W_n ... W_1 x`` with a squared loss; the last layer has a bias."""
     params = {f"w{i}": randn(b, a, seed=i) / math.sqrt(a) for i, (a, b) in enumerate(pairwise(widths))}
     params["bias"] = randn(widths[-1], seed=9)
     last = len(widths) - 2
@@ -102,7 +102,7 @@ def moved(k: Kfac, model: Model, params: Tree, batch: Tree) -> Tree:
 
 
 def dense_natural(model: Model, params: Tree, batch: Tree, layers: list[list[str]], damping: float) -> Tree:
-    """``-(F + damping I)^-1 g`` of each group of leaves, F by the Jacobian of the scores."""
+    """Return ``-(F + damping I)^-1 g`` of each group of leaves, with F from the Jacobian of the scores."""
     outputs = model.blocks[-1].outputs
     assert outputs is not None
     jacobians = torch.func.jacrev(lambda p: outputs.scores(p, (), batch))(params)
@@ -258,8 +258,8 @@ def test_columns_and_dense_sides_precondition_alike(column_dtype: torch.dtype | 
 
 @pytest.mark.parametrize("name", ["gpt", "gpt-untied"])
 @pytest.mark.parametrize("distribution", Distribution)
-def test_reduced_embeddings_are_kept_as_columns_that_fit(name: str, distribution: Distribution) -> None:
-    """Of a tied table a sample brings two: its tokens' shares, and its output gradient."""
+def test_reduced_embeddings_are_stored_as_columns_that_fit_their_slot(name: str, distribution: Distribution) -> None:
+    """A sample of a tied table has two columns: its tokens' shares and its output gradient."""
     model, params, batch = case_named(name)
     wide = {"policy": by_path({"embed.tokens": (Form.COLUMNS, Form.COLUMNS)}), "distribution": distribution}
     one = tree.map(lambda leaf: leaf[:1], batch)
@@ -270,7 +270,7 @@ def test_reduced_embeddings_are_kept_as_columns_that_fit(name: str, distribution
     assert int(find_kfac_state(refreshed(k, stated(k, params), one).opt).failures) == 0
 
 
-def test_more_columns_than_features_are_kept_dense() -> None:
+def test_more_columns_than_features_are_stored_dense() -> None:
     model, params = classifier()
     k = kfac(model, images(9), learning_rate=1.0, config=settings(policy=COLUMNS), dtype=torch.float64)
     assert {side.form for layer in k.plan.layers.values() for side in layer[:2]} == {Form.DENSE}
@@ -331,7 +331,7 @@ def test_factors_and_inverses_have_periods_of_their_own() -> None:
 
 @pytest.mark.parametrize("policy", [everything(), COLUMNS])
 @pytest.mark.parametrize("distribution", list(Distribution))
-def test_what_is_not_finite_is_not_added_and_counted(policy: Any, distribution: Distribution) -> None:
+def test_a_measurement_that_is_not_finite_is_counted_and_not_added(policy: Any, distribution: Distribution) -> None:
     model, params = classifier()
     config = settings(policy=policy, distribution=distribution)
     k = kfac(model, images(2), learning_rate=1.0, config=config, dtype=torch.float64)
@@ -379,7 +379,7 @@ def test_an_inverse_that_fails_keeps_the_last_and_is_counted(monkeypatch: pytest
         ({"column_dtype": torch.int8}, "column_dtype"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(changes: dict[str, Any], words: str) -> None:
+def test_invalid_settings_are_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(FdpError, match=words):
         KfacConfig(**changes)
 
@@ -401,7 +401,7 @@ def test_a_state_of_another_optimizer_is_refused() -> None:
         refreshed(k, other, images(3))
 
 
-def test_it_is_found_and_replaced_inside_a_chain() -> None:
+def test_the_state_is_found_and_replaced_inside_a_chain() -> None:
     model, params = classifier()
     k = kfac(model, images(3), learning_rate=1.0, config=settings(), dtype=torch.float64)
     whole = optimizers.chain(optimizers.clip_by_global_norm(1.0), k.optimizer, optimizers.scale(0.5))
@@ -440,7 +440,7 @@ def run_config(**changes: Any) -> RunConfig:
     return RunConfig(**(settings | changes))
 
 
-def test_a_run_taken_up_again_is_bit_equal(tmp_path: Path) -> None:
+def test_a_resumed_run_is_bit_equal(tmp_path: Path) -> None:
     run, first = prepare(run_config())
     states, records = zip(*steps(run, first))
     state = states[-1]
@@ -465,7 +465,7 @@ def test_a_private_run_on_private_factors_is_refused() -> None:
 
 
 def trained(distribution: Distribution, columns: bool, ranks: int) -> tuple[list[Tree], int]:
-    """Parameters after every of a few steps, of the same samples, on one rank or on several."""
+    """Return the parameters after each of a few steps on the same samples, on one rank or several."""
     model = mlp(widths=(6, 5, 7), classes=4)
     mechanism = Mechanism(poisson(100, expected_batch_size=4), flat(max_norm=1.0), 0.0)
     sharding = (
@@ -517,7 +517,7 @@ def test_two_ranks_train_as_one_whatever_the_distribution() -> None:
 
 
 def resumed_ring(folder: str) -> bool:
-    """A ring's columns, which differ from rank to rank, come back from a checkpoint."""
+    """Return True if a ring's columns, which differ between ranks, come back from a checkpoint."""
     model = mlp(widths=(6, 5, 7), classes=4)
     mechanism = Mechanism(poisson(100, expected_batch_size=4), flat(max_norm=1.0), 0.0)
     sharding = make_sharding(model, make_mesh({"shard": 2}, device_type="cpu"), zero=Zero.THREE)
@@ -550,7 +550,7 @@ def test_a_ring_is_saved_with_the_columns_of_every_rank(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_a_donated_step_of_compiled_blocks_is_the_plain_step(decay, monkeypatch):
-    """Momentum, decay, learning rate and cast in one pass behind K-FAC; noise, here none, and mean before it."""
+    """One pass behind K-FAC applies momentum, decay, learning rate and cast."""
     model = mlp(widths=(6, 5), classes=3)
     data = {"image": randn(8, 6), "label": torch.arange(8) % 3}
     mechanism = Mechanism(poisson(64, expected_batch_size=8), flat(max_norm=1.0), 0.0)

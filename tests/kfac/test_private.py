@@ -1,4 +1,4 @@
-"""Private K-FAC: gradients mapped before they are clipped, sources that are not private, statistics with noise."""
+"""Private K-FAC: preconditioning before clipping, public sources, and noised statistics."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def low_rank(n: int, seed: int, dtype: torch.dtype = torch.float64) -> LowRankMa
 
 
 def maps_of(model: Any, *, dtype: torch.dtype = torch.float64, forms: str = "dense") -> dict[str, Sides]:
-    """A map for both sides of every leaf; of grouped kernels, diagonals; the first vector is left out."""
+    """Return maps for both sides of every leaf except the first vector; diagonals for grouped kernels."""
     make = {"dense": lambda n, s: MatrixMap(symmetric(n, s, dtype)), "low-rank": lambda n, s: low_rank(n, s, dtype)}
     make["diagonal"] = lambda n, s: diagonal(n, s, dtype)
     found = {}
@@ -93,7 +93,7 @@ def matrix_of(map: Map | None, n: int) -> Tensor:
 
 
 def mapped_gradients(case: str, sides: dict[str, Sides]) -> dict[str, Tensor]:
-    """Every sample's gradient by the definition, multiplied by matrices."""
+    """Return every sample's gradient by the definition, multiplied by the matrices."""
     found = {}
     for path, gradient in reference_of(case).items():
         left, right = sides.get(path, Sides(None, None))
@@ -134,8 +134,8 @@ def check_norms_and_sums(case: str, method: Method, forms: str, blocks: Compiled
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: m.value)
-def test_norms_and_sums_are_those_of_mapped_gradients(case_name, method):
-    """Linear, embedding and convolution; tied, used twice, in groups, without pairs: one by one, by the definition."""
+def test_norms_and_sums_are_those_of_preconditioned_gradients(case_name, method):
+    """Cover linear, embedding and convolution; tied, used twice, grouped and without pairs."""
     check_norms_and_sums(case_name, method, "dense")
 
 
@@ -147,7 +147,7 @@ def test_norms_and_sums_with_maps_of_other_forms(method, forms):
 
 
 @pytest.mark.parametrize("case", [pytest.param("gpt", marks=pytest.mark.slow), "gpt-untied"])
-def test_compiled_blocks_and_fused_heads_are_mapped_alike(case):
+def test_compiled_blocks_and_fused_heads_are_preconditioned_alike(case):
     check_norms_and_sums(case, Method.AUTO, "dense", CompiledRunner(backend="aot_eager"))
 
 
@@ -162,7 +162,7 @@ def test_element_maps_of_a_leaf_that_is_used_in_every_way():
 
 
 def test_rows_are_rounded_before_they_are_measured():
-    """In half precision norm and sum must see the same numbers: the mapped rows, in their own dtype."""
+    """In half precision, norm and sum must see the same numbers: the mapped rows in their own dtype."""
     left, right = (torch.randn(2, 1, 3, n).bfloat16() for n in (4, 5))
     sides = {"w": Sides(MatrixMap(symmetric(4, 0, torch.float32)), MatrixMap(symmetric(5, 1, torch.float32)))}
     done = map_record(sides, "w", Pair(left, right, (4, 5)))
@@ -182,7 +182,7 @@ def test_rows_are_rounded_before_they_are_measured():
 @pytest.mark.parametrize("size", [1e30, torch.nan, torch.inf])
 @pytest.mark.parametrize("method", [Method.GHOST, Method.GHOST_BK, Method.MATERIALIZE], ids=lambda m: m.value)
 def test_maps_that_overflow_or_are_not_finite_move_the_sum_by_at_most_the_bound(method, size):
-    """Whatever the maps are, what is added is what was measured: at most C of a sample, nothing if it is not finite."""
+    """For any maps, a sample adds at most C to the sum, and nothing if it is not finite."""
     model, params, data = case_named("gpt")
     sides = {}
     for i, path in enumerate(sorted(model.trainable)):
@@ -204,7 +204,7 @@ def test_maps_that_overflow_or_are_not_finite_move_the_sum_by_at_most_the_bound(
 
 
 def norm_before_the_map(monkeypatch):
-    """The mistake of preconditioning after the norm is taken: what is summed is mapped, what is measured is not."""
+    """Make the mistake of preconditioning after the norm is taken."""
     real = fdp.gradients.per_sample.per_sample_norms
 
     def wrong(*args, transform, **options):
@@ -331,7 +331,7 @@ def test_a_compiled_step_is_the_same():
 
 @pytest.mark.parametrize(("source", "microbatches"), [("noised", 2), pytest.param("public", 1, marks=pytest.mark.slow)])
 def test_a_donated_step_of_compiled_blocks_is_the_plain_step(source, microbatches, monkeypatch):
-    """Roots before clipping, noise once, roots again, and one pass for the rest; frozen leaves stay as they are."""
+    """Apply roots before clipping and after the noise, and the rest in one pass; frozen leaves do not change."""
     passes, real = [], FusedUpdate.__call__
     monkeypatch.setattr(FusedUpdate, "__call__", lambda self, *args: passes.append(0) or real(self, *args))
     clip = clipping.quantile(max_norm=0.5, target_quantile=0.5, learning_rate=0.3, count_noise=1.0)
@@ -399,7 +399,7 @@ def test_bad_maps_are_refused_before_anything_is_computed():
 
 
 def test_curvature_of_a_batch_never_gets_into_a_private_step():
-    """Not by the optimizer of plain training, whatever it is chained with, and not by refreshing roots from a batch."""
+    """Refuse the optimizer of plain training, also in a chain, and refreshing roots from a batch."""
     params, batch = MODEL.init(keys.key(3)), batch_of()
     data = tree.map(lambda leaf: leaf[0], batch.data)
     private, plain = (make_plan(MODEL, params, data, method=method) for method in (Method.GHOST_BK, Method.NONE))
@@ -497,8 +497,8 @@ def statistics_of(case: str, more: Statistics, fisher: Fisher = Fisher.EMPIRICAL
 
 
 @pytest.mark.parametrize("case", ["mlp", "cnn", "gpt", "gpt-untied", "convolutions"])
-def test_unclipped_and_without_noise_they_are_the_curvature(case):
-    """Against ``collect``, which knows nothing of samples."""
+def test_statistics_without_clipping_and_noise_equal_the_curvature(case):
+    """Compare with ``collect``, which does not separate samples."""
     model, params, data, estimator = noisable(case)
     _, found = statistics_of(case, more_of(1e12, 1e-30))
     truth = collect(model, params, data, torch.ones(SAMPLES), estimator=estimator, key=KEY)
@@ -582,7 +582,7 @@ def test_the_check_of_statistics_notices(mutate, monkeypatch):
 
 
 def check_noise_of_statistics() -> None:
-    """Every element of every matrix is noised, both halves alike, by z C, and counted by the expected batch size."""
+    """Check that every element of every matrix has noise z C, and that the weight is the expected batch size."""
     _, _, _, estimator = noisable("mlp")
     more = more_of(0.5, 3.0)
     total, _ = statistics_of("mlp", more)
@@ -652,7 +652,7 @@ def test_noisy_factors_are_positive_and_can_be_inverted():
                 factors.check_factor(factor, "noisy")
 
 
-def test_what_cannot_be_noised_is_refused():
+def test_estimators_that_cannot_be_noised_are_refused():
     model, params, data, estimator = noisable("mlp")
     batch = own_batch(data, more_of(1.0), torch.ones(SAMPLES))
     layer = Layer("layers.0.weight", None)
@@ -689,7 +689,7 @@ SAMPLING = poisson(1437, expected_batch_size=96)
 MORE = statistics(poisson(1437, expected_batch_size=300), max_norm=1.0, noise_multiplier=3.0, period=10)
 
 
-def check_releases_are_charged_for() -> None:
+def check_releases_are_accounted_for() -> None:
     plain = Mechanism(SAMPLING, clipping.flat(max_norm=1.0), 1.5)
     both = plain._replace(statistics=MORE)
     for accountant in accounting.Accountant:
@@ -712,20 +712,20 @@ def check_releases_are_charged_for() -> None:
     assert accounting.epsilon(same, steps=41, delta=1e-5) == pytest.approx(twice, rel=2e-3)
 
 
-def test_releases_are_charged_for():
-    check_releases_are_charged_for()
+def test_releases_are_accounted_for():
+    check_releases_are_accounted_for()
     nothing = Mechanism(SAMPLING, clipping.flat(max_norm=1.0), 1.5, MORE._replace(noise_multiplier=0.0))
     assert accounting.epsilon(nothing, steps=5, delta=1e-5) == float("inf")
 
 
-def test_the_check_of_accounting_notices_a_release_that_is_not_charged_for(monkeypatch):
+def test_the_check_of_accounting_notices_a_release_that_is_not_accounted_for(monkeypatch):
     real = accounting.event
     monkeypatch.setattr(accounting, "event", lambda m, steps: real(m._replace(statistics=None), steps))
     with pytest.raises(AssertionError):
-        check_releases_are_charged_for()
+        check_releases_are_accounted_for()
 
 
-def test_a_release_happens_exactly_where_it_is_charged_for():
+def test_a_release_happens_exactly_where_it_is_accounted_for():
     k, calls = kfac_of(fisher=Fisher.SAMPLED), []
     more = statistics(EIGHT, max_norm=1.0, noise_multiplier=0.5, period=3)
     mechanism = MECHANISM._replace(statistics=more)
@@ -756,7 +756,7 @@ def test_a_release_happens_exactly_where_it_is_charged_for():
 
 
 def on_ranks(ranks: int, fisher: Fisher) -> dict[tuple[str, str], Tensor]:
-    """Eight samples on one rank or four on each of two: the noised factors."""
+    """Return the noised factors of eight samples on one rank, or four on each of two."""
     sharding = None
     if ranks > 1:
         sharding = make_sharding(MODEL, make_mesh({"shard": ranks}, device_type="cpu"), zero=Zero.TWO)

@@ -1,4 +1,4 @@
-"""Curvature over ranks: gather, ring and owner against one process with all samples, for any mesh and token counts."""
+"""Gather, ring and owner equal one process with all samples, for any mesh and token counts."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ LAYERS = (Layer("up", "up_bias"), Layer("down", "down_bias"), Layer("kernel", No
 
 
 def model(tensor: collectives.Axis | None = None) -> Model:
-    """Only its leaves matter: rows that no mesh divides, rows and columns cut over ``tensor``, 4-d, one row."""
+    """Return leaves with rows that no mesh divides, rows and columns split over ``tensor``, 4 dims, or one row."""
     leaves = {
         "up": LeafSpec((6, 5), normal(1.0), tensor_dim=0),
         "up_bias": LeafSpec((6,), normal(1.0), tensor_dim=0),
@@ -86,14 +86,14 @@ def sharding_on(axes: dict[str, int], zero: Zero = Zero.THREE, data: Data = Data
 
 
 def rows_of(counts: tuple[int, ...], *, n: int = N) -> list[Tensor]:
-    """Every rank's rows. Nearly parallel, some large: where roots and inverses lose digits."""
+    """Return every rank's rows: nearly parallel, some large, where roots and inverses lose digits."""
     generator = torch.Generator().manual_seed(sum(counts) + n)
     rows = torch.randn(sum(counts), n, dtype=F64, generator=generator) + 3.0
     return list(rows.split(list(counts)))
 
 
 def factors_of(rows: Tensor) -> dict[str, Factor]:
-    """All forms of a rank's rows; weights that are not the number of tokens."""
+    """Return all forms of a rank's rows, with weights that are not the number of tokens."""
     weight = 0.5 * len(rows)
     return {
         "dense": factors.dense(rows, weight=weight),
@@ -116,7 +116,7 @@ GRADIENT = torch.randn(N, N, dtype=F64, generator=torch.Generator().manual_seed(
 
 
 def inverted(left: Factor, right: Factor) -> Tensor | None:
-    """One process: the factors whole, damped by pi; None where nothing was measured, which has no inverse."""
+    """Return the result of one process, damped by pi; None if nothing was measured."""
     if not float(left.weight):
         return None
     whole = invert(Curvature(left, right), damping=DAMPING, method=Damping.PI, via=Via.CHOLESKY)
@@ -124,7 +124,7 @@ def inverted(left: Factor, right: Factor) -> Tensor | None:
 
 
 def on_mesh(axes: dict[str, int], data: Data = Data.SPLIT) -> list[dict[str, Any]]:
-    """For every count: all forms gathered, and the ring's answer. Returns what this rank has."""
+    """Return this rank's gathered factors in all forms and its ring results, for every count."""
     sharding = sharding_on(axes, data=data)
     found = []
     for counts in COUNTS:
@@ -161,7 +161,7 @@ def damped(factor: Factor) -> Tensor:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_gather_and_ring_are_one_process_with_all_samples(ranks):
+def test_gather_and_ring_equal_one_process_with_all_samples(ranks):
     for found in run_on_ranks(everything, ranks, MESHES[ranks]):
         for axes, per_count in zip(MESHES[ranks], found):
             for counts, got in zip(COUNTS, per_count):
@@ -205,7 +205,7 @@ def in_order(orders: list[tuple[int, ...]]) -> list[Tensor]:
 
 
 def kept_under_a_cap(cap: int) -> tuple[list[Factor], list[str]]:
-    """Twelve tokens on (5, 1, 0, 6) and on (3, 3, 3, 3) ranks."""
+    """Gather twelve tokens, divided as (5, 1, 0, 6) and as (3, 3, 3, 3), under a cap."""
     sharding = sharding_on({"replicate": 2, "shard": 2})
     rows, found, said = torch.cat(rows_of((5, 1, 0, 6))), [], []
     for counts in ((5, 1, 0, 6), (3, 3, 3, 3)):
@@ -219,7 +219,7 @@ def kept_under_a_cap(cap: int) -> tuple[list[Factor], list[str]]:
 
 
 def stops_together() -> list[str]:
-    """Warnings as errors, an inverse that fails on one rank, NaN on one rank: every rank must stop, none wait."""
+    """Fail on one rank by a warning, an inverse or a NaN: every rank must stop and none may wait."""
     sharding = sharding_on({"shard": 4})
     said = []
     rows = rows_of((5, 1, 0, 6))[sharding.rank]
@@ -255,7 +255,7 @@ def stops_together() -> list[str]:
 
 
 def everyone_the_same() -> list[Factor]:
-    """Ranks that hold the same samples add nothing up."""
+    """Gather on ranks that hold the same samples."""
     sharding = sharding_on({"shard": 2, "replicate": 2}, data=Data.REPLICATED)
     return [gather(factor, sharding) for factor in factors_of(rows_of((5,))[0]).values()]
 
@@ -304,7 +304,7 @@ def test_beyond_the_cap_evenly_spaced_columns_are_kept_the_same_on_every_rank(fo
 
 
 @pytest.mark.ranks
-def test_what_fails_on_one_rank_fails_on_all(four):
+def test_an_error_on_one_rank_is_raised_on_all(four):
     for result in four:
         cap, nan, trace, inverse = result["stops"]
         assert "finite" in trace
@@ -314,7 +314,7 @@ def test_what_fails_on_one_rank_fails_on_all(four):
 
 
 @pytest.mark.ranks
-def test_ranks_with_the_same_samples_add_nothing_up(four):
+def test_ranks_with_the_same_samples_are_not_summed(four):
     for result in four:
         for mine, expected in zip(result["same"], factors_of(rows_of((5,))[0]).values()):
             assert all(torch.equal(a, b) for a, b in zip(mine, expected))
@@ -322,7 +322,7 @@ def test_ranks_with_the_same_samples_add_nothing_up(four):
 
 # ------------------------------------------------------------------------------------------------------------- memory
 class LiveBytes(TorchDispatchMode):
-    """How many bytes of tensors are alive at once, at most; those that were there before are not counted."""
+    """A counter of the peak bytes of tensors created inside it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -346,7 +346,7 @@ LONG, COLUMNS = 4000, 6
 
 
 def peaks() -> dict[str, int]:
-    """The most bytes alive: to make and apply an inverse by a ring; and to gather the columns, nothing else."""
+    """Return the peak bytes of a ring inverse and its application, and of gathering the columns."""
     sharding = sharding_on({"shard": 4})
     # in float64, of which sums of products need no wider copy
     rows = torch.randn(COLUMNS, LONG, dtype=F64, generator=torch.Generator().manual_seed(sharding.rank))
@@ -371,7 +371,7 @@ def test_a_ring_holds_two_blocks_of_columns_and_a_gather_those_of_all_ranks(four
 
 # -------------------------------------------------------------------------------------------------------------- owner
 def dense_inverse(curvature: Curvature) -> Preconditioner:
-    """Every kind of map there is, from what a curvature holds."""
+    """Return every kind of map for the factors of a curvature."""
 
     def side(factor: Factor | None) -> MatrixMap | LowRankMap | None:
         match factor:
@@ -441,7 +441,7 @@ def test_one_process_owns_everything():
 @example(costs=[1, 1, 2], ranks=2)  # the small ones first would be half as much again
 @given(costs=st.lists(st.integers(1, 50), min_size=1, max_size=9), ranks=st.integers(1, 4))
 @settings(deadline=None, max_examples=60)
-def test_work_is_divided_within_four_thirds_of_the_best(costs, ranks):
+def test_the_largest_load_is_within_four_thirds_of_the_best(costs, ranks):
     layers = {Layer(f"w{i:02}", None): float(cost) for i, cost in enumerate(costs)}
     owners = assign_owners(layers, ranks=ranks)
     backwards = dict(reversed(list(layers.items())))
@@ -453,7 +453,7 @@ def test_work_is_divided_within_four_thirds_of_the_best(costs, ranks):
     assert most <= (4 - 1 / ranks) / 3 * min(max(load) for load in loads) + 1e-9
 
 
-def test_ties_go_by_path_and_no_ranks_are_refused():
+def test_ties_are_broken_by_path_and_zero_ranks_are_refused():
     layers = {Layer(name, None): 1.0 for name in "cab"}
     for order in ("cab", "abc", "bca", "cba"):
         owners = assign_owners({Layer(name, None): 1.0 for name in order}, ranks=2)
@@ -462,7 +462,7 @@ def test_ties_go_by_path_and_no_ranks_are_refused():
         assign_owners(layers, ranks=0)
 
 
-def test_what_an_inverse_costs():
+def test_inversion_cost_of_each_form():
     one = torch.tensor(1.0)
     dense, diagonal = DenseFactor(torch.eye(10), one), DiagonalFactor(torch.ones(10), one)
     few, many = ColumnsFactor(torch.ones(10, 2), one), ColumnsFactor(torch.ones(10, 20), one)
@@ -477,7 +477,7 @@ def test_what_an_inverse_costs():
 
 # -------------------------------------------------------------------------------------------------------------- parts
 def mixing(shape: tuple[int, int]) -> Sides:
-    """A left and a right matrix that mix everything with everything."""
+    """Return a left and a right matrix that mix all rows and all columns."""
     generator = torch.Generator().manual_seed(shape[0])
     return Sides(*(MatrixMap(torch.randn(n, n, dtype=F64, generator=generator)) for n in shape))
 
@@ -494,7 +494,7 @@ preconditioned = partial(precondition_sharded, shapes=SHAPES, apply=times)
 
 
 def parts_on(axes: dict[str, int], zero: Zero) -> bool:
-    """Whether this rank's parts of the preconditioned gradient are those of the whole."""
+    """Compare this rank's shards of the preconditioned gradient with those of the full one."""
     sharding = sharding_on(axes, zero)
     cut = over_tensor_axis(MODEL, sharding.mesh)
     gradients = tree.flatten(localize(init_params(cut, keys.key(0), sharding, dtype=F64)))
@@ -511,7 +511,7 @@ def parts_on(axes: dict[str, int], zero: Zero) -> bool:
 
 
 @pytest.mark.ranks
-def test_parts_are_preconditioned_as_the_whole_is_on_every_mesh(four):
+def test_shards_are_preconditioned_like_full_gradients_on_every_mesh(four):
     for result in four:
         assert all(result["parts"])
 
@@ -546,7 +546,7 @@ def test_without_ranks_factors_are_unchanged():
 
 
 def test_a_capped_softmax_stays_positive_and_only_grows():
-    """A class that only kept tokens have: scaled columns would outweigh the diagonal."""
+    """Only kept tokens have one of the classes: scaled columns would exceed the diagonal."""
     rows = torch.full((10, 4), 0.0, dtype=F64)
     rows[::2, 0], rows[1::2, 1] = 1.0, 1.0
     factor = factors.softmax(rows, weight=10.0)
@@ -563,7 +563,7 @@ def test_a_cap_keeps_the_trace_of_columns_of_one_length():
     torch.testing.assert_close(factors.mean_trace(capped), factors.mean_trace(factor))
 
 
-def test_up_to_the_cap_nothing_is_left_out():
+def test_no_column_is_dropped_up_to_the_cap():
     columns = torch.randn(3, 20)
     assert torch.equal(gather_columns(columns, None, cap=20).columns, columns)
     assert CAP_COLUMNS == 8192
@@ -595,7 +595,7 @@ def test_a_ring_of_one_is_the_inverse(damping, tokens):
 
 
 def test_a_ring_takes_the_diagonal_of_a_softmax_from_its_columns():
-    """A total that was rounded makes no difference, and one that is no softmax's is refused, as elsewhere."""
+    """A rounded total makes no difference, and one that is no softmax's is refused."""
     probabilities = (4 * torch.randn(5, 40, generator=torch.Generator().manual_seed(1))).softmax(-1)
     factor = factors.softmax(probabilities, weight=5.0)
     rounded = factor._replace(total=factor.total * (1 - 40 * torch.finfo(torch.float32).eps))
@@ -607,7 +607,7 @@ def test_a_ring_takes_the_diagonal_of_a_softmax_from_its_columns():
         ring_inverse(factor._replace(total=factor.total * 0.9), None, damping=1e-6)
 
 
-def test_half_precision_columns_are_widened():
+def test_half_precision_columns_are_upcast():
     rows = torch.randn(3, 8)
     exact, half = (factors.columns(each, weight=3.0) for each in (rows, rows.half()))
     y = torch.randn(8, 2)

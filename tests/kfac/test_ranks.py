@@ -1,5 +1,6 @@
-"""K-FAC of several ranks against one process and against dense algebra: gather, ring and owner give the same numbers
-for a softmax head with more classes than tokens, with padding, and where nothing was measured."""
+"""Gather, ring and owner equal one process and dense algebra for a softmax head with more classes than tokens.
+
+With padding, and if nothing was measured."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ class Case(NamedTuple):
 
 
 def images(scale: float) -> Case:
-    """An MLP; ``scale`` is that of the head: the larger, the surer the classes."""
+    """Return an MLP; a larger ``scale`` of the head makes its classes more certain."""
     params = {
         "layers": {"0": {"weight": randn(5, 6, seed=1), "bias": randn(5, seed=2)}},
         "head": {"weight": scale * randn(CLASSES, 5, seed=3), "bias": randn(CLASSES, seed=4)},
@@ -47,7 +48,7 @@ def images(scale: float) -> Case:
 
 
 def sentences() -> Case:
-    """Tokens of which some are padding, and of two samples all."""
+    """Return tokens of which some are padding, all of them in two samples."""
 
     def hidden(p: Tree, _: Tree, data: Tree) -> Tensor:
         return ops.linear(data["x"], p["weight"], p["bias"]).tanh()
@@ -79,7 +80,7 @@ SHAPES = {"hidden": (5, 6), "head": (CLASSES, 5)}
 
 
 def updated(case: Case, ranks: int, distribution: Distribution, column_dtype: torch.dtype | None = None) -> Tree:
-    """The update of the mean gradient after one measurement; and what an empty measurement before and after it does."""
+    """Return the update after one measurement, and the effect of an empty measurement before and after it."""
     model, params, data = case
     sharding = None
     if ranks > 1:
@@ -115,14 +116,14 @@ def updated(case: Case, ranks: int, distribution: Distribution, column_dtype: to
 
 
 def on_ranks(ranks: int) -> list[Tree]:
-    """Every case in every distribution."""
+    """Run every case in every distribution."""
     found = [updated(images(scale), ranks, one) for scale in ON_RANKS for one in Distribution]
     found += [updated(sentences(), ranks, one) for one in Distribution]
     return found + [updated(images(1.0), ranks, one, torch.float16) for one in Distribution]
 
 
 def by_dense_algebra(scale: float) -> dict[str, Tensor]:
-    """``-(G + sqrt(damping) / pi)^-1 g (A + sqrt(damping) pi)^-1`` of the head, G = mean of diag(p) - p p^T."""
+    """Return ``-(G + sqrt(damping) / pi)^-1 g (A + sqrt(damping) pi)^-1`` of the head, G = mean of diag(p) - p p^T."""
     _, params, data = images(scale)
     first, head = params["layers"]["0"], params["head"]
     h = torch.tanh(data["image"] @ first["weight"].T + first["bias"])
@@ -140,7 +141,7 @@ def by_dense_algebra(scale: float) -> dict[str, Tensor]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_gather_ring_and_owner_are_one_process_for_a_softmax_head_with_padding_and_with_nobody(ranks: int) -> None:
+def test_gather_ring_and_owner_equal_one_process_with_padding_and_empty_ranks(ranks: int) -> None:
     alone = [updated(images(scale), 1, Distribution.GATHER) for scale in ON_RANKS]
     alone += [updated(sentences(), 1, Distribution.GATHER), updated(images(1.0), 1, Distribution.GATHER, torch.float16)]
     for found in run_on_ranks(on_ranks, ranks, ranks):
@@ -156,7 +157,7 @@ def test_gather_ring_and_owner_are_one_process_for_a_softmax_head_with_padding_a
 
 @pytest.mark.parametrize("distribution", Distribution)
 @pytest.mark.parametrize("scale", SCALES)
-def test_the_softmax_form_of_a_wide_head_is_dense_algebra(scale: float, distribution: Distribution) -> None:
+def test_the_softmax_form_of_a_wide_head_equals_dense_algebra(scale: float, distribution: Distribution) -> None:
     found = updated(images(scale), 1, distribution)["update"]
     for path, update in by_dense_algebra(scale).items():
         assert (found[path] - update).norm() < 1e-12 * update.norm()
@@ -165,7 +166,7 @@ def test_the_softmax_form_of_a_wide_head_is_dense_algebra(scale: float, distribu
 @pytest.mark.parametrize("distribution", Distribution)
 @pytest.mark.parametrize("scale", SCALES)
 def test_a_wide_head_stored_in_half_precision_is_inverted(scale: float, distribution: Distribution) -> None:
-    """Rounded columns, and the total that belongs to them: curvature within 1e-3, as the default has it."""
+    """With rounded columns and their total the curvature is within 1e-3, as by default."""
     found: Any = updated(images(scale), 1, distribution, torch.float16)
     assert found["failures"] == [2, 2, 4]
     for path, update in by_dense_algebra(scale).items():

@@ -1,4 +1,4 @@
-"""A refresh waits for the device a fixed number of times, and gives what one layer at a time would give."""
+"""A refresh waits for the device a fixed number of times, and equals one layer at a time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ COLUMNS = by_path({"layers.*.weight": Form.COLUMNS, "head.weight": (Form.SOFTMAX
 
 
 class Operations(TorchDispatchMode):
-    """Counts operations, and those after which the host knows a number: on a GPU it waits for each."""
+    """A counter of operations, and of those that make the host wait for a GPU."""
 
     WAIT = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "unique")
 
@@ -52,7 +52,7 @@ class Operations(TorchDispatchMode):
 
 
 class Lists(TorchFunctionMode):
-    """Counts ``tolist`` and what else leaves for the host without an operation."""
+    """A counter of ``tolist`` and other transfers to the host that are not operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,13 +64,13 @@ class Lists(TorchFunctionMode):
 
 
 def counted(act: Callable[[], Any]) -> tuple[int, int]:
-    """How often the host waits, and how many operations there are."""
+    """Return how often the host waits, and the number of operations."""
     with Lists() as lists, Operations() as operations:
         act()
     return lists.waits + operations.waits, operations.all
 
 
-def test_the_counters_count() -> None:
+def test_the_counting_mode_counts() -> None:
     x = torch.ones(3)
     for wait in (x.tolist, lambda: bool(x[0]), lambda: float(x[0]), lambda: int(x[0]), x[0].item, x.nonzero):
         assert counted(wait)[0] == 1
@@ -95,7 +95,7 @@ def a_dense_one(k: Kfac) -> Layer:
 
 
 def counts(k: Kfac, state: TrainState, data: Tree) -> tuple[tuple[int, int], tuple[int, int]]:
-    """What :func:`counted` says of collecting, and of the rest of a refresh."""
+    """Return :func:`counted` of collecting, and of the rest of a refresh."""
     real, collecting = module.collect, []
 
     def collect(*args: Any, **options: Any) -> Mapping[Layer, Curvature]:
@@ -130,7 +130,7 @@ def inverses(k: Kfac, state: TrainState) -> dict[str, list[Tensor]]:
 
 
 @pytest.mark.parametrize("distribution", SHARED)
-def test_batches_give_what_one_layer_at_a_time_gives(
+def test_batched_inversion_equals_one_layer_at_a_time(
     distribution: Distribution, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     k, state, data = gpt_of(2, distribution=distribution)
@@ -143,7 +143,7 @@ def test_batches_give_what_one_layer_at_a_time_gives(
 
 
 def poisoned(state: TrainState, value: float, victim: str) -> TrainState:
-    """Something wrong in what is kept of one layer."""
+    """Put a wrong number into the slot of one layer."""
     kf = find_kfac_state(state.opt)
     left, right = kf.factors[victim]
     assert isinstance(left, DenseFactor)
@@ -153,7 +153,7 @@ def poisoned(state: TrainState, value: float, victim: str) -> TrainState:
 
 @pytest.mark.parametrize("value", [math.nan, -1e9])
 @pytest.mark.parametrize("distribution", SHARED)
-def test_a_layer_that_cannot_be_inverted_keeps_its_last_alone(value: float, distribution: Distribution) -> None:
+def test_only_a_layer_that_cannot_be_inverted_keeps_its_last(value: float, distribution: Distribution) -> None:
     k, state, data = gpt_of(2, distribution=distribution)
     state = refreshed(k, state, data)
     victim = a_dense_one(k).weight
@@ -167,7 +167,7 @@ def test_a_layer_that_cannot_be_inverted_keeps_its_last_alone(value: float, dist
         assert not torch.equal(leaves[0], inverses(k, good if path == victim else state)[path][0])
 
 
-def test_a_layer_that_is_not_finite_is_not_added_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_layer_that_is_not_finite_is_not_added(monkeypatch: pytest.MonkeyPatch) -> None:
     k, state, data = gpt_of(2)
     state = refreshed(k, state, data)
     victim = a_dense_one(k)
@@ -192,7 +192,7 @@ def test_a_layer_that_is_not_finite_is_not_added_alone(monkeypatch: pytest.Monke
 
 
 def decided(distribution: Distribution) -> tuple[int, bool]:
-    """Failures, and whether all factors stayed, where one rank alone has a sample that is not finite."""
+    """Return failures, and whether all factors stayed, if only one rank has a sample that is not finite."""
     model = mlp(widths=(6, 5, 7), classes=4)
     sharding = make_sharding(model, make_mesh({"shard": 2}, device_type="cpu"), zero=Zero.THREE)
     batch = {"image": randn(1, 6, seed=sharding.rank).float(), "label": torch.tensor([1])}
@@ -219,7 +219,7 @@ def all_decided() -> list[tuple[int, bool]]:
 
 
 @pytest.mark.ranks
-def test_what_is_not_finite_on_one_rank_is_added_on_none() -> None:
+def test_a_measurement_not_finite_on_one_rank_is_added_on_none() -> None:
     first, second = run_on_ranks(all_decided, 2)
     assert first == second
     for failures, stayed in first:
@@ -232,7 +232,7 @@ def test_what_is_not_finite_on_one_rank_is_added_on_none() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("store", [Where.DEVICE, Where.CPU])
-def test_on_the_gpu_as_on_the_cpu_wherever_factors_wait(store: Where) -> None:
+def test_the_gpu_equals_the_cpu_wherever_factors_are_stored(store: Where) -> None:
     k, state, data = gpt_of(2, damping=1e-1)
     expected = inverses(k, refreshed(k, refreshed(k, state, data), data, 10))
     model = k.plan.model

@@ -1,4 +1,4 @@
-"""Low-rank solves equal dense ones: columns, and the true Fisher information of a softmax head."""
+"""Low-rank inverses equal dense ones, for columns and for the Fisher information of a softmax head."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def columns_of(k: int, *, n: int = N, seed: int = 0, dtype: torch.dtype = torch.
 
 
 def power_of(m: torch.Tensor, power: Power, *, max_condition: float | None = None) -> torch.Tensor:
-    """By the eigenvalues of the n x n matrix."""
+    """Return the power by the eigenvalues of the n x n matrix."""
     values, vectors = torch.linalg.eigh(m)
     if max_condition is not None:
         values = torch.maximum(values, values.max() / max_condition)
@@ -141,7 +141,7 @@ def test_eigenvalues_that_rounding_left_below_zero_are_zero(k):
         assert formed(root).isfinite().all()
 
 
-def test_the_gram_matrix_is_made_a_slice_at_a_time(monkeypatch):
+def test_the_gram_matrix_is_computed_one_slice_at_a_time(monkeypatch):
     u, scale = columns_of(5, n=11, dtype=torch.float32), torch.arange(1.0, 12.0)
     monkeypatch.setattr("fdp.kfac.inversion.woodbury.SLICE_ENTRIES", 15)
     torch.testing.assert_close(gram(u), u.double().mT @ u.double())
@@ -192,7 +192,7 @@ def probabilities(tokens: int, classes: int, *, scale: float = 3.0) -> torch.Ten
 
 
 def dense_head(p: torch.Tensor, damping: float) -> torch.Tensor:
-    """Token by token, in float64."""
+    """Return the matrix, summed token by token in float64."""
     m = sum(row.diag() - torch.outer(row, row) for row in p) / len(p)
     return m + damping * torch.eye(p.shape[1], dtype=torch.float64)
 
@@ -201,7 +201,7 @@ def dense_head(p: torch.Tensor, damping: float) -> torch.Tensor:
 @pytest.mark.parametrize("tokens", [1, 24, 100, 130])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_the_softmax_head_equals_the_dense_one(damping, tokens, dtype):
-    """To 1e-6, also from float32 probabilities, also for gradients of logits, which add up to 0."""
+    """They agree to 1e-6, also for float32 probabilities and for gradients of logits, which add up to 0."""
     p = probabilities(tokens, 100)
     factor, y = factors.softmax(p.to(dtype), weight=float(tokens)), columns_of(4, n=100)
     for right in (y, y - y.mean(0)):
@@ -220,7 +220,7 @@ def test_the_softmax_head_kept_in_float32():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_stored_in_half_precision_the_head_is_off_by_its_rounding_at_any_damping(dtype):
-    """A difference of roundings would be off by rounding / damping, and negative."""
+    """Without the correction the error would be rounding / damping, and the matrix negative."""
     p, y = probabilities(24, 100), columns_of(4, n=100)
     made = factors.softmax(p.float(), weight=24.0)
     factor = made._replace(columns=made.columns.to(dtype))
@@ -244,7 +244,7 @@ def test_the_capacitance_keeps_its_bound(damping, scale):
 
 
 def test_a_capacitance_below_its_bound_is_refused(monkeypatch):
-    """Dominance is what makes the bound true: without it, a matrix that is only just positive is found out."""
+    """Without diagonal dominance a matrix that is barely positive violates the bound."""
     p = probabilities(24, 50)
     factor = factors.softmax(p, weight=24.0)
     monkeypatch.setattr("fdp.kfac.inversion.softmax_head.mass", lambda f: f.total.double() - 0.9e-3 * 24.0)
@@ -253,7 +253,7 @@ def test_a_capacitance_below_its_bound_is_refused(monkeypatch):
 
 
 def test_the_bound_of_the_capacitance_is_attained():
-    """One class throughout: C is damping / (damping + 1), as the bound says."""
+    """With one class C is damping / (damping + 1), which equals the bound."""
     p = torch.zeros(1, 5).double()
     p[0, 2] = 1.0
     lower, _, condition = capacitance(factors.softmax(p, weight=1.0), damping=1e-3)

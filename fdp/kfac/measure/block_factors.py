@@ -25,7 +25,7 @@ from torch import Tensor
 from fdp.gradients.rules import OneHot, Pair, Record, per_sample_gradient
 from fdp.kfac import factors
 from fdp.kfac.factor_forms import Form
-from fdp.kfac.factors import ALIGNMENT, HALF, sum_dtype, upcast
+from fdp.kfac.factors import ALIGNMENT_ELEMENTS, HALF, sum_dtype, upcast
 from fdp.kfac.types import ColumnsFactor, DenseFactor, DiagonalFactor, Factor
 
 Positions: TypeAlias = tuple[int, ...]
@@ -82,7 +82,7 @@ def make_token_mask(
     keep = (mask > 0).unsqueeze(1)
     counted = keep if present is None else keep & (present > 0)
     wide = sum_dtype(dtype)
-    ones = F.pad(keep.to(dtype).unsqueeze(2), (0, ALIGNMENT - 1))
+    ones = F.pad(keep.to(dtype).unsqueeze(2), (0, ALIGNMENT_ELEMENTS - 1))
     lengths = counted.sum(1, keepdim=True, dtype=wide)
     zero, samples = ones.new_zeros(()), keep.sum(dtype=wide)
     tokens = TokenMask(keep, None if present is None else counted, samples, lengths, ones, zero, {})
@@ -158,7 +158,7 @@ def _with_bias(
         total, weight = factors.diagonal(rows, weight=tokens.samples)
         return DiagonalFactor(_append_to_groups(total, last.reshape(1).to(total), groups), weight)
     size = rows.shape[2] + 1
-    spare = -size % ALIGNMENT if task.form is Form.DENSE and rows.dtype in HALF else 0
+    spare = -size % ALIGNMENT_ELEMENTS if task.form is Form.DENSE and rows.dtype in HALF else 0
     ones = tokens.ones[..., : 1 + spare] if root is None else (_mask(positions, tokens) * root).unsqueeze(2)
     extended = torch.cat([rows, ones.to(rows.dtype).expand(-1, positions, -1)], -1)
     if spare:
