@@ -27,7 +27,7 @@ from torch import Tensor
 from benchmarks.device import GIB, free, peak_gib, synchronize
 from benchmarks.mode_checks import SLACK, WrongError, check_norms
 from benchmarks.modes import BATCHES, LEARNING_RATE, MAX_STEPS, OURS, Case, Row, build, feed
-from fdp.gradients.plan import BUDGETED
+from fdp.gradients.plan import BUDGETED_METHODS
 from fdp.types import Key
 
 
@@ -104,7 +104,7 @@ def measure(
         row["overstated"] = above
     if candidate.choices:
         row["choices"] = candidate.choices
-    if case.memory_budget is not None and mode in [method.value for method in BUDGETED]:
+    if case.memory_budget is not None and mode in [method.value for method in BUDGETED_METHODS]:
         row["memory_budget_gib"] = case.memory_budget / GIB
     if profiled and device.type == "cuda":
         try:

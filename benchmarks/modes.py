@@ -21,7 +21,7 @@ from fdp.checks.first_call import Checks
 from fdp.fast.compile_modes import Compile, make_execution
 from fdp.gradients import timing
 from fdp.gradients.costs import NormBy
-from fdp.gradients.plan import BUDGETED, CHOOSING, Method, Plan, make_plan
+from fdp.gradients.plan import BUDGETED_METHODS, TIMED_METHODS, Method, Plan, make_plan
 from fdp.gradients.rules import HALF
 from fdp.model import Model
 from fdp.optimizers import Optimizer, adamw
@@ -102,7 +102,7 @@ def make_our_plan(
 ) -> Plan:
     """Return fdp's plan, refined by timings on the device if the method has choices."""
     plan = make_plan(model, params, microbatch, method=method, dtype=dtype, **options)
-    if not speed.timed_plan or method not in CHOOSING:
+    if not speed.timed_plan or method not in TIMED_METHODS:
         return plan
     uses = [use for block in plan.uses for use in block]
     device = tree.leaves(microbatch)[0].device
@@ -149,7 +149,7 @@ def our_mode(
     assert model.context is not None
     params = model.init(keys.key(0).to(device))
     example = torch.zeros((), dtype=torch.int64, device=device).expand(shape[1], model.context + 1)
-    microbatch, budget = {"tokens": example}, memory_budget if method in BUDGETED else None
+    microbatch, budget = {"tokens": example}, memory_budget if method in BUDGETED_METHODS else None
     plan = make_our_plan(model, params, microbatch, method=method, dtype=dtype, speed=speed, memory_budget=budget)
     run = make_our_step(model, opt, mechanism=mechanism, plan=plan, speed=speed)
     state = init_state(model, params, opt, mechanism)

@@ -130,7 +130,7 @@ def make_stages(
         finish=finish,
         scores=lambda params, data: score_moments(model, params, data, plan, inside),
         execution=execution,
-        repeatable=any(choice.sum is SumBy.SECOND for choice in plan.choices.values()),
+        repeatable=any(choice.sum is SumBy.SECOND_BACKWARD for choice in plan.choices.values()),
         sampling=mechanism.sampling if plan.private else None,
     )
 

@@ -696,9 +696,9 @@ WAYS = (
     (NormBy.DIRECT, SumBy.PAIR),
     (NormBy.GRAM, SumBy.PAIR),
     (NormBy.SYMMETRIC, SumBy.PAIR),
-    (NormBy.DIRECT, SumBy.SECOND),
-    (NormBy.GRAM, SumBy.SECOND),
-    (NormBy.SYMMETRIC, SumBy.SECOND),
+    (NormBy.DIRECT, SumBy.SECOND_BACKWARD),
+    (NormBy.GRAM, SumBy.SECOND_BACKWARD),
+    (NormBy.SYMMETRIC, SumBy.SECOND_BACKWARD),
 )
 
 
@@ -716,7 +716,7 @@ def forced(plan: Plan, norm: NormBy, sum: SumBy, *, leaves: Iterable[Path] | Non
             continue
         small = rules[path] == {EXPANDED}
         if small:
-            by = (NormBy.DIRECT, SumBy.SECOND) if sum is SumBy.SECOND else (NormBy.KEEP, SumBy.REUSE)
+            by = (NormBy.DIRECT, SumBy.SECOND_BACKWARD) if sum is SumBy.SECOND_BACKWARD else (NormBy.KEEP, SumBy.REUSE)
         else:
             by = (norm, sum)
         choices[path] = Choice(*by, 0.0, 0.0)
@@ -749,7 +749,7 @@ def plans_of(
         add(f"{norm.value}/{total.value}", forced(auto, norm, total))
     if methods:
         add("vmap", planned(Method.MATERIALIZE))
-        half = auto.kept_bytes / 2
+        half = auto.stored_bytes / 2
         for method in (Method.AUTO, Method.FLASH):
             for budget in (None, 0.0, half):
                 add(f"{method.value} within {budget}", planned(method, budget))
@@ -835,7 +835,7 @@ def sums_of(
     ``leaf``: of this leaf only, where attackers leave all others alone.
     """
     device = next(iter(target.data.values())).device
-    again = any(choice.sum is SumBy.SECOND for choice in plan.choices.values())
+    again = any(choice.sum is SumBy.SECOND_BACKWARD for choice in plan.choices.values())
     with fast_attention(device, repeatable=again):  # as in a step: a second backward must find what the first measured
         _, norms, stash = per_sample_norms(
             target.model,

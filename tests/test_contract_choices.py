@@ -80,7 +80,7 @@ def check_arena(
 ) -> None:
     target = target_of(name, dtype, few)
     plan = forced(auto_of(name, dtype, few), *way)
-    only = telling(target) if way[1] is SumBy.SECOND and few else None
+    only = telling(target) if way[1] is SumBy.SECOND_BACKWARD and few else None
     found = breaches(target, {named(plan.choices["w"]): plan}, styles, dtype, only=only)
     assert not found, "\n".join(found)
 

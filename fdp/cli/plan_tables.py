@@ -60,7 +60,7 @@ def result_of(found: Footprint, gpu_gib: float) -> dict[str, Any]:
         "units": found.units,
         "flops": _by_dtype(found.flops),
         "measurement_flops": None if found.measurement is None else _by_dtype(found.measurement.flops),
-        "kept_bytes": found.plan.kept_bytes,
+        "kept_bytes": found.plan.stored_bytes,
         "fits": _spare_gib(found, gpu_gib) >= 0,
         "spare_gib": _spare_gib(found, gpu_gib),
     }
@@ -124,7 +124,7 @@ def _curvature(found: Footprint) -> Table:
 def _methods(plan: Plan) -> Table:
     """Return how norms and sums are computed; leaves that differ only in their layer share a row."""
     table = _table(
-        f"method {plan.method.value}: {plan.kept_bytes / GIB:.2f} GiB stored between norms and sum",
+        f"method {plan.method.value}: {plan.stored_bytes / GIB:.2f} GiB stored between norms and sum",
         *("leaf", "leaves", "norm by", "sum by", "ms", "timed", "stored GiB"),
     )
     alike: dict[tuple[str, str, str], list[Choice]] = {}
@@ -134,7 +134,7 @@ def _methods(plan: Plan) -> Table:
     for (leaf, norm, by), choices in alike.items():
         predicted = _milliseconds(choice.seconds for choice in choices)
         measured = _milliseconds(choice.measured for choice in choices)
-        stored = _gib(sum(choice.kept_bytes for choice in choices))
+        stored = _gib(sum(choice.stored_bytes for choice in choices))
         table.add_row(leaf, f"{len(choices):,}", norm, by, predicted, measured, stored)
     return table
 

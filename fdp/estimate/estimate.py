@@ -159,7 +159,7 @@ def _make_work(model: Model, sharding: Sharding | None, shapes: Tree, settings: 
         method=settings.method,
         memory_budget=settings.memory_budget,
         dtype=settings.dtype,
-        timings=timing.remembered(gpu, store=timing.default_store()) if timed else None,
+        timings=timing.load_times(gpu, store=timing.default_store()) if timed else None,
         device=gpu,
     )
     curvature: Kfac | None = None

@@ -122,7 +122,7 @@ class _Watch:
 
     def __init__(self, ledger: Ledger, plan: Plan):
         self.ledger = ledger
-        self.keeps = plan.kept_bytes > 0
+        self.keeps = plan.stored_bytes > 0
         self.ended = False
         self.start = self.since = ledger.begin(Phase.PASS)
 

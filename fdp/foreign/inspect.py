@@ -167,7 +167,7 @@ def _leaf_row(model: Model, plan: Plan, path: Path, also: tuple[str, ...], refus
         materialized=choice is not None and choice.norm is NormBy.VMAP,
         norm_by=None if choice is None else choice.norm.value,
         sum_by=None if choice is None else choice.sum.value,
-        kept_bytes=0.0 if choice is None else choice.kept_bytes,
+        kept_bytes=0.0 if choice is None else choice.stored_bytes,
         refusal=refusal,
     )
 
@@ -194,5 +194,5 @@ def _memory(model: Model, plan: Plan, optimizer: Optimizer) -> MemoryNeed:
         parameters=sum(sizes.values()) * torch.float32.itemsize,
         optimizer=held,
         per_sample=plan.batch_size * whole * plan.dtype.itemsize,
-        kept=plan.kept_bytes,
+        kept=plan.stored_bytes,
     )

@@ -109,7 +109,7 @@ def _weighted_blocks(stash: Stash, clip: Clip, block_sums: _BlockSums) -> Iterat
         saved, carries = [NOTHING_SAVED for _ in blocks], list(stash.carries)
         factors = next(iter(clip.factors.values()))
         for i, records in backward(weights, None, saved, carries, stash.data, plan, token=factors):
-            second = {path: of for path, of in records.items() if plan.choices[path].sum is SumBy.SECOND}
+            second = {path: of for path, of in records.items() if plan.choices[path].sum is SumBy.SECOND_BACKWARD}
             again = {path: [stash.transform(path, record) for record in of] for path, of in second.items()}
             for path, part in _sums(again, clip, several).items():
                 sums[path] = sums[path] + part.double() if path in sums else part.double()

@@ -1,9 +1,9 @@
-"""What a choice costs: flops and bytes of every way to a leaf's norms and sum, as seconds on a device.
+"""Cost model: predicted seconds and stored bytes of every option for a leaf's norms and sum.
 
-Let x: (B, T, d) be the input and g: (B, T, p) the output gradient of a linear layer; W = 2BTdp flops make one ordinary
-weight gradient.
+Let x: (B, T, d) be the input and g: (B, T, p) the output gradient of a linear layer. An ordinary weight gradient takes
+W = 2BTdp flops.
 
-| norm by   | work of the norm                 | kept until the sum        | work of the sum          |
+| norm by   | work of the norm                 | stored until the sum      | work of the sum          |
 |-----------|----------------------------------|---------------------------|--------------------------|
 | VMAP      | W, one sample a time             | B p d (any operation)     | move B p d               |
 | KEEP      | W, move 2 B p d                  | B p d                     | move B p d               |
@@ -11,8 +11,9 @@ weight gradient.
 | GRAM      | 2 B T^2 (p + d), move 4 B T^2    | B T (p + d), or nothing   | W                        |
 | SYMMETRIC | B T (T + tile) (p + d)           | B T (p + d), or nothing   | W                        |
 
-In half precision on a GPU the products run in that precision, by kernels; else Gram matrices and weighted sums are
-made in float64, and SYMMETRIC is GRAM. An embedding's norms and sum move its output gradients, whatever the way.
+In half precision on a GPU, kernels compute the products in that precision. Elsewhere Gram matrices and weighted sums
+are computed in float64, and SYMMETRIC is GRAM. With every option, an embedding's norms and sum move its output
+gradients.
 
     >>> choices = candidates(uses, dtype=torch.bfloat16, rates=rates_of(device, torch.bfloat16))
     >>> best = min(choices.values(), key=lambda choice: choice.seconds)
@@ -34,6 +35,8 @@ from fdp.gradients.taps import EXPANDED, Use
 
 
 class NormBy(Enum):
+    """Options for the norms of a leaf. KEEP and VMAP store per-sample gradients."""
+
     VMAP = "vmap"
     KEEP = "keep"
     DIRECT = "direct"
@@ -46,32 +49,40 @@ SQUARED_NORMS: dict[NormBy, Callable[[Sequence[Record]], list[Tensor]]] = {
     NormBy.GRAM: lambda records: [stored_squared_norm(record) for record in records],
     NormBy.SYMMETRIC: symmetric_squared_norms,
 }
-"""The norms of uses that are not kept, each the only one of its leaf."""
+"""Norms of leaves with a single use whose per-sample gradients are not stored."""
 
 
 class SumBy(Enum):
+    """Options for the weighted sum of a leaf: from stored gradients, from stored pairs, or by a second backward."""
+
     REUSE = "reuse"
     PAIR = "pair"
-    SECOND = "second backward"
+    SECOND_BACKWARD = "second backward"
 
 
 class Choice(NamedTuple):
-    """How one leaf's norm and sum are computed: predicted seconds of both, bytes kept in between, seconds if timed."""
+    """The options chosen for one leaf's norm and sum.
+
+    ``seconds`` is predicted and ``measured`` timed, for both together; ``stored_bytes`` are held in between.
+    """
 
     norm: NormBy
     sum: SumBy
     seconds: float
-    kept_bytes: float
+    stored_bytes: float
     measured: float | None = None
 
     @property
     def price(self) -> float:
-        """Seconds: measured, else predicted."""
+        """Return the measured seconds if there are any, else the predicted ones."""
         return self.seconds if self.measured is None else self.measured
 
 
 class Rates(NamedTuple):
-    """A device: flops per second of products in the compute dtype and in float64, bytes per second, kernels or not."""
+    """Speed of a device: flops per second of products in the compute dtype and in float64, bytes per second.
+
+    ``kernels`` is True if the device runs our kernels in this dtype.
+    """
 
     matrix: float
     wide: float
@@ -80,19 +91,18 @@ class Rates(NamedTuple):
 
 
 EXPERTS = ("experts", "einsum")
-"""Rules by which a leaf of three dims is a matrix for each of the first."""
-TILE = 128
-"""Tokens of a tile of the symmetric kernel: a tile on the diagonal is computed whole."""
-# About what an H200 reaches (products and bytes measured, float64 from its data sheet); other devices keep the
-# proportions well enough to choose by, and timings correct them.
+"""Rules for which a leaf of three dims is one matrix per index of its first dim."""
+TILE_TOKENS = 128
+"""Tile size of the symmetric kernel, in tokens: tiles on the diagonal are computed in full."""
+# An H200. Only the proportions matter for a choice; they suit other devices too, and timings correct them.
 CUDA_HALF = Rates(matrix=650e12, wide=50e12, bandwidth=4.0e12, kernels=True)
 CUDA_WIDE = Rates(matrix=40e12, wide=50e12, bandwidth=4.0e12)
-# What Triton's products of a block's matrices reach of the library's.
-KERNEL_SHARE = 0.9
+KERNEL_EFFICIENCY = 0.9
+"""Speed of our kernels' matrix products relative to the library's."""
 
 
 def rates_of(device: torch.device, dtype: torch.dtype) -> Rates:
-    """Rates to choose by; on a CPU moving an element costs about 32 flops, and float64 takes twice float32's time."""
+    """Return the device's rates. On a CPU, moving an element costs about 32 flops and float64 is half as fast."""
     if device.type == "cuda":
         return CUDA_HALF if dtype in HALF else CUDA_WIDE
     matrix = 5e10
@@ -100,30 +110,30 @@ def rates_of(device: torch.device, dtype: torch.dtype) -> Rates:
 
 
 def candidates(uses: list[Use], *, dtype: torch.dtype, rates: Rates) -> dict[NormBy, Choice]:
-    """Every way to one leaf's norms in one backward, with the sum that goes with it."""
+    """Return every option for one leaf's norms in one backward, with the sum that goes with it."""
     if {use.rule for use in uses} == {EXPANDED}:
         return {NormBy.KEEP: _keep(uses, dtype, rates)}
     half = rates.kernels and len(uses) == 1
-    made = {
+    found = {
         NormBy.KEEP: _keep(uses, dtype, rates),
         NormBy.DIRECT: _direct(uses, dtype, rates, half),
         NormBy.GRAM: _gram(uses, dtype, rates, half),
     }
-    symmetric = _symmetric(uses, dtype, rates) if half else made[NormBy.GRAM]._replace(norm=NormBy.SYMMETRIC)
-    return made | {NormBy.SYMMETRIC: symmetric}
+    symmetric = _symmetric(uses, dtype, rates) if half else found[NormBy.GRAM]._replace(norm=NormBy.SYMMETRIC)
+    return found | {NormBy.SYMMETRIC: symmetric}
 
 
 def second_backward(choice: Choice, uses: list[Use], *, rates: Rates) -> Choice:
-    """The same norms, and the sum from pairs that a second backward makes again: nothing is kept."""
+    """Return the same norms with a sum by a second backward, which computes the pairs again: nothing is stored."""
     norm = NormBy.DIRECT if choice.norm is NormBy.KEEP else choice.norm
     again = 2 * sum(_gradient_flops(use) for use in uses) / rates.matrix
-    return Choice(norm, SumBy.SECOND, choice.seconds + again, 0.0)
+    return Choice(norm, SumBy.SECOND_BACKWARD, choice.seconds + again, 0.0)
 
 
 def sizes(use: Use) -> tuple[int, int, int, int]:
-    """B, T, and the two sides of the leaf as a matrix: rows p and columns d (per group for convolutions).
+    """Return B, T, and the rows p and columns d of the leaf as a matrix (per group for convolutions).
 
-    An expert's matrix is one of its own: B counts experts and samples.
+    Each expert has a matrix of its own, so B is samples times experts.
     """
     batch, *_ = use.input_shape
     if use.rule in EXPERTS and len(use.leaf_shape) == 3:
@@ -153,13 +163,13 @@ def _gradient_flops(use: Use) -> float:
 
 def _keep(uses: list[Use], dtype: torch.dtype, rates: Rates) -> Choice:
     batch, _, rows, columns = sizes(uses[0])
-    kept = batch * rows * columns * dtype.itemsize
-    moved = kept * (len(uses) + 1) / rates.bandwidth
-    return Choice(NormBy.KEEP, SumBy.REUSE, sum(map(_gradient_flops, uses)) / rates.matrix + moved, kept)
+    stored = batch * rows * columns * dtype.itemsize
+    moving = stored * (len(uses) + 1) / rates.bandwidth
+    return Choice(NormBy.KEEP, SumBy.REUSE, sum(map(_gradient_flops, uses)) / rates.matrix + moving, stored)
 
 
 def _sum_seconds(uses: list[Use], rates: Rates, half: bool) -> float:
-    rate = rates.matrix * KERNEL_SHARE if half else rates.matrix
+    rate = rates.matrix * KERNEL_EFFICIENCY if half else rates.matrix
     return sum(_gradient_flops(use) for use in uses) / rate
 
 
@@ -174,7 +184,7 @@ def _direct(uses: list[Use], dtype: torch.dtype, rates: Rates, half: bool) -> Ch
 
 
 def _gram(uses: list[Use], dtype: torch.dtype, rates: Rates, half: bool) -> Choice:
-    """Gram matrices stored, cross terms between all uses included."""
+    """Return the cost of stored Gram matrices, with cross terms between all uses."""
     seconds = _sum_seconds(uses, rates, half)
     for i, use in enumerate(uses):
         batch, tokens, rows, columns = sizes(use)
@@ -191,8 +201,8 @@ def _symmetric(uses: list[Use], dtype: torch.dtype, rates: Rates) -> Choice:
     batch, tokens, rows, columns = sizes(use)
     if use.rule == "embedding":
         return _direct(uses, dtype, rates, True)._replace(norm=NormBy.SYMMETRIC)
-    products = batch * tokens * (tokens + TILE) * (rows + columns)
-    seconds = _sum_seconds(uses, rates, True) + products / (rates.matrix * KERNEL_SHARE)
+    products = batch * tokens * (tokens + TILE_TOKENS) * (rows + columns)
+    seconds = _sum_seconds(uses, rates, True) + products / (rates.matrix * KERNEL_EFFICIENCY)
     return Choice(NormBy.SYMMETRIC, SumBy.PAIR, seconds, _pair_bytes(uses, dtype))
 
 

@@ -1,11 +1,12 @@
-"""Several records at a time: pairs that are alike go through a kernel in one launch, all others one by one.
+"""Functions of several records that share kernel launches.
 
-A block's matrices are often too small to fill a GPU each; together they do. What is made of a record is the same, bit
-for bit, with any others or alone.
+Pairs that agree in samples, tokens and dtype go through a kernel in one launch, all others one by one: a block's
+matrices are often too small to fill a GPU each. The result of a record is the same, bit for bit, whichever records
+share its launch.
 
-    >>> gradients = kept_gradients(records)                      # rules.kept of each
-    >>> squares = symmetric_squared_norms(records)               # rules.symmetric_squared_norm of each; direct ones too
-    >>> sums = weighted_gradients(records, factors)              # rules.weighted_gradient of each, its own factors
+    >>> gradients = store_gradients(records)                      # rules.store_gradient of each
+    >>> squares = symmetric_squared_norms(records)               # rules.symmetric_squared_norm of each
+    >>> sums = weighted_gradients(records, factors)              # rules.weighted_gradient of each, with its factors
 """
 
 from __future__ import annotations
@@ -22,63 +23,63 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fdp.gradients.rules import (
-    TOGETHER,
+    SAMPLES_PER_FLOAT32_SUM,
     Dense,
     OneHot,
     Pair,
     Record,
     direct_squared_norm,
     has_kernels,
-    kept,
-    kept_by_kernel,
     kernel_factors,
+    kernel_stores_faster,
+    store_gradient,
     symmetric_squared_norm,
     weighted_gradient,
 )
 
 
-def kept_gradients(records: Sequence[Record]) -> list[Dense]:
-    """:func:`fdp.gradients.rules.kept` of each."""
+def store_gradients(records: Sequence[Record]) -> list[Dense]:
+    """Apply :func:`fdp.gradients.rules.store_gradient` to every record."""
 
-    def many(pairs: list[Pair], places: list[int]) -> list[Dense]:
-        made = foreach_keep(*_sides(pairs))
-        gradients, squares = made[: len(pairs)], made[len(pairs) :]
+    def store_many(pairs: list[Pair], indices: list[int]) -> list[Dense]:
+        results = foreach_keep(*_sides(pairs))
+        gradients, squares = results[: len(pairs)], results[len(pairs) :]
         return [Dense(G.view(-1, *pair.shape), s) for G, s, pair in zip(gradients, squares, pairs)]
 
-    return _each(records, kept_by_kernel, many, lambda i: kept(records[i]))
+    return _foreach(records, kernel_stores_faster, store_many, lambda i: store_gradient(records[i]))
 
 
 def symmetric_squared_norms(records: Sequence[Record]) -> list[Float[Tensor, " batch"]]:
-    """:func:`fdp.gradients.rules.symmetric_squared_norm` of each."""
+    """Apply :func:`fdp.gradients.rules.symmetric_squared_norm` to every record."""
     return _norms(records, foreach_ghost, symmetric_squared_norm)
 
 
 def direct_squared_norms(records: Sequence[Record]) -> list[Float[Tensor, " batch"]]:
-    """:func:`fdp.gradients.rules.direct_squared_norm` of each."""
+    """Apply :func:`fdp.gradients.rules.direct_squared_norm` to every record."""
     return _norms(records, foreach_direct, direct_squared_norm)
 
 
 def weighted_gradients(
     records: Sequence[Record], factors: Sequence[Float[Tensor, " batch"]]
 ) -> list[Float[Tensor, " *shape"]]:
-    """:func:`fdp.gradients.rules.weighted_gradient` of each, with the guarantees it gives."""
+    """Apply :func:`fdp.gradients.rules.weighted_gradient` to every record, with the same guarantees."""
 
-    def many(pairs: list[Pair], places: list[int]) -> list[Tensor]:
-        weights = [kernel_factors(factors[i]) for i in places]
+    def sum_many(pairs: list[Pair], indices: list[int]) -> list[Tensor]:
+        weights = [kernel_factors(factors[i]) for i in indices]
         sums = foreach_weighted(*_sides(pairs), weights)
         return [total.view(pair.shape) for total, pair in zip(sums, pairs)]
 
-    def few(pair: Pair) -> bool:
-        return _single_group(pair) and len(pair.right) <= TOGETHER
+    def can_share(pair: Pair) -> bool:
+        return _single_group(pair) and len(pair.right) <= SAMPLES_PER_FLOAT32_SUM
 
-    return _each(records, few, many, lambda i: weighted_gradient(records[i], factors[i]))
+    return _foreach(records, can_share, sum_many, lambda i: weighted_gradient(records[i], factors[i]))
 
 
 def _norms(records: Sequence[Record], kernel: Callable[..., Tensor], one: Callable[[Record], Tensor]) -> list[Tensor]:
-    def many(pairs: list[Pair], places: list[int]) -> list[Tensor]:
+    def norms_of_many(pairs: list[Pair], indices: list[int]) -> list[Tensor]:
         return list(kernel(*_sides(pairs)).unbind())
 
-    return _each(records, _single_group, many, lambda i: one(records[i]))
+    return _foreach(records, _single_group, norms_of_many, lambda i: one(records[i]))
 
 
 def _single_group(pair: Pair) -> bool:
@@ -94,21 +95,24 @@ def _one_group(side: Tensor | OneHot) -> Tensor:
     return side.squeeze(1)
 
 
-def _each(
+def _foreach(
     records: Sequence[Record],
-    shared: Callable[[Pair], bool],
+    can_share: Callable[[Pair], bool],
     many: Callable[[list[Pair], list[int]], list[Any]],
     one: Callable[[int], Any],
 ) -> list[Any]:
-    """Of every record, in order: of those that a kernel can share ``many``, alike in samples, tokens and dtype."""
-    alike: dict[tuple[torch.Size, torch.dtype, torch.device], dict[int, Pair]] = {}
+    """Apply ``many`` to groups of records that can share a launch and ``one`` to the rest; keep the order.
+
+    A group has equal numbers of samples and tokens, and one dtype and device.
+    """
+    groups: dict[tuple[torch.Size, torch.dtype, torch.device], dict[int, Pair]] = {}
     found: dict[int, Any] = {}
     for i, record in enumerate(records):
-        if isinstance(record, Pair) and shared(record):
+        if isinstance(record, Pair) and can_share(record):
             right = record.right
-            alike.setdefault((right.shape[:3], right.dtype, right.device), {})[i] = record
+            groups.setdefault((right.shape[:3], right.dtype, right.device), {})[i] = record
         else:
             found[i] = one(i)
-    for pairs in alike.values():
+    for pairs in groups.values():
         found |= zip(pairs, many(list(pairs.values()), list(pairs)), strict=True)
     return [found[i] for i in range(len(records))]

@@ -21,7 +21,7 @@ from fdp import tree
 from fdp.gradients.block_loop import Weights, backward, forward, make_weights
 from fdp.gradients.costs import SQUARED_NORMS, Choice, NormBy, SumBy
 from fdp.gradients.execution import LOCAL, Execution, Memory
-from fdp.gradients.launches import kept_gradients
+from fdp.gradients.launches import store_gradients
 from fdp.gradients.plan import Plan
 from fdp.gradients.sample_gradients import (
     Dense,
@@ -90,7 +90,7 @@ def per_sample_norms(
     """
     weights = make_weights(model, params, data, plan, execution)
     losses, saved, carries = forward(weights, data, plan)
-    second = any(choice.sum is SumBy.SECOND for choice in plan.choices.values())
+    second = any(choice.sum is SumBy.SECOND_BACKWARD for choice in plan.choices.values())
     inputs = tuple(carries) if second else ()
     found = _NormAccumulator(model, plan)
     for _, records in backward(weights, None, saved, carries, data, plan, token=losses):
@@ -130,7 +130,9 @@ class _NormAccumulator:
                 self._partial_squares[path] = record.squares
             else:
                 self._partial_squares[path] = squared_parts(record.gradient.reshape(self.plan.batch_size, -1))
-        self.stored |= {path: of for path, of in done.items() if self.plan.choices[path].sum is not SumBy.SECOND}
+        self.stored |= {
+            path: of for path, of in done.items() if self.plan.choices[path].sum is not SumBy.SECOND_BACKWARD
+        }
 
     def squared_norms(self) -> Flat:
         """Return every leaf's squared norms, ``(batch,)`` each, in float64."""
@@ -175,7 +177,7 @@ def _store_gradients(plan: Plan, records: dict[Path, list[Record]]) -> dict[Path
     """Replace the records of leaves that the plan stores as per-sample gradients by those gradients."""
     paths = [path for path, of in records.items() if len(of) == 1 and plan.choices[path].norm is NormBy.KEEP]
     dense: dict[Path, list[Record]] = {}
-    for path, gradient in zip(paths, kept_gradients([records[path][0] for path in paths])):
+    for path, gradient in zip(paths, store_gradients([records[path][0] for path in paths])):
         dense[path] = [gradient]
     return records | dense
 
@@ -198,7 +200,7 @@ def _squared(records: list[Record], choice: Choice) -> Tensor:
         square = square.clamp_min(0) + gram_rounding(records)
     else:
         square = direct_squared_norm_of_uses(records)
-    return square + _separate_rounding(records) if choice.sum is SumBy.SECOND and len(records) > 1 else square
+    return square + _separate_rounding(records) if choice.sum is SumBy.SECOND_BACKWARD and len(records) > 1 else square
 
 
 def _separate_rounding(records: list[Record]) -> Tensor:

@@ -1,21 +1,21 @@
-"""Methods as plans: for every use of a parameter, how its norm is found and how its part of the sum is made.
+"""Plans: for every trainable leaf, how its per-sample norms and its clipped sum are computed.
 
 | method        | norms by                                  | sum by                                   |
 |---------------|-------------------------------------------|------------------------------------------|
 | none          | no norms: plain training                  | one ordinary backward                    |
-| materialize   | VMAP, every sample's gradient in memory   | REUSE of what was kept                   |
-| ghost         | GRAM matrices                             | SECOND backward, nothing kept            |
-| ghost_bk      | GRAM matrices                             | kept PAIRs (x, g), one weighted product  |
-| flash         | KEEP, gradients and norms by one kernel   | REUSE of what was kept; one backward     |
-| flash_bk      | DIRECT or SYMMETRIC, the cheaper          | kept PAIRs                               |
+| materialize   | VMAP, every sample's gradient in memory   | REUSE of the stored gradients            |
+| ghost         | GRAM matrices                             | SECOND_BACKWARD, nothing stored          |
+| ghost_bk      | GRAM matrices                             | stored PAIRs (x, g), a weighted product  |
+| flash         | KEEP, gradients and norms by one kernel   | REUSE of the stored gradients            |
+| flash_bk      | DIRECT or SYMMETRIC, the cheaper          | stored PAIRs                             |
 | auto          | the cheapest of all                       | the one that goes with it                |
 
-Of ways whose measured times are about the same that is taken which keeps least. Of an embedding ``flash`` takes the
-cheapest of KEEP, DIRECT and SYMMETRIC: whole tables, one per sample, only if small. A head, tied or not, is kept by
-``auto`` and ``flash`` where kernels fuse it with its loss. Both go by a budget: what would not fit is kept in a smaller
-form, or else nothing is, at the price of a SECOND backward.
+If measured times are within 10 %, choose the option that stores least. For an embedding, ``flash`` takes the cheapest
+of KEEP, DIRECT and SYMMETRIC, since KEEP stores one table per sample. Where kernels fuse a head with its loss, ``auto``
+and ``flash`` store the head's per-sample gradients. Under a memory budget, both store a smaller form of a gradient, or
+nothing at the price of a second backward.
 
-What each costs is in ``fdp.gradients.costs``; what it cost on this device, once timed, in ``fdp.gradients.timing``.
+Predicted costs are in ``fdp.gradients.costs``, measured ones in ``fdp.gradients.timing``.
 
     >>> plan = make_plan(model, params, microbatch, method=Method.AUTO)
     >>> print(explain(plan))
@@ -39,7 +39,7 @@ from fdp.types import FdpError, Flat, Path, Tree
 
 
 class Method(Enum):
-    """The names of the command line."""
+    """Methods for per-sample clipping, by their names on the command line."""
 
     NONE = "none"
     MATERIALIZE = "materialize"
@@ -50,27 +50,26 @@ class Method(Enum):
     AUTO = "auto"
 
 
-OTHERS = (1009, 1013)
-"""Numbers of samples with which a model is traced again: primes, which no extent of a model is a multiple of."""
-CHOOSING = (Method.AUTO, Method.FLASH, Method.FLASH_BK)
-"""Methods that choose between ways, and so gain from knowing what they take."""
-BUDGETED = (Method.AUTO, Method.FLASH)
-"""Methods that keep less where a memory budget asks for it."""
-ABOUT = 1.1
-"""Measured times no further apart count as one, and that way is taken which keeps least: in a step, at a device's power
-limit, they differ by as much from what they are alone."""
-WAYS = {
+RETRACE_BATCH_SIZES = (1009, 1013)
+"""Batch sizes with which a model is traced a second time: primes, so that no dimension of a model is a multiple."""
+TIMED_METHODS = (Method.AUTO, Method.FLASH, Method.FLASH_BK)
+"""Methods that choose between options, and so gain from measured times."""
+BUDGETED_METHODS = (Method.AUTO, Method.FLASH)
+"""Methods that store less under a memory budget."""
+TIE_RATIO = 1.1
+"""Measured times within this ratio (10 %) count as equal: times in a step differ from isolated ones by as much."""
+NORMS_BY_METHOD = {
     Method.GHOST: (NormBy.GRAM,),
     Method.GHOST_BK: (NormBy.GRAM,),
     Method.FLASH: (NormBy.KEEP, NormBy.DIRECT, NormBy.SYMMETRIC),
     Method.FLASH_BK: (NormBy.DIRECT, NormBy.SYMMETRIC),
     Method.AUTO: (NormBy.KEEP, NormBy.DIRECT, NormBy.GRAM, NormBy.SYMMETRIC),
 }
-"""The ways to a norm that a method may take; a small parameter has one only, which is KEEP."""
+"""Options for norms that a method may choose; a small parameter has only KEEP."""
 
 
 class Plan(NamedTuple):
-    """A method spelled out for one model and one microbatch shape. ``choices`` is empty for plain training."""
+    """The choices of a method for one model and one microbatch shape. ``choices`` is empty for plain training."""
 
     method: Method
     uses: tuple[tuple[Use, ...], ...]
@@ -84,8 +83,8 @@ class Plan(NamedTuple):
         return self.method is not Method.NONE
 
     @property
-    def kept_bytes(self) -> float:
-        return sum(choice.kept_bytes for choice in self.choices.values())
+    def stored_bytes(self) -> float:
+        return sum(choice.stored_bytes for choice in self.choices.values())
 
 
 def make_plan(
@@ -99,13 +98,13 @@ def make_plan(
     timings: Timings | None = None,
     device: torch.device | None = None,
 ) -> Plan:
-    """Trace ``model`` on the shapes of ``microbatch`` and decide for every trainable leaf.
+    """Trace ``model`` on the shapes of ``microbatch`` and choose options for every trainable leaf.
 
-    ``device`` is where the step will run, by default where the microbatch is. ``timings`` gives measured seconds of
-    choices for ``auto`` and the flash methods to go by, where it has any.
+    ``device`` is where the step will run, by default where the microbatch is. ``timings`` holds measured seconds, by
+    which ``auto`` and the flash methods choose where there are any.
 
-    ``memory_budget`` (bytes) bounds what ``auto`` and ``flash`` keep of all leaves between norms and sum; beyond it
-    pairs are recomputed in a second backward, from the input of every block. Default: no bound.
+    ``memory_budget`` bounds the bytes that ``auto`` and ``flash`` store for all leaves between norms and sum. If they
+    do not fit, pairs are recomputed in a second backward from the input of every block. Default: no bound.
 
     Guarantees:
       - every trainable leaf has a choice: one that no block uses is an error naming it, never a silent skip.
@@ -120,9 +119,8 @@ def make_plan(
     materialized = _materialized(model, method)
     watched = model.trainable - materialized if method is not Method.NONE else frozenset()
     uses, layouts = _trace_model(model, flat, microbatch, dtype, watched)
-    # Once more with another number of samples: a dimension that only happens to be as long, or a multiple, is then
-    # refused.
-    size = next(other for other in OTHERS if batch_size % other)
+    # Trace again with another batch size, to refuse a dimension that only happens to equal it, or a multiple of it.
+    size = next(other for other in RETRACE_BATCH_SIZES if batch_size % other)
     more = tree.map(lambda leaf: leaf[:1].expand(size, *leaf.shape[1:]), microbatch)
     _check_layouts(layouts, _trace_model(model, flat, more, dtype, watched)[1], batch_size)
     if method is Method.NONE:
@@ -139,19 +137,20 @@ def make_plan(
         raise FdpError(f"{model.name}: the loss never uses {unused}; freeze them (Model.frozen) or remove them")
     rates = rates_of(tree.leaves(microbatch)[0].device if device is None else device, dtype)
     found = {path: candidates(uses, dtype=dtype, rates=rates) for path, uses in by_leaf.items()}
-    ways = {path: _timed(_of_method(found[path], method), by_leaf[path], dtype, timings) for path in by_leaf}
-    choices = {path: _choose(ways[path], by_leaf[path], method, rates) for path in by_leaf}
-    if method in BUDGETED and rates.kernels:
-        # A head whose per-sample gradients are kept is fused with its loss: no logits to hold, or to write and read.
+    allowed = {path: _allowed_by_method(found[path], method) for path in by_leaf}
+    options = {path: _add_timings(allowed[path], by_leaf[path], dtype, timings) for path in by_leaf}
+    choices = {path: _choose(options[path], by_leaf[path], method, rates) for path in by_leaf}
+    if method in BUDGETED_METHODS and rates.kernels:
+        # A head whose per-sample gradients are stored is fused with its loss, so its logits are never stored.
         heads = {block.params[block.head.weight] for block in model.blocks if block.head is not None}
-        choices |= {path: ways[path][NormBy.KEEP] for path in heads & set(choices)}
-    if method in BUDGETED and memory_budget is not None:
-        choices = _within(choices, ways, by_leaf, memory_budget - sum(sizes.values()), rates)
+        choices |= {path: options[path][NormBy.KEEP] for path in heads & set(choices)}
+    if method in BUDGETED_METHODS and memory_budget is not None:
+        choices = _fit_budget(choices, options, by_leaf, memory_budget - sum(sizes.values()), rates)
     return Plan(method, uses, by_vmap | choices, model.trainable, batch_size, dtype)
 
 
 def explain(plan: Plan) -> str:
-    """The plan as a table: one line per use of a leaf, with its choice and why (seconds, bytes kept)."""
+    """Return the plan as a table: one line per use of a leaf, with its choice and its cost (seconds, stored bytes)."""
     lines = [f"method {plan.method.value}, microbatch {plan.batch_size}, {str(plan.dtype).removeprefix('torch.')}"]
     lines.append(
         f"{'leaf':40} {'use':10} {'input':18} {'norm':10} {'sum':16} {'predicted ms':>12} {'measured ms':>11} "
@@ -165,14 +164,14 @@ def explain(plan: Plan) -> str:
         measured = "" if choice.measured is None else f"{choice.measured * 1e3:.3f}"
         lines.append(
             f"{use.path:40} {use.rule:10} {shape:18} {choice.norm.value:10} {choice.sum.value:16} "
-            f"{choice.seconds * 1e3:12.3f} {measured:>11} {choice.kept_bytes / 2**20:9.2f}"
+            f"{choice.seconds * 1e3:12.3f} {measured:>11} {choice.stored_bytes / 2**20:9.2f}"
         )
-    lines.append(f"kept between norms and sum: {plan.kept_bytes / 2**20:.1f} MiB")
+    lines.append(f"kept between norms and sum: {plan.stored_bytes / 2**20:.1f} MiB")
     return "\n".join(lines)
 
 
 def _materialized(model: Model, method: Method) -> frozenset[Path]:
-    """The trainable leaves of all blocks whose gradients are made whole: of those that hold one that must be."""
+    """Return the trainable leaves of all blocks that hold a leaf without a rule: these blocks run under ``vmap``."""
     if method in (Method.NONE, Method.MATERIALIZE):
         return model.trainable if method is Method.MATERIALIZE else frozenset()
     found = model.materialized & model.trainable
@@ -185,9 +184,9 @@ def _materialized(model: Model, method: Method) -> frozenset[Path]:
 def trace_model(
     model: Model, flat: Flat, microbatch: Tree, dtype: torch.dtype, watched: frozenset[Path]
 ) -> tuple[list[Tape | None], Tree]:
-    """What every block's tape saw of the leaves ``watched``, and what the last block was given; nothing is computed.
+    """Return every block's tape of the leaves ``watched``, and the input of the last block; nothing is computed.
 
-    None: a block of which nothing is watched and whose inner shapes depend on the data.
+    A tape is None if its block has no watched leaf and its inner shapes depend on the data.
     """
     meta = {path: leaf.new_empty((), dtype=dtype).expand(leaf.shape) for path, leaf in flat.items()}
     carry: Tree = ()
@@ -197,11 +196,11 @@ def trace_model(
         try:
             tape, carry = traced(block, meta, watched, carry, microbatch)
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
-            tape, carry = None, _guessed(model, block, carry, microbatch, watched, dtype, error)
-        except RuntimeError as error:  # an operation that says nothing of shapes in this dtype
+            tape, carry = None, _assume_output(model, block, carry, microbatch, watched, dtype, error)
+        except RuntimeError as error:  # an operation without a shape rule for this dtype
             if watched & frozenset(tree.leaves(block.params)):
                 raise
-            tape, carry = None, _guessed(model, block, carry, microbatch, watched, dtype, error)
+            tape, carry = None, _assume_output(model, block, carry, microbatch, watched, dtype, error)
         tapes.append(tape)
     check_losses(model, carry, batch_size_of(microbatch))
     return tapes, last
@@ -215,7 +214,7 @@ def _trace_model(
     return uses, [layout for tape in tapes if tape is not None for layout in tape.layouts]
 
 
-def _guessed(
+def _assume_output(
     model: Model,
     block: Block,
     carry: Tree,
@@ -224,78 +223,86 @@ def _guessed(
     dtype: torch.dtype,
     error: Exception,
 ) -> Tree:
-    """What a materialised block returns whose inner shapes depend on the data: losses, or a carry like its own."""
+    """Return a stand-in for the output of a materialised block whose shapes depend on the data.
+
+    The last block returns losses; any other block is assumed to return a carry like its input.
+    """
     if watched & frozenset(tree.leaves(block.params)):
         raise FdpError(
             f"{block.name}: {error} has a shape or a branch that depends on the data, so that no uses can be planned; "
-            f"send the block through the materialised path, exact and slower (from_module(..., materialize=...), or "
-            f"the method 'materialize'), or compute the same for every sample (experts by einsum over all of them)"
+            f"materialise the block's per-sample gradients, which is exact and slower (from_module(..., "
+            f"materialize=...), or the method 'materialize'), or compute the same for every sample (experts by einsum "
+            f"over all of them)"
         ) from error
     if block is not model.blocks[-1] and not tree.leaves(carry):
         raise FdpError(
-            f"{block.name}: {error} has a shape that depends on the data, so that what it returns is not known before "
-            f"it runs; take the module as one block (blocks=None)"
+            f"{block.name}: {error} has a shape that depends on the data, so that the shape of its output is not known "
+            f"before it runs; take the module as one block (blocks=None)"
         ) from error
     last = block is model.blocks[-1]
     return tree.leaves(microbatch)[0].new_empty(batch_size_of(microbatch), dtype=dtype) if last else carry
 
 
 def _check_layouts(found: list[tuple[Path, str]], again: list[tuple[Path, str]], batch_size: int) -> None:
-    """Samples of a foreign module are found by the shapes of its tensors: of any number, in the same places."""
-    if batch_size == 1 or found == again:  # one sample is everywhere and nowhere
+    """Refuse a foreign module whose sample dimensions, found by shape, change with the batch size."""
+    if batch_size == 1 or found == again:  # every dimension of size 1 could be that of one sample
         return
     pairs = zip(found, again)
     (path, here), (_, there) = next((pair for pair in pairs if pair[0] != pair[1]), (found[-1], again[-1]))
     raise FdpError(
-        f"{path}: with {batch_size} samples its input was taken for one with samples ({here}), with another number it "
-        f"was not ({there}): some other extent happens to be {batch_size}, or a multiple. Use another microbatch size"
+        f"{path}: the dimension of the samples is ambiguous: with {batch_size} samples it was found as ({here}), with "
+        f"another number as ({there}). Some other dimension happens to be {batch_size}, or a multiple. Use another "
+        f"microbatch size"
     )
 
 
-def _timed(
-    ways: dict[NormBy, Choice], uses: list[Use], dtype: torch.dtype, timings: Timings | None
+def _add_timings(
+    options: dict[NormBy, Choice], uses: list[Use], dtype: torch.dtype, timings: Timings | None
 ) -> dict[NormBy, Choice]:
     if timings is None or len(uses) != 1:
-        return ways
-    return {by: way._replace(measured=timings.get(signature(uses[0], by, dtype))) for by, way in ways.items()}
+        return options
+    return {by: option._replace(measured=timings.get(signature(uses[0], by, dtype))) for by, option in options.items()}
 
 
-def _of_method(ways: dict[NormBy, Choice], method: Method) -> dict[NormBy, Choice]:
-    """The ways that the method may take."""
-    return {by: way for by, way in ways.items() if by in WAYS[method]} or {NormBy.KEEP: ways[NormBy.KEEP]}
+def _allowed_by_method(options: dict[NormBy, Choice], method: Method) -> dict[NormBy, Choice]:
+    """Return the options that the method may choose."""
+    allowed = {by: option for by, option in options.items() if by in NORMS_BY_METHOD[method]}
+    return allowed or {NormBy.KEEP: options[NormBy.KEEP]}
 
 
-def _choose(ways: dict[NormBy, Choice], uses: list[Use], method: Method, rates: Rates) -> Choice:
-    """The method's choice for one leaf: the cheapest of its ways, but ``flash`` keeps all that is no embedding."""
+def _choose(options: dict[NormBy, Choice], uses: list[Use], method: Method, rates: Rates) -> Choice:
+    """Return the cheapest option for one leaf; ``flash`` stores everything but embeddings."""
     if method is Method.FLASH and all(use.rule != "embedding" for use in uses):
-        return ways[NormBy.KEEP]
-    least = min(way.price for way in ways.values())
-    near = [way for way in ways.values() if way.price <= least * (1 if way.measured is None else ABOUT)]
-    best = min(near, key=lambda way: (way.kept_bytes, way.price))
+        return options[NormBy.KEEP]
+    least = min(option.price for option in options.values())
+    ties = [
+        option for option in options.values() if option.price <= least * (1 if option.measured is None else TIE_RATIO)
+    ]
+    best = min(ties, key=lambda option: (option.stored_bytes, option.price))
     return second_backward(best, uses, rates=rates) if method is Method.GHOST else best
 
 
-def _within(
+def _fit_budget(
     choices: dict[Path, Choice],
-    ways: dict[Path, dict[NormBy, Choice]],
+    options: dict[Path, dict[NormBy, Choice]],
     by_leaf: dict[Path, list[Use]],
     budget: float,
     rates: Rates,
 ) -> dict[Path, Choice]:
-    """Keep less, largest saving per extra second first; if that is not enough, keep nothing and go back twice."""
+    """Store less, largest saving per extra second first; if that is not enough, store nothing and go back twice."""
     choices = dict(choices)
     smaller = []
     for path, choice in choices.items():
-        other = min(ways[path].values(), key=lambda way: (way.kept_bytes, way.price))
-        if other.kept_bytes < choice.kept_bytes:
-            price = (other.price - choice.price) / (choice.kept_bytes - other.kept_bytes)
+        other = min(options[path].values(), key=lambda option: (option.stored_bytes, option.price))
+        if other.stored_bytes < choice.stored_bytes:
+            price = (other.price - choice.price) / (choice.stored_bytes - other.stored_bytes)
             smaller.append((price, path, other))
     for _, path, other in sorted(smaller, key=lambda entry: entry[:2]):
-        if sum(choice.kept_bytes for choice in choices.values()) <= budget:
+        if sum(choice.stored_bytes for choice in choices.values()) <= budget:
             return choices
         choices[path] = other
-    if sum(choice.kept_bytes for choice in choices.values()) <= budget:
+    if sum(choice.stored_bytes for choice in choices.values()) <= budget:
         return choices
-    paired = {path: [way for way in found.values() if way.sum is SumBy.PAIR] for path, found in ways.items()}
-    norms = {path: min(paired[path], key=lambda way: way.price, default=choices[path]) for path in choices}
+    by_pair = {path: [each for each in found.values() if each.sum is SumBy.PAIR] for path, found in options.items()}
+    norms = {path: min(by_pair[path], key=lambda each: each.price, default=choices[path]) for path in choices}
     return {path: second_backward(choice, by_leaf[path], rates=rates) for path, choice in norms.items()}

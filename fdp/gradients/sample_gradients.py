@@ -31,7 +31,7 @@ from fdp_kernels.keep import squared_norms, weighted_sum
 from jaxtyping import Float, Int
 from torch import Tensor
 
-AT_ONCE, AT_ONCE_ON_GPU = 1 << 22, 1 << 25
+ELEMENTS_AT_ONCE, ELEMENTS_AT_ONCE_GPU = 1 << 22, 1 << 25
 """Elements of per-sample gradients that are formed in float64 at a time, if a sample has no more: 32 and 256 MiB."""
 
 
@@ -91,7 +91,7 @@ def direct_squared_norm_of_uses(records: Sequence[Record]) -> Float[Tensor, " ba
     if (table := _single_embedding(records)) is not None:
         square = sum_of_squares(sample_rows(table.left.ids, table.right.double())[1])
     else:
-        square = torch.cat([sum_of_squares(_wide_gradient(few)) for few in _few_samples(records)])
+        square = torch.cat([sum_of_squares(_wide_gradient(few)) for few in _chunk_samples(records)])
     return square + gram_rounding(records)
 
 
@@ -111,7 +111,7 @@ def cross_term(a: Record, b: Record) -> Float[Tensor, " batch"]:
         right = a.right.double() @ b.right.double().transpose(-1, -2)
         return (_left_products(a.left, b.left) * right).sum((1, 2, 3))
     # A pair is multiplied out in float64 by the sum; its product in the record's dtype is another number.
-    G, H = per_sample_gradient(widened(a)), per_sample_gradient(widened(b))
+    G, H = per_sample_gradient(widen_record(a)), per_sample_gradient(widen_record(b))
     return (G * H).reshape(len(G), -1).sum(1)
 
 
@@ -147,7 +147,7 @@ def _depth(record: Record) -> int:
     return record.right.shape[-2] + width
 
 
-def widened(record: Record) -> Record:
+def widen_record(record: Record) -> Record:
     """The record in float64, the precision of the sum."""
     if isinstance(record, Dense):
         return Dense(record.gradient.double())
@@ -165,8 +165,8 @@ def weighted_gradient_of_uses(records: Sequence[Record], factors: Float[Tensor, 
     if (table := _single_embedding(records)) is not None:
         ids, rows = sample_rows(table.left.ids, table.right.double())
         total = rows.new_zeros(table.shape[0], rows.shape[-1])
-        return total.index_add(0, ids.flatten(), _scaled(rows, factors).flatten(0, 1)).view(table.shape)
-    for few in _few_samples(records):
+        return total.index_add(0, ids.flatten(), _scale(rows, factors).flatten(0, 1)).view(table.shape)
+    for few in _chunk_samples(records):
         rows = few[0].gradient if len(few) == 1 and isinstance(few[0], Dense) else _wide_gradient(few)
         end, shape = start + len(rows), rows.shape[1:]
         total = weighted_sum(rows.reshape(len(rows), -1), factors[start:end], torch.float64, total)
@@ -208,29 +208,29 @@ def _single_embedding(records: Sequence[Record]) -> _Embedding | None:
 def _wide_gradient(records: Sequence[Record]) -> Tensor:
     """The per-sample gradient of all uses together, in float64."""
     first, *rest = records
-    total = per_sample_gradient(widened(first))
+    total = per_sample_gradient(widen_record(first))
     for record in rest:
-        total = total + per_sample_gradient(widened(record))
+        total = total + per_sample_gradient(widen_record(record))
     return total
 
 
-def _few_samples(records: Sequence[Record]) -> Iterator[list[Record]]:
+def _chunk_samples(records: Sequence[Record]) -> Iterator[list[Record]]:
     """Cut the records of a leaf into groups of samples whose gradients in float64 take little memory."""
     sizes = [math.prod(r.shape) if isinstance(r, Pair) else r.gradient[0].numel() for r in records]
     if all(isinstance(record, Dense) for record in records):
-        few = len(_first_side(records[0]))  # nothing is multiplied out
+        few = len(_any_side(records[0]))  # nothing is multiplied out
     else:
-        most = AT_ONCE_ON_GPU if _first_side(records[0]).is_cuda else AT_ONCE
+        most = ELEMENTS_AT_ONCE_GPU if _any_side(records[0]).is_cuda else ELEMENTS_AT_ONCE
         few = max(1, most // max(1, *sizes))
-    for start in range(0, max(1, len(_first_side(records[0]))), few):
-        yield [_cut(record, start, start + few) for record in records]
+    for start in range(0, max(1, len(_any_side(records[0]))), few):
+        yield [_slice_samples(record, start, start + few) for record in records]
 
 
-def _first_side(record: Record) -> Tensor:
+def _any_side(record: Record) -> Tensor:
     return record.gradient if isinstance(record, Dense) else record.right
 
 
-def _cut(record: Record, start: int, end: int) -> Record:
+def _slice_samples(record: Record, start: int, end: int) -> Record:
     if isinstance(record, Dense):
         return Dense(record.gradient[start:end])
     left = record.left
@@ -250,7 +250,7 @@ def _left_products(a: Tensor | OneHot, b: Tensor | OneHot) -> Tensor:
     return a.double() @ b.double().transpose(-1, -2)
 
 
-def _scaled(x: Tensor, factors: Tensor) -> Tensor:
+def _scale(x: Tensor, factors: Tensor) -> Tensor:
     """``factors_b x_b`` in the factors' dtype; exactly 0 where the factor is 0, whatever x holds there."""
     factors = factors.view(-1, *[1] * (x.ndim - 1))
     return torch.where(factors > 0, x * factors, factors.new_zeros(()))

@@ -1,10 +1,10 @@
-"""What a choice takes on this device: candidates timed once per shape, and remembered on disk.
+"""Time the options for norms and sums on this device, once per shape, and cache the times on disk.
 
     >>> timings = measure(plan_uses, dtype=torch.bfloat16, device=device, store=default_store())
     >>> plan = make_plan(model, params, microbatch, dtype=torch.bfloat16, timings=timings)
 
-A time belongs to a shape, a dtype, a way, a device and the versions of torch, Triton and fdp: change one, and it is
-taken again. Inputs are random numbers of the right shapes: no data are needed, and none are touched.
+A cached time is valid for one shape, dtype, option, device and version of torch, Triton and fdp. Inputs are random
+numbers: no training data are read.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ from fdp_kernels.tile_gemm import MATRICES_PER_LAUNCH
 from torch import Tensor
 
 from fdp.gradients.costs import SQUARED_NORMS, NormBy, rates_of, sizes
-from fdp.gradients.launches import kept_gradients, weighted_gradients
+from fdp.gradients.launches import store_gradients, weighted_gradients
 from fdp.gradients.rules import OneHot, Pair, squared_norm
 from fdp.gradients.taps import EXPANDED, Use
 from fdp.types import FdpError
 
 Timings: TypeAlias = Mapping[str, float]
-"""Seconds by signature."""
-MANY = 1 << 30
-"""Elements of all samples' gradients of a matrix up to which four are timed at once."""
+"""Seconds of each :func:`signature`."""
+MAX_BATCHED_ELEMENTS = 1 << 30
+"""Matrices whose per-sample gradients have at most this many elements are timed several per launch."""
 
 
 def signature(use: Use, by: NormBy, dtype: torch.dtype) -> str:
-    """The name under which a time is kept: way, rule, sizes, dtype."""
+    """Return the key of a cached time: option, rule, sizes, dtype."""
     batch, tokens, rows, columns = sizes(use)
     return f"{by.value} {use.rule} B={batch} T={tokens} p={rows} d={columns} {str(dtype).removeprefix('torch.')}"
 
 
 def default_store() -> FilePath:
-    """Where times are kept: ``$FDP_CACHE``, else ``$XDG_CACHE_HOME/fdp``, else ``~/.cache/fdp``."""
+    """Return the cache file, in ``$FDP_CACHE``, else ``$XDG_CACHE_HOME/fdp``, else ``~/.cache/fdp``."""
     base = os.environ.get("FDP_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "fdp")
     return FilePath(base).expanduser() / "timings.json"
 
 
-def worthwhile(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether times are worth taking: where kernels compete with the library."""
+def is_worth_timing(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return True if our kernels run here, so that timings can change a choice."""
     return rates_of(device, dtype).kernels
 
 
-def remembered(device: torch.device, *, store: FilePath) -> dict[str, float]:
-    """The times kept for this device and these versions; empty if there are none or the file is not readable."""
+def load_times(device: torch.device, *, store: FilePath) -> dict[str, float]:
+    """Return the cached times of this device and these versions; empty if there are none or the file is unreadable."""
     try:
-        return dict(json.loads(store.read_text()).get(_who(device), {}))
+        return dict(json.loads(store.read_text()).get(_device_and_versions(device), {}))
     except (OSError, ValueError, AttributeError, TypeError):
         return {}
 
@@ -63,13 +63,14 @@ def remembered(device: torch.device, *, store: FilePath) -> dict[str, float]:
 def measure(
     uses: Iterable[Use], *, dtype: torch.dtype, device: torch.device, store: FilePath | None, seconds: float = 0.02
 ) -> dict[str, float]:
-    """Times of every way to the norms and sum of linear, matmul and embedding uses, those known not taken again.
+    """Return the seconds of every option for the norms and sum of linear, matmul and embedding uses.
 
-    ``seconds`` is about what each is run for. A way that does not fit into memory is given no time.
+    Only shapes that are not in ``store`` are timed, for about ``seconds`` each. An option that runs out of memory has
+    no entry.
     """
     if seconds <= 0:
         raise FdpError(f"seconds: expected a positive time per measurement, got {seconds}")
-    known = {} if store is None else remembered(device, store=store)
+    known = {} if store is None else load_times(device, store=store)
     fresh = {}
     for use in {(u.rule, sizes(u)): u for u in uses if u.rule in ("linear", "matmul", "embedding")}.values():
         for by in (NormBy.KEEP, NormBy.DIRECT, NormBy.SYMMETRIC, NormBy.GRAM):
@@ -78,33 +79,33 @@ def measure(
                 taken = _time(use, by, dtype, device, seconds)
                 fresh |= {} if taken is None else {name: taken}
     if fresh and store is not None:
-        _remember(device, known | fresh, store)
+        _save_times(device, known | fresh, store)
     return known | fresh
 
 
-def ways(records: Sequence[Pair], factors: Tensor) -> dict[NormBy, Callable[[], object]]:
-    """What each way does for uses alike: their norms, then their sums, as far as an update that reads them."""
+def option_runs(records: Sequence[Pair], factors: Tensor) -> dict[NormBy, Callable[[], object]]:
+    """Return the work of each option on records of equal shape: norms, then sums, then an update that reads them."""
 
     def update(rows: Tensor, factors: Tensor) -> Tensor:
         return weighted_sum(rows.flatten(1), factors, torch.float32)
 
     def keep() -> object:
-        made = kept_gradients(records)
-        squares = [squared_norm(of) if of.squares is None else of.squares for of in made]
-        return squares, [update(of.gradient, factors) for of in made]
+        stored = store_gradients(records)
+        squares = [squared_norm(of) if of.squares is None else of.squares for of in stored]
+        return squares, [update(of.gradient, factors) for of in stored]
 
-    def paired(by: NormBy) -> object:
+    def pair(by: NormBy) -> object:
         squares, sums = SQUARED_NORMS[by](records), weighted_gradients(records, [factors] * len(records))
         return squares, [update(total.unsqueeze(0), factors[:1]) for total in sums]
 
-    return {NormBy.KEEP: keep} | {by: partial(paired, by) for by in SQUARED_NORMS}
+    return {NormBy.KEEP: keep} | {by: partial(pair, by) for by in SQUARED_NORMS}
 
 
 def _time(use: Use, by: NormBy, dtype: torch.dtype, device: torch.device, seconds: float) -> float | None:
     batch, tokens, rows, columns = sizes(use)
     assert use.rule != EXPANDED
-    # Matrices of a block go through kernels together, and so do those timed, if that much of memory is no matter.
-    copies = MATRICES_PER_LAUNCH if use.rule != "embedding" and batch * rows * columns <= MANY else 1
+    # A block's matrices share launches, so time them that way unless they take much memory.
+    copies = MATRICES_PER_LAUNCH if use.rule != "embedding" and batch * rows * columns <= MAX_BATCHED_ELEMENTS else 1
     try:
         records = []
         for _ in range(copies):
@@ -115,7 +116,7 @@ def _time(use: Use, by: NormBy, dtype: torch.dtype, device: torch.device, second
                 left = torch.randn(batch, 1, tokens, rows, dtype=dtype, device=device)
             records.append(Pair(left, right, (rows, columns)))
         factors = torch.rand(batch, dtype=torch.float64, device=device) + 0.5
-        return _median(ways(records, factors)[by], device, seconds) / copies
+        return _median(option_runs(records, factors)[by], device, seconds) / copies
     except torch.OutOfMemoryError:
         return None
 
@@ -123,7 +124,7 @@ def _time(use: Use, by: NormBy, dtype: torch.dtype, device: torch.device, second
 def _median(run: Callable[[], object], device: torch.device, seconds: float) -> float:
     run()  # compiles
     if device.type == "cuda":
-        run = _recorded(run)  # as in a recorded step: without the time that Python takes to launch
+        run = _record_graph(run)  # leave out the time that Python takes to launch, as in a recorded step
     times: list[float] = []
     spent = 0.0
     while len(times) < 3 or (spent < seconds and len(times) < 50):
@@ -142,7 +143,7 @@ def _median(run: Callable[[], object], device: torch.device, seconds: float) -> 
     return statistics.median(times)
 
 
-def _recorded(run: Callable[[], object]) -> Callable[[], object]:
+def _record_graph(run: Callable[[], object]) -> Callable[[], object]:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -151,7 +152,7 @@ def _recorded(run: Callable[[], object]) -> Callable[[], object]:
     return graph.replay
 
 
-def _who(device: torch.device) -> str:
+def _device_and_versions(device: torch.device) -> str:
     from importlib.metadata import PackageNotFoundError, version
 
     def number(package: str) -> str:
@@ -164,15 +165,15 @@ def _who(device: torch.device) -> str:
     return f"{name}, torch {torch.__version__}, triton {number('triton')}, fdp {number('fdp')}"
 
 
-def _remember(device: torch.device, times: Mapping[str, float], store: FilePath) -> None:
-    """All devices' times in one file, replaced whole: two runs at once leave the times of one, never a mixture."""
+def _save_times(device: torch.device, times: Mapping[str, float], store: FilePath) -> None:
+    """Write the times to the file of all devices. The file is replaced as a whole, so concurrent runs never mix."""
     try:
-        everyone = json.loads(store.read_text())
+        cached = json.loads(store.read_text())
     except (OSError, ValueError):
-        everyone = None
-    everyone = everyone if isinstance(everyone, dict) else {}
-    everyone[_who(device)] = dict(sorted(times.items()))
+        cached = None
+    cached = cached if isinstance(cached, dict) else {}
+    cached[_device_and_versions(device)] = dict(sorted(times.items()))
     store.parent.mkdir(parents=True, exist_ok=True)
     part = store.with_suffix(f".{os.getpid()}.part")
-    part.write_text(json.dumps(everyone, indent=1))
+    part.write_text(json.dumps(cached, indent=1))
     part.replace(store)

@@ -30,7 +30,7 @@ from fdp.fast.compile_modes import Compile, make_execution
 from fdp.fingerprint import fingerprint
 from fdp.gradients import timing
 from fdp.gradients.execution import Execution
-from fdp.gradients.plan import CHOOSING, Method, Plan, make_plan
+from fdp.gradients.plan import TIMED_METHODS, Method, Plan, make_plan
 from fdp.kfac.optimizer import Kfac
 from fdp.kfac.private.curvature_sources import (
     Feed,
@@ -305,7 +305,7 @@ def _plan(
     params = abstract_params(model, sharding, device=config.device)
     example = _examples(config, samples)
     plan = make_plan(model, params, example, method=method, memory_budget=memory_budget, dtype=dtype)
-    if sharding is not None or not timing.worthwhile(config.device, dtype) or method not in CHOOSING:
+    if sharding is not None or not timing.is_worth_timing(config.device, dtype) or method not in TIMED_METHODS:
         return plan  # ranks must not choose by times of their own
     uses = [use for block in plan.uses for use in block]
     times = timing.measure(uses, dtype=dtype, device=config.device, store=timing.default_store())

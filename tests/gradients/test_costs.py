@@ -32,8 +32,8 @@ BF16 = torch.bfloat16
 @pytest.fixture(autouse=True)
 def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was measured of kernels, as it was when these sums were done."""
-    monkeypatch.setattr(fdp.gradients.costs, "KERNEL_SHARE", 0.8)
-    monkeypatch.setattr(fdp.gradients.costs, "TILE", 128)
+    monkeypatch.setattr(fdp.gradients.costs, "KERNEL_EFFICIENCY", 0.8)
+    monkeypatch.setattr(fdp.gradients.costs, "TILE_TOKENS", 128)
 
 
 def seconds(choices: dict[NormBy, Choice]) -> dict[NormBy, float]:
@@ -51,7 +51,7 @@ def test_a_linear_layer_in_half_precision_on_a_gpu():
         }
     )
     pairs = 819_200  # B T (P + D) of two bytes
-    assert {by: choice.kept_bytes for by, choice in choices.items()} == {
+    assert {by: choice.stored_bytes for by, choice in choices.items()} == {
         NormBy.KEEP: 600_000, NormBy.DIRECT: pairs, NormBy.GRAM: pairs, NormBy.SYMMETRIC: pairs,
     }  # fmt: skip
     assert {by: choice.sum for by, choice in choices.items()} == {
@@ -75,7 +75,7 @@ def test_without_kernels_products_that_bear_on_privacy_are_in_float64():
 def test_an_embedding_moves_its_output_gradients():
     choices = candidates([EMBEDDING], dtype=BF16, rates=RATES)
     pairs = 516_096  # B T (2 D + 8)
-    assert choices[NormBy.DIRECT].kept_bytes == pairs
+    assert choices[NormBy.DIRECT].stored_bytes == pairs
     moved = (2 * pairs + 600_000) / 1e10  # twice the pairs, and the table in float32
     assert choices[NormBy.DIRECT].seconds == choices[NormBy.SYMMETRIC].seconds == pytest.approx(moved)
     assert choices[NormBy.SYMMETRIC].norm is NormBy.SYMMETRIC
@@ -84,7 +84,7 @@ def test_an_embedding_moves_its_output_gradients():
 def test_small_parameters_have_one_way():
     (choice,) = candidates([BIAS], dtype=BF16, rates=RATES).values()
     assert choice[:2] == (NormBy.KEEP, SumBy.REUSE)
-    assert choice.kept_bytes == B * P * 2
+    assert choice.stored_bytes == B * P * 2
     twice = candidates([BIAS, LINEAR], dtype=BF16, rates=RATES)
     assert len(twice) == 4
 
@@ -100,8 +100,8 @@ def test_uses_of_one_leaf_are_not_left_to_kernels():
 def test_a_second_backward_keeps_nothing_and_makes_the_pairs_again():
     ways = candidates([LINEAR], dtype=BF16, rates=RATES)
     kept = second_backward(ways[NormBy.KEEP], [LINEAR], rates=RATES)
-    assert kept[:2] == (NormBy.DIRECT, SumBy.SECOND)
-    assert kept.kept_bytes == 0
+    assert kept[:2] == (NormBy.DIRECT, SumBy.SECOND_BACKWARD)
+    assert kept.stored_bytes == 0
     ghost = second_backward(ways[NormBy.GRAM], [LINEAR], rates=RATES)
     assert ghost.norm is NormBy.GRAM
     assert ghost.seconds == pytest.approx(ways[NormBy.GRAM].seconds + 2 * W / 1e12)

@@ -9,14 +9,14 @@ from torch import Tensor
 import fdp.gradients.launches
 import fdp.gradients.rules
 from fdp.gradients.costs import SQUARED_NORMS, NormBy
-from fdp.gradients.launches import direct_squared_norms, kept_gradients, symmetric_squared_norms, weighted_gradients
+from fdp.gradients.launches import direct_squared_norms, store_gradients, symmetric_squared_norms, weighted_gradients
 from fdp.gradients.rules import (
     Dense,
     OneHot,
     Pair,
     Record,
     direct_squared_norm,
-    kept,
+    store_gradient,
     symmetric_squared_norm,
     weighted_gradient,
 )
@@ -66,8 +66,8 @@ def assert_same(got: Tensor, alone: Tensor) -> None:
 
 
 def test_kept_gradients_are_those_of_each_alone(launches: list[tuple[str, int]]) -> None:
-    for got, record in zip(kept_gradients(records()), records(), strict=True):
-        alone = kept(record)
+    for got, record in zip(store_gradients(records()), records(), strict=True):
+        alone = store_gradient(record)
         assert_same(got.gradient, alone.gradient)
         assert (got.squares is None) == (alone.squares is None)
         if got.squares is not None and alone.squares is not None:
@@ -123,4 +123,4 @@ def test_without_kernels_nothing_is_launched_together() -> None:
     for got, record in zip(found, records(), strict=True):
         assert_same(got, weighted_gradient(record, torch.ones(3)))
         assert got.dtype == torch.float64
-    assert kept_gradients([]) == []
+    assert store_gradients([]) == []

@@ -42,7 +42,7 @@ def planned(case: Case, name: str, dtype: torch.dtype) -> Plan:
     if fraction is None:
         return make_plan(*case, method=method, dtype=dtype)
     free = make_plan(*case, method=method, dtype=dtype)
-    return make_plan(*case, method=method, dtype=dtype, memory_budget=fraction * free.kept_bytes)
+    return make_plan(*case, method=method, dtype=dtype, memory_budget=fraction * free.stored_bytes)
 
 
 def weighted(reference: Flat, factors: dict[str, torch.Tensor]) -> Flat:
@@ -235,7 +235,7 @@ def test_inputs_are_not_modified_and_runs_repeat_bit_for_bit(plan_name):
 def test_only_a_second_backward_keeps_the_inputs_of_blocks():
     for name in PLANS:
         _, _, stash = run("gpt", name)
-        second = {choice.sum for choice in stash.plan.choices.values()} == {SumBy.SECOND}
+        second = {choice.sum for choice in stash.plan.choices.values()} == {SumBy.SECOND_BACKWARD}
         assert bool(stash.carries) == second
         assert bool(stash.records) != second
 

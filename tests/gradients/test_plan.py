@@ -41,7 +41,7 @@ def test_every_trainable_leaf_has_a_choice(case_name, case: Case, method):
 
 def test_plain_training_makes_no_choice():
     plan = plan_of(case_named("gpt"), Method.NONE)
-    assert (plan.choices, plan.private, plan.kept_bytes) == ({}, False, 0)
+    assert (plan.choices, plan.private, plan.stored_bytes) == ({}, False, 0)
     assert plan_of(case_named("gpt"), Method.AUTO).private
 
 
@@ -119,18 +119,18 @@ def test_gram_norms_of_repeated_uses_pay_for_their_cross_terms():
     grams, sums = 6 * 2 * (2 * B * T * T * (n + n)), 3 * (2 * B * T * n * n)  # 3 squares and 3 cross terms
     rate = rates_of(torch.device("cpu"), torch.float32).matrix
     assert plan.choices["w"].seconds == pytest.approx((grams + sums) / rate)
-    assert plan.kept_bytes == 3 * B * T * (n + n) * 4
+    assert plan.stored_bytes == 3 * B * T * (n + n) * 4
 
 
 def test_kept_bytes_are_those_of_the_table():
     B, T, n = 2, 12, 8
     auto = linear_plan(batch=B, tokens=T, width=n, method=Method.AUTO)
-    assert auto.kept_bytes == B * T * (n + n) * 4
-    assert linear_plan(batch=B, tokens=T, width=n, method=Method.MATERIALIZE).kept_bytes == B * n * n * 4
-    assert linear_plan(batch=B, tokens=512, width=n, method=Method.AUTO).kept_bytes == B * n * n * 4
-    assert linear_plan(batch=B, tokens=T, width=n, method=Method.GHOST).kept_bytes == 0
+    assert auto.stored_bytes == B * T * (n + n) * 4
+    assert linear_plan(batch=B, tokens=T, width=n, method=Method.MATERIALIZE).stored_bytes == B * n * n * 4
+    assert linear_plan(batch=B, tokens=512, width=n, method=Method.AUTO).stored_bytes == B * n * n * 4
+    assert linear_plan(batch=B, tokens=T, width=n, method=Method.GHOST).stored_bytes == 0
     half = linear_plan(batch=B, tokens=T, width=n, method=Method.GHOST_BK, dtype=torch.bfloat16)
-    assert half.kept_bytes == B * T * (n + n) * 2
+    assert half.stored_bytes == B * T * (n + n) * 2
 
 
 def test_a_large_vocabulary_is_never_kept_per_sample():
@@ -138,7 +138,7 @@ def test_a_large_vocabulary_is_never_kept_per_sample():
     model = from_loss(lambda p, d: ops.embedding(d["ids"], p["table"]).sum((1, 2)), params)
     plan = make_plan(model, params, {"ids": torch.zeros(4, 64, dtype=torch.int64)}, method=Method.AUTO)
     assert plan.choices["table"].norm is NormBy.GRAM
-    assert plan.kept_bytes == 4 * 64 * (8 * 4 + 8)  # gradients and ids
+    assert plan.stored_bytes == 4 * 64 * (8 * 4 + 8)  # gradients and ids
 
 
 def abstract(name: str, *, context: int, batch: int):
@@ -164,8 +164,8 @@ def test_planning_a_large_model_takes_no_memory(monkeypatch):
 def test_ghost_methods_fix_the_norm_and_differ_in_the_sum():
     case = case_named("gpt")
     book, second = plan_of(case, Method.GHOST_BK), plan_of(case, Method.GHOST)
-    assert {choice.sum for choice in second.choices.values()} == {SumBy.SECOND}
-    assert second.kept_bytes == 0
+    assert {choice.sum for choice in second.choices.values()} == {SumBy.SECOND_BACKWARD}
+    assert second.stored_bytes == 0
     for path, leaf in case.model.leaves.items():
         if len(leaf.shape) == 2 and path != "embed.positions":
             assert book.choices[path][:2] == (NormBy.GRAM, SumBy.PAIR)
@@ -175,7 +175,7 @@ def test_ghost_methods_fix_the_norm_and_differ_in_the_sum():
 def test_materialize_keeps_every_gradient():
     plan = plan_of(case_named("loop"), Method.MATERIALIZE)
     assert {choice[:2] for choice in plan.choices.values()} == {(NormBy.VMAP, SumBy.REUSE)}
-    assert plan.kept_bytes == 3 * (16 + 4) * 8
+    assert plan.stored_bytes == 3 * (16 + 4) * 8
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.3, 0.6, 0.9, 1.0])
@@ -183,26 +183,26 @@ def test_materialize_keeps_every_gradient():
 @pytest.mark.parametrize("method", [Method.AUTO, Method.FLASH])
 def test_the_memory_budget_is_respected(method, name, fraction):
     case, free = case_named(name), plan_named(name, method)
-    budget = fraction * free.kept_bytes
+    budget = fraction * free.stored_bytes
     plan = plan_of(case, method, budget)
-    assert plan.kept_bytes <= budget
-    second = [choice.sum is SumBy.SECOND for choice in plan.choices.values()]
+    assert plan.stored_bytes <= budget
+    second = [choice.sum is SumBy.SECOND_BACKWARD for choice in plan.choices.values()]
     assert all(second) or not any(second)
     assert set(plan.choices) == set(free.choices)
     if fraction >= 1:
         assert plan.choices == free.choices
     if all(second):
-        assert plan.kept_bytes == 0
+        assert plan.stored_bytes == 0
         assert all(choice.norm is not NormBy.KEEP for choice in plan.choices.values())
 
 
 def test_a_tighter_budget_keeps_the_smaller_form_before_it_goes_back_twice():
     loose = linear_plan(batch=2, tokens=12, width=8, method=Method.AUTO)
-    tight = linear_plan(batch=2, tokens=12, width=8, method=Method.AUTO, memory_budget=loose.kept_bytes - 1)
+    tight = linear_plan(batch=2, tokens=12, width=8, method=Method.AUTO, memory_budget=loose.stored_bytes - 1)
     (choice,) = tight.choices.values()
     assert choice[:2] == (NormBy.KEEP, SumBy.REUSE)
-    none = linear_plan(batch=2, tokens=12, width=8, method=Method.AUTO, memory_budget=choice.kept_bytes - 1)
-    assert next(iter(none.choices.values())).sum is SumBy.SECOND
+    none = linear_plan(batch=2, tokens=12, width=8, method=Method.AUTO, memory_budget=choice.stored_bytes - 1)
+    assert next(iter(none.choices.values())).sum is SumBy.SECOND_BACKWARD
 
 
 @pytest.mark.parametrize("method", [*TRACED, Method.MATERIALIZE])
@@ -237,14 +237,14 @@ def _gpu(monkeypatch):
 @pytest.mark.usefixtures("_gpu")
 @pytest.mark.parametrize(("tokens", "norm"), [(128, NormBy.SYMMETRIC), (300, NormBy.SYMMETRIC), (1024, NormBy.DIRECT)])
 @pytest.mark.parametrize(
-    ("method", "budget", "by_sum"), [(Method.FLASH_BK, None, SumBy.PAIR), (Method.FLASH, 0.0, SumBy.SECOND)]
+    ("method", "budget", "by_sum"), [(Method.FLASH_BK, None, SumBy.PAIR), (Method.FLASH, 0.0, SumBy.SECOND_BACKWARD)]
 )
 def test_flash_without_room_and_flash_bk_take_the_cheaper_of_direct_and_symmetric(method, budget, by_sum, tokens, norm):
     """Symmetric while T + tile < 2 d p / (d + p), which is 512 here."""
     plan = linear_plan(batch=2, tokens=tokens, width=512, method=method, dtype=torch.bfloat16, memory_budget=budget)
     (choice,) = plan.choices.values()
     assert choice[:2] == (norm, by_sum)
-    assert (choice.kept_bytes == 0) == (method is Method.FLASH)
+    assert (choice.stored_bytes == 0) == (method is Method.FLASH)
 
 
 @pytest.mark.usefixtures("_gpu")
@@ -255,7 +255,7 @@ def test_flash_keeps_gradients_and_goes_back_once(tokens):
         batch=2, tokens=tokens, width=512, method=Method.FLASH, dtype=torch.bfloat16
     ).choices.values()
     assert choice[:2] == (NormBy.KEEP, SumBy.REUSE)
-    assert choice.kept_bytes == 2 * 512 * 512 * 2
+    assert choice.stored_bytes == 2 * 512 * 512 * 2
 
 
 @pytest.mark.parametrize("name", ["gpt", "gpt-untied", "llama", "cnn", "convolutions", "all-ways"])
@@ -266,7 +266,7 @@ def test_flash_keeps_every_leaf_but_tables(name):
         if path not in tables:
             assert choice[:2] == (NormBy.KEEP, SumBy.REUSE), path
         assert choice.norm is not NormBy.GRAM
-        assert choice.sum is not SumBy.SECOND
+        assert choice.sum is not SumBy.SECOND_BACKWARD
 
 
 def table_plan(*, batch: int, tokens: int, rows: int, method: Method, **options) -> Plan:
@@ -295,7 +295,7 @@ def test_under_a_budget_flash_takes_none_but_its_own_ways():
     }
     options = {"batch": 2, "tokens": 8, "width": 64, "dtype": torch.bfloat16, "timings": times}
     pairs = 2 * 8 * (64 + 64) * 2
-    for budget, by_sum in ((pairs, SumBy.PAIR), (pairs - 1, SumBy.SECOND)):
+    for budget, by_sum in ((pairs, SumBy.PAIR), (pairs - 1, SumBy.SECOND_BACKWARD)):
         for method, grams in ((Method.AUTO, True), (Method.FLASH, False)):
             (choice,) = linear_plan(method=method, memory_budget=budget, **options).choices.values()
             assert choice.sum is by_sum
@@ -315,8 +315,8 @@ def test_on_a_gpu_auto_and_flash_keep_the_gradients_of_a_head(name):
     frozen = case._replace(model=case.model._replace(frozen=frozenset({path})))
     assert path not in make_plan(*frozen, method=Method.AUTO, dtype=torch.bfloat16).choices
     small = make_plan(*case, method=Method.AUTO, dtype=torch.bfloat16, memory_budget=0)
-    assert small.kept_bytes == 0
-    assert small.choices[path].sum is SumBy.SECOND
+    assert small.stored_bytes == 0
+    assert small.choices[path].sum is SumBy.SECOND_BACKWARD
 
 
 def test_on_a_cpu_a_head_is_a_leaf_like_others():

@@ -363,7 +363,7 @@ def test_by_kernels_norms_sums_and_kept_gradients_are_the_same(name, monkeypatch
     for found, expected in zip((norm(record) for norm in NORMS), truth[0]):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
     torch.testing.assert_close(rules.weighted_gradient(record, factors).double(), truth[1], rtol=1e-6, atol=1e-7)
-    kept = rules.kept(record)
+    kept = rules.store_gradient(record)
     assert kept.gradient.shape == (3, *record.shape)
     assert kept.gradient.dtype == torch.bfloat16
     assert close(kept.gradient, exact(record), 1e-2)
@@ -392,7 +392,7 @@ def test_kernels_are_for_half_precision_pairs_on_a_gpu():
 @pytest.mark.parametrize("name", RECORDS)
 def test_what_is_kept_is_the_gradient(name):
     record = RECORDS[name](torch.float32)
-    kept = rules.kept(record)
+    kept = rules.store_gradient(record)
     assert torch.equal(kept.gradient, rules.per_sample_gradient(record))
 
 
@@ -400,13 +400,13 @@ def test_sums_of_many_samples_by_kernels_are_added_up_in_float64(monkeypatch):
     """Half-precision pairs on a GPU: here the kernels' references, and 3 samples at a time."""
     half = torch.bfloat16
     monkeypatch.setattr(rules, "has_kernels", lambda record: isinstance(record, Pair) and record.right.dtype == half)
-    monkeypatch.setattr(rules, "TOGETHER", 3)
+    monkeypatch.setattr(rules, "SAMPLES_PER_FLOAT32_SUM", 3)
     draw = torch.Generator().manual_seed(0)
     left, right = (torch.randn(8, 1, 5, n, generator=draw).to(half) for n in (4, 6))
     ids = torch.randint(0, 4, (8, 5), generator=draw)
     factors = torch.rand(8, dtype=torch.float64, generator=draw)
     for pair in (Pair(left, right, (4, 6)), Pair(OneHot(ids), right, (4, 6))):
-        exact = torch.einsum("b,bpd->pd", factors, rules.per_sample_gradient(rules.widened(pair)))
+        exact = torch.einsum("b,bpd->pd", factors, rules.per_sample_gradient(rules.widen_record(pair)))
         total = rules.weighted_gradient(pair, factors)
         assert total.dtype == torch.float64
         assert torch.allclose(total, exact, rtol=1e-5, atol=1e-5)
@@ -462,7 +462,7 @@ def test_a_few_samples_at_a_time_give_the_same_norms_and_sums(monkeypatch):
         sample_gradients.weighted_gradient_of_uses(uses, factors),
     )
     for most in (1, 24, 36):
-        monkeypatch.setattr(sample_gradients, "AT_ONCE", most)
+        monkeypatch.setattr(sample_gradients, "ELEMENTS_AT_ONCE", most)
         assert torch.equal(sample_gradients.direct_squared_norm_of_uses(uses), squares)
         torch.testing.assert_close(
             sample_gradients.weighted_gradient_of_uses(uses, factors), total, rtol=1e-13, atol=1e-13

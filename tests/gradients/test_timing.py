@@ -14,7 +14,7 @@ from fdp.gradients.costs import NormBy
 from fdp.gradients.plan import Method, explain, make_plan
 from fdp.gradients.rules import OneHot, Pair, per_sample_gradient
 from fdp.gradients.taps import EXPANDED, Use
-from fdp.gradients.timing import default_store, measure, remembered, signature, ways
+from fdp.gradients.timing import default_store, load_times, measure, option_runs, signature
 from fdp.model import from_loss
 from fdp.types import FdpError
 from tests.conftest import randn
@@ -49,7 +49,7 @@ def test_every_way_is_timed_for_real(store):
     expected = {signature(use, by, torch.float32) for use in (LINEAR, EMBEDDING) for by in TIMED}
     assert set(times) == expected
     assert all(0 < seconds < 1 for seconds in times.values())
-    assert remembered(CPU, store=store) == times
+    assert load_times(CPU, store=store) == times
 
 
 def test_a_signature_says_all_that_a_time_depends_on():
@@ -92,32 +92,32 @@ def test_without_a_store_nothing_is_kept(taken, tmp_path, monkeypatch):
 def test_a_file_that_cannot_be_read_is_ignored_and_replaced(text, store, taken):
     store.parent.mkdir()
     store.write_text(text)
-    assert remembered(CPU, store=store) == {}
+    assert load_times(CPU, store=store) == {}
     times = measure([LINEAR], dtype=torch.float32, device=CPU, store=store)
     assert len(taken) == 4
-    assert remembered(CPU, store=store) == times
+    assert load_times(CPU, store=store) == times
 
 
 def test_times_of_this_device_that_are_no_table_are_ignored(store, taken):
     store.parent.mkdir()
-    store.write_text(json.dumps({fdp.gradients.timing._who(CPU): 3}))
-    assert remembered(CPU, store=store) == {}
+    store.write_text(json.dumps({fdp.gradients.timing._device_and_versions(CPU): 3}))
+    assert load_times(CPU, store=store) == {}
     measure([LINEAR], dtype=torch.float32, device=CPU, store=store)
     assert len(taken) == 4
 
 
 def test_times_of_another_device_or_version_are_not_used_and_not_lost(store, taken, monkeypatch):
     mine = measure([LINEAR], dtype=torch.float32, device=CPU, store=store)
-    real = fdp.gradients.timing._who
+    real = fdp.gradients.timing._device_and_versions
     for other in ("NVIDIA H200, torch 9, triton 9, fdp 9", real(CPU).replace("torch ", "torch 1")):
-        monkeypatch.setattr(fdp.gradients.timing, "_who", lambda _, other=other: other)
-        assert remembered(CPU, store=store) == {}
+        monkeypatch.setattr(fdp.gradients.timing, "_device_and_versions", lambda _, other=other: other)
+        assert load_times(CPU, store=store) == {}
         before = len(taken)
         theirs = measure([LINEAR], dtype=torch.float32, device=CPU, store=store)
         assert len(taken) == before + 4
         assert theirs != mine
-    monkeypatch.setattr(fdp.gradients.timing, "_who", real)
-    assert remembered(CPU, store=store) == mine
+    monkeypatch.setattr(fdp.gradients.timing, "_device_and_versions", real)
+    assert load_times(CPU, store=store) == mine
     assert len(json.loads(store.read_text())) == 3
     assert [path.name for path in store.parent.iterdir()] == ["timings.json"]
 
@@ -125,7 +125,7 @@ def test_times_of_another_device_or_version_are_not_used_and_not_lost(store, tak
 def test_the_device_and_the_versions_are_named():
     from importlib.metadata import version
 
-    who = fdp.gradients.timing._who(CPU)
+    who = fdp.gradients.timing._device_and_versions(CPU)
     assert who.startswith(f"cpu, torch {torch.__version__}, triton ")
     assert who.endswith(f"fdp {version('fdp')}")
 
@@ -166,7 +166,7 @@ def test_every_way_computes_the_same(left):
     G = per_sample_gradient(record)
     total, square = torch.einsum("b,bpd->pd", factors, G), G.square().sum((1, 2))
     twice = record._replace(right=2 * record.right)
-    for by, run in ways([record, twice], factors).items():
+    for by, run in option_runs([record, twice], factors).items():
         for times, squares, made in zip((1, 2), *run(), strict=True):  # type: ignore[misc]
             squares = squares.sum(1) if squares.ndim == 2 else squares
             torch.testing.assert_close(squares, times**2 * square, rtol=1e-10, atol=1e-12, msg=by.value)
@@ -197,7 +197,7 @@ def test_what_was_measured_decides(best):
     assert "1000.000" in explain(plan)
 
 
-def test_of_ways_that_take_about_as_long_that_is_taken_which_keeps_least():
+def test_of_options_with_about_equal_times_the_one_that_stores_least_is_chosen():
     """Per-sample gradients of 2 x 4 x 5 elements here, pairs of 2 x 3 x (4 + 5)."""
     times = {signature(LINEAR, by, torch.float32): 1.0 if by is NormBy.DIRECT else 2.0 for by in TIMED}
     keep = signature(LINEAR, NormBy.KEEP, torch.float32)
@@ -208,7 +208,7 @@ def test_of_ways_that_take_about_as_long_that_is_taken_which_keeps_least():
 
 
 @pytest.mark.parametrize("best", [NormBy.DIRECT, NormBy.SYMMETRIC])
-def test_flash_bk_and_flash_without_room_go_by_the_times_of_their_two_ways(best):
+def test_flash_bk_and_flash_under_a_budget_choose_between_two_options_by_time(best):
     times = {signature(LINEAR, by, torch.float32): 1.0 if by is best else 2.0 for by in TIMED}
     times |= {signature(LINEAR, by, torch.float32): 0.1 for by in (NormBy.KEEP, NormBy.GRAM)}
     assert plan_with(times, Method.FLASH_BK).choices["w"].norm is best
