@@ -280,7 +280,7 @@ def _copies(weight: Weight, x: Tensor) -> Tensor:
     """The weight shaped to multiply or add to ``x``: one copy per sample if watched, a plain broadcast if not."""
     if not isinstance(weight, Watched):
         return weight
-    copies = weight.tape.expanded(weight)
+    copies = weight.tape.expand(weight)
     gap = x.ndim - copies.ndim
     if gap < 0:
         raise FdpError(

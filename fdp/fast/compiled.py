@@ -27,7 +27,7 @@ from fdp.fast.fused_head import can_fuse, fused_vjp
 from fdp.gradients.execution import Pull
 from fdp.gradients.plan import Plan
 from fdp.gradients.rules import HALF, Record, Rule
-from fdp.gradients.taps import Tape, Use, batch_size_of, make_taps, records_of, traced, watch, zeros_of
+from fdp.gradients.taps import Tape, Use, batch_size_of, make_taps, records_of, trace_tape, watch, zeros_of
 from fdp.model import Block
 from fdp.types import FdpError, Flat, Path, Tree
 
@@ -67,7 +67,7 @@ class CompiledRunner:
         key = (block.apply, repr(local), mine, trained, tuple((w.dtype, w.device) for w in here.values()))
         if key not in self.kinds:
             named = Block(block.name, local, block.apply)
-            tape, _ = traced(named, here, trained, carry, data, attached=True)
+            tape, _ = trace_tape(named, here, trained, carry, data, attached=True)
             separate = _separate_biases(tape)
             planned = [(use.name, use.rule) for use in mine if use.name not in separate]
             run = self._compiled(_tapped_run(named, trained, planned, tape), block, pure=not tape.changed)
@@ -224,11 +224,11 @@ def _token_sums(gradients: Flat) -> Flat:
 def _tapped_run(
     block: Block, trained: frozenset[str], planned: list[tuple[str, str]], seen: Tape
 ) -> Callable[..., tuple[Tree, Flat]]:
-    layouts, copied = seen.layouts, seen.written()
+    layouts, written = seen.layouts, seen.written_outputs()
 
     def run(weights: Flat, carry: Tree, data: Tree, taps: Flat) -> tuple[Tree, Flat]:
         tape = Tape(batch_size_of(data), taps, attached=True)
-        tape.known, tape.copied = layouts, copied
+        tape.known, tape.written = layouts, written
         out = block.apply(watch(block, weights, trained, tape), carry, data)
         met = [(use.name, use.rule) for use in tape.uses]
         if [use for use in planned if use not in met]:  # torch.compile does not show every function of torch

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from fdp import tree
 from fdp.gradients.costs import NormBy
 from fdp.gradients.plan import Method, Plan, make_plan
-from fdp.gradients.taps import traced
+from fdp.gradients.taps import trace_tape
 from fdp.model import Block, Model
 from fdp.optimizers import Optimizer
 from fdp.parallel.sharding import abstract_params
@@ -129,14 +129,14 @@ def refused_uses(model: Model, flat: Flat, microbatch: Tree, *, dtype: torch.dty
     for block in model.blocks:
         own = frozenset(tree.leaves(block.params)) & model.trainable - model.materialized
         try:
-            carry = traced(block, weights, own, carry, microbatch)[1]
+            carry = trace_tape(block, weights, own, carry, microbatch)[1]
         except FdpError as error:
             refused = _refused_leaves(block, weights, own, carry, microbatch)
             if not refused:
-                traced(block, weights, frozenset(), carry, microbatch)  # raises too, if no leaf is at fault
+                trace_tape(block, weights, frozenset(), carry, microbatch)  # raises too, if no leaf is at fault
                 refused = dict.fromkeys(sorted(own), str(error))  # the error of several leaves together
             found |= refused
-            carry = traced(block, weights, frozenset(), carry, microbatch)[1]
+            carry = trace_tape(block, weights, frozenset(), carry, microbatch)[1]
         except (DynamicOutputShapeException, DataDependentOutputException):
             return found  # making the plan will raise the error
     return found
@@ -148,7 +148,7 @@ def _refused_leaves(
     found = {}
     for path in sorted(own):
         try:
-            traced(block, weights, frozenset({path}), carry, microbatch)
+            trace_tape(block, weights, frozenset({path}), carry, microbatch)
         except FdpError as error:
             found[path] = str(error)
     return found

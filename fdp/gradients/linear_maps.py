@@ -38,7 +38,7 @@ class LowRankMap(NamedTuple):
 
 
 class GroupedMap(NamedTuple):
-    """``y_g -> diagonal_g * y_g`` for every group of rows of a gradient, which lie one below the other."""
+    """``y_g -> diagonal_g * y_g`` for every group of consecutive rows of a gradient."""
 
     diagonal: Float[Tensor, "groups n"]
 
@@ -47,7 +47,7 @@ Map: TypeAlias = MatrixMap | LowRankMap | GroupedMap
 
 
 def diagonal_map(diagonal: Float[Tensor, " n"]) -> LowRankMap:
-    """``y -> diagonal * y``."""
+    """Return the map ``y -> diagonal * y``."""
     return LowRankMap(diagonal, diagonal.new_zeros(len(diagonal), 0), diagonal.new_zeros(0, 0))
 
 
@@ -61,7 +61,7 @@ class Sides(NamedTuple):
 def apply_left(
     map: Map, gradient: Float[Tensor, "*many rows columns"], *, rounded: bool = False
 ) -> Float[Tensor, "*many rows columns"]:
-    """``map G``."""
+    """Return ``map G``."""
     if isinstance(map, GroupedMap):
         return (gradient * map.diagonal.flatten()[:, None]).to(gradient.dtype)
     return apply_rows(map, gradient.mT, rounded=rounded).mT
@@ -70,7 +70,7 @@ def apply_left(
 def apply_right(
     map: Map, gradient: Float[Tensor, "*many rows columns"], *, rounded: bool = False
 ) -> Float[Tensor, "*many rows columns"]:
-    """``G map``; of a map by group every group's rows by its own."""
+    """Return ``G map``, with a grouped map every group of rows times its own."""
     if isinstance(map, GroupedMap):
         groups = gradient.unflatten(-2, (len(map.diagonal), -1))
         return (groups * map.diagonal[:, None, :]).flatten(-3, -2).to(gradient.dtype)
@@ -78,14 +78,14 @@ def apply_right(
 
 
 def apply_map(map: Map, y: Float[Tensor, "n k"], *, rounded: bool = False) -> Float[Tensor, "n k"]:
-    """``map y``."""
+    """Return ``map y``."""
     return apply_rows(map, y.mT, rounded=rounded).mT
 
 
 def apply_rows(map: Map, rows: Float[Tensor, "*tokens n"], *, rounded: bool = False) -> Float[Tensor, "*tokens n"]:
-    """``rows map``: the map of every row, as it is symmetric."""
+    """Return ``rows map``, which maps every row because the map is symmetric."""
     if isinstance(map, GroupedMap):
-        raise FdpError("apply_rows: rows do not say which group they are of; use apply_left and apply_right")
+        raise FdpError("apply_rows: rows do not say which group they belong to; use apply_left and apply_right")
     rounded = rounded or rows.dtype in HALF
     x, *parts = (part.to(widest(rows, *map)) for part in (rows, *map))
     if isinstance(map, MatrixMap):

@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from fdp import tree
 from fdp.gradients.costs import Choice, NormBy, Rates, SumBy, candidates, rates_of, second_backward
-from fdp.gradients.taps import Tape, Use, batch_size_of, traced
+from fdp.gradients.taps import Tape, Use, batch_size_of, trace_tape
 from fdp.gradients.timing import Timings, signature
 from fdp.model import Block, Model, check_losses
 from fdp.types import FdpError, Flat, Path, Tree
@@ -194,7 +194,7 @@ def trace_model(
     for block in model.blocks:
         last = carry
         try:
-            tape, carry = traced(block, meta, watched, carry, microbatch)
+            tape, carry = trace_tape(block, meta, watched, carry, microbatch)
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
             tape, carry = None, _assume_output(model, block, carry, microbatch, watched, dtype, error)
         except RuntimeError as error:  # an operation without a shape rule for this dtype

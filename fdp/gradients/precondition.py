@@ -1,12 +1,12 @@
-"""Precondition per-sample gradients before they are clipped, by mapping the records that taps leave.
+"""Precondition per-sample gradients before they are clipped, by mapping the records of the taps.
 
     U_L G_b U_R = sum_t (g_t U_L)^T (x_t U_R):    the ghost norm of (g U_L, x U_R) is the norm of U_L G_b U_R
 
-for symmetric maps, so no method of measuring norms needs to know about them and no per-sample gradient is formed. The
-maps may depend on private data only through noise: K-FAC takes them from a public or synthetic batch, or from noised
-statistics (``fdp.kfac.private``). The sensitivity stays C, because norms and sum see the same mapped numbers; the
-optimizer may apply the maps again after the noise, which is post-processing. (Precondition, then privatise:
-molinamarcvdb/DP-KFC, 2026, with per-sample gradients.)
+for symmetric maps, so every method for norms works on mapped records and no per-sample gradient is formed. The maps may
+depend on private data only through noise: K-FAC takes them from a public or synthetic batch, or from noised statistics
+(``fdp.kfac.private``). The sensitivity stays C, because norms and sum use the same mapped records. The optimizer may
+apply the maps again after the noise, which is post-processing. (Precondition, then privatise: molinamarcvdb/DP-KFC,
+2026, with per-sample gradients.)
 
     >>> step = make_train_step(..., precondition=lambda state: {"head.weight": Sides(left, right)})
 """
@@ -29,10 +29,10 @@ from fdp.types import FdpError, Path
 
 
 def map_record(sides: Mapping[Path, Sides], path: Path, record: Record) -> Record:
-    """The record of ``left G right`` for that of G: rows are mapped, in float32 at least, and rounded as they were.
+    """Return the record of ``left G right`` from that of G, mapped in float32 at least, in the record's dtype.
 
-    A one-hot side stays one under a diagonal map, which scales the other side; under any other map its rows become
-    rows of the map, as many numbers as a head's scores.
+    A one-hot side stays one-hot under a diagonal map, which scales the other side. Under any other map its rows become
+    rows of the map, which take as much memory as a head's scores.
 
     Guarantees:
       - linear in G and the same for all uses of a leaf, so that uses of a tied leaf add up as they should;
@@ -43,7 +43,7 @@ def map_record(sides: Mapping[Path, Sides], path: Path, record: Record) -> Recor
         return record
     if isinstance(record, Dense):
         return Dense(_map_gradient(left, right, record.gradient))
-    if left is not None and size(left) != _rows(record):  # of single elements, not of rows
+    if left is not None and map_size(left) != _row_count(record):  # a map of single elements, not of rows
         return Dense(_map_gradient(left, right, per_sample_gradient(record)))
     rows = record.right if right is None else _map_rows(right, record.right)
     if left is None:
@@ -54,14 +54,14 @@ def map_record(sides: Mapping[Path, Sides], path: Path, record: Record) -> Recor
 
 
 def check_sides(sides: Mapping[Path, Sides], model: Model) -> Mapping[Path, Sides]:
-    """The maps, if they are of trained leaves and fit them."""
+    """Return the maps; raise if one is not of a trainable leaf or does not fit its shape."""
     for path, (left, right) in sides.items():
         if path not in model.trainable:
             raise FdpError(f"precondition: expected maps of trainable leaves of {model.name}, got one of {path}")
         shape = model.leaves[path].shape
         both = [(math.prod(shape[:k]), math.prod(shape[k:])) for k in range(1, 1 + len(shape))] or [(1, 1)]
-        sizes = [None if side is None else size(side) for side in (left, right)]
-        if isinstance(right, GroupedMap):  # one for the rows of every group
+        sizes = [None if side is None else map_size(side) for side in (left, right)]
+        if isinstance(right, GroupedMap):  # one map per group of rows
             sizes[1] = right.diagonal.shape[1]
         if not any(all(got in (None, n) for got, n in zip(sizes, each)) for each in both):
             raise FdpError(
@@ -73,37 +73,37 @@ def check_sides(sides: Mapping[Path, Sides], model: Model) -> Mapping[Path, Side
 
 
 def check_preconditioned(private: bool, sharding: Sharding | None) -> None:
-    """Refuse to map gradients where none are clipped, and where no rank holds a whole row of them."""
+    """Refuse preconditioning if no gradients are clipped, or if a tensor axis splits their rows."""
     if not private:
         raise FdpError(
-            "precondition: maps each sample's gradient before it is clipped, and method none has neither; expected "
-            "None, and the optimizer to do all of the preconditioning"
+            "precondition: maps each sample's gradient before it is clipped, and method none has no per-sample "
+            "gradients and no clipping; expected None, and the optimizer to do all of the preconditioning"
         )
     if sharding is not None and sharding.tensor.size > 1:
         raise FdpError(
-            f"precondition: expected whole rows of gradients and inputs on every rank, got a mesh whose axis 'tensor' "
-            f"cuts them over {sharding.tensor.size} ranks; use the axes 'shard' and 'replicate'"
+            f"precondition: expected full rows of gradients and inputs on every rank, got a mesh whose axis 'tensor' "
+            f"splits them over {sharding.tensor.size} ranks; use the axes 'shard' and 'replicate'"
         )
 
 
-def size(map: Map) -> int:
-    """``n`` of the (n, n) matrix."""
+def map_size(map: Map) -> int:
+    """Return ``n`` of a map's (n, n) matrix."""
     if isinstance(map, GroupedMap):
         return map.diagonal.numel()
     return (map.matrix if isinstance(map, MatrixMap) else map.diagonal).shape[0]
 
 
-def _rows(record: Pair) -> int:
-    """How many rows its gradient has: those of all groups, one below the other."""
+def _row_count(record: Pair) -> int:
+    """Return the number of rows of the gradient, over all groups."""
     return record.shape[0] if isinstance(record.left, OneHot) else record.left.shape[1] * record.left.shape[3]
 
 
 def _map_gradient(
     left: Map | None, right: Map | None, gradient: Float[Tensor, " batch *shape"]
 ) -> Float[Tensor, " batch *shape"]:
-    columns = None if right is None else right.diagonal.shape[1] if isinstance(right, GroupedMap) else size(right)
+    columns = None if right is None else right.diagonal.shape[1] if isinstance(right, GroupedMap) else map_size(right)
     rows = gradient.shape[1] if columns is None else gradient[0].numel() // columns
-    rows = rows if left is None else size(left)
+    rows = rows if left is None else map_size(left)
     wide = gradient.reshape(len(gradient), rows, -1).to(torch.promote_types(gradient.dtype, torch.float32))
     wide = wide if right is None else apply_right(right, wide)
     wide = wide if left is None else apply_left(left, wide)
@@ -125,7 +125,7 @@ def _map_one_hot(left: Map, rows: OneHot, right: Tensor, shape: tuple[int, ...])
 
 
 def _map_rows(map: Map, rows: Float[Tensor, "batch groups tokens n"]) -> Float[Tensor, "batch groups tokens n"]:
-    """Each row times the map, of a map by group that of its own group."""
+    """Return each row times the map, or times the map of its group."""
     if not isinstance(map, GroupedMap):
         return apply_rows(map, rows)
     wide = torch.promote_types(torch.promote_types(rows.dtype, map.diagonal.dtype), torch.float32)
@@ -138,8 +138,8 @@ def _map_groups(left: Map, rows: Float[Tensor, "batch groups tokens rows"], path
         return _map_rows(left, rows)
     if not _is_diagonal(left):
         raise FdpError(
-            f"{path}: a convolution of {groups} groups has inputs of its own for every group, and a map that mixes "
-            f"rows of different groups is none of pairs; expected a diagonal left map, got a {type(left).__name__}"
+            f"{path}: every group of a convolution of {groups} groups has its own inputs, so a map that mixes rows of "
+            f"different groups cannot be applied; expected a diagonal left map, got a {type(left).__name__}"
         )
     wide = torch.promote_types(torch.promote_types(rows.dtype, left.diagonal.dtype), torch.float32)
     return (rows.to(wide) * left.diagonal.view(groups, 1, -1)).to(rows.dtype)

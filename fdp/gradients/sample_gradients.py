@@ -1,20 +1,20 @@
-"""What one use of a parameter leaves of every sample's gradient, and what a sample's uses add up to in float64.
+"""Records of per-sample gradients, one per use of a parameter, with norms and sums over a leaf's uses in float64.
 
-A use is recorded in one of two forms.
+A record has one of two forms.
 
 - ``Pair(left, right)``: the gradient of sample b is ``G_b = left_b^T right_b``, a sum of outer products over tokens.
-  A linear layer has (left, right) = (output gradient, input); an embedding has a one-hot left side, kept as ids; a
+  A linear layer has (left, right) = (output gradient, input). An embedding has a one-hot left side, stored as ids. A
   convolution is a linear layer on unfolded patches, one group at a time.
 - ``Dense(gradient)``: ``G_b`` itself, for small parameters and for anything without structure.
 
 Two rules keep a sample within its bound even if its tokens, or its uses of a leaf, cancel. With u = 2^-53, T tokens and
 ``A_b = sum_t |left_t| |right_t|``, which no partial sum of G_b exceeds:
 
-- Every sample has an accumulator of its own: ``G_b`` is complete, over its tokens and over all uses of the leaf, before
-  it meets other samples. Its rounding is at most T u A_b and its own; what samples share is a sum of B matrices of norm
-  at most C, rounded by B^2 u C.
+- Every sample has its own accumulator: ``G_b`` is summed over its tokens and over all uses of the leaf before it is
+  added to other samples. Its rounding error is at most T u A_b. The sum over samples is one of B matrices of norm at
+  most C, with a rounding error of B^2 u C.
 - Every norm of pairs has a floor: ``|G_b|^2 + 2 n u A_b^2`` (:func:`gram_rounding`), n >= T, so that
-  ``factor_b (|G_b| + 2 T u A_b) <= C (1 + T u)``: the rounding of the sample, in its norm or in its sum, is within C.
+  ``factor_b (|G_b| + 2 T u A_b) <= C (1 + T u)``: the sample's rounding error, in its norm or its sum, is within C.
 
     >>> square = direct_squared_norm_of_uses([Pair(g, x, shape), Dense(h)])
     >>> total = weighted_gradient_of_uses([Pair(g, x, shape), Dense(h)], factors)
@@ -32,11 +32,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 ELEMENTS_AT_ONCE, ELEMENTS_AT_ONCE_GPU = 1 << 22, 1 << 25
-"""Elements of per-sample gradients that are formed in float64 at a time, if a sample has no more: 32 and 256 MiB."""
+"""Elements of per-sample gradients formed in float64 at a time (32 and 256 MiB), but at least one sample's."""
 
 
 class OneHot(NamedTuple):
-    """Rows that are zero but for a one at ``ids``; never formed."""
+    """One-hot rows with a one at ``ids``; the rows are never formed."""
 
     ids: Int[Tensor, "batch tokens"]
 
@@ -50,7 +50,7 @@ class Pair(NamedTuple):
 
 
 class Dense(NamedTuple):
-    """``G_b`` itself; ``squares``, where its maker had them at hand, add up to its squared norm."""
+    """``G_b`` itself. ``squares``, if its kernel computed them, add up to its squared norm."""
 
     gradient: Float[Tensor, " batch *shape"]
     squares: Float[Tensor, "batch parts"] | None = None
@@ -60,12 +60,12 @@ Record: TypeAlias = Pair | Dense
 
 
 def rows(x: Float[Tensor, " batch *tokens features"]) -> Float[Tensor, "batch 1 tokens features"]:
-    """Any input rank as (batch, one group, tokens, features)."""
+    """Reshape an input of any rank to (batch, one group, tokens, features)."""
     return x.reshape(x.shape[0], 1, -1, x.shape[-1])
 
 
 def per_sample_gradient(record: Record) -> Float[Tensor, " batch *shape"]:
-    """``G_b`` for every sample, in the dtype of the record."""
+    """Return ``G_b`` for every sample, in the dtype of the record."""
     if isinstance(record, Dense):
         return record.gradient
     left, right, shape = record
@@ -78,15 +78,15 @@ def per_sample_gradient(record: Record) -> Float[Tensor, " batch *shape"]:
 
 
 def squared_norm(record: Record) -> Float[Tensor, " batch"]:
-    """``|G_b|^2`` from ``G_b``, accumulated in float64."""
+    """Return ``|G_b|^2`` from ``G_b``, accumulated in float64."""
     return sum_of_squares(per_sample_gradient(record))
 
 
 def direct_squared_norm_of_uses(records: Sequence[Record]) -> Float[Tensor, " batch"]:
-    """``|sum of all uses|^2`` of a leaf from per-sample gradients in float64, a few samples at a time.
+    """Return ``|sum of all uses|^2`` of a leaf from per-sample gradients in float64, a few samples at a time.
 
     Guarantees:
-      - what ``weighted_gradient_of_uses`` adds for a sample has no larger norm, however its tokens or uses cancel.
+      - the norm of what ``weighted_gradient_of_uses`` adds for a sample is no larger, even if tokens or uses cancel.
     """
     if (table := _single_embedding(records)) is not None:
         square = sum_of_squares(sample_rows(table.left.ids, table.right.double())[1])
@@ -96,37 +96,36 @@ def direct_squared_norm_of_uses(records: Sequence[Record]) -> Float[Tensor, " ba
 
 
 def gram_squared_norm(record: Record) -> Float[Tensor, " batch"]:
-    """``|G_b|^2 = <left left^T, right right^T>`` without forming ``G_b``."""
+    """Return ``|G_b|^2 = <left left^T, right right^T>`` without forming ``G_b``."""
     return cross_term(record, record)
 
 
 def cross_term(a: Record, b: Record) -> Float[Tensor, " batch"]:
-    """``<G_b, H_b>`` of two uses of one leaf.
+    """Return ``<G_b, H_b>`` of two uses of one leaf, in float64.
 
     For pairs it is ``sum_{t,s} (left_t . left'_s) (right_t . right'_s)``. The terms can cancel (nearly constant
-    inputs, output gradients that sum to zero; two uses of a leaf against each other), so all is done in float64 and
-    stays there until the terms of a leaf are added: in float32 norms were seen wrong by 4e-4, in bfloat16 by half.
+    inputs, output gradients that sum to zero, two opposite uses of a leaf), which float32 is not precise enough for.
     """
     if isinstance(a, Pair) and isinstance(b, Pair):
         right = a.right.double() @ b.right.double().transpose(-1, -2)
         return (_left_products(a.left, b.left) * right).sum((1, 2, 3))
-    # A pair is multiplied out in float64 by the sum; its product in the record's dtype is another number.
+    # The sum multiplies pairs in float64; a product in the record's dtype would be a different number.
     G, H = per_sample_gradient(widen_record(a)), per_sample_gradient(widen_record(b))
     return (G * H).reshape(len(G), -1).sum(1)
 
 
 def gram_rounding(records: Sequence[Record]) -> Float[Tensor, " batch"]:
-    """Bound what rounding may take from a squared norm in float64: ``n eps (sum_t |left_t| |right_t|)^2``.
+    """Bound the rounding error of a squared norm in float64: ``n eps (sum_t |left_t| |right_t|)^2``.
 
-    The sum is over the tokens of all uses of a leaf. It is nothing beside an ordinary norm, but all of the norm of a
-    sample whose tokens cancel. Added to a squared norm, it is the floor that keeps the norm from being understated.
+    The sum is over the tokens of all uses of a leaf. The bound is negligible for an ordinary norm, and dominates if a
+    sample's tokens cancel. Added to a squared norm, it is the floor that keeps the norm from being understated.
     """
     depth = max(_depth(record) for record in records)
     return depth * torch.finfo(torch.float64).eps * spread(records).square()
 
 
 def spread(records: Sequence[Record]) -> Float[Tensor, " batch"]:
-    """``A_b = sum_t |left_t| |right_t|`` over all uses of a leaf: no partial sum of ``G_b`` exceeds it."""
+    """Return ``A_b = sum_t |left_t| |right_t|`` over all uses of a leaf: no partial sum of ``G_b`` exceeds it."""
     return sum((_spread(record) for record in records), start=torch.zeros((), dtype=torch.float64))
 
 
@@ -140,7 +139,7 @@ def _spread(record: Record) -> Tensor:
 
 
 def _depth(record: Record) -> int:
-    """Count the numbers that are added up for an entry of a Gram matrix and for a norm from it; or for a cross term."""
+    """Return how many numbers are added for an entry of a Gram matrix and a norm from it, or for a cross term."""
     if isinstance(record, Dense):
         return record.gradient[0].numel()
     width = record.right.shape[-1] + (1 if isinstance(record.left, OneHot) else record.left.shape[-1])
@@ -148,7 +147,7 @@ def _depth(record: Record) -> int:
 
 
 def widen_record(record: Record) -> Record:
-    """The record in float64, the precision of the sum."""
+    """Return the record in float64, the precision of the sum."""
     if isinstance(record, Dense):
         return Dense(record.gradient.double())
     left = record.left if isinstance(record.left, OneHot) else record.left.double()
@@ -156,10 +155,11 @@ def widen_record(record: Record) -> Record:
 
 
 def weighted_gradient_of_uses(records: Sequence[Record], factors: Float[Tensor, " batch"]) -> Float[Tensor, " *shape"]:
-    """``sum_b factors_b (sum of all uses of the leaf by sample b)`` in float64, a few samples at a time.
+    """Return ``sum_b factors_b (sum of all uses of the leaf by sample b)`` in float64, a few samples at a time.
 
     Guarantees:
-      - as :func:`weighted_gradient`; and all uses of a sample are added up before they meet another sample's.
+      - those of :func:`fdp.gradients.rules.weighted_gradient`;
+      - all uses of a sample are summed before they are added to another sample's.
     """
     factors, total, start = factors.double(), None, 0
     if (table := _single_embedding(records)) is not None:
@@ -178,10 +178,10 @@ def weighted_gradient_of_uses(records: Sequence[Record], factors: Float[Tensor, 
 def sample_rows(
     ids: Int[Tensor, "batch tokens"], right: Float[Tensor, "batch 1 tokens columns"]
 ) -> tuple[Int[Tensor, "batch tokens"], Float[Tensor, "batch tokens columns"]]:
-    """Add up the rows of every sample that go to the same place: an embedding's ``G_b`` without its rows of zeros.
+    """Sum each sample's rows with equal ids: an embedding's ``G_b`` without its rows of zeros.
 
-    Row ``k`` of a sample is its part of row ``ids[k]`` of the leaf, every place at most once; rows left over are zero
-    and go to place 0.
+    Row ``k`` of a sample is its part of row ``ids[k]`` of the leaf. Each id appears at most once; rows left over are
+    zero and have id 0.
     """
     ordered, order = ids.sort(dim=1, stable=True)
     new = torch.nn.functional.pad(ordered[:, 1:] != ordered[:, :-1], (1, 0))
@@ -198,7 +198,7 @@ class _Embedding(NamedTuple):
 
 
 def _single_embedding(records: Sequence[Record]) -> _Embedding | None:
-    """The record of a leaf that is used once, as a table: no sample's table has to be formed for it."""
+    """Return the record if the leaf's only use is an embedding, for which no table per sample is formed; else None."""
     first, *rest = records
     if rest or not isinstance(first, Pair) or not isinstance(first.left, OneHot):
         return None
@@ -206,7 +206,7 @@ def _single_embedding(records: Sequence[Record]) -> _Embedding | None:
 
 
 def _wide_gradient(records: Sequence[Record]) -> Tensor:
-    """The per-sample gradient of all uses together, in float64."""
+    """Return the per-sample gradient summed over all uses, in float64."""
     first, *rest = records
     total = per_sample_gradient(widen_record(first))
     for record in rest:
@@ -215,10 +215,10 @@ def _wide_gradient(records: Sequence[Record]) -> Tensor:
 
 
 def _chunk_samples(records: Sequence[Record]) -> Iterator[list[Record]]:
-    """Cut the records of a leaf into groups of samples whose gradients in float64 take little memory."""
+    """Split the records of a leaf into chunks of samples whose gradients in float64 take little memory."""
     sizes = [math.prod(r.shape) if isinstance(r, Pair) else r.gradient[0].numel() for r in records]
     if all(isinstance(record, Dense) for record in records):
-        few = len(_any_side(records[0]))  # nothing is multiplied out
+        few = len(_any_side(records[0]))  # no product is formed
     else:
         most = ELEMENTS_AT_ONCE_GPU if _any_side(records[0]).is_cuda else ELEMENTS_AT_ONCE
         few = max(1, most // max(1, *sizes))
@@ -239,7 +239,7 @@ def _slice_samples(record: Record, start: int, end: int) -> Record:
 
 
 def _left_products(a: Tensor | OneHot, b: Tensor | OneHot) -> Tensor:
-    """``left_t . left'_s`` for all t, s, in float64: (batch, groups, tokens, tokens')."""
+    """Return ``left_t . left'_s`` for all t, s, in float64: (batch, groups, tokens, tokens')."""
     if isinstance(a, OneHot) and isinstance(b, OneHot):
         return (a.ids.unsqueeze(2) == b.ids.unsqueeze(1)).unsqueeze(1).double()
     if isinstance(a, OneHot):
@@ -251,11 +251,11 @@ def _left_products(a: Tensor | OneHot, b: Tensor | OneHot) -> Tensor:
 
 
 def _scale(x: Tensor, factors: Tensor) -> Tensor:
-    """``factors_b x_b`` in the factors' dtype; exactly 0 where the factor is 0, whatever x holds there."""
+    """Return ``factors_b x_b`` in the factors' dtype; exactly 0 where the factor is 0, even if x is NaN there."""
     factors = factors.view(-1, *[1] * (x.ndim - 1))
     return torch.where(factors > 0, x * factors, factors.new_zeros(()))
 
 
 def sum_of_squares(gradient: Tensor) -> Tensor:
-    # In float64: squares of small float32 numbers are zero in float32, and its vector_norm is 2e-3 off at 10M elements.
+    """Return the squared norm per sample in float64: float32 squares of small numbers underflow to zero."""
     return squared_norms(gradient.reshape(len(gradient), -1))

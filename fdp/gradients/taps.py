@@ -1,16 +1,16 @@
 """Taps: per-sample output gradients as true derivatives, without hooks.
 
 For an operation ``y = op(x, w)`` inside a block, add a zero to its output, ``y = op(x, w) + tap``. The derivative of
-the loss with respect to ``tap`` *is* the output gradient ``g``, sample by sample, and with the input ``x`` it holds
-all there is to know about the gradient of ``w``. A small parameter (bias, scale) is tapped by expanding it, one copy
-per sample: the derivative with respect to the copies is the per-sample gradient itself.
+the loss with respect to ``tap`` *is* the output gradient ``g`` of every sample; ``g`` and the input ``x`` determine the
+gradient of ``w``. A small parameter (bias, scale) is tapped by expanding it to one copy per sample: the derivative with
+respect to the copies is the per-sample gradient itself.
 
     >>> uses, _ = trace(block, leaves, carry, data)                       # shapes only: which ops use which leaf
     >>> out, pull = tapped_vjp(block, weights, carry, data, uses)
     >>> carry_gradient, records = pull(out_gradient)                      # records: {path: [Pair or Dense, ...]}
 
-A leaf that is watched is handed to the block as a :class:`Watched` value. The operations of ``fdp.ops`` know what to
-do with one; every other operation on it is an error that names the leaf and the operation, so no use can escape.
+A block gets every watched leaf as a :class:`Watched` value, which the operations of ``fdp.ops`` accept. Any other
+operation on it is an error that names the leaf and the operation, so that no use goes unrecorded.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ EXPANDED = "expanded"
 
 
 class Use(NamedTuple):
-    """One use of a leaf in a block: by which rule, on what shapes."""
+    """One use of a leaf in a block: its rule and its shapes."""
 
     name: str
     path: Path
@@ -78,9 +78,9 @@ class Watched:
 
 
 class Tape:
-    """What one run of a block sees: the taps it was given, the uses and inputs it recorded.
+    """The record of one run of a block: the taps it was given, the uses and inputs it saw.
 
-    ``attached``: taps are not added but attached (see ``attach``), which costs nothing and is for plain autograd only.
+    If ``attached``, taps are attached instead of added (see ``attach``): free, but for plain autograd only.
     """
 
     def __init__(self, batch_size: int, taps: Mapping[str, Tensor] | None, *, attached: bool = False):
@@ -90,44 +90,44 @@ class Tape:
         self.uses: list[Use] = []
         self.rules: dict[str, tuple[Rule, dict[str, Any]]] = {}
         self.inputs: dict[str, Tensor] = {}
-        self.biases: dict[Path, str] = {}  # by bias, the use at whose output it was added
+        self.biases: dict[Path, str] = {}  # each fused bias: the use to whose output it was added
         self.expansions: list[Path] = []
-        self.additions: list[tuple[Path, str]] = []  # every bias with the use at whose output it was added
-        self.layouts: list[tuple[Path, str]] = []  # how a foreign module's samples were found, use by use
-        self.known: list[tuple[Path, str]] | None = None  # how they were found before: compiled, less is seen
-        self.changed: list[str] = []  # what a foreign module left in its attributes, which were put back
-        self.outputs: list[tuple[str, Tensor, int]] = []  # of a trace: every use's output, and its version
-        self.versions: list[tuple[Path, Tensor, int]] = []  # of a trace: every use's input, and its version
-        self.copied: frozenset[str] = frozenset()  # uses whose output is written in place afterwards
+        self.additions: list[tuple[Path, str]] = []  # every bias and the use to whose output it was added
+        self.layouts: list[tuple[Path, str]] = []  # where a foreign module's sample dimension was found, per use
+        self.known: list[tuple[Path, str]] | None = None  # layouts of an earlier trace, for compiled code
+        self.changed: list[str] = []  # attributes that a foreign module changed, and that were restored
+        self.outputs: list[tuple[str, Tensor, int]] = []  # in a trace: every use's output and its version
+        self.versions: list[tuple[Path, Tensor, int]] = []  # in a trace: every use's input and its version
+        self.written: frozenset[str] = frozenset()  # uses whose output is written in place later
 
     def output(self, rule: Rule, x: Tensor, leaf: Watched, options: dict[str, Any]) -> Tensor:
-        """``rule.forward(x, leaf)`` plus its tap."""
+        """Return ``rule.forward(x, leaf)`` plus its tap."""
         self._check_samples(rule, x, leaf)
-        return self._copied(self._tapped(rule, x, leaf, options, rule.forward(x, leaf.value, **options)))
+        return self._copy_if_written(self._add_tap(rule, x, leaf, options, rule.forward(x, leaf.value, **options)))
 
     def output_with_bias(self, rule: Rule, x: Tensor, leaf: Watched, bias: Watched) -> Tensor:
-        """``rule.forward(x, leaf, bias)`` in one operation, with the taps of both attached to its output."""
+        """Return ``rule.forward(x, leaf, bias)``, one operation, with the taps of both attached to its output."""
         self._check_samples(rule, x, leaf)
-        y = self._tapped(rule, x, leaf, {}, rule.forward(x, leaf.value, bias.value))
+        y = self._add_tap(rule, x, leaf, {}, rule.forward(x, leaf.value, bias.value))
         self.biases[bias.path] = self.uses[-1].name
         self.additions.append((bias.path, self.uses[-1].name))
         if self.taps is not None and bias.path not in self.taps:
-            return self._copied(y)  # whoever left out the tap sums the other one's gradient over tokens
-        return self._copied(attach_bias(y, self.expanded(bias)))
+            return self._copy_if_written(y)  # the caller sums the weight's tap gradient over tokens instead
+        return self._copy_if_written(attach_bias(y, self.expand(bias)))
 
-    def _copied(self, y: Tensor) -> Tensor:
-        """The last use's output, a copy of it if it is written in place: what is attached to is a view."""
+    def _copy_if_written(self, y: Tensor) -> Tensor:
+        """Return the last use's output, copied if it is written in place later: an attached output is a view."""
         name = self.uses[-1].name if self.uses[-1].rule != EXPANDED else self.uses[-2].name
         if self.taps is None and not torch.compiler.is_compiling():
             self.outputs.append((name, y, _version(y)))
-        return y.clone() if name in self.copied else y
+        return y.clone() if name in self.written else y
 
-    def written(self) -> frozenset[str]:
-        """The uses whose output was written in place, as far as a trace has seen. An input must not be."""
+    def written_outputs(self) -> frozenset[str]:
+        """Return the uses whose output was written in place after the trace; raise if an input was."""
         if path := next((path for path, x, version in self.versions if _version(x) != version), None):
             raise FdpError(
-                f"{path}: its input is written in place after it was used, so that its gradient would be of other "
-                f"numbers; expected it to be left alone. Write h = h + y instead of h += y, or inplace=False"
+                f"{path}: its input is written in place after it was used, so its gradient would be that of other "
+                f"numbers; expected an unchanged input. Write h = h + y instead of h += y, or inplace=False"
             )
         return frozenset(name for name, y, version in self.outputs if _version(y) != version)
 
@@ -138,7 +138,7 @@ class Tape:
                 f"dimension of {self.batch_size}. Keep samples in dimension 0 (or use the method 'materialize')"
             )
 
-    def _tapped(self, rule: Rule, x: Tensor, leaf: Watched, options: dict[str, Any], y: Tensor) -> Tensor:
+    def _add_tap(self, rule: Rule, x: Tensor, leaf: Watched, options: dict[str, Any], y: Tensor) -> Tensor:
         name = f"{leaf.path}#{sum(use.path == leaf.path for use in self.uses)}"
         self.uses.append(Use(name, leaf.path, rule.name, tuple(x.shape), tuple(y.shape), tuple(leaf.shape)))
         self.rules[name] = (rule, options)
@@ -153,8 +153,8 @@ class Tape:
             )
         return attach(y, self.taps[name]) if self.attached else y + self.taps[name]
 
-    def expanded(self, leaf: Watched) -> Tensor:
-        """``leaf`` as one copy per sample: ``(batch, *leaf.shape)``. All uses share the copies."""
+    def expand(self, leaf: Watched) -> Tensor:
+        """Return one copy of ``leaf`` per sample: ``(batch, *leaf.shape)``. All uses share the copies."""
         shape = (self.batch_size, *leaf.shape)
         self.expansions.append(leaf.path)
         if not any(use.path == leaf.path and use.rule == EXPANDED for use in self.uses):
@@ -174,7 +174,7 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:  # pyright: ignore
-        gradient = gradient.contiguous()  # once, for all who use it
+        gradient = gradient.contiguous()  # once, for every reader
         if ctx.copies is None:
             return gradient, gradient, None
         tokens = tuple(range(1, gradient.ndim - len(ctx.copies) + 1))
@@ -183,32 +183,32 @@ class _Attach(torch.autograd.Function):
 
 @torch.compiler.allow_in_graph
 def attach(y: Float[Tensor, " batch *shape"], tap: Float[Tensor, " batch *shape"]) -> Float[Tensor, " batch *shape"]:
-    """``y + tap`` for a tap of zeros: its value without the addition, its derivative in both.
+    """Return ``y + tap`` for a tap of zeros: no addition is computed, both get the gradient.
 
-    For plain autograd only. Under ``torch.func`` and ``torch.compile`` together a backward of one's own can get lost;
-    here a lost one is an error, because the tap would then be an input that the output does not depend on.
+    For plain autograd only. ``torch.func`` and ``torch.compile`` together can lose a custom backward. Here that raises
+    an error, because the output then does not depend on the tap.
     """
     return _Attach.apply(y, tap, None)  # pyright: ignore
 
 
 @torch.compiler.allow_in_graph
 def attach_bias(y: Float[Tensor, " batch *tokens p"], copies: Float[Tensor, "batch p"]) -> Float[Tensor, "..."]:
-    """``y``, to which a bias has been added already, as if it were added as one copy per sample; see ``attach``."""
+    """Return ``y``, which contains the bias already, with the gradient of one copy per sample; see ``attach``."""
     return _Attach.apply(y, None, copies)  # pyright: ignore
 
 
 def trace(
     block: Any, leaves: Mapping[Path, Tensor], trainable: frozenset[Path], carry: Tree, data: Tree
 ) -> tuple[tuple[Use, ...], Tree]:
-    """The uses of every trainable leaf in ``block`` and the shapes of its output, without computing anything.
+    """Return the uses of every trainable leaf in ``block`` and its fake output, without computing anything.
 
-    Tensors may be real or fake; only shapes, dtypes and devices are read. Returns ``(uses, fake output)``.
+    Tensors may be real or fake; only shapes, dtypes and devices are read.
     """
-    tape, out = traced(block, leaves, trainable, carry, data)
+    tape, out = trace_tape(block, leaves, trainable, carry, data)
     return tuple(tape.uses), out
 
 
-def traced(
+def trace_tape(
     block: Any,
     leaves: Mapping[Path, Tensor],
     trainable: frozenset[Path],
@@ -217,7 +217,7 @@ def traced(
     *,
     attached: bool = False,
 ) -> tuple[Tape, Tree]:
-    """As ``trace``, with all that the tape saw: rules and options, and biases if taps are to be attached."""
+    """Return the tape of a trace (uses, rules, options, biases if ``attached``) and the fake output."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(leaf: Tensor) -> Tensor:
@@ -228,7 +228,7 @@ def traced(
     tape = Tape(batch_size_of(data), None, attached=attached)
     with mode, torch.no_grad():
         out = block.apply(watch(block, weights, trainable, tape), tree.map(fake, carry), tree.map(fake, data))
-    tape.written()
+    tape.written_outputs()
     names = [use.name for use in tape.uses]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise FdpError(
@@ -240,9 +240,9 @@ def traced(
 def tapped_vjp(
     block: Any, weights: Flat, carry: Tree, data: Tree, uses: tuple[Use, ...], trainable: frozenset[Path]
 ) -> tuple[Tree, Callable[[Tree], tuple[Tree, dict[Path, list[Record]]]]]:
-    """A block's output and the pull-back of an output gradient to its carry and to its parameters' records.
+    """Return a block's output, and the pull-back of an output gradient to its carry and its leaves' records.
 
-    The weights themselves are constants of the differentiation: no weight gradient is computed here.
+    Weights are constants of the differentiation: no weight gradient is computed here.
     """
     batch_size = batch_size_of(data)
     rules: dict[str, tuple[Rule, dict[str, Any]]] = {}
@@ -251,7 +251,7 @@ def tapped_vjp(
         tape = Tape(batch_size, taps)
         out = block.apply(watch(block, weights, trainable, tape), carry, data)
         seen = [use.name for use in tape.uses]
-        if unmet := [name for name in taps if name not in seen]:  # its gradient would be a zero
+        if unmet := [name for name in taps if name not in seen]:  # its gradient would be zero
             raise FdpError(f"{block.name}: expected the uses {unmet[:4]}, as planned, got none; make a plan for it")
         rules.update(tape.rules)
         return out, tape.inputs
@@ -268,7 +268,7 @@ def tapped_vjp(
 def records_of(
     uses: tuple[Use, ...], rules: Mapping[str, tuple[Rule, dict[str, Any]]], inputs: Flat, tap_gradients: Flat
 ) -> dict[Path, list[Record]]:
-    """What each leaf's uses left behind: by rule from input and output gradient, or the per-sample gradient itself."""
+    """Return the records of each leaf: by rule from input and output gradient, or the per-sample gradient itself."""
     records: dict[Path, list[Record]] = {}
     for use in uses:
         g = tap_gradients[use.name]
@@ -282,7 +282,7 @@ def records_of(
 
 
 def batch_size_of(data: Tree) -> int:
-    """The leading size that all leaves of ``data`` share."""
+    """Return the leading size that all leaves of ``data`` share."""
     sizes = {path: tuple(leaf.shape[:1]) for path, leaf in tree.flatten(data).items()}
     if len(set(sizes.values())) != 1 or () in sizes.values():
         raise FdpError(f"batch: expected every leaf to have the same leading sample dimension, got sizes {sizes}")
@@ -291,23 +291,23 @@ def batch_size_of(data: Tree) -> int:
 
 
 def make_taps(uses: tuple[Use, ...], weights: Flat, zeros: Mapping[str, Tensor] | None = None) -> Flat:
-    """A tap for every use: zeros that take no memory, or one copy of a small parameter per sample.
+    """Return a tap for every use: expanded zeros, which take no memory, or one copy of a small parameter per sample.
 
-    ``zeros``: what :func:`zeros_of` made of the same uses, where it is at hand.
+    ``zeros`` is the result of :func:`zeros_of` for the same uses; default: computed here.
     """
     zeros = zeros_of(uses, weights) if zeros is None else zeros
     return {use.name: zeros.get(use.name, weights[use.path]).expand(use.output_shape) for use in uses}
 
 
 def zeros_of(uses: tuple[Use, ...], weights: Flat) -> dict[str, Tensor]:
-    """A zero for every use whose tap is zeros, in the dtype and on the device of its leaf."""
+    """Return a zero for every use whose tap is zeros, in the dtype and on the device of its leaf."""
     return {use.name: weights[use.path].new_zeros(()) for use in uses if use.rule != EXPANDED}
 
 
 def watch(block: Any, weights: Flat, trainable: frozenset[Path], tape: Tape) -> Tree:
-    """The block's parameters, those that are trained as values whose uses ``tape`` records."""
-    handed = {p: Watched(w, p, tape) if p in trainable else w for p, w in weights.items()}
-    return tree.select(handed, block.params)
+    """Return the block's parameters, the trainable ones as :class:`Watched` values that record on ``tape``."""
+    leaves = {p: Watched(w, p, tape) if p in trainable else w for p, w in weights.items()}
+    return tree.select(leaves, block.params)
 
 
 def _no_rule(leaf: Watched, operation: str) -> FdpError:
@@ -319,5 +319,5 @@ def _no_rule(leaf: Watched, operation: str) -> FdpError:
 
 
 def _version(x: Tensor) -> int:
-    """How often a tensor, or a view of it, was written into."""
+    """Return how often a tensor, or a view of it, was written to."""
     return 0 if x.is_inference() else x._version

@@ -1,9 +1,9 @@
-"""The one door to differentiation: ``out, pull, aux = vjp(fn, *primals)`` with ``fn(*primals) = (out, aux)``.
+"""Vector-Jacobian products: ``out, pull, aux = vjp(fn, *primals)`` with ``fn(*primals) = (out, aux)``.
 
-``pull(gradient)`` is ``gradient^T d out / d primal`` for every primal. It keeps no graph of its own: left alone,
-``torch.func`` records the backward too, and everything that it touched stays alive with it. Leaves that are no floats
-(masks, positions, keys that travel with a hidden state) are constants; in a gradient's place they have themselves.
-What torch.func cannot differentiate but plain autograd can (:class:`NotFunctional`) is left to that.
+``pull(gradient)`` is ``gradient^T d out / d primal`` for every primal. It records no graph: by default ``torch.func``
+would, and keep everything alive that the backward touched. Integer and boolean leaves (masks, positions) are constants,
+and stand in a gradient for themselves. If torch.func cannot differentiate a function (:class:`NotFunctional`), plain
+autograd does.
 
     >>> out, pull, inputs = vjp(lambda h, taps: block(h, taps), h, taps)
     >>> h_gradient, tap_gradients = pull(out_gradient)
@@ -21,18 +21,18 @@ from fdp.types import FdpError, Flat, Tree
 
 
 class NotFunctional(FdpError):
-    """A function with a derivative that plain autograd knows and torch.func does not: the words say which."""
+    """Raised by a function that plain autograd can differentiate and torch.func cannot; the message names it."""
 
 
 def vjp(fn: Callable[..., tuple[Tree, Any]], *primals: Tree) -> tuple[Tree, Callable[[Tree], tuple[Tree, ...]], Any]:
-    """The output of ``fn``, its pull-back, and what ``fn`` returned beside the output."""
+    """Return the output of ``fn``, its pull-back, and the auxiliary result of ``fn``."""
     if not all(leaf.is_floating_point() for leaf in tree.leaves(primals)):
         return _vjp_of_floats(fn, primals)
     structure: list[Tree] = []
 
     def run(*primals: Tree) -> tuple[Tree, Any]:
         out, aux = fn(*primals)
-        floats, rest = _parted(out)
+        floats, rest = _split_floats(out)
         if not rest:
             return out, (aux, rest)
         structure.append(tree.map(lambda _: 0, out))
@@ -46,13 +46,13 @@ def vjp(fn: Callable[..., tuple[Tree, Any]], *primals: Tree) -> tuple[Tree, Call
 
     def pull_without_graph(gradient: Tree) -> tuple[Tree, ...]:
         with torch.no_grad():
-            return pull(_parted(gradient)[0] if rest else gradient)
+            return pull(_split_floats(gradient)[0] if rest else gradient)
 
     return tree.unflatten(structure[0], out | rest) if rest else out, pull_without_graph, aux
 
 
 def _by_autograd(fn: Callable[..., tuple[Tree, Any]], primals: tuple[Tree, ...]):
-    """As ``torch.func.vjp`` with ``has_aux``, by a graph that lives as long as the pull-back."""
+    """Compute ``torch.func.vjp(..., has_aux=True)`` by plain autograd; the graph lives as long as the pull-back."""
     opened = tree.map(lambda leaf: leaf.detach().requires_grad_(), primals)
     with torch.enable_grad():
         out, aux = fn(*opened)
@@ -75,17 +75,17 @@ def _by_autograd(fn: Callable[..., tuple[Tree, Any]], primals: tuple[Tree, ...])
 
 
 def _vjp_of_floats(fn: Callable[..., tuple[Tree, Any]], primals: tuple[Tree, ...]):
-    floats, rest = _parted(primals)
+    floats, rest = _split_floats(primals)
 
-    def joined(floats: Flat) -> tuple[Tree, ...]:
+    def merge(floats: Flat) -> tuple[Tree, ...]:
         return tree.unflatten(primals, floats | rest)
 
-    out, pull, aux = vjp(lambda floats: fn(*joined(floats)), floats)
-    return out, lambda gradient: joined(pull(gradient)[0]), aux
+    out, pull, aux = vjp(lambda floats: fn(*merge(floats)), floats)
+    return out, lambda gradient: merge(pull(gradient)[0]), aux
 
 
-def _parted(values: Tree) -> tuple[Flat, Flat]:
-    """The leaves that are floats, and the others, by path."""
+def _split_floats(values: Tree) -> tuple[Flat, Flat]:
+    """Return the floating-point leaves and the others, by path."""
     flat = tree.flatten(values)
     floats = {path: leaf for path, leaf in flat.items() if leaf.is_floating_point()}
     return floats, {path: leaf for path, leaf in flat.items() if path not in floats}

@@ -28,7 +28,7 @@ from fdp import tree
 from fdp.gradients.costs import NormBy
 from fdp.gradients.plan import Method, Plan, make_plan, trace_model
 from fdp.gradients.rules import OneHot, Pair
-from fdp.gradients.taps import EXPANDED, Tape, Use, traced
+from fdp.gradients.taps import EXPANDED, Tape, Use, trace_tape
 from fdp.kfac.types import Layer
 from fdp.model import Block, Model
 from fdp.types import Flat, Path, Tree
@@ -182,7 +182,7 @@ def _scores_shape(
         return None
     meta = {path: flat[path].new_empty((), dtype=dtype).expand(flat[path].shape) for path in tree.leaves(last.params)}
     try:
-        _, scores = traced(Block(last.name, last.params, last.outputs.scores), meta, frozenset(), carry, microbatch)
+        _, scores = trace_tape(Block(last.name, last.params, last.outputs.scores), meta, frozenset(), carry, microbatch)
     except (DynamicOutputShapeException, DataDependentOutputException):
         return None
     return tuple(scores.shape)

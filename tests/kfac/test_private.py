@@ -23,7 +23,7 @@ from fdp.gradients.execution import EAGER, Execution
 from fdp.gradients.linear_maps import LowRankMap, Map, MatrixMap, Sides, apply_rows
 from fdp.gradients.per_sample import per_sample_norms
 from fdp.gradients.plan import Method, make_plan
-from fdp.gradients.precondition import map_record, size
+from fdp.gradients.precondition import map_record
 from fdp.gradients.rules import Dense, OneHot, Pair, per_sample_gradient
 from fdp.kfac import factors
 from fdp.kfac.config import KfacConfig
@@ -97,7 +97,7 @@ def mapped_gradients(case: str, sides: dict[str, Sides]) -> dict[str, Tensor]:
     found = {}
     for path, gradient in reference_of(case).items():
         left, right = sides.get(path, Sides(None, None))
-        rows = gradient.shape[1] if left is None else size(left)
+        rows = gradient.shape[1] if left is None else map_size(left)
         flat = gradient.reshape(len(gradient), rows, -1)
         done = matrix_of(left, rows) @ flat @ matrix_of(right, flat.shape[2])
         found[path] = done.reshape(gradient.shape)

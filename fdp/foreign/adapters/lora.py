@@ -67,7 +67,7 @@ class _AdapterTape(Tape):
     def output_with_bias(self, rule: Rule, x: Tensor, leaf: Watched, bias: Watched) -> Tensor:
         return ops.add(self.output(rule, x, leaf, {}), bias)
 
-    def expanded(self, leaf: Watched) -> Tensor:
+    def expand(self, leaf: Watched) -> Tensor:
         raise _unfit_error(leaf, "an elementwise operation")
 
 

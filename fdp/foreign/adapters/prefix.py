@@ -110,7 +110,7 @@ class _PrefixedLayer:
     def __call__(self, params: Tree, carry: Tree, data: Tree) -> Tree:
         leaf = params["prefix"]
         size = (batch_size_of(data), *leaf.shape)
-        copies = leaf.tape.expanded(leaf) if isinstance(leaf, Watched) else leaf.expand(size)
+        copies = leaf.tape.expand(leaf) if isinstance(leaf, Watched) else leaf.expand(size)
         given = PrefixCache(leaf.shape[2], copies[:, 0], copies[:, 1])
         out = self.layer.call_with(
             replace_instances(self.layer.template, PrefixCache, given), params["base"], carry, data

@@ -123,7 +123,7 @@ class CallTrace:
             return self.seen_leaves[leaf.path]  # another name of a tied leaf
         tape = leaf.tape
         seen = self.seen_leaves[leaf.path] = self.register(
-            Tracked(_nan_if_compiling(leaf.value), lambda: tape.expanded(leaf), leaf.path, leaf=leaf)
+            Tracked(_nan_if_compiling(leaf.value), lambda: tape.expand(leaf), leaf.path, leaf=leaf)
         )
         return seen
 
