@@ -59,7 +59,7 @@ def is_folder(name: str) -> bool:
 def load_model_and_data(options: TrainOptions) -> tuple[ModelSource, Dataset]:
     """Return the model and the data.
 
-    A model from a folder is made twice if the samples are not just tokens: the arguments of its forward call depend on
+    A model from a folder is built twice if the samples are not just tokens: the arguments of its forward call depend on
     the entries of the data (masks, segments, windows), and the data on the model's context and vocabulary.
     """
     source = load_model(options)

@@ -127,11 +127,11 @@ def _methods(plan: Plan) -> Table:
         f"method {plan.method.value}: {plan.stored_bytes / GIB:.2f} GiB stored between norms and sum",
         *("leaf", "leaves", "norm by", "sum by", "ms", "timed", "stored GiB"),
     )
-    alike: dict[tuple[str, str, str], list[Choice]] = {}
+    by_choice: dict[tuple[str, str, str], list[Choice]] = {}
     for path, choice in plan.choices.items():
         leaf = re.sub(r"\.\d+\.", ".*.", path)
-        alike.setdefault((leaf, choice.norm.value, choice.sum.value), []).append(choice)
-    for (leaf, norm, by), choices in alike.items():
+        by_choice.setdefault((leaf, choice.norm.value, choice.sum.value), []).append(choice)
+    for (leaf, norm, by), choices in by_choice.items():
         predicted = _milliseconds(choice.seconds for choice in choices)
         measured = _milliseconds(choice.measured for choice in choices)
         stored = _gib(sum(choice.stored_bytes for choice in choices))

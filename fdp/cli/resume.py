@@ -124,8 +124,8 @@ def _check_copies(found: Verified, config: Mapping[str, Any]) -> None:
         "the accountant": meta["accountant"]["steps"],
     }
     if len(set(steps.values())) > 1:
-        said = ", ".join(f"{step} by {where}" for where, step in steps.items())
-        raise Damaged(f"{path}: expected one number of steps, got {said}")
+        listed = ", ".join(f"{step} by {where}" for where, step in steps.items())
+        raise Damaged(f"{path}: expected one number of steps, got {listed}")
     root = torch.tensor(meta["key"])
     if run_files.key_digest(root) != config["key_check"]:
         raise Damaged(f"{path}: holds the key of another run than config.json")
@@ -153,7 +153,7 @@ def _check_nothing_lost(out: Path, config: Mapping[str, Any], damaged: Mapping[P
     # The checkpoint of one save is published before the next one begins.
     if every is not None and steps > 2 * every:
         raise FdpError(
-            f"{checkpoint_folder(out)}: expected a checkpoint, got none, but metrics.jsonl tells of {steps} steps, "
+            f"{checkpoint_folder(out)}: expected a checkpoint, got none, but metrics.jsonl holds {steps} steps, "
             f"saved every {every}: put the checkpoints back, or start anew in another --out, which spends the budget "
             f"again"
         )
@@ -164,8 +164,8 @@ def _check_settings(then: Mapping[str, Any], now: Mapping[str, Any], where: Path
     effects = (Effect.RESULT, Effect.KFAC_RESULT) if now["optimizer"] == "kfac" else (Effect.RESULT,)
     if differing := [name for name in options_with(*effects) if then.get(name) != now[name]]:
         flags = options_of(TrainOptions)
-        said = ", ".join(f"{flags[name].name} {then.get(name)} there, {now[name]} here" for name in differing)
-        raise FdpError(f"{where}: holds a run of another configuration ({said}); give another --out")
+        listed = ", ".join(f"{flags[name].name} {then.get(name)} there, {now[name]} here" for name in differing)
+        raise FdpError(f"{where}: holds a run of another configuration ({listed}); give another --out")
 
 
 def checkpoint_meta(run: Run, settings: Mapping[str, Any], state: TrainState) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def _train(session: Session, state: TrainState) -> int:
             records.append(record)
         code = max(gather_values(stop.exit_code, None)) if int(state.step) < run.config.steps else 0
         if code:
-            console.print(f"interrupted after {int(state.step)} steps; what they gave is kept")
+            console.print(f"interrupted after {int(state.step)} steps; their results are kept")
         if code and options.output.save_every is not None:
             root = resume.checkpoint_folder(folder)
             if not checkpoint.has_reached(root, int(state.step)):

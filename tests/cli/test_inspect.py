@@ -71,17 +71,17 @@ def test_a_preset_is_shown_without_its_weights(run):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["nowhere"], "a folder in the format"),
         (["cnn", "--batch-size", "0"], "--batch-size"),
         (["cnn", "--method", "x"], "x"),
     ],
 )
-def test_a_mistake_is_explained(run, words, said):
+def test_a_mistake_is_explained(run, words, message):
     answer = run(*words)
     assert isinstance(answer.exception, FdpError)
-    assert said in str(answer.exception)
+    assert message in str(answer.exception)
 
 
 @operation

@@ -136,7 +136,7 @@ def test_an_interrupted_run_resumes_bit_equal(more: str, tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("--kfac-damping 0", "--kfac-damping: expected a finite number above 0"),
         ("--kfac-damping -1", "--kfac-damping: expected a finite number above 0"),
@@ -167,15 +167,15 @@ def test_an_interrupted_run_resumes_bit_equal(more: str, tmp_path: Path, monkeyp
     ],
 )
 def test_mistakes_leave_nothing_behind(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, message: str
 ) -> None:
     assert call("--out", str(tmp_path / "run"), *shlex.split(words)) == 2
-    assert said in " ".join(capsys.readouterr().err.split())
+    assert message in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (
             "--method ghost_bk --noise-multiplier 1",
@@ -212,10 +212,10 @@ def test_mistakes_leave_nothing_behind(
     ],
 )
 def test_sources_that_reveal_the_data_or_do_not_fit_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, message: str
 ) -> None:
     assert call("--steps", "4", "--out", str(tmp_path / "run"), *shlex.split(words)) == 2
-    assert said in " ".join(capsys.readouterr().err.split())
+    assert message in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "run").exists()
 
 
@@ -267,10 +267,10 @@ def test_the_noise_of_statistics_is_computed_from_the_budget_unless_given() -> N
     assert (more.max_norm, more.period, more.sampling) == (0.5, 2, BATCHES)
     same = make_statistics(optimizer, BATCHES, epsilon=None, noise_multiplier=1.25, **budget)
     given = optimizer._replace(source=Noised(0.5, 3.0))
-    told = make_statistics(given, BATCHES, epsilon=8.0, noise_multiplier=None, **budget)
+    explicit = make_statistics(given, BATCHES, epsilon=8.0, noise_multiplier=None, **budget)
     assert same is not None
-    assert told is not None
-    assert (same.noise_multiplier, told.noise_multiplier) == (1.25, 3.0)
+    assert explicit is not None
+    assert (same.noise_multiplier, explicit.noise_multiplier) == (1.25, 3.0)
     assert (
         make_statistics(optimizer._replace(source=Synthetic()), BATCHES, epsilon=8.0, noise_multiplier=None, **budget)
         is None
@@ -382,13 +382,13 @@ def test_fdp_epsilon_agrees_with_a_run_with_noised_statistics(
     with pytest.raises(SystemExit) as caught:
         main(["epsilon", *counts, *source, *budget])
     assert not caught.value.code
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert told["epsilon"] == run.epsilons[-1]
-    assert told["noise_multiplier"] == run.mechanism.noise_multiplier
+    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert printed["epsilon"] == run.epsilons[-1]
+    assert printed["noise_multiplier"] == run.mechanism.noise_multiplier
     assert run.mechanism.statistics is not None
-    assert told["kfac_noise_multiplier"] == run.mechanism.statistics.noise_multiplier
+    assert printed["kfac_noise_multiplier"] == run.mechanism.statistics.noise_multiplier
     without = accounting.epsilon(run.mechanism._replace(statistics=None), steps=5, delta=DELTA)
-    assert told["epsilon"] > 1.001 * without
+    assert printed["epsilon"] > 1.001 * without
 
 
 def test_fdp_epsilon_charges_nothing_for_public_curvature(capsys: pytest.CaptureFixture[str]) -> None:
@@ -399,14 +399,14 @@ def test_fdp_epsilon_charges_nothing_for_public_curvature(capsys: pytest.Capture
             main(["epsilon", *counts, *words])
         found.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
     assert found[0] == found[1]
-    for words, said in (
+    for words, message in (
         (("--kfac-noise", "1"), "--kfac-noise: expected --kfac-data noised to go with it, got none"),
         (("--kfac-data", "noised", "--kfac-period", "0"), "period: expected"),
     ):
         with pytest.raises(SystemExit) as caught:
             main(["epsilon", *counts, *words])
         assert caught.value.code == 2
-        assert said in " ".join(capsys.readouterr().err.split())
+        assert message in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.ranks

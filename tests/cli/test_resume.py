@@ -131,7 +131,7 @@ def test_noise_drawn_for_other_data_is_not_used_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "other", "said"),
+    ("field", "other", "message"),
     [
         ("noise_multiplier", 0.1, "noise multiplier"),
         ("sampling_rate", 0.9, "sampling rate"),
@@ -140,12 +140,12 @@ def test_noise_drawn_for_other_data_is_not_used_again() -> None:
         ("epsilon", 1e-3, "epsilon spent so far"),
     ],
 )
-def test_a_checkpoint_of_another_mechanism_is_refused(field: str, other: object, said: str) -> None:
+def test_a_checkpoint_of_another_mechanism_is_refused(field: str, other: object, message: str) -> None:
     run, state = runs.prepare(configure(small_options()))
     state = state._replace(step=state.step + 2)
     meta = resume.checkpoint_meta(run, to_dict(small_options()), state)
     changed = meta | {"accountant": meta["accountant"] | {field: other}}
-    with pytest.raises(FdpError, match=f"as its {said}, not {other}"):
+    with pytest.raises(FdpError, match=f"as its {message}, not {other}"):
         resume.check_same_run(resume.ResumedRun(Verified(Path("run"), {"meta": changed}), run.root), run)
 
 
@@ -157,14 +157,14 @@ def test_a_checkpoint_of_another_run_is_refused_and_not_touched(
         interrupt_after(3, patch)
         assert train(out, "--save-every", "2", "--seed", "3", steps=6) == 130
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-    for words, said in (
+    for words, message in (
         (["--save-every", "2", "--seed", "4"], "--seed 3 there, 4 here"),
         (["--save-every", "2", "--seed", "3", "--lr", "0.5"], "--lr 0.004 there, 0.5 here"),
         (["--seed", "3"], "with --save-every"),
     ):
         capsys.readouterr()
         assert train(out, "--json", *words, steps=6) == 2
-        assert said in last_json(capsys.readouterr().out)["error"]
+        assert message in last_json(capsys.readouterr().out)["error"]
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
 

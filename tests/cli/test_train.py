@@ -310,7 +310,7 @@ def test_every_optimizer_follows_the_schedule_and_decays(optimizer: str) -> None
 def test_options_of_several_ranks_are_checked_before_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for words, said in (
+    for words, message in (
         (["--mesh", "shard=2"], "torchrun --nproc-per-node 2"),
         (["--mesh", "shard"], "expected axes with sizes"),
         (["--mesh", "sharp=1"], "Did you mean 'shard'?"),
@@ -322,7 +322,7 @@ def test_options_of_several_ranks_are_checked_before_the_run(
         (["--save-every", "0"], "at least 1"),
     ):
         assert train(tmp_path / "run", "--json", *words) == 2
-        assert said in last_json(capsys.readouterr().out)["error"]
+        assert message in last_json(capsys.readouterr().out)["error"]
     assert not (tmp_path / "run").exists()
     assert call("train", *SMALL, "--json", "--save-every", "2") == 2
     assert "--out" in last_json(capsys.readouterr().out)["error"]

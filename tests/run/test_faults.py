@@ -88,7 +88,7 @@ def test_a_run_without_a_good_checkpoint_does_not_start_again(interrupted, tmp_p
     shutil.rmtree(job.out / "checkpoints")
     with job.start() as attempt:
         assert attempt.wait(seconds=SECONDS) == [2]
-    assert "metrics.jsonl tells of 4 steps, saved every 1: put the checkpoints back" in attempt.text()
+    assert "metrics.jsonl holds 4 steps, saved every 1: put the checkpoints back" in attempt.text()
 
 
 def test_a_seed_that_does_not_give_the_stored_key_is_refused(interrupted, tmp_path):
