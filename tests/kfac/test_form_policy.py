@@ -230,7 +230,10 @@ COLUMNS = factors.columns(torch.randn(5, 9, generator=torch.Generator().manual_s
 
 def decompress(stored: CompressedFactor) -> Factor:
     factor, scale = stored
-    return factor if scale is None else factor._replace(columns=factor.columns.to(scale.dtype) / scale)
+    if scale is None:
+        return factor
+    assert isinstance(factor, ColumnsFactor | SoftmaxFactor)
+    return factor._replace(columns=factor.columns.to(scale.dtype) / scale)
 
 
 @example(sizes=[-36.0, 36.0, 0.0], dtype=torch.float16)

@@ -658,7 +658,7 @@ def test_estimators_that_cannot_be_noised_are_refused():
     layer = Layer("layers.0.weight", None)
     options: Any = {"statistics": more_of(1.0), "scales": {}, "key": KEY}
     refused = {
-        "rows of the data": estimator._replace(forms=estimator.forms | {layer: (Form.COLUMNS, Form.DENSE)}),
+        "rows of the data": estimator._replace(forms={**estimator.forms, layer: (Form.COLUMNS, Form.DENSE)}),
         "got exact": estimator._replace(fisher=Fisher.EXACT),
         "sharing: expected expand": estimator._replace(sharing=Sharing.REDUCE),
     }
