@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -117,9 +118,9 @@ def make_stages(
     finish = plain_finish(model, optimizer, mechanism, execution) if fused is None else fused.finish
     if donate and fused is None:
         finish = _writing_into_the_old_state(finish)
-    if execution.compile_step:
-        gradient = torch.compile(gradient, fullgraph=True, dynamic=False)
-        finish = finish._replace(run=torch.compile(finish.run, fullgraph=True, dynamic=False))
+    if execution.compile_step is not None:
+        graph = partial(torch.compile, fullgraph=True, dynamic=False, backend=execution.compile_step)
+        gradient, finish = graph(gradient), finish._replace(run=graph(finish.run))
     return Stages(
         prepare=prepare,
         weights=weights,

@@ -29,12 +29,15 @@ def make_execution(
     checkpoint_activations: bool = False,
     compile: Compile = Compile.NONE,
     cuda_graph: bool = False,
+    backend: str = "inductor",
 ) -> Execution:
-    """Return an execution with a runner of its own. ``checkpoint_activations`` recomputes blocks in the backward."""
+    """Return an execution with a runner of its own. ``checkpoint_activations`` recomputes blocks in the backward;
+    ``backend`` is torch.compile's.
+    """
     return Execution(
         sharding,
         Memory(recompute=checkpoint_activations, offload=offload),
-        CompiledRunner() if compile is Compile.BLOCK else EAGER,
-        compile_step=compile is Compile.STEP,
+        CompiledRunner(backend) if compile is Compile.BLOCK else EAGER,
+        compile_step=backend if compile is Compile.STEP else None,
         cuda_graph=cuda_graph,
     )

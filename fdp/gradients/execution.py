@@ -131,15 +131,15 @@ STORE_ALL = Memory()
 class Execution(NamedTuple):
     """How a step is computed. No field changes a result except by rounding.
 
-    ``sharding``: None for one device. ``runner``: how blocks are differentiated. ``compile_step`` makes one full graph
-    of the work on a microbatch and one of the update. ``cuda_graph`` records the step once per shape of batch and
-    replays it; the state must be donated.
+    ``sharding``: None for one device. ``runner``: how blocks are differentiated. ``compile_step`` names the backend of
+    torch.compile that makes one full graph of the work on a microbatch and one of the update. ``cuda_graph`` records
+    the step once per shape of batch and replays it; the state must be donated.
     """
 
     sharding: Sharding | None = None
     memory: Memory = STORE_ALL
     runner: Runner = EAGER
-    compile_step: bool = False
+    compile_step: str | None = None
     cuda_graph: bool = False
 
 

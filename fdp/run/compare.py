@@ -212,7 +212,9 @@ def _wholes(parts: Flat, sharding: Sharding | None) -> tuple[Flat, dict[str, flo
 
     def leaf(path: str) -> Tensor:
         part = parts[path]
-        return (part if sharding is None else full_tensor(as_dtensor(part, path, sharding))).detach().cpu()
+        return (
+            (part if sharding is None else full_tensor(as_dtensor(part, path, sharding))).detach().to("cpu", copy=True)
+        )
 
     leaves, digests = {}, {}
     for path in parts:

@@ -84,10 +84,10 @@ class RunConfig:
 
     Exactly one of ``noise_multiplier`` and ``epsilon`` is given; with ``Method.NONE``, neither.
     ``batch_size`` is the expected one of Poisson sampling; ``population`` the public number of samples that its rate is
-    of, None: their number, rounded up. ``microbatch_size``, ``memory_budget`` (bytes),
-    ``compile``, ``cuda_graph``, ``device``, ``layout`` (None: one process), ``offload`` and ``checkpoint_activations``
-    change how a run computes, not what. ``seed=None``: a key from the system. ``values``: the first parameters;
-    ``before``: what was promised about the data that these were trained on.
+    of, None: their number, rounded up. ``microbatch_size``, ``memory_budget`` (bytes), ``compile``,
+    ``compile_backend``, ``cuda_graph``, ``device``, ``layout`` (None: one process), ``offload`` and
+    ``checkpoint_activations`` change how a run computes, not what. ``seed=None``: a key from the system. ``values``:
+    the first parameters; ``before``: what was promised about the data that these were trained on.
     """
 
     model: Model
@@ -110,6 +110,7 @@ class RunConfig:
     offload: Offload = NO_OFFLOAD
     checkpoint_activations: bool = False
     cuda_graph: bool = False
+    compile_backend: str = "inductor"
     values: Callable[[Model, Sharding | None, Key], Tree] = drawn_params
     population: int | None = None
     before: tuple[Guarantee, ...] = ()
@@ -175,6 +176,7 @@ def prepare(config: RunConfig, *, root: Key | None = None, settings: str | None 
         checkpoint_activations=config.checkpoint_activations,
         compile=config.compile,
         cuda_graph=config.cuda_graph,
+        backend=config.compile_backend,
     )
     curvature = _kfac(config, model, execution, share)
     optimizer = config.optimizer if curvature is None else curvature.optimizer

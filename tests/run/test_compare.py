@@ -17,6 +17,9 @@ from hypothesis import strategies as st
 from fdp import keys, optimizers, step, tree
 from fdp.data import datasets
 from fdp.fast.compile_modes import Compile
+from fdp.fast.fused_update import FusedUpdate
+from fdp.fast.noisy_update import NoisyUpdate
+from fdp.gradients.lazy_sum import LazySum
 from fdp.gradients.plan import Method
 from fdp.models import GPTConfig, gpt
 from fdp.parallel import collectives, gather_reduce, sharded_init, sharding
@@ -262,6 +265,53 @@ def test_an_observation_is_read_as_it_was_written(tmp_path, one_rank: list[Seen]
     assert [seen[:2] + (seen.apart,) for seen in again[:-1]] == [seen[:2] + ({},) for seen in one_rank[:-1]]
     assert again[-1].apart == drifted.apart
     assert {one.value for one in compare(again[:-1], one_rank[:-1])} == {0.0}
+
+
+# The fused step: compiled blocks, lazy sums, noise and AdamW in one pass
+
+
+FUSED: dict[str, Any] = {"method": Method.AUTO, "compile": Compile.BLOCK, "compile_backend": "eager"}
+
+
+def test_the_fused_step_is_observed_as_it_trains(one_rank: list[Seen]) -> None:
+    calls, real = [], FusedUpdate.__call__
+    with mock.patch.object(FusedUpdate, "__call__", lambda self, *args: calls.append(0) or real(self, *args)):
+        seen = observed(**FUSED)
+    assert len(calls) == STEPS
+    assert found_first(seen, one_rank) is None
+    run, state = prepare(config(**FUSED))
+    trained = [tree.map(torch.clone, after.params) for after, _ in steps(run, state)]
+    for one, params in zip([one for one in seen if one.stage is Stage.UPDATE], trained, strict=True):
+        assert all(torch.equal(one.values[path], leaf) for path, leaf in tree.flatten(params).items())
+
+
+def half_the_deviation(total: ClippedSum, noise_multiplier: float) -> torch.Tensor:
+    return noise.noise_deviation(total, noise_multiplier) / 2
+
+
+def draws_of_another_leaf(self: Any, key: Any, paths: Any) -> torch.Tensor:
+    return CHILDREN(self, key, list(reversed(paths)))
+
+
+def less_of_the_last_sample(rows: torch.Tensor, factors: torch.Tensor) -> LazySum:
+    return LazySum(rows, torch.cat([factors[:-1], factors[-1:] / 2]))
+
+
+CHILDREN = NoisyUpdate._children  # as it is before anyone puts a fault in its place
+IN_THE_PASS: dict[str, tuple[str, Any, Stage]] = {
+    "less noise": ("fdp.fast.fused_update.noise_deviation", half_the_deviation, Stage.NOISE),
+    "noise of another leaf": ("fdp.fast.noisy_update.NoisyUpdate._children", draws_of_another_leaf, Stage.NOISE),
+    "a lazy sum": ("fdp.gradients.clipped_sum.LazySum", less_of_the_last_sample, Stage.SUM),
+}
+
+
+@pytest.mark.parametrize("fault", IN_THE_PASS)
+def test_a_fault_planted_in_the_fused_pass_is_found_at_its_stage(one_rank: list[Seen], fault: str) -> None:
+    target, wrong, stage = IN_THE_PASS[fault]
+    with mock.patch(target, wrong):
+        first = found_first(observed(**FUSED), one_rank)
+    assert first is not None
+    assert (first.step, first.stage) == (1, stage)
 
 
 # On several ranks: equal where it should be, and faults planted one at a time
