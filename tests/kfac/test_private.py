@@ -23,7 +23,7 @@ from fdp.gradients.execution import EAGER, Execution
 from fdp.gradients.linear_maps import LowRankMap, Map, MatrixMap, Sides, apply_rows
 from fdp.gradients.per_sample import per_sample_norms
 from fdp.gradients.plan import Method, make_plan
-from fdp.gradients.precondition import map_record
+from fdp.gradients.precondition import map_record, map_size
 from fdp.gradients.rules import Dense, OneHot, Pair, per_sample_gradient
 from fdp.kfac import factors
 from fdp.kfac.config import KfacConfig
