@@ -108,7 +108,7 @@ def join_observed(
     def algorithm_1(state: TrainState, batch: Batch, key: Key) -> tuple[TrainState, Metrics, Tree]:
         total, tally, metrics = sum_over_microbatches(stages, state, batch)  # sum_b min(1, C / |G_b|) G_b
         total = stages.reduce(total)  # a SUM over all ranks' samples
-        total = gate.bounded(total, state.step, batch)
+        total = gate.check_compiled(total, state.step, batch)
         seen = observe(total)
         after = stages.finish.run(state, total, tally, stages.key(key, state.step))  # noise, mean, update
         return after, gather_metrics(metrics, batch.mask.shape, sharding), seen
@@ -118,12 +118,12 @@ def join_observed(
     def checked_step(state: TrainState, batch: Batch, key: Key) -> tuple[TrainState, Metrics, Tree]:
         check_placement(state, batch, sharding)
         local = localize(state)
-        turn = gate.check(local.step, batch)
+        step_number = gate.check(local.step, batch)
         if first_call is not None:
             first_call(state.params, batch)
         stages.prepare(local.params)
         after, metrics, seen = run(local, batch, key)
-        gate.passed(after.step, turn)
+        gate.remember(after.step, step_number)
         return globalize(after, like=state), metrics, seen
 
     return checked_step

@@ -269,7 +269,7 @@ def test_the_number_of_a_step_is_asked_of_the_device_once(monkeypatch):
     gate, count = Gate(SAMPLING), torch.tensor(4).as_subclass(Away)
     assert gate.check(count, drawn(4)) == 4
     after = torch.tensor(5).as_subclass(Away)
-    gate.passed(after, 4)
+    gate.remember(after, 4)
     assert gate.check(after, drawn(5)) == 5
     assert Away.waits == 1
     after.fill_(2)

@@ -1,7 +1,7 @@
 """Checks that a private step relies on.
 
-gate               settings and batches that a step refuses
-model_checks       samples are independent, norms are right
-synthetic_samples  samples to try besides the real ones
+gate               refuse settings and batches that would break the guarantee
+model_checks       check that samples are independent and norms are right
+synthetic_samples  samples with unusual values, to try besides the real ones
 first_call         the checks that a step runs at its first call
 """

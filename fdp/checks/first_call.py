@@ -1,11 +1,11 @@
 """Checks of a model that a private step runs once, before its first sum, on some real samples and synthetic ones.
 
-    independent     the loss of a sample does not depend on the other samples       any model
-    in its row      row b of every use holds sample b                               up to 20 million, not sharded
+    independence    the loss of a sample does not depend on the other samples       any model
+    rows            row b of every use holds sample b                               up to 20 million, not sharded
     norms           the plan's norms equal those of ``vmap(grad)``                  up to 20 million parameters
 
-Without the first, clipping bounds nothing; without the others, it bounds something else. Every rank takes part, with
-the same samples. :func:`fdp.step.make_train_step` runs them at a step's first call, ``fdp train`` before it begins.
+If the first fails, clipping bounds nothing; if the others fail, it bounds the wrong thing. Every rank takes part, with
+the same samples. :func:`fdp.step.make_train_step` runs the checks at a step's first call, ``fdp train`` at its start.
 
     >>> check_model(model, params, data, plan=plan)
     >>> step = make_train_step(..., checks=Checks.SKIPPED)              # a model that was checked elsewhere
@@ -31,18 +31,18 @@ from fdp.parallel.dtensors import full_tensor, localize
 from fdp.parallel.sharding import Sharding, abstract_params
 from fdp.types import Batch, FdpError, Tree
 
-NORMS_CHECKED_UP_TO = 20_000_000
+NORM_CHECK_MAX_PARAMETERS = 20_000_000
 """Largest number of parameters for which per-sample norms are compared with ``vmap(grad)``."""
-NORMS_CHECKED_OF = 5
-"""Samples in that comparison: two real ones, one long, one of many short documents, one of padding."""
-CHECKED_TOGETHER = 16
-"""Samples in one batch of the independence check; fewer if a microbatch is smaller."""
-FEW = 4
-"""Real samples that are checked."""
+NORM_CHECK_SAMPLES = 5
+"""Number of samples in that comparison: two real, one long, one of many short documents, one of padding."""
+INDEPENDENCE_BATCH_SIZE = 16
+"""Most samples in a batch of the independence check; fewer if a microbatch is smaller."""
+REAL_SAMPLES = 4
+"""Number of real samples that are checked."""
 
 
 class Checks(Enum):
-    """When a private step checks its model. If SKIPPED, nothing but your word stands for the sensitivity."""
+    """The time at which a private step checks its model. If SKIPPED, the sensitivity is yours to guarantee."""
 
     FIRST_CALL = "first call"
     SKIPPED = "skipped"
@@ -56,21 +56,21 @@ def check_model(
     plan: Plan,
     execution: Execution = LOCAL,
 ) -> None:
-    """Raise an error that says what is wrong with the model, or with a rule, if it would break the clipping.
+    """Check that clipping bounds what this model's samples contribute; the error says what is wrong.
 
-    ``params`` are full, or this rank's shards, on any device; ``data`` are samples, the same on every rank, of which a
-    few are used. Norms are computed by the choices of ``plan``, in float32 at least.
+    ``params`` are full, or this rank's shards, on any device; ``data`` holds samples, the same on every rank, of which
+    the first few are used. Norms are computed by the choices of ``plan``, in float32 at least.
     """
     sharding = execution.sharding
-    count, device = max(2, min(FEW, batch_size_of(data))), tree.leaves(data)[0].device
-    many = first_rows(data, max(2, min(CHECKED_TOGETHER, batch_size_of(data))))
-    data, parts = first_rows(data, count), localize(params)
+    count, device = max(2, min(REAL_SAMPLES, batch_size_of(data))), tree.leaves(data)[0].device
+    many = first_samples(data, max(2, min(INDEPENDENCE_BATCH_SIZE, batch_size_of(data))))
+    data, parts = first_samples(data, count), localize(params)
     shapes = abstract_params(model, sharding, device=device)
     dtype = torch.promote_types(plan.dtype, torch.float32)
 
     @cache
     def plain_plan(samples: int) -> Plan:
-        return make_plan(model, shapes, first_rows(data, samples), method=Method.NONE, dtype=dtype)
+        return make_plan(model, shapes, first_samples(data, samples), method=Method.NONE, dtype=dtype)
 
     in_parts = sharding is not None or any(leaf.device != device for leaf in tree.leaves(params))
     wide = params if in_parts else tree.map(lambda leaf: leaf.to(dtype), params)
@@ -80,15 +80,17 @@ def check_model(
             return model.loss(wide, some)
         return losses_of(model, parts, some, plan=plain_plan(batch_size_of(some)), sharding=sharding)
 
-    room = max(count, min(plan.batch_size, CHECKED_TOGETHER))
+    room = max(count, min(plan.batch_size, INDEPENDENCE_BATCH_SIZE))
     model_checks.check_independent(model, params, data, losses_of=losses, at_most=room)
     by_rules = any(use for uses in plan.uses for use in uses)
-    if not plan.private or not by_rules or tree.size(params) > NORMS_CHECKED_UP_TO:
+    if not plan.private or not by_rules or tree.size(params) > NORM_CHECK_MAX_PARAMETERS:
         return
     if not in_parts:
         own = make_plan(model, shapes, many, method=plan.method, dtype=dtype)
         model_checks.check_rows(model, wide, many, plan=own)
-    mixed = model_checks.mixture(model, params, first_rows(data, 2), losses_of=losses, at_most=NORMS_CHECKED_OF)
+    mixed = model_checks.mix_samples(
+        model, params, first_samples(data, 2), losses_of=losses, at_most=NORM_CHECK_SAMPLES
+    )
     own = make_plan(model, shapes, mixed, method=plan.method, dtype=dtype)._replace(choices=plan.choices)
     _, norms, _ = per_sample_norms(model, parts, mixed, plan=own, execution=execution._replace(memory=STORE_ALL))
     wholes = tree.map(lambda leaf: full_tensor(leaf).to(device, dtype), params)
@@ -96,21 +98,21 @@ def check_model(
     model_checks.check_norms(uncut, wholes, mixed, plan=own, measured=norms)
 
 
-def first_rows(data: Tree, count: int) -> Tree:
+def first_samples(data: Tree, count: int) -> Tree:
     """Return the first ``count`` samples, repeated from the start if there are fewer."""
     which = torch.arange(count) % batch_size_of(data)
     return tree.map(lambda leaf: leaf[which.to(leaf.device)], data)
 
 
 class FirstCall:
-    """:func:`check_model` on the first batch that a step is given, and never again."""
+    """A function that runs :func:`check_model` on the first batch of a step, and never again."""
 
     def __init__(self, model: Model, plan: Plan, sharding: Sharding | None) -> None:
         self.model, self.plan, self.sharding = model, plan, sharding
         self.done = False
 
     def __call__(self, params: Tree, batch: Batch) -> None:
-        """Check the model, unless it was checked before. Every rank calls it, with its own samples."""
+        """Check the model unless it was checked before. Every rank calls it, with its own samples."""
         if self.done:
             return
         if torch.compiler.is_compiling():
@@ -123,7 +125,7 @@ class FirstCall:
         data = tree.map(lambda leaf: leaf[0], batch.data)
         if self.sharding is not None:
             here = tree.leaves(data)[0].device
-            few = tree.map(lambda leaf: leaf.cpu(), first_rows(data, FEW))
+            few = tree.map(lambda leaf: leaf.cpu(), first_samples(data, REAL_SAMPLES))
             data = tree.map(lambda leaf: leaf.to(here), gather_values(few, None)[0])
         check_model(self.model, params, data, plan=self.plan, execution=Execution(self.sharding))
         self.done = True

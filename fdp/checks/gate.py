@@ -1,12 +1,12 @@
-"""What a step refuses before it computes anything: settings without privacy, and batches that were not drawn for it.
+"""Refuse settings without privacy, and batches that were not drawn for the step, before anything is computed.
 
-The accountant charges for one fresh Poisson draw per step, clipped, and noised as the mechanism says. Whatever could
-make that untrue without a word is an error here.
+The accountant charges for one fresh Poisson draw per step, clipped and noised by the mechanism. Anything that would
+silently make that untrue is an error here.
 
     >>> check_settings(model, optimizer, mechanism, plan, sharding)       # when a step is made
     >>> gate = Gate(mechanism.sampling)
-    >>> turn = gate.check(state.step, batch)                              # at every call: who drew the batch, and when
-    >>> gate.passed(after.step, turn)
+    >>> step_number = gate.check(state.step, batch)                       # at every call
+    >>> gate.remember(after.step, step_number)                            # saves a read from the device
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fdp.types import Batch, ClippedSum, FdpError
 def check_settings(
     model: Model, optimizer: Optimizer, mechanism: Mechanism, plan: Plan, sharding: Sharding | None
 ) -> None:
-    """Refuse parts that do not make a private step together; for method none, a mechanism that says otherwise."""
+    """Refuse settings that do not make a private step, and noise with method none."""
     if plan.trainable != model.trainable:
         raise FdpError("plan: made for other trainable leaves than the model's; call make_plan with this model")
     if plan.private:
@@ -51,37 +51,38 @@ def check_settings(
 
 
 class Gate:
-    """Lets the batch of a step pass: drawn by ``sampling``, for the step that the state is at. None: any batch.
+    """A check that batches were drawn by ``sampling`` for the step of the state; None accepts any batch.
 
-    The number of a step lives on the device. That of a state which the step itself returned is remembered here, so that
-    the device need not be asked again.
+    The step number is a tensor on the device. For states that the step returned it is remembered here, so that it need
+    not be read back.
     """
 
     def __init__(self, sampling: Poisson | None) -> None:
         self.sampling = sampling
-        self.known: tuple[weakref.ref[Tensor], int, int] | None = None
+        self.last_step: tuple[weakref.ref[Tensor], int, int] | None = None
 
     def check(self, count: Int[Tensor, ""], batch: Batch) -> int | None:
-        """Refuse a batch that was not drawn for the step ``count``; its number, None where it need not be known."""
+        """Refuse a batch that was not drawn for the step ``count``; return its number, None if it was not needed."""
         if self.sampling is None:
             return None
         check_drawn(batch, self.sampling)
         assert batch.drawn is not None
         if torch.compiler.is_compiling() or batch.drawn.stamp.step is None:
             return None
-        turn = self._number(count)
-        check_step(batch, turn)
-        return turn
+        step_number = self._step_number(count)
+        check_step(batch, step_number)
+        return step_number
 
-    def passed(self, count: Int[Tensor, ""], turn: int | None) -> None:
-        """Remember the number of the state after step ``turn``."""
-        if turn is not None and count.device.type != "cpu":
-            self.known = (weakref.ref(count), count._version, turn + 1)
+    def remember(self, count: Int[Tensor, ""], step_number: int | None) -> None:
+        """Remember the number of the state after step ``step_number``."""
+        if step_number is not None and count.device.type != "cpu":
+            self.last_step = (weakref.ref(count), count._version, step_number + 1)
 
-    def bounded(self, total: ClippedSum, count: Int[Tensor, ""], batch: Batch) -> ClippedSum:
-        """Inside a compiled step, which cannot raise: the batch of another step has no finite sensitivity.
+    def check_compiled(self, total: ClippedSum, count: Int[Tensor, ""], batch: Batch) -> ClippedSum:
+        """Return the sum, with an infinite sensitivity if the batch was drawn for another step.
 
-        Noise of infinite scale makes every parameter NaN, so that nothing of such a batch is released.
+        A compiled step cannot raise. Noise of infinite scale makes every parameter NaN, so that nothing of such a
+        batch is released.
         """
         if self.sampling is None or batch.drawn is None or batch.drawn.step is None:
             return total
@@ -90,9 +91,9 @@ class Gate:
         ours = batch.drawn.step.to(count.device) == count
         return total._replace(sensitivity=torch.where(ours, total.sensitivity, torch.inf))
 
-    def _number(self, count: Int[Tensor, ""]) -> int:
-        if self.known is not None:
-            last, version, number = self.known
+    def _step_number(self, count: Int[Tensor, ""]) -> int:
+        if self.last_step is not None:
+            last, version, number = self.last_step
             if last() is count and count._version == version:
                 return number
         return int(count)

@@ -1,11 +1,10 @@
-"""Made-up samples: the entries, shapes and dtypes of real ones, with values that the first real ones may not have.
+"""Synthetic samples with the entries, shapes and dtypes of real ones, and unusual values.
 
-A check on real samples sees what those few happen to be. Who is still to come may be one long document beside many of
-one token, nothing but padding, or a number a thousand times larger. Integers are drawn from the values seen in the
-data and 0, so that an index or a class stays one; what a language model calls ``segments`` and positions are numbers
-that a sample may choose freely, and go to their extremes.
+A check on a few real samples can miss what later samples may be: one long document, many documents of one token,
+nothing but padding, values a thousand times larger. Integers are drawn from the values seen in the data and 0, so that
+indices and classes stay valid. ``segments`` and positions of a language model take extreme values.
 
-    >>> for sample in made_up(data): losses = model.loss(params, sample.data)            # a batch of one
+    >>> for sample in make_synthetic_samples(data): losses = model.loss(params, sample.data)            # a batch of one
 """
 
 from __future__ import annotations
@@ -20,15 +19,16 @@ from fdp import keys, tree
 from fdp.types import Path, Tree
 
 SEGMENTS = "segments"
-"""The entry that says which document of its row a token is of; see ``fdp.models.language``."""
+"""The entry with the number of each token's document in its row; see ``fdp.models.language``."""
 POSITIONS = ("position_ids", "positions")
-"""Entries that say where in its document a token is."""
+"""Entries with the position of each token in its document."""
 
 
 class Sample(NamedTuple):
-    """A batch of one sample, and what it is in words.
+    """A batch of one sample, and its description for errors.
 
-    ``regular``: its own loss is to be looked at. Of the others it may be NaN, or all rounding: they are neighbours.
+    If not ``regular``, its own loss is not checked, because it may be NaN or dominated by rounding: the sample serves
+    as a neighbour of others.
     """
 
     words: str
@@ -36,8 +36,8 @@ class Sample(NamedTuple):
     regular: bool = True
 
 
-def made_up(data: Tree) -> list[Sample]:
-    """Samples like those of ``data``: the same ones for the same data. Each differs much from the ones beside it."""
+def make_synthetic_samples(data: Tree) -> list[Sample]:
+    """Return samples shaped like those of ``data``, a function of the data. Neighbours in the list differ much."""
     makers = dict(REGULAR)
     names = {_name(path) for path in tree.flatten(data)}
     if not names & {SEGMENTS, *POSITIONS}:
@@ -46,19 +46,19 @@ def made_up(data: Tree) -> list[Sample]:
     return samples + [_sample(words, data, make, regular=False) for words, make in NEIGHBOURS.items()]
 
 
-def not_a_number(data: Tree) -> Sample:
-    """The first sample, its floats NaN. It may hide what others do, and so is for a batch without them."""
+def nan_sample(data: Tree) -> Sample:
+    """Return the first sample with all floats NaN. It can hide the effect of others, so put it in its own batch."""
     return _sample("NaN", data, _nan, regular=False)
 
 
-def join(samples: Sequence[Sample]) -> Tree:
-    """One batch of all samples, in order."""
+def concatenate(samples: Sequence[Sample]) -> Tree:
+    """Return one batch of all samples, in order."""
     first, *rest = (sample.data for sample in samples)
     return tree.map(lambda *leaves: torch.cat(leaves), first, *rest)
 
 
 class Column(NamedTuple):
-    """An entry of the data: its path, all samples' values (batch, ...), and the kind of sample that is made."""
+    """An entry of the data: its path, all samples' values (batch, ...), and the description of the sample to make."""
 
     path: Path
     leaf: Tensor
@@ -66,17 +66,17 @@ class Column(NamedTuple):
 
     @property
     def first(self) -> Tensor:
-        """The first sample's."""
+        """Return the first sample's values."""
         return self.leaf[0]
 
     @property
     def places(self) -> Tensor:
-        """0, 1, 2, ... along the last dim of a sample."""
+        """Return 0, 1, 2, ... along the last dim of a sample."""
         index = torch.arange(self.first.numel(), device=self.leaf.device).view(self.first.shape)
         return index % self.first.shape[-1] if self.first.ndim else index
 
-    def drawn(self) -> Tensor:
-        """Values at random: of those seen, 0 left out if it can be; floats as far apart as the data's."""
+    def draw(self) -> Tensor:
+        """Draw random values: integers from those of :meth:`values`, floats with the data's mean and deviation."""
         key = keys.fold_in(keys.fold_in(keys.key(0), self.words), self.path)
         if self.leaf.is_floating_point():
             known = self.leaf[torch.isfinite(self.leaf)].double()
@@ -88,44 +88,44 @@ class Column(NamedTuple):
         return values[which]
 
     def values(self) -> Tensor:
-        """The values seen, 0 left out if it can be."""
+        """Return the distinct values in the data, without 0 if there are others."""
         if self.leaf.dtype == torch.bool:
             return torch.ones(1, dtype=torch.bool, device=self.leaf.device)
         seen = self.leaf.unique()
         return seen[seen != 0] if bool((seen != 0).any()) else seen
 
-    def reach(self) -> int:
-        """The largest position: of the row or, where an index too large for a table ends the process, the one seen."""
+    def max_position(self) -> int:
+        """Return the largest position: that of the row, or on a GPU, where a bad index is fatal, the largest seen."""
         length = self.first.shape[-1] if self.first.ndim else 1
         return length - 1 if self.leaf.device.type == "cpu" else int(self.leaf.max())
 
-    def numbers(self) -> str:
-        """What the entry's integers are: numbers of documents, positions, or something else."""
+    def integer_kind(self) -> str:
+        """Return the meaning of the entry's integers: ``segments``, ``positions``, or '' for anything else."""
         name = _name(self.path)
         return name if name == SEGMENTS else "positions" if name in POSITIONS else ""
 
 
 def _sample(words: str, data: Tree, make: Callable[[Column], Tensor], *, regular: bool) -> Sample:
     flat = {path: make(Column(path, leaf, words))[None] for path, leaf in tree.flatten(data).items()}
-    return Sample(f"a made-up sample ({words})", tree.unflatten(data, flat), regular)
+    return Sample(f"a synthetic sample ({words})", tree.unflatten(data, flat), regular)
 
 
 def _documents(size: int | None) -> Callable[[Column], Tensor]:
-    """Random values, in documents of ``size`` tokens each; None: in one."""
+    """Return a maker of random values in documents of ``size`` tokens each; None: in one document."""
 
     def make(column: Column) -> Tensor:
-        places, numbers = column.places, column.numbers()
-        if numbers == SEGMENTS:
+        places, kind = column.places, column.integer_kind()
+        if kind == SEGMENTS:
             return (1 + (places // size if size else torch.zeros_like(places))).to(column.leaf.dtype)
-        if numbers:
-            return (places % size if size else places).clamp_max(column.reach()).to(column.leaf.dtype)
-        return column.drawn()
+        if kind:
+            return (places % size if size else places).clamp_max(column.max_position()).to(column.leaf.dtype)
+        return column.draw()
 
     return make
 
 
-def _padded(share: float) -> Callable[[Column], Tensor]:
-    """A long document of which only the first ``share`` is there, or the first element if that is less."""
+def _padded_document(share: float) -> Callable[[Column], Tensor]:
+    """Return a maker of a long document whose first ``share``, at least one element, is followed by padding."""
 
     def make(column: Column) -> Tensor:
         row = _documents(None)(column)
@@ -137,18 +137,20 @@ def _padded(share: float) -> Callable[[Column], Tensor]:
     return make
 
 
-def _repeated(column: Column) -> Tensor:
-    """The first sample, its last value from the middle on: padding that is not 0."""
+def _repeat_last_value(column: Column) -> Tensor:
+    """Repeat the last value of the first sample from the middle on: padding that is not 0."""
     row = column.first
     if row.ndim == 0 or column.leaf.is_floating_point():
         return row
     return torch.where(column.places < row.shape[-1] / 2, row, row[..., -1:])
 
 
-def _equal(column: Column) -> Tensor:
-    if column.leaf.is_floating_point() or column.numbers() == SEGMENTS:
+def _equal_values(column: Column) -> Tensor:
+    if column.leaf.is_floating_point() or column.integer_kind() == SEGMENTS:
         return _documents(None)(column)
-    return torch.zeros_like(column.first) if column.numbers() else column.values()[0].expand_as(column.first).clone()
+    return (
+        torch.zeros_like(column.first) if column.integer_kind() else column.values()[0].expand_as(column.first).clone()
+    )
 
 
 def _zeros(column: Column) -> Tensor:
@@ -169,11 +171,11 @@ ONE_TOKEN_EACH = "many documents of one token"
 REGULAR: dict[str, Callable[[Column], Tensor]] = {
     "one long document": _documents(None),
     "many documents of two tokens": _documents(2),
-    "one token, then padding": _padded(0.0),
+    "one token, then padding": _padded_document(0.0),
     ONE_TOKEN_EACH: _documents(1),
-    "half of it padding": _padded(0.5),
-    "an end of equal values": _repeated,
-    "equal values": _equal,
+    "half of it padding": _padded_document(0.5),
+    "an end of equal values": _repeat_last_value,
+    "equal values": _equal_values,
 }
 NEIGHBOURS: dict[str, Callable[[Column], Tensor]] = {
     "all zeros": _zeros,

@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from fdp import tree
-from fdp.checks.model_checks import check_independent, check_separate, mixture
+from fdp.checks.model_checks import check_independent, check_separate, mix_samples
 from fdp.checks.synthetic_samples import POSITIONS
 from fdp.foreign.hub.rotary import rotary_tables
 from fdp.foreign.leaves import leaf_paths
@@ -94,7 +94,7 @@ def _check_all(
     tolerance = INDEPENDENCE_TOLERANCE if dtype in NORM_TOLERANCE else HALF_TOLERANCE
     check_independent(model, params, example, tolerance=tolerance, cause=_likely_cause(module))
     _check_positions(module, example)
-    mixed = mixture(model, params, example, more=perturb_samples(example, paddings_of(module)))
+    mixed = mix_samples(model, params, example, more=perturb_samples(example, paddings_of(module)))
     for data in (example, mixed) if batch_size_of(mixed) > batch_size_of(example) else (example,):
         plan = make_plan(model, params, data, method=Method.AUTO, dtype=dtype)
         _check_norms(module, model, params, data, plan=plan, real=batch_size_of(example), losses_of=losses_of)

@@ -3,7 +3,7 @@
 The samples of an example often have equal lengths. Perturbed ones show what a module does with unequal samples: sort
 them by length, use the longest length, treat padding separately.
 
-    >>> mixture(model, params, example, more=perturb_samples(example, paddings_of(module)))
+    >>> mix_samples(model, params, example, more=perturb_samples(example, paddings_of(module)))
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from fdp import keys, tree
-from fdp.checks.first_call import FEW, check_model
+from fdp.checks.first_call import REAL_SAMPLES, check_model
 from fdp.data.digest import data_digest
 from fdp.fast.compile_modes import Compile, make_execution
 from fdp.fingerprint import fingerprint
@@ -185,7 +185,7 @@ def prepare(config: RunConfig, *, root: Key | None = None, settings: str | None 
     state = state if curvature is None else curvature.place(state)
     feed = None if curvature is None else _feed(config, curvature, state, root)
     plan = _plan(config, model, sharding, share, config.method, config.memory_budget, config.dtype)
-    check_model(model, state.params, _examples(config, FEW), plan=plan, execution=execution)
+    check_model(model, state.params, _examples(config, REAL_SAMPLES), plan=plan, execution=execution)
     # State on the CPU is pinned there, and stays so only if it is written in place; kernels write in place.
     in_place = any(config.offload) or config.compile is Compile.BLOCK or config.cuda_graph
     stages = make_stages(

@@ -238,7 +238,7 @@ def test_rows_that_are_not_one_samples_are_refused(loss):
     model = model_of(loss)
     plan = make_plan(model, PARAMS, alike, dtype=torch.float64)
     check_independent(model, PARAMS, alike)  # losses do not show it
-    with pytest.raises(FdpError, match=r"mixed: what was done to the first sample's rows alone moved another sample"):
+    with pytest.raises(FdpError, match=r"mixed: changing only the first sample's rows changed another sample"):
         check_separate(model, PARAMS, alike, plan=plan)
 
 

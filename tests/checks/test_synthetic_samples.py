@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fdp import ops, tree
-from fdp.checks.model_checks import check_independent, mixture
-from fdp.checks.synthetic_samples import join, made_up, not_a_number
+from fdp.checks.model_checks import check_independent, mix_samples
+from fdp.checks.synthetic_samples import concatenate, make_synthetic_samples, nan_sample
 from fdp.model import from_loss
 from fdp.types import FdpError, Tree
 
@@ -43,19 +43,19 @@ EXAMPLES: dict[str, Tree] = {
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_they_have_the_shapes_and_dtypes_of_the_data_and_are_the_same_every_time(name: str) -> None:
     data = EXAMPLES[name]
-    samples = [*made_up(data), not_a_number(data)]
-    again = [*made_up(data), not_a_number(data)]
+    samples = [*make_synthetic_samples(data), nan_sample(data)]
+    again = [*make_synthetic_samples(data), nan_sample(data)]
     for sample, same in zip(samples, again):
         for path, leaf in tree.flatten(sample.data).items():
             real = tree.flatten(data)[path]
             assert (leaf.shape, leaf.dtype) == ((1, *real.shape[1:]), real.dtype)
             assert torch.equal(leaf.nan_to_num(), tree.flatten(same.data)[path].nan_to_num())
-    assert len(tree.leaves(join(samples))[0]) == len(samples)
+    assert len(tree.leaves(concatenate(samples))[0]) == len(samples)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_integers_are_of_the_values_seen_so_that_an_index_stays_one(name: str) -> None:
-    for sample in made_up(EXAMPLES[name]):
+    for sample in make_synthetic_samples(EXAMPLES[name]):
         for path, leaf in tree.flatten(sample.data).items():
             free = path in ("segments", "position_ids") or leaf.is_floating_point() or leaf.dtype == torch.bool
             known = {0, *tree.flatten(EXAMPLES[name])[path].flatten().tolist()}
@@ -64,7 +64,10 @@ def test_integers_are_of_the_values_seen_so_that_an_index_stays_one(name: str) -
 
 
 def test_documents_are_one_many_and_none() -> None:
-    counts = {sample.words: len(set(sample.data["segments"].flatten().tolist()) - {0}) for sample in made_up(packed())}
+    counts = {
+        sample.words: len(set(sample.data["segments"].flatten().tolist()) - {0})
+        for sample in make_synthetic_samples(packed())
+    }
     assert {0, 1, LENGTH // 2, LENGTH} <= set(counts.values())
 
 
@@ -131,7 +134,7 @@ def test_the_error_names_the_samples_and_shows_no_loss() -> None:
         check_independent(from_loss(loss, TABLE, name="mine"), TABLE, packed())
     message = str(caught.value)
     assert message.startswith("mine: the loss of a sample changed by 1.0e+00 of itself: sample 0 of the data has one")
-    assert "beside a made-up sample (one long document)" in message
+    assert "beside a synthetic sample (one long document)" in message
     assert not any(f"{value:.4g}"[:4] in message for value in seen)
 
 
@@ -147,7 +150,7 @@ def test_samples_that_cannot_be_together_are_refused_and_bad_ones_alone_are_left
             raise ValueError("expected equal lengths")
         return plain(p, d)
 
-    with pytest.raises(FdpError, match=r"cannot be given \d+ samples together each of which it can be given alone"):
+    with pytest.raises(FdpError, match=r"fails on a batch of \d+ samples .* although it accepts each of them alone"):
         check_independent(from_loss(equal_lengths, TABLE), TABLE, packed())
 
     def no_padding(p: Tree, d: Tree) -> Tensor:
@@ -164,7 +167,7 @@ def test_a_mixture_holds_the_data_and_made_up_samples_of_finite_loss() -> None:
 
     model, data = from_loss(loss, TABLE), packed()
     for at_most, expected in ((None, None), (5, 5), (4, 4), (2, 4)):
-        mixed: Any = mixture(model, TABLE, data, at_most=at_most)
+        mixed: Any = mix_samples(model, TABLE, data, at_most=at_most)
         assert torch.equal(mixed["tokens"][:4], data["tokens"])
         assert bool(torch.isfinite(model.loss(TABLE, mixed)).all())
         assert len(mixed["tokens"]) == (expected or 4 + 6)  # all but one token and padding

@@ -310,12 +310,12 @@ ALIKE = {"x": randn(1, 5, 4).expand(4, -1, -1).clone()}
 MIXING: dict[str, tuple[Callable[[], Foreign], str]] = {
     "another order": (
         lambda: probe(lambda m, x: linear(m, x.flip(0)).flip(0).tanh() + m.b, ALIKE, w=(5, 4), b=(5,)),
-        "moved another sample: its loss",
+        "changed another sample: its loss",
     ),
     "sorted": (lambda: probe(by_size, X, w=(5, 4), b=(5,)), "w: used on samples in an order that the data decide"),
     "in the backward": (
         lambda: probe(lambda m, x: MixesBackward.apply(linear(m, x)).tanh(), ALIKE, w=(5, 4)),  # pyright: ignore
-        "moved another sample: a gradient",
+        "changed another sample: a gradient",
     ),
     "of outliers": (
         lambda: probe(
@@ -325,7 +325,7 @@ MIXING: dict[str, tuple[Callable[[], Foreign], str]] = {
     ),
     "alike": (
         lambda: probe(lambda m, x: (linear(m, x) - 0.5 * linear(m, x).mean(0)).tanh(), ALIKE, w=(5, 4)),
-        "not independent|moved another sample",
+        "not independent|changed another sample",
     ),
     "in larger batches": (
         lambda: probe(lambda m, x: (linear(m, x) - x.mean() if len(x) > 3 else linear(m, x)).tanh(), X, w=(5, 4)),
@@ -337,7 +337,7 @@ MIXING: dict[str, tuple[Callable[[], Foreign], str]] = {
             {"x": randn(4, 5, 4)},
             w=(5, 4),
         ),
-        "the gradient of sample|moved another sample",
+        "the gradient of sample|changed another sample",
     ),
 }
 

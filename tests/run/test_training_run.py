@@ -346,7 +346,7 @@ def test_a_model_that_looks_at_the_longest_document_of_a_microbatch_is_refused_t
     common = {"dataset": Documents(rows().x), "method": method, "noise_multiplier": noise}
     prepare(config(model=mean_model(partial(loss, across=False)), **common))
     with pytest.raises(
-        FdpError, match=r"beside a made-up sample \(one long document\), so samples are not independent"
+        FdpError, match=r"beside a synthetic sample \(one long document\), so samples are not independent"
     ):
         prepare(config(model=mean_model(partial(loss, across=True)), **common))
 
