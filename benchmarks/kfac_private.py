@@ -28,6 +28,7 @@ import torch
 from benchmarks.report import current_commit, hardware, slug, versions
 from fdp import keys
 from fdp.data.datasets import digits
+from fdp.data.digest import data_digest
 from fdp.gradients.plan import Method, make_plan
 from fdp.kfac.config import KfacConfig
 from fdp.kfac.optimizer import Kfac
@@ -40,7 +41,6 @@ from fdp.optimizers import Optimizer, adamw, sgd
 from fdp.privacy import accounting, clipping
 from fdp.privacy.mechanism import Mechanism, Statistics, statistics
 from fdp.privacy.sampling import poisson, sample_batch
-from fdp.run.training_run import data_digest
 from fdp.step import init_state, make_train_step
 from fdp.types import TrainState
 

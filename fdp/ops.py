@@ -232,8 +232,8 @@ def attention(
         k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
     if segments is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-    together = segments[:, None, :, None] == segments[:, None, None, :]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=together.tril() if causal else together)
+    same_document = segments[:, None, :, None] == segments[:, None, None, :]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=same_document.tril() if causal else same_document)
 
 
 _KERNELS = {
@@ -243,7 +243,7 @@ _KERNELS = {
 }
 
 
-def _allowed(*kernels: SDPBackend) -> list[SDPBackend]:
+def _enabled_kernels(*kernels: SDPBackend) -> list[SDPBackend]:
     """Those that have not been switched off in torch.backends, and plain matrix products for where none fits."""
     return [kernel for kernel in kernels if _KERNELS[kernel]()] + [SDPBackend.MATH]
 
@@ -260,7 +260,7 @@ def fast_attention(device: torch.device, *, repeatable: bool) -> Iterator[None]:
         yield
         return
     if not repeatable:
-        with sdpa_kernel(_allowed(*_KERNELS), set_priority=True):
+        with sdpa_kernel(_enabled_kernels(*_KERNELS), set_priority=True):
             yield
         return
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
@@ -269,7 +269,7 @@ def fast_attention(device: torch.device, *, repeatable: bool) -> Iterator[None]:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch insists, before it calls cuBLAS
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = filled and before[0]  # pyright: ignore
-        with sdpa_kernel(_allowed(SDPBackend.FLASH_ATTENTION), set_priority=True):
+        with sdpa_kernel(_enabled_kernels(SDPBackend.FLASH_ATTENTION), set_priority=True):
             yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
@@ -306,16 +306,16 @@ def _conv(
         rule,
         x,
         weight,
-        stride=_each(stride, dims),
-        padding=_each(padding, dims),
-        dilation=_each(dilation, dims),
+        stride=_per_dim(stride, dims),
+        padding=_per_dim(padding, dims),
+        dilation=_per_dim(dilation, dims),
         groups=groups,
-        **{name: _each(extent, dims) for name, extent in more.items()},
+        **{name: _per_dim(extent, dims) for name, extent in more.items()},
     )
     return y if bias is None else add(y.movedim(1, -1), bias_of(weight, bias)).movedim(-1, 1)
 
 
-def _each(extent: Extent, dims: int) -> tuple[int, ...]:
+def _per_dim(extent: Extent, dims: int) -> tuple[int, ...]:
     if isinstance(extent, int):
         return (extent,) * dims
     return tuple(extent) * dims if len(extent) == 1 else tuple(extent)
@@ -325,7 +325,7 @@ def _conv_record(unfold: Callable[..., Tensor]) -> Callable[..., Pair]:
     def record(x: Tensor, g: Tensor, shape: Sequence[int], *, groups: int, **options: Extent) -> Pair:
         """A convolution is a linear layer on patches: left = g, right = the patch each output position saw."""
         batch = x.shape[0]
-        each = {name: _each(extent, len(shape) - 2) for name, extent in options.items()}
+        each = {name: _per_dim(extent, len(shape) - 2) for name, extent in options.items()}
         patches = unfold(x, shape[2:], **each)  # (batch, channels * kernel, positions)
         right = patches.reshape(batch, groups, -1, patches.shape[-1]).transpose(-1, -2)
         left = g.reshape(batch, groups, g.shape[1] // groups, -1).transpose(-1, -2)
@@ -362,7 +362,7 @@ def _conv_transpose_record(unfold: Callable[..., Tensor]) -> Callable[..., Pair]
         x: Tensor, g: Tensor, shape: Sequence[int], *, groups: int, output_padding: Extent = 0, **options: Extent
     ) -> Pair:
         """The adjoint of a convolution: left = x, right = the patch of output gradients that each position saw."""
-        batch, each = x.shape[0], {name: _each(extent, len(shape) - 2) for name, extent in options.items()}
+        batch, each = x.shape[0], {name: _per_dim(extent, len(shape) - 2) for name, extent in options.items()}
         patches = unfold(g, shape[2:], **each)  # (batch, filters * kernel, positions)
         sizes = [
             (length + 2 * each["padding"][i] - each["dilation"][i] * (shape[2 + i] - 1) - 1) // each["stride"][i] + 1

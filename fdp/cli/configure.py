@@ -1,4 +1,4 @@
-"""Turn the options of ``fdp train`` into a :class:`~fdp.run.training_run.RunConfig`.
+"""Turn the options of ``fdp train`` into a :class:`~fdp.run.run_config.RunConfig`.
 
 Names become values here. Nothing further in knows the name of an option's value.
 
@@ -19,13 +19,14 @@ from fdp.cli.names import DTYPES, OPTIMIZERS, by_value, choose, parse_mesh, pars
 from fdp.cli.train_options import ComputeOptions, PrivacyOptions, RankOptions, TrainingOptions, TrainOptions
 from fdp.fast.compile_modes import Compile
 from fdp.gradients.plan import Method
+from fdp.kfac.private.curvature_sources import KfacOptimizer
 from fdp.parallel import launch
 from fdp.parallel.sharding import Data, Reduce, Zero
 from fdp.privacy import clipping
 from fdp.privacy.guarantee import default_delta
 from fdp.privacy.microbatches import Dataset
 from fdp.privacy.sampling import rounded_population
-from fdp.run.training_run import KfacOptimizer, Layout, RunConfig
+from fdp.run.run_config import Layout, RunConfig
 from fdp.types import FdpError
 
 DEFAULT_EPSILON = 8.0

@@ -32,7 +32,7 @@ from fdp.parallel import agree
 from fdp.parallel.dtensors import as_dtensor, full_tensor, localize
 from fdp.parallel.gather_reduce import gather_samples
 from fdp.parallel.sharding import Sharding
-from fdp.run.training_run import Run, draw_batch, refreshed
+from fdp.run.training_run import Run, draw_batch, refresh_curvature
 from fdp.stages import Stages
 from fdp.step import join_observed
 from fdp.types import Batch, ClippedSum, FdpError, Flat, TrainState
@@ -56,13 +56,13 @@ class Seen(NamedTuple):
     Steps count from 1; step 0 is before the first. ``forward`` is the mean, the standard deviation and the sum of the
     logits of all samples, nothing for a model that does not name its logits (``fdp.model.Outputs``); ``noise`` is what
     was added, ``update`` the parameters after it.
-    ``apart`` holds how far copies differ that should be equal on all ranks; copies that agree are left out.
+    ``rank_differences`` says how far copies differ that should be equal on all ranks; equal copies are left out.
     """
 
     step: int
     stage: Stage
     values: Flat
-    apart: dict[str, float]
+    rank_differences: dict[str, float]
 
 
 class Difference(NamedTuple):
@@ -89,21 +89,21 @@ def observe(run: Run, state: TrainState) -> Iterator[Seen]:
     config, sharding, stages = run.config, run.sharding, run.stages
     root = run.key.to(config.device)
     step = join_observed(stages, _copy_of_sum)
-    yield Seen(0, Stage.INIT, *_wholes(tree.flatten(localize(state.params)), sharding))
+    yield Seen(0, Stage.INIT, *_full_leaves(tree.flatten(localize(state.params)), sharding))
     for t in range(int(state.step), config.steps):
         batch = draw_batch(run, t)
-        state = refreshed(run, state, batch, t)
+        state = refresh_curvature(run, state, batch, t)
         before = tree.map(torch.clone, localize(state))
         yield Seen(t + 1, Stage.FORWARD, *_logits(stages, before, batch))
         state, metrics, total = step(state, batch, root)
         after = localize(state)
         real = metrics.mask > 0
-        yield Seen(t + 1, Stage.LOSS, *_samples(metrics.losses[real]))
-        yield Seen(t + 1, Stage.NORMS, *_samples(metrics.norms[real]))
-        yield Seen(t + 1, Stage.SUM, *_wholes(total.value, sharding))
+        yield Seen(t + 1, Stage.LOSS, *_sample_values(metrics.losses[real]))
+        yield Seen(t + 1, Stage.NORMS, *_sample_values(metrics.norms[real]))
+        yield Seen(t + 1, Stage.SUM, *_full_leaves(total.value, sharding))
         added = stages.finish.noise_added(before, total, stages.key(root, before.step), after)
-        yield Seen(t + 1, Stage.NOISE, *_wholes(added, sharding))
-        yield Seen(t + 1, Stage.UPDATE, *_wholes(tree.flatten(after.params), sharding))
+        yield Seen(t + 1, Stage.NOISE, *_full_leaves(added, sharding))
+        yield Seen(t + 1, Stage.UPDATE, *_full_leaves(tree.flatten(after.params), sharding))
 
 
 def _copy_of_sum(total: ClippedSum) -> ClippedSum:
@@ -125,7 +125,7 @@ def compare(a: Iterable[Seen], b: Iterable[Seen]) -> Iterator[Difference]:
         for name in one.values | other.values:
             both = name in one.values and name in other.values
             value = relative_difference(one.values[name], other.values[name]) if both else math.inf
-            value = max(value, one.apart.get(name, 0.0), other.apart.get(name, 0.0))
+            value = max(value, one.rank_differences.get(name, 0.0), other.rank_differences.get(name, 0.0))
             if value > largest:
                 where, largest = name, value
         yield Difference(one.step, one.stage, where, largest)
@@ -154,16 +154,16 @@ def first_over(differences: Iterable[Difference], *, tolerance: float) -> Differ
 
 def write(seen: Iterable[Seen], folder: Path) -> None:
     """Write an observation to ``folder``, one file per stage. Every rank calls it; the first one writes."""
-    for i, (number, stage, values, apart) in enumerate(seen):
+    for i, (number, stage, values, differences) in enumerate(seen):
         if agree.rank_in(None) == 0:
-            torch.save((number, stage.value, values, apart), folder / f"{i:06}.pt")
+            torch.save((number, stage.value, values, differences), folder / f"{i:06}.pt")
 
 
 def read(folder: Path) -> Iterator[Seen]:
     """Yield what :func:`write` wrote, one stage at a time."""
     for path in sorted(folder.glob("*.pt")):
-        number, stage, values, apart = torch.load(path, weights_only=True)
-        yield Seen(number, Stage(stage), values, apart)
+        number, stage, values, differences = torch.load(path, weights_only=True)
+        yield Seen(number, Stage(stage), values, differences)
 
 
 def _logits(stages: Stages, here: TrainState, batch: Batch) -> tuple[Flat, dict[str, float]]:
@@ -190,21 +190,21 @@ def _logits(stages: Stages, here: TrainState, batch: Batch) -> tuple[Flat, dict[
         "sum of the logits": torch.stack([total, number * size]),
     }
     copies = agree.gather_values(values, None)
-    sizes = {name: _apart([copy[name] for copy in copies]) for name in values}
+    sizes = {name: _largest_difference([copy[name] for copy in copies]) for name in values}
     return values, {name: size for name, size in sizes.items() if size > 0}
 
 
-def _samples(values: Float[Tensor, " samples"]) -> tuple[Flat, dict[str, float]]:
+def _sample_values(values: Float[Tensor, " samples"]) -> tuple[Flat, dict[str, float]]:
     """Return one number per sample, and how far the ranks' copies differ."""
     values = values.detach().cpu()
-    copies = agree.gather_values(values, None) if _drifted({"": _digest(values)}) else [values]
+    copies = agree.gather_values(values, None) if _differing_names({"": _digest(values)}) else [values]
     names = [f"sample {i}" for i in range(len(values))]
     cut = {name: [copy[i : i + 1] for copy in copies] for i, name in enumerate(names)}
-    sizes = {name: _apart(each) for name, each in cut.items()}
+    sizes = {name: _largest_difference(each) for name, each in cut.items()}
     return {name: each[0] for name, each in cut.items()}, {name: size for name, size in sizes.items() if size > 0}
 
 
-def _wholes(parts: Flat, sharding: Sharding | None) -> tuple[Flat, dict[str, float]]:
+def _full_leaves(parts: Flat, sharding: Sharding | None) -> tuple[Flat, dict[str, float]]:
     """Return every full leaf, from this rank's shard of it, and how far the ranks' copies differ.
 
     One leaf at a time, so that only the first rank ever holds all of them.
@@ -221,19 +221,19 @@ def _wholes(parts: Flat, sharding: Sharding | None) -> tuple[Flat, dict[str, flo
         one = leaf(path)
         digests[path] = _digest(one)
         leaves |= {path: one} if agree.rank_in(None) == 0 else {}
-    return leaves, {path: _apart(agree.gather_values(leaf(path), None)) for path in _drifted(digests)}
+    return leaves, {path: _largest_difference(agree.gather_values(leaf(path), None)) for path in _differing_names(digests)}
 
 
 def _digest(copy: Tensor) -> bytes:
     return hashlib.sha256(copy.contiguous().view(-1).view(torch.uint8).numpy().data).digest()
 
 
-def _drifted(digests: Mapping[str, bytes]) -> list[str]:
+def _differing_names(digests: Mapping[str, bytes]) -> list[str]:
     """Return the names whose copies are not equal on all ranks, in the same order on every rank."""
-    everyones = agree.gather_values(dict(digests), None)
-    return [name for name, digest in everyones[0].items() if any(other.get(name) != digest for other in everyones)]
+    per_rank = agree.gather_values(dict(digests), None)
+    return [name for name, digest in per_rank[0].items() if any(other.get(name) != digest for other in per_rank)]
 
 
-def _apart(copies: Sequence[Tensor]) -> float:
+def _largest_difference(copies: Sequence[Tensor]) -> float:
     """Return how far any rank's copy differs from the first one's."""
     return max(relative_difference(copy, copies[0]) for copy in copies)

@@ -1,11 +1,11 @@
-"""A training run as plain functions: values in, one record per step out. What ``fdp train`` calls.
+"""The training loop as plain functions: a configuration in, one record per step out. ``fdp train`` calls them.
 
     root = key(seed)                                   initial parameters: fold_in(root, "init")
     key  = fold_in(root, settings)                     samples and noise of every step: fdp.keys.step_key(key, ..., t)
 
-so that everything is a function of (seed, settings, t). The settings are all that decides what is computed, the data
-included, and nothing that decides how: two runs of one seed with two clip norms, learning rates or datasets share
-neither samples nor noise, whose difference would tell the data. Nothing is written to disk here.
+Everything is a function of (seed, settings, t). The settings are everything that decides what is computed, including
+the data, and nothing that decides how. Two runs of one seed with different clip norms, learning rates or datasets share
+neither samples nor noise: the difference of their sums would reveal the data. Nothing is written to disk here.
 
     >>> run, state = prepare(config)                   # every check, before any noise is drawn
     >>> for state, record in steps(run, state): records.append(record)
@@ -15,8 +15,7 @@ neither samples nor noise, whose difference would tell the data. Nothing is writ
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -35,7 +34,6 @@ from fdp.kfac.optimizer import Kfac
 from fdp.kfac.private.curvature_sources import (
     Feed,
     KfacOptimizer,
-    check_source,
     make_feed,
     make_kfac,
     make_statistics,
@@ -45,18 +43,14 @@ from fdp.kfac.private.public_data import Public
 from fdp.kfac.private.refresh import sides_of
 from fdp.model import Model
 from fdp.optimizers import Optimizer
-from fdp.parallel import collectives, launch
+from fdp.parallel import collectives
 from fdp.parallel.agree import check_agreement
 from fdp.parallel.dtensors import localize
 from fdp.parallel.mesh import make_mesh
-from fdp.parallel.offload import NO_OFFLOAD, Offload
-from fdp.parallel.sharded_init import drawn_params, shared_key
-from fdp.parallel.sharding import Data, Reduce, Sharding, Zero, abstract_params, make_sharding, over_tensor_axis
+from fdp.parallel.sharded_init import shared_key
+from fdp.parallel.sharding import Sharding, abstract_params, make_sharding, over_tensor_axis
 from fdp.privacy import accounting
-from fdp.privacy.clipping import ClipStyle
-from fdp.privacy.guarantee import Guarantee
 from fdp.privacy.mechanism import Mechanism, without_noise
-from fdp.privacy.microbatches import Dataset
 from fdp.privacy.sampling import TRAINING, Poisson, poisson, sample_batch
 from fdp.run.step_metrics import StepRecord, make_step_record
 from fdp.stages import Stages, make_stages
@@ -64,65 +58,13 @@ from fdp.step import init_state, join
 from fdp.types import Batch, FdpError, Key, Norms, Step, TrainState, Tree
 
 
-class Layout(NamedTuple):
-    """How a run lies on several ranks: the sizes of the mesh's axes, and what is cut along them.
-
-    ``timeout``: the seconds that a rank waits for another; None: torch's default.
-    """
-
-    axes: Mapping[str, int]
-    zero: Zero
-    data: Data = Data.SPLIT
-    reduce: Reduce | None = None
-    reduce_dtype: torch.dtype | None = None
-    timeout: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunConfig:
-    """All that decides a run.
-
-    Exactly one of ``noise_multiplier`` and ``epsilon`` is given; with ``Method.NONE``, neither.
-    ``batch_size`` is the expected one of Poisson sampling; ``population`` the public number of samples that its rate is
-    of, None: their number, rounded up. ``microbatch_size``, ``memory_budget`` (bytes), ``compile``,
-    ``compile_backend``, ``cuda_graph``, ``device``, ``layout`` (None: one process), ``offload`` and
-    ``checkpoint_activations`` change how a run computes, not what. ``seed=None``: a key from the system. ``values``:
-    the first parameters; ``before``: what was promised about the data that these were trained on.
-    """
-
-    model: Model
-    dataset: Dataset
-    method: Method
-    clip: ClipStyle
-    noise_multiplier: float | None
-    epsilon: float | None
-    delta: float
-    batch_size: int
-    steps: int
-    optimizer: Optimizer | KfacOptimizer
-    seed: int | None
-    dtype: torch.dtype
-    microbatch_size: int
-    memory_budget: float | None
-    compile: Compile
-    device: torch.device
-    layout: Layout | None = None
-    offload: Offload = NO_OFFLOAD
-    checkpoint_activations: bool = False
-    cuda_graph: bool = False
-    compile_backend: str = "inductor"
-    values: Callable[[Model, Sharding | None, Key], Tree] = drawn_params
-    population: int | None = None
-    before: tuple[Guarantee, ...] = ()
-
-
 class Run(NamedTuple):
-    """A run that passed every check: what does not change from step to step.
+    """A run that passed every check: the values that stay the same from step to step.
 
-    ``key`` is what samples and noise are drawn by: ``root`` with the settings folded in. ``epsilons`` is what has been
-    spent after 1, 2, ... steps; None where the run is not private. ``in_place``: a step writes the next state into the
-    last one, so that a step cut short leaves neither. ``feed`` is what the curvature of K-FAC is measured on; None: the
-    data itself.
+    Samples and noise are drawn from ``key``: ``root`` with the settings folded in. ``epsilons`` are spent after 1, 2,
+    ... steps; None if the run is not private. If ``in_place``, a step writes the next state into the last one, and an
+    interrupted step leaves neither. ``feed`` provides the samples on which the curvature of K-FAC is measured; None:
+    the training data.
     """
 
     config: RunConfig
@@ -140,36 +82,25 @@ class Run(NamedTuple):
 
 
 def prepare(config: RunConfig, *, root: Key | None = None, settings: str | None = None) -> tuple[Run, TrainState]:
-    """The run and its first state. ``root`` is the key of a run that is taken up again; default: from the seed.
+    """Return the run and its first state. ``root`` is the key of a run that is resumed; default: from the seed.
 
-    ``settings`` go into the key of samples and noise: by default all that decides the result.
+    ``settings`` are folded into the key of samples and noise; default: a fingerprint of all that decides the result.
 
     Guarantees:
       - nothing is written and no noise is drawn;
       - settings, data, parameters or a model that could not be trained privately are errors here, not later.
     """
-    _check(config)
-    mechanism = _mechanism(config)
-    _check_example(config.model, _examples(config, config.microbatch_size))
-    model, sharding = _laid_out(config)
+    check_config(config)
+    mechanism = _make_mechanism(config)
+    check_example(config.model, _examples(config, config.microbatch_size))
+    model, sharding = _shard_model(config)
     digest = data_digest(config.dataset)
     if sharding is not None:
-        check_agreement(
-            {
-                "number of samples": len(config.dataset),
-                "content of the data": digest,
-                "noise multiplier": mechanism.noise_multiplier,
-                "population": mechanism.sampling.population,
-                "statistics": mechanism.statistics and mechanism.statistics.public(),
-                "batch size": config.batch_size,
-                "microbatch": config.microbatch_size,
-                "steps": config.steps,
-            }
-        )
-    root = _shared(keys.key(config.seed) if root is None else root, sharding)
+        _check_ranks_agree(config, mechanism, digest)
+    root = _share_key(keys.key(config.seed) if root is None else root, sharding)
     key = keys.fold_in(root, "init").to("cpu" if config.offload.params else config.device)
     params = config.values(model, sharding, key)
-    share = -(-config.microbatch_size // (1 if sharding is None else sharding.ranks))
+    samples = -(-config.microbatch_size // (1 if sharding is None else sharding.ranks))
     execution = make_execution(
         sharding=sharding,
         offload=config.offload,
@@ -178,15 +109,15 @@ def prepare(config: RunConfig, *, root: Key | None = None, settings: str | None 
         cuda_graph=config.cuda_graph,
         backend=config.compile_backend,
     )
-    curvature = _kfac(config, model, execution, share)
-    optimizer = config.optimizer if curvature is None else curvature.optimizer
+    kfac = _make_kfac(config, model, execution, samples)
+    optimizer = config.optimizer if kfac is None else kfac.optimizer
     assert isinstance(optimizer, Optimizer)
     state = init_state(model, params, optimizer, mechanism, execution=execution, device=config.device)
-    state = state if curvature is None else curvature.place(state)
-    feed = None if curvature is None else _feed(config, curvature, state, root)
-    plan = _plan(config, model, sharding, share, config.method, config.memory_budget, config.dtype)
+    state = state if kfac is None else kfac.place(state)
+    feed = None if kfac is None else _make_feed(config, kfac, state, root)
+    plan = _make_plan(config, model, sharding, samples)
     check_model(model, state.params, _examples(config, REAL_SAMPLES), plan=plan, execution=execution)
-    # State on the CPU is pinned there, and stays so only if it is written in place; kernels write in place.
+    # State on the CPU stays in pinned memory only if it is written in place; kernels write in place.
     in_place = any(config.offload) or config.compile is Compile.BLOCK or config.cuda_graph
     stages = make_stages(
         model,
@@ -198,34 +129,26 @@ def prepare(config: RunConfig, *, root: Key | None = None, settings: str | None 
         precondition=None if feed is None else sides_of,
         settings=settings,
     )
-    epsilons = None
-    if mechanism.noise_multiplier > 0:
-        counts = range(1, config.steps + 1)
-        epsilons = accounting.epsilon_curve(mechanism, steps=counts, delta=config.delta)
-        if epsilons[-1] == float("inf"):
-            raise FdpError(
-                f"noise multiplier: expected enough noise for an epsilon that is a number, got "
-                f"{mechanism.noise_multiplier}; raise it, or give 0 for a run that is not private"
-            )
+    epsilons = _epsilon_curve(config, mechanism)
     if settings is None:
         public = feed.digest if isinstance(feed, Public) else None
         settings = fingerprint(model.identity, config.optimizer, mechanism, config.values, digest, public)
     key = keys.fold_in(root, f"run {settings}").cpu()
-    return Run(
-        config, mechanism, stages, join(stages), root, key, epsilons, sharding, digest, in_place, curvature, feed
-    ), state
+    step = join(stages)
+    run = Run(config, mechanism, stages, step, root, key, epsilons, sharding, digest, in_place, kfac, feed)
+    return run, state
 
 
 def steps(
     run: Run, state: TrainState, *, stop: Callable[[], bool] = lambda: False
 ) -> Iterator[tuple[TrainState, StepRecord]]:
-    """Every step of the run that ``state`` has not made yet: the state after it and what it saw.
+    """Yield the state and the record of every step that ``state`` has not made yet.
 
-    If the run works in place, the next state is written into the last one: keep a copy of what you want to keep. After
-    a step for which ``stop()`` is true on any rank, all ranks end.
+    If the run works in place, the next state is written into the last one: copy what you want to keep. After a step
+    for which ``stop()`` is true on any rank, all ranks end.
 
     Guarantees:
-      - the same seed gives the same states, also when taken up again from one of them;
+      - the same seed gives the same states, also if the run is resumed from one of them;
       - all ranks make the same number of steps;
       - parameters that stop being finite end the run at that step, on every rank, with an error that names the leaf.
     """
@@ -236,28 +159,28 @@ def steps(
     for t in range(int(state.step), config.steps):
         start = time.perf_counter()
         batch = draw_batch(run, t)
-        state = refreshed(run, state, batch, t)
-        bound = _bound(run, state)
+        state = refresh_curvature(run, state, batch, t)
+        bound = _clip_bound(run, state)
         state, metrics = run.step(state, batch, key)
-        stopped = _settled(run, state.params, step=t + 1, stop=stop())
+        any_stops = _check_finite(run, state.params, step=t + 1, stop=stop())
         seconds = time.perf_counter() - start
         yield state, make_step_record(run, t, metrics, state=state, bound=bound, seconds=seconds)
-        if stopped:
+        if any_stops:
             return
 
 
 def draw_batch(run: Run, t: int, sampling: Poisson | None = None, purpose: str = TRAINING) -> Batch:
-    """This rank's samples of step ``t`` (from 0), on the device; by default those that the step trains on."""
+    """Return this rank's samples of step ``t`` (from 0), on the device; by default those that the step trains on."""
     config, by = run.config, run.mechanism.sampling if sampling is None else sampling
     share = {} if run.sharding is None else {"rank": run.sharding.rank, "ranks": run.sharding.ranks}
     options = {"step": t, "microbatch_size": config.microbatch_size, "purpose": purpose, **share}
     return _move(sample_batch(config.dataset, by, run.key, **options), config.device)
 
 
-def refreshed(run: Run, state: TrainState, batch: Batch, t: int) -> TrainState:
-    """The state with the curvature that step ``t`` is due.
+def refresh_curvature(run: Run, state: TrainState, batch: Batch, t: int) -> TrainState:
+    """Return the state with the curvature refreshed, if that is due at step ``t``.
 
-    Without privacy it is of the step's first microbatch; else ``batch`` is not looked at, and keys are this step's own.
+    Without privacy, the curvature is measured on the step's first microbatch. In a private run ``batch`` is not used.
     """
     if run.kfac is None:
         return state
@@ -269,19 +192,19 @@ def refreshed(run: Run, state: TrainState, batch: Batch, t: int) -> TrainState:
     return refresh_from_feed(run.feed, run.kfac, state, draw, key, t, mechanism=mechanism, donate=run.in_place)
 
 
-def _kfac(config: RunConfig, model: Model, execution: Execution, share: int) -> Kfac | None:
+def _make_kfac(config: RunConfig, model: Model, execution: Execution, samples: int) -> Kfac | None:
     if not isinstance(config.optimizer, KfacOptimizer):
         return None
-    return make_kfac(model, _examples(config, share), config.optimizer, execution=execution, dtype=config.dtype)
+    return make_kfac(model, _examples(config, samples), config.optimizer, execution=execution, dtype=config.dtype)
 
 
-def _feed(config: RunConfig, k: Kfac, state: TrainState, root: Key) -> Feed | None:
+def _make_feed(config: RunConfig, k: Kfac, state: TrainState, root: Key) -> Feed | None:
     assert isinstance(config.optimizer, KfacOptimizer)
     there = {"private": config.dataset, "digest": data_digest, "key": keys.fold_in(root, "kfac").to(config.device)}
     return make_feed(k, config.optimizer, localize(state.params), **there)
 
 
-def _laid_out(config: RunConfig) -> tuple[Model, Sharding | None]:
+def _shard_model(config: RunConfig) -> tuple[Model, Sharding | None]:
     if config.layout is None:
         return config.model, None
     axes, zero, data, reduce, reduce_dtype, timeout = config.layout
@@ -290,36 +213,65 @@ def _laid_out(config: RunConfig) -> tuple[Model, Sharding | None]:
     return model, make_sharding(model, mesh, zero=zero, data=data, reduce=reduce, reduce_dtype=reduce_dtype)
 
 
-def _shared(key: Key, sharding: Sharding | None) -> Key:
-    """The first rank's key: without a seed every rank would draw its own."""
+def _share_key(key: Key, sharding: Sharding | None) -> Key:
+    """Return the first rank's key: without a seed every rank draws its own."""
     return key if sharding is None else shared_key(key, sharding)
 
 
-def _plan(
-    config: RunConfig,
-    model: Model,
-    sharding: Sharding | None,
-    samples: int,
-    method: Method,
-    memory_budget: float | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> Plan:
+def _check_ranks_agree(config: RunConfig, mechanism: Mechanism, digest: str) -> None:
+    check_agreement(
+        {
+            "number of samples": len(config.dataset),
+            "content of the data": digest,
+            "noise multiplier": mechanism.noise_multiplier,
+            "population": mechanism.sampling.population,
+            "statistics": mechanism.statistics and mechanism.statistics.public(),
+            "batch size": config.batch_size,
+            "microbatch": config.microbatch_size,
+            "steps": config.steps,
+        }
+    )
+
+
+def _epsilon_curve(config: RunConfig, mechanism: Mechanism) -> Sequence[float] | None:
+    """Return epsilon after every step; None if the run is not private."""
+    if not mechanism.noise_multiplier > 0:
+        return None
+    epsilons = accounting.epsilon_curve(mechanism, steps=range(1, config.steps + 1), delta=config.delta)
+    if epsilons[-1] == float("inf"):
+        raise FdpError(
+            f"noise multiplier: expected enough noise for a finite epsilon, got {mechanism.noise_multiplier}; raise "
+            f"it, or give 0 for a run that is not private"
+        )
+    return epsilons
+
+
+def _make_plan(config: RunConfig, model: Model, sharding: Sharding | None, samples: int) -> Plan:
     params = abstract_params(model, sharding, device=config.device)
-    example = _examples(config, samples)
-    plan = make_plan(model, params, example, method=method, memory_budget=memory_budget, dtype=dtype)
-    if sharding is not None or not timing.is_worth_timing(config.device, dtype) or method not in TIMED_METHODS:
-        return plan  # ranks must not choose by times of their own
+    plan_with = partial(
+        make_plan,
+        model,
+        params,
+        _examples(config, samples),
+        method=config.method,
+        memory_budget=config.memory_budget,
+        dtype=config.dtype,
+    )
+    plan, timed = plan_with(), config.method in TIMED_METHODS
+    # Several ranks must make the same choices, so none of them goes by its own times.
+    if sharding is not None or not timed or not timing.is_worth_timing(config.device, config.dtype):
+        return plan
     uses = [use for block in plan.uses for use in block]
-    times = timing.measure(uses, dtype=dtype, device=config.device, store=timing.default_store())
-    return make_plan(model, params, example, method=method, memory_budget=memory_budget, dtype=dtype, timings=times)
+    times = timing.measure(uses, dtype=config.dtype, device=config.device, store=timing.default_store())
+    return plan_with(timings=times)
 
 
 def _examples(config: RunConfig, count: int) -> Tree:
-    """The first samples on the device, for their shapes and for checks."""
+    """Return the first samples on the device, for their shapes and for checks."""
     return _move(config.dataset.fetch(np.arange(count) % len(config.dataset)), config.device)
 
 
-def _mechanism(config: RunConfig) -> Mechanism:
+def _make_mechanism(config: RunConfig) -> Mechanism:
     expected, population = config.batch_size, config.population
     sampling = poisson(len(config.dataset), expected_batch_size=expected, population=population)
     z, budget = config.noise_multiplier, {"epsilon": config.epsilon, "delta": config.delta, "steps": config.steps}
@@ -329,60 +281,26 @@ def _mechanism(config: RunConfig) -> Mechanism:
     return Mechanism(sampling, config.clip, z, more) if z else without_noise(sampling, config.clip, statistics=more)
 
 
-def _bound(run: Run, state: TrainState) -> float | None:
-    """C of the coming step: the sensitivity that the style states, whatever the norms."""
+def _clip_bound(run: Run, state: TrainState) -> float | None:
+    """Return C of the coming step: the sensitivity of the clipping style, which does not depend on norms."""
     if run.config.method is Method.NONE:
         return None
-    zero = torch.zeros(1, dtype=torch.float64, device=run.config.device)  # as norms are: any C fits
+    zero = torch.zeros(1, dtype=torch.float64, device=run.config.device)  # the dtype of norms
     zeros = dict.fromkeys(sorted(run.config.model.trainable), zero)
     return float(run.mechanism.clip.clip(Norms(zeros), state.clip).sensitivity)
 
 
-def _check(config: RunConfig) -> None:
-    """What nothing further down checks: counts, and privacy asked for in exactly one way."""
-    for name in ("steps", "microbatch_size"):
-        if getattr(config, name) < 1:
-            raise FdpError(f"{name}: expected at least 1, got {getattr(config, name)}")
-    if not 0 < config.delta < 1:
-        raise FdpError(f"delta: expected a number in (0, 1), got {config.delta}; below 1 / samples is usual")
-    if config.noise_multiplier is not None and not 0 <= config.noise_multiplier < float("inf"):
-        raise FdpError(f"noise multiplier: expected a finite number, 0 or more, got {config.noise_multiplier}")
-    if config.method is Method.NONE and (config.epsilon is not None or config.noise_multiplier):
-        raise FdpError("method none trains without privacy: expected no epsilon and no noise; leave them out")
-    if config.method is not Method.NONE and (config.epsilon is None) == (config.noise_multiplier is None):
-        raise FdpError("privacy: expected either an epsilon or a noise multiplier, got both or neither")
-    if isinstance(config.optimizer, KfacOptimizer):
-        check_source(config.optimizer, private=config.method is not Method.NONE)
-    if config.layout is None and launch.world_size() > 1:
-        raise FdpError(
-            f"mesh: expected the axes of a mesh for {launch.world_size()} processes, such as "
-            f"shard={launch.world_size()}, got none; each would train, and spend, on its own"
-        )
-
-
-def _check_example(model: Model, example: Tree) -> None:
-    tokens = example.get("tokens") if isinstance(example, dict) else None
-    if tokens is not None and model.context is not None and tokens.shape[-1] - 1 > model.context:
-        raise FdpError(
-            f"data: expected sequences of at most the {model.context} tokens of {model.name}'s context, "
-            f"got {tokens.shape[-1] - 1}; cut the data into shorter windows"
-        )
-    for path, leaf in tree.flatten(example).items():
-        if leaf.is_floating_point() and not bool(torch.isfinite(leaf).all()):
-            raise FdpError(f"data {path}: holds NaN or infinity; repair or drop those samples")
-
-
-def _settled(run: Run, params: Tree, *, step: int, stop: bool) -> bool:
-    """Whether any rank wishes to stop; raises on all of them if a parameter of any is not finite."""
+def _check_finite(run: Run, params: Tree, *, step: int, stop: bool) -> bool:
+    """Raise on all ranks if a parameter of any rank is not finite; return True if any rank wants to stop."""
     flat = tree.flatten(localize(params))
     bad = [(~torch.isfinite(leaf.detach())).any().to(run.config.device) for leaf in flat.values()]
-    told = torch.stack([*bad, torch.tensor(stop, device=run.config.device)]).long()
+    flags = torch.stack([*bad, torch.tensor(stop, device=run.config.device)]).long()
     if run.sharding is not None:
-        told = collectives.wait(collectives.all_reduce(told, run.sharding.world))
-    *counts, wishes = told.tolist()
-    if odd := [path for path, count in zip(flat, counts) if count]:
-        raise FdpError(f"step {step}: {odd[0]} became NaN or infinite; lower the learning rate or the noise")
-    return wishes > 0
+        flags = collectives.wait(collectives.all_reduce(flags, run.sharding.world))
+    *counts, stops = flags.tolist()
+    if not_finite := [path for path, count in zip(flat, counts) if count]:
+        raise FdpError(f"step {step}: {not_finite[0]} became NaN or infinite; lower the learning rate or the noise")
+    return stops > 0
 
 
 def _move(data: Tree, device: torch.device) -> Tree:

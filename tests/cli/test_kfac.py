@@ -35,7 +35,8 @@ from fdp.privacy.guarantee import default_delta
 from fdp.privacy.mechanism import Mechanism, statistics
 from fdp.privacy.sampling import poisson
 from fdp.run import training_run as runs
-from fdp.run.training_run import RunConfig, draw_batch, prepare, refreshed
+from fdp.run.run_config import RunConfig
+from fdp.run.training_run import draw_batch, prepare, refresh_curvature
 from fdp.storage.checkpoint_record import Verified
 from fdp.types import FdpError
 
@@ -298,7 +299,7 @@ def test_public_text_is_a_source_and_the_private_text_is_not(
 
 @pytest.mark.parametrize("source", ["synthetic", "noised"])
 def test_curvature_never_sees_the_batch_of_a_step(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``refreshed`` is not given the batch, and uses another key if it draws."""
+    """``refresh_curvature`` is not given the batch, and uses another key if it draws."""
     run, state = prepare(private_config("--kfac-data", source, "--noise-multiplier", "1")[0])
     real, used = runs.sample_batch, []
 
@@ -310,8 +311,8 @@ def test_curvature_never_sees_the_batch_of_a_step(source: str, monkeypatch: pyte
 
     monkeypatch.setattr(runs, "sample_batch", watched)
     nothing: Any = None
-    after = refreshed(run, state, nothing, 0)
-    again = refreshed(run, state, nothing, 0)
+    after = refresh_curvature(run, state, nothing, 0)
+    again = refresh_curvature(run, state, nothing, 0)
     assert len(used) == (2 if source == "noised" else 0)
     assert all(torch.equal(a, b) for a, b in zip(tree.leaves(after), tree.leaves(again)))
     draw_batch(run, 0)
@@ -320,8 +321,8 @@ def test_curvature_never_sees_the_batch_of_a_step(source: str, monkeypatch: pyte
     maps = run.stages.preconditioners(after)
     assert sorted(maps) == sorted(run.config.model.trainable)
     assert all(torch.equal(a, b) for a, b in zip(tree.leaves(maps), tree.leaves(sides_of(after)), strict=True))
-    assert (refreshed(run, state, nothing, 1) is state) == (source == "noised")
-    assert refreshed(run, state, nothing, 3) is state
+    assert (refresh_curvature(run, state, nothing, 1) is state) == (source == "noised")
+    assert refresh_curvature(run, state, nothing, 3) is state
 
 
 def test_other_public_data_or_other_statistics_are_not_the_same_run() -> None:

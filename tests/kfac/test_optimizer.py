@@ -26,6 +26,7 @@ from fdp.kfac.inversion.one_side import Via
 from fdp.kfac.measure.estimator import Sharing
 from fdp.kfac.measure.fisher import Fisher
 from fdp.kfac.optimizer import Kfac, kfac
+from fdp.kfac.private.curvature_sources import KfacOptimizer
 from fdp.kfac.state import KfacState, find_kfac_state
 from fdp.kfac.state_slots import read_slot
 from fdp.kfac.types import Layer
@@ -38,8 +39,9 @@ from fdp.parallel.sharding import Zero, abstract_params, make_sharding
 from fdp.privacy.clipping import flat
 from fdp.privacy.mechanism import Mechanism
 from fdp.privacy.sampling import poisson, trusted_batch
+from fdp.run.run_config import RunConfig
 from fdp.run.step_metrics import summarise
-from fdp.run.training_run import KfacOptimizer, RunConfig, prepare, steps
+from fdp.run.training_run import prepare, steps
 from fdp.step import init_state, make_train_step
 from fdp.storage import checkpoint
 from fdp.types import Batch, FdpError, TrainState, Tree

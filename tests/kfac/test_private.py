@@ -15,6 +15,7 @@ import fdp.kfac.private.noised_factors
 import fdp.step
 from fdp import keys, tree
 from fdp.data.datasets import digits, examples, windows
+from fdp.data.digest import data_digest
 from fdp.fast.compile_modes import Compile, make_execution
 from fdp.fast.compiled import CompiledRunner
 from fdp.fast.fused_update import FusedUpdate
@@ -46,7 +47,6 @@ from fdp.parallel.sharding import Zero, make_sharding
 from fdp.privacy import accounting, clipping
 from fdp.privacy.mechanism import Mechanism, Statistics, statistics, without_noise
 from fdp.privacy.sampling import TRAINING, poisson, sample_batch, trusted_batch
-from fdp.run.training_run import data_digest
 from fdp.step import init_state, make_train_step
 from fdp.types import Batch, FdpError, Tree
 from tests.conftest import SAMPLES, case_named, reference_of

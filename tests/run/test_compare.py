@@ -26,7 +26,8 @@ from fdp.parallel import collectives, gather_reduce, sharded_init, sharding
 from fdp.parallel.sharding import Data, Reduce, Zero
 from fdp.privacy import clipping, noise
 from fdp.run.compare import Difference, Seen, Stage, compare, first_over, observe, read, relative_difference, write
-from fdp.run.training_run import Layout, RunConfig, draw_batch, prepare, steps
+from fdp.run.run_config import Layout, RunConfig
+from fdp.run.training_run import draw_batch, prepare, steps
 from fdp.types import ClippedSum, FdpError, Norms
 from tests.ranks import run_on_ranks
 
@@ -259,11 +260,11 @@ def test_a_step_without_samples_is_a_step_like_any_other() -> None:
 
 
 def test_an_observation_is_read_as_it_was_written(tmp_path, one_rank: list[Seen]) -> None:
-    drifted = one_rank[-1]._replace(apart={LEAF: math.inf})
+    drifted = one_rank[-1]._replace(rank_differences={LEAF: math.inf})
     write([*one_rank[:-1], drifted], tmp_path)
     again = list(read(tmp_path))
-    assert [seen[:2] + (seen.apart,) for seen in again[:-1]] == [seen[:2] + ({},) for seen in one_rank[:-1]]
-    assert again[-1].apart == drifted.apart
+    assert [seen[:2] + (seen.rank_differences,) for seen in again[:-1]] == [seen[:2] + ({},) for seen in one_rank[:-1]]
+    assert again[-1].rank_differences == drifted.rank_differences
     assert {one.value for one in compare(again[:-1], one_rank[:-1])} == {0.0}
 
 
@@ -414,7 +415,7 @@ def test_two_ranks_are_one_rank(one_rank: list[Seen], two_ranks: list[dict[str, 
     seen, others = (rank[layout] for rank in two_ranks)
     assert found_first(seen, one_rank) is None
     assert found_first(one_rank, seen) is None
-    assert not any(one.apart for one in seen)
+    assert not any(one.rank_differences for one in seen)
     assert not any(one.values for one in others if one.stage not in (Stage.FORWARD, Stage.LOSS, Stage.NORMS))
 
 

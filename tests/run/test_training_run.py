@@ -21,8 +21,9 @@ from fdp.fast.compile_modes import Compile
 from fdp.gradients.plan import Method, make_plan
 from fdp.parallel.offload import Offload
 from fdp.privacy import accounting, clipping, sampling
+from fdp.run.run_config import RunConfig
 from fdp.run.step_metrics import StepRecord, parameter_digest, summarise
-from fdp.run.training_run import RunConfig, draw_batch, prepare, steps
+from fdp.run.training_run import draw_batch, prepare, steps
 from fdp.step import init_state, make_train_step
 from fdp.types import FdpError, TrainState, Tree
 
@@ -370,7 +371,7 @@ def test_any_bound_can_be_recorded():
 
 
 def test_noise_too_small_for_an_epsilon_is_refused():
-    with pytest.raises(FdpError, match="expected enough noise for an epsilon that is a number, got 1e-09"):
+    with pytest.raises(FdpError, match="expected enough noise for a finite epsilon, got 1e-09"):
         prepare(config(noise_multiplier=1e-9))
 
 

@@ -1,0 +1,116 @@
+"""The configuration of a training run, and the checks of it that nothing further down makes.
+
+>>> config = RunConfig(model=model, dataset=dataset, method=Method.AUTO, ...)
+>>> check_config(config)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from fdp import tree
+from fdp.fast.compile_modes import Compile
+from fdp.gradients.plan import Method
+from fdp.kfac.private.curvature_sources import KfacOptimizer, check_source
+from fdp.model import Model
+from fdp.optimizers import Optimizer
+from fdp.parallel import launch
+from fdp.parallel.offload import NO_OFFLOAD, Offload
+from fdp.parallel.sharded_init import drawn_params
+from fdp.parallel.sharding import Data, Reduce, Sharding, Zero
+from fdp.privacy.clipping import ClipStyle
+from fdp.privacy.guarantee import Guarantee
+from fdp.privacy.microbatches import Dataset
+from fdp.types import FdpError, Key, Tree
+
+
+class Layout(NamedTuple):
+    """The distribution of a run over several ranks: the sizes of the mesh's axes, and what is sharded along them.
+
+    ``timeout`` is how many seconds a rank waits for another; None: torch's default.
+    """
+
+    axes: Mapping[str, int]
+    zero: Zero
+    data: Data = Data.SPLIT
+    reduce: Reduce | None = None
+    reduce_dtype: torch.dtype | None = None
+    timeout: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """All that decides a run.
+
+    Exactly one of ``noise_multiplier`` and ``epsilon`` is given; with ``Method.NONE``, neither. ``batch_size`` is the
+    expected batch size of Poisson sampling. ``population`` is the public number of samples for its rate; None: the
+    number of samples, rounded up. ``seed=None`` draws a key from the system. ``values`` gives the first parameters;
+    ``before`` lists guarantees about the data that these were trained on.
+
+    ``microbatch_size``, ``memory_budget`` (bytes), ``compile``, ``compile_backend``, ``cuda_graph``, ``device``,
+    ``layout`` (None: one process), ``offload`` and ``checkpoint_activations`` change how a run computes, not what.
+    """
+
+    model: Model
+    dataset: Dataset
+    method: Method
+    clip: ClipStyle
+    noise_multiplier: float | None
+    epsilon: float | None
+    delta: float
+    batch_size: int
+    steps: int
+    optimizer: Optimizer | KfacOptimizer
+    seed: int | None
+    dtype: torch.dtype
+    microbatch_size: int
+    memory_budget: float | None
+    compile: Compile
+    device: torch.device
+    layout: Layout | None = None
+    offload: Offload = NO_OFFLOAD
+    checkpoint_activations: bool = False
+    cuda_graph: bool = False
+    compile_backend: str = "inductor"
+    values: Callable[[Model, Sharding | None, Key], Tree] = drawn_params
+    population: int | None = None
+    before: tuple[Guarantee, ...] = ()
+
+
+def check_config(config: RunConfig) -> None:
+    """Check what nothing further down does: counts, and that privacy is asked for in exactly one way."""
+    for name in ("steps", "microbatch_size"):
+        if getattr(config, name) < 1:
+            raise FdpError(f"{name}: expected at least 1, got {getattr(config, name)}")
+    if not 0 < config.delta < 1:
+        raise FdpError(f"delta: expected a number in (0, 1), got {config.delta}; below 1 / samples is usual")
+    if config.noise_multiplier is not None and not 0 <= config.noise_multiplier < float("inf"):
+        raise FdpError(f"noise multiplier: expected a finite number, 0 or more, got {config.noise_multiplier}")
+    if config.method is Method.NONE and (config.epsilon is not None or config.noise_multiplier):
+        raise FdpError("method none trains without privacy: expected no epsilon and no noise; leave them out")
+    if config.method is not Method.NONE and (config.epsilon is None) == (config.noise_multiplier is None):
+        raise FdpError("privacy: expected either an epsilon or a noise multiplier, got both or neither")
+    if isinstance(config.optimizer, KfacOptimizer):
+        check_source(config.optimizer, private=config.method is not Method.NONE)
+    if config.layout is None and launch.world_size() > 1:
+        raise FdpError(
+            f"mesh: expected the axes of a mesh for {launch.world_size()} processes, such as "
+            f"shard={launch.world_size()}, got none; each would train, and spend, on its own"
+        )
+
+
+def check_example(model: Model, example: Tree) -> None:
+    """Refuse sequences longer than the model's context, and samples with NaN or infinity."""
+    tokens = example.get("tokens") if isinstance(example, dict) else None
+    if tokens is not None and model.context is not None and tokens.shape[-1] - 1 > model.context:
+        raise FdpError(
+            f"data: expected sequences of at most the {model.context} tokens of {model.name}'s context, "
+            f"got {tokens.shape[-1] - 1}; cut the data into shorter windows"
+        )
+    for path, leaf in tree.flatten(example).items():
+        if leaf.is_floating_point() and not bool(torch.isfinite(leaf).all()):
+            raise FdpError(f"data {path}: holds NaN or infinity; repair or drop those samples")
