@@ -52,6 +52,7 @@ from fdp.parallel.sharding import Sharding, abstract_params, make_sharding, over
 from fdp.privacy import accounting
 from fdp.privacy.mechanism import Mechanism, without_noise
 from fdp.privacy.sampling import TRAINING, Poisson, poisson, sample_batch
+from fdp.run.run_config import RunConfig, check_config, check_example
 from fdp.run.step_metrics import StepRecord, make_step_record
 from fdp.stages import Stages, make_stages
 from fdp.step import init_state, join
