@@ -1,7 +1,7 @@
-"""A model is a stack of blocks: ``carry_0 = (), carry_i = block_i(params_i, carry_{i-1}, data), losses = carry_n``.
+"""Models as stacks of blocks: ``carry_0 = (), carry_i = block_i(params_i, carry_{i-1}, data), losses = carry_n``.
 
-Each block names the leaves it uses by path, so that a loop can gather, differentiate and release one block at a time;
-a tied leaf is one leaf that two blocks name. The last block returns the loss of every sample, shape (batch,).
+Each block names the leaves it uses by path, so that a loop can gather, differentiate and free one block at a time. Two
+blocks that name one leaf share it (weight tying). The last block returns the loss of every sample, shape (batch,).
 
     >>> model = gpt(GPTConfig(layers=4, width=128, heads=4, context=128, vocab_size=256))
     >>> params = model.init(keys.key(0))
@@ -26,7 +26,7 @@ from fdp.types import Axis, FdpError, Key, Path, Tree
 
 
 class LeafSpec(NamedTuple):
-    """A parameter before it exists: its shape, how its elements are drawn, which dim a tensor axis cuts, if any."""
+    """The specification of a parameter: its shape, its initialiser, and the dim that a tensor axis shards, if any."""
 
     shape: tuple[int, ...]
     init: Initialiser
@@ -34,11 +34,11 @@ class LeafSpec(NamedTuple):
 
 
 class LossHead(NamedTuple):
-    """The end of a language model in parts: ``losses_b = sum_t weights_bt cross_entropy(features_bt W^T, targets_bt)``.
+    """The head of a language model: ``losses_b = sum_t weights_bt cross_entropy(features_bt W^T, targets_bt)``.
 
-    ``features(params, carry, data)`` is what meets the weight; ``weight`` its name in the block's params;
-    ``targets(data)`` the tokens to predict; ``weights(data)`` what each counts, None for a mean over all, as where
-    there is no ``weights``. A loop that knows the parts need never hold the logits whole.
+    ``features(params, carry, data)`` is the input of the head; ``weight`` names W in the block's params;
+    ``targets(data)`` are the tokens to predict; ``weights(data)`` weighs them. A mean over all tokens is the default,
+    and is used if ``weights(data)`` is None. With these parts, a head can be computed without storing all logits.
     """
 
     features: Callable[[Tree, Tree, Tree], Tensor]
@@ -48,19 +48,19 @@ class LossHead(NamedTuple):
 
 
 class Likelihood(Enum):
-    """What one term of a loss is, of scores z and target y: ``-log softmax(z)[y]`` or ``|z - y|^2 / 2``."""
+    """The loss of scores z and target y: ``-log softmax(z)[y]`` or ``|z - y|^2 / 2``."""
 
     SOFTMAX = "softmax"
     SQUARED = "squared"
 
 
 class Outputs(NamedTuple):
-    """The losses of the last block in terms: ``losses_b = sum_t weights_bt l(scores_bt, targets_bt)``.
+    """The losses of the last block as a sum of terms: ``losses_b = sum_t weights_bt l(scores_bt, targets_bt)``.
 
     ``scores(params, carry, data)`` is (batch, *positions, classes), ``targets(data)`` (batch, *positions), with classes
-    at the end if squared; ``weights(data)`` is (batch, *positions), None for a mean over positions. ``weight`` names,
-    in the block's params, the linear layer whose output the scores are, if they are one's. ``present(data)`` is
-    (batch, tokens), 0 where a token reaches no term, as padding does not; None: all do.
+    at the end if squared; ``weights(data)`` is (batch, *positions), None for a mean over positions. If the scores are
+    the output of a linear layer, ``weight`` names it in the block's params. ``present(data)`` is (batch, tokens), 0 for
+    tokens that affect no term, such as padding; None: all tokens do.
     """
 
     scores: Callable[[Tree, Tree, Tree], Tensor]
@@ -74,9 +74,9 @@ class Outputs(NamedTuple):
 class Block(NamedTuple):
     """One stage of a stack: ``carry = apply(params, carry, data)``.
 
-    ``params`` is a tree of *paths*; ``apply`` receives the same tree with the leaves in their place. Blocks that
-    compute the same function share the same ``apply`` object. ``head`` and ``outputs`` say the same as ``apply``, in
-    parts. ``compiled`` False: it is run as it stands even where blocks are compiled.
+    ``params`` is a tree of *paths*; ``apply`` receives the same tree with the leaves themselves. Blocks that compute
+    the same function share one ``apply`` object. ``head`` and ``outputs`` describe the same function in parts. If
+    ``compiled`` is False, the block runs eagerly even if blocks are compiled.
     """
 
     name: str
@@ -90,10 +90,10 @@ class Block(NamedTuple):
 class Model(NamedTuple):
     """A stack of blocks and the leaves they use.
 
-    ``parallel(axis)`` is the same model with its layers cut over a tensor axis, None: over none; same leaves and
-    losses. ``tensor`` is the axis over which they are cut. The blocks that hold a leaf of ``materialized`` have their
-    per-sample gradients made whole, whatever the method: for operations without a rule. ``settings`` tells it from
-    models with the same name and leaves that compute another loss. ``remark``: what to know of how it is computed.
+    ``parallel(axis)`` returns the same model with its layers sharded over a tensor axis, None: not sharded; leaves and
+    losses stay the same. ``tensor`` is that axis. Blocks with a leaf in ``materialized`` have their per-sample
+    gradients materialised with every method, because they use operations without a rule. ``settings`` distinguishes
+    models with the same name and leaves but different losses. ``remark`` is a note to users about how it is computed.
     """
 
     name: str
@@ -109,12 +109,12 @@ class Model(NamedTuple):
     remark: str | None = None
 
     def init(self, key: Key, *, dtype: torch.dtype = torch.float32) -> Tree:
-        """The parameters, each leaf a function of (key, path)."""
+        """Return the initial parameters, each leaf a function of (key, path)."""
         flat = {path: leaf.init(keys.fold_in(key, path), leaf.shape, dtype=dtype) for path, leaf in self.leaves.items()}
         return tree.nest(flat)
 
     def loss(self, params: Tree, data: Tree) -> Float[Tensor, " batch"]:
-        """The loss of every sample."""
+        """Return the loss of every sample."""
         flat = tree.flatten(params)
         carry: Tree = ()
         for block in self.blocks:
@@ -123,12 +123,12 @@ class Model(NamedTuple):
 
     @property
     def trainable(self) -> frozenset[Path]:
-        """Paths of the leaves that are trained."""
+        """Return the paths of the leaves that are trained."""
         return frozenset(self.leaves) - self.frozen
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """What tells it from other models, and not how it is computed: the same on every mesh."""
+        """Return what distinguishes it from other models; the same on every mesh, however it is computed."""
         shapes = {path: tuple(leaf.shape) for path, leaf in self.leaves.items()}
         return self.name, self.context, self.vocab_size, shapes, self.trainable, self.settings
 
@@ -136,9 +136,9 @@ class Model(NamedTuple):
 def from_loss(
     loss: Callable[[Tree, Tree], Tensor], params: Tree, *, name: str = "loss", outputs: Outputs | None = None
 ) -> Model:
-    """A model of one block from any ``loss(params, data) -> (batch,)``; ``params`` gives the structure and shapes.
+    """Return a model of one block from any ``loss(params, data) -> (batch,)``, with the structure of ``params``.
 
-    ``outputs`` says what the loss is made of; its ``scores`` are given an empty carry.
+    ``outputs`` describes the terms of the loss; its ``scores`` get an empty carry.
     """
     flat = tree.flatten(params)
     leaves = {path: LeafSpec(tuple(leaf.shape), constant(0.0)) for path, leaf in flat.items()}
@@ -148,7 +148,7 @@ def from_loss(
 
 
 def check_losses(model: Model, losses: Tree, batch_size: int) -> Float[Tensor, " batch"]:
-    """What the last block returned, if it is the loss of every sample; else an error that says what to do."""
+    """Return the output of the last block; raise if it is not the loss of every sample."""
     if isinstance(losses, Tensor) and tuple(losses.shape) == (batch_size,):
         return losses
     got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__

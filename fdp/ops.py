@@ -1,8 +1,7 @@
-"""The operations of a model: ordinary tensor functions that also accept watched parameters (see
-``fdp.gradients.taps``).
+"""Operations of a model: ordinary tensor functions that also accept watched parameters (``fdp.gradients.taps``).
 
-Every function takes the input first, samples in dimension 0, and parameters as plain tensors or ``Watched`` values.
-Called on plain tensors they are what their names say; called on watched ones they leave the record of the use.
+Every function takes the input first, with samples in dimension 0, and parameters as plain tensors or ``Watched``
+values. A use of a watched parameter is recorded.
 
     >>> h = h + linear(attention(q, k, v), p["out"], p["out_bias"])
 
@@ -28,11 +27,11 @@ from fdp.types import FdpError
 
 Weight: TypeAlias = Tensor | Watched
 Extent: TypeAlias = int | tuple[int, ...]
-"""One number for all dims of a kernel, or one for each."""
+"""One number for all dims of a kernel, or one per dim."""
 
 
 def use(rule: Rule, x: Tensor, weight: Weight, **options: Any) -> Tensor:
-    """``rule.forward(x, weight, **options)``, recorded if ``weight`` is watched."""
+    """Return ``rule.forward(x, weight, **options)``; record the use if ``weight`` is watched."""
     if isinstance(weight, Watched):
         return weight.tape.output(rule, x, weight, options)
     return rule.forward(x, weight, **options)
@@ -78,7 +77,7 @@ def matmul(
     if isinstance(weight, Watched) and isinstance(bias, Watched) and weight.tape.attached:
         return weight.tape.output_with_bias(MATMUL, x, weight, bias)
     y = use(MATMUL, x, weight)
-    return y if bias is None else add(y, bias)  # not bias_of: it is no further column of W, but a row
+    return y if bias is None else add(y, bias)  # not bias_of, which is for a bias as a further column of W
 
 
 def embedding(
@@ -94,10 +93,12 @@ def add(x: Float[Tensor, " batch *shape"], bias: Weight) -> Float[Tensor, " batc
 
 
 def bias_of(weight: Weight, bias: Weight) -> Weight:
-    """``bias``, about to be added to the output of the latest use of ``weight``: the tape notes that they belong
-    together, for those who treat the two as one matrix."""
+    """Return ``bias``, and note on the tape that it is added to the output of the latest use of ``weight``.
+
+    K-FAC treats the two as one matrix.
+    """
     if isinstance(bias, Watched) and isinstance(weight, Watched):
-        own = [use.name for use in weight.tape.uses if use.path == weight.path]  # none: a use that was not recorded
+        own = [use.name for use in weight.tape.uses if use.path == weight.path]  # empty if the use was not recorded
         weight.tape.additions += [(bias.path, name) for name in own[-1:]]
     return bias
 
@@ -223,9 +224,9 @@ def attention(
     causal: bool = True,
     segments: Int[Tensor, "batch tokens"] | None = None,
 ) -> Float[Tensor, "batch heads tokens features"]:
-    """``softmax(q k^T / sqrt(features)) v`` with fewer key heads than query heads allowed (grouped queries).
+    """``softmax(q k^T / sqrt(features)) v``; there may be fewer key heads than query heads (grouped queries).
 
-    With ``segments``, the number of each token's document, a token attends to those of its own document only.
+    With ``segments``, the number of each token's document, a token attends only to tokens of its own document.
     """
     if k.shape[1] != q.shape[1]:
         repeat = q.shape[1] // k.shape[1]
@@ -244,17 +245,17 @@ _KERNELS = {
 
 
 def _enabled_kernels(*kernels: SDPBackend) -> list[SDPBackend]:
-    """Those that have not been switched off in torch.backends, and plain matrix products for where none fits."""
+    """Return the kernels that are enabled in torch.backends, and plain matrix products as the last resort."""
     return [kernel for kernel in kernels if _KERNELS[kernel]()] + [SDPBackend.MATH]
 
 
 @contextmanager
 def fast_attention(device: torch.device, *, repeatable: bool) -> Iterator[None]:
-    """On a GPU, inside: attention by cuDNN where it can; if it must be ``repeatable``, only what gives the same twice.
+    """Use the fastest attention kernels on a GPU; if ``repeatable``, only deterministic algorithms.
 
-    Backwards of attention add in any order. A second backward whose gradients are not bit for bit those of the first
-    would sum what nobody measured; so there torch's deterministic algorithms are on, and an operation that has none is
-    torch's error. Nothing is changed while a graph is traced.
+    Backward kernels of attention add in any order. If a second backward did not give bit for bit the gradients of the
+    first, the sum would contain gradients that were never measured. So torch's deterministic algorithms are switched
+    on, and torch raises for an operation without one. Nothing changes while a graph is traced.
     """
     if device.type != "cuda" or torch.compiler.is_compiling():
         yield
@@ -266,7 +267,7 @@ def fast_attention(device: torch.device, *, repeatable: bool) -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory  # pyright: ignore
     try:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch insists, before it calls cuBLAS
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch requires it before the first cuBLAS call
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = filled and before[0]  # pyright: ignore
         with sdpa_kernel(_enabled_kernels(SDPBackend.FLASH_ATTENTION), set_priority=True):
@@ -277,7 +278,7 @@ def fast_attention(device: torch.device, *, repeatable: bool) -> Iterator[None]:
 
 
 def _copies(weight: Weight, x: Tensor) -> Tensor:
-    """The weight shaped to multiply or add to ``x``: one copy per sample if watched, a plain broadcast if not."""
+    """Return the weight shaped to broadcast with ``x``; if watched, one copy per sample."""
     if not isinstance(weight, Watched):
         return weight
     copies = weight.tape.expand(weight)
@@ -323,7 +324,7 @@ def _per_dim(extent: Extent, dims: int) -> tuple[int, ...]:
 
 def _conv_record(unfold: Callable[..., Tensor]) -> Callable[..., Pair]:
     def record(x: Tensor, g: Tensor, shape: Sequence[int], *, groups: int, **options: Extent) -> Pair:
-        """A convolution is a linear layer on patches: left = g, right = the patch each output position saw."""
+        """Record a convolution as a linear layer on patches: left = g, right = the patch of each position."""
         batch = x.shape[0]
         each = {name: _per_dim(extent, len(shape) - 2) for name, extent in options.items()}
         patches = unfold(x, shape[2:], **each)  # (batch, channels * kernel, positions)
@@ -352,7 +353,7 @@ def _unfold3d(
     dilation: tuple[int, ...],
 ) -> Tensor:
     x = F.pad(x, [side for pad in reversed(padding) for side in (pad, pad)])
-    for i, size in enumerate(kernel):  # dim i of the positions stays in its place, that of the kernel goes to the end
+    for i, size in enumerate(kernel):  # unfold keeps the dim of positions and appends that of the kernel
         x = x.unfold(2 + i, dilation[i] * (size - 1) + 1, stride[i])[..., :: dilation[i]]
     return x.permute(0, 1, 5, 6, 7, 2, 3, 4).flatten(5).flatten(1, 4)
 
@@ -361,13 +362,13 @@ def _conv_transpose_record(unfold: Callable[..., Tensor]) -> Callable[..., Pair]
     def record(
         x: Tensor, g: Tensor, shape: Sequence[int], *, groups: int, output_padding: Extent = 0, **options: Extent
     ) -> Pair:
-        """The adjoint of a convolution: left = x, right = the patch of output gradients that each position saw."""
+        """Record the adjoint of a convolution: left = x, right = the patch of output gradients of each position."""
         batch, each = x.shape[0], {name: _per_dim(extent, len(shape) - 2) for name, extent in options.items()}
         patches = unfold(g, shape[2:], **each)  # (batch, filters * kernel, positions)
         sizes = [
             (length + 2 * each["padding"][i] - each["dilation"][i] * (shape[2 + i] - 1) - 1) // each["stride"][i] + 1
             for i, length in enumerate(g.shape[2:])
-        ]  # an output padded by a stride or more has positions beyond those of x
+        ]  # an output padded by a stride or more has more positions than x
         patches = patches.reshape(batch, groups, -1, *sizes)
         patches = patches[(slice(None), slice(None), slice(None), *(slice(0, length) for length in x.shape[2:]))]
         right = patches.flatten(3).transpose(-1, -2)

@@ -83,9 +83,7 @@ def make_stages(
         check_preconditioned(plan.private, sharding)
     settings = fingerprint(model.identity, optimizer, mechanism, precondition) if settings is None else settings
     inside = execution._replace(sharding=_gathered_once(sharding))
-    fused = None
-    if donate and optimizer.rule is not None and _can_fuse(execution):
-        fused = FusedUpdate(model, optimizer.rule, mechanism, plan.dtype)
+    fused = _make_fused_update(model, optimizer, mechanism, plan, execution) if donate else None
 
     def weights(params: Tree, device: torch.device) -> Tree:
         if fused is not None:
@@ -103,21 +101,10 @@ def make_stages(
     def preconditioners(state: TrainState) -> Preconditioners:
         return NO_PRECONDITIONERS if precondition is None else check_sides(precondition(state), model)
 
-    def reduce(total: ClippedSum) -> ClippedSum:
-        expected = mechanism.sampling.expected_batch_size
-        total = total._replace(sensitivity=total.sensitivity * (1 + reduce_slack(sharding, expected)))
-        if sharding is None or sharding.reduce is not Reduce.PER_STEP:
-            return total
-        return total._replace(value=reduce_all(sharding, model, total.value))
-
-    lazy = fused is not None and fused.takes_lazy_sums
-    if plan.private:
-        gradient = clipped_gradient(model, mechanism, plan, inside, lazy_clipped_sum if lazy else clipped_sum)
-    else:
-        gradient = plain_gradient(model, plan, inside, lazy_plain_sum if lazy else plain_sum)
+    gradient = _make_gradient(model, mechanism, plan, inside, lazy=fused is not None and fused.takes_lazy_sums)
     finish = plain_finish(model, optimizer, mechanism, execution) if fused is None else fused.finish
     if donate and fused is None:
-        finish = _writing_into_the_old_state(finish)
+        finish = _write_in_place(finish)
     if execution.compile_step is not None:
         graph = partial(torch.compile, fullgraph=True, dynamic=False, backend=execution.compile_step)
         gradient, finish = graph(gradient), finish._replace(run=graph(finish.run))
@@ -126,7 +113,7 @@ def make_stages(
         weights=weights,
         preconditioners=preconditioners,
         gradient=gradient,
-        reduce=reduce,
+        reduce=_make_reduce(model, mechanism, sharding),
         key=lambda root, count: keys.step_key(root, f"noise {settings}", count),
         finish=finish,
         scores=lambda params, data: score_moments(model, params, data, plan, inside),
@@ -136,6 +123,23 @@ def make_stages(
     )
 
 
+def _make_gradient(model: Model, mechanism: Mechanism, plan: Plan, execution: Execution, *, lazy: bool) -> Gradient:
+    if plan.private:
+        return clipped_gradient(model, mechanism, plan, execution, lazy_clipped_sum if lazy else clipped_sum)
+    return plain_gradient(model, plan, execution, lazy_plain_sum if lazy else plain_sum)
+
+
+def _make_reduce(model: Model, mechanism: Mechanism, sharding: Sharding | None) -> Callable[[ClippedSum], ClippedSum]:
+    def reduce(total: ClippedSum) -> ClippedSum:
+        expected = mechanism.sampling.expected_batch_size
+        total = total._replace(sensitivity=total.sensitivity * (1 + reduce_slack(sharding, expected)))
+        if sharding is None or sharding.reduce is not Reduce.PER_STEP:
+            return total
+        return total._replace(value=reduce_all(sharding, model, total.value))
+
+    return reduce
+
+
 def _gathered_once(sharding: Sharding | None) -> Sharding | None:
     """Return the sharding that microbatches see: ZeRO-2 that reduces once per step gathers leaves before them."""
     if sharding is not None and sharding.reduce is Reduce.PER_STEP and sharding.zero is Zero.TWO:
@@ -143,9 +147,15 @@ def _gathered_once(sharding: Sharding | None) -> Sharding | None:
     return sharding
 
 
-def _can_fuse(execution: Execution) -> bool:
-    """Return True if noise and update may be one pass over every leaf."""
-    return execution.runner.compiles and execution.sharding is None and not any(execution.memory.offload)
+def _make_fused_update(
+    model: Model, optimizer: Optimizer, mechanism: Mechanism, plan: Plan, execution: Execution
+) -> FusedUpdate | None:
+    """Return noise and update as one pass over every leaf; None if the optimizer or the execution does not allow it."""
+    if optimizer.rule is None or not execution.runner.compiles:
+        return None
+    if execution.sharding is not None or any(execution.memory.offload):
+        return None
+    return FusedUpdate(model, optimizer.rule, mechanism, plan.dtype)
 
 
 def _check_donated(donate: Sequence[str], execution: Execution) -> None:
@@ -155,7 +165,7 @@ def _check_donated(donate: Sequence[str], execution: Execution) -> None:
         raise FdpError("cuda_graph: expected donate=('state',), since a recorded step writes where it was recorded")
 
 
-def _writing_into_the_old_state(finish: Finish) -> Finish:
+def _write_in_place(finish: Finish) -> Finish:
     def run(state: TrainState, *rest: Any) -> TrainState:
         tree.map(lambda old, new: old.copy_(new), state, finish.run(state, *rest))
         return state

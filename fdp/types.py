@@ -23,7 +23,7 @@ Tree: TypeAlias = Any
 """A pytree: nested dict, list, tuple or NamedTuple with tensors (or other values) at the leaves."""
 
 Path: TypeAlias = str
-"""Where a leaf sits in its tree, e.g. ``blocks.0.attention.qkv``."""
+"""The path of a leaf in its tree, e.g. ``blocks.0.attention.qkv``."""
 
 Flat: TypeAlias = dict[Path, Tensor]
 """A tree as a flat dictionary: one entry per leaf, keys in path order."""
@@ -68,7 +68,7 @@ class Norms(NamedTuple):
 
 @dataclass(frozen=True)
 class Bound:
-    """Who vouches for a sensitivity, in words that name every number it depends on. Static structure, not a leaf."""
+    """The origin of a sensitivity, in words that name every number it depends on. Static structure, not a leaf."""
 
     by: str
 
@@ -101,8 +101,8 @@ class Clip(NamedTuple):
 class ClippedSum(NamedTuple):
     """A sum of clipped per-sample gradients. Leaves are tensors, or sums evaluated later (``gradients.lazy_sum``).
 
-    ``bound`` says who vouches for the sensitivity: ``clipped_sum``, or whoever declared it. If it is None, nobody does,
-    and no noise is added.
+    ``bound`` names the origin of the sensitivity: ``clipped_sum``, or a declaration by the caller. If it is None, the
+    sensitivity is unknown and no noise is added.
 
     Guarantees:
       - adding or removing one sample moves ``value`` by at most ``sensitivity`` in the Euclidean norm over all leaves.
@@ -132,7 +132,7 @@ class BatchShare:
 
 @dataclass(frozen=True)
 class Stamp:
-    """Who drew a batch, and for what. It is static structure of a batch, not a leaf.
+    """The origin of a batch: its sampling and its purpose. Static structure, not a leaf.
 
     ``sampling`` is the distribution of the draw, ``purpose`` the release it was drawn for, ``step`` the step of the run
     (None: any), ``shape`` the (microbatches, samples) of ``share``.

@@ -1,4 +1,4 @@
-"""What torch.compile is given, as one word, and the execution that it stands for.
+"""Compile modes of the command line, and the execution that each stands for.
 
 >>> execution = make_execution(compile=Compile.BLOCK, cuda_graph=True)
 >>> step = make_train_step(model, optimizer, mechanism=mechanism, plan=plan, execution=execution, donate=("state",))

@@ -36,7 +36,7 @@ NO_PRECONDITIONERS: Preconditioners = {}
 
 
 class MicrobatchSum(NamedTuple):
-    """What a microbatch adds to a step: its clipped sum, its tally for adaptive clipping, its metrics."""
+    """The contribution of a microbatch to a step: its clipped sum, its tally for adaptive clipping, its metrics."""
 
     total: ClippedSum
     tally: Tensor

@@ -60,7 +60,7 @@ class Weights(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What the forward saves of a block for its backward: its pull-back, else its full weights, else nothing."""
+    """Values of a block saved in the forward for its backward: its pull-back, else its full weights, else nothing."""
 
     pull: Pull | None
     weights: Flat | None

@@ -1,4 +1,4 @@
-"""How a step is computed: on which shards, with how much memory, by which runner. Results differ by rounding only.
+"""Settings for how a step is computed: its shards, its memory, its runner. Results differ by rounding only.
 
 >>> execution = Execution(sharding, Memory(recompute=True), CompiledRunner(), cuda_graph=True)
 >>> step = make_train_step(model, optimizer, mechanism=mechanism, plan=plan, execution=execution)
@@ -129,7 +129,7 @@ STORE_ALL = Memory()
 
 
 class Execution(NamedTuple):
-    """How a step is computed. No field changes a result except by rounding.
+    """Settings for how a step is computed. No field changes a result except by rounding.
 
     ``sharding``: None for one device. ``runner``: how blocks are differentiated. ``compile_step`` names the backend of
     torch.compile that makes one full graph of the work on a microbatch and one of the update. ``cuda_graph`` records

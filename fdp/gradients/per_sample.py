@@ -46,7 +46,7 @@ Transform: TypeAlias = Callable[[Path, Record], Record]
 
 
 class Stash(NamedTuple):
-    """What the norm pass stores for the sum: records by leaf, and every block's input for a second backward.
+    """Values that the norm pass stores for the sum: records by leaf, and every block's input for a second backward.
 
     Stored records are transformed already; those of a second backward still have to go through ``transform``.
     """

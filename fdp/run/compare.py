@@ -199,9 +199,10 @@ def _sample_values(values: Float[Tensor, " samples"]) -> tuple[Flat, dict[str, f
     values = values.detach().cpu()
     copies = agree.gather_values(values, None) if _differing_names({"": _digest(values)}) else [values]
     names = [f"sample {i}" for i in range(len(values))]
-    cut = {name: [copy[i : i + 1] for copy in copies] for i, name in enumerate(names)}
-    sizes = {name: _largest_difference(each) for name, each in cut.items()}
-    return {name: each[0] for name, each in cut.items()}, {name: size for name, size in sizes.items() if size > 0}
+    by_sample = {name: [copy[i : i + 1] for copy in copies] for i, name in enumerate(names)}
+    sizes = {name: _largest_difference(each) for name, each in by_sample.items()}
+    differing = {name: size for name, size in sizes.items() if size > 0}
+    return {name: each[0] for name, each in by_sample.items()}, differing
 
 
 def _full_leaves(parts: Flat, sharding: Sharding | None) -> tuple[Flat, dict[str, float]]:
@@ -221,7 +222,9 @@ def _full_leaves(parts: Flat, sharding: Sharding | None) -> tuple[Flat, dict[str
         one = leaf(path)
         digests[path] = _digest(one)
         leaves |= {path: one} if agree.rank_in(None) == 0 else {}
-    return leaves, {path: _largest_difference(agree.gather_values(leaf(path), None)) for path in _differing_names(digests)}
+    return leaves, {
+        path: _largest_difference(agree.gather_values(leaf(path), None)) for path in _differing_names(digests)
+    }
 
 
 def _digest(copy: Tensor) -> bytes:
