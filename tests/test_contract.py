@@ -171,7 +171,7 @@ def test_extreme_inputs_move_the_sum_by_at_most_its_sensitivity(method, pixel):
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: m.value)
 @settings(max_examples=15, deadline=None)
 @given(gain=st.floats(0, 1e8, width=32), bound=st.floats(1e-3, 1e3), seed=st.integers(0, 100))
-def test_any_sample_and_any_bound(method, gain, bound, seed):
+def test_any_sample_moves_the_sum_by_at_most_any_bound(method, gain, bound, seed):
     model = language_model(tied=True)
     check_one_sample_moves_the_sum_by_at_most_its_sensitivity(
         model,

@@ -319,7 +319,7 @@ def test_ordinary_samples_are_there_and_clipped():
     assert not torch.equal(target.data["w.0.x"], target.quiet["w.0.x"])
 
 
-def test_whole_models_are_what_they_are_called():
+def test_full_models_have_the_properties_they_are_named_for():
     assert any("lora" in path for path in adapted(torch.float32).model.trainable)
     assert language(tied=True, windows=2).data["tokens"].ndim == 3
     assert "segments" in language(tied=False, packed=True).data

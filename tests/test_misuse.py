@@ -292,7 +292,7 @@ def test_in_a_compiled_step_the_batch_of_another_step_releases_nothing():
 # --- c. no noise ----------------------------------------------------------------------------------------------------
 
 
-def test_private_training_without_noise_needs_a_word():
+def test_private_training_without_noise_must_be_asked_for():
     silent = Mechanism(SAMPLING, flat(max_norm=0.5), 0.0)
     with pytest.raises(
         FdpError, match=r"expected a finite number above 0 for private training, got 0.0.*without_noise"
@@ -459,7 +459,7 @@ def total_of(max_norm: float) -> ClippedSum:
     return clipped_sum(stash, clipping.clip_to(norms, max_norm=max_norm).masked(torch.ones(SIZE)))
 
 
-def test_what_the_library_clipped_passes_however_it_is_handed_on():
+def test_sums_clipped_by_the_library_are_accepted_after_any_transport():
     total = total_of(0.5)
     for same in (total, evaluate(total), total._replace(value=dict(total.value)), tree.map(torch.clone, total)):
         assert same.bound == total.bound is not None

@@ -119,7 +119,7 @@ def test_the_microbatch_size_changes_nothing_but_rounding(microbatch, method):
     assert int(metrics.mask.sum()) == 6
 
 
-def test_what_a_microbatch_kept_is_released_before_the_next_one_begins():
+def test_records_of_a_microbatch_are_freed_before_the_next_one_begins():
     alive = []
 
     def parts():

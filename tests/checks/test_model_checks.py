@@ -155,7 +155,7 @@ def test_a_count_over_the_batch_is_refused_though_all_count(dtype):
         check_independent(model_of(loss), PARAMS, DATA | {"counts": torch.ones(6, dtype=dtype)})
 
 
-def test_the_longest_sample_of_a_batch_is_no_ones_business():
+def test_a_loss_that_depends_on_the_longest_sample_is_refused():
     tokens = torch.arange(1, 25).view(6, 4)
 
     def loss(p, d):
@@ -167,7 +167,7 @@ def test_the_longest_sample_of_a_batch_is_no_ones_business():
         check_independent(from_loss(loss, table), table, {"tokens": tokens})
 
 
-def test_data_that_a_model_cannot_be_given_are_not_tried():
+def test_synthetic_samples_that_a_model_rejects_are_left_out():
     def loss(p, d):
         if not bool((d["x"].abs() < 100).all()):
             raise ValueError("too large")
@@ -186,7 +186,7 @@ def test_a_loss_that_depends_on_others_in_batches_of_the_given_size_is_refused()
 
 
 @pytest.mark.parametrize("loss", [in_pairs, mean_subtracted, by_position])
-def test_a_model_that_can_be_given_nothing_made_up_is_checked_on_the_data(loss):
+def test_a_model_that_rejects_all_synthetic_samples_is_checked_on_the_data(loss):
     def strict(p, d):
         if not bool((d["x"].unsqueeze(1) == DATA["x"]).all(-1).any(1).all()):
             raise ValueError("unknown sample")

@@ -41,7 +41,7 @@ EXAMPLES: dict[str, Tree] = {
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_they_have_the_shapes_and_dtypes_of_the_data_and_are_the_same_every_time(name: str) -> None:
+def test_synthetic_samples_have_the_shapes_and_dtypes_of_the_data_and_repeat(name: str) -> None:
     data = EXAMPLES[name]
     samples = [*make_synthetic_samples(data), nan_sample(data)]
     again = [*make_synthetic_samples(data), nan_sample(data)]
@@ -100,20 +100,22 @@ LOOKING: dict[str, Callable[[Tree, Tree], Tensor]] = {
 
 @pytest.mark.parametrize("windows", [None, 2])
 @pytest.mark.parametrize("name", LOOKING)
-def test_what_looks_across_samples_is_refused_though_the_data_do_not_show_it(name: str, windows: int | None) -> None:
+def test_models_that_look_across_samples_are_refused_even_if_the_data_do_not_show_it(
+    name: str, windows: int | None
+) -> None:
     data = packed(windows=windows)
     with pytest.raises(FdpError, match="samples are not independent"):
         check_independent(from_loss(LOOKING[name], TABLE), TABLE, data)
 
 
 @pytest.mark.parametrize("name", ["the longest document", "any padding", "its place", "its neighbour"])
-def test_also_in_small_batches(name: str) -> None:
+def test_models_that_look_across_samples_are_refused_in_small_batches(name: str) -> None:
     with pytest.raises(FdpError, match="samples are not independent"):
         check_independent(from_loss(LOOKING[name], TABLE), TABLE, packed(2), at_most=3)
 
 
 @pytest.mark.parametrize("windows", [None, 2])
-def test_what_looks_at_its_own_sample_passes(windows: int | None) -> None:
+def test_models_that_look_at_their_own_sample_pass(windows: int | None) -> None:
     def loss(p: Tree, d: Tree) -> Tensor:
         longest = torch.stack([longest_document(one) for one in d["segments"]])
         counted = d["loss_mask"].flatten(1).sum(1).clamp_min(1)
@@ -143,7 +145,7 @@ def test_a_cause_that_is_known_is_named_instead() -> None:
         check_independent(from_loss(LOOKING["its place"], TABLE), TABLE, packed(), cause="It is the table")
 
 
-def test_samples_that_cannot_be_together_are_refused_and_bad_ones_alone_are_left_out() -> None:
+def test_samples_that_fail_only_together_are_refused_and_those_that_fail_alone_left_out() -> None:
     def equal_lengths(p: Tree, d: Tree) -> Tensor:
         lengths = (d["tokens"] != 0).flatten(1).sum(1)
         if bool((lengths != lengths[0]).any()):
@@ -161,7 +163,7 @@ def test_samples_that_cannot_be_together_are_refused_and_bad_ones_alone_are_left
     check_independent(from_loss(no_padding, TABLE), TABLE, packed())
 
 
-def test_a_mixture_holds_the_data_and_made_up_samples_of_finite_loss() -> None:
+def test_a_mixed_batch_holds_the_data_and_synthetic_samples_of_finite_loss() -> None:
     def loss(p: Tree, d: Tree) -> Tensor:
         return plain(p, d) / (d["tokens"] != 0).sum(1).ge(LENGTH // 2)
 

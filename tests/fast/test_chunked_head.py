@@ -219,7 +219,7 @@ def test_bfloat16_on_the_gpu(batch: int, tokens: int) -> None:
 
 @pytest.mark.gpu
 @gpu
-def test_no_logits_are_held_whole() -> None:
+def test_the_logits_are_never_stored_in_full() -> None:
     h, w, targets = large(4, 4096)
     ones = torch.ones(4, device="cuda")
     whole = 4 * 4096 * 50257 * 2

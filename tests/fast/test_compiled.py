@@ -193,7 +193,7 @@ def test_kinds_differ_by_function_by_shape_and_by_what_is_trained():
 
 
 @pytest.mark.parametrize("name", ["gpt", "loop", "scales", "mlp"])
-def test_biases_of_long_sequences_are_summed_apart_and_are_the_same(name, monkeypatch):
+def test_biases_of_long_sequences_are_summed_separately_with_equal_results(name, monkeypatch):
     """Only those that are added once: in ``loop`` one is added three times."""
     monkeypatch.setattr(fdp.fast.compiled, "LONG_TOKENS", 1)
     case, blocks = case_named(name), EAGER()
@@ -327,7 +327,7 @@ def test_every_model_takes_the_same_steps(name, way):
 
 @pytest.mark.parametrize("method", [slow(Method.NONE), slow(Method.FLASH_BK), Method.AUTO], ids=lambda m: m.value)
 @pytest.mark.parametrize("donate", [slow(()), ("state",)], ids=["kept", "donated"])
-def test_in_half_precision_too(method, donate):
+def test_compiled_blocks_take_the_same_steps_in_half_precision(method, donate):
     options = {"method": method, "dtype": torch.bfloat16, "optimizer": sgd(0.1)}
     fused = {"method": method, "dtype": torch.bfloat16, "optimizer": adamw(1e-2, eps=1e-2)}
     for settings in (options, fused):
@@ -346,7 +346,7 @@ def test_in_half_precision_too(method, donate):
     ],
     ids=["checkpoints", "offload", "checkpoints-donated"],
 )
-def test_with_less_memory_too(method, options):
+def test_compiled_blocks_take_the_same_steps_with_less_memory(method, options):
     settings = {"method": method, "optimizer": adamw(1e-2, eps=1e-3)}
     found = train(GPT, compile=Compile.BLOCK, **settings, **options)
     assert_same_steps(found, train(GPT, compile=Compile.NONE, **settings))

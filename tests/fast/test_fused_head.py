@@ -142,7 +142,7 @@ def test_the_loop_takes_the_fused_way(monkeypatch):
     torch.testing.assert_close(norms.squared[path], 4 * truth.squared[path])
 
 
-def test_what_cannot_be_fused():
+def test_a_head_is_fused_only_if_the_plan_stores_its_gradients():
     model = MODELS["gpt-untied"]
     params, block, path = model.init(keys.key(0)), model.blocks[-1], head_of(model)
     plan = keeping(model, params)

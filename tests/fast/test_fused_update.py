@@ -119,7 +119,7 @@ def fused_of(optimizer: Optimizer, mechanism: Mechanism, dtype=torch.float32, mo
 @pytest.mark.parametrize("z", [0.0, 1.3])
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_it_is_noise_mean_update_one_after_the_other(name, style, z):
+def test_the_fused_update_equals_noise_mean_and_update_in_turn(name, style, z):
     frozen = MODEL._replace(frozen=frozenset({"layers.0.weight", "head.bias"}))
     optimizer, mechanism = OPTIMIZERS[name](), mechanism_of(style, z)
     want, got = (state_of(optimizer, mechanism, frozen) for _ in range(2))
@@ -280,7 +280,7 @@ def test_a_step_that_may_not_write_takes_the_plain_end(monkeypatch):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_what_is_put_around_an_update_is_never_left_out(name, monkeypatch):
+def test_an_update_that_wraps_another_is_never_bypassed(name, monkeypatch):
     """Not even by a pass that knows of no update but its own: it then does not take the step."""
     own, mechanism = OPTIMIZERS[name](), mechanism_of()
 

@@ -100,7 +100,7 @@ def assert_trees_close(got: Any, want: Any, rtol: float = 2e-6) -> None:
 @pytest.mark.parametrize("samples", [1, 4])
 @pytest.mark.parametrize("z", [0.0, 0.7])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_it_is_the_plain_path_in_one_pass(name, z, samples):
+def test_the_noisy_update_equals_the_plain_path(name, z, samples):
     optimizer = OPTIMIZERS[name]()
     want, got = params_of(), params_of()
     want_state, state = optimizer.init(want), optimizer.init(got)
@@ -118,7 +118,7 @@ def test_it_is_the_plain_path_in_one_pass(name, z, samples):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_parameters_of_other_dtypes_take_the_plain_way(dtype):
+def test_parameters_of_other_dtypes_take_the_plain_path(dtype):
     optimizer = adamw(1e-2)
     want, got = params_of(dtype), params_of(dtype)
     want_state, state = optimizer.init(want), optimizer.init(got)
@@ -141,7 +141,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_a_part_of_a_leaf_is_updated_to_its_part_of_the_whole(name):
+def test_a_shard_is_updated_to_its_part_of_the_full_leaf(name):
     optimizer, place = adamw(1e-2), PLACES[name]
     inside = tuple(slice(start, start + length) for start, length in place.window)
     whole = {"w": params_of()["blocks.0.w"]}
@@ -188,7 +188,7 @@ def test_only_adam_and_adamw_say_that_they_are():
     assert all(other.rule is None for other in others)
 
 
-def test_an_optimizer_whose_update_is_another_is_none_of_them():
+def test_an_optimizer_with_a_replaced_update_has_no_rule():
     for made in (adam(1e-3), adamw(1e-3), momentum(1e-2, weight_decay=0.1)):
         assert made.rule is not None
         assert made._replace(update=lambda *args, own=made.update: own(*args)).rule is None

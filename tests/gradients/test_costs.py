@@ -81,7 +81,7 @@ def test_an_embedding_moves_its_output_gradients():
     assert choices[NormBy.SYMMETRIC].norm is NormBy.SYMMETRIC
 
 
-def test_small_parameters_have_one_way():
+def test_small_parameters_have_one_option():
     (choice,) = candidates([BIAS], dtype=BF16, rates=RATES).values()
     assert choice[:2] == (NormBy.KEEP, SumBy.REUSE)
     assert choice.stored_bytes == B * P * 2
@@ -97,7 +97,7 @@ def test_uses_of_one_leaf_are_not_left_to_kernels():
     )
 
 
-def test_a_second_backward_keeps_nothing_and_makes_the_pairs_again():
+def test_a_second_backward_stores_nothing_and_recomputes_the_pairs():
     ways = candidates([LINEAR], dtype=BF16, rates=RATES)
     kept = second_backward(ways[NormBy.KEEP], [LINEAR], rates=RATES)
     assert kept[:2] == (NormBy.DIRECT, SumBy.SECOND_BACKWARD)
@@ -135,7 +135,7 @@ def test_rates():
         assert rates.wide == rates.matrix / (1 if dtype == torch.float64 else 2)
 
 
-def test_the_price_is_what_was_measured_if_anything_was():
+def test_the_price_is_the_measured_time_if_there_is_one():
     choice = Choice(NormBy.KEEP, SumBy.REUSE, 2.0, 0.0)
     assert choice.price == 2.0
     assert choice._replace(measured=0.5).price == 0.5

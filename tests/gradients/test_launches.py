@@ -65,7 +65,7 @@ def assert_same(got: Tensor, alone: Tensor) -> None:
     torch.testing.assert_close(got, alone, rtol=0, atol=0)
 
 
-def test_kept_gradients_are_those_of_each_alone(launches: list[tuple[str, int]]) -> None:
+def test_stored_gradients_equal_those_of_each_record_alone(launches: list[tuple[str, int]]) -> None:
     for got, record in zip(store_gradients(records()), records(), strict=True):
         alone = store_gradient(record)
         assert_same(got.gradient, alone.gradient)
@@ -75,7 +75,7 @@ def test_kept_gradients_are_those_of_each_alone(launches: list[tuple[str, int]])
     assert sorted(launches) == [("foreach_keep", 1), ("foreach_keep", 3)]
 
 
-def test_norms_are_those_of_each_alone(launches: list[tuple[str, int]]) -> None:
+def test_norms_equal_those_of_each_record_alone(launches: list[tuple[str, int]]) -> None:
     pairs = [record for record in records() if isinstance(record, Pair)]
     for got, record in zip(symmetric_squared_norms(pairs), pairs, strict=True):
         assert_same(got, symmetric_squared_norm(record))
@@ -89,7 +89,7 @@ def test_norms_are_those_of_each_alone(launches: list[tuple[str, int]]) -> None:
     ]
 
 
-def test_each_way_to_a_norm_goes_by_its_own_kernel(launches: list[tuple[str, int]]) -> None:
+def test_each_option_for_norms_uses_its_own_kernel(launches: list[tuple[str, int]]) -> None:
     for by, name in ((NormBy.DIRECT, "foreach_direct"), (NormBy.SYMMETRIC, "foreach_ghost")):
         SQUARED_NORMS[by]([pair(3, 5, 4, 6)])
         assert launches.pop() == (name, 1)
@@ -97,7 +97,7 @@ def test_each_way_to_a_norm_goes_by_its_own_kernel(launches: list[tuple[str, int
     assert not launches
 
 
-def test_sums_are_those_of_each_alone_with_its_own_factors(launches: list[tuple[str, int]]) -> None:
+def test_sums_equal_those_of_each_record_alone_with_its_factors(launches: list[tuple[str, int]]) -> None:
     factors = [(torch.rand(3, generator=torch.Generator().manual_seed(i)) + i).double() for i in range(8)]
     factors[3][1] = 0.0
     left = records()[3].left  # type: ignore[union-attr]
@@ -109,7 +109,7 @@ def test_sums_are_those_of_each_alone_with_its_own_factors(launches: list[tuple[
     assert sorted(launches) == [("foreach_weighted", 1), ("foreach_weighted", 3)]
 
 
-def test_more_samples_than_float32_adds_up_are_summed_apart(launches: list[tuple[str, int]]) -> None:
+def test_more_samples_than_one_float32_sum_takes_are_split(launches: list[tuple[str, int]]) -> None:
     many = [pair(65, 2, 3, 4), pair(65, 2, 4, 3)]
     factors = [torch.ones(65, dtype=torch.float64)] * 2
     for got, record in zip(weighted_gradients(many, factors), many):
@@ -118,7 +118,7 @@ def test_more_samples_than_float32_adds_up_are_summed_apart(launches: list[tuple
     assert not launches
 
 
-def test_without_kernels_nothing_is_launched_together() -> None:
+def test_without_kernels_no_launch_is_shared() -> None:
     found = weighted_gradients(records(), [torch.ones(3, dtype=torch.float64)] * 8)
     for got, record in zip(found, records(), strict=True):
         assert_same(got, weighted_gradient(record, torch.ones(3)))

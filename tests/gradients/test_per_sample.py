@@ -130,7 +130,7 @@ def test_frozen_leaves_are_left_out(plan_name):
 
 
 @pytest.mark.parametrize("plan_name", ["materialize", "ghost", "auto"])
-def test_a_whole_block_may_be_frozen(plan_name):
+def test_a_block_may_be_frozen_in_full(plan_name):
     case, reference = case_named("gpt"), reference_of("gpt")
     frozen = frozenset(path for path in case.model.leaves if path.startswith("blocks.0"))
     case = case._replace(model=case.model._replace(frozen=frozen))
@@ -232,7 +232,7 @@ def test_inputs_are_not_modified_and_runs_repeat_bit_for_bit(plan_name):
         assert torch.equal(a, b)
 
 
-def test_only_a_second_backward_keeps_the_inputs_of_blocks():
+def test_only_a_second_backward_stores_the_inputs_of_blocks():
     for name in PLANS:
         _, _, stash = run("gpt", name)
         second = {choice.sum for choice in stash.plan.choices.values()} == {SumBy.SECOND_BACKWARD}
@@ -446,7 +446,7 @@ def test_several_uses_in_half_precision_are_measured_as_they_are_summed(plan_nam
             check_uses_in_half_precision(plan_name, in_blocks)
 
 
-def test_a_leaf_kept_in_two_blocks_is_measured_whole(monkeypatch):
+def test_a_leaf_stored_by_two_blocks_is_measured_as_their_sum(monkeypatch):
     """A kernel measures the gradient of each use; what is kept, and measured, is their sum."""
     as_on_a_gpu(monkeypatch)
     monkeypatch.setattr(fdp.gradients.per_sample, "SMALL_LEAF_ELEMENTS", 0)

@@ -122,7 +122,7 @@ def test_gram_norms_of_repeated_uses_pay_for_their_cross_terms():
     assert plan.stored_bytes == 3 * B * T * (n + n) * 4
 
 
-def test_kept_bytes_are_those_of_the_table():
+def test_stored_bytes_are_those_of_the_table():
     B, T, n = 2, 12, 8
     auto = linear_plan(batch=B, tokens=T, width=n, method=Method.AUTO)
     assert auto.stored_bytes == B * T * (n + n) * 4
@@ -133,7 +133,7 @@ def test_kept_bytes_are_those_of_the_table():
     assert half.stored_bytes == B * T * (n + n) * 2
 
 
-def test_a_large_vocabulary_is_never_kept_per_sample():
+def test_a_large_vocabulary_is_never_stored_per_sample():
     params = {"table": torch.zeros(5000, 8)}
     model = from_loss(lambda p, d: ops.embedding(d["ids"], p["table"]).sum((1, 2)), params)
     plan = make_plan(model, params, {"ids": torch.zeros(4, 64, dtype=torch.int64)}, method=Method.AUTO)
@@ -172,7 +172,7 @@ def test_ghost_methods_fix_the_norm_and_differ_in_the_sum():
             assert second.choices[path].norm is NormBy.GRAM
 
 
-def test_materialize_keeps_every_gradient():
+def test_materialize_stores_every_gradient():
     plan = plan_of(case_named("loop"), Method.MATERIALIZE)
     assert {choice[:2] for choice in plan.choices.values()} == {(NormBy.VMAP, SumBy.REUSE)}
     assert plan.stored_bytes == 3 * (16 + 4) * 8
@@ -196,7 +196,7 @@ def test_the_memory_budget_is_respected(method, name, fraction):
         assert all(choice.norm is not NormBy.KEEP for choice in plan.choices.values())
 
 
-def test_a_tighter_budget_keeps_the_smaller_form_before_it_goes_back_twice():
+def test_a_tighter_budget_stores_a_smaller_form_before_it_goes_back_twice():
     loose = linear_plan(batch=2, tokens=12, width=8, method=Method.AUTO)
     tight = linear_plan(batch=2, tokens=12, width=8, method=Method.AUTO, memory_budget=loose.stored_bytes - 1)
     (choice,) = tight.choices.values()
@@ -249,7 +249,7 @@ def test_flash_without_room_and_flash_bk_take_the_cheaper_of_direct_and_symmetri
 
 @pytest.mark.usefixtures("_gpu")
 @pytest.mark.parametrize("tokens", [4, 128, 1024])
-def test_flash_keeps_gradients_and_goes_back_once(tokens):
+def test_flash_stores_gradients_and_goes_back_once(tokens):
     """Also of short sequences, where another way would be cheaper."""
     (choice,) = linear_plan(
         batch=2, tokens=tokens, width=512, method=Method.FLASH, dtype=torch.bfloat16
@@ -259,7 +259,7 @@ def test_flash_keeps_gradients_and_goes_back_once(tokens):
 
 
 @pytest.mark.parametrize("name", ["gpt", "gpt-untied", "llama", "cnn", "convolutions", "all-ways"])
-def test_flash_keeps_every_leaf_but_tables(name):
+def test_flash_stores_every_leaf_but_tables(name):
     plan = plan_named(name, Method.FLASH)
     tables = {use.path for block in plan.uses for use in block if use.rule == "embedding"}
     for path, choice in plan.choices.items():
@@ -278,7 +278,7 @@ def table_plan(*, batch: int, tokens: int, rows: int, method: Method, **options)
 
 @pytest.mark.usefixtures("_gpu")
 @pytest.mark.parametrize(("rows", "kept"), [(50257, False), (64, True)])
-def test_flash_keeps_an_embedding_only_where_that_is_cheapest(rows, kept):
+def test_flash_stores_an_embedding_only_if_that_is_cheapest(rows, kept):
     (choice,) = table_plan(batch=4, tokens=512, rows=rows, method=Method.FLASH).choices.values()
     assert (choice.norm is NormBy.KEEP) == kept
     if not kept:
@@ -286,7 +286,7 @@ def test_flash_keeps_an_embedding_only_where_that_is_cheapest(rows, kept):
 
 
 @pytest.mark.usefixtures("_gpu")
-def test_under_a_budget_flash_takes_none_but_its_own_ways():
+def test_under_a_budget_flash_chooses_among_its_own_options():
     """Gram matrices, stored, are not: though they would be the cheapest here by their measured times."""
     times = {
         signature(use, by, torch.bfloat16): 1e-9 if by is NormBy.GRAM else 1e-3
@@ -304,7 +304,7 @@ def test_under_a_budget_flash_takes_none_but_its_own_ways():
 
 @pytest.mark.usefixtures("_gpu")
 @pytest.mark.parametrize("name", ["gpt", "gpt-untied", "llama"])
-def test_on_a_gpu_auto_and_flash_keep_the_gradients_of_a_head(name):
+def test_on_a_gpu_auto_and_flash_store_the_gradients_of_a_head(name):
     case = case_named(name)
     head = case.model.blocks[-1].head
     assert head is not None

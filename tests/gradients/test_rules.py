@@ -355,7 +355,7 @@ def half_on_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["linear", "one token", "embedding", "groups"])
-def test_by_kernels_norms_sums_and_kept_gradients_are_the_same(name, monkeypatch):
+def test_kernels_give_the_same_norms_sums_and_stored_gradients(name, monkeypatch):
     record = RECORDS[name](torch.bfloat16)
     factors = torch.tensor([0.3, 0.0, 0.9], dtype=torch.float64)
     truth = [norm(record) for norm in NORMS], rules.weighted_gradient(record, factors)
@@ -373,7 +373,7 @@ def test_by_kernels_norms_sums_and_kept_gradients_are_the_same(name, monkeypatch
 
 @pytest.mark.parametrize("value", [NAN, INF])
 @pytest.mark.parametrize("name", ["linear", "embedding", "groups"])
-def test_by_kernels_bad_samples_stay_alone(name, value, monkeypatch):
+def test_with_kernels_bad_samples_do_not_affect_others(name, value, monkeypatch):
     half_on_gpu(monkeypatch)
     record = RECORDS[name](torch.bfloat16)
     bad, factors = poisoned(record, 1, value), torch.tensor([0.3, 0.0, 0.9])
@@ -390,7 +390,7 @@ def test_kernels_are_for_half_precision_pairs_on_a_gpu():
 
 
 @pytest.mark.parametrize("name", RECORDS)
-def test_what_is_kept_is_the_gradient(name):
+def test_stored_gradients_are_the_per_sample_gradients(name):
     record = RECORDS[name](torch.float32)
     kept = rules.store_gradient(record)
     assert torch.equal(kept.gradient, rules.per_sample_gradient(record))

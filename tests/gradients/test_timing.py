@@ -44,7 +44,7 @@ def taken(monkeypatch):
     return seen
 
 
-def test_every_way_is_timed_for_real(store):
+def test_every_option_is_timed_for_real(store):
     times = measure([LINEAR, EMBEDDING, BIAS], dtype=torch.float32, device=CPU, store=store, seconds=1e-6)
     expected = {signature(use, by, torch.float32) for use in (LINEAR, EMBEDDING) for by in TIMED}
     assert set(times) == expected
@@ -52,7 +52,7 @@ def test_every_way_is_timed_for_real(store):
     assert load_times(CPU, store=store) == times
 
 
-def test_a_signature_says_all_that_a_time_depends_on():
+def test_a_signature_names_everything_a_time_depends_on():
     name = signature(LINEAR, NormBy.KEEP, torch.bfloat16)
     assert name == "keep linear B=2 T=3 p=4 d=5 bfloat16"
     others = [
@@ -67,7 +67,7 @@ def test_a_signature_says_all_that_a_time_depends_on():
     assert len({name, *others}) == 8
 
 
-def test_what_is_known_is_not_taken_again(store, taken):
+def test_cached_times_are_not_measured_again(store, taken):
     first = measure([LINEAR, LINEAR._replace(name="v#0", path="v")], dtype=torch.float32, device=CPU, store=store)
     assert len(taken) == len(first) == 4  # two layers of one shape are one measurement
     again = measure([LINEAR], dtype=torch.float32, device=CPU, store=store)
@@ -80,7 +80,7 @@ def test_what_is_known_is_not_taken_again(store, taken):
     assert len(taken) == 12
 
 
-def test_without_a_store_nothing_is_kept(taken, tmp_path, monkeypatch):
+def test_without_a_store_nothing_is_written(taken, tmp_path, monkeypatch):
     monkeypatch.setenv("FDP_CACHE", str(tmp_path))
     for count in (4, 8):
         measure([LINEAR], dtype=torch.float32, device=CPU, store=None)
@@ -130,7 +130,7 @@ def test_the_device_and_the_versions_are_named():
     assert who.endswith(f"fdp {version('fdp')}")
 
 
-def test_a_way_that_does_not_fit_has_no_time(store, monkeypatch):
+def test_an_option_that_runs_out_of_memory_has_no_time(store, monkeypatch):
     real = fdp.gradients.timing._median
 
     def median(run, device, seconds):
@@ -143,12 +143,12 @@ def test_a_way_that_does_not_fit_has_no_time(store, monkeypatch):
     assert len(measure([LINEAR], dtype=torch.float32, device=CPU, store=store, seconds=1e-6)) == 4
 
 
-def test_no_time_is_refused():
+def test_a_measurement_of_zero_seconds_is_refused():
     with pytest.raises(FdpError, match="positive time"):
         measure([LINEAR], dtype=torch.float32, device=CPU, store=None, seconds=0)
 
 
-def test_where_times_are_kept(monkeypatch, tmp_path):
+def test_times_are_stored_in_the_cache_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("FDP_CACHE", str(tmp_path))
     assert default_store() == tmp_path / "timings.json"
     monkeypatch.delenv("FDP_CACHE")
@@ -160,7 +160,7 @@ def test_where_times_are_kept(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("left", [randn(3, 1, 6, 4), OneHot(torch.tensor([[0, 1, 1, 3, 2, 0]] * 3))])
-def test_every_way_computes_the_same(left):
+def test_every_option_computes_the_same(left):
     record = Pair(left, randn(3, 1, 6, 5, seed=2), (4, 5))
     factors = torch.tensor([0.5, 0.0, 1.0], dtype=torch.float64)
     G = per_sample_gradient(record)
@@ -186,7 +186,7 @@ def plan_with(times, method=Method.AUTO, memory_budget=None):
 
 
 @pytest.mark.parametrize("best", TIMED)
-def test_what_was_measured_decides(best):
+def test_measured_times_decide_the_choice(best):
     times = {signature(LINEAR, by, torch.float32): 1.0 if by is best else 2.0 for by in TIMED}
     plan = plan_with(times)
     assert plan.choices["w"].norm is best
@@ -215,7 +215,7 @@ def test_flash_bk_and_flash_under_a_budget_choose_between_two_options_by_time(be
     assert plan_with(times, Method.FLASH, memory_budget=0.0).choices["w"].norm is best
 
 
-def test_flash_keeps_whatever_the_times_say():
+def test_flash_stores_gradients_whatever_the_times_say():
     times = {signature(LINEAR, by, torch.float32): 2.0 if by is NormBy.KEEP else 1.0 for by in TIMED}
     assert plan_with(times, Method.FLASH).choices["w"].norm is NormBy.KEEP
 
@@ -228,7 +228,7 @@ def test_times_of_other_shapes_and_dtypes_count_for_nothing():
     assert plan_with(times).choices["w"].measured is None
 
 
-def test_a_time_for_one_way_is_weighed_against_predictions_of_the_others():
+def test_one_measured_time_is_compared_with_predictions_of_the_others():
     free = plan_with(None).choices["w"]
     slow = {signature(LINEAR, free.norm, torch.float32): 10.0}
     assert plan_with(slow).choices["w"].norm is not free.norm

@@ -227,7 +227,7 @@ def test_how_a_run_computes_makes_no_difference(one_rank: list[Seen], changes: d
     ],
     ids=["clip", "noise", "optimizer", "schedule", "seed"],
 )
-def test_what_changes_the_result_is_named(changes: dict[str, Any], number: int, stage: Stage) -> None:
+def test_the_first_stage_that_a_change_affects_is_named(changes: dict[str, Any], number: int, stage: Stage) -> None:
     reference = {"optimizer": optimizers.sgd(0.1)} if number == 2 else {}
     first = found_first(observed(settings="compare", **changes), observed(settings="compare", **reference))
     assert first is not None

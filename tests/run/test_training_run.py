@@ -323,7 +323,9 @@ def batch_norm(params: Tree, batch: Tree) -> Tensor:
         ({"model": mean_model(batch_norm)}, "samples are not independent"),
     ],
 )
-def test_what_cannot_be_trained_is_refused_before_the_first_step(changes: dict[str, Any], message: str) -> None:
+def test_settings_that_cannot_be_trained_are_refused_before_the_first_step(
+    changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(FdpError, match=message):
         prepare(config(**changes))
 
