@@ -15,7 +15,7 @@ from fdp.parallel.sharding import Sharding
 
 
 class Compile(Enum):
-    """Compile nothing, each kind of block once, or the whole work on a microbatch and the whole update."""
+    """Compile nothing, each kind of block once, or the full work on a microbatch and the full update."""
 
     NONE = "none"
     BLOCK = "block"

@@ -63,15 +63,15 @@ class CompiledRunner:
         """Return a block's output and its pull-back to its carry and to its parameters' records."""
         local, names, here = _local(block, weights)
         trained = frozenset(names[path] for path in weights if path in trainable)
-        mine = tuple(use._replace(name=_renamed(use, names), path=names[use.path]) for use in uses)
+        mine = tuple(use._replace(name=_local_name(use, names), path=names[use.path]) for use in uses)
         key = (block.apply, repr(local), mine, trained, tuple((w.dtype, w.device) for w in here.values()))
         if key not in self.kinds:
             named = Block(block.name, local, block.apply)
             tape, _ = trace_tape(named, here, trained, carry, data, attached=True)
             separate = _separate_biases(tape)
             planned = [(use.name, use.rule) for use in mine if use.name not in separate]
-            run = self._compiled(_tapped_run(named, trained, planned, tape), block, pure=not tape.changed)
-            with torch.inference_mode(False):  # zeros made in that mode could never be differentiated
+            run = self._compile(_tapped_run(named, trained, planned, tape), block, pure=not tape.changed)
+            with torch.inference_mode(False):  # zeros created in that mode could never be differentiated
                 zeros = zeros_of(mine, here)
             self.kinds[key] = CompiledBlock(run, tape.rules, separate, zeros)
         kind = self.kinds[key]
@@ -101,7 +101,7 @@ class CompiledRunner:
         key = (block.apply, repr(local))
         if key not in self.kinds:
             named = Block(block.name, local, block.apply)
-            self.kinds[key] = CompiledBlock(self._compiled(_plain_run(named), block), {}, {}, {})
+            self.kinds[key] = CompiledBlock(self._compile(_plain_run(named), block), {}, {}, {})
         trained = {names[path]: w.detach().requires_grad_() for path, w in weights.items() if path in trainable}
         carry = _requiring_grad(carry)
         with torch.enable_grad():
@@ -134,22 +134,22 @@ class CompiledRunner:
         tensors = (leaf for leaf in tree.leaves(values) if isinstance(leaf, Tensor))
         known = (key, tuple((tuple(leaf.shape), leaf.dtype, leaf.device) for leaf in tensors))
         if known not in self.kinds:
-            self.kinds[known] = CompiledBlock(self._compiled_as(f"function_{len(self.kinds)}", run), {}, {}, {})
+            self.kinds[known] = CompiledBlock(self._compile_as(f"function_{len(self.kinds)}", run), {}, {}, {})
         return self.kinds[known].run(*values)
 
-    def _compiled(self, run: Callable, block: Block, *, pure: bool = True) -> Callable:
+    def _compile(self, run: Callable, block: Block, *, pure: bool = True) -> Callable:
         """Compile ``run``, unless the block forbids it or writes into its module, which only an eager run undoes."""
-        return self._compiled_as(f"block_{block.name}", run) if block.compiled and pure else run
+        return self._compile_as(f"block_{block.name}", run) if block.compiled and pure else run
 
-    def _compiled_as(self, name: str, run: Callable) -> Callable:
+    def _compile_as(self, name: str, run: Callable) -> Callable:
         from torch._dynamo.exc import Unsupported  # here, since importing it takes long
 
-        # A code object of its own: kinds do not share one cache of compiled graphs, nor its limit.
+        # With its own code object, a kind does not share torch.compile's cache and its size limit with others.
         code = run.__code__.replace(co_name=name.replace(".", "_"))
         own = types.FunctionType(code, run.__globals__, code.co_name, run.__defaults__, run.__closure__)
         compiled = torch.compile(own, fullgraph=True, dynamic=False, backend=self.backend)
 
-        def refusing(*values: Any) -> Any:
+        def run_or_raise(*values: Any) -> Any:
             try:
                 return compiled(*values)
             except Unsupported as error:
@@ -158,7 +158,7 @@ class CompiledRunner:
                     f"{' '.join(str(error).split())}"
                 ) from error
 
-        return refusing
+        return run_or_raise
 
 
 def _local(block: Block, weights: Flat) -> tuple[Tree, dict[Path, str], Flat]:
@@ -167,7 +167,7 @@ def _local(block: Block, weights: Flat) -> tuple[Tree, dict[Path, str], Flat]:
     return tree.select(names, block.params), names, {names[path]: w.detach() for path, w in weights.items()}
 
 
-def _renamed(use: Use, names: dict[Path, str]) -> str:
+def _local_name(use: Use, names: dict[Path, str]) -> str:
     return names[use.path] + use.name.removeprefix(use.path)
 
 
@@ -191,7 +191,7 @@ def _gradients(out: Tree, gradient: Tree, carry: Tree, taps: Flat) -> tuple[Tree
 
     def slope(leaf: Tensor) -> Tensor:
         if not leaf.is_floating_point():
-            return leaf  # integers have no gradient, and nobody reads this one
+            return leaf  # a placeholder: integers have no gradient
         own = next(of_carry) if leaf.requires_grad else None
         return torch.zeros_like(leaf) if own is None else own
 
@@ -231,7 +231,7 @@ def _tapped_run(
         tape.known, tape.written = layouts, written
         out = block.apply(watch(block, weights, trained, tape), carry, data)
         met = [(use.name, use.rule) for use in tape.uses]
-        if [use for use in planned if use not in met]:  # torch.compile does not show every function of torch
+        if [use for use in planned if use not in met]:  # torch.compile hides some functions of torch
             raise FdpError(f"{block.name}: expected the uses {planned}, as planned, got {met}; do not compile it")
         return out, {name: x.detach() for name, x in tape.inputs.items()}
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from fdp import tree
-from fdp.fast.chunked_head import fused_head_kept, fused_head_plain
+from fdp.fast.chunked_head import fused_head_plain, fused_head_stored
 from fdp.gradients.costs import NormBy
 from fdp.gradients.execution import Pull, Runner
 from fdp.gradients.plan import Plan
@@ -61,7 +61,7 @@ def fused_vjp(
         assert gradient is None
         own = tuple(use for use in uses if use.path != path)
         features, pull = runner.tapped_vjp(before, rest, carry, data, own, plan.trainable)
-        losses, of_features, per_sample = fused_head_kept(features, weights[path], head.targets(data), counts)
+        losses, of_features, per_sample = fused_head_stored(features, weights[path], head.targets(data), counts)
         found: dict[Path, Any] = {path: [Dense(per_sample)]}
     else:
         features, pull = runner.plain_vjp(before, rest, carry, data, plan.trainable)

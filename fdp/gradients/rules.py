@@ -80,9 +80,9 @@ SAMPLES_PER_FLOAT32_SUM = 64
 """Most samples that a kernel sums in float32; partial sums of this many samples are added in float64."""
 MIN_FACTOR = 2.0**-100
 """Kernels treat smaller factors as 0: near the smallest float32 numbers, rounding would exceed the slack."""
-LONG_TOKENS, LARGE_ELEMENTS = 2048, 1 << 23
-"""Sequences of at least LONG_TOKENS tokens, with a gradient of at least LARGE_ELEMENTS elements, are stored faster by
-``bmm`` plus a norm pass than by our fused kernel; smaller gradients, from twice as many tokens."""
+LONG_SEQUENCE_TOKENS, LARGE_GRADIENT_ELEMENTS = 2048, 1 << 23
+"""``bmm`` plus a norm pass beats our fused kernel for gradients of at least this many elements and sequences of at
+least this many tokens; for smaller gradients, from twice as many tokens."""
 
 
 class Rule(NamedTuple):
@@ -112,7 +112,7 @@ def kernel_stores_faster(record: Record) -> bool:
     """Return True if our fused kernel beats ``bmm`` plus a norm pass for this shape."""
     if not has_kernels(record) or isinstance(record.left, OneHot):
         return False
-    long = LONG_TOKENS if math.prod(record.shape) >= LARGE_ELEMENTS else 2 * LONG_TOKENS
+    long = LONG_SEQUENCE_TOKENS if math.prod(record.shape) >= LARGE_GRADIENT_ELEMENTS else 2 * LONG_SEQUENCE_TOKENS
     return record.left.shape[1] == 1 and record.left.shape[2] < long
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fdp.fast.chunked_head import chunks, fused_head_kept, fused_head_norms, fused_head_plain, fused_head_weighted
+from fdp.fast.chunked_head import chunks, fused_head_norms, fused_head_plain, fused_head_stored, fused_head_weighted
 from tests.conftest import randn
 
 SHAPES = [(3, 5, 7, 4), (1, 1, 3, 2), (4, 13, 101, 6)]
@@ -62,7 +62,7 @@ def test_all_forms_equal_autograd(shape: tuple[int, int, int, int], rows: int) -
     weighted = torch.einsum("b,bvd->vd", start, p.G)
     losses, dh, total = fused_head_plain(*p.given, start, limit=limit(p, rows))
     torch.testing.assert_close((losses, dh, total), (p.losses, start[:, None, None] * p.dh, weighted))
-    losses, dh, kept = fused_head_kept(*p.given, limit=limit(p, rows))
+    losses, dh, kept = fused_head_stored(*p.given, limit=limit(p, rows))
     torch.testing.assert_close((losses, dh, kept), (p.losses, p.dh, p.G))
     losses, dh, squared = fused_head_norms(*p.given, limit=limit(p, rows))
     torch.testing.assert_close((losses, dh, squared), (p.losses, p.dh, p.G.square().sum((1, 2))))
@@ -74,7 +74,7 @@ def test_all_forms_equal_autograd(shape: tuple[int, int, int, int], rows: int) -
 def test_narrow_dtypes(dtype: torch.dtype, rows: int) -> None:
     p = problem(3, 9, 51, 8, dtype)
     close: dict[str, Any] = {"rtol": 0.05, "atol": 0.02} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
-    losses, dh, kept = fused_head_kept(*p.given, limit=limit(p, rows))
+    losses, dh, kept = fused_head_stored(*p.given, limit=limit(p, rows))
     assert (losses.dtype, dh.dtype, kept.dtype) == (torch.float32, dtype, dtype)
     torch.testing.assert_close((losses.double(), dh.double(), kept.double()), (p.losses, p.dh, p.G), **close)
     total = fused_head_plain(*p.given, torch.ones(3), limit=limit(p, rows))[2]
@@ -96,7 +96,7 @@ def test_the_norm_is_that_of_what_is_scaled_and_added(dtype: torch.dtype, rows: 
 
 def test_squares_of_kept_gradients_are_the_norms() -> None:
     p = problem(4, 13, 101, 6)
-    kept, squared = (f(*p.given, limit=limit(p, 6))[2] for f in (fused_head_kept, fused_head_norms))
+    kept, squared = (f(*p.given, limit=limit(p, 6))[2] for f in (fused_head_stored, fused_head_norms))
     torch.testing.assert_close(kept.square().sum((1, 2)), squared, rtol=1e-13, atol=0)
 
 
@@ -105,7 +105,7 @@ def test_a_sample_that_is_not_a_number_stays_alone(rows: int) -> None:
     clean = problem(3, 9, 51, 8)
     h = clean.h.clone()
     h[1, 4] = torch.nan
-    for head in (fused_head_kept, fused_head_norms):
+    for head in (fused_head_stored, fused_head_norms):
         bad = head(h, clean.w, clean.targets, limit=limit(clean, rows))
         good = head(*clean.given, limit=limit(clean, rows))
         for a, b in zip(bad, good):
@@ -132,7 +132,7 @@ def test_ignored_targets_leave_the_divisor() -> None:
     p = problem(2, 6, 11, 4)
     targets = torch.full_like(p.targets, -100)
     targets[0, 3] = 5
-    losses, dh, kept = fused_head_kept(p.h, p.w, targets)
+    losses, dh, kept = fused_head_stored(p.h, p.w, targets)
     torch.testing.assert_close(losses, plain_losses(p.h, p.w, targets))
     assert losses[1] == 0
     assert not kept[1].any()
@@ -144,7 +144,7 @@ def test_inputs_stay_as_they_are_and_may_be_views() -> None:
     h = torch.stack([p.h, -p.h], 1)[:, 0].transpose(0, 1).contiguous().transpose(0, 1)
     tokens = torch.cat([p.targets[:, :1], p.targets], 1)
     before = h.clone(), p.w.clone(), tokens.clone()
-    result = fused_head_kept(h, p.w.clone().requires_grad_(), tokens[:, 1:])
+    result = fused_head_stored(h, p.w.clone().requires_grad_(), tokens[:, 1:])
     torch.testing.assert_close(result, (p.losses, p.dh, p.G))
     assert all(map(torch.equal, before, (h, p.w, tokens)))
     assert not any(x.requires_grad for x in result)
@@ -168,7 +168,7 @@ def test_one_graph() -> None:
 
     def head(h: Tensor, w: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
         squared = fused_head_norms(h, w, targets, limit=limit(p, 3))[2]
-        return *fused_head_kept(h, w, targets, limit=limit(p, 3)), squared
+        return *fused_head_stored(h, w, targets, limit=limit(p, 3)), squared
 
     compiled = torch.compile(head, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(*p.given), head(*p.given))
@@ -197,7 +197,7 @@ def error(got: Tensor, expected: Tensor) -> float:
 def test_bfloat16_on_the_gpu(batch: int, tokens: int) -> None:
     """Against autograd in float32, sample by sample, at an odd vocabulary; one chunk a sample, and two."""
     h, w, targets = large(batch, tokens)
-    losses, dh, kept = fused_head_kept(h, w, targets)
+    losses, dh, kept = fused_head_stored(h, w, targets)
     _, dh_norms, squared = fused_head_norms(h, w, targets)
     _, dh_plain, total = fused_head_plain(h, w, targets, torch.ones(batch, device="cuda"))
     weighted = fused_head_weighted(h, w, targets, torch.full((batch,), 0.5, device="cuda"))
@@ -229,7 +229,7 @@ def test_the_logits_are_never_stored_in_full() -> None:
         (lambda: fused_head_plain(h, w, targets, ones, limit=limit), matrix),
         (lambda: fused_head_norms(h, w, targets, limit=limit), matrix),
         (lambda: fused_head_weighted(h, w, targets, ones, limit=limit), 2 * matrix),
-        (lambda: fused_head_kept(h, w, targets, limit=limit), 3 * matrix),
+        (lambda: fused_head_stored(h, w, targets, limit=limit), 3 * matrix),
     ):
         head()  # workspaces of cuBLAS
         torch.cuda.synchronize()
@@ -251,7 +251,7 @@ def test_graph_replay_equals_eager(tokens: int) -> None:
     def all_forms() -> tuple[Tensor, ...]:
         return (
             *fused_head_plain(h, w, targets, factors),
-            *fused_head_kept(h, w, targets),
+            *fused_head_stored(h, w, targets),
             *fused_head_norms(h, w, targets),
             fused_head_weighted(h, w, targets, factors),
         )

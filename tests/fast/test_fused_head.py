@@ -47,7 +47,7 @@ def _padded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         def padded(w: Tensor, *, to: int = 8) -> Tensor:
             return torch.cat([w, w.new_zeros(-len(w) % to, w.shape[1])])
 
-        monkeypatch.setattr(fdp.fast.chunked_head, "_padded", padded)
+        monkeypatch.setattr(fdp.fast.chunked_head, "_pad_vocabulary", padded)
 
 
 def keeping(model: Model, params: Any, method: Method = Method.AUTO) -> Plan:
@@ -128,13 +128,13 @@ def test_the_loop_takes_the_fused_way(monkeypatch):
     """And would notice if it were wrong."""
     model = MODELS["gpt-untied"]
     params = random_like(model)
-    real = fdp.fast.fused_head.fused_head_kept
+    real = fdp.fast.fused_head.fused_head_stored
 
     def wrong(*args):
         losses, dh, kept = real(*args)
         return losses, dh, 2 * kept
 
-    monkeypatch.setattr(fdp.fast.fused_head, "fused_head_kept", wrong)
+    monkeypatch.setattr(fdp.fast.fused_head, "fused_head_stored", wrong)
     plan = keeping(model, params)
     _, norms, _ = per_sample_norms(model, params, DATA, plan=plan, execution=Execution(runner=BLOCKS))
     _, truth, _ = per_sample_norms(model, params, DATA, plan=plan)
