@@ -178,7 +178,7 @@ FAMILIES: list[Kind] = [
     _image("ViT", IMAGES, compiled=True),
     _image("DeiT", IMAGES),
     _image("Beit", IMAGES, mend=WHOLE),
-    _image("Dinov2", {**IMAGES, "mlp_ratio": 2}),
+    _image("Dinov2", {**IMAGES, "mlp_ratio": 2}, mend={"frozen": ("dinov2.embeddings.mask_token",)}),
     _language("Llama", GROUPED, compiled=True),
     _language("Qwen2", GROUPED, compiled=True),
     _language("Mistral", GROUPED, compiled=True),

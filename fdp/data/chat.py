@@ -75,9 +75,9 @@ def _tokens(pieces: Sequence[Piece], tokenizer: Tokenizer, place: str) -> tuple[
 
 
 def _token_span(span: tuple[int, int]) -> tuple[int, int]:
-    """Return the characters of a token; if trimming spaces left none, the character before."""
+    """Return the characters of a token; if trimming spaces left none, the one before, or the first of the text."""
     first, last = span
-    return (first, last) if first < last else (max(last - 1, 0), last)
+    return (first, last) if first < last else (max(last - 1, 0), max(last, 1))
 
 
 def _append_end(tokens: list[int], counted: list[bool], tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:

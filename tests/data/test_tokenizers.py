@@ -84,6 +84,8 @@ def test_the_tokens_of_a_record_are_those_of_its_text(name: str, prompt: str, co
 def _border(tokenizer: text.Tokenizer, prompt: str, completion: str) -> int:
     """Return the number of tokens of the full text that end within the prompt."""
     assert tokenizer.locate is not None
+    if not prompt:
+        return 0
     tokens, spans = tokenizer.locate(prompt + completion)
     return sum(end <= len(prompt) for _, end in spans) if len(tokens) else 0
 

@@ -272,6 +272,7 @@ def test_gpu_replay_draws_new_noise_for_a_new_key_and_counts_steps():
     step()
     eager(want, want_state, gradients, key=key, **say)
     torch.cuda.synchronize()
+    update_.reserve()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
