@@ -42,7 +42,7 @@ def images(samples: int) -> dict[str, torch.Tensor]:
 
 
 def batch_of(data, *, microbatch: int) -> Batch:
-    """Samples in order, padded to whole microbatches with copies of the first one and mask 0."""
+    """Return samples in order, padded to full microbatches with copies of the first one and mask 0."""
     samples = len(tree.leaves(data)[0])
     padded = -(-samples // microbatch) * microbatch
     rows = torch.arange(padded) * (torch.arange(padded) < samples)

@@ -87,7 +87,7 @@ def among_six(p, d):
 
 
 def in_pairs(p, d):
-    """Only with a neighbour: alone it is another loss."""
+    """A loss that changes only if the sample has a neighbour."""
     return scores_of(p, d) * (1.0 if len(d["x"]) > 1 else 2.0)
 
 

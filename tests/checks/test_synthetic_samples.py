@@ -1,4 +1,4 @@
-"""Made-up samples: valid wherever real ones are, unlike each other, and enough to see what looks across samples."""
+"""Synthetic samples are valid, differ from each other, and reveal models that look across samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fused head against autograd of the plain one, for every chunk size; samples stay apart."""
+"""The fused head against autograd of the plain one, for every chunk size; samples do not mix."""
 
 from __future__ import annotations
 

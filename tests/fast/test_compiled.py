@@ -1,4 +1,4 @@
-"""Compiled blocks against eager ones: the pull-backs of taps and of plain autograd, and whole steps."""
+"""Compiled blocks against eager ones: pull-backs of taps and of plain autograd, and full steps."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def assert_equal_trees(got: Any, expected: Any, tolerance: float = 1e-12) -> Non
 
 
 def as_tensors(seen: list[Any]) -> list[Any]:
-    """Records as per-sample gradients, in path order: how a record is made is not what is compared."""
+    """Return records as per-sample gradients, in path order, so that only values are compared."""
     made: list[Any] = []
     for entry in seen:
         if isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[1], dict):
@@ -353,7 +353,7 @@ def test_compiled_blocks_take_the_same_steps_with_less_memory(method, options):
 
 
 def sharded_steps(axes: dict[str, int] | None) -> dict[str, Any]:
-    """Two steps with compiled blocks: parameters and norms, whole."""
+    """Return the full parameters and norms of two steps with compiled blocks."""
     model, root, sampling = MODELS["mlp"], keys.key(0), poisson(40, expected_batch_size=10)
     everyone = data_of(model, 40)
     mechanism, optimizer = Mechanism(sampling, clipping.flat(max_norm=0.3), 1.0), adamw(1e-2, eps=1e-3)

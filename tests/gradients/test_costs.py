@@ -90,7 +90,7 @@ def test_small_parameters_have_one_option():
 
 
 def test_uses_of_one_leaf_are_not_left_to_kernels():
-    """Cross terms are made in float64, so several uses cost what they cost without kernels."""
+    """Cross terms are computed in float64, so several uses cost as much as without kernels."""
     both = [LINEAR, LINEAR._replace(name="w#1")]
     assert seconds(candidates(both, dtype=BF16, rates=RATES)) == pytest.approx(
         seconds(candidates(both, dtype=BF16, rates=RATES._replace(kernels=False)))

@@ -1,4 +1,4 @@
-"""Records that share a launch: what is made of each is what is made of it alone, in its place, with its factors."""
+"""Records that share a launch have the same results as alone, in the same order, with their own factors."""
 
 from __future__ import annotations
 

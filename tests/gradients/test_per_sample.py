@@ -353,7 +353,7 @@ def test_the_dtype_of_a_lazy_plain_sum_does_not_depend_on_the_losses(compute, lo
 
 @pytest.mark.parametrize("method", [Method.GHOST_BK, Method.FLASH])
 def test_a_stash_frees_what_is_summed(method, monkeypatch):
-    """Block by block: what is kept of the blocks done is gone while the next is summed; and the sum is the same."""
+    """The records of a block are freed while the next block is summed, and the sum is the same."""
     case = case_named("gpt")
     plan = make_plan(*case, method=method, dtype=torch.float64)
     _, norms, stash = per_sample_norms(*case, plan=plan)
@@ -447,7 +447,7 @@ def test_several_uses_in_half_precision_are_measured_as_they_are_summed(plan_nam
 
 
 def test_a_leaf_stored_by_two_blocks_is_measured_as_their_sum(monkeypatch):
-    """A kernel measures the gradient of each use; what is kept, and measured, is their sum."""
+    """A kernel measures the gradient of each use, but the stored and measured gradient is their sum."""
     as_on_a_gpu(monkeypatch)
     monkeypatch.setattr(fdp.gradients.per_sample, "SMALL_LEAF_ELEMENTS", 0)
     half, params = torch.bfloat16, {"w": torch.zeros(16, 16)}

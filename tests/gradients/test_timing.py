@@ -1,4 +1,4 @@
-"""Times are taken once per shape, way, device and versions, kept on disk, and go before what was predicted."""
+"""Times are measured once per shape, option, device and version, cached on disk, and override predictions."""
 
 from __future__ import annotations
 
