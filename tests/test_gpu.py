@@ -11,6 +11,7 @@ import subprocess
 import sys
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -33,9 +34,11 @@ from fdp.privacy import clipping
 from fdp.privacy.clipping import clip_to
 from fdp.privacy.mechanism import Mechanism
 from fdp.privacy.sampling import poisson, sample_batch, trusted_batch
+from fdp.run.compare import Stage, compare, first_over
 from fdp.step import init_state, make_train_step
 from fdp.types import Batch, Clip, TrainState
 from tests.conftest import share, summed
+from tests.run.test_compare import half_the_deviation, observed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 MODEL = gpt(GPTConfig(layers=3, width=64, heads=4, context=32, vocab_size=211))
@@ -391,3 +394,15 @@ def test_in_half_precision_a_whole_model_keeps_the_bound_and_repeats_bit_for_bit
         moved = sum((present.value[p] - absent.value[p]).double().square().sum() for p in present.value) ** 0.5
         assert float(moved) <= 0.1 * (1 + 2.0**-24 * 7**2 + 1e-6)
         assert float(moved) >= 0.1 * 0.9
+
+
+def test_a_recorded_fused_step_is_observed_as_it_trains_and_a_fault_in_its_noise_is_named():
+    """``fdp compare method=auto,compile=block,cuda_graph=true method=materialize``, in one process."""
+    there: dict[str, Any] = {"device": torch.device("cuda"), "steps": 5, "batch_size": 8, "microbatch_size": 16}
+    fast: dict[str, Any] = {**there, "method": Method.AUTO, "compile": Compile.BLOCK, "cuda_graph": True}
+    plain = observed(**there)
+    assert first_over(compare(observed(**fast), plain), tolerance=1e-3) is None
+    with mock.patch("fdp.fast.fused_update.noise_deviation", half_the_deviation):
+        first = first_over(compare(observed(**fast), plain), tolerance=1e-3)
+    assert first is not None
+    assert (first.step, first.stage) == (1, Stage.NOISE)

@@ -152,7 +152,9 @@ def has_kernels(record: Record) -> TypeGuard[Pair]:
     """
     if not isinstance(record, Pair):
         return False
-    return record.right.device.type in ("cuda", "meta") and record.right.dtype in HALF
+    left, right = record.left, record.right
+    alike = isinstance(left, OneHot) or left.dtype == right.dtype
+    return alike and right.device.type in ("cuda", "meta") and right.dtype in HALF
 
 
 def _sum_over_groups(norms: Callable[[Tensor, Tensor], Tensor], record: Pair) -> Float[Tensor, " batch"]:

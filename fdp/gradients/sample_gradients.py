@@ -65,7 +65,7 @@ def rows(x: Float[Tensor, " batch *tokens features"]) -> Float[Tensor, "batch 1 
 
 
 def per_sample_gradient(record: Record) -> Float[Tensor, " batch *shape"]:
-    """Return ``G_b`` for every sample, in the dtype of the record."""
+    """Return ``G_b`` for every sample, in the dtype of the record, the wider one of its two sides."""
     if isinstance(record, Dense):
         return record.gradient
     left, right, shape = record
@@ -74,7 +74,8 @@ def per_sample_gradient(record: Record) -> Float[Tensor, " batch *shape"]:
         table = right.new_zeros(batch, shape[0], right.shape[-1])
         index = left.ids.unsqueeze(-1).expand(-1, -1, right.shape[-1])
         return table.scatter_add(1, index, right.squeeze(1)).reshape(batch, *shape)
-    return (left.transpose(-1, -2) @ right).reshape(batch, *shape)
+    wide = torch.promote_types(left.dtype, right.dtype)  # a router may compute in float32 inside a wider model
+    return (left.to(wide).transpose(-1, -2) @ right.to(wide)).reshape(batch, *shape)
 
 
 def squared_norm(record: Record) -> Float[Tensor, " batch"]:

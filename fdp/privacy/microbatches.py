@@ -4,7 +4,7 @@
 
 Shapes depend on the microbatch size, and not on the content of the data; an empty draw is one row of padding.
 
-    >>> matrix, mask = pad_to_pad_to_microbatches(drawn, microbatch_size=64)
+    >>> matrix, mask = pad_to_microbatches(drawn, microbatch_size=64)
     >>> data = fetch_rows(dataset, matrix)                 # leaves (microbatches, 64, ...)
 """
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fdp.gradients import rules, sample_gradients
-from fdp.gradients.rules import Dense, OneHot, Pair, Record, Rule, check_rule, rows
+from fdp.gradients.rules import Dense, OneHot, Pair, Record, Rule, check_rule, has_kernels, rows
+from fdp.gradients.sample_gradients import gram_squared_norm, per_sample_gradient, squared_norm
 from fdp.ops import CONV1D, CONV2D, EMBEDDING, LINEAR
 from fdp.types import FdpError
 
@@ -491,3 +492,18 @@ def test_a_samples_uses_of_a_leaf_are_added_up_before_they_meet_anothers():
     everyone, others = torch.ones(5), torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0])
     sums = [sample_gradients.weighted_gradient_of_uses([pair, Dense(minus)], factors) for factors in (everyone, others)]
     torch.testing.assert_close(*sums, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("narrow", ["left", "right"])
+def test_a_pair_of_two_dtypes_has_the_gradient_of_the_wider_one(narrow):
+    """As of a router that computes in float32 inside a model in float64; no kernel takes it."""
+    draw = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(3, 1, 5, n, generator=draw, dtype=torch.float64) for n in (4, 6))
+    exact = (
+        Pair(left.float().double(), right, (4, 6)) if narrow == "left" else Pair(left, right.float().double(), (4, 6))
+    )
+    mixed = Pair(left.float(), right, (4, 6)) if narrow == "left" else Pair(left, right.float(), (4, 6))
+    assert torch.equal(per_sample_gradient(mixed), per_sample_gradient(exact))
+    torch.testing.assert_close(squared_norm(mixed), gram_squared_norm(mixed), rtol=1e-10, atol=0)
+    half = Pair(left.to("meta", torch.float32), right.to("meta", torch.bfloat16), (4, 6))
+    assert not has_kernels(half)
