@@ -262,8 +262,9 @@ def draw_everything(key: torch.Tensor, step: torch.Tensor) -> list[torch.Tensor]
     return out + [2 * keys.normal(first, (37, 19), dtype=torch.bfloat16, window=((3, 20), (5, 9)))]
 
 
-def test_compiled_equals_eager_bitwise_for_a_traced_key_and_step():
-    compiled = torch.compile(draw_everything, fullgraph=True)
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_equals_eager_bitwise_for_a_traced_key_and_step(backend):
+    compiled = torch.compile(draw_everything, fullgraph=True, backend=backend)
     compiled(keys.key(9), torch.tensor(0))
     with torch._dynamo.config.patch(error_on_recompile=True):
         for seed in (0, 1):

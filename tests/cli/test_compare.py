@@ -99,6 +99,7 @@ def test_a_difference_before_the_first_step_names_no_step() -> None:
     assert command._verdict(None, 1e-3) == "equal within 0.001 at every stage"
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_one_rank_equals_two_ranks_in_separate_processes(call: Call) -> None:
     answer = call(f"ranks=1 ranks=2,zero=3,offload=params+grads {DIGITS} --json")

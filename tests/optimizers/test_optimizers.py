@@ -497,7 +497,7 @@ def test_one_graph_eager_equals_compiled(name):
     optimizer = OPTIMIZERS[name]
     eager = compiled = {"w": torch.linspace(-1, 1, 12).reshape(3, 4), "b": [torch.tensor(0.5)]}
     torch.compiler.reset()
-    counted = CompileCounterWithBackend("inductor")
+    counted = CompileCounterWithBackend("aot_eager")
 
     def step(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
         updates, state = optimizer.update(grads, state, params)
