@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import fdp.fast.chunked_head
+import fdp.fast.fused_head
 from fdp import keys, tree
 from fdp.fast.compiled import CompiledRunner
 from fdp.fast.fused_head import can_fuse, fused_vjp

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+import fdp.gradients.clipped_sum
 import fdp.gradients.launches
 import fdp.gradients.per_sample
 import fdp.gradients.rules
