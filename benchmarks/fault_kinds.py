@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -470,6 +471,9 @@ def soak(lab: Lab, *, steps: int, every: int) -> dict[str, Any]:
     assert expected is not None, attempt.text()[-2000:]
     job = lab.job(words=words)
     process = torchrun(job, "--standalone", "--max-restarts", str(2 * steps // every))
+    said: list[str] = []
+    reader = threading.Thread(target=lambda: said.extend(process.stdout or ()), daemon=True)
+    reader.start()  # a pipe that nobody reads fills up, and whoever writes to it waits for ever
     kills, memory, goal = 0, [], lab.chance.randint(1, every)
     while process.poll() is None and time.monotonic() - attempt.began < 3600:
         done, ranks = len(complete_lines(job.out / "metrics.jsonl")), ranks_of(process)
@@ -479,7 +483,8 @@ def soak(lab: Lab, *, steps: int, every: int) -> dict[str, Any]:
             kills, goal = kills + 1, goal + every
             wait_for(lambda: ranks_of(process) != ranks or process.poll() is not None)  # noqa: B023
         time.sleep(0.02)
-    text, _ = process.communicate(timeout=LIMIT_S)
+    process.wait(timeout=LIMIT_S)
+    reader.join(timeout=LIMIT_S)
     got = job.summary()
     return {
         "kills": kills,
@@ -488,7 +493,7 @@ def soak(lab: Lab, *, steps: int, every: int) -> dict[str, Any]:
         "same epsilon": got is not None and got["epsilon"] == expected["epsilon"],
         "lines of metrics": len(complete_lines(job.out / "metrics.jsonl")),
         "memory of torchrun and its ranks, MiB, first and last": [memory[0], memory[-1]] if memory else None,
-        "said": "" if got is not None else text[-2000:],
+        "said": "" if got is not None else "".join(said)[-2000:],
     }
 
 
