@@ -71,7 +71,8 @@ def ranks_of(process: subprocess.Popen[str]) -> list[int]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_same_losses_and_parameters_as_without_torchrun(ranks, tmp_path):
     expected = alone(tmp_path / "alone", "--steps", "5")
     got = torchrun(ranks, "--steps", "5", "--zero", "3", "--out", str(tmp_path / "run"))
