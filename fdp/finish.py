@@ -37,8 +37,9 @@ from fdp.types import ClippedSum, Flat, Key, TrainState, Tree
 class Finish(NamedTuple):
     """Everything after the sum over all ranks.
 
-    ``run(state, total, tally, key)`` returns the next state. ``noise_added(before, total, key, after)`` returns the
-    noise that ``run`` added to the (evaluated) sum, for those who look between the stages of a step.
+    ``run(state, total, tally, key)`` returns the next state and uses up ``total``; ``tally`` is the count that adaptive
+    clipping adds noise to. ``noise_added(before, total, key, after)`` returns the
+    noise that ``run`` added to the sum, given as tensors, for those who look between the stages of a step.
     """
 
     run: Callable[[TrainState, ClippedSum, Tensor, Key], TrainState]

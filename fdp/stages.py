@@ -40,12 +40,12 @@ Precondition: TypeAlias = Callable[[TrainState], Preconditioners]
 class Stages(NamedTuple):
     """The stages of a step, all on this rank's shards as plain tensors; :func:`fdp.step.join` runs them in order.
 
-    ``prepare(params)`` runs before a step, even before one that is replayed. ``weights(params, device)`` are the
+    ``prepare(params)`` runs before a step, also before a CUDA graph is replayed. ``weights(params, device)`` are the
     parameters that microbatches compute with. ``preconditioners(state)`` map gradients before they are clipped.
     ``gradient`` is the work on one microbatch; ``reduce(total)`` the sum over all ranks; ``key(root, step)`` the key of
     the step's noise; ``finish`` noise, mean and update. ``scores(weights, data)`` are three numbers per sample about
-    the forward pass, for :mod:`fdp.run.compare`. ``repeatable``: a second backward must meet what the first one
-    measured. ``sampling``: who must have drawn a batch; None if anyone may, because the step is not private.
+    the forward pass, for :mod:`fdp.run.compare`. ``repeatable``: a second backward must reproduce what the first one
+    measured. ``sampling``: the sampling that must have drawn a batch; None if the step is not private.
     """
 
     prepare: Callable[[Tree], None]

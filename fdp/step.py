@@ -86,7 +86,7 @@ def join(
     *,
     first_call: Callable[[Tree, Batch], None] | None = None,
 ) -> Step:
-    """Return the stages as one step; ``first_call(params, batch)`` runs before anything else of an accepted batch."""
+    """Return the stages as one step; ``first_call(params, batch)`` runs once a batch is accepted, before the rest."""
     step = join_observed(stages, lambda total: (), first_call=first_call)
 
     def train_step(state: TrainState, batch: Batch, key: Key) -> tuple[TrainState, Metrics]:
@@ -102,7 +102,10 @@ def join_observed(
     *,
     first_call: Callable[[Tree, Batch], None] | None = None,
 ) -> Callable[[TrainState, Batch, Key], tuple[TrainState, Metrics, Tree]]:
-    """Return the step with a third result: ``observe(total)``, tensors of their own, of the sum before the noise."""
+    """Return the step with a third result, ``observe(total)``: what is to be seen of the clipped sum before the noise.
+
+    That is private data. It must be copies: the end of the step uses up ``total``.
+    """
     gate, sharding = Gate(stages.sampling), stages.execution.sharding
 
     def algorithm_1(state: TrainState, batch: Batch, key: Key) -> tuple[TrainState, Metrics, Tree]:
@@ -130,7 +133,7 @@ def join_observed(
 
 
 def sum_over_microbatches(stages: Stages, state: TrainState, batch: Batch) -> MicrobatchSum:
-    """Return this rank's part of a step: the sum over its microbatches. The weights they compute with are freed."""
+    """Return this rank's part of a step: the sum over its microbatches. Gathered weights are freed at its end."""
     device, count = batch.mask.device, batch.mask.shape[0]
     weights = stages.weights(state.params, device)
     maps = tree.map(lambda leaf: leaf.to(device), stages.preconditioners(state))

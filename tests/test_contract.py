@@ -191,7 +191,7 @@ def linear_case(x: torch.Tensor, g: torch.Tensor) -> tuple[Model, Any, Any]:
 
 
 def moves(model: Model, params: Any, data: Any, *, method: Method | Within, **how: Any) -> list[float]:
-    """How far removing each of the first samples moves the sum, clipped to 1."""
+    """Return how far removing each of the first samples moves the sum, clipped to 1."""
     plan, style = plan_of(model, params, data, method=method), clipping.flat(max_norm=1.0)
     everyone = torch.ones(plan.batch_size)
     present = total_of(model, params, data, everyone, plan=plan, style=style, **how)

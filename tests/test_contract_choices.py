@@ -86,8 +86,10 @@ def check_arena(
 
 
 def quick_ways(name: str) -> list[tuple[NormBy, SumBy]]:
-    """What differs on a CPU, and not what a leaf of small parameters has no choice in; two blocks matter where uses
-    are merged and where a backward goes through them again."""
+    """Return the choices that differ on a CPU; a leaf of small parameters has none.
+
+    Two blocks matter if uses are merged, or if a second backward goes through them.
+    """
     kept, direct, gram, again = (WAYS[i] for i in (0, 1, 2, 4))
     small = name.split(" ")[-1] in ("vector",) or name in ("scale", "add", "scale+scale", "scale+add", "add+add")
     if small:

@@ -49,7 +49,7 @@ def movement(
     dtype: torch.dtype,
     **options: Any,
 ) -> float:
-    """How far the sum over all ranks moves when the last sample of the last rank is taken away, in units of C."""
+    """Return how far the sum over all ranks moves, in units of C, without the last sample of the last rank."""
     mesh = make_mesh(axes, device_type="cpu")
     model = over_tensor_axis(model, mesh)
     sharding = make_sharding(model, mesh, zero=zero, **options)

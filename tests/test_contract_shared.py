@@ -108,7 +108,7 @@ def pair(M: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def moved(norms: Tensor, total: Any) -> float:
-    """How far the last sample but one moves a sum that is clipped to 1 by these squared norms."""
+    """Return how far the last sample but one moves a sum that is clipped to 1 by these squared norms."""
     factors = clip_factors(norms.double().sqrt(), max_norm=1.0)
     without = factors.clone()
     without[-2] = 0
@@ -286,7 +286,7 @@ MANY = 1024
 
 
 def aligned(dtype: torch.dtype | None) -> tuple[float, float]:
-    """How far one of 2 x 1024 equal samples moves a sum that travels in ``dtype``, and what the sum says of it."""
+    """Return how far one of 2 x 1024 equal samples moves a sum that travels in ``dtype``, and the stated bound."""
     params = {"w": torch.zeros(4, 4)}
     model = from_loss(lambda p, d: ops.linear(d["x"], p["w"]).sum((1, 2)), params)
     mesh = make_mesh({"shard": 2}, device_type="cpu")

@@ -102,6 +102,15 @@ def boxes(draw):
     return shape, start, [draw(st.integers(0, extent - begin)) for begin, extent in zip(start, shape)]
 
 
+def slices_of_stream(key, nonce, box):
+    """Return the 64-bit elements and the 32-bit words of a box, each cut out of the whole stream of its leaf."""
+    shape, start, size = box
+    count, inside = math.prod(shape), tuple(slice(b, b + n) for b, n in zip(start, size))
+    stream = chacha20.keystream_reference(key, nonce, 0, -(-count // 8))
+    elements = (stream[0::2] | stream[1::2] << 32)[:count]
+    return elements.view(shape)[inside], stream[:count].view(shape)[inside]
+
+
 @pytest.mark.parametrize(("piece", "gap"), [(1 << 18, 1 << 10), (16, 4), (24, 0)])
 def test_any_box_is_a_slice_of_the_stream(piece, gap, monkeypatch):
     monkeypatch.setattr(chacha20, "_PIECE_ELEMENTS", piece)  # small pieces split runs, and split between runs
@@ -113,14 +122,11 @@ def test_any_box_is_a_slice_of_the_stream(piece, gap, monkeypatch):
     @example(box=([9, 41], [1, 3], [8, 35]))
     @example(box=([5, 6, 7], [1, 2, 3], [3, 3, 4]))
     def check(box):
-        shape, start, size = box
-        key, count = random_words(8, 3), math.prod(shape)
-        inside = tuple(slice(b, b + n) for b, n in zip(start, size))
-        stream = chacha20.keystream_reference(key, NO_NONCE, 0, -(-count // 8))
-        want = (stream[0::2] | stream[1::2] << 32)[:count].view(shape)[inside]
+        key = random_words(8, 3)
+        want, words = slices_of_stream(key, NO_NONCE, box)
         assert torch.equal(chacha20.bits(key, *box), want)
         assert torch.equal(chacha20.bits_reference(key, *box), want)
-        assert torch.equal(chacha20.words_reference(key, 0, *box), stream[:count].view(shape)[inside])
+        assert torch.equal(chacha20.words_reference(key, 0, *box), words)
 
     check()
 

@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from scipy import special
 from torch import Tensor
 
-from tests.kernels.test_chacha20 import BOXES, NO_NONCE, SMALL_BOXES, boxes, interpreted, random_words
+from tests.kernels.test_chacha20 import BOXES, NO_NONCE, SMALL_BOXES, boxes, interpreted, random_words, slices_of_stream
 
 INF = math.inf
 TAIL_NONCE = torch.tensor([normal.TAIL_PURPOSE, 0, 0])
@@ -32,14 +32,11 @@ def test_any_box_is_the_law_of_a_slice_of_the_stream(piece, gap, monkeypatch):
     @example(box=([5, 6, 7], [1, 2, 3], [3, 3, 4]))
     def check(box):
         shape, start, size = box
-        key, count = random_words(8, 3), math.prod(shape)
-        inside = tuple(slice(b, b + n) for b, n in zip(start, size))
-        stream = chacha20.keystream_reference(key, NO_NONCE, 0, -(-count // 8))
-        elements = (stream[0::2] | stream[1::2] << 32)[:count].view(shape)[inside]
-        fine = chacha20.keystream_reference(key, TAIL_NONCE, 0, -(-count // 8))
-        more = (fine[0::2] | fine[1::2] << 32)[:count].view(shape)[inside]
+        key = random_words(8, 3)
+        elements, words = slices_of_stream(key, NO_NONCE, box)
+        more, fine = slices_of_stream(key, TAIL_NONCE, box)
         z = normal.wide_normal_from_bits(elements, more)
-        narrow = normal.normal_from_words(stream[:count].view(shape)[inside], fine[:count].view(shape)[inside])
+        narrow = normal.normal_from_words(words, fine)
         truncated = normal.truncated_normal_from_bits(elements, -1, 2)
         assert torch.equal(normal.normal_reference(key, shape, start, size, -INF, INF, torch.float64), z)
         assert torch.equal(normal.normal_reference(key, shape, start, size, -INF, INF, torch.float32), narrow.float())

@@ -34,9 +34,7 @@ def conv(dims: int) -> Callable[..., Tensor]:
         dilation: Any = 1,
         groups: int = 1,
     ) -> Tensor:
-        path = path_of(weight, bias, input)
-        if isinstance(input, Tracked) or trace.find_layout(input, path=path, dims=ALWAYS_FIRST)[0] != SAMPLES:
-            raise no_rule_error(f"F.conv{dims}d on an input that is not a batch of samples", (input, weight))
+        input = _batch_of_samples(trace, f"F.conv{dims}d", input, weight, bias)
         x, padding = _resolve_padding(input, weight.shape[2:], padding, dilation)
         options = {
             "stride": _as_tuple(stride),
@@ -105,11 +103,17 @@ def conv_transpose(dims: int) -> Callable[..., Tensor]:
         groups: int = 1,
         dilation: Any = 1,
     ) -> Tensor:
-        path = path_of(weight, bias, input)
-        if isinstance(input, Tracked) or trace.find_layout(input, path=path, dims=ALWAYS_FIRST)[0] != SAMPLES:
-            raise no_rule_error(f"F.conv_transpose{dims}d on an input that is not a batch of samples", (input, weight))
+        input = _batch_of_samples(trace, f"F.conv_transpose{dims}d", input, weight, bias)
         given = {"stride": stride, "padding": padding, "output_padding": output_padding, "dilation": dilation}
         options = {name: extent if isinstance(extent, int) else tuple(extent) for name, extent in given.items()}
         return convolve(input, weight, bias, op=op, plain_op=plain_op, options=options | {"groups": groups})
 
     return convolution
+
+
+def _batch_of_samples(trace: CallTrace, name: str, input: Operand, weight: Operand, bias: Operand | None) -> Tensor:
+    """Return the input of a convolution; refuse one that is not a batch of samples."""
+    path = path_of(weight, bias, input)
+    if isinstance(input, Tracked) or trace.find_layout(input, path=path, dims=ALWAYS_FIRST)[0] != SAMPLES:
+        raise no_rule_error(f"{name} on an input that is not a batch of samples", (input, weight))
+    return input
