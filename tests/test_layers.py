@@ -35,6 +35,8 @@ ORDER = (
     "step",
     "run",
     "estimate",
+    "advice",
+    "report",
     "cli",
     "__init__",
     "__main__",

@@ -25,7 +25,7 @@ from typing import Any
 
 from fdp.cli.formatting import package_version
 from fdp.privacy.guarantee import RELATION
-from fdp.run.step_metrics import StepRecord
+from fdp.run.step_metrics import StepRecord, record_to_json
 from fdp.run.training_run import Run
 from fdp.storage.private_files import disk_errors, open_private, write_private
 from fdp.types import FdpError, Key, TrainState
@@ -98,18 +98,6 @@ def count_metrics(folder: Path) -> int:
     return len(path.read_bytes().splitlines()) if path.exists() else 0
 
 
-def read_metrics(folder: Path, *, upto: int) -> list[StepRecord]:
-    """Return the records of the first ``upto`` steps of a run that is resumed, as far as they can be read."""
-    path = folder / "metrics.jsonl"
-    records: list[StepRecord] = []
-    for line in path.read_text().splitlines()[:upto] if path.exists() else []:
-        try:
-            records.append(StepRecord(**json.loads(line)))
-        except (ValueError, TypeError):  # the line was being written when the machine stopped
-            break
-    return records
-
-
 def write_metrics(
     stream: Iterable[tuple[TrainState, StepRecord]], folder: Path, *, earlier: Sequence[StepRecord] = ()
 ) -> Iterator[tuple[TrainState, StepRecord]]:
@@ -132,7 +120,7 @@ def write_summary(folder: Path, summary: dict[str, Any]) -> None:
 
 
 def _json_line(record: StepRecord) -> str:
-    return json.dumps(record._asdict(), allow_nan=False) + "\n"
+    return json.dumps(record_to_json(record), allow_nan=False) + "\n"
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

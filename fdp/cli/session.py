@@ -29,6 +29,7 @@ from fdp.parallel import launch
 from fdp.parallel.agree import gather_values, run_in_unison
 from fdp.parallel.heartbeat import Heartbeat
 from fdp.parallel.launch import Ranks
+from fdp.run.run_folder import read_records
 from fdp.run.step_metrics import StepRecord, guarantee_of, summarise
 from fdp.run.training_run import Run, prepare, steps
 from fdp.storage import checkpoint
@@ -80,7 +81,7 @@ def _train(session: Session, state: TrainState) -> int:
     """Make the remaining steps and finish; if asked to stop, save and say how to resume."""
     options, run, folder, console, lock, _ = session
     first = launch.rank() == 0
-    records = run_files.read_metrics(folder, upto=int(state.step)) if first else []
+    records = read_records(folder, upto=int(state.step)) if first else []
     with stop_on_signals() as stop:
         stream = _check_alive(session, steps(run, state, stop=stop.requested))
         stream = run_files.write_metrics(stream, folder, earlier=records) if first else stream

@@ -33,6 +33,20 @@ if TYPE_CHECKING:
     from fdp.run.training_run import Run
 
 
+class Evaluation(NamedTuple):
+    """The result of evaluating the parameters after a step on data that is not trained on.
+
+    ``loss`` and ``accuracy`` are means over the samples; accuracy is for classifiers. ``cost`` says what the numbers
+    cost: ``public`` (computed on public data), ``outside`` (on private data of other people: nothing is promised to
+    them) or ``noised`` (released with noise, within the budget of ``--eval-epsilon``). ``texts`` are generated.
+    """
+
+    loss: float | None
+    accuracy: float | None
+    cost: str
+    texts: tuple[str, ...] = ()
+
+
 class StepRecord(NamedTuple):
     """The metrics of one step.
 
@@ -54,6 +68,22 @@ class StepRecord(NamedTuple):
     seconds: float
     parameter_norm: float | None = None  # absent from older metrics files
     kfac_failures: int | None = None
+    evaluation: Evaluation | None = None
+
+
+def record_to_json(record: StepRecord) -> dict[str, Any]:
+    """Return a record as a line of ``metrics.jsonl``, without the evaluation that a step did not have."""
+    values = record._asdict()
+    evaluation = values.pop("evaluation")
+    return values if evaluation is None else values | {"evaluation": evaluation._asdict()}
+
+
+def record_from_json(values: dict[str, Any]) -> StepRecord:
+    """Return the record of a line of ``metrics.jsonl``."""
+    found = dict(values)
+    if (evaluation := found.pop("evaluation", None)) is not None:
+        evaluation = Evaluation(**{**evaluation, "texts": tuple(evaluation["texts"])})
+    return StepRecord(**found, evaluation=evaluation)
 
 
 def make_step_record(

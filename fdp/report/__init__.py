@@ -1,0 +1,1 @@
+"""The presentation of a run: figures, the report page and the privacy statement."""
