@@ -9,5 +9,6 @@ corpus                from files to a dataset of records, users or packed rows
 datasets              windows over a stream of bytes or tokens; images
 units                 the unit of privacy in words
 read_counts           counts of the samples that were read, and of those left out
+held_out              units held out for evaluation
 digest                a fingerprint of a dataset
 """
