@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -86,6 +86,26 @@ def show_result(console: Console, summary: Mapping[str, Any], folder: Path) -> N
         rows.append(("trained before", summary["warning"]))
     rows.append(("files", str(folder)))
     console.print(_panel("done", rows))
+
+
+def show_hints(console: Console, hints: Sequence[str]) -> None:
+    """Print hints about a run; they are for its owner, and in no file."""
+    for hint in hints:
+        console.print(Text(hint if hint.startswith("hint: ") else f"hint: {hint}", style="cyan"), soft_wrap=True)
+
+
+def show_diverged(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
+    """Print the result of a run that diverged: no model, and what was spent all the same."""
+    rows = [("result", f"diverged after {summary['steps']} of {summary['steps_planned']} steps; no model was exported")]
+    if summary["private"]:
+        epsilon = shown_epsilon(summary["epsilon"])
+        rows.append(
+            (
+                "spent",
+                f"epsilon {epsilon} at delta {summary['delta']:.3g}: that of all steps, as the data led to the stop",
+            )
+        )
+    console.print(_panel("diverged", [*rows, ("files", str(folder))]))
 
 
 def loss_text(loss: float | None) -> str:

@@ -7,8 +7,8 @@
     fdp inspect models/tiny         show leaves, uses, rules, blocks and memory of a model
 
 Exit code 0: done; 1: a bug in fdp, with a traceback, or a lost rank; 2: a mistake in the input, explained in one
-paragraph on stderr; 3: ``compare`` found a difference; 130: interrupted. With ``--json`` the last line of stdout is one
-JSON object: the result, or ``{"error": ...}``.
+paragraph on stderr; 3: ``compare`` found a difference; 4: the loss of ``train`` diverged; 130: interrupted. With
+``--json`` the last line of stdout is one JSON object: the result, or ``{"error": ...}``.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from fdp.cli import display, progress, report, resume, run_files
+from fdp.advice.hints import Diverged, hints_before
+from fdp.cli import display, diverged, progress, report, resume, run_files
 from fdp.cli.configure import configure
 from fdp.cli.folder_lock import FolderLock, lock_folder
 from fdp.cli.model_and_data import export_model
@@ -73,6 +74,7 @@ def train(options: TrainOptions, ranks: Ranks | None = None) -> int:
             folder = gather_values(folder, None)[0]
         assert folder is not None
         display.show_header(console, run, state, options)
+        display.show_hints(console, hints_before(run))
         _report_resumed(resumed, console)
         return _train(Session(options, run, folder, console, lock, ranks.heart if ranks else None), state)
 
@@ -85,8 +87,13 @@ def _train(session: Session, state: TrainState) -> int:
     with stop_on_signals() as stop:
         stream = _check_alive(session, steps(run, state, stop=stop.requested))
         stream = run_files.write_metrics(stream, folder, earlier=records) if first else stream
-        for state, record in progress.follow(_save_checkpoints(session, stream), run, console):  # noqa: B007
-            records.append(record)
+        stream = progress.follow(_save_checkpoints(session, stream), run, console)
+        try:
+            for state, record in diverged.watch(stream, run, options, console, earlier=tuple(records)):  # noqa: B007
+                records.append(record)
+        except Diverged as error:
+            run_in_unison(lambda: lock.check() if lock else None, None)
+            return diverged.finish(session.folder, summarise(run, state, records), error, options, console)
         code = max(gather_values(stop.exit_code, None)) if int(state.step) < run.config.steps else 0
         if code:
             console.print(f"interrupted after {int(state.step)} steps; their results are kept")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar
 
+from fdp.cli.advice_options import AdviceOptions
 from fdp.cli.kfac_options import KfacOptions
 from fdp.cli.needs import Needs
 from fdp.cli.options import Effect, Flag, options_of
@@ -265,6 +266,7 @@ class TrainOptions:
     data: DataOptions = field(default_factory=DataOptions)
     privacy: PrivacyOptions = field(default_factory=PrivacyOptions)
     training: TrainingOptions = field(default_factory=TrainingOptions)
+    advice: AdviceOptions = field(default_factory=AdviceOptions)
     kfac: KfacOptions = field(default_factory=KfacOptions)
     compute: ComputeOptions = field(default_factory=ComputeOptions)
     ranks: RankOptions = field(default_factory=RankOptions)
