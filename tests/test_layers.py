@@ -13,6 +13,7 @@ KERNELS = sorted((ROOT / "kernels").rglob("*.py"))
 
 ORDER = (
     "types",
+    "extras",
     "tree",
     "keys",
     "init",

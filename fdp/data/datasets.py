@@ -33,6 +33,7 @@ from fdp.data.files import RecordForm, Source, check_text, find_source, holds_to
 from fdp.data.json_records import read_records, text_field
 from fdp.data.read_counts import ReadCounts
 from fdp.data.units import PrivacyUnit, UnitKind, privacy_unit
+from fdp.extras import missing_package
 from fdp.types import FdpError
 
 BYTE_VOCAB_SIZE = 256
@@ -225,7 +226,7 @@ def digits() -> tuple[Examples, Examples]:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise FdpError("data 'digits' comes with scikit-learn: pip install scikit-learn") from None
+        raise missing_package("sklearn", purpose="for the data 'digits'") from None
     pixels, classes = load_digits(return_X_y=True)
     image = torch.from_numpy(np.asarray(pixels)).float().reshape(-1, 1, 8, 8) / 16
     label = torch.from_numpy(np.asarray(classes)).long()

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from fdp.data.files import check_text
+from fdp.extras import missing_package
 from fdp.types import FdpError
 
 TEMPLATE_DATE = datetime(2024, 7, 26)
@@ -71,7 +72,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
     try:
         from transformers import AutoTokenizer
     except ImportError:
-        raise FdpError("tokenizer: a folder is read by transformers: pip install transformers") from None
+        raise missing_package("transformers", purpose="to read the folder of a tokenizer") from None
     try:
         found = AutoTokenizer.from_pretrained(os.fspath(folder), local_files_only=True)
     except (OSError, ValueError, KeyError) as error:

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from fdp import tree
+from fdp.extras import missing_package
 from fdp.foreign.hub.tensor_names import StoredSlice, locate_stored
 from fdp.foreign.leaves import leaf_paths
 from fdp.keys import Window
@@ -155,9 +156,7 @@ def import_transformers() -> Any:
     try:
         import transformers
     except ImportError:
-        raise FdpError(
-            "transformers: expected it to be installed, to read a folder in its format; pip install transformers"
-        ) from None
+        raise missing_package("transformers", purpose="to read a model folder in its format") from None
     return transformers
 
 
