@@ -10,7 +10,7 @@ class Needs(Enum):
 
     LORA = "--lora"
     UNIT_USER = "--unit user"
-    RECORDS = "--data of records (.jsonl, .ndjson, .json), read as text"
+    RECORDS = "--data of records (.jsonl, .json, .csv, .parquet), read as text"
     TEXTS = "--data of texts or records"
     SAVING = "--save-every"
     PRIVACY = "a --method other than none"

@@ -56,8 +56,8 @@ class DataOptions:
     data: Annotated[
         str,
         Flag(
-            "stdlib, digits, or a path: a file or a folder of texts or records (.jsonl, .ndjson, .json), or a file of "
-            "tokens (.npy, .bin)."
+            "stdlib, digits, or a path: texts or records in a file or folder (.jsonl, .json, .csv, .tsv, also .gz; "
+            ".parquet, .arrow, a folder saved by datasets), or a file of tokens (.npy, .bin)."
         ),
     ] = "stdlib"
     form: Annotated[

@@ -22,7 +22,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
 from fdp.data.files import check_text
-from fdp.data.json_records import describe
+from fdp.data.record_fields import describe
 from fdp.data.text import Tokenizer, locate_tokens
 from fdp.types import FdpError
 

@@ -23,7 +23,8 @@ from fdp.data.document_packing import PackUnit
 from fdp.data.document_packing import pack as pack_rows
 from fdp.data.documents import Documents, Records, check_documents, join_documents, records, rows_with_loss, split_rows
 from fdp.data.files import RecordForm, find_source, read_text
-from fdp.data.json_records import owner_of, read_records, record_form, text_field
+from fdp.data.record_fields import owner_of, record_form, text_field
+from fdp.data.record_files import read_records
 from fdp.data.units import UnitKind
 from fdp.data.users import Users, by_user
 from fdp.types import FdpError, Key
@@ -100,7 +101,9 @@ def read(
     if not source.records:
         if user_field is not None or form in (RecordForm.COMPLETION, RecordForm.MESSAGES):
             wanted = f"field {user_field!r}" if user_field is not None else f"the fields of --form {form.value}"
-            raise FdpError(f"{source.path}: expected .jsonl, .ndjson or .json, whose records have {wanted}, got a text")
+            raise FdpError(
+                f"{source.path}: expected .jsonl, .json, .csv or .parquet, whose records have {wanted}, got a text"
+            )
         texts = ((str(file), read_text(file)) for file in source.files)
         found = ((place, text.encode_text(tokenizer, words, place)) for place, words in texts)
         named = [(place, (tokens, [True] * len(tokens))) for place, tokens in found]

@@ -29,9 +29,19 @@ import torch
 from torch import Tensor
 
 from fdp.data import text
-from fdp.data.files import RecordForm, Source, check_text, find_source, holds_tokens, read_text
-from fdp.data.json_records import read_records, text_field
+from fdp.data.files import (
+    ZIPPED,
+    RecordForm,
+    Source,
+    check_text,
+    find_source,
+    holds_tokens,
+    read_bytes,
+    read_text,
+)
 from fdp.data.read_counts import ReadCounts
+from fdp.data.record_fields import text_field
+from fdp.data.record_files import read_records
 from fdp.data.units import PrivacyUnit, UnitKind, privacy_unit
 from fdp.extras import missing_package
 from fdp.types import FdpError
@@ -125,12 +135,13 @@ def load(
     """Load a dataset by name or by path.
 
     - ``stdlib``, or ``digits`` (for classifiers, with ``context=None``);
-    - a file or folder of UTF-8 text, or of records (``.jsonl``, ``.ndjson``, ``.json``), from which ``field`` is read;
-      texts are joined by a newline, or by the end of text of ``tokenizer``;
-    - ``.npy`` (any integer dtype) or ``.bin`` (little-endian uint16) token files, which are memory-mapped.
+    - a file or folder of UTF-8 text, or of records (see ``fdp.data.files``), from which ``field`` is read; texts are
+      joined by a newline, or by the end of text of ``tokenizer``;
+    - ``.npy`` (any integer dtype) or ``.bin`` (little-endian uint16) token files, which are memory-mapped. Beside a
+      ``tokenizer`` they must hold tokens of its vocabulary.
 
-    With ``RecordForm.FILE`` every file is a text, whatever its name. Token files and images refuse a ``tokenizer``.
-    Every token is checked to be in ``[0, vocab_size)`` here, before any training.
+    With ``RecordForm.FILE`` every file is a text, whatever its name. The named datasets refuse a ``tokenizer``. Every
+    token is checked to be in ``[0, vocab_size)`` here, before any training.
     """
     source = os.fspath(name_or_path)
     path = Path(source)
@@ -139,10 +150,8 @@ def load(
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise FdpError(f"data: expected {' or '.join(NAMES)}, or a path that exists, got {source!r}.{hint}")
     is_tokens = holds_tokens(path) and path.is_file()
-    if tokenizer is not None and (source in NAMES or is_tokens):
-        raise FdpError(
-            f"data {source!r}: expected text to go with a tokenizer, got tokens or a dataset of its own kind"
-        )
+    if tokenizer is not None and source in NAMES:
+        raise FdpError(f"data {source!r}: expected text to go with a tokenizer, got a dataset of its own kind")
     if source == "digits":
         if context is not None:
             raise FdpError("data 'digits' is images: expected a classifier (mlp, logistic, cnn), got a language model")
@@ -154,8 +163,9 @@ def load(
     if form not in (RecordForm.AUTO, RecordForm.TEXT, RecordForm.FILE):
         raise FdpError(f"--form {form.value}: expected --unit record or user to go with it, got windows of a stream")
     if is_tokens:
-        tokens, token = (_read_npy(path) if path.suffix.lower() == ".npy" else _read_bin(path)), "token"
-        return windows(tokens, context=context, vocab_size=vocab_size, where=source, token=token)
+        tokens = _read_npy(path) if path.suffix.lower() == ".npy" else _read_bin(path)
+        known = vocab_size if tokenizer is None else min(vocab_size, tokenizer.vocab_size)
+        return windows(tokens, context=context, vocab_size=known, where=source)
     found = find_source(path, form=form)
     if tokenizer is not None:
         tokens, token = text.token_stream(_texts(found, field), tokenizer), tokenizer.word
@@ -254,8 +264,9 @@ def _texts(source: Source, field: str) -> Iterator[tuple[str, str]]:
 
 
 def _read_text(path: Path) -> np.ndarray:
-    """Map a file's bytes after checking that they are UTF-8."""
-    tokens = _map_file(path, np.dtype(np.uint8))
+    """Map a file's bytes, or unpack them, after checking that they are UTF-8."""
+    is_zipped = path.suffix.lower() == ZIPPED
+    tokens = np.frombuffer(read_bytes(path), np.uint8) if is_zipped else _map_file(path, np.dtype(np.uint8))
     decoder = codecs.getincrementaldecoder("utf-8")()
     for start in range(0, len(tokens), CHUNK_ELEMENTS):
         pending = len(decoder.getstate()[0])

@@ -1,51 +1,56 @@
 """Text and record files at a path: find them, tell what they hold, read texts.
 
-| name, in any case    | content                                                                  |
-|----------------------|--------------------------------------------------------------------------|
-| ``.jsonl .ndjson``   | a record on every line                                                   |
-| ``.json``            | a list of records, or one record                                         |
-| ``.npy .bin``        | tokens: read by ``fdp.data.datasets``, not here                          |
-| ``.csv .gz ...``     | refused: tables and archives                                             |
-| any other            | a text                                                                   |
+| name, in any case      | content                                                                            |
+|------------------------|------------------------------------------------------------------------------------|
+| ``.jsonl .ndjson``     | a record on every line                                                             |
+| ``.json``              | a list of records, or one record                                                   |
+| ``.csv .tsv``          | a header, and a record on every row                                                |
+| ``.parquet``           | a record on every row; read by ``pyarrow``                                         |
+| ``.arrow .feather``    | the same; a folder saved by ``datasets.save_to_disk`` is its ``.arrow`` files      |
+| ``.npy .bin``          | tokens: read by ``fdp.data.datasets``, not here                                    |
+| ``.xlsx .zip ...``     | refused: other tables, and archives                                                |
+| any other              | a text                                                                             |
 
-A folder holds texts or records, not both. Its files are read in the order of their paths, each once, even if several
-links lead to it. Records are read by ``fdp.data.json_records``.
+Texts, ``.json``, JSON lines and tables in text form may be compressed: ``notes.jsonl.gz``.
+
+A folder holds texts or records, not both; records of several formats may share a folder. Its files are read in the
+order of their paths, each once, even if several links lead to it. Records are read by ``fdp.data.record_files``.
 
 **Errors name file, line and field, and never show content**: no value, no field name that the user did not give, no
 message of a library about a record.
 
-    >>> source = find_source("mail/")                          # mail/a.jsonl, mail/b.ndjson
+    >>> source = find_source("mail/")                          # mail/a.jsonl, mail/b.csv.gz
     >>> for place, record in read_records(source): ...         # "mail/a.jsonl, line 7", {...}
 """
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
+import zlib
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple, cast
 
 from fdp.types import FdpError
 
 LINE_SUFFIXES = (".jsonl", ".ndjson")
 LIST_SUFFIX = ".json"
+TABLE_SUFFIXES = (".csv", ".tsv")
+PARQUET_SUFFIX = ".parquet"
+ARROW_SUFFIXES = (".arrow", ".feather")
+RECORD_SUFFIXES = (*LINE_SUFFIXES, LIST_SUFFIX, *TABLE_SUFFIXES, PARQUET_SUFFIX, *ARROW_SUFFIXES)
 TOKEN_SUFFIXES = (".npy", ".bin")
-REFUSED_SUFFIXES = (
-    ".csv",
-    ".tsv",
-    ".parquet",
-    ".arrow",
-    ".feather",
-    ".xlsx",
-    ".gz",
-    ".bz2",
-    ".xz",
-    ".zst",
-    ".zip",
-    ".tar",
-)
-"""Tables, whose rows are records, and archives: read as text, all of their records would be one."""
+ZIPPED = ".gz"
+BINARY_SUFFIXES = (PARQUET_SUFFIX, *ARROW_SUFFIXES, *TOKEN_SUFFIXES)
+"""Files that compress themselves or are mapped: not read from ``.gz``."""
+REFUSED_SUFFIXES = (".xlsx", ".xls", ".ods", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz")
+"""Other tables, whose rows are records, and archives: read as text, all of their records would be one."""
+GZIP_ERRORS = (gzip.BadGzipFile, EOFError, zlib.error)
+SAVED_SPLITS, SAVED_STATE, SAVED_INFO = "dataset_dict.json", "state.json", "dataset_info.json"
+"""Files by which a folder that ``datasets`` saved to disk is recognised: of several splits, or of one."""
 
 
 class RecordForm(Enum):
@@ -67,14 +72,45 @@ class Source(NamedTuple):
     links: int
 
 
+def suffix_of(path: Path) -> str:
+    """Return the suffix of a file in lower case, of ``notes.jsonl.gz`` that of ``notes.jsonl``."""
+    name = path.name.lower()
+    return Path(name.removesuffix(ZIPPED)).suffix
+
+
 def holds_records(path: Path) -> bool:
     """Return True if a file of this name holds records."""
-    return path.suffix.lower() in (*LINE_SUFFIXES, LIST_SUFFIX)
+    return suffix_of(path) in RECORD_SUFFIXES
 
 
 def holds_tokens(path: Path) -> bool:
     """Return True if a file of this name holds tokens."""
     return path.suffix.lower() in TOKEN_SUFFIXES
+
+
+def open_bytes(file: Path) -> IO[bytes]:
+    """Open a file for reading, unpacked if it is named ``.gz`` and is compressed; for errors see ``GZIP_ERRORS``."""
+    if file.suffix.lower() == ZIPPED:
+        with file.open("rb") as content:
+            is_zipped = content.read(2) == b"\x1f\x8b"
+        if is_zipped:
+            return cast("IO[bytes]", gzip.open(file, "rb"))
+    return file.open("rb")
+
+
+def read_bytes(file: Path) -> bytes:
+    """Read a whole file, unpacked."""
+    try:
+        with open_bytes(file) as content:
+            return content.read()
+    except GZIP_ERRORS:
+        pass
+    raise damaged_archive(file)
+
+
+def damaged_archive(file: Path) -> FdpError:
+    """Return the error about a compressed file that cannot be unpacked."""
+    return FdpError(f"{file}: expected a file compressed by gzip, got one that is damaged or cut off; copy it again")
 
 
 def find_source(path: str | os.PathLike[str], *, form: RecordForm = RecordForm.AUTO) -> Source:
@@ -93,15 +129,7 @@ def find_source(path: str | os.PathLike[str], *, form: RecordForm = RecordForm.A
     if form is RecordForm.FILE:
         return Source(root, files, False, links)
     for file in files:
-        if file.suffix.lower() in REFUSED_SUFFIXES:
-            raise FdpError(
-                f"{file}: expected text, .jsonl, .ndjson or .json, got a table or an archive; unpack it or write its "
-                "rows as .jsonl records, or give --form file if all of it is one text"
-            )
-        if holds_tokens(file):
-            raise FdpError(
-                f"{file}: expected text or records, got a file of tokens; give it by itself, with --unit window"
-            )
+        _check_kind(file)
     kinds: dict[bool, Path] = {}
     for file in files:
         kinds.setdefault(holds_records(file), file)
@@ -111,6 +139,19 @@ def find_source(path: str | os.PathLike[str], *, form: RecordForm = RecordForm.A
             "give them folders of their own, or --form file if every file is one text"
         )
     return Source(root, files, True in kinds, links)
+
+
+def _check_kind(file: Path) -> None:
+    """Refuse tables and archives that are not read, and tokens, which are read by themselves."""
+    outer, inner = file.suffix.lower(), suffix_of(file)
+    zipped = outer == ZIPPED and (inner in BINARY_SUFFIXES or not inner)
+    if zipped or outer in REFUSED_SUFFIXES or inner in REFUSED_SUFFIXES:
+        raise FdpError(
+            f"{file}: expected text, .jsonl, .json, .csv, .tsv or .parquet, got another table or an archive; unpack it "
+            "or write its rows as .jsonl or .csv, or give --form file if all of it is one text"
+        )
+    if holds_tokens(file):
+        raise FdpError(f"{file}: expected text or records, got a file of tokens; give it by itself, with --unit window")
 
 
 def check_text(text: str, place: str) -> None:
@@ -125,7 +166,7 @@ def check_text(text: str, place: str) -> None:
 
 def read_text(file: Path) -> str:
     """Read a UTF-8 text file."""
-    content = file.read_bytes()
+    content = read_bytes(file)
     try:
         return content.decode()
     except UnicodeDecodeError as error:
@@ -135,6 +176,9 @@ def read_text(file: Path) -> str:
 
 def _walk(folder: Path, above: set[tuple[int, int]]) -> Iterator[Path]:
     """Yield the files of a folder tree; follow links, but not in circles."""
+    if (saved := _saved_dataset(folder)) is not None:
+        yield from saved
+        return
     for path in sorted(folder.iterdir()):
         if path.name.startswith("."):
             continue
@@ -158,3 +202,23 @@ def _once_each(paths: Iterator[Path] | list[Path]) -> tuple[tuple[Path, ...], in
         found.setdefault(_identity(path), path)
         count += 1
     return tuple(found.values()), count - len(found)
+
+
+def _saved_dataset(folder: Path) -> list[Path] | None:
+    """Return the files of a folder that ``datasets.save_to_disk`` wrote, in their order; None for another folder."""
+    if (folder / SAVED_SPLITS).is_file():
+        splits = sorted(each.name for each in folder.iterdir() if (each / SAVED_STATE).is_file())
+        named = ", ".join(str(folder / name) for name in splits[:4]) or "the folder of one of them"
+        raise FdpError(f"{folder}: expected one split of a saved dataset, got a folder of several; name one: {named}")
+    if not ((folder / SAVED_STATE).is_file() and (folder / SAVED_INFO).is_file()):
+        return None
+    try:
+        listed = [each["filename"] for each in json.loads((folder / SAVED_STATE).read_bytes())["_data_files"]]
+        files = [folder / name for name in listed]
+    except (ValueError, KeyError, TypeError):
+        files = []
+    missing = [file for file in files if not file.is_file()]
+    if not files or missing:
+        got = f"no {missing[0].name}" if missing else f"a {SAVED_STATE} that lists none"
+        raise FdpError(f"{folder}: expected the .arrow files of a saved dataset, got {got}; save it again")
+    return files

@@ -100,7 +100,7 @@ def tokenizer_of(tokenizer: Any) -> Tokenizer:
 
     return Tokenizer(
         encode,
-        len(tokenizer),
+        max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0)),
         tokenizer.eos_token_id,
         locate if getattr(tokenizer, "is_fast", False) else None,
         None if template is None else render,

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from fdp import keys
 from fdp.data import corpus, datasets, text
 from fdp.data.files import RecordForm, find_source
-from fdp.data.json_records import read_records, record_form
+from fdp.data.record_fields import record_form
+from fdp.data.record_files import read_records
 from fdp.data.units import UnitKind
 from fdp.types import FdpError
 from tests.data.test_text import write
@@ -193,8 +194,14 @@ def test_a_folder_of_texts_is_read_file_by_file(tmp_path: Path) -> None:
             r"expected records only or texts only, got records in .*a.jsonl and text in .*b.txt; .* --form file",
         ),
         ("a.npy", r"a.npy: expected text or records, got a file of tokens; give it by itself, with --unit window"),
-        ("a.csv", r"a.csv: expected text, .jsonl, .ndjson or .json, got a table or an archive; .* --form file"),
-        ("a.jsonl.gz", "got a table or an archive"),
+        (
+            "a.xlsx",
+            r"a.xlsx: expected text, .jsonl, .json, .csv, .tsv or .parquet, got another table or an archive; .* --form",
+        ),
+        ("a.parquet.gz", "got another table or an archive"),
+        ("a.gz", "got another table or an archive"),
+        ("a.tar.gz", "got another table or an archive"),
+        ("a.csv.gz", "expected records only or texts only, got records in .*a.csv.gz and text in .*b.txt"),
     ],
 )
 def test_a_folder_of_several_kinds_is_refused_unless_every_file_is_a_text(

@@ -160,7 +160,9 @@ def test_unreadable_data_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xff")
     with pytest.raises(FdpError, match="expected UTF-8 text"):
         read(tmp_path / "a.txt")
-    with pytest.raises(FdpError, match=r"expected .jsonl, .ndjson or .json, whose records have field 'by', got a text"):
+    with pytest.raises(
+        FdpError, match=r"expected .jsonl, .json, .csv or .parquet, whose records have field 'by', got a text"
+    ):
         read(tmp_path / "a.txt", user_field="by")
     (tmp_path / "b.jsonl").write_text('{"text": "\\ud800"}\n')
     with pytest.raises(FdpError, match="line 1: expected text, got a lone surrogate"):

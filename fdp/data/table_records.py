@@ -1,0 +1,88 @@
+"""Records of ``.csv`` and ``.tsv`` files: a header with the names of the fields, then a record on every row.
+
+The format is that of Python's ``csv``: fields in double quotes may hold separators and line breaks. Every value is a
+text. A row with more or fewer fields than the header is refused, since its values would be in the wrong fields.
+
+    >>> for place, record in read_table(Path("mail.csv")): ...          # "mail.csv, line 8, row 7", {"text": "..."}
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from fdp.data.files import GZIP_ERRORS, damaged_archive, open_bytes, suffix_of
+from fdp.types import FdpError
+
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
+LONGEST_FIELD = 2**31 - 1
+"""Characters of a field; the library's own limit of 131,072 is less than a long document."""
+
+
+class _Row(NamedTuple):
+    """The values of a row, and the line on which it begins."""
+
+    line: int
+    values: list[str]
+
+
+def read_table(file: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield the record of every row below the header, with its place; blank lines are left out."""
+    rows = _rows(file)
+    header = next(rows, None)
+    if header is None:
+        raise FdpError(f"{file}: expected a header and a record on every row, got nothing (empty)")
+    names = _check_header(header.values, file)
+    for number, row in enumerate(rows, start=1):
+        place = f"{file}, line {row.line}, row {number}"
+        if len(row.values) != len(names):
+            raise FdpError(
+                f"{place}: expected {len(names)} fields, as in the header, got {len(row.values)}; put fields with "
+                "separators, quotes or line breaks in double quotes"
+            )
+        yield place, dict(zip(names, row.values))
+
+
+def _rows(file: Path) -> Iterator[_Row]:
+    """Yield the rows that are not blank, the header among them."""
+    csv.field_size_limit(LONGEST_FIELD)
+    separator, line = SEPARATORS[suffix_of(file)], 1
+    with open_bytes(file) as content, io.TextIOWrapper(content, encoding="utf-8-sig", newline="") as lines:
+        rows = csv.reader(lines, delimiter=separator, strict=True)
+        try:
+            for values in rows:
+                if values:
+                    yield _Row(line, values)
+                line = rows.line_num + 1
+            return
+        except UnicodeDecodeError:  # raised again below: these errors may show the content
+            why = "a byte that is not UTF-8 there or soon after; convert the file"
+        except csv.Error:
+            why = "a quote that is not closed, or something after a closing quote; write two quotes for one in a text"
+        except GZIP_ERRORS:
+            why = None
+    if why is None:
+        raise damaged_archive(file)
+    raise FdpError(f"{file}, line {line}: expected fields separated by {_name(separator)}, got {why}")
+
+
+def _check_header(names: list[str], file: Path) -> list[str]:
+    separator = SEPARATORS[suffix_of(file)]
+    if len(names) == 1 and (others := [each for each in ";,\t|" if each != separator and each in names[0]]):
+        raise FdpError(
+            f"{file}, line 1: expected a header with fields separated by {_name(separator)}, got one field with "
+            f"{_name(others[0])} in it; save the table with {_name(separator)}, or name it .csv or .tsv as it is"
+        )
+    if len(set(names)) < len(names) or not all(name.strip() for name in names):
+        raise FdpError(
+            f"{file}, line 1: expected a header that names every field once, got a field without a name or a name "
+            "twice; repair the first line"
+        )
+    return names
+
+
+def _name(separator: str) -> str:
+    return {",": "commas", "\t": "tabs", ";": "semicolons"}.get(separator, "bars")
