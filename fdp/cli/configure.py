@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 
 from fdp import models, optimizers
+from fdp.cli.configure_evaluation import make_evaluation, split_data
 from fdp.cli.configure_kfac import make_kfac_config, make_kfac_source
 from fdp.cli.model_and_data import earlier_guarantees, is_folder, load_dataset, load_model_and_data
 from fdp.cli.names import DTYPES, OPTIMIZERS, by_value, choose, parse_mesh, parse_offload
@@ -51,9 +52,11 @@ def configure(options: TrainOptions) -> RunConfig:
     if epsilon is None and privacy.noise_multiplier is None and method is not Method.NONE:
         epsilon = DEFAULT_EPSILON
     (model, values), dataset = load_model_and_data(options)
+    dataset, held_out = split_data(options, dataset, model)
     population = rounded_population(len(dataset)) if privacy.population is None else privacy.population
     if population < 1:
         raise FdpError(f"--population: expected about the number of samples, 1 or more, got {population}")
+    delta = default_delta(population) if privacy.delta is None else privacy.delta
     return RunConfig(
         model=model,
         dataset=dataset,
@@ -61,7 +64,7 @@ def configure(options: TrainOptions) -> RunConfig:
         clip=clip,
         noise_multiplier=privacy.noise_multiplier,
         epsilon=epsilon,
-        delta=default_delta(population) if privacy.delta is None else privacy.delta,
+        delta=delta,
         population=privacy.population,
         before=earlier_guarantees(options.model),
         batch_size=training.batch_size,
@@ -78,6 +81,7 @@ def configure(options: TrainOptions) -> RunConfig:
         offload=parse_offload(options.ranks.offload),
         checkpoint_activations=options.ranks.checkpoint_activations,
         values=values,
+        evaluation=make_evaluation(options, held_out, population=population, delta=delta),
     )
 
 

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from fdp import tree
 from fdp.cli.configure import learning_rate
+from fdp.cli.evaluation_display import header_words, summary_words
 from fdp.cli.formatting import round_up
 from fdp.cli.train_options import TrainOptions
 from fdp.data.read_counts import read_counts_of
@@ -27,6 +28,7 @@ from fdp.gradients.plan import Method
 from fdp.kfac.private.curvature_sources import Feed, describe_feed
 from fdp.kfac.state import KfacPlan
 from fdp.privacy.guarantee import RELATION, delta_advice, shown_epsilon, training_again
+from fdp.run.evaluation import Evaluator
 from fdp.run.step_metrics import guarantee_of
 from fdp.run.training_run import Run
 from fdp.types import TrainState
@@ -47,13 +49,16 @@ EARLY_STOP = (
 FIXED_SEED = "whoever guesses it can repeat the noise and subtract it. For a real release leave --seed out"
 
 
-def show_header(console: Console, run: Run, state: TrainState, options: TrainOptions) -> None:
+def show_header(
+    console: Console, run: Run, state: TrainState, options: TrainOptions, evaluator: Evaluator | None = None
+) -> None:
     """Print a description of the run, and warnings, before it starts."""
     rows = [
         *_model_rows(run, state, options),
         *_training_rows(run, options),
         *_execution_rows(run),
         *_privacy_rows(run, options),
+        *([] if evaluator is None else [("evaluation", header_words(evaluator))]),
     ]
     console.print(_panel("fdp train", rows))
     if run.config.model.remark is not None:
@@ -66,6 +71,8 @@ def show_result(console: Console, summary: Mapping[str, Any], folder: Path) -> N
     """Print the result, and which outputs the budget covers."""
     first, last = loss_text(summary["loss_first"]), loss_text(summary["loss_last"])
     rows = [("loss", f"{first} → {last} in {summary['steps']} steps")]
+    if "evaluation" in summary:
+        rows.append(("evaluation", summary_words(summary["evaluation"])))
     if failures := summary.get("kfac_failures"):
         rows.append(
             (

@@ -20,4 +20,7 @@ class Needs(Enum):
     KFAC_POLICY_AUTO = "--optimizer kfac --method none --kfac-policy auto"
     KFAC_COLUMNS = "--optimizer kfac --method none, and --kfac-policy auto or --kfac-distribution gather or owner"
     KFAC_NOISED = "--kfac-data noised"
+    EVALUATION = "--eval-data or --eval-fraction"
+    EVAL_DATA = "--eval-data"
+    EVAL_EPSILON = "--eval-epsilon"
     SEVERAL_RANKS = "several ranks, started with torchrun"

@@ -162,9 +162,10 @@ def _check_nothing_lost(out: Path, config: Mapping[str, Any], damaged: Mapping[P
 def _check_settings(then: Mapping[str, Any], now: Mapping[str, Any], where: Path) -> None:
     """Raise if an option that changes the result differs."""
     effects = (Effect.RESULT, Effect.KFAC_RESULT) if now["optimizer"] == "kfac" else (Effect.RESULT,)
-    if differing := [name for name in options_with(*effects) if then.get(name) != now[name]]:
-        flags = options_of(TrainOptions)
-        listed = ", ".join(f"{flags[name].name} {then.get(name)} there, {now[name]} here" for name in differing)
+    flags = options_of(TrainOptions)
+    before = {name: then.get(name, flags[name].default) for name in options_with(*effects)}  # a newer option: unused
+    if differing := [name for name in before if before[name] != now[name]]:
+        listed = ", ".join(f"{flags[name].name} {before[name]} there, {now[name]} here" for name in differing)
         raise FdpError(f"{where}: holds a run of another configuration ({listed}); give another --out")
 
 
@@ -181,6 +182,7 @@ def checkpoint_meta(run: Run, settings: Mapping[str, Any], state: TrainState) ->
         "sampler": {"samples": sampling.dataset_size, "data": run.data_digest, "next_step": step},
         "public_data": public_data_digest(run),
         "measured": kfac_microbatch_size(run),
+        "held_out": held_out_digest(run),
         "accountant": spent_budget(run, step),
     }
 
@@ -204,6 +206,11 @@ def public_data_digest(run: Run) -> str | None:
     return run.feed.digest if isinstance(run.feed, Public) else None
 
 
+def held_out_digest(run: Run) -> str | None:
+    """Return the digest of the data that the run is evaluated on; None without evaluation."""
+    return None if run.config.evaluation is None else run.config.evaluation.digest
+
+
 def kfac_microbatch_size(run: Run) -> int | None:
     """Return the samples of all ranks in one microbatch of K-FAC; None without K-FAC."""
     if run.kfac is None:
@@ -221,6 +228,7 @@ def check_same_run(resumed: ResumedRun, run: Run) -> None:
         "content of the data": (found["sampler"]["data"], run.data_digest),
         **{name.replace("_", " "): (spent.get(name), now[name]) for name in now if name != "epsilon"},
         "content of the public data": (found.get("public_data"), public_data_digest(run)),
+        "content of the held-out data": (found.get("held_out"), held_out_digest(run)),
     }
     if not _is_close(spent.get("epsilon"), now["epsilon"]):
         expected["epsilon spent so far"] = (spent.get("epsilon"), now["epsilon"])

@@ -19,6 +19,7 @@ from rich.console import Console
 from fdp.advice.hints import Diverged, hints_before
 from fdp.cli import display, diverged, progress, report, resume, run_files
 from fdp.cli.configure import configure
+from fdp.cli.evaluation_display import evaluation_summary, show_evaluations
 from fdp.cli.folder_lock import FolderLock, lock_folder
 from fdp.cli.model_and_data import export_model
 from fdp.cli.options import to_dict
@@ -30,6 +31,7 @@ from fdp.parallel import launch
 from fdp.parallel.agree import gather_values, run_in_unison
 from fdp.parallel.heartbeat import Heartbeat
 from fdp.parallel.launch import Ranks
+from fdp.run.evaluation import Evaluator, attach_evaluations, make_evaluator
 from fdp.run.run_folder import read_records
 from fdp.run.step_metrics import StepRecord, guarantee_of, summarise
 from fdp.run.training_run import Run, prepare, steps
@@ -46,6 +48,7 @@ class Session(NamedTuple):
     console: Console
     lock: FolderLock | None
     heart: Heartbeat | None
+    evaluator: Evaluator | None = None
 
 
 def train(options: TrainOptions, ranks: Ranks | None = None) -> int:
@@ -62,6 +65,7 @@ def train(options: TrainOptions, ranks: Ranks | None = None) -> int:
         run_in_unison(lambda: check_unused(options), None)
         with console.status("checking the data, the model and the budget"):
             run, state = prepare(config, root=None if resumed is None else resumed.root)
+            evaluator = make_evaluator(run)
         if resumed is not None and resumed.checkpoint is not None:
             run_in_unison(lambda: resume.check_same_run(resumed, run), None)
             state = checkpoint.load(resumed.checkpoint, like=state)
@@ -73,21 +77,24 @@ def train(options: TrainOptions, ranks: Ranks | None = None) -> int:
             lock, folder = created or (None, None)
             folder = gather_values(folder, None)[0]
         assert folder is not None
-        display.show_header(console, run, state, options)
+        display.show_header(console, run, state, options, evaluator)
         display.show_hints(console, hints_before(run))
         _report_resumed(resumed, console)
-        return _train(Session(options, run, folder, console, lock, ranks.heart if ranks else None), state)
+        heart = ranks.heart if ranks else None
+        return _train(Session(options, run, folder, console, lock, heart, evaluator), state)
 
 
 def _train(session: Session, state: TrainState) -> int:
     """Make the remaining steps and finish; if asked to stop, save and say how to resume."""
-    options, run, folder, console, lock, _ = session
+    options, run, folder, console, lock = session[:5]
     first = launch.rank() == 0
     records = read_records(folder, upto=int(state.step)) if first else []
     with stop_on_signals() as stop:
         stream = _check_alive(session, steps(run, state, stop=stop.requested))
+        stream = attach_evaluations(stream, session.evaluator)
         stream = run_files.write_metrics(stream, folder, earlier=records) if first else stream
         stream = progress.follow(_save_checkpoints(session, stream), run, console)
+        stream = show_evaluations(stream, session.evaluator, console)
         try:
             for state, record in diverged.watch(stream, run, options, console, earlier=tuple(records)):  # noqa: B007
                 records.append(record)
@@ -204,8 +211,8 @@ def _save_checkpoints(
 
 def _finish(session: Session, state: TrainState, records: list[StepRecord]) -> None:
     """Write the model, the report and the summary, and show the result."""
-    options, run, folder, console, _, _ = session
-    summary = summarise(run, state, records)
+    options, run, folder, console = session[:4]
+    summary = summarise(run, state, records) | evaluation_summary(session.evaluator, records)
     export_model(state.params, options.model, folder, guarantees=[*run.config.before, guarantee_of(run)])
     if launch.rank() == 0:
         report.write_report(folder, run, records, title=f"{options.model.model} on {options.data.data}")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 
 from fdp.cli.advice_options import AdviceOptions
+from fdp.cli.evaluation_options import EvaluationOptions
 from fdp.cli.kfac_options import KfacOptions
 from fdp.cli.needs import Needs
 from fdp.cli.options import Effect, Flag, options_of
@@ -270,6 +271,7 @@ class TrainOptions:
     kfac: KfacOptions = field(default_factory=KfacOptions)
     compute: ComputeOptions = field(default_factory=ComputeOptions)
     ranks: RankOptions = field(default_factory=RankOptions)
+    evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
     output: OutputOptions = field(default_factory=OutputOptions)
 
 

@@ -48,6 +48,10 @@ def _is_public_kfac(options: TrainOptions) -> bool:
     return _is_kfac(options) and options.privacy.method == "none"
 
 
+def _evaluates(options: TrainOptions) -> bool:
+    return options.evaluation.eval_data is not None or options.evaluation.eval_fraction is not None
+
+
 CONDITIONS: dict[Needs, Callable[[TrainOptions], bool]] = {
     Needs.LORA: lambda options: options.model.lora is not None,
     Needs.UNIT_USER: lambda options: options.data.unit == "user",
@@ -63,5 +67,8 @@ CONDITIONS: dict[Needs, Callable[[TrainOptions], bool]] = {
         _is_public_kfac(options) and (options.kfac.policy, options.kfac.distribution) != ("all", "ring")
     ),
     Needs.KFAC_NOISED: lambda options: options.kfac.data == "noised",
+    Needs.EVALUATION: _evaluates,
+    Needs.EVAL_DATA: lambda options: options.evaluation.eval_data is not None,
+    Needs.EVAL_EPSILON: lambda options: options.evaluation.eval_epsilon is not None,
     Needs.SEVERAL_RANKS: lambda options: launch.started_by_torchrun(),
 }

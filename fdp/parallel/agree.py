@@ -19,7 +19,12 @@ from fdp.types import FdpError
 
 T = TypeVar("T")
 
-PRIVATE_SETTINGS = ("number of samples", "content of the data", "content of the public data")
+PRIVATE_SETTINGS = (
+    "number of samples",
+    "content of the data",
+    "content of the public data",
+    "content of the held-out data",
+)
 """Settings that the ranks, and the attempts of a run, must agree on but that no error may show."""
 
 

@@ -10,6 +10,7 @@ computed on private data and **not** covered.
 from __future__ import annotations
 
 import hashlib
+import math
 import resource
 import statistics
 from collections.abc import Sequence
@@ -39,12 +40,20 @@ class Evaluation(NamedTuple):
     ``loss`` and ``accuracy`` are means over the samples; accuracy is for classifiers. ``cost`` says what the numbers
     cost: ``public`` (computed on public data), ``outside`` (on private data of other people: nothing is promised to
     them) or ``noised`` (released with noise, within the budget of ``--eval-epsilon``). ``texts`` are generated.
+    ``token_loss`` is the mean over all tokens that count, of language models; None if the numbers are noised.
     """
 
     loss: float | None
     accuracy: float | None
     cost: str
     texts: tuple[str, ...] = ()
+    token_loss: float | None = None
+
+    @property
+    def perplexity(self) -> float | None:
+        """``exp(token_loss)``; of noised evaluations ``exp(loss)``, which weighs samples and not tokens equally."""
+        loss = self.loss if self.token_loss is None else self.token_loss
+        return None if loss is None or self.accuracy is not None else math.exp(min(loss, 700.0))
 
 
 class StepRecord(NamedTuple):

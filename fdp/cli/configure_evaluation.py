@@ -1,0 +1,97 @@
+"""Turn the options about evaluation into held-out data and an :class:`~fdp.run.evaluation_config.EvaluationConfig`.
+
+>>> training, held_out = split_data(options, dataset, model)
+>>> evaluation = make_evaluation(options, held_out, population=population, delta=delta)
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from fdp.cli.evaluation_options import EvaluationOptions
+from fdp.cli.model_and_data import load_dataset
+from fdp.cli.train_options import TrainOptions
+from fdp.data import datasets
+from fdp.data.digest import data_digest
+from fdp.data.held_out import split_held_out
+from fdp.model import Model
+from fdp.privacy.microbatches import Dataset
+from fdp.privacy.sampling import rounded_population
+from fdp.run.evaluation_config import Budget, Cost, EvaluationConfig, default_every
+from fdp.types import FdpError
+
+DIGITS_TEST = "digits-test"
+
+
+def split_data(options: TrainOptions, dataset: Dataset, model: Model) -> tuple[Dataset, Dataset | None]:
+    """Return the data to train on and the held-out data, None without evaluation."""
+    given = options.evaluation
+    _check(options)
+    if given.eval_fraction is not None:
+        return split_held_out(dataset, given.eval_fraction)
+    if given.eval_data is None:
+        return dataset, None
+    if given.eval_data == DIGITS_TEST:
+        if model.context is not None:
+            raise FdpError(f"--eval-data {DIGITS_TEST}: is images: expected a classifier, got {model.name}")
+        return dataset, datasets.digits()[1]
+    return dataset, load_dataset(options, model, source=given.eval_data)
+
+
+def make_evaluation(
+    options: TrainOptions, held_out: Dataset | None, *, population: int, delta: float
+) -> EvaluationConfig | None:
+    """Return the settings of the evaluations; ``population`` is the public number of samples to train on."""
+    given = options.evaluation
+    if held_out is None:
+        return None
+    steps, digest = options.training.steps, data_digest(held_out)
+    every = default_every(steps) if given.eval_every is None else given.eval_every
+    if given.eval_epsilon is None:
+        cost = Cost.PUBLIC if given.eval_public else Cost.OUTSIDE
+        return EvaluationConfig(held_out, digest, cost, every)
+    number = _public_number(given, held_out, population)
+    budget = Budget(given.eval_epsilon, delta, number, given.eval_max_loss)
+    return EvaluationConfig(held_out, digest, Cost.NOISED, every, budget)
+
+
+def _public_number(given: EvaluationOptions, held_out: Dataset, population: int) -> int:
+    """Return the public number of held-out samples; with a fraction it does not depend on the held-out ones."""
+    if given.eval_population is not None:
+        return given.eval_population
+    if given.eval_fraction is not None:
+        return max(1, round(population * given.eval_fraction / (1 - given.eval_fraction)))
+    return rounded_population(len(held_out))
+
+
+def _check(options: TrainOptions) -> None:
+    """Refuse numbers out of range, and options that contradict each other."""
+    given = options.evaluation
+    if given.eval_data is not None and given.eval_fraction is not None:
+        raise FdpError("--eval-data and --eval-fraction: expected one of them, got both; each names the held-out data")
+    if given.eval_fraction is not None and not 0 < given.eval_fraction < 1:
+        raise FdpError(f"--eval-fraction: expected a number between 0 and 1, such as 0.1, got {given.eval_fraction:g}")
+    if given.eval_every is not None and not 1 <= given.eval_every <= options.training.steps:
+        raise FdpError(
+            f"--eval-every: expected 1 to the {options.training.steps} steps of the run, got {given.eval_every}"
+        )
+    for name in ("eval_epsilon", "eval_max_loss"):
+        value = getattr(given, name)
+        if value is not None and not 0 < value < math.inf:
+            raise FdpError(f"--{name.replace('_', '-')}: expected a finite number above 0, got {value:g}")
+    if given.eval_population is not None and given.eval_population < 1:
+        raise FdpError(f"--eval-population: expected 1 or more samples, got {given.eval_population}")
+    if given.eval_public and given.eval_epsilon is not None:
+        raise FdpError("--eval-public and --eval-epsilon: expected one of them, got both; public data needs no noise")
+    if given.eval_data is not None and _same_source(given.eval_data, options.data.data):
+        raise FdpError(
+            f"--eval-data {given.eval_data}: expected data that is not trained on, got --data itself; hold out a part "
+            "of it with --eval-fraction 0.1"
+        )
+
+
+def _same_source(one: str, other: str) -> bool:
+    if one == other:
+        return True
+    return Path(one).exists() and Path(other).exists() and Path(one).resolve() == Path(other).resolve()

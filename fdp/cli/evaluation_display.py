@@ -1,0 +1,147 @@
+"""The words for evaluations: a line while a run goes on, a row of the header, a row of the result.
+
+held-out loss 2.3145 (outside the guarantee: computed without noise on 61 users who were not trained on)
+
+>>> for state, record in show_evaluations(stream, evaluator, console): ...
+>>> summary | evaluation_summary(evaluator, records)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from fdp.data.units import dataset_unit
+from fdp.privacy.guarantee import shown_epsilon
+from fdp.run.evaluation import Evaluator
+from fdp.run.evaluation_config import Cost
+from fdp.run.step_metrics import Evaluation, StepRecord
+from fdp.types import TrainState
+
+NOUNS = {
+    "user": "users who were not trained on",
+    "record": "records that were not trained on",
+    "file": "files that were not trained on",
+    "window": "windows that were not trained on",
+    "labelled": "images that were not trained on",
+    "packed": "packed rows that were not trained on",
+}
+"""The held-out samples in words, by the second word of their unit (``fdp.data.units``)."""
+
+
+def cost_words(evaluator: Evaluator) -> str:
+    """Return what the numbers of the evaluations cost, in words."""
+    config, private = evaluator.config, evaluator.run.epsilons is not None
+    if config.cost is Cost.PUBLIC:
+        return f"free: computed on {len(config.dataset):,} samples of public data"
+    who = f"{len(config.dataset):,} {_noun(evaluator)}"
+    if config.budget is None:
+        outside = "outside the guarantee" if private else "no guarantee"
+        return f"{outside}: computed without noise on {who}"
+    return (
+        f"epsilon {shown_epsilon(config.budget.epsilon)} at delta {config.budget.delta:.3g} for each of {who}, for all "
+        f"{len(evaluator.steps)} evaluations together; nothing for those trained on"
+    )
+
+
+def header_words(evaluator: Evaluator) -> str:
+    """Return when the run is evaluated, on what, and at what cost."""
+    every, release = evaluator.config.every, evaluator.release
+    often = f"every {every} steps and at the end" if every > 1 else "after every step"
+    said = f"{often}; {cost_words(evaluator)}"
+    if release is None:
+        return said
+    return (
+        f"{said}. Noise of ±{release.loss_deviation():.3g} on the held-out loss (losses clipped to "
+        f"{release.max_loss:.3g}, {release.budget.population:,} samples announced); fewer evaluations have less"
+    )
+
+
+def result_words(evaluation: Evaluation) -> str:
+    """Return the numbers of an evaluation: ``held-out loss 2.3145, perplexity 10.12``."""
+    words = []
+    if evaluation.loss is not None:
+        words.append(f"held-out loss {evaluation.loss:.4f}")
+    if evaluation.accuracy is not None:
+        words.append(f"accuracy {evaluation.accuracy:.1%}")
+    elif (perplexity := evaluation.perplexity) is not None:
+        words.append(f"perplexity {perplexity:,.2f}")
+    return ", ".join(words) or "held-out loss n/a: not finite"
+
+
+def show_evaluations(
+    stream: Iterable[tuple[TrainState, StepRecord]], evaluator: Evaluator | None, console: Console
+) -> Iterator[tuple[TrainState, StepRecord]]:
+    """Pass the stream on, and print every evaluation with what it costs."""
+    for state, record in stream:
+        if evaluator is not None and record.evaluation is not None:
+            line = f"step {record.step}  {result_words(record.evaluation)}  ({record.evaluation.cost})"
+            console.print(Text(line, style="green"))
+        yield state, record
+
+
+def evaluation_summary(evaluator: Evaluator | None, records: Sequence[StepRecord]) -> dict[str, Any]:
+    """Return the entry ``evaluation`` of ``summary.json``: the first, the last and the best evaluation, and the cost.
+
+    Empty without evaluations. The best is the one with the lowest loss; one that is not finite is never the best.
+    """
+    found = [record for record in records if record.evaluation is not None]
+    if evaluator is None or not found:
+        return {}
+    best = min(found, key=_loss_of)
+    config, release = evaluator.config, evaluator.release
+    return {
+        "evaluation": {
+            "first": _entry(found[0]),
+            "last": _entry(found[-1]),
+            "best": _entry(best),
+            "evaluations": len(found),
+            "cost": config.cost.value,
+            "cost_in_words": cost_words(evaluator),
+            "samples": len(config.dataset),
+            "epsilon": None if config.budget is None else config.budget.epsilon,
+            "delta": None if config.budget is None else config.budget.delta,
+            "planned": len(evaluator.steps),
+            "noise_multiplier": None if release is None else release.noise_multiplier,
+            "loss_noise": None if release is None else release.loss_deviation(),
+        }
+    }
+
+
+def summary_words(found: dict[str, Any]) -> str:
+    """Return the row of the result panel, from the entry ``evaluation`` of a summary."""
+    first, last = found["first"], found["last"]
+    loss = f"held-out loss {_number(first['loss'])} → {_number(last['loss'])}"
+    if last["accuracy"] is not None:
+        loss += f", accuracy {last['accuracy']:.1%}"
+    elif last["perplexity"] is not None:
+        loss += f", perplexity {last['perplexity']:,.2f}"
+    best = found["best"]
+    if best["step"] != last["step"]:
+        loss += f"; best {_number(best['loss'])} after step {best['step']}"
+    return f"{loss} ({found['cost_in_words']})"
+
+
+def _entry(record: StepRecord) -> dict[str, Any]:
+    evaluation = record.evaluation
+    assert evaluation is not None
+    numbers = {"loss": evaluation.loss, "token_loss": evaluation.token_loss, "accuracy": evaluation.accuracy}
+    return {"step": record.step} | numbers | {"perplexity": evaluation.perplexity}
+
+
+def _loss_of(record: StepRecord) -> float:
+    loss = None if record.evaluation is None else record.evaluation.loss
+    return math.inf if loss is None else loss
+
+
+def _number(loss: float | None) -> str:
+    return "n/a" if loss is None else f"{loss:.4f}"
+
+
+def _noun(evaluator: Evaluator) -> str:
+    words = dataset_unit(evaluator.config.dataset).one.split()
+    return NOUNS.get(words[1], "samples that were not trained on") if len(words) > 1 else "samples"

@@ -1,0 +1,152 @@
+"""``fdp train`` with held-out data: what is computed, what it costs, and which mistakes are refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fdp.cli.configure import configure
+from fdp.data import datasets
+from fdp.models import build as build_model
+from fdp.models import logits
+from fdp.run.evaluation import evaluate, make_evaluator
+from fdp.run.evaluation_config import planned_steps
+from fdp.run.run_folder import read_run_folder
+from fdp.run.step_metrics import StepRecord
+from fdp.run.training_run import prepare
+from fdp.storage.safetensors import import_safetensors
+from fdp.types import FdpError
+from tests.cli.train_runs import call, last_json, small_options, train
+
+
+def evaluations(folder: Path) -> list[StepRecord]:
+    return [record for record in read_run_folder(folder).records if record.evaluation is not None]
+
+
+def test_a_run_is_evaluated_on_held_out_images_outside_the_guarantee(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(tmp_path / "run", "--eval-data", "digits-test", "--eval-every", "2", "--json", steps=5) == 0
+    text = capsys.readouterr().out
+    assert "outside the guarantee: computed without noise on 360 images that were not trained on" in " ".join(
+        text.replace("│", " ").split()
+    )
+    found = evaluations(tmp_path / "run")
+    assert [record.step for record in found] == [2, 4, 5]
+    summary = last_json(text)["evaluation"]
+    assert (summary["first"]["step"], summary["last"]["step"], summary["cost"]) == (2, 5, "outside")
+    model, test = build_model("logistic"), datasets.digits()[1]
+    params = import_safetensors(tmp_path / "run" / "model.safetensors", like=model.init(torch.arange(8)))
+    data = {"image": test.image, "label": test.label}
+    assert summary["last"]["loss"] == pytest.approx(float(model.loss(params, data).mean()), rel=1e-5)
+    right = (logits(model, params, data).argmax(1) == test.label).double().mean()
+    assert summary["last"]["accuracy"] == pytest.approx(float(right))
+    assert found[-1].evaluation is not None
+    assert found[-1].evaluation.perplexity is None
+
+
+def test_a_fraction_is_held_out_and_evaluation_changes_no_parameter(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hashes = []
+    for name, more in {"plain": [], "evaluated": ["--eval-data", "digits-test"]}.items():
+        assert train(tmp_path / name, "--seed", "1", "--json", "--quiet", *more) == 0
+        hashes.append(last_json(capsys.readouterr().out)["parameter_sha256"])
+    assert hashes[0] == hashes[1]
+    assert train(tmp_path / "fraction", "--seed", "1", "--json", "--quiet", "--eval-fraction", "0.2") == 0
+    summary = last_json(capsys.readouterr().out)
+    assert summary["samples"] + summary["evaluation"]["samples"] == 1437
+    assert 200 < summary["evaluation"]["samples"] < 380
+    assert len(evaluations(tmp_path / "fraction")) == 3
+
+
+def test_public_data_is_free_and_noised_evaluations_state_their_budget(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--eval-data", "digits-test", "--eval-every", "3", "--json"]
+    assert train(tmp_path / "public", *words, "--eval-public") == 0
+    assert last_json(capsys.readouterr().out)["evaluation"]["cost_in_words"].startswith("free")
+    assert train(tmp_path / "noised", *words, "--eval-epsilon", "2", "--seed", "1") == 0
+    text = capsys.readouterr().out
+    summary = last_json(text)["evaluation"]
+    assert (summary["cost"], summary["epsilon"], summary["planned"]) == ("noised", 2.0, 1)
+    assert "epsilon 2.000 at delta 1e-06 for each of 360 images" in " ".join(text.replace("│", " ").split())
+    assert abs(summary["last"]["loss"] - summary["first"]["loss"]) == 0
+    assert summary["loss_noise"] > 0
+
+
+def test_noised_and_exact_evaluations_differ_by_the_stated_noise(tmp_path: Path) -> None:
+    options = {"eval_data": "digits-test", "eval_every": 1, "steps": 40, "warmup": 1, "seed": 3}
+    exact_run, state = prepare(configure(small_options(**options)))
+    exact = make_evaluator(exact_run)
+    assert exact is not None
+    true = evaluate(exact, state.params, step=1)
+    run, state = prepare(configure(small_options(**options, eval_epsilon=4.0, eval_max_loss=100.0)))
+    noised = make_evaluator(run)
+    assert noised is not None
+    assert noised.release is not None
+    found = [evaluate(noised, state.params, step=step) for step in range(1, 41)]
+    gaps = torch.tensor([each.loss - true.loss for each in found])  # pyright: ignore
+    deviation = noised.release.loss_deviation()
+    assert 0.6 * deviation < float(gaps.std()) < 1.5 * deviation
+    assert abs(float(gaps.mean())) < 4 * deviation / math.sqrt(40)
+
+
+def test_padded_records_are_weighed_by_sample_in_the_loss_and_by_token_in_the_perplexity(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": "ab" * (3 + 5 * (i % 7)) + chr(65 + i % 26)}) for i in range(60)]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    (tmp_path / "test.jsonl").write_text("\n".join([*lines[:8], json.dumps({"text": "x"})]) + "\n")
+    options = small_options(
+        model="gpt-nano", data=str(tmp_path / "train.jsonl"), unit="record", context=40, eval_every=2, batch_size=8,
+        eval_data=str(tmp_path / "test.jsonl"), microbatch=4,
+    )  # fmt: skip
+    run, state = prepare(configure(options))
+    evaluator = make_evaluator(run)
+    assert evaluator is not None
+    found = evaluate(evaluator, state.params, step=2)
+    data = evaluator.config.dataset.fetch(torch.arange(9).numpy())
+    losses = run.config.model.loss(state.params, data).detach().double()
+    tokens = data["loss_mask"].sum(1).double()
+    assert (tokens[-1], losses[-1]) == (0, 0), "a record of one byte has nothing to predict"
+    assert found.loss == pytest.approx(float(losses[:-1].mean()), rel=1e-5)
+    assert found.token_loss == pytest.approx(float((losses * tokens).sum() / tokens.sum()), rel=1e-5)
+    assert found.perplexity == pytest.approx(math.exp(float((losses * tokens).sum() / tokens.sum())), rel=1e-5)
+    assert found.loss != pytest.approx(found.token_loss, rel=1e-5)
+
+
+def test_the_planned_steps_end_with_the_last() -> None:
+    assert planned_steps(3, 10) == (3, 6, 9, 10)
+    assert planned_steps(5, 10) == (5, 10)
+    assert planned_steps(10, 10) == (10,)
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "both": ({"eval_data": "digits-test", "eval_fraction": 0.1}, "expected one of them, got both"),
+    "the same": ({"eval_data": "digits"}, r"got --data itself; hold out a part of it with --eval-fraction"),
+    "fraction": ({"eval_fraction": 1.5}, "--eval-fraction: expected a number between 0 and 1"),
+    "every": ({"eval_fraction": 0.1, "eval_every": 9}, "--eval-every: expected 1 to the 4 steps of the run, got 9"),
+    "epsilon": ({"eval_fraction": 0.1, "eval_epsilon": -1.0}, "--eval-epsilon: expected a finite number above 0"),
+    "population": ({"eval_fraction": 0.1, "eval_epsilon": 1.0, "eval_population": 0}, "--eval-population: expected 1"),
+    "public": ({"eval_data": "digits-test", "eval_public": True, "eval_epsilon": 1.0}, "public data needs no noise"),
+    "text": ({"eval_data": "digits-test", "model": "gpt-nano", "data": "stdlib"}, "is images: expected a classifier"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(MISTAKES))
+def test_mistakes_about_evaluation_are_explained(name: str) -> None:
+    changes, message = MISTAKES[name]
+    with pytest.raises(FdpError, match=message):
+        configure(small_options(**changes))
+
+
+def test_an_evaluation_option_without_data_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(tmp_path / "run", "--eval-epsilon", "1") == 2
+    assert "--eval-epsilon: expected --eval-data or --eval-fraction to go with it" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    assert call("train", "--eval-public", "--model", "logistic", "--data", "digits") == 2
+    assert "--eval-public: expected --eval-data to go with it" in capsys.readouterr().err
