@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from fdp.privacy.noise import expected_mean as expected_mean
     from fdp.privacy.sampling import poisson as poisson
     from fdp.privacy.sampling import sample_batch as sample_batch
+    from fdp.run.private_run import PrivateRun as PrivateRun
+    from fdp.run.private_run import private as private
     from fdp.run.spent import spent as spent
     from fdp.step import init_state as init_state
     from fdp.step import make_train_step as make_train_step
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
 _HOME = {
     "privacy.accounting": ("epsilon", "noise_multiplier_for"),
     "checks.model_checks": ("check_independent", "check_norms"),
+    "run.private_run": ("PrivateRun", "private"),
     "run.spent": ("spent",),
     "checks.first_call": ("Checks",),
     "privacy.clipping": ("clip_to",),

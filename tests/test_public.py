@@ -26,6 +26,7 @@ def test_the_surface_is_frozen():
         "Method",
         "Model",
         "Offload",
+        "PrivateRun",
         "Rule",
         "TrainState",
         "Zero",
@@ -53,6 +54,7 @@ def test_the_surface_is_frozen():
         "over_tensor_axis",
         "per_sample_norms",
         "poisson",
+        "private",
         "rule",
         "sample_batch",
         "shared_key",
@@ -66,8 +68,8 @@ def test_every_name_is_there_and_documented(name):
 
 
 def test_an_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="no attribute 'private'"):
-        _ = fdp.private  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(AttributeError, match="no attribute 'privately'"):
+        _ = fdp.privately  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_what_the_type_checker_sees_is_what_there_is():

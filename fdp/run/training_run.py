@@ -27,6 +27,7 @@ from fdp.checks.first_call import REAL_SAMPLES, check_model
 from fdp.data.digest import data_digest
 from fdp.fast.compile_modes import Compile, make_execution
 from fdp.fingerprint import fingerprint
+from fdp.foreign.uses.dropout import DROPOUT_KEYS
 from fdp.gradients import timing
 from fdp.gradients.execution import Execution
 from fdp.gradients.plan import TIMED_METHODS, Method, Plan, make_plan
@@ -175,7 +176,16 @@ def draw_batch(run: Run, t: int, sampling: Poisson | None = None, purpose: str =
     config, by = run.config, run.mechanism.sampling if sampling is None else sampling
     share = {} if run.sharding is None else {"rank": run.sharding.rank, "ranks": run.sharding.ranks}
     options = {"step": t, "microbatch_size": config.microbatch_size, "purpose": purpose, **share}
-    return _move(sample_batch(config.dataset, by, run.key, **options), config.device)
+    return _move(_fold_into_dropout(sample_batch(config.dataset, by, run.key, **options), run, t), config.device)
+
+
+def _fold_into_dropout(batch: Batch, run: Run, t: int) -> Batch:
+    """Fold the step into the samples' dropout keys, if the data hold any, so that every step drops other elements."""
+    if not isinstance(batch.data, dict) or DROPOUT_KEYS not in batch.data:
+        return batch
+    keys_of_samples = batch.data[DROPOUT_KEYS]
+    step = keys.step_key(run.key, DROPOUT_KEYS, t).to(keys_of_samples.device)
+    return batch._replace(data=batch.data | {DROPOUT_KEYS: keys_of_samples + step})
 
 
 def refresh_curvature(run: Run, state: TrainState, batch: Batch, t: int) -> TrainState:

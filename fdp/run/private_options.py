@@ -1,0 +1,209 @@
+"""The arguments of :func:`fdp.private` and the run that they describe.
+
+>>> config, subject = configure(options)
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from fdp.fast.compile_modes import Compile
+from fdp.gradients.plan import Method
+from fdp.model import Model
+from fdp.parallel.sharded_init import drawn_params
+from fdp.parallel.sharding import Zero
+from fdp.privacy import clipping
+from fdp.privacy.clipping import ClipStyle
+from fdp.privacy.guarantee import default_delta, delta_advice
+from fdp.privacy.microbatches import Dataset
+from fdp.privacy.sampling import rounded_population
+from fdp.run.module_model import Subject, make_subject
+from fdp.run.own_samples import Collate, as_samples
+from fdp.run.run_config import Layout, RunConfig
+from fdp.run.sample_losses import Loss
+from fdp.run.save_module import earlier_guarantees
+from fdp.run.torch_optimizer import as_optimizer
+from fdp.types import FdpError
+
+MICROBATCHES = {"cpu": 64, "cuda": 256}
+"""Samples computed at once with ``microbatch="auto"``; halved if they do not fit into the memory of the GPU."""
+DEFAULT_BATCH_SIZE = 256
+CLIPPING: dict[str, Callable[..., ClipStyle]] = {
+    "flat": clipping.flat,
+    "per-layer": clipping.per_layer,
+    "automatic": clipping.automatic,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivateOptions:
+    """The arguments of :func:`fdp.private`, by name."""
+
+    module: nn.Module | Model
+    dataset: Any
+    loss: Loss | None
+    epsilon: float | None
+    delta: float | None
+    noise_multiplier: float | None
+    epochs: float | None
+    steps: int | None
+    batch_size: int | None
+    lr: float | Callable[[Tensor], Tensor] | None
+    optimizer: Any
+    weight_decay: float | None
+    max_norm: float
+    clip: str | ClipStyle
+    collate_fn: Collate | None
+    population: int | None
+    microbatch: int | str
+    materialize: Sequence[str]
+    compile: str | Compile
+    dtype: torch.dtype
+    device: torch.device | str | None
+    mesh: Mapping[str, int] | None
+    seed: int | None
+
+
+class Sizes(NamedTuple):
+    """The public numbers of a run: the announced number of samples, the expected batch size, the steps."""
+
+    population: int
+    batch_size: int
+    steps: int
+
+
+def configure(options: PrivateOptions) -> tuple[RunConfig, Subject]:
+    """Return the run that the arguments describe, and what is trained."""
+    _check_one("epsilon", options.epsilon, "noise_multiplier", options.noise_multiplier)
+    _check_one("epochs", options.epochs, "steps", options.steps)
+    samples = as_samples(options.dataset, collate_fn=options.collate_fn)
+    sizes = make_sizes(options, len(samples))
+    subject = _make_subject(options, samples)
+    device = _device(options)
+    config = RunConfig(
+        model=subject.model,
+        dataset=subject.dataset,
+        method=Method.AUTO,
+        clip=_clip_style(options.clip, options.max_norm),
+        noise_multiplier=options.noise_multiplier,
+        epsilon=options.epsilon,
+        delta=_delta(options.delta, sizes.population),
+        batch_size=sizes.batch_size,
+        steps=sizes.steps,
+        optimizer=as_optimizer(options.optimizer, lr=options.lr, weight_decay=options.weight_decay),
+        seed=options.seed,
+        dtype=options.dtype,
+        microbatch_size=_microbatch_size(options.microbatch, sizes.batch_size, device),
+        memory_budget=None,
+        compile=_compile_mode(options.compile),
+        device=device,
+        layout=None if options.mesh is None else Layout(dict(options.mesh), Zero.THREE),
+        values=subject.values,
+        population=sizes.population,
+        before=earlier_guarantees(options.module),
+    )
+    return config, subject
+
+
+def make_sizes(options: PrivateOptions, samples: int) -> Sizes:
+    """Return the public numbers. One epoch is as many steps as draw the population once, on average."""
+    population = rounded_population(samples) if options.population is None else options.population
+    batch_size = options.batch_size
+    if batch_size is None and isinstance(options.dataset, DataLoader):
+        batch_size = options.dataset.batch_size
+        if batch_size is not None:
+            warnings.warn(
+                f"dataset: a DataLoader's batch size, {batch_size}, is taken as the expected batch size; its sampler, "
+                f"shuffle and drop_last are not used: fdp draws every step by Poisson sampling. Give "
+                f"loader.dataset, batch_size= and collate_fn= to say the same without this warning",
+                stacklevel=4,
+            )
+    if batch_size is None:
+        batch_size = max(1, min(DEFAULT_BATCH_SIZE, population // 4))
+    for name, value in (("batch_size", batch_size), ("steps", options.steps), ("epochs", options.epochs)):
+        if value is not None and not 0 < value < math.inf:
+            raise FdpError(f"{name}: expected a number above 0, got {value}")
+    steps = options.steps
+    if steps is None:
+        assert options.epochs is not None
+        steps = max(1, math.ceil(options.epochs * population / batch_size))
+    return Sizes(population, batch_size, steps)
+
+
+def _make_subject(options: PrivateOptions, samples: Dataset) -> Subject:
+    if isinstance(options.module, nn.Module):
+        return make_subject(options.module, samples, loss=options.loss, materialize=tuple(options.materialize))
+    if not isinstance(options.module, Model):
+        raise FdpError(
+            f"module: expected an nn.Module, or a model of fdp, got {type(options.module).__name__}; give the module "
+            f"itself, not its class or its parameters"
+        )
+    if options.loss is not None:
+        raise FdpError("loss: expected none beside a model of fdp, which has its own, got one; leave it out")
+    return Subject(options.module, drawn_params, samples, None)
+
+
+def _check_one(first: str, one: float | None, second: str, other: float | None) -> None:
+    if (one is None) == (other is None):
+        got = "neither" if one is None else "both"
+        raise FdpError(f"{first}: expected either {first} or {second}, got {got}; the one follows from the other")
+    if second == "noise_multiplier" and other is not None and not 0 < other < math.inf:
+        raise FdpError(
+            f"noise_multiplier: expected a number above 0, got {other}; without noise nothing is private: train with "
+            f"torch alone, or compose the step yourself (fdp.make_train_step)"
+        )
+
+
+def _delta(delta: float | None, population: int) -> float:
+    if delta is None:
+        return default_delta(population)
+    if 0 < delta < 1 and (advice := delta_advice(population, delta)) is not None:
+        warnings.warn(advice, stacklevel=4)
+    return delta
+
+
+def _clip_style(clip: str | ClipStyle, max_norm: float) -> ClipStyle:
+    if isinstance(clip, ClipStyle):
+        return clip
+    if clip not in CLIPPING:
+        raise FdpError(
+            f"clip: expected one of {', '.join(CLIPPING)}, or a style of fdp.privacy.clipping, such as quantile(...); "
+            f"got {clip!r}"
+        )
+    return CLIPPING[clip](max_norm=max_norm)
+
+
+def _microbatch_size(microbatch: int | str, batch_size: int, device: torch.device) -> int:
+    if microbatch == "auto":
+        return min(batch_size, MICROBATCHES.get(device.type, MICROBATCHES["cpu"]))
+    if isinstance(microbatch, bool) or not isinstance(microbatch, int):
+        raise FdpError(f"microbatch: expected a whole number, or 'auto', got {microbatch!r}")
+    return microbatch
+
+
+def _compile_mode(mode: str | Compile) -> Compile:
+    known = {member.value: member for member in Compile}
+    if isinstance(mode, Compile):
+        return mode
+    if mode not in known:
+        raise FdpError(f"compile: expected one of {', '.join(map(repr, known))}, got {mode!r}")
+    return known[mode]
+
+
+def _device(options: PrivateOptions) -> torch.device:
+    if options.device is not None:
+        device = torch.device(options.device)
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise FdpError("device: expected a CUDA device, found none; use device='cpu'")
+        return device
+    if isinstance(options.module, nn.Module):
+        return next((leaf.device for leaf in options.module.parameters()), torch.device("cpu"))
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,76 @@
+"""Save the state of a run with its key and its budget, and resume the same run from it.
+
+A checkpoint holds the key of the noise: whoever reads it can subtract the noise. Keep it where the data is.
+
+    >>> save_checkpoint(run, state, folder, keep=2)
+    >>> run, state = load_checkpoint(run, state, folder)
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fdp.run.training_run import Run, prepare
+from fdp.storage import checkpoint
+from fdp.types import FdpError, TrainState
+
+
+def save_checkpoint(run: Run, state: TrainState, folder: str | os.PathLike[str], *, keep: int = 2) -> Path:
+    """Write ``folder/step-<step>``; every rank calls it. A step that is there already is not written again."""
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    if checkpoint.has_reached(path, int(state.step)):
+        found = checkpoint.latest(path)
+        assert found is not None
+        return found
+    return checkpoint.save(path, state, meta=_meta(run), keep=keep)
+
+
+def load_checkpoint(run: Run, state: TrainState, folder: str | os.PathLike[str]) -> tuple[Run, TrainState]:
+    """Return the run and the state of the newest checkpoint; refuse that of another run or of other data.
+
+    Guarantees:
+      - the resumed run draws the samples and the noise that the interrupted one would have drawn;
+      - another mechanism, delta, number of steps or dataset than those of the checkpoint is refused.
+    """
+    path = checkpoint.latest(Path(folder))
+    if path is None:
+        raise FdpError(f"{folder}: expected a folder of checkpoints (run.save_checkpoint), got none there")
+    found = checkpoint.verify(path)
+    if "private_run" not in found.meta:
+        raise FdpError(f"{path}: expected a checkpoint of fdp.private, got one of fdp train; resume it there")
+    now = _meta(run)["private_run"]
+    for name, then in found.meta["private_run"].items():
+        if now[name] != then:
+            got = f"{now[name]}, not {then}" if name != "data" else "other data"
+            raise FdpError(
+                f"{path}: expected the same run, got another {name} ({got}); make the run with the arguments and the "
+                f"data that it was saved with"
+            )
+    resumed, fresh = prepare(run.config, root=torch.tensor(found.meta["key"]))
+    if found.meta["run_key"] != resumed.key.tolist():
+        raise FdpError(
+            f"{path}: expected the same run, got another model, optimizer, loss or first parameters; make the run with "
+            f"the module as it was before training"
+        )
+    return resumed, checkpoint.load(found, like=fresh)
+
+
+def _meta(run: Run) -> dict[str, Any]:
+    mechanism = run.mechanism
+    return {
+        "key": run.root.tolist(),
+        "run_key": run.key.tolist(),
+        "private_run": {
+            "data": run.data_digest,
+            "noise_multiplier": mechanism.noise_multiplier,
+            "sampling_rate": mechanism.sampling.rate,
+            "clip": mechanism.clip.name,
+            "delta": run.config.delta,
+            "steps": run.config.steps,
+        },
+    }

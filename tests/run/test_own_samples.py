@@ -1,0 +1,98 @@
+"""Samples as people have them: tensors, torch datasets, lists, loaders; with a collate function that pads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import Dataset as TorchDataset
+
+from fdp import tree
+from fdp.data.digest import data_digest
+from fdp.privacy.microbatches import Dataset
+from fdp.run.own_samples import CollatedSamples, as_samples
+from fdp.types import FdpError
+
+X, Y = torch.arange(24.0).view(8, 3), torch.arange(8)
+
+
+class Rows(TorchDataset):
+    def __len__(self) -> int:
+        return len(X)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return X[index], int(Y[index])
+
+
+FORMS: dict[str, Any] = {
+    "tensors": (X, Y),
+    "arrays": (X.numpy(), Y.numpy()),
+    "TensorDataset": TensorDataset(X, Y),
+    "a torch dataset": Rows(),
+    "a list of samples": [(x, y) for x, y in zip(X, Y)],
+    "numbers": [(x.tolist(), int(y)) for x, y in zip(X, Y)],
+    "a loader": DataLoader(Rows(), batch_size=4, shuffle=True),
+    "a subset": Subset(Rows(), range(8)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_gives_the_same_rows(form: str):
+    samples = as_samples(FORMS[form])
+    assert isinstance(samples, Dataset)
+    assert len(samples) == 8
+    x, y = samples.fetch(np.array([5, 2, 2]))
+    assert torch.equal(x.float(), X[[5, 2, 2]])
+    assert y.tolist() == [5, 2, 2]
+
+
+def test_dictionaries_keep_their_entries():
+    for form in ({"a": X, "b": Y}, [{"a": x, "b": y} for x, y in zip(X, Y)]):
+        assert set(as_samples(form).fetch(np.arange(2))) == {"a", "b"}
+
+
+def pad(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    length = max(map(len, samples))
+    rows = [torch.nn.functional.pad(sample, (0, length - len(sample))) for sample in samples]
+    return {"row": torch.stack(rows), "mask": torch.stack([torch.arange(length) < len(s) for s in samples])}
+
+
+def test_batches_are_padded_to_the_longest_sample_of_all():
+    ragged = [torch.ones(n) for n in (2, 5, 1, 3)]
+    samples = as_samples(ragged, collate_fn=pad)
+    assert isinstance(samples, CollatedSamples)
+    assert samples.longest == (1,)
+    batch = samples.fetch(np.array([0, 2]))
+    assert batch["row"].shape == (2, 5)
+    assert batch["mask"].sum(1).tolist() == [2, 1]
+    assert samples.fetch(np.array([], dtype=int))["row"].shape == (0, 5)
+    assert tree.leaves(samples.fetch_alone(2))[0].shape == (1, 1)
+
+
+def test_the_digest_sees_every_sample():
+    changed = [(x, y) for x, y in zip(X, Y)]
+    changed[7] = (X[7] + 1, Y[7])
+    digests = {data_digest(as_samples(form)) for form in ((X, Y), (X + 0, Y), changed, FORMS["a list of samples"])}
+    assert len(digests) >= 2
+    assert data_digest(as_samples(changed)) != data_digest(as_samples(FORMS["a list of samples"]))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "collate_fn", "words"),
+    [
+        (iter([1]), None, r"list\(dataset\)"),
+        ("text", None, "load it first"),
+        ([], None, "empty"),
+        ((X, Y[:3]), None, "common leading sample dimension"),
+        ([(object(), 1)] * 3, None, "ToTensor"),
+        ([torch.ones(n) for n in (1, 2, 1)], None, "collate_fn that pads"),
+        ([torch.ones(1)] * 3, lambda samples: 1 / 0, r"try it: collate_fn\(\[dataset\[0\], dataset\[1\]\]\)"),
+        ([torch.ones(1)] * 3, lambda samples: {"x": torch.ones(7), "t": ["a"]}, "one row for each"),
+    ],
+)
+def test_mistakes_say_what_to_do(dataset: Any, collate_fn: Any, words: str):
+    with pytest.raises(FdpError, match=words):
+        as_samples(dataset, collate_fn=collate_fn).fetch(np.arange(3))
