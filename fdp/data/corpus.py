@@ -7,6 +7,9 @@
 | given        | PackUnit.OWNER | one user: windows, each of as many of the user's records as fit            |
 | None         | PackUnit.ROW   | one packed row of anyone's records: promises nothing about a record        |
 
+With ``windows_per_record`` above 1, a record is a sample of that many windows. With ``PerUser(long=Long.CUT)``, a
+user's window is the beginning of a record.
+
 For texts as one stream, where a sample is a window, see ``fdp.data.datasets.load``.
 
     >>> dataset = load("chat.jsonl", context=512, vocab_size=50257, tokenizer=load_tokenizer("models/tiny"))
@@ -21,21 +24,39 @@ from typing import Any, NamedTuple
 from fdp.data import chat, text
 from fdp.data.document_packing import PackUnit
 from fdp.data.document_packing import pack as pack_rows
-from fdp.data.documents import Documents, Records, check_documents, join_documents, records, rows_with_loss, split_rows
+from fdp.data.documents import (
+    Documents,
+    Long,
+    Records,
+    check_documents,
+    cut_rows,
+    join_documents,
+    records,
+    rows_with_loss,
+    split_rows,
+)
 from fdp.data.files import RecordForm, find_source, read_text
+from fdp.data.nouns import FILE, RECORD, person_noun, text_noun
+from fdp.data.person_fields import FieldCensus
 from fdp.data.record_fields import owner_of, record_form, text_field
 from fdp.data.record_files import read_records
 from fdp.data.units import UnitKind
-from fdp.data.users import Users, by_user
+from fdp.data.users import Users, by_record, by_user
 from fdp.types import FdpError, Key
 
 
 class PerUser(NamedTuple):
-    """Grouping by user: the field that names the user, the windows used of each, and the key that chooses them."""
+    """Grouping by user: the field that names the user, the windows used of each, and the key that chooses them.
+
+    ``long`` says what becomes of a record longer than a window. If not ``all_named``, a record without the field, or
+    a text, is its own owner: for public data only, since in private data it could be anyone's.
+    """
 
     field: str
     windows: int
     key: Key
+    long: Long = Long.SPLIT
+    all_named: bool = True
 
 
 def load(
@@ -48,6 +69,7 @@ def load(
     field: str = "text",
     per_user: PerUser | None = None,
     pack: PackUnit | None = None,
+    windows_per_record: int = 1,
 ) -> Records | Users:
     """Load a dataset whose sample is a record, a user (``per_user``), or a packed row; see the table above.
 
@@ -64,20 +86,33 @@ def load(
             f"pack: expected rows of one owner with user field {user_field!r}, got PackUnit.ROW: a row of several "
             "users' records would be the unit, and not the user. Use PackUnit.OWNER"
         )
-    documents, kind = read(path, tokenizer, form=form, field=field, user_field=user_field)
+    all_named = per_user is None or per_user.all_named
+    documents, kind = read(path, tokenizer, form=form, field=field, user_field=user_field, all_named=all_named)
     check_documents(documents, context=context, vocab_size=vocab_size)
     if not rows_with_loss(documents, context=None).any():
         raise FdpError(
             f"{documents.source}: expected something to learn, got records or files without it: no answer of an "
             "assistant, or one token each; see --form and --field"
         )
+    sizes = {"context": context, "vocab_size": vocab_size}
     if per_user is not None:
-        rows = pack_rows(documents, context=context, unit=pack) if pack else split_rows(documents, length=context + 1)
-        return by_user(rows, context=context, vocab_size=vocab_size, windows=per_user.windows, key=per_user.key)
+        return _group_by_user(documents, per_user, pack, sizes)
     if pack is PackUnit.ROW:
         rows = pack_rows(documents, context=context, unit=pack)
-        return records(rows, context=context, vocab_size=vocab_size, kind=UnitKind.ROW)
-    return records(documents, context=context, vocab_size=vocab_size, kind=kind)
+        return records(rows, kind=UnitKind.ROW, **sizes)
+    if windows_per_record > 1:
+        rows = split_rows(documents, length=context + 1)
+        return by_record(rows, windows=windows_per_record, kind=kind, **sizes)
+    return records(documents, kind=kind, **sizes)
+
+
+def _group_by_user(documents: Documents, by: PerUser, pack: PackUnit | None, sizes: dict[str, int]) -> Users:
+    """Cut or split long records, pack short ones if asked to, and make one sample per user."""
+    length = sizes["context"] + 1
+    rows = cut_rows(documents, length=length) if by.long is Long.CUT else documents
+    rows = pack_rows(rows, context=length - 1, unit=pack) if pack else split_rows(rows, length=length)
+    person = person_noun(by.field)
+    return by_user(rows, windows=by.windows, key=by.key, person=person, long=by.long, **sizes)
 
 
 def read(
@@ -87,11 +122,13 @@ def read(
     form: RecordForm = RecordForm.AUTO,
     field: str = "text",
     user_field: str | None = None,
+    all_named: bool = True,
 ) -> tuple[Documents, UnitKind]:
     """Read every record or file as a document; return them, and whether a document is a record or a file.
 
     In a text all tokens but the first are predicted; in a conversation, those of the answers. With ``user_field``,
-    which only records have, a document's owner is the user named there; without it, every document has its own owner.
+    which only records have, a document's owner is the user named there; without it, or if not ``all_named`` and the
+    record has no such field, the document is its own owner.
 
     Guarantees:
       - a document depends on its own record and on the options, and on no other record;
@@ -99,7 +136,7 @@ def read(
     """
     source = find_source(path, form=form)
     if not source.records:
-        if user_field is not None or form in (RecordForm.COMPLETION, RecordForm.MESSAGES):
+        if (user_field is not None and all_named) or form in (RecordForm.COMPLETION, RecordForm.MESSAGES):
             wanted = f"field {user_field!r}" if user_field is not None else f"the fields of --form {form.value}"
             raise FdpError(
                 f"{source.path}: expected .jsonl, .json, .csv or .parquet, whose records have {wanted}, got a text"
@@ -109,11 +146,12 @@ def read(
         named = [(place, (tokens, [True] * len(tokens))) for place, tokens in found]
         owners = [place for place, _ in named]
         documents = join_documents((each for _, each in named), owners, source=str(source.path), word=tokenizer.word)
-        return documents._replace(links=source.links), UnitKind.FILE
+        return documents._replace(links=source.links, text=FILE), UnitKind.FILE
     pieces: list[tuple[list[int], list[bool]]] = []
     owners: list[str] = []
     first: tuple[RecordForm, str] | None = None
-    for place, record in read_records(source):
+    census = FieldCensus()
+    for place, record in census.watch(read_records(source)):
         own = record_form(record, field, place) if form is RecordForm.AUTO else form
         first = (own, place) if first is None else first
         if own is not first[0]:
@@ -122,9 +160,12 @@ def read(
                 f"form: split it, or give --form {first[0].value} or --form {own.value} if every record has both"
             )
         pieces.append(_tokens(own, record, tokenizer, field, place))
-        owners.append(owner_of(record, user_field, place))
+        named = user_field if all_named or record.get(user_field or "") is not None else None
+        owners.append(owner_of(record, named, place))
     documents = join_documents(pieces, owners, source=str(source.path), word=tokenizer.word)
-    return documents._replace(links=source.links), UnitKind.RECORD
+    noun = text_noun(field) if first is not None and first[0] is RecordForm.TEXT else RECORD
+    person = census.person(read=(field,)) if user_field is None else None
+    return documents._replace(links=source.links, text=noun, person=person), UnitKind.RECORD
 
 
 def _tokens(

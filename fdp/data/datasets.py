@@ -23,6 +23,7 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -39,6 +40,8 @@ from fdp.data.files import (
     read_bytes,
     read_text,
 )
+from fdp.data.nouns import FILE, text_noun
+from fdp.data.person_fields import FieldCensus, PersonField
 from fdp.data.read_counts import ReadCounts
 from fdp.data.record_fields import text_field
 from fdp.data.record_files import read_records
@@ -60,6 +63,15 @@ _SKIPPED = {"test", "tests", "idlelib", "lib2to3", "pydoc_data", "encodings", "t
 _SKIPPED |= {"site-packages", "dist-packages", "__pycache__"}
 
 
+class TextsRead(NamedTuple):
+    """The counts of the texts that a stream was made of; see ``fdp.data.read_counts``."""
+
+    texts: int = 0
+    text: str = FILE
+    links: int = 0
+    person_field: PersonField | None = None
+
+
 @dataclass(frozen=True)
 class Windows:
     """Windows of ``context + 1`` tokens over a one-dimensional array, which may be a mapped file.
@@ -72,13 +84,13 @@ class Windows:
     tokens: np.ndarray = field(repr=False)
     context: int
     token: str = "token"
-    links: int = field(default=0, repr=False)
+    texts: TextsRead = field(default=TextsRead(), repr=False)
 
     @property
     def reading(self) -> ReadCounts:
         """The counts of windows, and of tokens that are not trained on; covered by no budget."""
-        tail = len(self.tokens) - len(self) * (self.context + 1)
-        return ReadCounts(UnitKind.WINDOW, len(self), self.context + 1, self.token, tail=tail, links=self.links)
+        tail, size = len(self.tokens) - len(self) * (self.context + 1), self.context + 1
+        return ReadCounts(UnitKind.WINDOW, len(self), size, self.token, tail=tail, **self.texts._asdict())
 
     @property
     def unit(self) -> PrivacyUnit:
@@ -104,6 +116,11 @@ class Examples:
 
     image: Tensor = field(repr=False)
     label: Tensor = field(repr=False)
+
+    @property
+    def reading(self) -> ReadCounts:
+        """The number of images; covered by no budget."""
+        return ReadCounts(UnitKind.IMAGE, len(self), 0, "pixel")
 
     @property
     def unit(self) -> PrivacyUnit:
@@ -166,17 +183,21 @@ def load(
         tokens = _read_npy(path) if path.suffix.lower() == ".npy" else _read_bin(path)
         known = vocab_size if tokenizer is None else min(vocab_size, tokenizer.vocab_size)
         return windows(tokens, context=context, vocab_size=known, where=source)
-    found = find_source(path, form=form)
+    found, census = find_source(path, form=form), FieldCensus()
+    texts = _texts(found, field, census)
     if tokenizer is not None:
-        tokens, token = text.token_stream(_texts(found, field), tokenizer), tokenizer.word
+        tokens, token = text.token_stream(texts, tokenizer), tokenizer.word
     elif found.records:
-        tokens, token = _join_bytes(words.encode() for _, words in _texts(found, field)), "byte"
+        tokens, token = _join_bytes(words.encode() for _, words in texts), "byte"
     elif len(found.files) > 1:
         tokens, token = _join_bytes(_read_text(file).tobytes() for file in found.files), "byte"
     else:
         tokens, token = _read_text(next(iter(found.files))), "byte"
     dataset = windows(tokens, context=context, vocab_size=vocab_size, where=source, token=token)
-    return replace(dataset, links=found.links)
+    read = TextsRead(len(found.files), FILE, found.links)
+    if found.records:
+        read = TextsRead(census.records, text_noun(field), found.links, census.person(read=(field,)))
+    return replace(dataset, texts=read)
 
 
 def windows(tokens: np.ndarray, *, context: int, vocab_size: int, where: str, token: str = "token") -> Windows:
@@ -252,12 +273,12 @@ def _join_bytes(texts: Iterator[bytes]) -> np.ndarray:
     return np.frombuffer(b"\n".join(text for text in texts if text), dtype=np.uint8)
 
 
-def _texts(source: Source, field: str) -> Iterator[tuple[str, str]]:
-    """Yield every text of a source with its place: a field of each record, or each file."""
+def _texts(source: Source, field: str, census: FieldCensus) -> Iterator[tuple[str, str]]:
+    """Yield every text of a source with its place: a field of each record, or each file; count the fields."""
     if not source.records:
         yield from ((str(file), read_text(file)) for file in source.files)
         return
-    for place, record in read_records(source):
+    for place, record in census.watch(read_records(source)):
         words = text_field(record, field, place)
         check_text(words, place)
         yield place, words

@@ -61,6 +61,16 @@ def pack(documents: Documents, *, context: int, unit: PackUnit) -> Documents:
     return _join_rows(pieces, rows, tuple(owners))
 
 
+def packed_rows(documents: Documents, *, context: int) -> dict[str, int]:
+    """Return for every owner the number of rows that :func:`pack` with ``PackUnit.OWNER`` would make."""
+    pieces = split_rows(documents, length=context + 1)
+    sizes = np.diff(pieces.starts)
+    groups: dict[str, list[int]] = {}
+    for i, owner in enumerate(pieces.owners):
+        groups.setdefault(owner, []).append(i)
+    return {owner: len(_first_fit(members, sizes, context + 1)) for owner, members in groups.items()}
+
+
 def _first_fit(members: list[int], sizes: np.ndarray, length: int) -> list[list[int]]:
     """Distribute the members over rows of at most ``length`` tokens."""
     rows: list[list[int]] = []

@@ -19,22 +19,42 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fdp.data.read_counts import ReadCounts
+from fdp.data.nouns import FILE, RECORD
+from fdp.data.person_fields import PersonField
+from fdp.data.read_counts import ReadCounts, SampleCounts
 from fdp.data.units import PrivacyUnit, UnitKind, privacy_unit
 from fdp.types import FdpError
+
+
+class Long(Enum):
+    """The part of a text that is used if it is longer than a window: its beginning, or several windows."""
+
+    CUT = "cut"
+    SPLIT = "split"
+
+
+class TextCounts(NamedTuple):
+    """Counts of the texts of one owner: how many there are, how many were cut, and the tokens that these lost."""
+
+    texts: int
+    cut: int = 0
+    lost: int = 0
 
 
 class Documents(NamedTuple):
     """Concatenated rows: row i is ``[starts[i], starts[i + 1])`` of the first three arrays, owned by ``owners[i]``.
 
     ``counted`` tells which tokens are predicted. ``segments`` numbers the documents of a row from 1 (None: every row is
-    one document). ``texts`` and ``links`` count the texts read and the files left out; see ``fdp.data.read_counts``.
+    one document). ``texts`` and ``links`` count the texts read and the files left out, ``owned`` the texts of every
+    owner (None: every row is one), and ``text`` is the noun for one; see ``fdp.data.read_counts``. ``person`` is a
+    field of the records that seems to name a person.
     """
 
     tokens: np.ndarray
@@ -46,6 +66,9 @@ class Documents(NamedTuple):
     word: str = "token"
     texts: int = 0
     links: int = 0
+    owned: dict[str, TextCounts] | None = None
+    text: str = RECORD
+    person: PersonField | None = None
 
     def __repr__(self) -> str:
         """Name the source and show no content, so that printing by accident shows nothing private."""
@@ -73,8 +96,43 @@ def join_documents(
     if not tokens:
         raise FdpError(f"{source}: expected text or records, got nothing (empty)")
     starts = np.concatenate([[0], np.cumsum([len(part) for part in tokens])])
+    owned = {owner: TextCounts(texts) for owner, texts in Counter(owners).items()}
     return Documents(
-        np.concatenate(tokens), np.concatenate(counted), None, starts, tuple(owners), source, word, texts=len(tokens)
+        np.concatenate(tokens),
+        np.concatenate(counted),
+        None,
+        starts,
+        tuple(owners),
+        source,
+        word,
+        texts=len(tokens),
+        owned=owned,
+    )
+
+
+def text_counts(documents: Documents) -> dict[str, TextCounts]:
+    """Return the counts of the texts of every owner."""
+    if documents.owned is not None:
+        return documents.owned
+    return {owner: TextCounts(texts) for owner, texts in Counter(documents.owners).items()}
+
+
+def cut_rows(documents: Documents, *, length: int) -> Documents:
+    """Keep the first ``length`` tokens of every row; ``owned`` counts what is lost."""
+    sizes = np.diff(documents.starts)
+    kept = np.minimum(sizes, length)
+    position = np.arange(len(documents.tokens)) - np.repeat(documents.starts[:-1], sizes)
+    keep = position < length
+    owned = text_counts(documents).copy()
+    for i in np.flatnonzero(sizes > length):
+        before = owned[documents.owners[i]]
+        owned[documents.owners[i]] = before._replace(cut=before.cut + 1, lost=before.lost + int(sizes[i]) - length)
+    return documents._replace(
+        tokens=documents.tokens[keep],
+        counted=documents.counted[keep],
+        segments=None if documents.segments is None else documents.segments[keep],
+        starts=np.concatenate([[0], np.cumsum(kept)]),
+        owned=owned,
     )
 
 
@@ -126,6 +184,7 @@ class Records:
     context: int
     unit: PrivacyUnit
     reading: ReadCounts = field(repr=False)
+    counts: SampleCounts = field(repr=False)
 
     def __len__(self) -> int:
         return len(self.documents.owners)
@@ -150,19 +209,29 @@ def records(documents: Documents, *, context: int, vocab_size: int, kind: UnitKi
             "fdp.data.users.by_user, or pack with PackUnit.ROW if the unit is to be a row"
         )
     learned, learnable = rows_with_loss(documents, context=context), rows_with_loss(documents, context=None)
+    over, none = np.maximum(np.diff(documents.starts) - (context + 1), 0), np.zeros(len(learned), dtype=np.int64)
+    counts = SampleCounts(
+        texts=none + 1,
+        windows=none + 1,
+        cut=over > 0,
+        lost=over,
+        unlearned=learnable & ~learned,
+        left_out=none,
+        silent=~learned,
+        packed=none,
+    )
     reading = ReadCounts(
         kind,
-        len(documents.owners),
+        len(learned),
         context + 1,
         documents.word,
-        texts=documents.texts,
-        windows=len(documents.owners),
-        cut=int((np.diff(documents.starts) > context + 1).sum()),
-        unlearned=int((learnable & ~learned).sum()),
-        silent=int((~learned).sum()),
         links=documents.links,
-    )
-    return Records(documents, context, privacy_unit(kind, tokens=context + 1, word=documents.word), reading)
+        text=FILE if kind is UnitKind.FILE else documents.text,
+        person_field=documents.person if kind is UnitKind.ROW else None,
+    ).total(counts)
+    reading = reading._replace(texts=documents.texts) if kind is UnitKind.ROW else reading
+    unit = privacy_unit(kind, tokens=context + 1, word=documents.word)
+    return Records(documents, context, unit, reading, counts)
 
 
 def rows_with_loss(documents: Documents, *, context: int | None) -> np.ndarray:

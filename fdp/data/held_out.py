@@ -24,7 +24,8 @@ from torch import Tensor
 
 from fdp import tree
 from fdp.data.documents import Records
-from fdp.data.units import PrivacyUnit, dataset_unit
+from fdp.data.read_counts import ReadCounts, select_counts
+from fdp.data.units import PrivacyUnit, UnitKind, dataset_unit
 from fdp.data.users import Users
 from fdp.privacy.microbatches import Dataset
 from fdp.types import FdpError, Tree
@@ -45,6 +46,11 @@ class Subset:
     def unit(self) -> PrivacyUnit:
         """The unit of privacy, in words."""
         return dataset_unit(self.dataset)
+
+    @property
+    def reading(self) -> ReadCounts | None:
+        """The counts of these samples; covered by no budget."""
+        return select_counts(self.dataset, self.indices)
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -82,26 +88,30 @@ def _hash(unit: bytes) -> int:
 
 def _units(dataset: Dataset) -> Iterator[bytes]:
     """Yield what identifies the unit of every sample: the user's name, or the content."""
-    if isinstance(dataset, Users):
+    if isinstance(dataset, Users) and dataset.kind is UnitKind.USER:
         yield from (b"user " + dataset.documents.owners[row].encode() for row in dataset.rows[:, 0])
         return
     for start in range(0, len(dataset), FETCHED_SAMPLES):
         last = min(start + FETCHED_SAMPLES, len(dataset))
         samples = tree.flatten(dataset.fetch(np.arange(start, last)))
-        if isinstance(dataset, Records):
-            yield from (_record_content(samples, i) for i in range(last - start))
+        if isinstance(dataset, (Records, Users)):
+            windows = [{name: leaf[i] for name, leaf in samples.items()} for i in range(last - start)]
+            yield from (_record_content(each) for each in windows)
         else:
             yield from (_content({path: leaf[i] for path, leaf in samples.items()}) for i in range(last - start))
 
 
-def _record_content(samples: dict[str, Tensor], i: int) -> bytes:
-    """Return the content of a padded row without its padding, so that it does not depend on the context."""
-    tokens, mask = samples["tokens"][i], samples["loss_mask"][i]
-    used = tokens != 0
-    used[1:] |= mask
+def _record_content(sample: dict[str, Tensor]) -> bytes:
+    """Return the content of a padded row, or of several, without the padding: it does not depend on the context."""
+    rows = zip(*(leaf.reshape(-1, leaf.shape[-1]) for leaf in sample.values()))
+    return b"|".join(_row_content(dict(zip(sample, row))) for row in rows)
+
+
+def _row_content(row: dict[str, Tensor]) -> bytes:
+    used = row["tokens"] != 0
+    used[1:] |= row["loss_mask"]
     size = int(used.nonzero().max()) + 1 if bool(used.any()) else 0
-    row = {"tokens": tokens[:size], "loss_mask": mask[: max(size - 1, 0)]}
-    return _content(row | {name: leaf[i, :size] for name, leaf in samples.items() if name == "segments"})
+    return _content({name: leaf[: size if name == "tokens" else max(size - 1, 0)] for name, leaf in row.items()})
 
 
 def _content(sample: dict[str, Tensor]) -> bytes:

@@ -1,13 +1,14 @@
 """The unit of privacy in words: what one sample is, and what that means for the author of a text.
 
-    window   one window of 129 bytes                      a longer text is several samples
+    window   one window of 129 bytes                      a longer text is in several windows
     record   one record (its first 129 bytes)             a person's ten records are ten samples
     user     one user (up to 8 windows of 129 bytes)      all of a user's records are one sample
 
-Every text that names the unit (the header of a run, docs/data.md) takes it from :func:`privacy_unit`.
+Every text that names the unit (the header of a run, the statement, docs/data.md) takes it from :func:`privacy_unit`.
+Nothing here depends on the data: the unit is named in files that are shared.
 
     >>> sentence(dataset_unit(dataset), change="added or removed")
-    'one window of 129 bytes, added or removed; a longer text is several samples, ...'
+    'one window of 129 bytes, added or removed; a longer text is in several windows, ...'
 """
 
 from __future__ import annotations
@@ -35,37 +36,48 @@ class PrivacyUnit(NamedTuple):
     note: str
 
 
-def privacy_unit(kind: UnitKind, *, tokens: int = 0, word: str = "token", windows: int = 0) -> PrivacyUnit:
+def privacy_unit(
+    kind: UnitKind, *, tokens: int = 0, word: str = "token", windows: int = 1, filled: str = ""
+) -> PrivacyUnit:
     """Describe a unit whose sample or window holds up to ``tokens`` tokens.
 
-    ``word`` is the noun for a token; ``windows`` is the largest number of windows used per user.
+    ``word`` is the noun for a token, ``windows`` the largest number of windows used of a user or a record, and
+    ``filled`` what a user's window holds, such as "each the beginning of a record".
     """
     size = f"{tokens} {word}s"
+    first = f"its first {size}" if windows == 1 else f"its first {windows} windows of {size}"
+    several = f"up to {windows} window{'' if windows == 1 else 's'} of {size}" + (f", {filled}" if filled else "")
     return {
         UnitKind.WINDOW: PrivacyUnit(
             f"one window of {size}",
-            "a longer text is several samples, a text across a window border is two, and a person's ten texts are "
-            "ten or more",
+            "a longer text is in several windows, a shorter one in one or two, beside others; a person's ten texts "
+            "may be in ten windows or more",
         ),
         UnitKind.RECORD: PrivacyUnit(
-            f"one record (its first {size})",
+            f"one record ({first})",
             "the whole record is protected, whatever its length; a person's ten records are ten samples",
         ),
         UnitKind.FILE: PrivacyUnit(
-            f"one file (its first {size})",
+            f"one file ({first})",
             "the whole file is protected, whatever its length; a person's ten files are ten samples",
         ),
         UnitKind.USER: PrivacyUnit(
-            f"one user (up to {windows} window{'' if windows == 1 else 's'} of {size})",
+            f"one user ({several})",
             "all of a user's records are one sample, however many and long; a person with two names is two users",
         ),
         UnitKind.ROW: PrivacyUnit(
             f"one packed row of anyone's records (up to {size})",
-            "a record or a person is not protected at the stated epsilon",
+            "one record more or less can change many rows: neither a record nor a person is protected at the stated "
+            "epsilon",
         ),
         UnitKind.IMAGE: PrivacyUnit("one labelled image", "a person's ten images are ten samples"),
         UnitKind.SAMPLE: PrivacyUnit("one sample", "the dataset decides what a sample contains"),
     }[kind]
+
+
+def beside_public(unit: PrivacyUnit) -> PrivacyUnit:
+    """Return the unit of private data that is trained on together with public data."""
+    return PrivacyUnit(f"{unit.one} of the private data", f"{unit.note}; the public data is not protected")
 
 
 def dataset_unit(dataset: Any) -> PrivacyUnit:
@@ -77,3 +89,14 @@ def dataset_unit(dataset: Any) -> PrivacyUnit:
 def sentence(unit: PrivacyUnit, *, change: str) -> str:
     """Return the unit with the ``change`` that makes two datasets neighbours, such as "added or removed"."""
     return f"{unit.one}, {change}; {unit.note}"
+
+
+def statement(unit: PrivacyUnit, *, change: str) -> str:
+    """Return the unit as sentences for a privacy statement."""
+    return (
+        f"The unit of privacy is {unit.one}. Neighbouring datasets differ in one unit, {change}. {_start(unit.note)}."
+    )
+
+
+def _start(words: str) -> str:
+    return words[:1].upper() + words[1:]

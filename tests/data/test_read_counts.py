@@ -46,11 +46,13 @@ def test_records_that_lose_their_end_are_counted_and_reported(tmp_path: Path) ->
     said = [{"prompt": "ab", "completion": "cd"}, {"prompt": "abcd", "completion": "efgh"}]
     said += [{"prompt": "abcdefgh", "completion": "i"}, {"prompt": "a", "completion": ""}]
     reading = corpus.load(write(tmp_path / "a.jsonl", *said), context=5, vocab_size=256).reading
-    assert reading == ReadCounts(UnitKind.RECORD, 4, 6, "byte", texts=4, windows=4, cut=2, unlearned=1, silent=2)
-    assert reading.line() == "4 records, each a sample of up to 6 bytes"
+    assert reading == ReadCounts(
+        UnitKind.RECORD, 4, 6, "byte", texts=4, windows=4, cut=2, unlearned=1, silent=2, lost=5
+    )
+    assert reading.line() == "4 records, each a sample of up to 6 bytes; 2 records cut at 6 bytes"
     assert reading.warnings() == [
-        "2 of 4 records are longer than the 6 bytes of a sample: their ends are not trained on (1 of them lose all "
-        "that would be learned); a longer --context keeps more of them",
+        "2 of 4 records are longer than the 6 bytes of a sample: their ends, 5 bytes, are not trained on (1 of them "
+        "lose all that would be learned); a longer --context or --long split keeps more of them",
         "2 of 4 records hold nothing to learn (no answer, too short, or cut before it): they are sampled like the "
         "others and change nothing",
     ]
@@ -66,8 +68,13 @@ def test_unused_windows_of_users_are_counted_and_reported(tmp_path: Path) -> Non
         "per_user": corpus.PerUser("by", windows=2, key=keys.key(0)),
     }
     reading = corpus.load(path, **options).reading
-    assert reading == ReadCounts(UnitKind.USER, 3, 4, "byte", texts=4, windows=4, capped=1, left_out=2, silent=1)
-    assert reading.line() == "4 records of 3 users, in 4 windows of up to 4 bytes"
+    assert reading == ReadCounts(
+        UnitKind.USER, 3, 4, "byte", texts=4, windows=4, capped=1, left_out=2, silent=1, packed=5, most=2
+    )
+    assert reading.line() == (
+        "3 users, 4 records, 4 windows of up to 4 bytes; 1 user capped at 2 windows; --pack would save 17% of the "
+        "windows"
+    )
     capped, silent = reading.warnings()
     assert capped == "1 of 3 users have more windows than --windows-per-user: 2 of 6 windows are not trained on"
     assert silent.startswith("1 of 3 users hold nothing to learn")
@@ -86,8 +93,10 @@ def test_a_tail_and_links_are_counted_and_reported(tmp_path: Path) -> None:
         assert reading.warnings()[-1] == "1 file of the folder are links to others that are read: left out"
     windows = read_counts_of(datasets.load(tmp_path, context=3))
     assert windows is not None
-    assert windows.line() == "2 windows of 4 bytes; 2 bytes at the end fill no window and are left out"
-    assert read_counts_of(datasets.digits()[0]) is None
+    assert windows.line() == "2 windows of 4 bytes in 1 file; 2 bytes at the end fill no window and are left out"
+    images = read_counts_of(datasets.digits()[0])
+    assert images is not None
+    assert images.line() == "1,437 images"
 
 
 def test_data_without_anything_to_learn_is_refused(tmp_path: Path) -> None:
@@ -117,11 +126,13 @@ def test_a_run_reports_counts_on_screen_and_keeps_them_out_of_shared_files(
     assert not caught.value.code
     printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
     if unit == "record":
-        assert "mail.jsonl, 60 records, each a sample of up to 17 bytes (counts are private)" in printed
-        assert "60 of 60 records are longer than the 17 bytes of a sample: their ends are not trained on" in printed
+        assert (
+            "mail.jsonl, 60 records, each a sample of up to 17 bytes; 60 records cut at 17 bytes (counts are" in printed
+        )
+        assert "60 of 60 records are longer than the 17 bytes of a sample: their ends, 290 bytes, are not" in printed
         assert "one record (its first 17 bytes), added or removed; the whole record is protected" in printed
     else:
-        assert "mail.jsonl, 60 records of 20 users, in 20 windows of up to 17 bytes (counts are private)" in printed
+        assert "mail.jsonl, 20 users, 60 records, 20 windows of up to 17 bytes; 20 users capped at 1 window" in printed
         assert (
             "20 of 20 users have more windows than --windows-per-user: 100 of 120 windows are not trained on" in printed
         )
