@@ -47,7 +47,7 @@ STAGES = {
     "amid publishing": ("fdp.storage.checkpoint", "sync_folder"),
     "pruning": ("fdp.storage.checkpoint", "_partial_path"),
     "exporting": ("fdp.cli.session", "export_model"),
-    "drawing the report": ("fdp.cli.report", "write_report"),
+    "drawing the report": ("fdp.report.figure", "write_report"),
     "writing the summary": ("fdp.cli.run_files", "write_summary"),
 }
 """Places at which a fault can be injected, and the function that is called there."""

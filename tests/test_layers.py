@@ -62,7 +62,6 @@ INSIDE = {
         "configure_evaluation",
         "configure",
         "run_files",
-        "report",
         "resume",
         "evaluation_display",
         "display",
@@ -75,6 +74,7 @@ INSIDE = {
         "plan",
         "compare",
         "inspect",
+        "report",
         "main",
     ),
     "foreign": (

@@ -5,6 +5,7 @@
     fdp plan --world 8              estimate memory, traffic and flops of a step on machines you do not have
     fdp compare ranks=1 ranks=4     run two configurations and show the first stage at which they differ
     fdp inspect models/tiny         show leaves, uses, rules, blocks and memory of a model
+    fdp report runs/notes           write a page about a run, or about several side by side
 
 Exit code 0: done; 1: a bug in fdp, with a traceback, or a lost rank; 2: a mistake in the input, explained in one
 paragraph on stderr; 3: ``compare`` found a difference; 4: the loss of ``train`` diverged; 130: interrupted. With
@@ -29,6 +30,7 @@ from fdp.cli.epsilon import epsilon_command
 from fdp.cli.formatting import package_version
 from fdp.cli.inspect import inspect_command
 from fdp.cli.plan import plan_command
+from fdp.cli.report import report_command
 from fdp.cli.train import train_command
 
 # The error that typer raises for a mistake on the command line; only its subclass has a public name.
@@ -48,6 +50,7 @@ app.command("epsilon")(epsilon_command)
 app.command("compare")(compare_command)
 app.command("plan")(plan_command)
 app.command("inspect")(inspect_command)
+app.command("report")(report_command)
 
 
 def _show_version(value: bool) -> None:

@@ -1,87 +1,133 @@
-"""``report.png``: loss, epsilon, and the norms of the gradients against C, over the steps.
+"""``fdp report``: one HTML page about a run, or about several side by side.
 
->>> write_report(folder, run, records, title="gpt-nano on stdlib")
+    fdp report runs/notes                           writes runs/notes/report.html
+    fdp report runs/a runs/b --out compare.html
+    fdp report runs/notes --json                    prints what the page shows
+
+The page shows metrics of private data, which no budget covers: it has mode 0600 and says so.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated
 
-import numpy as np
+from typer import Argument, Option
 
-from fdp.gradients.plan import Method
-from fdp.privacy.guarantee import RELATION
-from fdp.run.step_metrics import StepRecord
-from fdp.run.training_run import Run
-from fdp.storage.private_files import open_private
+if TYPE_CHECKING:
+    from fdp.report.contents import Contents, Setting
+    from fdp.run.run_folder import RunFolder
 
-BLUE, ORANGE, GREY = "#0b7285", "#d9480f", "#868e96"
-
-
-def write_report(folder: Path, run: Run, records: Sequence[StepRecord], *, title: str) -> None:
-    """Write ``report.png`` with three panels."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 4), dpi=130, layout="constrained")
-    loss, epsilon, norms = figure.subplots(1, 3)
-    _plot_loss(loss, records)
-    _plot_epsilon(epsilon, run, records)
-    _plot_norms(norms, run, records)
-    for axes in (loss, epsilon, norms):
-        axes.set_xlabel("step")
-        axes.grid(alpha=0.2)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(title, fontsize=12)
-    note = "losses and norms are computed on private data: the budget covers the parameters only"
-    figure.supxlabel(note if run.epsilons is None else f"{note} ({RELATION})", fontsize=8)
-    with open_private(folder / "report.png", "xb") as file:
-        FigureCanvasAgg(figure).print_png(file)
+POINTS = 400
+"""Points of a curve on the page of one run."""
+ALL_POINTS = 2400
+"""Points of one figure's curves together, if there are many runs: this keeps a page below 1 MB."""
+NAME = "report.html"
 
 
-def smooth(values: np.ndarray) -> np.ndarray:
-    """Return the centred running mean over a twentieth of the steps, without missing values."""
-    half = max(1, len(values) // 40)
-    present = np.isfinite(values)
-    kernel = np.ones(2 * half + 1)
-    total = np.convolve(np.where(present, values, 0.0), kernel)[half:-half]
-    weight = np.convolve(present.astype(float), kernel)[half:-half]
-    return np.divide(total, weight, out=np.full(len(values), math.nan), where=weight > 0)
+def report_command(
+    runs: Annotated[list[Path], Argument(help="Folders of runs, finished or not.", show_default=False)],
+    out: Annotated[
+        Path | None,
+        Option(help="The page to write.", show_default="report.html in the folder of a single run, else here"),
+    ] = None,
+    open_page: Annotated[bool, Option("--open", help="Open the page in the browser.")] = False,
+    as_json: Annotated[
+        bool, Option("--json", help="Print what the page shows as one JSON object; write the page only to an --out.")
+    ] = False,
+) -> None:
+    """Write a page about a run, or several side by side. It shows metrics, which the budget does not cover."""
+    import json
+
+    from rich.console import Console
+
+    from fdp.report.contents import as_json as all_as_json
+
+    contents = [_named_apart(each, runs) for each in read_runs(runs)]
+    path = None if as_json and out is None else write_page(contents, out)
+    if as_json:
+        print(json.dumps(all_as_json(contents) | {"out": None if path is None else str(path)}, allow_nan=False))
+    elif path is not None:
+        console = Console(highlight=False)
+        console.print(f"{path}: metrics of private data, not covered by the budget; keep it where the data is")
+    if open_page and path is not None:
+        import webbrowser
+
+        webbrowser.open(path.resolve().as_uri())
 
 
-def _plot_loss(axes: Any, records: Sequence[StepRecord]) -> None:
-    steps, losses = _series(records, "step"), _series(records, "loss")
-    axes.plot(steps, losses, color=BLUE, alpha=0.3, linewidth=1)
-    axes.plot(steps, smooth(losses), color=BLUE, linewidth=2)
-    axes.set_title("loss per sample")
+def read_runs(folders: Sequence[Path]) -> list[Contents]:
+    """Return what is shown of the runs in these folders."""
+    from fdp.report.contents import read_contents
+    from fdp.report.promise import promise
+    from fdp.run.run_folder import read_run_folder
+
+    points = max(40, min(POINTS, ALL_POINTS // len(folders)))
+    found = [read_run_folder(folder) for folder in folders]
+    return [
+        read_contents(
+            run,
+            settings=settings_of(run),
+            statement=promise(run),
+            learning_rates=learning_rates(run),
+            points=points,
+        )
+        for run in found
+    ]
 
 
-def _plot_epsilon(axes: Any, run: Run, records: Sequence[StepRecord]) -> None:
-    if run.epsilons is None:
-        axes.text(0.5, 0.5, "not private", ha="center", va="center", transform=axes.transAxes, color=GREY)
-    else:
-        axes.plot(_series(records, "step"), _series(records, "epsilon"), color=ORANGE, linewidth=2)
-        axes.set_ylim(bottom=0)
-    axes.set_title(f"epsilon spent at delta {run.config.delta:.3g}")
+def write_page(runs: Sequence[Contents], out: Path | None) -> Path:
+    """Write the page to ``out``, by default into the folder of a single run; replace only an earlier page."""
+    from fdp.report.page import MARK, make_page
+    from fdp.storage.private_files import disk_errors, write_private
+    from fdp.types import FdpError
+
+    path = out or (Path(runs[0].path, NAME) if len(runs) == 1 else Path(NAME))
+    if path.is_dir():
+        path = path / NAME
+    if path.exists() and MARK.encode() not in path.read_bytes()[:200]:
+        raise FdpError(f"--out: expected a new file or an earlier report, got {path}, which is neither; give another")
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_private(path, make_page(runs))
+    return path
 
 
-def _plot_norms(axes: Any, run: Run, records: Sequence[StepRecord]) -> None:
-    steps = _series(records, "step")
-    low, middle, high = (_series(records, name) for name in ("norm_q10", "norm_q50", "norm_q90"))
-    axes.fill_between(steps, low, high, color=BLUE, alpha=0.2, linewidth=0, label="10 % to 90 %")
-    axes.plot(steps, middle, color=BLUE, linewidth=1.5, label="median")
-    if run.config.method is not Method.NONE:
-        axes.plot(steps, _series(records, "max_norm"), color=ORANGE, linewidth=1.5, linestyle="--", label="C")
-    if np.nanmin(low, initial=math.inf) > 0 and np.isfinite(low).any():
-        axes.set_yscale("log")
-    axes.set_title("gradient norm of a sample")
-    axes.legend(frameon=False)
+def settings_of(run: RunFolder) -> list[Setting]:
+    """Return the settings of a run with their flags and defaults; also those that this version does not have."""
+    from fdp.cli.options import options_of
+    from fdp.cli.train_options import TrainOptions
+    from fdp.report.contents import Setting
+
+    known, found = options_of(TrainOptions), []
+    for key, value in run.settings.items():
+        if (option := known.get(key)) is None:
+            found.append(Setting(key, f"--{key.replace('_', '-')}", value, None, "of another version"))
+            continue
+        default = str(option.default) if isinstance(option.default, Path) else option.default
+        found.append(Setting(key, option.name, value, default, option.panel or ""))
+    return found
 
 
-def _series(records: Sequence[StepRecord], name: str) -> np.ndarray:
-    """Return a field of every record, NaN where it is None."""
-    values = [getattr(record, name) for record in records]
-    return np.array([math.nan if value is None else value for value in values], dtype=float)
+def learning_rates(run: RunFolder) -> list[float] | None:
+    """Return the learning rate of every planned step, or None if this version does not read the settings."""
+    import torch
+
+    from fdp.cli.configure import make_schedule
+    from fdp.cli.options import build, options_of
+    from fdp.cli.train_options import TrainingOptions
+    from fdp.types import FdpError
+
+    known = options_of(TrainingOptions)
+    try:
+        rate = make_schedule(build(TrainingOptions, {key: run.settings[key] for key in known if key in run.settings}))
+    except (FdpError, TypeError):
+        return None
+    return [float(rate(torch.tensor(step))) for step in range(int(run.settings["steps"]))]
+
+
+def _named_apart(run: Contents, folders: Sequence[Path]) -> Contents:
+    """Return the run named by its path if another folder has the same name."""
+    names = [folder.resolve().name for folder in folders]
+    return run._replace(name=run.path) if names.count(run.name) > 1 else run

@@ -1,12 +1,14 @@
 """The files of a run, none of which another run ever overwrites.
 
     DIR/config.json          every setting, and the versions of the libraries
+    DIR/plan.json            per layer, how the norms and the sum of its gradients are computed
     DIR/metrics.jsonl        one line per step, written when the step ends
     DIR/summary.json         the result
     DIR/model.safetensors    the trained parameters: float32 leaves by path; for a folder of transformers: DIR/model
-    DIR/report.png           loss, epsilon, and the norms of the gradients against C (:mod:`fdp.cli.report`)
+    DIR/report.png           loss, epsilon, and the norms of the gradients against C (:mod:`fdp.report.figure`)
 
-The privacy budget covers only the parameters. All other files are readable by their owner alone.
+The privacy budget covers the parameters; ``config.json`` and ``plan.json`` hold nothing of the data. All
+other files are readable by their owner alone.
 
     >>> folder = create_folder(out, model="gpt-nano", data="stdlib")
     >>> for state, record in write_metrics(steps(run, state), folder): ...
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,13 +27,14 @@ from pathlib import Path
 from typing import Any
 
 from fdp.cli.formatting import package_version
+from fdp.gradients.plan import explain_rows
 from fdp.privacy.guarantee import RELATION
 from fdp.run.step_metrics import StepRecord, record_to_json
 from fdp.run.training_run import Run
 from fdp.storage.private_files import disk_errors, open_private, write_private
 from fdp.types import FdpError, Key, TrainState
 
-FILES = ("config.json", "metrics.jsonl", "summary.json", "model.safetensors", "model", "report.png")
+FILES = ("config.json", "plan.json", "metrics.jsonl", "summary.json", "model.safetensors", "model", "report.png")
 
 
 def check_free(out: Path, *, hint: str = "") -> None:
@@ -70,6 +74,7 @@ def write_config(folder: Path, settings: Mapping[str, Any], run: Run) -> None:
             "delta": run.config.delta,
             "noise_multiplier": run.mechanism.noise_multiplier,
             "epsilon": run.config.epsilon,
+            "epsilon_planned": None if run.epsilons is None else float(run.epsilons[-1]),
             "statistics": statistics_settings(run),
             "relation": RELATION,
             "population": run.mechanism.sampling.population,
@@ -79,6 +84,31 @@ def write_config(folder: Path, settings: Mapping[str, Any], run: Run) -> None:
             "versions": versions | {"python": platform.python_version()},
         },
     )
+
+
+def write_plan(folder: Path, run: Run) -> None:
+    """Write ``plan.json``: the choices for every trainable leaf, from names and shapes alone."""
+    if (plan := run.plan) is None:
+        return
+    rows = [
+        {
+            "leaf": use.path,
+            "use": use.rule,
+            "shape": list(use.leaf_shape),
+            "input_shape": list(use.input_shape),
+            "norm": choice.norm.value,
+            "sum": choice.sum.value,
+            "stored_bytes": choice.stored_bytes,
+            "predicted_seconds": choice.seconds if math.isfinite(choice.seconds) else None,
+        }
+        for use, choice in explain_rows(plan)
+    ]
+    about = {
+        "method": plan.method.value,
+        "microbatch": plan.batch_size,
+        "dtype": str(plan.dtype).removeprefix("torch."),
+    }
+    _write_json(folder / "plan.json", about | {"stored_bytes": plan.stored_bytes, "rows": rows})
 
 
 def key_digest(root: Key) -> str:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from rich.console import Console
 
 from fdp.advice.hints import Diverged, hints_before
-from fdp.cli import display, diverged, progress, report, resume, run_files
+from fdp.cli import display, diverged, progress, resume, run_files
 from fdp.cli.configure import configure
 from fdp.cli.evaluation_display import evaluation_summary, show_evaluations
 from fdp.cli.folder_lock import FolderLock, lock_folder
@@ -31,6 +31,7 @@ from fdp.parallel import launch
 from fdp.parallel.agree import gather_values, run_in_unison
 from fdp.parallel.heartbeat import Heartbeat
 from fdp.parallel.launch import Ranks
+from fdp.report import figure
 from fdp.run.evaluation import Evaluator, attach_evaluations, make_evaluator
 from fdp.run.run_folder import read_records
 from fdp.run.step_metrics import StepRecord, guarantee_of, summarise
@@ -158,6 +159,7 @@ def _create_folder(
     lock = lock or _lock(folder, stack)
     run_files.check_free(folder)  # another run may have begun there before this one locked it
     run_files.write_config(folder, to_dict(options), run)
+    run_files.write_plan(folder, run)
     return lock, folder
 
 
@@ -166,6 +168,7 @@ def _remove_partial_results(folder: Path, options: TrainOptions, run: Run, state
     for name in ("model.safetensors", "report.png"):
         (folder / name).unlink(missing_ok=True)
     shutil.rmtree(folder / "model", ignore_errors=True)
+    run_files.write_plan(folder, run)  # another microbatch or device may plan otherwise
     if int(state.step) == 0:  # nothing of the earlier attempt is used but its settings
         run_files.write_config(folder, to_dict(options), run)
 
@@ -215,7 +218,7 @@ def _finish(session: Session, state: TrainState, records: list[StepRecord]) -> N
     summary = summarise(run, state, records) | evaluation_summary(session.evaluator, records)
     export_model(state.params, options.model, folder, guarantees=[*run.config.before, guarantee_of(run)])
     if launch.rank() == 0:
-        report.write_report(folder, run, records, title=f"{options.model.model} on {options.data.data}")
+        figure.write_report(folder, run, records, title=f"{options.model.model} on {options.data.data}")
         run_files.write_summary(folder, summary)  # last: a folder with a summary is a finished run
         display.show_result(console, summary, folder)
         if options.output.as_json:

@@ -156,10 +156,7 @@ def explain(plan: Plan) -> str:
         f"{'leaf':40} {'use':10} {'input':18} {'norm':10} {'sum':16} {'predicted ms':>12} {'measured ms':>11} "
         f"{'kept MiB':>9}"
     )
-    rows = [use for block in plan.uses for use in block]
-    used = {use.path for use in rows}
-    for use in rows + [Use(path, path, "any", (), (), ()) for path in plan.choices if path not in used]:
-        choice = plan.choices[use.path]
+    for use, choice in explain_rows(plan):
         shape = "x".join(map(str, use.input_shape))
         measured = "" if choice.measured is None else f"{choice.measured * 1e3:.3f}"
         lines.append(
@@ -168,6 +165,14 @@ def explain(plan: Plan) -> str:
         )
     lines.append(f"kept between norms and sum: {plan.stored_bytes / 2**20:.1f} MiB")
     return "\n".join(lines)
+
+
+def explain_rows(plan: Plan) -> list[tuple[Use, Choice]]:
+    """Return the uses of the trainable leaves with their choices; a leaf whose block runs under ``vmap`` is one row."""
+    uses = [use for block in plan.uses for use in block if use.path in plan.choices]
+    used = {use.path for use in uses}
+    uses += [Use(path, path, "any", (), (), ()) for path in plan.choices if path not in used]
+    return [(use, plan.choices[use.path]) for use in uses]
 
 
 def _materialized(model: Model, method: Method) -> frozenset[Path]:

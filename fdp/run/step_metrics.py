@@ -62,7 +62,8 @@ class StepRecord(NamedTuple):
     ``loss`` and the norms are over the samples with finite values, None if there are none. ``max_norm`` is the bound C
     that the step clipped to, None if it did not clip. The budget covers ``step``, ``epsilon``, ``parameter_norm`` (of
     all parameters after the step) and ``kfac_failures`` (how often so far a layer's curvature could not be used and
-    the last one was kept; None without K-FAC). The rest is computed on private data outside the budget.
+    the last one was kept; None without K-FAC). ``peak_memory_bytes`` is this process's highest so far. The
+    rest is computed on private data outside the budget.
     """
 
     step: int
@@ -78,6 +79,7 @@ class StepRecord(NamedTuple):
     parameter_norm: float | None = None  # absent from older metrics files
     kfac_failures: int | None = None
     evaluation: Evaluation | None = None
+    peak_memory_bytes: int | None = None
 
 
 def record_to_json(record: StepRecord) -> dict[str, Any]:
@@ -118,6 +120,7 @@ def make_step_record(
         seconds=seconds,
         parameter_norm=float(_norm(run, state.params)),
         kfac_failures=None if run.kfac is None else int(find_kfac_state(state.opt).failures),
+        peak_memory_bytes=_peak_memory(run.config.device),
     )
 
 

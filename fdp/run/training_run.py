@@ -66,7 +66,7 @@ class Run(NamedTuple):
     Samples and noise are drawn from ``key``: ``root`` with the settings folded in. ``epsilons`` are spent after 1, 2,
     ... steps; None if the run is not private. If ``in_place``, a step writes the next state into the last one, and an
     interrupted step leaves neither. ``feed`` provides the samples on which the curvature of K-FAC is measured; None:
-    the training data.
+    the training data. ``plan`` says how the norms and the sum of every leaf are computed.
     """
 
     config: RunConfig
@@ -81,6 +81,7 @@ class Run(NamedTuple):
     in_place: bool
     kfac: Kfac | None = None
     feed: Feed | None = None
+    plan: Plan | None = None
 
 
 def prepare(config: RunConfig, *, root: Key | None = None, settings: str | None = None) -> tuple[Run, TrainState]:
@@ -137,7 +138,7 @@ def prepare(config: RunConfig, *, root: Key | None = None, settings: str | None 
         settings = fingerprint(model.identity, config.optimizer, mechanism, config.values, digest, public)
     key = keys.fold_in(root, f"run {settings}").cpu()
     step = join(stages)
-    run = Run(config, mechanism, stages, step, root, key, epsilons, sharding, digest, in_place, kfac, feed)
+    run = Run(config, mechanism, stages, step, root, key, epsilons, sharding, digest, in_place, kfac, feed, plan)
     return run, state
 
 

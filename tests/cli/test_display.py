@@ -5,11 +5,10 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
-import numpy as np
 import pytest
 from rich.console import Console
 
-from fdp.cli import display, progress, report
+from fdp.cli import display, progress
 from fdp.cli.configure import configure
 from fdp.privacy.guarantee import RELATION
 from fdp.run import training_run as runs
@@ -64,9 +63,3 @@ def test_a_sparkline_falls_with_its_values() -> None:
     assert len(progress.sparkline([float(i) for i in range(1000)])) == 24
     assert progress.sparkline([1.0]) == ""
     assert progress.sparkline([1.0, 1.0]) == "▁▁"
-
-
-def test_smoothing_keeps_the_length_and_skips_missing_values() -> None:
-    values = np.array([1.0, np.nan, 3.0, 5.0])
-    assert report.smooth(values).tolist() == [1.0, 2.0, 4.0, 4.0]
-    assert len(report.smooth(np.arange(100.0))) == 100

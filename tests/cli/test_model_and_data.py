@@ -113,7 +113,7 @@ def test_a_run_of_a_folder_is_named_after_it_and_overwrites_no_model(folder, let
 def test_a_run_cut_short_at_its_end_is_resumed_and_exported_again(folder, letters, tmp_path, capsys, monkeypatch):
     words = ["--model", str(folder), "--data", str(letters), "--save-every", "1"]
     with monkeypatch.context() as patch:
-        patch.setattr("fdp.cli.report.write_report", lambda *_, **__: 1 / 0)  # after the model, before the summary
+        patch.setattr("fdp.report.figure.write_report", lambda *_, **__: 1 / 0)  # after the model, before the summary
         with pytest.raises(ZeroDivisionError):
             main(["train", *TINY, "--out", str(tmp_path / "run"), *words])
     assert (tmp_path / "run" / "model").is_dir()

@@ -31,7 +31,7 @@ from fdp.types import FdpError
 from tests.cli.train_runs import FILES, SMALL, call, last_json, small_options, train
 
 
-def test_a_run_writes_its_five_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_writes_its_six_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
     assert train(out, "--json", "--seed", "3") == 0
     text = capsys.readouterr().out
