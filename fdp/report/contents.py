@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fdp.report.curves import Curve, curve, curve_of, held_out, sample_at, smoothed, thin
+from fdp.report.curves import Curve, average, curve, curve_of, held_out, sample_at, smoothed, thin
 from fdp.run.run_folder import RunFolder
 from fdp.run.step_metrics import StepRecord
 
@@ -31,11 +31,12 @@ NORMS = ("norm_q10", "norm_q50", "norm_q90", "max_norm")
 
 
 class State(Enum):
-    """The state of a run: ended, stopped before its last step, or neither."""
+    """The state of a run: ended, stopped before its last step, or still open."""
 
     FINISHED = "finished"
     STOPPED = "stopped early"
     UNFINISHED = "not finished"
+    DIVERGED = "diverged"
 
 
 class Setting(NamedTuple):
@@ -142,6 +143,8 @@ def planned_epsilon(run: RunFolder) -> float | None:
 def _state(run: RunFolder, planned: int) -> State:
     if run.summary is None:
         return State.UNFINISHED
+    if run.summary.get("diverged"):
+        return State.DIVERGED
     return State.STOPPED if run.summary["steps"] < planned else State.FINISHED
 
 
@@ -196,7 +199,7 @@ def _curves(records: Sequence[StepRecord], learning_rates: Sequence[float] | Non
         "held_out_loss": thin(held_out(records, "loss"), limit=points // 2),
         "held_out_accuracy": thin(held_out(records, "accuracy"), limit=points // 2),
         "epsilon": sample_at(curve(records, "epsilon"), limit=points // 2),
-        **{name: sample_at(curve(records, name), limit=points // 2) for name in NORMS},
+        **{name: average(curve(records, name), limit=points // 2) for name in NORMS},
         "clipped_fraction": thin(curve(records, "clipped_fraction"), limit=points),
         "clipped_fraction_smoothed": sample_at(smoothed(curve(records, "clipped_fraction")), limit=points // 2),
         "samples_per_second": thin(speed, limit=points),

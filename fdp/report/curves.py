@@ -88,7 +88,17 @@ def thin(found: Curve, *, limit: int) -> Curve:
     return Curve(found.steps[chosen], found.values[chosen])
 
 
+def average(found: Curve, *, limit: int) -> Curve:
+    """Return at most ``limit`` points: the means of equal groups of steps, for curves that jump from step to step."""
+    if len(found.steps) <= limit:
+        return found
+    groups = np.array_split(np.arange(len(found.steps)), limit)
+    there = [group[np.isfinite(found.values[group])] for group in groups]
+    values = [found.values[group].mean() if len(group) else math.nan for group in there]
+    return Curve(np.array([round(found.steps[group].mean()) for group in groups], dtype=float), np.array(values))
+
+
 def sample_at(found: Curve, *, limit: int) -> Curve:
-    """Return at most ``limit`` points, evenly spaced: for curves that are smooth, or drawn with others."""
+    """Return at most ``limit`` points, evenly spaced: for curves that are smooth."""
     chosen = np.unique(np.linspace(0, len(found.steps) - 1, limit).round().astype(int)) if len(found.steps) else []
     return Curve(found.steps[chosen], found.values[chosen]) if len(found.steps) > limit else found

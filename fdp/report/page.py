@@ -108,7 +108,8 @@ def _several(runs: Sequence[Contents], charts: Sequence[Chart]) -> list[Html]:
     def fold(run: Contents, content: Html | None, i: int) -> Html | None:
         if content is None:
             return None
-        return element("details", element("summary", run.name), content, class_=f"card run-{i}")
+        swatch = element("i", class_=f"swatch {colour(i)}")
+        return element("details", element("summary", swatch, " ", run.name), content, class_=f"fold run-{i}")
 
     statements = [fold(run, _words(run), i) for i, run in enumerate(runs)]
     texts = [fold(run, show_texts(run), i) for i, run in enumerate(runs)]
@@ -117,16 +118,20 @@ def _several(runs: Sequence[Contents], charts: Sequence[Chart]) -> list[Html]:
         _section("Results", element("div", show_results(runs), class_="card")),
         _section("Settings that differ", element("div", show_differences(runs), class_="card"), public),
         _section("Figures", element("div", *map(draw, charts), class_="charts") if charts else _nothing()),
-        _section("What is promised", join(statements)),
+        _section("What is promised", _card(statements, "statement")),
         _section("What the budget covers", element("div", show_coverage(runs), class_="card")),
-        *([_section("Generated texts", join(texts), coverage(runs, covered=True))] if any(texts) else []),
-        _section("Configuration", join(fold(run, show_settings(run), i) for i, run in enumerate(runs)), public),
-        _section("Plan per layer", join(fold(run, show_plan(run), i) for i, run in enumerate(runs)), public),
+        *([_section("Generated texts", _card(texts), coverage(runs, covered=True))] if any(texts) else []),
+        _section("Configuration", _card([fold(run, show_settings(run), i) for i, run in enumerate(runs)]), public),
+        _section("Plan per layer", _card([fold(run, show_plan(run), i) for i, run in enumerate(runs)]), public),
     ]
 
 
 def _section(title: str, content: Html, mark: Html | None = None) -> Html:
     return element("section", element("h2", title, " ", mark), content)
+
+
+def _card(parts: Sequence[Html | None], more: str = "") -> Html:
+    return element("div", *parts, class_=f"card {more}".strip())
 
 
 def _nothing() -> Html:

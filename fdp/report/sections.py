@@ -105,7 +105,7 @@ def show_results(runs: Sequence[Contents]) -> Html:
     rows = []
     for i, run in enumerate(runs):
         found = run.results
-        name = element("th", element("i", class_=f"swatch {colour(i)}", style="display:inline-block"), " ", run.name)
+        name = element("th", element("i", class_=f"swatch {colour(i)}"), " ", run.name)
         spent, budget = found["epsilon_spent"], found["epsilon_planned"]
         memory = found["peak_memory_bytes"]
         cells = [
@@ -120,8 +120,11 @@ def show_results(runs: Sequence[Contents]) -> Html:
         ]
         steps = f"{run.state.value}, {found['steps']:,} of {found['steps_planned']:,} steps"
         values = [element("td", cell, class_="number") for cell in cells]
-        rows.append(element("tr", name, element("td", steps), *values, class_=f"run-{i}"))
-    top = [element("th", name, " ", mark, class_="number" if i > 1 else None) for i, (name, mark) in enumerate(heads)]
+        rows.append(element("tr", name, element("td", steps, class_="state"), *values, class_=f"run-{i}"))
+    top = [
+        element("th", name, None if mark is None else element("div", mark), class_="number" if i > 1 else None)
+        for i, (name, mark) in enumerate(heads)
+    ]
     return table(element("tr", *top), rows)
 
 
@@ -133,10 +136,7 @@ def show_differences(runs: Sequence[Contents]) -> Html:
     ]
     if not rows:
         return element("p", "All settings are the same.", class_="dim")
-    top = [
-        element("th", element("i", class_=f"swatch {colour(i)}", style="display:inline-block"), " ", run.name)
-        for i, run in enumerate(runs)
-    ]
+    top = [element("th", element("i", class_=f"swatch {colour(i)}"), " ", run.name) for i, run in enumerate(runs)]
     return table(element("tr", element("th", "setting"), *top), rows)
 
 
@@ -228,7 +228,7 @@ def show_coverage(runs: Sequence[Contents]) -> Html:
 
 def show_state(run: Contents) -> Html:
     """Return a badge that says how far a run has come."""
-    kind = {State.FINISHED: "good", State.STOPPED: "bad", State.UNFINISHED: "free"}[run.state]
+    kind = {State.FINISHED: "good", State.STOPPED: "bad", State.UNFINISHED: "free", State.DIVERGED: "bad"}[run.state]
     return badge(kind, run.state.value, f"{run.results['steps']} of {run.results['steps_planned']} steps")
 
 

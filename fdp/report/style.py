@@ -98,7 +98,12 @@ box-shadow:0 3px 14px rgba(0,0,0,.16)}
 .runs label{display:flex;align-items:center;gap:7px;overflow-wrap:anywhere;padding:3px 0}
 .runs input{display:none}
 .js .runs input{display:inline-block;accent-color:var(--c0)}
-.swatch{width:20px;border-top:4px solid currentColor;border-radius:2px;flex:none}
+.swatch{display:inline-block;width:20px;height:4px;vertical-align:middle;background:currentColor;border-radius:2px;
+flex:none;margin-right:4px}
+td.state{white-space:nowrap}
+.fold{border-bottom:1px solid var(--rule)}
+.fold:last-child{border-bottom:0}
+.fold>summary{color:var(--ink)}
 .scroll{overflow-x:auto;-webkit-overflow-scrolling:touch}
 table{border-collapse:collapse;width:100%;font-size:13.5px}
 th,td{text-align:left;padding:6px 14px 6px 0;border-bottom:1px solid var(--rule);vertical-align:top}

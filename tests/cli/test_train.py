@@ -344,7 +344,7 @@ def test_a_run_that_fails_midway_keeps_its_metrics_and_has_no_summary(
     words = ["--optimizer", "sgd", "--lr", "1e38", "--noise-multiplier", "1e4", "--warmup", "0"]
     assert train(tmp_path / "run", "--json", *words, steps=9) == 2
     assert "became NaN or infinite" in last_json(capsys.readouterr().out)["error"]
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.json", "metrics.jsonl"}
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.json", "plan.json", "metrics.jsonl"}
 
 
 def test_a_path_that_cannot_be_written_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

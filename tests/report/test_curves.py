@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fdp.report.curves import Curve, curve, held_out, sample_at, smooth, thin
+from fdp.report.curves import Curve, average, curve, held_out, sample_at, smooth, thin
 from tests.report.run_folders import make_records
 
 
@@ -40,6 +40,15 @@ def test_thinning_keeps_the_ends_every_spike_and_every_gap() -> None:
     few = Curve(np.arange(5.0), np.ones(5))
     assert thin(few, limit=5) is few
     assert thin(Curve(np.arange(500.0), np.full(500, np.nan)), limit=20).steps[-1] == 499
+
+
+def test_averages_do_not_follow_one_step_of_a_jumping_curve() -> None:
+    jumping = Curve(np.arange(1000.0), np.tile([0.0, 2.0], 500))
+    jumping.values[200:220] = np.nan
+    few = average(jumping, limit=50)
+    assert len(few.steps) == 50
+    assert np.isnan(few.values).sum() == 1
+    assert np.nanmax(np.abs(few.values - 1.0)) < 0.1
 
 
 def test_sampling_is_even_and_keeps_the_ends() -> None:
