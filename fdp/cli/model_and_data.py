@@ -20,11 +20,14 @@ import numpy as np
 import torch
 
 from fdp import keys, models, tree
+from fdp.cli.check_data import check_context, check_public_data, load_tokenizer, parse_long
 from fdp.cli.names import by_value
 from fdp.cli.train_options import DataOptions, ModelOptions, TrainOptions
 from fdp.data import corpus, datasets, text
 from fdp.data.document_packing import PackUnit
+from fdp.data.documents import Long
 from fdp.data.files import RecordForm
+from fdp.data.mixed import Mixed
 from fdp.foreign.adapters.lora import lora_model, merge, train_only
 from fdp.foreign.adapters.prefix import prefix_model, without_prefix
 from fdp.foreign.adapters.prefix_save import save_prefix
@@ -76,6 +79,8 @@ def load_model(options: TrainOptions, *, example: Tree | None = None) -> ModelSo
     given, context = options.model, options.data.context
     folder = Path(given.model) if is_folder(given.model) else None
     _check_one_adapter(given)
+    if folder is not None:
+        check_context(folder, context)
     if given.prefix is not None:
         if folder is None:
             raise FdpError(
@@ -101,18 +106,31 @@ def load_model(options: TrainOptions, *, example: Tree | None = None) -> ModelSo
 
 
 def load_dataset(options: TrainOptions, model: Model, *, source: str | None = None) -> Dataset:
-    """Return the data in samples as ``--unit`` defines them; ``source`` replaces ``--data``."""
-    given, path = options.data, options.data.data if source is None else source
-    if model.context is None and is_folder(options.model.model) and path not in datasets.NAMES:
+    """Return the data in samples as ``--unit`` defines them, mixed with ``--public-data``.
+
+    ``source`` replaces ``--data``, and is not mixed with anything.
+    """
+    public = options.reading.public_data
+    if source is not None or public is None:
+        return _load_samples(options, model, options.data.data if source is None else source)
+    check_public_data(public, options.data.data)
+    private = _load_samples(options, model, options.data.data)
+    return Mixed(private, _load_samples(options, model, public, all_named=False))
+
+
+def _load_samples(options: TrainOptions, model: Model, path: str, *, all_named: bool = True) -> Dataset:
+    """Return the data at a path; if not ``all_named``, a record without a user is a user of its own."""
+    given, folder = options.data, Path(options.model.model) if is_folder(options.model.model) else None
+    if model.context is None and folder is not None and path not in datasets.NAMES:
         raise FdpError(
             f"--model {options.model.model}: expected a language model, got a classifier, {model.name}; --data has no "
             f"labels. Train it from Python: load(folder, example=data) of fdp.foreign.hub.hugging_face with data "
             f"{{'tokens', 'mask', 'label'}} or {{'image', 'label'}}, then fdp.step.make_train_step"
         )
     _check_unit(given)
-    form = parse_form(given.form)
+    form, long = parse_form(given.form), parse_long(options.reading, unit=given.unit)
     vocab_size = datasets.BYTE_VOCAB_SIZE if model.vocab_size is None else model.vocab_size
-    tokenizer = _load_tokenizer(options, model)
+    tokenizer = load_tokenizer(given.tokenizer, None if model.vocab_size is None else folder, path)
     if given.unit == "window":
         return datasets.load(
             path, context=model.context, form=form, field=given.field, vocab_size=vocab_size, tokenizer=tokenizer
@@ -122,7 +140,8 @@ def load_dataset(options: TrainOptions, model: Model, *, source: str | None = No
     per_user = None
     if given.user_field is not None:
         # The key is public and the same in every run: which of a user's windows are used depends on nobody else.
-        per_user = corpus.PerUser(given.user_field, given.windows_per_user, keys.fold_in(keys.key(0), "windows"))
+        key = keys.fold_in(keys.key(0), "windows")
+        per_user = corpus.PerUser(given.user_field, given.windows_per_user, key, long, all_named)
     return corpus.load(
         path,
         context=model.context,
@@ -132,6 +151,7 @@ def load_dataset(options: TrainOptions, model: Model, *, source: str | None = No
         field=given.field,
         per_user=per_user,
         pack=PackUnit.ROW if given.unit == "row" else PackUnit.OWNER if given.pack else None,
+        windows_per_record=given.windows_per_user if (given.unit, long) == ("record", Long.SPLIT) else 1,
     )
 
 
@@ -217,13 +237,3 @@ def _stored_values(folder: Path, base: Model) -> InitialParams:
         return tree.nest(tree.flatten(stored) | tree.flatten(initialised))
 
     return values
-
-
-def _load_tokenizer(options: TrainOptions, model: Model) -> text.Tokenizer | None:
-    """Return the tokenizer of ``--tokenizer``, else of the model's folder; None for bytes."""
-    if options.data.tokenizer is not None:
-        return text.load_tokenizer(options.data.tokenizer)
-    folder = Path(options.model.model)
-    if model.vocab_size is None or not is_folder(options.model.model) or not any(folder.glob("tokenizer*")):
-        return None
-    return text.load_tokenizer(folder)

@@ -10,6 +10,8 @@ class Needs(Enum):
 
     LORA = "--lora"
     UNIT_USER = "--unit user"
+    UNIT_RECORD_OR_USER = "--unit record or user"
+    SEVERAL_WINDOWS = "--unit user, or --unit record with --long split,"
     RECORDS = "--data of records (.jsonl, .json, .csv, .parquet), read as text"
     TEXTS = "--data of texts or records"
     SAVING = "--save-every"

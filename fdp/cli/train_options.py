@@ -16,6 +16,7 @@ from fdp.cli.evaluation_options import EvaluationOptions
 from fdp.cli.kfac_options import KfacOptions
 from fdp.cli.needs import Needs
 from fdp.cli.options import Effect, Flag, options_of
+from fdp.cli.reading_options import ReadingOptions
 
 HOW, KFAC_RESULT = Effect.EXECUTION, Effect.KFAC_RESULT
 
@@ -71,7 +72,11 @@ class DataOptions:
     ] = "auto"
     field: Annotated[str, Flag("The field of a record that is read as text.", needs=Needs.RECORDS)] = "text"
     tokenizer: Annotated[
-        str | None, Flag("A folder with a tokenizer.", default_text="the tokenizer of --model, else bytes")
+        str | None,
+        Flag(
+            "A folder with a tokenizer, or bytes: UTF-8 bytes as tokens.",
+            default_text="the tokenizer of --model; for presets bytes",
+        ),
     ] = None
     unit: Annotated[
         str,
@@ -84,7 +89,11 @@ class DataOptions:
         str | None, Flag("With --unit user: the field of a record that names the user it belongs to.")
     ] = None
     windows_per_user: Annotated[
-        int, Flag("With --unit user: use at most this many windows of a user.", needs=Needs.UNIT_USER)
+        int,
+        Flag(
+            "With --unit user, or --unit record with --long split: use at most this many windows of a user or record.",
+            needs=Needs.SEVERAL_WINDOWS,
+        ),
     ] = 8
     pack: Annotated[
         bool, Flag("With --unit user: pack several short records into one window.", needs=Needs.UNIT_USER)
@@ -265,6 +274,7 @@ class TrainOptions:
 
     model: ModelOptions = field(default_factory=ModelOptions)
     data: DataOptions = field(default_factory=DataOptions)
+    reading: ReadingOptions = field(default_factory=ReadingOptions)
     privacy: PrivacyOptions = field(default_factory=PrivacyOptions)
     training: TrainingOptions = field(default_factory=TrainingOptions)
     advice: AdviceOptions = field(default_factory=AdviceOptions)

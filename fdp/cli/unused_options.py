@@ -55,6 +55,10 @@ def _evaluates(options: TrainOptions) -> bool:
 CONDITIONS: dict[Needs, Callable[[TrainOptions], bool]] = {
     Needs.LORA: lambda options: options.model.lora is not None,
     Needs.UNIT_USER: lambda options: options.data.unit == "user",
+    Needs.UNIT_RECORD_OR_USER: lambda options: options.data.unit in ("record", "user"),
+    Needs.SEVERAL_WINDOWS: lambda options: (
+        options.data.unit == "user" or (options.data.unit, options.reading.long) == ("record", "split")
+    ),
     Needs.RECORDS: _reads_field,
     Needs.TEXTS: _reads_texts,
     Needs.SAVING: lambda options: options.output.save_every is not None,

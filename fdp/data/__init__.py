@@ -9,8 +9,10 @@ document_packing      several documents in one row
 users, user_names     all records of one user as one sample; spellings that are one user
 corpus                from files to a dataset of records, users or packed rows
 datasets              windows over a stream of bytes or tokens; images
-units                 the unit of privacy in words
+units, nouns          the unit of privacy, and what there is, in words
+person_fields         the field of records that seems to name a person
 read_counts           counts of the samples that were read, and of those left out
+mixed                 private data mixed with public data
 held_out              units held out for evaluation
 digest                a fingerprint of a dataset
 """

@@ -44,7 +44,7 @@ def data_digest(dataset: Dataset) -> str:
       - it does not depend on the integer type that tokens are stored in.
     """
     digest = hashlib.sha256(str(len(dataset)).encode())
-    for name, values in dataset.content() if isinstance(dataset, ArrayBacked) else _fetch_all(dataset):
+    for name, values in arrays_of(dataset):
         array = _array(values)
         digest.update(f"|{name} {array.shape}".encode())
         for chunk in _chunks(array):
@@ -52,6 +52,11 @@ def data_digest(dataset: Dataset) -> str:
             digest.update(canonical.dtype.str.encode())
             digest.update(np.ascontiguousarray(canonical).data)
     return digest.hexdigest()
+
+
+def arrays_of(dataset: Dataset) -> Iterable[tuple[str, np.ndarray | Tensor]]:
+    """Return the arrays that a dataset is made from, or else those of all its samples, with names."""
+    return dataset.content() if isinstance(dataset, ArrayBacked) else _fetch_all(dataset)
 
 
 def _fetch_all(dataset: Dataset) -> Iterator[tuple[str, Tensor]]:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fdp import tree
 from fdp.data.documents import Records
+from fdp.data.mixed import Mixed
 from fdp.data.read_counts import ReadCounts, select_counts
 from fdp.data.units import PrivacyUnit, UnitKind, dataset_unit
 from fdp.data.users import Users
@@ -63,6 +64,8 @@ class Subset:
 def split_held_out(dataset: Dataset, fraction: float) -> tuple[Dataset, Dataset]:
     """Return the samples to train on and those held out: about ``fraction`` of the units.
 
+    Of a :class:`~fdp.data.mixed.Mixed` dataset only private units are held out.
+
     Guarantees:
       - whether a unit is held out depends on that unit and on ``fraction``, and on no other unit;
       - every sample is on one side; equal samples, and all data of one user, are on the same side;
@@ -71,6 +74,9 @@ def split_held_out(dataset: Dataset, fraction: float) -> tuple[Dataset, Dataset]
     """
     if not 0 < fraction < 1:
         raise FdpError(f"fraction held out: expected a number between 0 and 1, such as 0.1, got {fraction!r}")
+    if isinstance(dataset, Mixed):
+        train, held_out = split_held_out(dataset.private, fraction)
+        return Mixed(train, dataset.public), held_out
     bound = int(fraction * 2**64)
     held = np.fromiter((_hash(unit) < bound for unit in _units(dataset)), dtype=bool, count=len(dataset))
     if held.all() or not held.any():

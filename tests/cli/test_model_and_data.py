@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 
 TINY = shlex.split(
     "--context 8 --steps 2 --warmup 1 --batch-size 8 --microbatch 4 --noise-multiplier 0.5 --lr 0.1 --seed 0 --quiet "
-    "--json --schedule constant"
+    "--json --schedule constant --tokenizer bytes"
 )
 
 

@@ -182,7 +182,7 @@ def test_a_window_of_the_experts_is_read_alone(tmp_path):
 
 TINY = shlex.split(
     "--unit record --context 8 --steps 2 --warmup 1 --batch-size 8 --microbatch 4 --noise-multiplier 0.5 --lr 0.1 "
-    "--seed 0 --json"
+    "--seed 0 --json --tokenizer bytes"
 )
 TRAINED, LONGER = ("bloom", "mixtral"), ("gpt-j", "mamba", "gemma2", "gpt-oss", "deepseek", "gemma-3n")
 
