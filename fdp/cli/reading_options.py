@@ -11,7 +11,7 @@ from fdp.cli.options import Flag
 
 @dataclass(frozen=True)
 class ReadingOptions:
-    """How long records are read, and which public data is read with the private."""
+    """The treatment of long records, and the public data that is read beside the private."""
 
     panel: ClassVar[str] = "What to train"
 
