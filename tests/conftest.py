@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
@@ -31,6 +32,12 @@ settings.register_profile("fdp", deadline=None, derandomize=True)
 settings.load_profile("fdp")
 
 SAMPLES = 3
+
+
+@pytest.fixture(autouse=True)
+def _own_ledger(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep every test's ledger to itself: none writes to the home folder, or reads what another test spent."""
+    monkeypatch.setenv("FDP_LEDGER", str(tmp_path_factory.getbasetemp() / f"ledger-{secrets.token_hex(4)}"))
 
 
 def summed(stash: Stash, clip: Clip, *, lazy: bool = False) -> ClippedSum:

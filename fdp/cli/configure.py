@@ -15,6 +15,7 @@ import torch
 from fdp import models, optimizers
 from fdp.cli.configure_evaluation import make_evaluation, split_data
 from fdp.cli.configure_kfac import make_kfac_config, make_kfac_source
+from fdp.cli.extend import extend_config
 from fdp.cli.model_and_data import earlier_guarantees, is_folder, load_dataset, load_model_and_data
 from fdp.cli.names import DTYPES, OPTIMIZERS, by_value, choose, parse_mesh, parse_offload
 from fdp.cli.train_options import ComputeOptions, PrivacyOptions, RankOptions, TrainingOptions, TrainOptions
@@ -57,7 +58,7 @@ def configure(options: TrainOptions) -> RunConfig:
     if population < 1:
         raise FdpError(f"--population: expected about the number of samples, 1 or more, got {population}")
     delta = default_delta(population) if privacy.delta is None else privacy.delta
-    return RunConfig(
+    config = RunConfig(
         model=model,
         dataset=dataset,
         method=method,
@@ -83,6 +84,7 @@ def configure(options: TrainOptions) -> RunConfig:
         values=values,
         evaluation=make_evaluation(options, held_out, population=population, delta=delta),
     )
+    return extend_config(options, config)
 
 
 def make_clip_style(privacy: PrivacyOptions, *, batch_size: int) -> clipping.ClipStyle:

@@ -27,9 +27,8 @@ from fdp.fast.compile_modes import Compile
 from fdp.gradients.plan import Method
 from fdp.kfac.private.curvature_sources import Feed, describe_feed
 from fdp.kfac.state import KfacPlan
-from fdp.privacy.guarantee import RELATION, delta_advice, shown_epsilon, training_again
+from fdp.privacy.guarantee import RELATION, delta_advice, shown_epsilon
 from fdp.run.evaluation import Evaluator
-from fdp.run.step_metrics import guarantee_of
 from fdp.run.training_run import Run
 from fdp.types import TrainState
 
@@ -63,7 +62,12 @@ def show_header(
     console.print(_panel("fdp train", rows))
     if run.config.model.remark is not None:
         console.print(Text(run.config.model.remark, style="yellow"), soft_wrap=True)
-    for warning in _warnings(run):
+    show_warnings(console, _warnings(run))
+
+
+def show_warnings(console: Console, warnings: Sequence[str]) -> None:
+    """Print warnings, a paragraph each."""
+    for warning in warnings:
         console.print(Text(warning, style="yellow"))
 
 
@@ -196,8 +200,6 @@ def _warnings(run: Run) -> list[str]:
         if reading is None
         else [f"{each} (counts of private data: covered by no budget)" for each in reading.warnings()]
     )
-    if again := training_again(config.before, guarantee_of(run)):
-        found.append(again)
     if run.epsilons is not None:
         if advice := delta_advice(max(run.mechanism.sampling.population, len(config.dataset)), config.delta):
             found.append(advice)

@@ -6,6 +6,8 @@
     fdp compare ranks=1 ranks=4     run two configurations and show the first stage at which they differ
     fdp inspect models/tiny         show leaves, uses, rules, blocks and memory of a model
     fdp report runs/notes           write a page about a run, or about several side by side
+    fdp ledger                      list what was spent on which data
+    fdp statement runs/first        write the privacy statement of a run
 
 Exit code 0: done; 1: a bug in fdp, with a traceback, or a lost rank; 2: a mistake in the input, explained in one
 paragraph on stderr; 3: ``compare`` found a difference; 4: the loss of ``train`` diverged; 130: interrupted. With
@@ -29,8 +31,10 @@ from fdp.cli.compare import compare_command
 from fdp.cli.epsilon import epsilon_command
 from fdp.cli.formatting import package_version
 from fdp.cli.inspect import inspect_command
+from fdp.cli.ledger import ledger_command
 from fdp.cli.plan import plan_command
 from fdp.cli.report import report_command
+from fdp.cli.statement import statement_command
 from fdp.cli.train import train_command
 
 # The error that typer raises for a mistake on the command line; only its subclass has a public name.
@@ -51,6 +55,8 @@ app.command("compare")(compare_command)
 app.command("plan")(plan_command)
 app.command("inspect")(inspect_command)
 app.command("report")(report_command)
+app.command("ledger")(ledger_command)
+app.command("statement")(statement_command)
 
 
 def _show_version(value: bool) -> None:

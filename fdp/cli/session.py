@@ -18,8 +18,10 @@ from rich.console import Console
 
 from fdp.advice.hints import Diverged, hints_before
 from fdp.cli import display, diverged, progress, resume, run_files
+from fdp.cli.bookkeeping import Account, check_ledger, open_account
 from fdp.cli.configure import configure
 from fdp.cli.evaluation_display import evaluation_summary, show_evaluations
+from fdp.cli.extend import continue_state
 from fdp.cli.folder_lock import FolderLock, lock_folder
 from fdp.cli.model_and_data import export_model
 from fdp.cli.options import to_dict
@@ -34,7 +36,7 @@ from fdp.parallel.launch import Ranks
 from fdp.report import figure
 from fdp.run.evaluation import Evaluator, attach_evaluations, make_evaluator
 from fdp.run.run_folder import read_records
-from fdp.run.step_metrics import StepRecord, guarantee_of, summarise
+from fdp.run.step_metrics import StepRecord, summarise
 from fdp.run.training_run import Run, prepare, steps
 from fdp.storage import checkpoint
 from fdp.types import FdpError, TrainState
@@ -49,6 +51,7 @@ class Session(NamedTuple):
     console: Console
     lock: FolderLock | None
     heart: Heartbeat | None
+    account: Account
     evaluator: Evaluator | None = None
 
 
@@ -64,8 +67,10 @@ def train(options: TrainOptions, ranks: Ranks | None = None) -> int:
             return _report_finished(options.output, console)
         config = run_in_unison(lambda: configure(options), None)
         run_in_unison(lambda: check_unused(options), None)
+        run_in_unison(lambda: check_ledger(options) if first else None, None)
         with console.status("checking the data, the model and the budget"):
             run, state = prepare(config, root=None if resumed is None else resumed.root)
+            state = continue_state(options, run, state)
             evaluator = make_evaluator(run)
         if resumed is not None and resumed.checkpoint is not None:
             run_in_unison(lambda: resume.check_same_run(resumed, run), None)
@@ -80,9 +85,12 @@ def train(options: TrainOptions, ranks: Ranks | None = None) -> int:
         assert folder is not None
         display.show_header(console, run, state, options, evaluator)
         display.show_hints(console, hints_before(run))
+        account = open_account(options, run, folder, evaluator)
+        display.show_warnings(console, account.warnings())
         _report_resumed(resumed, console)
         heart = ranks.heart if ranks else None
-        return _train(Session(options, run, folder, console, lock, heart, evaluator), state)
+        with account:
+            return _train(Session(options, run, folder, console, lock, heart, account, evaluator), state)
 
 
 def _train(session: Session, state: TrainState) -> int:
@@ -91,7 +99,8 @@ def _train(session: Session, state: TrainState) -> int:
     first = launch.rank() == 0
     records = read_records(folder, upto=int(state.step)) if first else []
     with stop_on_signals() as stop:
-        stream = _check_alive(session, steps(run, state, stop=stop.requested))
+        stream = session.account.follow(steps(run, state, stop=stop.requested), done=int(state.step))
+        stream = _check_alive(session, stream)
         stream = attach_evaluations(stream, session.evaluator)
         stream = run_files.write_metrics(stream, folder, earlier=records) if first else stream
         stream = progress.follow(_save_checkpoints(session, stream), run, console)
@@ -101,7 +110,9 @@ def _train(session: Session, state: TrainState) -> int:
                 records.append(record)
         except Diverged as error:
             run_in_unison(lambda: lock.check() if lock else None, None)
-            return diverged.finish(session.folder, summarise(run, state, records), error, options, console)
+            session.account.end_as("diverged")
+            summary = summarise(run, state, records) | session.account.summary()
+            return diverged.finish(session.folder, summary, error, options, console)
         code = max(gather_values(stop.exit_code, None)) if int(state.step) < run.config.steps else 0
         if code:
             console.print(f"interrupted after {int(state.step)} steps; their results are kept")
@@ -215,8 +226,10 @@ def _save_checkpoints(
 def _finish(session: Session, state: TrainState, records: list[StepRecord]) -> None:
     """Write the model, the report and the summary, and show the result."""
     options, run, folder, console = session[:4]
-    summary = summarise(run, state, records) | evaluation_summary(session.evaluator, records)
-    export_model(state.params, options.model, folder, guarantees=[*run.config.before, guarantee_of(run)])
+    summary = (
+        summarise(run, state, records) | evaluation_summary(session.evaluator, records) | session.account.summary()
+    )
+    export_model(state.params, options.model, folder, guarantees=session.account.promises)
     if launch.rank() == 0:
         figure.write_report(folder, run, records, title=f"{options.model.model} on {options.data.data}")
         run_files.write_summary(folder, summary)  # last: a folder with a summary is a finished run

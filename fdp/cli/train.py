@@ -10,14 +10,14 @@ from __future__ import annotations
 import warnings
 from dataclasses import replace
 
-from typer import Exit
+from typer import Context, Exit
 
-from fdp.cli.options import expand_groups, to_dict
+from fdp.cli.options import build, expand_groups, to_dict
 from fdp.cli.train_options import TrainOptions
 
 
 @expand_groups
-def train_command(options: TrainOptions) -> None:
+def train_command(call: Context, options: TrainOptions) -> None:
     """Train a model privately. The budget covers the parameters, not the metrics shown on the way."""
     # On a CPU without bfloat16, torch warns with a stack trace and goes on.
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
@@ -27,6 +27,11 @@ def train_command(options: TrainOptions) -> None:
     from fdp.parallel import launch
     from fdp.parallel.agree import check_agreement
 
+    if options.ledger.extend is not None:
+        from fdp.cli.extend import extend_settings
+
+        given = {key: value for key, value in to_dict(options).items() if _given(call, key)}
+        options = build(TrainOptions, extend_settings(given))
     # Store the default as a number, so that a resumed run is compared by it.
     options = replace(options, training=replace(options.training, lr=learning_rate(options.training)))
     if launch.started_by_torchrun():
@@ -38,3 +43,9 @@ def train_command(options: TrainOptions) -> None:
         code = train(options)
     if code:
         raise Exit(code)
+
+
+def _given(call: Context, key: str) -> bool:
+    """Return True if the option was given on the command line."""
+    source = call.get_parameter_source(key)
+    return source is not None and source.name == "COMMANDLINE"

@@ -14,6 +14,7 @@ from typing import Annotated, ClassVar
 from fdp.cli.advice_options import AdviceOptions
 from fdp.cli.evaluation_options import EvaluationOptions
 from fdp.cli.kfac_options import KfacOptions
+from fdp.cli.ledger_options import LedgerOptions
 from fdp.cli.needs import Needs
 from fdp.cli.options import Effect, Flag, options_of
 from fdp.cli.reading_options import ReadingOptions
@@ -276,6 +277,7 @@ class TrainOptions:
     data: DataOptions = field(default_factory=DataOptions)
     reading: ReadingOptions = field(default_factory=ReadingOptions)
     privacy: PrivacyOptions = field(default_factory=PrivacyOptions)
+    ledger: LedgerOptions = field(default_factory=LedgerOptions)
     training: TrainingOptions = field(default_factory=TrainingOptions)
     advice: AdviceOptions = field(default_factory=AdviceOptions)
     kfac: KfacOptions = field(default_factory=KfacOptions)

@@ -189,10 +189,12 @@ def noise_multiplier_for(
     steps: int,
     accountant: Accountant = Accountant.PLD,
     statistics: Statistics | None = None,
+    before: dp_accounting.ComposedDpEvent | None = None,
 ) -> float:
     """Return the smallest noise multiplier, its ``z_eff`` to 0.1 %, that keeps ``steps`` steps within the budget.
 
-    ``statistics`` are paid for from the same budget, with their own noise.
+    ``statistics`` are paid for from the same budget, with their own noise. So is ``before``: releases about the same
+    data that were made already (:func:`fdp.privacy.releases.composed_event`).
 
     Guarantees:
       - by the same accountant, the mechanism with this multiplier has an epsilon of at most ``epsilon``;
@@ -201,10 +203,13 @@ def noise_multiplier_for(
     if not (math.isfinite(epsilon) and epsilon > 0):
         raise FdpError(f"epsilon: expected a finite target above 0, got {epsilon}")
     _check_delta(delta, accountant)
+    _check_left(before, epsilon, delta, accountant)
 
     def excess(log_noise: float, coarser: float = 1) -> float:
         mechanism = Mechanism(sampling, clip._replace(count_noise=None), math.exp(log_noise), statistics)
         total = event(mechanism, steps)
+        if before is not None:
+            total = dp_accounting.ComposedDpEvent([*parts_of(before), *parts_of(total)])
         interval = coarser * grid_width(total, delta)
         return min(_epsilon(total, delta, accountant, interval=interval), 1e9) - epsilon
 
@@ -283,6 +288,15 @@ def _bracket(
             )
         low, high = max(low - 0.2, least), low
     return low, high
+
+
+def _check_left(before: Any, epsilon: float, delta: float, accountant: Accountant) -> None:
+    """Raise if earlier releases have spent the budget already."""
+    if before is not None and (spent := _epsilon(before, delta, accountant)) >= epsilon:
+        raise FdpError(
+            f"epsilon: expected more than the {spent:.4g} at delta {delta:g} that was spent on the same data before, "
+            f"got {epsilon}; raise it"
+        )
 
 
 def _check_delta(delta: float, accountant: Accountant) -> None:

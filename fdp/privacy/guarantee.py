@@ -1,9 +1,11 @@
-"""The promise of a run: neighbour relation, advice on delta, and the promises of earlier runs on the same parameters.
+"""The promise of a run: neighbour relation, advice on delta, and the promises of several runs on the same data.
 
-    two runs of (e1, d1) and (e2, d2), the second from the parameters of the first, on the same data: (e1 + e2, d1 + d2)
+    releases of all runs known          epsilon of their composition at the largest delta  (fdp.privacy.releases)
+    only (e1, d1) and (e2, d2) known    (e1 + e2, d1 + d2)
 
 The folder of a model that fdp trained holds a marker with the promises made so far, so that training it again can
-report them. The marker holds nothing of the data, not even a digest, by which a guess of the data could be confirmed.
+report them. Of the data it holds a keyed fingerprint at most (:mod:`fdp.ledger.data_key`): without the key, no guess of
+the data can be confirmed by it.
 
     >>> delta = default_delta(sampling.population)
     >>> before = read_marker(folder)
@@ -14,10 +16,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from fdp.privacy.releases import Opaque, Release, composed_epsilon
 from fdp.types import FdpError
 
 MARKER = "fdp_privacy.json"
@@ -51,17 +54,53 @@ def default_delta(population: int) -> float:
 
 
 class Guarantee(NamedTuple):
-    """The promise of one run about its data; ``unit`` is one sample in words. ``epsilon`` None: not private."""
+    """The promise of one run about its data; ``unit`` is one sample in words. ``epsilon`` None: not private.
+
+    ``releases`` are what the run releases in all its planned ``steps``; None if that is not known (a marker of an
+    older fdp). ``run`` is a random name, by which a run that is listed twice is counted once. ``data`` are keyed
+    fingerprints of the data: of the samples, and of the files; two runs with one in common are on the same data.
+    ``evaluations`` are noised releases about samples that were held out, which another run may have trained on.
+    """
 
     epsilon: float | None
     delta: float | None
     relation: str | None
     unit: str
+    releases: tuple[Release, ...] | None = None
+    steps: int | None = None
+    run: str | None = None
+    data: tuple[str, ...] = ()
+    date: str | None = None
+    fdp: str | None = None
+    accountant: str | None = None
+    evaluations: tuple[Release, ...] = ()
+
+    @property
+    def private(self) -> bool:
+        """True if the run promises anything."""
+        return self.epsilon is not None and self.delta is not None
+
+
+def guarantee_to_json(promise: Guarantee) -> dict[str, Any]:
+    """Return a promise for a JSON file."""
+    releases = None if promise.releases is None else [release._asdict() for release in promise.releases]
+    evaluations = [release._asdict() for release in promise.evaluations]
+    return {**promise._asdict(), "releases": releases, "data": list(promise.data), "evaluations": evaluations}
+
+
+def guarantee_from_json(values: Mapping[str, Any]) -> Guarantee:
+    """Return the promise of a JSON file, also one that an older fdp wrote."""
+    found = dict(values)
+    if (releases := found.get("releases")) is not None:
+        found["releases"] = tuple(Release(**release) for release in releases)
+    evaluations = tuple(Release(**release) for release in found.get("evaluations", ()))
+    return Guarantee(**found | {"data": tuple(found.get("data", ())), "evaluations": evaluations})
 
 
 def marker_text(guarantees: Sequence[Guarantee]) -> str:
     """Return the contents of a marker: the promise of each run, in order."""
-    return json.dumps({"runs": [guarantee._asdict() for guarantee in guarantees]}, indent=2, allow_nan=False) + "\n"
+    runs = [guarantee_to_json(guarantee) for guarantee in guarantees]
+    return json.dumps({"runs": runs}, indent=2, allow_nan=False) + "\n"
 
 
 def read_marker(folder: Path) -> tuple[Guarantee, ...]:
@@ -70,7 +109,7 @@ def read_marker(folder: Path) -> tuple[Guarantee, ...]:
     if not path.exists():
         return ()
     try:
-        return tuple(Guarantee(**run) for run in json.loads(path.read_text())["runs"])
+        return tuple(guarantee_from_json(run) for run in json.loads(path.read_text())["runs"])
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise FdpError(
             f"{path}: expected the promises that fdp wrote when it trained this model, got {type(error).__name__} when "
@@ -78,27 +117,61 @@ def read_marker(folder: Path) -> tuple[Guarantee, ...]:
         ) from error
 
 
-def add_up(guarantees: Sequence[Guarantee]) -> tuple[float, float] | None:
-    """Return the (epsilon, delta) of all runs together on the same data, or None if any was not private."""
-    known = [(one.epsilon, one.delta) for one in guarantees if one.epsilon is not None and one.delta is not None]
-    if len(known) < len(guarantees):
+def once_each(guarantees: Sequence[Guarantee]) -> tuple[Guarantee, ...]:
+    """Return the promises in order, each run once; runs without a name are all kept."""
+    named = {one.run: one for one in guarantees if one.run is not None}
+    return tuple(one for one in guarantees if one.run is None or named.pop(one.run, None) is not None)
+
+
+def compose(guarantees: Sequence[Guarantee]) -> tuple[float, float] | None:
+    """Return the (epsilon, delta) of all runs together on the same data, or None if any was not private.
+
+    Delta is the largest of the runs with known releases, plus all deltas of the others.
+
+    Guarantees:
+      - a run that is listed twice is counted once;
+      - with several runs, noised evaluations count as if everyone had been trained on and held out in every run;
+      - promises about different neighbours are an error, not a sum.
+    """
+    runs = once_each(guarantees)
+    if len(relations := {one.relation for one in runs if one.private}) > 1:
+        raise FdpError(f"guarantees: expected one neighbour relation in all of them, got {sorted(map(str, relations))}")
+    known = [(one.epsilon, one.delta) for one in runs if one.epsilon is not None and one.delta is not None]
+    if len(known) < len(runs):
         return None
-    return math.fsum(epsilon for epsilon, _ in known), min(1.0, math.fsum(delta for _, delta in known))
+    opaque = [Opaque(*promise) for promise, one in zip(known, runs) if one.releases is None]
+    described = [delta for (_, delta), one in zip(known, runs) if one.releases is not None]
+    added = math.fsum(epsilon for epsilon, _ in known)
+    if not described:
+        return added, min(1.0, math.fsum(run.delta for run in opaque))
+    delta = max(described) + math.fsum(run.delta for run in opaque)
+    if delta >= 1:
+        return added, 1.0
+    releases = [release for one in runs for release in one.releases or ()]
+    if len(runs) > 1:
+        releases += [release for one in runs for release in one.evaluations]
+    epsilon = composed_epsilon(releases, delta=delta, opaque=opaque)
+    return (min(epsilon, added) if len(described) == 1 else epsilon), delta
+
+
+def same_data(one: Guarantee, other: Guarantee) -> bool:
+    """Return True if both runs were certainly on the same data, by a fingerprint that they share."""
+    return bool(set(one.data) & set(other.data))
 
 
 def training_again(before: Sequence[Guarantee], now: Guarantee) -> str | None:
     """Return a warning, with the numbers, if the parameters were trained before; else None."""
     if not before:
         return None
-    if (then := add_up(before)) is None:
+    if (then := compose(before)) is None:
         return (
             "this model was trained before without privacy: nothing is promised about the data it was trained on then"
         )
     said = f"this model was trained privately before, with epsilon {shown_epsilon(then[0])} at delta {then[1]:.3g}"
-    if (total := add_up([*before, now])) is None:
+    if (total := compose([*before, now])) is None:
         return f"{said}; this run is not private: for people in its data, too, that no longer holds"
     said += (
-        f"; if on the same people, the guarantees add up: at most epsilon {shown_epsilon(total[0])} at delta "
+        f"; if on the same people, the guarantees compose: at most epsilon {shown_epsilon(total[0])} at delta "
         f"{total[1]:.3g}, not the {shown_epsilon(now.epsilon or 0.0)} of this run alone"
     )
     if len(units := dict.fromkeys(one.unit for one in (*before, now))) > 1:

@@ -25,6 +25,7 @@ from fdp.parallel.sharding import Data, Reduce, Sharding, Zero
 from fdp.privacy.clipping import ClipStyle
 from fdp.privacy.guarantee import Guarantee
 from fdp.privacy.microbatches import Dataset
+from fdp.privacy.releases import Release
 from fdp.run.evaluation_config import EvaluationConfig
 from fdp.types import FdpError, Key, Tree
 
@@ -50,7 +51,8 @@ class RunConfig:
     Exactly one of ``noise_multiplier`` and ``epsilon`` is given; with ``Method.NONE``, neither. ``batch_size`` is the
     expected batch size of Poisson sampling. ``population`` is the public number of samples for its rate; None: the
     number of samples, rounded up. ``seed=None`` draws a key from the system. ``values`` gives the first parameters;
-    ``before`` lists guarantees about the data that these were trained on. ``evaluation`` changes no parameter.
+    ``before`` lists guarantees about the data that these were trained on. ``epsilon`` covers ``spent``, releases of
+    earlier runs on the same data, too. ``evaluation`` changes no parameter.
 
     ``microbatch_size``, ``memory_budget`` (bytes), ``compile``, ``compile_backend``, ``cuda_graph``, ``device``,
     ``layout`` (None: one process), ``offload`` and ``checkpoint_activations`` change how a run computes, not what.
@@ -80,6 +82,7 @@ class RunConfig:
     values: Callable[[Model, Sharding | None, Key], Tree] = drawn_params
     population: int | None = None
     before: tuple[Guarantee, ...] = ()
+    spent: tuple[Release, ...] = ()
     evaluation: EvaluationConfig | None = None
 
 

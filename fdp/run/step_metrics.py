@@ -27,7 +27,8 @@ from fdp.kfac.private.curvature_sources import describe_feed
 from fdp.kfac.state import find_kfac_state
 from fdp.parallel.dtensors import full_tensor, localize
 from fdp.parallel.sharded_norms import sharded_global_norm
-from fdp.privacy.guarantee import RELATION, Guarantee, add_up, training_again
+from fdp.privacy.guarantee import RELATION, Guarantee, compose, guarantee_to_json, training_again
+from fdp.privacy.releases import releases_of
 from fdp.types import Metrics, TrainState, Tree
 
 if TYPE_CHECKING:
@@ -168,16 +169,18 @@ def guarantee_of(run: Run) -> Guarantee:
     unit = dataset_unit(run.config.dataset).one
     if run.epsilons is None:
         return Guarantee(None, None, None, unit)
-    return Guarantee(float(run.epsilons[-1]), run.config.delta, RELATION, unit)
+    steps = run.config.steps
+    releases = releases_of(run.mechanism, steps=steps)
+    return Guarantee(float(run.epsilons[-1]), run.config.delta, RELATION, unit, releases, steps, accountant="PLD")
 
 
 def _before(run: Run, promised: Guarantee) -> dict[str, Any]:
-    """Return the promises about the first parameters, and their sum with this run's on the same data."""
+    """Return the promises about the first parameters, and their composition with this run's on the same data."""
     if not run.config.before:
         return {}
-    total = add_up([*run.config.before, promised])
+    total = compose([*run.config.before, promised])
     return {
-        "trained_before": [guarantee._asdict() for guarantee in run.config.before],
+        "trained_before": [guarantee_to_json(guarantee) for guarantee in run.config.before],
         "epsilon_if_on_the_same_data_before": None if total is None else total[0],
         "delta_if_on_the_same_data_before": None if total is None else total[1],
         "warning": training_again(run.config.before, promised),

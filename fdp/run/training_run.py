@@ -52,6 +52,7 @@ from fdp.parallel.sharded_init import shared_key
 from fdp.parallel.sharding import Sharding, abstract_params, make_sharding, over_tensor_axis
 from fdp.privacy import accounting
 from fdp.privacy.mechanism import Mechanism, without_noise
+from fdp.privacy.releases import composed_event
 from fdp.privacy.sampling import TRAINING, Poisson, poisson, sample_batch
 from fdp.run.run_config import RunConfig, check_config, check_example
 from fdp.run.step_metrics import StepRecord, make_step_record
@@ -289,7 +290,8 @@ def _make_mechanism(config: RunConfig) -> Mechanism:
     z, budget = config.noise_multiplier, {"epsilon": config.epsilon, "delta": config.delta, "steps": config.steps}
     more = make_statistics(config.optimizer, sampling, noise_multiplier=z, **budget)
     if config.epsilon is not None:
-        z = accounting.noise_multiplier_for(sampling, config.clip, **budget, statistics=more)
+        spent = composed_event(config.spent) if config.spent else None
+        z = accounting.noise_multiplier_for(sampling, config.clip, **budget, statistics=more, before=spent)
     return Mechanism(sampling, config.clip, z, more) if z else without_noise(sampling, config.clip, statistics=more)
 
 

@@ -18,7 +18,15 @@ from fdp.cli.train_options import TrainOptions
 from fdp.run import training_run as runs
 
 SMALL = shlex.split("--model logistic --data digits --noise-multiplier 1 --batch-size 32 --microbatch 16 --warmup 1")
-FILES = {"config.json", "plan.json", "metrics.jsonl", "summary.json", "model.safetensors", "report.png"}
+FILES = {
+    "config.json",
+    "plan.json",
+    "fdp_privacy.json",
+    "metrics.jsonl",
+    "summary.json",
+    "model.safetensors",
+    "report.png",
+}
 
 
 def call(*words: str) -> int:

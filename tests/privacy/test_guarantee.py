@@ -13,14 +13,17 @@ from fdp.privacy.guarantee import (
     MARKER,
     RELATION,
     Guarantee,
-    add_up,
+    compose,
     default_delta,
     delta_advice,
+    guarantee_from_json,
+    guarantee_to_json,
     marker_text,
     read_marker,
     shown_epsilon,
     training_again,
 )
+from fdp.privacy.releases import Release, composed_epsilon
 from fdp.types import FdpError
 
 ONE = Guarantee(3.0, 1e-6, RELATION, "one user")
@@ -48,9 +51,25 @@ def test_the_default_delta_in_numbers():
 
 
 def test_guarantees_add_up():
-    assert add_up([ONE, OTHER]) == (pytest.approx(4.2341), pytest.approx(3e-6))
-    assert add_up([ONE, OPEN]) is None
-    assert add_up([ONE._replace(delta=0.7)] * 2) == (6.0, 1.0)
+    assert compose([ONE, OTHER]) == (pytest.approx(4.2341), pytest.approx(3e-6))
+    assert compose([ONE, OPEN]) is None
+    assert compose([ONE._replace(delta=0.7)] * 2) == (6.0, 1.0)
+
+
+def test_noised_evaluations_count_as_soon_as_there_is_another_run():
+    """Whoever is held out in one run may be trained on in another."""
+    releases = (Release("steps", 0.05, 1.0, 20),)
+    one = Guarantee(composed_epsilon(releases, delta=1e-6), 1e-6, RELATION, "one user", releases, 20, "a")
+    evaluated = one._replace(run="b", evaluations=(Release("evaluations", 1.0, 8.0, 3),))
+    assert compose([evaluated]) == (pytest.approx(one.epsilon), 1e-6)
+    both = composed_epsilon([*releases, *releases, *evaluated.evaluations], delta=1e-6)
+    assert compose([one, evaluated]) == (pytest.approx(both), 1e-6)
+    assert guarantee_from_json(json.loads(json.dumps(guarantee_to_json(evaluated)))) == evaluated
+
+
+def test_promises_about_different_neighbours_are_not_added_up():
+    with pytest.raises(FdpError, match="expected one neighbour relation"):
+        compose([ONE, OTHER._replace(relation="replace one sample")])
 
 
 def test_training_again_is_a_warning_with_the_numbers():
@@ -70,7 +89,7 @@ def test_a_marker_is_read_as_it_was_written_and_holds_nothing_else(tmp_path):
     (tmp_path / MARKER).write_text(marker_text([ONE, OPEN]))
     assert read_marker(tmp_path) == (ONE, OPEN)
     for run in json.loads((tmp_path / MARKER).read_text())["runs"]:
-        assert set(run) == {"epsilon", "delta", "relation", "unit"}
+        assert set(run) == set(Guarantee._fields)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"runs": [{"epsilon": 1}]}', '{"runs": 3}', "{"])

@@ -1,0 +1,191 @@
+"""The record of what a run spends: in the ledger of the data's owner, and beside the model.
+
+    DIR/fdp_privacy.json     the promises of all runs that trained the parameters, this one last, before its first step
+    DIR/model/fdp_privacy.json                                                          the same, for a folder
+    ledger.jsonl             the start of the run, before its first step, and how it ended (fdp.ledger.book)
+
+Rank 0 reads and writes; all ranks hold the same promise.
+
+    >>> account = open_account(options, run, folder)
+    >>> with account: ...                                   # its end is recorded however the block ends
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from fdp.cli.formatting import package_version
+from fdp.cli.train_options import TrainOptions
+from fdp.data import datasets
+from fdp.data.files import RecordForm, find_source
+from fdp.ledger.book import Book, now
+from fdp.ledger.data_key import VARIABLE, DataKey, files_digest, ledger_folder, load_key
+from fdp.ledger.totals import DataTotal, total_on_same_data
+from fdp.parallel import launch
+from fdp.parallel.agree import gather_values, run_in_unison
+from fdp.privacy.guarantee import (
+    MARKER,
+    Guarantee,
+    compose,
+    marker_text,
+    read_marker,
+    same_data,
+    shown_epsilon,
+    training_again,
+)
+from fdp.privacy.releases import EVALUATIONS, Release
+from fdp.run.evaluation import Evaluator
+from fdp.run.step_metrics import StepRecord, guarantee_of
+from fdp.run.training_run import Run
+from fdp.storage.private_files import disk_errors, write_private
+from fdp.types import TrainState
+
+
+class Account:
+    """The promise of a run, and its line in the ledger. ``book`` is None on other ranks than 0 and without a ledger."""
+
+    def __init__(
+        self,
+        options: TrainOptions,
+        run: Run,
+        folder: Path,
+        promise: Guarantee,
+        *,
+        found: tuple[DataTotal | None, Book | None],
+    ) -> None:
+        self.promise, self.promises = promise, (*run.config.before, promise)
+        self.total, self._book = found
+        self._options, self._run, self._folder = options, run, folder
+        self._begun, self._how = 0, None
+
+    def warnings(self) -> list[str]:
+        """Return what was spent before on the same data, and by the model on other data."""
+        found = []
+        if (extended := self._extended()) is not None and self.promise.epsilon is not None:
+            before = compose(self._run.config.before) or (0.0, 0.0)
+            found.append(
+                f"this run extends {self._options.ledger.extend}, which spent epsilon {shown_epsilon(before[0])} at "
+                f"delta {before[1]:.3g}; with the {shown_epsilon(self.promise.epsilon)} of this run, together epsilon "
+                f"{shown_epsilon(extended[0])} at delta {extended[1]:.3g}"
+            )
+        found += [] if self.total is None else [self.total.sentence()]
+        others = [one for one in self._run.config.before if not same_data(one, self.promise)]
+        if self._options.ledger.extend is not None and compose(others) is not None:
+            others = []  # stated above, and the data is the same
+        again = training_again(others, self.promise)
+        return [*found, *([] if again is None else [again])]
+
+    def summary(self) -> dict[str, Any]:
+        """Return what ``summary.json`` says of all runs on the same data."""
+        total = None if self.total is None else self.total.total
+        on_data = {} if total is None else {"epsilon_on_this_data": total[0], "delta_on_this_data": total[1]}
+        said, extended = self.warnings(), self._extended()
+        of_both = {} if extended is None else {"epsilon_total": extended[0], "delta_total": extended[1]}
+        return {"run": self.promise.run} | of_both | on_data | ({"warning": ". ".join(said)} if said else {})
+
+    def _extended(self) -> tuple[float, float] | None:
+        """Return what the extended runs and this one spend together; None if this one extends none."""
+        return compose(self.promises) if self._options.ledger.extend is not None else None
+
+    def follow(
+        self, stream: Iterable[tuple[TrainState, StepRecord]], *, done: int
+    ) -> Iterator[tuple[TrainState, StepRecord]]:
+        """Pass the stream on, and count the steps that were begun; ``done`` were made before."""
+        steps = iter(stream)
+        while True:
+            self._begun = min(done + 1, self._run.config.steps)
+            try:
+                state, record = next(steps)
+            except StopIteration:
+                self._begun = done
+                return
+            done = record.step
+            yield state, record
+
+    def end_as(self, how: str) -> None:
+        """Say how the run ends, if it does not finish."""
+        self._how = how
+
+    def __enter__(self) -> Account:
+        if self._book is not None:
+            self._book.start(self.promise, folder=self._folder)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._book is None or self.promise.run is None:
+            return
+        planned = self._run.config.steps
+        how = "finished" if self._begun >= planned else "interrupted"
+        if kind is not None:
+            how = "interrupted" if issubclass(kind, KeyboardInterrupt | SystemExit) else "failed"
+        self._book.end(self.promise.run, steps=self._begun, how=self._how or how)
+
+
+def check_ledger(options: TrainOptions) -> None:
+    """Raise if the ledger is damaged or its key lost: before a folder is created and anything is spent."""
+    if (place := _ledger_folder(options)) is not None:
+        Book(place, load_key(place)).runs()
+
+
+def open_account(options: TrainOptions, run: Run, folder: Path, evaluator: Evaluator | None = None) -> Account:
+    """Return the account of a run, and write its promise into its folder; every rank calls it."""
+    first, evaluations = launch.rank() == 0, _evaluations(evaluator)
+    opened = run_in_unison(lambda: _open(options, run, folder, evaluations) if first else None, None)
+    promise, total = gather_values(None if opened is None else opened[:2], None)[0] or (guarantee_of(run), None)
+    return Account(options, run, folder, promise, found=(total, None if opened is None else opened[2]))
+
+
+def data_fingerprints(key: DataKey, data: str, digest: str | None = None) -> tuple[str, ...]:
+    """Return the keyed fingerprints of ``--data``: of its samples, by their ``digest``, and of its files."""
+    samples = () if digest is None else (key.fingerprint("samples", digest),)
+    if data in datasets.NAMES:
+        return (*samples, key.fingerprint("name", data))
+    if not Path(data).exists():
+        return samples
+    return (*samples, key.fingerprint("files", files_digest(find_source(data, form=RecordForm.FILE).files)))
+
+
+def _evaluations(evaluator: Evaluator | None) -> tuple[Release, ...]:
+    """Return the evaluations that a run releases with noise, about samples that it holds out."""
+    if evaluator is None or (release := evaluator.release) is None:
+        return ()
+    return (Release(EVALUATIONS, 1.0, release.noise_multiplier, len(release.planned)),)
+
+
+def _open(
+    options: TrainOptions, run: Run, folder: Path, evaluations: tuple[Release, ...]
+) -> tuple[Guarantee, DataTotal | None, Book | None]:
+    place = _ledger_folder(options)
+    key = None if place is None else load_key(place)
+    book = None if place is None or key is None else Book(place, key)
+    recorded = [] if book is None else book.runs()  # a damaged ledger is an error before anything is spent
+    promise = guarantee_of(run)._replace(
+        run=_earlier_name(folder, run) or secrets.token_hex(8),
+        data=() if key is None else data_fingerprints(key, options.data.data, run.data_digest),
+        date=now(),
+        fdp=package_version("fdp"),
+        evaluations=evaluations,
+        accountant=f"PLD, dp-accounting {package_version('dp-accounting')}" if run.epsilons is not None else None,
+    )
+    with disk_errors(folder / MARKER):
+        write_private(folder / MARKER, marker_text([*run.config.before, promise]))
+    return promise, total_on_same_data(promise, recorded, before=run.config.before), book
+
+
+def _ledger_folder(options: TrainOptions) -> Path | None:
+    """Return the folder of the ledger; None if there is none, as by default for data that comes with fdp."""
+    unnamed = options.ledger.ledger is None and VARIABLE not in os.environ
+    return None if unnamed and options.data.data in datasets.NAMES else ledger_folder(options.ledger.ledger)
+
+
+def _earlier_name(folder: Path, run: Run) -> str | None:
+    """Return the name that the run got before it was interrupted; None if it is new."""
+    found = read_marker(folder)
+    return found[-1].run if len(found) == len(run.config.before) + 1 else None

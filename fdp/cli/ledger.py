@@ -1,0 +1,140 @@
+"""``fdp ledger``: what was spent on which data, by every run that this ledger knows of.
+
+    fdp ledger                              every run, and the total of each data set
+    fdp ledger --data notes.jsonl           the runs on this data, whatever tokenizer and unit they used
+    fdp ledger --json                       the same as one JSON object, for scripts
+
+The ledger is on this machine only, beside the key by which data is recognised: back up both, and share neither.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from fdp.cli.options import Flag, expand_groups
+from fdp.cli.train_options import train_flag
+
+if TYPE_CHECKING:
+    from fdp.ledger.book import Entry
+    from fdp.privacy.guarantee import Guarantee
+
+
+@dataclass(frozen=True)
+class LedgerListOptions:
+    """The ledger, and which of its runs to show."""
+
+    data: Annotated[str | None, Flag("Show only runs on this data: a path, or a name such as stdlib.")] = None
+    ledger: Annotated[str | None, train_flag("ledger", help="The folder of the ledger.")] = None
+    as_json: Annotated[bool, Flag("Print the runs and totals as one JSON object, last.", name="--json")] = False
+
+
+@expand_groups
+def ledger_command(options: LedgerListOptions) -> None:
+    """List every private run that was started, the data it was on, and what the runs spent together."""
+    # torch takes seconds to import; --help should not wait for it.
+    from fdp.cli.bookkeeping import data_fingerprints
+    from fdp.ledger.book import LEDGER_FILE, Book
+    from fdp.ledger.data_key import OFF, ledger_folder, load_key
+    from fdp.types import FdpError
+
+    folder = ledger_folder(options.ledger)
+    if folder is None:
+        raise FdpError(f"--ledger: expected the folder of a ledger, got {OFF}: nothing is recorded")
+    if options.data is not None and not (Path(options.data).exists() or options.data in ("stdlib", "digits")):
+        raise FdpError(f"--data: expected a path that exists, or stdlib or digits, got {options.data!r}")
+    console = Console(highlight=False)
+    entries: list[Entry] = []
+    if (folder / LEDGER_FILE).exists():
+        book = Book(folder, load_key(folder, create=False))
+        wanted = None if options.data is None else set(data_fingerprints(book.key, options.data))
+        entries = [entry for entry in book.runs() if wanted is None or wanted & set(entry.promise.data)]
+    totals = [_total(group) for group in group_by_data(entries)]
+    _show(console, folder / LEDGER_FILE, entries, totals)
+    if options.as_json:
+        print(json.dumps({"ledger": str(folder / LEDGER_FILE), "runs": _rows(entries), "totals": totals}))
+
+
+def group_by_data(entries: Sequence[Entry]) -> list[list[Entry]]:
+    """Return the private runs in groups of certainly the same data and the same unit, in order."""
+    groups: list[tuple[set[str], list[Entry]]] = []
+    for entry in entries:
+        if not entry.promise.private:
+            continue
+        prints, members = set(entry.promise.data), [entry]
+        joined = [each for each in groups if each[0] & prints and each[1][0].promise.unit == entry.promise.unit]
+        for other in joined:
+            groups.remove(other)
+            prints, members = other[0] | prints, [*other[1], *members]
+        groups.append((prints, sorted(members, key=entries.index)))
+    return [members for _, members in groups]
+
+
+def _total(group: Sequence[Entry]) -> dict[str, Any]:
+    from fdp.privacy.guarantee import compose
+
+    counted = [entry.promise for entry in group if entry.began]
+    epsilon, delta = (compose(counted) if counted else None) or (0.0, 0.0)
+    return {
+        "data": _short(group[0].promise),
+        "unit": group[0].promise.unit,
+        "relation": group[0].promise.relation,
+        "runs": len(counted),
+        "epsilon": epsilon,
+        "delta": delta,
+    }
+
+
+def _rows(entries: Sequence[Entry]) -> list[dict[str, Any]]:
+    from fdp.privacy.guarantee import guarantee_to_json
+
+    return [
+        guarantee_to_json(entry.promise)
+        | {"folder": entry.folder, "steps_planned": entry.promise.steps, "steps_made": entry.steps, "ended": entry.how}
+        for entry in entries
+    ]
+
+
+def _show(console: Console, path: Path, entries: Sequence[Entry], totals: Sequence[dict[str, Any]]) -> None:
+    from fdp.privacy.guarantee import shown_epsilon
+
+    if not entries:
+        console.print(f"{path}: no run yet", soft_wrap=True)
+        return
+    table = Table(title=f"{path}", caption="a run counts with all its planned steps, once it has begun")
+    for heading in ("date", "run", "data", "unit", "epsilon", "delta", "steps", "ended", "folder"):
+        table.add_column(heading, overflow="fold")
+    for promise, folder, steps, how in entries:
+        epsilon = "not private" if promise.epsilon is None else shown_epsilon(promise.epsilon)
+        made = "?" if steps is None else str(steps)
+        numbers = (
+            epsilon,
+            "" if promise.delta is None else f"{promise.delta:.3g}",
+            f"{made} of {promise.steps or '?'}",
+        )
+        ended = how or "no word of it"
+        table.add_row((promise.date or "")[:10], promise.run, _short(promise), promise.unit, *numbers, ended, folder)
+    console.print(table)
+    for total in totals:
+        console.print(
+            f"data {total['data']}, {total['unit']}: {total['runs']} run{'' if total['runs'] == 1 else 's'}, together "
+            f"epsilon {shown_epsilon(total['epsilon'])} at delta {total['delta']:.3g} ({total['relation']})",
+            soft_wrap=True,
+        )
+    if len(totals) > 1:
+        console.print(
+            "different data may hold the same people, and different units do not add up: for a person, what is spent "
+            "on every data set that holds them composes",
+            soft_wrap=True,
+        )
+
+
+def _short(promise: Guarantee) -> str:
+    """Return enough of a fingerprint to tell data sets of one ledger apart: of the files, if it is known."""
+    return promise.data[-1].split("-")[-1][:8] if promise.data else "unknown"

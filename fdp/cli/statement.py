@@ -1,0 +1,97 @@
+"""``fdp statement``: the privacy statement of a run, for a review board or beside a published model.
+
+    fdp statement runs/notes
+    fdp statement runs/notes --format markdown --out PRIVACY.md --tuning "learning rate from a public data set"
+    fdp statement runs/notes --records-per-person 10 --format json
+
+The statement holds no count, loss, path or text of the private data, and no seed: it may be published.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Argument
+
+from fdp.cli.options import Flag, expand_groups
+from fdp.cli.train_options import train_flag
+
+if TYPE_CHECKING:
+    from fdp.privacy.guarantee import Guarantee
+    from fdp.report.run_facts import RunFacts
+
+
+class Format(StrEnum):
+    """The forms of a statement."""
+
+    text = "text"
+    markdown = "markdown"
+    json = "json"
+
+
+@dataclass(frozen=True)
+class StatementOptions:
+    """The facts that the author knows and fdp does not, and the form of the statement."""
+
+    tuning: Annotated[
+        str | None,
+        Flag(
+            "How hyper-parameters were chosen, in your words.", default_text="from search.json, else left to be stated"
+        ),
+    ] = None
+    records_per_person: Annotated[
+        int | None, Flag("The most units (windows, records, ...) that one person has: gives the epsilon of a person.")
+    ] = None
+    ledger: Annotated[str | None, train_flag("ledger", help="The ledger with other runs on the same data, or off.")] = (
+        None
+    )
+    format: Annotated[Format, Flag("text, markdown or json.")] = Format.text
+    out: Annotated[Path | None, Flag("Write to this file, which must not exist.", default_text="the screen")] = None
+
+
+@expand_groups
+def statement_command(
+    run: Annotated[Path, Argument(metavar="RUN", help="The folder of a run of fdp train.")], options: StatementOptions
+) -> None:
+    """Write the privacy statement of a run: guarantee, mechanism, what is covered, curves, totals and checklists."""
+    # torch takes seconds to import; --help and mistakes on the command line should not wait for it.
+    from fdp.report.documents import as_markdown, as_text
+    from fdp.report.run_facts import read_facts
+    from fdp.report.statement import make_statement
+    from fdp.run.run_folder import read_run_folder
+    from fdp.types import FdpError
+
+    if options.out is not None and (options.out.exists() or not options.out.parent.is_dir()):
+        raise FdpError(f"--out: expected a new file in a folder that exists, got {options.out}")
+    facts = read_facts(read_run_folder(run))
+    statement = make_statement(
+        facts,
+        tuning=options.tuning,
+        records_per_person=options.records_per_person,
+        others=_others(facts, options.ledger),
+    )
+    if options.format is Format.json:
+        text = json.dumps(statement.facts, indent=2, allow_nan=False) + "\n"
+    else:
+        text = (as_text if options.format is Format.text else as_markdown)(statement.document)
+    if options.out is None:
+        print(text, end="")
+        return
+    options.out.write_text(text)
+    print(f"written to {options.out}")
+
+
+def _others(facts: RunFacts, given: str | None) -> list[Guarantee]:
+    """Return the other runs that began, from the ledger if there is one."""
+    from fdp.ledger.book import LEDGER_FILE, Book
+    from fdp.ledger.data_key import ledger_folder, load_key
+
+    folder = ledger_folder(given)
+    if folder is None or not (folder / LEDGER_FILE).exists():
+        return []
+    entries = Book(folder, load_key(folder, create=False)).runs()
+    return [entry.promise for entry in entries if entry.began and entry.promise.run != facts.promise.run]

@@ -1,0 +1,111 @@
+"""The runs on the same data, composed: what everything that was released of it promises together.
+
+Runs are composed if they certainly used the same data (a fingerprint in common) and protect the same unit. Runs with
+another unit are counted apart: epsilons of different units do not add up, except for what is at most one sample in
+each. A run that was started counts with all its planned steps, also if it stopped early or never ended: what it showed
+may have led to the stop.
+
+    >>> found = total_on_same_data(promise, book.runs(), before=())
+    >>> found.sentence()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from fdp.ledger.book import Entry
+from fdp.privacy.guarantee import Guarantee, compose, once_each, same_data, shown_epsilon
+
+
+class DataTotal(NamedTuple):
+    """The runs on one data set. ``earlier`` have the unit of ``now``; the total includes ``now``, if it is private.
+
+    ``as_made`` is the total if every stop was decided in advance. ``in_all`` is the total with the runs of other units,
+    for what is at most one sample in each. ``not_private`` counts the runs without a promise.
+    """
+
+    now: Guarantee
+    earlier: tuple[Guarantee, ...]
+    total: tuple[float, float] | None
+    as_made: tuple[float, float] | None
+    other_units: tuple[Guarantee, ...]
+    in_all: tuple[float, float] | None
+    not_private: int
+
+    def sentence(self) -> str:
+        """Return the total in words, with the numbers."""
+        return ". ".join(filter(None, (self._same_unit(), self._other_units(), self._not_private())))
+
+    def _same_unit(self) -> str:
+        if not self.earlier or self.total is None:
+            return ""
+        count, before = len(self.earlier), _dates(self.earlier)
+        said = f"on this data {count} private run{'' if count == 1 else 's'} began before ({before}): "
+        epsilon, delta = self.total
+        if self.now.epsilon is None:
+            said += f"epsilon {shown_epsilon(epsilon)} at delta {delta:.3g}; this run is not private"
+        else:
+            said += (
+                f"with this one, together epsilon {shown_epsilon(epsilon)} at delta {delta:.3g}, not the "
+                f"{shown_epsilon(self.now.epsilon)} of this run alone, for whoever sees what came out of all of them"
+            )
+        if self.as_made is not None and shown_epsilon(self.as_made[0]) != shown_epsilon(epsilon):
+            said += f" ({shown_epsilon(self.as_made[0])} if runs that ended early were meant to)"
+        return said
+
+    def _other_units(self) -> str:
+        if not self.other_units or self.in_all is None:
+            return ""
+        count, units = len(self.other_units), "; ".join(dict.fromkeys(one.unit for one in self.other_units))
+        return (
+            f"on this data {count} private run{'' if count == 1 else 's'} began before with another unit ({units}): "
+            f"they do not add up, except for what is at most one sample in each run, for which all runs together give "
+            f"epsilon {shown_epsilon(self.in_all[0])} at delta {self.in_all[1]:.3g}"
+        )
+
+    def _not_private(self) -> str:
+        if not self.not_private:
+            return ""
+        count = self.not_private
+        return (
+            f"on this data {count} run{'' if count == 1 else 's'} began before without privacy: nothing protects it "
+            f"from whoever sees what came out of {'it' if count == 1 else 'them'}"
+        )
+
+
+def total_on_same_data(now: Guarantee, entries: Sequence[Entry], *, before: Sequence[Guarantee]) -> DataTotal | None:
+    """Return the total of all runs on the data of ``now``; None if there is no other.
+
+    ``before`` are promises that the model brings along, which the ledger of another machine may hold.
+
+    Guarantees:
+      - every run on this data counts once, whether the ledger, the model or both name it;
+      - runs of different units are never composed into ``total``.
+    """
+    listed = [entry.promise for entry in entries if entry.began]
+    unspent = {entry.promise.run for entry in entries if not entry.began}
+    found = [one for one in once_each([*listed, *before]) if one.run != now.run and one.run not in unspent]
+    found = [one for one in found if same_data(one, now)]
+    if not found:
+        return None
+    private = [one for one in found if one.private]
+    earlier = tuple(one for one in private if one.unit == now.unit)
+    others = tuple(one for one in private if one.unit != now.unit)
+    mine = [now] if now.private else []
+    made = {entry.promise.run: entry.made() for entry in entries}
+    shorter = tuple(made.get(one.run, one) for one in earlier)
+    return DataTotal(
+        now,
+        earlier,
+        compose([*earlier, *mine]) if earlier else None,
+        compose([*shorter, *mine]) if shorter != earlier else None,
+        others,
+        compose([*private, *mine]) if others else None,
+        len(found) - len(private),
+    )
+
+
+def _dates(promises: Sequence[Guarantee]) -> str:
+    days = list(dict.fromkeys((one.date or "at an unknown date")[:18].split("T")[0] for one in promises))
+    return ", ".join(days if len(days) <= 3 else [days[0], "...", days[-1]])

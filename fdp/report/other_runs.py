@@ -1,0 +1,71 @@
+"""The runs beside the one of a statement: those it started from, and all others on the same data, composed.
+
+>>> totals = compose_others(facts, others)
+>>> others_section(totals)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fdp.privacy.guarantee import Guarantee, compose, same_data
+from fdp.report.documents import Section
+from fdp.report.privacy_numbers import rounded_up
+from fdp.report.run_facts import RunFacts
+
+THEOREM = (
+    "Runs are composed by their privacy loss distributions (Zhu, Dong, Wang 2022, arXiv 2106.08567, Theorem 10): the "
+    "total holds if later runs depend in any way on the results of earlier ones, as long as the sampling rate, the "
+    "noise multiplier and the number of steps of every run were fixed without looking at earlier results. If they "
+    "were chosen after looking, the total describes the runs that were made, and the theorem does not cover the choice."
+)
+
+
+def compose_others(facts: RunFacts, others: Sequence[Guarantee]) -> dict[str, Any]:
+    """Return the composition with the runs before this one, and with all runs on the same data and unit."""
+    promise = facts.promise
+    chain = compose([*facts.before, promise]) if facts.before else None
+    known = [one for one in (*facts.before, *others) if same_data(one, promise) and one.run != promise.run]
+    same_unit = [one for one in known if one.private and one.unit == promise.unit]
+    on_data = compose([*same_unit, promise]) if same_unit else None
+    return {
+        "runs_before": len(facts.before),
+        "same_data_before": bool(facts.before) and all(same_data(one, promise) for one in facts.before),
+        "with_runs_before": chain and {"epsilon": chain[0], "delta": chain[1]},
+        "before_not_private": any(not one.private for one in facts.before),
+        "other_runs_on_this_data": len({one.run for one in same_unit}),
+        "on_this_data": on_data and {"epsilon": on_data[0], "delta": on_data[1]},
+        "other_units_on_this_data": len({one.run for one in known if one.private and one.unit != promise.unit}),
+        "not_private_on_this_data": len({one.run for one in known if not one.private}),
+    }
+
+
+def others_section(totals: dict[str, Any]) -> Section:
+    """Return the totals in words, and the theorem by which they are composed."""
+    found: list[str] = []
+    if before := totals["runs_before"]:
+        where = "on the same data, by their fingerprint" if totals["same_data_before"] else "if on the same people"
+        if totals["before_not_private"]:
+            found.append(
+                f"The first parameters came from {before} earlier run{'s' * (before > 1)}, not all of them private: "
+                f"nothing is promised about the data of those."
+            )
+        elif (chain := totals["with_runs_before"]) is not None:
+            found.append(
+                f"The first parameters came from {before} earlier private run{'s' * (before > 1)}. All of them and "
+                f"this run together, {where}: epsilon {rounded_up(chain['epsilon'], 4)} at delta {chain['delta']:.3g}."
+            )
+    if (on_data := totals["on_this_data"]) is not None:
+        found.append(
+            f"The ledger of the data's owner, or the model, names {totals['other_runs_on_this_data']} other private "
+            f"run(s) on the same data with the same unit. For whoever sees the results of all of them, together with "
+            f"this one: epsilon {rounded_up(on_data['epsilon'], 4)} at delta {on_data['delta']:.3g}."
+        )
+    if count := totals["other_units_on_this_data"]:
+        found.append(f"{count} other private run(s) on the same data protect another unit: these do not add up.")
+    if count := totals["not_private_on_this_data"]:
+        found.append(f"{count} run(s) on the same data were not private: their results should not be released.")
+    if not found:
+        found = ["No other run on the same data is known. Other data may hold the same people: then the runs compose."]
+    return Section("Other runs", (*found, THEOREM))

@@ -1,0 +1,129 @@
+"""The numbers of a statement beyond epsilon at one delta: the curve, the trade-off, mu, groups and people.
+
+>>> numbers = privacy_numbers(facts, records_per_person=10)
+>>> curve_section(numbers), groups_section(facts, numbers)
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from fdp.privacy.curves import PrivacyCurve, group_bound, group_epsilon, mu_by_central_limit
+from fdp.report.checklists import ASK
+from fdp.report.documents import Rows, Section
+from fdp.report.run_facts import RunFacts
+
+DELTAS = tuple(10.0**-power for power in range(5, 11))
+EPSILONS = (0.1, 0.5, 1.0, 2.0, 4.0, 8.0)
+FALSE_POSITIVES = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5)
+GROUPS = (2, 4, 8)
+
+
+def privacy_numbers(facts: RunFacts, *, records_per_person: int | None) -> dict[str, Any]:
+    """Return the numbers by name, for programs; None stands for no finite bound."""
+    promise, delta = facts.promise, facts.promise.delta or 1e-6
+    assert promise.releases is not None
+    curve = PrivacyCurve.of(promise.releases)
+    tight = all(each.max_batch_size is None for each in promise.releases)
+    sizes = sorted({*GROUPS, *([records_per_person] if records_per_person else [])})
+    groups = {
+        size: group_epsilon(promise.releases, size=size, delta=delta)
+        if tight
+        else group_bound(curve, size=size, delta=delta)
+        for size in sizes
+    }
+    return {
+        "epsilon_at_delta": {f"{each:.0e}": _finite(curve.epsilon(each)) for each in DELTAS},
+        "delta_at_epsilon": {f"{each:g}": curve.delta(each) for each in EPSILONS},
+        "false_negatives_at_false_positives": {f"{each:g}": curve.false_negatives(each) for each in FALSE_POSITIVES},
+        "mu_bound": _finite(curve.mu()),
+        "mu_central_limit": mu_by_central_limit(promise.releases),
+        "group_epsilon": {str(size): _finite(epsilon) for size, epsilon in groups.items()},
+        "group_method": "mixture of Gaussians" if tight else "definition",
+        "records_per_person": records_per_person,
+        "person_epsilon": _person_epsilon(facts, groups, records_per_person),
+    }
+
+
+def _person_epsilon(facts: RunFacts, groups: dict[int, float], records: int | None) -> float | None:
+    if facts.promise.unit.startswith("one user") or records == 1:
+        return facts.promise.epsilon
+    return None if records is None else _finite(groups[records])
+
+
+def curve_section(numbers: dict[str, Any]) -> Section:
+    """Return the tables of the curve, in words for readers who know epsilon and delta."""
+
+    def cell(value: float | None, digits: int = 4) -> str:
+        return "no finite bound" if value is None else rounded_up(value, digits)
+
+    epsilons = tuple((key, cell(value)) for key, value in numbers["epsilon_at_delta"].items())
+    deltas = tuple((key, f"{value:.2e}") for key, value in numbers["delta_at_epsilon"].items())
+    errors = tuple(
+        (key, f"{math.floor(value * 1e4) / 1e4:.4f}")
+        for key, value in numbers["false_negatives_at_false_positives"].items()
+    )
+    return Section(
+        "The whole curve",
+        (
+            "The same mechanism satisfies (epsilon, delta) for every pair on a curve:",
+            Rows(("delta", "epsilon"), epsilons),
+            Rows(("epsilon", "delta"), deltas),
+            "Trade-off curve: a test that decides from the model whether one unit was in the data, and that is wrong "
+            "on units that were not (false positives) at the rate on the left, misses units that were (false "
+            "negatives) at least at the rate on the right.",
+            Rows(("false positives", "false negatives, at least"), errors),
+            f"Gaussian differential privacy: mu = {cell(numbers['mu_bound'])} bounds this curve at 200 values of "
+            f"epsilon, for deltas down to 1e-10: a fit from above, not a proof of mu-GDP, which speaks of all deltas. "
+            f"The central limit theorem gives mu = {numbers['mu_central_limit']:.4g}: an approximation for many "
+            f"steps, not a bound.",
+        ),
+    )
+
+
+def groups_section(facts: RunFacts, numbers: dict[str, Any]) -> Section:
+    """Return the epsilon of several units together, and of a person."""
+    unit, records, person = facts.promise.unit, numbers["records_per_person"], numbers["person_epsilon"]
+    method = (
+        "computed for Poisson sampling as a mixture of Gaussians (Ganesh 2024, arXiv 2401.10294)"
+        if numbers["group_method"] == "mixture of Gaussians"
+        else "by the definition of differential privacy, a looser bound"
+    )
+    rows = tuple(
+        (size, "no finite bound" if value is None else rounded_up(value, 4))
+        for size, value in numbers["group_epsilon"].items()
+    )
+    if unit.startswith("one user"):
+        said = "The unit is a user: the stated epsilon holds for a person, if nobody is two users."
+    elif records is not None:
+        bound = "there is no finite bound" if person is None else f"epsilon is {rounded_up(person, 4)}"
+        said = (
+            f"For a person with at most {records} units (a number that the author of this statement gave, and that fdp "
+            f"did not check), {bound}, at the same delta."
+        )
+    else:
+        said = (
+            f"For a person with several units, read the table. How many units one person has at most: "
+            f"{ASK[0].lower()}{ASK[1:]}"
+        )
+    return Section(
+        "Groups and people",
+        (
+            f"Epsilon of k units that are added or removed together, at the same delta, {method}:",
+            Rows(("k", "epsilon"), rows),
+            said,
+        ),
+    )
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def rounded_up(value: float, digits: int) -> str:
+    """Return ``value`` rounded up to so many digits."""
+    if value == 0:
+        return "0"
+    unit = 10.0 ** (math.floor(math.log10(value)) - digits + 1)
+    return f"{math.ceil(value / unit * (1 - 1e-12)) * unit:.{digits}g}"

@@ -1,0 +1,123 @@
+"""The privacy of a run as its folder tells it, in public facts only.
+
+Nothing here is computed on private data: no loss, no count of samples, no path of data, no seed.
+
+    >>> facts = read_facts(read_run_folder(Path("runs/notes")))
+    >>> facts.promise.epsilon, facts.status
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any, NamedTuple
+
+from fdp.data.units import UnitKind, privacy_unit
+from fdp.privacy.guarantee import MARKER, RELATION, Guarantee, read_marker
+from fdp.privacy.releases import GRADIENTS, STATISTICS, Release
+from fdp.run.run_folder import RunFolder
+from fdp.types import FdpError
+
+COUNT_NOISE_SHARE = 20
+"""Quantile clipping of fdp train: the noise on its count is the batch size over this."""
+
+
+class Status(Enum):
+    """The way a run ended, in words that follow "the run"."""
+
+    FINISHED = "made all its planned steps"
+    STOPPED = "stopped before all its planned steps were made"
+    DIVERGED = "was ended because its loss diverged, and exported no model"
+    UNFINISHED = "has not finished: its folder has no summary.json"
+
+
+class RunFacts(NamedTuple):
+    """The public facts of a run. ``before`` are the promises of the runs whose parameters it started from."""
+
+    name: str
+    status: Status
+    promise: Guarantee
+    before: tuple[Guarantee, ...]
+    settings: dict[str, Any]
+    config: dict[str, Any]
+    steps_made: int | None
+    epsilon_as_made: float | None
+    evaluation_costs: frozenset[str]
+
+    @property
+    def private(self) -> bool:
+        """True if the run promises anything."""
+        return self.promise.private
+
+    @property
+    def unit_note(self) -> str:
+        """The meaning of the unit for a person or a longer text."""
+        return unit_note(self.promise.unit)
+
+    @property
+    def seeded(self) -> bool:
+        """True if the noise comes from a seed that was given."""
+        return self.settings.get("seed") is not None
+
+
+def read_facts(run: RunFolder) -> RunFacts:
+    """Return the public facts of a run, also of one that an older fdp made or that did not finish."""
+    promises = read_marker(run.path) or _rebuild(run)
+    *before, promise = promises
+    summary = run.summary or {}
+    return RunFacts(
+        name=run.path.resolve().name,
+        status=_status(run),
+        promise=promise,
+        before=tuple(before),
+        settings=run.settings,
+        config=run.config,
+        steps_made=summary.get("steps"),
+        epsilon_as_made=summary.get("epsilon_if_stop_was_decided_in_advance"),
+        evaluation_costs=frozenset(record.evaluation.cost for record in run.records if record.evaluation is not None),
+    )
+
+
+def unit_note(one: str) -> str:
+    """Return what a unit, such as "one record (its first 128 tokens)", means for a person."""
+    kinds = {
+        "one window": UnitKind.WINDOW,
+        "one record": UnitKind.RECORD,
+        "one file": UnitKind.FILE,
+        "one user": UnitKind.USER,
+        "one packed row": UnitKind.ROW,
+        "one labelled image": UnitKind.IMAGE,
+    }
+    found = next((kind for start, kind in kinds.items() if one.startswith(start)), UnitKind.SAMPLE)
+    return privacy_unit(found, windows=1).note
+
+
+def _status(run: RunFolder) -> Status:
+    if run.summary is None:
+        return Status.UNFINISHED
+    if run.summary.get("diverged"):
+        return Status.DIVERGED
+    return Status.FINISHED if run.summary["steps"] >= run.summary["steps_planned"] else Status.STOPPED
+
+
+def _rebuild(run: RunFolder) -> tuple[Guarantee, ...]:
+    """Return the promises of a run of an older fdp, which wrote no file of them."""
+    if run.summary is None:
+        raise FdpError(
+            f"{run.path}: expected the promise of the run in {MARKER}, or a summary.json, got neither: an older fdp "
+            f"made it and it did not finish. Finish it with the command that began it"
+        )
+    config, summary = run.config, run.summary
+    before = tuple(Guarantee(**one) for one in summary.get("trained_before", ()))
+    if summary["epsilon"] is None:
+        return (*before, Guarantee(None, None, None, summary["unit"]))
+    steps, z = summary["steps_planned"], config["noise_multiplier"]
+    if run.settings["clip"] == "quantile":
+        z = (z**-2 + (2 * run.settings["batch_size"] / COUNT_NOISE_SHARE) ** -2) ** -0.5
+    releases = [Release(GRADIENTS, config["sampling_rate"], z, steps)]
+    if (more := config.get("statistics")) is not None:
+        period = int(more["period"])
+        releases.append(
+            Release(STATISTICS, more["sampling_rate"], more["noise_multiplier"], -(-steps // period), period)
+        )
+    promise = Guarantee(summary["epsilon"], summary["delta"], RELATION, summary["unit"], tuple(releases), steps)
+    return (*before, promise._replace(fdp=config["versions"]["fdp"], accountant="PLD"))

@@ -1,0 +1,207 @@
+"""The privacy statement of a run, for a review board or beside a published model.
+
+It is made from public facts only (:mod:`fdp.report.run_facts`): it may be published. Every figure is an upper bound,
+except where it says otherwise.
+
+    >>> statement = make_statement(facts, tuning="none: the defaults", records_per_person=10)
+    >>> as_text(statement.document), json.dumps(statement.facts)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from fdp.privacy.curves import LARGEST_GROUP
+from fdp.privacy.guarantee import Guarantee, guarantee_to_json, shown_epsilon
+from fdp.report.checklists import ASK, DPFY_ML, NIST, Item, dpfy_ml, nist_sp_800_226
+from fdp.report.documents import Bullets, Document, Rows, Section
+from fdp.report.mechanism_words import describe_mechanism
+from fdp.report.other_runs import THEOREM, compose_others, others_section
+from fdp.report.privacy_numbers import curve_section, groups_section, privacy_numbers
+from fdp.report.run_facts import RunFacts, Status
+from fdp.types import FdpError
+
+DEFINITION = (
+    "A randomised algorithm M is (epsilon, delta)-differentially private if, for any two neighbouring data sets D and "
+    "D' and any set S of results, P[M(D) in S] <= exp(epsilon) P[M(D') in S] + delta. In words: whoever sees the "
+    "result can hardly tell whether one unit was in the data, whatever else they know. Smaller is stronger; delta is "
+    "about the probability that the bound may fail."
+)
+COVERED = (
+    "the parameters of the model after every step, and everything that is computed from them without the data: "
+    "exported files, predictions, generated text, further training on other data",
+    "the settings of the run, this statement, and the number of steps",
+)
+NOT_COVERED = (
+    "losses, gradient norms, clipped fractions, counts of samples, times and plots of the run: they are computed on "
+    "the private data without noise, and are for the owner of the data only",
+    "checkpoints, which hold the key of the noise",
+    "the choice of hyper-parameters, of the model and of the moment to stop, as far as they were made on the private "
+    "data",
+    "the preparation of the data: what was left out, cut or cleaned",
+    "the checks of the model that precede the first step, whose outcome is that training starts",
+    "the time and the memory of a step, which depend on how many samples were drawn",
+    "an error of about one part in 2^30 in the distribution of the noise, which is computed in floating point",
+    "data that the first parameters were trained on before, unless it is composed in section 'Other runs'",
+)
+SEEDED = (
+    "the noise, towards whoever knows or guesses the seed: this run was given a fixed seed, from which its noise can "
+    "be computed and subtracted. The guarantee holds only towards people who cannot guess it"
+)
+
+
+class Statement(NamedTuple):
+    """A statement: ``document`` to read, ``facts`` for programs."""
+
+    document: Document
+    facts: dict[str, Any]
+
+
+def make_statement(
+    facts: RunFacts,
+    *,
+    tuning: str | None = None,
+    records_per_person: int | None = None,
+    others: Sequence[Guarantee] = (),
+) -> Statement:
+    """Return the statement of a run; ``others`` are further runs on the same data, from the ledger."""
+    title = f"Privacy statement for the run {facts.name}"
+    if not facts.private:
+        return _not_private(facts, title)
+    assert facts.promise.releases is not None, "read_facts rebuilds them for older runs"
+    if records_per_person is not None and not 1 <= records_per_person <= LARGEST_GROUP:
+        raise FdpError(
+            f"--records-per-person: expected 1 to {LARGEST_GROUP}, got {records_per_person}; cap the records of a "
+            f"person, or train with --unit user"
+        )
+    numbers = privacy_numbers(facts, records_per_person=records_per_person)
+    totals = compose_others(facts, others)
+    lists = {DPFY_ML: dpfy_ml(facts, tuning=tuning), NIST: nist_sp_800_226(facts, tuning=tuning)}
+    sections = (
+        _guarantee_section(facts),
+        Section("Mechanism", (Bullets(describe_mechanism(facts)),)),
+        _accounting_section(facts),
+        _scope_section(facts),
+        Section("Hyper-parameters", (tuning or f"{ASK} Choosing them on the private data costs privacy, too.",)),
+        curve_section(numbers),
+        groups_section(facts, numbers),
+        others_section(totals),
+        *(_checklist_section(source, items) for source, items in lists.items()),
+    )
+    return Statement(
+        Document(title, sections), _as_json(facts, numbers, totals, tuning) | {"checklists": _lists_json(lists)}
+    )
+
+
+def _not_private(facts: RunFacts, title: str) -> Statement:
+    said = (
+        "This run is not differentially private: no noise was added. The model may reveal the data it was trained on, "
+        "to whoever can query it. Nothing in this folder should leave the place where the data may be read.",
+        f"The run {facts.status.value}.",
+    )
+    document = Document(title, (Section("No guarantee", said),))
+    return Statement(document, {"run": facts.name, "private": False, "status": facts.status.value})
+
+
+def _guarantee_section(facts: RunFacts) -> Section:
+    promise = facts.promise
+    released = (
+        ""
+        if facts.status is not Status.UNFINISHED
+        else (
+            "The run has not finished. This is the guarantee of all its planned steps; it also holds for the "
+            "parameters after any step so far. "
+        )
+    )
+    return Section(
+        "Guarantee",
+        (
+            f"{released}Training the model was (epsilon, delta)-differentially private with epsilon = "
+            f"{shown_epsilon(promise.epsilon or 0)} and delta = {promise.delta:.3g}, for the unit and the neighbours "
+            f"below.",
+            Bullets(
+                (
+                    f"Unit: {promise.unit}. For people: {facts.unit_note}.",
+                    f"Neighbours: {promise.relation}.",
+                    DEFINITION,
+                )
+            ),
+        ),
+    )
+
+
+def _accounting_section(facts: RunFacts) -> Section:
+    promise = facts.promise
+    assert promise.releases is not None
+    rows = tuple(
+        (each.what, f"{each.sampling_rate:.6g}", f"{each.noise_multiplier:.6g}", str(each.count))
+        for each in promise.releases
+    )
+    return Section(
+        "Accounting",
+        (
+            f"Accountant: privacy loss distributions by Google's dp_accounting ({promise.accountant}), rounded so that "
+            f"epsilon is an upper bound. fdp {promise.fdp}.",
+            Rows(("what is released", "sampling rate", "noise multiplier", "times"), rows),
+            "If the run was interrupted and resumed, steps that were repeated drew the same samples and the same noise "
+            "and released nothing new.",
+        ),
+    )
+
+
+def _scope_section(facts: RunFacts) -> Section:
+    evaluation = {
+        "public": "evaluations on public data cost nothing",
+        "outside": "evaluations on private data of held-out people are not covered: nothing is promised to these "
+        "people",
+        "noised": "evaluations on held-out people were released with noise, within a budget of their own; held-out and "
+        "trained-on people are disjoint",
+    }
+    made = tuple(evaluation.get(cost, cost) for cost in sorted(facts.evaluation_costs))
+    if (budget := facts.settings.get("eval_epsilon")) is not None:
+        made += (f"the budget of the noised evaluations is epsilon {budget:g} at delta {facts.promise.delta:.3g}",)
+    not_covered = (*((SEEDED,) if facts.seeded else ()), *NOT_COVERED)
+    blocks = ("Covered:", Bullets(COVERED), "Not covered:", Bullets(not_covered))
+    return Section("What is covered", (*blocks, *(("Evaluation:", Bullets(made)) if made else ())))
+
+
+def _checklist_section(source: str, items: Sequence[Item]) -> Section:
+    mark = {True: "", False: " [to be stated or confirmed by the author]"}
+    return Section(
+        source, (Bullets(tuple(f"{each.topic}. {each.question} -- {each.answer}{mark[each.known]}" for each in items)),)
+    )
+
+
+def _as_json(facts: RunFacts, numbers: dict[str, Any], totals: dict[str, Any], tuning: str | None) -> dict[str, Any]:
+    config, settings, promise = facts.config, facts.settings, facts.promise
+    return {
+        "run": facts.name,
+        "private": True,
+        "status": facts.status.value,
+        "guarantee": guarantee_to_json(promise) | {"unit_note": facts.unit_note, "definition": DEFINITION},
+        "mechanism": {
+            "algorithm": "DP-SGD",
+            "sampling": "Poisson",
+            "sampling_rate": config["sampling_rate"],
+            "population": config["population"],
+            "population_announced": settings.get("population") is not None,
+            "clip": settings["clip"],
+            "max_norm": settings["max_norm"],
+            "noise_multiplier": config["noise_multiplier"],
+            "steps_planned": promise.steps,
+            "steps_made": facts.steps_made,
+            "optimizer": settings["optimizer"],
+            "words": list(describe_mechanism(facts)),
+        },
+        "covered": list(COVERED),
+        "not_covered": [*([SEEDED] if facts.seeded else []), *NOT_COVERED],
+        "tuning": tuning,
+        **numbers,
+        "other_runs": totals | {"theorem": THEOREM},
+        "versions": config["versions"],
+    }
+
+
+def _lists_json(lists: dict[str, tuple[Item, ...]]) -> list[dict[str, Any]]:
+    return [{"source": source, "items": [item._asdict() for item in items]} for source, items in lists.items()]

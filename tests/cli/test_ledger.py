@@ -1,0 +1,110 @@
+"""The ledger as a user meets it: ``fdp train`` states what was spent on the same data, ``fdp ledger`` lists it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+
+from fdp.ledger.book import Book
+from fdp.ledger.data_key import load_key
+from fdp.privacy.guarantee import compose, read_marker, shown_epsilon
+from tests.cli.train_runs import call, interrupt_after, last_json, train
+
+
+def ledger_runs():
+    folder = Path(os.environ["FDP_LEDGER"])
+    return Book(folder, load_key(folder)).runs()
+
+
+def test_training_again_on_the_same_data_states_the_composed_epsilon_before_the_run(tmp_path, capsys):
+    """Another model, another noise: the data is recognised by its fingerprint."""
+    assert train(tmp_path / "a") == 0
+    assert "on this data" not in capsys.readouterr().out
+    assert train(tmp_path / "b", "--model", "mlp", "--noise-multiplier", "2", "--json") == 0
+    text = capsys.readouterr().out
+    summary, shown = last_json(text), " ".join(text.replace("│", " ").split())
+    (first,), (second,) = read_marker(tmp_path / "a"), read_marker(tmp_path / "b")
+    total = compose([first, second])
+    assert total is not None
+    assert (summary["epsilon_on_this_data"], summary["delta_on_this_data"]) == total
+    said = f"on this data 1 private run began before ({(first.date or '')[:10]}): with this one, together epsilon"
+    assert f"{said} {shown_epsilon(total[0])} at delta" in shown
+    assert shown.index(said) < shown.index("step 1/3"), "before the run"
+    assert [(entry.steps, entry.how) for entry in ledger_runs()] == [(3, "finished")] * 2
+    assert call("ledger", "--json") == 0
+    found = last_json(capsys.readouterr().out)
+    assert [run["run"] for run in found["runs"]] == [first.run, second.run]
+    assert [(each["epsilon"], each["runs"]) for each in found["totals"]] == [(total[0], 2)]
+
+
+def test_an_interrupted_run_is_in_the_ledger_with_the_steps_it_made(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        interrupt_after(2, patch)
+        assert train(tmp_path / "a", "--save-every", "1", steps=4) == 130
+    assert [(entry.steps, entry.how) for entry in ledger_runs()] == [(2, "interrupted")]
+    name = ledger_runs()[0].promise.run
+    assert train(tmp_path / "a", "--save-every", "1", steps=4) == 0
+    assert [(entry.promise.run, entry.steps, entry.how) for entry in ledger_runs()] == [(name, 4, "finished")]
+
+
+def test_a_run_that_breaks_off_is_in_the_ledger_with_the_step_it_broke_at(tmp_path, capsys):
+    words = ("--optimizer", "sgd", "--schedule", "constant", "--lr", "1e39", "--warmup", "0")
+    assert train(tmp_path / "a", *words, steps=5) == 2
+    assert [(entry.steps, entry.how) for entry in ledger_runs()] == [(1, "failed")]
+    words = ("--optimizer", "sgd", "--schedule", "constant", "--lr", "1e6", "--warmup", "0")
+    assert train(tmp_path / "b", *words, steps=30) == 4
+    ((steps, how),) = [(entry.steps, entry.how) for entry in ledger_runs()[1:]]
+    assert how == "diverged"
+    assert 0 < steps < 30
+
+
+def test_without_a_ledger_nothing_is_recorded_and_no_key_is_drawn(tmp_path, monkeypatch):
+    assert train(tmp_path / "a", "--ledger", "off") == 0
+    assert not Path(os.environ["FDP_LEDGER"]).exists()
+    (promise,) = read_marker(tmp_path / "a")
+    assert promise.data == ()
+    monkeypatch.delenv("FDP_LEDGER")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
+    assert train(tmp_path / "b") == 0
+    assert not (tmp_path / "home").exists(), "digits is public"
+
+
+def test_the_ledger_filters_by_data_and_finds_it_under_another_name(tmp_path, capsys):
+    notes, copy = tmp_path / "notes.jsonl", tmp_path / "copy.jsonl"
+    notes.write_text("\n".join(json.dumps({"text": f"note {i} " * 9}) for i in range(40)))
+    copy.write_bytes(notes.read_bytes())
+    words = shlex.split("--model gpt-nano --noise-multiplier 1 --batch-size 4 --microbatch 4 --steps 1 --warmup 0")
+    for out, unit in (("a", "record"), ("b", "window")):
+        files = ["--data", str(notes), "--unit", unit, "--context", "8", "--out", str(tmp_path / out)]
+        assert call("train", *words, *files) == 0
+    assert train(tmp_path / "c") == 0
+    capsys.readouterr()
+    assert call("ledger", "--data", str(copy), "--json") == 0
+    text = capsys.readouterr().out
+    found = last_json(text)
+    assert [Path(run["folder"]).name for run in found["runs"]] == ["a", "b"]
+    assert [total["runs"] for total in found["totals"]] == [1, 1], "units do not add up"
+    assert "different units do not add up" in text
+    assert "note 1" not in text
+    assert call("ledger", "--data", str(tmp_path / "none")) == 2
+    assert call("ledger", "--ledger", "off") == 2
+
+
+def test_a_damaged_ledger_stops_a_run_before_anything_is_spent(tmp_path, capsys):
+    assert train(tmp_path / "a") == 0
+    path = Path(os.environ["FDP_LEDGER"]) / "ledger.jsonl"
+    path.write_text(path.read_text().replace('"steps": 3', '"steps": 0'))
+    capsys.readouterr()
+    assert train(tmp_path / "b") == 2
+    assert "ledger.jsonl, line" in capsys.readouterr().err
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("file", ["ledger.jsonl", "ledger.key"])
+def test_the_ledger_is_readable_by_its_owner_only(tmp_path, file):
+    assert train(tmp_path / "a") == 0
+    assert (Path(os.environ["FDP_LEDGER"]) / file).stat().st_mode & 0o777 == 0o600

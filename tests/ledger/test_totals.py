@@ -1,0 +1,97 @@
+"""The total of the runs on one data set: each once, same unit only, by composition."""
+
+from __future__ import annotations
+
+import pytest
+
+from fdp.ledger.book import Entry
+from fdp.ledger.totals import total_on_same_data
+from fdp.privacy.guarantee import RELATION, Guarantee, compose
+from fdp.privacy.releases import GRADIENTS, Release, composed_epsilon
+
+DELTA = 1e-6
+
+
+def promise(name: str, *, z: float = 1.0, steps: int = 50, **changes) -> Guarantee:
+    releases = (Release(GRADIENTS, 0.05, z, steps),)
+    known = Guarantee(composed_epsilon(releases, delta=DELTA), DELTA, RELATION, "one record", releases, steps, name)
+    return known._replace(**{"data": ("k-samples", "k-files"), "date": "2026-11-16T10:00:00+00:00"} | changes)
+
+
+def entry(name: str, *, made: int | None = 50, **changes) -> Entry:
+    return Entry(promise(name, **changes), "out", made, "finished")
+
+
+NOW = promise("now", z=1.2)
+
+
+def test_runs_on_the_same_data_are_composed():
+    found = total_on_same_data(NOW, [entry("a"), entry("b", z=2.0)], before=())
+    assert found is not None
+    releases = [release for one in (promise("a"), promise("b", z=2.0), NOW) for release in one.releases or ()]
+    assert found.total == (pytest.approx(composed_epsilon(releases, delta=DELTA)), DELTA)
+    assert "on this data 2 private runs began before (2026-11-16): with this one, together epsilon" in found.sentence()
+    assert total_on_same_data(NOW, [], before=()) is None
+
+
+def test_a_run_counts_once_whether_the_ledger_or_the_model_names_it():
+    once = total_on_same_data(NOW, [entry("a")], before=())
+    assert once is not None
+    for entries, before in (([], [promise("a")]), ([entry("a")], [promise("a")]), ([entry("a"), entry("now")], [])):
+        assert total_on_same_data(NOW, entries, before=before) == once
+
+
+def test_leaving_out_a_run_lowers_the_total():
+    both = total_on_same_data(NOW, [entry("a"), entry("b")], before=())
+    one = total_on_same_data(NOW, [entry("a")], before=())
+    assert both is not None
+    assert one is not None
+    assert both.total is not None
+    assert one.total is not None
+    assert both.total[0] > one.total[0] > (NOW.epsilon or 0)
+
+
+def test_one_fingerprint_in_common_is_enough_and_other_data_is_left_out():
+    """The same files, tokenised for another model, have other samples."""
+    other_model = entry("a", data=("k-other-samples", "k-files"))
+    other_data = entry("b", data=("k-others", "k-other-files"))
+    unknown = entry("c", data=())
+    found = total_on_same_data(NOW, [other_model, other_data, unknown], before=())
+    assert found is not None
+    assert [one.run for one in found.earlier] == ["a"]
+
+
+def test_runs_of_different_units_are_not_added_up():
+    found = total_on_same_data(NOW, [entry("a"), entry("b", unit="one user")], before=())
+    alone = total_on_same_data(NOW, [entry("a")], before=())
+    assert found is not None
+    assert alone is not None
+    assert found.total == alone.total
+    assert [one.run for one in found.other_units] == ["b"]
+    assert "another unit (one user): they do not add up, except for what is at most one sample" in found.sentence()
+    only_other = total_on_same_data(NOW, [entry("b", unit="one user")], before=())
+    assert only_other is not None
+    assert only_other.total is None
+
+
+def test_a_run_that_stopped_counts_with_all_its_planned_steps():
+    stopped, killed = entry("a", made=10), entry("b", made=None)
+    found = total_on_same_data(NOW, [stopped, killed], before=())
+    assert found is not None
+    assert found.total == compose([promise("a"), promise("b"), NOW])
+    assert found.as_made is not None
+    assert found.total is not None
+    assert found.as_made[0] < found.total[0]
+    assert "if runs that ended early were meant to" in found.sentence()
+
+
+def test_a_run_without_a_step_counts_for_nothing():
+    assert total_on_same_data(NOW, [entry("a", made=0)], before=[promise("a")]) is None
+
+
+def test_runs_without_privacy_are_named():
+    open_run = Entry(Guarantee(None, None, None, "one record", run="x", data=("k-files",)), "out", 5, "finished")
+    found = total_on_same_data(NOW, [open_run], before=())
+    assert found is not None
+    assert found.total is None
+    assert "1 run began before without privacy: nothing protects it" in found.sentence()

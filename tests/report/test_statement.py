@@ -1,0 +1,208 @@
+"""The statement of a run: true for every kind of run, and free of anything private."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fdp.privacy.guarantee import MARKER, RELATION, Guarantee, marker_text, read_marker, shown_epsilon
+from fdp.privacy.releases import GRADIENTS, Release, composed_epsilon
+from fdp.report.checklists import ASK
+from fdp.report.documents import as_markdown, as_text
+from fdp.report.run_facts import read_facts, unit_note
+from fdp.report.statement import make_statement
+from fdp.run.run_folder import read_run_folder
+from fdp.types import FdpError
+
+SAMPLES = 1437
+SEED = 90210
+SETTINGS = {
+    "model": "logistic",
+    "data": "secret/patients.jsonl",
+    "batch_size": 32,
+    "clip": "flat",
+    "max_norm": 1.0,
+    "optimizer": "adamw",
+    "method": "auto",
+    "seed": None,
+    "population": None,
+    "unit": "record",
+}
+RELEASES = (Release(GRADIENTS, 32 / 1500, 1.0, 40),)
+EPSILON = composed_epsilon(RELEASES, delta=1e-6)
+UNIT = "one record (its first 128 bytes)"
+PROMISE = Guarantee(
+    EPSILON, 1e-6, RELATION, UNIT, RELEASES, 40, "run1", ("k-a",), "2026-11-16T10:00:00+00:00", "0.1", "PLD"
+)
+
+
+def write_run(folder: Path, *, promises=(PROMISE,), summary: dict[str, Any] | None = None, **settings: Any) -> Path:
+    """Write the folder of a run as ``fdp train`` does, with private counts in its summary."""
+    folder.mkdir(parents=True)
+    config = {
+        "settings": SETTINGS | settings,
+        "noise_multiplier": 1.0,
+        "sampling_rate": 32 / 1500,
+        "population": 1500,
+        "statistics": None,
+        "versions": {"fdp": "0.1", "torch": "2", "numpy": "2", "dp-accounting": "0.6", "python": "3.11"},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    if promises:
+        (folder / MARKER).write_text(marker_text(promises))
+    known = {"steps": 40, "steps_planned": 40, "samples": SAMPLES, "loss_last": 0.123457, "unit": PROMISE.unit}
+    known |= {"epsilon": EPSILON, "delta": 1e-6, "epsilon_if_stop_was_decided_in_advance": EPSILON}
+    if summary is not None:
+        (folder / "summary.json").write_text(json.dumps(known | summary))
+    return folder
+
+
+def text_of(folder: Path, **options: Any) -> str:
+    statement = make_statement(read_facts(read_run_folder(folder)), **options)
+    json.dumps(statement.facts, allow_nan=False)
+    return " ".join(as_text(statement.document).split())
+
+
+def test_the_statement_holds_the_guarantee_the_mechanism_and_both_checklists(tmp_path):
+    text = text_of(write_run(tmp_path / "run", summary={}))
+    assert f"epsilon = {shown_epsilon(EPSILON)} and delta = 1e-06" in text
+    assert "Unit: one record (its first 128 bytes). For people: the whole record is protected" in text
+    assert RELATION in text
+    for words in ("Poisson sampling", "multiplier z = 1,", "40 planned", "dp_accounting", "mu = ", "false negatives"):
+        assert words in text
+    assert "How to DP-fy ML" in text
+    assert "NIST SP 800-226" in text
+    assert text.count(ASK) >= 5
+
+
+def test_the_statement_holds_nothing_private(tmp_path):
+    """No count of samples, no loss, no path of the data, no seed: also not in JSON."""
+    run = write_run(tmp_path / "run", summary={}, seed=SEED)
+    statement = make_statement(read_facts(read_run_folder(run)), records_per_person=3)
+    for text in (as_text(statement.document), as_markdown(statement.document), json.dumps(statement.facts)):
+        for private in (str(SAMPLES), f"{SAMPLES:,}", "0.123457", "patients", "secret", str(SEED)):
+            assert private not in text
+        assert "fixed seed" in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"clip": "flat"}, "over all trained parameters together, is scaled down to norm C = 1 if it is longer"),
+        ({"clip": "per-layer"}, "parameter by parameter, each to its own share of the bound"),
+        ({"clip": "automatic"}, "multiplied by C / (its norm + 0.01)"),
+        ({"clip": "quantile"}, "C starts at 1 and follows the median of the norms, by a noised count"),
+        ({"optimizer": "kfac", "kfac_data": "synthetic"}, "The curvature is measured on synthetic samples"),
+        ({"optimizer": "kfac", "kfac_data": "noised"}, "these releases are part of the accounting"),
+        ({"optimizer": "kfac", "kfac_data": "open.txt"}, "measured on data that was given as public"),
+        ({"lora": 8}, "LoRA adapters of rank 8"),
+        ({"model": "models/gpt2"}, "The first parameters came from an earlier training"),
+        ({"population": 1500}, "1500 is a number that was announced as public"),
+        ({"population": None}, "1500 is the number of samples rounded up to two digits"),
+    ],
+)
+def test_every_kind_of_run_has_its_own_words(tmp_path, settings, words):
+    run = read_facts(read_run_folder(write_run(tmp_path / "run", summary={}, **settings)))
+    from fdp.report.mechanism_words import describe_mechanism
+
+    assert words in " ".join(describe_mechanism(run))
+
+
+@pytest.mark.parametrize("name", ["flat", "per-layer", "automatic", "quantile"])
+def test_every_clipping_style_of_the_command_line_has_words(name):
+    from fdp.cli.configure import make_clip_style
+    from fdp.cli.train_options import PrivacyOptions
+    from fdp.report.mechanism_words import CLIPPING
+
+    make_clip_style(PrivacyOptions(clip=name), batch_size=32)
+    assert name in CLIPPING
+
+
+def test_a_run_that_stopped_early_or_diverged_or_never_finished_says_so(tmp_path):
+    stopped = {"steps": 12, "epsilon_if_stop_was_decided_in_advance": 0.4321}
+    text = text_of(write_run(tmp_path / "a", summary=stopped))
+    assert "12 were made. The stated epsilon is that of all planned steps" in text
+    assert "If the number of steps was decided before the run, epsilon is 0.4321" in text
+    text = text_of(write_run(tmp_path / "b", summary=stopped | {"diverged": {"step": 12}}))
+    assert "was ended because its loss diverged, and exported no model" in text
+    assert "decided before the run" not in text, "the loss decided"
+    text = text_of(write_run(tmp_path / "c"))
+    assert "The run has not finished. This is the guarantee of all its planned steps" in text
+
+
+def test_a_run_without_privacy_says_so_plainly_and_nothing_else(tmp_path):
+    promise = Guarantee(None, None, None, "one record")
+    text = text_of(write_run(tmp_path / "run", promises=(promise,), summary={"epsilon": None, "delta": None}))
+    assert "This run is not differentially private: no noise was added" in text
+    assert "NIST" not in text
+
+
+def test_a_run_of_an_older_fdp_is_rebuilt_from_its_settings(tmp_path):
+    new = write_run(tmp_path / "new", summary={}, clip="flat")
+    old = write_run(tmp_path / "old", promises=(), summary={}, clip="flat")
+    assert read_facts(read_run_folder(old)).promise.releases == read_facts(read_run_folder(new)).promise.releases
+    unfinished = write_run(tmp_path / "unfinished", promises=())
+    with pytest.raises(FdpError, match="Finish it with the command that began it"):
+        read_facts(read_run_folder(unfinished))
+
+
+def test_people_with_several_records_have_an_epsilon_of_their_own(tmp_path):
+    run = read_facts(read_run_folder(write_run(tmp_path / "run", summary={})))
+    facts = make_statement(run, records_per_person=4).facts
+    assert facts["person_epsilon"] == facts["group_epsilon"]["4"] > 2 * EPSILON
+    assert make_statement(run).facts["person_epsilon"] is None
+    assert make_statement(run, records_per_person=1).facts["person_epsilon"] == EPSILON
+    user = run._replace(promise=run.promise._replace(unit="one user (up to 8 windows of 128 bytes)"))
+    assert make_statement(user).facts["person_epsilon"] == EPSILON
+    with pytest.raises(FdpError, match=r"--records-per-person: expected 1 to 200, got 0"):
+        make_statement(run, records_per_person=0)
+
+
+def test_other_runs_are_composed_if_data_and_unit_are_the_same(tmp_path):
+    run = read_facts(read_run_folder(write_run(tmp_path / "run", summary={})))
+    twice = composed_epsilon([*RELEASES, *RELEASES], delta=1e-6)
+    found = make_statement(run, others=[PROMISE._replace(run="run2")]).facts["other_runs"]
+    assert found["on_this_data"]["epsilon"] == pytest.approx(twice)
+    others = [
+        PROMISE,  # this run itself
+        PROMISE._replace(run="run3", data=("k-other",)),
+        PROMISE._replace(run="run4", unit="one user"),
+        Guarantee(None, None, None, "one record", run="run5", data=("k-a",)),
+    ]
+    statement = make_statement(run, others=others)
+    found = statement.facts["other_runs"]
+    assert found["on_this_data"] is None
+    assert (found["other_units_on_this_data"], found["not_private_on_this_data"]) == (1, 1)
+    text = " ".join(as_text(statement.document).split())
+    assert "1 other private run(s) on the same data protect another unit: these do not add up" in text
+
+
+def test_an_extended_run_states_the_chain(tmp_path):
+    chain = (PROMISE, PROMISE._replace(run="run2"), PROMISE._replace(run="run3"))
+    text = text_of(write_run(tmp_path / "run", promises=chain, summary={}))
+    total = composed_epsilon([*RELEASES] * 3, delta=1e-6)
+    assert "The first parameters came from 2 earlier private runs" in text
+    assert "All of them and this run together, on the same data, by their fingerprint: epsilon" in text
+    assert f"epsilon {total:.3f}"[:-1] in text
+
+
+def test_the_chain_is_read_from_the_folder(tmp_path):
+    run = write_run(tmp_path / "run", promises=(PROMISE, PROMISE._replace(run="run2")), summary={})
+    assert read_facts(read_run_folder(run)).before == read_marker(run)[:1]
+    shutil.rmtree(run)
+
+
+def test_tuning_is_what_the_author_says_or_is_asked_for(tmp_path):
+    run = write_run(tmp_path / "run", summary={})
+    assert "chosen on public data" in text_of(run, tuning="The learning rate was chosen on public data.")
+    assert "Choosing them on the private data costs privacy, too" in text_of(run)
+
+
+def test_every_unit_has_a_note():
+    assert "all of a user's records are one sample" in unit_note("one user (up to 8 windows of 129 bytes)")
+    assert "a longer text is several samples" in unit_note("one window of 129 bytes")
+    assert unit_note("one sample") == "the dataset decides what a sample contains"
