@@ -79,6 +79,7 @@ INSIDE = {
         "plan_tables",
         "plan",
         "compare",
+        "inspect_data",
         "inspect",
         "report",
         "ledger",

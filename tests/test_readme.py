@@ -26,6 +26,7 @@ from fdp import ops
 from fdp.cli.main import app, main
 from fdp.optimizers import apply_updates, sgd
 from fdp.privacy.clipping import flat
+from tests.data.test_text import make_tokenizer
 from tests.test_layers import ORDER
 
 ROOT = Path(__file__).parents[1]
@@ -248,6 +249,7 @@ def test_the_fine_tuning_of_the_readme_runs(
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=256, n_positions=32)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "models" / "gpt2")
+    make_tokenizer(tmp_path / "models" / "gpt2")
     (record,) = (json.loads(fence.text) for fence in fences(ROOT / "README.md") if fence.language == "json")
     notes = [record | {"author": f"author {number % 40}"} for number in range(100)]
     (tmp_path / "notes.jsonl").write_text("".join(json.dumps(note) + "\n" for note in notes))

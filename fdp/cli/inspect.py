@@ -1,10 +1,11 @@
-"""``fdp inspect``: show a model before it is trained, a folder of ``transformers`` or a preset.
+"""``fdp inspect``: show a model before it is trained, a folder of ``transformers`` or a preset, or data, or both.
 
     fdp inspect models/tiny --batch-size 8 --context 512
     fdp inspect gpt2 --method ghost --json
+    fdp inspect models/tiny --data notes.jsonl --unit user --user-field author
 
-It shows the leaves, how each is used and by which rule, what is tied, frozen or materialised, the blocks and the
-memory. A use without a rule is listed with what to do about it.
+Of a model it shows the leaves, how each is used and by which rule, what is tied, frozen or materialised, the blocks
+and the memory. A use without a rule is listed with what to do about it. For data see :mod:`fdp.cli.inspect_data`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 from typer import Argument
 
+from fdp.cli.inspect_data import InspectDataOptions, data_settings, show_data, tell_data
 from fdp.cli.options import Flag, expand_groups
 from fdp.cli.train_options import train_flag
 
@@ -48,10 +50,33 @@ class InspectOptions:
 
 @expand_groups
 def inspect_command(
-    path: Annotated[str, Argument(help="A folder with config.json and safetensors, or a preset such as gpt2.")],
     options: InspectOptions,
+    data: InspectDataOptions,
+    path: Annotated[
+        str | None, Argument(help="A folder with config.json and safetensors, or a preset such as gpt2.")
+    ] = None,
 ) -> None:
-    """Show leaves, uses, rules, tied groups, blocks and memory of a model; nothing is computed, no weight is read."""
+    """Show leaves, uses, rules, blocks and memory of a model (no weight is read); with --data also what is in the data.
+
+    Without a model, only the data is shown.
+    """
+    console, shown = Console(highlight=False), {}
+    if path is None and data.data is None:
+        from fdp.types import FdpError
+
+        raise FdpError("inspect: expected a model (a folder or a preset), or --data, or both, got neither")
+    if path is not None:
+        shown = _show_model(path, options, console)
+    if data.data is not None:
+        told = tell_data(data_settings(data, model=data.model or path or "gpt-nano", context=options.context))
+        show_data(console, told)
+        shown = shown | {"data": told._asdict()}
+    if options.as_json:
+        print(json.dumps(shown))
+
+
+def _show_model(path: str, options: InspectOptions, console: Console) -> dict[str, Any]:
+    """Print an inspection of a model, and return it for JSON."""
     # torch takes seconds to import; --help and mistakes on the command line should not wait for it.
     from fdp import optimizers
     from fdp.cli.names import DTYPES, by_value, choose
@@ -67,7 +92,6 @@ def inspect_command(
     make_optimizer = choose("--optimizer", options.optimizer, {name: getattr(optimizers, name) for name in OPTIMIZERS})
     model, names, microbatch = _open_model(path, batch_size, context)
     found = inspect_model(model, microbatch, names=names, method=method, dtype=dtype, optimizer=make_optimizer(1e-3))
-    console = Console(highlight=False)
     console.print(_summary(found), soft_wrap=True)
     if model.remark is not None:
         console.print(Text(model.remark, style="yellow"), soft_wrap=True)
@@ -76,8 +100,7 @@ def inspect_command(
             console.print(table)
     for rows in _group_by_layer(found.refused):
         console.print(Text(f"no rule: {rows[0].refusal}", style="yellow"), soft_wrap=True)
-    if options.as_json:
-        print(json.dumps(result_of(found) | {"path": path, "remark": model.remark}))
+    return result_of(found) | {"path": path, "remark": model.remark}
 
 
 def result_of(found: Inspection) -> dict[str, Any]:
