@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from fdp.advice.divergence import Divergence, find_divergence
-from fdp.advice.signal import critical_batch_size, signal_to_noise, trained_parameters
+from fdp.advice.signal import alignment_of, critical_batch_size, signal_to_noise, trained_parameters
 from fdp.gradients.plan import Method
+from fdp.parallel.sharded_init import drawn_params
 from fdp.privacy import accounting
 from fdp.privacy.sampling import Poisson
 from fdp.run.step_metrics import StepRecord
@@ -35,7 +36,7 @@ MORE_STEPS = 4
 """The suggestion multiplies the steps by this."""
 
 HIGH_RATE = 0.5
-LOW_SIGNAL = 0.25
+LOW_SIGNAL = 1.0
 """Predicted signal-to-noise of the whole run below which it hardly learns."""
 
 
@@ -133,8 +134,8 @@ def _first_step(run: Run) -> str | None:
         statistics=run.mechanism.statistics,
     )  # fmt: skip
     return (
-        f"the first step spends {first:.2g} of epsilon {config.epsilon:g}, so more steps would cost little: --steps {more} "
-        f"needs a noise multiplier of {then:.3g} instead of {now:.3g}"
+        f"the first step spends {first:.2g} of epsilon {config.epsilon:g}, so more steps would cost little: --steps "
+        f"{more} needs a noise multiplier of {then:.3g} instead of {now:.3g}"
     )
 
 
@@ -151,12 +152,18 @@ def _rate(sampling: Poisson) -> str | None:
 def _batch(run: Run) -> str | None:
     """Return a hint if the noise drowns the signal of the whole run."""
     config, z, parameters = run.config, run.mechanism.noise_multiplier, trained_parameters(run.config.model)
+    aligned = alignment_of(pretrained=config.values is not drawn_params, steps=config.steps)
     found = signal_to_noise(
-        noise_multiplier=z, batch_size=config.batch_size, parameters=parameters, steps=config.steps
+        noise_multiplier=z,
+        batch_size=config.batch_size,
+        parameters=parameters,
+        steps=config.steps,
+        alignment=aligned,
     ).in_total
     if found >= LOW_SIGNAL:
         return None
-    wanted = min(critical_batch_size(noise_multiplier=z, parameters=parameters), run.mechanism.sampling.population / 4)
+    wanted = critical_batch_size(noise_multiplier=z, parameters=parameters, alignment=aligned)
+    wanted = min(wanted, run.mechanism.sampling.population / 4)
     if wanted <= 1.5 * config.batch_size:
         return None
     return (

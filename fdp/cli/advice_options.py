@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
+from fdp.cli.needs import Needs
 from fdp.cli.options import Effect, Flag
 
 
@@ -14,6 +15,23 @@ class AdviceOptions:
 
     panel: ClassVar[str] = "Training"
 
+    recipe: Annotated[
+        str,
+        Flag(
+            "auto fills in every setting that is not given: batch size, steps, learning rate, clipping, adapters, "
+            "microbatch (fdp advise shows them and why). none keeps the defaults.",
+            effect=Effect.EXECUTION,
+        ),
+    ] = "none"
+    hours: Annotated[
+        float | None,
+        Flag(
+            "With --recipe auto: the time for training.",
+            default_text="1",
+            effect=Effect.EXECUTION,
+            needs=Needs.RECIPE,
+        ),
+    ] = None
     on_divergence: Annotated[
         str,
         Flag(

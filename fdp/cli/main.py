@@ -1,6 +1,7 @@
 """The ``fdp`` command line: its commands, error messages and exit codes.
 
     fdp train                       train privately with the defaults, on the sources of Python's standard library
+    fdp advise --epsilon 3          recommend settings for a budget, a time and this machine
     fdp epsilon --help              compute the epsilon of a mechanism, without training
     fdp plan --world 8              estimate memory, traffic and flops of a step on machines you do not have
     fdp compare ranks=1 ranks=4     run two configurations and show the first stage at which they differ
@@ -27,6 +28,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from fdp.cli.advise import advise_command
 from fdp.cli.compare import compare_command
 from fdp.cli.epsilon import epsilon_command
 from fdp.cli.formatting import package_version
@@ -50,6 +52,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("train")(train_command)
+app.command("advise")(advise_command)
 app.command("epsilon")(epsilon_command)
 app.command("compare")(compare_command)
 app.command("plan")(plan_command)

@@ -14,6 +14,7 @@ class Needs(Enum):
     SEVERAL_WINDOWS = "--unit user, or --unit record with --long split,"
     RECORDS = "--data of records (.jsonl, .json, .csv, .parquet), read as text"
     TEXTS = "--data of texts or records"
+    RECIPE = "--recipe auto"
     SAVING = "--save-every"
     PRIVACY = "a --method other than none"
     BUDGETED_METHOD = "--method auto or flash"

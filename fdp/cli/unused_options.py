@@ -61,6 +61,7 @@ CONDITIONS: dict[Needs, Callable[[TrainOptions], bool]] = {
     ),
     Needs.RECORDS: _reads_field,
     Needs.TEXTS: _reads_texts,
+    Needs.RECIPE: lambda options: options.advice.recipe == "auto",
     Needs.SAVING: lambda options: options.output.save_every is not None,
     Needs.PRIVACY: lambda options: options.privacy.method != "none",
     Needs.BUDGETED_METHOD: lambda options: options.privacy.method in ("auto", "flash"),

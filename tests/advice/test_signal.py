@@ -57,4 +57,4 @@ def test_frozen_parameters_do_not_count() -> None:
 @pytest.mark.parametrize("changes", [{"alignment": 0.0}, {"alignment": 1.5}, {"batch_size": 0}, {"parameters": 0}])
 def test_impossible_values_are_refused(changes: dict[str, float]) -> None:
     with pytest.raises(FdpError, match=next(iter(changes))):
-        signal_to_noise(**({"noise_multiplier": 1.0, "batch_size": 8, "parameters": 10} | changes))  # type: ignore
+        signal_to_noise(**({"noise_multiplier": 1.0, "batch_size": 8, "parameters": 10, "alignment": 0.1} | changes))  # type: ignore
