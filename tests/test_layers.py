@@ -76,6 +76,9 @@ INSIDE = {
         "diverged",
         "session",
         "advise",
+        "search_options",
+        "search_runs",
+        "search",
         "train",
         "epsilon",
         "plan_tables",
@@ -141,6 +144,7 @@ PROOF = {
     "clipping": {"noise"},  # adaptive clipping adds noise to its count
     "mechanism": {"clipping", "sampling"},
     "accounting": {"mechanism", "clipping", "sampling", "composition", "loss_distributions"},
+    "selection": {"accounting", "mechanism", "clipping", "sampling", "loss_distributions"},
 }
 
 

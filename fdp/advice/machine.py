@@ -98,6 +98,7 @@ def time_steps(config: RunConfig, *, microbatch: int, repeats: int = 2) -> Speed
         steps=1,
         seed=None,
         layout=None,
+        evaluation=None,
         cuda_graph=False,
     )
     run, state = prepare(quick)

@@ -2,6 +2,7 @@
 
     fdp train                       train privately with the defaults, on the sources of Python's standard library
     fdp advise --epsilon 3          recommend settings for a budget, a time and this machine
+    fdp search --lr 2e-3,4e-3       choose settings by held-out loss, with the choice in the budget
     fdp epsilon --help              compute the epsilon of a mechanism, without training
     fdp plan --world 8              estimate memory, traffic and flops of a step on machines you do not have
     fdp compare ranks=1 ranks=4     run two configurations and show the first stage at which they differ
@@ -37,6 +38,7 @@ from fdp.cli.ledger import ledger_command
 from fdp.cli.plan import plan_command
 from fdp.cli.report import report_command
 from fdp.cli.statement import statement_command
+from fdp.cli.search import search_command
 from fdp.cli.train import train_command
 
 # The error that typer raises for a mistake on the command line; only its subclass has a public name.
@@ -53,6 +55,7 @@ app = typer.Typer(
 )
 app.command("train")(train_command)
 app.command("advise")(advise_command)
+app.command("search")(search_command)
 app.command("epsilon")(epsilon_command)
 app.command("compare")(compare_command)
 app.command("plan")(plan_command)

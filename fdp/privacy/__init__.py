@@ -8,5 +8,6 @@ mechanism            sampling, clipping and noise multiplier as one value
 accounting           epsilon of T steps, and the noise for a budget
 loss_distributions   the privacy loss of composed steps, on a grid
 composition          the same for every number of steps at once
+selection            epsilon of the best of a random number of runs
 guarantee            the promise in words
 """

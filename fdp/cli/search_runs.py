@@ -1,0 +1,212 @@
+"""The runs of ``fdp search``: draw their number and settings, train them, choose the best, and state the price.
+
+OUT/trial-1 ...        the runs; all but the exported model are for the owner of the data only
+OUT/model.safetensors  the best model (a folder of transformers: OUT/model)
+OUT/search.json        the statement, the settings and scores of every run; not covered by the budget
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from rich.console import Console
+
+from fdp.cli import session
+from fdp.cli.configure import configure
+from fdp.cli.options import build, parse_value, to_dict
+from fdp.cli.run_files import check_free
+from fdp.cli.search_options import LISTS, SearchOptions
+from fdp.cli.train_options import TrainOptions
+from fdp.privacy.guarantee import MARKER, RELATION, Guarantee, marker_text, read_marker, shown_epsilon
+from fdp.privacy.mechanism import Mechanism
+from fdp.privacy.sampling import poisson
+from fdp.privacy.selection import (
+    POISSON,
+    Repetitions,
+    draw_repetitions,
+    noise_multiplier_for_selection,
+    selection_epsilon,
+)
+from fdp.run.run_folder import read_run_folder
+from fdp.storage.private_files import write_private
+from fdp.types import FdpError
+
+if TYPE_CHECKING:
+    from fdp.run.run_config import RunConfig
+
+RESULT = "search.json"
+NOTHING_DRAWN = (
+    "the number of runs was drawn as 0, which happens with probability {chance:.2g}: nothing was trained, nothing is "
+    "released and nothing is spent. To draw again until there is a run would not be covered; a new search is a second "
+    "one, and the epsilons of both add up"
+)
+
+
+class Price(NamedTuple):
+    """The noise of every run, the epsilon of the whole search (None: not covered) and of one run alone."""
+
+    noise_multiplier: float | None
+    epsilon: float | None
+    delta: float
+
+
+def run_search(
+    shared: dict[str, Any], lists: dict[str, list[Any]], search: SearchOptions, console: Console
+) -> dict[str, Any]:
+    """Train the runs of a search, export the best, write ``search.json`` and return its contents."""
+    check_score(shared, search)
+    check_free(search.out)
+    if (search.out / RESULT).exists():
+        raise FdpError(f"--out: {search.out} already holds a search; give another directory")
+    repetitions = Repetitions(search.trials, POISSON)
+    first = build(TrainOptions, shared | {key: values[0] for key, values in lists.items()} | {"epsilon": 1.0})
+    price = find_price(configure(first), repetitions, search)
+    rng = np.random.default_rng(search.seed)
+    count = draw_repetitions(repetitions, rng)  # once, and before the first run
+    search.out.mkdir(parents=True, exist_ok=True)
+    trials = [_run_trial(shared, _draw(lists, rng), price, search, number, console) for number in range(1, count + 1)]
+    scored = [trial for trial in trials if trial["score"] is not None]
+    best = min(scored, key=lambda trial: trial["score"]) if scored else None
+    if best is not None:
+        _export(Path(best["folder"]), search.out, price, unit=best["unit"])
+    result = {
+        "private": price.epsilon is not None,
+        "epsilon": price.epsilon,
+        "delta": price.delta,
+        "relation": RELATION,
+        "noise_multiplier": price.noise_multiplier,
+        "trials": trials,
+        "trials_mean": search.trials,
+        "best": best,
+        "statement": statement(price, search, shared, best, count),
+    }
+    write_private(search.out / RESULT, json.dumps(result, indent=2) + "\n")
+    return result
+
+
+def parse_lists(search: SearchOptions) -> dict[str, list[Any]]:
+    """Return the values to draw from, by option; raise if there is nothing to choose or a value is out of range."""
+    lists: dict[str, list[Any]] = {}
+    for key, kind in LISTS.items():
+        flag = f"--{key.replace('_', '-')}"
+        if (text := getattr(search, key)) is None:
+            continue
+        values = [parse_value(word.strip(), kind, where=flag, name=flag) for word in text.split(",")]
+        if bad := [value for value in values if not 0 <= value < math.inf]:
+            raise FdpError(f"{flag}: expected numbers of 0 or more, separated by commas, got {bad[0]:g}")
+        lists[key] = list(dict.fromkeys(values))
+    if math.prod(len(values) for values in lists.values()) < 2:
+        raise FdpError(
+            "expected at least two settings to choose from, such as --lr 2e-3,4e-3, got "
+            f"{'one' if lists else 'none'}; for a single one use fdp train"
+        )
+    return lists
+
+
+def check_score(shared: dict[str, Any], search: SearchOptions) -> None:
+    """Raise unless the score is the loss of people who are not trained on, or the search is not private."""
+    held_out = shared["eval_fraction"] is not None or shared["eval_data"] is not None
+    if shared["eval_epsilon"] is not None:
+        raise FdpError(
+            "--eval-epsilon: expected held-out people that are public or outside the guarantee, got noised "
+            "evaluations, whose cost over several runs a search does not account for; leave it out"
+        )
+    if not held_out and not search.not_private:
+        raise FdpError(
+            "expected --eval-fraction 0.1 or --eval-data to choose by, got neither: the loss on the training data is "
+            "not private. With --not-private it is used all the same, and the choice is covered by nothing"
+        )
+
+
+def find_price(config: RunConfig, repetitions: Repetitions, search: SearchOptions) -> Price:
+    """Return the noise with which the whole search costs ``--epsilon``."""
+    if search.not_private:
+        return Price(None, None, config.delta)
+    sampling = poisson(len(config.dataset), expected_batch_size=config.batch_size, population=config.population)
+    budget = {"steps": config.steps, "delta": config.delta}
+    noise = noise_multiplier_for_selection(sampling, config.clip, repetitions, epsilon=search.epsilon, **budget)
+    spent = selection_epsilon(Mechanism(sampling, config.clip, noise), repetitions, **budget)
+    return Price(noise, spent, config.delta)
+
+
+def statement(
+    price: Price, search: SearchOptions, shared: dict[str, Any], best: dict[str, Any] | None, count: int
+) -> list[str]:
+    """Return what was done and what is promised, in sentences."""
+    if count == 0:
+        return [NOTHING_DRAWN.format(chance=math.exp(-search.trials))]
+    if best is None:
+        chosen = "no run had a finite score: all diverged. Lower the values of --lr"
+    else:
+        drawn = ", ".join(f"--{key.replace('_', '-')} {value:g}" for key, value in best["settings"].items())
+        chosen = f"best of {count} runs: {drawn}, score {best['score']:.4f}, from {best['folder']}"
+    if price.epsilon is None:
+        return [
+            chosen,
+            f"not private: each run alone has epsilon {search.epsilon:g}, but the choice among them used data and is "
+            f"covered by nothing; no epsilon can be stated for the chosen model",
+        ]
+    outside = (
+        "public data, which costs nothing"
+        if shared["eval_public"]
+        else "held-out people, who are outside the guarantee: nothing is promised to them"
+    )
+    return [
+        chosen,
+        f"epsilon {shown_epsilon(price.epsilon)} at delta {price.delta:.3g} covers the model and its settings, chosen "
+        f"from a Poisson number of runs with mean {search.trials:g} (Papernot and Steinke 2022, Theorem 6, by RDP; "
+        f"noise multiplier {price.noise_multiplier:.4g} in every run)",
+        f"chosen by the loss on {outside}",
+        f"not covered: {RESULT}, the number of runs, their scores and the models that were not chosen",
+    ]
+
+
+def _draw(lists: dict[str, list[Any]], rng: np.random.Generator) -> dict[str, Any]:
+    """Draw one setting, independently of earlier ones: the theorem needs draws with replacement."""
+    return {key: values[int(rng.integers(len(values)))] for key, values in lists.items()}
+
+
+def _run_trial(
+    shared: dict[str, Any],
+    drawn: dict[str, Any],
+    price: Price,
+    search: SearchOptions,
+    number: int,
+    console: Console,
+) -> dict[str, Any]:
+    """Train one run and return its settings and score; a run that diverges has none."""
+    folder = search.out / f"trial-{number}"
+    budget = {"epsilon": search.epsilon if price.noise_multiplier is None else None}
+    budget |= {"noise_multiplier": price.noise_multiplier, "seed": search.seed and search.seed + number}
+    options = build(TrainOptions, shared | drawn | budget | {"out": folder, "quiet": True})
+    code = session.train(options)
+    run = read_run_folder(folder)
+    losses = [record.evaluation.loss for record in run.records if record.evaluation is not None]
+    losses = losses or [record.loss for record in run.records]  # only with --not-private
+    score = losses[-1] if code == 0 and losses and losses[-1] is not None and math.isfinite(losses[-1]) else None
+    shown = "diverged" if score is None else f"score {score:.4f}"
+    settings = ", ".join(f"{key} {value:g}" for key, value in drawn.items())
+    console.print(f"run {number}: {settings}: {shown}")
+    unit = None if run.summary is None else run.summary["unit"]
+    return {"folder": str(folder), "settings": drawn, "score": score, "unit": unit, "all": _plain(to_dict(options))}
+
+
+def _plain(settings: dict[str, Any]) -> dict[str, Any]:
+    return {key: str(value) if isinstance(value, Path) else value for key, value in settings.items()}
+
+
+def _export(source: Path, out: Path, price: Price, *, unit: str) -> None:
+    """Copy the best model; its folder states the epsilon of the search instead of that of one run."""
+    if (source / "model.safetensors").exists():
+        shutil.copy2(source / "model.safetensors", out / "model.safetensors")
+    if (source / "model").is_dir():
+        shutil.copytree(source / "model", out / "model")
+        earlier = read_marker(out / "model")[:-1]
+        private = price.epsilon is not None
+        said = Guarantee(price.epsilon, price.delta if private else None, RELATION if private else None, unit)
+        (out / "model" / MARKER).write_text(marker_text([*earlier, said]))

@@ -1,0 +1,83 @@
+"""``fdp search`` as a user types it: the choice is in the budget, or said not to be."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from fdp.privacy.clipping import flat
+from fdp.privacy.mechanism import Mechanism
+from fdp.privacy.sampling import poisson
+from fdp.privacy.selection import POISSON, Repetitions, selection_epsilon
+from tests.cli.train_runs import call, last_json
+
+SMALL = shlex.split(
+    "search --model logistic --data digits --batch-size 32 --microbatch 16 --steps 3 --epsilon 4 --trials 2 --seed 1 "
+    "--lr 1e-2,1e-1 --json"
+)
+
+
+def test_the_best_run_is_exported_with_the_epsilon_of_the_search(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "search"
+    assert call(*SMALL, "--eval-data", "digits-test", "--eval-public", "--out", str(out)) == 0
+    shown = capsys.readouterr().out
+    found = last_json(shown)
+    assert found == json.loads((out / "search.json").read_text())
+    assert found["trials"], "seed 1 draws at least one run"
+    scores = [trial["score"] for trial in found["trials"]]
+    assert found["best"]["score"] == min(scores)
+    best = Path(found["best"]["folder"])
+    assert (out / "model.safetensors").read_bytes() == (best / "model.safetensors").read_bytes()
+    config = json.loads((best / "config.json").read_text())
+    assert config["noise_multiplier"] == found["noise_multiplier"]
+    sampling = poisson(1500, expected_batch_size=32, population=1500)
+    mechanism = Mechanism(sampling, flat(max_norm=1.0), found["noise_multiplier"])
+    budget = {"steps": 3, "delta": found["delta"]}
+    assert found["epsilon"] == pytest.approx(selection_epsilon(mechanism, Repetitions(2.0, POISSON), **budget))
+    assert 3.9 < found["epsilon"] <= 4
+    summary = json.loads((best / "summary.json").read_text())
+    assert summary["epsilon"] < found["epsilon"], "one run alone costs less than the search"
+    assert "covers the model and its settings" in shown
+    assert "public data" in shown
+
+
+def test_a_search_without_privacy_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(*SMALL, "--not-private", "--out", str(tmp_path / "search")) == 0
+    shown = capsys.readouterr().out
+    found = last_json(shown)
+    assert found["private"] is False
+    assert found["epsilon"] is None
+    assert "not private: each run alone has epsilon 4" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "expected --eval-fraction 0.1 or --eval-data to choose by"),
+        (["--lr", "1e-2"], "expected at least two settings to choose from"),
+        (["--lr", "fast,slow"], "--lr: expected --lr=a number, got 'fast'"),
+        (["--max-norm", "-1,1"], "--max-norm: expected numbers of 0 or more"),
+        (["--eval-fraction", "0.1", "--eval-epsilon", "1"], "--eval-epsilon: expected held-out people"),
+        (["--eval-fraction", "0.1", "--trials", "0"], "--trials: expected a mean number of runs of at least 1"),
+        (["--eval-fraction", "0.1", "--clip", "quantile"], "clip: expected a style without a released count"),
+    ],
+)
+def test_mistakes_are_explained(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(*SMALL, *words, "--out", str(tmp_path / "search")) == 2
+    assert message in last_json(capsys.readouterr().out)["error"]
+
+
+def test_no_run_at_all_is_a_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from fdp.cli import search_runs
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search_runs, "draw_repetitions", lambda repetitions, rng: 0)
+        assert call(*SMALL, "--eval-fraction", "0.1", "--out", str(tmp_path / "search")) == 0
+    assert "nothing is released and nothing is spent" in capsys.readouterr().out
