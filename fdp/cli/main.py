@@ -37,8 +37,8 @@ from fdp.cli.inspect import inspect_command
 from fdp.cli.ledger import ledger_command
 from fdp.cli.plan import plan_command
 from fdp.cli.report import report_command
-from fdp.cli.statement import statement_command
 from fdp.cli.search import search_command
+from fdp.cli.statement import statement_command
 from fdp.cli.train import train_command
 
 # The error that typer raises for a mistake on the command line; only its subclass has a public name.

@@ -83,7 +83,9 @@ def apply_recipe(options: TrainOptions, *, given: Mapping[str, Any]) -> tuple[Tr
         return build(TrainOptions, to_dict(options) | {k: v for k, v in saved.items() if k not in given}), None
     hours = options.advice.hours
     made = run_in_unison(lambda: advise(options, given=given, hours=hours) if launch.rank() == 0 else None, None)
-    return gather_values(made, None)[0]
+    decided = gather_values(made, None)[0]
+    assert decided is not None
+    return decided
 
 
 def _saved_recipe(options: TrainOptions) -> dict[str, Any] | None:

@@ -181,8 +181,9 @@ def _run_trial(
 ) -> dict[str, Any]:
     """Train one run and return its settings and score; a run that diverges has none."""
     folder = search.out / f"trial-{number}"
-    budget = {"epsilon": search.epsilon if price.noise_multiplier is None else None}
-    budget |= {"noise_multiplier": price.noise_multiplier, "seed": search.seed and search.seed + number}
+    budget: dict[str, Any] = {"epsilon": search.epsilon if price.noise_multiplier is None else None}
+    budget |= {"noise_multiplier": price.noise_multiplier}
+    budget |= {"seed": None if search.seed is None else search.seed + number}  # no two runs share their noise
     options = build(TrainOptions, shared | drawn | budget | {"out": folder, "quiet": True})
     code = session.train(options)
     run = read_run_folder(folder)

@@ -52,7 +52,7 @@ def test_the_poisson_bound_is_theorem_6_by_hand() -> None:
 
     def one_delta(eps: float) -> float:
         logs = (orders - 1) * (rdp - eps) + (orders - 1) * np.log1p(-1 / orders) - np.log(orders)
-        return min(1.0, float(np.exp(logs).min()))
+        return min(1.0, math.exp(logs.min()))
 
     deltas = np.array([one_delta(math.log1p(1 / (order - 1))) for order in orders])
     expected = gaussian_epsilon(orders, rdp + mean * deltas + np.log(mean) / (orders - 1), DELTA)
