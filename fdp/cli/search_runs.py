@@ -18,11 +18,11 @@ from rich.console import Console
 
 from fdp.cli import session
 from fdp.cli.configure import configure
-from fdp.cli.options import build, parse_value, to_dict
+from fdp.cli.options import build, parse_value
 from fdp.cli.run_files import check_free
 from fdp.cli.search_options import LISTS, SearchOptions
 from fdp.cli.train_options import TrainOptions
-from fdp.privacy.guarantee import MARKER, RELATION, Guarantee, marker_text, read_marker, shown_epsilon
+from fdp.privacy.guarantee import MARKER, RELATION, marker_text, read_marker, shown_epsilon
 from fdp.privacy.mechanism import Mechanism
 from fdp.privacy.sampling import poisson
 from fdp.privacy.selection import (
@@ -73,7 +73,7 @@ def run_search(
     scored = [trial for trial in trials if trial["score"] is not None]
     best = min(scored, key=lambda trial: trial["score"]) if scored else None
     if best is not None:
-        _export(Path(best["folder"]), search.out, price, unit=best["unit"])
+        _export(Path(best["folder"]), search.out, price)
     result = {
         "private": price.epsilon is not None,
         "epsilon": price.epsilon,
@@ -193,21 +193,22 @@ def _run_trial(
     shown = "diverged" if score is None else f"score {score:.4f}"
     settings = ", ".join(f"{key} {value:g}" for key, value in drawn.items())
     console.print(f"run {number}: {settings}: {shown}")
-    unit = None if run.summary is None else run.summary["unit"]
-    return {"folder": str(folder), "settings": drawn, "score": score, "unit": unit, "all": _plain(to_dict(options))}
+    return {"folder": str(folder), "settings": drawn, "score": score}
 
 
-def _plain(settings: dict[str, Any]) -> dict[str, Any]:
-    return {key: str(value) if isinstance(value, Path) else value for key, value in settings.items()}
-
-
-def _export(source: Path, out: Path, price: Price, *, unit: str) -> None:
+def _export(source: Path, out: Path, price: Price) -> None:
     """Copy the best model; its folder states the epsilon of the search instead of that of one run."""
     if (source / "model.safetensors").exists():
         shutil.copy2(source / "model.safetensors", out / "model.safetensors")
     if (source / "model").is_dir():
         shutil.copytree(source / "model", out / "model")
-        earlier = read_marker(out / "model")[:-1]
+        *earlier, run = read_marker(out / "model")
         private = price.epsilon is not None
-        said = Guarantee(price.epsilon, price.delta if private else None, RELATION if private else None, unit)
-        (out / "model" / MARKER).write_text(marker_text([*earlier, said]))
+        search = run._replace(
+            epsilon=price.epsilon,
+            delta=price.delta if private else None,
+            relation=run.relation if private else None,
+            releases=None,  # those of one run: the choice among runs composes by its epsilon alone
+            accountant="rdp, best of a Poisson number of runs",
+        )
+        (out / "model" / MARKER).write_text(marker_text([*earlier, search]))
