@@ -10,6 +10,7 @@ time. The functions differ in what they return of G_b:
 
     >>> losses, dh, total = fused_head_plain(h, w, targets, start)            # sum_b start_b G_b
     >>> losses, dh, per_sample = fused_head_stored(h, w, targets)             # every G_b, in h's dtype
+    >>> losses, dh, p = fused_head_pair(h, w, targets)                        # all p_bt: G_b = p_b^T h_b
     >>> losses, dh, squared = fused_head_norms(h, w, targets)                 # |G_b|^2 only, and later
     >>> total = fused_head_weighted(h, w, targets, factors)                   # sum_b factors_b G_b of the same G_b
 
@@ -90,6 +91,32 @@ def fused_head_stored(
             if chunk.first + chunk.tokens == h.shape[1]:
                 rows[chunk.sample * vocab :][:vocab].copy_(wide[:vocab])
     return _means(losses, share), dh, rows[: len(h) * vocab].view(len(h), vocab, width)
+
+
+@torch.no_grad()
+def fused_head_pair(
+    h: Float[Tensor, "batch tokens width"],
+    w: Float[Tensor, "vocab width"],
+    targets: Int[Tensor, "batch tokens"],
+    weights: Float[Tensor, "batch tokens"] | None = None,
+) -> tuple[Float[Tensor, " batch"], Float[Tensor, "batch tokens width"], Float[Tensor, "batch tokens vocab"]]:
+    """Return losses, their gradients with respect to h, and the gradient of all logits, in h's dtype.
+
+    The logits are overwritten by their gradient, so one tensor of their size exists; on a GPU its rows are padded to
+    the alignment that kernels need. ``weights`` are those of :func:`fused_head_plain`.
+
+    Guarantees:
+      - a sample's loss and gradients are functions of that sample and w alone.
+    """
+    losses, dh = _outputs(h)
+    vocab, w = len(w), _pad_vocabulary(w)
+    targets, share = _shares(targets, weights, losses)
+    p = h.new_empty(*h.shape[:2], len(w))
+    _multiply(p.flatten(0, 1), h.flatten(0, 1), w.T)
+    each = share.flatten() if isinstance(share, Tensor) else share
+    losses.flatten().copy_(softmax_gradient_(p.flatten(0, 1)[:, :vocab], targets.flatten(), each))
+    _multiply(dh.flatten(0, 1), p.flatten(0, 1), w)
+    return _means(losses, share), dh, p[..., :vocab]
 
 
 @torch.no_grad()

@@ -3,7 +3,8 @@
     losses_b = sum_t weights_bt cross_entropy(features_bt W^T, targets_bt)  the block's ``LossHead`` says which is which
 
 The backward runs in the forward, because nothing comes between the two. Pull-back and records are those of
-``Block.apply``: stored per-sample gradients of W, and the records of the features' own parameters.
+``Block.apply``: W's per-sample gradients or the pair of logit gradients and features, as the plan chose, and the
+records of the features' own parameters.
 
     >>> losses, pull = fused_vjp(runner, block, weights, carry, data, uses, plan, gradient)
 """
@@ -15,24 +16,25 @@ from typing import Any
 from torch import Tensor
 
 from fdp import tree
-from fdp.fast.chunked_head import fused_head_plain, fused_head_stored
-from fdp.gradients.costs import NormBy
+from fdp.fast.chunked_head import fused_head_pair, fused_head_plain, fused_head_stored
+from fdp.gradients.costs import NormBy, SumBy
 from fdp.gradients.execution import Pull, Runner
 from fdp.gradients.plan import Plan
-from fdp.gradients.rules import Dense
+from fdp.gradients.rules import Dense, Pair
 from fdp.gradients.taps import Use
 from fdp.model import Block
 from fdp.types import Flat, Path, Tree
 
 
 def can_fuse(block: Block, plan: Plan) -> bool:
-    """Return True if W is trained, used nowhere else in the block, and stored as per-sample gradients."""
+    """Return True if W is trained, used nowhere else in the block, and what the sum needs of it is stored."""
     if block.head is None:
         return False
     path = block.params[block.head.weight]
     once = tree.leaves(block.params).count(path) == 1
-    stored = not plan.private or (path in plan.choices and plan.choices[path].norm is NormBy.KEEP)
-    return once and stored and path in plan.trainable
+    stored = not plan.private or (path in plan.choices and plan.choices[path].sum in (SumBy.REUSE, SumBy.PAIR))
+    vmapped = plan.private and path in plan.choices and plan.choices[path].norm is NormBy.VMAP
+    return once and stored and not vmapped and path in plan.trainable
 
 
 def fused_vjp(
@@ -61,8 +63,13 @@ def fused_vjp(
         assert gradient is None
         own = tuple(use for use in uses if use.path != path)
         features, pull = runner.tapped_vjp(before, rest, carry, data, own, plan.trainable)
-        losses, of_features, per_sample = fused_head_stored(features, weights[path], head.targets(data), counts)
-        found: dict[Path, Any] = {path: [Dense(per_sample)]}
+        w, targets = weights[path], head.targets(data)
+        if plan.choices[path].norm is NormBy.KEEP:
+            losses, of_features, per_sample = fused_head_stored(features, w, targets, counts)
+            found: dict[Path, Any] = {path: [Dense(per_sample)]}
+        else:
+            losses, of_features, of_logits = fused_head_pair(features, w, targets, counts)
+            found = {path: [Pair(of_logits.unsqueeze(1), features.unsqueeze(1), tuple(w.shape))]}
     else:
         features, pull = runner.plain_vjp(before, rest, carry, data, plan.trainable)
         start = gradient if gradient is not None else features.new_ones(len(features))

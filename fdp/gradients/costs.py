@@ -92,6 +92,8 @@ class Rates(NamedTuple):
 
 EXPERTS = ("experts", "einsum")
 """Rules for which a leaf of three dims is one matrix per index of its first dim."""
+SHARED_BY_KERNELS = ("linear", "embedding")
+"""Rules of a leaf that is used several times for which kernels know the norm of all uses together."""
 TILE_TOKENS = 128
 """Tile size of the symmetric kernel, in tokens: tiles on the diagonal are computed in full."""
 # An H200. Only the proportions matter for a choice; they suit other devices too, and timings correct them.
@@ -113,7 +115,11 @@ def candidates(uses: list[Use], *, dtype: torch.dtype, rates: Rates) -> dict[Nor
     """Return every option for one leaf's norms in one backward, with the sum that goes with it."""
     if {use.rule for use in uses} == {EXPANDED}:
         return {NormBy.KEEP: _keep(uses, dtype, rates)}
-    half = rates.kernels and len(uses) == 1
+    half = rates.kernels and (len(uses) == 1 or all(use.rule in SHARED_BY_KERNELS for use in uses))
+    if half and len(uses) > 1:
+        shared = _shared(uses, dtype, rates)
+        closed = {by: shared._replace(norm=by) for by in (NormBy.DIRECT, NormBy.GRAM, NormBy.SYMMETRIC)}
+        return {NormBy.KEEP: _keep(uses, dtype, rates)} | closed
     found = {
         NormBy.KEEP: _keep(uses, dtype, rates),
         NormBy.DIRECT: _direct(uses, dtype, rates, half),
@@ -203,6 +209,20 @@ def _symmetric(uses: list[Use], dtype: torch.dtype, rates: Rates) -> Choice:
         return _direct(uses, dtype, rates, True)._replace(norm=NormBy.SYMMETRIC)
     products = batch * tokens * (tokens + TILE_TOKENS) * (rows + columns)
     seconds = _sum_seconds(uses, rates, True) + products / (rates.matrix * KERNEL_EFFICIENCY)
+    return Choice(NormBy.SYMMETRIC, SumBy.PAIR, seconds, _pair_bytes(uses, dtype))
+
+
+def _shared(uses: list[Use], dtype: torch.dtype, rates: Rates) -> Choice:
+    """Return the cost of the closed form of :mod:`fdp.gradients.shared_leaves`; uses of one kind share their tokens."""
+    by_rule = {rule: [use for use in uses if use.rule == rule] for rule in SHARED_BY_KERNELS}
+    tokens = {rule: sum(sizes(use)[1] for use in found) for rule, found in by_rule.items()}
+    batch, _, rows, columns = sizes(uses[0])
+    seconds = _sum_seconds(by_rule["linear"], rates, True)
+    products = batch * tokens["linear"] * (tokens["linear"] + TILE_TOKENS) * (rows + columns)
+    products += 2 * batch * tokens["linear"] * tokens["embedding"] * columns
+    seconds += products / (rates.matrix * KERNEL_EFFICIENCY)
+    moved = 2 * _pair_bytes(by_rule["embedding"], dtype) + 8 * batch * tokens["linear"] * tokens["embedding"]
+    seconds += (moved + 4 * rows * columns * (len(uses) - 1)) / rates.bandwidth
     return Choice(NormBy.SYMMETRIC, SumBy.PAIR, seconds, _pair_bytes(uses, dtype))
 
 

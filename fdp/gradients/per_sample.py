@@ -33,6 +33,7 @@ from fdp.gradients.sample_gradients import (
     per_sample_gradient,
     spread,
 )
+from fdp.gradients.shared_leaves import squared_norm_by_kernels
 from fdp.model import Model
 from fdp.parallel.gather_reduce import sum_over_tensor_axis
 from fdp.parallel.sharding import Sharding
@@ -192,7 +193,12 @@ def _squared_norms(plan: Plan, records: dict[Path, list[Record]]) -> Flat:
 
 
 def _squared(records: list[Record], choice: Choice) -> Tensor:
-    """Return the squared norm, in float64, of exactly what the sum will add for each sample, all uses together."""
+    """Return the squared norm, in float64, of exactly what the sum will add for each sample, all uses together.
+
+    A second backward adds the uses one by one in float64, so its norms are in float64 too.
+    """
+    if choice.sum is not SumBy.SECOND_BACKWARD and (found := squared_norm_by_kernels(records)) is not None:
+        return found
     if choice.norm in (NormBy.GRAM, NormBy.SYMMETRIC):
         total = sum(gram_squared_norm(record) for record in records)
         crossed = [(a, b) for i, a in enumerate(records) for b in records[:i]]

@@ -11,9 +11,9 @@
 | auto          | the cheapest of all                       | the one that goes with it                |
 
 If measured times are within 10 %, choose the option that stores least. For an embedding, ``flash`` takes the cheapest
-of KEEP, DIRECT and SYMMETRIC, since KEEP stores one table per sample. Where kernels fuse a head with its loss, ``auto``
-and ``flash`` store the head's per-sample gradients. Under a memory budget, both store a smaller form of a gradient, or
-nothing at the price of a second backward.
+of KEEP, DIRECT and SYMMETRIC, since KEEP stores one table per sample. For a leaf that is used several times, kernels
+have one closed form for the norm of all uses together, whatever the option is called. Under a memory budget, ``auto``
+and ``flash`` store a smaller form of a gradient, or nothing at the price of a second backward.
 
 Predicted costs are in ``fdp.gradients.costs``, measured ones in ``fdp.gradients.timing``.
 
@@ -140,10 +140,6 @@ def make_plan(
     allowed = {path: _allowed_by_method(found[path], method) for path in by_leaf}
     options = {path: _add_timings(allowed[path], by_leaf[path], dtype, timings) for path in by_leaf}
     choices = {path: _choose(options[path], by_leaf[path], method, rates) for path in by_leaf}
-    if method in BUDGETED_METHODS and rates.kernels:
-        # A head whose per-sample gradients are stored is fused with its loss, so its logits are never stored.
-        heads = {block.params[block.head.weight] for block in model.blocks if block.head is not None}
-        choices |= {path: options[path][NormBy.KEEP] for path in heads & set(choices)}
     if method in BUDGETED_METHODS and memory_budget is not None:
         choices = _fit_budget(choices, options, by_leaf, memory_budget - sum(sizes.values()), rates)
     return Plan(method, uses, by_vmap | choices, model.trainable, batch_size, dtype)

@@ -31,6 +31,8 @@ from fdp.types import FdpError
 
 Timings: TypeAlias = Mapping[str, float]
 """Seconds of each :func:`signature`."""
+ALIGNED_ELEMENTS = 64
+"""Rows of an output gradient are padded to a multiple of this many elements."""
 MAX_BATCHED_ELEMENTS = 1 << 30
 """Matrices whose per-sample gradients have at most this many elements are timed several per launch."""
 
@@ -113,7 +115,8 @@ def _time(use: Use, by: NormBy, dtype: torch.dtype, device: torch.device, second
             if use.rule == "embedding":
                 left: Tensor | OneHot = OneHot(torch.randint(0, rows, (batch, tokens), device=device))
             else:
-                left = torch.randn(batch, 1, tokens, rows, dtype=dtype, device=device)
+                padded = -(-rows // ALIGNED_ELEMENTS) * ALIGNED_ELEMENTS  # as a fused head pads its vocabulary
+                left = torch.randn(batch, 1, tokens, padded, dtype=dtype, device=device)[..., :rows]
             records.append(Pair(left, right, (rows, columns)))
         factors = torch.rand(batch, dtype=torch.float64, device=device) + 0.5
         return _median(option_runs(records, factors)[by], device, seconds) / copies

@@ -195,7 +195,7 @@ def _bound_body(
 
 @jit
 def _finish_body(
-    tile_ptr, row_ptr, out_ptr, row0, row1, row2, row3,
+    tile_ptr, row_ptr, out_ptr, size_ptr, row0, row1, row2, row3,
     units_p0, units_p1, units_p2, units_p3, units_d0, units_d1, units_d2, units_d3, units_t, batch, rows, pairs,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -222,7 +222,9 @@ def _finish_body(
     units *= pick(matrix, units_d0, units_d1, units_d2, units_d3).to(tl.float64)
     total = tl.where(total < 0.0, 0.0, total) + units * size * size  # NaN stays NaN
     norm = tl.sqrt(total) + units_t * size
-    tl.store(out_ptr + pick(matrix, row0, row1, row2, row3) * batch + index % batch, norm * norm)
+    position = pick(matrix, row0, row1, row2, row3) * batch + index % batch
+    tl.store(out_ptr + position, norm * norm)
+    tl.store(size_ptr + position, units_t * size)
 
 
 # ---------------------------------------------------------------- launches
@@ -238,12 +240,18 @@ def launch_foreach_ghost(gs: list[Tensor], xs: list[Tensor], *, tile: Tile | Non
     check_pairs(gs, xs)
     if not can_launch(*gs, *xs):
         return foreach_ghost_reference(gs, xs)
+    return launch_norms_and_errors(gs, xs, tile=tile)[0]
+
+
+def launch_norms_and_errors(gs: list[Tensor], xs: list[Tensor], *, tile: Tile | None = None) -> tuple[Tensor, Tensor]:
+    """Return the squared norms of each pair, and the bound ``|E_b|`` of step 4 that they include: (matrices, B)."""
     out = torch.empty(len(gs), len(gs[0]), dtype=torch.float64, device=gs[0].device)
-    launch_by_four(partial(_launch_four, tile=tile), gs, xs, out)
-    return out
+    errors = torch.empty_like(out)
+    launch_by_four(partial(_launch_four, tile=tile), gs, xs, out, errors)
+    return out, errors
 
 
-def _launch_four(gs: list[Tensor], xs: list[Tensor], out: Tensor, tile: Tile | None) -> Tensor:
+def _launch_four(gs: list[Tensor], xs: list[Tensor], out: Tensor, errors: Tensor, tile: Tile | None) -> Tensor:
     # The longest sums go first, so that all multiprocessors share the short ones at the end.
     order = sorted(range(len(gs)), key=lambda k: -(gs[k].shape[-1] + xs[k].shape[-1]))
     gs, xs = [align_rows(gs[k]) for k in order], [align_rows(xs[k]) for k in order]
@@ -270,7 +278,7 @@ def _launch_four(gs: list[Tensor], xs: list[Tensor], out: Tensor, tile: Tile | N
         tile_sums, sums, token_sizes, *units, batch, rows, pairs, R=tile.rows, num_warps=1
     )  # fmt: skip
     _finish_body[(len(gs) * batch,)](
-        tile_sums, row_sums, out, *pad_to_four(order), *units, SLACK * UNIT * rounding_steps(tokens, dtype),
+        tile_sums, row_sums, out, errors, *pad_to_four(order), *units, SLACK * UNIT * rounding_steps(tokens, dtype),
         batch, rows, pairs, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
     return out

@@ -14,11 +14,11 @@ from fdp import keys, tree
 from fdp.fast.compiled import CompiledRunner
 from fdp.fast.fused_head import can_fuse, fused_vjp
 from fdp.gradients.clipped_sum import clipped_sum, plain_sum
-from fdp.gradients.costs import NormBy
+from fdp.gradients.costs import NormBy, SumBy
 from fdp.gradients.execution import EAGER, Execution
 from fdp.gradients.per_sample import per_sample_norms
 from fdp.gradients.plan import Method, Plan, make_plan
-from fdp.gradients.rules import Dense, per_sample_gradient
+from fdp.gradients.rules import Dense, Pair, per_sample_gradient
 from fdp.gradients.taps import tapped_vjp
 from fdp.model import Model
 from fdp.models import GPTConfig, LlamaConfig, gpt, llama, mlp
@@ -51,13 +51,13 @@ def _padded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(fdp.fast.chunked_head, "_pad_vocabulary", padded)
 
 
-def keeping(model: Model, params: Any, method: Method = Method.AUTO) -> Plan:
-    """A plan that keeps the head's gradients."""
+def keeping(model: Model, params: Any, method: Method = Method.AUTO, norm: NormBy = NormBy.KEEP) -> Plan:
+    """Return a plan that stores the head's gradients, or the pair that they are products of."""
     plan = make_plan(model, params, DATA, method=method, dtype=torch.float64)
     path = head_of(model)
     if not plan.private:
         return plan
-    kept = plan.choices[path]._replace(norm=NormBy.KEEP)
+    kept = plan.choices[path]._replace(norm=norm, sum=SumBy.REUSE if norm is NormBy.KEEP else SumBy.PAIR)
     return plan._replace(choices=plan.choices | {path: kept})
 
 
@@ -74,9 +74,10 @@ def last_block(model: Model) -> tuple[Any, dict[str, Tensor], Tensor]:
 
 
 @pytest.mark.usefixtures("_padded")
-def test_private_pull_back_is_that_of_the_block(model: Model):
+@pytest.mark.parametrize("norm", [NormBy.KEEP, NormBy.SYMMETRIC])
+def test_private_pull_back_is_that_of_the_block(model: Model, norm: NormBy):
     block, weights, carry = last_block(model)
-    plan = keeping(model, random_like(model))
+    plan = keeping(model, random_like(model), norm=norm)
     assert can_fuse(block, plan)
     losses, pull = fused_vjp(BLOCKS, block, weights, carry, DATA, plan.uses[-1], plan, None)
     expected, reference = tapped_vjp(block, weights, carry, DATA, plan.uses[-1], plan.trainable)
@@ -84,7 +85,7 @@ def test_private_pull_back_is_that_of_the_block(model: Model):
     (of_carry, found), (wanted, records) = pull(None), reference(torch.ones(3, dtype=torch.float64))
     torch.testing.assert_close(of_carry, wanted, rtol=1e-12, atol=1e-12)
     assert set(found) == set(records)
-    assert isinstance(found[head_of(model)][0], Dense)
+    assert isinstance(found[head_of(model)][0], Dense if norm is NormBy.KEEP else Pair)
     for path, (record,) in records.items():
         (got,) = found[path]
         torch.testing.assert_close(per_sample_gradient(got), per_sample_gradient(record), rtol=1e-12, atol=1e-13)
@@ -107,9 +108,10 @@ def test_plain_pull_back_is_that_of_the_block(model: Model, start):
         torch.testing.assert_close(found[path], value, rtol=1e-12, atol=1e-13)
 
 
-def test_the_whole_loop_with_a_fused_head_is_the_loop(model: Model):
+@pytest.mark.parametrize("norm", [NormBy.KEEP, NormBy.SYMMETRIC])
+def test_the_whole_loop_with_a_fused_head_is_the_loop(model: Model, norm: NormBy):
     params = random_like(model)
-    plan = keeping(model, params)
+    plan = keeping(model, params, norm=norm)
     totals = []
     for blocks in (BLOCKS, None):
         losses, norms, stash = per_sample_norms(
@@ -143,7 +145,7 @@ def test_the_loop_takes_the_fused_way(monkeypatch):
     torch.testing.assert_close(norms.squared[path], 4 * truth.squared[path])
 
 
-def test_a_head_is_fused_only_if_the_plan_stores_its_gradients():
+def test_a_head_is_fused_only_if_the_plan_stores_what_its_sum_needs():
     model = MODELS["gpt-untied"]
     params, block, path = model.init(keys.key(0)), model.blocks[-1], head_of(model)
     plan = keeping(model, params)
@@ -152,15 +154,16 @@ def test_a_head_is_fused_only_if_the_plan_stores_its_gradients():
     assert not can_fuse(mlp(widths=(4, 5), classes=3).blocks[-1], plan)
     for norm in NormBy:
         other = plan._replace(choices=plan.choices | {path: plan.choices[path]._replace(norm=norm)})
-        assert can_fuse(block, other) == (norm is NormBy.KEEP)
+        assert can_fuse(block, other) == (norm is not NormBy.VMAP)
     assert not can_fuse(block._replace(params=block.params | {"again": path}), plan)
     frozen = model._replace(frozen=frozenset({path}))
     for method in (Method.AUTO, Method.NONE):
         assert not can_fuse(block, make_plan(frozen, params, DATA, method=method))
     assert can_fuse(block, make_plan(model, params, DATA, method=Method.NONE))
-    for method in (Method.MATERIALIZE, Method.GHOST, Method.GHOST_BK, Method.FLASH_BK):
+    for method in (Method.MATERIALIZE, Method.GHOST):
         assert not can_fuse(block, make_plan(model, params, DATA, method=method))
-    assert can_fuse(block, make_plan(model, params, DATA, method=Method.FLASH))
+    for method in (Method.FLASH, Method.GHOST_BK, Method.FLASH_BK):
+        assert can_fuse(block, make_plan(model, params, DATA, method=method))
     assert not can_fuse(block, make_plan(model, params, DATA, method=Method.FLASH, memory_budget=0.0))
 
 

@@ -89,9 +89,26 @@ def test_small_parameters_have_one_option():
     assert len(twice) == 4
 
 
-def test_uses_of_one_leaf_are_not_left_to_kernels():
-    """Cross terms are computed in float64, so several uses cost as much as without kernels."""
-    both = [LINEAR, LINEAR._replace(name="w#1")]
+def test_uses_by_kernels_share_one_closed_form():
+    """Two linear uses are one with twice the tokens; an embedding adds a product of tokens with tokens."""
+    twice = LINEAR._replace(input_shape=(B, 2 * T, D), output_shape=(B, 2 * T, P))
+    both = candidates([LINEAR, LINEAR._replace(name="w#1")], dtype=BF16, rates=RATES)
+    one = candidates([twice], dtype=BF16, rates=RATES)[NormBy.SYMMETRIC]
+    assert both[NormBy.SYMMETRIC].stored_bytes == one.stored_bytes
+    moved = 4 * P * D / RATES.bandwidth
+    assert both[NormBy.SYMMETRIC].seconds == pytest.approx(one.seconds + moved)
+    assert {by: of.seconds for by, of in both.items() if by is not NormBy.KEEP} == dict.fromkeys(
+        (NormBy.DIRECT, NormBy.GRAM, NormBy.SYMMETRIC), both[NormBy.SYMMETRIC].seconds
+    )
+    tied = candidates([LINEAR, EMBEDDING], dtype=BF16, rates=RATES)[NormBy.SYMMETRIC]
+    alone = candidates([LINEAR], dtype=BF16, rates=RATES)[NormBy.SYMMETRIC]
+    assert tied.seconds > alone.seconds
+    assert tied.stored_bytes == alone.stored_bytes + B * T * (2 * D + 8)
+
+
+def test_other_uses_of_one_leaf_are_not_left_to_kernels():
+    """Cross terms of other rules are computed in float64, so several uses cost as much as without kernels."""
+    both = [LINEAR, LINEAR._replace(name="w#1", rule="matmul")]
     assert seconds(candidates(both, dtype=BF16, rates=RATES)) == pytest.approx(
         seconds(candidates(both, dtype=BF16, rates=RATES._replace(kernels=False)))
     )

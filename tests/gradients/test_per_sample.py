@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from fdp_kernels.ghost import ghost_reference
 
 import fdp.gradients.clipped_sum
 import fdp.gradients.launches
 import fdp.gradients.per_sample
 import fdp.gradients.rules
+import fdp.gradients.shared_leaves
 from fdp import ops, tree
 from fdp.gradients.clipped_sum import clipped_sum, lazy_clipped_sum, lazy_plain_sum, plain_sum
 from fdp.gradients.costs import NormBy, SumBy
@@ -403,6 +405,10 @@ def summed_in_float32(g: torch.Tensor, x: torch.Tensor, factors: torch.Tensor) -
     return torch.einsum("b,bpd->pd", factors.float(), G)
 
 
+SECOND_BACKWARD = ("ghost", "flash-0")
+"""Plans that meet the uses of a leaf one by one, and sum each in float64."""
+
+
 def check_uses_in_half_precision(plan_name: str, in_blocks: int) -> None:
     """Two uses of one leaf, in one block or in two, in each of which all tokens cancel."""
     half, params, data = torch.bfloat16, {"w": torch.zeros(16, 16)}, {}
@@ -422,8 +428,8 @@ def check_uses_in_half_precision(plan_name: str, in_blocks: int) -> None:
         model = model._replace(blocks=(first, second))
     case = Case(model, params, data)
     moved, _ = one_sample_bound(case, plan_name, half)
-    assert (moved <= 1 + 1e-6).all()
-    if plan_name == "flash":  # kept in the record's dtype, measured and summed as kept
+    assert (moved <= 1 + 3e-6).all()  # (B + 3)^2 2^-24, the slack of a sum by kernels
+    if plan_name not in SECOND_BACKWARD:  # stored in the record's dtype, or summed by kernels
         return
     _, norms, stash = per_sample_norms(*case, plan=planned(case, plan_name, half))
     total = clipped_sum(stash.copy(), Clip({"w": torch.ones(3)}, norms.total().max()))
@@ -441,7 +447,10 @@ def test_several_uses_in_half_precision_are_measured_as_they_are_summed(plan_nam
     def by_kernels(records: list[Any], factors: torch.Tensor) -> torch.Tensor:
         return sum(fdp.gradients.rules.weighted_gradient(record, factors).double() for record in records)  # type: ignore
 
-    monkeypatch.setattr(fdp.gradients.clipped_sum, "weighted_gradient_of_uses", by_kernels)
+    if plan_name in SECOND_BACKWARD:
+        monkeypatch.setattr(fdp.gradients.clipped_sum, "weighted_gradient_of_uses", by_kernels)
+    else:
+        monkeypatch.setattr(fdp.gradients.rules, "ghost", uncovering_ghost)
     if plan_name != "flash":
         with pytest.raises(AssertionError):
             check_uses_in_half_precision(plan_name, in_blocks)
@@ -477,10 +486,22 @@ def test_single_dense_records_are_leaves_with_one_dense_gradient():
     ) == {"a"}
 
 
+def covering_ghost(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """As the kernel: a norm that covers the rounding of ``summed_in_float32``."""
+    size = (g.double().norm(dim=-1) * x.double().norm(dim=-1)).sum(1)
+    return (ghost_reference(g, x).sqrt() + 1.25 * g.shape[1] * 2.0**-23 * size).square()
+
+
+def uncovering_ghost(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return the exact norm, which does not cover what float32 leaves in the sum."""
+    return torch.bmm(g.double().mT, x.double()).square().sum((1, 2))
+
+
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     half = torch.bfloat16
-    for module in (fdp.gradients.rules, fdp.gradients.launches):
+    for module in (fdp.gradients.rules, fdp.gradients.launches, fdp.gradients.shared_leaves):
         monkeypatch.setattr(module, "has_kernels", lambda r: isinstance(r, Pair) and r.right.dtype == half)
+    monkeypatch.setattr(fdp.gradients.rules, "ghost", covering_ghost)
     monkeypatch.setattr(fdp.gradients.rules, "weighted", summed_in_float32)
     monkeypatch.setattr(
         fdp.gradients.launches, "foreach_weighted", lambda *lists: [summed_in_float32(*of) for of in zip(*lists)]

@@ -1,0 +1,88 @@
+"""Leaves that are used several times: merged pairs, and norms and sums by kernels or in float64, never mixed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fdp.gradients.rules
+import fdp.gradients.shared_leaves
+from fdp.gradients.rules import Dense, OneHot, Pair, Record, rows
+from fdp.gradients.sample_gradients import direct_squared_norm_of_uses, weighted_gradient_of_uses
+from fdp.gradients.shared_leaves import merge_uses, squared_norm_by_kernels, weighted_gradient_of_shared
+from tests.conftest import randn
+
+SHAPE = (7, 5)
+FACTORS = torch.tensor([0.5, 0.0, 1.0], dtype=torch.float64)
+
+
+def linear(tokens: int, seed: int) -> Pair:
+    return Pair(rows(randn(3, tokens, 7, seed=seed)), rows(randn(3, tokens, 5, seed=seed + 1)), SHAPE)
+
+
+def embedding(tokens: int, seed: int) -> Pair:
+    ids = torch.randint(0, 7, (3, tokens), generator=torch.Generator().manual_seed(seed))
+    return Pair(OneHot(ids), rows(randn(3, tokens, 5, seed=seed)), SHAPE)
+
+
+USES: dict[str, list[Record]] = {
+    "tied": [linear(4, 0), embedding(6, 3)],
+    "embedding first": [embedding(6, 3), linear(4, 0)],
+    "shared layer": [linear(4, 0), linear(9, 2)],
+    "two embeddings": [embedding(4, 0), embedding(6, 3)],
+    "all": [linear(4, 0), embedding(6, 3), linear(2, 5), embedding(1, 7)],
+}
+
+
+@pytest.fixture
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take any pair for one that the kernels take; on a CPU they are their references, in float64."""
+    for module in (fdp.gradients.rules, fdp.gradients.shared_leaves):
+        monkeypatch.setattr(module, "has_kernels", lambda record: isinstance(record, Pair))
+    monkeypatch.setattr(fdp.gradients.rules, "kernel_factors", lambda factors: factors)
+
+
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("name", USES)
+def test_norm_and_sum_are_those_of_all_uses_together(name: str) -> None:
+    records = USES[name]
+    square = squared_norm_by_kernels(records)
+    assert square is not None
+    torch.testing.assert_close(square, direct_squared_norm_of_uses(records), rtol=1e-9, atol=0)
+    total = weighted_gradient_of_shared(records, FACTORS)
+    expected = weighted_gradient_of_uses(records, FACTORS)
+    torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=1e-5)  # an embedding's sum is float32
+
+
+@pytest.mark.usefixtures("_kernels")
+def test_a_missing_cross_term_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [squared_norm_by_kernels([record]) for record in USES["tied"]]
+    monkeypatch.setattr(fdp.gradients.shared_leaves, "tied_norms", lambda *_: parts[0] + parts[1])
+    with pytest.raises(AssertionError):
+        test_norm_and_sum_are_those_of_all_uses_together("tied")
+
+
+@pytest.mark.usefixtures("_kernels")
+def test_at_most_two_pairs_are_left() -> None:
+    merged = merge_uses(USES["all"])
+    assert merged is not None
+    assert merged.linear is not None
+    assert merged.embedding is not None
+    assert merged.linear.right.shape == (3, 1, 6, 5)
+    assert merged.embedding.right.shape == (3, 1, 7, 5)
+
+
+@pytest.mark.usefixtures("_kernels")
+def test_dense_records_groups_and_mixed_dtypes_stay_in_float64() -> None:
+    one = linear(4, 0)
+    grouped = Pair(randn(3, 2, 4, 7), randn(3, 2, 4, 5), (14, 5))
+    wide = Pair(one.left, one.right.float(), SHAPE)
+    for records in ([one, Dense(randn(3, 7, 5))], [grouped, grouped], [one, wide]):
+        assert merge_uses(records) is None
+        assert squared_norm_by_kernels(records) is None
+    records: list[Record] = [one, Dense(randn(3, 7, 5))]
+    assert torch.equal(weighted_gradient_of_shared(records, FACTORS), weighted_gradient_of_uses(records, FACTORS))
+
+
+def test_without_kernels_everything_stays_in_float64() -> None:
+    assert squared_norm_by_kernels(USES["tied"]) is None
