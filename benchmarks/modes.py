@@ -80,6 +80,7 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
     memory_budget: float | None = None
     microbatches: int = 1
+    learning_rate: float = LEARNING_RATE
     baseline: Callable[[str, Model, int, torch.device, Tree | None], Candidate] | None = None
 
     @property
@@ -202,6 +203,7 @@ def build(case: Case, mode: str, device: torch.device) -> Candidate:
             dtype=case.dtype,
             memory_budget=case.memory_budget,
             microbatches=case.microbatches_of(mode),
+            optimizer=adamw(case.learning_rate, weight_decay=WEIGHT_DECAY),
             speed=case.speed,
         )
     if case.baseline is None:

@@ -113,16 +113,21 @@ REGIMES = {
 }
 
 
-def make_case(
+def make_case(name: str, **options: Any) -> Case:
+    """Return the case of a regime of this benchmark."""
+    return case_of(name, REGIMES[name], **options)
+
+
+def case_of(
     name: str,
+    regime: Regime,
     *,
     speed: Speed = FAST,
     layers: int | None = None,
     memory_budget: float | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Case:
-    """Return the case of a regime."""
-    regime = REGIMES[name]
+    """Return the case of a regime, with a small slice of its model to check."""
     config = regime.config._replace(layers=layers or regime.config.layers)
     few, short = min(CHECKED_LAYERS, config.layers), min(CHECKED_CONTEXT, config.context)
     small = regime.make(config._replace(layers=few, context=short), name=f"{name}, {few} layers, {short} tokens")
