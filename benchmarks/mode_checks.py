@@ -1,7 +1,7 @@
 """Check a mode before it is timed: it must compute what eager ``materialize`` computes.
 
-    slice      |got - expected| <= SLACK |expected| for losses, norms and the update of three steps; LEAF_SLACK for the
-               update of a single leaf
+    slice      |got - expected| <= SLACK |expected| for losses and norms, UPDATE_SLACK for the update of three steps,
+               LEAF_SLACK for the update of a single leaf
     full size  -SLACK <= got / expected - 1 <= SLACK for the norms of the first two steps. Norms from Gram matrices are
                overstated by design: up to OVERSTATED rounding_cover(T), and the row says by how much
 
@@ -28,7 +28,9 @@ from fdp.optimizers import Optimizer, adamw
 from fdp.types import Flat
 
 SLACK = 2e-2
-"""Allowed relative error of losses, norms and the update; bfloat16 takes up to half of it."""
+"""Allowed relative error of losses and norms; bfloat16 takes up to half of it."""
+UPDATE_SLACK = 3e-2
+"""Allowed relative error of the update. A plain bfloat16 backward of two layers of width 768 takes two thirds of it."""
 LEAF_SLACK = 0.1
 """Allowed relative error of the update of a single leaf."""
 OVERSTATED = 4.0
@@ -73,7 +75,8 @@ class Checker:
                 self.errors[at] = self._differences(case, mode)
             finally:
                 free(self.device)
-        allowed = {what: LEAF_SLACK if " of " in what else SLACK for what in self.errors[at]}
+        slack = {"update": UPDATE_SLACK}
+        allowed = {what: LEAF_SLACK if " of " in what else slack.get(what, SLACK) for what in self.errors[at]}
         bad = [f"{what} off by {error:.1e}" for what, error in self.errors[at].items() if not error <= allowed[what]]
         if bad:
             raise WrongError(f"on the slice, against materialize: {', '.join(bad[:4])}")

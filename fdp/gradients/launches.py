@@ -66,13 +66,31 @@ def weighted_gradients(
 
     def sum_many(pairs: list[Pair], indices: list[int]) -> list[Tensor]:
         weights = [kernel_factors(factors[i]) for i in indices]
-        sums = foreach_weighted(*_sides(pairs), weights)
-        return [total.view(pair.shape) for total, pair in zip(sums, pairs)]
+        # A sum of many samples is one of several matrices, each of few samples, added in float64.
+        parts = [_split(side) for side in (*_sides(pairs), weights)]
+        sums = iter(foreach_weighted(*[[few for of in side for few in of] for side in parts]))
+        return [_add_parts([next(sums) for _ in of]).view(pair.shape) for of, pair in zip(parts[0], pairs)]
 
     def can_share(pair: Pair) -> bool:
-        return _single_group(pair) and len(pair.right) <= SAMPLES_PER_FLOAT32_SUM
+        return _single_group(pair) and _count_parts(len(pair.right)) is not None
 
     return _foreach(records, can_share, sum_many, lambda i: weighted_gradient(records[i], factors[i]))
+
+
+def _count_parts(samples: int) -> int | None:
+    """Return in how many equal parts that a kernel sums in float32 samples can be split; None if in too many."""
+    least = max(1, -(-samples // SAMPLES_PER_FLOAT32_SUM))
+    return next((parts for parts in range(least, 2 * least) if samples % parts == 0), None)
+
+
+def _split(sides: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+    """Split the samples of every tensor into as many parts as :func:`_count_parts` says."""
+    return [of.chunk(_count_parts(len(of)) or 1) for of in sides]
+
+
+def _add_parts(parts: list[Tensor]) -> Tensor:
+    first, *rest = parts
+    return sum((part.double() for part in rest), start=first.double()) if rest else first
 
 
 def _norms(records: Sequence[Record], kernel: Callable[..., Tensor], one: Callable[[Record], Tensor]) -> list[Tensor]:

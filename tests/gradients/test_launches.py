@@ -118,6 +118,15 @@ def test_more_samples_than_one_float32_sum_takes_are_split(launches: list[tuple[
     assert not launches
 
 
+def test_parts_of_equal_size_share_a_launch_and_are_added_in_float64(launches: list[tuple[str, int]]) -> None:
+    many = [pair(128, 2, 3, 4), pair(128, 2, 4, 3)]
+    factors = [torch.linspace(0, 1, 128, dtype=torch.float64), torch.ones(128, dtype=torch.float64)]
+    for got, record, factor in zip(weighted_gradients(many, factors), many, factors):
+        assert got.dtype == torch.float64
+        torch.testing.assert_close(got, weighted_gradient(record, factor), rtol=1e-12, atol=1e-12)
+    assert launches == [("foreach_weighted", 4)]
+
+
 def test_without_kernels_no_launch_is_shared() -> None:
     found = weighted_gradients(records(), [torch.ones(3, dtype=torch.float64)] * 8)
     for got, record in zip(found, records(), strict=True):
