@@ -121,6 +121,18 @@ def _times_factor(row, factor_ptr):
 
 
 @jit
+def _load_row_below(rows, factors, s, stride, inside, S: tl.constexpr):
+    """Load row s as :func:`_load_row` does; zeros from row S on."""
+    counts = tl.where(tl.load(factors + s, mask=s < S, other=0.0) != 0.0, 1, 0) > 0
+    return tl.load(rows + s * stride, mask=inside & counts, other=0.0)
+
+
+@jit
+def _times_factor_below(row, factors, s, S: tl.constexpr):
+    return tl.load(factors + s, mask=s < S, other=0.0).to(tl.float64) * row.to(tl.float64)
+
+
+@jit
 def _noisy_adamw_body(
     tiles_ptr,
     leaves_ptr,
@@ -183,8 +195,23 @@ def _noisy_adamw_body(
         total += _times_factor(row_2, factors + 2)
     if S > 3:
         total += _times_factor(row_3, factors + 3)
-    for s in range(4, S):
-        total += _times_factor(_load_row(rows + s * stride, factors + s, inside), factors + s)
+    for s in range(4, S, 8):  # eight loads at a time are on their way
+        row_0 = _load_row_below(rows, factors, s, stride, inside, S)
+        row_1 = _load_row_below(rows, factors, s + 1, stride, inside, S)
+        row_2 = _load_row_below(rows, factors, s + 2, stride, inside, S)
+        row_3 = _load_row_below(rows, factors, s + 3, stride, inside, S)
+        row_4 = _load_row_below(rows, factors, s + 4, stride, inside, S)
+        row_5 = _load_row_below(rows, factors, s + 5, stride, inside, S)
+        row_6 = _load_row_below(rows, factors, s + 6, stride, inside, S)
+        row_7 = _load_row_below(rows, factors, s + 7, stride, inside, S)
+        total += _times_factor_below(row_0, factors, s, S)
+        total += _times_factor_below(row_1, factors, s + 1, S)
+        total += _times_factor_below(row_2, factors, s + 2, S)
+        total += _times_factor_below(row_3, factors, s + 3, S)
+        total += _times_factor_below(row_4, factors, s + 4, S)
+        total += _times_factor_below(row_5, factors, s + 5, S)
+        total += _times_factor_below(row_6, factors, s + 6, S)
+        total += _times_factor_below(row_7, factors, s + 7, S)
     if NOISE:  # round to the grid: float64 has no finer digits at 1.5 * 2^52 times the grid width
         coarse = tl.load(scalars_ptr + 5) * 6755399441055744.0
         total = (total + coarse) - coarse
