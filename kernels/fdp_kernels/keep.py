@@ -122,6 +122,16 @@ def weighted_sum_reference(G_BN: Tensor, factors_B: Tensor, dtype: torch.dtype, 
     return (total if onto_N is None else onto_N + total).to(dtype)
 
 
+def weighted_sum_cpu(G_BN: Tensor, factors_B: Tensor, dtype: torch.dtype, onto_N: Tensor | None = None) -> Tensor:
+    """Evaluate :func:`weighted_sum_reference`; rows with factor 0 are left out instead of replaced by zeros."""
+    _check_sum(G_BN, factors_B, dtype, onto_N)
+    counts_B = factors_B != 0
+    if not bool(counts_B.all()):
+        G_BN, factors_B = G_BN[counts_B], factors_B[counts_B]
+    total = torch.tensordot(factors_B.double(), G_BN.double(), dims=1)
+    return (total if onto_N is None else onto_N + total).to(dtype)
+
+
 # ---------------------------------------------------------------- bodies
 
 
@@ -323,6 +333,7 @@ weighted_sum = define(
     "Tensor G, Tensor factors, ScalarType dtype, Tensor? onto=None -> Tensor",
     reference=weighted_sum_reference,
     cuda=launch_weighted_sum,
+    cpu=weighted_sum_cpu,
     fake=lambda G, factors, dtype, onto=None: G.new_empty(G.shape[1:], dtype=dtype),
 )
 """``(G_BN, factors_B, dtype, onto_N=None)``: as :func:`weighted_sum_reference`."""

@@ -23,6 +23,7 @@ from fdp_kernels.keep import (
     squared_norms,
     squared_norms_reference,
     weighted_sum,
+    weighted_sum_cpu,
     weighted_sum_reference,
 )
 from fdp_kernels.tile_gemm import Tile, align_rows, widths_and_ends
@@ -102,7 +103,7 @@ def test_a_sample_with_factor_zero_adds_exactly_zero(bad: float) -> None:
     assert torch.equal(launch_weighted(worse, x, factors), launch_weighted(zero, x, factors))
     assert torch.equal(weighted_reference(worse, x, factors), weighted_reference(zero, x, factors))
     G, G_zero = keep_reference(worse, x)[0], keep_reference(zero, x)[0]
-    for sum_by in (launch_weighted_sum, weighted_sum_reference):
+    for sum_by in (launch_weighted_sum, weighted_sum_reference, weighted_sum_cpu):
         assert torch.equal(sum_by(G, factors, torch.float32), sum_by(G_zero, factors, torch.float32))
 
 
@@ -276,7 +277,7 @@ def test_a_weighted_sum_is_added_to_another_and_rounded_once() -> None:
     G, factors = torch.randn(3, 2000, generator=torch.Generator().manual_seed(0)), factors_of(3)
     G[1], factors[1] = torch.nan, 0.0
     before = torch.full((2000,), 1e6, dtype=torch.float64)
-    for sum_by in (launch_weighted_sum, weighted_sum_reference):
+    for sum_by in (launch_weighted_sum, weighted_sum_reference, weighted_sum_cpu):
         wide, single = sum_by(G, factors, torch.float64, before), sum_by(G, factors, torch.float64)
         torch.testing.assert_close(wide - before, single, rtol=0, atol=1e-9)
         # At 1e6 a float32 ulp is 1/16: a sum rounded before it is added would be off by more than half an ulp.
