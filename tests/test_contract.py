@@ -75,6 +75,15 @@ def with_gain(model: Model) -> Model:
     """The model with each sample's loss multiplied by its own ``gain``: a sample as extreme as we like."""
     *blocks, last = model.blocks
     scaled = last._replace(apply=lambda p, carry, data: last.apply(p, carry, data) * data["gain"])
+    if (head := last.head) is not None:  # a fused head weights the loss of every token
+
+        def weights(data: dict[str, torch.Tensor]) -> torch.Tensor:
+            targets = head.targets(data)
+            own = None if head.weights is None else head.weights(data)
+            each = torch.full(targets.shape, 1 / targets.shape[1]) if own is None else own
+            return each * data["gain"].unsqueeze(1)
+
+        scaled = scaled._replace(head=head._replace(weights=weights))
     return model._replace(blocks=(*blocks, scaled))
 
 
