@@ -82,6 +82,7 @@ def configure(options: TrainOptions) -> RunConfig:
         offload=parse_offload(options.ranks.offload),
         checkpoint_activations=options.ranks.checkpoint_activations,
         values=values,
+        ema=options.evaluation.ema,
         evaluation=make_evaluation(options, held_out, population=population, delta=delta),
     )
     return extend_config(options, config)

@@ -18,6 +18,7 @@ from fdp.data.held_out import split_held_out
 from fdp.model import Model
 from fdp.privacy.microbatches import Dataset
 from fdp.privacy.sampling import rounded_population
+from fdp.run.averaging import check_decay
 from fdp.run.evaluation_config import Budget, Cost, EvaluationConfig, default_every
 from fdp.types import FdpError
 
@@ -50,10 +51,10 @@ def make_evaluation(
     every = default_every(steps) if given.eval_every is None else given.eval_every
     if given.eval_epsilon is None:
         cost = Cost.PUBLIC if given.eval_public else Cost.OUTSIDE
-        return EvaluationConfig(held_out, digest, cost, every)
+        return EvaluationConfig(held_out, digest, cost, every, None, given.keep_best, given.patience)
     number = _public_number(given, held_out, population)
     budget = Budget(given.eval_epsilon, delta, number, given.eval_max_loss)
-    return EvaluationConfig(held_out, digest, Cost.NOISED, every, budget)
+    return EvaluationConfig(held_out, digest, Cost.NOISED, every, budget, given.keep_best, given.patience)
 
 
 def _public_number(given: EvaluationOptions, held_out: Dataset, population: int) -> int:
@@ -68,6 +69,10 @@ def _public_number(given: EvaluationOptions, held_out: Dataset, population: int)
 def _check(options: TrainOptions) -> None:
     """Refuse numbers out of range, and options that contradict each other."""
     given = options.evaluation
+    if given.ema is not None:
+        check_decay(given.ema)
+    if given.patience is not None and given.patience < 1:
+        raise FdpError(f"--patience: expected at least 1 evaluation without improvement, got {given.patience}")
     if given.eval_data is not None and given.eval_fraction is not None:
         raise FdpError("--eval-data and --eval-fraction: expected one of them, got both; each names the held-out data")
     if given.eval_fraction is not None and not 0 < given.eval_fraction < 1:

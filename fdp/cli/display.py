@@ -45,6 +45,10 @@ EARLY_STOP = (
     "after {steps} of {steps_planned} steps. The epsilon is that of all {steps_planned}, since what the run showed may "
     "have led to the stop; it is {less} if the {steps} steps were decided on before the run"
 )
+BY_PATIENCE = (
+    "after {steps} of {steps_planned} steps, by --patience. The epsilon is that of all {steps_planned}: the stop was "
+    "not decided on before the run"
+)
 FIXED_SEED = "whoever guesses it can repeat the noise and subtract it. For a real release leave --seed out"
 
 
@@ -77,6 +81,8 @@ def show_result(console: Console, summary: Mapping[str, Any], folder: Path) -> N
     rows = [("loss", f"{first} → {last} in {summary['steps']} steps")]
     if "evaluation" in summary:
         rows.append(("evaluation", summary_words(summary["evaluation"])))
+    if "exported" in summary:
+        rows.append(("exported", summary["exported"]["in_words"]))
     if failures := summary.get("kfac_failures"):
         rows.append(
             (
@@ -89,7 +95,8 @@ def show_result(console: Console, summary: Mapping[str, Any], folder: Path) -> N
         rows.append(("privacy", f"epsilon {epsilon} at delta {summary['delta']:.3g} ({summary['relation']})"))
         if summary["steps"] < summary["steps_planned"]:
             less = shown_epsilon(summary["epsilon_if_stop_was_decided_in_advance"])
-            rows.append(("early stop", EARLY_STOP.format(**summary, less=less)))
+            by_patience = summary.get("exported", {}).get("stopped_early", False)
+            rows.append(("early stop", (BY_PATIENCE if by_patience else EARLY_STOP).format(**summary, less=less)))
         rows += [("covered", COVERED), ("not covered", NOT_COVERED)]
     else:
         rows.append(("privacy", "none: the parameters may reveal the data they were trained on"))

@@ -19,8 +19,18 @@ from fdp.data.units import dataset_unit
 from fdp.privacy.guarantee import shown_epsilon
 from fdp.run.evaluation import Evaluator
 from fdp.run.evaluation_config import Cost
+from fdp.run.kept import Best, Kept, is_exhausted
 from fdp.run.step_metrics import Evaluation, StepRecord
+from fdp.run.training_run import Run
 from fdp.types import TrainState
+
+CHOICE = {
+    Cost.PUBLIC: "the choice is free, by public data",
+    Cost.NOISED: "the choice is within the budget of the evaluations",
+    Cost.OUTSIDE: "the choice is not covered for the held-out samples; for those trained on epsilon holds, since it is "
+    "that of all planned steps",
+}
+"""The cost of choosing a step by its evaluation."""
 
 NOUNS = {
     "user": "users who were not trained on",
@@ -110,6 +120,30 @@ def evaluation_summary(evaluator: Evaluator | None, records: Sequence[StepRecord
             "loss_noise": None if release is None else release.loss_deviation(),
         }
     }
+
+
+def result_summary(run: Run, state: TrainState) -> dict[str, Any]:
+    """Return the entry ``exported`` of ``summary.json``: which parameters the run exports, if not simply the last.
+
+    The choice of a step by private held-out numbers is not covered for the people they were computed on.
+    """
+    evaluation, kept = run.config.evaluation, state.opt
+    if not isinstance(kept, Kept):
+        return {}
+    said = [] if run.config.ema is None else [f"the average of the parameters with decay {run.config.ema:g} (free)"]
+    found: dict[str, Any] = {"step": int(state.step), "ema": run.config.ema, "stopped_early": False}
+    if evaluation is not None and isinstance(kept.best, Best):
+        if evaluation.keep_best and int(kept.best.step):
+            found |= {"step": int(kept.best.step)}
+            said.append(f"the best by held-out loss, {float(kept.best.loss):.4f} after step {int(kept.best.step)}")
+        if is_exhausted(run, state) and int(state.step) < run.config.steps:
+            found |= {"stopped_early": True}
+            said.append(
+                f"stopped after step {int(state.step)}, {evaluation.patience} evaluations without a lower held-out loss"
+            )
+        if found["stopped_early"] or found["step"] != int(state.step):
+            said.append(CHOICE[evaluation.cost])
+    return {"exported": found | {"in_words": "; ".join(said) or "the parameters after the last step"}}
 
 
 def summary_words(found: dict[str, Any]) -> str:

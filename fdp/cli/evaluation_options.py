@@ -60,3 +60,18 @@ class EvaluationOptions:
             needs=Needs.EVAL_EPSILON,
         ),
     ] = None
+    keep_best: Annotated[
+        bool,
+        Flag("Export the parameters with the lowest held-out loss, not the last ones.", needs=Needs.EVALUATION),
+    ] = False
+    patience: Annotated[
+        int | None,
+        Flag(
+            "Stop after this many evaluations without a lower held-out loss. Epsilon stays that of all --steps.",
+            needs=Needs.EVALUATION,
+        ),
+    ] = None
+    ema: Annotated[
+        float | None,
+        Flag("Evaluate and export an exponential average of the parameters with this decay, such as 0.99; free."),
+    ] = None

@@ -20,7 +20,7 @@ from fdp.advice.hints import Diverged, hints_before
 from fdp.cli import display, diverged, progress, resume, run_files
 from fdp.cli.bookkeeping import Account, check_ledger, open_account
 from fdp.cli.configure import configure
-from fdp.cli.evaluation_display import evaluation_summary, show_evaluations
+from fdp.cli.evaluation_display import evaluation_summary, result_summary, show_evaluations
 from fdp.cli.extend import continue_state
 from fdp.cli.folder_lock import FolderLock, lock_folder
 from fdp.cli.model_and_data import export_model
@@ -35,6 +35,7 @@ from fdp.parallel.heartbeat import Heartbeat
 from fdp.parallel.launch import Ranks
 from fdp.report import figure
 from fdp.run.evaluation import Evaluator, attach_evaluations, make_evaluator
+from fdp.run.kept import exported, plain, start_keeping
 from fdp.run.run_folder import read_records
 from fdp.run.step_metrics import StepRecord, summarise
 from fdp.run.training_run import Run, prepare, steps
@@ -70,7 +71,7 @@ def train(options: TrainOptions, ranks: Ranks | None = None) -> int:
         run_in_unison(lambda: check_ledger(options) if first else None, None)
         with console.status("checking the data, the model and the budget"):
             run, state = prepare(config, root=None if resumed is None else resumed.root)
-            state = continue_state(options, run, state)
+            state = start_keeping(run, continue_state(options, run, state))
             evaluator = make_evaluator(run)
         if resumed is not None and resumed.checkpoint is not None:
             run_in_unison(lambda: resume.check_same_run(resumed, run), None)
@@ -99,9 +100,9 @@ def _train(session: Session, state: TrainState) -> int:
     first = launch.rank() == 0
     records = read_records(folder, upto=int(state.step)) if first else []
     with stop_on_signals() as stop:
-        stream = session.account.follow(steps(run, state, stop=stop.requested), done=int(state.step))
+        stream = session.account.follow(steps(run, plain(state), stop=stop.requested), done=int(state.step))
         stream = _check_alive(session, stream)
-        stream = attach_evaluations(stream, session.evaluator)
+        stream = attach_evaluations(stream, run, session.evaluator, state)
         stream = run_files.write_metrics(stream, folder, earlier=records) if first else stream
         stream = progress.follow(_save_checkpoints(session, stream), run, console)
         stream = show_evaluations(stream, session.evaluator, console)
@@ -111,7 +112,7 @@ def _train(session: Session, state: TrainState) -> int:
         except Diverged as error:
             run_in_unison(lambda: lock.check() if lock else None, None)
             session.account.end_as("diverged")
-            summary = summarise(run, state, records) | session.account.summary()
+            summary = summarise(run, plain(state), records) | session.account.summary()
             return diverged.finish(session.folder, summary, error, options, console)
         code = max(gather_values(stop.exit_code, None)) if int(state.step) < run.config.steps else 0
         if code:
@@ -226,10 +227,10 @@ def _save_checkpoints(
 def _finish(session: Session, state: TrainState, records: list[StepRecord]) -> None:
     """Write the model, the report and the summary, and show the result."""
     options, run, folder, console = session[:4]
-    summary = (
-        summarise(run, state, records) | evaluation_summary(session.evaluator, records) | session.account.summary()
-    )
-    export_model(state.params, options.model, folder, guarantees=session.account.promises)
+    result = exported(run, state)
+    summary = summarise(run, result, records) | evaluation_summary(session.evaluator, records)
+    summary |= result_summary(run, state) | session.account.summary()
+    export_model(result.params, options.model, folder, guarantees=session.account.promises)
     if launch.rank() == 0:
         figure.write_report(folder, run, records, title=f"{options.model.model} on {options.data.data}")
         run_files.write_summary(folder, summary)  # last: a folder with a summary is a finished run

@@ -10,7 +10,7 @@ are added up in float64. What the numbers cost is in :mod:`fdp.run.evaluation_co
 ``accuracy`` are released (:mod:`fdp.run.noised_evaluation`).
 
     >>> evaluator = make_evaluator(run)                              # None if the run has no evaluations
-    >>> for state, record in attach_evaluations(steps(run, state), evaluator): record.evaluation
+    >>> for state, record in attach_evaluations(steps(run, state), run, evaluator, state): record.evaluation
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from fdp.parallel.sharding import over_tensor_axis
 from fdp.privacy.microbatches import fetch_rows, pad_to_microbatches
 from fdp.run.evaluation_config import EvaluationConfig, check_evaluation, planned_steps
 from fdp.run.forward import forward_weights, losses_and_scores, sample_losses
+from fdp.run.kept import Kept, evaluated_params, is_exhausted, judge, keep_up
 from fdp.run.noised_evaluation import Release, contributions
 from fdp.run.step_metrics import Evaluation, StepRecord
 from fdp.run.training_run import Run
@@ -87,7 +88,7 @@ def make_evaluator(run: Run) -> Evaluator | None:
             f"{run.config.model.name}: expected a model that names its scores, or a public bound on a sample's loss "
             "for noised evaluations, got neither; give --eval-max-loss"
         )
-    settings = fingerprint(model.identity, config.digest, tuple(config.budget), steps, bound)
+    settings = fingerprint(model.identity, config.digest, tuple(config.budget), steps, bound, run.config.ema)
     key = keys.fold_in(run.key.cpu(), f"evaluation {settings}")
     entries = 2 if _classifies(model) else 1
     release = Release(config.budget, steps=steps, entries=entries, max_loss=bound, key=key)
@@ -95,13 +96,31 @@ def make_evaluator(run: Run) -> Evaluator | None:
 
 
 def attach_evaluations(
-    stream: Iterable[tuple[TrainState, StepRecord]], evaluator: Evaluator | None
+    stream: Iterable[tuple[TrainState, StepRecord]], run: Run, evaluator: Evaluator | None, start: TrainState
 ) -> Iterator[tuple[TrainState, StepRecord]]:
-    """Pass the stream on; evaluate after every planned step, and put the result into the step's record."""
+    """Pass the stream on; evaluate after every planned step, and put the result into the step's record.
+
+    ``start`` is the state that the stream goes on from, with what is kept beside it (:mod:`fdp.run.kept`); the states
+    that are passed on have the same beside them. The stream ends when ``patience`` is exhausted, on all ranks at the
+    same step, since all have the same numbers.
+    """
+    kept = start.opt if isinstance(start.opt, Kept) else None
+    if is_exhausted(run, start):
+        return
     for state, record in stream:
+        if kept is not None:
+            kept = keep_up(run, kept, state)
+            state = state._replace(opt=kept)
         if evaluator is not None and record.step in evaluator.steps:
-            record = record._replace(evaluation=evaluate(evaluator, state.params, step=record.step))
+            params = evaluated_params(state)
+            found = evaluate(evaluator, params, step=record.step)
+            record = record._replace(evaluation=found)
+            if kept is not None:
+                kept = judge(kept, params, found, step=record.step)
+                state = state._replace(opt=kept)
         yield state, record
+        if is_exhausted(run, state):
+            return
 
 
 def evaluate(evaluator: Evaluator, params: Tree, *, step: int) -> Evaluation:

@@ -42,6 +42,8 @@ class EvaluationConfig(NamedTuple):
     """Evaluations after every ``every`` steps and after the last.
 
     ``budget`` is given if the cost is ``NOISED``. ``digest`` is :func:`fdp.data.digest.data_digest` of the dataset.
+    ``keep_best``: the result of the run is the parameters with the lowest loss. ``patience``: the run ends after as
+    many evaluations without a lower one.
     """
 
     dataset: Dataset
@@ -49,6 +51,8 @@ class EvaluationConfig(NamedTuple):
     cost: Cost
     every: int
     budget: Budget | None = None
+    keep_best: bool = False
+    patience: int | None = None
 
 
 def planned_steps(every: int, steps: int) -> tuple[int, ...]:
@@ -69,6 +73,8 @@ def check_evaluation(config: EvaluationConfig) -> None:
         raise FdpError("evaluation: expected at least one held-out sample, got none")
     if (config.cost is Cost.NOISED) != (config.budget is not None):
         raise FdpError("evaluation: expected a budget if, and only if, evaluations are noised")
+    if config.patience is not None and config.patience < 1:
+        raise FdpError(f"patience: expected at least 1 evaluation without improvement, got {config.patience}")
     if config.budget is None:
         return
     epsilon, delta, population, max_loss = config.budget

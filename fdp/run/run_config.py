@@ -52,7 +52,8 @@ class RunConfig:
     expected batch size of Poisson sampling. ``population`` is the public number of samples for its rate; None: the
     number of samples, rounded up. ``seed=None`` draws a key from the system. ``values`` gives the first parameters;
     ``before`` lists guarantees about the data that these were trained on. ``epsilon`` covers ``spent``, releases of
-    earlier runs on the same data, too. ``evaluation`` changes no parameter.
+    earlier runs on the same data, too. ``evaluation`` changes no parameter. ``ema`` is the decay of an average of the
+    parameters, which is then the result (``fdp.run.averaging``).
 
     ``microbatch_size``, ``memory_budget`` (bytes), ``compile``, ``compile_backend``, ``cuda_graph``, ``device``,
     ``layout`` (None: one process), ``offload`` and ``checkpoint_activations`` change how a run computes, not what.
@@ -84,6 +85,7 @@ class RunConfig:
     before: tuple[Guarantee, ...] = ()
     spent: tuple[Release, ...] = ()
     evaluation: EvaluationConfig | None = None
+    ema: float | None = None
 
 
 def check_config(config: RunConfig) -> None:

@@ -21,7 +21,7 @@ from fdp.run.step_metrics import StepRecord
 from fdp.run.training_run import prepare
 from fdp.storage.safetensors import import_safetensors
 from fdp.types import FdpError
-from tests.cli.train_runs import call, last_json, small_options, train
+from tests.cli.train_runs import call, interrupt_after, last_json, small_options, train
 
 
 def evaluations(folder: Path) -> list[StepRecord]:
@@ -150,3 +150,69 @@ def test_an_evaluation_option_without_data_is_refused(tmp_path: Path, capsys: py
     assert not (tmp_path / "run").exists()
     assert call("train", "--eval-public", "--model", "logistic", "--data", "digits") == 2
     assert "--eval-public: expected --eval-data to go with it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["outside", "noised"])
+def test_a_run_that_is_interrupted_and_resumed_has_the_same_numbers_average_and_best(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [
+        "--json",
+        "--seed",
+        "3",
+        "--save-every",
+        "2",
+        "--eval-fraction",
+        "0.1",
+        "--eval-every",
+        "2",
+        "--ema",
+        "0.8",
+    ]
+    words += ["--keep-best", "--lr", "0.05", *(["--eval-epsilon", "3"] if kind == "noised" else [])]
+    assert train(tmp_path / "whole", *words, steps=8) == 0
+    whole = last_json(capsys.readouterr().out)
+    with monkeypatch.context() as patch:
+        interrupt_after(5, patch)
+        assert train(tmp_path / "run", *words, steps=8) == 130
+    capsys.readouterr()
+    assert train(tmp_path / "run", *words, steps=8) == 0
+    resumed = last_json(capsys.readouterr().out)
+    assert resumed["evaluation"] == whole["evaluation"]
+    assert resumed["exported"] == whole["exported"]
+    assert resumed["parameter_sha256"] == whole["parameter_sha256"]
+    assert [record.evaluation for record in evaluations(tmp_path / "run")] == [
+        record.evaluation for record in evaluations(tmp_path / "whole")
+    ]
+
+
+def test_keep_best_and_patience_say_what_they_chose_and_need_held_out_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "--eval-data",
+        "digits-test",
+        "--eval-every",
+        "1",
+        "--lr",
+        "500",
+        "--patience",
+        "2",
+        "--keep-best",
+        "--json",
+    ]
+    assert train(tmp_path / "run", *words, "--warmup", "0", "--schedule", "constant", steps=30) == 0
+    text = capsys.readouterr().out
+    summary = last_json(text)
+    assert summary["steps"] < 30
+    assert summary["exported"]["stopped_early"]
+    assert summary["exported"]["step"] == summary["evaluation"]["best"]["step"] == summary["steps"] - 2
+    shown = " ".join(text.replace("│", " ").split())
+    assert "by --patience. The epsilon is that of all 30" in shown
+    assert "the choice is not covered for the held-out samples" in shown
+    assert summary["epsilon"] > summary["epsilon_if_stop_was_decided_in_advance"]
+    for flag in (["--keep-best"], ["--patience", "2"]):
+        assert train(tmp_path / "refused", *flag) == 2
+        assert f"{flag[0]}: expected --eval-data or --eval-fraction to go with it" in capsys.readouterr().err
+    assert train(tmp_path / "refused", "--ema", "1") == 2
+    assert "--ema: expected a decay of at least 0 and below 1" in capsys.readouterr().err
