@@ -37,8 +37,9 @@ def evaluate_run(changes: dict[str, Any], layout: Layout | None = None) -> tuple
     """Return the evaluations of a run of four steps, and its result by leaf."""
     config = replace(configure(small_options(**TINY | changes)), layout=layout)
     run, state = prepare(config)
-    state, evaluator, found = start_keeping(run, state), make_evaluator(run), []
-    for state, record in attach_evaluations(steps(run, plain(state)), run, evaluator, state):  # noqa: B007
+    state = start = start_keeping(run, state)
+    evaluator, found = make_evaluator(run), []
+    for state, record in attach_evaluations(steps(run, plain(start)), run, evaluator, start):  # noqa: B007
         found += [record.evaluation] if record.evaluation is not None else []
     result = exported(run, state).params
     full = {path: getattr(leaf, "full_tensor", lambda leaf=leaf: leaf)() for path, leaf in flatten(result).items()}
@@ -87,8 +88,9 @@ def test_the_result_is_the_parameters_of_the_best_evaluation() -> None:
     """A learning rate that grows far too large: the first evaluation is the best."""
     config = configure(small_options(**TINY | {"ema": None, "lr": 50.0, "warmup": 0, "schedule": "constant"}))
     run, state = prepare(config)
-    state, evaluator, seen = start_keeping(run, state), make_evaluator(run), {}
-    for state, record in attach_evaluations(steps(run, plain(state)), run, evaluator, state):  # noqa: B007
+    state = start = start_keeping(run, state)
+    evaluator, seen = make_evaluator(run), {}
+    for state, record in attach_evaluations(steps(run, plain(start)), run, evaluator, start):
         seen[record.step] = (record.evaluation, parameter_digest(state.params))
     losses = {step: found.loss for step, (found, _) in seen.items() if found is not None}
     best = min(losses, key=lambda step: losses[step])
@@ -99,9 +101,10 @@ def test_the_result_is_the_parameters_of_the_best_evaluation() -> None:
 def test_patience_ends_the_run_and_a_run_without_kept_values_has_a_plain_state() -> None:
     bad = TINY | {"lr": 500.0, "warmup": 0, "schedule": "constant", "ema": None, "patience": 1, "eval_every": 1}
     run, state = prepare(configure(small_options(**bad, steps=30)))
-    state, evaluator = start_keeping(run, state), make_evaluator(run)
+    state = start = start_keeping(run, state)
+    evaluator = make_evaluator(run)
     losses = []
-    for state, record in attach_evaluations(steps(run, plain(state)), run, evaluator, state):  # noqa: B007
+    for state, record in attach_evaluations(steps(run, plain(start)), run, evaluator, start):  # noqa: B007
         losses.append(record.evaluation.loss if record.evaluation else None)
     assert 2 <= len(losses) < 30
     assert losses[-1] >= min(losses[:-1])
