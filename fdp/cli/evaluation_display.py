@@ -88,9 +88,11 @@ def show_evaluations(
 ) -> Iterator[tuple[TrainState, StepRecord]]:
     """Pass the stream on, and print every evaluation with what it costs."""
     for state, record in stream:
-        if evaluator is not None and record.evaluation is not None:
-            line = f"step {record.step}  {result_words(record.evaluation)}  ({record.evaluation.cost})"
-            console.print(Text(line, style="green"))
+        found = record.evaluation
+        if found is not None and evaluator is not None:
+            console.print(Text(f"step {record.step}  {result_words(found)}  ({found.cost})", style="green"))
+        for text in found.texts if found is not None else ():
+            console.print(Text(f"step {record.step}  sample: {text!r}", style="dim"), soft_wrap=True)
         yield state, record
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from fdp.cli.needs import Needs
-from fdp.cli.options import Flag
+from fdp.cli.options import Effect, Flag
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,11 @@ class EvaluationOptions:
     ] = None
     eval_every: Annotated[
         int | None,
-        Flag("Steps between evaluations; there is always one at the end.", default_text="a tenth of the steps"),
+        Flag(
+            "Steps between evaluations; there is always one at the end.",
+            default_text="a tenth of the steps",
+            needs=Needs.EVALUATED,
+        ),
     ] = None
     eval_epsilon: Annotated[
         float | None,
@@ -75,3 +79,14 @@ class EvaluationOptions:
         float | None,
         Flag("Evaluate and export an exponential average of the parameters with this decay, such as 0.99; free."),
     ] = None
+    sample: Annotated[
+        list[str] | None,
+        Flag(
+            "Generate text from this prompt at every evaluation; give it several times for several prompts. Free: the "
+            "text depends on the parameters alone.",
+            effect=Effect.EXECUTION,
+        ),
+    ] = None
+    sample_tokens: Annotated[
+        int, Flag("With --sample: tokens to generate.", effect=Effect.EXECUTION, needs=Needs.SAMPLE)
+    ] = 64

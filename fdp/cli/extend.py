@@ -107,6 +107,8 @@ def find_extended(name: str, *, optimizer: str | None = None) -> Extended:
     whole = found is not None and (last is None or found.name == f"step-{last:08d}")
     if settings["optimizer"] == "kfac" or (optimizer or settings["optimizer"]) != settings["optimizer"]:
         whole = False
+    if settings.get("ema") is not None or settings.get("keep_best") or settings.get("patience"):
+        whole = False  # the exported parameters are not those of the last step
     exported = path / ("model.safetensors" if settings["model"] in models.PRESETS else "model")
     if not whole and (settings.get("prefix") is not None or not exported.exists()):
         what = "a prefix, which only a checkpoint of the last step" if exported.exists() else "a run that"

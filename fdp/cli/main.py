@@ -7,6 +7,7 @@
     fdp plan --world 8              estimate memory, traffic and flops of a step on machines you do not have
     fdp compare ranks=1 ranks=4     run two configurations and show the first stage at which they differ
     fdp inspect models/tiny         show leaves, uses, rules, blocks and memory of a model
+    fdp generate runs/notes --prompt "The"    generate text from a trained model
     fdp report runs/notes           write a page about a run, or about several side by side
     fdp ledger                      list what was spent on which data
     fdp statement runs/first        write the privacy statement of a run
@@ -33,6 +34,7 @@ from fdp.cli.advise import advise_command
 from fdp.cli.compare import compare_command
 from fdp.cli.epsilon import epsilon_command
 from fdp.cli.formatting import package_version
+from fdp.cli.generate import generate_command
 from fdp.cli.inspect import inspect_command
 from fdp.cli.ledger import ledger_command
 from fdp.cli.plan import plan_command
@@ -60,6 +62,7 @@ app.command("epsilon")(epsilon_command)
 app.command("compare")(compare_command)
 app.command("plan")(plan_command)
 app.command("inspect")(inspect_command)
+app.command("generate")(generate_command)
 app.command("report")(report_command)
 app.command("ledger")(ledger_command)
 app.command("statement")(statement_command)

@@ -24,6 +24,8 @@ class Needs(Enum):
     KFAC_COLUMNS = "--optimizer kfac --method none, and --kfac-policy auto or --kfac-distribution gather or owner"
     KFAC_NOISED = "--kfac-data noised"
     EVALUATION = "--eval-data or --eval-fraction"
+    EVALUATED = "--eval-data, --eval-fraction or --sample"
+    SAMPLE = "--sample"
     EVAL_DATA = "--eval-data"
     EVAL_EPSILON = "--eval-epsilon"
     SEVERAL_RANKS = "several ranks, started with torchrun"

@@ -25,13 +25,20 @@ from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 
 Group = TypeVar("Group")
 
-TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", Path: "a path"}
+TYPE_NAMES = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    Path: "a path",
+    list: "a list of texts",
+}
 TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
@@ -88,6 +95,9 @@ class OptionField(NamedTuple):
     def check(self, value: Any) -> Any:
         """Return ``value`` with the option's type, or raise an error that names the option."""
         kind = self.value_type
+        if get_origin(kind) is list and isinstance(value, list) and all(isinstance(each, str) for each in value):
+            return value
+        kind = get_origin(kind) or kind
         if value is None and NoneType in get_args(self.type):
             return None
         if kind is float and type(value) is int:

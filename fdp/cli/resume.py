@@ -26,6 +26,7 @@ from fdp.cli.train_options import TrainOptions
 from fdp.kfac.private.public_data import Public
 from fdp.parallel import launch
 from fdp.parallel.agree import PRIVATE_SETTINGS, gather_values, run_in_unison
+from fdp.run.run_folder import read_records
 from fdp.run.training_run import Run
 from fdp.storage import checkpoint
 from fdp.storage.checkpoint_record import Damaged, Verified
@@ -204,6 +205,22 @@ def spent_budget(run: Run, step: int) -> dict[str, Any]:
 def public_data_digest(run: Run) -> str | None:
     """Return the digest of the public data that the curvature is measured on; None without it."""
     return run.feed.digest if isinstance(run.feed, Public) else None
+
+
+def check_not_released(resumed: ResumedRun, run: Run, out: Path) -> None:
+    """Raise if an earlier attempt released noised evaluations with a key that is lost, so that they would differ now.
+
+    A resumed run, and one with a fixed seed, release the same numbers again, which costs nothing.
+    """
+    evaluation = run.config.evaluation
+    if evaluation is None or evaluation.budget is None or resumed.checkpoint is not None or run.config.seed is not None:
+        return
+    if any(record.evaluation is not None for record in read_records(out)):
+        raise FdpError(
+            f"--eval-epsilon: expected evaluations that were not released before, got those of an attempt in {out} "
+            "that ended before its first checkpoint; to release others would spend their budget twice. Give another "
+            "--out and add up both budgets; a --save-every at most as large as --eval-every avoids this"
+        )
 
 
 def held_out_digest(run: Run) -> str | None:

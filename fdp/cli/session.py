@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +26,7 @@ from fdp.cli.folder_lock import FolderLock, lock_folder
 from fdp.cli.model_and_data import export_model
 from fdp.cli.options import to_dict
 from fdp.cli.resume import ResumedRun
+from fdp.cli.sample_texts import make_writer, text_steps
 from fdp.cli.signals import stop_on_signals
 from fdp.cli.train_options import OutputOptions, TrainOptions
 from fdp.cli.unused_options import check_unused
@@ -35,12 +36,13 @@ from fdp.parallel.heartbeat import Heartbeat
 from fdp.parallel.launch import Ranks
 from fdp.report import figure
 from fdp.run.evaluation import Evaluator, attach_evaluations, make_evaluator
+from fdp.run.generate import attach_texts
 from fdp.run.kept import exported, plain, start_keeping
 from fdp.run.run_folder import read_records
 from fdp.run.step_metrics import StepRecord, summarise
 from fdp.run.training_run import Run, prepare, steps
 from fdp.storage import checkpoint
-from fdp.types import FdpError, TrainState
+from fdp.types import FdpError, TrainState, Tree
 
 
 class Session(NamedTuple):
@@ -54,6 +56,7 @@ class Session(NamedTuple):
     heart: Heartbeat | None
     account: Account
     evaluator: Evaluator | None = None
+    write_texts: Callable[[Tree], tuple[str, ...]] | None = None
 
 
 def train(options: TrainOptions, ranks: Ranks | None = None) -> int:
@@ -73,11 +76,13 @@ def train(options: TrainOptions, ranks: Ranks | None = None) -> int:
             run, state = prepare(config, root=None if resumed is None else resumed.root)
             state = start_keeping(run, continue_state(options, run, state))
             evaluator = make_evaluator(run)
+            write_texts = run_in_unison(lambda: make_writer(options, run), None)
         if resumed is not None and resumed.checkpoint is not None:
             run_in_unison(lambda: resume.check_same_run(resumed, run), None)
             state = checkpoint.load(resumed.checkpoint, like=state)
         if resumed is not None:
             folder = out
+            run_in_unison(lambda: resume.check_not_released(resumed, run, out) if first and out else None, None)
             run_in_unison(lambda: _remove_partial_results(out, options, run, state) if first and out else None, None)
         else:
             created = run_in_unison(lambda: _create_folder(options, run, lock, stack) if first else None, None)
@@ -91,7 +96,7 @@ def train(options: TrainOptions, ranks: Ranks | None = None) -> int:
         _report_resumed(resumed, console)
         heart = ranks.heart if ranks else None
         with account:
-            return _train(Session(options, run, folder, console, lock, heart, account, evaluator), state)
+            return _train(Session(options, run, folder, console, lock, heart, account, evaluator, write_texts), state)
 
 
 def _train(session: Session, state: TrainState) -> int:
@@ -103,6 +108,7 @@ def _train(session: Session, state: TrainState) -> int:
         stream = session.account.follow(steps(run, plain(state), stop=stop.requested), done=int(state.step))
         stream = _check_alive(session, stream)
         stream = attach_evaluations(stream, run, session.evaluator, state)
+        stream = attach_texts(stream, session.write_texts, text_steps(options))
         stream = run_files.write_metrics(stream, folder, earlier=records) if first else stream
         stream = progress.follow(_save_checkpoints(session, stream), run, console)
         stream = show_evaluations(stream, session.evaluator, console)

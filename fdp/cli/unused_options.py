@@ -73,6 +73,8 @@ CONDITIONS: dict[Needs, Callable[[TrainOptions], bool]] = {
     ),
     Needs.KFAC_NOISED: lambda options: options.kfac.data == "noised",
     Needs.EVALUATION: _evaluates,
+    Needs.EVALUATED: lambda options: _evaluates(options) or bool(options.evaluation.sample),
+    Needs.SAMPLE: lambda options: bool(options.evaluation.sample),
     Needs.EVAL_DATA: lambda options: options.evaluation.eval_data is not None,
     Needs.EVAL_EPSILON: lambda options: options.evaluation.eval_epsilon is not None,
     Needs.SEVERAL_RANKS: lambda options: launch.started_by_torchrun(),

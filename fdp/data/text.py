@@ -38,7 +38,7 @@ class Tokenizer(NamedTuple):
 
     ``locate(text)`` returns the same tokens with their spans; None if it cannot. ``render(messages, prompt)`` writes a
     conversation as text by the tokenizer's template, with ``prompt`` up to where the assistant's next message begins;
-    None without a template. ``template`` is its source, ``word`` the noun for a token.
+    None without a template. ``template`` is its source, ``word`` the noun for a token. ``decode(tokens)`` is the text.
     """
 
     encode: Callable[[str], list[int]]
@@ -48,6 +48,7 @@ class Tokenizer(NamedTuple):
     render: Callable[[Sequence[dict[str, Any]], bool], str] | None = None
     template: str = ""
     word: str = "token"
+    decode: Callable[[Sequence[int]], str] | None = None
 
 
 def _encode_bytes(text: str) -> list[int]:
@@ -58,7 +59,11 @@ def _locate_bytes(text: str) -> tuple[list[int], list[Span]]:
     return _encode_bytes(text), [(i, i + 1) for i, character in enumerate(text) for _ in character.encode()]
 
 
-BYTES = Tokenizer(_encode_bytes, 256, locate=_locate_bytes, word="byte")
+def _decode_bytes(tokens: Sequence[int]) -> str:
+    return bytes(token if token < 256 else 63 for token in tokens).decode(errors="replace")
+
+
+BYTES = Tokenizer(_encode_bytes, 256, locate=_locate_bytes, word="byte", decode=_decode_bytes)
 """A token is a byte of the text's UTF-8 form."""
 
 
@@ -105,6 +110,7 @@ def tokenizer_of(tokenizer: Any) -> Tokenizer:
         locate if getattr(tokenizer, "is_fast", False) else None,
         None if template is None else render,
         str(template or ""),
+        decode=lambda tokens: tokenizer.decode(list(tokens), skip_special_tokens=True),
     )
 
 
