@@ -32,7 +32,7 @@ from fdp.types import FdpError, Key, TrainState, Tree
 
 
 class Decoding(NamedTuple):
-    """How text is generated: up to ``tokens`` tokens; temperature 0 takes the most likely token each time.
+    """The way text is generated: up to ``tokens`` tokens; temperature 0 takes the most likely token each time.
 
     Tokens from ``vocab_size`` on are never taken; ``end`` ends the text.
     """
