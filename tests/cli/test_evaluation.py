@@ -189,18 +189,8 @@ def test_a_run_that_is_interrupted_and_resumed_has_the_same_numbers_average_and_
 def test_keep_best_and_patience_say_what_they_chose_and_need_held_out_data(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [
-        "--eval-data",
-        "digits-test",
-        "--eval-every",
-        "1",
-        "--lr",
-        "500",
-        "--patience",
-        "2",
-        "--keep-best",
-        "--json",
-    ]
+    words = ["--eval-data", "digits-test", "--eval-every", "1", "--patience", "2", "--keep-best", "--json"]
+    words += ["--lr", "1", "--seed", "1", "--on-divergence", "continue"]
     assert train(tmp_path / "run", *words, "--warmup", "0", "--schedule", "constant", steps=30) == 0
     text = capsys.readouterr().out
     summary = last_json(text)
