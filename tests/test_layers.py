@@ -60,6 +60,7 @@ INSIDE = {
         "folder_lock",
         "signals",
         "unused_options",
+        "fast_defaults",
         "check_data",
         "model_and_data",
         "extend",

@@ -16,6 +16,7 @@ from fdp import models, optimizers
 from fdp.cli.configure_evaluation import make_evaluation, split_data
 from fdp.cli.configure_kfac import make_kfac_config, make_kfac_source
 from fdp.cli.extend import extend_config
+from fdp.cli.fast_defaults import resolve_fast_defaults
 from fdp.cli.model_and_data import earlier_guarantees, is_folder, load_dataset, load_model_and_data
 from fdp.cli.names import DTYPES, OPTIMIZERS, by_value, choose, parse_mesh, parse_offload
 from fdp.cli.train_options import ComputeOptions, PrivacyOptions, RankOptions, TrainingOptions, TrainOptions
@@ -40,6 +41,7 @@ GIB = 2**30
 
 def configure(options: TrainOptions) -> RunConfig:
     """Return the run that the options describe; raise an error that names the option if one is wrong."""
+    options = resolve_fast_defaults(options)
     privacy, training, compute = options.privacy, options.training, options.compute
     _check_training(training)
     if not is_folder(options.model.model):

@@ -22,6 +22,7 @@ from fdp.cli.bookkeeping import Account, check_ledger, open_account
 from fdp.cli.configure import configure
 from fdp.cli.evaluation_display import evaluation_summary, result_summary, show_evaluations
 from fdp.cli.extend import continue_state
+from fdp.cli.fast_defaults import resolve_fast_defaults
 from fdp.cli.folder_lock import FolderLock, lock_folder
 from fdp.cli.model_and_data import export_model
 from fdp.cli.options import to_dict
@@ -61,6 +62,7 @@ class Session(NamedTuple):
 
 def train(options: TrainOptions, ranks: Ranks | None = None) -> int:
     """Train, write the run's files, and return the exit code."""
+    options = resolve_fast_defaults(options)  # settings that are saved say what was computed
     first, out = launch.rank() == 0, options.output.out
     _check_saving(options.output)
     with ExitStack() as stack:

@@ -178,15 +178,18 @@ class ComputeOptions:
             effect=KFAC_RESULT,
         ),
     ] = 32
-    dtype: Annotated[str, Flag("float32 or bfloat16.")] = "float32"
+    dtype: Annotated[
+        str, Flag("float32 or bfloat16; auto: bfloat16 for a language model on a GPU that has it, else float32.")
+    ] = "auto"
     compile: Annotated[
         str,
         Flag(
             "none; block compiles every kind of block once and uses kernels for the rest (starts quickly); step "
-            "compiles one graph per microbatch and one for the update.",
+            "compiles one graph per microbatch and one for the update; auto: block with --cuda-graph for a language "
+            "model in bfloat16 on a GPU, else none.",
             effect=HOW,
         ),
-    ] = "none"
+    ] = "auto"
     cuda_graph: Annotated[bool, Flag("Record the whole step once and replay it (GPU).", effect=HOW)] = False
     device: Annotated[str, Flag("auto, cpu or cuda.", effect=HOW)] = "auto"
     memory_budget: Annotated[

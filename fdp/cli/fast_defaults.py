@@ -1,0 +1,49 @@
+"""Choose how a step is computed where the user leaves the choice to fdp: ``--dtype auto`` and ``--compile auto``.
+
+    on a GPU with bfloat16, a language model     bfloat16, blocks compiled, the step recorded as a CUDA graph
+    everywhere else                              float32, nothing compiled
+
+Compiled blocks and a recorded step start within seconds, and a private step is then about as fast as a plain one. A
+recording needs state on the GPU and one process: with ``--offload`` or several ranks blocks are only compiled. With
+K-FAC, which measures curvature between steps, nothing is compiled. What was chosen is in the header of the run and in
+its settings, so that a resumed run computes the same.
+
+    >>> options = resolve_fast_defaults(options)               # neither dtype nor compile is "auto" from here on
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from fdp import models
+from fdp.cli.train_options import TrainOptions
+
+AUTO = "auto"
+
+
+def resolve_fast_defaults(options: TrainOptions) -> TrainOptions:
+    """Return the options with ``auto`` replaced by what this machine does best; options that were given stay."""
+    compute = options.compute
+    if AUTO not in (compute.dtype, compute.compile):
+        return options
+    fast = _has_fast_gpu(compute.device) and _is_language_model(options.model.model)
+    if compute.dtype == AUTO:
+        compute = replace(compute, dtype="bfloat16" if fast else "float32")
+    if compute.compile == AUTO:
+        # Kernels for the rest of a step are in half precision.
+        fast = fast and compute.dtype == "bfloat16" and options.training.optimizer != "kfac"
+        recorded = fast and options.ranks.mesh is None and options.ranks.offload == "none"
+        compute = replace(compute, compile="block" if fast else "none", cuda_graph=compute.cuda_graph or recorded)
+    return replace(options, compute=compute)
+
+
+def _has_fast_gpu(device: str) -> bool:
+    """Return True if the run is on a GPU with tensor cores for bfloat16 (Ampere or newer)."""
+    return device in (AUTO, "cuda") and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
+
+
+def _is_language_model(name: str) -> bool:
+    return name in models.LANGUAGE or (name not in models.PRESETS and Path(name).is_dir())
