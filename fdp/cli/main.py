@@ -86,7 +86,7 @@ def _options(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and exit; see the module docstring for the exit codes."""
-    words = _expand_offload(list(sys.argv[1:] if arguments is None else arguments))
+    words = _add_values(list(sys.argv[1:] if arguments is None else arguments))
     try:
         code = app(args=words, prog_name="fdp", standalone_mode=False)
     except (ValueError, OSError) as error:
@@ -110,12 +110,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(code or 0)
 
 
-def _expand_offload(words: list[str]) -> list[str]:
-    """Replace ``--offload`` without a value by ``--offload all``."""
-    expanded = []
+def _add_values(words: list[str]) -> list[str]:
+    """Add the value that an option stands for alone: ``--offload all``, ``--wandb fdp``."""
+    alone, added = {"--offload": "all", "--wandb": "fdp"}, []
     for word, after in zip(words, [*words[1:], "--"]):
-        expanded += [word, "all"] if word == "--offload" and after.startswith("-") else [word]
-    return expanded
+        added += [word, alone[word]] if word in alone and after.startswith("-") else [word]
+    return added
 
 
 def _explain(error: Exception, words: Sequence[str]) -> None:

@@ -28,4 +28,5 @@ class Needs(Enum):
     SAMPLE = "--sample"
     EVAL_DATA = "--eval-data"
     EVAL_EPSILON = "--eval-epsilon"
+    WANDB = "--wandb"
     SEVERAL_RANKS = "several ranks, started with torchrun"

@@ -60,7 +60,7 @@ def report_command(
 def read_runs(folders: Sequence[Path]) -> list[Contents]:
     """Return what is shown of the runs in these folders."""
     from fdp.report.contents import read_contents
-    from fdp.report.promise import promise
+    from fdp.report.promise import statement_words
     from fdp.run.run_folder import read_run_folder
 
     points = max(40, min(POINTS, ALL_POINTS // len(folders)))
@@ -69,7 +69,7 @@ def read_runs(folders: Sequence[Path]) -> list[Contents]:
         read_contents(
             run,
             settings=settings_of(run),
-            statement=promise(run),
+            statement=statement_words(run),
             learning_rates=learning_rates(run),
             points=points,
         )

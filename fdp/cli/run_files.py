@@ -34,7 +34,17 @@ from fdp.run.training_run import Run
 from fdp.storage.private_files import disk_errors, open_private, write_private
 from fdp.types import FdpError, Key, TrainState
 
-FILES = ("config.json", "plan.json", "metrics.jsonl", "summary.json", "model.safetensors", "model", "report.png")
+FILES = (
+    "config.json",
+    "plan.json",
+    "metrics.jsonl",
+    "summary.json",
+    "model.safetensors",
+    "model",
+    "report.png",
+    "tensorboard",
+    "wandb",
+)
 
 
 def check_free(out: Path, *, hint: str = "") -> None:

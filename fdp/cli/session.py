@@ -17,7 +17,7 @@ from typing import NamedTuple
 from rich.console import Console
 
 from fdp.advice.hints import Diverged, hints_before
-from fdp.cli import display, diverged, progress, resume, run_files
+from fdp.cli import display, diverged, progress, resume, run_files, tracking
 from fdp.cli.bookkeeping import Account, check_ledger, open_account
 from fdp.cli.configure import configure
 from fdp.cli.evaluation_display import evaluation_summary, result_summary, show_evaluations
@@ -65,6 +65,7 @@ def train(options: TrainOptions, ranks: Ranks | None = None) -> int:
     options = resolve_fast_defaults(options)  # settings that are saved say what was computed
     first, out = launch.rank() == 0, options.output.out
     _check_saving(options.output)
+    tracking.check_tracking(options.tracking)
     with ExitStack() as stack:
         lock = run_in_unison(lambda: _lock(out, stack) if first and out is not None and out.is_dir() else None, None)
         resumed = resume.find_run(options)  # before the data is loaded
@@ -112,6 +113,7 @@ def _train(session: Session, state: TrainState) -> int:
         stream = attach_evaluations(stream, run, session.evaluator, state)
         stream = attach_texts(stream, session.write_texts, text_steps(options))
         stream = run_files.write_metrics(stream, folder, earlier=records) if first else stream
+        stream = tracking.track(stream, options, folder, run, earlier=records) if first else stream
         stream = progress.follow(_save_checkpoints(session, stream), run, console)
         stream = show_evaluations(stream, session.evaluator, console)
         try:

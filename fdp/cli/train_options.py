@@ -18,6 +18,7 @@ from fdp.cli.ledger_options import LedgerOptions
 from fdp.cli.needs import Needs
 from fdp.cli.options import Effect, Flag, options_of
 from fdp.cli.reading_options import ReadingOptions
+from fdp.cli.tracking_options import TrackingOptions
 
 HOW, KFAC_RESULT = Effect.EXECUTION, Effect.KFAC_RESULT
 
@@ -288,6 +289,7 @@ class TrainOptions:
     ranks: RankOptions = field(default_factory=RankOptions)
     evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
     output: OutputOptions = field(default_factory=OutputOptions)
+    tracking: TrackingOptions = field(default_factory=TrackingOptions)
 
 
 def train_flag(key: str, **changes: str | None) -> Flag:

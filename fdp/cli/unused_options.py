@@ -77,5 +77,6 @@ CONDITIONS: dict[Needs, Callable[[TrainOptions], bool]] = {
     Needs.SAMPLE: lambda options: bool(options.evaluation.sample),
     Needs.EVAL_DATA: lambda options: options.evaluation.eval_data is not None,
     Needs.EVAL_EPSILON: lambda options: options.evaluation.eval_epsilon is not None,
+    Needs.WANDB: lambda options: options.tracking.wandb is not None,
     Needs.SEVERAL_RANKS: lambda options: launch.started_by_torchrun(),
 }

@@ -98,6 +98,8 @@ def _plot_norms(axes: Any, run: Run, records: Sequence[StepRecord]) -> None:
         axes.plot(*bound, color=ORANGE, linewidth=1.5, linestyle="--", label="C")
     if _is_positive(low):
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, fontsize=8)
     else:

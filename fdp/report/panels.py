@@ -74,7 +74,7 @@ def _loss(runs: Sequence[Contents]) -> Chart:
         runs,
         "loss",
         "Loss",
-        "nats per sample or token",
+        "nats, mean over the samples",
         lines,
         tuple(badges),
         keys=tuple(keys),

@@ -1,13 +1,36 @@
-"""The promise of a run in a few sentences, from its summary, or from its settings if it has not ended.
+"""The promise of a run in a few paragraphs: the first sections of its statement, or a short form of them.
 
->>> promise(read_run_folder(Path("runs/notes")))
+>>> statement_words(read_run_folder(Path("runs/notes")))
 """
 
 from __future__ import annotations
 
 from fdp.privacy.guarantee import shown_epsilon
 from fdp.report.contents import planned_epsilon
+from fdp.report.documents import Block, Bullets
+from fdp.report.run_facts import read_facts
+from fdp.report.statement import make_statement
 from fdp.run.run_folder import RunFolder
+from fdp.types import FdpError
+
+SECTIONS = ("No guarantee", "Guarantee", "Mechanism")
+"""Sections of the statement that the page shows; ``fdp statement`` writes all."""
+
+
+def statement_words(run: RunFolder) -> str:
+    """Return the guarantee and the mechanism of a run, from its statement if its folder has all the facts for one."""
+    try:
+        document = make_statement(read_facts(run)).document
+    except (FdpError, KeyError, AssertionError):  # a folder of an older version
+        return promise(run)
+    blocks = [_words(each) for part in document.sections if part.title in SECTIONS for each in part.blocks]
+    return "\n\n".join(words for words in blocks if words)
+
+
+def _words(block: Block) -> str:
+    if isinstance(block, str):
+        return block
+    return "\n".join(f"• {item}" for item in block.items) if isinstance(block, Bullets) else ""
 
 
 def promise(run: RunFolder) -> str:

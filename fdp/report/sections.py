@@ -188,7 +188,7 @@ def show_plan(run: Contents) -> Html:
         f"Method {plan.get('method')}, {plan.get('microbatch')} samples at a time, {plan.get('dtype')}; "
         f"{size(plan.get('stored_bytes'))} are stored between the norms and the sum."
     )
-    return join([element("p", about), table(top, rows)])
+    return join([element("p", about), table(top, rows, kind="plan")])
 
 
 def _plan_row(key: tuple[Any, ...], rows: Sequence[dict[str, Any]]) -> Html:
@@ -207,15 +207,17 @@ def _plan_row(key: tuple[Any, ...], rows: Sequence[dict[str, Any]]) -> Html:
 
 
 def show_texts(run: Contents) -> Html | None:
-    """Return the generated texts, the newest open and the earlier ones folded."""
+    """Return the generated texts, the newest first and the earlier ones folded."""
     if not run.texts:
         return None
-    parts = []
-    for i, (step, texts) in enumerate(reversed(run.texts)):
-        shown_texts = [element("pre", text, class_="text") for text in texts]
-        head = element("summary", f"after step {step}")
-        parts.append(element("details", head, *shown_texts, open=i == 0))
-    return join(parts)
+    newest, *earlier = [
+        join(
+            [element("p", f"after step {step}", class_="dim"), *[element("pre", text, class_="text") for text in texts]]
+        )
+        for step, texts in reversed(run.texts)
+    ]
+    folded = element("details", element("summary", f"{len(earlier)} earlier"), *earlier) if earlier else None
+    return join([newest, folded])
 
 
 def show_coverage(runs: Sequence[Contents]) -> Html:
@@ -232,9 +234,10 @@ def show_state(run: Contents) -> Html:
     return badge(kind, run.state.value, f"{run.results['steps']} of {run.results['steps_planned']} steps")
 
 
-def table(head: Html, rows: Sequence[Html]) -> Html:
+def table(head: Html, rows: Sequence[Html], *, kind: str | None = None) -> Html:
     """Return a table that scrolls by itself where it is too wide."""
-    return element("div", element("table", element("thead", head), element("tbody", *rows)), class_="scroll")
+    parts = element("table", element("thead", head), element("tbody", *rows), class_=kind)
+    return element("div", parts, class_="scroll", tabindex="0")
 
 
 def shown(value: Any) -> str:

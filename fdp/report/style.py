@@ -109,6 +109,7 @@ table{border-collapse:collapse;width:100%;font-size:13.5px}
 th,td{text-align:left;padding:6px 14px 6px 0;border-bottom:1px solid var(--rule);vertical-align:top}
 th{font-weight:600;color:var(--dim);font-size:12.5px}
 td.number,th.number{text-align:right;white-space:nowrap}
+table.plan code,table.plan td{white-space:nowrap}
 tbody tr:last-child td,tbody tr:last-child th{border-bottom:0}
 details>summary{cursor:pointer;color:var(--free);padding:6px 0;font-size:13.5px}
 pre.text{white-space:pre-wrap;overflow-wrap:anywhere;background:var(--paper);border:1px solid var(--rule);
