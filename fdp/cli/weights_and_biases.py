@@ -26,6 +26,7 @@ NOT_SENT = frozenset({"seed", "out", "quiet", "as_json", "wandb", "wandb_online"
 QUIET = {
     "silent": True,
     "console": "off",
+    "host": "not told",
     "disable_git": True,
     "disable_code": True,
     "save_code": False,

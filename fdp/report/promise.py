@@ -8,23 +8,23 @@ from __future__ import annotations
 from fdp.privacy.guarantee import shown_epsilon
 from fdp.report.contents import planned_epsilon
 from fdp.report.documents import Block, Bullets
+from fdp.report.mechanism_words import describe_mechanism
 from fdp.report.run_facts import read_facts
-from fdp.report.statement import make_statement
+from fdp.report.statement import guarantee_section
 from fdp.run.run_folder import RunFolder
 from fdp.types import FdpError
 
-SECTIONS = ("No guarantee", "Guarantee", "Mechanism")
-"""Sections of the statement that the page shows; ``fdp statement`` writes all."""
-
 
 def statement_words(run: RunFolder) -> str:
-    """Return the guarantee and the mechanism of a run, from its statement if its folder has all the facts for one."""
+    """Return the guarantee and the mechanism of a run in the words of its statement, which ``fdp statement`` writes."""
     try:
-        document = make_statement(read_facts(run)).document
-    except (FdpError, KeyError, AssertionError):  # a folder of an older version
+        facts = read_facts(run)
+    except (FdpError, KeyError):  # a folder of an older version
         return promise(run)
-    blocks = [_words(each) for part in document.sections if part.title in SECTIONS for each in part.blocks]
-    return "\n\n".join(words for words in blocks if words)
+    if not facts.private:
+        return promise(run)
+    blocks = (*guarantee_section(facts).blocks, "Mechanism:", Bullets(tuple(describe_mechanism(facts))), _stopped(run))
+    return "\n\n".join(words for words in map(_words, blocks) if words)
 
 
 def _words(block: Block) -> str:
@@ -49,13 +49,17 @@ def promise(run: RunFolder) -> str:
         f"rate {rate:.3g}; each sample's gradient is clipped, and Gaussian noise of {noise:.4g} times the clipping "
         f"bound is added to the sum."
     )
-    more = []
-    if run.summary is None:
-        more.append("The run has not ended: the figure is that of all its planned steps.")
-    elif summary["steps"] < summary["steps_planned"]:
-        less = shown_epsilon(summary["epsilon_if_stop_was_decided_in_advance"] or 0.0)
-        more.append(
-            f"The run stopped after {summary['steps']} steps. The epsilon is that of all {summary['steps_planned']}, "
-            f"since what the run showed may have led to the stop; it is {less} if the stop was decided on before."
-        )
-    return "\n\n".join([words, how, *more])
+    open_end = "The run has not ended: the figure is that of all its planned steps." if run.summary is None else ""
+    return "\n\n".join(each for each in (words, how, open_end, _stopped(run)) if each)
+
+
+def _stopped(run: RunFolder) -> str:
+    """Return what a stop before the last step means for epsilon; nothing for a run that made all its steps."""
+    summary = run.summary or {}
+    if not summary or summary["steps"] >= summary["steps_planned"]:
+        return ""
+    less = shown_epsilon(summary["epsilon_if_stop_was_decided_in_advance"] or 0.0)
+    return (
+        f"The run stopped after {summary['steps']} steps. The epsilon is that of all {summary['steps_planned']}, since "
+        f"what the run showed may have led to the stop; it is {less} if the stop was decided on before."
+    )

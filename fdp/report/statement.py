@@ -79,7 +79,7 @@ def make_statement(
     totals = compose_others(facts, others)
     lists = {DPFY_ML: dpfy_ml(facts, tuning=tuning), NIST: nist_sp_800_226(facts, tuning=tuning)}
     sections = (
-        _guarantee_section(facts),
+        guarantee_section(facts),
         Section("Mechanism", (Bullets(describe_mechanism(facts)),)),
         _accounting_section(facts),
         _scope_section(facts),
@@ -104,7 +104,8 @@ def _not_private(facts: RunFacts, title: str) -> Statement:
     return Statement(document, {"run": facts.name, "private": False, "status": facts.status.value})
 
 
-def _guarantee_section(facts: RunFacts) -> Section:
+def guarantee_section(facts: RunFacts) -> Section:
+    """Return the guarantee of a private run in words: epsilon, delta, unit, neighbours and the definition."""
     promise = facts.promise
     released = (
         ""

@@ -58,16 +58,18 @@ class Page(NamedTuple):
     @property
     def complaints(self) -> list[str]:
         """Exceptions, console messages, logged errors, and requests to anything but the page itself."""
-        self.run("new Promise(done => setTimeout(done, 50))")  # lets late events arrive
+        time.sleep(0.05)  # lets late events arrive, which the next command takes
+        self.browser.send("Page.getLayoutMetrics", self)
         found = [event for event in self.events if event["method"] in COMPLAINTS]
         requests = [event["params"].get("request", {}).get("url", "") for event in found]
-        return [json.dumps(event["params"])[:500] for event, url in zip(found, requests) if not url.startswith("file:")]
+        return [
+            json.dumps(event["params"])[:3000] for event, url in zip(found, requests) if not url.startswith("file:")
+        ]
 
     def screenshot(self, *, height: int | None = None) -> bytes:
         """Return the page as PNG, from its top and as tall as it is, or ``height``."""
-        width = self.run("document.documentElement.clientWidth")
-        tall = height or self.run("document.documentElement.scrollHeight")
-        clip = {"x": 0, "y": 0, "width": width, "height": tall, "scale": 1}
+        size = self.browser.send("Page.getLayoutMetrics", self)["cssContentSize"]
+        clip = {"x": 0, "y": 0, "width": size["width"], "height": height or size["height"], "scale": 1}
         shot = self.browser.send("Page.captureScreenshot", self, format="png", clip=clip, captureBeyondViewport=True)
         return base64.b64decode(shot["data"])
 

@@ -93,7 +93,7 @@ def test_a_private_run_with_evaluation_shows_everything(tmp_path: Path) -> None:
         "once upon a time",
         "--batch-size 128 64",
         "blocks.*.qkv",
-        "is one window of 129 tokens",
+        "Unit: one window of 129 tokens",
         "checkpoints/, which hold the key of the noise",
     ):
         assert words in text, words
@@ -134,7 +134,7 @@ def test_runs_without_privacy_without_evaluation_unfinished_or_without_steps(tmp
 
     half = page_of(write_run(tmp_path / "half", make_records(10), planned=40, finished=False))
     assert "10 of 40" in " ".join(half.text) or "of 40, not finished" in " ".join(half.text)
-    assert "The run has not ended" in " ".join(half.text)
+    assert "The run has not finished" in " ".join(half.text)
 
     stopped = read_runs([write_run(tmp_path / "stopped", make_records(10), planned=40)])
     assert stopped[0].state is State.STOPPED
