@@ -97,22 +97,23 @@ def draw(chart: Chart) -> Html:
     )
     keys = [element("li", element("i", class_=f"key {css}"), label) for css, label in chart.keys]
     legend = element("ul", *keys, class_="keys") if keys else None
-    *switch, last = _views(chart)
-    return element("figure", head, *switch[:2], legend, *switch[2:], last, class_=classes, id=f"figure-{chart.name}")
+    views = _views(chart)
+    switch = f"log-{chart.name}"
+    box = element("input", type="checkbox", id=switch, class_="log-switch", checked=chart.logarithmic == 2)
+    label = element("label", "logarithmic", for_=switch)
+    several = len(views) > 1
+    row = element("div", legend, label if several else None, class_="row") if several or legend else None
+    return element("figure", head, box if several else None, row, *views, class_=classes, id=f"figure-{chart.name}")
 
 
 def _views(chart: Chart) -> list[Html]:
-    """Return the drawing, and beside it a logarithmic one with a switch, which needs no script."""
+    """Return the drawing, and where it is offered a logarithmic one; the page shows one of them, without a script."""
     present = np.concatenate([each.present for each in _curves(chart)] or [np.array([])])
     if not len(present):
         return [element("p", "no values yet", class_="empty")]
     if not chart.logarithmic or present.min() <= 0:
         return [_plot(chart, _value_scale(chart, present, log=False), "only")]
-    switch = f"log-{chart.name}"
-    label = element("label", "logarithmic", for_=switch)
-    box = element("input", type="checkbox", id=switch, class_="log-switch", checked=chart.logarithmic == 2)
-    views = [_plot(chart, _value_scale(chart, present, log=log), "log" if log else "linear") for log in (False, True)]
-    return [box, label, *views]
+    return [_plot(chart, _value_scale(chart, present, log=log), "log" if log else "linear") for log in (False, True)]
 
 
 def _plot(chart: Chart, scale: Scale, view: str) -> Html:
@@ -174,7 +175,7 @@ def _value_scale(chart: Chart, present: np.ndarray, *, log: bool) -> Scale:
     return Scale(low if chart.from_zero and low == 0 else low - room, high if chart.top == high else high + room)
 
 
-def _linear_ticks(low: float, high: float, count: int = 5) -> list[float]:
+def _linear_ticks(low: float, high: float, count: int = 6) -> list[float]:
     raw = (high - low) / count
     size = 10.0 ** math.floor(math.log10(raw))
     step = next(size * m for m in (1, 2, 2.5, 5, 10) if size * m >= raw * 0.999)

@@ -14,6 +14,7 @@ from fdp.report.charts import Chart, draw
 from fdp.report.contents import Contents
 from fdp.report.markup import Html, data_block, element, join
 from fdp.report.panels import badge, colour, coverage, make_charts
+from fdp.report.promise import BULLET
 from fdp.report.sections import (
     show_coverage,
     show_differences,
@@ -146,7 +147,15 @@ def _statement(run: Contents) -> Html:
 
 
 def _words(run: Contents) -> Html:
-    return join(element("p", paragraph) for paragraph in run.statement.split("\n\n") if paragraph.strip())
+    """Return the statement; lines that begin with a bullet are a list."""
+    parts = []
+    for paragraph in run.statement.split("\n\n"):
+        lines = paragraph.splitlines()
+        if lines and all(line.startswith(BULLET) for line in lines):
+            parts.append(element("ul", *[element("li", line.removeprefix(BULLET)) for line in lines]))
+        elif lines:
+            parts.append(element("p", paragraph))
+    return join(parts)
 
 
 def _foot(runs: Sequence[Contents]) -> Html:

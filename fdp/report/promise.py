@@ -14,6 +14,9 @@ from fdp.report.statement import guarantee_section
 from fdp.run.run_folder import RunFolder
 from fdp.types import FdpError
 
+BULLET = "• "
+"""The start of a line that is an entry of a list."""
+
 
 def statement_words(run: RunFolder) -> str:
     """Return the guarantee and the mechanism of a run in the words of its statement, which ``fdp statement`` writes."""
@@ -30,7 +33,7 @@ def statement_words(run: RunFolder) -> str:
 def _words(block: Block) -> str:
     if isinstance(block, str):
         return block
-    return "\n".join(f"• {item}" for item in block.items) if isinstance(block, Bullets) else ""
+    return "\n".join(f"{BULLET}{item}" for item in block.items) if isinstance(block, Bullets) else ""
 
 
 def promise(run: RunFolder) -> str:

@@ -36,7 +36,8 @@ code{overflow-wrap:anywhere}
 font-size:13.5px;color:var(--dim)}
 .tiles{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,200px),1fr));gap:12px;margin-top:18px}
 .tile{padding:12px 14px;display:flex;flex-direction:column;gap:2px}
-.tile .name{font-size:12.5px;color:var(--dim);display:flex;justify-content:space-between;gap:8px;align-items:center}
+.tile .name{font-size:12.5px;color:var(--dim);display:flex;flex-wrap:wrap;justify-content:space-between;gap:4px 8px;
+align-items:center}
 .tile .value{font-size:23px;font-weight:650;letter-spacing:-.01em}
 .tile .more{font-size:12.5px;color:var(--dim)}
 .meter{height:6px;border-radius:3px;background:var(--grid);overflow:hidden;margin-top:6px}
@@ -49,7 +50,7 @@ white-space:nowrap}
 .badge.none{background:var(--none-bg);color:var(--dim)}
 .badges{display:flex;gap:4px 10px;flex-wrap:wrap;font-size:12px;color:var(--dim);align-items:center}
 .charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,340px),1fr));gap:14px}
-.chart{margin:0;padding:14px 16px 10px;min-width:0;position:relative}
+.chart{margin:0;padding:14px 16px 10px;min-width:0;position:relative;display:flex;flex-direction:column}
 figcaption{display:flex;justify-content:space-between;gap:6px 12px;flex-wrap:wrap;align-items:baseline}
 .keys{list-style:none;display:flex;flex-wrap:wrap;gap:2px 14px;margin:6px 0 0;padding:0;font-size:12px;
 color:var(--dim)}
@@ -60,10 +61,17 @@ color:var(--dim)}
 .key.dots{border-top-style:solid;position:relative}
 .key.dots::after{content:"";position:absolute;left:6px;top:-4.5px;width:7px;height:7px;border-radius:50%;
 background:currentColor}
-.log-switch{float:right;margin:9px 0 0 6px;accent-color:var(--c0)}
-.log-switch+label{float:right;font-size:12px;color:var(--dim);padding:5px 0 0 12px}
+.row{display:flex;justify-content:space-between;gap:4px 12px;align-items:flex-start}
+.log-switch{position:absolute;opacity:0;pointer-events:none}
+.row label{font-size:12px;color:var(--dim);padding:4px 0 4px 8px;cursor:pointer;white-space:nowrap;margin-left:auto}
+.row label::after{content:"";display:inline-block;width:22px;height:12px;border-radius:6px;margin-left:6px;
+vertical-align:-1px;background:radial-gradient(circle at 6px 6px,var(--card) 4px,transparent 4.5px) var(--dim)}
+.log-switch:checked~.row label::after{background:radial-gradient(circle at 16px 6px,var(--card) 4px,transparent 4.5px)
+var(--c0)}
+.log-switch:focus-visible~.row label{outline:2px solid var(--free);border-radius:4px}
 .log-switch:checked~.linear,.log-switch:not(:checked)~.log{display:none}
-.plot{display:grid;grid-template-columns:max-content 1fr;grid-template-rows:190px 20px 16px;margin-top:12px}
+.plot{display:grid;grid-template-columns:max-content 1fr;grid-template-rows:minmax(190px,1fr) 20px 16px;margin-top:12px;
+flex:1}
 .y-axis{position:relative;min-width:44px}
 .y-axis span{position:absolute;right:8px;transform:translateY(-50%);font-size:11.5px;color:var(--dim);
 white-space:nowrap}
@@ -114,13 +122,13 @@ tbody tr:last-child td,tbody tr:last-child th{border-bottom:0}
 details>summary{cursor:pointer;color:var(--free);padding:6px 0;font-size:13.5px}
 pre.text{white-space:pre-wrap;overflow-wrap:anywhere;background:var(--paper);border:1px solid var(--rule);
 border-radius:8px;padding:10px 12px;margin:6px 0 12px}
-.statement p{max-width:78ch;white-space:pre-line}
+.statement p,.statement li{max-width:88ch}
+.statement ul{margin:0 0 10px;padding-left:20px}
 footer{margin-top:40px;color:var(--dim);font-size:12.5px;overflow-wrap:anywhere}
 @media (min-width:900px){.chart.wide{grid-column:span 2}}
 @media (max-width:560px){main{padding:16px 14px 32px}h1{font-size:22px}.chart{padding:12px 12px 8px}
-.card{padding:14px}.tiles{grid-template-columns:repeat(2,minmax(0,1fr));gap:10px}.tile .value{font-size:20px}
-.tile .name{flex-wrap:wrap}}
-@media print{.chart,.card,.tile{break-inside:avoid}.log-switch,.log-switch+label{display:none}}
+.card{padding:14px}.tiles{grid-template-columns:repeat(2,minmax(0,1fr));gap:10px}.tile .value{font-size:20px}}
+@media print{.chart,.card,.tile{break-inside:avoid}.row label{display:none}}
 """.strip()
 
 SCRIPT = """
