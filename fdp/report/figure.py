@@ -42,7 +42,8 @@ def draw_report(run: Run, records: Sequence[StepRecord], *, title: str) -> Any:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13.5, 4.4), dpi=130, layout="constrained")
-    figure.get_layout_engine().set(wspace=0.06, w_pad=0.1, h_pad=0.08)  # pyright: ignore[reportOptionalMemberAccess]
+    layout: Any = figure.get_layout_engine()
+    layout.set(wspace=0.06, w_pad=0.1, h_pad=0.08)
     loss, epsilon, norms = figure.subplots(1, 3)
     _plot_loss(loss, records)
     _plot_epsilon(epsilon, run, records)

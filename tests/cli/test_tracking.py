@@ -63,10 +63,11 @@ def logged_rows(folder: Path) -> list[dict[str, Any]]:
     """Return every row of history in the files of Weights & Biases below ``folder``."""
     from wandb.proto import wandb_internal_pb2
 
+    make_record: Any = vars(wandb_internal_pb2)["Record"]
     rows = []
     for path in folder.rglob("*.wandb"):
         for data in stored_records(path.read_bytes()):
-            record = wandb_internal_pb2.Record()
+            record = make_record()
             record.ParseFromString(data)
             if record.history.item:
                 items = {each.key or "/".join(each.nested_key): each.value_json for each in record.history.item}

@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.report.browser import open_browser
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
-SIZES = {"report_desktop.png": (1280, 1480), "report_phone.png": (390, 1500)}
+SIZES = {"report_desktop.png": (1280, 1360), "report_phone.png": (390, 1500)}
 """Width and height of each picture."""
 
 

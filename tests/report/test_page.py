@@ -218,6 +218,7 @@ def test_a_page_and_its_json_agree_with_the_records(tmp_path: Path) -> None:
     assert found["curves"]["epsilon"]["value"][-1] == pytest.approx(8.0)
     assert found["curves"]["held_out_loss"]["step"] == [20, 40, 60, 80, 100]
     assert found["curves"]["learning_rate"]["value"][9] == pytest.approx(4e-3)
+    assert records[-1].loss is not None
     assert found["results"]["held_out_perplexity"] == pytest.approx(math.exp(records[-1].loss + 0.1))
 
 
