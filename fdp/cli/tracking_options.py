@@ -13,7 +13,7 @@ HOW = Effect.EXECUTION
 
 @dataclass(frozen=True)
 class TrackingOptions:
-    """Where metrics go besides the run's own files."""
+    """The programs that get a run's metrics besides its own files."""
 
     panel: ClassVar[str] = "How to run"
 

@@ -39,7 +39,7 @@ def test_every_option_changes_the_result_or_only_the_execution() -> None:
     """A run is resumed only with the same options of the first kind: another rate would have another budget."""
     how = "as_json checkpoint_activations compile cuda_graph device keep kfac_distribution memory_budget mesh offload "
     how += "out quiet reduce reduce_dtype replicate_data save_every timeout zero"
-    how += " tensorboard wandb wandb_online"
+    how += " hours ledger on_divergence recipe sample sample_tokens tensorboard wandb wandb_online"
     assert set(resume.options_with(Effect.EXECUTION)) == set(how.split())
     assert resume.options_with(Effect.KFAC_RESULT) == ("microbatch",)
     deciding = set(resume.options_with(Effect.RESULT))
