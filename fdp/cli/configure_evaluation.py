@@ -15,6 +15,8 @@ from fdp.cli.train_options import TrainOptions
 from fdp.data import datasets
 from fdp.data.digest import data_digest
 from fdp.data.held_out import split_held_out
+from fdp.data.mixed import Mixed
+from fdp.data.users import Users
 from fdp.model import Model
 from fdp.privacy.microbatches import Dataset
 from fdp.privacy.sampling import rounded_population
@@ -37,7 +39,10 @@ def split_data(options: TrainOptions, dataset: Dataset, model: Model) -> tuple[D
         if model.context is not None:
             raise FdpError(f"--eval-data {DIGITS_TEST}: is images: expected a classifier, got {model.name}")
         return dataset, datasets.digits()[1]
-    return dataset, load_dataset(options, model, source=given.eval_data)
+    held_out = load_dataset(options, model, source=given.eval_data)
+    if not given.eval_public:
+        _check_other_people(given.eval_data, dataset, held_out)
+    return dataset, held_out
 
 
 def make_evaluation(
@@ -52,16 +57,17 @@ def make_evaluation(
     if given.eval_epsilon is None:
         cost = Cost.PUBLIC if given.eval_public else Cost.OUTSIDE
         return EvaluationConfig(held_out, digest, cost, every, None, given.keep_best, given.patience)
-    number = _public_number(given, held_out, population)
+    mixed = options.reading.public_data is not None  # only private samples are held out, and counted
+    number = _public_number(given, held_out, None if mixed else population)
     budget = Budget(given.eval_epsilon, delta, number, given.eval_max_loss)
     return EvaluationConfig(held_out, digest, Cost.NOISED, every, budget, given.keep_best, given.patience)
 
 
-def _public_number(given: EvaluationOptions, held_out: Dataset, population: int) -> int:
+def _public_number(given: EvaluationOptions, held_out: Dataset, population: int | None) -> int:
     """Return the public number of held-out samples; with a fraction it does not depend on the held-out ones."""
     if given.eval_population is not None:
         return given.eval_population
-    if given.eval_fraction is not None:
+    if given.eval_fraction is not None and population is not None:
         return max(1, round(population * given.eval_fraction / (1 - given.eval_fraction)))
     return rounded_population(len(held_out))
 
@@ -93,6 +99,18 @@ def _check(options: TrainOptions) -> None:
         raise FdpError(
             f"--eval-data {given.eval_data}: expected data that is not trained on, got --data itself; hold out a part "
             "of it with --eval-fraction 0.1"
+        )
+
+
+def _check_other_people(source: str, dataset: Dataset, held_out: Dataset) -> None:
+    """Refuse held-out users who are trained on too: nothing that is said about the cost would be true for them."""
+    data = dataset.private if isinstance(dataset, Mixed) else dataset
+    if not isinstance(data, Users) or not isinstance(held_out, Users):
+        return
+    if set(data.documents.owners) & set(held_out.documents.owners):
+        raise FdpError(
+            f"--eval-data {source}: expected other users than those of --data, got some who are in both; take them "
+            "out of one, or hold out users of --data with --eval-fraction 0.1"
         )
 
 

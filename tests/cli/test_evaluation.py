@@ -19,6 +19,7 @@ from fdp.run.evaluation_config import planned_steps
 from fdp.run.run_folder import read_run_folder
 from fdp.run.step_metrics import StepRecord
 from fdp.run.training_run import prepare
+from fdp.storage import checkpoint
 from fdp.storage.safetensors import import_safetensors
 from fdp.types import FdpError
 from tests.cli.train_runs import call, interrupt_after, last_json, small_options, train
@@ -206,3 +207,28 @@ def test_keep_best_and_patience_say_what_they_chose_and_need_held_out_data(
         assert f"{flag[0]}: expected --eval-data or --eval-fraction to go with it" in capsys.readouterr().err
     assert train(tmp_path / "refused", "--ema", "1") == 2
     assert "--ema: expected a decay of at least 0 and below 1" in capsys.readouterr().err
+
+
+def test_held_out_users_who_are_trained_on_are_refused(tmp_path: Path) -> None:
+    for name, users in {"train": range(30), "other": range(30, 40), "both": range(25, 40)}.items():
+        lines = (json.dumps({"author": f"user {user}", "text": f"note {user} of a day"}) for user in users)
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    options = {"model": "gpt-nano", "unit": "user", "user_field": "author", "context": 16, "batch_size": 4}
+    options |= {"data": str(tmp_path / "train.jsonl")}
+    config = configure(small_options(**options, eval_data=str(tmp_path / "other.jsonl")))
+    assert config.evaluation is not None
+    assert len(config.evaluation.dataset) == 10
+    with pytest.raises(FdpError, match="expected other users than those of --data, got some who are in both"):
+        configure(small_options(**options, eval_data=str(tmp_path / "both.jsonl")))
+    assert configure(small_options(**options, eval_data=str(tmp_path / "both.jsonl"), eval_public=True)).evaluation
+
+
+def test_noised_evaluations_of_an_attempt_whose_key_is_lost_are_not_released_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--eval-fraction", "0.1", "--eval-every", "1", "--eval-epsilon", "2", "--save-every", "5", "--quiet"]
+    monkeypatch.setattr(checkpoint, "save", lambda *_, **__: None)  # the machine stops before anything is saved
+    interrupt_after(3, monkeypatch)
+    assert train(tmp_path / "run", *words, steps=8) == 130
+    assert train(tmp_path / "run", *words, steps=8) == 2
+    assert "would spend their budget twice" in " ".join(capsys.readouterr().err.split())
