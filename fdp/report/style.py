@@ -127,7 +127,8 @@ border-radius:8px;padding:10px 12px;margin:6px 0 12px}
 footer{margin-top:40px;color:var(--dim);font-size:12.5px;overflow-wrap:anywhere}
 @media (min-width:900px){.chart.wide{grid-column:span 2}}
 @media (max-width:560px){main{padding:16px 14px 32px}h1{font-size:22px}.chart{padding:12px 12px 8px}
-.card{padding:14px}.tile{padding:11px 10px}.tiles{grid-template-columns:repeat(2,minmax(0,1fr));gap:10px}.tile .value{font-size:20px}}
+.card{padding:14px}.tile{padding:11px 10px}.tiles{grid-template-columns:repeat(2,minmax(0,1fr));gap:10px}
+.tile .value{font-size:20px}}
 @media print{.chart,.card,.tile{break-inside:avoid}.row label{display:none}}
 """.strip()
 
