@@ -147,7 +147,7 @@ PROOF = {
     "noise": set(),
     "composition": set(),
     "releases": {"accounting", "mechanism", "loss_distributions"},
-    "curves": {"releases", "loss_distributions"},
+    "curves": {"accounting", "releases", "loss_distributions"},
     "guarantee": {"releases"},
     "clipping": {"noise"},  # adaptive clipping adds noise to its count
     "mechanism": {"clipping", "sampling"},

@@ -23,8 +23,8 @@ from fdp.cli.formatting import package_version
 from fdp.cli.train_options import TrainOptions
 from fdp.data import datasets
 from fdp.data.files import RecordForm, find_source
-from fdp.ledger.book import Book, now
-from fdp.ledger.data_key import VARIABLE, DataKey, files_digest, ledger_folder, load_key
+from fdp.ledger.book import LEDGER_FILE, Book, now
+from fdp.ledger.data_key import VARIABLE, DataKey, check_writable, files_digest, ledger_folder, load_key
 from fdp.ledger.totals import DataTotal, total_on_same_data
 from fdp.parallel import launch
 from fdp.parallel.agree import gather_values, run_in_unison
@@ -129,9 +129,12 @@ class Account:
 
 
 def check_ledger(options: TrainOptions) -> None:
-    """Raise if the ledger is damaged or its key lost: before a folder is created and anything is spent."""
-    if (place := _ledger_folder(options)) is not None:
-        Book(place, load_key(place)).runs()
+    """Raise if the ledger is damaged, its key lost, or its folder read-only: before anything is written or spent."""
+    if (place := _ledger_folder(options)) is None:
+        return
+    check_writable(place)
+    if (place / LEDGER_FILE).exists():
+        Book(place, load_key(place, create=False)).runs()
 
 
 def open_account(options: TrainOptions, run: Run, folder: Path, evaluator: Evaluator | None = None) -> Account:

@@ -27,6 +27,7 @@ from fdp import models, tree
 from fdp.cli.folder_lock import lock_folder
 from fdp.cli.model_and_data import InitialParams
 from fdp.cli.options import Effect, options_of
+from fdp.cli.reading_options import ReadingOptions
 from fdp.cli.train_options import DataOptions, ModelOptions, TrainOptions
 from fdp.gradients.plan import Method
 from fdp.model import Model
@@ -42,7 +43,7 @@ from fdp.storage import checkpoint
 from fdp.storage.safetensors import import_safetensors
 from fdp.types import FdpError, Key, TrainState, Tree
 
-FIXED = (ModelOptions, DataOptions)
+FIXED = (ModelOptions, DataOptions, ReadingOptions)
 """Groups of options that an extension takes from its run: what is trained, and on which data."""
 NOT_INHERITED = ("seed", "extend", "epochs", "warmup")
 """Settings of the result that a new run has of its own."""

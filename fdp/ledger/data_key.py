@@ -126,7 +126,18 @@ def _create_key(path: Path) -> None:
             partial.unlink(missing_ok=True)
         sync_folder(path.parent)
     except OSError as error:
-        raise FdpError(
-            f"{path}: the key of your ledger could not be created: {error}. Name a folder that you can write with "
-            f"--ledger FOLDER (or {VARIABLE}), or train without a record of what is spent: --ledger off"
-        ) from error
+        raise _cannot_write(path.parent, error) from error
+
+
+def check_writable(folder: Path) -> None:
+    """Raise if no ledger could be written to ``folder``; create nothing."""
+    there = next(each for each in (folder, *folder.resolve().parents) if each.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        raise _cannot_write(folder, f"{there} cannot be written")
+
+
+def _cannot_write(folder: Path, why: object) -> FdpError:
+    return FdpError(
+        f"{folder}: expected a folder for your ledger that can be written, got an error: {why}. Name another one with "
+        f"--ledger FOLDER (or {VARIABLE}), or train without a record of what is spent: --ledger off"
+    )

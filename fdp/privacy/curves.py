@@ -29,6 +29,7 @@ from scipy import stats
 from scipy.optimize import brentq
 from scipy.special import log_ndtr
 
+from fdp.privacy.accounting import SMALLEST_DELTA
 from fdp.privacy.loss_distributions import TOO_COARSE, grid_width, parts_of
 from fdp.privacy.releases import Opaque, Release, composed_event, privacy_loss
 from fdp.types import FdpError
@@ -73,11 +74,11 @@ class PrivacyCurve(NamedTuple):
             return float(self.loss.get_epsilon_for_delta(delta))
 
     def delta(self, epsilon: float) -> float:
-        """Return the least delta at ``epsilon``."""
+        """Return the least delta at ``epsilon``, an upper bound; at least ``SMALLEST_DELTA``."""
         if self.loss is None:
             return 1.0
         with np.errstate(all="ignore"):
-            return float(min(1.0, max(0.0, self.loss.get_delta_for_epsilon(epsilon))))
+            return float(min(1.0, max(SMALLEST_DELTA, self.loss.get_delta_for_epsilon(epsilon))))
 
     def false_negatives(self, false_positives: float) -> float:
         """Return a lower bound on the false negative rate of any test with this false positive rate."""

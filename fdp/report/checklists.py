@@ -59,7 +59,7 @@ def dpfy_ml(facts: RunFacts, *, tuning: str | None) -> tuple[Item, ...]:
         Item(
             "Type of accounting",
             "By which method are the steps composed?",
-            f"Privacy loss distributions (PLD), an upper bound; {promise.accountant or 'dp-accounting'}.",
+            f"Privacy loss distributions, rounded to an upper bound ({promise.accountant or 'PLD, dp-accounting'}).",
         ),
         Item(
             "Accounting assumptions",
@@ -167,7 +167,8 @@ def _nist_base() -> tuple[Item, ...]:
         Item(
             "Query model",
             "Is there one release, or do analysts ask further questions of the data?",
-            "One model is released. The data answers nothing else through fdp.",
+            "This run releases parameters, and noised evaluations if it makes any. The data answers nothing else "
+            "through it.",
         ),
         Item(
             "Threat and trust model",

@@ -45,7 +45,7 @@ class Document(NamedTuple):
 
 def as_text(document: Document) -> str:
     """Return the document as plain text, in lines of at most 100 characters, except in tables."""
-    parts = [document.title.upper(), "=" * len(document.title)]
+    parts = [document.title, "=" * len(document.title)]
     for number, section in enumerate(document.sections, start=1):
         heading = f"{number}. {section.title}"
         parts += ["", heading, "-" * len(heading), *_blocks(section.blocks, textwrap.fill, _text_table, "  - ")]

@@ -7,7 +7,10 @@
 from __future__ import annotations
 
 from fdp import models
-from fdp.report.run_facts import RunFacts, Status
+from fdp.report.run_facts import COUNT_NOISE_SHARE, RunFacts, Status
+
+ROUNDING = {"float32": "1e-6", "bfloat16": "1e-3"}
+"""The most that rounding adds to the sensitivity, by the dtype of the computation (docs/guarantees.md)."""
 
 CLIPPING = {
     "flat": "The gradient of every drawn sample, over all trained parameters together, is scaled down to norm C = "
@@ -18,13 +21,14 @@ CLIPPING = {
     "its norm is below C, whatever it was.",
     "quantile": "The gradient of every drawn sample, over all trained parameters together, is scaled down to norm C if "
     "it is longer. C starts at {c:g} and follows the median of the norms, by a noised count that is released in every "
-    "step together with the sum and is part of the accounting.",
+    "step together with the sum, with noise of standard deviation {count_noise:g}, and is part of the accounting.",
 }
 
 
 def describe_mechanism(facts: RunFacts) -> tuple[str, ...]:
     """Return the mechanism in sentences: sampling, clipping, noise, update, other releases."""
     settings, config = facts.settings, facts.config
+    sizes = {"c": settings["max_norm"], "count_noise": settings["batch_size"] / COUNT_NOISE_SHARE}
     found = [
         "DP-SGD (Abadi et al. 2016, arXiv 1607.00133): every step draws samples, clips the gradient of each, adds "
         "Gaussian noise to their sum, and gives the noisy mean to the optimizer. The optimizer and everything after it "
@@ -32,8 +36,9 @@ def describe_mechanism(facts: RunFacts) -> tuple[str, ...]:
         f"Sampling: in each step every sample is drawn independently with probability {config['sampling_rate']:.6g} = "
         f"{settings['batch_size']} / {config['population']} (Poisson sampling, really carried out; the number drawn "
         f"varies from step to step). {_population(facts)}",
-        f"Clipping ({settings['clip']}): {CLIPPING[settings['clip']].format(c=settings['max_norm'])} A sample whose "
-        f"gradient is not finite contributes exactly 0. So adding or removing one sample moves the sum by at most C.",
+        f"Clipping ({settings['clip']}): {CLIPPING[settings['clip']].format(**sizes)} A sample whose gradient is not "
+        f"finite contributes exactly 0. So adding or removing one sample moves the sum by at most C, up to rounding of "
+        f"{ROUNDING[settings['dtype']]} C.",
         f"Noise: Gaussian with standard deviation z C in every coordinate of the sum, noise multiplier z = "
         f"{config['noise_multiplier']:.6g}, added once per step. The sum is then divided by the public number "
         f"{settings['batch_size']}, not by the number of samples drawn.",
@@ -91,6 +96,8 @@ def _trained(facts: RunFacts) -> tuple[str, ...]:
     elif settings.get("train_only") is not None:
         part = "some of the parameters; everything else is as it was"
     said = f"Trained: {part}."
+    if settings.get("public_data") is not None:
+        said += " Samples that were given as public are among the samples, and are treated as the private ones are."
     if folder not in models.PRESETS or facts.before:
         said += (
             " The first parameters came from an earlier training. The guarantee of this run says nothing about the "

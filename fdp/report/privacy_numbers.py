@@ -59,7 +59,7 @@ def curve_section(numbers: dict[str, Any]) -> Section:
         return "no finite bound" if value is None else rounded_up(value, digits)
 
     epsilons = tuple((key, cell(value)) for key, value in numbers["epsilon_at_delta"].items())
-    deltas = tuple((key, f"{value:.2e}") for key, value in numbers["delta_at_epsilon"].items())
+    deltas = tuple((key, f"{_round_up(value, 3):.2e}") for key, value in numbers["delta_at_epsilon"].items())
     errors = tuple(
         (key, f"{math.floor(value * 1e4) / 1e4:.4f}")
         for key, value in numbers["false_negatives_at_false_positives"].items()
@@ -122,8 +122,12 @@ def _finite(value: float) -> float | None:
 
 
 def rounded_up(value: float, digits: int) -> str:
-    """Return ``value`` rounded up to so many digits."""
-    if value == 0:
-        return "0"
+    """Return ``value`` rounded up to so many digits: a printed bound holds."""
+    return f"{_round_up(value, digits):.{digits}g}"
+
+
+def _round_up(value: float, digits: int) -> float:
+    if value <= 0:
+        return 0.0
     unit = 10.0 ** (math.floor(math.log10(value)) - digits + 1)
-    return f"{math.ceil(value / unit * (1 - 1e-12)) * unit:.{digits}g}"
+    return math.ceil(value / unit * (1 - 1e-12)) * unit

@@ -8,11 +8,13 @@ Nothing here is computed on private data: no loss, no count of samples, no path 
 
 from __future__ import annotations
 
+import json
 from enum import Enum
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from fdp.data.units import UnitKind, privacy_unit
-from fdp.privacy.guarantee import MARKER, RELATION, Guarantee, read_marker
+from fdp.privacy.guarantee import MARKER, RELATION, Guarantee, read_marker, shown_epsilon
 from fdp.privacy.releases import GRADIENTS, STATISTICS, Release
 from fdp.run.run_folder import RunFolder
 from fdp.types import FdpError
@@ -30,6 +32,26 @@ class Status(Enum):
     UNFINISHED = "has not finished: its folder has no summary.json"
 
 
+class Search(NamedTuple):
+    """The search that chose the settings of a run: its epsilon, None if the choice is covered by nothing."""
+
+    epsilon: float | None
+    delta: float
+    mean_runs: float
+
+    def sentence(self) -> str:
+        """Return what the choice costs, without the number of runs or a score, which are not covered."""
+        said = f"Chosen by fdp search from a random (Poisson) number of runs with mean {self.mean_runs:g}. "
+        if self.epsilon is None:
+            return (
+                said + "The choice used data and is covered by nothing: no epsilon can be stated for the chosen model."
+            )
+        return said + (
+            f"The choice is paid for (Papernot and Steinke 2022, arXiv 2110.03620): the chosen model has epsilon "
+            f"{shown_epsilon(self.epsilon)} at delta {self.delta:.3g}, which takes the place of the epsilon of one run."
+        )
+
+
 class RunFacts(NamedTuple):
     """The public facts of a run. ``before`` are the promises of the runs whose parameters it started from."""
 
@@ -42,6 +64,7 @@ class RunFacts(NamedTuple):
     steps_made: int | None
     epsilon_as_made: float | None
     evaluation_costs: frozenset[str]
+    search: Search | None = None
 
     @property
     def private(self) -> bool:
@@ -74,6 +97,7 @@ def read_facts(run: RunFolder) -> RunFacts:
         steps_made=summary.get("steps"),
         epsilon_as_made=summary.get("epsilon_if_stop_was_decided_in_advance"),
         evaluation_costs=frozenset(record.evaluation.cost for record in run.records if record.evaluation is not None),
+        search=_read_search(run),
     )
 
 
@@ -89,6 +113,17 @@ def unit_note(one: str) -> str:
     }
     found = next((kind for start, kind in kinds.items() if one.startswith(start)), UnitKind.SAMPLE)
     return privacy_unit(found, windows=1).note
+
+
+def _read_search(run: RunFolder) -> Search | None:
+    """Return the search that the run is one of, from ``search.json`` in the folder above."""
+    path = run.path.resolve().parent / "search.json"
+    if not path.is_file():
+        return None
+    found = json.loads(path.read_text())
+    if run.path.resolve().name not in {Path(trial["folder"]).name for trial in found["trials"]}:
+        return None
+    return Search(found["epsilon"], found["delta"], found["trials_mean"])
 
 
 def _status(run: RunFolder) -> Status:

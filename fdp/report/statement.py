@@ -26,7 +26,7 @@ DEFINITION = (
     "A randomised algorithm M is (epsilon, delta)-differentially private if, for any two neighbouring data sets D and "
     "D' and any set S of results, P[M(D) in S] <= exp(epsilon) P[M(D') in S] + delta. In words: whoever sees the "
     "result can hardly tell whether one unit was in the data, whatever else they know. Smaller is stronger; delta is "
-    "about the probability that the bound may fail."
+    "roughly the probability that the bound may fail."
 )
 COVERED = (
     "the parameters of the model after every step, and everything that is computed from them without the data: "
@@ -75,6 +75,8 @@ def make_statement(
             f"--records-per-person: expected 1 to {LARGEST_GROUP}, got {records_per_person}; cap the records of a "
             f"person, or train with --unit user"
         )
+    if tuning is None and facts.search is not None:
+        tuning = facts.search.sentence()
     numbers = privacy_numbers(facts, records_per_person=records_per_person)
     totals = compose_others(facts, others)
     lists = {DPFY_ML: dpfy_ml(facts, tuning=tuning), NIST: nist_sp_800_226(facts, tuning=tuning)}
@@ -121,6 +123,7 @@ def guarantee_section(facts: RunFacts) -> Section:
             f"{released}Training the model was (epsilon, delta)-differentially private with epsilon = "
             f"{shown_epsilon(promise.epsilon or 0)} and delta = {promise.delta:.3g}, for the unit and the neighbours "
             f"below.",
+            *(() if facts.search is None else (facts.search.sentence(),)),
             Bullets(
                 (
                     f"Unit: {promise.unit}. For people: {facts.unit_note}.",

@@ -108,6 +108,14 @@ def test_no_samples_and_no_noise_are_drawn_twice(first):
         assert drawn[0].tolist() != drawn[1].tolist()
 
 
+def test_a_chain_with_one_seed_shares_no_key(saved, tmp_path):
+    """Mutation: without the extended run in the key, every link of the chain would draw the same noise."""
+    extend(saved, tmp_path / "b", "--seed", "3", "--save-every", "2", "--steps", "4")
+    runs = [prepared(folder, seed=3, steps=4)[0] for folder in (saved, tmp_path / "b")]
+    assert torch.equal(runs[0].root, runs[1].root)
+    assert not torch.equal(runs[0].key, runs[1].key)
+
+
 def test_the_state_of_the_optimizer_goes_on_and_the_schedule_begins_again(saved):
     _, state = prepared(saved)
     moments, *_, schedule = state.opt

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fdp.ledger.data_key import KEY_FILE, DataKey, files_digest, ledger_folder, load_key
+from fdp.ledger.data_key import KEY_FILE, DataKey, check_writable, files_digest, ledger_folder, load_key
 from fdp.types import FdpError
 
 
@@ -72,8 +72,11 @@ def test_a_lost_key_is_not_replaced_while_its_ledger_is_there(tmp_path):
 
 def test_a_folder_that_cannot_be_written_names_the_remedy(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(FdpError, match="--ledger off"):
-        load_key(tmp_path / "file" / "fdp")
+    for act in (load_key, check_writable):
+        with pytest.raises(FdpError, match="--ledger off"):
+            act(tmp_path / "file" / "fdp")
+    check_writable(tmp_path / "new" / "folder")
+    assert not (tmp_path / "new").exists()
 
 
 def test_the_folder_of_the_ledger(monkeypatch, tmp_path):

@@ -81,6 +81,7 @@ def test_the_same_losses_and_parameters_as_without_torchrun(ranks, tmp_path):
     assert got["parameter_norm"] == pytest.approx(expected["parameter_norm"], rel=1e-5)
     assert got["epsilon"] == expected["epsilon"]
     names = {"config.json", "plan.json", "metrics.jsonl", "summary.json", "model.safetensors", "report.png"}
+    names |= {"fdp_privacy.json"}
     assert {path.name for path in (tmp_path / "run").iterdir()} == names
 
 

@@ -28,6 +28,7 @@ SETTINGS = {
     "max_norm": 1.0,
     "optimizer": "adamw",
     "method": "auto",
+    "dtype": "float32",
     "seed": None,
     "population": None,
     "unit": "record",
@@ -36,7 +37,17 @@ RELEASES = (Release(GRADIENTS, 32 / 1500, 1.0, 40),)
 EPSILON = composed_epsilon(RELEASES, delta=1e-6)
 UNIT = "one record (its first 128 bytes)"
 PROMISE = Guarantee(
-    EPSILON, 1e-6, RELATION, UNIT, RELEASES, 40, "run1", ("k-a",), "2026-11-16T10:00:00+00:00", "0.1", "PLD"
+    EPSILON,
+    1e-6,
+    RELATION,
+    UNIT,
+    RELEASES,
+    40,
+    "run1",
+    ("k-a",),
+    "2026-11-16T10:00:00+00:00",
+    "0.1",
+    "PLD, dp-accounting 0.6",
 )
 
 
@@ -101,6 +112,8 @@ def test_the_statement_holds_nothing_private(tmp_path):
         ({"optimizer": "kfac", "kfac_data": "open.txt"}, "measured on data that was given as public"),
         ({"lora": 8}, "LoRA adapters of rank 8"),
         ({"model": "models/gpt2"}, "The first parameters came from an earlier training"),
+        ({"dtype": "bfloat16"}, "moves the sum by at most C, up to rounding of 1e-3 C"),
+        ({"public_data": "wiki.txt"}, "Samples that were given as public are among the samples"),
         ({"population": 1500}, "1500 is a number that was announced as public"),
         ({"population": None}, "1500 is the number of samples rounded up to two digits"),
     ],
@@ -206,3 +219,22 @@ def test_every_unit_has_a_note():
     assert "all of a user's records are one sample" in unit_note("one user (up to 8 windows of 129 bytes)")
     assert "a longer text is several samples" in unit_note("one window of 129 bytes")
     assert unit_note("one sample") == "the dataset decides what a sample contains"
+
+
+def test_a_run_that_a_search_chose_states_the_price_of_the_choice_and_no_score(tmp_path):
+    run = write_run(tmp_path / "search" / "trial-1", summary={})
+    found = {
+        "epsilon": 4.5671,
+        "delta": 1e-6,
+        "trials_mean": 8.0,
+        "trials": [{"folder": "x/trial-1", "score": 0.98765}],
+    }
+    (tmp_path / "search" / "search.json").write_text(json.dumps(found))
+    text = text_of(run)
+    assert text.count("the chosen model has epsilon 4.568 at delta 1e-06") >= 2, "beside the guarantee, and as tuning"
+    assert "0.98765" not in text
+    assert "said otherwise" in text_of(run, tuning="said otherwise")
+    (tmp_path / "search" / "search.json").write_text(json.dumps(found | {"epsilon": None}))
+    assert "no epsilon can be stated for the chosen model" in text_of(run)
+    (tmp_path / "search" / "search.json").write_text(json.dumps(found | {"trials": []}))
+    assert "fdp search" not in text_of(run), "a search of other runs"
