@@ -169,10 +169,11 @@ def _open(
     key = None if place is None else load_key(place)
     book = None if place is None or key is None else Book(place, key)
     recorded = [] if book is None else book.runs()  # a damaged ledger is an error before anything is spent
+    earlier = _earlier_promise(folder, run)
     promise = guarantee_of(run)._replace(
-        run=_earlier_name(folder, run) or secrets.token_hex(8),
+        run=secrets.token_hex(8) if earlier is None else earlier.run,
         data=() if key is None else data_fingerprints(key, options.data.data, run.data_digest),
-        date=now(),
+        date=now() if earlier is None else earlier.date,
         fdp=package_version("fdp"),
         evaluations=evaluations,
         accountant=f"PLD, dp-accounting {package_version('dp-accounting')}" if run.epsilons is not None else None,
@@ -188,7 +189,7 @@ def _ledger_folder(options: TrainOptions) -> Path | None:
     return None if unnamed and options.data.data in datasets.NAMES else ledger_folder(options.ledger.ledger)
 
 
-def _earlier_name(folder: Path, run: Run) -> str | None:
-    """Return the name that the run got before it was interrupted; None if it is new."""
+def _earlier_promise(folder: Path, run: Run) -> Guarantee | None:
+    """Return the promise that the run made before it was interrupted; None if it is new."""
     found = read_marker(folder)
-    return found[-1].run if len(found) == len(run.config.before) + 1 else None
+    return found[-1] if len(found) == len(run.config.before) + 1 else None

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -134,6 +135,11 @@ def group_epsilon(releases: Sequence[Release], *, size: int, delta: float) -> fl
         raise FdpError(f"group: expected a whole number of samples from 1 to {LARGEST_GROUP}, got {size!r}")
     if any(each.max_batch_size is not None for each in releases):
         raise FdpError("group: expected Poisson sampling, got a truncated draw, for which no tight bound is known")
+    return _group_epsilon(tuple(_merged(releases)), size, delta)
+
+
+@lru_cache(maxsize=64)
+def _group_epsilon(releases: tuple[Release, ...], size: int, delta: float) -> float:
     if not releases:
         return 0.0
     certain = [each._replace(noise_multiplier=each.noise_multiplier / size) for each in releases]
@@ -143,7 +149,7 @@ def group_epsilon(releases: Sequence[Release], *, size: int, delta: float) -> fl
     if interval > TOO_COARSE or not parts_of(composed_event(releases)):
         return math.inf
     with np.errstate(all="ignore"):
-        first, *rest = [_group_loss(each, size, interval).self_compose(each.count) for each in _merged(releases)]
+        first, *rest = [_group_loss(each, size, interval).self_compose(each.count) for each in releases]
         for other in rest:
             first = first.compose(other)
         return float(first.get_epsilon_for_delta(delta))

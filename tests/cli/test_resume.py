@@ -56,7 +56,8 @@ def test_an_interrupted_run_that_saves_resumes_bit_equal(
         interrupt_after(3, patch)
         assert train(out, *words, steps=6) == 130
     assert "the same command resumes" in capsys.readouterr().out
-    assert {path.name for path in out.iterdir()} == {"config.json", "plan.json", "metrics.jsonl", "checkpoints"}
+    names = {"config.json", "plan.json", "fdp_privacy.json", "metrics.jsonl", "checkpoints"}
+    assert {path.name for path in out.iterdir()} == names
     assert train(out, *words, "--microbatch", "16", steps=6) == 0
     text = capsys.readouterr().out
     assert "resumed after step 3" in text

@@ -217,7 +217,7 @@ def test_tuning_is_what_the_author_says_or_is_asked_for(tmp_path):
 
 def test_every_unit_has_a_note():
     assert "all of a user's records are one sample" in unit_note("one user (up to 8 windows of 129 bytes)")
-    assert "a longer text is several samples" in unit_note("one window of 129 bytes")
+    assert "a longer text is in several windows" in unit_note("one window of 129 bytes")
     assert unit_note("one sample") == "the dataset decides what a sample contains"
 
 
