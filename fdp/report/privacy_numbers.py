@@ -18,6 +18,8 @@ DELTAS = tuple(10.0**-power for power in range(5, 11))
 EPSILONS = (0.1, 0.5, 1.0, 2.0, 4.0, 8.0)
 FALSE_POSITIVES = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5)
 GROUPS = (2, 4, 8)
+ROW = "one packed row"
+"""The start of a unit that no person is a group of."""
 
 
 def privacy_numbers(facts: RunFacts, *, records_per_person: int | None) -> dict[str, Any]:
@@ -49,7 +51,9 @@ def privacy_numbers(facts: RunFacts, *, records_per_person: int | None) -> dict[
 def _person_epsilon(facts: RunFacts, groups: dict[int, float], records: int | None) -> float | None:
     if facts.promise.unit.startswith("one user") or records == 1:
         return facts.promise.epsilon
-    return None if records is None else _finite(groups[records])
+    if records is None or facts.promise.unit.startswith(ROW):
+        return None
+    return _finite(groups[records])
 
 
 def curve_section(numbers: dict[str, Any]) -> Section:
@@ -96,6 +100,11 @@ def groups_section(facts: RunFacts, numbers: dict[str, Any]) -> Section:
     )
     if unit.startswith("one user"):
         said = "The unit is a user: the stated epsilon holds for a person, if nobody is two users."
+    elif unit.startswith(ROW):
+        said = (
+            "A person is no group of rows: one record more or less can change many rows. No epsilon of a person, or "
+            "of a record, can be stated for this run."
+        )
     elif records is not None:
         bound = "there is no finite bound" if person is None else f"epsilon is {rounded_up(person, 4)}"
         said = (

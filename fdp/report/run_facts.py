@@ -112,7 +112,8 @@ def unit_note(one: str) -> str:
         "one labelled image": UnitKind.IMAGE,
     }
     found = next((kind for start, kind in kinds.items() if one.startswith(start)), UnitKind.SAMPLE)
-    return privacy_unit(found, windows=1).note
+    note = privacy_unit(found, windows=1).note
+    return f"{note}; the public data is not protected" if one.endswith("of the private data") else note
 
 
 def _read_search(run: RunFolder) -> Search | None:

@@ -171,6 +171,10 @@ def test_people_with_several_records_have_an_epsilon_of_their_own(tmp_path):
     assert make_statement(run, records_per_person=1).facts["person_epsilon"] == EPSILON
     user = run._replace(promise=run.promise._replace(unit="one user (up to 8 windows of 128 bytes)"))
     assert make_statement(user).facts["person_epsilon"] == EPSILON
+    row = run._replace(promise=run.promise._replace(unit="one packed row of anyone's records (up to 128 bytes)"))
+    statement = make_statement(row, records_per_person=4)
+    assert statement.facts["person_epsilon"] is None
+    assert "A person is no group of rows" in as_text(statement.document)
     with pytest.raises(FdpError, match=r"--records-per-person: expected 1 to 200, got 0"):
         make_statement(run, records_per_person=0)
 
@@ -218,6 +222,7 @@ def test_tuning_is_what_the_author_says_or_is_asked_for(tmp_path):
 def test_every_unit_has_a_note():
     assert "all of a user's records are one sample" in unit_note("one user (up to 8 windows of 129 bytes)")
     assert "a longer text is in several windows" in unit_note("one window of 129 bytes")
+    assert unit_note("one record of the private data").endswith("the public data is not protected")
     assert unit_note("one sample") == "the dataset decides what a sample contains"
 
 
