@@ -9,6 +9,7 @@ loaded when first used, so that ``fdp --help`` need not wait for torch.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +59,12 @@ if TYPE_CHECKING:
     from fdp.types import Batch as Batch
     from fdp.types import FdpError as FdpError
     from fdp.types import TrainState as TrainState
+
+if sys.version_info < (3, 11):  # noqa: UP036
+    found = ".".join(str(part) for part in sys.version_info[:3])
+    raise ImportError(
+        f"fdp needs Python >= 3.11, found {found}: run it with python3.11 or later (make: PYTHON=python3.11)"
+    )
 
 _HOME = {
     "privacy.accounting": ("epsilon", "noise_multiplier_for"),

@@ -42,7 +42,16 @@ SMALLER = {
     }
 }
 """Sizes of a page's blocks, and what they are replaced by to run in seconds."""
-OTHER_FLAGS = {"--check", "--max-restarts", "--nproc-per-node", "--nnodes", "--local-addr", "--signal", "--stpes"}
+OTHER_FLAGS = {
+    "--check",
+    "--local-dir",
+    "--max-restarts",
+    "--nproc-per-node",
+    "--nnodes",
+    "--local-addr",
+    "--signal",
+    "--stpes",
+}
 """Options of other programs that pages name by themselves."""
 
 

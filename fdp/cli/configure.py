@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
-from fdp import models, optimizers
+from fdp import optimizers
 from fdp.cli.configure_evaluation import make_evaluation, split_data
 from fdp.cli.configure_kfac import make_kfac_config, make_kfac_source
 from fdp.cli.extend import extend_config
 from fdp.cli.fast_defaults import resolve_fast_defaults
-from fdp.cli.model_and_data import earlier_guarantees, is_folder, load_dataset, load_model_and_data
-from fdp.cli.names import DTYPES, OPTIMIZERS, by_value, choose, parse_mesh, parse_offload
+from fdp.cli.model_and_data import check_model_name, earlier_guarantees, load_dataset, load_model_and_data
+from fdp.cli.names import OPTIMIZERS, by_value, choose, choose_dtype, parse_mesh, parse_offload
+from fdp.cli.options import check_ranges
 from fdp.cli.train_options import ComputeOptions, PrivacyOptions, RankOptions, TrainingOptions, TrainOptions
 from fdp.fast.compile_modes import Compile
 from fdp.gradients.plan import Method
@@ -29,6 +31,7 @@ from fdp.privacy import clipping
 from fdp.privacy.guarantee import default_delta
 from fdp.privacy.microbatches import Dataset
 from fdp.privacy.sampling import rounded_population
+from fdp.run.epochs import steps_of_epochs
 from fdp.run.run_config import Layout, RunConfig
 from fdp.types import FdpError
 
@@ -42,23 +45,27 @@ GIB = 2**30
 def configure(options: TrainOptions) -> RunConfig:
     """Return the run that the options describe; raise an error that names the option if one is wrong."""
     options = resolve_fast_defaults(options)
+    check_ranges(options)
     privacy, training, compute = options.privacy, options.training, options.compute
-    _check_training(training)
-    if not is_folder(options.model.model):
-        choose("--model", options.model.model, dict.fromkeys(models.PRESETS))
+    _check_names(training)
+    check_model_name(options.model.model)
     method = choose("--method", privacy.method, by_value(Method))
-    clip, rate = make_clip_style(privacy, batch_size=training.batch_size), make_schedule(training)
-    dtype = choose("--dtype", compute.dtype, DTYPES)
+    clip = make_clip_style(privacy, batch_size=training.batch_size)
+    if training.epochs is None:
+        make_schedule(training)  # for its checks, before the data is read
+    dtype = choose_dtype(compute.dtype)
     compile = choose("--compile", compute.compile, by_value(Compile))
     device, memory_budget = make_device(compute), _memory_budget_bytes(compute)
     epsilon = privacy.epsilon
+    if method is Method.NONE and (epsilon is not None or privacy.noise_multiplier):
+        raise FdpError("--method none trains without privacy: expected no --epsilon and no --noise-multiplier with it")
     if epsilon is None and privacy.noise_multiplier is None and method is not Method.NONE:
         epsilon = DEFAULT_EPSILON
     (model, values), dataset = load_model_and_data(options)
     dataset, held_out = split_data(options, dataset, model)
     population = rounded_population(len(dataset)) if privacy.population is None else privacy.population
-    if population < 1:
-        raise FdpError(f"--population: expected about the number of samples, 1 or more, got {population}")
+    training = replace(training, steps=count_steps(training, population))
+    options, rate = replace(options, training=training), make_schedule(training)
     delta = default_delta(population) if privacy.delta is None else privacy.delta
     config = RunConfig(
         model=model,
@@ -114,15 +121,25 @@ def learning_rate(training: TrainingOptions) -> float:
     return LEARNING_RATES.get(training.optimizer, DEFAULT_LR) if training.lr is None else training.lr
 
 
+def count_steps(training: TrainingOptions, population: int) -> int:
+    """Return ``--steps``, or the steps of ``--epochs`` over the public population."""
+    if training.epochs is None:
+        return training.steps
+    return steps_of_epochs(training.epochs, population=population, batch_size=training.batch_size)
+
+
 def make_schedule(training: TrainingOptions) -> optimizers.Schedule:
     """Return the learning rate as a function of the step, after a linear warm-up."""
     lr, warmup = learning_rate(training), _warmup_steps(training)
+    if not 0 <= warmup < training.steps:
+        raise FdpError(f"--warmup: expected fewer than the {training.steps} steps of the run, got {warmup}")
     make = choose(
         "--schedule",
         training.schedule,
         {
             "constant": lambda: optimizers.constant(lr),
             "cosine": lambda: optimizers.cosine(lr, steps=training.steps - warmup),
+            "linear": lambda: optimizers.linear(lr, 0.0, steps=training.steps - warmup),
         },
     )
     return make() if warmup == 0 else optimizers.warmup(make(), steps=warmup)
@@ -169,26 +186,16 @@ def make_layout(ranks: RankOptions) -> Layout | None:
             raise FdpError(f"--mesh: expected the axes for {count} processes, such as shard={count}, got none")
         return None
     if math.prod(axes.values()) != count:
-        start = (
-            ""
-            if launch.started_by_torchrun()
-            else f"; start them with torchrun --nproc-per-node {math.prod(axes.values())}"
-        )
+        wanted = math.prod(axes.values())
+        start = "" if launch.started_by_torchrun() else f"; add --nproc {wanted} to start {wanted} on this machine"
         raise FdpError(f"--mesh: expected sizes that multiply to the {count} processes, got {ranks.mesh}{start}")
     return Layout(axes, zero, data, reduce, reduce_dtype, ranks.timeout) if launch.started_by_torchrun() else None
 
 
-def _check_training(training: TrainingOptions) -> None:
-    batch_size, steps, warmup, limit = training.batch_size, training.steps, _warmup_steps(training), training.clip_value
-    if batch_size < 1 or steps < 1:
-        raise FdpError(f"expected --batch-size and --steps of at least 1, got {batch_size} and {steps}")
-    if not 0 <= warmup < steps:
-        raise FdpError(f"--warmup: expected fewer than the {steps} steps of the run, got {warmup}")
+def _check_names(training: TrainingOptions) -> None:
     choose("--optimizer", training.optimizer, dict.fromkeys((*OPTIMIZERS, "kfac")))
-    if limit is not None and training.optimizer == "kfac":
+    if training.clip_value is not None and training.optimizer == "kfac":
         raise FdpError("--clip-value: expected another --optimizer than kfac, whose updates --kfac-kl-clip bounds")
-    if limit is not None and not 0 < limit < math.inf:
-        raise FdpError(f"--clip-value: expected a positive number, got {limit}")
 
 
 def _warmup_steps(training: TrainingOptions) -> int:
@@ -196,7 +203,4 @@ def _warmup_steps(training: TrainingOptions) -> int:
 
 
 def _memory_budget_bytes(compute: ComputeOptions) -> float | None:
-    budget = compute.memory_budget
-    if budget is not None and not 0 < budget < math.inf:
-        raise FdpError(f"--memory-budget: expected a positive number of GiB, got {budget}")
-    return None if budget is None else budget * GIB
+    return None if compute.memory_budget is None else compute.memory_budget * GIB

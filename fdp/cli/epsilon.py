@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fdp.cli.formatting import round_up
-from fdp.cli.options import Flag, expand_groups
+from fdp.cli.options import Flag, Range, check_ranges, expand_groups
 from fdp.cli.train_options import train_flag
 
 if TYPE_CHECKING:
@@ -46,9 +46,12 @@ class MechanismOptions:
     delta: Annotated[float, Flag("The probability that the bound may fail; well below 1 / population.")]
     population: Annotated[int, Flag("The public number of samples, which sets the sampling rate, as in fdp train.")]
     batch_size: Annotated[float, train_flag("batch_size")]
-    steps: Annotated[int, train_flag("steps")]
-    noise_multiplier: Annotated[float | None, Flag("Noise as a multiple of C: gives epsilon.")] = None
-    epsilon: Annotated[float | None, Flag("Privacy budget: gives the noise multiplier.")] = None
+    steps: Annotated[int | None, train_flag("steps")] = None
+    epochs: Annotated[float | None, train_flag("epochs")] = None
+    noise_multiplier: Annotated[
+        float | None, Flag("Noise as a multiple of C: gives epsilon.", range=Range.NOT_NEGATIVE)
+    ] = None
+    epsilon: Annotated[float | None, Flag("Privacy budget: gives the noise multiplier.", range=Range.POSITIVE)] = None
     accountant: Annotated[AccountantName, Flag("The accountant of the result; both are shown.")] = AccountantName.pld
     max_batch_size: Annotated[int | None, Flag("Truncate larger draws to this many samples; PLD only.")] = None
     count_noise: Annotated[float | None, Flag("For quantile clipping: the noise on its count, in samples.")] = None
@@ -90,14 +93,29 @@ def epsilon_command(options: MechanismOptions, output: EpsilonOutputOptions) -> 
         raise FdpError(f"expected exactly one of --noise-multiplier and --epsilon, got {got}; the other is computed")
     if output.plot is not None and (output.plot.suffix != ".png" or not output.plot.parent.is_dir()):
         raise FdpError(f"--plot: expected a .png file in a folder that exists, got {output.plot}")
+    check_ranges(options)
     budget = compute_budget(options)
     console = Console(highlight=False)
     _print_budget(console, budget, options)
     if output.plot is not None:
-        _plot(output.plot, budget.mechanism, steps=options.steps, delta=options.delta)
+        _plot(output.plot, budget.mechanism, steps=count_steps(options), delta=options.delta)
         console.print(f"drawn in {output.plot}", soft_wrap=True)
     if output.as_json:
         print(json.dumps(_result(budget, options)))
+
+
+def count_steps(options: MechanismOptions) -> int:
+    """Return ``--steps``, or the steps of ``--epochs``; raise unless exactly one is given."""
+    from fdp.run.epochs import steps_of_epochs
+    from fdp.types import FdpError
+
+    steps, epochs = options.steps, options.epochs
+    if steps is not None and epochs is None:
+        return steps
+    if steps is None and epochs is not None:
+        return steps_of_epochs(epochs, population=options.population, batch_size=options.batch_size)
+    got = "neither" if steps is None else "both"
+    raise FdpError(f"expected exactly one of --steps and --epochs, got {got}")
 
 
 def compute_budget(options: MechanismOptions) -> Budget:
@@ -109,7 +127,7 @@ def compute_budget(options: MechanismOptions) -> Budget:
     from fdp.privacy.sampling import poisson
     from fdp.types import FdpError
 
-    steps, delta, population = options.steps, options.delta, options.population
+    steps, delta, population = count_steps(options), options.delta, options.population
     accountant = accounting.Accountant(options.accountant.value)
     sampling = poisson(
         population,
@@ -154,7 +172,7 @@ def compute_budget(options: MechanismOptions) -> Budget:
 def _print_budget(console: Console, budget: Budget, options: MechanismOptions) -> None:
     from fdp.privacy.guarantee import RELATION, delta_advice
 
-    mechanism, steps, delta = budget.mechanism, options.steps, options.delta
+    mechanism, steps, delta = budget.mechanism, count_steps(options), options.delta
     noise, rate = round_up(mechanism.noise_multiplier, 5), mechanism.sampling.rate
     console.print(_table(budget, title=f"epsilon at delta {delta:g}, noise multiplier {noise}"))
     console.print(
@@ -173,7 +191,7 @@ def _result(budget: Budget, options: MechanismOptions) -> dict[str, Any]:
     from fdp.privacy import accounting
     from fdp.privacy.guarantee import RELATION
 
-    mechanism, steps = budget.mechanism, options.steps
+    mechanism, steps = budget.mechanism, count_steps(options)
     return {
         "noise_multiplier": mechanism.noise_multiplier,
         "effective_noise_multiplier": accounting.effective_noise_multiplier(mechanism),

@@ -79,7 +79,7 @@ def _show_model(path: str, options: InspectOptions, console: Console) -> dict[st
     """Print an inspection of a model, and return it for JSON."""
     # torch takes seconds to import; --help and mistakes on the command line should not wait for it.
     from fdp import optimizers
-    from fdp.cli.names import DTYPES, by_value, choose
+    from fdp.cli.names import by_value, choose, choose_dtype
     from fdp.foreign.inspect import inspect_model
     from fdp.gradients.plan import Method
     from fdp.types import FdpError
@@ -88,7 +88,7 @@ def _show_model(path: str, options: InspectOptions, console: Console) -> dict[st
     if batch_size < 1 or (context is not None and context < 1):
         raise FdpError(f"expected --batch-size and --context of at least 1, got {batch_size} and {context}")
     method = choose("--method", options.method, by_value(Method))
-    dtype = choose("--dtype", options.dtype, DTYPES)
+    dtype = choose_dtype(options.dtype)
     make_optimizer = choose("--optimizer", options.optimizer, {name: getattr(optimizers, name) for name in OPTIMIZERS})
     model, names, microbatch = _open_model(path, batch_size, context)
     found = inspect_model(model, microbatch, names=names, method=method, dtype=dtype, optimizer=make_optimizer(1e-3))
@@ -122,7 +122,7 @@ def _open_model(path: str, batch_size: int, context: int | None) -> tuple[Any, d
     import torch
 
     from fdp import models, tree
-    from fdp.types import FdpError
+    from fdp.cli.model_and_data import check_model_name
 
     def samples(example: Tree) -> Tree:
         return tree.map(lambda leaf: leaf[:1].expand(batch_size, *leaf.shape[1:]), example)
@@ -140,10 +140,7 @@ def _open_model(path: str, batch_size: int, context: int | None) -> tuple[Any, d
         model = model_of(module, context=context, example=example)
         length = model.context or CLASSIFIER_TOKENS
         return model, leaf_paths(module), samples(tokens(length) if example is None else example)
-    if path not in models.PRESETS:
-        raise FdpError(
-            f"expected a folder in the format of transformers, or one of {', '.join(models.PRESETS)}, got {path!r}"
-        )
+    check_model_name(path, "PATH")
     model = models.build(path, context=context)
     if model.context is not None:
         return model, {}, samples(tokens(model.context))

@@ -1,5 +1,6 @@
 """The ``fdp`` command line: its commands, error messages and exit codes.
 
+    fdp                             print a short tour
     fdp train                       train privately with the defaults, on the sources of Python's standard library
     fdp advise --epsilon 3          recommend settings for a budget, a time and this machine
     fdp search --lr 2e-3,4e-3       choose settings by held-out loss, with the choice in the budget
@@ -33,14 +34,17 @@ from rich.text import Text
 from fdp.cli.advise import advise_command
 from fdp.cli.compare import compare_command
 from fdp.cli.epsilon import epsilon_command
+from fdp.cli.flag_names import name_flag
 from fdp.cli.formatting import package_version
 from fdp.cli.generate import generate_command
 from fdp.cli.inspect import inspect_command
 from fdp.cli.ledger import ledger_command
+from fdp.cli.other_names import answer
 from fdp.cli.plan import plan_command
 from fdp.cli.report import report_command
 from fdp.cli.search import search_command
 from fdp.cli.statement import statement_command
+from fdp.cli.tour import TOUR
 from fdp.cli.train import train_command
 
 # The error that typer raises for a mistake on the command line; only its subclass has a public name.
@@ -51,8 +55,6 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 app = typer.Typer(
     help="Functional, differentially private, fully sharded training on PyTorch.",
-    no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.command("train")(train_command)
@@ -74,14 +76,16 @@ def _show_version(value: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def _options(
+    call: typer.Context,
     show_version: Annotated[
         bool,
         typer.Option("--version", help="Print the version and exit.", callback=_show_version, is_eager=True),
     ] = False,
 ) -> None:
-    pass
+    if call.invoked_subcommand is None:
+        print(TOUR)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -118,6 +122,21 @@ def _add_values(words: list[str]) -> list[str]:
     return added
 
 
+def _message(error: Exception, words: Sequence[str]) -> str:
+    """Return an error in the words of the command line: its flags, also for names that other tools use."""
+    flags = _flags_of(words)
+    if (option := getattr(error, "option_name", None)) is not None and (known := answer(option, flags)):
+        return known
+    return name_flag(getattr(error, "format_message", error.__str__)(), flags)
+
+
+def _flags_of(words: Sequence[str]) -> set[str]:
+    """Return the flags of the command that the words call."""
+    commands: Any = getattr(typer.main.get_command(app), "commands", {})
+    command = next((commands[word] for word in words if word in commands), None)
+    return {flag for option in command.params for flag in option.opts} if command is not None else set()
+
+
 def _explain(error: Exception, words: Sequence[str]) -> None:
     """Print a mistake on stderr, and as JSON if that was asked for; raise an error that is a bug."""
     from fdp.parallel import launch  # here, since both import torch, which takes seconds
@@ -125,9 +144,7 @@ def _explain(error: Exception, words: Sequence[str]) -> None:
 
     if isinstance(error, ValueError) and not isinstance(error, FdpError):
         raise error
-    message = getattr(error, "format_message", error.__str__)()
-    if not message:  # no command was given, and the help is already printed
-        return
+    message = _message(error, words)
     if launch.rank() > 0 and getattr(error, "everywhere", False):
         time.sleep(
             3

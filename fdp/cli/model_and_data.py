@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -21,13 +22,15 @@ import torch
 
 from fdp import keys, models, tree
 from fdp.cli.check_data import check_context, check_public_data, load_tokenizer, parse_long
-from fdp.cli.names import by_value
+from fdp.cli.leaf_names import lora_targets, named_leaves
+from fdp.cli.names import by_value, choose
 from fdp.cli.train_options import DataOptions, ModelOptions, TrainOptions
 from fdp.data import corpus, datasets, text
 from fdp.data.document_packing import PackUnit
 from fdp.data.documents import Long
 from fdp.data.files import RecordForm
 from fdp.data.mixed import Mixed
+from fdp.data.user_fields import user_fields
 from fdp.foreign.adapters.lora import lora_model, merge, train_only
 from fdp.foreign.adapters.prefix import prefix_model, without_prefix
 from fdp.foreign.adapters.prefix_save import save_prefix
@@ -57,6 +60,20 @@ class ModelSource(NamedTuple):
 def is_folder(name: str) -> bool:
     """Return True if ``--model`` names a folder, not a preset."""
     return name not in models.PRESETS and Path(name).is_dir()
+
+
+def check_model_name(name: str, flag: str = "--model") -> None:
+    """Raise unless ``name`` is a preset or a folder; say how to get a model of the hub."""
+    if name in models.PRESETS or is_folder(name):
+        return
+    if Path(name).is_file() or difflib.get_close_matches(name, models.PRESETS, n=1, cutoff=0.8):
+        choose(flag, name, dict.fromkeys(models.PRESETS))
+    folder = f"models/{Path(name).name}"
+    raise FdpError(
+        f"{flag}: expected a preset ({', '.join(models.PRESETS)}) or a folder, got {name!r}, which is neither. If it "
+        f"is a model of the Hugging Face hub, download it first: hf download {name} --local-dir {folder}; then give "
+        f"{folder}"
+    )
 
 
 def load_model_and_data(options: TrainOptions) -> tuple[ModelSource, Dataset]:
@@ -94,12 +111,10 @@ def load_model(options: TrainOptions, *, example: Tree | None = None) -> ModelSo
         base = hugging_face.load_model(folder, context=context, example=example)
     model = base
     if given.lora is not None:
-        if given.lora < 1:
-            raise FdpError(f"--lora: expected a rank of at least 1, got {given.lora}")
-        targets = _split_list(given.lora_targets) or _default_lora_targets(base)
+        targets = lora_targets(base, given.lora_targets)
         model = lora_model(base, rank=given.lora, alpha=_lora_alpha(given.lora, given.lora_alpha), targets=targets)
     if given.train_only is not None:
-        model = train_only(base, *_split_list(given.train_only))
+        model = train_only(base, *named_leaves(base, "--train-only", given.train_only, tuple(base.leaves)))
     if folder is None:
         return ModelSource(model, drawn_params)
     return ModelSource(model, _stored_values(folder, base))
@@ -127,7 +142,7 @@ def _load_samples(options: TrainOptions, model: Model, path: str, *, all_named: 
             f"labels. Train it from Python: load(folder, example=data) of fdp.foreign.hub.hugging_face with data "
             f"{{'tokens', 'mask', 'label'}} or {{'image', 'label'}}, then fdp.step.make_train_step"
         )
-    _check_unit(given)
+    _check_unit(given, path)
     form, long = parse_form(given.form), parse_long(options.reading, unit=given.unit)
     vocab_size = datasets.BYTE_VOCAB_SIZE if model.vocab_size is None else model.vocab_size
     tokenizer = load_tokenizer(given.tokenizer, None if model.vocab_size is None else folder, path)
@@ -196,32 +211,26 @@ def _check_one_adapter(given: ModelOptions) -> None:
         )
 
 
-def _check_unit(given: DataOptions) -> None:
+def _check_unit(given: DataOptions, path: str) -> None:
     if given.unit not in UNITS:
         raise FdpError(f"--unit: expected one of {', '.join(UNITS)}, got {given.unit!r}")
-    if (given.unit == "user") != (given.user_field is not None):
-        raise FdpError(f"--user-field: expected with --unit user, and only there, got --unit {given.unit}")
+    if given.unit != "user" and given.user_field is not None:
+        raise FdpError(
+            f"--user-field: expected --unit user to go with it, got --unit {given.unit}: only with --unit user are the "
+            f"records of a person one sample. Add --unit user, or leave --user-field out"
+        )
+    if given.unit == "user" and given.user_field is None:
+        found = user_fields(path, text_field=given.field)
+        listed = f"; every record has {', '.join(found)}" if found else ""
+        example = found[0] if found else "author"
+        raise FdpError(
+            f"--unit user: expected --user-field, the field of a record that names the person it belongs to, got none"
+            f"{listed}. For example: --user-field {example}"
+        )
 
 
 def _lora_alpha(rank: int, alpha: float | None) -> float:
     return 2.0 * rank if alpha is None else alpha
-
-
-def _split_list(words: str | None) -> tuple[str, ...]:
-    return () if words is None else tuple(word.strip() for word in words.split(",") if word.strip())
-
-
-def _default_lora_targets(model: Model) -> tuple[str, ...]:
-    """Return the matrices of the repeated blocks: no embedding and no head.
-
-    In a model of one block, return the matrices without a vocabulary dimension.
-    """
-    if len(model.blocks) == 1:
-        matrices = (path for path, leaf in model.leaves.items() if len(leaf.shape) == 2)
-        return tuple(sorted(path for path in matrices if model.vocab_size not in model.leaves[path].shape))
-    inner = {path for block in model.blocks[1:-1] for path in tree.leaves(block.params)}
-    outer = {path for block in (model.blocks[0], model.blocks[-1]) for path in tree.leaves(block.params)}
-    return tuple(sorted(path for path in inner - outer if len(model.leaves[path].shape) == 2))
 
 
 # The names of these two functions, and of what the inner one captures, are part of the noise key (fdp.fingerprint).

@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 
 from fdp import optimizers
+from fdp.cli.other_names import NO_FLOAT16
 from fdp.parallel.mesh import AXES
 from fdp.parallel.offload import Offload
 from fdp.types import FdpError
@@ -45,6 +46,13 @@ def choose(flag: str, name: str, known: Mapping[str, T]) -> T:
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise FdpError(f"{flag}: expected one of {', '.join(known)}; got {name!r}.{hint}")
+
+
+def choose_dtype(name: str) -> torch.dtype:
+    """Return the dtype that ``--dtype`` names; say why float16 is not among them."""
+    if name in ("float16", "fp16", "half"):
+        raise FdpError(f"--dtype: expected one of {', '.join(DTYPES)}; got {name!r}. Use bfloat16: {NO_FLOAT16}")
+    return choose("--dtype", name, DTYPES)
 
 
 def by_value(members: type[Member]) -> dict[str, Member]:

@@ -29,4 +29,4 @@ class Needs(Enum):
     EVAL_DATA = "--eval-data"
     EVAL_EPSILON = "--eval-epsilon"
     WANDB = "--wandb"
-    SEVERAL_RANKS = "several ranks, started with torchrun"
+    SEVERAL_RANKS = "several ranks, started with --nproc or torchrun"

@@ -20,7 +20,8 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -50,11 +51,33 @@ class Effect(Enum):
     EXECUTION = "how a run is computed, saved or shown"
 
 
+class Range(Enum):
+    """The numbers an option accepts, in the words of the error."""
+
+    COUNT = "a whole number of at least 1"
+    POSITIVE = "a finite number above 0"
+    NOT_NEGATIVE = "a finite number of 0 or more"
+    PROBABILITY = "a number between 0 and 1"
+
+    def holds(self, value: float) -> bool:
+        """Return True if the value is in the range."""
+        match self:
+            case Range.COUNT:
+                return value >= 1
+            case Range.POSITIVE:
+                return 0 < value < math.inf
+            case Range.NOT_NEGATIVE:
+                return 0 <= value < math.inf
+            case Range.PROBABILITY:
+                return 0 < value < 1
+
+
 class Flag(NamedTuple):
     """The declaration of an option, beside its name, type and default.
 
     ``default_text`` says what a default of None stands for. ``needs`` is a condition without which the option does
-    nothing. ``name`` replaces the name made from the field.
+    nothing. ``name`` replaces the name made from the field. ``range`` is checked by :func:`check_ranges`. ``complete``
+    are names that a shell completes; ``paths`` completes paths too.
     """
 
     help: str
@@ -62,6 +85,9 @@ class Flag(NamedTuple):
     name: str | None = None
     effect: Effect = Effect.RESULT
     needs: Enum | None = None
+    range: Range | None = None
+    complete: tuple[str, ...] = ()
+    paths: bool = False
 
 
 def type_name(kind: type) -> str:
@@ -87,10 +113,27 @@ class OptionField(NamedTuple):
     def parameter(self) -> inspect.Parameter:
         """Return the option as a parameter that ``typer`` understands."""
         shown = self.flag.default_text or True if self.default is None else True
-        option = typer.Option(self.name, help=self.flag.help, rich_help_panel=self.panel, show_default=shown)
+        option = typer.Option(
+            self.name,
+            help=self.flag.help,
+            rich_help_panel=self.panel,
+            show_default=shown,
+            autocompletion=self.complete if self.flag.complete or self.flag.paths else None,
+        )
         default = inspect.Parameter.empty if self.default is MISSING else self.default
         annotation = Annotated[self.type, option]
         return inspect.Parameter(self.key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+    def complete(self, incomplete: str) -> list[str]:
+        """Return what a shell may complete ``incomplete`` to: names of the option's values, and paths."""
+        names = [name for name in self.flag.complete if name.startswith(incomplete)]
+        if not self.flag.paths:
+            return names
+        head, slash, _ = incomplete.rpartition("/")
+        folder = Path(head + slash or ".")
+        found = sorted(folder.iterdir()) if folder.is_dir() else []
+        shown = [f"{head}{slash}{each.name}{'/' * each.is_dir()}" for each in found if not each.name.startswith(".")]
+        return names + [path for path in shown if path.startswith(incomplete)]
 
     def check(self, value: Any) -> Any:
         """Return ``value`` with the option's type, or raise an error that names the option."""
@@ -152,6 +195,24 @@ def to_dict(options: Any) -> dict[str, Any]:
         value = getattr(options, field.name)
         found |= to_dict(value) if is_dataclass(hints[field.name]) else {prefix + field.name: value}
     return found
+
+
+def to_words(options: Any, *, always: Collection[str] = ()) -> list[str]:
+    """Return the words of a command line that gives these options; a default is left out unless ``always`` has it."""
+    values, words = to_dict(options), []
+    for key, option in options_of(type(options)).items():
+        if values[key] != option.default or (key in always and values[key] not in (None, False)):
+            words.append(option.name if values[key] is True else f"{option.name}={values[key]}")
+    return words
+
+
+def check_ranges(options: Any) -> None:
+    """Raise an error that names the option if a number is outside the range it is declared with."""
+    values = to_dict(options)
+    for key, option in options_of(type(options)).items():
+        value, allowed = values[key], option.flag.range
+        if allowed is not None and value is not None and not allowed.holds(value):
+            raise _mistake(f"{option.name}: expected {allowed.value}, got {value:g}")
 
 
 def parse_value(text: str, kind: type, *, where: str, name: str) -> Any:

@@ -138,7 +138,7 @@ def _estimate(
     """Trace a step and return its footprint on one rank."""
     import torch
 
-    from fdp.cli.names import DTYPES, OPTIMIZERS, by_value, choose, parse_offload
+    from fdp.cli.names import OPTIMIZERS, by_value, choose, choose_dtype, parse_offload
     from fdp.estimate.estimate import Scale, StepSettings, plan_at_scale
     from fdp.gradients.plan import Method
     from fdp.parallel.sharding import Zero
@@ -149,7 +149,7 @@ def _estimate(
     stage = choose("--zero", str(zero), by_value(Zero))
     settings = StepSettings(
         method=choose("--method", compute.method, by_value(Method)),
-        dtype=choose("--dtype", compute.dtype, DTYPES),
+        dtype=choose_dtype(compute.dtype),
         optimizer=choose("--optimizer", what.optimizer, optimizers)(1e-3),
         offload=parse_offload(compute.offload),
         memory_budget=None if compute.memory_budget is None else compute.memory_budget * GIB,

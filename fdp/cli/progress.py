@@ -1,13 +1,19 @@
 """The progress that ``fdp train`` shows: a line redrawn in place on a terminal, else one plain line in ten steps.
 
+The first step may compile for minutes. Until it ends, a terminal shows what the run is doing and since when; a log gets
+one line about it.
+
 >>> for state, record in follow(steps(run, state), run, console): ...
 """
 
 from __future__ import annotations
 
 import statistics
+import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 
 from rich.console import Console, Group
@@ -16,6 +22,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.text import Text
 
 from fdp.cli.display import loss_text
+from fdp.fast.compile_modes import Compile
 from fdp.privacy.guarantee import shown_epsilon
 from fdp.run.step_metrics import StepRecord
 from fdp.run.training_run import Run
@@ -24,13 +31,37 @@ from fdp.types import TrainState
 BARS = "▁▂▃▄▅▆▇█"
 SPEED_STEPS = 20
 """Steps over which the speed is averaged."""
+PATIENCE_S = 20.0
+"""Seconds after which a log says that the first step is still being made."""
+FIRST_STEP = {
+    Compile.NONE: "making the first step",
+    Compile.BLOCK: "compiling every kind of block once, in the first step (half a minute for gpt-nano on a CPU)",
+    Compile.STEP: "compiling the step (two minutes for gpt-nano on a CPU, longer for more layers)",
+}
+"""What a run does before its first step ends."""
+
+
+class Waiting:
+    """A line that says what the run is doing, and for how long it has been. ``long`` things are told at once."""
+
+    def __init__(self, what: str, *, long: bool = False) -> None:
+        self.what, self.long, self.since = what, long, time.monotonic()
+
+    def __str__(self) -> str:
+        return f"{self.what}, {time.monotonic() - self.since:.0f} s so far"
+
+    def __rich__(self) -> Text:
+        return Text(str(self), style="dim")
 
 
 def follow(
     stream: Iterable[tuple[TrainState, StepRecord]], run: Run, console: Console
 ) -> Iterator[tuple[TrainState, StepRecord]]:
     """Pass the stream on and show its progress."""
-    return (_redraw if console.is_terminal else _print_lines)(stream, run.config.steps, console)
+    waiting = Waiting(FIRST_STEP[run.config.compile], long=run.config.compile is not Compile.NONE)
+    if console.is_terminal:
+        return _redraw(stream, run.config.steps, console, waiting)
+    return _print_lines(stream, run.config.steps, console, waiting)
 
 
 def progress_words(recent: Sequence[StepRecord], total: int) -> list[str]:
@@ -56,21 +87,37 @@ def sparkline(values: list[float], width: int = 24) -> str:
     return "".join(BARS[round((mean - low) * bars_per_unit)] for mean in means)
 
 
+@contextmanager
+def _say_when_late(waiting: Waiting, console: Console) -> Iterator[threading.Timer]:
+    """Print one line at once if the run compiles, else if the timer is not cancelled in time."""
+    if waiting.long:
+        console.print(waiting.what, soft_wrap=True)
+    timer = threading.Timer(PATIENCE_S, lambda: waiting.long or console.print(str(waiting), soft_wrap=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield timer
+    finally:
+        timer.cancel()
+
+
 def _print_lines(
-    stream: Iterable[tuple[TrainState, StepRecord]], total: int, console: Console
+    stream: Iterable[tuple[TrainState, StepRecord]], total: int, console: Console, waiting: Waiting
 ) -> Iterator[tuple[TrainState, StepRecord]]:
     recent: deque[StepRecord] = deque(maxlen=SPEED_STEPS)
     every = max(1, total // 10)
-    for state, record in stream:
-        recent.append(record)
-        if record.step == 1 or record.step % every == 0 or record.step == total:
-            words = "  ".join(progress_words(recent, total))
-            console.print(f"step {record.step:>{len(str(total))}}/{total}  {words}")
-        yield state, record
+    with _say_when_late(waiting, console) as timer:
+        for state, record in stream:
+            timer.cancel()
+            recent.append(record)
+            if record.step == 1 or record.step % every == 0 or record.step == total:
+                words = "  ".join(progress_words(recent, total))
+                console.print(f"step {record.step:>{len(str(total))}}/{total}  {words}")
+            yield state, record
 
 
 def _redraw(
-    stream: Iterable[tuple[TrainState, StepRecord]], total: int, console: Console
+    stream: Iterable[tuple[TrainState, StepRecord]], total: int, console: Console, waiting: Waiting
 ) -> Iterator[tuple[TrainState, StepRecord]]:
     recent: deque[StepRecord] = deque(maxlen=SPEED_STEPS)
     losses: list[float] = []
@@ -82,8 +129,7 @@ def _redraw(
         expand=True,
     )
     task = bar.add_task("train", total=total)
-    line = Text("waiting for the first step", style="dim")
-    with Live(Group(bar, line), console=console, refresh_per_second=8) as live:
+    with Live(Group(bar, waiting), console=console, refresh_per_second=8) as live:
         for state, record in stream:
             recent.append(record)
             losses += [record.loss] if record.loss is not None else []

@@ -164,7 +164,9 @@ def _check_settings(then: Mapping[str, Any], now: Mapping[str, Any], where: Path
     """Raise if an option that changes the result differs."""
     effects = (Effect.RESULT, Effect.KFAC_RESULT) if now["optimizer"] == "kfac" else (Effect.RESULT,)
     flags = options_of(TrainOptions)
-    before = {name: then.get(name, flags[name].default) for name in options_with(*effects)}  # a newer option: unused
+    # The steps of --epochs are counted when the data is read; epochs, population and batch size are compared here.
+    compared = [name for name in options_with(*effects) if name != "steps" or now["epochs"] is None]
+    before = {name: then.get(name, flags[name].default) for name in compared}  # a newer option: unused
     if differing := [name for name in before if before[name] != now[name]]:
         listed = ", ".join(f"{flags[name].name} {before[name]} there, {now[name]} here" for name in differing)
         raise FdpError(f"{where}: holds a run of another configuration ({listed}); give another --out")

@@ -1,6 +1,7 @@
 """The files of a run, none of which another run ever overwrites.
 
     DIR/config.json          every setting, and the versions of the libraries
+    DIR/config.toml          every setting, commented, for ``fdp train --config``
     DIR/plan.json            per layer, how the norms and the sum of its gradients are computed
     DIR/metrics.jsonl        one line per step, written when the step ends
     DIR/summary.json         the result
@@ -26,6 +27,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from fdp.cli.config_file import config_text
 from fdp.cli.formatting import package_version
 from fdp.gradients.plan import explain_rows
 from fdp.privacy.guarantee import RELATION
@@ -34,9 +36,12 @@ from fdp.run.training_run import Run
 from fdp.storage.private_files import disk_errors, open_private, write_private
 from fdp.types import FdpError, Key, TrainState
 
+SETTINGS = "config.toml"
 FILES = (
     "config.json",
+    SETTINGS,
     "plan.json",
+    "fdp_privacy.json",
     "metrics.jsonl",
     "summary.json",
     "model.safetensors",
@@ -75,7 +80,11 @@ def create_folder(out: Path | None, *, model: str, data: str) -> Path:
 
 
 def write_config(folder: Path, settings: Mapping[str, Any], run: Run) -> None:
-    """Write ``config.json``: every setting as given, what follows from them, and the versions of the libraries."""
+    """Write ``config.json``: every setting as given, what follows from them, and the versions of the libraries.
+
+    ``config.toml`` has the settings alone, for ``fdp train --config``.
+    """
+    write_settings(folder, settings)
     versions = {name: package_version(name) for name in ("fdp", "torch", "numpy", "dp-accounting")}
     _write_json(
         folder / "config.json",
@@ -119,6 +128,16 @@ def write_plan(folder: Path, run: Run) -> None:
         "dtype": str(plan.dtype).removeprefix("torch."),
     }
     _write_json(folder / "plan.json", about | {"stored_bytes": plan.stored_bytes, "rows": rows})
+
+
+def write_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Write ``config.toml``: every setting with its help."""
+    heading = (
+        f"The settings of {folder}, written by fdp {package_version('fdp')}. To repeat the run: fdp train --config "
+        f"{folder / SETTINGS}. Flags replace settings. Paths are relative to the folder that fdp is started in."
+    )
+    with disk_errors(folder / SETTINGS):
+        write_private(folder / SETTINGS, config_text(settings, heading=heading, saved=True))
 
 
 def key_digest(root: Key) -> str:

@@ -11,6 +11,7 @@ import json
 import shutil
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,19 +61,21 @@ class Session(NamedTuple):
     write_texts: Callable[[Tree], tuple[str, ...]] | None = None
 
 
-def train(options: TrainOptions, ranks: Ranks | None = None) -> int:
-    """Train, write the run's files, and return the exit code."""
+def train(options: TrainOptions, ranks: Ranks | None = None, *, dry_run: bool = False) -> int:
+    """Train, write the run's files, and return the exit code. A dry run stops before the first file and step."""
     options = resolve_fast_defaults(options)  # settings that are saved say what was computed
     first, out = launch.rank() == 0, options.output.out
     _check_saving(options.output)
     tracking.check_tracking(options.tracking)
     with ExitStack() as stack:
-        lock = run_in_unison(lambda: _lock(out, stack) if first and out is not None and out.is_dir() else None, None)
+        taken = first and out is not None and out.is_dir() and not dry_run
+        lock = run_in_unison(lambda: _lock(out, stack) if taken and out is not None else None, None)
         resumed = resume.find_run(options)  # before the data is loaded
         console = Console(quiet=options.output.quiet or not first, highlight=False)
         if resumed is not None and resumed.finished:
             return _report_finished(options.output, console)
         config = run_in_unison(lambda: configure(options), None)
+        options = with_steps(options, config.steps)
         run_in_unison(lambda: check_unused(options), None)
         run_in_unison(lambda: check_ledger(options) if first else None, None)
         with console.status("checking the data, the model and the budget"):
@@ -83,6 +86,11 @@ def train(options: TrainOptions, ranks: Ranks | None = None) -> int:
         if resumed is not None and resumed.checkpoint is not None:
             run_in_unison(lambda: resume.check_same_run(resumed, run), None)
             state = checkpoint.load(resumed.checkpoint, like=state)
+        if dry_run:
+            display.show_header(console, run, state, options)
+            display.show_hints(console, hints_before(run))
+            console.print("dry run: every check passed; no step was made and nothing was written")
+            return 0
         if resumed is not None:
             folder = out
             run_in_unison(lambda: resume.check_not_released(resumed, run, out) if first and out else None, None)
@@ -96,10 +104,23 @@ def train(options: TrainOptions, ranks: Ranks | None = None) -> int:
         display.show_hints(console, hints_before(run))
         account = open_account(options, run, folder, evaluator)
         display.show_warnings(console, account.warnings())
+        console.print(repeat_hint(folder, options), soft_wrap=True)
         _report_resumed(resumed, console)
         heart = ranks.heart if ranks else None
         with account:
             return _train(Session(options, run, folder, console, lock, heart, account, evaluator, write_texts), state)
+
+
+def with_steps(options: TrainOptions, steps: int) -> TrainOptions:
+    """Return the options with the number of steps, which may follow from ``--epochs``."""
+    return replace(options, training=replace(options.training, steps=steps))
+
+
+def repeat_hint(folder: Path, options: TrainOptions) -> str:
+    """Return where the settings are, and how to repeat the run."""
+    noise = "with new noise, since it has no --seed" if options.training.seed is None else "with the same noise"
+    file = folder / run_files.SETTINGS
+    return f"settings saved in {file}; fdp train --config {file} repeats the run {noise}"
 
 
 def _train(session: Session, state: TrainState) -> int:
@@ -140,10 +161,7 @@ def _train(session: Session, state: TrainState) -> int:
 
 
 def _check_saving(output: OutputOptions) -> None:
-    save_every, keep = output.save_every, output.keep
-    if save_every is not None and (save_every < 1 or keep < 1):
-        raise FdpError(f"expected --save-every and --keep of at least 1, got {save_every} and {keep}")
-    if save_every is not None and output.out is None:
+    if output.save_every is not None and output.out is None:
         raise FdpError("--save-every: expected an --out to save to, and to resume from")
 
 

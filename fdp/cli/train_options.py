@@ -11,16 +11,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar
 
+from fdp.cli import choices
 from fdp.cli.advice_options import AdviceOptions
 from fdp.cli.evaluation_options import EvaluationOptions
 from fdp.cli.kfac_options import KfacOptions
 from fdp.cli.ledger_options import LedgerOptions
 from fdp.cli.needs import Needs
-from fdp.cli.options import Effect, Flag, options_of
+from fdp.cli.options import Effect, Flag, Range, options_of
+from fdp.cli.rank_options import RankOptions
 from fdp.cli.reading_options import ReadingOptions
 from fdp.cli.tracking_options import TrackingOptions
 
 HOW, KFAC_RESULT = Effect.EXECUTION, Effect.KFAC_RESULT
+COUNT, POSITIVE, NOT_NEGATIVE = Range.COUNT, Range.POSITIVE, Range.NOT_NEGATIVE
 
 
 @dataclass(frozen=True)
@@ -29,24 +32,32 @@ class ModelOptions:
 
     panel: ClassVar[str] = "What to train"
 
-    model: Annotated[str, Flag("A preset, such as gpt-nano or mlp, or a local folder in transformers format.")] = (
-        "gpt-nano"
-    )
-    lora: Annotated[int | None, Flag("Train only LoRA adapters of this rank; everything else is frozen.")] = None
+    model: Annotated[
+        str,
+        Flag(
+            "A preset, such as gpt-nano or mlp, or a local folder in transformers format.",
+            complete=choices.MODELS,
+            paths=True,
+        ),
+    ] = "gpt-nano"
+    lora: Annotated[
+        int | None, Flag("Train only LoRA adapters of this rank; everything else is frozen.", range=COUNT)
+    ] = None
     lora_alpha: Annotated[
-        float | None, Flag("Scale the adapters by alpha / rank.", default_text="twice the rank", needs=Needs.LORA)
+        float | None,
+        Flag("Scale the adapters by alpha / rank.", default_text="twice the rank", needs=Needs.LORA, range=POSITIVE),
     ] = None
     lora_targets: Annotated[
         str | None,
         Flag(
-            "Leaves to adapt, such as '*.attn.*,*.mlp.*'.",
+            "Matrices to adapt: names such as 'q_proj,v_proj', or patterns of paths such as '*.attn.*,*.mlp.*'.",
             default_text="every matrix of the repeated blocks",
             needs=Needs.LORA,
         ),
     ] = None
     prefix: Annotated[
         int | None,
-        Flag("Train only the keys and values of this many virtual tokens, put before every layer's own."),
+        Flag("Train only the keys and values of this many virtual tokens, put before every layer's own.", range=COUNT),
     ] = None
     train_only: Annotated[str | None, Flag("Train only the leaves that match, such as '*bias'.")] = None
 
@@ -61,7 +72,9 @@ class DataOptions:
         str,
         Flag(
             "stdlib, digits, or a path: texts or records in a file or folder (.jsonl, .json, .csv, .tsv, also .gz; "
-            ".parquet, .arrow, a folder saved by datasets), or a file of tokens (.npy, .bin)."
+            ".parquet, .arrow, a folder saved by datasets), or a file of tokens (.npy, .bin).",
+            complete=choices.DATA,
+            paths=True,
         ),
     ] = "stdlib"
     form: Annotated[
@@ -70,6 +83,7 @@ class DataOptions:
             "How to read a record: text (its --field), completion (after a prompt) or messages; auto decides by its "
             "fields; file reads every file as one text, whatever its name.",
             needs=Needs.TEXTS,
+            complete=choices.FORMS,
         ),
     ] = "auto"
     field: Annotated[str, Flag("The field of a record that is read as text.", needs=Needs.RECORDS)] = "text"
@@ -78,13 +92,16 @@ class DataOptions:
         Flag(
             "A folder with a tokenizer, or bytes: UTF-8 bytes as tokens.",
             default_text="the tokenizer of --model; for presets bytes",
+            complete=("bytes",),
+            paths=True,
         ),
     ] = None
     unit: Annotated[
         str,
         Flag(
             "What one sample is, which is what the guarantee protects: a window of tokens, a record (prompts of "
-            "conversations are not in the loss), a user (all their records), or a row (packed records of anyone)."
+            "conversations are not in the loss), a user (all their records), or a row (packed records of anyone).",
+            complete=choices.UNITS,
         ),
     ] = "window"
     user_field: Annotated[
@@ -95,12 +112,15 @@ class DataOptions:
         Flag(
             "With --unit user, or --unit record with --long split: use at most this many windows of a user or record.",
             needs=Needs.SEVERAL_WINDOWS,
+            range=COUNT,
         ),
     ] = 8
     pack: Annotated[
         bool, Flag("With --unit user: pack several short records into one window.", needs=Needs.UNIT_USER)
     ] = False
-    context: Annotated[int | None, Flag("Tokens a language model sees.", default_text="the model's own")] = None
+    context: Annotated[
+        int | None, Flag("Tokens a language model sees.", default_text="the model's own", range=COUNT)
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -111,15 +131,22 @@ class PrivacyOptions:
 
     epsilon: Annotated[
         float | None,
-        Flag("Privacy budget; the noise is computed from it.", default_text="8, unless --noise-multiplier is given"),
+        Flag(
+            "Privacy budget; the noise is computed from it.",
+            default_text="8, unless --noise-multiplier is given",
+            range=POSITIVE,
+        ),
     ] = None
-    noise_multiplier: Annotated[float | None, Flag("Noise as a multiple of C, instead of --epsilon.")] = None
+    noise_multiplier: Annotated[
+        float | None, Flag("Noise as a multiple of C, instead of --epsilon.", range=NOT_NEGATIVE)
+    ] = None
     delta: Annotated[
         float | None,
         Flag(
             "The delta of (epsilon, delta).",
             default_text="1e-6, or 0.01 / --population if that is less",
             needs=Needs.PRIVACY,
+            range=Range.PROBABILITY,
         ),
     ] = None
     population: Annotated[
@@ -127,15 +154,22 @@ class PrivacyOptions:
         Flag(
             "The public number of samples, which sets the sampling rate. The exact number is private.",
             default_text="the number of samples, rounded up to two digits",
+            range=COUNT,
         ),
     ] = None
-    clip: Annotated[str, Flag("Clipping: flat, per-layer, automatic or quantile.", needs=Needs.PRIVACY)] = "flat"
-    max_norm: Annotated[float, Flag("C: the most one sample can add to the sum.", needs=Needs.PRIVACY)] = 1.0
+    clip: Annotated[
+        str,
+        Flag("Clipping: flat, per-layer, automatic or quantile.", needs=Needs.PRIVACY, complete=choices.CLIPS),
+    ] = "flat"
+    max_norm: Annotated[
+        float, Flag("C: the most one sample can add to the sum.", needs=Needs.PRIVACY, range=POSITIVE)
+    ] = 1.0
     method: Annotated[
         str,
         Flag(
             "How clipped sums are computed: auto, ghost, ghost_bk, flash, flash_bk or materialize; none trains without "
-            "privacy."
+            "privacy.",
+            complete=choices.METHODS,
         ),
     ] = "auto"
 
@@ -146,20 +180,37 @@ class TrainingOptions:
 
     panel: ClassVar[str] = "Training"
 
-    batch_size: Annotated[int, Flag("Expected samples per step (Poisson sampling).")] = 64
-    steps: Annotated[int, Flag("Number of steps.")] = 40
+    batch_size: Annotated[int, Flag("Expected samples per step (Poisson sampling).", range=COUNT)] = 64
+    steps: Annotated[int, Flag("Number of steps.", range=COUNT)] = 40
+    epochs: Annotated[
+        float | None,
+        Flag(
+            "Passes over the public population, instead of --steps: epochs x population / batch size.", range=POSITIVE
+        ),
+    ] = None
     lr: Annotated[
         float | None,
-        Flag("Peak learning rate.", default_text="4e-3; kfac: 0.1, adagrad: 0.01, adadelta: 1"),
+        Flag("Peak learning rate.", default_text="4e-3; kfac: 0.1, adagrad: 0.01, adadelta: 1", range=NOT_NEGATIVE),
     ] = None
-    optimizer: Annotated[str, Flag("adamw, adam, sgd, lamb, adafactor, adagrad, adadelta, adamax or kfac.")] = "adamw"
+    optimizer: Annotated[
+        str,
+        Flag("adamw, adam, sgd, lamb, adafactor, adagrad, adadelta, adamax or kfac.", complete=choices.OPTIMIZERS),
+    ] = "adamw"
     clip_value: Annotated[
         float | None,
-        Flag("Clip each element of the noisy mean gradient to this size (--clip clips the samples' gradients)."),
+        Flag(
+            "Clip each element of the noisy mean gradient to this size (--clip clips the samples' gradients).",
+            range=POSITIVE,
+        ),
     ] = None
-    weight_decay: Annotated[float, Flag("Weight decay.")] = 0.0
-    schedule: Annotated[str, Flag("Learning rate schedule: constant or cosine.")] = "cosine"
-    warmup: Annotated[int | None, Flag("Steps of linear warm-up.", default_text="a tenth of the steps")] = None
+    weight_decay: Annotated[float, Flag("Weight decay.", range=NOT_NEGATIVE)] = 0.0
+    schedule: Annotated[
+        str,
+        Flag("Learning rate after the warm-up: constant, cosine or linear (to 0).", complete=choices.SCHEDULES),
+    ] = "cosine"
+    warmup: Annotated[
+        int | None, Flag("Steps of linear warm-up.", default_text="a tenth of the steps", range=NOT_NEGATIVE)
+    ] = None
     seed: Annotated[int | None, Flag("For repeatable experiments.", default_text="entropy of the operating system")] = (
         None
     )
@@ -177,10 +228,15 @@ class ComputeOptions:
             "Samples computed at once, over all ranks. It changes only speed and memory, except with kfac, which "
             "measures the curvature on one microbatch.",
             effect=KFAC_RESULT,
+            range=COUNT,
         ),
     ] = 32
     dtype: Annotated[
-        str, Flag("float32 or bfloat16; auto: bfloat16 for a language model on a GPU that has it, else float32.")
+        str,
+        Flag(
+            "float32 or bfloat16; auto: bfloat16 for a language model on a GPU that has it, else float32.",
+            complete=choices.DTYPES,
+        ),
     ] = "auto"
     compile: Annotated[
         str,
@@ -189,70 +245,20 @@ class ComputeOptions:
             "compiles one graph per microbatch and one for the update; auto: block with --cuda-graph for a language "
             "model in bfloat16 on a GPU, else none.",
             effect=HOW,
+            complete=choices.COMPILE,
         ),
     ] = "auto"
     cuda_graph: Annotated[bool, Flag("Record the whole step once and replay it (GPU).", effect=HOW)] = False
-    device: Annotated[str, Flag("auto, cpu or cuda.", effect=HOW)] = "auto"
+    device: Annotated[str, Flag("auto, cpu or cuda.", effect=HOW, complete=choices.DEVICES)] = "auto"
     memory_budget: Annotated[
         float | None,
         Flag(
             "GiB that --method auto or flash may store between the norms and the sum.",
             effect=HOW,
             needs=Needs.BUDGETED_METHOD,
+            range=POSITIVE,
         ),
     ] = None
-
-
-@dataclass(frozen=True)
-class RankOptions:
-    """The ranks, what is sharded over them, and what is kept on the CPU."""
-
-    panel: ClassVar[str] = "On several ranks (started with torchrun -m fdp train ...)"
-
-    mesh: Annotated[
-        str | None,
-        Flag("Axes of the processes that torchrun started: shard=4, or replicate=2,shard=2,tensor=2.", effect=HOW),
-    ] = None
-    zero: Annotated[
-        int,
-        Flag(
-            "ZeRO stage along shard: 0 shards nothing, 2 parameters and optimizer state; 3 also gathers by block.",
-            effect=HOW,
-            needs=Needs.SEVERAL_RANKS,
-        ),
-    ] = 3
-    offload: Annotated[
-        str, Flag("What to keep on the CPU: none, all, or a list of params, grads, optimizer.", effect=HOW)
-    ] = "none"
-    checkpoint_activations: Annotated[
-        bool,
-        Flag("Store only every block's input and run its forward again; --zero 3 always does.", effect=HOW),
-    ] = False
-    reduce: Annotated[
-        str,
-        Flag(
-            "Reduce the sums once per step (step) or block by block (microbatch); auto: microbatch for --zero 3, else "
-            "step.",
-            effect=HOW,
-            needs=Needs.SEVERAL_RANKS,
-        ),
-    ] = "auto"
-    reduce_dtype: Annotated[
-        str,
-        Flag(
-            "Dtype of the reduced sums; auto: float64 if private, else float32. float32 rounds private sums, see "
-            "docs/many_ranks.md.",
-            effect=HOW,
-            needs=Needs.SEVERAL_RANKS,
-        ),
-    ] = "auto"
-    replicate_data: Annotated[
-        bool,
-        Flag("Compute the whole batch on every rank; the result is the same.", effect=HOW, needs=Needs.SEVERAL_RANKS),
-    ] = False
-    timeout: Annotated[
-        float, Flag("Seconds to wait for a rank that does not answer.", effect=HOW, needs=Needs.SEVERAL_RANKS)
-    ] = 600.0
 
 
 @dataclass(frozen=True)
@@ -262,9 +268,12 @@ class OutputOptions:
     panel: ClassVar[str] = "How to run"
 
     save_every: Annotated[
-        int | None, Flag("Steps between checkpoints in --out; the same command then resumes the run.", effect=HOW)
+        int | None,
+        Flag("Steps between checkpoints in --out; the same command then resumes the run.", effect=HOW, range=COUNT),
     ] = None
-    keep: Annotated[int, Flag("How many checkpoints to keep, the newest.", effect=HOW, needs=Needs.SAVING)] = 2
+    keep: Annotated[
+        int, Flag("How many checkpoints to keep, the newest.", effect=HOW, needs=Needs.SAVING, range=COUNT)
+    ] = 2
     out: Annotated[
         Path | None,
         Flag("Folder for the run's files.", default_text="runs/<model>-<data>-<n>", effect=HOW),

@@ -137,6 +137,8 @@ def _explain_failures(ranks: Ranks, name: str) -> Iterator[None]:
         raise
     except (FdpError, OSError) as error:
         _publish_error(name, error)
+        if isinstance(error, FdpError) and rank() > 0:
+            error.everywhere = error.everywhere or _first_left_with(name, error)
         raise
     except RuntimeError as error:
         if (words := _diagnosis(ranks, name, error)) is None:
@@ -210,6 +212,15 @@ def _publish_error(name: str, error: Exception) -> None:
     """Store the message of this rank's own error for the others, which lose the connection to it next."""
     with suppress(RuntimeError, NoAnswer):
         _promptly(lambda: _store(name).set(f"left/{rank()}", f"{type(error).__name__}: {error}"))
+
+
+def _first_left_with(name: str, error: Exception) -> bool:
+    """Return True if rank 0 leaves with the same error, which it prints."""
+    with suppress(RuntimeError, NoAnswer):
+        store = _store(name)
+        _promptly(lambda: store.wait(["left/0"], timedelta(seconds=2)))
+        return _promptly(lambda: store.get("left/0")).decode() == f"{type(error).__name__}: {error}"
+    return False
 
 
 def _left(name: str, world: int) -> dict[int, str]:

@@ -234,7 +234,8 @@ def noise_multiplier_for(
     if left <= 1e-6 * noise**-2:
         raise FdpError(
             f"clip.count_noise: expected more than {noise / 2:.4g}, got {clip.count_noise}: the quantile "
-            f"count alone spends epsilon {epsilon} at delta {delta}. Raise count_noise, or the target"
+            f"count alone spends epsilon {epsilon} at delta {delta}. Raise count_noise, which is a twentieth of "
+            f"--batch-size in fdp train, or the target"
         )
     return left**-0.5 * (1 + 1e-9)
 

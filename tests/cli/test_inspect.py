@@ -73,7 +73,8 @@ def test_a_preset_is_shown_without_its_weights(run):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nowhere"], "a folder in the format"),
+        (["nowhere"], "PATH: expected a preset (gpt-nano, "),
+        (["google/gemma-3-1b"], "hf download google/gemma-3-1b --local-dir models/gemma-3-1b"),
         (["cnn", "--batch-size", "0"], "--batch-size"),
         (["cnn", "--method", "x"], "x"),
     ],

@@ -165,7 +165,7 @@ def test_unit_defines_the_samples(folder, letters, chat, tmp_path, capsys):
     ("words", "message"),
     [
         (["--unit", "person"], "--unit: expected one of window, record, user, row"),
-        (["--unit", "user"], "--user-field: expected with --unit user"),
+        (["--unit", "user"], "--unit user: expected --user-field, the field of a record that names the person"),
         (["--form", "csv"], "--form: expected one of auto, text, completion, messages, file, got 'csv'"),
         (["--form", "messages"], "--form messages: expected --unit record or user to go with it"),
         (
@@ -176,10 +176,10 @@ def test_unit_defines_the_samples(folder, letters, chat, tmp_path, capsys):
         (["--unit", "record", "--form", "file", "--field", "body"], "--field: expected --data of records"),
         (["--lora", "2", "--train-only", "*bias"], "--lora and --train-only: expected one of them, got 2"),
         (["--lora", "2", "--prefix", "3"], "--lora and --prefix: expected one of them, got 2"),
-        (["--prefix", "0"], "expected at least 1 virtual token, got 0"),
+        (["--prefix", "0"], "--prefix: expected a whole number of at least 1, got 0"),
         (["--prefix", "9"], "fit into the model's 16 positions, or into its sliding window"),
         (["--prefix", "3", "--model", "gpt-nano"], "--prefix: expected --model to be a folder of transformers"),
-        (["--lora", "0"], "--lora: expected a rank of at least 1"),
+        (["--lora", "0"], "--lora: expected a whole number of at least 1, got 0"),
         (["--model", "no/such/folder"], "--model"),
     ],
 )

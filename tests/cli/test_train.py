@@ -20,6 +20,7 @@ from fdp.cli import display, run_files, session
 from fdp.cli.configure import configure
 from fdp.cli.main import main
 from fdp.cli.options import build
+from fdp.cli.tour import TOUR
 from fdp.cli.train_options import TrainOptions
 from fdp.cli.unused_options import check_unused
 from fdp.optimizers import Optimizer
@@ -147,21 +148,21 @@ def test_without_out_runs_are_numbered(tmp_path: Path, monkeypatch: pytest.Monke
         (["--compile", "stp"], "Did you mean 'step'?"),
         (["--device", "cud"], "Did you mean 'cuda'?"),
         (["--data", "digit"], "Did you mean 'digits'?"),
-        (["--max-norm", "0"], "max_norm: expected a positive number"),
-        (["--max-norm", "nan"], "max_norm: expected a positive number"),
-        (["--delta", "1.5"], "delta: expected a number in (0, 1)"),
-        (["--epsilon", "3"], "either an epsilon or a noise multiplier"),
-        (["--noise-multiplier", "-1"], "0 or more"),
-        (["--batch-size", "5000"], "batch larger than the data"),
-        (["--batch-size", "0"], "at least 1"),
-        (["--steps", "0"], "at least 1"),
+        (["--max-norm", "0"], "--max-norm: expected a finite number above 0, got 0"),
+        (["--max-norm", "nan"], "--max-norm: expected a finite number above 0, got nan"),
+        (["--delta", "1.5"], "--delta: expected a number between 0 and 1, got 1.5"),
+        (["--epsilon", "3"], "either --epsilon or --noise-multiplier"),
+        (["--noise-multiplier", "-1"], "--noise-multiplier: expected a finite number of 0 or more, got -1"),
+        (["--batch-size", "5000"], "--batch-size: expected at most the population 1500, got 5000"),
+        (["--batch-size", "0"], "--batch-size: expected a whole number of at least 1, got 0"),
+        (["--steps", "0"], "--steps: expected a whole number of at least 1, got 0"),
         (["--warmup", "3"], "--warmup: expected fewer than the 3 steps"),
-        (["--microbatch", "0"], "at least 1"),
-        (["--lr", "-1"], "-1"),
-        (["--weight-decay", "-1"], "-1"),
-        (["--memory-budget", "0"], "--memory-budget: expected a positive number"),
-        (["--memory-budget", "inf"], "--memory-budget: expected a positive number"),
-        (["--noise-multiplier", "1e-9"], "expected enough noise"),
+        (["--microbatch", "0"], "--microbatch: expected a whole number of at least 1, got 0"),
+        (["--lr", "-1"], "--lr: expected a finite number of 0 or more, got -1"),
+        (["--weight-decay", "-1"], "--weight-decay: expected a finite number of 0 or more, got -1"),
+        (["--memory-budget", "0"], "--memory-budget: expected a finite number above 0"),
+        (["--memory-budget", "inf"], "--memory-budget: expected a finite number above 0"),
+        (["--noise-multiplier", "1e-9"], "--noise-multiplier: expected enough noise"),
         (["--context", "8"], "a classifier has no"),
         (["--data", "stdlib"], "expected a language model"),
         (["--method", "none"], "trains without privacy"),
@@ -204,7 +205,7 @@ def test_a_mistake_is_explained_and_leaves_nothing_behind(
         ("--reduce step", "several ranks"),
         ("--reduce-dtype float32", "several ranks"),
         ("--replicate-data", "several ranks"),
-        ("--timeout nan", "several ranks"),
+        ("--timeout 5", "several ranks"),
     ],
 )
 def test_an_option_without_effect_is_a_mistake(
@@ -254,7 +255,7 @@ def test_a_text_file_trains_a_language_model(tmp_path: Path, capsys: pytest.Capt
     assert call("train", "--data", str(text), *words, "--out", str(tmp_path / "run"), "--json") == 0
     printed = capsys.readouterr().out
     assert 4.5 < last_json(printed)["epsilon"] <= 5
-    assert "one window of 9 bytes, added or removed; a longer text is several samples" in " ".join(
+    assert "one window of 9 bytes, added or removed; a longer text is in several windows" in " ".join(
         printed.replace("│", " ").split()
     )
 
@@ -311,7 +312,7 @@ def test_options_of_several_ranks_are_checked_before_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for words, message in (
-        (["--mesh", "shard=2"], "torchrun --nproc-per-node 2"),
+        (["--mesh", "shard=2"], "add --nproc 2 to start 2 on this machine"),
         (["--mesh", "shard"], "expected axes with sizes"),
         (["--mesh", "sharp=1"], "Did you mean 'shard'?"),
         (["--mesh", "shard=1", "--zero", "1"], "--zero: expected one of 0, 2, 3"),
@@ -344,7 +345,8 @@ def test_a_run_that_fails_midway_keeps_its_metrics_and_has_no_summary(
     words = ["--optimizer", "sgd", "--lr", "1e38", "--noise-multiplier", "1e4", "--warmup", "0"]
     assert train(tmp_path / "run", "--json", *words, steps=9) == 2
     assert "became NaN or infinite" in last_json(capsys.readouterr().out)["error"]
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.json", "plan.json", "metrics.jsonl"}
+    found = {path.name for path in (tmp_path / "run").iterdir()}
+    assert found == {"config.json", "config.toml", "plan.json", "fdp_privacy.json", "metrics.jsonl"}
 
 
 def test_a_path_that_cannot_be_written_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -364,11 +366,13 @@ def test_a_bug_in_fdp_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         main(["train", *SMALL, "--out", str(tmp_path / "run")])
 
 
-def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert call() == 2
+def test_without_a_command_a_tour_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call() == 0
     printed = capsys.readouterr()
-    assert "inspect" in printed.out + printed.err
-    assert "fdp: " not in printed.err
+    assert printed.out == TOUR + "\n"
+    assert printed.err == ""
+    assert call("--help") == 0
+    assert "inspect" in capsys.readouterr().out
 
 
 def test_help_and_version_do_not_load_torch() -> None:

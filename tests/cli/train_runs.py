@@ -20,6 +20,7 @@ from fdp.run import training_run as runs
 SMALL = shlex.split("--model logistic --data digits --noise-multiplier 1 --batch-size 32 --microbatch 16 --warmup 1")
 FILES = {
     "config.json",
+    "config.toml",
     "plan.json",
     "fdp_privacy.json",
     "metrics.jsonl",

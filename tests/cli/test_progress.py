@@ -1,0 +1,54 @@
+"""Before the first step ends, a run says what it is doing."""
+
+from __future__ import annotations
+
+import io
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from fdp.cli import progress
+from fdp.fast.compile_modes import Compile
+from fdp.run.step_metrics import StepRecord
+
+
+def record(step: int) -> Any:
+    fields: dict[str, Any] = dict.fromkeys(StepRecord._fields)
+    fields |= {"step": step, "loss": 1.0, "epsilon": 2.0, "samples": 4, "seconds": 0.1}
+    return StepRecord(**fields)
+
+
+def shown(compile: Compile, seconds: float, *, terminal: bool) -> str:
+    def stream() -> Any:
+        time.sleep(seconds)
+        yield None, record(1)
+        yield None, record(2)
+
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=120)
+    run: Any = SimpleNamespace(config=SimpleNamespace(compile=compile, steps=2))
+    assert len(list(progress.follow(stream(), run, console))) == 2
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("compile", [Compile.BLOCK, Compile.STEP])
+def test_a_log_says_at_once_that_the_run_compiles(compile: Compile) -> None:
+    lines = shown(compile, 0, terminal=False).splitlines()
+    assert [line.split()[0] for line in lines] == ["compiling", "step", "step"]
+
+
+def test_a_log_says_that_the_first_step_is_slow_only_if_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(shown(Compile.NONE, 0, terminal=False).splitlines()) == 2
+    monkeypatch.setattr(progress, "PATIENCE_S", 0.05)
+    assert shown(Compile.NONE, 0.2, terminal=False).splitlines()[0] == "making the first step, 0 s so far"
+
+
+def test_a_terminal_shows_what_happens_and_since_when() -> None:
+    text = shown(Compile.STEP, 0.3, terminal=True)
+    assert "compiling the step (two minutes for gpt-nano on a CPU, longer for more layers), 0 s so far" in text
+    waiting = progress.Waiting("waiting")
+    waiting.since -= 34
+    assert str(waiting) == "waiting, 34 s so far"
