@@ -173,6 +173,9 @@ def _toml_value(value: Any) -> str | None:
         return str(value)
     if value is None:
         return None
+    if isinstance(value, list):
+        parts = [_toml_value(each) for each in value]
+        return None if None in parts else f"[{', '.join(map(str, parts))}]"
     text = str(value)
     if any("\ud800" <= letter <= "\udfff" for letter in text):  # a file name that is not Unicode
         return None

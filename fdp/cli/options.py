@@ -202,7 +202,8 @@ def to_words(options: Any, *, always: Collection[str] = ()) -> list[str]:
     values, words = to_dict(options), []
     for key, option in options_of(type(options)).items():
         if values[key] != option.default or (key in always and values[key] not in (None, False)):
-            words.append(option.name if values[key] is True else f"{option.name}={values[key]}")
+            each = values[key] if isinstance(values[key], list) else [values[key]]
+            words += [option.name if value is True else f"{option.name}={value}" for value in each]
     return words
 
 

@@ -28,7 +28,7 @@ def values_of(option: OptionField) -> st.SearchStrategy[Any]:
         str: st.text(LETTERS),
         Path: st.text(LETTERS, min_size=1).map(Path),
     }
-    value = some[option.value_type]
+    value = some.get(option.value_type, st.lists(st.text(LETTERS), min_size=1))
     return st.none() | value if option.default is None else value
 
 
