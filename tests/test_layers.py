@@ -39,6 +39,7 @@ ORDER = (
     "estimate",
     "advice",
     "report",
+    "hf",
     "cli",
     "__init__",
     "__main__",
