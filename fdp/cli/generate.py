@@ -31,6 +31,9 @@ class GenerateOptions:
     tokens: Annotated[int, Flag("Tokens to generate, at most.")] = 100
     temperature: Annotated[float, Flag("0 takes the most likely token each time; 1 draws as the model says.")] = 0.8
     top_p: Annotated[float, Flag("Draw among the most likely tokens of this total probability.")] = 1.0
+    tokenizer: Annotated[
+        str | None, Flag("A folder with a tokenizer, or bytes.", default_text="that of the run, or of the folder")
+    ] = None
     seed: Annotated[int | None, Flag("Repeat a text.", default_text="entropy of the operating system")] = None
     as_json: Annotated[bool, Flag("Print one JSON object.", name="--json")] = False
 
@@ -49,7 +52,7 @@ def generate_command(
     from fdp.run.generate import Decoding, check_decoding, decode, generate, window_of
 
     check_decoding(Decoding(options.tokens, options.temperature, options.top_p))
-    model, params, tokenizer = open_model(run, prompt=options.prompt, tokens=options.tokens)
+    model, params, tokenizer = open_model(run, options)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     weights = forward_weights(model, params, dtype=torch.float32, device=device, sharding=None)
     assert model.context is not None
@@ -64,8 +67,9 @@ def generate_command(
         print(text)
 
 
-def open_model(path: Path, *, prompt: str, tokens: int) -> tuple[Model, Tree, Tokenizer]:
+def open_model(path: Path, options: GenerateOptions) -> tuple[Model, Tree, Tokenizer]:
     """Return the model in the folder of a run or of ``transformers``, its parameters and its tokenizer."""
+    from fdp.cli.check_data import TOKENIZER_FILES
     from fdp.data import text
     from fdp.foreign.hub import hugging_face
     from fdp.types import FdpError
@@ -79,29 +83,34 @@ def open_model(path: Path, *, prompt: str, tokens: int) -> tuple[Model, Tree, To
             f"{settings['model']!r}), {str(folder)!r}).generate(...)"
         )
     if settings is not None and (path / "model.safetensors").is_file():
-        return _open_preset(path, settings)
+        return _open_preset(path, settings, options.tokenizer)
     if not (folder / "config.json").is_file():
         raise FdpError(
             f"{path}: expected the folder of a finished run, with model.safetensors or model/, or a folder of "
             "transformers, got neither; if the run was interrupted, the command that began it resumes it"
         )
-    name = None if settings is None else settings.get("tokenizer")
+    name = options.tokenizer or (None if settings is None else settings.get("tokenizer"))
+    if name is None and not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
+        raise FdpError(
+            f"{folder}: expected a tokenizer in the folder, got none; name its folder with --tokenizer, or give "
+            "--tokenizer bytes if the model reads bytes"
+        )
     tokenizer = text.BYTES if name == "bytes" else text.load_tokenizer(folder if name is None else name)
-    length = len(tokenizer.encode(prompt)) + tokens  # a shorter window is as good, and faster
+    length = len(tokenizer.encode(options.prompt)) + options.tokens  # a shorter window is as good, and faster
     longest = hugging_face.load_model(folder).context
     context = max(2, length) if longest is None else max(2, min(length, longest))
     model, params = hugging_face.load(folder, context=context)
     return _check_language(path, model), params, tokenizer
 
 
-def _open_preset(path: Path, settings: dict[str, Any]) -> tuple[Model, Tree, Tokenizer]:
+def _open_preset(path: Path, settings: dict[str, Any], given: str | None) -> tuple[Model, Tree, Tokenizer]:
     from fdp import keys, models
     from fdp.data import text
     from fdp.storage.safetensors import import_safetensors
 
     model = models.build(settings["model"], context=settings.get("context"))
     _check_language(path, model)
-    name = settings.get("tokenizer")
+    name = given or settings.get("tokenizer")
     tokenizer = text.BYTES if name in (None, "bytes") else text.load_tokenizer(name)
     return model, import_safetensors(path / "model.safetensors", like=model.init(keys.key(0))), tokenizer
 
