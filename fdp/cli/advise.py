@@ -89,6 +89,24 @@ def advise_command(
         print(json.dumps(_result(found, rows, command)))
 
 
+def fill_in_recipe(options: TrainOptions, given: Mapping[str, Any]) -> TrainOptions:
+    """Return the options, with ``--recipe auto`` those of the advice for all that is not given, which are printed."""
+    from fdp.cli.names import choose
+    from fdp.cli.recipe import apply_recipe
+    from fdp.parallel import launch
+
+    if not choose("--recipe", options.advice.recipe, {"none": False, "auto": True}):
+        return options
+    console = Console(highlight=False, quiet=options.output.quiet or launch.rank() > 0)
+    with console.status("--recipe auto: timing a few steps on this machine"):
+        filled, found = apply_recipe(options, given=given)
+    if found is None:
+        console.print("--recipe auto: the settings are those that the run began with", soft_wrap=True)
+    else:
+        show_recipe(console, found)
+    return filled
+
+
 def is_given(call: Context, key: str) -> bool:
     """Return True if an option was given on the command line."""
     source = call.get_parameter_source(key)

@@ -50,9 +50,9 @@ def advise(options: TrainOptions, *, given: Mapping[str, Any], hours: float | No
     hours = DEFAULT_HOURS if hours is None else hours
     if not 0 < hours < float("inf"):
         raise FdpError(f"--hours: expected a positive number, got {hours:g}")
-    config = configure(options)
-    if config.method is Method.NONE:
+    if options.privacy.method == Method.NONE.value:
         raise FdpError("--method none: expected a private run, since the advice is about noise; leave it out")
+    config = configure(options)
     lora = None
     if not {"lora", "prefix", "train_only"} & set(given):
         lora = advise_lora(config.model, pretrained=is_folder(options.model.model))
@@ -78,6 +78,8 @@ def apply_recipe(options: TrainOptions, *, given: Mapping[str, Any]) -> tuple[Tr
 
     Every rank calls it; the first one decides.
     """
+    if {key for key in FILLED if key != "lora"} <= set(given) | ({"steps"} if "epochs" in given else set()):
+        return options, None  # as from the config.toml of a run: there is nothing to fill in
     saved = run_in_unison(lambda: _saved_recipe(options) if launch.rank() == 0 else None, None)
     if (saved := gather_values(saved, None)[0]) is not None:
         return build(TrainOptions, to_dict(options) | {k: v for k, v in saved.items() if k not in given}), None

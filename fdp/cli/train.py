@@ -44,7 +44,6 @@ def train_command(call: Context, options: TrainOptions, start: StartOptions) -> 
 
 def _start(options: TrainOptions, given: Mapping[str, Any], start: StartOptions) -> int:
     # torch takes seconds to import; --help and mistakes on the command line should not wait for it.
-    from fdp.cli.configure import learning_rate
     from fdp.cli.session import train
     from fdp.cli.start_ranks import is_launcher, start_ranks
     from fdp.parallel import launch
@@ -56,13 +55,21 @@ def _start(options: TrainOptions, given: Mapping[str, Any], start: StartOptions)
         from fdp.cli.extend import extend_settings
 
         options = build(TrainOptions, extend_settings(given))
-    # Store the default as a number, so that a resumed run is compared by it.
-    options = replace(options, training=replace(options.training, lr=learning_rate(options.training)))
     if not launch.started_by_torchrun():
-        return train(options, dry_run=start.dry_run)
+        return train(_complete(options, given), dry_run=start.dry_run)
     with launch.join_ranks(launch.device_type(options.compute.device), timeout=options.ranks.timeout) as ranks:
+        options = _complete(options, given)
         check_agreement(to_dict(options))
         return train(options, ranks, dry_run=start.dry_run)
+
+
+def _complete(options: TrainOptions, given: Mapping[str, Any]) -> TrainOptions:
+    """Fill in the recipe of ``--recipe auto``, and the default learning rate as a number, by which a run is resumed."""
+    from fdp.cli.advise import fill_in_recipe
+    from fdp.cli.configure import learning_rate
+
+    options = fill_in_recipe(options, given)
+    return replace(options, training=replace(options.training, lr=learning_rate(options.training)))
 
 
 def _given(call: Context, key: str) -> bool:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import shlex
+from pathlib import Path
 
 import pytest
 
-from tests.cli.train_runs import call, last_json
+from fdp.advice import machine
+from tests.cli.train_runs import call, interrupt_after, last_json
 
 SMALL = shlex.split("advise --model logistic --data digits --epsilon 4 --hours 0.01 --json")
 
 
-def test_the_command_that_is_printed_trains(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_that_is_printed_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(*SMALL, "--max-norm", "0.5", "--steps", "12") == 0
     shown = capsys.readouterr().out
     found = last_json(shown)
@@ -42,4 +45,43 @@ def test_the_command_that_is_printed_trains(tmp_path, capsys: pytest.CaptureFixt
 )
 def test_mistakes_are_explained(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(*SMALL, *words) == 2
+    assert message in last_json(capsys.readouterr().out)["error"]
+
+
+AUTO = shlex.split("train --model logistic --data digits --epsilon 4 --recipe auto --hours 0.01 --steps 6 --max-norm 2")
+
+
+def test_recipe_auto_fills_in_what_is_not_given_and_resumes_with_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    words = [*AUTO, "--save-every", "2", "--out", str(out)]
+    with monkeypatch.context() as patch:
+        interrupt_after(4, patch)
+        assert call(*words) == 130
+    shown = capsys.readouterr().out
+    assert "--batch-size" in shown
+    assert "expected duration" in shown
+    settings = json.loads((out / "config.json").read_text())["settings"]
+    assert (settings["steps"], settings["max_norm"]) == (6, 2.0), "what is given wins"
+    assert (settings["clip"], settings["lr"]) == ("automatic", 0.02)
+    assert settings["batch_size"] != 64
+    assert settings["recipe"] == "auto"
+    monkeypatch.setattr(machine, "time_steps", lambda *args, **more: pytest.fail("a resumed run has its recipe"))
+    assert call(*words) == 0
+    assert "the settings are those that the run began with" in capsys.readouterr().out
+    assert json.loads((out / "config.json").read_text())["settings"] == settings
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--recipe", "atuo"], "--recipe: expected one of none, auto; got 'atuo'. Did you mean 'auto'?"),
+        (["--recipe", "none", "--hours", "2"], "--hours: expected --recipe auto to go with it"),
+    ],
+)
+def test_mistakes_about_recipes_are_explained(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(*AUTO, *words, "--json", "--out", str(tmp_path / "run")) == 2
     assert message in last_json(capsys.readouterr().out)["error"]
