@@ -36,7 +36,7 @@ from fdp.run.run_config import Layout, RunConfig
 from fdp.types import FdpError
 
 DEFAULT_EPSILON = 8.0
-DEFAULT_LR = 4e-3
+DEFAULT_LR = 8e-3
 LEARNING_RATES = {"kfac": 0.1, "adagrad": 1e-2, "adadelta": 1.0}
 """Defaults of optimizers that would not train with ``DEFAULT_LR``: their steps are in units of the parameters."""
 GIB = 2**30

@@ -1,14 +1,16 @@
-"""Choose how a step is computed where the user leaves the choice to fdp: ``--dtype auto`` and ``--compile auto``.
+"""Choose how a step is computed where the user leaves the choice to fdp: ``--dtype``, ``--compile``, ``--microbatch``.
 
     on a GPU with bfloat16, a language model     bfloat16, blocks compiled, the step recorded as a CUDA graph
     everywhere else                              float32, nothing compiled
+    microbatch                                   32 samples on a GPU; 8 on a CPU, where a small one wastes less: a
+                                                 Poisson batch fills its last microbatch with padding
 
 Compiled blocks and a recorded step start within seconds, and a private step is then about as fast as a plain one. A
 recording needs state on the GPU and one process: with ``--offload`` or several ranks blocks are only compiled. With
 K-FAC, which measures curvature between steps, nothing is compiled. What was chosen is in the header of the run and in
 its settings, so that a resumed run computes the same.
 
-    >>> options = resolve_fast_defaults(options)               # neither dtype nor compile is "auto" from here on
+    >>> options = resolve_fast_defaults(options)               # nothing is left to choose from here on
 """
 
 from __future__ import annotations
@@ -22,19 +24,21 @@ from fdp import models
 from fdp.cli.train_options import TrainOptions
 
 AUTO = "auto"
+MICROBATCH, MICROBATCH_ON_CPU = 32, 8
 
 
 def resolve_fast_defaults(options: TrainOptions) -> TrainOptions:
     """Return the options with ``auto`` replaced by what this machine does best; options that were given stay."""
-    compute = options.compute
-    if AUTO not in (compute.dtype, compute.compile):
-        return options
+    compute, kfac = options.compute, options.training.optimizer == "kfac"
+    if compute.microbatch is None:
+        on_gpu = compute.device in (AUTO, "cuda") and torch.cuda.is_available()
+        compute = replace(compute, microbatch=MICROBATCH if on_gpu or kfac else MICROBATCH_ON_CPU)
     fast = _has_fast_gpu(compute.device) and _is_language_model(options.model.model)
     if compute.dtype == AUTO:
         compute = replace(compute, dtype="bfloat16" if fast else "float32")
     if compute.compile == AUTO:
         # Kernels for the rest of a step are in half precision.
-        fast = fast and compute.dtype == "bfloat16" and options.training.optimizer != "kfac"
+        fast = fast and compute.dtype == "bfloat16" and not kfac
         recorded = fast and options.ranks.mesh is None and options.ranks.offload == "none"
         compute = replace(compute, compile="block" if fast else "none", cuda_graph=compute.cuda_graph or recorded)
     return replace(options, compute=compute)

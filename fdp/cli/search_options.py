@@ -27,9 +27,9 @@ class SearchOptions:
     max_norm: Annotated[str | None, Flag("Values of C to draw from, such as 0.1,1.")] = None
     weight_decay: Annotated[str | None, Flag("Weight decays to draw from, such as 0,0.1.")] = None
     warmup: Annotated[str | None, Flag("Steps of warm-up to draw from, such as 0,10.")] = None
-    batch_size: Annotated[int, train_flag("batch_size")] = 64
-    steps: Annotated[int, train_flag("steps")] = 40
-    clip: Annotated[str, Flag("Clipping: flat, per-layer or automatic.")] = "flat"
+    batch_size: Annotated[int, train_flag("batch_size")] = 32
+    steps: Annotated[int, train_flag("steps")] = 110
+    clip: Annotated[str, Flag("Clipping: flat, per-layer or automatic.")] = "automatic"
     optimizer: Annotated[str, train_flag("optimizer")] = "adamw"
     schedule: Annotated[str, train_flag("schedule")] = "cosine"
     seed: Annotated[int | None, train_flag("seed")] = None

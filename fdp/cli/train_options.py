@@ -160,7 +160,7 @@ class PrivacyOptions:
     clip: Annotated[
         str,
         Flag("Clipping: flat, per-layer, automatic or quantile.", needs=Needs.PRIVACY, complete=choices.CLIPS),
-    ] = "flat"
+    ] = "automatic"
     max_norm: Annotated[
         float, Flag("C: the most one sample can add to the sum.", needs=Needs.PRIVACY, range=POSITIVE)
     ] = 1.0
@@ -180,8 +180,8 @@ class TrainingOptions:
 
     panel: ClassVar[str] = "Training"
 
-    batch_size: Annotated[int, Flag("Expected samples per step (Poisson sampling).", range=COUNT)] = 64
-    steps: Annotated[int, Flag("Number of steps.", range=COUNT)] = 40
+    batch_size: Annotated[int, Flag("Expected samples per step (Poisson sampling).", range=COUNT)] = 32
+    steps: Annotated[int, Flag("Number of steps.", range=COUNT)] = 110
     epochs: Annotated[
         float | None,
         Flag(
@@ -190,7 +190,7 @@ class TrainingOptions:
     ] = None
     lr: Annotated[
         float | None,
-        Flag("Peak learning rate.", default_text="4e-3; kfac: 0.1, adagrad: 0.01, adadelta: 1", range=NOT_NEGATIVE),
+        Flag("Peak learning rate.", default_text="8e-3; kfac: 0.1, adagrad: 0.01, adadelta: 1", range=NOT_NEGATIVE),
     ] = None
     optimizer: Annotated[
         str,
@@ -223,14 +223,15 @@ class ComputeOptions:
     panel: ClassVar[str] = "How to run"
 
     microbatch: Annotated[
-        int,
+        int | None,
         Flag(
             "Samples computed at once, over all ranks. It changes only speed and memory, except with kfac, which "
             "measures the curvature on one microbatch.",
+            default_text="8 on a CPU, 32 on a GPU and with kfac",
             effect=KFAC_RESULT,
             range=COUNT,
         ),
-    ] = 32
+    ] = None
     dtype: Annotated[
         str,
         Flag(

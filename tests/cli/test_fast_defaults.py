@@ -58,3 +58,16 @@ def test_options_that_are_given_stay() -> None:
 def test_what_cannot_be_recorded_is_only_compiled(settings: dict[str, str]) -> None:
     assert chosen(resolved(**settings)) == ("bfloat16", "block", False)
     assert chosen(resolved(optimizer="kfac")) == ("bfloat16", "none", False)
+
+
+def test_the_microbatch_is_small_on_a_cpu_and_stays_if_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolved().microbatch == 8
+    assert resolved(microbatch=5).microbatch == 5
+    assert resolved(optimizer="kfac").microbatch == 32
+
+
+@pytest.mark.usefixtures("_gpu")
+def test_the_microbatch_is_larger_on_a_gpu() -> None:
+    assert resolved().microbatch == 32
+    assert resolved(device="cpu").microbatch == 8

@@ -459,5 +459,5 @@ def test_other_settings_of_kfac_give_other_noise_and_another_run() -> None:
 
 def test_the_learning_rate_is_the_optimizers_own_unless_given() -> None:
     assert learning_rate(TrainingOptions(optimizer="kfac")) == LEARNING_RATES["kfac"]
-    assert learning_rate(TrainingOptions(optimizer="adamw")) == 4e-3
+    assert learning_rate(TrainingOptions(optimizer="adamw")) == 8e-3
     assert learning_rate(TrainingOptions(optimizer="kfac", lr=0.5)) == 0.5

@@ -137,7 +137,7 @@ def test_noise_drawn_for_other_data_is_not_used_again() -> None:
     [
         ("noise_multiplier", 0.1, "noise multiplier"),
         ("sampling_rate", 0.9, "sampling rate"),
-        ("clip", "automatic", "clip"),
+        ("clip", "flat", "clip"),
         ("delta", 0.1, "delta"),
         ("epsilon", 1e-3, "epsilon spent so far"),
     ],
@@ -161,7 +161,7 @@ def test_a_checkpoint_of_another_run_is_refused_and_not_touched(
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     for words, message in (
         (["--save-every", "2", "--seed", "4"], "--seed 3 there, 4 here"),
-        (["--save-every", "2", "--seed", "3", "--lr", "0.5"], "--lr 0.004 there, 0.5 here"),
+        (["--save-every", "2", "--seed", "3", "--lr", "0.5"], "--lr 0.008 there, 0.5 here"),
         (["--seed", "3"], "with --save-every"),
     ):
         capsys.readouterr()
