@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -51,6 +52,20 @@ def params_of(module: nn.Module, model: Model, *, dtype: torch.dtype | None = No
     if empty:
         raise FdpError(f"{empty[0]}: expected a parameter with values, got one on the meta device; load its values")
     return tree.nest({path: own[path].detach().to(dtype or own[path].dtype) for path in model.leaves})
+
+
+def object_settings(loss: Any) -> Any:
+    """Return the settings of a loss that is an object, such as ``label_smoothing``: two losses share no noise."""
+    if not isinstance(loss, nn.Module):
+        return {} if inspect.isroutine(loss) else dict(getattr(loss, "__dict__", {}))
+    parts = {name: part for name, part in loss.named_modules()}
+    plain = {
+        f"{name}.{key}": value
+        for name, part in parts.items()
+        for key, value in vars(part).items()
+        if not key.startswith("_")
+    }
+    return {**plain, **loss.state_dict()}
 
 
 def _refuse_init(key: Key, shape: tuple[int, ...], *, dtype: torch.dtype, window: Window | None = None) -> Tensor:

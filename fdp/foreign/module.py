@@ -19,9 +19,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fdp.fingerprint import fingerprint
 from fdp.foreign.check_on_example import check_module
 from fdp.foreign.check_structure import check_structure
-from fdp.foreign.leaves import foreign_model, leaf_paths, params_of
+from fdp.foreign.leaves import foreign_model, leaf_paths, object_settings, params_of
 from fdp.foreign.stack.block_functions import Caller
 from fdp.foreign.stack.fast_paths import reference_module, without_fast_paths
 from fdp.foreign.stack.one_block import Finish, module_loss
@@ -77,6 +78,8 @@ def from_module(
     else:
         stack = stack_blocks(module, call=caller, finish=finish, example=example, pattern=blocks)
     model = foreign_model(module, stack)
+    if loss is not None or call is not None:  # two losses of one module must not share noise
+        model = model._replace(settings=fingerprint(model.settings, loss, object_settings(loss), call))
     model = model._replace(name=name or model.name)
     model = _choose_leaves(model, module, materialize=materialize, frozen=frozen)
     params = params_of(module, model)

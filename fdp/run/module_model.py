@@ -25,7 +25,7 @@ from fdp import keys, tree
 from fdp.data.units import dataset_unit
 from fdp.fingerprint import fingerprint
 from fdp.foreign.hub import hugging_face
-from fdp.foreign.leaves import params_of
+from fdp.foreign.leaves import object_settings, params_of
 from fdp.foreign.module import from_module
 from fdp.foreign.stack.block_functions import Caller
 from fdp.foreign.uses.dropout import DROPOUT_KEYS
@@ -115,7 +115,7 @@ def make_subject(
         quiet = own if not dataset.keys else _private_copy(own).eval()  # dropout would differ with the length
         same = model if quiet is own else _make_model(quiet, calls, labelled, **settings, check=False)
         _check_padding(same, params_of(quiet, same), samples, convert, device)
-    model = model._replace(settings=fingerprint(model.settings, loss, _loss_settings(loss)))
+    model = model._replace(settings=fingerprint(model.settings, loss, object_settings(loss)))
     return Subject(model, module_values(tree.flatten(params_of(own, model))), dataset, _measure(calls, labelled))
 
 
@@ -169,20 +169,6 @@ def module_values(leaves: Mapping[str, Tensor]) -> Callable[[Model, Sharding | N
         return tree.nest({path: shard_leaf(leaf, path, sharding) for path, leaf in wide.items()})
 
     return values
-
-
-def _loss_settings(loss: Any) -> Any:
-    """Return the settings of a loss that is an object, such as ``label_smoothing``: two losses share no noise."""
-    if not isinstance(loss, nn.Module):
-        return {} if inspect.isroutine(loss) else dict(getattr(loss, "__dict__", {}))
-    parts = {name: part for name, part in loss.named_modules()}
-    plain = {
-        f"{name}.{key}": value
-        for name, part in parts.items()
-        for key, value in vars(part).items()
-        if not key.startswith("_")
-    }
-    return {**plain, **loss.state_dict()}
 
 
 def _private_copy(module: nn.Module) -> nn.Module:

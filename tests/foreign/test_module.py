@@ -361,3 +361,18 @@ def test_patterns_that_match_nothing_are_refused():
 def test_modules_that_are_exact_pass_the_check(name):
     model, _ = case_named(name).model(check=True, name="mine")
     assert model.name == "mine"
+
+
+def test_two_losses_of_one_module_are_two_models_and_share_no_noise():
+    """A fixed seed must not add the same noise to the sums of two losses."""
+    module, data = nn.Sequential(nn.Linear(4, 3)), {"input": torch.randn(4, 4), "label": torch.arange(4) % 3}
+
+    def made(**options: Any) -> tuple[Any, ...]:
+        return from_module(module, example=data, **options)[0].identity
+
+    def smooth(share: float):
+        return lambda out, data: F.cross_entropy(out, data["label"], reduction="none", label_smoothing=share)
+
+    losses = [made(loss=smooth(share)) for share in (0.0, 0.1)]
+    assert len({repr(identity) for identity in losses}) == 2
+    assert repr(made(loss=smooth(0.1))) in {repr(identity) for identity in losses}
