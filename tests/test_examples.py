@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 import runpy
+import statistics
 import subprocess
 import sys
 from functools import cache
@@ -16,6 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from benchmarks.example_seeds import PRINTED, RESULTS, SEEDS
 from fdp import keys, tree
 from fdp.privacy.sampling import sample_batch
 from fdp.stages import make_stages
@@ -23,9 +26,8 @@ from fdp.step import init_state, join
 from fdp.types import Tree
 
 ROOT = Path(__file__).parent.parent
-NUMBERS = {"logistic": r"test accuracy ([\d.]+)", "digits_cnn": r"test accuracy ([\d.]+)"}
-NUMBERS |= {"nano_gpt": r"held-out loss ([\d.]+) at", "own_layer": r"test accuracy ([\d.]+)"}
-NUMBERS |= {"finetune_hf": r"([\d.]+) (?:with LoRA|in full) at"}
+NUMBERS = PRINTED
+MEASURED: list[dict[str, Any]] = json.loads(RESULTS.read_text())["rows"]
 BUDGETS = {
     "logistic": [3.0],
     "digits_cnn": [3.0, 8.0],
@@ -101,20 +103,53 @@ def test_transformers_loads_the_fine_tuned_models() -> None:
     assert all(float(apart) < 1e-5 for _, apart in differences)
 
 
+def header(name: str) -> str:
+    return (ROOT / "examples" / f"{name}.py").read_text().split('"""')[1]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_the_header_states_the_means_over_the_seeds(name: str) -> None:
+    rows = [row for row in MEASURED if row["example"] == name]
+    assert all(len(row["values"]) == len(SEEDS) for row in rows)
+    stated = [float(value) for value in re.findall(NUMBERS[name], header(name))]
+    assert stated == [round(statistics.mean(row["values"]), 3) for row in rows]
+    assert RESULTS.name in header(name)
+
+
+def test_the_header_of_the_convolutional_net_counts_its_parameters() -> None:
+    leaves = tree.flatten(tiny("digits_cnn").variables["params"]).values()
+    shown = re.search(r"([\d,]+) parameters", (ROOT / "examples" / "digits_cnn.py").read_text())
+    assert shown is not None
+    assert int(shown[1].replace(",", "")) == sum(leaf.numel() for leaf in leaves)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NUMBERS)
-def test_the_header_states_the_numbers_that_are_printed(name: str) -> None:
+def test_an_example_prints_the_measured_numbers(name: str) -> None:
     script = ROOT / "examples" / f"{name}.py"
     env = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
     done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    stated, shown = (
-        [float(value) for value in re.findall(NUMBERS[name], text)]
-        for text in (script.read_text().split('"""')[1], done.stdout)
-    )
-    assert len(stated) == len(BUDGETS[name])
+    shown = [float(value) for value in re.findall(NUMBERS[name], done.stdout)]
+    measured = [row["values"][0] for row in MEASURED if row["example"] == name]
     # Other processors and thread counts round differently: a few test images, a few hundredths of a nat.
-    assert shown == pytest.approx(stated, abs=0.03 if name in LOSSES else 0.012)
+    assert shown == pytest.approx(measured, abs=0.03 if name in LOSSES else 0.012)
+
+
+def test_the_notes_are_as_many_as_the_header_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """examples/make_notes.py writes records that fdp reads and a folder that transformers reads."""
+    transformers = pytest.importorskip("transformers")
+    script = ROOT / "examples" / "make_notes.py"
+    monkeypatch.setattr(sys, "argv", ["make_notes", "--folder", str(tmp_path), "--public-steps", "1"])
+    runpy.run_path(str(script), run_name="__main__")
+    records = [json.loads(line) for line in (tmp_path / "notes.jsonl").read_text().splitlines()]
+    stated = re.search(r"([\d,]+) patients, ([\d,]+) notes; and a public model of ([\d,]+)", script.read_text())
+    assert stated is not None
+    module = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    found = len({record["patient"] for record in records}), len(records), sum(p.numel() for p in module.parameters())
+    assert [f"{number:,}" for number in found] == list(stated.groups())
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert tokenizer.decode(tokenizer("Slept well.")["input_ids"]) == "Slept well."
 
 
 def first_params(name: str, example: dict[str, Any]) -> Tree:

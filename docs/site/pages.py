@@ -30,11 +30,19 @@ RENAMED = {
 }
 PACKAGES = (
     "privacy", "gradients", "optimizers", "models", "foreign", "kfac", "data", "parallel", "storage", "fast", "checks",
-    "run", "estimate", "advice", "report", "cli",
+    "run", "ledger", "estimate", "advice", "report", "cli",
 )  # fmt: skip
 CORE = ("types", "extras", "tree", "keys", "init", "fingerprint", "model", "ops", "finish", "stages", "step")
 """The modules that are no packages; they share a page."""
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
+
+
+def on_config(config: Any) -> Any:
+    """Add pages in ``docs/`` that the navigation does not name to its section "How to"."""
+    named = set(re.findall(r"\b[\w/]+\.md\b", str(config.nav)))
+    (section,) = (entry["How to"] for entry in config.nav if "How to" in entry)
+    section += sorted(path.name for path in (ROOT / "docs").glob("*.md") if path.name not in named)
+    return config
 
 
 def on_files(files: Files, config: Any) -> Files:

@@ -290,8 +290,20 @@ class fused_attention(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
-    return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
+def _flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Return attention that holds no score matrix; a mask counts as the tensor that it is, and changes no shape."""
+    if enable_gqa:
+        k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+    return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)[0]
 
 
 def _round_up(size: int) -> int:

@@ -125,6 +125,17 @@ def test_attention_holds_no_score_matrix_unless_flash_is_off():
     assert held(attend) < 2 * KIB * KIB * 2 < held(by_matrix)
 
 
+def test_attention_with_a_mask_or_grouped_heads_holds_no_score_matrix_either():
+    def attend(_):
+        q, k = empty(1, 4, KIB, 64, dtype=torch.bfloat16), empty(1, 2, KIB, 64, dtype=torch.bfloat16)
+        mask = empty(1, 1, KIB, KIB, dtype=torch.bool)
+        options = {"attn_mask": mask, "dropout_p": 0.0, "scale": 0.1, "enable_gqa": True}
+        out, pull, _ = vjp(lambda q: (F.scaled_dot_product_attention(q, k, k, **options), ()), q)
+        pull(out)
+
+    assert held(attend) < 4 * KIB * KIB * 2
+
+
 def test_flops_are_counted_by_dtype():
     ledger = Ledger({})
     with ledger:
