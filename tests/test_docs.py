@@ -37,13 +37,16 @@ def test_the_navigation_has_every_page() -> None:
     generated = {
         path for path, _ in pages.generated_pages() if path.endswith(".md") and not path.startswith("results/")
     }
-    assert generated <= listed <= written | generated
+    packages = {f"reference/{package}.md" for package in pages.PACKAGES}  # added by themselves
+    assert generated - packages <= listed <= written | generated
 
 
-def test_a_page_that_the_navigation_does_not_name_is_added() -> None:
+def test_packages_and_pages_that_the_navigation_does_not_name_are_added() -> None:
     named = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
-    config = SimpleNamespace(nav=[{"How to": named[1:]}])
-    assert pages.on_config(config).nav == [{"How to": [*named[1:], named[0]]}]
+    config = SimpleNamespace(nav=[{"How to": named[1:]}, {"Reference": []}])
+    how_to, reference = pages.on_config(config).nav
+    assert how_to == {"How to": [*named[1:], named[0]]}
+    assert {"fdp.privacy": "reference/privacy.md"} in reference["Reference"]
 
 
 def test_links_into_the_repository_lead_to_pages_of_the_site() -> None:

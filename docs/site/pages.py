@@ -28,20 +28,21 @@ RENAMED = {
     "SECURITY.md": "security.md",
     "examples": "examples/index.md",
 }
-PACKAGES = (
-    "privacy", "gradients", "optimizers", "models", "foreign", "kfac", "data", "parallel", "storage", "fast", "checks",
-    "run", "ledger", "estimate", "advice", "report", "cli",
-)  # fmt: skip
-CORE = ("types", "extras", "tree", "keys", "init", "fingerprint", "model", "ops", "finish", "stages", "step")
+FIRST = ("privacy", "gradients", "optimizers", "models", "foreign", "hf", "kfac", "data", "run", "parallel")
+"""Packages that the reference lists first; the others follow by name."""
+FOUND = sorted(path.parent.name for path in (ROOT / "fdp").glob("*/__init__.py"))
+PACKAGES = (*(name for name in FIRST if name in FOUND), *(name for name in FOUND if name not in FIRST))
+CORE = tuple(sorted(path.stem for path in (ROOT / "fdp").glob("*.py") if not path.stem.startswith("__")))
 """The modules that are no packages; they share a page."""
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 
 
 def on_config(config: Any) -> Any:
-    """Add pages in ``docs/`` that the navigation does not name to its section "How to"."""
+    """Add packages to the section "Reference", and pages in ``docs/`` that no section names to "How to"."""
     named = set(re.findall(r"\b[\w/]+\.md\b", str(config.nav)))
-    (section,) = (entry["How to"] for entry in config.nav if "How to" in entry)
-    section += sorted(path.name for path in (ROOT / "docs").glob("*.md") if path.name not in named)
+    how_to, reference = (entry[name] for name in ("How to", "Reference") for entry in config.nav if name in entry)
+    how_to += sorted(path.name for path in (ROOT / "docs").glob("*.md") if path.name not in named)
+    reference += [{f"fdp.{package}": f"reference/{package}.md"} for package in PACKAGES]
     return config
 
 
