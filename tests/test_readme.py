@@ -27,6 +27,8 @@ from benchmarks.readme_tables import PAGES as PAGES_WITH_TABLES
 from benchmarks.tables import TABLES
 from fdp import ops
 from fdp.cli.main import app, main
+from fdp.cli.options import build
+from fdp.cli.train_options import TrainOptions
 from fdp.optimizers import apply_updates, sgd
 from fdp.privacy.clipping import flat
 from tests.test_layers import ORDER
@@ -108,6 +110,18 @@ def test_every_table_is_on_a_page_and_no_other_table_holds_measurements() -> Non
     for text in pages.values():
         by_hand = [line for line in MARKED.sub("", text).splitlines() if line.startswith("|")]
         assert not [line for line in by_hand if re.search(r"\d+\.\d+|\d (ms|s|GiB)\b", line)]
+
+
+def test_the_readme_states_the_held_out_loss_of_the_default_run() -> None:
+    (path,) = (ROOT / "benchmarks" / "results").glob("default_recipe_*.json")
+    recipe = json.loads(path.read_text())["rows"]["recipe"]
+    text = (ROOT / "README.md").read_text()
+    assert f"{recipe['mean']:.2f} nats per byte" in text
+    assert path.with_suffix(".md").name in text
+    assert len(recipe["runs"]) == 3
+    options = build(TrainOptions, {})
+    flat_settings = {name: value for group in vars(options).values() for name, value in vars(group).items()}
+    assert all(flat_settings[name] == value for name, value in recipe["settings"].items())
 
 
 def test_the_readme_is_short() -> None:
