@@ -66,7 +66,7 @@ Text.
 
     >>> f(1)
 
-name     what it is
+name     what it is, or ``other``
 longer   what that is
 
 >>> g(2)
@@ -88,7 +88,7 @@ y = x + 1
 
 
 ```text
-name     what it is
+name     what it is, or other
 longer   what that is
 ```
 

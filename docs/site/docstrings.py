@@ -35,7 +35,8 @@ def as_markdown(text: str) -> str:
             continue
         indent = min(len(line) - len(line.lstrip()) for line in block if line.strip())
         opening = [] if not result or not result[-1] else [""]
-        result += [*opening, f"```{language}", *(line[indent:] for line in block), "```", ""]
+        shown = (line[indent:].replace("``", "") for line in block)
+        result += [*opening, f"```{language}", *shown, "```", ""]
         i += len(block)
     return "\n".join(result)
 
@@ -53,7 +54,8 @@ def code_block(lines: list[str], start: int) -> tuple[list[str], str]:
         return block, "pycon" if first.lstrip().startswith(">>>") else "text"
     if after_blank and start and ALIGNED.match(first) and not first.startswith(("-", "|", "#")):
         block = _until(lines, start, lambda line: bool(line.strip()))
-        if len(block) > 1 and all(ALIGNED.match(line) or line.startswith("  ") for line in block):
+        wide = len(block) > 1 or " " * 4 in first.strip()
+        if wide and all(ALIGNED.match(line) or line.startswith("  ") for line in block):
             return block, "text"
     return [], ""
 
