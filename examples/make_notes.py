@@ -134,7 +134,7 @@ every_fourth = [*TEXTBOOK, *TEXTBOOK, *TEXTBOOK, *NOTES[:6]]  # a sentence as in
 textbook = [" ".join(sentence(draw, every_fourth, "The patient") for _ in range(8)) for _ in range(2_000)]
 tokenizer = train_tokenizer(textbook)
 torch.manual_seed(0)
-end = tokenizer.eos_token_id
+end = tokenizer.get_vocab()["<|endoftext|>"]
 config = GPT2Config(
     n_layer=2, n_embd=64, n_head=4, vocab_size=len(tokenizer), n_positions=CONTEXT, bos_token_id=end, eos_token_id=end
 )
