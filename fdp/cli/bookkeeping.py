@@ -111,6 +111,10 @@ class Account:
         """Say how the run ends, if it does not finish."""
         self._how = how
 
+    def resume_at(self, step: int) -> None:
+        """Say how many steps were made before: they count, even if the run breaks off before it makes another."""
+        self._begun = step
+
     def __enter__(self) -> Account:
         if self._book is not None:
             self._book.start(self.promise, folder=self._folder)

@@ -107,6 +107,7 @@ def train(options: TrainOptions, ranks: Ranks | None = None, *, dry_run: bool = 
         console.print(repeat_hint(folder, options), soft_wrap=True)
         _report_resumed(resumed, console)
         heart = ranks.heart if ranks else None
+        account.resume_at(int(state.step))
         with account:
             return _train(Session(options, run, folder, console, lock, heart, account, evaluator, write_texts), state)
 

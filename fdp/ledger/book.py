@@ -64,21 +64,26 @@ class Book:
         """Return every run, in the order of their starts.
 
         Guarantees:
-          - a line that was damaged, changed, removed from between others or signed by another key is an error.
+          - a line that was damaged, changed, removed from between others or signed by another key is an error;
+          - a run that goes on never has fewer steps than when it ended before, nor 0 if it was killed before.
         """
         if not self.path.exists():
             return []
         with self._locked("rb", fcntl.LOCK_SH) as file:
             lines, _ = self._read(file)
         found: dict[str, Entry] = {}
+        most: dict[str, int] = {}
         for line in lines:
             name = line["run"]
             if line["event"] == "start":
                 found.setdefault(name, Entry(guarantee_from_json(line["promise"]), line["folder"]))
             elif line["event"] == "resume":
+                if found[name].steps is None:  # it was killed, perhaps after its first step
+                    most[name] = max(most.get(name, 0), 1)
                 found[name] = found[name]._replace(steps=None, how=None)
             else:
-                found[name] = found[name]._replace(steps=line["steps"], how=line["how"])
+                most[name] = max(most.get(name, 0), line["steps"])
+                found[name] = found[name]._replace(steps=most[name], how=line["how"])
         return list(found.values())
 
     def start(self, promise: Guarantee, *, folder: Path) -> None:

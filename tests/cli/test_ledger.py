@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from fdp.cli import session
 from fdp.ledger.book import Book
 from fdp.ledger.data_key import load_key
 from fdp.privacy.guarantee import compose, read_marker, shown_epsilon
+from fdp.types import FdpError
 from tests.cli.train_runs import call, interrupt_after, last_json, train
 
 
@@ -49,6 +51,26 @@ def test_an_interrupted_run_is_in_the_ledger_with_the_steps_it_made(tmp_path, mo
     name = ledger_runs()[0].promise.run
     assert train(tmp_path / "a", "--save-every", "1", steps=4) == 0
     assert [(entry.promise.run, entry.steps, entry.how) for entry in ledger_runs()] == [(name, 4, "finished")]
+
+
+def test_a_run_that_fails_before_it_goes_on_keeps_what_it_spent(tmp_path, monkeypatch, capsys):
+    """A disk, or a tracker, that refuses after the start of the run was recorded, and before its next step."""
+    with monkeypatch.context() as patch:
+        interrupt_after(2, patch)
+        assert train(tmp_path / "a", "--save-every", "1", steps=4) == 130
+
+    def refuse(*_, **__):
+        raise FdpError("no space is left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session.tracking, "track", refuse)
+        assert train(tmp_path / "a", "--save-every", "1", steps=4) == 2
+    (line,) = (Path(os.environ["FDP_LEDGER"]) / "ledger.jsonl").read_text().splitlines()[-1:]
+    assert json.loads(line)["steps"] == 2
+    assert [(entry.steps, entry.how, entry.began) for entry in ledger_runs()] == [(2, "failed", True)]
+    capsys.readouterr()
+    assert train(tmp_path / "b") == 0
+    assert "on this data 1 private run began before" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_run_that_breaks_off_is_in_the_ledger_with_the_step_it_broke_at(tmp_path, capsys):

@@ -60,6 +60,23 @@ def test_a_run_that_goes_on_is_one_run_whose_end_is_open_again(book, tmp_path):
     assert (entry.steps, entry.how) == (10, "finished")
 
 
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_run_that_goes_on_and_breaks_off_at_once_keeps_its_steps(book, tmp_path, steps):
+    book.start(promise("one"), folder=tmp_path)
+    book.end("one", steps=4, how="interrupted")
+    book.start(promise("one"), folder=tmp_path)
+    book.end("one", steps=steps, how="failed")
+    (entry,) = book.runs()
+    assert (entry.steps, entry.how, entry.began) == (4, "failed", True)
+
+
+def test_a_run_that_was_killed_counts_although_it_breaks_off_when_it_is_started_again(book, tmp_path):
+    book.start(promise("one"), folder=tmp_path)
+    book.start(promise("one"), folder=tmp_path)
+    book.end("one", steps=0, how="failed")
+    assert book.runs()[0].began
+
+
 def test_a_run_that_ended_before_its_first_step_spent_nothing(book, tmp_path):
     book.start(promise("one"), folder=tmp_path)
     book.end("one", steps=0, how="failed")
