@@ -33,6 +33,7 @@ from fdp.privacy.selection import (
     selection_epsilon,
 )
 from fdp.run.run_folder import read_run_folder
+from fdp.run.training_run import NotFinite
 from fdp.storage.private_files import write_private
 from fdp.types import FdpError
 
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from fdp.run.run_config import RunConfig
 
 RESULT = "search.json"
+NOT_FINITE = 1
+"""The exit code of a run whose parameters stop being finite."""
 NOTHING_DRAWN = (
     "the number of runs was drawn as 0, which happens with probability {chance:.2g}: nothing was trained, nothing is "
     "released and nothing is spent. To draw again until there is a run would not be covered; a new search is a second "
@@ -179,13 +182,23 @@ def _run_trial(
     number: int,
     console: Console,
 ) -> dict[str, Any]:
-    """Train one run and return its settings and score; a run that diverges has none."""
+    """Train one run and return its settings and score; a run whose parameters stop being finite has none.
+
+    Guarantees:
+      - in a private search, the score depends on the training data only through the private parameters.
+    """
     folder = search.out / f"trial-{number}"
     budget: dict[str, Any] = {"epsilon": search.epsilon if price.noise_multiplier is None else None}
     budget |= {"noise_multiplier": price.noise_multiplier}
     budget |= {"seed": None if search.seed is None else search.seed + number}  # no two runs share their noise
+    if price.epsilon is not None:
+        # Losses of private samples would decide whether the run is chosen: it ends by its parameters alone.
+        budget |= {"on_divergence": "continue"}
     options = build(TrainOptions, shared | drawn | budget | {"out": folder, "quiet": True})
-    code = session.train(options)
+    try:
+        code = session.train(options)
+    except NotFinite:
+        code = NOT_FINITE
     run = read_run_folder(folder)
     losses = [record.evaluation.loss for record in run.records if record.evaluation is not None]
     losses = losses or [record.loss for record in run.records]  # only with --not-private

@@ -61,6 +61,10 @@ from fdp.step import init_state, join
 from fdp.types import Batch, FdpError, Key, Norms, Step, TrainState, Tree
 
 
+class NotFinite(FdpError):
+    """A parameter became NaN or infinite."""
+
+
 class Run(NamedTuple):
     """A run that passed every check: the values that stay the same from step to step.
 
@@ -313,7 +317,7 @@ def _check_finite(run: Run, params: Tree, *, step: int, stop: bool) -> bool:
         flags = collectives.wait(collectives.all_reduce(flags, run.sharding.world))
     *counts, stops = flags.tolist()
     if not_finite := [path for path, count in zip(flat, counts) if count]:
-        raise FdpError(f"step {step}: {not_finite[0]} became NaN or infinite; lower the learning rate or the noise")
+        raise NotFinite(f"step {step}: {not_finite[0]} became NaN or infinite; lower the learning rate or the noise")
     return stops > 0
 
 

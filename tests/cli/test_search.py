@@ -46,6 +46,34 @@ def test_the_best_run_is_exported_with_the_epsilon_of_the_search(
     assert "public data" in shown
 
 
+WILD = shlex.split("--lr 1e6,1e7 --optimizer sgd --schedule constant --steps 12 --max-norm 1 --clip flat")
+
+
+def test_losses_on_the_training_data_do_not_decide_which_run_can_be_chosen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that ``fdp train`` would end because its training loss diverges has a score like any other."""
+    words = (*SMALL, *WILD, "--eval-data", "digits-test", "--eval-public")
+    assert call(*words, "--out", str(tmp_path / "a")) == 0
+    found = last_json(capsys.readouterr().out)
+    assert found["trials"]
+    for trial in found["trials"]:
+        assert trial["score"] is not None
+        assert len((Path(trial["folder"]) / "metrics.jsonl").read_text().splitlines()) == 12
+    assert call(*words, "--not-private", "--out", str(tmp_path / "b")) == 0
+    assert last_json(capsys.readouterr().out)["best"] is None
+
+
+def test_a_run_whose_parameters_stop_being_finite_is_not_chosen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (*SMALL, *WILD, "--lr", "1e38,1e39", "--eval-data", "digits-test", "--eval-public")
+    assert call(*words, "--out", str(tmp_path / "search")) == 0
+    found = last_json(capsys.readouterr().out)
+    assert found["trials"]
+    assert all(trial["score"] is None for trial in found["trials"])
+
+
 def test_a_search_without_privacy_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(*SMALL, "--not-private", "--out", str(tmp_path / "search")) == 0
     shown = capsys.readouterr().out
