@@ -129,10 +129,13 @@ def _first_step(run: Run) -> str | None:
     if config.epsilon is None or config.steps < 2 or first < FIRST_STEP_SHARE * last:
         return None
     more, now = MORE_STEPS * config.steps, run.mechanism.noise_multiplier
-    then = accounting.noise_multiplier_for(
-        run.mechanism.sampling, config.clip, epsilon=config.epsilon, delta=config.delta, steps=more,
-        statistics=run.mechanism.statistics,
-    )  # fmt: skip
+    try:
+        then = accounting.noise_multiplier_for(
+            run.mechanism.sampling, config.clip, epsilon=config.epsilon, delta=config.delta, steps=more,
+            statistics=run.mechanism.statistics,
+        )  # fmt: skip
+    except FdpError:  # the statistics of more steps would spend the budget alone
+        return None
     return (
         f"the first step spends {first:.2g} of epsilon {config.epsilon:g}, so more steps would cost little: --steps "
         f"{more} needs a noise multiplier of {then:.3g} instead of {now:.3g}"

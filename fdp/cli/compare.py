@@ -136,7 +136,7 @@ def side_options(side: str, text: str, common: Mapping[str, Any]) -> TrainOption
     from fdp.models import LANGUAGE
 
     own, axes = _parse_side(side, text)
-    options = build(TrainOptions, {**common, **own})
+    options = build(TrainOptions, {"compile": "none", **common, **own})
     axes = {"shard" if name == "ranks" else name: size for name, size in axes.items() if size > 1}
     mesh = ",".join(f"{axis}={size}" for axis, size in axes.items()) or None
     ranks = replace(options.ranks, mesh=mesh, offload=options.ranks.offload.replace("+", ","))

@@ -151,6 +151,8 @@ def make_optimizer(
     """Return the optimizer that ``--optimizer`` names; ``load`` reads the public data of ``--kfac-data``."""
     training, limit = options.training, options.training.clip_value
     if training.optimizer == "kfac":
+        if options.kfac.data == "noised" and options.kfac.noise is None and options.privacy.noise_multiplier == 0:
+            raise FdpError("--noise-multiplier: expected a finite number above 0 with --kfac-data noised, got 0")
         config = make_kfac_config(options.kfac, weight_decay=training.weight_decay)
         return KfacOptimizer(rate, config, make_kfac_source(options.kfac, load))
     if options.kfac.data is not None:

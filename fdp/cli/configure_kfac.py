@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from fdp.cli.kfac_options import KfacOptions
@@ -38,6 +39,8 @@ def make_kfac_source(kfac: KfacOptions, load: Callable[[str], Dataset]) -> Sourc
     if kfac.noise is not None and kfac.data != "noised":
         raise FdpError(f"--kfac-noise: expected --kfac-data noised to go with it, got {kfac.data or 'none'}")
     if kfac.data == "noised":
+        if not 0 < kfac.max_norm < math.inf:
+            raise FdpError(f"--kfac-max-norm: expected a finite number above 0, got {kfac.max_norm:g}")
         return Noised(kfac.max_norm, kfac.noise)
     return None if kfac.data is None else Synthetic() if kfac.data == "synthetic" else Open(load(kfac.data))
 

@@ -33,7 +33,9 @@ def resolve_fast_defaults(options: TrainOptions) -> TrainOptions:
     if compute.microbatch is None:
         on_gpu = compute.device in (AUTO, "cuda") and torch.cuda.is_available()
         compute = replace(compute, microbatch=MICROBATCH if on_gpu or kfac else MICROBATCH_ON_CPU)
-    fast = _has_fast_gpu(compute.device) and _is_language_model(options.model.model)
+    if AUTO not in (compute.dtype, compute.compile):
+        return replace(options, compute=compute)
+    fast = _is_language_model(options.model.model) and _has_fast_gpu(compute.device)
     if compute.dtype == AUTO:
         compute = replace(compute, dtype="bfloat16" if fast else "float32")
     if compute.compile == AUTO:

@@ -76,7 +76,7 @@ def test_all_clipped_and_none_clipped_are_told_with_numbers() -> None:
 
 
 def test_each_hint_is_given_once_and_divergence_ends_the_stream() -> None:
-    run, said = prepared(steps=40), []
+    run, said = prepared(steps=40, clip="flat"), []
     records = [record(i, clipped=1.0) for i in range(1, 31)]
     stream = [(None, each) for each in records]
     assert len(list(follow_hints(stream, run, say=said.append, stop=True))) == 30  # type: ignore[arg-type]

@@ -196,7 +196,7 @@ def test_mistakes_in_a_side_are_explained(text: str, words: str) -> None:
     [
         ("ranks=1 method=gohst", r"B: --method: expected one of .* Did you mean 'ghost'"),
         ("zero=1 ranks=2", r"A: --zero: expected one of 0, 2, 3"),
-        ("method=none,noise_multiplier=1 ranks=1", "A: method none"),
+        ("method=none,noise_multiplier=1 ranks=1", "A: --method none"),
         ("ranks=1 ranks=1 --tolerance -1", "--tolerance: expected a finite number"),
     ],
 )
@@ -207,7 +207,7 @@ def test_mistakes_name_their_side_and_are_found_early(
     assert isinstance(answer.exception, FdpError)
     with pytest.raises(FdpError, match=message):
         raise answer.exception
-    assert len(in_process) == ("none" in words)  # only a mistake that the model itself finds needs a process
+    assert not in_process  # no process was started for it
 
 
 def test_under_torchrun_it_is_refused(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:

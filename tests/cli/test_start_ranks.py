@@ -35,7 +35,7 @@ def test_words_give_the_same_options() -> None:
     assert words == ["--data=--odd name", "--lr=-1.0", "--kfac-damping=0.5", "--out=runs/a b", "--json"]
     assert to_words(TrainOptions()) == []
     assert to_words(build(TrainOptions, {"sample": ["a b", "c"]})) == ["--sample=a b", "--sample=c"]
-    assert to_words(TrainOptions(), always={"steps", "seed", "quiet"}) == ["--steps=40"]
+    assert to_words(TrainOptions(), always={"steps", "seed", "quiet"}) == ["--steps=110"]
     assert all(option.default is False for option in options_of(TrainOptions).values() if option.value_type is bool)
 
 

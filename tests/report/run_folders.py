@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from fdp.cli.fast_defaults import resolve_fast_defaults
 from fdp.cli.options import to_dict
 from fdp.cli.train_options import TrainOptions
 from fdp.run.step_metrics import Evaluation, StepRecord, record_to_json
@@ -53,7 +54,7 @@ def write_run(
     folder.mkdir(parents=True)
     planned = len(records) if planned is None else planned
     private = not records or records[-1].epsilon is not None
-    given = to_dict(TrainOptions()) | {"steps": planned, "lr": 4e-3} | settings
+    given = to_dict(resolve_fast_defaults(TrainOptions())) | {"steps": planned, "lr": 4e-3} | settings
     config = {
         "settings": given,
         "delta": 1e-6,

@@ -91,7 +91,7 @@ def test_a_private_run_with_evaluation_shows_everything(tmp_path: Path) -> None:
         "perplexity",
         "8.000 of 8.000 at delta 1e-06; 0.000 left",
         "once upon a time",
-        "--batch-size 128 64",
+        "--batch-size 128 32",
         "blocks.*.qkv",
         "Unit: one window of 129 tokens",
         "checkpoints/, which hold the key of the noise",
