@@ -87,7 +87,7 @@ def test_settings_have_their_flags_and_defaults(tmp_path: Path) -> None:
     run = read_run_folder(write_run(tmp_path / "run", make_records(3), batch_size=128))
     found = {each.key: each for each in settings_of(run)}
     assert (found["batch_size"].flag, found["batch_size"].default, found["batch_size"].changed) == (
-        "--batch-size", 64, True
+        "--batch-size", 32, True
     )  # fmt: skip
     assert found["as_json"].flag == "--json"
     assert not found["max_norm"].changed
