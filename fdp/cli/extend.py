@@ -58,8 +58,8 @@ class Extended(NamedTuple):
 
     @property
     def chain(self) -> tuple[Guarantee, ...]:
-        """The promises of the run, and of the runs that it extends itself."""
-        return (*self.facts.before, self.facts.promise)
+        """The promises of the run, and of the runs that it extends itself; if a search chose it, with the price."""
+        return (*self.facts.before, self.facts.chosen)
 
     @property
     def origin(self) -> str:
@@ -197,7 +197,7 @@ def _releases(options: TrainOptions, extended: Extended) -> tuple[Release, ...]:
         if one.releases is None:
             raise FdpError(
                 f"--epsilon: expected runs whose mechanism is on record, got {options.ledger.extend}, with one that an "
-                f"older fdp made; give --noise-multiplier instead, and the total is stated"
+                f"older fdp made or a search chose; give --noise-multiplier instead, and the total is stated"
             )
         found += one.releases
     return tuple(found)

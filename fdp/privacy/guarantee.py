@@ -151,7 +151,9 @@ def compose(guarantees: Sequence[Guarantee]) -> tuple[float, float] | None:
     if len(runs) > 1:
         releases += [release for one in runs for release in one.evaluations]
     epsilon = composed_epsilon(releases, delta=delta, opaque=opaque)
-    return (min(epsilon, added) if len(described) == 1 else epsilon), delta
+    # The sum of the promises leaves evaluations out: whoever was held out is promised less by it.
+    adds_up = len(described) == 1 and not any(one.evaluations for one in runs)
+    return (min(epsilon, added) if adds_up else epsilon), delta
 
 
 def same_data(one: Guarantee, other: Guarantee) -> bool:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from fdp import models
+from fdp.privacy.guarantee import shown_epsilon
 from fdp.report.run_facts import COUNT_NOISE_SHARE, RunFacts, Status
 
 ROUNDING = {"float32": "1e-6", "bfloat16": "1e-3"}
@@ -68,7 +69,9 @@ def _steps_made(facts: RunFacts) -> str:
     said = f" {facts.steps_made} were made. The stated epsilon is that of all planned steps, since what the run showed "
     said += "may have led to the stop."
     if facts.epsilon_as_made is not None and facts.status is Status.STOPPED:
-        said += f" If the number of steps was decided before the run, epsilon is {facts.epsilon_as_made:.4g}."
+        said += (
+            f" If the number of steps was decided before the run, epsilon is {shown_epsilon(facts.epsilon_as_made)}."
+        )
     return said
 
 

@@ -25,7 +25,7 @@ THEOREM = (
 def compose_others(facts: RunFacts, others: Sequence[Guarantee]) -> dict[str, Any]:
     """Return the composition with the runs before this one, and with all runs on the same data and unit."""
     promise = facts.promise
-    chain = compose([*facts.before, promise]) if facts.before else None
+    chain = compose([*facts.before, facts.chosen]) if facts.before else None
     known = [one for one in (*facts.before, *others) if same_data(one, promise) and one.run != promise.run]
     same_unit = [one for one in known if one.private and one.unit == promise.unit]
     on_data = compose([*same_unit, promise]) if same_unit else None

@@ -1,7 +1,7 @@
 """The numbers of a statement beyond epsilon at one delta: the curve, the trade-off, mu, groups and people.
 
 >>> numbers = privacy_numbers(facts, records_per_person=10)
->>> curve_section(numbers), groups_section(facts, numbers)
+>>> curve_section(facts, numbers), groups_section(facts, numbers)
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 from fdp.privacy.curves import PrivacyCurve, group_bound, group_epsilon, mu_by_central_limit
+from fdp.privacy.releases import Release, composed_epsilon
 from fdp.report.checklists import ASK
 from fdp.report.documents import Rows, Section
 from fdp.report.run_facts import RunFacts
@@ -20,6 +21,15 @@ FALSE_POSITIVES = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5)
 GROUPS = (2, 4, 8)
 ROW = "one packed row"
 """The start of a unit that no person is a group of."""
+ONE_RUN = (
+    "These are the figures of one run with given settings. The choice among the runs of the search is not in them."
+)
+HELD_OUT = {
+    "outside": "Nothing is promised to a person of whom a unit was held out for evaluation.",
+    "noised": "The table is about units that were trained on. Of held-out units noised evaluations were released; the "
+    "epsilon of a person includes them, wherever one is stated.",
+}
+"""What evaluations on private data mean for people and groups, by their cost."""
 
 
 def privacy_numbers(facts: RunFacts, *, records_per_person: int | None) -> dict[str, Any]:
@@ -29,12 +39,14 @@ def privacy_numbers(facts: RunFacts, *, records_per_person: int | None) -> dict[
     curve = PrivacyCurve.of(promise.releases)
     tight = all(each.max_batch_size is None for each in promise.releases)
     sizes = sorted({*GROUPS, *([records_per_person] if records_per_person else [])})
-    groups = {
-        size: group_epsilon(promise.releases, size=size, delta=delta)
-        if tight
-        else group_bound(curve, size=size, delta=delta)
-        for size in sizes
-    }
+
+    def group(size: int, releases: tuple[Release, ...]) -> float:
+        if tight:
+            return group_epsilon(releases, size=size, delta=delta)
+        return group_bound(PrivacyCurve.of(releases), size=size, delta=delta)
+
+    groups = {size: group(size, promise.releases) for size in sizes}
+    person = None if records_per_person is None else group(records_per_person, promise.releases + promise.evaluations)
     return {
         "epsilon_at_delta": {f"{each:.0e}": _finite(curve.epsilon(each)) for each in DELTAS},
         "delta_at_epsilon": {f"{each:g}": curve.delta(each) for each in EPSILONS},
@@ -44,19 +56,22 @@ def privacy_numbers(facts: RunFacts, *, records_per_person: int | None) -> dict[
         "group_epsilon": {str(size): _finite(epsilon) for size, epsilon in groups.items()},
         "group_method": "mixture of Gaussians" if tight else "definition",
         "records_per_person": records_per_person,
-        "person_epsilon": _person_epsilon(facts, groups, records_per_person),
+        "person_epsilon": _person_epsilon(facts, person, records_per_person),
     }
 
 
-def _person_epsilon(facts: RunFacts, groups: dict[int, float], records: int | None) -> float | None:
-    if facts.promise.unit.startswith("one user") or records == 1:
-        return facts.promise.epsilon
-    if records is None or facts.promise.unit.startswith(ROW):
+def _person_epsilon(facts: RunFacts, group: float | None, records: int | None) -> float | None:
+    """Return the epsilon of a person; ``group`` is that of the person's units, on both sides if some are held out."""
+    promise, delta = facts.promise, facts.promise.delta or 1e-6
+    if promise.unit.startswith("one user") or records == 1:  # trained on, or held out
+        trained = facts.chosen.epsilon
+        return None if trained is None else max(trained, composed_epsilon(promise.evaluations, delta=delta))
+    if group is None or promise.unit.startswith(ROW) or facts.search is not None:
         return None
-    return _finite(groups[records])
+    return _finite(group)
 
 
-def curve_section(numbers: dict[str, Any]) -> Section:
+def curve_section(facts: RunFacts, numbers: dict[str, Any]) -> Section:
     """Return the tables of the curve, in words for readers who know epsilon and delta."""
 
     def cell(value: float | None, digits: int = 4) -> str:
@@ -71,6 +86,7 @@ def curve_section(numbers: dict[str, Any]) -> Section:
     return Section(
         "The whole curve",
         (
+            *(() if facts.search is None else (ONE_RUN,)),
             "The same mechanism satisfies (epsilon, delta) for every pair on a curve:",
             Rows(("delta", "epsilon"), epsilons),
             Rows(("epsilon", "delta"), deltas),
@@ -99,12 +115,14 @@ def groups_section(facts: RunFacts, numbers: dict[str, Any]) -> Section:
         for size, value in numbers["group_epsilon"].items()
     )
     if unit.startswith("one user"):
-        said = "The unit is a user: the stated epsilon holds for a person, if nobody is two users."
+        said = f"The unit is a user: the stated epsilon holds for a person{_trained_on(facts)}, if nobody is two users."
     elif unit.startswith(ROW):
         said = (
             "A person is no group of rows: one record more or less can change many rows. No epsilon of a person, or "
             "of a record, can be stated for this run."
         )
+    elif facts.search is not None:
+        said = "No epsilon of a person with several units can be stated for a run that a search chose."
     elif records is not None:
         bound = "there is no finite bound" if person is None else f"epsilon is {rounded_up(person, 4)}"
         said = (
@@ -121,9 +139,15 @@ def groups_section(facts: RunFacts, numbers: dict[str, Any]) -> Section:
         (
             f"Epsilon of k units that are added or removed together, at the same delta, {method}:",
             Rows(("k", "epsilon"), rows),
+            *(() if facts.search is None else (ONE_RUN,)),
             said,
+            *(HELD_OUT[cost] for cost in sorted(facts.evaluation_costs) if cost in HELD_OUT),
         ),
     )
+
+
+def _trained_on(facts: RunFacts) -> str:
+    return " who was trained on" if facts.evaluation_costs & set(HELD_OUT) else ""
 
 
 def _finite(value: float) -> float | None:

@@ -72,6 +72,15 @@ class RunFacts(NamedTuple):
         return self.promise.private
 
     @property
+    def chosen(self) -> Guarantee:
+        """The promise, with the price of the choice if a search chose the run: of that, only epsilon is known."""
+        if self.search is None:
+            return self.promise
+        epsilon = self.search.epsilon
+        terms = (None, None, None) if epsilon is None else (epsilon, self.search.delta, self.promise.relation)
+        return self.promise._replace(epsilon=terms[0], delta=terms[1], relation=terms[2], releases=None)
+
+    @property
     def unit_note(self) -> str:
         """The meaning of the unit for a person or a longer text."""
         return unit_note(self.promise.unit)

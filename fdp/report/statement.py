@@ -86,7 +86,7 @@ def make_statement(
         _accounting_section(facts),
         _scope_section(facts),
         Section("Hyper-parameters", (tuning or f"{ASK} Choosing them on the private data costs privacy, too.",)),
-        curve_section(numbers),
+        curve_section(facts, numbers),
         groups_section(facts, numbers),
         others_section(totals),
         *(_checklist_section(source, items) for source, items in lists.items()),
@@ -159,8 +159,8 @@ def _scope_section(facts: RunFacts) -> Section:
         "public": "evaluations on public data cost nothing",
         "outside": "evaluations on private data of held-out people are not covered: nothing is promised to these "
         "people",
-        "noised": "evaluations on held-out people were released with noise, within a budget of their own; held-out and "
-        "trained-on people are disjoint",
+        "noised": f"evaluations on held-out people were released with noise, within a budget of their own; "
+        f"{_disjoint(facts)}",
     }
     made = tuple(evaluation.get(cost, cost) for cost in sorted(facts.evaluation_costs))
     if (budget := facts.settings.get("eval_epsilon")) is not None:
@@ -168,6 +168,17 @@ def _scope_section(facts: RunFacts) -> Section:
     not_covered = (*((SEEDED,) if facts.seeded else ()), *NOT_COVERED)
     blocks = ("Covered:", Bullets(COVERED), "Not covered:", Bullets(not_covered))
     return Section("What is covered", (*blocks, *(("Evaluation:", Bullets(made)) if made else ())))
+
+
+def _disjoint(facts: RunFacts) -> str:
+    """Return what is known of units that are trained on and held out."""
+    if facts.promise.unit.startswith("one user"):
+        return "no held-out user was trained on"
+    if facts.settings.get("eval_data") is not None:
+        return (
+            "that no held-out unit was trained on is for the author to confirm; a person may have units on both sides"
+        )
+    return "no held-out unit was trained on, but a person with several units may have some on both sides"
 
 
 def _checklist_section(source: str, items: Sequence[Item]) -> Section:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -216,3 +217,17 @@ def test_a_folder_of_transformers_is_extended(words, tmp_path):
     assert chain == read_marker(tmp_path / "b")
     assert (found["epsilon_total"], found["delta_total"]) == compose(chain)
     assert found["epsilon_on_this_data"] == found["epsilon_total"], "recognised, whatever the model"
+
+
+def test_a_run_that_a_search_chose_is_extended_with_the_price_of_the_choice(first, tmp_path):
+    trial = tmp_path / "search" / "trial-1"
+    shutil.copytree(first, trial)
+    found = {"epsilon": 50.0, "delta": 1e-6, "trials_mean": 8.0, "trials": [{"folder": "trial-1", "score": 1.0}]}
+    (trial.parent / "search.json").write_text(json.dumps(found))
+    (promise,) = find_extended(str(trial)).chain
+    assert (promise.epsilon, promise.releases) == (50.0, None)
+    assert compose([promise, *find_extended(str(first)).chain])[0] >= 50, "one run is one run, whatever it is called"
+    with pytest.raises(FdpError, match="or a search chose"):
+        prepared(trial, epsilon=60.0)
+    (trial.parent / "search.json").write_text(json.dumps(found | {"epsilon": None}))
+    assert not find_extended(str(trial)).chain[0].private

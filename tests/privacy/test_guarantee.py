@@ -67,6 +67,16 @@ def test_noised_evaluations_count_as_soon_as_there_is_another_run():
     assert guarantee_from_json(json.loads(json.dumps(guarantee_to_json(evaluated)))) == evaluated
 
 
+def test_noised_evaluations_count_beside_a_run_of_which_only_the_promise_is_known():
+    """Trained on in one run and held out in the other: the evaluations alone cost more than both promises."""
+    releases = (Release("steps", 0.05, 1.0, 20),)
+    evaluations = (Release("evaluations", 1.0, 0.5, 3),)
+    one = Guarantee(composed_epsilon(releases, delta=1e-6), 1e-6, RELATION, "one user", releases, 20, "a")
+    total = compose([ONE, one._replace(evaluations=evaluations)])
+    assert total is not None
+    assert total[0] >= composed_epsilon(evaluations, delta=total[1]) > ONE.epsilon + one.epsilon
+
+
 def test_promises_about_different_neighbours_are_not_added_up():
     with pytest.raises(FdpError, match="expected one neighbour relation"):
         compose([ONE, OTHER._replace(relation="replace one sample")])

@@ -139,7 +139,7 @@ def test_a_run_that_stopped_early_or_diverged_or_never_finished_says_so(tmp_path
     stopped = {"steps": 12, "epsilon_if_stop_was_decided_in_advance": 0.4321}
     text = text_of(write_run(tmp_path / "a", summary=stopped))
     assert "12 were made. The stated epsilon is that of all planned steps" in text
-    assert "If the number of steps was decided before the run, epsilon is 0.4321" in text
+    assert "If the number of steps was decided before the run, epsilon is 0.433" in text
     text = text_of(write_run(tmp_path / "b", summary=stopped | {"diverged": {"step": 12}}))
     assert "was ended because its loss diverged, and exported no model" in text
     assert "decided before the run" not in text, "the loss decided"
@@ -177,6 +177,35 @@ def test_people_with_several_records_have_an_epsilon_of_their_own(tmp_path):
     assert "A person is no group of rows" in as_text(statement.document)
     with pytest.raises(FdpError, match=r"--records-per-person: expected 1 to 200, got 0"):
         make_statement(run, records_per_person=0)
+
+
+def test_the_epsilon_of_a_person_counts_units_that_were_held_out(tmp_path):
+    """One record trained on and one held out: both reach the outside, so the evaluations count."""
+    evaluations = (Release("evaluations", 1.0, 0.8, 5),)
+    run = read_facts(read_run_folder(write_run(tmp_path / "run", summary={}, eval_fraction=0.1)))
+    run = run._replace(promise=run.promise._replace(evaluations=evaluations), evaluation_costs=frozenset({"noised"}))
+    one_each = composed_epsilon([*RELEASES, *evaluations], delta=1e-6)
+    plain = make_statement(run._replace(promise=PROMISE), records_per_person=2).facts["person_epsilon"]
+    assert plain < one_each <= make_statement(run, records_per_person=2).facts["person_epsilon"]
+    held_out = composed_epsilon(evaluations, delta=1e-6)
+    assert make_statement(run, records_per_person=1).facts["person_epsilon"] == pytest.approx(held_out)
+    text = " ".join(as_text(make_statement(run).document).split())
+    assert "a person with several units may have some on both sides" in text
+    assert "people are disjoint" not in text
+    given = run._replace(settings=run.settings | {"eval_fraction": None, "eval_data": "others.jsonl"})
+    assert "for the author to confirm" in " ".join(as_text(make_statement(given).document).split())
+    user = run._replace(
+        promise=run.promise._replace(unit="one user (up to 8 windows of 128 bytes)"),
+        evaluation_costs=frozenset({"outside"}),
+    )
+    text = " ".join(as_text(make_statement(user).document).split())
+    assert "the stated epsilon holds for a person who was trained on" in text
+    assert "Nothing is promised to a person of whom a unit was held out" in text
+
+
+def test_an_epsilon_in_words_is_rounded_up(tmp_path):
+    stopped = {"steps": 12, "epsilon_if_stop_was_decided_in_advance": 0.43211}
+    assert "decided before the run, epsilon is 0.433" in text_of(write_run(tmp_path / "a", summary=stopped))
 
 
 def test_other_runs_are_composed_if_data_and_unit_are_the_same(tmp_path):
@@ -238,6 +267,13 @@ def test_a_run_that_a_search_chose_states_the_price_of_the_choice_and_no_score(t
     text = text_of(run)
     assert text.count("the chosen model has epsilon 4.568 at delta 1e-06") >= 2, "beside the guarantee, and as tuning"
     assert "0.98765" not in text
+    assert text.count("The choice among the runs of the search is not in them") == 2, "the curve, and groups"
+    facts = read_facts(read_run_folder(run))
+    assert make_statement(facts, records_per_person=4).facts["person_epsilon"] is None
+    assert make_statement(facts, records_per_person=1).facts["person_epsilon"] == 4.5671
+    extended = facts._replace(before=(PROMISE._replace(run="first"),))
+    chain = make_statement(extended).facts["other_runs"]["with_runs_before"]
+    assert chain["epsilon"] > 4.5671, "the price of the choice is part of the total"
     assert "said otherwise" in text_of(run, tuning="said otherwise")
     (tmp_path / "search" / "search.json").write_text(json.dumps(found | {"epsilon": None}))
     assert "no epsilon can be stated for the chosen model" in text_of(run)
