@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -140,7 +141,8 @@ def show_recipe(console: Console, found: Advice) -> None:
     speed, problem = found.situation.speed, found.situation.problem
     budget = f"noise {problem.noise_multiplier:g}" if problem.epsilon is None else f"epsilon {problem.epsilon:g}"
     console.print(
-        f"{budget} at delta {problem.delta:.3g}; {problem.parameters:,} trained parameters; {found.hours:g} hours",
+        f"{budget} at delta {problem.delta:.3g}; {problem.parameters:,} trained parameters; "
+        f"{found.hours:g} hour{'' if found.hours == 1 else 's'}",
         soft_wrap=True,
     )
     console.print(
@@ -169,37 +171,42 @@ def duration(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
+HEADINGS = (
+    "batch",
+    "steps",
+    "epochs",
+    "noise",
+    "noise\n/batch",
+    "signal\n/noise",
+    "in all",
+    "pro-\ngress",
+    "time",
+    "fits",
+)
+"""The columns of the table, narrow enough for a terminal of 80 columns."""
+
+
 def _table(rows: list[Row], found: Advice) -> Table:
     gib = found.memory.bytes(found.situation.microbatch) / GIB
     fits_memory = gib <= found.free / GIB
-    table = Table(title="settings around the recipe", title_justify="left")
-    for heading in (
-        "batch",
-        "steps",
-        "epochs",
-        "noise",
-        "noise/batch",
-        "signal/noise",
-        "in all",
-        "time",
-        "GiB",
-        "fits",
-    ):
-        table.add_column(heading, justify="right")
+    table = Table(
+        title="settings around the recipe", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0), pad_edge=False
+    )
+    for heading in HEADINGS:
+        table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         fits = "yes" if row.fits and fits_memory else "no time" if fits_memory else "no memory"
         table.add_row(
             f"{row.batch_size:,}",
             f"{row.steps:,}",
-            f"{row.epochs:.2g}",
+            f"{row.epochs:.3g}",
             f"{row.noise_multiplier:.3f}",
             f"{row.noise_to_batch:.2g}",
             f"{row.signal.per_step:.2g}",
             f"{row.signal.in_total:.3g}",
             f"{row.progress:.3g}",
             duration(row.seconds),
-            f"{gib:.2g}",
-            f"{fits}, recipe" if row.is_recipe else fits,
+            "recipe" if row.is_recipe and fits == "yes" else fits,
             style="bold" if row.is_recipe else None,
         )
     return table

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fdp.advice import machine
+from fdp.cli.advise import HEADINGS
 from tests.cli.train_runs import call, interrupt_after, last_json
 
 SMALL = shlex.split("advise --model logistic --data digits --epsilon 4 --hours 0.01 --json")
@@ -19,6 +20,11 @@ def test_the_command_that_is_printed_trains(tmp_path: Path, capsys: pytest.Captu
     shown = capsys.readouterr().out
     found = last_json(shown)
     assert found["command"] in shown
+    table = shown[shown.index("settings around the recipe") :]
+    assert "…" not in table, "a heading or a number is cut at 80 columns"
+    assert len(HEADINGS) == len(
+        table.splitlines()[5].replace(" min", "_").replace(" s", "_").replace("no ", "_").split()
+    )
     words = shlex.split(found["command"])[1:]
     assert words[:9] == shlex.split("train --model logistic --data digits --epsilon 4 --clip automatic")
     assert words[words.index("--max-norm") + 1] == "0.5"
