@@ -61,7 +61,7 @@ def advise(options: TrainOptions, *, given: Mapping[str, Any], hours: float | No
         config = configure(options)
     memory, free = machine.estimate_memory(config), machine.free_memory(config.device)
     microbatch = given.get("microbatch") or machine.choose_microbatch(
-        memory, free, most=_largest_batch(config, given), device=config.device
+        memory, free, most=largest_batch(config, given), device=config.device
     )
     speed = machine.time_steps(config, microbatch=microbatch)
     situation = Situation(_problem(config, options), speed, model_width(config.model), microbatch)
@@ -103,19 +103,23 @@ def _saved_recipe(options: TrainOptions) -> dict[str, Any] | None:
 
 
 def _problem(config: RunConfig, options: TrainOptions) -> Problem:
-    population = rounded_population(len(config.dataset)) if config.population is None else config.population
     return Problem(
         parameters=trained_parameters(config.model),
         pretrained=is_folder(options.model.model),
-        population=population,
+        population=_population(config),
         epsilon=config.epsilon,
         delta=config.delta,
         noise_multiplier=config.noise_multiplier,
     )
 
 
-def _largest_batch(config: RunConfig, given: Mapping[str, Any]) -> int:
-    return int(given.get("batch_size", len(config.dataset)))
+def _population(config: RunConfig) -> int:
+    return rounded_population(len(config.dataset)) if config.population is None else config.population
+
+
+def largest_batch(config: RunConfig, given: Mapping[str, Any]) -> int:
+    """Return the largest batch of use, from public numbers: the microbatch that follows from it is published."""
+    return int(given.get("batch_size", _population(config)))
 
 
 def _device_name(config: RunConfig) -> str:

@@ -10,7 +10,9 @@ import pytest
 
 from fdp.advice import machine
 from fdp.cli.advise import HEADINGS
-from tests.cli.train_runs import call, interrupt_after, last_json
+from fdp.cli.configure import configure
+from fdp.cli.recipe import largest_batch
+from tests.cli.train_runs import call, interrupt_after, last_json, small_options
 
 SMALL = shlex.split("advise --model logistic --data digits --epsilon 4 --hours 0.01 --json")
 
@@ -91,3 +93,12 @@ def test_mistakes_about_recipes_are_explained(
 ) -> None:
     assert call(*AUTO, *words, "--json", "--out", str(tmp_path / "run")) == 2
     assert message in last_json(capsys.readouterr().out)["error"]
+
+
+def test_the_microbatch_follows_from_the_public_number_of_samples() -> None:
+    """It is written to files that hold nothing of the data: 1437 samples, announced as 1500 by default."""
+    config = configure(small_options())
+    assert len(config.dataset) == 1437
+    assert largest_batch(config, {}) == 1500
+    assert largest_batch(configure(small_options(population=4000)), {}) == 4000
+    assert largest_batch(config, {"batch_size": 64}) == 64
