@@ -141,10 +141,18 @@ def check_ledger(options: TrainOptions) -> None:
         Book(place, load_key(place, create=False)).runs()
 
 
-def open_account(options: TrainOptions, run: Run, folder: Path, evaluator: Evaluator | None = None) -> Account:
-    """Return the account of a run, and write its promise into its folder; every rank calls it."""
+def open_account(
+    options: TrainOptions, run: Run, folder: Path, evaluator: Evaluator | None = None, *, goes_on: bool = True
+) -> Account:
+    """Return the account of a run, and write its promise into its folder; every rank calls it.
+
+    ``goes_on`` is False if an earlier attempt in the folder drew noise of its own, from a key that is lost.
+
+    Guarantees:
+      - attempts with the same samples and noise are one run in the ledger; attempts with other noise are several.
+    """
     first, evaluations = launch.rank() == 0, _evaluations(evaluator)
-    opened = run_in_unison(lambda: _open(options, run, folder, evaluations) if first else None, None)
+    opened = run_in_unison(lambda: _open(options, run, folder, evaluations, goes_on) if first else None, None)
     promise, total = gather_values(None if opened is None else opened[:2], None)[0] or (guarantee_of(run), None)
     return Account(options, run, folder, promise, found=(total, None if opened is None else opened[2]))
 
@@ -167,13 +175,13 @@ def _evaluations(evaluator: Evaluator | None) -> tuple[Release, ...]:
 
 
 def _open(
-    options: TrainOptions, run: Run, folder: Path, evaluations: tuple[Release, ...]
+    options: TrainOptions, run: Run, folder: Path, evaluations: tuple[Release, ...], goes_on: bool
 ) -> tuple[Guarantee, DataTotal | None, Book | None]:
     place = _ledger_folder(options)
     key = None if place is None else load_key(place)
     book = None if place is None or key is None else Book(place, key)
     recorded = [] if book is None else book.runs()  # a damaged ledger is an error before anything is spent
-    earlier = _earlier_promise(folder, run)
+    earlier = _earlier_promise(folder, run) if goes_on else None
     promise = guarantee_of(run)._replace(
         run=secrets.token_hex(8) if earlier is None else earlier.run,
         data=() if key is None else data_fingerprints(key, options.data.data, run.data_digest),

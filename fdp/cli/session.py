@@ -102,7 +102,8 @@ def train(options: TrainOptions, ranks: Ranks | None = None, *, dry_run: bool = 
         assert folder is not None
         display.show_header(console, run, state, options, evaluator)
         display.show_hints(console, hints_before(run))
-        account = open_account(options, run, folder, evaluator)
+        same_noise = run.config.seed is not None or (resumed is not None and resumed.checkpoint is not None)
+        account = open_account(options, run, folder, evaluator, goes_on=same_noise)
         display.show_warnings(console, account.warnings())
         console.print(repeat_hint(folder, options), soft_wrap=True)
         _report_resumed(resumed, console)

@@ -13,6 +13,7 @@ from fdp.cli import session
 from fdp.ledger.book import Book
 from fdp.ledger.data_key import load_key
 from fdp.privacy.guarantee import compose, read_marker, shown_epsilon
+from fdp.run import training_run
 from fdp.types import FdpError
 from tests.cli.train_runs import call, interrupt_after, last_json, train
 
@@ -71,6 +72,27 @@ def test_a_run_that_fails_before_it_goes_on_keeps_what_it_spent(tmp_path, monkey
     capsys.readouterr()
     assert train(tmp_path / "b") == 0
     assert "on this data 1 private run began before" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(("seed", "runs"), [((), 2), (("--seed", "5"), 1)])
+def test_an_attempt_whose_noise_is_lost_is_a_run_of_its_own(tmp_path, monkeypatch, capsys, seed, runs):
+    """It broke off before its first checkpoint. The next attempt draws other noise: both were shown."""
+
+    def fail(run, state, *, stop):
+        for number, found in enumerate(training_run.steps(run, state, stop=stop)):
+            if number == 2:
+                raise FdpError("the disk is full")
+            yield found
+
+    words = ("--save-every", "4", *seed)
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "steps", fail)
+        assert train(tmp_path / "a", *words, steps=5) == 2
+    capsys.readouterr()
+    assert train(tmp_path / "a", *words, steps=5) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert [entry.how for entry in ledger_runs()] == ["failed", "finished"][-runs:]
+    assert ("on this data 1 private run began before" in shown) == (runs == 2)
 
 
 def test_a_run_that_breaks_off_is_in_the_ledger_with_the_step_it_broke_at(tmp_path, capsys):
