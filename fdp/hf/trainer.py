@@ -196,8 +196,9 @@ class PrivateTrainer:
         """Return the dataset with the entries that the model takes, unless ``remove_unused_columns`` is False."""
         if not self.args.remove_unused_columns or not hasattr(dataset, "__getitem__"):
             return dataset
-        base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
-        taken = inspect.signature(base.forward).parameters  # type: ignore[union-attr]
+        model: Any = self.model
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        taken = inspect.signature(base.forward).parameters
         return Columns(dataset, frozenset(taken) | frozenset(LABELS))
 
 

@@ -64,7 +64,7 @@ class PrivacyCurve(NamedTuple):
             return cls(loss, ())
         epsilons = [most * place / _POINTS for place in range(_POINTS + 1)]
         with np.errstate(all="ignore"):
-            deltas = [min(1.0, max(0.0, float(each))) for each in loss.get_delta_for_epsilon(epsilons)]
+            deltas = [min(1.0, max(0.0, float(each))) for each in np.atleast_1d(loss.get_delta_for_epsilon(epsilons))]
         return cls(loss, tuple(zip(epsilons, deltas)))
 
     def epsilon(self, delta: float) -> float:

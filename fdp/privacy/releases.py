@@ -138,4 +138,5 @@ def _one_event(release: Release) -> Any:
         raise FdpError(f"release: expected a rate in (0, 1] and noise above 0, got rate {rate} and noise {z}")
     if most is None:
         return dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(z))
+    assert release.population is not None, "a truncated draw is from a known number of samples"
     return TruncatedEvent(release.population, rate, most, z)

@@ -38,7 +38,7 @@ def privacy_numbers(facts: RunFacts, *, records_per_person: int | None) -> dict[
     assert promise.releases is not None
     curve = PrivacyCurve.of(promise.releases)
     tight = all(each.max_batch_size is None for each in promise.releases)
-    sizes = sorted({*GROUPS, *([records_per_person] if records_per_person else [])})
+    sizes: list[int] = sorted({*GROUPS, *([records_per_person] if records_per_person else [])})
 
     def group(size: int, releases: tuple[Release, ...]) -> float:
         if tight:

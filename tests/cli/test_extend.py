@@ -226,7 +226,9 @@ def test_a_run_that_a_search_chose_is_extended_with_the_price_of_the_choice(firs
     (trial.parent / "search.json").write_text(json.dumps(found))
     (promise,) = find_extended(str(trial)).chain
     assert (promise.epsilon, promise.releases) == (50.0, None)
-    assert compose([promise, *find_extended(str(first)).chain])[0] >= 50, "one run is one run, whatever it is called"
+    total = compose([promise, *find_extended(str(first)).chain])
+    assert total is not None
+    assert total[0] >= 50, "one run is one run, whatever it is called"
     with pytest.raises(FdpError, match="or a search chose"):
         prepared(trial, epsilon=60.0)
     (trial.parent / "search.json").write_text(json.dumps(found | {"epsilon": None}))

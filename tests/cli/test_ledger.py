@@ -103,6 +103,7 @@ def test_a_run_that_breaks_off_is_in_the_ledger_with_the_step_it_broke_at(tmp_pa
     assert train(tmp_path / "b", *words, steps=30) == 4
     ((steps, how),) = [(entry.steps, entry.how) for entry in ledger_runs()[1:]]
     assert how == "diverged"
+    assert steps is not None
     assert 0 < steps < 30
 
 

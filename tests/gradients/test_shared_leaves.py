@@ -57,7 +57,8 @@ def test_norm_and_sum_are_those_of_all_uses_together(name: str) -> None:
 @pytest.mark.usefixtures("_kernels")
 def test_a_missing_cross_term_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = [squared_norm_by_kernels([record]) for record in USES["tied"]]
-    monkeypatch.setattr(fdp.gradients.shared_leaves, "tied_norms", lambda *_: parts[0] + parts[1])
+    apart = torch.stack([part for part in parts if part is not None]).sum(0)
+    monkeypatch.setattr(fdp.gradients.shared_leaves, "tied_norms", lambda *_: apart)
     with pytest.raises(AssertionError):
         test_norm_and_sum_are_those_of_all_uses_together("tied")
 
@@ -77,9 +78,9 @@ def test_dense_records_groups_and_mixed_dtypes_stay_in_float64() -> None:
     one = linear(4, 0)
     grouped = Pair(randn(3, 2, 4, 7), randn(3, 2, 4, 5), (14, 5))
     wide = Pair(one.left, one.right.float(), SHAPE)
-    for records in ([one, Dense(randn(3, 7, 5))], [grouped, grouped], [one, wide]):
-        assert merge_uses(records) is None
-        assert squared_norm_by_kernels(records) is None
+    for others in ([one, Dense(randn(3, 7, 5))], [grouped, grouped], [one, wide]):
+        assert merge_uses(others) is None
+        assert squared_norm_by_kernels(others) is None
     records: list[Record] = [one, Dense(randn(3, 7, 5))]
     assert torch.equal(weighted_gradient_of_shared(records, FACTORS), weighted_gradient_of_uses(records, FACTORS))
 

@@ -95,7 +95,8 @@ def test_the_folder_of_the_ledger(monkeypatch, tmp_path):
 
 def test_the_digest_of_files_depends_on_their_contents_alone(tmp_path):
     first, second, third = (tmp_path / name for name in "abc")
-    first.write_text("one"), second.write_text("two"), third.write_text("one")
+    for path, text in zip((first, second, third), ("one", "two", "one")):
+        path.write_text(text)
     assert files_digest([first, second]) == files_digest([second, third])
     third.write_text("onE")
     assert files_digest([first, second]) != files_digest([second, third])

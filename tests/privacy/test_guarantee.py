@@ -74,7 +74,7 @@ def test_noised_evaluations_count_beside_a_run_of_which_only_the_promise_is_know
     one = Guarantee(composed_epsilon(releases, delta=1e-6), 1e-6, RELATION, "one user", releases, 20, "a")
     total = compose([ONE, one._replace(evaluations=evaluations)])
     assert total is not None
-    assert total[0] >= composed_epsilon(evaluations, delta=total[1]) > ONE.epsilon + one.epsilon
+    assert total[0] >= composed_epsilon(evaluations, delta=total[1]) > (ONE.epsilon or 0) + (one.epsilon or 0)
 
 
 def test_promises_about_different_neighbours_are_not_added_up():
