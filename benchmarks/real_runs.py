@@ -28,18 +28,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from textwrap import fill
 from typing import Any
 
-import torch
-
-from benchmarks.device import choose_sdpa
 from benchmarks.gpt2_large import CONFIG as GPT2_LARGE
-from benchmarks.gpt2_large import RESULTS, WIDTH
-from benchmarks.modes import OURS, Case, Row
-from benchmarks.regimes import LLAMA_1B, Regime, case_of, ratios_to, row_of, table_line, verdict
-from benchmarks.report import overstatements, publish
-from benchmarks.sweep_options import arguments, budget_of, open_report, run_sweep, speed_of
+from benchmarks.gpt2_large import RESULTS
+from benchmarks.modes import Case
+from benchmarks.regimes import LLAMA_1B, Regime, case_of, page_of, run_regimes
+from benchmarks.report import publish
+from benchmarks.sweep_options import arguments
 from fdp.models import GPTConfig, gpt, llama
 
 MODES = ("none", "auto", "ghost_bk", "flash_bk")
@@ -68,35 +64,8 @@ def make_case(name: str, **options: Any) -> Case:
 
 def page(content: dict[str, Any], *, name: str) -> str:
     """Return the Markdown page of a report."""
-    rows: list[Row] = content["rows"]
-    versions = ", ".join(f"{what} {which}" for what, which in content["versions"].items())
-    lines = [
-        f"# A step at the batch sizes of private training on one {content['hardware']}, {content['date']}",
-        "",
-        f"    {content['command']}",
-        "",
-        fill(
-            f"{versions}; commit {', '.join(sorted({row['commit'] for row in rows}))}; attention kernel: "
-            f"{content['settings']['sdpa']}; learning rate {RATE:g}. Rows: `{name}.json`. Models: "
-            "`benchmarks/real_runs.py`; measurement: `benchmarks/harness.py`.",
-            WIDTH,
-        ),
-        "",
-        "| regime | layers | B | T | mode | ms | 20-80 % | tokens/s | peak GiB | speed / `none` | memory / `none` |",
-        "|---" * 11 + "|",
-    ]
-    for regime in REGIMES:
-        mine = (row for row in rows if row["regime"] == regime)
-        plain = row_of(rows, regime, "none")
-        lines += [table_line(row, plain) for row in sorted(mine, key=lambda row: OURS.index(row["mode"]))]
-    lines += overstatements(rows)
-    lines += ["", "| figure | target | measured | |", "|---|---|---|---|"]
-    for regime, target in REGIMES.items():
-        speed, memory = ratios_to(row_of(rows, regime, "auto"), row_of(rows, regime, "none"))
-        if target.least is not None and target.most_memory is not None:
-            lines.append(verdict(f"speed, `auto` / `none`, {regime}", ">=", target.least, speed))
-            lines.append(verdict(f"peak memory, `auto` / `none`, {regime}", "<=", target.most_memory, memory))
-    return "\n".join(lines) + "\n"
+    title = f"A step at the batch sizes of private training (learning rate {RATE:g})"
+    return page_of(content, REGIMES, name=name, title=title, source="benchmarks/real_runs.py")
 
 
 def render(source: Path, folder: Path = RESULTS) -> Path:
@@ -106,19 +75,7 @@ def render(source: Path, folder: Path = RESULTS) -> Path:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = arguments("Milliseconds and memory of a step at the batch sizes of private training.", modes=MODES)
-    parser.add_argument("--regimes", nargs="+", choices=REGIMES, default=list(REGIMES), metavar="REGIME")
-    options = parser.parse_args(argv)
-    if options.render:
-        print(f"written: {render(options.render)}")
-        return
-    device = torch.device(options.device)
-    choose_sdpa(options.sdpa)
-    report = open_report(options, "real_runs", device)
-    cases = [
-        make_case(name, speed=speed_of(options), layers=options.layers, memory_budget=budget_of(options))
-        for name in options.regimes
-    ]
-    run_sweep(report, cases, options, device)
+    run_regimes(parser, "real_runs", REGIMES, make_case, render, argv)
 
 
 if __name__ == "__main__":

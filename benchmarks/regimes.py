@@ -19,8 +19,9 @@ bfloat16 compute, float32 master weights, AdamW. ``benchmarks/harness.py`` says 
 
 from __future__ import annotations
 
+import argparse
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from textwrap import fill
@@ -137,16 +138,21 @@ def case_of(
 
 def page(content: dict[str, Any], *, name: str) -> str:
     """Return the Markdown page of a report."""
+    return page_of(content, REGIMES, name=name, title="A step in other regimes", source="benchmarks/regimes.py")
+
+
+def page_of(content: dict[str, Any], regimes: Mapping[str, Regime], *, name: str, title: str, source: str) -> str:
+    """Return the Markdown page of a sweep over ``regimes``, which the file ``source`` defines."""
     rows: list[Row] = content["rows"]
     versions = ", ".join(f"{what} {which}" for what, which in content["versions"].items())
     lines = [
-        f"# A step in other regimes on one {content['hardware']}, {content['date']}",
+        f"# {title} on one {content['hardware']}, {content['date']}",
         "",
         f"    {content['command']}",
         "",
         fill(
             f"{versions}; commit {', '.join(sorted({row['commit'] for row in rows}))}; attention kernel: "
-            f"{content['settings']['sdpa']}. Rows: `{name}.json`. Models and measurement: `benchmarks/regimes.py`, "
+            f"{content['settings']['sdpa']}. Rows: `{name}.json`. Models and measurement: `{source}`, "
             "`benchmarks/harness.py`.",
             WIDTH,
         ),
@@ -154,19 +160,18 @@ def page(content: dict[str, Any], *, name: str) -> str:
         "| regime | layers | B | T | mode | ms | 20-80 % | tokens/s | peak GiB | speed / `none` | memory / `none` |",
         "|---" * 11 + "|",
     ]
-    for name_ in REGIMES:
-        mine = (row for row in rows if row["regime"] == name_)
-        lines += [
-            table_line(row, plain_of(rows, name_)) for row in sorted(mine, key=lambda row: OURS.index(row["mode"]))
-        ]
+    plain = {each: row_of(rows, regime.plain or each, "none") for each, regime in regimes.items()}
+    for each in regimes:
+        mine = (row for row in rows if row["regime"] == each)
+        lines += [table_line(row, plain[each]) for row in sorted(mine, key=lambda row: OURS.index(row["mode"]))]
     lines += overstatements(rows)
     lines += ["", "| figure | target | measured | |", "|---|---|---|---|"]
-    for name_, regime in REGIMES.items():
-        speed, memory = ratios_to(row_of(rows, name_, "auto"), plain_of(rows, name_))
+    for each, regime in regimes.items():
+        speed, memory = ratios_to(row_of(rows, each, "auto"), plain[each])
         if regime.least is not None:
-            lines.append(verdict(f"speed, `auto` / `none`, {name_}", ">=", regime.least, speed))
+            lines.append(verdict(f"speed, `auto` / `none`, {each}", ">=", regime.least, speed))
         if regime.most_memory is not None:
-            lines.append(verdict(f"peak memory, `auto` / `none`, {name_}", "<=", regime.most_memory, memory))
+            lines.append(verdict(f"peak memory, `auto` / `none`, {each}", "<=", regime.most_memory, memory))
     return "\n".join(lines) + "\n"
 
 
@@ -174,11 +179,6 @@ def row_of(rows: Sequence[Row], regime: str, mode: str) -> Row | None:
     """Return the timed row of a mode, if there is one."""
     found = (row for row in rows if (row["regime"], row["mode"]) == (regime, mode) and "failed" not in row)
     return next(found, None)
-
-
-def plain_of(rows: Sequence[Row], regime: str) -> Row | None:
-    """Return the row of ``none`` that a regime is compared with."""
-    return row_of(rows, REGIMES[regime].plain or regime, "none")
 
 
 def table_line(row: Row, plain: Row | None) -> str:
@@ -216,16 +216,28 @@ def render(source: Path, folder: Path = RESULTS) -> Path:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = arguments("Milliseconds and memory of a step in other regimes.", modes=MODES)
-    parser.add_argument("--regimes", nargs="+", choices=REGIMES, default=list(REGIMES), metavar="REGIME")
+    run_regimes(parser, "regimes", REGIMES, make_case, render, argv)
+
+
+def run_regimes(
+    parser: argparse.ArgumentParser,
+    benchmark: str,
+    regimes: Mapping[str, Regime],
+    make: Callable[..., Case],
+    render: Callable[[Path], Path],
+    argv: Sequence[str] | None,
+) -> None:
+    """Sweep over the regimes that the command line names, or write the page of an earlier sweep."""
+    parser.add_argument("--regimes", nargs="+", choices=regimes, default=list(regimes), metavar="REGIME")
     options = parser.parse_args(argv)
     if options.render:
         print(f"written: {render(options.render)}")
         return
     device = torch.device(options.device)
     choose_sdpa(options.sdpa)
-    report = open_report(options, "regimes", device)
+    report = open_report(options, benchmark, device)
     cases = [
-        make_case(name, speed=speed_of(options), layers=options.layers, memory_budget=budget_of(options))
+        make(name, speed=speed_of(options), layers=options.layers, memory_budget=budget_of(options))
         for name in options.regimes
     ]
     run_sweep(report, cases, options, device)
