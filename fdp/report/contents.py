@@ -10,7 +10,6 @@ differ.
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from enum import Enum
@@ -163,7 +162,7 @@ def _results(run: RunFolder, planned: int) -> dict[str, Any]:
         "held_out_loss_last": _last(other),
         "held_out_loss_best": best,
         "held_out_loss_best_step": int(other.steps[other.values.argmin()]) if best is not None else None,
-        "held_out_perplexity": _perplexity(_last(other)),
+        "held_out_perplexity": _last(held_out(records, "perplexity")),
         "held_out_accuracy_last": _last(right),
         "epsilon_spent": spent,
         "epsilon_planned": budget,
@@ -228,11 +227,6 @@ def _last(found: Curve) -> float | None:
 
 def _mean(found: Curve) -> float | None:
     return float(found.present.mean()) if len(found.present) else None
-
-
-def _perplexity(loss: float | None) -> float | None:
-    """Return ``exp(loss)``, or None for a loss too large to say anything."""
-    return math.exp(loss) if loss is not None and loss < 100 else None
 
 
 def _short(name: Any) -> str:

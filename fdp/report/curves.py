@@ -52,7 +52,7 @@ def curve_of(records: Sequence[StepRecord], value: Callable[[StepRecord], float 
 
 
 def held_out(records: Sequence[StepRecord], name: str) -> Curve:
-    """Return ``loss`` or ``accuracy`` on held-out data, only at the steps that have it."""
+    """Return ``loss``, ``perplexity`` or ``accuracy`` on held-out data, only at the steps that have it."""
     found = curve_of(records, lambda record: record.evaluation and getattr(record.evaluation, name))
     there = np.isfinite(found.values)
     return Curve(found.steps[there], found.values[there])

@@ -59,10 +59,11 @@ def _held_out_tile(run: Contents) -> Html | None:
     loss, best = run.results["held_out_loss_last"], run.results["held_out_loss_best"]
     if loss is None or run.cost is None:
         return None
-    more = f"perplexity {number(run.results['held_out_perplexity'])}"
+    perplexity = run.results["held_out_perplexity"]
+    more = [] if perplexity is None else [f"perplexity {number(perplexity)}"]
     if best < loss:
-        more += f"; best {best:.3f} at step {run.results['held_out_loss_best_step']}"
-    return _tile("Held-out loss", f"{loss:.3f}", more, cost_badge(run.cost))
+        more.append(f"best {best:.3f} at step {run.results['held_out_loss_best_step']}")
+    return _tile("Held-out loss", f"{loss:.3f}", "; ".join(more), cost_badge(run.cost))
 
 
 def _accuracy_tile(run: Contents) -> Html | None:

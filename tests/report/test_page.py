@@ -222,6 +222,15 @@ def test_a_page_and_its_json_agree_with_the_records(tmp_path: Path) -> None:
     assert found["results"]["held_out_perplexity"] == pytest.approx(math.exp(records[-1].loss + 0.1))
 
 
+def test_a_page_shows_the_perplexity_of_the_tokens_as_the_run_does(tmp_path: Path) -> None:
+    records: list[StepRecord] = make_records(20, evaluate_every=20)
+    evaluation = records[-1].evaluation
+    assert evaluation is not None
+    records[-1] = records[-1]._replace(evaluation=evaluation._replace(token_loss=2.0))
+    (run,) = read_runs([write_run(tmp_path / "run", records)])
+    assert run.results["held_out_perplexity"] == pytest.approx(math.exp(2.0))
+
+
 @pytest.mark.parametrize(
     ("low", "high", "log", "shown"),
     [
