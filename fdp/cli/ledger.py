@@ -109,7 +109,7 @@ def _show(console: Console, path: Path, entries: Sequence[Entry], totals: Sequen
         return
     table = Table(title=f"{path}", caption="a run counts with all its planned steps, once it has begun")
     for heading in ("date", "run", "data", "unit", "epsilon", "delta", "steps", "ended", "folder"):
-        table.add_column(heading, overflow="fold")
+        table.add_column(heading, overflow="fold", no_wrap=heading in ("date", "epsilon", "ended"))
     for promise, folder, steps, how in entries:
         epsilon = "not private" if promise.epsilon is None else shown_epsilon(promise.epsilon)
         made = "?" if steps is None else str(steps)
@@ -119,7 +119,8 @@ def _show(console: Console, path: Path, entries: Sequence[Entry], totals: Sequen
             f"{made} of {promise.steps or '?'}",
         )
         ended = how or "no word of it"
-        table.add_row((promise.date or "")[:10], promise.run, _short(promise), promise.unit, *numbers, ended, folder)
+        unit = promise.unit.partition(" (")[0]  # the totals below state it in full
+        table.add_row((promise.date or "")[:10], promise.run, _short(promise), unit, *numbers, ended, folder)
     console.print(table)
     for total in totals:
         console.print(
