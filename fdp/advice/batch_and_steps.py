@@ -139,8 +139,8 @@ def _best(problem: Problem, speed: Speed, seconds: float, fixed: Fixed, correcti
         smallest = fixed.batch_size or _round_sizes()[0]
         raise FdpError(
             f"--hours: expected time for {FEWEST_STEPS} steps, got {seconds / 3600:.3g} hours, and a step of "
-            f"{smallest} samples took {speed.seconds(smallest, 1):.3g} s on this machine just now; give more time, a "
-            f"smaller --model or a shorter --context, or try again when the machine is less busy"
+            f"{smallest} samples takes about {speed.seconds(smallest, 1):.3g} s on this machine, as busy as it is now; "
+            f"give more time, a smaller --model or a shorter --context, or try again when the machine is less busy"
         )
     fitting = [pair for pair in pairs if speed.seconds(*pair) <= seconds]
     if not fitting:  # the given settings take longer, whatever the rest: take the quickest
