@@ -50,7 +50,9 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         content = tomllib.loads(path.read_text())
     except FileNotFoundError:
-        raise _mistake(f"--config: expected a TOML file, got {path}, which does not exist") from None
+        raise _mistake(
+            f"--config: expected a TOML file, got {path}, which does not exist; fdp train --show-config prints one"
+        ) from None
     except IsADirectoryError:
         raise _mistake(f"--config: expected a TOML file, got a folder; did you mean {path / 'config.toml'}?") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

@@ -58,7 +58,11 @@ def configure(options: TrainOptions) -> RunConfig:
     device, memory_budget = make_device(compute), _memory_budget_bytes(compute)
     epsilon = privacy.epsilon
     if method is Method.NONE and (epsilon is not None or privacy.noise_multiplier):
-        raise FdpError("--method none trains without privacy: expected no --epsilon and no --noise-multiplier with it")
+        flag = "--noise-multiplier" if epsilon is None else "--epsilon"
+        raise FdpError(
+            f"--method none: expected no {flag} with it, since it trains without privacy; leave {flag} out, or leave "
+            "--method out to train privately"
+        )
     if epsilon is None and privacy.noise_multiplier is None and method is not Method.NONE:
         epsilon = DEFAULT_EPSILON
     (model, values), dataset = load_model_and_data(options)
@@ -100,20 +104,20 @@ def configure(options: TrainOptions) -> RunConfig:
 def make_clip_style(privacy: PrivacyOptions, *, batch_size: int) -> clipping.ClipStyle:
     """Return the clipping that ``--clip`` names, with C = ``--max-norm``."""
     c = privacy.max_norm
-    make = choose(
-        "--clip",
-        privacy.clip,
-        {
-            "flat": lambda: clipping.flat(max_norm=c),
-            "per-layer": lambda: clipping.per_layer(max_norm=c),
-            "automatic": lambda: clipping.automatic(max_norm=c),
-            # as in Andrew et al. 2021: the median, a rate of 0.2, count noise of a twentieth of the batch
-            "quantile": lambda: clipping.quantile(
-                max_norm=c, target_quantile=0.5, learning_rate=0.2, count_noise=batch_size / 20
-            ),
-        },
-    )
-    return make()
+    known = {
+        "flat": lambda: clipping.flat(max_norm=c),
+        "per-layer": lambda: clipping.per_layer(max_norm=c),
+        "automatic": lambda: clipping.automatic(max_norm=c),
+        # as in Andrew et al. 2021: the median, a rate of 0.2, count noise of a twentieth of the batch
+        "quantile": lambda: clipping.quantile(
+            max_norm=c, target_quantile=0.5, learning_rate=0.2, count_noise=batch_size / 20
+        ),
+    }
+    if privacy.clip.replace(".", "", 1).isdigit():
+        raise FdpError(
+            f"--clip: expected one of {', '.join(known)}, got a number; the bound itself is --max-norm {privacy.clip}"
+        )
+    return choose("--clip", privacy.clip, known)()
 
 
 def learning_rate(training: TrainingOptions) -> float:

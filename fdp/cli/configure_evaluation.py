@@ -80,7 +80,10 @@ def _check(options: TrainOptions) -> None:
     if given.patience is not None and given.patience < 1:
         raise FdpError(f"--patience: expected at least 1 evaluation without improvement, got {given.patience}")
     if given.eval_data is not None and given.eval_fraction is not None:
-        raise FdpError("--eval-data and --eval-fraction: expected one of them, got both; each names the held-out data")
+        raise FdpError(
+            "--eval-data and --eval-fraction: expected one of them, got both; each names the held-out data: "
+            "leave one out"
+        )
     if given.eval_fraction is not None and not 0 < given.eval_fraction < 1:
         raise FdpError(f"--eval-fraction: expected a number between 0 and 1, such as 0.1, got {given.eval_fraction:g}")
     if given.eval_every is not None and not 1 <= given.eval_every <= options.training.steps:
@@ -94,7 +97,10 @@ def _check(options: TrainOptions) -> None:
     if given.eval_population is not None and given.eval_population < 1:
         raise FdpError(f"--eval-population: expected 1 or more samples, got {given.eval_population}")
     if given.eval_public and given.eval_epsilon is not None:
-        raise FdpError("--eval-public and --eval-epsilon: expected one of them, got both; public data needs no noise")
+        raise FdpError(
+            "--eval-public and --eval-epsilon: expected one of them, got both; public data needs no noise: "
+            "leave one out"
+        )
     if given.eval_data is not None and _same_source(given.eval_data, options.data.data):
         raise FdpError(
             f"--eval-data {given.eval_data}: expected data that is not trained on, got --data itself; hold out a part "

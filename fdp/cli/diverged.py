@@ -47,7 +47,7 @@ def finish(folder: Path, summary: dict[str, Any], error: Diverged, options: Trai
     summary = summary | {"diverged": error.found._asdict()}
     if launch.rank() == 0:
         run_files.write_summary(folder, summary)
-        console.print(Text(f"{error}", style="bold red"), soft_wrap=True)
+        Console(stderr=True).print(Text(f"fdp: {error}", style="bold red"), soft_wrap=True)  # also with --quiet
         display.show_diverged(console, summary, folder)
         if options.output.as_json:
             print(json.dumps(summary | {"out": str(folder)}))

@@ -99,7 +99,10 @@ def find_extended(name: str, *, optimizer: str | None = None) -> Extended:
     An ``optimizer`` other than that of the run has no state there.
     """
     path = Path(name)
-    run = read_run_folder(path)
+    try:
+        run = read_run_folder(path)
+    except FdpError as error:
+        raise FdpError(f"--extend {error}") from None
     facts, settings = read_facts(run), run.settings
     if not run.finished:
         lock_folder(path).release()  # an error that names the process, if the run is still going on

@@ -119,7 +119,10 @@ def _check_language(path: Path, model: Model) -> Model:
     from fdp.types import FdpError
 
     if model.vocab_size is None or model.context is None:
-        raise FdpError(f"{path}: expected a language model to generate text, got the classifier {model.name}")
+        raise FdpError(
+            f"{path}: expected a language model to generate text, got the classifier {model.name}; name the run of a "
+            "language model"
+        )
     return model
 
 
@@ -129,7 +132,10 @@ def _settings(path: Path) -> dict[str, Any] | None:
     from fdp.types import FdpError
 
     if not path.is_dir():
-        raise FdpError(f"{path}: expected the folder of a run, or of a model of transformers, got no folder there")
+        raise FdpError(
+            f"{path}: expected the folder of a run, or of a model of transformers, got no folder there; name the --out "
+            "of the run, by default a folder in runs/"
+        )
     try:
         found = json.loads((path / "config.json").read_text())
     except (OSError, ValueError):

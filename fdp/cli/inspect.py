@@ -64,7 +64,10 @@ def inspect_command(
     if path is None and data.data is None:
         from fdp.types import FdpError
 
-        raise FdpError("inspect: expected a model (a folder or a preset), or --data, or both, got neither")
+        raise FdpError(
+            "inspect: expected a model (a folder or a preset), or --data, or both, got neither; try fdp inspect "
+            "gpt-nano"
+        )
     if path is not None:
         shown = _show_model(path, options, console)
     if data.data is not None:

@@ -25,6 +25,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
@@ -49,6 +50,9 @@ from fdp.cli.train import train_command
 
 # The error that typer raises for a mistake on the command line; only its subclass has a public name.
 _UsageError: Any = typer.BadParameter.__bases__[0]
+
+_KINDS = {"integer": "a whole number", "number": "a number", "float": "a number"}
+"""Kinds of values by the word with which typer refuses another."""
 
 # Set before torch is imported: it logs a stack of addresses when another process is gone; fdp says which one it is.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -127,7 +131,23 @@ def _message(error: Exception, words: Sequence[str]) -> str:
     flags = _flags_of(words)
     if (option := getattr(error, "option_name", None)) is not None and (known := answer(option, flags)):
         return known
+    if isinstance(error, typer.BadParameter) and (known := _explain_value(error, words)):
+        return known
     return name_flag(getattr(error, "format_message", error.__str__)(), flags)
+
+
+def _explain_value(error: Any, words: Sequence[str]) -> str | None:
+    """Return what an option expects if it is missing, or its value is no number; None for any other mistake."""
+    option = error.param
+    flag = next((flag for flag in getattr(option, "opts", ()) if flag.startswith("--")), None)
+    if flag is None:
+        return None
+    if "Missing" in error.format_message():
+        return f"{flag}: expected it on the command line, got none; add {flag} ({option.help.rstrip('.')})"
+    kind = next((kind for word, kind in _KINDS.items() if word in error.message), None)
+    given = [word.partition("=")[2] for word in words if word.startswith(f"{flag}=")]
+    given += [after for word, after in pairwise(words) if word == flag]
+    return f"{flag}: expected {kind}, got {given[-1]!r}" if kind and given else None
 
 
 def _flags_of(words: Sequence[str]) -> set[str]:

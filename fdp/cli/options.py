@@ -221,7 +221,8 @@ def parse_value(text: str, kind: type, *, where: str, name: str) -> Any:
     try:
         return TRUTH[text.lower()] if kind is bool else kind(text)
     except (KeyError, ValueError):
-        raise _mistake(f"{where}: expected {name}={type_name(kind)}, got {text!r}") from None
+        shown = type_name(kind) if where == name else f"{name}={type_name(kind)}"
+        raise _mistake(f"{where}: expected {shown}, got {text!r}") from None
 
 
 def expand_groups(command: Callable[..., None]) -> Callable[..., None]:

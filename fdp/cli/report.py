@@ -88,6 +88,8 @@ def write_page(runs: Sequence[Contents], out: Path | None) -> Path:
         path = path / NAME
     if path.exists() and MARK.encode() not in path.read_bytes()[:200]:
         raise FdpError(f"--out: expected a new file or an earlier report, got {path}, which is neither; give another")
+    if path.suffix.lower() not in (".html", ".htm"):
+        raise FdpError(f"--out: expected a page, which is HTML, got {path}; give --out {path.with_suffix('.html')}")
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_private(path, make_page(runs))

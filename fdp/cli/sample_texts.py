@@ -37,7 +37,9 @@ def make_writer(options: TrainOptions, run: Run) -> Callable[[Tree], tuple[str, 
         return None
     model = config.model if run.sharding is None else over_tensor_axis(config.model, run.sharding.mesh)
     if model.vocab_size is None:
-        raise FdpError(f"--sample: expected a language model to write text, got the classifier {model.name}")
+        raise FdpError(
+            f"--sample: expected a language model to write text, got the classifier {model.name}; leave --sample out"
+        )
     tokenizer = _tokenizer(options)
     window = window_of(config.dataset.fetch(np.arange(1)))
     how = Decoding(given.sample_tokens, TEMPERATURE, 1.0, tokenizer.vocab_size, tokenizer.end)

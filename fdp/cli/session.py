@@ -164,7 +164,7 @@ def _train(session: Session, state: TrainState) -> int:
 
 def _check_saving(output: OutputOptions) -> None:
     if output.save_every is not None and output.out is None:
-        raise FdpError("--save-every: expected an --out to save to, and to resume from")
+        raise FdpError("--save-every: expected an --out to save to, and to resume from, got none; add --out runs/NAME")
 
 
 def _lock(folder: Path, stack: ExitStack) -> FolderLock:

@@ -66,7 +66,8 @@ def statement_command(
     from fdp.types import FdpError
 
     if options.out is not None and (options.out.exists() or not options.out.parent.is_dir()):
-        raise FdpError(f"--out: expected a new file in a folder that exists, got {options.out}")
+        why = "which exists" if options.out.exists() else "whose folder does not exist"
+        raise FdpError(f"--out: expected a new file in a folder that exists, got {options.out}, {why}; give another")
     facts = read_facts(read_run_folder(run))
     statement = make_statement(
         facts,

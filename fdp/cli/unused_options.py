@@ -25,7 +25,8 @@ def check_unused(options: TrainOptions) -> None:
         needs = option.flag.needs
         if isinstance(needs, Needs) and given[key] != option.default and not CONDITIONS[needs](options):
             raise FdpError(
-                f"{option.name}: expected {needs.value} to go with it, got none; it does nothing alone: leave it out"
+                f"{option.name}: expected {needs.value} to go with it, got {option.name} alone, which does nothing; "
+                f"add that, or leave {option.name} out"
             )
 
 

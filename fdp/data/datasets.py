@@ -164,21 +164,30 @@ def load(
     path = Path(source)
     if source not in NAMES and not path.exists():
         near = difflib.get_close_matches(source, NAMES, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise FdpError(f"data: expected {' or '.join(NAMES)}, or a path that exists, got {source!r}.{hint}")
+        hint = f"Did you mean {near[0]!r}?" if near else "Check the path; nothing is downloaded"
+        raise FdpError(f"data: expected {' or '.join(NAMES)}, or a path that exists, got {source!r}. {hint}")
     is_tokens = holds_tokens(path) and path.is_file()
     if tokenizer is not None and source in NAMES:
         raise FdpError(f"data {source!r}: expected text to go with a tokenizer, got a dataset of its own kind")
     if source == "digits":
         if context is not None:
-            raise FdpError("data 'digits' is images: expected a classifier (mlp, logistic, cnn), got a language model")
+            raise FdpError(
+                "data 'digits' is images: expected a classifier (mlp, logistic, cnn), got a language model; "
+                "give --model mlp, or other --data"
+            )
         return digits()[0]
     if context is None:
-        raise FdpError(f"data {source!r} is text: expected a language model, got a classifier; its data is 'digits'")
+        raise FdpError(
+            f"data {source!r} is text: expected a language model, got a classifier, whose data is 'digits'; give a "
+            "language model, such as --model gpt-nano"
+        )
     if source == "stdlib":
         return windows(stdlib(), context=context, vocab_size=vocab_size, where="stdlib", token="byte")
     if form not in (RecordForm.AUTO, RecordForm.TEXT, RecordForm.FILE):
-        raise FdpError(f"--form {form.value}: expected --unit record or user to go with it, got windows of a stream")
+        raise FdpError(
+            f"--form {form.value}: expected --unit record or user to go with it, got windows of a stream; add --unit "
+            "record"
+        )
     if is_tokens:
         tokens = _read_npy(path) if path.suffix.lower() == ".npy" else _read_bin(path)
         known = vocab_size if tokenizer is None else min(vocab_size, tokenizer.vocab_size)
@@ -210,7 +219,7 @@ def windows(tokens: np.ndarray, *, context: int, vocab_size: int, where: str, to
             "save token ids, not text or embeddings"
         )
     if len(tokens) == 0:
-        raise FdpError(f"{where}: expected text or tokens, got nothing (empty)")
+        raise FdpError(f"{where}: expected text or tokens, got nothing (empty); check that it is the file you meant")
     if len(tokens) < context + 1:
         raise FdpError(
             f"{where}: expected at least one window of {context + 1} {token}s, got {len(tokens)}; "
@@ -319,7 +328,7 @@ def _read_bin(path: Path) -> np.ndarray:
 def _map_file(path: Path, dtype: np.dtype) -> np.ndarray:
     size = path.stat().st_size
     if size == 0:
-        raise FdpError(f"{path}: expected text or tokens, got an empty file")
+        raise FdpError(f"{path}: expected text or tokens, got an empty file; check that it is the file you meant")
     if size % dtype.itemsize:
         raise FdpError(f"{path}: expected whole {dtype.name} tokens, got {size} bytes; is it another dtype? Use .npy")
     return np.memmap(path, dtype=dtype, mode="r")

@@ -94,7 +94,7 @@ def join_documents(
         tokens.append(np.asarray(numbers, dtype=np.int64))
         counted.append(np.asarray(counts, dtype=bool))
     if not tokens:
-        raise FdpError(f"{source}: expected text or records, got nothing (empty)")
+        raise FdpError(f"{source}: expected text or records, got nothing (empty); check that it is the one you meant")
     starts = np.concatenate([[0], np.cumsum([len(part) for part in tokens])])
     owned = {owner: TextCounts(texts) for owner, texts in Counter(owners).items()}
     return Documents(

@@ -125,7 +125,7 @@ def find_source(path: str | os.PathLike[str], *, form: RecordForm = RecordForm.A
         raise FdpError(f"data: expected a path that exists, got {os.fspath(path)!r}")
     files, links = _once_each(_walk(root, {_identity(root)}) if root.is_dir() else [root])
     if not files:
-        raise FdpError(f"{root}: expected text or records, got nothing (empty)")
+        raise FdpError(f"{root}: expected text or records, got nothing (empty); check that it is the one you meant")
     if form is RecordForm.FILE:
         return Source(root, files, False, links)
     for file in files:
@@ -147,8 +147,8 @@ def _check_kind(file: Path) -> None:
     zipped = outer == ZIPPED and (inner in BINARY_SUFFIXES or not inner)
     if zipped or outer in REFUSED_SUFFIXES or inner in REFUSED_SUFFIXES:
         raise FdpError(
-            f"{file}: expected text, .jsonl, .json, .csv, .tsv or .parquet, got another table or an archive; unpack it "
-            "or write its rows as .jsonl or .csv, or give --form file if all of it is one text"
+            f"{file}: expected text, .jsonl, .json, .csv, .tsv or .parquet, got another table or an archive; write its "
+            "rows as .csv or .jsonl, or unpack it (if it is a plain text with such a name, give --form file)"
         )
     if holds_tokens(file):
         raise FdpError(f"{file}: expected text or records, got a file of tokens; give it by itself, with --unit window")

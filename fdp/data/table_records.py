@@ -34,7 +34,7 @@ def read_table(file: Path) -> Iterator[tuple[str, dict[str, str]]]:
     rows = _rows(file)
     header = next(rows, None)
     if header is None:
-        raise FdpError(f"{file}: expected a header and a record on every row, got nothing (empty)")
+        raise FdpError(f"{file}: expected a header and a record on every row, got nothing (empty); check the file")
     names = _check_header(header.values, file)
     for number, row in enumerate(rows, start=1):
         place = f"{file}, line {row.line}, row {number}"
@@ -74,7 +74,7 @@ def _check_header(names: list[str], file: Path) -> list[str]:
     if len(names) == 1 and (others := [each for each in ";,\t|" if each != separator and each in names[0]]):
         raise FdpError(
             f"{file}, line 1: expected a header with fields separated by {_name(separator)}, got one field with "
-            f"{_name(others[0])} in it; save the table with {_name(separator)}, or name it .csv or .tsv as it is"
+            f"{_name(others[0])} in it; write the table again with {_name(separator)} between the fields"
         )
     if len(set(names)) < len(names) or not all(name.strip() for name in names):
         raise FdpError(

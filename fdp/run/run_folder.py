@@ -43,7 +43,10 @@ class RunFolder(NamedTuple):
 def read_run_folder(folder: Path) -> RunFolder:
     """Return the contents of a run's folder, or raise an error that says what is missing."""
     if not (folder / "config.json").is_file():
-        raise FdpError(f"{folder}: expected the folder of a run of fdp train, with a config.json, got none there")
+        raise FdpError(
+            f"{folder}: expected the folder of a run of fdp train, with a config.json, got none there; name the --out "
+            "of the run, by default a folder in runs/"
+        )
     config = _read_json(folder / "config.json")
     summary = _read_json(folder / "summary.json") if (folder / "summary.json").is_file() else None
     if "settings" not in config:

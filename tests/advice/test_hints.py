@@ -108,11 +108,11 @@ def test_a_rate_near_one_and_a_batch_too_small_are_told() -> None:
 
 def test_a_learning_rate_that_diverges_is_caught(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(tmp_path / "a", "--lr", "1e6", "--json", steps=30) == 4
-    shown = capsys.readouterr().out
+    shown, explained = capsys.readouterr()
     summary = last_json(shown)
     assert summary["diverged"]["step"] < 30
     assert summary["epsilon"] > 0
-    assert "Lower --lr" in shown
+    assert "Lower --lr" in explained
     assert "no model was exported" in shown
     assert "spent" in shown
     assert not (tmp_path / "a" / "model.safetensors").exists()

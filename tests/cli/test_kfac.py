@@ -404,7 +404,7 @@ def test_fdp_epsilon_charges_nothing_for_public_curvature(capsys: pytest.Capture
         found.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
     assert found[0] == found[1]
     for words, message in (
-        (("--kfac-noise", "1"), "--kfac-noise: expected --kfac-data noised to go with it, got none"),
+        (("--kfac-noise", "1"), "--kfac-noise: expected --kfac-data noised to go with it"),
         (("--kfac-data", "noised", "--kfac-period", "0"), "period: expected"),
     ):
         with pytest.raises(SystemExit) as caught:

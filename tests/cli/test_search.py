@@ -88,7 +88,7 @@ def test_a_search_without_privacy_says_so(tmp_path: Path, capsys: pytest.Capture
     [
         ([], "expected --eval-fraction 0.1 or --eval-data to choose by"),
         (["--lr", "1e-2"], "expected at least two settings to choose from"),
-        (["--lr", "fast,slow"], "--lr: expected --lr=a number, got 'fast'"),
+        (["--lr", "fast,slow"], "--lr: expected a number, got 'fast'"),
         (["--max-norm", "-1,1"], "--max-norm: expected numbers of 0 or more"),
         (["--eval-fraction", "0.1", "--eval-epsilon", "1"], "--eval-epsilon: expected held-out people"),
         (["--eval-fraction", "0.1", "--trials", "0"], "--trials: expected a mean number of runs of at least 1"),
