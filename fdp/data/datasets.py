@@ -162,10 +162,7 @@ def load(
     """
     source = os.fspath(name_or_path)
     path = Path(source)
-    if source not in NAMES and not path.exists():
-        near = difflib.get_close_matches(source, NAMES, n=1)
-        hint = f"Did you mean {near[0]!r}?" if near else "Check the path; nothing is downloaded"
-        raise FdpError(f"data: expected {' or '.join(NAMES)}, or a path that exists, got {source!r}. {hint}")
+    _check_exists(source)
     is_tokens = holds_tokens(path) and path.is_file()
     if tokenizer is not None and source in NAMES:
         raise FdpError(f"data {source!r}: expected text to go with a tokenizer, got a dataset of its own kind")
@@ -184,14 +181,18 @@ def load(
     if source == "stdlib":
         return windows(stdlib(), context=context, vocab_size=vocab_size, where="stdlib", token="byte")
     if form not in (RecordForm.AUTO, RecordForm.TEXT, RecordForm.FILE):
-        raise FdpError(
-            f"--form {form.value}: expected --unit record or user to go with it, got windows of a stream; add --unit "
-            "record"
-        )
+        raise FdpError(f"--form {form.value}: expected --unit record or user to go with it, got windows; add one")
     if is_tokens:
         tokens = _read_npy(path) if path.suffix.lower() == ".npy" else _read_bin(path)
         known = vocab_size if tokenizer is None else min(vocab_size, tokenizer.vocab_size)
         return windows(tokens, context=context, vocab_size=known, where=source)
+    return _load_texts(path, context, vocab_size, form=form, field=field, tokenizer=tokenizer)
+
+
+def _load_texts(
+    path: Path, context: int, vocab_size: int, *, form: RecordForm, field: str, tokenizer: text.Tokenizer | None
+) -> Windows:
+    """Return the windows over a stream of texts: of files, or of a field of records."""
     found, census = find_source(path, form=form), FieldCensus()
     texts = _texts(found, field, census)
     if tokenizer is not None:
@@ -202,11 +203,18 @@ def load(
         tokens, token = _join_bytes(_read_text(file).tobytes() for file in found.files), "byte"
     else:
         tokens, token = _read_text(next(iter(found.files))), "byte"
-    dataset = windows(tokens, context=context, vocab_size=vocab_size, where=source, token=token)
+    dataset = windows(tokens, context=context, vocab_size=vocab_size, where=str(path), token=token)
     read = TextsRead(len(found.files), FILE, found.links)
     if found.records:
         read = TextsRead(census.records, text_noun(field), found.links, census.person(read=(field,)))
     return replace(dataset, texts=read)
+
+
+def _check_exists(source: str) -> None:
+    if source not in NAMES and not Path(source).exists():
+        near = difflib.get_close_matches(source, NAMES, n=1)
+        hint = f"Did you mean {near[0]!r}?" if near else "Check the path; nothing is downloaded"
+        raise FdpError(f"data: expected {' or '.join(NAMES)}, or a path that exists, got {source!r}. {hint}")
 
 
 def windows(tokens: np.ndarray, *, context: int, vocab_size: int, where: str, token: str = "token") -> Windows:
