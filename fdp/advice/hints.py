@@ -63,7 +63,7 @@ def hints_before(run: Run) -> list[str]:
     """Return hints that follow from the public settings of a run; none if it is not private."""
     if run.epsilons is None:
         return []
-    found = [_first_step(run), _rate(run.mechanism.sampling), _batch(run)]
+    found = [_random_base(run), _first_step(run), _rate(run.mechanism.sampling), _batch(run)]
     return [hint for hint in found if hint is not None]
 
 
@@ -120,6 +120,17 @@ def clipping_hint(records: Sequence[StepRecord], *, steps: int) -> tuple[str, st
             f"about {middle:.2g}: the signal stays, the noise shrinks with C"
         )
     return None
+
+
+def _random_base(run: Run) -> str | None:
+    """Return a hint if most of the model stays as it was drawn: adapters of a model that never learned anything."""
+    config = run.config
+    if config.values is not drawn_params or len(config.model.trainable) == len(config.model.leaves):
+        return None
+    return (
+        f"{config.model.name} is a preset with random parameters, and most of them are frozen: adapters learn little "
+        f"on it. For a pretrained model give the folder that save_pretrained wrote: --model FOLDER"
+    )
 
 
 def _first_step(run: Run) -> str | None:

@@ -118,3 +118,9 @@ def test_a_learning_rate_that_diverges_is_caught(tmp_path: Path, capsys: pytest.
     assert not (tmp_path / "a" / "model.safetensors").exists()
     assert train(tmp_path / "b", "--lr", "1e6", "--on-divergence", "continue", steps=8) == 0
     assert train(tmp_path / "c", "--on-divergence", "stopp", steps=3) == 2
+
+
+def test_adapters_on_a_preset_are_answered_with_the_folder() -> None:
+    hints = hints_before(prepared(model="mlp", train_only="*bias"))
+    assert any("a preset with random parameters" in hint and "--model FOLDER" in hint for hint in hints)
+    assert not any("random parameters" in hint for hint in hints_before(prepared()))
