@@ -181,7 +181,9 @@ def load(
     if source == "stdlib":
         return windows(stdlib(), context=context, vocab_size=vocab_size, where="stdlib", token="byte")
     if form not in (RecordForm.AUTO, RecordForm.TEXT, RecordForm.FILE):
-        raise FdpError(f"--form {form.value}: expected --unit record or user to go with it, got windows; add one")
+        raise FdpError(
+            f"--form {form.value}: expected --unit record or user to go with it, got windows: add --unit record"
+        )
     if is_tokens:
         tokens = _read_npy(path) if path.suffix.lower() == ".npy" else _read_bin(path)
         known = vocab_size if tokenizer is None else min(vocab_size, tokenizer.vocab_size)

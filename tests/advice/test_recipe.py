@@ -57,6 +57,7 @@ def test_adapters_are_advised_for_large_pretrained_models_only() -> None:
     assert model_width(adapted) == 128, "adapters do not change the width"
 
 
+@pytest.mark.slow
 def test_rows_hold_the_recipe_once_and_mark_what_fits() -> None:
     choice = make_recipe(SITUATION, given={}, seconds=120).choice
     rows = make_rows(SITUATION, choice, seconds=120)

@@ -57,6 +57,7 @@ def test_two_ranks_train_and_a_mistake_is_told_once(tmp_path: Path) -> None:
     assert len(err.splitlines()) == 1, err
 
 
+@pytest.mark.slow
 def test_an_interrupt_is_passed_on_and_the_ranks_save(tmp_path: Path) -> None:
     run = start("--steps", "100000", "--save-every", "50000", "--out", "run", cwd=tmp_path)
     metrics = tmp_path / "run" / "metrics.jsonl"
