@@ -19,12 +19,13 @@ from fdp.cli.configure_kfac import make_kfac_config, make_kfac_source
 from fdp.cli.extend import extend_config
 from fdp.cli.fast_defaults import MICROBATCH, resolve_fast_defaults
 from fdp.cli.model_and_data import check_model_name, earlier_guarantees, load_dataset, load_model_and_data
-from fdp.cli.names import OPTIMIZERS, by_value, choose, choose_dtype, parse_mesh, parse_offload
+from fdp.cli.names import by_value, choose, choose_dtype, parse_mesh, parse_offload
 from fdp.cli.options import check_ranges
 from fdp.cli.train_options import ComputeOptions, PrivacyOptions, RankOptions, TrainingOptions, TrainOptions
 from fdp.fast.compile_modes import Compile
 from fdp.gradients.plan import Method
 from fdp.kfac.private.curvature_sources import KfacOptimizer
+from fdp.optimizers.by_name import OPTIMIZERS
 from fdp.parallel import launch
 from fdp.parallel.sharding import Data, Reduce, Zero
 from fdp.privacy import clipping

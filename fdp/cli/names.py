@@ -7,13 +7,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from enum import Enum
 from typing import TypeVar
 
 import torch
 
-from fdp import optimizers
 from fdp.cli.other_names import NO_FLOAT16
 from fdp.parallel.mesh import AXES
 from fdp.parallel.offload import Offload
@@ -23,20 +22,6 @@ T = TypeVar("T")
 Member = TypeVar("Member", bound=Enum)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-OPTIMIZERS: dict[str, Callable[..., optimizers.Optimizer]] = {
-    "adamw": optimizers.adamw,
-    # as in torch.optim, Adam's decay is L2 regularisation: before the moments
-    "adam": lambda rate, *, weight_decay=0.0: optimizers.chain(
-        optimizers.add_decayed_weights(weight_decay), optimizers.adam(rate)
-    ),
-    "sgd": optimizers.sgd,
-    "lamb": optimizers.lamb,
-    "adafactor": optimizers.adafactor,
-    "adagrad": optimizers.adagrad,
-    "adadelta": optimizers.adadelta,
-    "adamax": optimizers.adamax,
-}
-"""Functions of a learning rate and a weight decay. K-FAC is not among them: it needs more than that."""
 
 
 def choose(flag: str, name: str, known: Mapping[str, T]) -> T:

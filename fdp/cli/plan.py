@@ -138,9 +138,10 @@ def _estimate(
     """Trace a step and return its footprint on one rank."""
     import torch
 
-    from fdp.cli.names import OPTIMIZERS, by_value, choose, choose_dtype, parse_offload
+    from fdp.cli.names import by_value, choose, choose_dtype, parse_offload
     from fdp.estimate.estimate import Scale, StepSettings, plan_at_scale
     from fdp.gradients.plan import Method
+    from fdp.optimizers.by_name import OPTIMIZERS
     from fdp.parallel.sharding import Zero
 
     assert model.context is not None

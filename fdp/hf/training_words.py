@@ -6,7 +6,7 @@
     learning_rate, lr_scheduler_type, warmup_steps               the learning rate at every step
     optim, weight_decay, adam_beta1, adam_beta2, adam_epsilon    the optimizer
     max_grad_norm                                                the clipping norm of one sample's gradient
-    bf16, torch_compile, gradient_checkpointing, use_cpu         how it is computed
+    bf16, torch_compile, use_cpu                                 how it is computed
 
 ``seed`` is not used: its default is public, and whoever knows the seed of the noise can subtract it. Words that would
 change nothing, or something else than they say, are refused by name.

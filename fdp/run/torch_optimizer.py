@@ -10,26 +10,16 @@ Of an instance the settings are used; its state is fdp's own. What fdp would com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from fdp import optimizers
 from fdp.optimizers import Optimizer, Schedule
+from fdp.optimizers.by_name import OPTIMIZERS
 from fdp.types import FdpError
 
-NAMES: dict[str, Callable[..., Optimizer]] = {
-    "adamw": optimizers.adamw,
-    "adam": lambda rate, *, weight_decay: _adam(rate, weight_decay=weight_decay),
-    "sgd": optimizers.sgd,
-    "lamb": optimizers.lamb,
-    "adafactor": optimizers.adafactor,
-    "adagrad": optimizers.adagrad,
-    "adadelta": optimizers.adadelta,
-    "adamax": optimizers.adamax,
-}
-"""Functions of a learning rate, or of a schedule, and a weight decay."""
 LEARNING_RATES = {"sgd": 0.1, "adagrad": 1e-2, "adadelta": 1.0}
 """Default learning rates of optimizers whose steps are in units of the gradient or of the parameters."""
 DEFAULT_LR = 1e-3
@@ -46,14 +36,14 @@ def as_optimizer(given: Any, *, lr: float | Schedule | None = None, weight_decay
         _refuse(weight_decay=weight_decay)
         return _from_instance(given, lr)
     name = given.__name__.lower() if isinstance(given, type) else given
-    if name not in NAMES:
+    if name not in OPTIMIZERS:
         got = given.__name__ if isinstance(given, type) else repr(given)
         raise FdpError(
-            f"optimizer: expected one of {', '.join(NAMES)}, an SGD, Adam or AdamW of torch.optim, or an optimizer of "
-            f"fdp.optimizers; got {got}"
+            f"optimizer: expected one of {', '.join(OPTIMIZERS)}, an SGD, Adam or AdamW of torch.optim, or an "
+            f"optimizer of fdp.optimizers; got {got}"
         )
     rate = LEARNING_RATES.get(name, DEFAULT_LR) if lr is None else lr
-    return NAMES[name](rate, weight_decay=0.0 if weight_decay is None else weight_decay)
+    return OPTIMIZERS[name](rate, weight_decay=0.0 if weight_decay is None else weight_decay)
 
 
 def _from_instance(given: torch.optim.Optimizer, lr: float | Schedule | None) -> Optimizer:
@@ -81,7 +71,7 @@ def _from_instance(given: torch.optim.Optimizer, lr: float | Schedule | None) ->
         return (optimizers.adamw if decoupled else _adam)(rate, b1=b1, b2=b2, eps=settings["eps"], weight_decay=decay)
     raise FdpError(
         f"optimizer: expected SGD (without dampening), Adam or AdamW of torch.optim, got {type(given).__name__}; use "
-        f"one of {', '.join(NAMES)} by name"
+        f"one of {', '.join(OPTIMIZERS)} by name"
     )
 
 

@@ -27,6 +27,7 @@ from fdp.data.files import RecordForm
 from fdp.data.user_fields import user_fields
 from fdp.fast.compile_modes import Compile
 from fdp.gradients.plan import Method
+from fdp.optimizers import by_name
 from fdp.types import FdpError
 from tests.cli.train_runs import call, last_json, small_options, train
 from tests.test_readme import parse
@@ -122,7 +123,7 @@ def test_names_for_completion_are_the_names_that_are_accepted() -> None:
     assert set(choices.FORMS) == set(names.by_value(RecordForm))
     assert choices.UNITS == model_and_data.UNITS
     assert set(choices.METHODS) == set(names.by_value(Method))
-    assert set(choices.OPTIMIZERS) == {*names.OPTIMIZERS, "kfac"}
+    assert set(choices.OPTIMIZERS) == {*by_name.OPTIMIZERS, "kfac"}
     assert set(choices.DTYPES) == {"auto", *names.DTYPES}
     assert set(choices.COMPILE) == {"auto", *names.by_value(Compile)}
     for schedule in choices.SCHEDULES:

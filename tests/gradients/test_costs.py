@@ -31,7 +31,7 @@ BF16 = torch.bfloat16
 
 @pytest.fixture(autouse=True)
 def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was measured of kernels, as it was when these sums were done."""
+    """Fix the measured constants of kernels at their values when these sums were done."""
     monkeypatch.setattr(fdp.gradients.costs, "KERNEL_EFFICIENCY", 0.8)
     monkeypatch.setattr(fdp.gradients.costs, "TILE_TOKENS", 128)
 

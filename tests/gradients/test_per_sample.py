@@ -256,7 +256,7 @@ def test_a_parameter_may_be_a_single_number(plan_name):
 def one_sample_bound(
     case: Case, plan_name: str, dtype: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What each sample adds to the sum after clipping to 1 (all but it at factor 0), and its true norm."""
+    """Return what each sample adds to the sum after clipping to 1 (all others at factor 0), and its true norm."""
     plan = planned(case, plan_name, dtype)
     _, norms, stash = per_sample_norms(*case, plan=plan)
     clip = clip_to(norms, max_norm=1.0)
