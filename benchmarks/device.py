@@ -24,8 +24,8 @@ def synchronize(device: torch.device) -> None:
 def free(device: torch.device) -> None:
     """Free what the last mode left: compiled code, graphs, cached memory."""
     torch._dynamo.reset()
-    gc.collect()
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)

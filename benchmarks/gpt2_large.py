@@ -26,7 +26,7 @@ import torch
 
 from benchmarks.cold_start import empty_caches, first_step
 from benchmarks.device import choose_sdpa
-from benchmarks.modes import FAST, LEARNING_RATE, OURS, Candidate, Case, Row, Speed
+from benchmarks.modes import FAST, LEARNING_RATE, METHODS, OURS, Candidate, Case, Row, Speed
 from benchmarks.report import overstatements, publish
 from benchmarks.sweep_options import arguments, budget_of, open_report, run_sweep, speed_of
 from fdp.model import Model
@@ -39,7 +39,7 @@ BATCH_SIZE = 4
 CHECKED_LAYERS, CHECKED_CONTEXT = 2, 128
 MODULES = ("module", "module_graphs", "module_blocks_graphs")
 OPACUS = ("opacus", "opacus_ghost")
-MODES = (*OURS, *MODULES, *OPACUS)
+MODES = (*METHODS, *MODULES, *OPACUS)
 RESULTS, WIDTH = Path("benchmarks/results"), 120
 FASTDP = {512: (152, 9.9), 2048: (197, 34.6), 8192: (748, 98.6)}
 """Milliseconds and GiB of fastDP (BK-MixOpt; all in bfloat16, no master weights), measured earlier on an H200."""

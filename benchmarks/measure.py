@@ -26,7 +26,7 @@ from torch import Tensor
 
 from benchmarks.device import GIB, free, peak_gib, synchronize
 from benchmarks.mode_checks import SLACK, WrongError, check_norms
-from benchmarks.modes import BATCHES, LEARNING_RATE, MAX_STEPS, OURS, Case, Row, build, feed
+from benchmarks.modes import BATCHES, LEAN, MAX_STEPS, OURS, Case, Row, build, feed
 from fdp.gradients.plan import BUDGETED_METHODS
 from fdp.types import Key
 
@@ -94,7 +94,7 @@ def measure(
         "first_step_s": first_step_s,
         "steps": steps,
         "loss": float(losses),
-        "learning_rate": LEARNING_RATE,
+        "learning_rate": case.learning_rate,
     }
     if device.type == "cuda":
         row["reserved_gib"] = torch.cuda.memory_reserved(device) / GIB
@@ -104,7 +104,9 @@ def measure(
         row["overstated"] = above
     if candidate.choices:
         row["choices"] = candidate.choices
-    if case.memory_budget is not None and mode in [method.value for method in BUDGETED_METHODS]:
+    if candidate.stored_bytes is not None:
+        row["stored_gib"] = candidate.stored_bytes / GIB
+    if case.memory_budget is not None and mode in [LEAN, *(method.value for method in BUDGETED_METHODS)]:
         row["memory_budget_gib"] = case.memory_budget / GIB
     if profiled and device.type == "cuda":
         try:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.device import free
-from benchmarks.modes import EAGER, OURS, WEIGHT_DECAY, Case, Speed, feed, our_mode
+from benchmarks.modes import CHECKED_SAMPLES, EAGER, OURS, WEIGHT_DECAY, Case, Speed, feed, our_mode
 from fdp import keys, tree
 from fdp.optimizers import Optimizer, adamw
 from fdp.types import Flat
@@ -69,7 +69,7 @@ class Checker:
 
     def check(self, case: Case, mode: str) -> dict[str, float]:
         """Return the relative differences; raise ``WrongError`` if one is too large."""
-        at = (case.small.name, case.dtype, mode, case.microbatches)
+        at = (case.slice, case.dtype, mode)
         if at not in self.errors:
             try:
                 self.errors[at] = self._differences(case, mode)
@@ -85,9 +85,8 @@ class Checker:
     def _differences(self, case: Case, mode: str) -> dict[str, float]:
         reference = self._reference(case, private=mode != "none")
         if mode in OURS:
-            losses, norms, updates = self._steps(
-                case, mode, reference, case.speed, microbatches=case.microbatches_of(mode)
-            )
+            count = case.microbatches_of(mode) if case.samples is None else 2
+            losses, norms, updates = self._steps(case, mode, reference, case.speed, microbatches=count)
         else:
             assert case.baseline is not None
             tokens, step_keys = self._batches(case)
@@ -112,7 +111,7 @@ class Checker:
         return found
 
     def _reference(self, case: Case, *, private: bool) -> Reference:
-        at = (case.small.name, case.dtype, private)
+        at = (case.slice, case.dtype, private)
         if at not in self.references:
             size = sum(math.prod(case.small.leaves[path].shape) for path in case.small.trainable)
             nothing = torch.empty(0)
@@ -132,7 +131,7 @@ class Checker:
         return self.references[at]
 
     def _batches(self, case: Case) -> tuple[Tensor, Tensor]:
-        return feed(case.small, min(case.batch_size, 8), self.device, batches=CHECKED_STEPS)
+        return feed(case.small, min(case.batch_size, CHECKED_SAMPLES), self.device, batches=CHECKED_STEPS)
 
     def _steps(
         self, case: Case, mode: str, reference: Reference, speed: Speed, *, microbatches: int = 1

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -20,7 +21,7 @@ from fdp import keys, tree
 from fdp.checks.first_call import Checks
 from fdp.fast.compile_modes import Compile, make_execution
 from fdp.gradients import timing
-from fdp.gradients.costs import NormBy
+from fdp.gradients.costs import NormBy, SumBy
 from fdp.gradients.plan import BUDGETED_METHODS, TIMED_METHODS, Method, Plan, make_plan
 from fdp.gradients.rules import HALF
 from fdp.model import Model
@@ -33,16 +34,26 @@ from fdp.types import Flat, Key, Step, Tree
 
 Row: TypeAlias = dict[str, Any]
 
-OURS = ("none", "materialize", "ghost", "ghost_bk", "flash", "flash_bk", "auto")
+METHODS = ("none", "materialize", "ghost", "ghost_bk", "flash", "flash_bk", "auto")
+LEAN = "auto_lean"
+"""The fastest plan of ``auto`` whose stored bytes fit ``Case.memory_budget``, if one backward pass is enough for it."""
+OURS = (*METHODS, LEAN)
 LEARNING_RATE, WEIGHT_DECAY, MAX_NORM = 0.0, 0.1, 1.0
-"""The learning rate is 0 in every mode and baseline, though all work is done. At its power limit a GPU multiplies some
-numbers faster than others, and learned parameters are different numbers from noised ones: at a positive rate, private
-and plain modes would multiply different numbers, which changes their times by a few per cent."""
+"""The learning rate is 0 in every mode and baseline unless a case says otherwise, though all work is done. At its
+power limit a GPU multiplies some numbers faster than others, and learned parameters are different numbers from noised
+ones: at a positive rate, private and plain modes multiply different numbers, which changes their times by a few per
+cent."""
 BATCHES, MAX_STEPS = 16, 300
+CHECKED_SAMPLES = 8
+HALVINGS = 5
+"""Steps of the search for the leanest plan."""
 
 
 class Candidate(NamedTuple):
-    """A mode that has been built. ``step(tokens, key)`` trains one step and returns losses; the rest describe it."""
+    """A mode that has been built. ``step(tokens, key)`` trains one step and returns losses; the rest describe it.
+
+    A step takes any number of samples that the size of a microbatch divides.
+    """
 
     step: Callable[[Tensor, Key], Tensor]
     norms: Callable[[], Tensor] | None = None
@@ -50,6 +61,7 @@ class Candidate(NamedTuple):
     graph: bool = False
     choices: dict[str, str] | None = None
     by_gram: bool = False
+    stored_bytes: float | None = None
 
 
 class Speed(NamedTuple):
@@ -68,7 +80,8 @@ class Case(NamedTuple):
     """A model and its batch size. ``small`` is the slice to check: few layers and tokens, same widths.
 
     ``baseline(mode, model, batch_size, device, params)`` builds a mode that is not fdp's; with params, for a check. A
-    private step of fdp splits the batch into ``microbatches``; the clipped sum and the noise stay the same.
+    private step of fdp splits the batch into ``microbatches``; the clipped sum and the noise stay the same. If a step
+    has more ``samples`` than the batch, it is many such batches.
     """
 
     regime: str
@@ -81,6 +94,7 @@ class Case(NamedTuple):
     memory_budget: float | None = None
     microbatches: int = 1
     learning_rate: float = LEARNING_RATE
+    samples: int | None = None
     baseline: Callable[[str, Model, int, torch.device, Tree | None], Candidate] | None = None
 
     @property
@@ -93,8 +107,16 @@ class Case(NamedTuple):
             "layers": self.layers,
         }
 
+    @property
+    def slice(self) -> str:
+        """Return a description of what is checked: cases with the same slice are checked once."""
+        cut = self.microbatches if self.samples is None else "several"
+        return f"{self.small.name}, {self.small.settings}, {min(self.batch_size, CHECKED_SAMPLES)} samples, cut: {cut}"
+
     def microbatches_of(self, mode: str) -> int:
         """Return the number of microbatches of a step in this mode."""
+        if self.samples is not None:
+            return self.samples // self.batch_size
         return 1 if mode == "none" else self.microbatches
 
 
@@ -102,13 +124,34 @@ def make_our_plan(
     model: Model, params: Tree, microbatch: Tree, *, method: Method, dtype: torch.dtype, speed: Speed, **options: Any
 ) -> Plan:
     """Return fdp's plan, refined by timings on the device if the method has choices."""
-    plan = make_plan(model, params, microbatch, method=method, dtype=dtype, **options)
+    make = partial(make_plan, model, params, microbatch, method=method, dtype=dtype)
+    plan = make(**options)
     if not speed.timed_plan or method not in TIMED_METHODS:
         return plan
     uses = [use for block in plan.uses for use in block]
     device = tree.leaves(microbatch)[0].device
-    times = timing.measure(uses, dtype=dtype, device=device, store=timing.default_store())
-    return make_plan(model, params, microbatch, method=method, dtype=dtype, timings=times, **options)
+    return make(timings=timing.measure(uses, dtype=dtype, device=device, store=timing.default_store()), **options)
+
+
+def make_lean_plan(make: Callable[..., Plan], budget: float) -> Plan:
+    """Return ``make(memory_budget=budget)`` or, if that needs a second backward, the leanest plan that does not."""
+    plan = make(memory_budget=budget)
+    if not goes_back_twice(plan):
+        return plan
+    plan = make(memory_budget=None)
+    low, high = budget, plan.stored_bytes
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        leaner = make(memory_budget=middle)
+        if goes_back_twice(leaner):
+            low = middle
+        else:
+            plan, high = leaner, min(middle, leaner.stored_bytes)
+    return plan
+
+
+def goes_back_twice(plan: Plan) -> bool:
+    return any(choice.sum is SumBy.SECOND_BACKWARD for choice in plan.choices.values())
 
 
 def make_our_step(model: Model, optimizer: Optimizer, *, mechanism: Mechanism, plan: Plan, speed: Speed) -> Step:
@@ -139,28 +182,30 @@ def our_mode(
     speed: Speed,
 ) -> Candidate:
     """Build fdp's mode through its public interface; parameters are drawn on the device."""
-    method = Method(mode)
+    method = Method.AUTO if mode == LEAN else Method(mode)
     if batch_size % microbatches:
         raise ValueError(f"{microbatches} microbatches: expected a divisor of the batch of {batch_size}")
-    shape = (microbatches, batch_size // microbatches)
+    size = batch_size // microbatches
     noise = 0.0 if method is Method.NONE else noise_multiplier
     sampling, clip = poisson(1 << 20, expected_batch_size=batch_size), flat(max_norm=max_norm)
     mechanism = Mechanism(sampling, clip, noise) if noise else without_noise(sampling, clip)
     opt = adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY) if optimizer is None else optimizer
     assert model.context is not None
     params = model.init(keys.key(0).to(device))
-    example = torch.zeros((), dtype=torch.int64, device=device).expand(shape[1], model.context + 1)
+    example = torch.zeros((), dtype=torch.int64, device=device).expand(size, model.context + 1)
     microbatch, budget = {"tokens": example}, memory_budget if method in BUDGETED_METHODS else None
-    plan = make_our_plan(model, params, microbatch, method=method, dtype=dtype, speed=speed, memory_budget=budget)
+    make = partial(make_our_plan, model, params, microbatch, method=method, dtype=dtype, speed=speed)
+    plan = make_lean_plan(make, budget) if mode == LEAN and budget is not None else make(memory_budget=budget)
     run = make_our_step(model, opt, mechanism=mechanism, plan=plan, speed=speed)
     state = init_state(model, params, opt, mechanism)
     del params
-    mask = torch.ones(shape, device=device)
     seen: Any = None
 
     def step(tokens: Tensor, key: Key) -> Tensor:
         nonlocal state, seen
-        batch = trusted_batch({"tokens": tokens.unflatten(0, shape)}, mask, sampling, step=None)
+        data = {"tokens": tokens.unflatten(0, (-1, size))}
+        mask = torch.ones(data["tokens"].shape[:2], device=device)
+        batch = trusted_batch(data, mask, sampling, step=None)
         state, seen = run(state, batch, key)
         return seen.losses
 
@@ -171,6 +216,7 @@ def our_mode(
         graph=speed.cuda_graph,
         choices=summarize_choices(plan) if plan.choices else None,
         by_gram=has_rounding_cover(plan),
+        stored_bytes=plan.stored_bytes if plan.private else None,
     )
 
 
@@ -198,7 +244,7 @@ def build(case: Case, mode: str, device: torch.device) -> Candidate:
         return our_mode(
             case.model,
             mode,
-            batch_size=case.batch_size,
+            batch_size=case.samples or case.batch_size,
             device=device,
             dtype=case.dtype,
             memory_budget=case.memory_budget,

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from benchmarks.device import choose_sdpa
 from benchmarks.gpt2_large import CHECKED_CONTEXT, CHECKED_LAYERS, CONFIG, RESULTS, WIDTH
-from benchmarks.modes import FAST, OURS, Case, Row, Speed
+from benchmarks.modes import FAST, LEAN, OURS, Case, Row, Speed
 from benchmarks.report import overstatements, publish
 from benchmarks.sweep_options import arguments, budget_of, open_report, run_sweep, speed_of
 from fdp import ops
@@ -131,7 +131,8 @@ def case_of(
     """Return the case of a regime, with a small slice of its model to check."""
     config = regime.config._replace(layers=layers or regime.config.layers)
     few, short = min(CHECKED_LAYERS, config.layers), min(CHECKED_CONTEXT, config.context)
-    small = regime.make(config._replace(layers=few, context=short), name=f"{name}, {few} layers, {short} tokens")
+    about = f"{regime.make.__name__}, {few} layers, {short} tokens"
+    small = regime.make(config._replace(layers=few, context=short), name=about)
     model, batch_size = regime.make(config), regime.batch_size
     return Case(name, config.layers, model, small, batch_size, speed, dtype, memory_budget, regime.microbatches)
 
@@ -144,35 +145,54 @@ def page(content: dict[str, Any], *, name: str) -> str:
 def page_of(content: dict[str, Any], regimes: Mapping[str, Regime], *, name: str, title: str, source: str) -> str:
     """Return the Markdown page of a sweep over ``regimes``, which the file ``source`` defines."""
     rows: list[Row] = content["rows"]
+    lines = [*page_head(content, name=name, title=title, source=source), "", *rows_table(rows, regimes)]
+    lines += overstatements(rows)
+    lines += ["", "| figure | target | measured | |", "|---|---|---|---|", *verdicts(rows, regimes)]
+    return "\n".join(lines) + "\n"
+
+
+def page_head(content: dict[str, Any], *, name: str, title: str, source: str) -> list[str]:
+    """Return the beginning of a page: title, command, versions, commits."""
     versions = ", ".join(f"{what} {which}" for what, which in content["versions"].items())
-    lines = [
+    return [
         f"# {title} on one {content['hardware']}, {content['date']}",
         "",
         f"    {content['command']}",
         "",
         fill(
-            f"{versions}; commit {', '.join(sorted({row['commit'] for row in rows}))}; attention kernel: "
+            f"{versions}; commit {', '.join(sorted({row['commit'] for row in content['rows']}))}; attention kernel: "
             f"{content['settings']['sdpa']}. Rows: `{name}.json`. Models and measurement: `{source}`, "
             "`benchmarks/harness.py`.",
             WIDTH,
         ),
-        "",
+    ]
+
+
+def rows_table(rows: Sequence[Row], regimes: Mapping[str, Regime]) -> list[str]:
+    """Return the table of all regimes and modes."""
+    lines = [
         "| regime | layers | B | T | mode | ms | 20-80 % | tokens/s | peak GiB | speed / `none` | memory / `none` |",
         "|---" * 11 + "|",
     ]
-    plain = {each: row_of(rows, regime.plain or each, "none") for each, regime in regimes.items()}
-    for each in regimes:
-        mine = (row for row in rows if row["regime"] == each)
-        lines += [table_line(row, plain[each]) for row in sorted(mine, key=lambda row: OURS.index(row["mode"]))]
-    lines += overstatements(rows)
-    lines += ["", "| figure | target | measured | |", "|---|---|---|---|"]
     for each, regime in regimes.items():
-        speed, memory = ratios_to(row_of(rows, each, "auto"), plain[each])
-        if regime.least is not None:
-            lines.append(verdict(f"speed, `auto` / `none`, {each}", ">=", regime.least, speed))
-        if regime.most_memory is not None:
-            lines.append(verdict(f"peak memory, `auto` / `none`, {each}", "<=", regime.most_memory, memory))
-    return "\n".join(lines) + "\n"
+        plain = row_of(rows, regime.plain or each, "none")
+        mine = (row for row in rows if row["regime"] == each)
+        lines += [table_line(row, plain) for row in sorted(mine, key=lambda row: OURS.index(row["mode"]))]
+    return lines
+
+
+def verdicts(rows: Sequence[Row], regimes: Mapping[str, Regime]) -> list[str]:
+    """Return the lines that compare speed and memory of ``auto`` with the targets of the regimes."""
+    lines = []
+    for each, regime in regimes.items():
+        plain, found = row_of(rows, regime.plain or each, "none"), row_of(rows, each, LEAN)
+        for mode in ("auto",) if found is None else ("auto", LEAN):
+            speed, memory = ratios_to(row_of(rows, each, mode), plain)
+            if regime.least is not None:
+                lines.append(verdict(f"speed, `{mode}` / `none`, {each}", ">=", regime.least, speed))
+            if regime.most_memory is not None:
+                lines.append(verdict(f"peak memory, `{mode}` / `none`, {each}", "<=", regime.most_memory, memory))
+    return lines
 
 
 def row_of(rows: Sequence[Row], regime: str, mode: str) -> Row | None:

@@ -64,8 +64,8 @@ class Report:
         """Return the result of a check of the same slice at the same commit, so that a resumed run skips it."""
         if self.commit == "unknown" or self.commit.endswith("+"):
             return None
-        wanted = {"mode": mode, "regime": case.regime, "layers": case.layers, "commit": self.commit}
-        same = (row for row in self.rows if "check" in row and all(row[name] == wanted[name] for name in wanted))
+        wanted = {"mode": mode, "slice": case.slice, "commit": self.commit}
+        same = (row for row in self.rows if "check" in row and all(row.get(name) == wanted[name] for name in wanted))
         return next((row["check"] for row in same), None)
 
     def add(self, row: Row) -> None:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import product
 from pathlib import Path
 
 import torch
 
 from benchmarks.device import GIB, SDPA
-from benchmarks.harness import sweep
+from benchmarks.harness import sweep_cells
 from benchmarks.measure import Limits
 from benchmarks.modes import Case, Speed
 from benchmarks.report import Report
@@ -78,10 +79,16 @@ def open_report(options: argparse.Namespace, benchmark: str, device: torch.devic
 
 def run_sweep(report: Report, cases: Sequence[Case], options: argparse.Namespace, device: torch.device) -> None:
     """Sweep over the cases and the chosen modes, within the chosen limits."""
-    sweep(
+    run_cells(report, product(cases, options.modes), options, device)
+
+
+def run_cells(
+    report: Report, cells: Iterable[tuple[Case, str]], options: argparse.Namespace, device: torch.device
+) -> None:
+    """Sweep over cells, within the chosen limits."""
+    sweep_cells(
         report,
-        cases,
-        options.modes,
+        cells,
         device=device,
         limits=Limits(cap=options.cap),
         budget=options.budget,

@@ -14,7 +14,7 @@ import torch
 from fdp_kernels.ghost import UNIT, rounding_steps
 
 from benchmarks import gpt2_large, harness, mode_checks, modes, regimes, run_all
-from benchmarks.baselines import Setup, make_module
+from benchmarks.baselines import Setup, module_of
 from benchmarks.device import GIB
 from benchmarks.harness import out_of_memory, sweep
 from benchmarks.measure import Limits, kernel_class, measure, step_peak
@@ -82,13 +82,13 @@ def test_a_second_sweep_runs_only_what_is_missing(case, measured, tmp_path, monk
 def test_a_slice_is_checked_once_per_commit(case, tmp_path, monkeypatch):
     found = {"losses": 0.0, "norms": 1e-3}
     report = Report(tmp_path / "rows.json", benchmark="gpt2_large", device=CPU, commit="abc1234", **SETTINGS)
-    report.add(fake_row(case, "ghost_bk") | {"check": found})
+    report.add(fake_row(case, "ghost_bk") | {"check": found, "slice": case.slice})
     assert report.checked(case, "ghost_bk") == found
     assert report.checked(case, "auto") is None
     report.commit = "def5678"
     assert report.checked(case, "ghost_bk") is None
     for report.commit in ("unknown", "abc1234+"):  # which may be two states of the code
-        report.add(fake_row(case, "ghost_bk") | {"check": found})
+        report.add(fake_row(case, "ghost_bk") | {"check": found, "slice": case.slice})
         assert report.checked(case, "ghost_bk") is None
 
 
@@ -246,7 +246,7 @@ def test_the_module_computes_what_the_model_computes():
     model = gpt(TINY._replace(layers=2))
     params = model.init(keys.key(3))
     tokens = torch.randint(0, 11, (3, 7), generator=torch.Generator().manual_seed(0))
-    module = make_module(Setup(TINY._replace(layers=2), 3, CPU, torch.float32, False, params))
+    module = module_of(Setup(TINY._replace(layers=2), 3, CPU, torch.float32, False, params))
     logits = module(tokens[:, :-1]).transpose(1, 2)
     losses = torch.nn.functional.cross_entropy(logits, tokens[:, 1:], reduction="none").mean(1)
     torch.testing.assert_close(losses, model.loss(params, {"tokens": tokens}))
