@@ -161,7 +161,7 @@ def table(rows: Sequence[Row], regimes: Sequence[str], modes: Sequence[str]) -> 
                 f"| {regime} | {best['context']} | {mode} | {best['batch_size']} | {best['samples_per_second']:,.1f} | "
                 f"{best['tokens_per_second']:,.0f} | {best['ms'] / 1e3:.2f} | {peak} | {faster} | {tried} | {how} |"
             )
-    return lines
+    return lines if len(lines) > 2 else ["Not measured yet."]
 
 
 def trial(row: Row) -> str:
