@@ -97,6 +97,17 @@ def global_norm(tree: Tree) -> Tensor:
     return torch.as_tensor(sum(rest, start=first)).sqrt()
 
 
+def squared_norms(tree: Tree) -> Tensor:
+    """Return the sum of squares of every leaf, ``(leaves,)`` in the order of :func:`paths`, in float64.
+
+    A sum is finite if and only if all elements of its leaf are. On a GPU all leaves share a few launches.
+    """
+    parts = [leaf.detach() for leaf in leaves(tree)]
+    if parts and all(part.is_cuda for part in parts):
+        return torch.stack(torch._foreach_norm(parts, 2, dtype=torch.float64)).square()
+    return torch.stack([_squared_norm(part) for part in parts])
+
+
 def _squared_norm(leaf: Tensor) -> Tensor:
     """Sum squares within rows of a few thousand, then over rows: one pass, accurate, and no float64 copy."""
     flat = leaf.flatten()

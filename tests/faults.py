@@ -37,7 +37,7 @@ STAGES = {
     "verifying a checkpoint": ("fdp.storage.checkpoint", "_check_files"),
     "loading a checkpoint": ("fdp.storage.checkpoint", "read_shards"),
     "drawing samples": ("fdp.run.training_run", "draw_batch"),
-    "summing up a step": ("fdp.run.training_run", "_check_finite"),
+    "summing up a step": ("fdp.run.flight", "step_numbers"),
     "writing metrics": ("fdp.cli.run_files", "_json_line"),
     "beginning a save": ("fdp.storage.checkpoint", "_begin"),
     "finding the folder": ("fdp.storage.checkpoint", "_check_shared"),

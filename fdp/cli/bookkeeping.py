@@ -98,7 +98,7 @@ class Account:
         """Pass the stream on, and count the steps that were begun; ``done`` were made before."""
         steps = iter(stream)
         while True:
-            self._begun = min(done + 1, self._run.config.steps)
+            self.begin(min(done + 1, self._run.config.steps))
             try:
                 state, record = next(steps)
             except StopIteration:
@@ -106,6 +106,10 @@ class Account:
                 return
             done = record.step
             yield state, record
+
+    def begin(self, step: int) -> None:
+        """Count a step that is launched, perhaps before the record of the one before it is passed on."""
+        self._begun = max(self._begun, step)
 
     def end_as(self, how: str) -> None:
         """Say how the run ends, if it does not finish."""

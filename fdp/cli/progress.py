@@ -54,6 +54,18 @@ class Waiting:
         return Text(str(self), style="dim")
 
 
+class ProgressLine:
+    """The line below the bar. It is composed when the terminal is refreshed, and not at every step."""
+
+    def __init__(self, recent: deque[StepRecord], losses: list[float], total: int) -> None:
+        self.recent, self.losses, self.total = recent, losses, total
+
+    def __rich__(self) -> Text:
+        recent = list(self.recent)
+        words = "  ·  ".join(progress_words(recent, self.total)) + "   " if recent else ""
+        return Text(words) + Text(sparkline(list(self.losses)), style="cyan")
+
+
 def follow(
     stream: Iterable[tuple[TrainState, StepRecord]], run: Run, console: Console
 ) -> Iterator[tuple[TrainState, StepRecord]]:
@@ -129,13 +141,14 @@ def _redraw(
         expand=True,
     )
     task = bar.add_task("train", total=total)
+    line = ProgressLine(recent, losses, total)
     with Live(Group(bar, waiting), console=console, refresh_per_second=8) as live:
         for state, record in stream:
+            if not recent:
+                live.update(Group(bar, line))
             recent.append(record)
             losses += [record.loss] if record.loss is not None else []
             bar.update(task, completed=record.step)
-            line = Text("  ·  ".join(progress_words(recent, total)) + "   ") + Text(sparkline(losses), style="cyan")
-            live.update(Group(bar, line))
             yield state, record
 
 

@@ -22,7 +22,8 @@ import json
 import math
 import os
 import platform
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ from fdp.storage.private_files import disk_errors, open_private, write_private
 from fdp.types import FdpError, Key, TrainState
 
 SETTINGS = "config.toml"
+SYNC_SECONDS = 1.0
+"""Time after which records are flushed to the disk, which may take longer than a step."""
 FILES = (
     "config.json",
     SETTINGS,
@@ -158,19 +161,29 @@ def count_metrics(folder: Path) -> int:
 
 
 def write_metrics(
-    stream: Iterable[tuple[TrainState, StepRecord]], folder: Path, *, earlier: Sequence[StepRecord] = ()
+    stream: Iterable[tuple[TrainState, StepRecord]],
+    folder: Path,
+    *,
+    earlier: Sequence[StepRecord] = (),
+    sync_after: Callable[[int], bool] = lambda step: True,
 ) -> Iterator[tuple[TrainState, StepRecord]]:
-    """Pass the stream on, and write each record to ``metrics.jsonl``, on disk before the next step begins.
+    """Pass the stream on, and write each record to ``metrics.jsonl`` before the next one is asked for.
 
-    ``earlier`` are the records of a run that is resumed. Lines of steps after its checkpoint are dropped.
+    A killed process loses none. A machine that loses its power loses those of ``SYNC_SECONDS`` at most, and none up to
+    a step for which ``sync_after(step)`` is true. ``earlier`` are the records of a run that is resumed. Lines of steps
+    after its checkpoint are dropped.
     """
     write_private(folder / "metrics.jsonl", "".join(_json_line(record) for record in earlier))
+    synced = time.monotonic()
     with open_private(folder / "metrics.jsonl", "a") as lines:
         for state, record in stream:
             lines.write(_json_line(record))
             lines.flush()
-            os.fsync(lines.fileno())
+            if sync_after(record.step) or time.monotonic() - synced > SYNC_SECONDS:
+                os.fsync(lines.fileno())
+                synced = time.monotonic()
             yield state, record
+        os.fsync(lines.fileno())
 
 
 def write_summary(folder: Path, summary: dict[str, Any]) -> None:

@@ -39,10 +39,10 @@ from fdp.parallel.launch import Ranks
 from fdp.report import figure
 from fdp.run.evaluation import Evaluator, attach_evaluations, make_evaluator
 from fdp.run.generate import attach_texts
-from fdp.run.kept import exported, plain, start_keeping
+from fdp.run.kept import Kept, exported, plain, start_keeping
 from fdp.run.run_folder import read_records
 from fdp.run.step_metrics import StepRecord, summarise
-from fdp.run.training_run import Run, prepare, steps
+from fdp.run.training_run import Run, can_run_ahead, prepare, steps
 from fdp.storage import checkpoint
 from fdp.types import FdpError, TrainState, Tree
 
@@ -131,11 +131,14 @@ def _train(session: Session, state: TrainState) -> int:
     first = launch.rank() == 0
     records = read_records(folder, upto=int(state.step)) if first else []
     with stop_on_signals() as stop:
-        stream = session.account.follow(steps(run, plain(state), stop=stop.requested), done=int(state.step))
+        is_used, account = _find_used_states(session, state), session.account
+        ahead = (lambda step: not is_used(step)) if can_run_ahead(run) else None
+        stream = steps(run, plain(state), stop=stop.requested, ahead=ahead, begin=account.begin)
+        stream = account.follow(stream, done=int(state.step))
         stream = _check_alive(session, stream)
         stream = attach_evaluations(stream, run, session.evaluator, state)
         stream = attach_texts(stream, session.write_texts, text_steps(options))
-        stream = run_files.write_metrics(stream, folder, earlier=records) if first else stream
+        stream = run_files.write_metrics(stream, folder, earlier=records, sync_after=is_used) if first else stream
         stream = tracking.track(stream, options, folder, run, earlier=records) if first else stream
         stream = progress.follow(_save_checkpoints(session, stream), run, console)
         stream = show_evaluations(stream, session.evaluator, console)
@@ -160,6 +163,15 @@ def _train(session: Session, state: TrainState) -> int:
         run_in_unison(lambda: lock.check() if lock else None, None)
         _finish(session, state, records)
         return code
+
+
+def _find_used_states(session: Session, state: TrainState) -> Callable[[int], bool]:
+    """Return a function that says whether the state after a step is used before the next step may overwrite it."""
+    options, evaluator = session.options, session.evaluator
+    every, evaluated = options.output.save_every, set() if evaluator is None else set(evaluator.steps)
+    written = set() if session.write_texts is None else set(text_steps(options))
+    averaged = isinstance(state.opt, Kept)  # an average follows every step
+    return lambda step: averaged or step in evaluated or step in written or (every is not None and step % every == 0)
 
 
 def _check_saving(output: OutputOptions) -> None:

@@ -3,7 +3,8 @@
 The budget covers the step, the epsilon spent, the norm of the parameters and the failures of K-FAC. All the rest is
 computed on private data and **not** covered.
 
-    >>> record = make_step_record(run, t, metrics, state=state, bound=bound, seconds=seconds)
+    >>> numbers = send_to_host(step_numbers(run, metrics, state, bound))
+    >>> record = make_step_record(run, t, numbers.wait(), seconds=seconds)
     >>> summarise(run, state, records)
 """
 
@@ -11,13 +12,16 @@ from __future__ import annotations
 
 import hashlib
 import math
+import operator
 import resource
 import statistics
 from collections.abc import Sequence
+from functools import reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from fdp import tree
@@ -98,10 +102,31 @@ def record_from_json(values: dict[str, Any]) -> StepRecord:
     return StepRecord(**found, evaluation=evaluation)
 
 
-def make_step_record(
-    run: Run, t: int, metrics: Metrics, *, state: TrainState, bound: float | None, seconds: float
-) -> StepRecord:
-    """Return the metrics of step ``t`` (from 0); ``state`` is the state after it. Every rank calls it."""
+class StepNumbers(NamedTuple):
+    """Tensors that a record is made of; only ``squares``, ``norm`` and ``failures`` are covered by the budget.
+
+    ``squares`` are sums of squares of this rank's parameters after the step, leaf by leaf. ``norm`` is their norm over
+    all ranks, None without ranks: then it follows from ``squares``.
+    """
+
+    metrics: Metrics
+    squares: Float[Tensor, " leaves"]
+    norm: Float[Tensor, ""] | None
+    bound: Float[Tensor, ""] | None
+    failures: Int[Tensor, ""] | None
+
+
+def step_numbers(run: Run, metrics: Metrics, state: TrainState, bound: Tensor | None) -> StepNumbers:
+    """Return what the record of a step needs, on the device; ``state`` is the state after it. Every rank calls it."""
+    params = localize(state.params)
+    norm = None if run.sharding is None else sharded_global_norm(tree.flatten(params), run.sharding)
+    failures = None if run.kfac is None else find_kfac_state(state.opt).failures
+    return StepNumbers(metrics, tree.squared_norms(params), norm, bound, failures)
+
+
+def make_step_record(run: Run, t: int, numbers: StepNumbers, *, seconds: float) -> StepRecord:
+    """Return the metrics of step ``t`` (from 0), given its numbers on the host."""
+    metrics = numbers.metrics
     real = metrics.mask > 0
     losses, norms = metrics.losses[real].float(), metrics.norms[real].float()
     losses = losses[torch.isfinite(losses)]
@@ -116,13 +141,19 @@ def make_step_record(
         norm_q10=quantiles[0],
         norm_q50=quantiles[1],
         norm_q90=quantiles[2],
-        max_norm=bound,
+        max_norm=None if numbers.bound is None else float(numbers.bound),
         samples=len(norms),
         seconds=seconds,
-        parameter_norm=float(_norm(run, state.params)),
-        kfac_failures=None if run.kfac is None else int(find_kfac_state(state.opt).failures),
+        parameter_norm=_total_norm(numbers),
+        kfac_failures=None if numbers.failures is None else int(numbers.failures),
         peak_memory_bytes=_peak_memory(run.config.device),
     )
+
+
+def _total_norm(numbers: StepNumbers) -> float:
+    if numbers.norm is not None:
+        return float(numbers.norm)
+    return math.sqrt(reduce(operator.add, numbers.squares.tolist()))  # in order: sum() rounds differently
 
 
 def summarise(run: Run, state: TrainState, records: Sequence[StepRecord]) -> dict[str, Any]:

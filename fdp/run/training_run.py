@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fdp import keys, tree
 from fdp.checks.first_call import REAL_SAMPLES, check_model
@@ -30,7 +32,7 @@ from fdp.fingerprint import fingerprint
 from fdp.foreign.uses.dropout import DROPOUT_KEYS
 from fdp.gradients import timing
 from fdp.gradients.execution import Execution
-from fdp.gradients.plan import TIMED_METHODS, Method, Plan, make_plan
+from fdp.gradients.plan import TIMED_METHODS, Plan, make_plan
 from fdp.kfac.optimizer import Kfac
 from fdp.kfac.private.curvature_sources import (
     Feed,
@@ -44,7 +46,6 @@ from fdp.kfac.private.public_data import Public
 from fdp.kfac.private.refresh import sides_of
 from fdp.model import Model
 from fdp.optimizers import Optimizer
-from fdp.parallel import collectives
 from fdp.parallel.agree import check_agreement
 from fdp.parallel.dtensors import localize
 from fdp.parallel.mesh import make_mesh
@@ -54,15 +55,14 @@ from fdp.privacy import accounting
 from fdp.privacy.mechanism import Mechanism, without_noise
 from fdp.privacy.releases import composed_event
 from fdp.privacy.sampling import TRAINING, Poisson, poisson, sample_batch
+from fdp.run.flight import Flight, land, read_clip_bound, take_off
+from fdp.run.flight import NotFinite as NotFinite
+from fdp.run.overlap import Draws, send_to_device
 from fdp.run.run_config import RunConfig, check_config, check_example
-from fdp.run.step_metrics import StepRecord, make_step_record
+from fdp.run.step_metrics import StepRecord
 from fdp.stages import Stages, make_stages
 from fdp.step import init_state, join
-from fdp.types import Batch, FdpError, Key, Norms, Step, TrainState, Tree
-
-
-class NotFinite(FdpError):
-    """A parameter became NaN or infinite."""
+from fdp.types import Batch, FdpError, Key, Step, TrainState, Tree
 
 
 class Run(NamedTuple):
@@ -148,41 +148,100 @@ def prepare(config: RunConfig, *, root: Key | None = None, settings: str | None 
 
 
 def steps(
-    run: Run, state: TrainState, *, stop: Callable[[], bool] = lambda: False
+    run: Run,
+    state: TrainState,
+    *,
+    stop: Callable[[], bool] = lambda: False,
+    ahead: Callable[[int], bool] | None = None,
+    begin: Callable[[int], None] = lambda step: None,
 ) -> Iterator[tuple[TrainState, StepRecord]]:
     """Yield the state and the record of every step that ``state`` has not made yet.
 
     If the run works in place, the next state is written into the last one: copy what you want to keep. After a step
-    for which ``stop()`` is true on any rank, all ranks end.
+    for which ``stop()`` is true on any rank, all ranks end. ``begin(step)`` is called before a step is launched.
+
+    With ``ahead``, batches are drawn in a thread, and after each ``step`` for which ``ahead(step)`` is true the next
+    one is launched before the record of ``step`` is yielded. A state yielded with such a record may be overwritten
+    already: use it for nothing. One process only.
 
     Guarantees:
-      - the same seed gives the same states, also if the run is resumed from one of them;
+      - the same seed gives the same states and records, also if the run is resumed, and with or without ``ahead``;
       - all ranks make the same number of steps;
-      - parameters that stop being finite end the run at that step, on every rank, with an error that names the leaf.
+      - parameters that stop being finite end the run with an error that names the step and the leaf, on every rank.
     """
     config = run.config
     if config.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(config.device)
-    key = run.key.to(config.device)
-    for t in range(int(state.step), config.steps):
-        start = time.perf_counter()
-        batch = draw_batch(run, t)
-        state = refresh_curvature(run, state, batch, t)
-        bound = _clip_bound(run, state)
-        state, metrics = run.step(state, batch, key)
-        any_stops = _check_finite(run, state.params, step=t + 1, stop=stop())
-        seconds = time.perf_counter() - start
-        yield state, make_step_record(run, t, metrics, state=state, bound=bound, seconds=seconds)
-        if any_stops:
-            return
+    first, key, landed = int(state.step), run.key.to(config.device), 0.0
+    flight: Flight | None = None
+    bound = None if tree.leaves(state.clip) else read_clip_bound(run, state)  # the same at every step
+    with ExitStack() as stack:
+        draw = partial(draw_batch, run)
+        if ahead is not None:
+            draws = stack.enter_context(Draws(partial(draw_on_host, run), first=first, end=config.steps))
+            draw = lambda t: send_to_device(draws.take(t), config.device)  # noqa: E731
+        for t in range(first, config.steps):
+            is_last = ahead is not None and stop()
+            if flight is not None and (ahead is None or is_last or not ahead(flight.t + 1)):
+                record, any_stops = land(run, flight, landed=landed)
+                landed = time.perf_counter()
+                yield flight.state, record
+                flight = None
+                if any_stops or is_last:
+                    return
+            begin(t + 1)
+            try:
+                launched = _launch(run, state, t, draw, key=key, bound=bound, stop=stop)
+            except Exception:
+                if flight is not None:  # its step was made
+                    yield flight.state, land(run, flight, landed=landed)[0]
+                raise
+            state = launched.state
+            if flight is not None:
+                record, _ = land(run, flight, landed=landed)
+                landed = time.perf_counter()
+                yield flight.state, record
+            flight = launched
+        if flight is not None:
+            yield flight.state, land(run, flight, landed=landed)[0]
+
+
+def _launch(
+    run: Run,
+    state: TrainState,
+    t: int,
+    draw: Callable[[int], Batch],
+    *,
+    key: Key,
+    bound: Tensor | None,
+    stop: Callable[[], bool],
+) -> Flight:
+    """Start step ``t``; on a GPU, do not wait for it."""
+    began = time.perf_counter()
+    batch = draw(t)
+    state = refresh_curvature(run, state, batch, t)
+    bound = read_clip_bound(run, state) if bound is None else bound
+    state, metrics = run.step(state, batch, key)
+    return take_off(run, t, metrics, state, bound=bound, stop=stop(), began=began)
+
+
+def can_run_ahead(run: Run) -> bool:
+    """Return True if it saves time to launch a step before the record of the last one: in place, on one GPU."""
+    config = run.config
+    return config.device.type == "cuda" and run.in_place and run.sharding is None and not any(config.offload)
 
 
 def draw_batch(run: Run, t: int, sampling: Poisson | None = None, purpose: str = TRAINING) -> Batch:
     """Return this rank's samples of step ``t`` (from 0), on the device; by default those that the step trains on."""
+    return send_to_device(draw_on_host(run, t, sampling, purpose), run.config.device)
+
+
+def draw_on_host(run: Run, t: int, sampling: Poisson | None = None, purpose: str = TRAINING) -> Batch:
+    """Return the samples of :func:`draw_batch` where the dataset has them."""
     config, by = run.config, run.mechanism.sampling if sampling is None else sampling
     share = {} if run.sharding is None else {"rank": run.sharding.rank, "ranks": run.sharding.ranks}
     options = {"step": t, "microbatch_size": config.microbatch_size, "purpose": purpose, **share}
-    return _move(_fold_into_dropout(sample_batch(config.dataset, by, run.key, **options), run, t), config.device)
+    return _fold_into_dropout(sample_batch(config.dataset, by, run.key, **options), run, t)
 
 
 def _fold_into_dropout(batch: Batch, run: Run, t: int) -> Batch:
@@ -285,7 +344,7 @@ def _make_plan(config: RunConfig, model: Model, sharding: Sharding | None, sampl
 
 def _examples(config: RunConfig, count: int) -> Tree:
     """Return the first samples on the device, for their shapes and for checks."""
-    return _move(config.dataset.fetch(np.arange(count) % len(config.dataset)), config.device)
+    return send_to_device(config.dataset.fetch(np.arange(count) % len(config.dataset)), config.device)
 
 
 def _make_mechanism(config: RunConfig) -> Mechanism:
@@ -297,29 +356,3 @@ def _make_mechanism(config: RunConfig) -> Mechanism:
         spent = composed_event(config.spent) if config.spent else None
         z = accounting.noise_multiplier_for(sampling, config.clip, **budget, statistics=more, before=spent)
     return Mechanism(sampling, config.clip, z, more) if z else without_noise(sampling, config.clip, statistics=more)
-
-
-def _clip_bound(run: Run, state: TrainState) -> float | None:
-    """Return C of the coming step: the sensitivity of the clipping style, which does not depend on norms."""
-    if run.config.method is Method.NONE:
-        return None
-    zero = torch.zeros(1, dtype=torch.float64, device=run.config.device)  # the dtype of norms
-    zeros = dict.fromkeys(sorted(run.config.model.trainable), zero)
-    return float(run.mechanism.clip.clip(Norms(zeros), state.clip).sensitivity)
-
-
-def _check_finite(run: Run, params: Tree, *, step: int, stop: bool) -> bool:
-    """Raise on all ranks if a parameter of any rank is not finite; return True if any rank wants to stop."""
-    flat = tree.flatten(localize(params))
-    bad = [(~torch.isfinite(leaf.detach())).any().to(run.config.device) for leaf in flat.values()]
-    flags = torch.stack([*bad, torch.tensor(stop, device=run.config.device)]).long()
-    if run.sharding is not None:
-        flags = collectives.wait(collectives.all_reduce(flags, run.sharding.world))
-    *counts, stops = flags.tolist()
-    if not_finite := [path for path, count in zip(flat, counts) if count]:
-        raise NotFinite(f"step {step}: {not_finite[0]} became NaN or infinite; lower the learning rate or the noise")
-    return stops > 0
-
-
-def _move(data: Tree, device: torch.device) -> Tree:
-    return tree.map(lambda leaf: leaf.to(device), data)

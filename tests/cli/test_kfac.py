@@ -34,6 +34,7 @@ from fdp.privacy.clipping import flat
 from fdp.privacy.guarantee import default_delta
 from fdp.privacy.mechanism import Mechanism, statistics
 from fdp.privacy.sampling import poisson
+from fdp.run import flight
 from fdp.run import training_run as runs
 from fdp.run.run_config import RunConfig
 from fdp.run.training_run import draw_batch, prepare, refresh_curvature
@@ -119,7 +120,7 @@ def test_every_option_of_kfac_trains(tmp_path: Path) -> None:
 def test_an_interrupted_run_resumes_bit_equal(more: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = (*shlex.split(more), "--steps", "5", "--kfac-period", "2", "--save-every", "1", "--quiet")
     assert call(*words, "--out", str(tmp_path / "whole")) == 0
-    real, made = runs.make_step_record, []
+    real, made = flight.make_step_record, []
 
     def interrupting(*args: Any, **kwargs: Any) -> Any:
         made.append(1)
@@ -127,9 +128,9 @@ def test_an_interrupted_run_resumes_bit_equal(more: str, tmp_path: Path, monkeyp
             raise KeyboardInterrupt
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(runs, "make_step_record", interrupting)
+    monkeypatch.setattr(flight, "make_step_record", interrupting)
     assert call(*words, "--out", str(tmp_path / "halves")) == 130
-    monkeypatch.setattr(runs, "make_step_record", real)
+    monkeypatch.setattr(flight, "make_step_record", real)
     assert call(*words, "--out", str(tmp_path / "halves")) == 0
     whole, halves = summary(tmp_path / "whole"), summary(tmp_path / "halves")
     assert whole["parameter_sha256"] == halves["parameter_sha256"]

@@ -78,8 +78,8 @@ def test_a_run_that_fails_before_it_goes_on_keeps_what_it_spent(tmp_path, monkey
 def test_an_attempt_whose_noise_is_lost_is_a_run_of_its_own(tmp_path, monkeypatch, capsys, seed, runs):
     """It broke off before its first checkpoint. The next attempt draws other noise: both were shown."""
 
-    def fail(run, state, *, stop):
-        for number, found in enumerate(training_run.steps(run, state, stop=stop)):
+    def fail(run, state, **options):
+        for number, found in enumerate(training_run.steps(run, state, **options)):
             if number == 2:
                 raise FdpError("the disk is full")
             yield found

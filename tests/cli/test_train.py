@@ -76,8 +76,8 @@ def test_files_computed_on_private_data_are_readable_by_their_owner_alone(
     """This holds for losses, norms and the key of the noise, for every umask, from the moment a file exists."""
     out, seen = tmp_path / "run", {}
 
-    def watched(run, state, *, stop):
-        for made, record in runs.steps(run, state, stop=stop):
+    def watched(run, state, **options):
+        for made, record in runs.steps(run, state, **options):
             seen[record.step] = stat.S_IMODE((out / "metrics.jsonl").stat().st_mode)
             yield made, record
 

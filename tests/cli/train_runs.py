@@ -56,8 +56,8 @@ def small_options(**changes: Any) -> TrainOptions:
 def interrupt_after(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make every run receive SIGINT so that it ends after ``steps`` steps."""
 
-    def interrupted(run, state, *, stop):
-        for after, record in runs.steps(run, state, stop=stop):
+    def interrupted(run, state, **options):
+        for after, record in runs.steps(run, state, **options):
             if record.step == steps - 1:
                 os.kill(os.getpid(), signal.SIGINT)  # the next step is finished
             yield after, record
