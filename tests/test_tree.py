@@ -103,3 +103,12 @@ def test_size_and_norm():
 def test_the_global_norm_of_a_large_leaf_is_added_up_in_float64():
     leaf = torch.full((3_000_000,), 0.1)
     assert tree.global_norm({"w": leaf}).item() == pytest.approx(leaf[0].item() * 3e6**0.5, rel=1e-12)
+
+
+def test_squared_norms_go_leaf_by_leaf_and_are_finite_only_if_all_elements_are():
+    found = tree.squared_norms({"b": torch.tensor([3.0, 4.0]), "a": torch.full((2,), 3e38), "c": torch.ones(0)})
+    assert found.dtype == torch.float64
+    assert found.tolist() == pytest.approx([1.8e77, 25.0, 0.0])
+    for bad in (torch.inf, -torch.inf, torch.nan):
+        found = tree.squared_norms({"a": torch.ones(2), "b": torch.tensor([1.0, bad] + [0.0] * 5000)})
+        assert torch.isfinite(found).tolist() == [True, False]

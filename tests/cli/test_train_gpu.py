@@ -11,6 +11,7 @@ from tempfile import mkdtemp
 import pytest
 import torch
 
+from fdp.cli import session
 from tests.cli.train_runs import call
 
 pytestmark = [
@@ -95,3 +96,12 @@ def test_an_interrupted_run_resumes_to_the_same_losses(tmp_path: Path) -> None:
     assert call("train", *TINY, "--ledger", "off", "--quiet", "--out", str(out), *words) == 0
     lines = (out / "metrics.jsonl").read_text().splitlines()
     assert_close([json.loads(line)["loss"] for line in lines], whole, 1e-3)
+
+
+@pytest.mark.parametrize("words", ["--noise-multiplier 0.5", "--clip quantile --noise-multiplier 0.5 --save-every 3"])
+def test_a_run_that_launches_steps_ahead_records_what_one_does_that_waits(
+    words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead = losses(*shlex.split(words))
+    monkeypatch.setattr(session, "can_run_ahead", lambda run: False)
+    assert_close(ahead, losses(*shlex.split(words)), 5e-3)
