@@ -25,6 +25,7 @@ from fdp.gradients.execution import LOCAL, Execution
 from fdp.gradients.plan import Plan
 from fdp.gradients.precondition import check_preconditioned, check_sides
 from fdp.gradients.scores import score_moments
+from fdp.gradients.taps import batch_size_of
 from fdp.model import Model
 from fdp.optimizers import Optimizer
 from fdp.parallel.gather_reduce import gather_all, reduce_all
@@ -116,7 +117,7 @@ def make_stages(
         reduce=_make_reduce(model, mechanism, sharding),
         key=lambda root, count: keys.step_key(root, f"noise {settings}", count),
         finish=finish,
-        scores=lambda params, data: score_moments(model, params, data, plan, inside),
+        scores=lambda params, data: score_moments(model, params, data, plan.of_size(batch_size_of(data)), inside),
         execution=execution,
         repeatable=any(choice.sum is SumBy.SECOND_BACKWARD for choice in plan.choices.values()),
         sampling=mechanism.sampling if plan.private else None,

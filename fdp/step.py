@@ -15,14 +15,17 @@ update  params + optimizer(mean)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from fdp import tree
 from fdp.checks.first_call import Checks, FirstCall
 from fdp.checks.gate import Gate
-from fdp.fast.cuda_graph import capture
-from fdp.gradients.accumulate import MicrobatchSum, add_microbatches, gather_metrics
+from fdp.fast.cuda_graph import StepParts, capture
+from fdp.gradients.accumulate import MicrobatchSum, Preconditioners, add_microbatches, gather_metrics
 from fdp.gradients.execution import LOCAL, Execution
 from fdp.gradients.plan import Plan
 from fdp.model import Model, check_params
@@ -34,6 +37,7 @@ from fdp.parallel.offload import place_state
 from fdp.parallel.sharded_norms import sharded_reductions
 from fdp.parallel.sharding import check_placement
 from fdp.privacy.mechanism import Mechanism
+from fdp.privacy.microbatches import split_microbatches
 from fdp.stages import Precondition, Stages, make_stages
 from fdp.types import Batch, ClippedSum, Key, Metrics, Step, TrainState, Tree
 
@@ -108,15 +112,20 @@ def join_observed(
     """
     gate, sharding = Gate(stages.sampling), stages.execution.sharding
 
-    def algorithm_1(state: TrainState, batch: Batch, key: Key) -> tuple[TrainState, Metrics, Tree]:
-        total, tally, metrics = sum_over_microbatches(stages, state, batch)  # sum_b min(1, C / |G_b|) G_b
+    def end(state: TrainState, total: ClippedSum, tally: Tensor, key: Key) -> tuple[TrainState, Tree]:
         total = stages.reduce(total)  # a SUM over all ranks' samples
-        total = gate.check_compiled(total, state.step, batch)
         seen = observe(total)
         after = stages.finish.run(state, total, tally, stages.key(key, state.step))  # noise, mean, update
-        return after, gather_metrics(metrics, batch.mask.shape, sharding), seen
+        return after, seen
 
-    run = capture(algorithm_1) if stages.execution.cuda_graph else algorithm_1
+    def algorithm_1(state: TrainState, batch: Batch, key: Key) -> tuple[TrainState, Metrics, Tree]:
+        total, tally, metrics = sum_over_microbatches(stages, state, batch)  # sum_b min(1, C / |G_b|) G_b
+        total = gate.check_compiled(total, state.step, batch)
+        after, seen = end(state, total, tally, key)
+        return after, metrics, seen
+
+    parts = StepParts(partial(begin, stages), partial(microbatch_sum, stages), end)
+    run = capture(parts) if stages.execution.cuda_graph else algorithm_1
 
     def checked_step(state: TrainState, batch: Batch, key: Key) -> tuple[TrainState, Metrics, Tree]:
         check_placement(state, batch, sharding)
@@ -127,22 +136,31 @@ def join_observed(
         stages.prepare(local.params)
         after, metrics, seen = run(local, batch, key)
         gate.remember(after.step, step_number)
-        return globalize(after, like=state), metrics, seen
+        return globalize(after, like=state), gather_metrics(metrics, batch.mask.shape, sharding), seen
 
     return checked_step
 
 
 def sum_over_microbatches(stages: Stages, state: TrainState, batch: Batch) -> MicrobatchSum:
     """Return this rank's part of a step: the sum over its microbatches. Gathered weights are freed at its end."""
-    device, count = batch.mask.device, batch.mask.shape[0]
-    weights = stages.weights(state.params, device)
+    work, microbatches = begin(stages, state, batch.mask.device), split_microbatches(batch)
+    parts = (microbatch_sum(stages, work, state, data, mask) for data, mask in microbatches)
+    return add_microbatches(parts, len(microbatches))
+
+
+def begin(stages: Stages, state: TrainState, device: torch.device) -> tuple[Tree, Preconditioners]:
+    """Return what all microbatches of a step compute with: weights, gathered once or block by block, and maps."""
     maps = tree.map(lambda leaf: leaf.to(device), stages.preconditioners(state))
-    with fast_attention(device, repeatable=stages.repeatable):
-        parts = (
-            stages.gradient(weights, state.clip, tree.map(lambda leaf: leaf[i], batch.data), batch.mask[i], maps)  # noqa: B023
-            for i in range(count)
-        )
-        return add_microbatches(parts, count)
+    return stages.weights(state.params, device), maps
+
+
+def microbatch_sum(
+    stages: Stages, work: tuple[Tree, Preconditioners], state: TrainState, data: Tree, mask: Float[Tensor, " batch"]
+) -> MicrobatchSum:
+    """Return the clipped sum of one microbatch, with its tally and metrics."""
+    weights, maps = work
+    with fast_attention(mask.device, repeatable=stages.repeatable):
+        return stages.gradient(weights, state.clip, data, mask, maps)
 
 
 def init_state(

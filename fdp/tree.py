@@ -18,11 +18,11 @@ import optree
 import torch
 from torch import Tensor
 
-from fdp.types import Bound, FdpError, Path, Stamp, Tree
+from fdp.types import Bound, FdpError, Path, RowGroups, Stamp, Tree
 
 _ROW = 4096
 
-for _static in (Stamp, Bound):  # parts of the structure, without leaves
+for _static in (Stamp, Bound, RowGroups):  # parts of the structure, without leaves
     optree.register_pytree_node(
         _static,  # pyright: ignore
         lambda value: ((), value, ()),  # pyright: ignore

@@ -135,7 +135,7 @@ class Stamp:
     """The origin of a batch: its sampling and its purpose. Static structure, not a leaf.
 
     ``sampling`` is the distribution of the draw, ``purpose`` the release it was drawn for, ``step`` the step of the run
-    (None: any), ``shape`` the (microbatches, samples) of ``share``.
+    (None: any), ``shape`` the (rows, samples) of ``share``.
     """
 
     sampling: Any
@@ -152,16 +152,26 @@ class Drawn(NamedTuple):
     step: Int[Tensor, ""] | None
 
 
-class Batch(NamedTuple):
-    """Microbatches of fixed shape: data leaves are ``(microbatches, samples, ...)``; mask 1 is a sample, 0 padding.
+@dataclass(frozen=True)
+class RowGroups:
+    """The rows of a batch as microbatches: each is ``sizes[i]`` consecutive rows. Static structure, not a leaf."""
 
-    ``drawn`` says who drew it; ``fdp.sample_batch`` sets it. A private step refuses a batch without it, or of another
-    sampling, step or rank: the accountant charges for samples drawn by its own sampling, afresh for every step.
+    sizes: tuple[int, ...]
+
+
+class Batch(NamedTuple):
+    """Rows of fixed shape: data leaves are ``(rows, samples, ...)``; mask 1 is a sample, 0 padding.
+
+    Every row is a microbatch, or ``groups`` says how many consecutive rows are computed at once, so that microbatches
+    may be of several sizes (``fdp.privacy.microbatches.split_microbatches``). ``drawn`` says who drew the batch;
+    ``fdp.sample_batch`` sets it. A private step refuses a batch without it, or of another sampling, step or rank: the
+    accountant charges for samples drawn by its own sampling, afresh for every step.
     """
 
     data: Tree
-    mask: Float[Tensor, "microbatches samples"]
+    mask: Float[Tensor, "rows samples"]
     drawn: Drawn | None = None
+    groups: RowGroups | None = None
 
     @property
     def share(self) -> BatchShare:

@@ -29,6 +29,7 @@ from fdp.model import Model
 from fdp.parallel.agree import gather_values
 from fdp.parallel.dtensors import full_tensor, localize
 from fdp.parallel.sharding import Sharding, abstract_params
+from fdp.privacy.microbatches import split_microbatches
 from fdp.types import Batch, FdpError, Tree
 
 NORM_CHECK_MAX_PARAMETERS = 20_000_000
@@ -122,7 +123,7 @@ class FirstCall:
                 f"the step once as it is, then compile it; or give make_train_step checks=fdp.Checks.SKIPPED, if the "
                 f"model was checked elsewhere (fdp.check_independent, fdp.check_norms)"
             )
-        data = tree.map(lambda leaf: leaf[0], batch.data)
+        data, _ = split_microbatches(batch)[0]
         if self.sharding is not None:
             here = tree.leaves(data)[0].device
             few = tree.map(lambda leaf: leaf.cpu(), first_samples(data, REAL_SAMPLES))

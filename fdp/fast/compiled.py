@@ -98,7 +98,7 @@ class CompiledRunner:
     ) -> tuple[Tree, Callable[[Tree], tuple[Tree, Flat]]]:
         """Return a block's output and its pull-back to its carry and to the gradients of its trainable leaves."""
         local, names, here = _local(block, weights)
-        key = (block.apply, repr(local))
+        key = (block.apply, repr(local), batch_size_of(data))
         if key not in self.kinds:
             named = Block(block.name, local, block.apply)
             self.kinds[key] = CompiledBlock(self._compile(_plain_run(named), block), {}, {}, {})

@@ -1,11 +1,16 @@
-"""Record a step as a CUDA graph, once per shape of batch, and replay it from then on.
+"""Record a step as CUDA graphs, one per size of microbatch and one for the end of a step, and replay them.
 
-At short sequences the GPU waits for Python between kernels; a replay runs no Python. The first call of a shape runs
-eagerly, which compiles what is still to be compiled; the second is recorded. A recording stores addresses: the state
-must be donated (its tensors stay where they are), batch and key are copied to addresses of their own.
+    one microbatch        [gradient, end]                                    the sum is part of the update, never stored
+    several               [begin]  [gradient, running sum += it] ...  [end]  one graph per size, whatever their number
 
-    >>> run = capture(body)
-    >>> state, *more = run(state, batch, key)            # body(state, batch, key), with the state written in place
+At short sequences the GPU waits for Python between kernels; a replay runs no Python. The first call of a graph's work
+runs eagerly, which compiles what is still to be compiled; the second is recorded. A recording stores addresses: the
+state must be donated (its tensors stay where they are), and so does the running sum, which is allocated outside the
+recordings. Batch and key are copied to addresses of their own. All recordings share one pool of memory, since they
+never run at the same time: only what they return is kept from one to the next.
+
+    >>> run = capture(StepParts(begin, gradient, end))
+    >>> state, metrics, seen = run(state, batch, key)                        # the state is written in place
 """
 
 from __future__ import annotations
@@ -17,75 +22,174 @@ import torch
 from torch import Tensor
 
 from fdp import tree
-from fdp.types import Batch, FdpError, Key, TrainState, Tree
+from fdp.gradients.accumulate import (
+    MicrobatchSum,
+    add_microbatch_,
+    clear_running_sum_,
+    join_metrics,
+    make_running_sum,
+)
+from fdp.privacy.microbatches import split_microbatches
+from fdp.types import Batch, ClippedSum, FdpError, Key, Metrics, TrainState, Tree
 
-Body = Callable[[TrainState, Batch, Key], tuple[Any, ...]]
-"""``body(state, batch, key) -> (state, more, ...)``: any number of trees after the state."""
+
+class StepParts(NamedTuple):
+    """The work of a step, in the order in which it is done; only ``end`` changes the state, in place.
+
+    ``begin(state, device)`` returns what all microbatches compute with; ``gradient(work, state, data, mask)`` is one
+    microbatch; ``end(state, total, tally, key)`` returns the state and what is to be seen of the sum.
+    """
+
+    begin: Callable[[TrainState, torch.device], Tree]
+    gradient: Callable[[Tree, TrainState, Tree, Tensor], MicrobatchSum]
+    end: Callable[[TrainState, ClippedSum, Tensor, Key], tuple[TrainState, Tree]]
 
 
 class Recording(NamedTuple):
     """A graph with the tensors that it reads and writes."""
 
     graph: Any
-    addresses: tuple[int, ...]
-    batch: Batch
-    key: Key
-    after: TrainState
-    more: tuple[Tree, ...]
+    inputs: Tree
+    outputs: Tree
 
 
-def capture(body: Body) -> Body:
-    """Return ``body`` replayed as a CUDA graph; it must write the state it returns into the state it is given.
+def capture(parts: StepParts) -> Callable[[TrainState, Batch, Key], tuple[TrainState, Metrics, Tree]]:
+    """Return the step of ``parts``, replayed as CUDA graphs.
 
     Guarantees:
-      - the same kernels on the same numbers as ``body`` itself: batch and key are read at every replay;
-      - a state stored elsewhere, or a batch of another shape, is recorded again, never replayed at old addresses.
+      - the same kernels on the same numbers as the parts themselves: batch and key are read at every replay;
+      - a state stored elsewhere, or a microbatch of another shape, is recorded again, never replayed at old addresses;
+      - until ``end`` runs, nothing of the state is written.
     """
-    seen: set[Any] = set()
-    recordings: dict[Any, Recording] = {}
-    pool: list[Any] = []
+    recorded: list[_RecordedStep] = []
 
-    def run(state: TrainState, batch: Batch, key: Key) -> tuple[Any, ...]:
-        if not key.is_cuda:
-            raise FdpError(f"cuda_graph: expected a step on a CUDA device, got a key on {key.device}; leave it out")
-        addresses = tuple(leaf.data_ptr() for leaf in tree.leaves(state))
-        shape = tuple((tuple(leaf.shape), leaf.dtype) for leaf in tree.leaves(batch))
-        if shape in recordings and recordings[shape].addresses != addresses:
-            recordings.clear()  # another state: its old memory may belong to anyone by now
-            seen.clear()
-        if shape in recordings:
-            return _replay(recordings[shape], batch, key)
-        if shape not in seen:
-            seen.add(shape)
-            return body(state, batch, key)
-        if not pool:
-            pool.append(torch.cuda.graph_pool_handle())  # recordings never run at the same time: one pool for all
-        recordings[shape] = _record(body, state, batch, key, pool[0])
-        return _replay(recordings[shape], batch, key)
+    def run(state: TrainState, batch: Batch, key: Key) -> tuple[TrainState, Metrics, Tree]:
+        check_device(key)
+        addresses = _addresses(state)
+        if not recorded or recorded[0].addresses != addresses:
+            recorded[:] = [_RecordedStep(parts, addresses)]  # the memory of another state may belong to anyone by now
+        microbatches = split_microbatches(batch)
+        if len(microbatches) == 1:
+            return recorded[0].run_one(state, *microbatches[0], key)
+        return recorded[0].run_several(state, microbatches, key)
 
     return run
 
 
-def _record(body: Body, state: TrainState, batch: Batch, key: Key, pool: Any) -> Recording:
-    own_batch, own_key = tree.map(Tensor.clone, batch), key.clone()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()  # memory of the first call becomes free for the recording's own pool
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        after, *more = body(state, own_batch, own_key)
-    addresses = tuple(leaf.data_ptr() for leaf in tree.leaves(state))
-    if tuple(leaf.data_ptr() for leaf in tree.leaves(after)) != addresses:
-        raise FdpError("cuda_graph: expected a step that writes the state in place; use donate=('state',)")
-    return Recording(graph, addresses, own_batch, own_key, after, tuple(more))
+def check_device(key: Key) -> None:
+    """Refuse a step that is not on a CUDA device."""
+    if not key.is_cuda:
+        raise FdpError(f"cuda_graph: expected a step on a CUDA device, got a key on {key.device}; leave it out")
 
 
-def _replay(recording: Recording, batch: Batch, key: Key) -> tuple[Any, ...]:
-    _copy_into(recording.batch, batch)
-    recording.key.copy_(key)
-    recording.graph.replay()
-    return (recording.after, *tree.map(Tensor.clone, recording.more))
+class _RecordedStep:
+    """The recordings for one state, and the running sum that the microbatches of a step are added to."""
+
+    def __init__(self, parts: StepParts, addresses: tuple[int, ...]) -> None:
+        self.parts, self.addresses = parts, addresses
+        self.recorder = _Recorder()
+        self.running: tuple[ClippedSum, Tensor] | None = None
+
+    def run_one(self, state: TrainState, data: Tree, mask: Tensor, key: Key) -> tuple[TrainState, Metrics, Tree]:
+        """Run a step of one microbatch: a lazy sum goes into the update as it is."""
+
+        def work(data: Tree, mask: Tensor, key: Key) -> tuple[Metrics, Tree]:
+            total, tally, metrics = self.parts.gradient(self.parts.begin(state, mask.device), state, data, mask)
+            return metrics, self._end(state, total, tally, key)
+
+        metrics, seen = tree.map(torch.clone, self.recorder.run("step", work, data, mask, key))
+        return state, metrics, seen
+
+    def run_several(
+        self, state: TrainState, microbatches: list[tuple[Tree, Tensor]], key: Key
+    ) -> tuple[TrainState, Metrics, Tree]:
+        """Run a step of several microbatches, which are added to the running sum. The first such step is eager."""
+        if self.running is None:
+            return self._run_eagerly(state, microbatches, key)
+        running = self.running
+
+        def begin(device: Tensor) -> Tree:
+            clear_running_sum_(running)
+            return self.parts.begin(state, device.device)
+
+        def add(data: Tree, mask: Tensor) -> Metrics:
+            return add_microbatch_(running, self.parts.gradient(work, state, data, mask))
+
+        work = self.recorder.run("begin", begin, key)
+        metrics = [tree.map(torch.clone, self.recorder.run("add", add, data, mask)) for data, mask in microbatches]
+        seen = tree.map(torch.clone, self.recorder.run("end", lambda key: self._end(state, *running, key), key))
+        return state, join_metrics(metrics), seen
+
+    def _run_eagerly(
+        self, state: TrainState, microbatches: list[tuple[Tree, Tensor]], key: Key
+    ) -> tuple[TrainState, Metrics, Tree]:
+        work, metrics, running = self.parts.begin(state, key.device), [], None
+        for data, mask in microbatches:
+            part = self.parts.gradient(work, state, data, mask)
+            metrics.append(part.metrics)
+            if running is None:
+                running = make_running_sum(part)
+            else:
+                add_microbatch_(running, part)
+            del part  # its rows are freed before the next microbatch begins
+            self.recorder.note("add", data, mask)
+        assert running is not None
+        seen = self._end(state, *running, key)
+        self.recorder.note("begin", key)
+        self.recorder.note("end", key)
+        self.running = running
+        return state, join_metrics(metrics), seen
+
+    def _end(self, state: TrainState, total: ClippedSum, tally: Tensor, key: Key) -> Tree:
+        """Run the end of a step on a sum whose tensors it must leave alone, and return what is to be seen."""
+        after, seen = self.parts.end(state, total._replace(value=dict(total.value)), tally, key)
+        if _addresses(after) != self.addresses:
+            raise FdpError("cuda_graph: expected a step that writes the state in place; use donate=('state',)")
+        return seen
 
 
-def _copy_into(targets: Tree, values: Tree) -> None:
-    for target, value in zip(tree.leaves(targets), tree.leaves(values)):
-        target.copy_(value, non_blocking=True)
+class _Recorder:
+    """Recordings by name and shape of the inputs: the first run is eager, the second is recorded, all later replay."""
+
+    def __init__(self) -> None:
+        self.known: set[Any] = set()
+        self.recordings: dict[Any, Recording] = {}
+        self.pool: Any = None
+
+    def note(self, name: str, *inputs: Tree) -> None:
+        """Remember that this work was done eagerly by someone else."""
+        self.known.add(_key(name, inputs))
+
+    def run(self, name: str, work: Callable[..., Tree], *inputs: Tree) -> Tree:
+        """Return ``work(*inputs)``; what a recording returns is overwritten by its next replay."""
+        key = _key(name, inputs)
+        if key not in self.known:
+            result = work(*inputs)
+            self.known.add(key)
+            return result
+        if key not in self.recordings:
+            self.recordings[key] = self._record(work, inputs)
+        recording = self.recordings[key]
+        for target, value in zip(tree.leaves(recording.inputs), tree.leaves(inputs)):
+            target.copy_(value, non_blocking=True)
+        recording.graph.replay()
+        return recording.outputs
+
+    def _record(self, work: Callable[..., Tree], inputs: tuple[Tree, ...]) -> Recording:
+        own = tree.map(torch.clone, inputs)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # memory of the eager run becomes free for the recordings' pool
+        if self.pool is None:
+            self.pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
+            outputs = work(*own)
+        return Recording(graph, own, outputs)
+
+
+def _key(name: str, inputs: tuple[Tree, ...]) -> Any:
+    return name, tuple((tuple(leaf.shape), leaf.dtype) for leaf in tree.leaves(inputs))
+
+
+def _addresses(state: TrainState) -> tuple[int, ...]:
+    return tuple(leaf.data_ptr() for leaf in tree.leaves(state))

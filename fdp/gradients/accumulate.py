@@ -16,9 +16,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fdp import tree
 from fdp.gradients.clipped_sum import clipped_sum, plain_sum
 from fdp.gradients.execution import LOCAL, Execution
-from fdp.gradients.lazy_sum import add_sums, evaluate
+from fdp.gradients.lazy_sum import add_sums, add_sums_, evaluate
 from fdp.gradients.linear_maps import Sides
 from fdp.gradients.per_sample import Stash, identity, per_sample_norms
 from fdp.gradients.plan import Plan
@@ -64,8 +65,9 @@ def clipped_gradient(
         preconditioners: Preconditioners = NO_PRECONDITIONERS,
     ) -> MicrobatchSum:
         transform = partial(map_record, preconditioners) if preconditioners else identity
+        own = plan.of_size(len(mask))
         losses, norms, stash = per_sample_norms(
-            model, weights, data, plan=plan, execution=execution, transform=transform
+            model, weights, data, plan=own, execution=execution, transform=transform
         )
         clip = mechanism.clip.clip(norms, clip_state).masked(mask)
         total = sum_records(stash, clip)
@@ -87,7 +89,8 @@ def plain_gradient(
         mask: Float[Tensor, " batch"],
         preconditioners: Preconditioners = NO_PRECONDITIONERS,
     ) -> MicrobatchSum:
-        losses, value = sum_gradients(model, weights, data, mask, plan=plan, execution=execution)
+        own = plan.of_size(len(mask))
+        losses, value = sum_gradients(model, weights, data, mask, plan=own, execution=execution)
         metrics = Metrics(losses, torch.full_like(losses, torch.nan), torch.ones_like(losses), mask)
         return MicrobatchSum(ClippedSum(value, losses.new_full((), torch.inf)), losses.new_zeros(()), metrics)
 
@@ -109,7 +112,37 @@ def add_microbatches(sums: Iterable[MicrobatchSum], count: int) -> MicrobatchSum
         del each, more
     assert total is not None
     assert tally is not None
-    return MicrobatchSum(total, tally, Metrics(*(torch.cat(fields) for fields in zip(*metrics))))
+    return MicrobatchSum(total, tally, join_metrics(metrics))
+
+
+def make_running_sum(first: MicrobatchSum) -> tuple[ClippedSum, Tensor]:
+    """Return ``first`` as a sum and a tally in tensors of their own, which :func:`add_microbatch_` adds to."""
+    total = evaluate(first.total)
+    value = {path: leaf.contiguous() for path, leaf in total.value.items()}
+    return total._replace(value=value, sensitivity=total.sensitivity.clone()), first.tally.clone()
+
+
+def clear_running_sum_(running: tuple[ClippedSum, Tensor]) -> None:
+    """Write 0 into the sum, its sensitivity and the tally: no sample has been added."""
+    for leaf in tree.leaves(running):
+        leaf.zero_()
+
+
+def add_microbatch_(running: tuple[ClippedSum, Tensor], more: MicrobatchSum) -> Metrics:
+    """Add a microbatch to a running sum and its tally, in place, and return its metrics.
+
+    Guarantees:
+      - the numbers of :func:`add_microbatches`, up to rounding; every tensor of the running sum keeps its place.
+    """
+    total, tally = running
+    add_sums_(total, more.total)
+    tally.add_(more.tally)
+    return more.metrics
+
+
+def join_metrics(metrics: Sequence[Metrics]) -> Metrics:
+    """Return the metrics of all microbatches, in order."""
+    return Metrics(*(torch.cat(fields) for fields in zip(*metrics)))
 
 
 def gather_metrics(metrics: Metrics, shape: Sequence[int], sharding: Sharding | None) -> Metrics:

@@ -74,7 +74,7 @@ def make_weights(model: Model, params: Tree, data: Tree, plan: Plan, execution: 
     if batch_size_of(data) != plan.batch_size:
         raise FdpError(
             f"batch: expected {plan.batch_size} samples, the plan's microbatch, got {batch_size_of(data)}; pad the "
-            f"microbatch with a mask, or make a plan for this shape"
+            f"microbatch with a mask, or make a plan for this shape (fdp.gradients.plan.add_smaller_sizes)"
         )
     return Weights(model, tree.flatten(params), plan.dtype, tree.leaves(data)[0].device, execution)
 

@@ -15,7 +15,7 @@ from fdp_kernels.keep import weighted_sum
 from jaxtyping import Float
 from torch import Tensor
 
-from fdp.types import ClippedSum, Path
+from fdp.types import ClippedSum, FdpError, Path
 
 
 class LazySum(NamedTuple):
@@ -57,6 +57,15 @@ def add_sums(total: ClippedSum, more: ClippedSum) -> ClippedSum:
     value = {path: _add_leaves(take(total.value, path), take(more.value, path)) for path in list(total.value)}
     bound = None if more.bound is None else total.bound
     return ClippedSum(value, torch.maximum(total.sensitivity, more.sensitivity), bound)
+
+
+def add_sums_(total: ClippedSum, more: ClippedSum) -> None:
+    """Write the sum of :func:`add_sums` into the tensors of ``total``; uses up ``more``, leaf by leaf."""
+    if more.bound is None and total.bound is not None:
+        raise FdpError("add_sums_: expected a sum with a bound beside one with a bound, got one without")
+    for path, leaf in total.value.items():
+        leaf.copy_(_add_leaves(leaf, take(more.value, path)))
+    total.sensitivity.copy_(torch.maximum(total.sensitivity, more.sensitivity))
 
 
 def take(values: dict[Path, Any], path: Path) -> Any:

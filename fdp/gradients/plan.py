@@ -24,6 +24,7 @@ Predicted costs are in ``fdp.gradients.costs``, measured ones in ``fdp.gradients
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -69,7 +70,10 @@ NORMS_BY_METHOD = {
 
 
 class Plan(NamedTuple):
-    """The choices of a method for one model and one microbatch shape. ``choices`` is empty for plain training."""
+    """The choices of a method for one model and one microbatch shape. ``choices`` is empty for plain training.
+
+    ``smaller`` are plans with the same choices for smaller microbatches (:func:`add_smaller_sizes`).
+    """
 
     method: Method
     uses: tuple[tuple[Use, ...], ...]
@@ -77,6 +81,11 @@ class Plan(NamedTuple):
     trainable: frozenset[Path]
     batch_size: int
     dtype: torch.dtype
+    smaller: tuple[Plan, ...] = ()
+
+    def of_size(self, batch_size: int) -> Plan:
+        """Return the plan for microbatches of ``batch_size`` samples; this one if there is none."""
+        return next((plan for plan in self.smaller if plan.batch_size == batch_size), self)
 
     @property
     def private(self) -> bool:
@@ -116,13 +125,9 @@ def make_plan(
             "microbatch: expected at least one sample, got none; an empty batch is a microbatch of padding with a "
             "mask, as fdp.sample_batch makes it"
         )
-    materialized = _materialized(model, method)
-    watched = model.trainable - materialized if method is not Method.NONE else frozenset()
+    materialized, watched = _materialized(model, method), _watched(model, method)
     uses, layouts = _trace_model(model, flat, microbatch, dtype, watched)
-    # Trace again with another batch size, to refuse a dimension that only happens to equal it, or a multiple of it.
-    size = next(other for other in RETRACE_BATCH_SIZES if batch_size % other)
-    more = tree.map(lambda leaf: leaf[:1].expand(size, *leaf.shape[1:]), microbatch)
-    _check_layouts(layouts, _trace_model(model, flat, more, dtype, watched)[1], batch_size)
+    _check_layouts(layouts, _retrace_layouts(model, flat, microbatch, dtype, watched), batch_size)
     if method is Method.NONE:
         return Plan(method, uses, {}, model.trainable, batch_size, dtype)
     sizes = {path: batch_size * flat[path].numel() * dtype.itemsize for path in flat if path in materialized}
@@ -143,6 +148,20 @@ def make_plan(
     if method in BUDGETED_METHODS and memory_budget is not None:
         choices = _fit_budget(choices, options, by_leaf, memory_budget - sum(sizes.values()), rates)
     return Plan(method, uses, by_vmap | choices, model.trainable, batch_size, dtype)
+
+
+def add_smaller_sizes(plan: Plan, model: Model, params: Tree, microbatch: Tree, *, sizes: Sequence[int]) -> Plan:
+    """Return the plan with plans for the first ``sizes`` samples of ``microbatch``, which make the same choices."""
+    flat, watched = tree.flatten(params), _watched(model, plan.method)
+
+    def resize(size: int) -> Plan:
+        few = tree.map(lambda leaf: leaf[:size], microbatch)
+        uses, layouts = _trace_model(model, flat, few, plan.dtype, watched)
+        if layouts:
+            _check_layouts(layouts, _retrace_layouts(model, flat, few, plan.dtype, watched), size)
+        return plan._replace(uses=uses, batch_size=size, smaller=())
+
+    return plan._replace(smaller=tuple(resize(size) for size in sizes))
 
 
 def explain(plan: Plan) -> str:
@@ -182,6 +201,11 @@ def _materialized(model: Model, method: Method) -> frozenset[Path]:
     return found
 
 
+def _watched(model: Model, method: Method) -> frozenset[Path]:
+    """Return the leaves whose uses are recorded."""
+    return frozenset() if method is Method.NONE else model.trainable - _materialized(model, method)
+
+
 def trace_model(
     model: Model, flat: Flat, microbatch: Tree, dtype: torch.dtype, watched: frozenset[Path]
 ) -> tuple[list[Tape | None], Tree]:
@@ -213,6 +237,15 @@ def _trace_model(
     tapes, _ = trace_model(model, flat, microbatch, dtype, watched)
     uses = tuple(() if tape is None else tuple(tape.uses) for tape in tapes)
     return uses, [layout for tape in tapes if tape is not None for layout in tape.layouts]
+
+
+def _retrace_layouts(
+    model: Model, flat: Flat, microbatch: Tree, dtype: torch.dtype, watched: frozenset[Path]
+) -> list[tuple[Path, str]]:
+    """Trace with another batch size, to refuse a dimension that only happens to equal it, or a multiple of it."""
+    size = next(other for other in RETRACE_BATCH_SIZES if batch_size_of(microbatch) % other)
+    more = tree.map(lambda leaf: leaf[:1].expand(size, *leaf.shape[1:]), microbatch)
+    return _trace_model(model, flat, more, dtype, watched)[1]
 
 
 def _assume_output(

@@ -2,14 +2,23 @@
 
     indices (n,)  ->  (max(1, ceil(n / size)), size),    mask 1: a sample, 0: padding
 
-Shapes depend on the microbatch size, and not on the content of the data; an empty draw is one row of padding.
+Shapes depend on the sizes and on the number of samples, not on the content of the data; an empty draw is one row of
+padding. Microbatches of several sizes, each half of the one before, are groups of rows of the smallest size, so that
+few rows are padding:
 
-    >>> matrix, mask = pad_to_microbatches(drawn, microbatch_size=64)
-    >>> data = fetch_rows(dataset, matrix)                 # leaves (microbatches, 64, ...)
+    minimise  sum over microbatches of (rows + OVERHEAD_ROWS)    such that there is a row for every sample
+
+    >>> groups = group_rows(69, (64, 32, 16, 8))           # RowGroups((8, 1)): 64 samples, then 8
+    >>> matrix, mask = pad_to_rows(drawn, rows=9, size=8)
+    >>> data = fetch_rows(dataset, matrix)                 # leaves (9, 8, ...)
+    >>> for data, mask in split_microbatches(batch): ...   # leaves (64, ...), then (8, ...)
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache
+from itertools import pairwise
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -18,7 +27,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fdp import tree
-from fdp.types import FdpError, Tree
+from fdp.types import Batch, FdpError, RowGroups, Tree
+
+OVERHEAD_ROWS = 0.5
+"""The cost of one more microbatch (its share of small launches, a pass over the sum), as rows of the smallest size."""
 
 
 @runtime_checkable
@@ -30,6 +42,74 @@ class Dataset(Protocol):
     def fetch(self, indices: np.ndarray) -> Tree: ...
 
 
+def halved_sizes(microbatch_size: int, *, halvings: int) -> tuple[int, ...]:
+    """Return the size and its halves, largest first: ``halvings`` of them, or fewer if a size is odd."""
+    sizes = [microbatch_size]
+    while len(sizes) <= halvings and sizes[-1] % 2 == 0:
+        sizes.append(sizes[-1] // 2)
+    return tuple(sizes)
+
+
+def samples_per_rank(microbatch_size: int, sizes: Sequence[int], *, ranks: int) -> int:
+    """Return how many samples of a microbatch of all ranks are computed by each: its columns of every row."""
+    return microbatch_size // sizes[-1] * -(-sizes[-1] // ranks)
+
+
+def check_sizes(microbatch_size: int | Sequence[int]) -> tuple[int, ...]:
+    """Return the sizes as a tuple; raise :class:`FdpError` unless each is a whole number, half of the one before."""
+    sizes = tuple(microbatch_size) if isinstance(microbatch_size, Sequence) else (microbatch_size,)
+    for size in sizes:
+        if not is_whole_number(size) or size < 1:
+            raise FdpError(f"microbatch_size: expected a whole number, 1 or more, got {size!r}")
+    if not sizes or any(more != 2 * less for more, less in pairwise(sizes)):
+        raise FdpError(
+            f"microbatch_size: expected sizes such as (64, 32, 16), each half of the one before, got {sizes}"
+        )
+    return sizes
+
+
+def group_rows(count: int, sizes: Sequence[int]) -> RowGroups:
+    """Return microbatches, largest first, with a place for each of ``count`` samples, as numbers of rows.
+
+    Guarantees:
+      - there are at least ``count`` places, and fewer than one row of the largest size more;
+      - an empty draw is one microbatch of the smallest size;
+      - the result depends on ``count`` and ``sizes`` alone, so that all ranks compute the same sequence.
+    """
+    rows, largest = max(1, -(-count // sizes[-1])), sizes[0] // sizes[-1]
+    full = (rows - 1) // largest
+    return RowGroups((largest,) * full + _cover(rows - full * largest, largest))
+
+
+@cache
+def _cover(rows: int, largest: int) -> tuple[int, ...]:
+    """Return powers of two up to ``largest``, descending, whose sum is at least ``rows``, at the least cost."""
+    options, size = [], largest
+    while size >= 1:
+        options.append((size,) if size >= rows else (size, *_cover(rows - size, size)))
+        size //= 2
+    return min(options, key=lambda sizes: (sum(sizes) + OVERHEAD_ROWS * len(sizes), len(sizes)))
+
+
+def split_microbatches(batch: Batch) -> list[tuple[Tree, Tensor]]:
+    """Return data and mask of every microbatch, ``(samples, ...)``, as views of the batch.
+
+    Guarantees:
+      - every row of the batch is in exactly one microbatch.
+    """
+    if batch.groups is None:
+        return [(tree.map(lambda leaf, i=i: leaf[i], batch.data), batch.mask[i]) for i in range(len(batch.mask))]
+    sizes = batch.groups.sizes
+    if sum(sizes) != len(batch.mask) or min(sizes) < 1:
+        raise FdpError(f"batch.groups: expected groups that add up to its {len(batch.mask)} rows, got {sizes}")
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+
+    def join(leaf: Tensor, i: int) -> Tensor:
+        return leaf[starts[i] : starts[i] + sizes[i]].flatten(0, 1)
+
+    return [(tree.map(lambda leaf, i=i: join(leaf, i), batch.data), join(batch.mask, i)) for i in range(len(sizes))]
+
+
 def pad_to_microbatches(
     indices: Int[Tensor, " drawn"], *, microbatch_size: int
 ) -> tuple[Int[Tensor, "microbatches samples"], Float[Tensor, "microbatches samples"]]:
@@ -37,14 +117,19 @@ def pad_to_microbatches(
 
     There are ``max(1, ceil(n / microbatch_size))`` rows: an empty draw is one row of padding, a normal step.
     """
-    if not is_whole_number(microbatch_size) or microbatch_size < 1:
-        raise FdpError(f"microbatch_size: expected a whole number, 1 or more, got {microbatch_size!r}")
+    (size,) = check_sizes(microbatch_size)
+    return pad_to_rows(indices, rows=max(1, -(-len(indices) // size)), size=size)
+
+
+def pad_to_rows(
+    indices: Int[Tensor, " drawn"], *, rows: int, size: int
+) -> tuple[Int[Tensor, "rows samples"], Float[Tensor, "rows samples"]]:
+    """Return ``indices`` in ``rows`` rows of ``size``, and the mask: 1 for a sample, 0 for padding (index 0)."""
     count = len(indices)
-    rows = max(1, -(-count // microbatch_size))
-    matrix = indices.new_zeros(rows * microbatch_size, dtype=torch.int64)
-    mask = torch.zeros(rows * microbatch_size, dtype=torch.float32, device=indices.device)
+    matrix = indices.new_zeros(rows * size, dtype=torch.int64)
+    mask = torch.zeros(rows * size, dtype=torch.float32, device=indices.device)
     matrix[:count], mask[:count] = indices, 1.0
-    return matrix.view(rows, microbatch_size), mask.view(rows, microbatch_size)
+    return matrix.view(rows, size), mask.view(rows, size)
 
 
 def fetch_rows(dataset: Dataset | Tree, index_matrix: Int[Tensor, "microbatches samples"]) -> Tree:

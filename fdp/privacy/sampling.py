@@ -17,6 +17,7 @@ on the number of samples, which differs, but on an announced number, the populat
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -25,8 +26,16 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fdp import keys, tree
-from fdp.privacy.microbatches import Dataset, dataset_length, fetch_rows, is_whole_number, pad_to_microbatches
-from fdp.types import Batch, BatchShare, Drawn, FdpError, Key, Stamp, Tree
+from fdp.privacy.microbatches import (
+    Dataset,
+    check_sizes,
+    dataset_length,
+    fetch_rows,
+    group_rows,
+    is_whole_number,
+    pad_to_rows,
+)
+from fdp.types import Batch, BatchShare, Drawn, FdpError, Key, RowGroups, Stamp, Tree
 
 TRAINING = "training"
 """The purpose of the samples that a step trains on."""
@@ -138,20 +147,22 @@ def sample_batch(
     key: Key,
     *,
     step: int,
-    microbatch_size: int,
+    microbatch_size: int | Sequence[int],
     rank: int = 0,
     ranks: int = 1,
     purpose: str = TRAINING,
 ) -> Batch:
     """Draw the global batch of one step and return this rank's share of it, stamped. ``key`` is the root of the run.
 
-    ``microbatch_size`` counts the samples of all ranks. Every rank draws the same batch and fetches its own columns of
-    every microbatch, as many as the others, so that all take part in every collective. A release besides the steps',
-    such as noised statistics, has a ``purpose`` of its own.
+    ``microbatch_size`` counts the samples of all ranks. Several sizes, such as ``(64, 32, 16, 8)``, cut a draw into
+    microbatches with little padding; the plan of the step must have them all (``make_plan(..., smaller=...)``). Every
+    rank draws the same batch and fetches its own columns of every row, as many as the others, so that all take part in
+    every collective. A release besides the steps', such as noised statistics, has a ``purpose`` of its own.
 
     Guarantees:
       - no two steps, samplings or purposes of a root share a draw;
-      - the same (sampling, key, step, purpose) draw the same samples, on every rank and again after a restart.
+      - the same (sampling, key, step, purpose) draw the same samples, on every rank and again after a restart;
+      - every drawn sample is in exactly one microbatch of one rank, whatever the sizes.
     """
     if not 0 <= rank < ranks:
         raise FdpError(f"rank: expected 0 <= rank < ranks, got rank {rank} of {ranks}")
@@ -163,25 +174,30 @@ def sample_batch(
             f"{sampling.dataset_size}; some could never be drawn, or drawn ones would not exist"
         )
     drawn = sample(sampling, keys.step_key(key, f"sample {purpose} {tuple(sampling)}", step))
-    matrix, mask = pad_to_microbatches(drawn, microbatch_size=microbatch_size)
-    columns = -(-microbatch_size // ranks)
-    matrix, mask = (torch.nn.functional.pad(m, (0, columns * ranks - microbatch_size)) for m in (matrix, mask))
+    sizes = check_sizes(microbatch_size)
+    groups, size = group_rows(len(drawn), sizes), sizes[-1]
+    matrix, mask = pad_to_rows(drawn, rows=sum(groups.sizes), size=size)
+    columns = -(-size // ranks)
+    matrix, mask = (torch.nn.functional.pad(m, (0, columns * ranks - size)) for m in (matrix, mask))
     mine = slice(rank * columns, (rank + 1) * columns)
-    batch = Batch(fetch_rows(dataset, matrix[:, mine]), mask[:, mine])
+    batch = Batch(fetch_rows(dataset, matrix[:, mine]), mask[:, mine], groups=groups if len(sizes) > 1 else None)
     return _stamp(batch, sampling, step, rank, ranks, purpose)
 
 
 def trusted_batch(
     data: Tree,
-    mask: Float[Tensor, "microbatches samples"],
+    mask: Float[Tensor, "rows samples"],
     sampling: Poisson,
     *,
     step: int | None,
     rank: int = 0,
     ranks: int = 1,
     purpose: str = TRAINING,
+    groups: RowGroups | None = None,
 ) -> Batch:
     """Stamp a batch that you drew yourself, unchecked: for tests, benchmarks, and samplers of your own.
+
+    Every row is a microbatch, unless ``groups`` joins several.
 
     Nothing checks that every sample was drawn by ``sampling``, independently of the others and anew for this step, nor
     that it is in one microbatch of one rank only. The stated epsilon holds only if all of that is true. If ``step`` is
@@ -189,10 +205,10 @@ def trusted_batch(
     """
     if tuple(mask.shape) != tuple(tree.leaves(data)[0].shape[:2]):
         raise FdpError(
-            f"mask: expected (microbatches, samples) as in the data, {tuple(tree.leaves(data)[0].shape[:2])}, got "
+            f"mask: expected (rows, samples) as in the data, {tuple(tree.leaves(data)[0].shape[:2])}, got "
             f"{tuple(mask.shape)}"
         )
-    return _stamp(Batch(data, mask), sampling, step, rank, ranks, purpose)
+    return _stamp(Batch(data, mask, groups=groups), sampling, step, rank, ranks, purpose)
 
 
 def check_drawn(batch: Batch, sampling: Poisson, *, purpose: str = TRAINING) -> None:
@@ -218,7 +234,7 @@ def check_drawn(batch: Batch, sampling: Poisson, *, purpose: str = TRAINING) -> 
         )
     if stamp.shape != tuple(batch.mask.shape):
         raise FdpError(
-            f"batch: expected the {stamp.shape} (microbatches, samples) that were drawn, got "
+            f"batch: expected the {stamp.shape} (rows, samples) that were drawn, got "
             f"{tuple(batch.mask.shape)}: it was changed after the draw, and a sample could be in it twice"
         )
 

@@ -32,6 +32,7 @@ from fdp.parallel import agree
 from fdp.parallel.dtensors import as_dtensor, full_tensor, localize
 from fdp.parallel.gather_reduce import gather_samples
 from fdp.parallel.sharding import Sharding
+from fdp.privacy.microbatches import split_microbatches
 from fdp.run.training_run import Run, draw_batch, refresh_curvature
 from fdp.stages import Stages
 from fdp.step import join_observed
@@ -173,14 +174,14 @@ def _logits(stages: Stages, here: TrainState, batch: Batch) -> tuple[Flat, dict[
     difference is relative to the size of the logits, and rounding does not pass for one.
     """
     weights = stages.weights(here.params, batch.mask.device)
-    count = batch.mask.shape[0]
     with fast_attention(batch.mask.device, repeatable=stages.repeatable):
-        found = [stages.scores(weights, tree.map(lambda leaf, i=i: leaf[i], batch.data)) for i in range(count)]
+        found = [stages.scores(weights, data) for data, _ in split_microbatches(batch)]
     each = [moments for moments in found if moments is not None]
     if not each:
         return {}, {}
     mask = gather_samples(stages.execution.sharding, batch.mask) > 0
-    every = (gather_samples(stages.execution.sharding, part.contiguous()) for part in torch.stack(each, 1))
+    joined = torch.cat(each, 1).unflatten(1, batch.mask.shape)
+    every = (gather_samples(stages.execution.sharding, part.contiguous()) for part in joined)
     total, squares, number = (part[mask].sum().cpu() for part in every)
     mean, square = (part / number.clamp(min=1) for part in (total, squares))
     size = square.sqrt()

@@ -24,7 +24,7 @@ from fdp.parallel.sharded_init import drawn_params
 from fdp.parallel.sharding import Data, Reduce, Sharding, Zero
 from fdp.privacy.clipping import ClipStyle
 from fdp.privacy.guarantee import Guarantee
-from fdp.privacy.microbatches import Dataset
+from fdp.privacy.microbatches import Dataset, halved_sizes
 from fdp.privacy.releases import Release
 from fdp.run.evaluation_config import EvaluationConfig
 from fdp.types import FdpError, Key, Tree
@@ -55,8 +55,10 @@ class RunConfig:
     earlier runs on the same data, too. ``evaluation`` changes no parameter. ``ema`` is the decay of an average of the
     parameters, which is then the result (``fdp.run.averaging``).
 
-    ``microbatch_size``, ``memory_budget`` (bytes), ``compile``, ``compile_backend``, ``cuda_graph``, ``device``,
-    ``layout`` (None: one process), ``offload`` and ``checkpoint_activations`` change how a run computes, not what.
+    ``microbatch_size``, ``microbatch_halvings`` (how many smaller sizes, each half of the one before, the end of a
+    batch may have: less of it is padding), ``memory_budget`` (bytes), ``compile``, ``compile_backend``,
+    ``cuda_graph``, ``device``, ``layout`` (None: one process), ``offload`` and ``checkpoint_activations`` change how a
+    run computes, not what.
     """
 
     model: Model
@@ -86,6 +88,12 @@ class RunConfig:
     spent: tuple[Release, ...] = ()
     evaluation: EvaluationConfig | None = None
     ema: float | None = None
+    microbatch_halvings: int = 0
+
+    @property
+    def microbatch_sizes(self) -> tuple[int, ...]:
+        """The sizes of microbatches, largest first."""
+        return halved_sizes(self.microbatch_size, halvings=self.microbatch_halvings)
 
 
 def check_config(config: RunConfig) -> None:

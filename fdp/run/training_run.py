@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -32,7 +33,7 @@ from fdp.fingerprint import fingerprint
 from fdp.foreign.uses.dropout import DROPOUT_KEYS
 from fdp.gradients import timing
 from fdp.gradients.execution import Execution
-from fdp.gradients.plan import TIMED_METHODS, Plan, make_plan
+from fdp.gradients.plan import TIMED_METHODS, Plan, add_smaller_sizes, make_plan
 from fdp.kfac.optimizer import Kfac
 from fdp.kfac.private.curvature_sources import (
     Feed,
@@ -53,6 +54,7 @@ from fdp.parallel.sharded_init import shared_key
 from fdp.parallel.sharding import Sharding, abstract_params, make_sharding, over_tensor_axis
 from fdp.privacy import accounting
 from fdp.privacy.mechanism import Mechanism, without_noise
+from fdp.privacy.microbatches import samples_per_rank, split_microbatches
 from fdp.privacy.releases import composed_event
 from fdp.privacy.sampling import TRAINING, Poisson, poisson, sample_batch
 from fdp.run.flight import Flight, land, read_clip_bound, take_off
@@ -108,7 +110,6 @@ def prepare(config: RunConfig, *, root: Key | None = None, settings: str | None 
     root = _share_key(keys.key(config.seed) if root is None else root, sharding)
     key = keys.fold_in(root, "init").to("cpu" if config.offload.params else config.device)
     params = config.values(model, sharding, key)
-    samples = -(-config.microbatch_size // (1 if sharding is None else sharding.ranks))
     execution = make_execution(
         sharding=sharding,
         offload=config.offload,
@@ -117,13 +118,13 @@ def prepare(config: RunConfig, *, root: Key | None = None, settings: str | None 
         cuda_graph=config.cuda_graph,
         backend=config.compile_backend,
     )
-    kfac = _make_kfac(config, model, execution, samples)
+    kfac = _make_kfac(config, model, execution)
     optimizer = config.optimizer if kfac is None else kfac.optimizer
     assert isinstance(optimizer, Optimizer)
     state = init_state(model, params, optimizer, mechanism, execution=execution, device=config.device)
     state = state if kfac is None else kfac.place(state)
     feed = None if kfac is None else _make_feed(config, kfac, state, root)
-    plan = _make_plan(config, model, sharding, samples)
+    plan, config = _make_plan(config, model, sharding)
     check_model(model, state.params, _examples(config, REAL_SAMPLES), plan=plan, execution=execution)
     # State on the CPU stays in pinned memory only if it is written in place; kernels write in place.
     in_place = any(config.offload) or config.compile is Compile.BLOCK or config.cuda_graph
@@ -240,7 +241,7 @@ def draw_on_host(run: Run, t: int, sampling: Poisson | None = None, purpose: str
     """Return the samples of :func:`draw_batch` where the dataset has them."""
     config, by = run.config, run.mechanism.sampling if sampling is None else sampling
     share = {} if run.sharding is None else {"rank": run.sharding.rank, "ranks": run.sharding.ranks}
-    options = {"step": t, "microbatch_size": config.microbatch_size, "purpose": purpose, **share}
+    options = {"step": t, "microbatch_size": config.microbatch_sizes, "purpose": purpose, **share}
     return _fold_into_dropout(sample_batch(config.dataset, by, run.key, **options), run, t)
 
 
@@ -262,15 +263,16 @@ def refresh_curvature(run: Run, state: TrainState, batch: Batch, t: int) -> Trai
         return state
     key = run.key.to(run.config.device)
     if run.feed is None:
-        data = tree.map(lambda leaf: leaf[0], batch.data)
-        return run.kfac.refresh(state, data, batch.mask[0], key, t, donate=run.in_place)
+        data, mask = split_microbatches(batch)[0]
+        return run.kfac.refresh(state, data, mask, key, t, donate=run.in_place)
     draw, mechanism = partial(draw_batch, run, t), run.mechanism
     return refresh_from_feed(run.feed, run.kfac, state, draw, key, t, mechanism=mechanism, donate=run.in_place)
 
 
-def _make_kfac(config: RunConfig, model: Model, execution: Execution, samples: int) -> Kfac | None:
+def _make_kfac(config: RunConfig, model: Model, execution: Execution) -> Kfac | None:
     if not isinstance(config.optimizer, KfacOptimizer):
         return None
+    samples = _local_sizes(config, execution.sharding)[0]
     return make_kfac(model, _examples(config, samples), config.optimizer, execution=execution, dtype=config.dtype)
 
 
@@ -303,7 +305,7 @@ def _check_ranks_agree(config: RunConfig, mechanism: Mechanism, digest: str) -> 
             "population": mechanism.sampling.population,
             "statistics": mechanism.statistics and mechanism.statistics.public(),
             "batch size": config.batch_size,
-            "microbatch": config.microbatch_size,
+            "microbatch": config.microbatch_sizes,
             "steps": config.steps,
         }
     )
@@ -322,24 +324,36 @@ def _epsilon_curve(config: RunConfig, mechanism: Mechanism) -> Sequence[float] |
     return epsilons
 
 
-def _make_plan(config: RunConfig, model: Model, sharding: Sharding | None, samples: int) -> Plan:
+def _make_plan(config: RunConfig, model: Model, sharding: Sharding | None) -> tuple[Plan, RunConfig]:
+    """Return the plan, and the configuration with the sizes of microbatches that could be planned."""
     params = abstract_params(model, sharding, device=config.device)
+    largest, *smaller = _local_sizes(config, sharding)
+    examples = _examples(config, largest)
     plan_with = partial(
         make_plan,
         model,
         params,
-        _examples(config, samples),
+        examples,
         method=config.method,
         memory_budget=config.memory_budget,
         dtype=config.dtype,
     )
     plan, timed = plan_with(), config.method in TIMED_METHODS
     # Several ranks must make the same choices, so none of them goes by its own times.
-    if sharding is not None or not timed or not timing.is_worth_timing(config.device, config.dtype):
-        return plan
-    uses = [use for block in plan.uses for use in block]
-    times = timing.measure(uses, dtype=config.dtype, device=config.device, store=timing.default_store())
-    return plan_with(timings=times)
+    if sharding is None and timed and timing.is_worth_timing(config.device, config.dtype):
+        uses = [use for block in plan.uses for use in block]
+        times = timing.measure(uses, dtype=config.dtype, device=config.device, store=timing.default_store())
+        plan = plan_with(timings=times)
+    try:
+        return add_smaller_sizes(plan, model, params, examples, sizes=smaller), config
+    except FdpError:  # a dimension of the model happens to be one of the smaller sizes
+        return _make_plan(replace(config, microbatch_halvings=0), model, sharding)
+
+
+def _local_sizes(config: RunConfig, sharding: Sharding | None) -> list[int]:
+    """Return how many samples of a microbatch this rank computes, for every size."""
+    sizes, ranks = config.microbatch_sizes, 1 if sharding is None else sharding.ranks
+    return [samples_per_rank(size, sizes, ranks=ranks) for size in sizes]
 
 
 def _examples(config: RunConfig, count: int) -> Tree:

@@ -2,170 +2,208 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from fdp import keys
+from fdp import keys, tree
 from fdp.fast.compile_modes import Compile, make_execution
-from fdp.fast.cuda_graph import capture
-from fdp.gradients.plan import make_plan
+from fdp.fast.compiled import CompiledRunner
+from fdp.fast.cuda_graph import StepParts, capture
+from fdp.gradients.accumulate import MicrobatchSum
+from fdp.gradients.plan import Method, add_smaller_sizes, make_plan
 from fdp.models import mlp
-from fdp.optimizers import adamw
+from fdp.optimizers import adamw, sgd
 from fdp.privacy import clipping
-from fdp.privacy.mechanism import Mechanism
+from fdp.privacy.mechanism import Mechanism, without_noise
+from fdp.privacy.microbatches import group_rows, pad_to_rows
 from fdp.privacy.sampling import poisson, trusted_batch
 from fdp.step import init_state, make_train_step
-from fdp.types import Batch, FdpError, Metrics, TrainState
+from fdp.types import Batch, ClippedSum, FdpError, Metrics, RowGroups, TrainState
+from tests.fake_graphs import Fake, install
 
 
-class Graph:
-    """Runs the recorded work again, on the same tensors."""
-
-    recording: Graph | None = None
-    made: int = 0
-
-    def __init__(self) -> None:
-        Graph.made += 1
-        self.work: Any = None
-        self.replays = 0
-
-    def replay(self) -> None:
-        self.replays += 1
-        self.work()
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
+    return install(monkeypatch)
 
 
-class OnDevice(torch.Tensor):
-    """A tensor that says it is on a GPU."""
-
-    @property
-    def is_cuda(self) -> bool:  # type: ignore[override]
-        return True
+# ---------------------------------------------------------------- parts that are simple enough to predict
 
 
-@pytest.fixture(autouse=True)
-def _fake(monkeypatch: pytest.MonkeyPatch) -> None:
-    @contextmanager
-    def record(graph: Graph, pool: Any):
-        Graph.recording = graph
-        yield
-        Graph.recording = None
-
-    Graph.made = 0
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", record)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+def gradient(work: Any, state: TrainState, data: Any, mask: torch.Tensor) -> MicrobatchSum:
+    x = data["x"] * mask
+    losses = x.clone()
+    return MicrobatchSum(
+        ClippedSum({"w": x.sum().reshape(1)}, torch.ones(())), mask.sum(), Metrics(losses, losses, losses, mask.clone())
+    )
 
 
-def body(state: TrainState, batch: Batch, key: torch.Tensor) -> tuple[TrainState, Metrics]:
-    """``w += sum(x) + key``: enqueued while recording, done at once otherwise, as a GPU does it."""
-    losses = torch.full_like(batch.mask.flatten(), torch.nan)
+def end(state: TrainState, total: ClippedSum, tally: torch.Tensor, key: torch.Tensor) -> tuple[TrainState, Any]:
+    """``w += sum(x) + key``; the number of samples is seen."""
+    state.params["w"].add_(total.value.pop("w") + key.sum())
+    state.step.add_(1)
+    return state, tally.clone()
 
-    def work() -> None:
-        state.params["w"].add_(batch.data["x"].sum() + key.sum())
-        losses.copy_(batch.data["x"].flatten())
-        state.step.add_(1)
 
-    if Graph.recording is None:
-        work()
-    else:
-        Graph.recording.work = work
-    return state, Metrics(losses, losses, losses, batch.mask.flatten())
+PARTS = StepParts(lambda state, device: (), gradient, end)
 
 
 def state_of(value: float = 0.0) -> TrainState:
     return TrainState({"w": torch.tensor([value])}, (), (), torch.tensor(0))
 
 
-def batch_of(value: float, samples: int = 2) -> Batch:
-    return Batch({"x": torch.full((1, samples), value)}, torch.ones(1, samples))
+def batch_of(value: float, groups: Sequence[int] = (1,), size: int = 2) -> Batch:
+    rows = sum(groups)
+    return Batch({"x": torch.full((rows, size), value)}, torch.ones(rows, size), groups=RowGroups(tuple(groups)))
 
 
 def key_of(value: int) -> torch.Tensor:
-    return torch.tensor([value]).as_subclass(OnDevice)
+    return torch.tensor([value])
 
 
-def test_the_first_call_runs_the_second_is_recorded_and_all_read_their_own_data_and_key():
-    run, state, expected = capture(body), state_of(), 0.0
+def test_the_first_call_runs_the_second_is_recorded_and_all_read_their_own_data_and_key(fake):
+    run, state, expected = capture(PARTS), state_of(), 0.0
     for t in range(5):
         given, key = batch_of(10.0 * t), key_of(t)
-        state, metrics = run(state, given, key)
+        state, metrics, seen = run(state, given, key)
         expected += 20.0 * t + t
         assert state.params["w"].item() == expected
         assert metrics.losses.tolist() == [10.0 * t] * 2
+        assert float(seen) == 2.0
         assert given.data["x"].tolist() == [[10.0 * t] * 2]
         assert int(key.sum()) == t
-        assert Graph.made == (0 if t == 0 else 1)
+        assert len(fake.graphs) == (0 if t == 0 else 1)
     assert int(state.step) == 5
 
 
-def test_metrics_of_a_step_are_not_overwritten_by_the_next():
-    run, state, seen = capture(body), state_of(), []
-    for t in range(4):
-        state, metrics = run(state, batch_of(float(t)), key_of(0))
+def test_one_recording_per_size_whatever_the_number_of_microbatches(fake):
+    run, state, expected = capture(PARTS), state_of(), 0.0
+    sequences = [(4, 1), (4, 2), (4, 4, 1), (4, 4, 4, 2, 1), (4, 2), (4, 4), (4, 4, 4, 4, 4, 4, 1), (2, 1)]
+    for t, groups in enumerate(sequences):
+        state, metrics, seen = run(state, batch_of(float(t), groups), key_of(1))
+        expected += 2.0 * t * sum(groups) + 1
+        assert state.params["w"].item() == expected
+        assert metrics.losses.tolist() == [float(t)] * (2 * sum(groups))
+        assert float(seen) == 2.0 * sum(groups)
+    assert len(fake.graphs) == 5, "expected one for the beginning, one per size (4, 2, 1), one for the end"
+    state, _, _ = run(state, batch_of(1.0, (4,)), key_of(0))
+    state, _, _ = run(state, batch_of(1.0, (4,)), key_of(0))
+    assert state.params["w"].item() == expected + 16
+    assert len(fake.graphs) == 6, "expected one more for a step of one microbatch"
+
+
+def test_metrics_of_a_step_are_not_overwritten_by_the_next(fake):
+    run, state, seen = capture(PARTS), state_of(), []
+    for t in range(6):
+        state, metrics, _ = run(state, batch_of(float(t), (1, 1) if t % 2 else (1,)), key_of(0))
         seen.append(metrics)
-    assert [m.losses[0].item() for m in seen] == [0.0, 1.0, 2.0, 3.0]
+    assert [m.losses[0].item() for m in seen] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
 
-def test_another_shape_is_recorded_beside_the_first():
-    run, state = capture(body), state_of()
-    for samples in (2, 2, 3, 3, 2, 3, 2):
-        before = state.params["w"].item()
-        state, metrics = run(state, batch_of(1.0, samples), key_of(0))
-        assert state.params["w"].item() == before + samples
-        assert len(metrics.losses) == samples
-    assert Graph.made == 2
-
-
-def test_another_dtype_is_another_shape():
-    run, state = capture(body), state_of()
+def test_another_dtype_is_another_shape(fake):
+    run, state = capture(PARTS), state_of()
     whole = Batch({"x": torch.ones(1, 2, dtype=torch.int64)}, torch.ones(1, 2))
     for given in (batch_of(1.5), batch_of(1.5), whole, whole, batch_of(1.5)):
         before = state.params["w"].item()
-        state, _ = run(state, given, key_of(0))
+        state, _, _ = run(state, given, key_of(0))
         assert state.params["w"].item() == before + float(given.data["x"].sum())
-    assert Graph.made == 2
+    assert len(fake.graphs) == 2
 
 
+@pytest.mark.parametrize("groups", [(1,), (2, 1)])
 @pytest.mark.parametrize("order", ["AAABBBAAA", "AABBAB", "AAB", "AABA"])
-def test_another_state_is_recorded_anew_and_the_first_is_left_alone(order):
-    run, states, counts = capture(body), {"A": state_of(), "B": state_of(100.0)}, {"A": 0.0, "B": 100.0}
+def test_another_state_is_recorded_anew_and_the_first_is_left_alone(order, groups, fake):
+    run, states, counts = capture(PARTS), {"A": state_of(), "B": state_of(100.0)}, {"A": 0.0, "B": 100.0}
     for which in order:
-        after, _ = run(states[which], batch_of(1.0), key_of(0))
-        counts[which] += 2.0
+        after, _, _ = run(states[which], batch_of(1.0, groups), key_of(0))
+        counts[which] += 2.0 * sum(groups)
         assert {name: state.params["w"].item() for name, state in states.items()} == counts
         assert after.params["w"].data_ptr() == states[which].params["w"].data_ptr()
 
 
-def test_a_state_seen_with_another_shape_is_not_replayed_into_the_old_one():
-    run, first, second = capture(body), state_of(), state_of(100.0)
-    for _ in range(2):
-        run(first, batch_of(1.0, 2), key_of(0))
-    for samples in (3, 3, 2, 2, 3):
-        before = second.params["w"].item()
-        run(second, batch_of(1.0, samples), key_of(0))
-        assert second.params["w"].item() == before + samples
-    assert first.params["w"].item() == 4.0
+def test_a_microbatch_that_fails_leaves_the_state_and_the_next_step_alone(fake):
+    run, state, failing = capture(PARTS._replace(gradient=lambda *given: fails_or(*given))), state_of(), [False]
+
+    def fails_or(*given: Any) -> MicrobatchSum:
+        if failing[0]:
+            raise torch.OutOfMemoryError("no room")
+        return gradient(*given)
+
+    for t in range(4):
+        failing[0] = t in (1, 2)
+        groups = (2, 1) if t < 3 else (1, 1)
+        before = state.params["w"].item()
+        if failing[0]:
+            with pytest.raises(torch.OutOfMemoryError):
+                run(state, batch_of(1.0, groups), key_of(0))
+            assert state.params["w"].item() == before
+            assert int(state.step) == 1
+        else:
+            run(state, batch_of(1.0, groups), key_of(0))
+            assert state.params["w"].item() == before + 2.0 * sum(groups)
 
 
-def test_a_step_that_does_not_write_in_place_is_refused():
-    def elsewhere(state: TrainState, batch: Batch, key: torch.Tensor):
-        after, metrics = body(state._replace(params={"w": state.params["w"].clone()}), batch, key)
-        return after, metrics
+def test_a_step_that_does_not_write_in_place_is_refused(fake):
+    def elsewhere(state: TrainState, *rest: Any):
+        return end(state._replace(params={"w": state.params["w"].clone()}), *rest)
 
-    run, state = capture(elsewhere), state_of()
-    run(state, batch_of(1.0), key_of(0))
     with pytest.raises(FdpError, match="writes the state in place"):
-        run(state, batch_of(1.0), key_of(0))
+        capture(PARTS._replace(end=elsewhere))(state_of(), batch_of(1.0), key_of(0))
+
+
+# ---------------------------------------------------------------- the real step
+
+SIZES = (8, 4, 2)
+MODEL = mlp(widths=(6, 5), classes=3)
+SAMPLING = poisson(1000, expected_batch_size=11)
+COUNTS = (11, 8, 0, 13, 3, 8, 21, 7, 16, 2, 11, 29, 1, 8)
+
+
+def train(method: Method, compile: Compile, optimizer: Any, *, sizes: Sequence[int], recorded: bool) -> dict[str, Any]:
+    clip = clipping.quantile(max_norm=0.5, target_quantile=0.5, learning_rate=0.3, count_noise=1.0)
+    private = method is not Method.NONE
+    mechanism = Mechanism(SAMPLING, clip, 0.7) if private else without_noise(SAMPLING, clip)
+    params = MODEL.init(keys.key(0))
+    draw = torch.Generator().manual_seed(1)
+    pool = {"image": torch.randn(40, 6, generator=draw), "label": torch.randint(3, (40,), generator=draw)}
+    example = tree.map(lambda leaf: leaf[: sizes[0]], pool)
+    plan = make_plan(MODEL, params, example, method=method)
+    plan = add_smaller_sizes(plan, MODEL, params, example, sizes=sizes[1:])
+    execution = make_execution(compile=compile, cuda_graph=recorded)
+    step = make_train_step(MODEL, optimizer, mechanism=mechanism, plan=plan, execution=execution, donate=("state",))
+    state, seen = init_state(MODEL, params, optimizer, mechanism), []
+    for t, count in enumerate(COUNTS):
+        groups = group_rows(count, sizes)
+        which = torch.randperm(40, generator=draw)[:count]
+        matrix, mask = pad_to_rows(which, rows=sum(groups.sizes), size=sizes[-1])
+        data = tree.map(lambda leaf, matrix=matrix: leaf[matrix], pool)
+        batch = trusted_batch(data, mask, SAMPLING, step=t, groups=groups)
+        state, metrics = step(state, batch, keys.key(9))
+        real = metrics.mask > 0
+        assert int(real.sum()) == count
+        seen.append((metrics.losses[real], metrics.norms[real], metrics.factors[real]))
+    return {"params": tree.flatten(state.params), "clip": state.clip, "metrics": seen}
+
+
+@pytest.mark.parametrize("optimizer", [adamw(1e-2, eps=1e-3), sgd(0.1)], ids=["adamw", "sgd"])
+@pytest.mark.parametrize("compile", [Compile.NONE, Compile.BLOCK], ids=lambda c: c.value)
+@pytest.mark.parametrize("method", [Method.NONE, Method.AUTO, Method.GHOST], ids=lambda m: m.value)
+def test_recorded_steps_of_any_sizes_are_the_eager_steps_of_one_size(method, compile, optimizer, fake, monkeypatch):
+    monkeypatch.setattr(CompiledRunner, "_compile_as", lambda self, name, run: run)  # not inside a stand-in
+    expected = train(method, Compile.NONE, optimizer, sizes=(32,), recorded=False)
+    found = train(method, compile, optimizer, sizes=SIZES, recorded=True)
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-6, equal_nan=True)
+    most = 2 + 2 * len(SIZES)
+    assert 4 <= len(fake.graphs) <= most, "expected one or two recordings per size, one to begin, one to end"
+    assert all(graph.replays for graph in fake.graphs)
 
 
 def test_a_cpu_is_refused():
     with pytest.raises(FdpError, match="expected a step on a CUDA device, got a key on cpu"):
-        capture(body)(state_of(), batch_of(1.0), torch.tensor([0]))
+        capture(PARTS)(state_of(), batch_of(1.0), torch.tensor([0]))
     model, optimizer = mlp(widths=(4, 5), classes=3), adamw(1e-2)
     mechanism = Mechanism(poisson(100, expected_batch_size=4), clipping.flat(max_norm=1.0), 1.0)
     params, data = model.init(keys.key(0)), {"image": torch.zeros(2, 4), "label": torch.tensor([0, 1])}

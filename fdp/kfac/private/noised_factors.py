@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fdp import keys, tree
+from fdp import keys
 from fdp.gradients.execution import LOCAL, Execution
 from fdp.gradients.lazy_sum import add_sums
 from fdp.kfac import factors
@@ -41,6 +41,7 @@ from fdp.parallel.gather_reduce import sum_over_samples
 from fdp.parallel.sharding import Sharding
 from fdp.privacy.clipping import clip_factors
 from fdp.privacy.mechanism import Statistics
+from fdp.privacy.microbatches import split_microbatches
 from fdp.privacy.noise import add_noise
 from fdp.privacy.sampling import check_drawn
 from fdp.types import Batch, Bound, ClippedSum, FdpError, Key, Tree
@@ -75,8 +76,7 @@ def clipped_statistics(
     check_drawn(batch, statistics.sampling, purpose=STATISTICS)
     check_noisable(estimator, execution.sharding)
     total: ClippedSum | None = None
-    for i, mask in enumerate(batch.mask):
-        data = tree.map(lambda leaf, i=i: leaf[i], batch.data)
+    for i, (data, mask) in enumerate(split_microbatches(batch)):
         labels = keys.fold_in(key, i)
         rows = per_sample_rows(model, params, data, estimator=estimator, key=labels, execution=execution)
         squared = [_squared_norms(k, each, estimator) / _scale(k, scales) ** 2 for k, each in rows.items()]
