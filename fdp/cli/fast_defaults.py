@@ -22,9 +22,12 @@ import torch
 
 from fdp import models
 from fdp.cli.train_options import TrainOptions
+from fdp.fast.compile_modes import Compile
 
 AUTO = "auto"
 MICROBATCH, MICROBATCH_ON_CPU = 32, 8
+HALVINGS = 3
+"""Smaller sizes of microbatches on a GPU: 1/2, 1/4 and 1/8."""
 
 
 def resolve_fast_defaults(options: TrainOptions) -> TrainOptions:
@@ -44,6 +47,14 @@ def resolve_fast_defaults(options: TrainOptions) -> TrainOptions:
         recorded = fast and options.ranks.mesh is None and options.ranks.offload == "none"
         compute = replace(compute, compile="block" if fast else "none", cuda_graph=compute.cuda_graph or recorded)
     return replace(options, compute=compute)
+
+
+def microbatch_halvings(device: torch.device, compile: Compile, *, kfac: bool) -> int:
+    """Return how many sizes smaller than ``--microbatch`` the end of a batch may have, each half of the one before.
+
+    K-FAC measures curvature on a whole microbatch, and to compile a whole step takes minutes per size.
+    """
+    return HALVINGS if device.type == "cuda" and compile is not Compile.STEP and not kfac else 0
 
 
 def _has_fast_gpu(device: str) -> bool:

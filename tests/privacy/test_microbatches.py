@@ -11,8 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fdp.privacy.microbatches import Dataset, dataset_length, fetch_rows, pad_to_microbatches
-from fdp.types import FdpError
+from fdp.privacy.microbatches import (
+    OVERHEAD_ROWS,
+    Dataset,
+    check_sizes,
+    dataset_length,
+    fetch_rows,
+    group_rows,
+    halved_sizes,
+    pad_to_microbatches,
+    pad_to_rows,
+    samples_per_rank,
+    split_microbatches,
+)
+from fdp.types import Batch, FdpError, RowGroups
 
 
 @given(count=st.integers(0, 70), size=st.integers(1, 20))
@@ -31,6 +43,64 @@ def test_an_empty_draw_is_one_microbatch_of_padding():
     matrix, mask = pad_to_microbatches(torch.empty(0, dtype=torch.int64), microbatch_size=4)
     assert matrix.tolist() == [[0, 0, 0, 0]]
     assert mask.tolist() == [[0.0, 0.0, 0.0, 0.0]]
+
+
+SIZES = (64, 32, 16, 8)
+
+
+@given(count=st.integers(0, 700), halvings=st.integers(0, 4), size=st.sampled_from([1, 6, 16, 64]))
+def test_microbatches_of_several_sizes_have_a_place_for_every_sample_and_little_padding(count, halvings, size):
+    sizes = halved_sizes(size, halvings=halvings)
+    groups = group_rows(count, sizes).sizes
+    samples = [rows * sizes[-1] for rows in groups]
+    assert set(samples) <= set(sizes)
+    assert samples == sorted(samples, reverse=True)
+    assert max(count, 1) <= sum(samples) < max(count, 1) + size
+    least = -(-max(count, 1) // sizes[-1])
+    assert sum(groups) + OVERHEAD_ROWS * len(groups) <= least + OVERHEAD_ROWS * (
+        least // (size // sizes[-1]) + halvings + 1
+    )
+
+
+def test_the_sizes_are_those_of_the_least_work():
+    def samples(count: int) -> list[int]:
+        return [8 * rows for rows in group_rows(count, SIZES).sizes]
+
+    assert samples(0) == [8]
+    assert samples(64) == [64]
+    assert samples(69) == [64, 8]
+    assert samples(100) == [64, 32, 8]
+    assert samples(57) == [64], "four more rows of padding are cheaper than three more microbatches"
+    assert samples(1030) == [64] * 16 + [8]
+    assert [16 * rows for rows in group_rows(35, (16,)).sizes] == [16, 16, 16]
+
+
+def test_sizes_are_halves_of_one_another():
+    assert halved_sizes(64, halvings=3) == SIZES
+    assert halved_sizes(12, halvings=3) == (12, 6, 3)
+    assert halved_sizes(7, halvings=3) == (7,)
+    assert check_sizes(5) == (5,)
+    for wrong in ((), (64, 16), (64, 32, 15), (0,), (8, 4.0), (2, 2)):
+        with pytest.raises(FdpError, match="microbatch_size: expected"):
+            check_sizes(wrong)
+    assert [samples_per_rank(size, SIZES, ranks=4) for size in SIZES] == [16, 8, 4, 2]
+    assert [samples_per_rank(size, SIZES, ranks=3) for size in SIZES] == [24, 12, 6, 3]
+    assert samples_per_rank(64, (64,), ranks=3) == 22
+
+
+@given(count=st.integers(0, 300))
+def test_every_row_is_in_exactly_one_microbatch(count):
+    groups = group_rows(count, SIZES)
+    matrix, mask = pad_to_rows(torch.arange(count) + 1, rows=sum(groups.sizes), size=8)
+    batch = Batch({"x": matrix}, mask, groups=groups)
+    found = split_microbatches(batch)
+    assert [len(m) for _, m in found] == [8 * rows for rows in groups.sizes]
+    assert torch.equal(torch.cat([data["x"] for data, _ in found]), matrix.flatten())
+    assert torch.equal(torch.cat([data["x"][m > 0] for data, m in found]), torch.arange(count) + 1)
+    assert all((data["x"][m == 0] == 0).all() for data, m in found)
+    for wrong in ((*groups.sizes, 1), groups.sizes[1:], (*groups.sizes, 0)):
+        with pytest.raises(FdpError, match=r"batch\.groups: expected groups that add up to its"):
+            split_microbatches(batch._replace(groups=RowGroups(wrong)))
 
 
 class Rows(NamedTuple):
