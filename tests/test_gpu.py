@@ -22,7 +22,7 @@ from fdp.fast.compile_modes import Compile, make_execution
 from fdp.fast.compiled import CompiledRunner
 from fdp.gradients.execution import Execution
 from fdp.gradients.per_sample import per_sample_norms
-from fdp.gradients.plan import Method, make_plan
+from fdp.gradients.plan import Method, add_smaller_sizes, make_plan
 from fdp.model import from_loss
 from fdp.models import GPTConfig, gpt
 from fdp.parallel.dtensors import localize
@@ -33,6 +33,7 @@ from fdp.parallel.sharding import Zero, abstract_params, make_sharding
 from fdp.privacy import clipping
 from fdp.privacy.clipping import clip_to
 from fdp.privacy.mechanism import Mechanism
+from fdp.privacy.microbatches import group_rows, pad_to_rows
 from fdp.privacy.sampling import poisson, sample_batch, trusted_batch
 from fdp.run.compare import Stage, compare, first_over
 from fdp.step import init_state, make_train_step
@@ -201,8 +202,8 @@ def batch_of(seed: int, *, microbatches: int = 2, size: int = 4, step: int | Non
     return trusted_batch({"tokens": tokens}, mask, EIGHT, step=step)
 
 
-def fresh_state(seed: int = 0, z: float = 1.0) -> tuple[Any, Mechanism, TrainState]:
-    optimizer = optimizers.adamw(1e-2, eps=1e-3, weight_decay=0.1)
+def fresh_state(seed: int = 0, z: float = 1.0, optimizer: Any = None) -> tuple[Any, Mechanism, TrainState]:
+    optimizer = optimizers.adamw(1e-2, eps=1e-3, weight_decay=0.1) if optimizer is None else optimizer
     mechanism = Mechanism(EIGHT, clipping.flat(max_norm=0.3), z)
     params = SMALL.init(keys.key(seed).cuda())
     return optimizer, mechanism, init_state(SMALL, params, optimizer, mechanism)
@@ -216,10 +217,13 @@ def step_of(
     runner: CompiledRunner,
     cuda_graph: bool = False,
     budget: float | None = None,
+    sizes: tuple[int, ...] = (4,),
+    optimizer: Any = None,
 ) -> tuple[Any, TrainState]:
-    optimizer, mechanism, state = fresh_state(z=0.0 if method is Method.NONE else 1.0)
-    example = {"tokens": batch_of(0).data["tokens"][0]}
+    optimizer, mechanism, state = fresh_state(z=0.0 if method is Method.NONE else 1.0, optimizer=optimizer)
+    example = {"tokens": batch_of(0, size=sizes[0]).data["tokens"][0]}
     plan = make_plan(SMALL, state.params, example, method=method, memory_budget=budget, dtype=dtype)
+    plan = add_smaller_sizes(plan, SMALL, state.params, example, sizes=sizes[1:])
     step = make_train_step(
         SMALL,
         optimizer,
@@ -274,6 +278,35 @@ def test_a_recorded_step_is_the_step_with_new_data_new_keys_and_other_shapes(sha
         torch.testing.assert_close(found[what], value, rtol=1e-3, atol=1e-4, msg=lambda m, w=what: f"{w}: {m}")
     norms = [found[f"norms {t}"] for t in range(8)]
     assert all(not torch.equal(a, b) for a, b in pairwise(norms)), "metrics of a step were overwritten"
+
+
+COUNTS = (11, 8, 0, 13, 3, 8, 21, 7, 16, 2, 11, 29, 1, 8, 25, 6, 6, 14, 30, 5)
+"""Numbers of samples of the steps: every size of microbatch occurs first, in the middle and last, and none at all."""
+
+
+def drawn_of(count: int, sizes: tuple[int, ...], seed: int) -> Batch:
+    draw, groups = torch.Generator().manual_seed(seed), group_rows(count, sizes)
+    tokens = torch.randint(0, 211, (32, 33), generator=draw).cuda()
+    matrix, mask = pad_to_rows(torch.arange(count, device="cuda"), rows=sum(groups.sizes), size=sizes[-1])
+    return trusted_batch({"tokens": tokens[matrix]}, mask, EIGHT, step=None, groups=groups)
+
+
+@pytest.mark.parametrize("optimizer", [None, optimizers.sgd(0.1, momentum=0.9)], ids=["adamw", "sgd"])
+@pytest.mark.parametrize("compile", [Compile.NONE, Compile.BLOCK], ids=lambda how: how.value)
+@pytest.mark.parametrize("method", [Method.NONE, Method.AUTO, Method.GHOST_BK], ids=lambda how: how.value)
+def test_recorded_microbatches_of_all_sizes_are_the_eager_steps_of_one_size(method, compile, optimizer, shared):
+    """Float32, so that wrong reuse of memory between recordings is not taken for rounding."""
+    sizes, found = (8, 4, 2, 1), []
+    for own, how in (((32,), {"compile": Compile.NONE}), (sizes, {"compile": compile, "cuda_graph": True})):
+        step, state = step_of(method, torch.float32, runner=shared, sizes=own, optimizer=optimizer, **how)
+        seen = []
+        for t, count in enumerate(COUNTS):
+            state, metrics = step(state, drawn_of(count, own, seed=t), KEY.cuda())
+            seen.append(metrics)
+        kept = [(m.losses[m.mask > 0], m.norms[m.mask > 0]) for m in seen]
+        found.append((kept, tree.flatten(tree.map(torch.clone, state.params))))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-4, equal_nan=True)
+    assert [len(losses) for losses, _ in found[1][0]] == list(COUNTS)
 
 
 def test_another_state_is_recorded_anew_and_the_first_is_left_alone(shared):
