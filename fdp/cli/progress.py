@@ -1,7 +1,7 @@
 """The progress that ``fdp train`` shows: a line redrawn in place on a terminal, else one plain line in ten steps.
 
-The first step may compile for minutes. Until it ends, a terminal shows what the run is doing and since when; a log gets
-one line about it.
+Reading the data, checking the model and the first step, which may compile, can take minutes. Until they end, a terminal
+shows what the run is doing and since when; a log gets a line about it after a while, and again after twice as long.
 
 >>> for state, record in follow(steps(run, state), run, console): ...
 """
@@ -12,7 +12,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 
@@ -31,12 +31,17 @@ from fdp.types import TrainState
 BARS = "▁▂▃▄▅▆▇█"
 SPEED_STEPS = 20
 """Steps over which the speed is averaged."""
-PATIENCE_S = 20.0
-"""Seconds after which a log says that the first step is still being made."""
+PATIENCE_S = 10.0
+"""Seconds after which a log says what the run is still doing, and again after twice, four times, ... as many."""
+STEP_COMPILE_S, LAYER_COMPILE_S = 60, 10
+"""Seconds that a compiled step takes to start, and more for each block; measured on an H200 and on two CPU cores."""
 FIRST_STEP = {
     Compile.NONE: "making the first step",
     Compile.BLOCK: "compiling every kind of block once, in the first step (half a minute for gpt-nano on a CPU)",
-    Compile.STEP: "compiling the step (two minutes for gpt-nano on a CPU, longer for more layers)",
+    Compile.STEP: (
+        "compiling the step as one graph of all {blocks} blocks, about {minutes} here; --compile block starts within "
+        "seconds"
+    ),
 }
 """What a run does before its first step ends."""
 
@@ -70,10 +75,34 @@ def follow(
     stream: Iterable[tuple[TrainState, StepRecord]], run: Run, console: Console
 ) -> Iterator[tuple[TrainState, StepRecord]]:
     """Pass the stream on and show its progress."""
-    waiting = Waiting(FIRST_STEP[run.config.compile], long=run.config.compile is not Compile.NONE)
+    waiting = Waiting(first_step_words(run), long=run.config.compile is not Compile.NONE)
     if console.is_terminal:
         return _redraw(stream, run.config.steps, console, waiting)
     return _print_lines(stream, run.config.steps, console, waiting)
+
+
+def first_step_words(run: Run) -> str:
+    """Return what happens in the first step, and how long it is expected to take if a whole step is compiled."""
+    blocks = len(run.config.model.blocks)
+    minutes = max(1, round((STEP_COMPILE_S + LAYER_COMPILE_S * blocks) / 60))
+    spelled = "a minute" if minutes == 1 else f"{minutes} minutes"
+    return FIRST_STEP[run.config.compile].format(blocks=blocks, minutes=spelled)
+
+
+@contextmanager
+def tell_stages(console: Console) -> Iterator[Callable[[str], None]]:
+    """Show what a run does before its steps; call the value with the words for each stage as it begins."""
+    waiting = Waiting("starting")
+
+    def say(what: str) -> None:
+        waiting.what, waiting.since = what, time.monotonic()
+
+    if console.is_terminal:
+        with Live(waiting, console=console, refresh_per_second=4, transient=True):
+            yield say
+    else:
+        with _repeat_when_late(waiting, console):
+            yield say
 
 
 def progress_words(recent: Sequence[StepRecord], total: int) -> list[str]:
@@ -100,17 +129,26 @@ def sparkline(values: list[float], width: int = 24) -> str:
 
 
 @contextmanager
-def _say_when_late(waiting: Waiting, console: Console) -> Iterator[threading.Timer]:
-    """Print one line at once if the run compiles, else if the timer is not cancelled in time."""
+def _repeat_when_late(waiting: Waiting, console: Console) -> Iterator[Callable[[], None]]:
+    """Print one line at once if the run compiles, and more while it takes long; the value ends that."""
     if waiting.long:
         console.print(waiting.what, soft_wrap=True)
-    timer = threading.Timer(PATIENCE_S, lambda: waiting.long or console.print(str(waiting), soft_wrap=True))
-    timer.daemon = True
-    timer.start()
+    ended = threading.Event()
+
+    def repeat() -> None:
+        stage, due = waiting.since, PATIENCE_S
+        while not ended.wait(min(1.0, PATIENCE_S / 4)):
+            if waiting.since != stage:
+                stage, due = waiting.since, PATIENCE_S
+            if time.monotonic() - stage >= due:
+                console.print(str(waiting), soft_wrap=True)
+                due *= 2
+
+    threading.Thread(target=repeat, name="fdp-waiting", daemon=True).start()
     try:
-        yield timer
+        yield ended.set
     finally:
-        timer.cancel()
+        ended.set()
 
 
 def _print_lines(
@@ -118,9 +156,9 @@ def _print_lines(
 ) -> Iterator[tuple[TrainState, StepRecord]]:
     recent: deque[StepRecord] = deque(maxlen=SPEED_STEPS)
     every = max(1, total // 10)
-    with _say_when_late(waiting, console) as timer:
+    with _repeat_when_late(waiting, console) as end_waiting:
         for state, record in stream:
-            timer.cancel()
+            end_waiting()
             recent.append(record)
             if record.step == 1 or record.step % every == 0 or record.step == total:
                 words = "  ".join(progress_words(recent, total))

@@ -74,18 +74,20 @@ def train(options: TrainOptions, ranks: Ranks | None = None, *, dry_run: bool = 
         console = Console(quiet=options.output.quiet or not first, highlight=False)
         if resumed is not None and resumed.finished:
             return _report_finished(options.output, console)
-        config = run_in_unison(lambda: configure(options), None)
-        options = with_steps(options, config.steps)
-        run_in_unison(lambda: check_unused(options), None)
-        run_in_unison(lambda: check_ledger(options) if first else None, None)
-        with console.status("checking the data, the model and the budget"):
-            run, state = prepare(config, root=None if resumed is None else resumed.root)
+        with progress.tell_stages(console) as say:
+            say(f"reading the data ({options.data.data}) and the model")
+            config = run_in_unison(lambda: configure(options), None)
+            options = with_steps(options, config.steps)
+            run_in_unison(lambda: check_unused(options), None)
+            run_in_unison(lambda: check_ledger(options) if first else None, None)
+            run, state = prepare(config, root=None if resumed is None else resumed.root, say=say)
             state = start_keeping(run, continue_state(options, run, state))
             evaluator = make_evaluator(run)
             write_texts = run_in_unison(lambda: make_writer(options, run), None)
-        if resumed is not None and resumed.checkpoint is not None:
-            run_in_unison(lambda: resume.check_same_run(resumed, run), None)
-            state = checkpoint.load(resumed.checkpoint, like=state)
+            if resumed is not None and resumed.checkpoint is not None:
+                say("loading the checkpoint")
+                run_in_unison(lambda: resume.check_same_run(resumed, run), None)
+                state = checkpoint.load(resumed.checkpoint, like=state)
         if dry_run:
             display.show_header(console, run, state, options)
             display.show_hints(console, hints_before(run))

@@ -91,24 +91,34 @@ class Run(NamedTuple):
     plan: Plan | None = None
 
 
-def prepare(config: RunConfig, *, root: Key | None = None, settings: str | None = None) -> tuple[Run, TrainState]:
+def prepare(
+    config: RunConfig,
+    *,
+    root: Key | None = None,
+    settings: str | None = None,
+    say: Callable[[str], None] = lambda stage: None,
+) -> tuple[Run, TrainState]:
     """Return the run and its first state. ``root`` is the key of a run that is resumed; default: from the seed.
 
     ``settings`` are folded into the key of samples and noise; default: a fingerprint of all that decides the result.
+    ``say(stage)`` is told what is done, in words, since some of it takes minutes.
 
     Guarantees:
       - nothing is written and no noise is drawn;
       - settings, data, parameters or a model that could not be trained privately are errors here, not later.
     """
     check_config(config)
+    say("computing the noise for the budget")
     mechanism = _make_mechanism(config)
     check_example(config.model, _examples(config, config.microbatch_size))
     model, sharding = _shard_model(config)
+    say("computing the digest of the data")
     digest = data_digest(config.dataset)
     if sharding is not None:
         _check_ranks_agree(config, mechanism, digest)
     root = _share_key(keys.key(config.seed) if root is None else root, sharding)
     key = keys.fold_in(root, "init").to("cpu" if config.offload.params else config.device)
+    say("drawing or reading the first parameters")
     params = config.values(model, sharding, key)
     execution = make_execution(
         sharding=sharding,
@@ -124,7 +134,9 @@ def prepare(config: RunConfig, *, root: Key | None = None, settings: str | None 
     state = init_state(model, params, optimizer, mechanism, execution=execution, device=config.device)
     state = state if kfac is None else kfac.place(state)
     feed = None if kfac is None else _make_feed(config, kfac, state, root)
+    say("choosing how the norm of every leaf is computed")
     plan, config = _make_plan(config, model, sharding)
+    say(f"checking that the loss of a sample depends on that sample alone (about 50 forward passes of {model.name})")
     check_model(model, state.params, _examples(config, REAL_SAMPLES), plan=plan, execution=execution)
     # State on the CPU stays in pinned memory only if it is written in place; kernels write in place.
     in_place = any(config.offload) or config.compile is Compile.BLOCK or config.cuda_graph
@@ -138,6 +150,7 @@ def prepare(config: RunConfig, *, root: Key | None = None, settings: str | None 
         precondition=None if feed is None else sides_of,
         settings=settings,
     )
+    say("computing epsilon after every step")
     epsilons = _epsilon_curve(config, mechanism)
     if settings is None:
         public = feed.digest if isinstance(feed, Public) else None

@@ -29,7 +29,8 @@ def shown(compile: Compile, seconds: float, *, terminal: bool) -> str:
 
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=120)
-    run: Any = SimpleNamespace(config=SimpleNamespace(compile=compile, steps=2))
+    model = SimpleNamespace(blocks=[None] * 8)
+    run: Any = SimpleNamespace(config=SimpleNamespace(compile=compile, steps=2, model=model))
     assert len(list(progress.follow(stream(), run, console))) == 2
     return out.getvalue()
 
@@ -48,7 +49,28 @@ def test_a_log_says_that_the_first_step_is_slow_only_if_it_is(monkeypatch: pytes
 
 def test_a_terminal_shows_what_happens_and_since_when() -> None:
     text = shown(Compile.STEP, 0.3, terminal=True)
-    assert "compiling the step (two minutes for gpt-nano on a CPU, longer for more layers), 0 s so far" in text
+    assert "compiling the step as one graph of all 8 blocks, about 2 minutes here" in text.replace("\n", " ")
+    assert "0 s so far" in text
     waiting = progress.Waiting("waiting")
     waiting.since -= 34
     assert str(waiting) == "waiting, 34 s so far"
+
+
+def test_a_log_says_again_and_again_that_a_step_is_still_being_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "PATIENCE_S", 0.05)
+    lines = shown(Compile.STEP, 0.6, terminal=False).splitlines()
+    said = [line for line in lines if line.startswith("compiling the step as one graph of all 8 blocks")]
+    assert 2 <= len(said) <= 5, "at once, and after 0.05, 0.1, 0.2 and 0.4 seconds"
+    assert [line.endswith("s so far") for line in said] == [False] + [True] * (len(said) - 1)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_stages_before_the_first_step_are_told_while_they_last(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+    monkeypatch.setattr(progress, "PATIENCE_S", 0.05)
+    out = io.StringIO()
+    with progress.tell_stages(Console(file=out, force_terminal=terminal, width=120)) as say:
+        say("reading the data")
+        time.sleep(0.4)
+        say("checking the model")
+    assert "reading the data, 0 s so far" in out.getvalue()
+    assert "checking the model" not in out.getvalue() or terminal
