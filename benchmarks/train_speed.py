@@ -53,8 +53,8 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "gpt2": Case("--model gpt2 --batch-size 64 --microbatch 64", 200_000, 512, 50257, 12, 48),
-    "gpt-nano": Case("--model gpt-nano --batch-size 256 --microbatch 64", 400_000, 128, 256, 16, 200),
+    "gpt2": Case("--model gpt2 --batch-size 64 --microbatch 64", 200_000, 512, 50257, 30, 60),
+    "gpt-nano": Case("--model gpt-nano --batch-size 256 --microbatch 64", 400_000, 128, 256, 30, 200),
     "tiny": Case("--model gpt-nano --batch-size 4 --microbatch 4 --device cpu", 20_000, 16, 256, 2, 6),
 }
 
