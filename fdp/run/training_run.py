@@ -120,14 +120,7 @@ def prepare(
     key = keys.fold_in(root, "init").to("cpu" if config.offload.params else config.device)
     say("drawing or reading the first parameters")
     params = config.values(model, sharding, key)
-    execution = make_execution(
-        sharding=sharding,
-        offload=config.offload,
-        checkpoint_activations=config.checkpoint_activations,
-        compile=config.compile,
-        cuda_graph=config.cuda_graph,
-        backend=config.compile_backend,
-    )
+    execution = _make_execution(config, sharding)
     kfac = _make_kfac(config, model, execution)
     optimizer = config.optimizer if kfac is None else kfac.optimizer
     assert isinstance(optimizer, Optimizer)
@@ -280,6 +273,17 @@ def refresh_curvature(run: Run, state: TrainState, batch: Batch, t: int) -> Trai
         return run.kfac.refresh(state, data, mask, key, t, donate=run.in_place)
     draw, mechanism = partial(draw_batch, run, t), run.mechanism
     return refresh_from_feed(run.feed, run.kfac, state, draw, key, t, mechanism=mechanism, donate=run.in_place)
+
+
+def _make_execution(config: RunConfig, sharding: Sharding | None) -> Execution:
+    return make_execution(
+        sharding=sharding,
+        offload=config.offload,
+        checkpoint_activations=config.checkpoint_activations,
+        compile=config.compile,
+        cuda_graph=config.cuda_graph,
+        backend=config.compile_backend,
+    )
 
 
 def _make_kfac(config: RunConfig, model: Model, execution: Execution) -> Kfac | None:
