@@ -143,7 +143,6 @@ def prepare(
         precondition=None if feed is None else sides_of,
         settings=settings,
     )
-    say("computing epsilon after every step")
     epsilons = _epsilon_curve(config, mechanism)
     if settings is None:
         public = feed.digest if isinstance(feed, Public) else None
