@@ -37,6 +37,7 @@ from benchmarks.measure import Limits, measure
 from benchmarks.mode_checks import Checker, WrongError
 from benchmarks.modes import Case, Row
 from benchmarks.report import Report, line
+from fdp.fast.out_of_memory import is_out_of_memory
 
 
 def sweep(report: Report, cases: Iterable[Case], modes: Sequence[str], **options: Any) -> None:
@@ -90,7 +91,7 @@ def cell(
     except WrongError as error:
         row = {"mode": mode, **case.cell, "failed": f"wrong: {error}"}
     except Exception as error:
-        if out_of_memory(error):
+        if is_out_of_memory(error):
             why = OUT_OF_MEMORY
         else:
             traceback.print_exc()
@@ -102,8 +103,3 @@ def cell(
     except RuntimeError:
         return row, True
     return row, False
-
-
-def out_of_memory(error: BaseException | None) -> bool:
-    """Return True if the error, or an earlier one that led to it, is out of memory: a failed capture hides it."""
-    return error is not None and (isinstance(error, torch.OutOfMemoryError) or out_of_memory(error.__context__))

@@ -25,6 +25,7 @@ from fdp import tree
 from fdp.checks.first_call import Checks, FirstCall
 from fdp.checks.gate import Gate
 from fdp.fast.cuda_graph import StepParts, capture
+from fdp.fast.out_of_memory import explain_out_of_memory
 from fdp.gradients.accumulate import MicrobatchSum, Preconditioners, add_microbatches, gather_metrics
 from fdp.gradients.execution import LOCAL, Execution
 from fdp.gradients.plan import Plan
@@ -138,7 +139,7 @@ def join_observed(
         gate.remember(after.step, step_number)
         return globalize(after, like=state), gather_metrics(metrics, batch.mask.shape, sharding), seen
 
-    return checked_step
+    return explain_out_of_memory(checked_step, end=end)
 
 
 def sum_over_microbatches(stages: Stages, state: TrainState, batch: Batch) -> MicrobatchSum:

@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -29,6 +31,7 @@ from fdp.kfac.private.curvature_sources import Feed, describe_feed
 from fdp.kfac.state import KfacPlan
 from fdp.privacy.guarantee import RELATION, delta_advice, shown_epsilon
 from fdp.run.evaluation import Evaluator
+from fdp.run.smaller_microbatches import MemoryWarning
 from fdp.run.training_run import Run
 from fdp.types import TrainState
 
@@ -69,10 +72,27 @@ def show_header(
     show_warnings(console, _warnings(run))
 
 
-def show_warnings(console: Console, warnings: Sequence[str]) -> None:
+def show_warnings(console: Console, texts: Sequence[str]) -> None:
     """Print warnings, a paragraph each."""
-    for warning in warnings:
+    for warning in texts:
         console.print(Text(warning, style="yellow"))
+
+
+@contextmanager
+def show_memory_warnings(console: Console) -> Iterator[None]:
+    """Print it in one line if the run goes on with smaller microbatches."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", MemoryWarning)
+        others = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *where: Any) -> None:
+            if category is MemoryWarning:
+                show_warnings(console, [str(message)])
+            else:
+                others(message, category, *where)
+
+        warnings.showwarning = show
+        yield
 
 
 def show_result(console: Console, summary: Mapping[str, Any], folder: Path) -> None:

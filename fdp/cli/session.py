@@ -132,7 +132,7 @@ def _train(session: Session, state: TrainState) -> int:
     options, run, folder, console, lock = session[:5]
     first = launch.rank() == 0
     records = read_records(folder, upto=int(state.step)) if first else []
-    with stop_on_signals() as stop:
+    with stop_on_signals() as stop, display.show_memory_warnings(console):
         is_used, account = _find_used_states(session, state), session.account
         ahead = (lambda step: not is_used(step)) if can_run_ahead(run) else None
         stream = steps(run, plain(state), stop=stop.requested, ahead=ahead, begin=account.begin)

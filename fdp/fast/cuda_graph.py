@@ -69,9 +69,13 @@ def capture(parts: StepParts) -> Callable[[TrainState, Batch, Key], tuple[TrainS
         if not recorded or recorded[0].addresses != addresses:
             recorded[:] = [_RecordedStep(parts, addresses)]  # the memory of another state may belong to anyone by now
         microbatches = split_microbatches(batch)
-        if len(microbatches) == 1:
-            return recorded[0].run_one(state, *microbatches[0], key)
-        return recorded[0].run_several(state, microbatches, key)
+        try:
+            if len(microbatches) == 1:
+                return recorded[0].run_one(state, *microbatches[0], key)
+            return recorded[0].run_several(state, microbatches, key)
+        except Exception:
+            recorded.clear()  # out of memory: the recordings hold most of it
+            raise
 
     return run
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from fdp import tree
 from fdp.data.units import dataset_unit
 from fdp.fast.compile_modes import Compile
+from fdp.fast.out_of_memory import OutOfMemory
 from fdp.foreign.leaves import leaf_paths
 from fdp.model import Model
 from fdp.parallel.dtensors import full_tensor
@@ -135,7 +136,7 @@ class PrivateRun:
         while True:
             try:
                 made = next(stream, None)
-            except torch.OutOfMemoryError:
+            except (torch.OutOfMemoryError, OutOfMemory):
                 if not self._halve_microbatch():
                     raise
                 stream = steps(self.run, self.state)

@@ -61,6 +61,7 @@ from fdp.run.flight import Flight, land, read_clip_bound, take_off
 from fdp.run.flight import NotFinite as NotFinite
 from fdp.run.overlap import Draws, send_to_device
 from fdp.run.run_config import RunConfig, check_config, check_example
+from fdp.run.smaller_microbatches import or_smaller
 from fdp.run.step_metrics import StepRecord
 from fdp.stages import Stages, make_stages
 from fdp.step import init_state, join
@@ -148,7 +149,7 @@ def prepare(
         public = feed.digest if isinstance(feed, Public) else None
         settings = fingerprint(model.identity, config.optimizer, mechanism, config.values, digest, public)
     key = keys.fold_in(root, f"run {settings}").cpu()
-    step = join(stages)
+    step = or_smaller(join(stages), sharding)
     run = Run(config, mechanism, stages, step, root, key, epsilons, sharding, digest, in_place, kfac, feed, plan)
     return run, state
 

@@ -16,7 +16,7 @@ from fdp_kernels.ghost import UNIT, rounding_steps
 from benchmarks import gpt2_large, harness, mode_checks, modes, regimes, run_all
 from benchmarks.baselines import Setup, module_of
 from benchmarks.device import GIB
-from benchmarks.harness import out_of_memory, sweep
+from benchmarks.harness import sweep
 from benchmarks.measure import Limits, kernel_class, measure, step_peak
 from benchmarks.mode_checks import SLACK, Checker, WrongError, check_norms
 from benchmarks.modes import EAGER, Case
@@ -233,13 +233,6 @@ def test_a_mode_that_raises_has_a_row_that_says_so_and_can_be_tried_again(case, 
     cells = len(report.rows)
     sweep(report, [case], ["magic"], device=CPU, limits=QUICK, retry=True)
     assert len(report.rows) == cells
-
-
-def test_out_of_memory_is_distinguished_from_other_errors():
-    later = RuntimeError("CUDA error: operation failed due to a previous error during capture")
-    later.__context__ = torch.OutOfMemoryError()
-    assert out_of_memory(later)
-    assert not out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
 
 
 def test_the_module_computes_what_the_model_computes():

@@ -17,7 +17,7 @@ def test_it_times_both_kinds_of_step_and_writes_a_page(mode, tmp_path, monkeypat
     monkeypatch.setattr(poisson_steps, "GPT2", TINY)
     monkeypatch.setattr(poisson_steps, "STEPS", {8: 2})
     source = tmp_path / "rows.json"
-    words = "--device cpu --microbatch 4 --layers 1 --context 6 --batches 8".split()
+    words = ["--device", "cpu", "--microbatch", "4", "--layers", "1", "--context", "6", "--batches", "8"]
     poisson_steps.main(["--json", str(source), "--modes", mode, *words])
     assert "ratio" in capsys.readouterr().out
     (row,) = json.loads(source.read_text())["rows"]

@@ -1,0 +1,160 @@
+"""A step that does not fit is made again with smaller microbatches, on the same draw; half a step is never made."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from fdp import keys, tree
+from fdp.fast.compile_modes import Compile
+from fdp.fast.out_of_memory import OutOfMemory, explain_out_of_memory, is_out_of_memory
+from fdp.gradients import accumulate
+from fdp.gradients.plan import Method
+from fdp.models import mlp
+from fdp.optimizers import adamw
+from fdp.privacy import clipping
+from fdp.run.run_config import RunConfig
+from fdp.run.smaller_microbatches import MemoryWarning, limit_groups
+from fdp.run.training_run import prepare, steps
+from fdp.types import Batch, FdpError, RowGroups
+from tests.fake_graphs import install
+
+
+class Images:
+    """Sixty samples."""
+
+    def __len__(self) -> int:
+        return 60
+
+    def fetch(self, indices: Any) -> Any:
+        rows = torch.as_tensor(indices)
+        image = torch.randn(60, 6, generator=torch.Generator().manual_seed(0))
+        return {"image": image[rows], "label": rows % 3}
+
+
+CONFIG = RunConfig(
+    model=mlp(widths=(6, 5), classes=3),
+    dataset=Images(),
+    method=Method.AUTO,
+    clip=clipping.flat(max_norm=0.5),
+    noise_multiplier=1.0,
+    epsilon=None,
+    delta=1e-3,
+    batch_size=14,
+    steps=5,
+    optimizer=adamw(1e-2, eps=1e-3),
+    seed=4,
+    dtype=torch.float32,
+    microbatch_size=8,
+    microbatch_halvings=2,
+    memory_budget=None,
+    compile=Compile.NONE,
+    device=torch.device("cpu"),
+)
+
+
+def trained(config: RunConfig) -> dict[str, torch.Tensor]:
+    run, state = prepare(config)
+    *_, (state, _) = steps(run, state)
+    return {path: leaf.clone() for path, leaf in tree.flatten(state.params).items()}
+
+
+def no_room_for(monkeypatch: pytest.MonkeyPatch, least: int) -> list[int]:
+    """Let the norms of ``least`` samples or more run out of memory; return the sizes that were tried."""
+    norms, tried = accumulate.per_sample_norms, []
+
+    def limited(model: Any, params: Any, data: Any, **options: Any) -> Any:
+        tried.append(len(data["label"]))
+        if len(data["label"]) >= least:
+            raise torch.OutOfMemoryError("no room")
+        return norms(model, params, data, **options)
+
+    monkeypatch.setattr(accumulate, "per_sample_norms", limited)
+    return tried
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_run_goes_on_with_the_next_smaller_size_and_the_same_numbers(recorded, monkeypatch):
+    expected = trained(dataclasses.replace(CONFIG, microbatch_size=60, microbatch_halvings=0))
+    if recorded:
+        install(monkeypatch)
+    tried = no_room_for(monkeypatch, 8)
+    with pytest.warns(MemoryWarning, match=r"out of memory with microbatches of 8 samples; .* made with 4") as said:
+        found = trained(dataclasses.replace(CONFIG, cuda_graph=recorded))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert tried.count(8) == 1, "expected the size that does not fit to be tried once"
+    assert len(said) == 1
+
+
+def test_if_no_size_fits_the_error_names_one_to_give_and_nothing_is_done(monkeypatch):
+    no_room_for(monkeypatch, 2)
+    run, state = prepare(CONFIG)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MemoryWarning)
+        with pytest.raises(OutOfMemory, match=r"microbatch_size: out of memory with 2 samples at once; .*give 1"):
+            next(steps(run, state))
+    assert int(state.step) == 0
+    one = dataclasses.replace(CONFIG, microbatch_halvings=0)
+    run, state = prepare(one)
+    with pytest.raises(OutOfMemory, match=r"with 8 samples at once; .*give 4"):
+        next(steps(run, state))
+
+
+def test_memory_that_runs_out_in_the_update_is_no_reason_to_repeat_the_step(monkeypatch):
+    def fails(params: Any, updates: Any) -> Any:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr("fdp.finish.apply_updates", fails)
+    run, state = prepare(CONFIG)
+    with pytest.raises(FdpError, match=r"out of memory in the update.* resume from the last checkpoint") as error:
+        next(steps(run, state))
+    assert not isinstance(error.value, OutOfMemory)
+
+
+def test_only_errors_of_memory_are_explained():
+    def end() -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    def step(state: Any, batch: Any, key: Any) -> None:
+        if key is None:
+            raise KeyError("other")
+        if int(key[0]) == 0:
+            try:
+                raise torch.OutOfMemoryError("no room")
+            except torch.OutOfMemoryError:
+                raise RuntimeError("the recording failed")  # noqa: B904
+        end()
+
+    explained = explain_out_of_memory(step, end=end)
+    batch = Batch({"x": torch.zeros(3, 2)}, torch.ones(3, 2), groups=RowGroups((2, 1)))
+    with pytest.raises(KeyError):
+        explained(None, batch, None)
+    with pytest.raises(OutOfMemory, match=r"with 4 samples") as error:
+        explained(None, batch, torch.tensor([0]))
+    assert is_out_of_memory(error.value)
+    with pytest.raises(FdpError, match=r"half written") as late:
+        explained(None, batch, torch.tensor([1]))
+    assert not isinstance(late.value, OutOfMemory)
+    assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most", "expected"),
+    [((8, 8, 1), 4, (4, 4, 4, 4, 1)), ((4, 2), 1, (1,) * 6), ((2, 1), 4, (2, 1)), ((8,), None, (8,))],
+)
+def test_larger_groups_are_cut_into_equal_parts(sizes, most, expected):
+    batch = Batch({"x": torch.zeros(sum(sizes), 2)}, torch.ones(sum(sizes), 2), groups=RowGroups(sizes))
+    assert limit_groups(batch, most).groups == RowGroups(expected)
+    whole = Batch(batch.data, batch.mask)
+    assert limit_groups(whole, most) is whole
+
+
+def test_keys_of_the_steps_do_not_depend_on_the_sizes():
+    runs = [prepare(dataclasses.replace(CONFIG, microbatch_halvings=n))[0] for n in (0, 2)]
+    assert torch.equal(runs[0].key, runs[1].key)
+    a, b = (run.stages.key(keys.key(0), torch.tensor(3)) for run in runs)
+    assert torch.equal(a, b)
