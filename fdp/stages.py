@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -18,20 +19,30 @@ from fdp.checks.gate import check_settings
 from fdp.fast.fused_update import FusedUpdate
 from fdp.fingerprint import fingerprint
 from fdp.finish import Finish, plain_finish
-from fdp.gradients.accumulate import NO_PRECONDITIONERS, Gradient, Preconditioners, clipped_gradient, plain_gradient
+from fdp.gradients.accumulate import (
+    NO_PRECONDITIONERS,
+    Gradient,
+    Preconditioners,
+    add_outside,
+    clipped_gradient,
+    plain_gradient,
+)
 from fdp.gradients.clipped_sum import clipped_sum, lazy_clipped_sum, lazy_plain_sum, plain_sum
 from fdp.gradients.costs import SumBy
 from fdp.gradients.execution import LOCAL, Execution
+from fdp.gradients.per_sample import widest
 from fdp.gradients.plan import Plan
 from fdp.gradients.precondition import check_preconditioned, check_sides
+from fdp.gradients.rules import HALF, SAMPLES_PER_FLOAT32_SUM
 from fdp.gradients.scores import score_moments
 from fdp.gradients.taps import batch_size_of
 from fdp.model import Model
 from fdp.optimizers import Optimizer
 from fdp.parallel.gather_reduce import gather_all, reduce_all
-from fdp.parallel.sharding import Reduce, Sharding, Zero, gathered_view, reduce_slack
+from fdp.parallel.sharding import Reduce, Sharding, Zero, gathered_view
 from fdp.privacy.mechanism import Mechanism
 from fdp.privacy.sampling import Poisson
+from fdp.privacy.sum_rounding import Rounding, rounding_slack
 from fdp.types import ClippedSum, FdpError, Key, TrainState, Tree
 
 Precondition: TypeAlias = Callable[[TrainState], Preconditioners]
@@ -47,6 +58,7 @@ class Stages(NamedTuple):
     the step's noise; ``finish`` noise, mean and update. ``scores(weights, data)`` are three numbers per sample about
     the forward pass, for :mod:`fdp.run.compare`. ``repeatable``: a second backward must reproduce what the first one
     measured. ``sampling``: the sampling that must have drawn a batch; None if the step is not private.
+    ``rounding(device)``: where a private sum is rounded to less than float64, if microbatches are on that device.
     """
 
     prepare: Callable[[Tree], None]
@@ -60,6 +72,7 @@ class Stages(NamedTuple):
     execution: Execution
     repeatable: bool
     sampling: Poisson | None
+    rounding: Callable[[torch.device], Rounding]
 
 
 def make_stages(
@@ -83,6 +96,7 @@ def make_stages(
     if precondition is not None:
         check_preconditioned(plan.private, sharding)
     settings = fingerprint(model.identity, optimizer, mechanism, precondition) if settings is None else settings
+    rounding = _roundings(plan, execution)
     inside = execution._replace(sharding=_gathered_once(sharding))
     fused = _make_fused_update(model, optimizer, mechanism, plan, execution) if donate else None
 
@@ -107,21 +121,43 @@ def make_stages(
     if donate and fused is None:
         finish = _write_in_place(finish)
     if execution.compile_step is not None:
-        graph = partial(torch.compile, fullgraph=True, dynamic=False, backend=execution.compile_step)
-        gradient, finish = graph(gradient), finish._replace(run=graph(finish.run))
+        gradient, finish = _compile_parts(gradient, finish, plan, execution)
     return Stages(
         prepare=prepare,
         weights=weights,
         preconditioners=preconditioners,
         gradient=gradient,
-        reduce=_make_reduce(model, mechanism, sharding),
-        key=lambda root, count: keys.step_key(root, f"noise {settings}", count),
+        reduce=_make_reduce(model, mechanism, sharding, rounding),
+        key=partial(_noise_key, _noise_purpose(settings, mechanism, rounding(torch.device("cpu")))),
         finish=finish,
         scores=lambda params, data: score_moments(model, params, data, plan.of_size(batch_size_of(data)), inside),
         execution=execution,
         repeatable=any(choice.sum is SumBy.SECOND_BACKWARD for choice in plan.choices.values()),
         sampling=mechanism.sampling if plan.private else None,
+        rounding=rounding,
     )
+
+
+def _compile_parts(gradient: Gradient, finish: Finish, plan: Plan, execution: Execution) -> tuple[Gradient, Finish]:
+    """Return both as one full graph each; sums of microbatches are added outside, so that one graph serves all."""
+    graph = partial(torch.compile, fullgraph=True, dynamic=False, backend=execution.compile_step)
+    dtype = execution.memory.sum_dtype if plan.private else widest(plan.dtype)
+    return add_outside(graph(gradient), dtype), finish._replace(run=graph(finish.run))
+
+
+def _noise_purpose(settings: str, mechanism: Mechanism, rounding: Rounding) -> str:
+    """Return the words that a step's noise is drawn for.
+
+    Another slack has other noise: the same noise, scaled by two numbers, could be solved for. Only slack that is asked
+    for counts, not that of a GPU's kernels, so that a run has the same noise on every device.
+    """
+    if rounding.sum_dtype == torch.float64:
+        return f"noise {settings}"
+    return f"noise {settings}, rounded {rounding_slack(mechanism.sampling, rounding)!r}"
+
+
+def _noise_key(purpose: str, root: Key, count: Tensor) -> Key:
+    return keys.step_key(root, purpose, count)
 
 
 def _make_gradient(model: Model, mechanism: Mechanism, plan: Plan, execution: Execution, *, lazy: bool) -> Gradient:
@@ -130,15 +166,44 @@ def _make_gradient(model: Model, mechanism: Mechanism, plan: Plan, execution: Ex
     return plain_gradient(model, plan, execution, lazy_plain_sum if lazy else plain_sum)
 
 
-def _make_reduce(model: Model, mechanism: Mechanism, sharding: Sharding | None) -> Callable[[ClippedSum], ClippedSum]:
+def _make_reduce(
+    model: Model, mechanism: Mechanism, sharding: Sharding | None, rounding: Callable[[torch.device], Rounding]
+) -> Callable[[ClippedSum], ClippedSum]:
+    """Return the sum over all ranks, whose sensitivity covers what was rounded until then, and on the way."""
+    slacks = {kind: rounding_slack(mechanism.sampling, rounding(torch.device(kind))) for kind in ("cpu", "cuda")}
+
     def reduce(total: ClippedSum) -> ClippedSum:
-        expected = mechanism.sampling.expected_batch_size
-        total = total._replace(sensitivity=total.sensitivity * (1 + reduce_slack(sharding, expected)))
+        slack = slacks["cuda" if total.sensitivity.is_cuda else "cpu"]
+        total = total._replace(sensitivity=total.sensitivity * (1 + slack))
         if sharding is None or sharding.reduce is not Reduce.PER_STEP:
             return total
         return total._replace(value=reduce_all(sharding, model, total.value))
 
     return reduce
+
+
+def _roundings(plan: Plan, execution: Execution) -> Callable[[torch.device], Rounding]:
+    """Return where a private sum is rounded, by the device on which microbatches are computed."""
+    memory, sharding = execution.memory, execution.sharding
+    uses = Counter(use.path for block in plan.uses for use in block)
+    most = min(SAMPLES_PER_FLOAT32_SUM, memory.microbatch_size or SAMPLES_PER_FLOAT32_SUM)
+    reduced = torch.float64
+    if sharding is not None and sharding.ranks > 1:
+        reduced = sharding.reduce_dtype or (memory.sum_dtype if sharding.reduce is Reduce.PER_STEP else torch.float64)
+
+    def rounding(device: torch.device) -> Rounding:
+        if not plan.private:
+            return Rounding()
+        return Rounding(
+            memory.sum_dtype,
+            memory.microbatch_size,
+            reduced,
+            1 if sharding is None else sharding.ranks,
+            most if plan.dtype in HALF and device.type == "cuda" else 0,
+            tied=any(count > 1 for count in uses.values()),
+        )
+
+    return rounding
 
 
 def _gathered_once(sharding: Sharding | None) -> Sharding | None:

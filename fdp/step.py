@@ -40,7 +40,7 @@ from fdp.parallel.sharding import check_placement
 from fdp.privacy.mechanism import Mechanism
 from fdp.privacy.microbatches import split_microbatches
 from fdp.stages import Precondition, Stages, make_stages
-from fdp.types import Batch, ClippedSum, Key, Metrics, Step, TrainState, Tree
+from fdp.types import Batch, ClippedSum, Flat, Key, Metrics, Step, TrainState, Tree
 
 
 def make_train_step(
@@ -111,7 +111,8 @@ def join_observed(
 
     That is private data. It must be copies: the end of the step uses up ``total``.
     """
-    gate, sharding = Gate(stages.sampling), stages.execution.sharding
+    sharding = stages.execution.sharding
+    gate = Gate(stages.sampling, stages.rounding, sharding)
 
     def end(state: TrainState, total: ClippedSum, tally: Tensor, key: Key) -> tuple[TrainState, Tree]:
         total = stages.reduce(total)  # a SUM over all ranks' samples
@@ -145,8 +146,9 @@ def join_observed(
 def sum_over_microbatches(stages: Stages, state: TrainState, batch: Batch) -> MicrobatchSum:
     """Return this rank's part of a step: the sum over its microbatches. Gathered weights are freed at its end."""
     work, microbatches = begin(stages, state, batch.mask.device), split_microbatches(batch)
-    parts = (microbatch_sum(stages, work, state, data, mask) for data, mask in microbatches)
-    return add_microbatches(parts, len(microbatches))
+    return add_microbatches(
+        lambda i, onto: microbatch_sum(stages, work, state, *microbatches[i], onto), len(microbatches)
+    )
 
 
 def begin(stages: Stages, state: TrainState, device: torch.device) -> tuple[Tree, Preconditioners]:
@@ -156,12 +158,17 @@ def begin(stages: Stages, state: TrainState, device: torch.device) -> tuple[Tree
 
 
 def microbatch_sum(
-    stages: Stages, work: tuple[Tree, Preconditioners], state: TrainState, data: Tree, mask: Float[Tensor, " batch"]
+    stages: Stages,
+    work: tuple[Tree, Preconditioners],
+    state: TrainState,
+    data: Tree,
+    mask: Float[Tensor, " batch"],
+    onto: Flat | None = None,
 ) -> MicrobatchSum:
-    """Return the clipped sum of one microbatch, with its tally and metrics."""
+    """Return the clipped sum of one microbatch, added to ``onto``, with its tally and metrics."""
     weights, maps = work
     with fast_attention(mask.device, repeatable=stages.repeatable):
-        return stages.gradient(weights, state.clip, data, mask, maps)
+        return stages.gradient(weights, state.clip, data, mask, maps, onto=onto)
 
 
 def init_state(

@@ -22,7 +22,7 @@ from torch import Tensor
 from fdp import keys, ops, tree
 from fdp.fast.compile_modes import make_execution
 from fdp.gradients.accumulate import add_microbatches
-from fdp.gradients.lazy_sum import LazySum, evaluate
+from fdp.gradients.lazy_sum import LazySum
 from fdp.gradients.plan import Method, Plan, make_plan
 from fdp.kfac.measure.estimator import Estimator, Sharing
 from fdp.kfac.measure.fisher import Fisher
@@ -68,8 +68,10 @@ def with_and_without(target: Target, plan: Plan, made: bool, first: bool) -> dic
     def total(mask: Tensor) -> ClippedSum:
         quiet = [(target.quiet, everyone)] * 2
         several = [(target.data, mask), *quiet] if first else [*quiet, (target.data, mask)]
-        parts = (stages.gradient(weights, style.init(), data, mask) for data, mask in several)
-        return evaluate(add_microbatches(parts, len(several)).total)
+        added = add_microbatches(
+            lambda i, onto: stages.gradient(weights, style.init(), *several[i], onto=onto), len(several)
+        )
+        return added.total
 
     alone = torch.zeros(target.size)
     alone[:BEFORE], alone[BEFORE + len(target.attackers) :] = 1.0, 1.0

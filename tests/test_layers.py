@@ -154,6 +154,7 @@ PROOF = {
     "microbatches": set(),
     "loss_distributions": set(),
     "sampling": {"microbatches"},
+    "sum_rounding": {"sampling"},
     "noise": set(),
     "composition": set(),
     "releases": {"accounting", "mechanism", "loss_distributions"},

@@ -11,7 +11,7 @@ import torch
 from fdp import keys, tree
 from fdp.checks.first_call import Checks
 from fdp.fast.compile_modes import Compile, make_execution
-from fdp.gradients.accumulate import MicrobatchSum, add_microbatches
+from fdp.gradients.accumulate import MicrobatchSum, add_microbatches, add_outside
 from fdp.gradients.lazy_sum import LazySum
 from fdp.gradients.plan import Method, make_plan
 from fdp.models import GPTConfig, gpt, mlp
@@ -122,17 +122,14 @@ def test_the_microbatch_size_changes_nothing_but_rounding(microbatch, method):
 def test_records_of_a_microbatch_are_freed_before_the_next_one_begins():
     alive = []
 
-    def parts():
-        for i in range(3):
-            assert not [rows for rows in alive if rows() is not None]
-            rows = torch.full((2, 4), float(i), dtype=torch.float64)
-            alive.append(weakref.ref(rows))
-            total = ClippedSum({"w": LazySum(rows, torch.ones(2, dtype=torch.float64))}, torch.ones(()))
-            del rows
-            yield MicrobatchSum(total, torch.zeros(()), Metrics(*torch.zeros(4, 2)))
-            del total
+    def gradient(i: int) -> MicrobatchSum:
+        assert not [rows for rows in alive if rows() is not None]
+        rows = torch.full((2, 4), float(i), dtype=torch.float64)
+        alive.append(weakref.ref(rows))
+        total = ClippedSum({"w": LazySum(rows, torch.ones(2, dtype=torch.float64))}, torch.ones(()))
+        return MicrobatchSum(total, torch.zeros(()), Metrics(*torch.zeros(4, 2)))
 
-    total = add_microbatches(parts(), 3).total
+    total = add_microbatches(lambda i, onto: add_outside(gradient, torch.float64)(i, onto=onto), 3).total
     assert torch.equal(total.value["w"], torch.full((4,), 6.0, dtype=torch.float64))
 
 

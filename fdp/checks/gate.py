@@ -4,7 +4,7 @@ The accountant charges for one fresh Poisson draw per step, clipped and noised b
 silently make that untrue is an error here.
 
     >>> check_settings(model, optimizer, mechanism, plan, sharding)       # when a step is made
-    >>> gate = Gate(mechanism.sampling)
+    >>> gate = Gate(mechanism.sampling, stages.rounding, sharding)
     >>> step_number = gate.check(state.step, batch)                       # at every call
     >>> gate.remember(after.step, step_number)                            # saves a read from the device
 """
@@ -12,6 +12,7 @@ silently make that untrue is an error here.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Int
@@ -20,9 +21,11 @@ from torch import Tensor
 from fdp.gradients.plan import Plan
 from fdp.model import Model
 from fdp.optimizers import Optimizer
+from fdp.parallel.gather_reduce import sum_over_samples
 from fdp.parallel.sharding import Sharding
 from fdp.privacy.mechanism import Mechanism, check_noise
 from fdp.privacy.sampling import Poisson, check_drawn, check_step
+from fdp.privacy.sum_rounding import Rounding, check_draw, check_rounding, most_samples
 from fdp.types import Batch, ClippedSum, FdpError
 
 
@@ -42,23 +45,28 @@ def check_settings(
             "measured on samples; make it by fdp.kfac.private.refresh.private_kfac, and refresh it from public data or "
             "noised statistics"
         )
-    exact = (None, torch.float32, torch.float64)
-    if plan.private and sharding is not None and sharding.reduce_dtype not in exact:
-        raise FdpError(
-            f"reduce_dtype: expected float64 or float32 for private sums, got {sharding.reduce_dtype}: rounding by "
-            f"2^-8 of a sum is more than one sample may move it"
-        )
+    if plan.private and sharding is not None:
+        check_rounding(Rounding(reduce_dtype=sharding.reduce_dtype or torch.float64))
 
 
 class Gate:
     """A check that batches were drawn by ``sampling`` for the step of the state; None accepts any batch.
 
+    A batch with more samples than the slack for ``rounding`` covers is refused too (``fdp.privacy.sum_rounding``).
+
     The step number is a tensor on the device. For states that the step returned it is remembered here, so that it need
     not be read back.
     """
 
-    def __init__(self, sampling: Poisson | None) -> None:
+    def __init__(
+        self,
+        sampling: Poisson | None,
+        rounding: Callable[[torch.device], Rounding] = lambda device: Rounding(),
+        sharding: Sharding | None = None,
+    ) -> None:
         self.sampling = sampling
+        self.rounding = rounding
+        self.sharding = sharding
         self.last_step: tuple[weakref.ref[Tensor], int, int] | None = None
 
     def check(self, count: Int[Tensor, ""], batch: Batch) -> int | None:
@@ -67,6 +75,7 @@ class Gate:
             return None
         check_drawn(batch, self.sampling)
         assert batch.drawn is not None
+        self._check_draw(batch, self.sampling)
         if torch.compiler.is_compiling() or batch.drawn.stamp.step is None:
             return None
         step_number = self._step_number(count)
@@ -79,17 +88,37 @@ class Gate:
             self.last_step = (weakref.ref(count), count._version, step_number + 1)
 
     def check_compiled(self, total: ClippedSum, count: Int[Tensor, ""], batch: Batch) -> ClippedSum:
-        """Return the sum, with an infinite sensitivity if the batch was drawn for another step.
+        """Return the sum, with an infinite sensitivity if the batch was drawn for another step, or is too large.
 
         A compiled step cannot raise. Noise of infinite scale makes every parameter NaN, so that nothing of such a
         batch is released.
         """
-        if self.sampling is None or batch.drawn is None or batch.drawn.step is None:
+        if self.sampling is None or batch.drawn is None or not torch.compiler.is_compiling():
             return total
-        if not torch.compiler.is_compiling():
-            return total
-        ours = batch.drawn.step.to(count.device) == count
-        return total._replace(sensitivity=torch.where(ours, total.sensitivity, torch.inf))
+        if batch.drawn.step is not None:
+            ours = batch.drawn.step.to(count.device) == count
+            total = total._replace(sensitivity=torch.where(ours, total.sensitivity, torch.inf))
+        if not self.rounding(batch.mask.device).exact:
+            covered = self._count(batch) <= most_samples(self.sampling)
+            total = total._replace(sensitivity=torch.where(covered, total.sensitivity, torch.inf))
+        return total
+
+    def _check_draw(self, batch: Batch, sampling: Poisson) -> None:
+        """Refuse a batch whose sum would be rounded more than its sensitivity covers.
+
+        Samples are counted only if there is room for too many: that waits for the device.
+        """
+        rounding = self.rounding(batch.mask.device)
+        if rounding.exact:
+            return
+        samples = batch.mask.numel() * batch.share.ranks
+        if samples > most_samples(sampling):
+            samples = 0 if torch.compiler.is_compiling() else int(self._count(batch))
+        check_draw(samples, len(batch.mask) if batch.groups is None else len(batch.groups.sizes), sampling, rounding)
+
+    def _count(self, batch: Batch) -> Int[Tensor, ""]:
+        """Return the number of samples of all ranks."""
+        return sum_over_samples(self.sharding, (batch.mask > 0).sum())
 
     def _step_number(self, count: Int[Tensor, ""]) -> int:
         if self.last_step is not None:

@@ -32,5 +32,6 @@ METHODS = ("auto", "ghost", "ghost_bk", "flash", "flash_bk", "materialize", "non
 OPTIMIZERS = ("adamw", "adam", "sgd", "lamb", "adafactor", "adagrad", "adadelta", "adamax", "kfac")
 SCHEDULES = ("constant", "cosine", "linear")
 DTYPES = ("auto", "float32", "bfloat16")
+SUM_DTYPES = ("float64", "float32")
 COMPILE = ("auto", "none", "block", "step")
 DEVICES = ("auto", "cpu", "cuda")

@@ -41,6 +41,7 @@ DEFAULT_LR = 8e-3
 LEARNING_RATES = {"kfac": 0.1, "adagrad": 1e-2, "adadelta": 1.0}
 """Defaults of optimizers that would not train with ``DEFAULT_LR``: their steps are in units of the parameters."""
 GIB = 2**30
+SUM_DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
 
 def configure(options: TrainOptions) -> RunConfig:
@@ -87,6 +88,7 @@ def configure(options: TrainOptions) -> RunConfig:
         optimizer=make_optimizer(options, rate, lambda source: load_dataset(options, model, source=source)),
         seed=training.seed,
         dtype=dtype,
+        sum_dtype=choose("--sum-dtype", compute.sum_dtype, SUM_DTYPES),
         microbatch_size=compute.microbatch or MICROBATCH,
         microbatch_halvings=microbatch_halvings(device, compile, kfac=training.optimizer == "kfac"),
         memory_budget=memory_budget,

@@ -32,7 +32,7 @@ from fdp.kfac.state import KfacPlan
 from fdp.privacy.guarantee import RELATION, delta_advice, shown_epsilon
 from fdp.run.evaluation import Evaluator
 from fdp.run.smaller_microbatches import MemoryWarning
-from fdp.run.training_run import Run
+from fdp.run.training_run import Run, extra_noise
 from fdp.types import TrainState
 
 Rows: TypeAlias = list[tuple[str, str]]
@@ -199,7 +199,7 @@ def _privacy_rows(run: Run, options: TrainOptions) -> Rows:
         noise = round_up(run.mechanism.noise_multiplier, 4)
         rows += [
             ("clipping", f"{config.clip.name}, {start}{options.privacy.max_norm:g}, method {config.method.value}"),
-            ("noise", f"{noise} x C on the sum of the clipped gradients"),
+            ("noise", f"{noise} x C on the sum of the clipped gradients{_describe_extra_noise(run)}"),
         ]
     if (statistics := run.mechanism.statistics) is not None:
         rows.append(
@@ -218,6 +218,12 @@ def _privacy_rows(run: Run, options: TrainOptions) -> Rows:
         ("neighbours", RELATION),
         ("budget", f"epsilon {epsilon} at delta {config.delta:.3g} after {config.steps} steps"),
     ]
+
+
+def _describe_extra_noise(run: Run) -> str:
+    if not (extra := extra_noise(run)):
+        return ""
+    return f", and {round_up(100 * extra, 2)} % more, which covers the rounding of float32 sums"
 
 
 def _warnings(run: Run) -> list[str]:

@@ -33,7 +33,7 @@ from fdp.cli.formatting import package_version
 from fdp.gradients.plan import explain_rows
 from fdp.privacy.guarantee import RELATION
 from fdp.run.step_metrics import StepRecord, record_to_json
-from fdp.run.training_run import Run
+from fdp.run.training_run import Run, extra_noise
 from fdp.storage.private_files import disk_errors, open_private, write_private
 from fdp.types import FdpError, Key, TrainState
 
@@ -95,6 +95,7 @@ def write_config(folder: Path, settings: Mapping[str, Any], run: Run) -> None:
             "settings": {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()},
             "delta": run.config.delta,
             "noise_multiplier": run.mechanism.noise_multiplier,
+            "extra_noise": extra_noise(run),
             "epsilon": run.config.epsilon,
             "epsilon_planned": None if run.epsilons is None else float(run.epsilons[-1]),
             "statistics": statistics_settings(run),

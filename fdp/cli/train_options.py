@@ -239,6 +239,15 @@ class ComputeOptions:
             complete=choices.DTYPES,
         ),
     ] = "auto"
+    sum_dtype: Annotated[
+        str,
+        Flag(
+            "Dtype of the private sum over microbatches: float64, or float32, which takes half the memory and a little "
+            "more noise (about 1 % for 64 microbatches).",
+            needs=Needs.PRIVACY,
+            complete=choices.SUM_DTYPES,
+        ),
+    ] = "float64"
     compile: Annotated[
         str,
         Flag(

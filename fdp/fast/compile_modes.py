@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from enum import Enum
 
+import torch
+
 from fdp.fast.compiled import CompiledRunner
 from fdp.gradients.execution import EAGER, Execution, Memory
 from fdp.parallel.offload import NO_OFFLOAD, Offload
@@ -30,13 +32,15 @@ def make_execution(
     compile: Compile = Compile.NONE,
     cuda_graph: bool = False,
     backend: str = "inductor",
+    sum_dtype: torch.dtype = torch.float64,
+    microbatch_size: int | None = None,
 ) -> Execution:
     """Return an execution with a runner of its own. ``checkpoint_activations`` recomputes blocks in the backward;
-    ``backend`` is torch.compile's.
+    ``backend`` is torch.compile's; for the last two, see :class:`fdp.gradients.execution.Memory`.
     """
     return Execution(
         sharding,
-        Memory(recompute=checkpoint_activations, offload=offload),
+        Memory(recompute=checkpoint_activations, offload=offload, sum_dtype=sum_dtype, microbatch_size=microbatch_size),
         CompiledRunner(backend) if compile is Compile.BLOCK else EAGER,
         compile_step=backend if compile is Compile.STEP else None,
         cuda_graph=cuda_graph,

@@ -16,6 +16,7 @@ never run at the same time: only what they return is kept from one to the next.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,18 +31,19 @@ from fdp.gradients.accumulate import (
     make_running_sum,
 )
 from fdp.privacy.microbatches import split_microbatches
-from fdp.types import Batch, ClippedSum, FdpError, Key, Metrics, TrainState, Tree
+from fdp.types import Batch, ClippedSum, FdpError, Flat, Key, Metrics, TrainState, Tree
 
 
 class StepParts(NamedTuple):
     """The work of a step, in the order in which it is done; only ``end`` changes the state, in place.
 
-    ``begin(state, device)`` returns what all microbatches compute with; ``gradient(work, state, data, mask)`` is one
-    microbatch; ``end(state, total, tally, key)`` returns the state and what is to be seen of the sum.
+    ``begin(state, device)`` returns what all microbatches compute with; ``gradient(work, state, data, mask, onto)`` is
+    one microbatch, added to the sum ``onto`` (None: it is the only one); ``end(state, total, tally, key)`` returns the
+    state and what is to be seen of the sum.
     """
 
     begin: Callable[[TrainState, torch.device], Tree]
-    gradient: Callable[[Tree, TrainState, Tree, Tensor], MicrobatchSum]
+    gradient: Callable[[Tree, TrainState, Tree, Tensor, Flat | None], MicrobatchSum]
     end: Callable[[TrainState, ClippedSum, Tensor, Key], tuple[TrainState, Tree]]
 
 
@@ -98,7 +100,7 @@ class _RecordedStep:
         """Run a step of one microbatch: a lazy sum goes into the update as it is."""
 
         def work(data: Tree, mask: Tensor, key: Key) -> tuple[Metrics, Tree]:
-            total, tally, metrics = self.parts.gradient(self.parts.begin(state, mask.device), state, data, mask)
+            total, tally, metrics = self.parts.gradient(self.parts.begin(state, mask.device), state, data, mask, None)
             return metrics, self._end(state, total, tally, key)
 
         metrics, seen = tree.map(torch.clone, self.recorder.run("step", work, data, mask, key))
@@ -117,7 +119,7 @@ class _RecordedStep:
             return self.parts.begin(state, device.device)
 
         def add(data: Tree, mask: Tensor) -> Metrics:
-            return add_microbatch_(running, self.parts.gradient(work, state, data, mask))
+            return add_microbatch_(running, partial(self.parts.gradient, work, state, data, mask))
 
         work = self.recorder.run("begin", begin, key)
         metrics = [tree.map(torch.clone, self.recorder.run("add", add, data, mask)) for data, mask in microbatches]
@@ -129,13 +131,13 @@ class _RecordedStep:
     ) -> tuple[TrainState, Metrics, Tree]:
         work, metrics, running = self.parts.begin(state, key.device), [], None
         for data, mask in microbatches:
-            part = self.parts.gradient(work, state, data, mask)
-            metrics.append(part.metrics)
             if running is None:
+                part = self.parts.gradient(work, state, data, mask, {})
                 running = make_running_sum(part)
+                metrics.append(part.metrics)
+                del part
             else:
-                add_microbatch_(running, part)
-            del part  # its rows are freed before the next microbatch begins
+                metrics.append(add_microbatch_(running, partial(self.parts.gradient, work, state, data, mask)))
             self.recorder.note("add", data, mask)
         assert running is not None
         seen = self._end(state, *running, key)

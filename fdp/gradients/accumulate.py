@@ -2,13 +2,13 @@
 
 total = sum over microbatches of ClippedSum                 different samples: the sensitivity stays that of one
 
->>> gradient = clipped_gradient(model, mechanism, plan)      # microbatch -> its clipped sum
->>> total, tally, metrics = add_microbatches(gradient(...) for i in range(count))
+>>> gradient = clipped_gradient(model, mechanism, plan)      # microbatch, sum before -> sum after
+>>> total, tally, metrics = add_microbatches(lambda i, onto: gradient(..., onto=onto), count)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from fdp import tree
 from fdp.gradients.clipped_sum import clipped_sum, plain_sum
 from fdp.gradients.execution import LOCAL, Execution
-from fdp.gradients.lazy_sum import add_sums, add_sums_, evaluate
+from fdp.gradients.lazy_sum import add_onto
 from fdp.gradients.linear_maps import Sides
 from fdp.gradients.per_sample import Stash, identity, per_sample_norms
 from fdp.gradients.plan import Plan
@@ -28,7 +28,7 @@ from fdp.model import Model
 from fdp.parallel.gather_reduce import gather_samples
 from fdp.parallel.sharding import Sharding
 from fdp.privacy.mechanism import Mechanism
-from fdp.types import Clip, ClippedSum, Metrics, Path, Tree
+from fdp.types import Clip, ClippedSum, FdpError, Flat, Metrics, Path, Tree
 
 Preconditioners: TypeAlias = Mapping[Path, Sides]
 """The linear maps that per-sample gradients go through before they are clipped; leaves without one stay as they are."""
@@ -45,7 +45,11 @@ class MicrobatchSum(NamedTuple):
 
 
 Gradient: TypeAlias = Callable[..., MicrobatchSum]
-"""``gradient(weights, clip_state, data, mask, preconditioners={})``: the work on one microbatch."""
+"""``gradient(weights, clip_state, data, mask, preconditioners={}, onto=None)``: the work on one microbatch.
+
+``onto`` is the sum over earlier microbatches, to whose tensors this one is added; {} for the first of several, None for
+the only one.
+"""
 
 
 def clipped_gradient(
@@ -53,7 +57,7 @@ def clipped_gradient(
     mechanism: Mechanism,
     plan: Plan,
     execution: Execution = LOCAL,
-    sum_records: Callable[[Stash, Clip], ClippedSum] = clipped_sum,
+    sum_records: Callable[[Stash, Clip, Flat | None], ClippedSum] = clipped_sum,
 ) -> Gradient:
     """Return the private work on a microbatch: per-sample norms, clip factors, clipped sum."""
 
@@ -63,6 +67,7 @@ def clipped_gradient(
         data: Tree,
         mask: Float[Tensor, " batch"],
         preconditioners: Preconditioners = NO_PRECONDITIONERS,
+        onto: Flat | None = None,
     ) -> MicrobatchSum:
         transform = partial(map_record, preconditioners) if preconditioners else identity
         own = plan.of_size(len(mask))
@@ -70,7 +75,7 @@ def clipped_gradient(
             model, weights, data, plan=own, execution=execution, transform=transform
         )
         clip = mechanism.clip.clip(norms, clip_state).masked(mask)
-        total = sum_records(stash, clip)
+        total = sum_records(stash, clip, onto)
         tally = mechanism.clip.tally(norms, mask, clip_state)
         return MicrobatchSum(total, tally, Metrics(losses, norms.total(), clip.smallest(), mask))
 
@@ -88,36 +93,55 @@ def plain_gradient(
         data: Tree,
         mask: Float[Tensor, " batch"],
         preconditioners: Preconditioners = NO_PRECONDITIONERS,
+        onto: Flat | None = None,
     ) -> MicrobatchSum:
         own = plan.of_size(len(mask))
-        losses, value = sum_gradients(model, weights, data, mask, plan=own, execution=execution)
+        losses, value = sum_gradients(model, weights, data, mask, plan=own, execution=execution, onto=onto)
         metrics = Metrics(losses, torch.full_like(losses, torch.nan), torch.ones_like(losses), mask)
         return MicrobatchSum(ClippedSum(value, losses.new_full((), torch.inf)), losses.new_zeros(()), metrics)
 
     return gradient
 
 
-def add_microbatches(sums: Iterable[MicrobatchSum], count: int) -> MicrobatchSum:
-    """Return the sum of ``count`` microbatches, which hold different samples.
+def add_outside(gradient: Gradient, dtype: torch.dtype) -> Gradient:
+    """Return the same work on a microbatch for a ``gradient`` that knows no ``onto``: its sum is added afterwards."""
+
+    def added(*args: Any, onto: Flat | None = None) -> MicrobatchSum:
+        part = gradient(*args)
+        return part if onto is None else part._replace(total=_add_total(part.total, onto, dtype))
+
+    return added
+
+
+def _add_total(total: ClippedSum, onto: Flat, dtype: torch.dtype) -> ClippedSum:
+    return total._replace(value=add_onto(onto, total.value, dtype))
+
+
+def add_microbatches(work: Callable[[int, Flat | None], MicrobatchSum], count: int) -> MicrobatchSum:
+    """Return the sum of ``count`` microbatches, which hold different samples; ``work(i, onto)`` adds number i.
 
     If there are several, each lazy sum is evaluated and its rows are freed before the next microbatch begins: the rows
     may be many times larger than the sum.
+
+    Guarantees:
+      - the sensitivity is that of one microbatch: a sample is in one of them only;
+      - nobody vouches for the sum if nobody does for one of them.
     """
     total, tally, metrics = None, None, []
-    for each in sums:
-        more = evaluate(each.total) if count > 1 and total is None else each.total
-        total = more if total is None else add_sums(total, more)
+    for i in range(count):
+        each = work(i, None if count == 1 else {} if total is None else total.value)
+        total = each.total if total is None else _joined(total, each.total)
         tally = each.tally if tally is None else tally + each.tally
         metrics.append(each.metrics)
-        del each, more
+        del each
     assert total is not None
     assert tally is not None
     return MicrobatchSum(total, tally, join_metrics(metrics))
 
 
 def make_running_sum(first: MicrobatchSum) -> tuple[ClippedSum, Tensor]:
-    """Return ``first`` as a sum and a tally in tensors of their own, which :func:`add_microbatch_` adds to."""
-    total = evaluate(first.total)
+    """Return the sum and the tally of the first of several microbatches, to which :func:`add_microbatch_` adds."""
+    total = first.total
     value = {path: leaf.contiguous() for path, leaf in total.value.items()}
     return total._replace(value=value, sensitivity=total.sensitivity.clone()), first.tally.clone()
 
@@ -128,21 +152,34 @@ def clear_running_sum_(running: tuple[ClippedSum, Tensor]) -> None:
         leaf.zero_()
 
 
-def add_microbatch_(running: tuple[ClippedSum, Tensor], more: MicrobatchSum) -> Metrics:
+def add_microbatch_(running: tuple[ClippedSum, Tensor], work: Callable[[Flat], MicrobatchSum]) -> Metrics:
     """Add a microbatch to a running sum and its tally, in place, and return its metrics.
 
-    Guarantees:
-      - the numbers of :func:`add_microbatches`, up to rounding; every tensor of the running sum keeps its place.
+    ``work(onto)`` returns the sum with the microbatch added. Every tensor of the running sum keeps its place.
     """
     total, tally = running
-    add_sums_(total, more.total)
-    tally.add_(more.tally)
-    return more.metrics
+    after = work(total.value)
+    if after.total.bound is None and total.bound is not None:
+        raise FdpError(
+            "add_microbatch_: expected a sum with a bound, as that of the microbatches before, got one without"
+        )
+    for path, leaf in total.value.items():
+        if after.total.value[path] is not leaf:
+            leaf.copy_(after.total.value[path])
+    total.sensitivity.copy_(torch.maximum(total.sensitivity, after.total.sensitivity))
+    tally.add_(after.tally)
+    return after.metrics
 
 
 def join_metrics(metrics: Sequence[Metrics]) -> Metrics:
     """Return the metrics of all microbatches, in order."""
     return Metrics(*(torch.cat(fields) for fields in zip(*metrics)))
+
+
+def _joined(before: ClippedSum, after: ClippedSum) -> ClippedSum:
+    """Return ``after``, the sum over the samples of both, with the bounds of both."""
+    bound = None if after.bound is None else before.bound
+    return ClippedSum(after.value, torch.maximum(before.sensitivity, after.sensitivity), bound)
 
 
 def gather_metrics(metrics: Metrics, shape: Sequence[int], sharding: Sharding | None) -> Metrics:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -20,7 +21,7 @@ from fdp.gradients.block_loop import NOTHING_SAVED, Saved, Weights, backward, fo
 from fdp.gradients.costs import SumBy
 from fdp.gradients.execution import LOCAL, Execution
 from fdp.gradients.launches import weighted_gradients
-from fdp.gradients.lazy_sum import LazySum, single_row, take
+from fdp.gradients.lazy_sum import LazySum, add_onto, single_row, take
 from fdp.gradients.per_sample import Stash, single_dense_records, widen, widest
 from fdp.gradients.plan import Plan
 from fdp.gradients.sample_gradients import Record, weighted_gradient_of_uses
@@ -31,26 +32,28 @@ from fdp.parallel.sharding import Reduce, Sharding
 from fdp.types import Clip, ClippedSum, FdpError, Flat, Path, Tree
 
 
-def clipped_sum(stash: Stash, clip: Clip) -> ClippedSum:
-    """Return ``sum_b factor_b G_b`` per leaf, in float64, over this rank's samples.
+def clipped_sum(stash: Stash, clip: Clip, onto: Flat | None = None) -> ClippedSum:
+    """Return ``sum_b factor_b G_b`` per leaf over this rank's samples, plus ``onto``: the sum of earlier samples.
 
-    Uses up the stash: a block's records are freed when the next block's are summed. If sums are reduced in every
-    microbatch, the result is this rank's shard of the sum over all ranks' samples; each block's sums travel while the
-    next block's are computed, so that at most two blocks' full gradients exist at a time.
+    A sum is computed in float64 and stored in ``Memory.sum_dtype``, in the tensors of ``onto`` if it has any. Uses up
+    the stash: a block's records are freed when the next block's are summed. If sums are reduced in every microbatch,
+    the result is this rank's shard of the sum over all ranks' samples; each block's sums travel while the next block's
+    are computed, so that at most two blocks' full gradients exist at a time.
 
     Guarantees:
       - every leaf in the norms is in the sum, scaled by its own factor;
       - a sample whose factor is 0 contributes exactly 0, even if its gradient is NaN or infinite.
     """
-    return _collect(stash, clip, _evaluated_sums)
+    return _collect(stash, clip, _evaluated_sums, {} if onto is None else onto)
 
 
-def lazy_clipped_sum(stash: Stash, clip: Clip) -> ClippedSum:
+def lazy_clipped_sum(stash: Stash, clip: Clip, onto: Flat | None = None) -> ClippedSum:
     """Return the sum of :func:`clipped_sum`, every leaf a :class:`LazySum` for whoever adds the noise in the same pass.
 
-    The sums of stored per-sample gradients are not evaluated here; all others are rows of one.
+    The sums of stored per-sample gradients are not evaluated here; all others are rows of one. With ``onto``, the sum
+    of earlier samples ({} if there are none yet), everything is evaluated, block by block.
     """
-    return _collect(stash, clip, _lazy_sums)
+    return _collect(stash, clip, _lazy_sums, onto)
 
 
 def plain_sum(
@@ -61,9 +64,12 @@ def plain_sum(
     *,
     plan: Plan,
     execution: Execution = LOCAL,
+    onto: Flat | None = None,
 ) -> tuple[Float[Tensor, " batch"], dict[Path, Any]]:
-    """Return losses and ``sum_b mask_b G_b``: the same loop without privacy, one ordinary backward."""
-    return _plain(model, params, data, mask, plan, execution, lambda leaf: leaf.to(widest(leaf.dtype)))
+    """Return losses and ``sum_b mask_b G_b``, plus ``onto``: the same loop without privacy, one ordinary backward."""
+    weights = make_weights(model, params, data, plan, execution)
+    # Two leaves may have one gradient tensor, which must not be added to.
+    return _plain(weights, data, mask, plan, lambda leaf: leaf.to(widest(leaf.dtype), copy=onto is not None), onto)
 
 
 def lazy_plain_sum(
@@ -74,23 +80,34 @@ def lazy_plain_sum(
     *,
     plan: Plan,
     execution: Execution = LOCAL,
+    onto: Flat | None = None,
 ) -> tuple[Float[Tensor, " batch"], dict[Path, Any]]:
-    """Return losses and the sum of :func:`plain_sum` as lazy sums, in the dtype in which it was computed."""
+    """Return losses and the sum of :func:`plain_sum`; without ``onto`` as lazy sums, in the dtype of the gradients."""
     one = torch.ones(1, dtype=widest(plan.dtype), device=mask.device)
-    return _plain(model, params, data, mask, plan, execution, lambda leaf: single_row(leaf, one))
+    weights = make_weights(model, params, data, plan, execution)
+    return _plain(weights, data, mask, plan, lambda leaf: single_row(leaf, one), onto)
 
 
 _BlockSums: TypeAlias = Callable[[dict[Path, list[Record]], Clip, set[Path]], dict[Path, Any]]
 """Weighted sums of a block's stored records: ``sums(records, clip, used several times)``."""
 
 
-def _collect(stash: Stash, clip: Clip, block_sums: _BlockSums) -> ClippedSum:
+def _collect(stash: Stash, clip: Clip, block_sums: _BlockSums, onto: Flat | None) -> ClippedSum:
     execution = stash.weights.execution
     stream = _weighted_blocks(stash, clip, block_sums)
-    total = reduce_stream(_reduced_per_microbatch(execution.sharding), stream, device=execution.memory.sums_device)
+    total = _add_blocks(stream, execution, onto, execution.memory.sum_dtype)
     if set(total) != set(clip.factors):
         raise FdpError(f"clipped_sum: leaves {sorted(set(total) ^ set(clip.factors))} are in the norms or the sum only")
     return ClippedSum({path: total[path] for path in clip.factors}, clip.sensitivity, clip.bound)
+
+
+def _add_blocks(
+    stream: Iterator[dict[Path, Any]], execution: Execution, onto: Flat | None, dtype: torch.dtype
+) -> dict[Path, Any]:
+    """Return all blocks' sums, each added to ``onto`` in ``dtype`` as soon as it is there; as they are without it."""
+    store = dict if onto is None else partial(add_onto, onto, dtype=dtype)
+    sharding = _reduced_per_microbatch(execution.sharding)
+    return reduce_stream(sharding, stream, device=execution.memory.sums_device, store=store)
 
 
 def _reduced_per_microbatch(sharding: Sharding | None) -> Sharding | None:
@@ -142,19 +159,17 @@ def _wide_factors(clip: Clip) -> Clip:
 
 
 def _plain(
-    model: Model,
-    params: Tree,
+    weights: Weights,
     data: Tree,
     mask: Float[Tensor, " batch"],
     plan: Plan,
-    execution: Execution,
     finished: Callable[[Tensor], Any],
+    onto: Flat | None,
 ) -> tuple[Float[Tensor, " batch"], dict[Path, Any]]:
-    weights = make_weights(model, params, data, plan, execution)
     counted = (mask > 0).to(torch.float32)
     losses, saved, carries = forward(weights, data, plan, gradient=counted)
     stream = _plain_blocks(weights, counted.to(losses.dtype), saved, carries, data, plan, finished, token=losses)
-    total = reduce_stream(_reduced_per_microbatch(execution.sharding), stream, device=execution.memory.sums_device)
+    total = _add_blocks(stream, weights.execution, onto, widest(plan.dtype))
     return losses.to(widest(losses.dtype)), {path: total[path] for path in weights.shards if path in plan.trainable}
 
 

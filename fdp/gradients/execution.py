@@ -113,11 +113,15 @@ class Memory(NamedTuple):
     ``recompute`` stores only the input of every block and runs its forward again in the backward.
     ``refetch`` drops a block's full weights after its forward and gathers them again, as ZeRO-3 always does.
     ``offload`` says which parts of the state stay in CPU memory; offloaded parameters are always refetched.
+    ``sum_dtype`` is that of a private sum over microbatches. In float32 the sum is rounded, and noise that covers the
+    rounding is added (``fdp.privacy.sum_rounding``): the more, the smaller ``microbatch_size`` (samples of all ranks).
     """
 
     recompute: bool = False
     refetch: bool = False
     offload: Offload = NO_OFFLOAD
+    sum_dtype: torch.dtype = torch.float64
+    microbatch_size: int | None = None
 
     @property
     def sums_device(self) -> torch.device | None:
@@ -129,7 +133,7 @@ STORE_ALL = Memory()
 
 
 class Execution(NamedTuple):
-    """Settings for how a step is computed. No field changes a result except by rounding.
+    """Settings for how a step is computed. No field changes a result but by rounding, and by the noise that covers it.
 
     ``sharding``: None for one device. ``runner``: how blocks are differentiated. ``compile_step`` names the backend of
     torch.compile that makes one full graph of the work on a microbatch and one of the update. ``cuda_graph`` records

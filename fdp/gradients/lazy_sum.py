@@ -4,6 +4,7 @@ sum_s factors_s rows_s
 
 >>> total = evaluate(total)                       # a ClippedSum whose leaves are tensors
 >>> total = add_sums(total, more)                 # different samples, clipped to the same bound
+>>> value = add_onto(value, part, torch.float32)  # leaf by leaf, each rounded once
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from fdp_kernels.keep import weighted_sum
 from jaxtyping import Float
 from torch import Tensor
 
-from fdp.types import ClippedSum, FdpError, Path
+from fdp.types import ClippedSum, Flat, Path
 
 
 class LazySum(NamedTuple):
@@ -24,14 +25,19 @@ class LazySum(NamedTuple):
     rows: Float[Tensor, " samples *shape"]
     factors: Float[Tensor, " samples"]
 
-    def evaluate(self, onto: Float[Tensor, " *shape"] | None = None) -> Float[Tensor, " *shape"]:
-        """Return the sum, plus ``onto``, in the wider dtype of factors and ``onto``; clip factors are float64.
+    def evaluate(
+        self, onto: Float[Tensor, " *shape"] | None = None, dtype: torch.dtype | None = None
+    ) -> Float[Tensor, " *shape"]:
+        """Return the sum, plus ``onto``, computed in float64 and rounded once to ``dtype``.
+
+        The default dtype is the wider one of factors and ``onto``; clip factors are float64.
 
         Guarantees:
           - a row whose factor is 0 contributes exactly 0, even if it holds NaN or infinity.
         """
         flat, before = self.rows.reshape(len(self.factors), -1), None if onto is None else onto.flatten()
-        dtype = self.factors.dtype if onto is None else torch.promote_types(self.factors.dtype, onto.dtype)
+        if dtype is None:
+            dtype = self.factors.dtype if onto is None else torch.promote_types(self.factors.dtype, onto.dtype)
         return weighted_sum(flat, self.factors, dtype, before).view(self.rows.shape[1:])
 
 
@@ -59,13 +65,15 @@ def add_sums(total: ClippedSum, more: ClippedSum) -> ClippedSum:
     return ClippedSum(value, torch.maximum(total.sensitivity, more.sensitivity), bound)
 
 
-def add_sums_(total: ClippedSum, more: ClippedSum) -> None:
-    """Write the sum of :func:`add_sums` into the tensors of ``total``; uses up ``more``, leaf by leaf."""
-    if more.bound is None and total.bound is not None:
-        raise FdpError("add_sums_: expected a sum with a bound beside one with a bound, got one without")
-    for path, leaf in total.value.items():
-        leaf.copy_(_add_leaves(leaf, take(more.value, path)))
-    total.sensitivity.copy_(torch.maximum(total.sensitivity, more.sensitivity))
+def add_onto(before: Flat, leaves: dict[Path, Any], dtype: torch.dtype) -> Flat:
+    """Return ``leaves`` in ``dtype``, each added to that of ``before``, in its place, if it has one.
+
+    Uses up ``leaves``: each is freed when it is added.
+
+    Guarantees:
+      - every element is added in the wider dtype of the two, float64 for lazy sums, and rounded once.
+    """
+    return {path: _add_leaf(before.get(path), take(leaves, path), dtype) for path in list(leaves)}
 
 
 def take(values: dict[Path, Any], path: Path) -> Any:
@@ -75,6 +83,12 @@ def take(values: dict[Path, Any], path: Path) -> Any:
 
 def _evaluate_leaf(leaf: Tensor | LazySum) -> Tensor:
     return leaf.evaluate() if isinstance(leaf, LazySum) else leaf
+
+
+def _add_leaf(before: Tensor | None, leaf: Tensor | LazySum, dtype: torch.dtype) -> Tensor:
+    if before is None:
+        return leaf.evaluate(dtype=dtype) if isinstance(leaf, LazySum) else leaf.to(dtype)
+    return before.copy_(leaf.evaluate(before, dtype)) if isinstance(leaf, LazySum) else before.add_(leaf)
 
 
 def _add_leaves(leaf: Tensor | LazySum, more: Tensor | LazySum) -> Tensor:

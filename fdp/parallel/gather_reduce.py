@@ -15,7 +15,7 @@ only move weights that live on the CPU to the device.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -130,17 +130,26 @@ def finish_reduce(sharding: Sharding | None, pending: PendingReduce) -> Flat:
     return {path: local[path] for path in like}
 
 
-def reduce_stream(sharding: Sharding | None, stream: Iterator[Flat], *, device: torch.device | None) -> Flat:
-    """Reduce each block's sums while the next block's are computed; store them on ``device`` (None: where they are)."""
+def reduce_stream(
+    sharding: Sharding | None,
+    stream: Iterator[Flat],
+    *,
+    device: torch.device | None,
+    store: Callable[[Flat], Flat] = dict,
+) -> Flat:
+    """Reduce each block's sums while the next block's are computed, on ``device`` (None: where they are).
+
+    ``store(sums)`` gets a block's reduced sums and returns what is to be stored of them.
+    """
     total: Flat = {}
     in_flight: PendingReduce | None = None
     for sums in stream:
         started = start_reduce(sharding, sums)
         if in_flight is not None:
-            total |= _move(finish_reduce(sharding, in_flight), device)
+            total |= store(_move(finish_reduce(sharding, in_flight), device))
         in_flight, sums = started, {}
     if in_flight is not None:
-        total |= _move(finish_reduce(sharding, in_flight), device)
+        total |= store(_move(finish_reduce(sharding, in_flight), device))
     return total
 
 

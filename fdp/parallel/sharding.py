@@ -120,19 +120,6 @@ class Sharding(NamedTuple):
         return self.replicate.rank * self.shard.size + self.shard.rank if self.data is Data.SPLIT else 0
 
 
-def reduce_slack(sharding: Sharding | None, expected_batch_size: float) -> float:
-    """Bound, as a fraction of C, the extra sensitivity of a private sum that is reduced in less than float64.
-
-    Rounding each of R ranks' sums, and adding them up, errs by at most ``R u B C`` for B samples, and by twice that
-    between neighbouring datasets: ``2 (R + 1) u B``, with u = 2^-24 in float32. B is taken as
-    ``expected + 10 sqrt(expected) + 100``, a public number that a Poisson draw exceeds with probability below 1e-22.
-    """
-    if sharding is None or sharding.reduce_dtype in (None, torch.float64):
-        return 0.0
-    most = expected_batch_size + 10 * math.sqrt(expected_batch_size) + 100
-    return 2 * (sharding.ranks + 1) * torch.finfo(sharding.reduce_dtype).eps / 2 * most
-
-
 def make_sharding(
     model: Model,
     mesh: DeviceMesh,
@@ -145,8 +132,8 @@ def make_sharding(
     """Plan the shards of every leaf of ``model`` on ``mesh``.
 
     ``reduce`` defaults to once per step, and to every microbatch for ZeRO-3, where the full gradients need not fit.
-    Sums of private gradients are float64. Reducing them in a narrower ``reduce_dtype`` halves the traffic and rounds
-    them; :func:`reduce_slack` bounds the error.
+    Sums of private gradients are float64, unless ``Memory.sum_dtype`` says otherwise. Reducing them in float32 halves
+    the traffic and rounds them; the rounding is part of the sensitivity (``fdp.privacy.sum_rounding``).
 
     Guarantees:
       - every leaf has exactly one plan: a leaf that no block uses, or a block's leaf that the model does not have,

@@ -10,8 +10,8 @@ from fdp import models
 from fdp.privacy.guarantee import shown_epsilon
 from fdp.report.run_facts import COUNT_NOISE_SHARE, RunFacts, Status
 
-ROUNDING = {"float32": "1e-6", "bfloat16": "1e-3"}
-"""The most that rounding adds to the sensitivity, by the dtype of the computation (docs/guarantees.md)."""
+ROUNDING = "1e-6"
+"""The most that rounding in float64 adds to the sensitivity (docs/guarantees.md)."""
 
 CLIPPING = {
     "flat": "The gradient of every drawn sample, over all trained parameters together, is scaled down to norm C = "
@@ -39,10 +39,10 @@ def describe_mechanism(facts: RunFacts) -> tuple[str, ...]:
         f"varies from step to step). {_population(facts)}",
         f"Clipping ({settings['clip']}): {CLIPPING[settings['clip']].format(**sizes)} A sample whose gradient is not "
         f"finite contributes exactly 0. So adding or removing one sample moves the sum by at most C, up to rounding of "
-        f"{ROUNDING[settings['dtype']]} C.",
+        f"{ROUNDING} C.",
         f"Noise: Gaussian with standard deviation z C in every coordinate of the sum, noise multiplier z = "
-        f"{config['noise_multiplier']:.6g}, added once per step. The sum is then divided by the public number "
-        f"{settings['batch_size']}, not by the number of samples drawn.",
+        f"{config['noise_multiplier']:.6g}, added once per step.{_extra_noise(facts)} The sum is then divided by the "
+        f"public number {settings['batch_size']}, not by the number of samples drawn.",
         f"Steps: {facts.promise.steps} planned; the run {facts.status.value}.{_steps_made(facts)}",
         f"Optimizer: {settings['optimizer']}, which works on the noisy mean; this is post-processing and costs "
         f"nothing.",
@@ -50,6 +50,16 @@ def describe_mechanism(facts: RunFacts) -> tuple[str, ...]:
         *_trained(facts),
     ]
     return tuple(found)
+
+
+def _extra_noise(facts: RunFacts) -> str:
+    extra = facts.config.get("extra_noise") or 0.0
+    if not extra:
+        return ""
+    return (
+        f" Partial sums are rounded to float32. The rounding moves the sum of one dataset against that of a "
+        f"neighbouring one by at most {extra:.3g} C, so the noise is z C (1 + {extra:.3g})."
+    )
 
 
 def _population(facts: RunFacts) -> str:

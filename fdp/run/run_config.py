@@ -58,7 +58,7 @@ class RunConfig:
     ``microbatch_size``, ``microbatch_halvings`` (how many smaller sizes, each half of the one before, the end of a
     batch may have: less of it is padding), ``memory_budget`` (bytes), ``compile``, ``compile_backend``,
     ``cuda_graph``, ``device``, ``layout`` (None: one process), ``offload`` and ``checkpoint_activations`` change how a
-    run computes, not what.
+    run computes, not what. ``sum_dtype`` float32 rounds private sums, and adds noise that covers the rounding.
     """
 
     model: Model
@@ -82,6 +82,7 @@ class RunConfig:
     checkpoint_activations: bool = False
     cuda_graph: bool = False
     compile_backend: str = "inductor"
+    sum_dtype: torch.dtype = torch.float64
     values: Callable[[Model, Sharding | None, Key], Tree] = drawn_params
     population: int | None = None
     before: tuple[Guarantee, ...] = ()

@@ -57,6 +57,7 @@ from fdp.privacy.mechanism import Mechanism, without_noise
 from fdp.privacy.microbatches import samples_per_rank, split_microbatches
 from fdp.privacy.releases import composed_event
 from fdp.privacy.sampling import TRAINING, Poisson, poisson, sample_batch
+from fdp.privacy.sum_rounding import rounding_slack
 from fdp.run.flight import Flight, land, read_clip_bound, take_off
 from fdp.run.flight import NotFinite as NotFinite
 from fdp.run.overlap import Draws, send_to_device
@@ -260,6 +261,14 @@ def _fold_into_dropout(batch: Batch, run: Run, t: int) -> Batch:
     return batch._replace(data=batch.data | {DROPOUT_KEYS: keys_of_samples + step})
 
 
+def extra_noise(run: Run) -> float:
+    """Return by what fraction the noise is larger than z C, to cover the rounding of sums; 0 without privacy.
+
+    A public number (:func:`fdp.privacy.sum_rounding.rounding_slack`).
+    """
+    return rounding_slack(run.mechanism.sampling, run.stages.rounding(run.config.device))
+
+
 def refresh_curvature(run: Run, state: TrainState, batch: Batch, t: int) -> TrainState:
     """Return the state with the curvature refreshed, if that is due at step ``t``.
 
@@ -283,6 +292,8 @@ def _make_execution(config: RunConfig, sharding: Sharding | None) -> Execution:
         compile=config.compile,
         cuda_graph=config.cuda_graph,
         backend=config.compile_backend,
+        sum_dtype=config.sum_dtype,
+        microbatch_size=config.microbatch_size,
     )
 
 

@@ -13,6 +13,7 @@ from fdp.fast.compile_modes import Compile, make_execution
 from fdp.fast.compiled import CompiledRunner
 from fdp.fast.cuda_graph import StepParts, capture
 from fdp.gradients.accumulate import MicrobatchSum
+from fdp.gradients.lazy_sum import add_onto
 from fdp.gradients.plan import Method, add_smaller_sizes, make_plan
 from fdp.models import mlp
 from fdp.optimizers import adamw, sgd
@@ -33,12 +34,11 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
 # ---------------------------------------------------------------- parts that are simple enough to predict
 
 
-def gradient(work: Any, state: TrainState, data: Any, mask: torch.Tensor) -> MicrobatchSum:
+def gradient(work: Any, state: TrainState, data: Any, mask: torch.Tensor, onto: dict | None = None) -> MicrobatchSum:
     x = data["x"] * mask
     losses = x.clone()
-    return MicrobatchSum(
-        ClippedSum({"w": x.sum().reshape(1)}, torch.ones(())), mask.sum(), Metrics(losses, losses, losses, mask.clone())
-    )
+    value = add_onto({} if onto is None else onto, {"w": x.sum().reshape(1)}, torch.float32)
+    return MicrobatchSum(ClippedSum(value, torch.ones(())), mask.sum(), Metrics(losses, losses, losses, mask.clone()))
 
 
 def end(state: TrainState, total: ClippedSum, tally: torch.Tensor, key: torch.Tensor) -> tuple[TrainState, Any]:

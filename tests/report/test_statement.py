@@ -112,7 +112,7 @@ def test_the_statement_holds_nothing_private(tmp_path):
         ({"optimizer": "kfac", "kfac_data": "open.txt"}, "measured on data that was given as public"),
         ({"lora": 8}, "LoRA adapters of rank 8"),
         ({"model": "models/gpt2"}, "The first parameters came from an earlier training"),
-        ({"dtype": "bfloat16"}, "moves the sum by at most C, up to rounding of 1e-3 C"),
+        ({"dtype": "bfloat16"}, "moves the sum by at most C, up to rounding of 1e-6 C"),
         ({"public_data": "wiki.txt"}, "Samples that were given as public are among the samples"),
         ({"population": 1500}, "1500 is a number that was announced as public"),
         ({"population": None}, "1500 is the number of samples rounded up to two digits"),
