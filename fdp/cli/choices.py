@@ -18,6 +18,7 @@ MODELS = (
     "llama-nano",
     "llama-1b",
     "llama-7b",
+    "llama-8b",
     "llama-13b",
     "llama-70b",
     "logistic",
@@ -33,5 +34,6 @@ OPTIMIZERS = ("adamw", "adam", "sgd", "lamb", "adafactor", "adagrad", "adadelta"
 SCHEDULES = ("constant", "cosine", "linear")
 DTYPES = ("auto", "float32", "bfloat16")
 SUM_DTYPES = ("float64", "float32")
+MOMENTS = ("float32", "bfloat16")
 COMPILE = ("auto", "none", "block", "step")
 DEVICES = ("auto", "cpu", "cuda")

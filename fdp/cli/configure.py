@@ -41,6 +41,7 @@ DEFAULT_LR = 8e-3
 LEARNING_RATES = {"kfac": 0.1, "adagrad": 1e-2, "adadelta": 1.0}
 """Defaults of optimizers that would not train with ``DEFAULT_LR``: their steps are in units of the parameters."""
 GIB = 2**30
+MOMENTS = {"float32": lambda optimizer: optimizer, "bfloat16": optimizers.narrow_moments}
 SUM_DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
 
@@ -166,6 +167,7 @@ def make_optimizer(
     if options.kfac.data is not None:
         raise FdpError(f"--kfac-data: expected --optimizer kfac to go with it, got {training.optimizer}")
     optimizer = OPTIMIZERS[training.optimizer](rate, weight_decay=training.weight_decay)
+    optimizer = choose("--moments", training.moments, MOMENTS)(optimizer)
     return optimizer if limit is None else optimizers.chain(optimizers.clip_by_value(limit), optimizer)
 
 

@@ -196,6 +196,15 @@ class TrainingOptions:
         str,
         Flag("adamw, adam, sgd, lamb, adafactor, adagrad, adadelta, adamax or kfac.", complete=choices.OPTIMIZERS),
     ] = "adamw"
+    moments: Annotated[
+        str,
+        Flag(
+            "Dtype in which AdamW stores its two moments: float32, or bfloat16, rounded up or down at random, which "
+            "takes half the memory.",
+            needs=Needs.ADAMW,
+            complete=choices.MOMENTS,
+        ),
+    ] = "float32"
     clip_value: Annotated[
         float | None,
         Flag(

@@ -101,7 +101,7 @@ class NoisyUpdate:
 
     def _scalars(
         self, moments: AdamState | TraceState, opt_state: Tree, noise_scale: Tensor | None, expected_batch_size: float
-    ) -> Float[Tensor, " 6"]:
+    ) -> Float[Tensor, " 7"]:
         first = tree.leaves(moments)[0]
         zero = torch.zeros((), dtype=torch.float64, device=first.device)
         scale = zero if noise_scale is None else noise_scale.to(zero)
@@ -111,7 +111,8 @@ class NoisyUpdate:
             step = moments.step
             factors = unbias(self.rule.b1, step + 1), unbias(self.rule.b2, step + 1)
         at = opt_state[-1].step if isinstance(opt_state[-1], ScheduleState) else step
-        return torch.stack([scale, zero + 1 / expected_batch_size, *factors, rate(at).to(zero), grid_of(scale)])
+        scalars = [scale, zero + 1 / expected_batch_size, *factors, rate(at).to(zero), grid_of(scale), step.to(zero)]
+        return torch.stack(scalars)
 
     def _leaves(
         self,

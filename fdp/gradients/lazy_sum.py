@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from fdp_kernels.keep import weighted_sum
+from fdp_kernels.keep import add_weighted_sum_, weighted_sum
 from jaxtyping import Float
 from torch import Tensor
 
@@ -87,8 +87,11 @@ def _evaluate_leaf(leaf: Tensor | LazySum) -> Tensor:
 
 def _add_leaf(before: Tensor | None, leaf: Tensor | LazySum, dtype: torch.dtype) -> Tensor:
     if before is None:
-        return leaf.evaluate(dtype=dtype) if isinstance(leaf, LazySum) else leaf.to(dtype)
-    return before.copy_(leaf.evaluate(before, dtype)) if isinstance(leaf, LazySum) else before.add_(leaf)
+        return leaf.evaluate(dtype=dtype) if isinstance(leaf, LazySum) else leaf.to(dtype).contiguous()
+    if not isinstance(leaf, LazySum):
+        return before.add_(leaf)
+    add_weighted_sum_(before.view(-1), leaf.rows.reshape(len(leaf.factors), -1), leaf.factors)
+    return before
 
 
 def _add_leaves(leaf: Tensor | LazySum, more: Tensor | LazySum) -> Tensor:

@@ -38,6 +38,10 @@ LANGUAGE: dict[str, GPTConfig | LlamaConfig] = {
     "llama-7b": LlamaConfig(
         layers=32, width=4096, heads=32, key_heads=32, hidden=11008, context=2048, vocab_size=32000
     ),
+    "llama-8b": LlamaConfig(
+        layers=32, width=4096, heads=32, key_heads=8, hidden=14336, context=2048, vocab_size=128256,
+        rope_base=500_000.0,
+    ),
     "llama-13b": LlamaConfig(
         layers=40, width=5120, heads=40, key_heads=40, hidden=13824, context=2048, vocab_size=32000
     ),

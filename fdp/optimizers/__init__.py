@@ -26,6 +26,7 @@ from fdp.optimizers.lamb import lamb as lamb
 from fdp.optimizers.lamb import scale_by_trust_ratio as scale_by_trust_ratio
 from fdp.optimizers.leaf_reductions import LOCAL as LOCAL
 from fdp.optimizers.leaf_reductions import Reductions as Reductions
+from fdp.optimizers.narrow_moments import narrow_moments as narrow_moments
 from fdp.optimizers.schedules import Schedule as Schedule
 from fdp.optimizers.schedules import constant as constant
 from fdp.optimizers.schedules import cosine as cosine

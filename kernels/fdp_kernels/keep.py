@@ -268,6 +268,23 @@ def launch_weighted_sum(G_BN: Tensor, factors_B: Tensor, dtype: torch.dtype, ont
     return out
 
 
+def add_weighted_sum_reference_(onto_N: Tensor, G_BN: Tensor, factors_B: Tensor) -> None:
+    """Add ``sum_b c_b G_b`` to ``onto_N`` in place: in float64, rounded once to its dtype."""
+    onto_N.copy_(weighted_sum_cpu(G_BN, factors_B, onto_N.dtype, onto_N))
+
+
+def launch_add_weighted_sum_(onto_N: Tensor, G_BN: Tensor, factors_B: Tensor) -> None:
+    """Evaluate :func:`add_weighted_sum_reference_`, reading G and ``onto_N`` once."""
+    _check_sum(G_BN, factors_B, onto_N.dtype, onto_N)
+    if not can_launch(G_BN) or not onto_N.is_contiguous():
+        onto_N.copy_(weighted_sum_reference(G_BN, factors_B, onto_N.dtype, onto_N))
+        return
+    n = onto_N.numel()
+    _sum_body[(cdiv(n, BLOCK),)](
+        G_BN.contiguous(), factors_B.contiguous(), onto_N, onto_N, len(G_BN), n, ONTO=True, BLOCK=BLOCK, num_warps=4
+    )
+
+
 def _check_sum(G: Tensor, factors: Tensor, dtype: torch.dtype, onto: Tensor | None) -> None:
     wide = (torch.float32, torch.float64)
     if factors.shape != G.shape[:1] or factors.dtype not in wide or dtype not in wide:
@@ -337,6 +354,14 @@ weighted_sum = define(
     fake=lambda G, factors, dtype, onto=None: G.new_empty(G.shape[1:], dtype=dtype),
 )
 """``(G_BN, factors_B, dtype, onto_N=None)``: as :func:`weighted_sum_reference`."""
+add_weighted_sum_ = define(
+    "add_weighted_sum_",
+    "Tensor(a!) onto, Tensor G, Tensor factors -> ()",
+    reference=add_weighted_sum_reference_,
+    cuda=launch_add_weighted_sum_,
+    fake=lambda onto, G, factors: None,
+)
+"""``(onto_N, G_BN, factors_B)``: as :func:`add_weighted_sum_reference_`."""
 
 
 def keep_by_matmul(g_BTP: Tensor, x_BTD: Tensor) -> tuple[Tensor, Tensor]:

@@ -101,11 +101,15 @@ class LaunchTables:
 
 
 def can_update(leaf: Leaf) -> bool:
-    """Return True if the kernel can update the leaf in place: float32 state, dense, on one device."""
-    state = [tensor for tensor in (leaf.param, leaf.mean, leaf.square) if tensor is not None]
-    every = [*state, leaf.rows, leaf.factors, *([] if leaf.copy is None else [leaf.copy])]
+    """Return True if the kernel can update the leaf in place: float32 parameters, dense, all on one device.
+
+    Moments are float32, or all bfloat16.
+    """
+    moments = [tensor for tensor in (leaf.mean, leaf.square) if tensor is not None]
+    every = [leaf.param, *moments, leaf.rows, leaf.factors, *([] if leaf.copy is None else [leaf.copy])]
     return (
-        all(tensor.dtype == torch.float32 for tensor in state)
+        leaf.param.dtype == torch.float32
+        and {tensor.dtype for tensor in moments} in ({torch.float32}, {torch.bfloat16})
         and leaf.rows.dtype in (torch.bfloat16, torch.float32, torch.float64)
         and leaf.factors.dtype in (torch.float32, torch.float64)
         and all(tensor.is_contiguous() and tensor.device == leaf.param.device for tensor in every)
@@ -113,7 +117,7 @@ def can_update(leaf: Leaf) -> bool:
 
 
 def _specialization(leaf: Leaf) -> tuple:
-    """Return what the body is specialised on: rows, the dtypes of rows, factors and copy, and alignment."""
+    """Return what the body is specialised on: rows, the dtypes of rows, factors, copy and moments, and alignment."""
     copy = None if leaf.copy is None else leaf.copy.dtype
     touched = [leaf.rows, leaf.param, leaf.mean, leaf.square, leaf.copy]
     aligned = (
@@ -121,11 +125,11 @@ def _specialization(leaf: Leaf) -> tuple:
         and leaf.param.numel() % ELEMENTS_PER_BLOCK == 0
         and all(tensor.data_ptr() % 16 == 0 for tensor in touched if tensor is not None)
     )
-    return leaf.rows.shape[0], leaf.rows.dtype, leaf.factors.dtype, copy, aligned
+    return leaf.rows.shape[0], leaf.rows.dtype, leaf.factors.dtype, copy, leaf.mean.dtype, aligned
 
 
 def _group(kind: tuple, kinds: tuple, sizes: tuple, device: torch.device) -> LaunchGroup:
-    rows, row, factor, copy, aligned = kind
+    rows, row, factor, copy, moment, aligned = kind
     tiles = [
         np.arange(cdiv(count + first % ELEMENTS_PER_BLOCK, ELEMENTS_PER_BLOCK * _BLOCKS_PER_TILE) if count else 0)
         | leaf << 32
@@ -135,6 +139,7 @@ def _group(kind: tuple, kinds: tuple, sizes: tuple, device: torch.device) -> Lau
     types = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
     types[torch.float64] = tl.float64
     constants = {"S": rows, "ROW": types[row], "FACTOR": types[factor], "COPY": types.get(copy)}
+    constants |= {"MOMENT": types[moment], "NARROW": moment == torch.bfloat16}
     constants |= {"ALIGNED": aligned, "COUNTERS": _BLOCKS_PER_TILE}
     return LaunchGroup(torch.from_numpy(np.concatenate(tiles)).to(device), constants)
 

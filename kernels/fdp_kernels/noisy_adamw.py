@@ -14,7 +14,7 @@ Without a second moment (``b2`` and ``square`` None) it is momentum:
 Nothing is rounded to less than float64 before the noise is added. The noised sum is rounded to a public grid, a power
 of two, before it is used; without noise nothing is rounded to the grid. Values that change from step to step are read
 from a float64 tensor on the device, ``scalars`` = (noise_scale, inverse_batch, mean_factor, square_factor,
-learning_rate, grid), so that a captured graph can be replayed. All leaves with equal dtypes, number of rows and
+learning_rate, grid, step), so that a captured graph can be replayed. All leaves with equal dtypes, number of rows and
 alignment share one launch (``launch_tables.py``).
 
     >>> tables = LaunchTables()                                  # held by the caller, from step to step
@@ -23,7 +23,8 @@ alignment share one launch (``launch_tables.py``).
     >>> noisy_adamw_(rows, factors, params, ...)                 # the same as one op; builds its tables every time
 
 Letters: L leaves, S rows, I elements of a leaf (any shape), K = 8 key words. rows bfloat16, float32 or float64; factors
-float32 or float64; param, mean, square float32; copy any float. Bytes per element: S rows + 24 (16) + copy.
+float32 or float64; param float32; mean, square float32, or both bfloat16: then they are computed in float32, used, and
+rounded stochastically (``stochastic_rounding.py``); copy any float. Bytes per element: S rows + 24 (16) + copy.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ from fdp_kernels.launch_tables import LaunchTables, Leaf, can_update
 from fdp_kernels.normal import normal
 from fdp_kernels.normal_triton import ratio, wide_normal_tile
 from fdp_kernels.op import define, jit, tl, triton
+from fdp_kernels.stochastic_rounding import random_bits, random_bits_reference, round_by_bits, round_reference
 
-SCALARS = 6
+SCALARS = 7
 """Length of ``scalars``."""
 
 
@@ -60,8 +62,14 @@ class Hyper(NamedTuple):
 
 
 def update_leaf_reference_(leaf: Leaf, noise: Tensor | None, scalars: Tensor, hyper: Hyper) -> None:
-    """Update one leaf, given its noise. Parameters may have any dtype; moments are float32, or float64 for float64."""
-    noise_scale, inverse_batch, mean_factor, square_factor, learning_rate, grid = scalars.unbind()
+    """Update one leaf, given its noise. Parameters may have any dtype; moments are float32, or float64 for float64.
+
+    Moments in bfloat16 are rounded stochastically.
+    """
+    if leaf.mean.dtype == torch.bfloat16:
+        _update_narrow_(leaf, noise, scalars, hyper)
+        return
+    noise_scale, inverse_batch, mean_factor, square_factor, learning_rate, grid, _ = scalars.unbind()
     total = weighted_sum_reference(leaf.rows, leaf.factors, torch.float64)
     if noise is not None:
         total = ((total + noise_scale * noise.double()) / grid).round() * grid
@@ -78,6 +86,17 @@ def update_leaf_reference_(leaf: Leaf, noise: Tensor | None, scalars: Tensor, hy
     leaf.param.add_((u * -learning_rate).to(leaf.param.dtype))
     if leaf.copy is not None:
         leaf.copy.copy_(leaf.param)
+
+
+def _update_narrow_(leaf: Leaf, noise: Tensor | None, scalars: Tensor, hyper: Hyper) -> None:
+    """Update with moments widened to float32, then store them, rounded by random bits."""
+    square = None if leaf.square is None else leaf.square.float()
+    wide = leaf._replace(mean=leaf.mean.float(), square=square)
+    update_leaf_reference_(wide, noise, scalars, hyper)
+    bits = random_bits_reference(leaf.param.numel(), leaf.first, scalars[6])
+    for target, value, own in zip((leaf.mean, leaf.square), (wide.mean, square), bits):
+        if target is not None and value is not None:
+            target.copy_(round_reference(value, own.view(value.shape)))
 
 
 def noisy_adamw_reference_(leaves: Sequence[Leaf], keys_LK: Tensor | None, scalars: Tensor, hyper: Hyper) -> None:
@@ -146,6 +165,8 @@ def _noisy_adamw_body(
     ROW: tl.constexpr,
     FACTOR: tl.constexpr,
     COPY: tl.constexpr,
+    MOMENT: tl.constexpr,
+    NARROW: tl.constexpr,  # moments are bfloat16
     NOISE: tl.constexpr,
     ALIGNED: tl.constexpr,
     MEAN_WEIGHT: tl.constexpr,
@@ -169,15 +190,15 @@ def _noisy_adamw_body(
         inside = (index >= 0) & (index < count)
     rows = _pointer(fields, 0, ROW, ALIGNED) + index
     params = _pointer(fields, 2, tl.float32, ALIGNED) + index
-    means = _pointer(fields, 3, tl.float32, ALIGNED) + index
+    means = _pointer(fields, 3, MOMENT, ALIGNED) + index
     factors = _pointer(fields, 1, FACTOR, False)
 
     # Issue all loads first, so that they overlap with the noise.
     p = tl.load(params, mask=inside, other=0.0)
-    m = tl.load(means, mask=inside, other=0.0)
+    m = tl.load(means, mask=inside, other=0.0).to(tl.float32)
     if SQUARE_WEIGHT is not None:
-        squares = _pointer(fields, 4, tl.float32, ALIGNED) + index
-        v = tl.load(squares, mask=inside, other=0.0)
+        squares = _pointer(fields, 4, MOMENT, ALIGNED) + index
+        v = tl.load(squares, mask=inside, other=0.0).to(tl.float32)
     row_0 = _load_row(rows, factors, inside)
     if S > 1:
         row_1 = _load_row(rows + stride, factors + 1, inside)
@@ -223,14 +244,20 @@ def _noisy_adamw_body(
     else:
         m = _lerp(m, g, MEAN_WEIGHT)
         v = _lerp(v, g * g, SQUARE_WEIGHT)
-        tl.store(squares, v, mask=inside)
         moment = v * tl.load(scalars_ptr + 3).to(tl.float32) - noise_square
         moment = tl.maximum(moment, floor, propagate_nan=tl.PropagateNan.ALL)
         u = ratio(m * tl.load(scalars_ptr + 2).to(tl.float32), tl.sqrt(moment) + eps)
     decay = tl.where(tl.load(fields + 9) > 0, weight_decay, 0.0)
     p -= tl.load(scalars_ptr + 4).to(tl.float32) * (u + decay * p)
     tl.store(params, p, mask=inside)
-    tl.store(means, m, mask=inside)
+    if NARROW:
+        low, high = random_bits(first + index, tl.load(scalars_ptr + 6).to(tl.int64))
+        m = round_by_bits(m, low)
+        if SQUARE_WEIGHT is not None:
+            v = round_by_bits(v, high)
+    tl.store(means, m.to(MOMENT), mask=inside)
+    if SQUARE_WEIGHT is not None:
+        tl.store(squares, v.to(MOMENT), mask=inside)
     if COPY is not None:
         tl.store(_pointer(fields, 5, COPY, ALIGNED) + index, p.to(COPY), mask=inside)
 
@@ -303,7 +330,10 @@ def _check(leaves: Sequence[Leaf], keys_LK: Tensor | None, scalars: Tensor, hype
         if not leaf.mean.shape == square == copy == shape:
             raise ValueError(f"leaf {i}: expected moments and copy of the parameter's shape {tuple(shape)}")
         if not can_update(leaf) or leaf.param.device != scalars.device:
-            raise ValueError(f"leaf {i}: expected dense tensors on {scalars.device}, float32 parameters and moments")
+            raise ValueError(
+                f"leaf {i}: expected dense tensors on {scalars.device}, float32 parameters, and moments in "
+                "float32 or bfloat16"
+            )
         if not 0 <= leaf.first <= MAX_BLOCKS * ELEMENTS_PER_BLOCK - leaf.param.numel():
             raise ValueError(f"leaf {i}: expected at most 2^35 elements per key, got the first at {leaf.first}")
 

@@ -16,7 +16,7 @@ from torch import Tensor
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="Triton's interpreter runs where there is no GPU")
 HYPER = Hyper(b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.1, noise_std=0.0, eps_root=0.0)
 MOMENTUM = Hyper(b1=0.8, b2=None, eps=0.0, weight_decay=0.1, noise_std=0.0, eps_root=0.0)
-SCALARS = torch.tensor([0.7, 1 / 3, 1.9, 1.2, 0.01, 2.0**-21], dtype=torch.float64)
+SCALARS = torch.tensor([0.7, 1 / 3, 1.9, 1.2, 0.01, 2.0**-21, 5], dtype=torch.float64)
 DRAW = torch.Generator().manual_seed(0)
 
 
@@ -93,7 +93,7 @@ def test_without_noise_it_is_adamw_on_the_weighted_mean(decay):
         param.grad = torch.einsum("s,sij->ij", leaf.factors.float(), leaf.rows) / 8
         optimizer.step()
         unbias = [1 / (1 - b**step) for b in (0.9, 0.999)]
-        scalars = torch.tensor([0.7, 1 / 8, *unbias, 0.01, 0.0], dtype=torch.float64)
+        scalars = torch.tensor([0.7, 1 / 8, *unbias, 0.01, 0.0, step], dtype=torch.float64)
         kernel.update_leaves_([leaf], None, scalars, HYPER, LaunchTables())
         torch.testing.assert_close(leaf.param, param.detach(), rtol=1e-5, atol=1e-6)
         assert leaf.copy is not None
@@ -128,7 +128,7 @@ def test_nothing_is_rounded_before_the_noise(update):
     key = keys_of([leaf])
     draw = normal.normal_reference if update is reference else normal.launch_normal
     z = float(draw(key[0], [1], [0], [1], -math.inf, math.inf, torch.float64))
-    scalars = torch.tensor([-1 / z, 1, 1, 1, 0.01, 2.0**-51], dtype=torch.float64)
+    scalars = torch.tensor([-1 / z, 1, 1, 1, 0.01, 2.0**-51, 0], dtype=torch.float64)
     update([leaf], key, scalars, HYPER._replace(b1=0.0))  # the mean is then the gradient itself
     assert leaf.mean.item() == pytest.approx(2.0**-30, rel=1e-6)
 
@@ -137,7 +137,7 @@ def test_nothing_is_rounded_before_the_noise(update):
 def test_the_noised_sum_is_rounded_to_the_grid_before_use(update):
     """The result is a multiple of the grid, whatever the sum; without noise nothing is rounded."""
     grid = 2.0**-8  # coarse, so that float32 shows it
-    scalars = torch.tensor([1.0, 1, 1, 1, 0.01, grid], dtype=torch.float64)
+    scalars = torch.tensor([1.0, 1, 1, 1, 0.01, grid, 0], dtype=torch.float64)
     leaf = leaf_of(2, (5, 9), first=3)
     plain, key = clones([leaf])[0], keys_of([leaf])
     update([leaf], key, scalars, HYPER._replace(b1=0.0))  # the mean is then the gradient itself
