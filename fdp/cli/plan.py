@@ -37,6 +37,7 @@ class PlanModelOptions:
     model: Annotated[str, Flag("A language model preset, up to gpt-1t.")] = "llama-13b"
     context: Annotated[int | None, train_flag("context")] = None
     optimizer: Annotated[str, train_flag("optimizer")] = "adamw"
+    moments: Annotated[str, train_flag("moments")] = "float32"
     kfac_policy: Annotated[str, train_flag("kfac_policy")] = "auto"
     kfac_distribution: Annotated[str, train_flag("kfac_distribution")] = "gather"
 
@@ -54,6 +55,11 @@ class PlanComputeOptions:
     memory_budget: Annotated[float | None, train_flag("memory_budget")] = None
     checkpoint_activations: Annotated[bool, train_flag("checkpoint_activations")] = False
     offload: Annotated[str, train_flag("offload")] = "none"
+    sum_dtype: Annotated[str, train_flag("sum_dtype")] = "float64"
+    compile: Annotated[
+        str,
+        Flag("none, or block: noise and update are one pass in place, as fdp train runs AdamW on one GPU."),
+    ] = "none"
 
     @property
     def microbatches(self) -> int:
@@ -138,6 +144,7 @@ def _estimate(
     """Trace a step and return its footprint on one rank."""
     import torch
 
+    from fdp.cli.configure import SUM_DTYPES
     from fdp.cli.names import by_value, choose, choose_dtype, parse_offload
     from fdp.estimate.estimate import Scale, StepSettings, plan_at_scale
     from fdp.gradients.plan import Method
@@ -151,7 +158,9 @@ def _estimate(
     settings = StepSettings(
         method=choose("--method", compute.method, by_value(Method)),
         dtype=choose_dtype(compute.dtype),
-        optimizer=choose("--optimizer", what.optimizer, optimizers)(1e-3),
+        optimizer=_narrow(what, choose("--optimizer", what.optimizer, optimizers)(1e-3)),
+        sum_dtype=choose("--sum-dtype", compute.sum_dtype, SUM_DTYPES),
+        in_place=choose("--compile", compute.compile, {"none": False, "block": True}),
         offload=parse_offload(compute.offload),
         memory_budget=None if compute.memory_budget is None else compute.memory_budget * GIB,
         checkpoint_activations=compute.checkpoint_activations,
@@ -159,6 +168,17 @@ def _estimate(
     )
     scale = None if math.prod(axes.values()) == 1 else Scale(axes, stage)
     return plan_at_scale(model, {"tokens": tokens}, scale=scale, settings=settings)
+
+
+def _narrow(what: PlanModelOptions, optimizer: Any) -> Any:
+    """Return the optimizer with the moments that ``--moments`` names."""
+    from fdp.cli.configure import MOMENTS
+    from fdp.cli.names import choose
+    from fdp.types import FdpError
+
+    if what.moments != "float32" and what.optimizer != "adamw":
+        raise FdpError(f"--moments: expected --optimizer adamw to go with it, got {what.optimizer}")
+    return choose("--moments", what.moments, MOMENTS)(optimizer)
 
 
 def _make_kfac(what: PlanModelOptions, *, private: bool) -> KfacOptimizer:

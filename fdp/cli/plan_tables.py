@@ -18,9 +18,10 @@ RESERVED_GIB = 1.5
 """Memory that a process cannot use: the CUDA context, workspaces of cuBLAS, buffers of NCCL."""
 HINTS = {
     "parameters": "more ranks along shard, or --offload params",
-    "optimizer": "more ranks along shard, or --offload optimizer; with kfac a smaller --microbatch",
+    "optimizer": "--moments bfloat16, more ranks along shard, or --offload optimizer; with kfac a smaller --microbatch",
     "gathered": "--zero 3, or a tensor axis (--mesh shard=..,tensor=..)",
-    "gradients": "--offload grads,optimizer, more ranks along shard, or a tensor axis, which shards full gradients too",
+    "gradients": "--sum-dtype float32, --compile block, --offload grads,optimizer, more ranks along shard, or a tensor "
+    "axis, which shards full gradients too",
     "kept pairs": "--memory-budget, --method ghost, or a smaller --microbatch",
     "activations": "--checkpoint-activations, a smaller --microbatch, or a tensor axis",
 }

@@ -51,7 +51,10 @@ class Scale(NamedTuple):
 
 
 class StepSettings(NamedTuple):
-    """The settings of a step that change its memory, traffic or flops. ``optimizer`` None: AdamW."""
+    """The settings of a step that change its memory, traffic or flops. ``optimizer`` None: AdamW.
+
+    ``in_place``: the state is donated, and one pass over every leaf ends the step, as with compiled blocks on a GPU.
+    """
 
     method: Method = Method.AUTO
     dtype: torch.dtype = torch.float32
@@ -60,6 +63,8 @@ class StepSettings(NamedTuple):
     checkpoint_activations: bool = False
     memory_budget: float | None = None
     microbatches: int = 1
+    sum_dtype: torch.dtype = torch.float64
+    in_place: bool = False
 
 
 class Measurement(NamedTuple):
@@ -170,7 +175,16 @@ def _make_work(model: Model, sharding: Sharding | None, shapes: Tree, settings: 
         curvature = make_kfac(model, shapes, optimizer, execution=execution, dtype=settings.dtype)
         optimizer = curvature.optimizer
     return TracedWork(
-        model, optimizer, curvature, plan, sharding, shapes, settings.offload, settings.checkpoint_activations
+        model,
+        optimizer,
+        curvature,
+        plan,
+        sharding,
+        shapes,
+        settings.offload,
+        settings.checkpoint_activations,
+        settings.sum_dtype,
+        settings.in_place,
     )
 
 

@@ -18,6 +18,7 @@ from fdp import tree
 from fdp.checks.first_call import Checks
 from fdp.estimate.ledger import DEVICE, HOST, Ledger, MemoryKind, Phase, fused_attention
 from fdp.fast.compile_modes import make_execution
+from fdp.gradients.execution import EagerRunner, Execution
 from fdp.gradients.plan import Plan
 from fdp.kfac.optimizer import Kfac
 from fdp.kfac.private.refresh import sides_of
@@ -46,6 +47,14 @@ class TracedWork(NamedTuple):
     shapes: Tree
     offload: Offload
     checkpoint_activations: bool
+    sum_dtype: torch.dtype = torch.float64
+    in_place: bool = False
+
+
+class _InPlaceRunner(EagerRunner):
+    """Run blocks as they are, but end the step as a compiled one does: noise, update and cast in one pass."""
+
+    compiles = True
 
 
 def trace_step(work: TracedWork, microbatches: int) -> Ledger:
@@ -66,15 +75,26 @@ def trace_step(work: TracedWork, microbatches: int) -> Ledger:
             watch.optimizer(work.optimizer),
             mechanism=Mechanism(sampling, style, 1.0 if plan.private else 0.0),
             plan=plan,
-            execution=make_execution(
-                sharding=sharding, offload=work.offload, checkpoint_activations=work.checkpoint_activations
-            ),
+            execution=_execution(work),
+            donate=("state",) if work.in_place else (),
             checks=Checks.SKIPPED,  # there are no values to check
             precondition=sides_of if roots else None,
         )
         after, _ = step(state, batch, key)
         ledger.label(after.params, MemoryKind.PARAMETERS)
     return ledger
+
+
+def _execution(work: TracedWork) -> Execution:
+    ranks = 1 if work.sharding is None else work.sharding.ranks
+    execution = make_execution(
+        sharding=work.sharding,
+        offload=work.offload,
+        checkpoint_activations=work.checkpoint_activations,
+        sum_dtype=work.sum_dtype,
+        microbatch_size=work.plan.batch_size * ranks,
+    )
+    return execution._replace(runner=_InPlaceRunner()) if work.in_place else execution
 
 
 def trace_measurement(work: TracedWork, curvature: Kfac) -> Ledger:
@@ -166,7 +186,10 @@ class _Watch:
             self.ledger.label(after, MemoryKind.OPTIMIZER)
             return updates, after
 
-        return optimizer._replace(update=update)
+        watched = optimizer._replace(update=update)
+        if optimizer.adamw is None or optimizer.rule is not optimizer.adamw:
+            return watched
+        return watched._replace(adamw=optimizer.adamw._replace(update=update))  # an update in place does not call it
 
 
 def _groups(sharding: Sharding | None) -> dict[str, tuple[str, int]]:

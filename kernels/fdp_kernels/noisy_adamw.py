@@ -303,6 +303,8 @@ def update_leaves_(
       - same inputs give the same bits; nothing waits for the host, so a call can be captured after one like it.
     """
     _check(leaves, keys_LK, scalars, hyper)
+    if scalars.is_meta:
+        return  # the kernel allocates nothing
     if triton is not None and scalars.is_cuda and leaves:
         launch_noisy_adamw_(leaves, keys_LK, scalars.contiguous(), hyper, tables)
     else:
