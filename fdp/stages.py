@@ -120,8 +120,7 @@ def make_stages(
     finish = plain_finish(model, optimizer, mechanism, execution) if fused is None else fused.finish
     if donate and fused is None:
         finish = _write_in_place(finish)
-    if execution.compile_step is not None:
-        gradient, finish = _compile_parts(gradient, finish, plan, execution)
+    gradient, finish = _compile_parts(gradient, finish, plan, execution)
     return Stages(
         prepare=prepare,
         weights=weights,
@@ -139,7 +138,12 @@ def make_stages(
 
 
 def _compile_parts(gradient: Gradient, finish: Finish, plan: Plan, execution: Execution) -> tuple[Gradient, Finish]:
-    """Return both as one full graph each; sums of microbatches are added outside, so that one graph serves all."""
+    """Return both as one full graph each, if that is asked for.
+
+    Sums of microbatches are added outside, so that one graph serves all.
+    """
+    if execution.compile_step is None:
+        return gradient, finish
     graph = partial(torch.compile, fullgraph=True, dynamic=False, backend=execution.compile_step)
     dtype = execution.memory.sum_dtype if plan.private else widest(plan.dtype)
     return add_outside(graph(gradient), dtype), finish._replace(run=graph(finish.run))
