@@ -154,6 +154,6 @@ def check_draw(samples: int, microbatches: int, sampling: Poisson, rounding: Rou
     if microbatches > most:
         raise FdpError(
             f"batch: expected at most {most} microbatches, as of {rounding.microbatch_size} samples, got more; the "
-            f"noise would not cover the rounding of their float32 sum. Give sample_batch the microbatch_size of "
-            f"Memory, {rounding.microbatch_size}"
+            f"noise would not cover the rounding of their float32 sum. Give the size that is used as --microbatch "
+            f"(in Python: sample_batch and Memory the same microbatch_size), or sum in float64"
         )

@@ -166,7 +166,7 @@ def test_a_draw_that_the_bound_does_not_cover_is_refused():
     check_draw(int(most), count, SAMPLING, rounding)
     with pytest.raises(FdpError, match=r"samples in a step that expects 1024, got more.*Nothing was released"):
         check_draw(int(most) + 1, count, SAMPLING, rounding)
-    with pytest.raises(FdpError, match="microbatch_size of Memory, 16"):
+    with pytest.raises(FdpError, match="Give the size that is used as --microbatch"):
         check_draw(10, count + 1, SAMPLING, rounding)
     check_draw(10**9, 10**9, SAMPLING, Rounding())
     truncated = poisson(1 << 20, expected_batch_size=SAMPLES, max_batch_size=1100)
