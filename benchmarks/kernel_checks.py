@@ -220,7 +220,7 @@ def make_update(shape: Shape, cancelling: bool = False) -> tuple[Update]:
     plain.grad = rows[0].clone()
     optimizer = torch.optim.AdamW([plain], lr=1e-3, fused=True, capturable=DEVICE == "cuda")
     keys = torch.randint(0, 1 << 32, (1, 8), device=DEVICE)
-    scalars = torch.tensor([1.0, 0.25, 10.0, 1000.0, 1e-3, 2.0**-20], dtype=torch.float64, device=DEVICE)
+    scalars = torch.tensor([1.0, 0.25, 10.0, 1000.0, 1e-3, 2.0**-20, 0], dtype=torch.float64, device=DEVICE)
     cast = torch.empty(size, device=DEVICE, dtype=DTYPE)
     return (Update(leaf(), leaf(), LaunchTables(), keys, scalars, optimizer, cast),)
 

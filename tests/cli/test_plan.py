@@ -45,6 +45,22 @@ def test_tables_and_json_say_the_same(run):
         assert word in answer.stdout
 
 
+def test_a_step_in_place_with_float32_sums_and_narrow_moments_holds_what_it_should(run):
+    words = "--model llama-nano --context 8 --microbatch 1 --batch 2 --json"
+    lean = result(run(f"{words} --compile block --sum-dtype float32 --moments bfloat16"))
+    size = lean["parameters"]
+    assert lean["by_kind"]["parameters"] == pytest.approx(4 * size, rel=0.01)
+    assert lean["by_kind"]["optimizer"] == pytest.approx(4 * size, rel=0.01)  # two moments of 2 bytes
+    assert lean["by_kind"]["gathered"] == pytest.approx(2 * size, rel=0.01)  # the copy in bfloat16
+    assert lean["by_kind"]["gradients"] == pytest.approx(4 * size, rel=0.01)
+    assert lean["peak_bytes"] < 0.6 * result(run(words))["peak_bytes"]
+
+
+def test_narrow_moments_need_adamw(run):
+    with pytest.raises(FdpError, match="--moments: expected --optimizer adamw"):
+        raise run(f"{NANO} --optimizer sgd --moments bfloat16").exception
+
+
 @pytest.mark.parametrize("more", ["--method none --kfac-policy all --kfac-distribution ring", "--method auto"])
 def test_kfac_adds_a_phase(run, more):
     answer = run(f"{NANO} --world 2 --optimizer kfac {more} --json")
