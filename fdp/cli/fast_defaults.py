@@ -2,15 +2,17 @@
 
     on a GPU with bfloat16, a language model     bfloat16, blocks compiled, the step recorded as a CUDA graph
     everywhere else                              float32, nothing compiled
-    microbatch                                   32 samples on a GPU; 8 on a CPU, where a small one wastes less: a
-                                                 Poisson batch fills its last microbatch with padding
+    microbatch                                   on a GPU the largest that fits and is of use; 8 on a CPU, where a
+                                                 small one wastes less: a Poisson batch fills its last microbatch with
+                                                 padding; 32 with K-FAC, a whole compiled step, or several ranks
 
 Compiled blocks and a recorded step start within seconds, and a private step is then about as fast as a plain one. A
 recording needs state on the GPU and one process: with ``--offload`` or several ranks blocks are only compiled. With
 K-FAC, which measures curvature between steps, nothing is compiled. What was chosen is in the header of the run and in
 its settings, so that a resumed run computes the same.
 
-    >>> options = resolve_fast_defaults(options)               # nothing is left to choose from here on
+    >>> options = resolve_fast_defaults(options)
+    >>> config = choose_microbatch(options, configure(options))      # nothing is left to choose from here on
 """
 
 from __future__ import annotations
@@ -21,8 +23,12 @@ from pathlib import Path
 import torch
 
 from fdp import models
+from fdp.advice.machine import free_memory
+from fdp.advice.microbatch import largest_microbatch, useful_microbatch
 from fdp.cli.train_options import TrainOptions
 from fdp.fast.compile_modes import Compile
+from fdp.run.run_config import RunConfig
+from fdp.types import FdpError
 
 AUTO = "auto"
 MICROBATCH, MICROBATCH_ON_CPU = 32, 8
@@ -31,10 +37,14 @@ HALVINGS = 3
 
 
 def resolve_fast_defaults(options: TrainOptions) -> TrainOptions:
-    """Return the options with ``auto`` replaced by what this machine does best; options that were given stay."""
+    """Return the options with ``auto`` replaced by what this machine does best; options that were given stay.
+
+    A microbatch of None is left: :func:`choose_microbatch` needs the model.
+    """
     compute, kfac = options.compute, options.training.optimizer == "kfac"
-    if compute.microbatch is None:
-        on_gpu = compute.device in (AUTO, "cuda") and torch.cuda.is_available()
+    on_gpu = compute.device in (AUTO, "cuda") and torch.cuda.is_available()
+    fixed = kfac or compute.compile == "step" or options.ranks.mesh is not None
+    if compute.microbatch is None and (fixed or not on_gpu):
         compute = replace(compute, microbatch=MICROBATCH if on_gpu or kfac else MICROBATCH_ON_CPU)
     if AUTO not in (compute.dtype, compute.compile):
         return replace(options, compute=compute)
@@ -47,6 +57,22 @@ def resolve_fast_defaults(options: TrainOptions) -> TrainOptions:
         recorded = fast and options.ranks.mesh is None and options.ranks.offload == "none"
         compute = replace(compute, compile="block" if fast else "none", cuda_graph=compute.cuda_graph or recorded)
     return replace(options, compute=compute)
+
+
+def choose_microbatch(options: TrainOptions, config: RunConfig, *, saved: int | None = None) -> RunConfig:
+    """Return the configuration with the microbatch of ``--microbatch auto``, if it was left to fdp.
+
+    ``saved`` is that of the run that is resumed. A model that cannot be traced gets the microbatch of several ranks.
+    """
+    if options.compute.microbatch is not None:
+        return config
+    if saved is not None:
+        return replace(config, microbatch_size=saved)
+    try:
+        size = largest_microbatch(config, free_memory(config.device))
+    except (FdpError, RuntimeError, NotImplementedError):  # a foreign model without shape rules
+        size = min(MICROBATCH, useful_microbatch(config))
+    return replace(config, microbatch_size=size)
 
 
 def microbatch_halvings(device: torch.device, compile: Compile, *, kfac: bool) -> int:

@@ -77,7 +77,8 @@ class Flag(NamedTuple):
 
     ``default_text`` says what a default of None stands for. ``needs`` is a condition without which the option does
     nothing. ``name`` replaces the name made from the field. ``range`` is checked by :func:`check_ranges`. ``complete``
-    are names that a shell completes; ``paths`` completes paths too.
+    are names that a shell completes; ``paths`` completes paths too. ``word_for_none`` is a word that may be given for
+    the default of None.
     """
 
     help: str
@@ -88,6 +89,7 @@ class Flag(NamedTuple):
     range: Range | None = None
     complete: tuple[str, ...] = ()
     paths: bool = False
+    word_for_none: str | None = None
 
 
 def type_name(kind: type) -> str:
@@ -119,10 +121,22 @@ class OptionField(NamedTuple):
             rich_help_panel=self.panel,
             show_default=shown,
             autocompletion=self.complete if self.flag.complete or self.flag.paths else None,
+            **self._parser(),
         )
         default = inspect.Parameter.empty if self.default is MISSING else self.default
         annotation = Annotated[self.type, option]
         return inspect.Parameter(self.key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+    def _parser(self) -> dict[str, Any]:
+        """Return what ``typer`` needs to read a number, or the word that stands for None."""
+        word = self.flag.word_for_none
+        if word is None:
+            return {}
+
+        def parse(text: str) -> Any:
+            return None if text == word else parse_value(text, self.value_type, where=self.name, name=self.name)
+
+        return {"parser": parse, "metavar": f"{self.value_type.__name__.upper()}|{word}"}
 
     def complete(self, incomplete: str) -> list[str]:
         """Return what a shell may complete ``incomplete`` to: names of the option's values, and paths."""
@@ -141,7 +155,7 @@ class OptionField(NamedTuple):
         if get_origin(kind) is list and isinstance(value, list) and all(isinstance(each, str) for each in value):
             return value
         kind = get_origin(kind) or kind
-        if value is None and NoneType in get_args(self.type):
+        if (value is None or value == self.flag.word_for_none) and NoneType in get_args(self.type):
             return None
         if kind is float and type(value) is int:
             return float(value)

@@ -92,6 +92,12 @@ def find_run(options: TrainOptions) -> ResumedRun | None:
     return ResumedRun()
 
 
+def microbatch_of(resumed: ResumedRun | None) -> int | None:
+    """Return the microbatch that a resumed run was computed with; None for a new run."""
+    found = None if resumed is None or resumed.checkpoint is None else resumed.checkpoint.meta["settings"]
+    return None if found is None else found.get("microbatch")
+
+
 def _read_folder(settings: Mapping[str, Any]) -> FoundFolder | None:
     """Return the contents of ``--out`` if it holds this run, None if it is free; otherwise raise an error."""
     out = settings["out"]

@@ -23,7 +23,7 @@ from fdp.cli.bookkeeping import Account, check_ledger, open_account
 from fdp.cli.configure import configure
 from fdp.cli.evaluation_display import evaluation_summary, result_summary, show_evaluations
 from fdp.cli.extend import continue_state
-from fdp.cli.fast_defaults import resolve_fast_defaults
+from fdp.cli.fast_defaults import choose_microbatch, resolve_fast_defaults
 from fdp.cli.folder_lock import FolderLock, lock_folder
 from fdp.cli.model_and_data import export_model
 from fdp.cli.options import to_dict
@@ -40,6 +40,7 @@ from fdp.report import figure
 from fdp.run.evaluation import Evaluator, attach_evaluations, make_evaluator
 from fdp.run.generate import attach_texts
 from fdp.run.kept import Kept, exported, plain, start_keeping
+from fdp.run.run_config import RunConfig
 from fdp.run.run_folder import read_records
 from fdp.run.step_metrics import StepRecord, summarise
 from fdp.run.training_run import Run, can_run_ahead, prepare, steps
@@ -77,7 +78,10 @@ def train(options: TrainOptions, ranks: Ranks | None = None, *, dry_run: bool = 
         with progress.tell_stages(console) as say:
             say(f"reading the data ({options.data.data}) and the model")
             config = run_in_unison(lambda: configure(options), None)
-            options = with_steps(options, config.steps)
+            config = run_in_unison(
+                lambda: choose_microbatch(options, config, saved=resume.microbatch_of(resumed)), None
+            )
+            options = with_choices(options, config)
             run_in_unison(lambda: check_unused(options), None)
             run_in_unison(lambda: check_ledger(options) if first else None, None)
             run, state = prepare(config, root=None if resumed is None else resumed.root, say=say)
@@ -115,9 +119,10 @@ def train(options: TrainOptions, ranks: Ranks | None = None, *, dry_run: bool = 
             return _train(Session(options, run, folder, console, lock, heart, account, evaluator, write_texts), state)
 
 
-def with_steps(options: TrainOptions, steps: int) -> TrainOptions:
-    """Return the options with the number of steps, which may follow from ``--epochs``."""
-    return replace(options, training=replace(options.training, steps=steps))
+def with_choices(options: TrainOptions, config: RunConfig) -> TrainOptions:
+    """Return the options with the number of steps, which may follow from ``--epochs``, and the microbatch."""
+    compute = replace(options.compute, microbatch=config.microbatch_size)
+    return replace(options, training=replace(options.training, steps=config.steps), compute=compute)
 
 
 def repeat_hint(folder: Path, options: TrainOptions) -> str:

@@ -235,10 +235,12 @@ class ComputeOptions:
         int | None,
         Flag(
             "Samples computed at once, over all ranks. It changes only speed and memory, except with kfac, which "
-            "measures the curvature on one microbatch.",
-            default_text="8 on a CPU, 32 on a GPU and with kfac",
+            "measures the curvature on one microbatch. auto: the largest that fits into the memory of one GPU and is "
+            "of use; 8 on a CPU; 32 with kfac, --compile step or --mesh.",
+            default_text="auto",
             effect=KFAC_RESULT,
             range=COUNT,
+            word_for_none="auto",
         ),
     ] = None
     dtype: Annotated[

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from fdp.cli.fast_defaults import resolve_fast_defaults
+from fdp.cli.configure import configure
+from fdp.cli.fast_defaults import choose_microbatch, microbatch_halvings, resolve_fast_defaults
 from fdp.cli.options import build
 from fdp.cli.train_options import ComputeOptions, TrainOptions
+from fdp.fast.compile_modes import Compile
+from tests.cli.train_runs import call, interrupt_after, small_options
 
 
 @pytest.fixture
@@ -68,6 +72,50 @@ def test_the_microbatch_is_small_on_a_cpu_and_stays_if_it_is_given(monkeypatch: 
 
 
 @pytest.mark.usefixtures("_gpu")
-def test_the_microbatch_is_larger_on_a_gpu() -> None:
-    assert resolved().microbatch == 32
+def test_on_a_gpu_the_microbatch_waits_for_the_model_unless_it_is_fixed() -> None:
+    assert resolved().microbatch is None
+    assert resolved(microbatch=5).microbatch == 5
+    assert resolved(microbatch="auto").microbatch is None
     assert resolved(device="cpu").microbatch == 8
+    for settings in ({"optimizer": "kfac"}, {"compile": "step"}, {"mesh": "shard=2"}):
+        assert resolved(**settings).microbatch == 32
+
+
+def test_smaller_sizes_are_for_a_gpu_without_kfac_and_whole_steps() -> None:
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert microbatch_halvings(cuda, Compile.BLOCK, kfac=False) == 3
+    assert microbatch_halvings(cuda, Compile.STEP, kfac=False) == 0
+    assert microbatch_halvings(cuda, Compile.NONE, kfac=True) == 0
+    assert microbatch_halvings(cpu, Compile.NONE, kfac=False) == 0
+
+
+def test_the_chosen_microbatch_is_saved_and_a_resumed_run_keeps_it(tmp_path, monkeypatch, capsys) -> None:
+    """The choice is that of a GPU; the rest is the command on this machine."""
+    monkeypatch.setattr("fdp.cli.fast_defaults.MICROBATCH_ON_CPU", None)
+    sizes = iter([16, 4])
+    monkeypatch.setattr("fdp.cli.fast_defaults.largest_microbatch", lambda config, free: next(sizes))
+    out = tmp_path / "run"
+    settings = "--steps 4 --batch-size 32 --warmup 1 --microbatch auto --noise-multiplier 1 --save-every 1 --ledger off"
+    words = ("--model", "logistic", "--data", "digits", *settings.split(), "--out", str(out))
+    with monkeypatch.context() as context:
+        interrupt_after(2, context)
+        call("train", *words)
+    assert json.loads((out / "config.json").read_text())["settings"]["microbatch"] == 16
+    capsys.readouterr()
+    assert call("train", *words) == 0
+    assert "16 at a time" in " ".join(capsys.readouterr().out.split())
+    assert next(sizes) == 4, "a resumed run does not choose again"
+    assert call("train", "--microbatch", "many") == 2
+    assert "--microbatch: expected a number, got 'many'" in capsys.readouterr().err
+
+
+def test_a_model_that_cannot_be_traced_gets_a_microbatch(monkeypatch) -> None:
+    def fails(*given: object) -> int:
+        raise NotImplementedError
+
+    monkeypatch.setattr("fdp.cli.fast_defaults.largest_microbatch", fails)
+    options = small_options(batch_size=8)
+    config = configure(options)
+    assert choose_microbatch(options, config).microbatch_size == 8
+    assert choose_microbatch(options, config, saved=5).microbatch_size == 5
+    assert choose_microbatch(small_options(microbatch=7), config) is config

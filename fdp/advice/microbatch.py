@@ -1,0 +1,76 @@
+"""The microbatch of ``--microbatch auto``: the largest that fits beside the state and is of use.
+
+    size = 2^k <= MOST_TOKENS / tokens of a sample,  at most the expected batch, rounded up to a power of two
+    halved until  state + MARGIN x the rest of a traced step  fits into the free memory of the GPU
+
+The step is traced on shapes (``fdp plan``), so nothing is allocated and no sample is looked at: the size depends on the
+model, the shape of a sample and the machine. If the trace is wrong, a run goes on with the next smaller size
+(``fdp.run.smaller_microbatches``).
+
+    >>> config = replace(config, microbatch_size=largest_microbatch(config, free_memory(config.device)))
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fdp import tree
+from fdp.advice.machine import USABLE
+from fdp.estimate.estimate import StepSettings, plan_at_scale
+from fdp.estimate.ledger import MemoryKind
+from fdp.run.run_config import RunConfig
+from fdp.types import Tree
+
+MOST_TOKENS, MOST_SAMPLES = 1 << 15, 256
+"""A GPU is busy with this many tokens, or samples of another kind, at once: more are not faster."""
+MARGIN = 1.5
+"""A recording of one size and the first, eager run of another may hold memory at the same time."""
+
+
+def largest_microbatch(config: RunConfig, free: float) -> int:
+    """Return the largest power of two that fits into ``free`` bytes and is of use; at least 1.
+
+    Guarantees:
+      - it is a function of public settings, of the shape of a sample and of ``free``.
+    """
+    size = useful_microbatch(config)
+    while size > 1 and bytes_of_step(config, size) > USABLE * free:
+        size //= 2
+    return size
+
+
+def useful_microbatch(config: RunConfig) -> int:
+    """Return the power of two beyond which nothing is gained: enough work for a GPU, or the expected batch."""
+    tokens = _tokens(_sample(config)) if config.model.vocab_size is not None else None
+    most = MOST_SAMPLES if tokens is None else max(1, MOST_TOKENS // tokens)
+    size = 1
+    while 2 * size <= most and size < config.batch_size:
+        size *= 2
+    return size
+
+
+def bytes_of_step(config: RunConfig, size: int) -> float:
+    """Return the memory of a step of two microbatches of ``size`` samples, with a margin for what is not traced."""
+    settings = StepSettings(
+        method=config.method,
+        dtype=config.dtype,
+        optimizer=config.optimizer,
+        offload=config.offload,
+        checkpoint_activations=config.checkpoint_activations,
+        memory_budget=config.memory_budget,
+        microbatches=2,
+    )
+    samples = tree.map(lambda leaf: leaf.expand(size, *leaf.shape[1:]), _sample(config))
+    peak = plan_at_scale(config.model, samples, settings=settings).device
+    state = sum(peak.by_kind.get(kind, 0) for kind in (MemoryKind.PARAMETERS, MemoryKind.OPTIMIZER))
+    return state + MARGIN * (peak.total - state)
+
+
+def _sample(config: RunConfig) -> Tree:
+    """Return one sample, for its shapes."""
+    return config.dataset.fetch(np.arange(1))
+
+
+def _tokens(sample: Tree) -> int:
+    """Return the positions of a sample: all tokens but the last, which is only predicted."""
+    return max(1, max((leaf.shape[1] for leaf in tree.leaves(sample) if leaf.ndim > 1), default=1) - 1)
