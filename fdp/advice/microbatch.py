@@ -18,6 +18,7 @@ from fdp import tree
 from fdp.advice.machine import USABLE
 from fdp.estimate.estimate import StepSettings, plan_at_scale
 from fdp.estimate.ledger import MemoryKind
+from fdp.fast.compile_modes import Compile
 from fdp.run.run_config import RunConfig
 from fdp.types import Tree
 
@@ -59,6 +60,8 @@ def bytes_of_step(config: RunConfig, size: int) -> float:
         checkpoint_activations=config.checkpoint_activations,
         memory_budget=config.memory_budget,
         microbatches=2,
+        sum_dtype=config.sum_dtype,
+        in_place=config.compile is Compile.BLOCK,
     )
     samples = tree.map(lambda leaf: leaf.expand(size, *leaf.shape[1:]), _sample(config))
     peak = plan_at_scale(config.model, samples, settings=settings).device
