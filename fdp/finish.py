@@ -14,7 +14,7 @@ There are two implementations of one signature: :func:`plain_finish`, leaf by le
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,10 @@ from fdp.parallel.sharded_norms import sharded_reductions
 from fdp.parallel.sharding import shard_windows
 from fdp.privacy.mechanism import Mechanism
 from fdp.privacy.noise import add_noise, expected_mean
-from fdp.types import ClippedSum, Flat, Key, TrainState, Tree
+from fdp.types import ClippedSum, Flat, Key, Path, TrainState, Tree
+
+ELEMENTS_TOGETHER = 1 << 20
+"""Leaves on a CPU are noised together up to this many elements (8 MiB in float64), larger ones on their own."""
 
 
 class Finish(NamedTuple):
@@ -95,11 +98,26 @@ def noisy_mean(
 ) -> Flat:
     """Return the noised sum over the expected batch size, leaf by leaf, in float32 at least. Uses up ``total``."""
     flat, mean = tree.flatten(params), {}
-    for path in list(total.value):
-        value = take(total.value, path)
-        value = value.evaluate() if isinstance(value, LazySum) else value
-        noisy = noise(total._replace(value={path: value}), key)
-        del value
-        wide = torch.promote_types(flat[path].dtype, torch.float32)
-        mean[path] = expected_mean(noisy, mechanism.sampling)[path].to(wide)
+    for paths in _group_small_leaves(total.value):
+        values = {path: take(total.value, path) for path in paths}
+        for path, value in values.items():
+            values[path] = value.evaluate() if isinstance(value, LazySum) else value
+        noisy = noise(total._replace(value=values), key)
+        del value, values
+        for path, leaf in expected_mean(noisy, mechanism.sampling).items():
+            mean[path] = leaf.to(torch.promote_types(flat[path].dtype, torch.float32))
     return mean
+
+
+def _group_small_leaves(values: dict[Path, Any]) -> list[list[Path]]:
+    """Return the paths in groups: on a CPU, leaves share a pass of the noise until it is large enough."""
+    groups: list[list[Path]] = []
+    room = 0
+    for path, value in values.items():
+        rows = value.rows[0] if isinstance(value, LazySum) else value
+        if rows.device.type != "cpu" or rows.numel() > room:
+            groups.append([])
+            room = ELEMENTS_TOGETHER
+        groups[-1].append(path)
+        room -= rows.numel()
+    return groups

@@ -30,6 +30,7 @@ from typing import TypeAlias
 
 import torch
 from fdp_kernels import chacha20
+from fdp_kernels.normal import foreach_normal
 from fdp_kernels.normal import normal as draw_normal
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -164,6 +165,22 @@ def normal(
     _check_float(dtype)
     per_block = chacha20.ELEMENTS_PER_BLOCK if dtype == torch.float64 else chacha20.WORDS_PER_BLOCK
     return draw_normal(key, *_box(shape, window, per_block=per_block), -math.inf, math.inf, dtype)
+
+
+def normals(keys: Int[Tensor, "n 8"], sizes: Sequence[int]) -> Float[Tensor, " all"]:
+    """Draw N(0, 1) in float64 for ``sizes[j]`` elements of every key, one key after the other, in one pass.
+
+    Guarantees:
+      - the part of key ``j`` is ``normal(keys[j], (sizes[j],), dtype=torch.float64)``, bit for bit on a CPU.
+    """
+    if keys.dtype != torch.int64 or keys.shape != (len(sizes), 8):
+        raise FdpError(
+            f"keys: expected int64 of shape ({len(sizes)}, 8), one key for each size, got {keys.dtype} of shape "
+            f"{tuple(keys.shape)}"
+        )
+    for size in sizes:
+        _box((size,), None, per_block=chacha20.ELEMENTS_PER_BLOCK)
+    return foreach_normal(keys, list(sizes))
 
 
 def truncated_normal(

@@ -544,6 +544,7 @@ def noise_scaled_by_the_batch(monkeypatch):
 
 def the_same_noise_for_every_leaf(monkeypatch):
     monkeypatch.setattr("fdp.privacy.noise.keys.fold_in", lambda key, path: key)
+    monkeypatch.setattr("fdp.privacy.noise.keys.fold_in_nonces", lambda key, nonces: key.expand(len(nonces), 8))
 
 
 def padding_counted(monkeypatch):

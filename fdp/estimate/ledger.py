@@ -156,7 +156,8 @@ class Ledger(TorchDispatchMode):
         if func is _DEVICE_OF:
             return args[0].fake_device
         if func in self._awaited:
-            self.begin(self._awaited.pop(func))
+            self.begin(self._awaited[func])
+            self._awaited.clear()
         if extra := workspace(func, args, kwargs):
             passing = StorageRecord(_round_up(extra), False, MemoryKind.ACTIVATIONS, ())
             self._log += [(passing, 1), (passing, -1)]
@@ -175,9 +176,9 @@ class Ledger(TorchDispatchMode):
         self._phases.append((len(self._log), phase))
         return len(self._log)
 
-    def begin_at(self, operation: Any, phase: Phase) -> None:
-        """Begin ``phase`` at the next call of ``operation``."""
-        self._awaited[operation] = phase
+    def begin_at(self, operations: Sequence[Any], phase: Phase) -> None:
+        """Begin ``phase`` at the next call of one of ``operations``, once."""
+        self._awaited = dict.fromkeys(operations, phase)
 
     def label(self, values: Tree, kind: MemoryKind) -> None:
         """Label every storage of a tree, for all of its lifetime."""

@@ -35,6 +35,9 @@ from fdp.privacy.sampling import poisson, trusted_batch
 from fdp.step import make_train_step
 from fdp.types import Clip, Norms, TrainState, Tree
 
+NOISE_OPERATIONS = (torch.ops.fdp_kernels.normal.default, torch.ops.fdp_kernels.foreach_normal.default)
+"""The operations that draw noise: leaf by leaf, and on the host for many leaves."""
+
 
 class TracedWork(NamedTuple):
     """The step to trace, for any number of microbatches."""
@@ -165,7 +168,7 @@ class _Watch:
             if self.keeps:
                 self.ledger.relabel(MemoryKind.KEPT, since=self.since)
             self.since = self.ledger.begin(Phase.SUM)
-            self.ledger.begin_at(torch.ops.fdp_kernels.normal.default, Phase.NOISE)
+            self.ledger.begin_at(NOISE_OPERATIONS, Phase.NOISE)
             return style.clip(norms, state)
 
         def tally(norms: Norms, mask: Tensor, state: Tree) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fdp import tree
+from fdp.gradients.attached_taps import WritesInPlace, attached_vjp, can_attach
 from fdp.gradients.plan import Plan
 from fdp.gradients.taps import Use, tapped_vjp
 from fdp.gradients.vjp import vjp
@@ -67,13 +68,18 @@ class Runner(Protocol):
 
 
 class EagerRunner:
-    """Run blocks as they are, under ``torch.func``."""
+    """Run blocks as they are: taps under plain autograd where that is right, all else under ``torch.func``."""
 
     compiles = False
 
     def tapped_vjp(
         self, block: Block, weights: Flat, carry: Tree, data: Tree, uses: tuple[Use, ...], trainable: frozenset[Path]
     ) -> tuple[Tree, Pull]:
+        if can_attach(block):
+            try:
+                return attached_vjp(block, weights, carry, data, uses, trainable)
+            except WritesInPlace:
+                pass
         return tapped_vjp(block, weights, carry, data, uses, trainable)
 
     def plain_vjp(

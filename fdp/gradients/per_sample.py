@@ -39,8 +39,9 @@ from fdp.parallel.gather_reduce import sum_over_tensor_axis
 from fdp.parallel.sharding import Sharding
 from fdp.types import Flat, Norms, Path, Tree
 
-SMALL_LEAF_ELEMENTS = 1 << 16
-"""Per-sample gradients of leaves up to this size wait for others of their size, and their norms are taken together."""
+SMALL_LEAF_ELEMENTS, SMALL_LEAF_ELEMENTS_CPU = 1 << 16, 1 << 10
+"""Per-sample gradients of leaves up to this size wait for others of their size, and their norms are taken together. On
+a CPU, copying larger ones side by side costs more than it saves."""
 
 Transform: TypeAlias = Callable[[Path, Record], Record]
 """A linear map of a leaf's gradient, applied to the record of one use. It must not depend on the data."""
@@ -125,7 +126,8 @@ class _NormAccumulator:
         rest = {path: of for path, of in done.items() if path not in single}
         self._squared |= _squared_norms(self.plan, rest)
         for path, record in single.items():
-            if record.gradient[0].numel() <= SMALL_LEAF_ELEMENTS:
+            on_cpu = record.gradient.device.type == "cpu"
+            if record.gradient[0].numel() <= (SMALL_LEAF_ELEMENTS_CPU if on_cpu else SMALL_LEAF_ELEMENTS):
                 self._small_gradients[path] = record.gradient
             elif record.squares is not None:
                 self._partial_squares[path] = record.squares

@@ -80,13 +80,22 @@ class Watched:
 class Tape:
     """The record of one run of a block: the taps it was given, the uses and inputs it saw.
 
-    If ``attached``, taps are attached instead of added (see ``attach``): free, but for plain autograd only.
+    If ``attached``, taps are attached instead of added (see ``attach``): free, but for plain autograd only. If
+    ``compiled``, the block is or will be compiled, and some functions of torch cannot be seen; default: ``attached``.
     """
 
-    def __init__(self, batch_size: int, taps: Mapping[str, Tensor] | None, *, attached: bool = False):
+    def __init__(
+        self,
+        batch_size: int,
+        taps: Mapping[str, Tensor] | None,
+        *,
+        attached: bool = False,
+        compiled: bool | None = None,
+    ):
         self.batch_size = batch_size
         self.taps = taps
         self.attached = attached
+        self.compiled = attached if compiled is None else compiled
         self.uses: list[Use] = []
         self.rules: dict[str, tuple[Rule, dict[str, Any]]] = {}
         self.inputs: dict[str, Tensor] = {}
@@ -152,6 +161,12 @@ class Tape:
                 f"{leaf.path}: expected an output of shape {planned}, as planned, got {got}; make a plan for it"
             )
         return attach(y, self.taps[name]) if self.attached else y + self.taps[name]
+
+    def check_met(self, block: str) -> None:
+        """Raise if a use that has a tap was not made: its gradient would be zero."""
+        seen = {use.name for use in self.uses}
+        if unmet := [name for name in self.taps or {} if name not in seen]:
+            raise FdpError(f"{block}: expected the uses {unmet[:4]}, as planned, got none; make a plan for it")
 
     def expand(self, leaf: Watched) -> Tensor:
         """Return one copy of ``leaf`` per sample: ``(batch, *leaf.shape)``. All uses share the copies."""
@@ -250,9 +265,7 @@ def tapped_vjp(
     def run(carry: Tree, taps: Flat):
         tape = Tape(batch_size, taps)
         out = block.apply(watch(block, weights, trainable, tape), carry, data)
-        seen = [use.name for use in tape.uses]
-        if unmet := [name for name in taps if name not in seen]:  # its gradient would be zero
-            raise FdpError(f"{block.name}: expected the uses {unmet[:4]}, as planned, got none; make a plan for it")
+        tape.check_met(block.name)
         rules.update(tape.rules)
         return out, tape.inputs
 

@@ -251,6 +251,16 @@ def read_stream(cipher: Callable[[int], Any], unit: np.dtype, first: int, count:
     return out[skip : skip + count]
 
 
+def fill_stream(cipher: Callable[[int], Any], first: int, out: np.ndarray) -> None:
+    """Write 64-bit elements ``first ..`` of the stream into ``out``; ``first`` is the first element of a block."""
+    cipher(first // ELEMENTS_PER_BLOCK).update_into(_ZEROS[: out.nbytes], out.view(np.uint8))
+
+
+def _child_keys_cpu(key_K: Tensor, nonce_CN: Tensor) -> Tensor:
+    rows = [make_cipher(key_K, nonce)(0).update(_ZEROS[:32]) for nonce in nonce_CN.tolist()]
+    return torch.from_numpy(np.frombuffer(b"".join(rows), dtype=WORD).astype(np.int64).reshape(-1, 8))
+
+
 def _read_runs(cipher: Callable[[int], Any], unit: np.dtype, starts: np.ndarray, length: int) -> np.ndarray:
     """Return the elements of every run, (R, L). Close, evenly spaced runs are read at once, others one by one."""
     if len(starts) == 1:
@@ -321,6 +331,7 @@ child_keys = define(
     "Tensor key, Tensor nonces -> Tensor",
     reference=child_keys_reference,
     cuda=launch_child_keys,
+    cpu=_child_keys_cpu if HAS_CIPHER else None,
     fake=lambda key, nonces: key.new_empty((nonces.shape[0], 8)),
 )
 """``(key_K, nonce_CN)``: as :func:`child_keys_reference`."""

@@ -63,6 +63,9 @@ CHUNK, STEPS = 4096, 8
 """Elements per load, and loads per program, of ``squared_norms``."""
 BLOCK = 1024
 """Elements per program of ``weighted_sum``."""
+WIDE_ELEMENTS = 1 << 18
+"""Elements that a CPU holds in float64 at a time (2 MiB), but at least one sample's: more would leave the cache, and be
+fetched anew from the operating system in every step."""
 
 
 # ---------------------------------------------------------------- references
@@ -86,6 +89,23 @@ def foreach_keep_reference(gs: list[Tensor], xs: list[Tensor]) -> list[Tensor]:
 def squared_norms_reference(G_BN: Tensor) -> Tensor:
     """Return ``|G_b|^2``: (B,), computed in float64."""
     return torch.linalg.vector_norm(G_BN.reshape(len(G_BN), -1), dim=1, dtype=torch.float64).square()
+
+
+def squared_norms_cpu(G_BN: Tensor) -> Tensor:
+    """Evaluate :func:`squared_norms_reference`, a few samples at a time."""
+    few = _samples_at_once(G_BN)
+    if few >= len(G_BN):
+        return squared_norms_reference(G_BN)
+    return torch.cat([squared_norms_reference(part) for part in G_BN.split(few)])
+
+
+def _samples_at_once(G_BN: Tensor) -> int:
+    return max(1, WIDE_ELEMENTS * len(G_BN) // max(1, G_BN.numel()))
+
+
+def squared_parts_cpu(G_BN: Tensor) -> Tensor:
+    """Evaluate :func:`squared_parts_reference`, a few samples at a time."""
+    return _pad_parts(squared_norms_cpu(G_BN), _num_parts(G_BN))
 
 
 def squared_parts_reference(G_BN: Tensor) -> Tensor:
@@ -128,7 +148,13 @@ def weighted_sum_cpu(G_BN: Tensor, factors_B: Tensor, dtype: torch.dtype, onto_N
     counts_B = factors_B != 0
     if not bool(counts_B.all()):
         G_BN, factors_B = G_BN[counts_B], factors_B[counts_B]
-    total = torch.tensordot(factors_B.double(), G_BN.double(), dims=1)
+    few, wide_B = _samples_at_once(G_BN), factors_B.double()
+    if few >= len(G_BN):
+        total = torch.tensordot(wide_B, G_BN.double(), dims=1)
+        return (total if onto_N is None else onto_N + total).to(dtype)
+    total = torch.zeros(G_BN.shape[1:], dtype=torch.float64)
+    for part, factors in zip(G_BN.split(few), wide_B.split(few)):
+        total.view(1, -1).addmm_(factors.unsqueeze(0), part.double().view(len(part), -1))
     return (total if onto_N is None else onto_N + total).to(dtype)
 
 
@@ -334,6 +360,7 @@ squared_norms = define(
     "Tensor G -> Tensor",
     reference=squared_norms_reference,
     cuda=launch_squared_norms,
+    cpu=squared_norms_cpu,
     fake=lambda G: G.new_empty(G.shape[0], dtype=torch.float64),
 )
 """``(G_BN)``: as :func:`squared_norms_reference`."""
@@ -342,6 +369,7 @@ squared_parts = define(
     "Tensor G -> Tensor",
     reference=squared_parts_reference,
     cuda=launch_squared_parts,
+    cpu=squared_parts_cpu,
     fake=lambda G: G.new_empty(G.shape[0], _num_parts(G), dtype=torch.float64),
 )
 """``(G_BN)``: as :func:`squared_parts_reference`; the sum over parts is :func:`squared_norms`."""

@@ -13,14 +13,17 @@ AS 241, PPND7, Applied Statistics 37, 1988): same bits, within 1e-6 of the value
 gap, so neighbouring bits give neighbouring values: between -8 and 8 the values lie less than 2^-40 apart.
 
     >>> z = normal(key, (1024, 768), (512, 0), (512, 768), -inf, inf, torch.float64)
+    >>> z = foreach_normal(keys, [1024 * 768, 768])              # all elements of two leaves, one after the other
 
-Letters: K = 8 key words.
+Letters: K = 8 key words, C keys.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,7 +37,9 @@ from fdp_kernels.chacha20 import (
     WORD,
     WORDS_PER_BLOCK,
     bits_reference,
+    check_blocks,
     fill_box_cpu,
+    fill_stream,
     launch_bits,
     launch_runs,
     make_cipher,
@@ -51,6 +56,8 @@ _TAIL = 0x7FFFFFFF
 _RARE = 1 << 16
 _WIDE_TAIL = (1 << 63) - 1
 _WIDE_RARE = 1 << 47
+_ELEMENTS_TOGETHER = 1 << 17
+"""Elements of a piece of :func:`foreach_normal` on a CPU: a MB, near the cache, with work for several threads."""
 
 # ---------------------------------------------------------------- reference
 
@@ -113,6 +120,21 @@ def normal_reference(
     return normal_from_words(words_reference(key_K, 0, *box), words_reference(key_K, TAIL_PURPOSE, *box)).to(dtype)
 
 
+def foreach_normal_reference(keys_CK: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Draw element 0, 1, ... ``sizes[c] - 1`` of every key in float64, one key after the other."""
+    _check_sizes(keys_CK, sizes)
+    draws = [
+        normal_reference(key, [size], [0], [size], -math.inf, math.inf, torch.float64)
+        for key, size in zip(keys_CK, sizes)
+    ]
+    return torch.cat(draws) if draws else keys_CK.new_empty(0, dtype=torch.float64)
+
+
+def _check_sizes(keys_CK: Tensor, sizes: Sequence[int]) -> None:
+    if keys_CK.shape != (len(sizes), 8):
+        raise ValueError(f"foreach_normal: expected ({len(sizes)}, 8) keys, got {tuple(keys_CK.shape)}")
+
+
 def _signed_tail(bits: Tensor) -> Tensor:
     return bits.double().add_(0.5).mul_(2.0**-64)  # in [-1/2, 1/2], never 0, symmetric
 
@@ -167,12 +189,76 @@ def _wide_normal_law_cpu(key_K: Tensor) -> Callable[[np.ndarray, np.ndarray], Te
     fine_cipher = make_cipher(key_K, (TAIL_PURPOSE, 0, 0))
 
     def law(bits: np.ndarray, starts: np.ndarray) -> Tensor:
-        fine = np.zeros(bits.shape, dtype=np.int64)
-        for row, column in np.argwhere(bits & _WIDE_TAIL < _WIDE_RARE).tolist():
-            fine[row, column] = read_stream(fine_cipher, ELEMENT, int(starts[row]) + column, 1)[0]
-        return wide_normal_from_bits(torch.from_numpy(bits), torch.from_numpy(fine))
+        def fine(i: int) -> int:
+            row, column = divmod(i, bits.shape[1])
+            return int(read_stream(fine_cipher, ELEMENT, int(starts[row]) + column, 1)[0])
+
+        flat = torch.from_numpy(bits.reshape(-1))
+        return _wide_normal_cpu(flat, fine, torch.empty(flat.shape, dtype=torch.float64)).view(bits.shape)
 
     return law
+
+
+def _wide_normal_cpu(bits: Tensor, fine: Callable[[int], int], out: Tensor) -> Tensor:
+    """Evaluate :func:`wide_normal_from_bits` into ``out``, bit for bit; ``fine(i)`` is called far in the tail only."""
+    torch.mul((bits & _WIDE_TAIL).double().add_(0.5), 2.0**-64, out=out)
+    rare = torch.nonzero(out < _WIDE_RARE * 2.0**-64).flatten()
+    torch.special.ndtri(out, out=out)  # negative: below the median
+    torch.copysign(out, bits.view(torch.float64), out=out)
+    if len(rare):
+        out[rare] = wide_normal_from_bits(bits[rare], torch.tensor([fine(i) for i in rare.tolist()]))
+    return out
+
+
+class _Segment(NamedTuple):
+    """Elements ``first .. first + count - 1`` of a key, from ``at`` on in a piece."""
+
+    key: int
+    first: int
+    count: int
+    at: int
+
+
+def _pieces(sizes: Sequence[int]) -> Iterator[list[_Segment]]:
+    """Split all elements of all keys into pieces of at most ``_ELEMENTS_TOGETHER``, in order."""
+    piece: list[_Segment] = []
+    filled = 0
+    for key, size in enumerate(sizes):
+        first = 0
+        while first < size:
+            # Only the first element of a block can begin a segment.
+            room = (_ELEMENTS_TOGETHER - filled) // ELEMENTS_PER_BLOCK * ELEMENTS_PER_BLOCK
+            count = min(size - first, room)
+            if count:
+                piece.append(_Segment(key, first, count, filled))
+            first, filled = first + count, filled + count
+            if first < size:
+                yield piece
+                piece, filled = [], 0
+    if piece:
+        yield piece
+
+
+def _foreach_normal_cpu(keys_CK: Tensor, sizes: Sequence[int]) -> Tensor:
+    _check_sizes(keys_CK, sizes)
+    for size in sizes:
+        check_blocks(0, -(-size // ELEMENTS_PER_BLOCK))
+    ciphers = [make_cipher(key) for key in keys_CK]
+    out, done = torch.empty(sum(sizes), dtype=torch.float64), 0
+    for piece in _pieces(sizes):
+        last = piece[-1]
+        bits = np.empty(last.at + last.count, dtype=ELEMENT)
+        for key, first, count, at in piece:
+            fill_stream(ciphers[key], first, bits[at : at + count])
+
+        def fine(i: int, piece: list[_Segment] = piece) -> int:
+            key, first, _, at = piece[bisect_right(piece, i, key=lambda segment: segment.at) - 1]
+            cipher = make_cipher(keys_CK[key], (TAIL_PURPOSE, 0, 0))
+            return int(read_stream(cipher, ELEMENT, first + i - at, 1)[0])
+
+        _wide_normal_cpu(torch.from_numpy(bits), fine, out[done : done + len(bits)])
+        done += len(bits)
+    return out
 
 
 def _normal_cpu(
@@ -206,3 +292,11 @@ normal = define(
     fake=lambda key, shape, start, size, lower, upper, dtype: key.new_empty(size, dtype=dtype),
 )
 """``(key_K, shape, start, size, lower, upper, dtype)``: as :func:`normal_reference`."""
+foreach_normal = define(
+    "foreach_normal",
+    "Tensor keys, SymInt[] sizes -> Tensor",
+    reference=foreach_normal_reference,
+    cpu=_foreach_normal_cpu if HAS_CIPHER else None,
+    fake=lambda keys, sizes: keys.new_empty(sum(sizes), dtype=torch.float64),
+)
+"""``(keys_CK, sizes)``: as :func:`foreach_normal_reference`; each draw is that of :data:`normal`, bit for bit."""

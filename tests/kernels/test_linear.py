@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import fdp_kernels.keep
 import pytest
 import torch
 
@@ -22,6 +23,7 @@ from fdp_kernels.keep import (
     launch_weighted_sum,
     squared_norms,
     squared_norms_reference,
+    squared_parts,
     weighted_sum,
     weighted_sum_cpu,
     weighted_sum_reference,
@@ -350,3 +352,20 @@ def test_ops() -> None:
         (foreach_weighted, ([g, x], [x, g], [factors, factors])),
     ):
         torch.library.opcheck(op.default, arguments)
+
+
+def test_stored_gradients_measured_and_summed_a_few_samples_at_a_time_give_the_same(monkeypatch) -> None:
+    G, factors = torch.randn(7, 5, 11), factors_of(7).double()
+    G[2], factors[2] = float("nan"), 0
+    onto = torch.randn(5, 11, dtype=torch.float64)
+    norms, parts = squared_norms_reference(G), squared_parts(G)
+    sums = [weighted_sum_reference(G, factors, torch.float64, before) for before in (None, onto)]
+    for at_once in (1, 110, 10_000):  # one sample, two, all
+        monkeypatch.setattr(fdp_kernels.keep, "WIDE_ELEMENTS", at_once)
+        assert torch.equal(squared_norms(G).isnan(), norms.isnan())
+        torch.testing.assert_close(squared_norms(G), norms, rtol=1e-14, atol=0, equal_nan=True)
+        torch.testing.assert_close(squared_parts(G), parts, rtol=1e-14, atol=0, equal_nan=True)
+        for before, expected in zip((None, onto), sums):
+            torch.testing.assert_close(
+                weighted_sum(G, factors, torch.float64, before), expected, rtol=1e-13, atol=1e-14
+            )

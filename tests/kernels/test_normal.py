@@ -363,3 +363,20 @@ def test_gpu_draws_replay_in_a_graph():
         key.copy_(random_words(8, seed))
         graph.replay()
         assert all(torch.equal(a, b) for a, b in zip(recorded, draws()))
+
+
+@pytest.mark.parametrize("piece", [1 << 17, 24, 8])
+def test_draws_of_many_keys_are_those_of_each_bit_for_bit(piece, monkeypatch):
+    monkeypatch.setattr(normal, "_ELEMENTS_TOGETHER", piece)  # small pieces hold parts of leaves
+    monkeypatch.setattr(normal, "_WIDE_RARE", 1 << 60)  # one value in eight takes extra bits
+    sizes = [5, 0, 33, 1, 8, 70]
+    keys = torch.stack([random_words(8, seed) for seed in range(len(sizes))])
+    drawn = normal.foreach_normal(keys, sizes)
+    assert torch.equal(drawn, normal.foreach_normal_reference(keys, sizes))
+    for key, size, part in zip(keys, sizes, drawn.split(sizes)):
+        assert torch.equal(part, normal.normal(key, [size], [0], [size], -INF, INF, torch.float64))
+
+
+def test_many_keys_need_a_size_each():
+    with pytest.raises(ValueError, match="foreach_normal: expected"):
+        normal.foreach_normal(torch.zeros(2, 8, dtype=torch.int64), [3])

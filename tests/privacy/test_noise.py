@@ -5,7 +5,16 @@ import torch
 from scipy import stats
 
 from fdp import keys
-from fdp.privacy.noise import add_gaussian, add_noise, declare_sensitivity, expected_mean, grid_of, noised, rounded
+from fdp.privacy.noise import (
+    add_gaussian,
+    add_noise,
+    declare_sensitivity,
+    expected_mean,
+    grid_of,
+    noised,
+    noised_leaves,
+    rounded,
+)
 from fdp.privacy.sampling import poisson
 from fdp.types import ClippedSum, FdpError
 
@@ -151,3 +160,22 @@ def test_the_fractions_below_the_grid_of_any_value_leave_no_trace_in_the_low_dig
         released = noised(torch.full((1 << 16,), value, dtype=torch.float64), deviation, keys.fold_in(KEY, 100 + i))
         digits = (released * 2**20).round().long() & 255
         assert stats.chisquare(torch.bincount(digits, minlength=256).numpy()).pvalue > 1e-3
+
+
+# ---------------------------------------------------------------- many leaves in one pass
+
+
+def test_leaves_noised_together_are_those_noised_one_by_one_bit_for_bit():
+    draw = torch.Generator().manual_seed(3)
+    value = {
+        "a": torch.randn(7, 5, generator=draw),
+        "empty": torch.zeros(0, 3),
+        "b.0": torch.randn((), generator=draw).double(),
+        "c": 1e6 * torch.randn(3, 2, 4, generator=draw),
+        "b.1": torch.randn(300, generator=draw).double(),
+    }
+    deviation = torch.tensor(0.37, dtype=torch.float64)
+    together = noised_leaves(value, deviation, KEY)
+    assert list(together) == list(value)
+    for path, leaf in value.items():
+        assert torch.equal(together[path], noised(leaf, deviation, keys.fold_in(KEY, path))), path

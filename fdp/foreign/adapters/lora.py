@@ -51,7 +51,8 @@ class _AdapterTape(Tape):
 
     def __init__(self, a: ops.Weight, b: ops.Weight, scale: float, batch_size: int):
         tape = next((leaf.tape for leaf in (a, b) if isinstance(leaf, Watched)), None)
-        super().__init__(batch_size, None, attached=tape is not None and tape.attached)
+        attached, compiled = (False, False) if tape is None else (tape.attached, tape.compiled)
+        super().__init__(batch_size, None, attached=attached, compiled=compiled)
         self.a, self.b, self.scale = a, b, scale
         if tape is not None:
             self.layouts = tape.layouts

@@ -135,7 +135,7 @@ def _read_property(trace: CallTrace, func: Any, x: Tracked) -> Any:
     if name in METADATA_PROPERTIES:
         return func(x.value)
     turns = name in ("T", "mT") and len(x.shape) == 2
-    if turns and trace.tape is not None and trace.tape.attached:
+    if turns and trace.tape is not None and trace.tape.compiled:
         raise FdpError(
             f"{x.path}: expected .t(), got the property .{name}, which torch.compile does not show; write .t(), or do "
             f"not compile"

@@ -66,7 +66,7 @@ def baddbmm(
 def pad(trace: CallTrace, input: Operand, pad: Any, mode: str = "constant", value: float | None = None) -> Tensor:
     """``F.pad`` of a parameter."""
     path = path_of(input)
-    if trace.tape is not None and trace.tape.attached:
+    if trace.tape is not None and trace.tape.compiled:
         raise FdpError(
             f"{path}: expected no F.pad of a parameter, which torch.compile does not show, got one; write torch.cat "
             f"with zeros, or do not compile"
