@@ -515,8 +515,8 @@ def noise_skipped(monkeypatch):
 def noise_once_per_microbatch(monkeypatch):
     real = fdp.stages.clipped_sum
 
-    def wrong(stash, clip, **options):
-        total = real(stash, clip, **options)
+    def wrong(stash, clip, *onto, **options):
+        total = real(stash, clip, *onto, **options)
         return total._replace(value=add_noise(total, key=keys.key(7), noise_multiplier=200.0))
 
     monkeypatch.setattr(fdp.stages, "clipped_sum", wrong)
