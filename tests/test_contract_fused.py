@@ -113,8 +113,8 @@ def noise_scaled_by_the_batch(monkeypatch):
 def noise_twice(monkeypatch):
     real = fdp.stages.lazy_clipped_sum
 
-    def wrong(stash, clip):
-        total = evaluate(real(stash, clip))
+    def wrong(stash, clip, onto):
+        total = evaluate(real(stash, clip, onto))
         return total._replace(value=add_noise(total, key=keys.key(7), noise_multiplier=Z))
 
     monkeypatch.setattr(fdp.stages, "lazy_clipped_sum", wrong)

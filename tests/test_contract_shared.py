@@ -156,7 +156,7 @@ def test_a_fused_update_adds_what_was_clipped(M):
         param = torch.zeros(D, D, dtype=torch.float64)
         leaf = Leaf(kept, factors, param, torch.zeros_like(param), None, None, 0, False)
         update_leaf_reference_(
-            leaf, None, torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 0.0]).double(), Hyper(0.0, None, 0, 0, 0, 0)
+            leaf, None, torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0]).double(), Hyper(0.0, None, 0, 0, 0, 0)
         )
         return param
 

@@ -13,10 +13,13 @@ pytest.importorskip("triton")
 from fdp_kernels.direct import direct, direct_reference, foreach_direct, launch_direct, launch_foreach_direct
 from fdp_kernels.ghost import foreach_ghost, ghost, ghost_reference, launch_foreach_ghost, launch_ghost
 from fdp_kernels.keep import (
+    add_weighted_sum_,
+    add_weighted_sum_reference_,
     foreach_keep,
     keep,
     keep_by_matmul,
     keep_reference,
+    launch_add_weighted_sum_,
     launch_foreach_keep,
     launch_keep,
     launch_squared_norms,
@@ -273,6 +276,18 @@ def test_norms_and_weighted_sums_of_stored_gradients(shape: tuple[int, ...]) -> 
     for dtype in (torch.float32, torch.float64):
         expected = weighted_sum_reference(G, factors.to(dtype), dtype)
         torch.testing.assert_close(launch_weighted_sum(G, factors.to(dtype), dtype), expected, rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_weighted_sum_is_added_in_place(dtype: torch.dtype) -> None:
+    G, factors = torch.randn(3, 37), torch.tensor([0.5, 0.0, 1.5], dtype=torch.float64)
+    G[1] = torch.nan  # not read
+    before = torch.randn(37, dtype=dtype)
+    expected = weighted_sum_reference(G, factors, dtype, before)
+    for add in (launch_add_weighted_sum_, add_weighted_sum_reference_, add_weighted_sum_):
+        onto = before.clone()
+        add(onto, G, factors)
+        torch.testing.assert_close(onto, expected, rtol=1e-7, atol=1e-7)
 
 
 def test_a_weighted_sum_is_added_to_another_and_rounded_once() -> None:
