@@ -35,6 +35,8 @@ from fdp.types import FdpError
 
 MICROBATCHES = {"cpu": 64, "cuda": 256}
 """Samples computed at once with ``microbatch="auto"``; halved if they do not fit into the memory of the GPU."""
+HALVINGS, _WHOLE_STEP = 3, (Compile.STEP, Compile.STEP.value)
+"""Smaller sizes of microbatches on a GPU, for the end of a batch; a whole step takes minutes to compile per size."""
 DEFAULT_BATCH_SIZE = 256
 CLIPPING: dict[str, Callable[..., ClipStyle]] = {
     "flat": clipping.flat,
@@ -102,6 +104,7 @@ def configure(options: PrivateOptions) -> tuple[RunConfig, Subject]:
         seed=options.seed,
         dtype=options.dtype,
         microbatch_size=_microbatch_size(options.microbatch, sizes.batch_size, device),
+        microbatch_halvings=HALVINGS if device.type == "cuda" and options.compile not in _WHOLE_STEP else 0,
         memory_budget=None,
         compile=_compile_mode(options.compile),
         device=device,
