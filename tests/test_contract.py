@@ -7,7 +7,8 @@ dtypes, tied and untied models and extreme samples; then it is run on code broke
 from __future__ import annotations
 
 import math
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -88,6 +89,7 @@ def with_gain(model: Model) -> Model:
     return model._replace(blocks=(*blocks, scaled))
 
 
+@cache
 def language_model(*, tied: bool) -> Model:
     return with_gain(gpt(GPTConfig(layers=1, width=8, heads=2, context=6, vocab_size=11, tied=tied)))
 
@@ -99,27 +101,46 @@ def language_data(gain: float) -> dict[str, torch.Tensor]:
     return {"tokens": tokens, "gain": gains}
 
 
+_MADE: dict[Any, tuple[Model, Any]] = {}
+"""Parameters and plans that several tests share: to trace a model takes as long as to check it."""
+
+
+def made_once(model: Model, what: Any, make: Callable[[], Any]) -> Any:
+    """Return ``make()``, once for every model and ``what``; the model is stored, so that its id stays its own."""
+    at = (id(model), what)
+    if at not in _MADE:
+        _MADE[at] = (model, make())
+    return _MADE[at][1]
+
+
 def params_of(model: Model, seed: int = 0) -> Any:
     """Parameters far from their small initial values, so that every leaf has a gradient that matters."""
-    key = keys.key(seed)
-    flat = tree.flatten(model.init(key))
-    return tree.nest(
-        {p: w + 0.5 * keys.normal(keys.fold_in(key, f"test {p}"), tuple(w.shape)) for p, w in flat.items()}
-    )
+
+    def make() -> Any:
+        key = keys.key(seed)
+        flat = tree.flatten(model.init(key))
+        return tree.nest(
+            {p: w + 0.5 * keys.normal(keys.fold_in(key, f"test {p}"), tuple(w.shape)) for p, w in flat.items()}
+        )
+
+    return made_once(model, seed, make)
 
 
 def plan_of(
     model: Model, params: Any, data: Any, *, method: Method | Within, dtype: torch.dtype = torch.float32
 ) -> Plan:
+    """Return the plan of a method, which depends on the shapes of the data only."""
     by, budget = method if isinstance(method, Within) else (method, None)
-    return make_plan(model, params, data, method=by, memory_budget=budget, dtype=dtype)
+    what = (by, budget, dtype, str(tree.map(lambda leaf: (leaf.shape, leaf.dtype), data)))
+    make = partial(make_plan, model, params, data, method=by, memory_budget=budget, dtype=dtype)
+    return made_once(model, what, make)
 
 
-def total_of(
+def sums_of(
     model: Model,
     params: Any,
     data: Any,
-    mask: torch.Tensor,
+    masks: Sequence[torch.Tensor],
     *,
     plan: Any,
     style: Any,
@@ -127,18 +148,32 @@ def total_of(
     lazy: bool = False,
     transform: Transform = identity,
     sum_dtype: torch.dtype = torch.float64,
-) -> ClippedSum:
-    """The clipped sum of a microbatch that is one of several, with the sensitivity of a step."""
+) -> list[ClippedSum]:
+    """Return the clipped sum over the samples of each mask; norms do not depend on it.
+
+    In float32, they are sums of a microbatch that is one of several, with the sensitivity of a step.
+    """
     execution = Execution(runner=blocks or EAGER, memory=Memory(sum_dtype=sum_dtype, microbatch_size=BATCH))
-    mechanism = Mechanism(poisson(100, expected_batch_size=BATCH), style, 1.0)
     _, norms, stash = per_sample_norms(model, params, data, plan=plan, execution=execution, transform=transform)
-    clip = style.clip(norms, style.init()).masked(mask)
+    clips = [style.clip(norms, style.init()).masked(mask) for mask in masks]
     if sum_dtype == torch.float64:
-        return summed(stash, clip, lazy=lazy)
-    total = (lazy_clipped_sum if lazy else clipped_sum)(stash.copy(), clip, {})
+        return [summed(stash, clip, lazy=lazy) for clip in clips]
+    totals = [(lazy_clipped_sum if lazy else clipped_sum)(stash.copy(), clip, {}) for clip in clips]
+    mechanism = Mechanism(poisson(100, expected_batch_size=BATCH), style, 1.0)
     stages = make_stages(model, sgd(0.1), mechanism=mechanism, plan=plan, execution=execution)
-    assert {leaf.dtype for leaf in total.value.values()} == {sum_dtype}
-    return stages.reduce(total)
+    assert {leaf.dtype for total in totals for leaf in total.value.values()} == {sum_dtype}
+    return [stages.reduce(total) for total in totals]
+
+
+def total_of(model: Model, params: Any, data: Any, mask: torch.Tensor, **how: Any) -> ClippedSum:
+    return sums_of(model, params, data, [mask], **how)[0]
+
+
+def everyone_and_all_but_one(samples: int, absent: int) -> list[torch.Tensor]:
+    """Return the mask of all samples, and those without each of the first ones."""
+    masks = torch.ones(1 + absent, samples)
+    masks[1:, :absent].fill_diagonal_(0)
+    return list(masks)
 
 
 def distance(a: ClippedSum, b: ClippedSum) -> float:
@@ -148,15 +183,11 @@ def distance(a: ClippedSum, b: ClippedSum) -> float:
 def check_one_sample_moves_the_sum_by_at_most_its_sensitivity(
     model: Model, params: Any, data: Any, *, method: Method | Within, style: Any, dtype: torch.dtype, **how: Any
 ) -> None:
-    plan = plan_of(model, params, data, method=method, dtype=dtype)
-    everyone = torch.ones(BATCH)
-    present = total_of(model, params, data, everyone, plan=plan, style=style, **how)
+    plan, masks = plan_of(model, params, data, method=method, dtype=dtype), everyone_and_all_but_one(BATCH, BATCH)
+    present, *others = sums_of(model, params, data, masks, plan=plan, style=style, **how)
     assert all(torch.isfinite(leaf).all() for leaf in present.value.values()), "a sample poisoned the sum"
     assert set(present.value) == model.trainable, "a leaf is missing from the sum"
-    for b in range(BATCH):
-        mask = everyone.clone()
-        mask[b] = 0
-        absent = total_of(model, params, data, mask, plan=plan, style=style, **how)
+    for b, absent in enumerate(others):
         moved, bound = distance(present, absent), float(present.sensitivity)
         assert moved <= bound * (1 + SLACK[dtype]), f"sample {b} moved the sum by {moved}, allowed {bound}"
 
@@ -224,14 +255,9 @@ def linear_case(x: torch.Tensor, g: torch.Tensor) -> tuple[Model, Any, Any]:
 def moves(model: Model, params: Any, data: Any, *, method: Method | Within, **how: Any) -> list[float]:
     """Return how far removing each of the first samples moves the sum, clipped to 1."""
     plan, style = plan_of(model, params, data, method=method), clipping.flat(max_norm=1.0)
-    everyone = torch.ones(plan.batch_size)
-    present = total_of(model, params, data, everyone, plan=plan, style=style, **how)
-    found = []
-    for b in range(min(4, plan.batch_size)):
-        mask = everyone.clone()
-        mask[b] = 0
-        found.append(distance(present, total_of(model, params, data, mask, plan=plan, style=style, **how)))
-    return found
+    masks = everyone_and_all_but_one(plan.batch_size, min(4, plan.batch_size))
+    present, *others = sums_of(model, params, data, masks, plan=plan, style=style, **how)
+    return [distance(present, absent) for absent in others]
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: m.value)
