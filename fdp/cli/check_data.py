@@ -12,7 +12,7 @@ from fdp.cli.names import by_value, choose
 from fdp.cli.reading_options import ReadingOptions
 from fdp.data import datasets, text
 from fdp.data.documents import Long
-from fdp.data.files import holds_tokens
+from fdp.data.files import find_token_files
 from fdp.foreign.hub.positions import longest_context
 from fdp.foreign.hub.read_folder import import_transformers
 from fdp.types import FdpError
@@ -27,7 +27,7 @@ def load_tokenizer(name: str | None, folder: Path | None, data: str) -> text.Tok
 
     A folder without one is refused for ``data`` that is text: tokens would be bytes, which its model never saw.
     """
-    is_tokens = holds_tokens(Path(data)) and Path(data).is_file()
+    is_tokens = bool(find_token_files(Path(data)))
     if name == BYTES:
         return None if data in datasets.NAMES else text.BYTES
     if name is not None:

@@ -121,12 +121,12 @@ def _read_texts(options: TrainOptions) -> tuple[FieldCensus | None, Any]:
     from fdp.cli.check_data import load_tokenizer
     from fdp.cli.model_and_data import is_folder, parse_form
     from fdp.data import corpus, datasets, text
-    from fdp.data.files import find_source, holds_tokens
+    from fdp.data.files import find_source, find_token_files
     from fdp.data.person_fields import FieldCensus
     from fdp.data.record_files import read_records
 
     given, path = options.data, Path(options.data.data)
-    if given.data in datasets.NAMES or (holds_tokens(path) and path.is_file()):
+    if given.data in datasets.NAMES or find_token_files(path):
         return None, None
     folder = Path(options.model.model) if is_folder(options.model.model) else None
     tokenizer, form = load_tokenizer(given.tokenizer, folder, given.data) or text.BYTES, parse_form(given.form)

@@ -16,7 +16,7 @@ from fdp.cli.check_data import load_tokenizer
 from fdp.cli.model_and_data import is_folder
 from fdp.cli.train_options import TrainOptions
 from fdp.data import text
-from fdp.data.files import holds_tokens
+from fdp.data.files import find_token_files
 from fdp.parallel.sharding import over_tensor_axis
 from fdp.run.evaluation_config import default_every, planned_steps
 from fdp.run.forward import forward_weights
@@ -66,7 +66,7 @@ def text_steps(options: TrainOptions) -> tuple[int, ...]:
 def _tokenizer(options: TrainOptions) -> text.Tokenizer:
     folder = Path(options.model.model) if is_folder(options.model.model) else None
     found = load_tokenizer(options.data.tokenizer, folder, options.data.data)
-    if found is None and holds_tokens(Path(options.data.data)):
+    if found is None and find_token_files(Path(options.data.data)):
         raise FdpError(
             f"--sample: expected a tokenizer to read the prompt and to write text, got --data {options.data.data} of "
             "token ids without one; give its folder with --tokenizer"

@@ -13,7 +13,7 @@ from pathlib import Path
 from fdp.cli.needs import Needs
 from fdp.cli.options import options_of, to_dict
 from fdp.cli.train_options import TrainOptions
-from fdp.data.files import holds_records, holds_tokens
+from fdp.data.files import find_token_files, holds_records
 from fdp.parallel import launch
 from fdp.types import FdpError
 
@@ -32,7 +32,7 @@ def check_unused(options: TrainOptions) -> None:
 
 def _reads_texts(options: TrainOptions) -> bool:
     path = Path(options.data.data)
-    return path.exists() and (path.is_dir() or not holds_tokens(path))
+    return path.exists() and not find_token_files(path)
 
 
 def _reads_field(options: TrainOptions) -> bool:

@@ -19,9 +19,13 @@ For texts as one stream, where a sample is a window, see ``fdp.data.datasets.loa
 from __future__ import annotations
 
 import os
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
 
 from fdp.data import chat, text
+from fdp.data.array_store import narrowest_dtype
 from fdp.data.document_packing import PackUnit
 from fdp.data.document_packing import pack as pack_rows
 from fdp.data.documents import (
@@ -35,7 +39,7 @@ from fdp.data.documents import (
     rows_with_loss,
     split_rows,
 )
-from fdp.data.files import RecordForm, find_source, read_text
+from fdp.data.files import RecordForm, Source, find_source, read_text
 from fdp.data.nouns import FILE, RECORD, person_noun, text_noun
 from fdp.data.person_fields import FieldCensus
 from fdp.data.record_fields import owner_of, record_form, text_field
@@ -43,6 +47,9 @@ from fdp.data.record_files import read_records
 from fdp.data.units import UnitKind
 from fdp.data.users import Users, by_record, by_user
 from fdp.types import FdpError, Key
+
+Piece: TypeAlias = tuple[Sequence[int], Sequence[bool] | np.ndarray]
+"""The tokens of a document, and whether each counts."""
 
 
 class PerUser(NamedTuple):
@@ -134,47 +141,76 @@ def read(
       - a document depends on its own record and on the options, and on no other record;
       - ``RecordForm.AUTO`` accepts records of one form; otherwise the error names file and line of two that differ.
     """
-    source = find_source(path, form=form)
+    source, dtype = find_source(path, form=form), narrowest_dtype(tokenizer.vocab_size)
     if not source.records:
         if (user_field is not None and all_named) or form in (RecordForm.COMPLETION, RecordForm.MESSAGES):
             wanted = f"field {user_field!r}" if user_field is not None else f"the fields of --form {form.value}"
             raise FdpError(
                 f"{source.path}: expected .jsonl, .json, .csv or .parquet, whose records have {wanted}, got a text"
             )
-        texts = ((str(file), read_text(file)) for file in source.files)
-        found = ((place, text.encode_text(tokenizer, words, place)) for place, words in texts)
-        named = [(place, (tokens, [True] * len(tokens))) for place, tokens in found]
-        owners = [place for place, _ in named]
-        documents = join_documents((each for _, each in named), owners, source=str(source.path), word=tokenizer.word)
+        pieces, owners = _read_files(source, tokenizer)
+        documents = join_documents(pieces, owners, source=str(source.path), word=tokenizer.word, dtype=dtype)
         return documents._replace(links=source.links, text=FILE), UnitKind.FILE
-    pieces: list[tuple[list[int], list[bool]]] = []
-    owners: list[str] = []
-    first: tuple[RecordForm, str] | None = None
-    census = FieldCensus()
-    for place, record in census.watch(read_records(source)):
-        own = record_form(record, field, place) if form is RecordForm.AUTO else form
-        first = (own, place) if first is None else first
-        if own is not first[0]:
-            raise FdpError(
-                f"{place}: expected {first[0].value} like {first[1]}, got {own.value}; a source holds records of one "
-                f"form: split it, or give --form {first[0].value} or --form {own.value} if every record has both"
-            )
-        pieces.append(_tokens(own, record, tokenizer, field, place))
-        named = user_field if all_named or record.get(user_field or "") is not None else None
-        owners.append(owner_of(record, named, place))
-    documents = join_documents(pieces, owners, source=str(source.path), word=tokenizer.word)
-    noun = text_noun(field) if first is not None and first[0] is RecordForm.TEXT else RECORD
-    person = census.person(read=(field,)) if user_field is None else None
+    reader = _Reader(source, tokenizer, form, field, user_field=user_field, all_named=all_named)
+    documents = join_documents(
+        reader.pieces(), reader.owners, source=str(source.path), word=tokenizer.word, dtype=dtype
+    )
+    noun = text_noun(field) if reader.first is not None and reader.first[0] is RecordForm.TEXT else RECORD
+    person = reader.census.person(read=(field,)) if user_field is None else None
     return documents._replace(links=source.links, text=noun, person=person), UnitKind.RECORD
 
 
-def _tokens(
-    form: RecordForm, record: dict[str, Any], tokenizer: text.Tokenizer, field: str, place: str
-) -> tuple[list[int], list[bool]]:
+def _read_files(source: Source, tokenizer: text.Tokenizer) -> tuple[Iterator[Piece], list[str]]:
+    """Return the tokens of every text file, read one after another, and their places, which are the owners."""
+
+    def pieces() -> Iterator[Piece]:
+        for file in source.files:
+            tokens = text.encode_text(tokenizer, read_text(file), str(file))
+            yield tokens, np.ones(len(tokens), dtype=bool)
+
+    return pieces(), [str(file) for file in source.files]
+
+
+class _Reader:
+    """The records of a source, read one after another; ``owners``, ``first`` and ``census`` grow with them."""
+
+    def __init__(
+        self,
+        source: Source,
+        tokenizer: text.Tokenizer,
+        form: RecordForm,
+        field: str,
+        *,
+        user_field: str | None,
+        all_named: bool,
+    ) -> None:
+        self.source, self.tokenizer, self.form, self.field = source, tokenizer, form, field
+        self.user_field, self.all_named = user_field, all_named
+        self.owners: list[str] = []
+        self.first: tuple[RecordForm, str] | None = None
+        self.census = FieldCensus()
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yield the tokens of every record, and whether each counts."""
+        for place, record in self.census.watch(read_records(self.source)):
+            own = record_form(record, self.field, place) if self.form is RecordForm.AUTO else self.form
+            first = self.first = (own, place) if self.first is None else self.first
+            if own is not first[0]:
+                raise FdpError(
+                    f"{place}: expected {first[0].value} like {first[1]}, got {own.value}; a source holds records of "
+                    f"one form: split it, or give --form {first[0].value} or --form {own.value} if every record has "
+                    f"both"
+                )
+            named = self.user_field if self.all_named or record.get(self.user_field or "") is not None else None
+            self.owners.append(owner_of(record, named, place))
+            yield _tokens(own, record, self.tokenizer, self.field, place)
+
+
+def _tokens(form: RecordForm, record: dict[str, Any], tokenizer: text.Tokenizer, field: str, place: str) -> Piece:
     """Return the tokens of a record read as ``form``, and whether each counts."""
     if form is RecordForm.COMPLETION:
         return chat.completion_tokens(record, tokenizer, place)
     if form is RecordForm.MESSAGES:
         return chat.conversation_tokens(record, tokenizer, place)
     tokens = text.encode_text(tokenizer, text_field(record, field, place), place)
-    return tokens, [True] * len(tokens)
+    return tokens, np.ones(len(tokens), dtype=bool)

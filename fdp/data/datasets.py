@@ -30,14 +30,17 @@ import torch
 from torch import Tensor
 
 from fdp.data import text
+from fdp.data.array_store import ArrayWriter
 from fdp.data.files import (
+    GZIP_ERRORS,
     ZIPPED,
     RecordForm,
     Source,
     check_text,
+    damaged_archive,
     find_source,
-    holds_tokens,
-    read_bytes,
+    find_token_files,
+    open_bytes,
     read_text,
 )
 from fdp.data.nouns import FILE, text_noun
@@ -45,6 +48,7 @@ from fdp.data.person_fields import FieldCensus, PersonField
 from fdp.data.read_counts import ReadCounts
 from fdp.data.record_fields import text_field
 from fdp.data.record_files import read_records
+from fdp.data.token_files import Shards, map_file, read_tokens
 from fdp.data.units import PrivacyUnit, UnitKind, privacy_unit
 from fdp.extras import missing_package
 from fdp.types import FdpError
@@ -74,14 +78,14 @@ class TextsRead(NamedTuple):
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows of ``context + 1`` tokens over a one-dimensional array, which may be a mapped file.
+    """Windows of ``context + 1`` tokens over a one-dimensional array, which may be a mapped file, or several.
 
     Guarantees:
       - windows do not overlap: a token is in at most one sample;
       - only the windows asked for are read.
     """
 
-    tokens: np.ndarray = field(repr=False)
+    tokens: np.ndarray | Shards = field(repr=False)
     context: int
     token: str = "token"
     texts: TextsRead = field(default=TextsRead(), repr=False)
@@ -102,12 +106,17 @@ class Windows:
 
     def fetch(self, indices: np.ndarray) -> dict[str, Tensor]:
         """Return ``{"tokens": int64 (n, context + 1)}`` for n indices."""
-        rows = self.tokens[: len(self) * (self.context + 1)].reshape(len(self), self.context + 1)
+        size = self.context + 1
+        if isinstance(self.tokens, Shards):
+            return {"tokens": torch.from_numpy(self.tokens.windows(indices, size).astype(np.int64))}
+        rows = self.tokens[: len(self) * size].reshape(len(self), size)
         return {"tokens": torch.from_numpy(rows[indices].astype(np.int64))}
 
-    def content(self) -> list[tuple[str, np.ndarray]]:
+    def content(self) -> list[tuple[str, np.ndarray | Shards]]:
         """Return the arrays that samples are made from, for ``fdp.data.digest``."""
-        return [("tokens", self.tokens[: len(self) * (self.context + 1)]), ("context", np.array([self.context]))]
+        used, tokens = len(self) * (self.context + 1), self.tokens
+        tokens = tokens.first(used) if isinstance(tokens, Shards) else tokens[:used]
+        return [("tokens", tokens), ("context", np.array([self.context]))]
 
 
 @dataclass(frozen=True)
@@ -154,7 +163,7 @@ def load(
     - ``stdlib``, or ``digits`` (for classifiers, with ``context=None``);
     - a file or folder of UTF-8 text, or of records (see ``fdp.data.files``), from which ``field`` is read; texts are
       joined by a newline, or by the end of text of ``tokenizer``;
-    - ``.npy`` (any integer dtype) or ``.bin`` (little-endian uint16) token files, which are memory-mapped. Beside a
+    - ``.npy`` or ``.bin`` token files, or a folder of them, which are mapped (``fdp.data.token_files``). Beside a
       ``tokenizer`` they must hold tokens of its vocabulary.
 
     With ``RecordForm.FILE`` every file is a text, whatever its name. The named datasets refuse a ``tokenizer``. Every
@@ -163,7 +172,7 @@ def load(
     source = os.fspath(name_or_path)
     path = Path(source)
     _check_exists(source)
-    is_tokens = holds_tokens(path) and path.is_file()
+    is_tokens = bool(find_token_files(path))
     if tokenizer is not None and source in NAMES:
         raise FdpError(f"data {source!r}: expected text to go with a tokenizer, got a dataset of its own kind")
     if source == "digits":
@@ -185,7 +194,7 @@ def load(
             f"--form {form.value}: expected --unit record or user to go with it, got windows: add --unit record"
         )
     if is_tokens:
-        tokens = _read_npy(path) if path.suffix.lower() == ".npy" else _read_bin(path)
+        tokens = read_tokens(path)
         known = vocab_size if tokenizer is None else min(vocab_size, tokenizer.vocab_size)
         return windows(tokens, context=context, vocab_size=known, where=source)
     return _load_texts(path, context, vocab_size, form=form, field=field, tokenizer=tokenizer)
@@ -200,9 +209,9 @@ def _load_texts(
     if tokenizer is not None:
         tokens, token = text.token_stream(texts, tokenizer), tokenizer.word
     elif found.records:
-        tokens, token = _join_bytes(words.encode() for _, words in texts), "byte"
+        tokens, token = _join_texts(np.frombuffer(words.encode(), np.uint8) for _, words in texts), "byte"
     elif len(found.files) > 1:
-        tokens, token = _join_bytes(_read_text(file).tobytes() for file in found.files), "byte"
+        tokens, token = _join_texts(_read_text(file) for file in found.files), "byte"
     else:
         tokens, token = _read_text(next(iter(found.files))), "byte"
     dataset = windows(tokens, context=context, vocab_size=vocab_size, where=str(path), token=token)
@@ -219,7 +228,7 @@ def _check_exists(source: str) -> None:
         raise FdpError(f"data: expected {' or '.join(NAMES)}, or a path that exists, got {source!r}. {hint}")
 
 
-def windows(tokens: np.ndarray, *, context: int, vocab_size: int, where: str, token: str = "token") -> Windows:
+def windows(tokens: np.ndarray | Shards, *, context: int, vocab_size: int, where: str, token: str = "token") -> Windows:
     """Check tokens and split them into windows; ``where`` names the source. A shorter last window is dropped."""
     if context < 1:
         raise FdpError(f"context: expected at least 1, got {context}")
@@ -288,8 +297,15 @@ def digits() -> tuple[Examples, Examples]:
     )
 
 
-def _join_bytes(texts: Iterator[bytes]) -> np.ndarray:
-    return np.frombuffer(b"\n".join(text for text in texts if text), dtype=np.uint8)
+def _join_texts(texts: Iterator[np.ndarray]) -> np.ndarray:
+    """Return the bytes of all texts that are not empty, with a newline between two."""
+    joined = ArrayWriter(np.dtype(np.uint8))
+    for words in texts:
+        if len(words):
+            joined.append(np.frombuffer(b"\n" if joined.size else b"", np.uint8))
+            for start in range(0, len(words), CHUNK_ELEMENTS):
+                joined.append(words[start : start + CHUNK_ELEMENTS])
+    return joined.finish()
 
 
 def _texts(source: Source, field: str, census: FieldCensus) -> Iterator[tuple[str, str]]:
@@ -306,7 +322,7 @@ def _texts(source: Source, field: str, census: FieldCensus) -> Iterator[tuple[st
 def _read_text(path: Path) -> np.ndarray:
     """Map a file's bytes, or unpack them, after checking that they are UTF-8."""
     is_zipped = path.suffix.lower() == ZIPPED
-    tokens = np.frombuffer(read_bytes(path), np.uint8) if is_zipped else _map_file(path, np.dtype(np.uint8))
+    tokens = _unpack(path) if is_zipped else map_file(path, np.dtype(np.uint8))
     decoder = codecs.getincrementaldecoder("utf-8")()
     for start in range(0, len(tokens), CHUNK_ELEMENTS):
         pending = len(decoder.getstate()[0])
@@ -323,22 +339,14 @@ def _read_text(path: Path) -> np.ndarray:
     return tokens
 
 
-def _read_npy(path: Path) -> np.ndarray:
+def _unpack(path: Path) -> np.ndarray:
+    """Return the bytes of a compressed file, some at a time."""
+    unpacked = ArrayWriter(np.dtype(np.uint8))
     try:
-        return np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError):  # raised again below: NumPy's message may show the head of the file
+        with open_bytes(path) as content:
+            while chunk := content.read(CHUNK_ELEMENTS):
+                unpacked.append(np.frombuffer(chunk, np.uint8))
+        return unpacked.finish()
+    except GZIP_ERRORS:
         pass
-    raise FdpError(f"{path}: expected a NumPy array of token ids, got a file that cannot be read as one; use np.save")
-
-
-def _read_bin(path: Path) -> np.ndarray:
-    return _map_file(path, np.dtype("<u2"))
-
-
-def _map_file(path: Path, dtype: np.dtype) -> np.ndarray:
-    size = path.stat().st_size
-    if size == 0:
-        raise FdpError(f"{path}: expected text or tokens, got an empty file; check that it is the file you meant")
-    if size % dtype.itemsize:
-        raise FdpError(f"{path}: expected whole {dtype.name} tokens, got {size} bytes; is it another dtype? Use .npy")
-    return np.memmap(path, dtype=dtype, mode="r")
+    raise damaged_archive(path)

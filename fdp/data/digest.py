@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -31,9 +31,12 @@ UNSIGNED = tuple(np.dtype(name) for name in ("u1", "<u2", "<u4", "<u8"))
 
 @runtime_checkable
 class ArrayBacked(Protocol):
-    """A dataset whose samples are a function of its size and of the arrays that ``content`` returns."""
+    """A dataset whose samples are a function of its size and of the arrays that ``content`` returns.
 
-    def content(self) -> Iterable[tuple[str, np.ndarray | Tensor]]: ...
+    An array is a tensor, a numpy array, or anything with a shape of one dim and slices that are numpy arrays.
+    """
+
+    def content(self) -> Iterable[tuple[str, Any]]: ...
 
 
 def data_digest(dataset: Dataset) -> str:
@@ -54,7 +57,7 @@ def data_digest(dataset: Dataset) -> str:
     return digest.hexdigest()
 
 
-def arrays_of(dataset: Dataset) -> Iterable[tuple[str, np.ndarray | Tensor]]:
+def arrays_of(dataset: Dataset) -> Iterable[tuple[str, Any]]:
     """Return the arrays that a dataset is made from, or else those of all its samples, with names."""
     return dataset.content() if isinstance(dataset, ArrayBacked) else _fetch_all(dataset)
 
@@ -68,15 +71,15 @@ def _fetch_all(dataset: Dataset) -> Iterator[tuple[str, Tensor]]:
         yield from tree.flatten(dataset.fetch(np.arange(start, min(start + together, size)))).items()
 
 
-def _array(values: np.ndarray | Tensor) -> np.ndarray:
-    if isinstance(values, np.ndarray):
+def _array(values: Any) -> Any:
+    if not isinstance(values, Tensor):
         return values
     values = values.detach().cpu().contiguous()
     return (values.view(torch.int16) if values.dtype is torch.bfloat16 else values).numpy()
 
 
-def _chunks(array: np.ndarray) -> Iterator[np.ndarray]:
-    flat = array.reshape(-1)
+def _chunks(array: Any) -> Iterator[np.ndarray]:
+    flat = array.reshape(-1) if isinstance(array, np.ndarray) else array
     for start in range(0, len(flat), CHUNK_ELEMENTS):
         yield flat[start : start + CHUNK_ELEMENTS]
 

@@ -21,6 +21,7 @@ from enum import Enum
 
 import numpy as np
 
+from fdp.data.array_store import join_arrays
 from fdp.data.documents import Documents, split_rows
 from fdp.types import FdpError
 
@@ -96,9 +97,9 @@ def _join_rows(pieces: Documents, rows: list[list[int]], owners: tuple[str, ...]
     ends = np.cumsum(lengths)
     last = np.cumsum([len(row) for row in rows]) - 1
     return pieces._replace(
-        tokens=np.concatenate([pieces.tokens[span] for span in spans]),
-        counted=np.concatenate([pieces.counted[span] for span in spans]),
-        segments=np.repeat(np.array(numbers), lengths),
+        tokens=join_arrays((pieces.tokens[span] for span in spans), pieces.tokens.dtype),
+        counted=join_arrays((pieces.counted[span] for span in spans), pieces.counted.dtype),
+        segments=join_arrays((np.full(size, n, np.uint32) for n, size in zip(numbers, lengths)), np.dtype(np.uint32)),
         starts=np.concatenate([[0], ends[last]]),
         owners=owners,
     )

@@ -16,8 +16,9 @@ first ones.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -26,11 +27,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fdp.data.array_store import ArrayWriter, join_arrays
 from fdp.data.nouns import FILE, RECORD
 from fdp.data.person_fields import PersonField
 from fdp.data.read_counts import ReadCounts, SampleCounts
 from fdp.data.units import PrivacyUnit, UnitKind, privacy_unit
 from fdp.types import FdpError
+
+CHUNK_TOKENS = 1 << 22
+"""Tokens looked at together, so that mapped arrays are never all in memory."""
 
 
 class Long(Enum):
@@ -85,29 +90,47 @@ class Documents(NamedTuple):
 
 
 def join_documents(
-    pieces: Iterable[tuple[Sequence[int], Sequence[bool]]], owners: Sequence[str], *, source: str, word: str = "token"
+    pieces: Iterable[tuple[Sequence[int], Sequence[bool] | np.ndarray]],
+    owners: Sequence[str],
+    *,
+    source: str,
+    word: str = "token",
+    dtype: np.dtype = np.dtype(np.int64),  # noqa: B008
 ) -> Documents:
-    """Join (tokens, whether each counts) pairs to documents, in order; ``source`` names them in errors."""
-    tokens: list[np.ndarray] = []
-    counted: list[np.ndarray] = []
+    """Join (tokens, whether each counts) pairs to documents, in order; ``source`` names them in errors.
+
+    ``owners`` may still grow while ``pieces`` are read. One piece at a time is in memory; ``dtype`` is that of the
+    tokens. Arrays that are larger than memory become mapped files (``fdp.data.array_store``).
+    """
+    tokens, counted, starts = ArrayWriter(dtype), ArrayWriter(np.dtype(bool)), array("q", [0])
     for numbers, counts in pieces:
-        tokens.append(np.asarray(numbers, dtype=np.int64))
+        tokens.append(numbers)
         counted.append(np.asarray(counts, dtype=bool))
-    if not tokens:
+        starts.append(tokens.size)
+    if len(starts) == 1:
         raise FdpError(f"{source}: expected text or records, got nothing (empty); check that it is the one you meant")
-    starts = np.concatenate([[0], np.cumsum([len(part) for part in tokens])])
     owned = {owner: TextCounts(texts) for owner, texts in Counter(owners).items()}
     return Documents(
-        np.concatenate(tokens),
-        np.concatenate(counted),
+        tokens.finish(),
+        counted.finish(),
         None,
-        starts,
+        np.array(starts, dtype=np.int64),
         tuple(owners),
         source,
         word,
-        texts=len(tokens),
+        texts=len(starts) - 1,
         owned=owned,
     )
+
+
+def row_chunks(starts: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Yield ranges [first, last) of rows that hold ``CHUNK_TOKENS`` together, or one longer row."""
+    first, rows = 0, len(starts) - 1
+    while first < rows:
+        last = int(np.searchsorted(starts, starts[first] + CHUNK_TOKENS, side="right")) - 1
+        last = min(max(last, first + 1), rows)
+        yield first, last
+        first = last
 
 
 def text_counts(documents: Documents) -> dict[str, TextCounts]:
@@ -121,16 +144,19 @@ def cut_rows(documents: Documents, *, length: int) -> Documents:
     """Keep the first ``length`` tokens of every row; ``owned`` counts what is lost."""
     sizes = np.diff(documents.starts)
     kept = np.minimum(sizes, length)
-    position = np.arange(len(documents.tokens)) - np.repeat(documents.starts[:-1], sizes)
-    keep = position < length
+
+    def cut(values: np.ndarray) -> np.ndarray:
+        starts = documents.starts[:-1]
+        return join_arrays((values[start : start + size] for start, size in zip(starts, kept)), values.dtype)
+
     owned = text_counts(documents).copy()
     for i in np.flatnonzero(sizes > length):
         before = owned[documents.owners[i]]
         owned[documents.owners[i]] = before._replace(cut=before.cut + 1, lost=before.lost + int(sizes[i]) - length)
     return documents._replace(
-        tokens=documents.tokens[keep],
-        counted=documents.counted[keep],
-        segments=None if documents.segments is None else documents.segments[keep],
+        tokens=cut(documents.tokens),
+        counted=cut(documents.counted),
+        segments=None if documents.segments is None else cut(documents.segments),
         starts=np.concatenate([[0], np.cumsum(kept)]),
         owned=owned,
     )
@@ -236,15 +262,24 @@ def records(documents: Documents, *, context: int, vocab_size: int, kind: UnitKi
 
 def rows_with_loss(documents: Documents, *, context: int | None) -> np.ndarray:
     """Return for every row whether a token counts among its first ``context + 1`` (None: among all of it)."""
-    targets = documents.counted.copy()
-    targets[documents.starts[:-1][documents.starts[:-1] < len(targets)]] = False  # nothing predicts a row's first token
-    if documents.segments is not None:
-        targets[1:] &= documents.segments[1:] == documents.segments[:-1]
-    positions = np.flatnonzero(targets)
-    rows = np.searchsorted(documents.starts, positions, side="right") - 1
-    if context is not None:
-        rows = rows[positions - documents.starts[rows] <= context]
     found = np.zeros(len(documents.owners), dtype=bool)
+    for first, last in row_chunks(documents.starts):
+        found[first:last] = _rows_with_loss(documents, first, last, context)
+    return found
+
+
+def _rows_with_loss(documents: Documents, first: int, last: int, context: int | None) -> np.ndarray:
+    begin, end = documents.starts[first], documents.starts[last]
+    starts, targets = documents.starts[first : last + 1] - begin, np.array(documents.counted[begin:end])
+    targets[starts[:-1][starts[:-1] < len(targets)]] = False  # nothing predicts a row's first token
+    if documents.segments is not None:
+        segments = documents.segments[begin:end]
+        targets[1:] &= segments[1:] == segments[:-1]
+    positions = np.flatnonzero(targets)
+    rows = np.searchsorted(starts, positions, side="right") - 1
+    if context is not None:
+        rows = rows[positions - starts[rows] <= context]
+    found = np.zeros(last - first, dtype=bool)
     found[rows] = True
     return found
 
@@ -253,9 +288,11 @@ def check_documents(documents: Documents, *, context: int, vocab_size: int) -> N
     """Refuse a context below 1, and tokens outside the vocabulary."""
     if context < 1:
         raise FdpError(f"context: expected at least 1, got {context}")
-    bad = (documents.tokens >= vocab_size) | (documents.tokens < 0)
-    if bad.any():
-        first = int(np.argmax(bad))
+    for start in range(0, len(documents.tokens), CHUNK_TOKENS):
+        chunk = documents.tokens[start : start + CHUNK_TOKENS]
+        if int(chunk.max()) < vocab_size and int(chunk.min()) >= 0:
+            continue
+        first = start + int(np.argmax((chunk >= vocab_size) | (chunk < 0)))
         row = int(np.searchsorted(documents.starts, first, side="right")) - 1
         raise FdpError(
             f"{documents.source}: expected token ids from 0 to {vocab_size - 1}, got another in document {row + 1}; "

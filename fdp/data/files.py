@@ -7,7 +7,7 @@
 | ``.csv .tsv``          | a header, and a record on every row                                                |
 | ``.parquet``           | a record on every row; read by ``pyarrow``                                         |
 | ``.arrow .feather``    | the same; a folder saved by ``datasets.save_to_disk`` is its ``.arrow`` files      |
-| ``.npy .bin``          | tokens: read by ``fdp.data.datasets``, not here                                    |
+| ``.npy .bin``          | tokens: read by ``fdp.data.token_files``, not here                                 |
 | ``.xlsx .zip ...``     | refused: other tables, and archives                                                |
 | any other              | a text                                                                             |
 
@@ -43,6 +43,8 @@ PARQUET_SUFFIX = ".parquet"
 ARROW_SUFFIXES = (".arrow", ".feather")
 RECORD_SUFFIXES = (*LINE_SUFFIXES, LIST_SUFFIX, *TABLE_SUFFIXES, PARQUET_SUFFIX, *ARROW_SUFFIXES)
 TOKEN_SUFFIXES = (".npy", ".bin")
+TOKENS_MANIFEST = "tokens.json"
+"""The file that says of which type the ``.bin`` files of its folder are."""
 ZIPPED = ".gz"
 BINARY_SUFFIXES = (PARQUET_SUFFIX, *ARROW_SUFFIXES, *TOKEN_SUFFIXES)
 """Files that compress themselves or are mapped: not read from ``.gz``."""
@@ -86,6 +88,20 @@ def holds_records(path: Path) -> bool:
 def holds_tokens(path: Path) -> bool:
     """Return True if a file of this name holds tokens."""
     return path.suffix.lower() in TOKEN_SUFFIXES
+
+
+def find_token_files(path: Path) -> tuple[Path, ...]:
+    """Return the files of tokens at a path: the file, or all of a folder, in the order of their paths.
+
+    Empty if it holds anything else; ``tokens.json`` may be among them.
+    """
+    if path.is_file():
+        return (path,) if holds_tokens(path) else ()
+    if not path.is_dir():
+        return ()
+    files, _ = _once_each(_walk(path, {_identity(path)}))
+    files = tuple(file for file in files if file.name != TOKENS_MANIFEST)
+    return files if all(holds_tokens(file) for file in files) else ()
 
 
 def open_bytes(file: Path) -> IO[bytes]:
@@ -151,7 +167,10 @@ def _check_kind(file: Path) -> None:
             "rows as .csv or .jsonl, or unpack it (if it is a plain text with such a name, give --form file)"
         )
     if holds_tokens(file):
-        raise FdpError(f"{file}: expected text or records, got a file of tokens; give it by itself, with --unit window")
+        raise FdpError(
+            f"{file}: expected text or records, got a file of tokens; give it by itself, or a folder "
+            "of nothing else, with --unit window"
+        )
 
 
 def check_text(text: str, place: str) -> None:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from fdp.data.array_store import ArrayWriter, narrowest_dtype
 from fdp.data.files import check_text
 from fdp.extras import missing_package
 from fdp.types import FdpError
@@ -171,9 +172,15 @@ def _call_safely(work: Callable[[], Any], text: str, place: str) -> Any:
 
 
 def token_stream(texts: Iterable[tuple[str, str]], tokenizer: Tokenizer) -> np.ndarray:
-    """Join texts, given with their places, to one row of tokens, separated by the end of text or else a newline."""
-    gap = np.asarray(tokenizer.encode("\n") if tokenizer.end is None else [tokenizer.end], dtype=np.int64)
-    pieces: list[np.ndarray] = []
+    """Join texts, given with their places, to one row of tokens, separated by the end of text or else a newline.
+
+    One text at a time is in memory; a row that is larger than memory becomes a mapped file (``fdp.data.array_store``).
+    """
+    gap = tokenizer.encode("\n") if tokenizer.end is None else [tokenizer.end]
+    joined, began = ArrayWriter(narrowest_dtype(tokenizer.vocab_size)), False
     for place, text in texts:
-        pieces += [np.asarray(encode_text(tokenizer, text, place), dtype=np.int64), gap]
-    return np.concatenate(pieces[:-1]) if pieces else np.zeros(0, dtype=np.int64)
+        if began:
+            joined.append(gap)
+        joined.append(encode_text(tokenizer, text, place))
+        began = True
+    return joined.finish()

@@ -193,7 +193,7 @@ def test_a_folder_of_texts_is_read_file_by_file(tmp_path: Path) -> None:
             "a.jsonl",
             r"expected records only or texts only, got records in .*a.jsonl and text in .*b.txt; .* --form file",
         ),
-        ("a.npy", r"a.npy: expected text or records, got a file of tokens; give it by itself, with --unit window"),
+        ("a.npy", r"a.npy: expected text or records, got a file of tokens; give it by itself, or a folder of "),
         (
             "a.xlsx",
             r"a.xlsx: expected text, .jsonl, .json, .csv, .tsv or .parquet, got another table or an archive; .* --form",
