@@ -8,8 +8,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -17,14 +19,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fdp.gradients.beside import Beside
 from fdp.gradients.block_loop import NOTHING_SAVED, Saved, Weights, backward, forward, make_weights
 from fdp.gradients.costs import SumBy
 from fdp.gradients.execution import LOCAL, Execution
-from fdp.gradients.launches import weighted_gradients
+from fdp.gradients.launches import add_parts, weighted_parts
 from fdp.gradients.lazy_sum import LazySum, add_onto, single_row, take
 from fdp.gradients.per_sample import Stash, single_dense_records, widen, widest
 from fdp.gradients.plan import Plan
-from fdp.gradients.sample_gradients import Record, weighted_gradient_of_uses
+from fdp.gradients.sample_gradients import Pair, Record, weighted_gradient_of_uses
 from fdp.gradients.shared_leaves import weighted_gradient_of_shared
 from fdp.model import Model
 from fdp.parallel.gather_reduce import owned_paths, reduce_stream
@@ -88,6 +91,9 @@ def lazy_plain_sum(
     return _plain(weights, data, mask, plan, lambda leaf: single_row(leaf, one), onto)
 
 
+BLOCKS_BESIDE = 4
+"""Blocks whose sums share two streams; their records are freed together."""
+
 _BlockSums: TypeAlias = Callable[[dict[Path, list[Record]], Clip, set[Path]], dict[Path, Any]]
 """Weighted sums of a block's stored records: ``sums(records, clip, used several times)``."""
 
@@ -133,9 +139,37 @@ def _weighted_blocks(stash: Stash, clip: Clip, block_sums: _BlockSums) -> Iterat
                 sums[path] = sums[path] + part.double() if path in sums else part.double()
             done = [path for path in owned_paths(weights.model, i) if path in sums]
             yield {path: sums.pop(path) for path in done}
-    for i in blocks:
-        stored = {path: take(stash.records, path) for path in owned_paths(weights.model, i) if path in stash.records}
-        yield block_sums(stored, clip, several)
+    yield from _stored_blocks(stash, lambda stored: block_sums(stored, clip, several), lazy=block_sums is _lazy_sums)
+
+
+def _stored_blocks(
+    stash: Stash, sums: Callable[[dict[Path, list[Record]]], dict[Path, Any]], *, lazy: bool
+) -> Iterator[dict[Path, Any]]:
+    """Yield the sums of stored records. Lazy sums stay on this device: those of every other block run beside the rest.
+
+    What runs beside is yielded, and its records are freed, when the main stream has waited for it.
+    """
+    model, beside = stash.weights.model, Beside(stash.weights.device)
+    held: list[dict[Path, list[Record]]] = []
+    waiting: list[dict[Path, Any]] = []
+    for i in range(len(model.blocks)):
+        stored = {path: take(stash.records, path) for path in owned_paths(model, i) if path in stash.records}
+        with beside.branch() if lazy and i % 2 == 1 and _outweigh_sums(stored) else nullcontext():
+            waiting.append(sums(stored))
+        held.append(stored)
+        stored = {}
+        if not beside.is_open or len(held) == BLOCKS_BESIDE or i == len(model.blocks) - 1:
+            beside.join()
+            held.clear()
+            while waiting:
+                yield waiting.pop(0)
+
+
+def _outweigh_sums(records: dict[Path, list[Record]]) -> bool:
+    """Return True if stored pairs take more memory than their sums: what a second stream allocates stays its own."""
+    pairs = [record for of in records.values() for record in of if isinstance(record, Pair)]
+    sums = sum(4 * math.prod(pair.shape) for pair in pairs)
+    return sums < sum(side.nbytes for pair in pairs for side in pair[:2] if isinstance(side, Tensor))
 
 
 def _evaluated_sums(records: dict[Path, list[Record]], clip: Clip, several: set[Path]) -> dict[Path, Any]:
@@ -144,9 +178,13 @@ def _evaluated_sums(records: dict[Path, list[Record]], clip: Clip, several: set[
 
 def _lazy_sums(records: dict[Path, list[Record]], clip: Clip, several: set[Path]) -> dict[Path, Any]:
     dense = single_dense_records(records)
-    sums = _sums({path: of for path, of in records.items() if path not in dense}, clip, several)
+    sums = _sums_in_parts({path: of for path, of in records.items() if path not in dense}, clip, several)
     lazy = {path: LazySum(of.gradient, clip.factors[path]) for path, of in dense.items()}
-    lazy |= {path: single_row(total, total.new_ones(1, dtype=torch.float64)) for path, total in sums.items()}
+    ones: dict[int, Tensor] = {}
+    for path, parts in sums.items():
+        if len(parts) not in ones:
+            ones[len(parts)] = parts.new_ones(len(parts), dtype=torch.float64)
+        lazy[path] = LazySum(parts, ones[len(parts)])
     return {path: lazy[path] for path in records}
 
 
@@ -202,7 +240,20 @@ def _sums(
 
     The norm of uses that are met one by one, in a second backward, is in float64, and so is their sum.
     """
+    return {path: add_parts(parts) for path, parts in _sums_in_parts(records, clip, several, sum_uses).items()}
+
+
+def _sums_in_parts(
+    records: dict[Path, list[Record]],
+    clip: Clip,
+    several: set[Path],
+    sum_uses: Callable[[list[Record], Tensor], Tensor] = weighted_gradient_of_shared,
+) -> Flat:
+    """Return the sums of :func:`_sums` in parts that are still to be added: ``(parts, *shape)``."""
     single = [path for path in records if path not in several]
-    found = weighted_gradients([records[path][0] for path in single], [clip.factors[path] for path in single])
+    found = weighted_parts([records[path][0] for path in single], [clip.factors[path] for path in single])
     sums = dict(zip(single, found))
-    return {path: sums[path] if path in sums else sum_uses(of, clip.factors[path]) for path, of in records.items()}
+    return {
+        path: sums[path] if path in sums else sum_uses(of, clip.factors[path]).unsqueeze(0)
+        for path, of in records.items()
+    }

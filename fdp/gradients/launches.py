@@ -7,6 +7,7 @@ share its launch.
     >>> gradients = store_gradients(records)                      # rules.store_gradient of each
     >>> squares = symmetric_squared_norms(records)               # rules.symmetric_squared_norm of each
     >>> sums = weighted_gradients(records, factors)              # rules.weighted_gradient of each, with its factors
+    >>> parts = weighted_parts(records, factors)                 # the same, still to be added up
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from fdp_kernels.direct import foreach_direct
 from fdp_kernels.ghost import foreach_ghost
 from fdp_kernels.keep import foreach_keep
-from fdp_kernels.weighted import foreach_weighted
+from fdp_kernels.weighted import foreach_weighted_parts
 from jaxtyping import Float
 from torch import Tensor
 
@@ -63,18 +64,25 @@ def weighted_gradients(
     records: Sequence[Record], factors: Sequence[Float[Tensor, " batch"]]
 ) -> list[Float[Tensor, " *shape"]]:
     """Apply :func:`fdp.gradients.rules.weighted_gradient` to every record, with the same guarantees."""
+    return [add_parts(parts) for parts in weighted_parts(records, factors)]
+
+
+def weighted_parts(
+    records: Sequence[Record], factors: Sequence[Float[Tensor, " batch"]]
+) -> list[Float[Tensor, " parts *shape"]]:
+    """Return the same sums in parts, which are still to be added, in float64: a kernel sums few samples in float32."""
+    narrow = {id(of): kernel_factors(of) for of in factors}  # flat clipping has one tensor for all leaves
 
     def sum_many(pairs: list[Pair], indices: list[int]) -> list[Tensor]:
-        weights = [kernel_factors(factors[i]) for i in indices]
-        # A sum of many samples is one of several matrices, each of few samples, added in float64.
-        parts = [_split(side) for side in (*_sides(pairs), weights)]
-        sums = iter(foreach_weighted(*[[few for of in side for few in of] for side in parts]))
-        return [_add_parts([next(sums) for _ in of]).view(pair.shape) for of, pair in zip(parts[0], pairs)]
+        count = _count_parts(len(pairs[0].right))
+        assert count is not None
+        sums = foreach_weighted_parts(*_sides(pairs), [narrow[id(factors[i])] for i in indices], count)
+        return [parts.view(count, *pair.shape) for parts, pair in zip(sums, pairs)]
 
     def can_share(pair: Pair) -> bool:
         return _single_group(pair) and _count_parts(len(pair.right)) is not None
 
-    return _foreach(records, can_share, sum_many, lambda i: weighted_gradient(records[i], factors[i]))
+    return _foreach(records, can_share, sum_many, lambda i: weighted_gradient(records[i], factors[i]).unsqueeze(0))
 
 
 def _count_parts(samples: int) -> int | None:
@@ -83,14 +91,9 @@ def _count_parts(samples: int) -> int | None:
     return next((parts for parts in range(least, 2 * least) if samples % parts == 0), None)
 
 
-def _split(sides: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-    """Split the samples of every tensor into as many parts as :func:`_count_parts` says."""
-    return [of.chunk(_count_parts(len(of)) or 1) for of in sides]
-
-
-def _add_parts(parts: list[Tensor]) -> Tensor:
-    first, *rest = parts
-    return sum((part.double() for part in rest), start=first.double()) if rest else first
+def add_parts(parts: Float[Tensor, " parts *shape"]) -> Float[Tensor, " *shape"]:
+    """Return the sum of the parts, in float64 if there are several."""
+    return parts.squeeze(0) if len(parts) == 1 else parts.double().sum(0)
 
 
 def _norms(records: Sequence[Record], kernel: Callable[..., Tensor], one: Callable[[Record], Tensor]) -> list[Tensor]:

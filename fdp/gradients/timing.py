@@ -24,7 +24,7 @@ from fdp_kernels.tile_gemm import MATRICES_PER_LAUNCH
 from torch import Tensor
 
 from fdp.gradients.costs import SQUARED_NORMS, NormBy, rates_of, sizes
-from fdp.gradients.launches import store_gradients, weighted_gradients
+from fdp.gradients.launches import store_gradients, weighted_parts
 from fdp.gradients.rules import OneHot, Pair, squared_norm
 from fdp.gradients.taps import EXPANDED, Use
 from fdp.types import FdpError
@@ -97,8 +97,8 @@ def option_runs(records: Sequence[Pair], factors: Tensor) -> dict[NormBy, Callab
         return squares, [update(of.gradient, factors) for of in stored]
 
     def pair(by: NormBy) -> object:
-        squares, sums = SQUARED_NORMS[by](records), weighted_gradients(records, [factors] * len(records))
-        return squares, [update(total.unsqueeze(0), factors[:1]) for total in sums]
+        squares, sums = SQUARED_NORMS[by](records), weighted_parts(records, [factors] * len(records))
+        return squares, [update(parts, factors[: len(parts)]) for parts in sums]
 
     return {NormBy.KEEP: keep} | {by: partial(pair, by) for by in SQUARED_NORMS}
 

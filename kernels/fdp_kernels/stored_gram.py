@@ -4,7 +4,7 @@
 
 Both Gram matrices are (B, T, T) float32, 8 B T^2 bytes, and every entry is computed twice: 2 B T^2 (P + D) flops. A
 kernel reads them once, multiplies and sums in float64, and adds the same rounding bound as ``ghost``. Here the norm of
-every token is known, so step 3 of the bound is not needed.
+every token is known, so steps 3 and 4 of the bound are not needed.
 
     >>> n = stored_gram(g, x)
 
@@ -137,7 +137,7 @@ def underflow_floors(p: int, d: int, units_p: float, units_d: float) -> tuple[fl
 
 
 def launch_finish(partial_BN: Tensor, a_BT: Tensor, b_BT: Tensor, units_both: float, units_t: float) -> Tensor:
-    """Add the u^2 term of step 2 and step 4 of the bound to the sums of the tiles; one launch, in a fixed order."""
+    """Add the u^2 term of step 2 and step 5 of the bound to the sums of the tiles; one launch, in a fixed order."""
     out = torch.empty(len(a_BT), dtype=torch.float64, device=a_BT.device)
     _finish_body[(len(a_BT),)](
         partial_BN, a_BT, b_BT, out, partial_BN.shape[1], a_BT.shape[1], units_both, units_t, BLOCK=1024, num_warps=4

@@ -12,7 +12,7 @@ and reads one entry of g for each of its entries: no matrix of P x D numbers is 
     >>> factors = (C / n.sqrt()).clamp(max=1).float()
     >>> total = weighted(g, x, factors) + embedding_sum(ids, e, factors, P)
 
-Rounding, with E_b the error that ``weighted`` makes (step 4 of ``ghost``, included in its norm):
+Rounding, with E_b the error that ``weighted`` makes (step 5 of ``ghost``, included in its norm):
 
   1. The float32 products <x_t, e_s> lose at most ``c u |x_t| |e_s|`` (step 1 of ``ghost``), hence the third term at
      most ``2 c u sum_{t,s} |g_t[id_s]| |x_t| |e_s|``, which is added.

@@ -10,9 +10,10 @@ what ``direct`` measured.
     >>> factors = (C / squared.sqrt()).clamp(max=1).float()
     >>> total = weighted(g, x, factors)                          # 2 B T P D flops
 
-``foreach_weighted`` sums several matrices, four per launch.
+``foreach_weighted_parts`` takes several matrices, four per launch. It splits the samples into equal parts and returns
+the sum of each, (parts, P, D): the slack below is that of one part, and whoever adds the parts does so in float64.
 
-    >>> totals = foreach_weighted([g, h], [x, y], [factors, factors])
+    >>> parts_of_g, parts_of_h = foreach_weighted_parts([g, h], [x, y], [factors, factors], 2)
 
 Guarantees:
   - a sample with factor 0 adds exactly 0, even if its gradient is NaN or infinite;
@@ -68,15 +69,19 @@ def weighted_reference(g_BTP: Tensor, x_BTD: Tensor, factors_B: Tensor) -> Tenso
     return torch.tensordot(factors_B.double(), G_BPD, dims=1).to(_out_dtype(g_BTP))
 
 
-def foreach_weighted_reference(gs: list[Tensor], xs: list[Tensor], factors: list[Tensor]) -> list[Tensor]:
-    """Apply :func:`weighted_reference` to each pair and its factors."""
-    return [weighted_reference(g, x, f) for g, x, f in zip(gs, xs, factors, strict=True)]
+def foreach_weighted_parts_reference(
+    gs: list[Tensor], xs: list[Tensor], factors: list[Tensor], parts: int
+) -> list[Tensor]:
+    """Return :func:`weighted_reference` of each of ``parts`` equal parts of the samples: (parts, P, D) per pair."""
+    _check_parts(gs, parts)
+    split = [[of.chunk(parts) for of in side] for side in (gs, xs, factors)]
+    return [torch.stack([weighted_reference(*each) for each in zip(*sides)]) for sides in zip(*split, strict=True)]
 
 
 @jit
 def _weighted_body(
     g0, g1, g2, g3, x0, x1, x2, x3, factor_ptr0, factor_ptr1, factor_ptr2, factor_ptr3,
-    out_ptr0, out_ptr1, out_ptr2, out_ptr3, p0, p1, p2, p3, d0, d1, d2, d3, end0, end1, end2, batch, tokens,
+    out_ptr0, out_ptr1, out_ptr2, out_ptr3, p0, p1, p2, p3, d0, d1, d2, d3, end0, end1, end2, samples, tokens,
     BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0)
@@ -85,15 +90,18 @@ def _weighted_body(
     p, d = pick(matrix, p0, p1, p2, p3), pick(matrix, d0, d1, d2, d3)
     factor_ptr = pick(matrix, factor_ptr0, factor_ptr1, factor_ptr2, factor_ptr3)
     out_ptr = pick(matrix, out_ptr0, out_ptr1, out_ptr2, out_ptr3)
-    i, j = tile_position(index - pick(matrix, 0, end0, end1, end2), tl.cdiv(p, BLOCK_P), tl.cdiv(d, BLOCK_D), GROUP)
+    own, rows, columns = index - pick(matrix, 0, end0, end1, end2), tl.cdiv(p, BLOCK_P), tl.cdiv(d, BLOCK_D)
+    part = own // (rows * columns)
+    i, j = tile_position(own % (rows * columns), rows, columns, GROUP)
     total_PD = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
-    for b in tl.range(0, batch, flatten=True):  # one pipeline through all samples, not one per sample
+    # One pipeline through all samples of the part, not one per sample.
+    for b in tl.range(part * samples, (part + 1) * samples, flatten=True):
         acc_PD = outer(g, x, b, i, j, tokens, BLOCK_P, BLOCK_D, BLOCK_T)
         factor = tl.load(factor_ptr + b)
         total_PD += tl.where(factor != 0, factor * acc_PD, 0.0)
     row = i * BLOCK_P + tl.arange(0, BLOCK_P)
     column = j * BLOCK_D + tl.arange(0, BLOCK_D)
-    offset = row[:, None].to(tl.int64) * d + column[None, :]
+    offset = (part.to(tl.int64) * p + row[:, None]) * d + column[None, :]
     tl.store(out_ptr + offset, total_PD, mask=(row < p)[:, None] & (column < d)[None, :])
 
 
@@ -105,26 +113,43 @@ def launch_weighted(g_BTP: Tensor, x_BTD: Tensor, factors_B: Tensor, *, tile: Ti
 def launch_foreach_weighted(
     gs: list[Tensor], xs: list[Tensor], factors: list[Tensor], *, tile: Tile | None = None
 ) -> list[Tensor]:
-    """Evaluate :func:`foreach_weighted_reference` with the kernel, four matrices per launch."""
+    """Return :func:`launch_weighted` of each pair, four matrices per launch."""
+    return [total.squeeze(0) for total in launch_foreach_weighted_parts(gs, xs, factors, 1, tile=tile)]
+
+
+def launch_foreach_weighted_parts(
+    gs: list[Tensor], xs: list[Tensor], factors: list[Tensor], parts: int, *, tile: Tile | None = None
+) -> list[Tensor]:
+    """Evaluate :func:`foreach_weighted_parts_reference` with the kernel, all parts of four matrices per launch."""
     check_pairs(gs, xs)
+    _check_parts(gs, parts)
     for g, x, f in zip(gs, xs, factors, strict=True):
         _check(g, x, f)
     if not can_launch(*gs, *xs):
-        return foreach_weighted_reference(gs, xs, factors)
-    return launch_by_four(partial(_launch_four, tile=tile), gs, xs, factors)
+        return foreach_weighted_parts_reference(gs, xs, factors, parts)
+    return launch_by_four(partial(_launch_four, parts=parts, tile=tile), gs, xs, factors)
 
 
-def _launch_four(gs: list[Tensor], xs: list[Tensor], factors: list[Tensor], tile: Tile | None) -> list[Tensor]:
+def _launch_four(
+    gs: list[Tensor], xs: list[Tensor], factors: list[Tensor], parts: int, tile: Tile | None
+) -> list[Tensor]:
     (batch, tokens, _), dtype, device = gs[0].shape, gs[0].dtype, gs[0].device
-    tile = tile or choose_tile(TILES, dtype, lambda tile: sum(tiles_per_sample(g, x, tile) for g, x in zip(gs, xs)))
-    outs = [torch.empty(g.shape[-1], x.shape[-1], dtype=torch.float32, device=device) for g, x in zip(gs, xs)]
-    counts = [tiles_per_sample(g, x, tile) for g, x in zip(gs, xs)]
+    tile = tile or choose_tile(
+        TILES, dtype, lambda tile: parts * sum(tiles_per_sample(g, x, tile) for g, x in zip(gs, xs))
+    )
+    outs = [torch.empty(parts, g.shape[-1], x.shape[-1], dtype=torch.float32, device=device) for g, x in zip(gs, xs)]
+    counts = [parts * tiles_per_sample(g, x, tile) for g, x in zip(gs, xs)]
     _weighted_body[(sum(counts),)](
         *pair_descriptors(gs, xs, tile), *pad_to_four([f.contiguous() for f in factors]), *pad_to_four(outs),
-        *widths_and_ends(gs, xs, counts), batch, tokens,
+        *widths_and_ends(gs, xs, counts), batch // parts, tokens,
         **outer_options(tile),
     )  # fmt: skip
     return outs
+
+
+def _check_parts(gs: list[Tensor], parts: int) -> None:
+    if parts < 1 or any(len(g) % parts for g in gs):
+        raise ValueError(f"parts: expected a divisor of the number of samples, got {parts} of {[len(g) for g in gs]}")
 
 
 def _out_dtype(g: Tensor) -> torch.dtype:
@@ -152,11 +177,13 @@ weighted = define(
     fake=_fake,
 )
 """``(g_BTP, x_BTD, factors_B)``: as :func:`weighted_reference`."""
-foreach_weighted = define(
-    "foreach_weighted",
-    "Tensor[] gs, Tensor[] xs, Tensor[] factors -> Tensor[]",
-    reference=foreach_weighted_reference,
-    cuda=launch_foreach_weighted,
-    fake=lambda gs, xs, factors: [_fake(g, x, f) for g, x, f in zip(gs, xs, factors)],
+foreach_weighted_parts = define(
+    "foreach_weighted_parts",
+    "Tensor[] gs, Tensor[] xs, Tensor[] factors, int parts -> Tensor[]",
+    reference=foreach_weighted_parts_reference,
+    cuda=launch_foreach_weighted_parts,
+    fake=lambda gs, xs, factors, parts: [
+        _fake(g, x, f).new_empty(parts, g.shape[-1], x.shape[-1]) for g, x, f in zip(gs, xs, factors)
+    ],
 )
-"""``(gs, xs, factors)``: as :func:`foreach_weighted_reference`; all pairs have equal samples and tokens."""
+"""``(gs, xs, factors, parts)``: as :func:`foreach_weighted_parts_reference`."""

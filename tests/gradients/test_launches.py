@@ -9,7 +9,13 @@ from torch import Tensor
 import fdp.gradients.launches
 import fdp.gradients.rules
 from fdp.gradients.costs import SQUARED_NORMS, NormBy
-from fdp.gradients.launches import direct_squared_norms, store_gradients, symmetric_squared_norms, weighted_gradients
+from fdp.gradients.launches import (
+    direct_squared_norms,
+    store_gradients,
+    symmetric_squared_norms,
+    weighted_gradients,
+    weighted_parts,
+)
 from fdp.gradients.rules import (
     Dense,
     OneHot,
@@ -56,7 +62,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
     for module in (fdp.gradients.rules, fdp.gradients.launches):
         monkeypatch.setattr(module, "has_kernels", lambda r: isinstance(r, Pair) and r.right.dtype == HALF)
-    for name in ("foreach_direct", "foreach_keep", "foreach_ghost", "foreach_weighted"):
+    for name in ("foreach_direct", "foreach_keep", "foreach_ghost", "foreach_weighted_parts"):
         monkeypatch.setattr(fdp.gradients.launches, name, counting(name))
     return found
 
@@ -106,7 +112,7 @@ def test_sums_equal_those_of_each_record_alone_with_its_factors(launches: list[t
     poisoned[3] = Pair(left.index_fill(0, torch.tensor([1]), torch.nan), poisoned[3].right, poisoned[3].shape)  # type: ignore
     for got, record, f in zip(weighted_gradients(poisoned, factors), records(), factors, strict=True):
         torch.testing.assert_close(got.double(), weighted_gradient(record, f).double(), rtol=1e-6, atol=1e-6)
-    assert sorted(launches) == [("foreach_weighted", 1), ("foreach_weighted", 3)]
+    assert sorted(launches) == [("foreach_weighted_parts", 1), ("foreach_weighted_parts", 3)]
 
 
 def test_more_samples_than_one_float32_sum_takes_are_split(launches: list[tuple[str, int]]) -> None:
@@ -124,7 +130,10 @@ def test_parts_of_equal_size_share_a_launch_and_are_added_in_float64(launches: l
     for got, record, factor in zip(weighted_gradients(many, factors), many, factors):
         assert got.dtype == torch.float64
         torch.testing.assert_close(got, weighted_gradient(record, factor), rtol=1e-12, atol=1e-12)
-    assert launches == [("foreach_weighted", 4)]
+    assert launches == [("foreach_weighted_parts", 2)]
+    for parts, record, factor in zip(weighted_parts(many, factors), many, factors):
+        assert parts.shape == (2, *record.shape)
+        torch.testing.assert_close(parts.double().sum(0), weighted_gradient(record, factor), rtol=1e-6, atol=1e-6)
 
 
 def test_without_kernels_no_launch_is_shared() -> None:

@@ -504,5 +504,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fdp.gradients.rules, "ghost", covering_ghost)
     monkeypatch.setattr(fdp.gradients.rules, "weighted", summed_in_float32)
     monkeypatch.setattr(
-        fdp.gradients.launches, "foreach_weighted", lambda *lists: [summed_in_float32(*of) for of in zip(*lists)]
+        fdp.gradients.launches,
+        "foreach_weighted_parts",
+        lambda gs, xs, factors, parts: [summed_in_float32(*of).unsqueeze(0) for of in zip(gs, xs, factors)],
     )

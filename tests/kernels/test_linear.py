@@ -33,8 +33,10 @@ from fdp_kernels.keep import (
 )
 from fdp_kernels.tile_gemm import Tile, align_rows, widths_and_ends
 from fdp_kernels.weighted import (
-    foreach_weighted,
+    foreach_weighted_parts,
+    foreach_weighted_parts_reference,
     launch_foreach_weighted,
+    launch_foreach_weighted_parts,
     launch_weighted,
     weighted,
     weighted_reference,
@@ -159,15 +161,16 @@ def test_ghost_of_tokens_that_cancel_exactly_still_covers_the_rounding() -> None
 
 
 def test_ghost_adds_every_term_of_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    unit, steps = 2.0**-9, (40 + 1, 33 + 1, 45)  # so large that every term shows
+    unit = 2.0**-9  # so large that every term shows
     monkeypatch.setattr("fdp_kernels.ghost.UNIT", unit)
     g, x = random_pair((2, 45, 40, 33))
     g[:, 30:] *= 5
     A, X = (torch.bmm(z, z.mT) for z in (g.double(), x.double()))
     in_A, in_X = A.diagonal(dim1=1, dim2=2), X.diagonal(dim1=1, dim2=2)
-    a, b = in_A * (1 + 2 * unit * steps[0]), in_X * (1 + 2 * unit * steps[1])
-    size = (a * b).sqrt().sum(1)
     for tile, rows in zip(GHOST[:2], (64, 16)):
+        steps = (40 + 1 + rows // 2, 33 + 1, 45)
+        a, b = in_A * (1 + 2 * unit * steps[0]), in_X * (1 + 2 * unit * steps[1])
+        size = (a * b).sqrt().sum(1)
         square = (A * X).sum((1, 2)) + unit * (steps[0] * a * in_X + steps[1] * b * in_A).sum(1)
         blocks = [slice(i, i + rows) for i in range(0, 45, rows)]
         for R, S in ((R, S) for R in blocks for S in blocks if R.start >= S.start):  # below the diagonal, twice
@@ -237,6 +240,23 @@ def test_foreach_kernels_equal_single_calls() -> None:
         for total, g, x, f in zip(launch_foreach_weighted(gs, xs, factors, tile=tile), gs, xs, factors):
             assert torch.equal(total, launch_weighted(g, x, f, tile=tile))
             torch.testing.assert_close(total, weighted_reference(g, x, f), rtol=1e-5, atol=1e-5)
+
+
+def test_parts_of_a_weighted_sum_are_the_sums_of_their_samples() -> None:
+    pairs = [random_pair((6, 20, *side)) for side in ((40, 33), (17, 70))]
+    gs, xs = [g for g, _ in pairs], [x for _, x in pairs]
+    factors = [factors_of(6) * (k + 1) for k in range(2)]
+    factors[1][4] = 0.0
+    gs[1][4] = torch.nan
+    for parts in (1, 2, 3):
+        found = launch_foreach_weighted_parts(gs, xs, factors, parts, tile=TILES[0])
+        for total, g, x, f in zip(found, gs, xs, factors, strict=True):
+            alone = [launch_weighted(*of, tile=TILES[0]) for of in zip(g.chunk(parts), x.chunk(parts), f.chunk(parts))]
+            assert torch.equal(total, torch.stack(alone))
+        for total, expected in zip(found, foreach_weighted_parts_reference(gs, xs, factors, parts), strict=True):
+            torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="expected a divisor of the number of samples, got 4"):
+        launch_foreach_weighted_parts(gs, xs, factors, 4)
 
 
 def test_ghost_reference_is_the_squared_norm() -> None:
@@ -364,7 +384,7 @@ def test_ops() -> None:
         (foreach_direct, ([g, x], [x, g])),
         (foreach_ghost, ([g, x], [x, g])),
         (foreach_keep, ([g, x], [x, g])),
-        (foreach_weighted, ([g, x], [x, g], [factors, factors])),
+        (foreach_weighted_parts, ([g, x], [x, g], [factors, factors], 1)),
     ):
         torch.library.opcheck(op.default, arguments)
 
