@@ -219,6 +219,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def config_of(options: argparse.Namespace) -> LlamaConfig:
     """Return the preset's shape, or a smaller one."""
     config, width = LLAMA_8B, options.width
+    assert isinstance(config, LlamaConfig)
     if width is not None:
         config = config._replace(width=width, heads=max(4, width // 128), hidden=width * 7 // 2, key_heads=4)
     changes = {"layers": options.layers, "vocab_size": options.vocab, "context": options.context}

@@ -57,7 +57,8 @@ class Steps(NamedTuple):
 def make_steps(config: GPTConfig, mode: str, *, microbatch: int, most: int, device: torch.device) -> Steps:
     """Return the step of a mode for steps of up to ``most`` samples, on random tokens."""
     model, method, sizes = gpt(config), Method(mode), halved_sizes(microbatch, halvings=HALVINGS)
-    sampling, clip = poisson(1 << 20, expected_batch_size=microbatch), flat(max_norm=1.0)
+    # The bound on the samples of a step must hold for the largest batch that is run.
+    sampling, clip = poisson(1 << 20, expected_batch_size=most), flat(max_norm=1.0)
     mechanism = without_noise(sampling, clip) if method is Method.NONE else Mechanism(sampling, clip, 1.0)
     optimizer, speed = adamw(RATE, weight_decay=0.1), FAST if device.type == "cuda" else EAGER
     params = model.init(keys.key(0).to(device))

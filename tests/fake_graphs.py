@@ -44,7 +44,7 @@ class FakeGraph(TorchDispatchMode):
         results = [(x.detach(), _storage(x) not in theirs) for x in tree_leaves(out) if isinstance(x, Tensor)]
         self.made |= {_storage(x) for x, own in results if own}
         args, kwargs = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, (args, kwargs))
-        self.operations.append((func, args, kwargs, results))
+        self.operations.append((func, args, kwargs or {}, results))
         return out
 
     @torch.no_grad()

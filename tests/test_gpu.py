@@ -297,8 +297,10 @@ def drawn_of(count: int, sizes: tuple[int, ...], seed: int) -> Batch:
 def test_recorded_microbatches_of_all_sizes_are_the_eager_steps_of_one_size(method, compile, optimizer, shared):
     """Float32, so that wrong reuse of memory between recordings is not taken for rounding."""
     sizes, found = (8, 4, 2, 1), []
-    for own, how in (((32,), {"compile": Compile.NONE}), (sizes, {"compile": compile, "cuda_graph": True})):
-        step, state = step_of(method, torch.float32, runner=shared, sizes=own, optimizer=optimizer, **how)
+    for own, how, recorded in (((32,), Compile.NONE, False), (sizes, compile, True)):
+        step, state = step_of(
+            method, torch.float32, runner=shared, sizes=own, optimizer=optimizer, compile=how, cuda_graph=recorded
+        )
         seen = []
         for t, count in enumerate(COUNTS):
             state, metrics = step(state, drawn_of(count, own, seed=t), KEY.cuda())

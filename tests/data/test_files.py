@@ -118,7 +118,7 @@ def test_json_lines_are_read_under_any_extension(name: str, tmp_path: Path) -> N
     assert rows(path) == [b"one", b"two"]
     dataset = datasets.load(path, context=2)
     assert isinstance(dataset, datasets.Windows)
-    assert dataset.tokens.tobytes() == b"one\ntwo"
+    assert dataset.tokens[:].tobytes() == b"one\ntwo"
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.JSON"])
@@ -167,7 +167,7 @@ def test_a_folder_of_shards_is_read_record_by_record_in_the_order_of_paths(tmp_p
     assert len(corpus.load(tmp_path, context=2, vocab_size=256, **BY_USER)) == 3
     dataset = datasets.load(tmp_path, context=2)
     assert isinstance(dataset, datasets.Windows)
-    assert dataset.tokens.tobytes() == b"1\n2\n33\n5\n4"
+    assert dataset.tokens[:].tobytes() == b"1\n2\n33\n5\n4"
     write(tmp_path / "sub" / "e.jsonl", {"body": "6"})
     with pytest.raises(FdpError, match=r"sub/e.jsonl, line 1: expected text in field 'text'"):
         rows(tmp_path)
@@ -216,7 +216,7 @@ def test_a_folder_of_several_kinds_is_refused_unless_every_file_is_a_text(
     assert rows(tmp_path, form=RecordForm.FILE) == [b"one", b"two"]
     dataset = datasets.load(tmp_path, context=2, form=RecordForm.FILE)
     assert isinstance(dataset, datasets.Windows)
-    assert dataset.tokens.tobytes() == b"one\ntwo"
+    assert dataset.tokens[:].tobytes() == b"one\ntwo"
 
 
 def test_a_file_with_several_links_is_read_once(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_a_file_with_several_links_is_read_once(tmp_path: Path) -> None:
     for tokenizer in (None, text.BYTES):
         dataset = datasets.load(folder, context=2, tokenizer=tokenizer)
         assert isinstance(dataset, datasets.Windows)
-        assert dataset.tokens.astype(np.uint8).tobytes() == b"abcdef\nghi"
+        assert dataset.tokens[:].astype(np.uint8).tobytes() == b"abcdef\nghi"
     assert rows(folder) == [b"abcdef", b"ghi"]
     assert find_source(folder).links == 3
 

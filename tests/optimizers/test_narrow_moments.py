@@ -31,7 +31,7 @@ def test_it_minimises_as_adamw_in_float32_does():
         for _ in range(300):
             updates, state = optimizer.update({p: 2 * leaf for p, leaf in params.items()}, state, params)
             params = apply_updates(params, updates)
-        return sum(leaf.square().sum() for leaf in params.values()).sqrt()
+        return torch.stack([leaf.square().sum() for leaf in params.values()]).sum().sqrt()
 
     narrow, wide = train(narrow_moments(adamw(5e-3))), train(adamw(5e-3))
     assert float(narrow) < 0.1 * float(torch.cat([leaf.flatten() for leaf in problem().values()]).norm())

@@ -82,7 +82,7 @@ def test_sizes_are_halves_of_one_another():
     assert check_sizes(5) == (5,)
     for wrong in ((), (64, 16), (64, 32, 15), (0,), (8, 4.0), (2, 2)):
         with pytest.raises(FdpError, match="microbatch_size: expected"):
-            check_sizes(wrong)
+            check_sizes(wrong)  # type: ignore[arg-type]
     assert [samples_per_rank(size, SIZES, ranks=4) for size in SIZES] == [16, 8, 4, 2]
     assert [samples_per_rank(size, SIZES, ranks=3) for size in SIZES] == [24, 12, 6, 3]
     assert samples_per_rank(64, (64,), ranks=3) == 22
