@@ -161,6 +161,7 @@ SINGLE = [
         plain=lambda g, x: (torch.bmm(g, g.mT).float() * torch.bmm(x, x.mT).float()).sum((1, 2)),
         library=lambda g, x: (torch.bmm(g, g.mT), torch.bmm(x, x.mT)),
         tiles=(
+            FLAT[1]._replace(stages=5),
             Tile(128, 128, 64, 8, 4), Tile(128, 128, 64, 8, 3), Tile(128, 128, 128, 8, 3), Tile(64, 64, 64, 4, 4),
             Tile(64, 64, 128, 4, 3),
         ),
