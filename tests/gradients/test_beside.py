@@ -9,8 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from fdp.gradients import beside
+from fdp.gradients import beside, clipped_sum
 from fdp.gradients.beside import Beside
+from fdp.gradients.clipped_sum import lazy_clipped_sum
+from fdp.gradients.lazy_sum import evaluate
+from fdp.gradients.per_sample import per_sample_norms
+from fdp.gradients.plan import Method, make_plan
+from fdp.models import GPTConfig, gpt
+from fdp.privacy.clipping import clip_to
+from tests.conftest import SAMPLES, random_like
 
 
 class FakeStream:
@@ -57,3 +64,44 @@ def test_without_a_gpu_a_branch_is_run_in_place() -> None:
         total = torch.ones(2).sum()
     work.join()
     assert total == 2
+
+
+@pytest.mark.parametrize("onto", [None, {}], ids=["lazy", "evaluated"])
+def test_sums_that_run_beside_are_read_after_the_wait_and_hold_their_records(
+    onto: dict[str, torch.Tensor] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = gpt(GPTConfig(layers=9, width=8, heads=2, context=5, vocab_size=7))
+    params, data = random_like(model), {"tokens": torch.randint(0, 7, (SAMPLES, 6))}
+    plan = make_plan(model, params, data, method=Method.GHOST_BK, dtype=torch.float64)
+    _, norms, stash = per_sample_norms(model, params, data, plan=plan)
+    clip = clip_to(norms, max_norm=0.1)
+    expected = evaluate(lazy_clipped_sum(stash.copy(), clip)).value
+    opened: list[Beside] = []
+
+    class Late(Beside):
+        """A second stream whose work is seen to have been waited for."""
+
+        @contextmanager
+        def branch(self) -> Iterator[None]:
+            self.is_open = True
+            opened.append(self)
+            yield
+
+        def join(self) -> None:
+            self.is_open = False
+
+    def read(stream: Any, *more: Any, **options: Any) -> Any:
+        def checked() -> Iterator[Any]:
+            for sums in stream:
+                assert not any(each.is_open for each in opened)
+                yield sums
+
+        return add_blocks(checked(), *more, **options)
+
+    add_blocks = clipped_sum._add_blocks
+    monkeypatch.setattr(clipped_sum, "Beside", Late)
+    monkeypatch.setattr(clipped_sum, "_outweigh_sums", lambda records: True)
+    monkeypatch.setattr(clipped_sum, "_add_blocks", read)
+    found = evaluate(lazy_clipped_sum(stash, clip, onto)).value
+    assert len(opened) == len(model.blocks) // 2
+    torch.testing.assert_close(found, expected)
