@@ -52,7 +52,15 @@ class Memory(NamedTuple):
 
 def estimate_memory(config: RunConfig) -> Memory:
     """Return the memory of a step of the run, by tracing it at two sizes without allocating anything."""
-    settings = StepSettings(
+    settings = two_microbatches(config)
+    few, more = (plan_at_scale(config.model, _samples(config, size), settings=settings).device.total for size in TRACED)
+    per_sample = max(0.0, (more - few) / (TRACED[1] - TRACED[0]))
+    return Memory(few - TRACED[0] * per_sample, per_sample)
+
+
+def two_microbatches(config: RunConfig) -> StepSettings:
+    """Return the settings of a step of two microbatches: with more, it takes no more memory."""
+    return StepSettings(
         method=config.method,
         dtype=config.dtype,
         optimizer=config.optimizer,
@@ -61,9 +69,6 @@ def estimate_memory(config: RunConfig) -> Memory:
         memory_budget=config.memory_budget,
         microbatches=2,
     )
-    few, more = (plan_at_scale(config.model, _samples(config, size), settings=settings).device.total for size in TRACED)
-    per_sample = max(0.0, (more - few) / (TRACED[1] - TRACED[0]))
-    return Memory(few - TRACED[0] * per_sample, per_sample)
 
 
 def free_memory(device: torch.device) -> float:

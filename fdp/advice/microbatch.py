@@ -15,8 +15,8 @@ from __future__ import annotations
 import numpy as np
 
 from fdp import tree
-from fdp.advice.machine import USABLE
-from fdp.estimate.estimate import StepSettings, plan_at_scale
+from fdp.advice.machine import USABLE, two_microbatches
+from fdp.estimate.estimate import plan_at_scale
 from fdp.estimate.ledger import MemoryKind
 from fdp.fast.compile_modes import Compile
 from fdp.run.run_config import RunConfig
@@ -52,17 +52,8 @@ def useful_microbatch(config: RunConfig) -> int:
 
 def bytes_of_step(config: RunConfig, size: int) -> float:
     """Return the memory of a step of two microbatches of ``size`` samples, with a margin for what is not traced."""
-    settings = StepSettings(
-        method=config.method,
-        dtype=config.dtype,
-        optimizer=config.optimizer,
-        offload=config.offload,
-        checkpoint_activations=config.checkpoint_activations,
-        memory_budget=config.memory_budget,
-        microbatches=2,
-        sum_dtype=config.sum_dtype,
-        in_place=config.compile is Compile.BLOCK,
-    )
+    in_place = config.compile is Compile.BLOCK
+    settings = two_microbatches(config)._replace(sum_dtype=config.sum_dtype, in_place=in_place)
     samples = tree.map(lambda leaf: leaf.expand(size, *leaf.shape[1:]), _sample(config))
     peak = plan_at_scale(config.model, samples, settings=settings).device
     state = sum(peak.by_kind.get(kind, 0) for kind in (MemoryKind.PARAMETERS, MemoryKind.OPTIMIZER))

@@ -6,8 +6,7 @@ share its launch.
 
     >>> gradients = store_gradients(records)                      # rules.store_gradient of each
     >>> squares = symmetric_squared_norms(records)               # rules.symmetric_squared_norm of each
-    >>> sums = weighted_gradients(records, factors)              # rules.weighted_gradient of each, with its factors
-    >>> parts = weighted_parts(records, factors)                 # the same, still to be added up
+    >>> parts = weighted_parts(records, factors)                 # rules.weighted_gradient of each, still to be added up
 """
 
 from __future__ import annotations
@@ -60,17 +59,13 @@ def direct_squared_norms(records: Sequence[Record]) -> list[Float[Tensor, " batc
     return _norms(records, foreach_direct, direct_squared_norm)
 
 
-def weighted_gradients(
-    records: Sequence[Record], factors: Sequence[Float[Tensor, " batch"]]
-) -> list[Float[Tensor, " *shape"]]:
-    """Apply :func:`fdp.gradients.rules.weighted_gradient` to every record, with the same guarantees."""
-    return [add_parts(parts) for parts in weighted_parts(records, factors)]
-
-
 def weighted_parts(
     records: Sequence[Record], factors: Sequence[Float[Tensor, " batch"]]
 ) -> list[Float[Tensor, " parts *shape"]]:
-    """Return the same sums in parts, which are still to be added, in float64: a kernel sums few samples in float32."""
+    """Return :func:`fdp.gradients.rules.weighted_gradient` of every record in parts, which :func:`add_parts` adds up.
+
+    A kernel sums few samples in float32; whoever adds its parts does so in float64.
+    """
     narrow = {id(of): kernel_factors(of) for of in factors}  # flat clipping has one tensor for all leaves
 
     def sum_many(pairs: list[Pair], indices: list[int]) -> list[Tensor]:

@@ -10,10 +10,10 @@ import fdp.gradients.launches
 import fdp.gradients.rules
 from fdp.gradients.costs import SQUARED_NORMS, NormBy
 from fdp.gradients.launches import (
+    add_parts,
     direct_squared_norms,
     store_gradients,
     symmetric_squared_norms,
-    weighted_gradients,
     weighted_parts,
 )
 from fdp.gradients.rules import (
@@ -65,6 +65,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     for name in ("foreach_direct", "foreach_keep", "foreach_ghost", "foreach_weighted_parts"):
         monkeypatch.setattr(fdp.gradients.launches, name, counting(name))
     return found
+
+
+def weighted_gradients(records: list, factors: list[Tensor]) -> list[Tensor]:
+    return [add_parts(parts) for parts in weighted_parts(records, factors)]
 
 
 def assert_same(got: Tensor, alone: Tensor) -> None:

@@ -86,7 +86,7 @@ def summed(
 
 
 def moved(x: Tensor, out: int, style: clipping.ClipStyle, sum_records: Callable = clipped_sum) -> tuple[float, float]:
-    """How far sample ``out`` moves the sum, and the sensitivity that the sum states."""
+    """Return how far sample ``out`` moves the sum, and the sensitivity that the sum states."""
     with_, without = (summed(batch, style, FLOAT32, sum_records) for batch in (x, torch.cat([x[:out], x[out + 1 :]])))
     assert with_.value["w"].dtype == torch.float32
     return float((with_.value["w"].double() - without.value["w"].double()).norm()), float(with_.sensitivity)
