@@ -23,7 +23,8 @@ from torch import Tensor
 from fdp import tree
 from fdp.gradients.rules import Record
 from fdp.gradients.taps import Tape, Use, batch_size_of, make_taps, records_of, watch
-from fdp.types import Flat, Path, Tree
+from fdp.gradients.vjp import RECOMPUTED, refuse_recomputation
+from fdp.types import FdpError, Flat, Path, Tree
 
 _WRITES_IN_PLACE: weakref.WeakSet[Any] = weakref.WeakSet()
 """Functions of blocks that write into the output of a use, which is a view if its tap is attached."""
@@ -46,13 +47,14 @@ def attached_vjp(
     """Return a block's output, and the pull-back of an output gradient to its carry and its leaves' records.
 
     Guarantees:
-      - a use that the plan knows and the block does not make is an error, never a gradient of zero.
+      - a use that the plan knows and the block does not make is an error, never a gradient of zero;
+      - nothing is recomputed in the pull-back: a block that asks for it (torch.utils.checkpoint) is an error.
     """
     taps = {name: tap.detach().requires_grad_() for name, tap in make_taps(uses, weights).items()}
     carry = tree.map(lambda leaf: leaf.detach().requires_grad_(leaf.is_floating_point()), carry)
     constants = {path: leaf.detach() for path, leaf in weights.items()}
     tape = Tape(batch_size_of(data), taps, attached=True, compiled=False)
-    with torch.enable_grad():
+    with torch.enable_grad(), refuse_recomputation():
         try:
             out = block.apply(watch(block, constants, trainable, tape), carry, data)
         except RuntimeError as error:
@@ -78,7 +80,12 @@ def gradients(out: Tree, gradient: Tree, carry: Tree, taps: Flat) -> tuple[Tree,
         found = iter([torch.zeros_like(leaf) for leaf in wanted])
     else:
         outs, slopes = zip(*follows)
-        found = iter(torch.autograd.grad(outs, wanted, slopes, allow_unused=True, materialize_grads=True))
+        try:
+            found = iter(torch.autograd.grad(outs, wanted, slopes, allow_unused=True, materialize_grads=True))
+        except RuntimeError as error:
+            if "use_reentrant=True" not in str(error):
+                raise
+            raise FdpError(RECOMPUTED) from error
     # Integers have no gradient and stand for themselves.
     of_carry = tree.map(lambda leaf: next(found) if leaf.requires_grad else leaf, carry)
     return of_carry, {name: next(found) for name in taps}

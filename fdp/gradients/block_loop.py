@@ -26,7 +26,7 @@ from fdp.gradients.execution import LOCAL, Execution, Pull
 from fdp.gradients.plan import Plan
 from fdp.gradients.rules import Dense, Record
 from fdp.gradients.taps import batch_size_of
-from fdp.gradients.vjp import vjp
+from fdp.gradients.vjp import refuse_recomputation, vjp
 from fdp.model import Block, Model, check_losses
 from fdp.parallel.gather_reduce import PendingGather, finish_gather, start_gather
 from fdp.parallel.sharding import Zero
@@ -210,7 +210,7 @@ def _one_by_one(
     for i in range(len(tree.leaves(data)[0])):
         one, entry, slope = tree.map(lambda leaf: leaf[i], (carry, data, gradient))  # noqa: B023
         inputs = tree.map(lambda leaf: leaf.detach().requires_grad_(leaf.is_floating_point()), (trained, one))
-        with torch.enable_grad():
+        with torch.enable_grad(), refuse_recomputation():
             out = apply_to_one(inputs[0], inputs[1], entry)
         wanted = [leaf for leaf in tree.leaves(inputs) if leaf.requires_grad]
         follows = [(o, g) for o, g in zip(tree.leaves(out), tree.leaves(slope)) if o.requires_grad]

@@ -11,7 +11,8 @@ autograd does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,9 +20,31 @@ import torch
 from fdp import tree
 from fdp.types import FdpError, Flat, Tree
 
+RECOMPUTED = (
+    "expected a block without torch.utils.checkpoint, whose recomputation would read the module's own weights instead "
+    "of those given; switch it off, and have fdp recompute blocks (Memory(recompute=True), --checkpoint-activations)"
+)
+"""The message about a block that recomputes parts of itself in the backward pass."""
+
 
 class NotFunctional(FdpError):
     """Raised by a function that plain autograd can differentiate and torch.func cannot; the message names it."""
+
+
+@contextmanager
+def refuse_recomputation() -> Iterator[None]:
+    """Raise an error if what runs inside wants to be recomputed in the backward pass, as ``torch.func`` does.
+
+    A module is called with the weights given. A recomputation happens later, with those that the module was made with:
+    a wrong gradient, and no sign of it.
+    """
+    with torch.autograd.graph.disable_saved_tensors_hooks(RECOMPUTED):
+        try:
+            yield
+        except RuntimeError as error:
+            if str(error) != RECOMPUTED:
+                raise
+            raise FdpError(RECOMPUTED) from error
 
 
 def vjp(fn: Callable[..., tuple[Tree, Any]], *primals: Tree) -> tuple[Tree, Callable[[Tree], tuple[Tree, ...]], Any]:
@@ -54,7 +77,7 @@ def vjp(fn: Callable[..., tuple[Tree, Any]], *primals: Tree) -> tuple[Tree, Call
 def _by_autograd(fn: Callable[..., tuple[Tree, Any]], primals: tuple[Tree, ...]):
     """Compute ``torch.func.vjp(..., has_aux=True)`` by plain autograd; the graph lives as long as the pull-back."""
     opened = tree.map(lambda leaf: leaf.detach().requires_grad_(), primals)
-    with torch.enable_grad():
+    with torch.enable_grad(), refuse_recomputation():
         out, aux = fn(*opened)
 
     def pull(gradient: Tree) -> tuple[Tree, ...]:

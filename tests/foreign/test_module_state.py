@@ -265,6 +265,7 @@ class Elsewhere(nn.Module):
         return self.l(x) * table(x.shape[1])
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by torch, of a fake tensor
 def test_a_table_outside_the_module_is_exact_or_refused():
     table.cache_clear()
     module = randomize_parameters(Elsewhere())

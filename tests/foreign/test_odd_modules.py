@@ -173,6 +173,19 @@ def added_out(m: Probe, x: Tensor) -> Tensor:
     return torch.mul(x, m.g, out=torch.empty_like(x))
 
 
+class OldSquare(torch.autograd.Function):
+    """A function whose forward takes ctx, which torch.func cannot differentiate."""
+
+    @staticmethod
+    def forward(ctx, x):  # pyright: ignore
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, g):  # pyright: ignore
+        return 2 * g * ctx.saved_tensors[0]
+
+
 REFUSED: dict[str, tuple[Callable[[], Foreign], str]] = {
     "samples in another dim": (
         lambda: probe(
@@ -195,11 +208,30 @@ REFUSED: dict[str, tuple[Callable[[], Foreign], str]] = {
     "out": (lambda: probe(added_out, X, g=(4,)), r"g: used by .*mul with out= on"),
     "checkpoint": (
         lambda: probe(lambda m, x: checkpoint(lambda z: F.linear(z, m.w).tanh(), x, use_reentrant=False), X, w=(5, 4)),  # pyright: ignore
-        r"Probe: expected a forward without torch.utils.checkpoint",
+        r"expected a (forward|block) without torch.utils.checkpoint",
+    ),
+    # Its recomputation would save the same shapes, and read the weights that the module was made with.
+    "checkpoint of a scale": (
+        lambda: probe(lambda m, x: checkpoint(lambda z: (z * m.g).tanh(), x, use_reentrant=False), X, g=(4,)),  # pyright: ignore
+        r"expected a (forward|block) without torch.utils.checkpoint",
+    ),
+    "checkpoint after a custom function": (
+        lambda: probe(
+            lambda m, x: checkpoint(torch.tanh, OldSquare.apply(F.linear(x, m.w)), use_reentrant=False),  # pyright: ignore
+            X,
+            w=(5, 4),
+            options={"materialize": ("w",)},
+        ),
+        r"expected a (forward|block) without torch.utils.checkpoint",
+    ),
+    "reentrant checkpoint": (
+        lambda: probe(lambda m, x: checkpoint(torch.tanh, F.linear(x, m.w), use_reentrant=True), X, w=(5, 4)),  # pyright: ignore
+        r"expected a block without torch.utils.checkpoint",
     ),
 }
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # by the reentrant checkpoint
 @pytest.mark.parametrize("name", REFUSED)
 def test_odd_modules_are_refused_by_name(name):
     make, message = REFUSED[name]

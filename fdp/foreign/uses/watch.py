@@ -43,18 +43,22 @@ from fdp.foreign.uses.side_effects import (
 )
 from fdp.foreign.uses.tracking import CallTrace
 from fdp.gradients.taps import Watched
-from fdp.gradients.vjp import NotFunctional
+from fdp.gradients.vjp import RECOMPUTED, NotFunctional
 from fdp.types import FdpError
 
 SETUP_CONTEXT = "setup_context"
+_NO_CHECKPOINT = (
+    "expected a forward without torch.utils.checkpoint, whose recomputation would read the module's own weights \
+instead of those given; switch it off (gradient_checkpointing_disable()), and have fdp recompute blocks instead \
+(blocks='auto' with Memory(recompute=True), --checkpoint-activations)"
+)
 TORCH_FUNC_ERRORS = {
-    "saved tensor hooks": "expected a forward without torch.utils.checkpoint, got one that torch.func cannot "
-    "differentiate; switch it off (gradient_checkpointing_disable()), and have fdp recompute blocks instead "
-    "(blocks='auto' with Memory(recompute=True), --checkpoint-activations)",
+    "saved tensor hooks": _NO_CHECKPOINT,
+    RECOMPUTED: _NO_CHECKPOINT,
     SETUP_CONTEXT: "expected a torch.autograd.Function with a setup_context, got one whose forward takes ctx, which "
     "torch.func cannot differentiate; rewrite it, or name the block's leaves in materialize=(...)",
 }
-"""Parts of torch.func's messages about modules that it cannot differentiate, and what to do."""
+"""Parts of the messages about modules that cannot be differentiated, and what to do."""
 
 
 def watched_call(
