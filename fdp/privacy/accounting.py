@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from enum import Enum
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import dp_accounting
@@ -241,8 +241,14 @@ def noise_multiplier_for(
 
 
 def _epsilon(total: Any, delta: float, accountant: Accountant, *, interval: float | None = None) -> float:
-    if not parts_of(total):
+    return _epsilon_of(tuple(parts_of(total)), delta, accountant, interval)
+
+
+@lru_cache(maxsize=512)
+def _epsilon_of(parts: tuple[Any, ...], delta: float, accountant: Accountant, interval: float | None) -> float:
+    if not parts:
         return math.inf
+    total = dp_accounting.ComposedDpEvent(list(parts))
     # Masses that underflow make the libraries divide by denormals; they skip it, or return inf.
     with np.errstate(all="ignore"):
         if accountant is Accountant.RDP:
