@@ -6,8 +6,8 @@
     ratio = (time of Poisson steps / their samples) / (time of a step of exactly n samples / n)
 
 GPT-2 (124M), head tied, 512 tokens; bfloat16, AdamW, blocks compiled, steps recorded. Both kinds of step go through the
-same step function, which cuts a batch into microbatches of the size given, 1/2, 1/4 and 1/8 of it. Blocks of both
-kinds of step take turns, so that a GPU that slows down as it warms up slows down both.
+same step function, with microbatches as ``fdp train`` chooses them: at 64 of up to 72 samples, at 1024 of 64, 32, 16
+and 8. Blocks of both kinds of step take turns, so that a GPU that slows down as it warms up slows down both.
 
 | expected batch n | target |
 |------------------|--------|
@@ -37,14 +37,19 @@ from fdp.models import GPTConfig, gpt
 from fdp.optimizers import adamw
 from fdp.privacy.clipping import flat
 from fdp.privacy.mechanism import Mechanism, without_noise
-from fdp.privacy.microbatches import group_rows, halved_sizes, pad_to_rows
+from fdp.privacy.microbatches import group_rows, one_microbatch, pad_to_rows, sizes_from
 from fdp.privacy.sampling import poisson, trusted_batch
 from fdp.step import init_state
 
-HALVINGS, BLOCKS = 3, 3
+BLOCKS = 3
 STEPS = {64: 30, 1024: 3}
 """Steps of each kind per block, by the expected batch size."""
 TARGETS = {64: 1.1, 1024: 1.02}
+
+
+def sizes_of(expected: int, *, microbatch: int) -> tuple[int, ...]:
+    """Return the sizes of microbatches that ``fdp train`` takes if ``microbatch`` samples keep the GPU busy."""
+    return sizes_from(one_microbatch(expected) if expected <= microbatch else microbatch, expected=expected)
 
 
 class Steps(NamedTuple):
@@ -54,9 +59,9 @@ class Steps(NamedTuple):
     sizes: tuple[int, ...]
 
 
-def make_steps(config: GPTConfig, mode: str, *, microbatch: int, most: int, device: torch.device) -> Steps:
+def make_steps(config: GPTConfig, mode: str, *, sizes: tuple[int, ...], most: int, device: torch.device) -> Steps:
     """Return the step of a mode for steps of up to ``most`` samples, on random tokens."""
-    model, method, sizes = gpt(config), Method(mode), halved_sizes(microbatch, halvings=HALVINGS)
+    model, method, microbatch = gpt(config), Method(mode), sizes[0]
     # The bound on the samples of a step must hold for the largest batch that is run.
     sampling, clip = poisson(1 << 20, expected_batch_size=most), flat(max_norm=1.0)
     mechanism = without_noise(sampling, clip) if method is Method.NONE else Mechanism(sampling, clip, 1.0)
@@ -150,8 +155,9 @@ def page(content: dict[str, Any], *, name: str) -> str:
             f"{row['ratio']:.4f} | <= {target:g} | {met} |"
         )
     lines += ["", "Milliseconds of a step, by its number of samples:", ""]
-    for mode, tail in {row["mode"]: row["tail_ms"] for row in rows}.items():
-        lines.append(f"- `{mode}`: " + ", ".join(f"{size}: {ms:.1f}" for size, ms in tail.items()))
+    for row in rows:
+        times = ", ".join(f"{size}: {ms:.1f}" for size, ms in row["tail_ms"].items())
+        lines.append(f"- `{row['mode']}`, expected batch {row['batch_size']}: {times}")
     return "\n".join(lines) + "\n"
 
 
@@ -171,26 +177,26 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     device, config = torch.device(options.device), GPT2._replace(layers=options.layers, context=options.context)
     report = Report(options.json, benchmark="poisson_steps", device=device, microbatch=options.microbatch)
-    most = max(int(n + 8 * n**0.5) for n in [*options.batches, 2 * options.microbatch])
     cell = {"regime": "gpt2_tied", "context": config.context, "layers": config.layers}
     for mode in options.modes:
-        start = time.perf_counter()
-        steps = make_steps(config, mode, microbatch=options.microbatch, most=most, device=device)
-        warm_up(steps)
-        print(f"{mode}: ready after {time.perf_counter() - start:.0f} s", flush=True)
-        tail = time_of_tail(steps, device=device)
-        print(f"{mode}: ms by samples: " + ", ".join(f"{size}: {ms:.1f}" for size, ms in tail.items()), flush=True)
         for n in options.batches:
-            per_block = STEPS.get(n, max(1, 2000 // n))
-            row = measure(steps, n, device=device, per_block=per_block)
-            report.add({"mode": mode, **cell, **row, "tail_ms": tail})
+            start = time.perf_counter()
+            sizes = sizes_of(n, microbatch=options.microbatch)
+            most = int(max(n + 8 * n**0.5, 2 * sizes[0]))
+            steps = make_steps(config, mode, sizes=sizes, most=most, device=device)
+            warm_up(steps)
+            print(f"{mode}: microbatches of {sizes}, ready after {time.perf_counter() - start:.0f} s", flush=True)
+            tail = time_of_tail(steps, device=device)
+            print(f"{mode}: ms by samples: " + ", ".join(f"{size}: {ms:.1f}" for size, ms in tail.items()), flush=True)
+            row = measure(steps, n, device=device, per_block=STEPS.get(n, max(1, 2000 // n)))
+            report.add({"mode": mode, **cell, **row, "tail_ms": tail, "sizes": list(sizes)})
             print(
                 f"{mode}: expected batch {n}: exact {row['exact_ms']:.1f} ms, drawn {row['poisson_ms']:.1f} ms, "
                 f"ratio {row['ratio']:.4f} (target {TARGETS.get(n, '-')})",
                 flush=True,
             )
-        del steps
-        free(device)
+            del steps
+            free(device)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The microbatch of ``--microbatch auto``: the largest that fits beside the state and is of use.
 
-    size = 2^k <= MOST_TOKENS / tokens of a sample,  at most the expected batch, rounded up to a power of two
-    halved until  state + MARGIN x the rest of a traced step  fits into the free memory of the GPU
+    size = 9/8 of the expected batch, so that most draws are one microbatch (fdp.privacy.microbatches.one_microbatch),
+           or 2^k <= MOST_TOKENS / tokens of a sample  if the expected batch has more tokens
+    the next smaller power of two until  state + MARGIN x the rest of a traced step  fits into the GPU's free memory
 
 The step is traced on shapes (``fdp plan``), so nothing is allocated and no sample is looked at: the size depends on the
 model, the shape of a sample and the machine. If the trace is wrong, a run goes on with the next smaller size
@@ -19,6 +20,7 @@ from fdp.advice.machine import USABLE, two_microbatches
 from fdp.estimate.estimate import plan_at_scale
 from fdp.estimate.ledger import MemoryKind
 from fdp.fast.compile_modes import Compile
+from fdp.privacy.microbatches import one_microbatch
 from fdp.run.run_config import RunConfig
 from fdp.types import Tree
 
@@ -29,25 +31,22 @@ MARGIN = 1.5
 
 
 def largest_microbatch(config: RunConfig, free: float) -> int:
-    """Return the largest power of two that fits into ``free`` bytes and is of use; at least 1.
+    """Return the largest size that fits into ``free`` bytes and is of use; at least 1.
 
     Guarantees:
       - it is a function of public settings, of the shape of a sample and of ``free``.
     """
     size = useful_microbatch(config)
     while size > 1 and bytes_of_step(config, size) > USABLE * free:
-        size //= 2
+        size = 1 << (size - 1).bit_length() - 1
     return size
 
 
 def useful_microbatch(config: RunConfig) -> int:
-    """Return the power of two beyond which nothing is gained: enough work for a GPU, or the expected batch."""
+    """Return the size beyond which nothing is gained: enough work for a GPU, or one microbatch for most draws."""
     tokens = _tokens(_sample(config)) if config.model.vocab_size is not None else None
     most = MOST_SAMPLES if tokens is None else max(1, MOST_TOKENS // tokens)
-    size = 1
-    while 2 * size <= most and size < config.batch_size:
-        size *= 2
-    return size
+    return one_microbatch(config.batch_size) if config.batch_size <= most else 1 << most.bit_length() - 1
 
 
 def bytes_of_step(config: RunConfig, size: int) -> float:

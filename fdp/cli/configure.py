@@ -17,7 +17,7 @@ from fdp import optimizers
 from fdp.cli.configure_evaluation import make_evaluation, split_data
 from fdp.cli.configure_kfac import make_kfac_config, make_kfac_source
 from fdp.cli.extend import extend_config
-from fdp.cli.fast_defaults import MICROBATCH, microbatch_halvings, resolve_fast_defaults
+from fdp.cli.fast_defaults import MICROBATCH, has_smaller_microbatches, resolve_fast_defaults
 from fdp.cli.model_and_data import check_model_name, earlier_guarantees, load_dataset, load_model_and_data
 from fdp.cli.names import by_value, choose, choose_dtype, parse_mesh, parse_offload
 from fdp.cli.options import check_ranges
@@ -91,7 +91,7 @@ def configure(options: TrainOptions) -> RunConfig:
         dtype=dtype,
         sum_dtype=choose("--sum-dtype", compute.sum_dtype, SUM_DTYPES),
         microbatch_size=compute.microbatch or MICROBATCH,
-        microbatch_halvings=microbatch_halvings(device, compile, kfac=training.optimizer == "kfac"),
+        smaller_microbatches=has_smaller_microbatches(device, compile, kfac=training.optimizer == "kfac"),
         memory_budget=memory_budget,
         compile=compile,
         cuda_graph=compute.cuda_graph,

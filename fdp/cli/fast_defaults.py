@@ -32,8 +32,6 @@ from fdp.types import FdpError
 
 AUTO = "auto"
 MICROBATCH, MICROBATCH_ON_CPU = 32, 8
-HALVINGS = 3
-"""Smaller sizes of microbatches on a GPU: 1/2, 1/4 and 1/8."""
 
 
 def resolve_fast_defaults(options: TrainOptions) -> TrainOptions:
@@ -75,12 +73,12 @@ def choose_microbatch(options: TrainOptions, config: RunConfig, *, saved: int | 
     return replace(config, microbatch_size=size)
 
 
-def microbatch_halvings(device: torch.device, compile: Compile, *, kfac: bool) -> int:
-    """Return how many sizes smaller than ``--microbatch`` the end of a batch may have, each half of the one before.
+def has_smaller_microbatches(device: torch.device, compile: Compile, *, kfac: bool) -> bool:
+    """Return True if the end of a batch may have microbatches that are smaller than ``--microbatch``.
 
     K-FAC measures curvature on a whole microbatch, and to compile a whole step takes minutes per size.
     """
-    return HALVINGS if device.type == "cuda" and compile is not Compile.STEP and not kfac else 0
+    return device.type == "cuda" and compile is not Compile.STEP and not kfac
 
 
 def _has_fast_gpu(device: str) -> bool:

@@ -3,8 +3,8 @@
     indices (n,)  ->  (max(1, ceil(n / size)), size),    mask 1: a sample, 0: padding
 
 Shapes depend on the sizes and on the number of samples, not on the content of the data; an empty draw is one row of
-padding. Microbatches of several sizes, each half of the one before, are groups of rows of the smallest size, so that
-few rows are padding:
+padding. Microbatches of several sizes, multiples of the smallest, are groups of rows of the smallest size, so that few
+rows are padding:
 
     minimise  sum over microbatches of (rows + OVERHEAD_ROWS)    such that there is a row for every sample
 
@@ -31,6 +31,9 @@ from fdp.types import Batch, FdpError, RowGroups, Tree
 
 OVERHEAD_ROWS = 0.5
 """The cost of one more microbatch (its share of small launches, a pass over the sum), as rows of the smallest size."""
+HALVINGS = 3
+CLOSE_SIZES = ((9, 8, 7, 4, 2, 1), (8, 7, 4, 2, 1))
+"""Sizes, as multiples of the smallest, for draws that are about one microbatch."""
 
 
 @runtime_checkable
@@ -42,12 +45,28 @@ class Dataset(Protocol):
     def fetch(self, indices: np.ndarray) -> Tree: ...
 
 
-def halved_sizes(microbatch_size: int, *, halvings: int) -> tuple[int, ...]:
-    """Return the size and its halves, largest first: ``halvings`` of them, or fewer if a size is odd."""
-    sizes = [microbatch_size]
-    while len(sizes) <= halvings and sizes[-1] % 2 == 0:
+def sizes_from(largest: int, *, expected: float) -> tuple[int, ...]:
+    """Return ``largest`` and the smaller sizes for the end of a batch, largest first.
+
+    These are halves, down to an eighth. If most draws fit into one microbatch, each cut would cost much of a step, so
+    there are sizes close to the largest as well: 8/9 and 7/9 of it, or 7/8, if these are whole numbers.
+    """
+    if expected <= largest < 2 * expected:
+        for rows in CLOSE_SIZES:
+            if largest % rows[0] == 0:
+                return tuple(largest // rows[0] * size for size in rows)
+    sizes = [largest]
+    while len(sizes) <= HALVINGS and sizes[-1] % 2 == 0:
         sizes.append(sizes[-1] // 2)
     return tuple(sizes)
+
+
+def one_microbatch(expected: int) -> int:
+    """Return the size that holds most draws in one microbatch: 9/8 of the expected batch, rounded up to ninths.
+
+    A batch of less than 16 is rounded up to a power of two: its draws vary too much.
+    """
+    return 9 * -(-expected // 8) if expected >= 16 else 1 << (expected - 1).bit_length()
 
 
 def samples_per_rank(microbatch_size: int, sizes: Sequence[int], *, ranks: int) -> int:
@@ -56,14 +75,15 @@ def samples_per_rank(microbatch_size: int, sizes: Sequence[int], *, ranks: int) 
 
 
 def check_sizes(microbatch_size: int | Sequence[int]) -> tuple[int, ...]:
-    """Return the sizes as a tuple; raise :class:`FdpError` unless each is a whole number, half of the one before."""
+    """Return the sizes as a tuple; raise :class:`FdpError` unless they fall and are multiples of the last."""
     sizes = tuple(microbatch_size) if isinstance(microbatch_size, Sequence) else (microbatch_size,)
     for size in sizes:
         if not is_whole_number(size) or size < 1:
             raise FdpError(f"microbatch_size: expected a whole number, 1 or more, got {size!r}")
-    if not sizes or any(more != 2 * less for more, less in pairwise(sizes)):
+    if not sizes or any(more <= less for more, less in pairwise(sizes)) or any(size % sizes[-1] for size in sizes):
         raise FdpError(
-            f"microbatch_size: expected sizes such as (64, 32, 16), each half of the one before, got {sizes}"
+            f"microbatch_size: expected sizes such as (64, 32, 16), each smaller than the one before and a multiple of "
+            f"the last, got {sizes}"
         )
     return sizes
 
@@ -76,19 +96,16 @@ def group_rows(count: int, sizes: Sequence[int]) -> RowGroups:
       - an empty draw is one microbatch of the smallest size;
       - the result depends on ``count`` and ``sizes`` alone, so that all ranks compute the same sequence.
     """
-    rows, largest = max(1, -(-count // sizes[-1])), sizes[0] // sizes[-1]
-    full = (rows - 1) // largest
-    return RowGroups((largest,) * full + _cover(rows - full * largest, largest))
+    rows, options = max(1, -(-count // sizes[-1])), tuple(size // sizes[-1] for size in sizes)
+    full = (rows - 1) // options[0]
+    return RowGroups(options[:1] * full + _cover(rows - full * options[0], options))
 
 
 @cache
-def _cover(rows: int, largest: int) -> tuple[int, ...]:
-    """Return powers of two up to ``largest``, descending, whose sum is at least ``rows``, at the least cost."""
-    options, size = [], largest
-    while size >= 1:
-        options.append((size,) if size >= rows else (size, *_cover(rows - size, size)))
-        size //= 2
-    return min(options, key=lambda sizes: (sum(sizes) + OVERHEAD_ROWS * len(sizes), len(sizes)))
+def _cover(rows: int, options: tuple[int, ...]) -> tuple[int, ...]:
+    """Return sizes among ``options``, descending, whose sum is at least ``rows``, at the least cost."""
+    found = [(size,) if size >= rows else (size, *_cover(rows - size, options[i:])) for i, size in enumerate(options)]
+    return min(found, key=lambda sizes: (sum(sizes) + OVERHEAD_ROWS * len(sizes), len(sizes)))
 
 
 def split_microbatches(batch: Batch) -> list[tuple[Tree, Tensor]]:

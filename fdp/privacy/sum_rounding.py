@@ -44,7 +44,7 @@ from fdp.types import FdpError
 UNIT = 2.0**-24
 """The most that rounding to float32 moves a number, as a fraction of it."""
 SMALLER_MICROBATCHES = 3
-"""Microbatches of a step that are smaller than the others, at most: a half, a quarter and an eighth of their size."""
+"""Microbatches of a step that are smaller than the others, at most (``fdp.privacy.microbatches``)."""
 TIED = 3
 """Head and embedding of a tied leaf are two sums of norm sqrt(2) n C at most."""
 

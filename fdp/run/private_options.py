@@ -23,7 +23,7 @@ from fdp.parallel.sharding import Zero
 from fdp.privacy import clipping
 from fdp.privacy.clipping import ClipStyle
 from fdp.privacy.guarantee import default_delta, delta_advice
-from fdp.privacy.microbatches import Dataset
+from fdp.privacy.microbatches import Dataset, one_microbatch
 from fdp.privacy.sampling import rounded_population
 from fdp.run.module_model import Subject, make_subject
 from fdp.run.own_samples import Collate, as_samples
@@ -35,8 +35,8 @@ from fdp.types import FdpError
 
 MICROBATCHES = {"cpu": 64, "cuda": 256}
 """Samples computed at once with ``microbatch="auto"``; halved if they do not fit into the memory of the GPU."""
-HALVINGS, _WHOLE_STEP = 3, (Compile.STEP, Compile.STEP.value)
-"""Smaller sizes of microbatches on a GPU, for the end of a batch; a whole step takes minutes to compile per size."""
+_WHOLE_STEP = (Compile.STEP, Compile.STEP.value)
+"""A whole step takes minutes to compile for every size of microbatches, so it has one."""
 DEFAULT_BATCH_SIZE = 256
 CLIPPING: dict[str, Callable[..., ClipStyle]] = {
     "flat": clipping.flat,
@@ -104,7 +104,7 @@ def configure(options: PrivateOptions) -> tuple[RunConfig, Subject]:
         seed=options.seed,
         dtype=options.dtype,
         microbatch_size=_microbatch_size(options.microbatch, sizes.batch_size, device),
-        microbatch_halvings=HALVINGS if device.type == "cuda" and options.compile not in _WHOLE_STEP else 0,
+        smaller_microbatches=device.type == "cuda" and options.compile not in _WHOLE_STEP,
         memory_budget=None,
         compile=_compile_mode(options.compile),
         device=device,
@@ -186,7 +186,8 @@ def _clip_style(clip: str | ClipStyle, max_norm: float) -> ClipStyle:
 
 def _microbatch_size(microbatch: int | str, batch_size: int, device: torch.device) -> int:
     if microbatch == "auto":
-        return min(batch_size, MICROBATCHES.get(device.type, MICROBATCHES["cpu"]))
+        most = MICROBATCHES.get(device.type, MICROBATCHES["cpu"])
+        return most if batch_size > most else one_microbatch(batch_size) if device.type == "cuda" else batch_size
     if isinstance(microbatch, bool) or not isinstance(microbatch, int):
         raise FdpError(f"microbatch: expected a whole number, or 'auto', got {microbatch!r}")
     return microbatch

@@ -24,7 +24,7 @@ from fdp.parallel.sharded_init import drawn_params
 from fdp.parallel.sharding import Data, Reduce, Sharding, Zero
 from fdp.privacy.clipping import ClipStyle
 from fdp.privacy.guarantee import Guarantee
-from fdp.privacy.microbatches import Dataset, halved_sizes
+from fdp.privacy.microbatches import Dataset, sizes_from
 from fdp.privacy.releases import Release
 from fdp.run.evaluation_config import EvaluationConfig
 from fdp.types import FdpError, Key, Tree
@@ -55,8 +55,8 @@ class RunConfig:
     earlier runs on the same data, too. ``evaluation`` changes no parameter. ``ema`` is the decay of an average of the
     parameters, which is then the result (``fdp.run.averaging``).
 
-    ``microbatch_size``, ``microbatch_halvings`` (how many smaller sizes, each half of the one before, the end of a
-    batch may have: less of it is padding), ``memory_budget`` (bytes), ``compile``, ``compile_backend``,
+    ``microbatch_size``, ``smaller_microbatches`` (the end of a batch may have smaller sizes, so that less of it is
+    padding), ``memory_budget`` (bytes), ``compile``, ``compile_backend``,
     ``cuda_graph``, ``device``, ``layout`` (None: one process), ``offload`` and ``checkpoint_activations`` change how a
     run computes, not what. ``sum_dtype`` float32 rounds private sums, and adds noise that covers the rounding.
     """
@@ -89,12 +89,14 @@ class RunConfig:
     spent: tuple[Release, ...] = ()
     evaluation: EvaluationConfig | None = None
     ema: float | None = None
-    microbatch_halvings: int = 0
+    smaller_microbatches: bool = False
 
     @property
     def microbatch_sizes(self) -> tuple[int, ...]:
         """The sizes of microbatches, largest first."""
-        return halved_sizes(self.microbatch_size, halvings=self.microbatch_halvings)
+        if not self.smaller_microbatches:
+            return (self.microbatch_size,)
+        return sizes_from(self.microbatch_size, expected=self.batch_size)
 
 
 def check_config(config: RunConfig) -> None:

@@ -46,13 +46,13 @@ def or_smaller(step: Step, sharding: Sharding | None = None) -> Step:
                 largest = 1 if batch.groups is None else max(batch.groups.sizes)
                 if largest == 1:
                     raise
-                most_rows, size = largest // 2, error.size
+                most_rows, size = _power_of_two_below(largest), error.size
             # The error and the tensors of its frames are gone here.
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             warnings.warn(
                 f"out of memory with microbatches of {size} samples; this step and the next are made with "
-                f"{size // 2} (results differ by rounding only)",
+                f"{size * most_rows // largest} (results differ by rounding only)",
                 MemoryWarning,
                 stacklevel=2,
             )
@@ -61,11 +61,23 @@ def or_smaller(step: Step, sharding: Sharding | None = None) -> Step:
 
 
 def limit_groups(batch: Batch, most_rows: int | None) -> Batch:
-    """Return the batch with microbatches of at most ``most_rows`` rows; larger ones are cut into halves."""
+    """Return the batch with microbatches of at most ``most_rows`` rows, a power of two.
+
+    Larger ones are cut into powers of two, which are among the sizes (``fdp.privacy.microbatches.sizes_from``).
+    """
     if batch.groups is None or most_rows is None:
         return batch
     sizes: list[int] = []
     for size in batch.groups.sizes:
-        parts = max(1, size // most_rows)
-        sizes += [size // parts] * parts
+        part = size if size <= most_rows else most_rows
+        while size:
+            while part > size:
+                part //= 2
+            sizes.append(part)
+            size -= part
     return batch._replace(groups=RowGroups(tuple(sizes)))
+
+
+def _power_of_two_below(number: int) -> int:
+    """Return the largest power of two that is smaller: 8 of 9, 4 of 8."""
+    return 1 << (number - 1).bit_length() - 1

@@ -375,7 +375,7 @@ def _make_plan(config: RunConfig, model: Model, sharding: Sharding | None) -> tu
     try:
         return add_smaller_sizes(plan, model, params, examples, sizes=smaller), config
     except FdpError:  # a dimension of the model happens to be one of the smaller sizes
-        return _make_plan(replace(config, microbatch_halvings=0), model, sharding)
+        return _make_plan(replace(config, smaller_microbatches=False), model, sharding)
 
 
 def _local_sizes(config: RunConfig, sharding: Sharding | None) -> list[int]:

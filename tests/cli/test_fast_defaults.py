@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fdp.cli.configure import configure
-from fdp.cli.fast_defaults import choose_microbatch, microbatch_halvings, resolve_fast_defaults
+from fdp.cli.fast_defaults import choose_microbatch, has_smaller_microbatches, resolve_fast_defaults
 from fdp.cli.options import build
 from fdp.cli.train_options import ComputeOptions, TrainOptions
 from fdp.fast.compile_modes import Compile
@@ -83,10 +83,10 @@ def test_on_a_gpu_the_microbatch_waits_for_the_model_unless_it_is_fixed() -> Non
 
 def test_smaller_sizes_are_for_a_gpu_without_kfac_and_whole_steps() -> None:
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    assert microbatch_halvings(cuda, Compile.BLOCK, kfac=False) == 3
-    assert microbatch_halvings(cuda, Compile.STEP, kfac=False) == 0
-    assert microbatch_halvings(cuda, Compile.NONE, kfac=True) == 0
-    assert microbatch_halvings(cpu, Compile.NONE, kfac=False) == 0
+    assert has_smaller_microbatches(cuda, Compile.BLOCK, kfac=False)
+    assert not has_smaller_microbatches(cuda, Compile.STEP, kfac=False)
+    assert not has_smaller_microbatches(cuda, Compile.NONE, kfac=True)
+    assert not has_smaller_microbatches(cpu, Compile.NONE, kfac=False)
 
 
 def test_the_chosen_microbatch_is_saved_and_a_resumed_run_keeps_it(tmp_path, monkeypatch, capsys) -> None:

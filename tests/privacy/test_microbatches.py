@@ -18,12 +18,14 @@ from fdp.privacy.microbatches import (
     dataset_length,
     fetch_rows,
     group_rows,
-    halved_sizes,
+    one_microbatch,
     pad_to_microbatches,
     pad_to_rows,
     samples_per_rank,
+    sizes_from,
     split_microbatches,
 )
+from fdp.privacy.sum_rounding import SMALLER_MICROBATCHES
 from fdp.types import Batch, FdpError, RowGroups
 
 
@@ -48,18 +50,18 @@ def test_an_empty_draw_is_one_microbatch_of_padding():
 SIZES = (64, 32, 16, 8)
 
 
-@given(count=st.integers(0, 700), halvings=st.integers(0, 4), size=st.sampled_from([1, 6, 16, 64]))
-def test_microbatches_of_several_sizes_have_a_place_for_every_sample_and_little_padding(count, halvings, size):
-    sizes = halved_sizes(size, halvings=halvings)
+@given(count=st.integers(0, 700), size=st.sampled_from([1, 6, 9, 16, 64, 72]), expected=st.integers(1, 200))
+def test_microbatches_of_several_sizes_have_a_place_for_every_sample_and_little_padding(count, size, expected):
+    sizes = sizes_from(size, expected=expected)
     groups = group_rows(count, sizes).sizes
     samples = [rows * sizes[-1] for rows in groups]
     assert set(samples) <= set(sizes)
     assert samples == sorted(samples, reverse=True)
     assert max(count, 1) <= sum(samples) < max(count, 1) + size
     least = -(-max(count, 1) // sizes[-1])
-    assert sum(groups) + OVERHEAD_ROWS * len(groups) <= least + OVERHEAD_ROWS * (
-        least // (size // sizes[-1]) + halvings + 1
-    )
+    most = least // (size // sizes[-1]) + SMALLER_MICROBATCHES + 1
+    assert sum(groups) + OVERHEAD_ROWS * len(groups) <= least + OVERHEAD_ROWS * most
+    assert len(groups) <= -(-max(count, 1) // size) + SMALLER_MICROBATCHES, "expected no more than the slack covers"
 
 
 def test_the_sizes_are_those_of_the_least_work():
@@ -75,12 +77,23 @@ def test_the_sizes_are_those_of_the_least_work():
     assert [16 * rows for rows in group_rows(35, (16,)).sizes] == [16, 16, 16]
 
 
-def test_sizes_are_halves_of_one_another():
-    assert halved_sizes(64, halvings=3) == SIZES
-    assert halved_sizes(12, halvings=3) == (12, 6, 3)
-    assert halved_sizes(7, halvings=3) == (7,)
+def test_sizes_are_halves_of_one_another_or_close_to_the_draws():
+    assert sizes_from(64, expected=1024) == SIZES
+    assert sizes_from(12, expected=1024) == (12, 6, 3)
+    assert sizes_from(7, expected=1024) == (7,)
+    assert sizes_from(64, expected=64) == (64, 56, 32, 16, 8)
+    assert sizes_from(64, expected=30) == SIZES
+    assert [one_microbatch(n) for n in (1, 3, 15, 16, 64, 100)] == [1, 4, 16, 18, 72, 117]
+    assert sizes_from(one_microbatch(64), expected=64) == (72, 64, 56, 32, 16, 8)
+    assert [group_rows(n, (72, 64, 56, 32, 16, 8)).sizes for n in (40, 50, 61, 70, 80)] == [
+        (4, 1),
+        (7,),
+        (8,),
+        (9,),
+        (9, 1),
+    ]
     assert check_sizes(5) == (5,)
-    for wrong in ((), (64, 16), (64, 32, 15), (0,), (8, 4.0), (2, 2)):
+    for wrong in ((), (64, 32, 15), (64, 8, 16), (0,), (8, 4.0), (2, 2)):
         with pytest.raises(FdpError, match="microbatch_size: expected"):
             check_sizes(wrong)  # type: ignore[arg-type]
     assert [samples_per_rank(size, SIZES, ranks=4) for size in SIZES] == [16, 8, 4, 2]

@@ -50,7 +50,7 @@ CONFIG = RunConfig(
     seed=4,
     dtype=torch.float32,
     microbatch_size=8,
-    microbatch_halvings=2,
+    smaller_microbatches=True,
     memory_budget=None,
     compile=Compile.NONE,
     device=torch.device("cpu"),
@@ -79,7 +79,7 @@ def no_room_for(monkeypatch: pytest.MonkeyPatch, least: int) -> list[int]:
 
 @pytest.mark.parametrize("recorded", [False, True])
 def test_a_run_goes_on_with_the_next_smaller_size_and_the_same_numbers(recorded, monkeypatch):
-    expected = trained(dataclasses.replace(CONFIG, microbatch_size=60, microbatch_halvings=0))
+    expected = trained(dataclasses.replace(CONFIG, microbatch_size=60, smaller_microbatches=False))
     if recorded:
         install(monkeypatch)
     tried = no_room_for(monkeypatch, 8)
@@ -91,14 +91,14 @@ def test_a_run_goes_on_with_the_next_smaller_size_and_the_same_numbers(recorded,
 
 
 def test_if_no_size_fits_the_error_names_one_to_give_and_nothing_is_done(monkeypatch):
-    no_room_for(monkeypatch, 2)
-    run, state = prepare(CONFIG)
+    no_room_for(monkeypatch, 3)
+    run, state = prepare(dataclasses.replace(CONFIG, microbatch_size=12))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", MemoryWarning)
-        with pytest.raises(OutOfMemory, match=r"microbatch_size: out of memory with 2 samples at once; .*give 1"):
+        with pytest.raises(OutOfMemory, match=r"microbatch_size: out of memory with 3 samples at once; .*give 1"):
             next(steps(run, state))
     assert int(state.step) == 0
-    one = dataclasses.replace(CONFIG, microbatch_halvings=0)
+    one = dataclasses.replace(CONFIG, smaller_microbatches=False)
     run, state = prepare(one)
     with pytest.raises(OutOfMemory, match=r"with 8 samples at once; .*give 4"):
         next(steps(run, state))
@@ -144,9 +144,16 @@ def test_only_errors_of_memory_are_explained():
 
 @pytest.mark.parametrize(
     ("sizes", "most", "expected"),
-    [((8, 8, 1), 4, (4, 4, 4, 4, 1)), ((4, 2), 1, (1,) * 6), ((2, 1), 4, (2, 1)), ((8,), None, (8,))],
+    [
+        ((8, 8, 1), 4, (4, 4, 4, 4, 1)),
+        ((4, 2), 1, (1,) * 6),
+        ((2, 1), 4, (2, 1)),
+        ((8,), None, (8,)),
+        ((9, 7), 8, (8, 1, 7)),
+        ((9, 7), 4, (4, 4, 1, 4, 2, 1)),
+    ],
 )
-def test_larger_groups_are_cut_into_equal_parts(sizes, most, expected):
+def test_larger_groups_are_cut_into_powers_of_two(sizes, most, expected):
     batch = Batch({"x": torch.zeros(sum(sizes), 2)}, torch.ones(sum(sizes), 2), groups=RowGroups(sizes))
     assert limit_groups(batch, most).groups == RowGroups(expected)
     whole = Batch(batch.data, batch.mask)
@@ -154,7 +161,7 @@ def test_larger_groups_are_cut_into_equal_parts(sizes, most, expected):
 
 
 def test_keys_of_the_steps_do_not_depend_on_the_sizes():
-    runs = [prepare(dataclasses.replace(CONFIG, microbatch_halvings=n))[0] for n in (0, 2)]
+    runs = [prepare(dataclasses.replace(CONFIG, smaller_microbatches=some))[0] for some in (False, True)]
     assert torch.equal(runs[0].key, runs[1].key)
     a, b = (run.stages.key(keys.key(0), torch.tensor(3)) for run in runs)
     assert torch.equal(a, b)
