@@ -63,7 +63,7 @@ BATCH_SIZE = 16
 MAX_NORM = 1.0
 WARM_UP_ROUNDS = 2
 ROUNDS = {128: 15, 512: 7}
-TARGETS = "targets: auto / none at most 1.5, best Opacus / auto at least 1.5"
+TARGETS = "targets: auto / none at most 1.35, best Opacus / auto at least 1.2"
 OUT = Path("runs/bench_cpu.json")
 # The same two optimizers for both sides: AdamW is timed, SGD with rate 1 shows the gradient that was applied.
 OPTIMIZERS: dict[str, tuple[Any, Callable[..., torch.optim.Optimizer]]] = {

@@ -32,6 +32,7 @@ from fdp.types import TrainState
 
 EPSILON, DELTA = 3.0, 1e-5  # the budget for one training image, over the whole run
 BATCH_SIZE = 512  # expected: every image is drawn independently, with probability 512 / 1437
+MICROBATCH_SIZE = 704  # rows, those that were not drawn are padding; more are drawn with probability 1e-30
 MAX_NORM = 1.0
 LEARNING_RATE = 2.0
 
@@ -58,9 +59,9 @@ sampling, clip = poisson(len(train), expected_batch_size=BATCH_SIZE), flat(max_n
 z = noise_multiplier_for(sampling, clip, epsilon=EPSILON, delta=DELTA, steps=steps)
 mechanism = Mechanism(sampling, clip, z)
 
-# 3. The plan: how to compute per-sample norms for these shapes. One padded microbatch of 1437 rows holds any draw.
-#    If the loss uses operations outside fdp.ops, use Method.MATERIALIZE.
-example = train.fetch(torch.arange(len(train)).numpy())
+# 3. The plan: how to compute per-sample norms for these shapes. If the loss uses operations outside fdp.ops, use
+#    Method.MATERIALIZE.
+example = train.fetch(torch.arange(MICROBATCH_SIZE).numpy())
 plan = make_plan(model, params, example, method=Method.AUTO)
 check_independent(model, params, example)  # no sample's loss depends on another sample
 optimizer = sgd(LEARNING_RATE)
@@ -71,8 +72,9 @@ state = TrainState(params, optimizer.init(params), (), torch.tensor(0))
 #    256 bits from the operating system.
 key = keys.key(arguments.seed)
 for step in range(steps):
-    batch = sample_batch(train, sampling, key, step=step, microbatch_size=len(train))
-    data, mask = {name: leaf[0] for name, leaf in batch.data.items()}, batch.mask[0]
+    batch = sample_batch(train, sampling, key, step=step, microbatch_size=MICROBATCH_SIZE)
+    (mask,) = batch.mask  # one microbatch: an error if there are more
+    data = {name: leaf[0] for name, leaf in batch.data.items()}
 
     losses, norms, stash = per_sample_norms(model, state.params, data, plan=plan)  # one forward, one backward
     factors = clip_to(norms, max_norm=MAX_NORM).masked(mask)  # padding gets factor 0

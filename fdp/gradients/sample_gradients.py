@@ -12,7 +12,7 @@ Two rules keep a sample within its bound even if its tokens, or its uses of a le
 
 - Every sample has its own accumulator: ``G_b`` is summed over its tokens and over all uses of the leaf before it is
   added to other samples. Its rounding error is at most T u A_b. The sum over samples is one of B matrices of norm at
-  most C, with a rounding error of B^2 u C.
+  most C, with a rounding error of B^2 u C. With T = 1 that sum is one product.
 - Every norm of pairs has a floor: ``|G_b|^2 + 2 n u A_b^2`` (:func:`gram_rounding`), n >= T, so that
   ``factor_b (|G_b| + 2 T u A_b) <= C (1 + T u)``: the sample's rounding error, in its norm or its sum, is within C.
 
@@ -167,6 +167,9 @@ def weighted_gradient_of_uses(records: Sequence[Record], factors: Float[Tensor, 
         ids, rows = sample_rows(table.left.ids, table.right.double())
         total = rows.new_zeros(table.shape[0], rows.shape[-1])
         return total.index_add(0, ids.flatten(), _scale(rows, factors).flatten(0, 1)).view(table.shape)
+    if (pair := _single_token(records)) is not None:
+        left, right = _scale(pair.left.double(), factors), _scale(pair.right.double(), (factors > 0).double())
+        return torch.einsum("bgtp,bgtd->gpd", left, right).reshape(pair.shape)
     for few in _chunk_samples(records):
         rows = few[0].gradient if len(few) == 1 and isinstance(few[0], Dense) else _wide_gradient(few)
         end, shape = start + len(rows), rows.shape[1:]
@@ -204,6 +207,21 @@ def _single_embedding(records: Sequence[Record]) -> _Embedding | None:
     if rest or not isinstance(first, Pair) or not isinstance(first.left, OneHot):
         return None
     return _Embedding(first.left, first.right, first.shape)
+
+
+class _Product(NamedTuple):
+    left: Tensor
+    right: Tensor
+    shape: tuple[int, ...]
+
+
+def _single_token(records: Sequence[Record]) -> _Product | None:
+    """Return the record if the leaf's only use has one token per sample, so that no sum over tokens needs its own
+    accumulator; else None."""
+    first, *rest = records
+    if rest or not isinstance(first, Pair) or isinstance(first.left, OneHot) or first.right.shape[-2] != 1:
+        return None
+    return _Product(first.left, first.right, first.shape)
 
 
 def _wide_gradient(records: Sequence[Record]) -> Tensor:

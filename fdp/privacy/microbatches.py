@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 import torch
@@ -160,10 +160,7 @@ def fetch_rows(dataset: Dataset | Tree, index_matrix: Int[Tensor, "microbatches 
     size = dataset_length(dataset)
     if len(flat) and not 0 <= int(flat.min()) <= int(flat.max()) < size:
         raise FdpError(f"index_matrix: expected indices in [0, {size}), got {int(flat.min())} to {int(flat.max())}")
-    if isinstance(dataset, Dataset):
-        rows = dataset.fetch(flat.cpu().numpy())
-    else:
-        rows = tree.map(lambda leaf: _rows(leaf, flat), dataset)
+    rows = dataset.fetch(flat.cpu().numpy()) if _fetches(dataset) else tree.map(lambda leaf: _rows(leaf, flat), dataset)
     for path, leaf in tree.flatten(rows).items():
         if not isinstance(leaf, Tensor) or leaf.shape[:1] != flat.shape:
             got = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
@@ -173,7 +170,7 @@ def fetch_rows(dataset: Dataset | Tree, index_matrix: Int[Tensor, "microbatches 
 
 def dataset_length(dataset: Dataset | Tree) -> int:
     """Return the number of samples: the leading dimension that all leaves share."""
-    if isinstance(dataset, Dataset):
+    if _fetches(dataset):
         return len(dataset)
     flat = tree.flatten(dataset)
     for path, leaf in flat.items():
@@ -186,6 +183,16 @@ def dataset_length(dataset: Dataset | Tree) -> int:
     if len(set(sizes.values())) != 1:
         raise FdpError(f"dataset: expected leaves with one common leading sample dimension, got {sizes}")
     return next(iter(sizes.values()))
+
+
+def _fetches(dataset: Dataset | Tree) -> TypeGuard[Dataset]:
+    return _is_dataset(type(dataset))
+
+
+@cache
+def _is_dataset(kind: type) -> bool:
+    """Return ``issubclass(kind, Dataset)``, which looks up all names of the protocol, once per type."""
+    return issubclass(kind, Dataset)
 
 
 def _rows(leaf: Tensor | np.ndarray, flat: Int[Tensor, " rows"]) -> Tensor:

@@ -470,6 +470,22 @@ def test_a_few_samples_at_a_time_give_the_same_norms_and_sums(monkeypatch):
         )
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_single_token_per_sample_is_one_product_without_the_samples_of_factor_zero(groups):
+    left, right = randn(5, groups, 1, 3, dtype=torch.float32), randn(5, groups, 1, 4, seed=1, dtype=torch.float32)
+    left[1, 0, 0, 0], right[2, 0, 0, 1], left[3] = NAN, INF, left[3] * 1e30
+    record, factors = Pair(left, right, (groups * 3, 4)), torch.tensor([0.5, 0.0, 0.0, 1e-30, 0.25])
+    gradient = rules.per_sample_gradient(Pair(left.double(), right.double(), record.shape))
+    expected = sum(float(factors[b]) * gradient[b] for b in (0, 3, 4))
+    assert isinstance(expected, Tensor)
+    torch.testing.assert_close(
+        sample_gradients.weighted_gradient_of_uses([record], factors), expected, rtol=1e-6, atol=0
+    )
+    everyone, others = factors, factors * torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0])
+    moved = [sample_gradients.weighted_gradient_of_uses([record], c) for c in (everyone, others)]
+    torch.testing.assert_close(moved[0] - moved[1], 0.25 * gradient[4], rtol=1e-12, atol=1e-12)
+
+
 def test_a_kernel_gets_no_factor_that_float32_would_round_away():
     factors = torch.tensor([1.0, 1e-20, 3e-45, 1e-60], dtype=torch.float64)
     assert rules.kernel_factors(factors).tolist() == [1.0, torch.tensor(1e-20).item(), 0.0, 0.0]
