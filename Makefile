@@ -12,7 +12,8 @@ install: $(VENV)/.hf
 train: $(VENV)/.core
 	$(BIN)/fdp train
 
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+# Memory that torch frees is kept for the next test instead of going back to the system.
+PYTEST := OMP_NUM_THREADS=1 MIMALLOC_PURGE_DELAY=-1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 test: $(VENV)/.test
 	$(PYTEST)

@@ -11,7 +11,8 @@ the fast default).
 Before anything is timed, one step of every row (no noise, SGD) is compared with a loop over single samples: losses,
 gradient norms, parameters after the step. A row that differs is not timed.
 
-Each row has its own process, which uses all cores and waits between its turns. A round is one step of every row in
+Each row has its own process, which uses all cores, keeps the memory it frees (``fdp.cli.allocator``, as ``fdp train``
+does; it makes all rows faster) and waits between its turns. A round is one step of every row in
 turn, so that a disturbance of the machine affects all of them; the time is the median over rounds. Memory is the growth
 of the process's peak resident set over all its steps, after model and batch are in place.
 """
@@ -48,6 +49,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fdp import keys, tree
 from fdp.checks.first_call import Checks
+from fdp.cli.allocator import keep_freed_memory
 from fdp.data import datasets
 from fdp.gradients.plan import Method, make_plan
 from fdp.model import Model
@@ -318,6 +320,7 @@ def peak_memory() -> int:
 
 def worker(row: str, context: int, pipe: Connection) -> None:
     """Run a row in its own process: take and time a step for every True received; at the end send its memory."""
+    keep_freed_memory()
     steps = ROWS[row](context, noise=1.0, optimizer="adamw")
     next(steps)
     before = peak_memory()
@@ -412,6 +415,7 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=list(ROUNDS), help="sequence lengths")
     parser.add_argument("--rounds", type=int, help="timed steps of every row (default: 15 at 128 tokens, else 7)")
     arguments = parser.parse_args()
+    keep_freed_memory()  # the environment of all rows
     console = Console(width=None if sys.stdout.isatty() else 100)
     spawn = multiprocessing.get_context("spawn")
     # This process computes nothing, because a child inherits its parent's peak memory.

@@ -49,6 +49,7 @@ INSIDE = {
     "cli": (
         "__init__",
         "formatting",
+        "allocator",
         "tour",
         "flag_names",
         "other_names",

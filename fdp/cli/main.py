@@ -33,6 +33,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fdp.cli.advise import advise_command
+from fdp.cli.allocator import keep_freed_memory
 from fdp.cli.compare import compare_command
 from fdp.cli.epsilon import epsilon_command
 from fdp.cli.flag_names import name_flag
@@ -56,6 +57,7 @@ _KINDS = {"integer": "a whole number", "number": "a number", "float": "a number"
 
 # Set before torch is imported: it logs a stack of addresses when another process is gone; fdp says which one it is.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+keep_freed_memory()
 
 app = typer.Typer(
     help="Functional, differentially private, fully sharded training on PyTorch.",
