@@ -127,8 +127,7 @@ def make_plan(
         )
     materialized, watched = _materialized(model, method), _watched(model, method)
     uses, layouts = _trace_model(model, flat, microbatch, dtype, watched)
-    if layouts:
-        _check_layouts(layouts, _retrace_layouts(model, flat, microbatch, dtype, watched), batch_size)
+    _check_layouts(layouts, _retrace_layouts(model, flat, microbatch, dtype, watched), batch_size)
     if method is Method.NONE:
         return Plan(method, uses, {}, model.trainable, batch_size, dtype)
     sizes = {path: batch_size * flat[path].numel() * dtype.itemsize for path in flat if path in materialized}
