@@ -39,7 +39,7 @@ def test_words_give_the_same_options() -> None:
     assert all(option.default is False for option in options_of(TrainOptions).values() if option.value_type is bool)
 
 
-def test_two_ranks_train_and_a_mistake_is_told_once(tmp_path: Path) -> None:
+def test_two_ranks_train(tmp_path: Path) -> None:
     run = start("--steps", "2", "--out", "run", cwd=tmp_path)
     out, err = run.communicate(timeout=300)
     assert run.returncode == 0, err
@@ -49,6 +49,9 @@ def test_two_ranks_train_and_a_mistake_is_told_once(tmp_path: Path) -> None:
     assert 'mesh = "shard=2"' in settings
     assert "nproc = 2" in settings
 
+
+@pytest.mark.slow
+def test_a_mistake_is_told_once(tmp_path: Path) -> None:
     run = start("--steps", "2", "--batch-size", "5000", "--out", "other", cwd=tmp_path)
     out, err = run.communicate(timeout=300)
     assert run.returncode == 2

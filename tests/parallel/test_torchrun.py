@@ -86,6 +86,7 @@ def test_the_same_losses_and_parameters_as_without_torchrun(ranks, tmp_path):
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_a_run_restarted_by_torchrun_after_a_killed_rank_gives_the_same_bits(tmp_path):
     job = Job(tmp_path / "run", words=("--steps", "40", "--save-every", "2"), timeout=60.0)
     process = faults.torchrun(job, "--standalone", "--max-restarts", "2")
