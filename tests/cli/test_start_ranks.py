@@ -53,7 +53,7 @@ def test_two_ranks_train(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_mistake_is_told_once(tmp_path: Path) -> None:
     run = start("--steps", "2", "--batch-size", "5000", "--out", "other", cwd=tmp_path)
-    out, err = run.communicate(timeout=300)
+    _, err = run.communicate(timeout=300)
     assert run.returncode == 2
     assert err.count("--batch-size: expected at most") == 1, err
     assert err.startswith("fdp: --batch-size")
