@@ -19,7 +19,7 @@ from fdp.parallel.rendezvous import LostRank, Member, meet, source_digest, this_
 from fdp.types import FdpError
 
 
-def meeting(store: Store, ranks: int, *, world: int | None = None, timeout: float = 5.0) -> list[Any]:
+def meeting(store: Store, ranks: int, *, world: int | None = None, timeout: float = 60.0) -> list[Any]:
     """Return the result of :func:`meet` on each of these ranks, or the error that it raises."""
 
     def one(rank: int) -> Any:
@@ -53,9 +53,9 @@ def test_a_rank_that_comes_late_is_waited_for() -> None:
     store = HashStore()
     meeting(store, 2)
     late: list[Any] = []
-    thread = threading.Thread(target=lambda: (time.sleep(0.5), late.append(meet(store, rank=1, world=2, timeout=5))))
+    thread = threading.Thread(target=lambda: (time.sleep(0.5), late.append(meet(store, rank=1, world=2, timeout=60))))
     thread.start()
-    name, _ = meet(store, rank=0, world=2, timeout=5)
+    name, _ = meet(store, rank=0, world=2, timeout=60)
     thread.join()
     assert late[0][0] == name
 
@@ -85,7 +85,7 @@ def test_other_versions_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> 
     def one(rank: int, as_member: int, store: Store) -> Any:
         seen.rank = as_member
         with pytest.raises(FdpError) as caught:
-            meet(store, rank=rank, world=2, timeout=5)
+            meet(store, rank=rank, world=2, timeout=60)
         assert caught.value.everywhere
         return str(caught.value)
 
