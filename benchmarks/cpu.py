@@ -12,9 +12,9 @@ Before anything is timed, one step of every row (no noise, SGD) is compared with
 gradient norms, parameters after the step. A row that differs is not timed.
 
 Each row has its own process, which uses all cores, keeps the memory it frees (``fdp.cli.allocator``, as ``fdp train``
-does; it makes all rows faster) and waits between its turns. A round is one step of every row in
-turn, so that a disturbance of the machine affects all of them; the time is the median over rounds. Memory is the growth
-of the process's peak resident set over all its steps, after model and batch are in place.
+does; it makes all rows faster) and waits between its turns. A round is one step of every row in turn, so that a
+disturbance of the machine affects all of them; the time is the median over rounds. Memory is the growth of the
+process's peak resident set over all its steps, after model and batch are in place.
 """
 
 from __future__ import annotations

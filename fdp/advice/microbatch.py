@@ -20,7 +20,7 @@ from fdp.advice.machine import USABLE, two_microbatches
 from fdp.estimate.estimate import plan_at_scale
 from fdp.estimate.ledger import MemoryKind
 from fdp.fast.compile_modes import Compile
-from fdp.privacy.microbatches import one_microbatch
+from fdp.privacy.microbatches import one_microbatch, power_of_two_below
 from fdp.run.run_config import RunConfig
 from fdp.types import Tree
 
@@ -38,7 +38,7 @@ def largest_microbatch(config: RunConfig, free: float) -> int:
     """
     size = useful_microbatch(config)
     while size > 1 and bytes_of_step(config, size) > USABLE * free:
-        size = 1 << (size - 1).bit_length() - 1
+        size = power_of_two_below(size)
     return size
 
 
@@ -46,7 +46,7 @@ def useful_microbatch(config: RunConfig) -> int:
     """Return the size beyond which nothing is gained: enough work for a GPU, or one microbatch for most draws."""
     tokens = _tokens(_sample(config)) if config.model.vocab_size is not None else None
     most = MOST_SAMPLES if tokens is None else max(1, MOST_TOKENS // tokens)
-    return one_microbatch(config.batch_size) if config.batch_size <= most else 1 << most.bit_length() - 1
+    return one_microbatch(config.batch_size) if config.batch_size <= most else power_of_two_below(most + 1)
 
 
 def bytes_of_step(config: RunConfig, size: int) -> float:

@@ -23,8 +23,8 @@ from torch import Tensor
 from fdp import tree
 from fdp.gradients.rules import Record
 from fdp.gradients.taps import Tape, Use, batch_size_of, make_taps, records_of, watch
-from fdp.gradients.vjp import RECOMPUTED, refuse_recomputation
-from fdp.types import FdpError, Flat, Path, Tree
+from fdp.gradients.vjp import refuse_recomputation
+from fdp.types import Flat, Path, Tree
 
 _WRITES_IN_PLACE: weakref.WeakSet[Any] = weakref.WeakSet()
 """Functions of blocks that write into the output of a use, which is a view if its tap is attached."""
@@ -80,12 +80,8 @@ def gradients(out: Tree, gradient: Tree, carry: Tree, taps: Flat) -> tuple[Tree,
         found = iter([torch.zeros_like(leaf) for leaf in wanted])
     else:
         outs, slopes = zip(*follows)
-        try:
+        with refuse_recomputation():
             found = iter(torch.autograd.grad(outs, wanted, slopes, allow_unused=True, materialize_grads=True))
-        except RuntimeError as error:
-            if "use_reentrant=True" not in str(error):
-                raise
-            raise FdpError(RECOMPUTED) from error
     # Integers have no gradient and stand for themselves.
     of_carry = tree.map(lambda leaf: next(found) if leaf.requires_grad else leaf, carry)
     return of_carry, {name: next(found) for name in taps}

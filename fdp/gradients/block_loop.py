@@ -216,7 +216,8 @@ def _one_by_one(
         follows = [(o, g) for o, g in zip(tree.leaves(out), tree.leaves(slope)) if o.requires_grad]
         if follows:
             outs, slopes = zip(*follows)
-            grads = iter(torch.autograd.grad(outs, wanted, slopes, allow_unused=True, materialize_grads=True))
+            with refuse_recomputation():
+                grads = iter(torch.autograd.grad(outs, wanted, slopes, allow_unused=True, materialize_grads=True))
         else:  # this sample's output depends on no leaf
             grads = iter([torch.zeros_like(leaf) for leaf in wanted])
         found.append(tree.map(lambda leaf: next(grads) if leaf.requires_grad else torch.zeros_like(leaf), inputs))  # noqa: B023

@@ -33,7 +33,7 @@ class NotFunctional(FdpError):
 
 @contextmanager
 def refuse_recomputation() -> Iterator[None]:
-    """Raise an error if what runs inside wants to be recomputed in the backward pass, as ``torch.func`` does.
+    """Raise an error if a forward inside wants to be recomputed, as ``torch.func`` does, or a backward recomputes.
 
     A module is called with the weights given. A recomputation happens later, with those that the module was made with:
     a wrong gradient, and no sign of it.
@@ -42,7 +42,7 @@ def refuse_recomputation() -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
-            if str(error) != RECOMPUTED:
+            if str(error) != RECOMPUTED and "use_reentrant=True" not in str(error):  # the latter is said in a backward
                 raise
             raise FdpError(RECOMPUTED) from error
 
@@ -86,9 +86,10 @@ def _by_autograd(fn: Callable[..., tuple[Tree, Any]], primals: tuple[Tree, ...])
         if not pairs:
             return tree.map(torch.zeros_like, opened)
         outs, slopes = zip(*pairs)
-        found = iter(
-            torch.autograd.grad(outs, wanted, slopes, allow_unused=True, materialize_grads=True, retain_graph=True)
-        )
+        with refuse_recomputation():
+            found = iter(
+                torch.autograd.grad(outs, wanted, slopes, allow_unused=True, materialize_grads=True, retain_graph=True)
+            )
         return tree.map(lambda _: next(found), opened)
 
     def detached(value: Any) -> Any:

@@ -32,6 +32,7 @@ from fdp.types import Batch, FdpError, RowGroups, Tree
 OVERHEAD_ROWS = 0.5
 """The cost of one more microbatch (its share of small launches, a pass over the sum), as rows of the smallest size."""
 HALVINGS = 3
+"""Smaller sizes, each half of the one before, for draws of several microbatches."""
 CLOSE_SIZES = ((9, 8, 7, 4, 2, 1), (8, 7, 4, 2, 1))
 """Sizes, as multiples of the smallest, for draws that are about one microbatch."""
 
@@ -67,6 +68,11 @@ def one_microbatch(expected: int) -> int:
     A batch of less than 16 is rounded up to a power of two: its draws vary too much.
     """
     return 9 * -(-expected // 8) if expected >= 16 else 1 << (expected - 1).bit_length()
+
+
+def power_of_two_below(number: int) -> int:
+    """Return the largest power of two that is smaller: 8 of 9, 4 of 8. ``number`` is at least 2."""
+    return 1 << (number - 1).bit_length() - 1
 
 
 def samples_per_rank(microbatch_size: int, sizes: Sequence[int], *, ranks: int) -> int:

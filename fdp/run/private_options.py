@@ -187,7 +187,9 @@ def _clip_style(clip: str | ClipStyle, max_norm: float) -> ClipStyle:
 def _microbatch_size(microbatch: int | str, batch_size: int, device: torch.device) -> int:
     if microbatch == "auto":
         most = MICROBATCHES.get(device.type, MICROBATCHES["cpu"])
-        return most if batch_size > most else one_microbatch(batch_size) if device.type == "cuda" else batch_size
+        if batch_size > most:
+            return most
+        return one_microbatch(batch_size) if device.type == "cuda" else batch_size
     if isinstance(microbatch, bool) or not isinstance(microbatch, int):
         raise FdpError(f"microbatch: expected a whole number, or 'auto', got {microbatch!r}")
     return microbatch

@@ -16,6 +16,7 @@ import torch
 
 from fdp.fast.out_of_memory import OutOfMemory
 from fdp.parallel.sharding import Sharding
+from fdp.privacy.microbatches import power_of_two_below
 from fdp.types import Batch, Key, Metrics, RowGroups, Step, TrainState
 
 
@@ -46,7 +47,7 @@ def or_smaller(step: Step, sharding: Sharding | None = None) -> Step:
                 largest = 1 if batch.groups is None else max(batch.groups.sizes)
                 if largest == 1:
                     raise
-                most_rows, size = _power_of_two_below(largest), error.size
+                most_rows, size = power_of_two_below(largest), error.size
             # The error and the tensors of its frames are gone here.
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
@@ -69,15 +70,10 @@ def limit_groups(batch: Batch, most_rows: int | None) -> Batch:
         return batch
     sizes: list[int] = []
     for size in batch.groups.sizes:
-        part = size if size <= most_rows else most_rows
+        part = min(size, most_rows)
         while size:
             while part > size:
                 part //= 2
             sizes.append(part)
             size -= part
     return batch._replace(groups=RowGroups(tuple(sizes)))
-
-
-def _power_of_two_below(number: int) -> int:
-    """Return the largest power of two that is smaller: 8 of 9, 4 of 8."""
-    return 1 << (number - 1).bit_length() - 1

@@ -21,6 +21,7 @@ from fdp.privacy.microbatches import (
     one_microbatch,
     pad_to_microbatches,
     pad_to_rows,
+    power_of_two_below,
     samples_per_rank,
     sizes_from,
     split_microbatches,
@@ -92,6 +93,7 @@ def test_sizes_are_halves_of_one_another_or_close_to_the_draws():
         (9,),
         (9, 1),
     ]
+    assert [power_of_two_below(n) for n in (2, 3, 8, 9, 72)] == [1, 2, 4, 8, 64]
     assert check_sizes(5) == (5,)
     for wrong in ((), (64, 32, 15), (64, 8, 16), (0,), (8, 4.0), (2, 2)):
         with pytest.raises(FdpError, match="microbatch_size: expected"):
