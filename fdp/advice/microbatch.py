@@ -1,6 +1,6 @@
 """The microbatch of ``--microbatch auto``: the largest that fits beside the state and is of use.
 
-    size = 9/8 of the expected batch, so that most draws are one microbatch (fdp.privacy.microbatches.one_microbatch),
+    size = 10/8 of the expected batch, so that most draws are one microbatch (fdp.privacy.microbatches.one_microbatch),
            or 2^k <= MOST_TOKENS / tokens of a sample  if the expected batch has more tokens
     the next smaller power of two until  state + MARGIN x the rest of a traced step  fits into the GPU's free memory
 

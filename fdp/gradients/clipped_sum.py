@@ -28,7 +28,7 @@ from fdp.gradients.lazy_sum import LazySum, add_onto, single_row, take
 from fdp.gradients.per_sample import Stash, single_dense_records, widen, widest
 from fdp.gradients.plan import Plan
 from fdp.gradients.sample_gradients import Pair, Record, weighted_gradient_of_uses
-from fdp.gradients.shared_leaves import weighted_gradient_of_shared
+from fdp.gradients.shared_leaves import weighted_parts_of_shared
 from fdp.model import Model
 from fdp.parallel.gather_reduce import owned_paths, reduce_stream
 from fdp.parallel.sharding import Reduce, Sharding
@@ -135,7 +135,7 @@ def _weighted_blocks(stash: Stash, clip: Clip, block_sums: _BlockSums) -> Iterat
         for i, records in backward(weights, None, saved, carries, stash.data, plan, token=factors):
             second = {path: of for path, of in records.items() if plan.choices[path].sum is SumBy.SECOND_BACKWARD}
             again = {path: [stash.transform(path, record) for record in of] for path, of in second.items()}
-            for path, part in _sums(again, clip, several, weighted_gradient_of_uses).items():
+            for path, part in _sums(again, clip, several, _wide_parts).items():
                 sums[path] = sums[path] + part.double() if path in sums else part.double()
             done = [path for path in owned_paths(weights.model, i) if path in sums]
             yield {path: sums.pop(path) for path in done}
@@ -230,11 +230,15 @@ def _plain_blocks(
         yield {path: finished(sums.pop(path)) for path in done}
 
 
+def _wide_parts(records: list[Record], factors: Tensor) -> Tensor:
+    return weighted_gradient_of_uses(records, factors).unsqueeze(0)
+
+
 def _sums(
     records: dict[Path, list[Record]],
     clip: Clip,
     several: set[Path],
-    sum_uses: Callable[[list[Record], Tensor], Tensor] = weighted_gradient_of_shared,
+    sum_uses: Callable[[list[Record], Tensor], Tensor] = weighted_parts_of_shared,
 ) -> Flat:
     """Return the weighted sum of every leaf; single pairs share launches. ``sum_uses`` sums a leaf used several times.
 
@@ -247,13 +251,10 @@ def _sums_in_parts(
     records: dict[Path, list[Record]],
     clip: Clip,
     several: set[Path],
-    sum_uses: Callable[[list[Record], Tensor], Tensor] = weighted_gradient_of_shared,
+    sum_uses: Callable[[list[Record], Tensor], Tensor] = weighted_parts_of_shared,
 ) -> Flat:
     """Return the sums of :func:`_sums` in parts that are still to be added: ``(parts, *shape)``."""
     single = [path for path in records if path not in several]
     found = weighted_parts([records[path][0] for path in single], [clip.factors[path] for path in single])
     sums = dict(zip(single, found))
-    return {
-        path: sums[path] if path in sums else sum_uses(of, clip.factors[path]).unsqueeze(0)
-        for path, of in records.items()
-    }
+    return {path: sums[path] if path in sums else sum_uses(of, clip.factors[path]) for path, of in records.items()}

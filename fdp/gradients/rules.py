@@ -193,19 +193,13 @@ def kernel_factors(factors: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
 
 def _weighted_gradient_half(record: Pair, factors: Tensor) -> Tensor:
     left, right, shape = record
-    if len(right) > SAMPLES_PER_FLOAT32_SUM:  # in float32 a sum of many samples is rounded to its own size
-        parts = zip(_split_samples(left), right.split(SAMPLES_PER_FLOAT32_SUM), factors.split(SAMPLES_PER_FLOAT32_SUM))
-        return sum(_weighted_gradient_half(Pair(g, x, shape), c).double() for g, x, c in parts)  # type: ignore[return-value]
-    if isinstance(left, OneHot):
+    if isinstance(left, OneHot):  # summed in float64, rounded once
         return embedding_sum(left.ids, right.squeeze(1), factors, shape[0]).reshape(shape)
+    if len(right) > SAMPLES_PER_FLOAT32_SUM:  # in float32 a sum of many samples is rounded to its own size
+        parts = zip(*(side.split(SAMPLES_PER_FLOAT32_SUM) for side in (left, right, factors)))
+        return sum(_weighted_gradient_half(Pair(g, x, shape), c).double() for g, x, c in parts)  # type: ignore[return-value]
     groups = [weighted(g, x, kernel_factors(factors)) for g, x in zip(left.unbind(1), right.unbind(1))]
     return (groups[0] if len(groups) == 1 else torch.cat(groups)).reshape(shape)
-
-
-def _split_samples(left: Tensor | OneHot) -> list[Tensor | OneHot]:
-    if isinstance(left, OneHot):
-        return [OneHot(ids) for ids in left.ids.split(SAMPLES_PER_FLOAT32_SUM)]
-    return list(left.split(SAMPLES_PER_FLOAT32_SUM))
 
 
 def check_rule(rule: Rule, x: Tensor, weight: Tensor, *, tolerance: float = 1e-4, **options: Any) -> None:

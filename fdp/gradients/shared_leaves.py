@@ -8,7 +8,7 @@ full rows (a linear layer) and one with one-hot rows (an embedding), and their n
 (:mod:`fdp.gradients.sample_gradients`).
 
     >>> square = squared_norm_by_kernels(records)                  # None if the kernels do not take these records
-    >>> total = weighted_gradient_of_shared(records, factors)      # by kernels if and only if the norm was
+    >>> parts = weighted_parts_of_shared(records, factors)         # by kernels if and only if the norm was
 
 Guarantees:
   - norm and sum are computed by kernels for the same records, or both in float64;
@@ -25,7 +25,8 @@ from fdp_kernels.tied import tied_norms
 from jaxtyping import Float
 from torch import Tensor
 
-from fdp.gradients.rules import has_kernels, symmetric_squared_norm, weighted_gradient
+from fdp.gradients.launches import weighted_parts
+from fdp.gradients.rules import has_kernels, symmetric_squared_norm
 from fdp.gradients.sample_gradients import OneHot, Pair, Record, weighted_gradient_of_uses
 
 
@@ -66,15 +67,15 @@ def squared_norm_by_kernels(records: Sequence[Record]) -> Float[Tensor, " batch"
     return tied_norms(linear.left.squeeze(1), linear.right.squeeze(1), embedding.left.ids, embedding.right.squeeze(1))
 
 
-def weighted_gradient_of_shared(
+def weighted_parts_of_shared(
     records: Sequence[Record], factors: Float[Tensor, " batch"]
-) -> Float[Tensor, " *shape"]:
-    """Return ``sum_b factors_b G_b`` over all uses, with the guarantees of ``rules.weighted_gradient``."""
+) -> Float[Tensor, " parts *shape"]:
+    """Return ``sum_b factors_b G_b`` over all uses in parts, still to be added in float64 (``launches.add_parts``)."""
     merged = merge_uses(records)
     if merged is None:
-        return weighted_gradient_of_uses(records, factors)
-    first, *rest = [weighted_gradient(pair, factors) for pair in merged.pairs]
-    return sum(rest, start=first)
+        return weighted_gradient_of_uses(records, factors).unsqueeze(0)
+    parts = [weighted_parts([pair], [factors])[0] for pair in merged.pairs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _concatenate(pairs: Sequence[Pair]) -> Pair | None:

@@ -33,7 +33,7 @@ OVERHEAD_ROWS = 0.5
 """The cost of one more microbatch (its share of small launches, a pass over the sum), as rows of the smallest size."""
 HALVINGS = 3
 """Smaller sizes, each half of the one before, for draws of several microbatches."""
-CLOSE_SIZES = ((9, 8, 7, 4, 2, 1), (8, 7, 4, 2, 1))
+CLOSE_SIZES = ((10, 9, 8, 7, 4, 1), (8, 7, 4, 2, 1))
 """Sizes, as multiples of the smallest, for draws that are about one microbatch."""
 
 
@@ -50,7 +50,7 @@ def sizes_from(largest: int, *, expected: float) -> tuple[int, ...]:
     """Return ``largest`` and the smaller sizes for the end of a batch, largest first.
 
     These are halves, down to an eighth. If most draws fit into one microbatch, each cut would cost much of a step, so
-    there are sizes close to the largest as well: 8/9 and 7/9 of it, or 7/8, if these are whole numbers.
+    there are sizes close to the largest as well: 9/10, 8/10 and 7/10 of it, or 7/8, if these are whole numbers.
     """
     if expected <= largest < 2 * expected:
         for rows in CLOSE_SIZES:
@@ -63,11 +63,11 @@ def sizes_from(largest: int, *, expected: float) -> tuple[int, ...]:
 
 
 def one_microbatch(expected: int) -> int:
-    """Return the size that holds most draws in one microbatch: 9/8 of the expected batch, rounded up to ninths.
+    """Return the size that holds most draws in one microbatch: 10/8 of the expected batch, rounded up to tenths.
 
     A batch of less than 16 is rounded up to a power of two: its draws vary too much.
     """
-    return 9 * -(-expected // 8) if expected >= 16 else 1 << (expected - 1).bit_length()
+    return 10 * -(-expected // 8) if expected >= 16 else 1 << (expected - 1).bit_length()
 
 
 def power_of_two_below(number: int) -> int:

@@ -28,9 +28,9 @@ b_t = |x_t|:
      and the sum of that is added to the squared norm. (Because it uses the Gram matrices, it is on ordinary data about
      sqrt(D) times smaller than ``(c_P + c_D) u (sum_t a_t b_t)^2``.)
   3. The squares of a and b are the diagonals of A and X: sums of squares, of which rounding takes at most a share c u.
-     A tile off the diagonal does not know them; it stores the sums of its rows and columns, r_t = sum_s |X_ts| and
-     k_s = sum_t |X_ts|, and ``sum a_t a_s |X_ts| <= sqrt(sum_t a_t^2 r_t) sqrt(sum_s a_s^2 k_s)`` (Cauchy-Schwarz; an
-     equality where tokens have equal norms).
+     A tile off the diagonal does not know them; it stores the sizes of its rows, and
+     ``sum_ts a_t a_s |X_ts| <= sum_t a_t |X_t| sqrt(sum_s a_s^2)`` (Cauchy-Schwarz; with tokens of equal norms and X_ts
+     of one size it is an equality, with normally distributed X_ts a quarter more).
   4. The products A X of a tile are summed in float32 along its rows, R at a time, and in float64 from there on. That
      loses at most ``R/2 u sum |A_ts X_ts|``. Since |A_ts| <= a_t a_s, R/2 more units in c_P cover it.
   5. ``weighted`` sums T products in the same way, without chunks, so it adds not G_b but ``G_b + E_b`` with
@@ -54,11 +54,15 @@ Letters: B samples, T tokens, P output features, D input features; R a tile's to
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from fdp_kernels import ghost_hopper
+from fdp_kernels.ghost_strips import CHUNK, row_and_column, store_strip
+from fdp_kernels.hopper import runs_hopper
 from fdp_kernels.op import define, jit, tl
 from fdp_kernels.tile_gemm import (
     Tile,
@@ -86,8 +90,6 @@ UNIT = 2.0**-23
 """``u`` of the bound."""
 SLACK = 1.001
 """Factor that covers the bound's own float32 rounding and the squares of ``c u`` left out of step 1."""
-CHUNK = 1024
-"""Features per accumulator."""
 BLOCK = 256
 """Tiles that ``_finish_body`` adds at a time."""
 
@@ -116,99 +118,46 @@ def foreach_ghost_reference(gs: list[Tensor], xs: list[Tensor]) -> Tensor:
 
 
 @jit
-def _row_and_column(pair):
-    """Return row and column of the pair-th tile on or below the diagonal; integer steps correct the rounded root."""
-    i = ((tl.sqrt(8.0 * pair.to(tl.float32) + 1.0) - 1.0) / 2.0).to(tl.int32)
-    i = tl.where(i * (i + 1) // 2 > pair, i - 1, i)
-    i = tl.where((i + 1) * (i + 2) // 2 <= pair, i + 1, i)
-    return i, pair - i * (i + 1) // 2
-
-
-@jit
-def _store_sums(z_RR, out_ptr, R: tl.constexpr):
-    """Store the sums of absolute values over rows and over columns."""
-    tl.store(out_ptr + tl.arange(0, R), tl.sum(tl.abs(z_RR), 1))
-    tl.store(out_ptr + R + tl.arange(0, R), tl.sum(tl.abs(z_RR), 0))
-
-
-@jit
-def _scale(z_RR):
-    """Return the power of two, from 2^-126 to 2^126, that is at most the largest size in the tile: about its size."""
-    largest = tl.max(tl.abs(z_RR)).to(tl.int32, bitcast=True)
-    return tl.minimum(tl.maximum(largest & 0x7F800000, 0x00800000), 0x7E800000).to(tl.float32, bitcast=True)
-
-
-@jit
-def _sum_of_products(A_RR, X_RR, R: tl.constexpr):
-    """Return ``sum_ts A_ts X_ts`` in float64; rows are summed in float32, because conversions to float64 are slow.
-
-    Scaled by powers of two, which is exact, no product is too large for float32, and those that are too small are each
-    below 2^-126 of the product of both scales: that is added for all of them.
-    """
-    scale_A, scale_X = _scale(A_RR), _scale(X_RR)
-    rows_R = tl.sum((A_RR * (1.0 / scale_A)) * (X_RR * (1.0 / scale_X)), 1)
-    return (tl.sum(rows_R.to(tl.float64)) + R * R * 2.0**-126) * scale_A.to(tl.float64) * scale_X.to(tl.float64)
-
-
-@jit
 def _ghost_body(
     g0, g1, g2, g3, x0, x1, x2, x3, p0, p1, p2, p3, d0, d1, d2, d3,
     units_p0, units_p1, units_p2, units_p3, units_d0, units_d1, units_d2, units_d3,
-    tile_ptr, sum_ptr, token_ptr, row_ptr, batch, tokens, pairs,
+    tile_ptr, size_ptr, token_ptr, row_ptr, batch, tokens, pairs,
     BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0)
     matrix, sample = index // (batch * pairs), index // pairs % batch
-    i, j = _row_and_column(index % pairs)
+    i, j = row_and_column(index % pairs)
     p, d = pick(matrix, p0, p1, p2, p3), pick(matrix, d0, d1, d2, d3)
     A_RR = inner(pick(matrix, g0, g1, g2, g3), sample, i, j, p, BLOCK_R, BLOCK_K, CHUNK)
     X_RR = inner(pick(matrix, x0, x1, x2, x3), sample, i, j, d, BLOCK_R, BLOCK_K, CHUNK)
-
-    t = i * BLOCK_R + tl.arange(0, BLOCK_R)
-    s = j * BLOCK_R + tl.arange(0, BLOCK_R)
-    if i == j:
-        units_p = pick(matrix, units_p0, units_p1, units_p2, units_p3)
-        units_d = pick(matrix, units_d0, units_d1, units_d2, units_d3)
-        A_R = tl.sum(tl.where(t[:, None] == s[None, :], A_RR, 0.0), 1).to(tl.float64)
-        X_R = tl.sum(tl.where(t[:, None] == s[None, :], X_RR, 0.0), 1).to(tl.float64)
-        # Squared token norms, rounded up: twice the bound's share covers 1 / (1 - share).
-        a_R = tl.where(t < tokens, A_R * (1 + 2 * units_p) + 2 * (p * 2.0**-126 / units_p), 0.0)
-        b_R = tl.where(t < tokens, X_R * (1 + 2 * units_d) + 2 * (d * 2.0**-126 / units_d), 0.0)
-        row = (matrix * batch + sample).to(tl.int64) * tl.cdiv(tokens, BLOCK_R) + i
-        tl.store(token_ptr + row * (2 * BLOCK_R) + tl.arange(0, BLOCK_R), a_R)
-        tl.store(token_ptr + row * (2 * BLOCK_R) + BLOCK_R + tl.arange(0, BLOCK_R), b_R)
-        tl.store(row_ptr + row * 2, tl.sum(A_R * X_R + units_p * (a_R * X_R) + units_d * (b_R * A_R)))
-        tl.store(row_ptr + row * 2 + 1, tl.sum(tl.sqrt(a_R * b_R)))
-
-    A_RR = tl.where(t[:, None] > s[None, :], A_RR, 0.0)
-    X_RR = tl.where(t[:, None] > s[None, :], X_RR, 0.0)
-    tl.store(tile_ptr + index, _sum_of_products(A_RR, X_RR, BLOCK_R))
-    sums = sum_ptr + index.to(tl.int64) * (4 * BLOCK_R)
-    _store_sums(A_RR, sums, BLOCK_R)
-    _store_sums(X_RR, sums + 2 * BLOCK_R, BLOCK_R)
-
-
-@jit
-def _weighted_size(token_ptr, sum_ptr, R: tl.constexpr):
-    """Return ``sum_t a_t^2 r_t``."""
-    element = tl.arange(0, R)
-    return tl.sum(tl.load(token_ptr + element) * tl.load(sum_ptr + element).to(tl.float64))
+    units_p = pick(matrix, units_p0, units_p1, units_p2, units_p3)
+    units_d = pick(matrix, units_d0, units_d1, units_d2, units_d3)
+    row = (matrix * batch + sample).to(tl.int64) * tl.cdiv(tokens, BLOCK_R) + i
+    element = tl.arange(0, BLOCK_R)
+    store_strip(
+        A_RR, X_RR, element, element, index, row, i, j, p, d, units_p, units_d,
+        tile_ptr, size_ptr, token_ptr, row_ptr, tokens, BLOCK_R, BLOCK_R,
+    )  # fmt: skip
 
 
 @jit
 def _bound_body(
-    tile_ptr, sum_ptr, token_ptr, units_p0, units_p1, units_p2, units_p3, units_d0, units_d1, units_d2, units_d3,
-    batch, rows, pairs, R: tl.constexpr,
+    tile_ptr, size_ptr, token_ptr, units_p0, units_p1, units_p2, units_p3, units_d0, units_d1, units_d2, units_d3,
+    batch, rows, pairs, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Add to each tile its largest possible rounding error."""
+    """Add to each strip its largest possible rounding error."""
     index = tl.program_id(0)
-    matrix, sample = index // (batch * pairs), index // pairs
-    i, j = _row_and_column(index % pairs)
-    sums = sum_ptr + index.to(tl.int64) * (4 * R)
-    left = token_ptr + (sample.to(tl.int64) * rows + i) * (2 * R)
-    right = token_ptr + (sample.to(tl.int64) * rows + j) * (2 * R)
-    bound_X = tl.sqrt(_weighted_size(left, sums + 2 * R, R) * _weighted_size(right, sums + 3 * R, R))
-    bound_A = tl.sqrt(_weighted_size(left + R, sums, R) * _weighted_size(right + R, sums + R, R))
+    tile, part = index // (C // R), index % (C // R)
+    matrix, sample = tile // (batch * pairs), tile // pairs
+    i, j = row_and_column(tile % pairs)
+    sizes = size_ptr + index.to(tl.int64) * (2 * R)
+    # Squared norms of tokens are stored in blocks of R, those of g before those of x.
+    first = token_ptr + sample.to(tl.int64) * rows * (2 * C)
+    t, s = tl.arange(0, R), tl.arange(0, C)
+    left, right = first + i * (2 * C) + part * (2 * R) + t, first + j * (2 * C) + s // R * (2 * R) + s % R
+    bound_X = tl.sum(tl.sqrt(tl.load(left)) * tl.load(sizes + R + t).to(tl.float64)) * tl.sqrt(tl.sum(tl.load(right)))
+    bound_A = tl.sum(tl.sqrt(tl.load(left + R)) * tl.load(sizes + t).to(tl.float64))
+    bound_A *= tl.sqrt(tl.sum(tl.load(right + R)))
     lost = pick(matrix, units_p0, units_p1, units_p2, units_p3).to(tl.float64) * bound_X
     lost += pick(matrix, units_d0, units_d1, units_d2, units_d3).to(tl.float64) * bound_A
     tl.store(tile_ptr + index, tl.load(tile_ptr + index) + lost)
@@ -277,33 +226,43 @@ def _launch_four(gs: list[Tensor], xs: list[Tensor], out: Tensor, errors: Tensor
     order = sorted(range(len(gs)), key=lambda k: -(gs[k].shape[-1] + xs[k].shape[-1]))
     gs, xs = [align_rows(gs[k]) for k in order], [align_rows(xs[k]) for k in order]
     (batch, tokens, _), dtype, device = gs[0].shape, gs[0].dtype, gs[0].device
+    strips, launch_body = 1, _launch_body
+    if tile is None and runs_hopper(gs[0]) and ghost_hopper.enough_tiles(gs[0]):
+        tile, strips, launch_body = ghost_hopper.TILE, ghost_hopper.STRIPS, ghost_hopper.launch_body
     tile = tile or choose_tile(TILES, dtype, lambda tile: len(gs) * batch * _pairs(tokens, tile))
     if tile.rows != tile.columns:
         raise ValueError(f"ghost: expected a square tile, got {tile}")
-    rows, pairs = cdiv(tokens, tile.rows), _pairs(tokens, tile)
+    rows, pairs, height = cdiv(tokens, tile.rows), _pairs(tokens, tile), tile.rows // strips
     widths = [[z.shape[-1] for z in zs] for zs in (gs, xs)]
     units_p, units_d = ([_units(width, tile, dtype) for width in side] for side in widths)
     units_p = [units + SLACK * UNIT * (tile.rows // 2) for units in units_p]
-    tile_sums = torch.empty(len(gs) * batch * pairs, dtype=torch.float64, device=device)
-    sums = torch.empty(len(tile_sums), 4, tile.rows, dtype=torch.float32, device=device)
-    token_sizes = torch.empty(len(gs) * batch * rows, 2, tile.rows, dtype=torch.float64, device=device)
-    row_sums = torch.empty(len(token_sizes), 2, dtype=torch.float64, device=device)
-    _ghost_body[(len(tile_sums),)](
-        *pad_to_four([make_descriptor(g, (1, tile.rows, tile.depth)) for g in gs]),
-        *pad_to_four([make_descriptor(x, (1, tile.rows, tile.depth)) for x in xs]),
-        *pad_to_four(widths[0]), *pad_to_four(widths[1]), *pad_to_four(units_p), *pad_to_four(units_d),
-        tile_sums, sums, token_sizes, row_sums, batch, tokens, pairs,
-        BLOCK_R=tile.rows, BLOCK_K=tile.depth, CHUNK=CHUNK, num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
     units = (*pad_to_four(units_p), *pad_to_four(units_d))
+    tile_sums = torch.empty(len(gs) * batch * pairs * strips, dtype=torch.float64, device=device)
+    sizes = torch.empty(len(tile_sums), 2, height, dtype=torch.float32, device=device)
+    token_sizes = torch.empty(len(gs) * batch * rows * strips, 2, height, dtype=torch.float64, device=device)
+    row_sums = torch.empty(len(token_sizes), 2, dtype=torch.float64, device=device)
+    launch_body(gs, xs, tile, (tile_sums, sizes, token_sizes, row_sums), widths, units, pairs)
     _bound_body[(len(tile_sums),)](
-        tile_sums, sums, token_sizes, *units, batch, rows, pairs, R=tile.rows, num_warps=1
+        tile_sums, sizes, token_sizes, *units, batch, rows, pairs, R=height, C=tile.columns, num_warps=1
     )  # fmt: skip
     _finish_body[(len(gs) * batch,)](
         tile_sums, row_sums, out, errors, *pad_to_four(order), *units, SLACK * UNIT * rounding_steps(tokens, dtype),
-        batch, rows, pairs, BLOCK=BLOCK, num_warps=4,
+        batch, rows * strips, pairs * strips, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
     return out
+
+
+def _launch_body(
+    gs: list[Tensor], xs: list[Tensor], tile: Tile, stores: Sequence[Tensor], widths: list[list[int]],
+    units: Sequence[float], pairs: int,
+) -> None:  # fmt: skip
+    batch, tokens, _ = gs[0].shape
+    _ghost_body[(len(stores[0]),)](
+        *pad_to_four([make_descriptor(g, (1, tile.rows, tile.depth)) for g in gs]),
+        *pad_to_four([make_descriptor(x, (1, tile.rows, tile.depth)) for x in xs]),
+        *pad_to_four(widths[0]), *pad_to_four(widths[1]), *units, *stores, batch, tokens, pairs,
+        BLOCK_R=tile.rows, BLOCK_K=tile.depth, CHUNK=CHUNK, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
 
 
 def _pairs(tokens: int, tile: Tile) -> int:

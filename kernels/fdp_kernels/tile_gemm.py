@@ -159,10 +159,14 @@ def make_descriptor(z_BTK: Tensor, block: Sequence[int]) -> Any:
     """Return a tensor descriptor of a tensor from :func:`align_rows`: made on the host, passed by value, graph-safe."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
+    return TensorDescriptor(z_BTK, list(z_BTK.shape), descriptor_strides(z_BTK), list(block))
+
+
+def descriptor_strides(z_BTK: Tensor) -> list[int]:
+    """Return the strides of a tensor from :func:`align_rows`; a dim of one element, whose own may be unaligned, too."""
     unit = 16 // z_BTK.element_size()
-    row = cdiv(z_BTK.shape[-1], unit) * unit  # for a dim of one element, whose stride may be unaligned
-    strides = [step if size > 1 else row for size, step in zip(z_BTK.shape[:-1], z_BTK.stride())]
-    return TensorDescriptor(z_BTK, list(z_BTK.shape), [*strides, 1], list(block))
+    row = cdiv(z_BTK.shape[-1], unit) * unit
+    return [*(step if size > 1 else row for size, step in zip(z_BTK.shape[:-1], z_BTK.stride())), 1]
 
 
 def pair_descriptors(gs: Sequence[Tensor], xs: Sequence[Tensor], tile: Tile) -> list[Any]:

@@ -3,8 +3,8 @@
     W = sum_b c_b G_b,   G_b = sum_t g_bt x_bt^T     g (B, T, P), x (B, T, D), c (B,) float32  ->  W (P, D) float32
 
 Each sample's tile has its own float32 accumulator, summed in the order of ``tile_gemm.outer``, then multiplied by the
-sample's float32 factor and added to a float32 total. So g is never copied and scaled, and what is added is bit for bit
-what ``direct`` measured.
+sample's float32 factor and added to a float32 total, rounded once. So g is never copied and scaled, and what is added
+is bit for bit what ``direct`` measured. On Hopper ``weighted_hopper`` computes the same numbers.
 
     >>> squared = direct(g, x)
     >>> factors = (C / squared.sqrt()).clamp(max=1).float()
@@ -18,6 +18,7 @@ the sum of each, (parts, P, D): the slack below is that of one part, and whoever
 Guarantees:
   - a sample with factor 0 adds exactly 0, even if its gradient is NaN or infinite;
   - before it is rounded into the total, a sample adds c_b times the matrix whose norm ``direct`` returns;
+  - W does not depend on tiles, nor on which other matrices share a launch;
   - slack: with every |c_b G_b| <= C the roundings of products and additions move W by at most 2^-24 (B^2 / 2 + 2 B) C
     in norm, so one sample more or less moves it by at most C + 2^-24 (B + 3)^2 C. (Worst case: all samples equal.)
 
@@ -31,6 +32,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from fdp_kernels import weighted_hopper
+from fdp_kernels.hopper import runs_hopper
 from fdp_kernels.op import define, jit, tl
 from fdp_kernels.tile_gemm import (
     Tile,
@@ -98,7 +101,7 @@ def _weighted_body(
     for b in tl.range(part * samples, (part + 1) * samples, flatten=True):
         acc_PD = outer(g, x, b, i, j, tokens, BLOCK_P, BLOCK_D, BLOCK_T)
         factor = tl.load(factor_ptr + b)
-        total_PD += tl.where(factor != 0, factor * acc_PD, 0.0)
+        total_PD = tl.where(factor != 0, tl.fma(acc_PD, factor, total_PD), total_PD)
     row = i * BLOCK_P + tl.arange(0, BLOCK_P)
     column = j * BLOCK_D + tl.arange(0, BLOCK_D)
     offset = (part.to(tl.int64) * p + row[:, None]) * d + column[None, :]
@@ -133,6 +136,8 @@ def launch_foreach_weighted_parts(
 def _launch_four(
     gs: list[Tensor], xs: list[Tensor], factors: list[Tensor], parts: int, tile: Tile | None
 ) -> list[Tensor]:
+    if tile is None and runs_hopper(gs[0]) and weighted_hopper.enough_tiles(gs, xs, parts):
+        return weighted_hopper.launch_four(gs, xs, factors, parts)
     (batch, tokens, _), dtype, device = gs[0].shape, gs[0].dtype, gs[0].device
     tile = tile or choose_tile(
         TILES, dtype, lambda tile: parts * sum(tiles_per_sample(g, x, tile) for g, x in zip(gs, xs))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+import fdp.gradients.launches
 import fdp.gradients.rules
 import fdp.gradients.shared_leaves
+from fdp.gradients.launches import add_parts
 from fdp.gradients.rules import Dense, OneHot, Pair, Record, rows
 from fdp.gradients.sample_gradients import direct_squared_norm_of_uses, weighted_gradient_of_uses
-from fdp.gradients.shared_leaves import merge_uses, squared_norm_by_kernels, weighted_gradient_of_shared
+from fdp.gradients.shared_leaves import merge_uses, squared_norm_by_kernels, weighted_parts_of_shared
 from tests.conftest import randn
 
 SHAPE = (7, 5)
@@ -37,9 +39,10 @@ USES: dict[str, list[Record]] = {
 @pytest.fixture
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take any pair for one that the kernels take; on a CPU they are their references, in float64."""
-    for module in (fdp.gradients.rules, fdp.gradients.shared_leaves):
+    for module in (fdp.gradients.rules, fdp.gradients.launches, fdp.gradients.shared_leaves):
         monkeypatch.setattr(module, "has_kernels", lambda record: isinstance(record, Pair))
-    monkeypatch.setattr(fdp.gradients.rules, "kernel_factors", lambda factors: factors)
+    for module in (fdp.gradients.rules, fdp.gradients.launches):
+        monkeypatch.setattr(module, "kernel_factors", lambda factors: factors)
 
 
 @pytest.mark.usefixtures("_kernels")
@@ -49,7 +52,7 @@ def test_norm_and_sum_are_those_of_all_uses_together(name: str) -> None:
     square = squared_norm_by_kernels(records)
     assert square is not None
     torch.testing.assert_close(square, direct_squared_norm_of_uses(records), rtol=1e-9, atol=0)
-    total = weighted_gradient_of_shared(records, FACTORS)
+    total = add_parts(weighted_parts_of_shared(records, FACTORS))
     expected = weighted_gradient_of_uses(records, FACTORS)
     torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=1e-5)  # an embedding's sum is float32
 
@@ -82,7 +85,8 @@ def test_dense_records_groups_and_mixed_dtypes_stay_in_float64() -> None:
         assert merge_uses(others) is None
         assert squared_norm_by_kernels(others) is None
     records: list[Record] = [one, Dense(randn(3, 7, 5))]
-    assert torch.equal(weighted_gradient_of_shared(records, FACTORS), weighted_gradient_of_uses(records, FACTORS))
+    (total,) = weighted_parts_of_shared(records, FACTORS)
+    assert torch.equal(total, weighted_gradient_of_uses(records, FACTORS))
 
 
 def test_without_kernels_everything_stays_in_float64() -> None:

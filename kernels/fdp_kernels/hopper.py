@@ -1,0 +1,110 @@
+"""What kernels for Hopper share: warps that load, warps that multiply, and a ring in shared memory between them.
+
+One warp fills the slots of the ring by TMA. Several groups of four warps each multiply their own rows of a tile, and
+add up what they have. While one group adds, the tensor cores work for the others, so nobody waits for loads or
+additions. In a kernel of Triton's, which pipelines by itself, all warps stop multiplying while they add.
+
+Written in Gluon, the layer below Triton, which is experimental: other versions than those in GLUON_VERSIONS, and other
+GPUs, use the Triton bodies, which compute the same. Gluon has no interpreter. `make test` compiles these bodies for
+Hopper, and the tests marked `gpu` run them.
+
+    >>> if runs_hopper(g):
+    ...     desc = ring_descriptor(g, (1, 64, 64))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fdp_kernels.op import triton
+from fdp_kernels.tile_gemm import descriptor_strides
+
+GLUON_VERSIONS = ("3.6.",)
+"""Versions of Triton whose Gluon these bodies were tested with."""
+
+gluon: Any = None
+gl: Any = None
+hopper: Any = None
+if triton is not None and triton.__version__.startswith(GLUON_VERSIONS):
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia import hopper
+
+GROUP_ROWS = 64
+"""Rows of a tile that one group of four warps multiplies: those of one instruction."""
+DEPTH = 64
+"""Columns of a slot of the ring: 128 bytes, which TMA and tensor cores read without conflicts."""
+
+
+def gluon_jit(body: Any) -> Any:
+    """Apply ``gluon.jit``; return the function unchanged where Gluon is missing or another version."""
+    return body if gluon is None else gluon.jit(body)
+
+
+def gluon_jit_of(body: Any) -> Any:
+    """Return a function of ``op.jit`` for calls from Gluon; it must not make tensors, which need a layout there."""
+    return body if gluon is None or not hasattr(body, "fn") else gluon.jit(body.fn)
+
+
+def runs_hopper(z: Tensor) -> bool:
+    """Return True if the bodies for Hopper take this operand: half precision, on such a GPU."""
+    half = z.dtype in (torch.bfloat16, torch.float16)
+    return gluon is not None and half and z.is_cuda and _is_hopper(z.device.index)
+
+
+@cache
+def _is_hopper(index: int | None) -> bool:
+    return torch.cuda.get_device_capability(index)[0] == 9
+
+
+def ring_layout() -> Any:
+    """Return the layout of a slot of the ring."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+
+
+def ring_descriptor(z_BTK: Tensor, block: Sequence[int]) -> Any:
+    """Return a tensor descriptor of a tensor from ``tile_gemm.align_rows``, for loads into the ring."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    return TensorDescriptor(z_BTK, list(z_BTK.shape), descriptor_strides(z_BTK), list(block), ring_layout())
+
+
+@gluon_jit
+def pick_hopper(matrix, first, second, third, fourth):
+    """As ``tile_gemm.pick``."""
+    if matrix == 0:
+        picked = first
+    elif matrix == 1:
+        picked = second
+    elif matrix == 2:
+        picked = third
+    else:
+        picked = fourth
+    return picked
+
+
+@gluon_jit
+def next_slot(slot, phase, SLOTS: gl.constexpr):  # pyright: ignore
+    """Return the slot after this one, and its phase, which changes with every turn of the ring."""
+    slot += 1
+    if slot == SLOTS:
+        slot = 0
+        phase ^= 1
+    return slot, phase
+
+
+@gluon_jit
+def make_ring(SLOTS: gl.constexpr, READERS: gl.constexpr):  # pyright: ignore
+    """Return two barriers per slot: one says that it is full, one that all readers are done with it."""
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
+    for slot in gl.static_range(SLOTS):
+        hopper.mbarrier.init(full.index(slot), count=1)
+        hopper.mbarrier.init(empty.index(slot), count=READERS)
+    hopper.fence_async_shared()
+    return full, empty

@@ -1,0 +1,73 @@
+"""Compile a body for Hopper, without a GPU; print its tensor-core instructions, fused additions, spills and memory."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+import triton
+from fdp_kernels import ghost_hopper, weighted_hopper
+from fdp_kernels.hopper import ring_layout
+from triton import compile as triton_compile
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+
+POINTERS = {"tile_ptr": "*fp64", "size_ptr": "*fp32", "token_ptr": "*fp64", "row_ptr": "*fp64"}
+
+
+def type_of(name: str, boxes: dict[str, str]) -> str:
+    """Return the type of an argument, as Triton spells it."""
+    if re.fullmatch(r"[gx][0-3]", name):
+        return f"tensordesc<bf16{boxes[name[0]]},{ring_layout()!r}>"
+    if name.startswith("units"):
+        return "fp32"
+    return POINTERS.get(name, "*fp32" if "_ptr" in name else "i32")
+
+
+def compile_body(body: Any, constants: dict[str, int], boxes: dict[str, str]) -> Any:
+    """Return the body, compiled for compute capability 9.0."""
+    names = body.arg_names
+    signature = {name: "constexpr" if name in constants else type_of(name, boxes) for name in names}
+    source = GluonASTSource(body, signature, {(names.index(name),): value for name, value in constants.items()}, {})
+    return triton_compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+
+
+def weighted() -> Any:
+    """Return the compiled body of ``weighted_hopper``."""
+    tile = weighted_hopper.TILE
+    constants = {
+        "BLOCK_P": tile.rows, "BLOCK_D": tile.columns, "BLOCK_T": tile.depth, "TILES_DOWN": tile.group,
+        "SLOTS": tile.stages, "REGISTERS": weighted_hopper.REGISTERS,
+    }  # fmt: skip
+    return compile_body(
+        weighted_hopper._weighted_hopper_body, constants, {"g": "[1, 64, 64]", "x": f"[1, 64, {tile.columns}]"}
+    )
+
+
+def ghost() -> Any:
+    """Return the compiled body of ``ghost_hopper``."""
+    tile = ghost_hopper.TILE
+    constants = {
+        "C": tile.rows, "K": tile.depth, "CHUNK": ghost_hopper.CHUNK, "SLOTS": tile.stages,
+        "REGISTERS": ghost_hopper.REGISTERS,
+    }  # fmt: skip
+    return compile_body(ghost_hopper._ghost_hopper_body, constants, dict.fromkeys("gx", "[1, 128, 64]"))
+
+
+def stack_bytes(compiled: Any) -> int:
+    """Return the bytes of local memory that a thread uses: registers that were spilled."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return sum(map(int, re.findall(r"STACK:(\d+)", usage)))
+
+
+if __name__ == "__main__":
+    compiled = {"weighted": weighted, "ghost": ghost}[sys.argv[1]]()
+    ptx = compiled.asm["ptx"]
+    print(ptx.count("wgmma.mma_async"), ptx.count("fma.rn.f32"), stack_bytes(compiled), compiled.metadata.shared)

@@ -1,0 +1,126 @@
+"""The bodies for Hopper: compiled for it anywhere, run on one, against the Triton bodies and the references."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from fdp_kernels import ghost_hopper, weighted_hopper
+from fdp_kernels.direct import direct, direct_reference
+from fdp_kernels.ghost import TILES as GHOST_TILES
+from fdp_kernels.ghost import launch_ghost
+from fdp_kernels.hopper import gluon, runs_hopper
+from fdp_kernels.weighted import TILES as WEIGHTED_TILES
+from fdp_kernels.weighted import launch_foreach_weighted_parts, weighted_reference
+
+from tests.kernels.linear_pairs import factors_of, random_pair
+
+needs_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="no Hopper GPU"
+)
+
+
+@pytest.mark.skipif(gluon is None, reason="no version of Gluon that these bodies were tested with")
+@pytest.mark.parametrize("body", ["weighted", "ghost"])
+def test_bodies_compile_for_hopper(body: str) -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_ALWAYS_COMPILE": "1"}
+    script = Path(__file__).with_name("compile_hopper.py")
+    run = subprocess.run([sys.executable, str(script), body], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    instructions, fused, spilled, shared = map(int, run.stdout.split())
+    # Three groups of warps and four instructions a step; two groups, g and x, on and off the diagonal, and four a step.
+    assert instructions == {"weighted": 12, "ghost": 32}[body]
+    assert shared <= 227 << 10
+    if body == "weighted":
+        assert fused >= 3 * 64  # multiplied and added with one rounding, as in the Triton body
+        assert spilled == 0
+
+
+def test_only_half_precision_on_a_hopper_gpu_uses_these_bodies() -> None:
+    assert not runs_hopper(torch.zeros(1, 1, 8, dtype=torch.bfloat16))
+    if torch.cuda.is_available():
+        assert not runs_hopper(torch.zeros(1, 1, 8, device="cuda"))
+
+
+SHAPES = [(6, 256, 2304, 768), (5, 100, 1000, 2056), (7, 65, 50264, 96), (3, 1, 1536, 1536), (4, 700, 1280, 1288)]
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gpu_weighted_on_hopper_is_bit_for_bit_that_of_triton(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    g, x = random_pair(shape, "cuda", dtype)
+    factors = factors_of(shape[0], "cuda")
+    factors[1], g[1, 0] = 0, float("nan")
+    for parts in (1, shape[0]):
+        found = weighted_hopper.launch_four([g], [x], [factors], parts)[0]
+        for choice in WEIGHTED_TILES:
+            other = launch_foreach_weighted_parts([g], [x], [factors], parts, tile=choice.tile)[0]
+            assert torch.equal(found, other)
+    total, exact = found.double().sum(0), weighted_reference(g.double(), x.double(), factors)
+    assert float((total - exact).norm() / exact.norm()) < 1e-4
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_gpu_four_matrices_on_hopper_equal_single_ones() -> None:
+    pairs = [random_pair((6, 200, p, d), "cuda", torch.bfloat16) for p, d in ((2304, 768), (768, 768), (8, 3000))]
+    factors = [factors_of(6, "cuda") * (k + 1) for k in range(3)]
+    together = weighted_hopper.launch_four([g for g, _ in pairs], [x for _, x in pairs], factors, 2)
+    for total, (g, x), f in zip(together, pairs, factors):
+        assert torch.equal(total, weighted_hopper.launch_four([g], [x], [f], 2)[0])
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize(
+    "shape", [(60, 100, 200, 1000), (30, 256, 2304, 768), (20, 500, 768, 3072), (6, 1000, 8, 2056)]
+)
+def test_gpu_ghost_on_hopper_is_never_below_the_norm_and_near_that_of_triton(shape: tuple[int, ...]) -> None:
+    assert ghost_hopper.enough_tiles(torch.empty(shape[:3], device="meta"))
+    g, x = random_pair(shape, "cuda", torch.bfloat16)
+    found, other = launch_ghost(g, x), launch_ghost(g, x, tile=GHOST_TILES[0].tile)
+    assert bool((found >= direct_reference(g, x)).all())
+    assert bool((found >= direct(g, x) * (1 - 2.0**-14)).all())
+    torch.testing.assert_close(found, other, rtol=1e-3, atol=0.0)
+    worse = g.clone()
+    worse[1, shape[1] - 1, 3] = float("nan")
+    alone = launch_ghost(worse, x)
+    assert alone[1].isnan()
+    assert torch.equal(alone[2:], found[2:])
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_gpu_cancelling_tokens_do_not_understate_the_norm_on_hopper() -> None:
+    g, x = random_pair((60, 256, 512, 512), "cuda", torch.bfloat16)
+    g[:, 128:], x[:, 128:] = -g[:, :128], x[:, :128]  # the gradient is 0; what is left is rounding
+    one_hot = torch.zeros(60, device="cuda")
+    found = launch_ghost(g, x)
+    for b in range(0, 60, 7):
+        one_hot.zero_()[b] = 1
+        added = weighted_hopper.launch_four([g], [x], [one_hot], 1)[0].double().square().sum()
+        assert found[b] >= added
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_gpu_bodies_for_hopper_repeat_bitwise_and_in_a_graph() -> None:
+    g, x = random_pair((60, 256, 2304, 768), "cuda", torch.bfloat16)
+    factors = factors_of(60, "cuda")
+    runs = [lambda: weighted_hopper.launch_four([g], [x], [factors], 2)[0], lambda: launch_ghost(g, x)]
+    eager = [run() for run in runs]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [run() for run in runs]
+    for _ in range(3):
+        for out in captured:
+            out.zero_()
+        graph.replay()
+        for out, first in zip(captured, eager):
+            assert torch.equal(out, first)
