@@ -13,7 +13,7 @@ There are two implementations of one signature: :func:`plain_finish`, leaf by le
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -31,10 +31,12 @@ from fdp.parallel.sharded_norms import sharded_reductions
 from fdp.parallel.sharding import shard_windows
 from fdp.privacy.mechanism import Mechanism
 from fdp.privacy.noise import add_noise, expected_mean
-from fdp.types import ClippedSum, Flat, Key, Path, TrainState, Tree
+from fdp.types import ClippedSum, Flat, Key, Path, ShardWindow, TrainState, Tree
 
 ELEMENTS_TOGETHER = 1 << 20
 """Leaves on a CPU are noised together up to this many elements (8 MiB in float64), larger ones on their own."""
+ELEMENTS_AT_A_TIME = 1 << 24
+"""Elements of an offloaded leaf that a GPU noises at a time: 128 MiB in float64."""
 
 
 class Finish(NamedTuple):
@@ -83,14 +85,40 @@ def noise_adder(mechanism: Mechanism, execution: Execution = LOCAL) -> Callable[
     on_cpu = execution.memory.offload.optimizer
 
     def noise(total: ClippedSum, key: Key) -> Flat:
-        home = CPU if on_cpu else key.device
+        home, z = CPU if on_cpu else key.device, mechanism.noise_multiplier
+        if z == 0:  # asked for explicitly, see checks.gate.check_settings
+            return {path: leaf.to(home) for path, leaf in total.value.items()}
+        device = total.sensitivity.device
+        if on_cpu and device != home:
+            return {path: _noised_on(device, total, path, key, z, windows) for path in total.value}
         value = {path: leaf.to(home) for path, leaf in total.value.items()}
-        if mechanism.noise_multiplier == 0:  # asked for explicitly, see checks.gate.check_settings
-            return value
-        z = mechanism.noise_multiplier
         return add_noise(total._replace(value=value), key=key.to(home), noise_multiplier=z, shard_windows=windows)
 
     return noise
+
+
+def _noised_on(
+    device: torch.device,
+    total: ClippedSum,
+    path: Path,
+    key: Key,
+    noise_multiplier: float,
+    windows: Mapping[Path, ShardWindow] | None,
+) -> Tensor:
+    """Return one leaf of ``add_noise`` on the CPU, computed on a device that draws faster, a piece at a time."""
+    leaf, key = total.value[path], key.to(device)
+
+    def noised(part: Tensor, place: ShardWindow | None) -> Tensor:
+        alone, places = total._replace(value={path: part.to(device)}), None if place is None else {path: place}
+        return add_noise(alone, key=key, noise_multiplier=noise_multiplier, shard_windows=places)[path].to(CPU)
+
+    if windows is not None or leaf.numel() <= ELEMENTS_AT_A_TIME or torch.compiler.is_compiling():
+        return noised(leaf, None if windows is None else windows[path])
+    noisy = torch.empty(leaf.numel(), dtype=torch.float64)
+    for start in range(0, leaf.numel(), ELEMENTS_AT_A_TIME):
+        part = leaf.flatten()[start : start + ELEMENTS_AT_A_TIME]
+        noisy[start : start + len(part)] = noised(part, ShardWindow((leaf.numel(),), ((start, len(part)),)))
+    return noisy.view(leaf.shape)
 
 
 def noisy_mean(

@@ -2,7 +2,7 @@
 
     params      each block's shard is sent to the device when it is needed, in the forward and in the backward
     grads       each block's reduced sum is sent back as soon as it is complete
-    optimizer   its state stays on the CPU, and the update is computed there
+    optimizer   its state stays on the CPU, and the update is computed there, with noise that the device draws
 
 Offload changes memory and speed only: the numbers are the same.
 

@@ -227,7 +227,7 @@ def _launch_four(gs: list[Tensor], xs: list[Tensor], out: Tensor, errors: Tensor
     gs, xs = [align_rows(gs[k]) for k in order], [align_rows(xs[k]) for k in order]
     (batch, tokens, _), dtype, device = gs[0].shape, gs[0].dtype, gs[0].device
     strips, launch_body = 1, _launch_body
-    if tile is None and runs_hopper(gs[0]) and ghost_hopper.enough_tiles(gs[0]):
+    if tile is None and runs_hopper(gs[0]) and all(map(ghost_hopper.pays_off, gs)):
         tile, strips, launch_body = ghost_hopper.TILE, ghost_hopper.STRIPS, ghost_hopper.launch_body
     tile = tile or choose_tile(TILES, dtype, lambda tile: len(gs) * batch * _pairs(tokens, tile))
     if tile.rows != tile.columns:

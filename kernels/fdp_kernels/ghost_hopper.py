@@ -31,8 +31,9 @@ from fdp_kernels.tile_gemm import Tile, cdiv, num_programs, pad_to_four
 TILE = Tile(128, 128, DEPTH, warps=4, stages=6, per_sm=1)
 STRIPS = TILE.rows // GROUP_ROWS
 REGISTERS = 232
-MIN_TILES = 40
-"""With fewer tiles per matrix than this, a program has hardly a tile to go on to."""
+MIN_TILES, MOST_FEATURES = 40, 1 << 15
+"""With fewer tiles per matrix than this, a program has hardly a tile to go on to; with more features, as those of a
+vocabulary, there is little to sum up, and the two groups only wait for each other."""
 
 
 _row_and_column, _store_strip = gluon_jit_of(row_and_column), gluon_jit_of(store_strip)
@@ -183,10 +184,11 @@ def _ghost_hopper_body(
     )  # fmt: skip
 
 
-def enough_tiles(g_BTP: Tensor) -> bool:
-    """Return True if programs have tiles to go on to: a question of samples and tokens, not of who shares a launch."""
-    rows = cdiv(g_BTP.shape[1], TILE.rows)
-    return g_BTP.shape[0] * rows * (rows + 1) // 2 >= MIN_TILES
+def pays_off(g_BTP: Tensor) -> bool:
+    """Return True if this is faster than the body of ``ghost``; who shares a launch does not matter."""
+    batch, tokens, features = g_BTP.shape
+    rows = cdiv(tokens, TILE.rows)
+    return features <= MOST_FEATURES and batch * rows * (rows + 1) // 2 >= MIN_TILES
 
 
 def launch_body(
