@@ -4,7 +4,7 @@
 
 (Goodfellow 2015, arXiv 1510.01799; Li et al. 2022, arXiv 2110.05679.) A and X are symmetric, so only tiles on and below
 the diagonal are computed. Both stay in registers, in float32, and are multiplied and summed there:
-B T^2 (P + D) (1 + tile/T) flops.
+B T^2 (P + D) (1 + tile/T) flops, or half of tile/T on Hopper (``ghost_hopper``).
 
     >>> n = ghost(g, x)                                          # for T below about 2PD / (P + D)
     >>> factors = (C / n.sqrt()).clamp(max=1).float()
@@ -40,8 +40,8 @@ Float32 drops products below 2^-126, which takes at most K 2^-126 from an entry:
 (c_K u)``. Replacing a_t^2 by a_t^2 + floor covers it, because ``(a_t^2 + floor) (a_s^2 + floor) >= (a_t a_s +
 floor)^2``.
 
-On independent random tokens with P = D = 1280 the norm is overstated by 0.3 % at T = 512 (0.1 % by 2., 0.2 % by 5.),
-0.7 % at T = 1024, 1.8 % at T = 2048; hardly more for a vocabulary of 50257, less for correlated tokens.
+On independent random tokens with P = D = 1280 the norm is overstated by 0.3 % at T = 512 (a third of it by 2., the rest
+by 5.), 0.8 % at T = 1024, 2.0 % at T = 2048; hardly more for a vocabulary of 50257, less for correlated tokens.
 
 Guarantees:
   - the result is at least the squared norm of what ``weighted`` adds for the sample before its factor, whatever the

@@ -1,4 +1,4 @@
-"""What ``ghost`` keeps of a tile of both Gram matrices, for tiles from Triton and from Gluon alike.
+"""Strips of the tiles of ``ghost``: what is kept of both Gram matrices, whether from Triton or from Gluon.
 
     A, X (R, C): rows t of a tile, columns s    ->    sum_{s < t} A_ts X_ts;  |A_t| and |X_t|, the sizes of its rows;
                                                       on the diagonal a_t^2, b_t^2 and their part of norm and bound

@@ -1,4 +1,4 @@
-"""What kernels for Hopper share: warps that load, warps that multiply, and a ring in shared memory between them.
+"""Parts of kernels for Hopper: warps that load, warps that multiply, and a ring in shared memory between them.
 
 One warp fills the slots of the ring by TMA. Several groups of four warps each multiply their own rows of a tile, and
 add up what they have. While one group adds, the tensor cores work for the others, so nobody waits for loads or
