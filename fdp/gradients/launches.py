@@ -66,18 +66,25 @@ def weighted_parts(
 
     A kernel sums few samples in float32; whoever adds its parts does so in float64.
     """
-    narrow = {id(of): kernel_factors(of) for of in factors}  # flat clipping has one tensor for all leaves
+    narrow = _kernel_factors(factors)
 
     def sum_many(pairs: list[Pair], indices: list[int]) -> list[Tensor]:
         count = _count_parts(len(pairs[0].right))
         assert count is not None
-        sums = foreach_weighted_parts(*_sides(pairs), [narrow[id(factors[i])] for i in indices], count)
+        sums = foreach_weighted_parts(*_sides(pairs), [narrow[i] for i in indices], count)
         return [parts.view(count, *pair.shape) for parts, pair in zip(sums, pairs)]
 
     def can_share(pair: Pair) -> bool:
         return _single_group(pair) and _count_parts(len(pair.right)) is not None
 
     return _foreach(records, can_share, sum_many, lambda i: weighted_gradient(records[i], factors[i]).unsqueeze(0))
+
+
+def _kernel_factors(factors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the factors of every leaf for kernels; flat clipping has one tensor for all leaves, which is cast once."""
+    if all(of is factors[0] for of in factors):
+        return [kernel_factors(factors[0])] * len(factors) if factors else []
+    return [kernel_factors(of) for of in factors]
 
 
 def _count_parts(samples: int) -> int | None:

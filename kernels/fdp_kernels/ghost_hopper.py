@@ -157,7 +157,7 @@ def _sum_strips(
             )
 
 
-@gluon_jit
+@gluon_jit(do_not_specialize=("tiles", "batch", "tokens", "pairs"))
 def _ghost_hopper_body(
     g0, g1, g2, g3, x0, x1, x2, x3, p0, p1, p2, p3, d0, d1, d2, d3,
     units_p0, units_p1, units_p2, units_p3, units_d0, units_d1, units_d2, units_d3,

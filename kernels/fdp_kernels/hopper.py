@@ -41,9 +41,15 @@ DEPTH = 64
 """Columns of a slot of the ring: 128 bytes, which TMA and tensor cores read without conflicts."""
 
 
-def gluon_jit(body: Any) -> Any:
-    """Apply ``gluon.jit``; return the function unchanged where Gluon is missing or another version."""
-    return body if gluon is None else gluon.jit(body)
+def gluon_jit(body: Any = None, *, do_not_specialize: Sequence[str] = ()) -> Any:
+    """Apply ``gluon.jit``; return the function unchanged where Gluon is missing or another version.
+
+    A number in ``do_not_specialize`` is never compiled into the body, not even if it is 1: Triton 3.6 crashes if that
+    leaves a branch between two kinds of tiles without an alternative.
+    """
+    if body is None:
+        return lambda body: gluon_jit(body, do_not_specialize=do_not_specialize)
+    return body if gluon is None else gluon.jit(body, do_not_specialize=list(do_not_specialize))
 
 
 def gluon_jit_of(body: Any) -> Any:

@@ -90,7 +90,7 @@ def _add_samples(
     gl.store(out_ptr + offset, total, mask=(row < p)[:, None] & (column < d)[None, :])
 
 
-@gluon_jit
+@gluon_jit(do_not_specialize=("samples", "tokens", "batch"))
 def _weighted_hopper_body(
     g0, g1, g2, g3, x0, x1, x2, x3, factor_ptr0, factor_ptr1, factor_ptr2, factor_ptr3,
     out_ptr0, out_ptr1, out_ptr2, out_ptr3, p0, p1, p2, p3, d0, d1, d2, d3, end0, end1, end2, samples, tokens, batch,

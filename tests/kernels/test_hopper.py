@@ -40,6 +40,15 @@ def test_bodies_compile_for_hopper(body: str) -> None:
         assert spilled == 0
 
 
+@pytest.mark.skipif(gluon is None, reason="no version of Gluon that these bodies were tested with")
+def test_numbers_that_may_be_one_are_not_compiled_into_a_body() -> None:
+    """One tile per sample, up to 128 tokens, made the compiler crash: ``pairs`` was the constant 1."""
+    for body in (ghost_hopper._ghost_hopper_body, weighted_hopper._weighted_hopper_body):
+        numbers = [parameter for parameter in body.params if parameter.name in ("pairs", "tiles", "batch", "tokens")]
+        assert len(numbers) >= 2
+        assert all(parameter.do_not_specialize for parameter in numbers)
+
+
 def test_only_half_precision_on_a_hopper_gpu_uses_these_bodies() -> None:
     assert not runs_hopper(torch.zeros(1, 1, 8, dtype=torch.bfloat16))
     if torch.cuda.is_available():

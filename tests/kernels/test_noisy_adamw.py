@@ -339,7 +339,7 @@ def test_gpu_adds_exactly_the_draws_of_the_normal_op():
     leaf = clones([leaf_of(1, (1024, 1024), copy=None)], "cuda")[0]
     leaf.rows.zero_()
     key = keys_of([leaf]).cuda()
-    scalars = torch.tensor([1, 1, 1, 1, 0.01, 2.0**-20], dtype=torch.float64, device="cuda")
+    scalars = torch.tensor([1, 1, 1, 1, 0.01, 2.0**-20, 0], dtype=torch.float64, device="cuda")
     kernel.update_leaves_([leaf], key, scalars, HYPER._replace(b1=0.0), LaunchTables())
     box = [1 << 20], [0], [1 << 20]
     z = normal.normal(key[0], *box, -math.inf, math.inf, torch.float64)
