@@ -10,17 +10,15 @@ Your own operation: a :class:`fdp.gradients.rules.Rule` and ``use(rule, x, weigh
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fdp.attention import attention as attention
 from fdp.gradients.rules import OneHot, Pair, Rule, rows
 from fdp.gradients.taps import Watched
 from fdp.types import FdpError
@@ -214,67 +212,6 @@ def conv_transpose3d(
 ) -> Float[Tensor, "batch filters depth2 height2 width2"]:
     """``F.conv_transpose3d``; weight of shape (channels, filters / groups, kernel, kernel, kernel)."""
     return _conv(CONV_TRANSPOSE3D, x, weight, bias, stride, padding, dilation, groups, output_padding=output_padding)
-
-
-def attention(
-    q: Float[Tensor, "batch heads tokens features"],
-    k: Float[Tensor, "batch key_heads tokens features"],
-    v: Float[Tensor, "batch key_heads tokens features"],
-    *,
-    causal: bool = True,
-    segments: Int[Tensor, "batch tokens"] | None = None,
-) -> Float[Tensor, "batch heads tokens features"]:
-    """``softmax(q k^T / sqrt(features)) v``; there may be fewer key heads than query heads (grouped queries).
-
-    With ``segments``, the number of each token's document, a token attends only to tokens of its own document.
-    """
-    if k.shape[1] != q.shape[1]:
-        repeat = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
-    if segments is None:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-    same_document = segments[:, None, :, None] == segments[:, None, None, :]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=same_document.tril() if causal else same_document)
-
-
-_KERNELS = {
-    SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled,
-    SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
-    SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
-}
-
-
-def _enabled_kernels(*kernels: SDPBackend) -> list[SDPBackend]:
-    """Return the kernels that are enabled in torch.backends, and plain matrix products as the last resort."""
-    return [kernel for kernel in kernels if _KERNELS[kernel]()] + [SDPBackend.MATH]
-
-
-@contextmanager
-def fast_attention(device: torch.device, *, repeatable: bool) -> Iterator[None]:
-    """Use the fastest attention kernels on a GPU; if ``repeatable``, only deterministic algorithms.
-
-    Backward kernels of attention add in any order. If a second backward did not give bit for bit the gradients of the
-    first, the sum would contain gradients that were never measured. So torch's deterministic algorithms are switched
-    on, and torch raises for an operation without one. Nothing changes while a graph is traced.
-    """
-    if device.type != "cuda" or torch.compiler.is_compiling():
-        yield
-        return
-    if not repeatable:
-        with sdpa_kernel(_enabled_kernels(*_KERNELS), set_priority=True):
-            yield
-        return
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    filled = torch.utils.deterministic.fill_uninitialized_memory  # pyright: ignore
-    try:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch requires it before the first cuBLAS call
-        torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = filled and before[0]  # pyright: ignore
-        with sdpa_kernel(_enabled_kernels(SDPBackend.FLASH_ATTENTION), set_priority=True):
-            yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.utils.deterministic.fill_uninitialized_memory = filled  # pyright: ignore
 
 
 def _copies(weight: Weight, x: Tensor) -> Tensor:

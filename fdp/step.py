@@ -22,6 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fdp import tree
+from fdp.attention import fast_attention
 from fdp.checks.first_call import Checks, FirstCall
 from fdp.checks.gate import Gate
 from fdp.fast.cuda_graph import StepParts, capture
@@ -30,7 +31,6 @@ from fdp.gradients.accumulate import MicrobatchSum, Preconditioners, add_microba
 from fdp.gradients.execution import LOCAL, Execution
 from fdp.gradients.plan import Plan
 from fdp.model import Model, check_params
-from fdp.ops import fast_attention
 from fdp.optimizers import LOCAL as LOCAL_REDUCTIONS
 from fdp.optimizers import Optimizer
 from fdp.parallel.dtensors import as_dtensor, globalize, globalize_state, localize

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fdp import keys, ops, tree
+from fdp.attention import fast_attention
 from fdp.fast.compiled import CompiledRunner
 from fdp.foreign.adapters.lora import lora
 from fdp.foreign.module import from_module
@@ -41,7 +42,6 @@ from fdp.gradients.taps import EXPANDED
 from fdp.init import constant
 from fdp.model import Block, LeafSpec, Model
 from fdp.models import GPTConfig, gpt
-from fdp.ops import fast_attention
 from fdp.privacy import clipping
 from fdp.privacy.clipping import ClipStyle
 from fdp.types import Clip, Path, Tree

@@ -26,6 +26,7 @@ ORDER = (
     "storage",
     "ledger",
     "gradients",
+    "attention",
     "ops",
     "finish",
     "fast",

@@ -83,6 +83,20 @@ def test_attention_is_softmax_of_scores(causal):
     torch.testing.assert_close(ops.attention(q, k, v, causal=causal), scores.softmax(-1) @ V, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("tokens", [129, 192, 200])
+def test_causal_attention_of_some_queries_at_a_time_is_that_of_all(tokens):
+    q, k, v = (randn(2, heads, tokens, 8, seed=i).requires_grad_() for i, heads in enumerate((4, 2, 2)))
+    K, V = (z.repeat_interleave(2, 1) for z in (k, v))
+    expected, found = F.scaled_dot_product_attention(q, K, V, is_causal=True), ops.attention(q, k, v)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    slope = randn(2, 4, tokens, 8, seed=9)
+    for mine, theirs in zip(*(torch.autograd.grad(out, (q, k, v), slope) for out in (found, expected))):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+    later = v.detach().clone()
+    later[:, :, 100:] = torch.nan  # what comes later is not seen
+    assert torch.equal(ops.attention(q, k, later)[:, :, :64], found[:, :, :64])
+
+
 def test_a_rule_of_your_own_is_used_like_the_others():
     rule = Rule("diagonal", lambda x, w: x * w, lambda x, g, shape: Dense((x * g).flatten(1, -2).sum(1)))
     params = {"w": randn(4)}

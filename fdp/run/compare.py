@@ -26,8 +26,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fdp import tree
+from fdp.attention import fast_attention
 from fdp.gradients.lazy_sum import evaluate
-from fdp.ops import fast_attention
 from fdp.parallel import agree
 from fdp.parallel.dtensors import as_dtensor, full_tensor, localize
 from fdp.parallel.gather_reduce import gather_samples

@@ -16,11 +16,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fdp import tree
+from fdp.attention import fast_attention
 from fdp.gradients.block_loop import Weights
 from fdp.gradients.execution import LOCAL
 from fdp.gradients.taps import batch_size_of
 from fdp.model import Model, check_losses
-from fdp.ops import fast_attention
 from fdp.parallel.dtensors import localize
 from fdp.parallel.sharding import Sharding
 from fdp.types import FdpError, Flat, Tree
