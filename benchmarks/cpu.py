@@ -28,7 +28,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from importlib.metadata import version
@@ -286,13 +286,13 @@ def one_by_one(context: int, *, max_norm: float) -> tuple[Observation, Observati
     return before, Observation(sample_losses(module, tokens), torch.tensor(norms), by_path(module))
 
 
-def check(context: int) -> dict[str, str]:
+def check(context: int, rows: Sequence[str]) -> dict[str, str]:
     """Return the errors of each row's first step; rows without errors are left out."""
     wrong = {}
     references = {bound: one_by_one(context, max_norm=bound) for bound in (MAX_NORM, float("inf"))}
-    for row, make in ROWS.items():
+    for row in rows:
         before, after = references[float("inf") if row in NOT_PRIVATE else MAX_NORM]
-        steps = make(context, noise=0.0, optimizer="sgd")
+        steps = ROWS[row](context, noise=0.0, optimizer="sgd")
         first = next(steps)()
         moved = tree.map(lambda a, b: a - b, after.params, before.params)
         first = first._replace(params={path: leaf.clone() for path, leaf in first.params.items()})
@@ -369,6 +369,16 @@ def measure(rows: list[str], context: int, rounds: int, status: Status) -> tuple
     return results, threads
 
 
+def ratios(mine: dict[str, dict[str, Any]], context: int) -> list[str]:
+    """Return the line of the two ratios that matter; none if a row of them was not timed."""
+    times = {row: result["seconds_per_step"] for row, result in mine.items()}
+    opacus = [times[row] for row in OPACUS if row in times]
+    if not opacus or not {"auto", "none"} <= set(times):
+        return []
+    dear, fast = times["auto"] / times["none"], min(opacus) / times["auto"]
+    return [f"context {context}: auto / none = {dear:.2f}, best Opacus / auto = {fast:.2f}"]
+
+
 def show(results: list[dict[str, Any]], wrong: dict[int, dict[str, str]], threads: int, console: Console) -> None:
     """Print the table, then the two ratios that matter."""
     table = Table(
@@ -385,7 +395,7 @@ def show(results: list[dict[str, Any]], wrong: dict[int, dict[str, str]], thread
         mine = {result["method"]: result for result in results if result["context"] == context}
         times = {row: result["seconds_per_step"] for row, result in mine.items()}
         plain, opacus = times.get("none"), min((times[row] for row in OPACUS if row in times), default=None)
-        for row in ROWS:
+        for row in (row for row in ROWS if row in mine or row in wrong[context]):
             name = TITLES.get(row, f"fdp {row}")
             if row not in mine:
                 table.add_row(str(context), name, f"not timed: {wrong[context][row]}")
@@ -401,9 +411,7 @@ def show(results: list[dict[str, Any]], wrong: dict[int, dict[str, str]], thread
                 f"{times[row] / opacus:.2f}" if opacus else "",
             )
         table.add_section()
-        if plain and opacus and "auto" in times:
-            dear, fast = times["auto"] / plain, opacus / times["auto"]
-            lines.append(f"context {context}: auto / none = {dear:.2f}, best Opacus / auto = {fast:.2f}")
+        lines += ratios(mine, context)
     console.print(table)
     for line in [*lines, TARGETS]:
         console.print(line, highlight=False)
@@ -414,19 +422,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Seconds and memory per private step on the CPU, against Opacus.")
     parser.add_argument("--contexts", type=int, nargs="+", default=list(ROUNDS), help="sequence lengths")
     parser.add_argument("--rounds", type=int, help="timed steps of every row (default: 15 at 128 tokens, else 7)")
+    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS), help="what to time")
     arguments = parser.parse_args()
     keep_freed_memory()  # the environment of all rows
     console = Console(width=None if sys.stdout.isatty() else 100)
     spawn = multiprocessing.get_context("spawn")
     # This process computes nothing, because a child inherits its parent's peak memory.
     with ProcessPoolExecutor(max_workers=1, mp_context=spawn) as pool, console.status("comparing all rows"):
-        wrong = {context: pool.submit(check, context).result() for context in arguments.contexts}
+        wrong = {context: pool.submit(check, context, arguments.rows).result() for context in arguments.contexts}
     results, threads = [], 0
     with console.status("starting") as status:
         for context in arguments.contexts:
-            rows = [row for row in ROWS if row not in wrong[context]]
+            rows = [row for row in arguments.rows if row not in wrong[context]]
             found, threads = measure(rows, context, arguments.rounds or ROUNDS.get(context, 7), status)
             results += found
+            for line in ratios({result["method"]: result for result in found}, context):
+                console.print(line, highlight=False)
     show(results, wrong, threads, console)
     report = {
         "rows": results,
