@@ -111,7 +111,12 @@ class _Direction:
 def _log_moments(mass: np.ndarray, orders: np.ndarray) -> np.ndarray:
     there = mass > 0
     indices, logs = np.flatnonzero(there), np.log(mass[there])
-    return np.array([np.logaddexp.reduce(indices * order + logs) for order in orders])
+    moments = []
+    for order in orders:
+        terms = indices * order + logs
+        largest = terms.max()
+        moments.append(largest + np.log(np.exp(terms - largest).sum()))
+    return np.array(moments)
 
 
 def _weighted_sum(times: np.ndarray, rows: np.ndarray) -> np.ndarray:

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import logging
 import math
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import dp_accounting
+import numpy as np
 from dp_accounting.pld import privacy_loss_distribution
+from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, GaussianPrivacyLoss
 from dp_accounting.rdp import rdp_privacy_accountant
 from scipy import stats
 
@@ -56,18 +58,65 @@ def one_step_pld(step: Any, interval: float) -> privacy_loss_distribution.Privac
     """Return the privacy loss distribution of one release, an upper bound if the draw is truncated."""
     q, truncated = step.sampling_probability, isinstance(step, TruncatedEvent)
     z = step.noise_multiplier if truncated else step.event.noise_multiplier
-    gaussian = partial(
-        privacy_loss_distribution.from_gaussian_mechanism, sampling_prob=q, value_discretization_interval=interval
-    )
-    alone = gaussian(z, neighboring_relation=NEIGHBOURS)
+    alone = sampled_gaussian(z, q, interval)
     if not truncated:
         return alone
     # dp_accounting's bound for n samples: if the others that are drawn fill the batch, which has probability t(n), the
     # sample replaces another one, with probability p(n) <= q. The mixture grows with both, and t grows with n. So t of
     # the public number, and q, bound it for every n up to the public number.
     others_fill = float(stats.binom.sf(step.truncated_batch_size - 1, step.dataset_size - 1, q))
-    replacing = gaussian(z / 2, neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_ONE)
+    replacing = privacy_loss_distribution.from_gaussian_mechanism(
+        z / 2,
+        sampling_prob=q,
+        value_discretization_interval=interval,
+        neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_ONE,
+    )
     return replacing.compute_mixture(alone, others_fill) if others_fill else alone
+
+
+def sampled_gaussian(z: float, q: float, interval: float) -> privacy_loss_distribution.PrivacyLossDistribution:
+    """Return ``dp_accounting``'s ``from_gaussian_mechanism(z, sampling_prob=q)`` on this grid, several times faster.
+
+    Guarantees:
+      - the same numbers: only the hockey-stick divergences are computed for all points of the grid at once.
+    """
+    masses = [
+        privacy_loss_distribution._create_pld_pmf_from_monotone_privacy_loss(
+            _SampledGaussian(z, sampling_prob=q, adjacency_type=adjacency),
+            value_discretization_interval=interval,
+            use_connect_dots=True,
+        )
+        for adjacency in ((AdjacencyType.REMOVE,) if q == 1 else (AdjacencyType.REMOVE, AdjacencyType.ADD))
+    ]
+    return privacy_loss_distribution.PrivacyLossDistribution(*masses)
+
+
+class _SampledGaussian(GaussianPrivacyLoss):
+    """The privacy loss of a sampled Gaussian, whose divergences at many epsilons are computed at once."""
+
+    def get_delta_for_epsilon(self, epsilon: Any) -> Any:
+        q, removed = self.sampling_prob, self.adjacency_type is AdjacencyType.REMOVE
+        if q == 1 or np.ndim(epsilon) == 0 or self.adjacency_type is AdjacencyType.REPLACE:
+            return super().get_delta_for_epsilon(epsilon)
+        epsilons = np.asarray(epsilon, dtype=float)
+        sign = 1.0 if removed else -1.0
+        inside = sign * epsilons > math.log1p(-q)  # beyond, one distribution dominates the other
+        deltas = np.where(inside, 0.0, -np.expm1(epsilons)) if removed else np.zeros_like(epsilons)
+        # The loss of the same outcome without sampling: e^loss = 1 + (e^(loss with sampling) - 1) / q.
+        sampled = sign * epsilons[inside]
+        shifted = sampled + np.log(1 / q)
+        losses = shifted + np.log1p(-np.exp(np.log(1 / q - 1) - shifted))
+        losses[sampled == 0] = np.log(1 / q + (1 - 1 / q))
+        edge = math.log(1 - q)
+        losses[np.abs(sampled - edge) <= 1e-9 * np.maximum(np.abs(sampled), abs(edge))] = -math.inf
+        outcomes = (
+            self._inverse_privacy_loss_without_subsampling_remove(losses)
+            if removed
+            else self._inverse_privacy_loss_without_subsampling_add(-losses)
+        )
+        below = np.exp(epsilons[inside] + self.mu_lower_log_cdf(outcomes))
+        deltas[inside] = self.mu_upper_cdf(outcomes) - below
+        return np.clip(deltas, 0, 1)
 
 
 @lru_cache(maxsize=64)

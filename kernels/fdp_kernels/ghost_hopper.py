@@ -7,6 +7,10 @@ strips; so is the bound on rounding. On the diagonal the upper strip has half th
 Letters as in ``ghost``; R the rows of a strip, C the tokens on either side of a tile.
 """
 
+# Bodies are Gluon, which pyright takes for Python.
+# pyright: reportInvalidTypeForm=false, reportAssignmentType=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -12,6 +12,10 @@ Hopper, and the tests marked `gpu` run them.
     ...     desc = ring_descriptor(g, (1, 64, 64))
 """
 
+# Bodies are Gluon, which pyright takes for Python.
+# pyright: reportInvalidTypeForm=false, reportAssignmentType=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -24,17 +28,19 @@ from torch import Tensor
 from fdp_kernels.op import triton
 from fdp_kernels.tile_gemm import descriptor_strides
 
-GLUON_VERSIONS = ("3.6.",)
-"""Versions of Triton whose Gluon these bodies were tested with."""
-
-gluon: Any = None
-gl: Any = None
-hopper: Any = None
-if triton is not None and triton.__version__.startswith(GLUON_VERSIONS):
+try:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia import hopper
+except ImportError:  # no Triton, or one without Gluon
+    gluon: Any = None
+    gl: Any = None
+    hopper: Any = None
 
+GLUON_VERSIONS = ("3.6.",)
+"""Versions of Triton whose Gluon these bodies were tested with."""
+TESTED: bool = gluon is not None and triton.__version__.startswith(GLUON_VERSIONS)
+"""True if this is one of them."""
 GROUP_ROWS = 64
 """Rows of a tile that one group of four warps multiplies: those of one instruction."""
 DEPTH = 64
@@ -42,7 +48,7 @@ DEPTH = 64
 
 
 def gluon_jit(body: Any = None, *, do_not_specialize: Sequence[str] = ()) -> Any:
-    """Apply ``gluon.jit``; return the function unchanged where Gluon is missing or another version.
+    """Apply ``gluon.jit``; return the function unchanged where Gluon is missing.
 
     A number in ``do_not_specialize`` is never compiled into the body, not even if it is 1: Triton 3.6 crashes if that
     leaves a branch between two kinds of tiles without an alternative.
@@ -60,7 +66,7 @@ def gluon_jit_of(body: Any) -> Any:
 def runs_hopper(z: Tensor) -> bool:
     """Return True if the bodies for Hopper take this operand: half precision, on such a GPU."""
     half = z.dtype in (torch.bfloat16, torch.float16)
-    return gluon is not None and half and z.is_cuda and _is_hopper(z.device.index)
+    return TESTED and half and z.is_cuda and _is_hopper(z.device.index)
 
 
 @cache
@@ -95,7 +101,7 @@ def pick_hopper(matrix, first, second, third, fourth):
 
 
 @gluon_jit
-def next_slot(slot, phase, SLOTS: gl.constexpr):  # pyright: ignore
+def next_slot(slot, phase, SLOTS: gl.constexpr):
     """Return the slot after this one, and its phase, which changes with every turn of the ring."""
     slot += 1
     if slot == SLOTS:
@@ -105,7 +111,7 @@ def next_slot(slot, phase, SLOTS: gl.constexpr):  # pyright: ignore
 
 
 @gluon_jit
-def make_ring(SLOTS: gl.constexpr, READERS: gl.constexpr):  # pyright: ignore
+def make_ring(SLOTS: gl.constexpr, READERS: gl.constexpr):
     """Return two barriers per slot: one says that it is full, one that all readers are done with it."""
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())

@@ -11,6 +11,10 @@ Triton body takes 0.69 and 0.78 ms, a plain product over all samples by cuBLAS 0
 Letters as in ``weighted``.
 """
 
+# Bodies are Gluon, which pyright takes for Python.
+# pyright: reportInvalidTypeForm=false, reportAssignmentType=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import torch

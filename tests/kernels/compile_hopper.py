@@ -62,7 +62,11 @@ def stack_bytes(compiled: Any) -> int:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        command = [
+            triton.knobs.nvidia.cuobjdump.path,  # pyright: ignore
+            "-res-usage",
+            file.name,
+        ]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return sum(map(int, re.findall(r"STACK:(\d+)", usage)))
 

@@ -13,7 +13,7 @@ from fdp_kernels import ghost_hopper, weighted_hopper
 from fdp_kernels.direct import direct, direct_reference
 from fdp_kernels.ghost import TILES as GHOST_TILES
 from fdp_kernels.ghost import launch_ghost
-from fdp_kernels.hopper import gluon, runs_hopper
+from fdp_kernels.hopper import TESTED, runs_hopper
 from fdp_kernels.weighted import TILES as WEIGHTED_TILES
 from fdp_kernels.weighted import launch_foreach_weighted_parts, weighted_reference
 
@@ -24,7 +24,7 @@ needs_hopper = pytest.mark.skipif(
 )
 
 
-@pytest.mark.skipif(gluon is None, reason="no version of Gluon that these bodies were tested with")
+@pytest.mark.skipif(not TESTED, reason="no version of Gluon that these bodies were tested with")
 @pytest.mark.parametrize("body", ["weighted", "ghost"])
 def test_bodies_compile_for_hopper(body: str) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_ALWAYS_COMPILE": "1"}
@@ -40,7 +40,7 @@ def test_bodies_compile_for_hopper(body: str) -> None:
         assert spilled == 0
 
 
-@pytest.mark.skipif(gluon is None, reason="no version of Gluon that these bodies were tested with")
+@pytest.mark.skipif(not TESTED, reason="no version of Gluon that these bodies were tested with")
 def test_numbers_that_may_be_one_are_not_compiled_into_a_body() -> None:
     """One tile per sample, up to 128 tokens, made the compiler crash: ``pairs`` was the constant 1."""
     for body in (ghost_hopper._ghost_hopper_body, weighted_hopper._weighted_hopper_body):
