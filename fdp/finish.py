@@ -36,7 +36,7 @@ from fdp.types import ClippedSum, Flat, Key, Path, ShardWindow, TrainState, Tree
 ELEMENTS_TOGETHER = 1 << 20
 """Leaves on a CPU are noised together up to this many elements (8 MiB in float64), larger ones on their own."""
 ELEMENTS_AT_A_TIME = 1 << 24
-"""Elements of an offloaded leaf that a GPU noises at a time: 128 MiB in float64."""
+"""Elements of an offloaded leaf, if it is not a shard, that a GPU noises at a time: 128 MiB in float64."""
 
 
 class Finish(NamedTuple):
@@ -114,9 +114,9 @@ def _noised_on(
 
     if windows is not None or leaf.numel() <= ELEMENTS_AT_A_TIME or torch.compiler.is_compiling():
         return noised(leaf, None if windows is None else windows[path])
-    noisy = torch.empty(leaf.numel(), dtype=torch.float64)
+    flat, noisy = leaf.flatten(), torch.empty(leaf.numel(), dtype=torch.float64)
     for start in range(0, leaf.numel(), ELEMENTS_AT_A_TIME):
-        part = leaf.flatten()[start : start + ELEMENTS_AT_A_TIME]
+        part = flat[start : start + ELEMENTS_AT_A_TIME]
         noisy[start : start + len(part)] = noised(part, ShardWindow((leaf.numel(),), ((start, len(part)),)))
     return noisy.view(leaf.shape)
 

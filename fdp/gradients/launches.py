@@ -1,8 +1,8 @@
 """Functions of several records that share kernel launches.
 
 Pairs that agree in samples, tokens and dtype go through a kernel in one launch, all others one by one: a block's
-matrices are often too small to fill a GPU each. The result of a record is the same, bit for bit, whichever records
-share its launch.
+matrices are often too small to fill a GPU each. Gradients and sums are the same, bit for bit, whichever records share a
+launch. Norms by Gram matrices are upper bounds that may differ by a few parts in ten thousand.
 
     >>> gradients = store_gradients(records)                      # rules.store_gradient of each
     >>> squares = symmetric_squared_norms(records)               # rules.symmetric_squared_norm of each
@@ -32,6 +32,7 @@ from fdp.gradients.rules import (
     has_kernels,
     kernel_factors,
     kernel_stores_faster,
+    split_samples,
     store_gradient,
     symmetric_squared_norm,
     weighted_gradient,
@@ -77,7 +78,14 @@ def weighted_parts(
     def can_share(pair: Pair) -> bool:
         return _single_group(pair) and _count_parts(len(pair.right)) is not None
 
-    return _foreach(records, can_share, sum_many, lambda i: weighted_gradient(records[i], factors[i]).unsqueeze(0))
+    return _foreach(records, can_share, sum_many, lambda i: _sum_in_parts(records[i], factors[i]))
+
+
+def _sum_in_parts(record: Record, factors: Tensor) -> Tensor:
+    if not has_kernels(record) or len(record.right) <= SAMPLES_PER_FLOAT32_SUM:
+        return weighted_gradient(record, factors).unsqueeze(0)
+    parts = zip(split_samples(record), factors.split(SAMPLES_PER_FLOAT32_SUM))
+    return torch.stack([weighted_gradient(part, of) for part, of in parts])
 
 
 def _kernel_factors(factors: Sequence[Tensor]) -> list[Tensor]:

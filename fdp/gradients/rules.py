@@ -66,6 +66,7 @@ __all__ = [
     "kernel_stores_faster",
     "per_sample_gradient",
     "rows",
+    "split_samples",
     "squared_norm",
     "store_gradient",
     "stored_squared_norm",
@@ -193,13 +194,21 @@ def kernel_factors(factors: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
 
 def _weighted_gradient_half(record: Pair, factors: Tensor) -> Tensor:
     left, right, shape = record
-    if isinstance(left, OneHot):  # summed in float64, rounded once
-        return embedding_sum(left.ids, right.squeeze(1), factors, shape[0]).reshape(shape)
     if len(right) > SAMPLES_PER_FLOAT32_SUM:  # in float32 a sum of many samples is rounded to its own size
-        parts = zip(*(side.split(SAMPLES_PER_FLOAT32_SUM) for side in (left, right, factors)))
-        return sum(_weighted_gradient_half(Pair(g, x, shape), c).double() for g, x, c in parts)  # type: ignore[return-value]
+        parts = zip(split_samples(record), factors.split(SAMPLES_PER_FLOAT32_SUM))
+        return sum(_weighted_gradient_half(part, c).double() for part, c in parts)  # type: ignore[return-value]
+    if isinstance(left, OneHot):
+        return embedding_sum(left.ids, right.squeeze(1), factors, shape[0]).reshape(shape)
     groups = [weighted(g, x, kernel_factors(factors)) for g, x in zip(left.unbind(1), right.unbind(1))]
     return (groups[0] if len(groups) == 1 else torch.cat(groups)).reshape(shape)
+
+
+def split_samples(record: Pair) -> list[Pair]:
+    """Return the pairs of at most ``SAMPLES_PER_FLOAT32_SUM`` samples each."""
+    left, right, shape = record
+    ids = left.ids if isinstance(left, OneHot) else left
+    lefts = [OneHot(part) if isinstance(left, OneHot) else part for part in ids.split(SAMPLES_PER_FLOAT32_SUM)]
+    return [Pair(one, other, shape) for one, other in zip(lefts, right.split(SAMPLES_PER_FLOAT32_SUM))]
 
 
 def check_rule(rule: Rule, x: Tensor, weight: Tensor, *, tolerance: float = 1e-4, **options: Any) -> None:

@@ -189,7 +189,7 @@ def _ghost_hopper_body(
 
 
 def pays_off(g_BTP: Tensor) -> bool:
-    """Return True if this is faster than the body of ``ghost``; who shares a launch does not matter."""
+    """Return True if this is faster than the body of ``ghost``; a launch takes this body if it is for all its pairs."""
     batch, tokens, features = g_BTP.shape
     rows = cdiv(tokens, TILE.rows)
     return features <= MOST_FEATURES and batch * rows * (rows + 1) // 2 >= MIN_TILES

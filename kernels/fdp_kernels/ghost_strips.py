@@ -26,9 +26,13 @@ def row_and_column(pair):
 
 @jit
 def _row_scale(z_RC):
-    """Return for each row the power of two, from 2^-126 to 2^126, that is at most its largest size: about that size."""
+    """Return for each row a power of two from 2^-126 to 2^126, at most its largest size and about it; and 1 over that.
+
+    Both are made from the exponent, so they are exact.
+    """
     largest = tl.max(tl.abs(z_RC), 1).to(tl.int32, bitcast=True)
-    return tl.minimum(tl.maximum(largest & 0x7F800000, 0x00800000), 0x7E800000).to(tl.float32, bitcast=True)
+    bits = tl.minimum(tl.maximum(largest & 0x7F800000, 0x00800000), 0x7E800000)
+    return bits.to(tl.float32, bitcast=True), (0x7F000000 - bits).to(tl.float32, bitcast=True)
 
 
 @jit
@@ -39,9 +43,10 @@ def _row_sums(A_RC, X_RC, C: tl.constexpr):
     product is too large for float32, and those that are too small are each below 2^-126 of the product of both scales:
     that is added for all of them.
     """
-    scale_A, scale_X = _row_scale(A_RC), _row_scale(X_RC)
-    A_RC = A_RC * (1.0 / scale_A)[:, None]
-    X_RC = X_RC * (1.0 / scale_X)[:, None]
+    scale_A, down_A = _row_scale(A_RC)
+    scale_X, down_X = _row_scale(X_RC)
+    A_RC = A_RC * down_A[:, None]
+    X_RC = X_RC * down_X[:, None]
     lost = C * 2.0**-126
     products = (tl.sum(A_RC * X_RC, 1).to(tl.float64) + lost) * (scale_A.to(tl.float64) * scale_X.to(tl.float64))
     A_R = tl.sqrt(tl.sum(A_RC * A_RC, 1) * (1 + 2.0**-15) + lost) * (1 + 2.0**-20) * scale_A

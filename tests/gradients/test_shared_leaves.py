@@ -58,6 +58,19 @@ def test_norm_and_sum_are_those_of_all_uses_together(name: str) -> None:
 
 
 @pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("name", USES)
+def test_many_samples_are_summed_in_parts(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    for module in (fdp.gradients.rules, fdp.gradients.launches):
+        monkeypatch.setattr(module, "SAMPLES_PER_FLOAT32_SUM", 2)
+    parts = weighted_parts_of_shared(USES[name], FACTORS)
+    merged = merge_uses(USES[name])
+    assert merged is not None
+    assert len(parts) >= 2 * len(merged.pairs)  # three samples, at most two at a time
+    expected = weighted_gradient_of_uses(USES[name], FACTORS)
+    torch.testing.assert_close(add_parts(parts), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("_kernels")
 def test_a_missing_cross_term_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = [squared_norm_by_kernels([record]) for record in USES["tied"]]
     apart = torch.stack([part for part in parts if part is not None]).sum(0)

@@ -12,7 +12,7 @@ import torch
 from fdp_kernels import ghost_hopper, weighted_hopper
 from fdp_kernels.direct import direct, direct_reference
 from fdp_kernels.ghost import TILES as GHOST_TILES
-from fdp_kernels.ghost import launch_ghost
+from fdp_kernels.ghost import launch_foreach_ghost, launch_ghost
 from fdp_kernels.hopper import TESTED, runs_hopper
 from fdp_kernels.weighted import TILES as WEIGHTED_TILES
 from fdp_kernels.weighted import launch_foreach_weighted_parts, weighted_reference
@@ -102,6 +102,18 @@ def test_gpu_ghost_on_hopper_is_never_below_the_norm_and_near_that_of_triton(sha
     alone = launch_ghost(worse, x)
     assert alone[1].isnan()
     assert torch.equal(alone[2:], found[2:])
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("tokens", [1, 127, 129, 257])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gpu_ghost_of_several_matrices_on_hopper_is_that_of_each(tokens: int, dtype: torch.dtype) -> None:
+    pairs = [random_pair((60, tokens, p, d), "cuda", dtype) for p, d in ((768, 96), (8, 1032), (1280, 1))]
+    together = launch_foreach_ghost([g for g, _ in pairs], [x for _, x in pairs])
+    for square, (g, x) in zip(together, pairs):
+        assert torch.equal(square, launch_ghost(g, x))
+        assert bool((square >= direct_reference(g, x)).all())
 
 
 @pytest.mark.gpu

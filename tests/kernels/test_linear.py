@@ -160,6 +160,27 @@ def test_ghost_of_tokens_that_cancel_exactly_still_covers_the_rounding() -> None
     assert bool((found.sqrt() >= 40 * 2**-24 * sizes(g, x)).all())
 
 
+@pytest.mark.parametrize("scale", [30.0, 1000.0, 30000.0])
+def test_ghost_hardly_overstates_tokens_with_a_large_input_and_a_small_gradient(scale: float) -> None:
+    """A first token to which all others attend has such inputs; its own gradient is small."""
+    g, x = random_pair((1, 130, 300, 300))
+    x[:, 0] *= scale
+    g[:, 0] /= scale
+    found, expected = launch_ghost(g, x, tile=GHOST[0]), direct_reference(g, x)
+    assert bool((found >= expected).all())
+    assert relative(found.sqrt(), expected.sqrt()) < 0.01
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_ghost_is_infinite_where_the_sum_exceeds_float32() -> None:
+    g = torch.zeros(2, 2, 4)
+    g[0, :, 1] = 1.5e19
+    assert launch_direct(g, g)[0].isinf()
+    found = launch_ghost(g, g)
+    assert found[0].isinf()
+    assert found[1] < 1e-30
+
+
 def test_ghost_adds_every_term_of_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     unit = 2.0**-9  # so large that every term shows
     monkeypatch.setattr("fdp_kernels.ghost.UNIT", unit)
@@ -176,8 +197,9 @@ def test_ghost_adds_every_term_of_its_bound(monkeypatch: pytest.MonkeyPatch) -> 
         for R, S in ((R, S) for R in blocks for S in blocks if R.start >= S.start):  # below the diagonal, twice
             for squares, Z, count in ((a, X, steps[0]), (b, A, steps[1])):
                 below = Z.tril(-1)[:, R, S].abs()
-                left = (squares[:, R].sqrt() * below.norm(dim=2)).sum(1)
-                square += 2 * unit * count * left * squares[:, S].sum(1).sqrt()
+                by_rows = squares[:, R].sqrt() * below.norm(dim=2) * squares[:, S].sum(1, keepdim=True).sqrt()
+                by_tokens = (a * b)[:, R].sqrt() * (a * b)[:, S].sqrt().sum(1, keepdim=True)
+                square += 2 * unit * count * torch.minimum(by_rows, by_tokens).sum(1)
         square += unit**2 * steps[0] * steps[1] * size.square()
         expected = (square.sqrt() + steps[2] * unit * size).square()
         found = launch_ghost(g, x, tile=tile)
