@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from fdp_kernels.op import triton
-from fdp_kernels.tile_gemm import descriptor_strides
+from fdp_kernels.tile_gemm import descriptor_strides, pick, tile_position
 
 try:
     from triton.experimental import gluon
@@ -86,18 +86,7 @@ def ring_descriptor(z_BTK: Tensor, block: Sequence[int]) -> Any:
     return TensorDescriptor(z_BTK, list(z_BTK.shape), descriptor_strides(z_BTK), list(block), ring_layout())
 
 
-@gluon_jit
-def pick_hopper(matrix, first, second, third, fourth):
-    """As ``tile_gemm.pick``."""
-    if matrix == 0:
-        picked = first
-    elif matrix == 1:
-        picked = second
-    elif matrix == 2:
-        picked = third
-    else:
-        picked = fourth
-    return picked
+pick_hopper, tile_position_hopper = gluon_jit_of(pick), gluon_jit_of(tile_position)
 
 
 @gluon_jit

@@ -30,6 +30,7 @@ from fdp_kernels.hopper import (
     next_slot,
     pick_hopper,
     ring_descriptor,
+    tile_position_hopper,
 )
 from fdp_kernels.tile_gemm import Tile, align_rows, pad_to_four, tiles_per_sample, widths_and_ends
 
@@ -109,12 +110,7 @@ def _weighted_hopper_body(
     out_ptr = pick_hopper(matrix, out_ptr0, out_ptr1, out_ptr2, out_ptr3)
     own, rows, columns = index - pick_hopper(matrix, 0, end0, end1, end2), gl.cdiv(p, BLOCK_P), gl.cdiv(d, BLOCK_D)
     part = own // (rows * columns)
-    # TILES_DOWN rows of tiles at a time, as in tile_gemm.tile_position.
-    within = own % (rows * columns)
-    top = within // (TILES_DOWN * columns) * TILES_DOWN
-    height = gl.minimum(rows - top, TILES_DOWN)
-    within = within % (TILES_DOWN * columns)
-    i, j = top + within % height, within // height
+    i, j = tile_position_hopper(own % (rows * columns), rows, columns, TILES_DOWN)
 
     GROUPS: gl.constexpr = BLOCK_P // 64
     left = gl.allocate_shared_memory(g0.dtype, [GROUPS * SLOTS, 1, BLOCK_T, 64], g0.layout)
