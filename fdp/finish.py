@@ -88,28 +88,23 @@ def noise_adder(mechanism: Mechanism, execution: Execution = LOCAL) -> Callable[
         home, z = CPU if on_cpu else key.device, mechanism.noise_multiplier
         if z == 0:  # asked for explicitly, see checks.gate.check_settings
             return {path: leaf.to(home) for path, leaf in total.value.items()}
-        device = total.sensitivity.device
-        if on_cpu and device != home:
-            return {path: _noised_on(device, total, path, key, z, windows) for path in total.value}
+        if on_cpu and (faster := total.sensitivity.device) != home:
+            key = key.to(faster)
+            return {path: _noised_by(key, total, path, z, windows) for path in total.value}
         value = {path: leaf.to(home) for path, leaf in total.value.items()}
         return add_noise(total._replace(value=value), key=key.to(home), noise_multiplier=z, shard_windows=windows)
 
     return noise
 
 
-def _noised_on(
-    device: torch.device,
-    total: ClippedSum,
-    path: Path,
-    key: Key,
-    noise_multiplier: float,
-    windows: Mapping[Path, ShardWindow] | None,
+def _noised_by(
+    key: Key, total: ClippedSum, path: Path, noise_multiplier: float, windows: Mapping[Path, ShardWindow] | None
 ) -> Tensor:
-    """Return one leaf of ``add_noise`` on the CPU, computed on a device that draws faster, a piece at a time."""
-    leaf, key = total.value[path], key.to(device)
+    """Return one leaf of ``add_noise`` on the CPU, computed where the key is, a piece at a time."""
+    leaf = total.value[path]
 
     def noised(part: Tensor, place: ShardWindow | None) -> Tensor:
-        alone, places = total._replace(value={path: part.to(device)}), None if place is None else {path: place}
+        alone, places = total._replace(value={path: part.to(key.device)}), None if place is None else {path: place}
         return add_noise(alone, key=key, noise_multiplier=noise_multiplier, shard_windows=places)[path].to(CPU)
 
     if windows is not None or leaf.numel() <= ELEMENTS_AT_A_TIME or torch.compiler.is_compiling():

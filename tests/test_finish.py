@@ -7,8 +7,7 @@ import torch
 
 import fdp.finish
 from fdp import keys
-from fdp.finish import _noised_on
-from fdp.parallel.offload import CPU
+from fdp.finish import _noised_by
 from fdp.privacy.noise import add_noise, declare_sensitivity
 from fdp.types import ShardWindow
 
@@ -21,7 +20,7 @@ def test_a_leaf_noised_in_pieces_has_the_noise_of_the_leaf(monkeypatch, elements
     total, key = declare_sensitivity(LEAVES, 0.5), keys.key(3)
     expected = add_noise(total, key=key, noise_multiplier=1.5)
     for path, leaf in expected.items():
-        found = _noised_on(CPU, total, path, key, 1.5, None)
+        found = _noised_by(key, total, path, 1.5, None)
         assert found.dtype == torch.float64
         assert torch.equal(found, leaf)
 
@@ -32,4 +31,4 @@ def test_a_shard_noised_elsewhere_has_its_part_of_the_noise(monkeypatch):
     expected = add_noise(declare_sensitivity(whole, 0.5), key=key, noise_multiplier=1.5)["one"][1:]
     windows = {"one": ShardWindow((3, 7), ((1, 2), (0, 7)))}
     part = declare_sensitivity({"one": LEAVES["one"][1:]}, 0.5)
-    assert torch.equal(_noised_on(CPU, part, "one", key, 1.5, windows), expected)
+    assert torch.equal(_noised_by(key, part, "one", 1.5, windows), expected)
