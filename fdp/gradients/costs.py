@@ -12,8 +12,8 @@ W = 2BTdp flops.
 | SYMMETRIC | B T (T + tile) (p + d)           | B T (p + d), or nothing   | W                        |
 
 In half precision on a GPU, kernels compute the products in that precision. Elsewhere Gram matrices and weighted sums
-are computed in float64, and SYMMETRIC is GRAM. With every option, an embedding's norms and sum move its output
-gradients.
+are computed in float64, and SYMMETRIC is GRAM; DIRECT and sums from pairs then also move B p d in float64, unless
+samples have one token. With every option, an embedding's norms and sum move its output gradients.
 
     >>> choices = candidates(uses, dtype=torch.bfloat16, rates=rates_of(device, torch.bfloat16))
     >>> best = min(choices.values(), key=lambda choice: choice.seconds)
@@ -94,6 +94,8 @@ EXPERTS = ("experts", "einsum")
 """Rules for which a leaf of three dims is one matrix per index of its first dim."""
 SHARED_BY_KERNELS = ("linear", "embedding")
 """Rules of a leaf that is used several times for which kernels know the norm of all uses together."""
+FEW_ELEMENTS = 1 << 24
+"""Per-sample gradients of a leaf, of all samples together, that are stored if that is faster: 64 MiB in float32."""
 TILE_TOKENS = 128
 """Tile size of the symmetric kernel, in tokens: tiles on the diagonal are computed in full."""
 # An H200. Only the proportions matter for a choice; they suit other devices too, and timings correct them.
@@ -176,7 +178,18 @@ def _keep(uses: list[Use], dtype: torch.dtype, rates: Rates) -> Choice:
 
 def _sum_seconds(uses: list[Use], rates: Rates, half: bool) -> float:
     rate = rates.matrix * KERNEL_EFFICIENCY if half else rates.matrix
-    return sum(_gradient_flops(use) for use in uses) / rate
+    return sum(_gradient_flops(use) for use in uses) / rate + (0.0 if half else _forming_seconds(uses, rates))
+
+
+def _forming_seconds(uses: list[Use], rates: Rates) -> float:
+    """Return the cost of per-sample gradients in float64, which sums from pairs form without kernels.
+
+    Large ones count as free, so that they are not stored instead.
+    """
+    batch, tokens, rows, columns = sizes(uses[0])
+    elements = batch * rows * columns
+    formed = len(uses) > 1 or (uses[0].rule != "embedding" and tokens > 1)
+    return 8 * elements / rates.bandwidth if formed and elements <= FEW_ELEMENTS else 0.0
 
 
 def _direct(uses: list[Use], dtype: torch.dtype, rates: Rates, half: bool) -> Choice:

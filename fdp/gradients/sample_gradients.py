@@ -108,8 +108,7 @@ def cross_term(a: Record, b: Record) -> Float[Tensor, " batch"]:
     inputs, output gradients that sum to zero, two opposite uses of a leaf), which float32 is not precise enough for.
     """
     if isinstance(a, Pair) and isinstance(b, Pair):
-        right = a.right.double() @ b.right.double().transpose(-1, -2)
-        return (_left_products(a.left, b.left) * right).sum((1, 2, 3))
+        return (_left_products(a.left, b.left) * _inner_products(a.right, b.right)).sum((1, 2, 3))
     # The sum multiplies pairs in float64; a product in the record's dtype would be a different number.
     G, H = per_sample_gradient(widen_record(a)), per_sample_gradient(widen_record(b))
     return (G * H).reshape(len(G), -1).sum(1)
@@ -266,6 +265,13 @@ def _left_products(a: Tensor | OneHot, b: Tensor | OneHot) -> Tensor:
     if isinstance(b, OneHot):
         index = b.ids[:, None, None, :].expand(-1, a.shape[1], a.shape[2], -1)
         return a.gather(3, index).double()
+    return _inner_products(a, b)
+
+
+def _inner_products(a: Tensor, b: Tensor) -> Float[Tensor, "batch groups tokens tokens2"]:
+    """Return ``a_t . b_s`` for all t, s in float64; of single tokens without a matrix product for every sample."""
+    if a.shape[-2] == b.shape[-2] == 1:
+        return (a.double() * b.double()).sum(-1, keepdim=True)
     return a.double() @ b.double().transpose(-1, -2)
 
 

@@ -145,9 +145,7 @@ def weighted_sum_reference(G_BN: Tensor, factors_B: Tensor, dtype: torch.dtype, 
 def weighted_sum_cpu(G_BN: Tensor, factors_B: Tensor, dtype: torch.dtype, onto_N: Tensor | None = None) -> Tensor:
     """Evaluate :func:`weighted_sum_reference`; rows with factor 0 are left out instead of replaced by zeros."""
     _check_sum(G_BN, factors_B, dtype, onto_N)
-    counts_B = factors_B != 0
-    if not bool(counts_B.all()):
-        G_BN, factors_B = G_BN[counts_B], factors_B[counts_B]
+    G_BN, factors_B = _rows_that_count(G_BN, factors_B)
     few, wide_B = _samples_at_once(G_BN), factors_B.double()
     if few >= len(G_BN):
         total = torch.tensordot(wide_B, G_BN.double(), dims=1)
@@ -156,6 +154,16 @@ def weighted_sum_cpu(G_BN: Tensor, factors_B: Tensor, dtype: torch.dtype, onto_N
     for part, factors in zip(G_BN.split(few), wide_B.split(few)):
         total.view(1, -1).addmm_(factors.unsqueeze(0), part.double().view(len(part), -1))
     return (total if onto_N is None else onto_N + total).to(dtype)
+
+
+def _rows_that_count(G_BN: Tensor, factors_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows whose factor is not 0; without a copy if they follow each other, as before a padded end."""
+    if bool((factors_B != 0).all()):
+        return G_BN, factors_B
+    rows = torch.nonzero(factors_B).flatten()
+    if len(rows) and int(rows[-1]) - int(rows[0]) == len(rows) - 1:
+        rows = slice(int(rows[0]), int(rows[-1]) + 1)
+    return G_BN[rows], factors_B[rows]
 
 
 # ---------------------------------------------------------------- bodies

@@ -65,11 +65,17 @@ def test_without_kernels_products_that_bear_on_privacy_are_in_float64():
     assert seconds(choices) == pytest.approx(
         {
             NormBy.KEEP: 1.536e-4 + 2.4e-4,
-            NormBy.DIRECT: 2 * 1.536e-4 + 1.2e-4,
-            NormBy.GRAM: 1.536e-4 + 2.097152e-3,
-            NormBy.SYMMETRIC: 1.536e-4 + 2.097152e-3,
+            NormBy.DIRECT: 2 * (1.536e-4 + 2.4e-4) + 1.2e-4,  # W; B P D formed in float64
+            NormBy.GRAM: 1.536e-4 + 2.4e-4 + 2.097152e-3,
+            NormBy.SYMMETRIC: 1.536e-4 + 2.4e-4 + 2.097152e-3,
         }
     )
+
+
+def test_without_kernels_the_gradients_of_single_tokens_are_not_formed():
+    single = Use("w#0", "w", "linear", (B, D), (B, P), (P, D))
+    choices = candidates([single], dtype=torch.float32, rates=RATES._replace(kernels=False))
+    assert choices[NormBy.GRAM].seconds == pytest.approx(2 * B * P * D / 1e12 + 2 * B * (P + D) / 1e11)
 
 
 def test_an_embedding_moves_its_output_gradients():

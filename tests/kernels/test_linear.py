@@ -332,6 +332,15 @@ def test_a_weighted_sum_is_added_in_place(dtype: torch.dtype) -> None:
         torch.testing.assert_close(onto, expected, rtol=1e-7, atol=1e-7)
 
 
+@pytest.mark.parametrize("padding", [[], [4, 5], [0], [0, 1, 5], [2], [0, 2, 5], list(range(6))])
+def test_a_cpu_leaves_out_rows_with_factor_zero_wherever_they_are(padding: list[int]) -> None:
+    G, factors = torch.randn(6, 3, 5), factors_of(6)
+    factors[padding] = 0
+    expected = torch.tensordot(factors.double(), G.double(), dims=1)
+    G[padding] = float("nan")
+    torch.testing.assert_close(weighted_sum_cpu(G, factors, torch.float64), expected, rtol=1e-14, atol=1e-14)
+
+
 def test_a_weighted_sum_is_added_to_another_and_rounded_once() -> None:
     G, factors = torch.randn(3, 2000, generator=torch.Generator().manual_seed(0)), factors_of(3)
     G[1], factors[1] = torch.nan, 0.0
