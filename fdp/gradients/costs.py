@@ -12,8 +12,8 @@ W = 2BTdp flops.
 | SYMMETRIC | B T (T + tile) (p + d)           | B T (p + d), or nothing   | W                        |
 
 In half precision on a GPU, kernels compute the products in that precision. Elsewhere Gram matrices and weighted sums
-are computed in float64, and SYMMETRIC is GRAM; DIRECT and sums from pairs then also move B p d in float64, unless
-samples have one token. With every option, an embedding's norms and sum move its output gradients.
+are computed in float64, and SYMMETRIC is GRAM; on a CPU, DIRECT and sums from pairs then also move B p d in float64,
+unless samples have one token. With every option, an embedding's norms and sum move its output gradients.
 
     >>> choices = candidates(uses, dtype=torch.bfloat16, rates=rates_of(device, torch.bfloat16))
     >>> best = min(choices.values(), key=lambda choice: choice.seconds)
@@ -81,13 +81,15 @@ class Choice(NamedTuple):
 class Rates(NamedTuple):
     """Speed of a device: flops per second of products in the compute dtype and in float64, bytes per second.
 
-    ``kernels`` is True if the device runs our kernels in this dtype.
+    ``kernels`` is True if the device runs our kernels in this dtype. ``stored`` is how many elements of a leaf's
+    per-sample gradients, of all samples together, may be stored because forming them in float64 takes time.
     """
 
     matrix: float
     wide: float
     bandwidth: float
     kernels: bool = False
+    stored: int = 0
 
 
 EXPERTS = ("experts", "einsum")
@@ -95,7 +97,7 @@ EXPERTS = ("experts", "einsum")
 SHARED_BY_KERNELS = ("linear", "embedding")
 """Rules of a leaf that is used several times for which kernels know the norm of all uses together."""
 FEW_ELEMENTS = 1 << 24
-"""Per-sample gradients of a leaf, of all samples together, that are stored if that is faster: 64 MiB in float32."""
+"""``Rates.stored`` of a CPU: 64 MiB in float32."""
 TILE_TOKENS = 128
 """Tile size of the symmetric kernel, in tokens: tiles on the diagonal are computed in full."""
 # An H200. Only the proportions matter for a choice; they suit other devices too, and timings correct them.
@@ -110,7 +112,8 @@ def rates_of(device: torch.device, dtype: torch.dtype) -> Rates:
     if device.type == "cuda":
         return CUDA_HALF if dtype in HALF else CUDA_WIDE
     matrix = 5e10
-    return Rates(matrix, matrix if dtype == torch.float64 else matrix / 2, matrix * dtype.itemsize / 32)
+    wide = matrix if dtype == torch.float64 else matrix / 2
+    return Rates(matrix, wide, matrix * dtype.itemsize / 32, stored=FEW_ELEMENTS)
 
 
 def candidates(uses: list[Use], *, dtype: torch.dtype, rates: Rates) -> dict[NormBy, Choice]:
@@ -184,12 +187,12 @@ def _sum_seconds(uses: list[Use], rates: Rates, half: bool) -> float:
 def _forming_seconds(uses: list[Use], rates: Rates) -> float:
     """Return the cost of per-sample gradients in float64, which sums from pairs form without kernels.
 
-    Large ones count as free, so that they are not stored instead.
+    More than ``rates.stored`` count as free, so that they are not stored instead.
     """
     batch, tokens, rows, columns = sizes(uses[0])
     elements = batch * rows * columns
     formed = len(uses) > 1 or (uses[0].rule != "embedding" and tokens > 1)
-    return 8 * elements / rates.bandwidth if formed and elements <= FEW_ELEMENTS else 0.0
+    return 8 * elements / rates.bandwidth if formed and elements <= rates.stored else 0.0
 
 
 def _direct(uses: list[Use], dtype: torch.dtype, rates: Rates, half: bool) -> Choice:

@@ -61,7 +61,7 @@ def test_a_linear_layer_in_half_precision_on_a_gpu():
 
 
 def test_without_kernels_products_that_bear_on_privacy_are_in_float64():
-    choices = candidates([LINEAR], dtype=torch.float32, rates=RATES._replace(kernels=False))
+    choices = candidates([LINEAR], dtype=torch.float32, rates=RATES._replace(kernels=False, stored=B * P * D))
     assert seconds(choices) == pytest.approx(
         {
             NormBy.KEEP: 1.536e-4 + 2.4e-4,
@@ -74,7 +74,7 @@ def test_without_kernels_products_that_bear_on_privacy_are_in_float64():
 
 def test_without_kernels_the_gradients_of_single_tokens_are_not_formed():
     single = Use("w#0", "w", "linear", (B, D), (B, P), (P, D))
-    choices = candidates([single], dtype=torch.float32, rates=RATES._replace(kernels=False))
+    choices = candidates([single], dtype=torch.float32, rates=RATES._replace(kernels=False, stored=B * P * D))
     assert choices[NormBy.GRAM].seconds == pytest.approx(2 * B * P * D / 1e12 + 2 * B * (P + D) / 1e11)
 
 
