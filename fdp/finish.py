@@ -14,7 +14,7 @@ There are two implementations of one signature: :func:`plain_finish`, leaf by le
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from fdp.model import Model
 from fdp.optimizers import LOCAL as LOCAL_REDUCTIONS
 from fdp.optimizers import Optimizer, apply_updates
 from fdp.parallel.gather_reduce import sum_over_samples
-from fdp.parallel.offload import CPU
+from fdp.parallel.offload import CPU, like_on_cpu, to_cpu
 from fdp.parallel.sharded_norms import sharded_reductions
 from fdp.parallel.sharding import shard_windows
 from fdp.privacy.mechanism import Mechanism
@@ -37,6 +37,10 @@ ELEMENTS_TOGETHER = 1 << 20
 """Leaves on a CPU are noised together up to this many elements (8 MiB in float64), larger ones on their own."""
 ELEMENTS_AT_A_TIME = 1 << 24
 """Elements of an offloaded leaf, if it is not a shard, that a GPU noises at a time: 128 MiB in float64."""
+
+
+Then: TypeAlias = Callable[[Path, Tensor], Tensor]
+NoiseAdder: TypeAlias = Callable[..., Flat]
 
 
 class Finish(NamedTuple):
@@ -79,56 +83,73 @@ def plain_finish(model: Model, optimizer: Optimizer, mechanism: Mechanism, execu
     return Finish(run, noise_added)
 
 
-def noise_adder(mechanism: Mechanism, execution: Execution = LOCAL) -> Callable[[ClippedSum, Key], Flat]:
-    """Return ``noise(total, key)``: the noised sum, where the optimizer's state is stored."""
+def noise_adder(mechanism: Mechanism, execution: Execution = LOCAL) -> NoiseAdder:
+    """Return ``noise(total, key, then)``: ``then(path, leaf)`` of every noised leaf, where the optimizer's state is.
+
+    ``then`` runs where the noise is drawn; the default leaves the noised sum as it is.
+    """
     windows = None if execution.sharding is None else shard_windows(execution.sharding)
     on_cpu = execution.memory.offload.optimizer
 
-    def noise(total: ClippedSum, key: Key) -> Flat:
+    def noise(total: ClippedSum, key: Key, then: Then = _as_it_is) -> Flat:
         home, z = CPU if on_cpu else key.device, mechanism.noise_multiplier
         if z == 0:  # asked for explicitly, see checks.gate.check_settings
-            return {path: leaf.to(home) for path, leaf in total.value.items()}
+            return {path: then(path, leaf.to(home)) for path, leaf in total.value.items()}
         if on_cpu and (faster := total.sensitivity.device) != home:
             key = key.to(faster)
-            return {path: _noised_by(key, total, path, z, windows) for path in total.value}
+            return {path: _noised_by(key, total, path, z, windows, then) for path in total.value}
         value = {path: leaf.to(home) for path, leaf in total.value.items()}
-        return add_noise(total._replace(value=value), key=key.to(home), noise_multiplier=z, shard_windows=windows)
+        noisy = add_noise(total._replace(value=value), key=key.to(home), noise_multiplier=z, shard_windows=windows)
+        return {path: then(path, leaf) for path, leaf in noisy.items()}
 
     return noise
 
 
+def _as_it_is(path: Path, leaf: Tensor) -> Tensor:
+    return leaf
+
+
 def _noised_by(
-    key: Key, total: ClippedSum, path: Path, noise_multiplier: float, windows: Mapping[Path, ShardWindow] | None
+    key: Key,
+    total: ClippedSum,
+    path: Path,
+    noise_multiplier: float,
+    windows: Mapping[Path, ShardWindow] | None,
+    then: Then = _as_it_is,
 ) -> Tensor:
-    """Return one leaf of ``add_noise`` on the CPU, computed where the key is, a piece at a time."""
+    """Return ``then`` of one leaf of ``add_noise`` on the CPU, computed where the key is, a piece at a time."""
     leaf = total.value[path]
 
     def noised(part: Tensor, place: ShardWindow | None) -> Tensor:
-        alone, places = total._replace(value={path: part.to(key.device)}), None if place is None else {path: place}
-        return add_noise(alone, key=key, noise_multiplier=noise_multiplier, shard_windows=places)[path].to(CPU)
+        there = part.to(key.device, non_blocking=True)
+        alone, places = total._replace(value={path: there}), None if place is None else {path: place}
+        return then(path, add_noise(alone, key=key, noise_multiplier=noise_multiplier, shard_windows=places)[path])
 
     if windows is not None or leaf.numel() <= ELEMENTS_AT_A_TIME or torch.compiler.is_compiling():
-        return noised(leaf, None if windows is None else windows[path])
-    flat, noisy = leaf.flatten(), torch.empty(leaf.numel(), dtype=torch.float64)
-    for start in range(0, leaf.numel(), ELEMENTS_AT_A_TIME):
-        part = flat[start : start + ELEMENTS_AT_A_TIME]
-        noisy[start : start + len(part)] = noised(part, ShardWindow((leaf.numel(),), ((start, len(part)),)))
-    return noisy.view(leaf.shape)
+        return to_cpu(noised(leaf, None if windows is None else windows[path]))
+    noisy: Tensor | None = None
+    for start, piece in zip(range(0, leaf.numel(), ELEMENTS_AT_A_TIME), leaf.flatten().split(ELEMENTS_AT_A_TIME)):
+        part = noised(piece, ShardWindow((leaf.numel(),), ((start, len(piece)),)))
+        noisy = like_on_cpu(part, leaf.shape) if noisy is None else noisy
+        noisy.view(-1)[start : start + len(part)] = part
+    assert noisy is not None
+    return noisy
 
 
-def noisy_mean(
-    noise: Callable[[ClippedSum, Key], Flat], mechanism: Mechanism, total: ClippedSum, key: Key, params: Tree
-) -> Flat:
+def noisy_mean(noise: NoiseAdder, mechanism: Mechanism, total: ClippedSum, key: Key, params: Tree) -> Flat:
     """Return the noised sum over the expected batch size, leaf by leaf, in float32 at least. Uses up ``total``."""
     flat, mean = tree.flatten(params), {}
+
+    def mean_of(path: Path, noisy: Tensor) -> Tensor:
+        (leaf,) = expected_mean({path: noisy}, mechanism.sampling).values()
+        return leaf.to(torch.promote_types(flat[path].dtype, torch.float32))
+
     for paths in _group_small_leaves(total.value):
         values = {path: take(total.value, path) for path in paths}
         for path, value in values.items():
             values[path] = value.evaluate() if isinstance(value, LazySum) else value
-        noisy = noise(total._replace(value=values), key)
+        mean |= noise(total._replace(value=values), key, mean_of)
         del value, values
-        for path, leaf in expected_mean(noisy, mechanism.sampling).items():
-            mean[path] = leaf.to(torch.promote_types(flat[path].dtype, torch.float32))
     return mean
 
 

@@ -25,6 +25,16 @@ def test_a_leaf_noised_in_pieces_has_the_noise_of_the_leaf(monkeypatch, elements
         assert torch.equal(found, leaf)
 
 
+@pytest.mark.parametrize("elements", [5, 1000])
+def test_what_follows_the_noise_is_computed_with_it_piece_by_piece(monkeypatch, elements):
+    monkeypatch.setattr(fdp.finish, "ELEMENTS_AT_A_TIME", elements)
+    total, key = declare_sensitivity(LEAVES, 0.5), keys.key(3)
+    expected = add_noise(total, key=key, noise_multiplier=1.5)["one"]
+    found = _noised_by(key, total, "one", 1.5, None, lambda path, leaf: (leaf / 4).float())
+    assert found.dtype == torch.float32
+    assert torch.equal(found, (expected / 4).float())
+
+
 def test_a_shard_noised_elsewhere_has_its_part_of_the_noise(monkeypatch):
     monkeypatch.setattr(fdp.finish, "ELEMENTS_AT_A_TIME", 4)
     whole, key = {"one": LEAVES["one"]}, keys.key(4)

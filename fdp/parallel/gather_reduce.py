@@ -24,6 +24,7 @@ from torch import Tensor
 from fdp import tree
 from fdp.model import Model
 from fdp.parallel import collectives
+from fdp.parallel.offload import CPU, to_cpu
 from fdp.parallel.sharding import Data, Sharding
 from fdp.types import Axis, Flat, Norms, Path, Tree
 
@@ -226,7 +227,9 @@ def _local_rows(full: Tensor, path: Path, sharding: Sharding) -> Tensor:
 
 
 def _move(flat: Flat, device: torch.device | None) -> Flat:
-    return flat if device is None else {path: leaf.to(device) for path, leaf in flat.items()}
+    if device is None:
+        return flat
+    return {path: to_cpu(leaf) if device == CPU else leaf.to(device) for path, leaf in flat.items()}
 
 
 def _pad_flat(x: Tensor, size: int) -> Tensor:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from fdp import tree
@@ -46,6 +47,23 @@ def place_state(state: TrainState, offload: Offload, device: torch.device) -> Tr
 
     params, opt = there(state.params, on_cpu=offload.params), there(state.opt, on_cpu=offload.optimizer)
     return state._replace(params=params, opt=opt)
+
+
+def to_cpu(leaf: Tensor) -> Tensor:
+    """Return the tensor in CPU memory; one that comes from a GPU arrives in pinned memory (:func:`like_on_cpu`)."""
+    if leaf.device.type != "cuda" or torch.compiler.is_compiling():
+        return leaf.to(CPU)
+    return like_on_cpu(leaf, leaf.shape).copy_(leaf)
+
+
+def like_on_cpu(leaf: Tensor, shape: torch.Size) -> Tensor:
+    """Return CPU memory for a copy of a leaf of this dtype and device; pinned if it is on a GPU.
+
+    Torch keeps pinned memory that is freed for the next request. New pages for a copy of 300 MB take 196 ms beside an
+    H200, a copy to pinned memory takes 5.5 ms.
+    """
+    pinned = leaf.device.type == "cuda" and not isinstance(leaf, FakeTensor)  # fake ones estimate memory without a GPU
+    return torch.empty(shape, dtype=leaf.dtype, pin_memory=pinned)
 
 
 def _pin(leaf: Tensor, device: torch.device) -> Tensor:
