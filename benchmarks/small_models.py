@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fdp import keys, models, ops
 from fdp.checks.first_call import Checks
 from fdp.data.datasets import digits
-from fdp.gradients.plan import make_plan
+from fdp.gradients.plan import add_smaller_sizes, make_plan
 from fdp.model import Model, from_loss
 from fdp.optimizers import sgd
 from fdp.privacy.clipping import flat
@@ -37,7 +37,9 @@ from fdp.privacy.sampling import poisson, sample_batch
 from fdp.step import init_state, make_train_step
 from fdp.types import Tree
 
-BATCH_SIZE, MICROBATCH_SIZE, NOISE = 512, 576, 2.0
+BATCH_SIZE, NOISE = 512, 2.0
+MICROBATCH_SIZES = {"cnn": (576, 544, 512, 480, 32), "logistic": (576,)}
+"""As in ``examples``: a draw is padded to the next size. A linear layer's samples cost less than the choice."""
 RATES = {"cnn": (0.7, 0.9, 0.3), "logistic": (2.0, 0.0, 1.0)}
 """Learning rate, momentum and clipping norm, as in ``examples``."""
 STEPS, BLOCKS = 20, 9
@@ -65,12 +67,14 @@ def fdp_steps(name: str) -> Iterator[None]:
         model, params = logistic()
     sampling = poisson(len(train), expected_batch_size=BATCH_SIZE)
     mechanism, optimizer = Mechanism(sampling, flat(max_norm=norm), NOISE), sgd(rate, momentum=momentum)
-    plan = make_plan(model, params, train.fetch(torch.arange(MICROBATCH_SIZE).numpy()))
+    sizes = MICROBATCH_SIZES[name]
+    samples = train.fetch(torch.arange(sizes[0]).numpy())
+    plan = add_smaller_sizes(make_plan(model, params, samples), model, params, samples, sizes=sizes[1:])
     step = make_train_step(model, optimizer, mechanism=mechanism, plan=plan, checks=Checks.SKIPPED)  # timed
     state, key = init_state(model, params, optimizer, mechanism), keys.key(1)
     number = 0
     while True:
-        batch = sample_batch(train, sampling, key, step=number, microbatch_size=MICROBATCH_SIZE)
+        batch = sample_batch(train, sampling, key, step=number, microbatch_size=sizes)
         state, _ = step(state, batch, key)
         number += 1
         yield

@@ -16,7 +16,7 @@ import torch
 
 from fdp import keys, models
 from fdp.data.datasets import digits
-from fdp.gradients.plan import make_plan
+from fdp.gradients.plan import add_smaller_sizes, make_plan
 from fdp.optimizers import sgd
 from fdp.privacy.accounting import noise_multiplier_for
 from fdp.privacy.clipping import flat
@@ -29,7 +29,8 @@ from fdp.step import init_state, make_train_step
 # is not covered by epsilon. For a release, tune on public data, or account for the search.
 DELTA = 1e-5
 BATCH_SIZE = 512  # expected, of 1437 images: with little data, large batches make the most of a budget
-MICROBATCH_SIZE = 576  # samples computed at once, enough for nearly every draw; changes only memory and speed
+# Samples computed at once; a draw is padded to the next of these. They change only memory and speed.
+MICROBATCH_SIZES = (576, 544, 512, 480, 32)
 MAX_NORM = 0.3
 LEARNING_RATE, MOMENTUM = 0.7, 0.9
 
@@ -51,11 +52,13 @@ for target in (3.0, 8.0):
     # A fixed seed makes the numbers repeatable. To release a model, use keys.key(): 256 random bits.
     key = keys.key(arguments.seed)
     params = model.init(keys.fold_in(key, "init"))
-    plan = make_plan(model, params, train.fetch(torch.arange(MICROBATCH_SIZE).numpy()))
+    samples = train.fetch(torch.arange(MICROBATCH_SIZES[0]).numpy())
+    plan = make_plan(model, params, samples)
+    plan = add_smaller_sizes(plan, model, params, samples, sizes=MICROBATCH_SIZES[1:])
     train_step = make_train_step(model, optimizer, mechanism=mechanism, plan=plan)
     state = init_state(model, params, optimizer, mechanism)
     for step in range(steps):
-        batch = sample_batch(train, sampling, key, step=step, microbatch_size=MICROBATCH_SIZE)
+        batch = sample_batch(train, sampling, key, step=step, microbatch_size=MICROBATCH_SIZES)
         state, _ = train_step(state, batch, key)  # metrics are not covered by epsilon: not printed, not kept
 
     scores = models.logits(model, state.params, {"image": test.image})
