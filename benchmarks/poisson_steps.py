@@ -6,7 +6,7 @@
     ratio = (time of Poisson steps / their samples) / (time of a step of exactly n samples / n)
 
 GPT-2 (124M), head tied, 512 tokens; bfloat16, AdamW, blocks compiled, steps recorded. Both kinds of step go through the
-same step function, with microbatches as ``fdp train`` chooses them: at 64 of up to 72 samples, at 1024 of 64, 32, 16
+same step function, with microbatches as ``fdp train`` chooses them: at 64 of up to 80 samples, at 1024 of 64, 32, 16
 and 8. Blocks of both kinds of step take turns, so that a GPU that slows down as it warms up slows down both.
 
 | expected batch n | target |

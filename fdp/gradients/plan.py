@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
@@ -211,15 +211,22 @@ def trace_model(
 ) -> tuple[list[Tape | None], Tree]:
     """Return every block's tape of the leaves ``watched``, and the input of the last block; nothing is computed.
 
-    A tape is None if its block has no watched leaf and its inner shapes depend on the data.
+    Blocks with the same function and the same shapes are traced once. A tape is None if its block has no watched leaf
+    and its inner shapes depend on the data.
     """
     meta = {path: leaf.new_empty((), dtype=dtype).expand(leaf.shape) for path, leaf in flat.items()}
     carry: Tree = ()
     tapes: list[Tape | None] = []
+    traced: dict[Any, tuple[Block, Tape, Tree]] = {}
     for block in model.blocks:
-        last = carry
+        last, kind = carry, _kind(block, meta, watched, carry)
         try:
-            tape, carry = trace_tape(block, meta, watched, carry, microbatch)
+            if kind in traced:
+                twin, tape, carry = traced[kind]
+                tape = tape.renamed(dict(zip(tree.leaves(twin.params), tree.leaves(block.params))))
+            else:
+                tape, carry = trace_tape(block, meta, watched, carry, microbatch)
+                traced[kind] = (block, tape, carry)
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
             tape, carry = None, _assume_output(model, block, carry, microbatch, watched, dtype, error)
         except RuntimeError as error:  # an operation without a shape rule for this dtype
@@ -229,6 +236,16 @@ def trace_model(
         tapes.append(tape)
     check_losses(model, carry, batch_size_of(microbatch))
     return tapes, last
+
+
+def _kind(block: Block, meta: Flat, watched: frozenset[Path], carry: Tree) -> Any:
+    """Return what a trace of the block depends on, but for the names of its leaves."""
+    paths = tree.leaves(block.params)
+    leaves = [(paths.index(path), meta[path].shape, meta[path].device, path in watched) for path in paths]
+    given = [(name, leaf.shape, leaf.dtype, leaf.device) for name, leaf in tree.flatten(carry).items()]
+    # A path with "#" may be taken for the name of a use, which every trace checks.
+    own = block.name if any("#" in path for path in paths) else None
+    return id(block.apply), own, tuple(tree.flatten(block.params)), tuple(leaves), tuple(given)
 
 
 def _trace_model(

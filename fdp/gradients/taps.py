@@ -162,6 +162,23 @@ class Tape:
             )
         return attach(y, self.taps[name]) if self.attached else y + self.taps[name]
 
+    def renamed(self, paths: Mapping[Path, Path]) -> Tape:
+        """Return the tape of a trace for a block that does the same with other leaves: ``paths`` says with which."""
+        names = {use.name: paths[use.path] + use.name.removeprefix(use.path) for use in self.uses}
+        other = Tape(self.batch_size, self.taps, attached=self.attached, compiled=self.compiled)
+        other.uses = [use._replace(name=names[use.name], path=paths[use.path]) for use in self.uses]
+        other.rules = {names[name]: rule for name, rule in self.rules.items()}
+        other.inputs = {names[name]: x for name, x in self.inputs.items()}
+        other.biases = {paths[path]: names[name] for path, name in self.biases.items()}
+        other.expansions = [paths[path] for path in self.expansions]
+        other.additions = [(paths[path], names[name]) for path, name in self.additions]
+        other.layouts = [(paths.get(path, path), layout) for path, layout in self.layouts]
+        other.changed = list(self.changed)
+        other.outputs = [(names[name], y, version) for name, y, version in self.outputs]
+        other.versions = [(paths[path], x, version) for path, x, version in self.versions]
+        other.written = frozenset(names[name] for name in self.written)
+        return other
+
     def check_met(self, block: str) -> None:
         """Raise if a use that has a tap was not made: its gradient would be zero."""
         seen = {use.name for use in self.uses}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -31,10 +31,15 @@ TITLE_LENGTH = 90
 
 def write_report(folder: Path, run: Run, records: Sequence[StepRecord], *, title: str) -> None:
     """Write ``report.png`` with three panels."""
+    with open_private(folder / "report.png", "xb") as file:
+        save_png(draw_report(run, records, title=title), file)
+
+
+def save_png(figure: Any, file: IO[bytes]) -> None:
+    """Write a matplotlib figure as PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    with open_private(folder / "report.png", "xb") as file:
-        FigureCanvasAgg(draw_report(run, records, title=title)).print_png(file)
+    FigureCanvasAgg(figure).print_png(file)
 
 
 def draw_report(run: Run, records: Sequence[StepRecord], *, title: str) -> Any:

@@ -184,7 +184,12 @@ def test_a_run_without_privacy_has_no_budget_to_share(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["--lora", "2"], ["--lora", "2", "--save-every", "2"]], ids=["full", "lora", "saved"]
+    "words",
+    [
+        pytest.param([], id="full", marks=pytest.mark.slow),
+        pytest.param(["--lora", "2"], id="lora", marks=pytest.mark.slow),
+        pytest.param(["--lora", "2", "--save-every", "2"], id="saved"),
+    ],
 )
 def test_a_folder_of_transformers_is_extended(words, tmp_path):
     """The whole model, merged adapters, and adapters that go on from a checkpoint."""

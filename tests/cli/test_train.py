@@ -32,6 +32,7 @@ from fdp.types import FdpError
 from tests.cli.train_runs import FILES, SMALL, call, last_json, small_options, train
 
 
+@pytest.mark.paints
 def test_a_run_writes_its_six_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
     assert train(out, "--json", "--seed", "3") == 0
@@ -61,7 +62,9 @@ def test_a_run_writes_its_six_files(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert summary["relation"] == RELATION
     assert "1437" not in (out / "config.json").read_text(), "the number of samples is private"
     assert torch.__version__.startswith(config["versions"]["torch"])
-    assert (out / "report.png").read_bytes().startswith(b"\x89PNG")
+    picture = (out / "report.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert b"IEND" in picture[-12:]
     leaves = load_file(out / "model.safetensors")
     assert all(leaf.dtype == torch.float32 for leaf in leaves.values())
     assert (

@@ -331,3 +331,18 @@ def test_on_a_cpu_a_head_is_a_leaf_like_others():
     """Its per-sample gradients are the last thing to keep."""
     plan = make_plan(*abstract("gpt-nano", context=8, batch=2), method=Method.AUTO)
     assert plan.choices["embed.tokens"].norm is not NormBy.KEEP
+
+
+@pytest.mark.parametrize("name", ["gpt-nano", "llama-nano"])
+def test_equal_blocks_are_traced_once_with_the_uses_that_each_would_have(name, monkeypatch):
+    model, params, microbatch = abstract(name, context=8, batch=2)
+    if name == "gpt-nano":
+        model = model._replace(frozen=frozenset(path for path in model.leaves if path.startswith("blocks.1.")))
+    count, real = [], fdp.gradients.plan.trace_tape
+    monkeypatch.setattr(fdp.gradients.plan, "trace_tape", lambda *a: count.append(a[0].name) or real(*a))
+    found = make_plan(model, params, microbatch).uses
+    kinds = 3 if name == "llama-nano" else 4  # a frozen layer is a kind of its own
+    assert len(count) == 2 * kinds, "every kind at two batch sizes"
+    monkeypatch.setattr(fdp.gradients.plan, "_kind", lambda block, *_: block.name)
+    assert make_plan(model, params, microbatch).uses == found
+    assert len(count) == 2 * kinds + 2 * len(model.blocks)
