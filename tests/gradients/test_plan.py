@@ -11,7 +11,7 @@ from fdp import ops, tree
 from fdp.gradients.costs import CUDA_HALF, Choice, NormBy, SumBy, rates_of
 from fdp.gradients.plan import Method, Plan, explain, make_plan
 from fdp.gradients.timing import signature
-from fdp.model import Model, from_loss
+from fdp.model import Block, Model, from_loss
 from fdp.models import build
 from fdp.types import FdpError
 from tests.conftest import Case, case_named, randn
@@ -346,3 +346,37 @@ def test_equal_blocks_are_traced_once_with_the_uses_that_each_would_have(name, m
     monkeypatch.setattr(fdp.gradients.plan, "_kind", lambda block, *_: block.name)
     assert make_plan(model, params, microbatch).uses == found
     assert len(count) == 2 * kinds + 2 * len(model.blocks)
+
+
+def test_blocks_of_different_kinds_are_traced_apart(monkeypatch):
+    """One function on leaves, inputs and sharing of other shapes, and another function on the same shapes."""
+
+    def once(p, h, d):
+        return ops.linear(h, p["w"])
+
+    def twice(p, h, d):
+        return ops.linear(ops.linear(h, p["w"]), p["v"])
+
+    def again(p, h, d):
+        return ops.linear(ops.linear(h, p["w"]), p["w"])
+
+    shapes = {"a": (4, 4), "b": (4, 4), "c": (3, 4), "d": (3, 3), "e": (3, 3), "f": (3, 3), "g": (3, 3), "h": (3, 3)}
+    params = {path: torch.zeros(shape) for path, shape in shapes.items()}
+    blocks = (
+        Block("input", {}, lambda p, _, d: d["x"]),
+        *(Block(path, {"w": path}, once) for path in "abcd"),
+        Block("tokens", {}, lambda p, h, d: h.unsqueeze(1).expand(-1, 2, -1)),
+        Block("e", {"w": "e"}, once),
+        Block("h", {"w": "h"}, again),
+        Block("fg", {"w": "f", "v": "g"}, twice),
+        Block("ff", {"w": "f", "v": "f"}, twice),
+        Block("loss", {}, lambda p, h, d: h.sum((1, 2))),
+    )
+    leaves = from_loss(lambda p, d: d["x"].sum(1), params).leaves
+    model, microbatch = Model("kinds", leaves, blocks), {"x": torch.zeros(2, 4)}
+    count, real = [], fdp.gradients.plan.trace_tape
+    monkeypatch.setattr(fdp.gradients.plan, "trace_tape", lambda *a: count.append(a[0].name) or real(*a))
+    found = make_plan(model, params, microbatch).uses
+    assert count == 2 * [block.name for block in blocks if block.name != "b"]
+    monkeypatch.setattr(fdp.gradients.plan, "_kind", lambda block, *_: block.name)
+    assert make_plan(model, params, microbatch).uses == found
