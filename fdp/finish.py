@@ -14,7 +14,7 @@ There are two implementations of one signature: :func:`plain_finish`, leaf by le
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -40,7 +40,13 @@ ELEMENTS_AT_A_TIME = 1 << 24
 
 
 Then: TypeAlias = Callable[[Path, Tensor], Tensor]
-NoiseAdder: TypeAlias = Callable[..., Flat]
+"""What is done with a noised leaf, and returned in its place."""
+
+
+class NoiseAdder(Protocol):
+    """``noise(total, key, then)``: see :func:`noise_adder`."""
+
+    def __call__(self, total: ClippedSum, key: Key, then: Then = ...) -> Flat: ...
 
 
 class Finish(NamedTuple):
@@ -94,7 +100,7 @@ def noise_adder(mechanism: Mechanism, execution: Execution = LOCAL) -> NoiseAdde
     def noise(total: ClippedSum, key: Key, then: Then = _as_it_is) -> Flat:
         home, z = CPU if on_cpu else key.device, mechanism.noise_multiplier
         if z == 0:  # asked for explicitly, see checks.gate.check_settings
-            return {path: then(path, leaf.to(home)) for path, leaf in total.value.items()}
+            return {path: then(path, to_cpu(leaf) if on_cpu else leaf.to(home)) for path, leaf in total.value.items()}
         if on_cpu and (faster := total.sensitivity.device) != home:
             key = key.to(faster)
             return {path: _noised_by(key, total, path, z, windows, then) for path in total.value}
