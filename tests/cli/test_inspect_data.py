@@ -44,13 +44,16 @@ def test_data_is_told_without_a_model(notes: Path, capsys: pytest.CaptureFixture
     assert told["suggestions"] == ["--context 64: 100% of the texts fit into one window whole (with 8: 12%)"]
 
 
-def test_users_get_suggestions_about_windows_and_packing(notes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_users_get_suggestions_about_windows_and_packing(
+    notes: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     words = ["--data", notes, "--field", "note", "--unit", "user", "--user-field", "patient_id", "--context", 64]
     said, found = inspect(capsys, *words, "--windows-per-user", 2)
     assert found["data"]["line"].startswith("12 patients, 60 notes, 24 windows of up to 65 bytes; 12 patients capped")
     assert "--windows-per-user 5: uses all windows of 90% of the patients" in said
     assert any(each.startswith("--pack") for each in found["data"]["suggestions"])
-    assert not (Path.cwd() / "runs").exists()
+    assert not list(tmp_path.iterdir()), "nothing is written"
 
 
 def test_a_model_and_data_are_shown_together(notes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
