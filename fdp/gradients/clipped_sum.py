@@ -147,18 +147,19 @@ def _stored_blocks(
 ) -> Iterator[dict[Path, Any]]:
     """Yield the sums of stored records. Lazy sums stay on this device: those of every other block run beside the rest.
 
-    What runs beside is yielded, and its records are freed, when the main stream has waited for it.
+    What runs beside is yielded, and its records are freed, when the main stream has waited for it. The first block is
+    the last: its sum, an embedding's, is the largest for its records, and by then all others are free.
     """
     model, beside = stash.weights.model, Beside(stash.weights.device)
     held: list[dict[Path, list[Record]]] = []
     waiting: list[dict[Path, Any]] = []
-    for i in range(len(model.blocks)):
+    for i in reversed(range(len(model.blocks))):
         stored = {path: take(stash.records, path) for path in owned_paths(model, i) if path in stash.records}
         with beside.branch() if lazy and i % 2 == 1 and _outweigh_sums(stored) else nullcontext():
             waiting.append(sums(stored))
         held.append(stored)
         stored = {}
-        if not beside.is_open or len(held) == BLOCKS_BESIDE or i == len(model.blocks) - 1:
+        if not beside.is_open or len(held) == BLOCKS_BESIDE or i == 0:
             beside.join()
             held.clear()
             while waiting:

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from fdp_kernels.embedding import add_embedding_sum_
 from fdp_kernels.tied import tied_norms
 from jaxtyping import Float
 from torch import Tensor
@@ -70,12 +71,27 @@ def squared_norm_by_kernels(records: Sequence[Record]) -> Float[Tensor, " batch"
 def weighted_parts_of_shared(
     records: Sequence[Record], factors: Float[Tensor, " batch"]
 ) -> Float[Tensor, " parts *shape"]:
-    """Return ``sum_b factors_b G_b`` over all uses in parts, still to be added in float64 (``launches.add_parts``)."""
+    """Return ``sum_b factors_b G_b`` over all uses in parts, still to be added in float64 (``launches.add_parts``).
+
+    The embedding's rows are added to the parts of the head, as many samples to each: a table of its own would take as
+    much memory as the head, most of it for words that never occur.
+    """
     merged = merge_uses(records)
     if merged is None:
         return weighted_gradient_of_uses(records, factors).unsqueeze(0)
-    parts = [weighted_parts([pair], [factors])[0] for pair in merged.pairs]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    first, *rest = merged.pairs
+    (parts,) = weighted_parts([first], [factors])
+    for embedding in rest:
+        _add_embedding_(parts, embedding, factors)
+    return parts
+
+
+def _add_embedding_(parts: Float[Tensor, " parts *shape"], embedding: Pair, factors: Float[Tensor, " batch"]) -> None:
+    """Add the embedding's weighted sum to the parts in place."""
+    assert isinstance(embedding.left, OneHot)
+    split = (of.chunk(len(parts)) for of in (embedding.left.ids, embedding.right.squeeze(1), factors))
+    for part, ids, rows, few in zip(parts, *split):
+        add_embedding_sum_(part.view(len(part), -1), ids, rows, few)
 
 
 def _concatenate(pairs: Sequence[Pair]) -> Pair | None:

@@ -13,6 +13,7 @@ have ``c_b sum_t |g_bt| <= 2^28 C / T``, and the roundings of 64 T additions are
 
     >>> squared = embedding_norms(ids, g)                                     # (B,) float64
     >>> total = embedding_sum(ids, g, factors, V)                             # (V, D) float32, zero where never used
+    >>> add_embedding_sum_(head, ids, g, factors)                             # the same, onto what is there
 
 Letters: B samples, T tokens, D width, V vocabulary, N = B T, C chunks of CHUNK sorted tokens.
 
@@ -59,10 +60,16 @@ def _floor(g_BTD: Tensor) -> Tensor:
 
 def embedding_sum_reference(ids_BT: Tensor, g_BTD: Tensor, factors_B: Tensor, rows: int) -> Tensor:
     """Return ``sum_b factors_b G_b``: (rows, D) float32."""
+    total = torch.zeros(rows, g_BTD.shape[-1], dtype=torch.float32, device=g_BTD.device)
+    add_embedding_sum_reference_(total, ids_BT, g_BTD, factors_B)
+    return total
+
+
+def add_embedding_sum_reference_(onto_VD: Tensor, ids_BT: Tensor, g_BTD: Tensor, factors_B: Tensor) -> None:
+    """Add ``sum_b factors_b G_b`` to ``onto_VD`` in place: in float64, rounded once to its dtype."""
     factors_B11 = factors_B.double()[:, None, None]
     scaled_BTD = torch.where(factors_B11 > 0, factors_B11 * g_BTD.double(), factors_B11.new_zeros(()))
-    total = scaled_BTD.new_zeros(rows, g_BTD.shape[-1])
-    return total.index_add_(0, ids_BT.flatten(), scaled_BTD.flatten(0, 1)).float()
+    onto_VD.copy_(onto_VD.double().index_add_(0, ids_BT.flatten(), scaled_BTD.flatten(0, 1)))
 
 
 # ---------------------------------------------------------------- Triton
@@ -204,9 +211,12 @@ def _weighted_row(order_ptr, g_ptr, factors_ptr, tokens, stride_b, stride_t, s, 
 
 
 @jit
-def _write(out_ptr, own, V, D, acc, columns, mask):
-    inside = (own >= 0) & (own < V)
-    tl.store(out_ptr + own.to(tl.int64) * D + columns, acc.to(tl.float32), mask=mask & inside)
+def _add_row(out_ptr, own, V, D, acc, columns, mask):
+    """Add a finished run to its row, which no other program touches."""
+    mask = mask & (own >= 0) & (own < V)
+    row = out_ptr + own.to(tl.int64) * D + columns
+    before = tl.load(row, mask=mask, other=0.0).to(tl.float64)
+    tl.store(row, (before + acc).to(tl.float32), mask=mask)
 
 
 @jit
@@ -214,7 +224,7 @@ def _sum_within_body(
     ids_ptr, order_ptr, g_ptr, factors_ptr, head_ptr, tail_ptr, out_ptr, N, D, V, tokens, stride_b, stride_t, CHUNK:
     tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write the rows of the total whose run lies within one chunk; store heads and tails of the others."""
+    """Add to the rows of the total whose run lies within one chunk; store heads and tails of the others."""
     c = tl.program_id(0)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     in_row = columns < D
@@ -230,16 +240,16 @@ def _sum_within_body(
         row_3 = _weighted_row(order_ptr, g_ptr, factors_ptr, tokens, stride_b, stride_t, s + 3, N, columns, in_row)
         own, starts, ends = _edges(ids_ptr, s, N)
         acc, head, began = _advance(acc, head, began, row_0, starts)
-        _write(out_ptr, own, V, D, acc, columns, in_row & began & ends)
+        _add_row(out_ptr, own, V, D, acc, columns, in_row & began & ends)
         own, starts, ends = _edges(ids_ptr, s + 1, N)
         acc, head, began = _advance(acc, head, began, row_1, starts)
-        _write(out_ptr, own, V, D, acc, columns, in_row & began & ends)
+        _add_row(out_ptr, own, V, D, acc, columns, in_row & began & ends)
         own, starts, ends = _edges(ids_ptr, s + 2, N)
         acc, head, began = _advance(acc, head, began, row_2, starts)
-        _write(out_ptr, own, V, D, acc, columns, in_row & began & ends)
+        _add_row(out_ptr, own, V, D, acc, columns, in_row & began & ends)
         own, starts, ends = _edges(ids_ptr, s + 3, N)
         acc, head, began = _advance(acc, head, began, row_3, starts)
-        _write(out_ptr, own, V, D, acc, columns, in_row & began & ends)
+        _add_row(out_ptr, own, V, D, acc, columns, in_row & began & ends)
     slot = c.to(tl.int64) * D
     _store_ends(ids_ptr, head_ptr + slot, tail_ptr + slot, acc, head, began, first, N, D, columns, in_row, CHUNK)
 
@@ -249,12 +259,12 @@ def _sum_across_body(
     ids_ptr, head_ptr, tail_ptr, out_ptr, N, D, V, chunks, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, HEADS:
     tl.constexpr,
 ):  # fmt: skip
-    """Write the row of the total, if any, whose run begins in this chunk and continues beyond it."""
+    """Add to the row of the total, if any, whose run begins in this chunk and continues beyond it."""
     c = tl.program_id(0)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     in_row = columns < D
     active, own, acc = _sum_across_chunks(ids_ptr, head_ptr, tail_ptr, c, N, D, chunks, columns, in_row, CHUNK, HEADS)
-    _write(out_ptr, own, V, D, acc, columns, in_row & active)
+    _add_row(out_ptr, own, V, D, acc, columns, in_row & active)
 
 
 def _sort_ids(ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -284,22 +294,36 @@ def launch_embedding_norms(ids_BT: Tensor, g_BTD: Tensor) -> Tensor:
 
 def launch_embedding_sum(ids_BT: Tensor, g_BTD: Tensor, factors_B: Tensor, rows: int) -> Tensor:
     """Evaluate :func:`embedding_sum_reference` on the device."""
+    total = torch.zeros((rows, g_BTD.shape[-1]), dtype=torch.float32, device=g_BTD.device)
+    launch_add_embedding_sum_(total, ids_BT, g_BTD, factors_B)
+    return total
+
+
+def launch_add_embedding_sum_(onto_VD: Tensor, ids_BT: Tensor, g_BTD: Tensor, factors_B: Tensor) -> None:
+    """Evaluate :func:`add_embedding_sum_reference_` on the device; rows whose id never occurs are not read."""
+    _check_onto(onto_VD, g_BTD)
     batch, tokens, width = g_BTD.shape
     chunks, blocks = cdiv(batch * tokens, CHUNK), cdiv(width, COLUMNS)
     g_BTD = g_BTD if g_BTD.stride(2) == 1 else g_BTD.contiguous()
     ids, order = _sort_ids(ids_BT.reshape(-1))
     head, tail = torch.empty((2, chunks, width), dtype=torch.float64, device=g_BTD.device)
-    out = torch.zeros((rows, width), dtype=torch.float32, device=g_BTD.device)
     grid = (chunks, blocks)
     _sum_within_body[grid](
-        ids, order, g_BTD, factors_B.contiguous(), head, tail, out, batch * tokens, width, rows, tokens,
+        ids, order, g_BTD, factors_B.contiguous(), head, tail, onto_VD, batch * tokens, width, len(onto_VD), tokens,
         g_BTD.stride(0), g_BTD.stride(1), CHUNK=CHUNK, COLUMNS=COLUMNS, num_warps=1,
     )  # fmt: skip
     _sum_across_body[grid](
-        ids, head, tail, out, batch * tokens, width, rows, chunks, CHUNK=CHUNK, COLUMNS=COLUMNS, HEADS=HEADS,
-        num_warps=4,
+        ids, head, tail, onto_VD, batch * tokens, width, len(onto_VD), chunks, CHUNK=CHUNK, COLUMNS=COLUMNS,
+        HEADS=HEADS, num_warps=4,
     )  # fmt: skip
-    return out
+
+
+def _check_onto(onto: Tensor, g: Tensor) -> None:
+    if onto.dtype != torch.float32 or onto.ndim != 2 or onto.shape[1] != g.shape[2] or not onto.is_contiguous():
+        raise ValueError(
+            f"add_embedding_sum_: expected a dense float32 matrix of {g.shape[2]} columns to add to, got "
+            f"{tuple(onto.shape)} in {onto.dtype} with strides {onto.stride()}"
+        )
 
 
 # ---------------------------------------------------------------- ops
@@ -321,3 +345,11 @@ embedding_sum = define(
     fake=lambda ids, g, factors, rows: g.new_empty((rows, g.shape[-1]), dtype=torch.float32),
 )
 """``(ids_BT, g_BTD, factors_B, rows)``: as :func:`embedding_sum_reference`."""
+add_embedding_sum_ = define(
+    "add_embedding_sum_",
+    "Tensor(a!) onto, Tensor ids, Tensor g, Tensor factors -> ()",
+    reference=add_embedding_sum_reference_,
+    cuda=launch_add_embedding_sum_,
+    fake=lambda onto, ids, g, factors: None,
+)
+"""``(onto_VD, ids_BT, g_BTD, factors_B)``: as :func:`add_embedding_sum_reference_`."""

@@ -5,12 +5,13 @@
     |G_b|^2 = |head|^2 + |embedding|^2 + 2 sum_{t,s} g_bt[id_bs] <x_bt, e_bs>                     ->  n (B,) float64
 
 The first term is ``ghost``, the second ``embedding_norms``. The third needs one product of x and e, (B, T, S) float32,
-and reads one entry of g for each of its entries: no matrix of P x D numbers is formed for any sample. ``weighted`` plus
-``embedding_sum`` is the clipped sum.
+and reads one entry of g for each of its entries: no matrix of P x D numbers is formed for any sample. ``weighted``
+and then ``add_embedding_sum_`` onto it give the clipped sum.
 
     >>> n = tied_norms(g, x, ids, e)
     >>> factors = (C / n.sqrt()).clamp(max=1).float()
-    >>> total = weighted(g, x, factors) + embedding_sum(ids, e, factors, P)
+    >>> total = weighted(g, x, factors)
+    >>> add_embedding_sum_(total, ids, e, factors)
 
 Rounding, with E_b the error that ``weighted`` makes (step 5 of ``ghost``, included in its norm):
 
@@ -18,13 +19,14 @@ Rounding, with E_b the error that ``weighted`` makes (step 5 of ``ghost``, inclu
      most ``2 c u sum_{t,s} |g_t[id_s]| |x_t| |e_s|``, which is added.
   2. What is added to the sum is G_b + E_b. Its squared norm exceeds the sum of the three terms by at most
      ``2 |embedding| |E_b|``, which is added.
-  3. Head and embedding are summed in two accumulators, each rounded to its own size. If they cancel, that size is not
-     bounded by |G_b|. So the result is at least ``(|head|^2 + |embedding|^2) / 2``: after clipping to C, neither part
-     exceeds sqrt(2) C, and the slack of ``weighted`` and ``embedding_sum`` grows by that factor only. (The half is
-     reached only if the angle between the two parts is wide: a cosine below -1/2 for parts of equal norm.)
+  3. Head and embedding are summed in two accumulators, the head's in float32, the embedding's in float64, each rounded
+     to its own size. If they cancel, that size is not bounded by |G_b|. So the result is at least
+     ``(|head|^2 + |embedding|^2) / 2``: after clipping to C, neither part exceeds sqrt(2) C, and the slack of
+     ``weighted`` grows by that factor only. (The half is reached only if the angle between the two parts is wide: a
+     cosine below -1/2 for parts of equal norm.) The last addition, rounded to float32, is of the sum of both.
 
 Guarantees:
-  - the result is at least the squared norm of what ``weighted`` and ``embedding_sum`` together add for the sample;
+  - the result is at least the squared norm of what ``weighted`` and ``add_embedding_sum_`` together add for the sample;
   - a sample with a NaN or infinite token has a NaN or infinite norm; no other sample has (see ``ghost``).
 
 Letters: B samples, T and S tokens, P outputs (the vocabulary), D inputs; R x C a tile of tokens.

@@ -63,11 +63,19 @@ def test_many_samples_are_summed_in_parts(monkeypatch: pytest.MonkeyPatch, name:
     for module in (fdp.gradients.rules, fdp.gradients.launches):
         monkeypatch.setattr(module, "SAMPLES_PER_FLOAT32_SUM", 2)
     parts = weighted_parts_of_shared(USES[name], FACTORS)
-    merged = merge_uses(USES[name])
-    assert merged is not None
-    assert len(parts) >= 2 * len(merged.pairs)  # three samples, at most two at a time
+    assert len(parts) >= 2  # three samples, at most two at a time
     expected = weighted_gradient_of_uses(USES[name], FACTORS)
     torch.testing.assert_close(add_parts(parts), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("_kernels")
+def test_an_embedding_is_added_to_the_parts_of_its_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (fdp.gradients.rules, fdp.gradients.launches):
+        monkeypatch.setattr(module, "SAMPLES_PER_FLOAT32_SUM", 1)
+    parts = weighted_parts_of_shared(USES["tied"], FACTORS)
+    assert len(parts) == len(FACTORS)  # no more than for the head alone
+    for part, one in zip(parts, torch.eye(len(FACTORS), dtype=torch.float64)):  # no part has more than one sample
+        torch.testing.assert_close(part, weighted_gradient_of_uses(USES["tied"], FACTORS * one), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.usefixtures("_kernels")

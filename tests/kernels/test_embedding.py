@@ -10,10 +10,13 @@ pytest.importorskip("triton")
 
 from fdp_kernels import embedding
 from fdp_kernels.embedding import (
+    add_embedding_sum_,
+    add_embedding_sum_reference_,
     embedding_norms,
     embedding_norms_reference,
     embedding_sum,
     embedding_sum_reference,
+    launch_add_embedding_sum_,
     launch_embedding_norms,
     launch_embedding_sum,
 )
@@ -58,6 +61,28 @@ def test_kernels_equal_references(batch: int, tokens: int, width: int, vocab: in
     assert (norms.dtype, total.dtype) == (torch.float64, torch.float32)
     torch.testing.assert_close(norms, embedding_norms_reference(ids, g), rtol=1e-13, atol=0)
     torch.testing.assert_close(total, embedding_sum_reference(ids, g, factors, vocab), rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.usefixtures("_short_chunks")
+@pytest.mark.parametrize(("batch", "tokens", "width", "vocab"), SHAPES)
+def test_a_sum_is_added_to_what_is_there_and_rounded_once(batch: int, tokens: int, width: int, vocab: int) -> None:
+    ids, g = make_ids(batch, tokens, vocab), make_rows(batch, tokens, width)
+    factors, before = torch.linspace(0, 1, batch).to(DEVICE), 1e3 * make_rows(1, vocab, width)[0]
+    exact = before.double()
+    add_embedding_sum_reference_(exact, ids, g, factors)
+    for add_ in (launch_add_embedding_sum_, add_embedding_sum_reference_):
+        onto = before.clone()
+        add_(onto, ids, g, factors)
+        assert bool(((onto - exact).abs() <= 1.0001 * 2.0**-24 * exact.abs()).all())
+        untouched = torch.isin(torch.arange(vocab, device=DEVICE), ids, invert=True)
+        assert torch.equal(onto[untouched], before[untouched])
+
+
+@pytest.mark.parametrize("onto", [torch.zeros(4, 3).mT, torch.zeros(3, 5), torch.zeros(3, 4, dtype=torch.float64)])
+def test_a_kernel_refuses_what_it_cannot_add_to(onto: Tensor) -> None:
+    ids, g, factors = make_ids(2, 9, 3), make_rows(2, 9, 4), torch.ones(2, device=DEVICE)
+    with pytest.raises(ValueError, match="expected a dense float32 matrix of 4 columns"):
+        launch_add_embedding_sum_(onto.to(DEVICE), ids, g, factors)
 
 
 @pytest.mark.usefixtures("_short_chunks")
@@ -128,6 +153,7 @@ def test_ops() -> None:
     ids, g, factors = make_ids(2, 9, 5), make_rows(2, 9, 3), torch.rand(2).to(DEVICE)
     torch.library.opcheck(embedding_norms, (ids, g))
     torch.library.opcheck(embedding_sum, (ids, g, factors, 5))
+    torch.library.opcheck(add_embedding_sum_, (torch.zeros(5, 3, device=DEVICE), ids, g, factors))
 
 
 @pytest.mark.gpu
