@@ -31,6 +31,7 @@ from fdp.gradients.sample_gradients import Pair, Record, weighted_gradient_of_us
 from fdp.gradients.shared_leaves import weighted_parts_of_shared
 from fdp.model import Model
 from fdp.parallel.gather_reduce import owned_paths, reduce_stream
+from fdp.parallel.offload import wait_for_copies
 from fdp.parallel.sharding import Reduce, Sharding
 from fdp.types import Clip, ClippedSum, FdpError, Flat, Path, Tree
 
@@ -99,21 +100,25 @@ _BlockSums: TypeAlias = Callable[[dict[Path, list[Record]], Clip, set[Path]], di
 
 
 def _collect(stash: Stash, clip: Clip, block_sums: _BlockSums, onto: Flat | None) -> ClippedSum:
-    execution = stash.weights.execution
     stream = _weighted_blocks(stash, clip, block_sums)
-    total = _add_blocks(stream, execution, onto, execution.memory.sum_dtype)
+    total = _add_blocks(stream, stash.weights, onto, stash.weights.execution.memory.sum_dtype)
     if set(total) != set(clip.factors):
         raise FdpError(f"clipped_sum: leaves {sorted(set(total) ^ set(clip.factors))} are in the norms or the sum only")
     return ClippedSum({path: total[path] for path in clip.factors}, clip.sensitivity, clip.bound)
 
 
 def _add_blocks(
-    stream: Iterator[dict[Path, Any]], execution: Execution, onto: Flat | None, dtype: torch.dtype
+    stream: Iterator[dict[Path, Any]], weights: Weights, onto: Flat | None, dtype: torch.dtype
 ) -> dict[Path, Any]:
     """Return all blocks' sums, each added to ``onto`` in ``dtype`` as soon as it is there; as they are without it."""
-    store = dict if onto is None else partial(add_onto, onto, dtype=dtype)
-    sharding = _reduced_per_microbatch(execution.sharding)
-    return reduce_stream(sharding, stream, device=execution.memory.sums_device, store=store)
+    execution = weights.execution
+    sharding, device = _reduced_per_microbatch(execution.sharding), execution.memory.sums_device
+    if onto is None:
+        return reduce_stream(sharding, stream, device=device)
+    total = reduce_stream(sharding, stream, device=None, store=partial(add_onto, onto, dtype=dtype, device=device))
+    if device is not None:
+        wait_for_copies(weights.device)
+    return total
 
 
 def _reduced_per_microbatch(sharding: Sharding | None) -> Sharding | None:
@@ -208,7 +213,7 @@ def _plain(
     counted = (mask > 0).to(torch.float32)
     losses, saved, carries = forward(weights, data, plan, gradient=counted)
     stream = _plain_blocks(weights, counted.to(losses.dtype), saved, carries, data, plan, finished, token=losses)
-    total = _add_blocks(stream, weights.execution, onto, widest(plan.dtype))
+    total = _add_blocks(stream, weights, onto, widest(plan.dtype))
     return losses.to(widest(losses.dtype)), {path: total[path] for path in weights.shards if path in plan.trainable}
 
 

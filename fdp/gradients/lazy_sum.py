@@ -16,6 +16,7 @@ from fdp_kernels.keep import add_weighted_sum_, weighted_sum
 from jaxtyping import Float
 from torch import Tensor
 
+from fdp.parallel.offload import add_on_device_, to_cpu
 from fdp.types import ClippedSum, Flat, Path
 
 
@@ -65,15 +66,16 @@ def add_sums(total: ClippedSum, more: ClippedSum) -> ClippedSum:
     return ClippedSum(value, torch.maximum(total.sensitivity, more.sensitivity), bound)
 
 
-def add_onto(before: Flat, leaves: dict[Path, Any], dtype: torch.dtype) -> Flat:
-    """Return ``leaves`` in ``dtype``, each added to that of ``before``, in its place, if it has one.
+def add_onto(before: Flat, leaves: dict[Path, Any], dtype: torch.dtype, device: torch.device | None = None) -> Flat:
+    """Return ``leaves`` in ``dtype`` on ``device``, each added to that of ``before``, in its place, if it has one.
 
-    Uses up ``leaves``: each is freed when it is added.
+    ``device`` is the CPU, which has them after ``offload.wait_for_copies``, or None: where the leaves are. Uses up
+    ``leaves``: each is freed when it is added.
 
     Guarantees:
       - every element is added in the wider dtype of the two, float64 for lazy sums, and rounded once.
     """
-    return {path: _add_leaf(before.get(path), take(leaves, path), dtype) for path in list(leaves)}
+    return {path: _add_leaf(before.get(path), take(leaves, path), dtype, device) for path in list(leaves)}
 
 
 def take(values: dict[Path, Any], path: Path) -> Any:
@@ -85,7 +87,10 @@ def _evaluate_leaf(leaf: Tensor | LazySum) -> Tensor:
     return leaf.evaluate() if isinstance(leaf, LazySum) else leaf
 
 
-def _add_leaf(before: Tensor | None, leaf: Tensor | LazySum, dtype: torch.dtype) -> Tensor:
+def _add_leaf(before: Tensor | None, leaf: Tensor | LazySum, dtype: torch.dtype, device: torch.device | None) -> Tensor:
+    if device is not None:
+        leaf = _evaluate_leaf(leaf)
+        return to_cpu(leaf.to(dtype).contiguous(), wait=False) if before is None else add_on_device_(before, leaf)
     if before is None:
         return leaf.evaluate(dtype=dtype) if isinstance(leaf, LazySum) else leaf.to(dtype).contiguous()
     if not isinstance(leaf, LazySum):

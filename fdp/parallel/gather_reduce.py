@@ -24,7 +24,7 @@ from torch import Tensor
 from fdp import tree
 from fdp.model import Model
 from fdp.parallel import collectives
-from fdp.parallel.offload import CPU, to_cpu
+from fdp.parallel.offload import CPU, send, to_cpu
 from fdp.parallel.sharding import Data, Sharding
 from fdp.types import Axis, Flat, Norms, Path, Tree
 
@@ -60,10 +60,10 @@ def start_gather(
 ) -> PendingGather:
     """Start to gather the leaves ``paths`` in the compute dtype on ``device``, with one collective for all of them.
 
-    The cast comes first, so that the compute dtype is sent. ``token`` is an activation that must exist before the
-    gather may start: it keeps the gather at its place in a compiled graph.
+    The cast comes first: ranks exchange the compute dtype. ``token`` is an activation that must exist before the gather
+    may start: it keeps the gather at its place in a compiled graph.
     """
-    local = {path: parts[path].to(dtype).to(device, non_blocking=True) for path in paths}
+    local = {path: send(parts[path], dtype, device) for path in paths}
     sharded = tuple(path for path in local if sharding is not None and sharding.leaves[path].is_sharded_over("shard"))
     full = {path: leaf for path, leaf in local.items() if path not in sharded}
     if sharding is None or not sharded:

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fdp.parallel.offload import like_on_cpu, to_cpu
+from fdp.gradients.lazy_sum import LazySum, add_onto
+from fdp.parallel.offload import CPU, add_on_device_, like_on_cpu, pin_for, send, to_cpu, wait_for_copies
 
 
 def test_a_tensor_on_the_cpu_stays_where_it_is():
@@ -24,6 +25,51 @@ def test_an_estimate_without_a_gpu_needs_no_pinned_memory():
     with FakeTensorMode():
         leaf = torch.empty(5, device="cuda")
         assert to_cpu(leaf).device.type == "cpu"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sums_on_the_cpu_are_added_in_place_in_the_wider_dtype_and_rounded_once(dtype):
+    leaf = torch.full((3,), 2.0**-25, dtype=torch.float64)
+    lazy = LazySum(leaf.expand(2, 3), torch.ones(2, dtype=torch.float64))
+    total = add_onto({}, {"w": torch.ones(3, dtype=torch.float64)}, dtype, CPU)
+    place = total["w"].data_ptr()
+    total = add_onto(total, {"w": lazy}, dtype, CPU)  # 2^-24, half a unit of float32: rounded to even
+    total = add_onto(total, {"w": 3 * leaf}, dtype, CPU)
+    wait_for_copies(CPU)
+    expected = 1 + 5 * 2.0**-25 if dtype == torch.float64 else 1 + 2.0**-23
+    assert total["w"].tolist() == [expected] * 3
+    assert (total["w"].dtype, total["w"].data_ptr()) == (dtype, place)
+
+
+def test_on_one_device_nothing_is_pinned_and_what_is_sent_is_cast():
+    leaf = torch.randn(3)
+    assert pin_for(leaf, CPU) is leaf
+    assert torch.equal(send(leaf, torch.bfloat16, CPU), leaf.bfloat16())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_copies_from_a_busy_gpu_have_arrived_after_the_wait():
+    cuda = torch.device("cuda", torch.cuda.current_device())
+    busy = torch.randn(4096, 4096, device=cuda)
+    total = to_cpu(torch.zeros(1 << 24, dtype=torch.float64, device=cuda))
+    for k in range(1, 6):
+        for _ in range(20):
+            busy = torch.tanh(busy @ busy)
+        add_on_device_(total, torch.full((1 << 24,), float(k), dtype=torch.float64, device=cuda))
+    wait_for_copies(cuda)
+    assert bool((total == 15).all())
+    assert total.is_pinned()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_parameters_for_a_gpu_are_pinned_and_sent_in_the_compute_dtype():
+    leaf, cuda = torch.randn(5, 3), torch.device("cuda")
+    pinned = pin_for(leaf, cuda)
+    assert pinned.is_pinned()
+    assert pin_for(pinned, cuda) is pinned
+    assert torch.equal(send(pinned, torch.bfloat16, cuda).cpu(), leaf.bfloat16())
 
 
 @pytest.mark.gpu
