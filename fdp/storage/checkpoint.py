@@ -36,6 +36,7 @@ from torch.distributed import ProcessGroup
 from fdp import tree
 from fdp.parallel.agree import gather_values, group_size, is_distributed, rank_in, run_in_unison
 from fdp.parallel.dtensors import local_shard, shard_like
+from fdp.parallel.offload import like_on_cpu
 from fdp.storage.checkpoint_record import (
     RECORD,
     SEE_OLDER,
@@ -290,4 +291,4 @@ def _empty_like(part: Tensor) -> Tensor:
 
 def _copy_to_host(part: Tensor) -> Tensor:
     """Copy to host memory; from a GPU to pinned memory, complete only once the stream is synchronized."""
-    return torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda).copy_(part, non_blocking=True)
+    return like_on_cpu(part, part.shape).copy_(part, non_blocking=True)
