@@ -26,7 +26,9 @@ from fdp.gradients.per_sample import Stash
 from fdp.model import Model, from_loss
 from fdp.models import GPTConfig, LlamaConfig, cnn, gpt, llama, mlp
 from fdp.types import Clip, ClippedSum, Flat, Tree
+from tests.interpreter import speed_up_interpreter
 
+speed_up_interpreter()
 torch.set_num_threads(1)
 torch.use_deterministic_algorithms(True)  # also fills torch.empty with NaN: an unwritten output cannot pass
 settings.register_profile("fdp", deadline=None, derandomize=True)
