@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import typer.main
 
 if not torch.cuda.is_available():  # before anything imports Triton: kernel bodies then run on the CPU
     os.environ["TRITON_INTERPRET"] = "1"
@@ -31,6 +32,7 @@ from fdp.types import Clip, ClippedSum, Flat, Tree
 from tests.interpreter import speed_up_interpreter
 
 speed_up_interpreter()
+typer.main.get_command = cache(typer.main.get_command)  # else every command that a test runs reads all options again
 torch.set_num_threads(1)
 torch.use_deterministic_algorithms(True)  # also fills torch.empty with NaN: an unwritten output cannot pass
 settings.register_profile("fdp", deadline=None, derandomize=True)
