@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -169,6 +170,7 @@ PROOF = {
 }
 
 
+@cache
 def imports(path: Path) -> set[str]:
     """Return every module imported anywhere in the file, inside functions too, as absolute dotted names."""
     found: set[str] = set()
@@ -181,6 +183,7 @@ def imports(path: Path) -> set[str]:
     return found
 
 
+@cache
 def parts_of(path: Path) -> tuple[str, ...]:
     """``fdp/optimizers/adam.py`` is ``("optimizers", "adam")``; ``fdp/step.py`` is ``("step",)``."""
     return path.relative_to(ROOT / "fdp").with_suffix("").parts

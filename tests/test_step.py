@@ -25,6 +25,7 @@ from fdp.types import Batch, ClippedSum, FdpError, Metrics
 
 PRIVATE = [Method.MATERIALIZE, Method.GHOST, Method.GHOST_BK, Method.AUTO]
 GPT = gpt(GPTConfig(layers=2, width=16, heads=2, context=8, vocab_size=13))
+SMALL_GPT = gpt(GPTConfig(layers=1, width=8, heads=2, context=8, vocab_size=13))
 MLP = mlp(widths=(5, 7), classes=3)
 SAMPLING = poisson(100, expected_batch_size=6)
 
@@ -192,19 +193,20 @@ def test_frozen_leaves_stay_and_are_not_in_the_norm():
             assert bool((part.norms < everything.norms).all())
 
 
-QUICKLY_TRACED = (Method.GHOST,)
+TRACED = [
+    pytest.param(model, method, marks=[] if (model, method) == ("mlp", Method.GHOST) else [pytest.mark.slow])
+    for model in ("mlp", "gpt")
+    for method in (*PRIVATE, Method.NONE)
+]
+"""The step of a GPT is also traced, as full graphs, by :func:`test_compiled_equals_eager`."""
 
 
-@pytest.mark.parametrize(
-    "method",
-    [m if m in QUICKLY_TRACED else pytest.param(m, marks=pytest.mark.slow) for m in (*PRIVATE, Method.NONE)],
-    ids=lambda m: m.value,
-)
-def test_the_whole_step_is_one_graph(method):
+@pytest.mark.parametrize(("name", "method"), TRACED, ids=lambda value: getattr(value, "value", value))
+def test_the_whole_step_is_one_graph(name, method):
     torch._dynamo.reset()
     z = 0.0 if method is Method.NONE else 1.0
-    model = gpt(GPTConfig(layers=1, width=8, heads=2, context=8, vocab_size=13))
-    eager, _ = train(model, tokens(6), method=method, z=z, microbatch=4, steps=2, optimizer=sgd(0.1))
+    model, data = (MLP, images(6)) if name == "mlp" else (SMALL_GPT, tokens(6))
+    eager, _ = train(model, data, method=method, z=z, microbatch=4, steps=2, optimizer=sgd(0.1))
     graphs = []
 
     def count(graph, inputs):
@@ -215,7 +217,7 @@ def test_the_whole_step_is_one_graph(method):
         return torch.compile(step, fullgraph=True, dynamic=False, backend=count)
 
     options: dict[str, Any] = {"steps": 2, "optimizer": sgd(0.1), "wrap": wrap, "checks": Checks.SKIPPED}
-    traced, _ = train(model, tokens(6), method=method, z=z, microbatch=4, **options)
+    traced, _ = train(model, data, method=method, z=z, microbatch=4, **options)
     assert_same(eager, traced)
     assert len(graphs) == 1, "a new key and a new state must not need a new graph"
 
@@ -225,11 +227,10 @@ def test_the_whole_step_is_one_graph(method):
 )
 def test_compiled_equals_eager(method):
     torch._dynamo.reset()
-    model = gpt(GPTConfig(layers=1, width=8, heads=2, context=8, vocab_size=13))
     options = {"method": method, "microbatch": 4, "steps": 2, "optimizer": sgd(0.1)}
-    eager, seen = train(model, tokens(6), **options)
+    eager, seen = train(SMALL_GPT, tokens(6), **options)
     compiled, metrics = train(
-        model, tokens(6), execution=make_execution(compile=Compile.STEP, backend="aot_eager"), **options
+        SMALL_GPT, tokens(6), execution=make_execution(compile=Compile.STEP, backend="aot_eager"), **options
     )
     assert_same(eager, compiled)
     torch.testing.assert_close(metrics.norms, seen.norms, rtol=1e-5, atol=1e-6)

@@ -217,8 +217,18 @@ def test_any_model_and_optimizer_can_be_planned():
     assert found.parameters == size_of(model)
 
 
-@pytest.mark.parametrize("scale", [None, Scale({"shard": 2}, Zero.THREE)])
-@pytest.mark.parametrize("private", [False, True])
+SHARDED = Scale({"shard": 2}, Zero.THREE)
+
+
+@pytest.mark.parametrize(
+    ("private", "scale"),
+    [
+        (False, SHARDED),
+        (True, None),
+        pytest.param(False, None, marks=pytest.mark.slow),
+        pytest.param(True, SHARDED, marks=pytest.mark.slow),
+    ],
+)
 def test_kfac_is_planned_with_its_state_and_a_phase_for_its_curvature(private: bool, scale: Scale | None):
     model = gpt(WIDE)
     config = KfacConfig(store=Where.DEVICE)

@@ -67,8 +67,10 @@ def check(blocks: CompiledRunner, *, bias: bool, root: bool, rounded: bool) -> N
     assert len(blocks.kinds) == len(forms(1))
 
 
-@pytest.mark.parametrize("root", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("bias", "root"),
+    [(False, False), (True, True), *(pytest.param(bias, not bias, marks=pytest.mark.slow) for bias in (False, True))],
+)
 def test_compiled_preconditioning_equals_layer_by_layer(bias, root):
     check(CompiledRunner(backend="aot_eager"), bias=bias, root=root, rounded=True)
 

@@ -550,7 +550,7 @@ def test_a_ring_is_saved_with_the_columns_of_every_rank(tmp_path: Path) -> None:
 # The fused end of a step
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("decay", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
 def test_a_donated_step_of_compiled_blocks_is_the_plain_step(decay, monkeypatch):
     """One pass behind K-FAC applies momentum, decay, learning rate and cast."""
     model = mlp(widths=(6, 5), classes=3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 from scipy.stats import norm
@@ -17,6 +18,7 @@ from fdp.privacy.curves import (
 )
 from fdp.privacy.releases import GRADIENTS, Release, composed_epsilon
 from fdp.types import FdpError
+from tests.conftest import coarse_groups
 
 FULL = Release(GRADIENTS, 1.0, 2.0, 4)  # four Gaussian releases of everything: exactly mu = sqrt(4) / 2 = 1
 SAMPLED = Release(GRADIENTS, 0.02, 1.0, 500)
@@ -58,11 +60,19 @@ def test_a_group_of_one_is_a_sample():
     )
 
 
+@pytest.fixture
+def _coarse_groups() -> Iterator[None]:
+    with coarse_groups():
+        yield
+
+
+@pytest.mark.usefixtures("_coarse_groups")
 def test_a_group_in_full_batches_moves_the_sum_by_its_size():
     tripled = FULL._replace(noise_multiplier=FULL.noise_multiplier / 3)
     assert group_epsilon([FULL], size=3, delta=1e-6) == pytest.approx(composed_epsilon([tripled], delta=1e-6), rel=1e-2)
 
 
+@pytest.mark.usefixtures("_coarse_groups")
 def test_a_group_costs_more_than_a_sample_and_less_than_the_definition_allows():
     alone, group = (group_epsilon([SAMPLED], size=size, delta=1e-6) for size in (1, 4))
     loose = group_bound(PrivacyCurve.of([SAMPLED]), size=4, delta=1e-6)
@@ -71,6 +81,7 @@ def test_a_group_costs_more_than_a_sample_and_less_than_the_definition_allows():
     assert group < composed_epsilon([Release(GRADIENTS, 0.08, 0.25, 500)], delta=1e-6)
 
 
+@pytest.mark.usefixtures("_coarse_groups")
 def test_groups_of_several_releases_are_composed():
     both = group_epsilon([SAMPLED, FULL], size=2, delta=1e-6)
     assert both > max(group_epsilon([each], size=2, delta=1e-6) for each in (SAMPLED, FULL))

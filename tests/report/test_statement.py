@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from fdp.report.run_facts import read_facts, unit_note
 from fdp.report.statement import make_statement
 from fdp.run.run_folder import read_run_folder
 from fdp.types import FdpError
+from tests.conftest import coarse_groups
 
 SAMPLES = 1437
 SEED = 90210
@@ -49,6 +51,12 @@ PROMISE = Guarantee(
     "0.1",
     "PLD, dp-accounting 0.6",
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _coarse_groups() -> Iterator[None]:
+    with coarse_groups():
+        yield
 
 
 def write_run(folder: Path, *, promises=(PROMISE,), summary: dict[str, Any] | None = None, **settings: Any) -> Path:
