@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -44,13 +45,14 @@ def test_a_log_says_at_once_that_the_run_compiles(compile: Compile) -> None:
 def test_a_log_says_that_the_first_step_is_slow_only_if_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(shown(Compile.NONE, 0, terminal=False).splitlines()) == 2
     monkeypatch.setattr(progress, "PATIENCE_S", 0.05)
-    assert shown(Compile.NONE, 0.2, terminal=False).splitlines()[0] == "making the first step, 0 s so far"
+    said = shown(Compile.NONE, 0.2, terminal=False).splitlines()[0]
+    assert re.fullmatch(r"making the first step, \d s so far", said)
 
 
 def test_a_terminal_shows_what_happens_and_since_when() -> None:
     text = shown(Compile.STEP, 0.3, terminal=True)
     assert "compiling the step as one graph of all 8 blocks, about 2 minutes here" in text.replace("\n", " ")
-    assert "0 s so far" in text
+    assert re.search(r"\d s so far", text)
     waiting = progress.Waiting("waiting")
     waiting.since -= 34
     assert str(waiting) == "waiting, 34 s so far"
@@ -72,5 +74,5 @@ def test_stages_before_the_first_step_are_told_while_they_last(monkeypatch: pyte
         say("reading the data")
         time.sleep(0.4)
         say("checking the model")
-    assert "reading the data, 0 s so far" in out.getvalue()
+    assert re.search(r"reading the data, \d s so far", out.getvalue())
     assert "checking the model" not in out.getvalue() or terminal
