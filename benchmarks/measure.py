@@ -149,7 +149,7 @@ def time_steps(
 
 # The first match counts, in lower case. Inductor's names list what they fuse; ours end in _body.
 CLASSES = (
-    ("gemm", r"^triton_(tem|mm)|^_(keep|weighted)_body"),
+    ("gemm", r"^triton_(tem|mm)|^_(keep|weighted)(_hopper)?_body"),
     ("elementwise, norm layers", r"^triton_|^_softmax_gradient"),
     (
         "noise + update",

@@ -327,6 +327,7 @@ def test_the_peak_of_a_captured_step_is_that_of_its_capture():
         ("_noisy_adamw_body", "noise + update"),
         ("wide_normal_body", "noise + update"),
         ("_keep_body", "gemm"),
+        ("_weighted_hopper_body", "gemm"),
         ("_sum_body", "norms, clipped sums"),
         ("Memcpy DtoD (Device -> Device)", "copy"),
         ("something_else", "other"),
