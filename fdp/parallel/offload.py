@@ -86,8 +86,7 @@ def wait_for_copies(device: torch.device) -> None:
 
 
 def pin_for(leaf: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor that is sent to ``device`` again and again: in pinned memory, if it is on the CPU and that is a
-    GPU."""
+    """Return a tensor that is sent to ``device`` again and again; pinned if it goes from the CPU to a GPU."""
     if leaf.device.type != "cpu" or device.type != "cuda" or torch.compiler.is_compiling():
         return leaf
     return _pin(leaf, device)
