@@ -26,7 +26,7 @@ from fdp.model import Model
 from fdp.optimizers import LOCAL as LOCAL_REDUCTIONS
 from fdp.optimizers import Optimizer, apply_updates
 from fdp.parallel.gather_reduce import sum_over_samples
-from fdp.parallel.offload import CPU, like_on_cpu, pin_for, to_cpu
+from fdp.parallel.offload import CPU, like_on_cpu, to_cpu
 from fdp.parallel.sharded_norms import sharded_reductions
 from fdp.parallel.sharding import shard_windows
 from fdp.privacy.mechanism import Mechanism
@@ -78,10 +78,7 @@ def plain_finish(model: Model, optimizer: Optimizer, mechanism: Mechanism, execu
         flat = tree.flatten(state.params)
         trained = {path: leaf.to(mean[path].device) for path, leaf in flat.items() if path in model.trainable}
         updates, opt = optimizer.update(mean, state.opt, trained, reductions)
-        there = total.sensitivity.device
-        changed = {
-            path: pin_for(leaf.to(flat[path].device), there) for path, leaf in apply_updates(trained, updates).items()
-        }
+        changed = {path: leaf.to(flat[path].device) for path, leaf in apply_updates(trained, updates).items()}
         clip = mechanism.clip.update(state.clip, sum_over_samples(sharding, tally), key, expected)
         return TrainState(tree.unflatten(state.params, flat | changed), opt, clip, state.step + 1)
 

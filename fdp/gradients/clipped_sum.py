@@ -116,7 +116,7 @@ def _add_blocks(
     if onto is None:
         return reduce_stream(sharding, stream, device=device)
     total = reduce_stream(sharding, stream, device=None, store=partial(add_onto, onto, dtype=dtype, device=device))
-    if device is not None:
+    if device is not None and not torch.compiler.is_compiling():
         wait_for_copies(weights.device)
     return total
 
@@ -152,8 +152,8 @@ def _stored_blocks(
 ) -> Iterator[dict[Path, Any]]:
     """Yield the sums of stored records. Lazy sums stay on this device: those of every other block run beside the rest.
 
-    What runs beside is yielded, and its records are freed, when the main stream has waited for it. The first block is
-    the last: its sum, an embedding's, is the largest for its records, and by then all others are free.
+    What runs beside is yielded, and its records are freed, when the main stream has waited for it. The first block
+    comes last, when the records of all others are free: its sum, with an embedding's table, is the largest.
     """
     model, beside = stash.weights.model, Beside(stash.weights.device)
     held: list[dict[Path, list[Record]]] = []
@@ -164,7 +164,7 @@ def _stored_blocks(
             waiting.append(sums(stored))
         held.append(stored)
         stored = {}
-        if not beside.is_open or len(held) == BLOCKS_BESIDE or i == 0:
+        if not beside.is_open or len(held) == BLOCKS_BESIDE or i <= 1:
             beside.join()
             held.clear()
             while waiting:

@@ -101,6 +101,11 @@ def _count_parts(samples: int) -> int | None:
     return next((parts for parts in range(least, 2 * least) if samples % parts == 0), None)
 
 
+def part_size(samples: int, parts: int) -> int:
+    """Return the samples of each part of :func:`weighted_parts`; the last part may have fewer."""
+    return samples // parts if samples % parts == 0 else SAMPLES_PER_FLOAT32_SUM
+
+
 def add_parts(parts: Float[Tensor, " parts *shape"]) -> Float[Tensor, " *shape"]:
     """Return the sum of the parts, in float64 if there are several."""
     return parts.squeeze(0) if len(parts) == 1 else parts.double().sum(0)

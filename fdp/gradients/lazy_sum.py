@@ -69,8 +69,8 @@ def add_sums(total: ClippedSum, more: ClippedSum) -> ClippedSum:
 def add_onto(before: Flat, leaves: dict[Path, Any], dtype: torch.dtype, device: torch.device | None = None) -> Flat:
     """Return ``leaves`` in ``dtype`` on ``device``, each added to that of ``before``, in its place, if it has one.
 
-    ``device`` is the CPU, which has them after ``offload.wait_for_copies``, or None: where the leaves are. Uses up
-    ``leaves``: each is freed when it is added.
+    ``device`` is None, for where the leaves are, or the CPU: there the sums have arrived after
+    ``offload.wait_for_copies``. Uses up ``leaves``: each is freed when it is added.
 
     Guarantees:
       - every element is added in the wider dtype of the two, float64 for lazy sums, and rounded once.
@@ -88,7 +88,9 @@ def _evaluate_leaf(leaf: Tensor | LazySum) -> Tensor:
 
 
 def _add_leaf(before: Tensor | None, leaf: Tensor | LazySum, dtype: torch.dtype, device: torch.device | None) -> Tensor:
-    if device is not None:
+    if device is not None and torch.compiler.is_compiling():  # a graph has no copies to wait for
+        leaf = to_cpu(_evaluate_leaf(leaf))
+    elif device is not None:
         leaf = _evaluate_leaf(leaf)
         return to_cpu(leaf.to(dtype).contiguous(), wait=False) if before is None else add_on_device_(before, leaf)
     if before is None:

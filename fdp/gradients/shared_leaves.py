@@ -26,8 +26,8 @@ from fdp_kernels.tied import tied_norms
 from jaxtyping import Float
 from torch import Tensor
 
-from fdp.gradients.launches import weighted_parts
-from fdp.gradients.rules import has_kernels, symmetric_squared_norm
+from fdp.gradients.launches import part_size, weighted_parts
+from fdp.gradients.rules import MIN_FACTOR, has_kernels, symmetric_squared_norm
 from fdp.gradients.sample_gradients import OneHot, Pair, Record, weighted_gradient_of_uses
 
 
@@ -73,8 +73,8 @@ def weighted_parts_of_shared(
 ) -> Float[Tensor, " parts *shape"]:
     """Return ``sum_b factors_b G_b`` over all uses in parts, still to be added in float64 (``launches.add_parts``).
 
-    The embedding's rows are added to the parts of the head, as many samples to each: a table of its own would take as
-    much memory as the head, most of it for words that never occur.
+    The embedding's rows are added to the parts of the head, for the same samples: a table of its own would take as much
+    memory as the head, most of it for words that never occur.
     """
     merged = merge_uses(records)
     if merged is None:
@@ -87,10 +87,12 @@ def weighted_parts_of_shared(
 
 
 def _add_embedding_(parts: Float[Tensor, " parts *shape"], embedding: Pair, factors: Float[Tensor, " batch"]) -> None:
-    """Add the embedding's weighted sum to the parts in place."""
+    """Add the embedding's weighted sum to the parts in place, with the factors that the head's kernel takes for 0."""
     assert isinstance(embedding.left, OneHot)
-    split = (of.chunk(len(parts)) for of in (embedding.left.ids, embedding.right.squeeze(1), factors))
-    for part, ids, rows, few in zip(parts, *split):
+    factors = torch.where(factors < MIN_FACTOR, 0.0, factors)
+    size = part_size(len(factors), len(parts))
+    split = (of.split(size) for of in (embedding.left.ids, embedding.right.squeeze(1), factors))
+    for part, ids, rows, few in zip(parts, *split, strict=True):
         add_embedding_sum_(part.view(len(part), -1), ids, rows, few)
 
 

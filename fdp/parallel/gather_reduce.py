@@ -60,7 +60,7 @@ def start_gather(
 ) -> PendingGather:
     """Start to gather the leaves ``paths`` in the compute dtype on ``device``, with one collective for all of them.
 
-    The cast comes first: ranks exchange the compute dtype. ``token`` is an activation that must exist before the gather
+    Leaves are cast before ranks exchange them. ``token`` is an activation that must exist before the gather
     may start: it keeps the gather at its place in a compiled graph.
     """
     local = {path: send(parts[path], dtype, device) for path in paths}

@@ -1,7 +1,8 @@
 """CPU offload: which parts of the training state live in CPU memory, and where the update is computed.
 
     params      each block's shard is sent to the device when it is needed, in the forward and in the backward
-    grads       each block's reduced sum is sent back as soon as it is complete
+    grads       each block's reduced sum is sent back as soon as it is complete; for the next microbatch it is fetched,
+                added to and sent again
     optimizer   its state stays on the CPU, and the update is computed there, with noise that the device draws
 
 Offload changes memory and speed only: the numbers are the same.
@@ -52,10 +53,10 @@ def place_state(state: TrainState, offload: Offload, device: torch.device) -> Tr
 def send(leaf: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the tensor in ``dtype`` on ``device``.
 
-    What goes from CPU memory to a GPU is cast there, at the speed of the GPU's memory; pinned memory is sent as it is,
-    beside other work.
+    A tensor in CPU memory is sent as it is, beside other work if that memory is pinned, and cast on the device, which
+    is faster.
     """
-    if leaf.device.type == "cpu" and device.type == "cuda":
+    if leaf.device.type == "cpu" and device.type != "cpu":
         return leaf.to(device, non_blocking=True).to(dtype)
     return leaf.to(dtype).to(device, non_blocking=True)
 
@@ -71,25 +72,18 @@ def to_cpu(leaf: Tensor, *, wait: bool = True) -> Tensor:
 
 
 def add_on_device_(on_cpu: Tensor, leaf: Tensor) -> Tensor:
-    """Add ``leaf`` to a tensor in CPU memory, computed where ``leaf`` is, and return that tensor.
+    """Add ``leaf`` to a tensor in CPU memory and return that tensor; the sum has arrived after :func:`wait_for_copies`.
 
-    A GPU adds and sends faster than a CPU adds. Rounded once to the dtype of the sum; there after
-    :func:`wait_for_copies`.
+    The sum is computed where ``leaf`` is, and rounded once to its dtype: a GPU receives, adds and sends faster than a
+    CPU adds.
     """
     return on_cpu.copy_(on_cpu.to(leaf.device, non_blocking=True).add_(leaf), non_blocking=True)
 
 
 def wait_for_copies(device: torch.device) -> None:
-    """Wait until everything that ``device`` was given to send has arrived in CPU memory."""
+    """Wait until what the current stream of ``device`` sends has arrived in CPU memory."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
-
-
-def pin_for(leaf: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor that is sent to ``device`` again and again; pinned if it goes from the CPU to a GPU."""
-    if leaf.device.type != "cpu" or device.type != "cuda" or torch.compiler.is_compiling():
-        return leaf
-    return _pin(leaf, device)
 
 
 def like_on_cpu(leaf: Tensor, shape: torch.Size) -> Tensor:

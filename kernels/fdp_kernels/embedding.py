@@ -345,6 +345,7 @@ embedding_sum = define(
     fake=lambda ids, g, factors, rows: g.new_empty((rows, g.shape[-1]), dtype=torch.float32),
 )
 """``(ids_BT, g_BTD, factors_B, rows)``: as :func:`embedding_sum_reference`."""
+
 add_embedding_sum_ = define(
     "add_embedding_sum_",
     "Tensor(a!) onto, Tensor ids, Tensor g, Tensor factors -> ()",

@@ -22,8 +22,8 @@ Rounding, with E_b the error that ``weighted`` makes (step 5 of ``ghost``, inclu
   3. Head and embedding are summed in two accumulators, the head's in float32, the embedding's in float64, each rounded
      to its own size. If they cancel, that size is not bounded by |G_b|. So the result is at least
      ``(|head|^2 + |embedding|^2) / 2``: after clipping to C, neither part exceeds sqrt(2) C, and the slack of
-     ``weighted`` grows by that factor only. (The half is reached only if the angle between the two parts is wide: a
-     cosine below -1/2 for parts of equal norm.) The last addition, rounded to float32, is of the sum of both.
+     ``weighted`` and ``add_embedding_sum_`` grows by that factor only. (The half is reached only if the angle between
+     the two parts is wide: a cosine below -1/2 for parts of equal norm.) The sum of both is rounded to float32 once.
 
 Guarantees:
   - the result is at least the squared norm of what ``weighted`` and ``add_embedding_sum_`` together add for the sample;

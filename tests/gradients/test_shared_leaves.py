@@ -8,8 +8,8 @@ import torch
 import fdp.gradients.launches
 import fdp.gradients.rules
 import fdp.gradients.shared_leaves
-from fdp.gradients.launches import add_parts
-from fdp.gradients.rules import Dense, OneHot, Pair, Record, rows
+from fdp.gradients.launches import add_parts, part_size
+from fdp.gradients.rules import MIN_FACTOR, Dense, OneHot, Pair, Record, rows
 from fdp.gradients.sample_gradients import direct_squared_norm_of_uses, weighted_gradient_of_uses
 from fdp.gradients.shared_leaves import merge_uses, squared_norm_by_kernels, weighted_parts_of_shared
 from tests.conftest import randn
@@ -76,6 +76,37 @@ def test_an_embedding_is_added_to_the_parts_of_its_head(monkeypatch: pytest.Monk
     assert len(parts) == len(FACTORS)  # no more than for the head alone
     for part, one in zip(parts, torch.eye(len(FACTORS), dtype=torch.float64)):  # no part has more than one sample
         torch.testing.assert_close(part, weighted_gradient_of_uses(USES["tied"], FACTORS * one), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("samples", [1, 6, 7, 8])
+def test_a_part_has_the_same_samples_of_head_and_embedding(monkeypatch: pytest.MonkeyPatch, samples: int) -> None:
+    """Seven samples in parts of three have no equal parts: three, three and one."""
+    for module in (fdp.gradients.rules, fdp.gradients.launches):
+        monkeypatch.setattr(module, "SAMPLES_PER_FLOAT32_SUM", 3)
+    left, ids = randn(samples, 4, 7), torch.arange(6 * samples).view(samples, 6) % 7
+    records: list[Record] = [
+        Pair(rows(left), rows(randn(samples, 4, 5)), SHAPE),
+        Pair(OneHot(ids), rows(randn(samples, 6, 5, seed=3)), SHAPE),
+    ]
+    factors = torch.linspace(0.5, 1, samples, dtype=torch.float64)
+    parts = weighted_parts_of_shared(records, factors)
+    size = part_size(samples, len(parts))
+    assert size <= 3
+    for k, part in enumerate(parts):
+        mine = torch.zeros_like(factors)
+        mine[k * size : (k + 1) * size] = factors[k * size : (k + 1) * size]
+        torch.testing.assert_close(part.double(), weighted_gradient_of_uses(records, mine), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("_kernels")
+def test_a_factor_that_is_too_small_for_the_head_is_0_for_its_embedding() -> None:
+    tiny = torch.tensor([0.5, 2.0**-101, 1.0], dtype=torch.float64)
+    huge = [linear(4, 0), embedding(6, 3)]
+    huge[1].right[1] *= 2.0**120
+    without = torch.where(tiny < MIN_FACTOR, 0.0, tiny)
+    found = add_parts(weighted_parts_of_shared(huge, without))
+    assert torch.equal(add_parts(weighted_parts_of_shared(huge, tiny)) - found, torch.zeros(SHAPE).double())
 
 
 @pytest.mark.usefixtures("_kernels")

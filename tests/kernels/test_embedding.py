@@ -67,7 +67,7 @@ def test_kernels_equal_references(batch: int, tokens: int, width: int, vocab: in
 @pytest.mark.parametrize(("batch", "tokens", "width", "vocab"), SHAPES)
 def test_a_sum_is_added_to_what_is_there_and_rounded_once(batch: int, tokens: int, width: int, vocab: int) -> None:
     ids, g = make_ids(batch, tokens, vocab), make_rows(batch, tokens, width)
-    factors, before = torch.linspace(0, 1, batch).to(DEVICE), 1e3 * make_rows(1, vocab, width)[0]
+    factors, before = torch.linspace(1, 0, batch).to(DEVICE), 1e3 * make_rows(1, vocab, width)[0]
     exact = before.double()
     add_embedding_sum_reference_(exact, ids, g, factors)
     for add_ in (launch_add_embedding_sum_, add_embedding_sum_reference_):
@@ -76,6 +76,17 @@ def test_a_sum_is_added_to_what_is_there_and_rounded_once(batch: int, tokens: in
         assert bool(((onto - exact).abs() <= 1.0001 * 2.0**-24 * exact.abs()).all())
         untouched = torch.isin(torch.arange(vocab, device=DEVICE), ids, invert=True)
         assert torch.equal(onto[untouched], before[untouched])
+
+
+@pytest.mark.usefixtures("_short_chunks")
+def test_rows_of_a_sample_with_factor_0_and_unknown_ids_leave_what_is_there() -> None:
+    ids, g = make_ids(2, 9, 3), make_rows(2, 9, 4)
+    g[1], ids[0, 0] = torch.nan, 7
+    onto, factors = make_rows(1, 3, 4)[0], torch.tensor([1.0, 0.0], device=DEVICE)
+    expected = onto.clone()
+    add_embedding_sum_reference_(expected, ids[:1, 1:], g[:1, 1:], factors[:1])
+    launch_add_embedding_sum_(onto, ids, g, factors)
+    torch.testing.assert_close(onto, expected)
 
 
 @pytest.mark.parametrize("onto", [torch.zeros(4, 3).mT, torch.zeros(3, 5), torch.zeros(3, 4, dtype=torch.float64)])
