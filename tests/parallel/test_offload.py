@@ -12,7 +12,7 @@ from fdp.fast.compile_modes import make_execution
 from fdp.gradients.clipped_sum import clipped_sum, plain_sum
 from fdp.gradients.lazy_sum import LazySum, add_onto
 from fdp.gradients.per_sample import per_sample_norms
-from fdp.gradients.plan import make_plan
+from fdp.gradients.plan import Method, make_plan
 from fdp.models import mlp
 from fdp.parallel.offload import CPU, Offload, add_on_device_, like_on_cpu, send, to_cpu, wait_for_copies
 from fdp.privacy.clipping import clip_to
@@ -66,6 +66,7 @@ def test_a_microbatch_ends_when_its_sums_have_arrived(monkeypatch):
     _, norms, stash = per_sample_norms(model, params, data, plan=plan, execution=execution)
     clipped_sum(stash, clip_to(norms, max_norm=1.0))
     assert waits == [CPU]
+    plan = make_plan(model, params, data, method=Method.NONE)
     plain_sum(model, params, data, torch.ones(2), plan=plan, execution=execution, onto={})
     assert waits == [CPU, CPU]
 
