@@ -116,7 +116,7 @@ def _add_blocks(
     if onto is None:
         return reduce_stream(sharding, stream, device=device)
     total = reduce_stream(sharding, stream, device=None, store=partial(add_onto, onto, dtype=dtype, device=device))
-    if device is not None and not torch.compiler.is_compiling():
+    if device is not None:
         wait_for_copies(weights.device)
     return total
 

@@ -88,9 +88,7 @@ def _evaluate_leaf(leaf: Tensor | LazySum) -> Tensor:
 
 
 def _add_leaf(before: Tensor | None, leaf: Tensor | LazySum, dtype: torch.dtype, device: torch.device | None) -> Tensor:
-    if device is not None and torch.compiler.is_compiling():  # a graph has no copies to wait for
-        leaf = to_cpu(_evaluate_leaf(leaf))
-    elif device is not None:
+    if device is not None:
         leaf = _evaluate_leaf(leaf)
         return to_cpu(leaf.to(dtype).contiguous(), wait=False) if before is None else add_on_device_(before, leaf)
     if before is None:

@@ -59,6 +59,7 @@ __all__ = [
     "check_rule",
     "cross_term",
     "direct_squared_norm",
+    "drop_tiny_factors",
     "gram_rounding",
     "gram_squared_norm",
     "has_kernels",
@@ -188,8 +189,13 @@ def weighted_gradient(record: Record, factors: Float[Tensor, " batch"]) -> Float
 
 
 def kernel_factors(factors: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
-    """Return the factors in float32 for kernels; those below ``MIN_FACTOR`` become 0."""
-    return torch.where(factors < MIN_FACTOR, torch.zeros_like(factors), factors).float()
+    """Return the factors in float32 for kernels, without the tiny ones."""
+    return drop_tiny_factors(factors).float()
+
+
+def drop_tiny_factors(factors: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
+    """Return the factors, those below ``MIN_FACTOR`` as 0."""
+    return torch.where(factors < MIN_FACTOR, 0.0, factors)
 
 
 def _weighted_gradient_half(record: Pair, factors: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fdp.gradients.launches import part_size, weighted_parts
-from fdp.gradients.rules import MIN_FACTOR, has_kernels, symmetric_squared_norm
+from fdp.gradients.rules import drop_tiny_factors, has_kernels, symmetric_squared_norm
 from fdp.gradients.sample_gradients import OneHot, Pair, Record, weighted_gradient_of_uses
 
 
@@ -87,9 +87,9 @@ def weighted_parts_of_shared(
 
 
 def _add_embedding_(parts: Float[Tensor, " parts *shape"], embedding: Pair, factors: Float[Tensor, " batch"]) -> None:
-    """Add the embedding's weighted sum to the parts in place, with the factors that the head's kernel takes for 0."""
+    """Add the embedding's weighted sum to the parts in place; a factor that the head's kernel takes for 0 is 0 here."""
     assert isinstance(embedding.left, OneHot)
-    factors = torch.where(factors < MIN_FACTOR, 0.0, factors)
+    factors = drop_tiny_factors(factors)
     size = part_size(len(factors), len(parts))
     split = (of.split(size) for of in (embedding.left.ids, embedding.right.squeeze(1), factors))
     for part, ids, rows, few in zip(parts, *split, strict=True):

@@ -77,12 +77,14 @@ def add_on_device_(on_cpu: Tensor, leaf: Tensor) -> Tensor:
     The sum is computed where ``leaf`` is, and rounded once to its dtype: a GPU receives, adds and sends faster than a
     CPU adds.
     """
+    if torch.compiler.is_compiling():
+        return on_cpu.add_(to_cpu(leaf))
     return on_cpu.copy_(on_cpu.to(leaf.device, non_blocking=True).add_(leaf), non_blocking=True)
 
 
 def wait_for_copies(device: torch.device) -> None:
-    """Wait until what the current stream of ``device`` sends has arrived in CPU memory."""
-    if device.type == "cuda":
+    """Wait until what the current stream of ``device`` sends has arrived in CPU memory; copies of a graph wait."""
+    if device.type == "cuda" and not torch.compiler.is_compiling():
         torch.cuda.current_stream(device).synchronize()
 
 
