@@ -183,6 +183,11 @@ def widths_and_ends(gs: Sequence[Tensor], xs: Sequence[Tensor], counts: Sequence
     return widths + [*ends, *ends[-1:] * MATRICES_PER_LAUNCH][: MATRICES_PER_LAUNCH - 1]
 
 
+def multiprocessors(device: torch.device) -> int:
+    """Return the number of a GPU's multiprocessors; 2 in the interpreter."""
+    return _multiprocessors(device.index) if device.type == "cuda" else 2
+
+
 @cache
 def _multiprocessors(index: int | None) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
@@ -192,8 +197,7 @@ def num_programs(total: int, tile: Tile, device: torch.device) -> int:
     """Return the number of programs that share ``total`` tiles."""
     if tile.per_sm == 0:
         return total
-    processors = _multiprocessors(device.index) if device.type == "cuda" else 2  # 2 in the interpreter
-    return min(total, tile.per_sm * processors)
+    return min(total, tile.per_sm * multiprocessors(device))
 
 
 # ---------------------------------------------------------------- bodies

@@ -1,12 +1,12 @@
-"""``weighted`` on Hopper: three groups of warps add 64 rows each of a tile of 192 x 128, a fourth loads.
+"""``weighted`` on Hopper: two or three groups of warps add 64 rows each of a tile 128 columns wide, another loads.
 
     total = sum_b c_b acc_b,   acc_b = g_b[:, tile]^T x_b[:, tile]
 
 The same numbers as from the body of ``weighted``, bit for bit. A sample with factor 0 is never read: the loads go past
 the last sample, where TMA gives zeros.
 
-On an H200 the four matrices of a block of gpt2 take 0.61 ms at 64 samples of 512 tokens and 0.62 ms at 128 of 256. The
-Triton body takes 0.69 and 0.78 ms, a plain product over all samples by cuBLAS 0.63 and 0.65 ms.
+On an H200 the sums of a block of gpt2-medium take 0.164 ms at 16 samples of 256 tokens (0.181 with 192 rows), a plain
+product over all samples by cuBLAS 0.141 ms; at 64 of 512 tokens 1.31 ms (1.44), cuBLAS 1.37 ms.
 
 Letters as in ``weighted``.
 """
@@ -32,11 +32,24 @@ from fdp_kernels.hopper import (
     ring_descriptor,
     tile_position_hopper,
 )
-from fdp_kernels.tile_gemm import Tile, align_rows, pad_to_four, tiles_per_sample, widths_and_ends
+from fdp_kernels.tile_gemm import (
+    Tile,
+    align_rows,
+    cdiv,
+    multiprocessors,
+    pad_to_four,
+    tiles_per_sample,
+    widths_and_ends,
+)
 
-TILE = Tile(3 * GROUP_ROWS, 128, DEPTH, warps=4, stages=4, group=4)
+TILES = (
+    Tile(3 * GROUP_ROWS, 128, DEPTH, warps=4, stages=4, group=4),
+    Tile(2 * GROUP_ROWS, 128, DEPTH, warps=4, stages=6, group=4),
+)
 """With three groups a thread has 160 registers, of which 128 hold total and product. (128 x 256 would not fit.)"""
 REGISTERS = 160
+SECONDS = {192: 1.5, 128: 1.08}
+"""Time of a tile by its rows, relative to 128 rows in a tile of 192: two groups wait for each other more often."""
 MIN_TILES = 90
 """With fewer tiles than this, most multiprocessors would have none."""
 
@@ -118,34 +131,63 @@ def _weighted_hopper_body(
     full, empty = make_ring(SLOTS, GROUPS)
     steps, first = gl.cdiv(tokens, BLOCK_T), part * samples
     ring, work = (left, right, full, empty), (first, samples, steps, part, i, j)
-    gl.warp_specialize(
-        [
-            (_add_samples, (0, factor_ptr, out_ptr, ring, work, p, d, BLOCK_P, BLOCK_D, BLOCK_T, SLOTS)),
-            (_add_samples, (1, factor_ptr, out_ptr, ring, work, p, d, BLOCK_P, BLOCK_D, BLOCK_T, SLOTS)),
-            (_add_samples, (2, factor_ptr, out_ptr, ring, work, p, d, BLOCK_P, BLOCK_D, BLOCK_T, SLOTS)),
-            (_load_samples, (g, x, factor_ptr, ring, work, batch, BLOCK_P, BLOCK_D, BLOCK_T, SLOTS)),
-        ],
-        [4, 4, 1],
-        [REGISTERS, REGISTERS, 24],
-    )
+    if GROUPS == 3:
+        gl.warp_specialize(
+            [
+                (_add_samples, (0, factor_ptr, out_ptr, ring, work, p, d, BLOCK_P, BLOCK_D, BLOCK_T, SLOTS)),
+                (_add_samples, (1, factor_ptr, out_ptr, ring, work, p, d, BLOCK_P, BLOCK_D, BLOCK_T, SLOTS)),
+                (_add_samples, (2, factor_ptr, out_ptr, ring, work, p, d, BLOCK_P, BLOCK_D, BLOCK_T, SLOTS)),
+                (_load_samples, (g, x, factor_ptr, ring, work, batch, BLOCK_P, BLOCK_D, BLOCK_T, SLOTS)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_add_samples, (0, factor_ptr, out_ptr, ring, work, p, d, BLOCK_P, BLOCK_D, BLOCK_T, SLOTS)),
+                (_add_samples, (1, factor_ptr, out_ptr, ring, work, p, d, BLOCK_P, BLOCK_D, BLOCK_T, SLOTS)),
+                (_load_samples, (g, x, factor_ptr, ring, work, batch, BLOCK_P, BLOCK_D, BLOCK_T, SLOTS)),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )
 
 
 def enough_tiles(gs: list[Tensor], xs: list[Tensor], parts: int) -> bool:
     """Return True if there are tiles for most multiprocessors."""
-    return parts * sum(tiles_per_sample(g, x, TILE) for g, x in zip(gs, xs)) >= MIN_TILES
+    return count_tiles(gs, xs, parts, TILES[0]) >= MIN_TILES
 
 
-def launch_four(gs: list[Tensor], xs: list[Tensor], factors: list[Tensor], parts: int) -> list[Tensor]:
+def count_tiles(gs: list[Tensor], xs: list[Tensor], parts: int, tile: Tile) -> int:
+    """Return the number of tiles of all pairs and parts."""
+    return parts * sum(tiles_per_sample(g, x, tile) for g, x in zip(gs, xs))
+
+
+def fastest_tile(gs: list[Tensor], xs: list[Tensor], parts: int) -> Tile:
+    """Return the tile with which the last multiprocessor is done first.
+
+    Each computes one tile at a time. A matrix of 1024 rows has a sixth tile of 192 for its last 64 rows, and the 544
+    tiles of a block of GPT-2-Medium keep 132 multiprocessors busy five times, the fifth time only a few of them.
+    """
+    processors = multiprocessors(gs[0].device)
+    return min(TILES, key=lambda tile: cdiv(count_tiles(gs, xs, parts, tile), processors) * SECONDS[tile.rows])
+
+
+def launch_four(
+    gs: list[Tensor], xs: list[Tensor], factors: list[Tensor], parts: int, *, tile: Tile | None = None
+) -> list[Tensor]:
     """Return the weighted sums of up to four pairs, in ``parts`` parts: (parts, P, D) each."""
     (batch, tokens, _), device = gs[0].shape, gs[0].device
+    tile = tile or fastest_tile(gs, xs, parts)
     outs = [torch.empty(parts, g.shape[-1], x.shape[-1], dtype=torch.float32, device=device) for g, x in zip(gs, xs)]
-    counts = [parts * tiles_per_sample(g, x, TILE) for g, x in zip(gs, xs)]
-    lefts = [ring_descriptor(align_rows(g), (1, TILE.depth, GROUP_ROWS)) for g in gs]
-    rights = [ring_descriptor(align_rows(x), (1, TILE.depth, TILE.columns)) for x in xs]
+    counts = [parts * tiles_per_sample(g, x, tile) for g, x in zip(gs, xs)]
+    lefts = [ring_descriptor(align_rows(g), (1, tile.depth, GROUP_ROWS)) for g in gs]
+    rights = [ring_descriptor(align_rows(x), (1, tile.depth, tile.columns)) for x in xs]
     _weighted_hopper_body[(sum(counts),)](
         *pad_to_four(lefts), *pad_to_four(rights), *pad_to_four([f.contiguous() for f in factors]), *pad_to_four(outs),
         *widths_and_ends(gs, xs, counts), batch // parts, tokens, batch,
-        BLOCK_P=TILE.rows, BLOCK_D=TILE.columns, BLOCK_T=TILE.depth, TILES_DOWN=TILE.group, SLOTS=TILE.stages,
-        REGISTERS=REGISTERS, num_warps=TILE.warps,
+        BLOCK_P=tile.rows, BLOCK_D=tile.columns, BLOCK_T=tile.depth, TILES_DOWN=tile.group, SLOTS=tile.stages,
+        REGISTERS=REGISTERS, num_warps=tile.warps,
     )  # fmt: skip
     return outs

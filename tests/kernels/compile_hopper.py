@@ -11,6 +11,7 @@ from typing import Any
 import triton
 from fdp_kernels import ghost_hopper, weighted_hopper
 from fdp_kernels.hopper import ring_layout
+from fdp_kernels.tile_gemm import Tile
 from triton import compile as triton_compile
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -35,9 +36,8 @@ def compile_body(body: Any, constants: dict[str, int], boxes: dict[str, str]) ->
     return triton_compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
 
 
-def weighted() -> Any:
+def weighted(tile: Tile) -> Any:
     """Return the compiled body of ``weighted_hopper``."""
-    tile = weighted_hopper.TILE
     constants = {
         "BLOCK_P": tile.rows, "BLOCK_D": tile.columns, "BLOCK_T": tile.depth, "TILES_DOWN": tile.group,
         "SLOTS": tile.stages, "REGISTERS": weighted_hopper.REGISTERS,
@@ -72,6 +72,9 @@ def stack_bytes(compiled: Any) -> int:
 
 
 if __name__ == "__main__":
-    compiled = {"weighted": weighted, "ghost": ghost}[sys.argv[1]]()
+    tall, low = weighted_hopper.TILES
+    compiled = {"weighted": lambda: weighted(tall), "weighted_low": lambda: weighted(low), "ghost": ghost}[
+        sys.argv[1]
+    ]()
     ptx = compiled.asm["ptx"]
     print(ptx.count("wgmma.mma_async"), ptx.count("fma.rn.f32"), stack_bytes(compiled), compiled.metadata.shared)

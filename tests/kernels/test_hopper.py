@@ -25,19 +25,36 @@ needs_hopper = pytest.mark.skipif(
 
 
 @pytest.mark.skipif(not TESTED, reason="no version of Gluon that these bodies were tested with")
-@pytest.mark.parametrize("body", ["weighted", "ghost"])
+@pytest.mark.parametrize("body", ["weighted", "weighted_low", "ghost"])
 def test_bodies_compile_for_hopper(body: str) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TRITON_INTERPRET": "0"}
     script = Path(__file__).with_name("compile_hopper.py")
     run = subprocess.run([sys.executable, str(script), body], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
     instructions, fused, spilled, shared = map(int, run.stdout.split())
-    # Three groups of warps and four instructions a step; two groups, g and x, on and off the diagonal, and four a step.
-    assert instructions == {"weighted": 12, "ghost": 32}[body]
+    # Groups of warps, and four instructions a step; of ghost also g and x, on and off the diagonal.
+    groups = {"weighted": 3, "weighted_low": 2, "ghost": 2 * 2 * 2}[body]
+    assert instructions == 4 * groups
     assert shared <= 227 << 10
-    if body == "weighted":
-        assert fused >= 3 * 64  # multiplied and added with one rounding, as in the Triton body
+    if body != "ghost":
+        assert fused >= groups * 64  # multiplied and added with one rounding, as in the Triton body
         assert spilled == 0
+
+
+@pytest.mark.parametrize(
+    ("sides", "rows"),
+    [
+        ([(2304, 768), (3072, 768), (768, 3072)], 192),  # 264 tiles: two for each; of 128 rows 396: three
+        ([(2304, 768), (768, 768), (3072, 768), (768, 3072)], 128),  # 288: three for some; 432: four
+        ([(3072, 1024), (1024, 1024), (4096, 1024), (1024, 4096)], 128),  # 544: five for some; 768: six
+    ],
+)
+def test_the_tile_is_the_one_with_which_the_last_multiprocessor_is_done_first(
+    monkeypatch: pytest.MonkeyPatch, sides: list[tuple[int, int]], rows: int
+) -> None:
+    monkeypatch.setattr(weighted_hopper, "multiprocessors", lambda _: 132)
+    gs, xs = ([torch.empty(1, 1, side[k], device="meta") for side in sides] for k in (0, 1))
+    assert weighted_hopper.fastest_tile(gs, xs, 1).rows == rows
 
 
 @pytest.mark.skipif(not TESTED, reason="no version of Gluon that these bodies were tested with")
@@ -67,10 +84,11 @@ def test_gpu_weighted_on_hopper_is_bit_for_bit_that_of_triton(shape: tuple[int, 
     factors = factors_of(shape[0], "cuda")
     factors[1], g[1, 0] = 0, float("nan")
     for parts in (1, shape[0]):
-        found = weighted_hopper.launch_four([g], [x], [factors], parts)[0]
-        for choice in WEIGHTED_TILES:
-            other = launch_foreach_weighted_parts([g], [x], [factors], parts, tile=choice.tile)[0]
-            assert torch.equal(found, other)
+        for tile in weighted_hopper.TILES:
+            found = weighted_hopper.launch_four([g], [x], [factors], parts, tile=tile)[0]
+            for choice in WEIGHTED_TILES:
+                other = launch_foreach_weighted_parts([g], [x], [factors], parts, tile=choice.tile)[0]
+                assert torch.equal(found, other)
     total, exact = found.double().sum(0), weighted_reference(g.double(), x.double(), factors)
     assert float((total - exact).norm() / exact.norm()) < 1e-4
 
