@@ -34,6 +34,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from fdp_kernels import keep_hopper
 from fdp_kernels.direct import TILES
 from fdp_kernels.op import define, jit, tl
 from fdp_kernels.tile_gemm import (
@@ -122,16 +123,23 @@ def _num_parts(G_BN: Tensor) -> int:
 
 
 def _choose_tile(gs: list[Tensor], xs: list[Tensor]) -> Tile:
-    """Return the tile of one launch."""
+    """Return the tile of one launch of the body here."""
     return choose_tile(
         TILES, gs[0].dtype, lambda tile: sum(len(g) * tiles_per_sample(g, x, tile) for g, x in zip(gs, xs))
     )
 
 
 def _keep_parts(gs: list[Tensor], xs: list[Tensor]) -> list[int]:
-    """Return the number of parts of each matrix: one per tile, and every launch chooses its own tile."""
-    launches = [(gs[four], xs[four], _choose_tile(gs[four], xs[four])) for four in slices_of_four(gs)]
-    return [tiles_per_sample(g, x, tile) for lefts, rights, tile in launches for g, x in zip(lefts, rights)]
+    """Return the number of parts of each matrix: one per tile, or as ``keep_hopper`` has them; every launch chooses."""
+    return [parts for four in slices_of_four(gs) for parts in _parts_of_four(gs[four], xs[four])]
+
+
+def _parts_of_four(gs: list[Tensor], xs: list[Tensor]) -> list[int]:
+    hopper_tile = keep_hopper.choose_tile(gs, xs)
+    if hopper_tile is not None:
+        return [keep_hopper.num_parts(g, x, hopper_tile) for g, x in zip(gs, xs)]
+    tile = _choose_tile(gs, xs)
+    return [tiles_per_sample(g, x, tile) for g, x in zip(gs, xs)]
 
 
 def weighted_sum_reference(G_BN: Tensor, factors_B: Tensor, dtype: torch.dtype, onto_N: Tensor | None = None) -> Tensor:
@@ -242,7 +250,7 @@ def _sum_body(G_ptr, factor_ptr, onto_ptr, out_ptr, batch, n, ONTO: tl.constexpr
 
 
 def launch_keep(g_BTP: Tensor, x_BTD: Tensor, *, tile: Tile | None = None) -> tuple[Tensor, Tensor]:
-    """Evaluate :func:`keep_reference` with one kernel; ``tile`` overrides the table."""
+    """Evaluate :func:`keep_reference` with one kernel; ``tile`` overrides the table, and the body for Hopper."""
     G, parts = launch_foreach_keep([g_BTP], [x_BTD], tile=tile)
     return G, parts
 
@@ -257,6 +265,9 @@ def launch_foreach_keep(gs: list[Tensor], xs: list[Tensor], *, tile: Tile | None
 
 
 def _launch_four(gs: list[Tensor], xs: list[Tensor], tile: Tile | None) -> Iterable[tuple[Tensor, Tensor]]:
+    hopper_tile = keep_hopper.choose_tile(gs, xs) if tile is None else None
+    if hopper_tile is not None:
+        return keep_hopper.launch_four(gs, xs, hopper_tile)
     tile = tile or _choose_tile(gs, xs)
     (batch, tokens, _), dtype, device = gs[0].shape, gs[0].dtype, gs[0].device
     outs = [torch.empty(batch, g.shape[-1], x.shape[-1], dtype=dtype, device=device) for g, x in zip(gs, xs)]

@@ -17,12 +17,15 @@ Letters as in ``weighted``.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from fdp_kernels.hopper import (
     DEPTH,
     GROUP_ROWS,
+    fastest_tile,
     gl,
     gluon_jit,
     hopper,
@@ -32,24 +35,17 @@ from fdp_kernels.hopper import (
     ring_descriptor,
     tile_position_hopper,
 )
-from fdp_kernels.tile_gemm import (
-    Tile,
-    align_rows,
-    cdiv,
-    multiprocessors,
-    pad_to_four,
-    tiles_per_sample,
-    widths_and_ends,
-)
+from fdp_kernels.tile_gemm import Tile, align_rows, pad_to_four, tiles_per_sample, widths_and_ends
 
-TILES = (
-    Tile(3 * GROUP_ROWS, 128, DEPTH, warps=4, stages=4, group=4),
-    Tile(2 * GROUP_ROWS, 128, DEPTH, warps=4, stages=6, group=4),
-)
-"""With three groups a thread has 160 registers, of which 128 hold total and product. (128 x 256 would not fit.)"""
+TILES = {
+    Tile(3 * GROUP_ROWS, 128, DEPTH, warps=4, stages=4, group=4): 1.5,
+    Tile(2 * GROUP_ROWS, 128, DEPTH, warps=4, stages=6, group=4): 1.08,
+}
+"""Tiles and the time of one, relative to 128 rows in a tile of 192: two groups wait for each other more often.
+
+With three groups a thread has 160 registers, of which 128 hold total and product. (128 x 256 would not fit.)
+"""
 REGISTERS = 160
-SECONDS = {192: 1.5, 128: 1.08}
-"""Time of a tile by its rows, relative to 128 rows in a tile of 192: two groups wait for each other more often."""
 MIN_TILES = 90
 """With fewer tiles than this, most multiprocessors would have none."""
 
@@ -156,7 +152,7 @@ def _weighted_hopper_body(
 
 def enough_tiles(gs: list[Tensor], xs: list[Tensor], parts: int) -> bool:
     """Return True if there are tiles for most multiprocessors."""
-    return count_tiles(gs, xs, parts, TILES[0]) >= MIN_TILES
+    return count_tiles(gs, xs, parts, next(iter(TILES))) >= MIN_TILES
 
 
 def count_tiles(gs: list[Tensor], xs: list[Tensor], parts: int, tile: Tile) -> int:
@@ -164,22 +160,12 @@ def count_tiles(gs: list[Tensor], xs: list[Tensor], parts: int, tile: Tile) -> i
     return parts * sum(tiles_per_sample(g, x, tile) for g, x in zip(gs, xs))
 
 
-def fastest_tile(gs: list[Tensor], xs: list[Tensor], parts: int) -> Tile:
-    """Return the tile with which the last multiprocessor is done first.
-
-    Each computes one tile at a time. A matrix of 1024 rows has a sixth tile of 192 for its last 64 rows, and the 544
-    tiles of a block of GPT-2-Medium keep 132 multiprocessors busy five times, the fifth time only a few of them.
-    """
-    processors = multiprocessors(gs[0].device)
-    return min(TILES, key=lambda tile: cdiv(count_tiles(gs, xs, parts, tile), processors) * SECONDS[tile.rows])
-
-
 def launch_four(
     gs: list[Tensor], xs: list[Tensor], factors: list[Tensor], parts: int, *, tile: Tile | None = None
 ) -> list[Tensor]:
     """Return the weighted sums of up to four pairs, in ``parts`` parts: (parts, P, D) each."""
     (batch, tokens, _), device = gs[0].shape, gs[0].device
-    tile = tile or fastest_tile(gs, xs, parts)
+    tile = tile or fastest_tile(TILES, partial(count_tiles, gs, xs, parts), device)
     outs = [torch.empty(parts, g.shape[-1], x.shape[-1], dtype=torch.float32, device=device) for g, x in zip(gs, xs)]
     counts = [parts * tiles_per_sample(g, x, tile) for g, x in zip(gs, xs)]
     lefts = [ring_descriptor(align_rows(g), (1, tile.depth, GROUP_ROWS)) for g in gs]

@@ -6,10 +6,11 @@ import re
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from typing import Any
 
 import triton
-from fdp_kernels import ghost_hopper, weighted_hopper
+from fdp_kernels import ghost_hopper, keep_hopper, weighted_hopper
 from fdp_kernels.hopper import ring_layout
 from fdp_kernels.tile_gemm import Tile
 from triton import compile as triton_compile
@@ -17,12 +18,13 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 POINTERS = {"tile_ptr": "*fp64", "size_ptr": "*fp32", "token_ptr": "*fp64", "row_ptr": "*fp64"}
+POINTERS |= {f"partial_ptr{k}": "*fp64" for k in range(4)}
 
 
 def type_of(name: str, boxes: dict[str, str]) -> str:
     """Return the type of an argument, as Triton spells it."""
-    if re.fullmatch(r"[gx][0-3]", name):
-        return f"tensordesc<bf16{boxes[name[0]]},{ring_layout()!r}>"
+    if re.fullmatch(r"(g|x|out)[0-3]", name):
+        return f"tensordesc<bf16{boxes[name[:-1]]},{ring_layout()!r}>"
     if name.startswith("units"):
         return "fp32"
     return POINTERS.get(name, "*fp32" if "_ptr" in name else "i32")
@@ -36,15 +38,24 @@ def compile_body(body: Any, constants: dict[str, int], boxes: dict[str, str]) ->
     return triton_compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
 
 
-def weighted(tile: Tile) -> Any:
-    """Return the compiled body of ``weighted_hopper``."""
+def outer(body: Any, tile: Tile, registers: int) -> Any:
+    """Return a compiled body whose tiles are products over tokens."""
     constants = {
         "BLOCK_P": tile.rows, "BLOCK_D": tile.columns, "BLOCK_T": tile.depth, "TILES_DOWN": tile.group,
-        "SLOTS": tile.stages, "REGISTERS": weighted_hopper.REGISTERS,
+        "SLOTS": tile.stages, "REGISTERS": registers,
     }  # fmt: skip
-    return compile_body(
-        weighted_hopper._weighted_hopper_body, constants, {"g": "[1, 64, 64]", "x": f"[1, 64, {tile.columns}]"}
-    )
+    wide = f"[1, 64, {tile.columns}]"
+    return compile_body(body, constants, {"g": "[1, 64, 64]", "x": wide, "out": wide})
+
+
+def weighted(tile: Tile) -> Any:
+    """Return the compiled body of ``weighted_hopper``."""
+    return outer(weighted_hopper._weighted_hopper_body, tile, weighted_hopper.REGISTERS)
+
+
+def keep(tile: Tile) -> Any:
+    """Return the compiled body of ``keep_hopper``."""
+    return outer(keep_hopper._keep_hopper_body, tile, keep_hopper.REGISTERS[tile.columns])
 
 
 def ghost() -> Any:
@@ -71,10 +82,13 @@ def stack_bytes(compiled: Any) -> int:
     return sum(map(int, re.findall(r"STACK:(\d+)", usage)))
 
 
+BODIES = {
+    "ghost": ghost,
+    **{f"weighted_{tile.rows}": partial(weighted, tile) for tile in weighted_hopper.TILES},
+    **{f"keep_{tile.rows}": partial(keep, tile) for tile in keep_hopper.TILES},
+}
+
 if __name__ == "__main__":
-    tall, low = weighted_hopper.TILES
-    compiled = {"weighted": lambda: weighted(tall), "weighted_low": lambda: weighted(low), "ghost": ghost}[
-        sys.argv[1]
-    ]()
+    compiled = BODIES[sys.argv[1]]()
     ptx = compiled.asm["ptx"]
     print(ptx.count("wgmma.mma_async"), ptx.count("fma.rn.f32"), stack_bytes(compiled), compiled.metadata.shared)

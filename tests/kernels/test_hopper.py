@@ -5,40 +5,47 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from fdp_kernels import ghost_hopper, weighted_hopper
+from fdp_kernels import ghost_hopper, hopper, keep_hopper, weighted_hopper
 from fdp_kernels.direct import direct, direct_reference
 from fdp_kernels.ghost import TILES as GHOST_TILES
 from fdp_kernels.ghost import launch_foreach_ghost, launch_ghost
 from fdp_kernels.hopper import TESTED, runs_hopper
+from fdp_kernels.keep import TILES as KEEP_TILES
+from fdp_kernels.keep import foreach_keep, launch_foreach_keep
 from fdp_kernels.weighted import TILES as WEIGHTED_TILES
 from fdp_kernels.weighted import launch_foreach_weighted_parts, weighted_reference
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.kernels.linear_pairs import factors_of, random_pair
 
+BODIES = (ghost_hopper._ghost_hopper_body, weighted_hopper._weighted_hopper_body, keep_hopper._keep_hopper_body)
 needs_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="no Hopper GPU"
 )
 
 
 @pytest.mark.skipif(not TESTED, reason="no version of Gluon that these bodies were tested with")
-@pytest.mark.parametrize("body", ["weighted", "weighted_low", "ghost"])
-def test_bodies_compile_for_hopper(body: str) -> None:
+@pytest.mark.parametrize(
+    ("body", "groups"),
+    [("weighted_192", 3), ("weighted_128", 2), ("keep_192", 3), ("keep_128", 2), ("ghost", 2 * 2 * 2)],
+)
+def test_bodies_compile_for_hopper(body: str, groups: int) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TRITON_INTERPRET": "0"}
     script = Path(__file__).with_name("compile_hopper.py")
     run = subprocess.run([sys.executable, str(script), body], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
     instructions, fused, spilled, shared = map(int, run.stdout.split())
-    # Groups of warps, and four instructions a step; of ghost also g and x, on and off the diagonal.
-    groups = {"weighted": 3, "weighted_low": 2, "ghost": 2 * 2 * 2}[body]
-    assert instructions == 4 * groups
+    assert instructions == 4 * groups  # four a step for each group of warps; of ghost also g and x, diagonal and not
     assert shared <= 227 << 10
-    if body != "ghost":
+    if body.startswith("weighted"):
         assert fused >= groups * 64  # multiplied and added with one rounding, as in the Triton body
-        assert spilled == 0
+    if body != "ghost":
+        assert spilled <= {"keep_128": 96}.get(body, 0)  # bytes of a thread
 
 
 @pytest.mark.parametrize(
@@ -52,16 +59,18 @@ def test_bodies_compile_for_hopper(body: str) -> None:
 def test_the_tile_is_the_one_with_which_the_last_multiprocessor_is_done_first(
     monkeypatch: pytest.MonkeyPatch, sides: list[tuple[int, int]], rows: int
 ) -> None:
-    monkeypatch.setattr(weighted_hopper, "multiprocessors", lambda _: 132)
+    monkeypatch.setattr(hopper, "multiprocessors", lambda _: 132)
     gs, xs = ([torch.empty(1, 1, side[k], device="meta") for side in sides] for k in (0, 1))
-    assert weighted_hopper.fastest_tile(gs, xs, 1).rows == rows
+    count = partial(weighted_hopper.count_tiles, gs, xs, 1)
+    assert hopper.fastest_tile(weighted_hopper.TILES, count, gs[0].device).rows == rows
 
 
 @pytest.mark.skipif(not TESTED, reason="no version of Gluon that these bodies were tested with")
 def test_numbers_that_may_be_one_are_not_compiled_into_a_body() -> None:
     """One tile per sample, up to 128 tokens, made the compiler crash: ``pairs`` was the constant 1."""
-    for body in (ghost_hopper._ghost_hopper_body, weighted_hopper._weighted_hopper_body):
-        numbers = [parameter for parameter in body.params if parameter.name in ("pairs", "tiles", "batch", "tokens")]
+    for body in BODIES:
+        names = ("pairs", "tiles", "batch", "tokens", "count")
+        numbers = [parameter for parameter in body.params if parameter.name in names]
         assert len(numbers) >= 2
         assert all(parameter.do_not_specialize for parameter in numbers)
 
@@ -101,6 +110,53 @@ def test_gpu_four_matrices_on_hopper_equal_single_ones() -> None:
     together = weighted_hopper.launch_four([g for g, _ in pairs], [x for _, x in pairs], factors, 2)
     for total, (g, x), f in zip(together, pairs, factors):
         assert torch.equal(total, weighted_hopper.launch_four([g], [x], [f], 2)[0])
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gpu_keep_on_hopper_stores_bit_for_bit_what_triton_stores(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    g, x = random_pair(shape, "cuda", dtype)
+    g[1, 0] = float("nan")
+    other = launch_foreach_keep([g], [x], tile=KEEP_TILES[0].tile)[0]
+    exact = other.double().flatten(1).square().sum(1)
+    finite = torch.arange(shape[0], device="cuda") != 1
+    for tile in keep_hopper.TILES:
+        stored, parts = keep_hopper.launch_four([g], [x], tile)[0]
+        squares = parts.sum(1)
+        assert torch.equal(stored[finite], other[finite])
+        assert bool(stored[1].isnan().all())
+        assert bool(squares[1].isnan())
+        assert bool((squares[finite] >= exact[finite]).all())
+        assert bool((squares[finite] <= exact[finite] * (1 + 2.0**-14)).all())
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_gpu_keep_of_four_matrices_on_hopper_is_that_of_each_and_has_the_parts_that_tracing_expects() -> None:
+    sides = ((2304, 768), (768, 768), (1000, 3072), (50257, 8))
+    pairs = [random_pair((6, 200, p, d), "cuda", torch.bfloat16) for p, d in sides]
+    gs, xs = [g for g, _ in pairs], [x for _, x in pairs]
+    assert keep_hopper.choose_tile(gs, xs) is not None
+    together = foreach_keep(gs, xs)
+    for stored, parts, g, x in zip(together[:4], together[4:], gs, xs):
+        alone = launch_foreach_keep([g], [x], tile=KEEP_TILES[0].tile)
+        assert torch.equal(stored, alone[0])
+        torch.testing.assert_close(parts.sum(1), alone[1].sum(1), rtol=2.0**-14, atol=0.0)
+    with FakeTensorMode() as mode:
+        traced = foreach_keep([mode.from_tensor(g) for g in gs], [mode.from_tensor(x) for x in xs])
+    assert [out.shape for out in traced] == [out.shape for out in together]
+
+
+@pytest.mark.parametrize(("features", "bytes_per_row"), [(768, 1536), (770, 1540)])
+def test_rows_that_tma_cannot_address_are_stored_by_triton(
+    monkeypatch: pytest.MonkeyPatch, features: int, bytes_per_row: int
+) -> None:
+    monkeypatch.setattr(keep_hopper, "runs_hopper", lambda _: True)
+    g, x = (torch.empty(200, 1, width, device="meta", dtype=torch.bfloat16) for width in (1024, features))
+    assert (keep_hopper.choose_tile([g], [x]) is not None) == (bytes_per_row % 16 == 0)
+    assert keep_hopper.choose_tile([g[:2]], [x[:2]]) is None  # too few tiles
 
 
 @pytest.mark.gpu
@@ -152,7 +208,11 @@ def test_gpu_cancelling_tokens_do_not_understate_the_norm_on_hopper() -> None:
 def test_gpu_bodies_for_hopper_repeat_bitwise_and_in_a_graph() -> None:
     g, x = random_pair((60, 256, 2304, 768), "cuda", torch.bfloat16)
     factors = factors_of(60, "cuda")
-    runs = [lambda: weighted_hopper.launch_four([g], [x], [factors], 2)[0], lambda: launch_ghost(g, x)]
+    runs = [
+        lambda: weighted_hopper.launch_four([g], [x], [factors], 2)[0],
+        lambda: launch_ghost(g, x),
+        lambda: foreach_keep([g], [x])[0],
+    ]
     eager = [run() for run in runs]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

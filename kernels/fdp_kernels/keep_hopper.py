@@ -1,0 +1,202 @@
+"""``keep`` on Hopper: groups of warps multiply 64 rows each of a tile, round, square and store them; another loads.
+
+    G_b[tile] = round(g_b[:, tile]^T x_b[:, tile])
+
+A program goes from tile to tile. While one group rounds, squares and stores its rows, the tensor cores work for the
+others, and the next tile is loaded. What is stored is what the body of ``keep`` stores, bit for bit; squares are summed
+with the same bound on rounding, in one part for each group of 64 rows instead of one for each tile.
+
+Letters as in ``keep``; R the rows of a group.
+"""
+
+# Bodies are Gluon, which pyright takes for Python.
+# pyright: reportInvalidTypeForm=false, reportAssignmentType=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fdp_kernels.hopper import (
+    DEPTH,
+    GROUP_ROWS,
+    fastest_tile,
+    gl,
+    gluon_jit,
+    hopper,
+    make_ring,
+    next_slot,
+    pick_hopper,
+    ring_descriptor,
+    runs_hopper,
+    tile_position_hopper,
+)
+from fdp_kernels.tile_gemm import Tile, align_rows, num_programs, pad_to_four, tiles_per_sample, widths_and_ends
+
+TILES = {
+    Tile(3 * GROUP_ROWS, 128, DEPTH, warps=4, stages=4, per_sm=1, group=2): 1.5,
+    Tile(2 * GROUP_ROWS, 256, DEPTH, warps=4, stages=3, per_sm=1, group=4): 2.06,
+}
+"""Tiles and the time of one, relative to 128 x 128 in the first."""
+REGISTERS = {128: 152, 256: 232}
+"""Registers of a thread by the columns of a tile: half as many numbers hold the product."""
+MIN_TILES = 100
+"""With fewer tiles than this, most multiprocessors would have none."""
+
+
+@gluon_jit
+def _place(index, ps, ds, ends, BLOCK_P: gl.constexpr, BLOCK_D: gl.constexpr, TILES_DOWN: gl.constexpr):
+    """Return matrix of a tile, its index there, its sample, its row and its column."""
+    matrix = (index >= ends[0]).to(gl.int32) + (index >= ends[1]).to(gl.int32) + (index >= ends[2]).to(gl.int32)
+    own = index - pick_hopper(matrix, 0, ends[0], ends[1], ends[2])
+    rows = gl.cdiv(pick_hopper(matrix, ps[0], ps[1], ps[2], ps[3]), BLOCK_P)
+    columns = gl.cdiv(pick_hopper(matrix, ds[0], ds[1], ds[2], ds[3]), BLOCK_D)
+    i, j = tile_position_hopper(own % (rows * columns), rows, columns, TILES_DOWN)
+    return matrix, own, own // (rows * columns), i, j
+
+
+@gluon_jit
+def _load_tiles(
+    operands, work,
+    BLOCK_P: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_T: gl.constexpr, TILES_DOWN: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    GROUPS: gl.constexpr = BLOCK_P // 64
+    gs, xs = operands
+    ps, ds, ends, ring, count, steps = work
+    left, right, full, empty = ring
+    slot = 0
+    phase = 1
+    for index in range(gl.program_id(0), count, gl.num_programs(0)):
+        matrix, _, b, i, j = _place(index, ps, ds, ends, BLOCK_P, BLOCK_D, TILES_DOWN)
+        g, x = pick_hopper(matrix, gs[0], gs[1], gs[2], gs[3]), pick_hopper(matrix, xs[0], xs[1], xs[2], xs[3])
+        for step in range(steps):
+            hopper.mbarrier.wait(empty.index(slot), phase)
+            bar = full.index(slot)
+            hopper.mbarrier.expect(bar, (BLOCK_P + BLOCK_D) * BLOCK_T * 2)
+            for k in gl.static_range(GROUPS):
+                at = [b, step * BLOCK_T, i * BLOCK_P + 64 * k]
+                hopper.tma.async_copy_global_to_shared(g, at, bar, left.index(GROUPS * slot + k))
+            hopper.tma.async_copy_global_to_shared(x, [b, step * BLOCK_T, j * BLOCK_D], bar, right.index(slot))
+            slot, phase = next_slot(slot, phase, SLOTS)
+
+
+@gluon_jit
+def _store_rows(
+    GROUP: gl.constexpr, stores, work,
+    BLOCK_P: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_T: gl.constexpr, TILES_DOWN: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    """Multiply, round, square and store rows 64 GROUP to 64 GROUP + 63 of every tile."""
+    GROUPS: gl.constexpr = BLOCK_P // 64
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    outs, partials, buffers = stores
+    ps, ds, ends, ring, count, steps = work
+    left, right, full, empty = ring
+    buffer = buffers.index(GROUP)
+    acc = gl.zeros((64, BLOCK_D), gl.float32, MMA)
+    slot = 0
+    phase = 0
+    for index in range(gl.program_id(0), count, gl.num_programs(0)):
+        matrix, own, b, i, j = _place(index, ps, ds, ends, BLOCK_P, BLOCK_D, TILES_DOWN)
+        for step in range(steps):
+            hopper.mbarrier.wait(full.index(slot), phase)
+            g_RT = left.index(GROUPS * slot + GROUP).reshape((BLOCK_T, 64)).permute((1, 0))
+            x_TD = right.index(slot).reshape((BLOCK_T, BLOCK_D))
+            token = hopper.warpgroup_mma(g_RT, x_TD, acc, use_acc=step > 0, is_async=True)
+            acc = hopper.warpgroup_mma_wait(0, deps=[token])
+            hopper.mbarrier.arrive(empty.index(slot), count=1)
+            slot, phase = next_slot(slot, phase, SLOTS)
+        stored_RD = acc.to(buffers.dtype)
+        hopper.tma.store_wait(0)  # of the tile before this one
+        buffer.reshape((64, BLOCK_D)).store(stored_RD)
+        hopper.fence_async_shared()
+        out = pick_hopper(matrix, outs[0], outs[1], outs[2], outs[3])
+        hopper.tma.async_copy_shared_to_global(out, [b, i * BLOCK_P + 64 * GROUP, j * BLOCK_D], buffer)
+        # As tile_gemm.sum_of_squares does; rows past the last are zeros.
+        wide_RD = stored_RD.to(gl.float32)
+        squares = gl.sum(gl.sum(wide_RD * wide_RD, 1).to(gl.float64), 0) * (1 + 2.0**-15)
+        gl.store(
+            pick_hopper(matrix, partials[0], partials[1], partials[2], partials[3]) + own * GROUPS + GROUP, squares
+        )
+    hopper.tma.store_wait(0)
+
+
+@gluon_jit(do_not_specialize=("count", "tokens"))
+def _keep_hopper_body(
+    g0, g1, g2, g3, x0, x1, x2, x3, out0, out1, out2, out3, partial_ptr0, partial_ptr1, partial_ptr2, partial_ptr3,
+    p0, p1, p2, p3, d0, d1, d2, d3, end0, end1, end2, count, tokens,
+    BLOCK_P: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_T: gl.constexpr, TILES_DOWN: gl.constexpr,
+    SLOTS: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    GROUPS: gl.constexpr = BLOCK_P // 64
+    left = gl.allocate_shared_memory(g0.dtype, [GROUPS * SLOTS, 1, BLOCK_T, 64], g0.layout)
+    right = gl.allocate_shared_memory(x0.dtype, [SLOTS, 1, BLOCK_T, BLOCK_D], x0.layout)
+    buffers = gl.allocate_shared_memory(out0.dtype, [GROUPS, 1, 64, BLOCK_D], out0.layout)
+    full, empty = make_ring(SLOTS, GROUPS)
+    ring, steps = (left, right, full, empty), gl.cdiv(tokens, BLOCK_T)
+    ps, ds, ends = (p0, p1, p2, p3), (d0, d1, d2, d3), (end0, end1, end2)
+    outs, partials = (out0, out1, out2, out3), (partial_ptr0, partial_ptr1, partial_ptr2, partial_ptr3)
+    stores = (outs, partials, buffers)
+    work, operands = (ps, ds, ends, ring, count, steps), ((g0, g1, g2, g3), (x0, x1, x2, x3))
+    if GROUPS == 3:
+        gl.warp_specialize(
+            [
+                (_store_rows, (0, stores, work, BLOCK_P, BLOCK_D, BLOCK_T, TILES_DOWN, SLOTS)),
+                (_store_rows, (1, stores, work, BLOCK_P, BLOCK_D, BLOCK_T, TILES_DOWN, SLOTS)),
+                (_store_rows, (2, stores, work, BLOCK_P, BLOCK_D, BLOCK_T, TILES_DOWN, SLOTS)),
+                (_load_tiles, (operands, work, BLOCK_P, BLOCK_D, BLOCK_T, TILES_DOWN, SLOTS)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_store_rows, (0, stores, work, BLOCK_P, BLOCK_D, BLOCK_T, TILES_DOWN, SLOTS)),
+                (_store_rows, (1, stores, work, BLOCK_P, BLOCK_D, BLOCK_T, TILES_DOWN, SLOTS)),
+                (_load_tiles, (operands, work, BLOCK_P, BLOCK_D, BLOCK_T, TILES_DOWN, SLOTS)),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )
+
+
+def choose_tile(gs: list[Tensor], xs: list[Tensor]) -> Tile | None:
+    """Return the tile of one launch; None if the body of ``keep`` should run instead.
+
+    TMA stores rows that start at multiples of 16 bytes only.
+    """
+    stores = all(x.shape[-1] * x.element_size() % 16 == 0 for x in xs)
+    if not (stores and runs_hopper(gs[0])):
+        return None
+    tile = fastest_tile(TILES, partial(_count_tiles, gs, xs), gs[0].device)
+    return tile if _count_tiles(gs, xs, tile) >= MIN_TILES else None
+
+
+def _count_tiles(gs: list[Tensor], xs: list[Tensor], tile: Tile) -> int:
+    return sum(len(g) * tiles_per_sample(g, x, tile) for g, x in zip(gs, xs))
+
+
+def num_parts(g_BTP: Tensor, x_BTD: Tensor, tile: Tile) -> int:
+    """Return the number of parts of a sample's squared norm."""
+    return tiles_per_sample(g_BTP, x_BTD, tile) * (tile.rows // GROUP_ROWS)
+
+
+def launch_four(gs: list[Tensor], xs: list[Tensor], tile: Tile) -> list[tuple[Tensor, Tensor]]:
+    """Return gradients and squared norms in parts, (B, P, D) and (B, parts), of up to four pairs."""
+    (batch, tokens, _), dtype, device = gs[0].shape, gs[0].dtype, gs[0].device
+    outs = [torch.empty(batch, g.shape[-1], x.shape[-1], dtype=dtype, device=device) for g, x in zip(gs, xs)]
+    partials = [torch.empty(batch, num_parts(g, x, tile), dtype=torch.float64, device=device) for g, x in zip(gs, xs)]
+    counts = [batch * tiles_per_sample(g, x, tile) for g, x in zip(gs, xs)]
+    lefts = [ring_descriptor(align_rows(g), (1, tile.depth, GROUP_ROWS)) for g in gs]
+    rights = [ring_descriptor(align_rows(x), (1, tile.depth, tile.columns)) for x in xs]
+    stores = [ring_descriptor(G, (1, GROUP_ROWS, tile.columns)) for G in outs]
+    _keep_hopper_body[(num_programs(sum(counts), tile, device),)](
+        *pad_to_four(lefts), *pad_to_four(rights), *pad_to_four(stores), *pad_to_four(partials),
+        *widths_and_ends(gs, xs, counts), sum(counts), tokens,
+        BLOCK_P=tile.rows, BLOCK_D=tile.columns, BLOCK_T=tile.depth, TILES_DOWN=tile.group, SLOTS=tile.stages,
+        REGISTERS=REGISTERS[tile.columns], num_warps=tile.warps,
+    )  # fmt: skip
+    return list(zip(outs, partials))
