@@ -270,6 +270,8 @@ def _arenas() -> dict[str, Callable[[], Arena]]:
             for blocks in (1, 2):
                 own = f"{a}{'+' if blocks == 1 else '|'}{b}" + ("" if family == "matrix" else f" {family}")
                 found[own] = lambda own=own, uses=(one, other), n=blocks: make_arena(own, {"w": uses}, blocks=n)
+    tied = (MATRIX["embedding"], MATRIX["linear"])  # as in a language model: the head is pulled back first
+    found["embedding|linear"] = lambda: make_arena("embedding|linear", {"w": tied}, blocks=2)
     return found
 
 

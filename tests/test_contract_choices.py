@@ -10,15 +10,17 @@ from functools import cache, partial
 
 import pytest
 import torch
+from fdp_kernels.tied import stored_tied_norms_reference
 
 from fdp.fast.compiled import CompiledRunner
+from fdp.gradients import launches, rules, shared_leaves
 from fdp.gradients.costs import Choice, NormBy, SumBy
 from fdp.gradients.execution import Memory
 from fdp.gradients.linear_maps import MatrixMap, Sides
 from fdp.gradients.per_sample import Transform, _squared, per_sample_norms
 from fdp.gradients.plan import Method, Plan, make_plan
 from fdp.gradients.precondition import map_record
-from fdp.gradients.rules import Dense
+from fdp.gradients.rules import Dense, Pair
 from fdp.model import Model
 from fdp.privacy import clipping
 from tests.adversary import (
@@ -254,12 +256,32 @@ def compiled_target() -> tuple[Target, Plan, CompiledRunner]:
     return target, plan, CompiledRunner(backend="aot_eager")
 
 
+@pytest.mark.parametrize("lazy", [False, True], ids=["evaluated", "lazy"])
+def test_no_attack_on_a_stored_head_and_its_embedding_moves_the_sum_too_far(monkeypatch, lazy):
+    """As where kernels run: an embedding's rows beside the stored gradients of its head, by the kernels' references."""
+    for module in (rules, launches, shared_leaves):
+        monkeypatch.setattr(module, "has_kernels", lambda record: isinstance(record, Pair))
+    seen = []
+    monkeypatch.setattr(
+        shared_leaves, "stored_tied_norms", lambda *of: (seen.append(of), stored_tied_norms_reference(*of))[1]
+    )
+    target = target_of("embedding|linear", torch.bfloat16)
+    plan = forced(auto_of("embedding|linear", torch.bfloat16), *WAYS[0])
+    found = breaches(target, {"keep": plan}, ["flat"], torch.bfloat16, lazy=lazy)
+    assert not found, "\n".join(found)
+    assert seen
+    understated = lambda *of: stored_tied_norms_reference(*of) / 2  # noqa: E731
+    monkeypatch.setattr(shared_leaves, "stored_tied_norms", understated)
+    assert breaches(target, {"keep": plan}, ["flat"], torch.bfloat16, lazy=lazy)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @by_dtype
 def test_no_attack_moves_the_sum_too_far_on_a_gpu(dtype):
     """Kernels in bfloat16, float64 products in float32; all leaves in one model, its blocks compiled."""
-    arena = joined(("linear", "embedding", "conv1d", "linear+embedding", "linear+add", "add|add"), tokens=TOKENS)
+    arena = joined(("linear", "embedding", "conv1d", "linear+embedding", "embedding|linear", "linear+add", "add|add"),
+                   tokens=TOKENS)  # fmt: skip
     blocks = CompiledRunner() if dtype is torch.bfloat16 else None
     search = Search(arena, dtype, seed=1, device=torch.device("cuda"), blocks=blocks, generation=48)
     for way, plan in search.plans().items():

@@ -66,17 +66,20 @@ def fused_head_stored(
     targets: Int[Tensor, "batch tokens"],
     weights: Float[Tensor, "batch tokens"] | None = None,
     *,
-    limit: int = MAX_LOGIT_BYTES,
+    limit: int | None = None,
 ) -> tuple[Float[Tensor, " batch"], Float[Tensor, "batch tokens width"], Float[Tensor, "batch vocab width"]]:
     """Return losses, their gradients with respect to h, and every sample's gradient with respect to w, in h's dtype.
 
-    ``weights`` are those of :func:`fused_head_plain`.
+    ``weights`` are those of :func:`fused_head_plain`. By default a chunk has half of ``MAX_LOGIT_BYTES``, or one sample
+    if that is more: all activations of the model and these gradients exist at this time.
 
     Guarantees:
       - a sample's loss and gradients are functions of that sample and w alone.
     """
     losses, dh = _outputs(h)
     (vocab, width), w = w.shape, _pad_vocabulary(w)
+    if limit is None:
+        limit = min(MAX_LOGIT_BYTES, max(MAX_LOGIT_BYTES // 2, h.shape[1] * len(w) * h.element_size()))
     # The padding rows of a sample's gradient overlap the first rows of the next one's, which is written later.
     rows = h.new_empty((len(h) - 1) * vocab + len(w), width)
     wide = None if limit_tokens(h, w, limit) >= h.shape[1] else _wide_like(w)

@@ -33,7 +33,7 @@ from fdp.gradients.sample_gradients import (
     per_sample_gradient,
     spread,
 )
-from fdp.gradients.shared_leaves import squared_norm_by_kernels
+from fdp.gradients.shared_leaves import has_stored_head, squared_norm_by_kernels
 from fdp.model import Model
 from fdp.parallel.gather_reduce import sum_over_tensor_axis
 from fdp.parallel.sharding import Sharding
@@ -121,7 +121,7 @@ class _NormAccumulator:
 
     def add(self, records: dict[Path, list[Record]]) -> None:
         """Take in the records of one block."""
-        done = self._complete(_store_gradients(self.plan, records))
+        done = self._complete(_store_gradients(self.plan, records, self._incomplete))
         single = single_dense_records(done)
         rest = {path: of for path, of in done.items() if path not in single}
         self._squared |= _squared_norms(self.plan, rest)
@@ -169,16 +169,28 @@ def single_dense_records(records: dict[Path, list[Record]]) -> dict[Path, Dense]
 
 
 def _merge(records: list[Record], choice: Choice) -> list[Record]:
-    """Return a leaf's records so far: one running per-sample gradient if the plan stores that, else the pairs."""
-    if choice.norm not in (NormBy.KEEP, NormBy.VMAP) or len(records) == 1:
+    """Return a leaf's records so far: one running per-sample gradient if the plan stores that, else the pairs.
+
+    An embedding's rows stay beside the stored gradients of its head, where kernels take both.
+    """
+    if choice.norm not in (NormBy.KEEP, NormBy.VMAP) or len(records) == 1 or has_stored_head(records):
         return records
     first, *rest = [per_sample_gradient(record) for record in records]
     return [Dense(sum(rest, start=first))]
 
 
-def _store_gradients(plan: Plan, records: dict[Path, list[Record]]) -> dict[Path, list[Record]]:
-    """Replace the records of leaves that the plan stores as per-sample gradients by those gradients."""
-    paths = [path for path, of in records.items() if len(of) == 1 and plan.choices[path].norm is NormBy.KEEP]
+def _store_gradients(
+    plan: Plan, records: dict[Path, list[Record]], before: dict[Path, list[Record]]
+) -> dict[Path, list[Record]]:
+    """Replace the records of leaves that the plan stores as per-sample gradients by those gradients.
+
+    ``before`` are the records of earlier blocks. An embedding whose head is stored already is left as it is.
+    """
+    paths = [
+        path
+        for path, of in records.items()
+        if len(of) == 1 and plan.choices[path].norm is NormBy.KEEP and not has_stored_head(before.get(path, []) + of)
+    ]
     dense: dict[Path, list[Record]] = {}
     for path, gradient in zip(paths, store_gradients([records[path][0] for path in paths])):
         dense[path] = [gradient]

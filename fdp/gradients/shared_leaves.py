@@ -4,7 +4,8 @@
 
 Uses of one kind are one pair with more tokens: ``[left; left']^T [right; right']``. So a leaf has at most one pair with
 full rows (a linear layer) and one with one-hot rows (an embedding), and their norm has a closed form
-(``fdp_kernels.tied``): no per-sample gradient is formed. Other leaves are treated in float64, a few samples at a time
+(``fdp_kernels.tied``): no per-sample gradient is formed. If the plan stores a head's per-sample gradients, the rows of
+the embedding are kept beside them. Other leaves are treated in float64, a few samples at a time
 (:mod:`fdp.gradients.sample_gradients`).
 
     >>> square = squared_norm_by_kernels(records)                  # None if the kernels do not take these records
@@ -22,28 +23,44 @@ from typing import NamedTuple
 
 import torch
 from fdp_kernels.embedding import add_embedding_sum_
-from fdp_kernels.tied import tied_norms
+from fdp_kernels.keep import weighted_sum
+from fdp_kernels.tied import stored_tied_norms, tied_norms
 from jaxtyping import Float
 from torch import Tensor
 
+from fdp.gradients import launches
 from fdp.gradients.launches import part_size, weighted_parts
-from fdp.gradients.rules import drop_tiny_factors, has_kernels, symmetric_squared_norm
-from fdp.gradients.sample_gradients import OneHot, Pair, Record, weighted_gradient_of_uses
+from fdp.gradients.rules import drop_tiny_factors, has_kernels, squared_norm, symmetric_squared_norm
+from fdp.gradients.sample_gradients import Dense, OneHot, Pair, Record, weighted_gradient_of_uses
 
 
 class MergedUses(NamedTuple):
-    """All uses of a leaf as at most two pairs: one of full rows and one of one-hot rows."""
+    """All uses of a leaf as at most two records: one of full rows, perhaps stored, and one of one-hot rows."""
 
-    linear: Pair | None
+    linear: Pair | Dense | None
     embedding: Pair | None
 
-    @property
-    def pairs(self) -> list[Pair]:
-        return [pair for pair in self if pair is not None]
+
+def has_stored_head(records: Sequence[Record]) -> bool:
+    """Return True for stored per-sample gradients and, beside them, uses as an embedding, which the kernels take.
+
+    A table of the embedding's gradient for every sample, most of it zeros, need not be formed then.
+    """
+    dense, rest = ([r for r in records if isinstance(r, Dense) is stored] for stored in (True, False))
+    if len(dense) != 1 or not rest:
+        return False
+    H = dense[0].gradient
+    return all(
+        has_kernels(r) and isinstance(r.left, OneHot) and r.right.dtype == H.dtype and r.shape == H.shape[1:]
+        for r in rest
+    )
 
 
 def merge_uses(records: Sequence[Record]) -> MergedUses | None:
-    """Return the uses of a leaf as at most two pairs; None if the kernels do not take all of them."""
+    """Return the uses of a leaf as at most two records; None if the kernels do not take all of them."""
+    if has_stored_head(records):
+        (head,) = [record for record in records if isinstance(record, Dense)]
+        return MergedUses(head, _concatenate([record for record in records if isinstance(record, Pair)]))
     pairs = [record for record in records if isinstance(record, Pair) and has_kernels(record)]
     if len(pairs) < len(records) or len({pair.right.dtype for pair in pairs}) > 1:
         return None
@@ -61,10 +78,14 @@ def squared_norm_by_kernels(records: Sequence[Record]) -> Float[Tensor, " batch"
         return None
     linear, embedding = merged
     if linear is None or embedding is None:
-        (pair,) = merged.pairs
+        (pair,) = (record for record in merged if record is not None)
         return symmetric_squared_norm(pair)
-    assert isinstance(linear.left, Tensor)
     assert isinstance(embedding.left, OneHot)
+    if isinstance(linear, Dense):
+        squares = squared_norm(linear) if linear.squares is None else linear.squares.sum(1)
+        H = linear.gradient.flatten(2)
+        return stored_tied_norms(H, squares, embedding.left.ids, embedding.right.squeeze(1))
+    assert isinstance(linear.left, Tensor)
     return tied_norms(linear.left.squeeze(1), linear.right.squeeze(1), embedding.left.ids, embedding.right.squeeze(1))
 
 
@@ -79,15 +100,24 @@ def weighted_parts_of_shared(
     merged = merge_uses(records)
     if merged is None:
         return weighted_gradient_of_uses(records, factors).unsqueeze(0)
-    first, *rest = merged.pairs
-    (parts,) = weighted_parts([first], [factors])
+    first, *rest = (record for record in merged if record is not None)
+    parts = _parts_of_stored(first, factors) if isinstance(first, Dense) else weighted_parts([first], [factors])[0]
     for embedding in rest:
         _add_embedding_(parts, embedding, factors)
     return parts
 
 
-def _add_embedding_(parts: Float[Tensor, " parts *shape"], embedding: Pair, factors: Float[Tensor, " batch"]) -> None:
+def _parts_of_stored(head: Dense, factors: Float[Tensor, " batch"]) -> Float[Tensor, " parts *shape"]:
+    """Return the weighted sum of stored gradients in parts of as many samples as a kernel sums in float32."""
+    rows, count = head.gradient.flatten(1), -(-len(factors) // launches.SAMPLES_PER_FLOAT32_SUM)
+    size = part_size(len(factors), count)
+    split = zip(rows.split(size), drop_tiny_factors(factors).split(size))
+    return torch.stack([weighted_sum(few, of, torch.float32) for few, of in split]).view(-1, *head.gradient.shape[1:])
+
+
+def _add_embedding_(parts: Float[Tensor, " parts *shape"], embedding: Record, factors: Float[Tensor, " batch"]) -> None:
     """Add the embedding's weighted sum to the parts in place; a factor that the head's kernel takes for 0 is 0 here."""
+    assert isinstance(embedding, Pair)
     assert isinstance(embedding.left, OneHot)
     factors = drop_tiny_factors(factors)
     size = part_size(len(factors), len(parts))

@@ -13,6 +13,13 @@ and then ``add_embedding_sum_`` onto it give the clipped sum.
     >>> total = weighted(g, x, factors)
     >>> add_embedding_sum_(total, ids, e, factors)
 
+If the head's gradients H_b are stored (``keep``), the third term reads of them the rows of the sample's words only, and
+``weighted_sum`` takes the place of ``weighted``:
+
+    |G_b|^2 = |H_b|^2 + |embedding|^2 + 2 sum_s <H_b[id_bs], e_bs>                                H (B, P, D)
+
+    >>> n = stored_tied_norms(H, squared_norms(H), ids, e)
+
 Rounding, with E_b the error that ``weighted`` makes (step 5 of ``ghost``, included in its norm):
 
   1. The float32 products <x_t, e_s> lose at most ``c u |x_t| |e_s|`` (step 1 of ``ghost``), hence the third term at
@@ -24,9 +31,12 @@ Rounding, with E_b the error that ``weighted`` makes (step 5 of ``ghost``, inclu
      ``(|head|^2 + |embedding|^2) / 2``: after clipping to C, neither part exceeds sqrt(2) C, and the slack of
      ``weighted`` and ``add_embedding_sum_`` grows by that factor only. (The half is reached only if the angle between
      the two parts is wide: a cosine below -1/2 for parts of equal norm.) The sum of both is rounded to float32 once.
+  4. With a stored head there is no E_b, and all products are in float64: they lose at most ``(S + D) 2^-52 sum_s
+     |H_b[id_s]| |e_s|``, which is added. The half of step 3 stays.
 
 Guarantees:
-  - the result is at least the squared norm of what ``weighted`` and ``add_embedding_sum_`` together add for the sample;
+  - the result is at least the squared norm of what ``weighted`` (of a stored head: ``weighted_sum``) and
+    ``add_embedding_sum_`` together add for the sample;
   - a sample with a NaN or infinite token has a NaN or infinite norm; no other sample has (see ``ghost``).
 
 Letters: B samples, T and S tokens, P outputs (the vocabulary), D inputs; R x C a tile of tokens.
@@ -62,7 +72,69 @@ def tied_norms_reference(g_BTP: Tensor, x_BTD: Tensor, ids_BS: Tensor, e_BSD: Te
     return torch.maximum(head + rows + 2 * (cross + lost), (head + rows) / 2)
 
 
+def stored_tied_norms_reference(H_BPD: Tensor, squares_B: Tensor, ids_BS: Tensor, e_BSD: Tensor) -> Tensor:
+    """Return ``|G_b|^2`` in float64 from a stored head and its squared norms, at least half the squares of both parts.
+
+    Words outside of H (on another rank) have no row here.
+    """
+    _check_stored(H_BPD, squares_B, ids_BS, e_BSD)
+    inside_BS = (ids_BS >= 0) & (ids_BS < H_BPD.shape[1])
+    index_BSD = torch.where(inside_BS, ids_BS, 0)[:, :, None].expand_as(e_BSD)
+    H_BSD = H_BPD.gather(1, index_BSD).double() * inside_BS[:, :, None]
+    e_BSD_wide = e_BSD.double()
+    cross = (H_BSD * e_BSD_wide).sum((1, 2))
+    lost = (torch.linalg.vector_norm(H_BSD, dim=-1) * torch.linalg.vector_norm(e_BSD_wide, dim=-1)).sum(1)
+    return _join_stored(squares_B, embedding_norms_reference(ids_BS, e_BSD), cross, lost, e_BSD)
+
+
+def _join_stored(squares: Tensor, rows: Tensor, cross: Tensor, lost: Tensor, e_BSD: Tensor) -> Tensor:
+    depth = e_BSD.shape[1] + e_BSD.shape[2]
+    total = squares + rows + 2 * (cross + depth * torch.finfo(torch.float64).eps * lost)
+    return torch.maximum(total, (squares + rows) / 2)
+
+
 # ---------------------------------------------------------------- Triton
+
+
+@jit
+def _stored_cross_body(
+    H_ptr, ids_ptr, e_ptr, cross_ptr, lost_ptr, S, P, D, row_tiles, R: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
+    """Sum ``<H[id_s], e_s>`` and ``|H[id_s]| |e_s|`` over R tokens of one sample."""
+    sample, row = (tl.program_id(0) // row_tiles).to(tl.int64), tl.program_id(0) % row_tiles
+    s = row * R + tl.arange(0, R)
+    ids = tl.load(ids_ptr + sample * S + s, mask=s < S, other=0)
+    inside = ((s < S) & (ids >= 0) & (ids < P))[:, None]
+    H_row, e_row = H_ptr + (sample * P + ids[:, None]) * D, e_ptr + (sample * S + s[:, None]) * D
+    cross = tl.zeros((R, C), tl.float64)
+    H_squares = tl.zeros((R, C), tl.float64)
+    e_squares = tl.zeros((R, C), tl.float64)
+    first = 0
+    while first < D:
+        d = first + tl.arange(0, C)[None, :]
+        H_RC = tl.load(H_row + d, mask=inside & (d < D), other=0.0).to(tl.float32).to(tl.float64)
+        e_RC = tl.load(e_row + d, mask=inside & (d < D), other=0.0).to(tl.float32).to(tl.float64)
+        cross += H_RC * e_RC
+        H_squares += H_RC * H_RC
+        e_squares += e_RC * e_RC
+        first += C
+    tl.store(cross_ptr + tl.program_id(0), tl.sum(cross))
+    tl.store(lost_ptr + tl.program_id(0), tl.sum(tl.sqrt(tl.sum(H_squares, 1)) * tl.sqrt(tl.sum(e_squares, 1))))
+
+
+def launch_stored_tied_norms(H_BPD: Tensor, squares_B: Tensor, ids_BS: Tensor, e_BSD: Tensor) -> Tensor:
+    """Evaluate :func:`stored_tied_norms_reference` on the device."""
+    _check_stored(H_BPD, squares_B, ids_BS, e_BSD)
+    if not can_launch(H_BPD, e_BSD):
+        return stored_tied_norms_reference(H_BPD, squares_B, ids_BS, e_BSD)
+    (batch, p, d), tokens = H_BPD.shape, e_BSD.shape[1]
+    tiles = cdiv(tokens, ROWS)
+    cross, lost = torch.empty((2, batch, tiles), dtype=torch.float64, device=H_BPD.device)
+    _stored_cross_body[(batch * tiles,)](
+        H_BPD.contiguous(), ids_BS.contiguous(), e_BSD.contiguous(), cross, lost, tokens, p, d, tiles,
+        R=ROWS, C=COLUMNS, num_warps=4,
+    )  # fmt: skip
+    return _join_stored(squares_B, launch_embedding_norms(ids_BS, e_BSD), cross.sum(1), lost.sum(1), e_BSD)
 
 
 @jit
@@ -147,6 +219,17 @@ def _check(g: Tensor, x: Tensor, ids: Tensor, e: Tensor) -> None:
         raise ValueError(f"expected e in the dtype of x, {x.dtype}, got {e.dtype}")
 
 
+def _check_stored(H: Tensor, squares: Tensor, ids: Tensor, e: Tensor) -> None:
+    fits = H.ndim == 3 and e.ndim == 3 and e.shape[::2] == H.shape[::2] and ids.shape == e.shape[:2]
+    if not fits or squares.shape != H.shape[:1] or squares.dtype != torch.float64 or H.dtype != e.dtype:
+        got = ", ".join(f"{name} {tuple(z.shape)} {z.dtype}" for name, z in zip(("H", "e", "ids"), (H, e, ids)))
+        raise ValueError(
+            "stored_tied_norms: expected H (batch, outputs, inputs), a squared norm per sample in float64, ids (batch, "
+            f"tokens) and e (batch, tokens, inputs) in the dtype of H, got {got}, squares {tuple(squares.shape)} "
+            f"{squares.dtype}"
+        )
+
+
 tied_norms = define(
     "tied_norms",
     "Tensor g, Tensor x, Tensor ids, Tensor e -> Tensor",
@@ -155,3 +238,11 @@ tied_norms = define(
     fake=lambda g, x, ids, e: g.new_empty(g.shape[0], dtype=torch.float64),
 )
 """``(g_BTP, x_BTD, ids_BS, e_BSD)``: as :func:`tied_norms_reference`, and never below it."""
+stored_tied_norms = define(
+    "stored_tied_norms",
+    "Tensor H, Tensor squares, Tensor ids, Tensor e -> Tensor",
+    reference=stored_tied_norms_reference,
+    cuda=launch_stored_tied_norms,
+    fake=lambda H, squares, ids, e: squares.new_empty(squares.shape),
+)
+"""``(H_BPD, squares_B, ids_BS, e_BSD)``: as :func:`stored_tied_norms_reference`; ``squares_B`` may be overstated."""

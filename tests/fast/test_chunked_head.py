@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fdp.fast import chunked_head
 from fdp.fast.chunked_head import chunks, fused_head_norms, fused_head_plain, fused_head_stored, fused_head_weighted
 from tests.conftest import randn
 
@@ -52,6 +53,24 @@ def problem(batch: int, tokens: int, vocab: int, width: int, dtype: torch.dtype 
 
 def limit(p: Problem, rows: int) -> int:
     return rows * len(p.w) * p.h.element_size()
+
+
+@pytest.mark.parametrize(("most", "tokens"), [(40, 20), (20, 13), (4, 4)])  # half, one sample, no more than the most
+def test_stored_gradients_leave_half_of_the_memory_for_logits(
+    monkeypatch: pytest.MonkeyPatch, most: int, tokens: int
+) -> None:
+    p, limits = problem(4, 13, 101, 6), []
+    inner = chunked_head._logit_gradients
+
+    def watched(*args: Any) -> Any:
+        limits.append(args[5])
+        return inner(*args)
+
+    monkeypatch.setattr(chunked_head, "MAX_LOGIT_BYTES", limit(p, most))
+    monkeypatch.setattr(chunked_head, "_logit_gradients", watched)
+    _, _, kept = fused_head_stored(*p.given)
+    assert limits == [limit(p, tokens)]
+    torch.testing.assert_close(kept, p.G)
 
 
 @pytest.mark.parametrize("rows", ROWS)

@@ -112,6 +112,16 @@ def test_uses_by_kernels_share_one_closed_form():
     assert tied.stored_bytes == alone.stored_bytes + B * T * (2 * D + 8)
 
 
+def test_kernels_keep_an_embedding_beside_its_stored_head():
+    kept = candidates([LINEAR, EMBEDDING], dtype=BF16, rates=RATES)[NormBy.KEEP]
+    pairs = 516_096  # B T (2 D + 8)
+    assert kept.stored_bytes == 600_000 + pairs
+    # W; B P D of two bytes written and read twice; the rows three times; P D of four bytes written and read
+    assert kept.seconds == pytest.approx(1.536e-4 + 1.8e-4 + 3 * pairs / RATES.bandwidth + 1.2e-4)
+    without = candidates([LINEAR, EMBEDDING], dtype=torch.float32, rates=RATES._replace(kernels=False))[NormBy.KEEP]
+    assert without.stored_bytes == 1_200_000
+
+
 def test_other_uses_of_one_leaf_are_not_left_to_kernels():
     """Cross terms of other rules are computed in float64, so several uses cost as much as without kernels."""
     both = [LINEAR, LINEAR._replace(name="w#1", rule="matmul")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fdp_kernels.embedding import embedding_norms_reference
 
 import fdp.gradients.launches
 import fdp.gradients.rules
@@ -11,7 +12,12 @@ import fdp.gradients.shared_leaves
 from fdp.gradients.launches import add_parts, part_size
 from fdp.gradients.rules import MIN_FACTOR, Dense, OneHot, Pair, Record, rows
 from fdp.gradients.sample_gradients import direct_squared_norm_of_uses, weighted_gradient_of_uses
-from fdp.gradients.shared_leaves import merge_uses, squared_norm_by_kernels, weighted_parts_of_shared
+from fdp.gradients.shared_leaves import (
+    has_stored_head,
+    merge_uses,
+    squared_norm_by_kernels,
+    weighted_parts_of_shared,
+)
 from tests.conftest import randn
 
 SHAPE = (7, 5)
@@ -32,6 +38,8 @@ USES: dict[str, list[Record]] = {
     "embedding first": [embedding(6, 3), linear(4, 0)],
     "shared layer": [linear(4, 0), linear(9, 2)],
     "two embeddings": [embedding(4, 0), embedding(6, 3)],
+    "stored head": [Dense(randn(3, 7, 5)), embedding(6, 3)],
+    "stored head, two embeddings": [Dense(randn(3, 7, 5)), embedding(6, 3), embedding(2, 5)],
     "all": [linear(4, 0), embedding(6, 3), linear(2, 5), embedding(1, 7)],
 }
 
@@ -79,14 +87,17 @@ def test_an_embedding_is_added_to_the_parts_of_its_head(monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize("samples", [1, 5, 6, 8])
-def test_a_part_has_the_same_samples_of_head_and_embedding(monkeypatch: pytest.MonkeyPatch, samples: int) -> None:
+def test_a_part_has_the_same_samples_of_head_and_embedding(
+    monkeypatch: pytest.MonkeyPatch, samples: int, stored: bool
+) -> None:
     """Five samples in parts of at most four have no equal parts, and are split into four and one."""
     for module in (fdp.gradients.rules, fdp.gradients.launches):
         monkeypatch.setattr(module, "SAMPLES_PER_FLOAT32_SUM", 4)
     left, ids = randn(samples, 4, 7), torch.arange(6 * samples).view(samples, 6) % 7
     records: list[Record] = [
-        Pair(rows(left), rows(randn(samples, 4, 5)), SHAPE),
+        Dense(randn(samples, 7, 5)) if stored else Pair(rows(left), rows(randn(samples, 4, 5)), SHAPE),
         Pair(OneHot(ids), rows(randn(samples, 6, 5, seed=3)), SHAPE),
     ]
     factors = torch.linspace(0.5, 1, samples, dtype=torch.float64)
@@ -100,10 +111,12 @@ def test_a_part_has_the_same_samples_of_head_and_embedding(monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("_kernels")
-def test_a_factor_that_is_too_small_for_the_head_is_0_for_its_embedding() -> None:
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_factor_that_is_too_small_for_the_head_is_0_for_its_embedding(stored: bool) -> None:
     tiny = torch.tensor([0.5, 2.0**-101, 1.0], dtype=torch.float64)
-    huge = [linear(4, 0), embedding(6, 3)]
-    huge[1].right[1] *= 2.0**120
+    huge: list[Record] = [Dense(randn(3, 7, 5)) if stored else linear(4, 0), embedding(6, 3)]
+    for side in (*(record.gradient for record in huge if isinstance(record, Dense)), huge[1][1]):
+        side[1] *= 2.0**120
     without = torch.where(tiny < MIN_FACTOR, 0.0, tiny)
     found = add_parts(weighted_parts_of_shared(huge, without))
     assert torch.equal(add_parts(weighted_parts_of_shared(huge, tiny)) - found, torch.zeros(SHAPE).double())
@@ -119,10 +132,32 @@ def test_a_missing_cross_term_would_be_noticed(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.usefixtures("_kernels")
+def test_a_missing_cross_term_with_a_stored_head_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        fdp.gradients.shared_leaves,
+        "stored_tied_norms",
+        lambda H, squares, ids, e: squares + embedding_norms_reference(ids, e),
+    )
+    with pytest.raises(AssertionError):
+        test_norm_and_sum_are_those_of_all_uses_together("stored head")
+
+
+@pytest.mark.usefixtures("_kernels")
+def test_only_embeddings_of_the_same_dtype_and_shape_stay_beside_a_stored_head() -> None:
+    head, own = Dense(randn(3, 7, 5)), embedding(6, 3)
+    assert has_stored_head([head, own])
+    assert has_stored_head([own, head])
+    wide = own._replace(right=own.right.float())
+    for others in ([head], [own], [head, linear(4, 0)], [head, head, own], [head, own, linear(4, 0)], [head, wide]):
+        assert not has_stored_head(others)
+    assert not has_stored_head([head, own._replace(shape=(35,))])
+
+
+@pytest.mark.usefixtures("_kernels")
 def test_at_most_two_pairs_are_left() -> None:
     merged = merge_uses(USES["all"])
     assert merged is not None
-    assert merged.linear is not None
+    assert isinstance(merged.linear, Pair)
     assert merged.embedding is not None
     assert merged.linear.right.shape == (3, 1, 6, 5)
     assert merged.embedding.right.shape == (3, 1, 7, 5)
