@@ -233,6 +233,12 @@ def _check_donated(donate: Sequence[str], execution: Execution) -> None:
         raise FdpError(f"donate: expected ('state',) or (), got {tuple(donate)}")
     if execution.cuda_graph and not donate:
         raise FdpError("cuda_graph: expected donate=('state',), since a recorded step writes where it was recorded")
+    if execution.cuda_graph and any(execution.memory.offload):
+        parts = [name for name, there in execution.memory.offload._asdict().items() if there]
+        raise FdpError(
+            f"cuda_graph: expected the whole state on the GPU, got {', '.join(parts)} in CPU memory; a recorded step "
+            "runs nothing on the CPU: leave out cuda_graph or offload"
+        )
 
 
 def _write_in_place(finish: Finish) -> Finish:

@@ -12,10 +12,12 @@ from fdp import keys, tree
 from fdp.checks.first_call import Checks
 from fdp.fast.compile_modes import Compile, make_execution
 from fdp.gradients.accumulate import MicrobatchSum, add_microbatches, add_outside
+from fdp.gradients.execution import Execution, Memory
 from fdp.gradients.lazy_sum import LazySum
 from fdp.gradients.plan import Method, make_plan
 from fdp.models import GPTConfig, gpt, mlp
 from fdp.optimizers import adamw, sgd
+from fdp.parallel.offload import Offload
 from fdp.privacy import clipping
 from fdp.privacy.mechanism import Mechanism, without_noise
 from fdp.privacy.sampling import poisson, trusted_batch
@@ -256,6 +258,9 @@ def test_mistakes_are_refused():
     plan = make_plan(MLP, params, images(4))
     with pytest.raises(FdpError, match="donate"):
         make_train_step(MLP, sgd(1.0), mechanism=mechanism, plan=plan, donate=("batch",))
+    recorded = Execution(memory=Memory(offload=Offload(grads=True, optimizer=True)), cuda_graph=True)
+    with pytest.raises(FdpError, match="on the GPU, got grads, optimizer in CPU memory"):
+        make_train_step(MLP, sgd(1.0), mechanism=mechanism, plan=plan, donate=("state",), execution=recorded)
     with pytest.raises(FdpError, match="trainable"):
         make_train_step(MLP._replace(frozen=frozenset({"head.bias"})), sgd(1.0), mechanism=mechanism, plan=plan)
     none = make_plan(MLP, params, images(4), method=Method.NONE)

@@ -46,7 +46,8 @@ def has_stored_head(records: Sequence[Record]) -> bool:
 
     A table of the embedding's gradient for every sample, most of it zeros, need not be formed then.
     """
-    dense, rest = ([r for r in records if isinstance(r, Dense) is stored] for stored in (True, False))
+    dense = [record for record in records if isinstance(record, Dense)]
+    rest = [record for record in records if not isinstance(record, Dense)]
     if len(dense) != 1 or not rest:
         return False
     H = dense[0].gradient

@@ -55,10 +55,15 @@ class DataKey(NamedTuple):
 
 
 def ledger_folder(given: str | Path | None) -> Path | None:
-    """Return the folder of key and ledger: ``given``, else the environment's, else the user's; None for ``off``."""
+    """Return the folder of key and ledger: ``given``, else the environment's, else the user's; None for ``off``.
+
+    A word that others use for ``off`` is refused: it would make a folder of that name, and record there.
+    """
     chosen = os.fspath(given) if given is not None else os.environ.get(VARIABLE)
     if chosen == OFF:
         return None
+    if chosen in ("none", "None", "no", "false"):
+        raise FdpError(f"ledger: expected a folder, or {OFF} to record nothing, got {chosen}; a folder: ./{chosen}")
     if chosen:
         return Path(chosen).expanduser()
     base = os.environ.get("XDG_CONFIG_HOME")

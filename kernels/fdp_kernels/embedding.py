@@ -9,7 +9,9 @@ sums are float64. A sample whose factor is not above 0 contributes exactly 0, ev
 
 The second term of a squared norm is a floor. ``total`` adds the rows of all samples in one accumulator; if rows of one
 sample cancel, they leave rounding errors of their size there. With ``c_b sqrt(squared_b) <= C`` the rows of one sample
-have ``c_b sum_t |g_bt| <= 2^28 C / T``, and the roundings of 64 T additions are at most 2^-12 C in norm.
+have ``c_b sum_t |g_bt| <= 2^28 C / T``, and a partial sum of n samples has n times that. The n T additions of n samples
+then round by at most ``n T 2^-53 n 2^28 C / T = n^2 2^-25 C`` in norm. With the last rounding, to float32, that is at
+most ``n 2^-24 (n/2 + 1) C``: no more than ``weighted`` rounds for n samples, and counted as such by the caller.
 
     >>> squared = embedding_norms(ids, g)                                     # (B,) float64
     >>> total = embedding_sum(ids, g, factors, V)                             # (V, D) float32, zero where never used

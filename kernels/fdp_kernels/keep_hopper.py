@@ -11,7 +11,7 @@ Letters as in ``keep``; R the rows of a group.
 
 # Bodies are Gluon, which pyright takes for Python.
 # pyright: reportInvalidTypeForm=false, reportAssignmentType=false, reportArgumentType=false
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

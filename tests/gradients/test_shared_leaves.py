@@ -114,9 +114,10 @@ def test_a_part_has_the_same_samples_of_head_and_embedding(
 @pytest.mark.parametrize("stored", [False, True])
 def test_a_factor_that_is_too_small_for_the_head_is_0_for_its_embedding(stored: bool) -> None:
     tiny = torch.tensor([0.5, 2.0**-101, 1.0], dtype=torch.float64)
-    huge: list[Record] = [Dense(randn(3, 7, 5)) if stored else linear(4, 0), embedding(6, 3)]
-    for side in (*(record.gradient for record in huge if isinstance(record, Dense)), huge[1][1]):
+    head, rows_of = Dense(randn(3, 7, 5)), embedding(6, 3)
+    for side in (head.gradient, rows_of.right):
         side[1] *= 2.0**120
+    huge = [head if stored else linear(4, 0), rows_of]
     without = torch.where(tiny < MIN_FACTOR, 0.0, tiny)
     found = add_parts(weighted_parts_of_shared(huge, without))
     assert torch.equal(add_parts(weighted_parts_of_shared(huge, tiny)) - found, torch.zeros(SHAPE).double())

@@ -89,6 +89,9 @@ def test_the_folder_of_the_ledger(monkeypatch, tmp_path):
     assert ledger_folder(None) == Path("/team/ledger")
     assert ledger_folder("here") == Path("here")
     assert ledger_folder("off") is None
+    with pytest.raises(FdpError, match=r"off to record nothing, got none; a folder: \./none"):
+        ledger_folder("none")
+    assert ledger_folder("./none") == Path("none")
     monkeypatch.setenv("FDP_LEDGER", "off")
     assert ledger_folder(None) is None
 

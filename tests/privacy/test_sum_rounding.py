@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from fdp_kernels.embedding import embedding_norms
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -132,6 +133,18 @@ def test_the_extra_noise_of_64_microbatches_and_1024_samples_is_below_2_percent(
     on_gpu = rounding_slack(SAMPLING, Rounding(torch.float32, SIZE, kernel_samples=SIZE, tied=tied))
     assert 0 < on_cpu < on_gpu < 0.02
     assert rounding_slack(SAMPLING, Rounding()) == 0.0
+
+
+@pytest.mark.parametrize("samples", [1, 2, 8, 63, 64])
+def test_the_term_of_kernels_covers_what_float64_rounds_of_an_embedding_whose_rows_cancel(samples):
+    """Rows of n samples, as large as the floor of their norm lets them be: n T additions, then float32."""
+    tokens, ids = 512, torch.zeros(1, 512, dtype=torch.int64)
+    rows = torch.ones(1, tokens, 1, dtype=torch.float64)
+    rows[:, ::2] = -1
+    largest = float(rows.abs().sum() / embedding_norms(ids, rows).sqrt())  # sum_t |g_t| of a sample with norm C = 1
+    assert largest == pytest.approx(2.0**28 / tokens)
+    rounded = samples * tokens * 2.0**-53 * samples * largest + UNIT * samples
+    assert rounded <= relative_error(samples, Rounding(kernel_samples=samples))
 
 
 @given(
