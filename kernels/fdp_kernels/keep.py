@@ -18,8 +18,9 @@ rounded once at the end. Parts add up to n_b: a caller with many leaves adds the
     >>> G, H, parts_of_G, parts_of_H = foreach_keep([g, h], [x, y])
 
 Guarantees:
-  - the norm is that of the stored, rounded numbers, to float64 rounding; from ``keep``, at least that, and at most
-    2^-14 of its square more (elements below 1e-19 count as 0 there);
+  - the norm is that of the stored, rounded numbers, to float64 rounding; from ``keep``, and from ``squared_parts`` of
+    large float32 gradients on a CPU, at least that, and at most 2^-14 of its square more (in ``keep``, elements below
+    1e-19 count as 0);
   - a sample with factor 0 adds exactly 0 (it is not read), even if its gradient is NaN or infinite;
   - factors are float32 or float64; the sum, with what it is added to, is formed in float64 and rounded once.
 
@@ -36,6 +37,7 @@ from torch import Tensor
 
 from fdp_kernels import keep_hopper
 from fdp_kernels.direct import TILES
+from fdp_kernels.keep_cpu import rounded_up_squared_norms, squared_norms_cpu, wide_weighted_sum
 from fdp_kernels.op import define, jit, tl
 from fdp_kernels.tile_gemm import (
     Tile,
@@ -64,9 +66,6 @@ CHUNK, STEPS = 4096, 8
 """Elements per load, and loads per program, of ``squared_norms``."""
 BLOCK = 1024
 """Elements per program of ``weighted_sum``."""
-WIDE_ELEMENTS = 1 << 18
-"""Elements that a CPU holds in float64 at a time (2 MiB), but at least one sample's: more would leave the cache, and be
-fetched anew from the operating system in every step."""
 
 
 # ---------------------------------------------------------------- references
@@ -92,21 +91,9 @@ def squared_norms_reference(G_BN: Tensor) -> Tensor:
     return torch.linalg.vector_norm(G_BN.reshape(len(G_BN), -1), dim=1, dtype=torch.float64).square()
 
 
-def squared_norms_cpu(G_BN: Tensor) -> Tensor:
-    """Evaluate :func:`squared_norms_reference`, a few samples at a time."""
-    few = _samples_at_once(G_BN)
-    if few >= len(G_BN):
-        return squared_norms_reference(G_BN)
-    return torch.cat([squared_norms_reference(part) for part in G_BN.split(few)])
-
-
-def _samples_at_once(G_BN: Tensor) -> int:
-    return max(1, WIDE_ELEMENTS * len(G_BN) // max(1, G_BN.numel()))
-
-
 def squared_parts_cpu(G_BN: Tensor) -> Tensor:
-    """Evaluate :func:`squared_parts_reference`, a few samples at a time."""
-    return _pad_parts(squared_norms_cpu(G_BN), _num_parts(G_BN))
+    """Evaluate :func:`squared_parts_reference`, rounded up as ``keep`` does if G is large and float32."""
+    return _pad_parts(rounded_up_squared_norms(G_BN), _num_parts(G_BN))
 
 
 def squared_parts_reference(G_BN: Tensor) -> Tensor:
@@ -153,25 +140,8 @@ def weighted_sum_reference(G_BN: Tensor, factors_B: Tensor, dtype: torch.dtype, 
 def weighted_sum_cpu(G_BN: Tensor, factors_B: Tensor, dtype: torch.dtype, onto_N: Tensor | None = None) -> Tensor:
     """Evaluate :func:`weighted_sum_reference`; rows with factor 0 are left out instead of replaced by zeros."""
     _check_sum(G_BN, factors_B, dtype, onto_N)
-    G_BN, factors_B = _rows_that_count(G_BN, factors_B)
-    few, wide_B = _samples_at_once(G_BN), factors_B.double()
-    if few >= len(G_BN):
-        total = torch.tensordot(wide_B, G_BN.double(), dims=1)
-        return (total if onto_N is None else onto_N + total).to(dtype)
-    total = torch.zeros(G_BN.shape[1:], dtype=torch.float64)
-    for part, factors in zip(G_BN.split(few), wide_B.split(few)):
-        total.view(1, -1).addmm_(factors.unsqueeze(0), part.double().view(len(part), -1))
+    total = wide_weighted_sum(G_BN, factors_B)
     return (total if onto_N is None else onto_N + total).to(dtype)
-
-
-def _rows_that_count(G_BN: Tensor, factors_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rows whose factor is not 0; without a copy if they follow each other, as before a padded end."""
-    if bool((factors_B != 0).all()):
-        return G_BN, factors_B
-    rows = torch.nonzero(factors_B).flatten()
-    if len(rows) and int(rows[-1]) - int(rows[0]) == len(rows) - 1:
-        rows = slice(int(rows[0]), int(rows[-1]) + 1)
-    return G_BN[rows], factors_B[rows]
 
 
 # ---------------------------------------------------------------- bodies
@@ -391,7 +361,7 @@ squared_parts = define(
     cpu=squared_parts_cpu,
     fake=lambda G: G.new_empty(G.shape[0], _num_parts(G), dtype=torch.float64),
 )
-"""``(G_BN)``: as :func:`squared_parts_reference`; the sum over parts is :func:`squared_norms`."""
+"""``(G_BN)``: as :func:`squared_parts_reference`; the sum over parts is :func:`squared_norms`, or slightly more."""
 weighted_sum = define(
     "weighted_sum",
     "Tensor G, Tensor factors, ScalarType dtype, Tensor? onto=None -> Tensor",
