@@ -11,6 +11,7 @@ launch. Norms by Gram matrices are upper bounds that may differ by a few parts i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,6 +38,10 @@ from fdp.gradients.rules import (
     symmetric_squared_norm,
     weighted_gradient,
 )
+
+SMALL_SUM_ELEMENTS, SMALL_SUM_MULTIPLE = 1 << 10, 64
+"""Dense gradients of at most this size are summed together on a CPU, if they fill whole vectors: a matrix product may
+round the columns left over in another way, and their sums must not depend on what is beside them."""
 
 
 def store_gradients(records: Sequence[Record]) -> list[Dense]:
@@ -67,7 +72,7 @@ def weighted_parts(
 
     A kernel sums few samples in float32; whoever adds its parts does so in float64.
     """
-    narrow = _kernel_factors(factors)
+    narrow, small = _kernel_factors(factors), _small_sums(records, factors)
 
     def sum_many(pairs: list[Pair], indices: list[int]) -> list[Tensor]:
         count = _count_parts(len(pairs[0].right))
@@ -78,7 +83,33 @@ def weighted_parts(
     def can_share(pair: Pair) -> bool:
         return _single_group(pair) and _count_parts(len(pair.right)) is not None
 
-    return _foreach(records, can_share, sum_many, lambda i: _sum_in_parts(records[i], factors[i]))
+    def sum_one(i: int) -> Tensor:
+        return small[i] if i in small else _sum_in_parts(records[i], factors[i])
+
+    return _foreach(records, can_share, sum_many, sum_one)
+
+
+def _small_sums(records: Sequence[Record], factors: Sequence[Tensor]) -> dict[int, Tensor]:
+    """Return the weighted sums of small dense gradients on a CPU, side by side in one sum for equal factors."""
+    dense = {i: of.gradient for i, of in enumerate(records) if isinstance(of, Dense) and _is_small(of.gradient)}
+    found: dict[int, Tensor] = {}
+    while dense:
+        first = next(iter(dense))
+        group = [i for i in dense if factors[i] is factors[first] and dense[i].dtype == dense[first].dtype]
+        gradients = [dense.pop(i) for i in group]
+        if len(group) > 1:
+            rows = torch.cat([gradient.flatten(1) for gradient in gradients], dim=1)
+            sums = _sum_in_parts(Dense(rows), factors[first]).split(
+                [math.prod(of.shape[1:]) for of in gradients], dim=1
+            )
+            found |= {i: part.view(1, *of.shape[1:]) for i, part, of in zip(group, sums, gradients)}
+    return found
+
+
+def _is_small(gradient: Tensor) -> bool:
+    """Return True if a CPU sums gradients of this size in less time than it takes to begin."""
+    size = math.prod(gradient.shape[1:])
+    return gradient.device.type == "cpu" and 0 < size <= SMALL_SUM_ELEMENTS and size % SMALL_SUM_MULTIPLE == 0
 
 
 def _sum_in_parts(record: Record, factors: Tensor) -> Tensor:

@@ -21,6 +21,9 @@ from torch import Tensor
 WIDE_ELEMENTS = 1 << 18
 """Elements held in float64 at a time (2 MiB), but at least one sample's: more would leave the cache, and be fetched
 anew from the operating system in every step."""
+SUM_ELEMENTS, MIN_COLUMNS = 1 << 16, 512
+"""Elements of which a weighted sum holds float64 copies at a time (512 KiB, a part of a core's cache), and the fewest
+columns: of shorter rows, copies are slow."""
 EXACT_ELEMENTS = 1 << 12
 """Squared norms of gradients of at most this size are not rounded up: they cost little either way."""
 SQUARE_BLOCK = 256
@@ -69,15 +72,21 @@ def rounded_up_squared_norms(G_BN: Tensor) -> Tensor:
 
 
 def wide_weighted_sum(G_BN: Tensor, factors_B: Tensor) -> Tensor:
-    """Return ``sum_b c_b G_b`` in float64; samples with factor 0 are left out, not read."""
+    """Return ``sum_b c_b G_b`` in float64; samples with factor 0 are left out, not read.
+
+    Some columns at a time are converted, in one buffer, and summed: no total is read and written for every few samples.
+    """
     G_BN, factors_B = _rows_that_count(G_BN, factors_B)
-    few, wide_B = samples_at_once(G_BN), factors_B.double()
-    if few >= len(G_BN):
-        return torch.tensordot(wide_B, G_BN.double(), dims=1)
-    total = torch.zeros(G_BN.shape[1:], dtype=torch.float64)
-    for part, factors in zip(G_BN.split(few), wide_B.split(few)):
-        total.view(1, -1).addmm_(factors.unsqueeze(0), part.double().view(len(part), -1))
-    return total
+    flat_BN, factors = G_BN.reshape(len(G_BN), math.prod(G_BN.shape[1:])), factors_B.double().unsqueeze(0)
+    if flat_BN.dtype == torch.float64 or flat_BN.numel() <= SUM_ELEMENTS:
+        return (factors @ flat_BN.double()).view(G_BN.shape[1:])
+    samples = min(len(flat_BN), max(1, SUM_ELEMENTS // MIN_COLUMNS))
+    columns = max(MIN_COLUMNS, SUM_ELEMENTS // samples)
+    total, buffer = (torch.zeros(size, dtype=torch.float64) for size in (flat_BN.shape[1], samples * columns))
+    for some, part in zip(total.unsqueeze(0).split(columns, dim=1), flat_BN.split(columns, dim=1)):
+        for few, rows in zip(factors.split(samples, dim=1), part.split(samples)):
+            some.addmm_(few, buffer[: rows.numel()].view(rows.shape).copy_(rows))
+    return total.view(G_BN.shape[1:])
 
 
 def _rows_that_count(G_BN: Tensor, factors_B: Tensor) -> tuple[Tensor, Tensor]:

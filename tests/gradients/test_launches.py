@@ -146,3 +146,25 @@ def test_without_kernels_no_launch_is_shared() -> None:
         assert_same(got, weighted_gradient(record, torch.ones(3)))
         assert got.dtype == torch.float64
     assert store_gradients([]) == []
+
+
+@pytest.mark.parametrize("batch", [1, 3, 16, 130])
+def test_small_gradients_are_summed_together_on_a_cpu_with_the_same_bits(monkeypatch, batch: int) -> None:
+    draw = torch.Generator().manual_seed(batch)
+    shapes = [(64,), (3, 64), (65,), (1,), (128,), (2, 512), (16, 128), (8, 8)]
+    wide = [Dense(torch.randn(batch, *shape, generator=draw)) for shape in shapes]
+    several: list[Record] = [*wide, Dense(wide[0].gradient.double()), Dense(wide[1].gradient.to(HALF))]
+    flat, other = torch.rand(2, batch, generator=draw, dtype=torch.float64).unbind()
+    flat[-1] = 0.0
+    for record in several:
+        record.gradient[-1] = torch.nan  # type: ignore[union-attr]
+    factors = [flat] * len(several)
+    factors[4] = other
+    sizes: list[int] = []
+    real = fdp.gradients.launches.weighted_gradient
+    monkeypatch.setattr(
+        fdp.gradients.launches, "weighted_gradient", lambda r, f: (sizes.append(r.gradient[0].numel()), real(r, f))[1]
+    )
+    for got, record, f in zip(weighted_gradients(several, factors), several, factors, strict=True):
+        torch.testing.assert_close(got, real(record, f), rtol=0, atol=0, equal_nan=True)
+    assert sorted(sizes) == [1, 64, 65, 128, 192, 64 + 192 + 1024 + 64, 2048]

@@ -1,4 +1,4 @@
-"""Squared norms on a CPU: never understated, hardly overstated, exact where float32 cannot hold the squares."""
+"""Squared norms on a CPU are never understated and hardly overstated; weighted sums are the same in any pieces."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ import pytest
 import torch
 from fdp_kernels import keep_cpu
 from fdp_kernels.keep import squared_norms_reference, squared_parts
-from fdp_kernels.keep_cpu import COVER, EXACT_ELEMENTS, SQUARE_BLOCK, rounded_up_squared_norms, squared_norms_cpu
+from fdp_kernels.keep_cpu import (
+    COVER,
+    EXACT_ELEMENTS,
+    SQUARE_BLOCK,
+    rounded_up_squared_norms,
+    squared_norms_cpu,
+    wide_weighted_sum,
+)
 from torch import Tensor
 
 from tests.kernels.linear_pairs import assert_rounded_up
@@ -83,3 +90,21 @@ def test_squared_norms_stay_exact(monkeypatch):
     torch.testing.assert_close(torch.ops.fdp_kernels.squared_norms(G), squared_norms_reference(G), rtol=1e-14, atol=0)
     monkeypatch.setattr(keep_cpu, "WIDE_ELEMENTS", 10_000)
     torch.testing.assert_close(torch.ops.fdp_kernels.squared_norms(G), squared_norms_reference(G), rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(("at_once", "columns"), [(1, 1), (40, 8), (64, 64), (1 << 10, 16), (1 << 16, 512)])
+def test_a_weighted_sum_is_the_same_in_any_pieces(at_once, columns, dtype, monkeypatch):
+    G = randn(13, 7, 190).to(dtype)
+    factors = randn(13, seed=1).abs().double()
+    factors[4] = 0
+    G[4] = float("nan")
+    G[5, 2, 3] = float("inf")
+    whole = factors[factors > 0] @ G.double().flatten(1)[factors > 0]
+    monkeypatch.setattr(keep_cpu, "SUM_ELEMENTS", at_once)
+    monkeypatch.setattr(keep_cpu, "MIN_COLUMNS", columns)
+    found = wide_weighted_sum(G, factors)
+    assert found.shape == (7, 190)
+    torch.testing.assert_close(found.flatten(), whole, rtol=1e-14, atol=1e-14)
+    assert torch.equal(wide_weighted_sum(G.mT.contiguous().mT, factors), found)
+    assert torch.equal(wide_weighted_sum(G, torch.zeros_like(factors)), torch.zeros(7, 190, dtype=torch.float64))

@@ -427,7 +427,8 @@ def test_stored_gradients_measured_and_summed_a_few_samples_at_a_time_give_the_s
     norms, parts = squared_norms_reference(G), squared_parts(G)
     sums = [weighted_sum_reference(G, factors, torch.float64, before) for before in (None, onto)]
     for at_once in (1, 110, 10_000):  # one sample, two, all
-        monkeypatch.setattr(fdp_kernels.keep_cpu, "WIDE_ELEMENTS", at_once)
+        for limit in ("WIDE_ELEMENTS", "SUM_ELEMENTS"):
+            monkeypatch.setattr(fdp_kernels.keep_cpu, limit, at_once)
         assert torch.equal(squared_norms(G).isnan(), norms.isnan())
         torch.testing.assert_close(squared_norms(G), norms, rtol=1e-14, atol=0, equal_nan=True)
         torch.testing.assert_close(squared_parts(G), parts, rtol=1e-14, atol=0, equal_nan=True)
