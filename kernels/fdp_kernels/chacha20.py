@@ -251,6 +251,11 @@ def read_stream(cipher: Callable[[int], Any], unit: np.dtype, first: int, count:
     return out[skip : skip + count]
 
 
+def read_element(cipher: Callable[[int], Any], index: int) -> int:
+    """Return one 64-bit element of the stream."""
+    return int(read_stream(cipher, ELEMENT, index, 1)[0])
+
+
 def fill_stream(cipher: Callable[[int], Any], first: int, out: np.ndarray) -> None:
     """Write 64-bit elements ``first ..`` of the stream into ``out``; ``first`` is the first element of a block."""
     cipher(first // ELEMENTS_PER_BLOCK).update_into(_ZEROS[: out.nbytes], out.view(np.uint8))

@@ -222,6 +222,69 @@ def test_64_bit_values_are_denser_than_the_noise_grid():
     assert (gaps.abs() < 2.0**-40).all()
 
 
+def probabilities(count: int) -> Tensor:
+    """Return probabilities up to 1/2 of every size, with 53 random bits, and both sides of the seam."""
+    mantissas = (random_words(count, 61) << 20 | random_words(count, 64) >> 12).double() * 2.0**-53 + 0.5
+    random = mantissas * 2.0 ** -(1 + torch.arange(count, dtype=torch.float64) % 20)
+    seam = torch.full((65,), normal._FAR, dtype=torch.float64).view(torch.int64) + torch.arange(-32, 33)
+    edges = torch.tensor([0.5, 0.5 - 2.0**-54, 2.0**-17, 2.0**-40, 2.0**-128], dtype=torch.float64)
+    p = torch.cat([random, seam.view(torch.float64), edges])
+    return torch.nn.functional.pad(p, (0, -len(p) % normal._WHOLE_VECTORS), value=0.25)
+
+
+def test_lower_quantiles_are_those_of_ndtri_to_float64_rounding():
+    p = probabilities(200_000)
+    z, reference = normal.lower_quantile_(p, torch.empty_like(p)), torch.special.ndtri(p)
+    torch.testing.assert_close(z, reference, rtol=1.5e-15, atol=0)
+    assert (z <= 0).all()
+    assert z.isfinite().all()
+    ordered = z[p.argsort()]
+    assert (ordered.diff() >= -1.5e-15 * ordered[:-1].abs()).all()
+
+
+def test_the_sum_of_squares_of_many_draws_is_that_of_the_normal_law():
+    """Whichever function evaluates a value, moments and tails are those of the law."""
+    key, n = random_words(8, 62), 1 << 20
+    z = normal.foreach_normal(key[None], [n])
+    assert abs(float(z.mean())) < 4e-3
+    assert abs(float(z.square().mean()) - 1) < 6e-3
+    beyond = float((z.abs() > -special.ndtri(normal._FAR)).double().mean())
+    assert abs(beyond - 2 * normal._FAR) < 1e-3
+
+
+@pytest.mark.parametrize("vectors", [True, False])
+def test_a_value_depends_on_its_bits_alone(vectors, monkeypatch):
+    monkeypatch.setattr(normal, "HAS_VECTOR_ERFINV", vectors and normal.HAS_VECTOR_ERFINV)
+    key, n = random_words(8, 63), (1 << 17) + 3
+    whole = normal.foreach_normal(key[None], [n])
+    bits = chacha20.bits(key, [n], [0], [n])
+    for start, count in [
+        (0, 1),
+        (1, 1),
+        (7, 2),
+        (3, 5),
+        (64, 63),
+        (5, 64),
+        (9, 65),
+        (11, 999),
+        (1, 70_001),
+        (2, n - 2),
+    ]:
+        window = normal.normal(key, [n], [start], [count], -INF, INF, torch.float64)
+        assert torch.equal(window, whole[start : start + count])
+        part = bits[start : start + count]
+        usual = part & ((1 << 63) - 1) >= normal._WIDE_RARE
+        law = normal.wide_normal_from_bits(part, torch.zeros(1, dtype=torch.int64))
+        assert torch.equal(law[usual], window[usual])
+    threads = torch.get_num_threads()
+    try:
+        for other in (1, 2, 3):
+            torch.set_num_threads(other)
+            assert torch.equal(normal.foreach_normal(key[None], [n]), whole)
+    finally:
+        torch.set_num_threads(threads)
+
+
 # ---------------------------------------------------------------- Triton bodies, in the interpreter
 
 

@@ -5,6 +5,7 @@ import torch
 from scipy import stats
 
 from fdp import keys
+from fdp.privacy import noise
 from fdp.privacy.noise import (
     add_gaussian,
     add_noise,
@@ -179,3 +180,11 @@ def test_leaves_noised_together_are_those_noised_one_by_one_bit_for_bit():
     assert list(together) == list(value)
     for path, leaf in value.items():
         assert torch.equal(together[path], noised(leaf, deviation, keys.fold_in(KEY, path))), path
+
+
+def test_noised_leaves_are_the_same_in_any_pieces(monkeypatch):
+    value = {"a": torch.randn(70), "b": torch.randn(9, 30).double()}
+    deviation = torch.tensor(2.5, dtype=torch.float64)
+    monkeypatch.setattr(noise, "ELEMENTS_IN_CACHE", 64)  # a piece ends inside a leaf
+    for path, leaf in noised_leaves(value, deviation, KEY).items():
+        assert torch.equal(leaf, noised(value[path], deviation, keys.fold_in(KEY, path)))
