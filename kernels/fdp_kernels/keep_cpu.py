@@ -21,8 +21,8 @@ from torch import Tensor
 WIDE_ELEMENTS = 1 << 18
 """Elements held in float64 at a time (2 MiB), but at least one sample's: more would leave the cache, and be fetched
 anew from the operating system in every step."""
-SUM_ELEMENTS, MIN_COLUMNS = 1 << 16, 512
-"""Elements of which a weighted sum holds float64 copies at a time (512 KiB, a part of a core's cache), and the fewest
+SUM_ELEMENTS, MIN_COLUMNS = 1 << 17, 512
+"""Elements of which a weighted sum holds float64 copies at a time (1 MiB, about a core's cache), and the fewest
 columns: of shorter rows, copies are slow."""
 EXACT_ELEMENTS = 1 << 12
 """Squared norms of gradients of at most this size are not rounded up: they cost little either way."""
@@ -82,10 +82,12 @@ def wide_weighted_sum(G_BN: Tensor, factors_B: Tensor) -> Tensor:
         return (factors @ flat_BN.double()).view(G_BN.shape[1:])
     samples = min(len(flat_BN), max(1, SUM_ELEMENTS // MIN_COLUMNS))
     columns = max(MIN_COLUMNS, SUM_ELEMENTS // samples)
-    total, buffer = (torch.zeros(size, dtype=torch.float64) for size in (flat_BN.shape[1], samples * columns))
+    total = torch.zeros(flat_BN.shape[1], dtype=torch.float64)
+    buffer = torch.empty(samples, columns, dtype=torch.float64)
     for some, part in zip(total.unsqueeze(0).split(columns, dim=1), flat_BN.split(columns, dim=1)):
         for few, rows in zip(factors.split(samples, dim=1), part.split(samples)):
-            some.addmm_(few, buffer[: rows.numel()].view(rows.shape).copy_(rows))
+            wide = buffer if rows.shape == buffer.shape else buffer.view(-1)[: rows.numel()].view(rows.shape)
+            some.addmm_(few, wide.copy_(rows))
     return total.view(G_BN.shape[1:])
 
 
