@@ -145,8 +145,7 @@ class Job(NamedTuple):
 def forkserver() -> Any:
     """Return a context that forks processes from one that has already imported everything."""
     context = mp.get_context("forkserver")
-    own = ("tests.preload", "fdp.cli.main", "fdp.cli.session", "fdp.parallel.rendezvous")
-    context.set_forkserver_preload([*own, "sklearn.datasets", "matplotlib.backends.backend_agg"])
+    context.set_forkserver_preload(["tests.preload"])
     return context
 
 

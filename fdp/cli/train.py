@@ -44,13 +44,15 @@ def train_command(call: Context, options: TrainOptions, start: StartOptions) -> 
 
 def _start(options: TrainOptions, given: Mapping[str, Any], start: StartOptions) -> int:
     # torch takes seconds to import; --help and mistakes on the command line should not wait for it.
-    from fdp.cli.session import train
     from fdp.cli.start_ranks import is_launcher, start_ranks
-    from fdp.parallel import launch
-    from fdp.parallel.agree import check_agreement
 
     if is_launcher(options):
         return start_ranks(options, given, ["--dry-run"] if start.dry_run else [])
+    # A process that only starts ranks does not wait for these either.
+    from fdp.cli.session import train
+    from fdp.parallel import launch
+    from fdp.parallel.agree import check_agreement
+
     if options.ledger.extend is not None:
         from fdp.cli.extend import extend_settings
 
