@@ -167,9 +167,15 @@ class OptionField(NamedTuple):
 
 
 @functools.cache
+def _hints_of(group: type) -> dict[str, Any]:
+    """Return the types of a group's fields, which are evaluated from text, with their flags."""
+    return get_type_hints(group, include_extras=True)
+
+
+@functools.cache
 def options_of(group: type) -> dict[str, OptionField]:
     """Return the options of a group, and of the groups inside it, by key and in order."""
-    hints = get_type_hints(group, include_extras=True)
+    hints = _hints_of(group)
     prefix, panel = getattr(group, "key_prefix", ""), getattr(group, "panel", None)
     found: dict[str, OptionField] = {}
     for field in fields(group):
@@ -203,7 +209,7 @@ def build(group: type[Group], values: Mapping[str, Any]) -> Group:
 
 def to_dict(options: Any) -> dict[str, Any]:
     """Return the values of a group by key: the inverse of :func:`build`."""
-    hints, prefix = get_type_hints(type(options), include_extras=True), getattr(options, "key_prefix", "")
+    hints, prefix = _hints_of(type(options)), getattr(options, "key_prefix", "")
     found: dict[str, Any] = {}
     for field in fields(options):
         value = getattr(options, field.name)
@@ -261,7 +267,7 @@ def expand_groups(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _assemble(group: type[Group], values: Mapping[str, Any]) -> Group:
-    hints, prefix = get_type_hints(group, include_extras=True), getattr(group, "key_prefix", "")
+    hints, prefix = _hints_of(group), getattr(group, "key_prefix", "")
     arguments: dict[str, Any] = {}
     for field in fields(group):  # pyright: ignore[reportArgumentType]
         if is_dataclass(hints[field.name]):
