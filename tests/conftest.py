@@ -27,7 +27,7 @@ from fdp.gradients.execution import Execution, Runner
 from fdp.gradients.lazy_sum import evaluate
 from fdp.gradients.per_sample import Stash
 from fdp.model import Model, from_loss
-from fdp.models import GPTConfig, LlamaConfig, cnn, gpt, llama, mlp
+from fdp.models import LANGUAGE, GPTConfig, LlamaConfig, cnn, gpt, llama, mlp
 from fdp.types import Clip, ClippedSum, Flat, Tree
 from tests.interpreter import speed_up_interpreter
 
@@ -52,6 +52,14 @@ def _unpainted_reports(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
     """Lay out every ``report.png`` but do not paint it, which takes a fifth of a small run; see the marker `paints`."""
     if request.node.get_closest_marker("paints") is None:
         monkeypatch.setattr(fdp.report.figure, "save_png", lambda _, file: file.write(b"\x89PNG not painted"))
+
+
+@pytest.fixture(scope="module")
+def shallow_nano() -> Iterator[None]:
+    """Give gpt-nano one narrow layer instead of four in all tests of a file, if they look at files and words only."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(LANGUAGE, "gpt-nano", LANGUAGE["gpt-nano"]._replace(layers=1, width=32))
+        yield
 
 
 @contextmanager

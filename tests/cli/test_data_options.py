@@ -19,6 +19,7 @@ from tests.data.test_text import make_tokenizer
 
 transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.usefixtures("shallow_nano")
 TINY = shlex.split("--steps 1 --warmup 0 --batch-size 4 --microbatch 4 --noise-multiplier 0.5 --seed 0 --context 8")
 
 

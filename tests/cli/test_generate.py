@@ -11,13 +11,14 @@ import pytest
 from fdp.run.run_folder import read_run_folder
 from tests.cli.train_runs import call, last_json, train
 
+pytestmark = pytest.mark.usefixtures("shallow_nano")
 TEXT = shlex.split(
     "--model gpt-nano --context 16 --noise-multiplier 1 --batch-size 4 --microbatch 4 --steps 2 --warmup 1"
 )
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory: pytest.TempPathFactory, shallow_nano: None) -> Path:
     """Train two steps on a few lines, with two prompts and no held-out data."""
     folder = tmp_path_factory.mktemp("generate")
     (folder / "lines.txt").write_text("".join(f"line {i} of the text\n" for i in range(40)))

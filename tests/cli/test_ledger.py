@@ -17,6 +17,8 @@ from fdp.run import training_run
 from fdp.types import FdpError
 from tests.cli.train_runs import call, interrupt_after, last_json, train
 
+pytestmark = pytest.mark.usefixtures("shallow_nano")
+
 
 def ledger_runs():
     folder = Path(os.environ["FDP_LEDGER"])

@@ -9,6 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from fdp import models
 from fdp.cli.plan import plan_command
 from fdp.cli.plan_tables import HINTS, RESERVED_GIB
 from fdp.estimate.ledger import MemoryKind
@@ -23,6 +24,12 @@ def run():
     app = typer.Typer()
     app.command("plan")(plan_command)
     return lambda words: CliRunner().invoke(app, words.split(), env={"COLUMNS": "200"})
+
+
+@pytest.fixture
+def one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give gpt-nano one layer, for plans that are compared with each other."""
+    monkeypatch.setitem(models.LANGUAGE, "gpt-nano", models.LANGUAGE["gpt-nano"]._replace(layers=1))
 
 
 def result(answer) -> dict:
@@ -71,6 +78,7 @@ def test_kfac_adds_a_phase(run, more):
     assert "curvature, each time it is measured" in answer.stdout
 
 
+@pytest.mark.usefixtures("one_layer")
 def test_traffic_grows_with_the_batch_under_zero_3_only(run):
     units = {
         (zero, batch): result(run(f"{NANO} --world 8 --zero {zero} --batch {batch} --json"))["units"]
@@ -92,6 +100,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_to_try(run):
     assert f"Most are {most}: try {HINTS[most]}" in answer.stdout
 
 
+@pytest.mark.usefixtures("one_layer")
 def test_offload_budget_checkpoints_and_axes_reach_the_plan(run):
     got = result(run(f"{NANO} --mesh replicate=2,shard=2,tensor=2 --offload all --checkpoint-activations --json"))
     assert got["host_bytes"] > 3 * 4 * got["parameters"] / 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from fdp.kfac.form_policy import (
     side_cost,
 )
 from fdp.kfac.inversion.one_side import Via
-from fdp.kfac.layers import survey
+from fdp.kfac.layers import Survey, survey
 from fdp.kfac.measure.collect import check_forms, collect
 from fdp.kfac.measure.estimator import Estimator, Sharing
 from fdp.kfac.measure.fisher import Fisher
@@ -46,9 +47,21 @@ def small(*, tied: bool = True) -> Model:
     return gpt(GPTConfig(layers=1, width=8, heads=2, context=6, vocab_size=13, tied=tied))
 
 
+@cache
 def large() -> Model:
     """Return the layers of GPT-2 Large, once each; parameters are never drawn."""
     return gpt(GPTConfig(layers=1, width=1280, heads=20, context=512, vocab_size=50257, tied=False))
+
+
+def survey_of(model: Model) -> Survey:
+    assert model.context is not None
+    tokens = {"tokens": torch.zeros(2, model.context + 1, dtype=torch.int64)}
+    return survey(model, abstract_params(model, None), tokens)
+
+
+@cache
+def survey_of_large() -> Survey:
+    return survey_of(large())
 
 
 def plan(
@@ -61,9 +74,7 @@ def plan(
     factor_period: int = 10,
     inverse_period: int = 10,
 ) -> dict[str, FormRow]:
-    assert model.context is not None
-    tokens = {"tokens": torch.zeros(2, model.context + 1, dtype=torch.int64)}
-    known = survey(model, abstract_params(model, None), tokens)
+    known = survey_of_large() if model is large() else survey_of(model)
     rows = plan_forms(
         model,
         known,
