@@ -131,7 +131,7 @@ def _noised_by(
         alone, places = total._replace(value={path: there}), None if place is None else {path: place}
         return then(path, add_noise(alone, key=key, noise_multiplier=noise_multiplier, shard_windows=places)[path])
 
-    if windows is not None or leaf.numel() <= ELEMENTS_AT_A_TIME or torch.compiler.is_compiling():
+    if windows is not None or leaf.numel() <= ELEMENTS_AT_A_TIME or torch.compiler.is_compiling() or leaf.is_meta:
         return to_cpu(noised(leaf, None if windows is None else windows[path]))
     noisy: Tensor | None = None
     for start, piece in zip(range(0, leaf.numel(), ELEMENTS_AT_A_TIME), leaf.flatten().split(ELEMENTS_AT_A_TIME)):

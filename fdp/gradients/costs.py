@@ -173,7 +173,7 @@ def _gradient_flops(use: Use) -> float:
 
 
 def _keep(uses: list[Use], dtype: torch.dtype, rates: Rates) -> Choice:
-    """Return the cost of stored gradients; kernels keep an embedding's rows beside its stored head."""
+    """Return the cost of stored gradients; kernels keep an embedding's rows beside a stored head of a later block."""
     batch, _, rows, columns = sizes(uses[0])
     stored, moved = batch * rows * columns * dtype.itemsize, len(uses) + 1
     apart = [use for use in uses if use.rule == "embedding"]

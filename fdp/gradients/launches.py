@@ -2,7 +2,8 @@
 
 Pairs that agree in samples, tokens and dtype go through a kernel in one launch, all others one by one: a block's
 matrices are often too small to fill a GPU each. Gradients and sums are the same, bit for bit, whichever records share a
-launch. Norms by Gram matrices are upper bounds that may differ by a few parts in ten thousand.
+launch; on a CPU, sums of small gradients are, to float64 rounding. Norms by Gram matrices are upper bounds that may
+differ by a few parts in ten thousand.
 
     >>> gradients = store_gradients(records)                      # rules.store_gradient of each
     >>> squares = symmetric_squared_norms(records)               # rules.symmetric_squared_norm of each
@@ -40,8 +41,8 @@ from fdp.gradients.rules import (
 )
 
 SMALL_SUM_ELEMENTS, SMALL_SUM_MULTIPLE = 1 << 10, 64
-"""Dense gradients of at most this size are summed together on a CPU, if they fill whole vectors: a matrix product may
-round the columns left over in another way, and their sums must not depend on what is beside them."""
+"""Dense gradients of at most this size are summed together on a CPU, if they fill whole vectors: then a product on one
+thread rounds their columns as it does alone."""
 
 
 def store_gradients(records: Sequence[Record]) -> list[Dense]:
@@ -107,7 +108,7 @@ def _small_sums(records: Sequence[Record], factors: Sequence[Tensor]) -> dict[in
 
 
 def _is_small(gradient: Tensor) -> bool:
-    """Return True if a CPU sums gradients of this size in less time than it takes to begin."""
+    """Return True if gradients of this size are summed together: on a CPU, calls take longer than the sums."""
     size = math.prod(gradient.shape[1:])
     return gradient.device.type == "cpu" and 0 < size <= SMALL_SUM_ELEMENTS and size % SMALL_SUM_MULTIPLE == 0
 

@@ -62,7 +62,7 @@ def ledger_folder(given: str | Path | None) -> Path | None:
     chosen = os.fspath(given) if given is not None else os.environ.get(VARIABLE)
     if chosen == OFF:
         return None
-    if chosen in ("none", "None", "no", "false"):
+    if chosen in ("none", "None", "no", "false") and not isinstance(given, Path):
         raise FdpError(f"ledger: expected a folder, or {OFF} to record nothing, got {chosen}; a folder: ./{chosen}")
     if chosen:
         return Path(chosen).expanduser()

@@ -83,7 +83,7 @@ def add_on_device_(on_cpu: Tensor, leaf: Tensor) -> Tensor:
 
 
 def wait_for_copies(device: torch.device) -> None:
-    """Wait until what the current stream of ``device`` sends has arrived in CPU memory; copies of a graph wait."""
+    """Wait until what the current stream of ``device`` sends has arrived in CPU memory; compiled copies wait."""
     if device.type == "cuda" and not torch.compiler.is_compiling():
         torch.cuda.current_stream(device).synchronize()
 

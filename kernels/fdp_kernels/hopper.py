@@ -90,8 +90,8 @@ def fastest_tile(seconds: Mapping[Tile, float], count: Callable[[Tile], int], de
     """Return the tile with which the last multiprocessor is done first; ``seconds`` is the relative time of one tile.
 
     Each multiprocessor computes one tile at a time. A matrix of 1024 rows has a sixth tile of 192 for its last 64 rows,
-    and the 544 tiles of a block of GPT-2-Medium keep 132 multiprocessors busy five times, the fifth time only a few of
-    them.
+    and the 544 tiles of 192 x 128 of a block of GPT-2-Medium take five rounds on 132 multiprocessors, of which the
+    fifth has only a few tiles.
     """
     processors = multiprocessors(device)
     return min(seconds, key=lambda tile: cdiv(count(tile), processors) * seconds[tile])

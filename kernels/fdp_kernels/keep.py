@@ -117,7 +117,7 @@ def _choose_tile(gs: list[Tensor], xs: list[Tensor]) -> Tile:
 
 
 def _keep_parts(gs: list[Tensor], xs: list[Tensor]) -> list[int]:
-    """Return the number of parts of each matrix: one per tile, or as ``keep_hopper`` has them; every launch chooses."""
+    """Return the number of parts of each matrix: one per tile, or as ``keep_hopper`` has them, launch by launch."""
     return [parts for four in slices_of_four(gs) for parts in _parts_of_four(gs[four], xs[four])]
 
 

@@ -30,8 +30,8 @@ SQUARE_BLOCK = 256
 """Elements whose squares are summed in float32."""
 COVER = 1 + (SQUARE_BLOCK + 16) * 2.0**-24
 """Factor that makes up for rounding. With u = 2^-24, each square passes its own rounding and at most 255 additions, and
-a block's norm one square root: what remains is at least ``(1 - u)^257 >= 1 - 257 u``. The other 15 u are for the terms
-of second order, for float64 (2^-53 per block), and for ``TINY_SQUARE``."""
+a block's norm one square root, which counts twice when it is squared: what remains is at least ``(1 - u)^258 >= 1 - 258
+u``. The other 14 u are for the terms of second order, for float64 (2^-53 per block), and for ``TINY_SQUARE``."""
 TINY_SQUARE = 2.0**-102
 """Least mean square of an element that float32 is trusted with. Every square and every addition may lose 2^-126 to
 underflow, even if subnormal numbers are flushed to 0: of larger mean squares, at most 2^-23 in all."""
@@ -53,7 +53,7 @@ def rounded_up_squared_norms(G_BN: Tensor) -> Tensor:
     """Return ``|G_b|^2`` or slightly more: (B,) in float64.
 
     Guarantees:
-      - the result is at least ``|G_b|^2``, and at most 2^-14 of it more;
+      - the result is at least ``|G_b|^2``, to float64 rounding, and at most 2^-14 of it more;
       - it is that of :func:`squared_norms_cpu` if G is not float32, if it is small (``EXACT_ELEMENTS``), and for a
         sample whose squares float32 cannot hold: tiny, huge, infinite or NaN;
       - a sample's result depends on that sample alone.
@@ -64,9 +64,10 @@ def rounded_up_squared_norms(G_BN: Tensor) -> Tensor:
     flat_BN = G_BN.reshape(len(G_BN), size)
     whole = size - size % SQUARE_BLOCK
     blocks = torch.linalg.vector_norm(flat_BN[:, :whole].unflatten(1, (-1, SQUARE_BLOCK)), dim=2)
-    squared = torch.linalg.vector_norm(blocks, dim=1, dtype=torch.float64).square() * COVER
+    squared = torch.linalg.vector_norm(blocks, dim=1, dtype=torch.float64).square()
     if whole < size:
         squared += squared_norms_cpu(flat_BN[:, whole:])
+    squared *= COVER  # all of it: the rest may be large beside blocks that lose to underflow
     bad = torch.nonzero(~((squared > size * TINY_SQUARE) & squared.isfinite())).flatten()
     return squared.index_copy(0, bad, squared_norms_cpu(flat_BN[bad])) if len(bad) else squared
 
@@ -74,7 +75,7 @@ def rounded_up_squared_norms(G_BN: Tensor) -> Tensor:
 def wide_weighted_sum(G_BN: Tensor, factors_B: Tensor) -> Tensor:
     """Return ``sum_b c_b G_b`` in float64; samples with factor 0 are left out, not read.
 
-    Some columns at a time are converted, in one buffer, and summed: no total is read and written for every few samples.
+    Some columns at a time are converted, in one buffer, and summed over all samples (256 at a time, if there are more).
     """
     G_BN, factors_B = _rows_that_count(G_BN, factors_B)
     flat_BN, factors = G_BN.reshape(len(G_BN), math.prod(G_BN.shape[1:])), factors_B.double().unsqueeze(0)

@@ -42,7 +42,7 @@ TILES = {
 }
 """Tiles and the time of one, relative to 128 x 128 in the first."""
 REGISTERS = {128: 152, 256: 232}
-"""Registers of a thread by the columns of a tile: half as many numbers hold the product."""
+"""Registers of a thread by the columns of a tile: a product of 128 columns takes half as many as one of 256."""
 MIN_TILES = 100
 """With fewer tiles than this, most multiprocessors would have none."""
 

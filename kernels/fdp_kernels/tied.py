@@ -13,7 +13,7 @@ and then ``add_embedding_sum_`` onto it give the clipped sum.
     >>> total = weighted(g, x, factors)
     >>> add_embedding_sum_(total, ids, e, factors)
 
-If the head's gradients H_b are stored (``keep``), the third term reads of them the rows of the sample's words only, and
+If the head's gradients H_b are stored (``keep``), the third term reads only the rows of the sample's words, and
 ``weighted_sum`` takes the place of ``weighted``:
 
     |G_b|^2 = |H_b|^2 + |embedding|^2 + 2 sum_s <H_b[id_bs], e_bs>                                H (B, P, D)
@@ -36,7 +36,7 @@ Rounding, with E_b the error that ``weighted`` makes (step 5 of ``ghost``, inclu
 
 Guarantees:
   - the result is at least the squared norm of what ``weighted`` (of a stored head: ``weighted_sum``) and
-    ``add_embedding_sum_`` together add for the sample;
+    ``add_embedding_sum_`` together add for the sample, before the sum over samples is rounded to float32;
   - a sample with a NaN or infinite token has a NaN or infinite norm; no other sample has (see ``ghost``).
 
 Letters: B samples, T and S tokens, P outputs (the vocabulary), D inputs; R x C a tile of tokens.
@@ -75,7 +75,7 @@ def tied_norms_reference(g_BTP: Tensor, x_BTD: Tensor, ids_BS: Tensor, e_BSD: Te
 def stored_tied_norms_reference(H_BPD: Tensor, squares_B: Tensor, ids_BS: Tensor, e_BSD: Tensor) -> Tensor:
     """Return ``|G_b|^2`` in float64 from a stored head and its squared norms, at least half the squares of both parts.
 
-    Words outside of H (on another rank) have no row here.
+    Words outside of H (on another rank) have no third term here.
     """
     _check_stored(H_BPD, squares_B, ids_BS, e_BSD)
     inside_BS = (ids_BS >= 0) & (ids_BS < H_BPD.shape[1])

@@ -9,6 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+import fdp.finish
 from fdp import models
 from fdp.cli.plan import plan_command
 from fdp.cli.plan_tables import HINTS, RESERVED_GIB
@@ -98,6 +99,13 @@ def test_what_does_not_fit_says_by_how_much_and_what_to_try(run):
     most = max(got["by_kind"], key=lambda kind: got["by_kind"][kind])
     assert f"{-got['spare_gib']:.1f} GiB more than 2 GiB less 1.5" in answer.stdout
     assert f"Most are {most}: try {HINTS[most]}" in answer.stdout
+
+
+@pytest.mark.usefixtures("one_layer")
+def test_the_noise_of_large_offloaded_leaves_is_estimated_too(run, monkeypatch):
+    here = result(run(f"{NANO} --offload optimizer --json"))
+    monkeypatch.setattr(fdp.finish, "ELEMENTS_AT_A_TIME", 100)  # as of leaves that are noised in pieces
+    assert result(run(f"{NANO} --offload optimizer --json"))["host_bytes"] == here["host_bytes"] > 0
 
 
 @pytest.mark.usefixtures("one_layer")

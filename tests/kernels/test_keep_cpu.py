@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import platform
+
 import numpy as np
 import pytest
 import torch
@@ -67,6 +70,17 @@ def test_squares_near_underflow_are_never_understated(exponent):
     G[1, 10:] = 0
     G[2] = 0
     assert_rounded_up(rounded_up_squared_norms(G), squared_norms_reference(G))
+
+
+def test_the_cover_is_also_for_the_rest_beside_blocks_that_are_flushed_to_zero():
+    G = torch.full((1, EXACT_ELEMENTS + 1), 2.0**-63 * 0.999)
+    G[:, -1] = math.sqrt(G.shape[1] * keep_cpu.TINY_SQUARE) * 1.00001
+    flushed = torch.set_flush_denormal(True)
+    try:
+        assert_rounded_up(rounded_up_squared_norms(G), squared_norms_reference(G))
+    finally:
+        torch.set_flush_denormal(False)
+    assert flushed or platform.machine() != "x86_64"
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])

@@ -91,7 +91,7 @@ def test_the_folder_of_the_ledger(monkeypatch, tmp_path):
     assert ledger_folder("off") is None
     with pytest.raises(FdpError, match=r"off to record nothing, got none; a folder: \./none"):
         ledger_folder("none")
-    assert ledger_folder("./none") == Path("none")
+    assert ledger_folder("./none") == ledger_folder(Path("none")) == Path("none")
     monkeypatch.setenv("FDP_LEDGER", "off")
     assert ledger_folder(None) is None
 
