@@ -175,20 +175,16 @@ def _gradient_flops(use: Use) -> float:
 def _keep(uses: list[Use], dtype: torch.dtype, rates: Rates) -> Choice:
     """Return the cost of stored gradients; kernels keep an embedding's rows beside a stored head of a later block."""
     batch, _, rows, columns = sizes(uses[0])
-    stored, moved = batch * rows * columns * dtype.itemsize, len(uses) + 1
-    apart = [use for use in uses if use.rule == "embedding"]
-    if not rates.kernels or {use.rule for use in uses} != set(SHARED_BY_KERNELS):
-        return Choice(
-            NormBy.KEEP, SumBy.REUSE, _product_seconds(uses, rates) + moved * stored / rates.bandwidth, stored
-        )
-    linear = [use for use in uses if use.rule != "embedding"]
-    bytes_moved = (len(linear) + 2) * stored + 3 * _pair_bytes(apart, dtype) + 8 * rows * columns
-    seconds = _product_seconds(linear, rates) + bytes_moved / rates.bandwidth
-    return Choice(NormBy.KEEP, SumBy.REUSE, seconds, stored + _pair_bytes(apart, dtype))
-
-
-def _product_seconds(uses: list[Use], rates: Rates) -> float:
-    return sum(map(_gradient_flops, uses)) / rates.matrix
+    stored = batch * rows * columns * dtype.itemsize
+    beside = rates.kernels and {use.rule for use in uses} == set(SHARED_BY_KERNELS)
+    apart = [use for use in uses if beside and use.rule == "embedding"]
+    tables = [use for use in uses if use not in apart]
+    of_rows = _pair_bytes(apart, dtype)
+    moved = (len(tables) + 1) * stored
+    if beside:  # the norm of the tables is a pass of its own, and the sum is written before the rows are added to it
+        moved += stored + 3 * of_rows + 8 * rows * columns
+    seconds = sum(map(_gradient_flops, tables)) / rates.matrix + moved / rates.bandwidth
+    return Choice(NormBy.KEEP, SumBy.REUSE, seconds, stored + of_rows)
 
 
 def _sum_seconds(uses: list[Use], rates: Rates, half: bool) -> float:

@@ -36,6 +36,7 @@ from fdp_kernels.tile_gemm import (
     check_pair,
     check_pairs,
     choose_tile,
+    count_tiles,
     launch_by_four,
     matrix_index,
     num_programs,
@@ -45,7 +46,6 @@ from fdp_kernels.tile_gemm import (
     pick,
     sum_of_squares,
     tile_position,
-    tiles_per_sample,
     widths_and_ends,
 )
 
@@ -102,10 +102,8 @@ def launch_foreach_direct(gs: list[Tensor], xs: list[Tensor], *, tile: Tile | No
 
 def _launch_four(gs: list[Tensor], xs: list[Tensor], tile: Tile | None) -> list[Tensor]:
     (batch, tokens, _), dtype, device = gs[0].shape, gs[0].dtype, gs[0].device
-    tile = tile or choose_tile(
-        TILES, dtype, lambda tile: batch * sum(tiles_per_sample(g, x, tile) for g, x in zip(gs, xs))
-    )
-    counts = [batch * tiles_per_sample(g, x, tile) for g, x in zip(gs, xs)]
+    tile = tile or choose_tile(TILES, dtype, lambda tile: sum(count_tiles(gs, xs, batch, tile)))
+    counts = count_tiles(gs, xs, batch, tile)
     total = sum(counts)
     sums = torch.empty(total, dtype=torch.float64, device=device)
     _direct_body[(num_programs(total, tile, device),)](

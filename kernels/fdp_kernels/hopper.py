@@ -26,7 +26,17 @@ import torch
 from torch import Tensor
 
 from fdp_kernels.op import triton
-from fdp_kernels.tile_gemm import Tile, cdiv, descriptor_strides, multiprocessors, pick, tile_position
+from fdp_kernels.tile_gemm import (
+    Tile,
+    align_rows,
+    cdiv,
+    descriptor_strides,
+    matrix_index,
+    multiprocessors,
+    pad_to_four,
+    pick,
+    tile_position,
+)
 
 try:
     from triton.experimental import gluon
@@ -86,18 +96,28 @@ def ring_descriptor(z_BTK: Tensor, block: Sequence[int]) -> Any:
     return TensorDescriptor(z_BTK, list(z_BTK.shape), descriptor_strides(z_BTK), list(block), ring_layout())
 
 
-def fastest_tile(seconds: Mapping[Tile, float], count: Callable[[Tile], int], device: torch.device) -> Tile:
+def outer_descriptors(gs: Sequence[Tensor], xs: Sequence[Tensor], tile: Tile) -> list[Any]:
+    """Return descriptors of four g, in boxes of a group's rows, then of four x: the operands of :func:`load_outer`."""
+    lefts = [ring_descriptor(align_rows(g), (1, tile.depth, GROUP_ROWS)) for g in gs]
+    rights = [ring_descriptor(align_rows(x), (1, tile.depth, tile.columns)) for x in xs]
+    return pad_to_four(lefts) + pad_to_four(rights)
+
+
+def fastest_tile(seconds: Mapping[Tile, float], count: Callable[[Tile], Sequence[int]], device: torch.device) -> Tile:
     """Return the tile with which the last multiprocessor is done first; ``seconds`` is the relative time of one tile.
+
+    ``count`` returns the number of tiles of every matrix.
 
     Each multiprocessor computes one tile at a time. A matrix of 1024 rows has a sixth tile of 192 for its last 64 rows,
     and the 544 tiles of 192 x 128 of a block of GPT-2-Medium take five rounds on 132 multiprocessors, of which the
     fifth has only a few tiles.
     """
     processors = multiprocessors(device)
-    return min(seconds, key=lambda tile: cdiv(count(tile), processors) * seconds[tile])
+    return min(seconds, key=lambda tile: cdiv(sum(count(tile)), processors) * seconds[tile])
 
 
 pick_hopper, tile_position_hopper = gluon_jit_of(pick), gluon_jit_of(tile_position)
+matrix_index_hopper = gluon_jit_of(matrix_index)
 
 
 @gluon_jit
@@ -120,3 +140,42 @@ def make_ring(SLOTS: gl.constexpr, READERS: gl.constexpr):
         hopper.mbarrier.init(empty.index(slot), count=READERS)
     hopper.fence_async_shared()
     return full, empty
+
+
+@gluon_jit
+def load_outer(
+    g, x, sample, i, j, steps, ring, slot, phase,
+    BLOCK_P: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_T: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    """Load the operands of ``g_b[:, tile i]^T x_b[:, tile j]``, BLOCK_T tokens at a time; return the next slot."""
+    GROUPS: gl.constexpr = BLOCK_P // 64
+    left, right, full, empty = ring
+    for step in range(steps):
+        hopper.mbarrier.wait(empty.index(slot), phase)
+        bar = full.index(slot)
+        hopper.mbarrier.expect(bar, (BLOCK_P + BLOCK_D) * BLOCK_T * 2)
+        for k in gl.static_range(GROUPS):
+            at = [sample, step * BLOCK_T, i * BLOCK_P + 64 * k]
+            hopper.tma.async_copy_global_to_shared(g, at, bar, left.index(GROUPS * slot + k))
+        hopper.tma.async_copy_global_to_shared(x, [sample, step * BLOCK_T, j * BLOCK_D], bar, right.index(slot))
+        slot, phase = next_slot(slot, phase, SLOTS)
+    return slot, phase
+
+
+@gluon_jit
+def multiply_outer(
+    GROUP: gl.constexpr, acc, steps, ring, slot, phase,
+    BLOCK_P: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_T: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    """Return rows 64 GROUP to 64 GROUP + 63 of the product of what was loaded, in ``acc``, and the next slot."""
+    GROUPS: gl.constexpr = BLOCK_P // 64
+    left, right, full, empty = ring
+    for step in range(steps):
+        hopper.mbarrier.wait(full.index(slot), phase)
+        g_PT = left.index(GROUPS * slot + GROUP).reshape((BLOCK_T, 64)).permute((1, 0))
+        x_TD = right.index(slot).reshape((BLOCK_T, BLOCK_D))
+        token = hopper.warpgroup_mma(g_PT, x_TD, acc, use_acc=step > 0, is_async=True)
+        acc = hopper.warpgroup_mma_wait(0, deps=[token])
+        hopper.mbarrier.arrive(empty.index(slot), count=1)
+        slot, phase = next_slot(slot, phase, SLOTS)
+    return acc, slot, phase

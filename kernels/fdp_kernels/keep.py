@@ -46,6 +46,7 @@ from fdp_kernels.tile_gemm import (
     check_pair,
     check_pairs,
     choose_tile,
+    count_tiles,
     launch_by_four,
     make_descriptor,
     matrix_index,
@@ -111,9 +112,7 @@ def _num_parts(G_BN: Tensor) -> int:
 
 def _choose_tile(gs: list[Tensor], xs: list[Tensor]) -> Tile:
     """Return the tile of one launch of the body here."""
-    return choose_tile(
-        TILES, gs[0].dtype, lambda tile: sum(len(g) * tiles_per_sample(g, x, tile) for g, x in zip(gs, xs))
-    )
+    return choose_tile(TILES, gs[0].dtype, lambda tile: sum(count_tiles(gs, xs, len(gs[0]), tile)))
 
 
 def _keep_parts(gs: list[Tensor], xs: list[Tensor]) -> list[int]:

@@ -27,14 +27,17 @@ from fdp_kernels.hopper import (
     gl,
     gluon_jit,
     hopper,
+    load_outer,
     make_ring,
-    next_slot,
+    matrix_index_hopper,
+    multiply_outer,
+    outer_descriptors,
     pick_hopper,
     ring_descriptor,
     runs_hopper,
     tile_position_hopper,
 )
-from fdp_kernels.tile_gemm import Tile, align_rows, num_programs, pad_to_four, tiles_per_sample, widths_and_ends
+from fdp_kernels.tile_gemm import Tile, count_tiles, num_programs, pad_to_four, tiles_per_sample, widths_and_ends
 
 TILES = {
     Tile(3 * GROUP_ROWS, 128, DEPTH, warps=4, stages=4, per_sm=1, group=2): 1.5,
@@ -50,7 +53,7 @@ MIN_TILES = 100
 @gluon_jit
 def _place(index, ps, ds, ends, BLOCK_P: gl.constexpr, BLOCK_D: gl.constexpr, TILES_DOWN: gl.constexpr):
     """Return matrix of a tile, its index there, its sample, its row and its column."""
-    matrix = (index >= ends[0]).to(gl.int32) + (index >= ends[1]).to(gl.int32) + (index >= ends[2]).to(gl.int32)
+    matrix = matrix_index_hopper(index, ends[0], ends[1], ends[2])
     own = index - pick_hopper(matrix, 0, ends[0], ends[1], ends[2])
     rows = gl.cdiv(pick_hopper(matrix, ps[0], ps[1], ps[2], ps[3]), BLOCK_P)
     columns = gl.cdiv(pick_hopper(matrix, ds[0], ds[1], ds[2], ds[3]), BLOCK_D)
@@ -63,24 +66,14 @@ def _load_tiles(
     operands, work,
     BLOCK_P: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_T: gl.constexpr, TILES_DOWN: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    GROUPS: gl.constexpr = BLOCK_P // 64
     gs, xs = operands
     ps, ds, ends, ring, count, steps = work
-    left, right, full, empty = ring
     slot = 0
     phase = 1
     for index in range(gl.program_id(0), count, gl.num_programs(0)):
         matrix, _, b, i, j = _place(index, ps, ds, ends, BLOCK_P, BLOCK_D, TILES_DOWN)
         g, x = pick_hopper(matrix, gs[0], gs[1], gs[2], gs[3]), pick_hopper(matrix, xs[0], xs[1], xs[2], xs[3])
-        for step in range(steps):
-            hopper.mbarrier.wait(empty.index(slot), phase)
-            bar = full.index(slot)
-            hopper.mbarrier.expect(bar, (BLOCK_P + BLOCK_D) * BLOCK_T * 2)
-            for k in gl.static_range(GROUPS):
-                at = [b, step * BLOCK_T, i * BLOCK_P + 64 * k]
-                hopper.tma.async_copy_global_to_shared(g, at, bar, left.index(GROUPS * slot + k))
-            hopper.tma.async_copy_global_to_shared(x, [b, step * BLOCK_T, j * BLOCK_D], bar, right.index(slot))
-            slot, phase = next_slot(slot, phase, SLOTS)
+        slot, phase = load_outer(g, x, b, i, j, steps, ring, slot, phase, BLOCK_P, BLOCK_D, BLOCK_T, SLOTS)
 
 
 @gluon_jit
@@ -93,21 +86,13 @@ def _store_rows(
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     outs, partials, buffers = stores
     ps, ds, ends, ring, count, steps = work
-    left, right, full, empty = ring
     buffer = buffers.index(GROUP)
     acc = gl.zeros((64, BLOCK_D), gl.float32, MMA)
     slot = 0
     phase = 0
     for index in range(gl.program_id(0), count, gl.num_programs(0)):
         matrix, own, b, i, j = _place(index, ps, ds, ends, BLOCK_P, BLOCK_D, TILES_DOWN)
-        for step in range(steps):
-            hopper.mbarrier.wait(full.index(slot), phase)
-            g_RT = left.index(GROUPS * slot + GROUP).reshape((BLOCK_T, 64)).permute((1, 0))
-            x_TD = right.index(slot).reshape((BLOCK_T, BLOCK_D))
-            token = hopper.warpgroup_mma(g_RT, x_TD, acc, use_acc=step > 0, is_async=True)
-            acc = hopper.warpgroup_mma_wait(0, deps=[token])
-            hopper.mbarrier.arrive(empty.index(slot), count=1)
-            slot, phase = next_slot(slot, phase, SLOTS)
+        acc, slot, phase = multiply_outer(GROUP, acc, steps, ring, slot, phase, BLOCK_P, BLOCK_D, BLOCK_T, SLOTS)
         stored_RD = acc.to(buffers.dtype)
         hopper.tma.store_wait(0)  # of the tile before this one
         buffer.reshape((64, BLOCK_D)).store(stored_RD)
@@ -171,12 +156,8 @@ def choose_tile(gs: list[Tensor], xs: list[Tensor]) -> Tile | None:
     stores = all(x.shape[-1] * x.element_size() % 16 == 0 for x in xs)
     if not (stores and runs_hopper(gs[0])):
         return None
-    tile = fastest_tile(TILES, partial(_count_tiles, gs, xs), gs[0].device)
-    return tile if _count_tiles(gs, xs, tile) >= MIN_TILES else None
-
-
-def _count_tiles(gs: list[Tensor], xs: list[Tensor], tile: Tile) -> int:
-    return sum(len(g) * tiles_per_sample(g, x, tile) for g, x in zip(gs, xs))
+    tile = fastest_tile(TILES, partial(count_tiles, gs, xs, len(gs[0])), gs[0].device)
+    return tile if sum(count_tiles(gs, xs, len(gs[0]), tile)) >= MIN_TILES else None
 
 
 def num_parts(g_BTP: Tensor, x_BTD: Tensor, tile: Tile) -> int:
@@ -189,12 +170,10 @@ def launch_four(gs: list[Tensor], xs: list[Tensor], tile: Tile) -> list[tuple[Te
     (batch, tokens, _), dtype, device = gs[0].shape, gs[0].dtype, gs[0].device
     outs = [torch.empty(batch, g.shape[-1], x.shape[-1], dtype=dtype, device=device) for g, x in zip(gs, xs)]
     partials = [torch.empty(batch, num_parts(g, x, tile), dtype=torch.float64, device=device) for g, x in zip(gs, xs)]
-    counts = [batch * tiles_per_sample(g, x, tile) for g, x in zip(gs, xs)]
-    lefts = [ring_descriptor(align_rows(g), (1, tile.depth, GROUP_ROWS)) for g in gs]
-    rights = [ring_descriptor(align_rows(x), (1, tile.depth, tile.columns)) for x in xs]
+    counts = count_tiles(gs, xs, batch, tile)
     stores = [ring_descriptor(G, (1, GROUP_ROWS, tile.columns)) for G in outs]
     _keep_hopper_body[(num_programs(sum(counts), tile, device),)](
-        *pad_to_four(lefts), *pad_to_four(rights), *pad_to_four(stores), *pad_to_four(partials),
+        *outer_descriptors(gs, xs, tile), *pad_to_four(stores), *pad_to_four(partials),
         *widths_and_ends(gs, xs, counts), sum(counts), tokens,
         BLOCK_P=tile.rows, BLOCK_D=tile.columns, BLOCK_T=tile.depth, TILES_DOWN=tile.group, SLOTS=tile.stages,
         REGISTERS=REGISTERS[tile.columns], num_warps=tile.warps,

@@ -76,6 +76,11 @@ def tiles_per_sample(g_BTP: Tensor, x_BTD: Tensor, tile: Tile) -> int:
     return cdiv(g_BTP.shape[-1], tile.rows) * cdiv(x_BTD.shape[-1], tile.columns)
 
 
+def count_tiles(gs: Sequence[Tensor], xs: Sequence[Tensor], times: int, tile: Tile) -> list[int]:
+    """Return the number of tiles of every pair, each computed for ``times`` samples or parts."""
+    return [times * tiles_per_sample(g, x, tile) for g, x in zip(gs, xs)]
+
+
 MATRICES_PER_LAUNCH = 4
 """Pairs (g, x) that one launch takes."""
 

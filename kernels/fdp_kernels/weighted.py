@@ -42,6 +42,7 @@ from fdp_kernels.tile_gemm import (
     check_pair,
     check_pairs,
     choose_tile,
+    count_tiles,
     launch_by_four,
     matrix_index,
     outer,
@@ -50,7 +51,6 @@ from fdp_kernels.tile_gemm import (
     pair_descriptors,
     pick,
     tile_position,
-    tiles_per_sample,
     widths_and_ends,
 )
 
@@ -139,11 +139,9 @@ def _launch_four(
     if tile is None and runs_hopper(gs[0]) and weighted_hopper.enough_tiles(gs, xs, parts):
         return weighted_hopper.launch_four(gs, xs, factors, parts)
     (batch, tokens, _), dtype, device = gs[0].shape, gs[0].dtype, gs[0].device
-    tile = tile or choose_tile(
-        TILES, dtype, lambda tile: parts * sum(tiles_per_sample(g, x, tile) for g, x in zip(gs, xs))
-    )
+    tile = tile or choose_tile(TILES, dtype, lambda tile: sum(count_tiles(gs, xs, parts, tile)))
     outs = [torch.empty(parts, g.shape[-1], x.shape[-1], dtype=torch.float32, device=device) for g, x in zip(gs, xs)]
-    counts = [parts * tiles_per_sample(g, x, tile) for g, x in zip(gs, xs)]
+    counts = count_tiles(gs, xs, parts, tile)
     _weighted_body[(sum(counts),)](
         *pair_descriptors(gs, xs, tile), *pad_to_four([f.contiguous() for f in factors]), *pad_to_four(outs),
         *widths_and_ends(gs, xs, counts), batch // parts, tokens,

@@ -28,14 +28,14 @@ from fdp_kernels.hopper import (
     fastest_tile,
     gl,
     gluon_jit,
-    hopper,
+    load_outer,
     make_ring,
-    next_slot,
+    multiply_outer,
+    outer_descriptors,
     pick_hopper,
-    ring_descriptor,
     tile_position_hopper,
 )
-from fdp_kernels.tile_gemm import Tile, align_rows, pad_to_four, tiles_per_sample, widths_and_ends
+from fdp_kernels.tile_gemm import Tile, count_tiles, pad_to_four, widths_and_ends
 
 TILES = {
     Tile(3 * GROUP_ROWS, 128, DEPTH, warps=4, stages=4, group=4): 1.5,
@@ -55,22 +55,12 @@ def _load_samples(
     g, x, factor_ptr, ring, work, batch,
     BLOCK_P: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_T: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    GROUPS: gl.constexpr = BLOCK_P // 64
-    left, right, full, empty = ring
     first, samples, steps, _, i, j = work
     slot = 0
     phase = 1
     for b in range(first, first + samples):
         sample = gl.where(gl.load(factor_ptr + b) != 0, b, batch)  # factor 0: past the last, where all is zero
-        for step in range(steps):
-            hopper.mbarrier.wait(empty.index(slot), phase)
-            bar = full.index(slot)
-            hopper.mbarrier.expect(bar, (BLOCK_P + BLOCK_D) * BLOCK_T * 2)
-            for k in gl.static_range(GROUPS):
-                at = [sample, step * BLOCK_T, i * BLOCK_P + 64 * k]
-                hopper.tma.async_copy_global_to_shared(g, at, bar, left.index(GROUPS * slot + k))
-            hopper.tma.async_copy_global_to_shared(x, [sample, step * BLOCK_T, j * BLOCK_D], bar, right.index(slot))
-            slot, phase = next_slot(slot, phase, SLOTS)
+        slot, phase = load_outer(g, x, sample, i, j, steps, ring, slot, phase, BLOCK_P, BLOCK_D, BLOCK_T, SLOTS)
 
 
 @gluon_jit
@@ -79,8 +69,6 @@ def _add_samples(
     BLOCK_P: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_T: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """Add rows 64 GROUP to 64 GROUP + 63 of the tile over all samples and store them."""
-    GROUPS: gl.constexpr = BLOCK_P // 64
-    left, right, full, empty = ring
     first, samples, steps, part, i, j = work
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     total = gl.zeros((64, BLOCK_D), gl.float32, MMA)
@@ -89,14 +77,7 @@ def _add_samples(
     phase = 0
     for b in range(first, first + samples):
         factor = gl.load(factor_ptr + b)
-        for step in range(steps):
-            hopper.mbarrier.wait(full.index(slot), phase)
-            g_PT = left.index(GROUPS * slot + GROUP).reshape((BLOCK_T, 64)).permute((1, 0))
-            x_TD = right.index(slot).reshape((BLOCK_T, BLOCK_D))
-            token = hopper.warpgroup_mma(g_PT, x_TD, acc, use_acc=step > 0, is_async=True)
-            acc = hopper.warpgroup_mma_wait(0, deps=[token])
-            hopper.mbarrier.arrive(empty.index(slot), count=1)
-            slot, phase = next_slot(slot, phase, SLOTS)
+        acc, slot, phase = multiply_outer(GROUP, acc, steps, ring, slot, phase, BLOCK_P, BLOCK_D, BLOCK_T, SLOTS)
         total = gl.fma(acc, factor, total)
     row = i * BLOCK_P + GROUP * 64 + gl.arange(0, 64, gl.SliceLayout(1, MMA))
     column = j * BLOCK_D + gl.arange(0, BLOCK_D, gl.SliceLayout(0, MMA))
@@ -152,12 +133,7 @@ def _weighted_hopper_body(
 
 def enough_tiles(gs: list[Tensor], xs: list[Tensor], parts: int) -> bool:
     """Return True if there are tiles for most multiprocessors."""
-    return count_tiles(gs, xs, parts, next(iter(TILES))) >= MIN_TILES
-
-
-def count_tiles(gs: list[Tensor], xs: list[Tensor], parts: int, tile: Tile) -> int:
-    """Return the number of tiles of all pairs and parts."""
-    return parts * sum(tiles_per_sample(g, x, tile) for g, x in zip(gs, xs))
+    return sum(count_tiles(gs, xs, parts, next(iter(TILES)))) >= MIN_TILES
 
 
 def launch_four(
@@ -167,11 +143,9 @@ def launch_four(
     (batch, tokens, _), device = gs[0].shape, gs[0].device
     tile = tile or fastest_tile(TILES, partial(count_tiles, gs, xs, parts), device)
     outs = [torch.empty(parts, g.shape[-1], x.shape[-1], dtype=torch.float32, device=device) for g, x in zip(gs, xs)]
-    counts = [parts * tiles_per_sample(g, x, tile) for g, x in zip(gs, xs)]
-    lefts = [ring_descriptor(align_rows(g), (1, tile.depth, GROUP_ROWS)) for g in gs]
-    rights = [ring_descriptor(align_rows(x), (1, tile.depth, tile.columns)) for x in xs]
+    counts = count_tiles(gs, xs, parts, tile)
     _weighted_hopper_body[(sum(counts),)](
-        *pad_to_four(lefts), *pad_to_four(rights), *pad_to_four([f.contiguous() for f in factors]), *pad_to_four(outs),
+        *outer_descriptors(gs, xs, tile), *pad_to_four([f.contiguous() for f in factors]), *pad_to_four(outs),
         *widths_and_ends(gs, xs, counts), batch // parts, tokens, batch,
         BLOCK_P=tile.rows, BLOCK_D=tile.columns, BLOCK_T=tile.depth, TILES_DOWN=tile.group, SLOTS=tile.stages,
         REGISTERS=REGISTERS, num_warps=tile.warps,

@@ -17,6 +17,7 @@ from fdp_kernels.ghost import launch_foreach_ghost, launch_ghost
 from fdp_kernels.hopper import TESTED, runs_hopper
 from fdp_kernels.keep import TILES as KEEP_TILES
 from fdp_kernels.keep import foreach_keep, launch_foreach_keep
+from fdp_kernels.tile_gemm import count_tiles
 from fdp_kernels.weighted import TILES as WEIGHTED_TILES
 from fdp_kernels.weighted import launch_foreach_weighted_parts, weighted_reference
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -61,7 +62,7 @@ def test_the_tile_is_the_one_with_which_the_last_multiprocessor_is_done_first(
 ) -> None:
     monkeypatch.setattr(hopper, "multiprocessors", lambda _: 132)
     gs, xs = ([torch.empty(1, 1, side[k], device="meta") for side in sides] for k in (0, 1))
-    count = partial(weighted_hopper.count_tiles, gs, xs, 1)
+    count = partial(count_tiles, gs, xs, 1)
     assert hopper.fastest_tile(weighted_hopper.TILES, count, gs[0].device).rows == rows
 
 
