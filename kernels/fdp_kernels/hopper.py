@@ -81,7 +81,7 @@ def runs_hopper(z: Tensor) -> bool:
 
 @cache
 def _is_hopper(index: int | None) -> bool:
-    return torch.cuda.get_device_capability(index)[0] == 9
+    return torch.cuda.is_available() and torch.cuda.get_device_capability(index)[0] == 9
 
 
 def ring_layout() -> Any:

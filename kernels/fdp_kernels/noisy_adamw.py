@@ -45,6 +45,8 @@ from fdp_kernels.stochastic_rounding import random_bits, random_bits_reference, 
 
 SCALARS = 7
 """Length of ``scalars``."""
+REGISTERS = 128
+"""Registers of a thread: then 16 warps share a multiprocessor, and some load while others compute noise."""
 
 
 class Hyper(NamedTuple):
@@ -287,6 +289,7 @@ def launch_noisy_adamw_(
                     MEAN_WEIGHT=1 - hyper.b1,
                     SQUARE_WEIGHT=None if hyper.b2 is None else 1 - hyper.b2,
                     num_warps=constants["COUNTERS"] // 32,
+                    maxnreg=REGISTERS,
                     **constants,
                 )
 

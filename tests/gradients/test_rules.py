@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from fdp_kernels import keep_hopper
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -388,6 +389,22 @@ def test_kernels_are_for_half_precision_pairs_on_a_gpu():
     pair = linear_pair(2, 3, 4, 5, dtype=torch.bfloat16)
     assert not rules.has_kernels(pair)
     assert not rules.has_kernels(Dense(torch.zeros(2, 3, dtype=torch.bfloat16)))
+
+
+@pytest.mark.parametrize(("tokens", "vocabulary", "by_triton"), [(2047, 50257, True), (2048, 50257, False)])
+def test_a_long_sequence_is_stored_by_the_kernel_where_its_body_for_hopper_runs(
+    tokens: int, vocabulary: int, by_triton: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, right = (
+        torch.empty(4, 1, tokens, width, dtype=torch.bfloat16, device="meta") for width in (vocabulary, 1280)
+    )
+    record = Pair(left, right, (vocabulary, 1280))
+    assert rules.kernel_stores_faster(record) == by_triton
+    monkeypatch.setattr(keep_hopper, "runs_hopper", lambda _: True)
+    assert rules.kernel_stores_faster(record)
+    groups = Pair(left.expand(4, 2, tokens, vocabulary), right.expand(4, 2, tokens, 1280), (2 * vocabulary, 1280))
+    assert not rules.kernel_stores_faster(groups)  # of a convolution
+
 
 
 @pytest.mark.parametrize("name", RECORDS)

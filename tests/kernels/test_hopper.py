@@ -22,6 +22,7 @@ from fdp_kernels.weighted import TILES as WEIGHTED_TILES
 from fdp_kernels.weighted import launch_foreach_weighted_parts, weighted_reference
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fdp.gradients.rules import Pair, kernel_stores_faster, store_gradient
 from tests.kernels.linear_pairs import factors_of, random_pair
 
 BODIES = (ghost_hopper._ghost_hopper_body, weighted_hopper._weighted_hopper_body, keep_hopper._keep_hopper_body)
@@ -148,6 +149,21 @@ def test_gpu_keep_of_four_matrices_on_hopper_is_that_of_each_and_has_the_parts_t
     with FakeTensorMode() as mode:
         traced = foreach_keep([mode.from_tensor(g) for g in gs], [mode.from_tensor(x) for x in xs])
     assert [out.shape for out in traced] == [out.shape for out in together]
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_gpu_the_gradients_of_a_padded_vocabulary_of_odd_size_and_long_sequences_are_stored_on_hopper() -> None:
+    vocabulary, width = 8193, 1024  # 2^23 elements
+    g, x = random_pair((2, 2100, vocabulary + 63, width), "cuda", torch.bfloat16)
+    g = g[..., :vocabulary]
+    record = Pair(g.unsqueeze(1), x.unsqueeze(1), (vocabulary, width))
+    assert kernel_stores_faster(record)
+    stored = store_gradient(record)
+    assert stored.squares is not None
+    assert torch.equal(stored.gradient, launch_foreach_keep([g], [x], tile=KEEP_TILES[0].tile)[0])
+    exact = stored.gradient.double().flatten(1).square().sum(1)
+    assert bool((stored.squares.sum(1) >= exact).all())
 
 
 @pytest.mark.parametrize(("features", "bytes_per_row"), [(768, 1536), (770, 1540)])
