@@ -406,7 +406,6 @@ def test_a_long_sequence_is_stored_by_the_kernel_where_its_body_for_hopper_runs(
     assert not rules.kernel_stores_faster(groups)  # of a convolution
 
 
-
 @pytest.mark.parametrize("name", RECORDS)
 def test_stored_gradients_are_the_per_sample_gradients(name):
     record = RECORDS[name](torch.float32)

@@ -190,15 +190,17 @@ def test_a_row_with_factor_zero_changes_nothing_even_if_it_is_nan(update):
     "hyper", [HYPER, Hyper(b1=0.0, b2=0.4, eps=1e-6, weight_decay=0.0, noise_std=0.3, eps_root=0.05)]
 )
 def test_the_body_equals_its_reference_on_all_kinds_of_leaves(hyper):
+    scalars = SCALARS.clone()
+    scalars[5] = 2.0**-30  # on a coarser grid, draws that agree to seven digits may be rounded apart
     leaves = ragged()
     for keys in (keys_of(leaves), None):
         got, again, want = clones(leaves), clones(leaves), clones(leaves)
-        body(got, keys, SCALARS, hyper)
-        kernel.noisy_adamw_reference_(want, keys, SCALARS, hyper)
+        body(got, keys, scalars, hyper)
+        kernel.noisy_adamw_reference_(want, keys, scalars, hyper)
         assert_same(got, want)
         assert all(tensor.isfinite().all() for leaf in got for tensor in written_tensors(leaf))
         if keys is None:
-            body(again, keys, SCALARS, hyper)
+            body(again, keys, scalars, hyper)
             assert all(
                 torch.equal(a, b) for x, y in zip(got, again) for a, b in zip(written_tensors(x), written_tensors(y))
             )
