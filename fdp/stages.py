@@ -58,7 +58,8 @@ class Stages(NamedTuple):
     the step's noise; ``finish`` noise, mean and update. ``scores(weights, data)`` are three numbers per sample about
     the forward pass, for :mod:`fdp.run.compare`. ``repeatable``: a second backward must reproduce what the first one
     measured. ``sampling``: the sampling that must have drawn a batch; None if the step is not private.
-    ``rounding(device)``: where a private sum is rounded to less than float64, if microbatches are on that device.
+    ``rounding(device)``: where a private sum is rounded to less than float64, if microbatches are on that device;
+    ``slack(device)``: by what fraction the noise is larger for it. ``rounded``: the slack that is part of the key.
     """
 
     prepare: Callable[[Tree], None]
@@ -73,6 +74,8 @@ class Stages(NamedTuple):
     repeatable: bool
     sampling: Poisson | None
     rounding: Callable[[torch.device], Rounding]
+    slack: Callable[[torch.device], float]
+    rounded: str
 
 
 def make_stages(
@@ -85,18 +88,19 @@ def make_stages(
     donate: Sequence[str] = (),
     precondition: Precondition | None = None,
     settings: str | None = None,
+    least_slack: float = 0.0,
 ) -> Stages:
     """Return the stages of a step, for ``make_train_step`` and for those who want to look between them.
 
-    ``settings`` are folded into the key of the noise; default: a fingerprint of model, optimizer and mechanism.
+    ``settings`` are folded into the key of the noise; default: a fingerprint of model, optimizer and mechanism. The
+    noise is larger by ``least_slack`` at least, for a run whose earlier steps were computed with more slack.
     """
     sharding = execution.sharding
     check_settings(model, optimizer, mechanism, plan, sharding)
-    _check_donated(donate, execution)
-    if precondition is not None:
-        check_preconditioned(plan.private, sharding)
+    _check_wishes(donate, precondition, plan, execution)
     settings = fingerprint(model.identity, optimizer, mechanism, precondition) if settings is None else settings
     rounding = _roundings(plan, execution)
+    slack, rounded = _slacks(mechanism, rounding, least_slack), _rounded_words(mechanism, rounding(torch.device("cpu")))
     inside = execution._replace(sharding=_gathered_once(sharding))
     fused = _make_fused_update(model, optimizer, mechanism, plan, execution) if donate else None
 
@@ -113,27 +117,25 @@ def make_stages(
             fused.refresh_copies(params)
             fused.reserve()
 
-    def preconditioners(state: TrainState) -> Preconditioners:
-        return NO_PRECONDITIONERS if precondition is None else check_sides(precondition(state), model)
-
     gradient = _make_gradient(model, mechanism, plan, inside, lazy=fused is not None and fused.takes_lazy_sums)
     finish = plain_finish(model, optimizer, mechanism, execution) if fused is None else fused.finish
-    if donate and fused is None:
-        finish = _write_in_place(finish)
+    finish = _write_in_place(finish) if donate and fused is None else finish
     gradient, finish = _compile_parts(gradient, finish, plan, execution)
     return Stages(
         prepare=prepare,
         weights=weights,
-        preconditioners=preconditioners,
+        preconditioners=partial(_preconditioners, model, precondition),
         gradient=gradient,
-        reduce=_make_reduce(model, mechanism, sharding, rounding),
-        key=partial(_noise_key, _noise_purpose(settings, mechanism, rounding(torch.device("cpu")))),
+        reduce=_make_reduce(model, sharding, slack),
+        key=partial(_noise_key, f"noise {settings}{rounded}"),
         finish=finish,
         scores=lambda params, data: score_moments(model, params, data, plan.of_size(batch_size_of(data)), inside),
         execution=execution,
         repeatable=any(choice.sum is SumBy.SECOND_BACKWARD for choice in plan.choices.values()),
         sampling=mechanism.sampling if plan.private else None,
         rounding=rounding,
+        slack=slack,
+        rounded=rounded,
     )
 
 
@@ -149,15 +151,27 @@ def _compile_parts(gradient: Gradient, finish: Finish, plan: Plan, execution: Ex
     return add_outside(graph(gradient), dtype), finish._replace(run=graph(finish.run))
 
 
-def _noise_purpose(settings: str, mechanism: Mechanism, rounding: Rounding) -> str:
-    """Return the words that a step's noise is drawn for.
+def _preconditioners(model: Model, precondition: Precondition | None, state: TrainState) -> Preconditioners:
+    return NO_PRECONDITIONERS if precondition is None else check_sides(precondition(state), model)
+
+
+def _rounded_words(mechanism: Mechanism, rounding: Rounding) -> str:
+    """Return the slack in the words that noise is drawn for.
 
     Another slack has other noise: the same noise, scaled by two numbers, could be solved for. Only slack that is asked
     for counts, not that of a GPU's kernels, so that a run has the same noise on every device.
     """
     if rounding.sum_dtype == torch.float64:
-        return f"noise {settings}"
-    return f"noise {settings}, rounded {rounding_slack(mechanism.sampling, rounding)!r}"
+        return ""
+    return f", rounded {rounding_slack(mechanism.sampling, rounding)!r}"
+
+
+def _slacks(
+    mechanism: Mechanism, rounding: Callable[[torch.device], Rounding], least: float
+) -> Callable[[torch.device], float]:
+    """Return by what fraction of C noise covers the rounding of sums, by the device of the microbatches."""
+    found = {kind: rounding_slack(mechanism.sampling, rounding(torch.device(kind))) for kind in ("cpu", "cuda")}
+    return lambda device: max(least, found["cuda" if device.type == "cuda" else "cpu"])
 
 
 def _noise_key(purpose: str, root: Key, count: Tensor) -> Key:
@@ -171,14 +185,12 @@ def _make_gradient(model: Model, mechanism: Mechanism, plan: Plan, execution: Ex
 
 
 def _make_reduce(
-    model: Model, mechanism: Mechanism, sharding: Sharding | None, rounding: Callable[[torch.device], Rounding]
+    model: Model, sharding: Sharding | None, slack: Callable[[torch.device], float]
 ) -> Callable[[ClippedSum], ClippedSum]:
     """Return the sum over all ranks, whose sensitivity covers what was rounded until then, and on the way."""
-    slacks = {kind: rounding_slack(mechanism.sampling, rounding(torch.device(kind))) for kind in ("cpu", "cuda")}
 
     def reduce(total: ClippedSum) -> ClippedSum:
-        slack = slacks["cuda" if total.sensitivity.is_cuda else "cpu"]
-        total = total._replace(sensitivity=total.sensitivity * (1 + slack))
+        total = total._replace(sensitivity=total.sensitivity * (1 + slack(total.sensitivity.device)))
         if sharding is None or sharding.reduce is not Reduce.PER_STEP:
             return total
         return total._replace(value=reduce_all(sharding, model, total.value))
@@ -228,7 +240,7 @@ def _make_fused_update(
     return FusedUpdate(model, optimizer.rule, mechanism, plan.dtype)
 
 
-def _check_donated(donate: Sequence[str], execution: Execution) -> None:
+def _check_wishes(donate: Sequence[str], precondition: Precondition | None, plan: Plan, execution: Execution) -> None:
     if set(donate) - {"state"}:
         raise FdpError(f"donate: expected ('state',) or (), got {tuple(donate)}")
     if execution.cuda_graph and not donate:
@@ -239,6 +251,8 @@ def _check_donated(donate: Sequence[str], execution: Execution) -> None:
             f"cuda_graph: expected the whole state on the GPU, got {', '.join(parts)} in CPU memory; a recorded step "
             "runs nothing on the CPU: leave out cuda_graph or offload"
         )
+    if precondition is not None:
+        check_preconditioned(plan.private, execution.sharding)
 
 
 def _write_in_place(finish: Finish) -> Finish:

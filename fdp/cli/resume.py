@@ -1,7 +1,8 @@
 """Resume a run: find its newest good checkpoint, check that it is the same run, and say what a checkpoint stores.
 
 Two runs are the same if every option that changes the result is the same. Options that change only how it is computed
-(ranks, ZeRO stage, offload, compilation, microbatches, device) may differ: the numbers stay the same up to rounding.
+(ranks, ZeRO stage, offload, compilation, microbatches, device) may differ: the numbers stay the same up to rounding,
+which must not need more noise than before (:mod:`fdp.run.same_noise`).
 K-FAC measures the curvature on one microbatch of all ranks, so with K-FAC the microbatch must be the same too: with
 noised statistics, another one would reuse noise.
 
@@ -27,6 +28,7 @@ from fdp.kfac.private.public_data import Public
 from fdp.parallel import launch
 from fdp.parallel.agree import PRIVATE_SETTINGS, gather_values, run_in_unison
 from fdp.run.run_folder import read_records
+from fdp.run.same_noise import check_same_noise, noise_record, slack_in
 from fdp.run.training_run import Run
 from fdp.storage import checkpoint
 from fdp.storage.checkpoint_record import Damaged, Verified
@@ -96,6 +98,11 @@ def microbatch_of(resumed: ResumedRun | None) -> int | None:
     """Return the microbatch that a resumed run was computed with; None for a new run."""
     found = None if resumed is None or resumed.checkpoint is None else resumed.checkpoint.meta["settings"]
     return None if found is None else found.get("microbatch")
+
+
+def slack_of(resumed: ResumedRun | None) -> float:
+    """Return the slack that the noise of a resumed run has covered so far; 0 for a new run."""
+    return 0.0 if resumed is None or resumed.checkpoint is None else slack_in(resumed.checkpoint.meta)
 
 
 def _read_folder(settings: Mapping[str, Any]) -> FoundFolder | None:
@@ -193,6 +200,7 @@ def checkpoint_meta(run: Run, settings: Mapping[str, Any], state: TrainState) ->
         "measured": kfac_microbatch_size(run),
         "held_out": held_out_digest(run),
         "accountant": spent_budget(run, step),
+        "noise": noise_record(run),
     }
 
 
@@ -264,6 +272,7 @@ def check_same_run(resumed: ResumedRun, run: Run) -> None:
                 f"{path}: expected the same run, got {got}. Noise that was drawn for other data must "
                 "not be used again: put the data back, or give another --out to start anew"
             )
+    check_same_noise(found, run, path)
     if found.get("measured") != kfac_microbatch_size(run):
         raise FdpError(
             f"{path}: expected a run that measures curvature on {found.get('measured')} samples of all "

@@ -89,7 +89,7 @@ def make_evaluator(run: Run) -> Evaluator | None:
             "for noised evaluations, got neither; give --eval-max-loss"
         )
     settings = fingerprint(model.identity, config.digest, tuple(config.budget), steps, bound, run.config.ema)
-    key = keys.fold_in(run.key.cpu(), f"evaluation {settings}")
+    key = keys.fold_in(run.key.cpu(), f"evaluation {settings}{run.stages.rounded}")
     entries = 2 if _classifies(model) else 1
     release = Release(config.budget, steps=steps, entries=entries, max_loss=bound, key=key)
     return evaluator._replace(release=release)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from fdp.run.same_noise import check_same_noise, noise_record, slack_in
 from fdp.run.training_run import Run, prepare
 from fdp.storage import checkpoint
 from fdp.types import FdpError, TrainState
@@ -51,12 +52,13 @@ def load_checkpoint(run: Run, state: TrainState, folder: str | os.PathLike[str])
                 f"{path}: expected the same run, got another {name} ({got}); make the run with the arguments and the "
                 f"data that it was saved with"
             )
-    resumed, fresh = prepare(run.config, root=torch.tensor(found.meta["key"]))
+    resumed, fresh = prepare(run.config, root=torch.tensor(found.meta["key"]), least_slack=slack_in(found.meta))
     if found.meta["run_key"] != resumed.key.tolist():
         raise FdpError(
             f"{path}: expected the same run, got another model, optimizer, loss or first parameters; make the run with "
             f"the module as it was before training"
         )
+    check_same_noise(found.meta, resumed, path)
     return resumed, checkpoint.load(found, like=fresh)
 
 
@@ -65,6 +67,7 @@ def _meta(run: Run) -> dict[str, Any]:
     return {
         "key": run.root.tolist(),
         "run_key": run.key.tolist(),
+        "noise": noise_record(run),
         "private_run": {
             "data": run.data_digest,
             "noise_multiplier": mechanism.noise_multiplier,

@@ -57,7 +57,6 @@ from fdp.privacy.mechanism import Mechanism, without_noise
 from fdp.privacy.microbatches import samples_per_rank, split_microbatches
 from fdp.privacy.releases import composed_event
 from fdp.privacy.sampling import TRAINING, Poisson, poisson, sample_batch
-from fdp.privacy.sum_rounding import rounding_slack
 from fdp.run.flight import Flight, land, read_clip_bound, take_off
 from fdp.run.flight import NotFinite as NotFinite
 from fdp.run.overlap import Draws, send_to_device
@@ -98,12 +97,13 @@ def prepare(
     *,
     root: Key | None = None,
     settings: str | None = None,
+    least_slack: float = 0.0,
     say: Callable[[str], None] = lambda stage: None,
 ) -> tuple[Run, TrainState]:
     """Return the run and its first state. ``root`` is the key of a run that is resumed; default: from the seed.
 
     ``settings`` are folded into the key of samples and noise; default: a fingerprint of all that decides the result.
-    ``say(stage)`` is told what is done, in words, since some of it takes minutes.
+    ``least_slack``: that of a resumed run (:mod:`fdp.run.same_noise`). ``say(stage)`` is told what is done, in words.
 
     Guarantees:
       - nothing is written and no noise is drawn;
@@ -116,8 +116,7 @@ def prepare(
     model, sharding = _shard_model(config)
     say("computing the digest of the data")
     digest = data_digest(config.dataset)
-    if sharding is not None:
-        _check_ranks_agree(config, mechanism, digest)
+    _check_ranks_agree(config, mechanism, digest, sharding)
     root = _share_key(keys.key(config.seed) if root is None else root, sharding)
     key = keys.fold_in(root, "init").to("cpu" if config.offload.params else config.device)
     say("drawing or reading the first parameters")
@@ -127,8 +126,7 @@ def prepare(
     optimizer = config.optimizer if kfac is None else kfac.optimizer
     assert isinstance(optimizer, Optimizer)
     state = init_state(model, params, optimizer, mechanism, execution=execution, device=config.device)
-    state = state if kfac is None else kfac.place(state)
-    feed = None if kfac is None else _make_feed(config, kfac, state, root)
+    state, feed = (state, None) if kfac is None else _place_and_feed(config, kfac, state, root)
     say("choosing how the norm of every leaf is computed")
     plan, config = _make_plan(config, model, sharding)
     say(f"checking that the loss of a sample depends on that sample alone (about 50 forward passes of {model.name})")
@@ -144,6 +142,7 @@ def prepare(
         donate=("state",) if in_place else (),
         precondition=None if feed is None else sides_of,
         settings=settings,
+        least_slack=least_slack,
     )
     epsilons = _epsilon_curve(config, mechanism)
     if settings is None:
@@ -262,11 +261,8 @@ def _fold_into_dropout(batch: Batch, run: Run, t: int) -> Batch:
 
 
 def extra_noise(run: Run) -> float:
-    """Return by what fraction the noise is larger than z C, to cover the rounding of sums; 0 without privacy.
-
-    A public number (:func:`fdp.privacy.sum_rounding.rounding_slack`).
-    """
-    return rounding_slack(run.mechanism.sampling, run.stages.rounding(run.config.device))
+    """Return by what fraction the noise is larger than z C, to cover the rounding of sums: a public number."""
+    return run.stages.slack(run.config.device)
 
 
 def refresh_curvature(run: Run, state: TrainState, batch: Batch, t: int) -> TrainState:
@@ -304,10 +300,11 @@ def _make_kfac(config: RunConfig, model: Model, execution: Execution) -> Kfac | 
     return make_kfac(model, _examples(config, samples), config.optimizer, execution=execution, dtype=config.dtype)
 
 
-def _make_feed(config: RunConfig, k: Kfac, state: TrainState, root: Key) -> Feed | None:
+def _place_and_feed(config: RunConfig, k: Kfac, state: TrainState, root: Key) -> tuple[TrainState, Feed | None]:
     assert isinstance(config.optimizer, KfacOptimizer)
-    there = {"private": config.dataset, "digest": data_digest, "key": keys.fold_in(root, "kfac").to(config.device)}
-    return make_feed(k, config.optimizer, localize(state.params), **there)
+    state, key = k.place(state), keys.fold_in(root, "kfac").to(config.device)
+    there = {"private": config.dataset, "digest": data_digest, "key": key}
+    return state, make_feed(k, config.optimizer, localize(state.params), **there)
 
 
 def _shard_model(config: RunConfig) -> tuple[Model, Sharding | None]:
@@ -324,7 +321,9 @@ def _share_key(key: Key, sharding: Sharding | None) -> Key:
     return key if sharding is None else shared_key(key, sharding)
 
 
-def _check_ranks_agree(config: RunConfig, mechanism: Mechanism, digest: str) -> None:
+def _check_ranks_agree(config: RunConfig, mechanism: Mechanism, digest: str, sharding: Sharding | None) -> None:
+    if sharding is None:
+        return
     check_agreement(
         {
             "number of samples": len(config.dataset),

@@ -1,0 +1,54 @@
+"""The noise of a resumed run: its steps and evaluations are repeated with the noise that they had, or refused.
+
+    sum + z C (1 + slack) N(key)                          a step that was interrupted is made again, and counted once
+
+That is right only if key and slack are the same as before. The same noise with two scales can be solved for; other
+noise is another release, which the budget does not hold; and noised evaluations of other parameters, with the noise of
+the first ones, differ from these by a number without noise. A run that needs less slack than before, because its
+microbatches are smaller or on a CPU, keeps the slack that it had.
+
+    >>> meta = {"noise": noise_record(run)}
+    >>> run, state = prepare(config, root=root, least_slack=slack_in(meta))
+    >>> check_same_noise(meta, run, path)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fdp.run.training_run import Run, extra_noise
+from fdp.types import FdpError
+
+ROUNDING = 1e-12
+"""Difference of two slacks, relative to 1, that counts as none: sums of the same numbers in another order."""
+
+
+def noise_record(run: Run) -> dict[str, Any]:
+    """Return what decides a run's noise beside its root key, for its checkpoints."""
+    return {"key": run.key.tolist(), "rounded": run.stages.rounded, "slack": extra_noise(run)}
+
+
+def slack_in(meta: Mapping[str, Any] | None) -> float:
+    """Return the slack of a run that is resumed; 0 for a new run, or for a checkpoint that does not say."""
+    return 0.0 if meta is None else float(meta.get("noise", {}).get("slack", 0.0))
+
+
+def check_same_noise(meta: Mapping[str, Any], run: Run, where: Path) -> None:
+    """Raise if a step that the run makes again would get other noise, or the same noise with another scale."""
+    found = meta.get("noise")
+    if found is None:  # an older checkpoint
+        return
+    if found["key"] != run.key.tolist():
+        raise FdpError(
+            f"{where}: expected the same run, got another model, optimizer, mechanism or first parameters, or another "
+            "version of fdp; other noise would be released and not counted. Put back what was changed, or give another "
+            "--out to start anew"
+        )
+    if found["rounded"] != run.stages.rounded or extra_noise(run) > found["slack"] + ROUNDING:
+        raise FdpError(
+            f"{where}: expected sums that are rounded by at most {found['slack']:.6g} of the clipping bound, which the "
+            f"noise of this run covers, got {extra_noise(run):.6g}; resume it with the --microbatch, the --sum-dtype "
+            "and the kind of device that it began with, or give another --out to start anew"
+        )

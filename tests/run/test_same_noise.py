@@ -1,0 +1,84 @@
+"""A resumed run has the noise that it had, with the scale that it had, or it is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fdp.cli.configure import configure
+from fdp.run.evaluation import make_evaluator
+from fdp.run.same_noise import check_same_noise, noise_record, slack_in
+from fdp.run.training_run import Run, extra_noise, prepare
+from fdp.types import ClippedSum, FdpError
+from tests.cli.train_runs import interrupt_after, last_json, small_options, train
+
+HERE = Path("run")
+
+
+def small_run(least_slack: float = 0.0, **options: Any) -> Run:
+    return prepare(configure(small_options(**options)), root=torch.arange(8), least_slack=least_slack)[0]
+
+
+def test_a_run_is_resumed_with_the_noise_that_it_had() -> None:
+    run = small_run()
+    check_same_noise({"noise": noise_record(run)}, run, HERE)
+    check_same_noise({}, run, HERE)  # a checkpoint of an older version
+
+
+@pytest.mark.parametrize("options", [{"lr": 0.5}, {"max_norm": 2.0}])
+def test_another_key_of_noise_is_refused(options: dict[str, float]) -> None:
+    meta = {"noise": noise_record(small_run())}
+    with pytest.raises(FdpError, match="other noise would be released and not counted"):
+        check_same_noise(meta, small_run(**options), HERE)
+
+
+def test_a_run_that_needs_less_slack_keeps_what_it_had_and_one_that_needs_more_is_refused() -> None:
+    run = small_run()
+    meta = {"noise": noise_record(run) | {"slack": 0.25}}
+    assert extra_noise(run) == 0
+    assert slack_in(meta) == 0.25
+    assert slack_in(None) == slack_in({}) == 0
+    again = small_run(least_slack=slack_in(meta))
+    check_same_noise(meta, again, HERE)
+    assert extra_noise(again) == 0.25
+    total = ClippedSum({"weight": torch.zeros(2)}, torch.tensor(2.0), None)
+    assert float(again.stages.reduce(total).sensitivity) == 2.5
+    assert float(run.stages.reduce(total).sensitivity) == 2.0
+    with pytest.raises(FdpError, match=r"rounded by at most 0 of the clipping bound.* got 0\.25"):
+        check_same_noise({"noise": noise_record(run)}, again, HERE)
+
+
+def test_sums_that_are_rounded_otherwise_have_other_noise_and_are_refused() -> None:
+    eights, fours = (small_run(sum_dtype="float32", microbatch=size) for size in (8, 4))
+    assert extra_noise(fours) > extra_noise(eights) > 0
+    for meta, run in ((eights, fours), (fours, eights)):
+        with pytest.raises(FdpError, match="resume it with the --microbatch"):
+            check_same_noise({"noise": noise_record(meta)}, run, HERE)
+
+
+def test_runs_with_other_noise_share_none_in_their_evaluations() -> None:
+    released = {"seed": 1, "eval_fraction": 0.5, "eval_epsilon": 1.0, "eval_every": 2}
+    found = []
+    for options in ({"microbatch": 8}, {"microbatch": 4}, {"microbatch": 8, "sum_dtype": "float32"}):
+        evaluator = make_evaluator(small_run(**released, **options))
+        assert evaluator is not None
+        assert evaluator.release is not None
+        total = torch.full((evaluator.release.entries,), 300.0, dtype=torch.float64)
+        found.append(evaluator.release(total, step=evaluator.steps[0]))
+    assert found[0] == found[1] != found[2]
+
+
+def test_the_command_line_refuses_to_repeat_steps_with_other_noise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--json", "--save-every", "2", "--sum-dtype", "float32"]
+    with monkeypatch.context() as patch:
+        interrupt_after(3, patch)
+        assert train(tmp_path / "run", *words, "--microbatch", "8", steps=4) == 130
+    capsys.readouterr()
+    assert train(tmp_path / "run", *words, "--microbatch", "4", steps=4) == 2
+    assert "resume it with the --microbatch" in last_json(capsys.readouterr().out)["error"]
+    assert train(tmp_path / "run", *words, "--microbatch", "8", steps=4) == 0
