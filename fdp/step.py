@@ -26,7 +26,7 @@ from fdp.attention import fast_attention
 from fdp.checks.first_call import Checks, FirstCall
 from fdp.checks.gate import Gate
 from fdp.fast.cuda_graph import StepParts, capture
-from fdp.fast.out_of_memory import explain_out_of_memory
+from fdp.fast.out_of_memory import EndMark, explain_out_of_memory
 from fdp.gradients.accumulate import MicrobatchSum, Preconditioners, add_microbatches, gather_metrics
 from fdp.gradients.execution import LOCAL, Execution
 from fdp.gradients.plan import Plan
@@ -112,9 +112,10 @@ def join_observed(
     That is private data. It must be copies: the end of the step uses up ``total``.
     """
     sharding = stages.execution.sharding
-    gate = Gate(stages.sampling, stages.rounding, sharding)
+    gate, mark = Gate(stages.sampling, stages.rounding, sharding), EndMark()
 
     def end(state: TrainState, total: ClippedSum, tally: Tensor, key: Key) -> tuple[TrainState, Tree]:
+        mark.set()
         total = stages.reduce(total)  # a SUM over all ranks' samples
         seen = observe(total)
         after = stages.finish.run(state, total, tally, stages.key(key, state.step))  # noise, mean, update
@@ -126,7 +127,7 @@ def join_observed(
         after, seen = end(state, total, tally, key)
         return after, metrics, seen
 
-    parts = StepParts(partial(begin, stages), partial(microbatch_sum, stages), end)
+    parts = StepParts(partial(begin, stages), partial(microbatch_sum, stages), end, mark.set)
     run = capture(parts) if stages.execution.cuda_graph else algorithm_1
 
     def checked_step(state: TrainState, batch: Batch, key: Key) -> tuple[TrainState, Metrics, Tree]:
@@ -140,7 +141,7 @@ def join_observed(
         gate.remember(after.step, step_number)
         return globalize(after, like=state), gather_metrics(metrics, batch.mask.shape, sharding), seen
 
-    return explain_out_of_memory(checked_step, end=end)
+    return explain_out_of_memory(checked_step, mark)
 
 
 def sum_over_microbatches(stages: Stages, state: TrainState, batch: Batch) -> MicrobatchSum:

@@ -272,9 +272,17 @@ def test_the_number_of_a_step_is_asked_of_the_device_once(monkeypatch):
     gate.remember(after, 4)
     assert gate.check(after, drawn(5)) == 5
     assert Away.waits == 1
+    gate.remember(after, 4)
     after.fill_(2)
     assert gate.check(after, drawn(2)) == 2
     assert Away.waits == 2
+    gate.remember(after, 1)
+    assert gate.check(after, drawn(2)) == 2
+    assert Away.waits == 2
+    after.data.fill_(3)  # by a graph: no new version
+    with pytest.raises(FdpError, match="expected the draw of step 3"):  # nothing was remembered of a failed step
+        gate.check(after, drawn(2))
+    assert Away.waits == 3
 
 
 @pytest.mark.slow

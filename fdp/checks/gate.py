@@ -54,8 +54,8 @@ class Gate:
 
     A batch with more samples than the slack for ``rounding`` covers is refused too (``fdp.privacy.sum_rounding``).
 
-    The step number is a tensor on the device. For states that the step returned it is remembered here, so that it need
-    not be read back.
+    The step number is a tensor on the device. For the state that the last step returned it is remembered here, so that
+    it need not be read back. It is used once: after a step that failed, on whatever line, the number is read.
     """
 
     def __init__(
@@ -121,8 +121,9 @@ class Gate:
         return sum_over_samples(self.sharding, (batch.mask > 0).sum())
 
     def _step_number(self, count: Int[Tensor, ""]) -> int:
-        if self.last_step is not None:
-            last, version, number = self.last_step
+        remembered, self.last_step = self.last_step, None  # a replayed graph changes the count, not its version
+        if remembered is not None:
+            last, version, number = remembered
             if last() is count and count._version == version:
                 return number
         return int(count)

@@ -9,7 +9,7 @@ state must be donated (its tensors stay where they are), and so does the running
 recordings. Batch and key are copied to addresses of their own. All recordings share one pool of memory, since they
 never run at the same time: only what they return is kept from one to the next.
 
-    >>> run = capture(StepParts(begin, gradient, end))
+    >>> run = capture(StepParts(begin, gradient, end, mark_end))
     >>> state, metrics, seen = run(state, batch, key)                        # the state is written in place
 """
 
@@ -39,12 +39,14 @@ class StepParts(NamedTuple):
 
     ``begin(state, device)`` returns what all microbatches compute with; ``gradient(work, state, data, mask, onto)`` is
     one microbatch, added to the sum ``onto`` (None: it is the only one); ``end(state, total, tally, key)`` returns the
-    state and what is to be seen of the sum.
+    state and what is to be seen of the sum. ``mark_end()`` is called just before ``end`` is replayed, since a replay
+    runs none of its Python.
     """
 
     begin: Callable[[TrainState, torch.device], Tree]
     gradient: Callable[[Tree, TrainState, Tree, Tensor, Flat | None], MicrobatchSum]
     end: Callable[[TrainState, ClippedSum, Tensor, Key], tuple[TrainState, Tree]]
+    mark_end: Callable[[], None]
 
 
 class Recording(NamedTuple):
@@ -61,7 +63,7 @@ def capture(parts: StepParts) -> Callable[[TrainState, Batch, Key], tuple[TrainS
     Guarantees:
       - the same kernels on the same numbers as the parts themselves: batch and key are read at every replay;
       - a state stored elsewhere, or a microbatch of another shape, is recorded again, never replayed at old addresses;
-      - until ``end`` runs, nothing of the state is written.
+      - until ``end`` runs, nothing of the state is written, and after it nothing is allocated.
     """
     recorded: list[_RecordedStep] = []
 
@@ -103,7 +105,7 @@ class _RecordedStep:
             total, tally, metrics = self.parts.gradient(self.parts.begin(state, mask.device), state, data, mask, None)
             return metrics, self._end(state, total, tally, key)
 
-        metrics, seen = tree.map(torch.clone, self.recorder.run("step", work, data, mask, key))
+        metrics, seen = self.recorder.run_last("step", work, data, mask, key, mark_end=self.parts.mark_end)
         return state, metrics, seen
 
     def run_several(
@@ -122,9 +124,11 @@ class _RecordedStep:
             return add_microbatch_(running, partial(self.parts.gradient, work, state, data, mask))
 
         work = self.recorder.run("begin", begin, key)
-        metrics = [tree.map(torch.clone, self.recorder.run("add", add, data, mask)) for data, mask in microbatches]
-        seen = tree.map(torch.clone, self.recorder.run("end", lambda key: self._end(state, *running, key), key))
-        return state, join_metrics(metrics), seen
+        metrics = join_metrics(
+            [tree.map(torch.clone, self.recorder.run("add", add, data, mask)) for data, mask in microbatches]
+        )
+        end = partial(self._end, state, *running)
+        return state, metrics, self.recorder.run_last("end", end, key, mark_end=self.parts.mark_end)
 
     def _run_eagerly(
         self, state: TrainState, microbatches: list[tuple[Tree, Tensor]], key: Key
@@ -140,11 +144,12 @@ class _RecordedStep:
                 metrics.append(add_microbatch_(running, partial(self.parts.gradient, work, state, data, mask)))
             self.recorder.note("add", data, mask)
         assert running is not None
+        joined = join_metrics(metrics)
         seen = self._end(state, *running, key)
         self.recorder.note("begin", key)
         self.recorder.note("end", key)
         self.running = running
-        return state, join_metrics(metrics), seen
+        return state, joined, seen
 
     def _end(self, state: TrainState, total: ClippedSum, tally: Tensor, key: Key) -> Tree:
         """Run the end of a step on a sum whose tensors it must leave alone, and return what is to be seen."""
@@ -168,18 +173,38 @@ class _Recorder:
 
     def run(self, name: str, work: Callable[..., Tree], *inputs: Tree) -> Tree:
         """Return ``work(*inputs)``; what a recording returns is overwritten by its next replay."""
+        if (recording := self._load(name, work, inputs)) is None:
+            return self._run_eagerly(name, work, inputs)
+        recording.graph.replay()
+        return recording.outputs
+
+    def run_last(self, name: str, work: Callable[..., Tree], *inputs: Tree, mark_end: Callable[[], None]) -> Tree:
+        """Return ``work(*inputs)``, the end of a step, in tensors that are allocated before it is replayed."""
+        if (recording := self._load(name, work, inputs)) is None:
+            return self._run_eagerly(name, work, inputs)
+        kept = tree.map(torch.empty_like, recording.outputs)
+        mark_end()
+        recording.graph.replay()
+        for target, value in zip(tree.leaves(kept), tree.leaves(recording.outputs)):
+            target.copy_(value)
+        return kept
+
+    def _run_eagerly(self, name: str, work: Callable[..., Tree], inputs: tuple[Tree, ...]) -> Tree:
+        result = work(*inputs)
+        self.note(name, *inputs)
+        return result
+
+    def _load(self, name: str, work: Callable[..., Tree], inputs: tuple[Tree, ...]) -> Recording | None:
+        """Return the recording of this work with the inputs copied into it; None if the work was never done."""
         key = _key(name, inputs)
         if key not in self.known:
-            result = work(*inputs)
-            self.known.add(key)
-            return result
+            return None
         if key not in self.recordings:
             self.recordings[key] = self._record(work, inputs)
         recording = self.recordings[key]
         for target, value in zip(tree.leaves(recording.inputs), tree.leaves(inputs)):
             target.copy_(value, non_blocking=True)
-        recording.graph.replay()
-        return recording.outputs
+        return recording
 
     def _record(self, work: Callable[..., Tree], inputs: tuple[Tree, ...]) -> Recording:
         own = tree.map(torch.clone, inputs)

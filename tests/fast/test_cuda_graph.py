@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fdp import keys, tree
 from fdp.fast.compile_modes import Compile, make_execution
@@ -23,7 +24,7 @@ from fdp.privacy.microbatches import group_rows, pad_to_rows
 from fdp.privacy.sampling import poisson, trusted_batch
 from fdp.step import init_state, make_train_step
 from fdp.types import Batch, ClippedSum, FdpError, Metrics, RowGroups, TrainState
-from tests.fake_graphs import Fake, install
+from tests.fake_graphs import Fake, FakeGraph, install
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def end(state: TrainState, total: ClippedSum, tally: torch.Tensor, key: torch.Te
     return state, tally.clone()
 
 
-PARTS = StepParts(lambda state, device: (), gradient, end)
+PARTS = StepParts(lambda state, device: (), gradient, end, lambda: None)
 
 
 def state_of(value: float = 0.0) -> TrainState:
@@ -144,6 +145,46 @@ def test_a_microbatch_that_fails_leaves_the_state_and_the_next_step_alone(fake):
         else:
             run(state, batch_of(1.0, groups), key_of(0))
             assert state.params["w"].item() == before + 2.0 * sum(groups)
+
+
+class Calls(TorchDispatchMode):
+    """The operations of torch since the list was last cleared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("groups", [(2,), (2, 1)])
+def test_after_the_end_of_a_step_nothing_is_allocated_and_a_replay_of_it_is_marked_before(groups, fake, monkeypatch):
+    calls, marked, replay = Calls(), [], FakeGraph.replay
+
+    def end_and_forget(*given: Any) -> tuple[TrainState, Any]:
+        result = end(*given)
+        calls.names.clear()
+        return result
+
+    def replay_and_forget(graph: FakeGraph) -> None:
+        before = int(state.step)
+        replay(graph)
+        if int(state.step) > before:
+            assert marked == [before], "expected the end to be marked once, just before its replay"
+        calls.names.clear()
+
+    monkeypatch.setattr(FakeGraph, "replay", replay_and_forget)
+    state = state_of()
+    run = capture(PARTS._replace(end=end_and_forget, mark_end=lambda: marked.append(int(state.step))))
+    for t in range(4):
+        marked.clear()
+        with calls:
+            run(state, batch_of(1.0, groups), key_of(0))
+        assert set(calls.names) <= {"copy_"}
+        assert int(state.step) == t + 1
+        assert bool(marked) == (t > 0)
 
 
 def test_a_step_that_does_not_write_in_place_is_refused(fake):

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from fdp import keys, tree
+from fdp.checks.gate import Gate
 from fdp.fast.compile_modes import Compile
-from fdp.fast.out_of_memory import OutOfMemory, explain_out_of_memory, is_out_of_memory
+from fdp.fast.out_of_memory import EndMark, OutOfMemory, explain_out_of_memory, is_out_of_memory
 from fdp.gradients import accumulate
 from fdp.gradients.plan import Method
 from fdp.models import mlp
@@ -110,13 +111,46 @@ def test_memory_that_runs_out_in_the_update_is_no_reason_to_repeat_the_step(monk
 
     monkeypatch.setattr("fdp.finish.apply_updates", fails)
     run, state = prepare(CONFIG)
-    with pytest.raises(FdpError, match=r"out of memory in the update.* resume from the last checkpoint") as error:
+    with pytest.raises(
+        FdpError, match=r"out of memory in or after the update.* resume from the last checkpoint"
+    ) as error:
         next(steps(run, state))
     assert not isinstance(error.value, OutOfMemory)
 
 
+@pytest.mark.parametrize("failing", [1, 2, 3])
+@pytest.mark.parametrize("batch_size", [3, 14], ids=["one", "several"])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_memory_that_runs_out_after_the_update_is_no_reason_to_repeat_the_step(
+    recorded, batch_size, failing, monkeypatch
+):
+    calls = []
+
+    def fails_once(metrics: Any, *given: Any) -> Any:
+        calls.append(1)
+        if len(calls) == failing:
+            raise torch.OutOfMemoryError("no room")
+        return metrics
+
+    install(monkeypatch)
+    monkeypatch.setattr("fdp.step.gather_metrics", fails_once)
+    monkeypatch.setattr(Gate, "check", lambda self, count, batch: None)  # so that nothing else refuses to repeat it
+    size = 16 if batch_size == 3 else 8
+    config = dataclasses.replace(CONFIG, cuda_graph=recorded, batch_size=batch_size, microbatch_size=size)
+    run, state = prepare(config)
+    made = []
+    with pytest.raises(FdpError, match=r"step was made, .* last checkpoint with --microbatch \d+, or") as error:
+        made.extend(steps(run, state))
+    assert not isinstance(error.value, OutOfMemory)
+    assert len(calls) == failing
+    assert int(state.step) == (failing if recorded else 0), "expected a recorded step to write its state in place"
+
+
 def test_only_errors_of_memory_are_explained():
+    mark = EndMark()
+
     def end() -> None:
+        mark.set()
         raise torch.OutOfMemoryError("no room")
 
     def step(state: Any, batch: Any, key: Any) -> None:
@@ -129,16 +163,18 @@ def test_only_errors_of_memory_are_explained():
                 raise RuntimeError("the recording failed")  # noqa: B904
         end()
 
-    explained = explain_out_of_memory(step, end=end)
+    explained = explain_out_of_memory(step, mark)
     batch = Batch({"x": torch.zeros(3, 2)}, torch.ones(3, 2), groups=RowGroups((2, 1)))
     with pytest.raises(KeyError):
         explained(None, batch, None)
     with pytest.raises(OutOfMemory, match=r"with 4 samples") as error:
         explained(None, batch, torch.tensor([0]))
     assert is_out_of_memory(error.value)
-    with pytest.raises(FdpError, match=r"half written") as late:
+    with pytest.raises(FdpError, match=r"step was made, at least in part") as late:
         explained(None, batch, torch.tensor([1]))
     assert not isinstance(late.value, OutOfMemory)
+    with pytest.raises(OutOfMemory):  # the mark is that of one step
+        explained(None, batch, torch.tensor([0]))
     assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
 
 
