@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from pathlib import Path
 
 from fdp.cli.evaluation_options import EvaluationOptions
@@ -16,6 +17,7 @@ from fdp.data import datasets
 from fdp.data.digest import data_digest
 from fdp.data.held_out import split_held_out
 from fdp.data.mixed import Mixed
+from fdp.data.overlap import count_shared
 from fdp.data.users import Users
 from fdp.model import Model
 from fdp.privacy.microbatches import Dataset
@@ -25,6 +27,10 @@ from fdp.run.evaluation_config import Budget, Cost, EvaluationConfig, default_ev
 from fdp.types import FdpError
 
 DIGITS_TEST = "digits-test"
+
+
+class OverlapWarning(UserWarning):
+    """Some samples of the held-out data are trained on too."""
 
 
 def split_data(options: TrainOptions, dataset: Dataset, model: Model) -> tuple[Dataset, Dataset | None]:
@@ -42,6 +48,7 @@ def split_data(options: TrainOptions, dataset: Dataset, model: Model) -> tuple[D
     held_out = load_dataset(options, model, source=given.eval_data)
     if not given.eval_public:
         _check_other_people(given.eval_data, dataset, held_out)
+    _check_other_samples(given, dataset, held_out)
     return dataset, held_out
 
 
@@ -110,7 +117,7 @@ def _check(options: TrainOptions) -> None:
 
 def _check_other_people(source: str, dataset: Dataset, held_out: Dataset) -> None:
     """Refuse held-out users who are trained on too: nothing that is said about the cost would be true for them."""
-    data = dataset.private if isinstance(dataset, Mixed) else dataset
+    data = _private(dataset)
     if not isinstance(data, Users) or not isinstance(held_out, Users):
         return
     if set(data.documents.owners) & set(held_out.documents.owners):
@@ -118,6 +125,38 @@ def _check_other_people(source: str, dataset: Dataset, held_out: Dataset) -> Non
             f"--eval-data {source}: expected other users than those of --data, got some who are in both; take them "
             "out of one, or hold out users of --data with --eval-fraction 0.1"
         )
+
+
+def _check_other_samples(given: EvaluationOptions, dataset: Dataset, held_out: Dataset) -> None:
+    """Refuse a copy of the training data, and samples on both sides if evaluations are noised; else warn of them.
+
+    Public samples may be trained on too, but not all of the private data can be public.
+    """
+    data = _private(dataset)
+    shared, number = count_shared(held_out, data), len(held_out)
+    if shared == 0 or (given.eval_public and (shared < number or number != len(data))):
+        return
+    if shared == number:
+        raise FdpError(
+            f"--eval-data {given.eval_data}: expected data that is not trained on, got {number} samples, all of which "
+            "are in --data too; hold out a part of --data with --eval-fraction 0.1"
+        )
+    advice = "take them out of one, or hold out a part of --data with --eval-fraction 0.1"
+    found = f"--eval-data {given.eval_data}: expected samples that are not in --data, got {shared} of {number} in both"
+    if given.eval_epsilon is not None:
+        raise FdpError(
+            f"{found}: these would pay for training and for --eval-epsilon, and each is stated for one alone; {advice}"
+        )
+    warnings.warn(
+        f"{found}: exact losses of samples that are trained on are released, which their epsilon does not cover, and "
+        f"the held-out loss looks better than it is; {advice}",
+        OverlapWarning,
+        stacklevel=2,
+    )
+
+
+def _private(dataset: Dataset) -> Dataset:
+    return dataset.private if isinstance(dataset, Mixed) else dataset
 
 
 def _same_source(one: str, other: str) -> bool:

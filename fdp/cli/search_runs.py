@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,6 +19,7 @@ from rich.console import Console
 
 from fdp.cli import session
 from fdp.cli.configure import configure
+from fdp.cli.configure_evaluation import OverlapWarning
 from fdp.cli.options import build, parse_value
 from fdp.cli.run_files import check_free
 from fdp.cli.search_options import LISTS, SearchOptions
@@ -68,7 +70,7 @@ def run_search(
         raise FdpError(f"--out: {search.out} already holds a search; give another directory")
     repetitions = Repetitions(search.trials, POISSON)
     first = build(TrainOptions, shared | {key: values[0] for key, values in lists.items()} | {"epsilon": 1.0})
-    price = find_price(configure(first), repetitions, search)
+    price = find_price(_configure(first, search), repetitions, search)
     rng = np.random.default_rng(search.seed)
     count = draw_repetitions(repetitions, rng)  # once, and before the first run
     search.out.mkdir(parents=True, exist_ok=True)
@@ -124,6 +126,17 @@ def check_score(shared: dict[str, Any], search: SearchOptions) -> None:
             "expected --eval-fraction 0.1 or --eval-data to choose by, got neither: the loss on the training data is "
             "not private. With --not-private it is used all the same, and the choice is covered by nothing"
         )
+
+
+def _configure(options: TrainOptions, search: SearchOptions) -> RunConfig:
+    """Return the configuration of the first run; refuse to score a private search on samples that are trained on."""
+    with warnings.catch_warnings():
+        if not search.not_private:
+            warnings.simplefilter("error", OverlapWarning)
+        try:
+            return configure(options)
+        except OverlapWarning as found:
+            raise FdpError(str(found)) from None
 
 
 def find_price(config: RunConfig, repetitions: Repetitions, search: SearchOptions) -> Price:

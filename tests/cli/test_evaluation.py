@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fdp.cli.configure import configure
+from fdp.cli.configure_evaluation import OverlapWarning
 from fdp.data import datasets
 from fdp.models import build as build_model
 from fdp.models import logits
@@ -106,7 +107,8 @@ def test_padded_records_are_weighed_by_sample_in_the_loss_and_by_token_in_the_pe
         model="gpt-nano", data=str(tmp_path / "train.jsonl"), unit="record", context=40, eval_every=2, batch_size=8,
         eval_data=str(tmp_path / "test.jsonl"), microbatch=4,
     )  # fmt: skip
-    run, state = prepare(configure(options))
+    with pytest.warns(OverlapWarning):
+        run, state = prepare(configure(options))
     evaluator = make_evaluator(run)
     assert evaluator is not None
     found = evaluate(evaluator, state.params, step=2)
@@ -221,6 +223,61 @@ def test_held_out_users_who_are_trained_on_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FdpError, match="expected other users than those of --data, got some who are in both"):
         configure(small_options(**options, eval_data=str(tmp_path / "both.jsonl")))
     assert configure(small_options(**options, eval_data=str(tmp_path / "both.jsonl"), eval_public=True)).evaluation
+
+
+NOTES = [json.dumps({"author": f"user {i}", "text": f"note {i} of a day"}) for i in range(40)]
+SIDES = {
+    "train": NOTES[:30],
+    "copy": NOTES[:30][::-1],
+    "part": NOTES[3:8],
+    "some": NOTES[27:40],
+    "other": NOTES[30:],
+    "renamed": [line.replace("user ", "person ") for line in NOTES[:30]],
+}
+
+
+@pytest.mark.parametrize("unit", ["record", "user", "window"])
+def test_a_copy_of_the_training_data_is_refused_whatever_its_name_and_order(unit: str, tmp_path: Path) -> None:
+    for name, lines in SIDES.items():
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    options = {"model": "gpt-nano", "unit": unit, "context": 16, "batch_size": 4, "data": str(tmp_path / "train.jsonl")}
+    options |= {"user_field": "author"} if unit == "user" else {}
+    (tmp_path / "same.jsonl").write_text("\n".join(SIDES["renamed" if unit == "user" else "train"]))
+    for name in ("same", "copy", "part") if unit == "record" else ("same",):
+        with pytest.raises(FdpError, match=r"got \d+ samples, all of which are in --data too; hold out a part"):
+            configure(small_options(**options, eval_data=str(tmp_path / f"{name}.jsonl")))
+    with pytest.raises(FdpError, match="all of which are in --data too"):
+        configure(small_options(**options, eval_data=str(tmp_path / "same.jsonl"), eval_public=True))
+
+
+def test_samples_on_both_sides_are_refused_if_evaluations_are_noised_and_warned_of_otherwise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, lines in SIDES.items():
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    options = {"model": "gpt-nano", "unit": "record", "context": 16, "batch_size": 4}
+    options |= {"data": str(tmp_path / "train.jsonl")}
+    some = {"eval_data": str(tmp_path / "some.jsonl")}
+    with pytest.raises(FdpError, match=r"got 3 of 13 in both: .* --eval-epsilon.*take them out .* --eval-fraction 0.1"):
+        configure(small_options(**options, **some, eval_epsilon=1.0))
+    with pytest.warns(OverlapWarning, match="got 3 of 13 in both: exact losses"):
+        assert configure(small_options(**options, **some)).evaluation
+    for public in (some, {"eval_data": str(tmp_path / "part.jsonl")}):  # no privacy to lose
+        assert configure(small_options(**options, **public, eval_public=True)).evaluation
+    assert configure(small_options(**options, eval_data=str(tmp_path / "other.jsonl"), eval_epsilon=1.0)).evaluation
+    words = ["--model", "gpt-nano", "--unit", "record", "--context", "16", "--data", options["data"], "--steps", "2"]
+    words += [
+        "--lr",
+        "1e-3,1e-2",
+        "--epsilon",
+        "4",
+        "--eval-data",
+        some["eval_data"],
+        "--out",
+        str(tmp_path / "search"),
+    ]
+    assert call("search", *words) == 2
+    assert "got 3 of 13 in both" in " ".join(capsys.readouterr().err.split())
 
 
 def test_noised_evaluations_of_an_attempt_whose_key_is_lost_are_not_released_again(
