@@ -1,10 +1,11 @@
-"""A fingerprint of settings, folded into keys so that two runs with different settings never share noise.
+"""A fingerprint of settings, folded into keys so that two runs whose fingerprints differ share no noise.
 
     fingerprint = SHA-256 of every number, name and text in the settings, through tuples, dataclasses and functions
 
 Adding the same noise to two different sums reveals their difference. A root key that is used twice, such as a fixed
 seed, must not do that, so everything that changes a sum (clipping, noise, optimizer, model) is folded into the key of
-its noise. Optimizers, schedules and clipping styles are functions, told apart by the values they have captured.
+its noise. Optimizers, schedules and clipping styles are functions, told apart by the values they have captured. What a
+fingerprint cannot see (docs/guarantees.md) is not told apart: a run without a seed has a key of its own.
 
 **Names are part of the fingerprint**: renaming a function, a captured variable, a class or a field in ``optimizers``,
 ``privacy``, ``models`` or K-FAC's config changes the noise of a given seed.
@@ -31,7 +32,7 @@ from torch.distributed.tensor import DTensor
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, PurePath)
 _HASHED_ELEMENTS = 4096
-"""Elements of a tensor that are hashed, spread all over it; two trained tensors that agree there are the same."""
+"""Elements of a tensor that are hashed, about, spread all over it; a difference elsewhere is not seen."""
 
 
 def fingerprint(*settings: Any) -> str:

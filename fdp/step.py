@@ -69,7 +69,8 @@ def make_train_step(
       - the update depends on the data only through one noised sum per step (and the noised count of an adaptive
         clipping style), which are the events the accountant is given;
       - the batch was drawn by the mechanism's sampling for this very step, or it is refused;
-      - no two steps share noise, nor two runs of one key that differ in model, optimizer or mechanism;
+      - no two steps share noise, nor two runs of one key that differ in mechanism, numbers of the optimizer, or
+        identity of the model (``Model.identity``); buffers and dtypes are not part of it (docs/guarantees.md);
       - the microbatch size and the execution change nothing but rounding;
       - no input is modified unless donated.
     """

@@ -35,7 +35,7 @@ from fdp.foreign.adapters.lora import lora_model, merge, train_only
 from fdp.foreign.adapters.prefix import prefix_model, without_prefix
 from fdp.foreign.adapters.prefix_save import save_prefix
 from fdp.foreign.hub import hugging_face
-from fdp.foreign.hub.read_folder import empty_module, read_params
+from fdp.foreign.hub.read_folder import empty_module, folder_digest, read_params
 from fdp.model import Model
 from fdp.parallel.sharded_init import drawn_params
 from fdp.parallel.sharding import Sharding
@@ -81,6 +81,9 @@ def load_model_and_data(options: TrainOptions) -> tuple[ModelSource, Dataset]:
 
     A model from a folder is built twice if the samples are not just tokens: the arguments of its forward call depend on
     the entries of the data (masks, segments, windows), and the data on the model's context and vocabulary.
+
+    Guarantees:
+      - with a fixed seed, a folder with another config or other weights gives other noise.
     """
     source = load_model(options)
     dataset = load_dataset(options, source.model)
@@ -88,7 +91,10 @@ def load_model_and_data(options: TrainOptions) -> tuple[ModelSource, Dataset]:
         return source, dataset
     example = dataset.fetch(np.arange(min(2, len(dataset))))
     only_tokens = set(example) == {"tokens"} and example["tokens"].ndim == 2
-    return (source if only_tokens else load_model(options, example=example)), dataset
+    source = source if only_tokens else load_model(options, example=example)
+    if options.training.seed is None:  # the key is new: nothing to tell apart, and weights may take minutes to read
+        return source, dataset
+    return source._replace(values=_values_of(source.values, folder_digest(Path(options.model.model)))), dataset
 
 
 def load_model(options: TrainOptions, *, example: Tree | None = None) -> ModelSource:
@@ -233,7 +239,17 @@ def _lora_alpha(rank: int, alpha: float | None) -> float:
     return 2.0 * rank if alpha is None else alpha
 
 
-# The names of these two functions, and of what the inner one captures, are part of the noise key (fdp.fingerprint).
+# The names of these functions, and of what the inner ones capture, are part of the noise key (fdp.fingerprint).
+def _values_of(start: InitialParams, content: str) -> InitialParams:
+    """Return ``start``, told apart from that of a folder with other content."""
+
+    def values(model: Model, sharding: Sharding | None, key: Key) -> Tree:
+        assert content  # captured: it tells this run's noise from that of other weights at the same path
+        return start(model, sharding, key)
+
+    return values
+
+
 def _stored_values(folder: Path, base: Model) -> InitialParams:
     """Return a function that reads the leaves of ``base`` from the folder and initialises the others from the key."""
 

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shlex
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from fdp.cli.configure import configure
 from fdp.cli.main import main
+from fdp.fingerprint import fingerprint
 from fdp.privacy.guarantee import MARKER, shown_epsilon
+from fdp.run.training_run import prepare
+from tests.cli.train_runs import small_options
 
 transformers = pytest.importorskip("transformers")
 
@@ -187,3 +195,26 @@ def test_mistakes_are_explained(words, message, folder, letters, tmp_path, capsy
     train(tmp_path / "run", "--model", str(folder), "--data", str(letters), *words, code=2)
     assert message in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("change", ["weights", "heads", "nothing"])
+def test_other_content_of_the_model_folder_is_other_noise_of_the_same_seed(change, folder, letters, tmp_path):
+    """The path stays the same, so only the files can tell the runs apart."""
+    model = tmp_path / "model"
+    shutil.copytree(folder, model)
+    options = {"model": str(model), "data": str(letters), "unit": "record", "context": 8, "tokenizer": "bytes"}
+    options |= {"batch_size": 8, "noise_multiplier": 1.0, "epsilon": None, "steps": 2, "warmup": 1}
+    given = small_options(**options, seed=3)
+    before, unseeded = configure(given), configure(replace(given, training=replace(given.training, seed=None)))
+    if change == "weights":
+        stored = load_file(model / "model.safetensors")
+        stored["transformer.wte.weight"][100, 3] += 1
+        save_file(stored, model / "model.safetensors", metadata={"format": "pt"})
+    elif change == "heads":
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(config | {"n_head": 4}))
+    after = configure(given)
+    assert (fingerprint(before.values) == fingerprint(after.values)) == (change == "nothing")
+    keys = [prepare(config)[0].key for config in (before, after)]
+    assert torch.equal(*keys) == (change == "nothing")
+    assert "content" not in inspect.getclosurevars(unseeded.values).nonlocals, "expected no digest without a seed"

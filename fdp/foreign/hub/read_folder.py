@@ -25,6 +25,7 @@ from fdp.extras import missing_package
 from fdp.foreign.hub.tensor_names import StoredSlice, locate_stored
 from fdp.foreign.leaves import leaf_paths
 from fdp.keys import Window
+from fdp.ledger.data_key import files_digest
 from fdp.model import Model
 from fdp.parallel.agree import run_in_unison
 from fdp.parallel.dtensors import as_dtensor
@@ -83,6 +84,13 @@ def empty_module(folder: Path) -> nn.Module:
     with torch.device("meta"):
         module = getattr(transformers, architecture)._from_config(config)
     return _with_buffers(module.eval(), StoredTensors(folder))
+
+
+def folder_digest(folder: Path) -> str:
+    """Return SHA-256 of the config and of the weights in a folder; all of them are read."""
+    weights = sorted({folder / file for file in StoredTensors(folder).files.values()})
+    index = [folder / INDEX] if (folder / INDEX).exists() else []
+    return files_digest([folder / "config.json", *index, *weights])
 
 
 def read_params(
