@@ -86,7 +86,20 @@ class Account:
         on_data = {} if total is None else {"epsilon_on_this_data": total[0], "delta_on_this_data": total[1]}
         said, extended = self.warnings(), self._extended()
         of_both = {} if extended is None else {"epsilon_total": extended[0], "delta_total": extended[1]}
-        return {"run": self.promise.run} | of_both | on_data | ({"warning": ". ".join(said)} if said else {})
+        return (
+            {"run": self.promise.run}
+            | self._before()
+            | of_both
+            | on_data
+            | ({"warning": ". ".join(said)} if said else {})
+        )
+
+    def _before(self) -> dict[str, Any]:
+        """Return the total with the runs before this one; unlike the run, the account knows the noised evaluations."""
+        if not self._run.config.before:
+            return {}
+        epsilon, delta = compose(self.promises) or (None, None)
+        return {"epsilon_if_on_the_same_data_before": epsilon, "delta_if_on_the_same_data_before": delta}
 
     def _extended(self) -> tuple[float, float] | None:
         """Return what the extended runs and this one spend together; None if this one extends none."""

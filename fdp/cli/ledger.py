@@ -92,17 +92,18 @@ def _total(group: Sequence[Entry]) -> dict[str, Any]:
 
 
 def _rows(entries: Sequence[Entry]) -> list[dict[str, Any]]:
-    from fdp.privacy.guarantee import guarantee_to_json
+    from fdp.privacy.guarantee import guarantee_to_json, held_out_epsilon
 
     return [
         guarantee_to_json(entry.promise)
+        | {"epsilon_held_out": held_out_epsilon(entry.promise)}
         | {"folder": entry.folder, "steps_planned": entry.promise.steps, "steps_made": entry.steps, "ended": entry.how}
         for entry in entries
     ]
 
 
 def _show(console: Console, path: Path, entries: Sequence[Entry], totals: Sequence[dict[str, Any]]) -> None:
-    from fdp.privacy.guarantee import shown_epsilon
+    from fdp.privacy.guarantee import held_out_epsilon, shown_epsilon
 
     if not entries:
         console.print(f"{path}: no run yet", soft_wrap=True)
@@ -112,6 +113,8 @@ def _show(console: Console, path: Path, entries: Sequence[Entry], totals: Sequen
         table.add_column(heading, overflow="fold", no_wrap=heading in ("date", "epsilon", "ended"))
     for promise, folder, steps, how in entries:
         epsilon = "not private" if promise.epsilon is None else shown_epsilon(promise.epsilon)
+        if (held_out := held_out_epsilon(promise)) is not None:
+            epsilon += f"\n{shown_epsilon(held_out)} held out"
         made = "?" if steps is None else str(steps)
         numbers = (
             epsilon,

@@ -130,30 +130,46 @@ def compose(guarantees: Sequence[Guarantee]) -> tuple[float, float] | None:
 
     Guarantees:
       - a run that is listed twice is counted once;
+      - with one run, the total covers whoever was trained on and whoever was held out: the larger of the two epsilons;
       - with several runs, noised evaluations count as if everyone had been trained on and held out in every run;
       - promises about different neighbours are an error, not a sum.
     """
     runs = once_each(guarantees)
     if len(relations := {one.relation for one in runs if one.private}) > 1:
         raise FdpError(f"guarantees: expected one neighbour relation in all of them, got {sorted(map(str, relations))}")
-    known = [(one.epsilon, one.delta) for one in runs if one.epsilon is not None and one.delta is not None]
-    if len(known) < len(runs):
+    if not all(one.private for one in runs):
         return None
-    opaque = [Opaque(*promise) for promise, one in zip(known, runs) if one.releases is None]
-    described = [delta for (_, delta), one in zip(known, runs) if one.releases is not None]
-    added = math.fsum(epsilon for epsilon, _ in known)
-    if not described:
-        return added, min(1.0, math.fsum(run.delta for run in opaque))
-    delta = max(described) + math.fsum(run.delta for run in opaque)
+    held_out = [release for one in runs for release in one.evaluations]
+    if len(runs) == 1 and held_out:
+        trained, delta = _compose_private(runs, [])
+        return (max(trained, composed_epsilon(held_out, delta=delta)) if delta < 1 else trained), delta
+    return _compose_private(runs, held_out)
+
+
+def _compose_private(runs: Sequence[Guarantee], held_out: Sequence[Release]) -> tuple[float, float]:
+    """Return the (epsilon, delta) of the training of private runs, and of the evaluations ``held_out``."""
+    known = [Opaque(one.epsilon or 0.0, one.delta or 0.0) for one in runs]
+    opaque = [promise for promise, one in zip(known, runs) if one.releases is None]
+    described = [promise.delta for promise, one in zip(known, runs) if one.releases is not None]
+    added = math.fsum(promise.epsilon for promise in known)
+    if not described and not held_out:
+        return added, min(1.0, math.fsum(promise.delta for promise in opaque))
+    # Evaluations of runs that are opaque otherwise have a delta of their own.
+    delta = max(described or [promise.delta for promise in opaque]) + math.fsum(promise.delta for promise in opaque)
     if delta >= 1:
         return added, 1.0
-    releases = [release for one in runs for release in one.releases or ()]
-    if len(runs) > 1:
-        releases += [release for one in runs for release in one.evaluations]
+    releases = [*held_out, *(release for one in runs for release in one.releases or ())]
     epsilon = composed_epsilon(releases, delta=delta, opaque=opaque)
     # The sum of the promises leaves evaluations out: whoever was held out is promised less by it.
-    adds_up = len(described) == 1 and not any(one.evaluations for one in runs)
+    adds_up = len(described) == 1 and not held_out
     return (min(epsilon, added) if adds_up else epsilon), delta
+
+
+def held_out_epsilon(promise: Guarantee) -> float | None:
+    """Return the epsilon of whoever was held out, at the delta of the run; None without noised evaluations."""
+    if not promise.evaluations or promise.delta is None:
+        return None
+    return composed_epsilon(promise.evaluations, delta=promise.delta)
 
 
 def same_data(one: Guarantee, other: Guarantee) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from fdp.privacy.curves import LARGEST_GROUP
-from fdp.privacy.guarantee import Guarantee, guarantee_to_json, shown_epsilon
+from fdp.privacy.guarantee import Guarantee, guarantee_to_json, held_out_epsilon, shown_epsilon
 from fdp.report.checklists import ASK, DPFY_ML, NIST, Item, dpfy_ml, nist_sp_800_226
 from fdp.report.documents import Bullets, Document, Rows, Section
 from fdp.report.mechanism_words import describe_mechanism
@@ -123,6 +123,7 @@ def guarantee_section(facts: RunFacts) -> Section:
             f"{released}Training the model was (epsilon, delta)-differentially private with epsilon = "
             f"{shown_epsilon(promise.epsilon or 0)} and delta = {promise.delta:.3g}, for the unit and the neighbours "
             f"below.",
+            *_held_out_sentence(promise),
             *(() if facts.search is None else (facts.search.sentence(),)),
             Bullets(
                 (
@@ -132,6 +133,16 @@ def guarantee_section(facts: RunFacts) -> Section:
                 )
             ),
         ),
+    )
+
+
+def _held_out_sentence(promise: Guarantee) -> tuple[str, ...]:
+    """Return the epsilon of held-out units, if noised evaluations of them were released."""
+    if (epsilon := held_out_epsilon(promise)) is None:
+        return ()
+    return (
+        f"This is for units that were trained on. Units that were held out have epsilon = {shown_epsilon(epsilon)} at "
+        f"the same delta instead, by the noised evaluations.",
     )
 
 
@@ -164,7 +175,8 @@ def _scope_section(facts: RunFacts) -> Section:
     }
     made = tuple(evaluation.get(cost, cost) for cost in sorted(facts.evaluation_costs))
     if (budget := facts.settings.get("eval_epsilon")) is not None:
-        made += (f"the budget of the noised evaluations is epsilon {budget:g} at delta {facts.promise.delta:.3g}",)
+        most = f"epsilon {shown_epsilon(budget)} at delta {facts.promise.delta:.3g}"
+        made += (f"the budget of the noised evaluations is {most}",)
     not_covered = (*((SEEDED,) if facts.seeded else ()), *NOT_COVERED)
     blocks = ("Covered:", Bullets(COVERED), "Not covered:", Bullets(not_covered))
     return Section("What is covered", (*blocks, *(("Evaluation:", Bullets(made)) if made else ())))
@@ -194,7 +206,8 @@ def _as_json(facts: RunFacts, numbers: dict[str, Any], totals: dict[str, Any], t
         "run": facts.name,
         "private": True,
         "status": facts.status.value,
-        "guarantee": guarantee_to_json(promise) | {"unit_note": facts.unit_note, "definition": DEFINITION},
+        "guarantee": guarantee_to_json(promise)
+        | {"epsilon_held_out": held_out_epsilon(promise), "unit_note": facts.unit_note, "definition": DEFINITION},
         "mechanism": {
             "algorithm": "DP-SGD",
             "sampling": "Poisson",

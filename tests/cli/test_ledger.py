@@ -151,6 +151,35 @@ def test_a_damaged_ledger_stops_a_run_before_anything_is_spent(tmp_path, capsys)
     assert not (tmp_path / "b").exists()
 
 
+def test_the_total_of_one_run_covers_the_people_it_held_out(tmp_path, capsys):
+    words = ("--noise-multiplier", "3", "--eval-fraction", "0.5", "--eval-epsilon", "8", "--eval-every", "1")
+    assert train(tmp_path / "a", *words) == 0
+    capsys.readouterr()
+    assert call("ledger", "--json") == 0
+    text = capsys.readouterr().out
+    found = last_json(text)
+    ((run,), (total,)) = found["runs"], found["totals"]
+    assert run["epsilon"] < 1
+    assert total["epsilon"] == pytest.approx(8, rel=1e-3) == run["epsilon_held_out"]
+    assert f"1 run, together epsilon {shown_epsilon(total['epsilon'])} at delta" in text
+    assert call("statement", str(tmp_path / "a")) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"Units that were held out have epsilon = {shown_epsilon(total['epsilon'])} at the same delta" in said
+
+
+def test_the_summary_of_a_model_trained_again_counts_the_evaluations_of_this_run(tmp_path, capsys):
+    assert train(tmp_path / "a", "--eval-fraction", "0.5") == 0
+    words = ("--extend", str(tmp_path / "a"), "--eval-fraction", "0.5", "--eval-epsilon", "4", "--eval-every", "1")
+    capsys.readouterr()
+    assert call("train", *words, "--steps", "2", "--out", str(tmp_path / "b"), "--json") == 0
+    summary = last_json(capsys.readouterr().out)
+    total = compose(read_marker(tmp_path / "b"))
+    assert total is not None
+    assert total[0] > 4
+    assert (summary["epsilon_if_on_the_same_data_before"], summary["delta_if_on_the_same_data_before"]) == total
+    assert summary["epsilon_total"] == total[0]
+
+
 @pytest.mark.parametrize("file", ["ledger.jsonl", "ledger.key"])
 def test_the_ledger_is_readable_by_its_owner_only(tmp_path, file):
     assert train(tmp_path / "a") == 0

@@ -18,6 +18,7 @@ from fdp.privacy.guarantee import (
     delta_advice,
     guarantee_from_json,
     guarantee_to_json,
+    held_out_epsilon,
     marker_text,
     read_marker,
     shown_epsilon,
@@ -65,6 +66,26 @@ def test_noised_evaluations_count_as_soon_as_there_is_another_run():
     both = composed_epsilon([*releases, *releases, *evaluated.evaluations], delta=1e-6)
     assert compose([one, evaluated]) == (pytest.approx(both), 1e-6)
     assert guarantee_from_json(json.loads(json.dumps(guarantee_to_json(evaluated)))) == evaluated
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_the_total_of_one_run_covers_whoever_was_held_out(known):
+    """Held-out people are others than those trained on: the total is the larger epsilon, not the sum."""
+    releases, evaluations = (Release("steps", 0.05, 3.0, 20),), (Release("evaluations", 1.0, 1.0, 3),)
+    trained = composed_epsilon(releases, delta=1e-6)
+    held_out = composed_epsilon(evaluations, delta=1e-6)
+    run = Guarantee(trained, 1e-6, RELATION, "one user", releases if known else None, 20, "a", evaluations=evaluations)
+    assert trained < 1 < held_out
+    assert compose([run, run]) == (pytest.approx(held_out), 1e-6)
+    assert held_out_epsilon(run) == pytest.approx(held_out)
+    assert held_out_epsilon(run._replace(evaluations=())) is None
+
+
+def test_evaluations_of_runs_of_which_only_the_promise_is_known_count_beside_other_runs():
+    evaluations = (Release("evaluations", 1.0, 0.5, 3),)
+    total = compose([ONE, OTHER._replace(evaluations=evaluations)])
+    assert total is not None
+    assert total[0] >= composed_epsilon(evaluations, delta=total[1])
 
 
 def test_noised_evaluations_count_beside_a_run_of_which_only_the_promise_is_known():

@@ -196,6 +196,9 @@ def test_the_epsilon_of_a_person_counts_units_that_were_held_out(tmp_path):
     plain = make_statement(run._replace(promise=PROMISE), records_per_person=2).facts["person_epsilon"]
     assert plain < one_each <= make_statement(run, records_per_person=2).facts["person_epsilon"]
     held_out = composed_epsilon(evaluations, delta=1e-6)
+    assert make_statement(run).facts["guarantee"]["epsilon_held_out"] == pytest.approx(held_out)
+    said = f"Units that were held out have epsilon = {shown_epsilon(held_out)} at the same delta instead"
+    assert said in " ".join(as_text(make_statement(run).document).split())
     assert make_statement(run, records_per_person=1).facts["person_epsilon"] == pytest.approx(held_out)
     text = " ".join(as_text(make_statement(run).document).split())
     assert "a person with several units may have some on both sides" in text
