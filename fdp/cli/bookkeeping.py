@@ -34,6 +34,7 @@ from fdp.privacy.guarantee import (
     compose,
     marker_text,
     read_marker,
+    releases_the_same,
     same_data,
     shown_epsilon,
     training_again,
@@ -166,7 +167,7 @@ def open_account(
     ``goes_on`` is False if an earlier attempt in the folder drew noise of its own, from a key that is lost.
 
     Guarantees:
-      - attempts with the same samples and noise are one run in the ledger; attempts with other noise are several.
+      - attempts with the same data, releases and noise are one run in the ledger; any other attempts are several.
     """
     first, evaluations = launch.rank() == 0, _evaluations(evaluator)
     opened = run_in_unison(lambda: _open(options, run, folder, evaluations, goes_on) if first else None, None)
@@ -198,15 +199,18 @@ def _open(
     key = None if place is None else load_key(place)
     book = None if place is None or key is None else Book(place, key)
     recorded = [] if book is None else book.runs()  # a damaged ledger is an error before anything is spent
-    earlier = _earlier_promise(folder, run) if goes_on else None
     promise = guarantee_of(run)._replace(
-        run=secrets.token_hex(8) if earlier is None else earlier.run,
+        run=secrets.token_hex(8),
         data=() if key is None else data_fingerprints(key, options.data.data, run.data_digest),
-        date=now() if earlier is None else earlier.date,
+        date=now(),
         fdp=package_version("fdp"),
         evaluations=evaluations,
         accountant=f"PLD, dp-accounting {package_version('dp-accounting')}" if run.epsilons is not None else None,
+        noise=None if key is None else key.fingerprint("noise", str(run.key.tolist())),
     )
+    earlier = _earlier_promise(folder, run) if goes_on else None
+    if earlier is not None and releases_the_same(earlier, promise):
+        promise = promise._replace(run=earlier.run, date=earlier.date)
     with disk_errors(folder / MARKER):
         write_private(folder / MARKER, marker_text([*run.config.before, promise]))
     return promise, total_on_same_data(promise, recorded, before=run.config.before), book

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from fdp.ledger.data_key import DataKey
-from fdp.privacy.guarantee import Guarantee, guarantee_from_json, guarantee_to_json
+from fdp.privacy.guarantee import Guarantee, guarantee_from_json, guarantee_to_json, releases_the_same
 from fdp.storage.private_files import disk_errors, open_private
 from fdp.types import FdpError
 
@@ -87,8 +87,18 @@ class Book:
         return list(found.values())
 
     def start(self, promise: Guarantee, *, folder: Path) -> None:
-        """Record that a run starts, or goes on; on disk when this returns."""
-        known = any(entry.promise.run == promise.run for entry in self.runs())
+        """Record that a run starts, or goes on; on disk when this returns.
+
+        Guarantees:
+          - a run that goes on with another promise than it began with is an error, since its entry would not count it.
+        """
+        began = [entry.promise for entry in self.runs() if entry.promise.run == promise.run]
+        if not all(releases_the_same(one, promise) for one in began):
+            raise FdpError(
+                f"{self.path}: expected run {promise.run} to go on with the data, noise and steps that it began with, "
+                f"got others, which spend a budget of their own; give another --out"
+            )
+        known = bool(began)
         line = {"event": "resume" if known else "start", "run": promise.run, "date": now()}
         more = {} if known else {"promise": guarantee_to_json(promise), "folder": str(folder.resolve())}
         self._append(line | more)

@@ -60,6 +60,7 @@ class Guarantee(NamedTuple):
     older fdp). ``run`` is a random name, by which a run that is listed twice is counted once. ``data`` are keyed
     fingerprints of the data: of the samples, and of the files; two runs with one in common are on the same data.
     ``evaluations`` are noised releases about samples that were held out, which another run may have trained on.
+    ``noise`` is a keyed fingerprint of the key that samples and noise are drawn from; None if it is not known.
     """
 
     epsilon: float | None
@@ -74,6 +75,7 @@ class Guarantee(NamedTuple):
     fdp: str | None = None
     accountant: str | None = None
     evaluations: tuple[Release, ...] = ()
+    noise: str | None = None
 
     @property
     def private(self) -> bool:
@@ -163,6 +165,17 @@ def _compose_private(runs: Sequence[Guarantee], held_out: Sequence[Release]) -> 
     # The sum of the promises leaves evaluations out: whoever was held out is promised less by it.
     adds_up = len(described) == 1 and not held_out
     return (min(epsilon, added) if adds_up else epsilon), delta
+
+
+def releases_the_same(earlier: Guarantee, later: Guarantee) -> bool:
+    """Return True if an attempt at a run releases what an earlier attempt released, so that both are one run.
+
+    Guarantees:
+      - False if data, unit, steps, releases or evaluations differ, or the noise if that of ``earlier`` is known.
+    """
+    named = {"epsilon": None, "run": None, "date": None, "fdp": None, "accountant": None}
+    noise = later.noise if earlier.noise is None else earlier.noise  # an older fdp did not record it
+    return earlier._replace(**named, noise=noise) == later._replace(**named)
 
 
 def held_out_epsilon(promise: Guarantee) -> float | None:

@@ -97,6 +97,38 @@ def test_an_attempt_whose_noise_is_lost_is_a_run_of_its_own(tmp_path, monkeypatc
     assert ("on this data 1 private run began before" in shown) == (runs == 2)
 
 
+@pytest.mark.parametrize("changed", ["nothing", "data", "noise"])
+def test_a_seeded_run_that_starts_again_with_other_data_or_noise_is_a_run_of_its_own(tmp_path, monkeypatch, changed):
+    """It broke off before its first checkpoint: the ledger must hold what both attempts spent, each on its data."""
+    notes = tmp_path / "notes.jsonl"
+    words = "--model gpt-nano --context 8 --unit record --noise-multiplier 1 --batch-size 4 --microbatch 4 --epochs 1"
+    words += f" --warmup 0 --seed 7 --save-every 100 --data {notes} --out {tmp_path / 'a'}"
+
+    def write_notes(word: str, count: int) -> None:
+        notes.write_text("\n".join(json.dumps({"text": f"{word} {i} " * 9}) for i in range(count)))
+
+    def fail(run, state, **options):
+        yield next(iter(training_run.steps(run, state, **options)))
+        raise FdpError("the disk is full")
+
+    write_notes("note", 12)
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "steps", fail)
+        assert call("train", *shlex.split(words)) == 2
+    if changed == "data":
+        write_notes("other", 40)
+    if changed == "noise":  # as if the model's folder held other first parameters now
+        monkeypatch.setattr(training_run, "fingerprint", lambda *_: "other settings")
+    assert call("train", *shlex.split(words)) == 0
+    *earlier, last = ledger_runs()
+    assert [entry.how for entry in earlier] == ([] if changed == "nothing" else ["failed"])
+    assert (last.steps, last.how) == (last.promise.steps, "finished")
+    assert read_marker(tmp_path / "a") == (last.promise,)
+    for entry in earlier:
+        assert entry.promise.run != last.promise.run
+        assert bool(set(entry.promise.data) & set(last.promise.data)) == (changed == "noise")
+
+
 def test_a_run_that_breaks_off_is_in_the_ledger_with_the_step_it_broke_at(tmp_path, capsys):
     words = ("--optimizer", "sgd", "--schedule", "constant", "--lr", "1e39", "--warmup", "0")
     assert train(tmp_path / "a", *words, steps=5) == 2

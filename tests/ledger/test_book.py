@@ -83,6 +83,17 @@ def test_a_run_that_ended_before_its_first_step_spent_nothing(book, tmp_path):
     assert not book.runs()[0].began
 
 
+@pytest.mark.parametrize("change", [{"data": ("k-c",)}, {"releases": RELEASES * 2}, {"steps": 11}, {"noise": "k-n"}])
+def test_a_run_does_not_go_on_with_another_promise(book, tmp_path, change):
+    """Its entry would not count what is spent now."""
+    begun = promise("one", noise="k-m")
+    book.start(begun, folder=tmp_path)
+    with pytest.raises(FdpError, match="expected run one to go on with the data, noise and steps that it began with"):
+        book.start(begun._replace(**change), folder=tmp_path)
+    book.start(begun._replace(date="2026-11-17T10:00:00+00:00", fdp="9"), folder=tmp_path)
+    assert [entry.promise for entry in book.runs()] == [begun]
+
+
 def test_parallel_writers_lose_nothing(tmp_path):
     load_key(tmp_path)
     context = multiprocessing.get_context("fork")

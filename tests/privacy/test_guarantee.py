@@ -21,6 +21,7 @@ from fdp.privacy.guarantee import (
     held_out_epsilon,
     marker_text,
     read_marker,
+    releases_the_same,
     shown_epsilon,
     training_again,
 )
@@ -96,6 +97,16 @@ def test_noised_evaluations_count_beside_a_run_of_which_only_the_promise_is_know
     total = compose([ONE, one._replace(evaluations=evaluations)])
     assert total is not None
     assert total[0] >= composed_epsilon(evaluations, delta=total[1]) > (ONE.epsilon or 0) + (one.epsilon or 0)
+
+
+def test_an_attempt_is_the_same_run_if_data_releases_and_noise_are_the_same():
+    releases = (Release("steps", 0.05, 1.0, 20),)
+    one = Guarantee(1.0, 1e-6, RELATION, "one user", releases, 20, "a", ("k-a",), noise="k-n")
+    assert releases_the_same(one, one._replace(run="b", date="later", fdp="2", epsilon=1.0 + 1e-12))
+    assert releases_the_same(one._replace(noise=None), one), "an older fdp did not record the noise"
+    changes = {"data": ("k-b",), "releases": releases * 2, "steps": 21, "noise": "k-m", "evaluations": releases}
+    for field, value in changes.items():
+        assert not releases_the_same(one, one._replace(**{field: value}))
 
 
 def test_promises_about_different_neighbours_are_not_added_up():
