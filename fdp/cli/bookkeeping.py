@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from fdp.cli.configure_evaluation import DIGITS_TEST
 from fdp.cli.formatting import package_version
 from fdp.cli.train_options import TrainOptions
 from fdp.data import datasets
@@ -33,6 +34,7 @@ from fdp.privacy.guarantee import (
     Guarantee,
     compose,
     marker_text,
+    promise_about,
     read_marker,
     releases_the_same,
     same_data,
@@ -57,10 +59,11 @@ class Account:
         folder: Path,
         promise: Guarantee,
         *,
-        found: tuple[DataTotal | None, Book | None],
+        totals: tuple[DataTotal | None, DataTotal | None],
+        book: Book | None,
     ) -> None:
         self.promise, self.promises = promise, (*run.config.before, promise)
-        self.total, self._book = found
+        (self.total, self.evaluation_total), self._book = totals, book
         self._options, self._run, self._folder = options, run, folder
         self._begun, self._how = 0, None
 
@@ -75,6 +78,7 @@ class Account:
                 f"{shown_epsilon(extended[0])} at delta {extended[1]:.3g}"
             )
         found += [] if self.total is None else [self.total.sentence()]
+        found += [] if self.evaluation_total is None else [self.evaluation_total.sentence("the evaluation data")]
         others = [one for one in self._run.config.before if not same_data(one, self.promise)]
         if self._options.ledger.extend is not None and compose(others) is not None:
             others = []  # stated above, and the data is the same
@@ -83,8 +87,10 @@ class Account:
 
     def summary(self) -> dict[str, Any]:
         """Return what ``summary.json`` says of all runs on the same data."""
-        total = None if self.total is None else self.total.total
-        on_data = {} if total is None else {"epsilon_on_this_data": total[0], "delta_on_this_data": total[1]}
+        on_data = {}
+        for where, found in (("this_data", self.total), ("evaluation_data", self.evaluation_total)):
+            if found is not None and found.total is not None:
+                on_data |= {f"epsilon_on_{where}": found.total[0], f"delta_on_{where}": found.total[1]}
         said, extended = self.warnings(), self._extended()
         of_both = {} if extended is None else {"epsilon_total": extended[0], "delta_total": extended[1]}
         return (
@@ -171,8 +177,8 @@ def open_account(
     """
     first, evaluations = launch.rank() == 0, _evaluations(evaluator)
     opened = run_in_unison(lambda: _open(options, run, folder, evaluations, goes_on) if first else None, None)
-    promise, total = gather_values(None if opened is None else opened[:2], None)[0] or (guarantee_of(run), None)
-    return Account(options, run, folder, promise, found=(total, None if opened is None else opened[2]))
+    promise, totals = gather_values(opened and opened[:2], None)[0] or (guarantee_of(run), (None, None))
+    return Account(options, run, folder, promise, totals=totals, book=opened and opened[2])
 
 
 def data_fingerprints(key: DataKey, data: str, digest: str | None = None) -> tuple[str, ...]:
@@ -194,7 +200,7 @@ def _evaluations(evaluator: Evaluator | None) -> tuple[Release, ...]:
 
 def _open(
     options: TrainOptions, run: Run, folder: Path, evaluations: tuple[Release, ...], goes_on: bool
-) -> tuple[Guarantee, DataTotal | None, Book | None]:
+) -> tuple[Guarantee, tuple[DataTotal | None, DataTotal | None], Book | None]:
     place = _ledger_folder(options)
     key = None if place is None else load_key(place)
     book = None if place is None or key is None else Book(place, key)
@@ -205,6 +211,7 @@ def _open(
         date=now(),
         fdp=package_version("fdp"),
         evaluations=evaluations,
+        evaluated=() if key is None or not evaluations else _evaluated(key, options, run),
         accountant=f"PLD, dp-accounting {package_version('dp-accounting')}" if run.epsilons is not None else None,
         noise=None if key is None else key.fingerprint("noise", str(run.key.tolist())),
     )
@@ -213,13 +220,26 @@ def _open(
         promise = promise._replace(run=earlier.run, date=earlier.date)
     with disk_errors(folder / MARKER):
         write_private(folder / MARKER, marker_text([*run.config.before, promise]))
-    return promise, total_on_same_data(promise, recorded, before=run.config.before), book
+    held_out = promise_about(promise, promise.evaluated)
+    totals = tuple(
+        None if one is None else total_on_same_data(one, recorded, before=run.config.before)
+        for one in (promise, held_out)
+    )
+    return promise, (totals[0], totals[1]), book
+
+
+def _evaluated(key: DataKey, options: TrainOptions, run: Run) -> tuple[str, ...]:
+    """Return the fingerprints of ``--eval-data``; none if a part of ``--data`` is held out."""
+    source, config = options.evaluation.eval_data, run.config.evaluation
+    return () if source is None or config is None else data_fingerprints(key, source, config.digest)
 
 
 def _ledger_folder(options: TrainOptions) -> Path | None:
     """Return the folder of the ledger; None if there is none, as by default for data that comes with fdp."""
     unnamed = options.ledger.ledger is None and VARIABLE not in os.environ
-    return None if unnamed and options.data.data in datasets.NAMES else ledger_folder(options.ledger.ledger)
+    noised = options.evaluation.eval_data if options.evaluation.eval_epsilon is not None else None
+    public = {options.data.data, noised} <= {None, DIGITS_TEST, *datasets.NAMES}
+    return None if unnamed and public else ledger_folder(options.ledger.ledger)
 
 
 def _earlier_promise(folder: Path, run: Run) -> Guarantee | None:

@@ -51,29 +51,50 @@ def ledger_command(options: LedgerListOptions) -> None:
         raise FdpError(f"--data: expected a path that exists, or stdlib or digits, got {options.data!r}")
     console = Console(highlight=False)
     entries: list[Entry] = []
+    wanted: set[str] | None = None
     if (folder / LEDGER_FILE).exists():
         book = Book(folder, load_key(folder, create=False))
         wanted = None if options.data is None else set(data_fingerprints(book.key, options.data))
-        entries = [entry for entry in book.runs() if wanted is None or wanted & set(entry.promise.data)]
-    totals = [_total(group) for group in group_by_data(entries)]
+        entries = [entry for entry in book.runs() if wanted is None or _sides(entry, wanted)]
+    totals = [_total(group) for group in group_by_data(entries, wanted)]
     _show(console, folder / LEDGER_FILE, entries, totals)
     if options.as_json:
         print(json.dumps({"ledger": str(folder / LEDGER_FILE), "runs": _rows(entries), "totals": totals}))
 
 
-def group_by_data(entries: Sequence[Entry]) -> list[list[Entry]]:
-    """Return the private runs in groups of certainly the same data and the same unit, in order."""
-    groups: list[tuple[set[str], list[Entry]]] = []
-    for entry in entries:
-        if not entry.promise.private:
-            continue
-        prints, members = set(entry.promise.data), [entry]
-        joined = [each for each in groups if each[0] & prints and each[1][0].promise.unit == entry.promise.unit]
-        for other in joined:
-            groups.remove(other)
-            prints, members = other[0] | prints, [*other[1], *members]
-        groups.append((prints, sorted(members, key=entries.index)))
-    return [members for _, members in groups]
+def group_by_data(entries: Sequence[Entry], wanted: set[str] | None = None) -> list[list[Entry]]:
+    """Return the private runs in groups of certainly the same data and the same unit, in order.
+
+    An entry of a group has the promise about its data: a run that trained on some data and released noised evaluations
+    of other data is in two groups. ``wanted`` are the fingerprints of the data to look at; None: all data.
+    """
+    from fdp.privacy.guarantee import promise_about
+
+    groups: list[dict[int, set[str]]] = []  # the number of an entry, and the fingerprints by which it is in the group
+    for number, entry in enumerate(entries):
+        for prints in _sides(entry, wanted):
+            if not (promise_about(entry.promise, prints) or entry.promise).private:
+                continue
+            merged = {number: set(prints)}
+            for other in [each for each in groups if set().union(*each.values()) & prints]:
+                if entries[min(other)].promise.unit == entry.promise.unit:
+                    groups.remove(other)
+                    merged = other | {key: merged[key] | other.get(key, set()) for key in merged}
+            groups.append(merged)
+    return [
+        [
+            entries[number]._replace(promise=promise_about(entries[number].promise, prints) or entries[number].promise)
+            for number, prints in sorted(group.items())
+        ]
+        for group in groups
+    ]
+
+
+def _sides(entry: Entry, wanted: set[str] | None) -> list[set[str]]:
+    """Return the fingerprints of the data that a run trained on, and of other data that it evaluated on."""
+    trained, held_out = set(entry.promise.data), set(entry.promise.evaluated)
+    sides = [trained, *([held_out] if held_out else [])]
+    return sides if wanted is None else [side for side in sides if side & wanted]
 
 
 def _total(group: Sequence[Entry]) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """The runs on the same data, composed: what everything that was released of it promises together.
 
-Runs are composed if they certainly used the same data (a fingerprint in common) and protect the same unit. Runs with
-another unit are counted apart: epsilons of different units do not add up, except for what is at most one sample in
-each. A run that was started counts with all its planned steps, also if it stopped early or never ended: what it showed
-may have led to the stop.
+Runs are composed if they certainly used the same data (a fingerprint in common) and protect the same unit. A run that
+used it for noised evaluations only counts with these. Runs with another unit are counted apart: epsilons of different
+units do not add up, except for what is at most one sample in each. A run that was started counts with all its planned
+steps, also if it stopped early or never ended: what it showed may have led to the stop.
 
     >>> found = total_on_same_data(promise, book.runs(), before=())
     >>> found.sentence()
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fdp.ledger.book import Entry
-from fdp.privacy.guarantee import Guarantee, compose, once_each, same_data, shown_epsilon
+from fdp.privacy.guarantee import Guarantee, compose, once_each, promise_about, shown_epsilon
 
 
 class DataTotal(NamedTuple):
@@ -33,15 +33,16 @@ class DataTotal(NamedTuple):
     in_all: tuple[float, float] | None
     not_private: int
 
-    def sentence(self) -> str:
-        """Return the total in words, with the numbers."""
-        return ". ".join(filter(None, (self._same_unit(), self._other_units(), self._not_private())))
+    def sentence(self, data: str = "this data") -> str:
+        """Return the total in words, with the numbers; ``data`` names the data."""
+        found = filter(None, (self._same_unit(), self._other_units(), self._not_private()))
+        return ". ".join(f"on {data} {said}" for said in found)
 
     def _same_unit(self) -> str:
         if not self.earlier or self.total is None:
             return ""
         count, before = len(self.earlier), _dates(self.earlier)
-        said = f"on this data {count} private run{'' if count == 1 else 's'} began before ({before}): "
+        said = f"{count} private run{'' if count == 1 else 's'} began before ({before}): "
         epsilon, delta = self.total
         if self.now.epsilon is None:
             said += f"epsilon {shown_epsilon(epsilon)} at delta {delta:.3g}; this run is not private"
@@ -59,7 +60,7 @@ class DataTotal(NamedTuple):
             return ""
         count, units = len(self.other_units), "; ".join(dict.fromkeys(one.unit for one in self.other_units))
         return (
-            f"on this data {count} private run{'' if count == 1 else 's'} began before with another unit ({units}): "
+            f"{count} private run{'' if count == 1 else 's'} began before with another unit ({units}): "
             f"they do not add up, except for what is at most one sample in each run, for which all runs together give "
             f"epsilon {shown_epsilon(self.in_all[0])} at delta {self.in_all[1]:.3g}"
         )
@@ -69,7 +70,7 @@ class DataTotal(NamedTuple):
             return ""
         count = self.not_private
         return (
-            f"on this data {count} run{'' if count == 1 else 's'} began before without privacy: nothing protects it "
+            f"{count} run{'' if count == 1 else 's'} began before without privacy: nothing protects it "
             f"from whoever sees what came out of {'it' if count == 1 else 'them'}"
         )
 
@@ -85,16 +86,17 @@ def total_on_same_data(now: Guarantee, entries: Sequence[Entry], *, before: Sequ
     """
     listed = [entry.promise for entry in entries if entry.began]
     unspent = {entry.promise.run for entry in entries if not entry.began}
-    found = [one for one in once_each([*listed, *before]) if one.run != now.run and one.run not in unspent]
-    found = [one for one in found if same_data(one, now)]
+    others = [one for one in once_each([*listed, *before]) if one.run != now.run and one.run not in unspent]
+    found = [about for one in others if (about := promise_about(one, now.data)) is not None]
     if not found:
         return None
     private = [one for one in found if one.private]
     earlier = tuple(one for one in private if one.unit == now.unit)
     others = tuple(one for one in private if one.unit != now.unit)
+    now = promise_about(now, now.data) or now
     mine = [now] if now.private else []
-    made = {entry.promise.run: entry.made() for entry in entries}
-    shorter = tuple(made.get(one.run, one) for one in earlier)
+    made = {entry.promise.run: promise_about(entry.made(), now.data) for entry in entries}
+    shorter = tuple(made.get(one.run) or one for one in earlier)
     return DataTotal(
         now,
         earlier,

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +28,9 @@ MARKER = "fdp_privacy.json"
 
 RELATION = "add or remove one sample; sampling rate public"
 """The neighbour relation of every epsilon, as shown to users."""
+
+DELTA_OF_EVALUATIONS = 1e-6
+"""The delta at which noised evaluations are stated if the run itself has none, since its training is not private."""
 
 
 def delta_advice(samples: int, delta: float) -> str | None:
@@ -60,6 +63,7 @@ class Guarantee(NamedTuple):
     older fdp). ``run`` is a random name, by which a run that is listed twice is counted once. ``data`` are keyed
     fingerprints of the data: of the samples, and of the files; two runs with one in common are on the same data.
     ``evaluations`` are noised releases about samples that were held out, which another run may have trained on.
+    ``evaluated`` are keyed fingerprints of the data that they were held out in, if it is other data than ``data``.
     ``noise`` is a keyed fingerprint of the key that samples and noise are drawn from; None if it is not known.
     """
 
@@ -76,6 +80,7 @@ class Guarantee(NamedTuple):
     accountant: str | None = None
     evaluations: tuple[Release, ...] = ()
     noise: str | None = None
+    evaluated: tuple[str, ...] = ()
 
     @property
     def private(self) -> bool:
@@ -87,7 +92,8 @@ def guarantee_to_json(promise: Guarantee) -> dict[str, Any]:
     """Return a promise for a JSON file."""
     releases = None if promise.releases is None else [release._asdict() for release in promise.releases]
     evaluations = [release._asdict() for release in promise.evaluations]
-    return {**promise._asdict(), "releases": releases, "data": list(promise.data), "evaluations": evaluations}
+    prints = {"data": list(promise.data), "evaluated": list(promise.evaluated)}
+    return {**promise._asdict(), "releases": releases, "evaluations": evaluations, **prints}
 
 
 def guarantee_from_json(values: Mapping[str, Any]) -> Guarantee:
@@ -95,8 +101,9 @@ def guarantee_from_json(values: Mapping[str, Any]) -> Guarantee:
     found = dict(values)
     if (releases := found.get("releases")) is not None:
         found["releases"] = tuple(Release(**release) for release in releases)
-    evaluations = tuple(Release(**release) for release in found.get("evaluations", ()))
-    return Guarantee(**found | {"data": tuple(found.get("data", ())), "evaluations": evaluations})
+    found["evaluations"] = tuple(Release(**release) for release in found.get("evaluations", ()))
+    found |= {name: tuple(found.get(name, ())) for name in ("data", "evaluated")}
+    return Guarantee(**found)
 
 
 def marker_text(guarantees: Sequence[Guarantee]) -> str:
@@ -132,7 +139,8 @@ def compose(guarantees: Sequence[Guarantee]) -> tuple[float, float] | None:
 
     Guarantees:
       - a run that is listed twice is counted once;
-      - with one run, the total covers whoever was trained on and whoever was held out: the larger of the two epsilons;
+      - with one run, the total covers whoever was trained on and whoever was held out: the larger of the two epsilons,
+        unless the same data was trained on and held out;
       - with several runs, noised evaluations count as if everyone had been trained on and held out in every run;
       - promises about different neighbours are an error, not a sum.
     """
@@ -142,7 +150,8 @@ def compose(guarantees: Sequence[Guarantee]) -> tuple[float, float] | None:
     if not all(one.private for one in runs):
         return None
     held_out = [release for one in runs for release in one.evaluations]
-    if len(runs) == 1 and held_out:
+    apart = len(runs) == 1 and not set(runs[0].data) & set(runs[0].evaluated)
+    if apart and held_out:
         trained, delta = _compose_private(runs, [])
         return (max(trained, composed_epsilon(held_out, delta=delta)) if delta < 1 else trained), delta
     return _compose_private(runs, held_out)
@@ -183,6 +192,24 @@ def held_out_epsilon(promise: Guarantee) -> float | None:
     if not promise.evaluations or promise.delta is None:
         return None
     return composed_epsilon(promise.evaluations, delta=promise.delta)
+
+
+def promise_about(promise: Guarantee, data: Collection[str]) -> Guarantee | None:
+    """Return what a run promises about the data with these fingerprints; None if it is not known to have used it.
+
+    Guarantees:
+      - data that was only evaluated on is charged for the noised evaluations alone, data that was only trained on
+        for the training alone; if evaluations were of samples held out of the data itself, it is charged for both.
+    """
+    trained, held_out = (bool(set(prints) & set(data)) for prints in (promise.data, promise.evaluated))
+    if trained:
+        return promise if held_out or not promise.evaluated else promise._replace(evaluations=(), evaluated=())
+    if not held_out:
+        return None
+    delta = DELTA_OF_EVALUATIONS if promise.delta is None else promise.delta
+    epsilon, releases = composed_epsilon(promise.evaluations, delta=delta), promise.evaluations
+    told = promise._replace(epsilon=epsilon, delta=delta, relation=RELATION, releases=releases)
+    return told._replace(data=promise.evaluated, evaluations=(), evaluated=())
 
 
 def same_data(one: Guarantee, other: Guarantee) -> bool:

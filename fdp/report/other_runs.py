@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fdp.privacy.guarantee import Guarantee, compose, same_data
+from fdp.privacy.guarantee import Guarantee, compose, promise_about, same_data
 from fdp.report.documents import Section
 from fdp.report.privacy_numbers import rounded_up
 from fdp.report.run_facts import RunFacts
@@ -26,9 +26,10 @@ def compose_others(facts: RunFacts, others: Sequence[Guarantee]) -> dict[str, An
     """Return the composition with the runs before this one, and with all runs on the same data and unit."""
     promise = facts.promise
     chain = compose([*facts.before, facts.chosen]) if facts.before else None
-    known = [one for one in (*facts.before, *others) if same_data(one, promise) and one.run != promise.run]
+    listed = [one for one in (*facts.before, *others) if one.run != promise.run]
+    known = [about for one in listed if (about := promise_about(one, promise.data)) is not None]
     same_unit = [one for one in known if one.private and one.unit == promise.unit]
-    on_data = compose([*same_unit, promise]) if same_unit else None
+    on_data = compose([*same_unit, promise_about(promise, promise.data) or promise]) if same_unit else None
     return {
         "runs_before": len(facts.before),
         "same_data_before": bool(facts.before) and all(same_data(one, promise) for one in facts.before),

@@ -199,6 +199,36 @@ def test_the_total_of_one_run_covers_the_people_it_held_out(tmp_path, capsys):
     assert f"Units that were held out have epsilon = {shown_epsilon(total['epsilon'])} at the same delta" in said
 
 
+def test_noised_evaluations_on_other_data_are_charged_to_that_data(tmp_path, capsys):
+    words = shlex.split("--model gpt-nano --context 8 --unit record --noise-multiplier 2 --batch-size 4 --steps 1")
+    for name in ("one", "two", "held"):
+        lines = (json.dumps({"text": f"{name} {i} " * 9}) for i in range(40))
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    held = str(tmp_path / "held.jsonl")
+
+    def run(out: str, data: str, *more: str) -> dict:
+        files = ["--data", str(tmp_path / f"{data}.jsonl"), "--out", str(tmp_path / out)]
+        assert call("train", *words, "--microbatch", "4", "--warmup", "0", *files, *more, "--json") == 0
+        return last_json(capsys.readouterr().out)
+
+    run("a", "one", "--eval-data", held, "--eval-epsilon", "5")
+    summary = run("b", "two", "--eval-data", held, "--eval-epsilon", "5")
+    assert "on the evaluation data 1 private run began before" in summary["warning"]
+    assert 5 < summary["epsilon_on_evaluation_data"] < 10
+    assert "epsilon_on_this_data" not in summary
+    summary = run("c", "held")
+    assert "on this data 2 private runs began before" in summary["warning"]
+    assert call("ledger", "--data", held, "--json") == 0
+    found = last_json(capsys.readouterr().out)
+    assert [Path(each["folder"]).name for each in found["runs"]] == ["a", "b", "c"]
+    ((count, epsilon),) = [(total["runs"], total["epsilon"]) for total in found["totals"]]
+    assert (count, epsilon) == (3, summary["epsilon_on_this_data"])
+    assert epsilon > 7
+    assert call("ledger", "--json") == 0
+    totals = last_json(capsys.readouterr().out)["totals"]
+    assert sorted((total["runs"], total["epsilon"] < 2) for total in totals) == [(1, True), (1, True), (3, False)]
+
+
 def test_the_summary_of_a_model_trained_again_counts_the_evaluations_of_this_run(tmp_path, capsys):
     assert train(tmp_path / "a", "--eval-fraction", "0.5") == 0
     words = ("--extend", str(tmp_path / "a"), "--eval-fraction", "0.5", "--eval-epsilon", "4", "--eval-every", "1")

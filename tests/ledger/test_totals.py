@@ -89,6 +89,22 @@ def test_a_run_without_a_step_counts_for_nothing():
     assert total_on_same_data(NOW, [entry("a", made=0)], before=[promise("a")]) is None
 
 
+def test_noised_evaluations_of_the_data_by_runs_on_other_data_count():
+    evaluations = (Release("evaluations", 1.0, 1.0, 3),)
+    other = entry("a", data=("k-other",), evaluations=evaluations, evaluated=("k-files",))
+    found = total_on_same_data(NOW, [other], before=())
+    assert found is not None
+    expected = composed_epsilon([*(NOW.releases or ()), *evaluations], delta=DELTA)
+    assert found.total == (pytest.approx(expected), DELTA)
+    stopped = total_on_same_data(NOW, [other._replace(steps=1)], before=())
+    assert stopped is not None
+    assert stopped.as_made is None, "the evaluations count in full"
+    evaluated = NOW._replace(evaluations=evaluations, evaluated=("k-other",))
+    again = total_on_same_data(evaluated, [entry("b")], before=())
+    assert again is not None
+    assert again.total == compose([promise("b"), NOW]), "its own evaluations are of other data"
+
+
 def test_runs_without_privacy_are_named():
     open_run = Entry(Guarantee(None, None, None, "one record", run="x", data=("k-files",)), "out", 5, "finished")
     found = total_on_same_data(NOW, [open_run], before=())

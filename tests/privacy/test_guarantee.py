@@ -20,6 +20,7 @@ from fdp.privacy.guarantee import (
     guarantee_to_json,
     held_out_epsilon,
     marker_text,
+    promise_about,
     read_marker,
     releases_the_same,
     shown_epsilon,
@@ -97,6 +98,49 @@ def test_noised_evaluations_count_beside_a_run_of_which_only_the_promise_is_know
     total = compose([ONE, one._replace(evaluations=evaluations)])
     assert total is not None
     assert total[0] >= composed_epsilon(evaluations, delta=total[1]) > (ONE.epsilon or 0) + (one.epsilon or 0)
+
+
+EVALUATED = Guarantee(
+    composed_epsilon((Release("steps", 0.05, 3.0, 20),), delta=1e-6),
+    1e-6,
+    RELATION,
+    "one user",
+    (Release("steps", 0.05, 3.0, 20),),
+    20,
+    "a",
+    ("k-trained",),
+    evaluations=(Release("evaluations", 1.0, 1.0, 3),),
+    evaluated=("k-held",),
+)
+
+
+def test_evaluations_of_other_data_are_charged_to_that_data():
+    assert promise_about(EVALUATED, ["k-other"]) is None
+    trained, held_out = promise_about(EVALUATED, ["k-trained"]), promise_about(EVALUATED, ["k-held"])
+    assert trained is not None
+    assert held_out is not None
+    assert compose([trained]) == (pytest.approx(EVALUATED.epsilon), 1e-6)
+    assert compose([held_out]) == (pytest.approx(composed_epsilon(EVALUATED.evaluations, delta=1e-6)), 1e-6)
+    assert held_out.data == ("k-held",)
+    within = EVALUATED._replace(evaluated=())
+    assert promise_about(within, ["k-trained"]) == within, "held out of the data itself"
+    not_private = EVALUATED._replace(epsilon=None, delta=None, relation=None, releases=None)
+    assert promise_about(not_private, ["k-held"]) == held_out
+    assert promise_about(not_private, ["k-trained"]) == not_private._replace(evaluations=(), evaluated=())
+
+
+def test_data_that_is_trained_on_and_evaluated_on_pays_for_both():
+    both = EVALUATED._replace(evaluated=("k-held", "k-trained"))
+    assert promise_about(both, ["k-trained"]) == both
+    total = composed_epsilon([*(both.releases or ()), *both.evaluations], delta=1e-6)
+    assert compose([both]) == (pytest.approx(total), 1e-6)
+
+
+def test_a_promise_of_an_older_fdp_has_no_evaluation_data():
+    values = guarantee_to_json(EVALUATED)
+    assert guarantee_from_json(json.loads(json.dumps(values))) == EVALUATED
+    older = {name: value for name, value in values.items() if name not in ("evaluated", "noise")}
+    assert guarantee_from_json(older) == EVALUATED._replace(evaluated=())
 
 
 def test_an_attempt_is_the_same_run_if_data_releases_and_noise_are_the_same():

@@ -238,6 +238,16 @@ def test_other_runs_are_composed_if_data_and_unit_are_the_same(tmp_path):
     assert "1 other private run(s) on the same data protect another unit: these do not add up" in text
 
 
+def test_evaluations_of_this_data_by_runs_on_other_data_are_composed(tmp_path):
+    run = read_facts(read_run_folder(write_run(tmp_path / "run", summary={})))
+    evaluations = (Release("evaluations", 1.0, 0.8, 5),)
+    other = PROMISE._replace(run="run2", data=("k-other",), evaluations=evaluations, evaluated=("k-a",))
+    statement = make_statement(run, others=[other])
+    both = composed_epsilon([*RELEASES, *evaluations], delta=1e-6)
+    assert statement.facts["other_runs"]["on_this_data"]["epsilon"] == pytest.approx(both)
+    assert "No other run on the same data is known" not in " ".join(as_text(statement.document).split())
+
+
 def test_an_extended_run_states_the_chain(tmp_path):
     chain = (PROMISE, PROMISE._replace(run="run2"), PROMISE._replace(run="run3"))
     text = text_of(write_run(tmp_path / "run", promises=chain, summary={}))
