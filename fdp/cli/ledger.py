@@ -63,12 +63,12 @@ def ledger_command(options: LedgerListOptions) -> None:
 
 
 def group_by_data(entries: Sequence[Entry], wanted: set[str] | None = None) -> list[list[Entry]]:
-    """Return the private runs in groups of certainly the same data and the same unit, in order.
+    """Return the private runs in groups of certainly the same data and the same kind of unit, in order.
 
     An entry of a group has the promise about its data: a run that trained on some data and released noised evaluations
     of other data is in two groups. ``wanted`` are the fingerprints of the data to look at; None: all data.
     """
-    from fdp.privacy.guarantee import promise_about
+    from fdp.privacy.guarantee import promise_about, same_unit
 
     groups: list[dict[int, set[str]]] = []  # the number of an entry, and the fingerprints by which it is in the group
     for number, entry in enumerate(entries):
@@ -77,7 +77,7 @@ def group_by_data(entries: Sequence[Entry], wanted: set[str] | None = None) -> l
                 continue
             merged = {number: set(prints)}
             for other in [each for each in groups if set().union(*each.values()) & prints]:
-                if entries[min(other)].promise.unit == entry.promise.unit:
+                if same_unit(entries[min(other)].promise, entry.promise):
                     groups.remove(other)
                     merged = other | {key: merged[key] | other.get(key, set()) for key in merged}
             groups.append(merged)
@@ -98,13 +98,14 @@ def _sides(entry: Entry, wanted: set[str] | None) -> list[set[str]]:
 
 
 def _total(group: Sequence[Entry]) -> dict[str, Any]:
-    from fdp.privacy.guarantee import compose
+    from fdp.privacy.guarantee import compose, unit_kind
 
+    units = list(dict.fromkeys(entry.promise.unit for entry in group))
     counted = [entry.promise for entry in group if entry.began]
     epsilon, delta = (compose(counted) if counted else None) or (0.0, 0.0)
     return {
         "data": _short(group[0].promise),
-        "unit": group[0].promise.unit,
+        "unit": units[0] if len(units) == 1 else unit_kind(units[0]),
         "relation": group[0].promise.relation,
         "runs": len(counted),
         "epsilon": epsilon,

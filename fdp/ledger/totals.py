@@ -1,9 +1,9 @@
 """The runs on the same data, composed: what everything that was released of it promises together.
 
-Runs are composed if they certainly used the same data (a fingerprint in common) and protect the same unit. A run that
-used it for noised evaluations only counts with these. Runs with another unit are counted apart: epsilons of different
-units do not add up, except for what is at most one sample in each. A run that was started counts with all its planned
-steps, also if it stopped early or never ended: what it showed may have led to the stop.
+Runs are composed if they certainly used the same data (a fingerprint in common) and protect the same kind of unit. A
+run that used it for noised evaluations only counts with these. Runs with another unit are counted apart: epsilons of
+different units do not add up, except for what is at most one sample in each. A run that was started counts with all its
+planned steps, also if it stopped early or never ended: what it showed may have led to the stop.
 
     >>> found = total_on_same_data(promise, book.runs(), before=())
     >>> found.sentence()
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fdp.ledger.book import Entry
-from fdp.privacy.guarantee import Guarantee, compose, once_each, promise_about, shown_epsilon
+from fdp.privacy.guarantee import Guarantee, compose, once_each, promise_about, same_unit, shown_epsilon
 
 
 class DataTotal(NamedTuple):
@@ -91,8 +91,8 @@ def total_on_same_data(now: Guarantee, entries: Sequence[Entry], *, before: Sequ
     if not found:
         return None
     private = [one for one in found if one.private]
-    earlier = tuple(one for one in private if one.unit == now.unit)
-    others = tuple(one for one in private if one.unit != now.unit)
+    earlier = tuple(one for one in private if same_unit(one, now))
+    others = tuple(one for one in private if not same_unit(one, now))
     now = promise_about(now, now.data) or now
     mine = [now] if now.private else []
     made = {entry.promise.run: promise_about(entry.made(), now.data) for entry in entries}

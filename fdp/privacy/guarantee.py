@@ -32,6 +32,11 @@ RELATION = "add or remove one sample; sampling rate public"
 DELTA_OF_EVALUATIONS = 1e-6
 """The delta at which noised evaluations are stated if the run itself has none, since its training is not private."""
 
+WHOLE_UNITS = ("one user", "one record", "one file")
+"""The units that are protected as a whole, as :mod:`fdp.data.units` begins them."""
+OF_PRIVATE_DATA = " of the private data"
+"""The end of a unit that is trained on beside public data."""
+
 
 def delta_advice(samples: int, delta: float) -> str | None:
     """Return a warning if ``delta`` is too large for that many samples, else None.
@@ -217,6 +222,21 @@ def same_data(one: Guarantee, other: Guarantee) -> bool:
     return bool(set(one.data) & set(other.data))
 
 
+def unit_kind(unit: str) -> str:
+    """Return the unit without the part of it that is used, if it is protected as a whole: "one user", "one record".
+
+    Runs that protect the same kind of unit compose, however many tokens of it each of them uses. A window or a row is
+    what its size says it is: windows of different sizes are different units.
+    """
+    kind = unit.removesuffix(OF_PRIVATE_DATA)
+    return next((whole for whole in WHOLE_UNITS if kind.startswith(f"{whole} (")), kind)
+
+
+def same_unit(one: Guarantee, other: Guarantee) -> bool:
+    """Return True if both runs protect the same kind of unit, so that their epsilons compose."""
+    return unit_kind(one.unit) == unit_kind(other.unit)
+
+
 def training_again(before: Sequence[Guarantee], now: Guarantee) -> str | None:
     """Return a warning, with the numbers, if the parameters were trained before; else None."""
     if not before:
@@ -232,7 +252,7 @@ def training_again(before: Sequence[Guarantee], now: Guarantee) -> str | None:
         f"; if on the same people, the guarantees compose: at most epsilon {shown_epsilon(total[0])} at delta "
         f"{total[1]:.3g}, not the {shown_epsilon(now.epsilon or 0.0)} of this run alone"
     )
-    if len(units := dict.fromkeys(one.unit for one in (*before, now))) > 1:
+    if len(units := dict.fromkeys(unit_kind(one.unit) for one in (*before, now))) > 1:
         said += f". The units differ ({'; '.join(units)}): they add up only for what is at most one sample in each"
     return said
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fdp.privacy.guarantee import Guarantee, compose, promise_about, same_data
+from fdp.privacy.guarantee import Guarantee, compose, promise_about, same_data, same_unit
 from fdp.report.documents import Section
 from fdp.report.privacy_numbers import rounded_up
 from fdp.report.run_facts import RunFacts
@@ -28,16 +28,17 @@ def compose_others(facts: RunFacts, others: Sequence[Guarantee]) -> dict[str, An
     chain = compose([*facts.before, facts.chosen]) if facts.before else None
     listed = [one for one in (*facts.before, *others) if one.run != promise.run]
     known = [about for one in listed if (about := promise_about(one, promise.data)) is not None]
-    same_unit = [one for one in known if one.private and one.unit == promise.unit]
-    on_data = compose([*same_unit, promise_about(promise, promise.data) or promise]) if same_unit else None
+    private = [one for one in known if one.private]
+    alike = [one for one in private if same_unit(one, promise)]
+    on_data = compose([*alike, promise_about(promise, promise.data) or promise]) if alike else None
     return {
         "runs_before": len(facts.before),
         "same_data_before": bool(facts.before) and all(same_data(one, promise) for one in facts.before),
         "with_runs_before": chain and {"epsilon": chain[0], "delta": chain[1]},
         "before_not_private": any(not one.private for one in facts.before),
-        "other_runs_on_this_data": len({one.run for one in same_unit}),
+        "other_runs_on_this_data": len({one.run for one in alike}),
         "on_this_data": on_data and {"epsilon": on_data[0], "delta": on_data[1]},
-        "other_units_on_this_data": len({one.run for one in known if one.private and one.unit != promise.unit}),
+        "other_units_on_this_data": len({one.run for one in private if not same_unit(one, promise)}),
         "not_private_on_this_data": len({one.run for one in known if not one.private}),
     }
 

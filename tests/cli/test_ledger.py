@@ -173,6 +173,21 @@ def test_the_ledger_filters_by_data_and_finds_it_under_another_name(tmp_path, ca
     assert call("ledger", "--ledger", "off") == 2
 
 
+def test_runs_with_another_context_protect_the_same_users(tmp_path, capsys):
+    notes = tmp_path / "notes.jsonl"
+    notes.write_text("\n".join(json.dumps({"text": f"note {i} " * 9, "author": i}) for i in range(40)))
+    words = shlex.split("--model gpt-nano --noise-multiplier 1 --batch-size 4 --microbatch 4 --steps 1 --warmup 0")
+    words += ["--data", str(notes), "--unit", "user", "--user-field", "author", "--windows-per-user", "2"]
+    for context in ("8", "12"):
+        assert call("train", *words, "--context", context, "--out", str(tmp_path / context), "--json") == 0
+    summary = last_json(capsys.readouterr().out)
+    assert call("ledger", "--json") == 0
+    text = capsys.readouterr().out
+    (total,) = last_json(text)["totals"]
+    assert (total["unit"], total["runs"], total["epsilon"]) == ("one user", 2, summary["epsilon_on_this_data"])
+    assert "different units" not in text
+
+
 def test_a_damaged_ledger_stops_a_run_before_anything_is_spent(tmp_path, capsys):
     assert train(tmp_path / "a") == 0
     path = Path(os.environ["FDP_LEDGER"]) / "ledger.jsonl"

@@ -74,6 +74,20 @@ def test_runs_of_different_units_are_not_added_up():
     assert only_other.total is None
 
 
+def test_runs_that_use_another_part_of_the_same_kind_of_unit_are_composed():
+    """A user is one sample in each run, whatever the windows: what the runs spend on that user composes."""
+    now = NOW._replace(unit="one user (up to 2 windows of 17 bytes)")
+    found = total_on_same_data(now, [entry("a", unit="one user (up to 8 windows of 25 bytes)")], before=())
+    assert found is not None
+    assert found.total == compose([promise("a"), NOW])
+    assert found.other_units == ()
+    windows = total_on_same_data(
+        NOW._replace(unit="one window of 17 bytes"), [entry("a", unit="one window of 25 bytes")], before=()
+    )
+    assert windows is not None
+    assert windows.total is None
+
+
 def test_a_run_that_stopped_counts_with_all_its_planned_steps():
     stopped, killed = entry("a", made=10), entry("b", made=None)
     found = total_on_same_data(NOW, [stopped, killed], before=())

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fdp.data.units import UnitKind, beside_public, privacy_unit
 from fdp.privacy.guarantee import (
     MARKER,
     RELATION,
+    WHOLE_UNITS,
     Guarantee,
     compose,
     default_delta,
@@ -23,8 +25,10 @@ from fdp.privacy.guarantee import (
     promise_about,
     read_marker,
     releases_the_same,
+    same_unit,
     shown_epsilon,
     training_again,
+    unit_kind,
 )
 from fdp.privacy.releases import Release, composed_epsilon
 from fdp.types import FdpError
@@ -141,6 +145,41 @@ def test_a_promise_of_an_older_fdp_has_no_evaluation_data():
     assert guarantee_from_json(json.loads(json.dumps(values))) == EVALUATED
     older = {name: value for name, value in values.items() if name not in ("evaluated", "noise")}
     assert guarantee_from_json(older) == EVALUATED._replace(evaluated=())
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("one user (up to 2 windows of 17 bytes)", "one user (up to 3 windows of 25 bytes)", True),
+        ("one user (up to 2 windows of 17 bytes)", "one user (up to 2 windows of 17 bytes) of the private data", True),
+        ("one record (its first 17 bytes)", "one record (its first 3 windows of 25 bytes)", True),
+        ("one file (its first 17 bytes)", "one file (its first 25 tokens)", True),
+        ("one user (up to 2 windows of 17 bytes)", "one record (its first 17 bytes)", False),
+        ("one file (its first 17 bytes)", "one record (its first 17 bytes)", False),
+        ("one window of 17 bytes", "one window of 25 bytes", False),
+        ("one window of 17 bytes", "one window of 17 bytes", True),
+        ("one window of 17 bytes", "one window of 17 bytes of the private data", True),
+        (
+            "one packed row of anyone's records (up to 17 bytes)",
+            "one packed row of anyone's records (up to 9 bytes)",
+            False,
+        ),
+        ("one labelled image", "one labelled image", True),
+    ],
+)
+def test_a_unit_that_is_protected_as_a_whole_is_the_same_however_much_of_it_is_used(one, other, same):
+    assert same_unit(ONE._replace(unit=one), ONE._replace(unit=other)) == same
+    assert ("The units differ" in str(training_again([ONE._replace(unit=one)], OTHER._replace(unit=other)))) == (
+        not same
+    )
+
+
+def test_the_kinds_of_units_are_those_of_the_data():
+    for kind in UnitKind:
+        told = privacy_unit(kind, tokens=17)
+        assert unit_kind(beside_public(told).one) == unit_kind(told.one)
+    wholes = {unit_kind(privacy_unit(kind, tokens=17).one) for kind in (UnitKind.USER, UnitKind.RECORD, UnitKind.FILE)}
+    assert wholes == set(WHOLE_UNITS)
 
 
 def test_an_attempt_is_the_same_run_if_data_releases_and_noise_are_the_same():

@@ -224,6 +224,8 @@ def test_other_runs_are_composed_if_data_and_unit_are_the_same(tmp_path):
     twice = composed_epsilon([*RELEASES, *RELEASES], delta=1e-6)
     found = make_statement(run, others=[PROMISE._replace(run="run2")]).facts["other_runs"]
     assert found["on_this_data"]["epsilon"] == pytest.approx(twice)
+    longer = PROMISE._replace(run="run2", unit="one record (its first 256 bytes)")
+    assert make_statement(run, others=[longer]).facts["other_runs"]["on_this_data"] == found["on_this_data"]
     others = [
         PROMISE,  # this run itself
         PROMISE._replace(run="run3", data=("k-other",)),
