@@ -162,10 +162,11 @@ PROOF = {
     "composition": set(),
     "releases": {"accounting", "mechanism", "loss_distributions"},
     "curves": {"accounting", "releases", "loss_distributions"},
-    "guarantee": {"releases"},
+    "shown_numbers": set(),
+    "guarantee": {"releases", "shown_numbers"},
     "clipping": {"noise"},  # adaptive clipping adds noise to its count
     "mechanism": {"clipping", "sampling"},
-    "accounting": {"mechanism", "clipping", "sampling", "composition", "loss_distributions"},
+    "accounting": {"mechanism", "clipping", "sampling", "composition", "loss_distributions", "shown_numbers"},
     "selection": {"accounting", "mechanism", "clipping", "sampling", "loss_distributions"},
 }
 

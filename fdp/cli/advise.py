@@ -31,6 +31,7 @@ from fdp.cli.train_options import (
     TrainOptions,
     train_flag,
 )
+from fdp.privacy.shown_numbers import shown_delta
 
 if TYPE_CHECKING:
     from fdp.advice.table import Row
@@ -141,7 +142,7 @@ def show_recipe(console: Console, found: Advice) -> None:
     speed, problem = found.situation.speed, found.situation.problem
     budget = f"noise {problem.noise_multiplier:g}" if problem.epsilon is None else f"epsilon {problem.epsilon:g}"
     console.print(
-        f"{budget} at delta {problem.delta:.3g}; {problem.parameters:,} trained parameters; "
+        f"{budget} at delta {shown_delta(problem.delta)}; {problem.parameters:,} trained parameters; "
         f"{found.hours:g} hour{'' if found.hours == 1 else 's'}",
         soft_wrap=True,
     )

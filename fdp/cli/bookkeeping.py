@@ -38,10 +38,10 @@ from fdp.privacy.guarantee import (
     read_marker,
     releases_the_same,
     same_data,
-    shown_epsilon,
     training_again,
 )
 from fdp.privacy.releases import EVALUATIONS, Release
+from fdp.privacy.shown_numbers import shown_delta, shown_epsilon
 from fdp.run.evaluation import Evaluator
 from fdp.run.step_metrics import StepRecord, guarantee_of
 from fdp.run.training_run import Run
@@ -74,8 +74,8 @@ class Account:
             before = compose(self._run.config.before) or (0.0, 0.0)
             found.append(
                 f"this run extends {self._options.ledger.extend}, which spent epsilon {shown_epsilon(before[0])} at "
-                f"delta {before[1]:.3g}; with the {shown_epsilon(self.promise.epsilon)} of this run, together epsilon "
-                f"{shown_epsilon(extended[0])} at delta {extended[1]:.3g}"
+                f"delta {shown_delta(before[1])}; with the {shown_epsilon(self.promise.epsilon)} of this run, together "
+                f"epsilon {shown_epsilon(extended[0])} at delta {shown_delta(extended[1])}"
             )
         found += [] if self.total is None else [self.total.sentence()]
         found += [] if self.evaluation_total is None else [self.evaluation_total.sentence("the evaluation data")]

@@ -21,7 +21,6 @@ from rich.text import Text
 from fdp import tree
 from fdp.cli.configure import learning_rate
 from fdp.cli.evaluation_display import header_words, summary_words
-from fdp.cli.formatting import round_up
 from fdp.cli.train_options import TrainOptions
 from fdp.data.read_counts import read_counts_of
 from fdp.data.units import dataset_unit, sentence
@@ -29,7 +28,8 @@ from fdp.fast.compile_modes import Compile
 from fdp.gradients.plan import Method
 from fdp.kfac.private.curvature_sources import Feed, describe_feed
 from fdp.kfac.state import KfacPlan
-from fdp.privacy.guarantee import RELATION, delta_advice, shown_epsilon
+from fdp.privacy.guarantee import RELATION, delta_advice
+from fdp.privacy.shown_numbers import round_up, shown_delta, shown_epsilon
 from fdp.run.evaluation import Evaluator
 from fdp.run.smaller_microbatches import MemoryWarning
 from fdp.run.training_run import Run, extra_noise
@@ -112,7 +112,7 @@ def show_result(console: Console, summary: Mapping[str, Any], folder: Path) -> N
         )
     if summary["private"]:
         epsilon = shown_epsilon(summary["epsilon"])
-        rows.append(("privacy", f"epsilon {epsilon} at delta {summary['delta']:.3g} ({summary['relation']})"))
+        rows.append(("privacy", f"epsilon {epsilon} at delta {shown_delta(summary['delta'])} ({summary['relation']})"))
         if summary["steps"] < summary["steps_planned"]:
             less = shown_epsilon(summary["epsilon_if_stop_was_decided_in_advance"])
             by_patience = summary.get("exported", {}).get("stopped_early", False)
@@ -140,7 +140,8 @@ def show_diverged(console: Console, summary: Mapping[str, Any], folder: Path) ->
         rows.append(
             (
                 "spent",
-                f"epsilon {epsilon} at delta {summary['delta']:.3g}: that of all steps, as the data led to the stop",
+                f"epsilon {epsilon} at delta {shown_delta(summary['delta'])}: that of all steps, as the data led to "
+                f"the stop",
             )
         )
     console.print(_panel("diverged", [*rows, ("files", str(folder))]))
@@ -216,7 +217,7 @@ def _privacy_rows(run: Run, options: TrainOptions) -> Rows:
         *rows,
         ("unit of privacy", sentence(dataset_unit(config.dataset), change="added or removed")),
         ("neighbours", RELATION),
-        ("budget", f"epsilon {epsilon} at delta {config.delta:.3g} after {config.steps} steps"),
+        ("budget", f"epsilon {epsilon} at delta {shown_delta(config.delta)} after {config.steps} steps"),
     ]
 
 

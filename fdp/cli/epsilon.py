@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from fdp.cli.formatting import round_up
 from fdp.cli.options import Flag, Range, check_ranges, expand_groups
 from fdp.cli.train_options import train_flag
+from fdp.privacy.shown_numbers import round_up, shown_delta
 
 if TYPE_CHECKING:
     from fdp.privacy.mechanism import Mechanism
@@ -174,10 +174,10 @@ def _print_budget(console: Console, budget: Budget, options: MechanismOptions) -
 
     mechanism, steps, delta = budget.mechanism, count_steps(options), options.delta
     noise, rate = round_up(mechanism.noise_multiplier, 5), mechanism.sampling.rate
-    console.print(_table(budget, title=f"epsilon at delta {delta:g}, noise multiplier {noise}"))
+    console.print(_table(budget, title=f"epsilon at delta {shown_delta(delta)}, noise multiplier {noise}"))
     console.print(
-        f"noise multiplier {noise}: epsilon {round_up(budget.epsilon, 4)} at delta {delta:g} after {steps} steps at "
-        f"rate {rate:.4g} ({options.accountant.value.upper()})"
+        f"noise multiplier {noise}: epsilon {round_up(budget.epsilon, 4)} at delta {shown_delta(delta)} after {steps} "
+        f"steps at rate {rate:.4g} ({options.accountant.value.upper()})"
     )
     console.print(f"neighbours: {RELATION}")
     if (statistics := mechanism.statistics) is not None:
@@ -246,7 +246,7 @@ def _plot(path: Path, mechanism: Mechanism, *, steps: int, delta: float) -> None
             used = accounting.Accountant(name.value)
             curve = accounting.epsilon_curve(mechanism, steps=counts, delta=delta, accountant=used)
             axes.plot(counts, curve, label=used.name)
-    axes.set(xlabel="steps", ylabel=f"epsilon at delta {delta:g}", xlim=(0, steps), ylim=(0, None))
+    axes.set(xlabel="steps", ylabel=f"epsilon at delta {shown_delta(delta)}", xlim=(0, steps), ylim=(0, None))
     z, rate = mechanism.noise_multiplier, mechanism.sampling.rate
     axes.set_title(f"noise multiplier {z:.4g}, sampling rate {rate:.3g}\n{RELATION}", fontsize=10)
     axes.grid(alpha=0.3)

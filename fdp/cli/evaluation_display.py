@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fdp.data.units import dataset_unit
-from fdp.privacy.guarantee import shown_epsilon
+from fdp.privacy.shown_numbers import shown_delta, shown_epsilon
 from fdp.run.evaluation import Evaluator
 from fdp.run.evaluation_config import Cost
 from fdp.run.kept import Best, Kept, is_exhausted
@@ -53,8 +53,8 @@ def cost_words(evaluator: Evaluator) -> str:
         outside = "outside the guarantee" if private else "no guarantee"
         return f"{outside}: computed without noise on {who}"
     return (
-        f"epsilon {shown_epsilon(config.budget.epsilon)} at delta {config.budget.delta:.3g} for each of {who}, for all "
-        f"{len(evaluator.steps)} evaluations together; nothing for those trained on"
+        f"epsilon {shown_epsilon(config.budget.epsilon)} at delta {shown_delta(config.budget.delta)} for each of "
+        f"{who}, for all {len(evaluator.steps)} evaluations together; nothing for those trained on"
     )
 
 

@@ -125,7 +125,8 @@ def _rows(entries: Sequence[Entry]) -> list[dict[str, Any]]:
 
 
 def _show(console: Console, path: Path, entries: Sequence[Entry], totals: Sequence[dict[str, Any]]) -> None:
-    from fdp.privacy.guarantee import held_out_epsilon, shown_epsilon
+    from fdp.privacy.guarantee import held_out_epsilon
+    from fdp.privacy.shown_numbers import shown_delta, shown_epsilon
 
     if not entries:
         console.print(f"{path}: no run yet", soft_wrap=True)
@@ -140,7 +141,7 @@ def _show(console: Console, path: Path, entries: Sequence[Entry], totals: Sequen
         made = "?" if steps is None else str(steps)
         numbers = (
             epsilon,
-            "" if promise.delta is None else f"{promise.delta:.3g}",
+            "" if promise.delta is None else shown_delta(promise.delta),
             f"{made} of {promise.steps or '?'}",
         )
         ended = how or "no word of it"
@@ -150,7 +151,7 @@ def _show(console: Console, path: Path, entries: Sequence[Entry], totals: Sequen
     for total in totals:
         console.print(
             f"data {total['data']}, {total['unit']}: {total['runs']} run{'' if total['runs'] == 1 else 's'}, together "
-            f"epsilon {shown_epsilon(total['epsilon'])} at delta {total['delta']:.3g} ({total['relation']})",
+            f"epsilon {shown_epsilon(total['epsilon'])} at delta {shown_delta(total['delta'])} ({total['relation']})",
             soft_wrap=True,
         )
     if len(totals) > 1:

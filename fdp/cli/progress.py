@@ -23,7 +23,7 @@ from rich.text import Text
 
 from fdp.cli.display import loss_text
 from fdp.fast.compile_modes import Compile
-from fdp.privacy.guarantee import shown_epsilon
+from fdp.privacy.shown_numbers import shown_epsilon
 from fdp.run.step_metrics import StepRecord
 from fdp.run.training_run import Run
 from fdp.types import TrainState

@@ -24,7 +24,7 @@ from fdp.cli.options import build, parse_value
 from fdp.cli.run_files import check_free
 from fdp.cli.search_options import LISTS, SearchOptions
 from fdp.cli.train_options import TrainOptions
-from fdp.privacy.guarantee import MARKER, RELATION, marker_text, read_marker, shown_epsilon
+from fdp.privacy.guarantee import MARKER, RELATION, marker_text, read_marker
 from fdp.privacy.mechanism import Mechanism
 from fdp.privacy.sampling import poisson
 from fdp.privacy.selection import (
@@ -34,6 +34,7 @@ from fdp.privacy.selection import (
     noise_multiplier_for_selection,
     selection_epsilon,
 )
+from fdp.privacy.shown_numbers import shown_delta, shown_epsilon
 from fdp.run.run_folder import read_run_folder
 from fdp.run.training_run import NotFinite
 from fdp.storage.private_files import write_private
@@ -174,9 +175,9 @@ def statement(
     )
     return [
         chosen,
-        f"epsilon {shown_epsilon(price.epsilon)} at delta {price.delta:.3g} covers the model and its settings, chosen "
-        f"from a Poisson number of runs with mean {search.trials:g} (Papernot and Steinke 2022, Theorem 6, by RDP; "
-        f"noise multiplier {price.noise_multiplier:.4g} in every run)",
+        f"epsilon {shown_epsilon(price.epsilon)} at delta {shown_delta(price.delta)} covers the model and its "
+        f"settings, chosen from a Poisson number of runs with mean {search.trials:g} (Papernot and Steinke 2022, "
+        f"Theorem 6, by RDP; noise multiplier {price.noise_multiplier:.4g} in every run)",
         f"chosen by the loss on {outside}",
         f"not covered: {RESULT}, the number of runs, their scores and the models that were not chosen",
     ]

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fdp.ledger.book import Entry
-from fdp.privacy.guarantee import Guarantee, compose, once_each, promise_about, same_unit, shown_epsilon
+from fdp.privacy.guarantee import Guarantee, compose, once_each, promise_about, same_unit
+from fdp.privacy.shown_numbers import shown_delta, shown_epsilon
 
 
 class DataTotal(NamedTuple):
@@ -45,10 +46,10 @@ class DataTotal(NamedTuple):
         said = f"{count} private run{'' if count == 1 else 's'} began before ({before}): "
         epsilon, delta = self.total
         if self.now.epsilon is None:
-            said += f"epsilon {shown_epsilon(epsilon)} at delta {delta:.3g}; this run is not private"
+            said += f"epsilon {shown_epsilon(epsilon)} at delta {shown_delta(delta)}; this run is not private"
         else:
             said += (
-                f"with this one, together epsilon {shown_epsilon(epsilon)} at delta {delta:.3g}, not the "
+                f"with this one, together epsilon {shown_epsilon(epsilon)} at delta {shown_delta(delta)}, not the "
                 f"{shown_epsilon(self.now.epsilon)} of this run alone, for whoever sees what came out of all of them"
             )
         if self.as_made is not None and shown_epsilon(self.as_made[0]) != shown_epsilon(epsilon):
@@ -62,7 +63,7 @@ class DataTotal(NamedTuple):
         return (
             f"{count} private run{'' if count == 1 else 's'} began before with another unit ({units}): "
             f"they do not add up, except for what is at most one sample in each run, for which all runs together give "
-            f"epsilon {shown_epsilon(self.in_all[0])} at delta {self.in_all[1]:.3g}"
+            f"epsilon {shown_epsilon(self.in_all[0])} at delta {shown_delta(self.in_all[1])}"
         )
 
     def _not_private(self) -> str:

@@ -10,4 +10,5 @@ loss_distributions   the privacy loss of composed steps, on a grid
 composition          the same for every number of steps at once
 selection            epsilon of the best of a random number of runs
 guarantee            the promise in words
+shown_numbers        epsilon and delta as text, rounded up
 """

@@ -44,6 +44,7 @@ from fdp.privacy.loss_distributions import (
 )
 from fdp.privacy.mechanism import Mechanism, Statistics
 from fdp.privacy.sampling import Poisson
+from fdp.privacy.shown_numbers import shown_delta
 from fdp.types import FdpError
 
 SMALLEST_DELTA = 1e-12
@@ -301,8 +302,8 @@ def _check_left(before: Any, epsilon: float, delta: float, accountant: Accountan
     """Raise if earlier releases have spent the budget already."""
     if before is not None and (spent := _epsilon(before, delta, accountant)) >= epsilon:
         raise FdpError(
-            f"epsilon: expected more than the {spent:.4g} at delta {delta:g} that was spent on the same data before, "
-            f"got {epsilon}; raise it"
+            f"epsilon: expected more than the {spent:.4g} at delta {shown_delta(delta)} that was spent on the same "
+            f"data before, got {epsilon}; raise it"
         )
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fdp.privacy.releases import Opaque, Release, composed_epsilon
+from fdp.privacy.shown_numbers import shown_delta, shown_epsilon
 from fdp.types import FdpError
 
 MARKER = "fdp_privacy.json"
@@ -46,8 +47,8 @@ def delta_advice(samples: int, delta: float) -> str | None:
     if delta < 1 / samples:
         return None
     return (
-        f"delta {delta:g} is not below 1 / samples = {1 / samples:.2g}: publishing one sample outright would pass. Use "
-        f"{default_delta(samples):g} or less"
+        f"delta {shown_delta(delta)} is not below 1 / samples = {1 / samples:.2g}: publishing one sample outright "
+        f"would pass. Use {default_delta(samples):g} or less"
     )
 
 
@@ -245,18 +246,14 @@ def training_again(before: Sequence[Guarantee], now: Guarantee) -> str | None:
         return (
             "this model was trained before without privacy: nothing is promised about the data it was trained on then"
         )
-    said = f"this model was trained privately before, with epsilon {shown_epsilon(then[0])} at delta {then[1]:.3g}"
+    spent = f"epsilon {shown_epsilon(then[0])} at delta {shown_delta(then[1])}"
+    said = f"this model was trained privately before, with {spent}"
     if (total := compose([*before, now])) is None:
         return f"{said}; this run is not private: for people in its data, too, that no longer holds"
     said += (
         f"; if on the same people, the guarantees compose: at most epsilon {shown_epsilon(total[0])} at delta "
-        f"{total[1]:.3g}, not the {shown_epsilon(now.epsilon or 0.0)} of this run alone"
+        f"{shown_delta(total[1])}, not the {shown_epsilon(now.epsilon or 0.0)} of this run alone"
     )
     if len(units := dict.fromkeys(unit_kind(one.unit) for one in (*before, now))) > 1:
         said += f". The units differ ({'; '.join(units)}): they add up only for what is at most one sample in each"
     return said
-
-
-def shown_epsilon(epsilon: float) -> str:
-    """Return three decimals, rounded up, so that the number shown is never below the number spent."""
-    return f"{math.ceil(epsilon * 1000) / 1000:.3f}"

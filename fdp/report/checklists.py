@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fdp.privacy.guarantee import shown_epsilon
+from fdp.privacy.shown_numbers import shown_delta, shown_epsilon
 from fdp.report.run_facts import RunFacts
 
 ASK = "Not known to fdp: please state."
@@ -70,8 +70,8 @@ def dpfy_ml(facts: RunFacts, *, tuning: str | None) -> tuple[Item, ...]:
         Item(
             "Formal statement",
             "What exactly is guaranteed, with epsilon and delta?",
-            f"({shown_epsilon(promise.epsilon or 0)}, {promise.delta:.3g})-differential privacy for the unit and "
-            f"adjacency above, at all {promise.steps} planned steps.",
+            f"({shown_epsilon(promise.epsilon or 0)}, {shown_delta(promise.delta or 0)})-differential privacy for the "
+            f"unit and adjacency above, at all {promise.steps} planned steps.",
         ),
         Item(
             "Hyper-parameter tuning",
@@ -99,9 +99,9 @@ def _nist_parameters(facts: RunFacts) -> tuple[Item, ...]:
         Item(
             "Privacy parameters",
             "What are epsilon and delta, and is delta far below one over the number of people?",
-            f"epsilon {shown_epsilon(promise.epsilon or 0)}, delta {promise.delta:.3g}. One over the public number of "
-            f"samples is {1 / facts.config['population']:.2g}. Whether this epsilon is strong enough for the harm at "
-            f"stake: {ASK[0].lower()}{ASK[1:]}",
+            f"epsilon {shown_epsilon(promise.epsilon or 0)}, delta {shown_delta(promise.delta or 0)}. One over the "
+            f"public number of samples is {1 / facts.config['population']:.2g}. Whether this epsilon is strong enough "
+            f"for the harm at stake: {ASK[0].lower()}{ASK[1:]}",
             False,
         ),
         Item("Unit of privacy", "Whom or what does epsilon protect?", _unit(facts)),

@@ -14,6 +14,7 @@ import numpy as np
 
 from fdp.gradients.plan import Method
 from fdp.privacy.guarantee import RELATION
+from fdp.privacy.shown_numbers import shown_delta
 from fdp.report.curves import Curve, curve, held_out, smoothed
 from fdp.run.step_metrics import StepRecord
 from fdp.run.training_run import Run
@@ -92,7 +93,7 @@ def _plot_epsilon(axes: Any, run: Run, records: Sequence[StepRecord]) -> None:
     axes.set_ylim(bottom=0, top=budget * 1.08)
     axes.set_xlim(left=0, right=run.config.steps * 1.02)
     axes.legend(frameon=False, fontsize=8, loc="lower right")
-    _title(axes, "Epsilon", f"at delta {run.config.delta:.3g}")
+    _title(axes, "Epsilon", f"at delta {shown_delta(run.config.delta)}")
 
 
 def _plot_norms(axes: Any, run: Run, records: Sequence[StepRecord]) -> None:

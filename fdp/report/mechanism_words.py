@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from fdp import models
-from fdp.privacy.guarantee import shown_epsilon
+from fdp.privacy.shown_numbers import shown_epsilon
 from fdp.report.run_facts import COUNT_NOISE_SHARE, RunFacts, Status
 
 ROUNDING = "1e-6"

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fdp.privacy.guarantee import Guarantee, compose, promise_about, same_data, same_unit
+from fdp.privacy.shown_numbers import shown_delta
 from fdp.report.documents import Section
 from fdp.report.privacy_numbers import rounded_up
 from fdp.report.run_facts import RunFacts
@@ -56,13 +57,14 @@ def others_section(totals: dict[str, Any]) -> Section:
         elif (chain := totals["with_runs_before"]) is not None:
             found.append(
                 f"The first parameters came from {before} earlier private run{'s' * (before > 1)}. All of them and "
-                f"this run together, {where}: epsilon {rounded_up(chain['epsilon'], 4)} at delta {chain['delta']:.3g}."
+                f"this run together, {where}: epsilon {rounded_up(chain['epsilon'], 4)} at delta "
+                f"{shown_delta(chain['delta'])}."
             )
     if (on_data := totals["on_this_data"]) is not None:
         found.append(
             f"The ledger of the data's owner, or the model, names {totals['other_runs_on_this_data']} other private "
             f"run(s) on the same data with the same unit. For whoever sees the results of all of them, together with "
-            f"this one: epsilon {rounded_up(on_data['epsilon'], 4)} at delta {on_data['delta']:.3g}."
+            f"this one: epsilon {rounded_up(on_data['epsilon'], 4)} at delta {shown_delta(on_data['delta'])}."
         )
     if count := totals["other_units_on_this_data"]:
         found.append(f"{count} other private run(s) on the same data protect another unit: these do not add up.")

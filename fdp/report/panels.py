@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from fdp.privacy.shown_numbers import shown_delta
 from fdp.report.charts import Band, Chart, Line
 from fdp.report.contents import Contents
 from fdp.report.curves import Curve
@@ -107,7 +108,7 @@ def _epsilon(runs: Sequence[Contents]) -> Chart:
         ]
         top = max(top, budget * 1.08)
         bands += [] if several else [Band(spent, Curve(spent.steps, np.full(len(spent.steps), budget)), "ink", i)]
-    at = f"at delta {next(iter(deltas)):.3g}" if len(deltas) == 1 else "at each run's delta"
+    at = f"at delta {shown_delta(next(iter(deltas)))}" if len(deltas) == 1 else "at each run's delta"
     style = "ink" if several else "c0"
     keys = ((style, "spent"), ("ink dashed", "when all steps are made"))
     keys += () if several else (("ink area", "left"),)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from fdp.privacy.guarantee import shown_epsilon
+from fdp.privacy.shown_numbers import shown_delta, shown_epsilon
 from fdp.report.contents import planned_epsilon
 from fdp.report.documents import Block, Bullets
 from fdp.report.mechanism_words import describe_mechanism
@@ -43,8 +43,8 @@ def promise(run: RunFolder) -> str:
         return "This run is not private. Its parameters may reveal the data that they were trained on."
     unit = summary.get("unit") or "one sample"
     words = (
-        f"The parameters are ({shown_epsilon(budget)}, {config['delta']:.3g})-differentially private. Neighbouring "
-        f"data sets: {config.get('relation')}. One sample is {unit}."
+        f"The parameters are ({shown_epsilon(budget)}, {shown_delta(config['delta'])})-differentially private. "
+        f"Neighbouring data sets: {config.get('relation')}. One sample is {unit}."
     )
     noise, rate = config.get("noise_multiplier"), config.get("sampling_rate")
     how = (

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fdp.data.units import UnitKind, privacy_unit
-from fdp.privacy.guarantee import MARKER, RELATION, Guarantee, read_marker, shown_epsilon
+from fdp.privacy.guarantee import MARKER, RELATION, Guarantee, read_marker
 from fdp.privacy.releases import GRADIENTS, STATISTICS, Release
+from fdp.privacy.shown_numbers import shown_delta, shown_epsilon
 from fdp.run.run_folder import RunFolder
 from fdp.types import FdpError
 
@@ -48,7 +49,8 @@ class Search(NamedTuple):
             )
         return said + (
             f"The choice is paid for (Papernot and Steinke 2022, arXiv 2110.03620): the chosen model has epsilon "
-            f"{shown_epsilon(self.epsilon)} at delta {self.delta:.3g}, which takes the place of the epsilon of one run."
+            f"{shown_epsilon(self.epsilon)} at delta {shown_delta(self.delta)}, which takes the place of the epsilon "
+            f"of one run."
         )
 
 

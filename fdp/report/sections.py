@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from fdp.privacy.guarantee import shown_epsilon
+from fdp.privacy.shown_numbers import shown_delta, shown_epsilon
 from fdp.report.contents import Contents, Setting, State, differing_settings
 from fdp.report.markup import Html, element, join
 from fdp.report.panels import badge, colour, cost_badge, coverage
@@ -80,7 +80,7 @@ def _epsilon_tile(run: Contents) -> Html:
     if not run.private or found["epsilon_planned"] is None:
         return _tile("Privacy", "none", "the parameters may reveal the data", covered)
     spent, budget = found["epsilon_spent"] or 0.0, found["epsilon_planned"]
-    more = f"of {shown_epsilon(budget)} at delta {found['delta']:.3g}; {found['epsilon_left']:.3f} left"
+    more = f"of {shown_epsilon(budget)} at delta {shown_delta(found['delta'])}; {found['epsilon_left']:.3f} left"
     return _tile("Epsilon spent", shown_epsilon(spent), more, covered, share=spent / budget if budget else 0.0)
 
 

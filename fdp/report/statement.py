@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from fdp.privacy.curves import LARGEST_GROUP
-from fdp.privacy.guarantee import Guarantee, guarantee_to_json, held_out_epsilon, shown_epsilon
+from fdp.privacy.guarantee import Guarantee, guarantee_to_json, held_out_epsilon
+from fdp.privacy.shown_numbers import shown_delta, shown_epsilon
 from fdp.report.checklists import ASK, DPFY_ML, NIST, Item, dpfy_ml, nist_sp_800_226
 from fdp.report.documents import Bullets, Document, Rows, Section
 from fdp.report.mechanism_words import describe_mechanism
@@ -121,8 +122,8 @@ def guarantee_section(facts: RunFacts) -> Section:
         "Guarantee",
         (
             f"{released}Training the model was (epsilon, delta)-differentially private with epsilon = "
-            f"{shown_epsilon(promise.epsilon or 0)} and delta = {promise.delta:.3g}, for the unit and the neighbours "
-            f"below.",
+            f"{shown_epsilon(promise.epsilon or 0)} and delta = {shown_delta(promise.delta or 0)}, for the unit and "
+            f"the neighbours below.",
             *_held_out_sentence(promise),
             *(() if facts.search is None else (facts.search.sentence(),)),
             Bullets(
@@ -175,7 +176,7 @@ def _scope_section(facts: RunFacts) -> Section:
     }
     made = tuple(evaluation.get(cost, cost) for cost in sorted(facts.evaluation_costs))
     if (budget := facts.settings.get("eval_epsilon")) is not None:
-        most = f"epsilon {shown_epsilon(budget)} at delta {facts.promise.delta:.3g}"
+        most = f"epsilon {shown_epsilon(budget)} at delta {shown_delta(facts.promise.delta or 0)}"
         made += (f"the budget of the noised evaluations is {most}",)
     not_covered = (*((SEEDED,) if facts.seeded else ()), *NOT_COVERED)
     blocks = ("Covered:", Bullets(COVERED), "Not covered:", Bullets(not_covered))

@@ -29,7 +29,8 @@ from fdp.foreign.leaves import leaf_paths
 from fdp.model import Model
 from fdp.parallel.dtensors import full_tensor
 from fdp.privacy.clipping import ClipStyle
-from fdp.privacy.guarantee import Guarantee, shown_epsilon
+from fdp.privacy.guarantee import Guarantee
+from fdp.privacy.shown_numbers import shown_delta, shown_epsilon
 from fdp.run.module_model import Scores, Subject
 from fdp.run.own_samples import Collate, as_samples
 from fdp.run.private_options import PrivateOptions, configure
@@ -271,7 +272,7 @@ class PrivateRun:
         unit = dataset_unit(self.config.dataset).one
         return (
             f"PrivateRun of {self.config.model.name}: epsilon {shown_epsilon(promise.epsilon or 0.0)} at delta "
-            f"{self.config.delta:g} for {unit}, added or removed; {done} of {self.config.steps} steps made, epsilon "
-            f"{shown_epsilon(self.epsilon)} spent; noise multiplier {mechanism.noise_multiplier:.3g}, expected batch "
-            f"size {mechanism.sampling.expected_batch_size:g} of {mechanism.sampling.population}"
+            f"{shown_delta(self.config.delta)} for {unit}, added or removed; {done} of {self.config.steps} steps made, "
+            f"epsilon {shown_epsilon(self.epsilon)} spent; noise multiplier {mechanism.noise_multiplier:.3g}, expected "
+            f"batch size {mechanism.sampling.expected_batch_size:g} of {mechanism.sampling.population}"
         )

@@ -11,11 +11,11 @@ import typer
 from typer.testing import CliRunner
 
 from fdp.cli.epsilon import epsilon_command
-from fdp.cli.formatting import round_up
 from fdp.privacy import accounting
 from fdp.privacy.clipping import flat
 from fdp.privacy.mechanism import Mechanism
 from fdp.privacy.sampling import poisson
+from fdp.privacy.shown_numbers import round_up
 from fdp.types import FdpError
 
 SETTING = "--delta 1e-5 --population 10000 --batch-size 400 --steps 200"

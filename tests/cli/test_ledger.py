@@ -12,7 +12,8 @@ import pytest
 from fdp.cli import session
 from fdp.ledger.book import Book
 from fdp.ledger.data_key import load_key
-from fdp.privacy.guarantee import compose, read_marker, shown_epsilon
+from fdp.privacy.guarantee import compose, read_marker
+from fdp.privacy.shown_numbers import shown_epsilon
 from fdp.run import training_run
 from fdp.types import FdpError
 from tests.cli.train_runs import call, interrupt_after, last_json, train

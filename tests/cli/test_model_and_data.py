@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from fdp.cli.configure import configure
 from fdp.cli.main import main
 from fdp.fingerprint import fingerprint
-from fdp.privacy.guarantee import MARKER, shown_epsilon
+from fdp.privacy.guarantee import MARKER
+from fdp.privacy.shown_numbers import shown_epsilon
 from fdp.run.training_run import prepare
 from tests.cli.train_runs import small_options
 

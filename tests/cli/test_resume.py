@@ -14,9 +14,9 @@ from fdp.cli.configure import configure
 from fdp.cli.options import Effect, options_of, to_dict
 from fdp.cli.train_options import TrainOptions
 from fdp.privacy import accounting, clipping
-from fdp.privacy.guarantee import shown_epsilon
 from fdp.privacy.mechanism import Mechanism
 from fdp.privacy.sampling import poisson
+from fdp.privacy.shown_numbers import shown_epsilon
 from fdp.run import training_run as runs
 from fdp.storage.checkpoint_record import Verified
 from fdp.types import FdpError

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 
 import pytest
 from hypothesis import given
@@ -26,7 +25,6 @@ from fdp.privacy.guarantee import (
     read_marker,
     releases_the_same,
     same_unit,
-    shown_epsilon,
     training_again,
     unit_kind,
 )
@@ -222,10 +220,3 @@ def test_an_invalid_marker_is_refused(tmp_path, text):
     (tmp_path / MARKER).write_text(text)
     with pytest.raises(FdpError, match=r"fdp_privacy.json: expected the promises that fdp wrote"):
         read_marker(tmp_path)
-
-
-@given(epsilon=st.floats(0, 1e6))
-def test_the_epsilon_shown_is_never_below_the_epsilon_spent(epsilon):
-    shown = float(shown_epsilon(epsilon))
-    assert epsilon * (1 - 1e-12) <= shown <= epsilon + 1e-3 + 1e-9
-    assert math.isfinite(shown)

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from fdp.privacy.guarantee import MARKER, RELATION, Guarantee, marker_text, read_marker, shown_epsilon
+from fdp.privacy.guarantee import MARKER, RELATION, Guarantee, marker_text, read_marker
 from fdp.privacy.releases import GRADIENTS, Release, composed_epsilon
+from fdp.privacy.shown_numbers import shown_epsilon
 from fdp.report.checklists import ASK
 from fdp.report.documents import as_markdown, as_text
 from fdp.report.run_facts import read_facts, unit_note
@@ -217,6 +218,14 @@ def test_the_epsilon_of_a_person_counts_units_that_were_held_out(tmp_path):
 def test_an_epsilon_in_words_is_rounded_up(tmp_path):
     stopped = {"steps": 12, "epsilon_if_stop_was_decided_in_advance": 0.43211}
     assert "decided before the run, epsilon is 0.433" in text_of(write_run(tmp_path / "a", summary=stopped))
+
+
+def test_a_delta_in_words_is_rounded_up(tmp_path):
+    run = read_facts(read_run_folder(write_run(tmp_path / "run", summary={})))
+    text = as_text(make_statement(run._replace(promise=PROMISE._replace(delta=1.0049e-6))).document)
+    assert "delta = 1.01e-06" in " ".join(text.split())
+    assert "1.00e-06" not in text
+    assert ", 1.01e-06)-differential privacy" in " ".join(text.split())
 
 
 def test_other_runs_are_composed_if_data_and_unit_are_the_same(tmp_path):
