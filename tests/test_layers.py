@@ -164,6 +164,7 @@ PROOF = {
     "curves": {"accounting", "releases", "loss_distributions"},
     "shown_numbers": set(),
     "guarantee": {"releases", "shown_numbers"},
+    "chain": {"guarantee", "releases"},
     "clipping": {"noise"},  # adaptive clipping adds noise to its count
     "mechanism": {"clipping", "sampling"},
     "accounting": {"mechanism", "clipping", "sampling", "composition", "loss_distributions", "shown_numbers"},

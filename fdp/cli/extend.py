@@ -58,8 +58,8 @@ class Extended(NamedTuple):
 
     @property
     def chain(self) -> tuple[Guarantee, ...]:
-        """The promises of the run, and of the runs that it extends itself; if a search chose it, with the price."""
-        return (*self.facts.before, self.facts.chosen)
+        """The promises of the run, and of the runs that it extends itself; a run of a search at the price of that."""
+        return (*self.facts.before, self.facts.priced)
 
     @property
     def origin(self) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fdp.privacy.shown_numbers import shown_delta, shown_epsilon
+from fdp.report.headline import formal_terms, short_terms
 from fdp.report.run_facts import RunFacts
 
 ASK = "Not known to fdp: please state."
@@ -44,9 +44,9 @@ def dpfy_ml(facts: RunFacts, *, tuning: str | None) -> tuple[Item, ...]:
             "Data accesses",
             "Which uses of the data does the guarantee cover: this run only, or tuning, evaluation and earlier runs "
             "too?",
-            f"The steps of this run, with everything that they release. Not: its metrics, {_evaluation(facts)}, tuning "
-            f"(see below), data preparation. Other runs on the same data are composed in this statement as far as they "
-            f"are known.",
+            f"The steps of this run{_composed(facts)}, with everything that they release. Not: its metrics, "
+            f"{_evaluation(facts)}, tuning (see below), data preparation. Other runs on the same data are composed in "
+            f"this statement as far as they are known.",
         ),
         Item(
             "Output",
@@ -70,8 +70,7 @@ def dpfy_ml(facts: RunFacts, *, tuning: str | None) -> tuple[Item, ...]:
         Item(
             "Formal statement",
             "What exactly is guaranteed, with epsilon and delta?",
-            f"({shown_epsilon(promise.epsilon or 0)}, {shown_delta(promise.delta or 0)})-differential privacy for the "
-            f"unit and adjacency above, at all {promise.steps} planned steps.",
+            formal_terms(facts),
         ),
         Item(
             "Hyper-parameter tuning",
@@ -99,9 +98,8 @@ def _nist_parameters(facts: RunFacts) -> tuple[Item, ...]:
         Item(
             "Privacy parameters",
             "What are epsilon and delta, and is delta far below one over the number of people?",
-            f"epsilon {shown_epsilon(promise.epsilon or 0)}, delta {shown_delta(promise.delta or 0)}. One over the "
-            f"public number of samples is {1 / facts.config['population']:.2g}. Whether this epsilon is strong enough "
-            f"for the harm at stake: {ASK[0].lower()}{ASK[1:]}",
+            f"{short_terms(facts)}. One over the public number of samples is {1 / facts.config['population']:.2g}. "
+            f"Whether this epsilon is strong enough for the harm at stake: {ASK[0].lower()}{ASK[1:]}",
             False,
         ),
         Item("Unit of privacy", "Whom or what does epsilon protect?", _unit(facts)),
@@ -194,6 +192,10 @@ def _nist_base() -> tuple[Item, ...]:
 
 def _unit(facts: RunFacts) -> str:
     return f"{facts.promise.unit}; {facts.unit_note}."
+
+
+def _composed(facts: RunFacts) -> str:
+    return " and of the earlier runs that it started from, on the same data" if facts.chain.earlier else ""
 
 
 def _evaluation(facts: RunFacts) -> str:

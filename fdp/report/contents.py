@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fdp.report.curves import Curve, average, curve, curve_of, held_out, sample_at, smoothed, thin
+from fdp.report.headline import model_total
 from fdp.run.run_folder import RunFolder
 from fdp.run.step_metrics import StepRecord
 
@@ -152,6 +153,7 @@ def _results(run: RunFolder, planned: int) -> dict[str, Any]:
     records, summary = run.records, run.summary or {}
     losses, other, right = curve(records, "loss"), held_out(records, "loss"), held_out(records, "accuracy")
     budget, spent = planned_epsilon(run), _last(curve(records, "epsilon"))
+    total, covers = model_total(run) or (None, None)
     seconds = [record.seconds for record in records]
     best = float(other.values.min()) if len(other.values) else None
     return {
@@ -169,6 +171,9 @@ def _results(run: RunFolder, planned: int) -> dict[str, Any]:
         "epsilon_left": None if budget is None else max(0.0, budget - (spent or 0.0)),
         "epsilon_first_step": _first(curve(records, "epsilon")),
         "delta": run.config.get("delta") if budget is not None else None,
+        "epsilon_total": total and total.epsilon,
+        "delta_total": total and total.delta,
+        "total_in_words": covers,
         "noise_multiplier": run.config.get("noise_multiplier"),
         "clipped_fraction": _mean(curve(records, "clipped_fraction")),
         "norm_median": _last(curve(records, "norm_q50")),

@@ -79,8 +79,10 @@ def _steps_made(facts: RunFacts) -> str:
     said = f" {facts.steps_made} were made. The stated epsilon is that of all planned steps, since what the run showed "
     said += "may have led to the stop."
     if facts.epsilon_as_made is not None and facts.status is Status.STOPPED:
+        alone = "" if facts.total == facts.promise else " of this run alone"
         said += (
-            f" If the number of steps was decided before the run, epsilon is {shown_epsilon(facts.epsilon_as_made)}."
+            f" If the number of steps was decided before the run, epsilon{alone} is "
+            f"{shown_epsilon(facts.epsilon_as_made)}."
         )
     return said
 

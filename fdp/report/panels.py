@@ -109,6 +109,7 @@ def _epsilon(runs: Sequence[Contents]) -> Chart:
         top = max(top, budget * 1.08)
         bands += [] if several else [Band(spent, Curve(spent.steps, np.full(len(spent.steps), budget)), "ink", i)]
     at = f"at delta {shown_delta(next(iter(deltas)))}" if len(deltas) == 1 else "at each run's delta"
+    at += ", each run alone" if any(run.results["total_in_words"] is not None for run in runs) else ""
     style = "ink" if several else "c0"
     keys = ((style, "spent"), ("ink dashed", "when all steps are made"))
     keys += () if several else (("ink area", "left"),)

@@ -10,7 +10,8 @@ import math
 from typing import Any
 
 from fdp.privacy.curves import PrivacyCurve, group_bound, group_epsilon, mu_by_central_limit
-from fdp.privacy.releases import Release, composed_epsilon
+from fdp.privacy.guarantee import Guarantee
+from fdp.privacy.releases import Opaque, Release, composed_epsilon
 from fdp.report.checklists import ASK
 from fdp.report.documents import Rows, Section
 from fdp.report.run_facts import RunFacts
@@ -22,7 +23,12 @@ GROUPS = (2, 4, 8)
 ROW = "one packed row"
 """The start of a unit that no person is a group of."""
 ONE_RUN = (
-    "These are the figures of one run with given settings. The choice among the runs of the search is not in them."
+    "These are the figures of the steps of this run alone. No epsilon can be stated for the model: see the first "
+    "section."
+)
+PAIR_ONLY = (
+    "Of a search, or of an earlier run, only epsilon and delta are known. The figures are those of the worst mechanism "
+    "with that promise."
 )
 HELD_OUT = {
     "outside": "Nothing is promised to a person of whom a unit was held out for evaluation.",
@@ -33,26 +39,29 @@ HELD_OUT = {
 
 
 def privacy_numbers(facts: RunFacts, *, records_per_person: int | None) -> dict[str, Any]:
-    """Return the numbers by name, for programs; None stands for no finite bound."""
-    promise, delta = facts.promise, facts.promise.delta or 1e-6
-    assert promise.releases is not None
-    curve = PrivacyCurve.of(promise.releases)
-    tight = all(each.max_batch_size is None for each in promise.releases)
+    """Return the numbers of the model by name, for programs; None stands for no finite bound.
+
+    If no epsilon can be stated for the model, they are those of the steps of the run alone.
+    """
+    stated, releases, opaque = _stated(facts)
+    delta = stated.delta or 1e-6
+    curve = _curve(stated, releases, opaque)
+    tight = not opaque and all(each.max_batch_size is None for each in releases)
     sizes: list[int] = sorted({*GROUPS, *([records_per_person] if records_per_person else [])})
 
     def group(size: int, releases: tuple[Release, ...]) -> float:
         if tight:
             return group_epsilon(releases, size=size, delta=delta)
-        return group_bound(PrivacyCurve.of(releases), size=size, delta=delta)
+        return group_bound(PrivacyCurve.of(releases, opaque=opaque), size=size, delta=delta)
 
-    groups = {size: group(size, promise.releases) for size in sizes}
-    person = None if records_per_person is None else group(records_per_person, promise.releases + promise.evaluations)
+    groups = {size: group(size, releases) for size in sizes}
+    person = None if records_per_person is None else group(records_per_person, releases + stated.evaluations)
     return {
         "epsilon_at_delta": {f"{each:.0e}": _finite(curve.epsilon(each)) for each in DELTAS},
         "delta_at_epsilon": {f"{each:g}": curve.delta(each) for each in EPSILONS},
         "false_negatives_at_false_positives": {f"{each:g}": curve.false_negatives(each) for each in FALSE_POSITIVES},
-        "mu_bound": _finite(curve.mu()),
-        "mu_central_limit": mu_by_central_limit(promise.releases),
+        "mu_bound": None if opaque else _finite(curve.mu()),
+        "mu_central_limit": None if opaque else mu_by_central_limit(releases),
         "group_epsilon": {str(size): _finite(epsilon) for size, epsilon in groups.items()},
         "group_method": "mixture of Gaussians" if tight else "definition",
         "records_per_person": records_per_person,
@@ -62,13 +71,34 @@ def privacy_numbers(facts: RunFacts, *, records_per_person: int | None) -> dict[
 
 def _person_epsilon(facts: RunFacts, group: float | None, records: int | None) -> float | None:
     """Return the epsilon of a person; ``group`` is that of the person's units, on both sides if some are held out."""
-    promise, delta = facts.promise, facts.promise.delta or 1e-6
-    if promise.unit.startswith("one user") or records == 1:  # trained on, or held out
-        trained = facts.chosen.epsilon
-        return None if trained is None else max(trained, composed_epsilon(promise.evaluations, delta=delta))
-    if group is None or promise.unit.startswith(ROW) or facts.search is not None:
+    total = facts.total
+    if total.epsilon is None or total.delta is None:
+        return None
+    if total.unit.startswith("one user") or records == 1:  # trained on, or held out
+        return max(total.epsilon, composed_epsilon(total.evaluations, delta=total.delta))
+    if group is None or total.unit.startswith(ROW):
         return None
     return _finite(group)
+
+
+def _stated(facts: RunFacts) -> tuple[Guarantee, tuple[Release, ...], tuple[Opaque, ...]]:
+    """Return the promise that the numbers are of, with its releases and the promises without known releases."""
+    if facts.total.private:
+        return facts.total, facts.chain.releases, facts.chain.opaque
+    return facts.promise, facts.promise.releases or (), ()
+
+
+def _curve(stated: Guarantee, releases: tuple[Release, ...], opaque: tuple[Opaque, ...]) -> PrivacyCurve:
+    """Return the curve; if it has no epsilon at small deltas, the stated pair is its one point."""
+    curve = PrivacyCurve.of(releases, opaque=opaque)
+    pair = (stated.epsilon or 0.0, stated.delta or 1e-6)
+    return curve._replace(points=(pair,)) if opaque and not curve.points else curve
+
+
+def _caveat(facts: RunFacts) -> tuple[str, ...]:
+    if not facts.total.private:
+        return (ONE_RUN,)
+    return (PAIR_ONLY,) if facts.chain.opaque else ()
 
 
 def curve_section(facts: RunFacts, numbers: dict[str, Any]) -> Section:
@@ -86,7 +116,7 @@ def curve_section(facts: RunFacts, numbers: dict[str, Any]) -> Section:
     return Section(
         "The whole curve",
         (
-            *(() if facts.search is None else (ONE_RUN,)),
+            *_caveat(facts),
             "The same mechanism satisfies (epsilon, delta) for every pair on a curve:",
             Rows(("delta", "epsilon"), epsilons),
             Rows(("epsilon", "delta"), deltas),
@@ -94,11 +124,18 @@ def curve_section(facts: RunFacts, numbers: dict[str, Any]) -> Section:
             "on units that were not (false positives) at the rate on the left, misses units that were (false "
             "negatives) at least at the rate on the right.",
             Rows(("false positives", "false negatives, at least"), errors),
-            f"Gaussian differential privacy: mu = {cell(numbers['mu_bound'])} bounds this curve at 200 values of "
-            f"epsilon, for deltas down to 1e-10: a fit from above, not a proof of mu-GDP, which speaks of all deltas. "
-            f"The central limit theorem gives mu = {numbers['mu_central_limit']:.4g}: an approximation for many "
-            f"steps, not a bound.",
+            _mu_words(numbers, cell(numbers["mu_bound"])),
         ),
+    )
+
+
+def _mu_words(numbers: dict[str, Any], bound: str) -> str:
+    if numbers["mu_central_limit"] is None:
+        return "Gaussian differential privacy: no mu can be stated."
+    return (
+        f"Gaussian differential privacy: mu = {bound} bounds this curve at 200 values of epsilon, for deltas down to "
+        f"1e-10: a fit from above, not a proof of mu-GDP, which speaks of all deltas. The central limit theorem gives "
+        f"mu = {numbers['mu_central_limit']:.4g}: an approximation for many steps, not a bound."
     )
 
 
@@ -114,14 +151,16 @@ def groups_section(facts: RunFacts, numbers: dict[str, Any]) -> Section:
         (size, "no finite bound" if value is None else rounded_up(value, 4))
         for size, value in numbers["group_epsilon"].items()
     )
-    if unit.startswith("one user"):
+    if unit.startswith("one user") and facts.total.private:
         said = f"The unit is a user: the stated epsilon holds for a person{_trained_on(facts)}, if nobody is two users."
     elif unit.startswith(ROW):
         said = (
             "A person is no group of rows: one record more or less can change many rows. No epsilon of a person, or "
             "of a record, can be stated for this run."
         )
-    elif facts.search is not None:
+    elif not facts.total.private:
+        said = "No epsilon of a person can be stated for the model of this run."
+    elif facts.search is not None and facts.search.chose:
         said = "No epsilon of a person with several units can be stated for a run that a search chose."
     elif records is not None:
         bound = "there is no finite bound" if person is None else f"epsilon is {rounded_up(person, 4)}"
@@ -139,7 +178,7 @@ def groups_section(facts: RunFacts, numbers: dict[str, Any]) -> Section:
         (
             f"Epsilon of k units that are added or removed together, at the same delta, {method}:",
             Rows(("k", "epsilon"), rows),
-            *(() if facts.search is None else (ONE_RUN,)),
+            *_caveat(facts),
             said,
             *(HELD_OUT[cost] for cost in sorted(facts.evaluation_costs) if cost in HELD_OUT),
         ),

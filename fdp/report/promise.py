@@ -26,7 +26,7 @@ def statement_words(run: RunFolder) -> str:
         return promise(run)
     if not facts.private:
         return promise(run)
-    blocks = (*guarantee_section(facts).blocks, "Mechanism:", Bullets(tuple(describe_mechanism(facts))), _stopped(run))
+    blocks = (*guarantee_section(facts).blocks, "Mechanism:", Bullets(tuple(describe_mechanism(facts))))
     return "\n\n".join(words for words in map(_words, blocks) if words)
 
 

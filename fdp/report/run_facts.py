@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fdp.data.units import UnitKind, privacy_unit
+from fdp.privacy.chain import Chain, compose_chain
 from fdp.privacy.guarantee import MARKER, RELATION, Guarantee, read_marker
 from fdp.privacy.releases import GRADIENTS, STATISTICS, Release
 from fdp.privacy.shown_numbers import shown_delta, shown_epsilon
 from fdp.run.run_folder import RunFolder
 from fdp.types import FdpError
 
+SEARCH = "search.json"
+"""The file of ``fdp search`` above the folders of its runs."""
 COUNT_NOISE_SHARE = 20
 """Quantile clipping of fdp train: the noise on its count is the batch size over this."""
 
@@ -34,14 +37,26 @@ class Status(Enum):
 
 
 class Search(NamedTuple):
-    """The search that chose the settings of a run: its epsilon, None if the choice is covered by nothing."""
+    """The search that a run belongs to: its epsilon, None if the choice is covered by nothing.
+
+    ``chose`` is True if it chose this run; ``runs`` are the names of all its runs, whose number is not public.
+    """
 
     epsilon: float | None
     delta: float
     mean_runs: float
+    chose: bool
+    runs: frozenset[str] = frozenset()
 
     def sentence(self) -> str:
         """Return what the choice costs, without the number of runs or a score, which are not covered."""
+        if not self.chose:
+            return (
+                f"One of the runs of fdp search, whose number was random (Poisson) with mean {self.mean_runs:g}, and "
+                f"not the run that was chosen. The stated epsilon is that of its own steps. Whoever sees this model, "
+                f"or this statement, besides the result of the search sees more than the guarantee of the search "
+                f"covers."
+            )
         said = f"Chosen by fdp search from a random (Poisson) number of runs with mean {self.mean_runs:g}. "
         if self.epsilon is None:
             return (
@@ -75,7 +90,25 @@ class RunFacts(NamedTuple):
 
     @property
     def chosen(self) -> Guarantee:
-        """The promise, with the price of the choice if a search chose the run: of that, only epsilon is known."""
+        """The promise, with the price of the choice if a search chose the run."""
+        return self.priced if self.search is not None and self.search.chose else self.promise
+
+    @property
+    def chain(self) -> Chain:
+        """The promise about the parameters in the folder, which earlier runs and a search are part of."""
+        return compose_chain(self.before, self.chosen, extends=self.settings.get("extend") is not None)
+
+    @property
+    def total(self) -> Guarantee:
+        """The promise that is stated first: that of the model, not of the steps of this run."""
+        return self.chain.total
+
+    @property
+    def priced(self) -> Guarantee:
+        """The promise with the price of the search, if the run is one of a search: of that, only epsilon is known.
+
+        A run that goes on from here inherits it, also from a run that was not chosen: the search was seen.
+        """
         if self.search is None:
             return self.promise
         epsilon = self.search.epsilon
@@ -97,9 +130,10 @@ def read_facts(run: RunFolder) -> RunFacts:
     """Return the public facts of a run, also of one that an older fdp made or that did not finish."""
     promises = read_marker(run.path) or _rebuild(run)
     *before, promise = promises
-    summary = run.summary or {}
+    summary, search, folder = run.summary or {}, _read_search(run), run.path.resolve()
     return RunFacts(
-        name=run.path.resolve().name,
+        # The number of the chosen run would tell how many runs the search made at least.
+        name=folder.parent.name if search is not None and search.chose else folder.name,
         status=_status(run),
         promise=promise,
         before=tuple(before),
@@ -108,7 +142,7 @@ def read_facts(run: RunFolder) -> RunFacts:
         steps_made=summary.get("steps"),
         epsilon_as_made=summary.get("epsilon_if_stop_was_decided_in_advance"),
         evaluation_costs=frozenset(record.evaluation.cost for record in run.records if record.evaluation is not None),
-        search=_read_search(run),
+        search=search,
     )
 
 
@@ -129,13 +163,16 @@ def unit_note(one: str) -> str:
 
 def _read_search(run: RunFolder) -> Search | None:
     """Return the search that the run is one of, from ``search.json`` in the folder above."""
-    path = run.path.resolve().parent / "search.json"
-    if not path.is_file():
+    folder, name = run.path.resolve().parent, run.path.resolve().name
+    if not (folder / SEARCH).is_file():
         return None
-    found = json.loads(path.read_text())
-    if run.path.resolve().name not in {Path(trial["folder"]).name for trial in found["trials"]}:
+    found = json.loads((folder / SEARCH).read_text())
+    names = {Path(trial["folder"]).name for trial in found["trials"]}
+    if name not in names:
         return None
-    return Search(found["epsilon"], found["delta"], found["trials_mean"])
+    best = None if found["best"] is None else Path(found["best"]["folder"]).name
+    runs = frozenset(one.run for each in names for one in read_marker(folder / each)[-1:] if one.run is not None)
+    return Search(found["epsilon"], found["delta"], found["trials_mean"], name == best, runs)
 
 
 def _status(run: RunFolder) -> Status:

@@ -81,7 +81,18 @@ def _epsilon_tile(run: Contents) -> Html:
         return _tile("Privacy", "none", "the parameters may reveal the data", covered)
     spent, budget = found["epsilon_spent"] or 0.0, found["epsilon_planned"]
     more = f"of {shown_epsilon(budget)} at delta {shown_delta(found['delta'])}; {found['epsilon_left']:.3f} left"
+    if (covers := found["total_in_words"]) is not None:
+        at = "" if found["epsilon_total"] is None else f"at delta {shown_delta(found['delta_total'])}, "
+        part = f"this run alone: {shown_epsilon(spent)} {more}"
+        return _tile("Epsilon of the model", _total(run), f"{at}{covers}; {part}", covered)
     return _tile("Epsilon spent", shown_epsilon(spent), more, covered, share=spent / budget if budget else 0.0)
+
+
+def _total(run: Contents) -> str:
+    """Return the epsilon of the model, with the runs that it started from and the search that chose it."""
+    if run.results["total_in_words"] is None:
+        return ""
+    return "none" if run.results["epsilon_total"] is None else shown_epsilon(run.results["epsilon_total"])
 
 
 def _tile(name: str, value: str, more: str | None, mark: Html | None, *, share: float | None = None) -> Html:
@@ -101,8 +112,10 @@ def show_results(runs: Sequence[Contents]) -> Html:
     not_covered, covered = coverage(runs, covered=False), coverage(runs, covered=True)
     costs = dict.fromkeys(run.cost for run in runs if run.cost)
     heads = [("run", None), ("state", None), ("loss", not_covered), ("held-out loss", join(map(cost_badge, costs)))]
-    heads += [("perplexity", None), ("epsilon spent", covered), ("of", None), ("clipped", not_covered)]
-    heads += [("samples/s", not_covered), ("memory", not_covered)]
+    chained = any(run.results["total_in_words"] is not None for run in runs)
+    heads += [("perplexity", None), ("epsilon spent", covered), ("of", None)]
+    heads += [("epsilon of the model, with earlier runs", covered)] if chained else []
+    heads += [("clipped", not_covered), ("samples/s", not_covered), ("memory", not_covered)]
     rows = []
     for i, run in enumerate(runs):
         found = run.results
@@ -115,6 +128,7 @@ def show_results(runs: Sequence[Contents]) -> Html:
             number(found["held_out_perplexity"]),
             "not private" if not run.private else shown_epsilon(spent or 0.0),
             "" if not run.private or budget is None else shown_epsilon(budget),
+            *([_total(run)] if chained else []),
             percent(found["clipped_fraction"]),
             number(found["samples_per_second"]),
             f"{memory / 2**30:.2f} GiB" if memory else "",

@@ -17,6 +17,7 @@ from fdp.privacy.guarantee import Guarantee, guarantee_to_json, held_out_epsilon
 from fdp.privacy.shown_numbers import shown_delta, shown_epsilon
 from fdp.report.checklists import ASK, DPFY_ML, NIST, Item, dpfy_ml, nist_sp_800_226
 from fdp.report.documents import Bullets, Document, Rows, Section
+from fdp.report.headline import headline
 from fdp.report.mechanism_words import describe_mechanism
 from fdp.report.other_runs import THEOREM, compose_others, others_section
 from fdp.report.privacy_numbers import curve_section, groups_section, privacy_numbers
@@ -51,6 +52,11 @@ SEEDED = (
     "be computed and subtracted. The guarantee holds only towards people who cannot guess it"
 )
 
+SEARCH_RUNS = (
+    "The other runs of the search are left out here. The guarantee of the search is towards whoever sees its result "
+    "and nothing else of it; the number of its runs is not covered, and is not stated."
+)
+
 
 class Statement(NamedTuple):
     """A statement: ``document`` to read, ``facts`` for programs."""
@@ -79,7 +85,8 @@ def make_statement(
     if tuning is None and facts.search is not None:
         tuning = facts.search.sentence()
     numbers = privacy_numbers(facts, records_per_person=records_per_person)
-    totals = compose_others(facts, others)
+    among = frozenset() if facts.search is None else facts.search.runs
+    totals = compose_others(facts._replace(promise=facts.chosen), [one for one in others if one.run not in among])
     lists = {DPFY_ML: dpfy_ml(facts, tuning=tuning), NIST: nist_sp_800_226(facts, tuning=tuning)}
     sections = (
         guarantee_section(facts),
@@ -89,7 +96,7 @@ def make_statement(
         Section("Hyper-parameters", (tuning or f"{ASK} Choosing them on the private data costs privacy, too.",)),
         curve_section(facts, numbers),
         groups_section(facts, numbers),
-        others_section(totals),
+        _others_section(facts, totals),
         *(_checklist_section(source, items) for source, items in lists.items()),
     )
     return Statement(
@@ -108,8 +115,8 @@ def _not_private(facts: RunFacts, title: str) -> Statement:
 
 
 def guarantee_section(facts: RunFacts) -> Section:
-    """Return the guarantee of a private run in words: epsilon, delta, unit, neighbours and the definition."""
-    promise = facts.promise
+    """Return the guarantee of the model of a private run in words: epsilon, delta, unit, neighbours, definition."""
+    first, *more = headline(facts)
     released = (
         ""
         if facts.status is not Status.UNFINISHED
@@ -121,15 +128,14 @@ def guarantee_section(facts: RunFacts) -> Section:
     return Section(
         "Guarantee",
         (
-            f"{released}Training the model was (epsilon, delta)-differentially private with epsilon = "
-            f"{shown_epsilon(promise.epsilon or 0)} and delta = {shown_delta(promise.delta or 0)}, for the unit and "
-            f"the neighbours below.",
-            *_held_out_sentence(promise),
+            released + first,
+            *more,
+            *_held_out_sentence(facts.promise),
             *(() if facts.search is None else (facts.search.sentence(),)),
             Bullets(
                 (
-                    f"Unit: {promise.unit}. For people: {facts.unit_note}.",
-                    f"Neighbours: {promise.relation}.",
+                    f"Unit: {facts.promise.unit}. For people: {facts.unit_note}.",
+                    f"Neighbours: {facts.promise.relation}.",
                     DEFINITION,
                 )
             ),
@@ -148,18 +154,25 @@ def _held_out_sentence(promise: Guarantee) -> tuple[str, ...]:
 
 
 def _accounting_section(facts: RunFacts) -> Section:
-    promise = facts.promise
+    promise, chain = facts.promise, facts.chain
     assert promise.releases is not None
     rows = tuple(
         (each.what, f"{each.sampling_rate:.6g}", f"{each.noise_multiplier:.6g}", str(each.count))
-        for each in promise.releases
+        for each in (chain.releases if facts.total.releases is not None else promise.releases)
     )
+    if chain.earlier and facts.total.releases is not None:
+        said = ("The table is of all runs that the guarantee covers, this one and the earlier ones.",)
+    elif facts.total != promise:
+        said = ("The table is of this run. Whatever else the guarantee covers is composed by its epsilon and delta.",)
+    else:
+        said = ()
     return Section(
         "Accounting",
         (
             f"Accountant: privacy loss distributions by Google's dp_accounting ({promise.accountant}), rounded so that "
             f"epsilon is an upper bound. fdp {promise.fdp}.",
             Rows(("what is released", "sampling rate", "noise multiplier", "times"), rows),
+            *said,
             "If the run was interrupted and resumed, steps that were repeated drew the same samples and the same noise "
             "and released nothing new.",
         ),
@@ -194,6 +207,12 @@ def _disjoint(facts: RunFacts) -> str:
     return "no held-out unit was trained on, but a person with several units may have some on both sides"
 
 
+def _others_section(facts: RunFacts, totals: dict[str, Any]) -> Section:
+    """Return the section on other runs, without the number of the runs of a search, which is not covered."""
+    found = others_section(totals)
+    return found if facts.search is None else found._replace(blocks=(SEARCH_RUNS, *found.blocks))
+
+
 def _checklist_section(source: str, items: Sequence[Item]) -> Section:
     mark = {True: "", False: " [to be stated or confirmed by the author]"}
     return Section(
@@ -205,10 +224,10 @@ def _as_json(facts: RunFacts, numbers: dict[str, Any], totals: dict[str, Any], t
     config, settings, promise = facts.config, facts.settings, facts.promise
     return {
         "run": facts.name,
-        "private": True,
+        "private": facts.total.private,
         "status": facts.status.value,
-        "guarantee": guarantee_to_json(promise)
-        | {"epsilon_held_out": held_out_epsilon(promise), "unit_note": facts.unit_note, "definition": DEFINITION},
+        "guarantee": guarantee_to_json(facts.total) | {"unit_note": facts.unit_note, "definition": DEFINITION},
+        "this_run": guarantee_to_json(promise) | {"epsilon_held_out": held_out_epsilon(promise)},
         "mechanism": {
             "algorithm": "DP-SGD",
             "sampling": "Poisson",

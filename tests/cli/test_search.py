@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fdp.privacy.clipping import flat
+from fdp.privacy.guarantee import shown_epsilon
 from fdp.privacy.mechanism import Mechanism
 from fdp.privacy.sampling import poisson
 from fdp.privacy.selection import POISSON, Repetitions, selection_epsilon
@@ -44,6 +45,15 @@ def test_the_best_run_is_exported_with_the_epsilon_of_the_search(
     assert summary["epsilon"] < found["epsilon"], "one run alone costs less than the search"
     assert "covers the model and its settings" in shown
     assert "public data" in shown
+    stated = shown_epsilon(found["epsilon"])
+    assert f"epsilon {stated} at delta" in shown
+    for trial in found["trials"]:
+        assert call("statement", trial["folder"]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        chosen = trial["folder"] == found["best"]["folder"]
+        assert (f"differentially private with epsilon = {stated} and" in said) == chosen
+        assert ("Chosen by fdp search" in said) == chosen
+        assert ("not the run that was chosen" in said) != chosen
 
 
 WILD = shlex.split("--lr 1e6,1e7 --optimizer sgd --schedule constant --steps 12 --max-norm 1 --clip flat")

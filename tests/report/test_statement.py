@@ -294,12 +294,13 @@ def test_a_run_that_a_search_chose_states_the_price_of_the_choice_and_no_score(t
         "delta": 1e-6,
         "trials_mean": 8.0,
         "trials": [{"folder": "x/trial-1", "score": 0.98765}],
+        "best": {"folder": "x/trial-1", "score": 0.98765},
     }
     (tmp_path / "search" / "search.json").write_text(json.dumps(found))
     text = text_of(run)
     assert text.count("the chosen model has epsilon 4.568 at delta 1e-06") >= 2, "beside the guarantee, and as tuning"
     assert "0.98765" not in text
-    assert text.count("The choice among the runs of the search is not in them") == 2, "the curve, and groups"
+    assert text.count("Of a search, or of an earlier run, only epsilon and delta are known") == 2, "curve, and groups"
     facts = read_facts(read_run_folder(run))
     assert make_statement(facts, records_per_person=4).facts["person_epsilon"] is None
     assert make_statement(facts, records_per_person=1).facts["person_epsilon"] == 4.5671
