@@ -28,6 +28,7 @@ from fdp.fast.compile_modes import Compile
 from fdp.gradients.plan import Method
 from fdp.kfac.private.curvature_sources import Feed, describe_feed
 from fdp.kfac.state import KfacPlan
+from fdp.privacy.chain import Chain
 from fdp.privacy.guarantee import RELATION, delta_advice
 from fdp.privacy.shown_numbers import round_up, shown_delta, shown_epsilon
 from fdp.run.evaluation import Evaluator
@@ -45,12 +46,12 @@ NOT_COVERED = (
     "them as you guard the data"
 )
 EARLY_STOP = (
-    "after {steps} of {steps_planned} steps. The epsilon is that of all {steps_planned}, since what the run showed may "
-    "have led to the stop; it is {less} if the {steps} steps were decided on before the run"
+    "after {steps} of {steps_planned} steps. The epsilon{part} is that of all {steps_planned}, since what the run "
+    "showed may have led to the stop; it is {less} if the {steps} steps were decided on before the run"
 )
 BY_PATIENCE = (
-    "after {steps} of {steps_planned} steps, by --patience. The epsilon is that of all {steps_planned}: the stop was "
-    "not decided on before the run"
+    "after {steps} of {steps_planned} steps, by --patience. The epsilon{part} is that of all {steps_planned}: the stop "
+    "was not decided on before the run"
 )
 FIXED_SEED = "whoever guesses it can repeat the noise and subtract it. For a real release leave --seed out"
 
@@ -95,8 +96,8 @@ def show_memory_warnings(console: Console) -> Iterator[None]:
         yield
 
 
-def show_result(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
-    """Print the result, and which outputs the budget covers."""
+def show_result(console: Console, summary: Mapping[str, Any], folder: Path, *, chain: Chain | None = None) -> None:
+    """Print the result, and which outputs the budget covers; ``chain`` is the promise about the model."""
     first, last = loss_text(summary["loss_first"]), loss_text(summary["loss_last"])
     rows = [("loss", f"{first} → {last} in {summary['steps']} steps")]
     if "evaluation" in summary:
@@ -111,19 +112,38 @@ def show_result(console: Console, summary: Mapping[str, Any], folder: Path) -> N
             )
         )
     if summary["private"]:
-        epsilon = shown_epsilon(summary["epsilon"])
-        rows.append(("privacy", f"epsilon {epsilon} at delta {shown_delta(summary['delta'])} ({summary['relation']})"))
+        rows += _result_rows(summary, chain)
         if summary["steps"] < summary["steps_planned"]:
             less = shown_epsilon(summary["epsilon_if_stop_was_decided_in_advance"])
             by_patience = summary.get("exported", {}).get("stopped_early", False)
-            rows.append(("early stop", (BY_PATIENCE if by_patience else EARLY_STOP).format(**summary, less=less)))
-        rows += [("covered", COVERED), ("not covered", NOT_COVERED)]
+            part = " of this run" if chain is not None and chain.earlier else ""
+            words = BY_PATIENCE if by_patience else EARLY_STOP
+            rows.append(("early stop", words.format(**summary, less=less, part=part)))
+        covered = chain is None or chain.total.private
+        rows += [*([("covered", COVERED)] if covered else []), ("not covered", NOT_COVERED)]
     else:
         rows.append(("privacy", "none: the parameters may reveal the data they were trained on"))
     if "warning" in summary:
         rows.append(("trained before", summary["warning"]))
     rows.append(("files", str(folder)))
     console.print(_panel("done", rows))
+
+
+def _result_rows(summary: Mapping[str, Any], chain: Chain | None) -> Rows:
+    """Return the privacy of the model, and of this run alone where earlier runs on the same data are part of it."""
+    alone, relation = shown_epsilon(summary["epsilon"]), summary["relation"]
+    own = f"epsilon {alone} at delta {summary['delta']:.3g}"
+    if chain is None or not chain.earlier:
+        only = " for the steps of this run only" if chain is not None and chain.left_out else ""
+        return [("privacy", f"{own}{only} ({relation})")]
+    runs = f"{len(chain.earlier)} earlier run{'s' * (len(chain.earlier) > 1)}"
+    if chain.total.epsilon is None:
+        return [("privacy", f"none for the model: {runs} that it started from used the same data without privacy")]
+    total = f"epsilon {shown_epsilon(chain.total.epsilon)} at delta {chain.total.delta:.3g}"
+    return [
+        ("privacy", f"{total} ({relation}), of this run and {runs} whose parameters it started from"),
+        ("this run", f"{own}, of its own steps alone"),
+    ]
 
 
 def show_hints(console: Console, hints: Sequence[str]) -> None:

@@ -36,6 +36,7 @@ from fdp.parallel import launch
 from fdp.parallel.agree import gather_values, run_in_unison
 from fdp.parallel.heartbeat import Heartbeat
 from fdp.parallel.launch import Ranks
+from fdp.privacy.chain import compose_chain
 from fdp.report import figure
 from fdp.run.evaluation import Evaluator, attach_evaluations, make_evaluator
 from fdp.run.generate import attach_texts
@@ -284,6 +285,8 @@ def _finish(session: Session, state: TrainState, records: list[StepRecord]) -> N
     if launch.rank() == 0:
         figure.write_report(folder, run, records, title=f"{options.model.model} on {options.data.data}")
         run_files.write_summary(folder, summary)  # last: a folder with a summary is a finished run
-        display.show_result(console, summary, folder)
+        extends = options.ledger.extend is not None
+        chain = compose_chain(run.config.before, session.account.promise, extends=extends)
+        display.show_result(console, summary, folder, chain=chain)
         if options.output.as_json:
             print(json.dumps(summary | {"out": str(folder)}))

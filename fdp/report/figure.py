@@ -93,7 +93,8 @@ def _plot_epsilon(axes: Any, run: Run, records: Sequence[StepRecord]) -> None:
     axes.set_ylim(bottom=0, top=budget * 1.08)
     axes.set_xlim(left=0, right=run.config.steps * 1.02)
     axes.legend(frameon=False, fontsize=8, loc="lower right")
-    _title(axes, "Epsilon", f"at delta {shown_delta(run.config.delta)}")
+    title = "Epsilon of this run alone" if run.config.before else "Epsilon"
+    _title(axes, title, f"at delta {shown_delta(run.config.delta)}")
 
 
 def _plot_norms(axes: Any, run: Run, records: Sequence[StepRecord]) -> None:

@@ -103,8 +103,8 @@ def _assumed(facts: RunFacts) -> str:
 def _alone(facts: RunFacts, terms: str = "") -> str:
     promise, more = facts.promise, f", {terms.rstrip('.')}" if terms else ""
     return (
-        f"The steps of this run alone have epsilon {shown_epsilon(promise.epsilon or 0)} at delta {shown_delta(promise.delta or 0)}"
-        f"{more}."
+        f"The steps of this run alone have epsilon {shown_epsilon(promise.epsilon or 0)} at delta "
+        f"{shown_delta(promise.delta or 0)}{more}."
     )
 
 

@@ -18,13 +18,13 @@ from fdp.cli.model_and_data import export_model
 from fdp.cli.options import build
 from fdp.cli.train_options import TrainOptions
 from fdp.optimizers.transforms import ScheduleState
-from fdp.privacy.guarantee import compose, read_marker
+from fdp.privacy.guarantee import compose, read_marker, shown_epsilon
 from fdp.privacy.releases import composed_epsilon
 from fdp.privacy.sampling import sample
 from fdp.run.training_run import prepare
 from fdp.storage.safetensors import import_safetensors
 from fdp.types import FdpError
-from tests.cli.train_runs import call, interrupt_after, train
+from tests.cli.train_runs import call, interrupt_after, last_json, train
 
 
 def extend(run: Path, out: Path, *words: str) -> dict[str, Any]:
@@ -68,6 +68,39 @@ def test_a_chain_of_extensions_composes(first, tmp_path, capsys):
     assert third["epsilon_total"] == pytest.approx(composed_epsilon(releases, delta=chain[0].delta or 0))
     assert third["epsilon"] < second["epsilon_total"] < third["epsilon_total"]
     assert {one.releases[0].noise_multiplier for one in chain if one.releases} == {1.0}, "the noise is kept"
+
+
+def test_every_place_shows_the_epsilon_of_the_chain_first(first, tmp_path, capsys):
+    """The result panel, the statement and the report: the model was trained on the same people all along."""
+    found = extend(first, tmp_path / "b", "--steps", "2")
+    total, alone = shown_epsilon(found["epsilon_total"]), shown_epsilon(found["epsilon"])
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    done = shown[shown.index(" done ") :]
+    assert f"privacy epsilon {total} at delta" in done
+    assert "of this run and 1 earlier run whose parameters it started from" in done
+    assert f"this run epsilon {alone} at delta" in done
+    assert call("statement", str(tmp_path / "b"), "--ledger", "off") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"differentially private with epsilon = {total} and" in said
+    assert f"differential privacy with epsilon = {alone}" not in said
+    assert "this is assumed" not in said, "--extend goes on with the data of the run"
+    assert call("report", str(tmp_path / "b"), "--json") == 0
+    (shown_run,) = last_json(capsys.readouterr().out)["runs"]
+    assert shown_run["results"]["epsilon_total"] == found["epsilon_total"]
+    assert f"with epsilon = {total} and" in shown_run["statement"]
+
+
+def test_an_extension_of_a_run_without_privacy_has_no_epsilon(tmp_path, capsys):
+    assert train(tmp_path / "a", "--method", "none", "--noise-multiplier", "0", "--ledger", "off") == 0
+    words = ("--method", "auto", "--noise-multiplier", "1", "--delta", "1e-6", "--steps", "2")
+    capsys.readouterr()
+    extend(tmp_path / "a", tmp_path / "b", *words)
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    done = shown[shown.index(" done ") :]
+    assert "privacy none for the model: 1 earlier run that it started from used the same data without privacy" in done
+    assert "covered the parameters" not in done.replace("not covered", "")
+    assert call("statement", str(tmp_path / "b"), "--ledger", "off") == 0
+    assert "No epsilon can be stated for the model" in capsys.readouterr().out
 
 
 def test_the_total_stays_within_the_budget(first, tmp_path):
@@ -227,7 +260,8 @@ def test_a_folder_of_transformers_is_extended(words, tmp_path):
 def test_a_run_that_a_search_chose_is_extended_with_the_price_of_the_choice(first, tmp_path):
     trial = tmp_path / "search" / "trial-1"
     shutil.copytree(first, trial)
-    found = {"epsilon": 50.0, "delta": 1e-6, "trials_mean": 8.0, "trials": [{"folder": "trial-1", "score": 1.0}]}
+    one = {"folder": "trial-1", "score": 1.0}
+    found = {"epsilon": 50.0, "delta": 1e-6, "trials_mean": 8.0, "trials": [one], "best": one}
     (trial.parent / "search.json").write_text(json.dumps(found))
     (promise,) = find_extended(str(trial)).chain
     assert (promise.epsilon, promise.releases) == (50.0, None)
@@ -236,5 +270,7 @@ def test_a_run_that_a_search_chose_is_extended_with_the_price_of_the_choice(firs
     assert total[0] >= 50, "one run is one run, whatever it is called"
     with pytest.raises(FdpError, match="or a search chose"):
         prepared(trial, epsilon=60.0)
+    (trial.parent / "search.json").write_text(json.dumps(found | {"best": None}))
+    assert find_extended(str(trial)).chain == (promise,), "whoever goes on from another run has seen the search"
     (trial.parent / "search.json").write_text(json.dumps(found | {"epsilon": None}))
     assert not find_extended(str(trial)).chain[0].private
