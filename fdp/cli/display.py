@@ -132,14 +132,14 @@ def show_result(console: Console, summary: Mapping[str, Any], folder: Path, *, c
 def _result_rows(summary: Mapping[str, Any], chain: Chain | None) -> Rows:
     """Return the privacy of the model, and of this run alone where earlier runs on the same data are part of it."""
     alone, relation = shown_epsilon(summary["epsilon"]), summary["relation"]
-    own = f"epsilon {alone} at delta {summary['delta']:.3g}"
+    own = f"epsilon {alone} at delta {shown_delta(summary['delta'])}"
     if chain is None or not chain.earlier:
         only = " for the steps of this run only" if chain is not None and chain.left_out else ""
         return [("privacy", f"{own}{only} ({relation})")]
     runs = f"{len(chain.earlier)} earlier run{'s' * (len(chain.earlier) > 1)}"
     if chain.total.epsilon is None:
         return [("privacy", f"none for the model: {runs} that it started from used the same data without privacy")]
-    total = f"epsilon {shown_epsilon(chain.total.epsilon)} at delta {chain.total.delta:.3g}"
+    total = f"epsilon {shown_epsilon(chain.total.epsilon)} at delta {shown_delta(chain.total.delta or 0)}"
     return [
         ("privacy", f"{total} ({relation}), of this run and {runs} whose parameters it started from"),
         ("this run", f"{own}, of its own steps alone"),

@@ -145,6 +145,8 @@ def result_summary(run: Run, state: TrainState) -> dict[str, Any]:
             )
         if found["stopped_early"] or found["step"] != int(state.step):
             said.append(CHOICE[evaluation.cost])
+        elif evaluation.cost is Cost.OUTSIDE:  # to take the last step, too, was a choice
+            said += [*([] if said else ["the parameters after the last step"]), CHOICE[evaluation.cost]]
     return {"exported": found | {"in_words": "; ".join(said) or "the parameters after the last step"}}
 
 

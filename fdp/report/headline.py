@@ -41,6 +41,26 @@ def headline(facts: RunFacts) -> tuple[str, ...]:
     return said
 
 
+def held_out_choice(facts: RunFacts) -> str | None:
+    """Return the choices that depend on held-out people without noise, and so are not covered.
+
+    None if nothing was chosen by them, or if they are public or their evaluations were noised.
+    """
+    settings = facts.settings
+    held_out = settings.get("eval_fraction") is not None or settings.get("eval_data") is not None
+    if not held_out or settings.get("eval_public") or settings.get("eval_epsilon") is not None:
+        return None
+    chosen = ["which step is exported"] if settings.get("keep_best") else []
+    chosen += ["when training stops"] if settings.get("patience") is not None else []
+    chosen += ["which run of the search is chosen"] if facts.search is not None and facts.search.chose else []
+    if not chosen:
+        return None
+    return (
+        f"the people who were held out for evaluation: their loss, without noise, decided {' and '.join(chosen)}. The "
+        f"exported parameters depend on them through this choice, and no epsilon covers them"
+    )
+
+
 def reason(facts: RunFacts) -> str:
     """Return why no epsilon covers the model of a run whose steps are private."""
     if facts.search is not None and facts.search.chose and facts.search.epsilon is None:

@@ -17,7 +17,7 @@ from fdp.privacy.guarantee import Guarantee, guarantee_to_json, held_out_epsilon
 from fdp.privacy.shown_numbers import shown_delta, shown_epsilon
 from fdp.report.checklists import ASK, DPFY_ML, NIST, Item, dpfy_ml, nist_sp_800_226
 from fdp.report.documents import Bullets, Document, Rows, Section
-from fdp.report.headline import headline
+from fdp.report.headline import headline, held_out_choice
 from fdp.report.mechanism_words import describe_mechanism
 from fdp.report.other_runs import THEOREM, compose_others, others_section
 from fdp.report.privacy_numbers import curve_section, groups_section, privacy_numbers
@@ -132,6 +132,7 @@ def guarantee_section(facts: RunFacts) -> Section:
             *more,
             *_held_out_sentence(facts.promise),
             *(() if facts.search is None else (facts.search.sentence(),)),
+            *(() if (choice := held_out_choice(facts)) is None else (f"Not covered: {choice}.",)),
             Bullets(
                 (
                     f"Unit: {facts.promise.unit}. For people: {facts.unit_note}.",
@@ -191,9 +192,13 @@ def _scope_section(facts: RunFacts) -> Section:
     if (budget := facts.settings.get("eval_epsilon")) is not None:
         most = f"epsilon {shown_epsilon(budget)} at delta {shown_delta(facts.promise.delta or 0)}"
         made += (f"the budget of the noised evaluations is {most}",)
-    not_covered = (*((SEEDED,) if facts.seeded else ()), *NOT_COVERED)
-    blocks = ("Covered:", Bullets(COVERED), "Not covered:", Bullets(not_covered))
+    blocks = ("Covered:", Bullets(COVERED), "Not covered:", Bullets(_not_covered(facts)))
     return Section("What is covered", (*blocks, *(("Evaluation:", Bullets(made)) if made else ())))
+
+
+def _not_covered(facts: RunFacts) -> tuple[str, ...]:
+    choice = held_out_choice(facts)
+    return (*((SEEDED,) if facts.seeded else ()), *(() if choice is None else (choice,)), *NOT_COVERED)
 
 
 def _disjoint(facts: RunFacts) -> str:
@@ -243,7 +248,7 @@ def _as_json(facts: RunFacts, numbers: dict[str, Any], totals: dict[str, Any], t
             "words": list(describe_mechanism(facts)),
         },
         "covered": list(COVERED),
-        "not_covered": [*([SEEDED] if facts.seeded else []), *NOT_COVERED],
+        "not_covered": list(_not_covered(facts)),
         "tuning": tuning,
         **numbers,
         "other_runs": totals | {"theorem": THEOREM},

@@ -211,6 +211,21 @@ def test_keep_best_and_patience_say_what_they_chose_and_need_held_out_data(
     assert "--ema: expected a decay of at least 0 and below 1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("public", [False, True])
+def test_a_choice_by_held_out_people_is_said_even_if_it_is_the_last_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], public: bool
+) -> None:
+    words = ["--eval-data", "digits-test", "--eval-every", "3", "--patience", "2", "--json"]
+    assert train(tmp_path / "run", *words, *(["--eval-public"] if public else []), steps=3) == 0
+    exported = last_json(capsys.readouterr().out)["exported"]
+    assert (exported["step"], exported["stopped_early"]) == (3, False)
+    assert exported["in_words"].startswith("the parameters after the last step")
+    assert ("the choice is not covered for the held-out samples" in exported["in_words"]) is not public
+    assert call("statement", str(tmp_path / "run")) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert ("their loss, without noise, decided when training stops" in said) is not public
+
+
 def test_held_out_users_who_are_trained_on_are_refused(tmp_path: Path) -> None:
     for name, users in {"train": range(30), "other": range(30, 40), "both": range(25, 40)}.items():
         lines = (json.dumps({"author": f"user {user}", "text": f"note {user} of a day"}) for user in users)

@@ -37,10 +37,10 @@ def json_of(folder: Path, **options: Any) -> dict[str, Any]:
     return make_statement(read_facts(read_run_folder(folder)), **options).facts
 
 
-def write_search(folder: Path, *, epsilon: float | None = SEARCH_EPSILON) -> tuple[Path, Path]:
+def write_search(folder: Path, *, epsilon: float | None = SEARCH_EPSILON, **settings: Any) -> tuple[Path, Path]:
     """Write a search of two runs, the first of which is chosen."""
-    chosen = write_run(folder / "trial-1", summary={})
-    other = write_run(folder / "trial-2", promises=(PROMISE._replace(run="run2"),), summary={})
+    chosen = write_run(folder / "trial-1", summary={}, **settings)
+    other = write_run(folder / "trial-2", promises=(PROMISE._replace(run="run2"),), summary={}, **settings)
     trials = [{"folder": f"elsewhere/{each.name}", "score": 0.98765} for each in (chosen, other)]
     found = {"epsilon": epsilon, "delta": 1e-6, "trials_mean": 8.0, "trials": trials, "best": trials[0]}
     (folder / "search.json").write_text(json.dumps(found))
@@ -188,3 +188,41 @@ def test_a_choice_that_nothing_covers_leaves_no_epsilon(tmp_path):
     assert "No epsilon can be stated for the model: it was chosen among several runs by data" in text_of(chosen)
     assert json_of(chosen)["guarantee"]["epsilon"] is None
     assert f"private with epsilon = {shown_epsilon(EPSILON)} and" in text_of(other)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"keep_best": True}, "which step is exported."),
+        ({"patience": 3}, "when training stops."),
+        ({"keep_best": True, "patience": 3}, "which step is exported and when training stops."),
+    ],
+)
+@pytest.mark.parametrize("source", [{"eval_fraction": 0.1}, {"eval_data": "secret/others.jsonl"}])
+def test_a_step_that_held_out_people_chose_without_noise_is_said_not_to_be_covered(tmp_path, settings, source, words):
+    run = write_run(tmp_path / "run", summary={}, **settings, **source)
+    text, words = text_of(run), f"held out for evaluation: their loss, without noise, decided {words}"
+    assert text.count(words) == 2, "beside the guarantee, and under what is not covered"
+    assert text.count("no epsilon covers them") == 2
+    assert "others.jsonl" not in text
+    assert any(words in each for each in json_of(run)["not_covered"])
+    assert f"Not covered: the people who were {words}" in statement_words(read_run_folder(run)), "so does the report"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"eval_fraction": 0.1},
+        {"eval_fraction": 0.1, "keep_best": True, "eval_epsilon": 1.0},
+        {"eval_data": "open.txt", "patience": 3, "eval_public": True},
+        {"keep_best": False, "patience": None},
+    ],
+)
+def test_a_choice_by_nobody_by_public_data_or_by_noised_numbers_is_not_called_uncovered(tmp_path, settings):
+    assert "no epsilon covers them" not in text_of(write_run(tmp_path / "run", summary={}, **settings))
+
+
+def test_a_search_by_held_out_people_says_that_they_are_not_covered(tmp_path):
+    chosen, other = write_search(tmp_path / "search", eval_fraction=0.1)
+    assert "their loss, without noise, decided which run of the search is chosen." in text_of(chosen)
+    assert "no epsilon covers them" not in text_of(other)
