@@ -16,7 +16,7 @@ from tests.report.run_folders import make_records
 
 def make_run(*, private: bool = True, steps: int = 40) -> Any:
     """Return the parts of a run that the figure reads."""
-    config = SimpleNamespace(steps=steps, delta=1e-6, method=Method.AUTO if private else Method.NONE)
+    config = SimpleNamespace(before=(), steps=steps, delta=1e-6, method=Method.AUTO if private else Method.NONE)
     return SimpleNamespace(config=config, epsilons=[8.0] if private else None)
 
 
