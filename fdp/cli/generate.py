@@ -2,6 +2,7 @@
 
     fdp generate runs/notes --prompt "The patient" --tokens 60
     fdp generate models/tiny --prompt "Once" --temperature 0 --json
+    fdp generate runs/search --prompt "The"             # from the run that fdp search chose
 
 Text that is generated from the exported parameters is covered by the budget of the run, as they are.
 """
@@ -40,7 +41,7 @@ class GenerateOptions:
 
 @expand_groups
 def generate_command(
-    run: Annotated[Path, Argument(help="The folder of a finished run, or a model folder of transformers.")],
+    run: Annotated[Path, Argument(help="The folder of a finished run or search, or a model folder of transformers.")],
     options: GenerateOptions,
 ) -> None:
     """Generate text from a trained model."""
@@ -68,12 +69,15 @@ def generate_command(
 
 
 def open_model(path: Path, options: GenerateOptions) -> tuple[Model, Tree, Tokenizer]:
-    """Return the model in the folder of a run or of ``transformers``, its parameters and its tokenizer."""
+    """Return the model in the folder of a run, a search or ``transformers``, its parameters and its tokenizer."""
     from fdp.cli.check_data import TOKENIZER_FILES
     from fdp.data import text
     from fdp.foreign.hub import hugging_face
+    from fdp.run.run_folder import SEARCH_RESULT, chosen_run
     from fdp.types import FdpError
 
+    if (path / SEARCH_RESULT).is_file():
+        path = chosen_run(path) or path
     settings = _settings(path)
     folder = path if settings is None else path / "model"
     if settings is not None and settings.get("prefix") is not None:

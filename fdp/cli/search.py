@@ -12,8 +12,10 @@ own, and the choice is covered by nothing.
 from __future__ import annotations
 
 import json
+import shlex
 
 from rich.console import Console
+from typer import Exit
 
 from fdp.cli.evaluation_options import EvaluationOptions
 from fdp.cli.options import expand_groups, to_dict
@@ -40,5 +42,12 @@ def search_command(
     result = run_search(shared, parse_lists(search), search, console)
     for line in result["statement"]:
         console.print(line, soft_wrap=True)
+    if result["best"] is not None:
+        out, run = shlex.quote(str(search.out)), shlex.quote(result["best"]["folder"])
+        console.print(
+            f"next: fdp generate {out}, and for the run: fdp statement {run}, fdp report {run}", soft_wrap=True
+        )
     if search.as_json:
         print(json.dumps(result))
+    if code := result["exit_code"]:
+        raise Exit(code)

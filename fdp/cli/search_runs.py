@@ -3,6 +3,8 @@
 OUT/trial-1 ...        the runs; all but the exported model are for the owner of the data only
 OUT/model.safetensors  the best model (a folder of transformers: OUT/model)
 OUT/search.json        the statement, the settings and scores of every run; not covered by the budget
+
+A signal ends the search with its run: no model is exported, and the epsilon of a finished search is not claimed.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from fdp.cli.configure_evaluation import OverlapWarning
 from fdp.cli.options import build, parse_value
 from fdp.cli.run_files import check_free
 from fdp.cli.search_options import LISTS, SearchOptions
+from fdp.cli.signals import stop_on_signals
 from fdp.cli.train_options import TrainOptions
+from fdp.privacy import accounting
 from fdp.privacy.guarantee import MARKER, RELATION, marker_text, read_marker
 from fdp.privacy.mechanism import Mechanism
 from fdp.privacy.sampling import poisson
@@ -35,7 +39,7 @@ from fdp.privacy.selection import (
     selection_epsilon,
 )
 from fdp.privacy.shown_numbers import shown_delta, shown_epsilon
-from fdp.run.run_folder import read_run_folder
+from fdp.run.run_folder import SEARCH_RESULT, read_run_folder
 from fdp.run.training_run import NotFinite
 from fdp.storage.private_files import write_private
 from fdp.types import FdpError
@@ -43,9 +47,10 @@ from fdp.types import FdpError
 if TYPE_CHECKING:
     from fdp.run.run_config import RunConfig
 
-RESULT = "search.json"
 NOT_FINITE = 1
 """The exit code of a run whose parameters stop being finite."""
+SIGNALLED = 128
+"""The exit code of a run that a signal ended is this and the number of the signal."""
 NOTHING_DRAWN = (
     "the number of runs was drawn as 0, which happens with probability {chance:.2g}: nothing was trained, nothing is "
     "released and nothing is spent. To draw again until there is a run would not be covered; a new search is a second "
@@ -67,31 +72,42 @@ def run_search(
     """Train the runs of a search, export the best, write ``search.json`` and return its contents."""
     check_score(shared, search)
     check_free(search.out)
-    if (search.out / RESULT).exists():
+    if (search.out / SEARCH_RESULT).exists():
         raise FdpError(f"--out: {search.out} already holds a search; give another directory")
     repetitions = Repetitions(search.trials, POISSON)
     first = build(TrainOptions, shared | {key: values[0] for key, values in lists.items()} | {"epsilon": 1.0})
-    price = find_price(_configure(first, search), repetitions, search)
+    config = _configure(first, search)
+    price = find_price(config, repetitions, search)
     rng = np.random.default_rng(search.seed)
     count = draw_repetitions(repetitions, rng)  # once, and before the first run
     search.out.mkdir(parents=True, exist_ok=True)
-    trials = [_run_trial(shared, _draw(lists, rng), price, search, number, console) for number in range(1, count + 1)]
+    trials, code = [], 0
+    with stop_on_signals() as stop:
+        while len(trials) < count and not code:
+            trials.append(_run_trial(shared, _draw(lists, rng), price, search, len(trials) + 1, console))
+            code = stop.exit_code if len(trials) < count or trials[-1]["interrupted"] else 0
     scored = [trial for trial in trials if trial["score"] is not None]
-    best = min(scored, key=lambda trial: trial["score"]) if scored else None
+    best = min(scored, key=lambda trial: trial["score"]) if scored and not code else None
     if best is not None:
         _export(Path(best["folder"]), search.out, price)
+    covered = price.epsilon if not code else None
     result = {
-        "private": price.epsilon is not None,
-        "epsilon": price.epsilon,
+        "private": covered is not None,
+        "epsilon": covered,
+        "exit_code": code,
         "delta": price.delta,
         "relation": RELATION,
         "noise_multiplier": price.noise_multiplier,
         "trials": trials,
         "trials_mean": search.trials,
         "best": best,
-        "statement": statement(price, search, shared, best, count),
+        "statement": (
+            interrupted_statement(price, config, search, begun=len(trials), count=count)
+            if code
+            else statement(price, search, shared, best, count)
+        ),
     }
-    write_private(search.out / RESULT, json.dumps(result, indent=2) + "\n")
+    write_private(search.out / SEARCH_RESULT, json.dumps(result, indent=2) + "\n")
     return result
 
 
@@ -179,7 +195,36 @@ def statement(
         f"settings, chosen from a Poisson number of runs with mean {search.trials:g} (Papernot and Steinke 2022, "
         f"Theorem 6, by RDP; noise multiplier {price.noise_multiplier:.4g} in every run)",
         f"chosen by the loss on {outside}",
-        f"not covered: {RESULT}, the number of runs, their scores and the models that were not chosen",
+        f"not covered: {SEARCH_RESULT}, the number of runs, their scores and the models that were not chosen",
+    ]
+
+
+def interrupted_statement(
+    price: Price, config: RunConfig, search: SearchOptions, *, begun: int, count: int
+) -> list[str]:
+    """Return what a search that a signal ended has spent, and why it cannot go on.
+
+    Guarantees:
+      - the stated epsilon is that of all runs that were drawn, composed: it holds for whatever is released of them,
+        also if a score led to the interruption.
+    """
+    ended = f"interrupted in run {begun}: no model was chosen or exported. Its runs stay with the owner of the data"
+    if price.noise_multiplier is None:
+        spent = f"not private: each run alone has epsilon {search.epsilon:g}; a choice among them is covered by nothing"
+    else:
+        sampling = poisson(len(config.dataset), expected_batch_size=config.batch_size, population=config.population)
+        mechanism = Mechanism(sampling, config.clip, price.noise_multiplier)
+        epsilon = accounting.epsilon(mechanism, steps=count * config.steps, delta=price.delta)
+        spent = (
+            f"the epsilon of a search holds only if every run that was drawn is made. This one has spent epsilon "
+            f"{shown_epsilon(epsilon)} at delta {shown_delta(price.delta)}: that of all {count} runs that were drawn, composed, "
+            f"since a score may have led to the interruption"
+        )
+    return [
+        ended,
+        spent,
+        "the search cannot go on. To search again, give another --out: that is a second search, and the epsilons of "
+        "both add up",
     ]
 
 
@@ -217,10 +262,11 @@ def _run_trial(
     losses = [record.evaluation.loss for record in run.records if record.evaluation is not None]
     losses = losses or [record.loss for record in run.records]  # only with --not-private
     score = losses[-1] if code == 0 and losses and losses[-1] is not None and math.isfinite(losses[-1]) else None
-    shown = "diverged" if score is None else f"score {score:.4f}"
+    interrupted = code > SIGNALLED
+    shown = "interrupted" if interrupted else "diverged" if score is None else f"score {score:.4f}"
     settings = ", ".join(f"{key} {value:g}" for key, value in drawn.items())
     console.print(f"run {number}: {settings}: {shown}")
-    return {"folder": str(folder), "settings": drawn, "score": score}
+    return {"folder": str(folder), "settings": drawn, "score": score, "interrupted": interrupted}
 
 
 def _export(source: Path, out: Path, price: Price) -> None:

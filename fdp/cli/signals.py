@@ -1,7 +1,8 @@
 """SIGINT and SIGTERM as requests to stop: the current step is finished and saved first. A second signal kills.
 
 Schedulers send SIGTERM before they take a machine away. Ctrl-C in a terminal reaches every process, and torchrun then
-forwards it to ranks that already have it: signals within ``ECHO_SECONDS`` of the first count as one.
+forwards it to ranks that already have it: signals within ``ECHO_SECONDS`` of the first count as one. Of two nested
+blocks, as around the runs of a search, both learn of a signal.
 
     >>> with stop_on_signals() as stop:
     ...     for state, record in steps(run, state, stop=stop.requested): ...
@@ -38,6 +39,11 @@ class StopRequest:
         """The exit code of a process ended by the signal; 0 if none came."""
         return 0 if self.signal is None else 128 + self.signal
 
+    def copy_request(self, other: StopRequest) -> None:
+        """Take over the request of another block, with its time."""
+        if self.signal is None:
+            self.signal, self._received_at = other.signal, other._received_at
+
     def receive(self, number: int, frame: Any) -> None:
         """Store the first signal; let the second one kill the process."""
         now = time.monotonic()
@@ -50,14 +56,22 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Turn SIGINT and SIGTERM into a stop request inside the block; outside the main thread do nothing."""
+    """Turn SIGINT and SIGTERM into a stop request inside the block; outside the main thread do nothing.
+
+    A request of a block around this one holds in this one, and a request in this one holds around it.
+    """
     stop = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
     before = {number: signal.signal(number, stop.receive) for number in SIGNALS}
+    outer = getattr(before[signal.SIGINT], "__self__", None)
+    if isinstance(outer, StopRequest):
+        stop.copy_request(outer)
     try:
         yield stop
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        if isinstance(outer, StopRequest):
+            outer.copy_request(stop)

@@ -20,6 +20,9 @@ from typing import Any, NamedTuple
 from fdp.run.step_metrics import StepRecord, record_from_json
 from fdp.types import FdpError
 
+SEARCH_RESULT = "search.json"
+"""The file that ``fdp search`` writes beside the folders of its runs."""
+
 
 class RunFolder(NamedTuple):
     """The files of a run, as read. ``summary`` is None if the run has not finished."""
@@ -43,15 +46,27 @@ class RunFolder(NamedTuple):
 def read_run_folder(folder: Path) -> RunFolder:
     """Return the contents of a run's folder, or raise an error that says what is missing."""
     if not (folder / "config.json").is_file():
-        raise FdpError(
-            f"{folder}: expected the folder of a run of fdp train, with a config.json, got none there; name the --out "
-            "of the run, by default a folder in runs/"
-        )
+        expected = f"{folder}: expected the folder of a run of fdp train, with a config.json, got "
+        if (folder / SEARCH_RESULT).is_file():
+            chosen = chosen_run(folder)
+            go_on = (
+                "its runs are in the folders trial-1, trial-2, ..."
+                if chosen is None
+                else f"name its chosen run, {chosen}"
+            )
+            raise FdpError(f"{expected}that of a search; {go_on}")
+        raise FdpError(f"{expected}none there; name the --out of the run, by default a folder in runs/")
     config = _read_json(folder / "config.json")
     summary = _read_json(folder / "summary.json") if (folder / "summary.json").is_file() else None
     if "settings" not in config:
         raise FdpError(f"{folder / 'config.json'}: expected the settings of a run, got a file of another kind")
     return RunFolder(folder, config, read_records(folder), summary)
+
+
+def chosen_run(search: Path) -> Path | None:
+    """Return the folder of the run that a search chose, also if the search was moved; None if it chose none."""
+    best = _read_json(search / SEARCH_RESULT).get("best")
+    return None if best is None else search / Path(best["folder"]).name
 
 
 def read_records(folder: Path, *, upto: int | None = None) -> list[StepRecord]:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from fdp.cli import search_runs, session
+from fdp.privacy import accounting
 from fdp.privacy.clipping import flat
 from fdp.privacy.guarantee import shown_epsilon
 from fdp.privacy.mechanism import Mechanism
 from fdp.privacy.sampling import poisson
 from fdp.privacy.selection import POISSON, Repetitions, selection_epsilon
-from tests.cli.train_runs import call, last_json
+from tests.cli.train_runs import call, interrupt_after, last_json
 
 SMALL = shlex.split(
     "search --model logistic --data digits --batch-size 32 --microbatch 16 --steps 3 --epsilon 4 --trials 2 --seed 1 "
@@ -113,9 +118,108 @@ def test_mistakes_are_explained(
 
 
 def test_no_run_at_all_is_a_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from fdp.cli import search_runs
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search_runs, "draw_repetitions", lambda repetitions, rng: 0)
         assert call(*SMALL, "--eval-fraction", "0.1", "--out", str(tmp_path / "search")) == 0
     assert "nothing is released and nothing is spent" in capsys.readouterr().out
+
+
+PUBLIC = ("--eval-data", "digits-test", "--eval-public")
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def draw_three(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search_runs, "draw_repetitions", lambda repetitions, rng: 3)
+
+
+def interrupt_while(number: int, *, training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send SIGINT before run ``number`` of a search reads its data, or after its last step."""
+    train = session.train
+
+    def interrupted(options):
+        here = options.output.out.name == f"trial-{number}"
+        if here and not training:
+            os.kill(os.getpid(), signal.SIGINT)
+        code = train(options)
+        if here and training:
+            os.kill(os.getpid(), signal.SIGINT)
+        return code
+
+    monkeypatch.setattr(session, "train", interrupted)
+
+
+def test_an_interrupted_search_stops_exports_nothing_and_claims_no_more_than_its_runs_composed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw_three(monkeypatch)
+    interrupt_after(2, monkeypatch)
+    assert call(*SMALL, *PUBLIC, "--out", str(tmp_path / "search")) == 130
+    shown = capsys.readouterr().out
+    found = last_json(shown)
+    assert len(found["trials"]) == 1
+    assert (found["best"], found["private"], found["epsilon"]) == (None, False, None)
+    assert found == json.loads((tmp_path / "search" / "search.json").read_text())
+    assert not (tmp_path / "search" / "model.safetensors").exists()
+    sampling = poisson(1500, expected_batch_size=32, population=1500)
+    mechanism = Mechanism(sampling, flat(max_norm=1.0), found["noise_multiplier"])
+    composed = accounting.epsilon(mechanism, steps=3 * 3, delta=found["delta"])
+    said = " ".join(found["statement"])
+    assert f"epsilon {shown_epsilon(composed)} at delta" in said
+    assert composed > summary_of(tmp_path / "search" / "trial-1")["epsilon"]
+    for words in ("interrupted in run 1", "all 3 runs that were drawn", "the search cannot go on", "a second search"):
+        assert words in said
+    assert ": interrupted" in shown
+    assert "diverged" not in shown
+    assert "covers the model" not in shown
+
+
+@pytest.mark.parametrize(
+    ("number", "training", "code", "begun"), [(2, False, 130, 2), (2, True, 130, 2), (3, True, 0, 3)]
+)
+def test_a_signal_between_the_steps_ends_a_search_unless_every_run_is_made(
+    number: int,
+    training: bool,
+    code: int,
+    begun: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    draw_three(monkeypatch)
+    interrupt_while(number, training=training, monkeypatch=monkeypatch)
+    assert call(*SMALL, *PUBLIC, "--out", str(tmp_path / "search")) == code
+    found = last_json(capsys.readouterr().out)
+    assert len(found["trials"]) == begun
+    assert (found["best"] is None) == (code != 0)
+
+
+def test_an_interrupted_search_that_is_not_private_states_no_epsilon_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw_three(monkeypatch)
+    interrupt_after(2, monkeypatch)
+    assert call(*SMALL, "--not-private", "--out", str(tmp_path / "search")) == 130
+    assert "covered by nothing" in " ".join(last_json(capsys.readouterr().out)["statement"])
+
+
+def test_the_folder_of_a_search_leads_to_its_chosen_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw_three(monkeypatch)
+    out = tmp_path / "my search"
+    assert call(*SMALL, *PUBLIC, "--out", str(out)) == 0
+    shown = capsys.readouterr().out
+    best = last_json(shown)["best"]["folder"]
+    assert f"fdp statement '{best}'" in shown
+    for command in ("statement", "report"):
+        assert call(command, str(out)) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert f"got that of a search; name its chosen run, {best}" in said
+    assert call("statement", best, "--ledger", "off") == 0
+    assert call("report", best) == 0
+    moved = out.rename(tmp_path / "moved")
+    assert call("generate", str(moved), "--prompt", "a") == 2
+    assert f"{moved / Path(best).name}: expected a language model" in " ".join(capsys.readouterr().err.split())

@@ -53,3 +53,16 @@ def test_outside_the_main_thread_signals_are_left_alone() -> None:
     thread.start()
     thread.join()
     assert found == [False]
+
+
+def test_nested_blocks_share_a_request() -> None:
+    with stop_on_signals() as outer:
+        with stop_on_signals() as first:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert first.requested()
+            assert not outer.requested()
+        assert outer.exit_code == 130
+        with stop_on_signals() as second:
+            assert second.exit_code == 130
+    with stop_on_signals() as alone:
+        assert not alone.requested()
