@@ -78,6 +78,11 @@ class Choice(NamedTuple):
     noise_multiplier: float
 
 
+def largest_batch(population: int) -> int:
+    """Return the largest batch size that is recommended: above it sampling protects no one."""
+    return max(1, int(HIGHEST_RATE * population))
+
+
 def exact_noise(problem: Problem, *, batch_size: int, steps: int) -> float:
     """Return the noise multiplier of a run, by the accountant that ``fdp train`` uses."""
     if problem.epsilon is None:
@@ -152,7 +157,7 @@ def _best(problem: Problem, speed: Speed, seconds: float, fixed: Fixed, correcti
 
 def _candidates(problem: Problem, speed: Speed, seconds: float, fixed: Fixed) -> Iterator[tuple[int, int]]:
     """Yield batch sizes in round numbers with the steps that fit, and fewer; settings that are fixed need not fit."""
-    most = max(1, int(HIGHEST_RATE * problem.population))
+    most = largest_batch(problem.population)
     batches = [batch for batch in _round_sizes() if batch <= most] or [most]
     for batch in batches if fixed.batch_size is None else [fixed.batch_size]:
         if (steps := fixed.steps_of(batch, problem.population)) is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fdp.advice.batch_and_steps import Choice, exact_noise
+from fdp.advice.batch_and_steps import Choice, exact_noise, largest_batch
 from fdp.advice.recipe import Situation
 from fdp.advice.signal import Signal, alignment_of, progress, signal_to_noise
 
@@ -18,7 +18,8 @@ FACTORS = (0.25, 1, 4)
 class Row(NamedTuple):
     """One setting: its noise, its predicted signal-to-noise ratio, its time, and whether it fits into the time.
 
-    ``progress`` is the number of steps without noise that would get as far, which the recipe makes as large as it can.
+    ``progress`` is the number of steps without noise that would get as far, which the recipe makes as large as it can
+    among batches of at most half the population: ``high_rate`` is True for larger ones, which it never chooses.
     """
 
     batch_size: int
@@ -30,6 +31,7 @@ class Row(NamedTuple):
     progress: float
     seconds: float
     fits: bool
+    high_rate: bool
     is_recipe: bool
 
 
@@ -55,5 +57,5 @@ def _make_row(situation: Situation, choice: Choice, pair: tuple[int, int], secon
     }
     found, steps_without_noise = signal_to_noise(**assumed), progress(**assumed)
     lasts, epochs = situation.speed.seconds(size, steps), size * steps / problem.population
-    fits = lasts <= seconds * 1.001
-    return Row(size, steps, epochs, noise, noise / size, found, steps_without_noise, lasts, fits, same)
+    fits, high_rate = lasts <= seconds * 1.001, size > largest_batch(problem.population)
+    return Row(size, steps, epochs, noise, noise / size, found, steps_without_noise, lasts, fits, high_rate, same)

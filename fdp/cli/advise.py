@@ -187,6 +187,15 @@ HEADINGS = (
 """The columns of the table, narrow enough for a terminal of 80 columns."""
 
 
+def fits_words(row: Row, *, fits_memory: bool) -> str:
+    """Return the last column of a row: the reason why it is not the recipe's to choose, "yes", or "recipe"."""
+    if not fits_memory or not row.fits:
+        return "no time" if fits_memory else "no memory"
+    if row.is_recipe:
+        return "recipe"
+    return "high rate" if row.high_rate else "yes"
+
+
 def _table(rows: list[Row], found: Advice) -> Table:
     gib = found.memory.bytes(found.situation.microbatch) / GIB
     fits_memory = gib <= found.free / GIB
@@ -196,7 +205,6 @@ def _table(rows: list[Row], found: Advice) -> Table:
     for heading in HEADINGS:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
-        fits = "yes" if row.fits and fits_memory else "no time" if fits_memory else "no memory"
         table.add_row(
             f"{row.batch_size:,}",
             f"{row.steps:,}",
@@ -207,7 +215,7 @@ def _table(rows: list[Row], found: Advice) -> Table:
             f"{row.signal.in_total:.3g}",
             f"{row.progress:.3g}",
             duration(row.seconds),
-            "recipe" if row.is_recipe and fits == "yes" else fits,
+            fits_words(row, fits_memory=fits_memory),
             style="bold" if row.is_recipe else None,
         )
     return table

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from fdp import models
-from fdp.advice.batch_and_steps import Problem, Speed
+from fdp.advice.batch_and_steps import Choice, Problem, Speed
 from fdp.advice.machine import Memory, choose_microbatch, free_memory
 from fdp.advice.recipe import Situation, advise_lora, learning_rate_for, make_recipe, model_width
 from fdp.advice.table import make_rows
+from fdp.cli.advise import fits_words
 from fdp.foreign.adapters.lora import lora_model
 
 SITUATION = Situation(Problem(842_496, False, 69_000, 8.0, 1e-7), Speed(0.1, 0.03), 128, 32)
@@ -67,6 +68,18 @@ def test_rows_hold_the_recipe_once_and_mark_what_fits() -> None:
     assert recipe[0].noise_to_batch == pytest.approx(recipe[0].noise_multiplier / recipe[0].batch_size)
     assert not all(row.fits for row in rows)
     assert recipe[0].progress > 0.9 * max(row.progress for row in rows if row.fits)
+
+
+def test_rows_with_batches_that_the_recipe_never_chooses_are_marked() -> None:
+    small = SITUATION._replace(problem=SITUATION.problem._replace(population=1000, epsilon=None, noise_multiplier=1.0))
+    rows = make_rows(small, Choice(200, 50, 1.0), seconds=1e6)
+    assert {row.batch_size: row.high_rate for row in rows} == {50: False, 200: False, 800: True}
+    for row in rows:
+        assert fits_words(row, fits_memory=False) == "no memory"
+        same = "recipe" if row.is_recipe else "yes"
+        assert fits_words(row, fits_memory=True) == ("high rate" if row.batch_size == 800 else same)
+        assert fits_words(row._replace(fits=False), fits_memory=True) == "no time"
+    assert fits_words(rows[-1]._replace(is_recipe=True), fits_memory=True) == "recipe", "a batch size that was given"
 
 
 def test_the_microbatch_is_the_largest_that_fits() -> None:
