@@ -1,11 +1,11 @@
 """Hints to whoever runs a private training: before it begins, and while it trains, each one once.
 
-    before   from public settings alone: the first step spends most of the budget; the sampling rate is near 1; the
-             batch is too small for the noise
+    before   from public settings: the first step spends most of the budget; the sampling rate is near 1; the batch is
+             too small for the noise. From the number of samples: the population is far from it
     during   from the metrics: every sample is clipped; none is; the loss diverges, which ends the run
 
-Hints during a run are computed from private losses and norms. They are for the screen of the data's owner; nothing
-writes them to a file.
+The number of samples is private, and so are the losses and norms that hints during a run are computed from. Hints are
+for the screen of the data's owner; nothing writes them to a file.
 
     >>> for hint in hints_before(run): print(hint)
     >>> for state, record in follow_hints(stream, run, say=print, stop=True): ...        # may raise Diverged
@@ -13,6 +13,7 @@ writes them to a file.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -34,6 +35,11 @@ FIRST_STEP_SHARE = 0.4
 
 MORE_STEPS = 4
 """The suggestion multiplies the steps by this."""
+CHEAP_GROWTH = 0.8
+"""More steps cost little if the noise grows by less than this part of the square root of ``MORE_STEPS``."""
+
+FAR_POPULATION = 2.0
+"""A population that differs from the number of samples by more than this factor is told."""
 
 HIGH_RATE = 0.5
 LOW_SIGNAL = 1.0
@@ -60,10 +66,11 @@ class Advised(NamedTuple):
 
 
 def hints_before(run: Run) -> list[str]:
-    """Return hints that follow from the public settings of a run; none if it is not private."""
+    """Return hints that follow from the settings of a run and its number of samples; none if it is not private."""
     if run.epsilons is None:
         return []
-    found = [_random_base(run), _first_step(run), _rate(run.mechanism.sampling), _batch(run)]
+    sampling = run.mechanism.sampling
+    found = [_random_base(run), _population(sampling), _first_step(run), _rate(sampling), _batch(run)]
     return [hint for hint in found if hint is not None]
 
 
@@ -147,9 +154,26 @@ def _first_step(run: Run) -> str | None:
         )  # fmt: skip
     except FdpError:  # the statistics of more steps would spend the budget alone
         return None
+    if then > CHEAP_GROWTH * math.sqrt(MORE_STEPS) * now:  # each step gains as little as its noise costs
+        return None
     return (
         f"the first step spends {first:.2g} of epsilon {config.epsilon:g}, so more steps would cost little: --steps "
         f"{more} needs a noise multiplier of {then:.3g} instead of {now:.3g}"
+    )
+
+
+def _population(sampling: Poisson) -> str | None:
+    """Return a hint if steps draw far more or fewer samples than the batch size; the exact number is not shown."""
+    factor = sampling.dataset_size / sampling.population
+    if 1 / FAR_POPULATION <= factor <= FAR_POPULATION:
+        return None
+    batch = sampling.expected_batch_size
+    drawn = f"about {float(f'{batch * factor:.1g}'):,g} samples on average instead of {batch:g}"
+    much, follows = ("above", "with the noise of that many") if factor < 1 else ("below", "and takes as much longer")
+    return (
+        f"--population {sampling.population:,} is far {much} the number of samples: a step draws {drawn}, {follows}. "
+        f"The guarantee holds all the same. Announce a number near that of your samples, or check that --data and "
+        f"--unit are what you mean"
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fdp.advice.divergence import find_divergence, patience
-from fdp.advice.hints import Diverged, clipping_hint, follow_hints, hints_before
+from fdp.advice.hints import FIRST_STEP_SHARE, Diverged, clipping_hint, follow_hints, hints_before
 from fdp.cli.configure import configure
 from fdp.run.step_metrics import StepRecord
 from fdp.run.training_run import Run, prepare
@@ -96,6 +96,33 @@ def test_a_first_step_that_spends_most_names_the_price_of_more() -> None:
     assert "--steps 16 needs a noise multiplier of" in hint
     cheap = prepared(noise_multiplier=None, epsilon=2.0, steps=400, batch_size=256)
     assert not [hint for hint in hints_before(cheap) if "first step" in hint]
+
+
+def test_steps_that_need_as_much_more_noise_are_not_called_cheap() -> None:
+    """Four times the steps with twice the noise gain nothing."""
+    tiny = prepared(noise_multiplier=None, epsilon=1e-4, steps=3, batch_size=256)
+    assert tiny.epsilons is not None
+    assert tiny.epsilons[0] > FIRST_STEP_SHARE * tiny.epsilons[-1], "else the test tests nothing"
+    assert not [hint for hint in hints_before(tiny) if "first step" in hint]
+
+
+@pytest.mark.parametrize(
+    ("population", "expected"),
+    [
+        (100_000, "100,000 is far above the number of samples: a step draws about 0.1 samples on average instead of 8"),
+        (100, "100 is far below the number of samples: a step draws about 100 samples on average instead of 8"),
+        (1_000, None),
+        (2_500, None),
+        (None, None),
+    ],
+)
+def test_a_population_far_from_the_number_of_samples_is_told(population: int | None, expected: str | None) -> None:
+    run = prepared(batch_size=8, population=population)
+    found = [hint for hint in hints_before(run) if "far" in hint]
+    assert (expected is None) == (not found)
+    if expected is not None:
+        assert expected in found[0]
+        assert str(run.mechanism.sampling.dataset_size) not in found[0].replace(",", "")
 
 
 def test_a_rate_near_one_and_a_batch_too_small_are_told() -> None:
