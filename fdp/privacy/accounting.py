@@ -290,12 +290,22 @@ def _bracket(
         low, high = high, min(high + 0.2, most)
     while excess(low) <= 0:
         if low <= least:
+            check_small_delta(delta, sampling.population)
             raise FdpError(
                 f"epsilon: expected a target that needs a noise multiplier above {_NOISE_RANGE[0]:g}, got "
                 f"{epsilon}: that is no privacy. Lower epsilon, or train without noise"
             )
         low, high = max(low - 0.2, least), low
     return low, high
+
+
+def check_small_delta(delta: float, population: int) -> None:
+    """Raise if delta is so large that a target without noise is its fault: publishing one sample would meet it."""
+    if delta * population >= 1:
+        raise FdpError(
+            f"delta: expected well below 1 / population, which is {1 / population:.2g}, got {delta:g}: with that "
+            f"probability nothing is promised, so no noise is needed. Lower delta, or leave it to its default"
+        )
 
 
 def _check_left(before: Any, epsilon: float, delta: float, accountant: Accountant) -> None:

@@ -30,7 +30,7 @@ import dp_accounting
 import numpy as np
 from dp_accounting.rdp import rdp_privacy_accountant
 
-from fdp.privacy.accounting import event
+from fdp.privacy.accounting import check_small_delta, event
 from fdp.privacy.clipping import ClipStyle
 from fdp.privacy.loss_distributions import NEIGHBOURS
 from fdp.privacy.mechanism import Mechanism
@@ -101,6 +101,7 @@ def noise_multiplier_for_selection(
             f"{delta}. Raise --epsilon, or lower --trials, --steps or --batch-size"
         )
     if spent(low) <= epsilon:
+        check_small_delta(delta, sampling.population)
         raise FdpError(f"epsilon: expected a target that needs noise, got {epsilon}: that is no privacy. Lower epsilon")
     while high - low > _TOLERANCE:
         middle = (low + high) / 2

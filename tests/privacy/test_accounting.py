@@ -379,6 +379,10 @@ BUDGET = {"delta": 1e-6, "steps": 100}
         (lambda: noise_multiplier_for(TINY, FLAT, epsilon=1e-9, delta=1e-12, steps=10**6), "within reach"),
         (lambda: noise_multiplier_for(GOLDEN.sampling, FLAT, epsilon=1e6, **BUDGET), "no privacy"),
         (
+            lambda: noise_multiplier_for(GOLDEN.sampling, FLAT, epsilon=3.0, delta=0.5, steps=2),
+            "delta: expected well below 1 / population",
+        ),
+        (
             lambda: noise_multiplier_for(
                 GOLDEN.sampling, FLAT._replace(count_noise=0.5), epsilon=0.5, delta=1e-6, steps=1000
             ),

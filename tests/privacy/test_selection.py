@@ -121,3 +121,5 @@ def test_what_cannot_be_promised_is_refused() -> None:
         noise_multiplier_for_selection(FULL, counted, Repetitions(2.0, POISSON), epsilon=1.0, delta=DELTA, steps=1)
     with pytest.raises(FdpError, match="that is no privacy"):
         noise_multiplier_for_selection(FULL, CLIP, Repetitions(2.0, POISSON), epsilon=1e9, delta=DELTA, steps=1)
+    with pytest.raises(FdpError, match="delta: expected well below 1 / population"):
+        noise_multiplier_for_selection(FULL, CLIP, Repetitions(2.0, POISSON), epsilon=1e9, delta=0.9, steps=1)
