@@ -8,9 +8,11 @@ and field, and never show content.
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import Any
 
 from fdp.data.files import RecordForm, check_text
+from fdp.data.person_fields import is_plain_name
 from fdp.data.user_names import normalize_name
 from fdp.types import FdpError
 
@@ -18,6 +20,9 @@ USUAL_FIELDS = (
     "text", "content", "body", "prompt", "completion", "instruction", "response", "messages", "conversations",
 )  # fmt: skip
 """Names of fields that are no secret, and so may be shown."""
+CLOSE = 0.7
+"""Part of the letters that a name shares with a mistyped one, at least."""
+SHOWN_BY = "fdp inspect --data shows the fields"
 
 
 def record_form(record: dict[str, Any], field: str, place: str) -> RecordForm:
@@ -36,7 +41,7 @@ def record_form(record: dict[str, Any], field: str, place: str) -> RecordForm:
     if not fits:
         raise FdpError(
             f"{place}: expected text in field {field!r}, or in 'prompt' and 'completion', or a list in 'messages', got "
-            f"{describe(record, field)}; name the field with --field"
+            f"{describe(record, field)}; name the field with --field ({SHOWN_BY})"
         )
     if len(fits) > 1:
         ways = " and as ".join(form.value for form in fits)
@@ -51,17 +56,25 @@ def text_field(record: dict[str, Any], field: str, place: str) -> str:
     """Return the text in a field; ``place`` names the record in errors."""
     if not isinstance(record.get(field), str):
         raise FdpError(
-            f"{place}: expected text in field {field!r}, got {describe(record, field)}; name the field with --field"
+            f"{place}: expected text in field {field!r}, got {describe(record, field)}; name the field with --field "
+            f"({SHOWN_BY})"
         )
     return record[field]
 
 
 def describe(record: dict[str, Any], field: str) -> str:
-    """Describe a field by its JSON type, without its content; if it is missing, list the usual fields there are."""
+    """Describe a field by its JSON type, without its content; if it is missing, list the usual fields there are.
+
+    A field whose name is close to a mistyped one is named too, unless its name looks like content or ``field`` is a
+    usual one, which nobody may have typed.
+    """
     if field in record:
         return f"{json_type(record[field])} there"
     usual = [repr(name) for name in USUAL_FIELDS if name in record]
-    return f"no such field among its {len(record)}" + (f" ({', '.join(usual)} there)" if usual else "")
+    plain = [name for name in record if is_plain_name(name)] if field not in USUAL_FIELDS else []
+    close = get_close_matches(field, plain, n=1, cutoff=CLOSE)
+    meant = f" (did you mean {close[0]!r}?)" if close else f" ({', '.join(usual)} there)" if usual else ""
+    return f"no such field among its {len(record)}{meant}"
 
 
 def json_type(value: Any) -> str:
@@ -87,6 +100,6 @@ def owner_of(record: dict[str, Any], user_field: str | None, place: str) -> str:
         got = "a name without visible characters" if isinstance(user, str) else describe(record, user_field)
         raise FdpError(
             f"{place}: expected a user's name or number in field {user_field!r}, got {got}; name the field with "
-            "--user-field, or drop records without a known user"
+            f"--user-field ({SHOWN_BY}), or drop records without a known user"
         )
     return name

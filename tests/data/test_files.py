@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fdp import keys
 from fdp.data import corpus, datasets, text
 from fdp.data.files import RecordForm, find_source
-from fdp.data.record_fields import record_form
+from fdp.data.record_fields import owner_of, record_form, text_field
 from fdp.data.record_files import read_records
 from fdp.data.units import UnitKind
 from fdp.types import FdpError
@@ -110,6 +110,19 @@ def test_a_null_field_counts_as_missing_and_a_named_field_is_text(tmp_path: Path
     assert rows(path, field="body") == [b"abc"]
     with pytest.raises(FdpError, match=r"got no such field among its 3 \('body', 'prompt', 'messages' there\)"):
         rows(path)
+
+
+def test_a_mistyped_field_is_answered_with_a_close_one_but_never_with_content() -> None:
+    record = {"text": "a", "patient": "p7", "diagnosis": "x"}
+    for read in (lambda: owner_of(record, "patinet", "here"), lambda: text_field(record, "pateint", "here")):
+        with pytest.raises(FdpError, match=r"among its 3 \(did you mean 'patient'\?\).*fdp inspect --data shows"):
+            read()
+    with pytest.raises(FdpError, match=r"among its 3 \('text' there\)"):
+        owner_of(record, "ward", "here")
+    first_row = {"Text me, Anna": "a", "texts": "b"}  # a table without a header: these are content
+    for field in ("text", "Text me, Ann"):
+        with pytest.raises(FdpError, match=r"no such field among its 2;"):
+            text_field(first_row, field, "here")
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.JSONL", "a.NdJson"])
