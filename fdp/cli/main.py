@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -35,13 +36,14 @@ from rich.text import Text
 from fdp.cli.advise import advise_command
 from fdp.cli.allocator import keep_freed_memory
 from fdp.cli.compare import compare_command
+from fdp.cli.entry import INTERRUPTED
 from fdp.cli.epsilon import epsilon_command
 from fdp.cli.flag_names import name_flag
 from fdp.cli.formatting import package_version
 from fdp.cli.generate import generate_command
 from fdp.cli.inspect import inspect_command
 from fdp.cli.ledger import ledger_command
-from fdp.cli.other_names import answer
+from fdp.cli.other_names import answer, answer_command
 from fdp.cli.plan import plan_command
 from fdp.cli.report import report_command
 from fdp.cli.search import search_command
@@ -54,6 +56,8 @@ _UsageError: Any = typer.BadParameter.__bases__[0]
 
 _KINDS = {"integer": "a whole number", "number": "a number", "float": "a number"}
 """Kinds of values by the word with which typer refuses another."""
+
+_NO_COMMAND = re.compile(r"No such command '(.*)'")
 
 # Set before torch is imported: it logs a stack of addresses when another process is gone; fdp says which one it is.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -116,6 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _explain(error, words)
         code = 2
     except (KeyboardInterrupt, typer.Abort):
+        print(INTERRUPTED, file=sys.stderr)
         code = 130
     sys.exit(code or 0)
 
@@ -133,9 +138,12 @@ def _message(error: Exception, words: Sequence[str]) -> str:
     flags = _flags_of(words)
     if (option := getattr(error, "option_name", None)) is not None and (known := answer(option, flags)):
         return known
+    message = getattr(error, "format_message", error.__str__)()
+    if (found := _NO_COMMAND.match(message)) and (known := answer_command(found[1])):
+        return known
     if isinstance(error, typer.BadParameter) and (known := _explain_value(error, words)):
         return known
-    return name_flag(getattr(error, "format_message", error.__str__)(), flags)
+    return name_flag(message, flags)
 
 
 def _explain_value(error: Any, words: Sequence[str]) -> str | None:

@@ -142,6 +142,29 @@ WHY = {
 """Options of other tools that have no counterpart of one word, and what to do."""
 
 
+COMMANDS = {
+    "resume": "fdp train resumes: give the command that began the run, with the same --out and --save-every",
+    "continue": "fdp train resumes: give the command that began the run, with the same --out and --save-every",
+    "extend": "fdp train --extend RUN goes on from a finished run",
+    "finetune": "fdp train --model FOLDER trains a model of transformers",
+    "check-data": "fdp inspect --data FILE tells what is in data",
+    "data": "fdp inspect --data FILE tells what is in data",
+    "tune": "fdp search chooses settings by held-out loss",
+    "evaluate": "fdp train --eval-fraction 0.1 evaluates a run while it trains",
+    "eval": "fdp train --eval-fraction 0.1 evaluates a run while it trains",
+    "sample": "fdp generate RUN --prompt TEXT writes text",
+    "version": "fdp --version prints it",
+    "help": "fdp --help lists the commands, and fdp COMMAND --help its options",
+}
+"""Commands that people try, and what to type."""
+
+
+def answer_command(word: str) -> str | None:
+    """Return what to type for a command that fdp does not have; None if it is unknown."""
+    known = COMMANDS.get(word.replace("_", "-").lower())
+    return None if known is None else f"no such command {word}: {known}"
+
+
 def answer(option: str, flags: Collection[str]) -> str | None:
     """Return what fdp calls an option of another tool; None if it is unknown, or the command has no counterpart."""
     name = option.split("=")[0].replace("_", "-").lower()

@@ -18,7 +18,7 @@ from fdp.cli.flag_names import FLAGS, name_flag
 from fdp.cli.leaf_names import lora_targets
 from fdp.cli.main import app
 from fdp.cli.options import options_of
-from fdp.cli.other_names import MEANT, WHY, answer
+from fdp.cli.other_names import COMMANDS, MEANT, WHY, answer
 from fdp.cli.start_options import StartOptions
 from fdp.cli.tour import TOUR
 from fdp.cli.train_options import TrainOptions
@@ -75,6 +75,34 @@ def test_every_answer_names_an_option_that_there_is_and_no_option_is_answered() 
     assert answer("--sigma", {"--noise-multiplier"}) is not None
     assert answer("--sigma", {"--world"}) is None
     assert answer("--nonsense", TRAIN_FLAGS) is None
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("resume", "no such command resume: fdp train resumes"),
+        ("extend", "fdp train --extend RUN"),
+        ("check-data", "fdp inspect --data FILE"),
+        ("check_data", "no such command check_data: fdp inspect --data FILE"),
+        ("nonsense", "No such command 'nonsense'"),
+    ],
+)
+def test_a_command_that_people_try_is_answered(command: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(command, "runs/notes", "--json") == 2
+    assert message in last_json(capsys.readouterr().out)["error"]
+
+
+def test_every_answer_to_a_command_names_one_that_there_is() -> None:
+    commands: Any = getattr(typer.main.get_command(app), "commands", {})
+    assert not COMMANDS.keys() & commands.keys()
+    for said in COMMANDS.values():
+        words = said.split()
+        flags = {word for word in words if word.startswith("--")} - {"--version", "--help"}
+        assert words[0] == "fdp"
+        if words[1] in commands:
+            assert flags <= {flag for option in commands[words[1]].params for flag in option.opts}
+        else:
+            assert words[1] in ("--version", "--help")
 
 
 def test_other_commands_are_answered_with_their_own_options(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,20 @@
+"""The entry point of ``fdp``: import the command line, which takes a moment, and run it.
+
+Ctrl-C while the modules are imported ends with the same line and exit code as later, and not with a traceback.
+"""
+
+from __future__ import annotations
+
+import sys
+
+INTERRUPTED = "fdp: interrupted"
+
+
+def main() -> None:
+    """Run the command in ``sys.argv`` and exit; see :mod:`fdp.cli.main` for the exit codes."""
+    try:
+        from fdp.cli.main import main as run
+    except KeyboardInterrupt:
+        print(INTERRUPTED, file=sys.stderr)
+        sys.exit(130)
+    run()

@@ -1,0 +1,32 @@
+"""The entry point of ``fdp``: Ctrl-C before the command line is loaded."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.parametrize("module", ["typer", "rich.text", "fdp.cli.train"])
+def test_an_interruption_while_modules_are_imported_is_one_line(module: str) -> None:
+    """The finder of modules raises what Ctrl-C raises there."""
+    code = (
+        "import sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, *rest):\n"
+        f"        if name == {module!r}: raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "sys.argv = ['fdp', '--version']\n"
+        "import runpy; runpy.run_module('fdp', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 130
+    assert done.stderr == "fdp: interrupted\n"
+
+
+def test_the_command_starts_at_the_entry_point() -> None:
+    project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"fdp": "fdp.cli.entry:main"}
