@@ -22,6 +22,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
@@ -60,7 +61,8 @@ def check_free(out: Path, *, hint: str = "") -> None:
     if out.exists() and not out.is_dir():
         raise FdpError(f"--out: expected a directory, got the file {out}")
     if found := [name for name in FILES if (out / name).exists()]:
-        raise FdpError(f"--out: {out} already holds a run ({', '.join(found)}); give another directory{hint}")
+        done = _finished_words(out)
+        raise FdpError(f"--out: {out} already holds a run ({', '.join(found)}){done}; give another directory{hint}")
 
 
 def create_folder(out: Path | None, *, model: str, data: str) -> Path:
@@ -137,11 +139,18 @@ def write_plan(folder: Path, run: Run) -> None:
 def write_settings(folder: Path, settings: Mapping[str, Any]) -> None:
     """Write ``config.toml``: every setting with its help."""
     heading = (
-        f"The settings of {folder}, written by fdp {package_version('fdp')}. To repeat the run: fdp train --config "
-        f"{folder / SETTINGS}. Flags replace settings. Paths are relative to the folder that fdp is started in."
+        f"The settings of {folder}, written by fdp {package_version('fdp')}. To repeat the run: "
+        f"{repeat_command(folder, saves=settings['save_every'] is not None)}. Flags replace settings. Paths are "
+        f"relative to the folder that fdp is started in."
     )
     with disk_errors(folder / SETTINGS):
         write_private(folder / SETTINGS, config_text(settings, heading=heading, saved=True))
+
+
+def repeat_command(folder: Path, *, saves: bool) -> str:
+    """Return the command that repeats a run, for a shell; one that saves checkpoints needs a new ``--out`` for them."""
+    out = f" --out {shlex.quote(f'{folder}-again')}" if saves else ""
+    return f"fdp train --config {shlex.quote(str(folder / SETTINGS))}{out}"
 
 
 def key_digest(root: Key) -> str:
@@ -190,6 +199,16 @@ def write_metrics(
 def write_summary(folder: Path, summary: dict[str, Any]) -> None:
     """Write ``summary.json``."""
     _write_json(folder / "summary.json", summary)
+
+
+def _finished_words(folder: Path) -> str:
+    """Return how many steps the run in a folder has made, if it made all of them; else nothing."""
+    try:
+        summary = json.loads((folder / "summary.json").read_text())
+        made, planned = int(summary["steps"]), int(summary["steps_planned"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    return f", which is finished ({made} of {planned} steps)" if made == planned else ""
 
 
 def _json_line(record: StepRecord) -> str:

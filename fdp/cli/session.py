@@ -129,9 +129,10 @@ def with_choices(options: TrainOptions, config: RunConfig) -> TrainOptions:
 
 def repeat_hint(folder: Path, options: TrainOptions) -> str:
     """Return where the settings are, and how to repeat the run."""
-    noise = "with new noise, since it has no --seed" if options.training.seed is None else "with the same noise"
-    file = folder / run_files.SETTINGS
-    return f"settings saved in {file}; fdp train --config {file} repeats the run {noise}"
+    noise = "draws" if options.privacy.method == "none" else "noise"
+    drawn = f"with new {noise}, since it has no --seed" if options.training.seed is None else f"with the same {noise}"
+    again = run_files.repeat_command(folder, saves=options.output.save_every is not None)
+    return f"settings saved in {folder / run_files.SETTINGS}; {again} repeats the run {drawn}"
 
 
 def _train(session: Session, state: TrainState) -> int:

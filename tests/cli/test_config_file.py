@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from fdp.cli.train_options import TrainOptions
 from fdp.types import FdpError
 from tests.cli.train_runs import SMALL, call, last_json, train
 
+NOT_PRIVATE = "--model logistic --data digits --method none --batch-size 32 --steps 2"
 LETTERS = st.characters(exclude_categories=("Cs",))
 
 
@@ -164,6 +166,21 @@ def test_the_header_says_where_the_settings_are_and_whether_the_noise_is_new(
     assert said in capsys.readouterr().out
     assert train(tmp_path / "b", "--seed", "1", steps=2) == 0
     assert "repeats the run with the same noise" in capsys.readouterr().out
+    assert call("train", *shlex.split(NOT_PRIVATE), "--out", str(tmp_path / "c")) == 0
+    assert "repeats the run with new draws, since it has no --seed" in capsys.readouterr().out
+
+
+def test_the_command_that_repeats_a_run_works_as_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "my run"
+    assert train(folder, "--save-every", "2", steps=2) == 0
+    shown = capsys.readouterr().out
+    printed = shown.partition("config.toml; ")[2].partition(" repeats the run")[0]
+    words = shlex.split(printed)
+    assert words[:2] == ["fdp", "train"]
+    heading = (folder / "config.toml").read_text().partition("\n\n")[0].replace("\n# ", " ")
+    assert printed in heading
+    assert call(*words[1:]) == 0
+    assert (tmp_path / "my run-again" / "summary.json").exists()
 
 
 def test_show_config_prints_a_file_and_trains_nothing(

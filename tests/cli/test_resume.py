@@ -206,3 +206,14 @@ def test_an_interrupted_step_that_writes_in_place_is_saved_in_full(
     assert train(tmp_path / "whole", *words, steps=5) == 0
     hashes = [json.loads((path / "summary.json").read_text())["parameter_sha256"] for path in (out, tmp_path / "whole")]
     assert hashes[0] == hashes[1]
+
+
+def test_an_out_that_holds_an_interrupted_run_is_not_called_finished(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt_after(2, monkeypatch)
+    assert train(tmp_path / "run", steps=4) == 130
+    assert train(tmp_path / "run", "--json", steps=4) == 2
+    said = last_json(capsys.readouterr().out)["error"]
+    assert "already holds a run" in said
+    assert "finished" not in said

@@ -118,6 +118,7 @@ def test_an_out_that_holds_a_run_is_refused_and_untouched(tmp_path: Path, capsys
     printed = capsys.readouterr()
     assert "already holds a run" in last_json(printed.out)["error"]
     assert "already holds a run" in printed.err.replace("\n", " ")
+    assert "which is finished (2 of 2 steps); give another directory" in last_json(printed.out)["error"]
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
