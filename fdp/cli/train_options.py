@@ -153,7 +153,7 @@ class PrivacyOptions:
         int | None,
         Flag(
             "The public number of samples, which sets the sampling rate. The exact number is private.",
-            default_text="the number of samples, rounded up to two digits",
+            default_text="the number of samples, rounded up to two digits and a multiple of 10",
             range=COUNT,
         ),
     ] = None

@@ -16,6 +16,7 @@ from fdp.cli.needs import Needs
 from fdp.cli.options import Flag, build, expand_groups, options_of, to_dict
 from fdp.cli.train_options import KfacOptions, OutputOptions, TrainOptions
 from fdp.cli.unused_options import CONDITIONS
+from fdp.privacy.sampling import rounded_population
 from fdp.types import FdpError
 
 
@@ -110,3 +111,9 @@ def test_every_command_explains_itself(command: str) -> None:
     answer = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "160"})
     assert answer.exit_code == 0
     assert "--json" in answer.stdout
+
+
+def test_the_help_of_population_says_how_it_is_rounded() -> None:
+    said = options_of(TrainOptions)["population"].flag.default_text or ""
+    assert "rounded up to two digits and a multiple of 10" in said
+    assert [rounded_population(size) for size in (51, 3, 48_211)] == [60, 10, 49_000]
