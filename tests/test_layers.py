@@ -111,6 +111,7 @@ INSIDE = {
         "ledger",
         "statement",
         "main",
+        "entry",
     ),
     "foreign": (
         "find_stack",

@@ -1,13 +1,11 @@
 """The entry point of ``fdp``: import the command line, which takes a moment, and run it.
 
-Ctrl-C while the modules are imported ends with the same line and exit code as later, and not with a traceback.
+Ctrl-C while the modules are imported ends with one line and exit code 130, as for a shell, and not with a traceback.
 """
 
 from __future__ import annotations
 
 import sys
-
-INTERRUPTED = "fdp: interrupted"
 
 
 def main() -> None:
@@ -15,6 +13,6 @@ def main() -> None:
     try:
         from fdp.cli.main import main as run
     except KeyboardInterrupt:
-        print(INTERRUPTED, file=sys.stderr)
+        print("fdp: interrupted", file=sys.stderr)
         sys.exit(130)
     run()

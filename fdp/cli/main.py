@@ -36,7 +36,6 @@ from rich.text import Text
 from fdp.cli.advise import advise_command
 from fdp.cli.allocator import keep_freed_memory
 from fdp.cli.compare import compare_command
-from fdp.cli.entry import INTERRUPTED
 from fdp.cli.epsilon import epsilon_command
 from fdp.cli.flag_names import name_flag
 from fdp.cli.formatting import package_version
@@ -120,7 +119,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _explain(error, words)
         code = 2
     except (KeyboardInterrupt, typer.Abort):
-        print(INTERRUPTED, file=sys.stderr)
         code = 130
     sys.exit(code or 0)
 
