@@ -51,13 +51,20 @@ def ledger_command(options: LedgerListOptions) -> None:
         raise FdpError(f"--data: expected a path that exists, or stdlib or digits, got {options.data!r}")
     console = Console(highlight=False)
     entries: list[Entry] = []
+    others = 0
     wanted: set[str] | None = None
     if (folder / LEDGER_FILE).exists():
         book = Book(folder, load_key(folder, create=False))
         wanted = None if options.data is None else set(data_fingerprints(book.key, options.data))
-        entries = [entry for entry in book.runs() if wanted is None or _sides(entry, wanted)]
+        every = book.runs()
+        entries = [entry for entry in every if wanted is None or _sides(entry, wanted)]
+        others = len(every) - len(entries)
     totals = [_total(group) for group in group_by_data(entries, wanted)]
-    _show(console, folder / LEDGER_FILE, entries, totals)
+    if not entries:
+        nothing = f"no run on this data, and {others} on other data" if others else "no run yet"
+        console.print(f"{folder / LEDGER_FILE}: {nothing}", soft_wrap=True)
+    else:
+        _show(console, folder / LEDGER_FILE, entries, totals)
     if options.as_json:
         print(json.dumps({"ledger": str(folder / LEDGER_FILE), "runs": _rows(entries), "totals": totals}))
 
@@ -128,9 +135,6 @@ def _show(console: Console, path: Path, entries: Sequence[Entry], totals: Sequen
     from fdp.privacy.guarantee import held_out_epsilon
     from fdp.privacy.shown_numbers import shown_delta, shown_epsilon
 
-    if not entries:
-        console.print(f"{path}: no run yet", soft_wrap=True)
-        return
     table = Table(title=f"{path}", caption="a run counts with all its planned steps, once it has begun")
     for heading in ("date", "run", "data", "unit", "epsilon", "delta", "steps", "ended", "folder"):
         table.add_column(heading, overflow="fold", no_wrap=heading in ("date", "epsilon", "ended"))

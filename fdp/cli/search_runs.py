@@ -217,8 +217,8 @@ def interrupted_statement(
         epsilon = accounting.epsilon(mechanism, steps=count * config.steps, delta=price.delta)
         spent = (
             f"the epsilon of a search holds only if every run that was drawn is made. This one has spent epsilon "
-            f"{shown_epsilon(epsilon)} at delta {shown_delta(price.delta)}: that of all {count} runs that were drawn, composed, "
-            f"since a score may have led to the interruption"
+            f"{shown_epsilon(epsilon)} at delta {shown_delta(price.delta)}: that of all {count} runs that were drawn, "
+            f"composed, since a score may have led to the interruption"
         )
     return [
         ended,

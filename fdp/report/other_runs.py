@@ -26,7 +26,8 @@ THEOREM = (
 def compose_others(facts: RunFacts, others: Sequence[Guarantee]) -> dict[str, Any]:
     """Return the composition with the runs before this one, and with all runs on the same data and unit."""
     promise = facts.promise
-    chain = compose([*facts.before, facts.chosen]) if facts.before else None
+    differing = [one for one in facts.before if not same_unit(one, promise)]
+    chain = compose([*facts.before, facts.chosen]) if facts.before and not differing else None
     listed = [one for one in (*facts.before, *others) if one.run != promise.run]
     known = [about for one in listed if (about := promise_about(one, promise.data)) is not None]
     private = [one for one in known if one.private]
@@ -36,6 +37,7 @@ def compose_others(facts: RunFacts, others: Sequence[Guarantee]) -> dict[str, An
         "runs_before": len(facts.before),
         "same_data_before": bool(facts.before) and all(same_data(one, promise) for one in facts.before),
         "with_runs_before": chain and {"epsilon": chain[0], "delta": chain[1]},
+        "runs_before_with_other_units": len(differing),
         "before_not_private": any(not one.private for one in facts.before),
         "other_runs_on_this_data": len({one.run for one in alike}),
         "on_this_data": on_data and {"epsilon": on_data[0], "delta": on_data[1]},
@@ -53,6 +55,11 @@ def others_section(totals: dict[str, Any]) -> Section:
             found.append(
                 f"The first parameters came from {before} earlier run{'s' * (before > 1)}, not all of them private: "
                 f"nothing is promised about the data of those."
+            )
+        elif other := totals["runs_before_with_other_units"]:
+            found.append(
+                f"The first parameters came from {before} earlier private run{'s' * (before > 1)}, of which {other} "
+                f"protect{'s' * (other == 1)} another unit: their epsilons do not add up with that of this run."
             )
         elif (chain := totals["with_runs_before"]) is not None:
             found.append(

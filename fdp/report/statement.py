@@ -130,7 +130,7 @@ def guarantee_section(facts: RunFacts) -> Section:
         (
             released + first,
             *more,
-            *_held_out_sentence(facts.promise),
+            *_held_out_sentence(facts.total),
             *(() if facts.search is None else (facts.search.sentence(),)),
             *(() if (choice := held_out_choice(facts)) is None else (f"Not covered: {choice}.",)),
             Bullets(
@@ -231,8 +231,9 @@ def _as_json(facts: RunFacts, numbers: dict[str, Any], totals: dict[str, Any], t
         "run": facts.name,
         "private": facts.total.private,
         "status": facts.status.value,
-        "guarantee": guarantee_to_json(facts.total) | {"unit_note": facts.unit_note, "definition": DEFINITION},
-        "this_run": guarantee_to_json(promise) | {"epsilon_held_out": held_out_epsilon(promise)},
+        "guarantee": guarantee_to_json(facts.total)
+        | {"epsilon_held_out": held_out_epsilon(facts.total), "unit_note": facts.unit_note, "definition": DEFINITION},
+        "this_run": guarantee_to_json(promise),
         "mechanism": {
             "algorithm": "DP-SGD",
             "sampling": "Poisson",

@@ -172,6 +172,10 @@ def test_the_ledger_filters_by_data_and_finds_it_under_another_name(tmp_path, ca
     assert "note 1" not in text
     assert call("ledger", "--data", str(tmp_path / "none")) == 2
     assert call("ledger", "--ledger", "off") == 2
+    copy.write_text(json.dumps({"text": "another note"}))
+    capsys.readouterr()
+    assert call("ledger", "--data", str(copy)) == 0
+    assert "no run on this data, and 3 on other data" in " ".join(capsys.readouterr().out.split())
 
 
 def test_runs_with_another_context_protect_the_same_users(tmp_path, capsys):

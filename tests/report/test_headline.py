@@ -91,6 +91,17 @@ def test_a_run_from_other_data_or_another_unit_speaks_of_its_own_steps_only(tmp_
     assert "The first parameters came from 1 more earlier run on other" in text
 
 
+def test_runs_before_with_another_unit_are_not_composed(tmp_path):
+    users = FIRST._replace(unit="one user (up to 8 windows of 128 bytes)")
+    text = text_of(write_run(tmp_path / "run", promises=(users, PROMISE), summary={}))
+    assert "came from 1 earlier private run, of which 1 protects another unit: their epsilons do not add up" in text
+    assert "All of them and this run together" not in text
+    assert (
+        json_of(write_run(tmp_path / "again", promises=(users, PROMISE), summary={}))["other_runs"]["with_runs_before"]
+        is None
+    )
+
+
 def test_data_that_is_not_on_record_is_assumed_to_be_the_same(tmp_path):
     unknown = FIRST._replace(data=())
     text = text_of(write_run(tmp_path / "run", promises=(unknown, PROMISE), summary={}))
