@@ -116,6 +116,6 @@ def _trained(facts: RunFacts) -> tuple[str, ...]:
     if folder not in models.PRESETS or facts.before:
         said += (
             " The first parameters came from an earlier training. The guarantee of this run says nothing about the "
-            "data of that training, unless it is composed below."
+            "data of that training, unless it is composed in this statement."
         )
     return (said,)
