@@ -124,7 +124,7 @@ def test_the_statement_holds_nothing_private(tmp_path):
         ({"dtype": "bfloat16"}, "moves the sum by at most C, up to rounding of 1e-6 C"),
         ({"public_data": "wiki.txt"}, "Samples that were given as public are among the samples"),
         ({"population": 1500}, "1500 is a number that was announced as public"),
-        ({"population": None}, "1500 is the number of samples rounded up to two digits"),
+        ({"population": None}, "1500 is the number of samples rounded up to two digits and a multiple of 10"),
     ],
 )
 def test_every_kind_of_run_has_its_own_words(tmp_path, settings, words):
