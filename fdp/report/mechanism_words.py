@@ -68,9 +68,9 @@ def _population(facts: RunFacts) -> str:
             f"{facts.config['population']} is a number that was announced as public; the number of samples is private."
         )
     return (
-        f"{facts.config['population']} is the number of samples rounded up to two digits and a multiple of 10, and treated "
-        f"as public; the exact number is private. If one more sample crossed a border of the rounding, the rate would "
-        f"show it."
+        f"{facts.config['population']} is the number of samples rounded up to two digits and a multiple of 10, and "
+        f"treated as public; the exact number is private. If one more sample crossed a border of the rounding, the "
+        f"rate would show it."
     )
 
 
