@@ -303,8 +303,8 @@ def check_small_delta(delta: float, population: int) -> None:
     """Raise if delta is so large that a target without noise is its fault: publishing one sample would meet it."""
     if delta * population >= 1:
         raise FdpError(
-            f"delta: expected well below 1 / population, which is {1 / population:.2g}, got {delta:g}: with that "
-            f"probability nothing is promised, so no noise is needed. Lower delta, or leave it to its default"
+            f"delta: expected well below 1 / population, which is {1 / population:.2g}, got {shown_delta(delta)}: with "
+            f"that probability nothing is promised, so no noise is needed. Lower delta, or leave it to its default"
         )
 
 
