@@ -95,7 +95,7 @@ def config_text(settings: Mapping[str, Any], *, heading: str = "", saved: bool =
     repeats the run needs another one.
     """
     fixed = {key for group in (ModelOptions, DataOptions) for key in options_of(group)} if settings["extend"] else set()
-    lines, panel = [f"# {line}".rstrip() for line in textwrap.wrap(heading, WIDTH - 2)], None
+    lines, panel = [f"# {line}".rstrip() for line in _wrap(heading)], None
     for key, option in options_of(TrainOptions).items():
         if option.panel != panel:
             panel = option.panel
@@ -113,6 +113,11 @@ def config_text(settings: Mapping[str, Any], *, heading: str = "", saved: bool =
         else:
             lines.append(f"{key} = {text}")
     return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def _wrap(heading: str) -> list[str]:
+    """Return the lines of a heading; a path in it is not broken, so that its command can be copied."""
+    return textwrap.wrap(heading, WIDTH - 2, break_long_words=False, break_on_hyphens=False)
 
 
 def settle(file: Path | None, given: Mapping[str, Any]) -> dict[str, Any]:
