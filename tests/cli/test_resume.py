@@ -189,7 +189,7 @@ def test_an_interrupted_run_keeps_the_steps_it_made(
     assert summary["epsilon"] == planned, "a stop decided by the metrics has used the data"
     assert summary["epsilon_if_stop_was_decided_in_advance"] == lines[-1]["epsilon"] == pytest.approx(made, rel=2e-3)
     less = shown_epsilon(summary["epsilon_if_stop_was_decided_in_advance"])
-    assert display.EARLY_STOP.format(**summary, less=less) in " ".join(text.replace("│", " ").split())
+    assert display.EARLY_STOP.format(**summary, less=less, part="") in " ".join(text.replace("│", " ").split())
     assert {path.name for path in out.iterdir()} == FILES
 
 
