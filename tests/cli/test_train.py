@@ -362,7 +362,7 @@ def test_a_path_that_cannot_be_written_is_explained(tmp_path: Path, capsys: pyte
 
 
 def test_a_bug_in_fdp_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(config, *, root, say):
+    def broken(config, **options):
         raise ValueError("a fault")
 
     monkeypatch.setattr(session, "prepare", broken)
