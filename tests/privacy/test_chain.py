@@ -35,7 +35,7 @@ def test_an_earlier_run_is_part_of_the_total_unless_it_is_known_to_be_on_other_d
     chain = compose_chain((first,), LAST, extends=extends)
     assert (chain.total.epsilon, chain.total.delta) == compose([first, LAST])
     assert chain.total.epsilon == pytest.approx(composed_epsilon([*RELEASES, *RELEASES], delta=1e-6))
-    assert chain.total.epsilon > LAST.epsilon
+    assert (chain.total.epsilon or 0.0) > (LAST.epsilon or 0.0)
     assert (chain.total.steps, chain.total.releases) == (80, RELEASES * 2)
     assert (chain.earlier, chain.left_out, chain.assumed) == ((first,), (), assumed)
 
@@ -68,7 +68,7 @@ def test_a_run_of_which_only_the_pair_is_known_is_composed_by_it():
     chain = compose_chain((FIRST._replace(releases=None, epsilon=3.0),), LAST, extends=False)
     assert chain.total.releases is None
     assert chain.opaque == ((3.0, 1e-6),)
-    assert chain.total.epsilon > 3
+    assert (chain.total.epsilon or 0.0) > 3
 
 
 def test_noised_evaluations_of_several_runs_are_part_of_the_total():
