@@ -18,11 +18,9 @@ from fdp.privacy.chain import Chain, compose_chain
 from fdp.privacy.guarantee import MARKER, RELATION, Guarantee, read_marker
 from fdp.privacy.releases import GRADIENTS, STATISTICS, Release
 from fdp.privacy.shown_numbers import shown_delta, shown_epsilon
-from fdp.run.run_folder import RunFolder
+from fdp.run.run_folder import SEARCH_RESULT, RunFolder
 from fdp.types import FdpError
 
-SEARCH = "search.json"
-"""The file of ``fdp search`` above the folders of its runs."""
 COUNT_NOISE_SHARE = 20
 """Quantile clipping of fdp train: the noise on its count is the batch size over this."""
 
@@ -164,9 +162,9 @@ def unit_note(one: str) -> str:
 def _read_search(run: RunFolder) -> Search | None:
     """Return the search that the run is one of, from ``search.json`` in the folder above."""
     folder, name = run.path.resolve().parent, run.path.resolve().name
-    if not (folder / SEARCH).is_file():
+    if not (folder / SEARCH_RESULT).is_file():
         return None
-    found = json.loads((folder / SEARCH).read_text())
+    found = json.loads((folder / SEARCH_RESULT).read_text())
     names = {Path(trial["folder"]).name for trial in found["trials"]}
     if name not in names:
         return None
