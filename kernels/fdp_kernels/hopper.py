@@ -103,17 +103,26 @@ def outer_descriptors(gs: Sequence[Tensor], xs: Sequence[Tensor], tile: Tile) ->
     return pad_to_four(lefts) + pad_to_four(rights)
 
 
-def fastest_tile(seconds: Mapping[Tile, float], count: Callable[[Tile], Sequence[int]], device: torch.device) -> Tile:
+def fastest_tile(
+    seconds: Mapping[Tile, float], count: Callable[[Tile], Sequence[int]], device: torch.device, *, beside: bool = False
+) -> Tile:
     """Return the tile with which the last multiprocessor is done first; ``seconds`` is the relative time of one tile.
 
-    ``count`` returns the number of tiles of every matrix.
+    ``count`` returns the number of tiles of every matrix. ``beside``: the launch often shares the device with another
+    such launch, which begins on multiprocessors that the last round leaves idle; then half of that loss is counted.
 
     Each multiprocessor computes one tile at a time. A matrix of 1024 rows has a sixth tile of 192 for its last 64 rows,
     and the 544 tiles of 192 x 128 of a block of GPT-2-Medium take five rounds on 132 multiprocessors, of which the
     fifth has only a few tiles.
     """
     processors = multiprocessors(device)
-    return min(seconds, key=lambda tile: cdiv(sum(count(tile)), processors) * seconds[tile])
+
+    def rounds(tile: Tile) -> float:
+        tiles = sum(count(tile))
+        whole = cdiv(tiles, processors)
+        return (whole + tiles / processors) / 2 if beside else whole
+
+    return min(seconds, key=lambda tile: rounds(tile) * seconds[tile])
 
 
 pick_hopper, tile_position_hopper = gluon_jit_of(pick), gluon_jit_of(tile_position)

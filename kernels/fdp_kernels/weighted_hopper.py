@@ -141,7 +141,7 @@ def launch_four(
 ) -> list[Tensor]:
     """Return the weighted sums of up to four pairs, in ``parts`` parts: (parts, P, D) each."""
     (batch, tokens, _), device = gs[0].shape, gs[0].device
-    tile = tile or fastest_tile(TILES, partial(count_tiles, gs, xs, parts), device)
+    tile = tile or fastest_tile(TILES, partial(count_tiles, gs, xs, parts), device, beside=True)
     outs = [torch.empty(parts, g.shape[-1], x.shape[-1], dtype=torch.float32, device=device) for g, x in zip(gs, xs)]
     counts = count_tiles(gs, xs, parts, tile)
     _weighted_hopper_body[(sum(counts),)](

@@ -51,20 +51,21 @@ def test_bodies_compile_for_hopper(body: str, groups: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sides", "rows"),
+    ("sides", "rows", "beside"),
     [
-        ([(2304, 768), (3072, 768), (768, 3072)], 192),  # 264 tiles: two for each; of 128 rows 396: three
-        ([(2304, 768), (768, 768), (3072, 768), (768, 3072)], 128),  # 288: three for some; 432: four
-        ([(3072, 1024), (1024, 1024), (4096, 1024), (1024, 4096)], 128),  # 544: five for some; 768: six
+        ([(2304, 768), (3072, 768), (768, 3072)], 192, 192),  # 264 tiles: two for each; of 128 rows 396: three
+        ([(2304, 768), (768, 768), (3072, 768), (768, 3072)], 128, 192),  # 288: three for some; 432: four
+        ([(3072, 1024), (1024, 1024), (4096, 1024), (1024, 4096)], 128, 128),  # 544: five for some; 768: six
     ],
 )
 def test_the_tile_is_the_one_with_which_the_last_multiprocessor_is_done_first(
-    monkeypatch: pytest.MonkeyPatch, sides: list[tuple[int, int]], rows: int
+    monkeypatch: pytest.MonkeyPatch, sides: list[tuple[int, int]], rows: int, beside: int
 ) -> None:
     monkeypatch.setattr(hopper, "multiprocessors", lambda _: 132)
     gs, xs = ([torch.empty(1, 1, side[k], device="meta") for side in sides] for k in (0, 1))
     count = partial(count_tiles, gs, xs, 1)
     assert hopper.fastest_tile(weighted_hopper.TILES, count, gs[0].device).rows == rows
+    assert hopper.fastest_tile(weighted_hopper.TILES, count, gs[0].device, beside=True).rows == beside
 
 
 @pytest.mark.skipif(not TESTED, reason="no version of Gluon that these bodies were tested with")
