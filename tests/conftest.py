@@ -41,6 +41,14 @@ settings.load_profile("fdp")
 SAMPLES = 3
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _ledger_of_wide_fixtures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep the runs of fixtures that serve a whole file, which begin before ``_own_ledger``, out of the home folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FDP_LEDGER", str(tmp_path_factory.getbasetemp() / "ledger-of-fixtures"))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _own_ledger(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep every test's ledger to itself: none writes to the home folder, or reads what another test spent."""

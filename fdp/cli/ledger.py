@@ -25,6 +25,11 @@ if TYPE_CHECKING:
     from fdp.ledger.book import Entry
     from fdp.privacy.guarantee import Guarantee
 
+HEADINGS = ("date", "run", "data", "epsilon", "delta", "steps", "ended", "unit", "folder")
+CAPTION = "A run counts with all its planned steps, once it has begun."
+LEAST_OF_A_FOLDER = 12
+"""Characters of a folder's path that are shown at least."""
+
 
 @dataclass(frozen=True)
 class LedgerListOptions:
@@ -39,7 +44,6 @@ class LedgerListOptions:
 def ledger_command(options: LedgerListOptions) -> None:
     """List every private run that was started, the data it was on, and what the runs spent together."""
     # torch takes seconds to import; --help should not wait for it.
-    from fdp.cli.bookkeeping import data_fingerprints
     from fdp.ledger.book import LEDGER_FILE, Book
     from fdp.ledger.data_key import OFF, ledger_folder, load_key
     from fdp.types import FdpError
@@ -55,7 +59,10 @@ def ledger_command(options: LedgerListOptions) -> None:
     wanted: set[str] | None = None
     if (folder / LEDGER_FILE).exists():
         book = Book(folder, load_key(folder, create=False))
-        wanted = None if options.data is None else set(data_fingerprints(book.key, options.data))
+        if options.data is not None:
+            from fdp.cli.bookkeeping import data_fingerprints
+
+            wanted = set(data_fingerprints(book.key, options.data))
         every = book.runs()
         entries = [entry for entry in every if wanted is None or _sides(entry, wanted)]
         others = len(every) - len(entries)
@@ -132,26 +139,10 @@ def _rows(entries: Sequence[Entry]) -> list[dict[str, Any]]:
 
 
 def _show(console: Console, path: Path, entries: Sequence[Entry], totals: Sequence[dict[str, Any]]) -> None:
-    from fdp.privacy.guarantee import held_out_epsilon
     from fdp.privacy.shown_numbers import shown_delta, shown_epsilon
 
-    table = Table(title=f"{path}", caption="a run counts with all its planned steps, once it has begun")
-    for heading in ("date", "run", "data", "unit", "epsilon", "delta", "steps", "ended", "folder"):
-        table.add_column(heading, overflow="fold", no_wrap=heading in ("date", "epsilon", "ended"))
-    for promise, folder, steps, how in entries:
-        epsilon = "not private" if promise.epsilon is None else shown_epsilon(promise.epsilon)
-        if (held_out := held_out_epsilon(promise)) is not None:
-            epsilon += f"\n{shown_epsilon(held_out)} held out"
-        made = "?" if steps is None else str(steps)
-        numbers = (
-            epsilon,
-            "" if promise.delta is None else shown_delta(promise.delta),
-            f"{made} of {promise.steps or '?'}",
-        )
-        ended = how or "no word of it"
-        unit = promise.unit.partition(" (")[0]  # the totals below state it in full
-        table.add_row((promise.date or "")[:10], promise.run, _short(promise), unit, *numbers, ended, folder)
-    console.print(table)
+    console.print(str(path), soft_wrap=True)
+    console.print(_table(entries, console.width))
     for total in totals:
         console.print(
             f"data {total['data']}, {total['unit']}: {total['runs']} run{'' if total['runs'] == 1 else 's'}, together "
@@ -164,6 +155,40 @@ def _show(console: Console, path: Path, entries: Sequence[Entry], totals: Sequen
             "on every data set that holds them composes",
             soft_wrap=True,
         )
+
+
+def _table(entries: Sequence[Entry], width: int) -> Table:
+    """Return a line for every run. If they do not fit, units are left out, which the totals state, and folders cut."""
+    rows = [_cells(entry) for entry in entries]
+    columns = zip(HEADINGS, *rows)
+    wide = [max(len(line) for cell in column for line in cell.split("\n")) for column in columns]
+    room = width - sum(wide[:-2]) - 2 * len(wide)
+    shown = [*HEADINGS] if room >= sum(wide[-2:]) else [*HEADINGS[:-2], HEADINGS[-1]]
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, caption=CAPTION, caption_justify="left")
+    for heading in shown:
+        table.add_column(heading, overflow="fold", no_wrap=True)
+    for row in rows:
+        cells = dict(zip(HEADINGS, row))
+        if len(shown) < len(HEADINGS) and len(folder := cells["folder"]) > (most := max(room, LEAST_OF_A_FOLDER)):
+            cells["folder"] = f"…{folder[1 - most :]}"  # the end of a path tells runs apart
+        table.add_row(*(cells[heading] for heading in shown))
+    return table
+
+
+def _cells(entry: Entry) -> tuple[str, ...]:
+    """Return what the table says of a run, by heading."""
+    from fdp.privacy.guarantee import held_out_epsilon
+    from fdp.privacy.shown_numbers import shown_delta, shown_epsilon
+
+    promise, folder, steps, how = entry
+    epsilon = "not private" if promise.epsilon is None else shown_epsilon(promise.epsilon)
+    if (held_out := held_out_epsilon(promise)) is not None:
+        epsilon += f"\n{shown_epsilon(held_out)} held out"
+    delta = "" if promise.delta is None else shown_delta(promise.delta)
+    made = f"{'?' if steps is None else steps} of {promise.steps or '?'}"
+    unit = promise.unit.partition(" (")[0]  # the totals below state it in full
+    begun = (promise.date or "")[:10], promise.run[:8], _short(promise)
+    return *begun, epsilon, delta, made, how or "no word of it", unit, folder
 
 
 def _short(promise: Guarantee) -> str:

@@ -266,3 +266,31 @@ def test_the_summary_of_a_model_trained_again_counts_the_evaluations_of_this_run
 def test_the_ledger_is_readable_by_its_owner_only(tmp_path, file):
     assert train(tmp_path / "a") == 0
     assert (Path(os.environ["FDP_LEDGER"]) / file).stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("columns", [80, 400])
+def test_every_run_has_one_line_and_only_units_and_folders_make_room(tmp_path, capsys, monkeypatch, columns):
+    folder = tmp_path / "a folder with a long name, of many runs" / "first"
+    assert train(folder) == 0
+    capsys.readouterr()
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert call("ledger") == 0
+    _, headings, run, *rest = capsys.readouterr().out.splitlines()
+    (entry,) = ledger_runs()
+    assert len(run.rstrip()) <= columns
+    assert run.split()[1] == entry.promise.run[:8]
+    assert run.rstrip().endswith("first")
+    assert (str(folder) in run) == ("unit" in headings.split()) == (columns == 400)
+    assert headings.split()[:7] == ["date", "run", "data", "epsilon", "delta", "steps", "ended"]
+    assert entry.promise.unit in " ".join(rest), "the total states the unit"
+
+
+@pytest.fixture(scope="module")
+def ledger_of_a_wide_fixture() -> str | None:
+    """Return the ledger that a fixture of a whole file writes to."""
+    return os.environ.get("FDP_LEDGER")
+
+
+def test_no_fixture_writes_to_the_home_folder(ledger_of_a_wide_fixture, tmp_path_factory):
+    assert ledger_of_a_wide_fixture is not None
+    assert Path(ledger_of_a_wide_fixture).is_relative_to(tmp_path_factory.getbasetemp())
