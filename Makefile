@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: install train test faults coverage lint bench-cpu docs serve-docs release-check clean
+.PHONY: install train test test-long faults coverage lint bench-cpu docs serve-docs release-check clean
 
 install: $(VENV)/.hf
 	@echo "fdp is installed in $(VENV). Activate it: source $(VENV)/bin/activate"
@@ -17,6 +17,9 @@ PYTEST := OMP_NUM_THREADS=1 MIMALLOC_PURGE_DELAY=-1 $(BIN)/python -m pytest -n 2
 
 test: $(VENV)/.test
 	$(PYTEST)
+
+test-long: $(VENV)/.test
+	$(PYTEST) -m 'long and not slow and not gpu'
 
 faults: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.faults

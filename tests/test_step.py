@@ -203,6 +203,7 @@ TRACED = [
 """The step of a GPT is also traced, as full graphs, by :func:`test_compiled_equals_eager`."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "method"), TRACED, ids=lambda value: getattr(value, "value", value))
 def test_the_whole_step_is_one_graph(name, method):
     torch._dynamo.reset()
@@ -224,6 +225,7 @@ def test_the_whole_step_is_one_graph(name, method):
     assert len(graphs) == 1, "a new key and a new state must not need a new graph"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "method", [Method.AUTO, pytest.param(Method.GHOST, marks=pytest.mark.slow)], ids=lambda m: m.value
 )

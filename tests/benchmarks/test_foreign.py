@@ -42,6 +42,7 @@ def test_a_foreign_model_has_the_shape_of_our_own(tiny_shapes, shape):
     assert module.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", ["gpt2_large", pytest.param("llama_1b", marks=pytest.mark.slow)])
 def test_the_sweep_writes_checked_rows_and_resumes(tiny_shapes, shape, tmp_path):
     path = tmp_path / "rows.json"

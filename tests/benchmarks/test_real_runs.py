@@ -60,6 +60,7 @@ def step_row(regime: str, mode: str, size: int, rate: float | None, *, gib: floa
     }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_tiny")
 def test_every_row_but_those_of_cuda_graphs_runs_from_the_command_line(tmp_path, capsys):
     pytest.importorskip("opacus")

@@ -90,6 +90,7 @@ def test_every_place_shows_the_epsilon_of_the_chain_first(first, tmp_path, capsy
     assert f"with epsilon = {total} and" in shown_run["statement"]
 
 
+@pytest.mark.long
 def test_an_extension_of_a_run_without_privacy_has_no_epsilon(tmp_path, capsys):
     assert train(tmp_path / "a", "--method", "none", "--noise-multiplier", "0", "--ledger", "off") == 0
     words = ("--method", "auto", "--noise-multiplier", "1", "--delta", "1e-6", "--steps", "2")
@@ -103,6 +104,7 @@ def test_an_extension_of_a_run_without_privacy_has_no_epsilon(tmp_path, capsys):
     assert "No epsilon can be stated for the model" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_the_total_stays_within_the_budget(first, tmp_path):
     """Mutation: noise for a budget of the new part alone would give a total well above it."""
     spent = json.loads((first / "summary.json").read_text())["epsilon"]
@@ -216,6 +218,7 @@ def test_a_run_without_privacy_has_no_budget_to_share(tmp_path, capsys):
     assert "trained without privacy: no budget covers it" in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "words",
     [

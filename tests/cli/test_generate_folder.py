@@ -15,6 +15,7 @@ from tests.cli.train_runs import call, last_json
 transformers = pytest.importorskip("transformers")
 
 
+@pytest.mark.long
 def test_adapters_of_a_folder_are_evaluated_merged_and_write_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

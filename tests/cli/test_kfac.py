@@ -237,6 +237,7 @@ def test_synthetic_curvature_spends_no_budget(tmp_path: Path, capsys: pytest.Cap
     assert json.loads((out / "config.json").read_text())["statistics"] is None
 
 
+@pytest.mark.long
 def test_noised_statistics_are_paid_for_out_of_the_same_budget(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

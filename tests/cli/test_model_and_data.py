@@ -67,6 +67,7 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
     return transformers.AutoModelForCausalLM.from_pretrained(path).state_dict()
 
 
+@pytest.mark.long
 def test_training_a_private_model_again_adds_up_the_guarantees(folder, letters, tmp_path, capsys):
     """The exported folder records the guarantee, and nothing about the data; the next run reads it."""
     words = ["--data", str(letters), "--unit", "record"]

@@ -26,6 +26,7 @@ SMALL = shlex.split(
 )
 
 
+@pytest.mark.long
 def test_the_best_run_is_exported_with_the_epsilon_of_the_search(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -64,6 +65,7 @@ def test_the_best_run_is_exported_with_the_epsilon_of_the_search(
 WILD = shlex.split("--lr 1e6,1e7 --optimizer sgd --schedule constant --steps 12 --max-norm 1 --clip flat")
 
 
+@pytest.mark.long
 def test_losses_on_the_training_data_do_not_decide_which_run_can_be_chosen(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -39,6 +39,7 @@ def test_words_give_the_same_options() -> None:
     assert all(option.default is False for option in options_of(TrainOptions).values() if option.value_type is bool)
 
 
+@pytest.mark.long
 def test_two_ranks_train(tmp_path: Path) -> None:
     run = start("--steps", "2", "--out", "run", cwd=tmp_path)
     out, err = run.communicate(timeout=300)

@@ -151,6 +151,7 @@ def _one(b: int) -> dict[str, torch.Tensor]:
     return {name: leaf[b : b + 1] for name, leaf in DATA.items()}
 
 
+@pytest.mark.long
 def test_a_fused_head_applies_the_loss_mask() -> None:
     model = MODELS["gpt"]
     params = random_like(model)

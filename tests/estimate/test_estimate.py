@@ -310,6 +310,7 @@ def count_all() -> list[dict[Any, int]]:
     return [count_on_rank(*run) for run in RUNS]
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_the_bytes_of_a_plan_are_those_that_two_ranks_send():
     names = {

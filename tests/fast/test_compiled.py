@@ -325,6 +325,7 @@ def test_every_model_takes_the_same_steps(name, way):
     assert_same_steps(found, train(MODELS[name], compile=Compile.NONE, **options))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", [slow(Method.NONE), slow(Method.FLASH_BK), Method.AUTO], ids=lambda m: m.value)
 @pytest.mark.parametrize("donate", [slow(()), ("state",)], ids=["kept", "donated"])
 def test_compiled_blocks_take_the_same_steps_in_half_precision(method, donate):
@@ -384,6 +385,7 @@ def sharded_steps(axes: dict[str, int] | None) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_two_ranks_of_zero_three_are_one():
     alone = sharded_steps(None)

@@ -200,6 +200,7 @@ def run_cli(*words: str) -> int:
     return int(caught.value.code or 0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*TRAINED, *(pytest.param(name, marks=slow) for name in LONGER)])
 def test_a_folder_is_inspected_and_trained(name, letters, tmp_path, capsys):
     folder = folders.save(name, tmp_path)

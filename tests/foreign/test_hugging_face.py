@@ -290,6 +290,7 @@ def test_packed_documents_are_refused_if_the_example_had_none():
 # ---------------------------------------------------------------- engines
 
 
+@pytest.mark.long
 @some([*CAUSAL, "bert", "roberta", "vit"], quick=("llama",))
 def test_compiled_blocks_are_exact(name):
     module, model, params = make_model(name)
@@ -332,6 +333,7 @@ def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: 
         torch.testing.assert_close(got[path], leaf, rtol=tolerance, atol=tolerance, msg=lambda m, p=path: p + m)
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("name", "axes", "zero"),

@@ -283,6 +283,7 @@ def test_transformers_stacks_can_be_adapted(kind: str) -> None:
             torch.testing.assert_close(norms.squared[path], squares, rtol=1e-8, atol=1e-16)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "whose"),
     [

@@ -57,6 +57,7 @@ def test_norms_and_sums_equal_single_sample_backwards(name, method):
     assert_exact(case_named(name), method, made=model_named(name), truth=gradients_named(name))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in QUICK)]
 )

@@ -95,6 +95,7 @@ def test_norms_and_sums_equal_single_sample_backwards_of_the_prefix(name: str, m
     check_against_reference(name, *per_sample_norms(model, params, DATA, plan=plan)[1:])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
 def test_compiled_blocks_agree_and_equal_layers_are_compiled_once(name: str) -> None:
     _, model, params = prefixed(name)

@@ -430,6 +430,7 @@ def test_materialised_blocks_and_second_backwards_are_exact():
                 torch.testing.assert_close(total[path], each.sum(0), rtol=1e-8, atol=1e-12)
 
 
+@pytest.mark.long
 def test_compiled_blocks_equal_eager_ones_and_layers_are_compiled_once():
     module, model, params = made(tied=True)
     blocks = CompiledRunner(backend="aot_eager")

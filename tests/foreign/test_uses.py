@@ -329,6 +329,7 @@ def test_a_property_that_torch_compile_does_not_show_is_refused_if_compiled():
         assert_exact(foreign, blocks=EAGER())
 
 
+@pytest.mark.long
 def test_a_use_that_torch_compile_does_not_show_gives_nan(monkeypatch):
     # F.pad is such a function; if nothing refused it there, the leaf's one use would be seen and the other not.
     monkeypatch.delitem(HANDLERS, F.pad)

@@ -71,6 +71,7 @@ class Recorder(transformers.TrainerCallback):
         self.events.append("evaluate")
 
 
+@pytest.mark.long
 def test_a_causal_model_is_trained_logged_evaluated_saved_and_resumed(tmp_path: Path):
     model, seen = causal(), Recorder()
     before = model.transformer.wte.weight.detach().clone()

@@ -31,6 +31,7 @@ needs_hopper = pytest.mark.skipif(
 )
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not TESTED, reason="no version of Gluon that these bodies were tested with")
 @pytest.mark.parametrize(
     ("body", "groups"),

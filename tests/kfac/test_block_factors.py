@@ -216,6 +216,7 @@ def test_one_more_block_adds_few_operations():
     assert more["gt"] == more["isfinite"] == 0
 
 
+@pytest.mark.long
 def test_layers_of_other_forms_are_compiled_separately():
     case, sides = case_named("mlp"), [(Form.DENSE, Form.DIAGONAL), (Form.DIAGONAL, Form.DENSE), (Form.SKIP, Form.DENSE)]
     chosen = dict(zip(surveyed(*case).layers, sides, strict=True))

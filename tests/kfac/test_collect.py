@@ -486,6 +486,7 @@ def test_recomputing_or_refetching_blocks_does_not_change_factors(memory, fisher
     assert_same(curvatures(case, fisher, memory=memory), curvatures(case, fisher))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "fisher"),
     [

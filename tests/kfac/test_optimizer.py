@@ -507,6 +507,7 @@ def both_forms(distributions: list[Distribution]) -> list[tuple[list[Tree], int]
     return [trained(one, columns, 2) for one in distributions for columns in (False, True)]
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_two_ranks_train_as_one_whatever_the_distribution() -> None:
     alone = [trained(Distribution.GATHER, columns, 1) for columns in (False, True)]
@@ -550,6 +551,7 @@ def test_a_ring_is_saved_with_the_columns_of_every_rank(tmp_path: Path) -> None:
 # The fused end of a step
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("decay", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
 def test_a_donated_step_of_compiled_blocks_is_the_plain_step(decay, monkeypatch):
     """One pass behind K-FAC applies momentum, decay, learning rate and cast."""

@@ -159,6 +159,7 @@ def damped(factor: Factor) -> Tensor:
     return factors.matrix(factor) + DAMPING * torch.eye(N, dtype=F64)
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_gather_and_ring_equal_one_process_with_all_samples(ranks):
@@ -280,6 +281,7 @@ def four() -> list[dict[str, Any]]:
 ORDERS = [(0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)]
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_the_order_of_ranks_does_not_matter(four):
     whole = factors_of(torch.cat(rows_of((5, 1, 0, 6))))["columns"]

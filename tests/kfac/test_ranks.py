@@ -139,6 +139,7 @@ def by_dense_algebra(scale: float) -> dict[str, Tensor]:
     return {"head.weight": update[:, :-1], "head.bias": update[:, -1]}
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_gather_ring_and_owner_equal_one_process_with_padding_and_empty_ranks(ranks: int) -> None:

@@ -109,6 +109,7 @@ def counts(k: Kfac, state: TrainState, data: Tree) -> tuple[tuple[int, int], tup
     return collecting[0], (waits - collecting[0][0], operations - collecting[0][1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("distribution", SHARED)
 def test_the_host_waits_as_often_for_six_blocks_as_for_two(distribution: Distribution) -> None:
     collecting, rest, layers = [], [], []

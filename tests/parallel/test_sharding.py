@@ -297,7 +297,7 @@ def check(ranks: int, names: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow), 8])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.slow), 8])
 def test_the_same_numbers_on_any_number_of_ranks(ranks):
     results = check(ranks, list(SHORT[ranks]))
     for name in ("zero 3, auto", "zero 3, none"):  # 1 rank against N from abstract init: losses to 1e-6
@@ -333,6 +333,7 @@ def check_compiled(names: list[str], backend: str) -> None:
             assert_same(got, alone(COMPILED[name] | {"steps": 2}), f"{name}, {backend}")
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_the_whole_sharded_step_is_one_graph_and_agrees_with_eager():
     check_compiled(["tensor"], "eager")

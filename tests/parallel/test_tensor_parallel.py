@@ -51,6 +51,7 @@ def gradients() -> dict[str, tuple[Tensor, ...]]:
     return found | {"truth": (y, of_x, of_up[mine], of_down[:, mine])}
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_derivatives_equal_those_of_the_full_network_eager_and_compiled():
     for results in run_on_ranks(gradients, 2):

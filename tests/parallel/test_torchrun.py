@@ -110,6 +110,7 @@ def test_a_run_restarted_by_torchrun_after_a_killed_rank_gives_the_same_bits(tmp
     assert losses(job.out) == losses(whole.out)
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_a_rank_that_is_killed_while_saving_leaves_the_last_checkpoint_and_other_ranks_resume(tmp_path):
     job = Job(tmp_path / "run", words=("--steps", "9", "--save-every", "3"))

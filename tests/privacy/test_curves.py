@@ -72,6 +72,7 @@ def test_a_group_in_full_batches_moves_the_sum_by_its_size():
     assert group_epsilon([FULL], size=3, delta=1e-6) == pytest.approx(composed_epsilon([tripled], delta=1e-6), rel=1e-2)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_coarse_groups")
 def test_a_group_costs_more_than_a_sample_and_less_than_the_definition_allows():
     alone, group = (group_epsilon([SAMPLED], size=size, delta=1e-6) for size in (1, 4))

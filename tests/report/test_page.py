@@ -167,6 +167,7 @@ def test_missing_and_infinite_values_leave_gaps(tmp_path: Path) -> None:
     page_of(write_run(tmp_path / "constant", constant))
 
 
+@pytest.mark.long
 def test_thousands_of_steps_and_many_runs_stay_below_a_megabyte(tmp_path: Path) -> None:
     long = write_run(tmp_path / "long", make_records(5000, evaluate_every=10, texts=("x" * 5000,)))
     page_of(long)

@@ -188,6 +188,7 @@ def test_people_with_several_records_have_an_epsilon_of_their_own(tmp_path):
         make_statement(run, records_per_person=0)
 
 
+@pytest.mark.long
 def test_the_epsilon_of_a_person_counts_units_that_were_held_out(tmp_path):
     """One record trained on and one held out: both reach the outside, so the evaluations count."""
     evaluations = (Release("evaluations", 1.0, 0.8, 5),)

@@ -56,6 +56,7 @@ def accuracy(module: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> f
         return float((module.eval()(images).argmax(1) == labels).float().mean())
 
 
+@pytest.mark.long
 def test_both_programs_spend_the_same_and_learn_the_same():
     ours, theirs = task(), task()
     exec(block(OURS), ours)

@@ -274,6 +274,7 @@ def test_an_observation_is_read_as_it_was_written(tmp_path, one_rank: list[Seen]
 FUSED: dict[str, Any] = {"method": Method.AUTO, "compile": Compile.BLOCK, "compile_backend": "eager"}
 
 
+@pytest.mark.long
 def test_the_fused_step_is_observed_as_it_trains(one_rank: list[Seen]) -> None:
     calls, real = [], FusedUpdate.__call__
     with mock.patch.object(FusedUpdate, "__call__", lambda self, *args: calls.append(0) or real(self, *args)):
@@ -409,6 +410,7 @@ def two_ranks() -> list[dict[str, list[Seen]]]:
     return run_on_ranks(observed_on_this_rank, 2)
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks_are_one_rank(one_rank: list[Seen], two_ranks: list[dict[str, list[Seen]]], layout: str) -> None:

@@ -113,6 +113,7 @@ def test_a_damaged_config_is_refused_and_says_what_to_do(text, interrupted, tmp_
     assert "Traceback" not in attempt.text()
 
 
+@pytest.mark.long
 def test_if_one_of_two_ranks_gets_sigterm_both_stop_and_resume(tmp_path):
     job = Job(tmp_path / "run", words=WORDS)
     with job.start(Fault("terminated", 1, "drawing samples", 3)) as attempt:
@@ -121,6 +122,7 @@ def test_if_one_of_two_ranks_gets_sigterm_both_stop_and_resume(tmp_path):
     assert same(ended(job, "resumed after step 3"), ended(job._replace(out=tmp_path / "whole")))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stage", ["writing parts", pytest.param("drawing samples", marks=pytest.mark.slow)])
 def test_a_stopped_rank_is_named_after_the_timeout(stage, tmp_path):
     job = Job(tmp_path / "run", words=WORDS, timeout=4.0)

@@ -460,6 +460,7 @@ def fork(act: Callable[..., None], *args: Any) -> int:
     return child
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_a_process_killed_in_the_middle_of_a_save_leaves_the_last_good_one(tmp_path):
     for die in (*DEATHS, one_rank_dies):
@@ -550,6 +551,7 @@ def assert_imported(params: Any, expected: TrainState) -> None:
         assert got.dtype == leaf.dtype, path
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_a_checkpoint_of_four_ranks_loads_on_two_and_on_one(tmp_path):
     for rank, (full, unfit, short, exists, shape, folder) in enumerate(run_on_ranks(save_everywhere, 4, tmp_path)):
