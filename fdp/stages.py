@@ -43,6 +43,7 @@ from fdp.parallel.sharding import Reduce, Sharding, Zero, gathered_view
 from fdp.privacy.mechanism import Mechanism
 from fdp.privacy.sampling import Poisson
 from fdp.privacy.sum_rounding import Rounding, rounding_slack
+from fdp.products import reserve_no_workspace
 from fdp.types import ClippedSum, FdpError, Key, TrainState, Tree
 
 Precondition: TypeAlias = Callable[[TrainState], Preconditioners]
@@ -95,6 +96,7 @@ def make_stages(
     ``settings`` are folded into the key of the noise; default: a fingerprint of model, optimizer and mechanism. The
     noise is larger by ``least_slack`` at least, for a run whose earlier steps were computed with more slack.
     """
+    reserve_no_workspace()
     sharding = execution.sharding
     check_settings(model, optimizer, mechanism, plan, sharding)
     _check_wishes(donate, precondition, plan, execution)

@@ -39,6 +39,7 @@ from fdp.parallel.sharded_norms import sharded_reductions
 from fdp.parallel.sharding import check_placement
 from fdp.privacy.mechanism import Mechanism
 from fdp.privacy.microbatches import split_microbatches
+from fdp.products import whole_sums
 from fdp.stages import Precondition, Stages, make_stages
 from fdp.types import Batch, ClippedSum, Flat, Key, Metrics, Step, TrainState, Tree
 
@@ -169,7 +170,7 @@ def microbatch_sum(
 ) -> MicrobatchSum:
     """Return the clipped sum of one microbatch, added to ``onto``, with its tally and metrics."""
     weights, maps = work
-    with fast_attention(mask.device, repeatable=stages.repeatable):
+    with fast_attention(mask.device, repeatable=stages.repeatable), whole_sums(mask.device):
         return stages.gradient(weights, state.clip, data, mask, maps, onto=onto)
 
 

@@ -28,6 +28,7 @@ ORDER = (
     "ledger",
     "gradients",
     "attention",
+    "products",
     "ops",
     "finish",
     "fast",

@@ -32,7 +32,7 @@ from fdp.privacy.chain import Chain
 from fdp.privacy.guarantee import RELATION, delta_advice
 from fdp.privacy.shown_numbers import round_up, shown_delta, shown_epsilon
 from fdp.run.evaluation import Evaluator
-from fdp.run.smaller_microbatches import MemoryWarning
+from fdp.run.smaller_microbatches import RunWarning
 from fdp.run.training_run import Run, extra_noise
 from fdp.types import TrainState
 
@@ -80,14 +80,14 @@ def show_warnings(console: Console, texts: Sequence[str]) -> None:
 
 
 @contextmanager
-def show_memory_warnings(console: Console) -> Iterator[None]:
-    """Print it in one line if the run goes on with smaller microbatches."""
+def show_run_warnings(console: Console) -> Iterator[None]:
+    """Print it in one line if the run goes on with other sizes of microbatches."""
     with warnings.catch_warnings():
-        warnings.simplefilter("always", MemoryWarning)
+        warnings.simplefilter("always", RunWarning)
         others = warnings.showwarning
 
         def show(message: Warning | str, category: type[Warning], *where: Any) -> None:
-            if category is MemoryWarning:
+            if issubclass(category, RunWarning):
                 show_warnings(console, [str(message)])
             else:
                 others(message, category, *where)

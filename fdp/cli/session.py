@@ -76,7 +76,7 @@ def train(options: TrainOptions, ranks: Ranks | None = None, *, dry_run: bool = 
         console = Console(quiet=options.output.quiet or not first, highlight=False)
         if resumed is not None and resumed.finished:
             return _report_finished(options.output, console)
-        with progress.tell_stages(console) as say:
+        with progress.tell_stages(console) as say, display.show_run_warnings(console):
             say(f"reading the data ({options.data.data}) and the model")
             config = run_in_unison(lambda: configure(options), None)
             config = run_in_unison(
@@ -140,7 +140,7 @@ def _train(session: Session, state: TrainState) -> int:
     options, run, folder, console, lock = session[:5]
     first = launch.rank() == 0
     records = read_records(folder, upto=int(state.step)) if first else []
-    with stop_on_signals() as stop, display.show_memory_warnings(console):
+    with stop_on_signals() as stop, display.show_run_warnings(console):
         is_used, account = _find_used_states(session, state), session.account
         ahead = (lambda step: not is_used(step)) if can_run_ahead(run) else None
         stream = steps(run, plain(state), stop=stop.requested, ahead=ahead, begin=account.begin)

@@ -61,7 +61,7 @@ def send_to_device(values: Tree, device: torch.device) -> Tree:
     def send(leaf: torch.Tensor) -> torch.Tensor:
         if device.type != "cuda" or leaf.device.type != "cpu":
             return leaf.to(device)
-        return leaf.pin_memory().to(device, non_blocking=True)
+        return leaf.contiguous().pin_memory().to(device, non_blocking=True)
 
     return tree.map(send, values)
 

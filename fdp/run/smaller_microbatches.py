@@ -20,7 +20,11 @@ from fdp.privacy.microbatches import power_of_two_below
 from fdp.types import Batch, Key, Metrics, RowGroups, Step, TrainState
 
 
-class MemoryWarning(UserWarning):
+class RunWarning(UserWarning):
+    """Something about microbatches that the user of a run should read; ``fdp train`` prints it in a line."""
+
+
+class MemoryWarning(RunWarning):
     """A run goes on with smaller microbatches."""
 
 

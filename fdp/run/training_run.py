@@ -17,11 +17,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,9 +29,8 @@ from fdp.data.digest import data_digest
 from fdp.fast.compile_modes import Compile, make_execution
 from fdp.fingerprint import fingerprint
 from fdp.foreign.uses.dropout import DROPOUT_KEYS
-from fdp.gradients import timing
 from fdp.gradients.execution import Execution
-from fdp.gradients.plan import TIMED_METHODS, Plan, add_smaller_sizes, make_plan
+from fdp.gradients.plan import Plan
 from fdp.kfac.optimizer import Kfac
 from fdp.kfac.private.curvature_sources import (
     Feed,
@@ -51,21 +48,23 @@ from fdp.parallel.agree import check_agreement
 from fdp.parallel.dtensors import localize
 from fdp.parallel.mesh import make_mesh
 from fdp.parallel.sharded_init import shared_key
-from fdp.parallel.sharding import Sharding, abstract_params, make_sharding, over_tensor_axis
+from fdp.parallel.sharding import Sharding, make_sharding, over_tensor_axis
 from fdp.privacy import accounting
 from fdp.privacy.mechanism import Mechanism, without_noise
-from fdp.privacy.microbatches import samples_per_rank, split_microbatches
+from fdp.privacy.microbatches import split_microbatches
 from fdp.privacy.releases import composed_event
 from fdp.privacy.sampling import TRAINING, Poisson, poisson, sample_batch
+from fdp.run.equal_sizes import keep_equal_sizes
 from fdp.run.flight import Flight, land, read_clip_bound, take_off
 from fdp.run.flight import NotFinite as NotFinite
 from fdp.run.overlap import Draws, send_to_device
 from fdp.run.run_config import RunConfig, check_config, check_example
+from fdp.run.run_plan import first_examples, local_sizes, make_run_plan
 from fdp.run.smaller_microbatches import or_smaller
 from fdp.run.step_metrics import StepRecord
 from fdp.stages import Stages, make_stages
 from fdp.step import init_state, join
-from fdp.types import Batch, FdpError, Key, Step, TrainState, Tree
+from fdp.types import Batch, FdpError, Key, Step, TrainState
 
 
 class Run(NamedTuple):
@@ -112,7 +111,7 @@ def prepare(
     check_config(config)
     say("computing the noise for the budget")
     mechanism = _make_mechanism(config)
-    check_example(config.model, _examples(config, config.microbatch_size))
+    check_example(config.model, first_examples(config, config.microbatch_size))
     model, sharding = _shard_model(config)
     say("computing the digest of the data")
     digest = data_digest(config.dataset)
@@ -128,9 +127,9 @@ def prepare(
     state = init_state(model, params, optimizer, mechanism, execution=execution, device=config.device)
     state, feed = (state, None) if kfac is None else _place_and_feed(config, kfac, state, root)
     say("choosing how the norm of every leaf is computed")
-    plan, config = _make_plan(config, model, sharding)
+    plan, config = make_run_plan(config, model, sharding)
     say(f"checking that the loss of a sample depends on that sample alone (about 50 forward passes of {model.name})")
-    check_model(model, state.params, _examples(config, REAL_SAMPLES), plan=plan, execution=execution)
+    check_model(model, state.params, first_examples(config, REAL_SAMPLES), plan=plan, execution=execution)
     # State on the CPU stays in pinned memory only if it is written in place; kernels write in place.
     in_place = any(config.offload) or config.compile is Compile.BLOCK or config.cuda_graph
     stages = make_stages(
@@ -144,12 +143,12 @@ def prepare(
         settings=settings,
         least_slack=least_slack,
     )
-    epsilons = _epsilon_curve(config, mechanism)
+    config = keep_equal_sizes(config, stages, state, say=say)
     if settings is None:
         public = feed.digest if isinstance(feed, Public) else None
         settings = fingerprint(model.identity, config.optimizer, mechanism, config.values, digest, public)
     key = keys.fold_in(root, f"run {settings}").cpu()
-    step = or_smaller(join(stages), sharding)
+    step, epsilons = or_smaller(join(stages), sharding), _epsilon_curve(config, mechanism)
     run = Run(config, mechanism, stages, step, root, key, epsilons, sharding, digest, in_place, kfac, feed, plan)
     return run, state
 
@@ -296,8 +295,8 @@ def _make_execution(config: RunConfig, sharding: Sharding | None) -> Execution:
 def _make_kfac(config: RunConfig, model: Model, execution: Execution) -> Kfac | None:
     if not isinstance(config.optimizer, KfacOptimizer):
         return None
-    samples = _local_sizes(config, execution.sharding)[0]
-    return make_kfac(model, _examples(config, samples), config.optimizer, execution=execution, dtype=config.dtype)
+    samples = local_sizes(config, execution.sharding)[0]
+    return make_kfac(model, first_examples(config, samples), config.optimizer, execution=execution, dtype=config.dtype)
 
 
 def _place_and_feed(config: RunConfig, k: Kfac, state: TrainState, root: Key) -> tuple[TrainState, Feed | None]:
@@ -349,43 +348,6 @@ def _epsilon_curve(config: RunConfig, mechanism: Mechanism) -> Sequence[float] |
             f"it, or give 0 for a run that is not private"
         )
     return epsilons
-
-
-def _make_plan(config: RunConfig, model: Model, sharding: Sharding | None) -> tuple[Plan, RunConfig]:
-    """Return the plan, and the configuration with the sizes of microbatches that could be planned."""
-    params = abstract_params(model, sharding, device=config.device)
-    largest, *smaller = _local_sizes(config, sharding)
-    examples = _examples(config, largest)
-    plan_with = partial(
-        make_plan,
-        model,
-        params,
-        examples,
-        method=config.method,
-        memory_budget=config.memory_budget,
-        dtype=config.dtype,
-    )
-    plan, timed = plan_with(), config.method in TIMED_METHODS
-    # Several ranks must make the same choices, so none of them goes by its own times.
-    if sharding is None and timed and timing.is_worth_timing(config.device, config.dtype):
-        uses = [use for block in plan.uses for use in block]
-        times = timing.measure(uses, dtype=config.dtype, device=config.device, store=timing.default_store())
-        plan = plan_with(timings=times)
-    try:
-        return add_smaller_sizes(plan, model, params, examples, sizes=smaller), config
-    except FdpError:  # a dimension of the model happens to be one of the smaller sizes
-        return _make_plan(replace(config, smaller_microbatches=False), model, sharding)
-
-
-def _local_sizes(config: RunConfig, sharding: Sharding | None) -> list[int]:
-    """Return how many samples of a microbatch this rank computes, for every size."""
-    sizes, ranks = config.microbatch_sizes, 1 if sharding is None else sharding.ranks
-    return [samples_per_rank(size, sizes, ranks=ranks) for size in sizes]
-
-
-def _examples(config: RunConfig, count: int) -> Tree:
-    """Return the first samples on the device, for their shapes and for checks."""
-    return send_to_device(config.dataset.fetch(np.arange(count) % len(config.dataset)), config.device)
 
 
 def _make_mechanism(config: RunConfig) -> Mechanism:

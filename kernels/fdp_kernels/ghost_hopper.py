@@ -35,8 +35,8 @@ from fdp_kernels.tile_gemm import Tile, cdiv, num_programs, pad_to_four
 TILE = Tile(128, 128, DEPTH, warps=4, stages=6, per_sm=1)
 STRIPS = TILE.rows // GROUP_ROWS
 REGISTERS = 232
-MIN_TILES, MOST_FEATURES = 40, 1 << 15
-"""With fewer tiles per matrix than this, a program has hardly a tile to go on to; with more features, as those of a
+MIN_TILES, MOST_FEATURES = 3, 1 << 15
+"""With fewer tiles per sample than this, a program has hardly a tile to go on to; with more features, as those of a
 vocabulary, there is little to sum up, and the two groups only wait for each other."""
 
 
@@ -189,10 +189,13 @@ def _ghost_hopper_body(
 
 
 def pays_off(g_BTP: Tensor) -> bool:
-    """Return True if this is faster than the body of ``ghost``; a launch takes this body if it is for all its pairs."""
-    batch, tokens, features = g_BTP.shape
+    """Return True if this is faster than the body of ``ghost``; a launch takes this body if it is for all its pairs.
+
+    That must not depend on the number of samples: the bodies differ in their bound on rounding.
+    """
+    _, tokens, features = g_BTP.shape
     rows = cdiv(tokens, TILE.rows)
-    return features <= MOST_FEATURES and batch * rows * (rows + 1) // 2 >= MIN_TILES
+    return features <= MOST_FEATURES and rows * (rows + 1) // 2 >= MIN_TILES
 
 
 def launch_body(

@@ -110,7 +110,7 @@ def test_wandb_offline_logs_every_step_once_and_nothing_that_reveals_the_noise(
 ) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    out, words = tmp_path / "run", ("--wandb", "--save-every", "2", "--quiet", "--seed", "8271")
+    out, words = tmp_path / "run", ("--wandb", "--save-every", "2", "--quiet", "--seed", "827120643915")
     with monkeypatch.context() as patch:
         interrupt_after(3, patch)
         assert train(out, *words, steps=4) == 130
@@ -120,7 +120,7 @@ def test_wandb_offline_logs_every_step_once_and_nothing_that_reveals_the_noise(
     assert [row["loss/train"] for row in rows] == [record.loss for record in read_records(out)]
     assert stat.S_IMODE((out / "wandb").stat().st_mode) == 0o700
     sent = b"".join(path.read_bytes() for path in (out / "wandb").rglob("*.wandb"))
-    for hidden in ("8271", str(tmp_path), f'"{socket.gethostname()}"'):
+    for hidden in ("827120643915", str(tmp_path), f'"{socket.gethostname()}"'):
         assert hidden.encode() not in sent
 
 

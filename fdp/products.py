@@ -1,0 +1,50 @@
+"""Matrix products of a GPU that round a row in one way, however many rows there are.
+
+    y_r = sum_k x_rk w_k                   in one piece, not in parts that several multiprocessors add up
+
+If there are few rows, cuBLAS splits such a sum, and the parts are rounded, to half precision by default, before they
+are added. Then the gradient of a sample depends on the size of its microbatch: in bfloat16 by half a per cent (gpt2's
+widths, 64 samples against 72, on an H200). If a sample is added to a batch, others come into microbatches of other
+sizes, and the sum would move by more than the new sample's part. Without a workspace and without sums in half precision
+cuBLAS does not split; a step of gpt2 takes as long as with it. :mod:`fdp.run.equal_sizes` checks that it helped.
+
+    >>> reserve_no_workspace()                      # before the first product on a GPU
+    >>> with whole_sums(device):
+    ...     loss.backward()
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "0"}
+"""What torch reads when it first multiplies on a GPU."""
+
+
+def reserve_no_workspace() -> None:
+    """Tell torch to give cuBLAS no memory for parts of sums. What the environment says already is left as it is."""
+    for name, value in WORKSPACES.items():
+        os.environ.setdefault(name, value)
+
+
+@contextmanager
+def whole_sums(device: torch.device) -> Iterator[None]:
+    """Let no sum of a product be rounded to half precision on its way. Nothing changes while a graph is traced."""
+    import torch
+
+    if device.type != "cuda" or torch.compiler.is_compiling():
+        yield
+        return
+    options = torch.backends.cuda.matmul
+    before = options.allow_bf16_reduced_precision_reduction, options.allow_fp16_reduced_precision_reduction
+    options.allow_bf16_reduced_precision_reduction = options.allow_fp16_reduced_precision_reduction = False
+    try:
+        yield
+    finally:
+        options.allow_bf16_reduced_precision_reduction, options.allow_fp16_reduced_precision_reduction = before

@@ -1,0 +1,59 @@
+"""The plan of a run: how norms and sums are computed, for every size of its microbatches.
+
+>>> plan, config = make_run_plan(config, model, sharding)      # a config of one size if others cannot be planned
+>>> sizes = local_sizes(config, sharding)                      # this rank's samples of a microbatch, largest first
+>>> examples = first_examples(config, sizes[0])
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from fdp.gradients import timing
+from fdp.gradients.plan import TIMED_METHODS, Plan, add_smaller_sizes, make_plan
+from fdp.model import Model
+from fdp.parallel.sharding import Sharding, abstract_params
+from fdp.privacy.microbatches import samples_per_rank
+from fdp.run.overlap import send_to_device
+from fdp.run.run_config import RunConfig
+from fdp.types import FdpError, Tree
+
+
+def make_run_plan(config: RunConfig, model: Model, sharding: Sharding | None) -> tuple[Plan, RunConfig]:
+    """Return the plan, and the configuration with the sizes of microbatches that could be planned."""
+    params = abstract_params(model, sharding, device=config.device)
+    largest, *smaller = local_sizes(config, sharding)
+    examples = first_examples(config, largest)
+    plan_with = partial(
+        make_plan,
+        model,
+        params,
+        examples,
+        method=config.method,
+        memory_budget=config.memory_budget,
+        dtype=config.dtype,
+    )
+    plan, timed = plan_with(), config.method in TIMED_METHODS
+    # Several ranks must make the same choices, so none of them goes by its own times.
+    if sharding is None and timed and timing.is_worth_timing(config.device, config.dtype):
+        uses = [use for block in plan.uses for use in block]
+        times = timing.measure(uses, dtype=config.dtype, device=config.device, store=timing.default_store())
+        plan = plan_with(timings=times)
+    try:
+        return add_smaller_sizes(plan, model, params, examples, sizes=smaller), config
+    except FdpError:  # a dimension of the model happens to be one of the smaller sizes
+        return make_run_plan(replace(config, smaller_microbatches=False), model, sharding)
+
+
+def local_sizes(config: RunConfig, sharding: Sharding | None) -> list[int]:
+    """Return how many samples of a microbatch this rank computes, for every size."""
+    sizes, ranks = config.microbatch_sizes, 1 if sharding is None else sharding.ranks
+    return [samples_per_rank(size, sizes, ranks=ranks) for size in sizes]
+
+
+def first_examples(config: RunConfig, count: int) -> Tree:
+    """Return the first samples on the device, for their shapes and for checks."""
+    return send_to_device(config.dataset.fetch(np.arange(count) % len(config.dataset)), config.device)

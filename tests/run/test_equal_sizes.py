@@ -1,0 +1,144 @@
+"""Several sizes of microbatches are used only if a sample adds the same to the sum in all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fdp import tree
+from fdp.gradients.accumulate import MicrobatchSum
+from fdp.gradients.lazy_sum import evaluate
+from fdp.run.equal_sizes import RoundingWarning, sizes_agree
+from fdp.run.run_config import RunConfig
+from fdp.run.run_plan import first_examples
+from fdp.run.training_run import Run, draw_batch, prepare, steps
+from fdp.stages import Stages
+from fdp.step import sum_over_microbatches
+from fdp.types import TrainState
+from tests.run.test_smaller_microbatches import CONFIG, Images
+
+SIZES = (8, 4, 2, 1)
+
+
+def prepared(config: RunConfig = CONFIG) -> tuple[Run, TrainState, Any]:
+    run, state = prepare(config)
+    return run, state, first_examples(run.config, SIZES[0])
+
+
+def rounded_otherwise(stages: Stages, size: int, by: float, leaf: str | None = None) -> Stages:
+    """Return stages in which the gradients of a microbatch of ``size`` are larger by a factor ``1 + by``."""
+    real = stages.gradient
+
+    def gradient(weights: Any, clip: Any, data: Any, mask: Tensor, *rest: Any, **options: Any) -> MicrobatchSum:
+        found = real(weights, clip, data, mask, *rest, **options)
+        if len(mask) != size:
+            return found
+        total = evaluate(found.total)
+        value = {path: part * (1 + by * (leaf is None or path == leaf)) for path, part in total.value.items()}
+        return found._replace(total=total._replace(value=value))
+
+    return stages._replace(gradient=gradient)
+
+
+def test_sizes_agree_if_a_sample_adds_the_same_in_all_of_them():
+    run, state, examples = prepared()
+    assert run.config.microbatch_sizes == SIZES
+    assert sizes_agree(run.stages, state, examples, sizes=SIZES)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_one_size_that_rounds_otherwise_is_found(size):
+    run, state, examples = prepared()
+    assert not sizes_agree(rounded_otherwise(run.stages, size, 1e-7), state, examples, sizes=SIZES)
+    assert sizes_agree(rounded_otherwise(run.stages, size, 1e-10), state, examples, sizes=SIZES)
+
+
+def test_parameters_that_are_zero_hide_nothing():
+    """A head of zeros has no gradient below it: how the blocks round would not be seen."""
+    run, state, examples = prepared()
+    last = [path for path in tree.flatten(state.params) if path.startswith("head")]
+    first = next(path for path in tree.flatten(state.params) if path not in last)
+    flat = {path: leaf * (path not in last) for path, leaf in tree.flatten(state.params).items()}
+    state = state._replace(params=tree.unflatten(state.params, flat))
+    before = {path: leaf.clone() for path, leaf in tree.flatten(state.params).items()}
+    assert last
+    assert not sizes_agree(rounded_otherwise(run.stages, 4, 1e-6, first), state, examples, sizes=SIZES)
+    assert all(torch.equal(before[path], leaf) for path, leaf in tree.flatten(state.params).items()), "unchanged"
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan")])
+def test_without_a_gradient_that_can_be_compared_the_answer_is_no(value):
+    run, state, examples = prepared()
+    stages = run.stages
+    for size in SIZES:
+        stages = rounded_otherwise(stages, size, value - 1)
+    assert not sizes_agree(stages, state, examples, sizes=SIZES)
+
+
+def test_sizes_without_memory_are_left_out():
+    run, state, examples = prepared()
+
+    def limited(most: int, inner: Callable[..., MicrobatchSum]) -> Callable[..., MicrobatchSum]:
+        def gradient(weights: Any, clip: Any, data: Any, mask: Tensor, *rest: Any, **options: Any) -> MicrobatchSum:
+            if len(mask) > most:
+                raise torch.OutOfMemoryError("no room")
+            return inner(weights, clip, data, mask, *rest, **options)
+
+        return gradient
+
+    small = run.stages._replace(gradient=limited(4, run.stages.gradient))
+    assert sizes_agree(small, state, examples, sizes=SIZES)
+    wrong = rounded_otherwise(run.stages, 2, 1e-6)
+    assert not sizes_agree(wrong._replace(gradient=limited(4, wrong.gradient)), state, examples, sizes=SIZES)
+    nothing = run.stages._replace(gradient=limited(0, run.stages.gradient))
+    assert sizes_agree(nothing, state, examples, sizes=SIZES), "the first step says that nothing fits"
+
+
+def test_a_run_whose_sizes_disagree_has_one_and_says_so(monkeypatch):
+    real = prepare.__globals__["make_stages"]
+    monkeypatch.setitem(
+        prepare.__globals__, "make_stages", lambda *args, **options: rounded_otherwise(real(*args, **options), 4, 1e-6)
+    )
+    with pytest.warns(RoundingWarning, match="the last microbatch of a step is padded to 8 samples"):
+        run, state = prepare(CONFIG)
+    assert run.config.microbatch_sizes == (8,)
+    assert all(len(draw_batch(run, t).mask[0]) == 8 for t in range(CONFIG.steps))
+    assert len(list(steps(run, state))) == CONFIG.steps
+
+
+class WithoutGradient(Images):
+    """Sixty samples, before which one more may be that has a gradient of 0: its image is 0."""
+
+    def __init__(self, more: bool) -> None:
+        self.more = more
+
+    def __len__(self) -> int:
+        return 60 + self.more
+
+    def fetch(self, indices: Any) -> Any:
+        rows = torch.as_tensor(indices) - int(self.more)
+        data = super().fetch(rows.clamp_min(0))
+        return {"image": data["image"] * (rows >= 0)[:, None], "label": data["label"]}
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_sample_that_adds_nothing_moves_the_sum_by_nothing(wrong):
+    """Mutation: with sizes that round otherwise and no check, the samples behind it move the sum."""
+    sums = []
+    for more in (False, True):
+        # All samples are drawn: 61 instead of 60 samples end in microbatches of other sizes.
+        config = dataclasses.replace(CONFIG, dataset=WithoutGradient(more), batch_size=60 + more, population=60 + more)
+        run, state = prepare(config)
+        stages = rounded_otherwise(run.stages, 4, 1e-3) if wrong else run.stages
+        batch = draw_batch(run, 0)
+        assert int(batch.mask.sum()) == 60 + more
+        sums.append(evaluate(sum_over_microbatches(stages, state, batch).total).value)
+    weights = [path for path in sums[0] if sums[0][path].ndim == 2]  # a bias has a gradient although its input is 0
+    moved = torch.stack([(sums[0][path] - sums[1][path]).norm() for path in weights]).norm()
+    assert weights
+    assert (float(moved) > 1e-5) == wrong
