@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,13 +14,15 @@ from torch import Tensor
 from fdp import tree
 from fdp.gradients.accumulate import MicrobatchSum
 from fdp.gradients.lazy_sum import evaluate
+from fdp.parallel.sharding import Zero
 from fdp.run.equal_sizes import RoundingWarning, sizes_agree
-from fdp.run.run_config import RunConfig
+from fdp.run.run_config import Layout, RunConfig
 from fdp.run.run_plan import first_examples
 from fdp.run.training_run import Run, draw_batch, prepare, steps
 from fdp.stages import Stages
 from fdp.step import sum_over_microbatches
 from fdp.types import TrainState
+from tests.ranks import run_on_ranks
 from tests.run.test_smaller_microbatches import CONFIG, Images
 
 SIZES = (8, 4, 2, 1)
@@ -109,6 +112,27 @@ def test_a_run_whose_sizes_disagree_has_one_and_says_so(monkeypatch):
     assert run.config.microbatch_sizes == (8,)
     assert all(len(draw_batch(run, t).mask[0]) == 8 for t in range(CONFIG.steps))
     assert len(list(steps(run, state))) == CONFIG.steps
+
+
+def sizes_on_this_rank(wrong_on: int | None) -> tuple[int, ...]:
+    """Return the sizes that a run of two ranks uses if one rank rounds otherwise in microbatches of half the size."""
+    real, rank = prepare.__globals__["make_stages"], torch.distributed.get_rank()
+
+    def make(*args: Any, **options: Any) -> Stages:
+        stages = real(*args, **options)
+        return rounded_otherwise(stages, 2, 1e-6) if rank == wrong_on else stages
+
+    layout = Layout({"shard": 2}, Zero.THREE)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        patch.setitem(prepare.__globals__, "make_stages", make)
+        warnings.simplefilter("ignore", RoundingWarning)
+        return prepare(dataclasses.replace(CONFIG, layout=layout))[0].config.microbatch_sizes
+
+
+@pytest.mark.ranks
+def test_all_ranks_use_the_same_sizes():
+    assert run_on_ranks(sizes_on_this_rank, 2, None) == [SIZES, SIZES]
+    assert run_on_ranks(sizes_on_this_rank, 2, 1) == [SIZES[:1]] * 2
 
 
 class WithoutGradient(Images):
