@@ -75,6 +75,10 @@ def _enabled_kernels(*kernels: SDPBackend) -> list[SDPBackend]:
     return [kernel for kernel in kernels if _KERNELS[kernel]()] + [SDPBackend.MATH]
 
 
+WORKSPACE, DETERMINISTIC_WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":16:8", ":4096:8")
+"""What torch may ask for before a deterministic product: the first is so small that no sum is split (fdp.products)."""
+
+
 @contextmanager
 def fast_attention(device: torch.device, *, repeatable: bool) -> Iterator[None]:
     """Use the fastest attention kernels on a GPU; if ``repeatable``, only deterministic algorithms.
@@ -93,7 +97,8 @@ def fast_attention(device: torch.device, *, repeatable: bool) -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory  # pyright: ignore
     try:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch requires it before the first cuBLAS call
+        if os.environ.get(WORKSPACE) not in DETERMINISTIC_WORKSPACES:
+            os.environ[WORKSPACE] = DETERMINISTIC_WORKSPACES[0]
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = filled and before[0]  # pyright: ignore
         with sdpa_kernel(_enabled_kernels(SDPBackend.FLASH_ATTENTION), set_priority=True):

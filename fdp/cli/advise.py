@@ -73,13 +73,15 @@ def advise_command(
     # torch takes seconds to import; --help and mistakes on the command line should not wait for it.
     from fdp.advice.table import make_rows
     from fdp.cli import recipe
+    from fdp.cli.progress import tell_stages
 
     options = TrainOptions(model=model, data=data, privacy=privacy, training=training, compute=compute)
     given = {key: value for key, value in to_dict(options).items() if is_given(call, key)}
     console = Console(highlight=False)
-    with console.status("timing a few steps on this machine"):
+    with tell_stages(console) as say:
+        say("timing a few steps on this machine")
         filled, found = recipe.advise(options, given=given, hours=advise.hours)
-    with console.status("computing the noise of other settings"):
+        say("computing the noise of other settings")
         rows = make_rows(found.situation, found.recipe.choice, seconds=3600 * found.hours)
     command = command_line(named(filled), ["model", "data", "epsilon", *given, *found.recipe.settings])
     show_recipe(console, found)
@@ -94,13 +96,15 @@ def advise_command(
 def fill_in_recipe(options: TrainOptions, given: Mapping[str, Any]) -> TrainOptions:
     """Return the options, with ``--recipe auto`` those of the advice for all that is not given, which are printed."""
     from fdp.cli.names import choose
+    from fdp.cli.progress import tell_stages
     from fdp.cli.recipe import apply_recipe
     from fdp.parallel import launch
 
     if not choose("--recipe", options.advice.recipe, {"none": False, "auto": True}):
         return options
     console = Console(highlight=False, quiet=options.output.quiet or launch.rank() > 0)
-    with console.status("--recipe auto: timing a few steps on this machine"):
+    with tell_stages(console) as say:
+        say("--recipe auto: timing a few steps on this machine")
         filled, found = apply_recipe(options, given=given)
     if found is None:
         console.print("--recipe auto: the settings are those that the run began with", soft_wrap=True)
