@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fdp.ledger.book import Entry
     from fdp.privacy.guarantee import Guarantee
 
-HEADINGS = ("date", "run", "data", "epsilon", "delta", "steps", "ended", "unit", "folder")
+HEADINGS: tuple[str, ...] = ("date", "run", "data", "epsilon", "delta", "steps", "ended", "unit", "folder")
 CAPTION = "A run counts with all its planned steps, once it has begun."
 LEAST_OF_A_FOLDER = 12
 """Characters of a folder's path that are shown at least."""
@@ -187,7 +187,7 @@ def _cells(entry: Entry) -> tuple[str, ...]:
     delta = "" if promise.delta is None else shown_delta(promise.delta)
     made = f"{'?' if steps is None else steps} of {promise.steps or '?'}"
     unit = promise.unit.partition(" (")[0]  # the totals below state it in full
-    begun = (promise.date or "")[:10], promise.run[:8], _short(promise)
+    begun = (promise.date or "")[:10], (promise.run or "unknown")[:8], _short(promise)
     return *begun, epsilon, delta, made, how or "no word of it", unit, folder
 
 

@@ -278,7 +278,7 @@ def test_every_run_has_one_line_and_only_units_and_folders_make_room(tmp_path, c
     _, headings, run, *rest = capsys.readouterr().out.splitlines()
     (entry,) = ledger_runs()
     assert len(run.rstrip()) <= columns
-    assert run.split()[1] == entry.promise.run[:8]
+    assert run.split()[1] == (entry.promise.run or "")[:8]
     assert run.rstrip().endswith("first")
     assert (str(folder) in run) == ("unit" in headings.split()) == (columns == 400)
     assert headings.split()[:7] == ["date", "run", "data", "epsilon", "delta", "steps", "ended"]
