@@ -54,6 +54,14 @@ def test_sizes_agree_if_a_sample_adds_the_same_in_all_of_them():
     assert sizes_agree(run.stages, state, examples, sizes=SIZES)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_in_one_size_a_sample_adds_the_same_at_every_place_and_beside_any_others(dtype):
+    """In the compute dtype of a run, in which nothing is exact: the last of nine is not left over for other code."""
+    config = dataclasses.replace(CONFIG, dtype=dtype, microbatch_size=9, smaller_microbatches=False)
+    run, state = prepare(config)
+    assert sizes_agree(run.stages, state, first_examples(config, 9), sizes=(9, 9))
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_one_size_that_rounds_otherwise_is_found(size):
     run, state, examples = prepared()
