@@ -6,7 +6,7 @@ If there are few rows, cuBLAS splits such a sum, and the parts are rounded, to h
 are added. Then the gradient of a sample depends on the size of its microbatch: in bfloat16 by half a per cent (gpt2's
 widths, 64 samples against 72, on an H200). If a sample is added to a batch, others come into microbatches of other
 sizes, and the sum would move by more than the new sample's part. Without a workspace and without sums in half precision
-cuBLAS does not split; a step of gpt2 takes as long as with it. :mod:`fdp.run.equal_sizes` checks that it helped.
+cuBLAS does not split; a step of gpt2 takes as long as with it. :mod:`fdp.checks.equal_sizes` checks that it helped.
 
     >>> reserve_no_workspace()                      # before the first product on a GPU
     >>> with whole_sums(device):

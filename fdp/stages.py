@@ -205,7 +205,8 @@ def _roundings(plan: Plan, execution: Execution) -> Callable[[torch.device], Rou
     memory, sharding = execution.memory, execution.sharding
     uses = Counter(use.path for block in plan.uses for use in block)
     most = min(SAMPLES_PER_FLOAT32_SUM, memory.microbatch_size or SAMPLES_PER_FLOAT32_SUM)
-    reduced = torch.float64
+    ranks, reduced = 1 if sharding is None else sharding.ranks, torch.float64
+    largest = (memory.microbatch_size or plan.batch_size * ranks) if plan.smaller else 0
     if sharding is not None and sharding.ranks > 1:
         reduced = sharding.reduce_dtype or (memory.sum_dtype if sharding.reduce is Reduce.PER_STEP else torch.float64)
 
@@ -216,9 +217,10 @@ def _roundings(plan: Plan, execution: Execution) -> Callable[[torch.device], Rou
             memory.sum_dtype,
             memory.microbatch_size,
             reduced,
-            1 if sharding is None else sharding.ranks,
+            ranks,
             most if plan.dtype in HALF and device.type == "cuda" else 0,
             tied=any(count > 1 for count in uses.values()),
+            largest_size=largest,
         )
 
     return rounding

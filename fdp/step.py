@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fdp import tree
 from fdp.attention import fast_attention
+from fdp.checks.equal_sizes import without_zeros
 from fdp.checks.first_call import Checks, FirstCall
 from fdp.checks.gate import Gate
 from fdp.fast.cuda_graph import StepParts, capture
@@ -91,9 +92,9 @@ def make_train_step(
 def join(
     stages: Stages,
     *,
-    first_call: Callable[[Tree, Batch], None] | None = None,
+    first_call: FirstCall | None = None,
 ) -> Step:
-    """Return the stages as one step; ``first_call(params, batch)`` runs once a batch is accepted, before the rest."""
+    """Return the stages as one step; ``first_call`` checks the model once a batch is accepted, before the rest."""
     step = join_observed(stages, lambda total: (), first_call=first_call)
 
     def train_step(state: TrainState, batch: Batch, key: Key) -> tuple[TrainState, Metrics]:
@@ -107,7 +108,7 @@ def join_observed(
     stages: Stages,
     observe: Callable[[ClippedSum], Tree],
     *,
-    first_call: Callable[[Tree, Batch], None] | None = None,
+    first_call: FirstCall | None = None,
 ) -> Callable[[TrainState, Batch, Key], tuple[TrainState, Metrics, Tree]]:
     """Return the step with a third result, ``observe(total)``: what is to be seen of the clipped sum before the noise.
 
@@ -137,7 +138,7 @@ def join_observed(
         local = localize(state)
         step_number = gate.check(local.step, batch)
         if first_call is not None:
-            first_call(state.params, batch)
+            first_call(state.params, batch, lambda: sample_part(stages, state))
         stages.prepare(local.params)
         after, metrics, seen = run(local, batch, key)
         gate.remember(after.step, step_number)
@@ -172,6 +173,20 @@ def microbatch_sum(
     weights, maps = work
     with fast_attention(mask.device, repeatable=stages.repeatable), whole_sums(mask.device):
         return stages.gradient(weights, state.clip, data, mask, maps, onto=onto)
+
+
+def sample_part(stages: Stages, state: TrainState) -> Callable[[Tree, Float[Tensor, " batch"]], ClippedSum]:
+    """Return ``add(data, mask)``, the clipped sum of a microbatch as a step computes it, for checks.
+
+    Leaves of the parameters that are all 0 have other numbers, so that there is a gradient below them.
+    """
+    local = localize(state)
+    local = local._replace(params=tree.map(without_zeros, local.params))
+
+    def add(data: Tree, mask: Float[Tensor, " batch"]) -> ClippedSum:
+        return microbatch_sum(stages, begin(stages, local, mask.device), local, data, mask).total
+
+    return add
 
 
 def init_state(

@@ -3,6 +3,7 @@
     independence    the loss of a sample does not depend on the other samples       any model
     rows            row b of every use holds sample b                               up to 20 million, not sharded
     norms           the plan's norms equal those of ``vmap(grad)``                  up to 20 million parameters
+    sizes           a sample adds the same in microbatches of all sizes             if the plan has several
 
 If the first fails, clipping bounds nothing; if the others fail, it bounds the wrong thing. Every rank takes part, with
 the same samples. :func:`fdp.step.make_train_step` runs the checks at a step's first call, ``fdp train`` at its start.
@@ -13,6 +14,7 @@ the same samples. :func:`fdp.step.make_train_step` runs the checks at a step's f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 from functools import cache
 
@@ -21,6 +23,7 @@ from torch import Tensor
 
 from fdp import tree
 from fdp.checks import model_checks
+from fdp.checks.equal_sizes import SamplePart, check_sizes
 from fdp.gradients.execution import LOCAL, STORE_ALL, Execution
 from fdp.gradients.per_sample import losses_of, per_sample_norms
 from fdp.gradients.plan import Method, Plan, make_plan
@@ -112,8 +115,11 @@ class FirstCall:
         self.model, self.plan, self.sharding = model, plan, sharding
         self.done = False
 
-    def __call__(self, params: Tree, batch: Batch) -> None:
-        """Check the model unless it was checked before. Every rank calls it, with its own samples."""
+    def __call__(self, params: Tree, batch: Batch, part: Callable[[], SamplePart]) -> None:
+        """Check the model unless it was checked before. Every rank calls it, with its own samples.
+
+        ``part()`` returns what :func:`fdp.checks.equal_sizes.sizes_agree` calls ``add``.
+        """
         if self.done:
             return
         if torch.compiler.is_compiling():
@@ -129,4 +135,7 @@ class FirstCall:
             few = tree.map(lambda leaf: leaf.cpu(), first_samples(data, REAL_SAMPLES))
             data = tree.map(lambda leaf: leaf.to(here), gather_values(few, None)[0])
         check_model(self.model, params, data, plan=self.plan, execution=Execution(self.sharding))
+        if self.plan.smaller:
+            sizes = [plan.batch_size for plan in (self.plan, *self.plan.smaller)]
+            check_sizes(part(), first_samples(data, sizes[0]), sizes=sizes)
         self.done = True

@@ -156,7 +156,7 @@ def sample_batch(
 
     ``microbatch_size`` counts the samples of all ranks. Several sizes, such as ``(64, 32, 16, 8)``, cut a draw into
     microbatches with little padding; the plan of the step must have them all (``add_smaller_sizes``), and a sample must
-    add the same to the sum in all of them (``fdp.run.equal_sizes``). Every rank draws the same batch and fetches its
+    add the same to the sum in all of them (``fdp.checks.equal_sizes``). Every rank draws the same batch and fetches its
     own columns of every row, as many as the others, so that all take part in every collective. A release besides the
     steps', such as noised statistics, has a ``purpose`` of its own.
 

@@ -49,7 +49,7 @@ CONFIG = RunConfig(
     steps=5,
     optimizer=adamw(1e-2, eps=1e-3),
     seed=4,
-    dtype=torch.float64,  # in float32 a CPU may round a sample otherwise in a smaller microbatch
+    dtype=torch.float32,
     microbatch_size=8,
     smaller_microbatches=True,
     memory_budget=None,

@@ -1,0 +1,116 @@
+"""Sizes of microbatches that may stand side by side: a sample adds the same to the sum in all of them.
+
+    batch       | 64 samples | 64 samples | 8 |           one more sample, before all others, and these move up by one:
+    batch'      | 64 samples | 64 samples | 16    |       eight samples are now in a microbatch of another size
+
+A library may compute a product of other sizes with another kernel, which rounds otherwise. If that changed what these
+samples add, the sum would move by more than the new sample's part, which is what the noise covers. In microbatches of
+one size a sample's part does not depend on its place. So several sizes are used only if one real sample, alone in the
+sum, adds the same numbers in each of them, at another place and beside other samples, to 1e-6; and the noise covers
+that much for a whole microbatch (``fdp.privacy.sum_rounding``).
+
+    >>> add = sample_part(stages, state)                     # fdp.step: (data, mask) -> the clipped sum
+    >>> sizes_agree(add, examples, sizes=(64, 32, 16, 8))
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from fdp import tree
+from fdp.fast.out_of_memory import is_out_of_memory
+from fdp.gradients.lazy_sum import LazySum
+from fdp.gradients.taps import batch_size_of
+from fdp.parallel.agree import gather_values
+from fdp.parallel.launch import world_size
+from fdp.privacy.sum_rounding import SIZE_TOLERANCE
+from fdp.types import ClippedSum, FdpError, Tree
+
+SAMPLES_TRIED = 4
+"""Samples that are tried until one has a gradient."""
+ELEMENTS_COMPARED = 1 << 12
+"""Elements of every leaf that are compared: what rounds otherwise does so all over a leaf."""
+
+
+SamplePart: TypeAlias = Callable[[Tree, Float[Tensor, " batch"]], ClippedSum]
+"""``add(data, mask)``: the clipped sum of a microbatch."""
+
+
+def check_sizes(add: SamplePart, examples: Tree, *, sizes: Sequence[int]) -> None:
+    """Raise unless :func:`sizes_agree`."""
+    if not sizes_agree(add, examples, sizes=sizes):
+        raise FdpError(
+            f"microbatch sizes {tuple(sizes)}: expected that a sample adds the same to the sum in each, to "
+            f"{SIZE_TOLERANCE:g}, got differences: this device rounds otherwise in some of them, and one sample more "
+            "or less would move the gradients of others. Make the plan for one size, without add_smaller_sizes"
+        )
+
+
+def sizes_agree(add: SamplePart, examples: Tree, *, sizes: Sequence[int]) -> bool:
+    """Return True if a sample adds the same to the sum in microbatches of all ``sizes``, which are this rank's.
+
+    ``add(data, mask)`` is the clipped sum of a microbatch, and ``examples`` are as many samples as the largest has. A
+    size for which there is no memory is left out: a step does not use it either. Every rank calls this, with the same
+    sizes, and gets the same answer.
+
+    Guarantees:
+      - if no sample that is tried has a gradient that is finite and not 0, the answer is False.
+    """
+    try:
+        for which in range(min(SAMPLES_TRIED, batch_size_of(examples))):
+            parts = _parts(add, examples, which, sizes)
+            if (first := next(parts, None)) is None:
+                return True  # nothing fits; the first step will say so
+            norms = gather_values(float(first.norm()), None)
+            if max(norms) > 0 and all(map(math.isfinite, norms)):
+                most = SIZE_TOLERANCE * max(norms)
+                return all(all(gather_values(bool((part - first).norm() <= most), None)) for part in parts)
+        return False
+    finally:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # a recorded step has memory of its own
+
+
+def _parts(add: SamplePart, examples: Tree, which: int, sizes: Sequence[int]) -> Iterator[Float[Tensor, " elements"]]:
+    """Yield what one sample adds to the sum: first in a microbatch of the largest size, then last in one of each other.
+
+    The smallest comes next, since it is the likeliest to differ, and each size may have to be compiled.
+    """
+    count, device, place = batch_size_of(examples), tree.leaves(examples)[0].device, 0
+    largest, *others = sizes
+    for size in (largest, *reversed(others)):
+        rows = (torch.arange(size, device=device) + which + 1) % count
+        rows[place] = which
+        mask = torch.zeros(size, device=device)
+        mask[place] = 1
+        try:
+            total = add(tree.map(lambda leaf, at=rows: leaf[at], examples), mask)
+        except Exception as error:
+            if world_size() > 1 or not is_out_of_memory(error):
+                raise
+            continue
+        place = -1
+        yield _some_elements(total)
+
+
+def _some_elements(total: ClippedSum) -> Float[Tensor, " elements"]:
+    """Return elements of every leaf, evenly spaced, in float64."""
+    found = []
+    for leaf in total.value.values():
+        flat = (leaf.evaluate() if isinstance(leaf, LazySum) else leaf).double().flatten()
+        found.append(flat[:: max(1, len(flat) // ELEMENTS_COMPARED | 1)])
+    return torch.cat(found)
+
+
+def without_zeros(leaf: Tensor) -> Tensor:
+    """Return the leaf or, if all of it is 0, other numbers: a head of zeros would hide how the blocks below round."""
+    if not leaf.is_floating_point() or bool(leaf.any()):
+        return leaf
+    index = torch.arange(leaf.numel(), device=leaf.device, dtype=torch.float32)
+    return (0.02 * index.sin()).to(leaf.dtype).view(leaf.shape)
