@@ -20,6 +20,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fdp.products import WORKSPACES
+
 QUERIES_AT_ONCE, MAX_TOKENS_AT_ONCE = 64, 128
 """Queries of causal attention that a CPU computes at once if there are more tokens than the second number."""
 
@@ -75,8 +77,8 @@ def _enabled_kernels(*kernels: SDPBackend) -> list[SDPBackend]:
     return [kernel for kernel in kernels if _KERNELS[kernel]()] + [SDPBackend.MATH]
 
 
-WORKSPACE, DETERMINISTIC_WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":16:8", ":4096:8")
-"""What torch may ask for before a deterministic product: the first is so small that no sum is split (fdp.products)."""
+WORKSPACE, DETERMINISTIC_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":16:8"
+"""The smaller one of two that torch accepts for deterministic products: too small to split sums (``fdp.products``)."""
 
 
 @contextmanager
@@ -97,8 +99,8 @@ def fast_attention(device: torch.device, *, repeatable: bool) -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory  # pyright: ignore
     try:
-        if os.environ.get(WORKSPACE) not in DETERMINISTIC_WORKSPACES:
-            os.environ[WORKSPACE] = DETERMINISTIC_WORKSPACES[0]
+        if os.environ.get(WORKSPACE) in (None, WORKSPACES[WORKSPACE]):  # torch may ask for one of two others
+            os.environ[WORKSPACE] = DETERMINISTIC_WORKSPACE
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = filled and before[0]  # pyright: ignore
         with sdpa_kernel(_enabled_kernels(SDPBackend.FLASH_ATTENTION), set_priority=True):

@@ -8,7 +8,7 @@ widths, 64 samples against 72, on an H200). If a sample is added to a batch, oth
 sizes, and the sum would move by more than the new sample's part. Without a workspace and without sums in half precision
 cuBLAS does not split; a step of gpt2 takes as long as with it. :mod:`fdp.checks.equal_sizes` checks that it helped.
 
-    >>> reserve_no_workspace()                      # before the first product on a GPU
+    >>> import fdp                                   # calls reserve_no_workspace, before the first product on a GPU
     >>> with whole_sums(device):
     ...     loss.backward()
 """

@@ -43,7 +43,6 @@ from fdp.parallel.sharding import Reduce, Sharding, Zero, gathered_view
 from fdp.privacy.mechanism import Mechanism
 from fdp.privacy.sampling import Poisson
 from fdp.privacy.sum_rounding import Rounding, rounding_slack
-from fdp.products import reserve_no_workspace
 from fdp.types import ClippedSum, FdpError, Key, TrainState, Tree
 
 Precondition: TypeAlias = Callable[[TrainState], Preconditioners]
@@ -96,7 +95,6 @@ def make_stages(
     ``settings`` are folded into the key of the noise; default: a fingerprint of model, optimizer and mechanism. The
     noise is larger by ``least_slack`` at least, for a run whose earlier steps were computed with more slack.
     """
-    reserve_no_workspace()
     sharding = execution.sharding
     check_settings(model, optimizer, mechanism, plan, sharding)
     _check_wishes(donate, precondition, plan, execution)
@@ -205,8 +203,7 @@ def _roundings(plan: Plan, execution: Execution) -> Callable[[torch.device], Rou
     memory, sharding = execution.memory, execution.sharding
     uses = Counter(use.path for block in plan.uses for use in block)
     most = min(SAMPLES_PER_FLOAT32_SUM, memory.microbatch_size or SAMPLES_PER_FLOAT32_SUM)
-    ranks, reduced = 1 if sharding is None else sharding.ranks, torch.float64
-    largest = (memory.microbatch_size or plan.batch_size * ranks) if plan.smaller else 0
+    reduced = torch.float64
     if sharding is not None and sharding.ranks > 1:
         reduced = sharding.reduce_dtype or (memory.sum_dtype if sharding.reduce is Reduce.PER_STEP else torch.float64)
 
@@ -217,10 +214,9 @@ def _roundings(plan: Plan, execution: Execution) -> Callable[[torch.device], Rou
             memory.sum_dtype,
             memory.microbatch_size,
             reduced,
-            ranks,
+            1 if sharding is None else sharding.ranks,
             most if plan.dtype in HALF and device.type == "cuda" else 0,
             tied=any(count > 1 for count in uses.values()),
-            largest_size=largest,
         )
 
     return rounding

@@ -64,8 +64,9 @@ def make_train_step(
     the old one; with a compiled runner on one device and an optimizer that has a ``rule`` (AdamW, K-FAC with momentum),
     noise and update then become one pass over every leaf. ``torch.compile(step, fullgraph=True)`` works as well.
     ``precondition`` maps every sample's gradient before it is clipped; the noise is isotropic after that map. At its
-    first call a private step checks, on a few of the samples and on synthetic ones, that samples are independent and,
-    up to 20 million parameters, that norms are right (``fdp.checks.first_call``); ``Checks.SKIPPED`` trusts the model.
+    first call a private step checks, on a few of the samples and on synthetic ones, that samples are independent, up to
+    20 million parameters that norms are right and, if the plan has several sizes of microbatches, that a sample adds
+    the same in all (``fdp.checks.first_call``); ``Checks.SKIPPED`` trusts the model.
 
     Guarantees:
       - the update depends on the data only through one noised sum per step (and the noised count of an adaptive

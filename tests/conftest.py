@@ -28,11 +28,9 @@ from fdp.gradients.lazy_sum import evaluate
 from fdp.gradients.per_sample import Stash
 from fdp.model import Model, from_loss
 from fdp.models import LANGUAGE, GPTConfig, LlamaConfig, cnn, gpt, llama, mlp
-from fdp.products import reserve_no_workspace
 from fdp.types import Clip, ClippedSum, Flat, Tree
 from tests.interpreter import speed_up_interpreter
 
-reserve_no_workspace()
 speed_up_interpreter()
 typer.main.get_command = cache(typer.main.get_command)  # else every command that a test runs reads all options again
 torch.set_num_threads(1)

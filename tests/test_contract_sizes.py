@@ -27,9 +27,8 @@ from fdp.privacy import clipping
 from fdp.privacy.mechanism import Mechanism
 from fdp.privacy.microbatches import split_microbatches
 from fdp.privacy.sampling import poisson, sample, sample_batch
-from fdp.privacy.sum_rounding import Rounding, rounding_slack
 from fdp.stages import make_stages
-from fdp.step import init_state, join, sum_over_microbatches
+from fdp.step import init_state, make_train_step, sum_over_microbatches
 from fdp.types import Batch, RowGroups
 
 SIZES, C = (8, 4, 2), 0.3
@@ -131,16 +130,14 @@ def test_a_run_with_several_sizes_takes_the_steps_of_one_size(compile, monkeypat
     for sizes, how in (((40,), Compile.NONE), (SIZES, compile)):
         optimizer, clip = adamw(1e-2, eps=1e-3), clipping.per_layer(max_norm=C)
         mechanism, donate = Mechanism(SAMPLING, clip, 0.5), ("state",) if how is Compile.BLOCK else ()
-        stages = make_stages(
+        step = make_train_step(
             MODEL,
             optimizer,
             mechanism=mechanism,
             plan=plan_of(Method.AUTO, sizes),
             execution=make_execution(compile=how),
             donate=donate,
-            least_slack=rounding_slack(SAMPLING, Rounding(largest_size=SIZES[0])),  # the noise of several sizes
         )
-        step = join(stages)
         state, seen = init_state(MODEL, tree.map(torch.clone, PARAMS), optimizer, mechanism), []
         for t in range(4):
             batch = sample_batch({"tokens": TOKENS}, SAMPLING, keys.key(3), step=t, microbatch_size=sizes)

@@ -137,5 +137,5 @@ class FirstCall:
         check_model(self.model, params, data, plan=self.plan, execution=Execution(self.sharding))
         if self.plan.smaller:
             sizes = [plan.batch_size for plan in (self.plan, *self.plan.smaller)]
-            check_sizes(part(), first_samples(data, sizes[0]), sizes=sizes)
+            check_sizes(part(), first_samples(data, sizes[0]), sizes=sizes, sharded=self.sharding is not None)
         self.done = True

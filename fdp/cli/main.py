@@ -49,7 +49,6 @@ from fdp.cli.search import search_command
 from fdp.cli.statement import statement_command
 from fdp.cli.tour import TOUR
 from fdp.cli.train import train_command
-from fdp.products import reserve_no_workspace
 
 # The error that typer raises for a mistake on the command line; only its subclass has a public name.
 _UsageError: Any = typer.BadParameter.__bases__[0]
@@ -62,7 +61,6 @@ _NO_COMMAND = re.compile(r"No such command '(.*)'")
 # Set before torch is imported: it logs a stack of addresses when another process is gone; fdp says which one it is.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 keep_freed_memory()
-reserve_no_workspace()
 
 app = typer.Typer(
     help="Functional, differentially private, fully sharded training on PyTorch.",

@@ -10,8 +10,6 @@ n samples has norm at most ``n C``. So the distance between the computed and the
     microbatches     u N_k               every time the sum over the first k microbatches, of N_k samples, is stored in
                                          float32; the next one is added in float64 and the result is rounded once
     reduction        (R + 1) u N         if R ranks' sums are added in float32 (rounded, then R - 1 additions)
-    sizes            (m + 1) 1e-6        if microbatches have several sizes, at most m: so many samples come into one of
-                                         another size, where each adds the same, to 1e-6 (``fdp.checks.equal_sizes``)
 
 and errors made before are rounded with the sum: :func:`relative_error` adds them up one microbatch after the other.
 Neighbouring datasets differ by one sample. If it is drawn, all samples after it move up by one place, so microbatches
@@ -50,8 +48,6 @@ UNIT = 2.0**-24
 """The most that rounding to float32 moves a number, as a fraction of it."""
 SMALLER_MICROBATCHES = 3
 """Microbatches of a step that are smaller than the others, at most (``fdp.privacy.microbatches``)."""
-SIZE_TOLERANCE = 1e-6
-"""The most by which what a sample adds may differ between microbatches of two sizes, as a fraction of it."""
 TIED = 3
 """Head and embedding of a tied leaf are two sums of norm sqrt(2) n C at most."""
 
@@ -61,7 +57,7 @@ class Rounding(NamedTuple):
 
     ``sum_dtype``: of the sum over microbatches; if float32, ``microbatch_size`` (samples of all ranks) is needed.
     ``reduce_dtype``: of the sum over ``ranks``. ``kernel_samples``: samples that kernels add up in float32. ``tied``:
-    a leaf is a head and an embedding. ``largest_size``: of microbatches, if they have several sizes; else 0.
+    a leaf is a head and an embedding.
     """
 
     sum_dtype: torch.dtype = torch.float64
@@ -70,13 +66,11 @@ class Rounding(NamedTuple):
     ranks: int = 1
     kernel_samples: int = 0
     tied: bool = False
-    largest_size: int = 0
 
     @property
     def exact(self) -> bool:
         """Return True if nothing is rounded to less than float64."""
-        rounded = self.kernel_samples or self.largest_size
-        return self.sum_dtype == self.reduce_dtype == torch.float64 and not rounded
+        return self.sum_dtype == self.reduce_dtype == torch.float64 and self.kernel_samples == 0
 
 
 def check_rounding(rounding: Rounding) -> None:
@@ -124,7 +118,6 @@ def relative_error(samples: float, rounding: Rounding) -> float:
     """
     error = samples * UNIT * (rounding.kernel_samples / 2 + 3) if rounding.kernel_samples else 0.0
     error *= TIED if rounding.tied else 1
-    error += (rounding.largest_size + 1) * SIZE_TOLERANCE if rounding.largest_size else 0.0
     if rounding.sum_dtype == torch.float32:
         assert rounding.microbatch_size is not None
         for k in range(1, math.ceil(samples / rounding.microbatch_size) + SMALLER_MICROBATCHES + 1):

@@ -29,11 +29,13 @@ def keep_equal_sizes(
 
     Without privacy every size will do. ``say(stage)`` is told what is done.
     """
-    sizes = local_sizes(config, stages.execution.sharding)
+    sharding = stages.execution.sharding
+    sizes = local_sizes(config, sharding)
     if stages.sampling is None or len(sizes) == 1:
         return config
     say("checking that a sample adds the same to the sum in microbatches of every size")
-    if sizes_agree(sample_part(stages, state), first_examples(config, sizes[0]), sizes=sizes):
+    examples = first_examples(config, sizes[0])
+    if sizes_agree(sample_part(stages, state), examples, sizes=sizes, sharded=sharding is not None):
         return config
     warnings.warn(
         f"the last microbatch of a step is padded to {config.microbatch_size} samples: in a smaller one this device "

@@ -114,14 +114,13 @@ def prepare(
     check_example(config.model, first_examples(config, config.microbatch_size))
     model, sharding = _shard_model(config)
     say("computing the digest of the data")
-    digest = data_digest(config.dataset)
-    _check_ranks_agree(config, mechanism, digest, sharding)
+    _check_ranks_agree(config, mechanism, digest := data_digest(config.dataset), sharding)
     root = _share_key(keys.key(config.seed) if root is None else root, sharding)
     key = keys.fold_in(root, "init").to("cpu" if config.offload.params else config.device)
     say("drawing or reading the first parameters")
     params = config.values(model, sharding, key)
     execution = _make_execution(config, sharding)
-    kfac = _make_kfac(config, model, execution)
+    kfac, in_place = _make_kfac(config, model, execution), _works_in_place(config)
     optimizer = config.optimizer if kfac is None else kfac.optimizer
     assert isinstance(optimizer, Optimizer)
     state = init_state(model, params, optimizer, mechanism, execution=execution, device=config.device)
@@ -130,8 +129,6 @@ def prepare(
     plan, config = make_run_plan(config, model, sharding)
     say(f"checking that the loss of a sample depends on that sample alone (about 50 forward passes of {model.name})")
     check_model(model, state.params, first_examples(config, REAL_SAMPLES), plan=plan, execution=execution)
-    # State on the CPU stays in pinned memory only if it is written in place; kernels write in place.
-    in_place = any(config.offload) or config.compile is Compile.BLOCK or config.cuda_graph
     stages = make_stages(
         model,
         optimizer,
@@ -148,7 +145,10 @@ def prepare(
         public = feed.digest if isinstance(feed, Public) else None
         settings = fingerprint(model.identity, config.optimizer, mechanism, config.values, digest, public)
     key = keys.fold_in(root, f"run {settings}").cpu()
-    step, epsilons = or_smaller(join(stages), sharding), _epsilon_curve(config, mechanism)
+    step, epsilons = (
+        or_smaller(join(stages), sharding, sizes=config.microbatch_sizes),
+        _epsilon_curve(config, mechanism),
+    )
     run = Run(config, mechanism, stages, step, root, key, epsilons, sharding, digest, in_place, kfac, feed, plan)
     return run, state
 
@@ -277,6 +277,11 @@ def refresh_curvature(run: Run, state: TrainState, batch: Batch, t: int) -> Trai
         return run.kfac.refresh(state, data, mask, key, t, donate=run.in_place)
     draw, mechanism = partial(draw_batch, run, t), run.mechanism
     return refresh_from_feed(run.feed, run.kfac, state, draw, key, t, mechanism=mechanism, donate=run.in_place)
+
+
+def _works_in_place(config: RunConfig) -> bool:
+    """Return True if a step writes into its state: kernels do, and on a CPU only then does it stay in pinned memory."""
+    return any(config.offload) or config.compile is Compile.BLOCK or config.cuda_graph
 
 
 def _make_execution(config: RunConfig, sharding: Sharding | None) -> Execution:

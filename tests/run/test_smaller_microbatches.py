@@ -181,21 +181,36 @@ def test_only_errors_of_memory_are_explained():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "most", "expected"),
+    ("sizes", "rows", "expected"),
     [
-        ((8, 8, 1), 4, (4, 4, 4, 4, 1)),
-        ((4, 2), 1, (1,) * 6),
-        ((2, 1), 4, (2, 1)),
-        ((8,), None, (8,)),
-        ((9, 7), 8, (8, 1, 7)),
-        ((9, 7), 4, (4, 4, 1, 4, 2, 1)),
+        ((8, 8, 1), (4, 2, 1), (4, 4, 4, 4, 1)),
+        ((4, 2), (1,), (1,) * 6),
+        ((2, 1), (4, 2, 1), (2, 1)),
+        ((8,), (8, 4, 2, 1), (8,)),
+        ((9, 7), (8, 7, 4, 1), (8, 1, 7)),
+        ((9, 7), (4, 1), (4, 4, 1, 4, 1, 1, 1)),
     ],
 )
-def test_larger_groups_are_cut_into_powers_of_two(sizes, most, expected):
+def test_larger_groups_are_cut_into_the_sizes_of_the_plan(sizes, rows, expected):
     batch = Batch({"x": torch.zeros(sum(sizes), 2)}, torch.ones(sum(sizes), 2), groups=RowGroups(sizes))
-    assert limit_groups(batch, most).groups == RowGroups(expected)
+    assert limit_groups(batch, rows).groups == RowGroups(expected)
     whole = Batch(batch.data, batch.mask)
-    assert limit_groups(whole, most) is whole
+    assert limit_groups(whole, rows) is whole
+
+
+@pytest.mark.parametrize("least", [8, 5])
+def test_sizes_that_are_no_powers_of_two_become_sizes_of_the_plan(least, monkeypatch):
+    """Ten rows are cut into eight and two of one: no plan has two."""
+    config = dataclasses.replace(CONFIG, batch_size=8, microbatch_size=10)
+    assert config.microbatch_sizes == (10, 9, 8, 7, 4, 1)
+    expected = trained(dataclasses.replace(config, microbatch_size=60, smaller_microbatches=False))
+    tried = no_room_for(monkeypatch, least)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MemoryWarning)
+        found = trained(config, tried)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert set(tried) <= {10, 9, 8, 7, 4, 1}
+    assert {size for size in tried if size >= least}, "some did not fit"
 
 
 def test_keys_of_the_steps_do_not_depend_on_the_sizes():
