@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fdp import stages as stages_module
 from fdp import tree
-from fdp.checks.equal_sizes import sizes_agree as parts_agree
+from fdp.checks import equal_sizes
 from fdp.checks.first_call import Checks
 from fdp.gradients.accumulate import MicrobatchSum
 from fdp.gradients.lazy_sum import evaluate
@@ -33,7 +33,7 @@ SIZES = (8, 4, 2, 1)
 
 
 def sizes_agree(stages: Stages, state: TrainState, examples: Any, *, sizes: tuple[int, ...]) -> bool:
-    return parts_agree(sample_part(stages, state), examples, sizes=sizes, sharded=False)
+    return equal_sizes.sizes_agree(sample_part(stages, state), examples, sizes=sizes, sharded=False)
 
 
 def prepared(config: RunConfig = CONFIG) -> tuple[Run, TrainState, Any]:
@@ -129,6 +129,13 @@ def test_a_run_whose_sizes_disagree_has_one_and_says_so(monkeypatch):
     assert run.config.microbatch_sizes == (8,)
     assert all(len(draw_batch(run, t).mask[0]) == 8 for t in range(CONFIG.steps))
     assert len(list(steps(run, state))) == CONFIG.steps
+
+
+def test_other_processes_are_asked_only_if_the_run_is_sharded(monkeypatch):
+    """A process may train on its own beside others, which would not answer."""
+    run, state, examples = prepared()
+    monkeypatch.setattr(equal_sizes, "gather_values", lambda *_: pytest.fail("asked other ranks"))
+    assert sizes_agree(run.stages, state, examples, sizes=SIZES)
 
 
 def sizes_on_this_rank(wrong_on: int | None) -> tuple[int, ...]:
