@@ -12,7 +12,7 @@ size, so what the check lets pass moves a sum by at most m 1e-6 C. That is not i
 not have a scale that depends on how a step is computed.
 
     >>> add = sample_part(stages, state)                     # fdp.step: (data, mask) -> the clipped sum
-    >>> sizes_agree(add, examples, sizes=(64, 32, 16, 8), sharded=False)
+    >>> check_sizes(add, examples, sizes=(64, 32, 16, 8), sharded=False)
 """
 
 from __future__ import annotations
@@ -45,24 +45,33 @@ SamplePart: TypeAlias = Callable[[Tree, Float[Tensor, " batch"]], ClippedSum]
 
 
 def check_sizes(add: SamplePart, examples: Tree, *, sizes: Sequence[int], sharded: bool) -> None:
-    """Raise unless :func:`sizes_agree`."""
-    if not sizes_agree(add, examples, sizes=sizes, sharded=sharded):
+    """Raise :class:`FdpError` if a sample adds something else to the sum in microbatches of some of the ``sizes``."""
+    by = disagreement(add, examples, sizes=sizes, sharded=sharded)
+    if by is not None:
         raise FdpError(
             f"microbatch sizes {tuple(sizes)}: expected that a sample adds the same to the sum in each, to "
-            f"{TOLERANCE:g}, got differences: this device rounds otherwise in some of them, and one sample more "
-            "or less would move the gradients of others. Make the plan for one size, without add_smaller_sizes"
+            f"{TOLERANCE:g}, but {explain_difference(by)}. One sample more or less could move the gradients of others. "
+            "Make the plan for one size, without add_smaller_sizes"
         )
 
 
-def sizes_agree(add: SamplePart, examples: Tree, *, sizes: Sequence[int], sharded: bool) -> bool:
-    """Return True if a sample adds the same to the sum in microbatches of all ``sizes``, which are this rank's.
+def disagreement(add: SamplePart, examples: Tree, *, sizes: Sequence[int], sharded: bool) -> float | None:
+    """Return the first difference above the tolerance (see :func:`differences`), or None: all sizes may be used."""
+    found = differences(add, examples, sizes=sizes, sharded=sharded)
+    return next((by for _, by in found if not by <= TOLERANCE), None)
 
-    ``add(data, mask)`` is the clipped sum of a microbatch, and ``examples`` are as many samples as the largest has. A
-    size for which there is no memory is not compared. If ``sharded``, every rank calls this, with the same sizes, and
-    gets the same answer.
+
+def differences(add: SamplePart, examples: Tree, *, sizes: Sequence[int], sharded: bool) -> Iterator[tuple[int, float]]:
+    """Yield smaller sizes and by how much a sample adds something else in them, as a fraction of what it adds:
+
+        ||part in a microbatch of this size - part in the largest|| / ||part in the largest||
+
+    ``add(data, mask)`` is the clipped sum of a microbatch, ``sizes`` are this rank's, largest first, and ``examples``
+    are as many samples as the largest has. A size for which there is no memory is left out. If ``sharded``, every rank
+    takes part, with the same sizes, and gets the same numbers: the greatest over the ranks.
 
     Guarantees:
-      - if no sample that is tried has a gradient that is finite and not 0, the answer is False.
+      - if no sample that is tried has a gradient that is finite and not 0, the difference is infinite.
     """
 
     def of_all_ranks(value: float) -> list[float]:
@@ -71,22 +80,31 @@ def sizes_agree(add: SamplePart, examples: Tree, *, sizes: Sequence[int], sharde
     try:
         for which in range(min(SAMPLES_TRIED, batch_size_of(examples))):
             parts = _parts(add, examples, which, sizes, sharded=sharded)
-            if (first := next(parts, None)) is None:
-                return True  # nothing fits; the first step will say so
+            if (found := next(parts, None)) is None:
+                return  # nothing fits; the first step will say so
+            first = found[1]
             norms = of_all_ranks(float(first.norm()))
             if max(norms) > 0 and all(map(math.isfinite, norms)):
-                most = TOLERANCE * max(norms)
-                return all(max(of_all_ranks(float((part - first).norm()))) <= most for part in parts)
-        return False
+                for size, part in parts:
+                    yield size, max(of_all_ranks(float((part - first).norm()))) / max(norms)
+                return
+        yield sizes[-1], math.inf
     finally:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # a recorded step has memory of its own
 
 
+def explain_difference(by: float) -> str:
+    """Return in words what a difference above the tolerance says."""
+    if math.isfinite(by):
+        return f"in a microbatch of another size this device rounds a sample's gradient otherwise, by {by:.1e} of it"
+    return f"the gradients of the first {SAMPLES_TRIED} samples are 0 or not finite, which does not show how it rounds"
+
+
 def _parts(
     add: SamplePart, examples: Tree, which: int, sizes: Sequence[int], *, sharded: bool
-) -> Iterator[Float[Tensor, " elements"]]:
-    """Yield what one sample adds to the sum: first in a microbatch of the largest size, then last in one of each other.
+) -> Iterator[tuple[int, Float[Tensor, " elements"]]]:
+    """Yield sizes, and what one sample adds to the sum: first in one of the largest size, then last in each other.
 
     The smallest comes next, since it is the likeliest to differ, and each size may have to be compiled.
     """
@@ -104,7 +122,7 @@ def _parts(
                 raise
             continue
         place = -1
-        yield part
+        yield size, part
 
 
 def _some_elements(total: ClippedSum) -> Float[Tensor, " elements"]:

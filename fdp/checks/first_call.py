@@ -118,7 +118,7 @@ class FirstCall:
     def __call__(self, params: Tree, batch: Batch, part: Callable[[], SamplePart]) -> None:
         """Check the model unless it was checked before. Every rank calls it, with its own samples.
 
-        ``part()`` returns what :func:`fdp.checks.equal_sizes.sizes_agree` calls ``add``.
+        ``part()`` returns what :func:`fdp.checks.equal_sizes.differences` calls ``add``.
         """
         if self.done:
             return

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 
-from fdp.checks.equal_sizes import sizes_agree
+from fdp.checks.equal_sizes import disagreement, explain_difference
 from fdp.run.run_config import RunConfig
 from fdp.run.run_plan import first_examples, local_sizes
 from fdp.run.smaller_microbatches import RunWarning
@@ -35,11 +35,12 @@ def keep_equal_sizes(
         return config
     say("checking that a sample adds the same to the sum in microbatches of every size")
     examples = first_examples(config, sizes[0])
-    if sizes_agree(sample_part(stages, state), examples, sizes=sizes, sharded=sharding is not None):
+    by = disagreement(sample_part(stages, state), examples, sizes=sizes, sharded=sharding is not None)
+    if by is None:
         return config
     warnings.warn(
-        f"the last microbatch of a step is padded to {config.microbatch_size} samples: in a smaller one this device "
-        "rounds a sample's gradient otherwise, and one sample more or less would move the gradients of others",
+        f"the last microbatch of a step is padded to {config.microbatch_size} samples: {explain_difference(by)}; one "
+        "sample more or less could move the gradients of others",
         RoundingWarning,
         stacklevel=2,
     )

@@ -33,7 +33,8 @@ SIZES = (8, 4, 2, 1)
 
 
 def sizes_agree(stages: Stages, state: TrainState, examples: Any, *, sizes: tuple[int, ...]) -> bool:
-    return equal_sizes.sizes_agree(sample_part(stages, state), examples, sizes=sizes, sharded=False)
+    part = sample_part(stages, state)
+    return equal_sizes.disagreement(part, examples, sizes=sizes, sharded=False) is None
 
 
 def prepared(config: RunConfig = CONFIG) -> tuple[Run, TrainState, Any]:
@@ -78,6 +79,15 @@ def test_one_size_that_rounds_otherwise_is_found(size):
     assert sizes_agree(rounded_otherwise(run.stages, size, 1e-7), state, examples, sizes=SIZES)
 
 
+def test_the_difference_of_every_size_is_a_fraction_of_what_the_sample_adds():
+    run, state, examples = prepared()
+    part = sample_part(rounded_otherwise(run.stages, 2, 1e-3), state)
+    found = dict(equal_sizes.differences(part, examples, sizes=SIZES, sharded=False))
+    assert found.keys() == {4, 2, 1}
+    assert found[2] == pytest.approx(1e-3, rel=1e-3)
+    assert max(found[4], found[1]) <= equal_sizes.TOLERANCE
+
+
 def test_parameters_that_are_zero_hide_nothing():
     """A head of zeros has no gradient below it: how the blocks round would not be seen."""
     run, state, examples = prepared()
@@ -98,6 +108,8 @@ def test_without_a_gradient_that_can_be_compared_the_answer_is_no(value):
     for size in SIZES:
         stages = rounded_otherwise(stages, size, value - 1)
     assert not sizes_agree(stages, state, examples, sizes=SIZES)
+    with pytest.raises(FdpError, match="gradients of the first 4 samples are 0 or not finite"):
+        equal_sizes.check_sizes(sample_part(stages, state), examples, sizes=SIZES, sharded=False)
 
 
 def test_sizes_without_memory_are_left_out():
@@ -124,7 +136,7 @@ def test_a_run_whose_sizes_disagree_has_one_and_says_so(monkeypatch):
     monkeypatch.setitem(
         prepare.__globals__, "make_stages", lambda *args, **options: rounded_otherwise(real(*args, **options), 4, 1e-5)
     )
-    with pytest.warns(RoundingWarning, match="the last microbatch of a step is padded to 8 samples"):
+    with pytest.warns(RoundingWarning, match=r"is padded to 8 samples: in a microbatch of another size .* by 1.0e-05"):
         run, state = prepare(CONFIG)
     assert run.config.microbatch_sizes == (8,)
     assert all(len(draw_batch(run, t).mask[0]) == 8 for t in range(CONFIG.steps))
