@@ -12,9 +12,10 @@ Before anything is timed, one step of every row (no noise, SGD) is compared with
 gradient norms, parameters after the step. A row that differs is not timed.
 
 Each row has its own process, which uses all cores, keeps the memory it frees (``fdp.cli.allocator``, as ``fdp train``
-does; it makes all rows faster) and waits between its turns. A round is one step of every row in turn, so that a
-disturbance of the machine affects all of them; the time is the median over rounds. Memory is the growth of the
-process's peak resident set over all its steps, after model and batch are in place.
+does; it makes all rows faster) and waits between its turns. A turn is a few steps, of which the first is shown apart:
+it finds the caches full of other rows' data, which a step of a run that trains does not. A round is one turn of every
+row, so that a disturbance of the machine affects all of them; times are medians over all rounds. Memory is the growth
+of the process's peak resident set over all its steps, after model and batch are in place.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from importlib.metadata import version
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -63,8 +65,9 @@ from fdp.types import Flat, Tree
 
 BATCH_SIZE = 16
 MAX_NORM = 1.0
-WARM_UP_ROUNDS = 2
-ROUNDS = {128: 15, 512: 7}
+WARM_UP_ROUNDS = 1
+ROUNDS = {128: 8, 512: 5}
+STEPS_PER_TURN = 4
 TARGETS = "targets: auto / none at most 1.35, best Opacus / auto at least 1.2"
 OUT = Path("runs/bench_cpu.json")
 # The same two optimizers for both sides: AdamW is timed, SGD with rate 1 shows the gradient that was applied.
@@ -319,16 +322,18 @@ def peak_memory() -> int:
 
 
 def worker(row: str, context: int, pipe: Connection) -> None:
-    """Run a row in its own process: take and time a step for every True received; at the end send its memory."""
+    """Run a row in its own process: take and time as many steps as it is told to; told none, send its memory."""
     keep_freed_memory()
     steps = ROWS[row](context, noise=1.0, optimizer="adamw")
     next(steps)
     before = peak_memory()
     pipe.send(torch.get_num_threads())
-    while pipe.recv():
-        start = time.perf_counter()
-        next(steps)
-        pipe.send(time.perf_counter() - start)
+    while count := pipe.recv():
+        ends = [time.perf_counter()]
+        for _ in range(count):
+            next(steps)
+            ends.append(time.perf_counter())
+        pipe.send([after - before for before, after in pairwise(ends)])
     pipe.send(peak_memory() - before)
 
 
@@ -342,16 +347,17 @@ def measure(rows: list[str], context: int, rounds: int, status: Status) -> tuple
         processes[-1].start()
         theirs.close()  # so that the death of a worker raises EOFError here instead of blocking
         threads = pipes[row].recv()
-    seconds: dict[str, list[float]] = {row: [] for row in rows}
+    turns: dict[str, list[list[float]]] = {row: [] for row in rows}
     for turn in range(WARM_UP_ROUNDS + rounds):
         status.update(f"context {context}, round {turn + 1} of {WARM_UP_ROUNDS + rounds}")
         for row in rows:
-            pipes[row].send(True)
-            seconds[row].append(pipes[row].recv())
+            pipes[row].send(STEPS_PER_TURN)
+            turns[row].append(pipes[row].recv())
     results = []
     for row in rows:
-        pipes[row].send(False)
-        taken = seconds[row][WARM_UP_ROUNDS:]
+        pipes[row].send(0)
+        timed = turns[row][WARM_UP_ROUNDS:]
+        taken = [seconds for turn in timed for seconds in turn[1:]]
         low, high = np.quantile(taken, (0.2, 0.8))
         results.append(
             {
@@ -359,6 +365,7 @@ def measure(rows: list[str], context: int, rounds: int, status: Status) -> tuple
                 "context": context,
                 "batch_size": BATCH_SIZE,
                 "seconds_per_step": statistics.median(taken),
+                "seconds_of_first_steps": statistics.median(turn[0] for turn in timed),
                 "peak_memory_bytes": pipes[row].recv(),
                 "seconds_20": float(low),
                 "seconds_80": float(high),
@@ -383,12 +390,13 @@ def show(results: list[dict[str, Any]], wrong: dict[int, dict[str, str]], thread
     """Print the table, then the two ratios that matter."""
     table = Table(
         title=f"One step of gpt-nano (untied head), batch {BATCH_SIZE}, CPU, {threads} threads",
-        caption="Median seconds over interleaved rounds, one process per row. Memory: growth of the peak "
+        caption=f"Median seconds of turns of {STEPS_PER_TURN} steps, one process per row; 'first': the first step of a "
+        "turn, after other rows have used the caches; it is in no other column. Memory: growth of the peak "
         "resident set from before the first step. fdp draws its noise with ChaCha20, Opacus with torch's "
         "generator; none and torch train without privacy. Before timing, losses, norms and update of "
         "every row were compared with a loop over single samples.",
     )
-    for column in ("context", "method", "seconds", "(20-80 %)", "memory MiB", "x none", "x best Opacus"):
+    for column in ("context", "method", "seconds", "(20-80 %)", "first", "memory MiB", "x none", "x best Opacus"):
         table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
     lines = []
     for context in wrong:
@@ -406,6 +414,7 @@ def show(results: list[dict[str, Any]], wrong: dict[int, dict[str, str]], thread
                 name,
                 f"{r['seconds_per_step']:.3f}",
                 f"{r['seconds_20']:.3f}-{r['seconds_80']:.3f}",
+                f"{r['seconds_of_first_steps']:.3f}",
                 f"{r['peak_memory_bytes'] / 2**20:.0f}",
                 f"{times[row] / plain:.2f}" if plain else "",
                 f"{times[row] / opacus:.2f}" if opacus else "",
@@ -421,7 +430,7 @@ def main() -> None:
     """Check and measure all rows, print the table, write the JSON file."""
     parser = argparse.ArgumentParser(description="Seconds and memory per private step on the CPU, against Opacus.")
     parser.add_argument("--contexts", type=int, nargs="+", default=list(ROUNDS), help="sequence lengths")
-    parser.add_argument("--rounds", type=int, help="timed steps of every row (default: 15 at 128 tokens, else 7)")
+    parser.add_argument("--rounds", type=int, help="turns of every row (default: 8 at 128 tokens, else 5)")
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS), help="what to time")
     arguments = parser.parse_args()
     keep_freed_memory()  # the environment of all rows
@@ -434,7 +443,7 @@ def main() -> None:
     with console.status("starting") as status:
         for context in arguments.contexts:
             rows = [row for row in arguments.rows if row not in wrong[context]]
-            found, threads = measure(rows, context, arguments.rounds or ROUNDS.get(context, 7), status)
+            found, threads = measure(rows, context, arguments.rounds or ROUNDS.get(context, 5), status)
             results += found
             for line in ratios({result["method"]: result for result in found}, context):
                 console.print(line, highlight=False)

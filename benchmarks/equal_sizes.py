@@ -5,8 +5,8 @@
 
     difference = ||part in a microbatch of this size - part in the largest|| / ||part in the largest||
 
-``fdp train`` uses several sizes only where this is at most 1e-6 for all of them, and pads to the largest otherwise
-(``fdp.checks.equal_sizes``). Layers of gpt2's width and its vocabulary, two of them, since all layers run the same
+``fdp train`` uses the sizes for which this, and the difference of the norms, is small enough
+(``fdp.run.equal_sizes``). Layers of gpt2's width and its vocabulary, two of them, since all layers run the same
 code; 512 tokens, flat clipping, sizes as at an expected batch of 64 and of 1024.
 """
 
@@ -27,7 +27,7 @@ from benchmarks.device import free
 from benchmarks.gpt2_large import RESULTS
 from benchmarks.real_runs import GPT2
 from benchmarks.report import Report, publish
-from fdp.checks.equal_sizes import TOLERANCE, differences
+from fdp.checks.equal_sizes import differences
 from fdp.fast.compile_modes import Compile
 from fdp.gradients.plan import Method
 from fdp.models import GPTConfig, gpt
@@ -89,8 +89,7 @@ def measure(
     found = differences(
         sample_part(run.stages, state), first_examples(run_config, sizes[0]), sizes=sizes, sharded=False
     )
-    by_size = {str(size): by for size, by in sorted(found, reverse=True)}
-    return {"differences": by_size, "sizes": sizes, "used": run.config.microbatch_sizes}
+    return {"differences": {str(size): by for size, by in found.items()}, "sizes": sizes, "used": run.sizes}
 
 
 def page(content: dict[str, Any], *, name: str) -> str:
@@ -103,7 +102,7 @@ def page(content: dict[str, Any], *, name: str) -> str:
         f"    {content['command']}",
         "",
         f"{versions}; commit {', '.join(sorted({row['commit'] for row in rows}))}. Rows: `{name}.json`.",
-        f"What is measured: `benchmarks/equal_sizes.py`. Smaller sizes serve if all differ by at most {TOLERANCE:g}.",
+        "What is measured: `benchmarks/equal_sizes.py`.",
         "",
         "| model | step | expected batch | difference from the largest size | sizes used |",
         "|---" * 5 + "|",

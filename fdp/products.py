@@ -18,13 +18,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
 WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "0"}
 """What torch reads when it first multiplies on a GPU."""
+
+
+HALF_PRECISION_SUMS = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+"""Settings of ``torch.backends.cuda.matmul``."""
 
 
 def reserve_no_workspace() -> None:
@@ -42,9 +46,17 @@ def whole_sums(device: torch.device) -> Iterator[None]:
         yield
         return
     options = torch.backends.cuda.matmul
-    before = options.allow_bf16_reduced_precision_reduction, options.allow_fp16_reduced_precision_reduction
-    options.allow_bf16_reduced_precision_reduction = options.allow_fp16_reduced_precision_reduction = False
+    before = {name: _setting(options, name) for name in HALF_PRECISION_SUMS}
+    for name, setting in before.items():
+        setattr(options, name, (False, *setting[1:]))
     try:
         yield
     finally:
-        options.allow_bf16_reduced_precision_reduction, options.allow_fp16_reduced_precision_reduction = before
+        for name, setting in before.items():
+            setattr(options, name, setting)
+
+
+def _setting(options: Any, name: str) -> tuple[bool, ...]:
+    """Return whether sums may be rounded, and whether they may be split: torch forgets the second if only the first is
+    set."""
+    return getattr(options, name), getattr(options, f"{name}_split_k")

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fdp import tree
 from fdp.attention import fast_attention
-from fdp.checks.equal_sizes import without_zeros
+from fdp.checks.equal_sizes import SamplePart, without_zeros
 from fdp.checks.first_call import Checks, FirstCall
 from fdp.checks.gate import Gate
 from fdp.fast.cuda_graph import StepParts, capture
@@ -176,16 +176,16 @@ def microbatch_sum(
         return stages.gradient(weights, state.clip, data, mask, maps, onto=onto)
 
 
-def sample_part(stages: Stages, state: TrainState) -> Callable[[Tree, Float[Tensor, " batch"]], ClippedSum]:
-    """Return ``add(data, mask)``, the clipped sum of a microbatch as a step computes it, for checks.
+def sample_part(stages: Stages, state: TrainState) -> SamplePart:
+    """Return ``add(data, mask)``, the work on a microbatch as a step computes it, for checks of its sizes.
 
     Leaves of the parameters that are all 0 have other numbers, so that there is a gradient below them.
     """
     local = localize(state)
     local = local._replace(params=tree.map(without_zeros, local.params))
 
-    def add(data: Tree, mask: Float[Tensor, " batch"]) -> ClippedSum:
-        return microbatch_sum(stages, begin(stages, local, mask.device), local, data, mask).total
+    def add(data: Tree, mask: Float[Tensor, " batch"]) -> MicrobatchSum:
+        return microbatch_sum(stages, begin(stages, local, mask.device), local, data, mask)
 
     return add
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from fdp.products import WORKSPACES, reserve_no_workspace, whole_sums
+from fdp.products import HALF_PRECISION_SUMS, WORKSPACES, reserve_no_workspace, whole_sums
 
 
 @pytest.mark.parametrize("given", [None, ":4096:8"])
@@ -30,12 +30,23 @@ def test_all_workspaces_are_reserved(monkeypatch):
     assert {name: os.environ[name] for name in WORKSPACES} == WORKSPACES
 
 
-def test_no_sum_is_rounded_to_half_precision_inside_and_the_setting_is_put_back():
+@pytest.mark.parametrize("given", [(True, True), (False, False), (False, True)])
+def test_no_sum_is_rounded_to_half_precision_inside_and_the_setting_is_put_back(given):
+    """Whether sums may be split, the second of two settings, stays as it is: torch forgets it if the first is set."""
     options = torch.backends.cuda.matmul
-    names = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
-    before = [getattr(options, name) for name in names]
-    with whole_sums(torch.device("cuda")):
-        assert [getattr(options, name) for name in names] == [False, False]
-    assert [getattr(options, name) for name in names] == before
-    with whole_sums(torch.device("cpu")):
-        assert [getattr(options, name) for name in names] == before
+
+    def settings() -> list[tuple[bool, bool]]:
+        return [(getattr(options, name), getattr(options, f"{name}_split_k")) for name in HALF_PRECISION_SUMS]
+
+    before = settings()
+    try:
+        for name in HALF_PRECISION_SUMS:
+            setattr(options, name, given)
+        with whole_sums(torch.device("cuda")):
+            assert settings() == [(False, given[1])] * 2
+        assert settings() == [given] * 2
+        with whole_sums(torch.device("cpu")):
+            assert settings() == [given] * 2
+    finally:
+        for name, setting in zip(HALF_PRECISION_SUMS, before):
+            setattr(options, name, setting)

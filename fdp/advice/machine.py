@@ -100,6 +100,7 @@ def time_steps(config: RunConfig, *, microbatch: int, repeats: int = 2) -> Speed
         batch_size=min(microbatch, len(config.dataset)),
         population=None,
         microbatch_size=microbatch,
+        smaller_microbatches=False,
         steps=1,
         seed=None,
         layout=None,

@@ -6,12 +6,12 @@
 A library may compute a product of other sizes with another kernel, which rounds otherwise. If that changed what these
 samples add, the sum would move by more than the new sample's part, which is what the noise covers. So several sizes are
 used only if one real sample, alone in the sum, adds the same in each of them, at another place and beside other
-samples, to 1e-6: float32 on a CPU may differ by a few roundings. That is a spot check, of the kernels that a device
-chooses for a size, in whatever order they add. With one sample more, at most m samples, one microbatch, change their
-size, so what the check lets pass moves a sum by at most m 1e-6 C. That is not in the slack: the noise of one seed must
-not have a scale that depends on how a step is computed.
+samples, and has the same norm. That is a spot check, of the kernels that a device chooses for a size, in whatever order
+they add. With one sample more, at most m samples, one microbatch, change their size, so what a tolerance lets pass
+moves a sum by at most m tolerance C. That is not in the slack: the noise of one seed must not have a scale that depends
+on how a step is computed. A run has the tolerance 1e-6 / m (:mod:`fdp.run.equal_sizes`).
 
-    >>> add = sample_part(stages, state)                     # fdp.step: (data, mask) -> the clipped sum
+    >>> add = sample_part(stages, state)                     # fdp.step: (data, mask) -> the sum of a microbatch
     >>> check_sizes(add, examples, sizes=(64, 32, 16, 8), sharded=False)
 """
 
@@ -19,110 +19,139 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from fdp import tree
-from fdp.fast.out_of_memory import is_out_of_memory
+from fdp.fast.out_of_memory import OutOfMemory, is_out_of_memory
+from fdp.gradients.accumulate import MicrobatchSum
 from fdp.gradients.lazy_sum import LazySum
 from fdp.gradients.taps import batch_size_of
 from fdp.parallel.agree import gather_values
 from fdp.types import ClippedSum, FdpError, Tree
 
 TOLERANCE = 1e-6
-"""The most, as a fraction of it, by which what a sample adds may differ."""
+"""The most, as a fraction of it, by which what a sample adds may differ in a step of one's own: float32 on a CPU may
+differ by a few roundings."""
 SAMPLES_TRIED = 4
 """Samples that are tried until one has a gradient."""
 ELEMENTS_COMPARED = 1 << 12
 """Elements of every leaf that are compared: what rounds otherwise does so all over a leaf."""
 
 
-SamplePart: TypeAlias = Callable[[Tree, Float[Tensor, " batch"]], ClippedSum]
-"""``add(data, mask)``: the clipped sum of a microbatch."""
+SamplePart: TypeAlias = Callable[[Tree, Float[Tensor, " batch"]], MicrobatchSum]
+"""``add(data, mask)``: the clipped sum of a microbatch, with its metrics."""
+
+
+class _Part(NamedTuple):
+    """Some elements of what a sample adds, and its norm before clipping."""
+
+    elements: Float[Tensor, " elements"]
+    norm: float
 
 
 def check_sizes(add: SamplePart, examples: Tree, *, sizes: Sequence[int], sharded: bool) -> None:
-    """Raise :class:`FdpError` if a sample adds something else to the sum in microbatches of some of the ``sizes``."""
-    by = disagreement(add, examples, sizes=sizes, sharded=sharded)
-    if by is not None:
+    """Raise :class:`FdpError` unless a sample adds the same to the sum, to ``TOLERANCE``, in microbatches of all sizes.
+
+    A size that does not fit into memory is an error as well.
+    """
+    found = differences(add, examples, sizes=sizes, sharded=sharded)
+    if unfit := [size for size in sizes if size not in found]:
+        raise OutOfMemory(unfit[0])
+    if wrong := [by for by in found.values() if not by <= TOLERANCE]:
         raise FdpError(
             f"microbatch sizes {tuple(sizes)}: expected that a sample adds the same to the sum in each, to "
-            f"{TOLERANCE:g}, but {explain_difference(by)}. One sample more or less could move the gradients of others. "
-            "Make the plan for one size, without add_smaller_sizes"
+            f"{TOLERANCE:g}, but {explain_difference(wrong)}. One sample more or less could move the gradients of "
+            "others. Make the plan for one size, without add_smaller_sizes"
         )
 
 
-def disagreement(add: SamplePart, examples: Tree, *, sizes: Sequence[int], sharded: bool) -> float | None:
-    """Return the first difference above the tolerance (see :func:`differences`), or None: all sizes may be used."""
-    found = differences(add, examples, sizes=sizes, sharded=sharded)
-    return next((by for _, by in found if not by <= TOLERANCE), None)
-
-
-def differences(add: SamplePart, examples: Tree, *, sizes: Sequence[int], sharded: bool) -> Iterator[tuple[int, float]]:
-    """Yield smaller sizes and by how much a sample adds something else in them, as a fraction of what it adds:
+def differences(add: SamplePart, examples: Tree, *, sizes: Sequence[int], sharded: bool) -> dict[int, float]:
+    """Return, for every size that fits into memory, by how much a sample adds something else than in the largest one:
 
         ||part in a microbatch of this size - part in the largest|| / ||part in the largest||
 
-    ``add(data, mask)`` is the clipped sum of a microbatch, ``sizes`` are this rank's, largest first, and ``examples``
-    are as many samples as the largest has. A size for which there is no memory is left out. If ``sharded``, every rank
-    takes part, with the same sizes, and gets the same numbers: the greatest over the ranks.
+    or by how much its norm differs, if that is more: if it is below the bound, nothing is clipped, and the part does
+    not show it. ``sizes`` are this rank's, largest first, and ``examples`` are as many samples as the largest has. If
+    ``sharded``, every rank calls this, with the same sizes, and gets the same numbers.
 
     Guarantees:
-      - if no sample that is tried has a gradient that is finite and not 0, the difference is infinite.
+      - if no sample that is tried has a gradient that is finite and not 0, all differences but the first are infinite;
+      - in a sharded run, where others wait, memory that runs out is an error (:class:`OutOfMemory`).
     """
 
     def of_all_ranks(value: float) -> list[float]:
         return gather_values(value, None) if sharded else [value]
 
     try:
+        found: dict[int, float] = {}
         for which in range(min(SAMPLES_TRIED, batch_size_of(examples))):
             parts = _parts(add, examples, which, sizes, sharded=sharded)
-            if (found := next(parts, None)) is None:
-                return  # nothing fits; the first step will say so
-            first = found[1]
-            norms = of_all_ranks(float(first.norm()))
-            if max(norms) > 0 and all(map(math.isfinite, norms)):
+            if (of_largest := next(parts, None)) is None:
+                return {}
+            largest, first = of_largest
+            length = math.hypot(*of_all_ranks(float(first.elements.norm())))
+            if 0 < length < math.inf:
+                found = {largest: 0.0}
                 for size, part in parts:
-                    yield size, max(of_all_ranks(float((part - first).norm()))) / max(norms)
-                return
-        yield sizes[-1], math.inf
+                    moved = math.hypot(*of_all_ranks(float((part.elements - first.elements).norm()))) / length
+                    found[size] = math.hypot(moved, *of_all_ranks(_relative_difference(part.norm, first.norm)))
+                return found
+            found = dict.fromkeys((largest, *(size for size, _ in parts)), math.inf) | {largest: 0.0}
+        return found
     finally:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # a recorded step has memory of its own
 
 
-def explain_difference(by: float) -> str:
-    """Return in words what a difference above the tolerance says."""
-    if math.isfinite(by):
-        return f"in a microbatch of another size this device rounds a sample's gradient otherwise, by {by:.1e} of it"
-    return f"the gradients of the first {SAMPLES_TRIED} samples are 0 or not finite, which does not show how it rounds"
+def explain_difference(by: Sequence[float]) -> str:
+    """Return in words what differences above the tolerance say."""
+    if all(map(math.isfinite, by)):
+        return f"this device rounds a sample's gradient otherwise in some of them, by up to {max(by):.1e} of it"
+    return "no sample was found whose gradient is finite and not 0 in each of them, so how they round is not known"
+
+
+def _relative_difference(norm: float, expected: float) -> float:
+    """Return ``|norm - expected| / expected``; 0 if they are equal, also if both are 0 or infinite."""
+    if norm == expected:
+        return 0.0
+    return abs(norm - expected) / expected if expected else math.inf
 
 
 def _parts(
     add: SamplePart, examples: Tree, which: int, sizes: Sequence[int], *, sharded: bool
-) -> Iterator[tuple[int, Float[Tensor, " elements"]]]:
-    """Yield sizes, and what one sample adds to the sum: first in one of the largest size, then last in each other.
-
-    The smallest comes next, since it is the likeliest to differ, and each size may have to be compiled.
-    """
+) -> Iterator[tuple[int, _Part]]:
+    """Yield sizes that fit, and what one sample adds: as the first sample of the first, as the last of all others."""
     count, device, place = batch_size_of(examples), tree.leaves(examples)[0].device, 0
-    largest, *others = sizes
-    for size in (largest, *reversed(others)):
+    for size in sizes:
         rows = (torch.arange(size, device=device) + which + 1) % count
         rows[place] = which
         mask = torch.zeros(size, device=device)
         mask[place] = 1
+        part = _part(add, tree.map(lambda leaf, at=rows: leaf[at], examples), mask, place, sharded=sharded)
+        if part is not None:
+            place = -1
+            yield size, part
+
+
+def _part(add: SamplePart, data: Tree, mask: Float[Tensor, " batch"], place: int, *, sharded: bool) -> _Part | None:
+    """Return what the sample at ``place`` adds; None if there is no memory for it, also after all that is free was
+    given back."""
+    for _ in range(2):
         try:
-            part = _some_elements(add(tree.map(lambda leaf, at=rows: leaf[at], examples), mask))
+            found = add(data, mask)
+            return _Part(_some_elements(found.total), float(found.metrics.norms[place]))
         except Exception as error:
-            if sharded or not is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
-            continue
-        place = -1
-        yield size, part
+            if sharded:
+                raise OutOfMemory(len(mask)) from error
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return None
 
 
 def _some_elements(total: ClippedSum) -> Float[Tensor, " elements"]:

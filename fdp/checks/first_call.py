@@ -5,8 +5,9 @@
     norms           the plan's norms equal those of ``vmap(grad)``                  up to 20 million parameters
     sizes           a sample adds the same in microbatches of all sizes             if the plan has several
 
-If the first fails, clipping bounds nothing; if the others fail, it bounds the wrong thing. Every rank takes part, with
-the same samples. :func:`fdp.step.make_train_step` runs the checks at a step's first call, ``fdp train`` at its start.
+If the first fails, clipping bounds nothing; if the next two fail, it bounds the wrong thing; and if the last one does,
+a sample moves what others add. Every rank takes part, with the same samples. :func:`fdp.step.make_train_step` runs the
+checks at a step's first call, ``fdp train`` at its start.
 
     >>> check_model(model, params, data, plan=plan)
     >>> step = make_train_step(..., checks=Checks.SKIPPED)              # a model that was checked elsewhere
@@ -109,7 +110,7 @@ def first_samples(data: Tree, count: int) -> Tree:
 
 
 class FirstCall:
-    """A function that runs :func:`check_model` on the first batch of a step, and never again."""
+    """A function that checks the model, and the sizes of the plan, on the first batch of a step, and never again."""
 
     def __init__(self, model: Model, plan: Plan, sharding: Sharding | None) -> None:
         self.model, self.plan, self.sharding = model, plan, sharding

@@ -113,8 +113,7 @@ def write_config(folder: Path, settings: Mapping[str, Any], run: Run) -> None:
 
 def write_plan(folder: Path, run: Run) -> None:
     """Write ``plan.json``: the choices for every trainable leaf, from names and shapes alone."""
-    if (plan := run.plan) is None:
-        return
+    plan = run.plan
     rows = [
         {
             "leaf": use.path,

@@ -1,47 +1,75 @@
-"""The sizes of a run's microbatches: several, if a sample adds the same to the sum in all of them, else one.
+"""The sizes of a run's microbatches: those that fit into memory and in which a sample adds the same to the sum.
 
->>> config = keep_equal_sizes(config, stages, state)
+    m difference <= 1e-6,     m the largest size        so that all samples that come into another size, together,
+                                                        move the sum by no more than rounding is said to: 1e-6 C
+
+>>> sizes = usable_sizes(config, stages, state)         # (64, 32, 16) if microbatches of 8 are rounded otherwise
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 
-from fdp.checks.equal_sizes import disagreement, explain_difference
+from fdp.checks.equal_sizes import differences, explain_difference
 from fdp.run.run_config import RunConfig
 from fdp.run.run_plan import first_examples, local_sizes
-from fdp.run.smaller_microbatches import RunWarning
+from fdp.run.smaller_microbatches import MemoryWarning, RunWarning
 from fdp.stages import Stages
 from fdp.step import sample_part
 from fdp.types import TrainState
 
+MOST_MOVED = 1e-6
+"""The most, as a fraction of C, by which samples that come into a microbatch of another size may move the sum."""
+
 
 class RoundingWarning(RunWarning):
-    """A run does without smaller microbatches, in which samples would be rounded otherwise."""
+    """A run does without some sizes of microbatches, in which samples would be rounded otherwise."""
 
 
-def keep_equal_sizes(
+def usable_sizes(
     config: RunConfig, stages: Stages, state: TrainState, *, say: Callable[[str], None] = lambda stage: None
-) -> RunConfig:
-    """Return the configuration, with one size of microbatches if samples do not add the same in all its sizes.
+) -> tuple[int, ...]:
+    """Return the sizes of microbatches that the run uses, largest first; it warns about those that it leaves out.
 
     Without privacy every size will do. ``say(stage)`` is told what is done.
+
+    Guarantees:
+      - of two sizes that are used, both were compared, and samples in them differ by at most ``MOST_MOVED / m``.
     """
-    sharding = stages.execution.sharding
-    sizes = local_sizes(config, sharding)
+    sizes, sharding = config.microbatch_sizes, stages.execution.sharding
     if stages.sampling is None or len(sizes) == 1:
-        return config
+        return sizes
     say("checking that a sample adds the same to the sum in microbatches of every size")
-    examples = first_examples(config, sizes[0])
-    by = disagreement(sample_part(stages, state), examples, sizes=sizes, sharded=sharding is not None)
-    if by is None:
-        return config
-    warnings.warn(
-        f"the last microbatch of a step is padded to {config.microbatch_size} samples: {explain_difference(by)}; one "
-        "sample more or less could move the gradients of others",
-        RoundingWarning,
-        stacklevel=2,
-    )
-    return replace(config, smaller_microbatches=False)
+    local = local_sizes(config, sharding)
+    examples = first_examples(config, local[0])
+    by_local_size = differences(sample_part(stages, state), examples, sizes=local, sharded=sharding is not None)
+    by = {size: by_local_size[here] for size, here in zip(sizes, local) if here in by_local_size}
+    if not by:
+        return sizes[-1:]  # nothing fits; the first step will say so
+    if (largest := next(iter(by))) != sizes[0]:
+        _warn(f"out of memory with microbatches of {sizes[0]} samples; steps have at most {largest}", MemoryWarning)
+    tolerance = MOST_MOVED / largest / 2  # of each from the largest, so that two others differ by at most twice as much
+    used = join_sizes([size for size in by if by[size] <= tolerance])
+    if wrong := [size for size in by if not by[size] <= tolerance]:
+        _warn(
+            f"microbatches of {_listed(used)} samples are used, not of {_listed(wrong)}: "
+            f"{explain_difference([by[size] for size in wrong])}; one sample more or less could move the gradients of "
+            "others. Steps take longer, since the last microbatch is padded",
+            RoundingWarning,
+        )
+    return used
+
+
+def join_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the largest of the sizes, and others, so that all are multiples of the smallest: rows of a batch are."""
+    smallest = min(size for size in sizes if sizes[0] % size == 0)
+    return tuple(size for size in sizes if size % smallest == 0)
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    return " and ".join(filter(None, [", ".join(map(str, sizes[:-1])), str(sizes[-1])]))
+
+
+def _warn(text: str, kind: type[RunWarning]) -> None:
+    warnings.warn(text, kind, stacklevel=3)

@@ -41,7 +41,7 @@ from fdp.run.save_module import save_module, save_params
 from fdp.run.spent import spent
 from fdp.run.step_metrics import Evaluation, StepRecord, guarantee_of
 from fdp.run.training_run import Run, prepare, steps
-from fdp.types import TrainState, Tree
+from fdp.types import Key, TrainState, Tree
 
 Callback: TypeAlias = Callable[["PrivateRun", StepRecord], Any]
 """Called after every step; returning False ends :meth:`PrivateRun.fit`."""
@@ -99,7 +99,7 @@ class PrivateRun:
         self.module = options.module if isinstance(options.module, nn.Module) else None
         self.run: Run
         self.state: TrainState
-        self.run, self.state = prepare(config)
+        self.run, self.state = self._prepare(config)
         self.history: list[StepRecord] = []
         self.evaluations: list[tuple[int, Any]] = []
 
@@ -264,8 +264,19 @@ class PrivateRun:
         config, root = replace(self.config, microbatch_size=size // 2), self.run.root
         del self.run, self.state
         torch.cuda.empty_cache()
-        self.run, self.state = prepare(config, root=root)
+        self.run, self.state = self._prepare(config, root)
         return True
+
+    def _prepare(self, config: RunConfig, root: Key | None = None) -> tuple[Run, TrainState]:
+        """Prepare the run, with a smaller microbatch if it may be chosen and one does not fit, on several ranks."""
+        while True:
+            try:
+                return prepare(config, root=root)
+            except OutOfMemory:
+                if self.options.microbatch != "auto" or config.microbatch_size == 1:
+                    raise
+            torch.cuda.empty_cache()
+            config = replace(config, microbatch_size=config.microbatch_size // 2)
 
     def __repr__(self) -> str:
         promise, mechanism, done = self.guarantee, self.run.mechanism, int(self.state.step)

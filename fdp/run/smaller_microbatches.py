@@ -32,7 +32,7 @@ class MemoryWarning(RunWarning):
 
 
 def or_smaller(step: Step, sharding: Sharding | None = None, *, sizes: Sequence[int]) -> Step:
-    """Return the step, made again with microbatches of at most half the size if it runs out of memory; it says so.
+    """Return the step, made again with smaller microbatches if it runs out of memory, and a warning that says so.
 
     ``sizes`` are those of the plan, largest first. With a ``sharding`` the step itself is returned: other ranks would
     wait in a collective for one that starts again.

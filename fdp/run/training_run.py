@@ -54,7 +54,7 @@ from fdp.privacy.mechanism import Mechanism, without_noise
 from fdp.privacy.microbatches import split_microbatches
 from fdp.privacy.releases import composed_event
 from fdp.privacy.sampling import TRAINING, Poisson, poisson, sample_batch
-from fdp.run.equal_sizes import keep_equal_sizes
+from fdp.run.equal_sizes import usable_sizes
 from fdp.run.flight import Flight, land, read_clip_bound, take_off
 from fdp.run.flight import NotFinite as NotFinite
 from fdp.run.overlap import Draws, send_to_device
@@ -72,8 +72,9 @@ class Run(NamedTuple):
 
     Samples and noise are drawn from ``key``: ``root`` with the settings folded in. ``epsilons`` are spent after 1, 2,
     ... steps; None if the run is not private. If ``in_place``, a step writes the next state into the last one, and an
-    interrupted step leaves neither. ``feed`` provides the samples on which the curvature of K-FAC is measured; None:
-    the training data. ``plan`` says how the norms and the sum of every leaf are computed.
+    interrupted step leaves neither. ``sizes`` are those of microbatches, largest first; ``plan`` says how the norms and
+    the sum of every leaf are computed. ``feed`` provides the samples on which the curvature of K-FAC is measured; None:
+    the training data.
     """
 
     config: RunConfig
@@ -86,9 +87,10 @@ class Run(NamedTuple):
     sharding: Sharding | None
     data_digest: str
     in_place: bool
+    sizes: tuple[int, ...]
+    plan: Plan
     kfac: Kfac | None = None
     feed: Feed | None = None
-    plan: Plan | None = None
 
 
 def prepare(
@@ -140,16 +142,13 @@ def prepare(
         settings=settings,
         least_slack=least_slack,
     )
-    config = keep_equal_sizes(config, stages, state, say=say)
+    sizes = usable_sizes(config, stages, state, say=say)
     if settings is None:
         public = feed.digest if isinstance(feed, Public) else None
         settings = fingerprint(model.identity, config.optimizer, mechanism, config.values, digest, public)
     key = keys.fold_in(root, f"run {settings}").cpu()
-    step, epsilons = (
-        or_smaller(join(stages), sharding, sizes=config.microbatch_sizes),
-        _epsilon_curve(config, mechanism),
-    )
-    run = Run(config, mechanism, stages, step, root, key, epsilons, sharding, digest, in_place, kfac, feed, plan)
+    step, epsilons = or_smaller(join(stages), sharding, sizes=sizes), _epsilon_curve(config, mechanism)
+    run = Run(config, mechanism, stages, step, root, key, epsilons, sharding, digest, in_place, sizes, plan, kfac, feed)
     return run, state
 
 
@@ -246,7 +245,7 @@ def draw_on_host(run: Run, t: int, sampling: Poisson | None = None, purpose: str
     """Return the samples of :func:`draw_batch` where the dataset has them."""
     config, by = run.config, run.mechanism.sampling if sampling is None else sampling
     share = {} if run.sharding is None else {"rank": run.sharding.rank, "ranks": run.sharding.ranks}
-    options = {"step": t, "microbatch_size": config.microbatch_sizes, "purpose": purpose, **share}
+    options = {"step": t, "microbatch_size": run.sizes, "purpose": purpose, **share}
     return _fold_into_dropout(sample_batch(config.dataset, by, run.key, **options), run, t)
 
 
@@ -280,7 +279,7 @@ def refresh_curvature(run: Run, state: TrainState, batch: Batch, t: int) -> Trai
 
 
 def _works_in_place(config: RunConfig) -> bool:
-    """Return True if a step writes into its state: kernels do, and on a CPU only then does it stay in pinned memory."""
+    """Return True if a step writes into its state: kernels do. Offloaded state stays in pinned memory only then."""
     return any(config.offload) or config.compile is Compile.BLOCK or config.cuda_graph
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -12,6 +14,7 @@ from fdp.cli import display, progress
 from fdp.cli.configure import configure
 from fdp.privacy.guarantee import RELATION
 from fdp.run import training_run as runs
+from fdp.run.equal_sizes import RoundingWarning
 from fdp.run.step_metrics import StepRecord
 from tests.cli.train_runs import small_options, train
 
@@ -36,6 +39,22 @@ def test_a_log_gets_plain_lines_and_says_what_is_covered(tmp_path: Path, capsys:
     assert train(tmp_path / "few", "--population", "100", "--delta", "8e-4", steps=2) == 0
     flat = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "is not below 1 / samples = 0.0007" in flat, "there are more samples than were announced"
+
+
+def test_a_warning_of_the_run_is_a_plain_paragraph(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = runs.usable_sizes
+
+    def warn(*args: Any, **options: Any) -> tuple[int, ...]:
+        warnings.warn("of two sizes one is used", RoundingWarning, stacklevel=2)
+        return real(*args, **options)
+
+    monkeypatch.setattr(runs, "usable_sizes", warn)
+    assert train(tmp_path / "run", steps=2) == 0
+    found = capsys.readouterr()
+    assert "of two sizes one is used" in found.out.splitlines()
+    assert "RoundingWarning" not in found.out + found.err
 
 
 def test_the_epsilon_shown_is_never_below_the_one_spent() -> None:

@@ -15,13 +15,17 @@ from fdp import stages as stages_module
 from fdp import tree
 from fdp.checks import equal_sizes
 from fdp.checks.first_call import Checks
+from fdp.fast.out_of_memory import OutOfMemory
 from fdp.gradients.accumulate import MicrobatchSum
 from fdp.gradients.lazy_sum import evaluate
 from fdp.optimizers import sgd
 from fdp.parallel.sharding import Zero
-from fdp.run.equal_sizes import RoundingWarning
+from fdp.privacy import clipping
+from fdp.privacy.microbatches import check_sizes
+from fdp.run.equal_sizes import RoundingWarning, join_sizes, usable_sizes
 from fdp.run.run_config import Layout, RunConfig
 from fdp.run.run_plan import first_examples
+from fdp.run.smaller_microbatches import MemoryWarning
 from fdp.run.training_run import Run, draw_batch, prepare, steps
 from fdp.stages import Stages
 from fdp.step import init_state, make_train_step, sample_part, sum_over_microbatches
@@ -33,8 +37,8 @@ SIZES = (8, 4, 2, 1)
 
 
 def sizes_agree(stages: Stages, state: TrainState, examples: Any, *, sizes: tuple[int, ...]) -> bool:
-    part = sample_part(stages, state)
-    return equal_sizes.disagreement(part, examples, sizes=sizes, sharded=False) is None
+    found = equal_sizes.differences(sample_part(stages, state), examples, sizes=sizes, sharded=False)
+    return all(by <= equal_sizes.TOLERANCE for by in found.values())
 
 
 def prepared(config: RunConfig = CONFIG) -> tuple[Run, TrainState, Any]:
@@ -60,7 +64,7 @@ def rounded_otherwise(stages: Stages, size: int, by: float, leaf: str | None = N
 
 def test_sizes_agree_if_a_sample_adds_the_same_in_all_of_them():
     run, state, examples = prepared()
-    assert run.config.microbatch_sizes == SIZES
+    assert run.sizes == SIZES
     assert sizes_agree(run.stages, state, examples, sizes=SIZES)
 
 
@@ -82,8 +86,9 @@ def test_one_size_that_rounds_otherwise_is_found(size):
 def test_the_difference_of_every_size_is_a_fraction_of_what_the_sample_adds():
     run, state, examples = prepared()
     part = sample_part(rounded_otherwise(run.stages, 2, 1e-3), state)
-    found = dict(equal_sizes.differences(part, examples, sizes=SIZES, sharded=False))
-    assert found.keys() == {4, 2, 1}
+    found = equal_sizes.differences(part, examples, sizes=SIZES, sharded=False)
+    assert list(found) == [8, 4, 2, 1]
+    assert found[8] == 0
     assert found[2] == pytest.approx(1e-3, rel=1e-3)
     assert max(found[4], found[1]) <= equal_sizes.TOLERANCE
 
@@ -108,39 +113,130 @@ def test_without_a_gradient_that_can_be_compared_the_answer_is_no(value):
     for size in SIZES:
         stages = rounded_otherwise(stages, size, value - 1)
     assert not sizes_agree(stages, state, examples, sizes=SIZES)
-    with pytest.raises(FdpError, match="gradients of the first 4 samples are 0 or not finite"):
+    with pytest.raises(FdpError, match="no sample was found whose gradient is finite and not 0"):
         equal_sizes.check_sizes(sample_part(stages, state), examples, sizes=SIZES, sharded=False)
 
 
-def test_sizes_without_memory_are_left_out():
+def limited(
+    most: int, inner: Callable[..., MicrobatchSum], *, failures: int | None = None
+) -> Callable[..., MicrobatchSum]:
+    """Return the gradient, which runs out of memory with more than ``most`` samples, ``failures`` times or always."""
+    left = float("inf") if failures is None else failures
+
+    def gradient(weights: Any, clip: Any, data: Any, mask: Tensor, *rest: Any, **options: Any) -> MicrobatchSum:
+        nonlocal left
+        if len(mask) > most and left > 0:
+            left -= 1
+            raise torch.OutOfMemoryError("no room")
+        return inner(weights, clip, data, mask, *rest, **options)
+
+    return gradient
+
+
+def test_sizes_without_memory_are_not_compared_and_not_used():
     run, state, examples = prepared()
-
-    def limited(most: int, inner: Callable[..., MicrobatchSum]) -> Callable[..., MicrobatchSum]:
-        def gradient(weights: Any, clip: Any, data: Any, mask: Tensor, *rest: Any, **options: Any) -> MicrobatchSum:
-            if len(mask) > most:
-                raise torch.OutOfMemoryError("no room")
-            return inner(weights, clip, data, mask, *rest, **options)
-
-        return gradient
-
+    part = sample_part(run.stages._replace(gradient=limited(4, run.stages.gradient)), state)
+    assert equal_sizes.differences(part, examples, sizes=SIZES, sharded=False).keys() == {4, 2, 1}
+    with pytest.raises(OutOfMemory, match="out of memory with 8 samples at once"):
+        equal_sizes.check_sizes(part, examples, sizes=SIZES, sharded=False)
     small = run.stages._replace(gradient=limited(4, run.stages.gradient))
-    assert sizes_agree(small, state, examples, sizes=SIZES)
-    wrong = rounded_otherwise(run.stages, 2, 1e-5)
-    assert not sizes_agree(wrong._replace(gradient=limited(4, wrong.gradient)), state, examples, sizes=SIZES)
+    with pytest.warns(MemoryWarning, match="out of memory with microbatches of 8 samples; steps have at most 4"):
+        assert usable_sizes(CONFIG, small, state) == (4, 2, 1)
+    wrong = rounded_otherwise(small, 2, 1e-5)
+    with pytest.warns(RoundingWarning), pytest.warns(MemoryWarning):
+        assert usable_sizes(CONFIG, wrong, state) == (4, 1)
     nothing = run.stages._replace(gradient=limited(0, run.stages.gradient))
-    assert sizes_agree(nothing, state, examples, sizes=SIZES), "the first step says that nothing fits"
+    assert usable_sizes(CONFIG, nothing, state) == (1,), "the first step says that nothing fits"
 
 
-def test_a_run_whose_sizes_disagree_has_one_and_says_so(monkeypatch):
+def test_a_size_that_does_not_fit_at_first_is_compared_when_free_memory_was_given_back():
+    """Else it would not be compared, and used all the same once there is room."""
+    run, state, examples = prepared()
+    wrong = rounded_otherwise(run.stages, 8, 1e-2)
+    part = sample_part(wrong._replace(gradient=limited(4, wrong.gradient, failures=1)), state)
+    found = equal_sizes.differences(part, examples, sizes=SIZES, sharded=False)
+    assert found.keys() == set(SIZES)
+    assert found[4] == pytest.approx(1e-2, rel=0.02)
+
+
+def test_memory_that_runs_out_on_a_rank_is_an_error_since_others_wait(monkeypatch):
+    run, state, examples = prepared()
+    monkeypatch.setattr(equal_sizes, "gather_values", lambda value, _: [value])
+    part = sample_part(run.stages._replace(gradient=limited(4, run.stages.gradient)), state)
+    with pytest.raises(OutOfMemory, match="8 samples"):
+        equal_sizes.differences(part, examples, sizes=SIZES, sharded=True)
+
+
+def test_norms_are_compared_where_nothing_is_clipped():
+    """Mutation: norms that are larger in one size change no part of a sample below the bound; of others they do."""
+    run, state, examples = prepared(dataclasses.replace(CONFIG, clip=clipping.flat(max_norm=1e6)))
+    real = run.stages.gradient
+
+    def gradient(weights: Any, clip: Any, data: Any, mask: Tensor, *rest: Any, **options: Any) -> MicrobatchSum:
+        found = real(weights, clip, data, mask, *rest, **options)
+        norms = found.metrics.norms * (1 + 1e-3 * (len(mask) == 4))
+        return found._replace(metrics=found.metrics._replace(norms=norms))
+
+    part = sample_part(run.stages._replace(gradient=gradient), state)
+    found = equal_sizes.differences(part, examples, sizes=SIZES, sharded=False)
+    assert found[4] == pytest.approx(1e-3, rel=1e-2)
+    assert max(found[2], found[1]) <= equal_sizes.TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("here", "elsewhere", "found"), [(0.0, float("nan"), False), (9e-7, 9e-7, False), (0.0, 0.0, True)]
+)
+def test_the_differences_of_all_ranks_are_counted_together(here, elsewhere, found, monkeypatch):
+    """One NaN on any rank is found, and so are shards that are off by less than the tolerance each."""
+    run, state, examples = prepared()
+    told = iter([[1.0, 0.0]] + [[here, elsewhere]] * 6)
+    monkeypatch.setattr(equal_sizes, "gather_values", lambda *_: next(told))
+    by = equal_sizes.differences(sample_part(run.stages, state), examples, sizes=SIZES, sharded=True)
+    assert all(each <= equal_sizes.TOLERANCE for each in by.values()) is found
+
+
+@pytest.mark.parametrize(
+    ("wrong", "used"), [(4, (8, 2, 1)), (1, (8, 4, 2)), (2, (8, 4, 1))], ids=["middle", "smallest", "another"]
+)
+def test_a_run_does_without_sizes_that_disagree_and_says_so(monkeypatch, wrong, used):
     real = prepare.__globals__["make_stages"]
     monkeypatch.setitem(
-        prepare.__globals__, "make_stages", lambda *args, **options: rounded_otherwise(real(*args, **options), 4, 1e-5)
+        prepare.__globals__,
+        "make_stages",
+        lambda *args, **options: rounded_otherwise(real(*args, **options), wrong, 1e-5),
     )
-    with pytest.warns(RoundingWarning, match=r"is padded to 8 samples: in a microbatch of another size .* by 1.0e-05"):
+    with pytest.warns(RoundingWarning, match=rf"samples are used, not of {wrong}: this device .* by up to 1.0e-05"):
         run, state = prepare(CONFIG)
-    assert run.config.microbatch_sizes == (8,)
-    assert all(len(draw_batch(run, t).mask[0]) == 8 for t in range(CONFIG.steps))
+    assert run.sizes == used
+    rows = [draw_batch(run, t).mask.shape[1] for t in range(CONFIG.steps)]
+    assert rows == [used[-1]] * CONFIG.steps
     assert len(list(steps(run, state))) == CONFIG.steps
+
+
+def test_together_samples_of_other_sizes_move_the_sum_by_no_more_than_a_millionth_of_the_bound(monkeypatch):
+    """A sample may be off by 1e-6 / 8 at most if the largest size is 8, less half of it for a third size."""
+    run, state, _ = prepared()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RoundingWarning)
+        assert usable_sizes(CONFIG, run.stages, state) == SIZES
+    with pytest.warns(RoundingWarning):
+        assert usable_sizes(CONFIG, rounded_otherwise(run.stages, 4, 2e-7), state) == (8, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("some", "joined"),
+    [
+        ((64, 32, 16), (64, 32, 16)),
+        ((64, 16, 8), (64, 16, 8)),
+        ((80, 72, 64, 56, 32, 8), (80, 72, 64, 56, 32, 8)),
+        ((80, 72, 64, 56, 32), (80,)),
+        ((80, 64, 16), (80, 64, 16)),
+        ((5,), (5,)),
+    ],
+)
+def test_sizes_are_multiples_of_the_smallest_and_the_largest_is_among_them(some, joined):
+    assert join_sizes(some) == joined
+    check_sizes(joined)
 
 
 def test_other_processes_are_asked_only_if_the_run_is_sharded(monkeypatch):
@@ -151,7 +247,7 @@ def test_other_processes_are_asked_only_if_the_run_is_sharded(monkeypatch):
 
 
 def sizes_on_this_rank(wrong_on: int | None) -> tuple[int, ...]:
-    """Return the sizes that a run of two ranks uses if one rank rounds otherwise in microbatches of half the size."""
+    """Return the sizes that a run of two ranks uses if one rank rounds otherwise in microbatches of 2."""
     real, rank = prepare.__globals__["make_stages"], torch.distributed.get_rank()
 
     def make(*args: Any, **options: Any) -> Stages:
@@ -162,13 +258,13 @@ def sizes_on_this_rank(wrong_on: int | None) -> tuple[int, ...]:
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         patch.setitem(prepare.__globals__, "make_stages", make)
         warnings.simplefilter("ignore", RoundingWarning)
-        return prepare(dataclasses.replace(CONFIG, layout=layout))[0].config.microbatch_sizes
+        return prepare(dataclasses.replace(CONFIG, layout=layout))[0].sizes
 
 
 @pytest.mark.ranks
 def test_all_ranks_use_the_same_sizes():
     assert run_on_ranks(sizes_on_this_rank, 2, None) == [SIZES, SIZES]
-    assert run_on_ranks(sizes_on_this_rank, 2, 1) == [SIZES[:1]] * 2
+    assert run_on_ranks(sizes_on_this_rank, 2, 1) == [(8, 4, 1)] * 2
 
 
 def test_a_step_of_ones_own_with_sizes_that_disagree_is_refused_at_its_first_call(monkeypatch):

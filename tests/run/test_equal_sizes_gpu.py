@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -13,7 +16,8 @@ from fdp.gradients.lazy_sum import evaluate
 from fdp.gradients.plan import Method
 from fdp.models import GPTConfig, gpt
 from fdp.privacy import clipping
-from fdp.run.training_run import draw_batch, prepare
+from fdp.products import WORKSPACES
+from fdp.run.training_run import draw_batch, prepare, steps
 from fdp.step import sum_over_microbatches
 from tests.run.test_smaller_microbatches import CONFIG
 
@@ -56,7 +60,25 @@ def configured(more: int = 0, **changes: Any):
 def test_all_sizes_are_used(changes):
     """Without torch.compile, which may choose other kernels for other sizes."""
     run, _ = prepare(configured(**changes))
-    assert run.config.microbatch_sizes == SIZES
+    assert run.sizes == SIZES
+
+
+def first_step(method: str, device: str) -> tuple[int, ...]:
+    """Return the sizes that a run uses, after its first step."""
+    run, state = prepare(configured(method=Method(method), device=torch.device(device)))
+    next(steps(run, state))
+    return run.sizes
+
+
+@pytest.mark.parametrize("method", ["auto", "ghost"])
+def test_all_sizes_are_used_in_a_process_as_users_have_it(method):
+    """Without the deterministic algorithms and the workspace of the tests."""
+    environment = {name: value for name, value in os.environ.items() if name not in WORKSPACES}
+    program = f"from tests.run.test_equal_sizes_gpu import first_step; print(first_step({method!r}, 'cuda'))"
+    found = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
+    )
+    assert found.stdout.strip() == str(SIZES), found.stderr
 
 
 @pytest.mark.parametrize("changes", [{}, {"dtype": torch.float32}, {"compile": Compile.BLOCK}])

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import fdp
+import fdp.run.private_run
 from fdp import models, optimizers
 from fdp.data.datasets import digits
+from fdp.fast.out_of_memory import OutOfMemory
 from fdp.privacy.guarantee import MARKER, read_marker
 from fdp.run.private_run import PrivateRun
 from fdp.run.training_run import draw_batch
@@ -291,6 +293,24 @@ def test_memory_that_runs_out_halves_the_microbatch_of_the_first_step(monkeypatc
     with pytest.raises(torch.OutOfMemoryError):
         stubborn.fit()
     assert step is not fails
+
+
+def test_memory_that_runs_out_while_a_run_is_prepared_halves_the_microbatch_too(monkeypatch: pytest.MonkeyPatch):
+    """On several ranks the check of sizes computes whole microbatches, and cannot leave one out."""
+    real, tried = fdp.run.private_run.prepare, []
+
+    def limited(config: Any, **options: Any) -> Any:
+        tried.append(config.microbatch_size)
+        if config.microbatch_size > 2:
+            raise OutOfMemory(config.microbatch_size)
+        return real(config, **options)
+
+    monkeypatch.setattr(fdp.run.private_run, "prepare", limited)
+    run = make()
+    assert run.config.microbatch_size == tried[-1] == 2
+    assert tried == sorted(tried, reverse=True)
+    with pytest.raises(OutOfMemory, match="4 samples"):
+        make(microbatch=4)
 
 
 # Mistakes
