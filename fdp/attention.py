@@ -10,6 +10,7 @@ softmax(q k^T / sqrt(features)) v
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -22,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fdp.products import WORKSPACES
 
-QUERIES_AT_ONCE, MAX_TOKENS_AT_ONCE = 64, 128
+QUERIES_AT_ONCE, MAX_TOKENS_AT_ONCE = 64, 64 if platform.machine() in ("aarch64", "arm64") else 128
 """Queries of causal attention that a CPU computes at once if there are more tokens than the second number."""
 
 
@@ -51,10 +52,10 @@ def _causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return causal attention; on a CPU some queries at a time, each with the keys up to its last one.
 
     torch's kernel for CPUs computes most of what the mask hides: at 512 tokens this takes a third less time. The
-    numbers are the same up to rounding. What is traced or transformed stays one operation.
+    numbers are the same up to rounding. What is traced or vectorised stays one operation.
     """
     tokens = q.shape[2]
-    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or isinstance(q, FakeTensor)
+    traced = torch.compiler.is_compiling() or isinstance(q, FakeTensor) or not _only_differentiated()
     if q.device.type != "cpu" or tokens <= MAX_TOKENS_AT_ONCE or tokens != k.shape[2] or traced:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     parts = []
@@ -63,6 +64,12 @@ def _causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         seen = torch.ones(end - start, end, dtype=torch.bool).tril(start)
         parts.append(F.scaled_dot_product_attention(q[:, :, start:end], k[:, :, :end], v[:, :, :end], attn_mask=seen))
     return torch.cat(parts, dim=2)
+
+
+def _only_differentiated() -> bool:
+    """Return True unless a transform of torch.func other than ``grad`` and ``vjp`` is active."""
+    active = torch._C._functorch.get_interpreter_stack() or ()
+    return all(one.key() == torch._C._functorch.TransformType.Grad for one in active)
 
 
 _KERNELS = {

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fdp import ops
 from fdp.gradients.per_sample import per_sample_norms
@@ -105,6 +106,29 @@ def test_a_rule_of_your_own_is_used_like_the_others():
     _, norms, _ = per_sample_norms(model, params, {"x": x}, plan=plan)
     expected = (2 * x.square() * params["w"]).sum(1).square().sum(1)
     torch.testing.assert_close(norms.squared["w"], expected, rtol=1e-12, atol=0)
+
+
+def test_a_plain_and_a_private_step_compute_attention_in_the_same_way(monkeypatch):
+    """One differentiates by torch.func, the other by autograd; neither may have the slower way to itself."""
+    q, k, v = (torch.randn(2, 2, 160, 4) for _ in range(3))
+    real, calls = F.scaled_dot_product_attention, []
+
+    def counted(*args, **options):
+        calls.append(args[0].shape[2])
+        return real(*args, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", counted)
+    q.requires_grad_()
+    (by_autograd,) = torch.autograd.grad(ops.attention(q, k, v).sum(), q)
+    assert calls == [64, 64, 32]
+    calls.clear()
+    out, pull = torch.func.vjp(lambda q: ops.attention(q, k, v), q.detach())
+    assert calls == [64, 64, 32]
+    torch.testing.assert_close(pull(torch.ones_like(out))[0], by_autograd)
+    calls.clear()
+    with sdpa_kernel(SDPBackend.MATH):
+        torch.func.vmap(lambda q: ops.attention(q[None], k[:1], v[:1])[0])(q.detach())
+    assert calls == [160], "vectorised over samples, it stays one operation"
 
 
 @pytest.mark.parametrize("shape", [(1, 4), (3, 4), (1, 1, 4)])
