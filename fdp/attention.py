@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch._C._functorch import TransformType, get_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -68,8 +69,8 @@ def _causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def _only_differentiated() -> bool:
     """Return True unless a transform of torch.func other than ``grad`` and ``vjp`` is active."""
-    active = torch._C._functorch.get_interpreter_stack() or ()
-    return all(one.key() == torch._C._functorch.TransformType.Grad for one in active)
+    active = get_interpreter_stack() or ()
+    return all(one.key() == TransformType.Grad for one in active)
 
 
 _KERNELS = {
