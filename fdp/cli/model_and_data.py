@@ -227,7 +227,7 @@ def _check_unit(given: DataOptions, path: str) -> None:
         )
     if given.unit == "user" and given.user_field is None:
         found = user_fields(path, text_field=given.field)
-        listed = f"; every record has {', '.join(found)}" if found else ""
+        listed = f"; it could be {' or '.join(found)}" if found else ""
         example = found[0] if found else "author"
         raise FdpError(
             f"--unit user: expected --user-field, the field of a record that names the person it belongs to, got none"

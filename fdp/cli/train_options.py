@@ -105,7 +105,11 @@ class DataOptions:
         ),
     ] = "window"
     user_field: Annotated[
-        str | None, Flag("With --unit user: the field of a record that names the user it belongs to.")
+        str | None,
+        Flag(
+            "With --unit user: the field of a record that names the user it belongs to. For a folder of texts: folder, "
+            "which makes each folder inside it a user."
+        ),
     ] = None
     windows_per_user: Annotated[
         int,

@@ -45,6 +45,7 @@ from fdp.data.person_fields import FieldCensus
 from fdp.data.record_fields import owner_of, record_form, text_field
 from fdp.data.record_files import read_records
 from fdp.data.units import UnitKind
+from fdp.data.user_fields import FOLDER, folder_of
 from fdp.data.users import Users, by_record, by_user
 from fdp.types import FdpError, Key
 
@@ -56,7 +57,7 @@ class PerUser(NamedTuple):
     """Grouping by user: the field that names the user, the windows used of each, and the key that chooses them.
 
     ``long`` says what becomes of a record longer than a window. If not ``all_named``, a record without the field, or
-    a text, is its own owner: for public data only, since in private data it could be anyone's.
+    a text in no folder, is its own owner: for public data only, since in private data it could be anyone's.
     """
 
     field: str
@@ -133,9 +134,10 @@ def read(
 ) -> tuple[Documents, UnitKind]:
     """Read every record or file as a document; return them, and whether a document is a record or a file.
 
-    In a text all tokens but the first are predicted; in a conversation, those of the answers. With ``user_field``,
-    which only records have, a document's owner is the user named there; without it, or if not ``all_named`` and the
-    record has no such field, the document is its own owner.
+    In a text all tokens but the first are predicted; in a conversation, those of the answers. With ``user_field``, a
+    document's owner is the user named there; of a text, which has no fields, it can only be ``folder``
+    (:func:`fdp.data.user_fields.folder_of`). Without it, or if not ``all_named`` and a record or file names no user,
+    the document is its own owner.
 
     Guarantees:
       - a document depends on its own record and on the options, and on no other record;
@@ -143,12 +145,20 @@ def read(
     """
     source, dtype = find_source(path, form=form), narrowest_dtype(tokenizer.vocab_size)
     if not source.records:
-        if (user_field is not None and all_named) or form in (RecordForm.COMPLETION, RecordForm.MESSAGES):
+        if (user_field not in (None, FOLDER) and all_named) or form in (RecordForm.COMPLETION, RecordForm.MESSAGES):
             wanted = f"field {user_field!r}" if user_field is not None else f"the fields of --form {form.value}"
+            texts = (
+                f"; of a folder of texts, --user-field {FOLDER} makes every folder in it a user" * source.path.is_dir()
+            )
             raise FdpError(
                 f"{source.path}: expected .jsonl, .json, .csv or .parquet, whose records have {wanted}, got a text"
+                f"{texts}"
             )
-        pieces, owners = _read_files(source, tokenizer)
+        owners = [
+            folder_of(file, source.path, all_named=all_named) if user_field == FOLDER else str(file)
+            for file in source.files
+        ]
+        pieces = _read_files(source, tokenizer)
         documents = join_documents(pieces, owners, source=str(source.path), word=tokenizer.word, dtype=dtype)
         return documents._replace(links=source.links, text=FILE), UnitKind.FILE
     reader = _Reader(source, tokenizer, form, field, user_field=user_field, all_named=all_named)
@@ -160,15 +170,11 @@ def read(
     return documents._replace(links=source.links, text=noun, person=person), UnitKind.RECORD
 
 
-def _read_files(source: Source, tokenizer: text.Tokenizer) -> tuple[Iterator[Piece], list[str]]:
-    """Return the tokens of every text file, read one after another, and their places, which are the owners."""
-
-    def pieces() -> Iterator[Piece]:
-        for file in source.files:
-            tokens = text.encode_text(tokenizer, read_text(file), str(file))
-            yield tokens, np.ones(len(tokens), dtype=bool)
-
-    return pieces(), [str(file) for file in source.files]
+def _read_files(source: Source, tokenizer: text.Tokenizer) -> Iterator[Piece]:
+    """Yield the tokens of every text file, read one after another, and that each counts."""
+    for file in source.files:
+        tokens = text.encode_text(tokenizer, read_text(file), str(file))
+        yield tokens, np.ones(len(tokens), dtype=bool)
 
 
 class _Reader:

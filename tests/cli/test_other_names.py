@@ -247,7 +247,7 @@ def test_a_missing_user_field_is_answered_by_the_fields_there_are(
     assert train(tmp_path / "run", *words, "--unit", "user") == 2
     error = last_json(capsys.readouterr().out)["error"]
     assert "--unit user: expected --user-field" in error
-    assert "every record has patient_id, ward. For example: --user-field patient_id" in error
+    assert "it could be patient_id or ward. For example: --user-field patient_id" in error
     assert "4711" not in error
     assert "Canary" not in error
     assert train(tmp_path / "run", *words, "--user-field", "ward") == 2

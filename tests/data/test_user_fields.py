@@ -1,0 +1,70 @@
+"""Folders of texts as users; fields of records that could name a person are tested in tests/cli/test_other_names.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fdp import keys
+from fdp.data import corpus, text
+from fdp.data.corpus import PerUser
+from fdp.data.user_fields import FOLDER, folder_of, user_fields
+from fdp.data.users import Users
+from fdp.types import FdpError
+from tests.cli.train_runs import train
+
+
+def write(root: Path, *names: str) -> Path:
+    for i, name in enumerate(names):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"note {i} " * 5)
+    return root
+
+
+def load(root: Path, *, all_named: bool = True, windows: int = 16) -> Users:
+    by = PerUser(FOLDER, windows, keys.key(0), all_named=all_named)
+    found = corpus.load(root, tokenizer=text.BYTES, context=16, vocab_size=256, per_user=by)
+    assert isinstance(found, Users)
+    return found
+
+
+def test_every_folder_is_one_user_at_any_depth_and_in_any_spelling(tmp_path):
+    """Else a person whose notes are in two folders of theirs would be two units of privacy."""
+    root = write(tmp_path, "ada/1.txt", "ada/2024/1.txt", "ada/2024/may/1.txt", "Bob/1.txt", "bob /2.txt")
+    assert len(load(root)) == 2
+    names = ["ada/1.txt", "ada/2024/may/1.txt", "Ada/1.txt"]
+    assert {folder_of(root / name, root, all_named=True) for name in names} == {"ada"}
+
+
+def test_a_file_without_a_user_is_refused_or_its_own_user(tmp_path):
+    root = write(tmp_path, "ada/1.txt", "bob/1.txt", "stray.txt")
+    with pytest.raises(FdpError, match=r"stray.txt: expected a file in a folder of its user"):
+        load(root)
+    assert len(load(root, all_named=False)) == 3
+    with pytest.raises(FdpError, match="expected a file in a folder of its user"):
+        load(root / "stray.txt")
+    hidden = write(tmp_path / "other", "\u200b/1.txt", "ada/1.txt")
+    with pytest.raises(FdpError, match="no visible characters"):
+        load(hidden)
+
+
+def test_other_fields_of_texts_are_refused_and_the_folder_is_named(tmp_path):
+    root = write(tmp_path, "ada/1.txt", "bob/1.txt")
+    by = PerUser("patient", 8, keys.key(0))
+    with pytest.raises(FdpError, match="field 'patient', got a text; of a folder of texts, --user-field folder makes"):
+        corpus.load(root, tokenizer=text.BYTES, context=16, vocab_size=256, per_user=by)
+    assert user_fields(root, text_field="text") == (FOLDER,)
+    assert user_fields(root / "ada", text_field="text") == (), "no folders"
+    assert user_fields(write(tmp_path / "one", "ada/1.txt"), text_field="text") == (), "one user"
+
+
+@pytest.mark.usefixtures("shallow_nano")
+def test_a_folder_of_peoples_notes_is_trained_on_from_the_command_line(tmp_path, capsys):
+    names = [f"patient {i}/{j}.txt" for i in range(30) for j in range(1 + i % 3)]
+    root = write(tmp_path / "notes", *names)
+    data = ["--model", "gpt-nano", "--data", str(root), "--unit", "user", "--user-field", "folder", "--context", "16"]
+    code = train(tmp_path / "run", *data, "--batch-size", "8", steps=2)
+    shown = capsys.readouterr()
+    assert code == 0, shown.err
+    assert "30 folders, 60 files" in " ".join(shown.out.replace("│", " ").split())
