@@ -10,12 +10,12 @@ softmax(q k^T / sqrt(features)) v
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
+from fdp_kernels.processor import ON_ARM
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack
@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fdp.products import WORKSPACES
 
-QUERIES_AT_ONCE, MAX_TOKENS_AT_ONCE = 64, 64 if platform.machine() in ("aarch64", "arm64") else 128
+QUERIES_AT_ONCE, MAX_TOKENS_AT_ONCE = 64, 64 if ON_ARM else 128
 """Queries of causal attention that a CPU computes at once if there are more tokens than the second number."""
 
 

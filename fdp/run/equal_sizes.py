@@ -51,11 +51,11 @@ def usable_sizes(
         _warn(f"out of memory with microbatches of {sizes[0]} samples; steps have at most {largest}", MemoryWarning)
     tolerance = MOST_MOVED / largest / 2  # of each from the largest, so that two others differ by at most twice as much
     used = join_sizes([size for size in by if by[size] <= tolerance])
-    if wrong := [size for size in by if not by[size] <= tolerance]:
+    if wrong := [difference for difference in by.values() if not difference <= tolerance]:
+        others = [size for size in by if size not in used]
         _warn(
-            f"microbatches of {_listed(used)} samples are used, not of {_listed(wrong)}: "
-            f"{explain_difference([by[size] for size in wrong])}; one sample more or less could move the gradients of "
-            "others. Steps take longer, since the last microbatch is padded",
+            f"microbatches of {_listed(used)} samples are used, not of {_listed(others)}: {explain_difference(wrong)}. "
+            "One sample more or less could move the gradients of others. Steps take longer: more of them is padding",
             RoundingWarning,
         )
     return used

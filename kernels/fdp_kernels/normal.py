@@ -50,6 +50,7 @@ from fdp_kernels.chacha20 import (
 )
 from fdp_kernels.normal_triton import normal_body, wide_normal_body
 from fdp_kernels.op import define
+from fdp_kernels.processor import ON_ARM
 
 TAIL_PURPOSE = 4
 """First nonce word of the stream from which values far in the tail take their extra bits."""
@@ -58,8 +59,9 @@ _TAIL = 0x7FFFFFFF
 _RARE = 1 << 16
 _WIDE_TAIL = (1 << 63) - 1
 _WIDE_RARE = 1 << 47
-_ELEMENTS_TOGETHER = 1 << 16
-"""Elements of a piece of :func:`foreach_normal` on a CPU: half a MB, near the cache, with work for two threads."""
+_ELEMENTS_TOGETHER = 1 << (18 if ON_ARM else 16)
+"""Elements of a piece of :func:`foreach_normal` on a CPU: half a MB, near the cache, with work for two threads; on ARM
+2 MB, since a torch operation takes longer to start."""
 HAS_VECTOR_ERFINV = torch.backends.mkl.is_available()
 """True if ``torch.erfinv`` is MKL's: four times as fast as ``ndtri``. Others take longer than ``ndtri``."""
 _FAR = 2.0**-6

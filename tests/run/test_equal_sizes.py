@@ -213,6 +213,16 @@ def test_a_run_does_without_sizes_that_disagree_and_says_so(monkeypatch, wrong, 
     assert len(list(steps(run, state))) == CONFIG.steps
 
 
+def test_sizes_that_need_a_smaller_one_are_left_out_with_it():
+    config = dataclasses.replace(CONFIG, batch_size=8, microbatch_size=10)
+    run, state, _ = prepared(config)
+    assert run.sizes == (10, 9, 8, 7, 4, 1)
+    with pytest.warns(
+        RoundingWarning, match="microbatches of 10 samples are used, not of 9, 8, 7, 4 and 1: this device"
+    ):
+        assert usable_sizes(config, rounded_otherwise(run.stages, 1, 1e-5), state) == (10,)
+
+
 def test_together_samples_of_other_sizes_move_the_sum_by_no_more_than_a_millionth_of_the_bound(monkeypatch):
     """A sample may be off by 1e-6 / 8 at most if the largest size is 8, less half of it for a third size."""
     run, state, _ = prepared()
