@@ -41,10 +41,10 @@ from fdp.data.documents import (
 )
 from fdp.data.files import RecordForm, Source, find_source, read_text
 from fdp.data.nouns import FILE, RECORD, person_noun, text_noun
-from fdp.data.person_fields import FieldCensus
+from fdp.data.person_fields import FieldCensus, is_plain_name
 from fdp.data.record_fields import owner_of, record_form, text_field
 from fdp.data.record_files import read_records
-from fdp.data.units import UnitKind
+from fdp.data.units import A_FOLDER, UnitKind, named_by
 from fdp.data.user_fields import FOLDER, folder_of
 from fdp.data.users import Users, by_record, by_user
 from fdp.types import FdpError, Key
@@ -119,8 +119,12 @@ def _group_by_user(documents: Documents, by: PerUser, pack: PackUnit | None, siz
     length = sizes["context"] + 1
     rows = cut_rows(documents, length=length) if by.long is Long.CUT else documents
     rows = pack_rows(rows, context=length - 1, unit=pack) if pack else split_rows(rows, length=length)
+    if documents.text == FILE:
+        which = A_FOLDER if by.field == FOLDER else ""
+    else:
+        which = named_by(by.field) if is_plain_name(by.field) else ""
     person = person_noun(by.field)
-    return by_user(rows, windows=by.windows, key=by.key, person=person, long=by.long, **sizes)
+    return by_user(rows, windows=by.windows, key=by.key, person=person, long=by.long, which=which, **sizes)
 
 
 def read(

@@ -50,6 +50,7 @@ from fdp.data.record_fields import text_field
 from fdp.data.record_files import read_records
 from fdp.data.token_files import Shards, map_file, read_tokens
 from fdp.data.units import PrivacyUnit, UnitKind, privacy_unit
+from fdp.data.user_fields import folders_of
 from fdp.extras import missing_package
 from fdp.types import FdpError
 
@@ -215,7 +216,7 @@ def _load_texts(
     else:
         tokens, token = _read_text(next(iter(found.files))), "byte"
     dataset = windows(tokens, context=context, vocab_size=vocab_size, where=str(path), token=token)
-    read = TextsRead(len(found.files), FILE, found.links)
+    read = TextsRead(len(found.files), FILE, found.links, folders_of(found))
     if found.records:
         read = TextsRead(census.records, text_noun(field), found.links, census.person(read=(field,)))
     return replace(dataset, texts=read)

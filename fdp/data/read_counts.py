@@ -92,10 +92,12 @@ class ReadCounts(NamedTuple):
         if self.links:
             found.append(f"{count(self.links, FILE)} of the folder are links to others that are read: left out")
         if (hint := self.person_field) is not None:
+            where = f"the records have a field {hint.field!r} ({hint.values:,} values in {count(hint.records, RECORD)})"
+            if self.text == FILE:
+                where = f"the {count(hint.records, FILE)} are in {hint.values:,} folders; if each is a person's"
             found.append(
-                f"the records have a field {hint.field!r} ({hint.values:,} values in {count(hint.records, RECORD)}): "
-                f"--unit user --user-field {hint.field} protects the person, --unit {self.kind.value} only a "
-                f"{self.kind.value}"
+                f"{where}: --unit user --user-field {hint.field} protects the person, "
+                f"--unit {self.kind.value} only a {self.kind.value}"
             )
         return [each for each in found if each]
 

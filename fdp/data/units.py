@@ -3,6 +3,8 @@
     window   one window of 129 bytes                      a longer text is in several windows
     record   one record (its first 129 bytes)             a person's ten records are ten samples
     user     one user (up to 8 windows of 129 bytes)      all of a user's records are one sample
+             one user, named by patient (up to ...)       the same; users by another field are another unit
+             one user, a folder of texts (up to ...)      all files of a folder are one sample
 
 Every text that names the unit (the header of a run, the statement, docs/data.md) takes it from :func:`privacy_unit`.
 Nothing here depends on the data: the unit is named in files that are shared.
@@ -29,6 +31,10 @@ class UnitKind(Enum):
     SAMPLE = "sample"
 
 
+A_FOLDER = "a folder of texts"
+"""What a user is if ``--user-field folder`` names them."""
+
+
 class PrivacyUnit(NamedTuple):
     """The unit as a noun phrase (``one``), and its meaning for a person or a longer text (``note``)."""
 
@@ -36,13 +42,19 @@ class PrivacyUnit(NamedTuple):
     note: str
 
 
+def named_by(field: str) -> str:
+    """Return which users they are that a field names: the users of two fields are different units."""
+    return f"named by {field}"
+
+
 def privacy_unit(
-    kind: UnitKind, *, tokens: int = 0, word: str = "token", windows: int = 1, filled: str = ""
+    kind: UnitKind, *, tokens: int = 0, word: str = "token", windows: int = 1, filled: str = "", which: str = ""
 ) -> PrivacyUnit:
     """Describe a unit whose sample or window holds up to ``tokens`` tokens.
 
-    ``word`` is the noun for a token, ``windows`` the largest number of windows used of a user or a record, and
-    ``filled`` what a user's window holds, such as "each the beginning of a record".
+    ``word`` is the noun for a token, ``windows`` the largest number of windows used of a user or a record, ``filled``
+    what a user's window holds, such as "each the beginning of a record", and ``which`` says which users they are:
+    :func:`named_by` a field, or ``A_FOLDER``.
     """
     size = f"{tokens} {word}s"
     first = f"its first {size}" if windows == 1 else f"its first {windows} windows of {size}"
@@ -62,8 +74,11 @@ def privacy_unit(
             "the whole file is protected, whatever its length; a person's ten files are ten samples",
         ),
         UnitKind.USER: PrivacyUnit(
-            f"one user ({several})",
-            "all of a user's records are one sample, however many and long; a person with two names is two users",
+            f"one user{', ' * bool(which)}{which} ({several})",
+            "all files in a folder, at any depth, are one sample, however many and long; a person with texts in two "
+            "folders is two users"
+            if which == A_FOLDER
+            else "all of a user's records are one sample, however many and long; a person with two names is two users",
         ),
         UnitKind.ROW: PrivacyUnit(
             f"one packed row of anyone's records (up to {size})",

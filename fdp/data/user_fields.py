@@ -16,9 +16,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from fdp.data.files import find_source
+from fdp.data.files import Source, find_source
 from fdp.data.nouns import words_of
-from fdp.data.person_fields import LONGEST_NAME, PERSON_WORDS, is_plain_name
+from fdp.data.person_fields import FEWEST_PEOPLE, LONGEST_NAME, PERSON_WORDS, PersonField, is_plain_name
 from fdp.data.record_fields import USUAL_FIELDS
 from fdp.data.record_files import read_records
 from fdp.data.user_names import normalize_name
@@ -61,14 +61,27 @@ def folder_of(file: Path, root: Path, *, all_named: bool) -> str:
       - files of one folder in ``root`` have one owner, whatever folders are inside it.
     """
     inside = file.relative_to(root).parts if root in file.parents else ()
-    if len(inside) > 1 and (name := normalize_name(inside[0])):
-        return name
-    if not all_named:
+    if not all_named and len(inside) < 2:
         return str(file)
-    raise FdpError(
-        f"{file}: expected a file in a folder of its user, inside {root} (--user-field {FOLDER}), got one that is in "
-        f"none, or in one whose name has no visible characters; move it into the folder of its user"
-    )
+    if len(inside) < 2:
+        raise FdpError(
+            f"{file}: expected it in a folder, which names its user (--user-field {FOLDER}), got it by itself; move it "
+            f"into the folder of its user, inside the folder that --data names, or give --unit record instead"
+        )
+    # Names of folders may hold bytes that are no text, which Python keeps as lone surrogates.
+    if name := normalize_name(inside[0].encode(errors="backslashreplace").decode()):
+        return name
+    raise FdpError(f"{file}: expected a folder that names its user, got a name without visible characters; rename it")
+
+
+def folders_of(source: Source) -> PersonField | None:
+    """Return the folders of texts as a field that seems to name a person, if all files are in one of at least ten."""
+    folders = set()
+    for file in source.files:
+        if source.path not in file.parents or file.parent == source.path:
+            return None
+        folders.add(file.relative_to(source.path).parts[0])
+    return PersonField(FOLDER, len(folders), len(source.files)) if len(folders) >= FEWEST_PEOPLE else None
 
 
 def _could_name(value: Any) -> bool:

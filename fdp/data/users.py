@@ -38,7 +38,8 @@ from fdp.types import FdpError, Key
 class Users:
     """A dataset in which **a sample is one user**: ``rows[u]`` are the user's windows in ``documents``, -1 for none.
 
-    ``kind`` says what an owner is: a user, or a record or file that is split into windows.
+    ``kind`` says what an owner is: a user, or a record or file that is split into windows. ``which`` says which users
+    they are (``fdp.data.units``).
 
     Guarantees:
       - no window is in two samples, and a sample holds one user's windows only;
@@ -55,6 +56,7 @@ class Users:
     counts: SampleCounts = field(repr=False)
     kind: UnitKind = UnitKind.USER
     long: Long = Long.SPLIT
+    which: str = ""
 
     @property
     def unit(self) -> PrivacyUnit:
@@ -64,7 +66,8 @@ class Users:
         else:
             filled = "each the beginning of a record" if self.long is Long.CUT else ""
         windows, word = self.rows.shape[1], self.documents.word
-        return privacy_unit(self.kind, tokens=self.context + 1, word=word, windows=windows, filled=filled)
+        sizes = {"tokens": self.context + 1, "word": word, "windows": windows}
+        return privacy_unit(self.kind, **sizes, filled=filled, which=self.which)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -89,12 +92,13 @@ def by_user(
     key: Key,
     person: str = USER,
     long: Long = Long.SPLIT,
+    which: str = "",
 ) -> Users:
     """Group all rows of each owner to one sample of ``windows`` windows. The owners must be the users.
 
     Rows of more than ``context + 1`` tokens keep their first ones. ``fdp.data.documents`` splits long rows before
     (``split_rows``) or cuts them (``cut_rows``, to be named in ``long``), and ``fdp.data.document_packing.pack`` joins
-    short ones. ``person`` is the noun for a user.
+    short ones. ``person`` is the noun for a user, and ``which`` says which users they are.
     """
     check_documents(documents, context=context, vocab_size=vocab_size)
     if windows < 1:
@@ -107,7 +111,7 @@ def by_user(
         packed = packed_rows(documents, context=context)
         counts = dataset.counts._replace(packed=np.array([packed[user] for user, _ in owned]))
         dataset, reading = replace(dataset, counts=counts), reading.total(counts)
-    return replace(dataset, reading=reading, long=long)
+    return replace(dataset, reading=reading, long=long, which=which)
 
 
 def by_record(documents: Documents, *, context: int, vocab_size: int, windows: int, kind: UnitKind) -> Users:

@@ -227,10 +227,12 @@ def unit_kind(unit: str) -> str:
     """Return the unit without the part of it that is used, if it is protected as a whole: "one user", "one record".
 
     Runs that protect the same kind of unit compose, however many tokens of it each of them uses. A window or a row is
-    what its size says it is: windows of different sizes are different units.
+    what its size says it is: windows of different sizes are different units. So are users by different fields: if one
+    patient more changes what a doctor wrote, that is no doctor more or less.
     """
     kind = unit.removesuffix(OF_PRIVATE_DATA)
-    return next((whole for whole in WHOLE_UNITS if kind.startswith(f"{whole} (")), kind)
+    whole = kind.startswith(tuple(f"{one}{end}" for one in WHOLE_UNITS for end in (" (", ", ")))
+    return kind.split(" (")[0] if whole else kind
 
 
 def same_unit(one: Guarantee, other: Guarantee) -> bool:

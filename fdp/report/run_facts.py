@@ -13,7 +13,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fdp.data.units import UnitKind, privacy_unit
+from fdp.data.units import A_FOLDER, UnitKind, privacy_unit
 from fdp.privacy.chain import Chain, compose_chain
 from fdp.privacy.guarantee import MARKER, RELATION, Guarantee, read_marker
 from fdp.privacy.releases import GRADIENTS, STATISTICS, Release
@@ -155,7 +155,7 @@ def unit_note(one: str) -> str:
         "one labelled image": UnitKind.IMAGE,
     }
     found = next((kind for start, kind in kinds.items() if one.startswith(start)), UnitKind.SAMPLE)
-    note = privacy_unit(found, windows=1).note
+    note = privacy_unit(found, windows=1, which=A_FOLDER if A_FOLDER in one else "").note
     return f"{note}; the public data is not protected" if one.endswith("of the private data") else note
 
 

@@ -189,7 +189,11 @@ def test_runs_with_another_context_protect_the_same_users(tmp_path, capsys):
     assert call("ledger", "--json") == 0
     text = capsys.readouterr().out
     (total,) = last_json(text)["totals"]
-    assert (total["unit"], total["runs"], total["epsilon"]) == ("one user", 2, summary["epsilon_on_this_data"])
+    assert (total["unit"], total["runs"], total["epsilon"]) == (
+        "one user, named by author",
+        2,
+        summary["epsilon_on_this_data"],
+    )
     assert "different units" not in text
 
 

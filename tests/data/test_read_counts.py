@@ -137,7 +137,7 @@ def test_a_run_reports_counts_on_screen_and_keeps_them_out_of_shared_files(
             "20 of 20 users have more windows than --windows-per-user: 100 of 120 windows are not trained on" in printed
         )
         assert (
-            "one user (up to 1 window of 17 bytes), added or removed; all of a user's records are one sample" in printed
+            "one user, named by by (up to 1 window of 17 bytes), added or removed; all of a user's records" in printed
         )
         assert "longer text is several" not in printed
     summary = json.loads((out / "summary.json").read_text())["reading"]

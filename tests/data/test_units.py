@@ -14,7 +14,7 @@ from fdp.data import corpus
 from fdp.data.datasets import Examples, windows
 from fdp.data.document_packing import PackUnit
 from fdp.data.documents import Long, join_documents, records
-from fdp.data.units import PrivacyUnit, UnitKind, dataset_unit, privacy_unit, sentence, statement
+from fdp.data.units import PrivacyUnit, UnitKind, dataset_unit, named_by, privacy_unit, sentence, statement
 from fdp.data.users import by_user
 from tests.data.test_text import write
 
@@ -44,7 +44,7 @@ def test_datasets_describe_their_unit(tmp_path: Path) -> None:
     by = corpus.PerUser("by", windows=2, key=keys.key(0))
     assert corpus.load(path, context=3, vocab_size=256).unit == privacy_unit(UnitKind.RECORD, tokens=4, word="byte")
     users = corpus.load(path, context=3, vocab_size=256, per_user=by)
-    assert users.unit == privacy_unit(UnitKind.USER, tokens=4, word="byte", windows=2)
+    assert users.unit == privacy_unit(UnitKind.USER, tokens=4, word="byte", windows=2, which=named_by("by"))
     rows = corpus.load(path, context=3, vocab_size=256, pack=PackUnit.ROW)
     assert rows.unit == privacy_unit(UnitKind.ROW, tokens=4, word="byte")
     stream = windows(np.zeros(9, dtype=np.uint8), context=3, vocab_size=256, where="here")
@@ -57,20 +57,22 @@ def test_datasets_describe_their_unit(tmp_path: Path) -> None:
 
 
 def test_a_unit_of_several_windows_says_how_many_and_what_they_hold(tmp_path: Path) -> None:
-    path = write(tmp_path / "mail.jsonl", {"text": "abcdefgh", "by": "ann"}, {"text": "ij", "by": "ann"})
+    path = write(tmp_path / "mail.jsonl", {"text": "abcdefgh", "patient": "ann"}, {"text": "ij", "patient": "ann"})
     (tmp_path / "a.txt").write_text("abcdefgh")
 
     def one(name: str = "mail.jsonl", **options: Any) -> str:
         return corpus.load(tmp_path / name, context=3, vocab_size=256, **options).unit.one
 
-    by = corpus.PerUser("by", windows=2, key=keys.key(0))
+    by = corpus.PerUser("patient", windows=2, key=keys.key(0))
     assert path.exists()
     assert one(windows_per_record=2) == "one record (its first 2 windows of 4 bytes)"
     assert one("a.txt", windows_per_record=2) == "one file (its first 2 windows of 4 bytes)"
-    assert one(per_user=by) == "one user (up to 2 windows of 4 bytes)"
+    assert one(per_user=by) == "one user, named by patient (up to 2 windows of 4 bytes)"
     cut = by._replace(long=Long.CUT)
-    assert one(per_user=cut) == "one user (up to 2 windows of 4 bytes, each the beginning of a record)"
-    packed = "one user (up to 2 windows of 4 bytes, each of as many records as fit)"
+    assert (
+        one(per_user=cut) == "one user, named by patient (up to 2 windows of 4 bytes, each the beginning of a record)"
+    )
+    packed = "one user, named by patient (up to 2 windows of 4 bytes, each of as many records as fit)"
     assert one(per_user=by, pack=PackUnit.OWNER) == packed
 
 

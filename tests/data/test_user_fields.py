@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 
 from fdp import keys
-from fdp.data import corpus, text
+from fdp.data import corpus, datasets, text
 from fdp.data.corpus import PerUser
+from fdp.data.held_out import split_held_out
 from fdp.data.user_fields import FOLDER, folder_of, user_fields
 from fdp.data.users import Users
+from fdp.report.run_facts import unit_note
 from fdp.types import FdpError
-from tests.cli.train_runs import train
+from tests.cli.train_runs import call, train
 
 
 def write(root: Path, *names: str) -> Path:
@@ -39,14 +41,30 @@ def test_every_folder_is_one_user_at_any_depth_and_in_any_spelling(tmp_path):
 
 def test_a_file_without_a_user_is_refused_or_its_own_user(tmp_path):
     root = write(tmp_path, "ada/1.txt", "bob/1.txt", "stray.txt")
-    with pytest.raises(FdpError, match=r"stray.txt: expected a file in a folder of its user"):
+    with pytest.raises(FdpError, match=r"stray.txt: expected it in a folder, which names its user"):
         load(root)
     assert len(load(root, all_named=False)) == 3
-    with pytest.raises(FdpError, match="expected a file in a folder of its user"):
+    with pytest.raises(FdpError, match="expected it in a folder, which names its user"):
         load(root / "stray.txt")
     hidden = write(tmp_path / "other", "\u200b/1.txt", "ada/1.txt")
-    with pytest.raises(FdpError, match="no visible characters"):
+    with pytest.raises(FdpError, match="without visible characters"):
         load(hidden)
+
+
+def test_a_folder_whose_name_is_not_text_is_a_user_like_any_other(tmp_path):
+    """Old shares have names in Latin-1."""
+    root = write(tmp_path, *(f"{name}/{i}.txt" for name in ("M\udcfcller", *"abcdefghi") for i in range(3)))
+    users = load(root)
+    assert len(users) == 10
+    kept, held_out = split_held_out(users, 0.5)
+    assert len(kept) + len(held_out) == 10
+
+
+def test_the_unit_says_that_a_user_is_a_folder(tmp_path):
+    root = write(tmp_path, "ada/1.txt", "bob/1.txt")
+    assert load(root, windows=2).unit.one == "one user, a folder of texts (up to 2 windows of 17 bytes)"
+    assert "a person with texts in two folders is two users" in load(root).unit.note
+    assert unit_note(load(root).unit.one) == load(root).unit.note
 
 
 def test_other_fields_of_texts_are_refused_and_the_folder_is_named(tmp_path):
@@ -59,6 +77,18 @@ def test_other_fields_of_texts_are_refused_and_the_folder_is_named(tmp_path):
     assert user_fields(write(tmp_path / "one", "ada/1.txt"), text_field="text") == (), "one user"
 
 
+def test_ten_folders_of_texts_suggest_that_each_is_a_person(tmp_path):
+    root = write(tmp_path / "notes", *(f"patient {i}/{j}.txt" for i in range(10) for j in range(2)))
+    (said,) = datasets.load(str(root), context=16).reading.warnings()
+    assert said == (
+        "the 20 files are in 10 folders; if each is a person's: --unit user --user-field folder protects the person, "
+        "--unit window only a window"
+    )
+    write(root, "stray.txt")
+    assert datasets.load(str(root), context=16).reading.warnings() == []
+    assert datasets.load("stdlib", context=16).reading.warnings() == []
+
+
 @pytest.mark.usefixtures("shallow_nano")
 def test_a_folder_of_peoples_notes_is_trained_on_from_the_command_line(tmp_path, capsys):
     names = [f"patient {i}/{j}.txt" for i in range(30) for j in range(1 + i % 3)]
@@ -68,3 +98,7 @@ def test_a_folder_of_peoples_notes_is_trained_on_from_the_command_line(tmp_path,
     shown = capsys.readouterr()
     assert code == 0, shown.err
     assert "30 folders, 60 files" in " ".join(shown.out.replace("│", " ").split())
+    assert call("statement", str(tmp_path / "run")) == 0
+    statement = " ".join(capsys.readouterr().out.split())
+    assert "one user, a folder of texts (up to 8 windows of 17 bytes)" in statement
+    assert "all files in a folder, at any depth, are one sample" in statement.replace("All", "all")

@@ -52,7 +52,7 @@ def test_size_delta_unit_and_content_are_per_user(tmp_path: Path) -> None:
     assert isinstance(dataset, Dataset)
     assert len(dataset) == 3
     assert default_delta(len(dataset)) == default_delta(3)
-    assert dataset.unit.one == "one user (up to 3 windows of 4 bytes)"
+    assert dataset.unit.one == "one user, named by by (up to 3 windows of 4 bytes)"
     rows = dataset.fetch(np.array([0, 2]))
     assert rows["tokens"].tolist() == [
         [[*b"abcd"], [*b"efg", 0], [*b"hi", 0, 0]],

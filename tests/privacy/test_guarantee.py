@@ -150,6 +150,10 @@ def test_a_promise_of_an_older_fdp_has_no_evaluation_data():
     [
         ("one user (up to 2 windows of 17 bytes)", "one user (up to 3 windows of 25 bytes)", True),
         ("one user (up to 2 windows of 17 bytes)", "one user (up to 2 windows of 17 bytes) of the private data", True),
+        ("one user, named by patient (up to 2 windows)", "one user, named by patient (up to 3 windows)", True),
+        ("one user, named by patient (up to 2 windows)", "one user, named by doctor (up to 2 windows)", False),
+        ("one user, a folder of texts (up to 2 windows)", "one user, a folder of texts (up to 9 windows)", True),
+        ("one user, a folder of texts (up to 2 windows)", "one user, named by patient (up to 2 windows)", False),
         ("one record (its first 17 bytes)", "one record (its first 3 windows of 25 bytes)", True),
         ("one file (its first 17 bytes)", "one file (its first 25 tokens)", True),
         ("one user (up to 2 windows of 17 bytes)", "one record (its first 17 bytes)", False),
