@@ -334,7 +334,7 @@ def _read_text(path: Path) -> np.ndarray:
         except UnicodeDecodeError as error:  # raised again below, since a chained error would hold the text
             position = start - pending + error.start
         raise FdpError(
-            f"{path}: expected UTF-8 text, got a byte that is not at position {position}; convert the file, or give "
+            f"{path}: expected UTF-8 text, got a byte at position {position} that is not; convert the file, or give "
             "token ids as .npy or .bin"
         )
     return tokens

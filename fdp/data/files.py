@@ -190,7 +190,7 @@ def read_text(file: Path) -> str:
         return content.decode()
     except UnicodeDecodeError as error:
         position = error.start
-    raise FdpError(f"{file}: expected UTF-8 text, got a byte that is not at position {position}; convert the file")
+    raise FdpError(f"{file}: expected UTF-8 text, got a byte at position {position} that is not; convert the file")
 
 
 def _walk(folder: Path, above: set[tuple[int, int]]) -> Iterator[Path]:

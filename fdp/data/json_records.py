@@ -74,7 +74,7 @@ def _decode_utf8(content: bytes, place: str) -> str:
     except UnicodeDecodeError as error:
         position = error.start
     raise FdpError(
-        f"{place}: expected a JSON object in UTF-8, got a byte that is not at position {position}; convert the file"
+        f"{place}: expected a JSON object in UTF-8, got a byte at position {position} that is not; convert the file"
     )
 
 

@@ -108,7 +108,7 @@ def test_a_byte_that_is_not_utf8_is_named_with_its_position(
     monkeypatch.setattr(datasets, "CHUNK_ELEMENTS", 16)
     path = tmp_path / "latin.txt"
     path.write_bytes(b"a" * before + b"\xe9" + b"b" * 30)
-    with pytest.raises(FdpError, match=rf"expected UTF-8 text, got a byte that is not at position {before};"):
+    with pytest.raises(FdpError, match=rf"expected UTF-8 text, got a byte at position {before} that is not;"):
         datasets.load(path, context=3)
 
 
