@@ -181,5 +181,5 @@ def _number(loss: float | None) -> str:
 
 
 def _noun(evaluator: Evaluator) -> str:
-    words = dataset_unit(evaluator.config.dataset).one.split()
+    words = dataset_unit(evaluator.config.dataset).one.replace(",", "").split()
     return NOUNS.get(words[1], "samples that were not trained on") if len(words) > 1 else "samples"
