@@ -333,7 +333,7 @@ def worker(row: str, context: int, pipe: Connection) -> None:
         for _ in range(count):
             next(steps)
             ends.append(time.perf_counter())
-        pipe.send([after - before for before, after in pairwise(ends)])
+        pipe.send([end - start for start, end in pairwise(ends)])
     pipe.send(peak_memory() - before)
 
 

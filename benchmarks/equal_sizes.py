@@ -26,7 +26,7 @@ import torch
 from benchmarks.device import free
 from benchmarks.gpt2_large import RESULTS
 from benchmarks.real_runs import GPT2
-from benchmarks.report import Report, publish
+from benchmarks.report import Report, head_of_page, publish
 from fdp.checks.equal_sizes import differences
 from fdp.fast.compile_modes import Compile
 from fdp.gradients.plan import Method
@@ -94,16 +94,9 @@ def measure(
 
 def page(content: dict[str, Any], *, name: str) -> str:
     """Return the Markdown page of a report."""
-    versions = ", ".join(f"{what} {which}" for what, which in content["versions"].items())
     rows = sorted(content["rows"], key=lambda row: (row["regime"], row["mode"], row["batch_size"]))
     lines = [
-        f"# What a sample adds in smaller microbatches, on one {content['hardware']}, {content['date']}",
-        "",
-        f"    {content['command']}",
-        "",
-        f"{versions}; commit {', '.join(sorted({row['commit'] for row in rows}))}. Rows: `{name}.json`.",
-        "What is measured: `benchmarks/equal_sizes.py`.",
-        "",
+        *head_of_page(content, name=name, title="What a sample adds in smaller microbatches,"),
         "| model | step | expected batch | difference from the largest size | sizes used |",
         "|---" * 5 + "|",
     ]

@@ -30,7 +30,7 @@ from benchmarks.device import free, synchronize
 from benchmarks.gpt2_large import RESULTS
 from benchmarks.modes import EAGER, FAST, Row, make_our_plan, make_our_step
 from benchmarks.real_runs import GPT2, RATE
-from benchmarks.report import Report, publish
+from benchmarks.report import Report, head_of_page, publish
 from fdp import keys
 from fdp.gradients.plan import Method, add_smaller_sizes
 from fdp.models import GPTConfig, gpt
@@ -134,16 +134,9 @@ def time_of_tail(steps: Steps, *, device: torch.device, repeats: int = 10) -> di
 
 def page(content: dict[str, Any], *, name: str) -> str:
     """Return the Markdown page of a report."""
-    versions = ", ".join(f"{what} {which}" for what, which in content["versions"].items())
     rows = sorted(content["rows"], key=lambda row: (row["mode"], row["batch_size"]))
     lines = [
-        f"# Steps of drawn batches on one {content['hardware']}, {content['date']}",
-        "",
-        f"    {content['command']}",
-        "",
-        f"{versions}; commit {', '.join(sorted({row['commit'] for row in rows}))}. Rows: `{name}.json`.",
-        "What is measured: `benchmarks/poisson_steps.py`.",
-        "",
+        *head_of_page(content, name=name, title="Steps of drawn batches"),
         "| mode | expected batch | exact step, ms | drawn step, ms | time per sample, drawn / exact | target | |",
         "|---" * 7 + "|",
     ]

@@ -159,3 +159,17 @@ def current_commit() -> str:
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return commit.stdout.strip() + ("+" if changed.stdout.strip() else "")
+
+
+def head_of_page(content: dict[str, Any], *, name: str, title: str) -> list[str]:
+    """Return the beginning of a page: title, command, versions, commits, and the file that says what is measured."""
+    versions = ", ".join(f"{what} {which}" for what, which in content["versions"].items())
+    return [
+        f"# {title} on one {content['hardware']}, {content['date']}",
+        "",
+        f"    {content['command']}",
+        "",
+        f"{versions}; commit {', '.join(sorted({row['commit'] for row in content['rows']}))}. Rows: `{name}.json`.",
+        f"What is measured: `benchmarks/{content['benchmark']}.py`.",
+        "",
+    ]

@@ -32,7 +32,7 @@ def test_all_workspaces_are_reserved(monkeypatch):
 
 @pytest.mark.parametrize("given", [(True, True), (False, False), (False, True)])
 def test_no_sum_is_rounded_to_half_precision_inside_and_the_setting_is_put_back(given):
-    """Whether sums may be split, the second of two settings, stays as it is: torch forgets it if the first is set."""
+    """Keep the second of two settings, whether sums may be split: torch forgets it if the first is set."""
     options = torch.backends.cuda.matmul
 
     def settings() -> list[tuple[bool, bool]]:

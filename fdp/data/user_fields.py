@@ -39,8 +39,7 @@ def user_fields(path: str | os.PathLike[str], *, text_field: str) -> tuple[str, 
     try:
         source = find_source(path)
         if not source.records:
-            folders = {folder_of(file, source.path, all_named=True) for file in source.files}
-            return (FOLDER,) if len(folders) > 1 else ()
+            return (FOLDER,) if len(_users_by_folder(source)) > 1 else ()
         records = [record for _, record in islice(read_records(source), LOOKED_AT)]
     except (FdpError, OSError):  # reported when the data is read in full
         return ()
@@ -68,20 +67,31 @@ def folder_of(file: Path, root: Path, *, all_named: bool) -> str:
             f"{file}: expected it in a folder, which names its user (--user-field {FOLDER}), got it by itself; move it "
             f"into the folder of its user, inside the folder that --data names, or give --unit record instead"
         )
-    # Names of folders may hold bytes that are no text, which Python keeps as lone surrogates.
-    if name := normalize_name(inside[0].encode(errors="backslashreplace").decode()):
+    if name := _user_of(inside[0]):
         return name
     raise FdpError(f"{file}: expected a folder that names its user, got a name without visible characters; rename it")
 
 
 def folders_of(source: Source) -> PersonField | None:
     """Return the folders of texts as a field that seems to name a person, if all files are in one of at least ten."""
-    folders = set()
+    users = _users_by_folder(source)
+    return PersonField(FOLDER, len(users), len(source.files)) if len(users) >= FEWEST_PEOPLE else None
+
+
+def _users_by_folder(source: Source) -> set[str]:
+    """Return the users of :func:`folder_of`, every folder looked at once; none if a file has no user."""
+    folders: set[str] = set()
     for file in source.files:
         if source.path not in file.parents or file.parent == source.path:
-            return None
+            return set()
         folders.add(file.relative_to(source.path).parts[0])
-    return PersonField(FOLDER, len(folders), len(source.files)) if len(folders) >= FEWEST_PEOPLE else None
+    users = {_user_of(folder) for folder in folders}
+    return set() if "" in users else users
+
+
+def _user_of(folder: str) -> str:
+    """Return the user that a folder's name stands for; bytes that are no text, lone surrogates here, are spelt out."""
+    return normalize_name(folder.encode(errors="backslashreplace").decode())
 
 
 def _could_name(value: Any) -> bool:
