@@ -5,7 +5,7 @@
 
 The names below are the public surface, each from the module that defines it; the modules are public too. They are
 loaded when first used, so that ``fdp --help`` need not wait for torch. Importing fdp tells torch to give cuBLAS no
-workspace, unless the environment says otherwise (``fdp.products``).
+workspace, unless the environment says otherwise (``fdp.equal_rounding``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fdp.products import reserve_no_workspace as _reserve_no_workspace
+from fdp.equal_rounding import reserve_no_workspace as _reserve_no_workspace
 
 if TYPE_CHECKING:
     from fdp.checks.first_call import Checks as Checks

@@ -22,7 +22,7 @@ from torch._C._functorch import TransformType, get_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fdp.products import WORKSPACES
+from fdp.equal_rounding import WORKSPACES
 
 QUERIES_AT_ONCE, MAX_TOKENS_AT_ONCE = 64, 64 if ON_ARM else 128
 """Queries of causal attention that a CPU computes at once if there are more tokens than the second number."""
@@ -86,7 +86,8 @@ def _enabled_kernels(*kernels: SDPBackend) -> list[SDPBackend]:
 
 
 WORKSPACE, DETERMINISTIC_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":16:8"
-"""The smaller one of two that torch accepts for deterministic products: too small to split sums (``fdp.products``)."""
+"""The smaller one of two that torch accepts for deterministic products: too small to split sums
+(:mod:`fdp.equal_rounding`)."""
 
 
 @contextmanager

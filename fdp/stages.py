@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fdp import keys, tree
 from fdp.checks.gate import check_settings
+from fdp.equal_rounding import compiler_options
 from fdp.fast.fused_update import FusedUpdate
 from fdp.fingerprint import fingerprint
 from fdp.finish import Finish, plain_finish
@@ -146,7 +147,9 @@ def _compile_parts(gradient: Gradient, finish: Finish, plan: Plan, execution: Ex
     """
     if execution.compile_step is None:
         return gradient, finish
-    graph = partial(torch.compile, fullgraph=True, dynamic=False, backend=execution.compile_step)
+    backend = execution.compile_step
+    options = compiler_options(backend, sharded=execution.sharding is not None)
+    graph = partial(torch.compile, fullgraph=True, dynamic=False, backend=backend, options=options)
     dtype = execution.memory.sum_dtype if plan.private else widest(plan.dtype)
     return add_outside(graph(gradient), dtype), finish._replace(run=graph(finish.run))
 

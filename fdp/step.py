@@ -26,6 +26,7 @@ from fdp.attention import fast_attention
 from fdp.checks.equal_sizes import SamplePart, without_zeros
 from fdp.checks.first_call import Checks, FirstCall
 from fdp.checks.gate import Gate
+from fdp.equal_rounding import whole_sums
 from fdp.fast.cuda_graph import StepParts, capture
 from fdp.fast.out_of_memory import EndMark, explain_out_of_memory
 from fdp.gradients.accumulate import MicrobatchSum, Preconditioners, add_microbatches, gather_metrics
@@ -40,7 +41,6 @@ from fdp.parallel.sharded_norms import sharded_reductions
 from fdp.parallel.sharding import check_placement
 from fdp.privacy.mechanism import Mechanism
 from fdp.privacy.microbatches import split_microbatches
-from fdp.products import whole_sums
 from fdp.stages import Precondition, Stages, make_stages
 from fdp.types import Batch, ClippedSum, Flat, Key, Metrics, Step, TrainState, Tree
 

@@ -27,7 +27,7 @@ ORDER = (
     "storage",
     "ledger",
     "gradients",
-    "products",
+    "equal_rounding",
     "attention",
     "ops",
     "finish",

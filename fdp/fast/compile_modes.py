@@ -41,7 +41,7 @@ def make_execution(
     return Execution(
         sharding,
         Memory(recompute=checkpoint_activations, offload=offload, sum_dtype=sum_dtype, microbatch_size=microbatch_size),
-        CompiledRunner(backend) if compile is Compile.BLOCK else EAGER,
+        CompiledRunner(backend, sharded=sharding is not None) if compile is Compile.BLOCK else EAGER,
         compile_step=backend if compile is Compile.STEP else None,
         cuda_graph=cuda_graph,
     )

@@ -10,6 +10,9 @@ and a tap that the output does not depend on is an error, never a zero.
 
     >>> runner = CompiledRunner()
     >>> out, pull = runner.tapped_vjp(block, weights, carry, data, uses, trainable)
+
+Microbatches of all sizes run the same code, which is compiled for the largest: the number of samples is a variable of
+it. So a sample is rounded alike in each (:mod:`fdp.checks.equal_sizes`), and smaller sizes need no compilation.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from fdp_kernels.token_sums import foreach_token_sums, split_token_sums
 from torch import Tensor
 
 from fdp import tree
+from fdp.equal_rounding import compiler_options
 from fdp.fast.fused_head import can_fuse, fused_vjp
 from fdp.gradients.execution import Pull
 from fdp.gradients.plan import Plan
@@ -48,14 +52,26 @@ class CompiledBlock(NamedTuple):
     zeros: dict[str, Tensor]
 
 
+class CompiledCode(NamedTuple):
+    """What a kind of block compiled to, and for how many samples: it serves so many and fewer."""
+
+    run: Callable[..., tuple[Tree, Flat]]
+    samples: int
+
+
 class CompiledRunner:
-    """A runner (``gradients.execution``) that compiles each kind of block once. ``backend`` is torch.compile's."""
+    """A runner (``gradients.execution``) that compiles each kind of block once. ``backend`` is torch.compile's.
+
+    If ``sharded``, all ranks choose the same code (:func:`fdp.equal_rounding.compiler_options`).
+    """
 
     compiles = True
 
-    def __init__(self, backend: str = "inductor"):
+    def __init__(self, backend: str = "inductor", *, sharded: bool = False):
         self.backend = backend
+        self.options = compiler_options(backend, sharded=sharded)
         self.kinds: dict[Any, CompiledBlock] = {}
+        self.code: dict[Any, CompiledCode] = {}
 
     def tapped_vjp(
         self, block: Block, weights: Flat, carry: Tree, data: Tree, uses: tuple[Use, ...], trainable: frozenset[Path]
@@ -64,13 +80,18 @@ class CompiledRunner:
         local, names, here = _local(block, weights)
         trained = frozenset(names[path] for path in weights if path in trainable)
         mine = tuple(use._replace(name=_local_name(use, names), path=names[use.path]) for use in uses)
-        key = (block.apply, repr(local), mine, trained, tuple((w.dtype, w.device) for w in here.values()))
+        about = (trained, _about(block, local, here, carry, data))
+        key = (about, mine)
         if key not in self.kinds:
             named = Block(block.name, local, block.apply)
             tape, _ = trace_tape(named, here, trained, carry, data, attached=True)
             separate = _separate_biases(tape)
             planned = [(use.name, use.rule) for use in mine if use.name not in separate]
-            run = self._compile(_tapped_run(named, trained, planned, tape), block, pure=not tape.changed)
+            run = _tapped_run(named, trained, planned, tape)
+            if not tape.changed:  # what writes into its module can only be undone without compilation
+                samples = batch_size_of(data)
+                alike = (about, _per_sample(mine, samples), tuple(tape.layouts), tape.written_outputs(), *planned)
+                run = self._compile(run, block, alike, samples)
             with torch.inference_mode(False):  # zeros created in that mode could never be differentiated
                 zeros = zeros_of(mine, here)
             self.kinds[key] = CompiledBlock(run, tape.rules, separate, zeros)
@@ -98,10 +119,11 @@ class CompiledRunner:
     ) -> tuple[Tree, Callable[[Tree], tuple[Tree, Flat]]]:
         """Return a block's output and its pull-back to its carry and to the gradients of its trainable leaves."""
         local, names, here = _local(block, weights)
-        key = (block.apply, repr(local), batch_size_of(data))
+        alike = _about(block, local, here, carry, data)
+        key = (alike, samples := batch_size_of(data))
         if key not in self.kinds:
-            named = Block(block.name, local, block.apply)
-            self.kinds[key] = CompiledBlock(self._compile(_plain_run(named), block), {}, {}, {})
+            run = _plain_run(Block(block.name, local, block.apply))
+            self.kinds[key] = CompiledBlock(self._compile(run, block, alike, samples), {}, {}, {})
         trained = {names[path]: w.detach().requires_grad_() for path, w in weights.items() if path in trainable}
         carry = _requiring_grad(carry)
         with torch.enable_grad():
@@ -137,9 +159,17 @@ class CompiledRunner:
             self.kinds[known] = CompiledBlock(self._compile_as(f"function_{len(self.kinds)}", run), {}, {}, {})
         return self.kinds[known].run(*values)
 
-    def _compile(self, run: Callable, block: Block, *, pure: bool = True) -> Callable:
-        """Compile ``run``, unless the block forbids it or writes into its module, which only an eager run undoes."""
-        return self._compile_as(f"block_{block.name}", run) if block.compiled and pure else run
+    def _compile(self, run: Callable, block: Block, alike: Any, samples: int) -> Callable:
+        """Return ``run``, compiled unless the block forbids it, or what an equal one compiled to for more samples.
+
+        ``alike`` identifies all that ``run`` depends on but the number of samples.
+        """
+        if not block.compiled:
+            return run
+        if alike not in self.code or self.code[alike].samples < samples:
+            compiled = self._compile_as(f"block_{block.name}", run)
+            self.code[alike] = CompiledCode(_with_variable_size(compiled, samples), samples)
+        return self.code[alike].run
 
     def _compile_as(self, name: str, run: Callable) -> Callable:
         from torch._dynamo.exc import Unsupported  # here, since importing it takes long
@@ -147,7 +177,7 @@ class CompiledRunner:
         # With its own code object, a kind does not share torch.compile's cache and its size limit with others.
         code = run.__code__.replace(co_name=name.replace(".", "_"))
         own = types.FunctionType(code, run.__globals__, code.co_name, run.__defaults__, run.__closure__)
-        compiled = torch.compile(own, fullgraph=True, dynamic=False, backend=self.backend)
+        compiled = torch.compile(own, fullgraph=True, dynamic=False, backend=self.backend, options=self.options)
 
         def run_or_raise(*values: Any) -> Any:
             try:
@@ -159,6 +189,43 @@ class CompiledRunner:
                 ) from error
 
         return run_or_raise
+
+
+def _with_variable_size(compiled: Callable, samples: int) -> Callable:
+    """Let the first call of ``compiled(weights, *values)`` compile it for any number of samples, if it can be."""
+    called = False
+
+    def run(weights: Flat, *values: Tree) -> Any:
+        nonlocal called
+        if not called:
+            called = True
+            for leaf in tree.leaves(values):
+                if isinstance(leaf, Tensor) and leaf.shape[:1] == (samples,):
+                    torch._dynamo.maybe_mark_dynamic(leaf, 0)
+        return compiled(weights, *values)
+
+    return run
+
+
+def _about(block: Block, local: Tree, weights: Flat, carry: Tree, data: Tree) -> tuple[Any, ...]:
+    """Return what the code of a block depends on: its function, and all shapes, but not the number of samples."""
+    samples = batch_size_of(data)
+
+    def describe(leaf: Tensor) -> tuple[Any, ...]:
+        shape = tuple(leaf.shape)
+        return (None, *shape[1:]) if shape[:1] == (samples,) else shape, leaf.dtype, leaf.device
+
+    values = (carry, data)
+    leaves = tuple((tuple(w.shape), w.dtype, w.device) for w in weights.values())
+    return block.apply, repr(local), leaves, *zip(tree.paths(values), map(describe, tree.leaves(values)))
+
+
+def _per_sample(uses: tuple[Use, ...], samples: int) -> tuple[Any, ...]:
+    """Return the uses as they are for any number of samples; as they are if shapes do not begin with it."""
+    shapes = [shape for use in uses for shape in (use.input_shape, use.output_shape)]
+    if any(shape[:1] != (samples,) for shape in shapes):
+        return uses
+    return tuple(use._replace(input_shape=use.input_shape[1:], output_shape=use.output_shape[1:]) for use in uses)
 
 
 def _local(block: Block, weights: Flat) -> tuple[Tree, dict[Path, str], Flat]:
@@ -227,7 +294,7 @@ def _tapped_run(
     layouts, written = seen.layouts, seen.written_outputs()
 
     def run(weights: Flat, carry: Tree, data: Tree, taps: Flat) -> tuple[Tree, Flat]:
-        tape = Tape(batch_size_of(data), taps, attached=True)
+        tape = Tape(tree.leaves(data)[0].shape[0], taps, attached=True)
         tape.known, tape.written = layouts, written
         out = block.apply(watch(block, weights, trained, tape), carry, data)
         met = [(use.name, use.rule) for use in tape.uses]

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from fdp.equal_rounding import WORKSPACES
 from fdp.fast.compile_modes import Compile
 from fdp.gradients.lazy_sum import evaluate
 from fdp.gradients.plan import Method
 from fdp.models import GPTConfig, gpt
 from fdp.privacy import clipping
-from fdp.products import WORKSPACES
 from fdp.run.training_run import draw_batch, prepare, steps
 from fdp.step import sum_over_microbatches
 from tests.run.test_smaller_microbatches import CONFIG
@@ -55,10 +55,11 @@ def configured(more: int = 0, **changes: Any):
         {"dtype": torch.float32},
         {"method": Method.GHOST_BK},
         {"method": Method.MATERIALIZE},
+        {"compile": Compile.BLOCK},
+        {"compile": Compile.BLOCK, "method": Method.GHOST_BK},
     ],
 )
 def test_all_sizes_are_used(changes):
-    """Without torch.compile, which may choose other kernels for other sizes."""
     run, _ = prepare(configured(**changes))
     assert run.sizes == SIZES
 

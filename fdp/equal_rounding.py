@@ -1,16 +1,19 @@
-"""Matrix products of a GPU that round a row in one way, however many rows there are.
+"""Products and sums of a GPU that round a sample in one way, however many samples there are.
 
     y_r = sum_k x_rk w_k                   in one piece, not in parts that several multiprocessors add up
+    b_s = sum_t g_st                       in the same order on every rank
 
 If there are few rows, cuBLAS splits such a sum, and the parts are rounded, to half precision by default, before they
 are added. Then the gradient of a sample depends on the size of its microbatch: in bfloat16 by half a per cent (gpt2's
 widths, 64 samples against 72, on an H200). If a sample is added to a batch, others come into microbatches of other
 sizes, and the sum would move by more than the new sample's part. Without a workspace and without sums in half precision
-cuBLAS does not split; a step of gpt2 takes as long as with it. :mod:`fdp.checks.equal_sizes` checks that it helped.
+cuBLAS does not split; a step of gpt2 takes as long as with it. Compiled blocks run the same code for every size
+(:mod:`fdp.fast.compiled`). :mod:`fdp.checks.equal_sizes` checks that all this helped.
 
     >>> import fdp                                   # calls reserve_no_workspace, before the first product on a GPU
     >>> with whole_sums(device):
     ...     loss.backward()
+    >>> torch.compile(run, options=compiler_options("inductor", sharded=True))
 """
 
 from __future__ import annotations
@@ -54,6 +57,19 @@ def whole_sums(device: torch.device) -> Iterator[None]:
     finally:
         for name, setting in before.items():
             setattr(options, name, setting)
+
+
+def compiler_options(backend: str, *, sharded: bool) -> dict[str, bool] | None:
+    """Return options of torch.compile by which all ranks of a sharded run add up sums in one order.
+
+    By default that order may be chosen by the time it takes. One more sample brings others to another rank, where they
+    have to be rounded alike. On one device any order will do, and the default is faster (by 2 % of a step of gpt2).
+    """
+    if not sharded or backend != "inductor":
+        return None  # no other backend takes them
+    from torch._inductor import config
+
+    return {name: True for name in ("deterministic", "batch_invariant") if hasattr(config, name)}
 
 
 def _setting(options: Any, name: str) -> tuple[bool, ...]:

@@ -1,4 +1,4 @@
-"""Products that are not split: the settings by which cuBLAS rounds a row in one way, however many rows there are."""
+"""The settings by which cuBLAS and torch.compile round a sample in one way, however many there are and on all ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import sys
 import pytest
 import torch
 
-from fdp.products import HALF_PRECISION_SUMS, WORKSPACES, reserve_no_workspace, whole_sums
+from fdp.equal_rounding import HALF_PRECISION_SUMS, WORKSPACES, compiler_options, reserve_no_workspace, whole_sums
+from fdp.fast.compile_modes import Compile, make_execution
+from fdp.fast.compiled import CompiledRunner
 
 
 @pytest.mark.parametrize("given", [None, ":4096:8"])
@@ -50,3 +52,23 @@ def test_no_sum_is_rounded_to_half_precision_inside_and_the_setting_is_put_back(
     finally:
         for name, setting in zip(HALF_PRECISION_SUMS, before):
             setattr(options, name, setting)
+
+
+def test_ranks_do_not_choose_the_order_of_a_sum_by_the_time_it_takes():
+    """One device may; other backends have no such options."""
+    from torch._inductor import config
+
+    found = compiler_options("inductor", sharded=True)
+    assert found is not None
+    assert found["deterministic"] is True
+    assert all(hasattr(config, name) for name in found)
+    assert compiler_options("inductor", sharded=False) is None
+    assert compiler_options("aot_eager", sharded=True) is None
+
+
+def test_a_sharded_execution_compiles_with_these_options():
+    alone, sharded = CompiledRunner(), CompiledRunner(sharded=True)
+    assert (alone.options, sharded.options) == (None, compiler_options("inductor", sharded=True))
+    made = make_execution(compile=Compile.BLOCK).runner
+    assert isinstance(made, CompiledRunner)
+    assert made.options is None

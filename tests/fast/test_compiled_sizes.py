@@ -1,0 +1,128 @@
+"""Compiled blocks for microbatches of several sizes: one compilation, for the largest, and the gradients of each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fdp import keys, tree
+from fdp.fast.compiled import CompiledRunner
+from fdp.foreign import from_module
+from fdp.gradients.execution import EAGER as PLAIN
+from fdp.gradients.plan import Method, make_plan
+from fdp.gradients.taps import tapped_vjp
+from fdp.models import GPTConfig, gpt
+from tests.conftest import Case, case_named, randn
+from tests.fast.test_compiled import MODELS, as_tensors, assert_equal_trees, through
+from tests.fast.test_compiled import data_of as data_of_model
+
+
+class Counting:
+    """A backend of torch.compile that runs graphs as they are, and counts them."""
+
+    def __init__(self) -> None:
+        self.graphs: list[Any] = []
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.graphs.append(graph)
+        return graph.forward
+
+
+def runner_of(backend: Any) -> CompiledRunner:
+    return CompiledRunner(backend=backend)  # a backend may be a function
+
+
+def first(case: Case, size: int) -> Case:
+    return case._replace(data=tree.map(lambda leaf: leaf[:size], case.data))
+
+
+def case_of(name: str) -> Case:
+    """Return six samples of a model, in float64."""
+    model = MODELS[name]
+    params = tree.map(lambda leaf: leaf.double(), model.init(keys.key(0)))
+    data = tree.map(lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, data_of_model(model, 6))
+    return Case(model, params, data)
+
+
+def assert_gradients(case: Case, blocks: CompiledRunner, *, private: bool) -> None:
+    """Assert that compiled blocks have the gradients of eager ones."""
+    model = case.model
+    if private:
+        plan = make_plan(*case, method=Method.GHOST_BK, dtype=torch.float64)
+        kept = plan.trainable
+        compiled = through(case, lambda i, b, w, c, d: blocks.tapped_vjp(b, w, c, d, plan.uses[i], kept))
+        plain = through(case, lambda i, b, w, c, d: tapped_vjp(b, w, c, d, plan.uses[i], kept))
+    else:
+        compiled = through(case, lambda i, b, w, c, d: blocks.plain_vjp(b, w, c, d, model.trainable))
+        plain = through(case, lambda i, b, w, c, d: PLAIN.plain_vjp(b, w, c, d, model.trainable))
+    assert_equal_trees(as_tensors(compiled), as_tensors(plain))
+
+
+@pytest.mark.parametrize("private", [True, False])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_smaller_microbatches_run_the_code_of_the_largest(name, private):
+    case, backend = case_of(name), Counting()
+    blocks = runner_of(backend)
+    assert_gradients(case, blocks, private=private)
+    compiled = len(backend.graphs)
+    assert compiled == len(blocks.code)
+    for size in (5, 4, 3, 2):
+        assert_gradients(first(case, size), blocks, private=private)
+    assert len(backend.graphs) == compiled
+
+
+def test_code_for_few_samples_does_not_serve_more():
+    """It may have been tuned for few; it still serves as many as it was compiled for."""
+    case, backend = case_of("gpt"), Counting()
+    blocks = runner_of(backend)
+    counts = []
+    for size in (3, 6, 3, 2, 6):
+        assert_gradients(first(case, size), blocks, private=True)
+        counts.append(len(backend.graphs))
+    assert counts == [3, 6, 6, 6, 6]
+
+
+def test_as_many_samples_as_tokens_or_as_other_sizes_are_still_told_apart():
+    """Six samples of six tokens: only the dimension of samples varies."""
+    model = gpt(GPTConfig(layers=1, width=6, heads=2, context=6, vocab_size=6))
+    params = tree.map(lambda leaf: leaf.double(), model.init(keys.key(0)))
+    tokens = torch.randint(0, 6, (6, 7), generator=torch.Generator().manual_seed(0))
+    backend = Counting()
+    blocks = runner_of(backend)
+    for size in (6, 4, 2):
+        assert_gradients(Case(model, params, {"tokens": tokens[:size]}), blocks, private=True)
+    assert len(backend.graphs) == len(blocks.code) == 3
+
+
+@pytest.mark.parametrize("private", [True, False])
+@pytest.mark.parametrize("name", ["loop", "scales", "all-ways", "convolutions"])
+def test_rarer_uses_have_the_gradients_of_every_size(name, private):
+    """Whether they share code or not."""
+    case = case_named(name)
+    blocks = CompiledRunner(backend="aot_eager")
+    for size in range(len(tree.leaves(case.data)[0]), 0, -1):
+        assert_gradients(first(case, size), blocks, private=private)
+
+
+class Flattened(nn.Module):
+    """A linear map of all tokens of all samples as one matrix: no shape inside begins with the number of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(3, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        samples, tokens, width = x.shape
+        return self.map(x.reshape(samples * tokens, width)).tanh().reshape(samples, tokens * 4).square().sum(1)
+
+
+def test_a_module_that_joins_samples_and_tokens_has_the_gradients_of_every_size():
+    data = {"x": randn(6, 5, 3)}
+    torch.manual_seed(0)
+    model, params = from_module(Flattened().double(), example=data)
+    blocks = CompiledRunner(backend="aot_eager")
+    for size in (6, 5, 2):
+        assert_gradients(first(Case(model, params, data), size), blocks, private=True)
