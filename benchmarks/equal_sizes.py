@@ -6,7 +6,8 @@
     difference = ||part in a microbatch of this size - part in the largest|| / ||part in the largest||
 
 ``fdp train`` uses the sizes for which this, and the difference of the norms, is small enough
-(``fdp.run.equal_sizes``). Layers of gpt2's width and its vocabulary, two of them, since all layers run the same
+(``fdp.run.equal_sizes``); that is measured once before, so a difference that comes and goes shows as a size that is
+used and differs, or the reverse. Layers of gpt2's width and its vocabulary, two of them, since all layers run the same
 code; 512 tokens, flat clipping, sizes as at an expected batch of 64 and of 1024.
 """
 
@@ -97,6 +98,8 @@ def page(content: dict[str, Any], *, name: str) -> str:
     rows = sorted(content["rows"], key=lambda row: (row["regime"], row["mode"], row["batch_size"]))
     lines = [
         *head_of_page(content, name=name, title="What a sample adds in smaller microbatches,"),
+        "The sizes used were chosen by an earlier measurement in the same process.",
+        "",
         "| model | step | expected batch | difference from the largest size | sizes used |",
         "|---" * 5 + "|",
     ]

@@ -32,8 +32,8 @@ A step of 1024 samples is cut into microbatches; every mode is timed at several 
 of ``auto`` that stores less. bfloat16 compute, float32 master weights, AdamW with a learning rate of 1e-4: at its power
 limit a GPU multiplies the numbers of a model that learns more slowly than those of one that stands still.
 ``benchmarks/harness.py`` says how modes are checked and measured, ``benchmarks/baselines.py`` what fdp is compared
-with; ``benchmarks/llama_8b.py`` measures 8 billion parameters. In a process that imports fdp, cuBLAS has no workspace
-(``fdp.equal_rounding``). Opacus and modules were measured before that was so; to give them theirs again, set
+with; ``benchmarks/llama_8b.py`` measures 8 billion parameters. In a process that imports fdp, cuBLAS has a small
+workspace (``fdp.equal_rounding``). Opacus and modules were measured before that was so; to give them theirs again, set
 ``CUBLAS_WORKSPACE_CONFIG=:4096:8 CUBLASLT_WORKSPACE_SIZE=32768`` and measure them by themselves (``--modes``).
 """
 

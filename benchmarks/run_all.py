@@ -103,7 +103,6 @@ def run_parts(todo: Sequence[Part], out: Path, *, seconds: float, commit: str, n
 
 def run_part(part: Part, log: Path, *, seconds: float) -> int | None:
     """Return the exit status of a part, None if it took too long. What runs beside it ends with it."""
-    environment = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if part.name == "tests" else None
     elsewhere = os.environ | {"FDP_CACHE": str(log.parent / "background")}  # no plan may use timings taken here
     processes = [
         subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=elsewhere)
@@ -111,9 +110,7 @@ def run_part(part: Part, log: Path, *, seconds: float) -> int | None:
     ]
     try:
         with log.open("w") as text:
-            finished = subprocess.run(
-                part.command, stdout=text, stderr=subprocess.STDOUT, timeout=seconds, env=environment, check=False
-            )
+            finished = subprocess.run(part.command, stdout=text, stderr=subprocess.STDOUT, timeout=seconds, check=False)
         return finished.returncode
     except subprocess.TimeoutExpired:
         return None

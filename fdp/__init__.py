@@ -4,7 +4,7 @@
     >>> step = fdp.make_train_step(model, optimizer, mechanism=mechanism, plan=plan)
 
 The names below are the public surface, each from the module that defines it; the modules are public too. They are
-loaded when first used, so that ``fdp --help`` need not wait for torch. Importing fdp tells torch to give cuBLAS no
+loaded when first used, so that ``fdp --help`` need not wait for torch. Importing fdp tells torch to give cuBLAS a small
 workspace, unless the environment says otherwise (``fdp.equal_rounding``).
 """
 
@@ -14,7 +14,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fdp.equal_rounding import reserve_no_workspace as _reserve_no_workspace
+from fdp.equal_rounding import limit_workspaces as _limit_workspaces
 
 if TYPE_CHECKING:
     from fdp.checks.first_call import Checks as Checks
@@ -68,7 +68,7 @@ if sys.version_info < (3, 11):  # noqa: UP036
     raise ImportError(
         f"fdp needs Python >= 3.11, found {found}: run it with python3.11 or later (make: PYTHON=python3.11)"
     )
-_reserve_no_workspace()
+_limit_workspaces()
 
 _HOME = {
     "privacy.accounting": ("epsilon", "noise_multiplier_for"),

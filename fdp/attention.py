@@ -9,7 +9,6 @@ softmax(q k^T / sqrt(features)) v
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -22,7 +21,7 @@ from torch._C._functorch import TransformType, get_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fdp.equal_rounding import WORKSPACES
+from fdp.equal_rounding import check_repeatable
 
 QUERIES_AT_ONCE, MAX_TOKENS_AT_ONCE = 64, 64 if ON_ARM else 128
 """Queries of causal attention that a CPU computes at once if there are more tokens than the second number."""
@@ -85,11 +84,6 @@ def _enabled_kernels(*kernels: SDPBackend) -> list[SDPBackend]:
     return [kernel for kernel in kernels if _KERNELS[kernel]()] + [SDPBackend.MATH]
 
 
-WORKSPACE, DETERMINISTIC_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":16:8"
-"""The smaller one of two that torch accepts for deterministic products: too small to split sums
-(:mod:`fdp.equal_rounding`)."""
-
-
 @contextmanager
 def fast_attention(device: torch.device, *, repeatable: bool) -> Iterator[None]:
     """Use the fastest attention kernels on a GPU; if ``repeatable``, only deterministic algorithms.
@@ -105,11 +99,10 @@ def fast_attention(device: torch.device, *, repeatable: bool) -> Iterator[None]:
         with sdpa_kernel(_enabled_kernels(*_KERNELS), set_priority=True):
             yield
         return
+    check_repeatable()
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory  # pyright: ignore
     try:
-        if os.environ.get(WORKSPACE) in (None, WORKSPACES[WORKSPACE]):  # torch may ask for one of two others
-            os.environ[WORKSPACE] = DETERMINISTIC_WORKSPACE
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = filled and before[0]  # pyright: ignore
         with sdpa_kernel(_enabled_kernels(SDPBackend.FLASH_ATTENTION), set_priority=True):

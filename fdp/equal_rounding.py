@@ -6,11 +6,11 @@
 If there are few rows, cuBLAS splits such a sum, and the parts are rounded, to half precision by default, before they
 are added. Then the gradient of a sample depends on the size of its microbatch: in bfloat16 by half a per cent (gpt2's
 widths, 64 samples against 72, on an H200). If a sample is added to a batch, others come into microbatches of other
-sizes, and the sum would move by more than the new sample's part. Without a workspace and without sums in half precision
-cuBLAS does not split; a step of gpt2 takes as long as with it. Compiled blocks run the same code for every size
-(:mod:`fdp.fast.compiled`). :mod:`fdp.checks.equal_sizes` checks that all this helped.
+sizes, and the sum would move by more than the new sample's part. With a workspace too small for parts, and without sums
+in half precision, cuBLAS does not split; a step of gpt2 takes as long as with it. Compiled blocks run the same code for
+every size (:mod:`fdp.fast.compiled`). :mod:`fdp.checks.equal_sizes` checks that all this helped.
 
-    >>> import fdp                                   # calls reserve_no_workspace, before the first product on a GPU
+    >>> import fdp                                  # calls limit_workspaces, before the first product on a GPU
     >>> with whole_sums(device):
     ...     loss.backward()
     >>> torch.compile(run, options=compiler_options("inductor", sharded=True))
@@ -26,18 +26,34 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "0"}
-"""What torch reads when it first multiplies on a GPU."""
-
+WORKSPACE, REPEATABLE_WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":16:8", ":4096:8")
+"""A variable of the environment, and its values with which torch allows deterministic algorithms."""
+WORKSPACES = {WORKSPACE: REPEATABLE_WORKSPACES[0], "CUBLASLT_WORKSPACE_SIZE": "0"}
+"""128 KiB, too little to split all but the smallest products; with less than 16 KiB products may fail."""
 
 HALF_PRECISION_SUMS = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
 """Settings of ``torch.backends.cuda.matmul``."""
 
 
-def reserve_no_workspace() -> None:
-    """Tell torch to give cuBLAS no memory for parts of sums. What the environment says already is left as it is."""
+def limit_workspaces() -> None:
+    """Tell torch to give cuBLAS little memory for parts of sums. What the environment says already is left as it is."""
     for name, value in WORKSPACES.items():
         os.environ.setdefault(name, value)
+
+
+def check_repeatable() -> None:
+    """Raise :class:`FdpError` if the environment gives cuBLAS a workspace with which torch allows nothing repeatable.
+
+    The workspace is allocated at the first product, and its size is read again at every product. So the environment
+    must not change: with a larger size cuBLAS would write beyond the memory that it has.
+    """
+    from fdp.types import FdpError  # here, since it imports torch
+
+    if (found := os.environ.get(WORKSPACE)) not in REPEATABLE_WORKSPACES:
+        raise FdpError(
+            f"{WORKSPACE}: expected {' or '.join(REPEATABLE_WORKSPACES)}, got {found}: the method computes gradients "
+            "twice, and they must be the same. Set it before the program starts, or unset it and leave it to fdp"
+        )
 
 
 @contextmanager
@@ -59,7 +75,7 @@ def whole_sums(device: torch.device) -> Iterator[None]:
             setattr(options, name, setting)
 
 
-def compiler_options(backend: str, *, sharded: bool) -> dict[str, bool] | None:
+def compiler_options(backend: str, *, sharded: bool) -> dict[str, Any] | None:
     """Return options of torch.compile by which all ranks of a sharded run add up sums in one order.
 
     By default that order may be chosen by the time it takes. One more sample brings others to another rank, where they

@@ -9,27 +9,58 @@ import sys
 import pytest
 import torch
 
-from fdp.equal_rounding import HALF_PRECISION_SUMS, WORKSPACES, compiler_options, reserve_no_workspace, whole_sums
+from fdp.attention import fast_attention
+from fdp.equal_rounding import (
+    HALF_PRECISION_SUMS,
+    WORKSPACE,
+    WORKSPACES,
+    compiler_options,
+    limit_workspaces,
+    whole_sums,
+)
 from fdp.fast.compile_modes import Compile, make_execution
 from fdp.fast.compiled import CompiledRunner
+from fdp.types import FdpError
 
 
 @pytest.mark.parametrize("given", [None, ":4096:8"])
-def test_importing_fdp_gives_cublas_no_workspace_unless_the_environment_says_otherwise(given):
+def test_importing_fdp_gives_cublas_a_small_workspace_unless_the_environment_says_otherwise(given):
     before = {name: value for name, value in os.environ.items() if name not in WORKSPACES}
     more = {} if given is None else {"CUBLAS_WORKSPACE_CONFIG": given}
     program = "import fdp, os, sys; print(os.environ['CUBLAS_WORKSPACE_CONFIG'], 'torch' in sys.modules)"
     found = subprocess.run(
         [sys.executable, "-c", program], env=before | more, capture_output=True, text=True, check=True
     )
-    assert found.stdout.split() == [given or ":0:0", "False"], "expected torch not to be imported yet"
+    assert found.stdout.split() == [given or ":16:8", "False"], "expected torch not to be imported yet"
 
 
-def test_all_workspaces_are_reserved(monkeypatch):
+def test_all_workspaces_are_limited(monkeypatch):
     for name in WORKSPACES:
         monkeypatch.delenv(name, raising=False)
-    reserve_no_workspace()
+    limit_workspaces()
     assert {name: os.environ[name] for name in WORKSPACES} == WORKSPACES
+
+
+@pytest.mark.parametrize("given", [":16:8", ":4096:8"])
+def test_the_workspace_stays_as_it_was_allocated(given, monkeypatch):
+    """Torch reads its size again at every product: a larger one than was allocated is memory of others."""
+    monkeypatch.setenv(WORKSPACE, given)
+    for repeatable in (False, True):
+        with fast_attention(torch.device("cuda"), repeatable=repeatable):
+            assert os.environ[WORKSPACE] == given
+        assert os.environ[WORKSPACE] == given
+
+
+@pytest.mark.parametrize("given", [":0:0", ":4096:2:16:8", None])
+def test_gradients_are_not_computed_twice_with_a_workspace_that_may_split_sums_anew(given, monkeypatch):
+    if given is None:
+        monkeypatch.delenv(WORKSPACE)
+    else:
+        monkeypatch.setenv(WORKSPACE, given)
+    check = fast_attention(torch.device("cuda"), repeatable=True)
+    with pytest.raises(FdpError, match=rf"expected :16:8 or :4096:8, got {given}.*unset it"), check:
+        pass
+    assert os.environ.get(WORKSPACE) == given
 
 
 @pytest.mark.parametrize("given", [(True, True), (False, False), (False, True)])

@@ -53,7 +53,7 @@ class CompiledBlock(NamedTuple):
 
 
 class CompiledCode(NamedTuple):
-    """What a kind of block compiled to, and for how many samples: it serves so many and fewer."""
+    """Code that a kind of block compiled to, and for how many samples: it serves so many and fewer."""
 
     run: Callable[..., tuple[Tree, Flat]]
     samples: int

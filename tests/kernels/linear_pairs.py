@@ -16,7 +16,6 @@ def _set_up(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if on_gpu != torch.cuda.is_available():
         pytest.skip("needs a GPU" if on_gpu else "bodies run in the interpreter where there is no GPU")
     if on_gpu:
-        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic references need it
         return
     from triton.runtime import interpreter
 

@@ -140,6 +140,25 @@ def test_padding_rows_to_the_alignment_keeps_the_matrix(n):
     torch.testing.assert_close(factors.matrix(cut), expected("dense", rows, 5.0))
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 3, 4, 5, 8, 23])
+@pytest.mark.parametrize("elements", [1, 40, 1 << 26])
+def test_sums_of_blocks_are_the_sum_of_all_rows(tokens, elements, monkeypatch):
+    """Blocks of four rows, one, two or all of them in a product."""
+    monkeypatch.setattr(factors, "ROWS_AT_ONCE", 4)
+    monkeypatch.setattr(factors, "BLOCK_ELEMENTS", elements)
+    rows = rows_of(tokens, 5)
+    for same in (rows, rows.mT.contiguous().mT):
+        products: list[int] = []
+
+        def product(a: torch.Tensor, b: torch.Tensor, sizes: list[int] = products) -> torch.Tensor:
+            sizes.append(a.numel())
+            return torch.bmm(a, b)
+
+        torch.testing.assert_close(factors.sum_of_blocks(same, product), rows.mT @ rows)
+        assert sum(products) == rows.numel()
+        assert max(products) <= max(4 * 5, 4 * elements // 5)
+
+
 def test_weights_may_be_tensors():
     mask = torch.tensor([1.0, 0.0, 1.0])
     factor = factors.dense(rows_of(3, 4) * mask[:, None], weight=mask.sum())
