@@ -294,7 +294,7 @@ def _tapped_run(
     layouts, written = seen.layouts, seen.written_outputs()
 
     def run(weights: Flat, carry: Tree, data: Tree, taps: Flat) -> tuple[Tree, Flat]:
-        tape = Tape(tree.leaves(data)[0].shape[0], taps, attached=True)
+        tape = Tape(batch_size_of(data), taps, attached=True)
         tape.known, tape.written = layouts, written
         out = block.apply(watch(block, weights, trained, tape), carry, data)
         met = [(use.name, use.rule) for use in tape.uses]

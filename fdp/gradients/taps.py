@@ -312,12 +312,12 @@ def records_of(
 
 
 def batch_size_of(data: Tree) -> int:
-    """Return the leading size that all leaves of ``data`` share."""
-    sizes = {path: tuple(leaf.shape[:1]) for path, leaf in tree.flatten(data).items()}
-    if len(set(sizes.values())) != 1 or () in sizes.values():
+    """Return the leading size that all leaves of ``data`` share; it may be a variable of code that is compiled."""
+    leaves = tree.leaves(data)
+    if not leaves or any(leaf.ndim == 0 or leaf.shape[0] != leaves[0].shape[0] for leaf in leaves):
+        sizes = {path: tuple(leaf.shape[:1]) for path, leaf in tree.flatten(data).items()}
         raise FdpError(f"batch: expected every leaf to have the same leading sample dimension, got sizes {sizes}")
-    ((size,),) = set(sizes.values())
-    return size
+    return leaves[0].shape[0]
 
 
 def make_taps(uses: tuple[Use, ...], weights: Flat, zeros: Mapping[str, Tensor] | None = None) -> Flat:

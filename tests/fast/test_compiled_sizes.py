@@ -126,3 +126,24 @@ def test_a_module_that_joins_samples_and_tokens_has_the_gradients_of_every_size(
     blocks = CompiledRunner(backend="aot_eager")
     for size in (6, 5, 2):
         assert_gradients(first(Case(model, params, data), size), blocks, private=True)
+
+
+class Mixed(nn.Module):
+    """Layers of a transformer without attention, and a loss for every sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 3, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + self.down(self.norm(self.up(x)).relu())).square().mean((1, 2))
+
+
+def test_blocks_of_a_module_share_code_as_well():
+    data, backend = {"x": randn(6, 5, 3)}, Counting()
+    torch.manual_seed(0)
+    model, params = from_module(Mixed().double(), example=data)
+    blocks = runner_of(backend)
+    for size in (6, 4, 3):
+        assert_gradients(first(Case(model, params, data), size), blocks, private=True)
+    assert len(backend.graphs) == len(blocks.code) == 1
