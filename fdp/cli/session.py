@@ -95,7 +95,7 @@ def train(options: TrainOptions, ranks: Ranks | None = None, *, dry_run: bool = 
                 run_in_unison(lambda: resume.check_same_run(resumed, run), None)
                 state = checkpoint.load(resumed.checkpoint, like=state)
         if dry_run:
-            display.show_header(console, run, state, options)
+            display.show_header(console, run, state, options, evaluator)
             display.show_hints(console, hints_before(run))
             console.print("dry run: every check passed; no step was made and nothing was written")
             return 0

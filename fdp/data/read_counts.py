@@ -152,11 +152,16 @@ class ReadCounts(NamedTuple):
         if not self.cut:
             return ""
         what = "window" if self.kind is UnitKind.USER else "sample"
-        none = f" ({self.unlearned:,} of them lose all that would be learned)" if self.unlearned else ""
+        none = (
+            f" ({self.unlearned:,} of them lose{'s' * (self.unlearned == 1)} all that would be learned)"
+            if self.unlearned
+            else ""
+        )
         return (
-            f"{self.cut:,} of {count(self.texts, self.text)} are longer than the {self.tokens:,} {plural(self.word)} "
-            f"of a {what}: their ends, {count(self.lost, self.word)}, are not trained on{none}; a longer --context or "
-            "--long split keeps more of them"
+            f"{self.cut:,} of {count(self.texts, self.text)} {'is' if self.cut == 1 else 'are'} longer than the "
+            f"{self.tokens:,} {plural(self.word)} of a {what}: {'its end' if self.cut == 1 else 'their ends'}, "
+            f"{count(self.lost, self.word)}, {'is' if self.cut == 1 else 'are'} not trained on{none}; a longer "
+            f"--context or --long split keeps more of {'it' if self.cut == 1 else 'them'}"
         )
 
     def _capped_warning(self) -> str:
@@ -164,16 +169,17 @@ class ReadCounts(NamedTuple):
             return ""
         every = count(self.windows + self.left_out, "window")
         return (
-            f"{self.capped:,} of {count(self.samples, self.sample)} have more windows than --windows-per-user: "
-            f"{self.left_out:,} of {every} are not trained on"
+            f"{self.capped:,} of {count(self.samples, self.sample)} {'has' if self.capped == 1 else 'have'} more "
+            f"windows than --windows-per-user: {self.left_out:,} of {every} are not trained on"
         )
 
     def _silent_warning(self) -> str:
         if not self.silent:
             return ""
+        hold, they, change = ("holds", "it is", "changes") if self.silent == 1 else ("hold", "they are", "change")
         return (
-            f"{self.silent:,} of {count(self.samples, self.sample)} hold nothing to learn (no answer, too short, or "
-            "cut before it): they are sampled like the others and change nothing"
+            f"{self.silent:,} of {count(self.samples, self.sample)} {hold} nothing to learn (no answer, too short, or "
+            f"cut before it): {they} sampled like the others and {change} nothing"
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from fdp.data.nouns import count
 from fdp.privacy.guarantee import Guarantee, compose, promise_about, same_data, same_unit
 from fdp.privacy.shown_numbers import shown_delta
 from fdp.report.documents import Section
@@ -69,14 +70,19 @@ def others_section(totals: dict[str, Any]) -> Section:
             )
     if (on_data := totals["on_this_data"]) is not None:
         found.append(
-            f"The ledger of the data's owner, or the model, names {totals['other_runs_on_this_data']} other private "
-            f"run(s) on the same data with the same unit. For whoever sees the results of all of them, together with "
-            f"this one: epsilon {rounded_up(on_data['epsilon'], 4)} at delta {shown_delta(on_data['delta'])}."
+            f"The ledger of the data's owner, or the model, names "
+            f"{count(totals['other_runs_on_this_data'], 'other private run')} on the same data with the same unit. For "
+            f"whoever sees the results of all of them, together with this one: epsilon "
+            f"{rounded_up(on_data['epsilon'], 4)} at delta {shown_delta(on_data['delta'])}."
         )
-    if count := totals["other_units_on_this_data"]:
-        found.append(f"{count} other private run(s) on the same data protect another unit: these do not add up.")
-    if count := totals["not_private_on_this_data"]:
-        found.append(f"{count} run(s) on the same data were not private: their results should not be released.")
+    if other := totals["other_units_on_this_data"]:
+        found.append(
+            f"{count(other, 'other private run')} on the same data protect{'s' * (other == 1)} another unit: such "
+            "epsilons do not add up."
+        )
+    if open_ones := totals["not_private_on_this_data"]:
+        were = "was not private: its" if open_ones == 1 else "were not private: their"
+        found.append(f"{count(open_ones, 'run')} on the same data {were} results should not be released.")
     if not found:
         found = ["No other run on the same data is known. Other data may hold the same people: then the runs compose."]
     return Section("Other runs", (*found, THEOREM))

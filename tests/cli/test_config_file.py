@@ -201,6 +201,11 @@ def test_a_dry_run_makes_the_checks_and_writes_nothing(tmp_path: Path, capsys: p
     assert train(tmp_path / "run", "--dry-run", "--json", "--batch-size", "5000") == 2
 
 
+def test_a_dry_run_shows_what_evaluation_would_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(tmp_path / "run", "--dry-run", "--eval-fraction", "0.1") == 0
+    assert "evaluation" in capsys.readouterr().out
+
+
 def test_epochs_count_passes_over_the_public_population(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*SMALL[:-2], "--epochs", "0.1", "--json", "--save-every", "1", "--out", str(tmp_path / "run")]
     assert call("train", *words, "--dry-run", "--steps", "3") == 2

@@ -52,7 +52,7 @@ def test_records_that_lose_their_end_are_counted_and_reported(tmp_path: Path) ->
     assert reading.line() == "4 records, each a sample of up to 6 bytes; 2 records cut at 6 bytes"
     assert reading.warnings() == [
         "2 of 4 records are longer than the 6 bytes of a sample: their ends, 5 bytes, are not trained on (1 of them "
-        "lose all that would be learned); a longer --context or --long split keeps more of them",
+        "loses all that would be learned); a longer --context or --long split keeps more of them",
         "2 of 4 records hold nothing to learn (no answer, too short, or cut before it): they are sampled like the "
         "others and change nothing",
     ]
@@ -76,8 +76,8 @@ def test_unused_windows_of_users_are_counted_and_reported(tmp_path: Path) -> Non
         "windows"
     )
     capped, silent = reading.warnings()
-    assert capped == "1 of 3 users have more windows than --windows-per-user: 2 of 6 windows are not trained on"
-    assert silent.startswith("1 of 3 users hold nothing to learn")
+    assert capped == "1 of 3 users has more windows than --windows-per-user: 2 of 6 windows are not trained on"
+    assert silent.startswith("1 of 3 users holds nothing to learn")
     rows = corpus.load(path, context=3, vocab_size=256, pack=PackUnit.ROW).reading
     assert rows.line() == "4 records, packed into 4 rows of up to 4 bytes"
 

@@ -187,7 +187,7 @@ def test_the_statement_does_not_tell_how_many_runs_a_search_made(tmp_path):
         facts = json_of(run, others=[*ledger, PROMISE])
         assert facts["other_runs"]["other_runs_on_this_data"] == 1, "that of another day"
         text = text_of(run, others=[*ledger, PROMISE])
-        assert "names 1 other private run(s)" in text
+        assert "names 1 other private run on the same data" in text
         assert "the number of its runs is not covered, and is not stated" in text
     total = json_of(chosen, others=ledger)["other_runs"]["on_this_data"]["epsilon"]
     assert total > SEARCH_EPSILON, "the price of the search, with the other run"

@@ -247,7 +247,7 @@ def test_other_runs_are_composed_if_data_and_unit_are_the_same(tmp_path):
     assert found["on_this_data"] is None
     assert (found["other_units_on_this_data"], found["not_private_on_this_data"]) == (1, 1)
     text = " ".join(as_text(statement.document).split())
-    assert "1 other private run(s) on the same data protect another unit: these do not add up" in text
+    assert "1 other private run on the same data protects another unit: such epsilons do not add up" in text
 
 
 def test_evaluations_of_this_data_by_runs_on_other_data_are_composed(tmp_path):
