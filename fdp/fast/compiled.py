@@ -192,17 +192,18 @@ class CompiledRunner:
 
 
 def _with_variable_size(compiled: Callable, samples: int) -> Callable:
-    """Let the first call of ``compiled(weights, *values)`` compile it for any number of samples, if it can be."""
+    """Let ``compiled(weights, *values)`` be compiled for any number of samples, if it can be: by its first call."""
     called = False
 
     def run(weights: Flat, *values: Tree) -> Any:
         nonlocal called
         if not called:
-            called = True
             for leaf in tree.leaves(values):
                 if isinstance(leaf, Tensor) and leaf.shape[:1] == (samples,):
                     torch._dynamo.maybe_mark_dynamic(leaf, 0)
-        return compiled(weights, *values)
+        found = compiled(weights, *values)
+        called = True  # not before: a call that fails, for want of memory, may not have been compiled
+        return found
 
     return run
 

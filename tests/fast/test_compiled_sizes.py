@@ -85,6 +85,18 @@ def test_code_for_few_samples_does_not_serve_more():
     assert counts == [3, 6, 6, 6, 6]
 
 
+def test_a_first_call_that_fails_is_compiled_for_any_size_when_it_is_made_again():
+    case, backend = case_of("gpt"), Counting()
+    blocks, fails = runner_of(lambda graph, inputs: backend(graph, inputs) if not fails.pop() else None), [False] * 3
+    fails[-1] = True
+    with pytest.raises(Exception, match="did not return callable"):
+        assert_gradients(case, blocks, private=True)
+    fails[:] = [False] * 9
+    for size in (6, 4, 2):
+        assert_gradients(first(case, size), blocks, private=True)
+    assert len(backend.graphs) == len(blocks.code) == 3
+
+
 def test_as_many_samples_as_tokens_or_as_other_sizes_are_still_told_apart():
     """Six samples of six tokens: only the dimension of samples varies."""
     model = gpt(GPTConfig(layers=1, width=6, heads=2, context=6, vocab_size=6))
