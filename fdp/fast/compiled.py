@@ -168,7 +168,7 @@ class CompiledRunner:
             return run
         if alike not in self.code or self.code[alike].samples < samples:
             compiled = self._compile_as(f"block_{block.name}", run)
-            self.code[alike] = CompiledCode(_with_variable_size(compiled, samples), samples)
+            self.code[alike] = CompiledCode(_with_variable_size(compiled), samples)
         return self.code[alike].run
 
     def _compile_as(self, name: str, run: Callable) -> Callable:
@@ -191,19 +191,18 @@ class CompiledRunner:
         return run_or_raise
 
 
-def _with_variable_size(compiled: Callable, samples: int) -> Callable:
-    """Let ``compiled(weights, *values)`` be compiled for any number of samples, if it can be: by its first call."""
-    called = False
+def _with_variable_size(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Let ``compiled(weights, carry, data, ...)`` be compiled for any number of samples, if it can be.
 
-    def run(weights: Flat, *values: Tree) -> Any:
-        nonlocal called
-        if not called:
-            for leaf in tree.leaves(values):
-                if isinstance(leaf, Tensor) and leaf.shape[:1] == (samples,):
-                    torch._dynamo.maybe_mark_dynamic(leaf, 0)
-        found = compiled(weights, *values)
-        called = True  # not before: a call that fails, for want of memory, may not have been compiled
-        return found
+    Any call may compile it: one after a failure, or one under other settings of torch, say of its products.
+    """
+
+    def run(weights: Flat, carry: Tree, data: Tree, *taps: Flat) -> Any:
+        samples = batch_size_of(data)
+        for leaf in tree.leaves((carry, data, taps)):
+            if leaf.shape[:1] == (samples,):
+                torch._dynamo.maybe_mark_dynamic(leaf, 0)
+        return compiled(weights, carry, data, *taps)
 
     return run
 

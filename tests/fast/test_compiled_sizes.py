@@ -97,6 +97,20 @@ def test_a_first_call_that_fails_is_compiled_for_any_size_when_it_is_made_again(
     assert len(backend.graphs) == len(blocks.code) == 3
 
 
+def test_code_that_other_settings_compile_again_is_for_any_size_too():
+    """A step sets how products are rounded (``fdp.equal_rounding.whole_sums``), what came before it may not have."""
+    case, backend, options = case_of("gpt"), Counting(), torch.backends.cuda.matmul
+    blocks, before = runner_of(backend), options.allow_bf16_reduced_precision_reduction
+    assert_gradients(case, blocks, private=True)
+    try:
+        options.allow_bf16_reduced_precision_reduction = not before
+        for size in (6, 4, 2):
+            assert_gradients(first(case, size), blocks, private=True)
+    finally:
+        options.allow_bf16_reduced_precision_reduction = before
+    assert len(backend.graphs) == 2 * len(blocks.code) == 6
+
+
 def test_as_many_samples_as_tokens_or_as_other_sizes_are_still_told_apart():
     """Six samples of six tokens: only the dimension of samples varies."""
     model = gpt(GPTConfig(layers=1, width=6, heads=2, context=6, vocab_size=6))
