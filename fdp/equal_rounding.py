@@ -29,8 +29,10 @@ if TYPE_CHECKING:
 WORKSPACE, REPEATABLE_WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":16:8", ":4096:8")
 """A variable of the environment, and its values with which torch allows deterministic algorithms."""
 WORKSPACES = {WORKSPACE: REPEATABLE_WORKSPACES[0], "CUBLASLT_WORKSPACE_SIZE": "0"}
-"""128 KiB, too little to split all but the smallest products; with less than 16 KiB products may fail."""
+"""128 KiB, too little to split any but the smallest products; with less than 16 KiB products may fail."""
 
+RESERVED: dict[str, str] = {}
+"""What the environment said when fdp was imported."""
 HALF_PRECISION_SUMS = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
 """Settings of ``torch.backends.cuda.matmul``."""
 
@@ -38,16 +40,28 @@ HALF_PRECISION_SUMS = ("allow_bf16_reduced_precision_reduction", "allow_fp16_red
 def limit_workspaces() -> None:
     """Tell torch to give cuBLAS little memory for parts of sums. What the environment says already is left as it is."""
     for name, value in WORKSPACES.items():
-        os.environ.setdefault(name, value)
+        RESERVED[name] = os.environ.setdefault(name, value)
+
+
+def check_workspace() -> None:
+    """Raise :class:`FdpError` if the environment gives cuBLAS another workspace than when fdp was imported.
+
+    Torch allocates it at the first product and reads its size again at every product: with a larger one cuBLAS would
+    write beyond the memory that it has.
+    """
+    from fdp.types import FdpError  # here, since it imports torch
+
+    found, before = os.environ.get(WORKSPACE), RESERVED.get(WORKSPACE)
+    if before is not None and found != before:
+        raise FdpError(
+            f"{WORKSPACE}: expected {before}, as when fdp was imported, got {found}: cuBLAS may have less memory, and "
+            "would write beyond it. Set it before the program starts"
+        )
 
 
 def check_repeatable() -> None:
-    """Raise :class:`FdpError` if the environment gives cuBLAS a workspace with which torch allows nothing repeatable.
-
-    The workspace is allocated at the first product, and its size is read again at every product. So the environment
-    must not change: with a larger size cuBLAS would write beyond the memory that it has.
-    """
-    from fdp.types import FdpError  # here, since it imports torch
+    """Raise :class:`FdpError` if torch would refuse repeatable products for cuBLAS' workspace."""
+    from fdp.types import FdpError
 
     if (found := os.environ.get(WORKSPACE)) not in REPEATABLE_WORKSPACES:
         raise FdpError(
@@ -58,12 +72,16 @@ def check_repeatable() -> None:
 
 @contextmanager
 def whole_sums(device: torch.device) -> Iterator[None]:
-    """Let no sum of a product be rounded to half precision on its way. Nothing changes while a graph is traced."""
+    """Let no sum of a product be rounded to half precision on its way. Nothing changes while a graph is traced.
+
+    Raises :class:`FdpError` if the workspace was changed (:func:`check_workspace`).
+    """
     import torch
 
     if device.type != "cuda" or torch.compiler.is_compiling():
         yield
         return
+    check_workspace()
     options = torch.backends.cuda.matmul
     before = {name: _setting(options, name) for name in HALF_PRECISION_SUMS}
     for name, setting in before.items():

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+import fdp.equal_rounding
 from fdp.attention import fast_attention
 from fdp.equal_rounding import (
     HALF_PRECISION_SUMS,
@@ -35,10 +36,21 @@ def test_importing_fdp_gives_cublas_a_small_workspace_unless_the_environment_say
 
 
 def test_all_workspaces_are_limited(monkeypatch):
+    monkeypatch.setattr(fdp.equal_rounding, "RESERVED", {})
     for name in WORKSPACES:
         monkeypatch.delenv(name, raising=False)
     limit_workspaces()
-    assert {name: os.environ[name] for name in WORKSPACES} == WORKSPACES
+    assert {name: os.environ[name] for name in WORKSPACES} == WORKSPACES == fdp.equal_rounding.RESERVED
+
+
+def test_a_workspace_that_is_changed_later_is_refused(monkeypatch):
+    with whole_sums(torch.device("cuda")):
+        pass
+    monkeypatch.setenv(WORKSPACE, ":8192:8")
+    with pytest.raises(FdpError, match=r"as when fdp was imported, got :8192:8.*before the program starts"):
+        whole_sums(torch.device("cuda")).__enter__()
+    with whole_sums(torch.device("cpu")):
+        pass
 
 
 @pytest.mark.parametrize("given", [":16:8", ":4096:8"])

@@ -11,14 +11,16 @@ and a tap that the output does not depend on is an error, never a zero.
     >>> runner = CompiledRunner()
     >>> out, pull = runner.tapped_vjp(block, weights, carry, data, uses, trainable)
 
-Microbatches of all sizes run the same code, which is compiled for the largest: the number of samples is a variable of
-it. So a sample is rounded alike in each (:mod:`fdp.checks.equal_sizes`), and smaller sizes need no compilation.
+Microbatches of all sizes from two samples on run the same code, which is compiled for the largest: the number of
+samples is a variable of it, unless a block fixes it. So a sample is rounded alike in each
+(:mod:`fdp.checks.equal_sizes`), and smaller sizes need no compilation.
 """
 
 from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -81,7 +83,7 @@ class CompiledRunner:
         trained = frozenset(names[path] for path in weights if path in trainable)
         mine = tuple(use._replace(name=_local_name(use, names), path=names[use.path]) for use in uses)
         about = (trained, _about(block, local, here, carry, data))
-        key = (about, mine)
+        key = (about, mine, samples := batch_size_of(data))
         if key not in self.kinds:
             named = Block(block.name, local, block.apply)
             tape, _ = trace_tape(named, here, trained, carry, data, attached=True)
@@ -89,7 +91,6 @@ class CompiledRunner:
             planned = [(use.name, use.rule) for use in mine if use.name not in separate]
             run = _tapped_run(named, trained, planned, tape)
             if not tape.changed:  # what writes into its module can only be undone without compilation
-                samples = batch_size_of(data)
                 alike = (about, _per_sample(mine, samples), tuple(tape.layouts), tape.written_outputs(), *planned)
                 run = self._compile(run, block, alike, samples)
             with torch.inference_mode(False):  # zeros created in that mode could never be differentiated
@@ -160,16 +161,16 @@ class CompiledRunner:
         return self.kinds[known].run(*values)
 
     def _compile(self, run: Callable, block: Block, alike: Any, samples: int) -> Callable:
-        """Return ``run``, compiled unless the block forbids it, or what an equal one compiled to for more samples.
+        """Return ``run``, compiled unless the block forbids it, or what it was compiled to for more samples.
 
         ``alike`` identifies all that ``run`` depends on but the number of samples.
         """
         if not block.compiled:
             return run
         if alike not in self.code or self.code[alike].samples < samples:
-            compiled = self._compile_as(f"block_{block.name}", run)
-            self.code[alike] = CompiledCode(_with_variable_size(compiled), samples)
-        return self.code[alike].run
+            compile = partial(self._compile_as, f"block_{block.name}", run)
+            self.code[alike] = CompiledCode(_with_variable_size(compile), samples)
+        return lambda *values: self.code[alike].run(*values)  # of all sizes so far, also of larger ones that follow
 
     def _compile_as(self, name: str, run: Callable) -> Callable:
         from torch._dynamo.exc import Unsupported  # here, since importing it takes long
@@ -191,18 +192,26 @@ class CompiledRunner:
         return run_or_raise
 
 
-def _with_variable_size(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Let ``compiled(weights, carry, data, ...)`` be compiled for any number of samples, if it can be.
+def _with_variable_size(compile: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    """Return ``compile()``, a function of (weights, carry, data, ...), for any number of samples if that can vary.
 
-    Any call may compile it: one after a failure, or one under other settings of torch, say of its products.
+    Any call may compile: one after a failure, or one under other settings of torch, say of its products. Code in which
+    the number is fixed is compiled for each, beyond as many as torch allows by itself in a function of its own.
     """
+    code, own = compile(), {}
 
     def run(weights: Flat, carry: Tree, data: Tree, *taps: Flat) -> Any:
-        samples = batch_size_of(data)
+        from torch._dynamo.exc import FailOnRecompileLimitHit  # here, since importing it takes long
+
+        samples, data = batch_size_of(data), tree.map(Tensor.detach, data)  # marks are not for the caller's tensors
         for leaf in tree.leaves((carry, data, taps)):
             if leaf.shape[:1] == (samples,):
                 torch._dynamo.maybe_mark_dynamic(leaf, 0)
-        return compiled(weights, carry, data, *taps)
+        try:
+            return own.get(samples, code)(weights, carry, data, *taps)
+        except FailOnRecompileLimitHit:
+            own[samples] = compile()
+        return own[samples](weights, carry, data, *taps)
 
     return run
 

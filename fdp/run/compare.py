@@ -27,6 +27,7 @@ from torch import Tensor
 
 from fdp import tree
 from fdp.attention import fast_attention
+from fdp.equal_rounding import whole_sums
 from fdp.gradients.lazy_sum import evaluate
 from fdp.parallel import agree
 from fdp.parallel.dtensors import as_dtensor, full_tensor, localize
@@ -173,8 +174,9 @@ def _logits(stages: Stages, here: TrainState, batch: Batch) -> tuple[Flat, dict[
     Mean and sum may be next to nothing because logits cancel. The root mean square stands beside them, so that a
     difference is relative to the size of the logits, and rounding does not pass for one.
     """
-    weights = stages.weights(here.params, batch.mask.device)
-    with fast_attention(batch.mask.device, repeatable=stages.repeatable):
+    device = batch.mask.device
+    weights = stages.weights(here.params, device)
+    with fast_attention(device, repeatable=stages.repeatable), whole_sums(device):
         found = [stages.scores(weights, data) for data, _ in split_microbatches(batch)]
     each = [moments for moments in found if moments is not None]
     if not each:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatch
 from typing import Any
 
 import pytest
@@ -74,15 +75,30 @@ def test_smaller_microbatches_run_the_code_of_the_largest(name, private):
     assert len(backend.graphs) == compiled
 
 
-def test_code_for_few_samples_does_not_serve_more():
-    """It may have been tuned for few; it still serves as many as it was compiled for."""
+@pytest.mark.parametrize("frozen", [(), ("blocks.0.*", "blocks.1.*")])
+def test_code_for_few_samples_does_not_serve_more(frozen):
+    """It may have been tuned for few; that for more serves them from then on."""
     case, backend = case_of("gpt"), Counting()
+    leaves = [path for path in case.model.leaves if any(fnmatch(path, pattern) for pattern in frozen)]
+    case = case._replace(model=case.model._replace(frozen=frozenset(leaves)))
     blocks = runner_of(backend)
     counts = []
     for size in (3, 6, 3, 2, 6):
         assert_gradients(first(case, size), blocks, private=True)
-        counts.append(len(backend.graphs))
-    assert counts == [3, 6, 6, 6, 6]
+        counts.append((len(backend.graphs), *(code.samples for code in blocks.code.values())))
+    assert counts == [(3, 3, 3, 3), *[(6, 6, 6, 6)] * 4]
+    calls = {code.run: 0 for code in blocks.code.values()}
+
+    def counted(run: Any) -> Any:
+        def call(*values: Any) -> Any:
+            calls[run] += 1
+            return run(*values)
+
+        return call
+
+    blocks.code = {alike: code._replace(run=counted(code.run)) for alike, code in blocks.code.items()}
+    assert_gradients(first(case, 3), blocks, private=True)
+    assert all(calls.values()), "expected three samples to run the code for six"
 
 
 def test_a_first_call_that_fails_is_compiled_for_any_size_when_it_is_made_again():
@@ -109,6 +125,13 @@ def test_code_that_other_settings_compile_again_is_for_any_size_too():
     finally:
         options.allow_bf16_reduced_precision_reduction = before
     assert len(backend.graphs) == 2 * len(blocks.code) == 6
+
+
+def test_no_mark_stays_on_the_data():
+    case = case_of("gpt")
+    before = dict(case.data["tokens"].__dict__)
+    assert_gradients(case, runner_of(Counting()), private=True)
+    assert case.data["tokens"].__dict__ == before
 
 
 def test_as_many_samples_as_tokens_or_as_other_sizes_are_still_told_apart():
@@ -173,3 +196,29 @@ def test_blocks_of_a_module_share_code_as_well():
     for size in (6, 4, 3):
         assert_gradients(first(Case(model, params, data), size), blocks, private=True)
     assert len(backend.graphs) == len(blocks.code) == 1
+
+
+class OneByOne(nn.Module):
+    """A loop over samples: the number of them is fixed where it is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(3, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.map(x).square()
+        return torch.stack([y[i].sum() for i in range(len(y))])
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_code_that_fixes_the_number_of_samples_is_compiled_for_as_many_sizes_as_there_are(private):
+    """Torch compiles a function eight times at most."""
+    data = {"x": randn(12, 5, 3)}
+    torch.manual_seed(0)
+    model, params = from_module(OneByOne().double(), example=tree.map(lambda leaf: leaf[:3], data))
+    backend = Counting()
+    blocks = runner_of(backend)
+    for _ in range(2):
+        for size in range(12, 1, -1):
+            assert_gradients(first(Case(model, params, data), size), blocks, private=private)
+    assert len(backend.graphs) == 11
