@@ -170,7 +170,8 @@ class ReadCounts(NamedTuple):
         every = count(self.windows + self.left_out, "window")
         return (
             f"{self.capped:,} of {count(self.samples, self.sample)} {'has' if self.capped == 1 else 'have'} more "
-            f"windows than --windows-per-user: {self.left_out:,} of {every} are not trained on"
+            f"windows than --windows-per-user: {self.left_out:,} of {every} "
+            f"{'is' if self.left_out == 1 else 'are'} not trained on"
         )
 
     def _silent_warning(self) -> str:

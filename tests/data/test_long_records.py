@@ -40,7 +40,7 @@ def test_a_long_record_is_one_sample_of_several_windows(tmp_path: Path) -> None:
     assert dataset.fetch(np.arange(3))["tokens"].shape == (3, 3, 4)
     assert dataset.reading.line() == "3 records, 7 windows of up to 4 bytes; 1 record capped at 3 windows"
     (capped,) = dataset.reading.warnings()
-    assert capped == "1 of 3 records have more windows than --windows-per-user: 1 of 8 windows are not trained on"
+    assert capped == "1 of 3 records has more windows than --windows-per-user: 1 of 8 windows is not trained on"
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
