@@ -35,7 +35,7 @@ from torch import Tensor
 from benchmarks.device import choose_sdpa
 from benchmarks.gpt2_large import CHECKED_CONTEXT, CHECKED_LAYERS, CONFIG, RESULTS, WIDTH
 from benchmarks.modes import FAST, LEAN, OURS, Case, Row, Speed
-from benchmarks.report import overstatements, publish
+from benchmarks.report import overstatements, publish, title_and_command, versions_and_commits
 from benchmarks.sweep_options import arguments, budget_of, open_report, run_sweep, speed_of
 from fdp import ops
 from fdp.init import normal
@@ -153,16 +153,11 @@ def page_of(content: dict[str, Any], regimes: Mapping[str, Regime], *, name: str
 
 def page_head(content: dict[str, Any], *, name: str, title: str, source: str) -> list[str]:
     """Return the beginning of a page: title, command, versions, commits."""
-    versions = ", ".join(f"{what} {which}" for what, which in content["versions"].items())
     return [
-        f"# {title} on one {content['hardware']}, {content['date']}",
-        "",
-        f"    {content['command']}",
-        "",
+        *title_and_command(content, title=title),
         fill(
-            f"{versions}; commit {', '.join(sorted({row['commit'] for row in content['rows']}))}; attention kernel: "
-            f"{content['settings']['sdpa']}. Rows: `{name}.json`. Models and measurement: `{source}`, "
-            "`benchmarks/harness.py`.",
+            f"{versions_and_commits(content)}; attention kernel: {content['settings']['sdpa']}. Rows: `{name}.json`. "
+            f"Models and measurement: `{source}`, `benchmarks/harness.py`.",
             WIDTH,
         ),
     ]

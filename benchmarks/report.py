@@ -163,13 +163,20 @@ def current_commit() -> str:
 
 def head_of_page(content: dict[str, Any], *, name: str, title: str) -> list[str]:
     """Return the beginning of a page: title, command, versions, commits, and the file that says what is measured."""
-    versions = ", ".join(f"{what} {which}" for what, which in content["versions"].items())
     return [
-        f"# {title} on one {content['hardware']}, {content['date']}",
-        "",
-        f"    {content['command']}",
-        "",
-        f"{versions}; commit {', '.join(sorted({row['commit'] for row in content['rows']}))}. Rows: `{name}.json`.",
+        *title_and_command(content, title=title),
+        f"{versions_and_commits(content)}. Rows: `{name}.json`.",
         f"What is measured: `benchmarks/{content['benchmark']}.py`.",
         "",
     ]
+
+
+def title_and_command(content: dict[str, Any], *, title: str) -> list[str]:
+    """Return the first lines of a page: what it is about, on which hardware and when, and how it was measured."""
+    return [f"# {title} on one {content['hardware']}, {content['date']}", "", f"    {content['command']}", ""]
+
+
+def versions_and_commits(content: dict[str, Any]) -> str:
+    """Return the versions of a report and the commits of its rows, in words."""
+    versions = ", ".join(f"{what} {which}" for what, which in content["versions"].items())
+    return f"{versions}; commit {', '.join(sorted({row['commit'] for row in content['rows']}))}"

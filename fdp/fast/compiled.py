@@ -198,11 +198,11 @@ def _with_variable_size(compile: Callable[[], Callable[..., Any]]) -> Callable[.
     Any call may compile: one after a failure, or one under other settings of torch, say of its products. Code in which
     the number is fixed is compiled for each, beyond as many as torch allows by itself in a function of its own.
     """
+    from torch._dynamo.exc import FailOnRecompileLimitHit  # here, since importing it takes long
+
     code, own = compile(), {}
 
     def run(weights: Flat, carry: Tree, data: Tree, *taps: Flat) -> Any:
-        from torch._dynamo.exc import FailOnRecompileLimitHit  # here, since importing it takes long
-
         samples, data = batch_size_of(data), tree.map(Tensor.detach, data)  # marks are not for the caller's tensors
         for leaf in tree.leaves((carry, data, taps)):
             if leaf.shape[:1] == (samples,):

@@ -149,7 +149,7 @@ def test_as_many_samples_as_tokens_or_as_other_sizes_are_still_told_apart():
 @pytest.mark.parametrize("private", [True, False])
 @pytest.mark.parametrize("name", ["loop", "scales", "all-ways", "convolutions"])
 def test_rarer_uses_have_the_gradients_of_every_size(name, private):
-    """Whether they share code or not."""
+    """Compare all sizes, whether they share code or not."""
     case = case_named(name)
     blocks = CompiledRunner(backend="aot_eager")
     for size in range(len(tree.leaves(case.data)[0]), 0, -1):
