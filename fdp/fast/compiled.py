@@ -167,10 +167,11 @@ class CompiledRunner:
         """
         if not block.compiled:
             return run
-        if alike not in self.code or self.code[alike].samples < samples:
+        key = (alike, samples > 1)  # torch.compile compiles for one sample apart
+        if key not in self.code or self.code[key].samples < samples:
             compile = partial(self._compile_as, f"block_{block.name}", run)
-            self.code[alike] = CompiledCode(_with_variable_size(compile), samples)
-        return lambda *values: self.code[alike].run(*values)  # of all sizes so far, also of larger ones that follow
+            self.code[key] = CompiledCode(_with_variable_size(compile), samples)
+        return lambda *values: self.code[key].run(*values)  # of all sizes so far, also of larger ones that follow
 
     def _compile_as(self, name: str, run: Callable) -> Callable:
         from torch._dynamo.exc import Unsupported  # here, since importing it takes long
@@ -203,7 +204,7 @@ def _with_variable_size(compile: Callable[[], Callable[..., Any]]) -> Callable[.
     code, own = compile(), {}
 
     def run(weights: Flat, carry: Tree, data: Tree, *taps: Flat) -> Any:
-        samples, data = batch_size_of(data), tree.map(Tensor.detach, data)  # marks are not for the caller's tensors
+        samples, data = batch_size_of(data), tree.map(_own, data)  # marks are not for the caller's tensors
         for leaf in tree.leaves((carry, data, taps)):
             if leaf.shape[:1] == (samples,):
                 torch._dynamo.maybe_mark_dynamic(leaf, 0)
@@ -214,6 +215,11 @@ def _with_variable_size(compile: Callable[[], Callable[..., Any]]) -> Callable[.
         return own[samples](weights, carry, data, *taps)
 
     return run
+
+
+def _own(leaf: Tensor) -> Tensor:
+    """Return a tensor that starts where its memory does, since torch.compile compiles again for one that does not."""
+    return leaf.clone() if leaf.storage_offset() else leaf.detach()
 
 
 def _about(block: Block, local: Tree, weights: Flat, carry: Tree, data: Tree) -> tuple[Any, ...]:

@@ -71,7 +71,8 @@ def sum_of_blocks(rows: Float[Tensor, "tokens n"], product: Callable[[Tensor, Te
     """
     n, blocks = rows.shape[1], len(rows) // ROWS_AT_ONCE
     full, rest = rows[: blocks * ROWS_AT_ONCE].unflatten(0, (blocks, ROWS_AT_ONCE)), rows[blocks * ROWS_AT_ONCE :]
-    parts = [product(some.mT, some).sum(0) for some in full.split(max(1, BLOCK_ELEMENTS // max(1, n**2))) if len(some)]
+    at_once = full.split(max(1, BLOCK_ELEMENTS // max(1, n**2))) if blocks else ()
+    parts = [product(some.mT, some).sum(0) for some in at_once]
     if len(rest) or not parts:
         parts.append(product(rest.mT[None], rest[None])[0])
     return sum(parts[1:], start=parts[0])

@@ -127,6 +127,30 @@ def test_code_that_other_settings_compile_again_is_for_any_size_too():
     assert len(backend.graphs) == 2 * len(blocks.code) == 6
 
 
+@pytest.mark.parametrize("private", [True, False])
+@pytest.mark.parametrize("size", [1, 2])
+def test_data_anywhere_in_its_batch_runs_the_same_code(size, private):
+    """A microbatch is a part of a batch, and while a CUDA graph is recorded, which must not compile, a copy of it."""
+    case, backend = case_of("gpt"), Counting()
+    blocks = runner_of(backend)
+    for start in (6 - size, 0, 1):
+        part = tree.map(lambda leaf, at=start: leaf[at : at + size], case.data)
+        assert_gradients(case._replace(data=part), blocks, private=private)
+    assert len(backend.graphs) == len(blocks.code) == 3
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_one_sample_runs_the_code_that_it_ran_before_larger_sizes_came(private):
+    """Whatever has run once may be recorded as a CUDA graph, and is not compiled again then."""
+    case, backend = case_of("gpt"), Counting()
+    blocks = runner_of(backend)
+    counts = []
+    for size in (1, 2, 6, 1, 2):
+        assert_gradients(first(case, size), blocks, private=private)
+        counts.append(len(backend.graphs))
+    assert counts == [3, 6, 9, 9, 9]
+
+
 def test_no_mark_stays_on_the_data():
     case = case_of("gpt")
     before = dict(case.data["tokens"].__dict__)
