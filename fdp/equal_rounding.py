@@ -13,7 +13,7 @@ every size (:mod:`fdp.fast.compiled`). :mod:`fdp.checks.equal_sizes` checks that
     >>> import fdp                                  # calls limit_workspaces, before the first product on a GPU
     >>> with whole_sums(device):
     ...     loss.backward()
-    >>> torch.compile(run, options=compiler_options("inductor", sharded=True))
+    >>> torch.compile(run, options=compiler_options("inductor", one_order=True))
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ def check_workspace() -> None:
 
 
 def check_repeatable() -> None:
-    """Raise :class:`FdpError` if torch would refuse repeatable products for cuBLAS' workspace."""
-    from fdp.types import FdpError
+    """Raise :class:`NotRepeatable` if torch would refuse repeatable products for cuBLAS' workspace."""
+    from fdp.types import NotRepeatable
 
     if (found := os.environ.get(WORKSPACE)) not in REPEATABLE_WORKSPACES:
-        raise FdpError(
-            f"{WORKSPACE}: expected {' or '.join(REPEATABLE_WORKSPACES)}, got {found}: the method computes gradients "
-            "twice, and they must be the same. Set it before the program starts, or unset it and leave it to fdp"
+        raise NotRepeatable(
+            f"{WORKSPACE}: expected {' or '.join(REPEATABLE_WORKSPACES)}, got {found}: gradients must be the same each "
+            "time they are computed. Set it before the program starts, or unset it and leave it to fdp"
         )
 
 
@@ -93,13 +93,14 @@ def whole_sums(device: torch.device) -> Iterator[None]:
             setattr(options, name, setting)
 
 
-def compiler_options(backend: str, *, sharded: bool) -> dict[str, Any] | None:
-    """Return options of torch.compile by which all ranks of a sharded run add up sums in one order.
+def compiler_options(backend: str, *, one_order: bool) -> dict[str, Any] | None:
+    """Return options of torch.compile by which, if ``one_order``, every process adds up sums in one order.
 
-    By default that order may be chosen by the time it takes. One more sample brings others to another rank, where they
-    have to be rounded alike. On one device any order will do, and the default is faster (by 2 % of a step of gpt2).
+    By default that order may be chosen by the time it takes. In a sharded run one more sample brings others to another
+    rank, where they have to be rounded alike; a run that is to be repeatable has to choose the same each time.
+    Otherwise any order will do, and the default is faster (by 2 % of a step of gpt2).
     """
-    if not sharded or backend != "inductor":
+    if not one_order or backend != "inductor":
         return None  # no other backend takes them
     from torch._inductor import config
 

@@ -57,10 +57,11 @@ class Stages(NamedTuple):
     parameters that microbatches compute with. ``preconditioners(state)`` map gradients before they are clipped.
     ``gradient`` is the work on one microbatch; ``reduce(total)`` the sum over all ranks; ``key(root, step)`` the key of
     the step's noise; ``finish`` noise, mean and update. ``scores(weights, data)`` are three numbers per sample about
-    the forward pass, for :mod:`fdp.run.compare`. ``repeatable``: a second backward must reproduce what the first one
-    measured. ``sampling``: the sampling that must have drawn a batch; None if the step is not private.
-    ``rounding(device)``: where a private sum is rounded to less than float64, if microbatches are on that device;
-    ``slack(device)``: by what fraction the noise is larger for it. ``rounded``: the slack that is part of the key.
+    the forward pass, for :mod:`fdp.run.compare`. ``repeatable``: gradients have the same bits each time, since a
+    second backward must reproduce what the first one measured, or since the execution says so. ``sampling``: the
+    sampling that must have drawn a batch; None if the step is not private. ``rounding(device)``: where a private sum is
+    rounded to less than float64, if microbatches are on that device; ``slack(device)``: by what fraction the noise is
+    larger for it. ``rounded``: the slack that is part of the key.
     """
 
     prepare: Callable[[Tree], None]
@@ -132,7 +133,7 @@ def make_stages(
         finish=finish,
         scores=lambda params, data: score_moments(model, params, data, plan.of_size(batch_size_of(data)), inside),
         execution=execution,
-        repeatable=any(choice.sum is SumBy.SECOND_BACKWARD for choice in plan.choices.values()),
+        repeatable=execution.repeatable or any(choice.sum is SumBy.SECOND_BACKWARD for choice in plan.choices.values()),
         sampling=mechanism.sampling if plan.private else None,
         rounding=rounding,
         slack=slack,
@@ -148,7 +149,7 @@ def _compile_parts(gradient: Gradient, finish: Finish, plan: Plan, execution: Ex
     if execution.compile_step is None:
         return gradient, finish
     backend = execution.compile_step
-    options = compiler_options(backend, sharded=execution.sharding is not None)
+    options = compiler_options(backend, one_order=execution.repeatable or execution.sharding is not None)
     graph = partial(torch.compile, fullgraph=True, dynamic=False, backend=backend, options=options)
     dtype = execution.memory.sum_dtype if plan.private else widest(plan.dtype)
     return add_outside(graph(gradient), dtype), finish._replace(run=graph(finish.run))

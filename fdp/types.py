@@ -55,6 +55,10 @@ class FdpError(ValueError):
     """True if every rank of the run raises it."""
 
 
+class NotRepeatable(FdpError):
+    """Raised if gradients have to be the same each time they are computed, and this machine or model cannot do that."""
+
+
 class Norms(NamedTuple):
     """Squared gradient norms of every sample, leaf by leaf; a tied leaf is one entry, cross terms included."""
 

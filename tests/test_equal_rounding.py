@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 import fdp.equal_rounding
-from fdp.attention import fast_attention
+from fdp.attention import attention, fast_attention
 from fdp.equal_rounding import (
     HALF_PRECISION_SUMS,
     WORKSPACE,
@@ -21,7 +24,11 @@ from fdp.equal_rounding import (
 )
 from fdp.fast.compile_modes import Compile, make_execution
 from fdp.fast.compiled import CompiledRunner
-from fdp.types import FdpError
+from fdp.gradients import timing
+from fdp.gradients.plan import Method
+from fdp.run.training_run import prepare, steps
+from fdp.types import FdpError, NotRepeatable
+from tests.run.test_smaller_microbatches import CONFIG
 
 
 @pytest.mark.parametrize("given", [None, ":4096:8"])
@@ -75,6 +82,16 @@ def test_gradients_are_not_computed_twice_with_a_workspace_that_may_split_sums_a
     assert os.environ.get(WORKSPACE) == given
 
 
+def test_an_operation_without_a_deterministic_algorithm_is_named():
+    device, before = torch.device("cuda"), torch.are_deterministic_algorithms_enabled()
+    says = r"leave out --repeatable.*torch says: some_op does not have a deterministic"
+    with pytest.raises(NotRepeatable, match=says), fast_attention(device, repeatable=True):
+        raise RuntimeError("some_op does not have a deterministic implementation")
+    with pytest.raises(RuntimeError, match="another error"), fast_attention(device, repeatable=True):
+        raise RuntimeError("another error")
+    assert torch.are_deterministic_algorithms_enabled() == before
+
+
 @pytest.mark.parametrize("given", [(True, True), (False, False), (False, True)])
 def test_no_sum_is_rounded_to_half_precision_inside_and_the_setting_is_put_back(given):
     """Keep the second of two settings, whether sums may be split: torch forgets it if the first is set."""
@@ -101,17 +118,53 @@ def test_ranks_do_not_choose_the_order_of_a_sum_by_the_time_it_takes():
     """One device may; other backends have no such options."""
     from torch._inductor import config
 
-    found = compiler_options("inductor", sharded=True)
+    found = compiler_options("inductor", one_order=True)
     assert found is not None
     assert found["deterministic"] is True
     assert all(hasattr(config, name) for name in found)
-    assert compiler_options("inductor", sharded=False) is None
-    assert compiler_options("aot_eager", sharded=True) is None
+    assert compiler_options("inductor", one_order=False) is None
+    assert compiler_options("aot_eager", one_order=True) is None
 
 
-def test_a_sharded_execution_compiles_with_these_options():
-    alone, sharded = CompiledRunner(), CompiledRunner(sharded=True)
-    assert (alone.options, sharded.options) == (None, compiler_options("inductor", sharded=True))
+def test_a_sharded_or_repeatable_execution_compiles_with_these_options():
+    any_order, one_order = CompiledRunner(), CompiledRunner(one_order=True)
+    assert (any_order.options, one_order.options) == (None, compiler_options("inductor", one_order=True))
     made = make_execution(compile=Compile.BLOCK).runner
+    again = make_execution(compile=Compile.BLOCK, repeatable=True).runner
     assert isinstance(made, CompiledRunner)
-    assert made.options is None
+    assert isinstance(again, CompiledRunner)
+    assert (made.options, again.options) == (any_order.options, one_order.options)
+
+
+def test_a_repeatable_run_computes_in_one_order_and_does_not_choose_by_times(monkeypatch):
+    """Each is what makes the bits of a run its seed's: deterministic algorithms, and a plan without measured times."""
+    ways = []
+
+    @contextmanager
+    def watched(device: torch.device, *, repeatable: bool) -> Iterator[None]:
+        ways.append(repeatable)
+        yield
+
+    def measured(*_: object, **__: object) -> None:
+        ways.append("timed")
+
+    monkeypatch.setattr("fdp.step.fast_attention", watched)
+    monkeypatch.setattr(timing, "is_worth_timing", lambda *_: True)
+    monkeypatch.setattr(timing, "measure", measured)
+    for repeatable in (False, True):
+        run, state = prepare(dataclasses.replace(CONFIG, method=Method.AUTO, steps=1, repeatable=repeatable))
+        list(steps(run, state))
+        seen = set(ways)
+        assert seen == ({True} if repeatable else {False, "timed"})
+        ways.clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_repeatable_attention_has_the_same_bits_each_time(dtype):
+    shape, device = (4, 8, 1024, 64), torch.device("cuda")
+    q, k, v, g = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
+    leaves = [leaf.requires_grad_() for leaf in (q, k, v)]
+    with fast_attention(device, repeatable=True):
+        first, *others = [torch.autograd.grad(attention(*leaves), leaves, g) for _ in range(20)]
+    assert all(torch.equal(one, two) for other in others for one, two in zip(first, other))

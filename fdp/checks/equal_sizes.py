@@ -75,8 +75,9 @@ def differences(add: SamplePart, examples: Tree, *, sizes: Sequence[int], sharde
         ||part in a microbatch of this size - part in the largest|| / ||part in the largest||
 
     or by how much its norm differs, if that is more: if it is below the bound, nothing is clipped, and the part does
-    not show it. ``sizes`` are this rank's, largest first, and ``examples`` are as many samples as the largest has. If
-    ``sharded``, every rank calls this, with the same sizes, and gets the same numbers.
+    not show it. ``sizes`` are this rank's, largest first, and ``examples`` are as many samples as the largest has. Of
+    a size that is there several times, the largest difference is returned. If ``sharded``, every rank calls this, with
+    the same sizes, and gets the same numbers.
 
     Guarantees:
       - if no sample that is tried has a gradient that is finite and not 0, all differences but the first are infinite;
@@ -98,7 +99,8 @@ def differences(add: SamplePart, examples: Tree, *, sizes: Sequence[int], sharde
                 found = {largest: 0.0}
                 for size, part in parts:
                     moved = math.hypot(*of_all_ranks(float((part.elements - first.elements).norm()))) / length
-                    found[size] = math.hypot(moved, *of_all_ranks(_relative_difference(part.norm, first.norm)))
+                    moved = math.hypot(moved, *of_all_ranks(_relative_difference(part.norm, first.norm)))
+                    found[size] = max(found.get(size, 0.0), math.inf if math.isnan(moved) else moved)
                 return found
             found = dict.fromkeys((largest, *(size for size, _ in parts)), math.inf) | {largest: 0.0}
         return found

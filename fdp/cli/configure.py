@@ -95,6 +95,7 @@ def configure(options: TrainOptions) -> RunConfig:
         memory_budget=memory_budget,
         compile=compile,
         cuda_graph=compute.cuda_graph,
+        repeatable=compute.repeatable,
         device=device,
         layout=make_layout(options.ranks),
         offload=parse_offload(options.ranks.offload),

@@ -274,6 +274,14 @@ class ComputeOptions:
         ),
     ] = "auto"
     cuda_graph: Annotated[bool, Flag("Record the whole step once and replay it (GPU).", effect=HOW)] = False
+    repeatable: Annotated[
+        bool,
+        Flag(
+            "Compute gradients in one order of additions (GPU): a run with the same --seed then gives the same bits "
+            "on the same machine. Steps take a few per cent longer.",
+            effect=HOW,
+        ),
+    ] = False
     device: Annotated[str, Flag("auto, cpu or cuda.", effect=HOW, complete=choices.DEVICES)] = "auto"
     memory_budget: Annotated[
         float | None,

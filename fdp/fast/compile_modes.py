@@ -31,6 +31,7 @@ def make_execution(
     checkpoint_activations: bool = False,
     compile: Compile = Compile.NONE,
     cuda_graph: bool = False,
+    repeatable: bool = False,
     backend: str = "inductor",
     sum_dtype: torch.dtype = torch.float64,
     microbatch_size: int | None = None,
@@ -41,7 +42,8 @@ def make_execution(
     return Execution(
         sharding,
         Memory(recompute=checkpoint_activations, offload=offload, sum_dtype=sum_dtype, microbatch_size=microbatch_size),
-        CompiledRunner(backend, sharded=sharding is not None) if compile is Compile.BLOCK else EAGER,
+        CompiledRunner(backend, one_order=repeatable or sharding is not None) if compile is Compile.BLOCK else EAGER,
         compile_step=backend if compile is Compile.STEP else None,
         cuda_graph=cuda_graph,
+        repeatable=repeatable,
     )

@@ -64,14 +64,14 @@ class CompiledCode(NamedTuple):
 class CompiledRunner:
     """A runner (``gradients.execution``) that compiles each kind of block once. ``backend`` is torch.compile's.
 
-    If ``sharded``, all ranks choose the same code (:func:`fdp.equal_rounding.compiler_options`).
+    If ``one_order``, code that adds does not depend on measured times (:func:`fdp.equal_rounding.compiler_options`).
     """
 
     compiles = True
 
-    def __init__(self, backend: str = "inductor", *, sharded: bool = False):
+    def __init__(self, backend: str = "inductor", *, one_order: bool = False):
         self.backend = backend
-        self.options = compiler_options(backend, sharded=sharded)
+        self.options = compiler_options(backend, one_order=one_order)
         self.kinds: dict[Any, CompiledBlock] = {}
         self.code: dict[Any, CompiledCode] = {}
 

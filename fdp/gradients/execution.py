@@ -143,7 +143,8 @@ class Execution(NamedTuple):
 
     ``sharding``: None for one device. ``runner``: how blocks are differentiated. ``compile_step`` names the backend of
     torch.compile that makes one full graph of the work on a microbatch and one of the update. ``cuda_graph`` records
-    the step once per shape of batch and replays it; the state must be donated.
+    the step once per shape of batch and replays it; the state must be donated. ``repeatable``: gradients are computed
+    by deterministic algorithms alone, which give the same bits each time.
     """
 
     sharding: Sharding | None = None
@@ -151,6 +152,7 @@ class Execution(NamedTuple):
     runner: Runner = EAGER
     compile_step: str | None = None
     cuda_graph: bool = False
+    repeatable: bool = False
 
 
 LOCAL = Execution()

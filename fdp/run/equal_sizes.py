@@ -3,6 +3,9 @@
     m difference <= 1e-6,     m the largest size        so that all samples that come into another size, together,
                                                         move the sum by no more than rounding is said to: 1e-6 C
 
+Attention's backward may add in any order, so that a sample differs from itself in one size. Then the sizes are compared
+once more with attention that adds in one order, and that is what counts.
+
 >>> sizes = usable_sizes(config, stages, state)         # (64, 32, 16) if microbatches of 8 are rounded otherwise
 """
 
@@ -17,10 +20,16 @@ from fdp.run.run_plan import first_examples, local_sizes
 from fdp.run.smaller_microbatches import MemoryWarning, RunWarning
 from fdp.stages import Stages
 from fdp.step import sample_part
-from fdp.types import TrainState
+from fdp.types import NotRepeatable, TrainState
 
 MOST_MOVED = 1e-6
 """The most, as a fraction of C, by which samples that come into a microbatch of another size may move the sum."""
+
+REPETITIONS = 5
+"""Of a microbatch, to see whether a sample differs from itself."""
+MOST_TIMES = 10.0
+"""What a size may differ by, as a multiple of what a sample differs from itself: another kernel would round otherwise
+by more."""
 
 
 class RoundingWarning(RunWarning):
@@ -35,23 +44,20 @@ def usable_sizes(
     Without privacy every size will do. ``say(stage)`` is told what is done.
 
     Guarantees:
-      - of two sizes that are used, both were compared, and samples in them differ by at most ``MOST_MOVED / m``.
+      - of two sizes that are used, both were compared, and samples in them differ by at most ``MOST_MOVED / m``, but
+        for what the order of attention's additions changes in one size as well.
     """
-    sizes, sharding = config.microbatch_sizes, stages.execution.sharding
+    sizes = config.microbatch_sizes
     if stages.sampling is None or len(sizes) == 1:
         return sizes
     say("checking that a sample adds the same to the sum in microbatches of every size")
-    local = local_sizes(config, sharding)
-    examples = first_examples(config, local[0])
-    by_local_size = differences(sample_part(stages, state), examples, sizes=local, sharded=sharding is not None)
-    by = {size: by_local_size[here] for size, here in zip(sizes, local) if here in by_local_size}
+    by = _differences(config, stages, state)
     if not by:
         return sizes[-1:]  # nothing fits; the first step will say so
     if (largest := next(iter(by))) != sizes[0]:
         _warn(f"out of memory with microbatches of {sizes[0]} samples; steps have at most {largest}", MemoryWarning)
-    tolerance = MOST_MOVED / largest / 2  # of each from the largest, so that two others differ by at most twice as much
-    used = join_sizes([size for size in by if by[size] <= tolerance])
-    if wrong := [difference for difference in by.values() if not difference <= tolerance]:
+    used = join_sizes([size for size in by if by[size] <= _tolerance(by)])
+    if wrong := [difference for difference in by.values() if not difference <= _tolerance(by)]:
         others = [size for size in by if size not in used]
         _warn(
             f"microbatches of {_listed(used)} samples are used, not of {_listed(others)}: {explain_difference(wrong)}. "
@@ -59,6 +65,37 @@ def usable_sizes(
             RoundingWarning,
         )
     return used
+
+
+def _differences(config: RunConfig, stages: Stages, state: TrainState) -> dict[int, float]:
+    """Return the difference of every size that fits from the largest.
+
+    If a sample differs from itself in the largest size, that of repeatable gradients is returned for every size that
+    differs by not much more than that.
+    """
+    sharding, sizes = stages.execution.sharding, config.microbatch_sizes
+    local = local_sizes(config, sharding)
+    examples = first_examples(config, local[0])
+
+    def compare(stages: Stages, these: Sequence[int]) -> dict[int, float]:
+        found = differences(sample_part(stages, state), examples, sizes=these, sharded=sharding is not None)
+        return {size: found[here] for size, here in zip(sizes, local) if here in found}
+
+    by = compare(stages, local)
+    if stages.repeatable or all(difference <= _tolerance(by) for difference in by.values()):
+        return by
+    largest = next(here for size, here in zip(sizes, local) if size in by)
+    (itself,) = compare(stages, [largest] * REPETITIONS).values()
+    try:
+        repeated = compare(stages._replace(repeatable=True), local) if itself else {}
+    except NotRepeatable:
+        return by
+    return {size: repeated[size] if size in repeated and by[size] <= MOST_TIMES * itself else by[size] for size in by}
+
+
+def _tolerance(by: dict[int, float]) -> float:
+    """Return how much each size may differ from the largest, so that two others differ by at most twice as much."""
+    return MOST_MOVED / next(iter(by)) / 2
 
 
 def join_sizes(sizes: Sequence[int]) -> tuple[int, ...]:

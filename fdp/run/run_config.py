@@ -56,9 +56,9 @@ class RunConfig:
     parameters, which is then the result (``fdp.run.averaging``).
 
     ``microbatch_size``, ``smaller_microbatches`` (the end of a batch may have smaller sizes, so that less of it is
-    padding), ``memory_budget`` (bytes), ``compile``, ``compile_backend``,
-    ``cuda_graph``, ``device``, ``layout`` (None: one process), ``offload`` and ``checkpoint_activations`` change how a
-    run computes, not what. ``sum_dtype`` float32 rounds private sums, and adds noise that covers the rounding.
+    padding), ``memory_budget`` (bytes), ``compile``, ``compile_backend``, ``cuda_graph``, ``repeatable``, ``device``,
+    ``layout`` (None: one process), ``offload`` and ``checkpoint_activations`` change how a run computes, not what.
+    ``sum_dtype`` float32 rounds private sums, and adds noise that covers the rounding.
     """
 
     model: Model
@@ -90,6 +90,7 @@ class RunConfig:
     evaluation: EvaluationConfig | None = None
     ema: float | None = None
     smaller_microbatches: bool = False
+    repeatable: bool = False
 
     @property
     def microbatch_sizes(self) -> tuple[int, ...]:

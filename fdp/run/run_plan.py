@@ -36,9 +36,10 @@ def make_run_plan(config: RunConfig, model: Model, sharding: Sharding | None) ->
         memory_budget=config.memory_budget,
         dtype=config.dtype,
     )
-    plan, timed = plan_with(), config.method in TIMED_METHODS
-    # Several ranks must make the same choices, so none of them goes by its own times.
-    if sharding is None and timed and timing.is_worth_timing(config.device, config.dtype):
+    # Several ranks, and runs that are to be repeatable, must make the same choices, so they do not go by times.
+    timed = config.method in TIMED_METHODS and sharding is None and not config.repeatable
+    plan = plan_with()
+    if timed and timing.is_worth_timing(config.device, config.dtype):
         uses = [use for block in plan.uses for use in block]
         times = timing.measure(uses, dtype=config.dtype, device=config.device, store=timing.default_store())
         plan = plan_with(timings=times)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from fdp import keys, tree
+from fdp.attention import fast_attention
 from fdp.checks.first_call import REAL_SAMPLES, check_model
 from fdp.data.digest import data_digest
 from fdp.fast.compile_modes import Compile, make_execution
@@ -270,12 +271,14 @@ def refresh_curvature(run: Run, state: TrainState, batch: Batch, t: int) -> Trai
     """
     if run.kfac is None:
         return state
-    key = run.key.to(run.config.device)
-    if run.feed is None:
-        data, mask = split_microbatches(batch)[0]
-        return run.kfac.refresh(state, data, mask, key, t, donate=run.in_place)
-    draw, mechanism = partial(draw_batch, run, t), run.mechanism
-    return refresh_from_feed(run.feed, run.kfac, state, draw, key, t, mechanism=mechanism, donate=run.in_place)
+    device = run.config.device
+    key = run.key.to(device)
+    with fast_attention(device, repeatable=True) if run.config.repeatable else nullcontext():
+        if run.feed is None:
+            data, mask = split_microbatches(batch)[0]
+            return run.kfac.refresh(state, data, mask, key, t, donate=run.in_place)
+        draw, mechanism = partial(draw_batch, run, t), run.mechanism
+        return refresh_from_feed(run.feed, run.kfac, state, draw, key, t, mechanism=mechanism, donate=run.in_place)
 
 
 def _works_in_place(config: RunConfig) -> bool:
@@ -290,6 +293,7 @@ def _make_execution(config: RunConfig, sharding: Sharding | None) -> Execution:
         checkpoint_activations=config.checkpoint_activations,
         compile=config.compile,
         cuda_graph=config.cuda_graph,
+        repeatable=config.repeatable,
         backend=config.compile_backend,
         sum_dtype=config.sum_dtype,
         microbatch_size=config.microbatch_size,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -30,6 +32,12 @@ SPEEDS = {
     "block, recorded": "--compile block --cuda-graph",
     "by default": "",
 }
+
+
+LONG = shlex.split(
+    "train --model gpt-nano --context 1024 --batch-size 12 --microbatch 8 --steps 4 --seed 3 --lr 1e-3 "
+    "--ledger off --quiet"
+)
 
 
 def losses(*words: str) -> list[float | None]:
@@ -96,6 +104,19 @@ def test_an_interrupted_run_resumes_to_the_same_losses(tmp_path: Path) -> None:
     assert call("train", *TINY, "--ledger", "off", "--quiet", "--out", str(out), *words) == 0
     lines = (out / "metrics.jsonl").read_text().splitlines()
     assert_close([json.loads(line)["loss"] for line in lines], whole, 1e-3)
+
+
+@pytest.mark.parametrize(
+    "words", ["--noise-multiplier 0.5", "--noise-multiplier 0.5 --dtype float32 --method ghost_bk", "--method none"]
+)
+def test_repeatable_runs_have_the_same_bits(words: str, tmp_path: Path) -> None:
+    """Each in a process of its own, as a user repeats one."""
+    results = []
+    for out in (tmp_path / "one", tmp_path / "two"):
+        command = [*LONG, "--repeatable", *shlex.split(words), "--out", str(out)]
+        subprocess.run([sys.executable, "-m", "fdp", *command], check=True)
+        results.append((out / "model.safetensors").read_bytes())
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("words", ["--noise-multiplier 0.5", "--clip quantile --noise-multiplier 0.5 --save-every 3"])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from fdp.run.smaller_microbatches import MemoryWarning
 from fdp.run.training_run import Run, draw_batch, prepare, steps
 from fdp.stages import Stages
 from fdp.step import init_state, make_train_step, sample_part, sum_over_microbatches
-from fdp.types import FdpError, TrainState
+from fdp.types import FdpError, NotRepeatable, TrainState
 from tests.ranks import run_on_ranks
 from tests.run.test_smaller_microbatches import CONFIG, Images
 
@@ -115,6 +116,69 @@ def test_without_a_gradient_that_can_be_compared_the_answer_is_no(value):
     assert not sizes_agree(stages, state, examples, sizes=SIZES)
     with pytest.raises(FdpError, match="no sample was found whose gradient is finite and not 0"):
         equal_sizes.check_sizes(sample_part(stages, state), examples, sizes=SIZES, sharded=False)
+
+
+def adding_in_any_order(
+    stages: Stages, monkeypatch: pytest.MonkeyPatch, by: float, otherwise: dict[int, float] | None = None
+) -> Stages:
+    """Return stages whose gradients change each time by a random fraction, of ``by``, unless they must be repeatable.
+
+    ``otherwise`` gives sizes in which the attention that adds in any order is larger by a factor.
+    """
+    draw, real, repeatable = torch.Generator().manual_seed(0), stages.gradient, [False]
+
+    @contextmanager
+    def watched(device: torch.device, **options: bool) -> Iterator[None]:
+        repeatable.append(options["repeatable"])
+        yield
+
+    def gradient(weights: Any, clip: Any, data: Any, mask: Tensor, *rest: Any, onto: Any = None) -> MicrobatchSum:
+        found = real(weights, clip, data, mask, *rest, onto=onto)
+        if repeatable[-1]:
+            return found
+        size = 1 + (otherwise or {}).get(len(mask), 0.0)
+        total = evaluate(found.total)
+        value = {
+            path: part * size * (1 + by * torch.randn(part.shape, generator=draw)) for path, part in total.value.items()
+        }
+        return found._replace(total=total._replace(value=value))
+
+    monkeypatch.setattr("fdp.step.fast_attention", watched)
+    return stages._replace(gradient=gradient)
+
+
+def test_the_order_of_additions_keeps_no_size_from_being_used(monkeypatch):
+    run, state, _ = prepared()
+    stages = adding_in_any_order(run.stages, monkeypatch, 1e-4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert usable_sizes(CONFIG, stages, state) == SIZES
+
+
+@pytest.mark.parametrize("also_in_order", [True, False])
+def test_a_size_that_rounds_otherwise_is_found_behind_the_order_of_additions(also_in_order, monkeypatch):
+    """Whether it is attention in any order that does so, or all else."""
+    run, state, _ = prepared()
+    stages = rounded_otherwise(run.stages, 2, 1e-5) if also_in_order else run.stages
+    stages = adding_in_any_order(stages, monkeypatch, 1e-4, {} if also_in_order else {2: 1e-2})
+    with pytest.warns(RoundingWarning, match="microbatches of 8, 4 and 1 samples are used, not of 2"):
+        assert usable_sizes(CONFIG, stages, state) == (8, 4, 1)
+
+
+def test_without_repeatable_gradients_what_was_compared_counts(monkeypatch):
+    run, state, _ = prepared()
+    stages = adding_in_any_order(run.stages, monkeypatch, 1e-4)
+    inner = stages.gradient
+
+    @contextmanager
+    def refuses(device: torch.device, *, repeatable: bool) -> Iterator[None]:
+        if repeatable:
+            raise NotRepeatable("no such algorithm")
+        yield
+
+    monkeypatch.setattr("fdp.step.fast_attention", refuses)
+    with pytest.warns(RoundingWarning, match="microbatches of 8 samples are used, not of 4, 2 and 1"):
+        assert usable_sizes(CONFIG, stages._replace(gradient=inner), state) == (8,)
 
 
 def limited(
