@@ -3,8 +3,9 @@
     m difference <= 1e-6,     m the largest size        so that all samples that come into another size, together,
                                                         move the sum by no more than rounding is said to: 1e-6 C
 
-Attention's backward may add in any order, so that a sample differs from itself in one size. Then the sizes are compared
-once more with attention that adds in one order, and that is what counts.
+Attention's backward may add in any order, so that a sample differs from itself in one size. A size that rounds
+otherwise differs each time, so sizes are compared again; if a sample still differs, and from itself as well, they are
+compared with attention that adds in one order.
 
 >>> sizes = usable_sizes(config, stages, state)         # (64, 32, 16) if microbatches of 8 are rounded otherwise
 """
@@ -25,8 +26,8 @@ from fdp.types import NotRepeatable, TrainState
 MOST_MOVED = 1e-6
 """The most, as a fraction of C, by which samples that come into a microbatch of another size may move the sum."""
 
-REPETITIONS = 5
-"""Of a microbatch, to see whether a sample differs from itself."""
+COMPARISONS, REPETITIONS = 3, 5
+"""How often sizes are compared if they differ, and how often the largest with itself."""
 MOST_TIMES = 10.0
 """What a size may differ by, as a multiple of what a sample differs from itself: another kernel would round otherwise
 by more."""
@@ -57,7 +58,8 @@ def usable_sizes(
     if (largest := next(iter(by))) != sizes[0]:
         _warn(f"out of memory with microbatches of {sizes[0]} samples; steps have at most {largest}", MemoryWarning)
     used = join_sizes([size for size in by if by[size] <= _tolerance(by)])
-    if wrong := [difference for difference in by.values() if not difference <= _tolerance(by)]:
+    if not _agree(by):
+        wrong = [difference for difference in by.values() if not difference <= _tolerance(by)]
         others = [size for size in by if size not in used]
         _warn(
             f"microbatches of {_listed(used)} samples are used, not of {_listed(others)}: {explain_difference(wrong)}. "
@@ -68,10 +70,10 @@ def usable_sizes(
 
 
 def _differences(config: RunConfig, stages: Stages, state: TrainState) -> dict[int, float]:
-    """Return the difference of every size that fits from the largest.
+    """Return the difference of every size that fits from the largest, the least of several if they come and go.
 
-    If a sample differs from itself in the largest size, that of repeatable gradients is returned for every size that
-    differs by not much more than that.
+    If they stay, and a sample differs from itself in the largest size, that of repeatable gradients is returned for
+    every size that differs by not much more than that.
     """
     sharding, sizes = stages.execution.sharding, config.microbatch_sizes
     local = local_sizes(config, sharding)
@@ -82,15 +84,22 @@ def _differences(config: RunConfig, stages: Stages, state: TrainState) -> dict[i
         return {size: found[here] for size, here in zip(sizes, local) if here in found}
 
     by = compare(stages, local)
-    if stages.repeatable or all(difference <= _tolerance(by) for difference in by.values()):
+    for _ in range(COMPARISONS - 1):
+        if not stages.repeatable and not _agree(by):
+            by = {size: min(by[size], again) for size, again in compare(stages, local).items() if size in by}
+    if stages.repeatable or _agree(by):
         return by
     largest = next(here for size, here in zip(sizes, local) if size in by)
-    (itself,) = compare(stages, [largest] * REPETITIONS).values()
+    itself = max(compare(stages, [largest] * REPETITIONS).values(), default=0.0)
     try:
         repeated = compare(stages._replace(repeatable=True), local) if itself else {}
     except NotRepeatable:
         return by
     return {size: repeated[size] if size in repeated and by[size] <= MOST_TIMES * itself else by[size] for size in by}
+
+
+def _agree(by: dict[int, float]) -> bool:
+    return all(difference <= _tolerance(by) for difference in by.values())
 
 
 def _tolerance(by: dict[int, float]) -> float:

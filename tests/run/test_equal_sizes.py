@@ -155,6 +155,20 @@ def test_the_order_of_additions_keeps_no_size_from_being_used(monkeypatch):
         assert usable_sizes(CONFIG, stages, state) == SIZES
 
 
+@pytest.mark.parametrize("call", range(len(SIZES)))
+def test_a_difference_that_comes_and_goes_keeps_no_size_from_being_used(call):
+    """In whichever of the first comparisons it came."""
+    run, state, _ = prepared()
+    real, calls = rounded_otherwise(run.stages, SIZES[call], 1e-4), iter(range(1000))
+
+    def gradient(*values: Any, **options: Any) -> MicrobatchSum:
+        return (real if next(calls) == call else run.stages).gradient(*values, **options)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert usable_sizes(CONFIG, run.stages._replace(gradient=gradient), state) == SIZES
+
+
 @pytest.mark.parametrize("also_in_order", [True, False])
 def test_a_size_that_rounds_otherwise_is_found_behind_the_order_of_additions(also_in_order, monkeypatch):
     """Whether it is attention in any order that does so, or all else."""
