@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fdp.attention import attention as attention
+from fdp.cpu_operations import gelu as gelu
 from fdp.gradients.rules import OneHot, Pair, Rule, rows
 from fdp.gradients.taps import Watched
 from fdp.types import FdpError

@@ -28,6 +28,7 @@ ORDER = (
     "ledger",
     "gradients",
     "equal_rounding",
+    "cpu_operations",
     "attention",
     "ops",
     "finish",

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fdp import ops
+from fdp import cpu_operations, ops
 from fdp.gradients.per_sample import per_sample_norms
 from fdp.gradients.plan import Method, make_plan
 from fdp.gradients.rules import Dense, Rule
@@ -84,7 +84,7 @@ def test_attention_is_softmax_of_scores(causal):
     torch.testing.assert_close(ops.attention(q, k, v, causal=causal), scores.softmax(-1) @ V, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("tokens", [129, 192, 200])
+@pytest.mark.parametrize("tokens", [65, 128, 129, 192, 200])
 def test_causal_attention_of_some_queries_at_a_time_is_that_of_all(tokens):
     q, k, v = (randn(2, heads, tokens, 8, seed=i).requires_grad_() for i, heads in enumerate((4, 2, 2)))
     K, V = (z.repeat_interleave(2, 1) for z in (k, v))
@@ -96,6 +96,50 @@ def test_causal_attention_of_some_queries_at_a_time_is_that_of_all(tokens):
     later = v.detach().clone()
     later[:, :, 100:] = torch.nan  # what comes later is not seen
     assert torch.equal(ops.attention(q, k, later)[:, :, :64], found[:, :, :64])
+
+
+@pytest.fixture(params=[True, False], ids=["ARM", "x86"])
+def on_arm(request, monkeypatch):
+    monkeypatch.setattr(cpu_operations, "ON_ARM", request.param)
+    return request.param
+
+
+@pytest.mark.usefixtures("on_arm")
+def test_gelu_is_torchs_and_so_is_its_derivative():
+    x = torch.cat([torch.linspace(-12, 12, 200_001), torch.tensor([-1e30, -40.0, 40.0, 3e13, 1e30])])
+    wide = x.double().clamp(-100, 100).requires_grad_()
+    (expected,) = torch.autograd.grad(F.gelu(wide, approximate="tanh").sum(), wide)
+    x.requires_grad_()
+    y = ops.gelu(x)
+    assert torch.equal(y, F.gelu(x, approximate="tanh"))
+    finite = x.detach().abs() < 1e12 if not cpu_operations.ON_ARM else torch.ones_like(x, dtype=torch.bool)
+    for kept in (True, False):  # if a graph of the derivative is kept, it is computed out of place
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=kept, retain_graph=True)
+        torch.testing.assert_close(slope[finite].double(), expected[finite], rtol=0, atol=3e-6)
+    by_func = torch.func.grad(lambda z: ops.gelu(z).sum())(x.detach())
+    torch.testing.assert_close(by_func[finite].double(), expected[finite], rtol=0, atol=3e-6)
+
+
+@pytest.mark.usefixtures("on_arm")
+def test_gelu_can_be_differentiated_twice_vectorised_and_compiled():
+    x = torch.linspace(-3, 3, 12).view(3, 4)
+    z = x.double().requires_grad_()
+
+    def twice(f, z):
+        (slope,) = torch.autograd.grad(f(z).sum(), z, create_graph=True)
+        return torch.autograd.grad(slope.sum(), z)[0]
+
+    expected = twice(lambda z: F.gelu(z, approximate="tanh"), z)
+    torch.testing.assert_close(twice(ops.gelu, x.clone().requires_grad_()).double(), expected, rtol=0, atol=1e-5)
+    slopes = torch.func.vmap(torch.func.grad(lambda z: ops.gelu(z).sum()))(x)
+    torch.testing.assert_close(slopes, torch.func.grad(lambda z: ops.gelu(z).sum())(x), rtol=0, atol=3e-6)
+    assert torch.equal(torch.compile(ops.gelu, backend="eager", fullgraph=True)(x), ops.gelu(x))
+
+
+def test_a_sample_with_a_nan_has_a_gradient_of_nan_and_others_do_not(on_arm):
+    x = torch.tensor([[1.0, torch.nan], [1.0, 2.0]], requires_grad=True)
+    (slope,) = torch.autograd.grad(ops.gelu(x).sum(), x)
+    assert slope.isnan().tolist() == [[False, True], [False, False]]
 
 
 def test_a_rule_of_your_own_is_used_like_the_others():

@@ -14,7 +14,6 @@ import math
 from functools import partial
 from typing import NamedTuple
 
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
@@ -118,7 +117,7 @@ def _layer(p: Tree, h: Tensor, data: Tree, *, heads: int, tensor: Axis | None) -
     h = h + project(mixed, p["out"], p["out_bias"], tensor)
     m = enter(ops.layer_norm(h, p["norm2"], p["norm2_bias"]), tensor)
     up = ops.linear(m, p["up"], p["up_bias"])
-    return h + project(F.gelu(up, approximate="tanh"), p["down"], p["down_bias"], tensor)
+    return h + project(ops.gelu(up), p["down"], p["down_bias"], tensor)
 
 
 def _features(p: Tree, h: Tensor, data: Tree) -> Float[Tensor, "batch tokens width"]:

@@ -23,9 +23,9 @@ from fdp_kernels.processor import ON_ARM
 WIDE_ELEMENTS = 1 << 18
 """Elements held in float64 at a time (2 MiB), but at least one sample's: more would leave the cache, and be fetched
 anew from the operating system in every step."""
-SUM_ELEMENTS, MIN_COLUMNS = 1 << (19 if ON_ARM else 17), 512
+SUM_ELEMENTS, MIN_COLUMNS = 1 << (20 if ON_ARM else 17), 512
 """Elements of which a weighted sum holds float64 copies at a time (1 MiB, about a core's cache; on ARM, where only
-copies of long rows are fast, 4 MiB), and the fewest columns."""
+copies of long rows are fast, 8 MiB), and the fewest columns."""
 EXACT_ELEMENTS = 1 << 12
 """Squared norms of gradients of at most this size are not rounded up: they cost little either way."""
 SQUARE_BLOCK = 256
