@@ -30,7 +30,7 @@ FEW_TOKENS = 128
 """Up to so many, few queries at a time are faster."""
 LINEAR, CUBIC = 2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.044715
 """Of GELU: ``z = LINEAR x + CUBIC x^3``."""
-MOST = 30.0
+MOST, ELEMENTS_AT_ONCE = 30.0, 1 << 20
 
 
 def causal_attention(
@@ -74,14 +74,23 @@ def gelu(x: Float[Tensor, " *shape"]) -> Float[Tensor, " *shape"]:
 
 def gelu_slope(x: Float[Tensor, " *shape"]) -> Float[Tensor, " *shape"]:
     """Return ``gelu'(x) = s + x z' s (1 - s)``; beyond ``MOST`` that is 0 or 1, and ``z'`` would overflow."""
-    x = x.clamp(-MOST, MOST)
     if not torch.is_grad_enabled():
-        w = torch.square(x).mul_(CUBIC).add_(LINEAR)  # as few passes over memory as possible
-        s = torch.mul(x, w).sigmoid_()
-        w.mul_(3).sub_(2 * LINEAR).mul_(x)  # x z'
-        return torch.ops.aten.sigmoid_backward(w, s).add_(s)
+        out = torch.empty(x.shape, dtype=x.dtype)
+        for some, slope in zip(x.reshape(-1).split(ELEMENTS_AT_ONCE), out.view(-1).split(ELEMENTS_AT_ONCE)):
+            _write_slope(some, slope)
+        return out
+    x = x.clamp(-MOST, MOST)
     s = torch.sigmoid(x * (LINEAR + CUBIC * x.square()))
     return s + x * (LINEAR + 3 * CUBIC * x.square()) * s * (1 - s)
+
+
+def _write_slope(x: Tensor, out: Tensor) -> None:
+    """Write :func:`gelu_slope` into ``out``, in as few passes over memory as possible."""
+    x = x.clamp(-MOST, MOST)
+    torch.square(x, out=out).mul_(CUBIC).add_(LINEAR)
+    s = torch.mul(x, out).sigmoid_()
+    out.mul_(3).sub_(2 * LINEAR).mul_(x)  # x z'
+    torch.ops.aten.sigmoid_backward.grad_input(out, s, grad_input=out).add_(s)
 
 
 class _Gelu(torch.autograd.Function):
