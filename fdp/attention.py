@@ -83,11 +83,11 @@ def fast_attention(device: torch.device, *, repeatable: bool) -> Iterator[None]:
         ):
             yield
     except RuntimeError as error:
-        if "deterministic" not in str(error):
+        if "does not have a deterministic" not in str(error):
             raise
         raise NotRepeatable(
             "repeatable gradients: expected operations with a deterministic algorithm, got one that has none: leave "
-            f"out --repeatable, or choose a method that goes back once (auto, ghost_bk). torch says: {error}"
+            f"out --repeatable, or choose a method that goes back once (ghost_bk, flash_bk). torch says: {error}"
         ) from error
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])

@@ -27,10 +27,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 MAX_TOKENS_AT_ONCE = 64 if ON_ARM else 128
 """With more tokens than this, causal attention takes some queries at a time."""
 FEW_TOKENS = 128
-"""Up to so many, few queries at a time are faster."""
+"""Up to this many tokens, fewer queries at a time are faster."""
 LINEAR, CUBIC = 2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.044715
 """Of GELU: ``z = LINEAR x + CUBIC x^3``."""
 MOST, ELEMENTS_AT_ONCE = 30.0, 1 << 20
+"""Inputs beyond the first have a slope of 0 or 1; slopes of the second are computed at a time, in little memory."""
 
 
 def causal_attention(

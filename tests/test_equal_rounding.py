@@ -161,10 +161,12 @@ def test_a_repeatable_run_computes_in_one_order_and_does_not_choose_by_times(mon
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_repeatable_attention_has_the_same_bits_each_time(dtype):
+@pytest.mark.parametrize("documents", [1, 3])
+def test_repeatable_attention_has_the_same_bits_each_time(dtype, documents):
     shape, device = (4, 8, 1024, 64), torch.device("cuda")
+    segments = None if documents == 1 else torch.randint(documents, (4, 1024), device=device).sort().values
     q, k, v, g = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
     leaves = [leaf.requires_grad_() for leaf in (q, k, v)]
     with fast_attention(device, repeatable=True):
-        first, *others = [torch.autograd.grad(attention(*leaves), leaves, g) for _ in range(20)]
+        first, *others = [torch.autograd.grad(attention(*leaves, segments=segments), leaves, g) for _ in range(20)]
     assert all(torch.equal(one, two) for other in others for one, two in zip(first, other))

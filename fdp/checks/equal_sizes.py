@@ -65,7 +65,8 @@ def check_sizes(add: SamplePart, examples: Tree, *, sizes: Sequence[int], sharde
         raise FdpError(
             f"microbatch sizes {tuple(sizes)}: expected that a sample adds the same to the sum in each, to "
             f"{TOLERANCE:g}, but {explain_difference(wrong)}. One sample more or less could move the gradients of "
-            "others. Make the plan for one size, without add_smaller_sizes"
+            "others. Make the plan for one size, without add_smaller_sizes, or, if it is attention that adds in any "
+            "order on a GPU, compute in one order: make_execution(repeatable=True)"
         )
 
 

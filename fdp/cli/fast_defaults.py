@@ -66,6 +66,11 @@ def choose_microbatch(options: TrainOptions, config: RunConfig, *, saved: int | 
         return config
     if saved is not None:
         return replace(config, microbatch_size=saved)
+    if options.compute.repeatable:
+        raise FdpError(
+            "--repeatable: expected --microbatch N, got auto, which goes by the memory that happens to be free, and "
+            "other sizes add in another order; give the one in the header of a run without --repeatable, or 64"
+        )
     try:
         size = largest_microbatch(config, free_memory(config.device))
     except (FdpError, RuntimeError, NotImplementedError):  # a foreign model without shape rules

@@ -218,8 +218,10 @@ def _with_variable_size(compile: Callable[[], Callable[..., Any]]) -> Callable[.
 
 
 def _own(leaf: Tensor) -> Tensor:
-    """Return a tensor that starts where its memory does, since torch.compile compiles again for one that does not."""
-    return leaf.clone() if leaf.storage_offset() else leaf.detach()
+    """Return a tensor that fills its memory from the start; torch.compile would compile again for one that does not."""
+    if leaf.storage_offset() or not leaf.is_contiguous():
+        return leaf.clone(memory_format=torch.contiguous_format)
+    return leaf.detach()
 
 
 def _about(block: Block, local: Tree, weights: Flat, carry: Tree, data: Tree) -> tuple[Any, ...]:

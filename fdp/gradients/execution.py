@@ -144,7 +144,7 @@ class Execution(NamedTuple):
     ``sharding``: None for one device. ``runner``: how blocks are differentiated. ``compile_step`` names the backend of
     torch.compile that makes one full graph of the work on a microbatch and one of the update. ``cuda_graph`` records
     the step once per shape of batch and replays it; the state must be donated. ``repeatable``: gradients are computed
-    by deterministic algorithms alone, which give the same bits each time.
+    by deterministic algorithms alone; :func:`fdp.fast.compile_modes.make_execution` also compiles in one order then.
     """
 
     sharding: Sharding | None = None

@@ -12,6 +12,7 @@ compared with attention that adds in one order.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 
@@ -28,9 +29,9 @@ MOST_MOVED = 1e-6
 
 COMPARISONS, REPETITIONS = 3, 5
 """How often sizes are compared if they differ, and how often the largest with itself."""
-MOST_TIMES = 10.0
-"""What a size may differ by, as a multiple of what a sample differs from itself: another kernel would round otherwise
-by more."""
+MOST_TIMES = 2.0
+"""What a size may differ by, as a multiple of what a sample differs from itself, for the order of additions to be the
+reason."""
 
 
 class RoundingWarning(RunWarning):
@@ -45,8 +46,8 @@ def usable_sizes(
     Without privacy every size will do. ``say(stage)`` is told what is done.
 
     Guarantees:
-      - of two sizes that are used, both were compared, and samples in them differ by at most ``MOST_MOVED / m``, but
-        for what the order of attention's additions changes in one size as well.
+      - of two sizes that are used, both were compared, and samples in them differ by at most ``MOST_MOVED / m`` or,
+        if attention adds in any order, by ``MOST_TIMES`` what a sample differs from itself, which is not in the slack.
     """
     sizes = config.microbatch_sizes
     if stages.sampling is None or len(sizes) == 1:
@@ -72,8 +73,8 @@ def usable_sizes(
 def _differences(config: RunConfig, stages: Stages, state: TrainState) -> dict[int, float]:
     """Return the difference of every size that fits from the largest, the least of several if they come and go.
 
-    If they stay, and a sample differs from itself in the largest size, that of repeatable gradients is returned for
-    every size that differs by not much more than that.
+    If they stay, and a sample differs from itself in the largest size, that of repeatable gradients counts for every
+    size that differs by at most ``MOST_TIMES`` that; not on several ranks, of which one could run out of memory.
     """
     sharding, sizes = stages.execution.sharding, config.microbatch_sizes
     local = local_sizes(config, sharding)
@@ -86,16 +87,25 @@ def _differences(config: RunConfig, stages: Stages, state: TrainState) -> dict[i
     by = compare(stages, local)
     for _ in range(COMPARISONS - 1):
         if not stages.repeatable and not _agree(by):
-            by = {size: min(by[size], again) for size, again in compare(stages, local).items() if size in by}
-    if stages.repeatable or _agree(by):
+            by = _least(by, compare(stages, local))
+    if stages.repeatable or _agree(by) or sharding is not None:
         return by
     largest = next(here for size, here in zip(sizes, local) if size in by)
     itself = max(compare(stages, [largest] * REPETITIONS).values(), default=0.0)
     try:
-        repeated = compare(stages._replace(repeatable=True), local) if itself else {}
+        repeated = compare(stages._replace(repeatable=True), local) if 0 < itself < math.inf else {}
     except NotRepeatable:
         return by
-    return {size: repeated[size] if size in repeated and by[size] <= MOST_TIMES * itself else by[size] for size in by}
+    if next(iter(repeated), None) != next(iter(by)):
+        return by
+    return _least(by, {size: one for size, one in repeated.items() if by.get(size, 0) <= MOST_TIMES * itself})
+
+
+def _least(by: dict[int, float], again: dict[int, float]) -> dict[int, float]:
+    """Return the smaller difference of every size; ``again`` if it is from another size, since memory ran out."""
+    if next(iter(by)) != next(iter(again), None):
+        return again
+    return {size: min(difference, again.get(size, difference)) for size, difference in by.items()}
 
 
 def _agree(by: dict[int, float]) -> bool:

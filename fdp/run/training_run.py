@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -127,7 +127,8 @@ def prepare(
     optimizer = config.optimizer if kfac is None else kfac.optimizer
     assert isinstance(optimizer, Optimizer)
     state = init_state(model, params, optimizer, mechanism, execution=execution, device=config.device)
-    state, feed = (state, None) if kfac is None else _place_and_feed(config, kfac, state, root)
+    with _in_one_order(config):
+        state, feed = (state, None) if kfac is None else _place_and_feed(config, kfac, state, root)
     say("choosing how the norm of every leaf is computed")
     plan, config = make_run_plan(config, model, sharding)
     say(f"checking that the loss of a sample depends on that sample alone (about 50 forward passes of {model.name})")
@@ -273,12 +274,17 @@ def refresh_curvature(run: Run, state: TrainState, batch: Batch, t: int) -> Trai
         return state
     device = run.config.device
     key = run.key.to(device)
-    with fast_attention(device, repeatable=True) if run.config.repeatable else nullcontext():
+    with _in_one_order(run.config):
         if run.feed is None:
             data, mask = split_microbatches(batch)[0]
             return run.kfac.refresh(state, data, mask, key, t, donate=run.in_place)
         draw, mechanism = partial(draw_batch, run, t), run.mechanism
         return refresh_from_feed(run.feed, run.kfac, state, draw, key, t, mechanism=mechanism, donate=run.in_place)
+
+
+def _in_one_order(config: RunConfig) -> AbstractContextManager[None]:
+    """Let a run that is to be repeatable compute in one order of additions what is not part of a step."""
+    return fast_attention(config.device, repeatable=True) if config.repeatable else nullcontext()
 
 
 def _works_in_place(config: RunConfig) -> bool:

@@ -13,7 +13,8 @@ from fdp.cli.fast_defaults import choose_microbatch, has_smaller_microbatches, r
 from fdp.cli.options import build
 from fdp.cli.train_options import ComputeOptions, TrainOptions
 from fdp.fast.compile_modes import Compile
-from tests.cli.train_runs import call, interrupt_after, small_options
+from fdp.types import FdpError
+from tests.cli.train_runs import call, interrupt_after, small_options, train
 
 
 @pytest.fixture
@@ -119,3 +120,21 @@ def test_a_model_that_cannot_be_traced_gets_a_microbatch(monkeypatch) -> None:
     assert choose_microbatch(options, config).microbatch_size == 8
     assert choose_microbatch(options, config, saved=5).microbatch_size == 5
     assert choose_microbatch(small_options(microbatch=7), config) is config
+
+
+def test_a_repeatable_run_does_not_go_by_the_memory_that_is_free() -> None:
+    options = small_options(repeatable=True)
+    config = configure(options)
+    assert config.repeatable
+    with pytest.raises(FdpError, match="--repeatable: expected --microbatch N, got auto"):
+        choose_microbatch(options, config)
+    assert choose_microbatch(options, config, saved=5).microbatch_size == 5
+    assert choose_microbatch(small_options(repeatable=True, microbatch=7), config) is config
+
+
+def test_two_repeatable_runs_are_equal_and_say_so(tmp_path, capsys) -> None:
+    for name in ("one", "two"):
+        assert train(tmp_path / name, "--repeatable", "--seed", "3", "--ledger", "off") == 0
+        assert "in one order of additions" in " ".join(capsys.readouterr().out.split())
+    one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two"))
+    assert one == two

@@ -136,6 +136,8 @@ def test_data_anywhere_in_its_batch_runs_the_same_code(size, private):
     for start in (6 - size, 0, 1):
         part = tree.map(lambda leaf, at=start: leaf[at : at + size], case.data)
         assert_gradients(case._replace(data=part), blocks, private=private)
+    columns = tree.map(lambda leaf: leaf[:size].mT.contiguous().mT, case.data)
+    assert_gradients(case._replace(data=columns), blocks, private=private)
     assert len(backend.graphs) == len(blocks.code) == 3
 
 

@@ -23,7 +23,7 @@ from fdp.optimizers import sgd
 from fdp.parallel.sharding import Zero
 from fdp.privacy import clipping
 from fdp.privacy.microbatches import check_sizes
-from fdp.run.equal_sizes import RoundingWarning, join_sizes, usable_sizes
+from fdp.run.equal_sizes import REPETITIONS, RoundingWarning, join_sizes, usable_sizes
 from fdp.run.run_config import Layout, RunConfig
 from fdp.run.run_plan import first_examples
 from fdp.run.smaller_microbatches import MemoryWarning
@@ -169,6 +169,46 @@ def test_a_difference_that_comes_and_goes_keeps_no_size_from_being_used(call):
         assert usable_sizes(CONFIG, run.stages._replace(gradient=gradient), state) == SIZES
 
 
+@pytest.mark.parametrize("fails", [2, 3])
+def test_comparisons_with_different_sizes_are_not_mixed(fails, monkeypatch):
+    """If the largest size runs out of memory in a later comparison, 4 is the largest, from which 2 always differs.
+
+    The third comparison is that with attention in one order.
+    """
+    monkeypatch.setattr("fdp.run.equal_sizes.COMPARISONS", 2)
+    run, state, _ = prepared()
+    stages = rounded_otherwise(run.stages, 4, 1e-4)  # so 8 and 2 agree, and 4 differs from both
+    if fails == 3:
+        stages = adding_in_any_order(stages, monkeypatch, 1e-4)
+    real, tries = stages.gradient, [0]
+
+    def gradient(weights: Any, clip: Any, data: Any, mask: Tensor, *rest: Any, **options: Any) -> MicrobatchSum:
+        largest = len(mask) == 8
+        tries[0] += largest
+        before = {2: 1, 3: 2 + REPETITIONS}[fails]
+        if largest and tries[0] > before:
+            raise torch.OutOfMemoryError("no room")
+        return real(weights, clip, data, mask, *rest, **options)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        used = usable_sizes(CONFIG, stages._replace(gradient=gradient), state)
+    assert used == ((4,) if fails == 2 else (8,))
+
+
+def test_infinite_differences_are_not_put_down_to_the_order_of_additions(monkeypatch):
+    run, state, _ = prepared()
+    stages = adding_in_any_order(run.stages, monkeypatch, 1e-4)
+
+    def broken(*values: Any, sizes: Any, **options: Any) -> dict[int, float]:
+        alone = len(set(sizes)) == 1
+        return {sizes[0]: float("inf")} if alone else dict.fromkeys(sizes, float("inf")) | {sizes[0]: 0.0}
+
+    monkeypatch.setattr("fdp.run.equal_sizes.differences", broken)
+    with pytest.warns(RoundingWarning):
+        assert usable_sizes(CONFIG, stages, state) == (8,)
+
+
 @pytest.mark.parametrize("also_in_order", [True, False])
 def test_a_size_that_rounds_otherwise_is_found_behind_the_order_of_additions(also_in_order, monkeypatch):
     """Whether it is attention in any order that does so, or all else."""
@@ -182,7 +222,6 @@ def test_a_size_that_rounds_otherwise_is_found_behind_the_order_of_additions(als
 def test_without_repeatable_gradients_what_was_compared_counts(monkeypatch):
     run, state, _ = prepared()
     stages = adding_in_any_order(run.stages, monkeypatch, 1e-4)
-    inner = stages.gradient
 
     @contextmanager
     def refuses(device: torch.device, *, repeatable: bool) -> Iterator[None]:
@@ -192,7 +231,7 @@ def test_without_repeatable_gradients_what_was_compared_counts(monkeypatch):
 
     monkeypatch.setattr("fdp.step.fast_attention", refuses)
     with pytest.warns(RoundingWarning, match="microbatches of 8 samples are used, not of 4, 2 and 1"):
-        assert usable_sizes(CONFIG, stages._replace(gradient=inner), state) == (8,)
+        assert usable_sizes(CONFIG, stages, state) == (8,)
 
 
 def limited(

@@ -67,8 +67,8 @@ def test_all_sizes_are_used(changes):
     assert run.sizes == SIZES
 
 
-def test_in_float32_sizes_that_round_otherwise_are_left_out():
-    """Some products are split: cuBLAS does so even with the least memory that torch gives it."""
+def test_in_float32_the_sizes_that_are_used_agree():
+    """Some are left out: cuBLAS splits some products even with the least memory that torch gives it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RoundingWarning)
         run, state = prepare(configured(dtype=torch.float32))
