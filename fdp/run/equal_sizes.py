@@ -59,8 +59,7 @@ def usable_sizes(
     if (largest := next(iter(by))) != sizes[0]:
         _warn(f"out of memory with microbatches of {sizes[0]} samples; steps have at most {largest}", MemoryWarning)
     used = join_sizes([size for size in by if by[size] <= _tolerance(by)])
-    if not _agree(by):
-        wrong = [difference for difference in by.values() if not difference <= _tolerance(by)]
+    if wrong := [difference for difference in by.values() if not difference <= _tolerance(by)]:
         others = [size for size in by if size not in used]
         _warn(
             f"microbatches of {_listed(used)} samples are used, not of {_listed(others)}: {explain_difference(wrong)}. "

@@ -272,8 +272,7 @@ def refresh_curvature(run: Run, state: TrainState, batch: Batch, t: int) -> Trai
     """
     if run.kfac is None:
         return state
-    device = run.config.device
-    key = run.key.to(device)
+    key = run.key.to(run.config.device)
     with _in_one_order(run.config):
         if run.feed is None:
             data, mask = split_microbatches(batch)[0]

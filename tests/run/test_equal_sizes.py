@@ -214,7 +214,7 @@ def test_infinite_differences_are_not_put_down_to_the_order_of_additions(monkeyp
 
 @pytest.mark.parametrize("also_in_order", [True, False])
 def test_a_size_that_rounds_otherwise_is_found_behind_the_order_of_additions(also_in_order, monkeypatch):
-    """Whether it is attention in any order that does so, or all else."""
+    """Find it whether attention in any order rounds otherwise, or all else does."""
     run, state, _ = prepared()
     stages = rounded_otherwise(run.stages, 2, 1e-5) if also_in_order else run.stages
     stages = adding_in_any_order(stages, monkeypatch, 1e-4, {} if also_in_order else {2: 1e-2})
