@@ -10,6 +10,7 @@ from fdp.gradients.per_sample import per_sample_norms
 from fdp.gradients.plan import Method, make_plan
 from fdp.gradients.rules import Dense, Rule
 from fdp.gradients.taps import Tape, Watched
+from fdp.gradients.vjp import vjp
 from fdp.model import from_loss
 from fdp.types import FdpError
 from tests.conftest import randn
@@ -84,8 +85,11 @@ def test_attention_is_softmax_of_scores(causal):
     torch.testing.assert_close(ops.attention(q, k, v, causal=causal), scores.softmax(-1) @ V, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("tokens", [65, 128, 129, 192, 200])
-def test_causal_attention_of_some_queries_at_a_time_is_that_of_all(tokens):
+@pytest.mark.parametrize("on_arm", [True, False], ids=["ARM", "x86"])
+@pytest.mark.parametrize("tokens", [65, 128, 129, 192, 260])
+def test_causal_attention_of_some_queries_at_a_time_is_that_of_all(tokens, on_arm, monkeypatch):
+    monkeypatch.setattr(cpu_operations, "ON_ARM", on_arm)
+    monkeypatch.setattr(cpu_operations, "MAX_TOKENS_AT_ONCE", 64 if on_arm else 128)
     q, k, v = (randn(2, heads, tokens, 8, seed=i).requires_grad_() for i, heads in enumerate((4, 2, 2)))
     K, V = (z.repeat_interleave(2, 1) for z in (k, v))
     expected, found = F.scaled_dot_product_attention(q, K, V, is_causal=True), ops.attention(q, k, v)
@@ -93,52 +97,76 @@ def test_causal_attention_of_some_queries_at_a_time_is_that_of_all(tokens):
     slope = randn(2, 4, tokens, 8, seed=9)
     for mine, theirs in zip(*(torch.autograd.grad(out, (q, k, v), slope) for out in (found, expected))):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
-    later = v.detach().clone()
-    later[:, :, 100:] = torch.nan  # what comes later is not seen
-    assert torch.equal(ops.attention(q, k, later)[:, :, :64], found[:, :, :64])
+    if tokens > cpu_operations.MAX_TOKENS_AT_ONCE:
+        first, later = cpu_operations.queries_at_once(tokens), v.detach().clone()
+        later[:, :, first:] = torch.nan  # what comes later is not read
+        assert torch.equal(ops.attention(q, k, later)[:, :, :first], found[:, :, :first])
 
 
-@pytest.fixture(params=[True, False], ids=["ARM", "x86"])
-def on_arm(request, monkeypatch):
-    monkeypatch.setattr(cpu_operations, "ON_ARM", request.param)
-    return request.param
+def gelu_in_float64(x):
+    """Return GELU and its slope, in float64; inputs beyond 100 have the slope of 100."""
+    wide = x.detach().double().requires_grad_()
+    y = F.gelu(wide, approximate="tanh")
+    near = wide.detach().clamp(-100, 100).requires_grad_()
+    return y.detach(), torch.autograd.grad(F.gelu(near, approximate="tanh").sum(), near)[0]
 
 
-@pytest.mark.usefixtures("on_arm")
-def test_gelu_is_torchs_and_so_is_its_derivative():
-    x = torch.cat([torch.linspace(-12, 12, 200_001), torch.tensor([-1e30, -40.0, 40.0, 3e13, 1e30])])
-    wide = x.double().clamp(-100, 100).requires_grad_()
-    (expected,) = torch.autograd.grad(F.gelu(wide, approximate="tanh").sum(), wide)
-    x.requires_grad_()
-    y = ops.gelu(x)
-    assert torch.equal(y, F.gelu(x, approximate="tanh"))
-    finite = x.detach().abs() < 1e12 if not cpu_operations.ON_ARM else torch.ones_like(x, dtype=torch.bool)
-    for kept in (True, False):  # if a graph of the derivative is kept, it is computed out of place
-        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=kept, retain_graph=True)
-        torch.testing.assert_close(slope[finite].double(), expected[finite], rtol=0, atol=3e-6)
-    by_func = torch.func.grad(lambda z: ops.gelu(z).sum())(x.detach())
-    torch.testing.assert_close(by_func[finite].double(), expected[finite], rtol=0, atol=3e-6)
+def once(x):
+    with cpu_operations.differentiated_once():
+        return ops.gelu(x)
 
 
-@pytest.mark.usefixtures("on_arm")
-def test_gelu_can_be_differentiated_twice_vectorised_and_compiled():
+@pytest.mark.parametrize("at_once", [1 << 20, 1000])
+def test_gelu_that_is_differentiated_once_is_torchs_and_so_is_its_slope(at_once, monkeypatch):
+    monkeypatch.setattr(cpu_operations, "ELEMENTS_AT_ONCE", at_once)
+    x = torch.cat([torch.linspace(-12, 12, 20_001), torch.tensor([-1e30, -40.0, 40.0, 3e13, 1e30])]).requires_grad_()
+    values, slopes = gelu_in_float64(x)
+    y = once(x)
+    assert "Gelu" in type(y.grad_fn).__name__  # not torch's own
+    torch.testing.assert_close(y.detach().double(), values, rtol=1e-6, atol=1e-6)
+    for _ in range(2):  # a pull-back may be used again
+        (slope,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        torch.testing.assert_close(slope.double(), slopes, rtol=0, atol=3e-6)
+    out, pull, _ = vjp(lambda z: (ops.gelu(z), ()), x.detach())
+    assert torch.equal(out, y.detach())
+    assert torch.equal(pull(torch.ones_like(out))[0], slope)
+
+
+def test_gelu_without_the_promise_and_in_other_dtypes_is_torchs():
+    x = torch.linspace(-3, 3, 12, requires_grad=True)
+    assert torch.equal(ops.gelu(x), F.gelu(x, approximate="tanh"))
+    assert torch.equal(once(x.double()), F.gelu(x.double(), approximate="tanh"))
+    with torch.no_grad():
+        assert torch.equal(once(x), F.gelu(x, approximate="tanh"))
+
+
+def test_gelu_can_be_vectorised_compiled_and_differentiated_in_a_derivative():
     x = torch.linspace(-3, 3, 12).view(3, 4)
-    z = x.double().requires_grad_()
+    slope = torch.func.grad(lambda z: ops.gelu(z).sum())
+    expected = torch.func.grad(lambda z: F.gelu(z, approximate="tanh").sum())
+    twice = torch.func.grad(lambda z: expected(z).sum())(x)
+    with cpu_operations.differentiated_once():  # the inner derivative is differentiated by the outer one
+        torch.testing.assert_close(torch.func.grad(lambda z: slope(z).sum())(x), twice, rtol=0, atol=1e-5)
+        torch.testing.assert_close(torch.func.vmap(slope)(x), expected(x), rtol=0, atol=3e-6)
+        z = x.clone().requires_grad_()
+        torch.testing.assert_close(torch.autograd.grad(slope(z).sum(), z)[0], twice, rtol=0, atol=1e-5)
+    promised = torch.func.grad(lambda z: torch.func.grad(lambda z: once(z).sum())(z).sum())  # a promise inside of two
+    torch.testing.assert_close(promised(x), twice, rtol=0, atol=1e-5)
+    compiled = torch.compile(ops.gelu, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), F.gelu(x, approximate="tanh"))
 
-    def twice(f, z):
-        (slope,) = torch.autograd.grad(f(z).sum(), z, create_graph=True)
-        return torch.autograd.grad(slope.sum(), z)[0]
 
-    expected = twice(lambda z: F.gelu(z, approximate="tanh"), z)
-    torch.testing.assert_close(twice(ops.gelu, x.clone().requires_grad_()).double(), expected, rtol=0, atol=1e-5)
-    slopes = torch.func.vmap(torch.func.grad(lambda z: ops.gelu(z).sum()))(x)
-    torch.testing.assert_close(slopes, torch.func.grad(lambda z: ops.gelu(z).sum())(x), rtol=0, atol=3e-6)
-    assert torch.equal(torch.compile(ops.gelu, backend="eager", fullgraph=True)(x), ops.gelu(x))
+def test_gelu_that_was_promised_to_be_differentiated_once_is_not_differentiated_twice():
+    x = torch.linspace(-3, 3, 12, requires_grad=True)
+    with pytest.raises(FdpError, match="expected to be differentiated once"):
+        torch.autograd.grad(once(x).sum(), x, create_graph=True)
+    assert torch.equal(ops.gelu(x), F.gelu(x, approximate="tanh"))  # the promise has ended
 
 
-def test_a_sample_with_a_nan_has_a_gradient_of_nan_and_others_do_not(on_arm):
+@pytest.mark.parametrize("gelu", [ops.gelu, once])
+def test_a_sample_with_a_nan_has_a_gradient_of_nan_and_others_do_not(gelu):
     x = torch.tensor([[1.0, torch.nan], [1.0, 2.0]], requires_grad=True)
-    (slope,) = torch.autograd.grad(ops.gelu(x).sum(), x)
+    (slope,) = torch.autograd.grad(gelu(x).sum(), x)
     assert slope.isnan().tolist() == [[False, True], [False, False]]
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fdp import tree
+from fdp.cpu_operations import differentiated_once
 from fdp.gradients.rules import Record
 from fdp.gradients.taps import Tape, Use, batch_size_of, make_taps, records_of, watch
 from fdp.gradients.vjp import refuse_recomputation
@@ -54,7 +55,7 @@ def attached_vjp(
     carry = tree.map(lambda leaf: leaf.detach().requires_grad_(leaf.is_floating_point()), carry)
     constants = {path: leaf.detach() for path, leaf in weights.items()}
     tape = Tape(batch_size_of(data), taps, attached=True, compiled=False)
-    with torch.enable_grad(), refuse_recomputation():
+    with torch.enable_grad(), refuse_recomputation(), differentiated_once():
         try:
             out = block.apply(watch(block, constants, trainable, tape), carry, data)
         except RuntimeError as error:

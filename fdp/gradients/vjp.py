@@ -12,12 +12,13 @@ autograd does.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from fdp import tree
+from fdp.cpu_operations import differentiated_once
 from fdp.types import FdpError, Flat, Tree
 
 RECOMPUTED = (
@@ -54,7 +55,8 @@ def vjp(fn: Callable[..., tuple[Tree, Any]], *primals: Tree) -> tuple[Tree, Call
     structure: list[Tree] = []
 
     def run(*primals: Tree) -> tuple[Tree, Any]:
-        out, aux = fn(*primals)
+        with nullcontext() if torch.compiler.is_compiling() else differentiated_once():
+            out, aux = fn(*primals)
         floats, rest = _split_floats(out)
         if not rest:
             return out, (aux, rest)

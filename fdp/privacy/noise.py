@@ -110,13 +110,13 @@ def noised_leaves(values: Flat, deviation: Float[Tensor, ""], key: Key) -> Flat:
     sizes = [value.numel() for value in values.values()]
     drawn = keys.normals(keys.fold_in_nonces(key, keys.path_nonces(tuple(values))), sizes)
     deviation = deviation.to(drawn)
-    drawn.mul_(deviation)
+    grid = grid_of(deviation)
+    drawn.mul_(deviation / grid)  # in units of the grid, a power of two: the same bits
     noisy = {path: part.view(value.shape) for (path, value), part in zip(values.items(), drawn.split(sizes))}
     for path, value in values.items():
-        noisy[path].add_(value)
-    grid = grid_of(deviation)
+        noisy[path].add_(value, alpha=1 / float(grid))
     for some in drawn.split(ELEMENTS_IN_CACHE):
-        some.div_(grid).round_().mul_(grid)
+        some.round_().mul_(grid)
     return noisy
 
 

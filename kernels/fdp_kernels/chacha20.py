@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from typing import Any
 
@@ -216,6 +217,8 @@ def launch_words(
 
 _PIECE_ELEMENTS = 1 << 18
 """Elements per piece: a few MB of scratch, near the cache, with work for several threads."""
+_THREAD_ELEMENTS = 1 << 15
+"""Elements that a thread draws at a time: a tenth of a millisecond of work."""
 _GAP_ELEMENTS = 1 << 10
 """Largest gap between two runs that is drawn and dropped; a larger one costs more than starting the cipher again."""
 _ZEROS = memoryview(bytes(8 * (_PIECE_ELEMENTS + 2 * ELEMENTS_PER_BLOCK)))
@@ -223,11 +226,12 @@ WORD, ELEMENT = np.dtype("<u4"), np.dtype("<i8")
 """32 and 64 bits of the stream."""
 
 
-def make_cipher(key_K: Tensor, nonce_N: Sequence[int] = (0, 0, 0)) -> Callable[[int], Any]:
+def make_cipher(key_K: Tensor | Sequence[int], nonce_N: Sequence[int] = (0, 0, 0)) -> Callable[[int], Any]:
     """Return ``counter -> encryptor``; the key is read once."""
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 
-    key = struct.pack("<8I", *(word & _MASK for word in key_K.tolist()))
+    words = key_K.tolist() if isinstance(key_K, Tensor) else key_K
+    key = struct.pack("<8I", *(word & _MASK for word in words))
     nonce = struct.pack("<3I", *(word & _MASK for word in nonce_N))
 
     def encryptor(block: int) -> Any:
@@ -256,13 +260,34 @@ def read_element(cipher: Callable[[int], Any], index: int) -> int:
     return int(read_stream(cipher, ELEMENT, index, 1)[0])
 
 
-def fill_stream(cipher: Callable[[int], Any], first: int, out: np.ndarray) -> None:
-    """Write 64-bit elements ``first ..`` of the stream into ``out``; ``first`` is the first element of a block."""
-    cipher(first // ELEMENTS_PER_BLOCK).update_into(_ZEROS[: out.nbytes], out.view(np.uint8))
+def fill_streams(ciphers: Sequence[Callable[[int], Any]], outs: Sequence[np.ndarray]) -> None:
+    """Write the first 64-bit elements of every cipher's stream into its array, on as many threads as torch uses.
+
+    Guarantees:
+      - every element is written, or an error is raised: none is left as it was in memory.
+    """
+    pieces = [
+        (cipher, first, out[first : first + _THREAD_ELEMENTS])
+        for cipher, out in zip(ciphers, outs, strict=True)
+        for first in range(0, len(out), _THREAD_ELEMENTS)
+    ]
+    threads = max(1, min(torch.get_num_threads(), sum(map(len, outs)) // _THREAD_ELEMENTS))
+
+    def fill(thread: int) -> None:
+        for cipher, first, out in pieces[thread::threads]:
+            cipher(first // ELEMENTS_PER_BLOCK).update_into(_ZEROS[: out.nbytes], out.view(np.uint8))
+
+    if threads == 1:
+        return fill(0)
+    with ThreadPoolExecutor(threads - 1) as pool:
+        others = pool.map(fill, range(1, threads))
+        fill(0)
+        list(others)  # raises what a thread raised
 
 
 def _child_keys_cpu(key_K: Tensor, nonce_CN: Tensor) -> Tensor:
-    rows = [make_cipher(key_K, nonce)(0).update(_ZEROS[:32]) for nonce in nonce_CN.tolist()]
+    key = key_K.tolist()
+    rows = [make_cipher(key, nonce)(0).update(_ZEROS[:32]) for nonce in nonce_CN.tolist()]
     return torch.from_numpy(np.frombuffer(b"".join(rows), dtype=WORD).astype(np.int64).reshape(-1, 8))
 
 

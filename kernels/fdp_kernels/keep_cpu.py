@@ -18,14 +18,12 @@ import math
 import torch
 from torch import Tensor
 
-from fdp_kernels.processor import ON_ARM
-
 WIDE_ELEMENTS = 1 << 18
 """Elements held in float64 at a time (2 MiB), but at least one sample's: more would leave the cache, and be fetched
 anew from the operating system in every step."""
-SUM_ELEMENTS, MIN_COLUMNS = 1 << (20 if ON_ARM else 17), 512
-"""Elements of which a weighted sum holds float64 copies at a time (1 MiB, about a core's cache; on ARM, where only
-copies of long rows are fast, 8 MiB), and the fewest columns."""
+SUM_ELEMENTS, MIN_COLUMNS = 1 << 20, 512
+"""Elements of which a weighted sum holds float64 copies at a time (8 MiB: copies of short rows are slow), and the
+fewest columns."""
 EXACT_ELEMENTS = 1 << 12
 """Squared norms of gradients of at most this size are not rounded up: they cost little either way."""
 SQUARE_BLOCK = 256
@@ -80,17 +78,17 @@ def wide_weighted_sum(G_BN: Tensor, factors_B: Tensor) -> Tensor:
     Some columns at a time are converted, in one buffer, and summed over all samples (256 at a time, if there are more).
     """
     G_BN, factors_B = _rows_that_count(G_BN, factors_B)
-    flat_BN, factors = G_BN.reshape(len(G_BN), math.prod(G_BN.shape[1:])), factors_B.double().unsqueeze(0)
+    flat_BN, factors = G_BN.reshape(len(G_BN), math.prod(G_BN.shape[1:])), factors_B.double()
     if flat_BN.dtype == torch.float64 or flat_BN.numel() <= SUM_ELEMENTS:
-        return (factors @ flat_BN.double()).view(G_BN.shape[1:])
+        return flat_BN.double().t().mv(factors).view(G_BN.shape[1:])
     samples = min(len(flat_BN), max(1, SUM_ELEMENTS // MIN_COLUMNS))
     columns = max(MIN_COLUMNS, SUM_ELEMENTS // samples)
     total = torch.zeros(flat_BN.shape[1], dtype=torch.float64)
     buffer = torch.empty(samples, columns, dtype=torch.float64)
-    for some, part in zip(total.unsqueeze(0).split(columns, dim=1), flat_BN.split(columns, dim=1)):
-        for few, rows in zip(factors.split(samples, dim=1), part.split(samples)):
+    for some, part in zip(total.split(columns), flat_BN.split(columns, dim=1)):
+        for few, rows in zip(factors.split(samples), part.split(samples)):
             wide = buffer if rows.shape == buffer.shape else buffer.view(-1)[: rows.numel()].view(rows.shape)
-            some.addmm_(few, wide.copy_(rows))
+            some.addmv_(wide.copy_(rows).t(), few)
     return total.view(G_BN.shape[1:])
 
 

@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ from fdp_kernels.chacha20 import (
     bits_reference,
     check_blocks,
     fill_box_cpu,
-    fill_stream,
+    fill_streams,
     launch_bits,
     launch_runs,
     make_cipher,
@@ -59,9 +59,9 @@ _TAIL = 0x7FFFFFFF
 _RARE = 1 << 16
 _WIDE_TAIL = (1 << 63) - 1
 _WIDE_RARE = 1 << 47
-_ELEMENTS_TOGETHER = 1 << (18 if ON_ARM else 16)
-"""Elements of a piece of :func:`foreach_normal` on a CPU: half a MB, near the cache, with work for two threads; on ARM
-2 MB, since a torch operation takes longer to start."""
+_ELEMENTS_TOGETHER = 1 << (18 if ON_ARM else 17)
+"""Elements of a piece of :func:`foreach_normal` on a CPU: 1 MiB, near the cache, with work for two threads; on ARM 2
+MiB, since a torch operation takes longer to start."""
 HAS_VECTOR_ERFINV = torch.backends.mkl.is_available()
 """True if ``torch.erfinv`` is MKL's: four times as fast as ``ndtri``. Others take longer than ``ndtri``."""
 _FAR = 2.0**-6
@@ -220,28 +220,31 @@ def _wide_normal_law_cpu(key_K: Tensor) -> Callable[[np.ndarray, np.ndarray], Te
     def law(bits: np.ndarray, starts: np.ndarray) -> Tensor:
         flat = torch.from_numpy(bits.reshape(-1))
         out = torch.empty(flat.shape, dtype=torch.float64)
-        rare = _wide_normal_cpu(flat, out, _make_scratch(len(flat)))
+        rare, bits_of_rare = _wide_normal_cpu(flat, out, _make_scratch(len(flat)))
         if len(rare):
             places = [divmod(i, bits.shape[1]) for i in rare.tolist()]
             fine = [read_element(fine_cipher, int(starts[row]) + column) for row, column in places]
-            out[rare] = wide_normal_from_bits(flat[rare], torch.tensor(fine))
+            out[rare] = wide_normal_from_bits(bits_of_rare, torch.tensor(fine))
         return out.view(bits.shape)
 
     return law
 
 
-def _wide_normal_cpu(bits: Tensor, out: Tensor, scratch: Tensor) -> Tensor:
+def _wide_normal_cpu(bits: Tensor, out: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
     """Write the values of :func:`wide_normal_from_bits` into ``out``, bit for bit, but for those far in the tail.
 
-    Returns the indices of these, which need extra bits. ``scratch`` is that of :func:`_make_scratch`.
+    Returns the indices of these, which need extra bits, and their own bits. ``scratch`` is that of
+    :func:`_make_scratch`. The bits and ``out`` may be the same memory.
     """
     n, (p, z) = len(bits), scratch[:, : len(bits) + -len(bits) % _WHOLE_VECTORS]
     tail = torch.bitwise_and(bits, _WIDE_TAIL, out=z.view(torch.int64)[:n])
     p[:n].copy_(tail).add_(0.5).mul_(2.0**-64)
     p[n:].fill_(0.25)
     lower_quantile_(p, z)  # negative: below the median
+    rare = torch.nonzero(p[:n] < _WIDE_RARE * 2.0**-64).flatten()
+    bits_of_rare = bits[rare]
     torch.copysign(z[:n], bits.view(torch.float64), out=out)
-    return torch.from_numpy(np.flatnonzero(p[:n].numpy() < _WIDE_RARE * 2.0**-64))
+    return rare, bits_of_rare
 
 
 def _make_scratch(elements: int) -> Tensor:
@@ -249,57 +252,24 @@ def _make_scratch(elements: int) -> Tensor:
     return torch.empty(2, elements + -elements % _WHOLE_VECTORS, dtype=torch.float64)
 
 
-class _Segment(NamedTuple):
-    """Elements ``first .. first + count - 1`` of a key, from ``at`` on in a piece."""
-
-    key: int
-    first: int
-    count: int
-    at: int
-
-
-def _pieces(sizes: Sequence[int]) -> Iterator[list[_Segment]]:
-    """Split all elements of all keys into pieces of at most ``_ELEMENTS_TOGETHER``, in order."""
-    piece: list[_Segment] = []
-    filled = 0
-    for key, size in enumerate(sizes):
-        first = 0
-        while first < size:
-            # Only the first element of a block can begin a segment.
-            room = (_ELEMENTS_TOGETHER - filled) // ELEMENTS_PER_BLOCK * ELEMENTS_PER_BLOCK
-            count = min(size - first, room)
-            if count:
-                piece.append(_Segment(key, first, count, filled))
-            first, filled = first + count, filled + count
-            if first < size:
-                yield piece
-                piece, filled = [], 0
-    if piece:
-        yield piece
-
-
 def _foreach_normal_cpu(keys_CK: Tensor, sizes: Sequence[int]) -> Tensor:
     _check_sizes(keys_CK, sizes)
     for size in sizes:
         check_blocks(0, -(-size // ELEMENTS_PER_BLOCK))
-    ciphers = [make_cipher(key) for key in keys_CK]
-    out, done = torch.empty(sum(sizes), dtype=torch.float64), 0
-    rare: list[tuple[int, int, int]] = []
-    most = min(len(out), _ELEMENTS_TOGETHER)
-    stream, scratch = np.empty(most, dtype=ELEMENT), _make_scratch(most)
-    for piece in _pieces(sizes):
-        last = piece[-1]
-        bits = stream[: last.at + last.count]
-        for key, first, count, at in piece:
-            fill_stream(ciphers[key], first, bits[at : at + count])
-        for i in _wide_normal_cpu(torch.from_numpy(bits), out[done : done + len(bits)], scratch).tolist():
-            key, first, _, at = piece[bisect_right(piece, i, key=lambda segment: segment.at) - 1]
-            fine_cipher = make_cipher(keys_CK[key], (TAIL_PURPOSE, 0, 0))
-            rare.append((done + i, int(bits[i]), read_element(fine_cipher, first + i - at)))
-        done += len(bits)
-    if rare:
-        index, bits_of_rare, fine = torch.tensor(rare).unbind(1)
-        out[index] = wide_normal_from_bits(bits_of_rare, fine)
+    keys, ends = keys_CK.tolist(), list(accumulate(sizes))
+    out = torch.empty(sum(sizes), dtype=torch.float64)
+    bits = out.view(torch.int64)
+    fill_streams([make_cipher(key) for key in keys], [part.numpy() for part in bits.split(list(sizes))])
+    scratch = _make_scratch(min(len(out), _ELEMENTS_TOGETHER))
+    for start in range(0, len(out), _ELEMENTS_TOGETHER):
+        part = slice(start, start + _ELEMENTS_TOGETHER)
+        rare, bits_of_rare = _wide_normal_cpu(bits[part], out[part], scratch)
+        fine = []
+        for i in (rare + start).tolist():
+            key = bisect_right(ends, i)
+            fine.append(read_element(make_cipher(keys[key], (TAIL_PURPOSE, 0, 0)), i - ends[key] + sizes[key]))
+        if fine:
+            out[rare + start] = wide_normal_from_bits(bits_of_rare, torch.tensor(fine))
     return out
 
 

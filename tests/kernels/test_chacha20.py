@@ -131,6 +131,40 @@ def test_any_box_is_a_slice_of_the_stream(piece, gap, monkeypatch):
     check()
 
 
+@pytest.fixture
+def many_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("many_threads")
+@pytest.mark.parametrize("piece", [8, 64, 1 << 15])
+def test_threads_draw_every_element_of_every_stream(piece, monkeypatch):
+    monkeypatch.setattr(chacha20, "_THREAD_ELEMENTS", piece)
+    sizes = [5, 0, 1000, 64, 1, 129]
+    keys = [random_words(8, seed) for seed in range(len(sizes))]
+    outs = [np.full(size, -1, dtype=np.int64) for size in sizes]
+    chacha20.fill_streams([chacha20.make_cipher(key) for key in keys], outs)
+    for key, size, out in zip(keys, sizes, outs):
+        assert torch.equal(torch.from_numpy(out), chacha20.bits_reference(key, [size], [0], [size]))
+
+
+@pytest.mark.usefixtures("many_threads")
+@pytest.mark.parametrize("broken", range(6))
+def test_a_thread_that_fails_is_an_error_and_never_noise_that_was_not_drawn(broken, monkeypatch):
+    monkeypatch.setattr(chacha20, "_THREAD_ELEMENTS", 8)
+    good = chacha20.make_cipher(random_words(8, 0))
+
+    def bad(block):
+        raise MemoryError("no room")
+
+    ciphers = [bad if i == broken else good for i in range(6)]
+    with pytest.raises(MemoryError, match="no room"):
+        chacha20.fill_streams(ciphers, [np.zeros(8, dtype=np.int64) for _ in ciphers])
+
+
 def test_blocks_past_the_counter_are_refused():
     key, nonce = random_words(8, 5), random_words(3, 6)
     for function in (chacha20.keystream, chacha20.keystream_reference):
