@@ -67,6 +67,11 @@ def map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     return optree.tree_map(fn, tree, *rest)
 
 
+def refill(like: Tree, values: Iterable[Any]) -> Tree:
+    """Return the tree of ``like``'s structure with these leaves, in the order of :func:`leaves`."""
+    return optree.tree_unflatten(optree.tree_structure(like), list(values))
+
+
 def nest(flat: Mapping[Path, Any]) -> Tree:
     """Return a nested dictionary from ``{path: leaf}``, undoing :func:`flatten`; keys ``0..n-1`` become a list."""
     root: dict[str, Any] = {}

@@ -52,6 +52,7 @@ def test_unflatten_undoes_flatten(value):
 def test_paths_and_leaves_are_in_one_order(value):
     assert dict(zip(tree.paths(value), tree.leaves(value))) == tree.flatten(value)
     assert len(tree.paths(value)) == len(tree.leaves(value))
+    assert tree.refill(value, tree.leaves(value)) == value
 
 
 @given(trees)

@@ -28,6 +28,7 @@ from torch import Tensor
 from fdp import tree
 from fdp.optimizers import checks
 from fdp.optimizers.base import AdamW, Optimizer, cast, chain, once, pointwise, zero_step
+from fdp.optimizers.many_leaves import each, in_groups
 from fdp.optimizers.schedules import Schedule
 from fdp.optimizers.transforms import add_decayed_weights, scale_by_learning_rate
 from fdp.types import FdpError, Tree
@@ -67,15 +68,16 @@ def scale_by_adam(
 
     def update(grads: Tree, state: AdamState, params: Tree) -> tuple[Tree, AdamState]:
         step = state.step + 1
-        mean = tree.map(lambda m, g: torch.lerp(m, g, 1 - b1), state.mean, grads)
-        square = tree.map(lambda v, g: torch.lerp(v, g.square(), 1 - b2), state.square, grads)
         mean_factor, square_factor = unbias(b1, step), unbias(b2, step)
 
-        def direction(m: Tensor, v: Tensor) -> Tensor:
-            moment = second_moment(v, factor=square_factor, noise_std=noise_std, eps_root=eps_root)
-            return cast((m * mean_factor).div_(moment.sqrt_().add_(eps)), m.dtype)
+        def move(m: list[Tensor], v: list[Tensor], g: list[Tensor]) -> tuple[list[Tensor], ...]:
+            m, v = each("lerp", m, g, 1 - b1), each("lerp", v, each("mul", g, g), 1 - b2)
+            moments = [second_moment(one, factor=square_factor, noise_std=noise_std, eps_root=eps_root) for one in v]
+            u = each("div_", each("mul", m, mean_factor), each("add_", each("sqrt_", moments), eps))
+            return [cast(one, mean.dtype) for one, mean in zip(u, m)], m, v
 
-        return tree.map(direction, mean, square), AdamState(step, mean, square)
+        updates, mean, square = in_groups(move, state.mean, state.square, grads)
+        return updates, AdamState(step, mean, square)
 
     return pointwise(init, update)
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from fdp import tree
 from fdp.optimizers import checks
 from fdp.optimizers.leaf_reductions import LOCAL, Reductions
+from fdp.optimizers.many_leaves import each, in_groups
 from fdp.optimizers.schedules import Schedule
 from fdp.types import FdpError, Tree
 
@@ -115,7 +116,8 @@ def chain(*parts: Optimizer) -> Optimizer:
         if len(state) != len(parts):
             raise FdpError(f"state: expected that of a chain of {len(parts)}, got {len(state)} states; call init")
         precise = tree.map(_precise, params)
-        updates = checks.pairwise("grads", lambda p, g: cast(g, p.dtype), precise, grads)
+        checks.fitting("grads", precise, grads)
+        updates = tree.map(lambda p, g: cast(g, p.dtype), precise, grads)
         states = []
         for part, part_state in zip(parts, state):
             updates, part_state = part.update(updates, part_state, precise, reductions)
@@ -143,7 +145,8 @@ def stateless(update: Callable[[Tree, Tree, Reductions], Tree]) -> Optimizer:
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:
     """Return ``params + updates``, in the dtypes of ``params``."""
-    return checks.pairwise("updates", lambda p, u: p + cast(u, p.dtype), params, updates)
+    checks.fitting("updates", params, updates)
+    return in_groups(lambda p, u: each("add", p, [cast(one, leaf.dtype) for one, leaf in zip(u, p)]), params, updates)
 
 
 def zero_step(params: Tree) -> Int[Tensor, ""]:

@@ -1,13 +1,12 @@
 """Argument checks of optimizers. An error says what was expected, what was given, where, and what to do.
 
 >>> nonnegative("learning_rate", -1.0)             # learning_rate: expected a number >= 0, got -1.0
->>> pairwise("grads", fn, params, grads)           # fn(param, grad) per leaf; names the path that misfits
+>>> fitting("grads", params, grads)                # names the path that misfits
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -49,15 +48,14 @@ def floating(params: Tree) -> None:
             )
 
 
-def pairwise(name: str, fn: Callable[[Any, Any], Any], params: Tree, other: Tree) -> Tree:
-    """Map ``fn(param, leaf)`` over the leaves; ``other`` must have the structure and shapes of ``params``."""
+def fitting(name: str, params: Tree, other: Tree) -> None:
+    """Raise unless ``other`` has the structure and shapes of ``params``."""
     try:
         same = all(tree.leaves(tree.map(lambda p, leaf: p.shape == getattr(leaf, "shape", None), params, other)))
     except ValueError:
         same = False
     if not same:
         raise FdpError(_difference(name, params, other))
-    return tree.map(fn, params, other)
 
 
 def _difference(name: str, params: Tree, other: Tree) -> str:

@@ -23,6 +23,7 @@ from fdp import tree
 from fdp.optimizers import checks
 from fdp.optimizers.base import Optimizer, cast, once, pointwise, stateless, zero_step
 from fdp.optimizers.leaf_reductions import Reductions
+from fdp.optimizers.many_leaves import each, in_groups
 from fdp.optimizers.schedules import Schedule
 from fdp.types import Tree
 
@@ -35,7 +36,7 @@ class ScheduleState(NamedTuple):
 
 def scale(factor: float) -> Optimizer:
     """``u = factor g``."""
-    return stateless(lambda grads, params, _: tree.map(lambda g: g * factor, grads))
+    return stateless(lambda grads, params, _: in_groups(lambda g: each("mul", g, factor), grads))
 
 
 def scale_by_schedule(schedule: Schedule) -> Optimizer:
@@ -63,19 +64,20 @@ def add_decayed_weights(weight_decay: float | Schedule, *, mask: Callable[[Tree]
     1711.05101). ``mask(params)`` is a tree of booleans: leaves with False are not decayed.
     """
 
-    def where_masked(fn: Callable[[Tensor, Tensor], Tensor], grads: Tree, params: Tree) -> Tree:
+    def where_masked(fn: Callable[[list[Tensor], list[Tensor]], list[Tensor]], grads: Tree, params: Tree) -> Tree:
         if mask is None:
-            return tree.map(fn, grads, params)
-        return tree.map(lambda g, p, keep: fn(g, p) if keep else g, grads, params, mask(params))
+            return in_groups(fn, grads, params)
+        return tree.map(lambda g, p, keep: fn([g], [p])[0] if keep else g, grads, params, mask(params))
 
     if not callable(weight_decay):
         checks.nonnegative("weight_decay", weight_decay)
-        add = partial(where_masked, lambda g, p: torch.add(g, p, alpha=weight_decay))
+        add = partial(where_masked, lambda g, p: each("add", g, p, alpha=weight_decay))
         return stateless(lambda grads, params, _: add(grads, params))
 
     def update(grads: Tree, state: ScheduleState, params: Tree) -> tuple[Tree, ScheduleState]:
         strength = once(weight_decay(state.step))
-        return where_masked(lambda g, p: g + times(p, strength), grads, params), ScheduleState(state.step + 1)
+        decayed = where_masked(lambda g, p: each("add", g, [times(one, strength) for one in p]), grads, params)
+        return decayed, ScheduleState(state.step + 1)
 
     return pointwise(lambda params: ScheduleState(zero_step(params)), update)
 

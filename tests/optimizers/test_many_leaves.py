@@ -1,0 +1,88 @@
+"""Groups of leaves: every leaf is computed as by itself, whichever leaves share a call."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import pytest
+import torch
+
+from fdp import optimizers as fo
+from fdp import tree
+from fdp.optimizers import many_leaves
+from fdp.optimizers.many_leaves import each, in_groups
+from tests.conftest import randn
+
+SIZES = [(3,), (), (40, 5), (7,), (2, 2, 2), (0,), (129,)]
+PARAMS = {f"leaf{i}": randn(*size, seed=i) for i, size in enumerate(SIZES)}
+GRADS = {f"leaf{i}": randn(*size, seed=50 + i) for i, size in enumerate(SIZES)}
+
+
+@pytest.fixture(params=[0, 8, 50, 1 << 20])
+def at_once(request, monkeypatch):
+    monkeypatch.setattr(many_leaves, "ELEMENTS_TOGETHER", request.param)
+    return request.param
+
+
+def equal(one, other):
+    assert tree.paths(one) == tree.paths(other)
+    for a, b in zip(tree.leaves(one), tree.leaves(other)):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+
+
+def test_groups_hold_every_leaf_once_and_in_order(at_once):
+    seen = []
+    found = in_groups(lambda p, g: seen.append(p) or each("add", p, g, alpha=2), PARAMS, GRADS)
+    assert [leaf is own for own, leaf in zip(PARAMS.values(), chain(*seen), strict=True)] == [True] * len(SIZES)
+    sizes = [sum(leaf.numel() for leaf in group) for group in seen]
+    assert all(size <= at_once for size, group in zip(sizes, seen) if len(group) > 1)
+    assert len(seen) == 1 or at_once < (1 << 20)
+    equal(found, tree.map(lambda p, g: torch.add(p, g, alpha=2), PARAMS, GRADS))
+
+
+def test_several_results_are_several_trees():
+    added, doubled = in_groups(lambda p, g: (each("add", p, g), each("mul", p, 2)), PARAMS, GRADS)
+    equal(added, tree.map(torch.add, PARAMS, GRADS))
+    equal(doubled, tree.map(lambda p: p * 2, PARAMS))
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "masked", "scheduled", "noise", "sgd"])
+def test_an_update_does_not_depend_on_the_groups(name, at_once, monkeypatch):
+    optimizer = {
+        "adam": fo.adam(0.1),
+        "adamw": fo.adamw(0.1, weight_decay=0.2),
+        "masked": fo.adamw(0.1, mask=lambda params: tree.map(lambda p: p.ndim > 1, params)),
+        "scheduled": fo.chain(fo.scale_by_adam(), fo.add_decayed_weights(fo.cosine(0.1, steps=9)), fo.scale(-0.1)),
+        "noise": fo.adamw(0.1, noise_std=0.3, eps_root=1e-3),
+        "sgd": fo.sgd(0.1, momentum=0.9),
+    }[name]
+
+    def run():
+        params, state, before = PARAMS, optimizer.init(PARAMS), tree.map(torch.clone, PARAMS)
+        for step in range(3):
+            old = tree.map(torch.clone, state)
+            updates, after = optimizer.update(tree.map(lambda g: g * (step + 1), GRADS), state, params)  # noqa: B023
+            equal(state, old)  # nothing that was given is changed
+            params, state = fo.apply_updates(params, updates), after
+        equal(PARAMS, before)
+        return params, state
+
+    found = run()
+    monkeypatch.setattr(many_leaves, "_groups", lambda leaves: [slice(i, i + 1) for i in range(len(leaves))])
+    equal(found, run())
+
+
+def test_a_name_with_an_underscore_changes_the_leaves():
+    for leaves in ([randn(3).abs()], [randn(3).abs(), randn(4).abs()]):
+        expected = [leaf.sqrt() for leaf in leaves]
+        found = each("sqrt_", leaves)
+        assert all(a is b for a, b in zip(found, leaves))
+        equal(found, expected)
+
+
+def test_leaves_on_other_devices_and_in_a_trace_are_alone():
+    meta = [torch.empty(3, device="meta"), torch.empty(2)]
+    assert list(many_leaves._groups(meta)) == [slice(0, 1), slice(1, 2)]
+    traced = torch.compile(lambda p, g: in_groups(lambda a, b: each("add", a, b), p, g), backend="eager")
+    equal(traced(PARAMS, GRADS), tree.map(torch.add, PARAMS, GRADS))
