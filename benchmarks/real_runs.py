@@ -236,7 +236,11 @@ def page(content: dict[str, Any], *, name: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-LEAN_NOTE = f"`{LEAN}` is the plan of `auto` that stores less, measured where `auto` takes more memory than its share."
+LEAN_NOTE = fill(
+    f"`{LEAN}` is the plan of `auto` that stores least with one backward pass, measured where `auto` takes more memory "
+    "than its share. For gpt2 that is `auto`'s own plan.",
+    WIDTH,
+)
 STEP_NOTE = (
     "Every mode at the microbatch that is fastest for it, of those tried; out of memory ends a search. Opacus 1.6.0 by "
     "its `PrivacyEngine`, with hooks and with ghost clipping (two backward passes), on an nn.Module of the same shape: "

@@ -67,6 +67,12 @@ def map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     return optree.tree_map(fn, tree, *rest)
 
 
+def same_structure(*trees: Tree) -> bool:
+    """Return True if all trees have the same keys in the same places."""
+    first, *rest = (optree.tree_structure(tree) for tree in trees)
+    return all(structure == first for structure in rest)
+
+
 def refill(like: Tree, values: Iterable[Any]) -> Tree:
     """Return the tree of ``like``'s structure with these leaves, in the order of :func:`leaves`."""
     return optree.tree_unflatten(optree.tree_structure(like), list(values))

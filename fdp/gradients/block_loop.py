@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fdp import tree
+from fdp.cpu_operations import differentiated_once
 from fdp.gradients.costs import NormBy
 from fdp.gradients.execution import LOCAL, Execution, Pull
 from fdp.gradients.plan import Plan
@@ -115,7 +116,7 @@ def _forward_block(
     if last or not (weights.refetched or weights.execution.memory.recompute):
         out, pull = _vjp(weights, block, full, carry, data, plan.uses[i], plan)
         return out, Saved(pull, None)
-    with torch.no_grad():
+    with torch.no_grad(), differentiated_once():  # the values that the block's pull-back will compute again
         out = block.apply(tree.select(full, block.params), carry, data)
     return out, NOTHING_SAVED if weights.refetched else Saved(None, full)
 

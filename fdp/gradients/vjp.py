@@ -12,7 +12,7 @@ autograd does.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ def vjp(fn: Callable[..., tuple[Tree, Any]], *primals: Tree) -> tuple[Tree, Call
     structure: list[Tree] = []
 
     def run(*primals: Tree) -> tuple[Tree, Any]:
-        with nullcontext() if torch.compiler.is_compiling() else differentiated_once():
+        with differentiated_once():
             out, aux = fn(*primals)
         floats, rest = _split_floats(out)
         if not rest:

@@ -28,7 +28,7 @@ from torch import Tensor
 from fdp import tree
 from fdp.optimizers import checks
 from fdp.optimizers.base import AdamW, Optimizer, cast, chain, once, pointwise, zero_step
-from fdp.optimizers.many_leaves import each, in_groups
+from fdp.optimizers.foreach import each, in_groups
 from fdp.optimizers.schedules import Schedule
 from fdp.optimizers.transforms import add_decayed_weights, scale_by_learning_rate
 from fdp.types import FdpError, Tree

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from fdp import tree
 from fdp.optimizers import checks
+from fdp.optimizers.foreach import each, in_groups
 from fdp.optimizers.leaf_reductions import LOCAL, Reductions
-from fdp.optimizers.many_leaves import each, in_groups
 from fdp.optimizers.schedules import Schedule
 from fdp.types import FdpError, Tree
 
@@ -116,7 +116,7 @@ def chain(*parts: Optimizer) -> Optimizer:
         if len(state) != len(parts):
             raise FdpError(f"state: expected that of a chain of {len(parts)}, got {len(state)} states; call init")
         precise = tree.map(_precise, params)
-        checks.fitting("grads", precise, grads)
+        checks.check_fits("grads", precise, grads)
         updates = tree.map(lambda p, g: cast(g, p.dtype), precise, grads)
         states = []
         for part, part_state in zip(parts, state):
@@ -145,7 +145,7 @@ def stateless(update: Callable[[Tree, Tree, Reductions], Tree]) -> Optimizer:
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:
     """Return ``params + updates``, in the dtypes of ``params``."""
-    checks.fitting("updates", params, updates)
+    checks.check_fits("updates", params, updates)
     return in_groups(lambda p, u: each("add", p, [cast(one, leaf.dtype) for one, leaf in zip(u, p)]), params, updates)
 
 

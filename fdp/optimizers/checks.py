@@ -1,7 +1,7 @@
 """Argument checks of optimizers. An error says what was expected, what was given, where, and what to do.
 
 >>> nonnegative("learning_rate", -1.0)             # learning_rate: expected a number >= 0, got -1.0
->>> fitting("grads", params, grads)                # names the path that misfits
+>>> check_fits("grads", params, grads)             # names the path that misfits
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def floating(params: Tree) -> None:
             )
 
 
-def fitting(name: str, params: Tree, other: Tree) -> None:
+def check_fits(name: str, params: Tree, other: Tree) -> None:
     """Raise unless ``other`` has the structure and shapes of ``params``."""
     try:
         same = all(tree.leaves(tree.map(lambda p, leaf: p.shape == getattr(leaf, "shape", None), params, other)))

@@ -22,8 +22,8 @@ from torch import Tensor
 from fdp import tree
 from fdp.optimizers import checks
 from fdp.optimizers.base import Optimizer, cast, once, pointwise, stateless, zero_step
+from fdp.optimizers.foreach import each, in_groups
 from fdp.optimizers.leaf_reductions import Reductions
-from fdp.optimizers.many_leaves import each, in_groups
 from fdp.optimizers.schedules import Schedule
 from fdp.types import Tree
 

@@ -32,6 +32,9 @@ from fdp.types import Bound, ClippedSum, FdpError, Flat, Key, Path, ShardWindow
 GRID_BITS = 20
 """Noised values are rounded to a grid that is finer than the noise by this many powers of two."""
 
+LEAST_DEVIATION = 2.0**-900
+"""Below this deviation, one over the grid might be infinite: leaves are noised one by one."""
+
 ELEMENTS_IN_CACHE = 1 << 16
 """Elements that are rounded at a time on a CPU: half a MB, which stays in its cache between the operations."""
 
@@ -107,6 +110,8 @@ def noised_leaves(values: Flat, deviation: Float[Tensor, ""], key: Key) -> Flat:
       - leaf ``path`` is ``noised(values[path], deviation, fold_in(key, path))``, bit for bit, whichever leaves share
         the pass.
     """
+    if float(deviation) < LEAST_DEVIATION:
+        return {path: noised(value, deviation, keys.fold_in(key, path)) for path, value in values.items()}
     sizes = [value.numel() for value in values.values()]
     drawn = keys.normals(keys.fold_in_nonces(key, keys.path_nonces(tuple(values))), sizes)
     deviation = deviation.to(drawn)
@@ -114,7 +119,7 @@ def noised_leaves(values: Flat, deviation: Float[Tensor, ""], key: Key) -> Flat:
     drawn.mul_(deviation / grid)  # in units of the grid, a power of two: the same bits
     noisy = {path: part.view(value.shape) for (path, value), part in zip(values.items(), drawn.split(sizes))}
     for path, value in values.items():
-        noisy[path].add_(value, alpha=1 / float(grid))
+        noisy[path].addcmul_(value.double(), 1 / grid)
     for some in drawn.split(ELEMENTS_IN_CACHE):
         some.round_().mul_(grid)
     return noisy

@@ -75,7 +75,7 @@ def rounded_up_squared_norms(G_BN: Tensor) -> Tensor:
 def wide_weighted_sum(G_BN: Tensor, factors_B: Tensor) -> Tensor:
     """Return ``sum_b c_b G_b`` in float64; samples with factor 0 are left out, not read.
 
-    Some columns at a time are converted, in one buffer, and summed over all samples (256 at a time, if there are more).
+    Some columns at a time are converted, in one buffer, and summed over all samples, 2048 at a time if there are more.
     """
     G_BN, factors_B = _rows_that_count(G_BN, factors_B)
     flat_BN, factors = G_BN.reshape(len(G_BN), math.prod(G_BN.shape[1:])), factors_B.double()

@@ -166,7 +166,8 @@ def test_the_fractions_below_the_grid_of_any_value_leave_no_trace_in_the_low_dig
 # ---------------------------------------------------------------- many leaves in one pass
 
 
-def test_leaves_noised_together_are_those_noised_one_by_one_bit_for_bit():
+@pytest.mark.parametrize("scale", [0.37, 1e-3, 3e5, 2.0**-899, 1e-303])
+def test_leaves_noised_together_are_those_noised_one_by_one_bit_for_bit(scale):
     draw = torch.Generator().manual_seed(3)
     value = {
         "a": torch.randn(7, 5, generator=draw),
@@ -174,8 +175,9 @@ def test_leaves_noised_together_are_those_noised_one_by_one_bit_for_bit():
         "b.0": torch.randn((), generator=draw).double(),
         "c": 1e6 * torch.randn(3, 2, 4, generator=draw),
         "b.1": torch.randn(300, generator=draw).double(),
+        "zeros": torch.zeros(40),
     }
-    deviation = torch.tensor(0.37, dtype=torch.float64)
+    deviation = torch.tensor(scale, dtype=torch.float64)
     together = noised_leaves(value, deviation, KEY)
     assert list(together) == list(value)
     for path, leaf in value.items():

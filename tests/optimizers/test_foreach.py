@@ -9,18 +9,20 @@ import torch
 
 from fdp import optimizers as fo
 from fdp import tree
-from fdp.optimizers import many_leaves
-from fdp.optimizers.many_leaves import each, in_groups
+from fdp.optimizers import foreach
+from fdp.optimizers.foreach import each, in_groups
+from fdp.types import FdpError
 from tests.conftest import randn
 
 SIZES = [(3,), (), (40, 5), (7,), (2, 2, 2), (0,), (129,)]
-PARAMS = {f"leaf{i}": randn(*size, seed=i) for i, size in enumerate(SIZES)}
-GRADS = {f"leaf{i}": randn(*size, seed=50 + i) for i, size in enumerate(SIZES)}
+DTYPES = [torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.float64, torch.float32, torch.float32]
+PARAMS = {f"leaf{i}": randn(*size, seed=i).to(dtype) for i, (size, dtype) in enumerate(zip(SIZES, DTYPES))}
+GRADS = {f"leaf{i}": randn(*size, seed=50 + i).to(dtype) for i, (size, dtype) in enumerate(zip(SIZES, DTYPES))}
 
 
 @pytest.fixture(params=[0, 8, 50, 1 << 20])
 def at_once(request, monkeypatch):
-    monkeypatch.setattr(many_leaves, "ELEMENTS_TOGETHER", request.param)
+    monkeypatch.setattr(foreach, "ELEMENTS_TOGETHER", request.param)
     return request.param
 
 
@@ -69,7 +71,7 @@ def test_an_update_does_not_depend_on_the_groups(name, at_once, monkeypatch):
         return params, state
 
     found = run()
-    monkeypatch.setattr(many_leaves, "_groups", lambda leaves: [slice(i, i + 1) for i in range(len(leaves))])
+    monkeypatch.setattr(foreach, "_groups", lambda leaves: [slice(i, i + 1) for i in range(len(leaves))])
     equal(found, run())
 
 
@@ -81,8 +83,29 @@ def test_a_name_with_an_underscore_changes_the_leaves():
         equal(found, expected)
 
 
-def test_leaves_on_other_devices_and_in_a_trace_are_alone():
-    meta = [torch.empty(3, device="meta"), torch.empty(2)]
-    assert list(many_leaves._groups(meta)) == [slice(0, 1), slice(1, 2)]
-    traced = torch.compile(lambda p, g: in_groups(lambda a, b: each("add", a, b), p, g), backend="eager")
-    equal(traced(PARAMS, GRADS), tree.map(torch.add, PARAMS, GRADS))
+class Other(torch.Tensor):
+    """Stands for a tensor that is not plain, such as a DTensor."""
+
+
+@pytest.mark.parametrize("other", [torch.empty(3, device="meta"), torch.zeros(3).as_subclass(Other)])
+def test_leaves_that_are_not_plain_or_elsewhere_are_alone(other):
+    assert list(foreach._groups([torch.zeros(2), torch.zeros(3)])) == [slice(0, 2)]
+    assert list(foreach._groups([torch.zeros(2), other])) == [slice(0, 1), slice(1, 2)]
+
+
+def test_leaves_are_alone_in_a_trace_and_under_a_transform():
+    sizes = []
+    add = lambda p, g: in_groups(lambda a, b: sizes.append(len(a)) or each("add", a, b), p, g)  # noqa: E731
+    equal(torch.compile(add, backend="eager")(PARAMS, GRADS), tree.map(torch.add, PARAMS, GRADS))
+    params, grads = ({path: torch.stack([leaf, 2 * leaf]) for path, leaf in each.items()} for each in (PARAMS, GRADS))
+    equal(torch.func.vmap(add)(params, grads), tree.map(torch.add, params, grads))
+    assert sizes == [1] * 2 * len(SIZES)
+
+
+def test_trees_of_another_structure_are_refused_and_empty_ones_returned():
+    with pytest.raises(FdpError, match="expected trees of one structure"):
+        in_groups(lambda a, b: each("add", a, b), {"a": torch.ones(2)}, {"b": torch.ones(2)})
+    state = fo.scale_by_adam().init({"a": torch.zeros(2)})
+    with pytest.raises(FdpError, match="expected trees of one structure"):
+        fo.scale_by_adam().update({"b": torch.ones(2)}, state, {"b": torch.ones(2)})
+    assert fo.apply_updates({}, {}) == {}

@@ -3,8 +3,8 @@
     in_groups(fn, tree, *rest)        fn gets lists of some leaves, and returns lists of as many
 
 An operation on a CPU takes longer to start than a bias takes to compute. ``each`` calls torch once for all leaves of a
-group (``torch._foreach_...``), which computes every leaf as by itself, bit for bit. On other devices, and where a graph
-is traced, a group is one leaf, and the operation the ordinary one.
+group (``torch._foreach_...``), which computes every leaf as by itself, bit for bit. On other devices, for tensors that
+are not plain (DTensor), and under a trace or a transform, a group is one leaf, and the operation the ordinary one.
 
     >>> mean = in_groups(lambda m, g: each("lerp", m, g, 0.1), state.mean, grads)
 """
@@ -17,20 +17,29 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from fdp import tree
-from fdp.types import Tree
+from fdp.types import FdpError, Tree
 
 ELEMENTS_TOGETHER = 1 << 20
-"""Elements of a group: what an operation needs beside its result is of that size, or of one leaf's."""
+"""Most elements of a group, which bounds temporary memory; a larger leaf is a group of its own."""
 
 
 def in_groups(fn: Callable[..., Any], first: Tree, *rest: Tree) -> Any:
     """Return the tree of ``fn``'s results; if ``fn`` returns a tuple of lists, a tuple of trees.
 
-    All trees have the structure of the first, which has at least one leaf. ``fn`` computes every leaf by itself.
+    All trees must have the structure of the first. ``fn`` computes every leaf by itself. A tree without leaves is
+    returned as it is.
     """
+    if not tree.same_structure(first, *rest):
+        raise FdpError(
+            "in_groups: expected trees of one structure, got "
+            + "; ".join(f"{tree.paths(one)[:4]}" for one in (first, *rest))
+        )
     columns = [tree.leaves(one) for one in (first, *rest)]
+    if not columns[0]:
+        return first
     found = [fn(*(column[group] for column in columns)) for group in _groups(columns[0])]
     if isinstance(found[0], tuple):
         return tuple(tree.refill(first, chain.from_iterable(parts)) for parts in zip(*found))
@@ -38,9 +47,9 @@ def in_groups(fn: Callable[..., Any], first: Tree, *rest: Tree) -> Any:
 
 
 def each(name: str, leaves: list[Tensor], *others: Any, **options: Any) -> list[Tensor]:
-    """Return ``leaf.<name>(*others, **options)`` for every leaf; of a list among the others, the leaf's own entry.
+    """Return ``leaf.<name>(*others, **options)`` for every leaf.
 
-    Names that end in an underscore change the leaves.
+    If an argument is a list, each leaf takes its own entry. Names that end in an underscore change the leaves.
     """
     if len(leaves) == 1:
         own = (other[0] if isinstance(other, list) else other for other in others)
@@ -52,7 +61,8 @@ def each(name: str, leaves: list[Tensor], *others: Any, **options: Any) -> list[
 def _groups(leaves: list[Tensor]) -> Iterator[slice]:
     """Yield neighbouring leaves in groups: on a CPU until they are large enough, elsewhere one by one."""
     start, filled = 0, 0
-    share = not torch.compiler.is_compiling() and all(leaf.device.type == "cpu" for leaf in leaves)
+    share = not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
+    share = share and all(type(leaf) in (Tensor, Parameter) and leaf.device.type == "cpu" for leaf in leaves)
     for i, leaf in enumerate(leaves):
         if i > start and (not share or filled + leaf.numel() > ELEMENTS_TOGETHER):
             yield slice(start, i)
