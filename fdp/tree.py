@@ -67,10 +67,10 @@ def map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     return optree.tree_map(fn, tree, *rest)
 
 
-def same_structure(*trees: Tree) -> bool:
-    """Return True if all trees have the same keys in the same places."""
-    first, *rest = (optree.tree_structure(tree) for tree in trees)
-    return all(structure == first for structure in rest)
+def same_paths(*trees: Tree) -> bool:
+    """Return True if all trees have leaves at the same paths."""
+    first, *rest = (paths(tree) for tree in trees)
+    return all(names == first for names in rest)
 
 
 def refill(like: Tree, values: Iterable[Any]) -> Tree:

@@ -53,8 +53,8 @@ def test_paths_and_leaves_are_in_one_order(value):
     assert dict(zip(tree.paths(value), tree.leaves(value))) == tree.flatten(value)
     assert len(tree.paths(value)) == len(tree.leaves(value))
     assert tree.refill(value, tree.leaves(value)) == value
-    assert tree.same_structure(value, value)
-    assert not tree.same_structure(value, value, {"another": value})
+    assert tree.same_paths(value, value)
+    assert not tree.same_paths(value, value, {"another": value})
 
 
 @given(trees)

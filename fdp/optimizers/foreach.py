@@ -29,12 +29,12 @@ ELEMENTS_TOGETHER = 1 << 20
 def in_groups(fn: Callable[..., Any], first: Tree, *rest: Tree) -> Any:
     """Return the tree of ``fn``'s results; if ``fn`` returns a tuple of lists, a tuple of trees.
 
-    All trees must have the structure of the first. ``fn`` computes every leaf by itself. A tree without leaves is
+    All trees must have the paths of the first. ``fn`` computes every leaf by itself. A tree without leaves is
     returned as it is.
     """
-    if not tree.same_structure(first, *rest):
+    if not tree.same_paths(first, *rest):
         raise FdpError(
-            "in_groups: expected trees of one structure, got "
+            "in_groups: expected trees with the same paths, got "
             + "; ".join(f"{tree.paths(one)[:4]}" for one in (first, *rest))
         )
     columns = [tree.leaves(one) for one in (first, *rest)]

@@ -102,10 +102,10 @@ def test_leaves_are_alone_in_a_trace_and_under_a_transform():
     assert sizes == [1] * 2 * len(SIZES)
 
 
-def test_trees_of_another_structure_are_refused_and_empty_ones_returned():
-    with pytest.raises(FdpError, match="expected trees of one structure"):
+def test_trees_with_other_paths_are_refused_and_empty_ones_returned():
+    with pytest.raises(FdpError, match="expected trees with the same paths"):
         in_groups(lambda a, b: each("add", a, b), {"a": torch.ones(2)}, {"b": torch.ones(2)})
     state = fo.scale_by_adam().init({"a": torch.zeros(2)})
-    with pytest.raises(FdpError, match="expected trees of one structure"):
+    with pytest.raises(FdpError, match="expected trees with the same paths"):
         fo.scale_by_adam().update({"b": torch.ones(2)}, state, {"b": torch.ones(2)})
     assert fo.apply_updates({}, {}) == {}
