@@ -106,7 +106,7 @@ def gelu_and_slope(x: Float[Tensor, " *shape"]) -> tuple[Float[Tensor, " *shape"
 
     Beyond ``MOST`` the slope is 0 or 1, and ``z'`` would overflow.
     """
-    y, slope = (torch.empty(x.shape, dtype=x.dtype) for _ in range(2))
+    y, slope = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     for some, out, rise in zip(*(leaf.view(-1).split(ELEMENTS_AT_ONCE) for leaf in (x.contiguous(), y, slope))):
         near = some.clamp(-MOST, MOST)
         torch.square(near, out=rise).mul_(CUBIC).add_(LINEAR)

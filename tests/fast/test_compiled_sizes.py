@@ -141,16 +141,20 @@ def test_data_anywhere_in_its_batch_runs_the_same_code(size, private):
     assert len(backend.graphs) == len(blocks.code) == 3
 
 
+SHORT, WHOLE = ((1, 2, 1), [3, 6, 6]), ((1, 2, 6, 1, 2), [3, 6, 9, 9, 9])
+
+
+@pytest.mark.parametrize(("sizes", "graphs"), [SHORT, pytest.param(*WHOLE, marks=pytest.mark.long)])
 @pytest.mark.parametrize("private", [True, False])
-def test_one_sample_runs_the_code_that_it_ran_before_larger_sizes_came(private):
+def test_one_sample_runs_the_code_that_it_ran_before_larger_sizes_came(private, sizes, graphs):
     """Whatever has run once may be recorded as a CUDA graph, and is not compiled again then."""
     case, backend = case_of("gpt"), Counting()
     blocks = runner_of(backend)
     counts = []
-    for size in (1, 2, 1):
+    for size in sizes:
         assert_gradients(first(case, size), blocks, private=private)
         counts.append(len(backend.graphs))
-    assert counts == [3, 6, 6]
+    assert counts == graphs
 
 
 def test_no_mark_stays_on_the_data():
