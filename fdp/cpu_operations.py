@@ -2,11 +2,13 @@
 
     causal_attention    softmax(q k^T / sqrt(features)) v,   some queries at a time, each with the keys up to its last
 
+    sum_over_tokens     sum_t x_bt,   as a product with ones
+
     gelu                x s,   s = sigmoid(z),   z = 2 sqrt(2 / pi) (x + 0.044715 x^3)        so 2 s - 1 = tanh(z / 2)
                         gelu'(x) = s + x z' s (1 - s),   found with gelu(x) and stored in the place of x
 
-On other devices, and where a graph is traced or samples are vectorised, they are torch's operations. ``gelu`` is
-torch's too unless its caller says that nothing will be differentiated twice.
+On other devices, and where a graph is traced or samples are vectorised, they are torch's operations. So are ``gelu``
+and the backward of ``causal_attention`` unless their caller says that nothing will be differentiated twice.
 
     >>> y = causal_attention(q, k, v)                 # by fdp.ops.attention
     >>> with differentiated_once():
@@ -28,6 +30,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack, get_unwrapped, is_functorch_wrapped_tensor
 from torch.nn import Parameter
+from torch.nn.attention import SDPBackend
 
 from fdp.types import FdpError
 
@@ -35,6 +38,8 @@ MAX_TOKENS_AT_ONCE = 64 if ON_ARM else 128
 """With more tokens than this, causal attention takes some queries at a time."""
 FEW_TOKENS = 128
 """Up to this many tokens, fewer queries at a time are faster on ARM."""
+WIDE = 256
+"""Rows of at least so many elements are summed by a product on ARM."""
 LINEAR, CUBIC = 2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.044715
 """``z = LINEAR x + CUBIC x^3``, in GELU."""
 MOST, ELEMENTS_AT_ONCE = 30.0, 1 << (20 if ON_ARM else 17)
@@ -53,12 +58,76 @@ def causal_attention(
     tokens = q.shape[2]
     if q.device.type != "cpu" or tokens <= MAX_TOKENS_AT_ONCE or tokens != k.shape[2] or _is_traced(q):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    parts, at_once = [], queries_at_once(tokens)
-    for start in range(0, tokens, at_once):
-        end = min(start + at_once, tokens)
-        seen = torch.ones(end - start, end, dtype=torch.bool, device=q.device).tril(start)
-        parts.append(F.scaled_dot_product_attention(q[:, :, start:end], k[:, :, :end], v[:, :, :end], attn_mask=seen))
+    if torch.is_grad_enabled() and _promised.depth == _depth() and _takes_flash(q, k, v):
+        return _CausalAttention.apply(q, k, v)[0]  # pyright: ignore
+    parts = [
+        F.scaled_dot_product_attention(q[:, :, rows], k[:, :, : rows.stop], v[:, :, : rows.stop], attn_mask=mask)
+        for rows, mask in _queries(q)
+    ]
     return torch.cat(parts, dim=2)
+
+
+def _queries(q: Tensor) -> list[tuple[slice, Float[Tensor, "queries keys"]]]:
+    """Return the queries taken at a time, with what is added to their scores: minus infinity where a key is later."""
+    tokens, at_once = q.shape[2], queries_at_once(q.shape[2])
+    parts = [slice(start, min(start + at_once, tokens)) for start in range(0, tokens, at_once)]
+    shapes = [(rows.stop - rows.start, rows.stop) for rows in parts]
+    masks = [torch.full(shape, -math.inf, dtype=q.dtype, device=q.device) for shape in shapes]
+    return [(rows, mask.triu(rows.start + 1)) for rows, mask in zip(parts, masks)]
+
+
+def _takes_flash(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    return torch._fused_sdp_choice(q, k, v) == SDPBackend.FLASH_ATTENTION.value
+
+
+class _CausalAttention(torch.autograd.Function):
+    """What autograd makes of the parts, bit for bit, without a tensor of zeros around the gradient of every slice.
+
+    On two cores of a Neoverse-N1, forward and backward of a layer at 512 tokens take 129 ms instead of 142, at 128
+    tokens 14.4 instead of 15.4. The results are the output, as (batch, tokens, heads, features) in memory, and the
+    logarithms of the sums of exponentials, which are not differentiable.
+    """
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        y, sums = _by_tokens(q), []
+        for rows, mask in _queries(q):
+            keys, values = k[:, :, : rows.stop], v[:, :, : rows.stop]
+            y[:, :, rows], log_sums = _FLASH(q[:, :, rows], keys, values, 0.0, False, attn_mask=mask)
+            sums.append(log_sums)
+        return y, *sums
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs, *output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        _refuse_a_second_derivative("attention", "torch.nn.functional.scaled_dot_product_attention")
+        q, k, v, y, *sums = ctx.saved_tensors
+        of_q, of_keys = _by_tokens(q), []
+        for (rows, mask), log_sums in reversed(list(zip(_queries(q), sums))):  # the last part has all keys
+            keys, values = k[:, :, : rows.stop], v[:, :, : rows.stop]
+            slope, query, out = gradients[0][:, :, rows], q[:, :, rows], y[:, :, rows]
+            of_q[:, :, rows], *parts = _FLASH_BACKWARD(
+                slope, query, keys, values, out, log_sums, 0.0, False, attn_mask=mask
+            )
+            for total, part in zip(of_keys, parts):
+                total[:, :, : rows.stop].add_(part)
+            of_keys = of_keys or parts
+        return of_q, *of_keys
+
+
+_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def _by_tokens(q: Tensor) -> Tensor:
+    """Return an empty tensor of ``q``'s shape that lies in memory as (batch, tokens, heads, features)."""
+    batch, heads, tokens, features = q.shape
+    return torch.empty(batch, tokens, heads, features, dtype=q.dtype, device=q.device).transpose(1, 2)
 
 
 def queries_at_once(tokens: int) -> int:
@@ -70,6 +139,21 @@ def queries_at_once(tokens: int) -> int:
     if not ON_ARM:
         return 128
     return 32 if tokens <= FEW_TOKENS else 64
+
+
+def sum_over_tokens(
+    x: Float[Tensor, "batch *tokens features"], dims: tuple[int, ...]
+) -> Float[Tensor, "batch features"]:
+    """Return ``x.sum(dims)``, all dimensions between the first and the last.
+
+    On ARM wide rows are multiplied by ones: 16 x 128 x 512 elements take 0.5 ms where torch's sum takes 1.2, 16 x 512 x
+    512 take 1.5 where it takes 4.5 (two cores of a Neoverse-N1, nothing in its caches).
+    """
+    plain = x.device.type == "cpu" and x.dtype == torch.float32 and dims == (1,) and not _is_traced(x)
+    if not (ON_ARM and plain and x.shape[-1] >= WIDE):
+        return x.sum(dims)
+    ones = torch.ones((), dtype=x.dtype, device=x.device).expand(len(x), 1, x.shape[1])
+    return torch.bmm(ones.contiguous(), x).squeeze(1)
 
 
 def gelu(x: Float[Tensor, " *shape"]) -> Float[Tensor, " *shape"]:
@@ -130,12 +214,16 @@ class _Gelu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
-            raise FdpError(
-                "gelu: expected to be differentiated once, as promised by differentiated_once, got a derivative that "
-                "is to be differentiated again; use torch.nn.functional.gelu(x, approximate='tanh') there"
-            )
+        _refuse_a_second_derivative("gelu", "torch.nn.functional.gelu(x, approximate='tanh')")
         return ctx.saved_tensors[0] * gradients[0]
+
+
+def _refuse_a_second_derivative(operation: str, instead: str) -> None:
+    if torch.is_grad_enabled():
+        raise FdpError(
+            f"{operation}: expected to be differentiated once, as promised by differentiated_once, got a derivative "
+            f"that is to be differentiated again; use {instead} there"
+        )
 
 
 class _Promise(local):

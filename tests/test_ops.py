@@ -104,6 +104,77 @@ def test_causal_attention_of_some_queries_at_a_time_is_that_of_all(tokens, on_ar
         assert torch.equal(ops.attention(q, k, later)[:, :, :first], found[:, :, :first])
 
 
+def attention_once(q, k, v):
+    with cpu_operations.differentiated_once():
+        return ops.attention(q, k, v)
+
+
+@pytest.mark.parametrize("on_arm", [True, False], ids=["ARM", "x86"])
+@pytest.mark.parametrize(("tokens", "dtype"), [(129, torch.float32), (192, torch.float32), (260, torch.float64)])
+def test_attention_that_is_differentiated_once_is_bit_for_bit_what_autograd_makes_of_it(
+    tokens, dtype, on_arm, monkeypatch
+):
+    monkeypatch.setattr(cpu_operations, "ON_ARM", on_arm)
+    q, k, v = (randn(2, tokens, 4, 8, seed=i).to(dtype).transpose(1, 2).requires_grad_() for i in range(3))
+    y, expected = attention_once(q, k, v), ops.attention(q, k, v)
+    assert type(y.grad_fn).__name__ == "_CausalAttentionBackward"
+    assert type(expected.grad_fn).__name__ == "CatBackward0"
+    assert torch.equal(y, expected)
+    slope = randn(2, 4, tokens, 8, seed=9).to(dtype)
+    theirs = torch.autograd.grad(expected, (q, k, v), slope)
+    for _ in range(2):  # a pull-back may be used again
+        mine = torch.autograd.grad(y, (q, k, v), slope, retain_graph=True)
+        for name, one, other in zip("qkv", mine, theirs):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6, msg=name)
+        assert torch.equal(mine[0], theirs[0])  # those of k and v are sums, in any order
+    by_func, pull, _ = vjp(lambda q: (ops.attention(q, k.detach(), v.detach()), ()), q.detach())
+    assert torch.equal(by_func, y)
+    assert torch.equal(pull(slope)[0], mine[0])
+
+
+def test_attention_without_torchs_flash_kernel_is_left_to_autograd():
+    q = torch.randn(1, 2, 160, 4, requires_grad=True)
+    with sdpa_kernel(SDPBackend.MATH):
+        y = attention_once(q, q, q)
+        assert type(y.grad_fn).__name__ == "CatBackward0"
+        torch.testing.assert_close(y, F.scaled_dot_product_attention(q, q, q, is_causal=True))
+    spread = torch.randn(1, 2, 160, 8, requires_grad=True)[..., ::2]  # features that do not lie side by side
+    assert type(attention_once(spread, spread, spread).grad_fn).__name__ == "CatBackward0"
+
+
+def test_attention_that_was_promised_to_be_differentiated_once_is_not_differentiated_twice():
+    q = torch.randn(1, 2, 160, 4, requires_grad=True)
+    with pytest.raises(FdpError, match="attention: expected to be differentiated once"):
+        torch.autograd.grad(attention_once(q, q, q).sum(), q, create_graph=True)
+
+
+def test_a_sample_with_a_nan_does_not_spoil_the_attention_of_others():
+    q = torch.randn(2, 2, 160, 4)
+    q[0, 0, 7, 1] = torch.nan
+    q.requires_grad_()
+    (slope,) = torch.autograd.grad(attention_once(q, q, q).sum(), q)
+    assert slope[0].isnan().any()
+    assert not slope[1].isnan().any()
+
+
+@pytest.mark.parametrize("on_arm", [True, False], ids=["ARM", "x86"])
+@pytest.mark.parametrize("shape", [(3, 130, 300), (3, 130, 8), (1, 1, 256), (3, 0, 300), (0, 5, 300), (2, 4, 5, 300)])
+def test_a_sum_over_tokens_is_torchs_up_to_rounding_and_no_sample_touches_another(shape, on_arm, monkeypatch):
+    monkeypatch.setattr(cpu_operations, "ON_ARM", on_arm)
+    x, dims = randn(*shape).float(), tuple(range(1, len(shape) - 1))
+    total = cpu_operations.sum_over_tokens(x, dims)
+    torch.testing.assert_close(total.double(), x.double().sum(dims), rtol=1e-5, atol=1e-4)
+    if x.numel():
+        x[0, 0, ..., 0] = torch.nan
+        spoilt = cpu_operations.sum_over_tokens(x, dims)
+        assert spoilt[0, 0].isnan()
+        assert torch.equal(spoilt[1:], total[1:])
+        assert torch.equal(cpu_operations.sum_over_tokens(x[-1:], dims), spoilt[-1:]) or len(x) == 1
+    assert cpu_operations.sum_over_tokens(x.double(), dims).dtype == torch.float64
+    compiled = torch.compile(cpu_operations.sum_over_tokens, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, dims), x.sum(dims), equal_nan=True)
+
+
 def gelu_in_float64(x):
     """Return GELU and its slope, in float64; inputs beyond 100 have the slope of 100."""
     wide = x.detach().double().requires_grad_()

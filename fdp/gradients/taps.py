@@ -15,6 +15,7 @@ operation on it is an error that names the leaf and the operation, so that no us
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fdp import tree
+from fdp.cpu_operations import sum_over_tokens
 from fdp.gradients.rules import Dense, Record, Rule
 from fdp.gradients.vjp import vjp
 from fdp.types import FdpError, Flat, Path, Tree
@@ -210,7 +212,10 @@ class _Attach(torch.autograd.Function):
         if ctx.copies is None:
             return gradient, gradient, None
         tokens = tuple(range(1, gradient.ndim - len(ctx.copies) + 1))
-        return gradient, None, gradient.sum(tokens) if tokens else gradient
+        return gradient, None, sum_over_tokens(gradient, tokens) if tokens else gradient
+
+
+_Attach.forward.__signature__ = inspect.signature(_Attach.forward)  # pyright: ignore (torch asks for it at every call)
 
 
 @torch.compiler.allow_in_graph
