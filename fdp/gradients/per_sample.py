@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
@@ -127,7 +128,7 @@ class _NormAccumulator:
         self._squared |= _squared_norms(self.plan, rest)
         for path, record in single.items():
             on_cpu = record.gradient.device.type == "cpu"
-            if record.gradient[0].numel() <= (SMALL_LEAF_ELEMENTS_CPU if on_cpu else SMALL_LEAF_ELEMENTS):
+            if math.prod(record.gradient.shape[1:]) <= (SMALL_LEAF_ELEMENTS_CPU if on_cpu else SMALL_LEAF_ELEMENTS):
                 self._small_gradients[path] = record.gradient
             elif record.squares is not None:
                 self._partial_squares[path] = record.squares
@@ -238,7 +239,7 @@ def _by_size(leaves: Flat, norms: Callable[[Tensor], Tensor]) -> Flat:
     """Return ``norms`` of many leaves, (batch, ...) each; leaves of equal size share a launch."""
     by_size: dict[tuple[int, torch.dtype], list[Path]] = {}
     for path, leaf in leaves.items():
-        by_size.setdefault((leaf[0].numel(), leaf.dtype), []).append(path)
+        by_size.setdefault((math.prod(leaf.shape[1:]), leaf.dtype), []).append(path)
     found: Flat = {}
     for paths in by_size.values():
         stacked = torch.stack([leaves[path].reshape(len(leaves[path]), -1) for path in paths])

@@ -234,7 +234,7 @@ def _wide_gradient(records: Sequence[Record]) -> Tensor:
 
 def _chunk_samples(records: Sequence[Record]) -> Iterator[list[Record]]:
     """Split the records of a leaf into chunks of samples whose gradients in float64 take little memory."""
-    sizes = [math.prod(r.shape) if isinstance(r, Pair) else r.gradient[0].numel() for r in records]
+    sizes = [math.prod(r.shape) if isinstance(r, Pair) else math.prod(r.gradient.shape[1:]) for r in records]
     if all(isinstance(record, Dense) for record in records):
         few = len(_any_side(records[0]))  # no product is formed
     else:

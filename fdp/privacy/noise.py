@@ -116,10 +116,11 @@ def noised_leaves(values: Flat, deviation: Float[Tensor, ""], key: Key) -> Flat:
     drawn = keys.normals(keys.fold_in_nonces(key, keys.path_nonces(tuple(values))), sizes)
     deviation = deviation.to(drawn)
     grid = grid_of(deviation)
-    drawn.mul_(deviation / grid)  # in units of the grid, a power of two: the same bits
+    units = 1 / grid  # a power of two: in units of the grid, the bits are the same
+    drawn.mul_(deviation * units)
     noisy = {path: part.view(value.shape) for (path, value), part in zip(values.items(), drawn.split(sizes))}
     for path, value in values.items():
-        noisy[path].addcmul_(value.double(), 1 / grid)
+        noisy[path].addcmul_(value.double(), units)
     for some in drawn.split(ELEMENTS_IN_CACHE):
         some.round_().mul_(grid)
     return noisy

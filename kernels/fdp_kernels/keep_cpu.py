@@ -68,8 +68,11 @@ def rounded_up_squared_norms(G_BN: Tensor) -> Tensor:
     if whole < size:
         squared += squared_norms_cpu(flat_BN[:, whole:])
     squared *= COVER  # all of it: the rest may be large beside blocks that lose to underflow
+    least, most = (float(end) for end in squared.aminmax()) if len(squared) else (math.inf, 0.0)
+    if size * TINY_SQUARE < least and most < math.inf:  # neither is true of NaN
+        return squared
     bad = torch.nonzero(~((squared > size * TINY_SQUARE) & squared.isfinite())).flatten()
-    return squared.index_copy(0, bad, squared_norms_cpu(flat_BN[bad])) if len(bad) else squared
+    return squared.index_copy(0, bad, squared_norms_cpu(flat_BN[bad]))
 
 
 def wide_weighted_sum(G_BN: Tensor, factors_B: Tensor) -> Tensor:
