@@ -447,3 +447,13 @@ def test_draws_of_many_keys_are_those_of_each_bit_for_bit(piece, monkeypatch):
 def test_many_keys_need_a_size_each():
     with pytest.raises(ValueError, match="foreach_normal: expected"):
         normal.foreach_normal(torch.zeros(2, 8, dtype=torch.int64), [3])
+
+
+@pytest.mark.parametrize("vectors", [True, False])
+def test_on_a_cpu_exactly_the_values_below_the_threshold_take_extra_bits(vectors, monkeypatch):
+    monkeypatch.setattr(normal, "HAS_VECTOR_ERFINV", vectors)
+    tails = torch.tensor([0, 1 << 46, (1 << 47) - 64, 1 << 47, (1 << 47) + 64, 1 << 62] * 20)
+    bits = torch.cat([tails, tails | -(1 << 63)])  # of both signs
+    rare, bits_of_rare = normal._wide_normal_cpu(bits, torch.empty(240, dtype=torch.float64), normal._make_scratch(240))
+    assert torch.equal(rare, torch.nonzero(bits & ((1 << 63) - 1) < 1 << 47).flatten())
+    assert torch.equal(bits_of_rare, bits[rare])
