@@ -107,16 +107,24 @@ def test_an_interrupted_run_resumes_to_the_same_losses(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", ["--noise-multiplier 0.5", "--noise-multiplier 0.5 --dtype float32 --method ghost_bk", "--method none"]
+    "words",
+    [
+        "--noise-multiplier 0.5",
+        "--noise-multiplier 0.5 --dtype float32 --method ghost_bk",
+        "--method none",
+        "--noise-multiplier 0.5 --optimizer kfac --kfac-data synthetic",
+        "--noise-multiplier 0.5 --offload all",
+        "--noise-multiplier 0.5 --compile step",
+    ],
 )
 def test_repeatable_runs_have_the_same_bits(words: str, tmp_path: Path) -> None:
-    """Each in a process of its own, as a user repeats one."""
-    results = []
-    for out in (tmp_path / "one", tmp_path / "two"):
-        command = [*LONG, "--repeatable", *shlex.split(words), "--out", str(out)]
-        subprocess.run([sys.executable, "-m", "fdp", *command], check=True)
-        results.append((out / "model.safetensors").read_bytes())
-    assert results[0] == results[1]
+    """Each in a process of its own, as a user repeats one; both at once, so that they disturb each other."""
+    outs = [tmp_path / "one", tmp_path / "two"]
+    commands = [[*LONG, "--repeatable", *shlex.split(words), "--out", str(out)] for out in outs]
+    runs = [subprocess.Popen([sys.executable, "-m", "fdp", *command]) for command in commands]
+    assert [run.wait() for run in runs] == [0, 0]
+    one, two = ((out / "model.safetensors").read_bytes() for out in outs)
+    assert one == two
 
 
 @pytest.mark.parametrize("words", ["--noise-multiplier 0.5", "--clip quantile --noise-multiplier 0.5 --save-every 3"])
