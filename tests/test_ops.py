@@ -111,9 +111,7 @@ def attention_once(q, k, v):
 
 @pytest.mark.parametrize("on_arm", [True, False], ids=["ARM", "x86"])
 @pytest.mark.parametrize(("tokens", "dtype"), [(129, torch.float32), (192, torch.float32), (260, torch.float64)])
-def test_attention_that_is_differentiated_once_is_bit_for_bit_what_autograd_makes_of_it(
-    tokens, dtype, on_arm, monkeypatch
-):
+def test_attention_that_is_differentiated_once_is_what_autograd_makes_of_it(tokens, dtype, on_arm, monkeypatch):
     monkeypatch.setattr(cpu_operations, "ON_ARM", on_arm)
     q, k, v = (randn(2, tokens, 4, 8, seed=i).to(dtype).transpose(1, 2).requires_grad_() for i in range(3))
     y, expected = attention_once(q, k, v), ops.attention(q, k, v)
