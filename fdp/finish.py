@@ -25,6 +25,7 @@ from fdp.gradients.lazy_sum import LazySum, take
 from fdp.model import Model
 from fdp.optimizers import LOCAL as LOCAL_REDUCTIONS
 from fdp.optimizers import Optimizer, apply_updates
+from fdp.optimizers.foreach import groups_of
 from fdp.parallel.gather_reduce import sum_over_samples
 from fdp.parallel.offload import CPU, like_on_cpu, to_cpu
 from fdp.parallel.sharded_norms import sharded_reductions
@@ -33,8 +34,6 @@ from fdp.privacy.mechanism import Mechanism
 from fdp.privacy.noise import add_noise, expected_mean
 from fdp.types import ClippedSum, Flat, Key, Path, ShardWindow, TrainState, Tree
 
-ELEMENTS_TOGETHER = 1 << 20
-"""Leaves on a CPU are noised together up to this many elements (8 MiB in float64), larger ones on their own."""
 ELEMENTS_AT_A_TIME = 1 << 24
 """Elements of an offloaded leaf, if it is not a shard, that a GPU noises at a time: 128 MiB in float64."""
 
@@ -161,13 +160,6 @@ def noisy_mean(noise: NoiseAdder, mechanism: Mechanism, total: ClippedSum, key: 
 
 def _group_small_leaves(values: dict[Path, Any]) -> list[list[Path]]:
     """Return the paths in groups: on a CPU, leaves share a pass of the noise until it is large enough."""
-    groups: list[list[Path]] = []
-    room = 0
-    for path, value in values.items():
-        rows = value.rows[0] if isinstance(value, LazySum) else value
-        if rows.device.type != "cpu" or rows.numel() > room:
-            groups.append([])
-            room = ELEMENTS_TOGETHER
-        groups[-1].append(path)
-        room -= rows.numel()
-    return groups
+    rows = [value.rows[0] if isinstance(value, LazySum) else value for value in values.values()]
+    share = all(row.device.type == "cpu" for row in rows)
+    return [list(values)[group] for group in groups_of([row.numel() for row in rows], share=share)]

@@ -11,7 +11,7 @@ are not plain (DTensor), and under a trace or a transform, a group is one leaf, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -23,7 +23,7 @@ from fdp import tree
 from fdp.types import FdpError, Tree
 
 ELEMENTS_TOGETHER = 1 << 20
-"""Most elements of a group, which bounds temporary memory; a larger leaf is a group of its own."""
+"""Most elements of a group, which bounds temporary memory (8 MiB in float64); a larger leaf is a group of its own."""
 
 
 def in_groups(fn: Callable[..., Any], first: Tree, *rest: Tree) -> Any:
@@ -58,14 +58,23 @@ def each(name: str, leaves: list[Tensor], *others: Any, **options: Any) -> list[
     return leaves if name.endswith("_") else list(results)
 
 
-def _groups(leaves: list[Tensor]) -> Iterator[slice]:
-    """Yield neighbouring leaves in groups: on a CPU until they are large enough, elsewhere one by one."""
+def groups_of(sizes: Sequence[int], *, share: bool) -> Iterator[slice]:
+    """Yield neighbours in groups: of at most ``ELEMENTS_TOGETHER`` elements if they may share calls, else one by one.
+
+    ``sizes`` are their numbers of elements.
+    """
     start, filled = 0, 0
-    share = not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
-    share = share and all(type(leaf) in (Tensor, Parameter) and leaf.device.type == "cpu" for leaf in leaves)
-    for i, leaf in enumerate(leaves):
-        if i > start and (not share or filled + leaf.numel() > ELEMENTS_TOGETHER):
+    for i, size in enumerate(sizes):
+        if i > start and (not share or filled + size > ELEMENTS_TOGETHER):
             yield slice(start, i)
             start, filled = i, 0
-        filled += leaf.numel()
-    yield slice(start, len(leaves))
+        filled += size
+    if sizes:
+        yield slice(start, len(sizes))
+
+
+def _groups(leaves: list[Tensor]) -> Iterator[slice]:
+    """Return the groups in which leaves are updated."""
+    share = not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
+    share = share and all(type(leaf) in (Tensor, Parameter) and leaf.device.type == "cpu" for leaf in leaves)
+    return groups_of([leaf.numel() for leaf in leaves], share=share)

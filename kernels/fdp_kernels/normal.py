@@ -266,15 +266,18 @@ def _foreach_normal_cpu(keys_CK: Tensor, sizes: Sequence[int]) -> Tensor:
     bits = out.view(torch.int64)
     fill_streams([make_cipher(key) for key in keys], [part.numpy() for part in bits.split(list(sizes))])
     scratch = _make_scratch(min(len(out), _ELEMENTS_TOGETHER))
+    found: list[tuple[Tensor, Tensor]] = []
     for start in range(0, len(out), _ELEMENTS_TOGETHER):
         part = slice(start, start + _ELEMENTS_TOGETHER)
         rare, bits_of_rare = _wide_normal_cpu(bits[part], out[part], scratch)
-        fine = []
-        for i in (rare + start).tolist():
-            key = bisect_right(ends, i)
-            fine.append(read_element(make_cipher(keys[key], (TAIL_PURPOSE, 0, 0)), i - ends[key] + sizes[key]))
-        if fine:
-            out[rare + start] = wide_normal_from_bits(bits_of_rare, torch.tensor(fine))
+        found.append((rare + start, bits_of_rare))
+    fine: list[int] = []
+    for i in (i for rare, _ in found for i in rare.tolist()):
+        key = bisect_right(ends, i)
+        fine.append(read_element(make_cipher(keys[key], (TAIL_PURPOSE, 0, 0)), i - ends[key] + sizes[key]))
+    if fine:
+        rare, bits_of_rare = map(torch.cat, zip(*found))
+        out[rare] = wide_normal_from_bits(bits_of_rare, torch.tensor(fine))
     return out
 
 

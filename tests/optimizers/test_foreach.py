@@ -10,7 +10,7 @@ import torch
 from fdp import optimizers as fo
 from fdp import tree
 from fdp.optimizers import foreach
-from fdp.optimizers.foreach import each, in_groups
+from fdp.optimizers.foreach import each, groups_of, in_groups
 from fdp.types import FdpError
 from tests.conftest import randn
 
@@ -109,3 +109,19 @@ def test_trees_with_other_paths_are_refused_and_empty_ones_returned():
     with pytest.raises(FdpError, match="expected trees with the same paths"):
         fo.scale_by_adam().update({"b": torch.ones(2)}, state, {"b": torch.ones(2)})
     assert fo.apply_updates({}, {}) == {}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "together", "apart"),
+    [
+        ([], [], []),
+        ([9], [[0]], [[0]]),
+        ([3, 3, 3], [[0, 1], [2]], [[0], [1], [2]]),
+        ([9, 1, 6, 0, 1], [[0], [1, 2, 3], [4]], [[0], [1], [2], [3], [4]]),
+    ],
+)
+def test_neighbours_share_a_group_until_it_is_full(sizes, together, apart, monkeypatch):
+    monkeypatch.setattr(foreach, "ELEMENTS_TOGETHER", 7)
+    for share, expected in ((True, together), (False, apart)):
+        found = [list(range(len(sizes)))[group] for group in groups_of(sizes, share=share)]
+        assert found == expected
