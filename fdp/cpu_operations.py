@@ -8,7 +8,8 @@
                         gelu'(x) = s + x z' s (1 - s),   found with gelu(x) and stored in the place of x
 
 On other devices, and where a graph is traced or samples are vectorised, they are torch's operations. So are ``gelu``
-and the backward of ``causal_attention`` unless their caller says that nothing will be differentiated twice.
+and the backward of ``causal_attention`` unless their caller says that nothing will be differentiated twice, and a sum
+of narrow rows or on another processor than ARM.
 
     >>> y = causal_attention(q, k, v)                 # by fdp.ops.attention
     >>> with differentiated_once():
@@ -60,23 +61,29 @@ def causal_attention(
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     if torch.is_grad_enabled() and _promised.depth == _depth() and _takes_flash(q, k, v):
         return _CausalAttention.apply(q, k, v)[0]  # pyright: ignore
-    parts = [
-        F.scaled_dot_product_attention(q[:, :, rows], k[:, :, : rows.stop], v[:, :, : rows.stop], attn_mask=mask)
-        for rows, mask in _queries(q)
-    ]
+    parts = []
+    for rows in _queries(tokens):
+        keys, values = k[:, :, : rows.stop], v[:, :, : rows.stop]
+        parts.append(F.scaled_dot_product_attention(q[:, :, rows], keys, values, attn_mask=_hidden(rows, q)))
     return torch.cat(parts, dim=2)
 
 
-def _queries(q: Tensor) -> list[tuple[slice, Float[Tensor, "queries keys"]]]:
-    """Return the queries taken at a time, with what is added to their scores: minus infinity where a key is later."""
-    tokens, at_once = q.shape[2], queries_at_once(q.shape[2])
-    parts = [slice(start, min(start + at_once, tokens)) for start in range(0, tokens, at_once)]
-    shapes = [(rows.stop - rows.start, rows.stop) for rows in parts]
-    masks = [torch.full(shape, -math.inf, dtype=q.dtype, device=q.device) for shape in shapes]
-    return [(rows, mask.triu(rows.start + 1)) for rows, mask in zip(parts, masks)]
+def _queries(tokens: int) -> list[slice]:
+    """Return the queries that are taken at a time."""
+    at_once = queries_at_once(tokens)
+    return [slice(start, min(start + at_once, tokens)) for start in range(0, tokens, at_once)]
+
+
+def _hidden(rows: slice, like: Tensor) -> Float[Tensor, "queries keys"]:
+    """Return what is added to the scores of some queries: minus infinity where a key is later, else 0."""
+    mask = torch.full((rows.stop - rows.start, rows.stop), -math.inf, dtype=like.dtype, device=like.device)
+    return mask.triu_(rows.start + 1)
 
 
 def _takes_flash(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return True if torch would take its flash kernel, in the dtype of ``q``."""
+    if torch.is_autocast_enabled("cpu"):
+        return False
     return torch._fused_sdp_choice(q, k, v) == SDPBackend.FLASH_ATTENTION.value
 
 
@@ -92,9 +99,9 @@ class _CausalAttention(torch.autograd.Function):
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         y, sums = _by_tokens(q), []
-        for rows, mask in _queries(q):
+        for rows in _queries(q.shape[2]):
             keys, values = k[:, :, : rows.stop], v[:, :, : rows.stop]
-            y[:, :, rows], log_sums = _FLASH(q[:, :, rows], keys, values, 0.0, False, attn_mask=mask)
+            y[:, :, rows], log_sums = _FLASH(q[:, :, rows], keys, values, 0.0, False, attn_mask=_hidden(rows, q))
             sums.append(log_sums)
         return y, *sums
 
@@ -105,16 +112,16 @@ class _CausalAttention(torch.autograd.Function):
         ctx.save_for_backward(*inputs, *output)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         _refuse_a_second_derivative("attention", "torch.nn.functional.scaled_dot_product_attention")
-        q, k, v, y, *sums = ctx.saved_tensors
+        (slope, *_), (q, k, v, y, *sums) = gradients, ctx.saved_tensors
+        if slope is None:
+            return None, None, None
         of_q, of_keys = _by_tokens(q), []
-        for (rows, mask), log_sums in reversed(list(zip(_queries(q), sums))):  # the last part has all keys
+        for rows, log_sums in reversed(list(zip(_queries(q.shape[2]), sums))):  # the last part has all keys
             keys, values = k[:, :, : rows.stop], v[:, :, : rows.stop]
-            slope, query, out = gradients[0][:, :, rows], q[:, :, rows], y[:, :, rows]
-            of_q[:, :, rows], *parts = _FLASH_BACKWARD(
-                slope, query, keys, values, out, log_sums, 0.0, False, attn_mask=mask
-            )
+            given = slope[:, :, rows], q[:, :, rows], keys, values, y[:, :, rows], log_sums
+            of_q[:, :, rows], *parts = _FLASH_BACKWARD(*given, 0.0, False, attn_mask=_hidden(rows, q))
             for total, part in zip(of_keys, parts):
                 total[:, :, : rows.stop].add_(part)
             of_keys = of_keys or parts
@@ -145,13 +152,16 @@ def queries_at_once(tokens: int) -> int:
 def sum_over_tokens(
     x: Float[Tensor, "batch *tokens features"], dims: tuple[int, ...]
 ) -> Float[Tensor, "batch features"]:
-    """Return ``x.sum(dims)``, all dimensions between the first and the last.
+    """Return ``x.sum(dims)``, some of the dimensions between the first and the last.
 
-    On ARM wide rows are multiplied by ones: 16 x 128 x 512 elements take 0.5 ms where torch's sum takes 1.2, 16 x 512 x
-    512 take 1.5 where it takes 4.5 (two cores of a Neoverse-N1, nothing in its caches).
+    On ARM, wide rows of plain float32 tensors are multiplied by ones: 16 x 128 x 512 elements take 0.5 ms where torch's
+    sum takes 1.2, 16 x 512 x 512 take 1.5 where it takes 4.5 (two cores of a Neoverse-N1, nothing in its caches). Such
+    a sum is rounded as the product that is the weight's gradient: at 8192 tokens by 4e-6 of it, torch's by 1e-7.
     """
-    plain = x.device.type == "cpu" and x.dtype == torch.float32 and dims == (1,) and not _is_traced(x)
-    if not (ON_ARM and plain and x.shape[-1] >= WIDE):
+    plain = x.device.type == "cpu" and x.dtype == torch.float32 and not _is_traced(x)
+    if not (ON_ARM and plain and x.ndim == 3 and dims == (1,) and x.shape[2] >= WIDE) or torch.is_autocast_enabled(
+        "cpu"
+    ):
         return x.sum(dims)
     ones = torch.ones((), dtype=x.dtype, device=x.device).expand(len(x), 1, x.shape[1])
     return torch.bmm(ones.contiguous(), x).squeeze(1)
@@ -214,9 +224,9 @@ class _Gelu(torch.autograd.Function):
         ctx.save_for_backward(output[1])
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+    def backward(ctx: Any, *gradients: Tensor | None) -> Tensor | None:
         _refuse_a_second_derivative("gelu", "torch.nn.functional.gelu(x, approximate='tanh')")
-        return ctx.saved_tensors[0] * gradients[0]
+        return None if gradients[0] is None else ctx.saved_tensors[0] * gradients[0]
 
 
 def _refuse_a_second_derivative(operation: str, instead: str) -> None:
