@@ -65,6 +65,7 @@ def test_it_holds_most_draws_and_is_enough_tokens_for_a_gpu():
     )
 
 
+@pytest.mark.long
 def test_it_is_the_largest_that_fits(monkeypatch: pytest.MonkeyPatch):
     config = config_of(batch_size=16)
     need = {size: bytes_of_step(config, size) for size in (8, 16, 20)}

@@ -12,7 +12,14 @@ import pytest
 EPSILON = "fdp epsilon --population 1000 --batch-size 10 --steps 10 --noise-multiplier 1 --delta 1e-6"
 
 
-@pytest.mark.parametrize("module", ["typer", "rich.text", "fdp.cli.train", "fdp.privacy.accounting"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "typer",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("rich.text", "fdp.cli.train")),
+        "fdp.privacy.accounting",
+    ],
+)
 def test_an_interruption_while_modules_are_imported_gives_no_traceback(module: str) -> None:
     """The finder of modules raises what Ctrl-C raises there; the last module is one that the command imports."""
     code = (

@@ -169,6 +169,7 @@ def test_norms_and_sums_per_user_are_those_of_single_backwards(name: str, packed
     check_against_single_backwards(name, packed, method, None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["gpt", pytest.param("llama", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_compiled_blocks_take_windows(name: str, packed: bool) -> None:

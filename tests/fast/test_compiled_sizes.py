@@ -75,7 +75,7 @@ def test_smaller_microbatches_run_the_code_of_the_largest(name, private):
     assert len(backend.graphs) == compiled
 
 
-@pytest.mark.parametrize("frozen", [(), ("blocks.0.*", "blocks.1.*")])
+@pytest.mark.parametrize("frozen", [(), pytest.param(("blocks.0.*", "blocks.1.*"), marks=pytest.mark.long)])
 def test_code_for_few_samples_does_not_serve_more(frozen):
     """It may have been tuned for few; that for more serves them from then on."""
     case, backend = case_of("gpt"), Counting()

@@ -297,7 +297,7 @@ def check(ranks: int, names: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.slow), 8])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.long)])
 def test_the_same_numbers_on_any_number_of_ranks(ranks):
     results = check(ranks, list(SHORT[ranks]))
     for name in ("zero 3, auto", "zero 3, none"):  # 1 rank against N from abstract init: losses to 1e-6
