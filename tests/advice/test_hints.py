@@ -89,6 +89,7 @@ def test_each_hint_is_given_once_and_divergence_ends_the_stream() -> None:
     assert "diverges" in said[1]
 
 
+@pytest.mark.long
 def test_a_first_step_that_spends_most_names_the_price_of_more() -> None:
     dear = prepared(noise_multiplier=None, epsilon=8.0, steps=4, batch_size=2, population=100_000)
     hint = next(hint for hint in hints_before(dear) if "first step" in hint)
@@ -133,6 +134,7 @@ def test_a_rate_near_one_and_a_batch_too_small_are_told() -> None:
     assert not hints_before(prepared(method="none", noise_multiplier=None))
 
 
+@pytest.mark.long
 def test_a_learning_rate_that_diverges_is_caught(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(tmp_path / "a", "--lr", "1e6", "--json", steps=30) == 4
     shown, explained = capsys.readouterr()

@@ -211,6 +211,7 @@ def test_keep_best_and_patience_say_what_they_chose_and_need_held_out_data(
     assert "--ema: expected a decay of at least 0 and below 1" in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("public", [False, True])
 def test_a_choice_by_held_out_people_is_said_even_if_it_is_the_last_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], public: bool

@@ -223,6 +223,7 @@ def test_the_total_of_one_run_covers_the_people_it_held_out(tmp_path, capsys):
     assert f"Units that were held out have epsilon = {shown_epsilon(total['epsilon'])} at the same delta" in said
 
 
+@pytest.mark.long
 def test_noised_evaluations_on_other_data_are_charged_to_that_data(tmp_path, capsys):
     words = shlex.split("--model gpt-nano --context 8 --unit record --noise-multiplier 2 --batch-size 4 --steps 1")
     for name in ("one", "two", "held"):

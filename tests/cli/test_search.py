@@ -207,6 +207,7 @@ def test_an_interrupted_search_that_is_not_private_states_no_epsilon_of_its_own(
     assert "covered by nothing" in " ".join(last_json(capsys.readouterr().out)["statement"])
 
 
+@pytest.mark.long
 def test_the_folder_of_a_search_leads_to_its_chosen_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

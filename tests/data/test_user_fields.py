@@ -89,6 +89,7 @@ def test_ten_folders_of_texts_suggest_that_each_is_a_person(tmp_path):
     assert datasets.load("stdlib", context=16).reading.warnings() == []
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("shallow_nano")
 def test_a_folder_of_peoples_notes_is_trained_on_from_the_command_line(tmp_path, capsys):
     names = [f"patient {i}/{j}.txt" for i in range(30) for j in range(1 + i % 3)]

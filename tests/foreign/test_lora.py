@@ -39,7 +39,7 @@ DATA = {"tokens": torch.randint(0, 7, (3, 6), generator=torch.Generator().manual
 WAYS = [pytest.param(name, method, False, id=f"{name}-{method.value}") for name in MODELS for method in Method]
 WAYS = [way for way in WAYS if way.values[1] is not Method.NONE]
 WAYS += [
-    pytest.param("gpt", Method.AUTO, True, id="gpt-auto-compiled"),
+    pytest.param("gpt", Method.AUTO, True, id="gpt-auto-compiled", marks=pytest.mark.long),
     pytest.param("llama", Method.AUTO, True, id="llama-auto-compiled", marks=pytest.mark.slow),
     pytest.param("llama", Method.GHOST, True, id="llama-ghost-compiled", marks=pytest.mark.slow),
 ]

@@ -205,6 +205,7 @@ def test_a_table_is_refused_by_name_even_if_no_synthetic_sample_shows_it() -> No
         from_module(make("Llama", "longrope"), loss=next_token, call=strict, example=short_documents())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["Llama", "Phi3"])
 def test_the_remedies_that_the_error_names_work(family: str) -> None:
     """Rows within the original positions, or a plain table."""
