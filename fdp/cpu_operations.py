@@ -45,6 +45,8 @@ LINEAR, CUBIC = 2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.04471
 """``z = LINEAR x + CUBIC x^3``, in GELU."""
 MOST, ELEMENTS_AT_ONCE = 30.0, 1 << (20 if ON_ARM else 17)
 """In GELU, inputs beyond the first have a slope of 0 or 1; the second is how many are computed at a time."""
+_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def causal_attention(
@@ -128,10 +130,6 @@ class _CausalAttention(torch.autograd.Function):
         return of_q, *of_keys
 
 
-_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-
 def _by_tokens(q: Tensor) -> Tensor:
     """Return an empty tensor of ``q``'s shape that lies in memory as (batch, tokens, heads, features)."""
     batch, heads, tokens, features = q.shape
@@ -158,10 +156,9 @@ def sum_over_tokens(
     sum takes 1.2, 16 x 512 x 512 take 1.5 where it takes 4.5 (two cores of a Neoverse-N1, nothing in its caches). Such
     a sum is rounded as the product that is the weight's gradient: at 8192 tokens by 4e-6 of it, torch's by 1e-7.
     """
+    of_wide_rows = x.ndim == 3 and dims == (1,) and x.shape[2] >= WIDE
     plain = x.device.type == "cpu" and x.dtype == torch.float32 and not _is_traced(x)
-    if not (ON_ARM and plain and x.ndim == 3 and dims == (1,) and x.shape[2] >= WIDE) or torch.is_autocast_enabled(
-        "cpu"
-    ):
+    if not (ON_ARM and of_wide_rows and plain) or torch.is_autocast_enabled("cpu"):
         return x.sum(dims)
     ones = torch.ones((), dtype=x.dtype, device=x.device).expand(len(x), 1, x.shape[1])
     return torch.bmm(ones.contiguous(), x).squeeze(1)

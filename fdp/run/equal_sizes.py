@@ -16,7 +16,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 
-from fdp.checks.equal_sizes import differences, explain_difference
+from fdp.checks.equal_sizes import differences, explain_difference, least_differences, smaller_differences
 from fdp.run.run_config import RunConfig
 from fdp.run.run_plan import first_examples, local_sizes
 from fdp.run.smaller_microbatches import MemoryWarning, RunWarning
@@ -26,9 +26,8 @@ from fdp.types import NotRepeatable, TrainState
 
 MOST_MOVED = 1e-6
 """The most, as a fraction of C, by which samples that come into a microbatch of another size may move the sum."""
-
-COMPARISONS, REPETITIONS = 3, 5
-"""How often sizes are compared if they differ, and how often the largest with itself."""
+REPETITIONS = 5
+"""How often the largest size is compared with itself."""
 MOST_TIMES = 2.0
 """What a size may differ by, as a multiple of what a sample differs from itself, for the order of additions to be the
 reason."""
@@ -83,11 +82,10 @@ def _differences(config: RunConfig, stages: Stages, state: TrainState) -> dict[i
         found = differences(sample_part(stages, state), examples, sizes=these, sharded=sharding is not None)
         return {size: found[here] for size, here in zip(sizes, local) if here in found}
 
-    by = compare(stages, local)
-    for _ in range(COMPARISONS - 1):
-        if not stages.repeatable and not _agree(by):
-            by = _least(by, compare(stages, local))
-    if stages.repeatable or _agree(by) or sharding is not None:
+    if stages.repeatable:
+        return compare(stages, local)
+    by = least_differences(lambda: compare(stages, local), agree=_agree)
+    if _agree(by) or sharding is not None:
         return by
     largest = next(here for size, here in zip(sizes, local) if size in by)
     itself = max(compare(stages, [largest] * REPETITIONS).values(), default=0.0)
@@ -97,14 +95,8 @@ def _differences(config: RunConfig, stages: Stages, state: TrainState) -> dict[i
         return by
     if next(iter(repeated), None) != next(iter(by)):
         return by
-    return _least(by, {size: one for size, one in repeated.items() if by.get(size, 0) <= MOST_TIMES * itself})
-
-
-def _least(by: dict[int, float], again: dict[int, float]) -> dict[int, float]:
-    """Return the smaller difference of every size; ``again`` if it is from another size, since memory ran out."""
-    if next(iter(by)) != next(iter(again), None):
-        return again
-    return {size: min(difference, again.get(size, difference)) for size, difference in by.items()}
+    explained = {size: one for size, one in repeated.items() if by.get(size, 0) <= MOST_TIMES * itself}
+    return smaller_differences(by, explained)
 
 
 def _agree(by: dict[int, float]) -> bool:

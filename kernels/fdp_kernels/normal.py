@@ -65,6 +65,7 @@ MiB, since a torch operation takes longer to start."""
 HAS_VECTOR_ERFINV = torch.backends.mkl.is_available()
 """True if ``torch.erfinv`` is MKL's: four times as fast as ``ndtri``. Others take longer than ``ndtri``."""
 _HALF_A_STEP = torch.tensor(2.0**-65, dtype=torch.float64, device="cpu")
+"""Half of the least difference between two probabilities, so that none is 0."""
 _FAR = 2.0**-6
 """Below this probability ``2p - 1`` has lost too many digits: rounding it moves a value by 3e-16 of itself here."""
 _WHOLE_VECTORS = 64
@@ -249,7 +250,8 @@ def _wide_normal_cpu(bits: Tensor, out: Tensor, scratch: Tensor) -> tuple[Tensor
 
 
 def _indices_below(p: Tensor, least: float) -> Tensor:
-    return torch.from_numpy(np.flatnonzero(p.numpy() < least))  # where few are, in a third of torch's time
+    """Return where ``p`` is below ``least``; if few are, numpy takes a third of torch's time."""
+    return torch.from_numpy(np.flatnonzero(p.numpy() < least))
 
 
 def _make_scratch(elements: int) -> Tensor:

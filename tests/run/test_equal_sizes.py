@@ -155,18 +155,33 @@ def test_the_order_of_additions_keeps_no_size_from_being_used(monkeypatch):
         assert usable_sizes(CONFIG, stages, state) == SIZES
 
 
-@pytest.mark.parametrize("call", range(len(SIZES)))
-def test_a_difference_that_comes_and_goes_keeps_no_size_from_being_used(call):
-    """In whichever of the first comparisons it came."""
-    run, state, _ = prepared()
-    real, calls = rounded_otherwise(run.stages, SIZES[call], 1e-4), iter(range(1000))
+def rounded_otherwise_once(stages: Stages, call: int) -> Stages:
+    """Return stages of which one gradient, that of the ``call``-th size, is larger by a ten-thousandth."""
+    wrong, calls = rounded_otherwise(stages, SIZES[call], 1e-4), iter(range(1000))
 
     def gradient(*values: Any, **options: Any) -> MicrobatchSum:
-        return (real if next(calls) == call else run.stages).gradient(*values, **options)
+        return (wrong if next(calls) == call else stages).gradient(*values, **options)
 
+    return stages._replace(gradient=gradient)
+
+
+@pytest.mark.parametrize("call", range(len(SIZES)))
+def test_a_difference_that_comes_and_goes_keeps_no_size_from_being_used(call):
+    """In whichever of the first comparisons it came, in a run and in a step of one's own."""
+    run, state, examples = prepared()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert usable_sizes(CONFIG, run.stages._replace(gradient=gradient), state) == SIZES
+        assert usable_sizes(CONFIG, rounded_otherwise_once(run.stages, call), state) == SIZES
+    part = sample_part(rounded_otherwise_once(run.stages, call), state)
+    equal_sizes.check_sizes(part, examples, sizes=SIZES, sharded=False)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_step_of_ones_own_refuses_a_size_that_rounds_otherwise_each_time(size):
+    run, state, examples = prepared()
+    part = sample_part(rounded_otherwise(run.stages, size, 1e-5), state)
+    with pytest.raises(FdpError, match="this device rounds a sample's gradient otherwise in some of them"):
+        equal_sizes.check_sizes(part, examples, sizes=SIZES, sharded=False)
 
 
 @pytest.mark.parametrize("fails", [2, 3])
@@ -175,7 +190,7 @@ def test_comparisons_with_different_sizes_are_not_mixed(fails, monkeypatch):
 
     The third comparison is that with attention in one order.
     """
-    monkeypatch.setattr("fdp.run.equal_sizes.COMPARISONS", 2)
+    monkeypatch.setattr(equal_sizes, "COMPARISONS", 2)
     run, state, _ = prepared()
     stages = rounded_otherwise(run.stages, 4, 1e-4)  # so 8 and 2 agree, and 4 differs from both
     if fails == 3:
