@@ -2,7 +2,7 @@
 
     python -m benchmarks.llama_8b --json runs/llama_8b.json          # one H200, about three minutes
     python -m benchmarks.llama_8b --render runs/llama_8b.json        # write the page; needs no GPU
-    python -m benchmarks.llama_8b --layers 2 --width 64 --vocab 512 --context 32 --device cpu     # a try, anywhere
+    python -m benchmarks.llama_8b --layers 2 --width 64 --vocab 512 --context 32 --device cpu --no-cuda-graph   # a try
 
 The shape of Llama-3.1-8B, context 2048, bfloat16 compute. What is held between steps:
 
@@ -12,8 +12,9 @@ The shape of Llama-3.1-8B, context 2048, bfloat16 compute. What is held between 
     float32 sum over microbatches    4 bytes       its rounding is covered by more noise (``fdp.privacy.sum_rounding``)
 
 A step is several microbatches, so that sums are accumulated as in a real run; then noise, AdamW and the cast in one
-pass. ``none`` is the same step without privacy: the same state, the same accumulation, the same compiled blocks. Tokens
-are random; the learning rate is not 0. The first step compiles and is not timed.
+pass. ``none`` is the same step without privacy: the same state, the same accumulation, the same compiled blocks. Both
+are recorded as CUDA graphs, as ``fdp train`` does by itself. Tokens are random; the learning rate is not 0. Steps that
+compile or record are not timed.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def measure(mode: str, settings: Settings) -> dict[str, Any]:
         losses.append(float(metrics.losses.mean()))
         print(f"  {mode} step {t}: {seconds[-1]:.3f} s, loss {losses[-1]:.4f}", flush=True)
     timed = statistics.median(seconds[-settings.steps :])
-    rounding = make_stages(model, optimizer, **options).rounding(device)
+    rounding = make_stages(model, optimizer, donate=("state",), **options).rounding(device)
     del state, step, batch, metrics
     return {
         "mode": mode,
@@ -207,7 +208,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="steps that are timed")
     parser.add_argument("--memory-budget", type=float, help="GiB that auto may store between norms and sum")
     parser.add_argument("--checkpoint-activations", action="store_true")
-    parser.add_argument("--cuda-graph", action="store_true")
+    parser.add_argument("--cuda-graph", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     for name in ("layers", "width", "vocab", "context"):
         parser.add_argument(f"--{name}", type=int, help="a smaller model, to try the script")
@@ -250,7 +251,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "versions": versions(device),
         "commit": current_commit(),
         "command": f"python -m benchmarks.llama_8b --microbatch {settings.microbatch} --microbatches "
-        f"{settings.microbatches}{' --checkpoint-activations' if settings.checkpoint_activations else ''}",
+        f"{settings.microbatches}{' --checkpoint-activations' if settings.checkpoint_activations else ''}"
+        f"{'' if settings.cuda_graph else ' --no-cuda-graph'}",
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "settings": {"parameters": parameters, **config._asdict(), **settings._asdict(), "config": None}
         | {"device": device.type},
