@@ -135,7 +135,7 @@ def table(rows: Sequence[Row], regimes: Sequence[str], modes: Sequence[str]) -> 
     """Return the table of large steps: a line per regime and mode, at its best microbatch."""
     lines = [
         "| regime | T | mode | microbatch | samples/s | tokens/s | seconds per step | peak GiB | `auto` is faster by | "
-        "tried: samples/s | timed |",
+        "tried: samples/s (GiB) | timed |",
         "|---" * 11 + "|",
     ]
     for regime in regimes:
@@ -165,5 +165,8 @@ def table(rows: Sequence[Row], regimes: Sequence[str], modes: Sequence[str]) -> 
 
 
 def trial(row: Row) -> str:
-    """Format a row as one of the microbatches that were tried: ``64: 812.3``."""
-    return f"{row['batch_size']}: " + (row.get("failed") or f"{row['samples_per_second']:,.1f}")
+    """Format a row as one of the microbatches that were tried: ``64: 812.3 (16.0)``."""
+    if "failed" in row:
+        return f"{row['batch_size']}: {row['failed']}"
+    peak = "" if row["peak_gib"] is None else f" ({row['peak_gib']:.1f})"
+    return f"{row['batch_size']}: {row['samples_per_second']:,.1f}{peak}"

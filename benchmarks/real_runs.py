@@ -238,7 +238,8 @@ def page(content: dict[str, Any], *, name: str) -> str:
 
 LEAN_NOTE = fill(
     f"`{LEAN}` is the plan of `auto` that stores least with one backward pass, measured where `auto` takes more memory "
-    "than its share. For gpt2 that is `auto`'s own plan, and the two rows differ as two runs do.",
+    "than its share. For gpt2 that is `auto`'s own plan, measured again at 512 tokens: the two rows differ as two runs "
+    "do. Smaller microbatches take less memory: see the next table.",
     WIDTH,
 )
 STEP_NOTE = (
