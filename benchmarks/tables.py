@@ -104,9 +104,9 @@ def _by_context(title: str, modes: Collection[str], show: Callable[[dict[str, An
 
 
 def noise_note(results: Results) -> str:
-    """Say what the rows of the last commit with noise of 32 bits leave out; empty for other commits."""
+    """Say what the rows of commits with noise of 32 bits leave out; empty for other commits."""
     came_later = " Noise of 64 bits came later and adds a few milliseconds to a private step of fdp."
-    return came_later if results.commit == "f2a1966" else ""
+    return came_later if results.commit in ("f2a1966", "5013465") else ""
 
 
 def _other_commits(found: dict[int, dict[str, Any]], usual: str) -> str:
@@ -179,7 +179,8 @@ def regimes() -> Table:
         shape = f"{auto['batch_size']} x {auto['context']}"
         rows.append([label, shape, f"{plain['ms']:.1f}", f"{auto['ms']:.1f}", f"{speed:.2f}", f"{memory:.2f}"])
     columns = ["", "B x T", "`none`, ms", "`auto`, ms", "speed, auto / none", "memory, auto / none"]
-    return Table(results, "**Milliseconds per step**, median; bfloat16 compute.", columns, rows)
+    note = noise_note(results).strip()
+    return Table(results, "**Milliseconds per step**, median; bfloat16 compute.", columns, rows, note)
 
 
 def transformers() -> Table:
@@ -198,7 +199,8 @@ def transformers() -> Table:
         "**Milliseconds per private step** (`auto`), median; bfloat16 compute.",
         columns,
         rows,
-        packages=OF_TRANSFORMERS,
+        noise_note(results).strip(),
+        OF_TRANSFORMERS,
     )
 
 

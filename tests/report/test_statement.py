@@ -16,7 +16,7 @@ from fdp.privacy.shown_numbers import shown_epsilon
 from fdp.report.checklists import ASK
 from fdp.report.documents import as_markdown, as_text
 from fdp.report.run_facts import read_facts, unit_note
-from fdp.report.statement import make_statement
+from fdp.report.statement import ANY_ORDER, make_statement
 from fdp.run.run_folder import read_run_folder
 from fdp.types import FdpError
 from tests.conftest import coarse_groups
@@ -313,3 +313,15 @@ def test_a_run_that_a_search_chose_states_the_price_of_the_choice_and_no_score(t
     assert "no epsilon can be stated for the chosen model" in text_of(run)
     (tmp_path / "search" / "search.json").write_text(json.dumps(found | {"trials": []}))
     assert "fdp search" not in text_of(run), "a search of other runs"
+
+
+@pytest.mark.parametrize(
+    ("device", "repeatable", "said"), [("cuda", False, True), ("cuda", True, False), ("cpu", False, False)]
+)
+def test_what_attention_rounds_on_a_gpu_is_said_to_be_left_out_unless_it_adds_in_one_order(
+    tmp_path, device, repeatable, said
+):
+    run = read_facts(read_run_folder(write_run(tmp_path / "run", summary={})))
+    run = run._replace(config=run.config | {"device": device}, settings=run.settings | {"repeatable": repeatable})
+    text = " ".join(as_text(make_statement(run).document).split())
+    assert (" ".join(ANY_ORDER.split()) in text) is said
