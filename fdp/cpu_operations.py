@@ -56,7 +56,8 @@ def causal_attention(
 ) -> Float[Tensor, "batch heads tokens features"]:
     """``softmax(q k^T / sqrt(features)) v`` with the keys up to a token's own.
 
-    torch's kernel for CPUs computes most of what the mask hides: at 512 tokens this takes a third less time.
+    torch's kernel for CPUs computes most of what the mask hides: at 512 tokens this takes a third less time. A key that
+    is not finite spoils some of the queries before it, too, all in the same sample; torch's spoils those after it.
     """
     tokens = q.shape[2]
     if q.device.type != "cpu" or tokens <= MAX_TOKENS_AT_ONCE or tokens != k.shape[2] or _is_traced(q):

@@ -27,11 +27,14 @@ from fdp.cli.train_options import TrainOptions
 from fdp.kfac.private.public_data import Public
 from fdp.parallel import launch
 from fdp.parallel.agree import PRIVATE_SETTINGS, gather_values, run_in_unison
+from fdp.run.evaluation_config import Cost
 from fdp.run.run_folder import read_records
-from fdp.run.same_noise import check_same_noise, noise_record, slack_in
+from fdp.run.same_noise import check_same_noise, check_same_scale, noise_record, slack_in
+from fdp.run.step_metrics import Evaluation
 from fdp.run.training_run import Run
 from fdp.storage import checkpoint
 from fdp.storage.checkpoint_record import Damaged, Verified
+from fdp.storage.private_files import write_private
 from fdp.types import FdpError, Key, TrainState
 
 
@@ -39,13 +42,15 @@ class ResumedRun(NamedTuple):
     """A run found in ``--out``: its newest good checkpoint and its key, both None if it never saved one.
 
     ``damaged`` says why newer checkpoints were refused. ``finished`` is True if the run has ended, as when torchrun
-    restarts a process of a run that is already done.
+    restarts a process of a run that is already done. ``began`` is the ``config.json`` of a run with a fixed seed that
+    never saved a checkpoint: it begins again with the same noise.
     """
 
     checkpoint: Verified | None = None
     root: Key | None = None
     damaged: tuple[str, ...] = ()
     finished: bool = False
+    began: Mapping[str, Any] | None = None
 
 
 class FoundFolder(NamedTuple):
@@ -91,18 +96,24 @@ def find_run(options: TrainOptions) -> ResumedRun | None:
         messages = run_in_unison(lambda: _set_aside(damaged), None)
         return ResumedRun(verified, torch.tensor(verified.meta["key"]), messages)
     run_in_unison(lambda: _check_nothing_lost(settings["out"], found.config, damaged), None)
-    return ResumedRun()
+    return ResumedRun(began=found.config if settings["seed"] is not None else None)
 
 
 def microbatch_of(resumed: ResumedRun | None) -> int | None:
-    """Return the microbatch that a resumed run was computed with; None for a new run."""
-    found = None if resumed is None or resumed.checkpoint is None else resumed.checkpoint.meta["settings"]
-    return None if found is None else found.get("microbatch")
+    """Return the microbatch that a run with the same noise was computed with; None for a new run."""
+    if resumed is None:
+        return None
+    found = resumed.began if resumed.checkpoint is None else resumed.checkpoint.meta
+    return None if found is None else found["settings"].get("microbatch")
 
 
 def slack_of(resumed: ResumedRun | None) -> float:
     """Return the slack that the noise of a resumed run has covered so far; 0 for a new run."""
-    return 0.0 if resumed is None or resumed.checkpoint is None else slack_in(resumed.checkpoint.meta)
+    if resumed is None:
+        return 0.0
+    if resumed.checkpoint is not None:
+        return slack_in(resumed.checkpoint.meta)
+    return 0.0 if resumed.began is None else float(resumed.began.get("extra_noise") or 0.0)
 
 
 def _read_folder(settings: Mapping[str, Any]) -> FoundFolder | None:
@@ -226,8 +237,11 @@ def public_data_digest(run: Run) -> str | None:
 def check_not_released(resumed: ResumedRun, run: Run, out: Path) -> None:
     """Raise if an earlier attempt released noised evaluations with a key that is lost, so that they would differ now.
 
-    A resumed run, and one with a fixed seed, release the same numbers again, which costs nothing.
+    Those of a resumed run, and of one with a fixed seed, are read again (:func:`keep_released`). The noise of a seeded
+    run that begins again must have the scale that it had.
     """
+    if resumed.began is not None:
+        check_same_scale(slack_of(resumed), run, out)
     evaluation = run.config.evaluation
     if evaluation is None or evaluation.budget is None or resumed.checkpoint is not None or run.config.seed is not None:
         return
@@ -237,6 +251,22 @@ def check_not_released(resumed: ResumedRun, run: Run, out: Path) -> None:
             "that ended before its first checkpoint; to release others would spend their budget twice. Give another "
             "--out and add up both budgets; a --save-every at most as large as --eval-every avoids this"
         )
+
+
+def keep_released(folder: Path, *, after: int) -> dict[int, Evaluation]:
+    """Return the noised evaluations of later steps than ``after`` that the run has released, by their step.
+
+    A run that makes these steps again may round otherwise: on other ranks or another device, or if attention adds in
+    any order. The same noise on another sum would reveal the difference of the two, so what was released stands. It is
+    written to a file of its own, since the lines in ``metrics.jsonl`` are about to be dropped.
+    """
+    path = folder / run_files.RELEASED
+    known = {int(step): values for step, values in json.loads(path.read_text()).items()} if path.exists() else {}
+    lines = [(record.step, record.evaluation) for record in read_records(folder)]
+    found = {step: one._asdict() for step, one in lines if one is not None and one.cost == Cost.NOISED.value} | known
+    if any(step > after for step in found):
+        write_private(path, json.dumps(found))
+    return {step: Evaluation(**values)._replace(texts=()) for step, values in found.items() if step > after}
 
 
 def held_out_digest(run: Run) -> str | None:

@@ -4,6 +4,7 @@
     DIR/config.toml          every setting, commented, for ``fdp train --config``
     DIR/plan.json            per layer, how the norms and the sum of its gradients are computed
     DIR/metrics.jsonl        one line per step, written when the step ends
+    DIR/released_evaluations.json    of a resumed run: noised evaluations of steps that it makes again
     DIR/summary.json         the result
     DIR/model.safetensors    the trained parameters: float32 leaves by path; for a folder of transformers: DIR/model
     DIR/report.png           loss, epsilon, and the norms of the gradients against C (:mod:`fdp.report.figure`)
@@ -39,6 +40,7 @@ from fdp.storage.private_files import disk_errors, open_private, write_private
 from fdp.types import FdpError, Key, TrainState
 
 SETTINGS = "config.toml"
+RELEASED = "released_evaluations.json"
 SYNC_SECONDS = 1.0
 """Time after which records are flushed to the disk, which may take longer than a step."""
 FILES = (
@@ -47,6 +49,7 @@ FILES = (
     "plan.json",
     "fdp_privacy.json",
     "metrics.jsonl",
+    RELEASED,
     "summary.json",
     "model.safetensors",
     "model",

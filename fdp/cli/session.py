@@ -139,14 +139,16 @@ def _train(session: Session, state: TrainState) -> int:
     """Make the remaining steps and finish; if asked to stop, save and say how to resume."""
     options, run, folder, console, lock = session[:5]
     first = launch.rank() == 0
-    records = read_records(folder, upto=int(state.step)) if first else []
+    records, done = read_records(folder, upto=int(state.step)) if first else [], int(state.step)
+    released = run_in_unison(lambda: resume.keep_released(folder, after=done) if first else {}, None)
+    released = gather_values(released, None)[0]
     with stop_on_signals() as stop, display.show_run_warnings(console):
         is_used, account = _find_used_states(session, state), session.account
         ahead = (lambda step: not is_used(step)) if can_run_ahead(run) else None
         stream = steps(run, plain(state), stop=stop.requested, ahead=ahead, begin=account.begin)
-        stream = account.follow(stream, done=int(state.step))
+        stream = account.follow(stream, done=done)
         stream = _check_alive(session, stream)
-        stream = attach_evaluations(stream, run, session.evaluator, state)
+        stream = attach_evaluations(stream, run, session.evaluator, state, released=released)
         stream = attach_texts(stream, session.write_texts, text_steps(options))
         stream = run_files.write_metrics(stream, folder, earlier=records, sync_after=is_used) if first else stream
         stream = tracking.track(stream, options, folder, run, earlier=records) if first else stream

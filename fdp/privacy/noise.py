@@ -142,14 +142,17 @@ def declare_sensitivity(value: Flat, sensitivity: float | Float[Tensor, ""]) -> 
 
     Nothing checks that adding or removing one sample moves ``value`` by at most ``sensitivity``, in the Euclidean norm
     over all leaves together. The stated epsilon holds only if that is true.
+
+    A tensor is read, since two sensitivities must not share their noise: it cannot be one that a compiler traces.
     """
-    if isinstance(sensitivity, Tensor):
-        return ClippedSum(value, sensitivity, Bound("declared"))
-    if not 0 < sensitivity < math.inf:
-        raise FdpError(f"sensitivity: expected a finite number above 0, got {sensitivity}")
+    if isinstance(sensitivity, Tensor) and sensitivity.ndim:
+        raise FdpError(f"sensitivity: expected a number, got a tensor of shape {tuple(sensitivity.shape)}")
+    number = float(sensitivity)
+    if not 0 < number < math.inf:
+        raise FdpError(f"sensitivity: expected a finite number above 0, got {number}")
     first = next(iter(value.values()))
-    bound = torch.full((), sensitivity, dtype=torch.float64, device=first.device)
-    return ClippedSum(value, bound, Bound(f"declared {float(sensitivity)}"))
+    bound = torch.full((), number, dtype=torch.float64, device=first.device)
+    return ClippedSum(value, bound, Bound(f"declared {number}"))
 
 
 def expected_mean(noisy: Flat, sampling: Expecting) -> Flat:

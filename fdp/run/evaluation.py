@@ -16,7 +16,8 @@ are added up in float64. What the numbers cost is in :mod:`fdp.run.evaluation_co
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -96,13 +97,19 @@ def make_evaluator(run: Run) -> Evaluator | None:
 
 
 def attach_evaluations(
-    stream: Iterable[tuple[TrainState, StepRecord]], run: Run, evaluator: Evaluator | None, start: TrainState
+    stream: Iterable[tuple[TrainState, StepRecord]],
+    run: Run,
+    evaluator: Evaluator | None,
+    start: TrainState,
+    *,
+    released: Mapping[int, Evaluation] = MappingProxyType({}),
 ) -> Iterator[tuple[TrainState, StepRecord]]:
     """Pass the stream on; evaluate after every planned step, and put the result into the step's record.
 
     ``start`` is the state that the stream goes on from, with what is kept beside it (:mod:`fdp.run.kept`); the states
     that are passed on have the same beside them. The stream ends when ``patience`` is exhausted, on all ranks at the
-    same step, since all have the same numbers.
+    same step, since all have the same numbers. ``released`` are noised evaluations, by step, that were released before:
+    they stand, and are not computed again.
     """
     kept = start.opt if isinstance(start.opt, Kept) else None
     if is_exhausted(run, start):
@@ -113,7 +120,7 @@ def attach_evaluations(
             state = state._replace(opt=kept)
         if evaluator is not None and record.step in evaluator.steps:
             params = evaluated_params(state)
-            found = evaluate(evaluator, params, step=record.step)
+            found = released.get(record.step) or evaluate(evaluator, params, step=record.step)
             record = record._replace(evaluation=found)
             if kept is not None:
                 kept = judge(kept, params, found, step=record.step)

@@ -46,9 +46,20 @@ def check_same_noise(meta: Mapping[str, Any], run: Run, where: Path) -> None:
             "version of fdp; other noise would be released and not counted. Put back what was changed, or give another "
             "--out to start anew"
         )
-    if found["rounded"] != run.stages.rounded or extra_noise(run) > found["slack"] + ROUNDING:
-        raise FdpError(
-            f"{where}: expected sums that are rounded by at most {found['slack']:.6g} of the clipping bound, which the "
-            f"noise of this run covers, got {extra_noise(run):.6g}; resume it with the --microbatch, the --sum-dtype "
-            "and the kind of device that it began with, or give another --out to start anew"
-        )
+    if found["rounded"] != run.stages.rounded:
+        raise _other_rounding(found["slack"], run, where)
+    check_same_scale(found["slack"], run, where)
+
+
+def check_same_scale(slack: float, run: Run, where: Path) -> None:
+    """Raise if the run needs more slack than its noise had before: the same noise would have another scale."""
+    if extra_noise(run) > slack + ROUNDING:
+        raise _other_rounding(slack, run, where)
+
+
+def _other_rounding(slack: float, run: Run, where: Path) -> FdpError:
+    return FdpError(
+        f"{where}: expected sums that are rounded by at most {slack:.6g} of the clipping bound, which the noise of "
+        f"this run covers, got {extra_noise(run):.6g}; resume it with the --microbatch, the --sum-dtype and the kind "
+        "of device that it began with, or give another --out to start anew"
+    )

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from fdp.cli import session
 from fdp.cli.configure import configure
 from fdp.cli.configure_evaluation import OverlapWarning
 from fdp.data import datasets
 from fdp.models import build as build_model
 from fdp.models import logits
+from fdp.run import evaluation
 from fdp.run.evaluation import evaluate, make_evaluator
 from fdp.run.evaluation_config import planned_steps
 from fdp.run.run_folder import read_run_folder
@@ -305,3 +308,36 @@ def test_noised_evaluations_of_an_attempt_whose_key_is_lost_are_not_released_aga
     assert train(tmp_path / "run", *words, steps=8) == 130
     assert train(tmp_path / "run", *words, steps=8) == 2
     assert "would spend their budget twice" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("seed", [None, "1"])
+def test_noised_evaluations_that_were_released_stand_when_their_steps_are_made_again(
+    seed: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mutation: other losses with the same noise would be told apart. A second attempt stops before it gets there."""
+    folder, every = tmp_path / "run", "3" if seed is None else "7"  # with a seed, nothing is saved
+    words = ["--eval-fraction", "0.1", "--eval-every", "2", "--eval-epsilon", "2", "--save-every", every, "--quiet"]
+    words += [] if seed is None else ["--seed", seed]
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save", lambda *_, **__: None)  # the machine stops
+        interrupt_after(5, patch)
+        assert train(folder, *words, steps=8) == 130
+    released = {record.step: record.evaluation for record in evaluations(folder)}
+    assert list(released) == [2, 4]
+
+    real = evaluation.contributions
+    monkeypatch.setattr(evaluation, "contributions", lambda losses, *rest, **more: real(losses + 0.5, *rest, **more))
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "steps", stopping)
+        with pytest.raises(RuntimeError, match="the machine stops"):
+            train(folder, *words, steps=8)
+    assert len(evaluations(folder)) == (1 if seed is None else 0), "the lines of later steps are gone"
+    assert train(folder, *words, steps=8) == 0
+    found = {record.step: record.evaluation for record in evaluations(folder)}
+    assert list(found) == [2, 4, 6, 8]
+    assert {step: found[step] for step in released} == released
+
+
+def stopping(*_: Any, **__: Any) -> Iterator[Any]:
+    raise RuntimeError("the machine stops")
+    yield

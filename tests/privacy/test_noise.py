@@ -190,3 +190,20 @@ def test_noised_leaves_are_the_same_in_any_pieces(monkeypatch):
     monkeypatch.setattr(noise, "ELEMENTS_IN_CACHE", 64)  # a piece ends inside a leaf
     for path, leaf in noised_leaves(value, deviation, KEY).items():
         assert torch.equal(leaf, noised(value[path], deviation, keys.fold_in(KEY, path)))
+
+
+def test_two_declared_sensitivities_share_no_noise_and_a_tensor_is_its_number():
+    """Mutation: twice the noise of one minus that of the other would leave the value itself."""
+    value = {"w": torch.tensor([0.3, -0.2, 0.1], dtype=torch.float64)}
+
+    def noisy(sensitivity: float | torch.Tensor) -> torch.Tensor:
+        return add_gaussian(declare_sensitivity(value, sensitivity), key=KEY, step=0, noise_multiplier=1.0)["w"]
+
+    one, two = noisy(torch.tensor(1.0)), noisy(torch.tensor(2.0))
+    assert float((2 * one - two - value["w"]).abs().max()) > 0.1
+    assert torch.equal(one, noisy(1.0))
+    for wrong in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(FdpError, match="sensitivity: expected a finite number above 0, got"):
+            noisy(torch.tensor(wrong))
+    with pytest.raises(FdpError, match=r"sensitivity: expected a number, got a tensor of shape \(1,\)"):
+        noisy(torch.ones(1))

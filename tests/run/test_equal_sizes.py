@@ -118,6 +118,15 @@ def test_without_a_gradient_that_can_be_compared_the_answer_is_no(value):
         equal_sizes.check_sizes(sample_part(stages, state), examples, sizes=SIZES, sharded=False)
 
 
+def test_no_two_sizes_of_a_step_of_ones_own_differ_by_more_than_is_stated():
+    """Each differs from the largest by less than that, one up and one down, and they from each other by more."""
+    run, state, examples = prepared()
+    by = 0.9 * equal_sizes.TOLERANCE
+    part = sample_part(rounded_otherwise(rounded_otherwise(run.stages, 4, by), 2, -by), state)
+    with pytest.raises(FdpError, match="rounds a sample's gradient otherwise"):
+        equal_sizes.check_sizes(part, examples, sizes=SIZES, sharded=False)
+
+
 def adding_in_any_order(
     stages: Stages, monkeypatch: pytest.MonkeyPatch, by: float, otherwise: dict[int, float] | None = None
 ) -> Stages:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from fdp.cli import resume
 from fdp.cli.configure import configure
 from fdp.run.evaluation import make_evaluator
 from fdp.run.same_noise import check_same_noise, noise_record, slack_in
 from fdp.run.training_run import Run, extra_noise, prepare
+from fdp.storage import checkpoint
 from fdp.types import ClippedSum, FdpError
 from tests.cli.train_runs import interrupt_after, last_json, small_options, train
 
@@ -82,3 +85,24 @@ def test_the_command_line_refuses_to_repeat_steps_with_other_noise(
     assert train(tmp_path / "run", *words, "--microbatch", "4", steps=4) == 2
     assert "resume it with the --microbatch" in last_json(capsys.readouterr().out)["error"]
     assert train(tmp_path / "run", *words, "--microbatch", "8", steps=4) == 0
+
+
+def test_a_seeded_run_that_never_saved_begins_again_with_the_scale_that_its_noise_had(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same seed it draws the same noise; a microbatch that is chosen anew may need another slack."""
+    words, config = ["--seed", "1", "--save-every", "5", "--microbatch", "4", "--quiet"], tmp_path / "run/config.json"
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save", lambda *_, **__: None)  # the machine stops before anything is saved
+        interrupt_after(3, patch)
+        assert train(tmp_path / "run", *words, steps=8) == 130
+    began = json.loads(config.read_text())
+    found = resume.ResumedRun(began=began | {"extra_noise": 0.25})
+    assert (resume.microbatch_of(found), resume.slack_of(found)) == (4, 0.25)
+    config.write_text(json.dumps(began | {"extra_noise": 0.25}))
+    assert train(tmp_path / "run", *words, steps=8) == 0
+    assert json.loads(config.read_text())["extra_noise"] == 0.25
+    with pytest.raises(FdpError, match=r"rounded by at most 0\.125 of the clipping bound.* got 0\.25"):
+        resume.check_not_released(
+            resume.ResumedRun(began=began | {"extra_noise": 0.125}), small_run(least_slack=0.25), tmp_path / "run"
+        )
