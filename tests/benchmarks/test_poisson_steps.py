@@ -12,7 +12,7 @@ from fdp.models import GPTConfig
 TINY = GPTConfig(layers=1, width=8, heads=2, context=6, vocab_size=13, tied=True)
 
 
-@pytest.mark.parametrize("mode", ["none", "auto"])
+@pytest.mark.parametrize("mode", [pytest.param("none", marks=pytest.mark.long), "auto"])
 def test_it_times_both_kinds_of_step_and_writes_a_page(mode, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(poisson_steps, "GPT2", TINY)
     monkeypatch.setattr(poisson_steps, "STEPS", {8: 2})

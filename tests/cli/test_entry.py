@@ -16,8 +16,10 @@ EPSILON = "fdp epsilon --population 1000 --batch-size 10 --steps 10 --noise-mult
     "module",
     [
         "typer",
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("rich.text", "fdp.cli.train")),
-        "fdp.privacy.accounting",
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in ("rich.text", "fdp.cli.train", "fdp.privacy.accounting")
+        ),
     ],
 )
 def test_an_interruption_while_modules_are_imported_gives_no_traceback(module: str) -> None:

@@ -161,6 +161,7 @@ def test_train_only_freezes_the_rest(folder, letters, tmp_path, capsys):
     }
 
 
+@pytest.mark.long
 def test_unit_defines_the_samples(folder, letters, chat, tmp_path, capsys):
     model = ["--model", str(folder)]
     record = train(tmp_path / "record", *model, "--data", str(letters), "--unit", "record")
@@ -199,7 +200,9 @@ def test_mistakes_are_explained(words, message, folder, letters, tmp_path, capsy
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("change", ["weights", "heads", "nothing"])
+@pytest.mark.parametrize(
+    "change", ["weights", *(pytest.param(name, marks=pytest.mark.long) for name in ("heads", "nothing"))]
+)
 def test_other_content_of_the_model_folder_is_other_noise_of_the_same_seed(change, folder, letters, tmp_path):
     """The path stays the same, so only the files can tell the runs apart."""
     model = tmp_path / "model"

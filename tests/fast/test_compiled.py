@@ -305,7 +305,11 @@ def assert_same_steps(got: Any, expected: Any, *, rtol: float = 1e-4, atol: floa
 
 
 @pytest.mark.parametrize("donate", [slow(()), ("state",)], ids=["kept", "donated"])
-@pytest.mark.parametrize("method", Method, ids=lambda m: m.value)
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(m, marks=pytest.mark.long) if m is Method.GHOST else m for m in Method],
+    ids=lambda m: m.value,
+)
 def test_a_step_of_compiled_blocks_is_the_step(method, donate):
     options = {"method": method, "optimizer": adamw(1e-2, eps=1e-3)}
     found = train(GPT, compile=Compile.BLOCK, donate=donate, **options)

@@ -62,7 +62,7 @@ def assert_gradients(case: Case, blocks: CompiledRunner, *, private: bool) -> No
     assert_equal_trees(as_tensors(compiled), as_tensors(plain))
 
 
-@pytest.mark.parametrize("private", [True, False])
+@pytest.mark.parametrize("private", [True, pytest.param(False, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_smaller_microbatches_run_the_code_of_the_largest(name, private):
     case, backend = case_of(name), Counting()
@@ -113,6 +113,7 @@ def test_a_first_call_that_fails_is_compiled_for_any_size_when_it_is_made_again(
     assert len(backend.graphs) == len(blocks.code) == 3
 
 
+@pytest.mark.long
 def test_code_that_other_settings_compile_again_is_for_any_size_too():
     """A step sets how products are rounded (``fdp.equal_rounding.whole_sums``), what came before it may not have."""
     case, backend, options = case_of("gpt"), Counting(), torch.backends.cuda.matmul
@@ -176,7 +177,7 @@ def test_as_many_samples_as_tokens_or_as_other_sizes_are_still_told_apart():
     assert len(backend.graphs) == len(blocks.code) == 3
 
 
-@pytest.mark.parametrize("private", [True, False])
+@pytest.mark.parametrize("private", [True, pytest.param(False, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", ["loop", "scales", "all-ways", "convolutions"])
 def test_rarer_uses_have_the_gradients_of_every_size(name, private):
     """Compare all sizes, whether they share code or not."""

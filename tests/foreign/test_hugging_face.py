@@ -165,6 +165,7 @@ def _table(module: Any) -> str:
     return next(name for name, leaf in module.named_parameters() if leaf is table)
 
 
+@pytest.mark.long
 def test_plain_causal_attention_gets_no_mask_and_windows_get_masks():
     for name in ("gpt2", "llama", "qwen2", "gemma", "opt"):
         before = make_model(name)[1].blocks[0].apply

@@ -146,7 +146,9 @@ def test_norms_and_sums_with_maps_of_other_forms(method, forms):
         check_norms_and_sums(case, method, forms)
 
 
-@pytest.mark.parametrize("case", [pytest.param("gpt", marks=pytest.mark.slow), "gpt-untied"])
+@pytest.mark.parametrize(
+    "case", [pytest.param("gpt", marks=pytest.mark.slow), pytest.param("gpt-untied", marks=pytest.mark.long)]
+)
 def test_compiled_blocks_and_fused_heads_are_preconditioned_alike(case):
     check_norms_and_sums(case, Method.AUTO, "dense", CompiledRunner(backend="aot_eager"))
 

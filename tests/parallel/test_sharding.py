@@ -222,8 +222,15 @@ def cases(ranks: int) -> dict[str, dict[str, Any]]:
 
 
 SLOW_ON_TWO = ("zero 0, materialize", "zero 0, ghost_bk", "zero 0, none", "zero 2, materialize", "zero 2, ghost_bk")
+LONG_ON_TWO = (
+    "zero 2, ghost", "replicated data, zero 0", "offload, zero 2", "activation checkpoints, zero 2",
+    "none with offload", "none with activation checkpoints", "quantile, replicated data, zero 0", "adafactor", "untied",
+    "replicate=2, zero 2", "tensor=2, zero 2", "tensor=2, materialize", "tensor=2, adafactor",
+    "tensor=2, replicated data", "tensor=2, none",
+)  # fmt: skip
+"""Combinations of settings that are each tested on two ranks by others, too."""
 SHORT = {
-    2: tuple(name for name in cases(2) if name not in SLOW_ON_TWO),
+    2: tuple(name for name in cases(2) if name not in SLOW_ON_TWO + LONG_ON_TWO),
     4: (
         "zero 0, auto", "zero 2, auto", "zero 3, auto", "zero 3, none", "large vocabulary", "offload",
         "replicated data", "replicate=2 x shard=2", "tensor=2 x shard=2", "tensor=2 x shard=2, llama",
@@ -231,7 +238,7 @@ SHORT = {
     ),
     8: ("zero 3, auto", "zero 3, none", "replicate=2 x tensor=2 x shard=2", "replicate=2 x tensor=2 x shard=2, lamb"),
 }  # fmt: skip
-"""The runs of every day; all others are marked slow."""
+"""The runs of every day; those of ``LONG_ON_TWO`` are marked long, all others slow."""
 
 
 def moved_by_one(reduce_dtype: torch.dtype | None) -> tuple[float, float]:
@@ -308,10 +315,17 @@ def test_the_same_numbers_on_any_number_of_ranks(ranks):
 
 
 @pytest.mark.ranks
+@pytest.mark.long
+def test_the_same_numbers_in_more_combinations_on_two_ranks():
+    check(2, list(LONG_ON_TWO))
+
+
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_the_same_numbers_in_every_combination(ranks):
-    check(ranks, [name for name in cases(ranks) if name not in SHORT[ranks]])
+    others = SHORT[ranks] + (LONG_ON_TWO if ranks == 2 else ())
+    check(ranks, [name for name in cases(ranks) if name not in others])
 
 
 COMPILED = {
