@@ -76,6 +76,14 @@ class Bound:
 
     by: str
 
+    @property
+    def unnamed(self) -> bool:
+        """True if the words leave out a number: that of clip factors made by hand, or of a bound that is a tensor."""
+        return any(words in self.by for words in (OWN_FACTORS, A_TENSOR))
+
+
+OWN_FACTORS, A_TENSOR = "own factors", "a bound of the state"
+
 
 class Clip(NamedTuple):
     """Clip factors of every sample, leaf by leaf; ``bound`` says who computed them.
@@ -86,7 +94,7 @@ class Clip(NamedTuple):
 
     factors: dict[Path, Float[Tensor, " batch"]]
     sensitivity: Tensor
-    bound: Bound = Bound("own factors")
+    bound: Bound = Bound(OWN_FACTORS)
 
     def smallest(self) -> Float[Tensor, " batch"]:
         """Return each sample's smallest factor over all leaves: below 1 if any part of it was clipped."""

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fdp import keys
 from fdp.privacy.noise import noised
-from fdp.types import Bound, Clip, FdpError, Key, Norms, Path, Tree
+from fdp.types import A_TENSOR, Bound, Clip, FdpError, Key, Norms, Path, Tree
 
 # One float32 rounding of the quotient and one of each product may go up; two units in the last place compensate.
 _ROUND_DOWN = 1.0 - 2.0**-22
@@ -79,7 +79,7 @@ def clip_to(norms: Norms, *, max_norm: float | Tensor) -> Clip:
     factors = clip_factors(total, max_norm=max_norm)
     # Filled on the device: a copy from the host could not be captured in a CUDA graph.
     bound = max_norm.to(total) if isinstance(max_norm, Tensor) else total.new_full((), max_norm)
-    said = "a bound of the state" if isinstance(max_norm, Tensor) else f"{float(max_norm)}"
+    said = A_TENSOR if isinstance(max_norm, Tensor) else f"{float(max_norm)}"
     return Clip(dict.fromkeys(norms.squared, factors), bound, Bound(f"clipped to {said}"))
 
 

@@ -63,11 +63,14 @@ def add_gaussian(
         :func:`declare_sensitivity`;
       - every value returned is a multiple of ``grid_of(scale)``, a power of two: its low bits reveal nothing;
       - each element's noise is drawn from (key, step, path, index): no two elements, steps or keys share a draw, nor do
-        two clip norms or noise multipliers under one key.
+        two clip norms or noise multipliers under one key. (torch.compile cannot read a clip norm that is a tensor, or
+        that came with factors made by hand: there such norms are not told apart.)
     """
     _check(total, noise_multiplier)
     assert total.bound is not None
     purpose = f"noise {float(noise_multiplier)}, {total.bound.by}"
+    if total.bound.unnamed and not torch.compiler.is_compiling():
+        purpose += f", {float(total.sensitivity)}"
     return add_noise(
         total, key=keys.step_key(key, purpose, step), noise_multiplier=noise_multiplier, shard_windows=shard_windows
     )

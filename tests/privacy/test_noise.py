@@ -6,6 +6,7 @@ from scipy import stats
 
 from fdp import keys
 from fdp.privacy import noise
+from fdp.privacy.clipping import clip_to
 from fdp.privacy.noise import (
     add_gaussian,
     add_noise,
@@ -17,7 +18,7 @@ from fdp.privacy.noise import (
     rounded,
 )
 from fdp.privacy.sampling import poisson
-from fdp.types import ClippedSum, FdpError
+from fdp.types import Clip, ClippedSum, FdpError, Norms
 
 KEY = keys.key(11)
 
@@ -207,3 +208,18 @@ def test_two_declared_sensitivities_share_no_noise_and_a_tensor_is_its_number():
             noisy(torch.tensor(wrong))
     with pytest.raises(FdpError, match=r"sensitivity: expected a number, got a tensor of shape \(1,\)"):
         noisy(torch.ones(1))
+
+
+@pytest.mark.parametrize("made", ["by hand", "by a tensor"])
+def test_sensitivities_that_their_origin_does_not_name_share_no_noise(made):
+    squared = torch.tensor([4.0, 9.0], dtype=torch.float64)
+
+    def noise_of(sensitivity: float) -> torch.Tensor:
+        bound = torch.tensor(sensitivity, dtype=torch.float64)
+        by_hand = Clip({"w": torch.ones(2)}, bound)
+        clip = by_hand if made == "by hand" else clip_to(Norms({"w": squared}), max_norm=bound)
+        total = ClippedSum({"w": torch.zeros(3, dtype=torch.float64)}, clip.sensitivity, clip.bound)
+        return add_gaussian(total, key=KEY, step=0, noise_multiplier=1.0)["w"]
+
+    assert float((2 * noise_of(1.0) - noise_of(2.0)).abs().max()) > 0.1
+    assert torch.equal(noise_of(1.0), noise_of(1.0))
