@@ -41,6 +41,7 @@ from fdp.parallel.sharded_init import drawn_params
 from fdp.parallel.sharding import Sharding
 from fdp.privacy.guarantee import MARKER, Guarantee, marker_text, read_marker
 from fdp.privacy.microbatches import Dataset
+from fdp.report.run_facts import price_promises
 from fdp.storage.safetensors import export_safetensors
 from fdp.types import FdpError, Key, Tree
 
@@ -185,17 +186,22 @@ def parse_form(name: str) -> RecordForm:
 
 
 def earlier_guarantees(given: ModelOptions) -> tuple[Guarantee, ...]:
-    """Return the guarantees of the runs that trained the model in ``--model``; empty if none did."""
-    return read_marker(Path(given.model)) if is_folder(given.model) else ()
+    """Return the guarantees of the runs that trained the model in ``--model``; empty if none did.
+
+    Guarantees:
+      - the model of a run of ``fdp search`` has the price of the search, also while that runs or if it did not end.
+    """
+    folder = Path(given.model)
+    return price_promises(folder.resolve().parent, read_marker(folder)) if is_folder(given.model) else ()
 
 
 def export_model(params: Tree, given: ModelOptions, folder: Path, *, guarantees: Sequence[Guarantee]) -> Path:
     """Write the trained model, adapters merged: a folder like the one it came from, or one safetensors file.
 
     A prefix cannot be merged; it becomes a folder that ``peft`` reads. A folder records ``guarantees``, those of all
-    runs that trained the model, this one last, for whoever trains it again.
+    runs that trained the model, this one last, for whoever trains it again; of a run of a search, at the price of that.
     """
-    files = {MARKER: marker_text(guarantees)}
+    files = {MARKER: marker_text(price_promises(folder, guarantees))}
     if given.prefix is not None:
         save_prefix(folder / "model", params, base=given.model, files=files)
         return folder / "model"

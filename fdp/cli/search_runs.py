@@ -4,7 +4,9 @@ OUT/trial-1 ...        the runs; all but the exported model are for the owner of
 OUT/model.safetensors  the best model (a folder of transformers: OUT/model)
 OUT/search.json        the statement, the settings and scores of every run; not covered by the budget
 
-A signal ends the search with its run: no model is exported, and the epsilon of a finished search is not claimed.
+``search.json`` is there before the first run, and has no epsilon until all runs are made: if an error ends the search,
+no run has the epsilon of a run of its own. A signal ends the search with its run: no model is exported, and the epsilon
+of a finished search is not claimed.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from fdp.cli.search_options import LISTS, SearchOptions
 from fdp.cli.signals import stop_on_signals
 from fdp.cli.train_options import TrainOptions
 from fdp.privacy import accounting
-from fdp.privacy.guarantee import MARKER, RELATION, marker_text, read_marker
+from fdp.privacy.guarantee import RELATION
 from fdp.privacy.mechanism import Mechanism
 from fdp.privacy.sampling import poisson
 from fdp.privacy.selection import (
@@ -39,6 +41,7 @@ from fdp.privacy.selection import (
     selection_epsilon,
 )
 from fdp.privacy.shown_numbers import shown_delta, shown_epsilon
+from fdp.report.run_facts import TRIAL, write_price
 from fdp.run.run_folder import SEARCH_RESULT, read_run_folder
 from fdp.run.training_run import NotFinite
 from fdp.storage.private_files import write_private
@@ -56,6 +59,10 @@ NOTHING_DRAWN = (
     "released and nothing is spent. To draw again until there is a run would not be covered; a new search is a second "
     "one, and the epsilons of both add up"
 )
+NOT_ENDED = (
+    "the search has not ended: no epsilon can be stated for any of its runs. If an error ended it, it cannot go on, "
+    "and its runs stay with the owner of the data"
+)
 
 
 class Price(NamedTuple):
@@ -69,7 +76,12 @@ class Price(NamedTuple):
 def run_search(
     shared: dict[str, Any], lists: dict[str, list[Any]], search: SearchOptions, console: Console
 ) -> dict[str, Any]:
-    """Train the runs of a search, export the best, write ``search.json`` and return its contents."""
+    """Train the runs of a search, export the best, write ``search.json`` and return its contents.
+
+    Guarantees:
+      - from the first run to the last, ``search.json`` lists all runs and states no epsilon;
+      - in the end, the markers of every run have the price of the search.
+    """
     check_score(shared, search)
     check_free(search.out)
     if (search.out / SEARCH_RESULT).exists():
@@ -81,6 +93,8 @@ def run_search(
     rng = np.random.default_rng(search.seed)
     count = draw_repetitions(repetitions, rng)  # once, and before the first run
     search.out.mkdir(parents=True, exist_ok=True)
+    planned = [{"folder": str(_trial_folder(search, number)), "score": None} for number in range(1, count + 1)]
+    _write_result(search, price, planned, code=None, best=None, said=[NOT_ENDED])
     trials, code = [], 0
     with stop_on_signals() as stop:
         while len(trials) < count and not code:
@@ -88,9 +102,33 @@ def run_search(
             code = stop.exit_code if len(trials) < count or trials[-1]["interrupted"] else 0
     scored = [trial for trial in trials if trial["score"] is not None]
     best = min(scored, key=lambda trial: trial["score"]) if scored and not code else None
+    if code:
+        said = interrupted_statement(price, config, search, begun=len(trials), count=count)
+    else:
+        said = statement(price, search, shared, best, count)
+    result = _write_result(search, price, trials, code=code, best=best, said=said)
+    for trial in trials:
+        write_price(Path(trial["folder"]))
     if best is not None:
-        _export(Path(best["folder"]), search.out, price)
-    covered = price.epsilon if not code else None
+        _export(Path(best["folder"]), search.out)
+    return result
+
+
+def _write_result(
+    search: SearchOptions,
+    price: Price,
+    trials: list[dict[str, Any]],
+    *,
+    code: int | None,
+    best: dict[str, Any] | None,
+    said: list[str],
+) -> dict[str, Any]:
+    """Write ``search.json`` and return its contents; ``code`` is None until the search ends.
+
+    Guarantees:
+      - it has the epsilon of the search only if every run that was drawn is made.
+    """
+    covered = price.epsilon if code == 0 else None
     result = {
         "private": covered is not None,
         "epsilon": covered,
@@ -101,11 +139,7 @@ def run_search(
         "trials": trials,
         "trials_mean": search.trials,
         "best": best,
-        "statement": (
-            interrupted_statement(price, config, search, begun=len(trials), count=count)
-            if code
-            else statement(price, search, shared, best, count)
-        ),
+        "statement": said,
     }
     write_private(search.out / SEARCH_RESULT, json.dumps(result, indent=2) + "\n")
     return result
@@ -233,6 +267,10 @@ def _draw(lists: dict[str, list[Any]], rng: np.random.Generator) -> dict[str, An
     return {key: values[int(rng.integers(len(values)))] for key, values in lists.items()}
 
 
+def _trial_folder(search: SearchOptions, number: int) -> Path:
+    return search.out / f"{TRIAL}{number}"
+
+
 def _run_trial(
     shared: dict[str, Any],
     drawn: dict[str, Any],
@@ -244,9 +282,10 @@ def _run_trial(
     """Train one run and return its settings and score; a run whose parameters stop being finite has none.
 
     Guarantees:
-      - in a private search, the score depends on the training data only through the private parameters.
+      - in a private search, the score depends on the training data only through the private parameters;
+      - however the run ends, a copy of it promises nothing until the search ends.
     """
-    folder = search.out / f"trial-{number}"
+    folder = _trial_folder(search, number)
     budget: dict[str, Any] = {"epsilon": search.epsilon if price.noise_multiplier is None else None}
     budget |= {"noise_multiplier": price.noise_multiplier}
     budget |= {"seed": None if search.seed is None else search.seed + number}  # no two runs share their noise
@@ -258,6 +297,8 @@ def _run_trial(
         code = session.train(options)
     except NotFinite:
         code = NOT_FINITE
+    finally:
+        write_price(folder)
     run = read_run_folder(folder)
     losses = [record.evaluation.loss for record in run.records if record.evaluation is not None]
     losses = losses or [record.loss for record in run.records]  # only with --not-private
@@ -269,19 +310,9 @@ def _run_trial(
     return {"folder": str(folder), "settings": drawn, "score": score, "interrupted": interrupted}
 
 
-def _export(source: Path, out: Path, price: Price) -> None:
-    """Copy the best model; its folder states the epsilon of the search instead of that of one run."""
+def _export(source: Path, out: Path) -> None:
+    """Copy the best model; the marker in its folder already has the price of the search."""
     if (source / "model.safetensors").exists():
         shutil.copy2(source / "model.safetensors", out / "model.safetensors")
     if (source / "model").is_dir():
         shutil.copytree(source / "model", out / "model")
-        *earlier, run = read_marker(out / "model")
-        private = price.epsilon is not None
-        search = run._replace(
-            epsilon=price.epsilon,
-            delta=price.delta if private else None,
-            relation=run.relation if private else None,
-            releases=None,  # those of one run: the choice among runs composes by its epsilon alone
-            accountant="rdp, best of a Poisson number of runs",
-        )
-        (out / "model" / MARKER).write_text(marker_text([*earlier, search]))
