@@ -46,9 +46,14 @@ class StatementOptions:
     records_per_person: Annotated[
         int | None, Flag("The most units (windows, records, ...) that one person has: gives the epsilon of a person.")
     ] = None
-    ledger: Annotated[str | None, train_flag("ledger", help="The ledger with other runs on the same data, or off.")] = (
-        None
-    )
+    ledger: Annotated[
+        str | None,
+        train_flag(
+            "ledger",
+            help="The ledger with other runs on the same data, or off.",
+            default_text="the one the run was given, else $FDP_LEDGER, else ~/.config/fdp",
+        ),
+    ] = None
     format: Annotated[Format, Flag("text, markdown or json.")] = Format.text
     out: Annotated[Path | None, Flag("Write to this file, which must not exist.", default_text="the screen")] = None
 
@@ -69,11 +74,13 @@ def statement_command(
         why = "which exists" if options.out.exists() else "whose folder does not exist"
         raise FdpError(f"--out: expected a new file in a folder that exists, got {options.out}, {why}; give another")
     facts = read_facts(read_run_folder(run))
+    others, ledger_read = _read_ledger(facts, options.ledger)
     statement = make_statement(
         facts,
         tuning=options.tuning,
         records_per_person=options.records_per_person,
-        others=_others(facts, options.ledger),
+        others=others,
+        ledger_read=ledger_read,
     )
     if options.format is Format.json:
         text = json.dumps(statement.facts, indent=2, allow_nan=False) + "\n"
@@ -86,13 +93,18 @@ def statement_command(
     print(f"written to {options.out}")
 
 
-def _others(facts: RunFacts, given: str | None) -> list[Guarantee]:
-    """Return the other runs that began, from the ledger if there is one."""
+def _read_ledger(facts: RunFacts, given: str | None) -> tuple[list[Guarantee], bool]:
+    """Return the other runs that began, from the ledger ``given``, else from that of the run's settings.
+
+    The second value is True if that ledger holds the run itself. Any other ledger, such as one with another key, cannot
+    tell whether there are other runs on the same data.
+    """
     from fdp.ledger.book import LEDGER_FILE, Book
     from fdp.ledger.data_key import ledger_folder, load_key
 
-    folder = ledger_folder(given)
+    folder = ledger_folder(facts.settings.get("ledger") if given is None else given)
     if folder is None or not (folder / LEDGER_FILE).exists():
-        return []
-    entries = Book(folder, load_key(folder, create=False)).runs()
-    return [entry.promise for entry in entries if entry.began and entry.promise.run != facts.promise.run]
+        return [], False
+    entries, run = Book(folder, load_key(folder, create=False)).runs(), facts.promise.run
+    others = [entry.promise for entry in entries if entry.began and entry.promise.run != run]
+    return others, any(entry.promise.run == run for entry in entries)

@@ -1,9 +1,11 @@
 """The runs on the same data, composed: what everything that was released of it promises together.
 
-Runs are composed if they certainly used the same data (a fingerprint in common) and protect the same kind of unit. A
-run that used it for noised evaluations only counts with these. Runs with another unit are counted apart: epsilons of
-different units do not add up, except for what is at most one sample in each. A run that was started counts with all its
-planned steps, also if it stopped early or never ended: what it showed may have led to the stop.
+Runs are composed if they certainly used the same data (a fingerprint in common) and protect the same kind of unit. To
+these are added the runs that trained the model before, unless they are known to be on other data: a run that another
+machine recorded with another key has no fingerprint that could be compared. A run that used the data for noised
+evaluations only counts with these. Runs with another unit are counted apart: epsilons of different units do not add up,
+except for what is at most one sample in each. A run that was started counts with all its planned steps, also if it
+stopped early or never ended: what it showed may have led to the stop.
 
     >>> found = total_on_same_data(promise, book.runs(), before=())
     >>> found.sentence()
@@ -15,7 +17,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fdp.ledger.book import Entry
-from fdp.privacy.guarantee import Guarantee, compose, once_each, promise_about, same_unit
+from fdp.privacy.guarantee import RELATION, Guarantee, compose, on_other_data, once_each, promise_about, same_unit
 from fdp.privacy.shown_numbers import shown_delta, shown_epsilon
 
 
@@ -23,7 +25,8 @@ class DataTotal(NamedTuple):
     """The runs on one data set. ``earlier`` have the unit of ``now``; the total includes ``now``, if it is private.
 
     ``as_made`` is the total if every stop was decided in advance. ``in_all`` is the total with the runs of other units,
-    for what is at most one sample in each. ``not_private`` counts the runs without a promise.
+    for what is at most one sample in each. ``not_private`` counts the runs without a promise. ``assumed`` are the
+    runs among them that are not certainly on this data.
     """
 
     now: Guarantee
@@ -33,6 +36,7 @@ class DataTotal(NamedTuple):
     other_units: tuple[Guarantee, ...]
     in_all: tuple[float, float] | None
     not_private: int
+    assumed: tuple[Guarantee, ...] = ()
 
     def sentence(self, data: str = "this data") -> str:
         """Return the total in words, with the numbers; ``data`` names the data."""
@@ -42,7 +46,7 @@ class DataTotal(NamedTuple):
     def _same_unit(self) -> str:
         if not self.earlier or self.total is None:
             return ""
-        count, before = len(self.earlier), _dates(self.earlier)
+        count, before = len(self.earlier), _dates(self.earlier) + self._assumed(self.earlier)
         said = f"{count} private run{'' if count == 1 else 's'} began before ({before}): "
         epsilon, delta = self.total
         if self.now.epsilon is None:
@@ -60,11 +64,16 @@ class DataTotal(NamedTuple):
         if not self.other_units or self.in_all is None:
             return ""
         count, units = len(self.other_units), "; ".join(dict.fromkeys(one.unit for one in self.other_units))
+        units += self._assumed(self.other_units)
         return (
             f"{count} private run{'' if count == 1 else 's'} began before with another unit ({units}): "
             f"they do not add up, except for what is at most one sample in each run, for which all runs together give "
             f"epsilon {shown_epsilon(self.in_all[0])} at delta {shown_delta(self.in_all[1])}"
         )
+
+    def _assumed(self, runs: Sequence[Guarantee]) -> str:
+        count = sum(one in self.assumed for one in runs)
+        return f"; {count} of them trained the model before, on data assumed to be the same" if count else ""
 
     def _not_private(self) -> str:
         if not self.not_private:
@@ -83,6 +92,7 @@ def total_on_same_data(now: Guarantee, entries: Sequence[Entry], *, before: Sequ
 
     Guarantees:
       - every run on this data counts once, whether the ledger, the model or both name it;
+      - if there is such a run, so does every private run in ``before`` that is not known to be on other data;
       - runs of different units are never composed into ``total``.
     """
     listed = [entry.promise for entry in entries if entry.began]
@@ -91,6 +101,8 @@ def total_on_same_data(now: Guarantee, entries: Sequence[Entry], *, before: Sequ
     found = [about for one in others if (about := promise_about(one, now.data)) is not None]
     if not found:
         return None
+    assumed = tuple(one for one in others if one in before and _may_be_on(one, now.data))
+    found += assumed
     private = [one for one in found if one.private]
     earlier = tuple(one for one in private if same_unit(one, now))
     others = tuple(one for one in private if not same_unit(one, now))
@@ -106,7 +118,14 @@ def total_on_same_data(now: Guarantee, entries: Sequence[Entry], *, before: Sequ
         others,
         compose([*private, *mine]) if others else None,
         len(found) - len(private),
+        assumed,
     )
+
+
+def _may_be_on(promise: Guarantee, data: Sequence[str]) -> bool:
+    """Return True if it is not known whether a private run was on the data with these fingerprints."""
+    known = promise_about(promise, data) is not None or on_other_data(promise.data, data)
+    return promise.private and promise.relation == RELATION and not known
 
 
 def _dates(promises: Sequence[Guarantee]) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from fdp.privacy.guarantee import Guarantee, compose, once_each, same_unit
+from fdp.privacy.guarantee import Guarantee, compose, on_other_data, once_each, same_unit
 from fdp.privacy.releases import Opaque, Release
 
 
@@ -52,7 +52,8 @@ class Chain(NamedTuple):
 def compose_chain(before: tuple[Guarantee, ...], promise: Guarantee, *, extends: bool) -> Chain:
     """Return the promise about parameters that the runs ``before`` and then this one trained.
 
-    ``extends``: the last run before is one that ``--extend`` went on from, and so on the same data.
+    ``extends``: the last run before is one that ``--extend`` went on from, and so on the same data. A run whose data
+    was recorded with another key, or not at all, may be on the same data.
 
     Guarantees:
       - the total is at least what the run promises alone;
@@ -67,7 +68,7 @@ def compose_chain(before: tuple[Guarantee, ...], promise: Guarantee, *, extends:
         same = (extends and place == len(before)) or bool(known & set(one.data))
         known |= set(one.data) if same else set()
         alike = same_unit(one, promise) and one.relation == promise.relation
-        if (same and not one.private) or (alike and (same or not one.data or not known)):
+        if (same and not one.private) or (alike and (same or not on_other_data(one.data, known))):
             earlier.append(one)
             assumed |= not same
         else:

@@ -223,6 +223,19 @@ def same_data(one: Guarantee, other: Guarantee) -> bool:
     return bool(set(one.data) & set(other.data))
 
 
+def on_other_data(one: Collection[str], other: Collection[str]) -> bool:
+    """Return True if fingerprints are certainly of different data: some are of the same key, and none is the same.
+
+    Fingerprints of different keys cannot be compared: of these nothing is known, nor is anything without fingerprints.
+    """
+    return bool(key_names(one) & key_names(other)) and not set(one) & set(other)
+
+
+def key_names(fingerprints: Collection[str]) -> set[str]:
+    """Return the names of the keys that fingerprints were made with (:mod:`fdp.ledger.data_key`)."""
+    return {one.partition("-")[0] for one in fingerprints}
+
+
 def unit_kind(unit: str) -> str:
     """Return the unit without the part of it that is used, if it is protected as a whole: "one user", "one record".
 

@@ -1,6 +1,6 @@
 """The runs beside the one of a statement: those it started from, and all others on the same data, composed.
 
->>> totals = compose_others(facts, others)
+>>> totals = compose_others(facts, others, ledger_read=True)
 >>> others_section(totals)
 """
 
@@ -22,10 +22,18 @@ THEOREM = (
     "noise multiplier and the number of steps of every run were fixed without looking at earlier results. If they "
     "were chosen after looking, the total describes the runs that were made, and the theorem does not cover the choice."
 )
+NOT_READ = (
+    "The ledger of this run was not read, or it was recorded in none: there may be other runs on the same data, which "
+    "are not counted here."
+)
 
 
-def compose_others(facts: RunFacts, others: Sequence[Guarantee]) -> dict[str, Any]:
-    """Return the composition with the runs before this one, and with all runs on the same data and unit."""
+def compose_others(facts: RunFacts, others: Sequence[Guarantee], *, ledger_read: bool) -> dict[str, Any]:
+    """Return the composition with the runs before this one, and with all runs on the same data and unit.
+
+    Guarantees:
+      - if the total on the data is stated, it holds every private run that the guarantee of the model holds.
+    """
     promise = facts.promise
     differing = [one for one in facts.before if not same_unit(one, promise)]
     chain = compose([*facts.before, facts.chosen]) if facts.before and not differing else None
@@ -33,7 +41,8 @@ def compose_others(facts: RunFacts, others: Sequence[Guarantee]) -> dict[str, An
     known = [about for one in listed if (about := promise_about(one, promise.data)) is not None]
     private = [one for one in known if one.private]
     alike = [one for one in private if same_unit(one, promise)]
-    on_data = compose([*alike, promise_about(promise, promise.data) or promise]) if alike else None
+    assumed = [one for one in facts.chain.earlier if alike and one.private and not same_data(one, promise)]
+    on_data = compose([*assumed, *alike, promise_about(promise, promise.data) or promise]) if alike else None
     return {
         "runs_before": len(facts.before),
         "same_data_before": bool(facts.before) and all(same_data(one, promise) for one in facts.before),
@@ -41,9 +50,11 @@ def compose_others(facts: RunFacts, others: Sequence[Guarantee]) -> dict[str, An
         "runs_before_with_other_units": len(differing),
         "before_not_private": any(not one.private for one in facts.before),
         "other_runs_on_this_data": len({one.run for one in alike}),
+        "assumed_on_this_data": len(assumed),
         "on_this_data": on_data and {"epsilon": on_data[0], "delta": on_data[1]},
         "other_units_on_this_data": len({one.run for one in private if not same_unit(one, promise)}),
         "not_private_on_this_data": len({one.run for one in known if not one.private}),
+        "ledger_read": ledger_read,
     }
 
 
@@ -69,10 +80,12 @@ def others_section(totals: dict[str, Any]) -> Section:
                 f"{shown_delta(chain['delta'])}."
             )
     if (on_data := totals["on_this_data"]) is not None:
+        runs = count(totals["assumed_on_this_data"], "earlier run")
+        assumed = f" and with {runs} assumed to be on the same data" if totals["assumed_on_this_data"] else ""
         found.append(
             f"The ledger of the data's owner, or the model, names "
             f"{count(totals['other_runs_on_this_data'], 'other private run')} on the same data with the same unit. For "
-            f"whoever sees the results of all of them, together with this one: epsilon "
+            f"whoever sees the results of all of them, together with this one{assumed}: epsilon "
             f"{rounded_up(on_data['epsilon'], 4)} at delta {shown_delta(on_data['delta'])}."
         )
     if other := totals["other_units_on_this_data"]:
@@ -83,6 +96,8 @@ def others_section(totals: dict[str, Any]) -> Section:
     if open_ones := totals["not_private_on_this_data"]:
         were = "was not private: its" if open_ones == 1 else "were not private: their"
         found.append(f"{count(open_ones, 'run')} on the same data {were} results should not be released.")
+    if not totals["ledger_read"]:
+        found.append(NOT_READ)
     if not found:
         found = ["No other run on the same data is known. Other data may hold the same people: then the runs compose."]
     return Section("Other runs", (*found, THEOREM))

@@ -76,8 +76,12 @@ def make_statement(
     tuning: str | None = None,
     records_per_person: int | None = None,
     others: Sequence[Guarantee] = (),
+    ledger_read: bool = True,
 ) -> Statement:
-    """Return the statement of a run; ``others`` are further runs on the same data, from the ledger."""
+    """Return the statement of a run; ``others`` are further runs on the same data, from the ledger.
+
+    ``ledger_read`` is False if they are not from the ledger in which the run was recorded: there may be more.
+    """
     title = f"Privacy statement for the run {facts.name}"
     if not facts.private:
         return _not_private(facts, title)
@@ -91,7 +95,8 @@ def make_statement(
         tuning = facts.search.sentence()
     numbers = privacy_numbers(facts, records_per_person=records_per_person)
     among = frozenset() if facts.search is None else facts.search.runs
-    totals = compose_others(facts._replace(promise=facts.chosen), [one for one in others if one.run not in among])
+    outside = [one for one in others if one.run not in among]
+    totals = compose_others(facts._replace(promise=facts.chosen), outside, ledger_read=ledger_read)
     lists = {DPFY_ML: dpfy_ml(facts, tuning=tuning), NIST: nist_sp_800_226(facts, tuning=tuning)}
     sections = (
         guarantee_section(facts),

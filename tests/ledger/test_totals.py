@@ -61,6 +61,20 @@ def test_one_fingerprint_in_common_is_enough_and_other_data_is_left_out():
     assert [one.run for one in found.earlier] == ["a"]
 
 
+@pytest.mark.parametrize("data", [(), ("other-samples", "other-files")])
+def test_a_run_of_the_model_counts_beside_others_unless_it_is_known_to_be_on_other_data(data):
+    """Another machine may have recorded it with another key, whose fingerprints cannot be compared."""
+    brought = promise("b", data=data)
+    found = total_on_same_data(NOW, [entry("a")], before=[brought])
+    assert found is not None
+    assert found.total == compose([promise("a"), brought, NOW])
+    said = "(2026-11-16; 1 of them trained the model before, on data assumed to be the same): with this one"
+    assert f"on this data 2 private runs began before {said}" in found.sentence()
+    known = total_on_same_data(NOW, [entry("a")], before=[promise("b", data=("k-others",))])
+    assert known == total_on_same_data(NOW, [entry("a")], before=())
+    assert total_on_same_data(NOW, [], before=[brought]) is None, "no run is certainly on this data"
+
+
 def test_runs_of_different_units_are_not_added_up():
     found = total_on_same_data(NOW, [entry("a"), entry("b", unit="one user")], before=())
     alone = total_on_same_data(NOW, [entry("a")], before=())

@@ -27,7 +27,10 @@ def test_a_run_that_starts_from_nothing_promises_what_it_promises_alone():
     [
         (FIRST, False, False),
         (FIRST._replace(data=("k-b", "k-c")), False, False),
-        (FIRST._replace(data=("k-z",)), True, False),  # a new key of the ledger: --extend goes on with the same data
+        (FIRST._replace(data=("k-z",)), True, False),  # --extend goes on with the same data, whatever its fingerprint
+        (FIRST._replace(data=("other-z",)), True, False),  # the same, with a new key of the ledger
+        (FIRST._replace(data=("other-z",)), False, True),  # fingerprints of different keys cannot be compared
+        (FIRST._replace(data=("other-a", "other-b")), False, True),
         (FIRST._replace(data=()), False, True),
     ],
 )
@@ -46,6 +49,22 @@ def test_all_links_of_a_chain_of_extensions_are_part_of_the_total():
     chain = compose_chain((first, second), LAST, extends=True)
     assert chain.earlier == (first, second)
     assert (chain.total.epsilon, chain.total.delta) == compose([first, second, LAST])
+
+
+@pytest.mark.parametrize("extends", [True, False])
+def test_runs_that_were_recorded_under_different_keys_are_all_part_of_the_total(extends):
+    """``--extend`` vouches for the last run before only; of the others nothing is known."""
+    before = (FIRST._replace(data=("first-z",)), FIRST._replace(run="second", data=("second-z",)))
+    chain = compose_chain(before, LAST, extends=extends)
+    assert (chain.earlier, chain.left_out, chain.assumed) == (before, (), True)
+    assert (chain.total.epsilon, chain.total.delta) == compose([*before, LAST])
+
+
+def test_a_run_on_other_data_than_the_extended_run_is_left_out():
+    """The first two runs have a key in common, and the second is on the data of the last."""
+    first, second = FIRST._replace(data=("other-y",)), FIRST._replace(run="second", data=("other-z",))
+    chain = compose_chain((first, second), LAST, extends=True)
+    assert (chain.earlier, chain.left_out, chain.assumed) == ((second,), (first,), False)
 
 
 @pytest.mark.parametrize("other", [{"data": ("k-z",)}, {"unit": "one user"}, {"relation": "replace one sample"}])

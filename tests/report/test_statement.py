@@ -269,6 +269,32 @@ def test_an_extended_run_states_the_chain(tmp_path):
     assert f"epsilon {total:.3f}"[:-1] in text
 
 
+@pytest.mark.parametrize("data", [(), ("other-a",)])
+def test_the_total_on_the_data_holds_every_run_that_the_guarantee_of_the_model_holds(tmp_path, data):
+    first = PROMISE._replace(run="first", data=data)
+    facts = read_facts(read_run_folder(write_run(tmp_path / "run", promises=(first, PROMISE), summary={})))
+    statement = make_statement(facts, others=[PROMISE._replace(run="run2")])
+    found, thrice = statement.facts["other_runs"], composed_epsilon([*RELEASES] * 3, delta=1e-6)
+    assert found["on_this_data"]["epsilon"] == pytest.approx(thrice)
+    assert (found["other_runs_on_this_data"], found["assumed_on_this_data"]) == (1, 1)
+    text = " ".join(as_text(statement.document).split())
+    assert "names 1 other private run on the same data with the same unit. For" in text
+    assert "together with this one and with 1 earlier run assumed to be on the same data: epsilon" in text
+
+
+def test_a_ledger_that_was_not_read_is_said_not_to_be(tmp_path):
+    run = write_run(tmp_path / "run", summary={})
+    assert "No other run on the same data is known" in text_of(run)
+    text = text_of(run, ledger_read=False)
+    assert "The ledger of this run was not read" in text
+    assert "No other run on the same data is known" not in text
+    facts = read_facts(read_run_folder(run))
+    assert make_statement(facts).facts["other_runs"]["ledger_read"]
+    assert not make_statement(facts, ledger_read=False).facts["other_runs"]["ledger_read"]
+    again = write_run(tmp_path / "again", promises=(PROMISE, PROMISE._replace(run="run2")), summary={})
+    assert "The ledger of this run was not read" in text_of(again, ledger_read=False), "also if the model names runs"
+
+
 def test_the_chain_is_read_from_the_folder(tmp_path):
     run = write_run(tmp_path / "run", promises=(PROMISE, PROMISE._replace(run="run2")), summary={})
     assert read_facts(read_run_folder(run)).before == read_marker(run)[:1]
