@@ -64,6 +64,8 @@ def held_out_choice(facts: RunFacts) -> str | None:
 def reason(facts: RunFacts) -> str:
     """Return why no epsilon covers the model of a run whose steps are private."""
     if facts.search is not None and facts.search.chose and facts.search.epsilon is None:
+        if not facts.search.ended:
+            return "it may have been chosen among the runs of a search that did not end, which is covered by nothing"
         return "it was chosen among several runs by data, and the choice is covered by nothing"
     return "its first parameters were trained on the same data without privacy"
 

@@ -199,6 +199,9 @@ def test_a_choice_that_nothing_covers_leaves_no_epsilon(tmp_path):
     assert "No epsilon can be stated for the model: it was chosen among several runs by data" in text_of(chosen)
     assert json_of(chosen)["guarantee"]["epsilon"] is None
     assert f"private with epsilon = {shown_epsilon(EPSILON)} and" in text_of(other)
+    result = tmp_path / "search" / "search.json"
+    result.write_text(json.dumps(json.loads(result.read_text()) | {"exit_code": None}))
+    assert "No epsilon can be stated for the model: it may have been chosen among the runs" in text_of(other)
 
 
 @pytest.mark.parametrize(
