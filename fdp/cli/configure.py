@@ -116,7 +116,7 @@ def make_clip_style(privacy: PrivacyOptions, *, batch_size: int) -> clipping.Cli
         "automatic": lambda: clipping.automatic(max_norm=c),
         # as in Andrew et al. 2021: the median, a rate of 0.2, count noise of a twentieth of the batch
         "quantile": lambda: clipping.quantile(
-            max_norm=c, target_quantile=0.5, learning_rate=0.2, count_noise=batch_size / 20
+            max_norm=c, target_quantile=0.5, learning_rate=0.2, count_noise=batch_size / clipping.COUNT_NOISE_SHARE
         ),
     }
     if privacy.clip.replace(".", "", 1).isdigit():

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from fdp.cli.choices import CLIPS
 from fdp.cli.options import Flag, Range, check_ranges, expand_groups
 from fdp.cli.train_options import train_flag
 from fdp.privacy.shown_numbers import round_up, shown_delta
@@ -54,7 +55,17 @@ class MechanismOptions:
     epsilon: Annotated[float | None, Flag("Privacy budget: gives the noise multiplier.", range=Range.POSITIVE)] = None
     accountant: Annotated[AccountantName, Flag("The accountant of the result; both are shown.")] = AccountantName.pld
     max_batch_size: Annotated[int | None, Flag("Truncate larger draws to this many samples; PLD only.")] = None
-    count_noise: Annotated[float | None, Flag("For quantile clipping: the noise on its count, in samples.")] = None
+    clip: Annotated[
+        str, Flag("As in fdp train: quantile adds its noised count; every other style costs nothing.", complete=CLIPS)
+    ] = "automatic"
+    count_noise: Annotated[
+        float | None,
+        Flag(
+            "For quantile clipping: the noise on its count, in samples.",
+            default_text="with --clip quantile a twentieth of --batch-size, as in fdp train",
+            range=Range.POSITIVE,
+        ),
+    ] = None
     kfac_data: Annotated[
         str | None, Flag("As in fdp train: noised adds K-FAC's statistics; every other source costs nothing.")
     ] = None
@@ -136,7 +147,7 @@ def compute_budget(options: MechanismOptions) -> Budget:
         max_batch_size=options.max_batch_size,
     )
     # The budget does not depend on C, of gradients or of statistics; the clip style matters only by its count's noise.
-    clip, statistics = flat(max_norm=1.0)._replace(count_noise=options.count_noise), None
+    clip, statistics = flat(max_norm=1.0)._replace(count_noise=_count_noise(options)), None
     if options.kfac_data == "noised":
         statistics = choose_statistics(
             sampling,
@@ -169,6 +180,18 @@ def compute_budget(options: MechanismOptions) -> Budget:
     return Budget(mechanism, spent, pld, rdp)
 
 
+def _count_noise(options: MechanismOptions) -> float | None:
+    """Return the noise on the count of quantile clipping, in samples; None without it."""
+    from fdp.privacy.clipping import COUNT_NOISE_SHARE
+    from fdp.types import FdpError
+
+    if options.clip not in CLIPS:
+        raise FdpError(f"--clip: expected one of {', '.join(CLIPS)}, got {options.clip}")
+    if options.count_noise is None and options.clip == "quantile":
+        return options.batch_size / COUNT_NOISE_SHARE
+    return options.count_noise
+
+
 def _print_budget(console: Console, budget: Budget, options: MechanismOptions) -> None:
     from fdp.privacy.guarantee import RELATION, delta_advice
 
@@ -180,6 +203,8 @@ def _print_budget(console: Console, budget: Budget, options: MechanismOptions) -
         f"steps at rate {rate:.4g} ({options.accountant.value.upper()})"
     )
     console.print(f"neighbours: {RELATION}")
+    if (count_noise := mechanism.clip.count_noise) is not None:
+        console.print(f"this includes the count of quantile clipping in every step, noise {count_noise:g} samples")
     if (statistics := mechanism.statistics) is not None:
         noise = round_up(statistics.noise_multiplier, 5)
         console.print(f"this includes {statistics.releases(steps)} releases of statistics, noise {noise} x their C")
@@ -205,7 +230,7 @@ def _result(budget: Budget, options: MechanismOptions) -> dict[str, Any]:
         "population": options.population,
         "expected_batch_size": options.batch_size,
         "max_batch_size": options.max_batch_size,
-        "count_noise": options.count_noise,
+        "count_noise": mechanism.clip.count_noise,
         "kfac_noise_multiplier": None if mechanism.statistics is None else mechanism.statistics.noise_multiplier,
         "relation": RELATION,
     }

@@ -26,6 +26,8 @@ from fdp.privacy.noise import noised
 from fdp.types import A_TENSOR, Bound, Clip, FdpError, Key, Norms, Path, Tree
 
 # One float32 rounding of the quotient and one of each product may go up; two units in the last place compensate.
+COUNT_NOISE_SHARE = 20
+"""Quantile clipping of fdp train: the noise on its count is the batch size over this (Andrew et al. 2021)."""
 _ROUND_DOWN = 1.0 - 2.0**-22
 
 

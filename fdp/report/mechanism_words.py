@@ -7,8 +7,9 @@
 from __future__ import annotations
 
 from fdp import models
+from fdp.privacy.clipping import COUNT_NOISE_SHARE
 from fdp.privacy.shown_numbers import shown_epsilon
-from fdp.report.run_facts import COUNT_NOISE_SHARE, RunFacts, Status
+from fdp.report.run_facts import RunFacts, Status
 
 ROUNDING = "1e-6"
 """The most that rounding in float64 adds to the sensitivity (docs/guarantees.md)."""

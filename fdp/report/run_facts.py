@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from fdp.data.units import A_FOLDER, UnitKind, privacy_unit
 from fdp.privacy.chain import Chain, compose_chain
+from fdp.privacy.clipping import COUNT_NOISE_SHARE
 from fdp.privacy.guarantee import (
     MARKER,
     RELATION,
@@ -36,9 +37,6 @@ from fdp.privacy.shown_numbers import shown_delta, shown_epsilon
 from fdp.run.run_folder import SEARCH_RESULT, RunFolder
 from fdp.storage.private_files import disk_errors, write_private
 from fdp.types import FdpError
-
-COUNT_NOISE_SHARE = 20
-"""Quantile clipping of fdp train: the noise on its count is the batch size over this."""
 
 TRIAL = "trial-"
 """The start of the name of a folder of a run of fdp search, before its number."""

@@ -10,7 +10,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from fdp.cli.configure import make_clip_style
 from fdp.cli.epsilon import epsilon_command
+from fdp.cli.train_options import PrivacyOptions
 from fdp.privacy import accounting
 from fdp.privacy.clipping import flat
 from fdp.privacy.mechanism import Mechanism
@@ -85,6 +87,20 @@ def test_truncation_and_count_noise_reach_the_accountant(run):
     assert cut["epsilon_rdp"] is None
     assert counted["epsilon"] > plain["epsilon"]
     assert counted["effective_noise_multiplier"] < 1.5
+
+
+def test_quantile_clipping_is_accounted_as_fdp_train_does(run):
+    words = f"--noise-multiplier 1.5 {SETTING}"
+    plain, counted = (result(run(f"{words} {more} --json")) for more in ("", "--clip quantile"))
+    clip = make_clip_style(PrivacyOptions(clip="quantile"), batch_size=plain["expected_batch_size"])
+    assert counted["count_noise"] == clip.count_noise is not None
+    assert counted["epsilon"] > plain["epsilon"], "Mutation: without the noised count it would be too low"
+    assert counted["epsilon"] == result(run(f"{words} --count-noise {clip.count_noise} --json"))["epsilon"]
+    assert "this includes the count of quantile clipping" in run(f"{words} --clip quantile").stdout
+    assert result(run(f"{words} --clip flat --json"))["epsilon"] == plain["epsilon"]
+    wrong = run(f"{words} --clip quantiles")
+    assert isinstance(wrong.exception, FdpError)
+    assert "--clip: expected one of flat, per-layer, automatic, quantile, got quantiles" in str(wrong.exception)
 
 
 def test_no_noise_is_null_in_json(run):
