@@ -2,7 +2,7 @@
 
     python -m benchmarks.llama_8b --json runs/llama_8b.json          # one H200, about three minutes
     python -m benchmarks.llama_8b --render runs/llama_8b.json        # write the page; needs no GPU
-    python -m benchmarks.llama_8b --layers 2 --width 64 --vocab 512 --context 32 --device cpu --no-cuda-graph   # a try
+    python -m benchmarks.llama_8b --layers 2 --width 64 --vocab 512 --context 32 --device cpu     # a try, anywhere
 
 The shape of Llama-3.1-8B, context 2048, bfloat16 compute. What is held between steps:
 
@@ -208,7 +208,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="steps that are timed")
     parser.add_argument("--memory-budget", type=float, help="GiB that auto may store between norms and sum")
     parser.add_argument("--checkpoint-activations", action="store_true")
-    parser.add_argument("--cuda-graph", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
+    parser.add_argument("--cuda-graph", action=argparse.BooleanOptionalAction, help="by default on a GPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     for name in ("layers", "width", "vocab", "context"):
         parser.add_argument(f"--{name}", type=int, help="a smaller model, to try the script")
@@ -242,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         device,
         None if options.memory_budget is None else options.memory_budget * GIB,
         options.checkpoint_activations,
-        options.cuda_graph,
+        device.type == "cuda" if options.cuda_graph is None else options.cuda_graph,
     )
     parameters = sum(torch.Size(leaf.shape).numel() for leaf in llama(config).leaves.values())
     content = {
@@ -252,7 +252,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "commit": current_commit(),
         "command": f"python -m benchmarks.llama_8b --microbatch {settings.microbatch} --microbatches "
         f"{settings.microbatches}{' --checkpoint-activations' if settings.checkpoint_activations else ''}"
-        f"{'' if settings.cuda_graph else ' --no-cuda-graph'}",
+        f"{' --no-cuda-graph' if options.cuda_graph is False else ''}",
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "settings": {"parameters": parameters, **config._asdict(), **settings._asdict(), "config": None}
         | {"device": device.type},

@@ -83,6 +83,7 @@ class Bound:
 
 
 OWN_FACTORS, A_TENSOR = "own factors", "a bound of the state"
+"""Origins of a sensitivity that do not name its number."""
 
 
 class Clip(NamedTuple):

@@ -61,13 +61,16 @@ def check_sizes(add: SamplePart, examples: Tree, *, sizes: Sequence[int], sharde
 
     If it does not, they are compared again. A size that does not fit into memory is an error as well.
     """
+
+    def too_large(by: dict[int, float]) -> list[float]:
+        return [difference for difference in by.values() if not difference <= TOLERANCE / 2]
+
     found = least_differences(
-        lambda: differences(add, examples, sizes=sizes, sharded=sharded),
-        agree=lambda by: all(difference <= TOLERANCE / 2 for difference in by.values()),
+        lambda: differences(add, examples, sizes=sizes, sharded=sharded), agree=lambda by: not too_large(by)
     )
     if unfit := [size for size in sizes if size not in found]:
         raise OutOfMemory(unfit[0])
-    if wrong := [by for by in found.values() if not by <= TOLERANCE / 2]:
+    if wrong := too_large(found):
         raise FdpError(
             f"microbatch sizes {tuple(sizes)}: expected that a sample adds the same to the sum in each, to "
             f"{TOLERANCE:g}, but {explain_difference(wrong)}. One sample more or less could move the gradients of "
