@@ -41,7 +41,7 @@ from fdp.parallel.sharded_init import drawn_params
 from fdp.parallel.sharding import Sharding
 from fdp.privacy.guarantee import MARKER, Guarantee, marker_text, read_marker
 from fdp.privacy.microbatches import Dataset
-from fdp.report.run_facts import price_promises
+from fdp.report.search_price import price_promises
 from fdp.storage.safetensors import export_safetensors
 from fdp.types import FdpError, Key, Tree
 

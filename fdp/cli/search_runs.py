@@ -41,7 +41,7 @@ from fdp.privacy.selection import (
     selection_epsilon,
 )
 from fdp.privacy.shown_numbers import shown_delta, shown_epsilon
-from fdp.report.run_facts import TRIAL, write_price
+from fdp.report.search_price import TRIAL, write_price
 from fdp.run.run_folder import SEARCH_RESULT, read_run_folder
 from fdp.run.training_run import NotFinite
 from fdp.storage.private_files import write_private

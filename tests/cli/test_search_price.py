@@ -23,7 +23,8 @@ from fdp.ledger.data_key import load_key
 from fdp.privacy.guarantee import MARKER, RELATION, Guarantee, marker_text, read_marker
 from fdp.privacy.shown_numbers import shown_epsilon
 from fdp.report.headline import headline
-from fdp.report.run_facts import find_search, price_promises, read_facts, write_price
+from fdp.report.run_facts import read_facts
+from fdp.report.search_price import find_search, price_promises, write_price
 from fdp.run.run_folder import read_run_folder
 from fdp.types import FdpError
 from tests.cli.test_search import PUBLIC, SMALL, draw_three
