@@ -42,7 +42,9 @@ from fdp.privacy.guarantee import (
 )
 from fdp.privacy.releases import EVALUATIONS, Release
 from fdp.privacy.shown_numbers import shown_delta, shown_epsilon
+from fdp.report.search_price import find_search
 from fdp.run.evaluation import Evaluator
+from fdp.run.evaluation_config import Cost
 from fdp.run.step_metrics import StepRecord, guarantee_of
 from fdp.run.training_run import Run
 from fdp.storage.private_files import disk_errors, write_private
@@ -205,27 +207,37 @@ def _open(
     key = None if place is None else load_key(place)
     book = None if place is None or key is None else Book(place, key)
     recorded = [] if book is None else book.runs()  # a damaged ledger is an error before anything is spent
+    choice = _held_out_choice(run, folder)
     promise = guarantee_of(run)._replace(
         run=secrets.token_hex(8),
         data=() if key is None else data_fingerprints(key, options.data.data, run.data_digest),
         date=now(),
         fdp=package_version("fdp"),
         evaluations=evaluations,
-        evaluated=() if key is None or not evaluations else _evaluated(key, options, run),
+        evaluated=() if key is None or not (evaluations or choice) else _evaluated(key, options, run),
         accountant=f"PLD, dp-accounting {package_version('dp-accounting')}" if run.epsilons is not None else None,
         noise=None if key is None else key.fingerprint("noise", str(run.key.tolist())),
+        held_out_choice=choice,
     )
     earlier = _earlier_promise(folder, run) if goes_on else None
     if earlier is not None and releases_the_same(earlier, promise):
         promise = promise._replace(run=earlier.run, date=earlier.date)
     with disk_errors(folder / MARKER):
         write_private(folder / MARKER, marker_text([*run.config.before, promise]))
-    held_out = promise_about(promise, promise.evaluated)
+    held_out = promise_about(promise, promise.evaluated) if evaluations else None
     totals = tuple(
         None if one is None else total_on_same_data(one, recorded, before=run.config.before)
         for one in (promise, held_out)
     )
     return promise, (totals[0], totals[1]), book
+
+
+def _held_out_choice(run: Run, folder: Path) -> bool:
+    """Return True if the loss of held-out samples, without noise, decides what is exported: a step, or a run."""
+    config = run.config.evaluation
+    if config is None or config.cost is not Cost.OUTSIDE:
+        return False
+    return config.keep_best or config.patience is not None or find_search(folder) is not None
 
 
 def _evaluated(key: DataKey, options: TrainOptions, run: Run) -> tuple[str, ...]:
@@ -237,8 +249,10 @@ def _evaluated(key: DataKey, options: TrainOptions, run: Run) -> tuple[str, ...]
 def _ledger_folder(options: TrainOptions) -> Path | None:
     """Return the folder of the ledger; None if there is none, as by default for data that comes with fdp."""
     unnamed = options.ledger.ledger is None and VARIABLE not in os.environ
-    noised = options.evaluation.eval_data if options.evaluation.eval_epsilon is not None else None
-    public = {options.data.data, noised} <= {None, DIGITS_TEST, *datasets.NAMES}
+    given = options.evaluation
+    used = given.eval_epsilon is not None or given.keep_best or given.patience is not None
+    held_out = given.eval_data if used and not given.eval_public else None
+    public = {options.data.data, held_out} <= {None, DIGITS_TEST, *datasets.NAMES}
     return None if unnamed and public else ledger_folder(options.ledger.ledger)
 
 

@@ -112,7 +112,7 @@ def _sides(entry: Entry, wanted: set[str] | None) -> list[set[str]]:
 
 
 def _total(group: Sequence[Entry]) -> dict[str, Any]:
-    from fdp.privacy.guarantee import compose, unit_kind
+    from fdp.privacy.guarantee import compose, count_choices, unit_kind
 
     units = list(dict.fromkeys(entry.promise.unit for entry in group))
     counted = [entry.promise for entry in group if entry.began]
@@ -124,6 +124,7 @@ def _total(group: Sequence[Entry]) -> dict[str, Any]:
         "runs": len(counted),
         "epsilon": epsilon,
         "delta": delta,
+        "choices_by_held_out_samples": count_choices(counted),
     }
 
 
@@ -139,6 +140,7 @@ def _rows(entries: Sequence[Entry]) -> list[dict[str, Any]]:
 
 
 def _show(console: Console, path: Path, entries: Sequence[Entry], totals: Sequence[dict[str, Any]]) -> None:
+    from fdp.privacy.guarantee import choices_sentence
     from fdp.privacy.shown_numbers import shown_delta, shown_epsilon
 
     console.print(str(path), soft_wrap=True)
@@ -146,7 +148,8 @@ def _show(console: Console, path: Path, entries: Sequence[Entry], totals: Sequen
     for total in totals:
         console.print(
             f"data {total['data']}, {total['unit']}: {total['runs']} run{'' if total['runs'] == 1 else 's'}, together "
-            f"epsilon {shown_epsilon(total['epsilon'])} at delta {shown_delta(total['delta'])} ({total['relation']})",
+            f"epsilon {shown_epsilon(total['epsilon'])} at delta {shown_delta(total['delta'])} ({total['relation']})"
+            + (f"; {choices}" if (choices := choices_sentence(total["choices_by_held_out_samples"])) else ""),
             soft_wrap=True,
         )
     if len(totals) > 1:

@@ -17,7 +17,17 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fdp.ledger.book import Entry
-from fdp.privacy.guarantee import RELATION, Guarantee, compose, on_other_data, once_each, promise_about, same_unit
+from fdp.privacy.guarantee import (
+    RELATION,
+    Guarantee,
+    choices_sentence,
+    compose,
+    count_choices,
+    on_other_data,
+    once_each,
+    promise_about,
+    same_unit,
+)
 from fdp.privacy.shown_numbers import shown_delta, shown_epsilon
 
 
@@ -40,7 +50,8 @@ class DataTotal(NamedTuple):
 
     def sentence(self, data: str = "this data") -> str:
         """Return the total in words, with the numbers; ``data`` names the data."""
-        found = filter(None, (self._same_unit(), self._other_units(), self._not_private()))
+        choices = choices_sentence(count_choices((*self.earlier, *self.other_units)))
+        found = filter(None, (self._same_unit(), self._other_units(), self._not_private(), choices))
         return ". ".join(f"on {data} {said}" for said in found)
 
     def _same_unit(self) -> str:

@@ -71,6 +71,8 @@ class Guarantee(NamedTuple):
     ``evaluations`` are noised releases about samples that were held out, which another run may have trained on.
     ``evaluated`` are keyed fingerprints of the data that they were held out in, if it is other data than ``data``.
     ``noise`` is a keyed fingerprint of the key that samples and noise are drawn from; None if it is not known.
+    ``held_out_choice`` is True if the loss of held-out samples, without noise, decided what the run exports: to these
+    samples it promises nothing. None if that is not known.
     """
 
     epsilon: float | None
@@ -87,6 +89,7 @@ class Guarantee(NamedTuple):
     evaluations: tuple[Release, ...] = ()
     noise: str | None = None
     evaluated: tuple[str, ...] = ()
+    held_out_choice: bool | None = None
 
     @property
     def private(self) -> bool:
@@ -186,11 +189,12 @@ def releases_the_same(earlier: Guarantee, later: Guarantee) -> bool:
     """Return True if an attempt at a run releases what an earlier attempt released, so that both are one run.
 
     Guarantees:
-      - False if data, unit, steps, releases or evaluations differ, or the noise if that of ``earlier`` is known.
+      - False if data, unit, steps, releases or evaluations differ, or what an older fdp did not record, the noise and
+        a choice by held-out samples, if that of ``earlier`` is known.
     """
     named = {"epsilon": None, "run": None, "date": None, "fdp": None, "accountant": None}
-    noise = later.noise if earlier.noise is None else earlier.noise  # an older fdp did not record it
-    return earlier._replace(**named, noise=noise) == later._replace(**named)
+    unknown = {name: getattr(later, name) for name in ("noise", "held_out_choice") if getattr(earlier, name) is None}
+    return earlier._replace(**named, **unknown) == later._replace(**named)
 
 
 def held_out_epsilon(promise: Guarantee) -> float | None:
@@ -205,17 +209,37 @@ def promise_about(promise: Guarantee, data: Collection[str]) -> Guarantee | None
 
     Guarantees:
       - data that was only evaluated on is charged for the noised evaluations alone, data that was only trained on
-        for the training alone; if evaluations were of samples held out of the data itself, it is charged for both.
+        for the training alone; if evaluations were of samples held out of the data itself, it is charged for both;
+      - data that was only evaluated on, without noise, and decided what was exported, is promised nothing.
     """
     trained, held_out = (bool(set(prints) & set(data)) for prints in (promise.data, promise.evaluated))
+    apart = {"evaluations": (), "evaluated": (), "held_out_choice": None}
     if trained:
-        return promise if held_out or not promise.evaluated else promise._replace(evaluations=(), evaluated=())
+        return promise if held_out or not promise.evaluated else promise._replace(**apart)
     if not held_out:
         return None
+    if not promise.evaluations:
+        nothing = promise._replace(epsilon=None, delta=None, relation=None, releases=None, accountant=None)
+        return nothing._replace(data=promise.evaluated, **apart)
     delta = DELTA_OF_EVALUATIONS if promise.delta is None else promise.delta
     epsilon, releases = composed_epsilon(promise.evaluations, delta=delta), promise.evaluations
     told = promise._replace(epsilon=epsilon, delta=delta, relation=RELATION, releases=releases)
-    return told._replace(data=promise.evaluated, evaluations=(), evaluated=())
+    return told._replace(data=promise.evaluated, **apart)
+
+
+def count_choices(runs: Sequence[Guarantee]) -> int:
+    """Return in how many runs held-out samples decided, without noise, what was exported; each run counts once."""
+    return sum(bool(one.held_out_choice) for one in once_each(runs))
+
+
+def choices_sentence(count: int) -> str:
+    """Return what it means that so many earlier runs were decided by held-out samples; empty if none was."""
+    if not count:
+        return ""
+    return (
+        f"the loss of held-out samples, without noise, decided what {count} earlier run{'s' * (count > 1)} exported: "
+        f"for samples held out then, no epsilon holds"
+    )
 
 
 def same_data(one: Guarantee, other: Guarantee) -> bool:
@@ -271,4 +295,4 @@ def training_again(before: Sequence[Guarantee], now: Guarantee) -> str | None:
     )
     if len(units := dict.fromkeys(unit_kind(one.unit) for one in (*before, now))) > 1:
         said += f". The units differ ({'; '.join(units)}): they add up only for what is at most one sample in each"
-    return said
+    return f"{said}; {choices}" if (choices := choices_sentence(count_choices(before))) else said

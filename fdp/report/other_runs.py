@@ -10,7 +10,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from fdp.data.nouns import count
-from fdp.privacy.guarantee import Guarantee, compose, promise_about, same_data, same_unit
+from fdp.privacy.guarantee import (
+    Guarantee,
+    choices_sentence,
+    compose,
+    count_choices,
+    promise_about,
+    same_data,
+    same_unit,
+)
 from fdp.privacy.shown_numbers import shown_delta
 from fdp.report.documents import Section
 from fdp.report.privacy_numbers import rounded_up
@@ -54,6 +62,7 @@ def compose_others(facts: RunFacts, others: Sequence[Guarantee], *, ledger_read:
         "on_this_data": on_data and {"epsilon": on_data[0], "delta": on_data[1]},
         "other_units_on_this_data": len({one.run for one in private if not same_unit(one, promise)}),
         "not_private_on_this_data": len({one.run for one in known if not one.private}),
+        "choices_by_held_out_samples": count_choices([*facts.before, *known]),
         "ledger_read": ledger_read,
     }
 
@@ -96,6 +105,8 @@ def others_section(totals: dict[str, Any]) -> Section:
     if open_ones := totals["not_private_on_this_data"]:
         were = "was not private: its" if open_ones == 1 else "were not private: their"
         found.append(f"{count(open_ones, 'run')} on the same data {were} results should not be released.")
+    if choices := choices_sentence(totals["choices_by_held_out_samples"]):
+        found.append(f"{choices[0].upper()}{choices[1:]}.")
     if not totals["ledger_read"]:
         found.append(NOT_READ)
     if not found:

@@ -223,6 +223,25 @@ def test_the_total_of_one_run_covers_the_people_it_held_out(tmp_path, capsys):
     assert f"Units that were held out have epsilon = {shown_epsilon(total['epsilon'])} at the same delta" in said
 
 
+def test_a_choice_by_held_out_people_without_noise_stays_on_record(tmp_path, capsys):
+    """The epsilon of the first run does not cover those it held out, and the second trains on them."""
+    evaluated = ("--eval-fraction", "0.5", "--eval-every", "1")
+    assert train(tmp_path / "seen", *evaluated) == 0
+    assert train(tmp_path / "kept", *evaluated, "--keep-best") == 0
+    assert train(tmp_path / "paid", *evaluated, "--keep-best", "--eval-epsilon", "8") == 0
+    capsys.readouterr()
+    assert [entry.promise.held_out_choice for entry in ledger_runs()] == [False, True, False]
+    assert train(tmp_path / "later", "--json") == 0
+    said = "held-out samples, without noise, decided what 1 earlier run exported: for samples held out then, no epsilon"
+    assert said in last_json(capsys.readouterr().out)["warning"]
+    assert call("ledger", "--json") == 0
+    text = capsys.readouterr().out
+    assert said in text
+    assert [total["choices_by_held_out_samples"] for total in last_json(text)["totals"]] == [1]
+    assert call("statement", str(tmp_path / "later")) == 0
+    assert said in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.long
 def test_noised_evaluations_on_other_data_are_charged_to_that_data(tmp_path, capsys):
     words = shlex.split("--model gpt-nano --context 8 --unit record --noise-multiplier 2 --batch-size 4 --steps 1")

@@ -139,3 +139,18 @@ def test_runs_without_privacy_are_named():
     assert found is not None
     assert found.total is None
     assert "1 run began before without privacy: nothing protects it" in found.sentence()
+
+
+def test_a_total_says_that_held_out_samples_chose_without_noise():
+    """The epsilon of such a run is about the samples it trained on; nothing bounds what its choice tells of others."""
+    found = total_on_same_data(NOW, [entry("a", held_out_choice=True), entry("b")], before=())
+    assert found is not None
+    assert "decided what 1 earlier run exported: for samples held out then, no epsilon holds" in found.sentence()
+    plain = total_on_same_data(NOW, [entry("a"), entry("b", held_out_choice=False)], before=())
+    assert plain is not None
+    assert plain.total == found.total
+    assert "held out" not in plain.sentence()
+    elsewhere = entry("c", data=("k-others",), evaluated=("k-files",), held_out_choice=True)
+    other = total_on_same_data(NOW, [elsewhere], before=())
+    assert other is not None
+    assert (other.not_private, other.total) == (1, None), "it trained on other data, and chose by this"

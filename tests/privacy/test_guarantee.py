@@ -14,7 +14,9 @@ from fdp.privacy.guarantee import (
     RELATION,
     WHOLE_UNITS,
     Guarantee,
+    choices_sentence,
     compose,
+    count_choices,
     default_delta,
     delta_advice,
     guarantee_from_json,
@@ -131,6 +133,30 @@ def test_evaluations_of_other_data_are_charged_to_that_data():
     assert promise_about(not_private, ["k-trained"]) == not_private._replace(evaluations=(), evaluated=())
 
 
+def test_data_that_chose_without_noise_what_was_exported_is_promised_nothing():
+    chose = EVALUATED._replace(evaluations=(), held_out_choice=True)
+    held_out, trained = promise_about(chose, ["k-held"]), promise_about(chose, ["k-trained"])
+    assert held_out is not None
+    assert trained is not None
+    assert (held_out.private, held_out.data, held_out.releases) == (False, ("k-held",), None)
+    assert (trained.epsilon, trained.held_out_choice) == (EVALUATED.epsilon, None), "its people chose nothing"
+    within = chose._replace(evaluated=())
+    assert promise_about(within, ["k-trained"]) == within
+    assert guarantee_from_json(json.loads(json.dumps(guarantee_to_json(chose)))) == chose
+
+
+def test_a_model_that_held_out_samples_chose_says_so_when_it_is_trained_again():
+    later = OTHER._replace(run="later")
+    for chose, runs in ((True, "1 earlier run exported"), (False, None), (None, None)):
+        said = training_again([ONE._replace(run="a", held_out_choice=chose)], later)
+        assert said is not None
+        assert ("for samples held out then, no epsilon holds" in said) == (runs is not None)
+        assert runs is None or runs in said
+    chosen = ONE._replace(held_out_choice=True)
+    assert count_choices([chosen._replace(run="a"), chosen._replace(run="a"), chosen._replace(run="b"), later]) == 2
+    assert "2 earlier runs exported" in choices_sentence(2)
+
+
 def test_data_that_is_trained_on_and_evaluated_on_pays_for_both():
     both = EVALUATED._replace(evaluated=("k-held", "k-trained"))
     assert promise_about(both, ["k-trained"]) == both
@@ -189,6 +215,8 @@ def test_an_attempt_is_the_same_run_if_data_releases_and_noise_are_the_same():
     one = Guarantee(1.0, 1e-6, RELATION, "one user", releases, 20, "a", ("k-a",), noise="k-n")
     assert releases_the_same(one, one._replace(run="b", date="later", fdp="2", epsilon=1.0 + 1e-12))
     assert releases_the_same(one._replace(noise=None), one), "an older fdp did not record the noise"
+    assert releases_the_same(one, one._replace(held_out_choice=True)), "nor a choice by held-out samples"
+    assert not releases_the_same(one._replace(held_out_choice=False), one._replace(held_out_choice=True))
     changes = {"data": ("k-b",), "releases": releases * 2, "steps": 21, "noise": "k-m", "evaluations": releases}
     for field, value in changes.items():
         assert not releases_the_same(one, one._replace(**{field: value}))

@@ -260,6 +260,16 @@ def test_evaluations_of_this_data_by_runs_on_other_data_are_composed(tmp_path):
     assert "No other run on the same data is known" not in " ".join(as_text(statement.document).split())
 
 
+def test_a_choice_by_held_out_samples_in_another_run_is_stated(tmp_path):
+    run = read_facts(read_run_folder(write_run(tmp_path / "run", summary={})))
+    statement = make_statement(run, others=[PROMISE._replace(run="run2", held_out_choice=True)])
+    assert statement.facts["other_runs"]["choices_by_held_out_samples"] == 1
+    said = "The loss of held-out samples, without noise, decided what 1 earlier run exported: for samples held out"
+    assert said in " ".join(as_text(statement.document).split())
+    quiet = make_statement(run, others=[PROMISE._replace(run="run2", held_out_choice=False)])
+    assert said not in " ".join(as_text(quiet.document).split())
+
+
 def test_an_extended_run_states_the_chain(tmp_path):
     chain = (PROMISE, PROMISE._replace(run="run2"), PROMISE._replace(run="run3"))
     text = text_of(write_run(tmp_path / "run", promises=chain, summary={}))
