@@ -277,7 +277,8 @@ def _check_padding(
     model: Model, params: Tree, samples: CollatedSamples, convert: Callable[[Tree], Tree], device: torch.device
 ) -> None:
     """Refuse padding that changes a sample's loss: how far a sample is padded depends on the longest of the others."""
-    shortest_first = sorted(range(min(LENGTHS_COMPARED, len(samples))), key=lambda i: _elements(samples.fetch_alone(i)))
+    several = np.linspace(0, len(samples) - 1, min(LENGTHS_COMPARED, len(samples)), dtype=int).tolist()
+    shortest_first = sorted(several, key=lambda i: _elements(samples.fetch_alone(i)))
     for index in shortest_first[:EXAMPLE_SAMPLES]:
         batches = [convert(batch) for batch in (samples.fetch(np.array([index])), samples.fetch_alone(index))]
         for values in (params, _perturbed(params)):

@@ -1,11 +1,12 @@
 """Samples as people have them (a torch ``Dataset``, tensors, lists, a ``DataLoader``) as a dataset of fdp.
 
-    fetch(indices) = collate([dataset[i] for i in indices])             leaves (samples, ...)
+    fetch(indices)  =  the rows of collate([dataset[i], *longest]) for every i          leaves (samples, ...)
 
 Sampling stays fdp's: of a ``DataLoader`` only the dataset, the collate function and the batch size are used. If samples
-have different lengths, ``collate_fn`` pads them. Every batch is collated together with the longest sample of all, which
-is then dropped, so that shapes are the same at every step. Whoever collates must make padding harmless;
-:func:`check_padding` tests it.
+have different lengths, ``collate_fn`` pads them. Every sample is collated by itself, so that no other sample of the
+batch has a part in it, beside the longest samples of all, so that shapes are the same at every step. Their rows must
+come out as always: a ``collate_fn`` that mixes, sorts or standardises the samples it is given is an error. Whoever
+collates must make padding harmless; ``fdp.run.module_model`` tests it.
 
     >>> samples = as_samples(torch_dataset, collate_fn=pad)
     >>> samples.fetch(np.arange(4))
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -28,6 +30,15 @@ from fdp import tree
 from fdp.data.units import dataset_unit
 from fdp.privacy.microbatches import Dataset, dataset_length
 from fdp.types import FdpError, Tree
+
+SAMPLES_COMPARED = 32
+"""The shortest samples, and as many from all over the data, on which a ``collate_fn`` is checked."""
+NOT_BY_ROW = (
+    "collate_fn: expected one row for each sample, in their order, that does not depend on the samples beside it, got "
+    "another row for the same sample: it sorts, mixes or standardises the samples of a batch, or draws random numbers. "
+    "No bound on one sample would hold. Let it pad and stack only; standardise by public numbers, and augment single "
+    "samples in the dataset"
+)
 
 Collate: TypeAlias = Callable[[list[Any]], Any]
 """Turns a list of samples into one batch: a tree of tensors with a leading sample dim."""
@@ -53,7 +64,10 @@ class TensorSamples:
 
 @dataclass(frozen=True)
 class CollatedSamples:
-    """Samples of a map-style dataset, collated; ``longest`` are the samples that fix the shape of every batch."""
+    """Samples of a map-style dataset, stacked; or collated one by one, if ``collate`` is not ours.
+
+    ``longest`` are the samples that fix the shape of every row.
+    """
 
     source: Any
     collate: Collate
@@ -68,9 +82,31 @@ class CollatedSamples:
         return len(self.source)
 
     def fetch(self, indices: np.ndarray) -> Tree:
-        chosen = [int(index) for index in indices]
-        batch = collate_rows(self.collate, [self.source[index] for index in (*chosen, *self.longest)])
-        return tree.map(lambda leaf: leaf[: len(chosen)], batch)
+        samples = [self.source[int(index)] for index in indices]
+        if self.collate is stack_samples:
+            return collate_rows(self.collate, samples)
+        if not samples:
+            return _slice(self.row(self.source[0]), 0, 0)
+        return _cat([self.row(sample) for sample in samples])
+
+    @cached_property
+    def beside(self) -> tuple[list[Any], Tree]:
+        """The samples ``longest`` and their rows, read once."""
+        samples = [self.source[index] for index in self.longest]
+        return samples, collate_rows(self.collate, samples) if samples else ()
+
+    def row(self, sample: Any) -> Tree:
+        """Return one sample as a batch of one row, in the shape of all.
+
+        Guarantees:
+          - of all samples, the row depends on this one and on ``longest`` alone;
+          - if ``collate`` gives other rows for ``longest`` than always, or in another place, that is an error.
+        """
+        longest, always = self.beside
+        batch = collate_rows(self.collate, [sample, *longest])
+        if longest and not _same_rows(_slice(batch, 1, None), always):
+            raise FdpError(NOT_BY_ROW)
+        return _slice(batch, 0, 1)
 
     def fetch_alone(self, index: int) -> Tree:
         """Return one sample, collated without any other."""
@@ -98,7 +134,9 @@ def as_samples(dataset: Any, *, collate_fn: Collate | None = None) -> Dataset:
     if len(samples) == 0:
         raise FdpError("dataset: expected at least one sample, got none (empty)")
     if isinstance(samples, CollatedSamples) and collate_fn is not None:
-        return replace(samples, longest=find_longest(samples))
+        longest, shortest = find_longest(samples)
+        samples = replace(samples, longest=longest)
+        check_rows(samples, [*shortest, *np.linspace(0, len(samples) - 1, SAMPLES_COMPARED, dtype=int).tolist()])
     return samples
 
 
@@ -154,15 +192,63 @@ def collate_rows(collate: Collate, samples: list[Any]) -> Tree:
     return batch
 
 
-def find_longest(samples: CollatedSamples) -> tuple[int, ...]:
-    """Return the indices of samples that are the longest in some dim of some entry; every sample is collated once."""
+def find_longest(samples: CollatedSamples) -> tuple[tuple[int, ...], list[int]]:
+    """Return the samples that are the longest in some dim of some entry, and a few of the shortest ones.
+
+    Every sample is collated once.
+    """
     most: dict[tuple[str, int], tuple[int, int]] = {}
+    elements = []
     for index in range(len(samples)):
-        for path, leaf in tree.flatten(samples.fetch_alone(index)).items():
+        found = tree.flatten(samples.fetch_alone(index))
+        elements.append(sum(leaf.numel() for leaf in found.values()))
+        for path, leaf in found.items():
             for dim, length in enumerate(leaf.shape[1:]):
                 if length > most.get((path, dim), (-1, 0))[0]:
                     most[path, dim] = (length, index)
-    return tuple(sorted({index for _, index in most.values()}))
+    shortest = np.argsort(elements, kind="stable")[:SAMPLES_COMPARED]
+    return tuple(sorted({index for _, index in most.values()})), shortest.tolist()
+
+
+def check_rows(samples: CollatedSamples, indices: Sequence[int]) -> None:
+    """Refuse a ``collate_fn`` that gives a sample another row beside other samples, or at another call.
+
+    Guarantees:
+      - among these samples, the row of each is the same by itself, a second time, and beside the next one;
+      - if it needs no padding, it is the same without any sample beside it.
+    """
+    for pair in zip(indices, [*indices[1:], indices[0]]):
+        given = [samples.source[index] for index in pair]
+        rows = [samples.row(sample) for sample in given]
+        together = _slice(collate_rows(samples.collate, [*given, *samples.beside[0]]), 0, len(given))
+        same = _same_rows(_cat(rows), together) and _same_rows(samples.row(given[0]), rows[0])
+        alone = collate_rows(samples.collate, given[:1])
+        if not same or (_shapes(alone) == _shapes(rows[0]) and not _same_rows(alone, rows[0])):
+            raise FdpError(NOT_BY_ROW)
+
+
+def _slice(batch: Tree, first: int, last: int | None) -> Tree:
+    return tree.map(lambda leaf: leaf[first:last], batch)
+
+
+def _cat(batches: Sequence[Tree]) -> Tree:
+    return tree.map(lambda *leaves: torch.cat(leaves), *batches)
+
+
+def _shapes(batch: Tree) -> dict[str, tuple[int, ...]]:
+    return {path: tuple(leaf.shape) for path, leaf in tree.flatten(batch).items()}
+
+
+def _same_rows(one: Tree, other: Tree) -> bool:
+    """Return True if two batches are equal, bit for bit but for the sign of zeros and NaN."""
+    if _shapes(one) != _shapes(other):
+        return False
+    pairs = zip(tree.leaves(one), tree.leaves(other))
+    return all(torch.equal(a, b) or (a.is_floating_point() and _equal_with_nan(a, b)) for a, b in pairs)
+
+
+def _equal_with_nan(a: Tensor, b: Tensor) -> bool:
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def _is_columns(dataset: Any) -> bool:

@@ -72,6 +72,77 @@ def test_batches_are_padded_to_the_longest_sample_of_all():
     assert tree.leaves(samples.fetch_alone(2))[0].shape == (1, 1)
 
 
+RAGGED = [torch.full((n,), i + 1.0) for i, n in enumerate((5, 5, 5, 5, 2, 4, 1, 3))]
+"""The first samples are as long as the longest, so that sorting them changes nothing."""
+
+
+def pad_sorted(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    return pad(sorted(samples, key=len, reverse=True))  # for torch's pack_padded_sequence
+
+
+def pad_reversed(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    return pad(samples[::-1])
+
+
+def pad_rarely_mixed(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    found = pad(samples)
+    mixed = torch.rand(()) < 0.3
+    return found | {"row": (found["row"] + found["row"].roll(1, 0)) / 2 if mixed else found["row"]}
+
+
+def standardise(samples: list[float]) -> dict[str, torch.Tensor]:
+    column = torch.tensor(samples)
+    return {"age": (column - column.mean()) / (column.std(correction=0) + 1e-6)}
+
+
+@pytest.mark.parametrize(
+    ("dataset", "collate_fn"),
+    [
+        (RAGGED, pad_sorted),
+        (RAGGED, pad_reversed),
+        (RAGGED, pad_rarely_mixed),
+        ([float(n) for n in range(40)], standardise),
+        ([torch.arange(3.0) * n for n in range(40)], lambda samples: {"x": torch.stack(samples).cumsum(0)}),
+        ([float(n) for n in range(40)], lambda samples: {"x": torch.rand(len(samples))}),
+    ],
+    ids=["sorted", "reversed", "mixed now and then", "standardised", "accumulated", "random"],
+)
+def test_a_collate_function_that_looks_across_samples_is_refused(dataset: Any, collate_fn: Any):
+    torch.manual_seed(0)
+    with pytest.raises(FdpError, match="in their order, that does not depend on the samples beside it"):
+        as_samples(dataset, collate_fn=collate_fn)
+
+
+def test_a_sample_that_appears_later_changes_no_row_but_its_own():
+    """What no check has seen: the rows of others are the same, and a change of the longest sample is an error."""
+
+    def spoiled(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        found = pad(samples)
+        marked = any(bool((sample < 0).any()) for sample in samples)
+        return found | {"row": found["row"] * (2 if marked and kind == "scaled" else 1)}
+
+    kind, source = "", list(RAGGED)
+    samples = as_samples(source, collate_fn=spoiled)
+    before = samples.fetch(np.arange(8))["row"]
+    source[6], kind = torch.tensor([-1.0]), "scaled"
+    assert torch.equal(samples.fetch(np.array([4, 5, 7]))["row"], before[[4, 5, 7]])
+    with pytest.raises(FdpError, match="that does not depend on the samples beside it"):
+        samples.fetch(np.array([4, 6]))
+
+
+def test_samples_that_are_drawn_anew_by_the_dataset_are_collated_all_the_same():
+    class Augmented(TorchDataset):
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return RAGGED[index] + torch.rand(())
+
+    rows = as_samples(Augmented(), collate_fn=pad).fetch(np.arange(8))["row"]
+    assert rows.shape == (8, 5)
+    assert torch.equal(rows.floor()[:, 0], torch.arange(1.0, 9.0))
+
+
 def test_the_digest_sees_every_sample():
     changed = [(x, y) for x, y in zip(X, Y)]
     changed[7] = (X[7] + 1, Y[7])
