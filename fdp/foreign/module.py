@@ -23,6 +23,7 @@ from fdp.fingerprint import fingerprint
 from fdp.foreign.check_on_example import check_module
 from fdp.foreign.check_structure import check_structure
 from fdp.foreign.leaves import foreign_model, leaf_paths, object_settings, params_of
+from fdp.foreign.loss_state import without_memory
 from fdp.foreign.stack.block_functions import Caller
 from fdp.foreign.stack.fast_paths import reference_module, without_fast_paths
 from fdp.foreign.stack.one_block import Finish, module_loss
@@ -62,13 +63,14 @@ def from_module(
 
     Guarantees:
       - every use of every trained leaf is recorded; a use without a rule is an error that names it and the choices;
-      - batch normalisation by batch statistics is refused by name, and so is a module that stores something about the
-        samples it is called with, in its tensors or for its next call;
+      - batch normalisation by batch statistics is refused by name, and so is a module or a loss that stores something
+        about the samples it is called with, in its tensors or for its next call;
       - the module is left as it is, bit for bit.
     """
     check_structure(module)
     reference, module = reference_module(module), without_fast_paths(module)
-    finish, caller = loss or _module_output, call or _call_by_name(module)
+    finish = _module_output if loss is None else without_memory(loss)
+    caller = _call_by_name(module) if call is None else without_memory(call)
     if blocks is None:
         apply = module_loss(module, call=caller, finish=finish, batch_first=batch_first)
         stack: tuple[Block, ...] = (Block("module", leaf_paths(module), apply),)

@@ -87,8 +87,11 @@ class ModuleState(NamedTuple):
         return names
 
 
-def state_of(module: nn.Module) -> ModuleState:
-    """Record everything that a module holds: in itself, in its parts, and in what their attributes refer to."""
+def state_of(module: nn.Module | dict[str, Any]) -> ModuleState:
+    """Record everything that a module holds: in itself, in its parts, and in what their attributes refer to.
+
+    A dictionary stands for the objects in it.
+    """
     places: list[ContainerState] = []
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
@@ -193,11 +196,14 @@ class VersionCounters:
         found = {storage_id(leaf): name for name, leaf in self.tensors.items()}
         return {storage: name for storage, name in found.items() if storage is not None}
 
+    def written(self) -> list[str]:
+        """Return the names of the tensors that were written into."""
+        return [name for name, leaf in self.tensors.items() if _version(leaf) != self.before[name]]
+
     def check(self) -> None:
         """Refuse a tensor that was written into."""
-        for name, leaf in self.tensors.items():
-            if _version(leaf) != self.before[name]:
-                raise write_error(name, "an operation in place")
+        if names := self.written():
+            raise write_error(names[0], "an operation in place")
 
     def check_write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse an operation that is about to write into one of the tensors, or into a view of one."""
