@@ -216,7 +216,7 @@ def _open(
         evaluations=evaluations,
         evaluated=() if key is None or not (evaluations or choice) else _evaluated(key, options, run),
         accountant=f"PLD, dp-accounting {package_version('dp-accounting')}" if run.epsilons is not None else None,
-        noise=None if key is None else key.fingerprint("noise", str(run.key.tolist())),
+        noise=None if key is None else key.fingerprint("noise", f"{run.key.tolist()}{run.stages.rounded}"),
         held_out_choice=choice,
     )
     earlier = _earlier_promise(folder, run) if goes_on else None

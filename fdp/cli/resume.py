@@ -29,7 +29,7 @@ from fdp.parallel import launch
 from fdp.parallel.agree import PRIVATE_SETTINGS, gather_values, run_in_unison
 from fdp.run.evaluation_config import Cost
 from fdp.run.run_folder import read_records
-from fdp.run.same_noise import check_same_noise, check_same_scale, noise_record, slack_in
+from fdp.run.same_noise import check_same_noise, check_same_rounding, noise_record, slack_in
 from fdp.run.step_metrics import Evaluation
 from fdp.run.training_run import Run
 from fdp.storage import checkpoint
@@ -241,7 +241,7 @@ def check_not_released(resumed: ResumedRun, run: Run, out: Path) -> None:
     run that begins again must have the scale that it had.
     """
     if resumed.began is not None:
-        check_same_scale(slack_of(resumed), run, out)
+        check_same_rounding(resumed.began.get("rounded"), slack_of(resumed), run, out)
     evaluation = run.config.evaluation
     if evaluation is None or evaluation.budget is None or resumed.checkpoint is not None or run.config.seed is not None:
         return

@@ -101,6 +101,7 @@ def write_config(folder: Path, settings: Mapping[str, Any], run: Run) -> None:
             "delta": run.config.delta,
             "noise_multiplier": run.mechanism.noise_multiplier,
             "extra_noise": extra_noise(run),
+            "rounded": run.stages.rounded,
             "epsilon": run.config.epsilon,
             "epsilon_planned": None if run.epsilons is None else float(run.epsilons[-1]),
             "statistics": statistics_settings(run),

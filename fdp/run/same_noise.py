@@ -46,19 +46,17 @@ def check_same_noise(meta: Mapping[str, Any], run: Run, where: Path) -> None:
             "version of fdp; other noise would be released and not counted. Put back what was changed, or give another "
             "--out to start anew"
         )
-    if found["rounded"] != run.stages.rounded:
-        raise _other_rounding(found["slack"], run, where)
-    check_same_scale(found["slack"], run, where)
+    check_same_rounding(found["rounded"], found["slack"], run, where)
 
 
-def check_same_scale(slack: float, run: Run, where: Path) -> None:
-    """Raise if the run needs more slack than its noise had before: the same noise would have another scale."""
-    if extra_noise(run) > slack + ROUNDING:
-        raise _other_rounding(slack, run, where)
+def check_same_rounding(rounded: str | None, slack: float, run: Run, where: Path) -> None:
+    """Raise if the run draws noise for other sums than before, or needs more slack: the same noise, scaled otherwise.
 
-
-def _other_rounding(slack: float, run: Run, where: Path) -> FdpError:
-    return FdpError(
+    ``rounded`` and ``slack`` are those of :func:`noise_record`; None if an older fdp did not write them.
+    """
+    if rounded in (None, run.stages.rounded) and extra_noise(run) <= slack + ROUNDING:
+        return
+    raise FdpError(
         f"{where}: expected sums that are rounded by at most {slack:.6g} of the clipping bound, which the noise of "
         f"this run covers, got {extra_noise(run):.6g}; resume it with the --microbatch, the --sum-dtype and the kind "
         "of device that it began with, or give another --out to start anew"

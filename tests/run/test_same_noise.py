@@ -106,3 +106,18 @@ def test_a_seeded_run_that_never_saved_begins_again_with_the_scale_that_its_nois
         resume.check_not_released(
             resume.ResumedRun(began=began | {"extra_noise": 0.125}), small_run(least_slack=0.25), tmp_path / "run"
         )
+
+
+def test_a_seeded_run_that_never_saved_does_not_begin_again_with_noise_for_other_sums(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Larger microbatches need less slack, so the scale alone would pass; their noise is another release."""
+    words = ["--seed", "1", "--save-every", "9", "--sum-dtype", "float32", "--json"]
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save", lambda *_, **__: None)
+        interrupt_after(3, patch)
+        assert train(tmp_path / "run", *words, "--microbatch", "4", steps=8) == 130
+    capsys.readouterr()
+    assert train(tmp_path / "run", *words, "--microbatch", "8", steps=8) == 2
+    assert "resume it with the --microbatch" in last_json(capsys.readouterr().out)["error"]
+    assert train(tmp_path / "run", *words, "--microbatch", "4", steps=8) == 0
