@@ -27,6 +27,7 @@ from fdp.privacy.guarantee import Guarantee
 from fdp.privacy.sampling import rounded_population
 from fdp.run.labelled_batches import LABELS
 from fdp.run.private_run import PrivateRun, private
+from fdp.run.run_checkpoint import check_folder
 from fdp.run.sample_losses import Loss
 from fdp.run.step_metrics import StepRecord
 from fdp.types import FdpError
@@ -106,10 +107,13 @@ class PrivateTrainer:
     def train(self, resume_from_checkpoint: bool = False) -> PrivateTrainOutput:
         """Make all steps, write the parameters into the model, and return the metrics and the guarantee."""
         self._begin(resume_from_checkpoint)
-        for metrics in self.run:
-            self._after_step(metrics)
-            if self.control.should_training_stop:
+        steps = iter(self.run)
+        while not self.control.should_training_stop:
+            # It also takes back what an earlier step asked for: to log, to evaluate, to save.
+            self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
+            if (metrics := next(steps, None)) is None:
                 break
+            self._after_step(metrics)
         self.run.write_back()
         self.control = self._call("on_train_end")
         losses = [metrics.loss for metrics in self.run.history if metrics.loss is not None]
@@ -151,8 +155,11 @@ class PrivateTrainer:
         self.control = self._call("on_log", logs=dict(logs))
 
     def _begin(self, resume: bool) -> None:
+        states = Path(self.args.output_dir) / STATES
         if resume:
-            self.run.load_checkpoint(Path(self.args.output_dir) / STATES)
+            self.run.load_checkpoint(states)
+        else:
+            check_folder(self.run.run, states)
         state, total = self.state, len(self.run)
         state.max_steps, state.num_train_epochs = total, math.ceil(total / self.run.steps_per_epoch)
         for name in ("logging_steps", "eval_steps", "save_steps"):

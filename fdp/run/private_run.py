@@ -29,15 +29,15 @@ from fdp.foreign.leaves import leaf_paths
 from fdp.model import Model
 from fdp.parallel.dtensors import full_tensor
 from fdp.privacy.clipping import ClipStyle
-from fdp.privacy.guarantee import Guarantee
-from fdp.privacy.shown_numbers import shown_delta, shown_epsilon
+from fdp.privacy.guarantee import Guarantee, training_again
+from fdp.privacy.shown_numbers import round_up, shown_delta, shown_epsilon
 from fdp.run.module_model import Scores, Subject
 from fdp.run.own_samples import Collate, as_samples
 from fdp.run.private_options import PrivateOptions, configure
 from fdp.run.run_checkpoint import load_checkpoint, save_checkpoint
 from fdp.run.run_config import RunConfig
 from fdp.run.sample_losses import Loss
-from fdp.run.save_module import save_module, save_params
+from fdp.run.save_module import checksums, remember_run, save_module, save_params
 from fdp.run.spent import spent
 from fdp.run.step_metrics import Evaluation, StepRecord, guarantee_of
 from fdp.run.training_run import Run, prepare, steps
@@ -97,6 +97,7 @@ class PrivateRun:
     def __init__(self, config: RunConfig, options: PrivateOptions, subject: Subject) -> None:
         self.options, self.subject = options, subject
         self.module = options.module if isinstance(options.module, nn.Module) else None
+        self._first = () if self.module is None else checksums(self.module)
         self.run: Run
         self.state: TrainState
         self.run, self.state = self._prepare(config)
@@ -210,6 +211,8 @@ class PrivateRun:
             for name, leaf in self.module.named_parameters():
                 if name in model.trainable:
                     leaf.copy_(values[name])
+        if int(self.state.step) > 0:
+            remember_run(self.module, self._first, self.guarantee)
         return self.module
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
@@ -280,10 +283,11 @@ class PrivateRun:
 
     def __repr__(self) -> str:
         promise, mechanism, done = self.guarantee, self.run.mechanism, int(self.state.step)
-        unit = dataset_unit(self.config.dataset).one
+        unit, again = dataset_unit(self.config.dataset).one, training_again(self.config.before, promise)
         return (
             f"PrivateRun of {self.config.model.name}: epsilon {shown_epsilon(promise.epsilon or 0.0)} at delta "
             f"{shown_delta(self.config.delta)} for {unit}, added or removed; {done} of {self.config.steps} steps made, "
-            f"epsilon {shown_epsilon(self.epsilon)} spent; noise multiplier {mechanism.noise_multiplier:.3g}, expected "
-            f"batch size {mechanism.sampling.expected_batch_size:g} of {mechanism.sampling.population}"
+            f"epsilon {shown_epsilon(self.epsilon)} spent; noise multiplier {round_up(mechanism.noise_multiplier, 4)}, "
+            f"expected batch size {mechanism.sampling.expected_batch_size:g} of {mechanism.sampling.population}"
+            + ("" if again is None else f"; {again}")
         )

@@ -17,18 +17,34 @@ import torch
 from fdp.run.same_noise import check_same_noise, noise_record, slack_in
 from fdp.run.training_run import Run, prepare
 from fdp.storage import checkpoint
+from fdp.storage.checkpoint_record import read_record
 from fdp.types import FdpError, TrainState
 
 
 def save_checkpoint(run: Run, state: TrainState, folder: str | os.PathLike[str], *, keep: int = 2) -> Path:
-    """Write ``folder/step-<step>``; every rank calls it. A step that is there already is not written again."""
+    """Write ``folder/step-<step>``; every rank calls it. A step that is there already is not written again.
+
+    Guarantees:
+      - a folder holds the checkpoints of one run: those of another one are an error.
+    """
     path = Path(folder)
+    check_folder(run, path)
     path.mkdir(parents=True, exist_ok=True)
     if checkpoint.has_reached(path, int(state.step)):
         found = checkpoint.latest(path)
         assert found is not None
         return found
     return checkpoint.save(path, state, meta=_meta(run), keep=keep)
+
+
+def check_folder(run: Run, folder: str | os.PathLike[str]) -> None:
+    """Raise if the newest checkpoint in a folder is that of another run, of which a resumed run would go on."""
+    path = checkpoint.latest(Path(folder))
+    if path is not None and read_record(path)["meta"].get("run_key") != run.key.tolist():
+        raise FdpError(
+            f"{path}: expected the checkpoints of this run, or none, got those of another run; give another folder, or "
+            f"resume that run (load_checkpoint; PrivateTrainer: train(resume_from_checkpoint=True))"
+        )
 
 
 def load_checkpoint(run: Run, state: TrainState, folder: str | os.PathLike[str]) -> tuple[Run, TrainState]:

@@ -106,6 +106,31 @@ class Stop(transformers.TrainerCallback):
         return control
 
 
+def test_it_logs_evaluates_and_saves_when_it_was_asked_to(tmp_path: Path):
+    """Every evaluation without noise tells something of the people in it."""
+    args = arguments(tmp_path, max_steps=7, logging_steps=3, eval_strategy="steps", eval_steps=4)
+    args.save_strategy, args.save_steps = "steps", 3
+    trainer = PrivateTrainer(causal(), args, texts(), texts(10), pad, noise_multiplier=1.0)
+    trainer.train()
+    history = trainer.state.log_history
+    assert [record["step"] for record in history if "loss" in record] == [3, 6]
+    assert [record["step"] for record in history if "eval_loss" in record] == [4, 7], "and at the end"
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} <= {"checkpoint-3", "checkpoint-6", "checkpoint-7"}
+
+
+def test_the_state_of_another_run_is_neither_overwritten_nor_resumed_by_mistake(tmp_path: Path):
+    args = arguments(tmp_path, max_steps=2, save_strategy="steps", save_steps=2)
+    first = PrivateTrainer(causal(), args, texts(), None, pad, noise_multiplier=1.0)
+    first.train()
+    other = PrivateTrainer(causal(), args, texts(), None, pad, noise_multiplier=1.0)
+    with pytest.raises(fdp.FdpError, match="got those of another run"):
+        other.train()
+    assert int(other.run.state.step) == 0
+    with pytest.raises(fdp.FdpError, match="got those of another run"):
+        other.run.save_checkpoint(tmp_path / "fdp_state")
+    assert other.train(resume_from_checkpoint=True).global_step == 2
+
+
 def test_a_classifier_reports_its_accuracy(tmp_path: Path):
     torch.manual_seed(0)
     config = transformers.BertConfig(

@@ -384,3 +384,22 @@ def test_torch_optimizers_are_translated():
     module = net()
     given = partial(torch.optim.SGD, module.parameters(), lr=0.5, momentum=0.9)
     assert same(make(optimizer=given()).fit(), make(optimizer=optimizers.sgd(0.5, momentum=0.9)).fit())
+
+
+def test_a_module_that_is_trained_twice_in_one_process_promises_both_runs(tmp_path: Path):
+    module = nn.Linear(3, 2)
+    first = copy.deepcopy(module.state_dict())
+    data = (torch.randn(40, 3), torch.randint(0, 2, (40,)))
+
+    def train(out: str) -> fdp.PrivateRun:
+        settings = {"noise_multiplier": 1.0, "delta": 1e-6, "steps": 2, "batch_size": 8}
+        run = fdp.private(module, data, loss=nn.CrossEntropyLoss(), **settings).fit()
+        run.save(tmp_path / out)
+        return run
+
+    one, two = train("one"), train("two")
+    assert [len(read_marker(tmp_path / name)) for name in ("one", "two")] == [1, 2]
+    assert "trained" not in repr(one)
+    assert "this model was trained privately before" in repr(two)
+    module.load_state_dict(first)  # a new attempt from the first parameters
+    assert len(read_marker(train("three").save(tmp_path / "again"))) == 1
