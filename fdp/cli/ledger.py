@@ -46,6 +46,7 @@ def ledger_command(options: LedgerListOptions) -> None:
     # torch takes seconds to import; --help should not wait for it.
     from fdp.ledger.book import LEDGER_FILE, Book
     from fdp.ledger.data_key import OFF, ledger_folder, load_key
+    from fdp.privacy.guarantee import linked_data
     from fdp.types import FdpError
 
     folder = ledger_folder(options.ledger)
@@ -62,7 +63,8 @@ def ledger_command(options: LedgerListOptions) -> None:
         if options.data is not None:
             from fdp.cli.bookkeeping import data_fingerprints
 
-            wanted = set(data_fingerprints(book.key, options.data))
+            given = data_fingerprints(book.key, options.data)
+            wanted = linked_data(given, [entry.promise for entry in book.runs()])
         every = book.runs()
         entries = [entry for entry in every if wanted is None or _sides(entry, wanted)]
         others = len(every) - len(entries)
@@ -82,26 +84,18 @@ def group_by_data(entries: Sequence[Entry], wanted: set[str] | None = None) -> l
     An entry of a group has the promise about its data: a run that trained on some data and released noised evaluations
     of other data is in two groups. ``wanted`` are the fingerprints of the data to look at; None: all data.
     """
-    from fdp.privacy.guarantee import promise_about, same_unit
+    from fdp.privacy.guarantee import linked_data, promise_about, unit_kind
 
-    groups: list[dict[int, set[str]]] = []  # the number of an entry, and the fingerprints by which it is in the group
-    for number, entry in enumerate(entries):
-        for prints in _sides(entry, wanted):
-            if not (promise_about(entry.promise, prints) or entry.promise).private:
-                continue
-            merged = {number: set(prints)}
-            for other in [each for each in groups if set().union(*each.values()) & prints]:
-                if same_unit(entries[min(other)].promise, entry.promise):
-                    groups.remove(other)
-                    merged = other | {key: merged[key] | other.get(key, set()) for key in merged}
-            groups.append(merged)
-    return [
-        [
-            entries[number]._replace(promise=promise_about(entries[number].promise, prints) or entries[number].promise)
-            for number, prints in sorted(group.items())
-        ]
-        for group in groups
-    ]
+    runs = [entry.promise for entry in entries]
+    groups: dict[tuple[frozenset[str], str], list[Entry]] = {}
+    for entry in entries:
+        linked = dict.fromkeys(frozenset(linked_data(side, runs)) for side in _sides(entry, wanted))
+        for data in linked:
+            promise = promise_about(entry.promise, data) or entry.promise
+            if promise.private:  # without a fingerprint it is not known to be on the same data as any other
+                about = data or frozenset([f"run {promise.run}"])
+                groups.setdefault((about, unit_kind(promise.unit)), []).append(entry._replace(promise=promise))
+    return list(groups.values())
 
 
 def _sides(entry: Entry, wanted: set[str] | None) -> list[set[str]]:

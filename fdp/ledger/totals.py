@@ -1,11 +1,11 @@
 """The runs on the same data, composed: what everything that was released of it promises together.
 
-Runs are composed if they certainly used the same data (a fingerprint in common) and protect the same kind of unit. To
-these are added the runs that trained the model before, unless they are known to be on other data: a run that another
-machine recorded with another key has no fingerprint that could be compared. A run that used the data for noised
-evaluations only counts with these. Runs with another unit are counted apart: epsilons of different units do not add up,
-except for what is at most one sample in each. A run that was started counts with all its planned steps, also if it
-stopped early or never ended: what it showed may have led to the stop.
+Runs are composed if they certainly used the same data (a fingerprint in common, with each other or with a run between
+them) and protect the same kind of unit. To these are added the runs that trained the model before, unless they are
+known to be on other data: a run that another machine recorded with another key has no fingerprint that could be
+compared. A run that used the data for noised evaluations only counts with these. Runs with another unit are counted
+apart: epsilons of different units do not add up, except for what is at most one sample in each. A run that was started
+counts with all its planned steps, also if it stopped early or never ended: what it showed may have led to the stop.
 
     >>> found = total_on_same_data(promise, book.runs(), before=())
     >>> found.sentence()
@@ -13,7 +13,7 @@ stopped early or never ended: what it showed may have led to the stop.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from fdp.ledger.book import Entry
@@ -23,6 +23,7 @@ from fdp.privacy.guarantee import (
     choices_sentence,
     compose,
     count_choices,
+    linked_data,
     on_other_data,
     once_each,
     promise_about,
@@ -109,17 +110,18 @@ def total_on_same_data(now: Guarantee, entries: Sequence[Entry], *, before: Sequ
     listed = [entry.promise for entry in entries if entry.began]
     unspent = {entry.promise.run for entry in entries if not entry.began}
     others = [one for one in once_each([*listed, *before]) if one.run != now.run and one.run not in unspent]
-    found = [about for one in others if (about := promise_about(one, now.data)) is not None]
+    data = linked_data(now.data, [now, *others])
+    found = [about for one in others if (about := promise_about(one, data)) is not None]
     if not found:
         return None
-    assumed = tuple(one for one in others if one in before and _may_be_on(one, now.data))
+    assumed = tuple(one for one in others if one in before and _may_be_on(one, data))
     found += assumed
     private = [one for one in found if one.private]
     earlier = tuple(one for one in private if same_unit(one, now))
     others = tuple(one for one in private if not same_unit(one, now))
-    now = promise_about(now, now.data) or now
+    now = promise_about(now, data) or now
     mine = [now] if now.private else []
-    made = {entry.promise.run: promise_about(entry.made(), now.data) for entry in entries}
+    made = {entry.promise.run: promise_about(entry.made(), data) for entry in entries}
     shorter = tuple(made.get(one.run) or one for one in earlier)
     return DataTotal(
         now,
@@ -133,7 +135,7 @@ def total_on_same_data(now: Guarantee, entries: Sequence[Entry], *, before: Sequ
     )
 
 
-def _may_be_on(promise: Guarantee, data: Sequence[str]) -> bool:
+def _may_be_on(promise: Guarantee, data: Collection[str]) -> bool:
     """Return True if it is not known whether a private run was on the data with these fingerprints."""
     known = promise_about(promise, data) is not None or on_other_data(promise.data, data)
     return promise.private and promise.relation == RELATION and not known

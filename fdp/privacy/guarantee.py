@@ -247,6 +247,19 @@ def same_data(one: Guarantee, other: Guarantee) -> bool:
     return bool(set(one.data) & set(other.data))
 
 
+def linked_data(fingerprints: Collection[str], runs: Sequence[Guarantee]) -> set[str]:
+    """Return all fingerprints of the data with these ones, by the runs that link them.
+
+    The same records in another file have the fingerprint of their samples in common, the same file with another
+    tokenizer that of the file: a run on both is on the same data as every run on either.
+    """
+    sides = [set(side) for one in runs for side in (one.data, one.evaluated)]
+    known = set(fingerprints)
+    while more := [side for side in sides if side & known and not side <= known]:
+        known = known.union(*more)
+    return known
+
+
 def on_other_data(one: Collection[str], other: Collection[str]) -> bool:
     """Return True if fingerprints are certainly of different data: some are of the same key, and none is the same.
 

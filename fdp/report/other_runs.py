@@ -15,6 +15,7 @@ from fdp.privacy.guarantee import (
     choices_sentence,
     compose,
     count_choices,
+    linked_data,
     promise_about,
     same_data,
     same_unit,
@@ -46,11 +47,12 @@ def compose_others(facts: RunFacts, others: Sequence[Guarantee], *, ledger_read:
     differing = [one for one in facts.before if not same_unit(one, promise)]
     chain = compose([*facts.before, facts.chosen]) if facts.before and not differing else None
     listed = [one for one in (*facts.before, *others) if one.run != promise.run]
-    known = [about for one in listed if (about := promise_about(one, promise.data)) is not None]
+    data = linked_data(promise.data, [promise, *listed])
+    known = [about for one in listed if (about := promise_about(one, data)) is not None]
     private = [one for one in known if one.private]
     alike = [one for one in private if same_unit(one, promise)]
-    assumed = [one for one in facts.chain.earlier if alike and one.private and not same_data(one, promise)]
-    on_data = compose([*assumed, *alike, promise_about(promise, promise.data) or promise]) if alike else None
+    assumed = [one for one in facts.chain.earlier if alike and one.private and not set(one.data) & data]
+    on_data = compose([*assumed, *alike, promise_about(promise, data) or promise]) if alike else None
     return {
         "runs_before": len(facts.before),
         "same_data_before": bool(facts.before) and all(same_data(one, promise) for one in facts.before),

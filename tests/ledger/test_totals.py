@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from fdp.cli.ledger import group_by_data
 from fdp.ledger.book import Entry
 from fdp.ledger.totals import total_on_same_data
-from fdp.privacy.guarantee import RELATION, Guarantee, compose
+from fdp.privacy.guarantee import RELATION, Guarantee, compose, linked_data
 from fdp.privacy.releases import GRADIENTS, Release, composed_epsilon
 
 DELTA = 1e-6
@@ -154,3 +155,23 @@ def test_a_total_says_that_held_out_samples_chose_without_noise():
     other = total_on_same_data(NOW, [elsewhere], before=())
     assert other is not None
     assert (other.not_private, other.total) == (1, None), "it trained on other data, and chose by this"
+
+
+def test_runs_are_linked_by_runs_between_them():
+    """The same records as .jsonl and as .csv: the file of the first, the samples of the second, and a run on both."""
+    jsonl, csv = entry("jsonl", data=("k-part", "k-jsonl")), entry("csv", data=("k-all", "k-csv"))
+    between = entry("between", data=("k-all", "k-jsonl"))
+    runs = [jsonl, csv, between]
+    totals = []
+    for now in runs:
+        found = total_on_same_data(now.promise, [one for one in runs if one is not now], before=())
+        assert found is not None
+        totals.append(found.total)
+    assert totals[0] == totals[1] == totals[2] == compose([one.promise for one in runs])
+    apart = total_on_same_data(jsonl.promise, [csv], before=())
+    assert apart is None
+    (group,) = group_by_data(runs)
+    assert [one.promise.run for one in group] == ["jsonl", "csv", "between"]
+    assert len(group_by_data([jsonl, csv])) == 2
+    assert len(group_by_data([jsonl, between, entry("user", unit="one user", data=("k-jsonl",))])) == 2
+    assert linked_data(["k-csv"], [one.promise for one in runs]) == {"k-part", "k-jsonl", "k-all", "k-csv"}

@@ -270,6 +270,15 @@ def test_a_choice_by_held_out_samples_in_another_run_is_stated(tmp_path):
     assert said not in " ".join(as_text(quiet.document).split())
 
 
+def test_runs_that_another_run_links_to_the_data_are_composed(tmp_path):
+    run = read_facts(read_run_folder(write_run(tmp_path / "run", summary={})))
+    between, far = PROMISE._replace(run="run2", data=("k-a", "k-b")), PROMISE._replace(run="run3", data=("k-b",))
+    found = make_statement(run, others=[far, between]).facts["other_runs"]
+    assert found["other_runs_on_this_data"] == 2
+    assert found["on_this_data"]["epsilon"] == pytest.approx(composed_epsilon([*RELEASES] * 3, delta=1e-6))
+    assert make_statement(run, others=[far]).facts["other_runs"]["on_this_data"] is None
+
+
 def test_an_extended_run_states_the_chain(tmp_path):
     chain = (PROMISE, PROMISE._replace(run="run2"), PROMISE._replace(run="run3"))
     text = text_of(write_run(tmp_path / "run", promises=chain, summary={}))
