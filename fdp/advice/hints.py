@@ -22,6 +22,7 @@ from fdp.advice.signal import alignment_of, critical_batch_size, signal_to_noise
 from fdp.gradients.plan import Method
 from fdp.parallel.sharded_init import drawn_params
 from fdp.privacy import accounting
+from fdp.privacy.guarantee import LARGE_EPSILON
 from fdp.privacy.sampling import Poisson
 from fdp.run.step_metrics import StepRecord
 from fdp.run.training_run import Run
@@ -70,7 +71,8 @@ def hints_before(run: Run) -> list[str]:
     if run.epsilons is None:
         return []
     sampling = run.mechanism.sampling
-    found = [_random_base(run), _population(sampling), _first_step(run), _rate(sampling), _batch(run)]
+    found = [_large_epsilon(run), _random_base(run), _population(sampling), _first_step(run), _rate(sampling)]
+    found.append(_batch(run))
     return [hint for hint in found if hint is not None]
 
 
@@ -140,11 +142,23 @@ def _random_base(run: Run) -> str | None:
     )
 
 
+def _large_epsilon(run: Run) -> str | None:
+    """Return a hint if the run promises little."""
+    assert run.epsilons is not None
+    if (epsilon := float(run.epsilons[-1])) < LARGE_EPSILON:
+        return None
+    return (
+        f"epsilon {epsilon:.3g} promises little: beyond {LARGE_EPSILON:g} the number alone protects hardly anyone. "
+        f"Give more noise (--epsilon 8 or less), or state what attacks on the model find"
+    )
+
+
 def _first_step(run: Run) -> str | None:
     """Return a hint if the first step spends most of the budget, with the price of more steps."""
     assert run.epsilons is not None
     first, last, config = run.epsilons[0], run.epsilons[-1], run.config
-    if config.epsilon is None or config.steps < 2 or first < FIRST_STEP_SHARE * last:
+    # The budget of a run that extends others is what these left, which the price of more steps would have to count.
+    if config.epsilon is None or config.before or config.steps < 2 or first < FIRST_STEP_SHARE * last:
         return None
     more, now = MORE_STEPS * config.steps, run.mechanism.noise_multiplier
     try:

@@ -67,7 +67,8 @@ def header_words(evaluator: Evaluator) -> str:
         return said
     return (
         f"{said}. Noise of ±{release.loss_deviation():.3g} on the held-out loss (losses clipped to "
-        f"{release.max_loss:.3g}, {release.budget.population:,} samples announced); fewer evaluations have less"
+        f"{release.max_loss:.3g}, sums divided by {release.budget.population:,}, a public number); fewer evaluations "
+        f"have less"
     )
 
 

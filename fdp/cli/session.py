@@ -164,7 +164,10 @@ def _train(session: Session, state: TrainState) -> int:
             return diverged.finish(session.folder, summary, error, options, console)
         code = max(gather_values(stop.exit_code, None)) if int(state.step) < run.config.steps else 0
         if code:
-            console.print(f"interrupted after {int(state.step)} steps; their results are kept")
+            kept = (
+                "" if options.output.save_every is not None else ", but it cannot be resumed: that needs --save-every"
+            )
+            console.print(f"interrupted after {int(state.step)} steps; their results are kept{kept}")
         if code and options.output.save_every is not None:
             root = resume.checkpoint_folder(folder)
             if not checkpoint.has_reached(root, int(state.step)):

@@ -33,6 +33,9 @@ RELATION = "add or remove one sample; sampling rate public"
 DELTA_OF_EVALUATIONS = 1e-6
 """The delta at which noised evaluations are stated if the run itself has none, since its training is not private."""
 
+LARGE_EPSILON = 10.0
+"""From here on, epsilon alone promises little."""
+
 WHOLE_UNITS = ("one user", "one record", "one file")
 """The units that are protected as a whole, as :mod:`fdp.data.units` begins them."""
 OF_PRIVATE_DATA = " of the private data"

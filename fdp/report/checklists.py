@@ -98,7 +98,7 @@ def _nist_parameters(facts: RunFacts) -> tuple[Item, ...]:
         Item(
             "Privacy parameters",
             "What are epsilon and delta, and is delta far below one over the number of people?",
-            f"{short_terms(facts)}. One over the public number of samples is {1 / facts.config['population']:.2g}. "
+            f"{short_terms(facts)}. {_delta_beside(facts)} "
             f"Whether this epsilon is strong enough for the harm at stake: {ASK[0].lower()}{ASK[1:]}",
             False,
         ),
@@ -188,6 +188,17 @@ def _nist_base() -> tuple[Item, ...]:
             False,
         ),
     )
+
+
+def _delta_beside(facts: RunFacts) -> str:
+    """Return whether delta is far below one over the public number of samples."""
+    share, delta = 1 / facts.config["population"], facts.total.delta
+    if delta is None:
+        return f"One over the public number of samples is {share:.2g}."
+    said = f"one over the public number of samples is {share:.2g}, and delta is"
+    if delta >= share:
+        return f"No: {said} not below it; publishing one sample outright would pass."
+    return f"Yes: {said} {share / delta:.2g} times smaller." if 10 * delta <= share else f"No: {said} not far below it."
 
 
 def _unit(facts: RunFacts) -> str:

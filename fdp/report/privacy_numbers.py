@@ -20,6 +20,8 @@ DELTAS = tuple(10.0**-power for power in range(5, 11))
 EPSILONS = (0.1, 0.5, 1.0, 2.0, 4.0, 8.0)
 FALSE_POSITIVES = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5)
 GROUPS = (2, 4, 8)
+LARGEST_MU = 10.0
+"""The central limit theorem is not quoted beyond this: it is no approximation for few steps with little noise."""
 ROW = "one packed row"
 """The start of a unit that no person is a group of."""
 ONE_RUN = (
@@ -132,10 +134,11 @@ def curve_section(facts: RunFacts, numbers: dict[str, Any]) -> Section:
 def _mu_words(numbers: dict[str, Any], bound: str) -> str:
     if numbers["mu_central_limit"] is None:
         return "Gaussian differential privacy: no mu can be stated."
+    limit = f" The central limit theorem gives mu = {numbers['mu_central_limit']:.4g}: an approximation for many steps"
+    limit = f"{limit}, not a bound." if numbers["mu_central_limit"] <= LARGEST_MU else ""
     return (
         f"Gaussian differential privacy: mu = {bound} bounds this curve at 200 values of epsilon, for deltas down to "
-        f"1e-10: a fit from above, not a proof of mu-GDP, which speaks of all deltas. The central limit theorem gives "
-        f"mu = {numbers['mu_central_limit']:.4g}: an approximation for many steps, not a bound."
+        f"1e-10: a fit from above, not a proof of mu-GDP, which speaks of all deltas.{limit}"
     )
 
 

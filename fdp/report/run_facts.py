@@ -43,6 +43,7 @@ class RunFacts(NamedTuple):
     epsilon_as_made: float | None
     evaluation_costs: frozenset[str]
     search: Search | None = None
+    parameter_digest: str | None = None
 
     @property
     def private(self) -> bool:
@@ -87,6 +88,7 @@ def read_facts(run: RunFolder) -> RunFacts:
     """Return the public facts of a run, also of one that an older fdp made or that did not finish."""
     *before, promise = own_promises(run.path) or _rebuild(run)
     summary, search = run.summary or {}, find_search(run.path)
+    kept = run.settings.get("ema") is not None or bool(run.settings.get("keep_best"))  # others than the last ones
     return RunFacts(
         # The number of the chosen run would tell how many runs the search made at least.
         name=search.name if search is not None and search.chose else run.path.resolve().name,
@@ -99,6 +101,7 @@ def read_facts(run: RunFolder) -> RunFacts:
         epsilon_as_made=summary.get("epsilon_if_stop_was_decided_in_advance"),
         evaluation_costs=frozenset(record.evaluation.cost for record in run.records if record.evaluation is not None),
         search=search,
+        parameter_digest=None if kept else summary.get("parameter_sha256"),
     )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from fdp.privacy.curves import LARGEST_GROUP
-from fdp.privacy.guarantee import Guarantee, guarantee_to_json, held_out_epsilon
+from fdp.privacy.guarantee import LARGE_EPSILON, Guarantee, delta_advice, guarantee_to_json, held_out_epsilon
 from fdp.privacy.shown_numbers import shown_delta, shown_epsilon
 from fdp.report.checklists import ASK, DPFY_ML, NIST, Item, dpfy_ml, nist_sp_800_226
 from fdp.report.documents import Bullets, Document, Rows, Section
@@ -26,14 +26,15 @@ from fdp.types import FdpError
 
 DEFINITION = (
     "A randomised algorithm M is (epsilon, delta)-differentially private if, for any two neighbouring data sets D and "
-    "D' and any set S of results, P[M(D) in S] <= exp(epsilon) P[M(D') in S] + delta. In words: whoever sees the "
-    "result can hardly tell whether one unit was in the data, whatever else they know. Smaller is stronger; delta is "
-    "roughly the probability that the bound may fail."
+    "D' and any set S of results, P[M(D) in S] <= exp(epsilon) P[M(D') in S] + delta. In words: whatever else they "
+    "know, the odds that whoever sees the result gives to one unit having been in the data change by a factor of "
+    "exp(epsilon) at most. Smaller is stronger; delta is roughly the probability that the bound may fail."
 )
 COVERED = (
     "the parameters of the model after every step, and everything that is computed from them without the data: "
     "exported files, predictions, generated text, further training on other data",
-    "the settings of the run, this statement, and the number of steps",
+    "the settings of the run, the number of planned steps, and this statement, except for what it says of how the run "
+    "ended",
 )
 NOT_COVERED = (
     "losses, gradient norms, clipped fractions, counts of samples, times and plots of the run: they are computed on "
@@ -41,6 +42,7 @@ NOT_COVERED = (
     "checkpoints, which hold the key of the noise",
     "the choice of hyper-parameters, of the model and of the moment to stop, as far as they were made on the private "
     "data",
+    "whether a run ended before its planned steps, and when: losses on the private data may have led to it",
     "the preparation of the data: what was left out, cut or cleaned",
     "the checks of the model that precede the first step, whose outcome is that training starts",
     "the time and the memory of a step, which depend on how many samples were drawn",
@@ -143,6 +145,7 @@ def guarantee_section(facts: RunFacts) -> Section:
             *_held_out_sentence(facts.total),
             *(() if facts.search is None else (facts.search.sentence(),)),
             *(() if (choice := held_out_choice(facts)) is None else (f"Not covered: {choice}.",)),
+            *_cautions(facts),
             Bullets(
                 (
                     f"Unit: {facts.promise.unit}. For people: {facts.unit_note}.",
@@ -152,6 +155,28 @@ def guarantee_section(facts: RunFacts) -> Section:
             ),
         ),
     )
+
+
+def _cautions(facts: RunFacts) -> tuple[str, ...]:
+    """Return what makes the stated epsilon or delta weak, whatever the mechanism."""
+    epsilon, delta = facts.total.epsilon, facts.total.delta
+    found = []
+    if epsilon is not None and epsilon >= LARGE_EPSILON:
+        found.append(
+            f"Caution: an epsilon of {LARGE_EPSILON:g} or more promises little by itself; section 'The whole curve' "
+            f"says what an attacker may find out."
+        )
+    if delta is not None and (advice := delta_advice(facts.config["population"], delta)) is not None:
+        found.append(f"Caution: {advice}.")
+    return (*found, *((f"Not covered: {SEEDED}.",) if facts.seeded else ()))
+
+
+def _which_model(facts: RunFacts) -> tuple[str, ...]:
+    """Return what ties the statement to a run and to the parameters that it exported."""
+    promise, digest = facts.promise, facts.parameter_digest
+    begun = () if promise.date is None else (f"The run began at {promise.date}.",)
+    model = () if digest is None else (f"The SHA-256 of its parameters, as in summary.json, is {digest}.",)
+    return (*begun, *model)
 
 
 def _held_out_sentence(promise: Guarantee) -> tuple[str, ...]:
@@ -171,6 +196,16 @@ def _accounting_section(facts: RunFacts) -> Section:
         (each.what, f"{each.sampling_rate:.6g}", f"{each.noise_multiplier:.6g}", str(each.count))
         for each in (chain.releases if facts.total.releases is not None else promise.releases)
     )
+    if not chain.earlier:  # with earlier runs they are in the releases of the chain
+        rows += tuple(
+            (
+                f"{each.what}, of held-out units",
+                f"{each.sampling_rate:.6g}",
+                f"{each.noise_multiplier:.6g}",
+                str(each.count),
+            )
+            for each in promise.evaluations
+        )
     if chain.earlier and facts.total.releases is not None:
         said = ("The table is of all runs that the guarantee covers, this one and the earlier ones.",)
     elif facts.total != promise:
@@ -182,6 +217,7 @@ def _accounting_section(facts: RunFacts) -> Section:
         (
             f"Accountant: privacy loss distributions by Google's dp_accounting ({promise.accountant}), rounded so that "
             f"epsilon is an upper bound. fdp {promise.fdp}.",
+            *_which_model(facts),
             Rows(("what is released", "sampling rate", "noise multiplier", "times"), rows),
             *said,
             "If the run was interrupted and resumed, steps that were repeated drew the same samples and the same noise "
@@ -245,6 +281,7 @@ def _as_json(facts: RunFacts, numbers: dict[str, Any], totals: dict[str, Any], t
     config, settings, promise = facts.config, facts.settings, facts.promise
     return {
         "run": facts.name,
+        "parameter_sha256": facts.parameter_digest,
         "private": facts.total.private,
         "status": facts.status.value,
         "guarantee": guarantee_to_json(facts.total)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from fdp.advice.divergence import find_divergence, patience
 from fdp.advice.hints import FIRST_STEP_SHARE, Diverged, clipping_hint, follow_hints, hints_before
 from fdp.cli.configure import configure
+from fdp.privacy.guarantee import RELATION, Guarantee
 from fdp.run.step_metrics import StepRecord
 from fdp.run.training_run import Run, prepare
 from tests.cli.train_runs import last_json, small_options, train
@@ -95,8 +97,17 @@ def test_a_first_step_that_spends_most_names_the_price_of_more() -> None:
     hint = next(hint for hint in hints_before(dear) if "first step" in hint)
     assert "of epsilon 8" in hint
     assert "--steps 16 needs a noise multiplier of" in hint
+    before = (Guarantee(1.0, 1e-6, RELATION, "one record"),)  # extended: the budget is what the total has left
+    extended = dear._replace(config=replace(dear.config, before=before))
+    assert not [hint for hint in hints_before(extended) if "first step" in hint]
     cheap = prepared(noise_multiplier=None, epsilon=2.0, steps=400, batch_size=256)
     assert not [hint for hint in hints_before(cheap) if "first step" in hint]
+
+
+@pytest.mark.parametrize(("noise", "told"), [(0.3, True), (4.0, False)])
+def test_an_epsilon_that_promises_little_is_told(noise: float, told: bool) -> None:
+    found = hints_before(prepared(noise_multiplier=noise))
+    assert any("promises little: beyond 10" in hint for hint in found) == told
 
 
 def test_steps_that_need_as_much_more_noise_are_not_called_cheap() -> None:

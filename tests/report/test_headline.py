@@ -54,7 +54,7 @@ def test_an_extended_run_states_the_epsilon_of_the_chain_first_and_everywhere(tm
     assert f"Training the model was (epsilon, delta)-differentially private with epsilon = {shown} and" in text
     assert "composition of this run and of 2 earlier runs whose parameters it started from, on the same data." in text
     assert f"({shown}, 1e-06)-differential privacy for the unit and adjacency above, at all 120 planned steps" in text
-    assert f"epsilon {shown}, delta 1e-06. One over the public number of samples" in text
+    assert f"epsilon {shown}, delta 1e-06. Yes: one over the public number of samples" in text
     assert text.count(shown_epsilon(EPSILON)) == 1, "this run alone, in second place"
     assert f"The steps of this run alone have epsilon {shown_epsilon(EPSILON)} at delta 1e-06." in text
     assert text.count("sums of clipped gradients 0.0213333 1 40") == 3, "the accounting lists all of them"
@@ -158,7 +158,7 @@ def test_the_chosen_run_of_a_search_states_the_epsilon_of_the_search_everywhere(
     text = text_of(chosen)
     assert "Training the model was (epsilon, delta)-differentially private with epsilon = 4.568 and delta" in text
     assert "(4.568, 1e-06)-differential privacy for the unit and adjacency above" in text
-    assert "epsilon 4.568, delta 1e-06. One over the public number of samples" in text
+    assert "epsilon 4.568, delta 1e-06. Yes: one over the public number of samples" in text
     assert text.count(shown_epsilon(EPSILON)) == 1, "one run alone, in second place"
     facts = json_of(chosen)
     assert facts["guarantee"]["epsilon"] == SEARCH_EPSILON

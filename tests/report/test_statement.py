@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -277,6 +278,40 @@ def test_runs_that_another_run_links_to_the_data_are_composed(tmp_path):
     assert found["other_runs_on_this_data"] == 2
     assert found["on_this_data"]["epsilon"] == pytest.approx(composed_epsilon([*RELEASES] * 3, delta=1e-6))
     assert make_statement(run, others=[far]).facts["other_runs"]["on_this_data"] is None
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "delta", "seed", "words"),
+    [
+        (2.5, 1e-6, None, ()),
+        (12.0, 1e-6, None, ("Caution: an epsilon of 10 or more promises little by itself",)),
+        (2.5, 0.01, None, ("Caution: delta 0.01 is not below 1 / samples", "No: one over the public number")),
+        (2.5, 1e-6, 3, ("Not covered: the noise, towards whoever knows or guesses the seed",)),
+    ],
+)
+def test_what_makes_a_guarantee_weak_is_said_with_it(tmp_path, epsilon, delta, seed, words):
+    run = read_facts(read_run_folder(write_run(tmp_path / "run", summary={})))
+    promise, settings = PROMISE._replace(epsilon=epsilon, delta=delta), run.settings | {"seed": seed}
+    text = " ".join(as_text(make_statement(run._replace(promise=promise, settings=settings)).document).split())
+    first = text[: text.index("2. Mechanism")]
+    assert all(said in text for said in words)
+    assert ("Caution" in first or "Not covered" in first) == bool(words)
+    assert "can hardly tell" not in text
+    assert ("Yes: one over the public number" in text) == (delta == 1e-6)
+
+
+def test_a_statement_names_the_parameters_and_lists_noised_evaluations(tmp_path):
+    evaluations = (Release("evaluations", 1.0, 4.0, 5),)
+    promises = (PROMISE._replace(evaluations=evaluations, date="2026-11-18T10:00:00+00:00"),)
+    run = read_facts(
+        read_run_folder(write_run(tmp_path / "run", promises=promises, summary={"parameter_sha256": "ab12"}))
+    )
+    text = " ".join(as_text(make_statement(run).document).split())
+    assert "The run began at 2026-11-18T10:00:00+00:00." in text
+    assert "as in summary.json, is ab12." in text
+    assert re.search(r"evaluations, of held-out units +1 +4 +5", text)
+    average = write_run(tmp_path / "average", summary={"parameter_sha256": "ab12"}, ema=0.9)
+    assert read_facts(read_run_folder(average)).parameter_digest is None, "what is exported are not the last parameters"
 
 
 def test_an_extended_run_states_the_chain(tmp_path):
