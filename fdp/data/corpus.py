@@ -164,14 +164,15 @@ def read(
         ]
         pieces = _read_files(source, tokenizer)
         documents = join_documents(pieces, owners, source=str(source.path), word=tokenizer.word, dtype=dtype)
-        return documents._replace(links=source.links, text=FILE), UnitKind.FILE
+        return documents._replace(links=source.links, unread=source.unread, text=FILE), UnitKind.FILE
     reader = _Reader(source, tokenizer, form, field, user_field=user_field, all_named=all_named)
     documents = join_documents(
         reader.pieces(), reader.owners, source=str(source.path), word=tokenizer.word, dtype=dtype
     )
     noun = text_noun(field) if reader.first is not None and reader.first[0] is RecordForm.TEXT else RECORD
     person = reader.census.person(read=(field,)) if user_field is None else None
-    return documents._replace(links=source.links, text=noun, person=person), UnitKind.RECORD
+    found = documents._replace(links=source.links, unread=source.unread, text=noun, person=person)
+    return found, UnitKind.RECORD
 
 
 def _read_files(source: Source, tokenizer: text.Tokenizer) -> Iterator[Piece]:

@@ -75,6 +75,7 @@ class TextsRead(NamedTuple):
     text: str = FILE
     links: int = 0
     person_field: PersonField | None = None
+    unread: int = 0
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,7 @@ def _load_texts(
     read = TextsRead(len(found.files), FILE, found.links, folders_of(found))
     if found.records:
         read = TextsRead(census.records, text_noun(field), found.links, census.person(read=(field,)))
-    return replace(dataset, texts=read)
+    return replace(dataset, texts=read._replace(unread=found.unread))
 
 
 def _check_exists(source: str) -> None:

@@ -57,9 +57,9 @@ class Documents(NamedTuple):
     """Concatenated rows: row i is ``[starts[i], starts[i + 1])`` of the first three arrays, owned by ``owners[i]``.
 
     ``counted`` tells which tokens are predicted. ``segments`` numbers the documents of a row from 1 (None: every row is
-    one document). ``texts`` and ``links`` count the texts read and the files left out, ``owned`` the texts of every
-    owner (None: every row is one), and ``text`` is the noun for one; see ``fdp.data.read_counts``. ``person`` is a
-    field of the records that seems to name a person.
+    one document). ``texts``, ``links`` and ``unread`` count the texts read and the files left out, ``owned`` the texts
+    of every owner (None: every row is one), and ``text`` is the noun for one; see ``fdp.data.read_counts``. ``person``
+    is a field of the records that seems to name a person.
     """
 
     tokens: np.ndarray
@@ -74,6 +74,7 @@ class Documents(NamedTuple):
     owned: dict[str, TextCounts] | None = None
     text: str = RECORD
     person: PersonField | None = None
+    unread: int = 0
 
     def __repr__(self) -> str:
         """Name the source and show no content, so that printing by accident shows nothing private."""
@@ -252,6 +253,7 @@ def records(documents: Documents, *, context: int, vocab_size: int, kind: UnitKi
         context + 1,
         documents.word,
         links=documents.links,
+        unread=documents.unread,
         text=FILE if kind is UnitKind.FILE else documents.text,
         person_field=documents.person if kind is UnitKind.ROW else None,
     ).total(counts)

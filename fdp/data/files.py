@@ -8,7 +8,7 @@
 | ``.parquet``           | a record on every row; read by ``pyarrow``                                         |
 | ``.arrow .feather``    | the same; a folder saved by ``datasets.save_to_disk`` is its ``.arrow`` files      |
 | ``.npy .bin``          | tokens: read by ``fdp.data.token_files``, not here                                 |
-| ``.xlsx .zip ...``     | refused: other tables, and archives                                                |
+| ``.xlsx .pdf .zip ...``| refused: other tables, documents that are not plain text, and archives             |
 | any other              | a text                                                                             |
 
 Texts, ``.json``, JSON lines and tables in text form may be compressed: ``notes.jsonl.gz``.
@@ -48,8 +48,13 @@ TOKENS_MANIFEST = "tokens.json"
 ZIPPED = ".gz"
 BINARY_SUFFIXES = (PARQUET_SUFFIX, *ARROW_SUFFIXES, *TOKEN_SUFFIXES)
 """Files that compress themselves or are mapped: not read from ``.gz``."""
-REFUSED_SUFFIXES = (".xlsx", ".xls", ".ods", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz")
-"""Other tables, whose rows are records, and archives: read as text, all of their records would be one."""
+REFUSED_SUFFIXES = (
+    (".xlsx", ".xls", ".ods")
+    + (".pdf", ".doc", ".docx", ".rtf", ".odt", ".epub")
+    + (".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz")
+)
+"""Other tables, whose rows are records, documents of other programs, and archives: read as text, all of their records
+would be one, and markup would be learned."""
 GZIP_ERRORS = (gzip.BadGzipFile, EOFError, zlib.error)
 SAVED_SPLITS, SAVED_STATE, SAVED_INFO = "dataset_dict.json", "state.json", "dataset_info.json"
 """Files by which a folder that ``datasets`` saved to disk is recognised: of several splits, or of one."""
@@ -66,12 +71,16 @@ class RecordForm(Enum):
 
 
 class Source(NamedTuple):
-    """The files at a path, each once, and whether they hold records; ``links`` counts further links to them."""
+    """The files at a path, each once, and whether they hold records.
+
+    ``links`` counts further links to them, ``unread`` files that are empty or hidden.
+    """
 
     path: Path
     files: tuple[Path, ...]
     records: bool
     links: int
+    unread: int = 0
 
 
 def suffix_of(path: Path) -> str:
@@ -142,8 +151,9 @@ def find_source(path: str | os.PathLike[str], *, form: RecordForm = RecordForm.A
     files, links = _once_each(_walk(root, {_identity(root)}) if root.is_dir() else [root])
     if not files:
         raise FdpError(f"{root}: expected text or records, got nothing (empty); check that it is the one you meant")
+    unread = _count_unread(root)
     if form is RecordForm.FILE:
-        return Source(root, files, False, links)
+        return Source(root, files, False, links, unread)
     for file in files:
         _check_kind(file)
     kinds: dict[bool, Path] = {}
@@ -154,7 +164,7 @@ def find_source(path: str | os.PathLike[str], *, form: RecordForm = RecordForm.A
             f"{root}: expected records only or texts only, got records in {kinds[True]} and text in {kinds[False]}; "
             "give them folders of their own, or --form file if every file is one text"
         )
-    return Source(root, files, True in kinds, links)
+    return Source(root, files, True in kinds, links, unread)
 
 
 def _check_kind(file: Path) -> None:
@@ -163,8 +173,9 @@ def _check_kind(file: Path) -> None:
     zipped = outer == ZIPPED and (inner in BINARY_SUFFIXES or not inner)
     if zipped or outer in REFUSED_SUFFIXES or inner in REFUSED_SUFFIXES:
         raise FdpError(
-            f"{file}: expected text, .jsonl, .json, .csv, .tsv or .parquet, got another table or an archive; write its "
-            "rows as .csv or .jsonl, or unpack it (if it is a plain text with such a name, give --form file)"
+            f"{file}: expected text, .jsonl, .json, .csv, .tsv or .parquet, got another table, a document or an "
+            "archive; write its rows as .csv or .jsonl, save it as plain text, unpack it, or move it out of the folder "
+            "(if it is a plain text with such a name, give --form file)"
         )
     if holds_tokens(file):
         raise FdpError(
@@ -206,6 +217,16 @@ def _walk(folder: Path, above: set[tuple[int, int]]) -> Iterator[Path]:
                 yield from _walk(path, above | {identity})
         elif path.is_file() and path.stat().st_size:
             yield path
+
+
+def _count_unread(root: Path) -> int:
+    """Return how many files in a folder tree are empty or hidden; hidden folders are not looked into."""
+    count = 0
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found = [path for name in files if (path := Path(folder, name)).is_file()]  # no link that leads nowhere
+        count += sum(path.name.startswith(".") or not path.stat().st_size for path in found)
+    return count
 
 
 def _identity(path: Path) -> tuple[int, int]:

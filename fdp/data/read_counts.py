@@ -48,9 +48,9 @@ class ReadCounts(NamedTuple):
     ``texts`` texts became ``samples`` samples with ``windows`` windows in total, at most ``most`` each. ``cut`` texts
     lost their end, ``lost`` tokens in all, and ``unlearned`` of these all that would have been learned. ``capped``
     samples have ``left_out`` windows beyond those used. In ``silent`` samples nothing is learned. ``tail`` tokens fill
-    no window. ``links`` files are links to others. ``packed`` windows would be left if short texts of a user shared
-    one; 0 if that does not apply. ``person`` and ``text`` are nouns; ``person_field`` seems to name a person although
-    the unit is smaller. ``public`` are the counts of public data that is mixed in.
+    no window. ``links`` files are links to others, ``unread`` ones empty or hidden. ``packed`` windows would be left if
+    short texts of a user shared one; 0 if that does not apply. ``person`` and ``text`` are nouns; ``person_field``
+    seems to name a person although the unit is smaller. ``public`` are the counts of public data that is mixed in.
     """
 
     kind: UnitKind
@@ -73,6 +73,7 @@ class ReadCounts(NamedTuple):
     text: str = RECORD
     person_field: PersonField | None = None
     public: ReadCounts | None = None
+    unread: int = 0
 
     def total(self, counts: SampleCounts) -> ReadCounts:
         """Return these counts with the sums of the samples in ``counts``."""
@@ -91,6 +92,11 @@ class ReadCounts(NamedTuple):
         found = [self._cut_warning(), self._capped_warning(), self._silent_warning()]
         if self.links:
             found.append(f"{count(self.links, FILE)} of the folder are links to others that are read: left out")
+        if self.unread:
+            found.append(
+                f"{count(self.unread, FILE)} of the folder {'is' if self.unread == 1 else 'are'} empty, or hidden by a "
+                f"name that begins with a dot: left out"
+            )
         if (hint := self.person_field) is not None:
             where = f"the records have a field {hint.field!r} ({hint.values:,} values in {count(hint.records, RECORD)})"
             if self.text == FILE:

@@ -45,8 +45,8 @@ def dpfy_ml(facts: RunFacts, *, tuning: str | None) -> tuple[Item, ...]:
             "Which uses of the data does the guarantee cover: this run only, or tuning, evaluation and earlier runs "
             "too?",
             f"The steps of this run{_composed(facts)}, with everything that they release. Not: its metrics, "
-            f"{_evaluation(facts)}, tuning (see below), data preparation. Other runs on the same data are composed in "
-            f"this statement as far as they are known.",
+            f"{_evaluation(facts)}, tuning{_beyond(facts)} (see below), data preparation. Other runs on the same data "
+            f"are composed in this statement as far as they are known.",
         ),
         Item(
             "Output",
@@ -187,6 +187,12 @@ def _nist_base() -> tuple[Item, ...]:
             ASK,
             False,
         ),
+    )
+
+
+def _beyond(facts: RunFacts) -> str:
+    return (
+        " beyond the search, which is paid for" if facts.search is not None and facts.search.epsilon is not None else ""
     )
 
 

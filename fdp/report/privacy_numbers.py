@@ -30,7 +30,7 @@ ONE_RUN = (
 )
 PAIR_ONLY = (
     "Of a search, or of an earlier run, only epsilon and delta are known. The figures are those of the worst mechanism "
-    "with that promise."
+    "with that promise: where no bound is known, a closer account might give one."
 )
 HELD_OUT = {
     "outside": "Nothing is promised to a person of whom a unit was held out for evaluation.",
@@ -107,7 +107,7 @@ def curve_section(facts: RunFacts, numbers: dict[str, Any]) -> Section:
     """Return the tables of the curve, in words for readers who know epsilon and delta."""
 
     def cell(value: float | None, digits: int = 4) -> str:
-        return "no finite bound" if value is None else rounded_up(value, digits)
+        return "no bound known" if value is None else rounded_up(value, digits)
 
     epsilons = tuple((key, cell(value)) for key, value in numbers["epsilon_at_delta"].items())
     deltas = tuple((key, f"{_round_up(value, 3):.2e}") for key, value in numbers["delta_at_epsilon"].items())
@@ -151,7 +151,7 @@ def groups_section(facts: RunFacts, numbers: dict[str, Any]) -> Section:
         else "by the definition of differential privacy, a looser bound"
     )
     rows = tuple(
-        (size, "no finite bound" if value is None else rounded_up(value, 4))
+        (size, "no bound known" if value is None else rounded_up(value, 4))
         for size, value in numbers["group_epsilon"].items()
     )
     if unit.startswith("one user") and facts.total.private:
@@ -166,7 +166,7 @@ def groups_section(facts: RunFacts, numbers: dict[str, Any]) -> Section:
     elif facts.search is not None and facts.search.chose:
         said = "No epsilon of a person with several units can be stated for a run that a search chose."
     elif records is not None:
-        bound = "there is no finite bound" if person is None else f"epsilon is {rounded_up(person, 4)}"
+        bound = "no bound is known at this delta" if person is None else f"epsilon is {rounded_up(person, 4)}"
         said = (
             f"For a person with at most {records} units (a number that the author of this statement gave, and that fdp "
             f"did not check), {bound}, at the same delta."

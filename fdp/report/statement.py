@@ -40,14 +40,19 @@ NOT_COVERED = (
     "losses, gradient norms, clipped fractions, counts of samples, times and plots of the run: they are computed on "
     "the private data without noise, and are for the owner of the data only",
     "checkpoints, which hold the key of the noise",
-    "the choice of hyper-parameters, of the model and of the moment to stop, as far as they were made on the private "
-    "data",
     "whether a run ended before its planned steps, and when: losses on the private data may have led to it",
     "the preparation of the data: what was left out, cut or cleaned",
     "the checks of the model that precede the first step, whose outcome is that training starts",
     "the time and the memory of a step, which depend on how many samples were drawn",
     "an error of about one part in 2^30 in the distribution of the noise, which is computed in floating point",
     "data that the first parameters were trained on before, unless it is composed in section 'Other runs'",
+)
+CHOICES = (
+    "the choice of hyper-parameters, of the model and of the moment to stop, as far as they depend on the private data"
+)
+PAID_CHOICES = (
+    "choices on the private data outside the search, whose own choice is paid for: of the settings that it tried, of "
+    "the model and of the moment to stop"
 )
 ANY_ORDER = (
     "the rounding of attention, if the model has it: on a GPU its gradients are added in any order, so that a sample "
@@ -59,6 +64,10 @@ SEEDED = (
     "be computed and subtracted. The guarantee holds only towards people who cannot guess it"
 )
 
+PRICE = (
+    "That is the account of one run. The epsilon of the search, which the guarantee states, follows from the Renyi "
+    "differential privacy (RDP) of one run by Theorem 6 of Papernot and Steinke, and so is no sum of the table below."
+)
 SEARCH_RUNS = (
     "The other runs of the search are left out here. The guarantee of the search is towards whoever sees its result "
     "and nothing else of it; the number of its runs is not covered, and is not stated."
@@ -217,6 +226,7 @@ def _accounting_section(facts: RunFacts) -> Section:
         (
             f"Accountant: privacy loss distributions by Google's dp_accounting ({promise.accountant}), rounded so that "
             f"epsilon is an upper bound. fdp {promise.fdp}.",
+            *((PRICE,) if facts.search is not None and facts.search.epsilon is not None else ()),
             *_which_model(facts),
             Rows(("what is released", "sampling rate", "noise multiplier", "times"), rows),
             *said,
@@ -248,6 +258,7 @@ def _not_covered(facts: RunFacts) -> tuple[str, ...]:
     return (
         *((SEEDED,) if facts.seeded else ()),
         *(() if choice is None else (choice,)),
+        PAID_CHOICES if facts.search is not None and facts.search.epsilon is not None else CHOICES,
         *NOT_COVERED,
         *((ANY_ORDER,) if in_any_order else ()),
     )

@@ -196,6 +196,7 @@ def _calls(module: nn.Module, batch: Tree, loss: Loss | None) -> Calls:
     """Return how the module is called with a batch, and how losses follow from its outputs."""
     if loss is None:
         inputs = _split_batch(module, batch, targets=False)
+        _check_takes(module, inputs(batch)[0])
         return Calls(lambda module, data: _call(module, inputs(data["batch"])[0]), None, _no_targets)
     if takes_module(loss):
         return Calls(lambda module, data: loss(module, data["batch"]), None, _no_targets)
@@ -211,6 +212,19 @@ def _calls(module: nn.Module, batch: Tree, loss: Loss | None) -> Calls:
         return by_sample(_scores(outputs), split(data["batch"])[1])
 
     return Calls(call, losses, lambda batch: split(batch)[1])
+
+
+def _check_takes(module: nn.Module, inputs: Any) -> None:
+    """Refuse samples that a module without a loss cannot be called with."""
+    args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
+    try:
+        inspect.signature(module.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise FdpError(
+            f"loss: expected one, or a module that takes all of a sample and returns its loss, got no loss, and "
+            f"{type(module).__name__}.forward does not take a sample: {error}. Give loss=nn.CrossEntropyLoss(), or "
+            f"another loss(outputs, targets)"
+        ) from error
 
 
 def _plain_call(module: nn.Module) -> nn.Module:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from fdp import keys
 from fdp.data import corpus, datasets, text
 from fdp.data.files import RecordForm, find_source
+from fdp.data.read_counts import read_counts_of
 from fdp.data.record_fields import owner_of, record_form, text_field
 from fdp.data.record_files import read_records
 from fdp.data.units import UnitKind
@@ -209,11 +210,13 @@ def test_a_folder_of_texts_is_read_file_by_file(tmp_path: Path) -> None:
         ("a.npy", r"a.npy: expected text or records, got a file of tokens; give it by itself, or a folder of "),
         (
             "a.xlsx",
-            r"a.xlsx: expected text, .jsonl, .json, .csv, .tsv or .parquet, got another table or an archive; .* --form",
+            r"a.xlsx: expected text, .jsonl, .json, .csv, .tsv or .parquet, got another table, a document .* --form",
         ),
-        ("a.parquet.gz", "got another table or an archive"),
-        ("a.gz", "got another table or an archive"),
-        ("a.tar.gz", "got another table or an archive"),
+        ("a.parquet.gz", "got another table, a document or an archive"),
+        ("a.gz", "got another table, a document or an archive"),
+        ("a.pdf", "got another table, a document or an archive; .* save it as plain text"),
+        ("a.DOCX", "got another table, a document or an archive"),
+        ("a.tar.gz", "got another table, a document or an archive"),
         ("a.csv.gz", "expected records only or texts only, got records in .*a.csv.gz and text in .*b.txt"),
     ],
 )
@@ -250,6 +253,25 @@ def test_a_file_with_several_links_is_read_once(tmp_path: Path) -> None:
         assert dataset.tokens[:].astype(np.uint8).tobytes() == b"abcdef\nghi"
     assert rows(folder) == [b"abcdef", b"ghi"]
     assert find_source(folder).links == 3
+
+
+def test_empty_and_hidden_files_are_counted(tmp_path: Path) -> None:
+    """A folder of 4 files of which 2 are read must not look as if it had 2."""
+    for name, words in {"a/1.txt": "one two", "b/1.txt": "three four", "b/2.txt": "", "c/.DS_Store": "x"}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(words)
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "config").write_text("not looked into")
+    (tmp_path / "nowhere.txt").symlink_to(tmp_path / "gone")
+    assert find_source(tmp_path).unread == 2
+    sizes = {"context": 2, "vocab_size": 256}
+    by_record = [corpus.load(tmp_path, **sizes, windows_per_record=windows) for windows in (1, 2)]
+    for dataset in (datasets.load(tmp_path, context=2), *by_record):
+        reading = read_counts_of(dataset)
+        assert reading is not None
+        assert "2 files of the folder are empty, or hidden by a name that begins with a dot: left out" in (
+            reading.warnings()
+        )
 
 
 def test_a_file_under_two_names_is_read_once(tmp_path: Path) -> None:

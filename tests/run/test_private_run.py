@@ -403,3 +403,8 @@ def test_a_module_that_is_trained_twice_in_one_process_promises_both_runs(tmp_pa
     assert "this model was trained privately before" in repr(two)
     module.load_state_dict(first)  # a new attempt from the first parameters
     assert len(read_marker(train("three").save(tmp_path / "again"))) == 1
+
+
+def test_a_loss_that_is_missing_is_asked_for():
+    with pytest.raises(fdp.FdpError, match=r"Linear\.forward does not take a sample.* Give loss=nn\.CrossEntropyLoss"):
+        fdp.private(nn.Linear(3, 2), data(), noise_multiplier=1.0, steps=1, batch_size=8)
