@@ -168,17 +168,24 @@ def check_ledger(options: TrainOptions) -> None:
 
 
 def open_account(
-    options: TrainOptions, run: Run, folder: Path, evaluator: Evaluator | None = None, *, goes_on: bool = True
+    options: TrainOptions,
+    run: Run,
+    folder: Path,
+    evaluator: Evaluator | None = None,
+    *,
+    goes_on: bool = True,
+    write: bool = True,
 ) -> Account:
     """Return the account of a run, and write its promise into its folder; every rank calls it.
 
-    ``goes_on`` is False if an earlier attempt in the folder drew noise of its own, from a key that is lost.
+    ``goes_on`` is False if an earlier attempt in the folder drew noise of its own, from a key that is lost. If not
+    ``write``, the account is only to look at: nothing is written, and the folder need not exist.
 
     Guarantees:
       - attempts with the same data, releases and noise are one run in the ledger; any other attempts are several.
     """
     first, evaluations = launch.rank() == 0, _evaluations(evaluator)
-    opened = run_in_unison(lambda: _open(options, run, folder, evaluations, goes_on) if first else None, None)
+    opened = run_in_unison(lambda: _open(options, run, folder, evaluations, goes_on, write) if first else None, None)
     promise, totals = gather_values(opened and opened[:2], None)[0] or (guarantee_of(run), (None, None))
     return Account(options, run, folder, promise, totals=totals, book=opened and opened[2])
 
@@ -201,9 +208,11 @@ def _evaluations(evaluator: Evaluator | None) -> tuple[Release, ...]:
 
 
 def _open(
-    options: TrainOptions, run: Run, folder: Path, evaluations: tuple[Release, ...], goes_on: bool
+    options: TrainOptions, run: Run, folder: Path, evaluations: tuple[Release, ...], goes_on: bool, write: bool
 ) -> tuple[Guarantee, tuple[DataTotal | None, DataTotal | None], Book | None]:
     place = _ledger_folder(options)
+    if place is not None and not write and not (place / LEDGER_FILE).exists():
+        place = None  # a key would be drawn, and written
     key = None if place is None else load_key(place)
     book = None if place is None or key is None else Book(place, key)
     recorded = [] if book is None else book.runs()  # a damaged ledger is an error before anything is spent
@@ -222,8 +231,9 @@ def _open(
     earlier = _earlier_promise(folder, run) if goes_on else None
     if earlier is not None and releases_the_same(earlier, promise):
         promise = promise._replace(run=earlier.run, date=earlier.date)
-    with disk_errors(folder / MARKER):
-        write_private(folder / MARKER, marker_text([*run.config.before, promise]))
+    if write:
+        with disk_errors(folder / MARKER):
+            write_private(folder / MARKER, marker_text([*run.config.before, promise]))
     held_out = promise_about(promise, promise.evaluated) if evaluations else None
     totals = tuple(
         None if one is None else total_on_same_data(one, recorded, before=run.config.before)

@@ -94,9 +94,13 @@ def train(options: TrainOptions, ranks: Ranks | None = None, *, dry_run: bool = 
                 say("loading the checkpoint")
                 run_in_unison(lambda: resume.check_same_run(resumed, run), None)
                 state = checkpoint.load(resumed.checkpoint, like=state)
+        same_noise = run.config.seed is not None or (resumed is not None and resumed.checkpoint is not None)
         if dry_run:
             display.show_header(console, run, state, options, evaluator)
             display.show_hints(console, hints_before(run))
+            goes_on = same_noise and out is not None
+            account = open_account(options, run, out or Path(), evaluator, goes_on=goes_on, write=False)
+            display.show_warnings(console, account.warnings())
             console.print("dry run: every check passed; no step was made and nothing was written")
             return 0
         if resumed is not None:
@@ -110,7 +114,6 @@ def train(options: TrainOptions, ranks: Ranks | None = None, *, dry_run: bool = 
         assert folder is not None
         display.show_header(console, run, state, options, evaluator)
         display.show_hints(console, hints_before(run))
-        same_noise = run.config.seed is not None or (resumed is not None and resumed.checkpoint is not None)
         account = open_account(options, run, folder, evaluator, goes_on=same_noise)
         display.show_warnings(console, account.warnings())
         console.print(repeat_hint(folder, options), soft_wrap=True)

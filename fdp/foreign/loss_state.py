@@ -31,7 +31,7 @@ class Variable(NamedTuple):
 
 
 class Reach(NamedTuple):
-    """What a function can reach by itself: objects by name, and variables that it may assign to."""
+    """The objects that a function can reach by itself, by name, and the variables that it may assign to."""
 
     objects: dict[str, Any]
     variables: list[Variable]

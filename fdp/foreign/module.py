@@ -69,8 +69,7 @@ def from_module(
     """
     check_structure(module)
     reference, module = reference_module(module), without_fast_paths(module)
-    finish = _module_output if loss is None else without_memory(loss)
-    caller = _call_by_name(module) if call is None else without_memory(call)
+    finish, caller = without_memory(loss or _module_output), without_memory(call or _call_by_name(module))
     if blocks is None:
         apply = module_loss(module, call=caller, finish=finish, batch_first=batch_first)
         stack: tuple[Block, ...] = (Block("module", leaf_paths(module), apply),)

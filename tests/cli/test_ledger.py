@@ -47,6 +47,19 @@ def test_training_again_on_the_same_data_states_the_composed_epsilon_before_the_
     assert [(each["epsilon"], each["runs"]) for each in found["totals"]] == [(total[0], 2)]
 
 
+def test_a_dry_run_states_the_total_and_writes_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ledger = Path(os.environ["FDP_LEDGER"])
+    assert train(tmp_path / "a", "--dry-run") == 0
+    assert not ledger.exists() or not any(ledger.iterdir())
+    assert train(tmp_path / "a") == 0
+    capsys.readouterr()
+    before = {path: path.read_bytes() for path in [*ledger.iterdir(), *tmp_path.rglob("*")] if path.is_file()}
+    assert train(tmp_path / "b", "--dry-run") == 0
+    assert "on this data 1 private run began before" in " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert {path: path.read_bytes() for path in [*ledger.iterdir(), *tmp_path.rglob("*")] if path.is_file()} == before
+
+
 def test_an_interrupted_run_is_in_the_ledger_with_the_steps_it_made(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         interrupt_after(2, patch)
