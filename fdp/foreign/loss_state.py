@@ -6,28 +6,54 @@ without noise, and later losses would depend on who was seen before:
     loss.seen += one_hot(targets).sum(0)            a tensor, an attribute, a list or a variable that has changed
                                                     when the loss returns is restored, if it can be, and refused
 
+The search follows the code of the user, into the functions, methods and globals that it names, and stops at libraries.
+
     >>> finish = without_memory(loss)               # the same function; an error if it changes something
 """
 
 from __future__ import annotations
 
+import dis
 import functools
+import itertools
+import logging
+import sys
 import types
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fdp.foreign.module_state import VersionCounters, state_of
+from fdp.foreign.module_state import (
+    MAX_ENTRIES,
+    MISSING,
+    TORCH_ATTRIBUTES,
+    ModuleBackup,
+    VersionCounters,
+    join_names,
+    same_value,
+    state_of,
+)
+from fdp.foreign.placeholders import Placeholder, RecordingHead
 from fdp.types import FdpError
+
+LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "fdp"}
+"""Packages whose globals and classes are not searched; nor are the classes of other packages that are installed."""
+CONTAINERS = (dict, list, set, tuple, deque)
+NOT_SEARCHED = (type, types.ModuleType, logging.Logger, Placeholder, RecordingHead)
+"""A logger remembers which levels are on; the last two are ours."""
 
 
 class Variable(NamedTuple):
-    """A variable that a function shares with the function around it."""
+    """A variable that a call may assign to: of the function around it, of a class, or a global one."""
 
     name: str
-    cell: types.CellType
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
 
 
 class Reach(NamedTuple):
@@ -52,63 +78,177 @@ def without_memory(call: Callable[..., Any]) -> Callable[..., Any]:
     def checked(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return call(*args, **kwargs)
-        state, held = state_of(objects), [variable.cell.cell_contents for variable in variables]
+        state, held = state_of(objects), [variable.read() for variable in variables]
         versions = VersionCounters(state.tensors)
         result = call(*args, **kwargs)
         changed = [*versions.written(), *state.restore()]
-        for (name, cell), value in zip(variables, held):
-            if cell.cell_contents is not value:
-                cell.cell_contents = value
-                changed.append(name)
+        for variable, value in zip(variables, held):
+            if not same_value(variable.read(), value):
+                variable.write(value)
+                changed.append(variable.name)
         if changed:
-            raise FdpError(
-                f"loss: expected one that depends on the outputs and the targets alone, got one that changes "
-                f"{sorted(set(changed))[:3]} when it is called: it would record the samples without noise, and later "
-                f"losses would depend on earlier samples. Compute it anew at every call, or give it as an entry of "
-                f"the data"
-            )
+            raise _memory_error(changed)
         return result
 
     return checked
 
 
+@contextmanager
+def refuse_writes(*calls: Callable[..., Any]) -> Iterator[None]:
+    """Compare all values that the calls can reach before and after: writes that torch does not count are refused too.
+
+    Such are writes through ``tensor.data``, and those into arrays of NumPy.
+    """
+    reached = [reach_of(call).objects.items() for call in calls]
+    backup = ModuleBackup({f"{number} {name}": each for number, one in enumerate(reached) for name, each in one})
+    try:
+        yield
+    except BaseException:
+        backup.restore_values()
+        raise
+    if changed := backup.restore_values():
+        raise _memory_error([name.partition(" ")[2] for name in changed])
+
+
+def _memory_error(changed: list[str]) -> FdpError:
+    return FdpError(
+        f"loss: expected one that depends on the outputs and the targets alone, got one that changes "
+        f"{sorted(set(changed))[:3]} when it is called: it would record the samples without noise, and later losses "
+        f"would depend on earlier samples. Compute it anew at every call, or give it as an entry of the data. (If it "
+        f"is a constant that the first call computes, compute it before training)"
+    )
+
+
 def reach_of(call: Callable[..., Any]) -> Reach:
-    """Return what a function reaches through its variables, its defaults and, outside torch and fdp, its globals."""
+    """Return what a call reaches through variables, defaults, attributes and methods, and through the globals it names.
+
+    Of libraries, only what their objects hold is searched.
+    """
     found = Reach({}, [])
     seen: set[int] = set()
     todo: list[tuple[str, Any]] = [("loss", call)]
+    held: set[int] = set()  # parts of objects, which are searched, and whose state is that of the object
     while todo:
         name, value = todo.pop()
-        if id(value) in seen:
+        if id(value) in seen or not _may_hold(value):
             continue
         seen.add(id(value))
         if isinstance(value, types.FunctionType):
-            cells = [Variable(*each) for each in zip(value.__code__.co_freevars, value.__closure__ or ())]
-            filled = [variable for variable in cells if _is_filled(variable.cell)]
-            found.variables.extend(filled)
-            todo += [(variable.name, variable.cell.cell_contents) for variable in filled]
-            todo += [(name, default) for default in value.__defaults__ or ()]
-            todo += list((value.__kwdefaults__ or {}).items())
-            todo += _globals_of(value)
+            todo += _search_function(name, value, found)
         elif isinstance(value, types.MethodType):
             todo += [(name, value.__self__), (name, value.__func__)]
         elif isinstance(value, functools.partial):
             todo += [(name, value.func), *((name, part) for part in value.args), *value.keywords.items()]
-        elif isinstance(value, (Tensor, dict, list, set, tuple)) or (
-            hasattr(value, "__dict__") and not isinstance(value, (type, types.ModuleType))
-        ):
-            found.objects[_free_name(name, found.objects)] = value
-            todo += [(key, part) for key, part in getattr(value, "__dict__", {}).items() if callable(part)]
+        else:
+            if id(value) not in held:
+                found.objects[_free_name(name, found.objects)] = value
+            parts = [(join_names(name, key), part) for key, part in _parts(value)]
+            held.update(id(part) for _, part in parts)
+            todo += parts
+            todo += _search_class(type(value), found)
     return found
 
 
-def _globals_of(function: types.FunctionType) -> list[tuple[str, Any]]:
-    """Return the global tensors, containers, modules and functions that a function names."""
-    if function.__module__ is None or function.__module__.split(".")[0] in ("torch", "fdp"):
+def _may_hold(value: Any) -> bool:
+    """Return True if a value may hold something that a call can change."""
+    if isinstance(value, (Tensor, np.ndarray, functools.partial, types.MethodType, *CONTAINERS)):
+        return True
+    return hasattr(value, "__dict__") and not isinstance(value, NOT_SEARCHED)
+
+
+def _parts(value: Any) -> list[tuple[Any, Any]]:
+    """Return the attributes or entries of an object, by name or number."""
+    if isinstance(value, (Tensor, np.ndarray)):
         return []
-    kinds = (Tensor, dict, list, set, nn.Module, types.FunctionType)
-    named = {name: function.__globals__.get(name) for name in function.__code__.co_names}
-    return [(name, value) for name, value in named.items() if isinstance(value, kinds)]
+    if not isinstance(value, CONTAINERS):
+        return [(key, part) for key, part in vars(value).items() if key not in TORCH_ATTRIBUTES]
+    entries = value.items() if isinstance(value, dict) else enumerate(() if isinstance(value, set) else value)
+    return list(entries) if len(value) <= MAX_ENTRIES else []
+
+
+def _search_function(name: str, function: types.FunctionType, found: Reach) -> list[tuple[str, Any]]:
+    """Return what a function names, and add the variables that it may assign to."""
+    todo: list[tuple[str, Any]] = []
+    for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+        if _is_filled(cell):
+            write = functools.partial(setattr, cell, "cell_contents")
+            found.variables.append(Variable(variable, functools.partial(getattr, cell, "cell_contents"), write))
+            todo.append((variable, cell.cell_contents))
+    todo += [(name, default) for default in function.__defaults__ or ()]
+    todo += list((function.__kwdefaults__ or {}).items())
+    if _is_library(function):
+        return todo
+    space, names = function.__globals__, _names_in(function.__code__)
+    for variable in sorted(names["STORE_GLOBAL"]):
+        read = functools.partial(space.get, variable, MISSING)
+        found.variables.append(Variable(variable, read, functools.partial(_assign, space, variable)))
+    for variable in sorted(names["LOAD_GLOBAL"] & space.keys()):
+        value = space[variable]
+        if isinstance(value, types.ModuleType) and value.__name__.partition(".")[0] not in LIBRARIES:
+            attributes = (names["LOAD_ATTR"] | names["LOAD_METHOD"]) & vars(value).keys()
+            todo += [(f"{variable}.{key}", vars(value)[key]) for key in sorted(attributes)]
+        elif isinstance(value, type):
+            todo += _search_class(value, found)
+        else:
+            todo.append((variable, value))
+    return [*todo, (function.__name__, vars(function))]
+
+
+def _search_class(kind: type, found: Reach) -> list[tuple[str, Any]]:
+    """Return the methods of a class and what it holds for all of its objects; add the variables among it."""
+    todo: list[tuple[str, Any]] = []
+    bases = [base for base in kind.__mro__ if not (_is_library(base) or _is_installed(base))]
+    known, held = {variable.name for variable in found.variables}, set[str]()
+    for base in bases:
+        for key, part in vars(base).items():
+            if (method := _function_of(part)) is not None:
+                todo.append((f"{base.__qualname__}.{key}", method))
+            elif not key.startswith("__"):
+                held.add(key)
+                todo.append((f"{base.__qualname__}.{key}", part))
+    for base, key in itertools.product(bases, sorted(held)):  # a class may be given what it inherits so far
+        if (name := f"{base.__qualname__}.{key}") not in known:
+            read = functools.partial(vars(base).get, key, MISSING)
+            found.variables.append(Variable(name, read, functools.partial(_set_attribute, base, key)))
+    return todo
+
+
+def _function_of(part: Any) -> types.FunctionType | None:
+    """Return the function of a method of any kind; None for another attribute of a class."""
+    part = part.fget if isinstance(part, property) else getattr(part, "__func__", part)
+    return part if isinstance(part, types.FunctionType) else None
+
+
+def _names_in(code: types.CodeType) -> defaultdict[str, set[str]]:
+    """Return the names that code, and the functions in it, load and store, by the operation of Python."""
+    names: defaultdict[str, set[str]] = defaultdict(set)
+    for each in dis.get_instructions(code):
+        if isinstance(each.argval, str):
+            names[each.opname].add(each.argval)
+        elif isinstance(each.argval, types.CodeType):
+            for operation, more in _names_in(each.argval).items():
+                names[operation] |= more
+    return names
+
+
+def _is_library(value: Any) -> bool:
+    return (value.__module__ or "torch").partition(".")[0] in LIBRARIES
+
+
+def _is_installed(kind: type) -> bool:
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    return "site-packages" in file or "dist-packages" in file
+
+
+def _set_attribute(kind: type, name: str, value: Any) -> None:
+    if value is MISSING:
+        delattr(kind, name)
+    else:
+        setattr(kind, name, value)
+
+
+def _assign(space: dict[str, Any], name: str, value: Any) -> None:
+    space[name] = value
 
 
 def _is_filled(cell: types.CellType) -> bool:

@@ -23,7 +23,7 @@ from fdp.fingerprint import fingerprint
 from fdp.foreign.check_on_example import check_module
 from fdp.foreign.check_structure import check_structure
 from fdp.foreign.leaves import foreign_model, leaf_paths, object_settings, params_of
-from fdp.foreign.loss_state import without_memory
+from fdp.foreign.loss_state import refuse_writes, without_memory
 from fdp.foreign.stack.block_functions import Caller
 from fdp.foreign.stack.fast_paths import reference_module, without_fast_paths
 from fdp.foreign.stack.one_block import Finish, module_loss
@@ -69,7 +69,8 @@ def from_module(
     """
     check_structure(module)
     reference, module = reference_module(module), without_fast_paths(module)
-    finish, caller = without_memory(loss or _module_output), without_memory(call or _call_by_name(module))
+    given = (loss or _module_output, call or _call_by_name(module))
+    finish, caller = map(without_memory, given)
     if blocks is None:
         apply = module_loss(module, call=caller, finish=finish, batch_first=batch_first)
         stack: tuple[Block, ...] = (Block("module", leaf_paths(module), apply),)
@@ -90,7 +91,8 @@ def from_module(
             f"independent and norms exact; give example=data, or check=False to go without"
         )
     if check:
-        check_module(reference, model, params, example, call=caller, finish=finish, batch_first=batch_first)
+        with refuse_writes(*given):
+            check_module(reference, model, params, example, call=caller, finish=finish, batch_first=batch_first)
     return model, params
 
 

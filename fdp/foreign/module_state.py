@@ -15,11 +15,15 @@ seen before. So every call starts from the same state:
 from __future__ import annotations
 
 import functools
+import logging
+import operator
 import types
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -36,11 +40,14 @@ CODE_TYPES = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 MAX_ENTRIES = 4096
 """Containers with more entries are recorded, but their entries are not searched."""
 
-Container = dict[Any, Any] | list[Any] | set[Any]
+CONSTANT_TYPES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+"""Types whose equal values are the same value."""
+
+Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
 
 
 class ContainerState(NamedTuple):
-    """A mutable container (an object's attributes, a list, a dictionary or a set) and a copy of what it ``held``."""
+    """A mutable container (an object's attributes, a list, a dictionary, ...) and a copy of what it ``held``."""
 
     name: str
     holder: Container
@@ -53,10 +60,12 @@ class ContainerState(NamedTuple):
             assert isinstance(then, dict)
             if len(now) == len(then) and all([now.get(key, MISSING) is value for key, value in then.items()]):
                 return []
-            keys = [key for key in {**then, **now} if now.get(key, MISSING) is not then.get(key, MISSING)]
-            return [_join_names(self.name, key) for key in keys] or [self.name]
-        if isinstance(self.holder, list) and isinstance(self.held, list):
-            same = len(self.holder) == len(self.held) and all([a is b for a, b in zip(self.holder, self.held)])
+            keys = [key for key in {**then, **now} if not same_value(now.get(key, MISSING), then.get(key, MISSING))]
+            return [join_names(self.name, key) for key in keys]
+        if isinstance(self.holder, (list, deque)) and isinstance(self.held, (list, deque)):
+            if len(self.holder) != len(self.held):
+                return [self.name]
+            same = all(map(operator.is_, self.holder, self.held)) or all(map(same_value, self.holder, self.held))
             return [] if same else [self.name]
         return [] if self.holder == self.held else [self.name]
 
@@ -65,17 +74,32 @@ class ContainerState(NamedTuple):
             self.holder[:] = self.held
             return
         self.holder.clear()
-        self.holder.update(self.held)  # pyright: ignore[reportArgumentType]
+        if isinstance(self.holder, deque):
+            self.holder.extend(self.held)
+        else:
+            self.holder.update(self.held)  # pyright: ignore[reportArgumentType]
 
 
 MISSING = object()
 
 
+def same_value(one: Any, other: Any) -> bool:
+    """Return True if two values are one object, or equal constants: to assign the same number again changes nothing."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(same_value, one, other))
+    return isinstance(one, CONSTANT_TYPES) and one == other
+
+
 class ModuleState(NamedTuple):
-    """All containers that can be reached from a module, and all tensors in them, by name."""
+    """All containers that can be reached from a module, and all tensors and arrays in them, by name."""
 
     places: list[ContainerState]
     tensors: dict[str, Tensor]
+    arrays: dict[str, np.ndarray]
 
     def restore(self) -> list[str]:
         """Restore the containers that have changed; return the names of the changed entries."""
@@ -94,6 +118,7 @@ def state_of(module: nn.Module | dict[str, Any]) -> ModuleState:
     """
     places: list[ContainerState] = []
     tensors: dict[str, Tensor] = {}
+    arrays: dict[str, np.ndarray] = {}
     seen: set[int] = set()
     todo: list[tuple[str, Any]] = [("", module)]
     while todo:
@@ -101,20 +126,20 @@ def state_of(module: nn.Module | dict[str, Any]) -> ModuleState:
         if isinstance(value, Tensor):
             tensors.setdefault(name, value)
             continue
+        if isinstance(value, np.ndarray):
+            arrays.setdefault(name, value)
+            continue
         if value is None or isinstance(value, (*PLAIN_TYPES, *CODE_TYPES)) or id(value) in seen:
             continue
-        if isinstance(value, (Placeholder, RecordingHead)):  # ours: they are meant to record something
+        # Placeholders are ours, and meant to record something. A logger remembers which levels are on.
+        if isinstance(value, (Placeholder, RecordingHead, logging.Logger)):
             continue
         seen.add(id(value))
         if isinstance(value, tuple):
             inner: Any = enumerate(value)
-        elif isinstance(value, (dict, list, set)):
-            places.append(
-                ContainerState(
-                    name, value, type(value)(value) if type(value) in (dict, list, set) else _copy_container(value)
-                )
-            )
-            inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        elif isinstance(value, (dict, list, set, deque)):
+            places.append(ContainerState(name, value, _copy_container(value)))
+            inner = value.items() if isinstance(value, dict) else () if isinstance(value, set) else enumerate(value)
         else:
             own = getattr(value, "__dict__", None)
             if type(own) is not dict:
@@ -122,15 +147,15 @@ def state_of(module: nn.Module | dict[str, Any]) -> ModuleState:
             places.append(ContainerState(name, own, dict(own)))
             inner = [(key, item) for key, item in own.items() if key not in TORCH_ATTRIBUTES]
         if not hasattr(value, "__len__") or isinstance(value, nn.Module) or len(value) <= MAX_ENTRIES:
-            todo += [(_join_names(name, key), item) for key, item in inner]
-    return ModuleState(places, tensors)
+            todo += [(join_names(name, key), item) for key, item in inner]
+    return ModuleState(places, tensors, arrays)
 
 
 def _copy_container(value: Container) -> Container:
-    return dict(value) if isinstance(value, dict) else list(value) if isinstance(value, list) else set(value)
+    return dict(value) if isinstance(value, dict) else set(value) if isinstance(value, set) else list(value)
 
 
-def _join_names(name: str, key: Any) -> str:
+def join_names(name: str, key: Any) -> str:
     if key in REGISTRIES:
         return name
     return f"{name}.{key}" if name else str(key)
@@ -147,16 +172,17 @@ def restore_after(module: nn.Module) -> Iterator[ModuleState]:
 
 
 class ModuleBackup:
-    """A module's state with a copy of all its tensors, which :meth:`restore_values` restores bit for bit."""
+    """A module's state with a copy of all its values, which :meth:`restore_values` restores bit for bit."""
 
-    def __init__(self, module: nn.Module):
+    def __init__(self, module: nn.Module | dict[str, Any]):
         self.state = state_of(module)
         with torch.no_grad():
             real = {name: leaf for name, leaf in self.state.tensors.items() if _has_values(leaf)}
             self.values = [(name, leaf, leaf.detach().clone()) for name, leaf in real.items()]
+        self.arrays = [(name, array, array.copy()) for name, array in self.state.arrays.items()]
 
     def restore_values(self) -> list[str]:
-        """Restore attributes and values; return the names of the tensors whose values had changed."""
+        """Restore attributes and values; return the names of the tensors and arrays whose values had changed."""
         self.state.restore()
         names: list[str] = []
         with torch.no_grad():
@@ -164,6 +190,10 @@ class ModuleBackup:
                 if not _bitwise_equal(leaf, value):
                     names.append(name)
                     leaf.data = value
+        for name, array, value in self.arrays:
+            if array.shape != value.shape or array.tobytes() != value.tobytes():
+                names.append(name)
+                array[...] = value
         return names
 
 
