@@ -120,6 +120,7 @@ INSIDE = {
         "call_template",
         "placeholders",
         "module_state",
+        "loss_state",
         "leaves",
         "init_tape",
         "torch_init",
