@@ -6,7 +6,7 @@ Sampling stays fdp's: of a ``DataLoader`` only the dataset, the collate function
 have different lengths, ``collate_fn`` pads them. Every sample is collated by itself, so that no other sample of the
 batch has a part in it, beside the longest samples of all, so that shapes are the same at every step. Their rows must
 come out as always: a ``collate_fn`` that mixes, sorts or standardises the samples it is given is an error. Whoever
-collates must make padding harmless; ``fdp.run.module_model`` tests it.
+collates must make padding harmless; ``fdp.run.module_model`` tests it. Samples that have one length need no others.
 
     >>> samples = as_samples(torch_dataset, collate_fn=pad)
     >>> samples.fetch(np.arange(4))
@@ -37,8 +37,14 @@ NOT_BY_ROW = (
     "collate_fn: expected one row for each sample, in their order, that does not depend on the samples beside it, got "
     "another row for the same sample: it sorts, mixes or standardises the samples of a batch, or draws random numbers. "
     "No bound on one sample would hold. Let it pad and stack only; standardise by public numbers, and augment single "
-    "samples in the dataset"
+    "samples, or mask their tokens (mlm=True), in the dataset"
 )
+NOT_THE_SAME_LENGTH = (
+    "dataset: expected samples that have the same length whenever they are read, and at most that of the longest one, "
+    "got a longer one; if lengths are random, cut and pad all samples to one public length"
+)
+ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5}
+"""Difference of two computed rows, relative to their largest entry, that rounding explains; in half precision, 0.02."""
 
 Collate: TypeAlias = Callable[[list[Any]], Any]
 """Turns a list of samples into one batch: a tree of tensors with a leading sample dim."""
@@ -87,7 +93,10 @@ class CollatedSamples:
             return collate_rows(self.collate, samples)
         if not samples:
             return _slice(self.row(self.source[0]), 0, 0)
-        return _cat([self.row(sample) for sample in samples])
+        rows = [self.row(sample) for sample in samples]
+        if any(_shapes(row) != _shapes(rows[0]) for row in rows[1:]):
+            raise FdpError(NOT_THE_SAME_LENGTH)
+        return _cat(rows)
 
     @cached_property
     def beside(self) -> tuple[list[Any], Tree]:
@@ -104,7 +113,12 @@ class CollatedSamples:
         """
         longest, always = self.beside
         batch = collate_rows(self.collate, [sample, *longest])
-        if longest and not _same_rows(_slice(batch, 1, None), always):
+        if not longest:
+            return batch
+        others = _slice(batch, 1, None)
+        if _shapes(others) != _shapes(always):
+            raise FdpError(NOT_THE_SAME_LENGTH)
+        if not _same_rows(others, always):
             raise FdpError(NOT_BY_ROW)
         return _slice(batch, 0, 1)
 
@@ -195,19 +209,21 @@ def collate_rows(collate: Collate, samples: list[Any]) -> Tree:
 def find_longest(samples: CollatedSamples) -> tuple[tuple[int, ...], list[int]]:
     """Return the samples that are the longest in some dim of some entry, and a few of the shortest ones.
 
-    Every sample is collated once.
+    Every sample is collated once. If all have one shape, none is the longest.
     """
     most: dict[tuple[str, int], tuple[int, int]] = {}
-    elements = []
+    elements, shapes = [], set()
     for index in range(len(samples)):
         found = tree.flatten(samples.fetch_alone(index))
         elements.append(sum(leaf.numel() for leaf in found.values()))
+        shapes.add(tuple(leaf.shape for leaf in found.values()))
         for path, leaf in found.items():
             for dim, length in enumerate(leaf.shape[1:]):
                 if length > most.get((path, dim), (-1, 0))[0]:
                     most[path, dim] = (length, index)
     shortest = np.argsort(elements, kind="stable")[:SAMPLES_COMPARED]
-    return tuple(sorted({index for _, index in most.values()})), shortest.tolist()
+    longest = {index for _, index in most.values()} if len(shapes) > 1 else set()
+    return tuple(sorted(longest)), shortest.tolist()
 
 
 def check_rows(samples: CollatedSamples, indices: Sequence[int]) -> None:
@@ -240,15 +256,21 @@ def _shapes(batch: Tree) -> dict[str, tuple[int, ...]]:
 
 
 def _same_rows(one: Tree, other: Tree) -> bool:
-    """Return True if two batches are equal, bit for bit but for the sign of zeros and NaN."""
-    if _shapes(one) != _shapes(other):
+    """Return True if two batches are equal but for rounding: a product may round otherwise in a larger batch."""
+    return _shapes(one) == _shapes(other) and all(map(_is_close, tree.leaves(one), tree.leaves(other)))
+
+
+def _is_close(one: Tensor, other: Tensor) -> bool:
+    if torch.equal(one, other):
+        return True
+    one, other = (torch.view_as_real(leaf) if leaf.is_complex() else leaf for leaf in (one, other))
+    if not one.dtype.is_floating_point or one.dtype != other.dtype:
         return False
-    pairs = zip(tree.leaves(one), tree.leaves(other))
-    return all(torch.equal(a, b) or (a.is_floating_point() and _equal_with_nan(a, b)) for a, b in pairs)
-
-
-def _equal_with_nan(a: Tensor, b: Tensor) -> bool:
-    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+    tolerance = ROUNDING.get(one.dtype, 0.02)
+    a, b = (leaf.double().flatten(1) if leaf.ndim > 1 else leaf.double()[:, None] for leaf in (one, other))
+    largest = a.abs().nan_to_num(posinf=0.0).amax(1, keepdim=True) if a.numel() else a
+    same = (a == b) | (a.isnan() & b.isnan()) | ((a - b).abs() <= tolerance * largest)
+    return bool(same.all())
 
 
 def _is_columns(dataset: Any) -> bool:

@@ -143,6 +143,48 @@ def test_samples_that_are_drawn_anew_by_the_dataset_are_collated_all_the_same():
     assert torch.equal(rows.floor()[:, 0], torch.arange(1.0, 9.0))
 
 
+PROJECTION = torch.randn(768, 300, generator=torch.Generator().manual_seed(0))
+FEATURES = [torch.randn(768, generator=torch.Generator().manual_seed(i)) for i in range(40)]
+
+
+def project(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {"x": torch.stack(samples) @ PROJECTION}
+
+
+def test_a_collate_function_may_compute_with_rounding():
+    """A product of another number of rows is rounded otherwise."""
+    rows = as_samples(FEATURES, collate_fn=project).fetch(np.arange(40))["x"]
+    assert torch.allclose(rows, project(FEATURES)["x"], rtol=1e-4, atol=1e-3)
+
+
+def test_rows_without_a_number_are_the_same_rows():
+    samples = [torch.tensor([n, float("nan"), float("inf")]) for n in range(40)]
+    rows = as_samples(samples, collate_fn=lambda given: {"x": torch.stack(given)}).fetch(np.arange(2))["x"]
+    assert torch.equal(rows[:, 0], torch.tensor([0.0, 1.0]))
+
+
+def test_samples_of_one_shape_are_collated_without_any_other():
+    sizes: list[int] = []
+
+    def stack(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        sizes.append(len(samples))
+        return {"x": torch.stack(samples)}
+
+    samples = as_samples(FEATURES, collate_fn=stack)
+    sizes.clear()
+    assert torch.equal(samples.fetch(np.array([3, 1]))["x"], torch.stack([FEATURES[3], FEATURES[1]]))
+    assert sizes == [1, 1]
+
+
+@pytest.mark.parametrize("lengths", [(5, 3, 2), (3, 3, 3)], ids=["longest", "one shape"])
+def test_samples_that_are_longer_when_they_are_read_again_are_refused(lengths: tuple[int, ...]):
+    source = [torch.ones(length) for length in lengths]
+    samples = as_samples(source, collate_fn=pad)
+    source[2] = torch.ones(6)
+    with pytest.raises(FdpError, match=r"the same length whenever they are read.* got a longer one"):
+        samples.fetch(np.arange(3))
+
+
 def test_the_digest_sees_every_sample():
     changed = [(x, y) for x, y in zip(X, Y)]
     changed[7] = (X[7] + 1, Y[7])
