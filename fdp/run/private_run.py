@@ -37,9 +37,10 @@ from fdp.run.private_options import PrivateOptions, configure
 from fdp.run.run_checkpoint import load_checkpoint, save_checkpoint
 from fdp.run.run_config import RunConfig
 from fdp.run.sample_losses import Loss
-from fdp.run.save_module import checksums, remember_run, save_module, save_params
+from fdp.run.save_module import save_module, save_params
 from fdp.run.spent import spent
 from fdp.run.step_metrics import Evaluation, StepRecord, guarantee_of
+from fdp.run.trained_runs import TrainedRun
 from fdp.run.training_run import Run, prepare, steps
 from fdp.types import Key, TrainState, Tree
 
@@ -97,7 +98,7 @@ class PrivateRun:
     def __init__(self, config: RunConfig, options: PrivateOptions, subject: Subject) -> None:
         self.options, self.subject = options, subject
         self.module = options.module if isinstance(options.module, nn.Module) else None
-        self._first = () if self.module is None else checksums(self.module)
+        self._trained = None if self.module is None else TrainedRun(self.module)
         self.run: Run
         self.state: TrainState
         self.run, self.state = self._prepare(config)
@@ -197,7 +198,11 @@ class PrivateRun:
         if self.module is None:
             return values
         own, paths = self.module.state_dict(), leaf_paths(self.module)
-        return {name: values[paths[name]].to(old) if paths.get(name) in values else old for name, old in own.items()}
+        found = {name: values[paths[name]].to(old) if paths.get(name) in values else old for name, old in own.items()}
+        if self._trained is not None and int(self.state.step) > 0:
+            trained = {name: leaf for name, leaf in found.items() if paths.get(name) in self.config.model.trainable}
+            self._trained.remember_values(trained, self.guarantee)
+        return found
 
     def write_back(self) -> nn.Module | None:
         """Copy the trained parameters into the module, in its dtypes and on its devices, and return it.
@@ -211,8 +216,8 @@ class PrivateRun:
             for name, leaf in self.module.named_parameters():
                 if name in model.trainable:
                     leaf.copy_(values[name])
-        if int(self.state.step) > 0:
-            remember_run(self.module, self._first, self.guarantee)
+        if self._trained is not None and int(self.state.step) > 0:
+            self._trained.remember(self.module, model.trainable, self.guarantee)
         return self.module
 
     def save(self, folder: str | os.PathLike[str]) -> Path:

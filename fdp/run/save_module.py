@@ -13,24 +13,18 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
-from weakref import WeakKeyDictionary
+from typing import Any
 
-import torch
 from safetensors.torch import save_model
 from torch import nn
 
 from fdp.parallel.agree import rank_in, run_in_unison
 from fdp.privacy.guarantee import MARKER, Guarantee, marker_text, read_marker
 from fdp.run.labelled_batches import is_transformers
+from fdp.run.trained_runs import promises_about
 from fdp.storage.private_files import disk_errors
 from fdp.storage.safetensors import export_safetensors
 from fdp.types import FdpError, Tree
-
-Checksums: TypeAlias = tuple[tuple[float, float], ...]
-
-_trained: WeakKeyDictionary[nn.Module, list[tuple[Checksums, Guarantee]]] = WeakKeyDictionary()
-"""The runs of this process by the module that they trained, with its parameters before each of them."""
 
 
 def save_module(module: nn.Module, folder: str | os.PathLike[str], *, guarantees: Sequence[Guarantee]) -> Path:
@@ -55,32 +49,12 @@ def save_params(params: Tree, folder: str | os.PathLike[str], *, guarantees: Seq
 def earlier_guarantees(module: Any) -> tuple[Guarantee, ...]:
     """Return the guarantees of the runs that trained a module, as far as they are known.
 
-    Those of this process are remembered, unless the parameters are again what they were before the run. Those of
-    others are read from the folder that a module of transformers was loaded from; an adapter of peft does not tell its
-    folder.
+    Those of this process are remembered (:mod:`fdp.run.trained_runs`). Those of others are read from the folder that a
+    module of transformers was loaded from; an adapter of peft does not tell its folder.
     """
     name = getattr(getattr(module, "config", None), "_name_or_path", None)
-    found = list(read_marker(Path(name)) if isinstance(name, str) and name and Path(name).is_dir() else ())
-    if isinstance(module, nn.Module) and module in _trained:
-        now = checksums(module)
-        for before, promise in _trained[module]:
-            if before == now:
-                break
-            found.append(promise)
-    return tuple(found)
-
-
-def remember_run(module: nn.Module, before: Checksums, promise: Guarantee) -> None:
-    """Remember that a run trained the module, whose parameters had the sums ``before`` until then."""
-    known = [(sums, one) for sums, one in _trained.get(module, []) if sums != before]
-    _trained[module] = [*known, (before, promise)]
-
-
-def checksums(module: nn.Module) -> Checksums:
-    """Return numbers by which parameters that were put back are recognised: sum and norm of each of them."""
-    leaves = [leaf.detach() for leaf in module.parameters() if leaf.device.type != "meta"]
-    norms = [float(torch.linalg.vector_norm(leaf.float(), dtype=torch.float64)) for leaf in leaves]
-    return tuple((float(leaf.sum(dtype=torch.float64)), norm) for leaf, norm in zip(leaves, norms))
+    found = read_marker(Path(name)) if isinstance(name, str) and name and Path(name).is_dir() else ()
+    return (*found, *(promises_about(module) if isinstance(module, nn.Module) else ()))
 
 
 def _write(folder: Path, write: Any, guarantees: Sequence[Guarantee]) -> Path:
