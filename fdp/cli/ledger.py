@@ -82,20 +82,25 @@ def group_by_data(entries: Sequence[Entry], wanted: set[str] | None = None) -> l
     """Return the private runs in groups of certainly the same data and the same kind of unit, in order.
 
     An entry of a group has the promise about its data: a run that trained on some data and released noised evaluations
-    of other data is in two groups. ``wanted`` are the fingerprints of the data to look at; None: all data.
+    of other data is in two groups. Runs on the data of a group that promise it nothing are in it, too. ``wanted`` are
+    the fingerprints of the data to look at; None: all data.
     """
     from fdp.privacy.guarantee import linked_data, promise_about, unit_kind
 
     runs = [entry.promise for entry in entries]
     groups: dict[tuple[frozenset[str], str], list[Entry]] = {}
+    without_promise: dict[frozenset[str], list[Entry]] = {}
     for entry in entries:
         linked = dict.fromkeys(frozenset(linked_data(side, runs)) for side in _sides(entry, wanted))
         for data in linked:
             promise = promise_about(entry.promise, data) or entry.promise
-            if promise.private:  # without a fingerprint it is not known to be on the same data as any other
-                about = data or frozenset([f"run {promise.run}"])
-                groups.setdefault((about, unit_kind(promise.unit)), []).append(entry._replace(promise=promise))
-    return list(groups.values())
+            # Without a fingerprint it is not known to be on the same data as any other.
+            about, kept = data or frozenset([f"run {promise.run}"]), entry._replace(promise=promise)
+            if promise.private:
+                groups.setdefault((about, unit_kind(promise.unit)), []).append(kept)
+            else:
+                without_promise.setdefault(about, []).append(kept)
+    return [[*group, *without_promise.get(data, [])] for (data, _), group in groups.items()]
 
 
 def _sides(entry: Entry, wanted: set[str] | None) -> list[set[str]]:
@@ -108,8 +113,9 @@ def _sides(entry: Entry, wanted: set[str] | None) -> list[set[str]]:
 def _total(group: Sequence[Entry]) -> dict[str, Any]:
     from fdp.privacy.guarantee import compose, count_choices, unit_kind
 
-    units = list(dict.fromkeys(entry.promise.unit for entry in group))
-    counted = [entry.promise for entry in group if entry.began]
+    units = list(dict.fromkeys(entry.promise.unit for entry in group if entry.promise.private))
+    began = [entry.promise for entry in group if entry.began]
+    counted = [promise for promise in began if promise.private]
     epsilon, delta = (compose(counted) if counted else None) or (0.0, 0.0)
     return {
         "data": _short(group[0].promise),
@@ -118,7 +124,8 @@ def _total(group: Sequence[Entry]) -> dict[str, Any]:
         "runs": len(counted),
         "epsilon": epsilon,
         "delta": delta,
-        "choices_by_held_out_samples": count_choices(counted),
+        "not_private": len(began) - len(counted),
+        "choices_by_held_out_samples": count_choices(began),
     }
 
 
@@ -134,6 +141,7 @@ def _rows(entries: Sequence[Entry]) -> list[dict[str, Any]]:
 
 
 def _show(console: Console, path: Path, entries: Sequence[Entry], totals: Sequence[dict[str, Any]]) -> None:
+    from fdp.data.nouns import count
     from fdp.privacy.guarantee import choices_sentence
     from fdp.privacy.shown_numbers import shown_delta, shown_epsilon
 
@@ -143,6 +151,7 @@ def _show(console: Console, path: Path, entries: Sequence[Entry], totals: Sequen
         console.print(
             f"data {total['data']}, {total['unit']}: {total['runs']} run{'' if total['runs'] == 1 else 's'}, together "
             f"epsilon {shown_epsilon(total['epsilon'])} at delta {shown_delta(total['delta'])} ({total['relation']})"
+            + (f"; besides {count(more, 'run')} without privacy" if (more := total["not_private"]) else "")
             + (f"; {choices}" if (choices := choices_sentence(total["choices_by_held_out_samples"])) else ""),
             soft_wrap=True,
         )

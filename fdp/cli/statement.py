@@ -21,7 +21,7 @@ from fdp.cli.options import Flag, expand_groups
 from fdp.cli.train_options import train_flag
 
 if TYPE_CHECKING:
-    from fdp.privacy.guarantee import Guarantee
+    from fdp.ledger.book import Entry
     from fdp.report.run_facts import RunFacts
 
 
@@ -74,13 +74,17 @@ def statement_command(
         why = "which exists" if options.out.exists() else "whose folder does not exist"
         raise FdpError(f"--out: expected a new file in a folder that exists, got {options.out}, {why}; give another")
     facts = read_facts(read_run_folder(run))
-    others, ledger_read = _read_ledger(facts, options.ledger)
+    entries = _read_ledger(facts, options.ledger)
+    named = [entry.promise.run == facts.promise.run for entry in entries]
+    others = [entry for entry, same in zip(entries, named) if not same]
     statement = make_statement(
         facts,
         tuning=options.tuning,
         records_per_person=options.records_per_person,
-        others=others,
-        ledger_read=ledger_read,
+        others=[entry.promise for entry in others if entry.began],
+        links=[entry.promise for entry in others if not entry.began],
+        # Any other ledger, such as one with another key, cannot tell whether there are other runs on the same data.
+        ledger_read=any(named),
     )
     if options.format is Format.json:
         text = json.dumps(statement.facts, indent=2, allow_nan=False) + "\n"
@@ -93,18 +97,12 @@ def statement_command(
     print(f"written to {options.out}")
 
 
-def _read_ledger(facts: RunFacts, given: str | None) -> tuple[list[Guarantee], bool]:
-    """Return the other runs that began, from the ledger ``given``, else from that of the run's settings.
-
-    The second value is True if that ledger holds the run itself. Any other ledger, such as one with another key, cannot
-    tell whether there are other runs on the same data.
-    """
+def _read_ledger(facts: RunFacts, given: str | None) -> list[Entry]:
+    """Return the runs of the ledger ``given``, else of that in the run's settings."""
     from fdp.ledger.book import LEDGER_FILE, Book
     from fdp.ledger.data_key import ledger_folder, load_key
 
     folder = ledger_folder(facts.settings.get("ledger") if given is None else given)
     if folder is None or not (folder / LEDGER_FILE).exists():
-        return [], False
-    entries, run = Book(folder, load_key(folder, create=False)).runs(), facts.promise.run
-    others = [entry.promise for entry in entries if entry.began and entry.promise.run != run]
-    return others, any(entry.promise.run == run for entry in entries)
+        return []
+    return Book(folder, load_key(folder, create=False)).runs()

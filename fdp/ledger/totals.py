@@ -100,7 +100,8 @@ class DataTotal(NamedTuple):
 def total_on_same_data(now: Guarantee, entries: Sequence[Entry], *, before: Sequence[Guarantee]) -> DataTotal | None:
     """Return the total of all runs on the data of ``now``; None if there is no other.
 
-    ``before`` are promises that the model brings along, which the ledger of another machine may hold.
+    ``before`` are promises that the model brings along, which the ledger of another machine may hold. A run that did
+    not begin links the data of others, and costs nothing.
 
     Guarantees:
       - every run on this data counts once, whether the ledger, the model or both name it;
@@ -110,7 +111,7 @@ def total_on_same_data(now: Guarantee, entries: Sequence[Entry], *, before: Sequ
     listed = [entry.promise for entry in entries if entry.began]
     unspent = {entry.promise.run for entry in entries if not entry.began}
     others = [one for one in once_each([*listed, *before]) if one.run != now.run and one.run not in unspent]
-    data = linked_data(now.data, [now, *others])
+    data = linked_data(now.data, [now, *others, *(entry.promise for entry in entries)])
     found = [about for one in others if (about := promise_about(one, data)) is not None]
     if not found:
         return None

@@ -37,8 +37,12 @@ NOT_READ = (
 )
 
 
-def compose_others(facts: RunFacts, others: Sequence[Guarantee], *, ledger_read: bool) -> dict[str, Any]:
+def compose_others(
+    facts: RunFacts, others: Sequence[Guarantee], *, ledger_read: bool, links: Sequence[Guarantee] = ()
+) -> dict[str, Any]:
     """Return the composition with the runs before this one, and with all runs on the same data and unit.
+
+    ``links`` are runs that tell which data is the same, and are not counted: they did not begin.
 
     Guarantees:
       - if the total on the data is stated, it holds every private run that the guarantee of the model holds.
@@ -47,7 +51,7 @@ def compose_others(facts: RunFacts, others: Sequence[Guarantee], *, ledger_read:
     differing = [one for one in facts.before if not same_unit(one, promise)]
     chain = compose([*facts.before, facts.chosen]) if facts.before and not differing else None
     listed = [one for one in (*facts.before, *others) if one.run != promise.run]
-    data = linked_data(promise.data, [promise, *listed])
+    data = linked_data(promise.data, [promise, *listed, *links])
     known = [about for one in listed if (about := promise_about(one, data)) is not None]
     private = [one for one in known if one.private]
     alike = [one for one in private if same_unit(one, promise)]

@@ -87,9 +87,10 @@ def make_statement(
     tuning: str | None = None,
     records_per_person: int | None = None,
     others: Sequence[Guarantee] = (),
+    links: Sequence[Guarantee] = (),
     ledger_read: bool = True,
 ) -> Statement:
-    """Return the statement of a run; ``others`` are further runs on the same data, from the ledger.
+    """Return the statement of a run; ``others`` are further runs of the ledger, ``links`` those that did not begin.
 
     ``ledger_read`` is False if they are not from the ledger in which the run was recorded: there may be more.
     """
@@ -107,7 +108,7 @@ def make_statement(
     numbers = privacy_numbers(facts, records_per_person=records_per_person)
     among = frozenset() if facts.search is None else facts.search.runs
     outside = [one for one in others if one.run not in among]
-    totals = compose_others(facts._replace(promise=facts.chosen), outside, ledger_read=ledger_read)
+    totals = compose_others(facts._replace(promise=facts.chosen), outside, links=links, ledger_read=ledger_read)
     lists = {DPFY_ML: dpfy_ml(facts, tuning=tuning), NIST: nist_sp_800_226(facts, tuning=tuning)}
     sections = (
         guarantee_section(facts),

@@ -175,3 +175,22 @@ def test_runs_are_linked_by_runs_between_them():
     assert len(group_by_data([jsonl, csv])) == 2
     assert len(group_by_data([jsonl, between, entry("user", unit="one user", data=("k-jsonl",))])) == 2
     assert linked_data(["k-csv"], [one.promise for one in runs]) == {"k-part", "k-jsonl", "k-all", "k-csv"}
+
+
+def test_a_run_that_did_not_begin_links_data_and_costs_nothing():
+    jsonl, csv = entry("jsonl", data=("k-part", "k-jsonl")), entry("csv", data=("k-all", "k-csv"))
+    runs = [jsonl, csv, entry("between", made=0, data=("k-all", "k-jsonl"))]
+    found = total_on_same_data(csv.promise, [jsonl, runs[2]], before=())
+    assert found is not None
+    assert found.total == compose([jsonl.promise, csv.promise])
+    (group,) = group_by_data(runs)
+    assert [one.promise.run for one in group if one.began] == ["jsonl", "csv"]
+
+
+def test_a_group_holds_the_runs_that_promise_its_data_nothing():
+    """A run that chose by these samples without noise, and one that trained on them without."""
+    chose = entry("chose", data=("k-others",), evaluated=("k-files",), held_out_choice=True)
+    plain = entry("plain", epsilon=None, delta=None, relation=None, releases=None)
+    groups = group_by_data([entry("a"), chose, plain])
+    assert [[one.promise.run for one in group] for group in groups] == [["a", "chose", "plain"], ["chose"]]
+    assert [one.promise.private for one in groups[0]] == [True, False, False]

@@ -278,6 +278,8 @@ def test_runs_that_another_run_links_to_the_data_are_composed(tmp_path):
     assert found["other_runs_on_this_data"] == 2
     assert found["on_this_data"]["epsilon"] == pytest.approx(composed_epsilon([*RELEASES] * 3, delta=1e-6))
     assert make_statement(run, others=[far]).facts["other_runs"]["on_this_data"] is None
+    linked = make_statement(run, others=[far], links=[between]).facts["other_runs"]
+    assert linked["other_runs_on_this_data"] == 1, "the run between did not begin, and costs nothing"
 
 
 @pytest.mark.parametrize(
