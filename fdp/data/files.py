@@ -221,8 +221,12 @@ def _walk(folder: Path, above: set[tuple[int, int]]) -> Iterator[Path]:
 
 def _count_unread(root: Path) -> int:
     """Return how many files in a folder tree are empty or hidden; hidden folders are not looked into."""
-    count = 0
-    for folder, folders, files in os.walk(root):
+    count, seen = 0, set()
+    for folder, folders, files in os.walk(root, followlinks=True):
+        if (identity := _identity(Path(folder))) in seen:
+            folders.clear()
+            continue
+        seen.add(identity)
         folders[:] = [name for name in folders if not name.startswith(".")]
         found = [path for name in files if (path := Path(folder, name)).is_file()]  # no link that leads nowhere
         count += sum(path.name.startswith(".") or not path.stat().st_size for path in found)

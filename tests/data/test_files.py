@@ -263,6 +263,7 @@ def test_empty_and_hidden_files_are_counted(tmp_path: Path) -> None:
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "config").write_text("not looked into")
     (tmp_path / "nowhere.txt").symlink_to(tmp_path / "gone")
+    (tmp_path / "a" / "circle").symlink_to(tmp_path)
     assert find_source(tmp_path).unread == 2
     sizes = {"context": 2, "vocab_size": 256}
     by_record = [corpus.load(tmp_path, **sizes, windows_per_record=windows) for windows in (1, 2)]
@@ -272,6 +273,9 @@ def test_empty_and_hidden_files_are_counted(tmp_path: Path) -> None:
         assert "2 files of the folder are empty, or hidden by a name that begins with a dot: left out" in (
             reading.warnings()
         )
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "read").symlink_to(tmp_path / "b")
+    assert find_source(tmp_path / "elsewhere").unread == 1, "links to folders are followed"
 
 
 def test_a_file_under_two_names_is_read_once(tmp_path: Path) -> None:
