@@ -69,8 +69,7 @@ def from_module(
     """
     check_structure(module)
     reference, module = reference_module(module), without_fast_paths(module)
-    given = (loss or _module_output, call or _call_by_name(module))
-    finish, caller = map(without_memory, given)
+    finish, caller = map(without_memory, given := (loss or _module_output, call or _call_by_name(module)))
     if blocks is None:
         apply = module_loss(module, call=caller, finish=finish, batch_first=batch_first)
         stack: tuple[Block, ...] = (Block("module", leaf_paths(module), apply),)
@@ -82,8 +81,7 @@ def from_module(
     model = foreign_model(module, stack)
     if loss is not None or call is not None:  # two losses of one module must not share noise
         model = model._replace(settings=fingerprint(model.settings, loss, object_settings(loss), call))
-    model = model._replace(name=name or model.name)
-    model = _choose_leaves(model, module, materialize=materialize, frozen=frozen)
+    model = _choose_leaves(model._replace(name=name or model.name), module, materialize=materialize, frozen=frozen)
     params = params_of(module, model)
     if check and example is None:
         raise FdpError(
