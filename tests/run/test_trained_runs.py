@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fdp
-from fdp.run.trained_runs import promises_about
+from fdp.run.trained_runs import ENTRIES, promises_about, sums_of
 
 X = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
 Y = (X[:, 0] > 0).long()
@@ -88,3 +88,11 @@ def test_a_part_that_was_frozen_counts_nothing():
     module[0].requires_grad_(False)
     make(module).fit()
     assert (count(module[0]), count(module[1])) == (0, 1)
+
+
+def test_a_large_parameter_is_recognised_by_a_part_of_its_entries():
+    large = torch.randn(3 * ENTRIES + 1)
+    assert sums_of(large) == sums_of(large.clone()) != sums_of(large + 0.01 * torch.randn(len(large)))
+    assert sums_of(torch.empty(3, device="meta")) is None
+    assert sums_of(torch.empty(0)) == ((0,), 0.0, 0.0)
+    assert sums_of(torch.tensor([1 + 1j])) != sums_of(torch.tensor([1 - 1j]))
