@@ -12,6 +12,7 @@ sampling with the expected batch size, whatever a ``DataLoader`` would do.
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -98,6 +99,7 @@ class PrivateRun:
     def __init__(self, config: RunConfig, options: PrivateOptions, subject: Subject) -> None:
         self.options, self.subject = options, subject
         self.module = options.module if isinstance(options.module, nn.Module) else None
+        self._name = secrets.token_hex(8)  # a run that a folder and this process both name counts once
         self._trained = None if self.module is None else TrainedRun(self.module)
         self.run: Run
         self.state: TrainState
@@ -118,7 +120,7 @@ class PrivateRun:
     @property
     def guarantee(self) -> Guarantee:
         """The promise about the data: the epsilon of all planned steps."""
-        return guarantee_of(self.run)
+        return guarantee_of(self.run)._replace(run=self._name)
 
     @property
     def noise_multiplier(self) -> float:

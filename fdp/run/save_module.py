@@ -19,7 +19,7 @@ from safetensors.torch import save_model
 from torch import nn
 
 from fdp.parallel.agree import rank_in, run_in_unison
-from fdp.privacy.guarantee import MARKER, Guarantee, marker_text, read_marker
+from fdp.privacy.guarantee import MARKER, Guarantee, marker_text, once_each, read_marker
 from fdp.run.labelled_batches import is_transformers
 from fdp.run.trained_runs import promises_about
 from fdp.storage.private_files import disk_errors
@@ -54,7 +54,7 @@ def earlier_guarantees(module: Any) -> tuple[Guarantee, ...]:
     """
     name = getattr(getattr(module, "config", None), "_name_or_path", None)
     found = read_marker(Path(name)) if isinstance(name, str) and name and Path(name).is_dir() else ()
-    return (*found, *(promises_about(module) if isinstance(module, nn.Module) else ()))
+    return once_each([*found, *(promises_about(module) if isinstance(module, nn.Module) else ())])
 
 
 def _write(folder: Path, write: Any, guarantees: Sequence[Guarantee]) -> Path:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -81,6 +83,22 @@ def test_a_run_counts_all_of_its_planned_steps_from_the_first():
     next(iter(run))
     run.write_back()
     assert [promise.epsilon for promise in promises_about(module)] == [run.guarantee.epsilon]
+
+
+def test_a_run_that_a_folder_and_the_process_know_counts_once(tmp_path: Path):
+    class Named(nn.Linear):
+        """Says where it was loaded from, as a module of transformers does."""
+
+        config = SimpleNamespace(_name_or_path=str(tmp_path / "one"))
+
+    module, again = Named(3, 2), Named(3, 2)
+    run = make(module).fit()
+    run.save(tmp_path / "one")
+    again.load_state_dict(module.state_dict())
+    assert len(make(again).config.before) == 1
+    later = make(again).fit()
+    assert later.guarantee._replace(run=None) == run.guarantee._replace(run=None), "alike, and two"
+    assert len(make(again).config.before) == 2
 
 
 def test_a_part_that_was_frozen_counts_nothing():
