@@ -16,7 +16,6 @@ from __future__ import annotations
 import dis
 import functools
 import itertools
-import logging
 import sys
 import types
 from collections import defaultdict, deque
@@ -34,18 +33,16 @@ from fdp.foreign.module_state import (
     TORCH_ATTRIBUTES,
     ModuleBackup,
     VersionCounters,
+    is_machinery,
     join_names,
     same_value,
     state_of,
 )
-from fdp.foreign.placeholders import Placeholder, RecordingHead
 from fdp.types import FdpError
 
 LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "fdp"}
 """Packages whose globals and classes are not searched; nor are the classes of other packages that are installed."""
 CONTAINERS = (dict, list, set, tuple, deque)
-NOT_SEARCHED = (type, types.ModuleType, logging.Logger, Placeholder, RecordingHead)
-"""A logger remembers which levels are on; the last two are ours."""
 
 
 class Variable(NamedTuple):
@@ -153,7 +150,7 @@ def _may_hold(value: Any) -> bool:
     """Return True if a value may hold something that a call can change."""
     if isinstance(value, (Tensor, np.ndarray, functools.partial, types.MethodType, *CONTAINERS)):
         return True
-    return hasattr(value, "__dict__") and not isinstance(value, NOT_SEARCHED)
+    return hasattr(value, "__dict__") and not isinstance(value, (type, types.ModuleType)) and not is_machinery(value)
 
 
 def _parts(value: Any) -> list[tuple[Any, Any]]:
@@ -176,7 +173,7 @@ def _search_function(name: str, function: types.FunctionType, found: Reach) -> l
             todo.append((variable, cell.cell_contents))
     todo += [(name, default) for default in function.__defaults__ or ()]
     todo += list((function.__kwdefaults__ or {}).items())
-    if _is_library(function):
+    if _in_libraries(function.__globals__.get("__name__")):  # a wrapper has the name of what it wraps
         return todo
     space, names = function.__globals__, _names_in(function.__code__)
     for variable in sorted(names["STORE_GLOBAL"]):
@@ -184,7 +181,7 @@ def _search_function(name: str, function: types.FunctionType, found: Reach) -> l
         found.variables.append(Variable(variable, read, functools.partial(_assign, space, variable)))
     for variable in sorted(names["LOAD_GLOBAL"] & space.keys()):
         value = space[variable]
-        if isinstance(value, types.ModuleType) and value.__name__.partition(".")[0] not in LIBRARIES:
+        if isinstance(value, types.ModuleType) and not _in_libraries(value.__name__):
             attributes = (names["LOAD_ATTR"] | names["LOAD_METHOD"]) & vars(value).keys()
             todo += [(f"{variable}.{key}", vars(value)[key]) for key in sorted(attributes)]
         elif isinstance(value, type):
@@ -197,7 +194,7 @@ def _search_function(name: str, function: types.FunctionType, found: Reach) -> l
 def _search_class(kind: type, found: Reach) -> list[tuple[str, Any]]:
     """Return the methods of a class and what it holds for all of its objects; add the variables among it."""
     todo: list[tuple[str, Any]] = []
-    bases = [base for base in kind.__mro__ if not (_is_library(base) or _is_installed(base))]
+    bases = [base for base in kind.__mro__ if not (_in_libraries(base.__module__) or _is_installed(base))]
     known, held = {variable.name for variable in found.variables}, set[str]()
     for base in bases:
         for key, part in vars(base).items():
@@ -231,8 +228,8 @@ def _names_in(code: types.CodeType) -> defaultdict[str, set[str]]:
     return names
 
 
-def _is_library(value: Any) -> bool:
-    return (value.__module__ or "torch").partition(".")[0] in LIBRARIES
+def _in_libraries(module: str | None) -> bool:
+    return (module or "torch").partition(".")[0] in LIBRARIES
 
 
 def _is_installed(kind: type) -> bool:

@@ -40,6 +40,8 @@ CODE_TYPES = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 MAX_ENTRIES = 4096
 """Containers with more entries are recorded, but their entries are not searched."""
 
+MACHINERY = ("torch._dynamo.", "torch.amp.", "torch.autograd.")
+"""Modules of torch whose objects note how functions are called, and nothing of what they are called with."""
 CONSTANT_TYPES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 """Types whose equal values are the same value."""
 
@@ -131,8 +133,7 @@ def state_of(module: nn.Module | dict[str, Any]) -> ModuleState:
             continue
         if value is None or isinstance(value, (*PLAIN_TYPES, *CODE_TYPES)) or id(value) in seen:
             continue
-        # Placeholders are ours, and meant to record something. A logger remembers which levels are on.
-        if isinstance(value, (Placeholder, RecordingHead, logging.Logger)):
+        if is_machinery(value):
             continue
         seen.add(id(value))
         if isinstance(value, tuple):
@@ -149,6 +150,16 @@ def state_of(module: nn.Module | dict[str, Any]) -> ModuleState:
         if not hasattr(value, "__len__") or isinstance(value, nn.Module) or len(value) <= MAX_ENTRIES:
             todo += [(join_names(name, key), item) for key, item in inner]
     return ModuleState(places, tensors, arrays)
+
+
+def is_machinery(value: Any) -> bool:
+    """Return True for an object that may change at every call and holds nothing of a sample.
+
+    Placeholders are ours, and meant to record something. A logger remembers which levels are on.
+    """
+    if isinstance(value, nn.Module):
+        return isinstance(value, (Placeholder, RecordingHead))
+    return isinstance(value, logging.Logger) or (type(value).__module__ or "").startswith(MACHINERY)
 
 
 def _copy_container(value: Container) -> Container:

@@ -162,6 +162,8 @@ REMEMBERING: dict[str, Callable[..., Tensor]] = {
     "a list of a class": InClass(number=False),
     "a number of a class": InClass(number=True),
     "an attribute of a function": with_attribute,
+    "a compiled function": torch.compile(with_list, backend="eager"),
+    "a decorated function": torch.no_grad()(with_list),
 }
 
 
@@ -215,8 +217,11 @@ SETTINGS = types.SimpleNamespace(weight=2.0, classes={"a": [1, 2]})
         lambda outputs, targets: plain(outputs, targets) * constant_mask(2)[targets],
         lambda outputs, targets: plain(outputs, targets) * SETTINGS.weight,
         functools.partial(F.cross_entropy, reduction="none", label_smoothing=0.1),
+        torch.compile(plain, backend="eager"),
+        torch.compile(nn.CrossEntropyLoss(reduction="none"), backend="eager"),
+        torch.autocast("cpu", torch.bfloat16, enabled=False)(plain),
     ],
-    ids=["the same constants", "a cached constant", "settings", "a partial function"],
+    ids=["the same constants", "a cached constant", "settings", "a partial function", "compiled", "module", "autocast"],
 )
 def test_a_loss_that_keeps_only_constants_is_no_mistake(loss: Any):
     checked = without_memory(loss)
