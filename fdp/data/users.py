@@ -168,8 +168,16 @@ def _group(
         packed=np.zeros(len(owned), dtype=np.int64),
     )
     noun = FILE if kind is UnitKind.FILE else documents.text
-    left_out = {"links": documents.links, "unread": documents.unread}
-    reading = ReadCounts(kind, len(owned), context + 1, documents.word, most=windows, text=noun, **left_out)
+    reading = ReadCounts(
+        kind,
+        len(owned),
+        context + 1,
+        documents.word,
+        most=windows,
+        text=noun,
+        links=documents.links,
+        unread=documents.unread,
+    )
     return Users(documents, context, rows, reading.total(counts), counts, kind)
 
 

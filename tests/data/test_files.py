@@ -265,8 +265,7 @@ def test_empty_and_hidden_files_are_counted(tmp_path: Path) -> None:
     (tmp_path / "nowhere.txt").symlink_to(tmp_path / "gone")
     (tmp_path / "a" / "circle").symlink_to(tmp_path)
     assert find_source(tmp_path).unread == 2
-    sizes = {"context": 2, "vocab_size": 256}
-    by_record = [corpus.load(tmp_path, **sizes, windows_per_record=windows) for windows in (1, 2)]
+    by_record = [corpus.load(tmp_path, context=2, vocab_size=256, windows_per_record=windows) for windows in (1, 2)]
     for dataset in (datasets.load(tmp_path, context=2), *by_record):
         reading = read_counts_of(dataset)
         assert reading is not None
