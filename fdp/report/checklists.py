@@ -11,6 +11,7 @@ The questions are in our own words. What fdp cannot know says so, and asks.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from fdp.report.headline import formal_terms, short_terms
@@ -204,7 +205,8 @@ def _delta_beside(facts: RunFacts) -> str:
     said = f"one over the public number of samples is {share:.2g}, and delta is"
     if delta >= share:
         return f"No: {said} not below it; publishing one sample outright would pass."
-    return f"Yes: {said} {share / delta:.2g} times smaller." if 10 * delta <= share else f"No: {said} not far below it."
+    times = math.floor(share / delta)
+    return f"Yes: {said} {times} times smaller." if times >= 10 else f"No: {said} not far below it."
 
 
 def _unit(facts: RunFacts) -> str:
