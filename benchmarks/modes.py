@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from fdp_kernels.hopper import has_hopper
 from torch import Tensor
 
 from fdp import keys, tree
@@ -37,7 +38,9 @@ Row: TypeAlias = dict[str, Any]
 METHODS = ("none", "materialize", "ghost", "ghost_bk", "flash", "flash_bk", "auto")
 LEAN = "auto_lean"
 """The fastest plan of ``auto`` whose stored bytes fit ``Case.memory_budget``, if one backward pass is enough for it."""
-OURS = (*METHODS, LEAN)
+FULL = "auto_full"
+"""``auto`` without gradients stored in 8 bits, which the others may choose on a Hopper GPU, as ``fdp train`` does."""
+OURS = (*METHODS, LEAN, FULL)
 LEARNING_RATE, WEIGHT_DECAY, MAX_NORM = 0.0, 0.1, 1.0
 """The learning rate is 0 in every mode and baseline unless a case says otherwise, though all work is done. At its
 power limit a GPU multiplies some numbers faster than others, and learned parameters are different numbers from noised
@@ -128,9 +131,9 @@ def make_our_plan(
     plan = make(**options)
     if not speed.timed_plan or method not in TIMED_METHODS:
         return plan
-    uses = [use for block in plan.uses for use in block]
-    device = tree.leaves(microbatch)[0].device
-    return make(timings=timing.measure(uses, dtype=dtype, device=device, store=timing.default_store()), **options)
+    uses, norms = [use for block in plan.uses for use in block], timing.timed_norms(options.get("stored_dtype"))
+    device, store = tree.leaves(microbatch)[0].device, timing.default_store()
+    return make(timings=timing.measure(uses, dtype=dtype, device=device, store=store, norms=norms), **options)
 
 
 def make_lean_plan(make: Callable[..., Plan], budget: float) -> Plan:
@@ -182,7 +185,7 @@ def our_mode(
     speed: Speed,
 ) -> Candidate:
     """Build fdp's mode through its public interface; parameters are drawn on the device."""
-    method = Method.AUTO if mode == LEAN else Method(mode)
+    method = Method.AUTO if mode in (LEAN, FULL) else Method(mode)
     if batch_size % microbatches:
         raise ValueError(f"{microbatches} microbatches: expected a divisor of the batch of {batch_size}")
     size = batch_size // microbatches
@@ -194,7 +197,10 @@ def our_mode(
     params = model.init(keys.key(0).to(device))
     example = torch.zeros((), dtype=torch.int64, device=device).expand(size, model.context + 1)
     microbatch, budget = {"tokens": example}, memory_budget if method in BUDGETED_METHODS else None
+    rounds = method is Method.AUTO and mode != FULL and noise > 0 and dtype in HALF and has_hopper(device)
+    stored = torch.int8 if rounds else None
     make = partial(make_our_plan, model, params, microbatch, method=method, dtype=dtype, speed=speed)
+    make = partial(make, stored_dtype=stored)
     plan = make_lean_plan(make, budget) if mode == LEAN and budget is not None else make(memory_budget=budget)
     run = make_our_step(model, opt, mechanism=mechanism, plan=plan, speed=speed)
     state = init_state(model, params, opt, mechanism)

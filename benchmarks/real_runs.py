@@ -52,7 +52,7 @@ from benchmarks import large_steps
 from benchmarks.device import GIB, choose_sdpa
 from benchmarks.gpt2_large import CONFIG as GPT2_LARGE
 from benchmarks.gpt2_large import OPACUS, RESULTS, WIDTH
-from benchmarks.modes import LEAN, OURS, Candidate, Case, Row
+from benchmarks.modes import FULL, LEAN, OURS, Candidate, Case, Row
 from benchmarks.regimes import (
     LLAMA_1B,
     LLAMA_3B,
@@ -161,7 +161,7 @@ def cells(report: Report, options: argparse.Namespace) -> Iterator[tuple[Case, s
                 start, sizes = STEPS[name].regime.batch_size, fitting(STEPS[name].sizes, options.samples)
                 yield from large_steps.climb(report, case_at, mode, start=min(start, sizes[-1]), sizes=sizes)
             continue
-        for mode in chosen(options, MODES):
+        for mode in chosen(options, MODES if options.modes is None else (*MODES, FULL)):
             case = make(name)
             if mode == LEAN:
                 budget = lean_budget(report, case, most=REGIMES[name].most_memory)

@@ -704,6 +704,10 @@ WAYS = (
 )
 
 
+IN_8_BITS = (NormBy.KEEP_INT8, SumBy.REUSE)
+"""For a leaf that is used once, or as a head and embeddings where kernels run."""
+
+
 def forced(plan: Plan, norm: NormBy, sum: SumBy, *, leaves: Iterable[Path] | None = None) -> Plan:
     """The plan with this choice for ``leaves`` (default: all), or the nearest that a leaf may have.
 

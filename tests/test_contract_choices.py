@@ -10,6 +10,7 @@ from functools import cache, partial
 
 import pytest
 import torch
+from fdp_kernels.keep_int8 import round_to_int8
 from fdp_kernels.tied import stored_tied_norms_reference
 
 from fdp.fast.compiled import CompiledRunner
@@ -23,10 +24,12 @@ from fdp.gradients.precondition import map_record
 from fdp.gradients.rules import Dense, Pair
 from fdp.model import Model
 from fdp.privacy import clipping
+from fdp.types import FdpError
 from tests.adversary import (
     ARENAS,
     BEFORE,
     FAMILIES,
+    IN_8_BITS,
     SLACK,
     STYLES,
     TARGETS,
@@ -256,8 +259,9 @@ def compiled_target() -> tuple[Target, Plan, CompiledRunner]:
     return target, plan, CompiledRunner(backend="aot_eager")
 
 
+@pytest.mark.parametrize("way", [WAYS[0], IN_8_BITS], ids=way_name)
 @pytest.mark.parametrize("lazy", [False, True], ids=["evaluated", "lazy"])
-def test_no_attack_on_a_stored_head_and_its_embedding_moves_the_sum_too_far(monkeypatch, lazy):
+def test_no_attack_on_a_stored_head_and_its_embedding_moves_the_sum_too_far(monkeypatch, lazy, way):
     """As where kernels run: an embedding's rows beside the stored gradients of its head, by the kernels' references."""
     for module in (rules, launches, shared_leaves):
         monkeypatch.setattr(module, "has_kernels", lambda record: isinstance(record, Pair))
@@ -266,13 +270,33 @@ def test_no_attack_on_a_stored_head_and_its_embedding_moves_the_sum_too_far(monk
         shared_leaves, "stored_tied_norms", lambda *of: (seen.append(of), stored_tied_norms_reference(*of))[1]
     )
     target = target_of("embedding|linear", torch.bfloat16)
-    plan = forced(auto_of("embedding|linear", torch.bfloat16), *WAYS[0])
+    plan = forced(auto_of("embedding|linear", torch.bfloat16), *way)
     found = breaches(target, {"keep": plan}, ["flat"], torch.bfloat16, lazy=lazy)
     assert not found, "\n".join(found)
     assert seen
     understated = lambda *of: stored_tied_norms_reference(*of) / 2  # noqa: E731
     monkeypatch.setattr(shared_leaves, "stored_tied_norms", understated)
     assert breaches(target, {"keep": plan}, ["flat"], torch.bfloat16, lazy=lazy)
+
+
+@by_dtype
+@pytest.mark.parametrize("name", ["linear", "linear+linear", "linear+add"])
+def test_no_attack_moves_the_sum_of_gradients_in_8_bits_too_far(monkeypatch, name, dtype):
+    target, plan = target_of(name, dtype), forced(auto_of(name, dtype), *IN_8_BITS)
+    assert {choice.norm for choice in plan.choices.values()} >= {NormBy.KEEP_INT8}
+    found = breaches(target, {"int8": plan}, ["flat"], dtype)
+    assert not found, "\n".join(found)
+    if name != "linear":
+        return
+    real = round_to_int8
+    monkeypatch.setattr("fdp_kernels.keep_int8.round_to_int8", lambda G: (*real(G)[:2], real(G)[2] / 2))
+    assert breaches(target, {"int8": plan}, ["flat"], dtype)
+
+
+def test_gradients_in_8_bits_are_not_added_to_another_use_of_their_leaf():
+    target, plan = target_of("linear|linear", torch.float32), auto_of("linear|linear", torch.float32)
+    with pytest.raises(FdpError, match="stored_dtype: gradients in 8 bits"):
+        breaches(target, {"int8": forced(plan, *IN_8_BITS)}, ["flat"], torch.float32)
 
 
 @pytest.mark.gpu
@@ -284,7 +308,12 @@ def test_no_attack_moves_the_sum_too_far_on_a_gpu(dtype):
                    tokens=TOKENS)  # fmt: skip
     blocks = CompiledRunner() if dtype is torch.bfloat16 else None
     search = Search(arena, dtype, seed=1, device=torch.device("cuda"), blocks=blocks, generation=48)
-    for way, plan in search.plans().items():
+    plans = search.plans()
+    if dtype is torch.bfloat16:  # leaves that are used once, and the head beside its embedding
+        alone = [path for path in plans["keep/reuse"].choices if path in ("linear", "embedding_linear")]
+        assert len(alone) == 2
+        plans["int8"] = forced(plans["keep/reuse"], *IN_8_BITS, leaves=alone)
+    for way, plan in plans.items():
         for leaf in arena.leaves:
             found = search.all_named(leaf, plan)
             worst = max(found, key=lambda attack: found[attack].ratio)

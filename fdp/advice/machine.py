@@ -67,6 +67,7 @@ def two_microbatches(config: RunConfig) -> StepSettings:
         offload=config.offload,
         checkpoint_activations=config.checkpoint_activations,
         memory_budget=config.memory_budget,
+        stored_dtype=config.stored_dtype,
         microbatches=2,
     )
 

@@ -34,6 +34,7 @@ OPTIMIZERS = ("adamw", "adam", "sgd", "lamb", "adafactor", "adagrad", "adadelta"
 SCHEDULES = ("constant", "cosine", "linear")
 DTYPES = ("auto", "float32", "bfloat16")
 SUM_DTYPES = ("float64", "float32")
+STORED_DTYPES = ("auto", "full", "int8")
 MOMENTS = ("float32", "bfloat16")
 COMPILE = ("auto", "none", "block", "step")
 DEVICES = ("auto", "cpu", "cuda")

@@ -43,6 +43,8 @@ LEARNING_RATES = {"kfac": 0.1, "adagrad": 1e-2, "adadelta": 1.0}
 GIB = 2**30
 MOMENTS = {"float32": lambda optimizer: optimizer, "bfloat16": optimizers.narrow_moments}
 SUM_DTYPES = {"float64": torch.float64, "float32": torch.float32}
+STORED_DTYPES = {"auto": None, "full": None, "int8": torch.int8}
+"""``auto`` is what is left of the option with a method that has no choice."""
 
 
 def configure(options: TrainOptions) -> RunConfig:
@@ -90,6 +92,7 @@ def configure(options: TrainOptions) -> RunConfig:
         seed=training.seed,
         dtype=dtype,
         sum_dtype=choose("--sum-dtype", compute.sum_dtype, SUM_DTYPES),
+        stored_dtype=choose("--stored-dtype", compute.stored_dtype, STORED_DTYPES),
         microbatch_size=compute.microbatch or MICROBATCH,
         smaller_microbatches=has_smaller_microbatches(device, compile, kfac=training.optimizer == "kfac"),
         memory_budget=memory_budget,

@@ -187,12 +187,14 @@ def _training_rows(run: Run, options: TrainOptions) -> Rows:
     compiled = "" if config.compile is Compile.NONE else f", compiled by {config.compile.value}"
     replayed = ", replayed as a CUDA graph" if config.cuda_graph else ""
     repeatable = ", in one order of additions" if config.repeatable else ""
+    rounded_gradients = ", gradients stored in 8 bits" if config.stored_dtype is not None else ""
     rounded = ROUNDED if config.population is None else ""
     return [
         (
             "training",
             f"{config.steps} steps of {training.optimizer}, learning rate {learning_rate(training):g} "
-            f"({training.schedule}), {options.compute.dtype} on {config.device.type}{compiled}{replayed}{repeatable}",
+            f"({training.schedule}), {options.compute.dtype} on {config.device.type}{compiled}{replayed}{repeatable}"
+            f"{rounded_gradients}",
         ),
         (
             "sampling",

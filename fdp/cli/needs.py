@@ -18,6 +18,7 @@ class Needs(Enum):
     SAVING = "--save-every"
     PRIVACY = "a --method other than none"
     BUDGETED_METHOD = "--method auto or flash"
+    METHOD_AUTO = "--method auto"
     ADAMW = "--optimizer adamw"
     KFAC = "--optimizer kfac"
     KFAC_WITHOUT_PRIVACY = "--optimizer kfac --method none"

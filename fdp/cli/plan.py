@@ -56,6 +56,9 @@ class PlanComputeOptions:
     checkpoint_activations: Annotated[bool, train_flag("checkpoint_activations")] = False
     offload: Annotated[str, train_flag("offload")] = "none"
     sum_dtype: Annotated[str, train_flag("sum_dtype")] = "float64"
+    stored_dtype: Annotated[
+        str, Flag("full, or int8: gradients stored in 8 bits, as fdp train does on a Hopper GPU.")
+    ] = "full"
     compile: Annotated[
         str,
         Flag("none, or block: noise and update are one pass in place, as fdp train runs AdamW on one GPU."),
@@ -144,7 +147,7 @@ def _estimate(
     """Trace a step and return its footprint on one rank."""
     import torch
 
-    from fdp.cli.configure import SUM_DTYPES
+    from fdp.cli.configure import STORED_DTYPES, SUM_DTYPES
     from fdp.cli.names import by_value, choose, choose_dtype, parse_offload
     from fdp.estimate.estimate import Scale, StepSettings, plan_at_scale
     from fdp.gradients.plan import Method
@@ -160,6 +163,7 @@ def _estimate(
         dtype=choose_dtype(compute.dtype),
         optimizer=_narrow(what, choose("--optimizer", what.optimizer, optimizers)(1e-3)),
         sum_dtype=choose("--sum-dtype", compute.sum_dtype, SUM_DTYPES),
+        stored_dtype=choose("--stored-dtype", compute.stored_dtype, STORED_DTYPES),
         in_place=choose("--compile", compute.compile, {"none": False, "block": True}),
         offload=parse_offload(compute.offload),
         memory_budget=None if compute.memory_budget is None else compute.memory_budget * GIB,

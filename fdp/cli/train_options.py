@@ -263,6 +263,16 @@ class ComputeOptions:
             complete=choices.SUM_DTYPES,
         ),
     ] = "float64"
+    stored_dtype: Annotated[
+        str,
+        Flag(
+            "Dtype in which --method auto may store samples' gradients until they are summed: full, that of --dtype; "
+            "int8, rounded to 8 bits (half precision on a Hopper GPU), which the noise hides; auto: int8 for a "
+            "private run in bfloat16 on such a GPU, else full.",
+            needs=Needs.METHOD_AUTO,
+            complete=choices.STORED_DTYPES,
+        ),
+    ] = "auto"
     compile: Annotated[
         str,
         Flag(

@@ -64,6 +64,7 @@ class StepSettings(NamedTuple):
     memory_budget: float | None = None
     microbatches: int = 1
     sum_dtype: torch.dtype = torch.float64
+    stored_dtype: torch.dtype | None = None
     in_place: bool = False
 
 
@@ -164,6 +165,7 @@ def _make_work(model: Model, sharding: Sharding | None, shapes: Tree, settings: 
         method=settings.method,
         memory_budget=settings.memory_budget,
         dtype=settings.dtype,
+        stored_dtype=settings.stored_dtype,
         timings=timing.load_times(gpu, store=timing.default_store()) if timed else None,
         device=gpu,
     )

@@ -10,6 +10,7 @@ time. The functions differ in what they return of G_b:
 
     >>> losses, dh, total = fused_head_plain(h, w, targets, start)            # sum_b start_b G_b
     >>> losses, dh, per_sample = fused_head_stored(h, w, targets)             # every G_b, in h's dtype
+    >>> losses, dh, q, e, parts = fused_head_rounded(h, w, targets)           # every G_b in 8 bits, and |G_b|^2 of it
     >>> losses, dh, p = fused_head_pair(h, w, targets)                        # all p_bt: G_b = p_b^T h_b
     >>> losses, dh, squared = fused_head_norms(h, w, targets)                 # |G_b|^2 only, and later
     >>> total = fused_head_weighted(h, w, targets, factors)                   # sum_b factors_b G_b of the same G_b
@@ -25,6 +26,7 @@ from typing import NamedTuple
 
 import torch
 from fdp_kernels.cross_entropy import softmax_gradient_
+from fdp_kernels.keep_int8 import empty_int8, keep_int8_
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -94,6 +96,41 @@ def fused_head_stored(
             if chunk.first + chunk.tokens == h.shape[1]:
                 rows[chunk.sample * vocab :][:vocab].copy_(wide[:vocab])
     return _means(losses, share), dh, rows[: len(h) * vocab].view(len(h), vocab, width)
+
+
+@torch.no_grad()
+def fused_head_rounded(
+    h: Float[Tensor, "batch tokens width"],
+    w: Float[Tensor, "vocab width"],
+    targets: Int[Tensor, "batch tokens"],
+    weights: Float[Tensor, "batch tokens"] | None = None,
+    *,
+    limit: int = MAX_LOGIT_BYTES // 4,
+) -> tuple[
+    Float[Tensor, " batch"],
+    Float[Tensor, "batch tokens width"],
+    Int[Tensor, "batch vocab width"],
+    Int[Tensor, "batch vocab blocks"],
+    Float[Tensor, "batch parts"],
+]:
+    """Return losses, their gradients with respect to h, and every sample's gradient with respect to w in 8 bits.
+
+    These are integers, exponents and squared norms in parts, as ``fdp_kernels.keep_int8`` returns them. ``weights`` are
+    those of :func:`fused_head_plain`. A chunk has one sample at least.
+
+    Guarantees:
+      - a sample's loss and gradients are functions of that sample and w alone.
+    """
+    losses, dh = _outputs(h)
+    vocab, w = len(w), _pad_vocabulary(w)
+    limit = max(limit, h.shape[1] * len(w) * h.element_size())
+    q, e, parts = empty_int8([h.new_empty(1, 1, vocab)], [h], len(h))
+    targets, share = _shares(targets, weights, losses)
+    for chunk, p in _logit_gradients(h, w, targets, share, losses, limit, vocab):
+        _multiply(chunk.of(dh), p, w)
+        few = slice(chunk.sample, chunk.sample + chunk.samples)
+        keep_int8_(q[few], e[few], parts[few], p.unflatten(0, (chunk.samples, -1))[..., :vocab], h[few])
+    return _means(losses, share), dh, q, e, parts
 
 
 @torch.no_grad()

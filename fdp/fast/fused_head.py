@@ -16,8 +16,9 @@ from typing import Any
 from torch import Tensor
 
 from fdp import tree
-from fdp.fast.chunked_head import fused_head_pair, fused_head_plain, fused_head_stored
+from fdp.fast.chunked_head import fused_head_pair, fused_head_plain, fused_head_rounded, fused_head_stored
 from fdp.gradients.costs import NormBy, SumBy
+from fdp.gradients.eight_bits import Rounded
 from fdp.gradients.execution import Pull, Runner
 from fdp.gradients.plan import Plan
 from fdp.gradients.rules import Dense, Pair
@@ -67,6 +68,9 @@ def fused_vjp(
         if plan.choices[path].norm is NormBy.KEEP:
             losses, of_features, per_sample = fused_head_stored(features, w, targets, counts)
             found: dict[Path, Any] = {path: [Dense(per_sample)]}
+        elif plan.choices[path].norm is NormBy.KEEP_INT8:
+            losses, of_features, integers, powers, squares = fused_head_rounded(features, w, targets, counts)
+            found = {path: [Rounded(integers, powers, squares, tuple(w.shape))]}
         else:
             losses, of_features, of_logits = fused_head_pair(features, w, targets, counts)
             found = {path: [Pair(of_logits.unsqueeze(1), features.unsqueeze(1), tuple(w.shape))]}

@@ -3,6 +3,7 @@
 taps, vjp            differentiate a block and record every use of a parameter
 rules                norm, weighted sum and cross term of a record (``sample_gradients``: its forms)
 launches             rules applied to many records in one launch
+eight_bits           gradients rounded to 8 bits between norm and sum
 costs, timing, plan  which rule to use for which leaf
 execution            how a step is computed: sharding, memory, eager or compiled runner
 block_loop           forward and backward, block by block

@@ -22,12 +22,13 @@ from torch import Tensor
 from fdp.gradients.beside import Beside
 from fdp.gradients.block_loop import NOTHING_SAVED, Saved, Weights, backward, forward, make_weights
 from fdp.gradients.costs import SumBy
+from fdp.gradients.eight_bits import StoredRecord, not_rounded
 from fdp.gradients.execution import LOCAL, Execution
 from fdp.gradients.launches import add_parts, weighted_parts
 from fdp.gradients.lazy_sum import LazySum, add_onto, single_row, take
 from fdp.gradients.per_sample import Stash, single_dense_records, widen, widest
 from fdp.gradients.plan import Plan
-from fdp.gradients.sample_gradients import Pair, Record, weighted_gradient_of_uses
+from fdp.gradients.sample_gradients import Pair, weighted_gradient_of_uses
 from fdp.gradients.shared_leaves import weighted_parts_of_shared
 from fdp.model import Model
 from fdp.parallel.gather_reduce import owned_paths, reduce_stream
@@ -95,7 +96,7 @@ def lazy_plain_sum(
 BLOCKS_BESIDE = 4
 """Blocks whose sums share two streams; their records are freed together."""
 
-_BlockSums: TypeAlias = Callable[[dict[Path, list[Record]], Clip, set[Path]], dict[Path, Any]]
+_BlockSums: TypeAlias = Callable[[dict[Path, list[StoredRecord]], Clip, set[Path]], dict[Path, Any]]
 """Weighted sums of a block's stored records: ``sums(records, clip, used several times)``."""
 
 
@@ -139,7 +140,9 @@ def _weighted_blocks(stash: Stash, clip: Clip, block_sums: _BlockSums) -> Iterat
         factors = next(iter(clip.factors.values()))
         for i, records in backward(weights, None, saved, carries, stash.data, plan, token=factors):
             second = {path: of for path, of in records.items() if plan.choices[path].sum is SumBy.SECOND_BACKWARD}
-            again = {path: [stash.transform(path, record) for record in of] for path, of in second.items()}
+            again: dict[Path, list[StoredRecord]] = {
+                path: [stash.transform(path, record) for record in of] for path, of in second.items()
+            }
             for path, part in _sums(again, clip, several, _wide_parts).items():
                 sums[path] = sums[path] + part.double() if path in sums else part.double()
             done = [path for path in owned_paths(weights.model, i) if path in sums]
@@ -148,7 +151,7 @@ def _weighted_blocks(stash: Stash, clip: Clip, block_sums: _BlockSums) -> Iterat
 
 
 def _stored_blocks(
-    stash: Stash, sums: Callable[[dict[Path, list[Record]]], dict[Path, Any]], *, lazy: bool
+    stash: Stash, sums: Callable[[dict[Path, list[StoredRecord]]], dict[Path, Any]], *, lazy: bool
 ) -> Iterator[dict[Path, Any]]:
     """Yield the sums of stored records. Lazy sums stay on this device: those of every other block run beside the rest.
 
@@ -156,7 +159,7 @@ def _stored_blocks(
     comes last, when the records of all others are free: its sum, with an embedding's table, is the largest.
     """
     model, beside = stash.weights.model, Beside(stash.weights.device)
-    held: list[dict[Path, list[Record]]] = []
+    held: list[dict[Path, list[StoredRecord]]] = []
     waiting: list[dict[Path, Any]] = []
     for i in reversed(range(len(model.blocks))):
         stored = {path: take(stash.records, path) for path in owned_paths(model, i) if path in stash.records}
@@ -171,18 +174,18 @@ def _stored_blocks(
                 yield waiting.pop(0)
 
 
-def _outweigh_sums(records: dict[Path, list[Record]]) -> bool:
+def _outweigh_sums(records: dict[Path, list[StoredRecord]]) -> bool:
     """Return True if stored pairs take more memory than their sums: what a second stream allocates stays its own."""
     pairs = [record for of in records.values() for record in of if isinstance(record, Pair)]
     sums = sum(4 * math.prod(pair.shape) for pair in pairs)
     return sums < sum(side.nbytes for pair in pairs for side in pair[:2] if isinstance(side, Tensor))
 
 
-def _evaluated_sums(records: dict[Path, list[Record]], clip: Clip, several: set[Path]) -> dict[Path, Any]:
+def _evaluated_sums(records: dict[Path, list[StoredRecord]], clip: Clip, several: set[Path]) -> dict[Path, Any]:
     return {path: total.double() for path, total in _sums(records, clip, several).items()}
 
 
-def _lazy_sums(records: dict[Path, list[Record]], clip: Clip, several: set[Path]) -> dict[Path, Any]:
+def _lazy_sums(records: dict[Path, list[StoredRecord]], clip: Clip, several: set[Path]) -> dict[Path, Any]:
     dense = single_dense_records(records)
     sums = _sums_in_parts({path: of for path, of in records.items() if path not in dense}, clip, several)
     lazy = {path: LazySum(of.gradient, clip.factors[path]) for path, of in dense.items()}
@@ -236,15 +239,15 @@ def _plain_blocks(
         yield {path: finished(sums.pop(path)) for path in done}
 
 
-def _wide_parts(records: list[Record], factors: Tensor) -> Tensor:
-    return weighted_gradient_of_uses(records, factors).unsqueeze(0)
+def _wide_parts(records: list[StoredRecord], factors: Tensor) -> Tensor:
+    return weighted_gradient_of_uses(not_rounded(records), factors).unsqueeze(0)
 
 
 def _sums(
-    records: dict[Path, list[Record]],
+    records: dict[Path, list[StoredRecord]],
     clip: Clip,
     several: set[Path],
-    sum_uses: Callable[[list[Record], Tensor], Tensor] = weighted_parts_of_shared,
+    sum_uses: Callable[[list[StoredRecord], Tensor], Tensor] = weighted_parts_of_shared,
 ) -> Flat:
     """Return the weighted sum of every leaf; single pairs share launches. ``sum_uses`` sums a leaf used several times.
 
@@ -254,10 +257,10 @@ def _sums(
 
 
 def _sums_in_parts(
-    records: dict[Path, list[Record]],
+    records: dict[Path, list[StoredRecord]],
     clip: Clip,
     several: set[Path],
-    sum_uses: Callable[[list[Record], Tensor], Tensor] = weighted_parts_of_shared,
+    sum_uses: Callable[[list[StoredRecord], Tensor], Tensor] = weighted_parts_of_shared,
 ) -> Flat:
     """Return the sums of :func:`_sums` in parts that are still to be added: ``(parts, *shape)``."""
     single = [path for path in records if path not in several]

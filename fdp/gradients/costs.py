@@ -7,13 +7,15 @@ W = 2BTdp flops.
 |-----------|----------------------------------|---------------------------|--------------------------|
 | VMAP      | W, one sample a time             | B p d (any operation)     | move B p d               |
 | KEEP      | W, move 2 B p d                  | B p d                     | move B p d               |
+| KEEP_INT8 | W, move B p d / 2                | B p d / 2 (one byte each) | move B p d / 2           |
 | DIRECT    | W                                | B T (p + d), or nothing   | W                        |
 | GRAM      | 2 B T^2 (p + d), move 4 B T^2    | B T (p + d), or nothing   | W                        |
 | SYMMETRIC | B T (T + tile) (p + d)           | B T (p + d), or nothing   | W                        |
 
-In half precision on a GPU, kernels compute the products in that precision. Elsewhere Gram matrices and weighted sums
-are computed in float64, and SYMMETRIC is GRAM; on a CPU, DIRECT and sums from pairs then also move B p d in float64,
-unless samples have one token. With every option, an embedding's norms and sum move its output gradients.
+KEEP_INT8 rounds what it stores to 8 bits, for those who allow it. In half precision on a GPU, kernels compute the
+products in that precision. Elsewhere Gram matrices and weighted sums are computed in float64, and SYMMETRIC is GRAM; on
+a CPU, DIRECT and sums from pairs then also move B p d in float64, unless samples have one token. With every option, an
+embedding's norms and sum move its output gradients.
 
     >>> choices = candidates(uses, dtype=torch.bfloat16, rates=rates_of(device, torch.bfloat16))
     >>> best = min(choices.values(), key=lambda choice: choice.seconds)
@@ -29,16 +31,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fdp.gradients.eight_bits import can_round
 from fdp.gradients.launches import direct_squared_norms, symmetric_squared_norms
-from fdp.gradients.rules import HALF, Record, stored_squared_norm
+from fdp.gradients.rules import HALF, SAMPLES_PER_FLOAT32_SUM, Record, stored_squared_norm
 from fdp.gradients.taps import EXPANDED, Use
 
 
 class NormBy(Enum):
-    """Options for the norms of a leaf. KEEP and VMAP store per-sample gradients."""
+    """Options for the norms of a leaf. KEEP and VMAP store per-sample gradients, KEEP_INT8 stores them in 8 bits."""
 
     VMAP = "vmap"
     KEEP = "keep"
+    KEEP_INT8 = "keep int8"
     DIRECT = "direct"
     GRAM = "gram"
     SYMMETRIC = "symmetric"
@@ -121,11 +125,12 @@ def candidates(uses: list[Use], *, dtype: torch.dtype, rates: Rates) -> dict[Nor
     if {use.rule for use in uses} == {EXPANDED}:
         return {NormBy.KEEP: _keep(uses, dtype, rates)}
     half = rates.kernels and (len(uses) == 1 or all(use.rule in SHARED_BY_KERNELS for use in uses))
+    rounded = {NormBy.KEEP_INT8: _keep_int8(uses, dtype, rates)} if half and _can_round(uses) else {}
     if half and len(uses) > 1:
         shared = _shared(uses, dtype, rates)
         closed = {by: shared._replace(norm=by) for by in (NormBy.DIRECT, NormBy.GRAM, NormBy.SYMMETRIC)}
-        return {NormBy.KEEP: _keep(uses, dtype, rates)} | closed
-    found = {
+        return {NormBy.KEEP: _keep(uses, dtype, rates)} | rounded | closed
+    found = rounded | {
         NormBy.KEEP: _keep(uses, dtype, rates),
         NormBy.DIRECT: _direct(uses, dtype, rates, half),
         NormBy.GRAM: _gram(uses, dtype, rates, half),
@@ -136,7 +141,7 @@ def candidates(uses: list[Use], *, dtype: torch.dtype, rates: Rates) -> dict[Nor
 
 def second_backward(choice: Choice, uses: list[Use], *, rates: Rates) -> Choice:
     """Return the same norms with a sum by a second backward, which computes the pairs again: nothing is stored."""
-    norm = NormBy.DIRECT if choice.norm is NormBy.KEEP else choice.norm
+    norm = NormBy.DIRECT if choice.norm in (NormBy.KEEP, NormBy.KEEP_INT8) else choice.norm
     again = 2 * sum(_gradient_flops(use) for use in uses) / rates.matrix
     return Choice(norm, SumBy.SECOND_BACKWARD, choice.seconds + again, 0.0)
 
@@ -185,6 +190,21 @@ def _keep(uses: list[Use], dtype: torch.dtype, rates: Rates) -> Choice:
         moved += stored + 3 * of_rows + 8 * rows * columns
     seconds = sum(map(_gradient_flops, tables)) / rates.matrix + moved / rates.bandwidth
     return Choice(NormBy.KEEP, SumBy.REUSE, seconds, stored + of_rows)
+
+
+def _can_round(uses: list[Use]) -> bool:
+    """Return True if the leaf's gradients can be stored in 8 bits: one product, and perhaps embeddings beside it."""
+    products = [use for use in uses if use.rule != "embedding"]
+    return len(products) == 1 and can_round(products[0].rule, sizes(products[0])[3])
+
+
+def _keep_int8(uses: list[Use], dtype: torch.dtype, rates: Rates) -> Choice:
+    """Return the cost of gradients stored in 8 bits, whose sum is written in float32 before the noise is added."""
+    batch, _, rows, columns = sizes(next(use for use in uses if use.rule != "embedding"))
+    stored, of_rows = batch * rows * columns, _pair_bytes([use for use in uses if use.rule == "embedding"], dtype)
+    moved = 2 * stored + 8 * rows * columns * -(-batch // SAMPLES_PER_FLOAT32_SUM) + 3 * of_rows
+    seconds = sum(map(_gradient_flops, uses)) / (rates.matrix * KERNEL_EFFICIENCY) + moved / rates.bandwidth
+    return Choice(NormBy.KEEP_INT8, SumBy.REUSE, seconds, stored + of_rows)
 
 
 def _sum_seconds(uses: list[Use], rates: Rates, half: bool) -> float:

@@ -24,6 +24,7 @@ from fdp_kernels.weighted import foreach_weighted_parts
 from jaxtyping import Float
 from torch import Tensor
 
+from fdp.gradients.eight_bits import Rounded, StoredRecord, rounded_parts
 from fdp.gradients.rules import (
     SAMPLES_PER_FLOAT32_SUM,
     Dense,
@@ -67,13 +68,14 @@ def direct_squared_norms(records: Sequence[Record]) -> list[Float[Tensor, " batc
 
 
 def weighted_parts(
-    records: Sequence[Record], factors: Sequence[Float[Tensor, " batch"]]
+    records: Sequence[StoredRecord], factors: Sequence[Float[Tensor, " batch"]]
 ) -> list[Float[Tensor, " parts *shape"]]:
     """Return :func:`fdp.gradients.rules.weighted_gradient` of every record in parts, which :func:`add_parts` adds up.
 
     A kernel sums few samples in float32; whoever adds its parts does so in float64.
     """
-    narrow, small = _kernel_factors(factors), _small_sums(records, factors)
+    narrow = _kernel_factors(factors)
+    together = _small_sums(records, factors) | _rounded_sums(records, narrow)
 
     def sum_many(pairs: list[Pair], indices: list[int]) -> list[Tensor]:
         count = _count_parts(len(pairs[0].right))
@@ -85,12 +87,23 @@ def weighted_parts(
         return _single_group(pair) and _count_parts(len(pair.right)) is not None
 
     def sum_one(i: int) -> Tensor:
-        return small[i] if i in small else _sum_in_parts(records[i], factors[i])
+        record = records[i]
+        return together[i] if i in together or isinstance(record, Rounded) else _sum_in_parts(record, factors[i])
 
     return _foreach(records, can_share, sum_many, sum_one)
 
 
-def _small_sums(records: Sequence[Record], factors: Sequence[Tensor]) -> dict[int, Tensor]:
+def _rounded_sums(records: Sequence[StoredRecord], narrow: Sequence[Tensor]) -> dict[int, Tensor]:
+    """Return the sums of gradients stored in 8 bits, in as many parts as those of pairs."""
+    rounded = {i: record for i, record in enumerate(records) if isinstance(record, Rounded)}
+    if not rounded:
+        return {}
+    samples = len(narrow[0])
+    size = part_size(samples, max(1, -(-samples // SAMPLES_PER_FLOAT32_SUM)))
+    return dict(zip(rounded, rounded_parts(list(rounded.values()), [narrow[i] for i in rounded], size=size)))
+
+
+def _small_sums(records: Sequence[StoredRecord], factors: Sequence[Tensor]) -> dict[int, Tensor]:
     """Return the weighted sums of small dense gradients on a CPU, side by side in one sum for equal factors."""
     dense = {i: of.gradient for i, of in enumerate(records) if isinstance(of, Dense) and _is_small(of.gradient)}
     found: dict[int, Tensor] = {}
@@ -164,7 +177,7 @@ def _one_group(side: Tensor | OneHot) -> Tensor:
 
 
 def _foreach(
-    records: Sequence[Record],
+    records: Sequence[StoredRecord],
     can_share: Callable[[Pair], bool],
     many: Callable[[list[Pair], list[int]], list[Any]],
     one: Callable[[int], Any],

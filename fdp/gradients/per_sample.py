@@ -21,6 +21,7 @@ from torch import Tensor
 from fdp import tree
 from fdp.gradients.block_loop import Weights, backward, forward, make_weights
 from fdp.gradients.costs import SQUARED_NORMS, Choice, NormBy, SumBy
+from fdp.gradients.eight_bits import Rounded, StoredRecord, is_product, not_rounded, store_rounded
 from fdp.gradients.execution import LOCAL, Execution, Memory
 from fdp.gradients.launches import store_gradients
 from fdp.gradients.plan import Plan
@@ -54,7 +55,7 @@ class Stash(NamedTuple):
     Stored records are transformed already; those of a second backward still have to go through ``transform``.
     """
 
-    records: dict[Path, list[Record]]
+    records: dict[Path, list[StoredRecord]]
     carries: tuple[Tree, ...]
     weights: Weights
     data: Tree
@@ -113,19 +114,20 @@ class _NormAccumulator:
 
     def __init__(self, model: Model, plan: Plan) -> None:
         self.plan = plan
-        self.stored: dict[Path, list[Record]] = {}
+        self.stored: dict[Path, list[StoredRecord]] = {}
         self._missing = _count_uses(model, plan)
-        self._incomplete: dict[Path, list[Record]] = {}
+        self._incomplete: dict[Path, list[StoredRecord]] = {}
         self._squared: Flat = {}
         self._small_gradients: Flat = {}
         self._partial_squares: Flat = {}
 
-    def add(self, records: dict[Path, list[Record]]) -> None:
+    def add(self, records: dict[Path, list[StoredRecord]]) -> None:
         """Take in the records of one block."""
         done = self._complete(_store_gradients(self.plan, records, self._incomplete))
-        single = single_dense_records(done)
-        rest = {path: of for path, of in done.items() if path not in single}
+        single, rounded = single_dense_records(done), _single_rounded_records(done)
+        rest = {path: of for path, of in done.items() if path not in single and path not in rounded}
         self._squared |= _squared_norms(self.plan, rest)
+        self._partial_squares |= {path: record.squares for path, record in rounded.items()}
         for path, record in single.items():
             on_cpu = record.gradient.device.type == "cpu"
             if math.prod(record.gradient.shape[1:]) <= (SMALL_LEAF_ELEMENTS_CPU if on_cpu else SMALL_LEAF_ELEMENTS):
@@ -145,9 +147,9 @@ class _NormAccumulator:
         )
         return self._squared | small | _by_size(self._partial_squares, lambda parts: parts.sum(-1))
 
-    def _complete(self, records: dict[Path, list[Record]]) -> dict[Path, list[Record]]:
+    def _complete(self, records: dict[Path, list[StoredRecord]]) -> dict[Path, list[StoredRecord]]:
         """Return the leaves of which these records were the last."""
-        done: dict[Path, list[Record]] = {}
+        done: dict[Path, list[StoredRecord]] = {}
         for path, found in records.items():
             self._incomplete[path] = _merge(self._incomplete.get(path, []) + found, self.plan.choices[path])
             self._missing[path] -= 1
@@ -164,56 +166,66 @@ def losses_of(
     return forward(make_weights(model, params, data, plan, execution), data, plan)[0].detach()
 
 
-def single_dense_records(records: dict[Path, list[Record]]) -> dict[Path, Dense]:
+def single_dense_records(records: dict[Path, list[StoredRecord]]) -> dict[Path, Dense]:
     """Return the leaves whose only record is a dense per-sample gradient."""
     return {path: of[0] for path, of in records.items() if len(of) == 1 and isinstance(of[0], Dense)}
 
 
-def _merge(records: list[Record], choice: Choice) -> list[Record]:
+def _single_rounded_records(records: dict[Path, list[StoredRecord]]) -> dict[Path, Rounded]:
+    return {path: of[0] for path, of in records.items() if len(of) == 1 and isinstance(of[0], Rounded)}
+
+
+def _merge(records: list[StoredRecord], choice: Choice) -> list[StoredRecord]:
     """Return a leaf's records so far: one running per-sample gradient if the plan stores that, else the pairs.
 
     An embedding's rows stay beside the stored gradients of its head, where kernels take both.
     """
     if choice.norm not in (NormBy.KEEP, NormBy.VMAP) or len(records) == 1 or has_stored_head(records):
         return records
-    first, *rest = [per_sample_gradient(record) for record in records]
+    first, *rest = [per_sample_gradient(record) for record in not_rounded(records)]
     return [Dense(sum(rest, start=first))]
 
 
 def _store_gradients(
-    plan: Plan, records: dict[Path, list[Record]], before: dict[Path, list[Record]]
-) -> dict[Path, list[Record]]:
+    plan: Plan, records: dict[Path, list[StoredRecord]], before: dict[Path, list[StoredRecord]]
+) -> dict[Path, list[StoredRecord]]:
     """Replace the records of leaves that the plan stores as per-sample gradients by those gradients.
 
     ``before`` are the records of earlier blocks. An embedding whose head is stored already is left as it is.
     """
-    paths = [
-        path
+    single = {
+        path: of[0]
         for path, of in records.items()
-        if len(of) == 1 and plan.choices[path].norm is NormBy.KEEP and not has_stored_head(before.get(path, []) + of)
-    ]
-    dense: dict[Path, list[Record]] = {}
-    for path, gradient in zip(paths, store_gradients([records[path][0] for path in paths])):
-        dense[path] = [gradient]
-    return records | dense
+        if len(of) == 1 and not isinstance(of[0], Rounded) and not has_stored_head(before.get(path, []) + of)
+    }
+    found: dict[Path, list[StoredRecord]] = {}
+    paths = [path for path in single if plan.choices[path].norm is NormBy.KEEP]
+    for path, gradient in zip(paths, store_gradients([single[path] for path in paths])):
+        found[path] = [gradient]
+    rounded = {path: of for path, of in single.items() if plan.choices[path].norm is NormBy.KEEP_INT8}
+    pairs = {path: of for path, of in rounded.items() if is_product(of)}
+    for path, gradient in zip(pairs, store_rounded(list(pairs.values()))):
+        found[path] = [gradient]
+    return records | found
 
 
-def _squared_norms(plan: Plan, records: dict[Path, list[Record]]) -> Flat:
+def _squared_norms(plan: Plan, records: dict[Path, list[StoredRecord]]) -> Flat:
     """Return the squared norms of complete leaves; single pairs share launches."""
     found: Flat = {}
     for by, norms in SQUARED_NORMS.items():
         paths = [path for path, of in records.items() if len(of) == 1 and plan.choices[path].norm is by]
-        found |= zip(paths, norms([records[path][0] for path in paths]))
+        found |= zip(paths, norms(not_rounded([records[path][0] for path in paths])))
     return found | {path: _squared(of, plan.choices[path]) for path, of in records.items() if path not in found}
 
 
-def _squared(records: list[Record], choice: Choice) -> Tensor:
+def _squared(stored: list[StoredRecord], choice: Choice) -> Tensor:
     """Return the squared norm, in float64, of exactly what the sum will add for each sample, all uses together.
 
     A second backward adds the uses one by one in float64, so its norms are in float64 too.
     """
-    if choice.sum is not SumBy.SECOND_BACKWARD and (found := squared_norm_by_kernels(records)) is not None:
+    if choice.sum is not SumBy.SECOND_BACKWARD and (found := squared_norm_by_kernels(stored)) is not None:
         return found
+    records = not_rounded(stored)
     if choice.norm in (NormBy.GRAM, NormBy.SYMMETRIC):
         total = sum(gram_squared_norm(record) for record in records)
         crossed = [(a, b) for i, a in enumerate(records) for b in records[:i]]

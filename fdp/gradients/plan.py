@@ -10,6 +10,7 @@
 | flash_bk      | DIRECT or SYMMETRIC, the cheaper          | stored PAIRs                             |
 | auto          | the cheapest of all                       | the one that goes with it                |
 
+With ``stored_dtype=torch.int8``, ``auto`` may also store gradients rounded to 8 bits (KEEP_INT8).
 If measured times are within 10 %, choose the option that stores least. For an embedding, ``flash`` takes the cheapest
 of KEEP, DIRECT and SYMMETRIC, since KEEP stores one table per sample. For a leaf that is used several times, kernels
 have one closed form for the norm of all uses together, whatever the option is called. Under a memory budget, ``auto``
@@ -64,9 +65,11 @@ NORMS_BY_METHOD = {
     Method.GHOST_BK: (NormBy.GRAM,),
     Method.FLASH: (NormBy.KEEP, NormBy.DIRECT, NormBy.SYMMETRIC),
     Method.FLASH_BK: (NormBy.DIRECT, NormBy.SYMMETRIC),
-    Method.AUTO: (NormBy.KEEP, NormBy.DIRECT, NormBy.GRAM, NormBy.SYMMETRIC),
+    Method.AUTO: (NormBy.KEEP, NormBy.KEEP_INT8, NormBy.DIRECT, NormBy.GRAM, NormBy.SYMMETRIC),
 }
 """Options for norms that a method may choose; a small parameter has only KEEP."""
+STORED_DTYPES = (None, torch.int8)
+"""Dtypes in which gradients may be stored between norm and sum; None: the compute dtype only."""
 
 
 class Plan(NamedTuple):
@@ -104,6 +107,7 @@ def make_plan(
     method: Method = Method.AUTO,
     memory_budget: float | None = None,
     dtype: torch.dtype = torch.float32,
+    stored_dtype: torch.dtype | None = None,
     timings: Timings | None = None,
     device: torch.device | None = None,
 ) -> Plan:
@@ -115,9 +119,15 @@ def make_plan(
     ``memory_budget`` bounds the bytes that ``auto`` and ``flash`` store for all leaves between norms and sum. If they
     do not fit, pairs are recomputed in a second backward from the input of every block. Default: no bound.
 
+    ``stored_dtype=torch.int8`` lets ``auto`` store gradients in 8 bits, where kernels do so (half precision on a Hopper
+    GPU): each is then rounded by about a hundredth of its norm, which the noise hides and which training without noise
+    would show. Norms and sums are of the rounded gradients.
+
     Guarantees:
       - every trainable leaf has a choice: one that no block uses is an error naming it, never a silent skip.
     """
+    if stored_dtype not in STORED_DTYPES:
+        raise FdpError(f"stored_dtype: expected torch.int8, or None for the compute dtype, got {stored_dtype}")
     flat = tree.flatten(params)
     batch_size = batch_size_of(microbatch)
     if batch_size == 0:
@@ -142,7 +152,7 @@ def make_plan(
         raise FdpError(f"{model.name}: the loss never uses {unused}; freeze them (Model.frozen) or remove them")
     rates = rates_of(tree.leaves(microbatch)[0].device if device is None else device, dtype)
     found = {path: candidates(uses, dtype=dtype, rates=rates) for path, uses in by_leaf.items()}
-    allowed = {path: _allowed_by_method(found[path], method) for path in by_leaf}
+    allowed = {path: _allowed_by_method(found[path], method, stored_dtype) for path in by_leaf}
     options = {path: _add_timings(allowed[path], by_leaf[path], dtype, timings) for path in by_leaf}
     choices = {path: _choose(options[path], by_leaf[path], method, rates) for path in by_leaf}
     if method in BUDGETED_METHODS and memory_budget is not None:
@@ -315,9 +325,12 @@ def _add_timings(
     return {by: option._replace(measured=timings.get(signature(uses[0], by, dtype))) for by, option in options.items()}
 
 
-def _allowed_by_method(options: dict[NormBy, Choice], method: Method) -> dict[NormBy, Choice]:
+def _allowed_by_method(
+    options: dict[NormBy, Choice], method: Method, stored_dtype: torch.dtype | None
+) -> dict[NormBy, Choice]:
     """Return the options that the method may choose."""
-    allowed = {by: option for by, option in options.items() if by in NORMS_BY_METHOD[method]}
+    norms = [by for by in NORMS_BY_METHOD[method] if by is not NormBy.KEEP_INT8 or stored_dtype == torch.int8]
+    allowed = {by: option for by, option in options.items() if by in norms}
     return allowed or {NormBy.KEEP: options[NormBy.KEEP]}
 
 

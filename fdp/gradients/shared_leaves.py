@@ -4,9 +4,9 @@
 
 Uses of one kind are one pair with more tokens: ``[left; left']^T [right; right']``. So a leaf has at most one pair with
 full rows (a linear layer) and one with one-hot rows (an embedding), and their norm has a closed form
-(``fdp_kernels.tied``): no per-sample gradient is formed. If the plan stores a head's per-sample gradients, the rows of
-the embedding are kept beside them. Other leaves are treated in float64, a few samples at a time
-(:mod:`fdp.gradients.sample_gradients`).
+(``fdp_kernels.tied``): no per-sample gradient is formed. If the plan stores a head's per-sample gradients, in the
+compute dtype or in 8 bits, the rows of the embedding are kept beside them. Other leaves are treated in float64, a few
+samples at a time (:mod:`fdp.gradients.sample_gradients`).
 
     >>> square = squared_norm_by_kernels(records)                  # None if the kernels do not take these records
     >>> parts = weighted_parts_of_shared(records, factors)         # by kernels if and only if the norm was
@@ -29,38 +29,38 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fdp.gradients import launches
+from fdp.gradients.eight_bits import Rounded, StoredRecord, not_rounded
 from fdp.gradients.launches import part_size, weighted_parts
 from fdp.gradients.rules import drop_tiny_factors, has_kernels, squared_norm, symmetric_squared_norm
-from fdp.gradients.sample_gradients import Dense, OneHot, Pair, Record, weighted_gradient_of_uses
+from fdp.gradients.sample_gradients import Dense, OneHot, Pair, weighted_gradient_of_uses
 
 
 class MergedUses(NamedTuple):
     """All uses of a leaf as at most two records: one of full rows, perhaps stored, and one of one-hot rows."""
 
-    linear: Pair | Dense | None
+    linear: Pair | Dense | Rounded | None
     embedding: Pair | None
 
 
-def has_stored_head(records: Sequence[Record]) -> bool:
+def has_stored_head(records: Sequence[StoredRecord]) -> bool:
     """Return True for stored per-sample gradients and, beside them, uses as an embedding, which the kernels take.
 
     A table of the embedding's gradient for every sample, most of it zeros, need not be formed then.
     """
-    dense = [record for record in records if isinstance(record, Dense)]
-    rest = [record for record in records if not isinstance(record, Dense)]
-    if len(dense) != 1 or not rest:
+    heads = [record for record in records if isinstance(record, Dense | Rounded)]
+    rest = [record for record in records if not isinstance(record, Dense | Rounded)]
+    if len(heads) != 1 or not rest:
         return False
-    H = dense[0].gradient
-    return all(
-        has_kernels(r) and isinstance(r.left, OneHot) and r.right.dtype == H.dtype and r.shape == H.shape[1:]
-        for r in rest
-    )
+    (head,) = heads
+    shape = head.shape if isinstance(head, Rounded) else head.gradient.shape[1:]
+    alike = [isinstance(head, Rounded) or record.right.dtype == head.gradient.dtype for record in rest]
+    return all(alike) and all(has_kernels(r) and isinstance(r.left, OneHot) and r.shape == shape for r in rest)
 
 
-def merge_uses(records: Sequence[Record]) -> MergedUses | None:
+def merge_uses(records: Sequence[StoredRecord]) -> MergedUses | None:
     """Return the uses of a leaf as at most two records; None if the kernels do not take all of them."""
     if has_stored_head(records):
-        (head,) = [record for record in records if isinstance(record, Dense)]
+        (head,) = [record for record in records if isinstance(record, Dense | Rounded)]
         return MergedUses(head, _concatenate([record for record in records if isinstance(record, Pair)]))
     pairs = [record for record in records if isinstance(record, Pair) and has_kernels(record)]
     if len(pairs) < len(records) or len({pair.right.dtype for pair in pairs}) > 1:
@@ -72,7 +72,7 @@ def merge_uses(records: Sequence[Record]) -> MergedUses | None:
     return MergedUses(_concatenate(linear), _concatenate(embeddings))
 
 
-def squared_norm_by_kernels(records: Sequence[Record]) -> Float[Tensor, " batch"] | None:
+def squared_norm_by_kernels(records: Sequence[StoredRecord]) -> Float[Tensor, " batch"] | None:
     """Return the squared norm over all uses of a leaf, in float64; None if the kernels do not take the records."""
     merged = merge_uses(records)
     if merged is None:
@@ -80,8 +80,12 @@ def squared_norm_by_kernels(records: Sequence[Record]) -> Float[Tensor, " batch"
     linear, embedding = merged
     if linear is None or embedding is None:
         (pair,) = (record for record in merged if record is not None)
+        assert isinstance(pair, Pair)
         return symmetric_squared_norm(pair)
     assert isinstance(embedding.left, OneHot)
+    if isinstance(linear, Rounded):
+        ids, rows = embedding.left.ids, embedding.right.squeeze(1)
+        return stored_tied_norms(linear.integers, linear.squares.sum(1), ids, rows, linear.exponents)
     if isinstance(linear, Dense):
         squares = squared_norm(linear) if linear.squares is None else linear.squares.sum(1)
         H = linear.gradient.flatten(2)
@@ -91,7 +95,7 @@ def squared_norm_by_kernels(records: Sequence[Record]) -> Float[Tensor, " batch"
 
 
 def weighted_parts_of_shared(
-    records: Sequence[Record], factors: Float[Tensor, " batch"]
+    records: Sequence[StoredRecord], factors: Float[Tensor, " batch"]
 ) -> Float[Tensor, " parts *shape"]:
     """Return ``sum_b factors_b G_b`` over all uses in parts, still to be added in float64 (``launches.add_parts``).
 
@@ -100,7 +104,7 @@ def weighted_parts_of_shared(
     """
     merged = merge_uses(records)
     if merged is None:
-        return weighted_gradient_of_uses(records, factors).unsqueeze(0)
+        return weighted_gradient_of_uses(not_rounded(records), factors).unsqueeze(0)
     first, *rest = (record for record in merged if record is not None)
     parts = _parts_of_stored(first, factors) if isinstance(first, Dense) else weighted_parts([first], [factors])[0]
     for embedding in rest:
@@ -116,7 +120,9 @@ def _parts_of_stored(head: Dense, factors: Float[Tensor, " batch"]) -> Float[Ten
     return torch.stack([weighted_sum(few, of, torch.float32) for few, of in split]).view(-1, *head.gradient.shape[1:])
 
 
-def _add_embedding_(parts: Float[Tensor, " parts *shape"], embedding: Record, factors: Float[Tensor, " batch"]) -> None:
+def _add_embedding_(
+    parts: Float[Tensor, " parts *shape"], embedding: StoredRecord, factors: Float[Tensor, " batch"]
+) -> None:
     """Add the embedding's weighted sum to the parts in place; a factor that the head's kernel takes for 0 is 0 here."""
     assert isinstance(embedding, Pair)
     assert isinstance(embedding.left, OneHot)

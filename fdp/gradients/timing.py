@@ -24,6 +24,7 @@ from fdp_kernels.tile_gemm import MATRICES_PER_LAUNCH
 from torch import Tensor
 
 from fdp.gradients.costs import SQUARED_NORMS, NormBy, rates_of, sizes
+from fdp.gradients.eight_bits import can_round, store_rounded
 from fdp.gradients.launches import store_gradients, weighted_parts
 from fdp.gradients.rules import OneHot, Pair, squared_norm
 from fdp.gradients.taps import EXPANDED, Use
@@ -35,6 +36,8 @@ ALIGNED_ELEMENTS = 64
 """Rows of an output gradient are padded to a multiple of this many elements."""
 MAX_BATCHED_ELEMENTS = 1 << 30
 """Matrices whose per-sample gradients have at most this many elements are timed several per launch."""
+TIMED_NORMS = (NormBy.KEEP, NormBy.DIRECT, NormBy.SYMMETRIC, NormBy.GRAM)
+"""Options that are timed by default; KEEP_INT8 is timed for those who allow it."""
 
 
 def signature(use: Use, by: NormBy, dtype: torch.dtype) -> str:
@@ -54,6 +57,11 @@ def is_worth_timing(device: torch.device, dtype: torch.dtype) -> bool:
     return rates_of(device, dtype).kernels
 
 
+def timed_norms(stored_dtype: torch.dtype | None) -> tuple[NormBy, ...]:
+    """Return the options to time, if gradients may be stored in ``stored_dtype``."""
+    return TIMED_NORMS if stored_dtype is None else (*TIMED_NORMS, NormBy.KEEP_INT8)
+
+
 def load_times(device: torch.device, *, store: FilePath) -> dict[str, float]:
     """Return the cached times of this device and these versions; empty if there are none or the file is unreadable."""
     try:
@@ -63,7 +71,13 @@ def load_times(device: torch.device, *, store: FilePath) -> dict[str, float]:
 
 
 def measure(
-    uses: Iterable[Use], *, dtype: torch.dtype, device: torch.device, store: FilePath | None, seconds: float = 0.02
+    uses: Iterable[Use],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    store: FilePath | None,
+    seconds: float = 0.02,
+    norms: Sequence[NormBy] = TIMED_NORMS,
 ) -> dict[str, float]:
     """Return the seconds of every option for the norms and sum of linear, matmul and embedding uses.
 
@@ -75,9 +89,10 @@ def measure(
     known = {} if store is None else load_times(device, store=store)
     fresh = {}
     for use in {(u.rule, sizes(u)): u for u in uses if u.rule in ("linear", "matmul", "embedding")}.values():
-        for by in (NormBy.KEEP, NormBy.DIRECT, NormBy.SYMMETRIC, NormBy.GRAM):
+        for by in norms:
             name = signature(use, by, dtype)
-            if name not in known and name not in fresh:
+            possible = by is not NormBy.KEEP_INT8 or can_round(use.rule, sizes(use)[3])
+            if possible and name not in known and name not in fresh:
                 taken = _time(use, by, dtype, device, seconds)
                 fresh |= {} if taken is None else {name: taken}
     if fresh and store is not None:
@@ -96,11 +111,16 @@ def option_runs(records: Sequence[Pair], factors: Tensor) -> dict[NormBy, Callab
         squares = [squared_norm(of) if of.squares is None else of.squares for of in stored]
         return squares, [update(of.gradient, factors) for of in stored]
 
+    def keep_int8() -> object:
+        stored = store_rounded(records)
+        sums = weighted_parts(stored, [factors] * len(stored))
+        return [of.squares for of in stored], [update(parts, factors[: len(parts)]) for parts in sums]
+
     def pair(by: NormBy) -> object:
         squares, sums = SQUARED_NORMS[by](records), weighted_parts(records, [factors] * len(records))
         return squares, [update(parts, factors[: len(parts)]) for parts in sums]
 
-    return {NormBy.KEEP: keep} | {by: partial(pair, by) for by in SQUARED_NORMS}
+    return {NormBy.KEEP: keep, NormBy.KEEP_INT8: keep_int8} | {by: partial(pair, by) for by in SQUARED_NORMS}
 
 
 def _time(use: Use, by: NormBy, dtype: torch.dtype, device: torch.device, seconds: float) -> float | None:

@@ -58,7 +58,8 @@ class RunConfig:
     ``microbatch_size``, ``smaller_microbatches`` (the end of a batch may have smaller sizes, so that less of it is
     padding), ``memory_budget`` (bytes), ``compile``, ``compile_backend``, ``cuda_graph``, ``repeatable``, ``device``,
     ``layout`` (None: one process), ``offload`` and ``checkpoint_activations`` change how a run computes, not what.
-    ``sum_dtype`` float32 rounds private sums, and adds noise that covers the rounding.
+    ``sum_dtype`` float32 rounds private sums, and adds noise that covers the rounding. ``stored_dtype`` int8 lets
+    ``auto`` store gradients in 8 bits, before norms are taken.
     """
 
     model: Model
@@ -83,6 +84,7 @@ class RunConfig:
     cuda_graph: bool = False
     compile_backend: str = "inductor"
     sum_dtype: torch.dtype = torch.float64
+    stored_dtype: torch.dtype | None = None
     values: Callable[[Model, Sharding | None, Key], Tree] = drawn_params
     population: int | None = None
     before: tuple[Guarantee, ...] = ()

@@ -35,13 +35,16 @@ def make_run_plan(config: RunConfig, model: Model, sharding: Sharding | None) ->
         method=config.method,
         memory_budget=config.memory_budget,
         dtype=config.dtype,
+        stored_dtype=config.stored_dtype,
     )
     # Several ranks, and runs that are to be repeatable, must make the same choices, so they do not go by times.
     timed = config.method in TIMED_METHODS and sharding is None and not config.repeatable
     plan = plan_with()
     if timed and timing.is_worth_timing(config.device, config.dtype):
         uses = [use for block in plan.uses for use in block]
-        times = timing.measure(uses, dtype=config.dtype, device=config.device, store=timing.default_store())
+        norms = timing.timed_norms(config.stored_dtype)
+        store = timing.default_store()
+        times = timing.measure(uses, dtype=config.dtype, device=config.device, store=store, norms=norms)
         plan = plan_with(timings=times)
     try:
         return add_smaller_sizes(plan, model, params, examples, sizes=smaller), config

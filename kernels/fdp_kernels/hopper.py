@@ -75,8 +75,12 @@ def gluon_jit_of(body: Any) -> Any:
 
 def runs_hopper(z: Tensor) -> bool:
     """Return True if the bodies for Hopper take this operand: half precision, on such a GPU."""
-    half = z.dtype in (torch.bfloat16, torch.float16)
-    return TESTED and half and z.is_cuda and _is_hopper(z.device.index)
+    return z.dtype in (torch.bfloat16, torch.float16) and z.is_cuda and has_hopper(z.device)
+
+
+def has_hopper(device: torch.device) -> bool:
+    """Return True if this device is a GPU that runs the bodies for Hopper."""
+    return TESTED and device.type == "cuda" and _is_hopper(device.index)
 
 
 @cache
@@ -84,16 +88,17 @@ def _is_hopper(index: int | None) -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability(index)[0] == 9
 
 
-def ring_layout() -> Any:
-    """Return the layout of a slot of the ring."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+def ring_layout(bits: int = 16) -> Any:
+    """Return the layout of a slot of the ring, with elements of so many bits."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=3)
 
 
 def ring_descriptor(z_BTK: Tensor, block: Sequence[int]) -> Any:
     """Return a tensor descriptor of a tensor from ``tile_gemm.align_rows``, for loads into the ring."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    return TensorDescriptor(z_BTK, list(z_BTK.shape), descriptor_strides(z_BTK), list(block), ring_layout())
+    layout = ring_layout(8 * z_BTK.element_size())
+    return TensorDescriptor(z_BTK, list(z_BTK.shape), descriptor_strides(z_BTK), list(block), layout)
 
 
 def outer_descriptors(gs: Sequence[Tensor], xs: Sequence[Tensor], tile: Tile) -> list[Any]:

@@ -20,6 +20,10 @@ If the head's gradients H_b are stored (``keep``), the third term reads only the
 
     >>> n = stored_tied_norms(H, squared_norms(H), ids, e)
 
+So it is if they are stored in 8 bits (``keep_int8``), as integers with exponents:
+
+    >>> n = stored_tied_norms(q, parts.sum(1), ids, e, exponents)
+
 Rounding, with E_b the error that ``weighted`` makes (step 5 of ``ghost``, included in its norm):
 
   1. The float32 products <x_t, e_s> lose at most ``c u |x_t| |e_s|`` (step 1 of ``ghost``), hence the third term at
@@ -51,12 +55,13 @@ from torch import Tensor
 
 from fdp_kernels.embedding import embedding_norms_reference, launch_embedding_norms
 from fdp_kernels.ghost import SLACK, UNIT, ghost_reference, launch_norms_and_errors, rounding_steps
+from fdp_kernels.keep_int8 import COLUMNS, widen_int8
 from fdp_kernels.op import define, jit, tl
 from fdp_kernels.stored_gram import DEPTH, SPLITS, launch_token_norms, underflow_floors
 from fdp_kernels.tile_gemm import can_launch, cdiv, check_pair
 
-ROWS, COLUMNS = 8, 128
-"""Rows and columns of a load."""
+ROWS = 8
+"""Rows of a load; it has the columns that share an exponent of stored integers."""
 
 
 def tied_norms_reference(g_BTP: Tensor, x_BTD: Tensor, ids_BS: Tensor, e_BSD: Tensor) -> Tensor:
@@ -72,12 +77,16 @@ def tied_norms_reference(g_BTP: Tensor, x_BTD: Tensor, ids_BS: Tensor, e_BSD: Te
     return torch.maximum(head + rows + 2 * (cross + lost), (head + rows) / 2)
 
 
-def stored_tied_norms_reference(H_BPD: Tensor, squares_B: Tensor, ids_BS: Tensor, e_BSD: Tensor) -> Tensor:
+def stored_tied_norms_reference(
+    H_BPD: Tensor, squares_B: Tensor, ids_BS: Tensor, e_BSD: Tensor, exponents_BPJ: Tensor | None = None
+) -> Tensor:
     """Return ``|G_b|^2`` in float64 from a stored head and its squared norms, at least half the squares of both parts.
 
-    Words outside of H (on another rank) have no third term here.
+    Words outside of H (on another rank) have no third term here. With exponents, H holds integers of ``keep_int8``.
     """
-    _check_stored(H_BPD, squares_B, ids_BS, e_BSD)
+    _check_stored(H_BPD, squares_B, ids_BS, e_BSD, exponents_BPJ)
+    if exponents_BPJ is not None:
+        H_BPD = widen_int8(H_BPD, exponents_BPJ)
     inside_BS = (ids_BS >= 0) & (ids_BS < H_BPD.shape[1])
     index_BSD = torch.where(inside_BS, ids_BS, 0)[:, :, None].expand_as(e_BSD)
     H_BSD = H_BPD.gather(1, index_BSD).double() * inside_BS[:, :, None]
@@ -98,7 +107,8 @@ def _join_stored(squares: Tensor, rows: Tensor, cross: Tensor, lost: Tensor, e_B
 
 @jit
 def _stored_cross_body(
-    H_ptr, ids_ptr, e_ptr, cross_ptr, lost_ptr, S, P, D, row_tiles, R: tl.constexpr, C: tl.constexpr
+    H_ptr, exponent_ptr, ids_ptr, e_ptr, cross_ptr, lost_ptr, S, P, D, row_tiles,
+    R: tl.constexpr, C: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     """Sum ``<H[id_s], e_s>`` and ``|H[id_s]| |e_s|`` over R tokens of one sample."""
     sample, row = (tl.program_id(0) // row_tiles).to(tl.int64), tl.program_id(0) % row_tiles
@@ -112,7 +122,12 @@ def _stored_cross_body(
     first = 0
     while first < D:
         d = first + tl.arange(0, C)[None, :]
-        H_RC = tl.load(H_row + d, mask=inside & (d < D), other=0.0).to(tl.float32).to(tl.float64)
+        H_RC = tl.load(H_row + d, mask=inside & (d < D), other=0).to(tl.float32)
+        if INT8:  # C columns share an exponent
+            place = (sample * P + ids[:, None]) * tl.cdiv(D, C) + first // C
+            exponent = tl.load(exponent_ptr + place, mask=inside, other=0).to(tl.int32)
+            H_RC *= ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+        H_RC = H_RC.to(tl.float64)
         e_RC = tl.load(e_row + d, mask=inside & (d < D), other=0.0).to(tl.float32).to(tl.float64)
         cross += H_RC * e_RC
         H_squares += H_RC * H_RC
@@ -122,17 +137,21 @@ def _stored_cross_body(
     tl.store(lost_ptr + tl.program_id(0), tl.sum(tl.sqrt(tl.sum(H_squares, 1)) * tl.sqrt(tl.sum(e_squares, 1))))
 
 
-def launch_stored_tied_norms(H_BPD: Tensor, squares_B: Tensor, ids_BS: Tensor, e_BSD: Tensor) -> Tensor:
+def launch_stored_tied_norms(
+    H_BPD: Tensor, squares_B: Tensor, ids_BS: Tensor, e_BSD: Tensor, exponents_BPJ: Tensor | None = None
+) -> Tensor:
     """Evaluate :func:`stored_tied_norms_reference` on the device."""
-    _check_stored(H_BPD, squares_B, ids_BS, e_BSD)
-    if not can_launch(H_BPD, e_BSD):
-        return stored_tied_norms_reference(H_BPD, squares_B, ids_BS, e_BSD)
+    _check_stored(H_BPD, squares_B, ids_BS, e_BSD, exponents_BPJ)
+    operands = [e_BSD] if exponents_BPJ is not None else [H_BPD, e_BSD]
+    if not can_launch(*operands) or H_BPD.numel() == 0:
+        return stored_tied_norms_reference(H_BPD, squares_B, ids_BS, e_BSD, exponents_BPJ)
     (batch, p, d), tokens = H_BPD.shape, e_BSD.shape[1]
+    exponents = H_BPD if exponents_BPJ is None else exponents_BPJ.contiguous()
     tiles = cdiv(tokens, ROWS)
     cross, lost = torch.empty((2, batch, tiles), dtype=torch.float64, device=H_BPD.device)
     _stored_cross_body[(batch * tiles,)](
-        H_BPD.contiguous(), ids_BS.contiguous(), e_BSD.contiguous(), cross, lost, tokens, p, d, tiles,
-        R=ROWS, C=COLUMNS, num_warps=4,
+        H_BPD.contiguous(), exponents, ids_BS.contiguous(), e_BSD.contiguous(), cross, lost, tokens, p, d, tiles,
+        R=ROWS, C=COLUMNS, INT8=exponents_BPJ is not None, num_warps=4,
     )  # fmt: skip
     return _join_stored(squares_B, launch_embedding_norms(ids_BS, e_BSD), cross.sum(1), lost.sum(1), e_BSD)
 
@@ -219,9 +238,17 @@ def _check(g: Tensor, x: Tensor, ids: Tensor, e: Tensor) -> None:
         raise ValueError(f"expected e in the dtype of x, {x.dtype}, got {e.dtype}")
 
 
-def _check_stored(H: Tensor, squares: Tensor, ids: Tensor, e: Tensor) -> None:
+def _check_stored(H: Tensor, squares: Tensor, ids: Tensor, e: Tensor, exponents: Tensor | None) -> None:
     fits = H.ndim == 3 and e.ndim == 3 and e.shape[::2] == H.shape[::2] and ids.shape == e.shape[:2]
-    if not fits or squares.shape != H.shape[:1] or squares.dtype != torch.float64 or H.dtype != e.dtype:
+    if exponents is not None and (
+        H.dtype != torch.int8 or exponents.shape != (*H.shape[:2], cdiv(H.shape[2], COLUMNS))
+    ):
+        raise ValueError(
+            f"stored_tied_norms: expected H in int8 and an exponent for {COLUMNS} columns, got {H.dtype} and exponents "
+            f"{tuple(exponents.shape)}"
+        )
+    dtype = e.dtype if exponents is not None else H.dtype
+    if not fits or squares.shape != H.shape[:1] or squares.dtype != torch.float64 or dtype != e.dtype:
         got = ", ".join(f"{name} {tuple(z.shape)} {z.dtype}" for name, z in zip(("H", "e", "ids"), (H, e, ids)))
         raise ValueError(
             "stored_tied_norms: expected H (batch, outputs, inputs), a squared norm per sample in float64, ids (batch, "
@@ -240,9 +267,10 @@ tied_norms = define(
 """``(g_BTP, x_BTD, ids_BS, e_BSD)``: as :func:`tied_norms_reference`, and never below it."""
 stored_tied_norms = define(
     "stored_tied_norms",
-    "Tensor H, Tensor squares, Tensor ids, Tensor e -> Tensor",
+    "Tensor H, Tensor squares, Tensor ids, Tensor e, Tensor? exponents=None -> Tensor",
     reference=stored_tied_norms_reference,
     cuda=launch_stored_tied_norms,
-    fake=lambda H, squares, ids, e: squares.new_empty(squares.shape),
+    fake=lambda H, squares, ids, e, exponents=None: squares.new_empty(squares.shape),
 )
-"""``(H_BPD, squares_B, ids_BS, e_BSD)``: as :func:`stored_tied_norms_reference`; ``squares_B`` may be overstated."""
+"""``(H_BPD, squares_B, ids_BS, e_BSD, exponents_BPJ=None)``: as :func:`stored_tied_norms_reference`; ``squares_B`` may
+be overstated."""

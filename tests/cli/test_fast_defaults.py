@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fdp.cli import fast_defaults
 from fdp.cli.configure import configure
 from fdp.cli.fast_defaults import choose_microbatch, has_smaller_microbatches, resolve_fast_defaults
 from fdp.cli.options import build
@@ -21,6 +22,7 @@ from tests.cli.train_runs import call, interrupt_after, small_options, train
 def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(fast_defaults, "has_hopper", lambda device: True)
 
 
 def resolved(**settings: object) -> ComputeOptions:
@@ -63,6 +65,19 @@ def test_options_that_are_given_stay() -> None:
 def test_what_cannot_be_recorded_is_only_compiled(settings: dict[str, str]) -> None:
     assert chosen(resolved(**settings)) == ("bfloat16", "block", False)
     assert chosen(resolved(optimizer="kfac")) == ("bfloat16", "none", False)
+
+
+@pytest.mark.usefixtures("_gpu")
+def test_gradients_are_stored_in_8_bits_where_kernels_do_so_and_noise_hides_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolved().stored_dtype == "int8"
+    assert resolved(epsilon=3.0, offload="all").stored_dtype == "int8"
+    for settings in ({"dtype": "float32"}, {"noise_multiplier": 0.0}, {"mesh": "shard=2"}, {"device": "cpu"}):
+        assert resolved(**settings).stored_dtype == "full"
+    assert resolved(stored_dtype="full").stored_dtype == "full"
+    assert resolved(method="ghost").stored_dtype == "auto"  # has no choice
+    monkeypatch.setattr(fast_defaults, "has_hopper", lambda device: False)
+    assert resolved().stored_dtype == "full"
+    assert resolved(stored_dtype="int8").stored_dtype == "int8"
 
 
 def test_the_microbatch_is_small_on_a_cpu_and_stays_if_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,12 +167,17 @@ def test_every_option_computes_the_same(left):
     total, square = torch.einsum("b,bpd->pd", factors, G), G.square().sum((1, 2))
     twice = record._replace(right=2 * record.right)
     for by, run in option_runs([record, twice], factors).items():
+        if by is NormBy.KEEP_INT8 and isinstance(left, OneHot):
+            continue  # not an option of an embedding
+        rounded = by is NormBy.KEEP_INT8
         for times, squares, made in zip((1, 2), *run(), strict=True):  # type: ignore[misc]
             squares = squares.sum(1) if squares.ndim == 2 else squares
-            torch.testing.assert_close(squares, times**2 * square, rtol=1e-10, atol=1e-12, msg=by.value)
+            share, least = (2e-2, 0.0) if rounded else (1e-10, 1e-12)
+            torch.testing.assert_close(squares, times**2 * square, rtol=share, atol=least, msg=by.value)
             # An update reads rows with factors: of a sum that is made, one row with the first factor.
             read = times * total if by is NormBy.KEEP else 0.5 * times * total
-            torch.testing.assert_close(made.view(4, 5).double(), read, rtol=1e-6, atol=1e-6, msg=by.value)
+            near = 2e-2 * float(read.abs().max()) if rounded else 1e-6
+            torch.testing.assert_close(made.view(4, 5).double(), read, rtol=1e-6, atol=near, msg=by.value)
 
 
 # ---------------------------------------------------------------- what plans make of them

@@ -21,28 +21,32 @@ POINTERS = {"tile_ptr": "*fp64", "size_ptr": "*fp32", "token_ptr": "*fp64", "row
 POINTERS |= {f"partial_ptr{k}": "*fp64" for k in range(4)}
 
 
-def type_of(name: str, boxes: dict[str, str]) -> str:
+def type_of(name: str, boxes: dict[str, str], int8: bool) -> str:
     """Return the type of an argument, as Triton spells it."""
     if re.fullmatch(r"(g|x|out)[0-3]", name):
-        return f"tensordesc<bf16{boxes[name[:-1]]},{ring_layout()!r}>"
+        dtype, bits = ("i8", 8) if int8 and name.startswith("out") else ("bf16", 16)
+        return f"tensordesc<{dtype}{boxes[name[:-1]]},{ring_layout(bits)!r}>"
+    if name.startswith("exponent_ptr"):
+        return "*i8" if int8 else "*fp64"
     if name.startswith("units"):
         return "fp32"
     return POINTERS.get(name, "*fp32" if "_ptr" in name else "i32")
 
 
-def compile_body(body: Any, constants: dict[str, int], boxes: dict[str, str]) -> Any:
+def compile_body(body: Any, constants: dict[str, Any], boxes: dict[str, str]) -> Any:
     """Return the body, compiled for compute capability 9.0."""
     names = body.arg_names
-    signature = {name: "constexpr" if name in constants else type_of(name, boxes) for name in names}
+    int8 = constants.get("INT8", False)
+    signature = {name: "constexpr" if name in constants else type_of(name, boxes, int8) for name in names}
     source = GluonASTSource(body, signature, {(names.index(name),): value for name, value in constants.items()}, {})
     return triton_compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
 
 
-def outer(body: Any, tile: Tile, registers: int) -> Any:
+def outer(body: Any, tile: Tile, registers: int, **more: bool) -> Any:
     """Return a compiled body whose tiles are products over tokens."""
     constants = {
         "BLOCK_P": tile.rows, "BLOCK_D": tile.columns, "BLOCK_T": tile.depth, "TILES_DOWN": tile.group,
-        "SLOTS": tile.stages, "REGISTERS": registers,
+        "SLOTS": tile.stages, "REGISTERS": registers, **more,
     }  # fmt: skip
     wide = f"[1, 64, {tile.columns}]"
     return compile_body(body, constants, {"g": "[1, 64, 64]", "x": wide, "out": wide})
@@ -55,7 +59,12 @@ def weighted(tile: Tile) -> Any:
 
 def keep(tile: Tile) -> Any:
     """Return the compiled body of ``keep_hopper``."""
-    return outer(keep_hopper._keep_hopper_body, tile, keep_hopper.REGISTERS[tile.columns])
+    return outer(keep_hopper._keep_hopper_body, tile, keep_hopper.REGISTERS[tile.columns], INT8=False)
+
+
+def keep_int8() -> Any:
+    """Return the compiled body of ``keep_hopper`` that stores integers."""
+    return outer(keep_hopper._keep_hopper_body, keep_hopper.INT8_TILE, keep_hopper.INT8_REGISTERS, INT8=True)
 
 
 def ghost() -> Any:
@@ -86,6 +95,7 @@ BODIES = {
     "ghost": ghost,
     **{f"weighted_{tile.rows}": partial(weighted, tile) for tile in weighted_hopper.TILES},
     **{f"keep_{tile.rows}": partial(keep, tile) for tile in keep_hopper.TILES},
+    "keep_int8": keep_int8,
 }
 
 if __name__ == "__main__":

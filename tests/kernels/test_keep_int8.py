@@ -1,0 +1,225 @@
+"""Tests of gradients stored in 8 bits: the norm is exactly that of what is stored, and that is what the sum adds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from fdp_kernels import keep_hopper
+from fdp_kernels.keep_int8 import (
+    COLUMNS,
+    can_keep_int8,
+    foreach_keep_int8,
+    foreach_sum_int8,
+    foreach_sum_int8_reference,
+    keep_int8,
+    launch_foreach_sum_int8,
+    round_to_int8,
+    widen_int8,
+)
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.kernels.linear_pairs import (
+    PAIRS,
+    _set_up,  # noqa: F401  an autouse fixture
+    factors_of,
+    random_pair,
+)
+
+SHAPES = [(1, 1, 1, 16), (3, 5, 7, 144), (70, 3, 33, 256), (2, 9, 20, 272)]
+needs_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="no Hopper GPU"
+)
+
+
+def awkward(shape: tuple[int, ...] = (2, 6, 144)) -> Tensor:
+    """Return gradients with rows of zeros, of one size, just below a power of two, and across all of float32."""
+    G = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    G[0, 0], G[0, 1], G[0, 2] = 0.0, 1.0, 127.6 / 128
+    G[0, 3] *= 1e-38
+    G[0, 4] *= 1e37
+    G[1, 0, ::2] = 1e-30
+    return G
+
+
+def test_numbers_are_rounded_by_a_127th_of_the_largest_that_shares_their_exponent() -> None:
+    for G in (awkward(), torch.randn(3, 40, 300), torch.rand(2, 3, 16)):
+        q, e, _ = round_to_int8(G)
+        blocks = torch.nn.functional.pad(G, (0, -G.shape[2] % COLUMNS)).unflatten(2, (-1, COLUMNS))
+        largest = blocks.abs().amax(-1, keepdim=True).expand_as(blocks).flatten(2)[..., : G.shape[2]]
+        assert int(q.abs().max()) <= 127
+        assert bool(((widen_int8(q, e) - G).abs() <= largest / 127 + 2.0**-126).all())
+    G = torch.randn(8, 500, 1024)
+    q, e, _ = round_to_int8(G)
+    assert float((widen_int8(q, e) - G).norm() / G.norm()) < 0.01
+
+
+def test_the_norm_is_exactly_that_of_the_stored_numbers() -> None:
+    for G in (awkward(), 1e-17 * torch.randn(3, 40, 300), 1e17 * torch.randn(2, 70, 144)):
+        q, e, squares = round_to_int8(G)
+        exact = widen_int8(q, e).double().square().sum((1, 2))
+        torch.testing.assert_close(squares, exact, rtol=1e-15, atol=0.0)
+
+
+def test_the_sum_of_the_squares_of_integers_that_share_an_exponent_is_exact_in_float32() -> None:
+    assert COLUMNS * 127**2 < 2**24
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_gradient_that_is_not_finite_has_a_norm_that_is_not_and_adds_nothing(bad: float) -> None:
+    g, x = random_pair((3, 4, 20, 32))
+    g[1, 2, 3] = bad
+    q, e, parts = keep_int8(g, x)
+    assert not parts[1].sum().isfinite()
+    assert bool(parts[::2].sum(1).isfinite().all())
+    factors = torch.tensor([0.5, 0.0, 2.0])
+    expected = 0.5 * widen_int8(q, e)[0] + 2.0 * widen_int8(q, e)[2]
+    for sums in (foreach_sum_int8_reference, launch_foreach_sum_int8):
+        torch.testing.assert_close(sums([q], [e], [factors], 64)[0][0], expected, rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_sample_adds_more_than_the_norm_that_was_measured(shape: tuple[int, ...], pair) -> None:
+    g, x = pair(shape)
+    q, e, parts = keep_int8(g, x)
+    for b in range(min(shape[0], 3)):
+        one = torch.nn.functional.one_hot(torch.tensor(b), shape[0]).float()
+        for sums in (foreach_sum_int8_reference, launch_foreach_sum_int8):
+            added = sums([q], [e], [one], shape[0])[0].double().square().sum()
+            torch.testing.assert_close(added, parts[b].sum(), rtol=1e-12, atol=0.0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 64])
+def test_kernel_sums_every_part_of_several_matrices(size: int) -> None:
+    shapes = [(5, 3, 7, 144), (5, 3, 33, 16), (5, 3, 16, 128), (5, 3, 1, 272), (5, 3, 4, 32)]
+    qs, es, factors = [], [], []
+    for k, shape in enumerate(shapes):
+        q, e, _ = keep_int8(*random_pair(shape))
+        qs, es, factors = [*qs, q], [*es, e], [*factors, factors_of(5) * (k + 1)]
+    found = launch_foreach_sum_int8(qs, es, factors, size)
+    for total, expected in zip(found, foreach_sum_int8_reference(qs, es, factors, size)):
+        assert total.shape == expected.shape == (-(-5 // size), *total.shape[1:])
+        scale = float(expected.abs().max())
+        torch.testing.assert_close(total, expected, rtol=0.0, atol=scale * 5 * 2.0**-23)
+
+
+def test_what_a_sample_stores_does_not_depend_on_those_beside_it() -> None:
+    g, x = random_pair((4, 6, 20, 144))
+    q, e, parts = keep_int8(g, x)
+    few = keep_int8(g[1:3], x[1:3])
+    for whole, part in zip((q, e, parts), few):
+        assert torch.equal(whole[1:3], part)
+
+
+def test_shapes_are_those_that_tracing_expects() -> None:
+    pairs = [random_pair(shape) for shape in ((5, 3, 7, 144), (5, 3, 200, 16))]
+    gs, xs = [g for g, _ in pairs], [x for _, x in pairs]
+    real = foreach_keep_int8(gs, xs)
+    with FakeTensorMode() as mode:
+        traced = foreach_keep_int8([mode.from_tensor(g) for g in gs], [mode.from_tensor(x) for x in xs])
+        sums = foreach_sum_int8(traced[:2], traced[2:4], [mode.from_tensor(factors_of(5))] * 2, 2)
+    assert [(out.shape, out.dtype) for out in traced] == [(out.shape, out.dtype) for out in real]
+    assert [out.shape for out in sums] == [(3, 7, 144), (3, 200, 16)]
+
+
+def test_operands_that_do_not_fit_are_refused() -> None:
+    q, e, _ = keep_int8(*random_pair((2, 3, 4, 144)))
+    factors = torch.ones(2)
+    for wrong in (
+        ([q], [e[..., :1]], [factors], 2),
+        ([q], [e], [factors[:1]], 2),
+        ([q.int()], [e], [factors], 2),
+        ([q], [e], [factors.double()], 2),
+        ([q], [e], [factors], 0),
+        ([], [], [], 2),
+    ):
+        with pytest.raises(ValueError, match="sum_int8"):
+            foreach_sum_int8_reference(*wrong)
+
+
+GPU_SHAPES = [(6, 256, 2304, 768), (5, 100, 1000, 2064), (7, 65, 50264, 96), (3, 1, 1536, 1536), (70, 130, 200, 144)]
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", GPU_SHAPES)
+def test_gpu_body_stores_rounded_what_keep_computes_and_measures_it_exactly(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    g, x = random_pair(shape, "cuda", dtype)
+    g[2] *= 1e-3
+    g[1, 0] = float("nan")
+    assert can_keep_int8(g, x)
+    q, e, parts = keep_int8(g, x)
+    stored, finite = widen_int8(q, e).double(), torch.arange(shape[0], device="cuda") != 1
+    exact = torch.bmm(g.double().mT, x.double())
+    error = (stored - exact)[finite].flatten(1).norm(dim=1) / exact[finite].flatten(1).norm(dim=1)
+    assert float(error.max()) < 0.012
+    squares = parts.sum(1)
+    torch.testing.assert_close(squares[finite], stored[finite].flatten(1).square().sum(1), rtol=1e-12, atol=0.0)
+    assert bool(squares[1].isnan())
+    blocks = torch.nn.functional.pad(stored, (0, -shape[3] % COLUMNS)).unflatten(2, (-1, COLUMNS))
+    largest = torch.ldexp(torch.full_like(e, 127.5, dtype=torch.float64), e.int())
+    assert bool((blocks.abs().amax(-1) < largest)[finite].all())
+    factors = factors_of(shape[0], "cuda")
+    factors[1] = 0
+    for size in (64, shape[0], 2):
+        total = launch_foreach_sum_int8([q], [e], [factors], size)[0].double().sum(0)
+        expected = torch.tensordot(factors.double(), stored * finite[:, None, None], dims=1)
+        assert float((total - expected).norm() / expected.norm()) < 1e-6
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_gpu_several_matrices_store_what_each_stores_alone_and_in_a_graph() -> None:
+    sides = ((2304, 768), (768, 768), (1000, 3072), (50257, 16), (768, 3072))
+    pairs = [random_pair((6, 200, p, d), "cuda", torch.bfloat16) for p, d in sides]
+    gs, xs, count = [g for g, _ in pairs], [x for _, x in pairs], len(sides)
+    together = foreach_keep_int8(gs, xs)
+    factors = [factors_of(6, "cuda")] * count
+    sums = foreach_sum_int8(together[:count], together[count : 2 * count], factors, 64)
+    for k in range(count):
+        alone = keep_int8(gs[k], xs[k])
+        for one, of in zip(alone, together[k::count]):
+            assert torch.equal(one, of)
+        assert torch.equal(foreach_sum_int8([alone[0]], [alone[1]], factors[:1], 64)[0], sums[k])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = foreach_keep_int8(gs, xs)
+        again = foreach_sum_int8(captured[:count], captured[count : 2 * count], factors, 64)
+    for out in (*captured, *again):
+        out.zero_()
+    graph.replay()
+    for out, first in zip((*captured, *again), (*together, *sums)):
+        assert torch.equal(out, first)
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_gpu_few_samples_store_what_many_store() -> None:
+    """What a sample adds must not depend on the size of its microbatch."""
+    g, x = random_pair((40, 130, 768, 768), "cuda", torch.bfloat16)
+    whole = keep_int8(g, x)
+    for few in (1, 2, 5):
+        for one, of in zip(keep_int8(g[:few], x[:few]), whole):
+            assert torch.equal(one, of[:few])
+
+
+def test_only_aligned_rows_in_half_precision_on_a_hopper_gpu_are_stored_by_the_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    g, x = random_pair((2, 3, 4, 144))
+    assert not can_keep_int8(g, x)
+    monkeypatch.setattr("fdp_kernels.keep_int8.runs_hopper", lambda _: True)
+    assert can_keep_int8(g, x)
+    assert not can_keep_int8(g, x[..., :136])
+    assert not can_keep_int8(g[:0], x[:0])
+
+
+def test_the_columns_of_the_tile_are_those_that_share_an_exponent() -> None:
+    assert keep_hopper.INT8_TILE.columns == COLUMNS
