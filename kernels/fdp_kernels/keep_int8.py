@@ -49,8 +49,8 @@ from fdp_kernels.tile_gemm import (
 
 COLUMNS = keep_hopper.INT8_TILE.columns
 """Columns of a row that share an exponent."""
-ROWS = 16
-"""Rows of a tile of ``sum_int8``."""
+ROWS, SAMPLES, UNROLL = 8, 4, 4
+"""Rows of a tile of ``sum_int8``, samples that are read at a time, and how often in a turn of the loop."""
 ALIGNED = 16
 """Rows of q begin at multiples of this many bytes, for TMA and for wide loads."""
 LEAST_EXPONENT = -126
@@ -127,9 +127,9 @@ def _byte(words, K: tl.constexpr):
 def _sum_body(
     q_ptr0, q_ptr1, q_ptr2, q_ptr3, e_ptr0, e_ptr1, e_ptr2, e_ptr3, factor_ptr0, factor_ptr1, factor_ptr2, factor_ptr3,
     out_ptr0, out_ptr1, out_ptr2, out_ptr3, p0, p1, p2, p3, d0, d1, d2, d3, end0, end1, end2, batch, size,
-    R: tl.constexpr, C: tl.constexpr, ALIGNED: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr, S: tl.constexpr, UNROLL: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Sum a tile of R rows and C columns over the samples of a part, four integers of a word at a time."""
+    """Sum a tile of R rows and C columns over the samples of a part, S at a time, four integers of a word each."""
     index = tl.program_id(0)
     matrix = matrix_index(index, end0, end1, end2)
     own = index - pick(matrix, 0, end0, end1, end2)
@@ -137,33 +137,38 @@ def _sum_body(
     rows, columns = tl.cdiv(p, R), tl.cdiv(d, C)
     part = own // (rows * columns)
     i, j = own % (rows * columns) // columns, own % columns
-    row, word = i * R + tl.arange(0, R), j * (C // 4) + tl.arange(0, C // 4)
+    sample, row, word = tl.arange(0, S), i * R + tl.arange(0, R), j * (C // 4) + tl.arange(0, C // 4)
     first = part * size
     end = first + size
     if end > batch:
         end = batch
     q_ptr = tl.multiple_of(pick(matrix, q_ptr0, q_ptr1, q_ptr2, q_ptr3).to(tl.pointer_type(tl.int32)), ALIGNED)
     words = tl.multiple_of(d // 4, ALIGNED // 4)
-    inside = (row < p)[:, None] & (word < words)[None, :]
-    here = q_ptr + (first.to(tl.int64) * p + row[:, None]) * words + word[None, :]
-    e_ptr = pick(matrix, e_ptr0, e_ptr1, e_ptr2, e_ptr3) + (first.to(tl.int64) * p + row) * columns + j
+    inside = (row < p)[None, :, None] & (word < words)[None, None, :]
+    there = (first + sample[:, None]).to(tl.int64) * p + row[None, :]
+    here = q_ptr + there[:, :, None] * words + word[None, None, :]
+    e_ptr = pick(matrix, e_ptr0, e_ptr1, e_ptr2, e_ptr3) + there * columns + j
     factor_ptr = pick(matrix, factor_ptr0, factor_ptr1, factor_ptr2, factor_ptr3)
-    total_0 = tl.zeros((R, C // 4), tl.float32)
-    total_1 = tl.zeros((R, C // 4), tl.float32)
-    total_2 = tl.zeros((R, C // 4), tl.float32)
-    total_3 = tl.zeros((R, C // 4), tl.float32)
-    for b in tl.range(first, end, loop_unroll_factor=8):
-        bytes = tl.load(here, mask=inside, other=0) ^ -2139062144  # 0x80808080: 128 + q
-        exponent_R = tl.load(e_ptr, mask=row < p, other=0).to(tl.int32)
-        scale_R = ((exponent_R + 127) << 23).to(tl.float32, bitcast=True) * tl.load(factor_ptr + b)
-        scale = tl.broadcast_to(scale_R[:, None], (R, C // 4))
+    total_0 = tl.zeros((S, R, C // 4), tl.float32)
+    total_1 = tl.zeros((S, R, C // 4), tl.float32)
+    total_2 = tl.zeros((S, R, C // 4), tl.float32)
+    total_3 = tl.zeros((S, R, C // 4), tl.float32)
+    for b in tl.range(first, end, S, loop_unroll_factor=UNROLL):
+        more = b + sample < end
+        bytes = tl.load(here, mask=inside & more[:, None, None], other=0) ^ -2139062144  # 0x80808080: 128 + q
+        exponent = tl.load(e_ptr, mask=(row < p)[None, :] & more[:, None], other=0).to(tl.int32)
+        factor = tl.load(factor_ptr + b + sample, mask=more, other=0.0)
+        scale = ((exponent + 127) << 23).to(tl.float32, bitcast=True) * factor[:, None]
+        scale = tl.broadcast_to(scale[:, :, None], (S, R, C // 4))
         total_0 = tl.fma(_byte(bytes, 0), scale, total_0)
         total_1 = tl.fma(_byte(bytes, 1), scale, total_1)
         total_2 = tl.fma(_byte(bytes, 2), scale, total_2)
         total_3 = tl.fma(_byte(bytes, 3), scale, total_3)
-        here += p.to(tl.int64) * words
-        e_ptr += p.to(tl.int64) * columns
-    total_RC = tl.reshape(tl.join(tl.join(total_0, total_2), tl.join(total_1, total_3)), (R, C))
+        here += S * p.to(tl.int64) * words
+        e_ptr += S * p.to(tl.int64) * columns
+    even = tl.join(tl.sum(total_0, 0), tl.sum(total_2, 0))
+    odd = tl.join(tl.sum(total_1, 0), tl.sum(total_3, 0))
+    total_RC = tl.reshape(tl.join(even, odd), (R, C))
     column = j * C + tl.arange(0, C)
     out = pick(matrix, out_ptr0, out_ptr1, out_ptr2, out_ptr3)
     offset = (part.to(tl.int64) * p + row[:, None]) * d + column[None, :]
@@ -224,7 +229,7 @@ def _sum_four(qs: list[Tensor], es: list[Tensor], factors: list[Tensor], size: i
     _sum_body[(sum(counts),)](
         *(side for sides in operands for side in pad_to_four(sides)), *pad_to_four(outs),
         *widths_and_ends([q.mT for q in qs], qs, counts), len(qs[0]), size,
-        R=ROWS, C=COLUMNS, ALIGNED=ALIGNED, num_warps=4,
+        R=ROWS, C=COLUMNS, S=SAMPLES, UNROLL=UNROLL, ALIGNED=ALIGNED, num_warps=4,
     )  # fmt: skip
     return outs
 
