@@ -7,10 +7,18 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from fdp_kernels.keep_int8 import widen_int8
 from torch import Tensor
 
 from fdp.fast import chunked_head
-from fdp.fast.chunked_head import chunks, fused_head_norms, fused_head_plain, fused_head_stored, fused_head_weighted
+from fdp.fast.chunked_head import (
+    chunks,
+    fused_head_norms,
+    fused_head_plain,
+    fused_head_rounded,
+    fused_head_stored,
+    fused_head_weighted,
+)
 from tests.conftest import randn
 
 SHAPES = [(3, 5, 7, 4), (1, 1, 3, 2), (4, 13, 101, 6)]
@@ -86,6 +94,19 @@ def test_all_forms_equal_autograd(shape: tuple[int, int, int, int], rows: int) -
     losses, dh, squared = fused_head_norms(*p.given, limit=limit(p, rows))
     torch.testing.assert_close((losses, dh, squared), (p.losses, p.dh, p.G.square().sum((1, 2))))
     torch.testing.assert_close(fused_head_weighted(*p.given, start, limit=limit(p, rows)), weighted)
+
+
+@pytest.mark.parametrize("rows", [1, 26, 1000])
+def test_gradients_in_8_bits_are_those_of_every_sample_rounded(rows: int) -> None:
+    p = problem(4, 13, 101, 144)
+    losses, dh, q, e, parts = fused_head_rounded(*p.given, limit=limit(p, rows))
+    torch.testing.assert_close((losses, dh), (p.losses, p.dh))
+    G = widen_int8(q, e).double()
+    assert float((G - p.G).norm() / p.G.norm()) < 0.012
+    torch.testing.assert_close(parts.sum(1), G.square().sum((1, 2)), rtol=1e-14, atol=0.0)
+    one = fused_head_rounded(p.h[2:3], p.w, p.targets[2:3])
+    assert torch.equal(one[2], q[2:3])
+    assert torch.equal(one[3], e[2:3])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from fdp_kernels.keep_int8 import widen_int8
 from torch import Tensor
 
 import fdp.fast.chunked_head
@@ -15,6 +16,7 @@ from fdp.fast.compiled import CompiledRunner
 from fdp.fast.fused_head import can_fuse, fused_vjp
 from fdp.gradients.clipped_sum import clipped_sum, plain_sum
 from fdp.gradients.costs import NormBy, SumBy
+from fdp.gradients.eight_bits import Rounded
 from fdp.gradients.execution import EAGER, Execution
 from fdp.gradients.per_sample import per_sample_norms
 from fdp.gradients.plan import Method, Plan, make_plan
@@ -57,7 +59,7 @@ def keeping(model: Model, params: Any, method: Method = Method.AUTO, norm: NormB
     path = head_of(model)
     if not plan.private:
         return plan
-    kept = plan.choices[path]._replace(norm=norm, sum=SumBy.REUSE if norm is NormBy.KEEP else SumBy.PAIR)
+    kept = plan.choices[path]._replace(norm=norm, sum=SumBy.PAIR if norm is NormBy.SYMMETRIC else SumBy.REUSE)
     return plan._replace(choices=plan.choices | {path: kept})
 
 
@@ -74,7 +76,7 @@ def last_block(model: Model) -> tuple[Any, dict[str, Tensor], Tensor]:
 
 
 @pytest.mark.usefixtures("_padded")
-@pytest.mark.parametrize("norm", [NormBy.KEEP, NormBy.SYMMETRIC])
+@pytest.mark.parametrize("norm", [NormBy.KEEP, NormBy.KEEP_INT8, NormBy.SYMMETRIC])
 def test_private_pull_back_is_that_of_the_block(model: Model, norm: NormBy):
     block, weights, carry = last_block(model)
     plan = keeping(model, random_like(model), norm=norm)
@@ -85,9 +87,14 @@ def test_private_pull_back_is_that_of_the_block(model: Model, norm: NormBy):
     (of_carry, found), (wanted, records) = pull(None), reference(torch.ones(3, dtype=torch.float64))
     torch.testing.assert_close(of_carry, wanted, rtol=1e-12, atol=1e-12)
     assert set(found) == set(records)
-    assert isinstance(found[head_of(model)][0], Dense if norm is NormBy.KEEP else Pair)
+    assert isinstance(found[head_of(model)][0], {NormBy.KEEP: Dense, NormBy.KEEP_INT8: Rounded}.get(norm, Pair))
     for path, (record,) in records.items():
         (got,) = found[path]
+        if isinstance(got, Rounded):
+            G, exact = widen_int8(got.integers, got.exponents).double(), per_sample_gradient(record)
+            assert float((G - exact).norm() / exact.norm()) < 0.012
+            torch.testing.assert_close(got.squares.sum(1), G.square().sum((1, 2)), rtol=1e-14, atol=0.0)
+            continue
         torch.testing.assert_close(per_sample_gradient(got), per_sample_gradient(record), rtol=1e-12, atol=1e-13)
 
 
