@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from fdp_kernels.hopper import has_hopper
 from torch import Tensor
 
 from fdp import keys, tree
@@ -38,9 +37,9 @@ Row: TypeAlias = dict[str, Any]
 METHODS = ("none", "materialize", "ghost", "ghost_bk", "flash", "flash_bk", "auto")
 LEAN = "auto_lean"
 """The fastest plan of ``auto`` whose stored bytes fit ``Case.memory_budget``, if one backward pass is enough for it."""
-FULL = "auto_full"
-"""``auto`` without gradients stored in 8 bits, which the others may choose on a Hopper GPU, as ``fdp train`` does."""
-OURS = (*METHODS, LEAN, FULL)
+INT8 = "auto_int8"
+"""``auto`` that may also store gradients in 8 bits, on a Hopper GPU: ``fdp train --stored-dtype int8``."""
+OURS = (*METHODS, LEAN, INT8)
 LEARNING_RATE, WEIGHT_DECAY, MAX_NORM = 0.0, 0.1, 1.0
 """The learning rate is 0 in every mode and baseline unless a case says otherwise, though all work is done. At its
 power limit a GPU multiplies some numbers faster than others, and learned parameters are different numbers from noised
@@ -185,7 +184,7 @@ def our_mode(
     speed: Speed,
 ) -> Candidate:
     """Build fdp's mode through its public interface; parameters are drawn on the device."""
-    method = Method.AUTO if mode in (LEAN, FULL) else Method(mode)
+    method = Method.AUTO if mode in (LEAN, INT8) else Method(mode)
     if batch_size % microbatches:
         raise ValueError(f"{microbatches} microbatches: expected a divisor of the batch of {batch_size}")
     size = batch_size // microbatches
@@ -197,8 +196,7 @@ def our_mode(
     params = model.init(keys.key(0).to(device))
     example = torch.zeros((), dtype=torch.int64, device=device).expand(size, model.context + 1)
     microbatch, budget = {"tokens": example}, memory_budget if method in BUDGETED_METHODS else None
-    rounds = method is Method.AUTO and mode != FULL and noise > 0 and dtype in HALF and has_hopper(device)
-    stored = torch.int8 if rounds else None
+    stored = torch.int8 if mode == INT8 else None
     make = partial(make_our_plan, model, params, microbatch, method=method, dtype=dtype, speed=speed)
     make = partial(make, stored_dtype=stored)
     plan = make_lean_plan(make, budget) if mode == LEAN and budget is not None else make(memory_budget=budget)

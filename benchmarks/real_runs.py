@@ -52,7 +52,7 @@ from benchmarks import large_steps
 from benchmarks.device import GIB, choose_sdpa
 from benchmarks.gpt2_large import CONFIG as GPT2_LARGE
 from benchmarks.gpt2_large import OPACUS, RESULTS, WIDTH
-from benchmarks.modes import FULL, LEAN, OURS, Candidate, Case, Row
+from benchmarks.modes import INT8, LEAN, OURS, Candidate, Case, Row
 from benchmarks.regimes import (
     LLAMA_1B,
     LLAMA_3B,
@@ -72,6 +72,8 @@ from fdp.types import Tree
 
 RATE, SAMPLES, FASTER_THAN_OPACUS = 1e-4, 1024, 4.0
 MODES = ("none", "auto", LEAN)
+BY_NAME = (*MODES, INT8)
+"""Modes of one microbatch; the last is measured if ``--modes`` names it."""
 PAIR_METHODS = ("ghost_bk", "flash_bk")
 """Methods that must take about as long for a tied model as for an untied one."""
 PAIRED, MOST_FOR_TIES = ("gpt2_tied_512", "gpt2_untied_512"), 1.1
@@ -161,7 +163,7 @@ def cells(report: Report, options: argparse.Namespace) -> Iterator[tuple[Case, s
                 start, sizes = STEPS[name].regime.batch_size, fitting(STEPS[name].sizes, options.samples)
                 yield from large_steps.climb(report, case_at, mode, start=min(start, sizes[-1]), sizes=sizes)
             continue
-        for mode in chosen(options, MODES if options.modes is None else (*MODES, FULL)):
+        for mode in chosen(options, MODES if options.modes is None else BY_NAME):
             case = make(name)
             if mode == LEAN:
                 budget = lean_budget(report, case, most=REGIMES[name].most_memory)
@@ -280,7 +282,7 @@ def render(source: Path, folder: Path = RESULTS) -> Path:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    modes = tuple(dict.fromkeys((*MODES, *PAIR_METHODS, *STEP_MODES)))
+    modes = tuple(dict.fromkeys((*BY_NAME, *PAIR_METHODS, *STEP_MODES)))
     parser = arguments("Steps at the batch sizes of private training, against plain torch and Opacus.", modes=modes)
     parser.set_defaults(modes=None)
     parser.add_argument("--regimes", nargs="+", choices=ORDER, default=list(ORDER), metavar="REGIME")

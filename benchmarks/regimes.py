@@ -34,7 +34,7 @@ from torch import Tensor
 
 from benchmarks.device import choose_sdpa
 from benchmarks.gpt2_large import CHECKED_CONTEXT, CHECKED_LAYERS, CONFIG, RESULTS, WIDTH
-from benchmarks.modes import FAST, LEAN, OURS, Case, Row, Speed
+from benchmarks.modes import FAST, INT8, LEAN, OURS, Case, Row, Speed
 from benchmarks.report import overstatements, publish, title_and_command, versions_and_commits
 from benchmarks.sweep_options import arguments, budget_of, open_report, run_sweep, speed_of
 from fdp import ops
@@ -177,11 +177,11 @@ def rows_table(rows: Sequence[Row], regimes: Mapping[str, Regime]) -> list[str]:
 
 
 def verdicts(rows: Sequence[Row], regimes: Mapping[str, Regime]) -> list[str]:
-    """Return the lines that compare speed and memory of ``auto`` with the targets of the regimes."""
+    """Return the lines that compare speed and memory of ``auto``, and of its variants, with the regimes' targets."""
     lines = []
     for each, regime in regimes.items():
-        plain, found = row_of(rows, regime.plain or each, "none"), row_of(rows, each, LEAN)
-        for mode in ("auto",) if found is None else ("auto", LEAN):
+        plain = row_of(rows, regime.plain or each, "none")
+        for mode in ("auto", *(mode for mode in (INT8, LEAN) if row_of(rows, each, mode) is not None)):
             speed, memory = ratios_to(row_of(rows, each, mode), plain)
             if regime.least is not None:
                 lines.append(verdict(f"speed, `{mode}` / `none`, {each}", ">=", regime.least, speed))

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from fdp_kernels.hopper import has_hopper
 
 from fdp import optimizers
 from fdp.cli.configure_evaluation import make_evaluation, split_data
@@ -43,8 +44,7 @@ LEARNING_RATES = {"kfac": 0.1, "adagrad": 1e-2, "adadelta": 1.0}
 GIB = 2**30
 MOMENTS = {"float32": lambda optimizer: optimizer, "bfloat16": optimizers.narrow_moments}
 SUM_DTYPES = {"float64": torch.float64, "float32": torch.float32}
-STORED_DTYPES = {"auto": None, "full": None, "int8": torch.int8}
-"""``auto`` is what is left of the option with a method that has no choice."""
+STORED_DTYPES = {"full": None, "int8": torch.int8}
 
 
 def configure(options: TrainOptions) -> RunConfig:
@@ -62,12 +62,8 @@ def configure(options: TrainOptions) -> RunConfig:
     compile = choose("--compile", compute.compile, by_value(Compile))
     device, memory_budget = make_device(compute), _memory_budget_bytes(compute)
     epsilon = privacy.epsilon
-    if method is Method.NONE and (epsilon is not None or privacy.noise_multiplier):
-        flag = "--noise-multiplier" if epsilon is None else "--epsilon"
-        raise FdpError(
-            f"--method none: expected no {flag} with it, since it trains without privacy; leave {flag} out, or leave "
-            "--method out to train privately"
-        )
+    if method is Method.NONE:
+        _refuse_a_budget(privacy)
     if epsilon is None and privacy.noise_multiplier is None and method is not Method.NONE:
         epsilon = DEFAULT_EPSILON
     (model, values), dataset = load_model_and_data(options)
@@ -92,7 +88,7 @@ def configure(options: TrainOptions) -> RunConfig:
         seed=training.seed,
         dtype=dtype,
         sum_dtype=choose("--sum-dtype", compute.sum_dtype, SUM_DTYPES),
-        stored_dtype=choose("--stored-dtype", compute.stored_dtype, STORED_DTYPES),
+        stored_dtype=_stored_dtype(options, dtype, device),
         microbatch_size=compute.microbatch or MICROBATCH,
         smaller_microbatches=has_smaller_microbatches(device, compile, kfac=training.optimizer == "kfac"),
         memory_budget=memory_budget,
@@ -108,6 +104,15 @@ def configure(options: TrainOptions) -> RunConfig:
         evaluation=make_evaluation(options, held_out, population=population, delta=delta),
     )
     return extend_config(options, config)
+
+
+def _refuse_a_budget(privacy: PrivacyOptions) -> None:
+    if privacy.epsilon is not None or privacy.noise_multiplier:
+        flag = "--noise-multiplier" if privacy.epsilon is None else "--epsilon"
+        raise FdpError(
+            f"--method none: expected no {flag} with it, since it trains without privacy; leave {flag} out, or leave "
+            "--method out to train privately"
+        )
 
 
 def make_clip_style(privacy: PrivacyOptions, *, batch_size: int) -> clipping.ClipStyle:
@@ -216,6 +221,21 @@ def _check_names(training: TrainingOptions) -> None:
 
 def _warmup_steps(training: TrainingOptions) -> int:
     return training.steps // 10 if training.warmup is None else training.warmup
+
+
+def _stored_dtype(options: TrainOptions, dtype: torch.dtype, device: torch.device) -> torch.dtype | None:
+    """Return the dtype of ``--stored-dtype``; refuse 8 bits where no kernel stores them, or no noise hides them."""
+    stored = choose("--stored-dtype", options.compute.stored_dtype, STORED_DTYPES)
+    if stored is None:
+        return None
+    if not (dtype == torch.bfloat16 and has_hopper(device) and options.ranks.mesh is None):
+        raise FdpError(
+            "--stored-dtype int8: expected one process with --dtype bfloat16 on a Hopper GPU (H100, H200), whose "
+            "kernels store gradients in 8 bits; leave it out"
+        )
+    if options.privacy.noise_multiplier == 0:
+        raise FdpError("--stored-dtype int8: expected noise, which hides that gradients are rounded; leave it out")
+    return stored
 
 
 def _memory_budget_bytes(compute: ComputeOptions) -> float | None:

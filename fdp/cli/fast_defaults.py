@@ -1,9 +1,7 @@
-"""Choose how a step is computed where the user leaves the choice to fdp: ``--dtype``, ``--compile``, ``--microbatch``,
-``--stored-dtype``.
+"""Choose how a step is computed where the user leaves the choice to fdp: ``--dtype``, ``--compile``, ``--microbatch``.
 
     on a GPU with bfloat16, a language model     bfloat16, blocks compiled, the step recorded as a CUDA graph
     everywhere else                              float32, nothing compiled
-    stored gradients                             8 bits on a Hopper GPU in bfloat16, if noise hides the rounding
     microbatch                                   on a GPU the largest that fits and is of use; 8 on a CPU, where a
                                                  small one wastes less: a Poisson batch fills its last microbatch with
                                                  padding; 32 with K-FAC, a whole compiled step, or several ranks
@@ -23,7 +21,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from fdp_kernels.hopper import has_hopper
 
 from fdp import models
 from fdp.advice.machine import free_memory
@@ -47,19 +44,16 @@ def resolve_fast_defaults(options: TrainOptions) -> TrainOptions:
     fixed = kfac or compute.compile == "step" or options.ranks.mesh is not None
     if compute.microbatch is None and (fixed or not on_gpu):
         compute = replace(compute, microbatch=MICROBATCH if on_gpu or kfac else MICROBATCH_ON_CPU)
-    if AUTO in (compute.dtype, compute.compile):
-        fast = _is_language_model(options.model.model) and _has_fast_gpu(compute.device)
-        if compute.dtype == AUTO:
-            compute = replace(compute, dtype="bfloat16" if fast else "float32")
-        if compute.compile == AUTO:
-            # Kernels for the rest of a step are in half precision.
-            fast = fast and compute.dtype == "bfloat16" and not kfac
-            recorded = fast and options.ranks.mesh is None and options.ranks.offload == "none"
-            compute = replace(compute, compile="block" if fast else "none", cuda_graph=compute.cuda_graph or recorded)
-    if compute.stored_dtype == AUTO and options.privacy.method == "auto":
-        rounds = compute.dtype == "bfloat16" and options.ranks.mesh is None and _has_hopper(compute.device)
-        noised = options.privacy.noise_multiplier != 0
-        compute = replace(compute, stored_dtype="int8" if rounds and noised else "full")
+    if AUTO not in (compute.dtype, compute.compile):
+        return replace(options, compute=compute)
+    fast = _is_language_model(options.model.model) and _has_fast_gpu(compute.device)
+    if compute.dtype == AUTO:
+        compute = replace(compute, dtype="bfloat16" if fast else "float32")
+    if compute.compile == AUTO:
+        # Kernels for the rest of a step are in half precision.
+        fast = fast and compute.dtype == "bfloat16" and not kfac
+        recorded = fast and options.ranks.mesh is None and options.ranks.offload == "none"
+        compute = replace(compute, compile="block" if fast else "none", cuda_graph=compute.cuda_graph or recorded)
     return replace(options, compute=compute)
 
 
@@ -95,11 +89,6 @@ def has_smaller_microbatches(device: torch.device, compile: Compile, *, kfac: bo
 def _has_fast_gpu(device: str) -> bool:
     """Return True if the run is on a GPU with tensor cores for bfloat16 (Ampere or newer)."""
     return device in (AUTO, "cuda") and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
-
-
-def _has_hopper(device: str) -> bool:
-    """Return True if the run is on a GPU whose kernels store gradients in 8 bits."""
-    return device in (AUTO, "cuda") and has_hopper(torch.device("cuda"))
 
 
 def _is_language_model(name: str) -> bool:

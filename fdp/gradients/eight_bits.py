@@ -17,11 +17,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias, TypeGuard
 
-from fdp_kernels.keep_int8 import ALIGNED, foreach_keep_int8, foreach_sum_int8
+from fdp_kernels.keep_int8 import ALIGNED, foreach_keep_int8, foreach_sum_int8, widen_int8
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fdp.gradients.sample_gradients import Pair, Record
+from fdp.gradients.sample_gradients import Pair, Record, per_sample_gradient
 from fdp.types import FdpError
 
 
@@ -62,11 +62,18 @@ def store_rounded(pairs: Sequence[Pair]) -> list[Rounded]:
     return [found[i] for i in range(len(pairs))]
 
 
+def stored_gradient(record: StoredRecord) -> Float[Tensor, " batch *shape"]:
+    """Return ``G_b`` of what is stored; of integers exactly, in float32."""
+    if isinstance(record, Rounded):
+        return widen_int8(record.integers, record.exponents).view(-1, *record.shape)
+    return per_sample_gradient(record)
+
+
 def not_rounded(records: Sequence[StoredRecord]) -> list[Record]:
-    """Return the records; one in 8 bits, which only kernels add to other uses of its leaf, is an error."""
+    """Return the records, none of which may be in 8 bits: these are measured and summed by kernels alone."""
     found = [record for record in records if not isinstance(record, Rounded)]
     if len(found) < len(records):
-        raise FdpError("stored_dtype: gradients in 8 bits cannot be added to another use of their leaf here; give None")
+        raise FdpError("stored_dtype: expected no gradients in 8 bits among other uses of their leaf; give None")
     return found
 
 

@@ -21,7 +21,14 @@ from torch import Tensor
 from fdp import tree
 from fdp.gradients.block_loop import Weights, backward, forward, make_weights
 from fdp.gradients.costs import SQUARED_NORMS, Choice, NormBy, SumBy
-from fdp.gradients.eight_bits import Rounded, StoredRecord, is_product, not_rounded, store_rounded
+from fdp.gradients.eight_bits import (
+    Rounded,
+    StoredRecord,
+    is_product,
+    not_rounded,
+    store_rounded,
+    stored_gradient,
+)
 from fdp.gradients.execution import LOCAL, Execution, Memory
 from fdp.gradients.launches import store_gradients
 from fdp.gradients.plan import Plan
@@ -32,7 +39,6 @@ from fdp.gradients.sample_gradients import (
     direct_squared_norm_of_uses,
     gram_rounding,
     gram_squared_norm,
-    per_sample_gradient,
     spread,
 )
 from fdp.gradients.shared_leaves import has_stored_head, squared_norm_by_kernels
@@ -180,9 +186,10 @@ def _merge(records: list[StoredRecord], choice: Choice) -> list[StoredRecord]:
 
     An embedding's rows stay beside the stored gradients of its head, where kernels take both.
     """
-    if choice.norm not in (NormBy.KEEP, NormBy.VMAP) or len(records) == 1 or has_stored_head(records):
+    stored = choice.norm in (NormBy.KEEP, NormBy.KEEP_INT8, NormBy.VMAP)
+    if not stored or len(records) == 1 or has_stored_head(records):
         return records
-    first, *rest = [per_sample_gradient(record) for record in not_rounded(records)]
+    first, *rest = [stored_gradient(record) for record in records]
     return [Dense(sum(rest, start=first))]
 
 

@@ -52,7 +52,7 @@ TILES = {
     Tile(2 * GROUP_ROWS, 256, DEPTH, warps=4, stages=3, per_sm=1, group=4): 2.06,
 }
 """Tiles and the time of one, relative to 128 x 128 in the first."""
-INT8_TILE = Tile(3 * GROUP_ROWS, 128, DEPTH, warps=4, stages=5, per_sm=1, group=2)
+INT8_TILE = Tile(3 * GROUP_ROWS, 128, DEPTH, warps=4, stages=5, per_sm=1, group=4)
 """The tile of ``keep_int8``; its columns are those that share an exponent."""
 REGISTERS = {128: 152, 256: 232}
 """Registers of a thread by the columns of a tile: a product of 128 columns takes half as many as one of 256."""

@@ -49,7 +49,7 @@ from fdp_kernels.tile_gemm import (
 
 COLUMNS = keep_hopper.INT8_TILE.columns
 """Columns of a row that share an exponent."""
-ROWS, SAMPLES, UNROLL = 8, 4, 4
+ROWS, SAMPLES, UNROLL = 8, 2, 4
 """Rows of a tile of ``sum_int8``, samples that are read at a time, and how often in a turn of the loop."""
 ALIGNED = 16
 """Rows of q begin at multiples of this many bytes, for TMA and for wide loads."""

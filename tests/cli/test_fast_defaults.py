@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from fdp.cli import fast_defaults
 from fdp.cli.configure import configure
 from fdp.cli.fast_defaults import choose_microbatch, has_smaller_microbatches, resolve_fast_defaults
 from fdp.cli.options import build
@@ -22,7 +21,6 @@ from tests.cli.train_runs import call, interrupt_after, small_options, train
 def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(fast_defaults, "has_hopper", lambda device: True)
 
 
 def resolved(**settings: object) -> ComputeOptions:
@@ -67,17 +65,30 @@ def test_what_cannot_be_recorded_is_only_compiled(settings: dict[str, str]) -> N
     assert chosen(resolved(optimizer="kfac")) == ("bfloat16", "none", False)
 
 
-@pytest.mark.usefixtures("_gpu")
-def test_gradients_are_stored_in_8_bits_where_kernels_do_so_and_noise_hides_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert resolved().stored_dtype == "int8"
-    assert resolved(epsilon=3.0, offload="all").stored_dtype == "int8"
-    for settings in ({"dtype": "float32"}, {"noise_multiplier": 0.0}, {"mesh": "shard=2"}, {"device": "cpu"}):
-        assert resolved(**settings).stored_dtype == "full"
-    assert resolved(stored_dtype="full").stored_dtype == "full"
-    assert resolved(method="ghost").stored_dtype == "auto"  # has no choice
-    monkeypatch.setattr(fast_defaults, "has_hopper", lambda device: False)
-    assert resolved().stored_dtype == "full"
-    assert resolved(stored_dtype="int8").stored_dtype == "int8"
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, "on a Hopper GPU"),  # of float32
+        ({"dtype": "bfloat16", "mesh": "shard=2"}, "one process"),
+        ({"dtype": "bfloat16", "noise_multiplier": 0.0}, "noise, which hides"),
+    ],
+)
+def test_gradients_in_8_bits_are_refused_where_no_kernel_stores_them_or_no_noise_hides_them(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, object], expected: str
+) -> None:
+    monkeypatch.setattr("fdp.cli.configure.has_hopper", lambda device: True)
+    with pytest.raises(FdpError, match=f"--stored-dtype int8: expected .*{expected}"):
+        configure(small_options(stored_dtype="int8", **settings))
+
+
+def test_gradients_in_8_bits_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fdp.cli.configure.has_hopper", lambda device: True)
+    options = small_options(stored_dtype="int8", dtype="bfloat16")
+    assert configure(options).stored_dtype == torch.int8
+    assert configure(small_options()).stored_dtype is None
+    monkeypatch.setattr("fdp.cli.configure.has_hopper", lambda device: False)
+    with pytest.raises(FdpError, match="leave it out"):
+        configure(options)
 
 
 def test_the_microbatch_is_small_on_a_cpu_and_stays_if_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,15 @@ from fdp_kernels.keep_int8 import widen_int8
 
 from fdp import keys, optimizers, tree
 from fdp.gradients.costs import NormBy, SumBy
-from fdp.gradients.eight_bits import Rounded, can_round, is_product, not_rounded, rounded_parts, store_rounded
+from fdp.gradients.eight_bits import (
+    Rounded,
+    can_round,
+    is_product,
+    not_rounded,
+    rounded_parts,
+    store_rounded,
+    stored_gradient,
+)
 from fdp.gradients.launches import add_parts, weighted_parts
 from fdp.gradients.per_sample import per_sample_norms
 from fdp.gradients.plan import Method, Plan, make_plan
@@ -74,7 +82,9 @@ def test_rounded_gradients_among_other_uses_are_an_error() -> None:
     (record,) = store_rounded([product(4, 16, 0)])
     dense = Dense(randn(3, 5))
     assert not_rounded([dense]) == [dense]
-    with pytest.raises(FdpError, match="stored_dtype: gradients in 8 bits"):
+    torch.testing.assert_close(stored_gradient(dense := Dense(randn(3, 5))), dense.gradient)
+    assert stored_gradient(record).shape == (3, 5, 16)
+    with pytest.raises(FdpError, match="stored_dtype: expected no gradients in 8 bits"):
         not_rounded([dense, record])
 
 
