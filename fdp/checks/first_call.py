@@ -27,7 +27,7 @@ from fdp.checks import model_checks
 from fdp.checks.equal_sizes import SamplePart, check_sizes
 from fdp.gradients.execution import LOCAL, STORE_ALL, Execution
 from fdp.gradients.per_sample import losses_of, per_sample_norms
-from fdp.gradients.plan import Method, Plan, make_plan
+from fdp.gradients.plan import Method, Plan, choices_in_full, make_plan
 from fdp.gradients.taps import batch_size_of
 from fdp.model import Model
 from fdp.parallel.agree import gather_values
@@ -64,7 +64,8 @@ def check_model(
     """Check that clipping bounds what this model's samples contribute; the error says what is wrong.
 
     ``params`` are full, or this rank's shards, on any device; ``data`` holds samples, the same on every rank, of which
-    the first few are used. Norms are computed by the choices of ``plan``, in float32 at least.
+    the first few are used. Norms are computed by the choices of ``plan``, in float32 at least; gradients that it stores
+    in 8 bits are stored as they are, since their rounding is no mistake of the model.
     """
     sharding = execution.sharding
     count, device = max(2, min(REAL_SAMPLES, batch_size_of(data))), tree.leaves(data)[0].device
@@ -96,7 +97,7 @@ def check_model(
     mixed = model_checks.mix_samples(
         model, params, first_samples(data, 2), losses_of=losses, at_most=NORM_CHECK_SAMPLES
     )
-    own = make_plan(model, shapes, mixed, method=plan.method, dtype=dtype)._replace(choices=plan.choices)
+    own = make_plan(model, shapes, mixed, method=plan.method, dtype=dtype)._replace(choices=choices_in_full(plan))
     _, norms, _ = per_sample_norms(model, parts, mixed, plan=own, execution=execution._replace(memory=STORE_ALL))
     wholes = tree.map(lambda leaf: full_tensor(leaf).to(device, dtype), params)
     uncut = model if model.tensor is None or model.parallel is None else model.parallel(None)

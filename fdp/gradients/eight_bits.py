@@ -55,11 +55,16 @@ def store_rounded(pairs: Sequence[Pair]) -> list[Rounded]:
         alike.setdefault((pair.right.shape[:3], pair.right.dtype), []).append(i)
     found: dict[int, Rounded] = {}
     for group in alike.values():
-        lefts = [left.squeeze(1) for i in group if isinstance(left := pairs[i].left, Tensor)]
-        stored, count = foreach_keep_int8(lefts, [pairs[i].right.squeeze(1) for i in group]), len(group)
+        lefts, rights = [_left(pairs[i]) for i in group], [pairs[i].right.squeeze(1) for i in group]
+        stored, count = foreach_keep_int8(lefts, rights), len(group)
         fields = zip(group, stored[:count], stored[count : 2 * count], stored[2 * count :])
         found |= {i: Rounded(integers, powers, parts, pairs[i].shape) for i, integers, powers, parts in fields}
     return [found[i] for i in range(len(pairs))]
+
+
+def _left(pair: Pair) -> Float[Tensor, "batch tokens rows"]:
+    assert isinstance(pair.left, Tensor)
+    return pair.left.squeeze(1)
 
 
 def stored_gradient(record: StoredRecord) -> Float[Tensor, " batch *shape"]:

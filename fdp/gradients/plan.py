@@ -174,6 +174,14 @@ def add_smaller_sizes(plan: Plan, model: Model, params: Tree, microbatch: Tree, 
     return plan._replace(smaller=tuple(resize(size) for size in sizes))
 
 
+def choices_in_full(plan: Plan) -> dict[Path, Choice]:
+    """Return the plan's choices, but with gradients stored in the compute dtype where it stores them in 8 bits."""
+    return {
+        path: choice._replace(norm=NormBy.KEEP) if choice.norm is NormBy.KEEP_INT8 else choice
+        for path, choice in plan.choices.items()
+    }
+
+
 def explain(plan: Plan) -> str:
     """Return the plan as a table: one line per use of a leaf, with its choice and its cost (seconds, stored bytes)."""
     lines = [f"method {plan.method.value}, microbatch {plan.batch_size}, {str(plan.dtype).removeprefix('torch.')}"]

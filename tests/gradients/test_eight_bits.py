@@ -7,6 +7,8 @@ import torch
 from fdp_kernels.keep_int8 import widen_int8
 
 from fdp import keys, optimizers, tree
+from fdp.fast.compile_modes import Compile, make_execution
+from fdp.gradients import launches, rules, shared_leaves
 from fdp.gradients.costs import NormBy, SumBy
 from fdp.gradients.eight_bits import (
     Rounded,
@@ -152,3 +154,31 @@ def test_private_training_hardly_changes() -> None:
     assert exact[0] - exact[-1] > 1.0
     assert max(abs(a - b) for a, b in zip(exact, rounded)) < 0.02 * (exact[0] - exact[-1])
     assert any(not torch.equal(here[path], there[path]) for path in here)
+
+
+TIED = gpt(GPTConfig(layers=1, width=32, heads=4, context=16, vocab_size=61))
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["exactly", "by kernels"])
+@pytest.mark.parametrize("compile", [Compile.NONE, pytest.param(Compile.STEP, marks=pytest.mark.long)])
+def test_a_tied_head_in_8_bits_trains_with_all_checks_of_the_first_step(
+    monkeypatch: pytest.MonkeyPatch, kernels: bool, compile: Compile
+) -> None:
+    """The checks run in float32, where no kernel takes a head and its embedding together: there they are added."""
+    if kernels:  # of half precision, by their references
+        for module in (rules, launches, shared_leaves):
+            monkeypatch.setattr(
+                module, "has_kernels", lambda r: isinstance(r, Pair) and r.right.dtype == torch.bfloat16
+            )
+    sampling, optimizer, key = poisson(64, expected_batch_size=8), optimizers.sgd(0.1), keys.key(5)
+    mechanism, params = Mechanism(sampling, clipping.flat(max_norm=1.0), 1.0), TIED.init(keys.key(0))
+    data = {"tokens": torch.randint(0, 61, (64, 17), generator=torch.Generator().manual_seed(1))}
+    plan = make_plan(TIED, params, {"tokens": data["tokens"][:8]}, dtype=torch.bfloat16)
+    batch, found = sample_batch(data, sampling, key, step=0, microbatch_size=8), []
+    for own in (plan, forced(plan, *IN_8_BITS, leaves=["embed.tokens", "blocks.0.up", "blocks.0.down"])):
+        execution = make_execution(compile=compile, backend="aot_eager")
+        step = make_train_step(TIED, optimizer, mechanism=mechanism, plan=own, execution=execution)
+        state, metrics = step(init_state(TIED, params, optimizer, mechanism), batch, key)
+        found.append((tree.flatten(state.params), metrics.norms))
+    torch.testing.assert_close(found[1], found[0], rtol=2e-2, atol=2e-3)
+    assert not torch.equal(found[1][0]["embed.tokens"], found[0][0]["embed.tokens"])
