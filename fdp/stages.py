@@ -102,7 +102,8 @@ def make_stages(
     _check_wishes(donate, precondition, plan, execution)
     settings = fingerprint(model.identity, optimizer, mechanism, precondition) if settings is None else settings
     rounding = _roundings(plan, execution)
-    slack, rounded = _slacks(mechanism, rounding, least_slack), _rounded_words(mechanism, rounding(torch.device("cpu")))
+    slack = _slacks(mechanism, rounding, least_slack)
+    rounded = _rounded_words(mechanism, rounding(torch.device("cpu")), plan)
     inside = execution._replace(sharding=_gathered_once(sharding))
     fused = _make_fused_update(model, optimizer, mechanism, plan, execution) if donate else None
 
@@ -159,15 +160,17 @@ def _preconditioners(model: Model, precondition: Precondition | None, state: Tra
     return NO_PRECONDITIONERS if precondition is None else check_sides(precondition(state), model)
 
 
-def _rounded_words(mechanism: Mechanism, rounding: Rounding) -> str:
-    """Return the slack in the words that noise is drawn for.
+def _rounded_words(mechanism: Mechanism, rounding: Rounding, plan: Plan) -> str:
+    """Return the slack, and the dtype of stored gradients, in the words that noise is drawn for.
 
-    Another slack has other noise: the same noise, scaled by two numbers, could be solved for. Only slack that is asked
-    for counts, not that of a GPU's kernels, so that a run has the same noise on every device.
+    Another slack has other noise: the same noise, scaled by two numbers, could be solved for. So have gradients that
+    are rounded otherwise: with the same noise, the difference of two runs would have none. Only slack that is asked for
+    counts, not that of a GPU's kernels, so that a run has the same noise on every device.
     """
+    stored = "" if plan.stored_dtype is None else f", stored in {plan.stored_dtype}"
     if rounding.sum_dtype == torch.float64:
-        return ""
-    return f", rounded {rounding_slack(mechanism.sampling, rounding)!r}"
+        return stored
+    return f", rounded {rounding_slack(mechanism.sampling, rounding)!r}{stored}"
 
 
 def _slacks(

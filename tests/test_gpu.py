@@ -51,12 +51,12 @@ SAMPLING, EIGHT = poisson(64, expected_batch_size=12), poisson(64, expected_batc
 ALL = Offload(params=True, grads=True, optimizer=True)
 
 
-@pytest.mark.parametrize("method", ["none", "auto"])
+@pytest.mark.parametrize("method", ["none", "auto", "auto --stored-dtype int8"])
 def test_the_command_records_steps_of_any_number_of_microbatches(method, tmp_path):
     """Run the command of docs/fast_on_one_gpu.md; the number of microbatches varies from step to step."""
     out = tmp_path / "run"
     options = "--dtype bfloat16 --compile block --cuda-graph --steps 24 --batch-size 24 --microbatch 12 --seed 3"
-    command = [sys.executable, "-m", "fdp", "train", *options.split(), "--method", method, "--out", str(out)]
+    command = [sys.executable, "-m", "fdp", "train", *options.split(), "--method", *method.split(), "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

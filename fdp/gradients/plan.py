@@ -75,7 +75,8 @@ STORED_DTYPES = (None, torch.int8)
 class Plan(NamedTuple):
     """The choices of a method for one model and one microbatch shape. ``choices`` is empty for plain training.
 
-    ``smaller`` are plans with the same choices for smaller microbatches (:func:`add_smaller_sizes`).
+    ``smaller`` are plans with the same choices for smaller microbatches (:func:`add_smaller_sizes`). Stored gradients
+    may be rounded to ``stored_dtype``, unless it is None; noise of its own goes with it.
     """
 
     method: Method
@@ -85,6 +86,7 @@ class Plan(NamedTuple):
     batch_size: int
     dtype: torch.dtype
     smaller: tuple[Plan, ...] = ()
+    stored_dtype: torch.dtype | None = None
 
     def of_size(self, batch_size: int) -> Plan:
         """Return the plan for microbatches of ``batch_size`` samples; this one if there is none."""
@@ -157,7 +159,7 @@ def make_plan(
     choices = {path: _choose(options[path], by_leaf[path], method, rates) for path in by_leaf}
     if method in BUDGETED_METHODS and memory_budget is not None:
         choices = _fit_budget(choices, options, by_leaf, memory_budget - sum(sizes.values()), rates)
-    return Plan(method, uses, by_vmap | choices, model.trainable, batch_size, dtype)
+    return Plan(method, uses, by_vmap | choices, model.trainable, batch_size, dtype, stored_dtype=stored_dtype)
 
 
 def add_smaller_sizes(plan: Plan, model: Model, params: Tree, microbatch: Tree, *, sizes: Sequence[int]) -> Plan:

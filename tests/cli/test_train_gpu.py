@@ -113,8 +113,10 @@ def test_an_interrupted_run_resumes_to_the_same_losses(tmp_path: Path) -> None:
         "--noise-multiplier 0.5 --dtype float32 --method ghost_bk",
         "--method none",
         "--noise-multiplier 0.5 --optimizer kfac --kfac-data synthetic",
+        "--noise-multiplier 0.5 --stored-dtype int8",
         "--noise-multiplier 0.5 --offload all",
         "--noise-multiplier 0.5 --compile step",
+        "--noise-multiplier 0.5 --compile step --stored-dtype int8",
     ],
 )
 def test_repeatable_runs_have_the_same_bits(words: str, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from fdp.models import GPTConfig, gpt
 from fdp.privacy import clipping
 from fdp.privacy.mechanism import Mechanism
 from fdp.privacy.sampling import poisson, sample_batch
+from fdp.stages import make_stages
 from fdp.step import init_state, make_train_step
 from fdp.types import FdpError
 from tests.adversary import IN_8_BITS, forced
@@ -144,6 +145,18 @@ def train(change: bool, noise: float, steps: int = 40) -> tuple[list[float], dic
         state, metrics = step(state, sample_batch(data, sampling, key, step=t, microbatch_size=32), key)
         losses.append(float(metrics.losses[metrics.mask > 0].mean()))
     return losses, tree.flatten(state.params)
+
+
+def test_gradients_that_are_rounded_otherwise_have_other_noise() -> None:
+    """Two runs with one seed would else differ by what the rounding did, without noise."""
+    params, example = MODEL.init(keys.key(0)), {"tokens": torch.zeros(8, 17, dtype=torch.int64)}
+    mechanism = Mechanism(poisson(64, expected_batch_size=8), clipping.flat(max_norm=1.0), 1.0)
+    drawn = []
+    for stored in (None, torch.int8):
+        plan = make_plan(MODEL, params, example, stored_dtype=stored)
+        stages = make_stages(MODEL, optimizers.sgd(0.1), mechanism=mechanism, plan=plan)
+        drawn.append(stages.key(keys.key(3), torch.tensor(0)))
+    assert not torch.equal(*drawn)
 
 
 @pytest.mark.long
