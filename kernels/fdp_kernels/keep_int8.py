@@ -74,10 +74,10 @@ def round_to_int8(G_BPD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return integers.contiguous(), exponents.to(torch.int8), squares
 
 
-def widen_int8(q_BPD: Tensor, e_BPJ: Tensor) -> Tensor:
-    """Return ``q 2^e`` in float32, exactly."""
+def widen_int8(q_BPD: Tensor, e_BPJ: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return ``q 2^e``, exactly: in float64 always, in float32 below ``2^128``, to which the largest numbers round."""
     exponents = e_BPJ.to(torch.int32).unsqueeze(-1)
-    return torch.ldexp(_blocks(q_BPD.float()), exponents).flatten(2)[..., : q_BPD.shape[2]]
+    return torch.ldexp(_blocks(q_BPD.to(dtype)), exponents).flatten(2)[..., : q_BPD.shape[2]]
 
 
 def _blocks(G_BPD: Tensor) -> Tensor:
@@ -109,7 +109,8 @@ def foreach_sum_int8_reference(qs: list[Tensor], es: list[Tensor], factors: list
     sums = []
     for q, e, factor in zip(qs, es, factors):
         parts = zip(q.split(size), e.split(size), factor.double().split(size))
-        sums.append(torch.stack([torch.tensordot(c, widen_int8(few, of).double(), dims=1) for few, of, c in parts]))
+        wide = ((c, widen_int8(few, of, torch.float64)) for few, of, c in parts)
+        sums.append(torch.stack([torch.tensordot(c, G, dims=1) for c, G in wide]))
     return [total.float() for total in sums]
 
 

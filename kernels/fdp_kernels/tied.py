@@ -86,7 +86,7 @@ def stored_tied_norms_reference(
     """
     _check_stored(H_BPD, squares_B, ids_BS, e_BSD, exponents_BPJ)
     if exponents_BPJ is not None:
-        H_BPD = widen_int8(H_BPD, exponents_BPJ)
+        H_BPD = widen_int8(H_BPD, exponents_BPJ, torch.float64)
     inside_BS = (ids_BS >= 0) & (ids_BS < H_BPD.shape[1])
     index_BSD = torch.where(inside_BS, ids_BS, 0)[:, :, None].expand_as(e_BSD)
     H_BSD = H_BPD.gather(1, index_BSD).double() * inside_BS[:, :, None]
@@ -122,12 +122,11 @@ def _stored_cross_body(
     first = 0
     while first < D:
         d = first + tl.arange(0, C)[None, :]
-        H_RC = tl.load(H_row + d, mask=inside & (d < D), other=0).to(tl.float32)
-        if INT8:  # C columns share an exponent
+        H_RC = tl.load(H_row + d, mask=inside & (d < D), other=0).to(tl.float32).to(tl.float64)
+        if INT8:  # C columns share an exponent; the largest numbers are 2^128, which float32 has not
             place = (sample * P + ids[:, None]) * tl.cdiv(D, C) + first // C
             exponent = tl.load(exponent_ptr + place, mask=inside, other=0).to(tl.int32)
-            H_RC *= ((exponent + 127) << 23).to(tl.float32, bitcast=True)
-        H_RC = H_RC.to(tl.float64)
+            H_RC *= ((exponent + 127) << 23).to(tl.float32, bitcast=True).to(tl.float64)
         e_RC = tl.load(e_row + d, mask=inside & (d < D), other=0.0).to(tl.float32).to(tl.float64)
         cross += H_RC * e_RC
         H_squares += H_RC * H_RC

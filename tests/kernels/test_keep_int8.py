@@ -81,6 +81,21 @@ def test_a_gradient_that_is_not_finite_has_a_norm_that_is_not_and_adds_nothing(b
         torch.testing.assert_close(sums([q], [e], [factors], 64)[0][0], expected, rtol=1e-6, atol=0.0)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter
+@pytest.mark.parametrize("bad", [3.4e38, -3.4e38, 255 * 2.0**120])
+def test_the_largest_numbers_round_to_one_that_float32_has_not_and_add_nothing_without_a_factor(bad: float) -> None:
+    G = torch.randn(2, 3, 144)
+    G[0, 1, 5] = bad
+    q, e, squares = round_to_int8(G)
+    wide = widen_int8(q, e, torch.float64)
+    assert float(wide[0, 1, 5].abs()) == 2.0**128
+    torch.testing.assert_close(squares, wide.square().sum((1, 2)), rtol=1e-15, atol=0.0)
+    for sums in (foreach_sum_int8_reference, launch_foreach_sum_int8):
+        for factors in (torch.tensor([0.0, 1.0]), torch.tensor([2.0**-100, 0.0])):
+            expected = torch.tensordot(factors.double(), wide, dims=1)
+            torch.testing.assert_close(sums([q], [e], [factors], 2)[0][0].double(), expected, rtol=1e-7, atol=0.0)
+
+
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_no_sample_adds_more_than_the_norm_that_was_measured(shape: tuple[int, ...], pair) -> None:

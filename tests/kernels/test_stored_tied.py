@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 
 from fdp_kernels.embedding import add_embedding_sum_reference_
 from fdp_kernels.keep import squared_norms, weighted_sum_reference
+from fdp_kernels.keep_int8 import foreach_sum_int8_reference, round_to_int8, widen_int8
 from fdp_kernels.tied import launch_stored_tied_norms, stored_tied_norms, stored_tied_norms_reference
 
 from tests.kernels.linear_pairs import (
@@ -52,6 +53,36 @@ def test_result_is_that_of_what_the_sum_adds(shape: tuple[int, ...], dtype: torc
             added = weighted_sum_reference(H, one_hot, torch.float32)
             add_embedding_sum_reference_(added, ids, e, one_hot)
             assert found[b] >= added.double().square().sum() * (1 - 2.0**-23)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1.0, 1e30, 1e-30])
+@pytest.mark.parametrize("shape", [(1, 1, 5, 16), (3, 63, 40, 144), (2, 130, 9, 304)])
+def test_a_head_in_8_bits_is_measured_as_what_the_sum_adds(
+    shape: tuple[int, ...], size: float, dtype: torch.dtype
+) -> None:
+    H, ids, e = uses(shape, dtype)
+    scales = torch.linspace(0.1, 8.0, shape[3])  # so that blocks of columns have other exponents
+    q, exponents, squares = round_to_int8(size * scales * H.float())
+    e = (size * scales * e.float()).to(dtype)
+    exact = gradients(widen_int8(q, exponents), ids, e).square().sum((1, 2))
+    for norms in WAYS:
+        found = norms(q, squares, ids, e, exponents)
+        assert bool((found >= exact * (1 - 1e-12)).all())
+        assert relative(found / size**2, exact / size**2) < 1e-9
+        for b, one_hot in enumerate(torch.eye(shape[0])):
+            (added,) = foreach_sum_int8_reference([q], [exponents], [one_hot], shape[0])
+            add_embedding_sum_reference_(added[0], ids, e, one_hot)
+            assert found[b] >= added.double().square().sum() * (1 - 2.0**-23)
+
+
+def test_the_largest_numbers_of_a_head_in_8_bits_have_a_finite_norm() -> None:
+    H, ids, e = uses((2, 9, 4, 16))
+    H[0, 2] = 3.4e38
+    q, exponents, squares = round_to_int8(H)
+    exact = gradients(widen_int8(q, exponents, torch.float64), ids, e).square().sum((1, 2))
+    for norms in WAYS:
+        assert relative(norms(q, squares, ids, e, exponents), exact) < 1e-9
 
 
 def test_parts_that_cancel_leave_half_of_their_squares() -> None:
@@ -107,3 +138,9 @@ def test_the_op_checks_shapes_and_dtypes() -> None:
         with pytest.raises(ValueError, match="stored_tied_norms: expected H"):
             stored_tied_norms(*bad)
     torch.library.opcheck(stored_tied_norms, (H, squares, ids, e))
+    q, exponents, squares = round_to_int8(uses((2, 5, 6, 144))[0])
+    _, ids, e = uses((2, 5, 6, 144))
+    for bad in ((q, squares, ids, e, exponents[..., :1]), (q.short(), squares, ids, e, exponents)):
+        with pytest.raises(ValueError, match="stored_tied_norms: expected H in int8"):
+            stored_tied_norms(*bad)
+    torch.library.opcheck(stored_tied_norms, (q, squares, ids, e, exponents))
