@@ -51,7 +51,7 @@ SMALL_LEAF_ELEMENTS, SMALL_LEAF_ELEMENTS_CPU = 1 << 16, 1 << 10
 """Per-sample gradients of leaves up to this size wait for others of their size, and their norms are taken together. On
 a CPU, copying larger ones side by side costs more than it saves."""
 
-Transform: TypeAlias = Callable[[Path, Record], Record]
+Transform: TypeAlias = Callable[[Path, StoredRecord], StoredRecord]
 """A linear map of a leaf's gradient, applied to the record of one use. It must not depend on the data."""
 
 
@@ -73,7 +73,7 @@ class Stash(NamedTuple):
         return self._replace(records=dict(self.records))
 
 
-def identity(path: Path, record: Record) -> Record:
+def identity(path: Path, record: StoredRecord) -> StoredRecord:
     """Return the record itself: gradients are not preconditioned."""
     return record
 

@@ -21,15 +21,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fdp.gradients.eight_bits import Rounded, StoredRecord, stored_gradient
 from fdp.gradients.linear_maps import GroupedMap, LowRankMap, Map, MatrixMap, Sides, apply_left, apply_right, apply_rows
-from fdp.gradients.rules import Dense, OneHot, Pair, Record, per_sample_gradient
+from fdp.gradients.rules import Dense, OneHot, Pair, per_sample_gradient
 from fdp.model import Model
 from fdp.parallel.sharding import Sharding
 from fdp.types import FdpError, Path
 
 
-def map_record(sides: Mapping[Path, Sides], path: Path, record: Record) -> Record:
+def map_record(sides: Mapping[Path, Sides], path: Path, record: StoredRecord) -> StoredRecord:
     """Return the record of ``left G right`` from that of G, mapped in float32 at least, in the record's dtype.
+
+    Gradients that a fused head stored in 8 bits become dense, in float32.
 
     A one-hot side stays one-hot under a diagonal map, which scales the other side. Under any other map its rows become
     rows of the map, which take as much memory as a head's scores.
@@ -41,8 +44,8 @@ def map_record(sides: Mapping[Path, Sides], path: Path, record: Record) -> Recor
     left, right = sides.get(path, Sides(None, None))
     if left is None and right is None:
         return record
-    if isinstance(record, Dense):
-        return Dense(_map_gradient(left, right, record.gradient))
+    if isinstance(record, Dense | Rounded):
+        return Dense(_map_gradient(left, right, stored_gradient(record)))
     if left is not None and map_size(left) != _row_count(record):  # a map of single elements, not of rows
         return Dense(_map_gradient(left, right, per_sample_gradient(record)))
     rows = record.right if right is None else _map_rows(right, record.right)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from fdp_kernels.keep_int8 import widen_int8
 
 from fdp import keys, optimizers, tree
 from fdp.fast.compile_modes import Compile, make_execution
+from fdp.fast.compiled import CompiledRunner
 from fdp.gradients import launches, rules, shared_leaves
+from fdp.gradients.clipped_sum import clipped_sum
 from fdp.gradients.costs import NormBy, SumBy
 from fdp.gradients.eight_bits import (
     Rounded,
@@ -19,9 +23,12 @@ from fdp.gradients.eight_bits import (
     store_rounded,
     stored_gradient,
 )
+from fdp.gradients.execution import EAGER, Execution
 from fdp.gradients.launches import add_parts, weighted_parts
+from fdp.gradients.linear_maps import MatrixMap, Sides
 from fdp.gradients.per_sample import per_sample_norms
 from fdp.gradients.plan import Method, Plan, make_plan
+from fdp.gradients.precondition import map_record
 from fdp.gradients.rules import Dense, OneHot, Pair, per_sample_gradient
 from fdp.gradients.timing import signature
 from fdp.models import GPTConfig, gpt
@@ -89,6 +96,21 @@ def test_rounded_gradients_among_other_uses_are_an_error() -> None:
     assert stored_gradient(record).shape == (3, 5, 16)
     with pytest.raises(FdpError, match="stored_dtype: expected no gradients in 8 bits"):
         not_rounded([dense, record])
+
+
+def test_a_fused_head_in_8_bits_can_be_preconditioned() -> None:
+    params, data = MODEL.init(keys.key(0)), {"tokens": torch.arange(51).view(3, 17)}
+    plan = forced(make_plan(MODEL, params, data), *IN_8_BITS, leaves=["head.weight"])
+    left, right = (MatrixMap(torch.eye(n) + 0.1 * torch.ones(n, n)) for n in (61, 32))
+    for sides in (Sides(left, right), Sides(left, None), Sides(None, right)):
+        transform, found = partial(map_record, {"head.weight": sides}), []
+        for runner in (EAGER, CompiledRunner(backend="aot_eager")):
+            execution = Execution(runner=runner)
+            _, norms, stash = per_sample_norms(MODEL, params, data, plan=plan, execution=execution, transform=transform)
+            clip = clipping.clip_to(norms, max_norm=1e-2)
+            found.append((norms.squared["head.weight"], clipped_sum(stash, clip).value["head.weight"]))
+        torch.testing.assert_close(found[1], found[0], rtol=5e-2, atol=1e-4)
+        assert not torch.equal(found[1][0], found[0][0]), "the fused head is rounded before it is mapped"
 
 
 def plan_on_a_gpu(method: Method = Method.AUTO, **options: object) -> Plan:
