@@ -58,6 +58,6 @@ def check_same_rounding(rounded: str | None, slack: float, run: Run, where: Path
         return
     raise FdpError(
         f"{where}: expected sums that are rounded by at most {slack:.6g} of the clipping bound, which the noise of "
-        f"this run covers, got {extra_noise(run):.6g}; resume it with the --microbatch, the --sum-dtype and the kind "
-        "of device that it began with, or give another --out to start anew"
+        f"this run covers, got {extra_noise(run):.6g}; resume it with the --microbatch, the --sum-dtype, the "
+        "--stored-dtype and the kind of device that it began with, or give another --out to start anew"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,17 @@ def test_sums_that_are_rounded_otherwise_have_other_noise_and_are_refused() -> N
     assert extra_noise(fours) > extra_noise(eights) > 0
     for meta, run in ((eights, fours), (fours, eights)):
         with pytest.raises(FdpError, match="resume it with the --microbatch"):
+            check_same_noise({"noise": noise_record(meta)}, run, HERE)
+
+
+def test_gradients_that_are_stored_otherwise_have_other_noise_and_are_refused() -> None:
+    config = configure(small_options())
+    full, narrow = (
+        prepare(replace(config, stored_dtype=stored), root=torch.arange(8))[0] for stored in (None, torch.int8)
+    )
+    assert full.stages.rounded == "", "the noise of a run without the option must stay what it was"
+    for meta, run in ((full, narrow), (narrow, full)):
+        with pytest.raises(FdpError, match="--stored-dtype"):
             check_same_noise({"noise": noise_record(meta)}, run, HERE)
 
 
