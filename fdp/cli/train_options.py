@@ -267,7 +267,7 @@ class ComputeOptions:
         str,
         Flag(
             "Dtype in which --method auto may store samples' gradients until they are summed: full, that of --dtype; "
-            "int8, rounded to 8 bits, which takes less memory and, from 512 tokens on, less time (bfloat16 on one "
+            "int8, rounded to 8 bits, which takes less memory and, at about 512 tokens, less time (bfloat16 on one "
             "Hopper GPU, with noise, which hides the rounding).",
             needs=Needs.METHOD_AUTO,
             complete=choices.STORED_DTYPES,

@@ -3,9 +3,9 @@
     G_b = integers_b 2^exponents_b          128 columns of a row share an exponent
 
 The norm is that of the rounded gradients, which are what the sum adds, so that a sample moves the sum by at most C as
-with any other option. Rounding moves a gradient by less than a hundredth of its norm, in no particular direction; the
-noise moves the sum by at least as much as a whole sample in every direction. Stored in bfloat16 the same gradients take
-twice the memory, and the pairs that they come from often more.
+with any other option. Rounding moves a gradient by a few hundredths of its norm, and by 9 % at most; the noise, with
+multiplier z, moves the sum in every direction by about z times as much as a whole sample can. Stored in bfloat16 the
+same gradients take twice the memory, and the pairs that they come from often more.
 
     >>> stored = store_rounded(pairs)                            # of single uses of linear layers
     >>> squares = [record.squares.sum(1) for record in stored]

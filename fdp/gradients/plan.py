@@ -122,7 +122,7 @@ def make_plan(
     do not fit, pairs are recomputed in a second backward from the input of every block. Default: no bound.
 
     ``stored_dtype=torch.int8`` lets ``auto`` store gradients in 8 bits, where kernels do so (half precision on a Hopper
-    GPU): each is then rounded by about a hundredth of its norm, which the noise hides and which training without noise
+    GPU): each is then rounded by a few hundredths of its norm, which the noise hides and which training without noise
     would show. Norms and sums are of the rounded gradients.
 
     Guarantees:

@@ -5,8 +5,9 @@
     sum_int8    W         = sum_b c_b q_b 2^e_b             q, e, c (B,) float32      -> (parts, P, D) float32
 
 128 neighbouring columns of a row share an exponent, as in microscaling formats. It is the least with which they fit: if
-m is the largest of them, ``2^(e + 6) <= (1 + 2^-7) m < 2^(e + 7)``, so that each is rounded by m / 127 at most, and by
-less than a hundredth of the row's norm in the mean. Against ``keep`` in bfloat16, half as much is written and read.
+m is the largest of them, ``2^(e + 6) <= (1 + 2^-7) m < 2^(e + 7)``, so that each is rounded by m / 127 at most.
+Together they are rounded by about a hundredth of their norm if they are normal, by more if a few are much larger than
+the rest, and by 9 % at most. Against ``keep`` in bfloat16, half as much is written and read.
 
 Privacy needs no care for what is rounded away: the norm is that of the numbers that are added. Integers of 8 bits and
 powers of two are exact in float32, and so are the squares of 128 of them, so the norm is exact but for float64.

@@ -20,7 +20,7 @@ If the head's gradients H_b are stored (``keep``), the third term reads only the
 
     >>> n = stored_tied_norms(H, squared_norms(H), ids, e)
 
-So it is if they are stored in 8 bits (``keep_int8``), as integers with exponents:
+The same holds if they are stored in 8 bits (``keep_int8``), as integers with exponents:
 
     >>> n = stored_tied_norms(q, parts.sum(1), ids, e, exponents)
 

@@ -57,6 +57,14 @@ def test_numbers_are_rounded_by_a_127th_of_the_largest_that_shares_their_exponen
     assert float((widen_int8(q, e) - G).norm() / G.norm()) < 0.01
 
 
+def test_a_gradient_is_rounded_by_9_percent_of_its_norm_at_most() -> None:
+    G = torch.full((1, 2, COLUMNS), 0.499)
+    G[..., 0] = 63.51
+    for of in (G, torch.randn(1, 9, 144), torch.randn(1, 9, 144) ** 5):
+        q, e, _ = round_to_int8(of)
+        assert float((widen_int8(q, e) - of).norm() / of.norm()) < 0.09
+
+
 def test_the_norm_is_exactly_that_of_the_stored_numbers() -> None:
     for G in (awkward(), 1e-17 * torch.randn(3, 40, 300), 1e17 * torch.randn(2, 70, 144)):
         q, e, squares = round_to_int8(G)
