@@ -18,11 +18,12 @@ differ from there on and their roundings may be anything. The sums differ by at 
     sensitivity <= C (1 + slack),     slack = 2 E
 
 Norms are never below what is added (``fdp.gradients.rules``), stored gradients are weighted and added in float64 (those
-of a head, with its embedding, are rounded to float32 for every b samples: the term of kernels covers it), the noise is
-added in float64, and what was rounded to float32 before is read exactly. A kernel adds an embedding's rows in
-float64; if rows of a sample cancel, their size may exceed C so far that float64 rounds b samples by ``b^2 2^-25 C``
-(``fdp_kernels.embedding``), which the term of kernels covers. What float64 rounds elsewhere is below 1e-6 C and not in
-the slack; nor are numbers below 2^-126, which can add 1e-28 to a sum.
+of a head, with its embedding, are rounded to float32 for every b samples, and those in 8 bits are added in float32, b
+at a time: the term of kernels covers both), the noise is added in float64, and what was rounded to float32 before is
+read exactly. A kernel adds an embedding's rows in float64; if rows of a sample cancel, their size may exceed C so far
+that float64 rounds b samples by ``b^2 2^-25 C`` (``fdp_kernels.embedding``), which the term of kernels covers. What
+float64 rounds elsewhere is below 1e-6 C and not in the slack; nor are numbers below 2^-126, which can add 1e-28 to a
+sum.
 
 **The slack is a public number**: the noise is scaled by it. It bounds the number of samples by
 ``expected + 10 sqrt(expected) + 100``, which a Poisson draw exceeds with probability below 1e-22, and the number of
