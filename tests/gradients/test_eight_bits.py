@@ -88,6 +88,17 @@ def test_norm_and_sum_are_of_the_rounded_gradients_whatever_shares_a_launch() ->
     assert store_rounded([]) == rounded_parts([], [], size=2) == []
 
 
+@pytest.mark.parametrize(("samples", "sizes"), [(64, [64]), (96, [48, 48]), (130, [64, 64, 2])])
+def test_at_most_64_samples_are_added_in_float32(samples: int, sizes: list[int]) -> None:
+    """The slack of the noise covers no more."""
+    (record,) = store_rounded([Pair(randn(samples, 1, 2, 3, seed=1), randn(samples, 1, 2, 16, seed=2), (3, 16))])
+    factors = torch.rand(samples, dtype=torch.float64)
+    (parts,) = weighted_parts([record], [factors])
+    split = zip(stored_gradient(record).double().split(sizes), factors.split(sizes))
+    expected = torch.stack([torch.tensordot(of, few, dims=1) for few, of in split])
+    torch.testing.assert_close(parts.double(), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_rounded_gradients_among_other_uses_are_an_error() -> None:
     (record,) = store_rounded([product(4, 16, 0)])
     dense = Dense(randn(3, 5))
