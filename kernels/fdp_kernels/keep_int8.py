@@ -157,15 +157,15 @@ def _sum_body(
     total_3 = tl.zeros((S, R, C // 4), tl.float32)
     for b in tl.range(first, end, S, loop_unroll_factor=UNROLL):
         more = b + sample < end
-        bytes = tl.load(here, mask=inside & more[:, None, None], other=0) ^ -2139062144  # 0x80808080: 128 + q
+        four = tl.load(here, mask=inside & more[:, None, None], other=0) ^ -2139062144  # 0x80808080: 128 + q
         exponent = tl.load(e_ptr, mask=(row < p)[None, :] & more[:, None], other=0).to(tl.int32)
         factor = tl.load(factor_ptr + b + sample, mask=more, other=0.0)
         scale = ((exponent + 127) << 23).to(tl.float32, bitcast=True) * factor[:, None]
         scale = tl.broadcast_to(scale[:, :, None], (S, R, C // 4))
-        total_0 = tl.fma(_byte(bytes, 0), scale, total_0)
-        total_1 = tl.fma(_byte(bytes, 1), scale, total_1)
-        total_2 = tl.fma(_byte(bytes, 2), scale, total_2)
-        total_3 = tl.fma(_byte(bytes, 3), scale, total_3)
+        total_0 = tl.fma(_byte(four, 0), scale, total_0)
+        total_1 = tl.fma(_byte(four, 1), scale, total_1)
+        total_2 = tl.fma(_byte(four, 2), scale, total_2)
+        total_3 = tl.fma(_byte(four, 3), scale, total_3)
         here += S * p.to(tl.int64) * words
         e_ptr += S * p.to(tl.int64) * columns
     even = tl.join(tl.sum(total_0, 0), tl.sum(total_2, 0))

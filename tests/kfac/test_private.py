@@ -20,12 +20,13 @@ from fdp.fast.compile_modes import Compile, make_execution
 from fdp.fast.compiled import CompiledRunner
 from fdp.fast.fused_update import FusedUpdate
 from fdp.gradients.clipped_sum import clipped_sum
+from fdp.gradients.eight_bits import stored_gradient
 from fdp.gradients.execution import EAGER, Execution
 from fdp.gradients.linear_maps import LowRankMap, Map, MatrixMap, Sides, apply_rows
 from fdp.gradients.per_sample import per_sample_norms
 from fdp.gradients.plan import Method, make_plan
 from fdp.gradients.precondition import map_record, map_size
-from fdp.gradients.rules import Dense, OneHot, Pair, per_sample_gradient
+from fdp.gradients.rules import Dense, OneHot, Pair
 from fdp.kfac import factors
 from fdp.kfac.config import KfacConfig
 from fdp.kfac.factor_forms import Form
@@ -318,7 +319,7 @@ def test_a_step_maps_clips_and_maps_again():
     before, now = tree.flatten(state.params), tree.flatten(after.params)
     for path, value in total.value.items():
         record = map_record(sides, path, Dense(value.unsqueeze(0)))
-        expected = per_sample_gradient(record)[0] / 8
+        expected = stored_gradient(record)[0] / 8
         torch.testing.assert_close(before[path] - now[path], expected.float(), rtol=1e-3, atol=1e-5, msg=path)
 
 
