@@ -2,10 +2,11 @@
 
     G_b[tile] = round(g_b[:, tile]^T x_b[:, tile])
 
-A program goes from tile to tile. While one group rounds, squares and stores its rows, the tensor cores work for the
-others, and the next tile is loaded. What is stored is what the body of ``keep`` stores, bit for bit; squares are summed
-with the same bound on rounding, in one part for each group of 64 rows instead of one for each tile. With ``INT8`` it is
-what ``keep_int8`` stores: integers, and an exponent for 128 columns of a row; their squares are exact.
+A program goes from matrix to matrix, and in each from tile to tile. While one group rounds, squares and stores its
+rows, the tensor cores work for the others, and the next tile is loaded. What is stored is what the body of ``keep``
+stores, bit for bit; squares are summed with the same bound on rounding, in one part for each group of 64 rows instead
+of one for each tile. With ``INT8`` it is what ``keep_int8`` stores: integers, and an exponent for 128 columns of a row;
+their squares are exact.
 
 Letters as in ``keep``; R the rows of a group.
 """
@@ -30,7 +31,6 @@ from fdp_kernels.hopper import (
     hopper,
     load_outer,
     make_ring,
-    matrix_index_hopper,
     multiply_outer,
     outer_descriptors,
     pick_hopper,
@@ -52,24 +52,31 @@ TILES = {
     Tile(2 * GROUP_ROWS, 256, DEPTH, warps=4, stages=3, per_sm=1, group=4): 2.06,
 }
 """Tiles and the time of one, relative to 128 x 128 in the first."""
-INT8_TILE = Tile(3 * GROUP_ROWS, 128, DEPTH, warps=4, stages=5, per_sm=1, group=4)
-"""The tile of ``keep_int8``; its columns are those that share an exponent."""
-REGISTERS = {128: 152, 256: 232}
+INT8_TILE = Tile(2 * GROUP_ROWS, 256, DEPTH, warps=4, stages=4, per_sm=1, group=4)
+"""The tile of ``keep_int8``."""
+INT8_COLUMNS = 128
+"""Columns of a row that share an exponent in ``keep_int8``."""
+REGISTERS = {128: 160, 256: 232}
 """Registers of a thread by the columns of a tile: a product of 128 columns takes half as many as one of 256."""
-INT8_REGISTERS = 160
+INT8_REGISTERS = 232
 MIN_TILES = 100
 """With fewer tiles than this, most multiprocessors would have none."""
 
 
 @gluon_jit
-def _place(index, ps, ds, ends, BLOCK_P: gl.constexpr, BLOCK_D: gl.constexpr, TILES_DOWN: gl.constexpr):
-    """Return matrix of a tile, its index there, its sample, its row and its column."""
-    matrix = matrix_index_hopper(index, ends[0], ends[1], ends[2])
-    own = index - pick_hopper(matrix, 0, ends[0], ends[1], ends[2])
-    rows = gl.cdiv(pick_hopper(matrix, ps[0], ps[1], ps[2], ps[3]), BLOCK_P)
-    columns = gl.cdiv(pick_hopper(matrix, ds[0], ds[1], ds[2], ds[3]), BLOCK_D)
-    i, j = tile_position_hopper(own % (rows * columns), rows, columns, TILES_DOWN)
-    return matrix, own, own // (rows * columns), i, j
+def _tiles_of(matrix, ends, count):
+    """Return the first tile of a matrix that this program computes, and the number of tiles. Programs take turns."""
+    begin = pick_hopper(matrix, 0, ends[0], ends[1], ends[2])
+    programs = gl.num_programs(0)
+    first = (gl.program_id(0) - begin % programs + programs) % programs
+    return first, pick_hopper(matrix, ends[0], ends[1], ends[2], count) - begin
+
+
+@gluon_jit
+def _shape_of(matrix, ps, ds, BLOCK_P: gl.constexpr, BLOCK_D: gl.constexpr):
+    """Return the widths of a matrix, and its tiles in rows and in columns."""
+    p, d = pick_hopper(matrix, ps[0], ps[1], ps[2], ps[3]), pick_hopper(matrix, ds[0], ds[1], ds[2], ds[3])
+    return p, d, gl.cdiv(p, BLOCK_P), gl.cdiv(d, BLOCK_D)
 
 
 @gluon_jit
@@ -81,10 +88,14 @@ def _load_tiles(
     ps, ds, ends, ring, count, steps = work
     slot = 0
     phase = 1
-    for index in range(gl.program_id(0), count, gl.num_programs(0)):
-        matrix, _, b, i, j = _place(index, ps, ds, ends, BLOCK_P, BLOCK_D, TILES_DOWN)
+    for matrix in range(4):
+        _, _, rows, columns = _shape_of(matrix, ps, ds, BLOCK_P, BLOCK_D)
         g, x = pick_hopper(matrix, gs[0], gs[1], gs[2], gs[3]), pick_hopper(matrix, xs[0], xs[1], xs[2], xs[3])
-        slot, phase = load_outer(g, x, b, i, j, steps, ring, slot, phase, BLOCK_P, BLOCK_D, BLOCK_T, SLOTS)
+        first, tiles = _tiles_of(matrix, ends, count)
+        for own in range(first, tiles, gl.num_programs(0)):
+            i, j = tile_position_hopper(own % (rows * columns), rows, columns, TILES_DOWN)
+            b = own // (rows * columns)
+            slot, phase = load_outer(g, x, b, i, j, steps, ring, slot, phase, BLOCK_P, BLOCK_D, BLOCK_T, SLOTS)
 
 
 @gluon_jit
@@ -102,6 +113,20 @@ def _round_to_int8(acc_RD):
 
 
 @gluon_jit
+def _store_int8(half_RC, out, buffer, exponent_ptr, b, row, block, p, blocks):
+    """Round and store rows of 128 columns that share exponents; return the sum of their squares."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    stored_RC, exponent_R, squares_R = _round_to_int8(gl.convert_layout(half_RC, LAYOUT, assert_trivial=True))
+    buffer.reshape((64, 128)).store(stored_RC)
+    hopper.fence_async_shared()
+    hopper.tma.async_copy_shared_to_global(out, [b, row, block * 128], buffer)
+    rows_R = row + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    place_R = (b.to(gl.int64) * p + rows_R) * blocks + block
+    gl.store(exponent_ptr + place_R, exponent_R.to(gl.int8), mask=(rows_R < p) & (block < blocks))
+    return gl.sum(squares_R, 0)
+
+
+@gluon_jit
 def _store_rows(
     GROUP: gl.constexpr, stores, work,
     BLOCK_P: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_T: gl.constexpr, TILES_DOWN: gl.constexpr, SLOTS: gl.constexpr,
@@ -112,36 +137,37 @@ def _store_rows(
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     outs, partials, exponents, buffers = stores
     ps, ds, ends, ring, count, steps = work
-    buffer = buffers.index(GROUP)
     acc = gl.zeros((64, BLOCK_D), gl.float32, MMA)
     slot = 0
     phase = 0
-    for index in range(gl.program_id(0), count, gl.num_programs(0)):
-        matrix, own, b, i, j = _place(index, ps, ds, ends, BLOCK_P, BLOCK_D, TILES_DOWN)
-        acc, slot, phase = multiply_outer(GROUP, acc, steps, ring, slot, phase, BLOCK_P, BLOCK_D, BLOCK_T, SLOTS)
-        if INT8:
-            stored_RD, exponent_R, squares_R = _round_to_int8(acc)
-            squares = gl.sum(squares_R, 0)
-        else:
-            stored_RD = acc.to(buffers.dtype)
-        hopper.tma.store_wait(0)  # of the tile before this one
-        buffer.reshape((64, BLOCK_D)).store(stored_RD)
-        hopper.fence_async_shared()
+    for matrix in range(4):
+        p, d, rows, columns = _shape_of(matrix, ps, ds, BLOCK_P, BLOCK_D)
         out = pick_hopper(matrix, outs[0], outs[1], outs[2], outs[3])
-        hopper.tma.async_copy_shared_to_global(out, [b, i * BLOCK_P + 64 * GROUP, j * BLOCK_D], buffer)
-        if INT8:
-            p, d = pick_hopper(matrix, ps[0], ps[1], ps[2], ps[3]), pick_hopper(matrix, ds[0], ds[1], ds[2], ds[3])
-            row = i * BLOCK_P + 64 * GROUP + gl.arange(0, 64, gl.SliceLayout(1, MMA))
-            place = (b.to(gl.int64) * p + row) * gl.cdiv(d, BLOCK_D) + j
-            exponent_ptr = pick_hopper(matrix, exponents[0], exponents[1], exponents[2], exponents[3])
-            gl.store(exponent_ptr + place, exponent_R.to(gl.int8), mask=row < p)
-        else:
-            # As tile_gemm.sum_of_squares does; rows past the last are zeros.
-            wide_RD = stored_RD.to(gl.float32)
-            squares = gl.sum(gl.sum(wide_RD * wide_RD, 1).to(gl.float64), 0) * (1 + 2.0**-15)
-        gl.store(
-            pick_hopper(matrix, partials[0], partials[1], partials[2], partials[3]) + own * GROUPS + GROUP, squares
-        )
+        partial_ptr = pick_hopper(matrix, partials[0], partials[1], partials[2], partials[3]) + GROUP
+        exponent_ptr = pick_hopper(matrix, exponents[0], exponents[1], exponents[2], exponents[3])
+        first, tiles = _tiles_of(matrix, ends, count)
+        for own in range(first, tiles, gl.num_programs(0)):
+            i, j = tile_position_hopper(own % (rows * columns), rows, columns, TILES_DOWN)
+            b, row = own // (rows * columns), i * BLOCK_P + 64 * GROUP
+            acc, slot, phase = multiply_outer(GROUP, acc, steps, ring, slot, phase, BLOCK_P, BLOCK_D, BLOCK_T, SLOTS)
+            hopper.tma.store_wait(0)  # of the tile before this one
+            if INT8:
+                left_RC, right_RC = acc.reshape((64, 2, 128)).permute((0, 2, 1)).split()
+                blocks = gl.cdiv(d, 128)
+                squares = _store_int8(left_RC, out, buffers.index(2 * GROUP), exponent_ptr, b, row, 2 * j, p, blocks)
+                squares += _store_int8(
+                    right_RC, out, buffers.index(2 * GROUP + 1), exponent_ptr, b, row, 2 * j + 1, p, blocks
+                )
+            else:
+                stored_RD = acc.to(buffers.dtype)
+                buffer = buffers.index(GROUP)
+                buffer.reshape((64, BLOCK_D)).store(stored_RD)
+                hopper.fence_async_shared()
+                hopper.tma.async_copy_shared_to_global(out, [b, row, j * BLOCK_D], buffer)
+                # As tile_gemm.sum_of_squares does; rows past the last are zeros.
+                wide_RD = stored_RD.to(gl.float32)
+                squares = gl.sum(gl.sum(wide_RD * wide_RD, 1).to(gl.float64), 0) * (1 + 2.0**-15)
+            gl.store(partial_ptr + own * GROUPS, squares)
     hopper.tma.store_wait(0)
 
 
@@ -156,7 +182,8 @@ def _keep_hopper_body(
     GROUPS: gl.constexpr = BLOCK_P // 64
     left = gl.allocate_shared_memory(g0.dtype, [GROUPS * SLOTS, 1, BLOCK_T, 64], g0.layout)
     right = gl.allocate_shared_memory(x0.dtype, [SLOTS, 1, BLOCK_T, BLOCK_D], x0.layout)
-    buffers = gl.allocate_shared_memory(out0.dtype, [GROUPS, 1, 64, BLOCK_D], out0.layout)
+    COLUMNS: gl.constexpr = 128 if INT8 else BLOCK_D
+    buffers = gl.allocate_shared_memory(out0.dtype, [GROUPS * (BLOCK_D // COLUMNS), 1, 64, COLUMNS], out0.layout)
     full, empty = make_ring(SLOTS, GROUPS)
     ring, steps = (left, right, full, empty), gl.cdiv(tokens, BLOCK_T)
     ps, ds, ends = (p0, p1, p2, p3), (d0, d1, d2, d3), (end0, end1, end2)
@@ -231,7 +258,8 @@ def _launch_body(
     """Fill ``outs``, squared norms in parts and, if ``outs`` are integers, ``exponents``."""
     (batch, tokens, _), device = gs[0].shape, gs[0].device
     counts = count_tiles(gs, xs, batch, tile)
-    stores = [ring_descriptor(G, (1, GROUP_ROWS, tile.columns)) for G in outs]
+    columns = tile.columns if exponents is None else INT8_COLUMNS
+    stores = [ring_descriptor(G, (1, GROUP_ROWS, columns)) for G in outs]
     _keep_hopper_body[(num_programs(sum(counts), tile, device),)](
         *outer_descriptors(gs, xs, tile), *pad_to_four(stores), *pad_to_four(partials),
         *pad_to_four(partials if exponents is None else exponents), *widths_and_ends(gs, xs, counts), sum(counts),

@@ -48,7 +48,7 @@ from fdp_kernels.tile_gemm import (
     widths_and_ends,
 )
 
-COLUMNS = keep_hopper.INT8_TILE.columns
+COLUMNS = keep_hopper.INT8_COLUMNS
 """Columns of a row that share an exponent."""
 ROWS, SAMPLES, UNROLL = 8, 2, 4
 """Rows of a tile of ``sum_int8``, samples that are read at a time, and how often in a turn of the loop."""
@@ -226,6 +226,8 @@ def launch_foreach_sum_int8(qs: list[Tensor], es: list[Tensor], factors: list[Te
 def _sum_four(qs: list[Tensor], es: list[Tensor], factors: list[Tensor], size: int) -> list[Tensor]:
     parts = cdiv(len(qs[0]), size)
     outs = [torch.empty(parts, *q.shape[1:], dtype=torch.float32, device=q.device) for q in qs]
+    # Blocks of columns follow one another in memory: as rows of their own, they are read from one end to the other.
+    qs = [q.reshape(len(q), -1, COLUMNS) if q.shape[2] % COLUMNS == 0 else q for q in qs]
     counts = [parts * cdiv(q.shape[1], ROWS) * cdiv(q.shape[2], COLUMNS) for q in qs]
     operands = ([side.contiguous() for side in sides] for sides in (qs, es, factors))
     _sum_body[(sum(counts),)](

@@ -48,8 +48,9 @@ def outer(body: Any, tile: Tile, registers: int, **more: bool) -> Any:
         "BLOCK_P": tile.rows, "BLOCK_D": tile.columns, "BLOCK_T": tile.depth, "TILES_DOWN": tile.group,
         "SLOTS": tile.stages, "REGISTERS": registers, **more,
     }  # fmt: skip
-    wide = f"[1, 64, {tile.columns}]"
-    return compile_body(body, constants, {"g": "[1, 64, 64]", "x": wide, "out": wide})
+    stored = keep_hopper.INT8_COLUMNS if more.get("INT8") else tile.columns
+    boxes = {"g": "[1, 64, 64]", "x": f"[1, 64, {tile.columns}]", "out": f"[1, 64, {stored}]"}
+    return compile_body(body, constants, boxes)
 
 
 def weighted(tile: Tile) -> Any:

@@ -244,5 +244,5 @@ def test_only_aligned_rows_in_half_precision_on_a_hopper_gpu_are_stored_by_the_k
     assert not can_keep_int8(g[:0], x[:0])
 
 
-def test_the_columns_of_the_tile_are_those_that_share_an_exponent() -> None:
-    assert keep_hopper.INT8_TILE.columns == COLUMNS
+def test_a_tile_has_two_blocks_of_columns_that_share_an_exponent() -> None:
+    assert keep_hopper.INT8_TILE.columns == 2 * COLUMNS
