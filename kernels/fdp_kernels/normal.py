@@ -66,8 +66,8 @@ HAS_VECTOR_ERFINV = torch.backends.mkl.is_available()
 """True if ``torch.erfinv`` is MKL's: four times as fast as ``ndtri``. Others take longer than ``ndtri``."""
 _HALF_A_STEP = torch.tensor(2.0**-65, dtype=torch.float64, device="cpu")
 """Half of the least difference between two probabilities, so that none is 0."""
-_FAR = 2.0**-6
-"""Below this probability ``2p - 1`` has lost too many digits: rounding it moves a value by 3e-16 of itself here."""
+_FAR = 2.0**-8
+"""Below this probability ``2p - 1`` has lost too many digits: rounding it moves a value by 9e-16 of itself here."""
 _WHOLE_VECTORS = 64
 """Elements are evaluated in multiples of this many, and threads split between them: none is left over for other code,
 which might round differently."""
@@ -100,23 +100,26 @@ def wide_normal_from_bits(bits: Tensor, fine: Tensor) -> Tensor:
     lower = (fine.double() + (fine < 0).double() * 2.0**64).add_(0.5).mul_(2.0**-128)  # unsigned
     p = (tail.double() * 2.0**-64 + lower).where(tail < _WIDE_RARE, near)
     padded = torch.nn.functional.pad(p.flatten(), (0, -p.numel() % _WHOLE_VECTORS), value=0.25)
-    z = lower_quantile_(padded, torch.empty_like(padded))[: p.numel()].view(p.shape)
+    z = torch.empty_like(padded)
+    lower_quantile_(padded, z, torch.nonzero(padded < _FAR).flatten())
+    z = z[: p.numel()].view(p.shape)
     return z.where(bits < 0, -z)
 
 
-def lower_quantile_(p: Tensor, out: Tensor) -> Tensor:
+def lower_quantile_(p: Tensor, out: Tensor, far: Tensor) -> None:
     """Write ``Φ⁻¹(p)``, ``0 < p <= 1/2``, to ``out``; both are float64 of a multiple of ``_WHOLE_VECTORS`` elements.
 
-    ``√2 erf⁻¹(2p - 1)`` is taken where ``2p - 1`` keeps enough digits of p.
+    ``√2 erf⁻¹(2p - 1)`` is taken where ``2p - 1`` keeps enough digits of p, which it does not at ``far``, the indices
+    of what is below ``_FAR``.
 
     Guarantees:
       - equal p give equal values, bit for bit, whatever is beside them.
     """
     if not HAS_VECTOR_ERFINV or p.device.type != "cpu":
-        return torch.special.ndtri(p, out=out)
+        torch.special.ndtri(p, out=out)
+        return
     torch.mul(p, 2, out=out).sub_(1).erfinv_().mul_(math.sqrt(2))
-    far = _indices_below(p, _FAR)
-    return out.index_copy_(0, far, torch.special.ndtri(p.take(far)))
+    out.index_copy_(0, far, torch.special.ndtri(p.take(far)))
 
 
 def truncated_normal_from_bits(bits: Tensor, lower: float, upper: float) -> Tensor:
@@ -242,8 +245,9 @@ def _wide_normal_cpu(bits: Tensor, out: Tensor, scratch: Tensor) -> tuple[Tensor
     tail = torch.bitwise_and(bits, _WIDE_TAIL, out=z.view(torch.int64)[:n])
     torch.add(_HALF_A_STEP, p[:n].copy_(tail), alpha=2.0**-64, out=p[:n])
     p[n:].fill_(0.25)
-    lower_quantile_(p, z)  # negative: below the median
-    rare = _indices_below(p[:n], _WIDE_RARE * 2.0**-64)
+    far = _indices_below(p, _FAR)
+    lower_quantile_(p, z, far)  # negative: below the median
+    rare = far[p.take(far) < _WIDE_RARE * 2.0**-64]
     bits_of_rare = bits[rare]
     torch.copysign(z[:n], bits.view(torch.float64), out=out)
     return rare, bits_of_rare

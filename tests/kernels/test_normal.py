@@ -235,7 +235,8 @@ def probabilities(count: int) -> Tensor:
 
 def test_lower_quantiles_are_those_of_ndtri_to_float64_rounding():
     p = probabilities(200_000)
-    z, reference = normal.lower_quantile_(p, torch.empty_like(p)), torch.special.ndtri(p)
+    z, reference = torch.empty_like(p), torch.special.ndtri(p)
+    normal.lower_quantile_(p, z, torch.nonzero(p < normal._FAR).flatten())
     torch.testing.assert_close(z, reference, rtol=1.5e-15, atol=0)
     assert (z <= 0).all()
     assert z.isfinite().all()
