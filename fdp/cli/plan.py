@@ -61,7 +61,10 @@ class PlanComputeOptions:
     ] = "full"
     compile: Annotated[
         str,
-        Flag("none, or block: noise and update are one pass in place, as fdp train runs AdamW on one GPU."),
+        Flag(
+            "none, or block: the head is fused with its loss, and noise and update are one pass in place, as fdp train "
+            "runs AdamW on one GPU."
+        ),
     ] = "none"
 
     @property

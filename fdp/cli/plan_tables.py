@@ -23,7 +23,7 @@ HINTS = {
     "gradients": "--sum-dtype float32, --compile block, --offload grads,optimizer, more ranks along shard, or a tensor "
     "axis, which shards full gradients too",
     "kept pairs": "--memory-budget, --method ghost, or a smaller --microbatch",
-    "activations": "--checkpoint-activations, a smaller --microbatch, or a tensor axis",
+    "activations": "--compile block, --checkpoint-activations, a smaller --microbatch, or a tensor axis",
 }
 """How to reduce each kind of memory."""
 

@@ -53,7 +53,8 @@ class Scale(NamedTuple):
 class StepSettings(NamedTuple):
     """The settings of a step that change its memory, traffic or flops. ``optimizer`` None: AdamW.
 
-    ``in_place``: the state is donated, and one pass over every leaf ends the step, as with compiled blocks on a GPU.
+    ``in_place``: the state is donated, the head is fused with the loss, and one pass over every leaf ends the step, as
+    with compiled blocks on a GPU.
     """
 
     method: Method = Method.AUTO
@@ -121,7 +122,7 @@ def plan_at_scale(
     microbatch is traced too, as a phase of its own: it happens once in a period, and its traffic and flops are
     reported apart from the step's (``Footprint.measurement``). Inverting depends on values, so its memory is computed,
     not traced. Memory that no trace can see is left out: the CUDA context, workspaces of cuBLAS and NCCL, and
-    fragmentation.
+    fragmentation. Blocks are traced as they are: compiled ones may store less, as those of Llama do.
 
     Guarantees:
       - the kinds add up to the peak;

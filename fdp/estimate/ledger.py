@@ -224,6 +224,11 @@ class Ledger(TorchDispatchMode):
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call ``func``. Tensors on the host are fake, and a copy from or to DEVICE copies nothing."""
+        if func is _aten.copy_.default and DEVICE in (args[0].device, args[1].device):
+            return args[0]
+        if func is _aten.empty.memory_format and kwargs.get("device") in (None, HOST):
+            with self._fake:
+                return func(*args, **kwargs)
         target = kwargs.get("device") if func is _aten._to_copy.default else None
         if target is None or target == args[0].device:
             return func(*args, **kwargs)

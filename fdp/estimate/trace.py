@@ -18,13 +18,15 @@ from fdp import tree
 from fdp.checks.first_call import Checks
 from fdp.estimate.ledger import DEVICE, HOST, Ledger, MemoryKind, Phase, fused_attention
 from fdp.fast.compile_modes import make_execution
-from fdp.gradients.execution import EagerRunner, Execution
+from fdp.fast.fused_head import can_fuse, fused_vjp
+from fdp.gradients.execution import EagerRunner, Execution, Pull
 from fdp.gradients.plan import Plan
+from fdp.gradients.taps import Use
 from fdp.kfac.optimizer import Kfac
 from fdp.kfac.private.refresh import sides_of
 from fdp.kfac.refresh import measure
 from fdp.kfac.state import find_kfac_state, move_factors, replace_kfac_state
-from fdp.model import Model
+from fdp.model import Block, Model
 from fdp.optimizers import LOCAL, Optimizer, Reductions
 from fdp.parallel.offload import Offload
 from fdp.parallel.sharding import Sharding
@@ -33,7 +35,7 @@ from fdp.privacy.clipping import ClipStyle
 from fdp.privacy.mechanism import Mechanism
 from fdp.privacy.sampling import poisson, trusted_batch
 from fdp.step import make_train_step
-from fdp.types import Clip, Norms, TrainState, Tree
+from fdp.types import Clip, Flat, Norms, TrainState, Tree
 
 NOISE_OPERATIONS = (torch.ops.fdp_kernels.normal.default, torch.ops.fdp_kernels.foreach_normal.default)
 """The operations that draw noise: leaf by leaf, and on the host for many leaves."""
@@ -54,10 +56,22 @@ class TracedWork(NamedTuple):
     in_place: bool = False
 
 
-class _InPlaceRunner(EagerRunner):
-    """Run blocks as they are, but end the step as a compiled one does: noise, update and cast in one pass."""
+class _CompiledRunner(EagerRunner):
+    """Run blocks as they are, but fuse the head with its loss and end the step in one pass, as a compiled step does."""
 
     compiles = True
+
+    def head_vjp(
+        self,
+        block: Block,
+        weights: Flat,
+        carry: Tree,
+        data: Tree,
+        uses: tuple[Use, ...],
+        plan: Plan,
+        gradient: Tensor | None,
+    ) -> tuple[Tensor, Pull] | None:
+        return fused_vjp(self, block, weights, carry, data, uses, plan, gradient) if can_fuse(block, plan) else None
 
 
 def trace_step(work: TracedWork, microbatches: int) -> Ledger:
@@ -97,7 +111,7 @@ def _execution(work: TracedWork) -> Execution:
         sum_dtype=work.sum_dtype,
         microbatch_size=work.plan.batch_size * ranks,
     )
-    return execution._replace(runner=_InPlaceRunner()) if work.in_place else execution
+    return execution._replace(runner=_CompiledRunner()) if work.in_place else execution
 
 
 def trace_measurement(work: TracedWork, curvature: Kfac) -> Ledger:

@@ -275,9 +275,9 @@ def _logit_gradients(
 
 
 def _pad_vocabulary(w: Tensor, *, to: int = _VOCAB_MULTIPLE) -> Tensor:
-    """Return ``w``, on a GPU padded with rows of zeros to a multiple of ``to``."""
+    """Return ``w``, on a GPU (or a stand-in for one) padded with rows of zeros to a multiple of ``to``."""
     extra = -len(w) % to
-    return torch.cat([w, w.new_zeros(extra, w.shape[1])]) if extra and w.is_cuda else w
+    return torch.cat([w, w.new_zeros(extra, w.shape[1])]) if extra and (w.is_cuda or w.is_meta) else w
 
 
 def _multiply(out: Tensor, a: Tensor, b: Tensor) -> None:
@@ -287,7 +287,9 @@ def _multiply(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 def _multiply_wide(out: Tensor, a: Tensor, b: Tensor, *, add: bool) -> None:
     """Write ``out = a b``, or ``out += a b``; out may be wider than a and b, and nothing is rounded to their dtype."""
-    if a.dtype == out.dtype or not a.is_cuda:
+    if a.is_meta:  # no values to add; what a GPU stores besides out is nothing
+        torch.mm(a, b)
+    elif a.dtype == out.dtype or not a.is_cuda:
         torch.addmm(out, a.to(out.dtype), b.to(out.dtype), beta=int(add), out=out)
     elif torch.compiler.is_compiling():  # Inductor knows out_dtype of mm, not of addmm
         product = torch.mm(a, b, out_dtype=out.dtype)

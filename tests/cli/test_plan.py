@@ -102,10 +102,11 @@ def test_what_does_not_fit_says_by_how_much_and_what_to_try(run):
 
 
 @pytest.mark.usefixtures("one_layer")
-def test_the_noise_of_large_offloaded_leaves_is_estimated_too(run, monkeypatch):
-    here = result(run(f"{NANO} --offload optimizer --json"))
-    monkeypatch.setattr(fdp.finish, "ELEMENTS_AT_A_TIME", 100)  # as of leaves that are noised in pieces
-    assert result(run(f"{NANO} --offload optimizer --json"))["host_bytes"] == here["host_bytes"] > 0
+@pytest.mark.parametrize("parts", ["optimizer", "all"])
+def test_the_noise_of_large_offloaded_leaves_is_estimated_too(run, parts, monkeypatch):
+    here = result(run(f"{NANO} --offload {parts} --json"))
+    monkeypatch.setattr(fdp.finish, "ELEMENTS_AT_A_TIME", 4000)  # as of leaves that are noised in pieces
+    assert result(run(f"{NANO} --offload {parts} --json"))["host_bytes"] == here["host_bytes"] > 0
 
 
 @pytest.mark.usefixtures("one_layer")

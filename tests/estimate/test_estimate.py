@@ -182,6 +182,24 @@ def test_activation_checkpointing_holds_fewer_activations():
 
 
 @pytest.mark.parametrize(
+    ("method", "fused"),
+    [(Method.NONE, True), (Method.GHOST_BK, True), (Method.AUTO, True), (Method.MATERIALIZE, False)],
+)
+def test_a_compiled_step_is_planned_with_its_head_fused_with_the_loss(method, fused):
+    """Its logits exist once, in the compute dtype; others are held with their gradient, and in float32."""
+    many_words = SMALL._replace(context=64, vocab_size=8192)
+    eager, compiled = (
+        planned(many_words, samples=16, method=method, dtype=torch.bfloat16, in_place=in_place)
+        for in_place in (False, True)
+    )
+    logits = 2 * 16 * 64 * 8192
+    assert eager.phases[Phase.PASS][0].total > 4 * logits
+    assert logits < compiled.phases[Phase.PASS][0].total
+    assert (compiled.phases[Phase.PASS][0].total < 2 * logits) == fused
+    assert compiled.flops == eager.flops
+
+
+@pytest.mark.parametrize(
     ("zero", "method"), [(Zero.NONE, Method.NONE), (Zero.TWO, Method.AUTO), (Zero.THREE, Method.AUTO)]
 )
 def test_many_microbatches_are_extrapolated_from_three(zero, method, monkeypatch):
