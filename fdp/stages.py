@@ -164,10 +164,11 @@ def _rounded_words(mechanism: Mechanism, rounding: Rounding, plan: Plan) -> str:
     """Return the slack, and the dtype of stored gradients, in the words that noise is drawn for.
 
     Another slack has other noise: the same noise, scaled by two numbers, could be solved for. So have gradients that
-    are rounded otherwise: with the same noise, the difference of two runs would have none. Only slack that is asked for
-    counts, not that of a GPU's kernels, so that a run has the same noise on every device.
+    are rounded otherwise, of these leaves or of others, as measured times decide: with the same noise, the difference
+    of two runs would have none. Only slack that is asked for counts, not that of a GPU's kernels, so that a run has the
+    same noise on every device.
     """
-    stored = "" if plan.stored_dtype is None else f", stored in {plan.stored_dtype}"
+    stored = "" if plan.stored_dtype is None else f", stored in {plan.stored_dtype} {fingerprint(plan.rounded)}"
     if rounding.sum_dtype == torch.float64:
         return stored
     return f", rounded {rounding_slack(mechanism.sampling, rounding)!r}{stored}"

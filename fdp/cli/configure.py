@@ -67,7 +67,7 @@ def configure(options: TrainOptions) -> RunConfig:
     if epsilon is None and privacy.noise_multiplier is None and method is not Method.NONE:
         epsilon = DEFAULT_EPSILON
     (model, values), dataset = load_model_and_data(options)
-    dataset, held_out = split_data(options, dataset, model)
+    dataset, held_out, shared = split_data(options, dataset, model)
     population = rounded_population(len(dataset)) if privacy.population is None else privacy.population
     training = replace(training, steps=count_steps(training, population))
     options, rate = replace(options, training=training), make_schedule(training)
@@ -101,7 +101,7 @@ def configure(options: TrainOptions) -> RunConfig:
         checkpoint_activations=options.ranks.checkpoint_activations,
         values=values,
         ema=options.evaluation.ema,
-        evaluation=make_evaluation(options, held_out, population=population, delta=delta),
+        evaluation=make_evaluation(options, held_out, population=population, delta=delta, shared=shared),
     )
     return extend_config(options, config)
 
@@ -224,7 +224,7 @@ def _warmup_steps(training: TrainingOptions) -> int:
 
 
 def _stored_dtype(options: TrainOptions, dtype: torch.dtype, device: torch.device) -> torch.dtype | None:
-    """Return the dtype of ``--stored-dtype``; refuse 8 bits where no kernel stores them, or no noise hides them."""
+    """Return the dtype of ``--stored-dtype``; refuse 8 bits where no kernel stores them."""
     stored = choose("--stored-dtype", options.compute.stored_dtype, STORED_DTYPES)
     if stored is None:
         return None
@@ -233,8 +233,6 @@ def _stored_dtype(options: TrainOptions, dtype: torch.dtype, device: torch.devic
             "--stored-dtype int8: expected one process with --dtype bfloat16 on a Hopper GPU (H100, H200), whose "
             "kernels store gradients in 8 bits; leave it out"
         )
-    if options.privacy.noise_multiplier == 0:
-        raise FdpError("--stored-dtype int8: expected noise, which hides that gradients are rounded; leave it out")
     return stored
 
 

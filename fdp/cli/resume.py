@@ -29,9 +29,9 @@ from fdp.parallel import launch
 from fdp.parallel.agree import PRIVATE_SETTINGS, gather_values, run_in_unison
 from fdp.run.evaluation_config import Cost
 from fdp.run.run_folder import read_records
-from fdp.run.same_noise import check_same_noise, check_same_rounding, noise_record, slack_in
+from fdp.run.same_noise import check_same_noise, check_same_rounding, earlier_noise, noise_record, read_noise
 from fdp.run.step_metrics import Evaluation
-from fdp.run.training_run import Run
+from fdp.run.training_run import NEW_RUN, EarlierNoise, Run, measured_samples
 from fdp.storage import checkpoint
 from fdp.storage.checkpoint_record import Damaged, Verified
 from fdp.storage.private_files import write_private
@@ -107,13 +107,12 @@ def microbatch_of(resumed: ResumedRun | None) -> int | None:
     return None if found is None else found["settings"].get("microbatch")
 
 
-def slack_of(resumed: ResumedRun | None) -> float:
-    """Return the slack that the noise of a resumed run has covered so far; 0 for a new run."""
-    if resumed is None:
-        return 0.0
-    if resumed.checkpoint is not None:
-        return slack_in(resumed.checkpoint.meta)
-    return 0.0 if resumed.began is None else float(resumed.began.get("extra_noise") or 0.0)
+def earlier_noise_of(resumed: ResumedRun | None) -> EarlierNoise:
+    """Return what the noise of a resumed run was drawn for so far."""
+    if resumed is not None and resumed.checkpoint is not None:
+        return earlier_noise(resumed.checkpoint.meta)
+    began = None if resumed is None else resumed.began
+    return NEW_RUN if began is None else read_noise(began, began.get("extra_noise"))
 
 
 def _read_folder(settings: Mapping[str, Any]) -> FoundFolder | None:
@@ -241,7 +240,7 @@ def check_not_released(resumed: ResumedRun, run: Run, out: Path) -> None:
     run that begins again must have the scale that it had.
     """
     if resumed.began is not None:
-        check_same_rounding(resumed.began.get("rounded"), slack_of(resumed), run, out)
+        check_same_rounding(resumed.began.get("rounded"), earlier_noise_of(resumed).slack, run, out)
     evaluation = run.config.evaluation
     if evaluation is None or evaluation.budget is None or resumed.checkpoint is not None or run.config.seed is not None:
         return
@@ -276,9 +275,7 @@ def held_out_digest(run: Run) -> str | None:
 
 def kfac_microbatch_size(run: Run) -> int | None:
     """Return the samples of all ranks in one microbatch of K-FAC; None without K-FAC."""
-    if run.kfac is None:
-        return None
-    return run.kfac.plan.survey.plan.batch_size * (1 if run.sharding is None else run.sharding.ranks)
+    return None if run.kfac is None else measured_samples(run.kfac, run.sharding)
 
 
 def check_same_run(resumed: ResumedRun, run: Run) -> None:
@@ -302,12 +299,12 @@ def check_same_run(resumed: ResumedRun, run: Run) -> None:
                 f"{path}: expected the same run, got {got}. Noise that was drawn for other data must "
                 "not be used again: put the data back, or give another --out to start anew"
             )
-    check_same_noise(found, run, path)
     if found.get("measured") != kfac_microbatch_size(run):
         raise FdpError(
             f"{path}: expected a run that measures curvature on {found.get('measured')} samples of all "
             f"ranks, got {kfac_microbatch_size(run)}; resume it on a number of ranks that divides --microbatch"
         )
+    check_same_noise(found, run, path)
 
 
 def _is_close(then: float | None, now: float | None) -> bool:

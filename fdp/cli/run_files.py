@@ -34,6 +34,7 @@ from fdp.cli.config_file import config_text
 from fdp.cli.formatting import package_version
 from fdp.gradients.plan import explain_rows
 from fdp.privacy.guarantee import RELATION
+from fdp.run.same_noise import rounding_record
 from fdp.run.step_metrics import StepRecord, record_to_json
 from fdp.run.training_run import Run, extra_noise
 from fdp.storage.private_files import disk_errors, open_private, write_private
@@ -101,7 +102,7 @@ def write_config(folder: Path, settings: Mapping[str, Any], run: Run) -> None:
             "delta": run.config.delta,
             "noise_multiplier": run.mechanism.noise_multiplier,
             "extra_noise": extra_noise(run),
-            "rounded": run.stages.rounded,
+            **rounding_record(run),
             "epsilon": run.config.epsilon,
             "epsilon_planned": None if run.epsilons is None else float(run.epsilons[-1]),
             "statistics": statistics_settings(run),

@@ -86,7 +86,7 @@ def train(options: TrainOptions, ranks: Ranks | None = None, *, dry_run: bool = 
             run_in_unison(lambda: check_unused(options), None)
             run_in_unison(lambda: check_ledger(options) if first else None, None)
             root = None if resumed is None else resumed.root
-            run, state = prepare(config, root=root, least_slack=resume.slack_of(resumed), say=say)
+            run, state = prepare(config, root=root, earlier=resume.earlier_noise_of(resumed), say=say)
             state = start_keeping(run, continue_state(options, run, state))
             evaluator = make_evaluator(run)
             write_texts = run_in_unison(lambda: make_writer(options, run), None)

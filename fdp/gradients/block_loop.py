@@ -134,8 +134,8 @@ def backward(
     """Yield, from the last block to the first, its number and what its pull-back found of its leaves.
 
     A block of which nothing is saved is gathered and run again, while the next one is being gathered. ``gradient`` is
-    that of the losses, None for all ones; the first gather waits for ``token``. Uses up ``saved`` and ``carries``, so
-    that nothing outlives its use.
+    that of the losses, None for all ones; the first gather waits for ``token``. Uses up ``saved`` and ``carries``, and
+    empties what it found of a block when it is asked for the next, so that nothing outlives its use.
     """
     pending: PendingGather | None = None
     for i in range(len(weights.model.blocks) - 1, -1, -1):
@@ -150,7 +150,7 @@ def backward(
         gradient, found = _pull_block(weights, i, this, carries.pop(), gradient, data, plan)
         this, token = NOTHING_SAVED, gradient
         yield i, found
-        found = {}
+        found.clear()  # also for a caller whose loop variable still holds it
 
 
 def _pull_block(

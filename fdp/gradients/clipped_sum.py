@@ -137,6 +137,7 @@ def _weighted_blocks(stash: Stash, clip: Clip, block_sums: _BlockSums) -> Iterat
     if stash.carries:
         sums: Flat = {}
         saved, carries = [NOTHING_SAVED for _ in blocks], list(stash.carries)
+        stash.carries.clear()  # a second sum would count every sample twice
         factors = next(iter(clip.factors.values()))
         for i, records in backward(weights, None, saved, carries, stash.data, plan, token=factors):
             second = {path: of for path, of in records.items() if plan.choices[path].sum is SumBy.SECOND_BACKWARD}
@@ -145,6 +146,7 @@ def _weighted_blocks(stash: Stash, clip: Clip, block_sums: _BlockSums) -> Iterat
             }
             for path, part in _sums(again, clip, several, _wide_parts).items():
                 sums[path] = sums[path] + part.double() if path in sums else part.double()
+            del second, again  # freed before the block before is pulled back
             done = [path for path in owned_paths(weights.model, i) if path in sums]
             yield {path: sums.pop(path) for path in done}
     yield from _stored_blocks(stash, lambda stored: block_sums(stored, clip, several), lazy=block_sums is _lazy_sums)

@@ -62,7 +62,7 @@ class Stash(NamedTuple):
     """
 
     records: dict[Path, list[StoredRecord]]
-    carries: tuple[Tree, ...]
+    carries: list[Tree]
     weights: Weights
     data: Tree
     plan: Plan
@@ -70,7 +70,7 @@ class Stash(NamedTuple):
 
     def copy(self) -> Stash:
         """Return a stash of the same records, for a second sum: summing uses up a stash."""
-        return self._replace(records=dict(self.records))
+        return self._replace(records=dict(self.records), carries=list(self.carries))
 
 
 def identity(path: Path, record: StoredRecord) -> StoredRecord:
@@ -101,7 +101,7 @@ def per_sample_norms(
     weights = make_weights(model, params, data, plan, execution)
     losses, saved, carries = forward(weights, data, plan)
     second = any(choice.sum is SumBy.SECOND_BACKWARD for choice in plan.choices.values())
-    inputs = tuple(carries) if second else ()
+    inputs = list(carries) if second else []
     found = _NormAccumulator(model, plan)
     for _, records in backward(weights, None, saved, carries, data, plan, token=losses):
         found.add({path: [transform(path, record) for record in of] for path, of in records.items()})

@@ -25,19 +25,19 @@ Predicted costs are in ``fdp.gradients.costs``, measured ones in ``fdp.gradients
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from fdp import tree
 from fdp.gradients.costs import Choice, NormBy, Rates, SumBy, candidates, rates_of, second_backward
-from fdp.gradients.taps import Tape, Use, batch_size_of, trace_tape
+from fdp.gradients.taps import Use, batch_size_of
 from fdp.gradients.timing import Timings, signature
-from fdp.model import Block, Model, check_losses
-from fdp.types import FdpError, Flat, Path, Tree
+from fdp.gradients.trace_uses import check_layouts, retrace_layouts, trace_uses
+from fdp.model import Model
+from fdp.types import FdpError, Path, Tree
 
 
 class Method(Enum):
@@ -52,8 +52,6 @@ class Method(Enum):
     AUTO = "auto"
 
 
-RETRACE_BATCH_SIZES = (1009, 1013)
-"""Batch sizes with which a model is traced a second time: primes, so that no dimension of a model is a multiple."""
 TIMED_METHODS = (Method.AUTO, Method.FLASH, Method.FLASH_BK)
 """Methods that choose between options, and so gain from measured times."""
 BUDGETED_METHODS = (Method.AUTO, Method.FLASH)
@@ -97,6 +95,11 @@ class Plan(NamedTuple):
         return self.method is not Method.NONE
 
     @property
+    def rounded(self) -> tuple[Path, ...]:
+        """The leaves whose gradients are stored in 8 bits, sorted."""
+        return tuple(sorted(path for path, choice in self.choices.items() if choice.norm is NormBy.KEEP_INT8))
+
+    @property
     def stored_bytes(self) -> float:
         return sum(choice.stored_bytes for choice in self.choices.values())
 
@@ -110,6 +113,7 @@ def make_plan(
     memory_budget: float | None = None,
     dtype: torch.dtype = torch.float32,
     stored_dtype: torch.dtype | None = None,
+    rounded: Collection[Path] | None = None,
     timings: Timings | None = None,
     device: torch.device | None = None,
 ) -> Plan:
@@ -123,23 +127,23 @@ def make_plan(
 
     ``stored_dtype=torch.int8`` lets ``auto`` store gradients in 8 bits, where kernels do so (half precision on a Hopper
     GPU): each is then rounded by a few hundredths of its norm, which the noise hides and which training without noise
-    would show. Norms and sums are of the rounded gradients.
+    would show. Norms and sums are of the rounded gradients. ``rounded`` are the leaves that are stored so, for a run
+    that goes on with the noise it had; default: those for which that is cheapest.
 
     Guarantees:
       - every trainable leaf has a choice: one that no block uses is an error naming it, never a silent skip.
     """
     if stored_dtype not in STORED_DTYPES:
         raise FdpError(f"stored_dtype: expected torch.int8, or None for the compute dtype, got {stored_dtype}")
-    flat = tree.flatten(params)
-    batch_size = batch_size_of(microbatch)
+    flat, batch_size = tree.flatten(params), batch_size_of(microbatch)
     if batch_size == 0:
         raise FdpError(
             "microbatch: expected at least one sample, got none; an empty batch is a microbatch of padding with a "
             "mask, as fdp.sample_batch makes it"
         )
     materialized, watched = _materialized(model, method), _watched(model, method)
-    uses, layouts = _trace_model(model, flat, microbatch, dtype, watched)
-    _check_layouts(layouts, _retrace_layouts(model, flat, microbatch, dtype, watched), batch_size)
+    uses, layouts = trace_uses(model, flat, microbatch, dtype, watched)
+    check_layouts(layouts, retrace_layouts(model, flat, microbatch, dtype, watched), batch_size)
     if method is Method.NONE:
         return Plan(method, uses, {}, model.trainable, batch_size, dtype)
     sizes = {path: batch_size * flat[path].numel() * dtype.itemsize for path in flat if path in materialized}
@@ -154,7 +158,7 @@ def make_plan(
         raise FdpError(f"{model.name}: the loss never uses {unused}; freeze them (Model.frozen) or remove them")
     rates = rates_of(tree.leaves(microbatch)[0].device if device is None else device, dtype)
     found = {path: candidates(uses, dtype=dtype, rates=rates) for path, uses in by_leaf.items()}
-    allowed = {path: _allowed_by_method(found[path], method, stored_dtype) for path in by_leaf}
+    allowed = _allowed_by_method(found, method, stored_dtype, rounded)
     options = {path: _add_timings(allowed[path], by_leaf[path], dtype, timings) for path in by_leaf}
     choices = {path: _choose(options[path], by_leaf[path], method, rates) for path in by_leaf}
     if method in BUDGETED_METHODS and memory_budget is not None:
@@ -168,9 +172,9 @@ def add_smaller_sizes(plan: Plan, model: Model, params: Tree, microbatch: Tree, 
 
     def resize(size: int) -> Plan:
         few = tree.map(lambda leaf: leaf[:size], microbatch)
-        uses, layouts = _trace_model(model, flat, few, plan.dtype, watched)
+        uses, layouts = trace_uses(model, flat, few, plan.dtype, watched)
         if layouts:
-            _check_layouts(layouts, _retrace_layouts(model, flat, few, plan.dtype, watched), size)
+            check_layouts(layouts, retrace_layouts(model, flat, few, plan.dtype, watched), size)
         return plan._replace(uses=uses, batch_size=size, smaller=())
 
     return plan._replace(smaller=tuple(resize(size) for size in sizes))
@@ -226,107 +230,6 @@ def _watched(model: Model, method: Method) -> frozenset[Path]:
     return frozenset() if method is Method.NONE else model.trainable - _materialized(model, method)
 
 
-def trace_model(
-    model: Model, flat: Flat, microbatch: Tree, dtype: torch.dtype, watched: frozenset[Path]
-) -> tuple[list[Tape | None], Tree]:
-    """Return every block's tape of the leaves ``watched``, and the input of the last block; nothing is computed.
-
-    Blocks with the same function and the same shapes are traced once. A tape is None if its block has no watched leaf
-    and its inner shapes depend on the data.
-    """
-    meta = {path: leaf.new_empty((), dtype=dtype).expand(leaf.shape) for path, leaf in flat.items()}
-    carry: Tree = ()
-    tapes: list[Tape | None] = []
-    traced: dict[Any, tuple[Block, Tape, Tree]] = {}
-    for block in model.blocks:
-        last, kind = carry, _kind(block, meta, watched, carry)
-        try:
-            if kind in traced:
-                twin, tape, carry = traced[kind]
-                tape = tape.renamed(dict(zip(tree.leaves(twin.params), tree.leaves(block.params))))
-            else:
-                tape, carry = trace_tape(block, meta, watched, carry, microbatch)
-                traced[kind] = (block, tape, carry)
-        except (DynamicOutputShapeException, DataDependentOutputException) as error:
-            tape, carry = None, _assume_output(model, block, carry, microbatch, watched, dtype, error)
-        except RuntimeError as error:  # an operation without a shape rule for this dtype
-            if watched & frozenset(tree.leaves(block.params)):
-                raise
-            tape, carry = None, _assume_output(model, block, carry, microbatch, watched, dtype, error)
-        tapes.append(tape)
-    check_losses(model, carry, batch_size_of(microbatch))
-    return tapes, last
-
-
-def _kind(block: Block, meta: Flat, watched: frozenset[Path], carry: Tree) -> Any:
-    """Return what a trace of the block depends on, but for the names of its leaves."""
-    paths = tree.leaves(block.params)
-    leaves = [(paths.index(path), meta[path].shape, meta[path].device, path in watched) for path in paths]
-    given = [(name, leaf.shape, leaf.dtype, leaf.device) for name, leaf in tree.flatten(carry).items()]
-    # A path with "#" may be taken for the name of a use, which every trace checks.
-    own = block.name if any("#" in path for path in paths) else None
-    return id(block.apply), own, tuple(tree.flatten(block.params)), tuple(leaves), tuple(given)
-
-
-def _trace_model(
-    model: Model, flat: Flat, microbatch: Tree, dtype: torch.dtype, watched: frozenset[Path]
-) -> tuple[tuple[tuple[Use, ...], ...], list[tuple[Path, str]]]:
-    tapes, _ = trace_model(model, flat, microbatch, dtype, watched)
-    uses = tuple(() if tape is None else tuple(tape.uses) for tape in tapes)
-    return uses, [layout for tape in tapes if tape is not None for layout in tape.layouts]
-
-
-def _retrace_layouts(
-    model: Model, flat: Flat, microbatch: Tree, dtype: torch.dtype, watched: frozenset[Path]
-) -> list[tuple[Path, str]]:
-    """Trace with another batch size, to refuse a dimension that only happens to equal it, or a multiple of it."""
-    size = next(other for other in RETRACE_BATCH_SIZES if batch_size_of(microbatch) % other)
-    more = tree.map(lambda leaf: leaf[:1].expand(size, *leaf.shape[1:]), microbatch)
-    return _trace_model(model, flat, more, dtype, watched)[1]
-
-
-def _assume_output(
-    model: Model,
-    block: Block,
-    carry: Tree,
-    microbatch: Tree,
-    watched: frozenset[Path],
-    dtype: torch.dtype,
-    error: Exception,
-) -> Tree:
-    """Return a stand-in for the output of a materialised block whose shapes depend on the data.
-
-    The last block returns losses; any other block is assumed to return a carry like its input.
-    """
-    if watched & frozenset(tree.leaves(block.params)):
-        raise FdpError(
-            f"{block.name}: {error} has a shape or a branch that depends on the data, so that no uses can be planned; "
-            f"materialise the block's per-sample gradients, which is exact and slower (from_module(..., "
-            f"materialize=...), or the method 'materialize'), or compute the same for every sample (experts by einsum "
-            f"over all of them)"
-        ) from error
-    if block is not model.blocks[-1] and not tree.leaves(carry):
-        raise FdpError(
-            f"{block.name}: {error} has a shape that depends on the data, so that the shape of its output is not known "
-            f"before it runs; take the module as one block (blocks=None)"
-        ) from error
-    last = block is model.blocks[-1]
-    return tree.leaves(microbatch)[0].new_empty(batch_size_of(microbatch), dtype=dtype) if last else carry
-
-
-def _check_layouts(found: list[tuple[Path, str]], again: list[tuple[Path, str]], batch_size: int) -> None:
-    """Refuse a foreign module whose sample dimensions, found by shape, change with the batch size."""
-    if batch_size == 1 or found == again:  # every dimension of size 1 could be that of one sample
-        return
-    pairs = zip(found, again)
-    (path, here), (_, there) = next((pair for pair in pairs if pair[0] != pair[1]), (found[-1], again[-1]))
-    raise FdpError(
-        f"{path}: the dimension of the samples is ambiguous: with {batch_size} samples it was found as ({here}), with "
-        f"another number as ({there}). Some other dimension happens to be {batch_size}, or a multiple. Use another "
-        f"microbatch size"
-    )
-
-
 def _add_timings(
     options: dict[NormBy, Choice], uses: list[Use], dtype: torch.dtype, timings: Timings | None
 ) -> dict[NormBy, Choice]:
@@ -336,12 +239,31 @@ def _add_timings(
 
 
 def _allowed_by_method(
-    options: dict[NormBy, Choice], method: Method, stored_dtype: torch.dtype | None
-) -> dict[NormBy, Choice]:
-    """Return the options that the method may choose."""
+    found: dict[Path, dict[NormBy, Choice]],
+    method: Method,
+    stored_dtype: torch.dtype | None,
+    rounded: Collection[Path] | None,
+) -> dict[Path, dict[NormBy, Choice]]:
+    """Return the options that the method may choose, for every leaf."""
     norms = [by for by in NORMS_BY_METHOD[method] if by is not NormBy.KEEP_INT8 or stored_dtype == torch.int8]
-    allowed = {by: option for by, option in options.items() if by in norms}
-    return allowed or {NormBy.KEEP: options[NormBy.KEEP]}
+    allowed = {path: {by: each for by, each in options.items() if by in norms} for path, options in found.items()}
+    allowed = {path: options or {NormBy.KEEP: found[path][NormBy.KEEP]} for path, options in allowed.items()}
+    return allowed if rounded is None else _round_only(allowed, rounded)
+
+
+def _round_only(
+    options: dict[Path, dict[NormBy, Choice]], rounded: Collection[Path]
+) -> dict[Path, dict[NormBy, Choice]]:
+    """Return the options with which the gradients of these leaves, and of no other, are stored in 8 bits."""
+    if unable := sorted(path for path in rounded if NormBy.KEEP_INT8 not in options.get(path, ())):
+        raise FdpError(
+            f"rounded: expected leaves whose gradients can be stored in 8 bits, which takes stored_dtype=torch.int8, "
+            f"half precision and a Hopper GPU, got {unable[:3]}"
+        )
+    return {
+        path: {by: option for by, option in found.items() if (by is NormBy.KEEP_INT8) == (path in rounded)}
+        for path, found in options.items()
+    }
 
 
 def _choose(options: dict[NormBy, Choice], uses: list[Use], method: Method, rates: Rates) -> Choice:
@@ -363,7 +285,10 @@ def _fit_budget(
     budget: float,
     rates: Rates,
 ) -> dict[Path, Choice]:
-    """Store less, largest saving per extra second first; if that is not enough, store nothing and go back twice."""
+    """Store less, largest saving per extra second first; if that is not enough, store nothing and go back twice.
+
+    A leaf that must be stored in 8 bits is.
+    """
     choices = dict(choices)
     smaller = []
     for path, choice in choices.items():
@@ -379,4 +304,5 @@ def _fit_budget(
         return choices
     by_pair = {path: [each for each in found.values() if each.sum is SumBy.PAIR] for path, found in options.items()}
     norms = {path: min(by_pair[path], key=lambda each: each.price, default=choices[path]) for path in choices}
-    return {path: second_backward(choice, by_leaf[path], rates=rates) for path, choice in norms.items()}
+    again = {path: second_backward(choice, by_leaf[path], rates=rates) for path, choice in norms.items()}
+    return again | {path: choices[path] for path, found in options.items() if set(found) == {NormBy.KEEP_INT8}}

@@ -26,9 +26,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from fdp import tree
 from fdp.gradients.costs import NormBy
-from fdp.gradients.plan import Method, Plan, make_plan, trace_model
+from fdp.gradients.plan import Method, Plan, make_plan
 from fdp.gradients.rules import OneHot, Pair
 from fdp.gradients.taps import EXPANDED, Tape, Use, trace_tape
+from fdp.gradients.trace_uses import trace_model
 from fdp.kfac.types import Layer
 from fdp.model import Block, Model
 from fdp.types import Flat, Path, Tree

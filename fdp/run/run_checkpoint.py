@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fdp.run.same_noise import check_same_noise, noise_record, slack_in
+from fdp.run.same_noise import check_same_rounding, earlier_noise, noise_record
 from fdp.run.training_run import Run, prepare
 from fdp.storage import checkpoint
 from fdp.storage.checkpoint_record import read_record
@@ -68,13 +68,14 @@ def load_checkpoint(run: Run, state: TrainState, folder: str | os.PathLike[str])
                 f"{path}: expected the same run, got another {name} ({got}); make the run with the arguments and the "
                 f"data that it was saved with"
             )
-    resumed, fresh = prepare(run.config, root=torch.tensor(found.meta["key"]), least_slack=slack_in(found.meta))
+    resumed, fresh = prepare(run.config, root=torch.tensor(found.meta["key"]), earlier=earlier_noise(found.meta))
+    if (noise := found.meta.get("noise")) is not None:  # absent from a checkpoint of an older fdp
+        check_same_rounding(noise["rounded"], noise["slack"], resumed, path)
     if found.meta["run_key"] != resumed.key.tolist():
         raise FdpError(
             f"{path}: expected the same run, got another model, optimizer, loss or first parameters; make the run with "
             f"the module as it was before training"
         )
-    check_same_noise(found.meta, resumed, path)
     return resumed, checkpoint.load(found, like=fresh)
 
 

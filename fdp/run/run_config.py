@@ -29,6 +29,9 @@ from fdp.privacy.releases import Release
 from fdp.run.evaluation_config import EvaluationConfig
 from fdp.types import FdpError, Key, Tree
 
+LEAST_NOISE_FOR_INT8 = 0.1
+"""With less noise, rounding a gradient by up to 9 % of its norm could show in what is trained."""
+
 
 class Layout(NamedTuple):
     """The distribution of a run over several ranks: the sizes of the mesh's axes, and what is sharded along them.
@@ -121,6 +124,15 @@ def check_config(config: RunConfig) -> None:
         raise FdpError(
             f"mesh: expected the axes of a mesh for {launch.world_size()} processes, such as "
             f"shard={launch.world_size()}, got none; each would train, and spend, on its own"
+        )
+
+
+def check_noise_hides_rounding(config: RunConfig, noise_multiplier: float) -> None:
+    """Refuse gradients in 8 bits with little noise, also if a large budget is what it follows from."""
+    if config.stored_dtype is not None and noise_multiplier < LEAST_NOISE_FOR_INT8:
+        raise FdpError(
+            f"--stored-dtype int8: expected noise, which hides that gradients are rounded, with a noise multiplier of "
+            f"at least {LEAST_NOISE_FOR_INT8}, got {noise_multiplier:.3g}; leave it out"
         )
 
 

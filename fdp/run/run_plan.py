@@ -2,11 +2,13 @@
 
 >>> plan, config = make_run_plan(config, model, sharding)      # a config of one size if others cannot be planned
 >>> sizes = local_sizes(config, sharding)                      # this rank's samples of a microbatch, largest first
->>> examples = first_examples(config, sizes[0])
+>>> examples = first_examples(config, sizes[0])                # for shapes
+>>> examples = spread_examples(config, 4)                      # for checks of values
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
@@ -18,12 +20,18 @@ from fdp.model import Model
 from fdp.parallel.sharding import Sharding, abstract_params
 from fdp.privacy.microbatches import samples_per_rank
 from fdp.run.overlap import send_to_device
+from fdp.run.own_samples import spread_indices
 from fdp.run.run_config import RunConfig
-from fdp.types import FdpError, Tree
+from fdp.types import FdpError, Path, Tree
 
 
-def make_run_plan(config: RunConfig, model: Model, sharding: Sharding | None) -> tuple[Plan, RunConfig]:
-    """Return the plan, and the configuration with the sizes of microbatches that could be planned."""
+def make_run_plan(
+    config: RunConfig, model: Model, sharding: Sharding | None, *, rounded: Collection[Path] | None = None
+) -> tuple[Plan, RunConfig]:
+    """Return the plan, and the configuration with the sizes of microbatches that could be planned.
+
+    ``rounded`` are the leaves that a resumed run stores in 8 bits; None: a new run, which chooses them.
+    """
     params = abstract_params(model, sharding, device=config.device)
     largest, *smaller = local_sizes(config, sharding)
     examples = first_examples(config, largest)
@@ -36,6 +44,7 @@ def make_run_plan(config: RunConfig, model: Model, sharding: Sharding | None) ->
         memory_budget=config.memory_budget,
         dtype=config.dtype,
         stored_dtype=config.stored_dtype,
+        rounded=rounded,
     )
     # Several ranks, and runs that are to be repeatable, must make the same choices, so they do not go by times.
     timed = config.method in TIMED_METHODS and sharding is None and not config.repeatable
@@ -49,13 +58,18 @@ def make_run_plan(config: RunConfig, model: Model, sharding: Sharding | None) ->
     try:
         return add_smaller_sizes(plan, model, params, examples, sizes=smaller), config
     except FdpError:  # a dimension of the model happens to be one of the smaller sizes
-        return make_run_plan(replace(config, smaller_microbatches=False), model, sharding)
+        return make_run_plan(replace(config, smaller_microbatches=False), model, sharding, rounded=rounded)
 
 
 def local_sizes(config: RunConfig, sharding: Sharding | None) -> list[int]:
     """Return how many samples of a microbatch this rank computes, for every size."""
     sizes, ranks = config.microbatch_sizes, 1 if sharding is None else sharding.ranks
     return [samples_per_rank(size, sizes, ranks=ranks) for size in sizes]
+
+
+def spread_examples(config: RunConfig, count: int) -> Tree:
+    """Return samples from all over the data on the device: in sorted data, the first ones are all of one kind."""
+    return send_to_device(config.dataset.fetch(spread_indices(len(config.dataset), count)), config.device)
 
 
 def first_examples(config: RunConfig, count: int) -> Tree:

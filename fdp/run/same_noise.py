@@ -5,10 +5,11 @@
 That is right only if key and slack are the same as before. The same noise with two scales can be solved for; other
 noise is another release, which the budget does not hold; and noised evaluations of other parameters, with the noise of
 the first ones, differ from these by a number without noise. A run that needs less slack than before, because its
-microbatches are smaller or on a CPU, keeps the slack that it had.
+microbatches are smaller or on a CPU, keeps the slack that it had. So it does with the leaves whose gradients it stores
+in 8 bits, which are chosen by measured times.
 
     >>> meta = {"noise": noise_record(run)}
-    >>> run, state = prepare(config, root=root, least_slack=slack_in(meta))
+    >>> run, state = prepare(config, root=root, earlier=earlier_noise(meta))
     >>> check_same_noise(meta, run, path)
 """
 
@@ -18,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fdp.run.training_run import Run, extra_noise
+from fdp.run.training_run import NEW_RUN, EarlierNoise, Run, extra_noise
 from fdp.types import FdpError
 
 ROUNDING = 1e-12
@@ -27,12 +28,24 @@ ROUNDING = 1e-12
 
 def noise_record(run: Run) -> dict[str, Any]:
     """Return what decides a run's noise beside its root key, for its checkpoints."""
-    return {"key": run.key.tolist(), "rounded": run.stages.rounded, "slack": extra_noise(run)}
+    return {"key": run.key.tolist(), "slack": extra_noise(run), **rounding_record(run)}
 
 
-def slack_in(meta: Mapping[str, Any] | None) -> float:
-    """Return the slack of a run that is resumed; 0 for a new run, or for a checkpoint that does not say."""
-    return 0.0 if meta is None else float(meta.get("noise", {}).get("slack", 0.0))
+def rounding_record(run: Run) -> dict[str, Any]:
+    """Return how the run rounds sums and gradients, by names and public numbers alone."""
+    return {"rounded": run.stages.rounded, "rounded_leaves": list(run.plan.rounded)}
+
+
+def earlier_noise(meta: Mapping[str, Any]) -> EarlierNoise:
+    """Return the noise of a run that is resumed; that of a new run for a checkpoint that does not say."""
+    found = meta.get("noise", {})
+    return read_noise(found, found.get("slack"))
+
+
+def read_noise(record: Mapping[str, Any], slack: float | None) -> EarlierNoise:
+    """Return the noise of :func:`rounding_record` with this slack."""
+    leaves = record.get("rounded_leaves")
+    return EarlierNoise(slack or NEW_RUN.slack, None if leaves is None else tuple(leaves))
 
 
 def check_same_noise(meta: Mapping[str, Any], run: Run, where: Path) -> None:
@@ -40,13 +53,13 @@ def check_same_noise(meta: Mapping[str, Any], run: Run, where: Path) -> None:
     found = meta.get("noise")
     if found is None:  # an older checkpoint
         return
+    check_same_rounding(found["rounded"], found["slack"], run, where)
     if found["key"] != run.key.tolist():
         raise FdpError(
             f"{where}: expected the same run, got another model, optimizer, mechanism or first parameters, or another "
             "version of fdp; other noise would be released and not counted. Put back what was changed, or give another "
             "--out to start anew"
         )
-    check_same_rounding(found["rounded"], found["slack"], run, where)
 
 
 def check_same_rounding(rounded: str | None, slack: float, run: Run, where: Path) -> None:

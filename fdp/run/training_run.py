@@ -4,8 +4,9 @@
     key  = fold_in(root, settings)                     samples and noise of every step: fdp.keys.step_key(key, ..., t)
 
 Everything is a function of (seed, settings, t). The settings are everything that decides what is computed, including
-the data, and nothing that decides how. Two runs of one seed with different clip norms, learning rates or datasets share
-neither samples nor noise: the difference of their sums would reveal the data. Nothing is written to disk here.
+the data and what is rounded on purpose, and nothing that decides how. Two runs of one seed with different clip norms,
+learning rates or datasets share neither samples nor noise: the difference of their sums would reveal the data. Nothing
+is written to disk here.
 
     >>> run, state = prepare(config)                   # every check, before any noise is drawn
     >>> for state, record in steps(run, state): records.append(record)
@@ -45,7 +46,6 @@ from fdp.kfac.private.public_data import Public
 from fdp.kfac.private.refresh import sides_of
 from fdp.model import Model
 from fdp.optimizers import Optimizer
-from fdp.parallel.agree import check_agreement
 from fdp.parallel.dtensors import localize
 from fdp.parallel.mesh import make_mesh
 from fdp.parallel.sharded_init import shared_key
@@ -59,13 +59,27 @@ from fdp.run.equal_sizes import usable_sizes
 from fdp.run.flight import Flight, land, read_clip_bound, take_off
 from fdp.run.flight import NotFinite as NotFinite
 from fdp.run.overlap import Draws, send_to_device
-from fdp.run.run_config import RunConfig, check_config, check_example
-from fdp.run.run_plan import first_examples, local_sizes, make_run_plan
+from fdp.run.rank_agreement import check_ranks_agree, check_ranks_draw_alike
+from fdp.run.run_config import RunConfig, check_config, check_example, check_noise_hides_rounding
+from fdp.run.run_plan import first_examples, local_sizes, make_run_plan, spread_examples
 from fdp.run.smaller_microbatches import or_smaller
 from fdp.run.step_metrics import StepRecord
 from fdp.stages import Stages, make_stages
 from fdp.step import init_state, join
-from fdp.types import Batch, FdpError, Key, Step, TrainState
+from fdp.types import Batch, FdpError, Key, Path, Step, TrainState
+
+
+class EarlierNoise(NamedTuple):
+    """The sums that a resumed run's noise was drawn for (:mod:`fdp.run.same_noise`); the defaults are of a new run.
+
+    ``slack`` is covered by the noise, ``rounded`` are the leaves whose gradients are stored in 8 bits.
+    """
+
+    slack: float = 0.0
+    rounded: tuple[Path, ...] | None = None
+
+
+NEW_RUN = EarlierNoise()
 
 
 class Run(NamedTuple):
@@ -99,13 +113,13 @@ def prepare(
     *,
     root: Key | None = None,
     settings: str | None = None,
-    least_slack: float = 0.0,
+    earlier: EarlierNoise = NEW_RUN,
     say: Callable[[str], None] = lambda stage: None,
 ) -> tuple[Run, TrainState]:
     """Return the run and its first state. ``root`` is the key of a run that is resumed; default: from the seed.
 
     ``settings`` are folded into the key of samples and noise; default: a fingerprint of all that decides the result.
-    ``least_slack``: that of a resumed run (:mod:`fdp.run.same_noise`). ``say(stage)`` is told what is done, in words.
+    ``earlier`` is the noise of a run that is resumed. ``say(stage)`` is told what is done, in words.
 
     Guarantees:
       - nothing is written and no noise is drawn;
@@ -117,7 +131,7 @@ def prepare(
     check_example(config.model, first_examples(config, config.microbatch_size))
     model, sharding = _shard_model(config)
     say("computing the digest of the data")
-    _check_ranks_agree(config, mechanism, digest := data_digest(config.dataset), sharding)
+    check_ranks_agree(config, mechanism, digest := data_digest(config.dataset), sharding)
     root = _share_key(keys.key(config.seed) if root is None else root, sharding)
     key = keys.fold_in(root, "init").to("cpu" if config.offload.params else config.device)
     say("drawing or reading the first parameters")
@@ -130,9 +144,9 @@ def prepare(
     with _in_one_order(config):
         state, feed = (state, None) if kfac is None else _place_and_feed(config, kfac, state, root)
     say("choosing how the norm of every leaf is computed")
-    plan, config = make_run_plan(config, model, sharding)
+    plan, config = make_run_plan(config, model, sharding, rounded=earlier.rounded)
     say(f"checking that the loss of a sample depends on that sample alone (about 50 forward passes of {model.name})")
-    check_model(model, state.params, first_examples(config, REAL_SAMPLES), plan=plan, execution=execution)
+    check_model(model, state.params, spread_examples(config, REAL_SAMPLES), plan=plan, execution=execution)
     stages = make_stages(
         model,
         optimizer,
@@ -142,13 +156,15 @@ def prepare(
         donate=("state",) if in_place else (),
         precondition=None if feed is None else sides_of,
         settings=settings,
-        least_slack=least_slack,
+        least_slack=earlier.slack,
     )
     sizes = usable_sizes(config, stages, state, say=say)
     if settings is None:
         public = feed.digest if isinstance(feed, Public) else None
         settings = fingerprint(model.identity, config.optimizer, mechanism, config.values, digest, public)
+        settings += stages.rounded + ("" if kfac is None else f", measured on {measured_samples(kfac, sharding)}")
     key = keys.fold_in(root, f"run {settings}").cpu()
+    check_ranks_draw_alike(config, key, plan, sharding)
     step, epsilons = or_smaller(join(stages), sharding, sizes=sizes), _epsilon_curve(config, mechanism)
     run = Run(config, mechanism, stages, step, root, key, epsilons, sharding, digest, in_place, sizes, plan, kfac, feed)
     return run, state
@@ -286,6 +302,11 @@ def _in_one_order(config: RunConfig) -> AbstractContextManager[None]:
     return fast_attention(config.device, repeatable=True) if config.repeatable else nullcontext()
 
 
+def measured_samples(k: Kfac, sharding: Sharding | None) -> int:
+    """Return the samples of all ranks in one microbatch of K-FAC, which decide its maps of gradients, so the sums."""
+    return k.plan.survey.plan.batch_size * (1 if sharding is None else sharding.ranks)
+
+
 def _works_in_place(config: RunConfig) -> bool:
     """Return True if a step writes into its state: kernels do. Offloaded state stays in pinned memory only then."""
     return any(config.offload) or config.compile is Compile.BLOCK or config.cuda_graph
@@ -333,23 +354,6 @@ def _share_key(key: Key, sharding: Sharding | None) -> Key:
     return key if sharding is None else shared_key(key, sharding)
 
 
-def _check_ranks_agree(config: RunConfig, mechanism: Mechanism, digest: str, sharding: Sharding | None) -> None:
-    if sharding is None:
-        return
-    check_agreement(
-        {
-            "number of samples": len(config.dataset),
-            "content of the data": digest,
-            "noise multiplier": mechanism.noise_multiplier,
-            "population": mechanism.sampling.population,
-            "statistics": mechanism.statistics and mechanism.statistics.public(),
-            "batch size": config.batch_size,
-            "microbatch": config.microbatch_sizes,
-            "steps": config.steps,
-        }
-    )
-
-
 def _epsilon_curve(config: RunConfig, mechanism: Mechanism) -> Sequence[float] | None:
     """Return epsilon after every step; None if the run is not private."""
     if not mechanism.noise_multiplier > 0:
@@ -371,4 +375,5 @@ def _make_mechanism(config: RunConfig) -> Mechanism:
     if config.epsilon is not None:
         spent = composed_event(config.spent) if config.spent else None
         z = accounting.noise_multiplier_for(sampling, config.clip, **budget, statistics=more, before=spent)
+    check_noise_hides_rounding(config, z or 0.0)
     return Mechanism(sampling, config.clip, z, more) if z else without_noise(sampling, config.clip, statistics=more)

@@ -13,6 +13,7 @@ from fdp.cli.fast_defaults import choose_microbatch, has_smaller_microbatches, r
 from fdp.cli.options import build
 from fdp.cli.train_options import ComputeOptions, TrainOptions
 from fdp.fast.compile_modes import Compile
+from fdp.run.training_run import prepare
 from fdp.types import FdpError
 from tests.cli.train_runs import call, interrupt_after, small_options, train
 
@@ -70,15 +71,42 @@ def test_what_cannot_be_recorded_is_only_compiled(settings: dict[str, str]) -> N
     [
         ({}, "on a Hopper GPU"),  # of float32
         ({"dtype": "bfloat16", "mesh": "shard=2"}, "one process"),
-        ({"dtype": "bfloat16", "noise_multiplier": 0.0}, "noise, which hides"),
     ],
 )
-def test_gradients_in_8_bits_are_refused_where_no_kernel_stores_them_or_no_noise_hides_them(
+def test_gradients_in_8_bits_are_refused_where_no_kernel_stores_them(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, object], expected: str
 ) -> None:
     monkeypatch.setattr("fdp.cli.configure.has_hopper", lambda device: True)
     with pytest.raises(FdpError, match=f"--stored-dtype int8: expected .*{expected}"):
         configure(small_options(stored_dtype="int8", **settings))
+
+
+@pytest.mark.parametrize(
+    ("privacy", "got"),
+    [
+        ({"noise_multiplier": 0.0}, "0"),
+        ({"noise_multiplier": 0.099}, "0.099"),
+        (
+            {
+                "noise_multiplier": None,
+                "epsilon": 150.0,
+                "batch_size": 1437,
+                "population": 1500,
+                "steps": 1,
+                "warmup": 0,
+            },
+            "0.0",
+        ),
+    ],
+    ids=["none", "little", "by a large budget"],
+)
+def test_gradients_in_8_bits_are_refused_where_no_noise_hides_them(
+    monkeypatch: pytest.MonkeyPatch, privacy: dict[str, object], got: str
+) -> None:
+    monkeypatch.setattr("fdp.cli.configure.has_hopper", lambda device: True)
+    config = configure(small_options(stored_dtype="int8", dtype="bfloat16", **privacy))
+    with pytest.raises(FdpError, match=f"--stored-dtype int8: expected noise, which hides .* at least 0.1, got {got}"):
+        prepare(config)
 
 
 def test_gradients_in_8_bits_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,6 +150,25 @@ def test_only_auto_stores_in_8_bits_and_only_if_asked_to() -> None:
         plan_on_a_gpu(stored_dtype=torch.float16)
 
 
+def test_a_run_that_goes_on_stores_the_leaves_in_8_bits_that_it_stored_before() -> None:
+    every = [use for block in plan_on_a_gpu().uses for use in block]
+    fast, slow = (
+        {signature(use, NormBy.KEEP_INT8, torch.bfloat16): seconds for use in every} for seconds in (1e-9, 1.0)
+    )
+    plan = plan_on_a_gpu(stored_dtype=torch.int8, timings=fast)
+    assert "head.weight" in plan.rounded
+    assert plan_on_a_gpu(stored_dtype=torch.int8, timings=slow).rounded == ()
+    for rounded in (plan.rounded, ("head.weight",), ()):
+        for options in ({"timings": fast}, {"timings": slow}, {"timings": slow, "memory_budget": 0.0}):
+            again = plan_on_a_gpu(Method.AUTO, stored_dtype=torch.int8, rounded=rounded, **options)
+            assert again.rounded == rounded
+            assert all(again.choices[path].sum is SumBy.REUSE for path in rounded)
+    with pytest.raises(FdpError, match=r"rounded: expected leaves whose gradients can be stored.* got .*embed.tokens"):
+        plan_on_a_gpu(stored_dtype=torch.int8, rounded=["embed.tokens"])
+    with pytest.raises(FdpError, match="rounded: expected leaves"):
+        plan_on_a_gpu(rounded=["head.weight"])
+
+
 def test_a_plan_for_a_cpu_stores_nothing_in_8_bits() -> None:
     example = {"tokens": torch.zeros(8, 17, dtype=torch.int64)}
     plan = make_plan(MODEL, MODEL.init(keys.key(0)), example, stored_dtype=torch.int8)

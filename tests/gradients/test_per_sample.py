@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import weakref
 from functools import cache
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from fdp_kernels.ghost import ghost_reference
 
+import fdp.gradients.block_loop
 import fdp.gradients.clipped_sum
 import fdp.gradients.launches
 import fdp.gradients.per_sample
@@ -118,6 +120,19 @@ def test_every_clip_style_works_with_every_method(name, plan_name, style_name):
         moved = sum(clip.factors[path][b].square() * square[b] for path, square in squares(reference).items()) ** 0.5
         assert moved <= total.sensitivity * (1 + 1e-6)
     assert (clip.smallest() < 1).all()
+
+
+@pytest.mark.parametrize("method", [Method.GHOST, Method.GHOST_BK, Method.AUTO, Method.MATERIALIZE])
+def test_a_stash_is_summed_once(method: Method) -> None:
+    """A second sum, added to the first, would count every sample twice."""
+    params, data = {"w": torch.ones(2, 3)}, {"x": torch.randn(4, 5, 3)}
+    model = from_loss(lambda params, data: ops.linear(data["x"], params["w"]).square().sum((1, 2)), params)
+    plan = make_plan(model, params, data, method=method)
+    _, norms, stash = per_sample_norms(model, params, data, plan=plan)
+    clip = clip_to(norms, max_norm=0.1)
+    first = clipped_sum(stash, clip)
+    with pytest.raises(FdpError, match=r"leaves \['w'\] are in the norms or the sum only"):
+        clipped_sum(stash, clip, onto=first.value)
 
 
 @pytest.mark.parametrize("plan_name", PLANS)
@@ -370,6 +385,32 @@ def test_a_stash_frees_what_is_summed(method, monkeypatch):
     assert left == sorted(left, reverse=True)
     with pytest.raises(FdpError, match="in the norms or the sum only"):
         clipped_sum(stash, clip)
+
+
+@pytest.mark.parametrize(("method", "budget"), [(Method.FLASH, None), (Method.FLASH, 0.0)])
+def test_pairs_that_are_not_stored_are_freed_before_the_next_block_is_pulled_back(method, budget, monkeypatch):
+    case = case_named("gpt")
+    plan = make_plan(*case, method=method, dtype=torch.float64, memory_budget=budget)
+    pairs: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+    met: list[int] = []
+    real = fdp.gradients.block_loop._pull_block
+
+    def watched(*arguments: Any) -> Any:
+        alive.append(sum(pair() is not None for pair in pairs))
+        pairs.clear()
+        gradient, found = real(*arguments)
+        weights = [of[0] for path, of in found.items() if path.endswith(("qkv", "out", "up", "down"))]
+        pairs.extend(weakref.ref(record.right) for record in weights if isinstance(record, Pair))
+        met.append(len(pairs))
+        return gradient, found
+
+    monkeypatch.setattr(fdp.gradients.block_loop, "_pull_block", watched)
+    _, norms, stash = per_sample_norms(*case, plan=plan)
+    assert sum(met) >= 4  # each block of gpt has as many
+    if budget is not None:
+        clipped_sum(stash, clip_to(norms, max_norm=1.0))
+    assert alive == [0] * len(case.model.blocks) * (1 if budget is None else 2)
 
 
 def test_small_leaves_are_measured_together_and_large_ones_alone(monkeypatch):

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-import fdp.gradients.plan
 from fdp import ops, tree
+from fdp.gradients import plan as plans
+from fdp.gradients import trace_uses
 from fdp.gradients.costs import CUDA_HALF, Choice, NormBy, SumBy, rates_of
 from fdp.gradients.plan import Method, Plan, explain, make_plan
 from fdp.gradients.timing import signature
@@ -239,7 +240,7 @@ def test_explain_prints_every_use(case_name, method):
 @pytest.fixture
 def _gpu(monkeypatch):
     """The rates of a GPU, without one."""
-    monkeypatch.setattr(fdp.gradients.plan, "rates_of", lambda device, dtype: CUDA_HALF)
+    monkeypatch.setattr(plans, "rates_of", lambda device, dtype: CUDA_HALF)
 
 
 @pytest.mark.usefixtures("_gpu")
@@ -338,12 +339,12 @@ def test_equal_blocks_are_traced_once_with_the_uses_that_each_would_have(name, m
     model, params, microbatch = abstract(name, context=8, batch=2)
     if name == "gpt-nano":
         model = model._replace(frozen=frozenset(path for path in model.leaves if path.startswith("blocks.1.")))
-    count, real = [], fdp.gradients.plan.trace_tape
-    monkeypatch.setattr(fdp.gradients.plan, "trace_tape", lambda *a: count.append(a[0].name) or real(*a))
+    count, real = [], trace_uses.trace_tape
+    monkeypatch.setattr(trace_uses, "trace_tape", lambda *a: count.append(a[0].name) or real(*a))
     found = make_plan(model, params, microbatch).uses
     kinds = 3 if name == "llama-nano" else 4  # a frozen layer is a kind of its own
     assert len(count) == 2 * kinds, "every kind at two batch sizes"
-    monkeypatch.setattr(fdp.gradients.plan, "_kind", lambda block, *_: block.name)
+    monkeypatch.setattr(trace_uses, "_kind", lambda block, *_: block.name)
     assert make_plan(model, params, microbatch).uses == found
     assert len(count) == 2 * kinds + 2 * len(model.blocks)
 
@@ -374,9 +375,9 @@ def test_blocks_of_different_kinds_are_traced_apart(monkeypatch):
     )
     leaves = from_loss(lambda p, d: d["x"].sum(1), params).leaves
     model, microbatch = Model("kinds", leaves, blocks), {"x": torch.zeros(2, 4)}
-    count, real = [], fdp.gradients.plan.trace_tape
-    monkeypatch.setattr(fdp.gradients.plan, "trace_tape", lambda *a: count.append(a[0].name) or real(*a))
+    count, real = [], trace_uses.trace_tape
+    monkeypatch.setattr(trace_uses, "trace_tape", lambda *a: count.append(a[0].name) or real(*a))
     found = make_plan(model, params, microbatch).uses
     assert count == 2 * [block.name for block in blocks if block.name != "b"]
-    monkeypatch.setattr(fdp.gradients.plan, "_kind", lambda block, *_: block.name)
+    monkeypatch.setattr(trace_uses, "_kind", lambda block, *_: block.name)
     assert make_plan(model, params, microbatch).uses == found

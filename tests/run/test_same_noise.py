@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from fdp.cli import resume
+from fdp.cli import resume, session
 from fdp.cli.configure import configure
+from fdp.gradients import plan as plans
+from fdp.gradients.costs import CUDA_HALF, Choice, NormBy
 from fdp.run.evaluation import make_evaluator
-from fdp.run.same_noise import check_same_noise, noise_record, slack_in
-from fdp.run.training_run import Run, extra_noise, prepare
+from fdp.run.same_noise import check_same_noise, earlier_noise, noise_record
+from fdp.run.training_run import NEW_RUN, EarlierNoise, Run, draw_batch, extra_noise, prepare
 from fdp.storage import checkpoint
 from fdp.types import ClippedSum, FdpError
 from tests.cli.train_runs import interrupt_after, last_json, small_options, train
@@ -22,8 +24,8 @@ from tests.cli.train_runs import interrupt_after, last_json, small_options, trai
 HERE = Path("run")
 
 
-def small_run(least_slack: float = 0.0, **options: Any) -> Run:
-    return prepare(configure(small_options(**options)), root=torch.arange(8), least_slack=least_slack)[0]
+def small_run(earlier: EarlierNoise = NEW_RUN, **options: Any) -> Run:
+    return prepare(configure(small_options(**options)), root=torch.arange(8), earlier=earlier)[0]
 
 
 def test_a_run_is_resumed_with_the_noise_that_it_had() -> None:
@@ -36,16 +38,16 @@ def test_a_run_is_resumed_with_the_noise_that_it_had() -> None:
 def test_another_key_of_noise_is_refused(options: dict[str, float]) -> None:
     meta = {"noise": noise_record(small_run())}
     with pytest.raises(FdpError, match="other noise would be released and not counted"):
-        check_same_noise(meta, small_run(**options), HERE)
+        check_same_noise(meta, small_run(NEW_RUN, **options), HERE)
 
 
 def test_a_run_that_needs_less_slack_keeps_what_it_had_and_one_that_needs_more_is_refused() -> None:
     run = small_run()
     meta = {"noise": noise_record(run) | {"slack": 0.25}}
     assert extra_noise(run) == 0
-    assert slack_in(meta) == 0.25
-    assert slack_in(None) == slack_in({}) == 0
-    again = small_run(least_slack=slack_in(meta))
+    assert earlier_noise(meta) == EarlierNoise(0.25, ())
+    assert earlier_noise({}) == NEW_RUN
+    again = small_run(earlier_noise(meta))
     check_same_noise(meta, again, HERE)
     assert extra_noise(again) == 0.25
     total = ClippedSum({"weight": torch.zeros(2)}, torch.tensor(2.0), None)
@@ -74,11 +76,79 @@ def test_gradients_that_are_stored_otherwise_have_other_noise_and_are_refused() 
             check_same_noise({"noise": noise_record(meta)}, run, HERE)
 
 
+@pytest.mark.parametrize("change", [{"sum_dtype": torch.float32}, {"stored_dtype": torch.int8}])
+def test_runs_of_one_seed_that_round_otherwise_share_neither_samples_nor_noise(change: dict[str, Any]) -> None:
+    """One draw of samples with two releases would cost more than two draws, which is what the ledger adds up."""
+    config = configure(small_options(seed=1, population=1000))
+    runs = [prepare(each)[0] for each in (config, replace(config, **change))]
+    assert not torch.equal(runs[0].key, runs[1].key)
+    first, second = (draw_batch(run, 0).data["image"] for run in runs)
+    assert first.shape != second.shape or not torch.equal(first, second)
+    compared = [prepare(each, settings="a comparison")[0] for each in (config, replace(config, **change))]
+    assert torch.equal(compared[0].key, compared[1].key), "fdp compare gives both sides the same samples"
+
+
+@pytest.mark.parametrize("source", ["synthetic", "noised"])
+def test_runs_of_one_seed_whose_curvature_has_other_samples_share_no_noise(source: str) -> None:
+    """Samples that are measured decide the maps of gradients, and so the sums. Else a microbatch changes nothing."""
+    kfac = {"optimizer": "kfac", "kfac_data": source, "kfac_period": 5, "lr": 0.1}
+    for more, same in (({}, True), (kfac, False)):
+        runs = [small_run(NEW_RUN, seed=1, microbatch=size, **more) for size in (8, 16)]
+        assert torch.equal(runs[0].key, runs[1].key) == same
+
+
+def store_in_8_bits(monkeypatch: pytest.MonkeyPatch, *, seconds: float) -> None:
+    """Let a CPU store gradients in 8 bits, as a GPU does, if the time that is measured for that is short."""
+
+    def add_timings(options: dict[NormBy, Choice], *_: object) -> dict[NormBy, Choice]:
+        measured = {by: seconds if by is NormBy.KEEP_INT8 else 1.0 for by in options}
+        return {by: option._replace(measured=measured[by]) for by, option in options.items()}
+
+    monkeypatch.setattr(plans, "rates_of", lambda device, dtype: CUDA_HALF)
+    monkeypatch.setattr(plans, "_add_timings", add_timings)
+
+
+def test_a_resumed_run_stores_in_8_bits_what_it_stored_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured times choose these leaves. With other ones, the same noise would be on another sum."""
+    config = replace(configure(small_options(seed=1)), stored_dtype=torch.int8)
+    store_in_8_bits(monkeypatch, seconds=0.1)
+    before, _ = prepare(config)
+    meta = {"noise": noise_record(before)}
+    assert meta["noise"]["rounded_leaves"] == ["head.weight"]
+    store_in_8_bits(monkeypatch, seconds=9.0)
+    other, _ = prepare(config)
+    assert other.plan.rounded == ()
+    assert not torch.equal(other.key, before.key)
+    assert other.stages.rounded != before.stages.rounded
+    with pytest.raises(FdpError, match="--stored-dtype"):
+        check_same_noise(meta, other, HERE)
+    again, _ = prepare(config, earlier=earlier_noise(json.loads(json.dumps(meta))))
+    assert again.plan.rounded == ("head.weight",)
+    check_same_noise(meta, again, HERE)
+
+
+def test_a_seeded_run_that_never_saved_begins_again_with_the_leaves_that_it_stored_in_8_bits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words, config = ["--seed", "1", "--save-every", "5", "--json"], tmp_path / "run/config.json"
+    monkeypatch.setattr(session, "configure", lambda options: replace(configure(options), stored_dtype=torch.int8))
+    store_in_8_bits(monkeypatch, seconds=0.1)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save", lambda *_, **__: None)  # the machine stops before anything is saved
+        interrupt_after(3, patch)
+        assert train(tmp_path / "run", *words, steps=8) == 130
+    began = json.loads(config.read_text())
+    assert began["rounded_leaves"] == ["head.weight"]
+    store_in_8_bits(monkeypatch, seconds=9.0)
+    assert train(tmp_path / "run", *words, steps=8) == 0, capsys.readouterr().out
+    assert json.loads(config.read_text())["rounded"] == began["rounded"]
+
+
 def test_runs_with_other_noise_share_none_in_their_evaluations() -> None:
     released = {"seed": 1, "eval_fraction": 0.5, "eval_epsilon": 1.0, "eval_every": 2}
     found = []
     for options in ({"microbatch": 8}, {"microbatch": 4}, {"microbatch": 8, "sum_dtype": "float32"}):
-        evaluator = make_evaluator(small_run(**released, **options))
+        evaluator = make_evaluator(small_run(NEW_RUN, **released, **options))
         assert evaluator is not None
         assert evaluator.release is not None
         total = torch.full((evaluator.release.entries,), 300.0, dtype=torch.float64)
@@ -110,13 +180,13 @@ def test_a_seeded_run_that_never_saved_begins_again_with_the_scale_that_its_nois
         assert train(tmp_path / "run", *words, steps=8) == 130
     began = json.loads(config.read_text())
     found = resume.ResumedRun(began=began | {"extra_noise": 0.25})
-    assert (resume.microbatch_of(found), resume.slack_of(found)) == (4, 0.25)
+    assert (resume.microbatch_of(found), resume.earlier_noise_of(found)) == (4, EarlierNoise(0.25, ()))
     config.write_text(json.dumps(began | {"extra_noise": 0.25}))
     assert train(tmp_path / "run", *words, steps=8) == 0
     assert json.loads(config.read_text())["extra_noise"] == 0.25
     with pytest.raises(FdpError, match=r"rounded by at most 0\.125 of the clipping bound.* got 0\.25"):
         resume.check_not_released(
-            resume.ResumedRun(began=began | {"extra_noise": 0.125}), small_run(least_slack=0.25), tmp_path / "run"
+            resume.ResumedRun(began=began | {"extra_noise": 0.125}), small_run(EarlierNoise(0.25)), tmp_path / "run"
         )
 
 
