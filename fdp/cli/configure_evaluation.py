@@ -1,7 +1,7 @@
 """Turn the options about evaluation into held-out data and an :class:`~fdp.run.evaluation_config.EvaluationConfig`.
 
->>> training, held_out = split_data(options, dataset, model)
->>> evaluation = make_evaluation(options, held_out, population=population, delta=delta)
+>>> training, held_out, shared = split_data(options, dataset, model)
+>>> evaluation = make_evaluation(options, held_out, population=population, delta=delta, shared=shared)
 """
 
 from __future__ import annotations
@@ -24,38 +24,41 @@ from fdp.privacy.microbatches import Dataset
 from fdp.privacy.sampling import rounded_population
 from fdp.run.averaging import check_decay
 from fdp.run.evaluation_config import Budget, Cost, EvaluationConfig, default_every
+from fdp.run.smaller_microbatches import RunWarning
 from fdp.types import FdpError
 
 DIGITS_TEST = "digits-test"
 
 
-class OverlapWarning(UserWarning):
+class OverlapWarning(RunWarning):
     """Some samples of the held-out data are trained on too."""
 
 
-def split_data(options: TrainOptions, dataset: Dataset, model: Model) -> tuple[Dataset, Dataset | None]:
-    """Return the data to train on and the held-out data, None without evaluation."""
+def split_data(options: TrainOptions, dataset: Dataset, model: Model) -> tuple[Dataset, Dataset | None, int]:
+    """Return the data to train on, the held-out data (None without evaluation), and how many samples are in both."""
     given = options.evaluation
     _check(options)
     if given.eval_fraction is not None:
-        return split_held_out(dataset, given.eval_fraction)
+        return *split_held_out(dataset, given.eval_fraction), 0
     if given.eval_data is None:
-        return dataset, None
+        return dataset, None, 0
     if given.eval_data == DIGITS_TEST:
         if model.context is not None:
             raise FdpError(f"--eval-data {DIGITS_TEST}: is images: expected a classifier, got {model.name}")
-        return dataset, datasets.digits()[1]
+        return dataset, datasets.digits()[1], 0
     held_out = load_dataset(options, model, source=given.eval_data)
     if not given.eval_public:
         _check_other_people(given.eval_data, dataset, held_out)
-    _check_other_samples(given, dataset, held_out)
-    return dataset, held_out
+    return dataset, held_out, _check_other_samples(given, dataset, held_out)
 
 
 def make_evaluation(
-    options: TrainOptions, held_out: Dataset | None, *, population: int, delta: float
+    options: TrainOptions, held_out: Dataset | None, *, population: int, delta: float, shared: int = 0
 ) -> EvaluationConfig | None:
-    """Return the settings of the evaluations; ``population`` is the public number of samples to train on."""
+    """Return the settings of the evaluations; ``population`` is the public number of samples to train on.
+
+    ``shared`` is the number of held-out samples that are trained on too.
+    """
     given = options.evaluation
     if held_out is None:
         return None
@@ -63,7 +66,7 @@ def make_evaluation(
     every = default_every(steps) if given.eval_every is None else given.eval_every
     if given.eval_epsilon is None:
         cost = Cost.PUBLIC if given.eval_public else Cost.OUTSIDE
-        return EvaluationConfig(held_out, digest, cost, every, None, given.keep_best, given.patience)
+        return EvaluationConfig(held_out, digest, cost, every, None, given.keep_best, given.patience, shared)
     mixed = options.reading.public_data is not None  # only private samples are held out, and counted
     number = _public_number(given, held_out, None if mixed else population)
     budget = Budget(given.eval_epsilon, delta, number, given.eval_max_loss)
@@ -127,15 +130,16 @@ def _check_other_people(source: str, dataset: Dataset, held_out: Dataset) -> Non
         )
 
 
-def _check_other_samples(given: EvaluationOptions, dataset: Dataset, held_out: Dataset) -> None:
+def _check_other_samples(given: EvaluationOptions, dataset: Dataset, held_out: Dataset) -> int:
     """Refuse a copy of the training data, and samples on both sides if evaluations are noised; else warn of them.
 
-    Public samples may be trained on too, but not all of the private data can be public.
+    Returns how many samples are on both sides. Public samples may be trained on too, but not all of the private data
+    can be public.
     """
     data = _private(dataset)
     shared, number = count_shared(held_out, data), len(held_out)
     if shared == 0 or (given.eval_public and (shared < number or number != len(data))):
-        return
+        return shared
     if shared == number:
         raise FdpError(
             f"--eval-data {given.eval_data}: expected data that is not trained on, got {number} samples, all of which "
@@ -153,6 +157,7 @@ def _check_other_samples(given: EvaluationOptions, dataset: Dataset, held_out: D
         OverlapWarning,
         stacklevel=2,
     )
+    return shared
 
 
 def _private(dataset: Dataset) -> Dataset:

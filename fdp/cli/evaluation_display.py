@@ -182,5 +182,7 @@ def _number(loss: float | None) -> str:
 
 
 def _noun(evaluator: Evaluator) -> str:
+    if shared := evaluator.config.shared:
+        return f"held-out samples, {shared:,} of which {'is' if shared == 1 else 'are'} trained on too"
     words = dataset_unit(evaluator.config.dataset).one.replace(",", "").split()
     return NOUNS.get(words[1], "samples that were not trained on") if len(words) > 1 else "samples"

@@ -65,8 +65,8 @@ def folder_of(file: Path, root: Path, *, all_named: bool) -> str:
     if len(inside) < 2:
         raise FdpError(
             f"{file}: expected it in a folder, which names its user (--user-field {FOLDER}), got it by itself; move it "
-            f"into the folder of its user, inside the folder that --data names, or out of that folder if it is no "
-            f"user's. (--unit record would protect files, not users)"
+            f"into a folder of its user inside {root}, or out of {root} if it is no user's. (--unit record would "
+            f"protect files, not users; --eval-fraction holds out users of --data)"
         )
     if name := _user_of(inside[0]):
         return name

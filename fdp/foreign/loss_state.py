@@ -46,7 +46,7 @@ CONTAINERS = (dict, list, set, tuple, deque)
 
 
 class Variable(NamedTuple):
-    """A variable that a call may assign to: of the function around it, of a class, or a global one."""
+    """A variable that a call may assign to: of the function around it, of a class, in a slot, or a global one."""
 
     name: str
     read: Callable[[], Any]
@@ -107,6 +107,21 @@ def refuse_writes(*calls: Callable[..., Any]) -> Iterator[None]:
         raise _memory_error([name.partition(" ")[2] for name in changed])
 
 
+class Rewind:
+    """The state of everything that a function can reach, as it is now; a call puts it back."""
+
+    def __init__(self, call: Callable[..., Any]):
+        reach = reach_of(call)
+        self._backup = ModuleBackup(reach.objects)
+        self._variables = [(variable, variable.read()) for variable in reach.variables]
+
+    def __call__(self) -> None:
+        self._backup.restore_values()
+        for variable, value in self._variables:
+            if not same_value(variable.read(), value):
+                variable.write(value)
+
+
 def _memory_error(changed: list[str]) -> FdpError:
     return FdpError(
         f"loss: expected one that depends on the outputs and the targets alone, got one that changes "
@@ -139,6 +154,12 @@ def reach_of(call: Callable[..., Any]) -> Reach:
         else:
             if id(value) not in held:
                 found.objects[_free_name(name, found.objects)] = value
+            for slot in _slots_of(type(value)):
+                read = functools.partial(getattr, value, slot, MISSING)
+                found.variables.append(
+                    Variable(join_names(name, slot), read, functools.partial(_set_attribute, value, slot))
+                )
+                todo.append((join_names(name, slot), read()))
             parts = [(join_names(name, key), part) for key, part in _parts(value)]
             held.update(id(part) for _, part in parts)
             todo += parts
@@ -150,15 +171,18 @@ def _may_hold(value: Any) -> bool:
     """Return True if a value may hold something that a call can change."""
     if isinstance(value, (Tensor, np.ndarray, functools.partial, types.MethodType, *CONTAINERS)):
         return True
-    return hasattr(value, "__dict__") and not isinstance(value, (type, types.ModuleType)) and not is_machinery(value)
+    if isinstance(value, (type, types.ModuleType)) or is_machinery(value):
+        return False
+    return hasattr(value, "__dict__") or bool(_slots_of(type(value)))
 
 
 def _parts(value: Any) -> list[tuple[Any, Any]]:
-    """Return the attributes or entries of an object, by name or number."""
+    """Return the attributes or entries of an object, by name or number; not what it holds in slots."""
     if isinstance(value, (Tensor, np.ndarray)):
         return []
     if not isinstance(value, CONTAINERS):
-        return [(key, part) for key, part in vars(value).items() if key not in TORCH_ATTRIBUTES]
+        own = getattr(value, "__dict__", {})
+        return [(key, part) for key, part in own.items() if key not in TORCH_ATTRIBUTES]
     entries = value.items() if isinstance(value, dict) else enumerate(() if isinstance(value, set) else value)
     return list(entries) if len(value) <= MAX_ENTRIES else []
 
@@ -194,7 +218,7 @@ def _search_function(name: str, function: types.FunctionType, found: Reach) -> l
 def _search_class(kind: type, found: Reach) -> list[tuple[str, Any]]:
     """Return the methods of a class and what it holds for all of its objects; add the variables among it."""
     todo: list[tuple[str, Any]] = []
-    bases = [base for base in kind.__mro__ if not (_in_libraries(base.__module__) or _is_installed(base))]
+    bases = _own_bases(kind)
     known, held = {variable.name for variable in found.variables}, set[str]()
     for base in bases:
         for key, part in vars(base).items():
@@ -208,6 +232,17 @@ def _search_class(kind: type, found: Reach) -> list[tuple[str, Any]]:
             read = functools.partial(vars(base).get, key, MISSING)
             found.variables.append(Variable(name, read, functools.partial(_set_attribute, base, key)))
     return todo
+
+
+def _own_bases(kind: type) -> list[type]:
+    """Return the class and its bases, without those of libraries."""
+    return [base for base in kind.__mro__ if not (_in_libraries(base.__module__) or _is_installed(base))]
+
+
+def _slots_of(kind: type) -> list[str]:
+    """Return the attributes that objects of a class hold in ``__slots__``."""
+    members = (vars(base).items() for base in _own_bases(kind))
+    return [name for name, part in itertools.chain(*members) if isinstance(part, types.MemberDescriptorType)]
 
 
 def _function_of(part: Any) -> types.FunctionType | None:
@@ -237,11 +272,11 @@ def _is_installed(kind: type) -> bool:
     return "site-packages" in file or "dist-packages" in file
 
 
-def _set_attribute(kind: type, name: str, value: Any) -> None:
+def _set_attribute(holder: Any, name: str, value: Any) -> None:
     if value is MISSING:
-        delattr(kind, name)
+        delattr(holder, name)
     else:
-        setattr(kind, name, value)
+        setattr(holder, name, value)
 
 
 def _assign(space: dict[str, Any], name: str, value: Any) -> None:

@@ -43,7 +43,7 @@ class EvaluationConfig(NamedTuple):
 
     ``budget`` is given if the cost is ``NOISED``. ``digest`` is :func:`fdp.data.digest.data_digest` of the dataset.
     ``keep_best``: the result of the run is the parameters with the lowest loss. ``patience``: the run ends after as
-    many evaluations without a lower one.
+    many evaluations without a lower one. ``shared`` samples are trained on too.
     """
 
     dataset: Dataset
@@ -53,6 +53,7 @@ class EvaluationConfig(NamedTuple):
     budget: Budget | None = None
     keep_best: bool = False
     patience: int | None = None
+    shared: int = 0
 
 
 def planned_steps(every: int, steps: int) -> tuple[int, ...]:

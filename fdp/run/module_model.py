@@ -34,7 +34,7 @@ from fdp.parallel.dtensors import shard_leaf
 from fdp.parallel.sharding import Sharding
 from fdp.privacy.microbatches import Dataset
 from fdp.run.labelled_batches import LabelledBatches, is_transformers, labelled_batches
-from fdp.run.own_samples import CollatedSamples
+from fdp.run.own_samples import CollatedSamples, spread_indices
 from fdp.run.sample_losses import Loss, sample_losses, takes_module
 from fdp.types import FdpError, Key, Tree
 
@@ -103,11 +103,11 @@ def make_subject(
     if loss is None and is_transformers(own):
         own.eval()  # no dropout, as with fdp train: it would be one block, and noise regularises already
     device = next((leaf.device for leaf in own.parameters()), torch.device("cpu"))
-    first = _on(samples.fetch(np.arange(EXAMPLE_SAMPLES) % len(samples)), device)
+    first = _on(samples.fetch(spread_indices(len(samples), EXAMPLE_SAMPLES)), device)
     labelled = labelled_batches(own, first) if loss is None else None
     convert = _wrapped if labelled is None else labelled.convert
     dataset = ConvertedSamples(samples, convert, keys=any(part.training for part in own.modules()))
-    example = _on(dataset.fetch(np.arange(EXAMPLE_SAMPLES) % len(samples)), device)
+    example = _on(dataset.fetch(spread_indices(len(samples), EXAMPLE_SAMPLES)), device)
     settings = {"example": example, "materialize": materialize}
     calls = _calls(own, first, loss) if labelled is None else Calls(labelled.call, labelled.losses, _labels)
     model = _make_model(own, calls, labelled, **settings)
@@ -291,10 +291,11 @@ def _check_padding(
     model: Model, params: Tree, samples: CollatedSamples, convert: Callable[[Tree], Tree], device: torch.device
 ) -> None:
     """Refuse padding that changes a sample's loss: how far a sample is padded depends on the longest of the others."""
-    several = np.linspace(0, len(samples) - 1, min(LENGTHS_COMPARED, len(samples)), dtype=int).tolist()
+    several = spread_indices(len(samples), min(LENGTHS_COMPARED, len(samples))).tolist()
     shortest_first = sorted(several, key=lambda i: _elements(samples.fetch_alone(i)))
     for index in shortest_first[:EXAMPLE_SAMPLES]:
-        batches = [convert(batch) for batch in (samples.fetch(np.array([index])), samples.fetch_alone(index))]
+        sample = samples.source[index]  # read once: it may be drawn at random
+        batches = [convert(batch) for batch in (samples.row(sample), samples.row_alone(sample))]
         for values in (params, _perturbed(params)):
             with torch.no_grad():
                 padded, alone = (model.loss(values, _on(batch, device)) for batch in batches)

@@ -5,8 +5,8 @@
 Sampling stays fdp's: of a ``DataLoader`` only the dataset, the collate function and the batch size are used. If samples
 have different lengths, ``collate_fn`` pads them. Every sample is collated by itself, so that no other sample of the
 batch has a part in it, beside the longest samples of all, so that shapes are the same at every step. Their rows must
-come out as always: a ``collate_fn`` that mixes, sorts or standardises the samples it is given is an error. Whoever
-collates must make padding harmless; ``fdp.run.module_model`` tests it. Samples that have one length need no others.
+come out as always: a ``collate_fn`` that mixes, sorts, standardises or remembers samples is an error. Whoever collates
+must make padding harmless; ``fdp.run.module_model`` tests it. Samples that have one length need no others.
 
     >>> samples = as_samples(torch_dataset, collate_fn=pad)
     >>> samples.fetch(np.arange(4))
@@ -22,12 +22,21 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+)
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data._utils.collate import default_collate
 
 from fdp import tree
 from fdp.data.units import dataset_unit
+from fdp.foreign.loss_state import Rewind
 from fdp.privacy.microbatches import Dataset, dataset_length
 from fdp.types import FdpError, Tree
 
@@ -37,7 +46,12 @@ NOT_BY_ROW = (
     "collate_fn: expected one row for each sample, in their order, that does not depend on the samples beside it, got "
     "another row for the same sample: it sorts, mixes or standardises the samples of a batch, or draws random numbers. "
     "No bound on one sample would hold. Let it pad and stack only; standardise by public numbers, and augment single "
-    "samples, or mask their tokens (mlm=True), in the dataset"
+    "samples, or mask their tokens (mlm=True), in the dataset (docs/hugging_face.md shows how)"
+)
+REMEMBERS = (
+    "collate_fn: expected a row that depends on its sample alone, got another one after others had been collated: it "
+    "remembers samples, like a vocabulary that numbers words as it meets them. No bound on one sample would hold. "
+    "Make what it looks up before training, from public data, and leave it as it is"
 )
 NOT_THE_SAME_LENGTH = (
     "dataset: expected samples that have the same length whenever they are read, and at most that of the longest one, "
@@ -88,12 +102,11 @@ class CollatedSamples:
         return len(self.source)
 
     def fetch(self, indices: np.ndarray) -> Tree:
-        samples = [self.source[int(index)] for index in indices]
         if self.collate is stack_samples:
-            return collate_rows(self.collate, samples)
-        if not samples:
+            return collate_rows(self.collate, [copy_sample(self.source[int(index)]) for index in indices])
+        if not len(indices):
             return _slice(self.row(self.source[0]), 0, 0)
-        rows = [self.row(sample) for sample in samples]
+        rows = [copy_sample(self.row(self.source[int(index)])) for index in indices]
         if any(_shapes(row) != _shapes(rows[0]) for row in rows[1:]):
             raise FdpError(NOT_THE_SAME_LENGTH)
         return _cat(rows)
@@ -122,9 +135,13 @@ class CollatedSamples:
             raise FdpError(NOT_BY_ROW)
         return _slice(batch, 0, 1)
 
+    def row_alone(self, sample: Any) -> Tree:
+        """Return one sample as a batch of one row, collated without any other."""
+        return collate_rows(self.collate, [sample])
+
     def fetch_alone(self, index: int) -> Tree:
-        """Return one sample, collated without any other."""
-        return collate_rows(self.collate, [self.source[index]])
+        """Return the sample of that index, collated without any other."""
+        return self.row_alone(self.source[index])
 
 
 def as_samples(dataset: Any, *, collate_fn: Collate | None = None) -> Dataset:
@@ -134,6 +151,7 @@ def as_samples(dataset: Any, *, collate_fn: Collate | None = None) -> Dataset:
     samples, or a dataset of fdp.
     """
     if isinstance(dataset, DataLoader):
+        _check_sampler(dataset)
         own = None if dataset.collate_fn is default_collate else dataset.collate_fn
         return as_samples(dataset.dataset, collate_fn=collate_fn or own)
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
@@ -148,10 +166,26 @@ def as_samples(dataset: Any, *, collate_fn: Collate | None = None) -> Dataset:
     if len(samples) == 0:
         raise FdpError("dataset: expected at least one sample, got none (empty)")
     if isinstance(samples, CollatedSamples) and collate_fn is not None:
+        rewind = Rewind(collate_fn)
         longest, shortest = find_longest(samples)
         samples = replace(samples, longest=longest)
-        check_rows(samples, [*shortest, *np.linspace(0, len(samples) - 1, SAMPLES_COMPARED, dtype=int).tolist()])
+        compared = [*shortest, *spread_indices(len(samples), SAMPLES_COMPARED).tolist()]
+        check_rows(samples, compared)
+        check_memory(samples, compared, rewind)
     return samples
+
+
+def _check_sampler(loader: DataLoader[Any]) -> None:
+    """Refuse a loader that leaves samples out or repeats some: its sampler is not used, so that all would be drawn."""
+    of_samples = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    usual = loader.batch_sampler is None or type(loader.batch_sampler) is BatchSampler
+    if not usual or type(of_samples) not in (SequentialSampler, RandomSampler, DistributedSampler):
+        name = type(of_samples if usual else loader.batch_sampler).__name__
+        raise FdpError(
+            f"dataset: expected a DataLoader that reads every sample of its dataset once, got one with a {name}: fdp "
+            f"draws every step from all samples, by Poisson sampling. Give the samples that are meant: "
+            f"torch.utils.data.Subset(dataset, indices)"
+        )
 
 
 def _convert(dataset: Any, collate_fn: Collate | None) -> Dataset:
@@ -166,6 +200,21 @@ def _convert(dataset: Any, collate_fn: Collate | None) -> Dataset:
     if not hasattr(dataset, "__getitem__"):
         raise FdpError(f"dataset: expected samples by index (__getitem__), got {type(dataset).__name__}")
     return CollatedSamples(dataset, collate_fn or stack_samples)
+
+
+def copy_sample(sample: Any) -> Any:
+    """Return a sample whose tensors and arrays are its own: a dataset may fill the same ones for the next sample."""
+    if isinstance(sample, Tensor):
+        return sample.clone()
+    if isinstance(sample, np.ndarray):
+        return sample.copy()
+    if isinstance(sample, Mapping):
+        return {key: copy_sample(value) for key, value in sample.items()}
+    if isinstance(sample, tuple):
+        return tuple(copy_sample(value) for value in sample)
+    if isinstance(sample, list):
+        return [copy_sample(value) for value in sample]
+    return sample
 
 
 def stack_samples(samples: list[Any]) -> Any:
@@ -206,6 +255,11 @@ def collate_rows(collate: Collate, samples: list[Any]) -> Tree:
     return batch
 
 
+def spread_indices(samples: int, count: int) -> np.ndarray:
+    """Return so many indices from the first sample to the last; with fewer samples, some twice."""
+    return np.linspace(0, samples - 1, count).round().astype(np.int64)
+
+
 def find_longest(samples: CollatedSamples) -> tuple[tuple[int, ...], list[int]]:
     """Return the samples that are the longest in some dim of some entry, and a few of the shortest ones.
 
@@ -241,6 +295,22 @@ def check_rows(samples: CollatedSamples, indices: Sequence[int]) -> None:
         alone = collate_rows(samples.collate, given[:1])
         if not same or (_shapes(alone) == _shapes(rows[0]) and not _same_rows(alone, rows[0])):
             raise FdpError(NOT_BY_ROW)
+
+
+def check_memory(samples: CollatedSamples, indices: Sequence[int], rewind: Callable[[], None]) -> None:
+    """Refuse a ``collate_fn`` whose rows depend on the samples that it was called with before.
+
+    ``rewind`` puts back what it could reach before its first call; by now it has collated every sample.
+
+    Guarantees:
+      - among these samples, the row of each is what it would be if no other sample had been collated before.
+    """
+    given = [[samples.source[index], *samples.beside[0]] for index in indices]
+    after = [_slice(collate_rows(samples.collate, these), 0, 1) for these in given]
+    for these, row in zip(given, after):
+        rewind()
+        if not _same_rows(_slice(collate_rows(samples.collate, these), 0, 1), row):
+            raise FdpError(REMEMBERS)
 
 
 def _slice(batch: Tree, first: int, last: int | None) -> Tree:

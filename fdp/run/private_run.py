@@ -192,7 +192,9 @@ class PrivateRun:
 
     def params(self) -> dict[str, Tensor]:
         """Return the current value of every leaf, full, by its name; every rank calls it."""
-        return {path: full_tensor(leaf).detach() for path, leaf in tree.flatten(self.state.params).items()}
+        values = {path: full_tensor(leaf).detach() for path, leaf in tree.flatten(self.state.params).items()}
+        self._remember_values(values, {path: path for path in values})
+        return values
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the module's ``state_dict`` with the trained parameters, tied ones under all their names."""
@@ -201,10 +203,15 @@ class PrivateRun:
             return values
         own, paths = self.module.state_dict(), leaf_paths(self.module)
         found = {name: values[paths[name]].to(old) if paths.get(name) in values else old for name, old in own.items()}
-        if self._trained is not None and int(self.state.step) > 0:
-            trained = {name: leaf for name, leaf in found.items() if paths.get(name) in self.config.model.trainable}
-            self._trained.remember_values(trained, self.guarantee)
+        self._remember_values(found, paths)
         return found
+
+    def _remember_values(self, values: Mapping[str, Tensor], paths: Mapping[str, str]) -> None:
+        """Remember values that are given away, so that a run which begins with them counts this one."""
+        if self._trained is None or int(self.state.step) == 0:
+            return
+        trained = {name: leaf for name, leaf in values.items() if paths.get(name) in self.config.model.trainable}
+        self._trained.remember_values(trained, self.guarantee)
 
     def write_back(self) -> nn.Module | None:
         """Copy the trained parameters into the module, in its dtypes and on its devices, and return it.

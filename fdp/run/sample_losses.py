@@ -194,7 +194,16 @@ def _arguments(loss: Any) -> list[str]:
 
 
 def _call(loss: Loss, outputs: Any, targets: Any) -> Tensor:
-    value = loss(outputs, targets)
+    try:
+        value = loss(outputs, targets)
+    except TypeError as error:
+        if "object is not callable" not in str(error) or not (names := _arguments(loss)):
+            raise
+        raise FdpError(
+            f"loss: expected loss(outputs, targets), got one that calls {names[0]!r} or another argument; to be given "
+            f"the module and the batch, name its first argument {' or '.join(MODULE_NAMES)}: "
+            f"loss=lambda module, batch: ..."
+        ) from error
     if isinstance(value, Tensor):
         return value
     raise FdpError(f"loss: expected a tensor, got {type(value).__name__}; {REMEDY}")

@@ -24,7 +24,7 @@ from fdp.types import Batch, Key, Metrics, RowGroups, Step, TrainState
 
 
 class RunWarning(UserWarning):
-    """Something about microbatches that the user of a run should read; ``fdp train`` prints it in a line."""
+    """Something that the user of a run should read; ``fdp train`` prints it in a line."""
 
 
 class MemoryWarning(RunWarning):

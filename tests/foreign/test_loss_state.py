@@ -120,6 +120,29 @@ class InClass(Meter):
         return plain(outputs, targets)
 
 
+class Slotted:
+    """Has no dictionary of attributes. What is not an attribute yet is one after the first call."""
+
+    __slots__ = ("counts", "last", "seen")
+
+    def __init__(self, kind: str) -> None:
+        self.seen, self.counts = 0, {kind: 0}
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        (kind,) = self.counts
+        if kind == "number":
+            self.seen += 1
+        elif kind == "dictionary":
+            self.counts[kind] += 1
+        elif kind == "new":
+            self.last = outputs.detach()
+        return plain(outputs, targets)
+
+
+class SlottedPart(Slotted):
+    """Slots of a base class, beside a dictionary."""
+
+
 def with_attribute(outputs: Tensor, targets: Tensor) -> Tensor:
     with_attribute.calls = getattr(with_attribute, "calls", 0) + 1  # type: ignore[attr-defined]
     return plain(outputs, targets)
@@ -162,6 +185,11 @@ REMEMBERING: dict[str, Callable[..., Tensor]] = {
     "a list of a class": InClass(number=False),
     "a number of a class": InClass(number=True),
     "an attribute of a function": with_attribute,
+    "a slot": Slotted("number"),
+    "a dictionary in a slot": Slotted("dictionary"),
+    "a slot that had no value": Slotted("new"),
+    "a slot of a base class": SlottedPart("number"),
+    "a slot of a part": functools.partial(lambda part, *given: part(*given), Slotted("number")),
     "a compiled function": torch.compile(with_list, backend="eager"),
     "a decorated function": torch.no_grad()(with_list),
 }
@@ -180,6 +208,10 @@ def test_what_can_be_restored_is_restored():
         with pytest.raises(FdpError, match=r"calls|last"):
             without_memory(loss)(X[:4, :2], Y[:4])
     assert (counting.calls, KEPT) == (0, {})
+    slotted = Slotted("new")
+    with pytest.raises(FdpError, match="last"):
+        without_memory(slotted)(X[:4, :2], Y[:4])
+    assert not hasattr(slotted, "last")
 
 
 def test_memory_outside_of_the_loss_is_restored_too():
@@ -216,12 +248,22 @@ SETTINGS = types.SimpleNamespace(weight=2.0, classes={"a": [1, 2]})
         Quiet(),
         lambda outputs, targets: plain(outputs, targets) * constant_mask(2)[targets],
         lambda outputs, targets: plain(outputs, targets) * SETTINGS.weight,
+        Slotted("nothing"),
         functools.partial(F.cross_entropy, reduction="none", label_smoothing=0.1),
         torch.compile(plain, backend="eager"),
         torch.compile(nn.CrossEntropyLoss(reduction="none"), backend="eager"),
         torch.autocast("cpu", torch.bfloat16, enabled=False)(plain),
     ],
-    ids=["the same constants", "a cached constant", "settings", "a partial function", "compiled", "module", "autocast"],
+    ids=[
+        "the same constants",
+        "a cached constant",
+        "settings",
+        "slots",
+        "a partial function",
+        "compiled",
+        "module",
+        "autocast",
+    ],
 )
 def test_a_loss_that_keeps_only_constants_is_no_mistake(loss: Any):
     checked = without_memory(loss)

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
 from torch.utils.data import Dataset as TorchDataset
 
 from fdp import tree
@@ -113,8 +123,78 @@ def test_a_collate_function_that_looks_across_samples_is_refused(dataset: Any, c
         as_samples(dataset, collate_fn=collate_fn)
 
 
+WORDS = [f"w{n} w{n + 1} w{n % 7}" for n in range(60)]
+NUMBERS: dict[str, int] = {}
+met = 0
+
+
+def in_a_variable_around() -> Callable[[list[str]], Any]:
+    numbers: dict[str, int] = {}
+    return lambda samples: {
+        "ids": torch.tensor([[numbers.setdefault(w, len(numbers)) for w in s.split()] for s in samples])
+    }
+
+
+def in_a_global(samples: list[str]) -> dict[str, torch.Tensor]:
+    return {"ids": torch.tensor([[NUMBERS.setdefault(w, len(NUMBERS)) for w in s.split()] for s in samples])}
+
+
+class InAnAttribute:
+    def __init__(self) -> None:
+        self.numbers: dict[str, int] = {}
+
+    def __call__(self, samples: list[str]) -> dict[str, torch.Tensor]:
+        return {"ids": torch.tensor([[self._number(word) for word in sample.split()] for sample in samples])}
+
+    def _number(self, word: str) -> int:
+        return self.numbers.setdefault(word, len(self.numbers))
+
+
+class InAnArray:
+    """Marks words that came before; only the first time that a word is met tells."""
+
+    def __init__(self) -> None:
+        self.seen = np.zeros(200, dtype=bool)
+
+    def __call__(self, samples: list[str]) -> dict[str, torch.Tensor]:
+        ids = np.array([[int(word[1:]) for word in sample.split()] for sample in samples])
+        new = ~self.seen[ids]
+        self.seen[ids] = True
+        return {"ids": torch.from_numpy(ids), "new": torch.from_numpy(new)}
+
+
+def from_a_count(samples: list[str]) -> dict[str, torch.Tensor]:
+    """A number that is assigned, not an object that is changed; rows settle once many samples were met."""
+    global met
+    met = min(met + len(samples), 50)
+    return {"x": torch.full((len(samples), 1), float(met))}
+
+
+@pytest.mark.parametrize(
+    "collate_fn",
+    [in_a_variable_around(), in_a_global, InAnAttribute(), InAnAttribute().__call__, InAnArray(), from_a_count],
+    ids=["variable", "global", "attribute", "method", "array", "count"],
+)
+def test_a_collate_function_that_remembers_samples_is_refused(collate_fn: Any):
+    with pytest.raises(FdpError, match="it remembers samples"):
+        as_samples(WORDS, collate_fn=collate_fn)
+
+
+def test_a_collate_function_may_keep_a_cache_and_count_its_calls():
+    cache: dict[str, list[int]] = {}
+    calls: list[int] = []
+
+    def look_up(samples: list[str]) -> dict[str, torch.Tensor]:
+        calls.append(len(samples))
+        rows = [cache.setdefault(sample, [int(word[1:]) for word in sample.split()]) for sample in samples]
+        return {"ids": torch.tensor(rows)}
+
+    rows = as_samples(WORDS, collate_fn=look_up).fetch(np.arange(3))["ids"]
+    assert rows.tolist() == [[0, 1, 0], [1, 2, 1], [2, 3, 2]]
+
+
 def test_a_sample_that_appears_later_changes_no_row_but_its_own():
-    """What no check has seen: the rows of others are the same, and a change of the longest sample is an error."""
+    """Rows that no check has seen: those of others are the same, and a change of the longest sample is an error."""
 
     def spoiled(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
         found = pad(samples)
@@ -161,6 +241,51 @@ def test_rows_without_a_number_are_the_same_rows():
     samples = [torch.tensor([n, float("nan"), float("inf")]) for n in range(40)]
     rows = as_samples(samples, collate_fn=lambda given: {"x": torch.stack(given)}).fetch(np.arange(2))["x"]
     assert torch.equal(rows[:, 0], torch.tensor([0.0, 1.0]))
+
+
+class ReusedBuffer(TorchDataset):
+    """Fills the same tensor, or the same array, for every sample."""
+
+    def __init__(self, buffer: Any) -> None:
+        self.buffer = buffer
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        self.buffer[:] = index
+        return {"row": self.buffer}
+
+
+@pytest.mark.parametrize("buffer", [torch.zeros(3), np.zeros(3)], ids=["tensor", "array"])
+@pytest.mark.parametrize("collate_fn", [None, default_collate], ids=["ours", "theirs"])
+def test_a_dataset_may_fill_one_buffer_for_every_sample(buffer: Any, collate_fn: Any):
+    rows = as_samples(ReusedBuffer(buffer), collate_fn=collate_fn).fetch(np.array([5, 2, 7]))["row"]
+    assert rows[:, 0].tolist() == [5, 2, 7]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sampler": SubsetRandomSampler(range(4))},
+        {"sampler": WeightedRandomSampler([1.0] * 8, 8)},
+        {"batch_sampler": [[0, 1], [2, 3]]},
+        {"batch_sampler": BatchSampler(SubsetRandomSampler(range(4)), 2, drop_last=False)},
+    ],
+    ids=["subset", "weighted", "list of batches", "batches of a subset"],
+)
+def test_a_loader_that_leaves_samples_out_or_repeats_some_is_refused(options: dict[str, Any]):
+    with pytest.raises(FdpError, match=r"reads every sample of its dataset once, .*Subset\(dataset, indices\)"):
+        as_samples(DataLoader(TensorDataset(torch.arange(8.0)), **options))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"shuffle": True}, {"sampler": DistributedSampler(Rows(), 2, 0)}, {"batch_size": 3, "drop_last": True}],
+    ids=["in order", "shuffled", "of one rank", "in whole batches"],
+)
+def test_a_loader_that_reads_every_sample_is_taken(options: dict[str, Any]):
+    assert len(as_samples(DataLoader(TensorDataset(torch.arange(8.0)), **options))) == 8
 
 
 def test_samples_of_one_shape_are_collated_without_any_other():

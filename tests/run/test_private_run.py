@@ -23,6 +23,8 @@ from fdp.fast.out_of_memory import OutOfMemory
 from fdp.privacy.guarantee import MARKER, read_marker
 from fdp.run.private_run import PrivateRun
 from fdp.run.training_run import draw_batch
+from fdp.types import FdpError
+from tests.ranks import run_on_ranks
 
 
 def data(samples: int = 60, features: int = 6) -> tuple[Tensor, Tensor]:
@@ -368,6 +370,108 @@ def test_mistakes_are_refused_with_a_remedy(name: str):
 def test_a_delta_that_allows_publishing_a_sample_warns():
     with pytest.warns(UserWarning, match="publishing one sample"):
         make(delta=0.1)
+
+
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.embed(tokens)))
+
+
+def by_tokens_of_the_batch(module: Any, batch: Any) -> Tensor:
+    """The mean over all tokens of the batch that count: a sample has less weight beside longer ones."""
+    losses = F.cross_entropy(module(batch["tokens"]).transpose(1, 2), batch["labels"], reduction="none")
+    return losses.sum(1) * len(losses) / (batch["labels"] != -100).sum()
+
+
+def by_share_of_the_class(outputs: Tensor, targets: Tensor) -> Tensor:
+    share = targets.float().mean().clamp(0.02, 0.98)
+    weights = torch.where(targets == 1, 1 / share, 1 / (1 - share))
+    return F.cross_entropy(outputs, targets, reduction="none") * weights
+
+
+def test_a_loss_that_couples_samples_of_a_later_kind_is_refused():
+    """The first samples are all alike, as in sorted data; only among others does the coupling show."""
+    tokens = torch.randint(1, 11, (256, 16), generator=torch.Generator().manual_seed(0))
+    labels = tokens.clone()
+    labels[8:, :-1] = -100
+    with pytest.raises(FdpError, match="sample"):
+        make(Tagger(), {"tokens": tokens, "labels": labels}, loss=by_tokens_of_the_batch, batch_size=64)
+    x = torch.randn(256, 6, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(FdpError, match="sample"):
+        make(nn.Linear(6, 2), (x, (torch.arange(256) >= 128).long()), loss=by_share_of_the_class, batch_size=64)
+
+
+def test_a_sample_that_is_drawn_anew_may_be_padded():
+    """A mask drawn when a sample is read is another one each time, with padding and without."""
+
+    class Masked(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 40
+
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            tokens = torch.arange(3 + index % 5) % 10 + 1
+            return tokens, tokens.masked_fill(torch.rand(tokens.shape) < 0.5, -100)
+
+    def pad(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+        tokens, labels = (nn.utils.rnn.pad_sequence(list(side), batch_first=True) for side in zip(*samples))
+        lengths = torch.tensor([len(tokens) for tokens, _ in samples])
+        padding = torch.arange(tokens.shape[1]) >= lengths[:, None]
+        return {"tokens": tokens, "labels": labels.masked_fill(padding, -100)}
+
+    def loss(module: Any, batch: Any) -> Tensor:
+        return F.cross_entropy(module(batch["tokens"]).transpose(1, 2), batch["labels"], reduction="none").sum(1)
+
+    assert make(Tagger(), Masked(), collate_fn=pad, loss=loss).fit() is not None
+
+
+def test_a_loss_that_calls_its_outputs_is_told_how_to_be_given_the_module():
+    with pytest.raises(FdpError, match=r"calls 'm' or another argument; .* name its first argument module or model"):
+        make(loss=lambda m, batch: F.cross_entropy(m(batch[0]), batch[1], reduction="none"))
+
+
+def on_ranks_that_differ(what: str) -> str:
+    """Make a run on this rank, and return how it is refused."""
+    rank = torch.distributed.get_rank()
+    module = net()
+    if what == "first parameters":
+        torch.manual_seed(rank)
+        module = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
+    if what == "a frozen leaf" and rank:
+        next(module.parameters()).requires_grad_(False)
+    changes = {
+        "clip norm": {"max_norm": 1.0 + rank},
+        "learning rate": {"lr": 0.1 * (rank + 1)},
+        "delta": {"delta": 1e-6 / (rank + 1)},
+        "dtype": {"dtype": (torch.float32, torch.bfloat16)[rank]},
+        "loss": {"loss": (nn.CrossEntropyLoss(), nn.CrossEntropyLoss(label_smoothing=0.1))[rank]},
+    }
+    try:
+        make(module, mesh={"shard": 2}, microbatch=4, **changes.get(what, {}))
+    except FdpError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "what",
+    [
+        "nothing",
+        "first parameters",
+        *(
+            pytest.param(each, marks=pytest.mark.long)
+            for each in ("a frozen leaf", "clip norm", "learning rate", "delta", "dtype", "loss")
+        ),
+    ],
+)
+def test_ranks_that_differ_are_refused(what: str):
+    """Each rank would draw samples and noise of its own, and a sample that two ranks drew would count twice."""
+    found = run_on_ranks(on_ranks_that_differ, 2, what)
+    assert all(("on rank" in said) == (what != "nothing") for said in found), found
 
 
 def test_a_data_loader_gives_its_dataset_and_its_batch_size():

@@ -55,6 +55,14 @@ def test_parameters_that_are_loaded_from_a_run_count_it():
     assert count(module) == 1
 
 
+def test_values_that_a_run_gives_by_leaf_count_it():
+    module = nn.Linear(3, 2)
+    run = make(module)
+    assert len(list(run)) == 2
+    module.load_state_dict(run.params())
+    assert count(module) == 1
+
+
 def test_a_run_that_writes_its_parameters_again_counts_after_a_later_run():
     module = nn.Linear(3, 2)
     first = make(module).fit()
