@@ -171,8 +171,8 @@ def _first_step(run: Run) -> str | None:
     if then > CHEAP_GROWTH * math.sqrt(MORE_STEPS) * now:  # each step gains as little as its noise costs
         return None
     return (
-        f"the first step spends {first:.2g} of epsilon {config.epsilon:g}, so more steps would cost little: --steps "
-        f"{more} needs a noise multiplier of {then:.3g} instead of {now:.3g}"
+        f"the first step spends {first:.2g} of epsilon {config.epsilon:g}: {MORE_STEPS:g} times as many steps, --steps "
+        f"{more}, need only {then / now:.2g} times the noise (multiplier {then:.3g} instead of {now:.3g})"
     )
 
 

@@ -41,9 +41,9 @@ Rows: TypeAlias = list[tuple[str, str]]
 ROUNDED = ", from the number of samples rounded up; --population announces another"
 COVERED = "the parameters: model.safetensors (for a folder: model/), and everything computed from them alone"
 NOT_COVERED = (
-    "every loss, gradient norm, clipped fraction, sample count and time: metrics.jsonl, report.png, summary.json and "
-    "this screen, which are computed on the private data; and checkpoints/, which hold the key of the noise. Guard "
-    "them as you guard the data"
+    "every loss, gradient norm, clipped fraction, sample count and time: metrics.jsonl, report.png, report.html, "
+    "summary.json and this screen, which are computed on the private data; and checkpoints/, which hold the key of the "
+    "noise. Guard them as you guard the data"
 )
 EARLY_STOP = (
     "after {steps} of {steps_planned} steps. The epsilon{part} is that of all {steps_planned}, since what the run "
@@ -81,7 +81,7 @@ def show_warnings(console: Console, texts: Sequence[str]) -> None:
 
 @contextmanager
 def show_run_warnings(console: Console) -> Iterator[None]:
-    """Print it in one line if the run goes on with other sizes of microbatches."""
+    """Print in one line what the user should read: other sizes of microbatches, samples that are not held out."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", RunWarning)
         others = warnings.showwarning

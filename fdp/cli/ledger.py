@@ -111,7 +111,7 @@ def _sides(entry: Entry, wanted: set[str] | None) -> list[set[str]]:
 
 
 def _total(group: Sequence[Entry]) -> dict[str, Any]:
-    from fdp.privacy.guarantee import compose, count_choices, unit_kind
+    from fdp.privacy.guarantee import compose, count_choices, runs_that_share_noise, unit_kind
 
     units = list(dict.fromkeys(entry.promise.unit for entry in group if entry.promise.private))
     began = [entry.promise for entry in group if entry.began]
@@ -126,6 +126,7 @@ def _total(group: Sequence[Entry]) -> dict[str, Any]:
         "delta": delta,
         "not_private": len(began) - len(counted),
         "choices_by_held_out_samples": count_choices(began),
+        "runs_that_share_noise": runs_that_share_noise(began),
     }
 
 
@@ -142,7 +143,7 @@ def _rows(entries: Sequence[Entry]) -> list[dict[str, Any]]:
 
 def _show(console: Console, path: Path, entries: Sequence[Entry], totals: Sequence[dict[str, Any]]) -> None:
     from fdp.data.nouns import count
-    from fdp.privacy.guarantee import choices_sentence
+    from fdp.privacy.guarantee import choices_sentence, shared_noise_sentence
     from fdp.privacy.shown_numbers import shown_delta, shown_epsilon
 
     console.print(str(path), soft_wrap=True)
@@ -152,7 +153,8 @@ def _show(console: Console, path: Path, entries: Sequence[Entry], totals: Sequen
             f"data {total['data']}, {total['unit']}: {total['runs']} run{'' if total['runs'] == 1 else 's'}, together "
             f"epsilon {shown_epsilon(total['epsilon'])} at delta {shown_delta(total['delta'])} ({total['relation']})"
             + (f"; besides {count(more, 'run')} without privacy" if (more := total["not_private"]) else "")
-            + (f"; {choices}" if (choices := choices_sentence(total["choices_by_held_out_samples"])) else ""),
+            + (f"; {choices}" if (choices := choices_sentence(total["choices_by_held_out_samples"])) else "")
+            + (f"; {shared}" if (shared := shared_noise_sentence(total["runs_that_share_noise"])) else ""),
             soft_wrap=True,
         )
     if len(totals) > 1:
@@ -183,7 +185,7 @@ def _table(entries: Sequence[Entry], width: int) -> Table:
 
 def _cells(entry: Entry) -> tuple[str, ...]:
     """Return what the table says of a run, by heading."""
-    from fdp.privacy.guarantee import held_out_epsilon
+    from fdp.privacy.guarantee import held_out_epsilon, short_name
     from fdp.privacy.shown_numbers import shown_delta, shown_epsilon
 
     promise, folder, steps, how = entry
@@ -193,7 +195,7 @@ def _cells(entry: Entry) -> tuple[str, ...]:
     delta = "" if promise.delta is None else shown_delta(promise.delta)
     made = f"{'?' if steps is None else steps} of {promise.steps or '?'}"
     unit = promise.unit.partition(" (")[0]  # the totals below state it in full
-    begun = (promise.date or "")[:10], (promise.run or "unknown")[:8], _short(promise)
+    begun = (promise.date or "")[:10], short_name(promise), _short(promise)
     return *begun, epsilon, delta, made, how or "no word of it", unit, folder
 
 

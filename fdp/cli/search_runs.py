@@ -63,6 +63,10 @@ NOT_ENDED = (
     "the search has not ended: no epsilon can be stated for any of its runs. If an error ended it, it cannot go on, "
     "and its runs stay with the owner of the data"
 )
+SEEDED = (
+    "not covered: whoever guesses --seed can repeat the noise of every run and subtract it, and knows the number of "
+    "runs, which has to be secret. For a real release leave --seed out"
+)
 
 
 class Price(NamedTuple):
@@ -230,6 +234,7 @@ def statement(
         f"Theorem 6, by RDP; noise multiplier {price.noise_multiplier:.4g} in every run)",
         f"chosen by the loss on {outside}",
         f"not covered: {SEARCH_RESULT}, the number of runs, their scores and the models that were not chosen",
+        *([] if search.seed is None else [SEEDED]),
     ]
 
 

@@ -27,7 +27,9 @@ from fdp.privacy.guarantee import (
     on_other_data,
     once_each,
     promise_about,
+    runs_that_share_noise,
     same_unit,
+    shared_noise_sentence,
 )
 from fdp.privacy.shown_numbers import shown_delta, shown_epsilon
 
@@ -51,9 +53,12 @@ class DataTotal(NamedTuple):
 
     def sentence(self, data: str = "this data") -> str:
         """Return the total in words, with the numbers; ``data`` names the data."""
-        choices = choices_sentence(count_choices((*self.earlier, *self.other_units)))
-        found = filter(None, (self._same_unit(), self._other_units(), self._not_private(), choices))
-        return ". ".join(f"on {data} {said}" for said in found)
+        earlier = (*self.earlier, *self.other_units)
+        choices = choices_sentence(count_choices(earlier))
+        shared = shared_noise_sentence(runs_that_share_noise((self.now, *earlier)))
+        found = filter(None, (shared, self._same_unit(), self._other_units(), self._not_private(), choices))
+        said = ". On ".join(f"{data} {sentence}" for sentence in found)
+        return said and f"on {said}"
 
     def _same_unit(self) -> str:
         if not self.earlier or self.total is None:
@@ -69,7 +74,7 @@ class DataTotal(NamedTuple):
                 f"{shown_epsilon(self.now.epsilon)} of this run alone, for whoever sees what came out of all of them"
             )
         if self.as_made is not None and shown_epsilon(self.as_made[0]) != shown_epsilon(epsilon):
-            said += f" ({shown_epsilon(self.as_made[0])} if runs that ended early were meant to)"
+            said += f" ({shown_epsilon(self.as_made[0])} if early stops were planned before the runs)"
         return said
 
     def _other_units(self) -> str:
@@ -79,8 +84,8 @@ class DataTotal(NamedTuple):
         units += self._assumed(self.other_units)
         return (
             f"{count} private run{'' if count == 1 else 's'} began before with another unit ({units}): "
-            f"they do not add up, except for what is at most one sample in each run, for which all runs together give "
-            f"epsilon {shown_epsilon(self.in_all[0])} at delta {shown_delta(self.in_all[1])}"
+            f"there is no single total. For what is at most one sample in each run, all runs together "
+            f"give epsilon {shown_epsilon(self.in_all[0])} at delta {shown_delta(self.in_all[1])}"
         )
 
     def _assumed(self, runs: Sequence[Guarantee]) -> str:

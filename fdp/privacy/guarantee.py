@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -243,6 +244,28 @@ def choices_sentence(count: int) -> str:
         f"the loss of held-out samples, without noise, decided what {count} earlier run{'s' * (count > 1)} exported: "
         f"for samples held out then, no epsilon holds"
     )
+
+
+def runs_that_share_noise(runs: Sequence[Guarantee]) -> tuple[str, ...]:
+    """Return the runs, as :func:`short_name` has them, that drew samples and noise which another of them drew too."""
+    private = [one for one in once_each(runs) if one.private]
+    drawn = Counter(one.noise for one in private)
+    return tuple(short_name(one) for one in private if one.noise is not None and drawn[one.noise] > 1)
+
+
+def shared_noise_sentence(runs: Sequence[str]) -> str:
+    """Return what it means that these runs share their noise; empty if none does."""
+    if not runs:
+        return ""
+    return (
+        f"runs {', '.join(runs[:-1])} and {runs[-1]} drew the same samples and noise, from one --seed: publish at most "
+        f"one of them. For whoever sees two whose results differ, no epsilon holds, and no total stated here"
+    )
+
+
+def short_name(promise: Guarantee) -> str:
+    """Return the first digits of the name of a run, as ``fdp ledger`` shows it."""
+    return (promise.run or "unknown")[:8]
 
 
 def same_data(one: Guarantee, other: Guarantee) -> bool:

@@ -36,7 +36,7 @@ def describe_mechanism(facts: RunFacts) -> tuple[str, ...]:
         "Gaussian noise to their sum, and gives the noisy mean to the optimizer. The optimizer and everything after it "
         "see the data through these noisy sums only.",
         f"Sampling: in each step every sample is drawn independently with probability {config['sampling_rate']:.6g} = "
-        f"{settings['batch_size']} / {config['population']} (Poisson sampling, really carried out; the number drawn "
+        f"{settings['batch_size']} / {config['population']} (actual Poisson sampling, not shuffling; the number drawn "
         f"varies from step to step). {_population(facts)}",
         f"Clipping ({settings['clip']}): {CLIPPING[settings['clip']].format(**sizes)} A sample whose gradient is not "
         f"finite contributes exactly 0. So adding or removing one sample moves the sum by at most C, up to rounding of "
@@ -70,8 +70,8 @@ def _population(facts: RunFacts) -> str:
         )
     return (
         f"{facts.config['population']} is the number of samples rounded up to two digits and a multiple of 10, and "
-        f"treated as public; the exact number is private. If one more sample crossed a border of the rounding, the "
-        f"rate would show it."
+        f"treated as public; the exact number is private. If one more sample pushed the count past a rounding step, "
+        f"the rate would show it."
     )
 
 

@@ -17,8 +17,10 @@ from fdp.privacy.guarantee import (
     count_choices,
     linked_data,
     promise_about,
+    runs_that_share_noise,
     same_data,
     same_unit,
+    shared_noise_sentence,
 )
 from fdp.privacy.shown_numbers import shown_delta
 from fdp.report.documents import Section
@@ -69,6 +71,7 @@ def compose_others(
         "other_units_on_this_data": len({one.run for one in private if not same_unit(one, promise)}),
         "not_private_on_this_data": len({one.run for one in known if not one.private}),
         "choices_by_held_out_samples": count_choices([*facts.before, *known]),
+        "runs_that_share_noise": runs_that_share_noise([promise, *facts.before, *known]),
         "ledger_read": ledger_read,
     }
 
@@ -76,6 +79,8 @@ def compose_others(
 def others_section(totals: dict[str, Any]) -> Section:
     """Return the totals in words, and the theorem by which they are composed."""
     found: list[str] = []
+    if shared := shared_noise_sentence(totals["runs_that_share_noise"]):
+        found.append(f"{shared[0].upper()}{shared[1:]}.")
     if before := totals["runs_before"]:
         where = "on the same data, by their fingerprint" if totals["same_data_before"] else "if on the same people"
         if totals["before_not_private"]:

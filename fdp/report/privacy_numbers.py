@@ -33,7 +33,7 @@ PAIR_ONLY = (
     "with that promise: where no bound is known, a closer account might give one."
 )
 HELD_OUT = {
-    "outside": "Nothing is promised to a person of whom a unit was held out for evaluation.",
+    "outside": "Nothing is promised to people who were held out for evaluation.",
     "noised": "The table is about units that were trained on. Of held-out units noised evaluations were released; the "
     "epsilon of a person includes them, wherever one is stated.",
 }
@@ -122,9 +122,8 @@ def curve_section(facts: RunFacts, numbers: dict[str, Any]) -> Section:
             "The same mechanism satisfies (epsilon, delta) for every pair on a curve:",
             Rows(("delta", "epsilon"), epsilons),
             Rows(("epsilon", "delta"), deltas),
-            "Trade-off curve: a test that decides from the model whether one unit was in the data, and that is wrong "
-            "on units that were not (false positives) at the rate on the left, misses units that were (false "
-            "negatives) at least at the rate on the right.",
+            "Trade-off curve: suppose a test decides from the model whether a unit was in the data. At the rate of "
+            "false positives on the left, its rate of false negatives is at least the one on the right.",
             Rows(("false positives", "false negatives, at least"), errors),
             _mu_words(numbers, cell(numbers["mu_bound"])),
         ),
@@ -155,7 +154,8 @@ def groups_section(facts: RunFacts, numbers: dict[str, Any]) -> Section:
         for size, value in numbers["group_epsilon"].items()
     )
     if unit.startswith("one user") and facts.total.private:
-        said = f"The unit is a user: the stated epsilon holds for a person{_trained_on(facts)}, if nobody is two users."
+        who = f"a person{_trained_on(facts)}"
+        said = f"The unit is a user: the stated epsilon holds for {who}, provided that nobody appears as two users."
     elif unit.startswith(ROW):
         said = (
             "A person is no group of rows: one record more or less can change many rows. No epsilon of a person, or "

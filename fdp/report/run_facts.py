@@ -132,8 +132,9 @@ def _rebuild(run: RunFolder) -> tuple[Guarantee, ...]:
     """Return the promises of a run of an older fdp, which wrote no file of them."""
     if run.summary is None:
         raise FdpError(
-            f"{run.path}: expected the promise of the run in {MARKER}, or a summary.json, got neither: an older fdp "
-            f"made it and it did not finish. Finish it with the command that began it"
+            f"{run.path}: expected the promise of the run in {MARKER}, or a summary.json, got neither: it ended before "
+            f"its first step and spent nothing, so that you can train again with another --out; or an older fdp made "
+            f"it, and the command that began it can finish it"
         )
     config, summary = run.config, run.summary
     before = tuple(Guarantee(**one) for one in summary.get("trained_before", ()))

@@ -26,9 +26,9 @@ from fdp.types import FdpError
 
 DEFINITION = (
     "A randomised algorithm M is (epsilon, delta)-differentially private if, for any two neighbouring data sets D and "
-    "D' and any set S of results, P[M(D) in S] <= exp(epsilon) P[M(D') in S] + delta. In words: whatever else they "
-    "know, the odds that whoever sees the result gives to one unit having been in the data change by a factor of "
-    "exp(epsilon) at most. Smaller is stronger; delta is roughly the probability that the bound may fail."
+    "D' and any set S of results, P[M(D) in S] <= exp(epsilon) P[M(D') in S] + delta. In words: seeing the result "
+    "changes anyone's odds that a given unit was in the data by at most a factor of exp(epsilon), whatever else they "
+    "know. Smaller is stronger; delta is roughly the probability that the bound may fail."
 )
 COVERED = (
     "the parameters of the model after every step, and everything that is computed from them without the data: "

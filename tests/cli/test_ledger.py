@@ -255,6 +255,28 @@ def test_a_choice_by_held_out_people_without_noise_stays_on_record(tmp_path, cap
     assert said in " ".join(capsys.readouterr().out.split())
 
 
+def test_runs_of_one_seed_that_share_their_noise_are_named_wherever_a_total_is(tmp_path, capsys):
+    """The seed does not tell dtypes apart (docs/guarantees.md), so the noise of both runs is the same."""
+    assert train(tmp_path / "wide", "--seed", "1") == 0
+    assert train(tmp_path / "other", "--seed", "2") == 0
+    capsys.readouterr()
+    said = "drew the same samples and noise, from one --seed: publish at most one of them"
+    assert call("ledger", "--json") == 0
+    text = capsys.readouterr().out
+    assert said not in text
+    assert [total["runs_that_share_noise"] for total in last_json(text)["totals"]] == [[]]
+    assert train(tmp_path / "narrow", "--seed", "1", "--dtype", "bfloat16", "--json") == 0
+    assert said in last_json(capsys.readouterr().out)["warning"]
+    assert call("ledger", "--json") == 0
+    text = capsys.readouterr().out
+    assert said in " ".join(text.split())
+    wide, _, narrow = (str(entry.promise.run) for entry in ledger_runs())
+    assert [total["runs_that_share_noise"] for total in last_json(text)["totals"]] == [[wide[:8], narrow[:8]]]
+    assert f"runs {wide[:8]} and {narrow[:8]} drew" in text
+    assert call("statement", str(tmp_path / "narrow")) == 0
+    assert said in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.long
 def test_noised_evaluations_on_other_data_are_charged_to_that_data(tmp_path, capsys):
     words = shlex.split("--model gpt-nano --context 8 --unit record --noise-multiplier 2 --batch-size 4 --steps 1")

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from fdp.cli import search_runs, session
+from fdp.cli.search_options import SearchOptions
+from fdp.cli.search_runs import Price
 from fdp.privacy import accounting
 from fdp.privacy.clipping import flat
 from fdp.privacy.guarantee import shown_epsilon
@@ -51,6 +53,7 @@ def test_the_best_run_is_exported_with_the_epsilon_of_the_search(
     assert summary["epsilon"] < found["epsilon"], "one run alone costs less than the search"
     assert "covers the model and its settings" in shown
     assert "public data" in shown
+    assert "whoever guesses --seed can repeat the noise of every run" in " ".join(shown.split())
     stated = shown_epsilon(found["epsilon"])
     assert f"epsilon {stated} at delta" in shown
     for trial in found["trials"]:
@@ -63,6 +66,14 @@ def test_the_best_run_is_exported_with_the_epsilon_of_the_search(
 
 
 WILD = shlex.split("--lr 1e6,1e7 --optimizer sgd --schedule constant --steps 12 --max-norm 1 --clip flat")
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+def test_a_private_search_names_a_fixed_seed(seed: int | None) -> None:
+    search = SearchOptions(out=Path("out"), trials=2.0, seed=seed)
+    best = {"settings": {"lr": 0.1}, "score": 1.0, "folder": "out/trial-1"}
+    said = " ".join(search_runs.statement(Price(1.0, 4.0, 1e-6), search, {"eval_public": True}, best, 1))
+    assert ("whoever guesses --seed" in said) == (seed is not None)
 
 
 @pytest.mark.long

@@ -83,7 +83,7 @@ def test_runs_of_different_units_are_not_added_up():
     assert alone is not None
     assert found.total == alone.total
     assert [one.run for one in found.other_units] == ["b"]
-    assert "another unit (one user): they do not add up, except for what is at most one sample" in found.sentence()
+    assert "another unit (one user): there is no single total. For what is at most one sample" in found.sentence()
     only_other = total_on_same_data(NOW, [entry("b", unit="one user")], before=())
     assert only_other is not None
     assert only_other.total is None
@@ -111,7 +111,7 @@ def test_a_run_that_stopped_counts_with_all_its_planned_steps():
     assert found.as_made is not None
     assert found.total is not None
     assert found.as_made[0] < found.total[0]
-    assert "if runs that ended early were meant to" in found.sentence()
+    assert "if early stops were planned before the runs" in found.sentence()
 
 
 def test_a_run_without_a_step_counts_for_nothing():
@@ -155,6 +155,19 @@ def test_a_total_says_that_held_out_samples_chose_without_noise():
     other = total_on_same_data(NOW, [elsewhere], before=())
     assert other is not None
     assert (other.not_private, other.total) == (1, None), "it trained on other data, and chose by this"
+
+
+def test_a_total_says_that_runs_drew_the_same_noise():
+    """Runs of one seed that differ in a dtype have one noise on two sums: the difference of their results has none."""
+    now = NOW._replace(noise="k-one")
+    said = "on this data runs now and a drew the same samples and noise, from one --seed: publish at most one of them"
+    for other, shares in ((entry("a", noise="k-one"), True), (entry("a", noise="k-two"), False), (entry("a"), False)):
+        found = total_on_same_data(now, [other, entry("b", noise="k-b")], before=())
+        assert found is not None
+        assert (said in found.sentence()) == shares
+    again = total_on_same_data(now, [entry("now", noise="k-one"), entry("b")], before=())
+    assert again is not None
+    assert "the same samples" not in again.sentence(), "a run that goes on is one run"
 
 
 def test_runs_are_linked_by_runs_between_them():

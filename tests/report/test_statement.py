@@ -169,7 +169,7 @@ def test_a_run_of_an_older_fdp_is_rebuilt_from_its_settings(tmp_path):
     old = write_run(tmp_path / "old", promises=(), summary={}, clip="flat")
     assert read_facts(read_run_folder(old)).promise.releases == read_facts(read_run_folder(new)).promise.releases
     unfinished = write_run(tmp_path / "unfinished", promises=())
-    with pytest.raises(FdpError, match="Finish it with the command that began it"):
+    with pytest.raises(FdpError, match="the command that began it can finish it"):
         read_facts(read_run_folder(unfinished))
 
 
@@ -214,7 +214,7 @@ def test_the_epsilon_of_a_person_counts_units_that_were_held_out(tmp_path):
     )
     text = " ".join(as_text(make_statement(user).document).split())
     assert "the stated epsilon holds for a person who was trained on" in text
-    assert "Nothing is promised to a person of whom a unit was held out" in text
+    assert "Nothing is promised to people who were held out" in text
 
 
 def test_an_epsilon_in_words_is_rounded_up(tmp_path):
@@ -269,6 +269,17 @@ def test_a_choice_by_held_out_samples_in_another_run_is_stated(tmp_path):
     assert said in " ".join(as_text(statement.document).split())
     quiet = make_statement(run, others=[PROMISE._replace(run="run2", held_out_choice=False)])
     assert said not in " ".join(as_text(quiet.document).split())
+
+
+def test_noise_that_another_run_drew_too_is_stated(tmp_path):
+    folder = write_run(tmp_path / "run", summary={})
+    (folder / MARKER).write_text(marker_text([PROMISE._replace(noise="k-one")]))
+    statement = make_statement(
+        read_facts(read_run_folder(folder)), others=[PROMISE._replace(run="run2", noise="k-one")]
+    )
+    assert statement.facts["other_runs"]["runs_that_share_noise"] == ("run1", "run2")
+    said = " ".join(as_text(statement.document).split())
+    assert "Runs run1 and run2 drew the same samples and noise, from one --seed: publish at most one of them" in said
 
 
 def test_runs_that_another_run_links_to_the_data_are_composed(tmp_path):
