@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.device import free
-from benchmarks.modes import CHECKED_SAMPLES, EAGER, OURS, WEIGHT_DECAY, Case, Speed, feed, our_mode
+from benchmarks.modes import CHECKED_SAMPLES, EAGER, OURS, STORED_DTYPES, WEIGHT_DECAY, Case, Speed, feed, our_mode
 from fdp import keys, tree
 from fdp.optimizers import Optimizer, adamw
 from fdp.types import Flat
@@ -83,7 +83,7 @@ class Checker:
         return self.errors[at]
 
     def _differences(self, case: Case, mode: str) -> dict[str, float]:
-        reference = self._reference(case, private=mode != "none")
+        reference = self._reference(case, private=mode != "none", stored_dtype=STORED_DTYPES.get(mode))
         if mode in OURS:
             count = case.microbatches_of(mode) if case.samples is None else 2
             losses, norms, updates = self._steps(case, mode, reference, case.speed, microbatches=count)
@@ -110,8 +110,9 @@ class Checker:
             found[f"update of {path}"] = leaves[path]
         return found
 
-    def _reference(self, case: Case, *, private: bool) -> Reference:
-        at = (case.slice, case.dtype, private)
+    def _reference(self, case: Case, *, private: bool, stored_dtype: torch.dtype | None) -> Reference:
+        """Return steps of ``materialize`` with the noise of a mode that may store gradients in ``stored_dtype``."""
+        at = (case.slice, case.dtype, private, stored_dtype)
         if at not in self.references:
             size = sum(math.prod(case.small.leaves[path].shape) for path in case.small.trainable)
             nothing = torch.empty(0)
@@ -124,7 +125,7 @@ class Checker:
                 max_norm=median if private else 1e6,
                 noise_multiplier=1 / math.sqrt(size) if private else 0.0,
             )
-            losses, norms, updates = self._steps(case, "materialize", settings, EAGER)
+            losses, norms, updates = self._steps(case, "materialize", settings, EAGER, stored_dtype=stored_dtype)
             assert norms is not None
             updates = {path: leaf.cpu() for path, leaf in updates.items()}
             self.references[at] = settings._replace(losses=losses, norms=norms, updates=updates)
@@ -134,7 +135,14 @@ class Checker:
         return feed(case.small, min(case.batch_size, CHECKED_SAMPLES), self.device, batches=CHECKED_STEPS)
 
     def _steps(
-        self, case: Case, mode: str, reference: Reference, speed: Speed, *, microbatches: int = 1
+        self,
+        case: Case,
+        mode: str,
+        reference: Reference,
+        speed: Speed,
+        *,
+        microbatches: int = 1,
+        stored_dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor | None, Flat]:
         """Return losses and norms of all steps, and the total update of the parameters."""
         start = tree.flatten(case.small.init(keys.key(0).to(self.device)))
@@ -149,6 +157,7 @@ class Checker:
             max_norm=reference.max_norm,
             noise_multiplier=reference.noise_multiplier,
             microbatches=microbatches,
+            stored_dtype=stored_dtype,
             speed=speed,
         )
         assert candidate.params is not None

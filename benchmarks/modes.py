@@ -40,6 +40,8 @@ LEAN = "auto_lean"
 INT8 = "auto_int8"
 """``auto`` that may also store gradients in 8 bits, on a Hopper GPU: ``fdp train --stored-dtype int8``."""
 OURS = (*METHODS, LEAN, INT8)
+STORED_DTYPES = {INT8: torch.int8}
+"""The ``stored_dtype`` of a mode's plan, where it is not None. Noise of its own goes with it."""
 LEARNING_RATE, WEIGHT_DECAY, MAX_NORM = 0.0, 0.1, 1.0
 """The learning rate is 0 in every mode and baseline unless a case says otherwise, though all work is done. At its
 power limit a GPU multiplies some numbers faster than others, and learned parameters are different numbers from noised
@@ -181,9 +183,13 @@ def our_mode(
     noise_multiplier: float = 1.0,
     memory_budget: float | None = None,
     microbatches: int = 1,
+    stored_dtype: torch.dtype | None = None,
     speed: Speed,
 ) -> Candidate:
-    """Build fdp's mode through its public interface; parameters are drawn on the device."""
+    """Build fdp's mode through its public interface; parameters are drawn on the device.
+
+    ``stored_dtype`` gives a mode that rounds nothing the noise that goes with such rounding.
+    """
     method = Method.AUTO if mode in (LEAN, INT8) else Method(mode)
     if batch_size % microbatches:
         raise ValueError(f"{microbatches} microbatches: expected a divisor of the batch of {batch_size}")
@@ -196,10 +202,12 @@ def our_mode(
     params = model.init(keys.key(0).to(device))
     example = torch.zeros((), dtype=torch.int64, device=device).expand(size, model.context + 1)
     microbatch, budget = {"tokens": example}, memory_budget if method in BUDGETED_METHODS else None
-    stored = torch.int8 if mode == INT8 else None
+    stored = STORED_DTYPES.get(mode)
     make = partial(make_our_plan, model, params, microbatch, method=method, dtype=dtype, speed=speed)
     make = partial(make, stored_dtype=stored)
     plan = make_lean_plan(make, budget) if mode == LEAN and budget is not None else make(memory_budget=budget)
+    if stored_dtype is not None:
+        plan = plan._replace(stored_dtype=stored_dtype)
     run = make_our_step(model, opt, mechanism=mechanism, plan=plan, speed=speed)
     state = init_state(model, params, opt, mechanism)
     del params

@@ -220,6 +220,7 @@ def page(content: dict[str, Any], *, name: str) -> str:
         *rows_table(plain, REGIMES),
         *overstatements(plain),
         *(["", LEAN_NOTE] if any(row["mode"] == LEAN for row in rows) else []),
+        *(["", INT8_NOTE] if any(row["mode"] == INT8 for row in rows) else []),
         "",
         f"## A step of {SAMPLES} samples",
         "",
@@ -242,6 +243,11 @@ LEAN_NOTE = fill(
     f"`{LEAN}` is the plan of `auto` that stores least with one backward pass, measured where `auto` takes more memory "
     "than its share. For gpt2 that is `auto`'s own plan, measured again at 512 tokens: the two rows differ as two runs "
     "do. Smaller microbatches take less memory: see the next table.",
+    WIDTH,
+)
+INT8_NOTE = fill(
+    f"`{INT8}` is `auto` with gradients stored in 8 bits, as `--stored-dtype int8` has it. Rows of one regime may be "
+    "of several commits (`commit` in the file of rows), measured on several machines: a ratio may be off by 1.5 %.",
     WIDTH,
 )
 STEP_NOTE = (

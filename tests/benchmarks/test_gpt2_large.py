@@ -225,6 +225,10 @@ def test_a_mode_with_another_noise_or_update_is_refused(case, monkeypatch, fault
         Checker(CPU).check(case, "ghost_bk")
 
 
+def test_a_mode_with_noise_of_its_own_is_compared_with_steps_of_the_same_noise(case):
+    assert max(Checker(CPU).check(case, modes.INT8).values()) < 1e-3
+
+
 def test_a_mode_that_raises_has_a_row_that_says_so_and_can_be_tried_again(case, tmp_path, capsys):
     report = new_report(tmp_path / "rows.json")
     sweep(report, [case], ["magic"], device=CPU, limits=QUICK)
