@@ -92,7 +92,8 @@ def test_training_a_private_model_again_adds_up_the_guarantees(folder, letters, 
         main(["train", *loud, "--model", str(tmp_path / "first" / "model"), *words, "--out", str(tmp_path / "loud")])
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     loud_warning = json.loads((tmp_path / "loud" / "summary.json").read_text())["warning"]
-    assert "on this data 2 private runs began before" in loud_warning
+    assert "On this data 2 private runs began before" in loud_warning
+    assert "drew the same samples and noise" in loud_warning, "with the seed of the run before"
     assert shown.count(loud_warning) == 2, "in the header and at the end"
     plain = ["--method", "none", "--noise-multiplier", "0"]
     third = train(tmp_path / "third", "--model", str(tmp_path / "again" / "model"), *words, *plain)
