@@ -16,6 +16,7 @@ import typer.main
 if not torch.cuda.is_available():  # before anything imports Triton: kernel bodies then run on the CPU
     os.environ["TRITON_INTERPRET"] = "1"
 
+from fdp_kernels import cpu_library
 from hypothesis import settings
 
 import fdp.privacy.curves
@@ -61,6 +62,16 @@ def _unpainted_reports(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
     if request.node.get_closest_marker("paints") is None:
         monkeypatch.setattr(fdp.report.figure, "draw_report", lambda *_, **__: None)
         monkeypatch.setattr(fdp.report.figure, "save_png", lambda _, file: file.write(b"\x89PNG not painted"))
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def cpu_loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Run a test with the compiled loops, and again without them. Return True if they are used."""
+    if request.param == "torch":
+        monkeypatch.setattr(cpu_library, "library", lambda: None)
+    elif cpu_library.library() is None:
+        pytest.skip("no C compiler")
+    return request.param == "compiled"
 
 
 @pytest.fixture(scope="module")

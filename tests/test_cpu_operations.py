@@ -208,7 +208,8 @@ def test_attention_under_another_default_device_or_mode_leaves_nothing_behind():
 
 
 @pytest.mark.parametrize("at_once", [1 << 20, 1000])
-def test_gelu_that_is_differentiated_once_is_torchs_and_so_is_its_slope(at_once, monkeypatch):
+def test_gelu_that_is_differentiated_once_is_torchs_and_so_is_its_slope(at_once, cpu_loops, monkeypatch):
+    monkeypatch.setattr(cpu_operations, "ON_ARM", True)  # takes gelu_and_slope without the compiled loops as well
     monkeypatch.setattr(cpu_operations, "ELEMENTS_AT_ONCE", at_once)
     x = torch.cat([torch.linspace(-12, 12, 200_001), torch.tensor([-1e30, -40.0, 40.0, 3e13, 1e30])]).requires_grad_()
     values, slopes = gelu_in_float64(x)
@@ -221,6 +222,12 @@ def test_gelu_that_is_differentiated_once_is_torchs_and_so_is_its_slope(at_once,
     out, pull, _ = vjp(lambda z: (ops.gelu(z), ()), x.detach())
     assert torch.equal(out, y.detach())
     assert torch.equal(pull(torch.ones_like(out))[0], slope)
+
+
+def test_gelu_is_torchs_where_nothing_is_faster(monkeypatch):
+    monkeypatch.setattr(cpu_operations, "ON_ARM", False)
+    monkeypatch.setattr(cpu_operations.cpu_library, "library", lambda: None)
+    assert type(once(torch.ones(3, requires_grad=True)).grad_fn).__name__ == "GeluBackward0"
 
 
 def test_gelu_without_the_promise_and_in_other_dtypes_is_torchs():

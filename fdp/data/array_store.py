@@ -14,13 +14,12 @@ drops them when memory is short.
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import IO
 
 import numpy as np
+from fdp_kernels.cache_folder import cache_folder
 
 from fdp.types import FdpError
 
@@ -34,12 +33,6 @@ UNSIGNED = tuple(np.dtype(name) for name in ("u1", "u2", "u4", "u8"))
 def narrowest_dtype(size: int) -> np.dtype:
     """Return the narrowest type that holds the numbers below ``size``, such as the tokens of a vocabulary."""
     return next(dtype for dtype in UNSIGNED if size - 1 <= np.iinfo(dtype).max)
-
-
-def cache_folder() -> Path:
-    """Return the folder of fdp's own files: ``$FDP_CACHE``, else ``$XDG_CACHE_HOME/fdp``, else ``~/.cache/fdp``."""
-    base = os.environ.get("FDP_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "fdp")
-    return Path(base).expanduser()
 
 
 class ArrayWriter:

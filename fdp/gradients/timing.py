@@ -19,6 +19,7 @@ from pathlib import Path as FilePath
 from typing import TypeAlias
 
 import torch
+from fdp_kernels.cache_folder import cache_folder
 from fdp_kernels.keep import weighted_sum
 from fdp_kernels.tile_gemm import MATRICES_PER_LAUNCH
 from torch import Tensor
@@ -47,9 +48,8 @@ def signature(use: Use, by: NormBy, dtype: torch.dtype) -> str:
 
 
 def default_store() -> FilePath:
-    """Return the cache file, in ``$FDP_CACHE``, else ``$XDG_CACHE_HOME/fdp``, else ``~/.cache/fdp``."""
-    base = os.environ.get("FDP_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "fdp")
-    return FilePath(base).expanduser() / "timings.json"
+    """Return the cache file, in the folder of fdp's own files."""
+    return cache_folder() / "timings.json"
 
 
 def is_worth_timing(device: torch.device, dtype: torch.dtype) -> bool:

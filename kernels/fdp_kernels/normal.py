@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fdp_kernels import cpu_library
 from fdp_kernels.chacha20 import (
     BOX_SCHEMA,
     ELEMENT,
@@ -59,6 +60,8 @@ _TAIL = 0x7FFFFFFF
 _RARE = 1 << 16
 _WIDE_TAIL = (1 << 63) - 1
 _WIDE_RARE = 1 << 47
+_BITS_IN_NAN = _WIDE_RARE - 1 - (1 << 63)
+"""The bits that the compiled loop leaves in the NaN that stands for a rare value: the sign and its 47 bits."""
 _ELEMENTS_TOGETHER = 1 << (18 if ON_ARM else 17)
 """Elements of a piece of :func:`foreach_normal` on a CPU: 1 MiB, near the cache, with work for two threads; on ARM 2
 MiB, since a torch operation takes longer to start."""
@@ -115,6 +118,10 @@ def lower_quantile_(p: Tensor, out: Tensor, far: Tensor) -> None:
     Guarantees:
       - equal p give equal values, bit for bit, whatever is beside them.
     """
+    loops = cpu_library.library() if p.device.type == "cpu" else None
+    if loops is not None:
+        loops.lower_quantile(p, out, p.numel())
+        return
     if not HAS_VECTOR_ERFINV or p.device.type != "cpu":
         torch.special.ndtri(p, out=out)
         return
@@ -241,6 +248,10 @@ def _wide_normal_cpu(bits: Tensor, out: Tensor, scratch: Tensor) -> tuple[Tensor
     Returns the indices of these, which need extra bits, and their own bits. ``scratch`` is that of
     :func:`_make_scratch`. The bits and ``out`` may be the same memory.
     """
+    if (loops := cpu_library.library()) is not None:
+        loops.normal_from_bits(bits, out, len(bits))
+        rare = torch.from_numpy(np.flatnonzero(np.isnan(out.numpy())))
+        return rare, out.view(torch.int64)[rare] & _BITS_IN_NAN
     n, (p, z) = len(bits), scratch[:, : len(bits) + -len(bits) % _WHOLE_VECTORS]
     tail = torch.bitwise_and(bits, _WIDE_TAIL, out=z.view(torch.int64)[:n])
     torch.add(_HALF_A_STEP, p[:n].copy_(tail), alpha=2.0**-64, out=p[:n])

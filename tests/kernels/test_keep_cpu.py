@@ -108,7 +108,7 @@ def test_squared_norms_stay_exact(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize(("at_once", "columns"), [(1, 1), (40, 8), (64, 64), (1 << 10, 16), (1 << 16, 512)])
-def test_a_weighted_sum_is_the_same_in_any_pieces(at_once, columns, dtype, monkeypatch):
+def test_a_weighted_sum_is_the_same_in_any_pieces(at_once, columns, dtype, cpu_loops, monkeypatch):
     G = randn(13, 7, 190).to(dtype)
     factors = randn(13, seed=1).abs().double() / 3  # of which float32 would lose digits
     factors[4] = 0

@@ -21,7 +21,7 @@ TAIL_NONCE = torch.tensor([normal.TAIL_PURPOSE, 0, 0])
 
 
 @pytest.mark.parametrize(("piece", "gap"), [(1 << 18, 1 << 10), (16, 4), (24, 0)])
-def test_any_box_is_the_law_of_a_slice_of_the_stream(piece, gap, monkeypatch):
+def test_any_box_is_the_law_of_a_slice_of_the_stream(piece, gap, cpu_loops, monkeypatch):
     monkeypatch.setattr(chacha20, "_PIECE_ELEMENTS", piece)  # small pieces split runs, and split between runs
     monkeypatch.setattr(chacha20, "_GAP_ELEMENTS", gap)
 
@@ -233,7 +233,7 @@ def probabilities(count: int) -> Tensor:
     return torch.nn.functional.pad(p, (0, -len(p) % normal._WHOLE_VECTORS), value=0.25)
 
 
-def test_lower_quantiles_are_those_of_ndtri_to_float64_rounding():
+def test_lower_quantiles_are_those_of_ndtri_to_float64_rounding(cpu_loops):
     p = probabilities(200_000)
     z, reference = torch.empty_like(p), torch.special.ndtri(p)
     normal.lower_quantile_(p, z, torch.nonzero(p < normal._FAR).flatten())
@@ -244,7 +244,7 @@ def test_lower_quantiles_are_those_of_ndtri_to_float64_rounding():
     assert (ordered.diff() >= -1.5e-15 * ordered[:-1].abs()).all()
 
 
-def test_the_sum_of_squares_of_many_draws_is_that_of_the_normal_law():
+def test_the_sum_of_squares_of_many_draws_is_that_of_the_normal_law(cpu_loops):
     """Whichever function evaluates a value, moments and tails are those of the law."""
     key, n = random_words(8, 62), 1 << 20
     z = normal.foreach_normal(key[None], [n])
@@ -255,7 +255,7 @@ def test_the_sum_of_squares_of_many_draws_is_that_of_the_normal_law():
 
 
 @pytest.mark.parametrize("vectors", [True, False])
-def test_a_value_depends_on_its_bits_alone(vectors, monkeypatch):
+def test_a_value_depends_on_its_bits_alone(vectors, cpu_loops, monkeypatch):
     monkeypatch.setattr(normal, "HAS_VECTOR_ERFINV", vectors and normal.HAS_VECTOR_ERFINV)
     key, n = random_words(8, 63), (1 << 17) + 3
     whole = normal.foreach_normal(key[None], [n])
@@ -451,7 +451,7 @@ def test_many_keys_need_a_size_each():
 
 
 @pytest.mark.parametrize("vectors", [True, False])
-def test_on_a_cpu_exactly_the_values_below_the_threshold_take_extra_bits(vectors, monkeypatch):
+def test_on_a_cpu_exactly_the_values_below_the_threshold_take_extra_bits(vectors, cpu_loops, monkeypatch):
     monkeypatch.setattr(normal, "HAS_VECTOR_ERFINV", vectors)
     tails = torch.tensor([0, 1 << 46, (1 << 47) - 64, 1 << 47, (1 << 47) + 64, 1 << 62] * 20)
     bits = torch.cat([tails, tails | -(1 << 63)])  # of both signs

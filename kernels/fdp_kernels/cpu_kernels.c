@@ -1,0 +1,179 @@
+/* Loops of a training step on a CPU that torch would need several passes for. ``cpu_library.py`` compiles and calls
+   them; what each computes is stated, and tested, beside its caller in Python.
+
+   Every element is computed by the same instructions wherever it lies: what is left over at the end of an array is
+   copied into a block of full size, so that no other code, which may round differently, computes it. */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define BLOCK 256                /* elements of a block: a few full vectors */
+#define COLUMNS 1024             /* float64 sums that stay in the first cache */
+#define RARE (1LL << 47)         /* tails of bits below this need more bits; as ``_WIDE_RARE`` in normal.py */
+#define QUIET_NAN (0xfffLL << 51)
+
+/* ---- weighted sums: out_n = sum_b factor_b G_bn, in float64; see keep_cpu.py -------------------------------------- */
+
+static void sum_columns(const float *G, const double *factors, double *out, int64_t rows, int64_t stride, int64_t n)
+{
+    double total[COLUMNS];
+    for (int64_t i = 0; i < n; i++) total[i] = 0.0;
+    for (int64_t b = 0; b < rows; b++) {
+        const float *row = G + b * stride;
+        for (int64_t i = 0; i < n; i++) total[i] += factors[b] * (double)row[i];
+    }
+    memcpy(out, total, n * sizeof(double));
+}
+
+void weighted_sum(const float *G, const double *factors, double *out, int64_t rows, int64_t columns, int threads)
+{
+    #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (int64_t first = 0; first < columns; first += COLUMNS) {
+        int64_t n = columns - first < COLUMNS ? columns - first : COLUMNS;
+        sum_columns(G + first, factors, out + first, rows, columns, n);
+    }
+}
+
+/* ---- GELU and its slope; see fdp/cpu_operations.py ----------------------------------------------------------------- */
+
+static inline float exponential(float x)
+{
+    /* 2^n e^r with |r| <= log(2) / 2; a polynomial of degree 6 for e^r, to 1e-7 of it. */
+    x = x < -87.0f ? -87.0f : x > 89.0f ? 89.0f : x; /* e^89 is infinity here */
+    float shifted = x * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f;
+    float r = x - n * 0.693145752f;
+    r -= n * 1.42860677e-6f;
+    float p = 1.0f + r * (1.0f + r * (0.5f + r * (0.166666667f + r * (0.0416666667f + r * (0.00833333333f
+        + r * 0.00138888889f)))));
+    int32_t bits;
+    memcpy(&bits, &shifted, 4);
+    bits = (bits << 23) + 0x3f800000;
+    float power;
+    memcpy(&power, &bits, 4);
+    return p * power;
+}
+
+static __attribute__((noinline)) void gelu_block(const float *x, float *y, float *slope, float linear, float cubic,
+                                                 float most)
+{
+    for (int i = 0; i < BLOCK; i++) {
+        float near = x[i] < -most ? -most : x[i] > most ? most : x[i], square = near * near;
+        float s = 1.0f / (1.0f + exponential(-near * (linear + cubic * square)));
+        y[i] = x[i] * s;
+        slope[i] = s + near * (linear + 3.0f * cubic * square) * s * (1.0f - s);
+    }
+}
+
+void gelu_and_slope(const float *x, float *y, float *slope, int64_t size, float linear, float cubic, float most,
+                    int threads)
+{
+    #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (int64_t first = 0; first < size; first += BLOCK) {
+        if (first + BLOCK <= size) {
+            gelu_block(x + first, y + first, slope + first, linear, cubic, most);
+        } else {
+            float rest[3][BLOCK] = {{0}};
+            size_t bytes = (size - first) * sizeof(float);
+            memcpy(rest[0], x + first, bytes);
+            gelu_block(rest[0], rest[1], rest[2], linear, cubic, most);
+            memcpy(y + first, rest[1], bytes);
+            memcpy(slope + first, rest[2], bytes);
+        }
+    }
+}
+
+/* ---- normal values from 64 bits, by Wichura's AS 241; see normal.py --------------------------------------------------------------------- */
+
+static inline double natural_log(double x)
+{
+    /* x = 2^e (1 + f) with 1 + f between 1/sqrt(2) and sqrt(2); s = f / (2 + f), log(1 + f) = 2 artanh(s). */
+    int64_t bits;
+    memcpy(&bits, &x, 8);
+    int64_t above = bits - 0x3fe6a09e667f3bcdLL; /* of 1/sqrt(2) */
+    double e = (double)(above >> 52);
+    bits -= above & (int64_t)0xfff0000000000000LL;
+    double mantissa;
+    memcpy(&mantissa, &bits, 8);
+    double f = mantissa - 1.0, s = f / (2.0 + f), z = s * s;
+    double R = z * (1.0 / 3 + z * (1.0 / 5 + z * (1.0 / 7 + z * (1.0 / 9 + z * (1.0 / 11 + z * (1.0 / 13
+        + z * (1.0 / 15 + z * (1.0 / 17 + z * (1.0 / 19 + z * (1.0 / 21))))))))));
+    /* 2 s (1 + R) = f - s (f - 2 R), since 2 s = f - s f. log(2) in two parts: e times the first is exact. */
+    return e * 6.93147180369123816490e-01 + (f - (s * (f - 2.0 * R) - e * 1.90821492927058770002e-10));
+}
+
+static const double A[8] = {3.3871328727963666080e0, 1.3314166789178437745e2, 1.9715909503065514427e3,
+    1.3731693765509461125e4, 4.5921953931549871457e4, 6.7265770927008700853e4, 3.3430575583588128105e4,
+    2.5090809287301226727e3};
+static const double B[8] = {1.0, 4.2313330701600911252e1, 6.8718700749205790830e2, 5.3941960214247511077e3,
+    2.1213794301586595867e4, 3.9307895800092710610e4, 2.8729085735721942674e4, 5.2264952788528545610e3};
+static const double C[8] = {1.42343711074968357734e0, 4.63033784615654529590e0, 5.76949722146069140550e0,
+    3.64784832476320460504e0, 1.27045825245236838258e0, 2.41780725177450611770e-1, 2.27238449892691845833e-2,
+    7.74545014278341407640e-4};
+static const double D[8] = {1.0, 2.05319162663775882187e0, 1.67638483018380384940e0, 6.89767334985100004550e-1,
+    1.48103976427480074590e-1, 1.51986665636164571966e-2, 5.47593808499534494600e-4, 1.05075007164441684324e-9};
+
+#define END 1.3887943864964021e-11 /* e^-25: below, a third pair of polynomials */
+
+static inline double polynomial(const double *c, double x)
+{
+    double value = c[7];
+    for (int k = 6; k >= 0; k--) value = c[k] + value * x;
+    return value;
+}
+
+static const double E[8] = {6.65790464350110377720e0, 5.46378491116411436990e0, 1.78482653991729133580e0,
+    2.96560571828504891230e-1, 2.65321895265761230930e-2, 1.24266094738807843860e-3, 2.71155556874348757815e-5,
+    2.01033439929228813265e-7};
+static const double F[8] = {1.0, 5.99832206555887937690e-1, 1.36929880922735805310e-1, 1.48753612908506148525e-2,
+    7.86869131145613259100e-4, 1.84631831751005468180e-5, 1.42151175831644588870e-7, 2.04426310338993978564e-15};
+
+static __attribute__((noinline)) void quantile_block(const double *p, double *out)
+{
+    int64_t ends = 0;
+    for (int i = 0; i < BLOCK; i++) {
+        double q = p[i] - 0.5, r = 0.180625 - q * q, t = sqrt(-natural_log(p[i])) - 1.6;
+        int middle = q >= -0.425;
+        double above = middle ? q * polynomial(A, r) : -polynomial(C, t);
+        out[i] = above / (middle ? polynomial(B, r) : polynomial(D, t));
+        ends |= p[i] < END;
+    }
+    if (ends) /* seldom: one by one */
+        for (int i = 0; i < BLOCK; i++) {
+            double t = sqrt(-natural_log(p[i])) - 5.0;
+            if (p[i] < END) out[i] = -polynomial(E, t) / polynomial(F, t);
+        }
+}
+
+void lower_quantile(const double *p, double *out, int64_t size, int threads)
+{
+    #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (int64_t first = 0; first < size; first += BLOCK) {
+        if (first + BLOCK <= size) {
+            quantile_block(p + first, out + first);
+        } else {
+            double rest[BLOCK], values[BLOCK];
+            for (int i = 0; i < BLOCK; i++) rest[i] = i < size - first ? p[first + i] : 0.25;
+            quantile_block(rest, values);
+            memcpy(out + first, values, (size - first) * sizeof(double));
+        }
+    }
+}
+
+void normal_from_bits(const int64_t *bits, double *out, int64_t size, int threads)
+{
+    #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (int64_t first = 0; first < size; first += BLOCK) {
+        int64_t n = size - first < BLOCK ? size - first : BLOCK, own[BLOCK] = {0};
+        double p[BLOCK], z[BLOCK];
+        memcpy(own, bits + first, n * sizeof(int64_t));
+        for (int i = 0; i < BLOCK; i++) p[i] = (double)(own[i] & INT64_MAX) * 0x1p-64 + 0x1p-65;
+        quantile_block(p, z);
+        for (int i = 0; i < BLOCK; i++) {
+            int64_t sign = own[i] & INT64_MIN, tail = own[i] & INT64_MAX, value;
+            memcpy(&value, z + i, 8);
+            own[i] = sign | (tail < RARE ? QUIET_NAN | tail : value & INT64_MAX);
+        }
+        memcpy(out + first, own, n * sizeof(int64_t));
+    }
+}
