@@ -31,6 +31,7 @@ import torch
 from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 
+from fdp_kernels import cpu_library
 from fdp_kernels.chacha20_triton import bits_body, blocks_body, words_body
 from fdp_kernels.op import define, triton
 
@@ -286,6 +287,10 @@ def fill_streams(ciphers: Sequence[Callable[[int], Any]], outs: Sequence[np.ndar
 
 
 def _child_keys_cpu(key_K: Tensor, nonce_CN: Tensor) -> Tensor:
+    if (loops := cpu_library.library()) is not None:
+        out = torch.empty(len(nonce_CN), 8, dtype=torch.int64)
+        loops.child_keys(key_K.contiguous(), nonce_CN.contiguous(), out, len(out))
+        return out
     key = key_K.tolist()
     rows = [make_cipher(key, nonce)(0).update(_ZEROS[:32]) for nonce in nonce_CN.tolist()]
     return torch.from_numpy(np.frombuffer(b"".join(rows), dtype=WORD).astype(np.int64).reshape(-1, 8))

@@ -10,6 +10,7 @@
 
 #define BLOCK 256                /* elements of a block: a few full vectors */
 #define COLUMNS 1024             /* float64 sums that stay in the first cache */
+#define VECTOR 16                /* a multiple of the float64 numbers in any vector */
 #define RARE (1LL << 47)         /* tails of bits below this need more bits; as ``_WIDE_RARE`` in normal.py */
 #define QUIET_NAN (0xfffLL << 51)
 
@@ -113,8 +114,6 @@ static const double C[8] = {1.42343711074968357734e0, 4.63033784615654529590e0, 
 static const double D[8] = {1.0, 2.05319162663775882187e0, 1.67638483018380384940e0, 6.89767334985100004550e-1,
     1.48103976427480074590e-1, 1.51986665636164571966e-2, 5.47593808499534494600e-4, 1.05075007164441684324e-9};
 
-#define END 1.3887943864964021e-11 /* e^-25: below, a third pair of polynomials */
-
 static inline double polynomial(const double *c, double x)
 {
     double value = c[7];
@@ -130,19 +129,30 @@ static const double F[8] = {1.0, 5.99832206555887937690e-1, 1.369298809227358053
 
 static __attribute__((noinline)) void quantile_block(const double *p, double *out)
 {
-    int64_t ends = 0;
+    int64_t tails = 0, far = 0, place[BLOCK];
+    double tail[BLOCK];
     for (int i = 0; i < BLOCK; i++) {
-        double q = p[i] - 0.5, r = 0.180625 - q * q, t = sqrt(-natural_log(p[i])) - 1.6;
-        int middle = q >= -0.425;
-        double above = middle ? q * polynomial(A, r) : -polynomial(C, t);
-        out[i] = above / (middle ? polynomial(B, r) : polynomial(D, t));
-        ends |= p[i] < END;
+        double q = p[i] - 0.5, r = 0.180625 - q * q;
+        out[i] = q * (polynomial(A, r) / polynomial(B, r));
     }
-    if (ends) /* seldom: one by one */
-        for (int i = 0; i < BLOCK; i++) {
-            double t = sqrt(-natural_log(p[i])) - 5.0;
-            if (p[i] < END) out[i] = -polynomial(E, t) / polynomial(F, t);
+    for (int i = 0; i < BLOCK; i++) { /* the tails side by side: they need a logarithm, and are one in seven */
+        place[tails] = i;
+        tails += p[i] < 0.075;
+    }
+    for (int64_t k = 0; k < tails; k++) tail[k] = p[place[k]];
+    int64_t vectors = (tails + VECTOR - 1) / VECTOR * VECTOR;
+    for (int64_t k = tails; k < vectors; k++) tail[k] = 0.05;
+    for (int64_t k = 0; k < vectors; k++) {
+        double root = sqrt(-natural_log(tail[k])), t = root - 1.6;
+        far |= root > 5.0;
+        tail[k] = root <= 5.0 ? -polynomial(C, t) / polynomial(D, t) : root;
+    }
+    if (far) /* seldom: one by one */
+        for (int64_t k = 0; k < tails; k++) {
+            double t = tail[k] - 5.0;
+            if (t > 0.0) tail[k] = -polynomial(E, t) / polynomial(F, t);
         }
+    for (int64_t k = 0; k < tails; k++) out[place[k]] = tail[k];
 }
 
 void lower_quantile(const double *p, double *out, int64_t size, int threads)
@@ -160,20 +170,102 @@ void lower_quantile(const double *p, double *out, int64_t size, int threads)
     }
 }
 
+static void normal_block(const int64_t *bits, double *out, int64_t n)
+{
+    /* Rare values are left as NaN with their sign and bits. ``bits`` and ``out`` may be the same. */
+    int64_t own[BLOCK] = {0};
+    double p[BLOCK], z[BLOCK];
+    memcpy(own, bits, n * sizeof(int64_t));
+    for (int i = 0; i < BLOCK; i++) p[i] = (double)(own[i] & INT64_MAX) * 0x1p-64 + 0x1p-65;
+    quantile_block(p, z);
+    for (int i = 0; i < BLOCK; i++) {
+        int64_t sign = own[i] & INT64_MIN, tail = own[i] & INT64_MAX, value;
+        memcpy(&value, z + i, 8);
+        own[i] = sign | (tail < RARE ? QUIET_NAN | tail : value & INT64_MAX);
+    }
+    memcpy(out, own, n * sizeof(int64_t));
+}
+
 void normal_from_bits(const int64_t *bits, double *out, int64_t size, int threads)
 {
     #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t first = 0; first < size; first += BLOCK) {
-        int64_t n = size - first < BLOCK ? size - first : BLOCK, own[BLOCK] = {0};
-        double p[BLOCK], z[BLOCK];
-        memcpy(own, bits + first, n * sizeof(int64_t));
-        for (int i = 0; i < BLOCK; i++) p[i] = (double)(own[i] & INT64_MAX) * 0x1p-64 + 0x1p-65;
-        quantile_block(p, z);
-        for (int i = 0; i < BLOCK; i++) {
-            int64_t sign = own[i] & INT64_MIN, tail = own[i] & INT64_MAX, value;
-            memcpy(&value, z + i, 8);
-            own[i] = sign | (tail < RARE ? QUIET_NAN | tail : value & INT64_MAX);
+    for (int64_t first = 0; first < size; first += BLOCK)
+        normal_block(bits + first, out + first, size - first < BLOCK ? size - first : BLOCK);
+}
+
+/* ---- ChaCha20, for many blocks side by side; see chacha20.py ------------------------------------------------------- */
+
+#define LANES 16
+#define ROTATE(x, n) ((x) << (n) | (x) >> (32 - (n)))
+#define QUARTER(a, b, c, d)                                                   \
+    a += b; d = ROTATE(d ^ a, 16); c += d; b = ROTATE(b ^ c, 12);             \
+    a += b; d = ROTATE(d ^ a, 8); c += d; b = ROTATE(b ^ c, 7);
+
+typedef uint32_t lanes __attribute__((vector_size(4 * LANES))); /* one word of the states of many blocks */
+
+static const uint32_t CONSTANTS[4] = {0x61707865, 0x3320646e, 0x79622d32, 0x6b206574}; /* "expand 32-byte k" */
+
+static void chacha20(lanes *x)
+{
+    lanes v[16];
+    memcpy(v, x, sizeof v);
+    for (int round = 0; round < 10; round++) {
+        QUARTER(v[0], v[4], v[8], v[12]) QUARTER(v[1], v[5], v[9], v[13])
+        QUARTER(v[2], v[6], v[10], v[14]) QUARTER(v[3], v[7], v[11], v[15])
+        QUARTER(v[0], v[5], v[10], v[15]) QUARTER(v[1], v[6], v[11], v[12])
+        QUARTER(v[2], v[7], v[8], v[13]) QUARTER(v[3], v[4], v[9], v[14])
+    }
+    for (int word = 0; word < 16; word++) x[word] += v[word];
+}
+
+static void start(lanes *x, const int64_t *key)
+{
+    for (int word = 0; word < 4; word++) x[word] = CONSTANTS[word] - (lanes){0};
+    for (int word = 0; word < 8; word++) x[4 + word] = (uint32_t)key[word] - (lanes){0};
+    for (int word = 12; word < 16; word++) x[word] = (lanes){0};
+}
+
+void child_keys(const int64_t *key, const int64_t *nonces, int64_t *out, int64_t size, int threads)
+{
+    (void)threads;
+    for (int64_t first = 0; first < size; first += LANES) {
+        int64_t n = size - first < LANES ? size - first : LANES;
+        lanes x[16];
+        start(x, key);
+        for (int64_t k = 0; k < n; k++)
+            for (int word = 0; word < 3; word++) x[13 + word][k] = (uint32_t)nonces[3 * (first + k) + word];
+        chacha20(x);
+        for (int64_t k = 0; k < n; k++)
+            for (int word = 0; word < 8; word++) out[8 * (first + k) + word] = x[word][k];
+    }
+}
+
+static void draw_block(const int64_t *key, uint32_t counter, double *out, int64_t n)
+{
+    int64_t bits[BLOCK];
+    for (int64_t first = 0; first < n; first += 8 * LANES, counter += LANES) {
+        lanes x[16];
+        start(x, key);
+        for (int k = 0; k < LANES; k++) x[12][k] = counter + k;
+        chacha20(x);
+        for (int k = 0; k < LANES; k++)
+            for (int i = 0; i < 8; i++)
+                bits[first + 8 * k + i] = (int64_t)(x[2 * i][k] | (uint64_t)x[2 * i + 1][k] << 32);
+    }
+    normal_block(bits, out, n);
+}
+
+void normals(const int64_t *keys, const int64_t *sizes, double *out, int64_t leaves, int threads)
+{
+    #pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        double *own = out;
+        for (int64_t leaf = 0; leaf < leaves; own += sizes[leaf++]) {
+            #pragma omp for schedule(static) nowait
+            for (int64_t first = 0; first < sizes[leaf]; first += BLOCK) {
+                int64_t n = sizes[leaf] - first < BLOCK ? sizes[leaf] - first : BLOCK;
+                draw_block(keys + 8 * leaf, (uint32_t)(first / 8), own + first, n);
+            }
         }
-        memcpy(out + first, own, n * sizeof(int64_t));
     }
 }

@@ -43,6 +43,8 @@ ARGUMENTS = {
     "gelu_and_slope": (_ARRAY, _ARRAY, _ARRAY, _COUNT, _NUMBER, _NUMBER, _NUMBER),
     "lower_quantile": (_ARRAY, _ARRAY, _COUNT),
     "normal_from_bits": (_ARRAY, _ARRAY, _COUNT),
+    "normals": (_ARRAY, _ARRAY, _ARRAY, _COUNT),
+    "child_keys": (_ARRAY, _ARRAY, _ARRAY, _COUNT),
 }
 """The functions of the library and their arguments, without the number of threads, which comes last."""
 
@@ -56,6 +58,8 @@ class Library:
         self.gelu_and_slope = _bind(loaded, "gelu_and_slope")
         self.lower_quantile = _bind(loaded, "lower_quantile")
         self.normal_from_bits = _bind(loaded, "normal_from_bits")
+        self.normals = _bind(loaded, "normals")
+        self.child_keys = _bind(loaded, "child_keys")
 
 
 def _bind(loaded: ctypes.CDLL, name: str) -> Callable[..., None]:

@@ -250,8 +250,7 @@ def _wide_normal_cpu(bits: Tensor, out: Tensor, scratch: Tensor) -> tuple[Tensor
     """
     if (loops := cpu_library.library()) is not None:
         loops.normal_from_bits(bits, out, len(bits))
-        rare = torch.from_numpy(np.flatnonzero(np.isnan(out.numpy())))
-        return rare, out.view(torch.int64)[rare] & _BITS_IN_NAN
+        return _rare_values(out)
     n, (p, z) = len(bits), scratch[:, : len(bits) + -len(bits) % _WHOLE_VECTORS]
     tail = torch.bitwise_and(bits, _WIDE_TAIL, out=z.view(torch.int64)[:n])
     torch.add(_HALF_A_STEP, p[:n].copy_(tail), alpha=2.0**-64, out=p[:n])
@@ -264,6 +263,12 @@ def _wide_normal_cpu(bits: Tensor, out: Tensor, scratch: Tensor) -> tuple[Tensor
     return rare, bits_of_rare
 
 
+def _rare_values(out: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the indices of rare values, which the compiled loops leave as NaN, and their bits."""
+    rare = torch.from_numpy(np.flatnonzero(np.isnan(out.numpy())))
+    return rare, out.view(torch.int64)[rare] & _BITS_IN_NAN
+
+
 def _indices_below(p: Tensor, least: float) -> Tensor:
     """Return where ``p`` is below ``least``; if few are, numpy takes a third of torch's time."""
     return torch.from_numpy(np.flatnonzero(p.numpy() < least))
@@ -274,12 +279,8 @@ def _make_scratch(elements: int) -> Tensor:
     return torch.empty(2, elements + -elements % _WHOLE_VECTORS, dtype=torch.float64)
 
 
-def _foreach_normal_cpu(keys_CK: Tensor, sizes: Sequence[int]) -> Tensor:
-    _check_sizes(keys_CK, sizes)
-    for size in sizes:
-        check_blocks(0, -(-size // ELEMENTS_PER_BLOCK))
-    keys, ends = keys_CK.tolist(), list(accumulate(sizes))
-    out = torch.empty(sum(sizes), dtype=torch.float64)
+def _fill_normal(keys: list[list[int]], out: Tensor, sizes: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+    """Draw the values of :func:`_foreach_normal_cpu` without compiled loops; return the rare ones, in parts."""
     bits = out.view(torch.int64)
     fill_streams([make_cipher(key) for key in keys], [part.numpy() for part in bits.split(list(sizes))])
     scratch = _make_scratch(min(len(out), _ELEMENTS_TOGETHER))
@@ -288,6 +289,20 @@ def _foreach_normal_cpu(keys_CK: Tensor, sizes: Sequence[int]) -> Tensor:
         part = slice(start, start + _ELEMENTS_TOGETHER)
         rare, bits_of_rare = _wide_normal_cpu(bits[part], out[part], scratch)
         found.append((rare + start, bits_of_rare))
+    return found
+
+
+def _foreach_normal_cpu(keys_CK: Tensor, sizes: Sequence[int]) -> Tensor:
+    _check_sizes(keys_CK, sizes)
+    for size in sizes:
+        check_blocks(0, -(-size // ELEMENTS_PER_BLOCK))
+    keys, ends = keys_CK.tolist(), list(accumulate(sizes))
+    out = torch.empty(sum(sizes), dtype=torch.float64)
+    if (loops := cpu_library.library()) is not None:
+        loops.normals(keys_CK.contiguous(), torch.tensor(sizes, dtype=torch.int64), out, len(sizes))
+        found = [_rare_values(out)]
+    else:
+        found = _fill_normal(keys, out, sizes)
     fine: list[int] = []
     for i in (i for rare, _ in found for i in rare.tolist()):
         key = bisect_right(ends, i)

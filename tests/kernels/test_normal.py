@@ -434,7 +434,7 @@ def test_gpu_draws_replay_in_a_graph():
 
 
 @pytest.mark.parametrize("piece", [1 << 17, 24, 8])
-def test_draws_of_many_keys_are_those_of_each_bit_for_bit(piece, monkeypatch):
+def test_draws_of_many_keys_are_those_of_each_bit_for_bit(piece, cpu_loops, monkeypatch):
     monkeypatch.setattr(normal, "_ELEMENTS_TOGETHER", piece)  # small pieces hold parts of leaves
     monkeypatch.setattr(normal, "_WIDE_RARE", 1 << 60)  # one value in eight takes extra bits
     sizes = [5, 0, 33, 1, 8, 70]
