@@ -47,7 +47,7 @@ static inline float exponential(float x)
     r -= n * 1.42860677e-6f;
     float p = 1.0f + r * (1.0f + r * (0.5f + r * (0.166666667f + r * (0.0416666667f + r * (0.00833333333f
         + r * 0.00138888889f)))));
-    int32_t bits;
+    uint32_t bits;
     memcpy(&bits, &shifted, 4);
     bits = (bits << 23) + 0x3f800000;
     float power;
