@@ -22,9 +22,16 @@ from rich.table import Table
 from rich.text import Text
 from typer import Argument
 
-from fdp.cli.inspect_data import InspectDataOptions, data_settings, show_data, tell_data
+from fdp.cli.inspect_data import (
+    InspectDataOptions,
+    ToldData,
+    data_settings,
+    name_text_field,
+    show_data,
+    tell_data,
+)
 from fdp.cli.options import Flag, expand_groups
-from fdp.cli.train_options import train_flag
+from fdp.cli.train_options import TrainOptions, train_flag
 
 if TYPE_CHECKING:
     from fdp.foreign.inspect import Inspection, LeafRow
@@ -71,11 +78,22 @@ def inspect_command(
     if path is not None:
         shown = _show_model(path, options, console)
     if data.data is not None:
-        told = tell_data(data_settings(data, model=data.model or path or "gpt-nano", context=options.context))
-        show_data(console, told)
+        told = _show_data(data_settings(data, model=data.model or path or "gpt-nano", context=options.context), console)
         shown = shown | {"data": told._asdict()}
     if options.as_json:
         print(json.dumps(shown))
+
+
+def _show_data(settings: TrainOptions, console: Console) -> ToldData:
+    """Print what is told about data, and return it; of records without a text in the expected field, the fields."""
+    from fdp.data.record_fields import MissingText
+
+    try:
+        told = tell_data(settings)
+    except MissingText as error:
+        raise name_text_field(console, settings, error.problem) from None
+    show_data(console, told)
+    return told
 
 
 def _show_model(path: str, options: InspectOptions, console: Console) -> dict[str, Any]:

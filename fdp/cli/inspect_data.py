@@ -3,12 +3,14 @@
     fdp inspect --data notes.jsonl
     fdp inspect models/tiny --data notes.jsonl --unit user --user-field patient_id --json
 
-It shows the line that ``fdp train`` prints, the fields of the records by name, the lengths of the texts in tokens, and
-suggestions. **All of it is computed from private data and covered by no budget.**
+It shows the line that ``fdp train`` prints, the fields of the records by name and kind, the lengths of the texts in
+tokens, and suggestions. If the records have no text in the expected field, it still shows their fields. **All of it is
+computed from private data and covered by no budget.**
 """
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -21,7 +23,9 @@ from fdp.cli.options import Flag
 from fdp.cli.train_options import TrainOptions, train_flag
 
 if TYPE_CHECKING:
-    from fdp.data.person_fields import FieldCensus
+    from fdp.data.files import Source
+    from fdp.data.person_fields import FieldCounts
+    from fdp.types import FdpError
 
 PRIVATE = "computed from private data and covered by no budget: for your eyes, not to be shared"
 
@@ -78,9 +82,8 @@ def tell_data(options: TrainOptions) -> ToldData:
     dataset = load_dataset(options, model)
     reading = read_counts_of(dataset)
     assert reading is not None
-    census, lengths = _read_texts(options)
+    fields, lengths = _read_texts(options)
     longest = _longest(options) if is_folder(options.model.model) else None
-    fields = [] if census is None else _describe_fields(census)
     return ToldData(
         path,
         reading.line(),
@@ -102,59 +105,92 @@ def show_data(console: Console, told: ToldData) -> None:
         listed = ", ".join(f"{name} {value:,}" for name, value in told.lengths.items())
         console.print(f"lengths in {told.reading['word']}s: {listed}", soft_wrap=True)
     if told.fields:
-        table = Table(title="fields", title_justify="left", title_style="bold")
-        for name in ("field", "in records", "short values", "different"):
-            table.add_column(name, justify="left" if name == "field" else "right")
-        for row in told.fields:
-            table.add_row(row["field"], f"{row['present']:,}", f"{row['short']:,}", f"{row['values']:,}")
-        console.print(table)
+        console.print(_field_table(told.fields))
     for warning in told.warnings:
         console.print(Text(warning, style="yellow"), soft_wrap=True)
     for suggestion in told.suggestions:
         console.print(Text(f"suggestion: {suggestion}", style="cyan"), soft_wrap=True)
 
 
-def _read_texts(options: TrainOptions) -> tuple[FieldCensus | None, Any]:
-    """Return the census of the records' fields, and the number of tokens of every text; None where there is none."""
+def name_text_field(console: Console, options: TrainOptions, problem: str) -> FdpError:
+    """Print the fields of records without a text in the expected one; return an error that says how to name it."""
+    from fdp.cli.model_and_data import parse_form
+    from fdp.data.files import find_source
+    from fdp.types import FdpError
+
+    fields = _describe_fields(find_source(Path(options.data.data), form=parse_form(options.data.form)))
+    console.print(Text(PRIVATE, style="yellow"), soft_wrap=True)
+    console.print(_field_table(fields))
+    likely = _likely_text(fields, but=options.data.user_field)
+    example = "" if likely is None else f", such as --field {shlex.quote(likely)}"
+    return FdpError(f"{problem}; name the field that holds the text with --field{example}. The table lists the fields")
+
+
+def _field_table(fields: list[dict[str, Any]]) -> Table:
+    table = Table(title="fields", title_justify="left", title_style="bold")
+    for name in ("field", "kind", "in records", "short values", "different"):
+        table.add_column(name, justify="left" if name in ("field", "kind") else "right")
+    for row in fields:
+        counts = (f"{row[name]:,}" for name in ("present", "short", "values"))
+        table.add_row(row["field"], row["kind"], *counts)
+    return table
+
+
+def _likely_text(fields: list[dict[str, Any]], *, but: str | None) -> str | None:
+    """Return the field of texts with most long values, then most different ones; None without a field of texts.
+
+    A field that is not in all records, or in one alone, could itself be a secret, which an error does not tell.
+    """
+    most = max((row["present"] for row in fields), default=0)
+    texts = [row for row in fields if row["kind"] == "text" and row["present"] == most > 1 and row["field"] != but]
+    best = max(texts, key=lambda row: (row["present"] - row["short"], row["values"]), default=None)
+    return None if best is None else best["field"]
+
+
+def _read_texts(options: TrainOptions) -> tuple[list[dict[str, Any]], Any]:
+    """Return the fields of the records, and the number of tokens of every text; None where there is no text."""
     import numpy as np
 
     from fdp.cli.check_data import load_tokenizer
     from fdp.cli.model_and_data import is_folder, parse_form
     from fdp.data import corpus, datasets, text
     from fdp.data.files import find_source, find_token_files
-    from fdp.data.person_fields import FieldCensus
-    from fdp.data.record_files import read_records
 
     given, path = options.data, Path(options.data.data)
     if given.data in datasets.NAMES or find_token_files(path):
-        return None, None
+        return [], None
     folder = Path(options.model.model) if is_folder(options.model.model) else None
     tokenizer, form = load_tokenizer(given.tokenizer, folder, given.data) or text.BYTES, parse_form(given.form)
     documents, _ = corpus.read(path, tokenizer, form=form, field=given.field)
-    lengths = np.diff(documents.starts)
     source = find_source(path, form=form)
-    if not source.records:
-        return None, lengths
-    census = FieldCensus()
-    for _ in census.watch(read_records(source)):
-        pass
-    return census, lengths
+    return _describe_fields(source) if source.records else [], np.diff(documents.starts)
 
 
-def _describe_fields(census: FieldCensus) -> list[dict[str, Any]]:
-    """Return the counts of every field; those whose names look like content are counted together, and not named."""
-    from fdp.data.person_fields import is_plain_name
+def _describe_fields(source: Source) -> list[dict[str, Any]]:
+    """Return kind and counts of every field; those whose names look like content are counted together, not named."""
+    from fdp.data.person_fields import FieldCensus, is_plain_name
+    from fdp.data.record_fields import json_type
+    from fdp.data.record_files import read_records
 
-    plain = {name: counts for name, counts in census.fields.items() if is_plain_name(name)}
-    rows = [
-        {"field": name, "present": counts.present, "short": counts.short, "values": len(counts.hashes)}
-        for name, counts in plain.items()
-    ]
-    if others := [counts for name, counts in census.fields.items() if name not in plain]:
-        together = f"{len(others)} fields whose names look like content"
-        sums = {"present": sum(each.present for each in others), "short": sum(each.short for each in others)}
-        rows.append({"field": together, **sums, "values": sum(len(each.hashes) for each in others)})
+    census, kinds = FieldCensus(), {}
+    for _, record in census.watch(read_records(source)):
+        for name, value in record.items():
+            if value is not None and is_plain_name(name):
+                kinds.setdefault(name, set()).add(json_type(value))
+    rows = [_field_row(name, ", ".join(sorted(kinds[name])), census.fields[name]) for name in kinds]
+    if others := [counts for name, counts in census.fields.items() if name not in kinds]:
+        rows.append(_field_row(f"{len(others)} fields whose names look like content", "", *others))
     return rows
+
+
+def _field_row(field: str, kind: str, *counts: FieldCounts) -> dict[str, Any]:
+    return {
+        "field": field,
+        "kind": kind,
+        "present": sum(each.present for each in counts),
+        "short": sum(each.short for each in counts),
+        "values": sum(len(each.hashes) for each in counts),
+    }
 
 
 def _quantiles(lengths: Any) -> dict[str, int]:
