@@ -201,10 +201,8 @@ def _quantiles(lengths: Any) -> dict[str, int]:
 
 def _suggest(options: TrainOptions, dataset: Any, lengths: Any, context: int | None, longest: int | None) -> list[str]:
     """Return options that fit the data better, each with its reason."""
-    from fdp.data.lengths import share_whole, suggest_context, suggest_windows
-    from fdp.data.mixed import Mixed
-    from fdp.data.nouns import plural
-    from fdp.data.users import Users
+    from fdp.cli.user_advice import suggest_for_users
+    from fdp.data.lengths import share_whole, suggest_context
 
     found: list[str] = []
     if lengths is not None and context is not None:
@@ -214,19 +212,7 @@ def _suggest(options: TrainOptions, dataset: Any, lengths: Any, context: int | N
             found.append(
                 f"--context {better}: {then:.0%} of the texts fit into one window whole (with {context}: {now:.0%})"
             )
-    dataset = dataset.private if isinstance(dataset, Mixed) else dataset
-    if isinstance(dataset, Users):
-        reading, given = dataset.reading, options.data
-        windows = dataset.counts.windows + dataset.counts.left_out
-        most = suggest_windows(windows, most=given.windows_per_user)
-        if most is not None:
-            found.append(
-                f"--windows-per-user {most}: uses all windows of 90% of the {plural(reading.sample)}, and pads no "
-                "sample beyond that"
-            )
-        if "--pack" in reading.line():
-            found.append("--pack: short records of one user share a window, within the same unit of privacy")
-    return found
+    return found + list(suggest_for_users(dataset, most=options.data.windows_per_user).values())
 
 
 def _longest(options: TrainOptions) -> int | None:
