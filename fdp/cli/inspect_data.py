@@ -74,10 +74,11 @@ def data_settings(given: InspectDataOptions, *, model: str, context: int | None)
 
 def tell_data(options: TrainOptions) -> ToldData:
     """Read the data as a run would, and tell it."""
-    from fdp.cli.model_and_data import is_folder, load_dataset, load_model
+    from fdp.cli.model_and_data import check_model_name, is_folder, load_dataset, load_model
     from fdp.data.read_counts import read_counts_of
     from fdp.data.units import dataset_unit, sentence
 
+    check_model_name(options.model.model)
     model, path = load_model(options).model, options.data.data
     dataset = load_dataset(options, model)
     reading = read_counts_of(dataset)

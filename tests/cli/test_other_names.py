@@ -178,6 +178,8 @@ def test_a_linear_schedule_falls_to_zero_after_the_warm_up() -> None:
             "models/Llama-3.2-1B",
         ),
         ("gpt-2", "Did you mean 'gpt2'?"),
+        ("gtp2", "Did you mean 'gpt2'?"),
+        ("GPT2-Large", "Did you mean 'gpt2-large'?"),
         ("distilgpt2", "hf download distilgpt2 --local-dir models/distilgpt2"),
     ],
 )
@@ -186,6 +188,34 @@ def test_a_model_of_the_hub_is_to_be_downloaded_first(
 ) -> None:
     assert train(tmp_path / "run", "--json", "--model", name) == 2
     assert message in last_json(capsys.readouterr().out)["error"]
+
+
+@pytest.mark.parametrize("name", ["./my-modle", "my-modle", "my-moddle/", "../here/my-modle"])
+def test_a_mistyped_folder_of_a_model_is_answered(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("my-model", "my-modles"):
+        (tmp_path / "here" / folder).mkdir(parents=True)
+    (tmp_path / "here" / "my-model" / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(FdpError) as caught:
+        model_and_data.check_model_name(name)
+    assert "my-model'?" in str(caught.value)
+    assert ("hf download" in str(caught.value)) == (name[0] != ".")
+
+
+def test_a_folder_that_is_mistyped_in_two_parts_is_answered_and_another_one_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models" / "tiny").mkdir(parents=True)
+    (tmp_path / "models" / "tiny" / "config.json").write_text("{}")
+    (tmp_path / "models" / "weights.bin").write_bytes(b"")
+    monkeypatch.chdir(tmp_path)
+    assert model_and_data.near_model_folder("modles/tny") == "models/tiny"
+    assert model_and_data.near_model_folder(str(tmp_path / "models" / "tinny")) == str(tmp_path / "models" / "tiny")
+    assert model_and_data.near_model_folder("models/other") is None
+    with pytest.raises(FdpError, match=r"/nope/x', which is neither\. Check the path"):
+        model_and_data.check_model_name("/nope/x")
+    with pytest.raises(FdpError, match=r"which is a file; give the folder with config\.json"):
+        model_and_data.check_model_name("models/weights.bin")
 
 
 @pytest.mark.parametrize("name", ["bf16", "float16", "fp16", "half"])
