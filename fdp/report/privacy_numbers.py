@@ -12,7 +12,6 @@ from typing import Any
 from fdp.privacy.curves import PrivacyCurve, group_bound, group_epsilon, mu_by_central_limit
 from fdp.privacy.guarantee import Guarantee
 from fdp.privacy.releases import Opaque, Release, composed_epsilon
-from fdp.report.checklists import ASK
 from fdp.report.documents import Rows, Section
 from fdp.report.run_facts import RunFacts
 
@@ -173,8 +172,8 @@ def groups_section(facts: RunFacts, numbers: dict[str, Any]) -> Section:
         )
     else:
         said = (
-            f"For a person with several units, read the table. How many units one person has at most: "
-            f"{ASK[0].lower()}{ASK[1:]}"
+            "For a person with several units, read the table. How many units one person has at most: not known to "
+            "fdp: please state, with fdp statement --records-per-person."
         )
     return Section(
         "Groups and people",

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from fdp.privacy.curves import LARGEST_GROUP
 from fdp.privacy.guarantee import LARGE_EPSILON, Guarantee, delta_advice, guarantee_to_json, held_out_epsilon
 from fdp.privacy.shown_numbers import shown_delta, shown_epsilon
-from fdp.report.checklists import ASK, DPFY_ML, NIST, Item, dpfy_ml, nist_sp_800_226
+from fdp.report.checklists import ASK_TUNING, DPFY_ML, NIST, Item, dpfy_ml, nist_sp_800_226
 from fdp.report.documents import Bullets, Document, Rows, Section
 from fdp.report.headline import headline, held_out_choice
 from fdp.report.mechanism_words import describe_mechanism
@@ -115,7 +115,7 @@ def make_statement(
         Section("Mechanism", (Bullets(describe_mechanism(facts)),)),
         _accounting_section(facts),
         _scope_section(facts),
-        Section("Hyper-parameters", (tuning or f"{ASK} Choosing them on the private data costs privacy, too.",)),
+        Section("Hyper-parameters", (tuning or f"{ASK_TUNING} Choosing them on the private data costs privacy, too.",)),
         curve_section(facts, numbers),
         groups_section(facts, numbers),
         _others_section(facts, totals),
