@@ -229,4 +229,5 @@ def _evaluation(facts: RunFacts) -> str:
         "outside": "evaluation on private data of people who were held out, to whom nothing is promised",
         "noised": "evaluation on held-out people, released with noise within a budget of its own",
     }
-    return "; ".join(words.get(cost, cost) for cost in sorted(costs))
+    too = ", some of whose samples are trained on too" * facts.evaluated_too
+    return "; ".join(words.get(cost, cost) + too * (cost != "noised") for cost in sorted(costs))

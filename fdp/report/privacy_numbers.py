@@ -37,6 +37,7 @@ HELD_OUT = {
     "epsilon of a person includes them, wherever one is stated.",
 }
 """What evaluations on private data mean for people and groups, by their cost."""
+EVALUATED_TOO = "Some of the samples that were evaluated are trained on too: no epsilon covers their exact losses."
 
 
 def privacy_numbers(facts: RunFacts, *, records_per_person: int | None) -> dict[str, Any]:
@@ -183,6 +184,7 @@ def groups_section(facts: RunFacts, numbers: dict[str, Any]) -> Section:
             *_caveat(facts),
             said,
             *(HELD_OUT[cost] for cost in sorted(facts.evaluation_costs) if cost in HELD_OUT),
+            *((EVALUATED_TOO,) if facts.evaluated_too and "outside" in facts.evaluation_costs else ()),
         ),
     )
 

@@ -36,6 +36,7 @@ COVERED = (
     "the settings of the run, the number of planned steps, and this statement, except for what it says of how the run "
     "ended",
 )
+AND_EVALUATED = ", and of samples that are evaluated and trained on"
 NOT_COVERED = (
     "losses, gradient norms, clipped fractions, counts of samples, times and plots of the run: they are computed on "
     "the private data without noise, and are for the owner of the data only",
@@ -245,12 +246,25 @@ def _scope_section(facts: RunFacts) -> Section:
         "noised": f"evaluations on held-out people were released with noise, within a budget of their own; "
         f"{_disjoint(facts)}",
     }
-    made = tuple(evaluation.get(cost, cost) for cost in sorted(facts.evaluation_costs))
+    made = tuple(evaluation.get(cost, cost) + _evaluated_too(facts, cost) for cost in sorted(facts.evaluation_costs))
     if (budget := facts.settings.get("eval_epsilon")) is not None:
         most = f"epsilon {shown_epsilon(budget)} at delta {shown_delta(facts.promise.delta or 0)}"
         made += (f"the budget of the noised evaluations is {most}",)
-    blocks = ("Covered:", Bullets(COVERED), "Not covered:", Bullets(_not_covered(facts)))
+    blocks = ("Covered:", Bullets(_covered(facts)), "Not covered:", Bullets(_not_covered(facts)))
     return Section("What is covered", (*blocks, *(("Evaluation:", Bullets(made)) if made else ())))
+
+
+def _evaluated_too(facts: RunFacts, cost: str) -> str:
+    """Return what the evaluations measure, and of whom, if some of their samples are trained on; else nothing."""
+    if not facts.evaluated_too or cost == "noised":
+        return ""
+    losses = "their exact losses are released, which their epsilon does not cover, and " * (cost == "outside")
+    return f". Some of the samples are trained on too: {losses}the held-out loss is lower than on new samples"
+
+
+def _covered(facts: RunFacts) -> tuple[str, ...]:
+    *others, statement = COVERED
+    return (*others, statement + AND_EVALUATED * facts.evaluated_too)
 
 
 def _not_covered(facts: RunFacts) -> tuple[str, ...]:
@@ -313,7 +327,7 @@ def _as_json(facts: RunFacts, numbers: dict[str, Any], totals: dict[str, Any], t
             "optimizer": settings["optimizer"],
             "words": list(describe_mechanism(facts)),
         },
-        "covered": list(COVERED),
+        "covered": list(_covered(facts)),
         "not_covered": list(_not_covered(facts)),
         "tuning": tuning,
         **numbers,
