@@ -218,7 +218,6 @@ def _suggest(options: TrainOptions, dataset: Any, lengths: Any, context: int | N
 
 def _longest(options: TrainOptions) -> int | None:
     from fdp.foreign.hub.positions import longest_context
-    from fdp.foreign.hub.read_folder import import_transformers
+    from fdp.foreign.hub.read_folder import read_config
 
-    folder = Path(options.model.model)
-    return longest_context(import_transformers().AutoConfig.from_pretrained(folder, local_files_only=True))
+    return longest_context(read_config(Path(options.model.model)))

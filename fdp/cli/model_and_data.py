@@ -41,6 +41,7 @@ from fdp.parallel.sharding import Sharding
 from fdp.privacy.guarantee import MARKER, Guarantee, marker_text, read_marker
 from fdp.privacy.microbatches import Dataset
 from fdp.report.search_price import price_promises
+from fdp.run.run_folder import is_run_folder
 from fdp.storage.safetensors import export_safetensors
 from fdp.types import FdpError, Key, Tree
 
@@ -65,7 +66,11 @@ def is_folder(name: str) -> bool:
 
 
 def check_model_name(name: str, flag: str = "--model") -> None:
-    """Raise unless ``name`` is a preset or a folder; suggest near ones, or how to get a model of the hub."""
+    """Raise unless ``name`` is a preset or a model's folder; suggest near ones, or how to get a model of the hub."""
+    if is_folder(name) and is_run_folder(Path(name)):
+        model = Path(name, "model")
+        trained = f"its model is {model}" if model.is_dir() else f"fdp train --extend {name} goes on training from it"
+        raise FdpError(f"{flag}: expected a preset or the folder of a model, got {name}, that of a run; {trained}")
     if name in models.PRESETS or is_folder(name):
         return
     expected = f"{flag}: expected a preset ({', '.join(models.PRESETS)}) or a folder, got {name!r}, which is"

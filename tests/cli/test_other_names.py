@@ -202,6 +202,42 @@ def test_a_mistyped_folder_of_a_model_is_answered(name: str, tmp_path: Path, mon
     assert ("hf download" in str(caught.value)) == (name[0] != ".")
 
 
+def test_the_folder_of_a_run_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.json").write_text('{"settings": {}}')
+    for words in (["train", "--model", str(run)], ["inspect", str(run)]):
+        assert call(*words, "--json") == 2
+        error = last_json(capsys.readouterr().out)["error"]
+        assert f"got {run}, that of a run; fdp train --extend {run} goes on training from it" in error
+    (run / "model").mkdir()
+    with pytest.raises(FdpError, match=f"its model is {run / 'model'}"):
+        model_and_data.check_model_name(str(run))
+
+
+@pytest.mark.parametrize("config", ["{}", "{", '{"model_type": "nonsense"}'])
+@pytest.mark.parametrize("context", [[], ["--context", "8"]])
+def test_a_configuration_that_transformers_cannot_read_is_explained(
+    config: str, context: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(config)
+    assert call("train", "--model", str(tmp_path), *context, "--json") == 2
+    error = last_json(capsys.readouterr().out)["error"]
+    assert "config.json: expected the configuration of a model of transformers, as save_pretrained writes it" in error
+
+
+@pytest.mark.parametrize("name", ["notes", "notes.jsonl"])
+def test_data_given_to_inspect_as_a_model_is_answered(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("notes").mkdir()
+    Path("notes.jsonl").write_text('{"text": "a"}')
+    assert call("inspect", name, "--json") == 2
+    assert last_json(capsys.readouterr().out)["error"].endswith(f"if it is data: fdp inspect --data {name}")
+
+
 def test_a_folder_that_is_mistyped_in_two_parts_is_answered_and_another_one_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
