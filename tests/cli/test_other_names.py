@@ -238,6 +238,24 @@ def test_data_given_to_inspect_as_a_model_is_answered(
     assert last_json(capsys.readouterr().out)["error"].endswith(f"if it is data: fdp inspect --data {name}")
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "notes"], "got notes without one; give data with --data, a model with --model"),
+        (["advise", "notes", "more"], "got notes more without one; give data with --data, a model with --model"),
+        (["generate", "runs/a", "--prompt", "The", "patient"], "got patient without one; put a value with spaces in"),
+        (["statement"], "RUN: expected it on the command line, got none; add it (The folder of a run of fdp train)"),
+        (["generate"], "expected it on the command line, got none; add it (The folder of a finished run or search"),
+        (["report"], "RUNS: expected it on the command line, got none; add it (Folders of runs, finished or not)"),
+    ],
+)
+def test_missing_words_and_words_too_many_are_explained(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(*words) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_a_folder_that_is_mistyped_in_two_parts_is_answered_and_another_one_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
