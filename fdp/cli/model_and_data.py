@@ -257,7 +257,10 @@ def _check_one_adapter(given: ModelOptions) -> None:
 
 def _check_unit(given: DataOptions, path: str) -> None:
     if given.unit not in UNITS:
-        raise FdpError(f"--unit: expected one of {', '.join(UNITS)}, got {given.unit!r}")
+        raise FdpError(
+            f"--unit: expected one of {', '.join(UNITS)}, got {given.unit!r}; if a person is to be protected, give "
+            f"--unit user, and --user-field with the field that names the person"
+        )
     if given.unit != "user" and given.user_field is not None:
         raise FdpError(
             f"--user-field: expected --unit user to go with it, got --unit {given.unit}: only with --unit user are the "
