@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from fdp.data.nouns import FILE, RECORD, USER, count
 from fdp.data.units import dataset_unit
 from fdp.privacy.shown_numbers import shown_delta, shown_epsilon
 from fdp.run.evaluation import Evaluator
@@ -33,14 +34,14 @@ CHOICE = {
 """The cost of choosing a step by its evaluation."""
 
 NOUNS = {
-    "user": "users who were not trained on",
-    "record": "records that were not trained on",
-    "file": "files that were not trained on",
-    "window": "windows that were not trained on",
-    "labelled": "images that were not trained on",
-    "packed": "packed rows that were not trained on",
+    "user": USER,
+    "record": RECORD,
+    "file": FILE,
+    "window": "window",
+    "labelled": "image",
+    "packed": "packed row",
 }
-"""The held-out samples in words, by the second word of their unit (``fdp.data.units``)."""
+"""Nouns for a held-out sample, by the second word of its unit (``fdp.data.units``)."""
 
 
 def cost_words(evaluator: Evaluator) -> str:
@@ -48,7 +49,7 @@ def cost_words(evaluator: Evaluator) -> str:
     config, private = evaluator.config, evaluator.run.epsilons is not None
     if config.cost is Cost.PUBLIC:
         return f"free: computed on {len(config.dataset):,} samples of public data{_trained_too(config.shared)}"
-    who = f"{len(config.dataset):,} {_noun(evaluator)}"
+    who = _held_out_words(config)
     if config.budget is None:
         outside = "outside the guarantee" if private else "no guarantee"
         return f"{outside}: computed without noise on {who}"
@@ -191,8 +192,14 @@ def _choice_words(config: EvaluationConfig) -> str:
     return CHOICE[config.cost] + ", except for those on both sides" * on_both_sides
 
 
-def _noun(evaluator: Evaluator) -> str:
-    if shared := evaluator.config.shared:
-        return f"held-out samples{_trained_too(shared)}"
-    words = dataset_unit(evaluator.config.dataset).one.replace(",", "").split()
-    return NOUNS.get(words[1], "samples that were not trained on") if len(words) > 1 else "samples"
+def _held_out_words(config: EvaluationConfig) -> str:
+    """Return the number of held-out samples with what they are, and how many of them are trained on."""
+    number = len(config.dataset)
+    if config.shared:
+        return f"{count(number, 'held-out sample')}{_trained_too(config.shared)}"
+    words = dataset_unit(config.dataset).one.replace(",", "").split()
+    word = words[1] if len(words) > 1 else ""
+    noun = NOUNS.get(word, "sample")
+    return (
+        f"{count(number, noun)} {'who' if noun == USER else 'that'} {'was' if number == 1 else 'were'} not trained on"
+    )

@@ -15,6 +15,7 @@ import torch
 from fdp.cli import session
 from fdp.cli.configure import configure
 from fdp.cli.configure_evaluation import OverlapWarning
+from fdp.cli.evaluation_display import cost_words
 from fdp.data import datasets
 from fdp.models import build as build_model
 from fdp.models import logits
@@ -254,6 +255,27 @@ SIDES = {
     "other": NOTES[30:],
     "renamed": [line.replace("user ", "person ") for line in NOTES[:30]],
 }
+
+
+@pytest.mark.parametrize(
+    ("unit", "notes", "words"),
+    [
+        ("user", NOTES[30:31], "on 1 user who was not trained on"),
+        ("user", NOTES[30:32], "on 2 users who were not trained on"),
+        ("record", NOTES[30:31], "on 1 record that was not trained on"),
+        ("record", NOTES[29:31], "on 2 held-out samples, 1 of which is trained on too"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::fdp.cli.configure_evaluation.OverlapWarning")
+def test_one_held_out_sample_is_not_several(unit: str, notes: list[str], words: str, tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("\n".join(SIDES["train"]))
+    (tmp_path / "other.jsonl").write_text("\n".join(notes))
+    options = {"model": "gpt-nano", "unit": unit, "context": 16, "batch_size": 4}
+    options |= {"user_field": "author"} if unit == "user" else {}
+    sources = {"data": str(tmp_path / "train.jsonl"), "eval_data": str(tmp_path / "other.jsonl")}
+    evaluator = make_evaluator(prepare(configure(small_options(**options, **sources)))[0])
+    assert evaluator is not None
+    assert cost_words(evaluator).endswith(words)
 
 
 @pytest.mark.parametrize("unit", ["record", "user", "window"])
