@@ -116,15 +116,19 @@ def show_data(console: Console, told: ToldData) -> None:
 def name_text_field(console: Console, options: TrainOptions, problem: str) -> FdpError:
     """Print the fields of records without a text in the expected one; return an error that says how to name it."""
     from fdp.cli.model_and_data import parse_form
-    from fdp.data.files import find_source
+    from fdp.data.files import TABLE_SUFFIXES, find_source, suffix_of
     from fdp.types import FdpError
 
-    fields = _describe_fields(find_source(Path(options.data.data), form=parse_form(options.data.form)))
+    source = find_source(Path(options.data.data), form=parse_form(options.data.form))
+    fields = _describe_fields(source)
     console.print(Text(PRIVATE, style="yellow"), soft_wrap=True)
     console.print(_field_table(fields))
     likely = _likely_text(fields, but=options.data.user_field)
     example = "" if likely is None else f", such as --field {shlex.quote(likely)}"
-    return FdpError(f"{problem}; name the field that holds the text with --field{example}. The table lists the fields")
+    remedy = f"name the field that holds the text with --field{example}. The table lists the fields"
+    if any(suffix_of(file) in TABLE_SUFFIXES for file in source.files):
+        remedy += "; if it lists values, the file has no header: write the names of the fields above its first row"
+    return FdpError(f"{problem}; {remedy}")
 
 
 def _field_table(fields: list[dict[str, Any]]) -> Table:
@@ -138,12 +142,16 @@ def _field_table(fields: list[dict[str, Any]]) -> Table:
 
 
 def _likely_text(fields: list[dict[str, Any]], *, but: str | None) -> str | None:
-    """Return the field of texts with most long values, then most different ones; None without a field of texts.
+    """Return the field of texts with most long values, then most different ones, whose name is no person's; else None.
 
     A field that is not in all records, or in one alone, could itself be a secret, which an error does not tell.
     """
+    from fdp.data.nouns import words_of
+    from fdp.data.person_fields import PERSON_WORDS
+
     most = max((row["present"] for row in fields), default=0)
-    texts = [row for row in fields if row["kind"] == "text" and row["present"] == most > 1 and row["field"] != but]
+    others = [row for row in fields if row["field"] != but and not {*words_of(row["field"])} & PERSON_WORDS]
+    texts = [row for row in others if row["kind"] == "text" and row["present"] == most > 1]
     best = max(texts, key=lambda row: (row["present"] - row["short"], row["values"]), default=None)
     return None if best is None else best["field"]
 

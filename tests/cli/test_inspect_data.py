@@ -59,6 +59,17 @@ def test_records_with_the_text_in_another_field_have_their_fields_listed(
     assert "computed from private data and covered by no budget" in shown
 
 
+def test_the_example_is_no_field_of_people_and_a_table_may_lack_its_header(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "notes.csv"
+    path.write_text("patient,note\np1,a day\np2,a week\n")
+    _, found = inspect(capsys, "--data", path, code=2)
+    assert (
+        "such as --field note. The table lists the fields; if it lists values, the file has no header" in found["error"]
+    )
+
+
 def test_a_field_of_one_record_is_no_example_in_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "notes.jsonl", {"secret": "word", "day": 1}, {"day": 2})
     _, found = inspect(capsys, "--data", path, code=2)
