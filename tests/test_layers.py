@@ -91,6 +91,7 @@ INSIDE = {
         "resume",
         "evaluation_display",
         "display",
+        "user_advice",
         "recipe",
         "progress",
         "diverged",

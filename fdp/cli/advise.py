@@ -49,6 +49,10 @@ ASSUMED = (
     "{parameters:,} trained parameters. Progress is in steps without noise; the recipe has most of it in the time "
     "given (docs/choosing_settings.md)."
 )
+SUGGESTED = (
+    "These suggestions, unlike the recipe, follow from how many windows each user has: they are computed from private "
+    "data and covered by no budget, for your eyes. They change the time of a step: give them to fdp advise again."
+)
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,10 @@ def advise_command(
     console.print(_table(rows, found))
     for paragraph in _remarks(found, given):
         console.print(Text(paragraph, style="dim"), soft_wrap=True)
+    for suggestion in found.suggestions:
+        console.print(Text(f"suggestion: {suggestion}", style="cyan"), soft_wrap=True)
+    if found.suggestions:
+        console.print(Text(SUGGESTED, style="yellow"), soft_wrap=True)
     console.print(Text(command, style="bold"), soft_wrap=True)
     if advise.as_json:
         print(json.dumps(_result(found, rows, command)))
@@ -256,5 +264,6 @@ def _result(found: Advice, rows: list[Row], command: str) -> dict[str, Any]:
         "memory_bytes": found.memory.bytes(found.situation.microbatch),
         "free_bytes": found.free,
         "hours": found.hours,
+        "private_suggestions": list(found.suggestions),
         "table": [row._asdict() | {"signal": row.signal._asdict()} for row in rows],
     }

@@ -14,7 +14,7 @@ from fdp.data import datasets, text
 from fdp.data.documents import Long
 from fdp.data.files import find_token_files
 from fdp.foreign.hub.positions import longest_context
-from fdp.foreign.hub.read_folder import import_transformers
+from fdp.foreign.hub.read_folder import read_config
 from fdp.types import FdpError
 
 BYTES = "bytes"
@@ -49,8 +49,7 @@ def check_context(folder: Path, context: int | None) -> None:
     """Refuse a ``--context`` beyond the positions of the model in a folder."""
     if context is None or not (folder / "config.json").exists():
         return
-    config = import_transformers().AutoConfig.from_pretrained(folder, local_files_only=True)
-    most = longest_context(config)
+    most = longest_context(read_config(folder))
     if most is not None and context > most:
         raise FdpError(
             f"--context {context}: expected at most {most}, the positions of the model in {folder}; give --context "

@@ -53,7 +53,8 @@ BY_PATIENCE = (
     "after {steps} of {steps_planned} steps, by --patience. The epsilon{part} is that of all {steps_planned}: the stop "
     "was not decided on before the run"
 )
-FIXED_SEED = "whoever guesses it can repeat the noise and subtract it. For a real release leave --seed out"
+GUESSABLE = "whoever guesses it can repeat the noise and subtract it"
+FIXED_SEED = f"{GUESSABLE}. For a real release leave --seed out"
 
 
 def show_header(
@@ -113,6 +114,8 @@ def show_result(console: Console, summary: Mapping[str, Any], folder: Path, *, c
         )
     if summary["private"]:
         rows += _result_rows(summary, chain)
+        if summary["seed"] != "os":
+            rows.append(("seed", f"{summary['seed']}: {GUESSABLE}"))
         if summary["steps"] < summary["steps_planned"]:
             less = shown_epsilon(summary["epsilon_if_stop_was_decided_in_advance"])
             by_patience = summary.get("exported", {}).get("stopped_early", False)

@@ -15,10 +15,11 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from fdp.data.nouns import FILE, RECORD, USER, count
 from fdp.data.units import dataset_unit
 from fdp.privacy.shown_numbers import shown_delta, shown_epsilon
 from fdp.run.evaluation import Evaluator
-from fdp.run.evaluation_config import Cost
+from fdp.run.evaluation_config import Cost, EvaluationConfig
 from fdp.run.kept import Best, Kept, is_exhausted
 from fdp.run.step_metrics import Evaluation, StepRecord
 from fdp.run.training_run import Run
@@ -33,22 +34,22 @@ CHOICE = {
 """The cost of choosing a step by its evaluation."""
 
 NOUNS = {
-    "user": "users who were not trained on",
-    "record": "records that were not trained on",
-    "file": "files that were not trained on",
-    "window": "windows that were not trained on",
-    "labelled": "images that were not trained on",
-    "packed": "packed rows that were not trained on",
+    "user": USER,
+    "record": RECORD,
+    "file": FILE,
+    "window": "window",
+    "labelled": "image",
+    "packed": "packed row",
 }
-"""The held-out samples in words, by the second word of their unit (``fdp.data.units``)."""
+"""Nouns for a held-out sample, by the second word of its unit (``fdp.data.units``)."""
 
 
 def cost_words(evaluator: Evaluator) -> str:
     """Return what the numbers of the evaluations cost, in words."""
     config, private = evaluator.config, evaluator.run.epsilons is not None
     if config.cost is Cost.PUBLIC:
-        return f"free: computed on {len(config.dataset):,} samples of public data"
-    who = f"{len(config.dataset):,} {_noun(evaluator)}"
+        return f"free: computed on {len(config.dataset):,} samples of public data{_trained_too(config.shared)}"
+    who = _held_out_words(config)
     if config.budget is None:
         outside = "outside the guarantee" if private else "no guarantee"
         return f"{outside}: computed without noise on {who}"
@@ -145,9 +146,9 @@ def result_summary(run: Run, state: TrainState) -> dict[str, Any]:
                 f"stopped after step {int(state.step)}, {evaluation.patience} evaluations without a lower held-out loss"
             )
         if found["stopped_early"] or found["step"] != int(state.step):
-            said.append(CHOICE[evaluation.cost])
+            said.append(_choice_words(evaluation))
         elif evaluation.cost is Cost.OUTSIDE:  # to take the last step, too, was a choice
-            said += [*([] if said else ["the parameters after the last step"]), CHOICE[evaluation.cost]]
+            said += [*([] if said else ["the parameters after the last step"]), _choice_words(evaluation)]
     return {"exported": found | {"in_words": "; ".join(said) or "the parameters after the last step"}}
 
 
@@ -181,8 +182,24 @@ def _number(loss: float | None) -> str:
     return "n/a" if loss is None else f"{loss:.4f}"
 
 
-def _noun(evaluator: Evaluator) -> str:
-    if shared := evaluator.config.shared:
-        return f"held-out samples, {shared:,} of which {'is' if shared == 1 else 'are'} trained on too"
-    words = dataset_unit(evaluator.config.dataset).one.replace(",", "").split()
-    return NOUNS.get(words[1], "samples that were not trained on") if len(words) > 1 else "samples"
+def _trained_too(shared: int) -> str:
+    return f", {shared:,} of which {'is' if shared == 1 else 'are'} trained on too" if shared else ""
+
+
+def _choice_words(config: EvaluationConfig) -> str:
+    """Return the cost of choosing a step by its evaluation; epsilon holds for nobody who is on both sides."""
+    on_both_sides = config.cost is Cost.OUTSIDE and config.shared > 0
+    return CHOICE[config.cost] + ", except for those on both sides" * on_both_sides
+
+
+def _held_out_words(config: EvaluationConfig) -> str:
+    """Return the number of held-out samples with what they are, and how many of them are trained on."""
+    number = len(config.dataset)
+    if config.shared:
+        return f"{count(number, 'held-out sample')}{_trained_too(config.shared)}"
+    words = dataset_unit(config.dataset).one.replace(",", "").split()
+    word = words[1] if len(words) > 1 else ""
+    noun = NOUNS.get(word, "sample")
+    return (
+        f"{count(number, noun)} {'who' if noun == USER else 'that'} {'was' if number == 1 else 'were'} not trained on"
+    )

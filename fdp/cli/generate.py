@@ -132,7 +132,7 @@ def _check_language(path: Path, model: Model) -> Model:
 
 def _settings(path: Path) -> dict[str, Any] | None:
     """Return the settings of a run; None for a folder that is not a run's."""
-    from fdp.run.run_folder import read_run_folder
+    from fdp.run.run_folder import is_run_folder, read_run_folder
     from fdp.types import FdpError
 
     if not path.is_dir():
@@ -140,8 +140,4 @@ def _settings(path: Path) -> dict[str, Any] | None:
             f"{path}: expected the folder of a run, or of a model of transformers, got no folder there; name the --out "
             "of the run, by default a folder in runs/"
         )
-    try:
-        found = json.loads((path / "config.json").read_text())
-    except (OSError, ValueError):
-        return None
-    return read_run_folder(path).settings if isinstance(found, dict) and "settings" in found else None
+    return read_run_folder(path).settings if is_run_folder(path) else None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -22,9 +23,16 @@ from rich.table import Table
 from rich.text import Text
 from typer import Argument
 
-from fdp.cli.inspect_data import InspectDataOptions, data_settings, show_data, tell_data
+from fdp.cli.inspect_data import (
+    InspectDataOptions,
+    ToldData,
+    data_settings,
+    name_text_field,
+    show_data,
+    tell_data,
+)
 from fdp.cli.options import Flag, expand_groups
-from fdp.cli.train_options import train_flag
+from fdp.cli.train_options import TrainOptions, train_flag
 
 if TYPE_CHECKING:
     from fdp.foreign.inspect import Inspection, LeafRow
@@ -71,11 +79,22 @@ def inspect_command(
     if path is not None:
         shown = _show_model(path, options, console)
     if data.data is not None:
-        told = tell_data(data_settings(data, model=data.model or path or "gpt-nano", context=options.context))
-        show_data(console, told)
+        told = _show_data(data_settings(data, model=data.model or path or "gpt-nano", context=options.context), console)
         shown = shown | {"data": told._asdict()}
     if options.as_json:
         print(json.dumps(shown))
+
+
+def _show_data(settings: TrainOptions, console: Console) -> ToldData:
+    """Print what is told about data, and return it; of records without a text in the expected field, the fields."""
+    from fdp.data.record_fields import MissingText
+
+    try:
+        told = tell_data(settings)
+    except MissingText as error:
+        raise name_text_field(console, settings, error.problem) from None
+    show_data(console, told)
+    return told
 
 
 def _show_model(path: str, options: InspectOptions, console: Console) -> dict[str, Any]:
@@ -133,6 +152,8 @@ def _open_model(path: str, batch_size: int, context: int | None) -> tuple[Any, d
     def tokens(length: int) -> Tree:
         return {"tokens": torch.zeros((), dtype=torch.int64).expand(1, length + 1)}
 
+    _check_no_data(path)
+    check_model_name(path, "PATH")
     if Path(path).is_dir():
         from fdp.foreign.hub.hugging_face import model_of
         from fdp.foreign.hub.read_folder import empty_module
@@ -143,12 +164,22 @@ def _open_model(path: str, batch_size: int, context: int | None) -> tuple[Any, d
         model = model_of(module, context=context, example=example)
         length = model.context or CLASSIFIER_TOKENS
         return model, leaf_paths(module), samples(tokens(length) if example is None else example)
-    check_model_name(path, "PATH")
     model = models.build(path, context=context)
     if model.context is not None:
         return model, {}, samples(tokens(model.context))
     images = {"image": torch.zeros(1, 1, 8, 8), "label": torch.zeros(1, dtype=torch.int64)}
     return model, {}, samples(images)
+
+
+def _check_no_data(path: str) -> None:
+    """Raise if the model is a file, or a folder without a config.json: it is likely to be data."""
+    from fdp.types import FdpError
+
+    if Path(path).is_file() or (Path(path).is_dir() and not Path(path, "config.json").exists()):
+        raise FdpError(
+            f"PATH: expected a model, which is a folder with a config.json or a preset, got {path}, which is neither; "
+            f"if it is data: fdp inspect --data {shlex.quote(path)}"
+        )
 
 
 def _classifier_example(module: Any, context: int | None) -> Tree | None:

@@ -3,12 +3,14 @@
     fdp inspect --data notes.jsonl
     fdp inspect models/tiny --data notes.jsonl --unit user --user-field patient_id --json
 
-It shows the line that ``fdp train`` prints, the fields of the records by name, the lengths of the texts in tokens, and
-suggestions. **All of it is computed from private data and covered by no budget.**
+It shows the line that ``fdp train`` prints, the fields of the records by name and kind, the lengths of the texts in
+tokens, and suggestions. If the records have no text in the expected field, it still shows their fields. **All of it is
+computed from private data and covered by no budget.**
 """
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -21,7 +23,9 @@ from fdp.cli.options import Flag
 from fdp.cli.train_options import TrainOptions, train_flag
 
 if TYPE_CHECKING:
-    from fdp.data.person_fields import FieldCensus
+    from fdp.data.files import Source
+    from fdp.data.person_fields import FieldCounts
+    from fdp.types import FdpError
 
 PRIVATE = "computed from private data and covered by no budget: for your eyes, not to be shared"
 
@@ -70,17 +74,17 @@ def data_settings(given: InspectDataOptions, *, model: str, context: int | None)
 
 def tell_data(options: TrainOptions) -> ToldData:
     """Read the data as a run would, and tell it."""
-    from fdp.cli.model_and_data import is_folder, load_dataset, load_model
+    from fdp.cli.model_and_data import check_model_name, is_folder, load_dataset, load_model
     from fdp.data.read_counts import read_counts_of
     from fdp.data.units import dataset_unit, sentence
 
+    check_model_name(options.model.model)
     model, path = load_model(options).model, options.data.data
     dataset = load_dataset(options, model)
     reading = read_counts_of(dataset)
     assert reading is not None
-    census, lengths = _read_texts(options)
+    fields, lengths = _read_texts(options)
     longest = _longest(options) if is_folder(options.model.model) else None
-    fields = [] if census is None else _describe_fields(census)
     return ToldData(
         path,
         reading.line(),
@@ -102,59 +106,100 @@ def show_data(console: Console, told: ToldData) -> None:
         listed = ", ".join(f"{name} {value:,}" for name, value in told.lengths.items())
         console.print(f"lengths in {told.reading['word']}s: {listed}", soft_wrap=True)
     if told.fields:
-        table = Table(title="fields", title_justify="left", title_style="bold")
-        for name in ("field", "in records", "short values", "different"):
-            table.add_column(name, justify="left" if name == "field" else "right")
-        for row in told.fields:
-            table.add_row(row["field"], f"{row['present']:,}", f"{row['short']:,}", f"{row['values']:,}")
-        console.print(table)
+        console.print(_field_table(told.fields))
     for warning in told.warnings:
         console.print(Text(warning, style="yellow"), soft_wrap=True)
     for suggestion in told.suggestions:
         console.print(Text(f"suggestion: {suggestion}", style="cyan"), soft_wrap=True)
 
 
-def _read_texts(options: TrainOptions) -> tuple[FieldCensus | None, Any]:
-    """Return the census of the records' fields, and the number of tokens of every text; None where there is none."""
+def name_text_field(console: Console, options: TrainOptions, problem: str) -> FdpError:
+    """Print the fields of records without a text in the expected one; return an error that says how to name it."""
+    from fdp.cli.model_and_data import parse_form
+    from fdp.data.files import TABLE_SUFFIXES, find_source, suffix_of
+    from fdp.types import FdpError
+
+    source = find_source(Path(options.data.data), form=parse_form(options.data.form))
+    fields = _describe_fields(source)
+    console.print(Text(PRIVATE, style="yellow"), soft_wrap=True)
+    console.print(_field_table(fields))
+    likely = _likely_text(fields, but=options.data.user_field)
+    example = "" if likely is None else f", such as --field {shlex.quote(likely)}"
+    remedy = f"name the field that holds the text with --field{example}. The table lists the fields"
+    if any(suffix_of(file) in TABLE_SUFFIXES for file in source.files):
+        remedy += "; if it lists values, the file has no header: write the names of the fields above its first row"
+    return FdpError(f"{problem}; {remedy}")
+
+
+def _field_table(fields: list[dict[str, Any]]) -> Table:
+    table = Table(title="fields", title_justify="left", title_style="bold")
+    for name in ("field", "kind", "in records", "short values", "different"):
+        table.add_column(name, justify="left" if name in ("field", "kind") else "right")
+    for row in fields:
+        counts = (f"{row[name]:,}" for name in ("present", "short", "values"))
+        table.add_row(row["field"], row["kind"], *counts)
+    return table
+
+
+def _likely_text(fields: list[dict[str, Any]], *, but: str | None) -> str | None:
+    """Return the field of texts with most long values, then most different ones, whose name is no person's; else None.
+
+    A field that is not in all records, or in one alone, could itself be a secret, which an error does not tell.
+    """
+    from fdp.data.nouns import words_of
+    from fdp.data.person_fields import PERSON_WORDS
+
+    most = max((row["present"] for row in fields), default=0)
+    others = [row for row in fields if row["field"] != but and not {*words_of(row["field"])} & PERSON_WORDS]
+    texts = [row for row in others if row["kind"] == "text" and row["present"] == most > 1]
+    best = max(texts, key=lambda row: (row["present"] - row["short"], row["values"]), default=None)
+    return None if best is None else best["field"]
+
+
+def _read_texts(options: TrainOptions) -> tuple[list[dict[str, Any]], Any]:
+    """Return the fields of the records, and the number of tokens of every text; None where there is no text."""
     import numpy as np
 
     from fdp.cli.check_data import load_tokenizer
     from fdp.cli.model_and_data import is_folder, parse_form
     from fdp.data import corpus, datasets, text
     from fdp.data.files import find_source, find_token_files
-    from fdp.data.person_fields import FieldCensus
-    from fdp.data.record_files import read_records
 
     given, path = options.data, Path(options.data.data)
     if given.data in datasets.NAMES or find_token_files(path):
-        return None, None
+        return [], None
     folder = Path(options.model.model) if is_folder(options.model.model) else None
     tokenizer, form = load_tokenizer(given.tokenizer, folder, given.data) or text.BYTES, parse_form(given.form)
     documents, _ = corpus.read(path, tokenizer, form=form, field=given.field)
-    lengths = np.diff(documents.starts)
     source = find_source(path, form=form)
-    if not source.records:
-        return None, lengths
-    census = FieldCensus()
-    for _ in census.watch(read_records(source)):
-        pass
-    return census, lengths
+    return _describe_fields(source) if source.records else [], np.diff(documents.starts)
 
 
-def _describe_fields(census: FieldCensus) -> list[dict[str, Any]]:
-    """Return the counts of every field; those whose names look like content are counted together, and not named."""
-    from fdp.data.person_fields import is_plain_name
+def _describe_fields(source: Source) -> list[dict[str, Any]]:
+    """Return kind and counts of every field; those whose names look like content are counted together, not named."""
+    from fdp.data.person_fields import FieldCensus, is_plain_name
+    from fdp.data.record_fields import json_type
+    from fdp.data.record_files import read_records
 
-    plain = {name: counts for name, counts in census.fields.items() if is_plain_name(name)}
-    rows = [
-        {"field": name, "present": counts.present, "short": counts.short, "values": len(counts.hashes)}
-        for name, counts in plain.items()
-    ]
-    if others := [counts for name, counts in census.fields.items() if name not in plain]:
-        together = f"{len(others)} fields whose names look like content"
-        sums = {"present": sum(each.present for each in others), "short": sum(each.short for each in others)}
-        rows.append({"field": together, **sums, "values": sum(len(each.hashes) for each in others)})
+    census, kinds = FieldCensus(), {}
+    for _, record in census.watch(read_records(source)):
+        for name, value in record.items():
+            if value is not None and is_plain_name(name):
+                kinds.setdefault(name, set()).add(json_type(value))
+    rows = [_field_row(name, ", ".join(sorted(kinds[name])), census.fields[name]) for name in kinds]
+    if others := [counts for name, counts in census.fields.items() if name not in kinds]:
+        rows.append(_field_row(f"{len(others)} fields whose names look like content", "", *others))
     return rows
+
+
+def _field_row(field: str, kind: str, *counts: FieldCounts) -> dict[str, Any]:
+    return {
+        "field": field,
+        "kind": kind,
+        "present": sum(each.present for each in counts),
+        "short": sum(each.short for each in counts),
+        "values": sum(len(each.hashes) for each in counts),
+    }
 
 
 def _quantiles(lengths: Any) -> dict[str, int]:
@@ -165,10 +210,8 @@ def _quantiles(lengths: Any) -> dict[str, int]:
 
 def _suggest(options: TrainOptions, dataset: Any, lengths: Any, context: int | None, longest: int | None) -> list[str]:
     """Return options that fit the data better, each with its reason."""
-    from fdp.data.lengths import share_whole, suggest_context, suggest_windows
-    from fdp.data.mixed import Mixed
-    from fdp.data.nouns import plural
-    from fdp.data.users import Users
+    from fdp.cli.user_advice import suggest_for_users
+    from fdp.data.lengths import share_whole, suggest_context
 
     found: list[str] = []
     if lengths is not None and context is not None:
@@ -178,24 +221,11 @@ def _suggest(options: TrainOptions, dataset: Any, lengths: Any, context: int | N
             found.append(
                 f"--context {better}: {then:.0%} of the texts fit into one window whole (with {context}: {now:.0%})"
             )
-    dataset = dataset.private if isinstance(dataset, Mixed) else dataset
-    if isinstance(dataset, Users):
-        reading, given = dataset.reading, options.data
-        windows = dataset.counts.windows + dataset.counts.left_out
-        most = suggest_windows(windows, most=given.windows_per_user)
-        if most is not None:
-            found.append(
-                f"--windows-per-user {most}: uses all windows of 90% of the {plural(reading.sample)}, and pads no "
-                "sample beyond that"
-            )
-        if "--pack" in reading.line():
-            found.append("--pack: short records of one user share a window, within the same unit of privacy")
-    return found
+    return found + list(suggest_for_users(dataset, most=options.data.windows_per_user).values())
 
 
 def _longest(options: TrainOptions) -> int | None:
     from fdp.foreign.hub.positions import longest_context
-    from fdp.foreign.hub.read_folder import import_transformers
+    from fdp.foreign.hub.read_folder import read_config
 
-    folder = Path(options.model.model)
-    return longest_context(import_transformers().AutoConfig.from_pretrained(folder, local_files_only=True))
+    return longest_context(read_config(Path(options.model.model)))

@@ -57,6 +57,7 @@ _KINDS = {"integer": "a whole number", "number": "a number", "float": "a number"
 """Kinds of values by the word with which typer refuses another."""
 
 _NO_COMMAND = re.compile(r"No such command '(.*)'")
+_EXTRA = re.compile(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)")
 
 # Set before torch is imported: it logs a stack of addresses when another process is gone; fdp says which one it is.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -141,13 +142,26 @@ def _message(error: Exception, words: Sequence[str]) -> str:
         return known
     if isinstance(error, typer.BadParameter) and (known := _explain_value(error, words)):
         return known
+    if found := _EXTRA.match(message):
+        return _explain_extra(found[1], flags)
     return name_flag(message, flags)
+
+
+def _explain_extra(words: str, flags: set[str]) -> str:
+    """Return what to do with words that belong to no option."""
+    said = f"expected every value after the name of its option, got {words} without one"
+    if "--data" in flags:
+        return f"{said}; give data with --data, a model with --model"
+    return f"{said}; put a value with spaces in quotes"
 
 
 def _explain_value(error: Any, words: Sequence[str]) -> str | None:
     """Return what an option expects if it is missing, or its value is no number; None for any other mistake."""
     option = error.param
     flag = next((flag for flag in getattr(option, "opts", ()) if flag.startswith("--")), None)
+    if flag is None and "Missing" in error.format_message():
+        name = option.metavar or option.name.upper()
+        return f"{name}: expected it on the command line, got none; add it ({option.help.rstrip('.')})"
     if flag is None:
         return None
     if "Missing" in error.format_message():

@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -23,7 +22,7 @@ import torch
 from fdp import keys, models, tree
 from fdp.cli.check_data import check_context, check_public_data, load_tokenizer, parse_long
 from fdp.cli.leaf_names import lora_targets, named_leaves
-from fdp.cli.names import by_value, choose
+from fdp.cli.names import by_value, nearest
 from fdp.cli.train_options import DataOptions, ModelOptions, TrainOptions
 from fdp.data import corpus, datasets, text
 from fdp.data.document_packing import PackUnit
@@ -42,6 +41,7 @@ from fdp.parallel.sharding import Sharding
 from fdp.privacy.guarantee import MARKER, Guarantee, marker_text, read_marker
 from fdp.privacy.microbatches import Dataset
 from fdp.report.search_price import price_promises
+from fdp.run.run_folder import is_run_folder
 from fdp.storage.safetensors import export_safetensors
 from fdp.types import FdpError, Key, Tree
 
@@ -49,6 +49,8 @@ InitialParams: TypeAlias = Callable[[Model, Sharding | None, Key], Tree]
 """Returns the initial parameters of a model, full or this rank's shards; leaves without a stored value use the key."""
 
 UNITS = ("window", "record", "user", "row")
+PRESET_LETTERS, FOLDER_LETTERS = 0.7, 0.6
+"""Part of the letters that a mistyped name shares with the preset, or the folder, that is suggested."""
 
 
 class ModelSource(NamedTuple):
@@ -64,17 +66,47 @@ def is_folder(name: str) -> bool:
 
 
 def check_model_name(name: str, flag: str = "--model") -> None:
-    """Raise unless ``name`` is a preset or a folder; say how to get a model of the hub."""
+    """Raise unless ``name`` is a preset or a model's folder; suggest near ones, or how to get a model of the hub."""
+    if is_folder(name) and is_run_folder(Path(name)):
+        model = Path(name, "model")
+        trained = f"its model is {model}" if model.is_dir() else f"fdp train --extend {name} goes on training from it"
+        raise FdpError(f"{flag}: expected a preset or the folder of a model, got {name}, that of a run; {trained}")
     if name in models.PRESETS or is_folder(name):
         return
-    if Path(name).is_file() or difflib.get_close_matches(name, models.PRESETS, n=1, cutoff=0.8):
-        choose(flag, name, dict.fromkeys(models.PRESETS))
-    folder = f"models/{Path(name).name}"
-    raise FdpError(
-        f"{flag}: expected a preset ({', '.join(models.PRESETS)}) or a folder, got {name!r}, which is neither. If it "
-        f"is a model of the Hugging Face hub, download it first: hf download {name} --local-dir {folder}; then give "
-        f"{folder}"
-    )
+    expected = f"{flag}: expected a preset ({', '.join(models.PRESETS)}) or a folder, got {name!r}, which is"
+    if Path(name).is_file():
+        raise FdpError(f"{expected} a file; give the folder with config.json and the weights, as save_pretrained wrote")
+    preset, folder = nearest(name, models.PRESETS, cutoff=PRESET_LETTERS), near_model_folder(name)
+    near = [repr(each) for each in (preset, folder) if each is not None]
+    said = f" Did you mean {' or '.join(near)}?" * bool(near)
+    target = f"models/{Path(name).name}"
+    if preset is None and name.count("/") < 2 and name[0] not in "./~":
+        said += (
+            f" If it is a model of the Hugging Face hub, download it first: hf download {name} --local-dir {target}; "
+            f"then give {target}"
+        )
+    raise FdpError(f"{expected} neither.{said or ' Check the path: a folder of transformers has a config.json'}")
+
+
+def near_model_folder(name: str) -> str | None:
+    """Return the folder of a model whose path is close to ``name``, each part to its own; None if there is none."""
+    *above, last = Path(name).relative_to(Path(name).anchor).parts
+    found = Path(Path(name).anchor)
+    try:
+        for part in above:
+            if (near := part if (found / part).is_dir() else _nearest_folder(found, part)) is None:
+                return None
+            found /= near
+        near = _nearest_folder(found, last, holding="config.json")
+    except OSError:  # a folder that may not be listed
+        return None
+    return None if near is None else str(found / near)
+
+
+def _nearest_folder(where: Path, name: str, *, holding: str = "") -> str | None:
+    """Return the name closest to ``name`` among the folders in ``where`` that hold a file."""
+    names = [each.name for each in where.iterdir() if each.is_dir() and (each / holding).exists()]
+    return nearest(name, names, cutoff=FOLDER_LETTERS)
 
 
 def load_model_and_data(options: TrainOptions) -> tuple[ModelSource, Dataset]:
@@ -225,7 +257,10 @@ def _check_one_adapter(given: ModelOptions) -> None:
 
 def _check_unit(given: DataOptions, path: str) -> None:
     if given.unit not in UNITS:
-        raise FdpError(f"--unit: expected one of {', '.join(UNITS)}, got {given.unit!r}")
+        raise FdpError(
+            f"--unit: expected one of {', '.join(UNITS)}, got {given.unit!r}; if a person is to be protected, give "
+            f"--unit user, and --user-field with the field that names the person"
+        )
     if given.unit != "user" and given.user_field is not None:
         raise FdpError(
             f"--user-field: expected --unit user to go with it, got --unit {given.unit}: only with --unit user are the "

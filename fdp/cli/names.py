@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import TypeVar
 
@@ -24,12 +24,19 @@ Member = TypeVar("Member", bound=Enum)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
+def nearest(name: str, known: Iterable[str], *, cutoff: float) -> str | None:
+    """Return the name closest to ``name`` that shares at least ``cutoff`` of its letters, whatever their case."""
+    folded = {each.casefold(): each for each in known}
+    near = difflib.get_close_matches(name.casefold(), folded, n=1, cutoff=cutoff)
+    return folded[near[0]] if near else None
+
+
 def choose(flag: str, name: str, known: Mapping[str, T]) -> T:
     """Return ``known[name]``, or raise an error that suggests the nearest name and lists all."""
     if name in known:
         return known[name]
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    near = nearest(name, known, cutoff=0.5)
+    hint = "" if near is None else f" Did you mean {near!r}?"
     raise FdpError(f"{flag}: expected one of {', '.join(known)}; got {name!r}.{hint}")
 
 

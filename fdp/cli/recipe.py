@@ -22,6 +22,7 @@ from fdp.cli.configure import configure
 from fdp.cli.model_and_data import is_folder
 from fdp.cli.options import build, to_dict
 from fdp.cli.train_options import TrainOptions
+from fdp.cli.user_advice import suggest_for_users
 from fdp.gradients.plan import Method
 from fdp.parallel import launch
 from fdp.parallel.agree import gather_values, run_in_unison
@@ -35,7 +36,10 @@ FILLED = ("lora", "batch_size", "steps", "lr", "clip", "max_norm", "schedule", "
 
 
 class Advice(NamedTuple):
-    """A recipe with what it was made from; ``free`` is the memory that was free, in bytes."""
+    """A recipe with what it was made from; ``free`` is the memory that was free, in bytes.
+
+    ``suggestions`` about users follow from private numbers of windows; the recipe does not use them.
+    """
 
     recipe: Recipe
     situation: Situation
@@ -43,6 +47,7 @@ class Advice(NamedTuple):
     free: float
     device: str
     hours: float
+    suggestions: tuple[str, ...]
 
 
 def advise(options: TrainOptions, *, given: Mapping[str, Any], hours: float | None) -> tuple[TrainOptions, Advice]:
@@ -70,7 +75,9 @@ def advise(options: TrainOptions, *, given: Mapping[str, Any], hours: float | No
         settings, reasons = {"lora": lora[0]} | recipe.settings, {"lora": lora[1]} | recipe.reasons
         recipe = recipe._replace(settings=settings, reasons=reasons)
     filled = build(TrainOptions, to_dict(options) | recipe.settings)
-    return filled, Advice(recipe, situation, memory, free, _device_name(config), hours)
+    users = suggest_for_users(config.dataset, most=options.data.windows_per_user)
+    suggestions = tuple(said for key, said in users.items() if key not in given)
+    return filled, Advice(recipe, situation, memory, free, _device_name(config), hours, suggestions)
 
 
 def apply_recipe(options: TrainOptions, *, given: Mapping[str, Any]) -> tuple[TrainOptions, Advice | None]:

@@ -40,7 +40,8 @@ class StatementOptions:
     tuning: Annotated[
         str | None,
         Flag(
-            "How hyper-parameters were chosen, in your words.", default_text="from search.json, else left to be stated"
+            "How hyper-parameters were chosen and how many runs were tried, in your words.",
+            default_text="from search.json, else left to be stated",
         ),
     ] = None
     records_per_person: Annotated[

@@ -25,6 +25,14 @@ CLOSE = 0.7
 SHOWN_BY = "fdp inspect --data shows the fields"
 
 
+class MissingText(FdpError):
+    """A record has no text in the field that should hold it; ``problem`` is the message without its remedy."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"{problem}; name the field with --field ({SHOWN_BY})")
+        self.problem = problem
+
+
 def record_form(record: dict[str, Any], field: str, place: str) -> RecordForm:
     """Return the form of a record, given the fields it has; a null field counts as missing.
 
@@ -39,9 +47,9 @@ def record_form(record: dict[str, Any], field: str, place: str) -> RecordForm:
     }
     fits = [form for form, fit in found.items() if fit]
     if not fits:
-        raise FdpError(
+        raise MissingText(
             f"{place}: expected text in field {field!r}, or in 'prompt' and 'completion', or a list in 'messages', got "
-            f"{describe(record, field)}; name the field with --field ({SHOWN_BY})"
+            f"{describe(record, field)}"
         )
     if len(fits) > 1:
         ways = " and as ".join(form.value for form in fits)
@@ -55,10 +63,7 @@ def record_form(record: dict[str, Any], field: str, place: str) -> RecordForm:
 def text_field(record: dict[str, Any], field: str, place: str) -> str:
     """Return the text in a field; ``place`` names the record in errors."""
     if not isinstance(record.get(field), str):
-        raise FdpError(
-            f"{place}: expected text in field {field!r}, got {describe(record, field)}; name the field with --field "
-            f"({SHOWN_BY})"
-        )
+        raise MissingText(f"{place}: expected text in field {field!r}, got {describe(record, field)}")
     return record[field]
 
 

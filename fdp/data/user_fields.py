@@ -62,6 +62,11 @@ def folder_of(file: Path, root: Path, *, all_named: bool) -> str:
     inside = file.relative_to(root).parts if root in file.parents else ()
     if not all_named and len(inside) < 2:
         return str(file)
+    if root not in file.parents:
+        raise FdpError(
+            f"{file}: expected a folder with a folder for every user (--user-field {FOLDER}), got one text; name the "
+            f"folder that holds the users' folders"
+        )
     if len(inside) < 2:
         raise FdpError(
             f"{file}: expected it in a folder, which names its user (--user-field {FOLDER}), got it by itself; move it "

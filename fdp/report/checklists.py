@@ -18,6 +18,9 @@ from fdp.report.headline import formal_terms, short_terms
 from fdp.report.run_facts import RunFacts
 
 ASK = "Not known to fdp: please state."
+ASK_TUNING = (
+    "Not known to fdp: please state how they were chosen and how many runs were tried, with fdp statement --tuning."
+)
 DPFY_ML = 'Ponomareva et al. 2023, "How to DP-fy ML" (arXiv 2303.00654), reporting privacy guarantees'
 NIST = "NIST SP 800-226 (2025), Guidelines for Evaluating Differential Privacy Guarantees"
 
@@ -76,7 +79,7 @@ def dpfy_ml(facts: RunFacts, *, tuning: str | None) -> tuple[Item, ...]:
         Item(
             "Hyper-parameter tuning",
             "Were hyper-parameters chosen on the private data, and is that in epsilon?",
-            tuning or f"{ASK} It is not in epsilon unless you say how.",
+            tuning or f"{ASK_TUNING} It is not in epsilon unless you say how.",
             tuning is not None,
         ),
         Item(
@@ -134,7 +137,7 @@ def _nist_algorithm(facts: RunFacts, tuning: str | None) -> tuple[Item, ...]:
         Item(
             "Tuning and selection",
             "Do choices made on the private data leak, or are they paid for?",
-            tuning or ASK,
+            tuning or ASK_TUNING,
             tuning is not None,
         ),
         Item("Utility", "Is the result accurate enough for its purpose?", ASK, False),
@@ -226,4 +229,5 @@ def _evaluation(facts: RunFacts) -> str:
         "outside": "evaluation on private data of people who were held out, to whom nothing is promised",
         "noised": "evaluation on held-out people, released with noise within a budget of its own",
     }
-    return "; ".join(words.get(cost, cost) for cost in sorted(costs))
+    too = ", some of whose samples are trained on too" * facts.evaluated_too
+    return "; ".join(words.get(cost, cost) + too * (cost != "noised") for cost in sorted(costs))

@@ -155,6 +155,7 @@ def _results(run: RunFolder, planned: int) -> dict[str, Any]:
     budget, spent = planned_epsilon(run), _last(curve(records, "epsilon"))
     total, covers = model_total(run) or (None, None)
     seconds = [record.seconds for record in records]
+    shared = next((each.evaluation.shared for each in reversed(records) if each.evaluation is not None), 0)
     best = float(other.values.min()) if len(other.values) else None
     return {
         "steps": summary.get("steps", len(records)),
@@ -164,6 +165,7 @@ def _results(run: RunFolder, planned: int) -> dict[str, Any]:
         "held_out_loss_last": _last(other),
         "held_out_loss_best": best,
         "held_out_loss_best_step": int(other.steps[other.values.argmin()]) if best is not None else None,
+        "held_out_samples_trained_on": shared,
         "held_out_perplexity": _last(held_out(records, "perplexity")),
         "held_out_accuracy_last": _last(right),
         "epsilon_spent": spent,

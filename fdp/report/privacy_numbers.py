@@ -12,7 +12,6 @@ from typing import Any
 from fdp.privacy.curves import PrivacyCurve, group_bound, group_epsilon, mu_by_central_limit
 from fdp.privacy.guarantee import Guarantee
 from fdp.privacy.releases import Opaque, Release, composed_epsilon
-from fdp.report.checklists import ASK
 from fdp.report.documents import Rows, Section
 from fdp.report.run_facts import RunFacts
 
@@ -38,6 +37,7 @@ HELD_OUT = {
     "epsilon of a person includes them, wherever one is stated.",
 }
 """What evaluations on private data mean for people and groups, by their cost."""
+EVALUATED_TOO = "Some of the samples that were evaluated are trained on too: no epsilon covers their exact losses."
 
 
 def privacy_numbers(facts: RunFacts, *, records_per_person: int | None) -> dict[str, Any]:
@@ -173,8 +173,8 @@ def groups_section(facts: RunFacts, numbers: dict[str, Any]) -> Section:
         )
     else:
         said = (
-            f"For a person with several units, read the table. How many units one person has at most: "
-            f"{ASK[0].lower()}{ASK[1:]}"
+            "For a person with several units, read the table. How many units one person has at most: not known to "
+            "fdp: please state, with fdp statement --records-per-person."
         )
     return Section(
         "Groups and people",
@@ -184,6 +184,7 @@ def groups_section(facts: RunFacts, numbers: dict[str, Any]) -> Section:
             *_caveat(facts),
             said,
             *(HELD_OUT[cost] for cost in sorted(facts.evaluation_costs) if cost in HELD_OUT),
+            *((EVALUATED_TOO,) if facts.evaluated_too and "outside" in facts.evaluation_costs else ()),
         ),
     )
 

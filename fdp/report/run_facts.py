@@ -1,6 +1,7 @@
 """The privacy of a run as its folder tells it, in public facts only.
 
-Nothing here is computed on private data: no loss, no count of samples, no path of data, no seed.
+Nothing here is computed on private data: no loss, no count of samples, no path of data, no seed. What is said of how
+the run ended, and of samples that are both trained on and evaluated, is the exception, and the statement says so.
 
     >>> facts = read_facts(read_run_folder(Path("runs/notes")))
     >>> facts.promise.epsilon, facts.status
@@ -31,7 +32,11 @@ class Status(Enum):
 
 
 class RunFacts(NamedTuple):
-    """The public facts of a run. ``before`` are the promises of the runs whose parameters it started from."""
+    """The public facts of a run. ``before`` are the promises of the runs whose parameters it started from.
+
+    ``evaluated_too`` is True if samples that are trained on are among those of the evaluations. It follows from the
+    data, and is told all the same: without it the statement of the evaluations would not be true.
+    """
 
     name: str
     status: Status
@@ -44,6 +49,7 @@ class RunFacts(NamedTuple):
     evaluation_costs: frozenset[str]
     search: Search | None = None
     parameter_digest: str | None = None
+    evaluated_too: bool = False
 
     @property
     def private(self) -> bool:
@@ -88,6 +94,7 @@ def read_facts(run: RunFolder) -> RunFacts:
     """Return the public facts of a run, also of one that an older fdp made or that did not finish."""
     *before, promise = own_promises(run.path) or _rebuild(run)
     summary, search = run.summary or {}, find_search(run.path)
+    evaluations = [record.evaluation for record in run.records if record.evaluation is not None]
     kept = run.settings.get("ema") is not None or bool(run.settings.get("keep_best"))  # others than the last ones
     return RunFacts(
         # The number of the chosen run would tell how many runs the search made at least.
@@ -99,9 +106,10 @@ def read_facts(run: RunFolder) -> RunFacts:
         config=run.config,
         steps_made=summary.get("steps"),
         epsilon_as_made=summary.get("epsilon_if_stop_was_decided_in_advance"),
-        evaluation_costs=frozenset(record.evaluation.cost for record in run.records if record.evaluation is not None),
+        evaluation_costs=frozenset(evaluation.cost for evaluation in evaluations),
         search=search,
         parameter_digest=None if kept else summary.get("parameter_sha256"),
+        evaluated_too=any(evaluation.shared for evaluation in evaluations),
     )
 
 

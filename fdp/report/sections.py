@@ -63,16 +63,23 @@ def _held_out_tile(run: Contents) -> Html | None:
     more = [] if perplexity is None else [f"perplexity {number(perplexity)}"]
     if best < loss:
         more.append(f"best {best:.3f} at step {run.results['held_out_loss_best_step']}")
+    more += _trained_too(run)
     return _tile("Held-out loss", f"{loss:.3f}", "; ".join(more), cost_badge(run.cost))
 
 
 def _accuracy_tile(run: Contents) -> Html | None:
     accuracy = run.results["held_out_accuracy_last"]
     return (
-        _tile("Held-out accuracy", percent(accuracy), None, cost_badge(run.cost or ""))
+        _tile("Held-out accuracy", percent(accuracy), "; ".join(_trained_too(run)), cost_badge(run.cost or ""))
         if accuracy is not None
         else None
     )
+
+
+def _trained_too(run: Contents) -> list[str]:
+    """Return what a held-out figure measures if samples of it are trained on; nothing if none is."""
+    shared = run.results["held_out_samples_trained_on"]
+    return [f"{shared:,} of the samples {'is' if shared == 1 else 'are'} trained on too"] if shared else []
 
 
 def _epsilon_tile(run: Contents) -> Html:
@@ -124,7 +131,7 @@ def show_results(runs: Sequence[Contents]) -> Html:
         memory = found["peak_memory_bytes"]
         cells = [
             decimals(found["loss_last"], 3),
-            decimals(found["held_out_loss_last"], 3),
+            "; ".join([decimals(found["held_out_loss_last"], 3), *_trained_too(run)]),
             number(found["held_out_perplexity"]),
             "not private" if not run.private else shown_epsilon(spent or 0.0),
             "" if not run.private or budget is None else shown_epsilon(budget),

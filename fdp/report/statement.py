@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from fdp.privacy.curves import LARGEST_GROUP
 from fdp.privacy.guarantee import LARGE_EPSILON, Guarantee, delta_advice, guarantee_to_json, held_out_epsilon
 from fdp.privacy.shown_numbers import shown_delta, shown_epsilon
-from fdp.report.checklists import ASK, DPFY_ML, NIST, Item, dpfy_ml, nist_sp_800_226
+from fdp.report.checklists import ASK_TUNING, DPFY_ML, NIST, Item, dpfy_ml, nist_sp_800_226
 from fdp.report.documents import Bullets, Document, Rows, Section
 from fdp.report.headline import headline, held_out_choice
 from fdp.report.mechanism_words import describe_mechanism
@@ -36,6 +36,7 @@ COVERED = (
     "the settings of the run, the number of planned steps, and this statement, except for what it says of how the run "
     "ended",
 )
+AND_EVALUATED = ", and of samples that are evaluated and trained on"
 NOT_COVERED = (
     "losses, gradient norms, clipped fractions, counts of samples, times and plots of the run: they are computed on "
     "the private data without noise, and are for the owner of the data only",
@@ -115,7 +116,7 @@ def make_statement(
         Section("Mechanism", (Bullets(describe_mechanism(facts)),)),
         _accounting_section(facts),
         _scope_section(facts),
-        Section("Hyper-parameters", (tuning or f"{ASK} Choosing them on the private data costs privacy, too.",)),
+        Section("Hyper-parameters", (tuning or f"{ASK_TUNING} Choosing them on the private data costs privacy, too.",)),
         curve_section(facts, numbers),
         groups_section(facts, numbers),
         _others_section(facts, totals),
@@ -245,12 +246,25 @@ def _scope_section(facts: RunFacts) -> Section:
         "noised": f"evaluations on held-out people were released with noise, within a budget of their own; "
         f"{_disjoint(facts)}",
     }
-    made = tuple(evaluation.get(cost, cost) for cost in sorted(facts.evaluation_costs))
+    made = tuple(evaluation.get(cost, cost) + _evaluated_too(facts, cost) for cost in sorted(facts.evaluation_costs))
     if (budget := facts.settings.get("eval_epsilon")) is not None:
         most = f"epsilon {shown_epsilon(budget)} at delta {shown_delta(facts.promise.delta or 0)}"
         made += (f"the budget of the noised evaluations is {most}",)
-    blocks = ("Covered:", Bullets(COVERED), "Not covered:", Bullets(_not_covered(facts)))
+    blocks = ("Covered:", Bullets(_covered(facts)), "Not covered:", Bullets(_not_covered(facts)))
     return Section("What is covered", (*blocks, *(("Evaluation:", Bullets(made)) if made else ())))
+
+
+def _evaluated_too(facts: RunFacts, cost: str) -> str:
+    """Return what the evaluations measure, and of whom, if some of their samples are trained on; else nothing."""
+    if not facts.evaluated_too or cost == "noised":
+        return ""
+    losses = "their exact losses are released, which their epsilon does not cover, and " * (cost == "outside")
+    return f". Some of the samples are trained on too: {losses}the held-out loss is lower than on new samples"
+
+
+def _covered(facts: RunFacts) -> tuple[str, ...]:
+    *others, statement = COVERED
+    return (*others, statement + AND_EVALUATED * facts.evaluated_too)
 
 
 def _not_covered(facts: RunFacts) -> tuple[str, ...]:
@@ -313,7 +327,7 @@ def _as_json(facts: RunFacts, numbers: dict[str, Any], totals: dict[str, Any], t
             "optimizer": settings["optimizer"],
             "words": list(describe_mechanism(facts)),
         },
-        "covered": list(COVERED),
+        "covered": list(_covered(facts)),
         "not_covered": list(_not_covered(facts)),
         "tuning": tuning,
         **numbers,

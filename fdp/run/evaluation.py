@@ -197,6 +197,7 @@ def _exact_means(totals: Float[Tensor, " 5"], evaluator: Evaluator) -> Evaluatio
         right / samples if samples and _classifies(evaluator.model) else None,
         evaluator.config.cost.value,
         token_loss=_finite(token_loss / tokens) if tokens and is_language else None,
+        shared=evaluator.config.shared,
     )
 
 

@@ -127,7 +127,7 @@ def make_sizes(options: PrivateOptions, samples: int) -> Sizes:
                 f"dataset: a DataLoader's batch size, {batch_size}, is taken as the expected batch size; its sampler, "
                 f"shuffle and drop_last are not used: fdp draws every step by Poisson sampling. Give "
                 f"loader.dataset, batch_size= and collate_fn= to say the same without this warning",
-                stacklevel=4,
+                stacklevel=5,
             )
     if batch_size is None:
         batch_size = max(1, min(DEFAULT_BATCH_SIZE, population // 4))
@@ -169,7 +169,7 @@ def _delta(delta: float | None, population: int) -> float:
     if delta is None:
         return default_delta(population)
     if 0 < delta < 1 and (advice := delta_advice(population, delta)) is not None:
-        warnings.warn(advice, stacklevel=4)
+        warnings.warn(advice, stacklevel=5)
     return delta
 
 

@@ -33,6 +33,7 @@ from fdp.privacy.clipping import ClipStyle
 from fdp.privacy.guarantee import Guarantee, training_again
 from fdp.privacy.shown_numbers import round_up, shown_delta, shown_epsilon
 from fdp.run.module_model import Scores, Subject
+from fdp.run.other_arguments import explain_arguments
 from fdp.run.own_samples import Collate, as_samples
 from fdp.run.private_options import PrivateOptions, configure
 from fdp.run.run_checkpoint import load_checkpoint, save_checkpoint
@@ -49,6 +50,7 @@ Callback: TypeAlias = Callable[["PrivateRun", StepRecord], Any]
 """Called after every step; returning False ends :meth:`PrivateRun.fit`."""
 
 
+@explain_arguments
 def private(
     module: nn.Module | Model,
     dataset: Any,

@@ -43,6 +43,15 @@ class RunFolder(NamedTuple):
         return self.summary is not None
 
 
+def is_run_folder(folder: Path) -> bool:
+    """Return True if ``config.json`` in a folder has the settings of a run, and is not that of a model."""
+    try:
+        found = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and "settings" in found
+
+
 def read_run_folder(folder: Path) -> RunFolder:
     """Return the contents of a run's folder, or raise an error that says what is missing."""
     if not (folder / "config.json").is_file():

@@ -46,6 +46,7 @@ class Evaluation(NamedTuple):
     cost: ``public`` (computed on public data), ``outside`` (on private data of other people: nothing is promised to
     them) or ``noised`` (released with noise, within the budget of ``--eval-epsilon``). ``texts`` are generated.
     ``token_loss`` is the mean over all tokens that count, of language models; None if the numbers are noised.
+    ``shared`` samples of the data are trained on after all.
     """
 
     loss: float | None
@@ -53,6 +54,7 @@ class Evaluation(NamedTuple):
     cost: str
     texts: tuple[str, ...] = ()
     token_loss: float | None = None
+    shared: int = 0  # absent from older metrics files
 
     @property
     def perplexity(self) -> float | None:

@@ -14,6 +14,7 @@ from fdp.cli.advise import HEADINGS
 from fdp.cli.configure import configure
 from fdp.cli.recipe import largest_batch
 from tests.cli.train_runs import call, interrupt_after, last_json, small_options
+from tests.data.test_text import write
 
 SMALL = shlex.split("advise --model logistic --data digits --epsilon 4 --hours 0.01 --json")
 
@@ -55,6 +56,27 @@ def test_the_command_that_is_printed_trains(tmp_path: Path, capsys: pytest.Captu
 def test_mistakes_are_explained(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(*SMALL, *words) == 2
     assert message in last_json(capsys.readouterr().out)["error"]
+
+
+USERS = shlex.split("advise --unit user --user-field by --context 32 --epsilon 4 --hours 0.01 --batch-size 2 --steps 2")
+
+
+def test_windows_per_user_is_suggested_and_said_to_be_private(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write(tmp_path / "notes.jsonl", *({"by": f"u{i % 12}", "text": "a word or two"} for i in range(24)))
+    assert call(*USERS, "--data", str(data), "--json") == 0
+    shown = capsys.readouterr().out
+    found = last_json(shown)
+    windows, pack = found["private_suggestions"]
+    assert windows.startswith("--windows-per-user 2: uses all windows of 90% of the users")
+    assert pack.startswith("--pack: ")
+    assert "computed from private data and covered by no budget" in " ".join(shown.split())
+    assert "windows_per_user" not in found["settings"], "the recipe uses public numbers only"
+    assert call(*USERS, "--data", str(data), "--windows-per-user", "8", "--pack", "--json") == 0
+    shown = capsys.readouterr().out
+    assert last_json(shown)["private_suggestions"] == [], "what is given stays"
+    assert "computed from private data" not in shown
 
 
 AUTO = shlex.split("train --model logistic --data digits --epsilon 4 --recipe auto --hours 0.01 --steps 6 --max-norm 2")

@@ -16,7 +16,7 @@ from fdp.privacy.guarantee import RELATION
 from fdp.run import training_run as runs
 from fdp.run.equal_sizes import RoundingWarning
 from fdp.run.step_metrics import StepRecord
-from tests.cli.train_runs import small_options, train
+from tests.cli.train_runs import call, small_options, train
 
 
 def test_a_log_gets_plain_lines_and_says_what_is_covered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,6 +39,20 @@ def test_a_log_gets_plain_lines_and_says_what_is_covered(tmp_path: Path, capsys:
     assert train(tmp_path / "few", "--population", "100", "--delta", "8e-4", steps=2) == 0
     flat = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "is not below 1 / samples = 0.0007" in flat, "there are more samples than were announced"
+
+
+def test_the_result_repeats_in_one_line_that_a_given_seed_makes_the_noise_guessable(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(tmp_path / "seeded", "--seed", "7", steps=2) == 0
+    shown = capsys.readouterr().out
+    result = shown[shown.index("─ done") :]
+    assert f"7: {display.GUESSABLE}" in result, "in one line"
+    assert train(tmp_path / "run", steps=2) == 0
+    assert display.GUESSABLE not in capsys.readouterr().out
+    plain = ["--model", "logistic", "--data", "digits", "--method", "none", "--seed", "7", "--steps", "2"]
+    assert call("train", *plain, "--out", str(tmp_path / "plain")) == 0
+    assert display.GUESSABLE not in capsys.readouterr().out, "there is no noise"
 
 
 def test_a_warning_of_the_run_is_a_plain_paragraph(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from fdp.cli import session
 from fdp.cli.configure import configure
 from fdp.cli.configure_evaluation import OverlapWarning
+from fdp.cli.evaluation_display import cost_words
 from fdp.data import datasets
 from fdp.models import build as build_model
 from fdp.models import logits
@@ -255,6 +257,27 @@ SIDES = {
 }
 
 
+@pytest.mark.parametrize(
+    ("unit", "notes", "words"),
+    [
+        ("user", NOTES[30:31], "on 1 user who was not trained on"),
+        ("user", NOTES[30:32], "on 2 users who were not trained on"),
+        ("record", NOTES[30:31], "on 1 record that was not trained on"),
+        ("record", NOTES[29:31], "on 2 held-out samples, 1 of which is trained on too"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::fdp.cli.configure_evaluation.OverlapWarning")
+def test_one_held_out_sample_is_not_several(unit: str, notes: list[str], words: str, tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("\n".join(SIDES["train"]))
+    (tmp_path / "other.jsonl").write_text("\n".join(notes))
+    options = {"model": "gpt-nano", "unit": unit, "context": 16, "batch_size": 4}
+    options |= {"user_field": "author"} if unit == "user" else {}
+    sources = {"data": str(tmp_path / "train.jsonl"), "eval_data": str(tmp_path / "other.jsonl")}
+    evaluator = make_evaluator(prepare(configure(small_options(**options, **sources)))[0])
+    assert evaluator is not None
+    assert cost_words(evaluator).endswith(words)
+
+
 @pytest.mark.parametrize("unit", ["record", "user", "window"])
 def test_a_copy_of_the_training_data_is_refused_whatever_its_name_and_order(unit: str, tmp_path: Path) -> None:
     for name, lines in SIDES.items():
@@ -297,6 +320,28 @@ def test_samples_on_both_sides_are_refused_if_evaluations_are_noised_and_warned_
     ]
     assert call("search", *words) == 2
     assert "got 3 of 13 in both" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("public", [False, True])
+@pytest.mark.filterwarnings("ignore::fdp.cli.configure_evaluation.OverlapWarning")
+def test_samples_on_both_sides_are_counted_in_the_metrics_and_told_wherever_the_evaluation_is(
+    public: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("train", "some"):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(SIDES[name]))
+    words = shlex.split(
+        "train --model gpt-nano --unit record --context 16 --noise-multiplier 1 --batch-size 4 --steps 2"
+    )
+    words += ["--data", str(tmp_path / "train.jsonl"), "--eval-data", str(tmp_path / "some.jsonl"), "--keep-best"]
+    words += ["--eval-public"] * public
+    assert call(*words, "--out", str(tmp_path / "run"), "--json") == 0
+    summary = last_json(capsys.readouterr().out)
+    assert "3 of which are trained on too" in summary["evaluation"]["cost_in_words"]
+    assert ("except for those on both sides" in summary["exported"]["in_words"]) is not public
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["evaluation"]["shared"] for line in lines] == [3, 3]
+    assert call("statement", str(tmp_path / "run")) == 0
+    assert "Some of the samples are trained on too" in " ".join(capsys.readouterr().out.split())
 
 
 def test_noised_evaluations_of_an_attempt_whose_key_is_lost_are_not_released_again(

@@ -37,11 +37,43 @@ def test_data_is_told_without_a_model(notes: Path, capsys: pytest.CaptureFixture
     assert told["lengths"] == {"5%": 5, "25%": 15, "median": 25, "75%": 35, "95%": 45, "longest": 45}
     fields = {row["field"]: (row["present"], row["values"]) for row in told["fields"]}
     assert fields == {"patient_id": (60, 12), "note": (60, 9), "60 fields whose names look like content": (60, 60)}
+    assert [row["kind"] for row in told["fields"]] == ["text", "text", ""]
     assert "secret" not in said
     assert "p11" not in said
     assert "--unit user --user-field patient_id protects the person" in said
     assert "computed from private data and covered by no budget" in said
     assert told["suggestions"] == ["--context 64: 100% of the texts fit into one window whole (with 8: 12%)"]
+
+
+@pytest.mark.parametrize("words", [[], ["--form", "text"], ["--field", "nota"], ["--field", "day"]])
+def test_records_with_the_text_in_another_field_have_their_fields_listed(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = ({"patient": f"p{i % 5}", "note": "a secret word " * 9, "day": i, f"secret {i}?": 1} for i in range(20))
+    path = write(tmp_path / "notes.jsonl", *said)
+    shown, found = inspect(capsys, "--data", path, *words, code=2)
+    for name, kind in (("patient", "text"), ("note", "text"), ("day", "a number")):
+        assert f"│ {name} │ {kind} │ 20 │" in shown
+    assert "name the field that holds the text with --field, such as --field note. The table lists" in found["error"]
+    assert "secret" not in shown
+    assert "computed from private data and covered by no budget" in shown
+
+
+def test_the_example_is_no_field_of_people_and_a_table_may_lack_its_header(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "notes.csv"
+    path.write_text("patient,note\np1,a day\np2,a week\n")
+    _, found = inspect(capsys, "--data", path, code=2)
+    assert (
+        "such as --field note. The table lists the fields; if it lists values, the file has no header" in found["error"]
+    )
+
+
+def test_a_field_of_one_record_is_no_example_in_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "notes.jsonl", {"secret": "word", "day": 1}, {"day": 2})
+    _, found = inspect(capsys, "--data", path, code=2)
+    assert found["error"].endswith("name the field that holds the text with --field. The table lists the fields")
 
 
 def test_users_get_suggestions_about_windows_and_packing(

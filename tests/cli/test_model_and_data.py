@@ -177,6 +177,7 @@ def test_unit_defines_the_samples(folder, letters, chat, tmp_path, capsys):
     ("words", "message"),
     [
         (["--unit", "person"], "--unit: expected one of window, record, user, row"),
+        (["--unit", "person"], "if a person is to be protected, give --unit user, and --user-field with the field"),
         (["--unit", "user"], "--unit user: expected --user-field, the field of a record that names the person"),
         (["--form", "csv"], "--form: expected one of auto, text, completion, messages, file, got 'csv'"),
         (["--form", "messages"], "--form messages: expected --unit record or user to go with it"),

@@ -178,6 +178,8 @@ def test_a_linear_schedule_falls_to_zero_after_the_warm_up() -> None:
             "models/Llama-3.2-1B",
         ),
         ("gpt-2", "Did you mean 'gpt2'?"),
+        ("gtp2", "Did you mean 'gpt2'?"),
+        ("GPT2-Large", "Did you mean 'gpt2-large'?"),
         ("distilgpt2", "hf download distilgpt2 --local-dir models/distilgpt2"),
     ],
 )
@@ -186,6 +188,88 @@ def test_a_model_of_the_hub_is_to_be_downloaded_first(
 ) -> None:
     assert train(tmp_path / "run", "--json", "--model", name) == 2
     assert message in last_json(capsys.readouterr().out)["error"]
+
+
+@pytest.mark.parametrize("name", ["./my-modle", "my-modle", "my-moddle/", "../here/my-modle"])
+def test_a_mistyped_folder_of_a_model_is_answered(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("my-model", "my-modles"):
+        (tmp_path / "here" / folder).mkdir(parents=True)
+    (tmp_path / "here" / "my-model" / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(FdpError) as caught:
+        model_and_data.check_model_name(name)
+    assert "my-model'?" in str(caught.value)
+    assert ("hf download" in str(caught.value)) == (name[0] != ".")
+
+
+def test_the_folder_of_a_run_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.json").write_text('{"settings": {}}')
+    for words in (["train", "--model", str(run)], ["inspect", str(run)]):
+        assert call(*words, "--json") == 2
+        error = last_json(capsys.readouterr().out)["error"]
+        assert f"got {run}, that of a run; fdp train --extend {run} goes on training from it" in error
+    (run / "model").mkdir()
+    with pytest.raises(FdpError, match=f"its model is {run / 'model'}"):
+        model_and_data.check_model_name(str(run))
+
+
+@pytest.mark.parametrize("config", ["{}", "{", '{"model_type": "nonsense"}'])
+@pytest.mark.parametrize("context", [[], ["--context", "8"]])
+def test_a_configuration_that_transformers_cannot_read_is_explained(
+    config: str, context: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(config)
+    assert call("train", "--model", str(tmp_path), *context, "--json") == 2
+    error = last_json(capsys.readouterr().out)["error"]
+    assert "config.json: expected the configuration of a model of transformers, as save_pretrained writes it" in error
+
+
+@pytest.mark.parametrize("name", ["notes", "notes.jsonl"])
+def test_data_given_to_inspect_as_a_model_is_answered(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("notes").mkdir()
+    Path("notes.jsonl").write_text('{"text": "a"}')
+    assert call("inspect", name, "--json") == 2
+    assert last_json(capsys.readouterr().out)["error"].endswith(f"if it is data: fdp inspect --data {name}")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "notes"], "got notes without one; give data with --data, a model with --model"),
+        (["advise", "notes", "more"], "got notes more without one; give data with --data, a model with --model"),
+        (["generate", "runs/a", "--prompt", "The", "patient"], "got patient without one; put a value with spaces in"),
+        (["statement"], "RUN: expected it on the command line, got none; add it (The folder of a run of fdp train)"),
+        (["generate"], "expected it on the command line, got none; add it (The folder of a finished run or search"),
+        (["report"], "RUNS: expected it on the command line, got none; add it (Folders of runs, finished or not)"),
+    ],
+)
+def test_missing_words_and_words_too_many_are_explained(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(*words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_that_is_mistyped_in_two_parts_is_answered_and_another_one_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models" / "tiny").mkdir(parents=True)
+    (tmp_path / "models" / "tiny" / "config.json").write_text("{}")
+    (tmp_path / "models" / "weights.bin").write_bytes(b"")
+    monkeypatch.chdir(tmp_path)
+    assert model_and_data.near_model_folder("modles/tny") == "models/tiny"
+    assert model_and_data.near_model_folder(str(tmp_path / "models" / "tinny")) == str(tmp_path / "models" / "tiny")
+    assert model_and_data.near_model_folder("models/other") is None
+    with pytest.raises(FdpError, match=r"/nope/x', which is neither\. Check the path"):
+        model_and_data.check_model_name("/nope/x")
+    with pytest.raises(FdpError, match=r"which is a file; give the folder with config\.json"):
+        model_and_data.check_model_name("models/weights.bin")
 
 
 @pytest.mark.parametrize("name", ["bf16", "float16", "fp16", "half"])

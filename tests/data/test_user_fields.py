@@ -44,7 +44,7 @@ def test_a_file_without_a_user_is_refused_or_its_own_user(tmp_path):
     with pytest.raises(FdpError, match=r"stray.txt: expected it in a folder, which names its user"):
         load(root)
     assert len(load(root, all_named=False)) == 3
-    with pytest.raises(FdpError, match="expected it in a folder, which names its user"):
+    with pytest.raises(FdpError, match=r"stray.txt: expected a folder with a folder for every user .* name the folder"):
         load(root / "stray.txt")
     hidden = write(tmp_path / "other", "\u200b/1.txt", "ada/1.txt")
     with pytest.raises(FdpError, match="without visible characters"):

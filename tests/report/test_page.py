@@ -124,6 +124,16 @@ def test_held_out_figures_are_marked_by_their_cost(tmp_path: Path, cost: str, wo
     assert words in " ".join(reader.text)
 
 
+def test_held_out_figures_say_how_many_of_their_samples_are_trained_on(tmp_path: Path) -> None:
+    records = make_records(20, evaluate_every=5, cost="outside")
+    both = [each._replace(evaluation=each.evaluation and each.evaluation._replace(shared=3)) for each in records]
+    said = "3 of the samples are trained on too"
+    one, other = write_run(tmp_path / "both", both), write_run(tmp_path / "apart", records)
+    assert said in " ".join(page_of(one).text)
+    assert "trained on too" not in " ".join(page_of(other).text)
+    assert " ".join(page_of(one, other).text).count(said) == 1
+
+
 def test_runs_without_privacy_without_evaluation_unfinished_or_without_steps(tmp_path: Path) -> None:
     plain = page_of(write_run(tmp_path / "plain", make_records(20, private=False), method="none"))
     assert "epsilon" not in figures(plain)

@@ -19,8 +19,10 @@ from fdp.report.documents import as_markdown, as_text
 from fdp.report.run_facts import read_facts, unit_note
 from fdp.report.statement import ANY_ORDER, make_statement
 from fdp.run.run_folder import read_run_folder
+from fdp.run.step_metrics import record_to_json
 from fdp.types import FdpError
 from tests.conftest import coarse_groups
+from tests.report.run_folders import make_records
 
 SAMPLES = 1437
 SEED = 90210
@@ -97,7 +99,7 @@ def test_the_statement_holds_the_guarantee_the_mechanism_and_both_checklists(tmp
         assert words in text
     assert "How to DP-fy ML" in text
     assert "NIST SP 800-226" in text
-    assert text.count(ASK) >= 5
+    assert text.count(ASK.removesuffix(".")) >= 5
 
 
 def test_the_statement_holds_nothing_private(tmp_path):
@@ -215,6 +217,28 @@ def test_the_epsilon_of_a_person_counts_units_that_were_held_out(tmp_path):
     text = " ".join(as_text(make_statement(user).document).split())
     assert "the stated epsilon holds for a person who was trained on" in text
     assert "Nothing is promised to people who were held out" in text
+
+
+@pytest.mark.parametrize("cost", ["public", "outside"])
+def test_samples_that_are_evaluated_and_trained_on_are_told_without_their_number(tmp_path, cost):
+    number = 4711
+    folder = write_run(tmp_path / "run", summary={}, eval_data="secret/others.jsonl")
+    records = make_records(4, evaluate_every=2, cost=cost)
+    apart = "\n".join(json.dumps(record_to_json(each)) for each in records)
+    (folder / "metrics.jsonl").write_text(apart)
+    assert "trained on too" not in text_of(folder)
+    (folder / "metrics.jsonl").write_text(apart.replace('"shared": 0', f'"shared": {number}'))
+    facts = read_facts(read_run_folder(folder))
+    text, found = text_of(folder), make_statement(facts).facts
+    measured = text[text.index("Evaluation: - ") : text.index("Hyper-parameters")]
+    assert "Some of the samples are trained on too" in measured
+    assert "the held-out loss is lower than on new samples" in measured
+    assert ("their exact losses are released, which their epsilon does not cover" in measured) == (cost == "outside")
+    assert ("no epsilon covers their exact losses" in text) == (cost == "outside")
+    assert "some of whose samples are trained on too" in text[text.index("Data accesses") :]
+    assert "how the run ended, and of samples that are evaluated and trained on" in text
+    assert found["covered"][-1].endswith("and of samples that are evaluated and trained on")
+    assert str(number) not in text + json.dumps(found)
 
 
 def test_an_epsilon_in_words_is_rounded_up(tmp_path):
@@ -371,7 +395,13 @@ def test_the_chain_is_read_from_the_folder(tmp_path):
 def test_tuning_is_what_the_author_says_or_is_asked_for(tmp_path):
     run = write_run(tmp_path / "run", summary={})
     assert "chosen on public data" in text_of(run, tuning="The learning rate was chosen on public data.")
-    assert "Choosing them on the private data costs privacy, too" in text_of(run)
+    asked = text_of(run)
+    assert "Choosing them on the private data costs privacy, too" in asked
+    assert asked.count("how many runs were tried, with fdp statement --tuning") == 3
+    assert "please state, with fdp statement --records-per-person" in asked
+    answered = text_of(run, tuning="The defaults.", records_per_person=3)
+    assert "--tuning" not in answered
+    assert "--records-per-person" not in answered
 
 
 def test_every_unit_has_a_note():

@@ -74,16 +74,27 @@ class StoredTensors:
 
 def empty_module(folder: Path) -> nn.Module:
     """Return the module that ``config.json`` describes, in eval mode: parameters without memory, real buffers."""
-    transformers = import_transformers()
-    if not (folder / "config.json").exists():
-        raise FdpError(f"{folder}: expected a folder with a config.json, got none; save a model there first")
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    transformers, config = import_transformers(), read_config(folder)
     architecture = str((config.architectures or [None])[0])
     if not hasattr(transformers, architecture):
         raise FdpError(f"{folder}: expected an architecture of transformers in config.json, got {architecture!r}")
     with torch.device("meta"):
         module = getattr(transformers, architecture)._from_config(config)
     return _with_buffers(module.eval(), StoredTensors(folder))
+
+
+def read_config(folder: Path) -> Any:
+    """Return the configuration in a folder, as ``transformers`` reads it."""
+    if not (folder / "config.json").exists():
+        raise FdpError(f"{folder}: expected a folder with a config.json, got none; save a model there first")
+    try:
+        return import_transformers().AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (ValueError, OSError) as error:
+        why = str(error).partition("\n")[0]
+        raise FdpError(
+            f"{folder / 'config.json'}: expected the configuration of a model of transformers, as save_pretrained "
+            f"writes it, got another file: {why}"
+        ) from error
 
 
 def folder_digest(folder: Path) -> str:
