@@ -27,10 +27,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from fdp_kernels import cpu_library
+from fdp_kernels.cpu_library import dense
 from fdp_kernels.processor import ON_ARM
 from jaxtyping import Float
 from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack, get_unwrapped, is_functorch_wrapped_tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.nn.attention import SDPBackend
 
@@ -176,7 +178,9 @@ def gelu(x: Float[Tensor, " *shape"]) -> Float[Tensor, " *shape"]:
     plain = x.device.type == "cpu" and x.dtype == torch.float32 and not _is_traced(x) and _promised.depth == _depth()
     if not plain or (not ON_ARM and cpu_library.library() is None):
         return F.gelu(x, approximate="tanh")
-    return _Gelu.apply(x)[0] if torch.is_grad_enabled() else gelu_and_slope(x)[0]  # pyright: ignore
+    if torch.is_grad_enabled():
+        return _Gelu.apply(x)[0]  # pyright: ignore
+    return F.gelu(x, approximate="tanh") if is_functorch_wrapped_tensor(x) else gelu_and_slope(x)[0]
 
 
 def differentiated_once() -> AbstractContextManager[None]:
@@ -203,7 +207,7 @@ def gelu_and_slope(x: Float[Tensor, " *shape"]) -> tuple[Float[Tensor, " *shape"
     """
     y, slope = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     if (loops := cpu_library.library()) is not None:
-        loops.gelu_and_slope(x.contiguous(), y, slope, x.numel(), LINEAR, CUBIC, MOST)
+        loops.gelu_and_slope(dense(x), y, slope, x.numel(), LINEAR, CUBIC, MOST)
         return y, slope
     for some, out, rise in zip(*(leaf.view(-1).split(ELEMENTS_AT_ONCE) for leaf in (x.contiguous(), y, slope))):
         near = some.clamp(-MOST, MOST)
@@ -264,6 +268,8 @@ def _is_traced(x: Tensor) -> bool:
     """
     if torch.compiler.is_compiling():
         return True  # first: the compiler cannot ask for the rest
+    if torch.jit.is_tracing() or forward_ad._current_level >= 0:
+        return True
     if torch._C._len_torch_dispatch_stack() or any(one.key() != TransformType.Grad for one in _transforms()):
         return True
     while is_functorch_wrapped_tensor(x):

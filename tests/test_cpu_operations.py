@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fdp import cpu_operations, ops
@@ -222,6 +224,28 @@ def test_gelu_that_is_differentiated_once_is_torchs_and_so_is_its_slope(at_once,
     out, pull, _ = vjp(lambda z: (ops.gelu(z), ()), x.detach())
     assert torch.equal(out, y.detach())
     assert torch.equal(pull(torch.ones_like(out))[0], slope)
+
+
+def test_gelu_of_a_frozen_branch_inside_a_block(cpu_loops):
+    def block(x):
+        with torch.no_grad():
+            frozen = ops.gelu(x)
+        return ops.gelu(x) + frozen, ()
+
+    x = torch.randn(40)
+    y, pull, _ = vjp(block, x)
+    torch.testing.assert_close(y, 2 * F.gelu(x, approximate="tanh"), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(pull(torch.ones(40))[0].double(), gelu_in_float64(x)[1], rtol=0, atol=3e-6)
+
+
+def test_gelu_is_torchs_in_a_trace_and_in_forward_mode():
+    x, direction = torch.randn(40), torch.randn(40)
+    traced: Any = torch.jit.trace(once, x)
+    torch.testing.assert_close(traced(x), F.gelu(x, approximate="tanh"))
+    with torch.no_grad(), forward_ad.dual_level():
+        rise = forward_ad.unpack_dual(once(forward_ad.make_dual(x, direction))).tangent
+    assert rise is not None
+    torch.testing.assert_close(rise.double(), gelu_in_float64(x)[1] * direction, rtol=0, atol=1e-5)
 
 
 def test_gelu_is_torchs_where_nothing_is_faster(monkeypatch):

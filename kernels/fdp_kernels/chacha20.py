@@ -33,6 +33,7 @@ from torch import Tensor
 
 from fdp_kernels import cpu_library
 from fdp_kernels.chacha20_triton import bits_body, blocks_body, words_body
+from fdp_kernels.cpu_library import dense
 from fdp_kernels.op import define, triton
 
 WORDS_PER_BLOCK = 16
@@ -287,9 +288,12 @@ def fill_streams(ciphers: Sequence[Callable[[int], Any]], outs: Sequence[np.ndar
 
 
 def _child_keys_cpu(key_K: Tensor, nonce_CN: Tensor) -> Tensor:
+    if key_K.shape != (8,) or nonce_CN.shape != (len(nonce_CN), 3):
+        got = tuple(key_K.shape), tuple(nonce_CN.shape)
+        raise ValueError(f"child_keys: expected a key of shape (8,) and nonces of shape (C, 3), got {got}")
     if (loops := cpu_library.library()) is not None:
         out = torch.empty(len(nonce_CN), 8, dtype=torch.int64)
-        loops.child_keys(key_K.contiguous(), nonce_CN.contiguous(), out, len(out))
+        loops.child_keys(dense(key_K), dense(nonce_CN), out, len(out))
         return out
     key = key_K.tolist()
     rows = [make_cipher(key, nonce)(0).update(_ZEROS[:32]) for nonce in nonce_CN.tolist()]

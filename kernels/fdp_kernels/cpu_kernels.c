@@ -1,28 +1,32 @@
 /* Loops of a training step on a CPU that torch would need several passes for. ``cpu_library.py`` compiles and calls
    them; what each computes is stated, and tested, beside its caller in Python.
 
-   Every element is computed by the same instructions wherever it lies: what is left over at the end of an array is
-   copied into a block of full size, so that no other code, which may round differently, computes it. */
+   Additions, products, fused multiply-adds, quotients and roots are rounded as IEEE 754 says, and the compiler must not
+   join or reorder them. So an element has the same bits wherever it lies, and on every processor and compiler. */
 
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
 
-#define BLOCK 256                /* elements of a block: a few full vectors */
-#define COLUMNS 1024             /* float64 sums that stay in the first cache */
-#define VECTOR 16                /* a multiple of the float64 numbers in any vector */
-#define RARE (1LL << 47)         /* tails of bits below this need more bits; as ``_WIDE_RARE`` in normal.py */
-#define QUIET_NAN (0xfffLL << 51)
+#if defined(__FAST_MATH__) || !(defined(__FMA__) || defined(__ARM_FEATURE_FMA))
+#error "expected a processor with fused multiply-add, and a compiler that keeps the order of operations"
+#endif
+
+#define BLOCK 256                   /* elements of a block: a few full vectors */
+#define COLUMNS 1024                /* float64 sums that stay in the first cache */
+#define RARE (1LL << 47)            /* tails of bits below this need more bits; as ``_WIDE_RARE`` in normal.py */
+#define MARKED_NAN (0xfffaLL << 47) /* of a rare value; as ``_MARK`` in normal.py */
+
+static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* ---- weighted sums: out_n = sum_b factor_b G_bn, in float64; see keep_cpu.py -------------------------------------- */
 
 static void sum_columns(const float *G, const double *factors, double *out, int64_t rows, int64_t stride, int64_t n)
 {
-    double total[COLUMNS];
-    for (int64_t i = 0; i < n; i++) total[i] = 0.0;
+    double total[COLUMNS] = {0};
     for (int64_t b = 0; b < rows; b++) {
         const float *row = G + b * stride;
-        for (int64_t i = 0; i < n; i++) total[i] += factors[b] * (double)row[i];
+        for (int64_t i = 0; i < n; i++) total[i] = fma(factors[b], (double)row[i], total[i]);
     }
     memcpy(out, total, n * sizeof(double));
 }
@@ -30,10 +34,8 @@ static void sum_columns(const float *G, const double *factors, double *out, int6
 void weighted_sum(const float *G, const double *factors, double *out, int64_t rows, int64_t columns, int threads)
 {
     #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t first = 0; first < columns; first += COLUMNS) {
-        int64_t n = columns - first < COLUMNS ? columns - first : COLUMNS;
-        sum_columns(G + first, factors, out + first, rows, columns, n);
-    }
+    for (int64_t first = 0; first < columns; first += COLUMNS)
+        sum_columns(G + first, factors, out + first, rows, columns, smaller(COLUMNS, columns - first));
 }
 
 /* ---- GELU and its slope; see fdp/cpu_operations.py ----------------------------------------------------------------- */
@@ -42,11 +44,15 @@ static inline float exponential(float x)
 {
     /* 2^n e^r with |r| <= log(2) / 2; a polynomial of degree 6 for e^r, to 1e-7 of it. */
     x = x < -87.0f ? -87.0f : x > 89.0f ? 89.0f : x; /* e^89 is infinity here */
-    float shifted = x * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f;
-    float r = x - n * 0.693145752f;
-    r -= n * 1.42860677e-6f;
-    float p = 1.0f + r * (1.0f + r * (0.5f + r * (0.166666667f + r * (0.0416666667f + r * (0.00833333333f
-        + r * 0.00138888889f)))));
+    float shifted = fmaf(x, 1.44269504f, 12582912.0f), n = shifted - 12582912.0f;
+    float r = fmaf(n, -1.42860677e-6f, fmaf(n, -0.693145752f, x));
+    float p = 0.00138888889f;
+    p = fmaf(p, r, 0.00833333333f);
+    p = fmaf(p, r, 0.0416666667f);
+    p = fmaf(p, r, 0.166666667f);
+    p = fmaf(p, r, 0.5f);
+    p = fmaf(p, r, 1.0f);
+    p = fmaf(p, r, 1.0f);
     uint32_t bits;
     memcpy(&bits, &shifted, 4);
     bits = (bits << 23) + 0x3f800000;
@@ -55,14 +61,13 @@ static inline float exponential(float x)
     return p * power;
 }
 
-static __attribute__((noinline)) void gelu_block(const float *x, float *y, float *slope, float linear, float cubic,
-                                                 float most)
+static void gelu_block(const float *x, float *y, float *slope, int64_t n, float linear, float cubic, float most)
 {
-    for (int i = 0; i < BLOCK; i++) {
+    for (int64_t i = 0; i < n; i++) {
         float near = x[i] < -most ? -most : x[i] > most ? most : x[i], square = near * near;
-        float s = 1.0f / (1.0f + exponential(-near * (linear + cubic * square)));
+        float s = 1.0f / (1.0f + exponential(-near * fmaf(cubic, square, linear)));
         y[i] = x[i] * s;
-        slope[i] = s + near * (linear + 3.0f * cubic * square) * s * (1.0f - s);
+        slope[i] = fmaf(near * fmaf(3.0f * cubic, square, linear), s * (1.0f - s), s);
     }
 }
 
@@ -70,21 +75,11 @@ void gelu_and_slope(const float *x, float *y, float *slope, int64_t size, float 
                     int threads)
 {
     #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t first = 0; first < size; first += BLOCK) {
-        if (first + BLOCK <= size) {
-            gelu_block(x + first, y + first, slope + first, linear, cubic, most);
-        } else {
-            float rest[3][BLOCK] = {{0}};
-            size_t bytes = (size - first) * sizeof(float);
-            memcpy(rest[0], x + first, bytes);
-            gelu_block(rest[0], rest[1], rest[2], linear, cubic, most);
-            memcpy(y + first, rest[1], bytes);
-            memcpy(slope + first, rest[2], bytes);
-        }
-    }
+    for (int64_t first = 0; first < size; first += COLUMNS)
+        gelu_block(x + first, y + first, slope + first, smaller(COLUMNS, size - first), linear, cubic, most);
 }
 
-/* ---- normal values from 64 bits, by Wichura's AS 241; see normal.py --------------------------------------------------------------------- */
+/* ---- normal values from 64 bits, by Wichura's AS 241; see normal.py ------------------------------------------- */
 
 static inline double natural_log(double x)
 {
@@ -97,10 +92,19 @@ static inline double natural_log(double x)
     double mantissa;
     memcpy(&mantissa, &bits, 8);
     double f = mantissa - 1.0, s = f / (2.0 + f), z = s * s;
-    double R = z * (1.0 / 3 + z * (1.0 / 5 + z * (1.0 / 7 + z * (1.0 / 9 + z * (1.0 / 11 + z * (1.0 / 13
-        + z * (1.0 / 15 + z * (1.0 / 17 + z * (1.0 / 19 + z * (1.0 / 21))))))))));
+    double R = 1.0 / 21;
+    R = fma(R, z, 1.0 / 19);
+    R = fma(R, z, 1.0 / 17);
+    R = fma(R, z, 1.0 / 15);
+    R = fma(R, z, 1.0 / 13);
+    R = fma(R, z, 1.0 / 11);
+    R = fma(R, z, 1.0 / 9);
+    R = fma(R, z, 1.0 / 7);
+    R = fma(R, z, 1.0 / 5);
+    R = fma(R, z, 1.0 / 3) * z;
     /* 2 s (1 + R) = f - s (f - 2 R), since 2 s = f - s f. log(2) in two parts: e times the first is exact. */
-    return e * 6.93147180369123816490e-01 + (f - (s * (f - 2.0 * R) - e * 1.90821492927058770002e-10));
+    double low = fma(s, fma(-2.0, R, f), -e * 1.90821492927058770002e-10);
+    return fma(e, 6.93147180369123816490e-01, f - low);
 }
 
 static const double A[8] = {3.3871328727963666080e0, 1.3314166789178437745e2, 1.9715909503065514427e3,
@@ -117,7 +121,7 @@ static const double D[8] = {1.0, 2.05319162663775882187e0, 1.6763848301838038494
 static inline double polynomial(const double *c, double x)
 {
     double value = c[7];
-    for (int k = 6; k >= 0; k--) value = c[k] + value * x;
+    for (int k = 6; k >= 0; k--) value = fma(value, x, c[k]);
     return value;
 }
 
@@ -127,22 +131,21 @@ static const double E[8] = {6.65790464350110377720e0, 5.46378491116411436990e0, 
 static const double F[8] = {1.0, 5.99832206555887937690e-1, 1.36929880922735805310e-1, 1.48753612908506148525e-2,
     7.86869131145613259100e-4, 1.84631831751005468180e-5, 1.42151175831644588870e-7, 2.04426310338993978564e-15};
 
-static __attribute__((noinline)) void quantile_block(const double *p, double *out)
+static void quantile_block(const double *p, double *out, int64_t n)
 {
+    /* At most BLOCK elements. */
     int64_t tails = 0, far = 0, place[BLOCK];
     double tail[BLOCK];
-    for (int i = 0; i < BLOCK; i++) {
-        double q = p[i] - 0.5, r = 0.180625 - q * q;
+    for (int64_t i = 0; i < n; i++) {
+        double q = p[i] - 0.5, r = fma(-q, q, 0.180625);
         out[i] = q * (polynomial(A, r) / polynomial(B, r));
     }
-    for (int i = 0; i < BLOCK; i++) { /* the tails side by side: they need a logarithm, and are one in seven */
+    for (int64_t i = 0; i < n; i++) { /* the tails side by side: they need a logarithm, and are one in seven */
         place[tails] = i;
         tails += p[i] < 0.075;
     }
     for (int64_t k = 0; k < tails; k++) tail[k] = p[place[k]];
-    int64_t vectors = (tails + VECTOR - 1) / VECTOR * VECTOR;
-    for (int64_t k = tails; k < vectors; k++) tail[k] = 0.05;
-    for (int64_t k = 0; k < vectors; k++) {
+    for (int64_t k = 0; k < tails; k++) {
         double root = sqrt(-natural_log(tail[k])), t = root - 1.6;
         far |= root > 5.0;
         tail[k] = root <= 5.0 ? -polynomial(C, t) / polynomial(D, t) : root;
@@ -158,39 +161,29 @@ static __attribute__((noinline)) void quantile_block(const double *p, double *ou
 void lower_quantile(const double *p, double *out, int64_t size, int threads)
 {
     #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t first = 0; first < size; first += BLOCK) {
-        if (first + BLOCK <= size) {
-            quantile_block(p + first, out + first);
-        } else {
-            double rest[BLOCK], values[BLOCK];
-            for (int i = 0; i < BLOCK; i++) rest[i] = i < size - first ? p[first + i] : 0.25;
-            quantile_block(rest, values);
-            memcpy(out + first, values, (size - first) * sizeof(double));
-        }
-    }
+    for (int64_t first = 0; first < size; first += BLOCK)
+        quantile_block(p + first, out + first, smaller(BLOCK, size - first));
 }
 
 static void normal_block(const int64_t *bits, double *out, int64_t n)
 {
-    /* Rare values are left as NaN with their sign and bits. ``bits`` and ``out`` may be the same. */
-    int64_t own[BLOCK] = {0};
+    /* At most BLOCK elements. Rare values are left as NaN with their sign and bits. bits and out may be the same. */
     double p[BLOCK], z[BLOCK];
-    memcpy(own, bits, n * sizeof(int64_t));
-    for (int i = 0; i < BLOCK; i++) p[i] = (double)(own[i] & INT64_MAX) * 0x1p-64 + 0x1p-65;
-    quantile_block(p, z);
-    for (int i = 0; i < BLOCK; i++) {
-        int64_t sign = own[i] & INT64_MIN, tail = own[i] & INT64_MAX, value;
+    for (int64_t i = 0; i < n; i++) p[i] = fma((double)(bits[i] & INT64_MAX), 0x1p-64, 0x1p-65);
+    quantile_block(p, z, n);
+    for (int64_t i = 0; i < n; i++) {
+        int64_t sign = bits[i] & INT64_MIN, tail = bits[i] & INT64_MAX, value;
         memcpy(&value, z + i, 8);
-        own[i] = sign | (tail < RARE ? QUIET_NAN | tail : value & INT64_MAX);
+        value = sign | (tail < RARE ? MARKED_NAN | tail : value & INT64_MAX);
+        memcpy(out + i, &value, 8);
     }
-    memcpy(out, own, n * sizeof(int64_t));
 }
 
 void normal_from_bits(const int64_t *bits, double *out, int64_t size, int threads)
 {
     #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (int64_t first = 0; first < size; first += BLOCK)
-        normal_block(bits + first, out + first, size - first < BLOCK ? size - first : BLOCK);
+        normal_block(bits + first, out + first, smaller(BLOCK, size - first));
 }
 
 /* ---- ChaCha20, for many blocks side by side; see chacha20.py ------------------------------------------------------- */
@@ -229,7 +222,7 @@ void child_keys(const int64_t *key, const int64_t *nonces, int64_t *out, int64_t
 {
     (void)threads;
     for (int64_t first = 0; first < size; first += LANES) {
-        int64_t n = size - first < LANES ? size - first : LANES;
+        int64_t n = smaller(LANES, size - first);
         lanes x[16];
         start(x, key);
         for (int64_t k = 0; k < n; k++)
@@ -262,10 +255,8 @@ void normals(const int64_t *keys, const int64_t *sizes, double *out, int64_t lea
         double *own = out;
         for (int64_t leaf = 0; leaf < leaves; own += sizes[leaf++]) {
             #pragma omp for schedule(static) nowait
-            for (int64_t first = 0; first < sizes[leaf]; first += BLOCK) {
-                int64_t n = sizes[leaf] - first < BLOCK ? sizes[leaf] - first : BLOCK;
-                draw_block(keys + 8 * leaf, (uint32_t)(first / 8), own + first, n);
-            }
+            for (int64_t first = 0; first < sizes[leaf]; first += BLOCK)
+                draw_block(keys + 8 * leaf, (uint32_t)(first / 8), own + first, smaller(BLOCK, sizes[leaf] - first));
         }
     }
 }

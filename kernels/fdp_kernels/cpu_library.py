@@ -1,14 +1,15 @@
 """Compile and call the loops of ``cpu_kernels.c``, which do in one pass what takes torch several on a CPU.
 
-    source -> cc -> <cache folder>/cpu-<digest>.so -> ctypes
+    source -> cc -> bytes -> a file without a name -> ctypes          the bytes are cached: <cache folder>/cpu-....so
 
 The loops are compiled once per machine, in a quarter of a second, by the C compiler that Triton and torch.compile use
-too, for this very processor. They run on the threads of torch's own OpenMP. Without a compiler, or where that does not
-work, :func:`library` returns None and callers compute the same with torch's operations: the numbers agree up to the
-rounding that each caller states.
+too, for this very processor. They run on the threads of torch's own OpenMP. Every operation in them is rounded as IEEE
+754 says, so that all compilers and processors give the same bits. Without Linux, a compiler or fused multiply-add,
+:func:`library` returns None and callers compute the same with torch's operations; the numbers agree up to the rounding
+that each caller states.
 
     >>> if (loops := library()) is not None:
-    ...     loops.weighted_sum(G, factors, out, rows, columns)        # tensors are passed by address
+    ...     loops.weighted_sum(dense(G), dense(factors), out, rows, columns)     # tensors are passed by address
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ import hashlib
 import os
 import platform
 import shutil
+import signal
 import stat
 import subprocess
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,26 +37,25 @@ from fdp_kernels.processor import ON_ARM
 
 SOURCE = Path(__file__).with_name("cpu_kernels.c")
 COMPILERS = ("cc", "gcc", "clang")
-FLAGS = ("-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
+FLAGS = ("-O3", "-fPIC", "-shared", "-fno-fast-math", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 FOR_THIS_PROCESSOR = ("-mcpu=native",) if ON_ARM else ("-march=native", "-mprefer-vector-width=512")
-COMPILE_SECONDS = 60
-_ARRAY, _COUNT, _NUMBER, _THREADS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
-ARGUMENTS = {
-    "weighted_sum": (_ARRAY, _ARRAY, _ARRAY, _COUNT, _COUNT),
-    "gelu_and_slope": (_ARRAY, _ARRAY, _ARRAY, _COUNT, _NUMBER, _NUMBER, _NUMBER),
-    "lower_quantile": (_ARRAY, _ARRAY, _COUNT),
-    "normal_from_bits": (_ARRAY, _ARRAY, _COUNT),
-    "normals": (_ARRAY, _ARRAY, _ARRAY, _COUNT),
-    "child_keys": (_ARRAY, _ARRAY, _ARRAY, _COUNT),
+COMPILE_SECONDS = 20
+_COUNT, _NUMBER = int, float
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "weighted_sum": (torch.float32, torch.float64, torch.float64, _COUNT, _COUNT),
+    "gelu_and_slope": (torch.float32, torch.float32, torch.float32, _COUNT, _NUMBER, _NUMBER, _NUMBER),
+    "lower_quantile": (torch.float64, torch.float64, _COUNT),
+    "normal_from_bits": (torch.int64, torch.float64, _COUNT),
+    "normals": (torch.int64, torch.int64, torch.float64, _COUNT),
+    "child_keys": (torch.int64, torch.int64, torch.int64, _COUNT),
 }
-"""The functions of the library and their arguments, without the number of threads, which comes last."""
+"""The functions of the library: the dtypes of their tensors, and numbers. The number of threads comes last."""
 
 
 class Library:
-    """The compiled functions. Tensors must be contiguous, on the CPU, and of the dtypes in ``cpu_kernels.c``."""
+    """The compiled functions. Sizes are the caller's to check."""
 
-    def __init__(self, path: Path):
-        loaded = ctypes.CDLL(str(path))
+    def __init__(self, loaded: ctypes.CDLL):
         self.weighted_sum = _bind(loaded, "weighted_sum")
         self.gelu_and_slope = _bind(loaded, "gelu_and_slope")
         self.lower_quantile = _bind(loaded, "lower_quantile")
@@ -62,98 +64,205 @@ class Library:
         self.child_keys = _bind(loaded, "child_keys")
 
 
+def dense(x: Tensor) -> Tensor:
+    """Return a tensor whose memory holds its values, one after the other."""
+    return (x.clone() if x._is_zerotensor() else x).contiguous().resolve_neg()
+
+
 def _bind(loaded: ctypes.CDLL, name: str) -> Callable[..., None]:
     """Return a function that passes tensors by address, and the number of torch's threads."""
-    function = getattr(loaded, name)
-    function.argtypes, function.restype = (*ARGUMENTS[name], _THREADS), None
+    function, kinds = getattr(loaded, name), ARGUMENTS[name]
+    types = {int: ctypes.c_int64, float: ctypes.c_float}
+    function.argtypes = (*(types.get(kind, ctypes.c_void_p) for kind in kinds), ctypes.c_int)
+    function.restype = None
 
     def call(*arguments: Any) -> None:
-        for one in arguments:
-            if isinstance(one, Tensor) and not (one.is_contiguous() and one.device.type == "cpu"):
-                raise ValueError(f"{name}: expected contiguous tensors on the CPU, got one on {one.device}")
-        function(*(a.data_ptr() if isinstance(a, Tensor) else a for a in arguments), torch.get_num_threads())
+        if len(arguments) != len(kinds):
+            raise ValueError(f"{name}: expected {len(kinds)} arguments, got {len(arguments)}")
+        passed = (_passed(name, one, kind) for one, kind in zip(arguments, kinds))
+        function(*passed, torch.get_num_threads())
 
     return call
 
 
+def _passed(name: str, argument: Any, kind: Any) -> Any:
+    """Return the address of a tensor, or a number; refuse tensors whose memory is not what the loop expects."""
+    if not isinstance(kind, torch.dtype):
+        return kind(argument)
+    if not isinstance(argument, Tensor) or argument.dtype != kind or argument.device.type != "cpu":
+        got = f"{argument.dtype} on {argument.device}" if isinstance(argument, Tensor) else f"a {type(argument)}"
+        raise ValueError(f"{name}: expected a tensor of {kind} on the CPU, got {got}")
+    if not argument.is_contiguous() or argument.is_neg() or (argument.numel() and not argument.data_ptr()):
+        raise ValueError(f"{name}: expected a tensor whose memory holds its values; call dense() first")
+    return argument.data_ptr()
+
+
+# ---------------------------------------------------------------- loading
+
+
 @functools.cache
 def library() -> Library | None:
-    """Return the compiled functions; None without a C compiler, or if it fails.
+    """Return the compiled functions; None where they cannot be had.
 
     Guarantees:
-      - nothing is loaded that another user could have written.
+      - what is loaded was compiled by this user, is what was compiled, and gives the right numbers for
+        :func:`gives_known_answers`.
     """
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
-    if compiler is None or os.name != "posix":
+    if not sys.platform.startswith("linux"):
         return None
     openmp = _openmp_of_torch()
     for shared in (openmp, None) if openmp else (None,):
-        try:
-            return _load(compiler, shared)
-        except (OSError, subprocess.SubprocessError, AttributeError):
-            continue
+        for compiler in filter(None, map(shutil.which, COMPILERS)):
+            try:
+                return _load(compiler, shared)
+            except subprocess.TimeoutExpired:
+                return None  # the others may hang as well
+            except (OSError, ValueError, RuntimeError, subprocess.SubprocessError, AttributeError):
+                continue
     return None
 
 
 def _load(compiler: str, openmp: str | None) -> Library:
-    """Load the library of the cache, or compile it; if the cache cannot be written, only for this process."""
-    name = f"cpu-{_digest(compiler, openmp)}.so"
+    """Return the library of the cache, or compile it and put it there, if the cache can be written."""
+    name = f"cpu-{_digest(compiler, openmp)}"
     try:
-        folder = cache_folder()
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if not _is_ours(folder):
-            raise PermissionError(folder)
-        with tempfile.TemporaryDirectory(dir=folder) as work:
-            path = folder / name
-            if not (path.exists() and _is_ours(path)):
-                os.replace(_compile(compiler, openmp, Path(work)), path)  # ranks may do this at the same time
-            return Library(path)
-    except OSError:
-        with tempfile.TemporaryDirectory() as work:
-            return Library(_compile(compiler, openmp, Path(work)))
+        return _open(_read_cached(name))
+    except (OSError, ValueError, RuntimeError, AttributeError):
+        content = _compile(compiler, openmp)
+        found = _open(content)
+        _write_cached(name, content)
+        return found
 
 
-def _compile(compiler: str, openmp: str | None, work: Path) -> Path:
-    """Compile the source in a folder and return the library. It is linked to the OpenMP that torch has loaded."""
-    parallel = [] if openmp is None else ["-fopenmp"]
-    made, library = work / "loops.o", work / "loops.so"
-    _run([compiler, "-c", *FLAGS, *FOR_THIS_PROCESSOR, *parallel, str(SOURCE), "-o", str(made)])
-    _run([compiler, "-shared", str(made), *([] if openmp is None else [openmp]), "-lm", "-o", str(library)])
-    library.chmod(0o700)
-    return library
+def _open(content: bytes) -> Library:
+    """Load a library from memory: no path is opened that another process could have exchanged."""
+    memory = os.memfd_create("fdp-cpu-loops", os.MFD_CLOEXEC)
+    try:
+        with os.fdopen(os.dup(memory), "wb") as file:
+            file.write(content)
+        found = Library(ctypes.CDLL(f"/proc/self/fd/{memory}"))
+    finally:
+        os.close(memory)
+    if not gives_known_answers(found):
+        raise ValueError("the compiled loops give other numbers than they should")
+    return found
+
+
+def _read_cached(name: str) -> bytes:
+    """Return a file of the cache; its name has the digest of its content, and only its owner may have written it."""
+    for path in cache_folder().absolute().glob(f"{name}-*.so"):
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with os.fdopen(file, "rb") as opened:
+            found, content = os.fstat(file), opened.read()
+        ours = found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        if stat.S_ISREG(found.st_mode) and ours and path.name == _file_name(name, content):
+            return content
+    raise FileNotFoundError(name)
+
+
+def _write_cached(name: str, content: bytes) -> None:
+    """Put a library into the cache, readable by its owner only; do nothing if that fails."""
+    try:
+        folder = cache_folder().absolute()
+        for missing in reversed([one for one in (folder, *folder.parents) if not one.exists()]):
+            missing.mkdir(mode=0o700, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+            file.write(content)
+        os.replace(file.name, folder / _file_name(name, content))  # ranks may do this at the same time
+    except (OSError, RuntimeError):
+        return
+
+
+def _file_name(name: str, content: bytes) -> str:
+    return f"{name}-{hashlib.sha256(content).hexdigest()[:32]}.so"
+
+
+def _compile(compiler: str, openmp: str | None) -> bytes:
+    """Return the compiled source. It is linked to the OpenMP that torch has loaded."""
+    parallel = [] if openmp is None else ["-fopenmp", openmp, "-Wl,--as-needed"]
+    with tempfile.TemporaryDirectory() as work:
+        made = Path(work) / "loops.so"
+        _run([compiler, *FLAGS, *FOR_THIS_PROCESSOR, str(SOURCE), *parallel, "-lm", "-o", str(made)])
+        return made.read_bytes()
 
 
 def _run(command: list[str]) -> None:
-    subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_SECONDS)
+    """Run a compiler; if it takes too long, end it and what it has started."""
+    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, start_new_session=True, **quiet) as process:  # pyright: ignore
+        try:
+            code = process.wait(COMPILE_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if code != 0:
+        raise subprocess.CalledProcessError(code, command)
 
 
 def _digest(compiler: str, openmp: str | None) -> str:
     """Return a digest of all that the library depends on: source, compiler, flags and processor."""
     found = os.stat(os.path.realpath(compiler))
-    parts = (SOURCE.read_text(), compiler, found.st_size, found.st_mtime_ns, FLAGS, FOR_THIS_PROCESSOR, openmp)
-    return hashlib.sha256(repr((parts, _processor())).encode()).hexdigest()[:16]
+    parts = (SOURCE.read_bytes(), compiler, found.st_size, found.st_mtime_ns, FLAGS, FOR_THIS_PROCESSOR, openmp)
+    return hashlib.sha256(repr((parts, _processor())).encode(errors="surrogateescape")).hexdigest()[:16]
 
 
 def _processor() -> str:
     """Return the kind of processor and its instructions: a home folder may be shared by several machines."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine() + platform.processor()
     names = ("model name", "flags", "Features", "CPU part")
-    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(names)))
+    lines = _lines_of("/proc/cpuinfo")
+    return platform.machine() + "\n".join(dict.fromkeys(line for line in lines if line.startswith(names)))
 
 
 def _openmp_of_torch() -> str | None:
     """Return the path of GNU's OpenMP library, if torch has loaded it: a second one would compete for the cores."""
+    paths = (line.split(maxsplit=5)[-1] for line in _lines_of("/proc/self/maps"))
+    return next((path for path in paths if "libgomp" in Path(path).name), None)
+
+
+def _lines_of(path: str) -> list[str]:
     try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
+        return Path(path).read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
-        return None
-    return next((path for line in lines if "libgomp" in (path := line.split()[-1])), None)
+        return []
 
 
-def _is_ours(path: Path) -> bool:
-    """Return True if only this user can have written the file or folder."""
-    found = path.stat()
-    return found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+# ---------------------------------------------------------------- known answers
+
+
+CHILD = (4254194826, 4126209183, 1353518875, 936777215, 2734493412, 3344092166, 4368259, 2182429776)
+"""``chacha20.child_keys_reference`` of a key of bytes 0 to 31 and the nonce of RFC 7539, 2.3.2."""
+QUANTILES = {0.5: 0.0, 0.3: -0.5244005127080408, 0.01: -2.326347874040841, 1e-9: -5.9978070150076865,
+             1e-30: -11.464024688443615}  # fmt: skip
+DRAWN = {0: 0.21609778664313506, 7: 1.6658438263036353, 8: -0.47062868890150983, 255: 0.12502001713744207,
+         256: 1.8326154889914854, 299: 0.6140215061114913}  # fmt: skip
+"""Elements that ``normal.foreach_normal_reference`` draws from that key."""
+GELU = 1.5957691216057308, 0.07135481282052837, 30.0
+GELU_ANSWERS = ([-0.0, -0.15880801, 0.345714, 30.0, 3e38], [0.0, -0.08296408, 0.8673699, 1.0, 1.0])
+
+
+def gives_known_answers(loops: Library) -> bool:
+    """Return True if the loops give the stored answers: a compiler or a disk may have changed them."""
+    key = torch.arange(0, 32).view(8, 4) @ torch.tensor([1, 1 << 8, 1 << 16, 1 << 24])
+    child = torch.empty(1, 8, dtype=torch.int64)
+    loops.child_keys(key, torch.tensor([[0x09000000, 0x4A000000, 0]]), child, 1)
+    p = torch.tensor(list(QUANTILES), dtype=torch.float64)
+    z, drawn = torch.empty_like(p), torch.empty(300, dtype=torch.float64)
+    loops.lower_quantile(p, z, len(p))
+    loops.normals(key.expand(2, 8).contiguous(), torch.tensor([0, 300]), drawn, 2)
+    rows = torch.tensor([[1.0, 2.0**-30, -3.0], [2.0**30, 1.0, 5.0]])
+    total = torch.empty(3, dtype=torch.float64)
+    loops.weighted_sum(rows, torch.tensor([1.0, 2.0**-40], dtype=torch.float64), total, 2, 3)
+    x, y = torch.tensor([-100.0, -1.0, 0.5, 30.0, 3e38]), torch.empty(2, 5)
+    loops.gelu_and_slope(x, y[0], y[1], 5, *GELU)
+    return (
+        child.tolist() == [list(CHILD)]
+        and _close(z, QUANTILES.values(), 1e-15)
+        and _close(drawn[list(DRAWN)], DRAWN.values(), 1e-15)
+        and total.tolist() == [1 + 2.0**-10, 2.0**-30 + 2.0**-40, 5 * 2.0**-40 - 3]
+        and all(_close(found, answers, 2e-6) for found, answers in zip(y, GELU_ANSWERS))
+    )
+
+
+def _close(found: Tensor, answers: Iterable[float], tolerance: float) -> bool:
+    pairs = zip(found.tolist(), answers, strict=True)
+    return all(abs(one - answer) <= tolerance * max(1e-3, abs(answer)) for one, answer in pairs)

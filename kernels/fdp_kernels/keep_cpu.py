@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fdp_kernels import cpu_library
+from fdp_kernels.cpu_library import dense
 
 WIDE_ELEMENTS = 1 << 18
 """Elements held in float64 at a time (2 MiB), but at least one sample's: more would leave the cache, and be fetched
@@ -83,10 +84,10 @@ def wide_weighted_sum(G_BN: Tensor, factors_B: Tensor) -> Tensor:
     Some columns at a time are converted, in one buffer, and summed over all samples, 2048 at a time if there are more.
     """
     G_BN, factors_B = _rows_that_count(G_BN, factors_B)
-    flat_BN, factors = G_BN.reshape(len(G_BN), math.prod(G_BN.shape[1:])), factors_B.double().contiguous()
+    flat_BN, factors = G_BN.reshape(len(G_BN), math.prod(G_BN.shape[1:])), dense(factors_B.double())
     if flat_BN.dtype == torch.float32 and (loops := cpu_library.library()) is not None:
         total = torch.empty(flat_BN.shape[1], dtype=torch.float64)
-        loops.weighted_sum(flat_BN.contiguous(), factors, total, *flat_BN.shape)
+        loops.weighted_sum(dense(flat_BN), factors, total, *flat_BN.shape)
         return total.view(G_BN.shape[1:])
     if flat_BN.dtype == torch.float64 or flat_BN.numel() <= SUM_ELEMENTS:
         return flat_BN.double().t().mv(factors).view(G_BN.shape[1:])

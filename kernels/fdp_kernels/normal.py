@@ -49,6 +49,7 @@ from fdp_kernels.chacha20 import (
     read_stream,
     words_reference,
 )
+from fdp_kernels.cpu_library import dense
 from fdp_kernels.normal_triton import normal_body, wide_normal_body
 from fdp_kernels.op import define
 from fdp_kernels.processor import ON_ARM
@@ -60,8 +61,9 @@ _TAIL = 0x7FFFFFFF
 _RARE = 1 << 16
 _WIDE_TAIL = (1 << 63) - 1
 _WIDE_RARE = 1 << 47
-_BITS_IN_NAN = _WIDE_RARE - 1 - (1 << 63)
-"""The bits that the compiled loop leaves in the NaN that stands for a rare value: the sign and its 47 bits."""
+_BITS_IN_NAN, _MARK = _WIDE_RARE - 1 - (1 << 63), 0xFFFA
+"""The bits that a compiled loop leaves in the NaN that stands for a rare value, which are its sign and 47 bits; and the
+16 bits between them, by which it is known from any other NaN."""
 _ELEMENTS_TOGETHER = 1 << (18 if ON_ARM else 17)
 """Elements of a piece of :func:`foreach_normal` on a CPU: 1 MiB, near the cache, with work for two threads; on ARM 2
 MiB, since a torch operation takes longer to start."""
@@ -118,9 +120,8 @@ def lower_quantile_(p: Tensor, out: Tensor, far: Tensor) -> None:
     Guarantees:
       - equal p give equal values, bit for bit, whatever is beside them.
     """
-    loops = cpu_library.library() if p.device.type == "cpu" else None
-    if loops is not None:
-        loops.lower_quantile(p, out, p.numel())
+    if p.device.type == "cpu" and (loops := cpu_library.library()) is not None:
+        loops.lower_quantile(dense(p), out, p.numel())
         return
     if not HAS_VECTOR_ERFINV or p.device.type != "cpu":
         torch.special.ndtri(p, out=out)
@@ -172,8 +173,11 @@ def foreach_normal_reference(keys_CK: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def _check_sizes(keys_CK: Tensor, sizes: Sequence[int]) -> None:
-    if keys_CK.shape != (len(sizes), 8):
-        raise ValueError(f"foreach_normal: expected ({len(sizes)}, 8) keys, got {tuple(keys_CK.shape)}")
+    if keys_CK.shape != (len(sizes), 8) or keys_CK.dtype != torch.int64:
+        got = f"{keys_CK.dtype} of shape {tuple(keys_CK.shape)}"
+        raise ValueError(f"foreach_normal: expected ({len(sizes)}, 8) keys, int64, got {got}")
+    if min(sizes, default=0) < 0:
+        raise ValueError(f"foreach_normal: expected sizes of 0 or more, got {list(sizes)}")
 
 
 def _signed_tail(bits: Tensor) -> Tensor:
@@ -249,7 +253,7 @@ def _wide_normal_cpu(bits: Tensor, out: Tensor, scratch: Tensor) -> tuple[Tensor
     :func:`_make_scratch`. The bits and ``out`` may be the same memory.
     """
     if (loops := cpu_library.library()) is not None:
-        loops.normal_from_bits(bits, out, len(bits))
+        loops.normal_from_bits(dense(bits), out, len(bits))
         return _rare_values(out)
     n, (p, z) = len(bits), scratch[:, : len(bits) + -len(bits) % _WHOLE_VECTORS]
     tail = torch.bitwise_and(bits, _WIDE_TAIL, out=z.view(torch.int64)[:n])
@@ -266,7 +270,10 @@ def _wide_normal_cpu(bits: Tensor, out: Tensor, scratch: Tensor) -> tuple[Tensor
 def _rare_values(out: Tensor) -> tuple[Tensor, Tensor]:
     """Return the indices of rare values, which the compiled loops leave as NaN, and their bits."""
     rare = torch.from_numpy(np.flatnonzero(np.isnan(out.numpy())))
-    return rare, out.view(torch.int64)[rare] & _BITS_IN_NAN
+    bits = out.view(torch.int64)[rare]
+    if not bool(((bits >> 47) & 0xFFFF == _MARK).all()):
+        raise RuntimeError("normal: expected every element to be drawn, got some that were not; please report this")
+    return rare, bits & _BITS_IN_NAN
 
 
 def _indices_below(p: Tensor, least: float) -> Tensor:
@@ -299,7 +306,7 @@ def _foreach_normal_cpu(keys_CK: Tensor, sizes: Sequence[int]) -> Tensor:
     keys, ends = keys_CK.tolist(), list(accumulate(sizes))
     out = torch.empty(sum(sizes), dtype=torch.float64)
     if (loops := cpu_library.library()) is not None:
-        loops.normals(keys_CK.contiguous(), torch.tensor(sizes, dtype=torch.int64), out, len(sizes))
+        loops.normals(dense(keys_CK), torch.tensor(sizes, dtype=torch.int64), out, len(sizes))
         found = [_rare_values(out)]
     else:
         found = _fill_normal(keys, out, sizes)

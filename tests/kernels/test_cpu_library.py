@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 import shutil
+import struct
 from collections.abc import Iterator
 
 import pytest
 import torch
 from fdp_kernels import chacha20, cpu_library
+from fdp_kernels import normal as normal_values
 from fdp_kernels.cpu_library import Library, library
+from fdp_kernels.keep_cpu import wide_weighted_sum
 from torch import Tensor
 
+from fdp import cpu_operations
 from fdp.cpu_operations import CUBIC, LINEAR, MOST
 
 COMPILED = library()
@@ -95,6 +99,7 @@ def test_a_rare_value_is_a_nan_that_carries_its_bits():
     assert drawn.isnan().tolist() == [True, True, True, False] * 2
     rare = drawn.isnan()
     assert torch.equal(drawn.view(torch.int64)[rare] & ((1 << 47) - 1 | -(1 << 63)), bits[rare])
+    assert torch.equal(normal_values._rare_values(drawn)[1], bits[rare])
     assert drawn[3] == -drawn[7] > 4
 
 
@@ -129,36 +134,101 @@ def test_a_weighted_sum_is_rounded_to_float64_only(rows, columns):
     torch.testing.assert_close(found, torch.full_like(found, float(G[-1, 0])), rtol=1e-5, atol=0)
 
 
-def test_tensors_that_are_not_contiguous_are_refused():
-    with pytest.raises(ValueError, match="weighted_sum: expected contiguous tensors on the CPU"):
-        weighted_sum(torch.randn(4, 6)[:, :3], torch.rand(4, dtype=torch.float64))
+def test_a_draw_of_many_leaves_has_its_rare_values():
+    """Four values in 2^18 take extra bits: each is that of its own leaf and element."""
+    sizes, keys = [100_001, 0, 161_000], torch.arange(24).view(3, 8)
+    drawn = normal_values.foreach_normal(keys, sizes)
+    rare = torch.nonzero(drawn.abs() > 4.3).flatten().tolist()
+    assert len(rare) > 1
+    assert min(rare) < sizes[0] < max(rare), "in both leaves: else choose other keys"
+    assert torch.equal(drawn, normal_values.foreach_normal_reference(keys, sizes))
+
+
+# ---------------------------------------------------------------- arguments
+
+
+@pytest.mark.parametrize(
+    "G",
+    [
+        torch.randn(4, 6)[:, :3],
+        torch.randn(4, 6).double(),
+        torch._neg_view(torch.randn(4, 6)),
+        torch._efficientzerotensor(4, 6),
+        [1.0, 2.0],
+    ],
+    ids=["strided", "float64", "negative", "zero", "list"],
+)
+def test_tensors_whose_memory_is_not_what_a_loop_reads_are_refused(G):
+    out, factors = torch.empty(6, dtype=torch.float64), torch.rand(4, dtype=torch.float64)
+    with pytest.raises(ValueError, match="weighted_sum: expected a tensor"):
+        loops().weighted_sum(G, factors, out, 4, 6)
+
+
+def test_callers_make_memory_what_the_loops_read():
+    G, factors = torch.randn(4, 6), torch.rand(4, dtype=torch.float64)
+    expected = factors @ G.double()
+    for rows in (G, torch._neg_view(-G), G.T.contiguous().T):
+        for weights in (factors, torch._neg_view(-factors)):
+            torch.testing.assert_close(wide_weighted_sum(rows, weights), expected)
+    assert not wide_weighted_sum(torch._efficientzerotensor(4, 6), factors).any()
+    with cpu_operations.differentiated_once():
+        assert torch.equal(cpu_operations.gelu(torch._neg_view(-G)), cpu_operations.gelu(G))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float64])
+def test_keys_of_another_dtype_or_shape_and_negative_sizes_are_refused(dtype):
+    keys, nonces = torch.zeros(2, 8, dtype=torch.int64), torch.zeros(5, 3, dtype=torch.int64)
+    with pytest.raises(ValueError, match="foreach_normal: expected \\(2, 8\\) keys, int64"):
+        normal_values.foreach_normal(keys.to(dtype), [1, 2])
+    with pytest.raises(ValueError, match="sizes of 0 or more"):
+        normal_values.foreach_normal(keys, [300_000, -299_990])
+    for key, of in (
+        (keys[0].to(dtype), nonces),
+        (keys[0], nonces.to(dtype)),
+        (keys[0, :4], nonces),
+        (keys[0], nonces[:, :2]),
+    ):
+        with pytest.raises(ValueError, match="child_keys: expected"):
+            chacha20.child_keys(key, of)
+
+
+def test_an_element_that_was_not_drawn_is_not_taken_for_a_rare_one():
+    values = torch.tensor([0.5, math.nan, -1.0], dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="every element to be drawn"):
+        normal_values._rare_values(values)
 
 
 # ---------------------------------------------------------------- compiling and loading
 
+new_library = library.__wrapped__
+
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("FDP_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+    monkeypatch.setenv("FDP_CACHE", str(tmp_path / "parent" / "cache"))
+    return tmp_path / "parent" / "cache"
 
 
-def compiled_files(cache):
-    return sorted(path.name for path in cache.iterdir())
+@pytest.fixture
+def compiled_again(monkeypatch):
+    """Return a list that grows by one with every call of the compiler."""
+    calls, compile = [], cpu_library._compile
+    monkeypatch.setattr(cpu_library, "_compile", lambda *args: calls.append(1) or compile(*args))
+    return calls
 
 
-def damage(path):
-    """Put another file in the place of a library; the one that is loaded stays as it is."""
-    path.unlink()
-    path.write_bytes(b"not a library")
+def only_file(cache):
+    (path,) = cache.iterdir()
+    return path
 
 
-def test_the_library_is_compiled_once_and_readable_by_its_owner_only(cache, monkeypatch):
-    assert library.__wrapped__() is not None
-    (name,) = compiled_files(cache)
-    assert cache.stat().st_mode & 0o777 == 0o700 == (cache / name).stat().st_mode & 0o777
-    monkeypatch.setattr(cpu_library, "_compile", lambda *_: pytest.fail("compiled again"))
-    assert library.__wrapped__() is not None
+def test_the_library_is_compiled_once_and_readable_by_its_owner_only(cache, compiled_again):
+    for _ in range(3):
+        assert new_library() is not None
+    assert len(compiled_again) == 1
+    for path in (cache.parent, cache):
+        assert path.stat().st_mode & 0o777 == 0o700
+    assert only_file(cache).stat().st_mode & 0o777 == 0o600
 
 
 def test_another_source_compiler_or_processor_is_another_library(monkeypatch):
@@ -171,47 +241,75 @@ def test_another_source_compiler_or_processor_is_another_library(monkeypatch):
             assert cpu_library._digest(compiler, None) != first
 
 
-def test_a_library_that_others_can_write_is_compiled_anew(cache):
-    library.__wrapped__()
-    (name,) = compiled_files(cache)
-    damage(cache / name)
-    (cache / name).chmod(0o722)
-    assert library.__wrapped__() is not None
-    assert (cache / name).stat().st_mode & 0o777 == 0o700
+@pytest.mark.long
+@pytest.mark.parametrize("harm", ["one bit", "cut off", "empty", "writable by others", "a link"])
+def test_a_cached_library_that_is_not_what_was_compiled_is_not_loaded(harm, cache, compiled_again, tmp_path):
+    new_library()
+    path, content = only_file(cache), bytearray(only_file(cache).read_bytes())
+    path.unlink()
+    if harm == "one bit":
+        content[content.index(struct.pack("<d", 3.3871328727963666080))] ^= 1  # a constant of the normal law
+    path.write_bytes(content[: len(content) // 2] if harm == "cut off" else b"" if harm == "empty" else content)
+    path.chmod(0o622 if harm == "writable by others" else 0o600)
+    if harm == "a link":
+        path.rename(tmp_path / "elsewhere.so")
+        path.symlink_to(tmp_path / "elsewhere.so")
+    assert new_library() is not None
+    assert len(compiled_again) == 2
+    assert only_file(cache) == path
+    assert new_library() is not None
+    assert len(compiled_again) == 2, "what was compiled anew is in its place"
 
 
-def test_nothing_is_loaded_from_a_folder_that_others_can_write(cache):
-    library.__wrapped__()
-    (name,) = compiled_files(cache)
-    damage(cache / name)
-    cache.chmod(0o777)
-    assert library.__wrapped__() is not None
-    assert (cache / name).read_bytes().startswith(b"not a library")
+def test_a_library_that_gives_other_numbers_is_not_used(cache, monkeypatch):
+    monkeypatch.setattr(cpu_library, "DRAWN", {0: 0.21609778664313})
+    assert new_library() is None
 
 
+@pytest.mark.long
 def test_a_cache_that_cannot_be_made_is_done_without(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("FDP_CACHE", str(tmp_path / "file" / "cache"))
-    assert library.__wrapped__() is not None
+    assert new_library() is not None
+    monkeypatch.setenv("FDP_CACHE", "~nobody-of-this-name/cache")
+    assert new_library() is not None
 
 
-def test_without_a_compiler_or_with_one_that_fails_there_is_no_library(cache, tmp_path, monkeypatch):
+@pytest.mark.long
+@pytest.mark.parametrize("script", ["exit 1", "exit 0", 'exec gcc "$@" -ffast-math', "sleep 60"])
+def test_without_a_compiler_that_does_as_told_there_is_no_library(script, cache, tmp_path, monkeypatch):
     bad = tmp_path / "bin" / "cc"
     bad.parent.mkdir()
-    bad.write_text("#!/bin/sh\nexit 1\n")
+    bad.write_text(f"#!/bin/sh\n{script}\n")
     bad.chmod(0o755)
-    monkeypatch.setattr(cpu_library, "COMPILERS", (str(bad),))
-    assert library.__wrapped__() is None
-    monkeypatch.setattr(cpu_library, "COMPILERS", ("no-such-compiler",))
-    assert library.__wrapped__() is None
+    monkeypatch.setattr(cpu_library, "COMPILE_SECONDS", 0.5 if script.startswith("sleep") else 20)
+    monkeypatch.setattr(cpu_library, "COMPILERS", (str(bad), "no-such-compiler"))
+    assert new_library() is None
+    monkeypatch.setattr(cpu_library, "COMPILERS", (str(bad), "gcc"))
+    assert (new_library() is None) == script.startswith("sleep"), "another one is tried, unless one hangs"
 
 
+@pytest.mark.long
 def test_without_openmp_the_loops_run_on_one_thread(cache, monkeypatch, threads):
     monkeypatch.setattr(cpu_library, "_openmp_of_torch", lambda: None)
-    alone = library.__wrapped__()
+    alone = new_library()
     assert alone is not None
     torch.set_num_threads(2)
     bits = torch.randint(-(2**63), 2**63 - 1, (3001,))
     out = torch.empty(3001, dtype=torch.float64)
     alone.normal_from_bits(bits, out, 3001)
     assert torch.equal(out.view(torch.int64), normal(bits))
+
+
+@pytest.mark.long
+def test_other_instructions_give_the_same_bits(cache, monkeypatch):
+    """Every operation is rounded by itself: neither vectors nor optimisation change a bit."""
+    monkeypatch.setattr(cpu_library, "FLAGS", (*cpu_library.FLAGS, "-O1", "-fno-tree-vectorize"))
+    other = new_library()
+    assert other is not None
+    bits, x, out = torch.randint(-(2**63), 2**63 - 1, (70_001,)), torch.randn(5001) * 5, torch.empty(2, 5001)
+    drawn = torch.empty(70_001, dtype=torch.float64)
+    other.normal_from_bits(bits, drawn, len(bits))
+    other.gelu_and_slope(x, out[0], out[1], len(x), LINEAR, CUBIC, MOST)
+    assert torch.equal(drawn.view(torch.int64), normal(bits))
+    assert torch.equal(out, gelu(x))
