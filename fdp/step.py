@@ -42,7 +42,7 @@ from fdp.parallel.sharding import check_placement
 from fdp.privacy.mechanism import Mechanism
 from fdp.privacy.microbatches import split_microbatches
 from fdp.stages import Precondition, Stages, make_stages
-from fdp.types import Batch, ClippedSum, Flat, Key, Metrics, Step, TrainState, Tree
+from fdp.types import Batch, ClippedSum, Key, Metrics, Step, TrainState, Tree
 
 
 def make_train_step(
@@ -168,7 +168,7 @@ def microbatch_sum(
     state: TrainState,
     data: Tree,
     mask: Float[Tensor, " batch"],
-    onto: Flat | None = None,
+    onto: ClippedSum | None = None,
 ) -> MicrobatchSum:
     """Return the clipped sum of one microbatch, added to ``onto``, with its tally and metrics."""
     weights, maps = work

@@ -179,9 +179,9 @@ def _check(total: ClippedSum, noise_multiplier: float) -> None:
         )
     if total.bound is None:
         raise FdpError(
-            "add_gaussian: expected a ClippedSum that fdp.clipped_sum made, got one made by hand: nothing vouches for "
-            "its sensitivity, which scales the noise. Use clipped_sum(stash, clip); or, for a sum that you clipped "
-            "yourself, fdp.privacy.noise.declare_sensitivity(value, sensitivity)"
+            "add_gaussian: expected a ClippedSum that fdp.clipped_sum made, got one made by hand, or of a Clip made by "
+            "hand: nothing vouches for its sensitivity, which scales the noise. Use clipped_sum(stash, clip); or, for "
+            "a sum that you clipped yourself, fdp.privacy.noise.declare_sensitivity(value, sensitivity)"
         )
     if not 0 < noise_multiplier < math.inf:
         raise FdpError(
