@@ -22,6 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fdp import keys
+from fdp.arguments import positive_number, probability
 from fdp.privacy.noise import noised
 from fdp.types import A_TENSOR, OWN_FACTORS, Bound, Clip, FdpError, Key, Norms, Path, Tree
 
@@ -77,6 +78,8 @@ def clip_to(norms: Norms, *, max_norm: float | Tensor) -> Clip:
     Guarantees:
       - one sample moves the sum by at most ``max_norm``, which is the Clip's sensitivity.
     """
+    if not isinstance(max_norm, Tensor):
+        _positive("max_norm", max_norm)
     total = norms.total()
     factors = clip_factors(total, max_norm=max_norm)
     # Filled on the device: a copy from the host could not be captured in a CUDA graph.
@@ -165,8 +168,7 @@ def quantile(*, max_norm: float, target_quantile: float, learning_rate: float, c
     _positive("max_norm", max_norm)
     _positive("count_noise", count_noise)
     _positive("learning_rate", learning_rate)
-    if not 0 < target_quantile < 1:
-        raise FdpError(f"target_quantile: expected a number in (0, 1), got {target_quantile}")
+    probability("target_quantile", target_quantile)
 
     def clip(norms: Norms, bound: Tensor) -> Clip:
         return clip_to(norms, max_norm=bound)
@@ -205,6 +207,5 @@ def _joined(norms: Norms, parts: Sequence[Clip]) -> Clip:
     return Clip({path: factors[path] for path in norms.squared}, bound, bound=said)
 
 
-def _positive(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise FdpError(f"{name}: expected a positive number, got {value}; it bounds what one sample can do")
+def _positive(name: str, value: float) -> float:
+    return positive_number(name, value, advice="; it bounds what one sample can do")

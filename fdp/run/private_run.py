@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from fdp import tree
+from fdp.arguments import whole_number
 from fdp.data.units import dataset_unit
 from fdp.fast.compile_modes import Compile
 from fdp.fast.out_of_memory import OutOfMemory
@@ -161,7 +162,7 @@ class PrivateRun:
         dataset, or a function of the module; it is used every ``evaluate_every`` steps (default: an epoch) and at the
         end. Ending early because of the metrics uses the data to decide: the promise stays that of all planned steps.
         """
-        every = self.steps_per_epoch if evaluate_every is None else evaluate_every
+        every = self.steps_per_epoch if evaluate_every is None else whole_number("evaluate_every", evaluate_every)
         for metrics in self:
             last = metrics.step == self.config.steps
             if evaluate is not None and (last or metrics.step % every == 0):
