@@ -405,6 +405,7 @@ def test_a_loss_that_couples_samples_of_a_later_kind_is_refused():
         make(nn.Linear(6, 2), (x, (torch.arange(256) >= 128).long()), loss=by_share_of_the_class, batch_size=64)
 
 
+@pytest.mark.filterwarnings("ignore::fdp.run.repeated_samples.RepeatsWarning")
 def test_a_sample_that_is_drawn_anew_may_be_padded():
     """A mask drawn when a sample is read is another one each time, with padding and without."""
 

@@ -160,6 +160,7 @@ def test_runs_of_one_seed_that_compute_the_same_in_another_way_share_both(how) -
     assert torch.equal(*(run.stages.key(run.key, torch.tensor(3)) for run in (here, there)))
 
 
+@pytest.mark.filterwarnings("ignore::fdp.run.repeated_samples.RepeatsWarning")
 def test_the_noise_has_the_stated_scale() -> None:
     width, z, max_norm, batch = 4000, 3.0, 0.5, 12
     wide = {
@@ -198,6 +199,7 @@ def test_an_empty_batch_is_a_step_like_any_other() -> None:
     json.dumps([record._asdict() for record in records] + [summary], allow_nan=False)
 
 
+@pytest.mark.filterwarnings("ignore::fdp.run.repeated_samples.RepeatsWarning")
 def test_a_sample_that_is_not_finite_leaves_the_other_samples_figures() -> None:
     spoiled = rows()
     spoiled.x[40:] = math.nan  # not in the example that is looked at before the run
@@ -276,6 +278,7 @@ def test_the_parameter_digest_is_of_float32_leaves_in_path_order() -> None:
     assert parameter_digest({"a": b, "b": a}) != expected
 
 
+@pytest.mark.filterwarnings("ignore::fdp.run.repeated_samples.RepeatsWarning")
 def test_the_rate_of_a_private_run_is_of_a_rounded_or_announced_number() -> None:
     """The number of samples changes between neighbours, the rate and with it noise and epsilon must not."""
     for size in (31, 40):
