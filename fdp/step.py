@@ -139,11 +139,14 @@ def join_observed(
         local = localize(state)
         step_number = gate.check(local.step, batch)
         if first_call is not None:
-            first_call(state.params, batch, lambda: sample_part(stages, state))
+            first_call(state.params, batch, stages.key(key, local.step), lambda: sample_part(stages, state))
         stages.prepare(local.params)
+        gate.enter()
         after, metrics, seen = run(local, batch, key)
+        metrics = gather_metrics(metrics, batch.mask.shape, sharding)
+        gate.leave()
         gate.remember(after.step, step_number)
-        return globalize(after, like=state), gather_metrics(metrics, batch.mask.shape, sharding), seen
+        return globalize(after, like=state), metrics, seen
 
     return explain_out_of_memory(checked_step, mark)
 

@@ -29,6 +29,7 @@ from fdp.fast.compile_modes import Compile
 from fdp.fast.out_of_memory import OutOfMemory
 from fdp.foreign.leaves import leaf_paths
 from fdp.model import Model
+from fdp.parallel.agree import group_size
 from fdp.parallel.dtensors import full_tensor
 from fdp.privacy.clipping import ClipStyle
 from fdp.privacy.guarantee import Guarantee, training_again
@@ -275,8 +276,13 @@ class PrivateRun:
                 part.training = mode
 
     def _halve_microbatch(self) -> bool:
-        """Begin again with half the microbatch, if nothing was trained yet; samples and noise stay the same."""
+        """Begin again with half the microbatch, if nothing was trained yet; samples and noise stay the same.
+
+        Not on several ranks: others would wait in the step that this one left.
+        """
         size = self.config.microbatch_size
+        if group_size(None) > 1:
+            return False
         if self.options.microbatch != "auto" or int(self.state.step) > 0 or size == 1:
             return False
         config, root = replace(self.config, microbatch_size=size // 2), self.run.root
