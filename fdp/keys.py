@@ -35,6 +35,7 @@ from fdp_kernels.normal import normal as draw_normal
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from fdp.arguments import is_whole_number, shown
 from fdp.types import FdpError, Key
 
 Window: TypeAlias = tuple[tuple[int, int], ...]
@@ -57,10 +58,12 @@ def key(seed: int | None = None) -> Key:
     """
     if seed is None:
         raw = secrets.token_bytes(32)
-    elif isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0:
-        raw = hashlib.sha256(f"fdp.keys.key seed {seed}".encode()).digest()
+    elif is_whole_number(seed) and seed >= 0:
+        raw = hashlib.sha256(f"fdp.keys.key seed {int(seed)}".encode()).digest()
     else:
-        raise FdpError(f"seed: expected a non-negative int or None, got {seed!r}; pass None for an unpredictable key")
+        raise FdpError(
+            f"seed: expected a non-negative int or None, got {shown(seed)}; pass None for an unpredictable key"
+        )
     return torch.tensor(_words(raw))
 
 

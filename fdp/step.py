@@ -42,7 +42,7 @@ from fdp.parallel.sharding import check_placement
 from fdp.privacy.mechanism import Mechanism
 from fdp.privacy.microbatches import split_microbatches
 from fdp.stages import Precondition, Stages, make_stages
-from fdp.types import Batch, ClippedSum, Flat, Key, Metrics, Step, TrainState, Tree
+from fdp.types import Batch, ClippedSum, Key, Metrics, Step, TrainState, Tree
 
 
 def make_train_step(
@@ -139,11 +139,14 @@ def join_observed(
         local = localize(state)
         step_number = gate.check(local.step, batch)
         if first_call is not None:
-            first_call(state.params, batch, lambda: sample_part(stages, state))
+            first_call(state.params, batch, stages.key(key, local.step), lambda: sample_part(stages, state))
         stages.prepare(local.params)
+        gate.enter()
         after, metrics, seen = run(local, batch, key)
+        metrics = gather_metrics(metrics, batch.mask.shape, sharding)
+        gate.leave()
         gate.remember(after.step, step_number)
-        return globalize(after, like=state), gather_metrics(metrics, batch.mask.shape, sharding), seen
+        return globalize(after, like=state), metrics, seen
 
     return explain_out_of_memory(checked_step, mark)
 
@@ -168,7 +171,7 @@ def microbatch_sum(
     state: TrainState,
     data: Tree,
     mask: Float[Tensor, " batch"],
-    onto: Flat | None = None,
+    onto: ClippedSum | None = None,
 ) -> MicrobatchSum:
     """Return the clipped sum of one microbatch, added to ``onto``, with its tally and metrics."""
     weights, maps = work

@@ -86,8 +86,11 @@ OWN_FACTORS, A_TENSOR = "own factors", "a bound of the state"
 """Origins of a sensitivity that do not name its number."""
 
 
-class Clip(NamedTuple):
-    """Clip factors of every sample, leaf by leaf; ``bound`` says who computed them.
+class Clip:
+    """Clip factors of every sample, leaf by leaf; ``bound`` says who vouches for them.
+
+    If it is None, nobody does: the factors were made by hand (``fdp.privacy.clipping.declare_clip`` vouches for those),
+    and no noise is added to their sum. Not a NamedTuple, whose ``_replace`` would keep the bound of other factors.
 
     Guarantees:
       - the sample's gradient, each leaf times its factor, has norm at most ``sensitivity``.
@@ -95,7 +98,16 @@ class Clip(NamedTuple):
 
     factors: dict[Path, Float[Tensor, " batch"]]
     sensitivity: Tensor
-    bound: Bound = Bound(OWN_FACTORS)
+    bound: Bound | None
+
+    def __init__(
+        self, factors: dict[Path, Float[Tensor, " batch"]], sensitivity: Tensor, *, bound: Bound | None = None
+    ) -> None:
+        for name, value in (("factors", factors), ("sensitivity", sensitivity), ("bound", bound)):
+            object.__setattr__(self, name, value)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise FdpError(f"Clip: expected its {name} to stay as they were made; make another: Clip(factors, sensitivity)")
 
     def smallest(self) -> Float[Tensor, " batch"]:
         """Return each sample's smallest factor over all leaves: below 1 if any part of it was clipped."""
@@ -105,10 +117,18 @@ class Clip(NamedTuple):
     def masked(self, mask: Float[Tensor, " batch"]) -> Clip:
         """Return the same clip with factor exactly 0 for every sample that is padding (mask 0)."""
         keep = mask > 0
+        return self._map(lambda f: f.where(keep, f.new_zeros(())))
+
+    def double(self) -> Clip:
+        """Return the same clip with factors in float64, in which everything is summed."""
+        return self._map(Tensor.double)
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Clip:
+        """Return the clip with ``change`` of every factor, which must not be larger; one tensor for all stays one."""
         first, *rest = self.factors.values()
         if all(f is first for f in rest):  # flat clipping has one tensor for all leaves
-            return self._replace(factors=dict.fromkeys(self.factors, first.where(keep, first.new_zeros(()))))
-        return self._replace(factors={path: f.where(keep, f.new_zeros(())) for path, f in self.factors.items()})
+            return Clip(dict.fromkeys(self.factors, change(first)), self.sensitivity, bound=self.bound)
+        return Clip({path: change(f) for path, f in self.factors.items()}, self.sensitivity, bound=self.bound)
 
 
 class ClippedSum(NamedTuple):
@@ -124,6 +144,10 @@ class ClippedSum(NamedTuple):
     value: dict[Path, Any]
     sensitivity: Tensor
     bound: Bound | None = None
+
+
+NO_SAMPLES = ClippedSum({}, torch.zeros(()))
+"""The sum of no samples, to which the first of several microbatches is added."""
 
 
 class TrainState(NamedTuple):

@@ -857,7 +857,7 @@ def sums_of(
         choices = {path: choice if path == leaf else rest for path, choice in plan.choices.items()}
         records = {path: found for path, found in stash.records.items() if path == leaf}
         stash = stash._replace(records=records, plan=plan._replace(choices=choices))
-        clip = clip._replace(factors={leaf: clip.factors[leaf]})
+        clip = Clip({leaf: clip.factors[leaf]}, clip.sensitivity)
 
     def total(mask: Tensor) -> tuple[dict[Path, Tensor], float]:
         with fast_attention(device, repeatable=again):

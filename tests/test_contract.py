@@ -40,7 +40,7 @@ from fdp.privacy.noise import add_noise
 from fdp.privacy.sampling import poisson, trusted_batch
 from fdp.stages import make_stages
 from fdp.step import init_state, make_train_step
-from fdp.types import ClippedSum, Norms
+from fdp.types import NO_SAMPLES, Clip, ClippedSum, Norms
 from tests.conftest import summed
 
 
@@ -158,7 +158,7 @@ def sums_of(
     clips = [style.clip(norms, style.init()).masked(mask) for mask in masks]
     if sum_dtype == torch.float64:
         return [summed(stash, clip, lazy=lazy) for clip in clips]
-    totals = [(lazy_clipped_sum if lazy else clipped_sum)(stash.copy(), clip, {}) for clip in clips]
+    totals = [(lazy_clipped_sum if lazy else clipped_sum)(stash.copy(), clip, NO_SAMPLES) for clip in clips]
     mechanism = Mechanism(poisson(100, expected_batch_size=BATCH), style, 1.0)
     stages = make_stages(model, sgd(0.1), mechanism=mechanism, plan=plan, execution=execution)
     assert {leaf.dtype for total in totals for leaf in total.value.values()} == {sum_dtype}
@@ -531,7 +531,12 @@ def not_clipped_at_all(monkeypatch):
 
 def sensitivity_of_one_layer_claimed_for_all(monkeypatch):
     real = clipping._joined
-    monkeypatch.setattr(clipping, "_joined", lambda n, parts: real(n, parts)._replace(sensitivity=parts[0].sensitivity))
+
+    def wrong(norms: Norms, parts: Sequence[Clip]) -> Clip:
+        clip = real(norms, parts)
+        return Clip(clip.factors, parts[0].sensitivity, bound=clip.bound)
+
+    monkeypatch.setattr(clipping, "_joined", wrong)
 
 
 def noise_skipped(monkeypatch):

@@ -14,6 +14,7 @@ KERNELS = sorted((ROOT / "kernels").rglob("*.py"))
 
 ORDER = (
     "types",
+    "arguments",
     "extras",
     "tree",
     "keys",
@@ -232,7 +233,7 @@ def test_imports_point_one_way(path):
 @pytest.mark.parametrize("step", sorted(PROOF))
 def test_the_steps_of_the_proof_stand_alone(step):
     path = ROOT / "fdp" / "privacy" / f"{step}.py"
-    assert packages_used(path) <= {"types", "tree", "keys"}
+    assert packages_used(path) <= {"types", "arguments", "tree", "keys"}
     assert packages_used(path, 1, "fdp.privacy") <= PROOF[step]
 
 

@@ -15,6 +15,7 @@ checks at a step's first call, ``fdp train`` at its start.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from enum import Enum
 from functools import cache
@@ -34,7 +35,7 @@ from fdp.parallel.agree import gather_values
 from fdp.parallel.dtensors import full_tensor, localize
 from fdp.parallel.sharding import Sharding, abstract_params
 from fdp.privacy.microbatches import split_microbatches
-from fdp.types import Batch, FdpError, Tree
+from fdp.types import Batch, FdpError, Key, Tree
 
 NORM_CHECK_MAX_PARAMETERS = 20_000_000
 """Largest number of parameters for which per-sample norms are compared with ``vmap(grad)``."""
@@ -110,6 +111,22 @@ def first_samples(data: Tree, count: int) -> Tree:
     return tree.map(lambda leaf: leaf[which.to(leaf.device)], data)
 
 
+def check_same_noise(noise_key: Key) -> None:
+    """Refuse ranks that would draw different noise, since then they draw different samples, or bound them otherwise.
+
+    The key of a step's noise follows from the key of the run, the mechanism, the optimizer and the model.
+    """
+    digest = hashlib.sha256(str(noise_key.tolist()).encode()).hexdigest()
+    if len(set(gather_values(digest, None))) > 1:
+        error = FdpError(
+            "ranks: expected the same key, mechanism, optimizer and model on every rank, got another one on some: with "
+            "another key every rank draws samples of its own, and one that two ranks draw counts twice. Give every "
+            "rank root = fdp.shared_key(fdp.key(), sharding), and the same settings"
+        )
+        error.everywhere = True
+        raise error
+
+
 class FirstCall:
     """A function that checks the model, and the sizes of the plan, on the first batch of a step, and never again."""
 
@@ -117,10 +134,10 @@ class FirstCall:
         self.model, self.plan, self.sharding = model, plan, sharding
         self.done = False
 
-    def __call__(self, params: Tree, batch: Batch, part: Callable[[], SamplePart]) -> None:
+    def __call__(self, params: Tree, batch: Batch, noise_key: Key, part: Callable[[], SamplePart]) -> None:
         """Check the model unless it was checked before. Every rank calls it, with its own samples.
 
-        ``part()`` returns what :func:`fdp.checks.equal_sizes.differences` calls ``add``.
+        ``noise_key`` is that of the step, ``part()`` what :func:`fdp.checks.equal_sizes.differences` calls ``add``.
         """
         if self.done:
             return
@@ -133,6 +150,7 @@ class FirstCall:
             )
         data, _ = split_microbatches(batch)[0]
         if self.sharding is not None:
+            check_same_noise(noise_key)
             here = tree.leaves(data)[0].device
             few = tree.map(lambda leaf: leaf.cpu(), first_samples(data, REAL_SAMPLES))
             data = tree.map(lambda leaf: leaf.to(here), gather_values(few, None)[0])

@@ -68,6 +68,23 @@ class Gate:
         self.rounding = rounding
         self.sharding = sharding
         self.last_step: tuple[weakref.ref[Tensor], int, int] | None = None
+        self.running = False
+
+    def enter(self) -> None:
+        """Refuse a step after one that failed on this rank: others may hold a part of its sum, and wait for the rest.
+
+        If it were made again, they would add this rank's samples a second time.
+        """
+        if self.running:
+            raise FdpError(
+                "step: expected that the last step on this rank came to its end, got one that failed: the other ranks "
+                "may have added a part of it, and would add it twice. End all ranks and begin again from a checkpoint"
+            )
+        self.running = self.sharding is not None
+
+    def leave(self) -> None:
+        """Note that a step came to its end."""
+        self.running = False
 
     def check(self, count: Int[Tensor, ""], batch: Batch) -> int | None:
         """Refuse a batch that was not drawn for the step ``count``; return its number, None if it was not needed."""

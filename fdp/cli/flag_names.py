@@ -1,6 +1,6 @@
 """Errors in the words of the command line: the flag that was typed, not the parameter it became.
 
-    peak: expected a finite number >= 0, got -1         ->      --lr: expected a finite number >= 0, got -1
+    peak: expected a finite number, 0 or more, got -1   ->      --lr: expected a finite number, 0 or more, got -1
 
 An error of the library begins with the name of the setting that is wrong. On the command line that setting has a flag:
 the same name, or the one listed here.

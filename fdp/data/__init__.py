@@ -14,5 +14,5 @@ person_fields         the field of records that seems to name a person
 read_counts           counts of the samples that were read, and of those left out
 mixed                 private data mixed with public data
 held_out              units held out for evaluation
-digest                a fingerprint of a dataset
+digest, repeated      a fingerprint of a dataset, and how many of its samples occur more than once
 """

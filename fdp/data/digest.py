@@ -12,7 +12,7 @@ digest is not covered by any privacy budget: keep it beside the data.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fdp import tree
 from fdp.privacy.microbatches import Dataset
+from fdp.types import Tree
 
 CHUNK_ELEMENTS = 1 << 20
 """Elements hashed at a time, as the narrowest integers that hold them."""
@@ -39,15 +40,17 @@ class ArrayBacked(Protocol):
     def content(self) -> Iterable[tuple[str, Any]]: ...
 
 
-def data_digest(dataset: Dataset) -> str:
+def data_digest(dataset: Dataset, *, see: Callable[[Tree], None] | None = None) -> str:
     """Return SHA-256 of the size and of every sample, to notice that they are not the same data.
+
+    If samples have to be fetched, ``see`` is called with some of them at a time, until it has seen all.
 
     Guarantees:
       - a change of one value of one sample changes it;
       - it does not depend on the integer type that tokens are stored in.
     """
     digest = hashlib.sha256(str(len(dataset)).encode())
-    for name, values in arrays_of(dataset):
+    for name, values in arrays_of(dataset, see=see):
         array = _array(values)
         digest.update(f"|{name} {array.shape}".encode())
         for chunk in _chunks(array):
@@ -57,18 +60,21 @@ def data_digest(dataset: Dataset) -> str:
     return digest.hexdigest()
 
 
-def arrays_of(dataset: Dataset) -> Iterable[tuple[str, Any]]:
+def arrays_of(dataset: Dataset, *, see: Callable[[Tree], None] | None = None) -> Iterable[tuple[str, Any]]:
     """Return the arrays that a dataset is made from, or else those of all its samples, with names."""
-    return dataset.content() if isinstance(dataset, ArrayBacked) else _fetch_all(dataset)
+    return dataset.content() if isinstance(dataset, ArrayBacked) else _fetch_all(dataset, see)
 
 
-def _fetch_all(dataset: Dataset) -> Iterator[tuple[str, Tensor]]:
+def _fetch_all(dataset: Dataset, see: Callable[[Tree], None] | None) -> Iterator[tuple[str, Tensor]]:
     """Yield the leaves of all samples, some samples at a time."""
     size = len(dataset)
     each = max(1, sum(leaf.nbytes for leaf in tree.leaves(dataset.fetch(np.arange(1)))))
     together = max(1, FETCHED_BYTES // each)
     for start in range(0, size, together):
-        yield from tree.flatten(dataset.fetch(np.arange(start, min(start + together, size)))).items()
+        samples = dataset.fetch(np.arange(start, min(start + together, size)))
+        if see is not None:
+            see(samples)
+        yield from tree.flatten(samples).items()
 
 
 def _array(values: Any) -> Any:

@@ -22,6 +22,7 @@ from torch import Tensor
 from fdp import tree
 from fdp.data.digest import data_digest
 from fdp.privacy.microbatches import Dataset
+from fdp.types import Tree
 
 MOST_COMPARED = 1 << 20
 """Samples that are compared one by one: half a minute for windows of 512 tokens."""
@@ -45,10 +46,15 @@ def count_shared(held_out: Dataset, dataset: Dataset) -> int:
 def _sample_digests(dataset: Dataset) -> Iterator[bytes]:
     """Yield SHA-256 of the names, types, shapes and values of every sample."""
     for start in range(0, len(dataset), FETCHED_SAMPLES):
-        samples = tree.flatten(dataset.fetch(np.arange(start, min(start + FETCHED_SAMPLES, len(dataset)))))
-        form = str([(path, leaf.dtype, tuple(leaf.shape[1:])) for path, leaf in samples.items()]).encode()
-        for row in np.concatenate([_bytes(leaf) for leaf in samples.values()], axis=1):
-            yield hashlib.sha256(form + row.tobytes()).digest()
+        yield from digests_of(dataset.fetch(np.arange(start, min(start + FETCHED_SAMPLES, len(dataset)))))
+
+
+def digests_of(samples: Tree) -> Iterator[bytes]:
+    """Yield SHA-256 of the names, types, shapes and values of every one of these samples."""
+    leaves = tree.flatten(samples)
+    form = str([(path, leaf.dtype, tuple(leaf.shape[1:])) for path, leaf in leaves.items()]).encode()
+    for row in np.concatenate([_bytes(leaf) for leaf in leaves.values()], axis=1):
+        yield hashlib.sha256(form + row.tobytes()).digest()
 
 
 def _bytes(leaf: Tensor) -> np.ndarray:

@@ -31,7 +31,7 @@ from fdp.gradients.accumulate import (
     make_running_sum,
 )
 from fdp.privacy.microbatches import split_microbatches
-from fdp.types import Batch, ClippedSum, FdpError, Flat, Key, Metrics, TrainState, Tree
+from fdp.types import NO_SAMPLES, Batch, ClippedSum, FdpError, Key, Metrics, TrainState, Tree
 
 
 class StepParts(NamedTuple):
@@ -44,7 +44,7 @@ class StepParts(NamedTuple):
     """
 
     begin: Callable[[TrainState, torch.device], Tree]
-    gradient: Callable[[Tree, TrainState, Tree, Tensor, Flat | None], MicrobatchSum]
+    gradient: Callable[[Tree, TrainState, Tree, Tensor, ClippedSum | None], MicrobatchSum]
     end: Callable[[TrainState, ClippedSum, Tensor, Key], tuple[TrainState, Tree]]
     mark_end: Callable[[], None]
 
@@ -136,7 +136,7 @@ class _RecordedStep:
         work, metrics, running = self.parts.begin(state, key.device), [], None
         for data, mask in microbatches:
             if running is None:
-                part = self.parts.gradient(work, state, data, mask, {})
+                part = self.parts.gradient(work, state, data, mask, NO_SAMPLES)
                 running = make_running_sum(part)
                 metrics.append(part.metrics)
                 del part

@@ -19,7 +19,7 @@ from torch import Tensor
 from fdp import tree
 from fdp.gradients.clipped_sum import clipped_sum, plain_sum
 from fdp.gradients.execution import LOCAL, Execution
-from fdp.gradients.lazy_sum import add_onto
+from fdp.gradients.lazy_sum import add_onto, with_bound_of
 from fdp.gradients.linear_maps import Sides
 from fdp.gradients.per_sample import Stash, identity, per_sample_norms
 from fdp.gradients.plan import Plan
@@ -27,8 +27,9 @@ from fdp.gradients.precondition import map_record
 from fdp.model import Model
 from fdp.parallel.gather_reduce import gather_samples
 from fdp.parallel.sharding import Sharding
+from fdp.privacy.clipping import ClipStyle
 from fdp.privacy.mechanism import Mechanism
-from fdp.types import Clip, ClippedSum, FdpError, Flat, Metrics, Path, Tree
+from fdp.types import NO_SAMPLES, Clip, ClippedSum, FdpError, Metrics, Norms, Path, Tree
 
 Preconditioners: TypeAlias = Mapping[Path, Sides]
 """The linear maps that per-sample gradients go through before they are clipped; leaves without one stay as they are."""
@@ -47,8 +48,8 @@ class MicrobatchSum(NamedTuple):
 Gradient: TypeAlias = Callable[..., MicrobatchSum]
 """``gradient(weights, clip_state, data, mask, preconditioners={}, onto=None)``: the work on one microbatch.
 
-``onto`` is the sum over earlier microbatches, to whose tensors this one is added; {} for the first of several, None for
-the only one.
+``onto`` is the sum over earlier microbatches, to whose tensors this one is added; ``NO_SAMPLES`` for the first of
+several, None for the only one.
 """
 
 
@@ -57,7 +58,7 @@ def clipped_gradient(
     mechanism: Mechanism,
     plan: Plan,
     execution: Execution = LOCAL,
-    sum_records: Callable[[Stash, Clip, Flat | None], ClippedSum] = clipped_sum,
+    sum_records: Callable[[Stash, Clip, ClippedSum | None], ClippedSum] = clipped_sum,
 ) -> Gradient:
     """Return the private work on a microbatch: per-sample norms, clip factors, clipped sum."""
 
@@ -67,14 +68,14 @@ def clipped_gradient(
         data: Tree,
         mask: Float[Tensor, " batch"],
         preconditioners: Preconditioners = NO_PRECONDITIONERS,
-        onto: Flat | None = None,
+        onto: ClippedSum | None = None,
     ) -> MicrobatchSum:
         transform = partial(map_record, preconditioners) if preconditioners else identity
         own = plan.of_size(len(mask))
         losses, norms, stash = per_sample_norms(
             model, weights, data, plan=own, execution=execution, transform=transform
         )
-        clip = mechanism.clip.clip(norms, clip_state).masked(mask)
+        clip = _vouched(mechanism.clip, norms, clip_state).masked(mask)
         total = sum_records(stash, clip, onto)
         tally = mechanism.clip.tally(norms, mask, clip_state)
         return MicrobatchSum(total, tally, Metrics(losses, norms.total(), clip.smallest(), mask))
@@ -93,10 +94,11 @@ def plain_gradient(
         data: Tree,
         mask: Float[Tensor, " batch"],
         preconditioners: Preconditioners = NO_PRECONDITIONERS,
-        onto: Flat | None = None,
+        onto: ClippedSum | None = None,
     ) -> MicrobatchSum:
         own = plan.of_size(len(mask))
-        losses, value = sum_gradients(model, weights, data, mask, plan=own, execution=execution, onto=onto)
+        before = None if onto is None else onto.value
+        losses, value = sum_gradients(model, weights, data, mask, plan=own, execution=execution, onto=before)
         metrics = Metrics(losses, torch.full_like(losses, torch.nan), torch.ones_like(losses), mask)
         return MicrobatchSum(ClippedSum(value, losses.new_full((), torch.inf)), losses.new_zeros(()), metrics)
 
@@ -106,19 +108,29 @@ def plain_gradient(
 def add_outside(gradient: Gradient, dtype: torch.dtype) -> Gradient:
     """Return the same work on a microbatch for a ``gradient`` that knows no ``onto``: its sum is added afterwards."""
 
-    def added(*args: Any, onto: Flat | None = None) -> MicrobatchSum:
+    def added(*args: Any, onto: ClippedSum | None = None) -> MicrobatchSum:
         part = gradient(*args)
         return part if onto is None else part._replace(total=_add_total(part.total, onto, dtype))
 
     return added
 
 
-def _add_total(total: ClippedSum, onto: Flat, dtype: torch.dtype) -> ClippedSum:
-    return total._replace(value=add_onto(onto, total.value, dtype))
+def _add_total(total: ClippedSum, onto: ClippedSum, dtype: torch.dtype) -> ClippedSum:
+    return with_bound_of(onto, total._replace(value=add_onto(onto.value, total.value, dtype)))
 
 
-def add_microbatches(work: Callable[[int, Flat | None], MicrobatchSum], count: int) -> MicrobatchSum:
-    """Return the sum of ``count`` microbatches, which hold different samples; ``work(i, onto)`` adds number i.
+def _vouched(style: ClipStyle, norms: Norms, state: Tree) -> Clip:
+    clip = style.clip(norms, state)
+    if clip.bound is None:
+        raise FdpError(
+            f"clip style {style.name!r}: expected a Clip that somebody vouches for, got one made by hand: its "
+            "sensitivity scales the noise. Return fdp.privacy.clipping.declare_clip(factors, sensitivity)"
+        )
+    return clip
+
+
+def add_microbatches(work: Callable[[int, ClippedSum | None], MicrobatchSum], count: int) -> MicrobatchSum:
+    """Return the sum of ``count`` microbatches of different samples; ``work(i, onto)`` adds number i and its bound.
 
     If there are several, each lazy sum is evaluated and its rows are freed before the next microbatch begins: the rows
     may be many times larger than the sum.
@@ -129,8 +141,8 @@ def add_microbatches(work: Callable[[int, Flat | None], MicrobatchSum], count: i
     """
     total, tally, metrics = None, None, []
     for i in range(count):
-        each = work(i, None if count == 1 else {} if total is None else total.value)
-        total = each.total if total is None else _joined(total, each.total)
+        each = work(i, None if count == 1 else NO_SAMPLES if total is None else total)
+        total = each.total
         tally = each.tally if tally is None else tally + each.tally
         metrics.append(each.metrics)
         del each
@@ -152,13 +164,13 @@ def clear_running_sum_(running: tuple[ClippedSum, Tensor]) -> None:
         leaf.zero_()
 
 
-def add_microbatch_(running: tuple[ClippedSum, Tensor], work: Callable[[Flat], MicrobatchSum]) -> Metrics:
+def add_microbatch_(running: tuple[ClippedSum, Tensor], work: Callable[[ClippedSum], MicrobatchSum]) -> Metrics:
     """Add a microbatch to a running sum and its tally, in place, and return its metrics.
 
     ``work(onto)`` returns the sum with the microbatch added. Every tensor of the running sum keeps its place.
     """
     total, tally = running
-    after = work(total.value)
+    after = work(total)
     if after.total.bound is None and total.bound is not None:
         raise FdpError(
             "add_microbatch_: expected a sum with a bound, as that of the microbatches before, got one without"
@@ -166,7 +178,7 @@ def add_microbatch_(running: tuple[ClippedSum, Tensor], work: Callable[[Flat], M
     for path, leaf in total.value.items():
         if after.total.value[path] is not leaf:
             leaf.copy_(after.total.value[path])
-    total.sensitivity.copy_(torch.maximum(total.sensitivity, after.total.sensitivity))
+    total.sensitivity.copy_(after.total.sensitivity)
     tally.add_(after.tally)
     return after.metrics
 
@@ -174,12 +186,6 @@ def add_microbatch_(running: tuple[ClippedSum, Tensor], work: Callable[[Flat], M
 def join_metrics(metrics: Sequence[Metrics]) -> Metrics:
     """Return the metrics of all microbatches, in order."""
     return Metrics(*(torch.cat(fields) for fields in zip(*metrics)))
-
-
-def _joined(before: ClippedSum, after: ClippedSum) -> ClippedSum:
-    """Return ``after``, the sum over the samples of both, with the bounds of both."""
-    bound = None if after.bound is None else before.bound
-    return ClippedSum(after.value, torch.maximum(before.sensitivity, after.sensitivity), bound)
 
 
 def gather_metrics(metrics: Metrics, shape: Sequence[int], sharding: Sharding | None) -> Metrics:

@@ -25,7 +25,7 @@ from fdp.gradients.costs import SumBy
 from fdp.gradients.eight_bits import StoredRecord, not_rounded
 from fdp.gradients.execution import LOCAL, Execution
 from fdp.gradients.launches import add_parts, weighted_parts
-from fdp.gradients.lazy_sum import LazySum, add_onto, single_row, take
+from fdp.gradients.lazy_sum import LazySum, add_onto, check_leaves, single_row, take, with_bound_of
 from fdp.gradients.per_sample import Stash, single_dense_records, widen, widest
 from fdp.gradients.plan import Plan
 from fdp.gradients.sample_gradients import Pair, weighted_gradient_of_uses
@@ -34,10 +34,10 @@ from fdp.model import Model
 from fdp.parallel.gather_reduce import owned_paths, reduce_stream
 from fdp.parallel.offload import wait_for_copies
 from fdp.parallel.sharding import Reduce, Sharding
-from fdp.types import Clip, ClippedSum, FdpError, Flat, Path, Tree
+from fdp.types import NO_SAMPLES, Clip, ClippedSum, FdpError, Flat, Path, Tree
 
 
-def clipped_sum(stash: Stash, clip: Clip, onto: Flat | None = None) -> ClippedSum:
+def clipped_sum(stash: Stash, clip: Clip, onto: ClippedSum | None = None) -> ClippedSum:
     """Return ``sum_b factor_b G_b`` per leaf over this rank's samples, plus ``onto``: the sum of earlier samples.
 
     A sum is computed in float64 and stored in ``Memory.sum_dtype``, in the tensors of ``onto`` if it has any. Uses up
@@ -47,16 +47,18 @@ def clipped_sum(stash: Stash, clip: Clip, onto: Flat | None = None) -> ClippedSu
 
     Guarantees:
       - every leaf in the norms is in the sum, scaled by its own factor;
-      - a sample whose factor is 0 contributes exactly 0, even if its gradient is NaN or infinite.
+      - a sample whose factor is 0 contributes exactly 0, even if its gradient is NaN or infinite;
+      - the sensitivity is the larger one of ``clip`` and ``onto``, and nobody vouches for the sum if nobody does for
+        one of the two.
     """
-    return _collect(stash, clip, _evaluated_sums, {} if onto is None else onto)
+    return _collect(stash, clip, _evaluated_sums, NO_SAMPLES if onto is None else onto)
 
 
-def lazy_clipped_sum(stash: Stash, clip: Clip, onto: Flat | None = None) -> ClippedSum:
+def lazy_clipped_sum(stash: Stash, clip: Clip, onto: ClippedSum | None = None) -> ClippedSum:
     """Return the sum of :func:`clipped_sum`, every leaf a :class:`LazySum` for whoever adds the noise in the same pass.
 
     The sums of stored per-sample gradients are not evaluated here; all others are rows of one. With ``onto``, the sum
-    of earlier samples ({} if there are none yet), everything is evaluated, block by block.
+    of earlier samples (``NO_SAMPLES`` if there are none yet), everything is evaluated, block by block.
     """
     return _collect(stash, clip, _lazy_sums, onto)
 
@@ -100,12 +102,26 @@ _BlockSums: TypeAlias = Callable[[dict[Path, list[StoredRecord]], Clip, set[Path
 """Weighted sums of a block's stored records: ``sums(records, clip, used several times)``."""
 
 
-def _collect(stash: Stash, clip: Clip, block_sums: _BlockSums, onto: Flat | None) -> ClippedSum:
+def _collect(stash: Stash, clip: Clip, block_sums: _BlockSums, onto: ClippedSum | None) -> ClippedSum:
+    if onto is not None:
+        _check_onto(onto, clip)
     stream = _weighted_blocks(stash, clip, block_sums)
-    total = _add_blocks(stream, stash.weights, onto, stash.weights.execution.memory.sum_dtype)
+    total = _add_blocks(
+        stream, stash.weights, None if onto is None else onto.value, stash.weights.execution.memory.sum_dtype
+    )
     if set(total) != set(clip.factors):
         raise FdpError(f"clipped_sum: leaves {sorted(set(total) ^ set(clip.factors))} are in the norms or the sum only")
-    return ClippedSum({path: total[path] for path in clip.factors}, clip.sensitivity, clip.bound)
+    found = ClippedSum({path: total[path] for path in clip.factors}, clip.sensitivity, clip.bound)
+    return found if onto is None else with_bound_of(onto, found)
+
+
+def _check_onto(onto: ClippedSum, clip: Clip) -> None:
+    if not isinstance(onto, ClippedSum):
+        raise FdpError(
+            f"clipped_sum: expected onto, the sum of earlier samples, as a ClippedSum, got {type(onto).__name__}: the "
+            "noise must cover the bound that those samples were clipped to. Give what the last clipped_sum returned"
+        )
+    check_leaves("clipped_sum", onto, clip.factors)
 
 
 def _add_blocks(
@@ -130,7 +146,7 @@ def _reduced_per_microbatch(sharding: Sharding | None) -> Sharding | None:
 def _weighted_blocks(stash: Stash, clip: Clip, block_sums: _BlockSums) -> Iterator[dict[Path, Any]]:
     """Yield, block by block, the weighted sums of the leaves that are complete with it."""
     weights, plan = stash.weights, stash.plan
-    clip = _wide_factors(clip)
+    clip = clip.double()
     blocks = range(len(weights.model.blocks))
     times = Counter(use.path for uses in plan.uses for use in uses)
     several = {path for path, count in times.items() if count > 1}
@@ -197,14 +213,6 @@ def _lazy_sums(records: dict[Path, list[StoredRecord]], clip: Clip, several: set
             ones[len(parts)] = parts.new_ones(len(parts), dtype=torch.float64)
         lazy[path] = LazySum(parts, ones[len(parts)])
     return {path: lazy[path] for path in records}
-
-
-def _wide_factors(clip: Clip) -> Clip:
-    """Return the factors in float64, in which everything is summed. A tensor shared by all leaves is cast once."""
-    first, *rest = clip.factors.values()
-    if all(f is first for f in rest):
-        return clip._replace(factors=dict.fromkeys(clip.factors, first.double()))
-    return clip._replace(factors={path: f.double() for path, f in clip.factors.items()})
 
 
 def _plain(

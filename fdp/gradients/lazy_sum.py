@@ -3,12 +3,13 @@
 sum_s factors_s rows_s
 
 >>> total = evaluate(total)                       # a ClippedSum whose leaves are tensors
->>> total = add_sums(total, more)                 # different samples, clipped to the same bound
+>>> total = add_sums(total, more)                 # different samples: the larger sensitivity of the two
 >>> value = add_onto(value, part, torch.float32)  # leaf by leaf, each rounded once
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fdp.parallel.offload import add_on_device_, to_cpu
-from fdp.types import ClippedSum, Flat, Path
+from fdp.types import Bound, ClippedSum, FdpError, Flat, Path
 
 
 class LazySum(NamedTuple):
@@ -53,17 +54,46 @@ def evaluate(total: ClippedSum) -> ClippedSum:
 
 
 def add_sums(total: ClippedSum, more: ClippedSum) -> ClippedSum:
-    """Return the sum over the samples of both, which must be different samples, clipped to the same bound.
+    """Return the sum over the samples of both, which must be different samples.
 
     Uses up both: each leaf is freed as soon as it is added.
 
     Guarantees:
-      - the sensitivity is that of one: a sample is in one of the two sums only;
-      - nobody vouches for the sum if nobody does for one of the two.
+      - those of :func:`with_bound_of`.
     """
+    check_leaves("add_sums", total, more.value)
+    if not total.value:
+        return more
+    bounded = with_bound_of(total, more)
     value = {path: _add_leaves(take(total.value, path), take(more.value, path)) for path in list(total.value)}
-    bound = None if more.bound is None else total.bound
-    return ClippedSum(value, torch.maximum(total.sensitivity, more.sensitivity), bound)
+    return bounded._replace(value=value)
+
+
+def with_bound_of(before: ClippedSum, total: ClippedSum) -> ClippedSum:
+    """Return ``total``, the sum over the samples of ``before`` and of others, with a bound for all of them.
+
+    Guarantees:
+      - the sensitivity is the larger one of the two: a sample is in ``before`` or among the others, never in both;
+      - nobody vouches for the sum if nobody does for one of the two;
+      - the origin names the numbers of both, so that sums with other bounds share no noise.
+    """
+    if not before.value:
+        return total
+    sensitivity = torch.maximum(before.sensitivity, total.sensitivity)
+    return total._replace(sensitivity=sensitivity, bound=_origin_of_both(before.bound, total.bound))
+
+
+def check_leaves(name: str, before: ClippedSum, leaves: Collection[Path]) -> None:
+    """Refuse a sum of other leaves, for the function of this name; the sum of no samples has none."""
+    if before.value and (odd := sorted(set(before.value) ^ set(leaves))):
+        raise FdpError(f"{name}: expected two sums of the same leaves, got {odd} in one of the two only")
+
+
+def _origin_of_both(one: Bound | None, other: Bound | None) -> Bound | None:
+    if one is None or other is None or one == other:
+        return None if one is None else other
+    parts = [*one.by.split(" + "), *other.by.split(" + ")]
+    return Bound(" + ".join(sorted(set(parts))))
 
 
 def add_onto(before: Flat, leaves: dict[Path, Any], dtype: torch.dtype, device: torch.device | None = None) -> Flat:

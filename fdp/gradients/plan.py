@@ -35,7 +35,7 @@ from fdp import tree
 from fdp.gradients.costs import Choice, NormBy, Rates, SumBy, candidates, rates_of, second_backward
 from fdp.gradients.taps import Use, batch_size_of
 from fdp.gradients.timing import Timings, signature
-from fdp.gradients.trace_uses import check_layouts, retrace_layouts, trace_uses
+from fdp.gradients.trace_uses import check_layouts, check_no_draws, retrace_layouts, trace_uses
 from fdp.model import Model
 from fdp.types import FdpError, Path, Tree
 
@@ -131,16 +131,12 @@ def make_plan(
     that goes on with the noise it had; default: those for which that is cheapest.
 
     Guarantees:
-      - every trainable leaf has a choice: one that no block uses is an error naming it, never a silent skip.
+      - every trainable leaf has a choice: one that no block uses is an error naming it, never a silent skip;
+      - no model that draws random numbers has a second backward, whose gradients would be others than those measured.
     """
     if stored_dtype not in STORED_DTYPES:
         raise FdpError(f"stored_dtype: expected torch.int8, or None for the compute dtype, got {stored_dtype}")
-    flat, batch_size = tree.flatten(params), batch_size_of(microbatch)
-    if batch_size == 0:
-        raise FdpError(
-            "microbatch: expected at least one sample, got none; an empty batch is a microbatch of padding with a "
-            "mask, as fdp.sample_batch makes it"
-        )
+    flat, batch_size = tree.flatten(params), _count_samples(microbatch)
     materialized, watched = _materialized(model, method), _watched(model, method)
     uses, layouts = trace_uses(model, flat, microbatch, dtype, watched)
     check_layouts(layouts, retrace_layouts(model, flat, microbatch, dtype, watched), batch_size)
@@ -163,6 +159,8 @@ def make_plan(
     choices = {path: _choose(options[path], by_leaf[path], method, rates) for path in by_leaf}
     if method in BUDGETED_METHODS and memory_budget is not None:
         choices = _fit_budget(choices, options, by_leaf, memory_budget - sum(sizes.values()), rates)
+    if any(choice.sum is SumBy.SECOND_BACKWARD for choice in choices.values()):
+        check_no_draws(model, flat, microbatch, dtype, watched, method.value)
     return Plan(method, uses, by_vmap | choices, model.trainable, batch_size, dtype, stored_dtype=stored_dtype)
 
 
@@ -212,6 +210,16 @@ def explain_rows(plan: Plan) -> list[tuple[Use, Choice]]:
     used = {use.path for use in uses}
     uses += [Use(path, path, "any", (), (), ()) for path in plan.choices if path not in used]
     return [(use, plan.choices[use.path]) for use in uses]
+
+
+def _count_samples(microbatch: Tree) -> int:
+    size = batch_size_of(microbatch)
+    if size == 0:
+        raise FdpError(
+            "microbatch: expected at least one sample, got none; an empty batch is a microbatch of padding with a "
+            "mask, as fdp.sample_batch makes it"
+        )
+    return size
 
 
 def _materialized(model: Model, method: Method) -> frozenset[Path]:

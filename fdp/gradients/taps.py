@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fdp import tree
 from fdp.cpu_operations import sum_over_tokens
+from fdp.gradients.random_draws import RandomDraws
 from fdp.gradients.rules import Dense, Record, Rule
 from fdp.gradients.vjp import vjp
 from fdp.types import FdpError, Flat, Path, Tree
@@ -109,6 +110,7 @@ class Tape:
         self.changed: list[str] = []  # attributes that a foreign module changed, and that were restored
         self.outputs: list[tuple[str, Tensor, int]] = []  # in a trace: every use's output and its version
         self.versions: list[tuple[Path, Tensor, int]] = []  # in a trace: every use's input and its version
+        self.draws: set[str] = set()  # in a trace: operations that draw random numbers
         self.written: frozenset[str] = frozenset()  # uses whose output is written in place later
 
     def output(self, rule: Rule, x: Tensor, leaf: Watched, options: dict[str, Any]) -> Tensor:
@@ -263,7 +265,7 @@ def trace_tape(
 
     weights = {path: fake(leaves[path]) for path in tree.leaves(block.params)}
     tape = Tape(batch_size_of(data), None, attached=attached)
-    with mode, torch.no_grad():
+    with mode, RandomDraws(tape.draws), torch.no_grad():
         out = block.apply(watch(block, weights, trainable, tape), tree.map(fake, carry), tree.map(fake, data))
     tape.written_outputs()
     names = [use.name for use in tape.uses]

@@ -85,6 +85,20 @@ def retrace_layouts(
     return trace_uses(model, flat, more, dtype, watched)[1]
 
 
+def check_no_draws(
+    model: Model, flat: Flat, microbatch: Tree, dtype: torch.dtype, watched: frozenset[Path], method: str
+) -> None:
+    """Refuse a model that draws random numbers, for a method that computes it again for the sum."""
+    tapes, _ = trace_model(model, flat, microbatch, dtype, watched)
+    if draws := sorted(set().union(*(tape.draws for tape in tapes if tape is not None))):
+        raise FdpError(
+            f"{model.name}: expected a model that computes the same twice, since {method} goes back a second time for "
+            f"the sum, got one that draws random numbers ({', '.join(draws)}): a sample's norm would be that of "
+            f"another gradient than the sum adds. Use the method 'auto' without a memory budget, or draw from a "
+            f"key in the data"
+        )
+
+
 def _assume_output(
     model: Model,
     block: Block,

@@ -1,36 +1,34 @@
 """Argument checks of optimizers. An error says what was expected, what was given, where, and what to do.
 
->>> nonnegative("learning_rate", -1.0)             # learning_rate: expected a number >= 0, got -1.0
+>>> nonnegative("learning_rate", -1.0)             # learning_rate: expected a finite number, 0 or more, got -1.0
 >>> check_fits("grads", params, grads)             # names the path that misfits
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from torch import Tensor
 
 from fdp import tree
+from fdp.arguments import is_number, nonnegative_number, positive_number, shown
 from fdp.types import FdpError, Tree
 
 
 def nonnegative(name: str, value: float) -> None:
     """Raise unless ``0 <= value < inf``."""
-    if not 0 <= value < math.inf:
-        raise FdpError(f"{name}: expected a finite number >= 0, got {value}")
+    nonnegative_number(name, value)
 
 
 def positive(name: str, value: float) -> None:
     """Raise unless ``0 < value < inf``."""
-    if not 0 < value < math.inf:
-        raise FdpError(f"{name}: expected a finite number > 0, got {value}")
+    positive_number(name, value)
 
 
 def decay_rate(name: str, value: float) -> None:
     """Raise unless ``0 <= value < 1``."""
-    if not 0 <= value < 1:
-        raise FdpError(f"{name}: expected a decay rate in [0, 1), got {value}")
+    if not is_number(value) or not 0 <= value < 1:
+        raise FdpError(f"{name}: expected a decay rate in [0, 1), got {shown(value)}")
 
 
 def floating(params: Tree) -> None:

@@ -21,6 +21,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from fdp.arguments import whole_number
 from fdp.optimizers import checks
 from fdp.types import FdpError
 
@@ -96,5 +97,4 @@ def _progress(step: Int[Tensor, ""], steps: int) -> Float[Tensor, ""]:
 
 
 def _count(name: str, value: int) -> None:
-    if value < 1:
-        raise FdpError(f"{name}: expected a whole number >= 1, got {value}")
+    whole_number(name, value)

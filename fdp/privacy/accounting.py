@@ -29,6 +29,7 @@ import numpy as np
 from dp_accounting.rdp import rdp_privacy_accountant
 from scipy.optimize import root_scalar
 
+from fdp.arguments import nonnegative_number, positive_number, probability, whole_number
 from fdp.privacy import sampling as sampling_
 from fdp.privacy.clipping import ClipStyle
 from fdp.privacy.composition import Composition
@@ -71,10 +72,9 @@ class Accountant(Enum):
 def effective_noise_multiplier(mechanism: Mechanism) -> float:
     """Return ``z_eff``, the noise multiplier of sum and quantile count together; at most the sum's own."""
     z, count_noise = mechanism.noise_multiplier, mechanism.clip.count_noise
-    if not math.isfinite(z) or z < 0:
-        raise FdpError(f"noise_multiplier: expected a finite number, 0 or more, got {z}")
-    if count_noise is not None and not count_noise >= 0:
-        raise FdpError(f"clip.count_noise: expected None or a number, 0 or more, got {count_noise}")
+    nonnegative_number("noise_multiplier", z)
+    if count_noise is not None:
+        nonnegative_number("clip.count_noise", count_noise)
     if z == 0 or count_noise == 0:
         return 0.0
     return z if count_noise is None else 1.0 / math.hypot(1.0 / z, 0.5 / count_noise)
@@ -88,12 +88,10 @@ def event(mechanism: Mechanism, steps: int) -> dp_accounting.DpEvent:
         of every release of statistics in these steps;
       - no noise on the sum, on a released count or on statistics makes it a ``NonPrivateDpEvent``.
     """
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise FdpError(f"steps: expected a whole number, 1 or more, got {steps!r}")
+    steps = whole_number("steps", steps)
     parts: list[Any] = [_composed_event(mechanism.sampling, effective_noise_multiplier(mechanism), steps)]
     if (more := mechanism.statistics) is not None:
-        if not math.isfinite(more.noise_multiplier) or more.noise_multiplier < 0:
-            raise FdpError(f"statistics.noise_multiplier: expected a finite number, 0 or more, got {more}")
+        nonnegative_number("statistics.noise_multiplier", more.noise_multiplier)
         parts.append(_composed_event(more.sampling, more.noise_multiplier, more.releases(steps)))
     if None in parts:
         return dp_accounting.NonPrivateDpEvent()
@@ -115,8 +113,7 @@ def epsilon(mechanism: Mechanism, *, steps: int, delta: float, accountant: Accou
 
 def delta(mechanism: Mechanism, *, steps: int, epsilon: float, accountant: Accountant = Accountant.PLD) -> float:
     """Return the delta of ``steps`` steps at ``epsilon``, an upper bound; by PLD at least ``SMALLEST_DELTA``."""
-    if not epsilon >= 0:
-        raise FdpError(f"epsilon: expected a number, 0 or more, got {epsilon}")
+    nonnegative_number("epsilon", epsilon)
     total = event(mechanism, steps)
     if not parts_of(total):
         return 1.0
@@ -201,8 +198,8 @@ def noise_multiplier_for(
       - by the same accountant, the mechanism with this multiplier has an epsilon of at most ``epsilon``;
       - a budget that cannot be met is an error, not a best effort.
     """
-    if not (math.isfinite(epsilon) and epsilon > 0):
-        raise FdpError(f"epsilon: expected a finite target above 0, got {epsilon}")
+    positive_number("epsilon", epsilon)
+    steps = whole_number("steps", steps)
     _check_delta(delta, accountant)
     _check_left(before, epsilon, delta, accountant)
 
@@ -318,8 +315,7 @@ def _check_left(before: Any, epsilon: float, delta: float, accountant: Accountan
 
 
 def _check_delta(delta: float, accountant: Accountant) -> None:
-    if not 0 < delta < 1:
-        raise FdpError(f"delta: expected a probability in (0, 1), got {delta}; well below 1 / population is usual")
+    probability("delta", delta, advice="; well below 1 / population is usual")
     if accountant is Accountant.PLD and delta < SMALLEST_DELTA:
         raise FdpError(
             f"delta: expected at least {SMALLEST_DELTA:g} for the PLD accountant, whose arithmetic is not "

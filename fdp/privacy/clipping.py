@@ -22,8 +22,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fdp import keys
+from fdp.arguments import positive_number, probability
 from fdp.privacy.noise import noised
-from fdp.types import A_TENSOR, Bound, Clip, FdpError, Key, Norms, Path, Tree
+from fdp.types import A_TENSOR, OWN_FACTORS, Bound, Clip, FdpError, Key, Norms, Path, Tree
 
 # One float32 rounding of the quotient and one of each product may go up; two units in the last place compensate.
 COUNT_NOISE_SHARE = 20
@@ -77,12 +78,23 @@ def clip_to(norms: Norms, *, max_norm: float | Tensor) -> Clip:
     Guarantees:
       - one sample moves the sum by at most ``max_norm``, which is the Clip's sensitivity.
     """
+    if not isinstance(max_norm, Tensor):
+        _positive("max_norm", max_norm)
     total = norms.total()
     factors = clip_factors(total, max_norm=max_norm)
     # Filled on the device: a copy from the host could not be captured in a CUDA graph.
     bound = max_norm.to(total) if isinstance(max_norm, Tensor) else total.new_full((), max_norm)
     said = A_TENSOR if isinstance(max_norm, Tensor) else f"{float(max_norm)}"
-    return Clip(dict.fromkeys(norms.squared, factors), bound, Bound(f"clipped to {said}"))
+    return Clip(dict.fromkeys(norms.squared, factors), bound, bound=Bound(f"clipped to {said}"))
+
+
+def declare_clip(factors: dict[Path, Float[Tensor, " batch"]], sensitivity: Float[Tensor, ""]) -> Clip:
+    """Return clip factors of your own, with the sensitivity that you state, unchecked; for a ``ClipStyle`` of your own.
+
+    Nothing checks that every sample's gradient, each leaf times its factor, has norm at most ``sensitivity``, nor that
+    a sample's factors depend on no other sample. The stated epsilon holds only if both are true.
+    """
+    return Clip(factors, sensitivity, bound=Bound(OWN_FACTORS))
 
 
 def flat(*, max_norm: float) -> ClipStyle:
@@ -100,7 +112,7 @@ def automatic(*, max_norm: float, gamma: float = 0.01) -> ClipStyle:
         total = norms.total()
         factors = normalising_factors(total, max_norm=max_norm, gamma=gamma)
         bound = Bound(f"normalised to {float(max_norm)}, {float(gamma)}")
-        return Clip(dict.fromkeys(norms.squared, factors), total.new_full((), max_norm), bound)
+        return Clip(dict.fromkeys(norms.squared, factors), total.new_full((), max_norm), bound=bound)
 
     return _static("automatic", clip)
 
@@ -156,8 +168,7 @@ def quantile(*, max_norm: float, target_quantile: float, learning_rate: float, c
     _positive("max_norm", max_norm)
     _positive("count_noise", count_noise)
     _positive("learning_rate", learning_rate)
-    if not 0 < target_quantile < 1:
-        raise FdpError(f"target_quantile: expected a number in (0, 1), got {target_quantile}")
+    probability("target_quantile", target_quantile)
 
     def clip(norms: Norms, bound: Tensor) -> Clip:
         return clip_to(norms, max_norm=bound)
@@ -192,10 +203,9 @@ def _joined(norms: Norms, parts: Sequence[Clip]) -> Clip:
     finite = torch.isfinite(norms.total())  # a sample that is not finite in one leaf contributes to none
     factors = {path: factor * finite for part in parts for path, factor in part.factors.items()}
     bound = torch.stack([part.sensitivity for part in parts]).square().sum().sqrt()
-    said = Bound(f"groups: {'; '.join(part.bound.by for part in parts)}")
-    return Clip({path: factors[path] for path in norms.squared}, bound, said)
+    said = Bound(f"groups: {'; '.join(part.bound.by for part in parts if part.bound is not None)}")
+    return Clip({path: factors[path] for path in norms.squared}, bound, bound=said)
 
 
-def _positive(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise FdpError(f"{name}: expected a positive number, got {value}; it bounds what one sample can do")
+def _positive(name: str, value: float) -> float:
+    return positive_number(name, value, advice="; it bounds what one sample can do")

@@ -10,10 +10,10 @@ and the clipping bound C apart; their product is taken in one place, :func:`fdp.
 
 from __future__ import annotations
 
-import math
 from enum import Enum
 from typing import NamedTuple
 
+from fdp.arguments import is_number, positive_number, shown, whole_number
 from fdp.privacy.clipping import ClipStyle
 from fdp.privacy.sampling import Poisson
 from fdp.types import FdpError
@@ -48,10 +48,8 @@ class Statistics(NamedTuple):
 def statistics(sampling: Poisson, *, max_norm: float, noise_multiplier: float, period: int) -> Statistics:
     """Return checked :class:`Statistics`."""
     for name, value in (("max_norm", max_norm), ("noise_multiplier", noise_multiplier)):
-        if not (math.isfinite(value) and value > 0):
-            raise FdpError(f"statistics.{name}: expected a finite number above 0, got {value}")
-    if isinstance(period, bool) or not isinstance(period, int) or period < 1:
-        raise FdpError(f"statistics.period: expected a whole number of steps, 1 or more, got {period!r}")
+        positive_number(f"statistics.{name}", value)
+    period = whole_number("statistics.period", period, of=" of steps")
     return Statistics(sampling, max_norm, noise_multiplier, period)
 
 
@@ -86,9 +84,9 @@ def check_noise(mechanism: Mechanism) -> None:
     z, none = mechanism.noise_multiplier, mechanism.noise is Noise.NONE
     if none and z != 0:
         raise FdpError(f"noise_multiplier: expected 0 in a mechanism without noise, got {z}; use Mechanism(...)")
-    if not none and not 0 < z < math.inf:
+    if not none and not (is_number(z) and z > 0):
         raise FdpError(
-            f"noise_multiplier: expected a finite number above 0 for private training, got {z}. The noise for a budget "
-            f"is fdp.noise_multiplier_for(sampling, clip, epsilon=..., delta=..., steps=...). To clip and add no "
-            f"noise, which is not private, say so: fdp.privacy.mechanism.without_noise(sampling, clip)"
+            f"noise_multiplier: expected a finite number above 0 for private training, got {shown(z)}. The noise for a "
+            f"budget is fdp.noise_multiplier_for(sampling, clip, epsilon=..., delta=..., steps=...). To clip and add "
+            f"no noise, which is not private, say so: fdp.privacy.mechanism.without_noise(sampling, clip)"
         )

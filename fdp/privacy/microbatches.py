@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+from typing import Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fdp import tree
+from fdp.arguments import whole_number
 from fdp.types import Batch, FdpError, RowGroups, Tree
 
 OVERHEAD_ROWS = 0.5
@@ -82,10 +83,8 @@ def samples_per_rank(microbatch_size: int, sizes: Sequence[int], *, ranks: int) 
 
 def check_sizes(microbatch_size: int | Sequence[int]) -> tuple[int, ...]:
     """Return the sizes as a tuple; raise :class:`FdpError` unless they fall and are multiples of the last."""
-    sizes = tuple(microbatch_size) if isinstance(microbatch_size, Sequence) else (microbatch_size,)
-    for size in sizes:
-        if not is_whole_number(size) or size < 1:
-            raise FdpError(f"microbatch_size: expected a whole number, 1 or more, got {size!r}")
+    given = microbatch_size if isinstance(microbatch_size, list | tuple) else (microbatch_size,)
+    sizes = tuple(whole_number("microbatch_size", size) for size in given)
     if not sizes or any(more <= less for more, less in pairwise(sizes)) or any(size % sizes[-1] for size in sizes):
         raise FdpError(
             f"microbatch_size: expected sizes such as (64, 32, 16), each smaller than the one before and a multiple of "
@@ -209,7 +208,3 @@ def _rows(leaf: Tensor | np.ndarray, flat: Int[Tensor, " rows"]) -> Tensor:
 
 def _at(path: str) -> str:
     return f".{path}" if path else ""
-
-
-def is_whole_number(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -18,7 +18,6 @@ The scale s = z C is computed in one place, :func:`noise_deviation`; the fused u
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -27,6 +26,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fdp import keys
+from fdp.arguments import positive_number
 from fdp.types import Bound, ClippedSum, FdpError, Flat, Key, Path, ShardWindow
 
 GRID_BITS = 20
@@ -150,9 +150,7 @@ def declare_sensitivity(value: Flat, sensitivity: float | Float[Tensor, ""]) -> 
     """
     if isinstance(sensitivity, Tensor) and sensitivity.ndim:
         raise FdpError(f"sensitivity: expected a number, got a tensor of shape {tuple(sensitivity.shape)}")
-    number = float(sensitivity)
-    if not 0 < number < math.inf:
-        raise FdpError(f"sensitivity: expected a finite number above 0, got {number}")
+    number = positive_number("sensitivity", float(sensitivity) if isinstance(sensitivity, Tensor) else sensitivity)
     first = next(iter(value.values()))
     bound = torch.full((), number, dtype=torch.float64, device=first.device)
     return ClippedSum(value, bound, Bound(f"declared {number}"))
@@ -179,12 +177,12 @@ def _check(total: ClippedSum, noise_multiplier: float) -> None:
         )
     if total.bound is None:
         raise FdpError(
-            "add_gaussian: expected a ClippedSum that fdp.clipped_sum made, got one made by hand: nothing vouches for "
-            "its sensitivity, which scales the noise. Use clipped_sum(stash, clip); or, for a sum that you clipped "
-            "yourself, fdp.privacy.noise.declare_sensitivity(value, sensitivity)"
+            "add_gaussian: expected a ClippedSum that fdp.clipped_sum made, got one made by hand, or of a Clip made by "
+            "hand: nothing vouches for its sensitivity, which scales the noise. Use clipped_sum(stash, clip); or, for "
+            "a sum that you clipped yourself, fdp.privacy.noise.declare_sensitivity(value, sensitivity)"
         )
-    if not 0 < noise_multiplier < math.inf:
-        raise FdpError(
-            f"noise_multiplier: expected a finite number above 0, got {noise_multiplier}. A sum without noise is not "
-            f"private; if that is what you want, use total.value"
-        )
+    positive_number(
+        "noise_multiplier",
+        noise_multiplier,
+        advice=". A sum without noise is not private; if that is what you want, use total.value",
+    )

@@ -26,13 +26,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fdp import keys, tree
+from fdp.arguments import plain_number, positive_number, whole_number
 from fdp.privacy.microbatches import (
     Dataset,
     check_sizes,
     dataset_length,
     fetch_rows,
     group_rows,
-    is_whole_number,
     pad_to_rows,
 )
 from fdp.types import Batch, BatchShare, Drawn, FdpError, Key, RowGroups, Stamp, Tree
@@ -75,7 +75,8 @@ def poisson(
     population = rounded_population(dataset_size) if population is None else population
     sampling = Poisson(dataset_size, expected_batch_size, population, max_batch_size)
     check(sampling)
-    return sampling
+    numbers = {name: value for name, value in sampling._asdict().items() if value is not None}
+    return sampling._replace(**{name: plain_number(value) for name, value in numbers.items()})
 
 
 def rounded_population(dataset_size: int) -> int:
@@ -88,7 +89,7 @@ def rounded_population(dataset_size: int) -> int:
       - at least ``dataset_size``, and larger by at most a tenth, or by 9;
       - at least ten neighbouring sizes have the same value.
     """
-    _check_size("dataset_size", dataset_size)
+    dataset_size = _check_size("dataset_size", dataset_size)
     grain = 10 ** max(1, len(str(dataset_size)) - 2)
     return -(-dataset_size // grain) * grain
 
@@ -98,10 +99,7 @@ def check(sampling: Poisson) -> None:
     size, expected, population, most = sampling
     _check_size("dataset_size", size)
     _check_size("population", population)
-    if isinstance(expected, bool) or not isinstance(expected, (int, float)) or not math.isfinite(expected):
-        raise FdpError(f"expected_batch_size: expected a finite number, got {expected!r}")
-    if expected <= 0:
-        raise FdpError(f"expected_batch_size: expected a number above 0, got {expected}; nothing would ever be sampled")
+    positive_number("expected_batch_size", expected)
     if expected > population:
         raise FdpError(
             f"expected_batch_size: expected at most the population {population}, got {expected}: a batch larger than "
@@ -109,8 +107,7 @@ def check(sampling: Poisson) -> None:
         )
     if most is None:
         return
-    if not is_whole_number(most) or most < 1:
-        raise FdpError(f"max_batch_size: expected None or a whole number, 1 or more, got {most!r}")
+    whole_number("max_batch_size", most, advice="; None does not truncate")
     if size > population:
         raise FdpError(
             f"population: with max_batch_size expected at least as many as there are samples, got {population}: draws "
@@ -165,10 +162,9 @@ def sample_batch(
       - the same (sampling, key, step, purpose) draw the same samples, on every rank and again after a restart;
       - every drawn sample is in exactly one microbatch of one rank, whatever the sizes.
     """
-    if not 0 <= rank < ranks:
+    if whole_number("rank", rank, least=0) >= whole_number("ranks", ranks):
         raise FdpError(f"rank: expected 0 <= rank < ranks, got rank {rank} of {ranks}")
-    if not is_whole_number(step) or step < 0:
-        raise FdpError(f"step: expected the number of the step, a whole number from 0 on, got {step!r}")
+    step = whole_number("step", step, least=0, advice="; it is the number of the step, state.step")
     if dataset_length(dataset) != sampling.dataset_size:
         raise FdpError(
             f"sampling.dataset_size: expected the {dataset_length(dataset)} samples of the dataset, got "
@@ -263,6 +259,5 @@ def _describe(sampling: Poisson) -> str:
     return f"{expected:g} of {population} expected" + ("" if most is None else f", at most {most}")
 
 
-def _check_size(name: str, value: Any) -> None:
-    if not is_whole_number(value) or value < 1:
-        raise FdpError(f"{name}: expected a whole number of samples, 1 or more, got {value!r}")
+def _check_size(name: str, value: Any) -> int:
+    return whole_number(name, value, of=" of samples")

@@ -30,6 +30,7 @@ import dp_accounting
 import numpy as np
 from dp_accounting.rdp import rdp_privacy_accountant
 
+from fdp.arguments import positive_number
 from fdp.privacy.accounting import check_small_delta, event
 from fdp.privacy.clipping import ClipStyle
 from fdp.privacy.loss_distributions import NEIGHBOURS
@@ -85,8 +86,7 @@ def noise_multiplier_for_selection(
       - :func:`selection_epsilon` of the mechanism with this multiplier is at most ``epsilon``;
       - a budget that cannot be met is an error.
     """
-    if not (math.isfinite(epsilon) and epsilon > 0):
-        raise FdpError(f"epsilon: expected a finite target above 0, got {epsilon}")
+    positive_number("epsilon", epsilon)
     if clip.count_noise is not None:
         raise FdpError(f"clip: expected a style without a released count for a search, got {clip.name}; use flat")
     low, high = (math.log(z) for z in _NOISE_RANGE)

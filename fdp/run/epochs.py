@@ -13,12 +13,11 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
-from fdp.types import FdpError
+from fdp.arguments import positive_number
 
 
 def steps_of_epochs(epochs: float, *, population: int, batch_size: float) -> int:
     """Return the number of steps that draw ``epochs * population`` samples in expectation, rounded up."""
-    if not 0 < epochs < math.inf:
-        raise FdpError(f"epochs: expected a finite number above 0, got {epochs}")
+    epochs = positive_number("epochs", epochs)
     # as decimals, since 0.1 * 300 / 30 in floats is above 1
     return math.ceil(Fraction(str(epochs)) * population / Fraction(str(batch_size)))

@@ -8,13 +8,15 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from fdp.arguments import nonnegative_number, positive_number, probability, whole_number
 from fdp.fast.compile_modes import Compile
 from fdp.gradients.plan import Method
 from fdp.model import Model
@@ -43,6 +45,23 @@ CLIPPING: dict[str, Callable[..., ClipStyle]] = {
     "per-layer": clipping.per_layer,
     "automatic": clipping.automatic,
 }
+WITHOUT_NOISE = (
+    "; without noise nothing is private: train with torch alone, or compose the step yourself (fdp.make_train_step)"
+)
+NUMBERS: Mapping[str, Callable[[str, Any], float]] = {
+    "epsilon": positive_number,
+    "delta": partial(probability, advice="; below 1 / samples is usual"),
+    "noise_multiplier": partial(positive_number, advice=WITHOUT_NOISE),
+    "epochs": positive_number,
+    "steps": whole_number,
+    "batch_size": whole_number,
+    "weight_decay": nonnegative_number,
+    "max_norm": positive_number,
+    "population": partial(whole_number, of=" of samples"),
+    "microbatch": partial(whole_number, advice="; or leave it to 'auto'"),
+    "seed": partial(whole_number, least=0),
+}
+"""Checks of the arguments that are numbers; a learning rate is checked by its optimizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +105,7 @@ def configure(options: PrivateOptions) -> tuple[RunConfig, Subject]:
     """Return the run that the arguments describe, and what is trained."""
     _check_one("epsilon", options.epsilon, "noise_multiplier", options.noise_multiplier)
     _check_one("epochs", options.epochs, "steps", options.steps)
+    options = _check_numbers(options)
     samples = as_samples(options.dataset, collate_fn=options.collate_fn)
     sizes = make_sizes(options, len(samples))
     subject = _make_subject(options, samples)
@@ -131,9 +151,6 @@ def make_sizes(options: PrivateOptions, samples: int) -> Sizes:
             )
     if batch_size is None:
         batch_size = max(1, min(DEFAULT_BATCH_SIZE, population // 4))
-    for name, value in (("batch_size", batch_size), ("steps", options.steps), ("epochs", options.epochs)):
-        if value is not None and not 0 < value < math.inf:
-            raise FdpError(f"{name}: expected a number above 0, got {value}")
     steps = options.steps
     if steps is None:
         assert options.epochs is not None
@@ -158,17 +175,19 @@ def _check_one(first: str, one: float | None, second: str, other: float | None) 
     if (one is None) == (other is None):
         got = "neither" if one is None else "both"
         raise FdpError(f"{first}: expected either {first} or {second}, got {got}; the one follows from the other")
-    if second == "noise_multiplier" and other is not None and not 0 < other < math.inf:
-        raise FdpError(
-            f"noise_multiplier: expected a number above 0, got {other}; without noise nothing is private: train with "
-            f"torch alone, or compose the step yourself (fdp.make_train_step)"
-        )
+
+
+def _check_numbers(options: PrivateOptions) -> PrivateOptions:
+    """Return the options with numbers of Python, each checked; those that are left out stay so."""
+    given = {name: getattr(options, name) for name in NUMBERS}
+    left = [name for name, value in given.items() if value is None or (name, value) == ("microbatch", "auto")]
+    return replace(options, **{name: NUMBERS[name](name, given[name]) for name in NUMBERS if name not in left})
 
 
 def _delta(delta: float | None, population: int) -> float:
     if delta is None:
         return default_delta(population)
-    if 0 < delta < 1 and (advice := delta_advice(population, delta)) is not None:
+    if (advice := delta_advice(population, delta)) is not None:
         warnings.warn(advice, stacklevel=5)
     return delta
 
@@ -190,8 +209,7 @@ def _microbatch_size(microbatch: int | str, batch_size: int, device: torch.devic
         if batch_size > most:
             return most
         return one_microbatch(batch_size) if device.type == "cuda" else batch_size
-    if isinstance(microbatch, bool) or not isinstance(microbatch, int):
-        raise FdpError(f"microbatch: expected a whole number, or 'auto', got {microbatch!r}")
+    assert not isinstance(microbatch, str)
     return microbatch
 
 

@@ -23,11 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from fdp import tree
+from fdp.arguments import whole_number
 from fdp.data.units import dataset_unit
 from fdp.fast.compile_modes import Compile
 from fdp.fast.out_of_memory import OutOfMemory
 from fdp.foreign.leaves import leaf_paths
 from fdp.model import Model
+from fdp.parallel.agree import group_size
 from fdp.parallel.dtensors import full_tensor
 from fdp.privacy.clipping import ClipStyle
 from fdp.privacy.guarantee import Guarantee, training_again
@@ -163,7 +165,7 @@ class PrivateRun:
         dataset, or a function of the module; it is used every ``evaluate_every`` steps (default: an epoch) and at the
         end. Ending early because of the metrics uses the data to decide: the promise stays that of all planned steps.
         """
-        every = self.steps_per_epoch if evaluate_every is None else evaluate_every
+        every = self.steps_per_epoch if evaluate_every is None else whole_number("evaluate_every", evaluate_every)
         for metrics in self:
             last = metrics.step == self.config.steps
             if evaluate is not None and (last or metrics.step % every == 0):
@@ -276,8 +278,13 @@ class PrivateRun:
                 part.training = mode
 
     def _halve_microbatch(self) -> bool:
-        """Begin again with half the microbatch, if nothing was trained yet; samples and noise stay the same."""
+        """Begin again with half the microbatch, if nothing was trained yet; samples and noise stay the same.
+
+        Not on several ranks: others would wait in the step that this one left.
+        """
         size = self.config.microbatch_size
+        if group_size(None) > 1:
+            return False
         if self.options.microbatch != "auto" or int(self.state.step) > 0 or size == 1:
             return False
         config, root = replace(self.config, microbatch_size=size // 2), self.run.root

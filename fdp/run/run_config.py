@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from fdp import tree
+from fdp.arguments import nonnegative_number, probability, whole_number
 from fdp.fast.compile_modes import Compile
 from fdp.gradients.plan import Method
 from fdp.kfac.private.curvature_sources import KfacOptimizer, check_source
@@ -108,12 +109,10 @@ class RunConfig:
 def check_config(config: RunConfig) -> None:
     """Check what nothing further down does: counts, and that privacy is asked for in exactly one way."""
     for name in ("steps", "microbatch_size"):
-        if getattr(config, name) < 1:
-            raise FdpError(f"{name}: expected at least 1, got {getattr(config, name)}")
-    if not 0 < config.delta < 1:
-        raise FdpError(f"delta: expected a number in (0, 1), got {config.delta}; below 1 / samples is usual")
-    if config.noise_multiplier is not None and not 0 <= config.noise_multiplier < float("inf"):
-        raise FdpError(f"noise multiplier: expected a finite number, 0 or more, got {config.noise_multiplier}")
+        whole_number(name, getattr(config, name))
+    probability("delta", config.delta, advice="; below 1 / samples is usual")
+    if config.noise_multiplier is not None:
+        nonnegative_number("noise multiplier", config.noise_multiplier)
     if config.method is Method.NONE and (config.epsilon is not None or config.noise_multiplier):
         raise FdpError("method none trains without privacy: expected no epsilon and no noise; leave them out")
     if config.method is not Method.NONE and (config.epsilon is None) == (config.noise_multiplier is None):

@@ -28,6 +28,7 @@ from fdp import keys, tree
 from fdp.attention import fast_attention
 from fdp.checks.first_call import REAL_SAMPLES, check_model
 from fdp.data.digest import data_digest
+from fdp.data.repeated import digest_and_repeats
 from fdp.fast.compile_modes import Compile, make_execution
 from fdp.fingerprint import fingerprint
 from fdp.foreign.uses.dropout import DROPOUT_KEYS
@@ -60,6 +61,7 @@ from fdp.run.flight import Flight, land, read_clip_bound, take_off
 from fdp.run.flight import NotFinite as NotFinite
 from fdp.run.overlap import Draws, send_to_device
 from fdp.run.rank_agreement import check_ranks_agree, check_ranks_draw_alike
+from fdp.run.repeated_samples import warn_of_repeats
 from fdp.run.run_config import RunConfig, check_config, check_example, check_noise_hides_rounding
 from fdp.run.run_plan import first_examples, local_sizes, make_run_plan, spread_examples
 from fdp.run.smaller_microbatches import or_smaller
@@ -131,7 +133,7 @@ def prepare(
     check_example(config.model, first_examples(config, config.microbatch_size))
     model, sharding = _shard_model(config)
     say("computing the digest of the data")
-    check_ranks_agree(config, mechanism, digest := data_digest(config.dataset), sharding)
+    check_ranks_agree(config, mechanism, digest := _read_data(config, mechanism), sharding)
     root = _share_key(keys.key(config.seed) if root is None else root, sharding)
     key = keys.fold_in(root, "init").to("cpu" if config.offload.params else config.device)
     say("drawing or reading the first parameters")
@@ -338,6 +340,14 @@ def _place_and_feed(config: RunConfig, k: Kfac, state: TrainState, root: Key) ->
     state, key = k.place(state), keys.fold_in(root, "kfac").to(config.device)
     there = {"private": config.dataset, "digest": data_digest, "key": key}
     return state, make_feed(k, config.optimizer, localize(state.params), **there)
+
+
+def _read_data(config: RunConfig, mechanism: Mechanism) -> str:
+    """Return the digest of the data; if something is promised to the people in it, warn of samples that are copies."""
+    digest, repeats = digest_and_repeats(config.dataset, own=(DROPOUT_KEYS,))
+    if mechanism.noise_multiplier > 0:
+        warn_of_repeats(repeats, len(config.dataset))
+    return digest
 
 
 def _shard_model(config: RunConfig) -> tuple[Model, Sharding | None]:

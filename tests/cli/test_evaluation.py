@@ -104,6 +104,7 @@ def test_noised_and_exact_evaluations_differ_by_the_stated_noise(tmp_path: Path)
     assert abs(float(gaps.mean())) < 4 * deviation / math.sqrt(40)
 
 
+@pytest.mark.filterwarnings("ignore::fdp.run.repeated_samples.RepeatsWarning")
 def test_padded_records_are_weighed_by_sample_in_the_loss_and_by_token_in_the_perplexity(tmp_path: Path) -> None:
     lines = [json.dumps({"text": "ab" * (3 + 5 * (i % 7)) + chr(65 + i % 26)}) for i in range(60)]
     (tmp_path / "train.jsonl").write_text("\n".join(lines))

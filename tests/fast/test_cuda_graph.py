@@ -35,10 +35,12 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
 # ---------------------------------------------------------------- parts that are simple enough to predict
 
 
-def gradient(work: Any, state: TrainState, data: Any, mask: torch.Tensor, onto: dict | None = None) -> MicrobatchSum:
+def gradient(
+    work: Any, state: TrainState, data: Any, mask: torch.Tensor, onto: ClippedSum | None = None
+) -> MicrobatchSum:
     x = data["x"] * mask
     losses = x.clone()
-    value = add_onto({} if onto is None else onto, {"w": x.sum().reshape(1)}, torch.float32)
+    value = add_onto({} if onto is None else onto.value, {"w": x.sum().reshape(1)}, torch.float32)
     return MicrobatchSum(ClippedSum(value, torch.ones(())), mask.sum(), Metrics(losses, losses, losses, mask.clone()))
 
 

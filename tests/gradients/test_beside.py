@@ -17,6 +17,7 @@ from fdp.gradients.per_sample import per_sample_norms
 from fdp.gradients.plan import Method, make_plan
 from fdp.models import GPTConfig, gpt
 from fdp.privacy.clipping import clip_to
+from fdp.types import NO_SAMPLES, ClippedSum
 from tests.conftest import SAMPLES, random_like
 
 
@@ -66,9 +67,9 @@ def test_without_a_gpu_a_branch_is_run_in_place() -> None:
     assert total == 2
 
 
-@pytest.mark.parametrize("onto", [None, {}], ids=["lazy", "evaluated"])
+@pytest.mark.parametrize("onto", [None, NO_SAMPLES], ids=["lazy", "evaluated"])
 def test_sums_that_run_beside_are_read_after_the_wait_and_hold_their_records(
-    onto: dict[str, torch.Tensor] | None, monkeypatch: pytest.MonkeyPatch
+    onto: ClippedSum | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = gpt(GPTConfig(layers=9, width=8, heads=2, context=5, vocab_size=7))
     params, data = random_like(model), {"tokens": torch.randint(0, 7, (SAMPLES, 6))}

@@ -132,7 +132,7 @@ def test_a_stash_is_summed_once(method: Method) -> None:
     clip = clip_to(norms, max_norm=0.1)
     first = clipped_sum(stash, clip)
     with pytest.raises(FdpError, match=r"leaves \['w'\] are in the norms or the sum only"):
-        clipped_sum(stash, clip, onto=first.value)
+        clipped_sum(stash, clip, onto=first)
 
 
 @pytest.mark.parametrize("plan_name", PLANS)
@@ -230,7 +230,7 @@ def test_leaves_in_the_norms_but_not_in_the_sum_are_refused():
     case = case_named("mlp")
     _, norms, stash = per_sample_norms(*case, plan=planned(case, "auto", torch.float64))
     clip = clip_to(norms, max_norm=0.5)
-    more = clip._replace(factors=clip.factors | {"other": torch.ones(3)})
+    more = Clip(clip.factors | {"other": torch.ones(3)}, clip.sensitivity)
     with pytest.raises(FdpError, match=r"leaves \['other'\] are in the norms or the sum only"):
         clipped_sum(stash, more)
 
@@ -320,7 +320,7 @@ def test_lazy_sums_are_the_sums(name, plan_name):
     clip = clip_to(norms, max_norm=float(norms.total().median()))
     # Every leaf has factors of its own, as if clipped on its own.
     own = {path: factors / (1 + i) for i, (path, factors) in enumerate(clip.factors.items())}
-    clip = clip._replace(factors=own)
+    clip = Clip(own, clip.sensitivity)
     records = set(stash.records)
     made, left = clipped_sum(stash.copy(), clip), lazy_clipped_sum(stash, clip)
     assert {path for path, leaf in left.value.items() if isinstance(leaf, LazySum)} == records

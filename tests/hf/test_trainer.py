@@ -137,7 +137,7 @@ def test_a_classifier_reports_its_accuracy(tmp_path: Path):
         hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=32, num_labels=3
     )
     model = transformers.BertForSequenceClassification(config)
-    rows = [{"input_ids": [1 + i % 7] * 5, "attention_mask": [1] * 5, "label": i % 3} for i in range(30)]
+    rows = [{"input_ids": [1 + i % 7] * 4 + [1 + i], "attention_mask": [1] * 5, "label": i % 3} for i in range(30)]
     trainer = PrivateTrainer(model, arguments(tmp_path, max_steps=2), rows, rows[:6], noise_multiplier=1.0)
     trainer.train()
     metrics = trainer.evaluate()

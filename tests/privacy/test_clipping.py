@@ -177,7 +177,7 @@ def test_invalid_bounds_are_refused(number):
     }
     for name, calls in makers.items():
         for call in calls:
-            with pytest.raises(FdpError, match=f"{name}.*expected a positive number"):
+            with pytest.raises(FdpError, match=f"{name}.*expected a finite number above 0"):
                 call()
 
 

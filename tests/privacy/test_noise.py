@@ -6,7 +6,7 @@ from scipy import stats
 
 from fdp import keys
 from fdp.privacy import noise
-from fdp.privacy.clipping import clip_to
+from fdp.privacy.clipping import clip_to, declare_clip
 from fdp.privacy.noise import (
     add_gaussian,
     add_noise,
@@ -18,7 +18,7 @@ from fdp.privacy.noise import (
     rounded,
 )
 from fdp.privacy.sampling import poisson
-from fdp.types import Clip, ClippedSum, FdpError, Norms
+from fdp.types import ClippedSum, FdpError, Norms
 
 KEY = keys.key(11)
 
@@ -216,7 +216,7 @@ def test_sensitivities_that_their_origin_does_not_name_share_no_noise(made):
 
     def noise_of(sensitivity: float) -> torch.Tensor:
         bound = torch.tensor(sensitivity, dtype=torch.float64)
-        by_hand = Clip({"w": torch.ones(2)}, bound)
+        by_hand = declare_clip({"w": torch.ones(2)}, bound)
         clip = by_hand if made == "by hand" else clip_to(Norms({"w": squared}), max_norm=bound)
         total = ClippedSum({"w": torch.zeros(3, dtype=torch.float64)}, clip.sensitivity, clip.bound)
         return add_gaussian(total, key=KEY, step=0, noise_multiplier=1.0)["w"]

@@ -79,7 +79,7 @@ def summed(
     matrix, mask = pad_to_microbatches(torch.arange(len(x)), microbatch_size=SIZE)
     weights = stages.weights({"w": torch.zeros(1, WIDTH)}, x.device)
 
-    def work(i: int, onto: dict | None):
+    def work(i: int, onto: ClippedSum | None):
         return gradient(weights, style.init(), {"x": x[matrix[i]].unsqueeze(1)}, mask[i], onto=onto)
 
     total = add_microbatches(work, len(matrix)).total

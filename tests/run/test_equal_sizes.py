@@ -57,7 +57,7 @@ def rounded_otherwise(stages: Stages, size: int, by: float, leaf: str | None = N
         found = real(weights, clip, data, mask, *rest)
         total = evaluate(found.total)
         value = {path: part * (1 + by * (leaf is None or path == leaf)) for path, part in total.value.items()}
-        value = {path: part + (onto or {}).get(path, 0) for path, part in value.items()}
+        value = {path: part + ({} if onto is None else onto.value).get(path, 0) for path, part in value.items()}
         return found._replace(total=total._replace(value=value))
 
     return stages._replace(gradient=gradient)

@@ -297,6 +297,18 @@ def test_memory_that_runs_out_halves_the_microbatch_of_the_first_step(monkeypatc
     assert step is not fails
 
 
+def test_one_of_several_ranks_does_not_begin_again_while_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make(batch_size=8)
+
+    def fails(state: Any, batch: Any, key: Any) -> Any:
+        raise torch.OutOfMemoryError("too much")
+
+    run.run = run.run._replace(step=fails)
+    monkeypatch.setattr(fdp.run.private_run, "group_size", lambda group: 2)
+    with pytest.raises(torch.OutOfMemoryError):
+        run.fit()
+
+
 def test_memory_that_runs_out_while_a_run_is_prepared_halves_the_microbatch_too(monkeypatch: pytest.MonkeyPatch):
     """On several ranks the check of sizes computes whole microbatches, and cannot leave one out."""
     real, tried = fdp.run.private_run.prepare, []
@@ -405,6 +417,7 @@ def test_a_loss_that_couples_samples_of_a_later_kind_is_refused():
         make(nn.Linear(6, 2), (x, (torch.arange(256) >= 128).long()), loss=by_share_of_the_class, batch_size=64)
 
 
+@pytest.mark.filterwarnings("ignore::fdp.run.repeated_samples.RepeatsWarning")
 def test_a_sample_that_is_drawn_anew_may_be_padded():
     """A mask drawn when a sample is read is another one each time, with padding and without."""
 

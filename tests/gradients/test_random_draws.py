@@ -1,0 +1,81 @@
+"""A model that draws random numbers is not computed twice: norms and sums would be of different gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fdp import ops
+from fdp.gradients.clipped_sum import clipped_sum
+from fdp.gradients.per_sample import per_sample_norms
+from fdp.gradients.plan import Method, make_plan
+from fdp.gradients.random_draws import RandomDraws
+from fdp.model import Model, from_loss
+from fdp.privacy.clipping import clip_to
+from fdp.types import Clip, FdpError
+from tests.conftest import randn
+
+DATA = {"x": randn(4, 5, 6).float()}
+PARAMS = {"w": torch.ones(3, 6)}
+GENERATOR = torch.Generator()
+
+
+def model_with(draw: Callable[[Tensor], Tensor]) -> Model:
+    return from_loss(lambda p, d: ops.linear(draw(d["x"]), p["w"]).square().sum((1, 2)), PARAMS)
+
+
+def attention(dropout: float) -> Callable[[Tensor], Tensor]:
+    return lambda x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], dropout_p=dropout)[:, 0]
+
+
+DRAWS = {
+    "dropout": lambda x: F.dropout(x, 0.5),
+    "rand": lambda x: x * torch.rand(5, 1),
+    "rand_like": lambda x: x + torch.rand_like(x),
+    "a generator": lambda x: x * torch.randn(5, 1, generator=GENERATOR),
+    "in place": lambda x: x + torch.zeros_like(x).normal_(),
+    "bernoulli": lambda x: torch.bernoulli(torch.sigmoid(x)),
+    "attention": attention(0.5),
+}
+QUIET = {
+    "no dropout": lambda x: F.dropout(x, 0.5, training=False),
+    "attention": attention(0.0),
+    "empty": lambda x: x + 0 * torch.zeros_like(x),
+}
+TWICE = [(Method.GHOST, None), (Method.FLASH, 0.0), (Method.AUTO, 0.0)]
+
+
+@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize(("method", "budget"), TWICE)
+def test_a_second_backward_of_random_numbers_is_refused(name: str, method: Method, budget: float | None) -> None:
+    words = rf"computes the same twice, since {method.value} goes back a second time .* draws random numbers \(aten\."
+    with pytest.raises(FdpError, match=words):
+        make_plan(model_with(DRAWS[name]), PARAMS, DATA, method=method, memory_budget=budget)
+
+
+@pytest.mark.parametrize("name", QUIET)
+@pytest.mark.parametrize(("method", "budget"), TWICE)
+def test_a_model_that_draws_nothing_is_planned(name: str, method: Method, budget: float | None) -> None:
+    make_plan(model_with(QUIET[name]), PARAMS, DATA, method=method, memory_budget=budget)
+
+
+@pytest.mark.parametrize("method", [Method.GHOST_BK, Method.FLASH_BK, Method.AUTO])
+def test_where_what_was_measured_is_stored_random_numbers_move_the_sum_by_at_most_the_bound(method: Method) -> None:
+    model = model_with(DRAWS["dropout"])
+    plan = make_plan(model, PARAMS, DATA, method=method)
+    for _ in range(5):
+        _, norms, stash = per_sample_norms(model, PARAMS, DATA, plan=plan)
+        clip = clip_to(norms, max_norm=0.1)
+        one = Clip({path: factors * (torch.arange(4) == 1) for path, factors in clip.factors.items()}, clip.sensitivity)
+        assert clipped_sum(stash, one).value["w"].norm() <= 0.1 * (1 + 1e-6)
+
+
+def test_draws_are_found_by_name() -> None:
+    found: set[str] = set()
+    with RandomDraws(found):
+        torch.randn(3) + torch.zeros(3)
+    assert found == {"aten.randn.default"}
