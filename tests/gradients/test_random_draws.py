@@ -77,5 +77,5 @@ def test_where_what_was_measured_is_stored_random_numbers_move_the_sum_by_at_mos
 def test_draws_are_found_by_name() -> None:
     found: set[str] = set()
     with RandomDraws(found):
-        torch.randn(3) + torch.zeros(3)
+        torch.randn(3).add_(torch.zeros(3))
     assert found == {"aten.randn.default"}
