@@ -61,10 +61,11 @@ def test_mistakes_are_explained(words: list[str], message: str, capsys: pytest.C
 USERS = shlex.split("advise --unit user --user-field by --context 32 --epsilon 4 --hours 0.01 --batch-size 2 --steps 2")
 
 
+@pytest.mark.long
 def test_windows_per_user_is_suggested_and_said_to_be_private(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data = write(tmp_path / "notes.jsonl", *({"by": f"u{i % 12}", "text": "a word or two"} for i in range(24)))
+    data = write(tmp_path / "notes.jsonl", *({"by": f"u{i % 12}", "text": f"a word or two, {i}"} for i in range(24)))
     assert call(*USERS, "--data", str(data), "--json") == 0
     shown = capsys.readouterr().out
     found = last_json(shown)

@@ -323,6 +323,7 @@ def test_samples_on_both_sides_are_refused_if_evaluations_are_noised_and_warned_
     assert "got 3 of 13 in both" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("public", [False, True])
 @pytest.mark.filterwarnings("ignore::fdp.cli.configure_evaluation.OverlapWarning")
 def test_samples_on_both_sides_are_counted_in_the_metrics_and_told_wherever_the_evaluation_is(

@@ -236,6 +236,7 @@ def test_the_total_of_one_run_covers_the_people_it_held_out(tmp_path, capsys):
     assert f"Units that were held out have epsilon = {shown_epsilon(total['epsilon'])} at the same delta" in said
 
 
+@pytest.mark.long
 def test_a_choice_by_held_out_people_without_noise_stays_on_record(tmp_path, capsys):
     """The epsilon of the first run does not cover those it held out, and the second trains on them."""
     evaluated = ("--eval-fraction", "0.5", "--eval-every", "1")

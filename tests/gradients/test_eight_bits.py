@@ -109,6 +109,7 @@ def test_rounded_gradients_among_other_uses_are_an_error() -> None:
         not_rounded([dense, record])
 
 
+@pytest.mark.long
 def test_a_fused_head_in_8_bits_can_be_preconditioned() -> None:
     params, data = MODEL.init(keys.key(0)), {"tokens": torch.arange(51).view(3, 17)}
     plan = forced(make_plan(MODEL, params, data), *IN_8_BITS, leaves=["head.weight"])
