@@ -172,7 +172,7 @@ def _first_step(run: Run) -> str | None:
         return None
     return (
         f"the first step spends {first:.2g} of epsilon {config.epsilon:g}: {MORE_STEPS:g} times as many steps, --steps "
-        f"{more}, need only {then / now:.2g} times the noise (multiplier {then:.3g} instead of {now:.3g})"
+        f"{more}, need only {then / now:.3g} times the noise (multiplier {then:.3g} instead of {now:.3g})"
     )
 
 

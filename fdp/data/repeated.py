@@ -3,9 +3,10 @@
     repeated = number of samples whose SHA-256 is that of another one,  most = how often one of them occurs
 
 Epsilon is about one sample: who is in k equal samples has k times the sensitivity. Samples are compared value by value,
-as they are trained on, so only exact copies are found. Not counted are windows of a stream of tokens, in which a copied
-text begins anywhere, files that are mapped, which would be read twice, and more than ``MOST_COUNTED`` samples. The
-numbers are computed on private data and covered by no budget: they are shown, and written nowhere.
+as they are trained on, so only exact copies are found. Not counted are users, who are one sample each, though two may
+have the same short note; windows of a stream of tokens, in which a copied text begins anywhere; files that are mapped,
+which would be read twice; and more than ``MOST_COUNTED`` samples. The numbers are computed on private data and covered
+by no budget: they are shown, and written nowhere.
 
     >>> digest, repeats = digest_and_repeats(dataset)
 """
@@ -25,6 +26,8 @@ from fdp.data.digest import ArrayBacked, data_digest
 from fdp.data.held_out import Subset
 from fdp.data.mixed import Mixed
 from fdp.data.overlap import FETCHED_SAMPLES, digests_of
+from fdp.data.units import UnitKind
+from fdp.data.users import Users
 from fdp.privacy.microbatches import Dataset
 from fdp.types import Path, Tree
 
@@ -51,7 +54,8 @@ def digest_and_repeats(dataset: Dataset, *, own: Collection[Path] = ()) -> tuple
     count = partial(_count, counts, own)
     private = dataset.private if isinstance(dataset, Mixed) else dataset
     source = private.dataset if isinstance(private, Subset) else private
-    counted = len(private) <= MOST_COUNTED and not isinstance(source, Windows)
+    users = isinstance(source, Users) and source.kind is UnitKind.USER
+    counted = len(private) <= MOST_COUNTED and not isinstance(source, Windows) and not users
     fetched = not isinstance(dataset, ArrayBacked)
     digest = data_digest(dataset, see=count if counted and fetched else None)
     if counted and not fetched and _is_in_memory(source):

@@ -234,7 +234,7 @@ def test_a_folder_of_transformers_is_extended(words, tmp_path):
     torch.manual_seed(0)
     sizes = {"n_positions": 16, "n_embd": 8, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
     transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=256, **sizes)).save_pretrained(model)
-    notes.write_text("\n".join(json.dumps({"text": "abc " * (3 + i % 5)}) for i in range(40)))
+    notes.write_text("\n".join(json.dumps({"text": f"{i} abc " * (3 + i % 5)}) for i in range(40)))
     tiny = shlex.split(
         "--tokenizer bytes --noise-multiplier 1 --batch-size 8 --microbatch 8 --steps 2 --context 8 --unit record"
     )

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fdp import keys
 from fdp.data import repeated
 from fdp.data.datasets import Examples
 from fdp.data.digest import FETCHED_BYTES, data_digest
@@ -17,6 +18,8 @@ from fdp.data.documents import Documents, join_documents, records
 from fdp.data.held_out import Subset
 from fdp.data.mixed import Mixed
 from fdp.data.repeated import NO_REPEATS, Repeats, digest_and_repeats
+from fdp.data.units import UnitKind
+from fdp.data.users import by_record, by_user
 from fdp.run.own_samples import TensorSamples
 from tests.data.test_digest import Rows, windows
 
@@ -59,6 +62,15 @@ def test_samples_are_equal_in_all_their_leaves() -> None:
 def test_a_record_that_is_copied_is_counted_and_one_that_begins_alike_is_not() -> None:
     of = records(documents_of([3, 1], [3, 1, 4], [3, 1], [5]), context=4, vocab_size=9)
     assert digest_and_repeats(of)[1] == Repeats(2, 2)
+
+
+def test_users_with_the_same_note_are_not_counted_and_records_of_several_windows_are() -> None:
+    documents = documents_of([3, 1], [3, 1], [5])
+    users = by_user(documents, context=4, vocab_size=9, windows=2, key=keys.key(0))
+    for of in (users, Subset(users, np.arange(2))):
+        assert digest_and_repeats(of) == (data_digest(of), NO_REPEATS)
+    long = by_record(documents, context=4, vocab_size=9, windows=2, kind=UnitKind.RECORD)
+    assert digest_and_repeats(long)[1] == Repeats(2, 2)
 
 
 def test_data_that_is_fetched_is_read_once() -> None:
