@@ -55,6 +55,7 @@ INSIDE = {
         "__init__",
         "formatting",
         "allocator",
+        "waiting_threads",
         "tour",
         "flag_names",
         "other_names",

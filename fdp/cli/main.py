@@ -49,6 +49,7 @@ from fdp.cli.search import search_command
 from fdp.cli.statement import statement_command
 from fdp.cli.tour import TOUR
 from fdp.cli.train import train_command
+from fdp.cli.waiting_threads import limit_spinning
 
 # The error that typer raises for a mistake on the command line; only its subclass has a public name.
 _UsageError: Any = typer.BadParameter.__bases__[0]
@@ -62,6 +63,7 @@ _EXTRA = re.compile(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)")
 # Set before torch is imported: it logs a stack of addresses when another process is gone; fdp says which one it is.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 keep_freed_memory()
+limit_spinning()
 
 app = typer.Typer(
     help="Functional, differentially private, fully sharded training on PyTorch.",

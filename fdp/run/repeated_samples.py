@@ -25,8 +25,8 @@ def warn_of_repeats(repeats: Repeats, samples: int) -> None:
         f"data: {repeats.repeated:,} of {samples:,} samples are equal to another one; one of them occurs "
         f"{repeats.most:,} times. Epsilon is about one sample: a person whose data occurs {repeats.most:,} times has "
         f"{repeats.most:,} times the sensitivity, and more than epsilon is spent on them. Remove the copies, or make "
-        f"all samples of a person one (--unit user --user-field FIELD, with one name per person; from Python, one element of "
-        f"the dataset). These numbers are computed on private data and covered by no budget: do not publish them",
+        f"all samples of a person one (--unit user --user-field FIELD, one name per person; from Python, one element). "
+        f"These numbers are computed on private data and covered by no budget: do not publish them",
         RepeatsWarning,
         stacklevel=4,
     )
