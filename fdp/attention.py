@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fdp.cpu_operations import causal_attention
+from fdp.cpu.attention import causal_attention
 from fdp.equal_rounding import check_repeatable
 from fdp.types import NotRepeatable
 

@@ -19,7 +19,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fdp.attention import attention as attention
-from fdp.cpu_operations import gelu as gelu
+from fdp.cpu.gelu import gelu as gelu
+from fdp.cpu.layer_norm import layer_norm as layer_norm_of_each
 from fdp.gradients.rules import OneHot, Pair, Rule, rows
 from fdp.gradients.taps import Watched
 from fdp.types import FdpError
@@ -113,10 +114,9 @@ def layer_norm(
     """``(x - mean) / sqrt(var + eps) * weight + bias`` over the last dimension."""
     if not isinstance(weight, Watched) and not isinstance(bias, Watched):
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
-    normal = F.layer_norm(x, x.shape[-1:], eps=eps)
     if bias is None:
-        return normal * _copies(weight, x)
-    return torch.addcmul(_copies(bias, x), normal, _copies(weight, x))
+        return F.layer_norm(x, x.shape[-1:], eps=eps) * _copies(weight, x)
+    return layer_norm_of_each(x, bias=_copies(bias, x), weight=_copies(weight, x), eps=eps)
 
 
 def rms_norm(

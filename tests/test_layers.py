@@ -27,7 +27,7 @@ ORDER = (
     "parallel",
     "storage",
     "ledger",
-    "cpu_operations",
+    "cpu",
     "gradients",
     "equal_rounding",
     "attention",

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fdp import tree
-from fdp.cpu_operations import differentiated_once
+from fdp.cpu.promise import differentiated_once
 from fdp.gradients.rules import Record
 from fdp.gradients.taps import Tape, Use, batch_size_of, make_taps, records_of, watch
 from fdp.gradients.vjp import refuse_recomputation

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fdp import tree
-from fdp.cpu_operations import differentiated_once
+from fdp.cpu.promise import differentiated_once
 from fdp.gradients.costs import NormBy
 from fdp.gradients.execution import LOCAL, Execution, Pull
 from fdp.gradients.plan import Plan

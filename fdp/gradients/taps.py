@@ -25,7 +25,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fdp import tree
-from fdp.cpu_operations import sum_over_tokens
+from fdp.cpu.token_sums import sum_over_tokens
 from fdp.gradients.random_draws import RandomDraws
 from fdp.gradients.rules import Dense, Record, Rule
 from fdp.gradients.vjp import vjp

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from fdp import tree
-from fdp.cpu_operations import differentiated_once
+from fdp.cpu.promise import differentiated_once
 from fdp.types import FdpError, Flat, Tree
 
 RECOMPUTED = (

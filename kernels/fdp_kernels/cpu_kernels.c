@@ -13,6 +13,7 @@
 #endif
 
 #define BLOCK 256                   /* elements of a block: a few full vectors */
+#define WORTH_WAKING (1 << 14)      /* elements for which other threads are woken */
 #define COLUMNS 1024                /* float64 sums that stay in the first cache */
 #define RARE (1LL << 47)            /* tails of bits below this need more bits; as ``_WIDE_RARE`` in normal.py */
 #define MARKED_NAN (0xfffaLL << 47) /* of a rare value; as ``_MARK`` in normal.py */
@@ -38,7 +39,7 @@ void weighted_sum(const float *G, const double *factors, double *out, int64_t ro
         sum_columns(G + first, factors, out + first, rows, columns, smaller(COLUMNS, columns - first));
 }
 
-/* ---- GELU and its slope; see fdp/cpu_operations.py ----------------------------------------------------------------- */
+/* ---- GELU and its slope; see fdp/cpu/gelu.py ----------------------------------------------------------------------- */
 
 static inline float exponential(float x)
 {
@@ -77,6 +78,119 @@ void gelu_and_slope(const float *x, float *y, float *slope, int64_t size, float 
     #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (int64_t first = 0; first < size; first += COLUMNS)
         gelu_block(x + first, y + first, slope + first, smaller(COLUMNS, size - first), linear, cubic, most);
+}
+
+/* ---- layer norm, scale and bias of each sample's own; see fdp/cpu/layer_norm.py ------------------------------------ */
+
+#define ROW_LANES 16
+#define CHUNK 32 /* tokens whose products are added one after the other; the sums of chunks are added after that */
+
+typedef float row_lanes __attribute__((vector_size(4 * ROW_LANES)));
+
+static inline row_lanes load(const float *x)
+{
+    row_lanes v;
+    memcpy(&v, x, sizeof v);
+    return v;
+}
+
+static inline void store(float *x, row_lanes v) { memcpy(x, &v, sizeof v); }
+
+static inline float sum_lanes(row_lanes v)
+{
+    for (int half = ROW_LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) v[i] += v[i + half];
+    return v[0];
+}
+
+static void normalise_row(const float *x, const float *weight, const float *bias, float *y, float *moments,
+                          int64_t width, float eps)
+{
+    int64_t whole = width - width % ROW_LANES, i;
+    row_lanes sums = {0}, squares = {0};
+    for (i = 0; i < whole; i += ROW_LANES) sums += load(x + i);
+    float sum = sum_lanes(sums);
+    for (; i < width; i++) sum += x[i];
+    float mean = sum / (float)width;
+    for (i = 0; i < whole; i += ROW_LANES) {
+        row_lanes off = load(x + i) - mean;
+        squares += off * off;
+    }
+    float square = sum_lanes(squares);
+    for (; i < width; i++) square += (x[i] - mean) * (x[i] - mean);
+    float rise = 1.0f / sqrtf(square / (float)width + eps);
+    moments[0] = mean;
+    moments[1] = rise;
+    for (i = 0; i < width; i++) y[i] = fmaf((x[i] - mean) * rise, weight[i], bias[i]);
+}
+
+void layer_norm(const float *x, const float *weights, const float *biases, float *y, float *moments, int64_t samples,
+                int64_t tokens, int64_t width, float eps, int threads)
+{
+    #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (int64_t row = 0; row < samples * tokens; row++) {
+        int64_t own = row / tokens * width;
+        normalise_row(x + row * width, weights + own, biases + own, y + row * width, moments + 2 * row, width, eps);
+    }
+}
+
+static void pull_back_row(const float *g, const float *x, const float *weight, const float *moments, float *of_x,
+                          float *of_weight, float *of_bias, int64_t width)
+{
+    /* With n = (x - mean) rise: of_weight += g n, of_bias += g,
+       of_x = rise (g w - mean(g w) - n mean(g w n)). */
+    int64_t whole = width - width % ROW_LANES, i;
+    float mean = moments[0], rise = moments[1];
+    row_lanes sums = {0}, products = {0};
+    for (i = 0; i < whole; i += ROW_LANES) {
+        row_lanes slope = load(g + i), n = (load(x + i) - mean) * rise, scaled = slope * load(weight + i);
+        store(of_weight + i, load(of_weight + i) + slope * n);
+        store(of_bias + i, load(of_bias + i) + slope);
+        sums += scaled;
+        products += scaled * n;
+    }
+    float sum = sum_lanes(sums), product = sum_lanes(products);
+    for (; i < width; i++) {
+        float n = (x[i] - mean) * rise, scaled = g[i] * weight[i];
+        of_weight[i] += g[i] * n;
+        of_bias[i] += g[i];
+        sum += scaled;
+        product += scaled * n;
+    }
+    sum /= (float)width;
+    product /= (float)width;
+    for (i = 0; i < width; i++) of_x[i] = rise * (g[i] * weight[i] - sum - (x[i] - mean) * rise * product);
+}
+
+void layer_norm_backward(const float *g, const float *x, const float *weights, const float *moments, float *of_x,
+                         float *parts, float *of_weights, float *of_biases, int64_t samples, int64_t tokens,
+                         int64_t width, int threads)
+{
+    /* ``parts`` has the sums of the tokens of a chunk: (samples, chunks, 2, width). */
+    int64_t chunks = (tokens + CHUNK - 1) / CHUNK;
+    #pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        #pragma omp for schedule(static)
+        for (int64_t chunk = 0; chunk < samples * chunks; chunk++) {
+            int64_t sample = chunk / chunks, first = chunk % chunks * CHUNK, last = smaller(first + CHUNK, tokens);
+            float *part = parts + 2 * chunk * width;
+            memset(part, 0, 2 * width * sizeof(float));
+            for (int64_t row = sample * tokens + first; row < sample * tokens + last; row++)
+                pull_back_row(g + row * width, x + row * width, weights + sample * width, moments + 2 * row,
+                              of_x + row * width, part, part + width, width);
+        }
+        #pragma omp for schedule(static)
+        for (int64_t sample = 0; sample < samples; sample++) {
+            float *of_weight = of_weights + sample * width, *of_bias = of_biases + sample * width;
+            memset(of_weight, 0, width * sizeof(float));
+            memset(of_bias, 0, width * sizeof(float));
+            for (int64_t chunk = sample * chunks; chunk < (sample + 1) * chunks; chunk++)
+                for (int64_t i = 0; i < width; i++) {
+                    of_weight[i] += parts[2 * chunk * width + i];
+                    of_bias[i] += parts[(2 * chunk + 1) * width + i];
+                }
+        }
+    }
 }
 
 /* ---- normal values from 64 bits, by Wichura's AS 241; see normal.py ------------------------------------------- */
@@ -258,5 +372,18 @@ void normals(const int64_t *keys, const int64_t *sizes, double *out, int64_t lea
             for (int64_t first = 0; first < sizes[leaf]; first += BLOCK)
                 draw_block(keys + 8 * leaf, (uint32_t)(first / 8), own + first, smaller(BLOCK, sizes[leaf] - first));
         }
+    }
+}
+
+/* ---- noise on a grid: out = grid round(scale z + value / grid); see fdp/privacy/noise.py --------------------------- */
+
+void add_on_grid(double *z, const double *value, const double *numbers, int64_t size, int threads)
+{
+    /* In place. numbers: scale, 1 / grid, grid; the last two are powers of two, so that only the sum is rounded. */
+    double scale = numbers[0], units = numbers[1], grid = numbers[2];
+    #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && size > WORTH_WAKING)
+    for (int64_t first = 0; first < size; first += COLUMNS) {
+        int64_t last = smaller(first + COLUMNS, size);
+        for (int64_t i = first; i < last; i++) z[i] = rint(z[i] * scale + value[i] * units) * grid;
     }
 }

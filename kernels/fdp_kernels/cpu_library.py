@@ -44,9 +44,12 @@ _COUNT, _NUMBER = int, float
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "weighted_sum": (torch.float32, torch.float64, torch.float64, _COUNT, _COUNT),
     "gelu_and_slope": (torch.float32, torch.float32, torch.float32, _COUNT, _NUMBER, _NUMBER, _NUMBER),
+    "layer_norm": (*[torch.float32] * 5, _COUNT, _COUNT, _COUNT, _NUMBER),
+    "layer_norm_backward": (*[torch.float32] * 8, _COUNT, _COUNT, _COUNT),
     "lower_quantile": (torch.float64, torch.float64, _COUNT),
     "normal_from_bits": (torch.int64, torch.float64, _COUNT),
     "normals": (torch.int64, torch.int64, torch.float64, _COUNT),
+    "add_on_grid": (torch.float64, torch.float64, torch.float64, _COUNT),
     "child_keys": (torch.int64, torch.int64, torch.int64, _COUNT),
 }
 """The functions of the library: the dtypes of their tensors, and numbers. The number of threads comes last."""
@@ -58,9 +61,12 @@ class Library:
     def __init__(self, loaded: ctypes.CDLL):
         self.weighted_sum = _bind(loaded, "weighted_sum")
         self.gelu_and_slope = _bind(loaded, "gelu_and_slope")
+        self.layer_norm = _bind(loaded, "layer_norm")
+        self.layer_norm_backward = _bind(loaded, "layer_norm_backward")
         self.lower_quantile = _bind(loaded, "lower_quantile")
         self.normal_from_bits = _bind(loaded, "normal_from_bits")
         self.normals = _bind(loaded, "normals")
+        self.add_on_grid = _bind(loaded, "add_on_grid")
         self.child_keys = _bind(loaded, "child_keys")
 
 
@@ -254,12 +260,34 @@ def gives_known_answers(loops: Library) -> bool:
     loops.weighted_sum(rows, torch.tensor([1.0, 2.0**-40], dtype=torch.float64), total, 2, 3)
     x, y = torch.tensor([-100.0, -1.0, 0.5, 30.0, 3e38]), torch.empty(2, 5)
     loops.gelu_and_slope(x, y[0], y[1], 5, *GELU)
+    noisy = torch.tensor([0.25, 3.0, -0.5], dtype=torch.float64)
+    loops.add_on_grid(noisy, torch.tensor([1.0, 1.5, 0.0]).double(), torch.tensor([4.0, 2.0, 0.5]).double(), 3)
     return (
         child.tolist() == [list(CHILD)]
         and _close(z, QUANTILES.values(), 1e-15)
         and _close(drawn[list(DRAWN)], DRAWN.values(), 1e-15)
         and total.tolist() == [1 + 2.0**-10, 2.0**-30 + 2.0**-40, 5 * 2.0**-40 - 3]
+        and noisy.tolist() == [1.5, 7.5, -1.0]
+        and _gives_known_layer_norm(loops)
         and all(_close(found, answers, 2e-6) for found, answers in zip(y, GELU_ANSWERS))
+    )
+
+
+def _gives_known_layer_norm(loops: Library) -> bool:
+    """Two tokens of 18 features: 17 zeros beside a one, and the same negative, with gradients that do not cancel."""
+    x, g = torch.zeros(2, 18), torch.zeros(2, 18)
+    x[0, 17], x[1, 17], g[0, 17], g[1, 0] = 1.0, -1.0, 1.0, 2.0
+    own, y, of_x = torch.stack([torch.full((18,), 3.0), torch.ones(18)]), torch.empty(2, 18), torch.empty(2, 18)
+    moments, parts, of_own = torch.empty(2, 2), torch.empty(2, 18), torch.empty(2, 18)
+    loops.layer_norm(x, own[0], own[1], y, moments, 1, 2, 18, 0.0)
+    loops.layer_norm_backward(g, x, own[0], moments, of_x, parts, of_own[0], of_own[1], 1, 2, 18)
+    n, rise = 17**-0.5, 18 / 17**0.5  # of the zeros, in size; of both tokens
+    return (
+        _close(y[:, 0], (1 - 3 * n, 1 + 3 * n), 1e-6)
+        and _close(y[:, 17], (1 + 3 * 17 * n, 1 - 3 * 17 * n), 1e-6)
+        and _close(of_x[1, :2], (3 * rise * (2 - 2 / 18 - n * 2 * n / 18), 3 * rise * (-2 / 18 - n * 2 * n / 18)), 1e-6)
+        and _close(of_own[0, [0, 1, 17]], (2 * n, 0.0, 17 * n), 1e-6)
+        and of_own[1, [0, 1, 17]].tolist() == [2.0, 0.0, 1.0]
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -15,8 +15,10 @@ from fdp_kernels.cpu_library import Library, library
 from fdp_kernels.keep_cpu import wide_weighted_sum
 from torch import Tensor
 
-from fdp import cpu_operations
-from fdp.cpu_operations import CUBIC, LINEAR, MOST
+from fdp.cpu.gelu import CUBIC, LINEAR, MOST
+from fdp.cpu.gelu import gelu as fdp_gelu
+from fdp.cpu.layer_norm import TOKENS_TOGETHER
+from fdp.cpu.promise import differentiated_once
 
 COMPILED = library()
 pytestmark = pytest.mark.skipif(COMPILED is None, reason="no C compiler")
@@ -53,6 +55,28 @@ def weighted_sum(G: Tensor, factors: Tensor) -> Tensor:
     return out
 
 
+def layer_norm(given: Sequence[Tensor], library: Library | None = None) -> list[Tensor]:
+    """Return y, mean and rise, and the gradients of input, scales and biases."""
+    g, x, weight, bias = given
+    y, of_x, (samples, tokens, features) = torch.empty_like(x), torch.empty_like(x), x.shape
+    moments, parts = torch.empty(samples, tokens, 2), torch.empty(samples, -(-tokens // TOKENS_TOGETHER), 2, features)
+    of_weight, of_bias = torch.empty_like(weight), torch.empty_like(weight)
+    library = library or loops()
+    library.layer_norm(x, weight, bias, y, moments, samples, tokens, features, 1e-5)
+    library.layer_norm_backward(g, x, weight, moments, of_x, parts, of_weight, of_bias, samples, tokens, features)
+    return [y, moments, of_x, of_weight, of_bias]
+
+
+def rows_of_tokens() -> tuple[Tensor, ...]:
+    return torch.randn(3, 75, 37), torch.randn(3, 75, 37) * 3 + 1, torch.randn(3, 37), torch.randn(3, 37)
+
+
+def on_grid(z: Tensor, value: Tensor, library: Library | None = None) -> Tensor:
+    out, numbers = z.clone(), torch.tensor([0.37 * 2.0**22, 2.0**22, 2.0**-22], dtype=torch.float64)
+    (library or loops()).add_on_grid(out, value, numbers, len(out))
+    return out
+
+
 @pytest.fixture
 def threads() -> Iterator[None]:
     before = torch.get_num_threads()
@@ -75,11 +99,16 @@ def test_an_element_is_computed_alike_wherever_it_lies(size, start):
 def test_any_number_of_threads_gives_the_same_bits(threads):
     x, bits = torch.randn(10_001), torch.randint(-(2**63), 2**63 - 1, (10_001,))
     G, factors = torch.randn(5, 10_001), torch.rand(5, dtype=torch.float64)
+    given, many = rows_of_tokens(), torch.randn(2, 40_000, dtype=torch.float64)
+
+    def results() -> list[Tensor]:
+        return [*gelu(x), normal(bits), weighted_sum(G, factors), on_grid(*many), *layer_norm(given)]
+
     torch.set_num_threads(1)
-    expected = [*gelu(x), normal(bits), weighted_sum(G, factors)]
+    expected = results()
     for number in (2, 3):
         torch.set_num_threads(number)
-        assert all(map(torch.equal, [*gelu(x), normal(bits), weighted_sum(G, factors)], expected))
+        assert all(map(torch.equal, results(), expected))
 
 
 def test_gelu_of_what_is_not_a_number_or_far_away():
@@ -90,6 +119,14 @@ def test_gelu_of_what_is_not_a_number_or_far_away():
     assert y[2].isnan()  # as torch's
     torch.testing.assert_close(y[3:], torch.tensor([1e38, 0.0, 0.0, 40.0, 0.0]), rtol=0, atol=0)
     torch.testing.assert_close(slope[3:], torch.tensor([1.0, 0.0, 0.5, 1.0, 0.0]), rtol=0, atol=0)
+
+
+def test_noise_lands_on_the_nearest_point_of_the_grid_and_on_the_even_one_of_two():
+    z = torch.zeros(5, dtype=torch.float64)
+    value = torch.tensor([0.5, 1.5, -2.5, 0.49, 3.0], dtype=torch.float64) * 2.0**-22
+    assert torch.equal(on_grid(z, value) * 2.0**22, torch.tensor([0.0, 2.0, -2.0, 0.0, 3.0], dtype=torch.float64))
+    z, value = torch.randn(2, 5000, dtype=torch.float64)
+    assert torch.equal(on_grid(z, value), (z * (0.37 * 2.0**22) + value * 2.0**22).round() * 2.0**-22)
 
 
 def test_a_rare_value_is_a_nan_that_carries_its_bits():
@@ -171,8 +208,8 @@ def test_callers_make_memory_what_the_loops_read():
         for weights in (factors, torch._neg_view(-factors)):
             torch.testing.assert_close(wide_weighted_sum(rows, weights), expected)
     assert not wide_weighted_sum(torch._efficientzerotensor(4, 6), factors).any()
-    with cpu_operations.differentiated_once():
-        assert torch.equal(cpu_operations.gelu(torch._neg_view(-G)), cpu_operations.gelu(G))
+    with differentiated_once():
+        assert torch.equal(fdp_gelu(torch._neg_view(-G)), fdp_gelu(G))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float64])
@@ -313,3 +350,6 @@ def test_other_instructions_give_the_same_bits(cache, monkeypatch):
     other.gelu_and_slope(x, out[0], out[1], len(x), LINEAR, CUBIC, MOST)
     assert torch.equal(drawn.view(torch.int64), normal(bits))
     assert torch.equal(out, gelu(x))
+    given, many = rows_of_tokens(), torch.randn(2, 5000, dtype=torch.float64)
+    assert torch.equal(on_grid(*many, other), on_grid(*many))
+    assert all(map(torch.equal, layer_norm(given, other), layer_norm(given)))

@@ -8,12 +8,14 @@ y = (x - mean) / sqrt(var + eps) * w + b        over features (layer, rms), grou
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fdp.cpu.layer_norm import layer_norm as layer_norm_of_each
 from fdp.foreign.uses.operands import Operand, no_rule_error
 from fdp.foreign.uses.pointwise import apply_to_parameters, pointwise
 from fdp.foreign.uses.tracking import CallTrace, Tracked
@@ -29,6 +31,9 @@ def layer_norm(
     cudnn_enable: bool = True,
 ) -> Tensor:
     """``F.layer_norm`` and ``torch.layer_norm``."""
+    own = isinstance(weight, Tracked) and isinstance(bias, Tracked) and len(normalized_shape) == 1
+    if own and not isinstance(input, Tracked) and input not in trace.constants:
+        return pointwise(trace, partial(layer_norm_of_each, eps=eps), (input, weight, bias), {})
     return _affine(trace, _normalise(trace, F.layer_norm, input, tuple(normalized_shape), eps=eps), weight, bias)
 
 
