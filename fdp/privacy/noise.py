@@ -22,6 +22,8 @@ from collections.abc import Mapping
 from typing import Protocol
 
 import torch
+from fdp_kernels import cpu_library
+from fdp_kernels.cpu_library import dense
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -120,8 +122,13 @@ def noised_leaves(values: Flat, deviation: Float[Tensor, ""], key: Key) -> Flat:
     deviation = deviation.to(drawn)
     grid = grid_of(deviation)
     units = 1 / grid  # a power of two: in units of the grid, the bits are the same
-    drawn.mul_(deviation * units)
     noisy = {path: part.view(value.shape) for (path, value), part in zip(values.items(), drawn.split(sizes))}
+    if (loops := cpu_library.library()) is not None:
+        numbers = torch.stack([deviation * units, units, grid])
+        for path, value in values.items():
+            loops.add_on_grid(noisy[path], dense(value.double()), numbers, value.numel())
+        return noisy
+    drawn.mul_(deviation * units)
     for path, value in values.items():
         noisy[path].addcmul_(value.double(), units)
     for some in drawn.split(ELEMENTS_IN_CACHE):

@@ -168,7 +168,7 @@ def test_the_fractions_below_the_grid_of_any_value_leave_no_trace_in_the_low_dig
 
 
 @pytest.mark.parametrize("scale", [0.37, 1e-3, 3e5, 2.0**-899, 1e-303])
-def test_leaves_noised_together_are_those_noised_one_by_one_bit_for_bit(scale):
+def test_leaves_noised_together_are_those_noised_one_by_one_bit_for_bit(scale, cpu_loops):
     draw = torch.Generator().manual_seed(3)
     value = {
         "a": torch.randn(7, 5, generator=draw),
@@ -185,7 +185,7 @@ def test_leaves_noised_together_are_those_noised_one_by_one_bit_for_bit(scale):
         assert torch.equal(together[path], noised(leaf, deviation, keys.fold_in(KEY, path))), path
 
 
-def test_noised_leaves_are_the_same_in_any_pieces(monkeypatch):
+def test_noised_leaves_are_the_same_in_any_pieces(cpu_loops, monkeypatch):
     value = {"a": torch.randn(70), "b": torch.randn(9, 30).double()}
     deviation = torch.tensor(2.5, dtype=torch.float64)
     monkeypatch.setattr(noise, "ELEMENTS_IN_CACHE", 64)  # a piece ends inside a leaf
