@@ -20,7 +20,12 @@ def is_whole_number(value: Any) -> bool:
 
 def is_number(value: Any) -> bool:
     """Return True for finite integers and floats."""
-    return isinstance(value, Real) and not isinstance(value, bool) and bool(abs(value) < math.inf)  # pyright: ignore
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    try:
+        return is_whole_number(value) or math.isfinite(plain_number(value))
+    except OverflowError:  # a fraction beyond the largest float
+        return False
 
 
 def whole_number(name: str, value: Any, *, least: int = 1, of: str = "", advice: str = "") -> int:
@@ -32,21 +37,21 @@ def whole_number(name: str, value: Any, *, least: int = 1, of: str = "", advice:
 
 def positive_number(name: str, value: Any, *, advice: str = "") -> float:
     """Return ``value`` as a number of Python, or refuse what is not above 0."""
-    if not is_number(value) or value <= 0:
+    if not is_number(value) or plain_number(value) <= 0:
         raise FdpError(f"{name}: expected a finite number above 0, got {shown(value)}{advice}")
     return plain_number(value)
 
 
 def nonnegative_number(name: str, value: Any, *, advice: str = "") -> float:
     """Return ``value`` as a number of Python, or refuse what is below 0."""
-    if not is_number(value) or value < 0:
+    if not is_number(value) or plain_number(value) < 0:
         raise FdpError(f"{name}: expected a finite number, 0 or more, got {shown(value)}{advice}")
     return plain_number(value)
 
 
 def probability(name: str, value: Any, *, advice: str = "") -> float:
     """Return ``value`` as a float, or refuse what is not in (0, 1)."""
-    if not is_number(value) or not 0 < value < 1:
+    if not is_number(value) or not 0 < float(value) < 1:
         raise FdpError(f"{name}: expected a probability in (0, 1), got {shown(value)}{advice}")
     return float(value)
 
@@ -58,6 +63,6 @@ def plain_number(value: Any) -> float:
 
 def shown(value: Any) -> str:
     """Return a number or a string as it is; of anything else, which may be private data, only the kind."""
-    if isinstance(value, Real) and not isinstance(value, bool):
+    if is_number(value):
         return repr(plain_number(value))
     return repr(value) if value is None or isinstance(value, Number | str) else f"a {type(value).__name__}"

@@ -20,6 +20,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from numbers import Number
 from pathlib import PurePath
 from types import CodeType, FunctionType, MethodType
 from typing import Any
@@ -53,6 +54,7 @@ def fingerprint(*settings: Any) -> str:
 
 def _words(value: Any, inside: tuple[int, ...]) -> Iterator[str]:
     """Yield a value as words; ``inside`` are the enclosing functions, which may hold each other."""
+    value = _plain_scalar(value)
     name = type(value).__name__
     known = getattr(value, "settings", None) if isinstance(value, tuple) or is_dataclass(value) else None
     if known is not None:
@@ -62,6 +64,8 @@ def _words(value: Any, inside: tuple[int, ...]) -> Iterator[str]:
         yield f"{name} {value!r}" if not isinstance(value, PurePath) else str(value)
     elif isinstance(value, Enum):
         yield f"{name} {value.name}"
+    elif isinstance(value, np.generic | Number):  # a long double, a fraction, a decimal, a date
+        yield f"{name} {value!r}"
     elif isinstance(value, Tensor | np.ndarray):
         yield from _elements(value)
     elif isinstance(value, Mapping):
@@ -110,8 +114,8 @@ def _code(code: CodeType, read: Mapping[str, Any]) -> Iterator[str]:
     """Yield the names, constants and plain globals of a function's code, independent of the Python version."""
     yield f"names {sorted(code.co_names)}"
     for name in sorted(code.co_names):
-        if name in read and isinstance(read[name], _PLAIN):
-            yield f"{name} = {read[name]!r}"
+        if name in read and isinstance(value := _plain_scalar(read[name]), (*_PLAIN, np.generic, Number)):
+            yield f"{name} = {value!r}"
     yield f"constants {sorted(repr(each) for each in code.co_consts if isinstance(each, int | float | str))}"
     for each in code.co_consts:
         if isinstance(each, CodeType):
@@ -126,6 +130,11 @@ def _elements(values: Tensor | np.ndarray) -> Iterator[str]:
     some = flat[:: max(1, len(flat) // _HASHED_ELEMENTS)]
     raw = some.cpu().contiguous().view(torch.uint8).numpy() if isinstance(some, Tensor) else np.asarray(some)
     yield hashlib.sha256(raw.tobytes()).hexdigest()
+
+
+def _plain_scalar(value: Any) -> Any:
+    """Return the number of Python that a numpy scalar is, so that 1 and ``np.int64(1)`` are the same setting."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _is_filled(cell: Any) -> bool:

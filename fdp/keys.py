@@ -80,6 +80,11 @@ def split(key: Key, n: int) -> Int[Tensor, "n 8"]:
     return words[: 8 * n].view(n, 8)
 
 
+def digest(key: Key) -> str:
+    """Return SHA-256 of a key in hexadecimal, which tells keys apart and reveals none of them."""
+    return hashlib.sha256(str(key.tolist()).encode()).hexdigest()
+
+
 def fold_in(key: Key, data: int | str | Int[Tensor, ""]) -> Key:
     """Return the key for ``data``: a number such as the step (int or 0-d tensor, with the same result), or a path.
 
@@ -96,8 +101,8 @@ def fold_in(key: Key, data: int | str | Int[Tensor, ""]) -> Key:
         data = data.to(key.device, torch.int64)
         nonce = torch.stack([torch.full_like(data, _FOLD_INT), data & 0xFFFFFFFF, data >> 32 & 0xFFFFFFFF])
     else:
-        if data < 0 or data >= 1 << 63:
-            raise FdpError(f"fold_in: expected an int in [0, 2^63), got {data}; fold in a str for anything else")
+        if not is_whole_number(data) or (data := int(data)) < 0 or data >= 1 << 63:
+            raise FdpError(f"fold_in: expected an int in [0, 2^63), got {shown(data)}; fold in a str for anything else")
         nonce = _nonce(key, _FOLD_INT, data & 0xFFFFFFFF, data >> 32)
     return chacha20.keystream(key, nonce, 0, 1)[:8]
 

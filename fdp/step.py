@@ -139,7 +139,7 @@ def join_observed(
         local = localize(state)
         step_number = gate.check(local.step, batch)
         if first_call is not None:
-            first_call(state.params, batch, stages.key(key, local.step), lambda: sample_part(stages, state))
+            first_call(state.params, batch, lambda: stages.key(key, local.step), lambda: sample_part(stages, state))
         stages.prepare(local.params)
         gate.enter()
         after, metrics, seen = run(local, batch, key)

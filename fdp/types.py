@@ -172,7 +172,7 @@ class Stamp:
     """The origin of a batch: its sampling and its purpose. Static structure, not a leaf.
 
     ``sampling`` is the distribution of the draw, ``purpose`` the release it was drawn for, ``step`` the step of the run
-    (None: any), ``shape`` the (rows, samples) of ``share``.
+    (None: any), ``shape`` the (rows, samples) of ``share``, ``root`` a digest of the key that drew it ("": unknown).
     """
 
     sampling: Any
@@ -180,6 +180,7 @@ class Stamp:
     step: int | None
     shape: tuple[int, ...]
     share: BatchShare
+    root: str = ""
 
 
 class Drawn(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -118,6 +119,33 @@ def test_numbers_of_numpy_are_numbers() -> None:
     assert repr(by_numpy) == repr(poisson(100, expected_batch_size=9.5, population=100))
     assert torch.equal(fdp.key(np.int64(3)), fdp.key(3))  # pyright: ignore
     assert private(epsilon=np.float64(3), delta=np.float64(1e-6), max_norm=np.float32(1)).config.epsilon == 3.0
+
+
+TINY_FRACTION, HUGE = Fraction(1, 10**400), Fraction(10**400, 3)
+
+
+def test_a_number_that_is_another_one_as_a_float_is_refused() -> None:
+    for bad in (TINY_FRACTION, np.longdouble("1e-4000"), np.longdouble("1e4000"), HUGE):
+        with pytest.raises(FdpError, match="max_norm: expected a finite number above 0"):
+            clipping.flat(max_norm=bad)  # pyright: ignore
+    with pytest.raises(FdpError, match="delta: expected a probability"):
+        fdp.epsilon(MECHANISM, steps=3, delta=Fraction(10**30 - 1, 10**30))  # pyright: ignore
+
+
+def test_numbers_are_folded_into_keys_whatever_their_kind() -> None:
+    for kind in (np.int32, np.uint8, np.int64):
+        assert torch.equal(keys.fold_in(KEY, kind(3)), keys.fold_in(KEY, 3))  # pyright: ignore
+    for bad in (True, 1.0, -1, 1 << 63):
+        with pytest.raises(FdpError, match="fold_in: expected an int in"):
+            keys.fold_in(KEY, bad)  # pyright: ignore
+
+
+def test_epsilon_is_that_of_the_exact_numbers() -> None:
+    z, count_noise = np.float16(1.1), np.float16(1.3)
+    clip = clipping.quantile(max_norm=1.0, target_quantile=0.5, learning_rate=0.2, count_noise=1.0)
+    narrow = Mechanism(SAMPLING, clip._replace(count_noise=count_noise), z)  # pyright: ignore
+    exact = Mechanism(SAMPLING, clip._replace(count_noise=float(count_noise)), float(z))
+    assert fdp.epsilon(narrow, steps=3, delta=1e-5) == fdp.epsilon(exact, steps=3, delta=1e-5)
 
 
 def test_large_integers_are_numbers() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -167,6 +170,43 @@ def test_two_schedules_are_told_apart_by_what_they_hold():
     prints = {fingerprint(sgd(schedule)) for schedule in schedules}
     assert len(prints) == len(schedules)
     assert fingerprint(sgd(optimizers.cosine(1.0, steps=5))) in prints
+
+
+SETTINGS: dict[str, Any] = {
+    "flat": lambda n: clipping.flat(max_norm=n),
+    "per layer": lambda n: clipping.per_layer(max_norm=n),
+    "per group": lambda n: clipping.per_group(groups={"a": ["w"]}, max_norms={"a": n}),
+    "automatic": lambda n: clipping.automatic(max_norm=1.0, gamma=n),
+    "quantile": lambda n: clipping.quantile(max_norm=1.0, target_quantile=0.5, learning_rate=0.2, count_noise=n),
+    "noise": lambda n: MECHANISM._replace(noise_multiplier=n),
+    "sgd": lambda n: sgd(n),
+    "adam": lambda n: optimizers.adamw(1e-3, eps=n),
+    "schedule": lambda n: sgd(optimizers.constant(n)),
+    "a function": lambda n: lambda step: step * n,
+    "a container": lambda n: {"rates": [n, (n, n)]},
+}
+TYPES = [int, float, np.int64, np.int16, np.float64, np.float32, np.float16, np.longdouble, Fraction, Decimal]
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_numbers_of_every_kind_are_told_apart(name, kind):
+    """Two runs whose numbers were one to a fingerprint would share their noise."""
+    if kind is Decimal and name not in ("a function", "a container"):
+        pytest.skip("refused")
+    of = SETTINGS[name]
+    assert fingerprint(of(kind(1))) == fingerprint(of(kind(1))) != fingerprint(of(kind(2)))
+    if kind in (np.int64, np.int16):
+        assert fingerprint(of(kind(1))) == fingerprint(of(1))
+
+
+RATE: Any = np.float32(0.1)
+
+
+def test_a_global_of_numpy_in_a_function_is_seen(monkeypatch):
+    one = fingerprint(sgd(lambda step: step * RATE))
+    monkeypatch.setitem(globals(), "RATE", np.float32(0.2))
+    assert fingerprint(sgd(lambda step: step * RATE)) != one
 
 
 def test_two_losses_of_the_same_leaves_are_two_models():

@@ -15,7 +15,6 @@ checks at a step's first call, ``fdp train`` at its start.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from enum import Enum
 from functools import cache
@@ -23,7 +22,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from fdp import tree
+from fdp import keys, tree
 from fdp.checks import model_checks
 from fdp.checks.equal_sizes import SamplePart, check_sizes
 from fdp.gradients.execution import LOCAL, STORE_ALL, Execution
@@ -111,17 +110,17 @@ def first_samples(data: Tree, count: int) -> Tree:
     return tree.map(lambda leaf: leaf[which.to(leaf.device)], data)
 
 
-def check_same_noise(noise_key: Key) -> None:
-    """Refuse ranks that would draw different noise, since then they draw different samples, or bound them otherwise.
+def check_same_keys(noise_key: Key, batch: Batch) -> None:
+    """Refuse ranks that would draw different noise, or whose samples were drawn by different keys.
 
     The key of a step's noise follows from the key of the run, the mechanism, the optimizer and the model.
     """
-    digest = hashlib.sha256(str(noise_key.tolist()).encode()).hexdigest()
-    if len(set(gather_values(digest, None))) > 1:
+    root = None if batch.drawn is None else batch.drawn.stamp.root
+    if len(set(gather_values((keys.digest(noise_key), root), None))) > 1:
         error = FdpError(
             "ranks: expected the same key, mechanism, optimizer and model on every rank, got another one on some: with "
             "another key every rank draws samples of its own, and one that two ranks draw counts twice. Give every "
-            "rank root = fdp.shared_key(fdp.key(), sharding), and the same settings"
+            "rank root = fdp.shared_key(fdp.key(), sharding), for its samples and its steps, and the same settings"
         )
         error.everywhere = True
         raise error
@@ -134,10 +133,13 @@ class FirstCall:
         self.model, self.plan, self.sharding = model, plan, sharding
         self.done = False
 
-    def __call__(self, params: Tree, batch: Batch, noise_key: Key, part: Callable[[], SamplePart]) -> None:
+    def __call__(
+        self, params: Tree, batch: Batch, noise_key: Callable[[], Key], part: Callable[[], SamplePart]
+    ) -> None:
         """Check the model unless it was checked before. Every rank calls it, with its own samples.
 
-        ``noise_key`` is that of the step, ``part()`` what :func:`fdp.checks.equal_sizes.differences` calls ``add``.
+        ``noise_key()`` returns that of the step, ``part()`` what :func:`fdp.checks.equal_sizes.differences` calls
+        ``add``.
         """
         if self.done:
             return
@@ -150,7 +152,7 @@ class FirstCall:
             )
         data, _ = split_microbatches(batch)[0]
         if self.sharding is not None:
-            check_same_noise(noise_key)
+            check_same_keys(noise_key(), batch)
             here = tree.leaves(data)[0].device
             few = tree.map(lambda leaf: leaf.cpu(), first_samples(data, REAL_SAMPLES))
             data = tree.map(lambda leaf: leaf.to(here), gather_values(few, None)[0])

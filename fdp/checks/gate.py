@@ -80,7 +80,7 @@ class Gate:
                 "step: expected that the last step on this rank came to its end, got one that failed: the other ranks "
                 "may have added a part of it, and would add it twice. End all ranks and begin again from a checkpoint"
             )
-        self.running = self.sharding is not None
+        self.running = self.sharding is not None and self.sharding.mesh.size() > 1
 
     def leave(self) -> None:
         """Note that a step came to its end."""

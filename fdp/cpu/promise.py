@@ -13,7 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import TransformType, get_interpreter_stack, get_unwrapped, is_functorch_wrapped_tensor
+from torch._C._functorch import (
+    TransformType,
+    get_interpreter_stack,
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+    is_legacy_batchedtensor,
+)
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
@@ -81,4 +87,4 @@ def is_traced(x: Tensor) -> bool:
         return True
     while is_functorch_wrapped_tensor(x):
         x = get_unwrapped(x)
-    return type(x) not in (Tensor, Parameter)
+    return type(x) not in (Tensor, Parameter) or is_legacy_batchedtensor(x)

@@ -67,14 +67,19 @@ def arrays_of(dataset: Dataset, *, see: Callable[[Tree], None] | None = None) ->
 
 def _fetch_all(dataset: Dataset, see: Callable[[Tree], None] | None) -> Iterator[tuple[str, Tensor]]:
     """Yield the leaves of all samples, some samples at a time."""
-    size = len(dataset)
-    each = max(1, sum(leaf.nbytes for leaf in tree.leaves(dataset.fetch(np.arange(1)))))
-    together = max(1, FETCHED_BYTES // each)
-    for start in range(0, size, together):
-        samples = dataset.fetch(np.arange(start, min(start + together, size)))
+    for samples in fetch_all(dataset):
         if see is not None:
             see(samples)
         yield from tree.flatten(samples).items()
+
+
+def fetch_all(dataset: Dataset) -> Iterator[Tree]:
+    """Yield all samples, as many at a time as have ``FETCHED_BYTES``, but at least one."""
+    size = len(dataset)
+    each = max(1, sum(leaf.nbytes for leaf in tree.leaves(dataset.fetch(np.arange(1))))) if size else 1
+    together = max(1, FETCHED_BYTES // each)
+    for start in range(0, size, together):
+        yield dataset.fetch(np.arange(start, min(start + together, size)))
 
 
 def _array(values: Any) -> Any:

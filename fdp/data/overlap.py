@@ -20,14 +20,12 @@ import torch
 from torch import Tensor
 
 from fdp import tree
-from fdp.data.digest import data_digest
+from fdp.data.digest import data_digest, fetch_all
 from fdp.privacy.microbatches import Dataset
 from fdp.types import Tree
 
 MOST_COMPARED = 1 << 20
 """Samples that are compared one by one: half a minute for windows of 512 tokens."""
-FETCHED_SAMPLES = 1024
-"""Samples that are fetched and hashed at a time."""
 
 
 def count_shared(held_out: Dataset, dataset: Dataset) -> int:
@@ -45,16 +43,19 @@ def count_shared(held_out: Dataset, dataset: Dataset) -> int:
 
 def _sample_digests(dataset: Dataset) -> Iterator[bytes]:
     """Yield SHA-256 of the names, types, shapes and values of every sample."""
-    for start in range(0, len(dataset), FETCHED_SAMPLES):
-        yield from digests_of(dataset.fetch(np.arange(start, min(start + FETCHED_SAMPLES, len(dataset)))))
+    for samples in fetch_all(dataset):
+        yield from digests_of(samples)
 
 
 def digests_of(samples: Tree) -> Iterator[bytes]:
     """Yield SHA-256 of the names, types, shapes and values of every one of these samples."""
     leaves = tree.flatten(samples)
     form = str([(path, leaf.dtype, tuple(leaf.shape[1:])) for path, leaf in leaves.items()]).encode()
-    for row in np.concatenate([_bytes(leaf) for leaf in leaves.values()], axis=1):
-        yield hashlib.sha256(form + row.tobytes()).digest()
+    for rows in zip(*[_bytes(leaf) for leaf in leaves.values()], strict=True):
+        digest = hashlib.sha256(form)
+        for row in rows:
+            digest.update(row)
+        yield digest.digest()
 
 
 def _bytes(leaf: Tensor) -> np.ndarray:

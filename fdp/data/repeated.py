@@ -22,10 +22,10 @@ import numpy as np
 
 from fdp import tree
 from fdp.data.datasets import Windows
-from fdp.data.digest import ArrayBacked, data_digest
+from fdp.data.digest import ArrayBacked, data_digest, fetch_all
 from fdp.data.held_out import Subset
 from fdp.data.mixed import Mixed
-from fdp.data.overlap import FETCHED_SAMPLES, digests_of
+from fdp.data.overlap import digests_of
 from fdp.data.units import UnitKind
 from fdp.data.users import Users
 from fdp.privacy.microbatches import Dataset
@@ -59,8 +59,8 @@ def digest_and_repeats(dataset: Dataset, *, own: Collection[Path] = ()) -> tuple
     fetched = not isinstance(dataset, ArrayBacked)
     digest = data_digest(dataset, see=count if counted and fetched else None)
     if counted and not fetched and _is_in_memory(source):
-        for start in range(0, len(private), FETCHED_SAMPLES):
-            count(private.fetch(np.arange(start, min(start + FETCHED_SAMPLES, len(private)))))
+        for samples in fetch_all(private):
+            count(samples)
     often = [times for times in counts.values() if times > 1]
     return digest, Repeats(sum(often), max(often)) if often else NO_REPEATS
 

@@ -130,11 +130,13 @@ def backward(
     plan: Plan,
     *,
     token: Tree,
+    see: Callable[[int, Tree], None] | None = None,
 ) -> Iterator[tuple[int, dict[Path, Any]]]:
     """Yield, from the last block to the first, its number and what its pull-back found of its leaves.
 
     A block of which nothing is saved is gathered and run again, while the next one is being gathered. ``gradient`` is
-    that of the losses, None for all ones; the first gather waits for ``token``. Uses up ``saved`` and ``carries``, and
+    that of the losses, None for all ones; the first gather waits for ``token``; ``see`` is called with the number and
+    the output of every block that is run again. Uses up ``saved`` and ``carries``, and
     empties what it found of a block when it is asked for the next, so that nothing outlives its use.
     """
     pending: PendingGather | None = None
@@ -147,19 +149,28 @@ def backward(
         pending = None
         if i and saved[-1].pull is None and saved[-1].weights is None:
             pending = weights.start_gather(i - 1, token=token)
-        gradient, found = _pull_block(weights, i, this, carries.pop(), gradient, data, plan)
+        gradient, found = _pull_block(weights, i, this, carries.pop(), gradient, data, plan, see)
         this, token = NOTHING_SAVED, gradient
         yield i, found
         found.clear()  # also for a caller whose loop variable still holds it
 
 
 def _pull_block(
-    weights: Weights, i: int, saved: Saved, carry: Tree, gradient: Tree, data: Tree, plan: Plan
+    weights: Weights,
+    i: int,
+    saved: Saved,
+    carry: Tree,
+    gradient: Tree,
+    data: Tree,
+    plan: Plan,
+    see: Callable[[int, Tree], None] | None,
 ) -> tuple[Tree, dict[Path, Any]]:
     if saved.pull is not None:
         return saved.pull(gradient)
     assert saved.weights is not None
-    _, pull = _vjp(weights, weights.model.blocks[i], saved.weights, carry, data, plan.uses[i], plan)
+    out, pull = _vjp(weights, weights.model.blocks[i], saved.weights, carry, data, plan.uses[i], plan)
+    if see is not None:
+        see(i, out)
     return pull(gradient)
 
 

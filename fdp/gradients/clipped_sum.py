@@ -28,6 +28,7 @@ from fdp.gradients.launches import add_parts, weighted_parts
 from fdp.gradients.lazy_sum import LazySum, add_onto, check_leaves, single_row, take, with_bound_of
 from fdp.gradients.per_sample import Stash, single_dense_records, widen, widest
 from fdp.gradients.plan import Plan
+from fdp.gradients.random_draws import check_same_outputs
 from fdp.gradients.sample_gradients import Pair, weighted_gradient_of_uses
 from fdp.gradients.shared_leaves import weighted_parts_of_shared
 from fdp.model import Model
@@ -152,10 +153,12 @@ def _weighted_blocks(stash: Stash, clip: Clip, block_sums: _BlockSums) -> Iterat
     several = {path for path, count in times.items() if count > 1}
     if stash.carries:
         sums: Flat = {}
-        saved, carries = [NOTHING_SAVED for _ in blocks], list(stash.carries)
+        *carries, losses = stash.carries
+        saved, see = [NOTHING_SAVED for _ in blocks], check_same_outputs(weights.model, [*carries[1:], losses])
         stash.carries.clear()  # a second sum would count every sample twice
+        del losses
         factors = next(iter(clip.factors.values()))
-        for i, records in backward(weights, None, saved, carries, stash.data, plan, token=factors):
+        for i, records in backward(weights, None, saved, carries, stash.data, plan, token=factors, see=see):
             second = {path: of for path, of in records.items() if plan.choices[path].sum is SumBy.SECOND_BACKWARD}
             again: dict[Path, list[StoredRecord]] = {
                 path: [stash.transform(path, record) for record in of] for path, of in second.items()

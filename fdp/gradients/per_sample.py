@@ -101,13 +101,13 @@ def per_sample_norms(
     weights = make_weights(model, params, data, plan, execution)
     losses, saved, carries = forward(weights, data, plan)
     second = any(choice.sum is SumBy.SECOND_BACKWARD for choice in plan.choices.values())
-    inputs = list(carries) if second else []
+    carried = [*carries, losses] if second else []
     found = _NormAccumulator(model, plan)
     for _, records in backward(weights, None, saved, carries, data, plan, token=losses):
         found.add({path: [transform(path, record) for record in of] for path, of in records.items()})
     squared = found.squared_norms()
     norms = Norms({path: squared[path] for path in weights.shards if path in plan.trainable})
-    stash = Stash(found.stored, inputs, weights, data, plan, transform)
+    stash = Stash(found.stored, carried, weights, data, plan, transform)
     return losses.to(widest(losses.dtype)), sum_over_tensor_axis(execution.sharding, norms), stash
 
 

@@ -72,9 +72,9 @@ class Accountant(Enum):
 def effective_noise_multiplier(mechanism: Mechanism) -> float:
     """Return ``z_eff``, the noise multiplier of sum and quantile count together; at most the sum's own."""
     z, count_noise = mechanism.noise_multiplier, mechanism.clip.count_noise
-    nonnegative_number("noise_multiplier", z)
+    z = nonnegative_number("noise_multiplier", z)
     if count_noise is not None:
-        nonnegative_number("clip.count_noise", count_noise)
+        count_noise = nonnegative_number("clip.count_noise", count_noise)
     if z == 0 or count_noise == 0:
         return 0.0
     return z if count_noise is None else 1.0 / math.hypot(1.0 / z, 0.5 / count_noise)
@@ -91,8 +91,8 @@ def event(mechanism: Mechanism, steps: int) -> dp_accounting.DpEvent:
     steps = whole_number("steps", steps)
     parts: list[Any] = [_composed_event(mechanism.sampling, effective_noise_multiplier(mechanism), steps)]
     if (more := mechanism.statistics) is not None:
-        nonnegative_number("statistics.noise_multiplier", more.noise_multiplier)
-        parts.append(_composed_event(more.sampling, more.noise_multiplier, more.releases(steps)))
+        noise = nonnegative_number("statistics.noise_multiplier", more.noise_multiplier)
+        parts.append(_composed_event(more.sampling, noise, more.releases(steps)))
     if None in parts:
         return dp_accounting.NonPrivateDpEvent()
     return parts[0] if len(parts) == 1 else dp_accounting.ComposedDpEvent(parts)

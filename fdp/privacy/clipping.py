@@ -83,7 +83,7 @@ def clip_to(norms: Norms, *, max_norm: float | Tensor) -> Clip:
     total = norms.total()
     factors = clip_factors(total, max_norm=max_norm)
     # Filled on the device: a copy from the host could not be captured in a CUDA graph.
-    bound = max_norm.to(total) if isinstance(max_norm, Tensor) else total.new_full((), max_norm)
+    bound = max_norm.to(total, copy=True) if isinstance(max_norm, Tensor) else total.new_full((), max_norm)
     said = A_TENSOR if isinstance(max_norm, Tensor) else f"{float(max_norm)}"
     return Clip(dict.fromkeys(norms.squared, factors), bound, bound=Bound(f"clipped to {said}"))
 
@@ -94,19 +94,25 @@ def declare_clip(factors: dict[Path, Float[Tensor, " batch"]], sensitivity: Floa
     Nothing checks that every sample's gradient, each leaf times its factor, has norm at most ``sensitivity``, nor that
     a sample's factors depend on no other sample. The stated epsilon holds only if both are true.
     """
-    return Clip(factors, sensitivity, bound=Bound(OWN_FACTORS))
+    if not isinstance(sensitivity, Tensor) or sensitivity.ndim or not sensitivity.is_floating_point():
+        got = (
+            f"{sensitivity.dtype} of shape {tuple(sensitivity.shape)}"
+            if isinstance(sensitivity, Tensor)
+            else (f"a {type(sensitivity).__name__}")
+        )
+        raise FdpError(f"sensitivity: expected a floating point tensor of one number, got {got}; torch.tensor(1.0)")
+    return Clip(factors, sensitivity.clone(), bound=Bound(OWN_FACTORS))
 
 
 def flat(*, max_norm: float) -> ClipStyle:
     """Clip each sample's full gradient to ``max_norm``. Sensitivity ``max_norm``."""
-    _positive("max_norm", max_norm)
+    max_norm = _positive("max_norm", max_norm)
     return _static("flat", lambda norms: clip_to(norms, max_norm=max_norm))
 
 
 def automatic(*, max_norm: float, gamma: float = 0.01) -> ClipStyle:
     """Scale each sample's full gradient to just under ``max_norm``. Sensitivity ``max_norm``."""
-    _positive("max_norm", max_norm)
-    _positive("gamma", gamma)
+    max_norm, gamma = _positive("max_norm", max_norm), _positive("gamma", gamma)
 
     def clip(norms: Norms) -> Clip:
         total = norms.total()
@@ -124,8 +130,7 @@ def per_group(*, groups: Mapping[str, Sequence[Path]], max_norms: Mapping[str, f
     """
     if set(groups) != set(max_norms):
         raise FdpError(f"groups: expected a max_norm for each of {sorted(groups)}, got {sorted(max_norms)}")
-    for group, max_norm in max_norms.items():
-        _positive(f"max_norms[{group!r}]", max_norm)
+    max_norms = {group: _positive(f"max_norms[{group!r}]", max_norm) for group, max_norm in max_norms.items()}
     if empty := sorted(group for group, paths in groups.items() if not paths):
         raise FdpError(f"groups: expected at least one leaf in every group, got none in {empty}")
     members = [path for group in groups.values() for path in group]
@@ -146,7 +151,7 @@ def per_group(*, groups: Mapping[str, Sequence[Path]], max_norms: Mapping[str, f
 
 def per_layer(*, max_norm: float) -> ClipStyle:
     """Clip every leaf on its own to ``max_norm / sqrt(number of leaves)``. Sensitivity ``max_norm``."""
-    _positive("max_norm", max_norm)
+    max_norm = _positive("max_norm", max_norm)
 
     def clip(norms: Norms) -> Clip:
         share = max_norm / math.sqrt(len(norms.squared))
@@ -165,10 +170,9 @@ def quantile(*, max_norm: float, target_quantile: float, learning_rate: float, c
       - the sum's sensitivity is the C that clipped it;
       - the next C depends on the data only through the noised count, which the accountant charges for.
     """
-    _positive("max_norm", max_norm)
-    _positive("count_noise", count_noise)
-    _positive("learning_rate", learning_rate)
-    probability("target_quantile", target_quantile)
+    max_norm, count_noise = _positive("max_norm", max_norm), _positive("count_noise", count_noise)
+    learning_rate = _positive("learning_rate", learning_rate)
+    target_quantile = probability("target_quantile", target_quantile)
 
     def clip(norms: Norms, bound: Tensor) -> Clip:
         return clip_to(norms, max_norm=bound)

@@ -47,8 +47,8 @@ class Statistics(NamedTuple):
 
 def statistics(sampling: Poisson, *, max_norm: float, noise_multiplier: float, period: int) -> Statistics:
     """Return checked :class:`Statistics`."""
-    for name, value in (("max_norm", max_norm), ("noise_multiplier", noise_multiplier)):
-        positive_number(f"statistics.{name}", value)
+    max_norm = positive_number("statistics.max_norm", max_norm)
+    noise_multiplier = positive_number("statistics.noise_multiplier", noise_multiplier)
     period = whole_number("statistics.period", period, of=" of steps")
     return Statistics(sampling, max_norm, noise_multiplier, period)
 

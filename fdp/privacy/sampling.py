@@ -178,7 +178,7 @@ def sample_batch(
     matrix, mask = (torch.nn.functional.pad(m, (0, columns * ranks - size)) for m in (matrix, mask))
     mine = slice(rank * columns, (rank + 1) * columns)
     batch = Batch(fetch_rows(dataset, matrix[:, mine]), mask[:, mine], groups=groups if len(sizes) > 1 else None)
-    return _stamp(batch, sampling, step, rank, ranks, purpose)
+    return _stamp(batch, sampling, step, rank, ranks, purpose, keys.digest(key))
 
 
 def trusted_batch(
@@ -247,8 +247,10 @@ def check_step(batch: Batch, step: int) -> None:
         )
 
 
-def _stamp(batch: Batch, sampling: Poisson, step: int | None, rank: int, ranks: int, purpose: str) -> Batch:
-    stamp = Stamp(sampling, purpose, step, tuple(batch.mask.shape), BatchShare(rank, ranks))
+def _stamp(
+    batch: Batch, sampling: Poisson, step: int | None, rank: int, ranks: int, purpose: str, root: str = ""
+) -> Batch:
+    stamp = Stamp(sampling, purpose, step, tuple(batch.mask.shape), BatchShare(rank, ranks), root)
     number = None if step is None else torch.tensor(step, device=batch.mask.device)
     return batch._replace(drawn=Drawn(stamp, number))
 

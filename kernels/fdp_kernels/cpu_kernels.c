@@ -12,8 +12,12 @@
 #error "expected a processor with fused multiply-add, and a compiler that keeps the order of operations"
 #endif
 
+#if defined(_OPENMP) && defined(__clang__)
+#error "expected a compiler that calls GNU's OpenMP, torch's own: another one would compete with it for the cores"
+#endif
+
 #define BLOCK 256                   /* elements of a block: a few full vectors */
-#define WORTH_WAKING (1 << 14)      /* elements for which other threads are woken */
+#define WORTH_WAKING(elements) (threads > 1 && (elements) > 1 << 13) /* else other threads sleep on */
 #define COLUMNS 1024                /* float64 sums that stay in the first cache */
 #define RARE (1LL << 47)            /* tails of bits below this need more bits; as ``_WIDE_RARE`` in normal.py */
 #define MARKED_NAN (0xfffaLL << 47) /* of a rare value; as ``_MARK`` in normal.py */
@@ -34,7 +38,7 @@ static void sum_columns(const float *G, const double *factors, double *out, int6
 
 void weighted_sum(const float *G, const double *factors, double *out, int64_t rows, int64_t columns, int threads)
 {
-    #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    #pragma omp parallel for schedule(static) num_threads(threads) if (WORTH_WAKING(rows * columns))
     for (int64_t first = 0; first < columns; first += COLUMNS)
         sum_columns(G + first, factors, out + first, rows, columns, smaller(COLUMNS, columns - first));
 }
@@ -75,7 +79,7 @@ static void gelu_block(const float *x, float *y, float *slope, int64_t n, float 
 void gelu_and_slope(const float *x, float *y, float *slope, int64_t size, float linear, float cubic, float most,
                     int threads)
 {
-    #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    #pragma omp parallel for schedule(static) num_threads(threads) if (WORTH_WAKING(size))
     for (int64_t first = 0; first < size; first += COLUMNS)
         gelu_block(x + first, y + first, slope + first, smaller(COLUMNS, size - first), linear, cubic, most);
 }
@@ -112,13 +116,21 @@ static void normalise_row(const float *x, const float *weight, const float *bias
     float sum = sum_lanes(sums);
     for (; i < width; i++) sum += x[i];
     float mean = sum / (float)width;
+    row_lanes offs = {0}; /* what the first sum has lost is in the sum of the differences from its mean */
     for (i = 0; i < whole; i += ROW_LANES) {
         row_lanes off = load(x + i) - mean;
+        offs += off;
         squares += off * off;
     }
-    float square = sum_lanes(squares);
-    for (; i < width; i++) square += (x[i] - mean) * (x[i] - mean);
-    float rise = 1.0f / sqrtf(square / (float)width + eps);
+    float lost = sum_lanes(offs), square = sum_lanes(squares);
+    for (; i < width; i++) {
+        lost += x[i] - mean;
+        square += (x[i] - mean) * (x[i] - mean);
+    }
+    lost /= (float)width;
+    mean += lost;
+    float variance = square / (float)width - lost * lost;
+    float rise = 1.0f / sqrtf((variance > 0.0f ? variance : square * 0.0f) + eps);
     moments[0] = mean;
     moments[1] = rise;
     for (i = 0; i < width; i++) y[i] = fmaf((x[i] - mean) * rise, weight[i], bias[i]);
@@ -127,7 +139,7 @@ static void normalise_row(const float *x, const float *weight, const float *bias
 void layer_norm(const float *x, const float *weights, const float *biases, float *y, float *moments, int64_t samples,
                 int64_t tokens, int64_t width, float eps, int threads)
 {
-    #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    #pragma omp parallel for schedule(static) num_threads(threads) if (WORTH_WAKING(samples * tokens * width))
     for (int64_t row = 0; row < samples * tokens; row++) {
         int64_t own = row / tokens * width;
         normalise_row(x + row * width, weights + own, biases + own, y + row * width, moments + 2 * row, width, eps);
@@ -168,7 +180,7 @@ void layer_norm_backward(const float *g, const float *x, const float *weights, c
 {
     /* ``parts`` has the sums of the tokens of a chunk: (samples, chunks, 2, width). */
     int64_t chunks = (tokens + CHUNK - 1) / CHUNK;
-    #pragma omp parallel num_threads(threads) if (threads > 1)
+    #pragma omp parallel num_threads(threads) if (WORTH_WAKING(samples * tokens * width))
     {
         #pragma omp for schedule(static)
         for (int64_t chunk = 0; chunk < samples * chunks; chunk++) {
@@ -274,7 +286,7 @@ static void quantile_block(const double *p, double *out, int64_t n)
 
 void lower_quantile(const double *p, double *out, int64_t size, int threads)
 {
-    #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    #pragma omp parallel for schedule(static) num_threads(threads) if (WORTH_WAKING(size))
     for (int64_t first = 0; first < size; first += BLOCK)
         quantile_block(p + first, out + first, smaller(BLOCK, size - first));
 }
@@ -295,7 +307,7 @@ static void normal_block(const int64_t *bits, double *out, int64_t n)
 
 void normal_from_bits(const int64_t *bits, double *out, int64_t size, int threads)
 {
-    #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    #pragma omp parallel for schedule(static) num_threads(threads) if (WORTH_WAKING(size))
     for (int64_t first = 0; first < size; first += BLOCK)
         normal_block(bits + first, out + first, smaller(BLOCK, size - first));
 }
@@ -364,7 +376,9 @@ static void draw_block(const int64_t *key, uint32_t counter, double *out, int64_
 
 void normals(const int64_t *keys, const int64_t *sizes, double *out, int64_t leaves, int threads)
 {
-    #pragma omp parallel num_threads(threads) if (threads > 1)
+    int64_t all = 0;
+    for (int64_t leaf = 0; leaf < leaves; leaf++) all += sizes[leaf];
+    #pragma omp parallel num_threads(threads) if (WORTH_WAKING(all))
     {
         double *own = out;
         for (int64_t leaf = 0; leaf < leaves; own += sizes[leaf++]) {
@@ -381,7 +395,7 @@ void add_on_grid(double *z, const double *value, const double *numbers, int64_t 
 {
     /* In place. numbers: scale, 1 / grid, grid; the last two are powers of two, so that only the sum is rounded. */
     double scale = numbers[0], units = numbers[1], grid = numbers[2];
-    #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && size > WORTH_WAKING)
+    #pragma omp parallel for schedule(static) num_threads(threads) if (WORTH_WAKING(size))
     for (int64_t first = 0; first < size; first += COLUMNS) {
         int64_t last = smaller(first + COLUMNS, size);
         for (int64_t i = first; i < last; i++) z[i] = rint(z[i] * scale + value[i] * units) * grid;

@@ -17,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import itertools
 import os
 import platform
 import shutil
@@ -26,6 +27,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +62,7 @@ class Library:
     """The compiled functions. Sizes are the caller's to check."""
 
     def __init__(self, loaded: ctypes.CDLL):
+        self.handle = loaded._handle
         self.weighted_sum = _bind(loaded, "weighted_sum")
         self.gelu_and_slope = _bind(loaded, "gelu_and_slope")
         self.layer_norm = _bind(loaded, "layer_norm")
@@ -112,10 +116,17 @@ def library() -> Library | None:
 
     Guarantees:
       - what is loaded was compiled by this user, is what was compiled, and gives the right numbers for
-        :func:`gives_known_answers`.
+        :func:`gives_known_answers`;
+      - whatever the caller's thread is in when it asks first, such as a transform or another default device, is not
+        what decides.
     """
     if not sys.platform.startswith("linux"):
         return None
+    with ThreadPoolExecutor(1) as own_thread:
+        return own_thread.submit(_first_that_works).result()
+
+
+def _first_that_works() -> Library | None:
     openmp = _openmp_of_torch()
     for shared in (openmp, None) if openmp else (None,):
         for compiler in filter(None, map(shutil.which, COMPILERS)):
@@ -123,9 +134,13 @@ def library() -> Library | None:
                 return _load(compiler, shared)
             except subprocess.TimeoutExpired:
                 return None  # the others may hang as well
-            except (OSError, ValueError, RuntimeError, subprocess.SubprocessError, AttributeError):
+            except FAILURES:
                 continue
     return None
+
+
+FAILURES = (OSError, ValueError, RuntimeError, subprocess.SubprocessError, AttributeError)
+"""What is raised where a library cannot be read, compiled or loaded, or gives other numbers than it should."""
 
 
 def _load(compiler: str, openmp: str | None) -> Library:
@@ -133,7 +148,7 @@ def _load(compiler: str, openmp: str | None) -> Library:
     name = f"cpu-{_digest(compiler, openmp)}"
     try:
         return _open(_read_cached(name))
-    except (OSError, ValueError, RuntimeError, AttributeError):
+    except FAILURES:
         content = _compile(compiler, openmp)
         found = _open(content)
         _write_cached(name, content)
@@ -141,12 +156,15 @@ def _load(compiler: str, openmp: str | None) -> Library:
 
 
 def _open(content: bytes) -> Library:
-    """Load a library from memory: no path is opened that another process could have exchanged."""
+    """Load a library from memory: no path is opened that another process could have exchanged.
+
+    Each has a name of its own, since of two with one name the first is loaded again.
+    """
     memory = os.memfd_create("fdp-cpu-loops", os.MFD_CLOEXEC)
     try:
         with os.fdopen(os.dup(memory), "wb") as file:
             file.write(content)
-        found = Library(ctypes.CDLL(f"/proc/self/fd/{memory}"))
+        found = Library(ctypes.CDLL(f"/proc/self/fd/{'./' * next(_LOADED)}{memory}"))
     finally:
         os.close(memory)
     if not gives_known_answers(found):
@@ -154,29 +172,54 @@ def _open(content: bytes) -> Library:
     return found
 
 
+_LOADED = itertools.count()
+MOST_BYTES = 1 << 24
+"""A larger file in the cache is not what was compiled, and not read."""
+
+
 def _read_cached(name: str) -> bytes:
     """Return a file of the cache; its name has the digest of its content, and only its owner may have written it."""
-    for path in cache_folder().absolute().glob(f"{name}-*.so"):
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        with os.fdopen(file, "rb") as opened:
-            found, content = os.fstat(file), opened.read()
-        ours = found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-        if stat.S_ISREG(found.st_mode) and ours and path.name == _file_name(name, content):
-            return content
+    for path in _own_folder().glob(f"{name}-*.so"):
+        with suppress(OSError):
+            content = _read_own_file(path)
+            if path.name == _file_name(name, content):
+                return content
     raise FileNotFoundError(name)
+
+
+def _own_folder() -> Path:
+    """Return the folder of the cache, unless it is another user's or everybody may put files there."""
+    folder = cache_folder().absolute()
+    found = folder.stat()
+    if found.st_uid != os.geteuid() or found.st_mode & stat.S_IWOTH:
+        raise PermissionError(f"{folder}: expected a folder of this user, in which others cannot write")
+    return folder
+
+
+def _read_own_file(path: Path) -> bytes:
+    """Return the content of a file that this user alone may write; raise OSError for anything else."""
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(file, "rb") as opened:
+        found = os.fstat(file)
+        ours = found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        if not (stat.S_ISREG(found.st_mode) and ours and found.st_size <= MOST_BYTES):
+            raise PermissionError(f"{path}: expected a file that this user alone may write")
+        return opened.read()
 
 
 def _write_cached(name: str, content: bytes) -> None:
     """Put a library into the cache, readable by its owner only; do nothing if that fails."""
-    try:
+    with suppress(OSError, RuntimeError):
         folder = cache_folder().absolute()
         for missing in reversed([one for one in (folder, *folder.parents) if not one.exists()]):
             missing.mkdir(mode=0o700, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
-            file.write(content)
-        os.replace(file.name, folder / _file_name(name, content))  # ranks may do this at the same time
-    except (OSError, RuntimeError):
-        return
+        file, made = tempfile.mkstemp(dir=_own_folder())
+        try:
+            with os.fdopen(file, "wb") as opened:
+                opened.write(content)
+            os.replace(made, folder / _file_name(name, content))  # ranks may do this at the same time
+        except OSError:
+            os.unlink(made)
 
 
 def _file_name(name: str, content: bytes) -> str:
@@ -220,9 +263,21 @@ def _processor() -> str:
 
 
 def _openmp_of_torch() -> str | None:
-    """Return the path of GNU's OpenMP library, if torch has loaded it: a second one would compete for the cores."""
-    paths = (line.split(maxsplit=5)[-1] for line in _lines_of("/proc/self/maps"))
-    return next((path for path in paths if "libgomp" in Path(path).name), None)
+    """Return the path of GNU's OpenMP library that torch calls: a second one would compete for the cores.
+
+    Another package may have loaded one of its own, as scikit-learn does.
+    """
+    try:
+        calls = ctypes.CDLL(os.path.join(torch.__path__[0], "lib", "libtorch_cpu.so")).GOMP_parallel
+    except (OSError, AttributeError):
+        return None
+    address = ctypes.cast(calls, ctypes.c_void_p).value or 0
+    for line in _lines_of("/proc/self/maps"):
+        window, *_, path = line.split(maxsplit=5)
+        first, last = (int(end, 16) for end in window.split("-"))
+        if first <= address < last and "libgomp" in Path(path).name:
+            return path
+    return None
 
 
 def _lines_of(path: str) -> list[str]:
@@ -255,10 +310,10 @@ def gives_known_answers(loops: Library) -> bool:
     z, drawn = torch.empty_like(p), torch.empty(300, dtype=torch.float64)
     loops.lower_quantile(p, z, len(p))
     loops.normals(key.expand(2, 8).contiguous(), torch.tensor([0, 300]), drawn, 2)
-    rows = torch.tensor([[1.0, 2.0**-30, -3.0], [2.0**30, 1.0, 5.0]])
+    rows = torch.tensor([[1.0, 2.0**-30, -3.0], [2.0**30, 1.0, 5.0]], dtype=torch.float32)
     total = torch.empty(3, dtype=torch.float64)
     loops.weighted_sum(rows, torch.tensor([1.0, 2.0**-40], dtype=torch.float64), total, 2, 3)
-    x, y = torch.tensor([-100.0, -1.0, 0.5, 30.0, 3e38]), torch.empty(2, 5)
+    x, y = torch.tensor([-100.0, -1.0, 0.5, 30.0, 3e38], dtype=torch.float32), torch.empty(2, 5, dtype=torch.float32)
     loops.gelu_and_slope(x, y[0], y[1], 5, *GELU)
     noisy = torch.tensor([0.25, 3.0, -0.5], dtype=torch.float64)
     loops.add_on_grid(noisy, torch.tensor([1.0, 1.5, 0.0]).double(), torch.tensor([4.0, 2.0, 0.5]).double(), 3)
@@ -275,10 +330,10 @@ def gives_known_answers(loops: Library) -> bool:
 
 def _gives_known_layer_norm(loops: Library) -> bool:
     """Two tokens of 18 features: 17 zeros beside a one, and the same negative, with gradients that do not cancel."""
-    x, g = torch.zeros(2, 18), torch.zeros(2, 18)
+    x, g, y, of_x, parts, of_own = torch.zeros(6, 2, 18, dtype=torch.float32)
     x[0, 17], x[1, 17], g[0, 17], g[1, 0] = 1.0, -1.0, 1.0, 2.0
-    own, y, of_x = torch.stack([torch.full((18,), 3.0), torch.ones(18)]), torch.empty(2, 18), torch.empty(2, 18)
-    moments, parts, of_own = torch.empty(2, 2), torch.empty(2, 18), torch.empty(2, 18)
+    own = torch.tensor([[3.0] * 18, [1.0] * 18], dtype=torch.float32)
+    moments = torch.zeros(2, 2, dtype=torch.float32)
     loops.layer_norm(x, own[0], own[1], y, moments, 1, 2, 18, 0.0)
     loops.layer_norm_backward(g, x, own[0], moments, of_x, parts, of_own[0], of_own[1], 1, 2, 18)
     n, rise = 17**-0.5, 18 / 17**0.5  # of the zeros, in size; of both tokens

@@ -86,7 +86,7 @@ def wide_weighted_sum(G_BN: Tensor, factors_B: Tensor) -> Tensor:
     G_BN, factors_B = _rows_that_count(G_BN, factors_B)
     flat_BN, factors = G_BN.reshape(len(G_BN), math.prod(G_BN.shape[1:])), dense(factors_B.double())
     if flat_BN.dtype == torch.float32 and (loops := cpu_library.library()) is not None:
-        total = torch.empty(flat_BN.shape[1], dtype=torch.float64)
+        total = torch.empty(flat_BN.shape[1], dtype=torch.float64, device="cpu")
         loops.weighted_sum(dense(flat_BN), factors, total, *flat_BN.shape)
         return total.view(G_BN.shape[1:])
     if flat_BN.dtype == torch.float64 or flat_BN.numel() <= SUM_ELEMENTS:

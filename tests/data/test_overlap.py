@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fdp.data import overlap
+from fdp.data import digest, overlap
 from fdp.data.overlap import count_shared
 
 
@@ -26,9 +26,9 @@ class Rows:
         return {"x": rows[:, None].repeat(1, 3), "empty": torch.zeros(len(rows), 0), "y": rows.to(torch.bfloat16)}
 
 
-@pytest.mark.parametrize("together", [2, 1024])
+@pytest.mark.parametrize("together", [80, 1 << 20])
 def test_every_held_out_sample_with_a_copy_is_counted_once(together, monkeypatch):
-    monkeypatch.setattr(overlap, "FETCHED_SAMPLES", together)
+    monkeypatch.setattr(digest, "FETCHED_BYTES", together)
     assert count_shared(Rows(7, 1, 1, 9, 8), Rows(1, 2, 1, 3, 8)) == 3
     assert count_shared(Rows(1, 2), Rows(3, 4, 5)) == 0
     assert count_shared(Rows(3, 2, 1), Rows(1, 2, 3)) == 3

@@ -8,12 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.flex_attention import flex_attention
 
 from fdp import ops
 from fdp.gradients.clipped_sum import clipped_sum
 from fdp.gradients.per_sample import per_sample_norms
 from fdp.gradients.plan import Method, make_plan
-from fdp.gradients.random_draws import RandomDraws
+from fdp.gradients.random_draws import RandomDraws, _without_dropout
 from fdp.model import Model, from_loss
 from fdp.privacy.clipping import clip_to
 from fdp.types import Clip, FdpError
@@ -72,6 +74,45 @@ def test_where_what_was_measured_is_stored_random_numbers_move_the_sum_by_at_mos
         clip = clip_to(norms, max_norm=0.1)
         one = Clip({path: factors * (torch.arange(4) == 1) for path, factors in clip.factors.items()}, clip.sensitivity)
         assert clipped_sum(stash, one).value["w"].norm() <= 0.1 * (1 + 1e-6)
+
+
+@pytest.mark.parametrize(("method", "budget"), TWICE)
+def test_what_is_computed_again_and_is_not_the_same_is_refused(method: Method, budget: float | None) -> None:
+    model = model_with(lambda x: x)
+    plan = make_plan(model, PARAMS, DATA, method=method, memory_budget=budget)
+    _, norms, stash = per_sample_norms(model, PARAMS, DATA, plan=plan)
+    assert clipped_sum(stash.copy(), clip_to(norms, max_norm=0.1)).value["w"].isfinite().all()
+    factor = iter([1.0, 10.0])
+    model = model_with(lambda x: x * next(factor))
+    _, norms, stash = per_sample_norms(model, PARAMS, DATA, plan=plan)
+    with pytest.raises(FdpError, match="loss: expected the same output when it is computed again for the sum"):
+        clipped_sum(stash, clip_to(norms, max_norm=0.1))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_sample_that_is_not_finite_is_the_same_when_it_is_computed_again(bad: float) -> None:
+    model, data = model_with(lambda x: x), {"x": DATA["x"].clone()}
+    data["x"][1, 2, 3] = bad
+    plan = make_plan(model, PARAMS, data, method=Method.GHOST)
+    _, norms, stash = per_sample_norms(model, PARAMS, data, plan=plan)
+    assert clipped_sum(stash, clip_to(norms, max_norm=0.1)).value["w"].isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_operators_of_higher_order_are_traced() -> None:
+    found: set[str] = set()
+    with FakeTensorMode(), RandomDraws(found), torch.no_grad():
+        q = torch.empty(1, 1, 128, 16)
+        flex_attention(q, q, q)
+    assert not found
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_recurrent_layers_draw_only_with_dropout(dropout: float) -> None:
+    lstm = torch.ops.aten._cudnn_rnn.default
+    given = {argument.name: None for argument in lstm._schema.arguments} | {"dropout": dropout}
+    assert _without_dropout(lstm, (), given) == (dropout == 0)
+    assert torch.Tag.nondeterministic_seeded in lstm.tags
 
 
 def test_draws_are_found_by_name() -> None:

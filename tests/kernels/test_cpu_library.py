@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -14,11 +17,13 @@ from fdp_kernels import normal as normal_values
 from fdp_kernels.cpu_library import Library, library
 from fdp_kernels.keep_cpu import wide_weighted_sum
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fdp.cpu.gelu import CUBIC, LINEAR, MOST
 from fdp.cpu.gelu import gelu as fdp_gelu
 from fdp.cpu.layer_norm import TOKENS_TOGETHER
 from fdp.cpu.promise import differentiated_once
+from fdp.gradients.vjp import vjp
 
 COMPILED = library()
 pytestmark = pytest.mark.skipif(COMPILED is None, reason="no C compiler")
@@ -102,7 +107,7 @@ def test_any_number_of_threads_gives_the_same_bits(threads):
     given, many = rows_of_tokens(), torch.randn(2, 40_000, dtype=torch.float64)
 
     def results() -> list[Tensor]:
-        return [*gelu(x), normal(bits), weighted_sum(G, factors), on_grid(*many), *layer_norm(given)]
+        return [*gelu(x), normal(bits), weighted_sum(G, factors), on_grid(many[0], many[1]), *layer_norm(given)]
 
     torch.set_num_threads(1)
     expected = results()
@@ -304,6 +309,99 @@ def test_a_library_that_gives_other_numbers_is_not_used(cache, monkeypatch):
 
 
 @pytest.mark.long
+def test_after_a_compiler_that_gives_other_numbers_the_next_one_is_tried(cache, tmp_path, monkeypatch):
+    """Two libraries loaded from memory must not have one name, else the first is loaded again."""
+    wrong = tmp_path / "bin" / "cc"
+    wrong.parent.mkdir()
+    wrong.write_text(f"""#!/bin/sh
+sed 's/3.3871328727963666080e0/3.38713e0/' {cpu_library.SOURCE} > {tmp_path}/wrong.c
+for word; do [ "$word" = {cpu_library.SOURCE} ] && word={tmp_path}/wrong.c; set -- "$@" "$word"; shift; done
+exec gcc "$@"
+""")
+    wrong.chmod(0o755)
+    monkeypatch.setattr(cpu_library, "COMPILERS", (str(wrong),))
+    assert new_library() is None
+    monkeypatch.setattr(cpu_library, "COMPILERS", (str(wrong), "gcc"))
+    assert new_library() is not None
+
+
+@pytest.mark.parametrize("what", ["meta", "float64", "vjp", "fake"])
+def test_the_state_in_which_it_is_asked_for_first_does_not_matter(what, cache):
+    found = []
+
+    def ask(x: Tensor) -> tuple[Tensor, tuple[()]]:
+        found.append(new_library())
+        return x, ()
+
+    x, default = torch.ones(2), torch.get_default_dtype()
+    if what == "vjp":
+        vjp(ask, x)
+    elif what == "float64":
+        torch.set_default_dtype(torch.float64)
+        ask(x)
+        torch.set_default_dtype(default)
+    else:
+        with torch.device("meta") if what == "meta" else FakeTensorMode():
+            ask(x)
+    assert found[0] is not None
+
+
+def test_the_openmp_of_torch_is_taken_not_that_of_another_package():
+    pytest.importorskip("sklearn.utils._openmp_helpers")
+    path = cpu_library._openmp_of_torch()
+    assert path is None or "torch" in path
+
+
+@pytest.mark.long
+def test_a_forked_child_can_draw_a_few_values(tmp_path):
+    """Threads do not survive a fork; where there is little to compute none are asked for."""
+    script = tmp_path / "fork.py"
+    script.write_text("""
+import os, signal, torch
+from fdp_kernels.cpu_library import library
+from fdp_kernels.normal import foreach_normal
+torch.set_num_threads(2)
+assert library() is not None
+
+def in_a_child(work):
+    if (child := os.fork()) == 0:
+        signal.alarm(10)
+        work()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+
+in_a_child(lambda: torch.randn(2_000_000).exp())     # loading has started no threads
+torch.randn(2_000_000).exp()
+in_a_child(lambda: foreach_normal(torch.zeros(1, 8, dtype=torch.int64), [1000]))
+""")
+    subprocess.run([sys.executable, str(script)], check=True, timeout=100)
+
+
+@pytest.mark.long
+def test_a_cache_in_which_others_could_write_is_not_used(cache, compiled_again):
+    cache.mkdir(parents=True)
+    cache.chmod(0o777)
+    for _ in range(2):
+        assert new_library() is not None
+    assert len(compiled_again) == 2
+    assert not list(cache.iterdir())
+
+
+@pytest.mark.long
+def test_what_is_no_file_in_the_cache_is_passed_over(cache, compiled_again, monkeypatch):
+    new_library()
+    name = only_file(cache).name
+    pipe = cache / f"{name.rsplit('-', 1)[0]}-0.so"
+    os.mkfifo(pipe)
+    (cache / f"{name.rsplit('-', 1)[0]}-1.so").symlink_to(cache / name)
+    assert new_library() is not None
+    assert len(compiled_again) == 1
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(PermissionError("sticky")))
+    cpu_library._write_cached("cpu-other", b"content")
+    assert len(list(cache.iterdir())) == 3, "nothing is left of what could not be put there"
+
+
+@pytest.mark.long
 def test_a_cache_that_cannot_be_made_is_done_without(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("FDP_CACHE", str(tmp_path / "file" / "cache"))
@@ -331,6 +429,7 @@ def test_without_openmp_the_loops_run_on_one_thread(cache, monkeypatch, threads)
     monkeypatch.setattr(cpu_library, "_openmp_of_torch", lambda: None)
     alone = new_library()
     assert alone is not None
+    assert alone.handle != loops().handle
     torch.set_num_threads(2)
     bits = torch.randint(-(2**63), 2**63 - 1, (3001,))
     out = torch.empty(3001, dtype=torch.float64)
@@ -344,6 +443,7 @@ def test_other_instructions_give_the_same_bits(cache, monkeypatch):
     monkeypatch.setattr(cpu_library, "FLAGS", (*cpu_library.FLAGS, "-O1", "-fno-tree-vectorize"))
     other = new_library()
     assert other is not None
+    assert other.handle != loops().handle
     bits, x, out = torch.randint(-(2**63), 2**63 - 1, (70_001,)), torch.randn(5001) * 5, torch.empty(2, 5001)
     drawn = torch.empty(70_001, dtype=torch.float64)
     other.normal_from_bits(bits, drawn, len(bits))
@@ -351,5 +451,5 @@ def test_other_instructions_give_the_same_bits(cache, monkeypatch):
     assert torch.equal(drawn.view(torch.int64), normal(bits))
     assert torch.equal(out, gelu(x))
     given, many = rows_of_tokens(), torch.randn(2, 5000, dtype=torch.float64)
-    assert torch.equal(on_grid(*many, other), on_grid(*many))
+    assert torch.equal(on_grid(many[0], many[1], other), on_grid(many[0], many[1]))
     assert all(map(torch.equal, layer_norm(given, other), layer_norm(given)))

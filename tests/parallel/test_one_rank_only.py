@@ -53,6 +53,8 @@ def other_on_one_rank(what: str) -> str:
     mechanism = Mechanism(SAMPLING, flat(max_norm=5.0 if other == "bound" else 0.5), 2.0 if other == "noise" else 1.0)
     key = keys.key(2) if other == "key" else ROOT
     step, state, batch = prepared(MODEL, mechanism, sharding, key, Checks.FIRST_CALL)
+    if other == "samples":
+        batch = sample_batch(DATA, SAMPLING, keys.key(7), step=0, microbatch_size=4, rank=1, ranks=2)
     try:
         state, _ = step(state, batch, key)
     except FdpError as error:
@@ -61,7 +63,7 @@ def other_on_one_rank(what: str) -> str:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("what", ["key", "bound", "noise", "nothing"])
+@pytest.mark.parametrize("what", ["key", "bound", "noise", "samples", "nothing"])
 def test_ranks_with_another_key_or_mechanism_are_refused(what: str) -> None:
     words = "expected the same key, mechanism, optimizer and model on every rank, got another one on some"
     for said in run_on_ranks(other_on_one_rank, 2, what):
@@ -100,6 +102,24 @@ def step_again_on_one_rank() -> tuple[str, float]:
             continue
         return "made", float(tree.global_norm(tree.map(lambda a, b: a - b, expected, after)))
     return said, 0.0
+
+
+def step_again_alone() -> float:
+    """Return how far the parameters of a step that failed at first are from those of one that did not."""
+    sharding = make_sharding(MODEL, make_mesh({"shard": 1}, device_type="cpu"), zero=Zero.THREE)
+    step, state, batch = prepared(MODEL, without_noise(SAMPLING, CLIP), sharding, ROOT, Checks.SKIPPED)
+    expected = localize(step(state, batch, ROOT)[0].params)
+    model = failing_once(MODEL, [True], calls=4)
+    step, state, batch = prepared(model, without_noise(SAMPLING, CLIP), sharding, ROOT, Checks.SKIPPED)
+    with pytest.raises(OSError, match="a disk was gone"):
+        step(state, batch, ROOT)
+    after = localize(step(state, batch, ROOT)[0].params)
+    return float(tree.global_norm(tree.map(lambda a, b: a - b, expected, after)))
+
+
+@pytest.mark.ranks
+def test_one_rank_alone_may_make_a_failed_step_again() -> None:
+    assert run_on_ranks(step_again_alone, 1) == [0.0]
 
 
 @pytest.mark.ranks

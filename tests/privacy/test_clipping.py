@@ -12,6 +12,7 @@ from fdp.privacy.clipping import (
     automatic,
     clip_factors,
     clip_to,
+    declare_clip,
     flat,
     normalising_factors,
     per_group,
@@ -276,6 +277,21 @@ def test_the_count_is_noised_with_its_stated_deviation():
     assert float(noise.std()) == pytest.approx(3.0, rel=0.15)
     assert abs(float(noise.mean())) < 0.6
     assert style.count_noise == 3.0
+
+
+def test_a_bound_that_is_changed_in_place_afterwards_is_that_which_clipped():
+    """An adaptive bound of one's own: the noise must cover the old one."""
+    for dtype in (torch.float32, torch.float64):
+        bound = torch.tensor(1.0, dtype=dtype)
+        clip, declared = clip_to(of({"a": [100.0]}), max_norm=bound), declare_clip({"a": torch.ones(1)}, bound)
+        bound.mul_(0.01)
+        assert float(clip.sensitivity) == float(declared.sensitivity) == 1.0
+
+
+@pytest.mark.parametrize("bad", [1.0, torch.ones(2), torch.tensor(1), None])
+def test_a_declared_sensitivity_is_one_number(bad):
+    with pytest.raises(FdpError, match="sensitivity: expected a floating point tensor of one number, got"):
+        declare_clip({"a": torch.ones(1)}, bad)
 
 
 def test_the_sensitivity_of_the_sum_is_the_bound_that_clipped_it():
