@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from fdp import tree
+from fdp.cpu.adamw import next_params
 from fdp.gradients.execution import LOCAL, Execution
 from fdp.gradients.lazy_sum import LazySum, take
 from fdp.model import Model
 from fdp.optimizers import LOCAL as LOCAL_REDUCTIONS
-from fdp.optimizers import Optimizer, apply_updates
+from fdp.optimizers import Optimizer
 from fdp.optimizers.foreach import groups_of
 from fdp.parallel.gather_reduce import sum_over_samples
 from fdp.parallel.offload import CPU, like_on_cpu, to_cpu
@@ -61,8 +62,7 @@ class Finish(NamedTuple):
 
 
 def plain_finish(model: Model, optimizer: Optimizer, mechanism: Mechanism, execution: Execution = LOCAL) -> Finish:
-    """Return the end of a step, leaf by leaf: ``add_noise``, ``expected_mean``, ``optimizer.update``,
-    ``apply_updates``.
+    """Return the end of a step, leaf by leaf: ``add_noise``, ``expected_mean``, ``next_params``.
 
     Guarantees:
       - the state depends on the sum only through its noised value, and on the tally only through its own noise;
@@ -76,8 +76,8 @@ def plain_finish(model: Model, optimizer: Optimizer, mechanism: Mechanism, execu
         mean = noisy_mean(noise, mechanism, total, key, state.params)
         flat = tree.flatten(state.params)
         trained = {path: leaf.to(mean[path].device) for path, leaf in flat.items() if path in model.trainable}
-        updates, opt = optimizer.update(mean, state.opt, trained, reductions)
-        changed = {path: leaf.to(flat[path].device) for path, leaf in apply_updates(trained, updates).items()}
+        after, opt = next_params(optimizer, mean, state.opt, trained, reductions)
+        changed = {path: leaf.to(flat[path].device) for path, leaf in after.items()}
         clip = mechanism.clip.update(state.clip, sum_over_samples(sharding, tally), key, expected)
         return TrainState(tree.unflatten(state.params, flat | changed), opt, clip, state.step + 1)
 

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import local
 from typing import Any
@@ -79,12 +79,28 @@ def is_traced(x: Tensor) -> bool:
 
     ``grad`` and ``vjp`` of torch.func do not count.
     """
-    if torch.compiler.is_compiling():
-        return True  # first: the compiler cannot ask for the rest
-    if torch.jit.is_tracing() or forward_ad._current_level >= 0:
-        return True
-    if torch._C._len_torch_dispatch_stack() or any(one.key() != TransformType.Grad for one in _transforms()):
+    if _is_everything_traced():
         return True
     while is_functorch_wrapped_tensor(x):
         x = get_unwrapped(x)
-    return type(x) not in (Tensor, Parameter) or is_legacy_batchedtensor(x)
+    return not _is_plain(x)
+
+
+def are_plain(tensors: Iterable[Tensor]) -> bool:
+    """Return True if operations on these tensors are only computed: nothing records, changes or differentiates them."""
+    if _is_everything_traced() or _transforms():
+        return False
+    recorded = torch.is_grad_enabled()
+    return all(_is_plain(x) and not (recorded and x.requires_grad) for x in tensors)
+
+
+def _is_everything_traced() -> bool:
+    if torch.compiler.is_compiling():
+        return True  # first: the compiler cannot ask for the rest
+    if torch.jit.is_tracing() or forward_ad._current_level >= 0 or torch._C._len_torch_dispatch_stack():
+        return True
+    return any(one.key() != TransformType.Grad for one in _transforms())
+
+
+def _is_plain(x: Tensor) -> bool:
+    return type(x) in (Tensor, Parameter) and not is_legacy_batchedtensor(x)

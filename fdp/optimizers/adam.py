@@ -117,7 +117,7 @@ def adamw(
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
-    weight_decay: float = 0.01,
+    weight_decay: float | Schedule = 0.01,
     mask: Callable[[Tree], Tree] | None = None,
     noise_std: float | None = None,
     eps_root: float = 0.0,
@@ -126,6 +126,8 @@ def adamw(
     direction = scale_by_adam(b1=b1, b2=b2, eps=eps, noise_std=noise_std, eps_root=eps_root)
     decay = add_decayed_weights(weight_decay, mask=mask)
     whole = chain(direction, decay, scale_by_learning_rate(learning_rate))
+    if callable(weight_decay):
+        return whole
     known = AdamW(learning_rate, b1, b2, eps, weight_decay, mask, noise_std, eps_root, whole.update)
     return whole._replace(adamw=known)
 

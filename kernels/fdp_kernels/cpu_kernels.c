@@ -401,3 +401,42 @@ void add_on_grid(double *z, const double *value, const double *numbers, int64_t 
         for (int64_t i = first; i < last; i++) z[i] = rint(z[i] * scale + value[i] * units) * grid;
     }
 }
+
+/* ---- AdamW, and the parameters after it; see fdp/cpu/adamw.py ----------------------------------------------------- */
+
+static void adamw_block(const float *p, const float *g, const float *m, const float *v, float *restrict new_p,
+                        float *restrict new_m, float *restrict new_v, const float *numbers, int64_t n)
+{
+    float rise_m = numbers[0], rise_v = numbers[1], unbias_m = numbers[2], unbias_v = numbers[3];
+    float noise = numbers[4], floor = numbers[5], eps = numbers[6], decay = numbers[7], rate = numbers[8];
+    for (int64_t i = 0; i < n; i++) {
+        float square = g[i] * g[i], gap_m = g[i] - m[i], gap_v = square - v[i];
+        float mean = rise_m < 0.5f ? m[i] + rise_m * gap_m : g[i] - (1.0f - rise_m) * gap_m;
+        float second = rise_v < 0.5f ? v[i] + rise_v * gap_v : square - (1.0f - rise_v) * gap_v;
+        float moment = second * unbias_v - noise;
+        moment = moment < floor ? floor : moment;
+        new_m[i] = mean;
+        new_v[i] = second;
+        new_p[i] = p[i] - rate * (mean * unbias_m / (sqrtf(moment) + eps) + decay * p[i]);
+    }
+}
+
+static void update_block(const int64_t *addresses, int64_t first, const float *numbers, int64_t n)
+{
+    float *of[7];
+    for (int i = 0; i < 7; i++) of[i] = (float *)addresses[i] + first;
+    adamw_block(of[0], of[1], of[2], of[3], of[4], of[5], of[6], numbers, n);
+}
+
+void adamw(const int64_t *addresses, const int64_t *sizes, const float *numbers, int64_t leaves, int threads)
+{
+    /* addresses: of p, g, m and v, which are read, and of the new p, m and v, for every leaf. */
+    int64_t all = 0;
+    for (int64_t leaf = 0; leaf < leaves; leaf++) all += sizes[leaf];
+    #pragma omp parallel num_threads(threads) if (WORTH_WAKING(all))
+    for (int64_t leaf = 0; leaf < leaves; leaf++) {
+        #pragma omp for schedule(static) nowait
+        for (int64_t first = 0; first < sizes[leaf]; first += COLUMNS)
+            update_block(addresses + 7 * leaf, first, numbers, smaller(COLUMNS, sizes[leaf] - first));
+    }
+}

@@ -53,6 +53,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "normal_from_bits": (torch.int64, torch.float64, _COUNT),
     "normals": (torch.int64, torch.int64, torch.float64, _COUNT),
     "add_on_grid": (torch.float64, torch.float64, torch.float64, _COUNT),
+    "adamw": (torch.int64, torch.int64, torch.float32, _COUNT),
     "child_keys": (torch.int64, torch.int64, torch.int64, _COUNT),
 }
 """The functions of the library: the dtypes of their tensors, and numbers. The number of threads comes last."""
@@ -71,6 +72,7 @@ class Library:
         self.normal_from_bits = _bind(loaded, "normal_from_bits")
         self.normals = _bind(loaded, "normals")
         self.add_on_grid = _bind(loaded, "add_on_grid")
+        self.adamw = _bind(loaded, "adamw")
         self.child_keys = _bind(loaded, "child_keys")
 
 
@@ -324,6 +326,7 @@ def gives_known_answers(loops: Library) -> bool:
         and total.tolist() == [1 + 2.0**-10, 2.0**-30 + 2.0**-40, 5 * 2.0**-40 - 3]
         and noisy.tolist() == [1.5, 7.5, -1.0]
         and _gives_known_layer_norm(loops)
+        and _gives_known_adamw(loops)
         and all(_close(found, answers, 2e-6) for found, answers in zip(y, GELU_ANSWERS))
     )
 
@@ -343,6 +346,21 @@ def _gives_known_layer_norm(loops: Library) -> bool:
         and _close(of_x[1, :2], (3 * rise * (2 - 2 / 18 - n * 2 * n / 18), 3 * rise * (-2 / 18 - n * 2 * n / 18)), 1e-6)
         and _close(of_own[0, [0, 1, 17]], (2 * n, 0.0, 17 * n), 1e-6)
         and of_own[1, [0, 1, 17]].tolist() == [2.0, 0.0, 1.0]
+    )
+
+
+def _gives_known_adamw(loops: Library) -> bool:
+    """Two leaves of 17 equal elements and of one: p, g, m and v are 2, 0.5, 1 and 0.25; then 0, 1, 0 and 0."""
+    first = torch.tensor([2.0, 0.5, 1.0, 0.25, 0.0, 0.0, 0.0], dtype=torch.float32).unsqueeze(1).repeat(1, 17)
+    last = torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0], dtype=torch.float32)
+    addresses = torch.tensor([[part.data_ptr() for part in leaf] for leaf in (first, last)])
+    numbers = torch.tensor([0.25, 0.5, 2.0, 4.0, 0.0, 0.0, 0.75, 0.5, 0.125], dtype=torch.float32)
+    loops.adamw(addresses, torch.tensor([17, 1]), numbers, 2)
+    direction = 0.5 / (2**0.5 + 0.75)
+    return (
+        first[4:].tolist() == [[1.75] * 17, [0.875] * 17, [0.25] * 17]
+        and last[5:].tolist() == [0.25, 0.5]
+        and _close(last[4:5], [-0.125 * direction], 1e-6)
     )
 
 

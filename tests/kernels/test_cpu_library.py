@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from fdp_kernels import chacha20, cpu_library
 from fdp_kernels import normal as normal_values
 from fdp_kernels.cpu_library import Library, library
 from fdp_kernels.keep_cpu import wide_weighted_sum
+from fdp_kernels.processor import ON_ARM
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -26,7 +28,12 @@ from fdp.cpu.promise import differentiated_once
 from fdp.gradients.vjp import vjp
 
 COMPILED = library()
-pytestmark = pytest.mark.skipif(COMPILED is None, reason="no C compiler")
+CAN_COMPILE = (
+    sys.platform == "linux"
+    and shutil.which("gcc") is not None
+    and (ON_ARM or " fma " in Path("/proc/cpuinfo").read_text(encoding="utf-8"))
+)
+pytestmark = pytest.mark.skipif(COMPILED is None and not CAN_COMPILE, reason="no C compiler")
 
 
 def loops() -> Library:
@@ -82,6 +89,14 @@ def on_grid(z: Tensor, value: Tensor, library: Library | None = None) -> Tensor:
     return out
 
 
+def adamw(given: Tensor, library: Library | None = None) -> Tensor:
+    """Return the parameters, means and squares after an update of two leaves: the first element, and the others."""
+    out, numbers = torch.empty(3, given.shape[1]), torch.rand(9, generator=torch.Generator().manual_seed(0))
+    addresses = torch.tensor([[row.data_ptr() + first for row in (*given, *out)] for first in (0, 4)])
+    (library or loops()).adamw(addresses, torch.tensor([1, given.shape[1] - 1]), numbers, 2)
+    return out
+
+
 @pytest.fixture
 def threads() -> Iterator[None]:
     before = torch.get_num_threads()
@@ -104,10 +119,17 @@ def test_an_element_is_computed_alike_wherever_it_lies(size, start):
 def test_any_number_of_threads_gives_the_same_bits(threads):
     x, bits = torch.randn(10_001), torch.randint(-(2**63), 2**63 - 1, (10_001,))
     G, factors = torch.randn(5, 10_001), torch.rand(5, dtype=torch.float64)
-    given, many = rows_of_tokens(), torch.randn(2, 40_000, dtype=torch.float64)
+    given, many, leaf = rows_of_tokens(), torch.randn(2, 40_000, dtype=torch.float64), torch.rand(4, 40_000)
 
     def results() -> list[Tensor]:
-        return [*gelu(x), normal(bits), weighted_sum(G, factors), on_grid(many[0], many[1]), *layer_norm(given)]
+        return [
+            *gelu(x),
+            normal(bits),
+            weighted_sum(G, factors),
+            on_grid(many[0], many[1]),
+            *layer_norm(given),
+            adamw(leaf),
+        ]
 
     torch.set_num_threads(1)
     expected = results()
@@ -453,3 +475,5 @@ def test_other_instructions_give_the_same_bits(cache, monkeypatch):
     given, many = rows_of_tokens(), torch.randn(2, 5000, dtype=torch.float64)
     assert torch.equal(on_grid(many[0], many[1], other), on_grid(many[0], many[1]))
     assert all(map(torch.equal, layer_norm(given, other), layer_norm(given)))
+    leaf = torch.rand(4, 5000)
+    assert torch.equal(adamw(leaf, other), adamw(leaf))
