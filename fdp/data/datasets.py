@@ -144,7 +144,7 @@ class Examples:
     def fetch(self, indices: np.ndarray) -> dict[str, Tensor]:
         """Return ``{"image": float32 (n, ...), "label": int64 (n,)}`` for n indices."""
         rows = torch.as_tensor(indices, dtype=torch.int64)
-        return {"image": self.image[rows], "label": self.label[rows]}
+        return {"image": self.image.index_select(0, rows), "label": self.label.index_select(0, rows)}
 
     def content(self) -> list[tuple[str, Tensor]]:
         """Return the arrays that samples are made from, for ``fdp.data.digest``."""

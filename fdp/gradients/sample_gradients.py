@@ -167,8 +167,9 @@ def weighted_gradient_of_uses(records: Sequence[Record], factors: Float[Tensor, 
         total = rows.new_zeros(table.shape[0], rows.shape[-1])
         return total.index_add(0, ids.flatten(), _scale(rows, factors).flatten(0, 1)).view(table.shape)
     if (pair := _single_token(records)) is not None:
-        left, right = _scale(pair.left.double(), factors), _scale(pair.right.double(), (factors > 0).double())
-        return torch.einsum("bgtp,bgtd->gpd", left, right).reshape(pair.shape)
+        left, counts = _scale(pair.left.double(), factors), (factors > 0).view(-1, 1, 1, 1)
+        right = pair.right.where(counts, pair.right.new_zeros(())).double()
+        return (left.squeeze(2).permute(1, 2, 0) @ right.squeeze(2).transpose(0, 1)).reshape(pair.shape)
     for few in _chunk_samples(records):
         rows = few[0].gradient if len(few) == 1 and isinstance(few[0], Dense) else _wide_gradient(few)
         end, shape = start + len(rows), rows.shape[1:]
@@ -270,9 +271,11 @@ def _left_products(a: Tensor | OneHot, b: Tensor | OneHot) -> Tensor:
 
 def _inner_products(a: Tensor, b: Tensor) -> Float[Tensor, "batch groups tokens tokens2"]:
     """Return ``a_t . b_s`` for all t, s in float64; of single tokens without a matrix product for every sample."""
+    wide = a.double()
+    other = wide if a is b else b.double()
     if a.shape[-2] == b.shape[-2] == 1:
-        return (a.double() * b.double()).sum(-1, keepdim=True)
-    return a.double() @ b.double().transpose(-1, -2)
+        return (wide * other).sum(-1, keepdim=True)
+    return wide @ other.transpose(-1, -2)
 
 
 def _scale(x: Tensor, factors: Tensor) -> Tensor:
