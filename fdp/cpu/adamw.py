@@ -32,7 +32,7 @@ def next_params(
 ) -> tuple[Flat, Tree]:
     """Return ``params`` after ``optimizer.update``, and the optimizer's new state. Arguments stay as they are.
 
-    Where there are compiled loops, AdamW of plain float32 leaves takes 5 ms instead of 11 for the 53 leaves of
+    Where there are compiled loops, AdamW of plain float32 leaves takes 3.6 ms instead of 8.2 for the 53 leaves of
     gpt-nano, 875,264 elements (two cores of a Xeon at 2.5 GHz).
     """
     rule, moments = optimizer.rule, state[0] if isinstance(state, tuple) and state else None
