@@ -134,7 +134,10 @@ def _elements(values: Tensor | np.ndarray) -> Iterator[str]:
 
 def _plain_scalar(value: Any) -> Any:
     """Return the number of Python that a numpy scalar is, so that 1 and ``np.int64(1)`` are the same setting."""
-    return value.item() if isinstance(value, np.generic) else value
+    if not isinstance(value, np.generic):
+        return value
+    plain = value.item()
+    return plain if isinstance(plain, _PLAIN) else value
 
 
 def _is_filled(cell: Any) -> bool:

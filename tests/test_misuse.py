@@ -200,6 +200,13 @@ def test_numbers_of_every_kind_are_told_apart(name, kind):
         assert fingerprint(of(kind(1))) == fingerprint(of(1))
 
 
+@pytest.mark.parametrize("kind", [np.datetime64, np.timedelta64])
+@pytest.mark.parametrize("unit", ["Y", "D", "s", "ns"])
+def test_dates_of_numpy_are_told_apart(kind, unit):
+    one, other = (kind(number, unit) for number in (1, 2))
+    assert fingerprint(lambda: one) == fingerprint(lambda: one) != fingerprint(lambda: other)
+
+
 RATE: Any = np.float32(0.1)
 
 

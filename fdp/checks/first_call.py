@@ -20,6 +20,7 @@ from enum import Enum
 from functools import cache
 
 import torch
+from fdp_kernels import cpu_library
 from torch import Tensor
 
 from fdp import keys, tree
@@ -126,6 +127,19 @@ def check_same_keys(noise_key: Key, batch: Batch) -> None:
         raise error
 
 
+def check_same_loops(device: torch.device) -> None:
+    """Refuse ranks on a CPU of which only some have compiled loops: equal parameters would be rounded unlike."""
+    loops = gather_values(device.type != "cpu" or cpu_library.library() is not None, None)
+    if len(set(loops)) > 1:
+        without = [rank for rank, has in enumerate(loops) if not has]
+        error = FdpError(
+            f"ranks: expected compiled loops on every rank or on none, got none on {without}: parameters that all of "
+            f"them hold would drift apart by rounding. Give every rank gcc and time to compile, about a second, or none"
+        )
+        error.everywhere = True
+        raise error
+
+
 class FirstCall:
     """A function that checks the model, and the sizes of the plan, on the first batch of a step, and never again."""
 
@@ -153,6 +167,7 @@ class FirstCall:
         data, _ = split_microbatches(batch)[0]
         if self.sharding is not None:
             check_same_keys(noise_key(), batch)
+            check_same_loops(batch.mask.device)
             here = tree.leaves(data)[0].device
             few = tree.map(lambda leaf: leaf.cpu(), first_samples(data, REAL_SAMPLES))
             data = tree.map(lambda leaf: leaf.to(here), gather_values(few, None)[0])

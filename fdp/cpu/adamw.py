@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from fdp_kernels import cpu_library
-from fdp_kernels.cpu_library import dense
+from fdp_kernels.cpu_library import addresses_of, dense
 from jaxtyping import Float
 from torch import Tensor
 
@@ -28,24 +28,33 @@ from fdp.types import Flat, Tree
 
 
 def next_params(
-    optimizer: Optimizer, grads: Flat, state: Tree, params: Flat, reductions: Reductions = LOCAL
+    optimizer: Optimizer, grads: Flat, state: Any, params: Flat, reductions: Reductions = LOCAL
 ) -> tuple[Flat, Tree]:
     """Return ``params`` after ``optimizer.update``, and the optimizer's new state. Arguments stay as they are.
 
     Where there are compiled loops, AdamW of plain float32 leaves takes 3.6 ms instead of 8.2 for the 53 leaves of
     gpt-nano, 875,264 elements (two cores of a Xeon at 2.5 GHz).
     """
-    rule, moments = optimizer.rule, state[0] if isinstance(state, tuple) and state else None
-    if isinstance(rule, AdamW) and isinstance(moments, AdamState) and rule.mask is None:
+    rule = optimizer.rule
+    if isinstance(rule, AdamW) and rule.mask is None and _is_state_of(rule, state):
+        moments = state[0]
         trees = (params, grads, moments.mean, moments.square)
         read = [tree.leaves(each) for each in trees]
-        if _takes_loop(*read) and tree.same_paths(*trees) and (loops := cpu_library.library()) is not None:
-            new = _in_one_pass(loops, _numbers(rule, moments, state), read)
+        loops = cpu_library.library() if _takes_loop(*read) and tree.same_paths(*trees) else None
+        if loops is not None and (numbers := _numbers(rule, state)).isfinite().all():
+            new = _in_one_pass(loops, numbers, read)
             after, mean, square = (tree.refill(like, leaves) for like, leaves in zip((params, *moments[1:]), new))
             rest = (ScheduleState(part.step + 1) if isinstance(part, ScheduleState) else part for part in state[1:])
             return after, (AdamState(moments.step + 1, mean, square), *rest)
-    updates, state = optimizer.update(grads, state, params, reductions)
-    return apply_updates(params, updates), state
+    updates, after = optimizer.update(grads, state, params, reductions)
+    return apply_updates(params, updates), after
+
+
+def _is_state_of(rule: AdamW, state: Any) -> bool:
+    """Return True for the state of ``adam`` or ``adamw``: moments, and the step of a schedule if there is one."""
+    if not isinstance(state, tuple) or len(state) not in (2, 3) or not isinstance(state[0], AdamState):
+        return False
+    return isinstance(state[-1], ScheduleState) == callable(rule.learning_rate)
 
 
 def _takes_loop(params: list[Tensor], *others: list[Tensor]) -> bool:
@@ -64,16 +73,15 @@ def _in_one_pass(
     """Return the new parameters, means and squares, from the parameters, gradients, means and squares."""
     read = [[dense(leaf.detach()) for leaf in leaves] for leaves in read]
     new = [[torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") for leaf in read[0]] for _ in range(3)]
-    addresses = [[leaf.data_ptr() for leaf in leaves] for leaves in zip(*read, *new)]
     sizes = [leaf.numel() for leaf in read[0]]
-    loops.adamw(torch.tensor(addresses, device="cpu"), torch.tensor(sizes, device="cpu"), numbers, len(sizes))
+    loops.adamw(addresses_of(zip(*read, *new)), torch.tensor(sizes, device="cpu"), numbers, len(sizes))
     return new
 
 
-def _numbers(rule: AdamW, moments: AdamState, state: Any) -> Float[Tensor, " 9"]:
+def _numbers(rule: AdamW, state: tuple[Any, ...]) -> Float[Tensor, " 9"]:
     """Return what ``adamw_block`` of cpu_kernels.c reads."""
-    step, last = moments.step + 1, state[-1]
-    rate = as_schedule(rule.learning_rate)(last.step if isinstance(last, ScheduleState) else moments.step)
+    step, last = state[0].step + 1, state[-1]
+    rate = as_schedule(rule.learning_rate)(last.step if isinstance(last, ScheduleState) else step)
     factors = [float(unbias(decay, step)) for decay in (rule.b1, rule.b2)]
     noise, floor = (rule.noise_std or 0.0) ** 2, rule.eps_root**2
     numbers = [1 - rule.b1, 1 - rule.b2, *factors, noise, floor, rule.eps, rule.weight_decay, float(rate)]

@@ -25,6 +25,10 @@ TOKENS_TOGETHER = 32
 """Tokens whose terms are added one after the other, as ``CHUNK`` in cpu_kernels.c; sums of so many are added then."""
 
 
+LEAST_FEATURES = 16
+"""Shorter rows, and samples of a single token, take torch's operations less time."""
+
+
 def layer_norm(
     x: Float[Tensor, "batch *tokens features"],
     weight: Float[Tensor, "batch *ones features"],
@@ -51,6 +55,8 @@ def _takes_loop(x: Tensor, *own: Tensor) -> bool:
     if any(is_traced(z) or z.device.type != "cpu" or z.dtype != torch.float32 for z in (x, *own)):
         return False
     if x.ndim < 2 or any(one.shape != (len(x), *[1] * (x.ndim - 2), x.shape[-1]) for one in own):
+        return False
+    if x.shape[1:-1].numel() < 2 or x.shape[-1] < LEAST_FEATURES:
         return False
     return is_promised() and not torch.is_autocast_enabled("cpu") and cpu_library.library() is not None
 

@@ -1,9 +1,10 @@
 """Find the operations of a traced model that draw random numbers.
 
 A second backward computes a model again. If that draws other numbers, the norm of a sample is of one gradient and the
-sum adds another one, which nothing bounds. Draws of torch are found in a trace; those of Python or numpy are not, nor
-are those of torch in a branch that the trace does not take. So on a CPU, in eager code, the outputs of blocks that run
-again are compared with those of the first time.
+sum adds another one, which nothing bounds. Draws of torch are found in a trace, also in branches and loops of
+``torch.cond`` and its like; those of Python or numpy are not, nor are those of torch in a branch of Python that the
+trace does not take. So on a CPU, in eager code, the outputs of blocks that run again are compared with those of the
+first time, sample by sample.
 
     >>> with RandomDraws(found): model.loss(params, data)           # found: {"aten.bernoulli_.float"}
 """
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fdp import tree
@@ -23,13 +25,15 @@ from fdp.model import Model
 from fdp.types import FdpError, Tree
 
 SAME = 1e-3
-"""Largest difference of two outputs of a block, as a share of its largest value: rounding, with or without a graph."""
+"""Largest difference of a sample's two outputs, as a share of the largest value: rounding, with or without a graph."""
+NEAR_ZERO = 1e-5
+"""Differences of this size are rounding, however small the values: of a loss near 0."""
 
 
 class RandomDraws(TorchDispatchMode):
     """Adds the names of operations that draw random numbers to ``found``."""
 
-    supports_higher_order_operators = True  # FlexAttention, which draws nothing
+    supports_higher_order_operators = True
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -41,10 +45,52 @@ class RandomDraws(TorchDispatchMode):
         self.found = found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        tags = getattr(func, "tags", ())
-        if torch.Tag.nondeterministic_seeded in tags and not _without_dropout(func, args, kwargs or {}):
+        kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            return self._look_inside(func, args, kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags and not _without_dropout(func, args, kwargs):
             self.found.add(str(func))
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _look_inside(self, operator: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator that calls functions, and look at what they do; one that it does not call is a draw."""
+        inner: list[_Watching] = []
+
+        def watch(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor) or not callable(leaf):
+                return leaf
+            inner.append(_Watching(leaf, self.found))
+            return inner[-1]
+
+        args, kwargs = tree.map(watch, (args, kwargs))  # pyright: ignore
+        result = operator(*args, **kwargs)
+        if operator.name() == "flex_attention":
+            _call_on_a_score(*args)
+        if not inner or not all(each.called for each in inner):
+            self.found.add(operator.name())
+        return result
+
+
+class _Watching:
+    """A function of an operator; what it draws is added to ``found``."""
+
+    def __init__(self, function: Callable[..., Any], found: set[str]) -> None:
+        self.function, self.found, self.called = function, found, False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.called = True
+        with RandomDraws(self.found):
+            return self.function(*args, **kwargs)
+
+
+def _call_on_a_score(
+    query: Tensor, _key: Any, _value: Any, score_mod: Any, mask: Any, _scale: Any, _options: Any, *buffers: Any
+) -> None:
+    """Call the functions of FlexAttention, which it does not call in a trace, on the score of a query and a key."""
+    of_score, of_mask = (*buffers, (), ())[:2]
+    place = [torch.zeros((), dtype=torch.int32, device=query.device) for _ in range(4)]  # batch, head, query, key
+    score_mod(query.new_zeros(()), *place, *of_score)
+    mask[-1](*place, *of_mask)
 
 
 def _without_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -79,5 +125,7 @@ def check_same_outputs(model: Model, outputs: list[Tree]) -> Callable[[int, Tree
 def _is_close(one: Tensor, other: Tensor) -> bool:
     if not one.is_floating_point() or one.numel() == 0:
         return torch.equal(one, other)
-    largest = float(one.nan_to_num(0.0, 0.0, 0.0).abs().max())
-    return torch.allclose(one, other, rtol=SAME, atol=SAME * largest, equal_nan=True)
+    size = one.nan_to_num(0.0, 0.0, 0.0).abs()
+    largest = size.flatten(1).amax(1).view(-1, *[1] * (one.ndim - 1)) if one.ndim > 1 else size
+    close = (one - other).abs() <= SAME * largest + NEAR_ZERO
+    return bool((close | (one == other) | (one.isnan() & other.isnan())).all())

@@ -23,12 +23,13 @@ from typing import Protocol
 
 import torch
 from fdp_kernels import cpu_library
-from fdp_kernels.cpu_library import dense
+from fdp_kernels.cpu_library import addresses_of, dense
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from fdp import keys
 from fdp.arguments import positive_number
+from fdp.cpu.promise import are_plain
 from fdp.types import Bound, ClippedSum, FdpError, Flat, Key, Path, ShardWindow
 
 GRID_BITS = 20
@@ -123,10 +124,10 @@ def noised_leaves(values: Flat, deviation: Float[Tensor, ""], key: Key) -> Flat:
     grid = grid_of(deviation)
     units = 1 / grid  # a power of two: in units of the grid, the bits are the same
     noisy = {path: part.view(value.shape) for (path, value), part in zip(values.items(), drawn.split(sizes))}
-    if not torch._C._len_torch_dispatch_stack() and (loops := cpu_library.library()) is not None:  # modes see no loops
-        numbers = torch.stack([deviation * units, units, grid])
-        for path, value in values.items():
-            loops.add_on_grid(noisy[path], dense(value.double()), numbers, value.numel())
+    if are_plain([drawn, *values.values()]) and (loops := cpu_library.library()) is not None:
+        wide = [dense(value.double()) for value in values.values()]
+        numbers, table = torch.stack([deviation * units, units, grid]), addresses_of((leaf,) for leaf in wide)
+        loops.add_on_grid(drawn, table, torch.tensor(sizes, device="cpu"), numbers, len(wide))
         return noisy
     drawn.mul_(deviation * units)
     for path, value in values.items():

@@ -391,14 +391,28 @@ void normals(const int64_t *keys, const int64_t *sizes, double *out, int64_t lea
 
 /* ---- noise on a grid: out = grid round(scale z + value / grid); see fdp/privacy/noise.py --------------------------- */
 
-void add_on_grid(double *z, const double *value, const double *numbers, int64_t size, int threads)
+static void add_block(double *z, const double *value, const double *numbers, int64_t n)
 {
-    /* In place. numbers: scale, 1 / grid, grid; the last two are powers of two, so that only the sum is rounded. */
     double scale = numbers[0], units = numbers[1], grid = numbers[2];
-    #pragma omp parallel for schedule(static) num_threads(threads) if (WORTH_WAKING(size))
-    for (int64_t first = 0; first < size; first += COLUMNS) {
-        int64_t last = smaller(first + COLUMNS, size);
-        for (int64_t i = first; i < last; i++) z[i] = rint(z[i] * scale + value[i] * units) * grid;
+    for (int64_t i = 0; i < n; i++) z[i] = rint(z[i] * scale + value[i] * units) * grid;
+}
+
+void add_on_grid(double *z, const int64_t *addresses, const int64_t *sizes, const double *numbers, int64_t leaves,
+                 int threads)
+{
+    /* In place; z holds all leaves, one after the other, addresses says where the values of each are. numbers: scale,
+       1 / grid, grid; the last two are powers of two, so that only the sum is rounded. */
+    int64_t all = 0;
+    for (int64_t leaf = 0; leaf < leaves; leaf++) all += sizes[leaf];
+    #pragma omp parallel num_threads(threads) if (WORTH_WAKING(all))
+    {
+        double *own = z;
+        for (int64_t leaf = 0; leaf < leaves; own += sizes[leaf++]) {
+            const double *value = (const double *)addresses[leaf];
+            #pragma omp for schedule(static) nowait
+            for (int64_t first = 0; first < sizes[leaf]; first += COLUMNS)
+                add_block(own + first, value + first, numbers, smaller(COLUMNS, sizes[leaf] - first));
+        }
     }
 }
 

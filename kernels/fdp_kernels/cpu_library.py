@@ -52,7 +52,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "lower_quantile": (torch.float64, torch.float64, _COUNT),
     "normal_from_bits": (torch.int64, torch.float64, _COUNT),
     "normals": (torch.int64, torch.int64, torch.float64, _COUNT),
-    "add_on_grid": (torch.float64, torch.float64, torch.float64, _COUNT),
+    "add_on_grid": (torch.float64, torch.int64, torch.int64, torch.float64, _COUNT),
     "adamw": (torch.int64, torch.int64, torch.float32, _COUNT),
     "child_keys": (torch.int64, torch.int64, torch.int64, _COUNT),
 }
@@ -79,6 +79,11 @@ class Library:
 def dense(x: Tensor) -> Tensor:
     """Return a tensor whose memory holds its values, one after the other."""
     return (x.clone() if x._is_zerotensor() else x).contiguous().resolve_neg()
+
+
+def addresses_of(leaves: Iterable[Iterable[Tensor]]) -> Tensor:
+    """Return where the tensors of every leaf lie in memory, in a row for each; the caller keeps them alive."""
+    return torch.tensor([[part.data_ptr() for part in leaf] for leaf in leaves], dtype=torch.int64, device="cpu")
 
 
 def _bind(loaded: ctypes.CDLL, name: str) -> Callable[..., None]:
@@ -318,7 +323,9 @@ def gives_known_answers(loops: Library) -> bool:
     x, y = torch.tensor([-100.0, -1.0, 0.5, 30.0, 3e38], dtype=torch.float32), torch.empty(2, 5, dtype=torch.float32)
     loops.gelu_and_slope(x, y[0], y[1], 5, *GELU)
     noisy = torch.tensor([0.25, 3.0, -0.5], dtype=torch.float64)
-    loops.add_on_grid(noisy, torch.tensor([1.0, 1.5, 0.0]).double(), torch.tensor([4.0, 2.0, 0.5]).double(), 3)
+    values = torch.tensor([1.0, 1.5, 0.0], dtype=torch.float64)
+    table, sizes = addresses_of([(values[:2],), (values[2:],)]), torch.tensor([2, 1])
+    loops.add_on_grid(noisy, table, sizes, torch.tensor([4.0, 2.0, 0.5], dtype=torch.float64), 2)
     return (
         child.tolist() == [list(CHILD)]
         and _close(z, QUANTILES.values(), 1e-15)
@@ -353,9 +360,8 @@ def _gives_known_adamw(loops: Library) -> bool:
     """Two leaves of 17 equal elements and of one: p, g, m and v are 2, 0.5, 1 and 0.25; then 0, 1, 0 and 0."""
     first = torch.tensor([2.0, 0.5, 1.0, 0.25, 0.0, 0.0, 0.0], dtype=torch.float32).unsqueeze(1).repeat(1, 17)
     last = torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0], dtype=torch.float32)
-    addresses = torch.tensor([[part.data_ptr() for part in leaf] for leaf in (first, last)])
     numbers = torch.tensor([0.25, 0.5, 2.0, 4.0, 0.0, 0.0, 0.75, 0.5, 0.125], dtype=torch.float32)
-    loops.adamw(addresses, torch.tensor([17, 1]), numbers, 2)
+    loops.adamw(addresses_of([first, last]), torch.tensor([17, 1]), numbers, 2)
     direction = 0.5 / (2**0.5 + 0.75)
     return (
         first[4:].tolist() == [[1.75] * 17, [0.875] * 17, [0.25] * 17]

@@ -173,6 +173,19 @@ def test_an_update_can_be_differentiated_mapped_and_compiled(passes):
     assert not passes
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "other", "error"),
+    [
+        (OPTIMIZERS["schedule"], OPTIMIZERS["adamw"], AttributeError),
+        (adamw(1e-2, weight_decay=1e39), adamw(1e-2, weight_decay=1e39), RuntimeError),
+    ],
+    ids=["the state of another optimizer", "a number beyond float32"],
+)
+def test_what_the_optimizer_refuses_is_refused(optimizer, other, error, cpu_loops):
+    with pytest.raises(error):
+        next_params(optimizer, leaves(1), other.init(leaves()), leaves())
+
+
 def test_gradients_that_do_not_fit_are_refused_with_their_path():
     params, optimizer = leaves(), OPTIMIZERS["adamw"]
     state = optimizer.init(params)

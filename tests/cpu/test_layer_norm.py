@@ -42,15 +42,17 @@ def takes_loop(y: Tensor) -> bool:
     return type(y.grad_fn).__name__ == "_LayerNormBackward"
 
 
-SHAPES = [(3, 70, 33), (2, 32, 16), (1, 1, 7), (3, 5), (2, 3, 4, 40), (2, 129, 1), (0, 5, 8), (3, 0, 8)]
+SHAPES = [(3, 70, 33), (2, 32, 16), (1, 2, 17), (2, 3, 4, 40), (2, 129, 16), (0, 5, 16)]
+OTHERS = [(3, 0, 16), (1, 1, 17), (3, 50), (2, 70, 15)]
+"""No token, a single one, and short rows: torch's operations."""
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, *OTHERS])
 def test_output_and_gradients_are_those_in_float64(shape, cpu_loops):
     *given, g = values(*shape)
     wide = [z.detach().double().requires_grad_() for z in given]
     y, expected = once(*given), torchs(*wide)
-    assert takes_loop(y) == cpu_loops
+    assert takes_loop(y) == (cpu_loops and shape in SHAPES)
     torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=5e-6)
     theirs = torch.autograd.grad(expected, wide, g.double())
     for _ in range(2):  # a pull-back may be used again
@@ -96,7 +98,7 @@ def test_rows_far_from_zero_lose_little():
 
 
 def test_many_gradients_at_once_take_the_equations(cpu_loops):
-    *given, g = values(3, 8, 6)
+    *given, g = values(3, 8, 16)
     y, many = once(*given), torch.stack([g, -2 * g])
     found = torch.autograd.grad(y, given, many, retain_graph=True, is_grads_batched=True)
     for one, other in zip(found, torch.autograd.grad(y, given, g)):
@@ -145,7 +147,7 @@ def test_a_sum_over_many_tokens_is_not_far_off():
 @compiled
 @pytest.mark.parametrize("case", ["strided", "negative", "another default dtype"])
 def test_tensors_that_lie_otherwise_in_memory_give_the_same(case):
-    *given, g = values(3, 8, 6)
+    *given, g = values(3, 8, 16)
     y, expected = once(*given), torch.autograd.grad(once(*given), given, g)
     default = torch.get_default_dtype()
     if case == "another default dtype":
@@ -164,14 +166,14 @@ def test_tensors_that_lie_otherwise_in_memory_give_the_same(case):
 
 @compiled
 def test_where_samples_share_scales_or_nothing_is_promised_it_is_torchs():
-    x, weight, bias, _ = values(3, 8, 6)
+    x, weight, bias, _ = values(3, 8, 16)
     expected = torchs(x, weight, bias)
     for y, to in (
         (layer_norm(x, weight, bias, eps=EPS), expected),
         (once(x.double(), weight.double(), bias.double()), expected.double()),
         (once(x, weight[0, 0], bias[0, 0]), torchs(x, weight[0, 0], bias[0, 0])),
         (once(x, weight, bias[0]), torchs(x, weight, bias[0])),
-        (once(x, weight.expand(3, 8, 6), bias.expand(3, 8, 6)), expected),
+        (once(x, weight.expand(3, 8, 16), bias.expand(3, 8, 16)), expected),
     ):
         assert not takes_loop(y)
         torch.testing.assert_close(y, to, rtol=1e-5, atol=2e-6)
@@ -185,7 +187,7 @@ def test_where_samples_share_scales_or_nothing_is_promised_it_is_torchs():
 
 
 def test_it_can_be_vectorised_compiled_traced_and_differentiated_twice_or_forwards():
-    *given, g = (z.detach() for z in values(3, 8, 6))
+    *given, g = (z.detach() for z in values(3, 8, 16))
     expected = torchs(*given)
     with differentiated_once():
         alone = torch.func.vmap(lambda x, w, b: layer_norm(x[None], w[None], b[None], eps=EPS)[0])
@@ -205,13 +207,13 @@ def test_it_can_be_vectorised_compiled_traced_and_differentiated_twice_or_forwar
 
 @compiled
 def test_what_was_promised_to_be_differentiated_once_is_not_differentiated_twice():
-    x, weight, bias, _ = values(3, 8, 6)
+    x, weight, bias, _ = values(3, 8, 16)
     with pytest.raises(FdpError, match="layer_norm: expected to be differentiated once"):
         torch.autograd.grad(once(x, weight, bias).sum(), x, create_graph=True)
 
 
 def test_where_no_gradient_comes_back_there_is_none():
-    x, weight, bias, _ = values(3, 8, 6)
+    x, weight, bias, _ = values(3, 8, 16)
     found = torch.autograd.grad(NoGradient.apply(once(x, weight, bias)).sum(), (x, weight, bias), allow_unused=True)
     assert found == (None, None, None)
 
@@ -221,7 +223,7 @@ def test_the_layer_norm_of_a_model_takes_the_loop_where_its_parameters_are_watch
     calls = []
     real = layer_norm_file._forward
     monkeypatch.setattr(layer_norm_file, "_forward", lambda *args: calls.append(1) or real(*args))
-    x, weight, bias, _ = (z.detach() for z in values(3, 8, 6))
+    x, weight, bias, _ = (z.detach() for z in values(3, 8, 16))
     tape = Tape(3, {"w": weight[:, 0].clone(), "b": bias[:, 0].clone()})
     with differentiated_once():
         y = ops.layer_norm(x, Watched(weight[0, 0], "w", tape), Watched(bias[0, 0], "b", tape))

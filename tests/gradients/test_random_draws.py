@@ -8,14 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._higher_order_ops.map import map as map_each
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from fdp import ops
 from fdp.gradients.clipped_sum import clipped_sum
 from fdp.gradients.per_sample import per_sample_norms
 from fdp.gradients.plan import Method, make_plan
-from fdp.gradients.random_draws import RandomDraws, _without_dropout
+from fdp.gradients.random_draws import RandomDraws, _without_dropout, check_same_outputs
 from fdp.model import Model, from_loss
 from fdp.privacy.clipping import clip_to
 from fdp.types import Clip, FdpError
@@ -89,6 +90,41 @@ def test_what_is_computed_again_and_is_not_the_same_is_refused(method: Method, b
         clipped_sum(stash, clip_to(norms, max_norm=0.1))
 
 
+@pytest.mark.parametrize(("share", "same"), [(0.0, True), (1e-4, True), (0.01, False), (0.9, False)])
+@pytest.mark.parametrize("largest", [1e-3, 1.0, 1e6])
+def test_every_sample_is_compared_by_its_own_size(largest: float, share: float, same: bool) -> None:
+    """One huge sample does not make differences of the others look small."""
+    factors = iter([1.0, 1.0 + share])
+
+    def change_one(x: Tensor) -> Tensor:
+        return torch.cat([x[:1], x[1:2] * next(factors), x[2:]])
+
+    model, data = model_with(change_one), {"x": DATA["x"].clone()}
+    data["x"][0] = largest
+    plan = make_plan(model_with(lambda x: x), PARAMS, data, method=Method.GHOST)
+    _, norms, stash = per_sample_norms(model, PARAMS, data, plan=plan)
+    clip = clip_to(norms, max_norm=0.1)
+    if same:
+        clipped_sum(stash, clip)
+    else:
+        with pytest.raises(FdpError, match="expected the same output"):
+            clipped_sum(stash, clip)
+
+
+def test_losses_near_zero_may_differ_by_rounding() -> None:
+    given, again = torch.tensor([0.0, 1e-7, 5.0]), torch.tensor([1e-6, 0.0, 5.0])
+    check = check_same_outputs(model_with(lambda x: x), [given])
+    assert check is not None
+    check(0, again)
+    with pytest.raises(FdpError, match="expected the same output"):
+        check_same_outputs(model_with(lambda x: x), [given])(0, given + torch.tensor([1e-4, 0.0, 0.0]))  # pyright: ignore
+
+
+def test_outputs_that_hold_no_numbers_are_not_compared() -> None:
+    with FakeTensorMode():
+        assert check_same_outputs(model_with(lambda x: x), [torch.empty(3)]) is None
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_sample_that_is_not_finite_is_the_same_when_it_is_computed_again(bad: float) -> None:
     model, data = model_with(lambda x: x), {"x": DATA["x"].clone()}
@@ -98,13 +134,52 @@ def test_a_sample_that_is_not_finite_is_the_same_when_it_is_computed_again(bad: 
     assert clipped_sum(stash, clip_to(norms, max_norm=0.1)).value["w"].isfinite().all()
 
 
+def _cond(branch: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: torch.cond(x.sum() > 0, branch, lambda x: x.clone(), (x,))
+
+
+def _flex(score: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def attention(x: Tensor) -> Tensor:
+        q = torch.zeros(1, 1, 128, 16)
+        return x + flex_attention(q, q, q, score_mod=lambda value, *_: score(value)).sum()  # pyright: ignore
+
+    return attention
+
+
+def _mask(kept: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def attention(x: Tensor) -> Tensor:
+        q, one = torch.zeros(1, 1, 128, 16), torch.ones(1, 1, 1, dtype=torch.int32)
+        mask = BlockMask.from_kv_blocks(
+            one, one.unsqueeze(3) - 1, mask_mod=lambda b, h, i, j: kept((i - j).float()) > 0
+        )
+        return x + flex_attention(q, q, q, block_mask=mask).sum()  # pyright: ignore
+
+    return attention
+
+
+def _map(step: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: map_each(step, x)
+
+
+INSIDE = {"cond": _cond, "map": _map, "score": _flex, "mask": _mask}
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_operators_of_higher_order_are_traced() -> None:
+@pytest.mark.parametrize("name", INSIDE)
+def test_draws_inside_operators_that_call_functions_are_found(name: str) -> None:
+    for inside, draws in ((lambda x: F.dropout(x, 0.5), True), (torch.rand_like, True), (torch.sin, False)):
+        found: set[str] = set()
+        with FakeTensorMode(), RandomDraws(found), torch.no_grad():
+            INSIDE[name](inside)(torch.empty(4, 6))
+        assert bool(found) == draws
+        assert all(each.startswith("aten.") for each in found)
+
+
+def test_an_operator_that_hides_its_functions_is_a_draw() -> None:
     found: set[str] = set()
-    with FakeTensorMode(), RandomDraws(found), torch.no_grad():
-        q = torch.empty(1, 1, 128, 16)
-        flex_attention(q, q, q)
-    assert not found
+    with RandomDraws(found):  # only one branch is taken
+        torch.cond(torch.tensor(True), torch.sin, lambda x: torch.rand_like(x), (torch.ones(2),))
+    assert found == {"cond"}
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])

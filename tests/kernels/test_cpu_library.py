@@ -15,7 +15,7 @@ import pytest
 import torch
 from fdp_kernels import chacha20, cpu_library
 from fdp_kernels import normal as normal_values
-from fdp_kernels.cpu_library import Library, library
+from fdp_kernels.cpu_library import Library, addresses_of, library
 from fdp_kernels.keep_cpu import wide_weighted_sum
 from fdp_kernels.processor import ON_ARM
 from torch import Tensor
@@ -85,14 +85,16 @@ def rows_of_tokens() -> tuple[Tensor, ...]:
 
 def on_grid(z: Tensor, value: Tensor, library: Library | None = None) -> Tensor:
     out, numbers = z.clone(), torch.tensor([0.37 * 2.0**22, 2.0**22, 2.0**-22], dtype=torch.float64)
-    (library or loops()).add_on_grid(out, value, numbers, len(out))
+    parts = value.split([1, len(value) - 1])  # two leaves
+    sizes = torch.tensor([len(part) for part in parts])
+    (library or loops()).add_on_grid(out, addresses_of((part,) for part in parts), sizes, numbers, 2)
     return out
 
 
 def adamw(given: Tensor, library: Library | None = None) -> Tensor:
     """Return the parameters, means and squares after an update of two leaves: the first element, and the others."""
     out, numbers = torch.empty(3, given.shape[1]), torch.rand(9, generator=torch.Generator().manual_seed(0))
-    addresses = torch.tensor([[row.data_ptr() + first for row in (*given, *out)] for first in (0, 4)])
+    addresses = addresses_of((row[first:] for row in (*given, *out)) for first in (0, 1))
     (library or loops()).adamw(addresses, torch.tensor([1, given.shape[1] - 1]), numbers, 2)
     return out
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from fdp_kernels import cpu_library
 
 from fdp import keys, tree
 from fdp.checks.first_call import Checks
@@ -53,6 +54,8 @@ def other_on_one_rank(what: str) -> str:
     mechanism = Mechanism(SAMPLING, flat(max_norm=5.0 if other == "bound" else 0.5), 2.0 if other == "noise" else 1.0)
     key = keys.key(2) if other == "key" else ROOT
     step, state, batch = prepared(MODEL, mechanism, sharding, key, Checks.FIRST_CALL)
+    if other == "loops":
+        cpu_library.library = lambda: None  # pyright: ignore
     if other == "samples":
         batch = sample_batch(DATA, SAMPLING, keys.key(7), step=0, microbatch_size=4, rank=1, ranks=2)
     try:
@@ -63,9 +66,11 @@ def other_on_one_rank(what: str) -> str:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("what", ["key", "bound", "noise", "samples", "nothing"])
+@pytest.mark.parametrize("what", ["key", "bound", "noise", "samples", "loops", "nothing"])
 def test_ranks_with_another_key_or_mechanism_are_refused(what: str) -> None:
     words = "expected the same key, mechanism, optimizer and model on every rank, got another one on some"
+    if what == "loops":
+        words = "expected compiled loops on every rank or on none, got none on [1]: parameters"
     for said in run_on_ranks(other_on_one_rank, 2, what):
         assert said == "step 1" if what == "nothing" else words in said
 

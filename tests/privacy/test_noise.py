@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from scipy import stats
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fdp import keys
 from fdp.privacy import noise
@@ -191,6 +194,28 @@ def test_noised_leaves_are_the_same_in_any_pieces(cpu_loops, monkeypatch):
     monkeypatch.setattr(noise, "ELEMENTS_IN_CACHE", 64)  # a piece ends inside a leaf
     for path, leaf in noised_leaves(value, deviation, KEY).items():
         assert torch.equal(leaf, noised(value[path], deviation, keys.fold_in(KEY, path)))
+
+
+class _Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rounded = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.rounded += str(func) == "aten.round_.default"
+        return func(*args, **(kwargs or {}))
+
+
+def test_noise_is_torchs_operations_for_those_who_watch_or_differentiate_them(cpu_loops):
+    value, deviation = {"w": torch.randn(300, dtype=torch.float64)}, torch.tensor(0.5, dtype=torch.float64)
+    expected = noised_leaves(value, deviation, KEY)["w"]
+    with _Seen() as seen:
+        assert torch.equal(noised_leaves(value, deviation, KEY)["w"], expected)
+    assert seen.rounded
+    ones = torch.ones(300, dtype=torch.float64)
+    found = torch.func.jvp(lambda w: noised_leaves({"w": w}, deviation, KEY)["w"], (value["w"],), (ones,))
+    assert torch.equal(found[0], expected)
+    assert not found[1].any()  # the slope of rounding
 
 
 def test_two_declared_sensitivities_share_no_noise_and_a_tensor_is_its_number():

@@ -120,10 +120,10 @@ def test_if_no_size_fits_the_error_names_one_to_give_and_nothing_is_done(monkeyp
 
 
 def test_memory_that_runs_out_in_the_update_is_no_reason_to_repeat_the_step(monkeypatch):
-    def fails(params: Any, updates: Any) -> Any:
+    def fails(*_: Any) -> Any:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr("fdp.finish.apply_updates", fails)
+    monkeypatch.setattr("fdp.finish.next_params", fails)
     run, state = prepare(CONFIG)
     with pytest.raises(
         FdpError, match=r"out of memory in or after the update.* resume from the last checkpoint"
