@@ -158,7 +158,7 @@ def _mask(kept: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 def _map(step: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    return lambda x: map_each(step, x)
+    return lambda x: map_each(step, x)  # pyright: ignore
 
 
 INSIDE = {"cond": _cond, "map": _map, "score": _flex, "mask": _mask}
