@@ -24,7 +24,7 @@ from fdp.checks.model_checks import check_independent, check_separate, mix_sampl
 from fdp.checks.synthetic_samples import POSITIONS
 from fdp.foreign.hub.rotary import rotary_tables
 from fdp.foreign.leaves import leaf_paths
-from fdp.foreign.module_state import ModuleBackup, state_of, write_error
+from fdp.foreign.module_state import ModuleBackup, WriteError, state_of, write_error
 from fdp.foreign.perturb_samples import paddings_of, perturb_samples
 from fdp.foreign.stack.block_functions import module_inputs
 from fdp.foreign.uses.dropout import keys_of
@@ -78,6 +78,10 @@ def check_module(
         _check_unwritten(backup)
         _check_all(module, model, params, example, losses_of)
         _check_unwritten(backup)
+    except WriteError as error:  # transformers >= 5.23 writes into rotary tables that depend on positions
+        if (cause := _likely_cause(module)) is None:
+            raise
+        raise FdpError(f"{error}. {cause}") from error
     finally:
         backup.restore_values()
 
@@ -159,9 +163,9 @@ def _likely_cause(module: nn.Module) -> str | None:
     for table in rotary_tables(module):
         return (
             f"The rotary table of this model ({table.part}, rope_type {table.kind!r}) depends on the longest position "
-            f"in the microbatch: give rows of at most {table.limit} positions, up to which the table is fixed, or a "
-            f"config with rope_type 'default', or use fdp.foreign.model_of, which fixes the table by the length of a "
-            f"row"
+            f"in the microbatch: use fdp.foreign.model_of, which fixes the table by the length of a row, or a config "
+            f"with rope_type 'default', or, with transformers before 5.23, give rows of at most {table.limit} "
+            f"positions, up to which the table is fixed"
         )
     return None
 

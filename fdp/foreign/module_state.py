@@ -254,9 +254,13 @@ class VersionCounters:
                 raise write_error(name, resolve_name(func) or getattr(func, "__name__", "an operation in place"))
 
 
-def write_error(name: str, operation: str) -> FdpError:
+class WriteError(FdpError):
+    """A module writes into its own tensors when it is called."""
+
+
+def write_error(name: str, operation: str) -> WriteError:
     """Return the error for a module that writes into its own tensors when it is called."""
-    return FdpError(
+    return WriteError(
         f"{name}: the module changes this tensor when it is called (by {operation}): it would record the samples "
         f"without noise, and results would depend on earlier samples. Put the part that writes in eval(), or move the "
         f"write out of its forward() and do it between the steps"

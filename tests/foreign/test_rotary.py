@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -191,7 +192,8 @@ def short_documents(length: int = CONTEXT) -> dict[str, Tensor]:
 @pytest.mark.parametrize(("family", "rope"), FAMILIES)
 def test_a_table_that_depends_on_other_samples_is_refused_by_name(family: str, rope: str) -> None:
     named = rf"The rotary table of this model \(model.rotary_emb, rope_type '{rope}'\) depends on the longest position"
-    with pytest.raises(FdpError, match=rf"not independent .*{named} .* rows of at most {SHORT} positions"):
+    refused = "(not independent|changes this tensor when it is called)"
+    with pytest.raises(FdpError, match=rf"{refused} .*{named} .* rows of at most {SHORT} positions"):
         from_module(make(family, rope), loss=next_token, call=call, example=short_documents())
 
 
@@ -201,15 +203,19 @@ def test_a_table_is_refused_by_name_even_if_no_synthetic_sample_shows_it() -> No
             raise ValueError("no such position here")
         return call(module, data)
 
-    with pytest.raises(FdpError, match=r"position_ids: expected rows of at most 4 positions, got rows of 10.*longrope"):
+    refused = (
+        r"(position_ids: expected rows of at most 4 positions, got rows of 10|changes this tensor when it is called)"
+    )
+    with pytest.raises(FdpError, match=rf"{refused}.*longrope"):
         from_module(make("Llama", "longrope"), loss=next_token, call=strict, example=short_documents())
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["Llama", "Phi3"])
 def test_the_remedies_that_the_error_names_work(family: str) -> None:
-    """Rows within the original positions, or a plain table."""
-    from_module(make(family, "longrope"), loss=next_token, call=call, example=short_documents(SHORT))
+    """Rows within the original positions, if the table is not written again all the same, or a plain table."""
+    if tuple(map(int, version("transformers").split(".")[:2])) < (5, 23):
+        from_module(make(family, "longrope"), loss=next_token, call=call, example=short_documents(SHORT))
     module = make(family, "longrope")
     module.config.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
     from_module(type(module)(module.config).double(), loss=next_token, call=call, example=short_documents())

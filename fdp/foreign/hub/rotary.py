@@ -106,7 +106,7 @@ def _fix_table(part: Any, length: int) -> nn.Module:
     for layer, kind in _table_kinds(part).items():
         prefix = "" if layer is None else f"{layer}_"
         first = getattr(part, f"{prefix}original_inv_freq")
-        new._buffers[f"{prefix}inv_freq"] = first
+        new._buffers[f"{prefix}inv_freq"] = first.clone()  # transformers >= 5.23 writes into it
         new.__dict__.pop(f"{prefix}long_inv_freq", None)
         if layer is not None:
             new.__dict__.pop(f"{prefix}max_seq_len_cached", None)
