@@ -51,6 +51,9 @@ STYLES = {
 OPTIMIZERS = {
     "sgd": optimizers.sgd(0.5, momentum=0.9),
     "lamb": optimizers.lamb(0.01),
+    "adamw": optimizers.adamw(
+        optimizers.warmup_cosine(0.01, warmup_steps=2, steps=9), eps=1e-4, noise_std=1e-3, eps_root=1e-3
+    ),
     "adafactor": optimizers.adafactor(0.01),
     # eps of the size of gradients: Adam makes a sign of any smaller one, and a step of a rounding error
     "clipped": optimizers.chain(optimizers.clip_by_global_norm(0.01), optimizers.adamw(0.01, eps=1e-4)),
@@ -178,6 +181,7 @@ def cases(ranks: int) -> dict[str, dict[str, Any]]:
         "llama": {"model": "llama"},
         "quantile": {"style": "quantile"},
         "lamb": {"optimizer": "lamb"},
+        "adamw": {"optimizer": "adamw"},
     }
     if ranks == 2:
         found |= {
