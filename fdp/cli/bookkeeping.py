@@ -29,10 +29,13 @@ from fdp.ledger.data_key import VARIABLE, DataKey, check_writable, files_digest,
 from fdp.ledger.totals import DataTotal, total_on_same_data
 from fdp.parallel import launch
 from fdp.parallel.agree import gather_values, run_in_unison
+from fdp.privacy.chain import Chain, compose_chain
 from fdp.privacy.guarantee import (
     MARKER,
     Guarantee,
+    choices_sentence,
     compose,
+    count_choices,
     marker_text,
     promise_about,
     read_marker,
@@ -42,13 +45,15 @@ from fdp.privacy.guarantee import (
 )
 from fdp.privacy.releases import EVALUATIONS, Release
 from fdp.privacy.shown_numbers import shown_delta, shown_epsilon
-from fdp.report.search_price import find_search
+from fdp.report.search_price import Search, find_search, model_chain, price_promises
 from fdp.run.evaluation import Evaluator
 from fdp.run.evaluation_config import Cost
 from fdp.run.step_metrics import StepRecord, guarantee_of
 from fdp.run.training_run import Run
 from fdp.storage.private_files import disk_errors, write_private
 from fdp.types import TrainState
+
+THIS_RUN, SEARCH = "this run", "this search"
 
 
 class Account:
@@ -67,52 +72,69 @@ class Account:
         self.promise, self.promises = promise, (*run.config.before, promise)
         (self.total, self.evaluation_total), self._book = totals, book
         self._options, self._run, self._folder = options, run, folder
-        self._begun, self._how = 0, None
+        self._begun, self._how, self._what = 0, None, THIS_RUN
 
     def warnings(self) -> list[str]:
-        """Return what was spent before on the same data, and by the model on other data."""
-        found = []
-        if (extended := self._extended()) is not None and self.promise.epsilon is not None:
-            before = compose(self._run.config.before) or (0.0, 0.0)
-            found.append(
-                f"this run extends {self._options.ledger.extend}, which spent epsilon {shown_epsilon(before[0])} at "
-                f"delta {shown_delta(before[1])}; with the {shown_epsilon(self.promise.epsilon)} of this run, together "
-                f"epsilon {shown_epsilon(extended[0])} at delta {shown_delta(extended[1])}"
-            )
-        found += [] if self.total is None else [self.total.sentence()]
-        found += [] if self.evaluation_total is None else [self.evaluation_total.sentence("the evaluation data")]
-        others = [one for one in self._run.config.before if not same_data(one, self.promise)]
-        if self._options.ledger.extend is not None and compose(others) is not None:
-            others = []  # stated above, and the data is the same
-        again = training_again(others, self.promise)
-        return [*found, *([] if again is None else [again])]
+        """Return what this run, the model and everything on the same data spend, a line each, if they differ."""
+        model, others, now = _model_line(self._chain(), self._what), self.others(), self.promise
+        found = others if model is None else [model, *others]
+        if not found or now.epsilon is None:
+            return found
+        alone = "" if self._what == SEARCH else ", of its own steps alone"
+        own = f"{self._what}: epsilon {shown_epsilon(now.epsilon)} at delta {shown_delta(now.delta or 0)}{alone}"
+        return [own, *found]
+
+    def others(self) -> list[str]:
+        """Return what was spent beside the model: on the same data, and by earlier runs that it leaves out."""
+        chain, found = self._chain(), [] if self.total is None else self.total.sentences()
+        found += [] if self.evaluation_total is None else self.evaluation_total.sentences("the evaluation data")
+        left_out = [one for one in chain.left_out if not same_data(one, self.promise)]
+        found += [] if (again := training_again(left_out, self.promise)) is None else [again]
+        if self.total is None and (choices := choices_sentence(count_choices(chain.earlier))):
+            found.append(choices)
+        return found
+
+    def at_price(self, price: Search) -> Account:
+        """Return the account of a whole search, to look at: this run has the price of the search."""
+        totals = (self.total, self.evaluation_total)
+        promise = price.price(self.promise)
+        mine, held_out = (None if one is None else one.at(promise) for one in totals)
+        found = Account(self._options, self._run, self._folder, promise, totals=(mine, held_out), book=None)
+        found._what = SEARCH
+        return found
 
     def summary(self) -> dict[str, Any]:
-        """Return what ``summary.json`` says of all runs on the same data."""
+        """Return what ``summary.json`` says of the model, and of all runs on the same data.
+
+        Guarantees:
+          - a run of a search states no total until the search ends (:mod:`fdp.cli.search_summary`).
+        """
+        chain = model_chain(self._folder, self.promises, extends=self._extends)
+        of_model = {"run": self.promise.run} | epsilon_of_model(chain) | self._before()
+        if (search := find_search(self._folder)) is not None:
+            return of_model | {"warning": search.sentence()}
         on_data = {}
         for where, found in (("this_data", self.total), ("evaluation_data", self.evaluation_total)):
             if found is not None and found.total is not None:
                 on_data |= {f"epsilon_on_{where}": found.total[0], f"delta_on_{where}": found.total[1]}
-        said, extended = self.warnings(), self._extended()
+        extended = compose(self.promises) if self._extends else None
         of_both = {} if extended is None else {"epsilon_total": extended[0], "delta_total": extended[1]}
-        return (
-            {"run": self.promise.run}
-            | self._before()
-            | of_both
-            | on_data
-            | ({"warning": ". ".join(said)} if said else {})
-        )
+        said = " ".join(f"{each[0].upper()}{each[1:]}." for each in self.warnings())
+        return of_model | of_both | on_data | ({"warning": said} if said else {})
 
     def _before(self) -> dict[str, Any]:
         """Return the total with the runs before this one; unlike the run, the account knows the noised evaluations."""
         if not self._run.config.before:
             return {}
-        epsilon, delta = compose(self.promises) or (None, None)
+        epsilon, delta = compose(price_promises(self._folder, self.promises)) or (None, None)
         return {"epsilon_if_on_the_same_data_before": epsilon, "delta_if_on_the_same_data_before": delta}
 
-    def _extended(self) -> tuple[float, float] | None:
-        """Return what the extended runs and this one spend together; None if this one extends none."""
-        return compose(self.promises) if self._options.ledger.extend is not None else None
+    @property
+    def _extends(self) -> bool:
+        return self._options.ledger.extend is not None
+
+    def _chain(self) -> Chain:
+        return compose_chain(self._run.config.before, self.promise, extends=self._extends)
 
     def follow(
         self, stream: Iterable[tuple[TrainState, StepRecord]], *, done: int
@@ -188,6 +210,25 @@ def open_account(
     opened = run_in_unison(lambda: _open(options, run, folder, evaluations, goes_on, write) if first else None, None)
     promise, totals = gather_values(opened and opened[:2], None)[0] or (guarantee_of(run), (None, None))
     return Account(options, run, folder, promise, totals=totals, book=opened and opened[2])
+
+
+def epsilon_of_model(chain: Chain) -> dict[str, float | None]:
+    """Return epsilon and delta of the model for ``summary.json``; None if no epsilon can be stated for it."""
+    return {"epsilon_of_model": chain.total.epsilon, "delta_of_model": chain.total.delta}
+
+
+def _model_line(chain: Chain, what: str) -> str | None:
+    """Return the epsilon of a model that earlier runs trained too; None if this run alone trained it."""
+    if not (count := len(chain.earlier)):
+        return None
+    earlier = f"{count} earlier run{'s' * (count > 1)} whose parameters it starts from"
+    assumed = ", if on the same people" if chain.assumed else ""
+    if chain.total.epsilon is None:
+        return f"this model: no epsilon can be stated, since {earlier} used the same data without privacy"
+    return (
+        f"this model: epsilon {shown_epsilon(chain.total.epsilon)} at delta {shown_delta(chain.total.delta or 0)}, of "
+        f"{what} and {earlier}{assumed}"
+    )
 
 
 def data_fingerprints(key: DataKey, data: str, digest: str | None = None) -> tuple[str, ...]:

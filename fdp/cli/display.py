@@ -58,9 +58,16 @@ FIXED_SEED = f"{GUESSABLE}. For a real release leave --seed out"
 
 
 def show_header(
-    console: Console, run: Run, state: TrainState, options: TrainOptions, evaluator: Evaluator | None = None
+    console: Console,
+    run: Run,
+    state: TrainState,
+    options: TrainOptions,
+    evaluator: Evaluator | None = None,
+    *,
+    title: str = "fdp train",
+    instead: Mapping[str, str] | None = None,
 ) -> None:
-    """Print a description of the run, and warnings, before it starts."""
+    """Print a description of the run, and warnings, before it starts; ``instead`` replaces rows, or adds them."""
     rows = [
         *_model_rows(run, state, options),
         *_training_rows(run, options),
@@ -68,7 +75,8 @@ def show_header(
         *_privacy_rows(run, options),
         *([] if evaluator is None else [("evaluation", header_words(evaluator))]),
     ]
-    console.print(_panel("fdp train", rows))
+    rows = list((dict(rows) | dict(instead or {})).items())
+    console.print(_panel(title, rows))
     if run.config.model.remark is not None:
         console.print(Text(run.config.model.remark, style="yellow"), soft_wrap=True)
     show_warnings(console, _warnings(run))
@@ -97,8 +105,18 @@ def show_run_warnings(console: Console) -> Iterator[None]:
         yield
 
 
-def show_result(console: Console, summary: Mapping[str, Any], folder: Path, *, chain: Chain | None = None) -> None:
-    """Print the result, and which outputs the budget covers; ``chain`` is the promise about the model."""
+def show_result(
+    console: Console,
+    summary: Mapping[str, Any],
+    folder: Path,
+    *,
+    chain: Chain | None = None,
+    others: Sequence[str] = (),
+) -> None:
+    """Print the result, and which outputs the budget covers; ``chain`` is the promise about the model.
+
+    ``others`` say what other runs on the same data spent, in a line each.
+    """
     first, last = loss_text(summary["loss_first"]), loss_text(summary["loss_last"])
     rows = [("loss", f"{first} → {last} in {summary['steps']} steps")]
     if "evaluation" in summary:
@@ -126,8 +144,8 @@ def show_result(console: Console, summary: Mapping[str, Any], folder: Path, *, c
         rows += [*([("covered", COVERED)] if covered else []), ("not covered", NOT_COVERED)]
     else:
         rows.append(("privacy", "none: the parameters may reveal the data they were trained on"))
-    if "warning" in summary:
-        rows.append(("trained before", summary["warning"]))
+    if others:
+        rows.append(("trained before", "\n".join(others)))
     rows.append(("files", str(folder)))
     console.print(_panel("done", rows))
 

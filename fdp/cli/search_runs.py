@@ -15,18 +15,21 @@ import json
 import math
 import shutil
 import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
 
-from fdp.cli import session
+from fdp.cli import display, session
+from fdp.cli.bookkeeping import Account
 from fdp.cli.configure import configure
 from fdp.cli.configure_evaluation import OverlapWarning
 from fdp.cli.options import build, parse_value
 from fdp.cli.run_files import check_free
 from fdp.cli.search_options import LISTS, SearchOptions
+from fdp.cli.search_summary import write_totals
 from fdp.cli.signals import stop_on_signals
 from fdp.cli.train_options import TrainOptions
 from fdp.privacy import accounting
@@ -41,14 +44,17 @@ from fdp.privacy.selection import (
     selection_epsilon,
 )
 from fdp.privacy.shown_numbers import shown_delta, shown_epsilon
-from fdp.report.search_price import TRIAL, write_price
+from fdp.report.search_price import TRIAL, Search, write_price
 from fdp.run.run_folder import SEARCH_RESULT, read_run_folder
 from fdp.run.training_run import NotFinite
 from fdp.storage.private_files import write_private
 from fdp.types import FdpError
 
 if TYPE_CHECKING:
+    from fdp.run.evaluation import Evaluator
     from fdp.run.run_config import RunConfig
+    from fdp.run.training_run import Run
+    from fdp.types import TrainState
 
 NOT_FINITE = 1
 """The exit code of a run whose parameters stop being finite."""
@@ -92,7 +98,8 @@ def run_search(
         raise FdpError(f"--out: {search.out} already holds a search; give another directory")
     repetitions = Repetitions(search.trials, POISSON)
     first = build(TrainOptions, shared | {key: values[0] for key, values in lists.items()} | {"epsilon": 1.0})
-    config = _configure(first, search)
+    with display.show_run_warnings(console):
+        config = _configure(first, search)
     price = find_price(config, repetitions, search)
     rng = np.random.default_rng(search.seed)
     count = draw_repetitions(repetitions, rng)  # once, and before the first run
@@ -102,7 +109,9 @@ def run_search(
     trials, code = [], 0
     with stop_on_signals() as stop:
         while len(trials) < count and not code:
-            trials.append(_run_trial(shared, _draw(lists, rng), price, search, len(trials) + 1, console))
+            drawn = _draw(lists, rng)
+            introduce = None if trials else _introduction(shared, lists, price, search, count, console)
+            trials.append(_run_trial(shared, drawn, price, search, len(trials) + 1, console, introduce))
             code = stop.exit_code if len(trials) < count or trials[-1]["interrupted"] else 0
     scored = [trial for trial in trials if trial["score"] is not None]
     best = min(scored, key=lambda trial: trial["score"]) if scored and not code else None
@@ -113,6 +122,7 @@ def run_search(
     result = _write_result(search, price, trials, code=code, best=best, said=said)
     for trial in trials:
         write_price(Path(trial["folder"]))
+        write_totals(Path(trial["folder"]))
     if best is not None:
         _export(Path(best["folder"]), search.out)
     return result
@@ -183,6 +193,45 @@ def check_score(shared: dict[str, Any], search: SearchOptions) -> None:
         )
 
 
+def score_name(shared: Mapping[str, Any]) -> str:
+    """Return what runs are chosen by, in words."""
+    held_out = shared.get("eval_fraction") is not None or shared.get("eval_data") is not None
+    return "held-out loss" if held_out else "training loss"
+
+
+def _introduction(
+    shared: dict[str, Any],
+    lists: Mapping[str, Sequence[Any]],
+    price: Price,
+    search: SearchOptions,
+    count: int,
+    console: Console,
+) -> session.Introduce:
+    """Return what shows the header of a search, and what was spent on its data before, when its first run is ready."""
+    drawn = ", ".join(f"--{key.replace('_', '-')} {','.join(f'{each:g}' for each in lists[key])}" for key in lists)
+    runs = (
+        f"{count} run{'s' * (count > 1)}, a number drawn at random with mean {search.trials:g} (not covered by the "
+        f"budget), each with settings drawn from {drawn}; above are those of run 1. The one with the lowest "
+        f"{score_name(shared)} is exported"
+    )
+
+    def introduce(
+        run: Run, state: TrainState, options: TrainOptions, evaluator: Evaluator | None, account: Account
+    ) -> None:
+        if price.epsilon is None:
+            epsilon = f"epsilon {search.epsilon:g} for each run alone; the choice among them is covered by nothing"
+            before = account
+        else:
+            stated = f"epsilon {shown_epsilon(price.epsilon)} at delta {shown_delta(price.delta)}"
+            epsilon = f"{stated} for the model and its settings, chosen from all runs"
+            before = account.at_price(Search(price.epsilon, price.delta, search.trials, chose=True))
+        rows = {"budget": epsilon, "search": runs}
+        display.show_header(console, run, state, options, evaluator, title="fdp search", instead=rows)
+        display.show_warnings(console, before.warnings())
+
+    return introduce
+
+
 def _configure(options: TrainOptions, search: SearchOptions) -> RunConfig:
     """Return the configuration of the first run; refuse to score a private search on samples that are trained on."""
     with warnings.catch_warnings():
@@ -215,7 +264,8 @@ def statement(
         chosen = "no run had a finite score: all diverged. Lower the values of --lr"
     else:
         drawn = ", ".join(f"--{key.replace('_', '-')} {value:g}" for key, value in best["settings"].items())
-        chosen = f"best of {count} runs: {drawn}, score {best['score']:.4f}, from {best['folder']}"
+        score = f"{score_name(shared)} {best['score']:.4f} (lower is better)"
+        chosen = f"best of {count} runs: {drawn}, {score}, from {best['folder']}"
     if price.epsilon is None:
         return [
             chosen,
@@ -283,6 +333,7 @@ def _run_trial(
     search: SearchOptions,
     number: int,
     console: Console,
+    introduce: session.Introduce | None,
 ) -> dict[str, Any]:
     """Train one run and return its settings and score; a run whose parameters stop being finite has none.
 
@@ -299,17 +350,18 @@ def _run_trial(
         budget |= {"on_divergence": "continue"}
     options = build(TrainOptions, shared | drawn | budget | {"out": folder, "quiet": True})
     try:
-        code = session.train(options)
+        code = session.train(options, introduce=introduce)
     except NotFinite:
         code = NOT_FINITE
     finally:
         write_price(folder)
+        write_totals(folder)
     run = read_run_folder(folder)
     losses = [record.evaluation.loss for record in run.records if record.evaluation is not None]
     losses = losses or [record.loss for record in run.records]  # only with --not-private
     score = losses[-1] if code == 0 and losses and losses[-1] is not None and math.isfinite(losses[-1]) else None
     interrupted = code > SIGNALLED
-    shown = "interrupted" if interrupted else "diverged" if score is None else f"score {score:.4f}"
+    shown = "interrupted" if interrupted else "diverged" if score is None else f"{score_name(shared)} {score:.4f}"
     settings = ", ".join(f"{key} {value:g}" for key, value in drawn.items())
     console.print(f"run {number}: {settings}: {shown}")
     return {"folder": str(folder), "settings": drawn, "score": score, "interrupted": interrupted}

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from rich.console import Console
 
@@ -63,8 +63,16 @@ class Session(NamedTuple):
     write_texts: Callable[[Tree], tuple[str, ...]] | None = None
 
 
-def train(options: TrainOptions, ranks: Ranks | None = None, *, dry_run: bool = False) -> int:
-    """Train, write the run's files, and return the exit code. A dry run stops before the first file and step."""
+Introduce: TypeAlias = Callable[[Run, TrainState, TrainOptions, Evaluator | None, Account], None]
+
+
+def train(
+    options: TrainOptions, ranks: Ranks | None = None, *, dry_run: bool = False, introduce: Introduce | None = None
+) -> int:
+    """Train, write the run's files, and return the exit code. A dry run stops before the first file and step.
+
+    ``introduce`` describes the run before its first step, also a quiet one.
+    """
     options = resolve_fast_defaults(options)  # settings that are saved say what was computed
     first, out = launch.rank() == 0, options.output.out
     _check_saving(options.output)
@@ -116,6 +124,8 @@ def train(options: TrainOptions, ranks: Ranks | None = None, *, dry_run: bool = 
         display.show_hints(console, hints_before(run))
         account = open_account(options, run, folder, evaluator, goes_on=same_noise)
         display.show_warnings(console, account.warnings())
+        if introduce is not None:
+            introduce(run, state, options, evaluator, account)
         console.print(repeat_hint(folder, options), soft_wrap=True)
         _report_resumed(resumed, console)
         heart = ranks.heart if ranks else None
@@ -296,6 +306,6 @@ def _finish(session: Session, state: TrainState, records: list[StepRecord]) -> N
         run_files.write_summary(folder, summary)  # last: a folder with a summary is a finished run
         extends = options.ledger.extend is not None
         chain = compose_chain(run.config.before, session.account.promise, extends=extends)
-        display.show_result(console, summary, folder, chain=chain)
+        display.show_result(console, summary, folder, chain=chain, others=session.account.others())
         if options.output.as_json:
             print(json.dumps(summary | {"out": str(folder)}))

@@ -13,7 +13,7 @@ import json
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from typer import Argument
 
@@ -22,6 +22,7 @@ from fdp.cli.train_options import train_flag
 
 if TYPE_CHECKING:
     from fdp.ledger.book import Entry
+    from fdp.privacy.guarantee import Guarantee
     from fdp.report.run_facts import RunFacts
 
 
@@ -75,17 +76,11 @@ def statement_command(
         why = "which exists" if options.out.exists() else "whose folder does not exist"
         raise FdpError(f"--out: expected a new file in a folder that exists, got {options.out}, {why}; give another")
     facts = read_facts(read_run_folder(run))
-    entries = _read_ledger(facts, options.ledger)
-    named = [entry.promise.run == facts.promise.run for entry in entries]
-    others = [entry for entry, same in zip(entries, named) if not same]
     statement = make_statement(
         facts,
         tuning=options.tuning,
         records_per_person=options.records_per_person,
-        others=[entry.promise for entry in others if entry.began],
-        links=[entry.promise for entry in others if not entry.began],
-        # Any other ledger, such as one with another key, cannot tell whether there are other runs on the same data.
-        ledger_read=any(named),
+        **other_runs(facts, options.ledger)._asdict(),
     )
     if options.format is Format.json:
         text = json.dumps(statement.facts, indent=2, allow_nan=False) + "\n"
@@ -96,6 +91,27 @@ def statement_command(
         return
     options.out.write_text(text)
     print(f"written to {options.out}")
+
+
+class OtherRuns(NamedTuple):
+    """The promises of other runs in the ledger of a run: those that began, and those that link data only."""
+
+    others: list[Guarantee]
+    links: list[Guarantee]
+    ledger_read: bool
+
+
+def other_runs(facts: RunFacts, ledger: str | None = None) -> OtherRuns:
+    """Return the other runs of the ledger that is given, else of that in the run's settings."""
+    entries = _read_ledger(facts, ledger)
+    named = [entry.promise.run == facts.promise.run for entry in entries]
+    others = [entry for entry, same in zip(entries, named) if not same]
+    return OtherRuns(
+        others=[entry.promise for entry in others if entry.began],
+        links=[entry.promise for entry in others if not entry.began],
+        # Any other ledger, such as one with another key, cannot tell whether there are other runs on the same data.
+        ledger_read=any(named),
+    )
 
 
 def _read_ledger(facts: RunFacts, given: str | None) -> list[Entry]:

@@ -8,7 +8,7 @@ apart: epsilons of different units do not add up, except for what is at most one
 counts with all its planned steps, also if it stopped early or never ended: what it showed may have led to the stop.
 
     >>> found = total_on_same_data(promise, book.runs(), before=())
-    >>> found.sentence()
+    >>> found.sentences()
 """
 
 from __future__ import annotations
@@ -51,14 +51,23 @@ class DataTotal(NamedTuple):
     not_private: int
     assumed: tuple[Guarantee, ...] = ()
 
-    def sentence(self, data: str = "this data") -> str:
-        """Return the total in words, with the numbers; ``data`` names the data."""
+    def sentences(self, data: str = "this data") -> list[str]:
+        """Return the total in words, a figure in each entry; ``data`` names the data."""
         earlier = (*self.earlier, *self.other_units)
         choices = choices_sentence(count_choices(earlier))
         shared = shared_noise_sentence(runs_that_share_noise((self.now, *earlier)))
         found = filter(None, (shared, self._same_unit(), self._other_units(), self._not_private(), choices))
-        said = ". On ".join(f"{data} {sentence}" for sentence in found)
-        return said and f"on {said}"
+        return [f"on {data} {sentence}" for sentence in found]
+
+    def at(self, now: Guarantee) -> DataTotal:
+        """Return the total with ``now`` in the place of the promise of the run, such as the price of a search."""
+        mine = [now] if now.private else []
+        return self._replace(
+            now=now,
+            total=compose([*self.earlier, *mine]) if self.earlier else None,
+            as_made=None,
+            in_all=compose([*self.earlier, *self.other_units, *mine]) if self.other_units else None,
+        )
 
     def _same_unit(self) -> str:
         if not self.earlier or self.total is None:
@@ -70,8 +79,8 @@ class DataTotal(NamedTuple):
             said += f"epsilon {shown_epsilon(epsilon)} at delta {shown_delta(delta)}; this run is not private"
         else:
             said += (
-                f"with this one, together epsilon {shown_epsilon(epsilon)} at delta {shown_delta(delta)}, not the "
-                f"{shown_epsilon(self.now.epsilon)} of this run alone, for whoever sees what came out of all of them"
+                f"with this one, together epsilon {shown_epsilon(epsilon)} at delta {shown_delta(delta)}, for whoever "
+                f"sees what came out of all of them"
             )
         if self.as_made is not None and shown_epsilon(self.as_made[0]) != shown_epsilon(epsilon):
             said += f" ({shown_epsilon(self.as_made[0])} if early stops were planned before the runs)"

@@ -20,6 +20,7 @@ import numpy as np
 
 from fdp.report.curves import Curve, average, curve, curve_of, held_out, sample_at, smoothed, thin
 from fdp.report.headline import model_total
+from fdp.report.search_price import find_search
 from fdp.run.run_folder import RunFolder
 from fdp.run.step_metrics import StepRecord
 
@@ -27,6 +28,10 @@ SHOWN_TEXTS = 12
 """Evaluations whose generated texts are shown, the last ones."""
 TEXT_LENGTH = 2000
 """Characters of a generated text that are shown."""
+OLD_SEARCH = (
+    "An older fdp made this run of a search: its summary.json leaves out the price of the search. fdp statement states "
+    "the total with other runs on the same data."
+)
 NORMS = ("norm_q10", "norm_q50", "norm_q90", "max_norm")
 
 
@@ -190,8 +195,16 @@ def _results(run: RunFolder, planned: int) -> dict[str, Any]:
         "world_size": summary.get("world_size"),
         "device": run.config.get("device"),
         "method": run.settings.get("method"),
-        "warning": summary.get("warning"),
+        "warning": _warning(run),
     }
+
+
+def _warning(run: RunFolder) -> str | None:
+    """Return what the summary says of other runs, unless an older fdp left the price of a search out of it."""
+    summary = run.summary or {}
+    if "epsilon_of_model" not in summary and find_search(run.path) is not None:
+        return OLD_SEARCH
+    return summary.get("warning")
 
 
 def _curves(records: Sequence[StepRecord], learning_rates: Sequence[float] | None, points: int) -> dict[str, Curve]:

@@ -38,6 +38,22 @@ NOT_READ = (
     "are not counted here."
 )
 
+SEARCH_RUNS = (
+    "The other runs of the search are left out here. The guarantee of the search is towards whoever sees its result "
+    "and nothing else of it; the number of its runs is not covered, and is not stated. The total of `fdp ledger` is "
+    "another one: for the owner of the data it composes every run of the search by its own noise, in the place of the "
+    "epsilon and delta of the search, which are added up here."
+)
+
+
+def compose_beside_search(
+    facts: RunFacts, others: Sequence[Guarantee], *, ledger_read: bool, links: Sequence[Guarantee] = ()
+) -> dict[str, Any]:
+    """Return :func:`compose_others` with the run at the price of the search that chose it, without its other runs."""
+    among = frozenset() if facts.search is None else facts.search.runs
+    outside = [one for one in others if one.run not in among]
+    return compose_others(facts._replace(promise=facts.chosen), outside, links=links, ledger_read=ledger_read)
+
 
 def compose_others(
     facts: RunFacts, others: Sequence[Guarantee], *, ledger_read: bool, links: Sequence[Guarantee] = ()
@@ -78,6 +94,16 @@ def compose_others(
 
 def others_section(totals: dict[str, Any]) -> Section:
     """Return the totals in words, and the theorem by which they are composed."""
+    found = totals_in_words(totals)
+    if not totals["ledger_read"]:
+        found.append(NOT_READ)
+    if not found:
+        found = ["No other run on the same data is known. Other data may hold the same people: then the runs compose."]
+    return Section("Other runs", (*found, THEOREM))
+
+
+def totals_in_words(totals: dict[str, Any]) -> list[str]:
+    """Return what is known of other runs, a paragraph for each; none if no other run is known."""
     found: list[str] = []
     if shared := shared_noise_sentence(totals["runs_that_share_noise"]):
         found.append(f"{shared[0].upper()}{shared[1:]}.")
@@ -108,6 +134,12 @@ def others_section(totals: dict[str, Any]) -> Section:
             f"whoever sees the results of all of them, together with this one{assumed}: epsilon "
             f"{rounded_up(on_data['epsilon'], 4)} at delta {shown_delta(on_data['delta'])}."
         )
+    elif others := totals["other_runs_on_this_data"]:
+        found.append(
+            f"The ledger of the data's owner, or the model, names {count(others, 'other private run')} on the same "
+            f"data with the same unit. No total with {'it' if others == 1 else 'them'} can be stated, since no epsilon "
+            f"can be stated for the model."
+        )
     if other := totals["other_units_on_this_data"]:
         found.append(
             f"{count(other, 'other private run')} on the same data protect{'s' * (other == 1)} another unit: such "
@@ -118,8 +150,4 @@ def others_section(totals: dict[str, Any]) -> Section:
         found.append(f"{count(open_ones, 'run')} on the same data {were} results should not be released.")
     if choices := choices_sentence(totals["choices_by_held_out_samples"]):
         found.append(f"{choices[0].upper()}{choices[1:]}.")
-    if not totals["ledger_read"]:
-        found.append(NOT_READ)
-    if not found:
-        found = ["No other run on the same data is known. Other data may hold the same people: then the runs compose."]
-    return Section("Other runs", (*found, THEOREM))
+    return found

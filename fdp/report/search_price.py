@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fdp.privacy.chain import Chain, compose_chain
 from fdp.privacy.guarantee import (
     MARKER,
     RELATION,
@@ -109,6 +110,15 @@ def price_promises(run: Path, promises: Sequence[Guarantee]) -> tuple[Guarantee,
     if not promises or (search := find_search(run)) is None:
         return tuple(promises)
     return (*promises[:-1], search.price(promises[-1]))
+
+
+def model_chain(run: Path, promises: Sequence[Guarantee], *, extends: bool) -> Chain:
+    """Return the promise about the model of a run: of all runs that trained it, at the price of a search it is one of.
+
+    ``promises`` are those of the runs in order, its own last.
+    """
+    *before, last = price_promises(run, promises)
+    return compose_chain(tuple(before), last, extends=extends)
 
 
 def write_price(run: Path) -> None:

@@ -19,7 +19,7 @@ from fdp.report.checklists import ASK_TUNING, DPFY_ML, NIST, Item, dpfy_ml, nist
 from fdp.report.documents import Bullets, Document, Rows, Section
 from fdp.report.headline import headline, held_out_choice
 from fdp.report.mechanism_words import describe_mechanism
-from fdp.report.other_runs import THEOREM, compose_others, others_section
+from fdp.report.other_runs import SEARCH_RUNS, THEOREM, compose_beside_search, others_section
 from fdp.report.privacy_numbers import curve_section, groups_section, privacy_numbers
 from fdp.report.run_facts import RunFacts, Status
 from fdp.types import FdpError
@@ -69,10 +69,6 @@ PRICE = (
     "That is the account of one run. The epsilon of the search, which the guarantee states, follows from the Renyi "
     "differential privacy (RDP) of one run by Theorem 6 of Papernot and Steinke, and so is no sum of the table below."
 )
-SEARCH_RUNS = (
-    "The other runs of the search are left out here. The guarantee of the search is towards whoever sees its result "
-    "and nothing else of it; the number of its runs is not covered, and is not stated."
-)
 
 
 class Statement(NamedTuple):
@@ -107,9 +103,7 @@ def make_statement(
     if tuning is None and facts.search is not None:
         tuning = facts.search.sentence()
     numbers = privacy_numbers(facts, records_per_person=records_per_person)
-    among = frozenset() if facts.search is None else facts.search.runs
-    outside = [one for one in others if one.run not in among]
-    totals = compose_others(facts._replace(promise=facts.chosen), outside, links=links, ledger_read=ledger_read)
+    totals = compose_beside_search(facts, others, links=links, ledger_read=ledger_read)
     lists = {DPFY_ML: dpfy_ml(facts, tuning=tuning), NIST: nist_sp_800_226(facts, tuning=tuning)}
     sections = (
         guarantee_section(facts),

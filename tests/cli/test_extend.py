@@ -58,12 +58,15 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_chain_of_extensions_composes(first, tmp_path, capsys):
     second = extend(first, tmp_path / "b", "--steps", "3")
     shown = " ".join(capsys.readouterr().out.split())
-    assert f"this run extends {first}, which spent epsilon" in shown
+    said = f"this model: epsilon {shown_epsilon(second['epsilon_total'])} at delta 1e-06, of this run and 1 earlier run"
+    assert shown.index(said) < shown.index("step 1/3"), "before the first step"
+    assert f"this run: epsilon {shown_epsilon(second['epsilon'])} at delta 1e-06, of its own steps alone" in shown
     third = extend(tmp_path / "b", tmp_path / "c", "--steps", "2")
     chain = read_marker(tmp_path / "c")
     assert [one.steps for one in chain] == [4, 3, 2]
     assert len({one.run for one in chain}) == 3
     assert (second["epsilon_total"], second["delta_total"]) == compose(chain[:2])
+    assert (second["epsilon_of_model"], second["delta_of_model"]) == compose(chain[:2])
     releases = [release for one in chain for release in one.releases or ()]
     assert third["epsilon_total"] == pytest.approx(composed_epsilon(releases, delta=chain[0].delta or 0))
     assert third["epsilon"] < second["epsilon_total"] < third["epsilon_total"]
@@ -79,6 +82,7 @@ def test_every_place_shows_the_epsilon_of_the_chain_first(first, tmp_path, capsy
     assert f"privacy epsilon {total} at delta" in done
     assert "of this run and 1 earlier run whose parameters it started from" in done
     assert f"this run epsilon {alone} at delta" in done
+    assert done.count(f"epsilon {total} at delta") == done.count(f"epsilon {alone} at delta") == 1, "each figure once"
     assert call("statement", str(tmp_path / "b"), "--ledger", "off") == 0
     said = " ".join(capsys.readouterr().out.split())
     assert f"differentially private with epsilon = {total} and" in said
@@ -95,7 +99,7 @@ def test_an_extension_of_a_run_without_privacy_has_no_epsilon(tmp_path, capsys):
     assert train(tmp_path / "a", "--method", "none", "--noise-multiplier", "0", "--ledger", "off") == 0
     words = ("--method", "auto", "--noise-multiplier", "1", "--delta", "1e-6", "--steps", "2")
     capsys.readouterr()
-    extend(tmp_path / "a", tmp_path / "b", *words)
+    assert extend(tmp_path / "a", tmp_path / "b", *words)["epsilon_of_model"] is None
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     done = shown[shown.index(" done ") :]
     assert "privacy none for the model: 1 earlier run that it started from used the same data without privacy" in done

@@ -36,6 +36,7 @@ def test_training_again_on_the_same_data_states_the_composed_epsilon_before_the_
     (first,), (second,) = read_marker(tmp_path / "a"), read_marker(tmp_path / "b")
     total = compose([first, second])
     assert total is not None
+    assert (summary["epsilon_of_model"], summary["delta_of_model"]) == (summary["epsilon"], summary["delta"])
     assert (summary["epsilon_on_this_data"], summary["delta_on_this_data"]) == total
     said = f"on this data 1 private run began before ({(first.date or '')[:10]}): with this one, together epsilon"
     assert f"{said} {shown_epsilon(total[0])} at delta" in shown
@@ -293,11 +294,11 @@ def test_noised_evaluations_on_other_data_are_charged_to_that_data(tmp_path, cap
 
     run("a", "one", "--eval-data", held, "--eval-epsilon", "5")
     summary = run("b", "two", "--eval-data", held, "--eval-epsilon", "5")
-    assert "on the evaluation data 1 private run began before" in summary["warning"]
+    assert "On the evaluation data 1 private run began before" in summary["warning"]
     assert 5 < summary["epsilon_on_evaluation_data"] < 10
     assert "epsilon_on_this_data" not in summary
     summary = run("c", "held")
-    assert "on this data 2 private runs began before" in summary["warning"]
+    assert "On this data 2 private runs began before" in summary["warning"]
     assert call("ledger", "--data", held, "--json") == 0
     found = last_json(capsys.readouterr().out)
     assert [Path(each["folder"]).name for each in found["runs"]] == ["a", "b", "c"]
@@ -319,7 +320,7 @@ def test_the_summary_of_a_model_trained_again_counts_the_evaluations_of_this_run
     assert total is not None
     assert total[0] > 4
     assert (summary["epsilon_if_on_the_same_data_before"], summary["delta_if_on_the_same_data_before"]) == total
-    assert summary["epsilon_total"] == total[0]
+    assert summary["epsilon_total"] == summary["epsilon_of_model"] == total[0]
 
 
 @pytest.mark.parametrize("file", ["ledger.jsonl", "ledger.key"])

@@ -84,22 +84,27 @@ def test_training_a_private_model_again_adds_up_the_guarantees(folder, letters, 
     assert max(first["epsilon"], again["epsilon"]) < total < first["epsilon"] + again["epsilon"]
     assert again["delta_if_on_the_same_data_before"] == first["delta"]
     assert again["epsilon_on_this_data"] == total, "the ledger and the model name the same run: it counts once"
-    assert "on this data 1 private run began before" in again["warning"]
+    assert (again["epsilon_of_model"], again["delta_of_model"]) == (total, first["delta"])
+    assert (first["epsilon_of_model"], first["delta_of_model"]) == (first["epsilon"], first["delta"])
+    assert "On this data 1 private run began before" in again["warning"]
     assert f"together epsilon {shown_epsilon(total)}" in again["warning"]
     capsys.readouterr()
     loud = [word for word in TINY if word not in ("--quiet", "--json")]
     with pytest.raises(SystemExit):
         main(["train", *loud, "--model", str(tmp_path / "first" / "model"), *words, "--out", str(tmp_path / "loud")])
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    loud_warning = json.loads((tmp_path / "loud" / "summary.json").read_text())["warning"]
-    assert "On this data 2 private runs began before" in loud_warning
-    assert "drew the same samples and noise" in loud_warning, "with the seed of the run before"
-    assert shown.count(loud_warning) == 2, "in the header and at the end"
+    loud = json.loads((tmp_path / "loud" / "summary.json").read_text())
+    assert "On this data 2 private runs began before" in loud["warning"]
+    assert "drew the same samples and noise" in loud["warning"], "with the seed of the run before"
+    assert shown.count("on this data 2 private runs began before") == 2, "in the header and at the end"
+    model = f"this model: epsilon {shown_epsilon(loud['epsilon_of_model'])} at delta"
+    assert shown.index(model) < shown.index("step 1/"), "before the first step"
     plain = ["--method", "none", "--noise-multiplier", "0"]
     third = train(tmp_path / "third", "--model", str(tmp_path / "again" / "model"), *words, *plain)
     assert len(third["trained_before"]) == 2
     assert "this run is not private" in third["warning"]
     assert third["epsilon_if_on_the_same_data_before"] is None
+    assert (third["epsilon_of_model"], third["delta_of_model"]) == (None, None)
     runs = json.loads((tmp_path / "third" / "model" / MARKER).read_text())["runs"]
     assert [run["epsilon"] is None for run in runs] == [False, False, True]
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "third" / "model") is not None

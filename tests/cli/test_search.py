@@ -152,11 +152,11 @@ def interrupt_while(number: int, *, training: bool, monkeypatch: pytest.MonkeyPa
     """Send SIGINT before run ``number`` of a search reads its data, or after its last step."""
     train = session.train
 
-    def interrupted(options):
+    def interrupted(options, **more):
         here = options.output.out.name == f"trial-{number}"
         if here and not training:
             os.kill(os.getpid(), signal.SIGINT)
-        code = train(options)
+        code = train(options, **more)
         if here and training:
             os.kill(os.getpid(), signal.SIGINT)
         return code

@@ -23,12 +23,13 @@ from fdp.ledger.data_key import load_key
 from fdp.privacy.guarantee import MARKER, RELATION, Guarantee, marker_text, read_marker
 from fdp.privacy.shown_numbers import shown_epsilon
 from fdp.report.headline import headline
+from fdp.report.privacy_numbers import rounded_up
 from fdp.report.run_facts import read_facts
 from fdp.report.search_price import find_search, price_promises, write_price
 from fdp.run.run_folder import read_run_folder
 from fdp.types import FdpError
 from tests.cli.test_search import PUBLIC, SMALL, draw_three
-from tests.cli.train_runs import call, interrupt_after, last_json
+from tests.cli.train_runs import call, interrupt_after, last_json, train
 from tests.conftest import coarse_groups
 
 PRICE = search_runs.Price(noise_multiplier=1.0, epsilon=40.0, delta=1e-6)
@@ -52,8 +53,8 @@ def fail_after(number: int, error: BaseException, monkeypatch: pytest.MonkeyPatc
     """Raise ``error`` in run ``number`` of a search, after it has written its files."""
     train = session.train
 
-    def failing(options):
-        code = train(options)
+    def failing(options, **more):
+        code = train(options, **more)
         if options.output.out.name == f"trial-{number}":
             raise error
         return code
@@ -93,6 +94,103 @@ def write_trial(search: Path, **result: Any) -> Path:
     return model
 
 
+def test_summary_and_report_of_a_chosen_run_have_the_totals_of_its_statement(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Mutation: with the total that the run stated when it began, the choice would cost nothing."""
+    assert train(tmp_path / "before") == 0
+    out = tmp_path / "search"
+    capsys.readouterr()
+    assert call(*SMALL, *PUBLIC, "--out", str(out)) == 0
+    best = Path(last_json(capsys.readouterr().out)["best"]["folder"])
+    assert call("statement", str(best), "--format", "json") == 0
+    stated = json.loads(capsys.readouterr().out)
+    on_data = stated["other_runs"]["on_this_data"]
+    summary = json.loads((best / "summary.json").read_text())
+    assert (summary["epsilon_of_model"], summary["delta_of_model"]) == (PRICE.epsilon, PRICE.delta)
+    assert summary["epsilon_of_model"] == stated["guarantee"]["epsilon"]
+    assert (summary["epsilon_on_this_data"], summary["delta_on_this_data"]) == tuple(on_data.values())
+    assert on_data["epsilon"] > PRICE.epsilon
+    assert call("report", str(best), "--json") == 0
+    (shown,) = last_json(capsys.readouterr().out)["runs"]
+    warning = shown["results"]["warning"]
+    assert warning == summary["warning"]
+    assert "at the price of the search: epsilon 40.000 at delta 1e-06" in warning
+    assert f"together with this one: epsilon {rounded_up(on_data['epsilon'], 4)} at delta 2e-06" in warning
+    assert "The total of `fdp ledger` is another one" in warning
+    assert shown_epsilon(summary["epsilon"]) not in warning, "this run alone"
+    for trial in out.glob("trial-*"):
+        summary = json.loads((trial / "summary.json").read_text())
+        assert summary["epsilon_of_model"] == read_marker(trial)[-1].epsilon == PRICE.epsilon
+        assert summary["epsilon_on_this_data"] == on_data["epsilon"]
+
+
+def test_the_summary_of_a_run_has_no_epsilon_of_the_model_until_the_search_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert train(tmp_path / "before") == 0
+    seen, started = [], session.train
+
+    def look(options, **more):
+        code = started(options, **more)
+        seen.append(json.loads((options.output.out / "summary.json").read_text()))
+        return code
+
+    monkeypatch.setattr(session, "train", look)
+    fail_after(2, FdpError("full"), monkeypatch)
+    out = tmp_path / "search"
+    assert call(*SMALL, *PUBLIC, "--out", str(out)) == 2
+    left = [json.loads((out / f"trial-{number}" / "summary.json").read_text()) for number in (1, 2)]
+    for summary in (*seen, *left):
+        assert (summary["epsilon_of_model"], summary["delta_of_model"]) == (None, None)
+        assert "epsilon_on_this_data" not in summary
+        assert "has not ended" in summary["warning"]
+    assert "No total with it can be stated" in left[0]["warning"]
+
+
+def test_the_report_of_a_run_of_a_search_by_an_older_fdp_leaves_its_total_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "search"
+    assert call(*SMALL, *PUBLIC, "--out", str(out)) == 0
+    best = Path(last_json(capsys.readouterr().out)["best"]["folder"])
+    summary = json.loads((best / "summary.json").read_text())
+    old = {key: value for key, value in summary.items() if not key.endswith("_of_model")} | {"warning": "epsilon 1.645"}
+    (best / "summary.json").write_text(json.dumps(old))
+    assert call("report", str(best), "--json") == 0
+    (shown,) = last_json(capsys.readouterr().out)["runs"]
+    assert "fdp statement states the total" in shown["results"]["warning"]
+
+
+def test_a_search_says_once_before_its_first_run_what_is_protected_and_what_was_spent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(tmp_path / "before") == 0
+    capsys.readouterr()
+    assert call(*SMALL, *PUBLIC, "--out", str(tmp_path / "search")) == 0
+    text = capsys.readouterr().out
+    shown, result = " ".join(text.replace("│", " ").split()), last_json(text)
+    before, _, after = shown.partition("run 1: ")
+    for said in (
+        "fdp search",
+        "unit of privacy one labelled image",
+        "budget epsilon 40.000 at delta 1e-06 for the model and its settings",
+        "3 runs, a number drawn at random with mean 2",
+        "settings drawn from --lr 0.01,0.1",
+        "The one with the lowest held-out loss is exported",
+        "this search: epsilon 40.000 at delta 1e-06",
+        "on this data 1 private run began before",
+    ):
+        assert before.count(said) == 1, said
+        assert said not in after
+    best = Path(result["best"]["folder"])
+    total = json.loads((best / "summary.json").read_text())["epsilon_on_this_data"]
+    assert f"together epsilon {shown_epsilon(total)} at delta" in before, "as it is stated in the end"
+    assert "Poisson, 32 of 1,500 expected" in before
+    assert f"held-out loss {result['best']['score']:.4f} (lower is better)" in after
+    assert " score " not in shown
+
+
 @pytest.mark.parametrize("error", [FdpError("full"), OSError(28, "No space left on device"), KeyboardInterrupt()])
 def test_after_an_error_in_a_search_no_run_states_the_epsilon_of_one_run(
     error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -114,9 +212,9 @@ def test_a_search_that_is_killed_leaves_its_runs_without_an_epsilon(
     """Nothing can be written then: what is there before the first run has to say it, and what a run writes itself."""
     out, seen, train = tmp_path / "search", [], session.train
 
-    def look(options):
+    def look(options, **more):
         seen.append(json.loads((out / "search.json").read_text()))
-        code = train(options)
+        code = train(options, **more)
         assert (out / "search.json").stat().st_mode & 0o777 == 0o600
         assert_no_epsilon(options.output.out)
         return code
@@ -257,8 +355,8 @@ def test_the_folder_of_every_model_of_a_search_carries_the_price(
     tiny += ["--data", str(letters), "--eval-fraction", "0.2"]
     running, train = [], session.train
 
-    def look(options):
-        code = train(options)
+    def look(options, **more):
+        code = train(options, **more)
         running.append(read_marker(options.output.out / "model")[-1].private)
         return code
 

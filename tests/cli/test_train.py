@@ -45,7 +45,8 @@ def test_a_run_writes_its_six_files(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert " ".join(summary) == (
         "loss_first loss_last private epsilon epsilon_if_stop_was_decided_in_advance delta relation unit "
         "noise_multiplier steps steps_planned samples reading parameter_count "
-        "parameter_norm parameter_sha256 seconds_per_step peak_memory_bytes method world_size seed run"
+        "parameter_norm parameter_sha256 seconds_per_step peak_memory_bytes method world_size seed run "
+        "epsilon_of_model delta_of_model"
     )
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]

@@ -6,7 +6,7 @@ import pytest
 
 from fdp.cli.ledger import group_by_data
 from fdp.ledger.book import Entry
-from fdp.ledger.totals import total_on_same_data
+from fdp.ledger.totals import DataTotal, total_on_same_data
 from fdp.privacy.guarantee import RELATION, Guarantee, compose, linked_data
 from fdp.privacy.releases import GRADIENTS, Release, composed_epsilon
 
@@ -26,12 +26,18 @@ def entry(name: str, *, made: int | None = 50, **changes) -> Entry:
 NOW = promise("now", z=1.2)
 
 
+def words_of(found: DataTotal) -> str:
+    return " ".join(found.sentences())
+
+
 def test_runs_on_the_same_data_are_composed():
     found = total_on_same_data(NOW, [entry("a"), entry("b", z=2.0)], before=())
     assert found is not None
     releases = [release for one in (promise("a"), promise("b", z=2.0), NOW) for release in one.releases or ()]
     assert found.total == (pytest.approx(composed_epsilon(releases, delta=DELTA)), DELTA)
-    assert "on this data 2 private runs began before (2026-11-16): with this one, together epsilon" in found.sentence()
+    assert "on this data 2 private runs began before (2026-11-16): with this one, together epsilon" in " ".join(
+        found.sentences()
+    )
     assert total_on_same_data(NOW, [], before=()) is None
 
 
@@ -70,7 +76,7 @@ def test_a_run_of_the_model_counts_beside_others_unless_it_is_known_to_be_on_oth
     assert found is not None
     assert found.total == compose([promise("a"), brought, NOW])
     said = "(2026-11-16; 1 of them trained the model before, on data assumed to be the same): with this one"
-    assert f"on this data 2 private runs began before {said}" in found.sentence()
+    assert f"on this data 2 private runs began before {said}" in words_of(found)
     known = total_on_same_data(NOW, [entry("a")], before=[promise("b", data=("k-others",))])
     assert known == total_on_same_data(NOW, [entry("a")], before=())
     assert total_on_same_data(NOW, [], before=[brought]) is None, "no run is certainly on this data"
@@ -83,7 +89,9 @@ def test_runs_of_different_units_are_not_added_up():
     assert alone is not None
     assert found.total == alone.total
     assert [one.run for one in found.other_units] == ["b"]
-    assert "another unit (one user): there is no single total. For what is at most one sample" in found.sentence()
+    assert "another unit (one user): there is no single total. For what is at most one sample" in " ".join(
+        found.sentences()
+    )
     only_other = total_on_same_data(NOW, [entry("b", unit="one user")], before=())
     assert only_other is not None
     assert only_other.total is None
@@ -111,7 +119,7 @@ def test_a_run_that_stopped_counts_with_all_its_planned_steps():
     assert found.as_made is not None
     assert found.total is not None
     assert found.as_made[0] < found.total[0]
-    assert "if early stops were planned before the runs" in found.sentence()
+    assert "if early stops were planned before the runs" in words_of(found)
 
 
 def test_a_run_without_a_step_counts_for_nothing():
@@ -139,18 +147,20 @@ def test_runs_without_privacy_are_named():
     found = total_on_same_data(NOW, [open_run], before=())
     assert found is not None
     assert found.total is None
-    assert "1 run began before without privacy: nothing protects it" in found.sentence()
+    assert "1 run began before without privacy: nothing protects it" in words_of(found)
 
 
 def test_a_total_says_that_held_out_samples_chose_without_noise():
     """The epsilon of such a run is about the samples it trained on; nothing bounds what its choice tells of others."""
     found = total_on_same_data(NOW, [entry("a", held_out_choice=True), entry("b")], before=())
     assert found is not None
-    assert "decided what 1 earlier run exported: for samples held out then, no epsilon holds" in found.sentence()
+    assert "decided what 1 earlier run exported: for samples held out then, no epsilon holds" in " ".join(
+        found.sentences()
+    )
     plain = total_on_same_data(NOW, [entry("a"), entry("b", held_out_choice=False)], before=())
     assert plain is not None
     assert plain.total == found.total
-    assert "held out" not in plain.sentence()
+    assert "held out" not in words_of(plain)
     elsewhere = entry("c", data=("k-others",), evaluated=("k-files",), held_out_choice=True)
     other = total_on_same_data(NOW, [elsewhere], before=())
     assert other is not None
@@ -164,10 +174,10 @@ def test_a_total_says_that_runs_drew_the_same_noise():
     for other, shares in ((entry("a", noise="k-one"), True), (entry("a", noise="k-two"), False), (entry("a"), False)):
         found = total_on_same_data(now, [other, entry("b", noise="k-b")], before=())
         assert found is not None
-        assert (said in found.sentence()) == shares
+        assert (said in words_of(found)) == shares
     again = total_on_same_data(now, [entry("now", noise="k-one"), entry("b")], before=())
     assert again is not None
-    assert "the same samples" not in again.sentence(), "a run that goes on is one run"
+    assert "the same samples" not in words_of(again), "a run that goes on is one run"
 
 
 def test_runs_are_linked_by_runs_between_them():
@@ -207,3 +217,14 @@ def test_a_group_holds_the_runs_that_promise_its_data_nothing():
     groups = group_by_data([entry("a"), chose, plain])
     assert [[one.promise.run for one in group] for group in groups] == [["a", "chose", "plain"], ["chose"]]
     assert [one.promise.private for one in groups[0]] == [True, False, False]
+
+
+def test_a_total_at_another_price_composes_it_in_the_place_of_the_run():
+    found = total_on_same_data(NOW, [entry("a"), entry("b", unit="one user")], before=())
+    assert found is not None
+    price = NOW._replace(epsilon=5.0, releases=None)
+    priced = found.at(price)
+    assert priced.total == compose([promise("a"), price])
+    assert priced.in_all == compose([*found.earlier, *found.other_units, price])
+    assert found.at(NOW)[:3] == found[:3]
+    assert len(priced.sentences()) == 2, "a figure in each"
