@@ -13,6 +13,7 @@ never to anything that is shared.
 
 from __future__ import annotations
 
+import shlex
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -101,9 +102,10 @@ class ReadCounts(NamedTuple):
             where = f"the records have a field {hint.field!r} ({hint.values:,} values in {count(hint.records, RECORD)})"
             if self.text == FILE:
                 where = f"the {count(hint.records, FILE)} are in {hint.values:,} folders; if each is a person's"
+            unit = UnitKind.RECORD.value if self.kind is UnitKind.FILE else self.kind.value  # as --unit names it
             found.append(
-                f"{where}: --unit user --user-field {hint.field} protects the person, "
-                f"--unit {self.kind.value} only a {self.kind.value}"
+                f"{where}: --unit user --user-field {shlex.quote(hint.field)} protects the person, "
+                f"--unit {unit} only a {self.kind.value}"
             )
         return [each for each in found if each]
 
