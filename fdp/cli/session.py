@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -114,7 +114,12 @@ def train(options: TrainOptions, ranks: Ranks | None = None, *, dry_run: bool = 
         assert folder is not None
         display.show_header(console, run, state, options, evaluator)
         display.show_hints(console, hints_before(run))
-        account = open_account(options, run, folder, evaluator, goes_on=same_noise)
+        try:
+            account = open_account(options, run, folder, evaluator, goes_on=same_noise)
+        except BaseException:
+            if first and resumed is None:
+                run_files.remove_settings(folder)  # else they would block the corrected command
+            raise
         display.show_warnings(console, account.warnings())
         console.print(repeat_hint(folder, options), soft_wrap=True)
         _report_resumed(resumed, console)
@@ -134,8 +139,9 @@ def repeat_hint(folder: Path, options: TrainOptions) -> str:
     """Return where the settings are, and how to repeat the run."""
     noise = "draws" if options.privacy.method == "none" else "noise"
     drawn = f"with new {noise}, since it has no --seed" if options.training.seed is None else f"with the same {noise}"
+    spends = ", and spends its epsilon again" if (noise, options.training.seed) == ("noise", None) else ""
     again = run_files.repeat_command(folder, saves=options.output.save_every is not None)
-    return f"settings saved in {folder / run_files.SETTINGS}; {again} repeats the run {drawn}"
+    return f"settings saved in {folder / run_files.SETTINGS}; {again} repeats the run {drawn}{spends}"
 
 
 def _train(session: Session, state: TrainState) -> int:
@@ -227,12 +233,20 @@ def _report_resumed(resumed: ResumedRun | None, console: Console) -> None:
 def _create_folder(
     options: TrainOptions, run: Run, lock: FolderLock | None, stack: ExitStack
 ) -> tuple[FolderLock, Path]:
+    existed = options.output.out is not None and options.output.out.exists()
     folder = run_files.create_folder(options.output.out, model=options.model.model, data=options.data.data)
+    if not existed:
+        stack.callback(_remove_if_empty, folder)  # after the lock in it is released
     lock = lock or _lock(folder, stack)
     run_files.check_free(folder)  # another run may have begun there before this one locked it
     run_files.write_config(folder, to_dict(options), run)
     run_files.write_plan(folder, run)
     return lock, folder
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def _remove_partial_results(folder: Path, options: TrainOptions, run: Run, state: TrainState) -> None:

@@ -220,6 +220,20 @@ def test_a_damaged_ledger_stops_a_run_before_anything_is_spent(tmp_path, capsys)
     assert not (tmp_path / "b").exists()
 
 
+@pytest.mark.parametrize("out", ["new", "empty"])
+def test_a_ledger_that_cannot_be_made_leaves_no_files_that_block_the_next_command(tmp_path, monkeypatch, capsys, out):
+    folder = tmp_path / out
+    if out == "empty":
+        folder.mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr("fdp.cli.bookkeeping.check_writable", lambda place: None)  # as in /proc, which looks writable
+        assert train(folder, "--ledger", "/proc/nope") == 2
+    assert "/proc/nope: expected a folder for your ledger" in " ".join(capsys.readouterr().err.split())
+    assert folder.exists() == (out == "empty")
+    assert not folder.exists() or not any(folder.iterdir())
+    assert train(folder) == 0
+
+
 def test_the_total_of_one_run_covers_the_people_it_held_out(tmp_path, capsys):
     words = ("--noise-multiplier", "3", "--eval-fraction", "0.5", "--eval-epsilon", "8", "--eval-every", "1")
     assert train(tmp_path / "a", *words) == 0

@@ -122,6 +122,15 @@ def test_an_out_that_holds_a_run_is_refused_and_untouched(tmp_path: Path, capsys
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
+def test_a_folder_with_other_files_is_not_called_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "notes.jsonl").write_text("")
+    assert train(tmp_path, "--quiet", steps=2) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "which is not empty and holds names that a run writes (model); give another directory" in said
+    assert "holds a run" not in said
+
+
 @pytest.mark.parametrize("name", sorted(FILES))
 def test_a_directory_with_any_file_of_a_run_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("mine")
