@@ -69,7 +69,6 @@ def configure(options: TrainOptions) -> RunConfig:
     (model, values), dataset = load_model_and_data(options)
     dataset, held_out, shared = split_data(options, dataset, model)
     population = rounded_population(len(dataset)) if privacy.population is None else privacy.population
-    _check_batch_size(training.batch_size, population, announced=privacy.population is not None)
     training = replace(training, steps=count_steps(training, population))
     options, rate = replace(options, training=training), make_schedule(training)
     delta = default_delta(population) if privacy.delta is None else privacy.delta
@@ -116,16 +115,17 @@ def _refuse_a_budget(privacy: PrivacyOptions) -> None:
         )
 
 
-def _check_batch_size(batch_size: int, population: int, *, announced: bool) -> None:
+def check_batch_size(config: RunConfig) -> None:
     """Refuse a batch larger than the data, at a sampling rate above 1, and name one that fits."""
-    if batch_size <= population:
+    size, population = config.batch_size, config.population or rounded_population(len(config.dataset))
+    if size <= population:
         return
-    default = ", the default" if batch_size == TrainingOptions.batch_size else ""
-    rounded = "" if announced else ", which is the number of samples rounded up"
-    more = ", or check that --population counts samples, not batches" if announced else ""
+    rounded = ", which is the number of samples rounded up" if config.population is None else ""
+    default = ", the default" if size == TrainingOptions.batch_size else ""
+    more = "" if config.population is None else ", or check that --population counts samples, not batches"
     raise FdpError(
-        f"--batch-size: expected at most the population {population}{rounded}, got {batch_size}{default}; give, for "
-        f"example, --batch-size {max(1, population // 4)}, a quarter of the population{more}"
+        f"--batch-size: expected at most the population {population}{rounded}, got {size}{default}. Lower it, for "
+        f"example to --batch-size {max(1, population // 4)}, a quarter of the population{more}"
     )
 
 

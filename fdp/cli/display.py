@@ -36,6 +36,7 @@ from fdp.privacy.chain import Chain
 from fdp.privacy.guarantee import RELATION, delta_advice
 from fdp.privacy.shown_numbers import round_up, shown_delta, shown_epsilon
 from fdp.run.evaluation import Evaluator
+from fdp.run.evaluation_config import Cost
 from fdp.run.smaller_microbatches import RunWarning
 from fdp.run.training_run import Run, extra_noise
 from fdp.types import TrainState
@@ -49,6 +50,7 @@ NOT_COVERED = (
     "summary.json and this screen, which are computed on the private data; and checkpoints/, which hold the key of the "
     "noise. Guard them as you guard the data"
 )
+BUT_NOISED = "but for the noised held-out figures, whose epsilon is that of the evaluation above: "
 EARLY_STOP = (
     "after {steps} of {steps_planned} steps. The epsilon{part} is that of all {steps_planned}, since what the run "
     "showed may have led to the stop; it is {less} if the {steps} steps were decided on before the run"
@@ -127,7 +129,9 @@ def show_result(console: Console, summary: Mapping[str, Any], folder: Path, *, c
             words = BY_PATIENCE if by_patience else EARLY_STOP
             rows.append(("early stop", words.format(**summary, less=less, part=part)))
         covered = chain is None or chain.total.private
-        rows += [*([("covered", COVERED)] if covered else []), ("not covered", NOT_COVERED)]
+        noised = summary.get("evaluation", {}).get("cost") == Cost.NOISED.value
+        not_covered = f"{BUT_NOISED}{NOT_COVERED}" if noised else NOT_COVERED
+        rows += [*([("covered", COVERED)] if covered else []), ("not covered", not_covered)]
     else:
         rows.append(("privacy", "none: the parameters may reveal the data they were trained on"))
     if "warning" in summary:

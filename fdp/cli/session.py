@@ -20,7 +20,7 @@ from rich.console import Console
 from fdp.advice.hints import Diverged, hints_before
 from fdp.cli import display, diverged, progress, resume, run_files, tracking
 from fdp.cli.bookkeeping import Account, check_ledger, open_account
-from fdp.cli.configure import configure
+from fdp.cli.configure import check_batch_size, configure
 from fdp.cli.evaluation_display import evaluation_summary, result_summary, show_evaluations
 from fdp.cli.extend import continue_state
 from fdp.cli.fast_defaults import choose_microbatch, resolve_fast_defaults
@@ -84,6 +84,7 @@ def train(options: TrainOptions, ranks: Ranks | None = None, *, dry_run: bool = 
             )
             options = with_choices(options, config)
             run_in_unison(lambda: check_unused(options), None)
+            run_in_unison(lambda: check_batch_size(config), None)
             run_in_unison(lambda: check_ledger(options) if first else None, None)
             root = None if resumed is None else resumed.root
             run, state = prepare(config, root=root, earlier=resume.earlier_noise_of(resumed), say=say)

@@ -165,6 +165,17 @@ def test_a_person_is_suggested_if_records_are_protected_and_beside_the_epsilon(w
     assert "not a person" not in done
 
 
+def test_a_run_without_the_field_of_the_text_is_told_which_it_may_be(notes, tmp_path, capsys):
+    for unit in ("window", "record"):
+        train(tmp_path / "a", "--data", notes, "--unit", unit, code=2)
+        assert "name the field with --field, such as --field note (fdp inspect" in printed(capsys)
+    said = [{"what": "one", "day": i, "long": f"a{i}"} for i in range(3)]
+    path = tmp_path / "few.jsonl"
+    path.write_text("\n".join(map(json.dumps, said)) + "\n{")
+    train(tmp_path / "a", "--data", path, code=2)
+    assert "name the field with --field (fdp inspect" in printed(capsys), "the last line is damaged"
+
+
 def test_folders_of_people_are_suggested_if_files_are_protected(tmp_path, capsys):
     for i in range(12):
         (tmp_path / "texts" / f"p{i}").mkdir(parents=True)

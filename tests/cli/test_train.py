@@ -168,13 +168,13 @@ def test_without_out_runs_are_numbered(tmp_path: Path, monkeypatch: pytest.Monke
         (["--noise-multiplier", "-1"], "--noise-multiplier: expected a finite number of 0 or more, got -1"),
         (
             ["--batch-size", "5000"],
-            "--batch-size: expected at most the population 1500, which is the number of samples rounded up, got 5000; "
-            "give, for example, --batch-size 375, a quarter of the population",
+            "--batch-size: expected at most the population 1500, which is the number of samples rounded up, got 5000. "
+            "Lower it, for example to --batch-size 375, a quarter of the population",
         ),
         (
             ["--population", "20"],
-            "--batch-size: expected at most the population 20, got 32, the default; give, for example, --batch-size 5, "
-            "a quarter of the population, or check that --population counts samples, not batches",
+            "--batch-size: expected at most the population 20, got 32, the default. Lower it, for example to "
+            "--batch-size 5, a quarter of the population, or check that --population counts samples, not batches",
         ),
         (["--batch-size", "0"], "--batch-size: expected a whole number of at least 1, got 0"),
         (["--steps", "0"], "--steps: expected a whole number of at least 1, got 0"),
