@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -83,8 +83,7 @@ def train(options: TrainOptions, ranks: Ranks | None = None, *, dry_run: bool = 
                 lambda: choose_microbatch(options, config, saved=resume.microbatch_of(resumed)), None
             )
             options = with_choices(options, config)
-            run_in_unison(lambda: check_unused(options), None)
-            run_in_unison(lambda: check_batch_size(config), None)
+            run_in_unison(lambda: _check_together(options, config), None)
             run_in_unison(lambda: check_ledger(options) if first else None, None)
             root = None if resumed is None else resumed.root
             run, state = prepare(config, root=root, earlier=resume.earlier_noise_of(resumed), say=say)
@@ -115,12 +114,8 @@ def train(options: TrainOptions, ranks: Ranks | None = None, *, dry_run: bool = 
         assert folder is not None
         display.show_header(console, run, state, options, evaluator)
         display.show_hints(console, hints_before(run))
-        try:
+        with _no_settings_on_error(folder if first and resumed is None else None):
             account = open_account(options, run, folder, evaluator, goes_on=same_noise)
-        except BaseException:
-            if first and resumed is None:
-                run_files.remove_settings(folder)  # else they would block the corrected command
-            raise
         display.show_warnings(console, account.warnings())
         console.print(repeat_hint(folder, options), soft_wrap=True)
         _report_resumed(resumed, console)
@@ -204,6 +199,12 @@ def _check_saving(output: OutputOptions) -> None:
         raise FdpError("--save-every: expected an --out to save to, and to resume from, got none; add --out runs/NAME")
 
 
+def _check_together(options: TrainOptions, config: RunConfig) -> None:
+    """Check options against each other and against the data."""
+    check_unused(options)
+    check_batch_size(config)
+
+
 def _lock(folder: Path, stack: ExitStack) -> FolderLock:
     lock = lock_folder(folder)
     stack.callback(lock.release)
@@ -243,6 +244,17 @@ def _create_folder(
     run_files.write_config(folder, to_dict(options), run)
     run_files.write_plan(folder, run)
     return lock, folder
+
+
+@contextmanager
+def _no_settings_on_error(folder: Path | None) -> Iterator[None]:
+    """If the block raises, remove the settings from the folder of a new run: they would block the next command."""
+    try:
+        yield
+    except BaseException:
+        if folder is not None:
+            run_files.remove_settings(folder)
+        raise
 
 
 def _remove_if_empty(folder: Path) -> None:
