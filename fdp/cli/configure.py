@@ -115,6 +115,20 @@ def _refuse_a_budget(privacy: PrivacyOptions) -> None:
         )
 
 
+def check_batch_size(config: RunConfig) -> None:
+    """Refuse a batch larger than the data, at a sampling rate above 1, and name one that fits."""
+    size, population = config.batch_size, config.population or rounded_population(len(config.dataset))
+    if size <= population:
+        return
+    rounded = ", which is the number of samples rounded up" if config.population is None else ""
+    default = ", the default" if size == TrainingOptions.batch_size else ""
+    more = "" if config.population is None else ", or check that --population counts samples, not batches"
+    raise FdpError(
+        f"--batch-size: expected at most the population {population}{rounded}, got {size}{default}. Lower it, for "
+        f"example to --batch-size {max(1, population // 4)}, a quarter of the population{more}"
+    )
+
+
 def make_clip_style(privacy: PrivacyOptions, *, batch_size: int) -> clipping.ClipStyle:
     """Return the clipping that ``--clip`` names, with C = ``--max-norm``."""
     c = privacy.max_norm

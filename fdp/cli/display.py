@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import math
+import shlex
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,15 +25,18 @@ from fdp.cli.configure import learning_rate
 from fdp.cli.evaluation_display import header_words, summary_words
 from fdp.cli.train_options import TrainOptions
 from fdp.data.read_counts import read_counts_of
-from fdp.data.units import dataset_unit, sentence
+from fdp.data.units import UnitKind, dataset_unit, sentence
 from fdp.fast.compile_modes import Compile
 from fdp.gradients.plan import Method
 from fdp.kfac.private.curvature_sources import Feed, describe_feed
 from fdp.kfac.state import KfacPlan
+from fdp.model import Model
+from fdp.parallel.sharded_init import drawn_params
 from fdp.privacy.chain import Chain
 from fdp.privacy.guarantee import RELATION, delta_advice
 from fdp.privacy.shown_numbers import round_up, shown_delta, shown_epsilon
 from fdp.run.evaluation import Evaluator
+from fdp.run.evaluation_config import Cost
 from fdp.run.smaller_microbatches import RunWarning
 from fdp.run.training_run import Run, extra_noise
 from fdp.types import TrainState
@@ -45,6 +50,7 @@ NOT_COVERED = (
     "summary.json and this screen, which are computed on the private data; and checkpoints/, which hold the key of the "
     "noise. Guard them as you guard the data"
 )
+BUT_NOISED = "but for the noised held-out figures, whose epsilon is that of the evaluation above: "
 EARLY_STOP = (
     "after {steps} of {steps_planned} steps. The epsilon{part} is that of all {steps_planned}, since what the run "
     "showed may have led to the stop; it is {less} if the {steps} steps were decided on before the run"
@@ -141,7 +147,9 @@ def show_result(
             words = BY_PATIENCE if by_patience else EARLY_STOP
             rows.append(("early stop", words.format(**summary, less=less, part=part)))
         covered = chain is None or chain.total.private
-        rows += [*([("covered", COVERED)] if covered else []), ("not covered", NOT_COVERED)]
+        noised = summary.get("evaluation", {}).get("cost") == Cost.NOISED.value
+        not_covered = f"{BUT_NOISED}{NOT_COVERED}" if noised else NOT_COVERED
+        rows += [*([("covered", COVERED)] if covered else []), ("not covered", not_covered)]
     else:
         rows.append(("privacy", "none: the parameters may reveal the data they were trained on"))
     if others:
@@ -154,17 +162,28 @@ def _result_rows(summary: Mapping[str, Any], chain: Chain | None) -> Rows:
     """Return the privacy of the model, and of this run alone where earlier runs on the same data are part of it."""
     alone, relation = shown_epsilon(summary["epsilon"]), summary["relation"]
     own = f"epsilon {alone} at delta {shown_delta(summary['delta'])}"
+    unit = ("unit of privacy", _unit_words(summary))
     if chain is None or not chain.earlier:
         only = " for the steps of this run only" if chain is not None and chain.left_out else ""
-        return [("privacy", f"{own}{only} ({relation})")]
+        return [("privacy", f"{own}{only} ({relation})"), unit]
     runs = f"{len(chain.earlier)} earlier run{'s' * (len(chain.earlier) > 1)}"
     if chain.total.epsilon is None:
         return [("privacy", f"none for the model: {runs} that it started from used the same data without privacy")]
     total = f"epsilon {shown_epsilon(chain.total.epsilon)} at delta {shown_delta(chain.total.delta or 0)}"
     return [
         ("privacy", f"{total} ({relation}), of this run and {runs} whose parameters it started from"),
+        unit,
         ("this run", f"{own}, of its own steps alone"),
     ]
+
+
+def _unit_words(summary: Mapping[str, Any]) -> str:
+    """Return what epsilon is about, and a reminder where that is less than a person whom a field seems to name."""
+    reading = summary.get("reading") or {}
+    if reading.get("person_field") is None or reading["kind"] == UnitKind.USER.value:
+        return summary["unit"]
+    field = shlex.quote(reading["person_field"]["field"])
+    return f"{summary['unit']}, not a person: for that, --unit user --user-field {field}"
 
 
 def show_hints(console: Console, hints: Sequence[str]) -> None:
@@ -197,10 +216,20 @@ def _model_rows(run: Run, state: TrainState, options: TrainOptions) -> Rows:
     model, reading = run.config.model, read_counts_of(run.config.dataset)
     context = f", context {model.context}" if model.context else ""
     samples = f"{len(run.config.dataset):,} samples" if reading is None else reading.line()
+    start = ", from random parameters" if run.config.values is drawn_params else ""
     return [
-        ("model", f"{model.name}, {tree.size(state.params):,} parameters{context}"),
+        ("model", f"{model.name}, {_count_parameters(model, state)}{context}{start}"),
         ("data", f"{options.data.data}, {samples} (counts are private)"),
     ]
+
+
+def _count_parameters(model: Model, state: TrainState) -> str:
+    """Return the number of parameters, and of those that are trained if some are frozen."""
+    every = f"{tree.size(state.params):,} parameters"
+    if not model.frozen:
+        return every
+    trained = sum(math.prod(model.leaves[path].shape) for path in model.trainable)
+    return f"{trained:,} of {every} trained"
 
 
 def _training_rows(run: Run, options: TrainOptions) -> Rows:

@@ -10,7 +10,6 @@ computed from private data and covered by no budget.**
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -23,8 +22,6 @@ from fdp.cli.options import Flag
 from fdp.cli.train_options import TrainOptions, train_flag
 
 if TYPE_CHECKING:
-    from fdp.data.files import Source
-    from fdp.data.person_fields import FieldCounts
     from fdp.types import FdpError
 
 PRIVATE = "computed from private data and covered by no budget: for your eyes, not to be shared"
@@ -117,15 +114,16 @@ def name_text_field(console: Console, options: TrainOptions, problem: str) -> Fd
     """Print the fields of records without a text in the expected one; return an error that says how to name it."""
     from fdp.cli.model_and_data import parse_form
     from fdp.data.files import TABLE_SUFFIXES, find_source, suffix_of
+    from fdp.data.record_fields import example_of
+    from fdp.data.text_fields import describe_fields, likely_text_field
     from fdp.types import FdpError
 
     source = find_source(Path(options.data.data), form=parse_form(options.data.form))
-    fields = _describe_fields(source)
+    fields = describe_fields(source)
     console.print(Text(PRIVATE, style="yellow"), soft_wrap=True)
     console.print(_field_table(fields))
-    likely = _likely_text(fields, but=options.data.user_field)
-    example = "" if likely is None else f", such as --field {shlex.quote(likely)}"
-    remedy = f"name the field that holds the text with --field{example}. The table lists the fields"
+    likely = likely_text_field(fields, but=options.data.user_field)
+    remedy = f"name the field that holds the text with --field{example_of(likely)}. The table lists the fields"
     if any(suffix_of(file) in TABLE_SUFFIXES for file in source.files):
         remedy += "; if it lists values, the file has no header: write the names of the fields above its first row"
     return FdpError(f"{problem}; {remedy}")
@@ -141,21 +139,6 @@ def _field_table(fields: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _likely_text(fields: list[dict[str, Any]], *, but: str | None) -> str | None:
-    """Return the field of texts with most long values, then most different ones, whose name is no person's; else None.
-
-    A field that is not in all records, or in one alone, could itself be a secret, which an error does not tell.
-    """
-    from fdp.data.nouns import words_of
-    from fdp.data.person_fields import PERSON_WORDS
-
-    most = max((row["present"] for row in fields), default=0)
-    others = [row for row in fields if row["field"] != but and not {*words_of(row["field"])} & PERSON_WORDS]
-    texts = [row for row in others if row["kind"] == "text" and row["present"] == most > 1]
-    best = max(texts, key=lambda row: (row["present"] - row["short"], row["values"]), default=None)
-    return None if best is None else best["field"]
-
-
 def _read_texts(options: TrainOptions) -> tuple[list[dict[str, Any]], Any]:
     """Return the fields of the records, and the number of tokens of every text; None where there is no text."""
     import numpy as np
@@ -164,6 +147,7 @@ def _read_texts(options: TrainOptions) -> tuple[list[dict[str, Any]], Any]:
     from fdp.cli.model_and_data import is_folder, parse_form
     from fdp.data import corpus, datasets, text
     from fdp.data.files import find_source, find_token_files
+    from fdp.data.text_fields import describe_fields
 
     given, path = options.data, Path(options.data.data)
     if given.data in datasets.NAMES or find_token_files(path):
@@ -172,34 +156,7 @@ def _read_texts(options: TrainOptions) -> tuple[list[dict[str, Any]], Any]:
     tokenizer, form = load_tokenizer(given.tokenizer, folder, given.data) or text.BYTES, parse_form(given.form)
     documents, _ = corpus.read(path, tokenizer, form=form, field=given.field)
     source = find_source(path, form=form)
-    return _describe_fields(source) if source.records else [], np.diff(documents.starts)
-
-
-def _describe_fields(source: Source) -> list[dict[str, Any]]:
-    """Return kind and counts of every field; those whose names look like content are counted together, not named."""
-    from fdp.data.person_fields import FieldCensus, is_plain_name
-    from fdp.data.record_fields import json_type
-    from fdp.data.record_files import read_records
-
-    census, kinds = FieldCensus(), {}
-    for _, record in census.watch(read_records(source)):
-        for name, value in record.items():
-            if value is not None and is_plain_name(name):
-                kinds.setdefault(name, set()).add(json_type(value))
-    rows = [_field_row(name, ", ".join(sorted(kinds[name])), census.fields[name]) for name in kinds]
-    if others := [counts for name, counts in census.fields.items() if name not in kinds]:
-        rows.append(_field_row(f"{len(others)} fields whose names look like content", "", *others))
-    return rows
-
-
-def _field_row(field: str, kind: str, *counts: FieldCounts) -> dict[str, Any]:
-    return {
-        "field": field,
-        "kind": kind,
-        "present": sum(each.present for each in counts),
-        "short": sum(each.short for each in counts),
-        "values": sum(len(each.hashes) for each in counts),
-    }
+    return describe_fields(source) if source.records else [], np.diff(documents.starts)
 
 
 def _quantiles(lengths: Any) -> dict[str, int]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from fdp.cli.options import Flag, expand_groups
 from fdp.cli.train_options import train_flag
@@ -29,6 +29,9 @@ HEADINGS: tuple[str, ...] = ("date", "run", "data", "epsilon", "delta", "steps",
 CAPTION = "A run counts with all its planned steps, once it has begun."
 LEAST_OF_A_FOLDER = 12
 """Characters of a folder's path that are shown at least."""
+LEFT_OUT = ("unit", "data", "folder", "ended")
+"""Columns of words, in the order in which they make room."""
+GAP = "  "
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,11 @@ def _show(console: Console, path: Path, entries: Sequence[Entry], totals: Sequen
     from fdp.privacy.shown_numbers import shown_delta, shown_epsilon
 
     console.print(str(path), soft_wrap=True)
-    console.print(_table(entries, console.width))
+    headings, *lines, caption = _table(entries, console.width)
+    console.print(Text(headings, style="bold"), soft_wrap=True)
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)
+    console.print(Text(caption, style="italic"), soft_wrap=True)
     for total in totals:
         console.print(
             f"data {total['data']}, {total['unit']}: {total['runs']} run{'' if total['runs'] == 1 else 's'}, together "
@@ -165,22 +172,44 @@ def _show(console: Console, path: Path, entries: Sequence[Entry], totals: Sequen
         )
 
 
-def _table(entries: Sequence[Entry], width: int) -> Table:
-    """Return a line for every run. If they do not fit, units are left out, which the totals state, and folders cut."""
-    rows = [_cells(entry) for entry in entries]
-    columns = zip(HEADINGS, *rows)
-    wide = [max(len(line) for cell in column for line in cell.split("\n")) for column in columns]
-    room = width - sum(wide[:-2]) - 2 * len(wide)
-    shown = [*HEADINGS] if room >= sum(wide[-2:]) else [*HEADINGS[:-2], HEADINGS[-1]]
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, caption=CAPTION, caption_justify="left")
-    for heading in shown:
-        table.add_column(heading, overflow="fold", no_wrap=True)
+def _table(entries: Sequence[Entry], width: int) -> list[str]:
+    """Return the lines of the table, two for a run with an epsilon of its own for units held out.
+
+    Figures are never cut. If the columns do not fit, units are left out, which the totals state, then the beginnings of
+    folders, then other columns of words; a table of figures alone may be wider than the window.
+    """
+    rows = [dict(zip(HEADINGS, _cells(entry))) for entry in entries]
+    wide = {name: max(_widest(name), *(_widest(row[name]) for row in rows)) for name in HEADINGS}
+    shown = list(HEADINGS)
+
+    def spare(folder: int) -> int:
+        return width + len(GAP) - sum((folder if name == "folder" else wide[name]) + len(GAP) for name in shown)
+
+    for name in LEFT_OUT:
+        if spare(wide["folder"] if name == "unit" else min(wide["folder"], LEAST_OF_A_FOLDER)) >= 0:
+            break
+        shown.remove(name)
+    wide["folder"] = min(wide["folder"], max(LEAST_OF_A_FOLDER, spare(0)))
     for row in rows:
-        cells = dict(zip(HEADINGS, row))
-        if len(shown) < len(HEADINGS) and len(folder := cells["folder"]) > (most := max(room, LEAST_OF_A_FOLDER)):
-            cells["folder"] = f"…{folder[1 - most :]}"  # the end of a path tells runs apart
-        table.add_row(*(cells[heading] for heading in shown))
-    return table
+        if len(folder := row["folder"]) > wide["folder"]:
+            row["folder"] = f"…{folder[1 - wide['folder'] :]}"  # the end of a path tells runs apart
+    lines = [_line({name: name for name in shown}, wide)]
+    for row in rows:
+        cells = {name: row[name].split("\n") for name in shown}
+        for number in range(max(map(len, cells.values()))):
+            parts = {name: cell[number] if number < len(cell) else "" for name, cell in cells.items()}
+            lines.append(_line(parts, wide))
+    left_out = [name for name in HEADINGS if name not in shown]
+    hidden = f" Not shown for want of room: {', '.join(left_out)} (--json shows all)." if left_out else ""
+    return [*lines, f"{CAPTION}{hidden}"]
+
+
+def _widest(cell: str) -> int:
+    return max(map(len, cell.split("\n")))
+
+
+def _line(cells: dict[str, str], wide: dict[str, int]) -> str:
+    return GAP.join(cell.ljust(wide[name]) for name, cell in cells.items()).rstrip()
 
 
 def _cells(entry: Entry) -> tuple[str, ...]:

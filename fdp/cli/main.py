@@ -57,6 +57,7 @@ _UsageError: Any = typer.BadParameter.__bases__[0]
 _KINDS = {"integer": "a whole number", "number": "a number", "float": "a number"}
 """Kinds of values by the word with which typer refuses another."""
 
+_CHOICES = re.compile(r" is not one of ('.*')")
 _NO_COMMAND = re.compile(r"No such command '(.*)'")
 _EXTRA = re.compile(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)")
 
@@ -158,7 +159,7 @@ def _explain_extra(words: str, flags: set[str]) -> str:
 
 
 def _explain_value(error: Any, words: Sequence[str]) -> str | None:
-    """Return what an option expects if it is missing, or its value is no number; None for any other mistake."""
+    """Return what an option expects if it is missing, or its value is no number or no known name; else None."""
     option = error.param
     flag = next((flag for flag in getattr(option, "opts", ()) if flag.startswith("--")), None)
     if flag is None and "Missing" in error.format_message():
@@ -169,6 +170,8 @@ def _explain_value(error: Any, words: Sequence[str]) -> str | None:
     if "Missing" in error.format_message():
         return f"{flag}: expected it on the command line, got none; add {flag} ({option.help.rstrip('.')})"
     kind = next((kind for word, kind in _KINDS.items() if word in error.message), None)
+    if found := _CHOICES.search(error.message):
+        kind = f"one of {found[1].replace(chr(39), '')}"
     given = [word.partition("=")[2] for word in words if word.startswith(f"{flag}=")]
     given += [after for word, after in pairwise(words) if word == flag]
     return f"{flag}: expected {kind}, got {given[-1]!r}" if kind and given else None

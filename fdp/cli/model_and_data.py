@@ -27,8 +27,10 @@ from fdp.cli.train_options import DataOptions, ModelOptions, TrainOptions
 from fdp.data import corpus, datasets, text
 from fdp.data.document_packing import PackUnit
 from fdp.data.documents import Long
-from fdp.data.files import RecordForm
+from fdp.data.files import RecordForm, find_source
 from fdp.data.mixed import Mixed
+from fdp.data.record_fields import MissingText
+from fdp.data.text_fields import with_example
 from fdp.data.user_fields import user_fields
 from fdp.foreign.adapters.lora import lora_model, merge, train_only
 from fdp.foreign.adapters.prefix import prefix_model, without_prefix
@@ -174,6 +176,14 @@ def load_dataset(options: TrainOptions, model: Model, *, source: str | None = No
 
 def _load_samples(options: TrainOptions, model: Model, path: str, *, all_named: bool = True) -> Dataset:
     """Return the data at a path; if not ``all_named``, a record without a user is a user of its own."""
+    try:
+        return _read_samples(options, model, path, all_named=all_named)
+    except MissingText as error:
+        found = with_example(error, find_source(path), but=options.data.user_field)
+    raise found
+
+
+def _read_samples(options: TrainOptions, model: Model, path: str, *, all_named: bool) -> Dataset:
     given, folder = options.data, Path(options.model.model) if is_folder(options.model.model) else None
     if model.context is None and folder is not None and path not in datasets.NAMES:
         raise FdpError(

@@ -33,7 +33,8 @@ from typing import Any
 from fdp.cli.config_file import config_text
 from fdp.cli.formatting import package_version
 from fdp.gradients.plan import explain_rows
-from fdp.privacy.guarantee import RELATION
+from fdp.privacy.guarantee import MARKER, RELATION
+from fdp.run.run_folder import is_run_folder
 from fdp.run.same_noise import rounding_record
 from fdp.run.step_metrics import StepRecord, record_to_json
 from fdp.run.training_run import Run, extra_noise
@@ -61,10 +62,15 @@ FILES = (
 
 
 def check_free(out: Path, *, hint: str = "") -> None:
-    """Raise if ``out`` already holds a run, or is not a directory."""
+    """Raise if ``out`` already holds a run, or other files of such names, or is not a directory."""
     if out.exists() and not out.is_dir():
         raise FdpError(f"--out: expected a directory, got the file {out}")
     if found := [name for name in FILES if (out / name).exists()]:
+        if not is_run_folder(out):
+            raise FdpError(
+                f"--out: expected a new or empty directory, got {out}, which is not empty and holds names that a run "
+                f"writes ({', '.join(found)}); give another directory"
+            )
         done = _finished_words(out)
         raise FdpError(f"--out: {out} already holds a run ({', '.join(found)}){done}; give another directory{hint}")
 
@@ -86,6 +92,12 @@ def create_folder(out: Path | None, *, model: str, data: str) -> Path:
             continue
         return folder
     raise AssertionError
+
+
+def remove_settings(folder: Path) -> None:
+    """Remove what is written before a run is recorded, so that another run may begin in the folder."""
+    for name in ("config.json", SETTINGS, "plan.json", MARKER):
+        (folder / name).unlink(missing_ok=True)
 
 
 def write_config(folder: Path, settings: Mapping[str, Any], run: Run) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -20,7 +20,7 @@ from rich.console import Console
 from fdp.advice.hints import Diverged, hints_before
 from fdp.cli import display, diverged, progress, resume, run_files, tracking
 from fdp.cli.bookkeeping import Account, check_ledger, open_account
-from fdp.cli.configure import configure
+from fdp.cli.configure import check_batch_size, configure
 from fdp.cli.evaluation_display import evaluation_summary, result_summary, show_evaluations
 from fdp.cli.extend import continue_state
 from fdp.cli.fast_defaults import choose_microbatch, resolve_fast_defaults
@@ -91,7 +91,7 @@ def train(
                 lambda: choose_microbatch(options, config, saved=resume.microbatch_of(resumed)), None
             )
             options = with_choices(options, config)
-            run_in_unison(lambda: check_unused(options), None)
+            run_in_unison(lambda: _check_together(options, config), None)
             run_in_unison(lambda: check_ledger(options) if first else None, None)
             root = None if resumed is None else resumed.root
             run, state = prepare(config, root=root, earlier=resume.earlier_noise_of(resumed), say=say)
@@ -122,7 +122,8 @@ def train(
         assert folder is not None
         display.show_header(console, run, state, options, evaluator)
         display.show_hints(console, hints_before(run))
-        account = open_account(options, run, folder, evaluator, goes_on=same_noise)
+        with _no_settings_on_error(folder if first and resumed is None else None):
+            account = open_account(options, run, folder, evaluator, goes_on=same_noise)
         display.show_warnings(console, account.warnings())
         if introduce is not None:
             introduce(run, state, options, evaluator, account)
@@ -144,8 +145,9 @@ def repeat_hint(folder: Path, options: TrainOptions) -> str:
     """Return where the settings are, and how to repeat the run."""
     noise = "draws" if options.privacy.method == "none" else "noise"
     drawn = f"with new {noise}, since it has no --seed" if options.training.seed is None else f"with the same {noise}"
+    spends = ", and spends its epsilon again" if (noise, options.training.seed) == ("noise", None) else ""
     again = run_files.repeat_command(folder, saves=options.output.save_every is not None)
-    return f"settings saved in {folder / run_files.SETTINGS}; {again} repeats the run {drawn}"
+    return f"settings saved in {folder / run_files.SETTINGS}; {again} repeats the run {drawn}{spends}"
 
 
 def _train(session: Session, state: TrainState) -> int:
@@ -207,6 +209,12 @@ def _check_saving(output: OutputOptions) -> None:
         raise FdpError("--save-every: expected an --out to save to, and to resume from, got none; add --out runs/NAME")
 
 
+def _check_together(options: TrainOptions, config: RunConfig) -> None:
+    """Check options against each other and against the data."""
+    check_unused(options)
+    check_batch_size(config)
+
+
 def _lock(folder: Path, stack: ExitStack) -> FolderLock:
     lock = lock_folder(folder)
     stack.callback(lock.release)
@@ -237,12 +245,31 @@ def _report_resumed(resumed: ResumedRun | None, console: Console) -> None:
 def _create_folder(
     options: TrainOptions, run: Run, lock: FolderLock | None, stack: ExitStack
 ) -> tuple[FolderLock, Path]:
+    existed = options.output.out is not None and options.output.out.exists()
     folder = run_files.create_folder(options.output.out, model=options.model.model, data=options.data.data)
+    if not existed:
+        stack.callback(_remove_if_empty, folder)  # after the lock in it is released
     lock = lock or _lock(folder, stack)
     run_files.check_free(folder)  # another run may have begun there before this one locked it
     run_files.write_config(folder, to_dict(options), run)
     run_files.write_plan(folder, run)
     return lock, folder
+
+
+@contextmanager
+def _no_settings_on_error(folder: Path | None) -> Iterator[None]:
+    """If the block raises, remove the settings from the folder of a new run: they would block the next command."""
+    try:
+        yield
+    except BaseException:
+        if folder is not None:
+            run_files.remove_settings(folder)
+        raise
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def _remove_partial_results(folder: Path, options: TrainOptions, run: Run, state: TrainState) -> None:

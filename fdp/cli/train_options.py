@@ -35,7 +35,8 @@ class ModelOptions:
     model: Annotated[
         str,
         Flag(
-            "A preset, such as gpt-nano or mlp, or a local folder in transformers format.",
+            "A preset, such as gpt-nano or mlp, which starts from random parameters, or a local folder in transformers "
+            "format, such as a pretrained model.",
             complete=choices.MODELS,
             paths=True,
         ),

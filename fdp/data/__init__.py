@@ -3,6 +3,7 @@
 files                 find files of texts or records; read texts
 record_files          records of all formats: json_records, table_records (CSV), arrow_records (parquet)
 record_fields         the form, the text and the owner of a record
+text_fields           the field of records that seems to hold the text
 text, chat            tokenize texts and conversations
 documents             documents of unequal length and their owners
 document_packing      several documents in one row

@@ -45,7 +45,7 @@ from fdp.data.person_fields import FieldCensus, is_plain_name
 from fdp.data.record_fields import owner_of, record_form, text_field
 from fdp.data.record_files import read_records
 from fdp.data.units import A_FOLDER, UnitKind, named_by
-from fdp.data.user_fields import FOLDER, folder_of
+from fdp.data.user_fields import FOLDER, folder_of, folders_of
 from fdp.data.users import Users, by_record, by_user
 from fdp.types import FdpError, Key
 
@@ -164,7 +164,9 @@ def read(
         ]
         pieces = _read_files(source, tokenizer)
         documents = join_documents(pieces, owners, source=str(source.path), word=tokenizer.word, dtype=dtype)
-        return documents._replace(links=source.links, unread=source.unread, text=FILE), UnitKind.FILE
+        person = folders_of(source) if user_field is None else None
+        found = documents._replace(links=source.links, unread=source.unread, text=FILE, person=person)
+        return found, UnitKind.FILE
     reader = _Reader(source, tokenizer, form, field, user_field=user_field, all_named=all_named)
     documents = join_documents(
         reader.pieces(), reader.owners, source=str(source.path), word=tokenizer.word, dtype=dtype

@@ -42,6 +42,7 @@ from fdp.data.files import (
     find_token_files,
     open_bytes,
     read_text,
+    to_utf8,
 )
 from fdp.data.nouns import FILE, text_noun
 from fdp.data.person_fields import FieldCensus, PersonField
@@ -335,8 +336,8 @@ def _read_text(path: Path) -> np.ndarray:
         except UnicodeDecodeError as error:  # raised again below, since a chained error would hold the text
             position = start - pending + error.start
         raise FdpError(
-            f"{path}: expected UTF-8 text, got a byte at position {position} that is not; convert the file, or give "
-            "token ids as .npy or .bin"
+            f"{path}: expected UTF-8 text, got a byte at position {position} that is not; convert the file "
+            f"({to_utf8(path)}), or give token ids as .npy or .bin"
         )
     return tokens
 

@@ -255,7 +255,7 @@ def records(documents: Documents, *, context: int, vocab_size: int, kind: UnitKi
         links=documents.links,
         unread=documents.unread,
         text=FILE if kind is UnitKind.FILE else documents.text,
-        person_field=documents.person if kind is UnitKind.ROW else None,
+        person_field=documents.person,
     ).total(counts)
     reading = reading._replace(texts=documents.texts) if kind is UnitKind.ROW else reading
     unit = privacy_unit(kind, tokens=context + 1, word=documents.word)

@@ -25,15 +25,18 @@ message of a library about a record.
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from typing import IO, NamedTuple, cast
 
+from fdp.data.nouns import FILE, count
 from fdp.types import FdpError
 
 LINE_SUFFIXES = (".jsonl", ".ndjson")
@@ -48,13 +51,41 @@ TOKENS_MANIFEST = "tokens.json"
 ZIPPED = ".gz"
 BINARY_SUFFIXES = (PARQUET_SUFFIX, *ARROW_SUFFIXES, *TOKEN_SUFFIXES)
 """Files that compress themselves or are mapped: not read from ``.gz``."""
-REFUSED_SUFFIXES = (
-    (".xlsx", ".xls", ".ods")
-    + (".pdf", ".doc", ".docx", ".rtf", ".odt", ".epub")
-    + (".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz")
+
+
+class Refusal(NamedTuple):
+    """A kind of files that are not read, and what to do with one and with several."""
+
+    one: str
+    several: str
+    remedy: str
+    remedies: str
+
+
+TABLE = Refusal("another table", "other tables", "write its rows as .csv or .jsonl", "write tables as .csv or .jsonl")
+DOCUMENT = Refusal("a document", "documents", "save it as plain text", "save documents as plain text")
+ARCHIVE = Refusal("an archive", "archives", "unpack it", "unpack archives")
+TOKENS = Refusal(
+    "a file of tokens",
+    "files of tokens",
+    "give it by itself, or a folder of nothing else, with --unit window",
+    "give tokens a folder of their own, with --unit window",
 )
+REFUSED: dict[str, Refusal] = {
+    suffix: kind
+    for kind, suffixes in {
+        TABLE: (".xlsx", ".xls", ".ods"),
+        DOCUMENT: (".pdf", ".doc", ".docx", ".rtf", ".odt", ".epub"),
+        ARCHIVE: (".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz"),
+    }.items()
+    for suffix in suffixes
+}
 """Other tables, whose rows are records, documents of other programs, and archives: read as text, all of their records
 would be one, and markup would be learned."""
+NAMED = 3
+"""Files of a kind that an error names."""
+LOOKED_AT_BYTES = 1 << 16
+"""Bytes of a file that are checked to be UTF-8 where other files are refused anyway."""
 GZIP_ERRORS = (gzip.BadGzipFile, EOFError, zlib.error)
 SAVED_SPLITS, SAVED_STATE, SAVED_INFO = "dataset_dict.json", "state.json", "dataset_info.json"
 """Files by which a folder that ``datasets`` saved to disk is recognised: of several splits, or of one."""
@@ -154,34 +185,85 @@ def find_source(path: str | os.PathLike[str], *, form: RecordForm = RecordForm.A
     unread = _count_unread(root)
     if form is RecordForm.FILE:
         return Source(root, files, False, links, unread)
-    for file in files:
-        _check_kind(file)
-    kinds: dict[bool, Path] = {}
-    for file in files:
-        kinds.setdefault(holds_records(file), file)
-    if len(kinds) > 1:
-        raise FdpError(
-            f"{root}: expected records only or texts only, got records in {kinds[True]} and text in {kinds[False]}; "
-            "give them folders of their own, or --form file if every file is one text"
-        )
-    return Source(root, files, True in kinds, links, unread)
+    refused = {file: kind for file in files if (kind := _refusal(file)) is not None}
+    records = tuple(file for file in files if file not in refused and holds_records(file))
+    texts = tuple(file for file in files if file not in refused and not holds_records(file))
+    if refused or (records and texts):
+        raise _refuse(root, refused, records, texts)
+    return Source(root, files, bool(records), links, unread)
 
 
-def _check_kind(file: Path) -> None:
-    """Refuse tables and archives that are not read, and tokens, which are read by themselves."""
+def _refusal(file: Path) -> Refusal | None:
+    """Return the kind of a table, a document or an archive that is not read, or of tokens, read by themselves."""
     outer, inner = file.suffix.lower(), suffix_of(file)
-    zipped = outer == ZIPPED and (inner in BINARY_SUFFIXES or not inner)
-    if zipped or outer in REFUSED_SUFFIXES or inner in REFUSED_SUFFIXES:
-        raise FdpError(
-            f"{file}: expected text, .jsonl, .json, .csv, .tsv or .parquet, got another table, a document or an "
-            "archive; write its rows as .csv or .jsonl, save it as plain text, unpack it, or move it out of the folder "
-            "(if it is a plain text with such a name, give --form file)"
+    if outer == ZIPPED and (inner in BINARY_SUFFIXES or not inner):
+        return ARCHIVE
+    return REFUSED.get(outer) or REFUSED.get(inner) or (TOKENS if holds_tokens(file) else None)
+
+
+def _refuse(root: Path, refused: Mapping[Path, Refusal], records: Sequence[Path], texts: Sequence[Path]) -> FdpError:
+    """Return one error about all files that are refused: how many of each kind, and the first ones."""
+    mixed = bool(records and texts)
+    foreign = [file for file in (*records, *texts) if _is_not_utf8(file)]
+    if len(refused) == 1 and not mixed and not foreign:
+        ((file, kind),) = refused.items()
+        if kind is TOKENS:
+            return FdpError(f"{file}: expected text or records, got {kind.one}; {kind.remedy}")
+        return FdpError(
+            f"{file}: expected text, .jsonl, .json, .csv, .tsv or .parquet, got {kind.one}; {kind.remedy}"
+            f"{'' if file == root else ', or move it out of the folder'} (if it is a plain text with such a name, give "
+            f"--form file)"
         )
-    if holds_tokens(file):
-        raise FdpError(
-            f"{file}: expected text or records, got a file of tokens; give it by itself, or a folder "
-            "of nothing else, with --unit window"
+    got, todo = [], []
+    for kind in dict.fromkeys(refused.values()):
+        found = [file for file, its in refused.items() if its is kind]
+        got.append(f"{kind.one if len(found) == 1 else f'{len(found):,} {kind.several}'} ({_named(found, root)})")
+        todo.append(kind.remedies)
+    if foreign:
+        got.append(f"{count(len(foreign), FILE)} not in UTF-8 ({_named(foreign, root)})")
+        todo.append(f"convert others to UTF-8: {to_utf8(foreign[0])}")
+    if mixed:
+        got.append(
+            f"records in {count(len(records), FILE)} ({_named(records, root)}) and text in "
+            f"{count(len(texts), FILE)} ({_named(texts, root)})"
         )
+        todo.append("give records and texts folders of their own, or --form file if every file is one text")
+    what = "records only or texts only" if mixed else "text, .jsonl, .json, .csv, .tsv or .parquet"
+    away = ", or move them out of the folder" * bool(refused)
+    return FdpError(f"{root}: expected {what}, got {', '.join(got)}; {'; '.join(todo)}{away}")
+
+
+def _named(files: Sequence[Path], root: Path) -> str:
+    """Return the first of some files in a folder, and how many more there are."""
+    shown = ", ".join(str(file.relative_to(root)) for file in files[:NAMED])
+    return shown + (f" and {len(files) - NAMED:,} more" if len(files) > NAMED else "")
+
+
+def _is_not_utf8(file: Path) -> bool:
+    """Return True if the beginning of a text, or of records in a text, is not UTF-8."""
+    if suffix_of(file) in BINARY_SUFFIXES:
+        return False
+    try:
+        with open_bytes(file) as content:
+            codecs.getincrementaldecoder("utf-8")().decode(content.read(LOOKED_AT_BYTES))
+    except UnicodeDecodeError:
+        return True
+    except (*GZIP_ERRORS, OSError):  # reported when the file is read
+        pass
+    return False
+
+
+def to_utf8(file: Path) -> str:
+    """Return how to convert a file that is not UTF-8; its first bytes tell whether Windows wrote it as UTF-16."""
+    with suppress(*GZIP_ERRORS, OSError), open_bytes(file) as content:
+        if content.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            return _conversion(file, "utf-16", "")
+    return _conversion(file, "latin1", ", if it is Latin-1")
+
+
+def _conversion(file: Path, encoding: str, condition: str) -> str:
+    excel = "in Excel save it as CSV UTF-8, or " if suffix_of(file) in TABLE_SUFFIXES else ""
+    return f"{excel}iconv -f {encoding} -t utf-8 OLD > NEW{condition}"
 
 
 def check_text(text: str, place: str) -> None:
@@ -201,7 +283,9 @@ def read_text(file: Path) -> str:
         return content.decode()
     except UnicodeDecodeError as error:
         position = error.start
-    raise FdpError(f"{file}: expected UTF-8 text, got a byte at position {position} that is not; convert the file")
+    raise FdpError(
+        f"{file}: expected UTF-8 text, got a byte at position {position} that is not; convert the file: {to_utf8(file)}"
+    )
 
 
 def _walk(folder: Path, above: set[tuple[int, int]]) -> Iterator[Path]:
@@ -221,7 +305,7 @@ def _walk(folder: Path, above: set[tuple[int, int]]) -> Iterator[Path]:
 
 def _count_unread(root: Path) -> int:
     """Return how many files in a folder tree are empty or hidden; hidden folders are not looked into."""
-    count, seen = 0, set()
+    unread, seen = 0, set()
     for folder, folders, files in os.walk(root, followlinks=True):
         if (identity := _identity(Path(folder))) in seen:
             folders.clear()
@@ -229,8 +313,8 @@ def _count_unread(root: Path) -> int:
         seen.add(identity)
         folders[:] = [name for name in folders if not name.startswith(".")]
         found = [path for name in files if (path := Path(folder, name)).is_file()]  # no link that leads nowhere
-        count += sum(path.name.startswith(".") or not path.stat().st_size for path in found)
-    return count
+        unread += sum(path.name.startswith(".") or not path.stat().st_size for path in found)
+    return unread
 
 
 def _identity(path: Path) -> tuple[int, int]:
@@ -241,11 +325,11 @@ def _identity(path: Path) -> tuple[int, int]:
 def _once_each(paths: Iterator[Path] | list[Path]) -> tuple[tuple[Path, ...], int]:
     """Return each file by its first path, and the number of further paths that led to one of them."""
     found: dict[tuple[int, int], Path] = {}
-    count = 0
+    every = 0
     for path in paths:
         found.setdefault(_identity(path), path)
-        count += 1
-    return tuple(found.values()), count - len(found)
+        every += 1
+    return tuple(found.values()), every - len(found)
 
 
 def _saved_dataset(folder: Path) -> list[Path] | None:

@@ -74,7 +74,8 @@ def _decode_utf8(content: bytes, place: str) -> str:
     except UnicodeDecodeError as error:
         position = error.start
     raise FdpError(
-        f"{place}: expected a JSON object in UTF-8, got a byte at position {position} that is not; convert the file"
+        f"{place}: expected a JSON object in UTF-8, got a byte at position {position} that is not; convert the file, "
+        f"for example: iconv -f latin1 -t utf-8 OLD > NEW, if it is Latin-1"
     )
 
 

@@ -13,6 +13,7 @@ never to anything that is shared.
 
 from __future__ import annotations
 
+import shlex
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -91,7 +92,8 @@ class ReadCounts(NamedTuple):
         """Return a sentence about each part that is not trained on, with its count and the option that changes it."""
         found = [self._cut_warning(), self._capped_warning(), self._silent_warning()]
         if self.links:
-            found.append(f"{count(self.links, FILE)} of the folder are links to others that are read: left out")
+            what = "is a link to another that is" if self.links == 1 else "are links to others that are"
+            found.append(f"{count(self.links, FILE)} of the folder {what} read: left out")
         if self.unread:
             found.append(
                 f"{count(self.unread, FILE)} of the folder {'is' if self.unread == 1 else 'are'} empty, or hidden by a "
@@ -101,9 +103,10 @@ class ReadCounts(NamedTuple):
             where = f"the records have a field {hint.field!r} ({hint.values:,} values in {count(hint.records, RECORD)})"
             if self.text == FILE:
                 where = f"the {count(hint.records, FILE)} are in {hint.values:,} folders; if each is a person's"
+            unit = UnitKind.RECORD.value if self.kind is UnitKind.FILE else self.kind.value  # as --unit names it
             found.append(
-                f"{where}: --unit user --user-field {hint.field} protects the person, "
-                f"--unit {self.kind.value} only a {self.kind.value}"
+                f"{where}: --unit user --user-field {shlex.quote(hint.field)} protects the person, "
+                f"--unit {unit} only a {self.kind.value}"
             )
         return [each for each in found if each]
 
@@ -139,12 +142,15 @@ class ReadCounts(NamedTuple):
     def _losses(self) -> list[str]:
         found: list[str] = []
         if self.tail:
-            found.append(f"{count(self.tail, self.word)} at the end fill no window and are left out")
+            found.append(f"{count(self.tail, self.word)} at the end {self._tail_verbs()} left out")
         if self.capped:
             found.append(f"{count(self.capped, self.sample)} capped at {count(self.most, 'window')}")
         if self.cut:
             found.append(f"{count(self.cut, self.text)} cut at {self.tokens:,} {plural(self.word)}")
         return found
+
+    def _tail_verbs(self) -> str:
+        return "fills no window and is" if self.tail == 1 else "fill no window and are"
 
     def _packing(self) -> str:
         every = self.windows + self.left_out

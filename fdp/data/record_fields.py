@@ -8,6 +8,7 @@ and field, and never show content.
 
 from __future__ import annotations
 
+import shlex
 from difflib import get_close_matches
 from typing import Any
 
@@ -26,11 +27,19 @@ SHOWN_BY = "fdp inspect --data shows the fields"
 
 
 class MissingText(FdpError):
-    """A record has no text in the field that should hold it; ``problem`` is the message without its remedy."""
+    """A record has no text in the field that should hold it; ``problem`` is the message without its remedy.
 
-    def __init__(self, problem: str) -> None:
-        super().__init__(f"{problem}; name the field with --field ({SHOWN_BY})")
+    ``likely`` is a field that seems to hold it.
+    """
+
+    def __init__(self, problem: str, likely: str | None = None) -> None:
+        super().__init__(f"{problem}; name the field with --field{example_of(likely)} ({SHOWN_BY})")
         self.problem = problem
+
+
+def example_of(field: str | None) -> str:
+    """Return a field as an example of ``--field``; empty without one."""
+    return "" if field is None else f", such as --field {shlex.quote(field)}"
 
 
 def record_form(record: dict[str, Any], field: str, place: str) -> RecordForm:

@@ -20,12 +20,19 @@ from fdp.data.arrow_records import read_arrow, read_parquet
 from fdp.data.files import ARROW_SUFFIXES, LIST_SUFFIX, PARQUET_SUFFIX, TABLE_SUFFIXES, Source, suffix_of
 from fdp.data.json_records import read_lines, read_list
 from fdp.data.table_records import read_table
+from fdp.types import FdpError
 
 
 def read_records(source: Source) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield every record with its place, such as "mail/a.jsonl, line 7"."""
+    nothing = True
     for file in source.files:
-        yield from _read_file(file)
+        for each in _read_file(file):
+            nothing = False
+            yield each
+    tables = [file for file in source.files if suffix_of(file) in TABLE_SUFFIXES]
+    if nothing and tables:
+        raise FdpError(f"{tables[0]}: expected a header and a record on every row, got a header and no rows")
 
 
 def _read_file(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from fdp.data.files import GZIP_ERRORS, damaged_archive, open_bytes, suffix_of
+from fdp.data.files import GZIP_ERRORS, damaged_archive, open_bytes, suffix_of, to_utf8
 from fdp.types import FdpError
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
@@ -59,7 +59,7 @@ def _rows(file: Path) -> Iterator[_Row]:
                 line = rows.line_num + 1
             return
         except UnicodeDecodeError:  # raised again below: these errors may show the content
-            why = "a byte that is not UTF-8 there or soon after; convert the file"
+            why = f"a byte that is not UTF-8 there or soon after; convert the file: {to_utf8(file)}"
         except csv.Error:
             why = "a quote that is not closed, or something after a closing quote; write two quotes for one in a text"
         except GZIP_ERRORS:
@@ -74,7 +74,7 @@ def _check_header(names: list[str], file: Path) -> list[str]:
     if len(names) == 1 and (others := [each for each in ";,\t|" if each != separator and each in names[0]]):
         raise FdpError(
             f"{file}, line 1: expected a header with fields separated by {_name(separator)}, got one field with "
-            f"{_name(others[0])} in it; write the table again with {_name(separator)} between the fields"
+            f"{_name(others[0])} in it; {_rewrite(others[0], separator)}"
         )
     if len(set(names)) < len(names) or not all(name.strip() for name in names):
         raise FdpError(
@@ -82,6 +82,19 @@ def _check_header(names: list[str], file: Path) -> list[str]:
             "twice; repair the first line"
         )
     return names
+
+
+def _rewrite(found: str, separator: str) -> str:
+    """Return how to separate the fields of a table as its name says; ``sed`` would also change the texts."""
+    for suffix, named in SEPARATORS.items():
+        if found == named:
+            return f"give it a name that ends in {suffix}"
+    to = "" if separator == "," else ', delimiter="\\t"'
+    return (
+        f"write the table again with {_name(separator)} between the fields, for example by: python -c "
+        f"'import csv, sys; "
+        f'csv.writer(sys.stdout{to}).writerows(csv.reader(sys.stdin, delimiter="{found}"))\' < OLD > NEW'
+    )
 
 
 def _name(separator: str) -> str:

@@ -150,12 +150,23 @@ def make_sizes(options: PrivateOptions, samples: int) -> Sizes:
                 stacklevel=5,
             )
     if batch_size is None:
-        batch_size = max(1, min(DEFAULT_BATCH_SIZE, population // 4))
+        batch_size = default_batch_size(population)
+    if batch_size > population:
+        rounded = "" if options.population is not None else ", which is the number of samples rounded up"
+        raise FdpError(
+            f"batch_size: expected at most the population {population}{rounded}, got {batch_size}: a sampling rate "
+            f"above 1. Leave batch_size out for {default_batch_size(population)}, or give a smaller one"
+        )
     steps = options.steps
     if steps is None:
         assert options.epochs is not None
         steps = max(1, math.ceil(options.epochs * population / batch_size))
     return Sizes(population, batch_size, steps)
+
+
+def default_batch_size(population: int) -> int:
+    """Return the expected batch size if none is given: a quarter of the population, at most ``DEFAULT_BATCH_SIZE``."""
+    return max(1, min(DEFAULT_BATCH_SIZE, population // 4))
 
 
 def _make_subject(options: PrivateOptions, samples: Dataset) -> Subject:

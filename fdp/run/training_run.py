@@ -28,6 +28,7 @@ from fdp import keys, tree
 from fdp.attention import fast_attention
 from fdp.checks.first_call import REAL_SAMPLES, check_model
 from fdp.data.digest import data_digest
+from fdp.data.read_counts import read_counts_of
 from fdp.data.repeated import digest_and_repeats
 from fdp.fast.compile_modes import Compile, make_execution
 from fdp.fingerprint import fingerprint
@@ -346,7 +347,7 @@ def _read_data(config: RunConfig, mechanism: Mechanism) -> str:
     """Return the digest of the data; if something is promised to the people in it, warn of samples that are copies."""
     digest, repeats = digest_and_repeats(config.dataset, own=(DROPOUT_KEYS,))
     if mechanism.noise_multiplier > 0:
-        warn_of_repeats(repeats, len(config.dataset))
+        warn_of_repeats(repeats, len(config.dataset), reading=read_counts_of(config.dataset))
     return digest
 
 

@@ -163,11 +163,11 @@ def test_the_header_says_where_the_settings_are_and_whether_the_noise_is_new(
 ) -> None:
     assert train(tmp_path / "a", steps=2) == 0
     said = f"fdp train --config {tmp_path / 'a' / 'config.toml'} repeats the run with new noise, since it has no --seed"
-    assert said in capsys.readouterr().out
+    assert f"{said}, and spends its epsilon again\n" in capsys.readouterr().out
     assert train(tmp_path / "b", "--seed", "1", steps=2) == 0
-    assert "repeats the run with the same noise" in capsys.readouterr().out
+    assert "repeats the run with the same noise\n" in capsys.readouterr().out
     assert call("train", *shlex.split(NOT_PRIVATE), "--out", str(tmp_path / "c")) == 0
-    assert "repeats the run with new draws, since it has no --seed" in capsys.readouterr().out
+    assert "repeats the run with new draws, since it has no --seed\n" in capsys.readouterr().out
 
 
 def test_the_command_that_repeats_a_run_works_as_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -150,6 +150,55 @@ def test_a_person_is_suggested_if_records_have_one(notes, tmp_path, capsys):
     assert "p11" not in said
 
 
+@pytest.mark.parametrize("words", [("--unit", "record"), ("--unit", "record", "--long", "split"), ("--unit", "row")])
+def test_a_person_is_suggested_if_records_are_protected_and_beside_the_epsilon(words, notes, tmp_path, capsys):
+    train(tmp_path / "a", "--data", notes, "--field", "note", *words)
+    said = printed(capsys)
+    hint = "--unit user --user-field patient_id"
+    assert f"the records have a field 'patient_id' (12 values in 40 records): {hint} protects the person" in said
+    done = said[said.index("─ done") :]
+    assert "unit of privacy one " in done
+    assert f", not a person: for that, {hint}" in done
+    train(tmp_path / "b", "--data", notes, "--field", "note", "--unit", "user", "--user-field", "patient_id")
+    done = printed(capsys).partition("─ done")[2]
+    assert "unit of privacy one user, named by patient_id (up to 8 windows of 9 bytes)" in done
+    assert "not a person" not in done
+
+
+def test_a_run_without_the_field_of_the_text_is_told_which_it_may_be(notes, tmp_path, capsys):
+    for unit in ("window", "record"):
+        train(tmp_path / "a", "--data", notes, "--unit", unit, code=2)
+        assert "name the field with --field, such as --field note (fdp inspect" in printed(capsys)
+    said = [{"what": "one", "day": i, "long": f"a{i}"} for i in range(3)]
+    path = tmp_path / "few.jsonl"
+    path.write_text("\n".join(map(json.dumps, said)) + "\n{")
+    train(tmp_path / "a", "--data", path, code=2)
+    assert "name the field with --field (fdp inspect" in printed(capsys), "the last line is damaged"
+
+
+def test_folders_of_people_are_suggested_if_files_are_protected(tmp_path, capsys):
+    for i in range(12):
+        (tmp_path / "texts" / f"p{i}").mkdir(parents=True)
+        (tmp_path / "texts" / f"p{i}" / "a.txt").write_text(f"a text of {i}")
+    train(tmp_path / "a", "--data", tmp_path / "texts", "--unit", "record")
+    said = printed(capsys)
+    assert "--unit user --user-field folder protects the person, --unit record only a file" in said
+
+
+def test_the_header_says_where_parameters_come_from_and_how_many_are_trained(folder, notes, tmp_path, capsys):
+    words = ["--data", notes, "--field", "note"]
+    train(tmp_path / "a", *words)
+    assert "context 8, from random parameters" in printed(capsys)
+    train(tmp_path / "b", *words, "--model", folder, "--tokenizer", "bytes")
+    assert "from random parameters" not in printed(capsys)
+    train(tmp_path / "c", *words, "--model", folder, "--tokenizer", "bytes", "--lora", "2")
+    said = printed(capsys)
+    every = 256 * 8 + 16 * 8 + 12 * 8 * 8 + 13 * 8 + 2 * 8
+    adapters = 2 * (8 + 24 + 8 + 8 + 8 + 32 + 32 + 8)
+    assert f"GPT2LMHeadModel+lora, {adapters} of {every + adapters:,} parameters trained" in said
+    assert "from random parameters" not in said
+
+
 def test_public_data_is_trained_on_and_not_protected(notes, tmp_path, capsys):
     (tmp_path / "public.csv").write_text("note\n" + "".join(f"public {i}\n" for i in range(25)))
     words = ["--data", notes, "--field", "note", "--unit", "user", "--user-field", "patient_id"]

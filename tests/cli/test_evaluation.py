@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from fdp.cli import session
+from fdp.cli import display, session
 from fdp.cli.configure import configure
 from fdp.cli.configure_evaluation import OverlapWarning
 from fdp.cli.evaluation_display import cost_words
@@ -77,12 +77,16 @@ def test_public_data_is_free_and_noised_evaluations_state_their_budget(
 ) -> None:
     words = ["--eval-data", "digits-test", "--eval-every", "3", "--json"]
     assert train(tmp_path / "public", *words, "--eval-public") == 0
-    assert last_json(capsys.readouterr().out)["evaluation"]["cost_in_words"].startswith("free")
+    text = capsys.readouterr().out
+    assert last_json(text)["evaluation"]["cost_in_words"].startswith("free")
+    assert f"not covered {display.NOT_COVERED}" in " ".join(text.replace("│", " ").split())
     assert train(tmp_path / "noised", *words, "--eval-epsilon", "2", "--seed", "1") == 0
     text = capsys.readouterr().out
     summary = last_json(text)["evaluation"]
     assert (summary["cost"], summary["epsilon"], summary["planned"]) == ("noised", 2.0, 1)
-    assert "epsilon 2.000 at delta 1e-06 for each of 360 images" in " ".join(text.replace("│", " ").split())
+    shown = " ".join(text.replace("│", " ").split())
+    assert "epsilon 2.000 at delta 1e-06 for each of 360 images" in shown
+    assert f"not covered {display.BUT_NOISED}{display.NOT_COVERED}" in shown
     assert abs(summary["last"]["loss"] - summary["first"]["loss"]) == 0
     assert summary["loss_noise"] > 0
 

@@ -221,6 +221,20 @@ def test_a_damaged_ledger_stops_a_run_before_anything_is_spent(tmp_path, capsys)
     assert not (tmp_path / "b").exists()
 
 
+@pytest.mark.parametrize("out", ["new", "empty"])
+def test_a_ledger_that_cannot_be_made_leaves_no_files_that_block_the_next_command(tmp_path, monkeypatch, capsys, out):
+    folder = tmp_path / out
+    if out == "empty":
+        folder.mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr("fdp.cli.bookkeeping.check_writable", lambda place: None)  # as in /proc, which looks writable
+        assert train(folder, "--ledger", "/proc/nope") == 2
+    assert "/proc/nope: expected a folder for your ledger" in " ".join(capsys.readouterr().err.split())
+    assert folder.exists() == (out == "empty")
+    assert not folder.exists() or not any(folder.iterdir())
+    assert train(folder) == 0
+
+
 def test_the_total_of_one_run_covers_the_people_it_held_out(tmp_path, capsys):
     words = ("--noise-multiplier", "3", "--eval-fraction", "0.5", "--eval-epsilon", "8", "--eval-every", "1")
     assert train(tmp_path / "a", *words) == 0
@@ -344,6 +358,34 @@ def test_every_run_has_one_line_and_only_units_and_folders_make_room(tmp_path, c
     assert (str(folder) in run) == ("unit" in headings.split()) == (columns == 400)
     assert headings.split()[:7] == ["date", "run", "data", "epsilon", "delta", "steps", "ended"]
     assert entry.promise.unit in " ".join(rest), "the total states the unit"
+
+
+@pytest.mark.parametrize("columns", [30, 60, 80, 150])
+def test_figures_are_never_cut_in_a_narrow_window(tmp_path, capsys, monkeypatch, columns):
+    plain = ("--method", "none", "--noise-multiplier", "0")
+    words = ("--noise-multiplier", "3", "--eval-fraction", "0.5", "--eval-epsilon", "8", "--eval-every", "50")
+    assert train(tmp_path / "first run", *words, steps=50) == 0
+    assert train(tmp_path / "second run", *plain, steps=12) == 0
+    capsys.readouterr()
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert call("ledger") == 0
+    _, headings, *rows = capsys.readouterr().out.splitlines()
+    shown = headings.split()
+    figures, words = ["date", "run", "epsilon", "delta", "steps"], {30: [], 60: [], 80: ["ended", "folder"]}
+    assert [name for name in shown if name in figures] == figures
+    assert [name for name in shown if name not in figures] == words.get(columns, ["data", "ended", "folder"])
+    private, held_out, without, caption = rows[:4]
+    (first, second), date = ledger_runs(), slice(0, 10)
+    for line, entry in ((private, first), (without, second)):
+        assert line[date] == (entry.promise.date or "")[:10]
+        assert (entry.promise.run or "")[:8] in line.split()
+        assert f" {entry.steps} of {entry.promise.steps or '?'}" in line
+        assert len(line) <= max(columns, 60)
+        assert ("folder" in shown) == line.endswith(" run")
+    assert shown_epsilon(first.promise.epsilon or 0) in private.split()
+    assert held_out.strip().endswith(" held out")
+    assert "not private" in without
+    assert "Not shown for want of room: " in caption
 
 
 @pytest.fixture(scope="module")

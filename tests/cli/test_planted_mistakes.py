@@ -46,7 +46,7 @@ COMMANDS = [
     Mistake("statement nowhere", "name the --out of the run"),
     Mistake("statement run --records-per-person 0", "--records-per-person: expected 1 to .*--unit user"),
     Mistake("statement run --out notes.csv", "--out: expected a new file .*give another"),
-    Mistake("statement run --format pdf", "--format.*'text', 'markdown', 'json'"),
+    Mistake("statement run --format pdf", "^fdp: --format: expected one of text, markdown, json, got 'pdf'$"),
 ]
 NAMES_OF_OTHER_TOOLS = [
     Mistake("train --max-grad-norm 1", "fdp calls it --max-norm"),
@@ -121,6 +121,10 @@ PRIVACY = [
     Mistake("train --epsilon 3 --noise-multiplier 1", "either --epsilon or --noise-multiplier, .*leave one out"),
     Mistake("train --method none --epsilon 3", "leave --epsilon out, or leave --method out"),
     Mistake("train --method none --delta 1e-5", "--delta: expected a --method other than none"),
+    Mistake(
+        "train --data notes.jsonl",
+        r"--batch-size: .*population 20, which .*, got 32, the default. Lower it, .*-size 5,",
+    ),
     Mistake("train --data notes.jsonl --batch-size 5000", "--batch-size: .*population .*Lower it"),
     Mistake("train --extend run --epsilon 0.1", "--epsilon: expected more than .*raise it"),
     Mistake("train --extend nowhere", "--extend nowhere: .*name the --out of the run"),

@@ -123,6 +123,15 @@ def test_an_out_that_holds_a_run_is_refused_and_untouched(tmp_path: Path, capsys
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
+def test_a_folder_with_other_files_is_not_called_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "notes.jsonl").write_text("")
+    assert train(tmp_path, "--quiet", steps=2) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "which is not empty and holds names that a run writes (model); give another directory" in said
+    assert "holds a run" not in said
+
+
 @pytest.mark.parametrize("name", sorted(FILES))
 def test_a_directory_with_any_file_of_a_run_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("mine")
@@ -158,7 +167,16 @@ def test_without_out_runs_are_numbered(tmp_path: Path, monkeypatch: pytest.Monke
         (["--delta", "1.5"], "--delta: expected a number between 0 and 1, got 1.5"),
         (["--epsilon", "3"], "either --epsilon or --noise-multiplier"),
         (["--noise-multiplier", "-1"], "--noise-multiplier: expected a finite number of 0 or more, got -1"),
-        (["--batch-size", "5000"], "--batch-size: expected at most the population 1500, got 5000"),
+        (
+            ["--batch-size", "5000"],
+            "--batch-size: expected at most the population 1500, which is the number of samples rounded up, got 5000. "
+            "Lower it, for example to --batch-size 375, a quarter of the population",
+        ),
+        (
+            ["--population", "20"],
+            "--batch-size: expected at most the population 20, got 32, the default. Lower it, for example to "
+            "--batch-size 5, a quarter of the population, or check that --population counts samples, not batches",
+        ),
         (["--batch-size", "0"], "--batch-size: expected a whole number of at least 1, got 0"),
         (["--steps", "0"], "--steps: expected a whole number of at least 1, got 0"),
         (["--warmup", "3"], "--warmup: expected fewer than the 3 steps"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -205,19 +206,22 @@ def test_a_folder_of_texts_is_read_file_by_file(tmp_path: Path) -> None:
     [
         (
             "a.jsonl",
-            r"expected records only or texts only, got records in .*a.jsonl and text in .*b.txt; .* --form file",
+            r"expected records only or texts only, got records in 1 file .a.jsonl. and text in 1 .*b.txt.; .* --form",
         ),
         ("a.npy", r"a.npy: expected text or records, got a file of tokens; give it by itself, or a folder of "),
         (
             "a.xlsx",
-            r"a.xlsx: expected text, .jsonl, .json, .csv, .tsv or .parquet, got another table, a document .* --form",
+            r"a.xlsx: expected text, .jsonl, .* or .parquet, got another table; write its rows .* move it out .*--form",
         ),
-        ("a.parquet.gz", "got another table, a document or an archive"),
-        ("a.gz", "got another table, a document or an archive"),
-        ("a.pdf", "got another table, a document or an archive; .* save it as plain text"),
-        ("a.DOCX", "got another table, a document or an archive"),
-        ("a.tar.gz", "got another table, a document or an archive"),
-        ("a.csv.gz", "expected records only or texts only, got records in .*a.csv.gz and text in .*b.txt"),
+        ("a.parquet.gz", "got an archive; unpack it"),
+        ("a.gz", "got an archive"),
+        ("a.pdf", "got a document; save it as plain text, or move it out"),
+        ("a.DOCX", "got a document"),
+        ("a.tar.gz", "got an archive"),
+        (
+            "a.csv.gz",
+            r"got records in 1 file .a.csv.gz. and text in 1 file .b.txt.",
+        ),
     ],
 )
 def test_a_folder_of_several_kinds_is_refused_unless_every_file_is_a_text(
@@ -233,6 +237,47 @@ def test_a_folder_of_several_kinds_is_refused_unless_every_file_is_a_text(
     dataset = datasets.load(tmp_path, context=2, form=RecordForm.FILE)
     assert isinstance(dataset, datasets.Windows)
     assert dataset.tokens[:].tobytes() == b"one\ntwo"
+
+
+def test_all_files_that_are_refused_are_named_in_one_error(tmp_path: Path) -> None:
+    for name in ("scan1.pdf", "scan2.pdf", "scan3.PDF", "scan4.docx", "old.zip", "LIESMICH.txt", "b.csv"):
+        (tmp_path / name).write_text("text\n1\n")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "latin.csv").write_bytes("text\nÄpfel\n".encode("latin-1"))
+    with pytest.raises(FdpError) as caught:
+        rows(tmp_path)
+    assert str(caught.value) == (
+        f"{tmp_path}: expected records only or texts only, got an archive (old.zip), 4 documents (scan1.pdf, "
+        "scan2.pdf, scan3.PDF and 1 more), 1 file not in UTF-8 (sub/latin.csv), records in 2 files (b.csv, "
+        "sub/latin.csv) and text in 1 file (LIESMICH.txt); unpack archives; save documents as plain text; convert "
+        "others to UTF-8: in Excel save it as CSV UTF-8, or iconv -f latin1 -t utf-8 OLD > NEW, if it is Latin-1; give "
+        "records and texts folders of their own, or --form file if every file is one text, or move them out of the "
+        "folder"
+    )
+
+
+def test_a_single_file_that_is_refused_cannot_be_moved_out_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "a.pdf").write_text("one")
+    with pytest.raises(FdpError, match=r"got a document; save it as plain text .if it is a plain text with such"):
+        rows(tmp_path / "a.pdf")
+
+
+@pytest.mark.parametrize(
+    ("name", "encoding", "advice"),
+    [
+        ("a.csv", "latin-1", "in Excel save it as CSV UTF-8, or iconv -f latin1 -t utf-8 OLD > NEW, if it is Latin-1"),
+        ("a.csv", "utf-16", "in Excel save it as CSV UTF-8, or iconv -f utf-16 -t utf-8 OLD > NEW"),
+        ("a.txt", "latin-1", "convert the file.*iconv -f latin1 -t utf-8 OLD > NEW, if it is Latin-1"),
+        ("a.txt", "utf-16", "convert the file.*iconv -f utf-16 -t utf-8 OLD > NEW"),
+    ],
+)
+def test_a_file_in_another_encoding_is_refused_with_how_to_convert_it(
+    name: str, encoding: str, advice: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes("text\nÄpfel\n".encode(encoding))
+    for read in (rows, partial(datasets.load, context=2)):
+        with pytest.raises(FdpError, match=advice):
+            read(tmp_path / name)
 
 
 def test_a_file_with_several_links_is_read_once(tmp_path: Path) -> None:

@@ -90,10 +90,13 @@ def test_a_tail_and_links_are_counted_and_reported(tmp_path: Path) -> None:
         corpus.load(tmp_path, context=3, vocab_size=256).reading,
     ):
         assert reading is not None
-        assert reading.warnings()[-1] == "1 file of the folder are links to others that are read: left out"
+        assert reading.warnings()[-1] == "1 file of the folder is a link to another that is read: left out"
     windows = read_counts_of(datasets.load(tmp_path, context=3))
     assert windows is not None
     assert windows.line() == "2 windows of 4 bytes in 1 file; 2 bytes at the end fill no window and are left out"
+    one = read_counts_of(datasets.load(tmp_path, context=8))
+    assert one is not None
+    assert one.line() == "1 window of 9 bytes in 1 file; 1 byte at the end fills no window and is left out"
     images = read_counts_of(datasets.digits()[0])
     assert images is not None
     assert images.line() == "1,437 images"

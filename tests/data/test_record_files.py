@@ -6,6 +6,9 @@ import csv
 import gzip
 import io
 import json
+import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from fdp.data import corpus, datasets, text
 from fdp.data.digest import data_digest
 from fdp.data.files import RecordForm, find_source
 from fdp.data.record_files import read_records
+from fdp.data.table_records import read_table
 from fdp.types import FdpError
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -149,6 +153,9 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "e.csv": (f"text;{CANARY}\na;b\n".encode(), "line 1: .* separated by commas, got one field with semicolons in it"),
     "f.csv": (f"{CANARY},{CANARY}\na,b\n".encode(), "line 1: expected a header that names every field once"),
     "g.csv": (f"{CANARY},by\na,b\n".encode(), "row 1: expected text in field 'text', .* no such field among its 2"),
+    "e.tsv": (f"text;{CANARY}\na;b\n".encode(), "got one field with semicolons in it; write the table again"),
+    "j.csv": (f"text\t{CANARY}\na\tb\n".encode(), "got one field with tabs in it; give it a name that ends in .tsv"),
+    "k.csv": (f"text,{CANARY}\n".encode(), "expected a header and a record on every row, got a header and no rows"),
     "h.csv": (b"\n", "expected a header and a record on every row, got nothing"),
     "i.tsv": (f"text,by\n{CANARY},b\n".encode(), "separated by tabs, got one field with commas in it"),
     "a.csv.gz": (gzip.compress(f"text\n{CANARY}\n".encode())[:-12], "expected a file compressed by gzip, got one that"),
@@ -175,6 +182,21 @@ def test_a_broken_file_is_refused_with_its_row_and_without_content(name: str, tm
         while error is not None:
             assert CANARY not in f"{error!r} {vars(error)}"
             error = error.__cause__ or error.__context__
+
+
+@pytest.mark.parametrize(("suffix", "separator"), [(".csv", ","), (".tsv", "\t")])
+def test_the_command_that_separates_fields_otherwise_works_as_printed(
+    suffix: str, separator: str, tmp_path: Path
+) -> None:
+    (tmp_path / f"a{suffix}").write_text('text;by\n"one; ""two"", three\t4";b\n')
+    with pytest.raises(FdpError) as caught:
+        list(read_table(tmp_path / f"a{suffix}"))
+    command = str(caught.value).partition("for example by: python")[2]
+    command = command.replace("OLD", f"a{suffix}").replace("NEW", f"b{suffix}")
+    subprocess.run(f"{shlex.quote(sys.executable)}{command}", shell=True, check=True, cwd=tmp_path)
+    assert [record for _, record in read_table(tmp_path / f"b{suffix}")] == [
+        {"text": 'one; "two", three\t4', "by": "b"}
+    ]
 
 
 def test_a_table_without_the_user_is_refused_with_its_row(tmp_path: Path) -> None:

@@ -350,7 +350,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "no labels": ({"dataset": torch.zeros(20, 6)}, "labels are missing"),
     "no labels, in tuples": ({"dataset": TensorDataset(torch.zeros(20, 6))}, "labels are missing"),
     "labels of another name": ({"dataset": {"input": torch.zeros(9, 6), "klass": torch.zeros(9)}}, "label, labels"),
-    "a batch larger than the data": ({"batch_size": 100}, "expected at most the population"),
+    "a batch larger than the data": (
+        {"batch_size": 100},
+        r"batch_size: expected at most the population .* Leave batch_size out for 15,",
+    ),
     "a class": ({"module": nn.Linear, "loss": None}, "not its class"),
     "an unknown optimizer": ({"optimizer": "adan"}, "expected one of adamw"),
     "a torch optimizer with groups": (

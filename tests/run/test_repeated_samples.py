@@ -50,6 +50,23 @@ def test_fdp_train_says_so_on_the_screen_only(copied: bool, tmp_path: Path, caps
     assert not [file for file in out.rglob("*") if file.is_file() and b"equal to another" in file.read_bytes()]
 
 
+@pytest.mark.parametrize(
+    ("long", "first"),
+    [((), "9 bytes"), (("--long", "split", "--windows-per-user", "2"), "2 windows of 9 bytes")],
+)
+def test_samples_that_are_equal_after_cutting_are_not_called_copies(
+    long: tuple[str, ...], first: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "notes.jsonl"
+    data.write_text("".join(json.dumps({"text": f"the patient was seen {text}"}) + "\n" for text in TEXTS))
+    words = ["--noise-multiplier", "1", "--out", str(tmp_path / "run"), *long]
+    assert call("train", "--data", str(data), *GPT, *words, "--context", "8") == 0
+    said = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert f"4 of 4 samples are equal to another one in their first {first}, all that is trained on" in said
+    assert "may be no copies and only begin alike: remove those that are copies, or make" in said
+    assert "Remove the copies" not in said
+
+
 def test_plain_training_promises_nothing_and_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = tmp_path / "notes.jsonl"
     data.write_text(2 * (json.dumps({"text": TEXTS[0]}) + "\n"))
