@@ -1,4 +1,4 @@
-"""What ``summary.json`` of a run of a search says of the model: the price of the search, and the total at that price.
+"""Write the price of a search, and the total with other runs at that price, into ``summary.json`` of its runs.
 
 A run of a search cannot say it itself, since the price holds only once every run is made. Until then its model has no
 epsilon:

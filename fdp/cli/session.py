@@ -86,13 +86,7 @@ def train(
             return _report_finished(options.output, console)
         with progress.tell_stages(console) as say, display.show_run_warnings(console):
             say(f"reading the data ({options.data.data}) and the model")
-            config = run_in_unison(lambda: configure(options), None)
-            config = run_in_unison(
-                lambda: choose_microbatch(options, config, saved=resume.microbatch_of(resumed)), None
-            )
-            options = with_choices(options, config)
-            run_in_unison(lambda: _check_together(options, config), None)
-            run_in_unison(lambda: check_ledger(options) if first else None, None)
+            config, options = _checked_config(options, resumed)
             root = None if resumed is None else resumed.root
             run, state = prepare(config, root=root, earlier=resume.earlier_noise_of(resumed), say=say)
             state = start_keeping(run, continue_state(options, run, state))
@@ -113,8 +107,7 @@ def train(
             return 0
         if resumed is not None:
             folder = out
-            run_in_unison(lambda: resume.check_not_released(resumed, run, out) if first and out else None, None)
-            run_in_unison(lambda: _remove_partial_results(out, options, run, state) if first and out else None, None)
+            run_in_unison(lambda: _go_on(resumed, out, options, run, state) if first and out else None, None)
         else:
             created = run_in_unison(lambda: _create_folder(options, run, lock, stack) if first else None, None)
             lock, folder = created or (None, None)
@@ -133,6 +126,22 @@ def train(
         account.resume_at(int(state.step))
         with account:
             return _train(Session(options, run, folder, console, lock, heart, account, evaluator, write_texts), state)
+
+
+def _go_on(resumed: resume.ResumedRun, out: Path, options: TrainOptions, run: Run, state: TrainState) -> None:
+    """Refuse a run whose evaluations were released otherwise; remove what it computed after its checkpoint."""
+    resume.check_not_released(resumed, run, out)
+    _remove_partial_results(out, options, run, state)
+
+
+def _checked_config(options: TrainOptions, resumed: resume.ResumedRun | None) -> tuple[RunConfig, TrainOptions]:
+    """Return the configuration, once data, options and ledger are checked, and the options with what it chose."""
+    config = run_in_unison(lambda: configure(options), None)
+    config = run_in_unison(lambda: choose_microbatch(options, config, saved=resume.microbatch_of(resumed)), None)
+    options = with_choices(options, config)
+    run_in_unison(lambda: _check_together(options, config), None)
+    run_in_unison(lambda: check_ledger(options) if launch.rank() == 0 else None, None)
+    return config, options
 
 
 def with_choices(options: TrainOptions, config: RunConfig) -> TrainOptions:

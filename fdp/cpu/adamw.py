@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from fdp_kernels import cpu_library
 from fdp_kernels.cpu_library import addresses_of, dense
+from fdp_kernels.plain import are_plain
 from jaxtyping import Float
 from torch import Tensor
 
 from fdp import tree
-from fdp.cpu.promise import are_plain
 from fdp.optimizers import LOCAL, Optimizer, Reductions, apply_updates
 from fdp.optimizers.adam import AdamState, unbias
 from fdp.optimizers.base import AdamW

@@ -6,22 +6,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import local
-from typing import Any
 
 import torch
+from fdp_kernels.plain import is_everything_traced, is_plain, transforms
 from torch import Tensor
-from torch._C._functorch import (
-    TransformType,
-    get_interpreter_stack,
-    get_unwrapped,
-    is_functorch_wrapped_tensor,
-    is_legacy_batchedtensor,
-)
-from torch.autograd import forward_ad
-from torch.nn import Parameter
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
 from fdp.types import FdpError
 
@@ -65,13 +57,8 @@ class _Promise(local):
 _promised = _Promise()
 
 
-def _transforms() -> list[Any]:
-    """Return the transforms of torch.func that are active."""
-    return get_interpreter_stack() or []
-
-
 def _depth() -> int:
-    return len(_transforms())
+    return len(transforms())
 
 
 def is_traced(x: Tensor) -> bool:
@@ -79,28 +66,8 @@ def is_traced(x: Tensor) -> bool:
 
     ``grad`` and ``vjp`` of torch.func do not count.
     """
-    if _is_everything_traced():
+    if is_everything_traced():
         return True
     while is_functorch_wrapped_tensor(x):
         x = get_unwrapped(x)
-    return not _is_plain(x)
-
-
-def are_plain(tensors: Iterable[Tensor]) -> bool:
-    """Return True if operations on these tensors are only computed: nothing records, changes or differentiates them."""
-    if _is_everything_traced() or _transforms():
-        return False
-    recorded = torch.is_grad_enabled()
-    return all(_is_plain(x) and not (recorded and x.requires_grad) for x in tensors)
-
-
-def _is_everything_traced() -> bool:
-    if torch.compiler.is_compiling():
-        return True  # first: the compiler cannot ask for the rest
-    if torch.jit.is_tracing() or forward_ad._current_level >= 0 or torch._C._len_torch_dispatch_stack():
-        return True
-    return any(one.key() != TransformType.Grad for one in _transforms())
-
-
-def _is_plain(x: Tensor) -> bool:
-    return type(x) in (Tensor, Parameter) and not is_legacy_batchedtensor(x)
+    return not is_plain(x)

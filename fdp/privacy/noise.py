@@ -24,12 +24,12 @@ from typing import Protocol
 import torch
 from fdp_kernels import cpu_library
 from fdp_kernels.cpu_library import addresses_of, dense
+from fdp_kernels.plain import are_plain
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from fdp import keys
 from fdp.arguments import positive_number
-from fdp.cpu.promise import are_plain
 from fdp.types import Bound, ClippedSum, FdpError, Flat, Key, Path, ShardWindow
 
 GRID_BITS = 20
