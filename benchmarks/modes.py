@@ -38,7 +38,7 @@ METHODS = ("none", "materialize", "ghost", "ghost_bk", "flash", "flash_bk", "aut
 LEAN = "auto_lean"
 """The fastest plan of ``auto`` whose stored bytes fit ``Case.memory_budget``, if one backward pass is enough for it."""
 INT8 = "auto_int8"
-"""``auto`` that may also store gradients in 8 bits, on a Hopper GPU: ``fdp train --stored-dtype int8``."""
+"""``auto`` that may also store gradients in 8 bits: ``fdp train`` on a Hopper GPU, unless ``--seed`` is given."""
 OURS = (*METHODS, LEAN, INT8)
 STORED_DTYPES = {INT8: torch.int8}
 """The ``stored_dtype`` of a mode's plan, where it is not None. Noise of its own goes with it."""

@@ -18,7 +18,7 @@ from fdp import optimizers
 from fdp.cli.configure_evaluation import make_evaluation, split_data
 from fdp.cli.configure_kfac import make_kfac_config, make_kfac_source
 from fdp.cli.extend import extend_config
-from fdp.cli.fast_defaults import MICROBATCH, has_smaller_microbatches, resolve_fast_defaults
+from fdp.cli.fast_defaults import AUTO, MICROBATCH, has_smaller_microbatches, resolve_fast_defaults
 from fdp.cli.model_and_data import check_model_name, earlier_guarantees, load_dataset, load_model_and_data
 from fdp.cli.names import by_value, choose, choose_dtype, parse_mesh, parse_offload
 from fdp.cli.options import check_ranges
@@ -72,6 +72,7 @@ def configure(options: TrainOptions) -> RunConfig:
     training = replace(training, steps=count_steps(training, population))
     options, rate = replace(options, training=training), make_schedule(training)
     delta = default_delta(population) if privacy.delta is None else privacy.delta
+    stored_dtype, by_default = _stored_dtype(options, dtype, device)
     config = RunConfig(
         model=model,
         dataset=dataset,
@@ -88,7 +89,8 @@ def configure(options: TrainOptions) -> RunConfig:
         seed=training.seed,
         dtype=dtype,
         sum_dtype=choose("--sum-dtype", compute.sum_dtype, SUM_DTYPES),
-        stored_dtype=_stored_dtype(options, dtype, device),
+        stored_dtype=stored_dtype,
+        stored_by_default=by_default,
         microbatch_size=compute.microbatch or MICROBATCH,
         smaller_microbatches=has_smaller_microbatches(device, compile, kfac=training.optimizer == "kfac"),
         memory_budget=memory_budget,
@@ -237,17 +239,23 @@ def _warmup_steps(training: TrainingOptions) -> int:
     return training.steps // 10 if training.warmup is None else training.warmup
 
 
-def _stored_dtype(options: TrainOptions, dtype: torch.dtype, device: torch.device) -> torch.dtype | None:
-    """Return the dtype of ``--stored-dtype``; refuse 8 bits where no kernel stores them."""
-    stored = choose("--stored-dtype", options.compute.stored_dtype, STORED_DTYPES)
-    if stored is None:
-        return None
-    if not (dtype == torch.bfloat16 and has_hopper(device) and options.ranks.mesh is None):
+def _stored_dtype(options: TrainOptions, dtype: torch.dtype, device: torch.device) -> tuple[torch.dtype | None, bool]:
+    """Return the dtype of ``--stored-dtype``, and whether it is a default; refuse 8 bits where no kernel stores them.
+
+    A run with a fixed seed is to be repeated, and which leaves are rounded follows from measured times: such a run
+    rounds only if it is asked to.
+    """
+    by_default = options.compute.stored_dtype == AUTO
+    can_round = dtype == torch.bfloat16 and has_hopper(device) and options.ranks.mesh is None
+    is_of_use = options.privacy.method == Method.AUTO.value and options.training.seed is None
+    default = torch.int8 if can_round and is_of_use else None
+    stored = choose("--stored-dtype", options.compute.stored_dtype, {AUTO: default, **STORED_DTYPES})
+    if stored is not None and not can_round:
         raise FdpError(
             "--stored-dtype int8: expected one process with --dtype bfloat16 on a Hopper GPU (H100, H200), whose "
             "kernels store gradients in 8 bits; leave it out"
         )
-    return stored
+    return stored, by_default
 
 
 def _memory_budget_bytes(compute: ComputeOptions) -> float | None:

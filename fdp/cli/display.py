@@ -237,7 +237,7 @@ def _training_rows(run: Run, options: TrainOptions) -> Rows:
     compiled = "" if config.compile is Compile.NONE else f", compiled by {config.compile.value}"
     replayed = ", replayed as a CUDA graph" if config.cuda_graph else ""
     repeatable = ", in one order of additions" if config.repeatable else ""
-    rounded_gradients = ", gradients stored in 8 bits" if config.stored_dtype is not None else ""
+    rounded_gradients = ", gradients stored in 8 bits" if run.plan.rounded else ""
     rounded = ROUNDED if config.population is None else ""
     return [
         (

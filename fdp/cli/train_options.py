@@ -269,11 +269,11 @@ class ComputeOptions:
         Flag(
             "Dtype in which --method auto may store samples' gradients until they are summed: full, that of --dtype; "
             "int8, rounded to 8 bits, which takes less memory and, at about 512 tokens, less time (bfloat16 on one "
-            "Hopper GPU, with noise, which hides the rounding).",
+            "Hopper GPU, with noise, which hides the rounding); auto: int8 where that is so and no --seed is given.",
             needs=Needs.METHOD_AUTO,
             complete=choices.STORED_DTYPES,
         ),
-    ] = "full"
+    ] = "auto"
     compile: Annotated[
         str,
         Flag(

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -63,7 +63,8 @@ class RunConfig:
     padding), ``memory_budget`` (bytes), ``compile``, ``compile_backend``, ``cuda_graph``, ``repeatable``, ``device``,
     ``layout`` (None: one process), ``offload`` and ``checkpoint_activations`` change how a run computes, not what.
     ``sum_dtype`` float32 rounds private sums, and adds noise that covers the rounding. ``stored_dtype`` int8 lets
-    ``auto`` store gradients in 8 bits, before norms are taken.
+    ``auto`` store gradients in 8 bits, before norms are taken; with ``stored_by_default`` nobody asked for it, and too
+    little noise to hide the rounding means that it is left out, not refused.
     """
 
     model: Model
@@ -89,6 +90,7 @@ class RunConfig:
     compile_backend: str = "inductor"
     sum_dtype: torch.dtype = torch.float64
     stored_dtype: torch.dtype | None = None
+    stored_by_default: bool = False
     values: Callable[[Model, Sharding | None, Key], Tree] = drawn_params
     population: int | None = None
     before: tuple[Guarantee, ...] = ()
@@ -126,13 +128,19 @@ def check_config(config: RunConfig) -> None:
         )
 
 
-def check_noise_hides_rounding(config: RunConfig, noise_multiplier: float) -> None:
-    """Refuse gradients in 8 bits with little noise, also if a large budget is what it follows from."""
-    if config.stored_dtype is not None and noise_multiplier < LEAST_NOISE_FOR_INT8:
-        raise FdpError(
-            f"--stored-dtype int8: expected noise, which hides that gradients are rounded, with a noise multiplier of "
-            f"at least {LEAST_NOISE_FOR_INT8}, got {noise_multiplier:.3g}; leave it out"
-        )
+def round_only_under_noise(config: RunConfig, noise_multiplier: float) -> RunConfig:
+    """Return the configuration, without gradients in 8 bits if too little noise hides the rounding.
+
+    A run that was asked to round is refused then, also if a large budget is what so little noise follows from.
+    """
+    if config.stored_dtype is None or noise_multiplier >= LEAST_NOISE_FOR_INT8:
+        return config
+    if config.stored_by_default:
+        return replace(config, stored_dtype=None)
+    raise FdpError(
+        f"--stored-dtype int8: expected noise, which hides that gradients are rounded, with a noise multiplier of "
+        f"at least {LEAST_NOISE_FOR_INT8}, got {noise_multiplier:.3g}; leave it out"
+    )
 
 
 def check_example(model: Model, example: Tree) -> None:

@@ -63,7 +63,7 @@ from fdp.run.flight import NotFinite as NotFinite
 from fdp.run.overlap import Draws, send_to_device
 from fdp.run.rank_agreement import check_ranks_agree, check_ranks_draw_alike
 from fdp.run.repeated_samples import warn_of_repeats
-from fdp.run.run_config import RunConfig, check_config, check_example, check_noise_hides_rounding
+from fdp.run.run_config import RunConfig, check_config, check_example, round_only_under_noise
 from fdp.run.run_plan import first_examples, local_sizes, make_run_plan, spread_examples
 from fdp.run.smaller_microbatches import or_smaller
 from fdp.run.step_metrics import StepRecord
@@ -130,7 +130,7 @@ def prepare(
     """
     check_config(config)
     say("computing the noise for the budget")
-    mechanism = _make_mechanism(config)
+    mechanism, config = _make_mechanism(config)
     check_example(config.model, first_examples(config, config.microbatch_size))
     model, sharding = _shard_model(config)
     say("computing the digest of the data")
@@ -378,7 +378,8 @@ def _epsilon_curve(config: RunConfig, mechanism: Mechanism) -> Sequence[float] |
     return epsilons
 
 
-def _make_mechanism(config: RunConfig) -> Mechanism:
+def _make_mechanism(config: RunConfig) -> tuple[Mechanism, RunConfig]:
+    """Return the mechanism, and the configuration without gradients in 8 bits that its noise would not hide."""
     expected, population = config.batch_size, config.population
     sampling = poisson(len(config.dataset), expected_batch_size=expected, population=population)
     z, budget = config.noise_multiplier, {"epsilon": config.epsilon, "delta": config.delta, "steps": config.steps}
@@ -386,5 +387,6 @@ def _make_mechanism(config: RunConfig) -> Mechanism:
     if config.epsilon is not None:
         spent = composed_event(config.spent) if config.spent else None
         z = accounting.noise_multiplier_for(sampling, config.clip, **budget, statistics=more, before=spent)
-    check_noise_hides_rounding(config, z or 0.0)
-    return Mechanism(sampling, config.clip, z, more) if z else without_noise(sampling, config.clip, statistics=more)
+    config = round_only_under_noise(config, z or 0.0)
+    made = Mechanism(sampling, config.clip, z, more) if z else without_noise(sampling, config.clip, statistics=more)
+    return made, config

@@ -17,6 +17,15 @@ from fdp.run.training_run import prepare
 from fdp.types import FdpError
 from tests.cli.train_runs import call, interrupt_after, small_options, train
 
+BIG_BUDGET = {
+    "noise_multiplier": None,
+    "epsilon": 150.0,
+    "batch_size": 1437,
+    "population": 1500,
+    "steps": 1,
+    "warmup": 0,
+}
+
 
 @pytest.fixture
 def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,17 +95,7 @@ def test_gradients_in_8_bits_are_refused_where_no_kernel_stores_them(
     [
         ({"noise_multiplier": 0.0}, "0"),
         ({"noise_multiplier": 0.099}, "0.099"),
-        (
-            {
-                "noise_multiplier": None,
-                "epsilon": 150.0,
-                "batch_size": 1437,
-                "population": 1500,
-                "steps": 1,
-                "warmup": 0,
-            },
-            "0.0",
-        ),
+        (BIG_BUDGET, "0.0"),
     ],
     ids=["none", "little", "by a large budget"],
 )
@@ -107,6 +106,32 @@ def test_gradients_in_8_bits_are_refused_where_no_noise_hides_them(
     config = configure(small_options(stored_dtype="int8", dtype="bfloat16", **privacy))
     with pytest.raises(FdpError, match=f"--stored-dtype int8: expected noise, which hides .* at least 0.1, got {got}"):
         prepare(config)
+
+
+@pytest.mark.parametrize("privacy", [{"noise_multiplier": 0.099}, BIG_BUDGET], ids=["little", "by a large budget"])
+def test_by_default_little_noise_means_gradients_that_are_not_rounded(
+    monkeypatch: pytest.MonkeyPatch, privacy: dict[str, object]
+) -> None:
+    monkeypatch.setattr("fdp.cli.configure.has_hopper", lambda device: True)
+    enough = configure(small_options(dtype="bfloat16", seed=None, noise_multiplier=0.1))
+    assert prepare(enough)[0].config.stored_dtype == torch.int8
+    little = configure(small_options(dtype="bfloat16", seed=None, **privacy))
+    assert little.stored_dtype == torch.int8
+    assert prepare(little)[0].config.stored_dtype is None
+
+
+@pytest.mark.parametrize(
+    "settings", [{"seed": 3}, {"dtype": "float32"}, {"method": "ghost_bk"}, {"stored_dtype": "full"}], ids=repr
+)
+def test_by_default_gradients_are_in_8_bits_where_that_changes_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, object]
+) -> None:
+    monkeypatch.setattr("fdp.cli.configure.has_hopper", lambda device: True)
+    usual: dict[str, object] = {"dtype": "bfloat16", "seed": None}
+    assert configure(small_options(**usual)).stored_dtype == torch.int8
+    assert configure(small_options(**usual | settings)).stored_dtype is None
+    monkeypatch.setattr("fdp.cli.configure.has_hopper", lambda device: False)
+    assert configure(small_options(**usual)).stored_dtype is None
 
 
 def test_gradients_in_8_bits_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,6 +153,7 @@ def test_names_for_completion_are_the_names_that_are_accepted() -> None:
     assert set(choices.METHODS) == set(names.by_value(Method))
     assert set(choices.OPTIMIZERS) == {*by_name.OPTIMIZERS, "kfac"}
     assert set(choices.DTYPES) == {"auto", *names.DTYPES}
+    assert set(choices.STORED_DTYPES) == {"auto", *configure.STORED_DTYPES}
     assert set(choices.COMPILE) == {"auto", *names.by_value(Compile)}
     for schedule in choices.SCHEDULES:
         configure.make_schedule(small_options(schedule=schedule).training)

@@ -136,3 +136,20 @@ def test_a_run_that_launches_steps_ahead_records_what_one_does_that_waits(
     ahead = losses(*shlex.split(words))
     monkeypatch.setattr(session, "can_run_ahead", lambda run: False)
     assert_close(ahead, losses(*shlex.split(words)), 5e-3)
+
+
+def test_a_run_without_a_seed_stores_gradients_in_8_bits_and_goes_on_so(tmp_path: Path) -> None:
+    words = ["train", "--model", "gpt-nano", "--context", "512", "--batch-size", "24", "--microbatch", "16"]
+    words += shlex.split("--steps 6 --warmup 1 --lr 1e-3 --noise-multiplier 0.5 --save-every 4 --ledger off --quiet")
+    out = tmp_path / "run"
+    assert call(*words, "--out", str(out)) == 0
+    before = json.loads((out / "config.json").read_text())
+    assert "stored in torch.int8" in before["rounded"]
+    for name in ("summary.json", "model.safetensors", "report.png"):
+        (out / name).unlink(missing_ok=True)
+    assert call(*words, "--out", str(out)) == 0
+    after = json.loads((out / "config.json").read_text())
+    assert [after[name] for name in ("rounded", "rounded_leaves")] == [
+        before[name] for name in ("rounded", "rounded_leaves")
+    ]
+    assert len((out / "metrics.jsonl").read_text().splitlines()) == 6
