@@ -32,6 +32,7 @@ import torch
 from fdp_kernels import chacha20
 from fdp_kernels.normal import foreach_normal
 from fdp_kernels.normal import normal as draw_normal
+from fdp_kernels.plain import are_plain
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -43,6 +44,7 @@ Window: TypeAlias = tuple[tuple[int, int], ...]
 
 # Low byte of the nonce's first word. Draws use 0 and, in the tails of the normal law, fdp_kernels.normal.TAIL_PURPOSE.
 _SPLIT, _FOLD_INT, _FOLD_STR = 1, 2, 3
+_WORD = 0xFFFFFFFF
 _FAR = 37.0  # beyond it the normal law has no mass that float64 could hold
 
 
@@ -93,18 +95,24 @@ def fold_in(key: Key, data: int | str | Int[Tensor, ""]) -> Key:
       - a number and a path never select the same stream, nor that of ``split`` or of a draw.
     """
     _check_key(key)
+    read_now = key.device.type == "cpu" and are_plain((key,))
     if isinstance(data, str):
-        nonce = _nonce(key, *_path_words(data))
+        words = _path_words(data)
     elif isinstance(data, Tensor):
         if data.dim() != 0 or data.is_floating_point() or data.is_complex() or data.dtype == torch.bool:
             raise FdpError(f"fold_in: expected a 0-d integer tensor, got {data.dtype} of shape {tuple(data.shape)}")
-        data = data.to(key.device, torch.int64)
-        nonce = torch.stack([torch.full_like(data, _FOLD_INT), data & 0xFFFFFFFF, data >> 32 & 0xFFFFFFFF])
+        if not (read_now and data.device.type == "cpu" and are_plain((data,))):
+            data = data.to(key.device, torch.int64)
+            nonce = torch.stack([torch.full_like(data, _FOLD_INT), data & _WORD, data >> 32 & _WORD])
+            return chacha20.keystream(key, nonce, 0, 1)[:8]
+        words = [_FOLD_INT, int(data) & _WORD, int(data) >> 32 & _WORD]
     else:
         if not is_whole_number(data) or (data := int(data)) < 0 or data >= 1 << 63:
             raise FdpError(f"fold_in: expected an int in [0, 2^63), got {shown(data)}; fold in a str for anything else")
-        nonce = _nonce(key, _FOLD_INT, data & 0xFFFFFFFF, data >> 32)
-    return chacha20.keystream(key, nonce, 0, 1)[:8]
+        words = [_FOLD_INT, data & _WORD, data >> 32]
+    if read_now:
+        return chacha20.child_key_cpu(key, words)
+    return chacha20.keystream(key, _nonce(key, *words), 0, 1)[:8]
 
 
 def step_key(root: Key, purpose: str, step: int | Int[Tensor, ""]) -> Key:

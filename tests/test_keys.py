@@ -76,6 +76,15 @@ def test_a_number_folds_in_as_an_int_or_as_a_tensor():
     assert torch.equal(keys.fold_in(ROOT, 3), keys.fold_in(ROOT, torch.tensor(3, dtype=torch.int32)))
 
 
+def test_a_key_that_is_read_at_once_has_the_children_of_one_that_is_traced(monkeypatch):
+    every = [0, 7, 1 << 31, (1 << 32) + 5, (1 << 63) - 1, torch.tensor(1 << 40), torch.tensor(-3), "", "blocks.0.qkv"]
+    at_once = [keys.fold_in(ROOT, data) for data in every]
+    compiled = torch.compile(lambda key, step: keys.fold_in(key, step), backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(ROOT, torch.tensor(1 << 40)), at_once[5])
+    monkeypatch.setattr(keys, "are_plain", lambda tensors: False)
+    assert all(torch.equal(child, keys.fold_in(ROOT, data)) for child, data in zip(at_once, every))
+
+
 def test_no_stream_serves_two_purposes():
     numbers = [keys.fold_in(ROOT, i) for i in [*range(200), 1 << 32, 2 << 32, 1 << 62]]
     paths = [keys.fold_in(ROOT, path) for path in ["", "0", "1", "a", "a.b", "blocks.0.qkv", "blocks.1.qkv"]]

@@ -40,6 +40,7 @@ from fdp.gradients.sample_gradients import (
     Record,
     cross_term,
     direct_squared_norm_of_uses,
+    floored_gram_squared_norm,
     gram_rounding,
     gram_squared_norm,
     per_sample_gradient,
@@ -147,7 +148,7 @@ def symmetric_squared_norm(record: Record) -> Float[Tensor, " batch"]:
 def stored_squared_norm(record: Record) -> Float[Tensor, " batch"]:
     """Return ``|G_b|^2`` from stored Gram matrices. Rounding never understates the norm."""
     if not has_kernels(record):
-        return gram_squared_norm(record).clamp_min(0) + gram_rounding([record])
+        return floored_gram_squared_norm(record)
     return direct_squared_norm(record) if isinstance(record.left, OneHot) else _sum_over_groups(stored_gram, record)
 
 

@@ -101,6 +101,18 @@ def gram_squared_norm(record: Record) -> Float[Tensor, " batch"]:
     return cross_term(record, record)
 
 
+def floored_gram_squared_norm(record: Record) -> Float[Tensor, " batch"]:
+    """Return ``|G_b|^2`` from Gram matrices, with the floor of :func:`gram_rounding`: it is never understated.
+
+    Of a single token ``|G_b| = |left| |right|``, which is also its spread: the floor is a part of the square itself,
+    twice ``n eps`` of it, since the square is rounded as well.
+    """
+    pair = _single_token([record])
+    if pair is None or pair.left.shape[1] > 1:
+        return gram_squared_norm(record).clamp_min(0) + gram_rounding([record])
+    return gram_squared_norm(record) * (1 + 2 * _depth(record) * torch.finfo(torch.float64).eps)
+
+
 def cross_term(a: Record, b: Record) -> Float[Tensor, " batch"]:
     """Return ``<G_b, H_b>`` of two uses of one leaf, in float64.
 
@@ -169,6 +181,8 @@ def weighted_gradient_of_uses(records: Sequence[Record], factors: Float[Tensor, 
     if (pair := _single_token(records)) is not None:
         left, counts = _scale(pair.left.double(), factors), (factors > 0).view(-1, 1, 1, 1)
         right = pair.right.where(counts, pair.right.new_zeros(())).double()
+        if left.shape[1] == 1:
+            return (left.flatten(1).t() @ right.flatten(1)).reshape(pair.shape)
         return (left.squeeze(2).permute(1, 2, 0) @ right.squeeze(2).transpose(0, 1)).reshape(pair.shape)
     for few in _chunk_samples(records):
         rows = few[0].gradient if len(few) == 1 and isinstance(few[0], Dense) else _wide_gradient(few)

@@ -287,6 +287,15 @@ def fill_streams(ciphers: Sequence[Callable[[int], Any]], outs: Sequence[np.ndar
         list(others)  # raises what a thread raised
 
 
+def child_key_cpu(key_K: Tensor, nonce_N: Sequence[int]) -> Tensor:
+    """Return the child of one nonce: (8,). For a plain key on a CPU, since no compiler or transform sees it.
+
+    A step draws from few keys of its own, and to pass through the dispatcher took most of the time for each.
+    """
+    nonce_CN = torch.tensor([nonce_N], dtype=torch.int64, device="cpu")
+    return (_child_keys_cpu if HAS_CIPHER else child_keys)(key_K, nonce_CN).view(8)
+
+
 def _child_keys_cpu(key_K: Tensor, nonce_CN: Tensor) -> Tensor:
     if key_K.shape != (8,) or nonce_CN.shape != (len(nonce_CN), 3):
         got = tuple(key_K.shape), tuple(nonce_CN.shape)

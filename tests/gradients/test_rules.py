@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from fractions import Fraction
 
 import pytest
 import torch
@@ -500,6 +501,18 @@ def test_a_single_token_per_sample_is_one_product_without_the_samples_of_factor_
     everyone, others = factors, factors * torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0])
     moved = [sample_gradients.weighted_gradient_of_uses([record], c) for c in (everyone, others)]
     torch.testing.assert_close(moved[0] - moved[1], 0.25 * gradient[4], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_norm_of_a_single_token_is_no_smaller_than_what_the_sum_adds(groups, dtype):
+    left, right = (randn(64, groups, 1, n, seed=n, dtype=dtype).exp() for n in (7, 33))
+    record = Pair(left, right, (groups * 7, 33))
+    square = rules.stored_squared_norm(record)
+    for b in range(64):
+        added = sample_gradients.weighted_gradient_of_uses([record], (torch.arange(64) == b).double())
+        exact = sum(Fraction(entry) ** 2 for entry in added.flatten().tolist())
+        assert exact <= Fraction(float(square[b])) <= exact * (1 + Fraction(1, 10**12))
 
 
 def test_a_kernel_gets_no_factor_that_float32_would_round_away():
