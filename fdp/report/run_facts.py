@@ -10,6 +10,7 @@ the run ended, and of samples that are both trained on and evaluated, is the exc
 from __future__ import annotations
 
 from enum import Enum
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from fdp.data.units import A_FOLDER, UnitKind, privacy_unit
@@ -35,7 +36,8 @@ class RunFacts(NamedTuple):
     """The public facts of a run. ``before`` are the promises of the runs whose parameters it started from.
 
     ``evaluated_too`` is True if samples that are trained on are among those of the evaluations. It follows from the
-    data, and is told all the same: without it the statement of the evaluations would not be true.
+    data, and is told all the same: without it the statement of the evaluations would not be true. ``model_files`` hold
+    the parameters that the run exported.
     """
 
     name: str
@@ -50,6 +52,7 @@ class RunFacts(NamedTuple):
     search: Search | None = None
     parameter_digest: str | None = None
     evaluated_too: bool = False
+    model_files: tuple[Path, ...] = ()
 
     @property
     def private(self) -> bool:
@@ -110,6 +113,7 @@ def read_facts(run: RunFolder) -> RunFacts:
         search=search,
         parameter_digest=None if kept else summary.get("parameter_sha256"),
         evaluated_too=any(evaluation.shared for evaluation in evaluations),
+        model_files=(*run.path.glob("model.safetensors"), *sorted(run.path.glob("model/*.safetensors"))),
     )
 
 
