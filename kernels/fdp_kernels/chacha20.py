@@ -301,7 +301,7 @@ def _child_keys_cpu(key_K: Tensor, nonce_CN: Tensor) -> Tensor:
         got = tuple(key_K.shape), tuple(nonce_CN.shape)
         raise ValueError(f"child_keys: expected a key of shape (8,) and nonces of shape (C, 3), got {got}")
     if (loops := cpu_library.library()) is not None:
-        out = torch.empty(len(nonce_CN), 8, dtype=torch.int64)
+        out = torch.empty(len(nonce_CN), 8, dtype=torch.int64, device="cpu")
         loops.child_keys(dense(key_K), dense(nonce_CN), out, len(out))
         return out
     key = key_K.tolist()
