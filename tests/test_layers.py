@@ -117,6 +117,7 @@ INSIDE = {
         "report",
         "ledger",
         "main",
+        "output_streams",
         "entry",
     ),
     "foreign": (
