@@ -92,6 +92,7 @@ INSIDE = {
         "tracking",
         "resume",
         "evaluation_display",
+        "covered_files",
         "display",
         "user_advice",
         "recipe",
