@@ -92,6 +92,7 @@ INSIDE = {
         "tracking",
         "resume",
         "evaluation_display",
+        "covered_files",
         "display",
         "user_advice",
         "recipe",
@@ -117,6 +118,7 @@ INSIDE = {
         "report",
         "ledger",
         "main",
+        "output_streams",
         "entry",
     ),
     "foreign": (

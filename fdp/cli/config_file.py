@@ -48,7 +48,7 @@ WIDTH = 118
 def read_config(path: Path) -> dict[str, Any]:
     """Return the settings in a file by key; raise an error that names file and key if one is not an option."""
     try:
-        content = tomllib.loads(path.read_text())
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise _mistake(
             f"--config: expected a TOML file, got {path}, which does not exist; fdp train --show-config prints one"

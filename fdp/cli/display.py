@@ -22,6 +22,7 @@ from rich.text import Text
 
 from fdp import tree
 from fdp.cli.configure import learning_rate
+from fdp.cli.covered_files import describe_covered, describe_not_covered
 from fdp.cli.evaluation_display import header_words, summary_words
 from fdp.cli.train_options import TrainOptions
 from fdp.data.read_counts import read_counts_of
@@ -44,12 +45,6 @@ from fdp.types import TrainState
 Rows: TypeAlias = list[tuple[str, str]]
 
 ROUNDED = ", from the number of samples rounded up; --population announces another"
-COVERED = "the parameters: model.safetensors (for a folder: model/), and everything computed from them alone"
-NOT_COVERED = (
-    "every loss, gradient norm, clipped fraction, sample count and time: metrics.jsonl, report.png, report.html, "
-    "summary.json and this screen, which are computed on the private data; and checkpoints/, which hold the key of the "
-    "noise. Guard them as you guard the data"
-)
 BUT_NOISED = "but for the noised held-out figures, whose epsilon is that of the evaluation above: "
 EARLY_STOP = (
     "after {steps} of {steps_planned} steps. The epsilon{part} is that of all {steps_planned}, since what the run "
@@ -148,8 +143,8 @@ def show_result(
             rows.append(("early stop", words.format(**summary, less=less, part=part)))
         covered = chain is None or chain.total.private
         noised = summary.get("evaluation", {}).get("cost") == Cost.NOISED.value
-        not_covered = f"{BUT_NOISED}{NOT_COVERED}" if noised else NOT_COVERED
-        rows += [*([("covered", COVERED)] if covered else []), ("not covered", not_covered)]
+        rows += [("covered", describe_covered(folder))] if covered else []
+        rows.append(("not covered", f"{BUT_NOISED * noised}{describe_not_covered(folder)}"))
     else:
         rows.append(("privacy", "none: the parameters may reveal the data they were trained on"))
     if others:

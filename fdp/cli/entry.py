@@ -11,8 +11,14 @@ import sys
 def main() -> None:
     """Run the command in ``sys.argv`` and exit; see :mod:`fdp.cli.main` for the exit codes."""
     try:
+        from fdp.cli.output_streams import flush_streams, protect_streams
+
+        protect_streams()
         from fdp.cli.main import main as run
     except KeyboardInterrupt:
         print("fdp: interrupted", file=sys.stderr)
         sys.exit(130)
-    run()
+    try:
+        run()
+    finally:
+        flush_streams()

@@ -4,8 +4,8 @@
     fdp inspect models/tiny --data notes.jsonl --unit user --user-field patient_id --json
 
 It shows the line that ``fdp train`` prints, the fields of the records by name and kind, the lengths of the texts in
-tokens, and suggestions. If the records have no text in the expected field, it still shows their fields. **All of it is
-computed from private data and covered by no budget.**
+tokens, texts that are equal or empty, and suggestions. If the records have no text in the expected field, it still
+shows their fields. **All of it is computed from private data and covered by no budget.**
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from fdp.cli.options import Flag
 from fdp.cli.train_options import TrainOptions, train_flag
 
 if TYPE_CHECKING:
+    from fdp.data.documents import Documents
+    from fdp.privacy.microbatches import Dataset
     from fdp.types import FdpError
 
 PRIVATE = "computed from private data and covered by no budget: for your eyes, not to be shared"
@@ -71,6 +73,8 @@ def data_settings(given: InspectDataOptions, *, model: str, context: int | None)
 
 def tell_data(options: TrainOptions) -> ToldData:
     """Read the data as a run would, and tell it."""
+    import numpy as np
+
     from fdp.cli.model_and_data import check_model_name, is_folder, load_dataset, load_model
     from fdp.data.read_counts import read_counts_of
     from fdp.data.units import dataset_unit, sentence
@@ -80,13 +84,14 @@ def tell_data(options: TrainOptions) -> ToldData:
     dataset = load_dataset(options, model)
     reading = read_counts_of(dataset)
     assert reading is not None
-    fields, lengths = _read_texts(options)
+    fields, documents = _read_texts(options)
+    lengths = None if documents is None else np.diff(documents.starts)
     longest = _longest(options) if is_folder(options.model.model) else None
     return ToldData(
         path,
         reading.line(),
         sentence(dataset_unit(dataset), change="added or removed"),
-        reading.warnings(),
+        [*reading.warnings(), *_describe_copies(dataset, documents)],
         _quantiles(lengths),
         fields,
         _suggest(options, dataset, lengths, model.context, longest),
@@ -139,10 +144,22 @@ def _field_table(fields: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _read_texts(options: TrainOptions) -> tuple[list[dict[str, Any]], Any]:
-    """Return the fields of the records, and the number of tokens of every text; None where there is no text."""
-    import numpy as np
+def _describe_copies(dataset: Dataset, documents: Documents | None) -> list[str]:
+    """Return the warning of a run about samples that are copies, and sentences about texts if these are no samples."""
+    from fdp.data.read_counts import read_counts_of
+    from fdp.data.repeated import digest_and_repeats
+    from fdp.data.units import UnitKind
+    from fdp.run.repeated_samples import describe_repeats, describe_texts
 
+    reading, (_, repeats) = read_counts_of(dataset), digest_and_repeats(dataset)
+    found = [describe_repeats(repeats, len(dataset), reading=reading)] if repeats.repeated else []
+    if documents is None or (reading is not None and reading.kind in (UnitKind.RECORD, UnitKind.FILE)):
+        return found
+    return found + describe_texts(documents)
+
+
+def _read_texts(options: TrainOptions) -> tuple[list[dict[str, Any]], Documents | None]:
+    """Return the fields of the records, and the texts; None where there is no text."""
     from fdp.cli.check_data import load_tokenizer
     from fdp.cli.model_and_data import is_folder, parse_form
     from fdp.data import corpus, datasets, text
@@ -156,7 +173,7 @@ def _read_texts(options: TrainOptions) -> tuple[list[dict[str, Any]], Any]:
     tokenizer, form = load_tokenizer(given.tokenizer, folder, given.data) or text.BYTES, parse_form(given.form)
     documents, _ = corpus.read(path, tokenizer, form=form, field=given.field)
     source = find_source(path, form=form)
-    return describe_fields(source) if source.records else [], np.diff(documents.starts)
+    return describe_fields(source) if source.records else [], documents
 
 
 def _quantiles(lengths: Any) -> dict[str, int]:

@@ -191,8 +191,7 @@ def _table(entries: Sequence[Entry], width: int) -> list[str]:
         shown.remove(name)
     wide["folder"] = min(wide["folder"], max(LEAST_OF_A_FOLDER, spare(0)))
     for row in rows:
-        if len(folder := row["folder"]) > wide["folder"]:
-            row["folder"] = f"…{folder[1 - wide['folder'] :]}"  # the end of a path tells runs apart
+        row["folder"] = shorten_path(row["folder"], wide["folder"])
     lines = [_line({name: name for name in shown}, wide)]
     for row in rows:
         cells = {name: row[name].split("\n") for name in shown}
@@ -202,6 +201,14 @@ def _table(entries: Sequence[Entry], width: int) -> list[str]:
     left_out = [name for name in HEADINGS if name not in shown]
     hidden = f" Not shown for want of room: {', '.join(left_out)} (--json shows all)." if left_out else ""
     return [*lines, f"{CAPTION}{hidden}"]
+
+
+def shorten_path(path: str, width: int) -> str:
+    """Return the end of a path, which tells runs apart, in ``width`` characters: cut at a slash if there is one."""
+    if len(path) <= width:
+        return path
+    end = path[1 - width :]
+    return f"…{end[max(0, end.find('/')) :]}"
 
 
 def _widest(cell: str) -> int:

@@ -14,8 +14,9 @@
     fdp statement runs/first        write the privacy statement of a run
 
 Exit code 0: done; 1: a bug in fdp, with a traceback, or a lost rank; 2: a mistake in the input, explained in one
-paragraph on stderr; 3: ``compare`` found a difference; 4: the loss of ``train`` diverged; 130: interrupted. With
-``--json`` the last line of stdout is one JSON object: the result, or ``{"error": ...}``.
+paragraph on stderr; 3: ``compare`` found a difference; 4: the loss of ``train`` diverged; 130: interrupted; 141:
+the reader of its output is gone. With ``--json`` the last line of stdout is one JSON object: the result, or
+``{"error": ...}``.
 """
 
 from __future__ import annotations

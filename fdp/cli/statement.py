@@ -89,7 +89,7 @@ def statement_command(
     if options.out is None:
         print(text, end="")
         return
-    options.out.write_text(text)
+    options.out.write_text(text, encoding="utf-8", errors="surrogateescape")
     print(f"written to {options.out}")
 
 

@@ -44,6 +44,7 @@ from fdp.data.nouns import FILE, RECORD, person_noun, text_noun
 from fdp.data.person_fields import FieldCensus, is_plain_name
 from fdp.data.record_fields import owner_of, record_form, text_field
 from fdp.data.record_files import read_records
+from fdp.data.table_records import name_separators
 from fdp.data.units import A_FOLDER, UnitKind, named_by
 from fdp.data.user_fields import FOLDER, folder_of, folders_of
 from fdp.data.users import Users, by_record, by_user
@@ -174,7 +175,7 @@ def read(
     noun = text_noun(field) if reader.first is not None and reader.first[0] is RecordForm.TEXT else RECORD
     person = reader.census.person(read=(field,)) if user_field is None else None
     found = documents._replace(links=source.links, unread=source.unread, text=noun, person=person)
-    return found, UnitKind.RECORD
+    return found._replace(separated=name_separators(source.files)), UnitKind.RECORD
 
 
 def _read_files(source: Source, tokenizer: text.Tokenizer) -> Iterator[Piece]:

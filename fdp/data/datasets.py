@@ -49,6 +49,7 @@ from fdp.data.person_fields import FieldCensus, PersonField
 from fdp.data.read_counts import ReadCounts
 from fdp.data.record_fields import text_field
 from fdp.data.record_files import read_records
+from fdp.data.table_records import name_separators
 from fdp.data.token_files import Shards, map_file, read_tokens
 from fdp.data.units import PrivacyUnit, UnitKind, privacy_unit
 from fdp.data.user_fields import folders_of
@@ -77,6 +78,7 @@ class TextsRead(NamedTuple):
     links: int = 0
     person_field: PersonField | None = None
     unread: int = 0
+    separated: str = ""
 
 
 @dataclass(frozen=True)
@@ -221,6 +223,7 @@ def _load_texts(
     read = TextsRead(len(found.files), FILE, found.links, folders_of(found))
     if found.records:
         read = TextsRead(census.records, text_noun(field), found.links, census.person(read=(field,)))
+        read = read._replace(separated=name_separators(found.files))
     return replace(dataset, texts=read._replace(unread=found.unread))
 
 

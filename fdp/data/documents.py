@@ -59,7 +59,7 @@ class Documents(NamedTuple):
     ``counted`` tells which tokens are predicted. ``segments`` numbers the documents of a row from 1 (None: every row is
     one document). ``texts``, ``links`` and ``unread`` count the texts read and the files left out, ``owned`` the texts
     of every owner (None: every row is one), and ``text`` is the noun for one; see ``fdp.data.read_counts``. ``person``
-    is a field of the records that seems to name a person.
+    is a field of the records that seems to name a person, ``separated`` the separators of tables with unusual ones.
     """
 
     tokens: np.ndarray
@@ -75,6 +75,7 @@ class Documents(NamedTuple):
     text: str = RECORD
     person: PersonField | None = None
     unread: int = 0
+    separated: str = ""
 
     def __repr__(self) -> str:
         """Name the source and show no content, so that printing by accident shows nothing private."""
@@ -254,6 +255,7 @@ def records(documents: Documents, *, context: int, vocab_size: int, kind: UnitKi
         documents.word,
         links=documents.links,
         unread=documents.unread,
+        separated=documents.separated,
         text=FILE if kind is UnitKind.FILE else documents.text,
         person_field=documents.person,
     ).total(counts)

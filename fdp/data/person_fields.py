@@ -2,7 +2,7 @@
 
 If records have a field such as ``patient_id`` and the unit is a window, the guarantee is about a window, although the
 person could be protected. :class:`FieldCensus` watches records as they are read and counts, per field, how many values
-there are. Values are only counted: none is stored, and none is shown.
+there are. Values are only counted: none is stored, and none is shown. Dates, times and fractions name nobody.
 
     >>> census = FieldCensus()
     >>> for place, record in census.watch(read_records(source)): ...
@@ -43,6 +43,10 @@ _OTHER_WORDS = frozenset(
         "model", "size", "price", "index", "text", "prompt", "completion", "messages",
     }
 )  # fmt: skip
+_DAY = r"(?:0?[1-9]|[12]\d|3[01])"
+_CLOCK = r"(?:[01]?\d|2[0-3]):[0-5]\d(?::[0-5]\d(?:[.,]\d+)?)?(?: ?[AaPp][Mm])?(?:Z| ?[+-]\d\d:?\d\d)?"
+_DATES = rf"\d{{4}}([-/.]){_DAY}\1{_DAY}|{_DAY}([./-]){_DAY}\2(?:\d{{4}}|\d{{2}})"
+_MOMENT_OR_FRACTION = re.compile(rf"(?:{_DATES})(?:(?:T|,? ){_CLOCK})?|{_CLOCK}|[+-]?\d*[.,]\d+(?:[eE][+-]?\d+)?")
 _PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_ .-]{0,31}")
 
 
@@ -56,10 +60,11 @@ class PersonField(NamedTuple):
 
 @dataclass
 class FieldCounts:
-    """Counts of one field: the records in which it is not null, and its short values, as hashes."""
+    """Counts of one field: the records in which it is not null, its short values, as hashes, and those of nobody."""
 
     present: int = 0
     short: int = 0
+    nobody: int = 0
     hashes: set[int] = field(default_factory=set, repr=False)
 
 
@@ -89,6 +94,7 @@ class FieldCensus:
             words = str(value)
             if len(words) <= LONGEST_NAME and words.strip() and "\n" not in words:
                 counts.short += 1
+                counts.nobody += names_nobody(words)
                 if len(counts.hashes) < MOST_VALUES:
                     counts.hashes.add(hash(words.strip().casefold()))
 
@@ -101,12 +107,19 @@ class FieldCensus:
         for name, counts in self.fields.items():
             if name in read or counts.short < (1 - MOST_MISSING) * self.records or not is_plain_name(name):
                 continue
+            if counts.nobody == counts.short:
+                continue
             words, values = set(words_of(name)), len(counts.hashes)
             named = bool(words & PERSON_WORDS)
             repeated = FEWEST_PEOPLE <= values <= self.records / 2 and not words & _OTHER_WORDS
             if (named and values > 1) or repeated:
                 likely.append((int(named), int("id" in words) + values, PersonField(name, values, self.records)))
         return max(likely)[-1] if likely else None
+
+
+def names_nobody(value: str) -> bool:
+    """Return True for a date, a time, or a number with a fraction: 2024-01-31, 31.1.2024, 1/31/2024 8:15, 36,5."""
+    return _MOMENT_OR_FRACTION.fullmatch(value.strip()) is not None
 
 
 def is_plain_name(name: str) -> bool:

@@ -52,6 +52,7 @@ class ReadCounts(NamedTuple):
     no window. ``links`` files are links to others, ``unread`` ones empty or hidden. ``packed`` windows would be left if
     short texts of a user shared one; 0 if that does not apply. ``person`` and ``text`` are nouns; ``person_field``
     seems to name a person although the unit is smaller. ``public`` are the counts of public data that is mixed in.
+    ``separated`` names the separators of tables, if they are unusual.
     """
 
     kind: UnitKind
@@ -75,6 +76,7 @@ class ReadCounts(NamedTuple):
     person_field: PersonField | None = None
     public: ReadCounts | None = None
     unread: int = 0
+    separated: str = ""
 
     def total(self, counts: SampleCounts) -> ReadCounts:
         """Return these counts with the sums of the samples in ``counts``."""
@@ -83,7 +85,8 @@ class ReadCounts(NamedTuple):
 
     def line(self) -> str:
         """Return one line about the data: what there is, what is not trained on, and whether packing would help."""
-        parts = [self._contents(), ", ".join(self._losses()), self._packing()]
+        separated = f"separated by {self.separated}" if self.separated else ""
+        parts = [self._contents(), separated, ", ".join(self._losses()), self._packing()]
         if self.public is not None:
             parts.append(f"and public: {self.public.line()}")
         return "; ".join(part for part in parts if part)

@@ -9,10 +9,13 @@ which would be read twice; and more than ``MOST_COUNTED`` samples. The numbers a
 by no budget: they are shown, and written nowhere.
 
     >>> digest, repeats = digest_and_repeats(dataset)
+
+:func:`count_equal_texts` compares texts as they are read, whatever the sample: ``fdp inspect --data`` shows them.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Collection
 from functools import partial
@@ -23,6 +26,7 @@ import numpy as np
 from fdp import tree
 from fdp.data.datasets import Windows
 from fdp.data.digest import ArrayBacked, data_digest, fetch_all
+from fdp.data.documents import Documents
 from fdp.data.held_out import Subset
 from fdp.data.mixed import Mixed
 from fdp.data.overlap import digests_of
@@ -61,8 +65,21 @@ def digest_and_repeats(dataset: Dataset, *, own: Collection[Path] = ()) -> tuple
     if counted and not fetched and _is_in_memory(source):
         for samples in fetch_all(private):
             count(samples)
+    return digest, _repeats(counts)
+
+
+def count_equal_texts(documents: Documents) -> Repeats:
+    """Return the repeats among texts that are not empty, each compared as a whole; none where they are too many."""
+    rows = len(documents.starts) - 1
+    if rows > MOST_COUNTED:
+        return NO_REPEATS
+    texts = (documents.row(i) for i in range(rows))
+    return _repeats(Counter(hashlib.sha256(text.tobytes()).digest()[:16] for text in texts if len(text)))
+
+
+def _repeats(counts: Counter[bytes]) -> Repeats:
     often = [times for times in counts.values() if times > 1]
-    return digest, Repeats(sum(often), max(often)) if often else NO_REPEATS
+    return Repeats(sum(often), max(often)) if often else NO_REPEATS
 
 
 def _count(counts: Counter[bytes], own: Collection[Path], samples: Tree) -> None:

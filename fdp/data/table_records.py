@@ -3,21 +3,28 @@
 The format is that of Python's ``csv``: fields in double quotes may hold separators and line breaks. Every value is a
 text. A row with more or fewer fields than the header is refused, since its values would be in the wrong fields.
 
+If the header of a ``.csv`` file has no comma outside quotes, and semicolons or tabs but not both, these are its
+separators, as where Excel writes decimal commas.
+
     >>> for place, record in read_table(Path("mail.csv")): ...          # "mail.csv, line 8, row 7", {"text": "..."}
 """
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from fdp.data.files import GZIP_ERRORS, damaged_archive, open_bytes, suffix_of, to_utf8
+from fdp.data.files import GZIP_ERRORS, LOOKED_AT_BYTES, damaged_archive, open_bytes, suffix_of, to_utf8
 from fdp.types import FdpError
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
+OTHERS = (";", "\t")
+"""Separators that a ``.csv`` file may have instead."""
 LONGEST_FIELD = 2**31 - 1
 """Characters of a field; the library's own limit of 131,072 is less than a long document."""
 
@@ -31,11 +38,12 @@ class _Row(NamedTuple):
 
 def read_table(file: Path) -> Iterator[tuple[str, dict[str, str]]]:
     """Yield the record of every row below the header, with its place; blank lines are left out."""
-    rows = _rows(file)
+    separator = find_separator(file)
+    rows = _rows(file, separator)
     header = next(rows, None)
     if header is None:
         raise FdpError(f"{file}: expected a header and a record on every row, got nothing (empty); check the file")
-    names = _check_header(header.values, file)
+    names = _check_header(header.values, file, separator)
     for number, row in enumerate(rows, start=1):
         place = f"{file}, line {row.line}, row {number}"
         if len(row.values) != len(names):
@@ -46,10 +54,44 @@ def read_table(file: Path) -> Iterator[tuple[str, dict[str, str]]]:
         yield place, dict(zip(names, row.values))
 
 
-def _rows(file: Path) -> Iterator[_Row]:
+def find_separator(file: Path) -> str:
+    """Return the separator of a table, by its name and its header.
+
+    Guarantees:
+      - if the header has several fields by the separator of the file's name, it is that one.
+    """
+    named = SEPARATORS[suffix_of(file)]
+    head = ""
+    with suppress(*GZIP_ERRORS, OSError), open_bytes(file) as content:  # reported when the file is read in full
+        head = codecs.getincrementaldecoder("utf-8-sig")("replace").decode(content.read(LOOKED_AT_BYTES))
+    if named != "," or _count_fields(head, named) > 1:
+        return named
+    found = [other for other in OTHERS if _count_fields(head, other) > 1]
+    return found[0] if len(found) == 1 else named
+
+
+def name_separators(files: Sequence[Path]) -> str:
+    """Return the separators of the tables among some files in words; nothing if all are as the names say."""
+    tables = [file for file in files if suffix_of(file) in SEPARATORS]
+    found = dict.fromkeys((SEPARATORS[suffix_of(file)], find_separator(file)) for file in tables)
+    if all(named == separator for named, separator in found):
+        return ""
+    return " and ".join(dict.fromkeys(_name(separator) for _, separator in found))
+
+
+def _count_fields(head: str, separator: str) -> int:
+    """Return the number of fields in the header of a table that begins with ``head``; 0 if it has no such header."""
+    csv.field_size_limit(LONGEST_FIELD)
+    try:
+        return len(next(filter(None, csv.reader(io.StringIO(head, newline=""), delimiter=separator, strict=True)), []))
+    except csv.Error:
+        return 0
+
+
+def _rows(file: Path, separator: str) -> Iterator[_Row]:
     """Yield the rows that are not blank, the header among them."""
     csv.field_size_limit(LONGEST_FIELD)
-    separator, line = SEPARATORS[suffix_of(file)], 1
+    line = 1
     with open_bytes(file) as content, io.TextIOWrapper(content, encoding="utf-8-sig", newline="") as lines:
         rows = csv.reader(lines, delimiter=separator, strict=True)
         try:
@@ -69,8 +111,7 @@ def _rows(file: Path) -> Iterator[_Row]:
     raise FdpError(f"{file}, line {line}: expected fields separated by {_name(separator)}, got {why}")
 
 
-def _check_header(names: list[str], file: Path) -> list[str]:
-    separator = SEPARATORS[suffix_of(file)]
+def _check_header(names: list[str], file: Path, separator: str) -> list[str]:
     if len(names) == 1 and (others := [each for each in ";,\t|" if each != separator and each in names[0]]):
         raise FdpError(
             f"{file}, line 1: expected a header with fields separated by {_name(separator)}, got one field with "

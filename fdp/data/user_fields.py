@@ -18,7 +18,14 @@ from typing import Any
 
 from fdp.data.files import Source, find_source
 from fdp.data.nouns import words_of
-from fdp.data.person_fields import FEWEST_PEOPLE, LONGEST_NAME, PERSON_WORDS, PersonField, is_plain_name
+from fdp.data.person_fields import (
+    FEWEST_PEOPLE,
+    LONGEST_NAME,
+    PERSON_WORDS,
+    PersonField,
+    is_plain_name,
+    names_nobody,
+)
 from fdp.data.record_fields import USUAL_FIELDS
 from fdp.data.record_files import read_records
 from fdp.data.user_names import normalize_name
@@ -32,6 +39,9 @@ LOOKED_AT = 100
 
 def user_fields(path: str | os.PathLike[str], *, text_field: str) -> tuple[str, ...]:
     """Return the fields of the records at ``path`` that could name a person, likely ones first; () if none is found.
+
+    A field is left out if all of its values are dates, times or fractions, or if no two of them are equal while those
+    of another field are, unless its name is that of a person.
 
     Guarantees:
       - a name is returned only if at least two records were read and each of them has the field.
@@ -47,7 +57,12 @@ def user_fields(path: str | os.PathLike[str], *, text_field: str) -> tuple[str, 
         return ()
     common = [name for name in records[0] if all(_could_name(record.get(name)) for record in records)]
     shown = [name for name in common if name not in (text_field, *USUAL_FIELDS) and is_plain_name(name)]
-    return tuple(sorted(shown, key=lambda name: not {*words_of(name)} & PERSON_WORDS))
+    values = {name: [str(record[name]) for record in records] for name in shown}
+    shown = [name for name in shown if not all(map(names_nobody, values[name]))]
+    named = [name for name in shown if {*words_of(name)} & PERSON_WORDS]
+    others = [name for name in shown if name not in named]
+    repeated = {name for name in shown if len(set(map(normalize_name, values[name]))) < len(records)}
+    return (*named, *(name for name in others if name in repeated or not repeated))
 
 
 def folder_of(file: Path, root: Path, *, all_named: bool) -> str:

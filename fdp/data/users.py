@@ -177,6 +177,7 @@ def _group(
         text=noun,
         links=documents.links,
         unread=documents.unread,
+        separated=documents.separated,
         person_field=documents.person,
     )
     return Users(documents, context, rows, reading.total(counts), counts, kind)

@@ -22,7 +22,7 @@ OWNER_ONLY = 0o600
 
 @contextmanager
 def open_private(path: str | os.PathLike[str], mode: str) -> Iterator[IO[Any]]:
-    """Open a file as ``open`` does; a written file has mode 0600 and is not a link.
+    """Open a file as ``open`` does, text as UTF-8; a written file has mode 0600 and is not a link.
 
     Guarantees:
       - others cannot read the content at any moment;
@@ -46,7 +46,9 @@ def open_private(path: str | os.PathLike[str], mode: str) -> Iterator[IO[Any]]:
             raise
         return handle
 
-    with open(path, mode, opener=open_owner_only) as stream:
+    # A path that the locale cannot decode has lone surrogates: written as the bytes that they stand for.
+    encoding, errors = (None, None) if "b" in mode else ("utf-8", "surrogateescape")
+    with open(path, mode, opener=open_owner_only, encoding=encoding, errors=errors) as stream:
         yield stream
 
 

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from fdp.cli import display, progress
 from fdp.cli.configure import configure
+from fdp.cli.covered_files import describe_covered, describe_not_covered
 from fdp.privacy.guarantee import RELATION
 from fdp.run import training_run as runs
 from fdp.run.equal_sizes import RoundingWarning
@@ -25,8 +26,8 @@ def test_a_log_gets_plain_lines_and_says_what_is_covered(tmp_path: Path, capsys:
     assert "\x1b" not in text
     assert sum(line.startswith("step ") for line in text.splitlines()) == 11  # the first, then one in ten
     flat = " ".join(text.replace("│", " ").split())
-    assert display.COVERED in flat
-    assert display.NOT_COVERED in flat
+    assert f"covered {describe_covered(tmp_path / 'run')}" in flat
+    assert f"not covered {describe_not_covered(tmp_path / 'run')}" in flat
     assert "one labelled image, added or removed" in flat
     assert "samples/s" in flat
     assert f"neighbours {RELATION}" in flat

@@ -15,6 +15,7 @@ import torch
 from fdp.cli import display, session
 from fdp.cli.configure import configure
 from fdp.cli.configure_evaluation import OverlapWarning
+from fdp.cli.covered_files import describe_not_covered
 from fdp.cli.evaluation_display import cost_words
 from fdp.data import datasets
 from fdp.models import build as build_model
@@ -79,14 +80,14 @@ def test_public_data_is_free_and_noised_evaluations_state_their_budget(
     assert train(tmp_path / "public", *words, "--eval-public") == 0
     text = capsys.readouterr().out
     assert last_json(text)["evaluation"]["cost_in_words"].startswith("free")
-    assert f"not covered {display.NOT_COVERED}" in " ".join(text.replace("│", " ").split())
+    assert f"not covered {describe_not_covered(tmp_path / 'public')}" in " ".join(text.replace("│", " ").split())
     assert train(tmp_path / "noised", *words, "--eval-epsilon", "2", "--seed", "1") == 0
     text = capsys.readouterr().out
     summary = last_json(text)["evaluation"]
     assert (summary["cost"], summary["epsilon"], summary["planned"]) == ("noised", 2.0, 1)
     shown = " ".join(text.replace("│", " ").split())
     assert "epsilon 2.000 at delta 1e-06 for each of 360 images" in shown
-    assert f"not covered {display.BUT_NOISED}{display.NOT_COVERED}" in shown
+    assert f"not covered {display.BUT_NOISED}{describe_not_covered(tmp_path / 'noised')}" in shown
     assert abs(summary["last"]["loss"] - summary["first"]["loss"]) == 0
     assert summary["loss_noise"] > 0
 

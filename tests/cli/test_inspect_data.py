@@ -121,3 +121,38 @@ def test_mistakes_are_explained(words: list[str], message: str, capsys: pytest.C
 def test_images_and_named_data_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     _, found = inspect(capsys, "--model", "mlp", "--data", "digits")
     assert found["data"]["line"] == "1,437 images"
+
+
+COPIES = ({"text": "one two"}, {"text": "one two"}, {"text": ""}, {"text": "three"}, {"text": ""}, {"text": "one two"})
+
+
+@pytest.mark.parametrize("words", [[], ["--unit", "user", "--user-field", "by"], ["--unit", "row"]])
+def test_equal_and_empty_texts_are_told_whatever_the_unit(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "notes.jsonl", *(each | {"by": f"p{i % 2}"} for i, each in enumerate(COPIES)))
+    said, found = inspect(capsys, "--data", path, "--context", 4, *words)
+    told = "3 of 6 records are equal to another one; one of them occurs 3 times: remove those that are copies"
+    assert told in found["data"]["warnings"]
+    assert told in said
+    assert "2 of 6 records hold nothing to learn (empty, one token, or no answer): remove them" in said
+    assert said.index("computed from private data and covered by no budget") < said.index(told)
+
+
+@pytest.mark.parametrize("words", [[], ["--unit", "record"]])
+def test_nothing_is_said_of_texts_that_differ(
+    words: list[str], notes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "notes.jsonl", *({"text": f"note {i}"} for i in range(9)))
+    assert inspect(capsys, "--data", path, "--context", 8, *words)[1]["data"]["warnings"] == []
+
+
+def test_equal_and_empty_records_are_told_as_in_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--data", str(write(tmp_path / "notes.jsonl", *COPIES)), "--unit", "record", "--context", "16"]
+    found = inspect(capsys, *words)[1]["data"]["warnings"]
+    assert len(found) == 2
+    with pytest.raises(SystemExit) as caught:
+        main(["train", *words, "--dry-run", "--batch-size", "2", "--noise-multiplier", "1", "--ledger", "off"])
+    assert not caught.value.code
+    said = " ".join(capsys.readouterr().out.split())
+    assert all(each in said for each in found)

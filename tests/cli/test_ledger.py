@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from fdp.cli import session
+from fdp.cli.ledger import shorten_path
 from fdp.ledger.book import Book
 from fdp.ledger.data_key import load_key
 from fdp.privacy.guarantee import compose, read_marker
@@ -397,3 +398,27 @@ def ledger_of_a_wide_fixture() -> str | None:
 def test_no_fixture_writes_to_the_home_folder(ledger_of_a_wide_fixture, tmp_path_factory):
     assert ledger_of_a_wide_fixture is not None
     assert Path(ledger_of_a_wide_fixture).is_relative_to(tmp_path_factory.getbasetemp())
+
+
+@pytest.mark.parametrize(
+    ("path", "width", "shown"),
+    [
+        ("/tmp/m2/w/runs/u1", 12, "…/w/runs/u1"),
+        ("/tmp/m2/w/runs/u1", 8, "…/u1"),
+        ("/tmp/m2/w/runs/u1", 9, "…/runs/u1"),
+        ("/tmp/m2/w/runs/u1", 17, "/tmp/m2/w/runs/u1"),
+        ("runs/u1", 7, "runs/u1"),
+        ("runs/a-very-long-name", 12, "…y-long-name"),
+    ],
+)
+def test_a_path_is_cut_at_a_slash(path, width, shown):
+    assert shorten_path(path, width) == shown
+    assert len(shown) <= width
+
+
+def test_the_ledger_cuts_folders_at_a_slash(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert train(tmp_path / "folder-of-projects" / "runs" / "u1") == 0
+    capsys.readouterr()
+    assert call("ledger") == 0
+    assert any(line.endswith("  …/runs/u1") for line in capsys.readouterr().out.splitlines())

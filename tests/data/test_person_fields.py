@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fdp.data.person_fields import FieldCensus, PersonField, is_plain_name
+from fdp.data.person_fields import FieldCensus, PersonField, is_plain_name, names_nobody
 
 
 def census(*records: dict[str, Any]) -> FieldCensus:
@@ -56,3 +56,43 @@ def test_spellings_are_one_value_and_no_value_is_kept() -> None:
 def test_a_plain_name_may_be_shown() -> None:
     assert is_plain_name("patient_id")
     assert not is_plain_name("17.3.1962")
+
+
+DATES = ["2024-01-31", "2024-01-31T08:15:00Z", "2024-1-31 08:15:00.5+01:00", "31.1.2024", "31.01.24 8:15", "1/31/2024"]
+TIMES_AND_FRACTIONS = ["1/31/2024 8:15 PM", "2024/01/31", "08:15", "8:15:30", "36.5", "-0,25", "1.5e-3", ".5"]
+NAMES = [
+    "7",
+    "20240131",
+    "p-7",
+    "ann",
+    "17-3",
+    "1.2.3.4",
+    "2024-13-45x",
+    "45.13.2024",
+    "99/99/9999",
+    "8:75",
+    "a.b",
+    "",
+    "+49 30 1",
+]
+
+
+@pytest.mark.parametrize("value", [*DATES, *TIMES_AND_FRACTIONS])
+def test_dates_times_and_fractions_name_nobody(value: str) -> None:
+    assert names_nobody(value)
+    assert names_nobody(f" {value} ")
+
+
+@pytest.mark.parametrize("value", NAMES)
+def test_names_and_numbers_may_be_people(value: str) -> None:
+    assert not names_nobody(value)
+
+
+@pytest.mark.parametrize("name", ["visited", "patient_since"])
+def test_a_field_of_dates_is_no_field_of_people_whatever_its_name(name: str) -> None:
+    records = [{"text": f"note {i}", name: f"{1 + i % 12}.3.2024"} for i in range(60)]
+    assert census(*records).person(read=("text",)) is None
+    records = [record | {"who": i % 15} for i, record in enumerate(records)]
+    assert census(*records).person(read=("text",)) == PersonField("who", 15, 60)
+    records[0][name] = "ann"
+    assert census(*records).person(read=("text", "who")) == PersonField(name, 13, 60)

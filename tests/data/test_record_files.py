@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
 import io
@@ -20,8 +21,10 @@ from fdp import keys
 from fdp.data import corpus, datasets, text
 from fdp.data.digest import data_digest
 from fdp.data.files import RecordForm, find_source
+from fdp.data.read_counts import read_counts_of
 from fdp.data.record_files import read_records
-from fdp.data.table_records import read_table
+from fdp.data.table_records import find_separator, read_table
+from fdp.data.user_fields import user_fields
 from fdp.types import FdpError
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -150,11 +153,18 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "b.csv": (f'text,by\na,b\n"{CANARY},b\n'.encode(), "line 3: .* got a quote that is not closed"),
     "c.csv": (f'text,by\n"{CANARY}"x,b\n'.encode(), "line 2: .* something after a closing quote"),
     "d.csv": (f"text,by\n{CANARY},\xff\n".encode("latin-1"), "line [12]: .* a byte that is not UTF-8"),
-    "e.csv": (f"text;{CANARY}\na;b\n".encode(), "line 1: .* separated by commas, got one field with semicolons in it"),
+    "e.csv": (f"text|{CANARY}\na|b\n".encode(), "line 1: .* separated by commas, got one field with bars in it"),
     "f.csv": (f"{CANARY},{CANARY}\na,b\n".encode(), "line 1: expected a header that names every field once"),
     "g.csv": (f"{CANARY},by\na,b\n".encode(), "row 1: expected text in field 'text', .* no such field among its 2"),
     "e.tsv": (f"text;{CANARY}\na;b\n".encode(), "got one field with semicolons in it; write the table again"),
-    "j.csv": (f"text\t{CANARY}\na\tb\n".encode(), "got one field with tabs in it; give it a name that ends in .tsv"),
+    "j.csv": (f"text\t{CANARY};by\na\tb;c\n".encode(), "line 1: .* separated by commas, got one field with semicolons"),
+    "l.csv": (f'"text;{CANARY}"\na\n'.encode(), "line 1: .* separated by commas, got one field with semicolons in it"),
+    "m.csv": (f"text;by\n{CANARY};b;c\n".encode(), "line 2, row 1: expected 2 fields, as in the header, got 3"),
+    "n.csv": (f'text;by\n"{CANARY};b\n'.encode(), "line 2: expected fields separated by semicolons, got a quote that"),
+    "o.csv": (
+        f"text;by\n{CANARY};\xff\n".encode("latin-1"),
+        "line [12]: .* by semicolons, got a byte that is not UTF-8",
+    ),
     "k.csv": (f"text,{CANARY}\n".encode(), "expected a header and a record on every row, got a header and no rows"),
     "h.csv": (b"\n", "expected a header and a record on every row, got nothing"),
     "i.tsv": (f"text,by\n{CANARY},b\n".encode(), "separated by tabs, got one field with commas in it"),
@@ -184,11 +194,9 @@ def test_a_broken_file_is_refused_with_its_row_and_without_content(name: str, tm
             error = error.__cause__ or error.__context__
 
 
-@pytest.mark.parametrize(("suffix", "separator"), [(".csv", ","), (".tsv", "\t")])
-def test_the_command_that_separates_fields_otherwise_works_as_printed(
-    suffix: str, separator: str, tmp_path: Path
-) -> None:
-    (tmp_path / f"a{suffix}").write_text('text;by\n"one; ""two"", three\t4";b\n')
+@pytest.mark.parametrize(("suffix", "found"), [(".csv", "|"), (".tsv", ";")])
+def test_the_command_that_separates_fields_otherwise_works_as_printed(suffix: str, found: str, tmp_path: Path) -> None:
+    (tmp_path / f"a{suffix}").write_text(f'text{found}by\n"one; ""two"", three\t4"{found}b\n')
     with pytest.raises(FdpError) as caught:
         list(read_table(tmp_path / f"a{suffix}"))
     command = str(caught.value).partition("for example by: python")[2]
@@ -197,6 +205,64 @@ def test_the_command_that_separates_fields_otherwise_works_as_printed(
     assert [record for _, record in read_table(tmp_path / f"b{suffix}")] == [
         {"text": 'one; "two", three\t4', "by": "b"}
     ]
+
+
+@pytest.mark.parametrize(("separator", "words"), [(";", "semicolons"), ("\t", "tabs")])
+@pytest.mark.parametrize("zipped", ["", ".gz"])
+def test_a_csv_file_with_other_separators_is_the_same_data(
+    separator: str, words: str, zipped: str, tmp_path: Path
+) -> None:
+    """The values have both separators, commas and line breaks in quotes; the file begins with a mark, as Excel's do."""
+    write = gzip.compress if zipped else bytes
+    (tmp_path / f"commas.csv{zipped}").write_bytes(write(table()))
+    other = tmp_path / f"others.csv{zipped}"
+    other.write_bytes(write(codecs.BOM_UTF8 + b"\r\n" + table(separator)))
+    assert b"\r\n" in table(separator)
+    for options in ALIKE:
+        one, two = (
+            corpus.load(path, context=9, vocab_size=256, **options)
+            for path in (tmp_path / f"commas.csv{zipped}", other)
+        )
+        assert data_digest(one) == data_digest(two)
+        assert one.reading.separated == ""
+        assert f"separated by {words}" in two.reading.line()
+    one, two = (datasets.load(path, context=2) for path in (tmp_path / f"commas.csv{zipped}", other))
+    assert data_digest(one) == data_digest(two)
+    assert f"; separated by {words}" in read_line(two)
+    assert user_fields(other, text_field="text") == ("patient_id",)
+    mixed = datasets.load(tmp_path, context=2)
+    assert f"; separated by commas and {words}" in read_line(mixed)
+
+
+def read_line(dataset: Any) -> str:
+    reading = read_counts_of(dataset)
+    assert reading is not None
+    return reading.line()
+
+
+@pytest.mark.parametrize(
+    ("header", "separator"),
+    [
+        ("text", ","),
+        ("text,by;or", ","),
+        ('"text;by",to', ","),
+        ('"text, or note";by', ";"),
+        ('"text;\n\tnote"\tby', "\t"),
+        ("text\tby;to", ","),
+        ('"text;by"', ","),
+        ("text|by", ","),
+    ],
+)
+def test_the_separator_is_that_of_the_header_outside_quotes(header: str, separator: str, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(f"{header}\n1;2;3,4\t5\n")
+    assert find_separator(tmp_path / "a.csv") == separator
+    (tmp_path / "a.tsv").write_text(f"{header}\n")
+    assert find_separator(tmp_path / "a.tsv") == "\t"
+
+
+def test_a_header_longer_than_what_is_looked_at_is_separated_by_commas(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(",".join(f"field{i};" for i in range(10_000)))
+    assert find_separator(tmp_path / "a.csv") == ","
 
 
 def test_a_table_without_the_user_is_refused_with_its_row(tmp_path: Path) -> None:

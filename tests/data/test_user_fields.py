@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -105,3 +106,36 @@ def test_a_folder_of_peoples_notes_is_trained_on_from_the_command_line(tmp_path,
     assert "all files in a folder, at any depth, are one sample" in statement.replace("All", "all")
     assert train(tmp_path / "other", *data, "--batch-size", "8", "--eval-fraction", "0.3", steps=2) == 0
     assert "users who were not trained on" in " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+
+def test_dates_fractions_and_values_that_never_repeat_are_not_suggested(tmp_path):
+    path = tmp_path / "notes.jsonl"
+
+    def suggested(**more):
+        records = [
+            {
+                "note": "x",
+                "id": i,
+                "day": "2024-01-31",
+                "time": "8:15",
+                "dose": "0,5",
+                **{k: v(i) for k, v in more.items()},
+            }
+            for i in range(20)
+        ]
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        return user_fields(path, text_field="note")
+
+    assert suggested() == ("id",)
+    assert suggested(ward=lambda i: i % 3) == ("ward",)
+    assert suggested(ward=lambda i: i % 3, patient_id=lambda i: f"p{i}") == ("patient_id", "ward")
+    assert suggested(who=lambda i: "ann" if i else "31.1.2024") == ("who",)
+
+
+def test_the_error_about_a_missing_user_field_names_no_date(tmp_path, capsys):
+    path = tmp_path / "notes.jsonl"
+    path.write_text(
+        "".join(f'{{"note": "x", "date": "{1 + i % 9}/3/2024", "patient_id": {i % 3}}}\n' for i in range(20))
+    )
+    assert call("train", "--data", str(path), "--field", "note", "--unit", "user") == 2
+    assert "it could be patient_id. For example: --user-field patient_id" in " ".join(capsys.readouterr().err.split())

@@ -50,6 +50,14 @@ def test_fdp_train_says_so_on_the_screen_only(copied: bool, tmp_path: Path, caps
     assert not [file for file in out.rglob("*") if file.is_file() and b"equal to another" in file.read_bytes()]
 
 
+def test_a_dry_run_says_so_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = tmp_path / "notes.jsonl"
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in [*TEXTS, TEXTS[2]]))
+    assert call("train", "--data", str(data), *GPT, "--noise-multiplier", "1", "--dry-run") == 0
+    said = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert said.index("2 of 5 samples are equal to another one") < said.index("dry run: every check passed")
+
+
 @pytest.mark.parametrize(
     ("long", "first"),
     [((), "9 bytes"), (("--long", "split", "--windows-per-user", "2"), "2 windows of 9 bytes")],

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,3 +73,11 @@ def test_reading_leaves_the_mode(tmp_path):
     with open_private(path, "r") as file:
         assert file.read() == "public"
     assert mode_of(path) == 0o644
+
+
+def test_text_is_utf_8_in_every_locale(tmp_path: Path) -> None:
+    code = "import sys, pathlib; from fdp.storage.private_files import write_private as write; "
+    code += "write(pathlib.Path(sys.argv[1]), '\\u00e9\\udcff')"
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "a")], env=os.environ | locale, check=True)
+    assert (tmp_path / "a").read_bytes() == b"\xc3\xa9\xff"
