@@ -115,6 +115,7 @@ INSIDE = {
         "inspect",
         "generate",
         "report",
+        "ledger_totals",
         "ledger",
         "main",
         "entry",

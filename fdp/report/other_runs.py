@@ -40,9 +40,8 @@ NOT_READ = (
 
 SEARCH_RUNS = (
     "The other runs of the search are left out here. The guarantee of the search is towards whoever sees its result "
-    "and nothing else of it; the number of its runs is not covered, and is not stated. The total of `fdp ledger` is "
-    "another one: for the owner of the data it composes every run of the search by its own noise, in the place of the "
-    "epsilon and delta of the search, which are added up here."
+    "and nothing else of it; the number of its runs is not covered, and is not stated. `fdp ledger` states the same "
+    "total, or for the owner of the data, who sees every run of the search, a larger one."
 )
 
 
