@@ -25,6 +25,7 @@ from fdp.privacy.guarantee import (
     Guarantee,
     choices_sentence,
     compose,
+    composition_note,
     count_choices,
     runs_that_share_noise,
     shared_noise_sentence,
@@ -84,7 +85,7 @@ def total_of(group: Sequence[Entry], searches: Mapping[str, KnownSearch]) -> dic
     counted = [promise for promise in began if promise.private]
     every_run = (compose(counted) if counted else None) or (0.0, 0.0)
     by_search = _runs_by_search(counted, searches)
-    found = {
+    found: dict[str, Any] = {
         "data": short_fingerprint(group[0].promise),
         "unit": units[0] if len(units) == 1 else unit_kind(units[0]),
         "relation": group[0].promise.relation,
@@ -94,6 +95,7 @@ def total_of(group: Sequence[Entry], searches: Mapping[str, KnownSearch]) -> dic
         "not_private": len(began) - len(counted),
         "choices_by_held_out_samples": count_choices(began),
         "runs_that_share_noise": runs_that_share_noise(began),
+        "note": composition_note(counted),
     }
     return found | (_with_searches(counted, by_search, every_run) if by_search else {})
 
@@ -110,7 +112,7 @@ def total_in_words(total: Mapping[str, Any]) -> str:
         )
     else:
         said = f"{runs}, together epsilon {_shown(total)} ({total['relation']})"
-        said += "".join(f"; {each}" for each in _search_clauses(total))
+        said += "".join(f"; {each}" for each in (*_search_clauses(total), total["note"]) if each)
     return (
         f"data {total['data']}, {total['unit']}: {said}"
         + (f"; besides {count(more, 'run')} without privacy" if (more := total["not_private"]) else "")
@@ -148,9 +150,10 @@ def _with_searches(
 ) -> dict[str, Any]:
     """Return the entries of a total that depend on searches; they replace those without."""
     open_ones = any(search.without_total() for search in by_search)
-    priced = None if open_ones else _compose_at_price(counted, by_search, by_search)
+    at_price = [] if open_ones else _at_price(counted, by_search, by_search)
+    priced = _total(at_price) if at_price else None
     # A statement has the search of its own run at the price, and the runs of other searches by their own noise.
-    stated = [] if open_ones else [_compose_at_price(counted, by_search, [search]) for search in by_search]
+    stated = [] if open_ones else [_total(_at_price(counted, by_search, [search])) for search in by_search]
     largest = None if priced is None else max([every_run, priced, *stated])
     rows = [
         {
@@ -171,21 +174,26 @@ def _with_searches(
         "epsilon_with_chosen_models": priced and priced[0],
         "delta_with_chosen_models": priced and priced[1],
         "searches": rows,
+        "note": composition_note(counted if largest == every_run else at_price),
     }
 
 
-def _compose_at_price(
+def _at_price(
     counted: Sequence[Guarantee], by_search: Mapping[KnownSearch, list[Guarantee]], at_price: Iterable[KnownSearch]
-) -> Total:
-    """Return the total with one run at the price of each of the searches ``at_price``, without its other runs."""
+) -> list[Guarantee]:
+    """Return the runs with one at the price of each of the searches ``at_price``, without its other runs."""
     others, priced = list(counted), []
     for search in at_price:
         runs = by_search[search]
         assert search.terms is not None
         others = [one for one in others if one not in runs]
         priced.append(search.terms.price(runs[0]))
-    total = compose([*others, *priced])
-    assert total is not None, "the price of every search is known here"
+    return [*others, *priced]
+
+
+def _total(promises: Sequence[Guarantee]) -> Total:
+    total = compose(promises)
+    assert total is not None, "all of them are private"
     return total
 
 
