@@ -138,7 +138,7 @@ def test_the_ledger_states_the_total_of_the_statement_of_the_chosen_model(
     (total,) = found["totals"]
     assert {name: total[name] for name in ("epsilon", "delta")} == stated
     assert f"4 runs, together epsilon {shown_epsilon(stated['epsilon'])} at delta" in text
-    assert "such as a search, adds its delta" in text
+    assert "such as a search, adds its delta" in text.splitlines()[-2]
     assert call("statement", best) == 0
     assert "such as a search, adds its delta)." in " ".join(capsys.readouterr().out.split())
     assert [run["search"] for run in found["runs"]] == [None, "sweep", "sweep", "sweep"]
