@@ -116,6 +116,7 @@ INSIDE = {
         "inspect",
         "generate",
         "report",
+        "ledger_totals",
         "ledger",
         "main",
         "output_streams",

@@ -24,6 +24,7 @@ from fdp.parallel.sharded_init import drawn_params
 from fdp.privacy import accounting
 from fdp.privacy.guarantee import LARGE_EPSILON
 from fdp.privacy.sampling import Poisson
+from fdp.privacy.shown_numbers import round_up
 from fdp.run.step_metrics import StepRecord
 from fdp.run.training_run import Run
 from fdp.types import FdpError, TrainState
@@ -170,9 +171,10 @@ def _first_step(run: Run) -> str | None:
         return None
     if then > CHEAP_GROWTH * math.sqrt(MORE_STEPS) * now:  # each step gains as little as its noise costs
         return None
+    noise, instead = round_up(then, 4), round_up(now, 4)
     return (
         f"the first step spends {first:.2g} of epsilon {config.epsilon:g}: {MORE_STEPS:g} times as many steps, --steps "
-        f"{more}, need only {then / now:.3g} times the noise (multiplier {then:.3g} instead of {now:.3g})"
+        f"{more}, need only {then / now:.3g} times the noise (multiplier {noise} instead of {instead})"
     )
 
 

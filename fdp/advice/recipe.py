@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 from fdp.advice.batch_and_steps import Choice, Fixed, Problem, Speed, choose_batch_and_steps
 from fdp.advice.signal import alignment_of, signal_to_noise
 from fdp.model import Model
+from fdp.privacy.shown_numbers import round_up
 
 LORA_RANK, LORA_FROM = 16, 10_000_000
 """The advised rank, and the size of a pretrained model from which adapters are advised."""
@@ -134,8 +135,9 @@ def _why_batch(problem: Problem, choice: Choice) -> str:
         steps=choice.steps,
         alignment=aligned,
     )
+    noise = round_up(choice.noise_multiplier, 4)
     return (
-        f"most predicted progress in this time: noise multiplier {choice.noise_multiplier:.3g}, noise-to-batch ratio "
+        f"most predicted progress in this time: noise multiplier {noise}, noise-to-batch ratio "
         f"{choice.noise_multiplier / choice.batch_size:.2g}, signal-to-noise {ratio.per_step:.2g} per step and "
         f"{ratio.in_total:.2g} in all (Sander et al. 2023, arXiv 2210.03403; McKenna et al. 2025, 2501.18914)"
     )

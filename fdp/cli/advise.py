@@ -31,7 +31,7 @@ from fdp.cli.train_options import (
     TrainOptions,
     train_flag,
 )
-from fdp.privacy.shown_numbers import shown_delta
+from fdp.privacy.shown_numbers import round_up, shown_delta
 
 if TYPE_CHECKING:
     from fdp.advice.table import Row
@@ -221,7 +221,7 @@ def _table(rows: list[Row], found: Advice) -> Table:
             f"{row.batch_size:,}",
             f"{row.steps:,}",
             f"{row.epochs:.3g}",
-            f"{row.noise_multiplier:.3f}",
+            round_up(row.noise_multiplier, 4),
             f"{row.noise_to_batch:.2g}",
             f"{row.signal.per_step:.2g}",
             f"{row.signal.in_total:.3g}",

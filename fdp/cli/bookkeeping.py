@@ -165,7 +165,8 @@ class Account:
 
     def __enter__(self) -> Account:
         if self._book is not None:
-            self._book.start(self.promise, folder=self._folder)
+            search = find_search(self._folder)
+            self._book.start(self.promise, folder=self._folder, search=search and search.name)
         return self
 
     def __exit__(

@@ -10,7 +10,7 @@ The ledger is on this machine only, beside the key by which data is recognised: 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,11 +22,16 @@ from fdp.cli.options import Flag, expand_groups
 from fdp.cli.train_options import train_flag
 
 if TYPE_CHECKING:
+    from fdp.cli.ledger_totals import KnownSearch
     from fdp.ledger.book import Entry
-    from fdp.privacy.guarantee import Guarantee
 
 HEADINGS: tuple[str, ...] = ("date", "run", "data", "epsilon", "delta", "steps", "ended", "unit", "folder")
 CAPTION = "A run counts with all its planned steps, once it has begun."
+MARK_OF_SEARCHES = " (search)"
+CAPTION_OF_SEARCHES = (
+    "(search): a run of fdp search, with the epsilon of its own noise. The model that was chosen has the price of the "
+    "search, which the total counts."
+)
 LEAST_OF_A_FOLDER = 12
 """Characters of a folder's path that are shown at least."""
 LEFT_OUT = ("unit", "data", "folder", "ended")
@@ -47,6 +52,7 @@ class LedgerListOptions:
 def ledger_command(options: LedgerListOptions) -> None:
     """List every private run that was started, the data it was on, and what the runs spent together."""
     # torch takes seconds to import; --help should not wait for it.
+    from fdp.cli.ledger_totals import find_searches, total_of
     from fdp.ledger.book import LEDGER_FILE, Book
     from fdp.ledger.data_key import OFF, ledger_folder, load_key
     from fdp.privacy.guarantee import linked_data
@@ -71,14 +77,15 @@ def ledger_command(options: LedgerListOptions) -> None:
         every = book.runs()
         entries = [entry for entry in every if wanted is None or _sides(entry, wanted)]
         others = len(every) - len(entries)
-    totals = [_total(group) for group in group_by_data(entries, wanted)]
+    searches = find_searches(entries)
+    totals = [total_of(group, searches) for group in group_by_data(entries, wanted)]
     if not entries:
         nothing = f"no run on this data, and {others} on other data" if others else "no run yet"
         console.print(f"{folder / LEDGER_FILE}: {nothing}", soft_wrap=True)
     else:
-        _show(console, folder / LEDGER_FILE, entries, totals)
+        _show(console, folder / LEDGER_FILE, entries, totals, searches)
     if options.as_json:
-        print(json.dumps({"ledger": str(folder / LEDGER_FILE), "runs": _rows(entries), "totals": totals}))
+        print(json.dumps({"ledger": str(folder / LEDGER_FILE), "runs": _rows(entries, searches), "totals": totals}))
 
 
 def group_by_data(entries: Sequence[Entry], wanted: set[str] | None = None) -> list[list[Entry]]:
@@ -113,57 +120,35 @@ def _sides(entry: Entry, wanted: set[str] | None) -> list[set[str]]:
     return sides if wanted is None else [side for side in sides if side & wanted]
 
 
-def _total(group: Sequence[Entry]) -> dict[str, Any]:
-    from fdp.privacy.guarantee import compose, count_choices, runs_that_share_noise, unit_kind
-
-    units = list(dict.fromkeys(entry.promise.unit for entry in group if entry.promise.private))
-    began = [entry.promise for entry in group if entry.began]
-    counted = [promise for promise in began if promise.private]
-    epsilon, delta = (compose(counted) if counted else None) or (0.0, 0.0)
-    return {
-        "data": _short(group[0].promise),
-        "unit": units[0] if len(units) == 1 else unit_kind(units[0]),
-        "relation": group[0].promise.relation,
-        "runs": len(counted),
-        "epsilon": epsilon,
-        "delta": delta,
-        "not_private": len(began) - len(counted),
-        "choices_by_held_out_samples": count_choices(began),
-        "runs_that_share_noise": runs_that_share_noise(began),
-    }
-
-
-def _rows(entries: Sequence[Entry]) -> list[dict[str, Any]]:
+def _rows(entries: Sequence[Entry], searches: Mapping[str, KnownSearch]) -> list[dict[str, Any]]:
     from fdp.privacy.guarantee import guarantee_to_json, held_out_epsilon
 
     return [
         guarantee_to_json(entry.promise)
         | {"epsilon_held_out": held_out_epsilon(entry.promise)}
         | {"folder": entry.folder, "steps_planned": entry.promise.steps, "steps_made": entry.steps, "ended": entry.how}
+        | {"search": None if (search := searches.get(entry.promise.run or "")) is None else search.name}
         for entry in entries
     ]
 
 
-def _show(console: Console, path: Path, entries: Sequence[Entry], totals: Sequence[dict[str, Any]]) -> None:
-    from fdp.data.nouns import count
-    from fdp.privacy.guarantee import choices_sentence, shared_noise_sentence
-    from fdp.privacy.shown_numbers import shown_delta, shown_epsilon
+def _show(
+    console: Console,
+    path: Path,
+    entries: Sequence[Entry],
+    totals: Sequence[dict[str, Any]],
+    searches: Mapping[str, KnownSearch],
+) -> None:
+    from fdp.cli.ledger_totals import total_in_words
 
     console.print(str(path), soft_wrap=True)
-    headings, *lines, caption = _table(entries, console.width)
+    headings, *lines, caption = _table(entries, console.width, searches)
     console.print(Text(headings, style="bold"), soft_wrap=True)
     for line in lines:
         console.print(Text(line), soft_wrap=True)
     console.print(Text(caption, style="italic"), soft_wrap=True)
     for total in totals:
-        console.print(
-            f"data {total['data']}, {total['unit']}: {total['runs']} run{'' if total['runs'] == 1 else 's'}, together "
-            f"epsilon {shown_epsilon(total['epsilon'])} at delta {shown_delta(total['delta'])} ({total['relation']})"
-            + (f"; besides {count(more, 'run')} without privacy" if (more := total["not_private"]) else "")
-            + (f"; {choices}" if (choices := choices_sentence(total["choices_by_held_out_samples"])) else "")
-            + (f"; {shared}" if (shared := shared_noise_sentence(total["runs_that_share_noise"])) else ""),
-            soft_wrap=True,
-        )
+        console.print(total_in_words(total), soft_wrap=True)
     if len(totals) > 1:
         console.print(
             "different data may hold the same people, and different units do not add up: for a person, what is spent "
@@ -172,13 +157,13 @@ def _show(console: Console, path: Path, entries: Sequence[Entry], totals: Sequen
         )
 
 
-def _table(entries: Sequence[Entry], width: int) -> list[str]:
+def _table(entries: Sequence[Entry], width: int, searches: Mapping[str, KnownSearch]) -> list[str]:
     """Return the lines of the table, two for a run with an epsilon of its own for units held out.
 
     Figures are never cut. If the columns do not fit, units are left out, which the totals state, then the beginnings of
     folders, then other columns of words; a table of figures alone may be wider than the window.
     """
-    rows = [dict(zip(HEADINGS, _cells(entry))) for entry in entries]
+    rows = [dict(zip(HEADINGS, _cells(entry, searches))) for entry in entries]
     wide = {name: max(_widest(name), *(_widest(row[name]) for row in rows)) for name in HEADINGS}
     shown = list(HEADINGS)
 
@@ -200,7 +185,8 @@ def _table(entries: Sequence[Entry], width: int) -> list[str]:
             lines.append(_line(parts, wide))
     left_out = [name for name in HEADINGS if name not in shown]
     hidden = f" Not shown for want of room: {', '.join(left_out)} (--json shows all)." if left_out else ""
-    return [*lines, f"{CAPTION}{hidden}"]
+    marked = f" {CAPTION_OF_SEARCHES}" if any(entry.promise.run in searches for entry in entries) else ""
+    return [*lines, f"{CAPTION}{marked}{hidden}"]
 
 
 def shorten_path(path: str, width: int) -> str:
@@ -219,22 +205,19 @@ def _line(cells: dict[str, str], wide: dict[str, int]) -> str:
     return GAP.join(cell.ljust(wide[name]) for name, cell in cells.items()).rstrip()
 
 
-def _cells(entry: Entry) -> tuple[str, ...]:
+def _cells(entry: Entry, searches: Mapping[str, KnownSearch]) -> tuple[str, ...]:
     """Return what the table says of a run, by heading."""
+    from fdp.cli.ledger_totals import short_fingerprint
     from fdp.privacy.guarantee import held_out_epsilon, short_name
     from fdp.privacy.shown_numbers import shown_delta, shown_epsilon
 
-    promise, folder, steps, how = entry
+    promise, folder, steps, how, _ = entry
     epsilon = "not private" if promise.epsilon is None else shown_epsilon(promise.epsilon)
+    epsilon += MARK_OF_SEARCHES * (promise.run in searches)
     if (held_out := held_out_epsilon(promise)) is not None:
         epsilon += f"\n{shown_epsilon(held_out)} held out"
     delta = "" if promise.delta is None else shown_delta(promise.delta)
     made = f"{'?' if steps is None else steps} of {promise.steps or '?'}"
     unit = promise.unit.partition(" (")[0]  # the totals below state it in full
-    begun = (promise.date or "")[:10], short_name(promise), _short(promise)
+    begun = (promise.date or "")[:10], short_name(promise), short_fingerprint(promise)
     return *begun, epsilon, delta, made, how or "no word of it", unit, folder
-
-
-def _short(promise: Guarantee) -> str:
-    """Return enough of a fingerprint to tell data sets of one ledger apart: of the files, if it is known."""
-    return promise.data[-1].split("-")[-1][:8] if promise.data else "unknown"

@@ -43,7 +43,7 @@ from fdp.privacy.selection import (
     noise_multiplier_for_selection,
     selection_epsilon,
 )
-from fdp.privacy.shown_numbers import shown_delta, shown_epsilon
+from fdp.privacy.shown_numbers import round_up, shown_delta, shown_epsilon
 from fdp.report.search_price import TRIAL, Search, write_price
 from fdp.run.run_folder import SEARCH_RESULT, read_run_folder
 from fdp.run.training_run import NotFinite
@@ -266,7 +266,7 @@ def statement(
         drawn = ", ".join(f"--{key.replace('_', '-')} {value:g}" for key, value in best["settings"].items())
         score = f"{score_name(shared)} {best['score']:.4f} (lower is better)"
         chosen = f"best of {count} runs: {drawn}, {score}, from {best['folder']}"
-    if price.epsilon is None:
+    if price.epsilon is None or price.noise_multiplier is None:
         return [
             chosen,
             f"not private: each run alone has epsilon {search.epsilon:g}, but the choice among them used data and is "
@@ -281,7 +281,7 @@ def statement(
         chosen,
         f"epsilon {shown_epsilon(price.epsilon)} at delta {shown_delta(price.delta)} covers the model and its "
         f"settings, chosen from a Poisson number of runs with mean {search.trials:g} (Papernot and Steinke 2022, "
-        f"Theorem 6, by RDP; noise multiplier {price.noise_multiplier:.4g} in every run)",
+        f"Theorem 6, by RDP; noise multiplier {round_up(price.noise_multiplier, 4)} in every run)",
         f"chosen by the loss on {outside}",
         f"not covered: {SEARCH_RESULT}, the number of runs, their scores and the models that were not chosen",
         *([] if search.seed is None else [SEEDED]),

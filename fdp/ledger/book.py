@@ -1,6 +1,7 @@
 """The ledger file: every run that was started on private data, and how it ended. Lines are only ever appended.
 
-    {"event": "start", "run": ..., "promise": {...}, "folder": ..., "mac": ...}     on disk before the first step
+    {"event": "start", "run": ..., "promise": {...}, "folder": ..., "mac": ...}     on disk before the first step;
+                                                                a run of fdp search names that: "search": ...
     {"event": "end",   "run": ..., "steps": 40, "how": "finished", "mac": ...}      absent if the process was killed
 
     mac_n = HMAC(key, mac_{n-1}, line n)
@@ -35,12 +36,16 @@ LEDGER_FILE = "ledger.jsonl"
 
 
 class Entry(NamedTuple):
-    """A run in the ledger. ``steps`` is how many it really made, None if it did not end in an orderly way."""
+    """A run in the ledger. ``steps`` is how many it really made, None if it did not end in an orderly way.
+
+    ``search`` is the name of the search that it is one of; None also for a search of an older fdp.
+    """
 
     promise: Guarantee
     folder: str
     steps: int | None = None
     how: str | None = None
+    search: str | None = None
 
     @property
     def began(self) -> bool:
@@ -76,7 +81,8 @@ class Book:
         for line in lines:
             name = line["run"]
             if line["event"] == "start":
-                found.setdefault(name, Entry(guarantee_from_json(line["promise"]), line["folder"]))
+                entry = Entry(guarantee_from_json(line["promise"]), line["folder"], search=line.get("search"))
+                found.setdefault(name, entry)
             elif line["event"] == "resume":
                 if found[name].steps is None:  # it was killed, perhaps after its first step
                     most[name] = max(most.get(name, 0), 1)
@@ -86,8 +92,8 @@ class Book:
                 found[name] = found[name]._replace(steps=most[name], how=line["how"])
         return list(found.values())
 
-    def start(self, promise: Guarantee, *, folder: Path) -> None:
-        """Record that a run starts, or goes on; on disk when this returns.
+    def start(self, promise: Guarantee, *, folder: Path, search: str | None = None) -> None:
+        """Record that a run starts, or goes on; on disk when this returns. ``search`` names the search it is one of.
 
         Guarantees:
           - a run that goes on with another promise than it began with is an error, since its entry would not count it.
@@ -101,7 +107,8 @@ class Book:
         known = bool(began)
         line = {"event": "resume" if known else "start", "run": promise.run, "date": now()}
         more = {} if known else {"promise": guarantee_to_json(promise), "folder": str(folder.resolve())}
-        self._append(line | more)
+        named = {} if known or search is None else {"search": search}
+        self._append(line | more | named)
 
     def end(self, run: str, *, steps: int, how: str) -> None:
         """Record how a run ended and how many steps it made, in all."""

@@ -22,6 +22,7 @@ from fdp.privacy.guarantee import (
     Guarantee,
     choices_sentence,
     compose,
+    composition_note,
     count_choices,
     linked_data,
     on_other_data,
@@ -84,7 +85,8 @@ class DataTotal(NamedTuple):
             )
         if self.as_made is not None and shown_epsilon(self.as_made[0]) != shown_epsilon(epsilon):
             said += f" ({shown_epsilon(self.as_made[0])} if early stops were planned before the runs)"
-        return said
+        note = composition_note([*self.earlier, self.now])
+        return f"{said}; {note}" if note else said
 
     def _other_units(self) -> str:
         if not self.other_units or self.in_all is None:

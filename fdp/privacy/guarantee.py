@@ -189,6 +189,22 @@ def _compose_private(runs: Sequence[Guarantee], held_out: Sequence[Release]) -> 
     return (min(epsilon, added) if adds_up else epsilon), delta
 
 
+def composition_note(guarantees: Sequence[Guarantee]) -> str:
+    """Return why a total may be above the sum of the epsilons of its runs, and its delta above theirs; or nothing."""
+    runs = [one for one in once_each(guarantees) if one.private]
+    if len(runs) < 2:
+        return ""
+    said = []
+    if evaluated := sum(bool(one.evaluations) for one in runs):
+        said.append(
+            f"the noised evaluations of {evaluated} run{'s' * (evaluated > 1)} count in, since whoever one run holds "
+            f"out another may train on"
+        )
+    if any(one.releases is None for one in runs):
+        said.append("a run of which only epsilon and delta are known, such as a search, adds its delta")
+    return "; ".join(said)
+
+
 def releases_the_same(earlier: Guarantee, later: Guarantee) -> bool:
     """Return True if an attempt at a run releases what an earlier attempt released, so that both are one run.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from fdp import models
 from fdp.privacy.clipping import COUNT_NOISE_SHARE
-from fdp.privacy.shown_numbers import shown_epsilon
+from fdp.privacy.shown_numbers import round_up, shown_epsilon
 from fdp.report.run_facts import RunFacts, Status
 
 ROUNDING = "1e-6"
@@ -42,8 +42,8 @@ def describe_mechanism(facts: RunFacts) -> tuple[str, ...]:
         f"finite contributes exactly 0. So adding or removing one sample moves the sum by at most C, up to rounding of "
         f"{ROUNDING} C.",
         f"Noise: Gaussian with standard deviation z C in every coordinate of the sum, noise multiplier z = "
-        f"{config['noise_multiplier']:.6g}, added once per step.{_extra_noise(facts)} The sum is then divided by the "
-        f"public number {settings['batch_size']}, not by the number of samples drawn.",
+        f"{round_up(config['noise_multiplier'], 6)}, added once per step.{_extra_noise(facts)} The sum is then divided "
+        f"by the public number {settings['batch_size']}, not by the number of samples drawn.",
         f"Steps: {facts.promise.steps} planned; the run {facts.status.value}.{_steps_made(facts)}",
         f"Optimizer: {settings['optimizer']}, which works on the noisy mean; this is post-processing and costs "
         f"nothing.",

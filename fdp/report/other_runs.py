@@ -14,6 +14,7 @@ from fdp.privacy.guarantee import (
     Guarantee,
     choices_sentence,
     compose,
+    composition_note,
     count_choices,
     linked_data,
     promise_about,
@@ -40,9 +41,8 @@ NOT_READ = (
 
 SEARCH_RUNS = (
     "The other runs of the search are left out here. The guarantee of the search is towards whoever sees its result "
-    "and nothing else of it; the number of its runs is not covered, and is not stated. The total of `fdp ledger` is "
-    "another one: for the owner of the data it composes every run of the search by its own noise, in the place of the "
-    "epsilon and delta of the search, which are added up here."
+    "and nothing else of it; the number of its runs is not covered, and is not stated. `fdp ledger` states the same "
+    "total, or for the owner of the data, who sees every run of the search, a larger one."
 )
 
 
@@ -74,7 +74,8 @@ def compose_others(
     private = [one for one in known if one.private]
     alike = [one for one in private if same_unit(one, promise)]
     assumed = [one for one in facts.chain.earlier if alike and one.private and not set(one.data) & data]
-    on_data = compose([*assumed, *alike, promise_about(promise, data) or promise]) if alike else None
+    counted = [*assumed, *alike, promise_about(promise, data) or promise]
+    on_data = compose(counted) if alike else None
     return {
         "runs_before": len(facts.before),
         "same_data_before": bool(facts.before) and all(same_data(one, promise) for one in facts.before),
@@ -84,6 +85,7 @@ def compose_others(
         "other_runs_on_this_data": len({one.run for one in alike}),
         "assumed_on_this_data": len(assumed),
         "on_this_data": on_data and {"epsilon": on_data[0], "delta": on_data[1]},
+        "note_on_this_data": composition_note(counted) if on_data else "",
         "other_units_on_this_data": len({one.run for one in private if not same_unit(one, promise)}),
         "not_private_on_this_data": len({one.run for one in known if not one.private}),
         "choices_by_held_out_samples": count_choices([*facts.before, *known]),
@@ -132,7 +134,8 @@ def totals_in_words(totals: dict[str, Any]) -> list[str]:
             f"The ledger of the data's owner, or the model, names "
             f"{count(totals['other_runs_on_this_data'], 'other private run')} on the same data with the same unit. For "
             f"whoever sees the results of all of them, together with this one{assumed}: epsilon "
-            f"{rounded_up(on_data['epsilon'], 4)} at delta {shown_delta(on_data['delta'])}."
+            f"{rounded_up(on_data['epsilon'], 4)} at delta {shown_delta(on_data['delta'])}"
+            f"{f' ({note})' if (note := totals['note_on_this_data']) else ''}."
         )
     elif others := totals["other_runs_on_this_data"]:
         found.append(

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from fdp.privacy.shown_numbers import shown_delta, shown_epsilon
+from fdp.privacy.shown_numbers import round_up, shown_delta, shown_epsilon
 from fdp.report.contents import planned_epsilon
 from fdp.report.documents import Block, Bullets
 from fdp.report.mechanism_words import describe_mechanism
@@ -46,10 +46,10 @@ def promise(run: RunFolder) -> str:
         f"The parameters are ({shown_epsilon(budget)}, {shown_delta(config['delta'])})-differentially private. "
         f"Neighbouring data sets: {config.get('relation')}. One sample is {unit}."
     )
-    noise, rate = config.get("noise_multiplier"), config.get("sampling_rate")
+    noise, rate = round_up(config["noise_multiplier"], 4), config.get("sampling_rate")
     how = (
         f"Mechanism: in each of {run.settings['steps']:,} steps, samples are drawn by Poisson sampling with the public "
-        f"rate {rate:.3g}; each sample's gradient is clipped, and Gaussian noise of {noise:.4g} times the clipping "
+        f"rate {rate:.3g}; each sample's gradient is clipped, and Gaussian noise of {noise} times the clipping "
         f"bound is added to the sum."
     )
     open_end = "The run has not ended: the figure is that of all its planned steps." if run.summary is None else ""

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from fdp.privacy.curves import LARGEST_GROUP
 from fdp.privacy.guarantee import LARGE_EPSILON, Guarantee, delta_advice, guarantee_to_json, held_out_epsilon
-from fdp.privacy.shown_numbers import shown_delta, shown_epsilon
+from fdp.privacy.shown_numbers import round_up, shown_delta, shown_epsilon
 from fdp.report.checklists import ASK_TUNING, DPFY_ML, NIST, Item, dpfy_ml, nist_sp_800_226
 from fdp.report.documents import Bullets, Document, Rows, Section
 from fdp.report.headline import headline, held_out_choice
@@ -215,7 +215,7 @@ def _accounting_section(facts: RunFacts) -> Section:
     promise, chain = facts.promise, facts.chain
     assert promise.releases is not None
     rows = tuple(
-        (each.what, f"{each.sampling_rate:.6g}", f"{each.noise_multiplier:.6g}", str(each.count))
+        (each.what, f"{each.sampling_rate:.6g}", round_up(each.noise_multiplier, 6), str(each.count))
         for each in (chain.releases if facts.total.releases is not None else promise.releases)
     )
     if not chain.earlier:  # with earlier runs they are in the releases of the chain
@@ -223,7 +223,7 @@ def _accounting_section(facts: RunFacts) -> Section:
             (
                 f"{each.what}, of held-out units",
                 f"{each.sampling_rate:.6g}",
-                f"{each.noise_multiplier:.6g}",
+                round_up(each.noise_multiplier, 6),
                 str(each.count),
             )
             for each in promise.evaluations

@@ -12,6 +12,7 @@ from fdp.advice.divergence import find_divergence, patience
 from fdp.advice.hints import FIRST_STEP_SHARE, Diverged, clipping_hint, follow_hints, hints_before
 from fdp.cli.configure import configure
 from fdp.privacy.guarantee import RELATION, Guarantee
+from fdp.privacy.shown_numbers import round_up
 from fdp.run.step_metrics import StepRecord
 from fdp.run.training_run import Run, prepare
 from tests.cli.train_runs import last_json, small_options, train
@@ -97,6 +98,7 @@ def test_a_first_step_that_spends_most_names_the_price_of_more() -> None:
     hint = next(hint for hint in hints_before(dear) if "first step" in hint)
     assert "of epsilon 8" in hint
     assert "4 times as many steps, --steps 16, need only 1.06 times the noise" in hint
+    assert f"instead of {round_up(dear.mechanism.noise_multiplier, 4)})" in hint
     before = (Guarantee(1.0, 1e-6, RELATION, "one record"),)  # extended: the budget is what the total has left
     extended = dear._replace(config=replace(dear.config, before=before))
     assert not [hint for hint in hints_before(extended) if "first step" in hint]

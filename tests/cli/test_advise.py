@@ -13,6 +13,7 @@ from fdp.advice import machine
 from fdp.cli.advise import HEADINGS
 from fdp.cli.configure import configure
 from fdp.cli.recipe import largest_batch
+from fdp.privacy.shown_numbers import round_up
 from tests.cli.train_runs import call, interrupt_after, last_json, small_options
 from tests.data.test_text import write
 
@@ -33,6 +34,9 @@ def test_the_command_that_is_printed_trains(tmp_path: Path, capsys: pytest.Captu
     assert words[:9] == shlex.split("train --model logistic --data digits --epsilon 4 --clip automatic")
     assert words[words.index("--max-norm") + 1] == "0.5"
     assert "steps" not in found["settings"]
+    noise = round_up(found["noise_multiplier"], 4)
+    assert f"noise multiplier {noise}, noise-to-batch" in " ".join(shown.split())
+    assert table.count(f" {noise} ") >= 1
     assert {"batch_size", "lr", "clip"} <= set(found["settings"])
     assert found["settings"].keys() == found["reasons"].keys()
     assert found["population"] == 1500, "the public number, not the private 1437"

@@ -65,6 +65,14 @@ def test_the_best_run_is_exported_with_the_epsilon_of_the_search(
         assert ("not the run that was chosen" in said) != chosen
 
 
+def test_the_noise_of_a_search_is_rounded_up() -> None:
+    """Copied into another command, a number rounded down would spend more than the budget."""
+    search = SearchOptions(out=Path("out"), trials=2.0)
+    best = {"settings": {"lr": 0.1}, "score": 1.0, "folder": "out/trial-1"}
+    said = " ".join(search_runs.statement(Price(1.78518, 4.0, 1e-6), search, {"eval_public": True}, best, 1))
+    assert "noise multiplier 1.786 in every run" in said
+
+
 WILD = shlex.split("--lr 1e6,1e7 --optimizer sgd --schedule constant --steps 12 --max-norm 1 --clip flat")
 
 

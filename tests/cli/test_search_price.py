@@ -117,7 +117,7 @@ def test_summary_and_report_of_a_chosen_run_have_the_totals_of_its_statement(
     assert warning == summary["warning"]
     assert "at the price of the search: epsilon 40.000 at delta 1e-06" in warning
     assert f"together with this one: epsilon {rounded_up(on_data['epsilon'], 4)} at delta 2e-06" in warning
-    assert "The total of `fdp ledger` is another one" in warning
+    assert "`fdp ledger` states the same total" in warning
     assert shown_epsilon(summary["epsilon"]) not in warning, "this run alone"
     for trial in out.glob("trial-*"):
         summary = json.loads((trial / "summary.json").read_text())

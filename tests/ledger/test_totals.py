@@ -8,7 +8,7 @@ from fdp.cli.ledger import group_by_data
 from fdp.ledger.book import Entry
 from fdp.ledger.totals import DataTotal, total_on_same_data
 from fdp.privacy.guarantee import RELATION, Guarantee, compose, linked_data
-from fdp.privacy.releases import GRADIENTS, Release, composed_epsilon
+from fdp.privacy.releases import EVALUATIONS, GRADIENTS, Release, composed_epsilon
 
 DELTA = 1e-6
 
@@ -228,3 +228,22 @@ def test_a_total_at_another_price_composes_it_in_the_place_of_the_run():
     assert priced.in_all == compose([*found.earlier, *found.other_units, price])
     assert found.at(NOW)[:3] == found[:3]
     assert len(priced.sentences()) == 2, "a figure in each"
+
+
+def test_a_total_above_the_sum_of_its_runs_says_why():
+    """3.999 and 2.997 gave 7.156 at twice the delta, without a word."""
+    evaluated = promise("a")._replace(evaluations=(Release(EVALUATIONS, 1.0, 5.0, 4),))
+    found = total_on_same_data(NOW, [Entry(evaluated, "out", 50, "finished")], before=())
+    assert found is not None
+    evaluations = "the noised evaluations of 1 run count in, since whoever one run holds out another may train on"
+    assert words_of(found).endswith(f"; {evaluations}")
+    search = "a run of which only epsilon and delta are known, such as a search, adds its delta"
+    priced = found.at(NOW._replace(releases=None))
+    assert priced.total is not None
+    assert priced.total[0] > (evaluated.epsilon or 0) + (NOW.epsilon or 0)
+    assert priced.total[1] == 2 * DELTA
+    assert words_of(priced).endswith(f"; {evaluations}; {search}")
+    plain = total_on_same_data(NOW, [entry("a")], before=())
+    assert plain is not None
+    assert "count in" not in words_of(plain)
+    assert "adds its delta" not in words_of(plain)

@@ -17,6 +17,7 @@ from fdp.privacy.releases import GRADIENTS, Release, composed_epsilon
 from fdp.privacy.shown_numbers import shown_epsilon
 from fdp.report.checklists import ASK
 from fdp.report.documents import as_markdown, as_text
+from fdp.report.promise import promise
 from fdp.report.run_facts import read_facts, unit_note
 from fdp.report.statement import ANY_ORDER, make_statement
 from fdp.run.run_folder import read_run_folder
@@ -89,6 +90,18 @@ def text_of(folder: Path, **options: Any) -> str:
     statement = make_statement(read_facts(read_run_folder(folder)), **options)
     json.dumps(statement.facts, allow_nan=False)
     return " ".join(as_text(statement.document).split())
+
+
+def test_noise_is_rounded_up(tmp_path):
+    """Both in words, from config.json, and in the table, from the promise."""
+    releases = tuple(each._replace(noise_multiplier=1.2345612) for each in PROMISE.releases or ())
+    run = write_run(tmp_path / "run", promises=(PROMISE._replace(releases=releases),), summary={}, steps=40)
+    config = json.loads((run / "config.json").read_text()) | {"noise_multiplier": 1.2345612, "delta": 1e-6}
+    (run / "config.json").write_text(json.dumps(config))
+    text = text_of(run)
+    assert text.count("1.23457") == 2
+    assert "1.23456" not in text
+    assert "Gaussian noise of 1.235 times the clipping bound" in promise(read_run_folder(run))
 
 
 def test_the_statement_holds_the_guarantee_the_mechanism_and_both_checklists(tmp_path):
