@@ -105,7 +105,8 @@ def fold_in(key: Key, data: int | str | Int[Tensor, ""]) -> Key:
             data = data.to(key.device, torch.int64)
             nonce = torch.stack([torch.full_like(data, _FOLD_INT), data & _WORD, data >> 32 & _WORD])
             return chacha20.keystream(key, nonce, 0, 1)[:8]
-        words = [_FOLD_INT, int(data) & _WORD, int(data) >> 32 & _WORD]
+        number = int(data.to(torch.int64))
+        words = [_FOLD_INT, number & _WORD, number >> 32 & _WORD]
     else:
         if not is_whole_number(data) or (data := int(data)) < 0 or data >= 1 << 63:
             raise FdpError(f"fold_in: expected an int in [0, 2^63), got {shown(data)}; fold in a str for anything else")

@@ -14,6 +14,7 @@ from fdp_kernels.normal import TAIL_PURPOSE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fdp import keys
 from fdp.types import FdpError
@@ -81,10 +82,26 @@ def test_a_key_that_is_read_at_once_has_the_children_of_one_that_is_traced(monke
     at_once = [keys.fold_in(ROOT, data) for data in every]
     compiled = torch.compile(lambda key, step: keys.fold_in(key, step), backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(ROOT, torch.tensor(1 << 40)), at_once[5])
+    assert torch.equal(keys.fold_in(ROOT, torch.tensor(7, dtype=torch.uint64)), at_once[1])
+    assert keys.fold_in(ROOT, torch.tensor((1 << 64) - 3, dtype=torch.uint64)).equal(at_once[6])
     with torch.device("meta"):
         assert all(torch.equal(keys.fold_in(ROOT, data), child) for child, data in zip(at_once, every))
     monkeypatch.setattr(keys, "are_plain", lambda tensors: False)
     assert all(torch.equal(child, keys.fold_in(ROOT, data)) for child, data in zip(at_once, every))
+
+
+@pytest.mark.parametrize("library", ["compiled loops", "none"])
+@pytest.mark.parametrize("pre_dispatch", [False, True])
+def test_a_traced_program_draws_for_the_key_that_it_is_given(pre_dispatch, library, monkeypatch):
+    if library == "none":
+        monkeypatch.setattr("fdp_kernels.cpu_library.library", lambda: None)
+
+    def draw(key):
+        return keys.normal(keys.fold_in(keys.fold_in(key, 5), "w"), (3,), dtype=torch.float64)
+
+    program = make_fx(draw, pre_dispatch=pre_dispatch)(ROOT)
+    for key in (ROOT, keys.key(1), keys.key(2)):
+        assert torch.equal(program(key), draw(key))
 
 
 def test_no_stream_serves_two_purposes():

@@ -212,6 +212,16 @@ def write_metrics(
         os.fsync(lines.fileno())
 
 
+def digests_of(model: Path, folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of an exported file, or of every safetensors file of an exported folder, by its name in
+    ``folder``: the statement of the run names them, and whoever has the model can check them."""
+    found = {}
+    for path in sorted(model.glob("*.safetensors")) if model.is_dir() else [model]:
+        with path.open("rb") as file:
+            found[str(path.relative_to(folder))] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
 def write_summary(folder: Path, summary: dict[str, Any]) -> None:
     """Write ``summary.json``."""
     _write_json(folder / "summary.json", summary)

@@ -336,8 +336,9 @@ def _finish(session: Session, state: TrainState, records: list[StepRecord]) -> N
     result = exported(run, state)
     summary = summarise(run, result, records) | evaluation_summary(session.evaluator, records)
     summary |= result_summary(run, state) | session.account.summary()
-    export_model(result.params, options.model, folder, guarantees=session.account.promises)
+    model = export_model(result.params, options.model, folder, guarantees=session.account.promises)
     if launch.rank() == 0:
+        summary |= {"file_sha256": run_files.digests_of(model, folder)}
         figure.write_report(folder, run, records, title=f"{options.model.model} on {options.data.data}")
         run_files.write_summary(folder, summary)  # last: a folder with a summary is a finished run
         extends = options.ledger.extend is not None

@@ -271,6 +271,7 @@ class ComputeOptions:
             "int8, rounded to 8 bits, which takes less memory and, at about 512 tokens, less time (bfloat16 on one "
             "Hopper GPU, with noise, which hides the rounding); auto: int8 where that is so and no --seed is given.",
             needs=Needs.METHOD_AUTO,
+            effect=HOW,  # what a run has rounded before, it goes on to round: fdp.run.same_noise
             complete=choices.STORED_DTYPES,
         ),
     ] = "auto"

@@ -66,7 +66,7 @@ CONDITIONS: dict[Needs, Callable[[TrainOptions], bool]] = {
     Needs.SAVING: lambda options: options.output.save_every is not None,
     Needs.PRIVACY: lambda options: options.privacy.method != "none",
     Needs.BUDGETED_METHOD: lambda options: options.privacy.method in ("auto", "flash"),
-    Needs.METHOD_AUTO: lambda options: options.privacy.method == "auto",
+    Needs.METHOD_AUTO: lambda options: options.privacy.method == "auto" or options.compute.stored_dtype == "full",
     Needs.ADAMW: lambda options: options.training.optimizer == "adamw",
     Needs.KFAC: _is_kfac,
     Needs.KFAC_WITHOUT_PRIVACY: _is_public_kfac,

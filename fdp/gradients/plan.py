@@ -70,6 +70,10 @@ STORED_DTYPES = (None, torch.int8)
 """Dtypes in which gradients may be stored between norm and sum; None: the compute dtype only."""
 
 
+class CannotRound(FdpError):
+    """Gradients that are to be stored in 8 bits cannot be: on this device, in this dtype, by this method."""
+
+
 class Plan(NamedTuple):
     """The choices of a method for one model and one microbatch shape. ``choices`` is empty for plain training.
 
@@ -264,7 +268,7 @@ def _round_only(
 ) -> dict[Path, dict[NormBy, Choice]]:
     """Return the options with which the gradients of these leaves, and of no other, are stored in 8 bits."""
     if unable := sorted(path for path in rounded if NormBy.KEEP_INT8 not in options.get(path, ())):
-        raise FdpError(
+        raise CannotRound(
             f"rounded: expected leaves whose gradients can be stored in 8 bits, which takes stored_dtype=torch.int8, "
             f"half precision and a Hopper GPU, got {unable[:3]}"
         )

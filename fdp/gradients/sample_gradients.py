@@ -108,7 +108,7 @@ def floored_gram_squared_norm(record: Record) -> Float[Tensor, " batch"]:
     twice ``n eps`` of it, since the square is rounded as well.
     """
     pair = _single_token([record])
-    if pair is None or pair.left.shape[1] > 1:
+    if pair is None or max(pair.left.shape[1], pair.right.shape[1]) > 1:
         return gram_squared_norm(record).clamp_min(0) + gram_rounding([record])
     return gram_squared_norm(record) * (1 + 2 * _depth(record) * torch.finfo(torch.float64).eps)
 
@@ -181,7 +181,7 @@ def weighted_gradient_of_uses(records: Sequence[Record], factors: Float[Tensor, 
     if (pair := _single_token(records)) is not None:
         left, counts = _scale(pair.left.double(), factors), (factors > 0).view(-1, 1, 1, 1)
         right = pair.right.where(counts, pair.right.new_zeros(())).double()
-        if left.shape[1] == 1:
+        if left.shape[1] == right.shape[1] == 1:
             return (left.flatten(1).t() @ right.flatten(1)).reshape(pair.shape)
         return (left.squeeze(2).permute(1, 2, 0) @ right.squeeze(2).transpose(0, 1)).reshape(pair.shape)
     for few in _chunk_samples(records):

@@ -10,7 +10,6 @@ the run ended, and of samples that are both trained on and evaluated, is the exc
 from __future__ import annotations
 
 from enum import Enum
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from fdp.data.units import A_FOLDER, UnitKind, privacy_unit
@@ -36,8 +35,8 @@ class RunFacts(NamedTuple):
     """The public facts of a run. ``before`` are the promises of the runs whose parameters it started from.
 
     ``evaluated_too`` is True if samples that are trained on are among those of the evaluations. It follows from the
-    data, and is told all the same: without it the statement of the evaluations would not be true. ``model_files`` hold
-    the parameters that the run exported.
+    data, and is told all the same: without it the statement of the evaluations would not be true. ``file_digests`` are
+    the SHA-256 of the files of parameters that the run exported, by name.
     """
 
     name: str
@@ -52,7 +51,7 @@ class RunFacts(NamedTuple):
     search: Search | None = None
     parameter_digest: str | None = None
     evaluated_too: bool = False
-    model_files: tuple[Path, ...] = ()
+    file_digests: tuple[tuple[str, str], ...] = ()
 
     @property
     def private(self) -> bool:
@@ -113,7 +112,7 @@ def read_facts(run: RunFolder) -> RunFacts:
         search=search,
         parameter_digest=None if kept else summary.get("parameter_sha256"),
         evaluated_too=any(evaluation.shared for evaluation in evaluations),
-        model_files=(*run.path.glob("model.safetensors"), *sorted(run.path.glob("model/*.safetensors"))),
+        file_digests=tuple(summary.get("file_sha256", {}).items()),
     )
 
 

@@ -9,10 +9,7 @@ except where it says otherwise.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-from functools import lru_cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from fdp.privacy.curves import LARGEST_GROUP
@@ -182,23 +179,10 @@ def _cautions(facts: RunFacts) -> tuple[str, ...]:
 def _which_model(facts: RunFacts) -> tuple[str, ...]:
     """Return what ties the statement to a run and to the parameters that it exported."""
     begun = () if facts.promise.date is None else (f"The run began at {facts.promise.date}.",)
-    files = [f"The SHA-256 of {name}, as sha256sum prints it, is {digest}." for name, digest in _file_digests(facts)]
-    return (*begun, *files)
-
-
-def _file_digests(facts: RunFacts) -> list[tuple[str, str]]:
-    """Return the names of the files with the parameters, and their SHA-256, which whoever has the model can check."""
-    return [
-        (f"model/{path.name}" if path.parent.name == "model" else path.name, _digest_of(path, path.stat().st_mtime_ns))
-        for path in facts.model_files
-    ]
-
-
-@lru_cache(maxsize=256)
-def _digest_of(path: Path, changed: int) -> str:
-    """Return the SHA-256 of a file as it is since ``changed``; it may be large, and a statement names it twice."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    digest = facts.parameter_digest
+    parameters = () if digest is None else (f"The SHA-256 of its parameters, as in summary.json, is {digest}.",)
+    files = tuple(f"The SHA-256 of {name}, as sha256sum prints it, is {it}." for name, it in facts.file_digests)
+    return (*begun, *(files or parameters))
 
 
 def _held_out_sentence(promise: Guarantee) -> tuple[str, ...]:
@@ -319,7 +303,7 @@ def _as_json(facts: RunFacts, numbers: dict[str, Any], totals: dict[str, Any], t
     return {
         "run": facts.name,
         "parameter_sha256": facts.parameter_digest,
-        "file_sha256": dict(_file_digests(facts)),
+        "file_sha256": dict(facts.file_digests),
         "private": facts.total.private,
         "status": facts.status.value,
         "guarantee": guarantee_to_json(facts.total)

@@ -139,7 +139,7 @@ def round_only_under_noise(config: RunConfig, noise_multiplier: float) -> RunCon
         return replace(config, stored_dtype=None)
     raise FdpError(
         f"--stored-dtype int8: expected noise, which hides that gradients are rounded, with a noise multiplier of "
-        f"at least {LEAST_NOISE_FOR_INT8}, got {noise_multiplier:.3g}; leave it out"
+        f"at least {LEAST_NOISE_FOR_INT8}, got {noise_multiplier:.7g}; leave it out"
     )
 
 

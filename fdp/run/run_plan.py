@@ -13,9 +13,10 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
+import torch
 
 from fdp.gradients import timing
-from fdp.gradients.plan import TIMED_METHODS, Plan, add_smaller_sizes, make_plan
+from fdp.gradients.plan import TIMED_METHODS, CannotRound, Plan, add_smaller_sizes, make_plan
 from fdp.model import Model
 from fdp.parallel.sharding import Sharding, abstract_params
 from fdp.privacy.microbatches import samples_per_rank
@@ -32,6 +33,7 @@ def make_run_plan(
 
     ``rounded`` are the leaves that a resumed run stores in 8 bits; None: a new run, which chooses them.
     """
+    config = _stored_as_before(config, rounded)
     params = abstract_params(model, sharding, device=config.device)
     largest, *smaller = local_sizes(config, sharding)
     examples = first_examples(config, largest)
@@ -48,17 +50,33 @@ def make_run_plan(
     )
     # Several ranks, and runs that are to be repeatable, must make the same choices, so they do not go by times.
     timed = config.method in TIMED_METHODS and sharding is None and not config.repeatable
-    plan = plan_with()
+    try:
+        plan = plan_with()
+    except CannotRound as error:
+        raise FdpError(
+            f"resume: this run stores gradients in 8 bits, and its noise is drawn for that: expected --stored-dtype "
+            f"auto or int8 with --dtype bfloat16, in one process on a Hopper GPU (H100, H200), got {config.dtype} on "
+            f"{config.device.type}; resume it there, or give another --out to start anew"
+        ) from error
     if timed and timing.is_worth_timing(config.device, config.dtype):
         uses = [use for block in plan.uses for use in block]
         norms = timing.timed_norms(config.stored_dtype)
         store = timing.default_store()
         times = timing.measure(uses, dtype=config.dtype, device=config.device, store=store, norms=norms)
         plan = plan_with(timings=times)
+    if config.stored_by_default and not plan.rounded:  # the same sums as without, so the same noise
+        plan = plan._replace(stored_dtype=None)
     try:
         return add_smaller_sizes(plan, model, params, examples, sizes=smaller), config
     except FdpError:  # a dimension of the model happens to be one of the smaller sizes
         return make_run_plan(replace(config, smaller_microbatches=False), model, sharding, rounded=rounded)
+
+
+def _stored_as_before(config: RunConfig, rounded: Collection[Path] | None) -> RunConfig:
+    """Return the configuration in which a resumed run stores gradients as it did; by default only, not if asked."""
+    if rounded is None or not config.stored_by_default:
+        return config
+    return replace(config, stored_dtype=torch.int8 if rounded else None)
 
 
 def local_sizes(config: RunConfig, sharding: Sharding | None) -> list[int]:

@@ -37,15 +37,17 @@ def rounding_record(run: Run) -> dict[str, Any]:
 
 
 def earlier_noise(meta: Mapping[str, Any]) -> EarlierNoise:
-    """Return the noise of a run that is resumed; that of a new run for a checkpoint that does not say."""
+    """Return the noise of a run that is resumed; no slack and no gradients in 8 bits if its checkpoint does not say."""
     found = meta.get("noise", {})
     return read_noise(found, found.get("slack"))
 
 
 def read_noise(record: Mapping[str, Any], slack: float | None) -> EarlierNoise:
-    """Return the noise of :func:`rounding_record` with this slack."""
-    leaves = record.get("rounded_leaves")
-    return EarlierNoise(slack or NEW_RUN.slack, None if leaves is None else tuple(leaves))
+    """Return the noise of :func:`rounding_record` with this slack.
+
+    A record without leaves is of an fdp that stored none in 8 bits.
+    """
+    return EarlierNoise(slack or NEW_RUN.slack, tuple(record.get("rounded_leaves", ())))
 
 
 def check_same_noise(meta: Mapping[str, Any], run: Run, where: Path) -> None:
@@ -67,10 +69,20 @@ def check_same_rounding(rounded: str | None, slack: float, run: Run, where: Path
 
     ``rounded`` and ``slack`` are those of :func:`noise_record`; None if an older fdp did not write them.
     """
-    if rounded in (None, run.stages.rounded) and extra_noise(run) <= slack + ROUNDING:
+    if rounded not in (None, run.stages.rounded):
+        raise FdpError(
+            f"{where}: expected the rounding that the noise of this run was drawn for ({_in_words(rounded)}), got "
+            f"{_in_words(run.stages.rounded)}; resume it with the --microbatch, the --sum-dtype, the --stored-dtype "
+            "and the kind of device that it began with, or give another --out to start anew"
+        )
+    if extra_noise(run) <= slack + ROUNDING:
         return
     raise FdpError(
         f"{where}: expected sums that are rounded by at most {slack:.6g} of the clipping bound, which the noise of "
         f"this run covers, got {extra_noise(run):.6g}; resume it with the --microbatch, the --sum-dtype, the "
         "--stored-dtype and the kind of device that it began with, or give another --out to start anew"
     )
+
+
+def _in_words(rounded: str) -> str:
+    return rounded.removeprefix(", ") or "neither sums nor stored gradients"

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack, is_legacy_batchedtensor
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
@@ -27,7 +28,9 @@ def is_everything_traced() -> bool:
     """Return True if the compiler, a mode, or a transform of torch.func other than ``grad`` sees all operations."""
     if torch.compiler.is_compiling():
         return True  # first: the compiler cannot ask for the rest
-    if torch.jit.is_tracing() or forward_ad._current_level >= 0 or torch._C._len_torch_dispatch_stack():
+    if torch.jit.is_tracing() or forward_ad._current_level >= 0:
+        return True
+    if torch._C._len_torch_dispatch_stack() or _len_torch_dispatch_stack_pre_dispatch():
         return True
     return any(one.key() != TransformType.Grad for one in transforms())
 

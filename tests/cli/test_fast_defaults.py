@@ -134,6 +134,18 @@ def test_by_default_gradients_are_in_8_bits_where_that_changes_nothing_else(
     assert configure(small_options(**usual)).stored_dtype is None
 
 
+@pytest.mark.parametrize("method", ["ghost", "auto"])
+def test_a_run_of_before_the_default_is_resumed(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its settings say ``full``, also with methods that store nothing in 8 bits."""
+    out, words = tmp_path / "run", ["--method", method, "--seed", "1", "--save-every", "1"]
+    interrupt_after(2, monkeypatch)
+    assert train(out, *words) == 130
+    monkeypatch.undo()
+    for file in (out / "config.json", *out.glob("checkpoints/*/*.json")):
+        assert '"stored_dtype": "auto"' in file.read_text() or file.name != "config.json"
+    assert train(out, *words, "--stored-dtype", "full") == 0
+
+
 def test_gradients_in_8_bits_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fdp.cli.configure.has_hopper", lambda device: True)
     options = small_options(stored_dtype="int8", dtype="bfloat16")

@@ -46,8 +46,10 @@ def test_a_run_writes_its_six_files(tmp_path: Path, capsys: pytest.CaptureFixtur
         "loss_first loss_last private epsilon epsilon_if_stop_was_decided_in_advance delta relation unit "
         "noise_multiplier steps steps_planned samples reading parameter_count "
         "parameter_norm parameter_sha256 seconds_per_step peak_memory_bytes method world_size seed run "
-        "epsilon_of_model delta_of_model"
+        "epsilon_of_model delta_of_model file_sha256"
     )
+    checked = subprocess.run(["sha256sum", out / "model.safetensors"], capture_output=True, text=True, check=True)
+    assert summary["file_sha256"] == {"model.safetensors": checked.stdout.split()[0]}
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert set(lines[0]) == set(StepRecord._fields) - {"evaluation"}, "only evaluated steps have one"

@@ -46,7 +46,7 @@ def test_a_run_that_needs_less_slack_keeps_what_it_had_and_one_that_needs_more_i
     meta = {"noise": noise_record(run) | {"slack": 0.25}}
     assert extra_noise(run) == 0
     assert earlier_noise(meta) == EarlierNoise(0.25, ())
-    assert earlier_noise({}) == NEW_RUN
+    assert earlier_noise({}) == NEW_RUN._replace(rounded=()), "an older fdp stored nothing in 8 bits"
     again = small_run(earlier_noise(meta))
     check_same_noise(meta, again, HERE)
     assert extra_noise(again) == 0.25
@@ -66,7 +66,7 @@ def test_sums_that_are_rounded_otherwise_have_other_noise_and_are_refused() -> N
 
 
 def test_gradients_that_are_stored_otherwise_have_other_noise_and_are_refused() -> None:
-    config = configure(small_options())
+    config = replace(configure(small_options()), stored_by_default=False)
     full, narrow = (
         prepare(replace(config, stored_dtype=stored), root=torch.arange(8))[0] for stored in (None, torch.int8)
     )
@@ -76,10 +76,12 @@ def test_gradients_that_are_stored_otherwise_have_other_noise_and_are_refused() 
             check_same_noise({"noise": noise_record(meta)}, run, HERE)
 
 
-@pytest.mark.parametrize("change", [{"sum_dtype": torch.float32}, {"stored_dtype": torch.int8}])
+@pytest.mark.parametrize(
+    "change", [{"sum_dtype": torch.float32}, {"stored_dtype": torch.int8, "stored_by_default": False}]
+)
 def test_runs_of_one_seed_that_round_otherwise_share_neither_samples_nor_noise(change: dict[str, Any]) -> None:
     """One draw of samples with two releases would cost more than two draws, which is what the ledger adds up."""
-    config = configure(small_options(seed=1, population=1000))
+    config = replace(configure(small_options(seed=1, population=1000)), stored_by_default=False)
     runs = [prepare(each)[0] for each in (config, replace(config, **change))]
     assert not torch.equal(runs[0].key, runs[1].key)
     first, second = (draw_batch(run, 0).data["image"] for run in runs)
@@ -110,7 +112,7 @@ def store_in_8_bits(monkeypatch: pytest.MonkeyPatch, *, seconds: float) -> None:
 
 def test_a_resumed_run_stores_in_8_bits_what_it_stored_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured times choose these leaves. With other ones, the same noise would be on another sum."""
-    config = replace(configure(small_options(seed=1)), stored_dtype=torch.int8)
+    config = replace(configure(small_options(seed=1)), stored_dtype=torch.int8, stored_by_default=False)
     store_in_8_bits(monkeypatch, seconds=0.1)
     before, _ = prepare(config)
     meta = {"noise": noise_record(before)}
@@ -127,11 +129,35 @@ def test_a_resumed_run_stores_in_8_bits_what_it_stored_before(monkeypatch: pytes
     check_same_noise(meta, again, HERE)
 
 
+def test_a_run_that_rounds_by_default_goes_on_as_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on another kind of device: what was rounded before decides, not what this machine would do."""
+    plain = configure(small_options(seed=1))
+    able = replace(plain, stored_dtype=torch.int8, stored_by_default=True)
+    store_in_8_bits(monkeypatch, seconds=9.0)
+    began, _ = prepare(able)
+    assert began.stages.rounded == "", "nothing is rounded, so the noise is that of a run without the option"
+    old = {name: value for name, value in noise_record(began).items() if name != "rounded_leaves"}
+    store_in_8_bits(monkeypatch, seconds=0.1)
+    for noise in (noise_record(began), old):
+        for config in (able, plain):
+            again, _ = prepare(config, root=began.root, earlier=earlier_noise({"noise": noise}))
+            check_same_noise({"noise": noise}, again, HERE)
+            assert again.plan.rounded == ()
+    older = prepare(able, root=began.root, earlier=earlier_noise({}))[0]
+    assert torch.equal(older.key, began.key), "a checkpoint that does not say is of an fdp that rounded nothing"
+    rounded, _ = prepare(able)
+    assert rounded.plan.rounded == ("head.weight",)
+    monkeypatch.undo()
+    with pytest.raises(FdpError, match=r"resume: this run stores gradients in 8 bits.*on a Hopper GPU.* got .* on cpu"):
+        prepare(plain, root=rounded.root, earlier=earlier_noise({"noise": noise_record(rounded)}))
+
+
 def test_a_seeded_run_that_never_saved_begins_again_with_the_leaves_that_it_stored_in_8_bits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words, config = ["--seed", "1", "--save-every", "5", "--json"], tmp_path / "run/config.json"
-    monkeypatch.setattr(session, "configure", lambda options: replace(configure(options), stored_dtype=torch.int8))
+    asked = lambda options: replace(configure(options), stored_dtype=torch.int8, stored_by_default=False)  # noqa: E731
+    monkeypatch.setattr(session, "configure", asked)
     store_in_8_bits(monkeypatch, seconds=0.1)
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "save", lambda *_, **__: None)  # the machine stops before anything is saved
